@@ -84,6 +84,8 @@ def test_impossible_limits_are_an_error_that_names_them() -> None:
     with pytest.raises(TuningError, match="must be at least 1") as raised:
         Limits(global_batch=-1)
     assert "--global-batch" in raised.value.remedy
+    with pytest.raises(TuningError, match="5,000 samples exceeds an epoch of 1,000 samples"):
+        default_limits(EXACTLY, 256, 1_000, 1)
 
 
 def test_tuned_plan_beats_the_best_equal_size() -> None:
@@ -118,8 +120,3 @@ EXACTLY = Limits(global_batch=5_000)
 )
 def test_default_limits(given: Limits, num_samples: int | None, num_required: int, expected: Limits) -> None:
     assert default_limits(given, 256, num_samples, num_required) == expected
-
-
-def test_exact_global_batch_is_no_larger_than_an_epoch() -> None:
-    with pytest.raises(TuningError, match="5,000 samples exceeds an epoch of 1,000 samples"):
-        default_limits(EXACTLY, 256, 1_000, 1)

@@ -189,12 +189,9 @@ def cut(layer: str, num_operations: int, num_bytes: int = 1000) -> CutInfo:
     return CutInfo(layer, (10,), num_bytes, num_operations, 100, 50)
 
 
-def test_cuts_with_about_the_same_work_before_them_are_timed_once() -> None:
+def test_cuts_with_about_the_same_work_before_them_are_timed_once_and_their_shares_add_up() -> None:
     cuts = [cut("best", 500), cut("next to it", 510), cut("earlier", 300), cut("last", 980)]
     assert [one.layer for one in spread_cuts(cuts, 1000)] == ["best", "earlier", "last"]
-
-
-def test_shares_by_flops_add_up_to_a_step() -> None:
     shares = share_by_flops(cut("middle", 400), 1000)
     assert shares is not None
     assert shares.prefix + shares.head == pytest.approx(1)
