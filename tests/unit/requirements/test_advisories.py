@@ -73,21 +73,16 @@ def lock(tmp_path: Path) -> Path:
 
 
 class TestPins:
-    def test_every_platform_and_version_is_asked_for_one_version_at_a_time(self, lock: Path) -> None:
-        pip_audit = PipAudit({"keras": [], "numpy": [], "tensorflow": []})
-        findings = advisories.look_up_all(advisories.load_pins([lock]), [], pip_audit)
-        assert pip_audit.asked == [
-            ["keras==3.15.1"],
-            ["numpy==2.4.6", "tensorflow==2.21.0"],
-            ["numpy==2.5.5"],
-        ]
-        assert findings.num_looked_up == 4
-
-    def test_same_pin_of_two_files_is_asked_for_once(self, lock: Path, tmp_path: Path) -> None:
+    def test_every_platform_and_version_is_asked_for_once_one_version_at_a_time(
+        self, lock: Path, tmp_path: Path
+    ) -> None:
         (tmp_path / "dev.txt").write_text(LOCK)
         pins = advisories.load_pins([lock, tmp_path / "dev.txt"])
         assert str(pins[0]) == "keras 3.15.1 (runtime.txt, dev.txt)"
-        assert len(pins) == 4
+        pip_audit = PipAudit({"keras": [], "numpy": [], "tensorflow": []})
+        assert advisories.look_up_all(pins, [], pip_audit).num_looked_up == 4
+        asked = [["keras==3.15.1"], ["numpy==2.4.6", "tensorflow==2.21.0"], ["numpy==2.5.5"]]
+        assert pip_audit.asked == asked
 
     @pytest.mark.parametrize("line", ["keras==3.15.1", "keras>=3.15", "-r other.txt", "keras @ file:keras"])
     def test_line_that_would_not_be_looked_up_is_refused(self, lock: Path, line: str) -> None:
