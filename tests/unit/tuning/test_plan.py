@@ -98,28 +98,20 @@ def predicted_for(batch_sizes: list[int]) -> Plan:
 
 
 def test_prediction_does_not_hold_after_moving_samples_between_ranks(path: Path) -> None:
+    assert PLAN.predicted_samples_per_s == pytest.approx(340 / 10.0), "by the slowest step"
+    unmeasured = [PLAN.ranks[0], RankPlan(node="csd0", batch_size=25, threads=4)]
+    assert PLAN.model_copy(update={"ranks": unmeasured}).predicted_samples_per_s is None
     save_plan(path, predicted_for([315, 25]))
     assert load_plan(path).predicted_samples_per_s == 31.0
-    path.write_text(
-        path.read_text()
-        .replace("batch_size: 315", "batch_size: 300")
-        .replace("batch_size: 25", "batch_size: 40")
-    )
+    moved = path.read_text().replace("batch_size: 315", "batch_size: 300")
+    path.write_text(moved.replace("batch_size: 25", "batch_size: 40"))
     assert load_plan(path).global_batch == 340
     assert load_plan(path).prediction is None
 
 
-def test_rate_follows_from_the_slowest_step_if_all_ranks_were_measured() -> None:
-    assert PLAN.predicted_samples_per_s == pytest.approx(340 / 10.0)
-    ranks = [PLAN.ranks[0], RankPlan(node="csd0", batch_size=25, threads=4)]
-    assert PLAN.model_copy(update={"ranks": ranks}).predicted_samples_per_s is None
-
-
 def test_host_alone_can_sit_out(path: Path) -> None:
-    plan = PLAN.model_copy(
-        update={"ranks": [PLAN.ranks[0].model_copy(update={"batch_size": 0}), PLAN.ranks[1]]}
-    )
-    save_plan(path, plan)
+    host = PLAN.ranks[0].model_copy(update={"batch_size": 0})
+    save_plan(path, PLAN.model_copy(update={"ranks": [host, PLAN.ranks[1]]}))
     assert load_plan(path).global_batch == 25
     path.write_text(path.read_text().replace("batch_size: 25", "batch_size: 0"))
     with pytest.raises(InputError, match="csd0: only the host can have batch size 0"):

@@ -264,16 +264,13 @@ def test_rule_of_an_output(activation: str, loss: str, from_logits: bool, expect
     assert (rule.kind, rule.from_logits) == expected
 
 
-def test_each_output_has_fields_of_its_own() -> None:
+def test_each_output_has_fields_of_its_own_and_classes_of_pixels_are_refused() -> None:
     outputs = (OutputInfo("kind", (4,), "softmax", ""), OutputInfo("size", (1,), "linear", "mse"))
     rules = build_rules(info(*outputs), CLASSES)
     fields = [name for rule in rules for name in rule.fields]
     assert fields == ["kind.class", "kind.probability", "size.value"]
     assert [rule.kind for rule in build_rules(info(*outputs), SCORES)] == [VALUES, VALUES]
     assert build_rules(info(*outputs), EMBEDDINGS) == (ResultRule("", VALUES),)
-
-
-def test_class_of_each_pixel_is_refused_with_the_way_to_all_scores() -> None:
     with pytest.raises(InputError, match="8×8×4") as refused:
         build_rules(info(OutputInfo("", (8, 8, 4), "softmax", "")), CLASSES)
     assert "--want scores" in refused.value.remedy
