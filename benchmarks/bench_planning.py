@@ -12,7 +12,7 @@ import pytest
 
 from csdctl.perfmodel.prediction import RankModel, StepTime
 from csdctl.tuning.search import Limits, find_best
-from tests.unit.tuning.test_probe_policy import EQUAL_NODES, FOUR_CLASSES, Machines, probed
+from tests.unit.tuning.test_plan_choice import EQUAL_NODES, FOUR_CLASSES, Machines, probed
 
 ROUNDS = 5
 SEEDS = range(200)

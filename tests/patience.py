@@ -125,7 +125,30 @@ class StalledError(AssertionError):
     """A command made no progress any more; carries the last lines of what it printed and logged."""
 
 
-class Activity:
+class Idleness:
+    """Measures for how long this process and all that it has started have used hardly any CPU time."""
+
+    def __init__(self, limit_s: float = IDLE_S) -> None:
+        """After `limit_s`, scaled, it looks whether something waits for the CPU."""
+        self._limit_s = limit_s
+        self._seen: object = None
+        self._cpu_s, self._since = self._cpu(), time.monotonic()
+
+    def look_s(self, seen: object = None) -> float:
+        """Return for how many seconds none of them has worked, and `seen` has been the same."""
+        cpu_s, now = self._cpu(), time.monotonic()
+        used_s = abs(cpu_s - self._cpu_s)  # less than before: processes have ended
+        if seen != self._seen or used_s > BUSY_SHARE * max(LOOK_S, now - self._since):
+            self._seen, self._cpu_s, self._since = seen, cpu_s, now
+        elif now - self._since > scaled(self._limit_s) and waits_for_cpu():
+            self._since += RETRY_S
+        return now - self._since
+
+    def _cpu(self) -> float:
+        return sum(map(cpu_time_s, (os.getpid(), *list_descendants(os.getpid()))))
+
+
+class Activity(Idleness):
     """Signs that a command and what it started still work: output, files, CPU time.
 
     Files are those of csdctl's state in `directory`; processes are all that these tests have started, the
@@ -134,20 +157,11 @@ class Activity:
 
     def __init__(self, directory: Path | None) -> None:
         self._directory = directory
-        self._seen: object = None
-        self._cpu_s = 0.0
-        self._since = time.monotonic()
+        super().__init__(STALL_S)
 
     def has_stalled(self, num_printed: int) -> bool:
         """Return whether there was no sign of work for `STALL_S`, scaled; `num_printed` characters so far."""
-        seen = (num_printed, files_written(self._directory))
-        cpu_s, now = self._cpu(), time.monotonic()
-        used_s = abs(cpu_s - self._cpu_s)  # less than before: processes have ended
-        if seen != self._seen or used_s > BUSY_SHARE * max(LOOK_S, now - self._since):
-            self._seen, self._cpu_s, self._since = seen, cpu_s, now
-        if now - self._since > scaled(STALL_S) and waits_for_cpu():
-            self._since += RETRY_S
-        return now - self._since > scaled(STALL_S)
+        return self.look_s((num_printed, files_written(self._directory))) > scaled(STALL_S)
 
     def _cpu(self) -> float:
         pids = set(list_descendants(os.getpid()))
@@ -164,28 +178,6 @@ class Activity:
             return "(no log)"
         lines = logs[-1].read_text(errors="replace").splitlines()[-NUM_LAST_LINES:]
         return "\n".join([f"{logs[-1]}:", *(line[:300] for line in lines)])
-
-
-class Idleness:
-    """Measures for how long this process and all that it has started have used hardly any CPU time."""
-
-    def __init__(self) -> None:
-        self._cpu_s = _cpu_time_s()
-        self._since = time.monotonic()
-
-    def look_s(self) -> float:
-        """Return for how many seconds none of them has worked."""
-        cpu_s, now = _cpu_time_s(), time.monotonic()
-        # Less than before: processes have ended.
-        if abs(cpu_s - self._cpu_s) > BUSY_SHARE * max(LOOK_S, now - self._since):
-            self._cpu_s, self._since = cpu_s, now
-        elif now - self._since > scaled(IDLE_S) and waits_for_cpu():
-            self._since += RETRY_S
-        return now - self._since
-
-
-def _cpu_time_s() -> float:
-    return sum(map(cpu_time_s, (os.getpid(), *list_descendants(os.getpid()))))
 
 
 def communicate(

@@ -8,11 +8,9 @@ from pathlib import Path
 
 from csdctl.launch.leftovers import describe_holder
 from csdctl.runs.directory import RunDirectory
-from csdctl.tuning.plan import Plan, RankPlan
 from csdctl.worker.protocol.events import Event, Joined, LinkLost, NodeLost, Progress, Ready, event_document
 from csdctl.worker.protocol.json_codec import to_json
-from csdctl.worker.protocol.recipe import Recipe
-from csdctl.worker.protocol.run_spec import RankSpec, RunSpec, Runtime
+from tests.unit.runs.manifests import manifest_of, spec_of
 
 RUN_ID = "20261123-084636-637095"
 START_S = 1_795_420_000.0
@@ -31,37 +29,15 @@ def write_run(project: Path, num_ranks: int) -> RunDirectory:
     """Write a run that this process trains, for a minute; rank 3 is slow, and of 37 two stand still."""
     run = RunDirectory(project / ".csdctl" / "runs" / RUN_ID)
     run.path.mkdir(parents=True)
-    ranks = [
-        RankPlan(node=name_of(rank), batch_size=BATCH, threads=1, step_time_s=0.3, samples_per_s=26.0)
-        for rank in range(num_ranks)
-    ]
-    plan = Plan(job="job.yaml", job_fingerprint="", method="fit", emulated=True, ranks=ranks)
-    samples = NUM_STEPS * BATCH
-    manifest = {
-        "schema": 1,
-        "plan": plan.model_dump(),
-        "placed": [
-            {
-                "name": name_of(rank),
-                "batch_size": BATCH,
-                "num_private": 0,
-                "public_start": rank * samples,
-                "public_stop": (rank + 1) * samples,
-            }
-            for rank in range(num_ranks)
-        ],
-        "data": {"public": ""},
-    }
-    run.manifest.write_text(json.dumps(manifest))
-    specs = tuple(
-        RankSpec(rank, name_of(rank), BATCH, Runtime(1), None, None, 0, samples) for rank in range(num_ranks)
-    )
-    spec = RunSpec(RUN_ID, "a.json", "w.npz", Recipe(epochs=EPOCHS), specs, None, None, ".csdctl/runs")
+    nodes = [name_of(rank) for rank in range(num_ranks)]
+    manifest = manifest_of(nodes)
+    manifest["plan"]["emulated"] = True
+    run.save_manifest(manifest)
     with run.events.open("w") as file:
         for time_s, event in make_events(num_ranks):
             file.write(json.dumps({"time": time_s, **event_document(event)}) + "\n")
     run.process.write_text(json.dumps(describe_holder("train", project)))
-    run.spec.write_text(to_json(spec))
+    run.spec.write_text(to_json(spec_of(nodes, EPOCHS, run_id=RUN_ID)))
     assert describe_holder("train", project)["pid"] == os.getpid()
     return run
 

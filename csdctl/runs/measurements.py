@@ -5,9 +5,8 @@ Values in and out are those of tuning/measurements.py; the caller gives the time
 
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from dataclasses import astuple, dataclass
+from dataclasses import dataclass
 from pathlib import Path
-from statistics import median
 from typing import Any, Generic, TypeVar
 
 from pydantic import TypeAdapter, ValidationError
@@ -23,7 +22,6 @@ from csdctl.tuning.measurements import (
     ProbeMeasurement,
     TrialMeasurement,
 )
-from csdctl.worker.protocol.run_spec import Runtime
 
 NUM_NEWEST = 50
 """Repeated measurements that are used, the newest: a fleet changes."""
@@ -68,49 +66,6 @@ COLLECTIVE = Kind(
 )
 TRIAL = Kind("trial", TypeAdapter(Stored[TrialMeasurement, FleetClass]), lambda trial: ())
 KINDS: dict[str, Kind[Any, Any]] = {kind.name: kind for kind in (PROBE, COLLECTIVE, TRIAL)}
-
-
-@dataclass(frozen=True)
-class ProbeSummary:
-    """All probes of one model with one recipe, machine class and settings."""
-
-    model: ModelProperties
-    recipe: str
-    machine_class: MachineClass
-    settings: Runtime
-    num_probes: int
-    smallest: int | None
-    """The smallest batch size that fitted in memory; None: none did."""
-    largest: int | None
-    too_large: int | None
-    """The smallest batch size that did not fit; None: all did."""
-    best_batch_size: int | None
-    best_samples_per_s: float | None
-    measured_at: float
-    """Unix time of the newest."""
-
-
-@dataclass(frozen=True)
-class CollectiveSummary:
-    """All sums by one collective, of one size and number of ranks, on one fleet class."""
-
-    fleet_class: FleetClass
-    name: str
-    num_ranks: int
-    num_bytes: int
-    num_measured: int
-    median_s: float
-    measured_at: float
-    """Unix time of the newest."""
-
-
-@dataclass(frozen=True)
-class Overview:
-    """Everything: probes by model, sums by fleet, trials oldest first."""
-
-    probed: tuple[ProbeSummary, ...] = ()
-    summed: tuple[CollectiveSummary, ...] = ()
-    tried: tuple[Stored[TrialMeasurement, FleetClass], ...] = ()
 
 
 class MeasurementStore:
@@ -180,31 +135,6 @@ class MeasurementStore:
             repeated[kind.repeated_by(value)].append(value)
         return [value for value in found if value in repeated[kind.repeated_by(value)][-NUM_NEWEST:]]
 
-    def overview(self) -> Overview:
-        """Summarize all measurements: counts and extremes rather than every measurement."""
-        probed: dict[tuple[ModelProperties, str, MachineClass, Runtime], list[ProbeMeasurement]] = (
-            defaultdict(list)
-        )
-        for probe in self._select(PROBE):
-            probed[probe.model, probe.recipe, probe.of, probe.value.settings].append(probe.value)
-        summed: dict[tuple[FleetClass, str, int, int], list[CollectiveMeasurement]] = defaultdict(list)
-        for one in self._select(COLLECTIVE):
-            summed[one.of, one.value.name, one.value.num_ranks, one.value.num_bytes].append(one.value)
-        summaries = [_summarize_probes(key, probes) for key, probes in probed.items()]
-        sums = [
-            CollectiveSummary(
-                *key, len(times), median(timed.seconds for timed in times), times[-1].measured_at
-            )
-            for key, times in summed.items()
-        ]
-        return Overview(
-            tuple(sorted(summaries, key=_order)),
-            tuple(
-                sorted(sums, key=lambda one: (one.fleet_class.key, one.name, one.num_ranks, one.num_bytes))
-            ),
-            tuple(self._select(TRIAL)),
-        )
-
     def _select(self, kind: Kind[ValueT, ClassT]) -> list[Stored[ValueT, ClassT]]:
         """Return the measurements of a kind, oldest first."""
         return sorted(
@@ -216,25 +146,3 @@ class MeasurementStore:
         if not self._is_optional:
             raise CsdctlError(message, remedy=REMEDY) from error
         self._say(message)
-
-
-def _order(one: ProbeSummary) -> tuple[Any, ...]:
-    return one.model.name, one.model.hash, one.recipe, one.machine_class.key, astuple(one.settings)
-
-
-def _summarize_probes(
-    subject: tuple[ModelProperties, str, MachineClass, Runtime], probes: Sequence[ProbeMeasurement]
-) -> ProbeSummary:
-    fitting = [probe for probe in probes if probe.has_fitted]
-    sizes = [probe.batch_size for probe in fitting]
-    best = max(fitting, key=lambda probe: probe.samples_per_s or 0.0, default=None)
-    return ProbeSummary(
-        *subject,
-        num_probes=len(probes),
-        smallest=min(sizes, default=None),
-        largest=max(sizes, default=None),
-        too_large=min((probe.batch_size for probe in probes if not probe.has_fitted), default=None),
-        best_batch_size=best.batch_size if best else None,
-        best_samples_per_s=best.samples_per_s if best else None,
-        measured_at=probes[-1].measured_at,
-    )

@@ -1,28 +1,17 @@
 """The architecture page against the code: its pictures are drawn from it, and what it names exists."""
 
 import ast
-import importlib.util
 import re
+import runpy
+import subprocess
 from pathlib import Path
-from types import ModuleType
+from types import SimpleNamespace
 
 import pytest
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "explanation" / "architecture.md").read_text()
-
-
-def load_draw() -> ModuleType:
-    path = ROOT / "docs" / "pictures" / "draw.py"
-    specification = importlib.util.spec_from_file_location("draw", path)
-    assert specification is not None
-    assert specification.loader is not None
-    module = importlib.util.module_from_spec(specification)
-    specification.loader.exec_module(module)
-    return module
-
-
-draw = load_draw()
+draw = SimpleNamespace(**runpy.run_path(str(ROOT / "docs" / "pictures" / "draw.py")))
 
 
 def names_defined_in(path: Path) -> set[str]:
@@ -64,3 +53,15 @@ def test_what_the_page_names_exists(path: str, function: str) -> None:
     found = [place for place in (ROOT / path, ROOT / "csdctl" / path) if place.exists()]
     assert found
     assert not function or function in names_defined_in(found[0])
+
+
+def test_links_lead_to_files_of_the_project() -> None:
+    tracked = subprocess.run(
+        ["git", "ls-files", "--stage"], cwd=ROOT, capture_output=True, text=True, check=True
+    ).stdout.splitlines()
+    links = [ROOT / line.split("\t", 1)[1] for line in tracked if line.startswith("120000 ")]
+    assert [
+        f"{link.relative_to(ROOT)} -> {link.readlink()}"
+        for link in links
+        if not link.exists() or not link.resolve().is_relative_to(ROOT)
+    ] == []

@@ -117,11 +117,8 @@ class TestCommands:
         assert listed == {name for name, one in COMMANDS["csdctl"].commands.items() if not one.hidden}
 
     @pytest.mark.parametrize("name", COMMANDS)
-    def test_every_command_has_help(self, name: str) -> None:
+    def test_every_command_and_option_has_help(self, name: str) -> None:
         assert COMMANDS[name].help
-
-    @pytest.mark.parametrize("name", COMMANDS)
-    def test_every_option_has_help(self, name: str) -> None:
         assert [p.name for p in COMMANDS[name].params if not getattr(p, "help", None)] == []
 
     @pytest.mark.parametrize("name", LEAVES)
@@ -151,8 +148,6 @@ class TestCommands:
     def test_every_option_of_mpirun_is_explained(self, option: str) -> None:
         assert f"`{option}`" in (DOCS / "reference" / "mpirun.md").read_text()
 
-
-class TestChecks:
     def test_page_lists_the_checks_of_doctor(self) -> None:
         page = (DOCS / "how-to" / "examine-a-fleet.md").read_text()
         rows = re.findall(r"^\| (`[^|]*`) \|", page, re.MULTILINE)
@@ -163,27 +158,19 @@ class TestChecks:
 class TestFiles:
     @pytest.mark.parametrize("model", [FleetFile, JobFile])
     def test_every_key_is_described(self, model: type[BaseModel]) -> None:
-        words = set(re.findall(r"[a-z_][a-z0-9_]*", " ".join(re.findall(r"`([^`\n]+)`", self.tables()))))
+        tables = without_blocks((DOCS / "reference" / "files.md").read_text())
+        words = set(re.findall(r"[a-z_][a-z0-9_]*", " ".join(re.findall(r"`([^`\n]+)`", tables))))
         assert keys_of(model) - words == set()
 
-    @staticmethod
-    def tables() -> str:
-        return without_blocks((DOCS / "reference" / "files.md").read_text())
-
     @pytest.mark.parametrize("page", PAGES, ids=display_path)
-    def test_every_yaml_example_is_valid(self, page: Path) -> None:
+    def test_every_example_is_valid(self, page: Path) -> None:
         models: dict[str, type[BaseModel]] = {"# fleet.yaml": FleetFile, "# job.yaml": JobFile}
         for block in blocks(page, "yaml"):
             parse_document(block, models[block.splitlines()[0]], name=display_path(page))
-
-    @pytest.mark.parametrize("page", PAGES, ids=display_path)
-    def test_every_python_example_compiles(self, page: Path) -> None:
         for block in blocks(page, "python"):
             compile(block, display_path(page), "exec")
 
-
-class TestJson:
-    def test_every_document_is_described(self) -> None:
+    def test_every_json_document_is_described(self) -> None:
         files = [path.read_text() for path in (ROOT / "csdctl").rglob("*.py")]
         named = {name for text in files for name in re.findall(r'"(csdctl\.[\w.-]+/\d+)"', text)}
         assert named == {*DOCUMENTS}, "describe them in docs/generate.py"
@@ -191,7 +178,7 @@ class TestJson:
 
 class TestPages:
     @pytest.mark.parametrize("page", [*PAGES, *GENERATED], ids=display_path)
-    def test_internal_links_resolve(self, page: Path) -> None:
+    def test_internal_links_resolve_and_those_of_the_site_stay_in_it(self, page: Path) -> None:
         for target in re.findall(r"\]\(([^)\s]+)\)", without_blocks(text_of(page))):
             if re.match(r"https?:", target):
                 continue
@@ -199,12 +186,11 @@ class TestPages:
             linked = (page.parent / file).resolve() if file else page
             assert linked in GENERATED or linked.exists(), f"{display_path(page)} links to {target}"
             assert not anchor or anchor in anchors(linked), f"{display_path(page)} links to {target}"
+            assert page in TOP_PAGES or linked.is_relative_to(DOCS), f"{display_path(page)} links to {target}"
 
-    def test_every_page_is_in_the_index(self) -> None:
+    def test_every_page_is_in_the_index_and_in_the_navigation_of_the_site(self) -> None:
         index = (DOCS / "README.md").read_text()
         assert {page for page in NAMES - {"README.md"} if f"({page})" not in index} == set()
-
-    def test_every_page_is_in_the_navigation_of_the_site(self) -> None:
         assert sorted(self.leaves(yaml.safe_load((ROOT / "mkdocs.yml").read_text())["nav"])) == sorted(NAMES)
 
     @classmethod
@@ -215,12 +201,6 @@ class TestPages:
             return
         for branch in tree.values() if isinstance(tree, dict) else tree:
             yield from cls.leaves(branch)
-
-    @pytest.mark.parametrize("page", DOCS_PAGES, ids=display_path)
-    def test_pages_of_the_site_link_only_to_each_other(self, page: Path) -> None:
-        for target in re.findall(r"\]\(([^)\s#]+)", without_blocks(page.read_text())):
-            is_elsewhere = re.match(r"https?:", target)
-            assert is_elsewhere or (page.parent / target).resolve().is_relative_to(DOCS), target
 
     def test_pages_named_in_the_code_exist(self) -> None:
         for file in (ROOT / "csdctl").rglob("*.py"):

@@ -36,25 +36,19 @@ def build(width):
 """
 
 
-def train_once(directory: Path, file: str) -> tuple[csdctl.Run, Any]:
+def train_once(directory: Path) -> tuple[csdctl.Run, Any]:
     """Return a run as training leaves it in a project, and its model."""
-    code = directory / f"{file}.py"
+    code = directory / "tower_of_layers.py"
     code.write_text(TEXT)
     architecture = directory / ".csdctl" / "objects"
     run = directory / ".csdctl" / "runs" / "20261122-100000-000000"
     architecture.mkdir(parents=True)
     run.mkdir(parents=True)
-    spec = BuildSpec(
-        f"{code}:build",
-        {"width": 4},
-        Recipe(),
-        str(directory),
-        (str(code),),
-        {"": ("float32", (5,))},
-    )
+    shapes = {"": ("float32", (5,))}
+    spec = BuildSpec(f"{code}:build", {"width": 4}, Recipe(), str(directory), (str(code),), shapes)
     build(BuildRequest(spec, str(architecture)))
     (run / "spec.json").write_text(json.dumps({"architecture": ".csdctl/objects/architecture.json"}))
-    model = __import__(file).build(4)
+    model = __import__("tower_of_layers").build(4)
     model(np.zeros((1, 5), np.float32))
     model.set_weights([np.full(weight.shape, 0.5) for weight in model.get_weights()])
     for name in ("model.keras", "best.keras"):
@@ -62,22 +56,17 @@ def train_once(directory: Path, file: str) -> tuple[csdctl.Run, Any]:
     return csdctl.load_run(directory=directory), model
 
 
-def test_it_is_built_by_the_function_and_gets_the_weights(tmp_path: Path) -> None:
-    run, model = train_once(tmp_path, "tower_of_layers")
+def test_it_is_built_by_the_function_and_gets_the_weights_or_what_is_missing_is_said(tmp_path: Path) -> None:
+    run, model = train_once(tmp_path)
     values = np.ones((2, 5), np.float32)
     for best in (False, True):
         again = run.model(best=best)
         assert type(again) is type(model)
         assert np.array_equal(again(values), model(values))
         assert again.loss == "mean_squared_error"
-
-
-def test_what_is_missing_is_said_with_a_remedy(tmp_path: Path) -> None:
-    run, _ = train_once(tmp_path, "tower_that_moves")
     (tmp_path / ".csdctl" / "objects" / "architecture.json").unlink()
-    with pytest.raises(
-        InputError, match=r"only weights, and its model cannot be built again.*No such file"
-    ) as caught:
+    missing = r"only weights, and its model cannot be built again.*No such file"
+    with pytest.raises(InputError, match=missing) as caught:
         run.model()
     assert "model.load_weights(" in caught.value.remedy
     assert "model.weights.h5" in caught.value.remedy

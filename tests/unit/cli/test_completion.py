@@ -40,9 +40,7 @@ def test_names_of_this_directory_are_completed(project: Path, line: str, expecte
     words = ["csdctl", *line.split()]
     asked = {"COMP_WORDS": " ".join(words), "COMP_CWORD": str(len(words) - 1)}
     assert complete(project, "complete_bash", asked) == expected
-
-
-def test_plans_have_absolute_paths_in_fish_which_hides_a_leading_dot(project: Path) -> None:
+    # fish hides names with a leading dot.
     asked = {"_TYPER_COMPLETE_ARGS": "csdctl train --plan ", "_TYPER_COMPLETE_FISH_ACTION": "get-args"}
     assert complete(project, "complete_fish", asked) == [str(project / ".csdctl/plans/job.yaml")]
 

@@ -77,16 +77,21 @@ class TestRapl:
             parse_rapl(run(RAPL, powercap))
         assert 'SUBSYSTEM=="powercap"' in RAPL_REMEDY
 
-    def test_counter_that_starts_again_loses_nothing(self):
+    @pytest.mark.parametrize(
+        ("before", "now", "after_s", "joules"),
+        [
+            (262143.0, 99.67115, 1.0, pytest.approx(100.0)),  # it has started again
+            (10.0, 20.0, 400.0, None),  # unread for longer than it lasts
+        ],
+    )
+    def test_counter_that_starts_again_loses_nothing_unless_it_was_unread_for_long(
+        self, before, now, after_s, joules
+    ):
         meter = EnergyMeter()
-        meter.add(0.0, Reading(counters={"package-0": Counter(262143.0, 262143.32885)}))
-        spent = meter.add(1.0, Reading(counters={"package-0": Counter(99.67115, 262143.32885)}))
-        assert spent.joules == pytest.approx(100.0)
-
-    def test_counter_unread_for_longer_than_it_lasts_is_a_gap(self):
-        meter = EnergyMeter()
-        meter.add(0.0, Reading(counters={"package-0": Counter(10.0, 262143.0)}))
-        assert meter.add(400.0, Reading(counters={"package-0": Counter(20.0, 262143.0)})).joules is None
+        meter.add(0.0, Reading(counters={"package-0": Counter(before, 262143.32885)}))
+        assert (
+            meter.add(after_s, Reading(counters={"package-0": Counter(now, 262143.32885)})).joules == joules
+        )
 
 
 class TestHwmon:
@@ -94,9 +99,7 @@ class TestHwmon:
         for number, value in ((1, 4_250_000), (2, 1_750_000)):
             (tmp_path / f"power{number}_input").write_text(f"{value}\n")
         assert parse_hwmon(run(HWMON, tmp_path / "power*_input")) == Reading(6.0)
-
-    def test_energy_counters_are_microjoules(self, tmp_path):
-        path = tmp_path / "energy1_input"
+        path = tmp_path / "energy1_input"  # a counter of microjoules
         path.write_text("1234567890\n")
         assert parse_hwmon(run(HWMON, path)).counters == {str(path): Counter(1234.56789)}
 
@@ -115,17 +118,17 @@ class TestIpmi:
     def test_power_of_the_moment_counts(self):
         assert parse_dcmi(DCMI) == Reading(220.0)
 
-    def test_controller_that_does_not_measure_is_said(self):
-        with pytest.raises(ValueError, match="is deactivated"):
-            parse_dcmi(DCMI.replace("activated", "deactivated"))
-
-    def test_refused_request_is_quoted_though_its_message_begins_with_an_empty_line(self):
-        with pytest.raises(ValueError, match=r"DCMI request failed because: Invalid data field"):
-            parse_dcmi("\n    DCMI request failed because: Invalid data field in request (cc)\n")
-
-    def test_machine_that_runs_does_not_take_zero_watts(self):
-        with pytest.raises(ValueError, match="received 0 watts"):
-            parse_dcmi(DCMI.replace("220 Watts", "  0 Watts"))
+    @pytest.mark.parametrize(
+        ("text", "said"),
+        [
+            (DCMI.replace("activated", "deactivated"), "is deactivated"),
+            ("\n    DCMI request failed because: Invalid data field (cc)\n", "because: Invalid data field"),
+            (DCMI.replace("220 Watts", "  0 Watts"), "received 0 watts"),
+        ],
+    )
+    def test_controller_that_does_not_measure_is_said(self, text, said):
+        with pytest.raises(ValueError, match=said):
+            parse_dcmi(text)
 
 
 class TestMeter:
@@ -147,11 +150,7 @@ class TestEnergyMeter:
         assert meter.add(1.0, Reading(20.0)).joules == 15.0
         assert meter.add(60.0, Reading(20.0)).joules is None
         assert meter.add(61.0, Reading(20.0)).joules == 20.0
-
-    def test_machine_that_has_restarted_begins_anew(self):
-        meter = EnergyMeter()
-        meter.add(1000.0, Reading(10.0))
-        assert meter.add(5.0, Reading(10.0)) is None
+        assert meter.add(5.0, Reading(10.0)) is None, "the machine has restarted"
         assert meter.add(6.0, Reading(10.0)).joules == 10.0
 
 

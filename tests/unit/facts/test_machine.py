@@ -11,14 +11,22 @@ from csdctl.errors import RemoteCommandError
 from csdctl.facts.machine import (
     CONDITION_FACTS,
     MACHINE_FACTS,
+    NVME_SCRIPT,
     ClockTrip,
     build_command,
     collect_condition,
     collect_facts,
+    parse_cpuinfo,
+    parse_disk_free,
     parse_facts,
+    parse_glibc,
+    parse_limits,
+    parse_meminfo,
+    parse_nvme,
     parse_places,
+    parse_python,
 )
-from csdctl.fleet.facts import Condition, DirectorySpace, Facts
+from csdctl.fleet.facts import Condition, DirectorySpace, Drive, Facts
 from csdctl.transport.local import LocalSession
 from tests.patience import scaled
 
@@ -117,16 +125,13 @@ def test_clock_is_measured_at_the_middle_of_the_fastest_round_trip(
     assert not note or any(note in shown and len(shown) < 200 for shown in facts.notes)
 
 
-def test_foreign_output_is_an_error() -> None:
+def test_only_what_follows_a_marker_line_is_a_fact() -> None:
+    login = "Welcome! csdctl-fact:architecture\nx86_64\n"
+    assert parse_output(login + (CAPTURES / "sample-cortex-a53.txt").read_text()) == parse(
+        "sample-cortex-a53"
+    )
     with pytest.raises(RemoteCommandError, match="instead of facts"):
         parse_output("This system is for authorised use only.\n")
-
-
-def test_only_what_follows_a_marker_line_is_a_fact() -> None:
-    text = (CAPTURES / "sample-cortex-a53.txt").read_text()
-    expected = parse_output(text)
-    login = "Welcome! csdctl-fact:architecture\nx86_64\n"
-    assert parse_output(login + text) == expected
 
 
 def test_this_machine_has_facts_and_a_condition(tmp_path: Path) -> None:
@@ -214,3 +219,97 @@ def test_answer_out_of_range_is_noted_and_other_facts_are_kept(
     assert facts.architecture == "aarch64" or name == "architecture"
     assert any(note in shown for shown in facts.notes)
     assert all(len(shown) < 400 for shown in facts.notes)
+
+
+def test_big_and_little_cores_are_both_named() -> None:
+    cores = "".join(f"processor : {number}\nCPU part : 0xd03\n\n" for number in range(4))
+    assert parse_cpuinfo(cores)["cpu_model"] == "0xd03"
+    facts = parse_cpuinfo(f"{cores}Model name: Cortex-A53\nModel: 4\nModel name: Cortex-A73\n")
+    assert (facts["cpu_model"], facts["num_cores"]) == ("Cortex-A53 + Cortex-A73", 4)
+
+
+@pytest.mark.parametrize(
+    ("lines", "cpu_limit", "memory_limit"),
+    [
+        ("cpus_allowed", None, None),
+        ("cpu.max max 100000\nmemory.max max", None, None),
+        ("cpu.max 22000 100000\nmemory.max 1073741824", 0.22, 1 << 30),
+        ("cpu.cfs_quota_us 200000\ncpu.cfs_period_us 100000", 2.0, None),
+        ("cpu.cfs_quota_us -1\ncpu.cfs_period_us 100000", None, None),
+        ("memory.limit_in_bytes 9223372036854771712", None, None),
+        ("cpus_allowed 0-1,4", 3.0, None),
+        ("cpu_environment 0.5\ncpu.max 200000 100000", 0.5, None),
+        ("cpu_environment 3\ncpu.max 200000 100000\nmemory_environment 9\nmemory.max 10", 2.0, 9),
+        ("cpu_environment \nmemory_environment ", None, None),
+    ],
+)
+def test_tightest_limit_wins(lines: str, cpu_limit: float | None, memory_limit: int | None) -> None:
+    assert parse_limits(lines) == {"cpu_limit": cpu_limit, "memory_limit_bytes": memory_limit}
+
+
+@pytest.mark.parametrize("value", ["0", "nan", "two"])
+def test_invalid_limit_in_the_environment_is_reported(value: str) -> None:
+    with pytest.raises(ValueError, match="CSDCTL_CPU_LIMIT"):
+        parse_limits(f"cpu_environment {value}")
+
+
+def test_disk_with_a_space_in_its_mount_point_is_read() -> None:
+    text = (
+        "Filesystem 1024-blocks Used Available Capacity Mounted\n//nas/my share 100 60 40 60% /mnt/my disk\n"
+    )
+    assert parse_disk_free(text) == {"disk_free_bytes": 40960}
+
+
+@pytest.mark.parametrize(
+    ("text", "version"),
+    [
+        ("glibc 2.36\n", "2.36"),
+        ("ldd (Debian GLIBC 2.28-10+deb10u3) 2.28\nCopyright (C) 2018\n", "2.28"),
+        ("ldd (GNU libc) 2.34\n", "2.34"),
+    ],
+)
+def test_glibc_is_read_from_getconf_and_from_ldd(text: str, version: str) -> None:
+    assert parse_glibc(text) == {"glibc_version": version}
+
+
+@pytest.mark.parametrize("text", ["", "nonsense here\n", "{}", "[1]", "sh: 1: not found\n"])
+def test_invalid_output_is_a_value_error(text: str) -> None:
+    for parse in (parse_cpuinfo, parse_meminfo, parse_disk_free, parse_python, parse_glibc):
+        with pytest.raises(ValueError, match="."):
+            parse(text)
+
+
+def found_drives(sys: Path) -> tuple[Drive, ...]:
+    script = NVME_SCRIPT.replace("/sys/", f"{sys}/")
+    printed = subprocess.run(["sh", "-c", script], capture_output=True, text=True, check=True)
+    assert printed.stderr == ""
+    return parse_nvme(printed.stdout)["drives"]  # type: ignore[return-value]
+
+
+def add_drive(sys: Path, controller: str, serial: str, model: str, **sectors: int) -> None:
+    """A tree as in Linux: values are padded with blanks to the width of the NVMe field."""
+    directory = sys / "class" / "nvme" / controller
+    directory.mkdir(parents=True)
+    (directory / "serial").write_text(f"{serial:<20}\n")
+    (directory / "model").write_text(f"{model:<40}\n")
+    for namespace, size in sectors.items():
+        (directory / namespace).mkdir()
+        block = sys / "block" / namespace.replace("c1n", "n")
+        block.mkdir(parents=True, exist_ok=True)
+        (block / "size").write_text(f"{size}\n")
+
+
+def test_drives_with_a_serial_are_listed_with_sizes_in_numeric_order(tmp_path: Path) -> None:
+    add_drive(tmp_path, "nvme10", "S10", "NGD Newport", nvme10n1=1000)
+    add_drive(tmp_path, "nvme2", "S2", "Boot drive", nvme2n1=10, nvme2n2=20)
+    add_drive(tmp_path, "nvme3", "S3", "No namespace")
+    add_drive(tmp_path, "nvme0", "S0", "Dual port", nvme0c1n1=8)  # behind multipath
+    add_drive(tmp_path, "nvme1", "", "Unnamed", nvme1n1=8)
+    assert found_drives(tmp_path) == (
+        Drive("/dev/nvme0", "S0", "Dual port", 4096),
+        Drive("/dev/nvme2", "S2", "Boot drive", 30 * 512),
+        Drive("/dev/nvme3", "S3", "No namespace", None),
+        Drive("/dev/nvme10", "S10", "NGD Newport", 512_000),
+    )
+    with pytest.raises(ValueError, match="no output"):
+        parse_nvme("")

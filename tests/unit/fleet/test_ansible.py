@@ -47,24 +47,6 @@ def test_captured_output_names_hosts_groups_and_variables(name: str) -> None:
     assert inventory.variables == variables
 
 
-def test_target_equals_the_ssh_call_of_ansible(tmp_path: Path) -> None:
-    variables = {
-        "ansible_host": "10.0.0.1",
-        "ansible_port": 2200,
-        "ansible_user": "me",
-        "ansible_ssh_private_key_file": "/k/id",
-        "ansible_python_interpreter": "/opt/python",
-        "ansible_ssh_extra_args": "-C -J gw,other -o ForwardAgent=yes",
-        "role": "{{ unused }}",
-    }
-    groups = {"boards": {"hosts": ["csd0"]}, "all_boards": {"children": ["boards"], "hosts": ["csd1"]}}
-    found, warnings = read(tmp_path, groups, csd0=variables, csd1={})
-    assert warnings == {}
-    arguments = ("-p", "2200", "-l", "me", "-o", 'IdentityFile="/k/id"', "-J", "gw,other")
-    groups_of = ("boards", "all_boards")
-    assert found["csd0"] == Target("csd0", "10.0.0.1", arguments, groups_of, "/opt/python")
-
-
 def test_arguments_come_in_ansibles_order(tmp_path: Path) -> None:
     variables = {
         "ansible_ssh_extra_args": "-4",

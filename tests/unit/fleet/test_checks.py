@@ -166,17 +166,11 @@ def test_machine_needs_one_address_in_the_network(
     assert verdict == Status.OK or addresses[-1] in check.found
 
 
-def test_machines_with_the_same_hostname_are_a_warning() -> None:
-    conditions = [
-        Condition(name, hostname=own)
-        for name, own in (("csd0", "node"), ("csd1", "node"), ("host", "server"))
-    ]
-    checks = judge_hostnames(conditions)
+def test_machines_with_the_same_hostname_or_another_prefix_than_the_first_are_named() -> None:
+    own = {"csd0": "node", "csd1": "node", "host": "server"}
+    checks = judge_hostnames([Condition(name, hostname=hostname) for name, hostname in own.items()])
     assert [check.machine for check in checks] == ["csd0", "csd1"]
     assert checks[0].found == "node, same as csd1"
-
-
-def test_node_with_another_prefix_than_the_first_fails() -> None:
     checks = judge_prefixes([NODE, replace(NODE, name="csd2", prefix="/usr/local")])
     assert failed_machines(checks) == ["csd2"]
     assert "/opt/csdctl, as on csd1" in checks[0].expected
@@ -204,13 +198,10 @@ def attempts(*refused: tuple[str, str]) -> list[ConnectAttempt]:
     ]
 
 
-def test_nodes_need_not_reach_each_other() -> None:
+def test_only_host_and_node_need_to_reach_each_other() -> None:
     tried = pairs_to_try(MACHINES)
     assert tried["host"] == MACHINES[1:]
     assert {name: tried[name] for name in MACHINES[1:]} == {name: ["host"] for name in MACHINES[1:]}
-
-
-def test_all_listeners_reachable_is_ok() -> None:
     assert {check.status for check in judge_attempts(MACHINES, attempts())} == {Status.OK}
 
 

@@ -12,20 +12,13 @@ from csdctl.fleet.network import find_ambiguous, means_host, own_names
 OWN = frozenset({"host", "localhost", "server", "192.0.2.2", "127.0.0.1"})
 
 
-def test_names_of_the_host_are_recognized_and_no_others() -> None:
+def test_names_of_the_host_and_equal_names_of_nodes_are_recognized_and_no_others() -> None:
+    assert {"host", "localhost", "127.0.0.1", socket.gethostname().partition(".")[0].lower()} <= own_names()
     same = ["server", "SERVER", "server.lab", "localhost", "LocalHost.x", "host", "192.0.2.2"]
     other = ["server1", "csd0", "csd0.server", "192.0.2.3", "192", "server-2", "127.0.0.2"]
     assert [name for name in (*same, *other) if means_host(name, OWN)] == same
-
-
-def test_names_that_are_equal_up_to_the_dot_are_found() -> None:
     names = ["csd0.a", "csd1.a", "csd0.b", "10.1.1.2", "10.1.1.3", "csd1.a"]
     assert list(find_ambiguous(names)) == [("csd0.a", "csd0.b")]
-
-
-def test_host_knows_its_name_and_addresses() -> None:
-    own = own_names()
-    assert {"host", "localhost", "127.0.0.1", socket.gethostname().partition(".")[0].lower()} <= own
 
 
 def test_node_with_the_name_of_the_host_must_be_renamed(tmp_path: Path) -> None:

@@ -237,15 +237,12 @@ def test_data_sets_of_different_types_are_refused(change: dict[str, Any], messag
 NOISE = Noise(1.0, 8.0, 1e-5)
 
 
-def test_noise_is_refused_for_a_model_with_sample_statistics() -> None:
+def test_noise_is_refused_with_sample_statistics_or_a_delta_that_permits_publishing_a_sample() -> None:
     check_noise(NOISE, MODEL, {"csd0": DATA})
     layers = tuple(f"bn_{number} (BatchNormalization)" for number in range(6))
     with pytest.raises(InputError, match="bn_3 [(]BatchNormalization[)] and 2 more") as caught:
         check_noise(NOISE, replace(MODEL, stateful_layers=layers), {"csd0": DATA})
     assert "trainable=False" in caught.value.remedy
     assert caught.value.exit_code == 2
-
-
-def test_delta_that_permits_publishing_a_sample_is_refused() -> None:
     with pytest.raises(InputError, match="delta is 0.01, but csd1 has 100 private samples"):
         check_noise(replace(NOISE, delta=0.01), MODEL, {"csd0": replace(DATA, num_samples=99), "csd1": DATA})

@@ -1,3 +1,5 @@
+"""job.yaml: model, recipe, how data is read; private data that overlaps with other data."""
+
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -5,7 +7,8 @@ from pathlib import Path
 import pytest
 
 from csdctl.errors import InputError
-from csdctl.job.model import Job, describe_job, load_job
+from csdctl.job.model import Job, describe_job, find_imported, load_job
+from csdctl.worker.protocol.datasets import ImageRule, RecordSchema, TableSchema
 from csdctl.worker.protocol.recipe import LossTerm, Noise
 
 JOB = """\
@@ -36,6 +39,8 @@ def write(tmp_path: Path) -> Callable[..., Path]:
 
 Write = Callable[..., Path]
 MODEL = "keras.applications:MobileNetV2"
+NOISE = "noise: {l2_norm_clip: 1.0, noise_multiplier: 8.0, delta: 1.0e-5}"
+MODEL_LINES = f"{MODEL}\nmodel_args: {{input_shape: [64, 64, 3], classes: 10, weights: null}}"
 
 
 def with_recipe(write: Write, line: str) -> Job:
@@ -60,22 +65,8 @@ class TestStep:
     def test_file_of_the_step_is_part_of_the_code(self, write: Write, tmp_path: Path) -> None:
         (tmp_path / "mine.py").write_text("def build(): ...")
         (tmp_path / "loop.py").write_text("def step(model, batch): ...")
-        without = load_job(
-            write(
-                (
-                    f"{MODEL}\nmodel_args: {{input_shape: [64, 64, 3], classes: 10, weights: null}}",
-                    "mine.py:build",
-                )
-            )
-        )
-        job = load_job(
-            write(
-                (
-                    f"{MODEL}\nmodel_args: {{input_shape: [64, 64, 3], classes: 10, weights: null}}",
-                    "mine.py:build\nstep: loop.py:step",
-                )
-            )
-        )
+        without = load_job(write((MODEL_LINES, "mine.py:build")))
+        job = load_job(write((MODEL_LINES, "mine.py:build\nstep: loop.py:step")))
         assert job.code_roots == (tmp_path / "mine.py", tmp_path / "loop.py")
         assert describe_job(job)["step"] == f"{tmp_path}/loop.py:step"
         assert job.fingerprint() != without.fingerprint()
@@ -91,6 +82,9 @@ class TestModelReferences:
         job = load_job(write())
         assert (job.model, job.model_file) == (MODEL, None)
         assert job.model_args == {"input_shape": [64, 64, 3], "classes": 10, "weights": None}
+        values = describe_job(job)
+        assert (values["model_args.classes"], values["data.image.fit"]) == (10, "stretch")
+        assert (values["data.private.path"], values["recipe.from_logits"]) == ("~/private", False)
 
     @pytest.mark.parametrize(
         ("file", "function"), [("model.keras", ""), ("my_model.py", ":build"), ("a:b/m.py", ":build")]
@@ -153,6 +147,7 @@ class TestFingerprint:
             ("weights: null", "alpha: 0.5"),
             ("epochs: 10", "epochs: 10\n  momentum: 0.9"),
             ("epochs: 10", "epochs: 10\n  early_stopping: {patience: 4}"),
+            ("{path: ~/private}", f"{{path: ~/private, {NOISE}}}"),
         ],
     )
     def test_fingerprint_and_description_change_with_model_recipe_and_data(
@@ -198,23 +193,6 @@ class TestRecipe:
         with pytest.raises(InputError, match=rf"job\.yaml:9: `recipe\.{key}[`.]"):
             with_recipe(write, f"{key}: {value}")
 
-    @pytest.mark.parametrize(
-        ("written", "changed", "said"),
-        [
-            *(
-                ("rate: 0.1", f"rate: {value}", "9: `recipe.learning_rate`")
-                for value in ("0", ".nan", ".inf")
-            ),
-            *(("epochs: 10", f"epochs: {value}", "8: `recipe.epochs`") for value in ("0", "1.5", "many")),
-            ("  epochs: 10\n", "", "`recipe.epochs` is missing"),
-        ],
-    )
-    def test_impossible_rate_or_number_of_epochs_is_refused(
-        self, write: Write, written: str, changed: str, said: str
-    ) -> None:
-        with pytest.raises(InputError, match=said):
-            load_job(write((written, changed)))
-
     def test_loss_is_a_name_or_has_arguments_or_is_given_by_output(self, write: Write) -> None:
         assert with_recipe(write, "loss: mse").recipe.losses == {"": LossTerm("mse")}
         with_arguments = "loss: {name: categorical_crossentropy, label_smoothing: 0.1, weight: 2}"
@@ -243,25 +221,8 @@ class TestRecipe:
         assert json.loads(recipe.schedule)["config"] == {"initial_learning_rate": 0.1, "decay_steps": 100}
 
 
-@pytest.mark.parametrize("written", ["model:", "private: {path:"])
-def test_empty_model_or_private_path_is_refused(write: Write, written: str) -> None:
-    old = f"{written} {MODEL}" if written == "model:" else f"{written} ~/private}}"
-    with pytest.raises(InputError, match="at least 1 character"):
-        load_job(write((old, f"{written} ''" + ("" if written == "model:" else "}"))))
-
-
-NOISE = "noise: {l2_norm_clip: 1.0, noise_multiplier: 8.0, delta: 1.0e-5}"
-
-
 def with_noise(write: Write, noise: str) -> Job:
     return load_job(write(("{path: ~/private}", f"{{path: ~/private, {noise}}}")))
-
-
-def test_noise_on_private_samples_changes_the_fingerprint_and_is_off_by_default(write: Write) -> None:
-    without = load_job(write())
-    job = with_noise(write, NOISE)
-    assert (without.noise, job.noise) == (None, Noise(1.0, 8.0, 1e-5))
-    assert job.fingerprint() != without.fingerprint()
 
 
 @pytest.mark.parametrize(
@@ -277,5 +238,134 @@ def test_noise_on_private_samples_changes_the_fingerprint_and_is_off_by_default(
     ],
 )
 def test_impossible_noise_is_refused_with_its_key(write: Write, old: str, new: str, message: str) -> None:
+    assert with_noise(write, NOISE).noise == Noise(1.0, 8.0, 1e-5)
     with pytest.raises(InputError, match=message):
         with_noise(write, NOISE.replace(old, new))
+
+
+WriteJob = Callable[..., Job]
+
+
+@pytest.fixture
+def job(write: Write) -> WriteJob:
+    def load(
+        more: str = "", *, public: str = "pub", private: str = "/data/private", validation: str = "val"
+    ) -> Job:
+        paths = ("data/train, on: host", public), ("~/private", private), ("/srv/val", validation)
+        return load_job(write(*paths, ("data:\n", f"data:\n  {more}\n" if more else "data:\n")))
+
+    return load
+
+
+class TestReading:
+    def test_defaults_leave_everything_to_the_model(self, job: WriteJob) -> None:
+        reading = job().reading
+        assert reading.picture == ImageRule(None, "stretch", 100_000_000)
+        assert (reading.classes, reading.records, reading.function_files) == (None, None, ())
+
+    def test_images_classes_and_features_are_read(self, job: WriteJob) -> None:
+        data = "image: {shape: [64, 48, 3], fit: pad, max_pixels: 1000}\n  classes: [cat, dog]"
+        data += "\n  tfrecord: {image: img, label: cls, shape: [4, 4], dtype: float32}"
+        reading = job(data).reading
+        assert reading.picture == ImageRule((64, 48, 3), "pad", 1000)
+        assert reading.classes == ("cat", "dog")
+        assert reading.records == RecordSchema("img", "cls", (4, 4), "float32")
+
+    def test_columns_of_tables_are_read(self, job: WriteJob) -> None:
+        assert job("csv: {label: price}").reading.table == TableSchema(("price",))
+        table = job("csv: {label: [a, b], weight: w, drop: [id]}").reading.table
+        assert table == TableSchema(("a", "b"), "w", ("id",))
+
+    @pytest.mark.parametrize(
+        ("data", "key"),
+        [
+            ("csv: {}", "csv.label"),
+            ("csv: {label: []}", "csv.label"),
+            ("csv: {label: ''}", "csv.label"),
+            ("csv: {label: a, drop: [a]}", "csv"),
+            ("csv: {label: a, weigth: b}", "csv.weigth`, did you mean `weight"),
+            ("image: {shape: [64, 64]}", "image.shape"),
+            ("image: {shape: [64, 64, 4]}", "image.shape"),
+            ("image: {shape: [0, 64, 3]}", "image.shape"),
+            ("image: {fit: squeeze}", "image.fit"),
+            ("image: {max_pixels: 0}", "image.max_pixels"),
+            ("image: {max_pixels: 1000000000}", "image.max_pixels"),
+            ("classes: []", "classes"),
+            ("classes: [cat, dog, cat]", "classes"),
+            ("classes: [a/b]", "classes"),
+            ("tfrecord: {image: x}", "tfrecord.label"),
+            ("tfrecord: {image: x, label: y, dtype: float32}", "tfrecord"),
+            ("tfrecord: {image: x, label: y, shape: []}", "tfrecord.shape"),
+        ],
+    )
+    def test_impossible_value_is_refused_with_its_line(self, job: WriteJob, data: str, key: str) -> None:
+        with pytest.raises(InputError, match=rf"job\.yaml:4: .*`data\.{key}"):
+            job(data)
+
+    def test_function_is_made_absolute_and_its_content_counts(self, job: WriteJob, tmp_path: Path) -> None:
+        file = tmp_path / "my_data.py"
+        file.write_text("def load(path): ...")
+        loaded = job(private="/data, function: my_data.py:load")
+        assert loaded.reading.private_function == f"{file}:load"
+        assert loaded.reading.function_files == (file,)
+        before = loaded.fingerprint()
+        file.write_text("def load(path): return 1")
+        assert loaded.fingerprint() != before
+
+    @pytest.mark.parametrize("function", ["my_data.py:load", "my_model.py", "my_model.txt:load", "load"])
+    def test_missing_function_is_refused(self, job: WriteJob, tmp_path: Path, function: str) -> None:
+        (tmp_path / "my_model.py").write_text("")
+        with pytest.raises(InputError, match="was not found|is not a valid reference"):
+            job(public=f"pub, function: '{function}'")
+
+
+class TestPrivatePath:
+    @pytest.mark.parametrize(
+        ("private", "other"),
+        [
+            ("/srv/data", "/srv/data"),
+            ("/srv/data", "/srv/data/"),
+            ("/srv/data", "/srv/./data/train"),
+            ("/srv/data/mine", "/srv/data"),
+            ("/srv/data", "/srv/other/../data"),
+            ("~/data", "~/data"),
+            ("data", "data"),
+            ("data/mine", "./data"),
+        ],
+    )
+    def test_private_data_named_as_other_data_is_refused(
+        self, job: WriteJob, private: str, other: str
+    ) -> None:
+        with pytest.raises(InputError, match=r"data\.public\.path .* overlap") as raised:
+            job(private=private, public=other)
+        assert raised.value.exit_code == 2
+        with pytest.raises(InputError, match=r"data\.validation\.path .* overlap"):
+            job(private=private, validation=other)
+
+    def test_public_link_to_the_private_path_is_refused(self, job: WriteJob, tmp_path: Path) -> None:
+        (tmp_path / "mine").mkdir()
+        (tmp_path / "pub").symlink_to(tmp_path / "mine")
+        with pytest.raises(InputError, match="overlap"):
+            job(private=str(tmp_path / "mine"))
+
+    @pytest.mark.parametrize("private", ["/data/../etc", "..", "~/../other", "a/..", "/"])
+    def test_parent_reference_and_the_root_directory_are_refused(self, job: WriteJob, private: str) -> None:
+        with pytest.raises(InputError, match="overlap" if private == "/" else r"contains `\.\.`"):
+            job(private=private)
+
+    @pytest.mark.parametrize("private", ["/data/private2", "~/private", "private", "/data/priv"])
+    def test_sibling_paths_are_accepted(self, job: WriteJob, private: str) -> None:
+        assert job(private=private, public="/data/private").private_path == private
+
+
+def test_imported_code_is_found_through_modules_and_packages(tmp_path: Path) -> None:
+    (tmp_path / "data.py").write_text("import numpy\nfrom features import clean\n")
+    (tmp_path / "features.py").write_text("def clean():\n    import package.inner\n")
+    (tmp_path / "package").mkdir()
+    (tmp_path / "package" / "inner.py").write_text("import data, words\nfrom . import other\n")
+    (tmp_path / "words.py").write_text("this is no Python")
+    (tmp_path / "model.py").write_text("import features\n")
+    names = ("data.py", "features.py", "package", "words.py", "model.py")
+    roots = [tmp_path / name for name in names]
+    assert find_imported(roots[0], roots) == (roots[1], roots[2], roots[3])
+    assert find_imported(roots[3], roots) == ()

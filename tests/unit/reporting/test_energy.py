@@ -23,13 +23,10 @@ def described(**idle_watts):
 
 
 def test_machines_without_a_stated_idle_power_are_named() -> None:
+    assert described(host=2.0, csd0=1.0) == [
+        "1,000 J measured (hwmon), 700 J above stated idle power, known for 100% of the training"
+    ]
     assert described(host=2.0, csd0=None, csd1=None) == [
         "1,500 J measured (hwmon), idle power included: idle_watts of csd0, csd1 is not in fleet.yaml, "
         "known for 100% of the training"
-    ]
-
-
-def test_energy_above_idle_says_nothing_of_that() -> None:
-    assert described(host=2.0, csd0=1.0) == [
-        "1,000 J measured (hwmon), 700 J above stated idle power, known for 100% of the training"
     ]

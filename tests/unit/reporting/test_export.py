@@ -1,13 +1,11 @@
-"""What `export` writes, read back by the tools it is for."""
+"""What `export` writes, read back by the tool it is for."""
 
 from pathlib import Path
 
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from csdctl.errors import InputError
-from csdctl.runs.directory import ProjectDirectory
-from csdctl.workflows.reporting.report import export, scalars_of, write_tensorboard
+from csdctl.workflows.reporting.report import scalars_of, write_tensorboard
 from tests.unit.reporting.test_page import results
 
 
@@ -22,14 +20,3 @@ def test_tensorboard_reads_every_number(tmp_path: Path) -> None:
     losses = [(event.step, event.value, event.wall_time) for event in reader.Scalars("epoch/loss")]
     wanted = [(s.step, s.value, s.time_s) for s in expected if s.name == "epoch/loss"]
     assert losses == [pytest.approx(point) for point in wanted]
-
-
-@pytest.mark.parametrize(
-    ("to", "output", "uri"),
-    [("excel", None, None), ("tensorboard", None, "http://x"), ("mlflow", Path("a"), None)],
-)
-def test_options_that_do_not_fit_are_refused(
-    tmp_path: Path, to: str, output: Path | None, uri: str | None
-) -> None:
-    with pytest.raises(InputError, match="--to|--tracking-uri"):
-        export(ProjectDirectory(tmp_path), None, to, output, uri)

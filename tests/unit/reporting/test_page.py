@@ -75,16 +75,15 @@ def text() -> str:
     return render_page([results()])
 
 
-def test_text_of_nodes_and_jobs_makes_no_tag_and_no_attribute(text: str) -> None:
+def test_text_of_nodes_and_jobs_makes_no_tag_and_no_attribute_and_the_page_refers_to_itself_alone(
+    text: str,
+) -> None:
     page = Page(text)
     assert "script" not in page.tags
     assert not [name for name, _ in page.attributes if name.startswith("on")]
     assert "&lt;script&gt;alert(1)" in text  # it is shown
-
-
-def test_page_refers_to_itself_alone(text: str) -> None:
     references = ("src", "href", "action", "data", "poster", "srcset")
-    found = [value for name, value in Page(text).attributes if name in references]
+    found = [value for name, value in page.attributes if name in references]
     assert [value[:40] for value in found if not value.startswith(("#", "data:image/svg+xml;base64,"))] == []
     assert "@import" not in text
     assert "url(h" not in text
@@ -99,13 +98,10 @@ def test_each_chart_has_a_text_and_its_data(text: str) -> None:
     assert len([1 for name, value in page.attributes if name == "alt" and value]) == charts
 
 
-def test_page_begins_with_its_headline(text: str) -> None:
+def test_page_begins_with_its_headline_and_leaves_out_what_is_empty(text: str) -> None:
     names = [text.index(f"<dt>{name}<dd>") for name in ("result", "held back by", "next")]
     assert names == sorted(names)
     assert names[-1] < text.index("<h2>")
-
-
-def test_section_without_a_row_and_column_without_a_value_are_left_out(text: str) -> None:
     assert "<h2>Energy" not in text
     assert "<h2>Faults" in text
     assert "TensorFlow" not in text  # of no machine

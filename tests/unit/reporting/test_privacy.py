@@ -30,8 +30,9 @@ from csdctl.worker.protocol.events import (
     Paused,
     Progress,
 )
-from csdctl.worker.protocol.recipe import Noise, Recipe
-from csdctl.worker.protocol.run_spec import RankSpec, RunSpec, Runtime
+from csdctl.worker.protocol.recipe import Noise
+from csdctl.worker.protocol.run_spec import RankSpec, Runtime
+from tests.unit.runs.manifests import spec_of
 
 NOISE = Noise(1.0, 8.0, 1e-5)
 
@@ -95,8 +96,11 @@ def lost(epoch: int) -> LinkLost:
 
 PROGRESS = Progress(0, "host", 1, 1, 1, 1, 1.0, 1.0, 1.0)
 PAUSED = Paused(0, "host", 1)
+WITHOUT_2 = joined(1, 3, (0, 1))
+OF_1, OF_2 = (replace(joined(1), rank=rank) for rank in (1, 2))
+END_3 = [ended(3), finished()]
 
-SEQUENCES: dict[str, tuple[list[Event], int]] = {
+SEQUENCES: dict[str, tuple[list[Event], int | list[int]]] = {
     "nothing": ([], 0),
     "three epochs": ([joined(1), ended(1), ended(2), ended(3), finished()], 3),
     "with progress reported": ([joined(1), PROGRESS, ended(1), PROGRESS, ended(2), finished()], 2),
@@ -122,34 +126,19 @@ SEQUENCES: dict[str, tuple[list[Event], int]] = {
         5,
     ),
     "events break off after an epoch": ([joined(1), ended(1)], 2),
+    "an absent node": (
+        [joined(1), lost(1), WITHOUT_2, ended(1), ended(2), PAUSED, joined(3), *END_3],
+        [4, 4, 2],
+    ),
+    "only a node reported the first group": ([OF_2, joined(1), OF_1, OF_2, ended(1), finished()], [1, 1, 2]),
 }
 
 
 @pytest.mark.parametrize("name", SEQUENCES)
 def test_every_pass_that_may_have_begun_counts(name: str) -> None:
     events, expected = SEQUENCES[name]
-    assert count_passes(events, 3).finish() == [expected] * 3
-
-
-def test_absent_node_releases_nothing() -> None:
-    events = [
-        joined(1),
-        lost(1),
-        joined(1, 3, (0, 1)),
-        ended(1),
-        ended(2),
-        PAUSED,
-        joined(3),
-        ended(3),
-        finished(),
-    ]
-    assert count_passes(events, 3).finish() == [4, 4, 2]
-
-
-def test_group_that_only_a_node_reported_counts_for_that_node() -> None:
-    first = replace(joined(1), rank=2)
-    events = [first, joined(1), replace(joined(1), rank=1), first, ended(1), finished()]
-    assert count_passes(events, 3).finish() == [1, 1, 2]
+    of_ranks = expected if isinstance(expected, list) else [expected] * 3
+    assert count_passes(events, 3).finish() == of_ranks
 
 
 MANIFEST: dict[str, Any] = {
@@ -172,24 +161,15 @@ def test_repeated_samples_are_in_more_sums() -> None:
     assert found.nodes[1].epsilon == compute_epsilon(NOISE, 9)
 
 
-SPEC = RunSpec(
-    "run",
-    "a",
-    "w",
-    Recipe(epochs=4),
-    (
-        RankSpec(0, "host", 4, Runtime(1), None, None, 0, 100),
-        RankSpec(1, "csd0", 4, Runtime(1), None, None, 40, 0),
-        RankSpec(2, "csd1", 4, Runtime(1), None, None, 25, 0, num_repeated=15),
-    ),
-    None,
-    None,
-    "out",
+RANKS = (
+    RankSpec(0, "host", 4, Runtime(1), None, None, 0, 100),
+    RankSpec(1, "csd0", 4, Runtime(1), None, None, 40, 0),
+    RankSpec(2, "csd1", 4, Runtime(1), None, None, 25, 0, num_repeated=15),
 )
 
 
 def test_planned_privacy_covers_all_epochs_and_earlier_releases_of_a_resumed_run() -> None:
-    spec = replace(SPEC, noise=NOISE)
+    spec = spec_of(epochs=4, ranks=RANKS, noise=NOISE)
     new, resumed = plan_privacy(spec, []), plan_privacy(spec, [joined(1), ended(1), PROGRESS])
     assert new
     assert resumed

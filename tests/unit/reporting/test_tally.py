@@ -22,12 +22,10 @@ from csdctl.runs.directory import EventLog, ProjectDirectory, RunDirectory
 from csdctl.terminal.report import report_document, report_of
 from csdctl.terminal.train import TrainingView
 from csdctl.worker.protocol.events import Joined, event_document
-from csdctl.worker.protocol.recipe import Recipe
-from csdctl.worker.protocol.run_spec import RankSpec, RunSpec, Runtime
 from csdctl.workflows.reporting.report import render_csv
 from tests.add_up_events import add_up
 from tests.unit.reporting.scripted_history import NODES, History
-from tests.unit.runs.manifests import manifest_of
+from tests.unit.runs.manifests import manifest_of, spec_of
 from tests.unit.terminal.test_fleet_views import terminal
 
 NEAR = {"rel": 1e-4, "abs": 1e-4}
@@ -121,12 +119,10 @@ def check_epoch_lines(history: History, expected: dict[str, Any]) -> None:
     resumed = max(n for n, (_, event) in enumerate(history.events) if isinstance(event, Joined))
     for first in (0, resumed):
         console = terminal((200, 24), is_terminal=False)
-        ranks = tuple(
-            RankSpec(rank, node, 4, Runtime(), None, None, 0, 100) for rank, node in enumerate(NODES)
-        )
-        spec = RunSpec("run", "", "", Recipe(epochs=history.epochs), ranks, None, None, "")
         past = [event for _, event in history.events[:first]]
-        view = TrainingView(console, spec, 9, emulated=False, past=past, clock=lambda: 0.0)
+        view = TrainingView(
+            console, spec_of(NODES, history.epochs), 9, emulated=False, past=past, clock=lambda: 0.0
+        )
         for _, event in history.events[first:]:
             view.show(event)
         lines = console.file.getvalue().splitlines()  # type: ignore[attr-defined]

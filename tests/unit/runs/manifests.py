@@ -1,9 +1,14 @@
-"""The manifest of a run, as `csdctl train` writes it, with the fields that csdctl reads."""
+"""The manifest, the spec and the events of a run, as `csdctl train` writes them."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from typing import Any
 
+from csdctl.runs.directory import EventLog, RunDirectory
 from csdctl.tuning.plan import Plan, RankPlan
+from csdctl.worker.protocol.events import Event
+from csdctl.worker.protocol.recipe import Recipe
+from csdctl.worker.protocol.run_spec import RankSpec, RunSpec, Runtime
 
 SAMPLES_OF_A_RANK = 100
 BATCH_SIZE = 4
@@ -31,3 +36,22 @@ def manifest_of(nodes: Sequence[str] = ("host", "csd0"), job: str = "job") -> di
         "data": {"public": "f" * 32, "private": {}},
         "noise": None,
     }
+
+
+def spec_of(nodes: Iterable[str] = ("host", "csd0"), epochs: int = 1, **changes: Any) -> RunSpec:
+    """Return the spec of such a run."""
+    ranks = tuple(
+        RankSpec(rank, node, BATCH_SIZE, Runtime(1), None, None, 0, SAMPLES_OF_A_RANK)
+        for rank, node in enumerate(nodes)
+    )
+    spec = RunSpec("20260101-000000-abcd", "a", "w", Recipe(epochs=epochs), ranks, None, None, "output")
+    return replace(spec, **changes)
+
+
+def write_events(run: RunDirectory, events: Iterable[Event], start_s: float = 0.0) -> RunDirectory:
+    """Append events to the log of a run, one a second."""
+    log = EventLog(run)
+    for number, event in enumerate(events):
+        log.append(start_s + number, event)
+    log.close()
+    return run

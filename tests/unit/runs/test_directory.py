@@ -1,16 +1,23 @@
+"""A run's directory: its events, its manifest, logs, and files that were edited or come from a stranger."""
+
+import functools
 import json
 import math
+import operator
 import os
 import re
+from copy import deepcopy
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from csdctl.errors import InputError
-from csdctl.runs.directory import EventLog, ProjectDirectory, RunDirectory
-from csdctl.runs.stored_events import MAX_LINE_BYTES, Spent
+from csdctl.runs.directory import MAX_LINE_BYTES, CappedLog, EventLog, ProjectDirectory, RunDirectory
+from csdctl.runs.stored_events import MAX_LINE_BYTES as MAX_EVENT_BYTES
+from csdctl.runs.stored_events import Spent
 from csdctl.worker.protocol.events import Failed, Finished, Progress, Ready, event_document
-from tests.unit.runs.manifests import manifest_of
+from tests.unit.runs.manifests import manifest_of, write_events
 
 NODES = ("host", "csd0")
 EVENTS = [
@@ -34,23 +41,14 @@ def run(project: ProjectDirectory) -> RunDirectory:
     return project.new_run()
 
 
-def write_log(run: RunDirectory) -> None:
-    log = EventLog(run)
-    for number, event in enumerate(EVENTS):
-        log.append(1_700_000_000.25 + number, event)
-    log.close()
-
-
 class TestFindingRuns:
-    def test_latest_run_is_found_without_an_id(self, project: ProjectDirectory) -> None:
-        for run_id in ("20260102-000000-0000", "20260101-235959-ffff", "20251231-000000-ffff"):
+    def test_latest_run_is_found_or_one_by_how_its_id_begins_if_no_other_does(
+        self, project: ProjectDirectory
+    ) -> None:
+        for run_id in ("20260103-000000", "20260102-000000", "20260102-000001"):
             (project.runs / run_id).mkdir(parents=True)
         (project.runs / "notes.txt").write_text("not a run")
-        assert project.find_run(None).run_id == "20260102-000000-0000"
-
-    def test_run_is_found_by_how_its_id_begins_if_no_other_does(self, project: ProjectDirectory) -> None:
-        for run_id in ("20260102-000000", "20260102-000001", "20260103-000000"):
-            (project.runs / run_id).mkdir(parents=True)
+        assert project.find_run(None).run_id == "20260103-000000"
         assert project.find_run("20260103").run_id == "20260103-000000"
         with pytest.raises(InputError, match="2 runs begin with '20260102'"):
             project.find_run("20260102")
@@ -76,7 +74,7 @@ class TestManifest:
 
 class TestEvents:
     def test_events_round_trip_in_order_with_their_times(self, run: RunDirectory) -> None:
-        write_log(run)
+        write_events(run, EVENTS, 1_700_000_000.25)
         assert list(run.read_events(NODES).with_times()) == [
             (1_700_000_000.25 + number, event) for number, event in enumerate(EVENTS)
         ]
@@ -92,7 +90,7 @@ class TestEvents:
     @pytest.mark.parametrize("num_missing", [1, 2, 20, 60])
     @pytest.mark.fault(36)
     def test_truncated_last_line_is_skipped(self, run: RunDirectory, num_missing: int) -> None:
-        write_log(run)
+        write_events(run, EVENTS)
         content = run.events.read_bytes()
         run.events.write_bytes(content[: -1 - num_missing])
         assert list(run.read_events(NODES)) == EVENTS[:-1]
@@ -101,7 +99,7 @@ class TestEvents:
         "line",
         [
             "[" * 100_000,
-            "x" * (MAX_LINE_BYTES + 1),
+            "x" * (MAX_EVENT_BYTES + 1),
             '{"event":"Paused","rank":1,"node":"csd0","generation":1}',
             '{"time":NaN,"event":"Paused","rank":1,"node":"csd0","generation":1}',
             '{"time":1,"event":5}',
@@ -116,7 +114,7 @@ class TestEvents:
     def test_line_that_is_no_event_of_the_run_is_left_out_and_counted(
         self, run: RunDirectory, line: str
     ) -> None:
-        write_log(run)
+        write_events(run, EVENTS)
         whole = run.events.read_text()
         run.events.write_text(f"{line}\n{whole}{line}\n\n{whole}{line}")
         events = run.read_events(NODES)
@@ -124,14 +122,11 @@ class TestEvents:
         assert events.num_unreadable == 4
 
     def test_progress_of_nodes_is_given_apart(self, run: RunDirectory) -> None:
-        log = EventLog(run)
-        for event in (*EVENTS, OF_NODE):
-            log.append(1.5, event)
-        log.close()
+        write_events(run, [*EVENTS, OF_NODE])
         spent: list[Spent] = []
         events = run.read_events(NODES)
         assert [event for _, event in events.with_times(spent.append)] == list(events) == EVENTS
-        assert spent == [(1.5, 1, 3, 96, 0.5, 0.25, 0.8, 0.1, None, 0.7, 51.5)]
+        assert spent == [(4.0, 1, 3, 96, 0.5, 0.25, 0.8, 0.1, None, 0.7, 51.5)]
         assert [event for _, event in events.with_times()][-1] == OF_NODE
 
     @pytest.mark.parametrize(
@@ -161,9 +156,7 @@ class TestEvents:
         assert (spent, events.num_unreadable) == ([], 1)
 
     def test_half_of_a_character_is_replaced(self, run: RunDirectory) -> None:
-        log = EventLog(run)
-        log.append(1.0, Failed(1, "csd0", "half \ud800 a character"))
-        log.close()
+        write_events(run, [Failed(1, "csd0", "half \ud800 a character")])
         assert list(run.read_events(NODES)) == [Failed(1, "csd0", "half ? a character")]
 
     def test_frequent_events_of_nodes_are_not_stored_in_a_large_file(self, run: RunDirectory) -> None:
@@ -187,3 +180,101 @@ class TestEvents:
     def test_run_without_events_is_an_error(self, run: RunDirectory) -> None:
         with pytest.raises(InputError, match=f"run {run.run_id} has no events"):
             list(run.read_events(NODES))
+
+
+class TestEditedManifest:
+    @pytest.mark.parametrize(
+        ("path", "value", "problem"),
+        [
+            ("schema", 2, "`schema`"),
+            ("plan", None, "`plan`"),
+            ("plan.ranks.1.batch_size", 10**12, "`plan.ranks.1.batch_size`: .*less than or equal to 1048576"),
+            ("plan.ranks.0.node", "csd1", "`plan.ranks`: .*first rank is not `host`"),
+            ("plan.ranks.1.node", "host", "`plan.ranks`: .*host is listed more than once"),
+            ("plan.ranks.1.node", "csd1", "placed: name of csd1 is csd0, expected csd1"),
+            ("plan.ranks.1.step_time_s", -1.0, "`plan.ranks.1.step_time_s`"),
+            ("plan.ranks.1.batch_size", 5, "placed: batch_size of csd0 is 4, expected 5"),
+            ("placed.1.batch_size", True, "placed: batch_size of csd0 is 1, expected 4"),
+            ("placed.1.num_private", -1, "num_private of csd0 is -1, expected 0"),
+            ("placed.1.num_repeated", 7, "num_repeated of csd0 is 7, expected 0"),
+            ("placed.1.public_start", 99, "placed: public_start of csd0 is 99, expected 100"),
+            ("placed.0.public_stop", 101, "public_start of csd0 is 100, expected 101"),
+            ("placed.0.public_stop", -1, "public_stop of host is -1, expected 0"),
+            ("placed.0.name", "../../etc/passwd", "name of host is ../../etc/passwd"),
+            ("placed", [], "different numbers of ranks"),
+            ("placed.1.public_stop", 10**30, "public_stop of csd0 is 10{30}, expected 10{15}"),
+            ("noise", {"l2_norm_clip": 0, "noise_multiplier": 1, "delta": 0.1}, "`noise.l2_norm_clip`"),
+            ("predicted_samples_per_s", -1.0, "`predicted_samples_per_s`"),
+            ("predicted_samples_per_s", float("nan"), "`predicted_samples_per_s`"),
+            ("data.private", {"csd0": 5}, "`data.private.csd0`"),
+        ],
+    )
+    def test_edited_value_is_named(self, run: RunDirectory, path: str, value: object, problem: str) -> None:
+        content: Any = deepcopy(manifest_of())
+        *parents, last = [int(part) if part.isdigit() else part for part in path.split(".")]
+        functools.reduce(operator.getitem, parents, content)[last] = value
+        run.save_manifest(content)
+        with pytest.raises(InputError, match=f"manifest.json.*{problem}") as raised:
+            run.load_manifest()
+        assert "\n" not in raised.value.message
+
+    @pytest.mark.parametrize("text", ["", "5", "[]", "null", "{}", "[" * 5000, '{"plan": 1, "plan": 2}'])
+    def test_text_that_is_no_manifest_is_reported(self, run: RunDirectory, text: str) -> None:
+        run.manifest.write_text(text)
+        with pytest.raises(InputError, match="manifest.json"):
+            run.load_manifest()
+
+
+class TestLinks:
+    @pytest.mark.parametrize("place", ["manifest.json", "events.jsonl", "logs/rank-0.log", "checkpoints"])
+    def test_link_in_a_run_is_refused(self, tmp_path: Path, run: RunDirectory, place: str) -> None:
+        (run.path / place).symlink_to("/etc")
+        for run_id in (None, run.run_id):
+            with pytest.raises(InputError, match=f"{place} is a symbolic link"):
+                ProjectDirectory(tmp_path).find_run(run_id)
+
+    def test_run_that_is_a_link_is_refused(self, tmp_path: Path, run: RunDirectory) -> None:
+        (run.path.parent / "99990101-000000-000000").symlink_to(run.path)
+        with pytest.raises(InputError, match="99990101-000000-000000 is a symbolic link"):
+            ProjectDirectory(tmp_path).find_run(None)
+
+
+LIMIT = 1 << 20
+SAID = "… further output of csd1 is dropped after 1 MiB\n"
+
+
+def test_lines_are_appended_without_null_characters_and_long_ones_are_cut(tmp_path: Path) -> None:
+    for _ in range(2):
+        log = CappedLog(tmp_path / "log", "csd1")
+        log.write(b"one\0 two\r\n")
+        log.close()
+    assert (tmp_path / "log").read_bytes() == b"one two\n" * 2
+    log = CappedLog(tmp_path / "long", "csd1")
+    log.write(b"x" * (1 << 20))
+    log.close()
+    assert (tmp_path / "long").stat().st_size == MAX_LINE_BYTES + 1
+
+
+def test_file_ends_at_its_limit_and_says_so_once_whoever_writes(tmp_path: Path) -> None:
+    first, second = (CappedLog(tmp_path / "log", "csd1", LIMIT) for _ in range(2))
+    for _ in range(LIMIT // 500):
+        first.write(b"x" * 999)
+        second.write(b"y" * 999)
+    first.close()
+    second.close()
+    third = CappedLog(tmp_path / "log", "csd1", LIMIT)
+    third.write(b"z")
+    third.close()
+    text = (tmp_path / "log").read_text()
+    assert text.endswith(f"\n{SAID}")
+    assert text.count("…") == 1
+    assert len(text) < LIMIT + 2 * len(SAID)
+
+
+def test_log_that_cannot_be_written_is_dropped(tmp_path: Path) -> None:
+    log = CappedLog(tmp_path / "missing" / "log", "csd1")
+    log.write(b"x")
+    log.close()
+    full = CappedLog(Path("/dev/full"), "csd1")
+    full.write(b"x")
+    full.close()

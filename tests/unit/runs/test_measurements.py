@@ -57,36 +57,29 @@ def store(path: Path) -> MeasurementStore:
 
 
 class TestProbes:
-    def test_probes_are_read_back(self, path: Path, store: MeasurementStore) -> None:
+    def test_probes_are_read_back_by_model_recipe_and_machine(
+        self, path: Path, store: MeasurementStore
+    ) -> None:
         store.add(PROBE, CSD, PROBES[:2], MODEL, "recipe")
         store.add(PROBE, CSD, PROBES[2:], MODEL, "recipe")
         other = MeasurementStore(path)
         assert other.find(PROBE, CSD.key, MODEL.hash, "recipe") == PROBES
-
-    def test_other_model_recipe_or_machine_is_not_mixed_in(self, store: MeasurementStore) -> None:
-        store.add(PROBE, CSD, PROBES, MODEL, "recipe")
-        assert store.find(PROBE, CSD.key, OTHER.hash, "recipe") == []
-        assert store.find(PROBE, CSD.key, MODEL.hash, "other") == []
-        assert store.find(PROBE, HOST.key, MODEL.hash, "recipe") == []
+        assert other.find(PROBE, CSD.key, OTHER.hash, "recipe") == []
+        assert other.find(PROBE, CSD.key, MODEL.hash, "other") == []
+        assert other.find(PROBE, HOST.key, MODEL.hash, "recipe") == []
 
 
 class TestCollectivesAndTrials:
-    def test_sums_are_read_back(self, store: MeasurementStore) -> None:
-        star, ring = (
-            CollectiveMeasurement("star", 5, 1 << 20, 0.25, 2.0),
-            CollectiveMeasurement("ring", 5, 1 << 20, 0.125, 1.0),
-        )
+    def test_sums_and_trials_are_read_back(self, store: MeasurementStore) -> None:
+        star = CollectiveMeasurement("star", 5, 1 << 20, 0.25, 2.0)
+        ring = replace(star, name="ring", measured_at=1.0)
         store.add(COLLECTIVE, FLEET, [star, ring])
         assert store.find(COLLECTIVE, FLEET.key) == [ring, star]
         assert store.find(COLLECTIVE, "other") == []
-
-    def test_trials_are_read_back(self, store: MeasurementStore) -> None:
+        earlier = replace(TRIED, predicted_samples_per_s=None, measured_at=1.0)
         store.add(TRIAL, FLEET, [TRIED], MODEL, "recipe")
-        store.add(
-            TRIAL, FLEET, [replace(TRIED, predicted_samples_per_s=None, measured_at=1.0)], MODEL, "recipe"
-        )
-        found = store.find(TRIAL, FLEET.key, MODEL.hash, "recipe")
-        assert found == [replace(TRIED, predicted_samples_per_s=None, measured_at=1.0), TRIED]
+        store.add(TRIAL, FLEET, [earlier], MODEL, "recipe")
+        assert store.find(TRIAL, FLEET.key, MODEL.hash, "recipe") == [earlier, TRIED]
         assert store.find(TRIAL, FLEET.key, MODEL.hash, "other") == []
         assert store.find(TRIAL, FLEET.key, OTHER.hash, "recipe") == []
         assert store.find(TRIAL, SMALL_FLEET.key, MODEL.hash, "recipe") == []

@@ -28,33 +28,27 @@ def memory(tmp_path: Path) -> Path:
     return path
 
 
-def test_step_file_of_a_run_that_failed_is_moved_to_disk(memory: Path, tmp_path: Path) -> None:
+def test_step_file_of_a_run_that_failed_is_on_the_disk_before_the_one_in_memory_is_removed(
+    memory: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     kept = tmp_path / "run" / "step.state"
     kept.parent.mkdir()
     kept.write_text("of an earlier attempt")
     kept.with_name(".step.state.6d0u_x3a").write_text("left by a csdctl that was killed")
-    keep_step_file(memory, kept)
-    assert kept.read_bytes() == b"state"
-    assert kept.stat().st_mode & 0o777 == 0o600
-    assert list(kept.parent.iterdir()) == [kept]
-    assert not memory.exists()
-
-
-def test_step_file_is_on_the_disk_before_the_one_in_memory_is_removed(
-    memory: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    kept = tmp_path / "step.state"
-    synced: list[tuple[int, bool, bool]] = []
+    synced: list[tuple[int, str, bool]] = []
     sync = os.fsync
 
     def record(file: int) -> None:
         sync(file)
-        synced.append((os.fstat(file).st_size, kept.exists(), memory.exists()))
+        synced.append((os.fstat(file).st_size, kept.read_text(), memory.exists()))
 
     monkeypatch.setattr(os, "fsync", record)
     keep_step_file(memory, kept)
-    assert synced == [(len(b"state"), False, True)]
+    assert synced == [(len(b"state"), "of an earlier attempt", True)]
     assert kept.read_bytes() == b"state"
+    assert kept.stat().st_mode & 0o777 == 0o600
+    assert list(kept.parent.iterdir()) == [kept]
+    assert not memory.exists()
 
 
 def test_nothing_stays_in_memory_when_the_disk_takes_nothing(memory: Path, tmp_path: Path) -> None:

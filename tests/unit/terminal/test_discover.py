@@ -124,25 +124,6 @@ def csdctl(directory: Path, *arguments: str) -> subprocess.CompletedProcess[str]
 
 
 class TestSources:
-    @pytest.mark.parametrize(
-        ("arguments", "message"),
-        [
-            (["--cidr", "127.0.9.0/30", "--inventory", "x"], "one source, received 2"),
-            (["--user", "me"], "--user applies only to machines that --cidr finds"),
-            (["--dry-run"], "--cidr, --inventory or --ssh-config"),
-            (["--force", "--inventory", "nowhere"], "nowhere does not exist"),
-            (["--force", "--inventory", "hosts", "--limit", "nobody"], "matches no node of hosts"),
-            (["--inventory", "hosts"], "fleet.yaml already exists"),
-        ],
-    )
-    def test_bad_options_exit_with_code_2(self, tmp_path: Path, arguments: list[str], message: str) -> None:
-        (tmp_path / "hosts").write_text('{"_meta": {"hostvars": {"csd0": {}}}}')
-        (tmp_path / "fleet.yaml").write_text("nodes: []\n")
-        ended = csdctl(tmp_path, "discover", *arguments)
-        assert ended.returncode == 2
-        assert message in ended.stderr
-        assert "Traceback" not in ended.stderr
-
     def test_dry_run_prints_the_file_and_writes_nothing(self, tmp_path: Path) -> None:
         own = {"ansible_host": "127.0.0.1", "ansible_user": "me"}
         hosts = {f"csd{number}": own for number in range(4)}

@@ -110,19 +110,16 @@ def measure(count: int, size: tuple[int, int], clock: Clock) -> TuningView:
 
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("count", [4, 37])
-def test_tune_names_who_is_waited_for(count: int, size: tuple[int, int]) -> None:
-    lines = screen(measure(count, size, Clock()), size)
+def test_tune_names_who_is_waited_for_and_shows_the_trial_as_training(
+    count: int, size: tuple[int, int]
+) -> None:
+    clock = Clock()
+    view = measure(count, size, clock)
+    lines = screen(view, size)
     assert lines[1] == "csd2: measuring batch sizes (8 s)  33 s so far"
     (line,) = [line for line in lines if line.startswith("csd2 ")]
     assert "measuring" in line
     assert "8 s" in line
-
-
-@pytest.mark.parametrize("size", SIZES)
-@pytest.mark.parametrize("count", [4, 37])
-def test_tune_shows_the_trial_as_training(count: int, size: tuple[int, int]) -> None:
-    clock = Clock()
-    view = measure(count, size, clock)
     view.on_probes({"host": ProbeOutcome(16, 0.1, 3)})
     view.on_trial(40, dict.fromkeys(nodes(count), 16))
     for rank, name in enumerate(nodes(count)):

@@ -26,9 +26,8 @@ from csdctl.worker.protocol.events import (
     Ready,
     Rebalanced,
 )
-from csdctl.worker.protocol.recipe import Recipe
-from csdctl.worker.protocol.run_spec import RankSpec, RunSpec, Runtime
 from tests.json_page import check_document
+from tests.unit.runs.manifests import spec_of
 
 RANKS = (
     RankSummary(0, "host", 60, 0, 6000, 60.0, 70.0, 12.0, 6.0),
@@ -123,19 +122,7 @@ class TestReport:
         assert document["ranks"][1]["waiting"] == pytest.approx(0.1)
 
 
-SPEC = RunSpec(
-    run_id="20260101-000000-abcd",
-    architecture="a.json",
-    weights="w.npz",
-    recipe=Recipe(epochs=2),
-    ranks=(
-        RankSpec(0, "host", 60, Runtime(8), None, None, 0, 600),
-        RankSpec(1, "csd0", 10, Runtime(4), None, None, 100, 0),
-    ),
-    public=None,
-    validation=None,
-    output_directory=".csdctl/runs/x",
-)
+SPEC = spec_of(epochs=2)
 READY = [Ready(0, "host", 600, 1.0), Ready(1, "csd0", 100, 2.0)]
 PROGRESS = Progress(0, "host", 1, 5, 5, 300, 3.0, 1.5, 5.0, 350, 2.0, 0.4)
 EPOCH_END = EpochEnd(0, "host", 1, 10, 600, 6.0, 3.0, 10.0, "hash", 700, 1.5, 0.55)

@@ -1,4 +1,4 @@
-"""Lines that are printed while a live view is drawn by another thread."""
+"""Lines that are printed while another thread draws a live view; live views in a notebook."""
 
 import io
 import threading
@@ -9,9 +9,10 @@ from rich.console import Console, ConsoleOptions
 from rich.live import Live
 from rich.progress import Progress
 from rich.segment import Segment
+from rich.text import Text
 
 from csdctl.terminal.console import PrintableConsole
-from csdctl.terminal.view import live_on, new_progress
+from csdctl.terminal.view import live_on, new_progress, render_bundle
 
 
 class Paused:
@@ -51,3 +52,25 @@ def test_view_is_not_drawn_while_a_line_is_printed(kind: str) -> None:
         drawing.join()
     assert not is_early
     assert "a line" in output.getvalue()
+
+
+def test_bundle_is_html_and_plain_text() -> None:
+    bundle = render_bundle(Text("epoch 1", style="bold"), width=40)
+    assert bundle["text/plain"] == "epoch 1\n"
+    assert bundle["text/html"].startswith("<pre ")
+    assert "font-weight: bold" in bundle["text/html"]
+
+
+def test_text_of_others_is_no_markup_and_no_control_code() -> None:
+    bundle = render_bundle(Text("<script>alert(1)</script> \x1b]8;;x\x1b\\ \u202e"), width=80)
+    assert "<script>" not in bundle["text/html"]
+    assert "&lt;script&gt;" in bundle["text/html"]
+    for text in bundle.values():
+        assert "\x1b" not in text
+        assert "\u202e" not in text
+
+
+def test_no_view_without_notebook_and_terminal() -> None:
+    console = PrintableConsole(file=io.StringIO())
+    assert not console.is_notebook
+    assert live_on(console, lambda: Text("")) is None

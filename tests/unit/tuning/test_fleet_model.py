@@ -1,8 +1,10 @@
-"""What observations change in the model of the fleet, and the memory of batch sizes."""
+"""What observations change in the model of the fleet: memory, fits of step times and sums, earlier trials."""
 
 from dataclasses import replace
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from csdctl.perfmodel.prediction import CollectiveCost, StepTime
 from csdctl.tuning.fleet_model import (
@@ -12,14 +14,19 @@ from csdctl.tuning.fleet_model import (
     ProbeOutcome,
     TrialResult,
     TriedPlan,
+    fit_collective,
+    fit_step_time,
     largest_within_memory,
     learn_probes,
     learn_trial,
     predict_peak_bytes,
+    recall_class,
+    recall_in_step,
 )
-from csdctl.tuning.measurements import Point
+from csdctl.tuning.measurements import CollectiveMeasurement, Point, ProbeMeasurement
 from csdctl.tuning.plan_choice import choose_plan, limit_for_goodput, plan_ranks
 from csdctl.tuning.search import Limits
+from csdctl.worker.protocol.run_spec import Runtime
 
 
 @pytest.mark.parametrize(
@@ -37,14 +44,19 @@ def test_peak_is_extrapolated(peaks: dict[int, int], size: int, expected: int | 
     assert predict_peak_bytes(peaks, size) == expected
 
 
-@pytest.mark.parametrize("peaks", [{8: 100}, {8: 100, 16: 100}])
-def test_memory_grows_in_proportion_without_a_line(peaks: dict[int, int]) -> None:
-    assert largest_within_memory(peaks, 250) == max(peaks) * 250 // 100
-
-
-def test_largest_size_is_where_the_line_meets_the_memory() -> None:
-    assert largest_within_memory({8: 100, 16: 180}, 380) == 36
-    assert largest_within_memory({}, 380) is None
+@pytest.mark.parametrize(
+    ("peaks", "memory", "largest"),
+    [
+        ({8: 100}, 250, 20),  # in proportion, without a line
+        ({8: 100, 16: 100}, 250, 40),
+        ({8: 100, 16: 180}, 380, 36),
+        ({}, 380, None),
+    ],
+)
+def test_largest_size_is_where_the_line_meets_the_memory(
+    peaks: dict[int, int], memory: int, largest: int | None
+) -> None:
+    assert largest_within_memory(peaks, memory) == largest
 
 
 HOST, NODE = StepTime(0.01, 0.002), StepTime(0.05, 0.02)
@@ -167,3 +179,112 @@ def test_global_batch_of_the_most_goodput(model: FleetModel, noise_scale: float)
     assert smaller <= chosen
     assert smaller < 100 or noise_scale > 300
     assert limit_for_goodput(model, Limits(global_batch=500), noise_scale) == Limits(global_batch=500)
+
+
+SIZES = (4, 8, 16, 32, 64, 128, 256)
+
+seconds = st.floats(1e-4, 1.0)
+
+
+def measured(step_time: StepTime, sizes: tuple[int, ...] = SIZES) -> list[Point]:
+    return [Point(size, step_time.at(size)) for size in sizes]
+
+
+@given(fixed_s=st.floats(0, 1.0), per_sample_s=seconds)
+def test_line_is_found_from_exact_probes(fixed_s: float, per_sample_s: float) -> None:
+    found = fit_step_time(measured(StepTime(fixed_s, per_sample_s)))
+    for size in (1, 20, 500):
+        assert found.at(size) == pytest.approx(fixed_s + per_sample_s * size, rel=0.02)
+
+
+def test_one_disturbed_probe_does_not_bend_the_line() -> None:
+    line = StepTime(0.02, 0.001)
+    points = [*measured(line)[:-1], Point(96, line.at(96) * 3)]
+    assert fit_step_time(points).at(64) == pytest.approx(line.at(64), rel=0.1)
+
+
+def test_one_size_gives_a_line_through_the_origin_and_shorter_steps_still_a_step_time() -> None:
+    found = fit_step_time([Point(16, 0.4), Point(16, 0.4)])
+    assert (found.fixed_s, found.per_sample_s) == (0.0, pytest.approx(0.025))
+    assert fit_step_time([Point(16, 0.5), Point(32, 0.3)]).per_sample_s > 0
+
+
+PLACES = [(ranks, size) for ranks in (2, 5) for size in (1 << 16, 1 << 20, 1 << 23)]
+
+
+def timed(cost: CollectiveCost, name: str = "star", factor: float = 1.0) -> list[CollectiveMeasurement]:
+    return [
+        CollectiveMeasurement(name, ranks, size, factor * cost.at(size, ranks), 0.0) for ranks, size in PLACES
+    ]
+
+
+@given(
+    fixed_s=st.floats(1e-5, 1e-2),
+    per_rank_s=st.floats(0, 1e-3),
+    per_byte_s=st.floats(1e-10, 1e-8),
+    per_rank_byte_s=st.floats(0, 1e-8),
+)
+def test_cost_is_found_from_exact_sums(
+    fixed_s: float, per_rank_s: float, per_byte_s: float, per_rank_byte_s: float
+) -> None:
+    cost = CollectiveCost(fixed_s, per_rank_s, per_byte_s, per_rank_byte_s)
+    found = fit_collective(timed(cost))
+    for ranks, size in [*PLACES, (9, 10_000_000)]:
+        assert found.at(size, ranks) == pytest.approx(cost.at(size, ranks), rel=0.02)
+
+
+COST = CollectiveCost(0.001, 0.0, 1e-9, 1e-9)
+NEWER = [replace(measurement, measured_at=1.0) for measurement in timed(COST)]
+ALONE = CollectiveMeasurement("star", 1, 1 << 20, 0.0, 0.0)
+
+
+@pytest.mark.parametrize(
+    "measured",
+    [
+        [*timed(COST, "allreduce", 3.0), *timed(COST)],  # the faster of two collectives counts
+        [*timed(COST), *timed(COST, factor=0.2), *timed(COST)],  # one lucky sum does not
+        [*(NEWER * 5), *(timed(COST, factor=0.2) * 20)],  # the network has become slower
+        [*timed(COST), ALONE],
+    ],
+)
+def test_sums_that_count(measured: list[CollectiveMeasurement]) -> None:
+    found = fit_collective(measured)
+    assert found.at(1 << 20, 5) == pytest.approx(COST.at(1 << 20, 5), rel=0.01)
+
+
+def test_noise_gives_no_negative_time_and_no_sums_none() -> None:
+    noisy = [
+        CollectiveMeasurement("star", 2, 1 << 16, 0.004, 0.0),
+        CollectiveMeasurement("star", 5, 1 << 23, 0.001, 0.0),
+    ]
+    found = fit_collective(noisy)
+    assert min(found.at(1 << 10, 2), found.at(1 << 26, 40)) >= 0
+    assert fit_collective([]) == CollectiveCost()
+
+
+SETTINGS = Runtime(2)
+LINE = StepTime(0.1, 0.01)
+
+
+def probed(*sizes: int, settings: Runtime = SETTINGS) -> list[ProbeMeasurement]:
+    return [ProbeMeasurement(settings, size, 1.0, LINE.at(size), 3, 1 << 20) for size in sizes]
+
+
+def tried_at(size: int, ratio: float, measured_at: float) -> ProbeMeasurement:
+    return ProbeMeasurement(SETTINGS, size, measured_at, LINE.at(size) * ratio, 3)
+
+
+@pytest.mark.parametrize(("threads", "settings", "sizes"), [(0, SETTINGS, {8, 16}), (1, Runtime(1), {64})])
+def test_settings_are_those_of_the_newest_trial_unless_the_user_has_set_threads(
+    threads: int, settings: Runtime, sizes: set[int]
+) -> None:
+    known = [*probed(8, 16), *probed(64, settings=Runtime(1)), tried_at(32, 1.0, 5.0)]
+    recalled = recall_class(ClassModel(("a",), Runtime(1)), known, threads)
+    assert (recalled.settings, recalled.sizes) == (settings, sizes)
+
+
+def test_newest_trial_in_which_the_machine_trained_gives_the_in_step_factor() -> None:
+    known = [*probed(8, 16), tried_at(32, 2.0, 5.0), *(tried_at(32, ratio, 9.0) for ratio in (1.1, 1.2, 1.6))]
+    assert recall_in_step(known, LINE) == (32, pytest.approx(1.2))
+    assert recall_in_step(probed(8), LINE) is None
+    assert recall_in_step([ProbeMeasurement(SETTINGS, 0, 9.0, 0.01, 3)], LINE) is None

@@ -1,6 +1,7 @@
 """The properties of a model, and the errors of forecasts."""
 
 import math
+from dataclasses import replace
 from random import Random
 
 import pytest
@@ -21,18 +22,13 @@ from csdctl.worker.protocol.model_info import ModelInfo
 from csdctl.worker.protocol.run_spec import Runtime
 
 
-class TestFeatures:
-    def test_features_are_those_of_the_model_that_was_built(self) -> None:
-        info = ModelInfo(
-            "keras.applications:MobileNetV2", (64, 64, 3), (200,), 7, 5, "softmax", num_operations=9
-        )
-        described = describe_model(info, "hash")
-        assert described == ModelProperties("hash", info.name, 7, 5, 9, 12_288)
-        assert (described.short_name, described.vector_bytes) == ("MobileNetV2", 20)
-
-    def test_inputs_are_counted_unless_their_size_is_unknown(self) -> None:
-        info = ModelInfo("a", (), (1,), 1, 1, "", inputs={"left": (2, 3), "right": (4,), "text": (0,)})
-        assert describe_model(info, "hash").input_elements == 10
+def test_features_are_those_of_the_model_that_was_built() -> None:
+    info = ModelInfo("keras.applications:MobileNetV2", (64, 64, 3), (200,), 7, 5, "softmax", num_operations=9)
+    described = describe_model(info, "hash")
+    assert described == ModelProperties("hash", info.name, 7, 5, 9, 12_288)
+    assert (described.short_name, described.vector_bytes) == ("MobileNetV2", 20)
+    several = replace(info, inputs={"left": (2, 3), "right": (4,), "text": (0,)})
+    assert describe_model(several, "hash").input_elements == 10
 
 
 def trial(samples_per_s: float, batch_size: int = 4, predicted: float | None = None) -> TrialMeasurement:
@@ -52,9 +48,6 @@ def test_errors_are_those_of_new_plans_and_of_repeated_ones() -> None:
     assert errors.tried == pytest.approx([math.log(1.1), math.log(0.9)])
     assert errors.modelled == pytest.approx([math.log(1.25)])
     assert errors.spread.variance > errors.after_trial(0.0).variance
-
-
-def test_uncertain_trial_has_a_wider_range() -> None:
     widths = [ForecastErrors().after_trial(error).half_width for error in (0.0, 0.05)]
     assert widths[0] < widths[1]
 

@@ -30,8 +30,12 @@ def line_of(path: Path, text: str) -> int:
     return next(number for number, line in enumerate(path.read_text().splitlines(), 1) if text in line)
 
 
-def test_plan_is_read_back_as_it_was_saved(path: Path) -> None:
+def test_plan_is_read_back_as_it_was_saved_and_a_missing_one_is_an_error(path: Path) -> None:
     assert load_plan(path) == PLAN
+    path.unlink()
+    with pytest.raises(InputError, match="csdctl tune") as raised:
+        load_plan(path)
+    assert str(path) in raised.value.message
 
 
 @pytest.mark.parametrize(
@@ -67,27 +71,16 @@ def test_bad_value_is_named_with_its_line(path: Path, written: str, edited: str,
         ("batch_size: 25", "batch_size: 25\n  max_batch_size: 24", "25 is above max_batch_size 24"),
         ("node: host", "node: csd1", "the first rank is not `host` but csd1"),
         ("node: csd0", "node: host", "host is listed more than once"),
+        ("global_batch: 340", "global_batch: 341", "batch_sizes add up to 340, but global_batch is 341"),
     ],
 )
 def test_values_that_do_not_belong_together_are_refused(
     path: Path, written: str, edited: str, message: str
 ) -> None:
+    save_plan(path, predicted_for([315, 25]))
     path.write_text(path.read_text().replace(written, edited))
     with pytest.raises(InputError, match=message):
         load_plan(path)
-
-
-def test_prediction_that_does_not_add_up_is_refused(path: Path) -> None:
-    save_plan(path, predicted_for([315, 25]))
-    path.write_text(path.read_text().replace("global_batch: 340", "global_batch: 341"))
-    with pytest.raises(InputError, match="batch_sizes add up to 340, but global_batch is 341"):
-        load_plan(path)
-
-
-def test_missing_plan_is_an_error_with_a_remedy(tmp_path: Path) -> None:
-    with pytest.raises(InputError, match="csdctl tune") as raised:
-        load_plan(tmp_path / "plan.yaml")
-    assert str(tmp_path / "plan.yaml") in raised.value.message
 
 
 def predicted_for(batch_sizes: list[int]) -> Plan:
@@ -105,28 +98,20 @@ def predicted_for(batch_sizes: list[int]) -> Plan:
 
 
 def test_prediction_does_not_hold_after_moving_samples_between_ranks(path: Path) -> None:
+    assert PLAN.predicted_samples_per_s == pytest.approx(340 / 10.0), "by the slowest step"
+    unmeasured = [PLAN.ranks[0], RankPlan(node="csd0", batch_size=25, threads=4)]
+    assert PLAN.model_copy(update={"ranks": unmeasured}).predicted_samples_per_s is None
     save_plan(path, predicted_for([315, 25]))
     assert load_plan(path).predicted_samples_per_s == 31.0
-    path.write_text(
-        path.read_text()
-        .replace("batch_size: 315", "batch_size: 300")
-        .replace("batch_size: 25", "batch_size: 40")
-    )
+    moved = path.read_text().replace("batch_size: 315", "batch_size: 300")
+    path.write_text(moved.replace("batch_size: 25", "batch_size: 40"))
     assert load_plan(path).global_batch == 340
     assert load_plan(path).prediction is None
 
 
-def test_rate_follows_from_the_slowest_step_if_all_ranks_were_measured() -> None:
-    assert PLAN.predicted_samples_per_s == pytest.approx(340 / 10.0)
-    ranks = [PLAN.ranks[0], RankPlan(node="csd0", batch_size=25, threads=4)]
-    assert PLAN.model_copy(update={"ranks": ranks}).predicted_samples_per_s is None
-
-
 def test_host_alone_can_sit_out(path: Path) -> None:
-    plan = PLAN.model_copy(
-        update={"ranks": [PLAN.ranks[0].model_copy(update={"batch_size": 0}), PLAN.ranks[1]]}
-    )
-    save_plan(path, plan)
+    host = PLAN.ranks[0].model_copy(update={"batch_size": 0})
+    save_plan(path, PLAN.model_copy(update={"ranks": [host, PLAN.ranks[1]]}))
     assert load_plan(path).global_batch == 25
     path.write_text(path.read_text().replace("batch_size: 25", "batch_size: 0"))
     with pytest.raises(InputError, match="csd0: only the host can have batch size 0"):

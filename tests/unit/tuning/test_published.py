@@ -72,7 +72,7 @@ def placed(row: PublishedNetwork) -> list[Placed]:
 
 
 @pytest.mark.parametrize("network", Network)
-def test_page_shows_the_batch_sizes_that_are_computed(network: Network) -> None:
+def test_page_shows_the_batch_sizes_and_shards_that_are_computed(network: Network) -> None:
     row = TABLE_1[network]
     cells = [row.title, f"{row.host_batch_size} / {row.node_batch_size}", f"{least_size(row):.0f}"]
     for step_divisor in (1, 2):
@@ -80,16 +80,7 @@ def test_page_shows_the_batch_sizes_that_are_computed(network: Network) -> None:
         difference = f"{host / row.host_batch_size - 1:+.1%}".replace("-", "−")
         cells.append(f"{host} / {newport} ({difference})")
     assert "| " + " | ".join(cells) + " |" in PAGE
-
-
-@pytest.mark.parametrize("network", Network)
-def test_page_shows_the_shards_that_are_computed(network: Network) -> None:
-    host, *newports = placed(TABLE_1[network])
-    sizes = sorted({newport.num_samples for newport in newports})
-    cells = [
-        TABLE_1[network].title,
-        f"{host.num_samples:,}",
-        " or ".join(f"{size:,}" for size in sizes),
-        str(steps_per_epoch([host, *newports])),
-    ]
-    assert "| " + " | ".join(cells) + " |" in PAGE
+    first, *others = placed(row)
+    sizes = " or ".join(f"{size:,}" for size in sorted({newport.num_samples for newport in others}))
+    steps = steps_per_epoch([first, *others])
+    assert f"| {row.title} | {first.num_samples:,} | {sizes} | {steps} |" in PAGE

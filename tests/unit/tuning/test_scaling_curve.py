@@ -128,7 +128,7 @@ class TestChosenBatchSizes:
         assert two == replace(kept, speedup=two.speedup)
         assert two.global_batch == 115 < min(one.global_batch, three.global_batch)
 
-    def test_host_without_useful_nodes_is_as_fast_as_alone(self) -> None:
+    def test_host_without_useful_nodes_is_as_fast_as_alone_unless_they_are_required(self) -> None:
         alone, pair = predict_curve(HOST, NODES, [0, 2], DEAR, WITHIN, Power(host_w=100.0, node_w=10.0))
         assert (pair.num_left_out, pair.sum_s) == (2, 0)
         assert pair.samples_per_s == pytest.approx(alone.samples_per_s)
@@ -136,8 +136,6 @@ class TestChosenBatchSizes:
         power = Power(host_w=100.0, node_w=10.0, without_nodes_w=300.0)
         alone, pair = predict_curve(HOST, NODES, [0, 2], DEAR, WITHIN, power)
         assert (alone.power_w, pair.power_w) == (300.0, 100.0)
-
-    def test_required_nodes_are_kept_whatever_they_cost(self) -> None:
         [point] = predict_curve(HOST, NODES, [2], DEAR, replace(WITHIN, is_required=True))
         assert point.num_left_out == 0
 

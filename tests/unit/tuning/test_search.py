@@ -1,5 +1,7 @@
 """The fastest batch sizes within limits, and the default limits."""
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -65,16 +67,12 @@ def test_smallest_of_equally_fast_batches_is_taken() -> None:
     assert sum(found.batch_sizes.values()) < 1000
 
 
-def test_node_that_costs_more_than_it_brings_is_left_out() -> None:
+def test_node_that_costs_more_than_it_brings_is_left_out_unless_it_has_private_data() -> None:
     slow = RankModel("slow", StepTime(5.0, 1.0))
     found = find_best([HOST, NODES[0], slow], Limits(max_global_batch=512), lambda _: 0.01)
     assert found.left_out == ("slow",)
     assert set(found.batch_sizes) == {"host", "csd0"}
-
-
-def test_node_with_private_data_is_never_left_out() -> None:
-    slow = RankModel("slow", StepTime(5.0, 1.0), is_required=True)
-    found = find_best([HOST, slow], Limits(max_global_batch=512), lambda _: 0.01)
+    found = find_best([HOST, replace(slow, is_required=True)], Limits(max_global_batch=512), lambda _: 0.01)
     assert found.batch_sizes["slow"] >= 1
 
 
@@ -86,6 +84,8 @@ def test_impossible_limits_are_an_error_that_names_them() -> None:
     with pytest.raises(TuningError, match="must be at least 1") as raised:
         Limits(global_batch=-1)
     assert "--global-batch" in raised.value.remedy
+    with pytest.raises(TuningError, match="5,000 samples exceeds an epoch of 1,000 samples"):
+        default_limits(EXACTLY, 256, 1_000, 1)
 
 
 def test_tuned_plan_beats_the_best_equal_size() -> None:
@@ -120,8 +120,3 @@ EXACTLY = Limits(global_batch=5_000)
 )
 def test_default_limits(given: Limits, num_samples: int | None, num_required: int, expected: Limits) -> None:
     assert default_limits(given, 256, num_samples, num_required) == expected
-
-
-def test_exact_global_batch_is_no_larger_than_an_epoch() -> None:
-    with pytest.raises(TuningError, match="5,000 samples exceeds an epoch of 1,000 samples"):
-        default_limits(EXACTLY, 256, 1_000, 1)

@@ -11,6 +11,7 @@ from csdctl.tuning.measurements import Point
 from csdctl.tuning.stannis import MAX_ROUNDS, TuningError, tune_stannis
 
 LIST = (4, 8, 16, 32, 64)
+NO_POSITIVE = (0.0, -1.0, float("nan"), float("inf"))
 
 
 @dataclass
@@ -74,17 +75,17 @@ def test_engine_that_fits_at_no_size_is_named() -> None:
     assert raised.value.remedy == "use smaller --batch-sizes, or leave it out: --exclude csd7"
 
 
-@pytest.mark.parametrize("batch_sizes", [(), (0,), (4, -1)])
-def test_bad_list_is_refused(batch_sizes: tuple[int, ...]) -> None:
-    with pytest.raises(TuningError, match="batch sizes of at least 1"):
-        Engines({"host": linear(50)}).tune(batch_sizes=batch_sizes)
-
-
-@pytest.mark.parametrize("value", [0.0, -1.0, float("nan"), float("inf")])
-@pytest.mark.parametrize(("name", "shown"), [("step_divisor", "C"), ("margin_scale", "E")])
-def test_bad_step_divisor_or_margin_scale_is_refused(name: str, shown: str, value: float) -> None:
-    with pytest.raises(TuningError, match=f"^{shown} must be a positive number, received"):
-        Engines({"host": linear(50)}).tune(**{name: value})
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        *(({"batch_sizes": sizes}, "batch sizes of at least 1") for sizes in [(), (0,), (4, -1)]),
+        *(({"step_divisor": value}, "^C must be a positive number, received") for value in NO_POSITIVE),
+        *(({"margin_scale": value}, "^E must be a positive number, received") for value in NO_POSITIVE),
+    ],
+)
+def test_bad_options_are_refused(options: dict[str, object], message: str) -> None:
+    with pytest.raises(TuningError, match=message):
+        Engines({"host": linear(50)}).tune(**options)
 
 
 def test_too_small_steps_are_refused_after_a_bounded_number_of_rounds() -> None:

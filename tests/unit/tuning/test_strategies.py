@@ -162,22 +162,16 @@ def test_host_trains_the_head_alone_where_sums_take_longer_than_sending_features
     assert not on_host(12_800, byte_s=1e-8, host_s=1.0), "a slow host"
 
 
-def test_host_has_samples_of_its_own_when_some_are_public() -> None:
+def test_split_within_limits_leaves_the_host_samples_of_its_own_when_some_are_public() -> None:
     fleet = training(host=StepTime(0.0, 0.005), num_public=2000, epochs=1)
     split = fleet.forecast_split(SHARES, Limits(max_global_batch=256))
     assert split is not None
     assert split.batch_sizes["host"] > 0
-
-
-@pytest.mark.parametrize("limits", [Limits(global_batch=3), Limits(max_global_batch=2)])
-def test_limits_that_no_split_satisfies(limits: Limits) -> None:
-    assert training().forecast_split(SHARES, limits) is None
-
-
-def test_exact_global_batch_is_kept() -> None:
-    split = training(num_public=2000, epochs=1).forecast_split(SHARES, Limits(global_batch=100))
-    assert split is not None
-    assert sum(split.batch_sizes.values()) == 100
+    exact = fleet.forecast_split(SHARES, Limits(global_batch=100))
+    assert exact is not None
+    assert sum(exact.batch_sizes.values()) == 100
+    for limits in (Limits(global_batch=3), Limits(max_global_batch=2)):
+        assert training().forecast_split(SHARES, limits) is None
 
 
 def test_trial_corrects_a_forecast() -> None:
@@ -195,12 +189,9 @@ def cut(layer: str, num_operations: int, num_bytes: int = 1000) -> CutInfo:
     return CutInfo(layer, (10,), num_bytes, num_operations, 100, 50)
 
 
-def test_cuts_with_about_the_same_work_before_them_are_timed_once() -> None:
+def test_cuts_with_about_the_same_work_before_them_are_timed_once_and_their_shares_add_up() -> None:
     cuts = [cut("best", 500), cut("next to it", 510), cut("earlier", 300), cut("last", 980)]
     assert [one.layer for one in spread_cuts(cuts, 1000)] == ["best", "earlier", "last"]
-
-
-def test_shares_by_flops_add_up_to_a_step() -> None:
     shares = share_by_flops(cut("middle", 400), 1000)
     assert shares is not None
     assert shares.prefix + shares.head == pytest.approx(1)

@@ -33,13 +33,13 @@ from csdctl.worker.protocol.run_spec import Runtime
 from csdctl.workflows.data.files import describe_job_model, serialize_model
 from csdctl.workflows.data.prepare import save_prepared
 from csdctl.workflows.train.spec import RunContext
-from csdctl.workflows.tune.fleet_measurements import hash_recipe
+from csdctl.workflows.tune.fleet_measurements import FleetMeasurements, hash_recipe
 from tests.fake_session import FakeConversation, FakeSession, ScriptedResponse
 
 JOB = """\
 model: keras.applications:MobileNetV2
 data: {{public: {{path: data}}{private}}}
-recipe: {{epochs: 3, learning_rate: 0.1, optimizer: {optimizer}}}
+recipe: {{epochs: 3, learning_rate: 0.1, optimizer: sgd}}
 """
 MODEL = ModelInfo("MobileNetV2", (64, 64, 3), (200,), 2_500_000, 2_000_000, "softmax", {}, 50_000_000)
 PUBLIC = DatasetInfo("data/images", 60_000, (64, 64, 3), "uint8", (), 9, "f" * 32)
@@ -59,13 +59,10 @@ class MeasuredProject:
     features: ModelProperties
 
 
-def make_project(
-    directory: Path, *, num_nodes: int = 2, is_private: bool = False, optimizer: str = "sgd"
-) -> MeasuredProject:
+def make_project(directory: Path, *, num_nodes: int = 2, is_private: bool = False) -> MeasuredProject:
     """Make job, fleet, facts, built model and prepared data, without measurements."""
-    write_job(directory, is_private=is_private, optimizer=optimizer)
     (directory / "data").mkdir(exist_ok=True)
-    job, project = load_job(directory / "job.yaml"), ProjectDirectory(directory)
+    job, project = write_job(directory, is_private=is_private), ProjectDirectory(directory)
     nodes = tuple(Node(f"csd{number}", f"10.1.1.{number + 2}") for number in range(num_nodes))
     names = "\n".join(f"  - {{name: {node.name}, address: {node.address}}}" for node in nodes)
     (directory / "fleet.yaml").write_text(f"nodes:\n{names}\n")
@@ -78,19 +75,19 @@ def make_project(
     return MeasuredProject(job, project, fleet, describe_job_model(job, directory, lambda line: None))
 
 
-def write_job(directory: Path, *, is_private: bool = False, optimizer: str = "sgd") -> Job:
+def write_job(directory: Path, *, is_private: bool = False) -> Job:
     """job.yaml."""
     private = ", private: {path: /data/private}" if is_private else ""
-    (directory / "job.yaml").write_text(JOB.format(private=private, optimizer=optimizer))
+    (directory / "job.yaml").write_text(JOB.format(private=private))
     return load_job(directory / "job.yaml")
 
 
-def facts_of(name: str, num_cores: int = 4) -> Facts:
+def facts_of(name: str) -> Facts:
     """A machine that is ready to train."""
     return Facts(
         name,
         architecture="x86_64" if name == HOST_NAME else "aarch64",
-        num_cores=8 if name == HOST_NAME else num_cores,
+        num_cores=8 if name == HOST_NAME else 4,
         memory_bytes=32 << 30,
         python_version="3.11.7",
         tensorflow_version="2.21.0",
@@ -135,20 +132,22 @@ def settings_of(name: str) -> Runtime:
     return Runtime(facts_of(name).num_threads)
 
 
-def remember_probes(
-    at: MeasuredProject,
-    machines: Sequence[str] = (HOST_NAME, "csd0"),
-    features: ModelProperties | None = None,
-) -> None:
-    """Store probes of each size on `machines`, of this model or another one."""
+def measurements_of(at: MeasuredProject, **options: Any) -> FleetMeasurements:
+    """What tuning has of earlier measurements, with the whole memory of each machine free."""
+    facts = {name: replace(facts_of(name), memory_available_bytes=32 << 30) for name in at.fleet.machines}
     store = MeasurementStore(at.project.measurements)
-    for name in machines:
+    return FleetMeasurements(at.features, hash_recipe(at.job, PUBLIC), at.fleet, facts, store, **options)
+
+
+def remember_probes(at: MeasuredProject) -> None:
+    """Store probes of each size on the host and a node."""
+    store = MeasurementStore(at.project.measurements)
+    for name in (HOST_NAME, "csd0"):
         step_time = STEPS.get(name, STEPS["csd"])
         probes = [
             ProbeMeasurement(settings_of(name), size, 1000.0, step_time.at(size), 3, 0) for size in SIZES
         ]
-        recipe = hash_recipe(at.job, PUBLIC)
-        store.add(PROBE, class_of(name), probes, features or at.features, recipe)
+        store.add(PROBE, class_of(name), probes, at.features, hash_recipe(at.job, PUBLIC))
 
 
 def remember_sums(at: MeasuredProject) -> None:

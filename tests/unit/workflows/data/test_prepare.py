@@ -1,19 +1,34 @@
-"""`prepare` with functions of the user's, on a host and a node that are directories of this machine."""
+"""`prepare` on machines that are directories here, its record, and what a node says of its data."""
 
+import json
 import sys
-from collections.abc import Callable
+from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
+from csdctl.errors import RemoteCommandError
 from csdctl.fleet.model import HOST_NAME, Fleet, Node
-from csdctl.job.model import load_job
+from csdctl.job.model import Job, load_job
 from csdctl.runs.directory import ProjectDirectory
 from csdctl.runs.ledger import Ledger
 from csdctl.transport.local import LocalSession
-from csdctl.workflows.data.prepare import Prepared, prepare_job
+from csdctl.transport.program import Patience, Program
+from csdctl.worker.protocol.datasets import DatasetInfo
+from csdctl.worker.protocol.json_codec import RESULT, to_frame
+from csdctl.workflows.data.prepare import (
+    Prepared,
+    check_info,
+    find_changed,
+    load_prepared,
+    prepare_job,
+    save_prepared,
+)
 from csdctl.workflows.workspace.workspace import Workspace
+from tests.fake_session import FakeSession
 
 JOB = """\
 model: model.py:build
@@ -64,9 +79,6 @@ def private(path):
 """
 
 
-Prepare = Callable[[], Prepared]
-
-
 @pytest.fixture(scope="module")
 def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A job directory for the whole module, in which everything can be prepared."""
@@ -78,7 +90,7 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def first(directory: Path) -> Prepared:
-    return preparing(directory)()
+    return prepare(directory)
 
 
 def write_job(tmp_path: Path, job: str) -> None:
@@ -89,25 +101,19 @@ def write_job(tmp_path: Path, job: str) -> None:
         (directory / "source").write_text("anything")
 
 
-def preparing(tmp_path: Path) -> Prepare:
-    def run() -> Prepared:
-        fleet = Fleet((Node("csd0", "127.0.0.1", python=sys.executable),))
-        sessions = {
-            HOST_NAME: LocalSession(HOST_NAME, tmp_path),
-            "csd0": LocalSession("csd0", tmp_path / "csd0"),
-        }
-        job = load_job(tmp_path / "job.yaml")
-        lines: list[str] = []
-        project = ProjectDirectory(tmp_path)
+def prepare(directory: Path) -> Prepared:
+    fleet = Fleet((Node("csd0", "127.0.0.1", python=sys.executable),))
+    lines: list[str] = []
+    project = ProjectDirectory(directory)
+    with (
+        closing(LocalSession(HOST_NAME, directory)) as host,
+        closing(LocalSession("csd0", directory / "csd0")) as csd0,
+    ):
+        sessions = {HOST_NAME: host, "csd0": csd0}
         space = Workspace(project, fleet, {}, {**sessions}, Ledger(project.ledger, "prepare"))
-        try:
-            return prepare_job(job, space, lines.append)
-        finally:
-            (tmp_path / "said").write_text("\n".join(lines))
-            for session in sessions.values():
-                session.close()
-
-    return run
+        prepared = prepare_job(load_job(directory / "job.yaml"), space, lines.append)
+    (directory / "said").write_text("\n".join(lines))
+    return prepared
 
 
 def test_all_data_follows_the_public_data(directory: Path, first: Prepared) -> None:
@@ -126,7 +132,142 @@ def test_all_data_follows_the_public_data(directory: Path, first: Prepared) -> N
 @pytest.mark.thorough
 def test_changed_code_prepares_the_data_again(directory: Path, first: Prepared) -> None:
     (directory / "words.py").write_text(WORDS.replace("5", "4"))
-    second = preparing(directory)()
+    second = prepare(directory)
     assert second.validation
     assert second.validation.num_samples == 4
     assert second.public.fingerprint != first.public.fingerprint
+
+
+PUBLIC = DatasetInfo("p", 60_000, (28, 28, 1), "uint8", (), 9, "f", {"undecodable": 2}, {"cat": 5})
+PRIVATE = {"csd0": DatasetInfo("q", 500, (28, 28, 1), "uint8", (), 9, "e")}
+RECORDED_JOB = """\
+model: keras.applications:MobileNetV2
+data: {public: {path: data}, private: {path: /data/private, function: read.py:read}}
+recipe: {epochs: 3, learning_rate: 0.1}
+"""
+DESCRIBED = {"images_sha256": "0" * 64, "num_samples": 501, "path": "/etc", "max_label": 8}
+
+
+def written(directory: Path, text: str = RECORDED_JOB) -> Job:
+    (directory / "job.yaml").write_text(text)
+    return load_job(directory / "job.yaml")
+
+
+@pytest.fixture
+def project(tmp_path: Path) -> ProjectDirectory:
+    (tmp_path / "read.py").write_text("def read(path): ...\n")
+    project = ProjectDirectory(tmp_path)
+    save_prepared(project, written(tmp_path), {"public": PUBLIC}, PRIVATE)
+    return project
+
+
+def test_record_has_shapes_and_counts_but_no_names(project: ProjectDirectory) -> None:
+    data = load_prepared(project, written(project.root))
+    assert data
+    assert (data.num_samples, data.num_private) == (60_500, {"csd0": 500})
+    assert (data.public.sample_shape, data.public.class_counts) == ((28, 28, 1), {})
+    assert '"q"' not in project.prepared("job").read_text()
+
+
+@pytest.mark.parametrize(
+    ("file", "old", "new", "is_valid"),
+    [
+        ("job.yaml", "epochs: 3", "epochs: 9", True),
+        ("job.yaml", "path: data}", "path: other}", False),
+        ("job.yaml", "/data/private", "/data/mine", False),
+        ("read.py", "...", "return 1", False),  # a function that changed may read other data
+    ],
+)
+def test_other_data_has_no_record(
+    project: ProjectDirectory, file: str, old: str, new: str, is_valid: bool
+) -> None:
+    path = project.root / file
+    path.write_text(path.read_text().replace(old, new))
+    assert bool(load_prepared(project, load_job(project.root / "job.yaml"))) is is_valid
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", "[" * 100_000, '{"key": 1, "other": 2}', '{"digests": 5}'])
+def test_damaged_record_is_none(project: ProjectDirectory, text: str) -> None:
+    project.prepared("job").write_text(text)
+    assert load_prepared(project, written(project.root)) is None
+    assert find_changed(project, written(project.root), PRIVATE) == []
+
+
+@pytest.mark.parametrize(
+    ("edit", "found"),
+    [
+        ({}, []),
+        ({"fingerprint": "other", "num_samples": 7}, []),  # prepared anew
+        *(({name: value}, ["csd0"]) for name, value in DESCRIBED.items()),
+    ],
+)
+def test_other_description_of_the_same_data_is_found(
+    project: ProjectDirectory, edit: dict[str, object], found: list[str]
+) -> None:
+    job = written(project.root)
+    save_prepared(project, job, {"public": PUBLIC}, {})  # nodes that do not take part are remembered
+    datasets = {"public": PUBLIC, "csd0": replace(PRIVATE["csd0"], **edit), "csd1": PRIVATE["csd0"]}
+    assert find_changed(project, job, datasets) == found
+
+
+FIELDS = json.dumps([["left", "float32", [28, 28]], ["right", "uint8", []]])
+INFO = DatasetInfo(
+    "data/x",
+    10,
+    (28, 28, 1),
+    "uint8",
+    (),
+    9,
+    "0123456789abcdef",
+    {"undecodable": 2},
+    {"ant": 10},
+    label_dtype="int32",
+    max_labels={"": 9},
+    max_values={"left": 70_000},
+    padded={"left": (7, 3)},
+)
+
+
+def check(info: DatasetInfo) -> None:
+    answer = [to_frame(RESULT, info)]
+    session = FakeSession("csd0").on("python", replies=lambda request: answer)
+    with closing(Program(session, ["python"], "preparing data", Patience())) as program:
+        check_info(program.call({}, DatasetInfo), "csd0", "preparing data")
+
+
+@pytest.mark.parametrize("dtype", ["uint8", "float32", "bool", ">f4", FIELDS])
+def test_descriptions_of_prepared_data_are_accepted(dtype: str) -> None:
+    check(replace(INFO, dtype=dtype))
+    check(replace(INFO, label_dtype=dtype))
+
+
+@pytest.mark.attack(13)
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"path": ""},
+        {"fingerprint": "../../etc"},
+        {"num_samples": 0},
+        {"num_samples": 1 << 60},
+        {"sample_shape": (-1,)},
+        {"sample_shape": (1,) * 100},
+        {"label_shape": (1.5,)},
+        {"dtype": "[" * 5000},
+        {"dtype": '[["a", "float32", [-1]]]'},
+        {"dtype": '[["a", "float32"]]'},
+        {"dtype": "O; import os"},
+        {"label_dtype": ""},
+        {"max_labels": {"": -2}},
+        {"max_values": {str(n): 1 for n in range(2000)}},
+        {"max_values": {"a": 1 << 64}},
+        {"padded": {"a": (-1,)}},
+        {"max_label": -2},
+        {"num_skipped": {"too large": -1}},
+        {"class_counts": {"ant": "ten"}},
+    ],
+    ids=lambda change: str(change)[:40],
+)
+def test_other_types_and_ranges_are_an_error_of_the_node(change: dict[str, Any]) -> None:
+    with pytest.raises(RemoteCommandError) as raised:
+        check(replace(INFO, **change))
+    assert raised.value.node == "csd0"

@@ -1,17 +1,26 @@
-"""The result of `discover`."""
+"""The result of `discover`; host keys that the user accepts and forgets."""
 
+import base64
+import stat
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from csdctl.errors import UnreachableError
+from csdctl.errors import HostKeyError, InputError, UnreachableError
 from csdctl.fleet.facts import Facts, facts_path, load_facts, save_facts
 from csdctl.fleet.model import Fleet, Node
+from csdctl.runs.directory import ProjectDirectory
 from csdctl.workflows.discovery.discover import (
+    ShownKey,
+    check_forgotten,
     collect_all_facts,
     discover,
     find_shared_addresses,
     find_shared_host_keys,
+    forget_keys,
+    review_keys,
 )
 from tests.fake_session import FakeSession
 
@@ -62,3 +71,142 @@ def test_unreadable_facts_are_set_aside_with_a_warning(tmp_path: Path, content: 
     assert aside.read_text(encoding="latin-1") == content
     assert set(load_facts(fleet)) == {"host", "csd0"}
     assert [warning for warning in result.warnings if str(aside) in warning]
+
+
+TYPE = "ssh-ed25519"
+OUTER = Node("outer", "10.0.0.1")
+GATE = Node("gate", "10.0.0.2", 2200, jump=OUTER)
+FLEET = Fleet((Node("csd0", "10.9.0.1", jump=GATE), Node("csd1", "10.1.0.1"), Node("csd2", "10.1.0.1", 2222)))
+
+
+def blob_of(number: int) -> bytes:
+    return len(TYPE).to_bytes(4, "big") + TYPE.encode() + bytes([0, 0, 0, 1, number])
+
+
+class Machines:
+    """What the machines present, by name, and who was asked, in order; one without a key is down."""
+
+    def __init__(self) -> None:
+        self.keys = {"outer": 1, "gate": 2, "csd0": 3, "csd1": 4, "csd2": 5}
+        self.asked: list[str] = []
+
+    def fetch(self, node: Node, jumps: object, *, connect_deadline_s: float) -> tuple[str, bytes]:
+        self.asked.append(node.name)
+        if node.name not in self.keys:
+            raise UnreachableError("is down", node=node.name)
+        return TYPE, blob_of(self.keys[node.name])
+
+
+class Reviewer:
+    """Accepts every layer of keys unless it `refuses`."""
+
+    def __init__(self, *, refuses: bool = False) -> None:
+        self.refuses = refuses
+        self.errors: dict[str, str] = {}
+        self.new: list[str] = []
+        self.left_out: list[str] = []
+        self.num_questions = 0
+
+    def show(self, outcomes: Mapping[str, Any], new: Sequence[ShownKey], closed: Sequence[str]) -> None:
+        self.errors |= {name: str(outcome.error) for name, outcome in outcomes.items() if outcome.error}
+        self.new += [key.node.name for key in new]
+        self.num_questions += bool(new)
+        self.left_out += closed
+        if new and self.refuses:
+            raise InputError("not confirmed")
+
+
+@pytest.fixture
+def machines(monkeypatch: pytest.MonkeyPatch) -> Machines:
+    machines = Machines()
+    monkeypatch.setattr("csdctl.transport.ssh.fetch_host_key", machines.fetch)
+    return machines
+
+
+@pytest.fixture
+def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ProjectDirectory:
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    return ProjectDirectory(tmp_path)
+
+
+def review(project: ProjectDirectory, *, refuses: bool = False, is_dry_run: bool = False) -> Reviewer:
+    reviewer = Reviewer(refuses=refuses)
+    review_keys(FLEET, project, reviewer.show, is_dry_run=is_dry_run)
+    return reviewer
+
+
+def stored(project: ProjectDirectory) -> list[str]:
+    return project.known_hosts.read_text().splitlines() if project.known_hosts.exists() else []
+
+
+def line(name: str, number: int) -> str:
+    return f"{name} {TYPE} {base64.b64encode(blob_of(number)).decode()}"
+
+
+def test_accepted_keys_are_stored_by_address_and_port_for_this_user_alone(
+    project: ProjectDirectory, machines: Machines
+) -> None:
+    reviewer = review(project)
+    assert (reviewer.num_questions, len(reviewer.new)) == (3, 5)
+    order = [machines.asked.index(name) for name in ("outer", "gate", "csd0")]
+    assert order == sorted(order), "a jump host comes before the machines behind it"
+    assert sorted(stored(project)) == sorted(
+        [
+            line("10.0.0.1", 1),
+            line("[10.0.0.2]:2200", 2),
+            line("10.9.0.1", 3),
+            line("10.1.0.1", 4),
+            line("[10.1.0.1]:2222", 5),
+        ]
+    )
+    assert stat.S_IMODE(project.known_hosts.stat().st_mode) == 0o600
+    again = review(project)
+    assert (again.num_questions, again.new, again.errors) == (0, [], {})
+    assert len(stored(project)) == 5
+
+
+def test_refusal_and_dry_run_store_nothing(project: ProjectDirectory, machines: Machines) -> None:
+    with pytest.raises(InputError, match="not confirmed"):
+        review(project, refuses=True)
+    assert stored(project) == []
+    reviewer = review(project, is_dry_run=True)
+    assert stored(project) == []
+    assert sorted(reviewer.new) == ["csd1", "csd2", "outer"]
+    assert reviewer.left_out == ["gate", "csd0"], "only a machine with a new key leads to them"
+
+
+@pytest.mark.fault(5)
+def test_changed_or_revoked_key_is_refused_and_the_stored_lines_stay(
+    project: ProjectDirectory, machines: Machines
+) -> None:
+    review(project)
+    with project.known_hosts.open("a") as file:
+        file.write(f"@revoked {line('*', 5)}\n")
+    before = stored(project)
+    machines.keys["csd1"] = 9
+    reviewer = review(project)
+    assert "has changed" in reviewer.errors["csd1"]
+    assert "is revoked" in reviewer.errors["csd2"]
+    assert (reviewer.num_questions, reviewer.new) == (0, [])
+    assert stored(project) == before
+
+
+def test_keys_are_forgotten_by_name_alone(project: ProjectDirectory, machines: Machines) -> None:
+    review(project)
+    before = stored(project)
+    csd1 = [FLEET.node("csd1")]
+    assert forget_keys(csd1, project, is_dry_run=True) == {"csd1": 1}
+    assert stored(project) == before
+    assert forget_keys(csd1, project) == {"csd1": 1}
+    assert {*before} - {*stored(project)} == {line("10.1.0.1", 4)}, "csd2 has the same address"
+    assert forget_keys(csd1, project) == {"csd1": 0}
+    check_forgotten(Fleet((FLEET.node("csd1"),)), project.root)
+
+
+def test_key_that_remains_in_the_users_own_file_is_named(project: ProjectDirectory) -> None:
+    (project.root / "home" / ".ssh").mkdir(parents=True)
+    (project.root / "home" / ".ssh" / "known_hosts").write_text(f"# mine\n{line('[10.1.0.1]:2222', 5)}\n")
+    with pytest.raises(HostKeyError, match=r"\.ssh/known_hosts:2") as raised:
+        check_forgotten(FLEET, project.root)
+    assert raised.value.node == "csd2"
+    assert "ssh-keygen -R '[10.1.0.1]:2222'" in raised.value.remedy

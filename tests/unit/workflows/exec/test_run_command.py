@@ -6,14 +6,13 @@ from pathlib import Path
 
 import pytest
 
-from csdctl.errors import CsdctlError, DeadlineError, InputError, NoNodeReachableError, PartialError
+from csdctl.errors import CsdctlError, DeadlineError, NoNodeReachableError, PartialError
 from csdctl.fleet.model import Fleet
 from csdctl.runs.directory import ProjectDirectory
 from csdctl.workflows.exec.run_command import (
     MAX_KEPT_BYTES,
     ExecOptions,
     ExecResult,
-    parse_command,
     run_command,
 )
 from csdctl.workflows.workspace.workspace import conclude
@@ -89,11 +88,3 @@ def test_output_is_bounded(fleet: Fleet) -> None:
     ((answer, _),) = run(fleet, "head -c 3000000 /dev/zero | tr '\\0' x").rows
     assert len(answer.stdout) == MAX_KEPT_BYTES
     assert answer.num_dropped > 0
-
-
-def test_nothing_to_run_is_bad_input() -> None:
-    for command in ([], [""], ["  "]):
-        with pytest.raises(InputError, match="no command"):
-            parse_command(command)
-    assert parse_command(["uptime"]) == ("uptime",)
-    assert parse_command(["a b"]) == ("sh", "-c", "a b")

@@ -1,13 +1,13 @@
-"""Which rows come out of what machines predict.
+"""What `predict` refuses and chooses, and which rows of what machines predict are written.
 
-The worker is scripted: what it predicts of a sample is the sample's number.
-"""
+The worker is scripted: what it predicts of a sample is the sample's number."""
 
+import csv
 import hashlib
 import json
 import re
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,29 +15,47 @@ from typing import Any
 
 import numpy as np
 import pytest
+from pyarrow import parquet
 
-from csdctl.errors import CsdctlError
+from csdctl.errors import CsdctlError, InputError
 from csdctl.fleet.model import HOST_NAME, Fleet, Node
 from csdctl.job.model import load_job
-from csdctl.shipping.store import hash_file, store_bytes
+from csdctl.runs.directory import ProjectDirectory
+from csdctl.shipping.store import StoredFile, hash_file, store_bytes
 from csdctl.worker.ingest.extract import send
 from csdctl.worker.protocol.datasets import DatasetInfo
-from csdctl.worker.protocol.features import SOFTMAX, Extracted, ExtractSpec, ResultRule, SendSpec
+from csdctl.worker.protocol.features import (
+    SIGMOID,
+    SOFTMAX,
+    VALUES,
+    Extracted,
+    ExtractSpec,
+    ResultRule,
+    SendSpec,
+)
 from csdctl.worker.protocol.json_codec import RESULT, from_json, to_frame
-from csdctl.worker.protocol.model_info import ModelInfo
+from csdctl.worker.protocol.model_info import ModelInfo, OutputInfo
 from csdctl.workflows.data.files import SerializedModel
 from csdctl.workflows.data.prepare import Prepared
 from csdctl.workflows.predict.predict import (
     CLASSES,
+    EMBEDDINGS,
     PRIVATE,
     PUBLIC,
+    SCORES,
     VALIDATION,
     Block,
     PredictRequest,
     _Prediction,
+    build_rules,
+    check_layer,
+    choose_data,
+    find_model,
     list_parts,
+    write_results,
 )
 from tests.fake_session import FakeConversation, FakeSession, ScriptedResponse
+from tests.unit.runs.manifests import manifest_of
 
 NUM_PUBLIC, NUM_VALIDATION, NUM_PRIVATE = 50, 11, 3
 NODES = ("csd0", "csd1")
@@ -89,20 +107,6 @@ class Machine(FakeSession):
         return [*(f"@csdctl-data {text}" for text in lines), to_frame(RESULT, {})]
 
 
-class Silent:
-    """Implements `DeliveryObserver`, and shows nothing."""
-
-    def say(self, line: str) -> None:
-        pass
-
-    def on_delivery(self, node: str, delivery: Any) -> None:
-        pass
-
-    @contextmanager
-    def preparing(self, what: str = "", expected: Any = ()) -> Iterator[Any]:
-        yield lambda label, progress: None
-
-
 def write(directory: Path, count: int) -> DatasetInfo:
     """Write samples that are their own numbers."""
     directory.mkdir()
@@ -152,7 +156,10 @@ def predict(
         sessions = {name: Machine(root, name) for name in (HOST_NAME, "csd0")}
         sessions["csd1"] = Machine(root, "csd1", lie)
         space: Any = SimpleNamespace(fleet=request.fleet, facts={}, sessions=sessions)
-        prediction = _Prediction(request, prepared, space, (ResultRule("", SOFTMAX),), root, Silent())
+        silent: Any = SimpleNamespace(
+            say=print, on_delivery=print, preparing=lambda *_, **__: nullcontext(lambda label, progress: None)
+        )
+        prediction = _Prediction(request, prepared, space, (ResultRule("", SOFTMAX),), root, silent)
         return prediction.run(list_parts(request, prepared))
 
     return run
@@ -193,3 +200,160 @@ def test_false_answer_of_a_node_loses_its_rows_alone(predict: Any, lie: Lie, sai
     found, failed = predict(lie)
     assert [(one.data, one.node) for one in found] == SETS[:-1]
     assert re.search(said, failed["csd1"].message)
+
+
+OPEN_JOB = "model: trained.keras\ndata: {public: {path: public}}\nrecipe: {epochs: 1}\n"
+JOB = OPEN_JOB.replace("}}", "}, private: {path: /data/private}}")
+
+
+@pytest.fixture
+def project(tmp_path: Path) -> Path:
+    (tmp_path / "trained.keras").write_bytes(b"PK\x05\x06" + bytes(18))
+    (tmp_path / "public").mkdir()
+    (tmp_path / "job.yaml").write_text(JOB)
+    (tmp_path / "open.yaml").write_text(OPEN_JOB)
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("on", "job", "expected"),
+    [
+        (None, "job.yaml", ("private",)),
+        (None, "open.yaml", ("public",)),
+        ("public", "job.yaml", ("public",)),
+        ("all", "job.yaml", ("public", "private")),
+    ],
+)
+def test_chosen_data(project: Path, on: str | None, job: str, expected: tuple[str, ...]) -> None:
+    assert choose_data(on, load_job(project / job)) == expected
+    with pytest.raises(InputError, match="has no validation data"):
+        choose_data("validation", load_job(project / job))
+
+
+def test_model_of_a_run_comes_with_its_job(project: Path) -> None:
+    directory = ProjectDirectory(project)
+    run = directory.new_run()
+    with pytest.raises(InputError, match="has no model.keras") as refused:
+        find_model(run.run_id, None, directory)
+    assert f"--resume {run.run_id}" in refused.value.remedy
+    run.model.write_bytes(b"")
+    run.save_manifest(manifest_of() | {"job": {"path": "job.yaml"}})
+    for name in (run.run_id, run.run_id[:10], "latest"):
+        assert find_model(name, None, directory) == (run.model.resolve(), project / "job.yaml")
+    other = project / "open.yaml"
+    assert find_model("latest", other, directory) == (run.model.resolve(), other)
+
+
+def info(*outputs: OutputInfo) -> ModelInfo:
+    return ModelInfo("model.keras", (8,), (), 1, 1, "", outputs=outputs)
+
+
+@pytest.mark.parametrize(
+    ("activation", "loss", "from_logits", "expected"),
+    [
+        ("softmax", "", False, (SOFTMAX, False)),
+        ("sigmoid", "binary_crossentropy", False, (SIGMOID, False)),
+        ("linear", "sparse_categorical_crossentropy", True, (SOFTMAX, True)),
+        ("linear", "binary_crossentropy", True, (SIGMOID, True)),
+        ("linear", "mean_squared_error", False, (VALUES, False)),
+        ("", "", False, (VALUES, False)),
+    ],
+)
+def test_rule_of_an_output(activation: str, loss: str, from_logits: bool, expected: tuple[str, bool]) -> None:
+    (rule,) = build_rules(info(OutputInfo("", (4,), activation, loss, from_logits=from_logits)), CLASSES)
+    assert (rule.kind, rule.from_logits) == expected
+
+
+def test_each_output_has_fields_of_its_own_and_classes_of_pixels_are_refused() -> None:
+    outputs = (OutputInfo("kind", (4,), "softmax", ""), OutputInfo("size", (1,), "linear", "mse"))
+    rules = build_rules(info(*outputs), CLASSES)
+    fields = [name for rule in rules for name in rule.fields]
+    assert fields == ["kind.class", "kind.probability", "size.value"]
+    assert [rule.kind for rule in build_rules(info(*outputs), SCORES)] == [VALUES, VALUES]
+    assert build_rules(info(*outputs), EMBEDDINGS) == (ResultRule("", VALUES),)
+    with pytest.raises(InputError, match="8×8×4") as refused:
+        build_rules(info(OutputInfo("", (8, 8, 4), "softmax", "")), CLASSES)
+    assert "--want scores" in refused.value.remedy
+
+
+@pytest.mark.parametrize(
+    ("architecture", "remedy"),
+    [
+        ('{"config": {"layers": [{"config": {"name": "pooled"}}]}}', "such as pooled"),
+        ('{"config": {"units": 3}}', "only models with a graph"),
+    ],
+)
+def test_layer_that_the_model_does_not_have_is_refused(
+    tmp_path: Path, architecture: str, remedy: str
+) -> None:
+    (tmp_path / "model.json").write_text(architecture)
+    file = StoredFile("a" * 64 + ".json", tmp_path / "model.json", 0, 0)
+    with pytest.raises(InputError, match="has no layer 'pool'") as refused:
+        check_layer("pool", SerializedModel(info(), file, file))
+    assert remedy in refused.value.remedy
+
+
+NAMES = ["cat", "dog"]
+
+
+def classes(node: str, values: list[int]) -> Block:
+    fields = {
+        "class": np.array(values, np.int32),
+        "probability": np.array([0.1 + value for value in values], np.float32),
+    }
+    return Block("private", node, np.arange(len(values)), fields)
+
+
+def read(path: Path) -> list[list[str]]:
+    with path.open(newline="") as file:
+        return list(csv.reader(file))
+
+
+def test_classes_have_names_where_these_are_known(tmp_path: Path) -> None:
+    blocks = [classes("csd0", [1]), classes("csd1", [0, 1])]
+    write_results(tmp_path / "named.csv", blocks, NAMES)
+    assert read(tmp_path / "named.csv") == [
+        ["data", "node", "row", "class", "class_name", "probability"],
+        ["private", "csd0", "0", "1", "dog", "1.1"],
+        ["private", "csd1", "0", "0", "cat", "0.1"],
+        ["private", "csd1", "1", "1", "dog", "1.1"],
+    ]
+    write_results(tmp_path / "more.csv", [classes("csd0", [2])], NAMES)
+    assert read(tmp_path / "more.csv")[1][3:5] == ["2", ""]
+    write_results(tmp_path / "plain.csv", blocks, [])
+    assert read(tmp_path / "plain.csv")[0] == ["data", "node", "row", "class", "probability"]
+    write_results(tmp_path / "named.parquet", blocks, NAMES)
+    table = parquet.read_table(tmp_path / "named.parquet").to_pydict()
+    assert table["node"] == ["csd0", "csd1", "csd1"]
+    assert table["class_name"] == ["dog", "cat", "dog"]
+    assert table["row"] == [0, 0, 1]
+
+
+def test_vectors_have_a_column_for_each_number(tmp_path: Path) -> None:
+    values = np.arange(12, dtype=np.float32).reshape(2, 2, 3) / 7
+    write_results(tmp_path / "a.csv", [Block("public", "host", np.array([4, 9]), {"value": values})], NAMES)
+    header, *rows = read(tmp_path / "a.csv")
+    assert header == ["data", "node", "row", *(f"value_{number}" for number in range(6))]
+    assert [row[2] for row in rows] == ["4", "9"]
+    assert np.array([row[3:] for row in rows]).astype(np.float32).tolist() == values.reshape(2, 6).tolist()
+
+
+def test_npz_has_arrays_of_all_rows(tmp_path: Path) -> None:
+    values = np.arange(6, dtype=np.float32).reshape(2, 3)
+    blocks = [Block("private", node, np.arange(2), {"value": values}) for node in ("csd0", "csd1")]
+    write_results(tmp_path / "a.npz", blocks, NAMES)
+    with np.load(tmp_path / "a.npz", allow_pickle=False) as arrays:
+        assert arrays["node"].tolist() == ["csd0", "csd0", "csd1", "csd1"]
+        assert arrays["row"].tolist() == [0, 1, 0, 1]
+        assert arrays["value"].tolist() == [*values.tolist(), *values.tolist()]
+        assert arrays["class_names"].tolist() == NAMES
+
+
+def test_failed_write_leaves_the_earlier_file(tmp_path: Path) -> None:
+    path = tmp_path / "a.csv"
+    path.write_text("earlier")
+    broken = Block("private", "csd1", np.arange(3), {"class": np.zeros(2, np.int32)})
+    with pytest.raises(ValueError, match="reshape"):
+        write_results(path, [classes("csd0", [1]), broken], [])
+    assert path.read_text() == "earlier"
+    assert [file.name for file in tmp_path.iterdir()] == ["a.csv"]

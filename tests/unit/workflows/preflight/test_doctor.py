@@ -1,5 +1,6 @@
-"""The exit code of an examination, and the diagnosis of a failed MPI check."""
+"""The exit code of an examination, the diagnosis of a failed MPI check, and what is said of open ports."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -9,9 +10,11 @@ from csdctl.fleet.checks import FLEET_NAME, Check, Status
 from csdctl.fleet.model import Fleet, Node
 from csdctl.launch.mpi_job import JobOutcome
 from csdctl.worker.protocol.events import Event, Exited, Failed, Finished, MpiChecked, Ready, Started
-from csdctl.workflows.preflight.doctor import Examination, judge_mpi_check
+from csdctl.worker.protocol.sandbox import SandboxCheck
+from csdctl.workflows.preflight.doctor import Examination, judge_listeners, judge_mpi_check, judge_sandbox
 
-FLEET = Fleet((Node("csd0", "10.1.1.2"), Node("csd1", "10.1.1.3")))
+FLEET = Fleet((Node("csd0", "10.1.1.2"), Node("csd1", "10.1.1.3")), network="10.1.1.0/24")
+OPEN = SandboxCheck("", "several addresses are in the network")
 MACHINES = ["host", "csd0", "csd1"]
 
 
@@ -28,13 +31,10 @@ def exit_code(*red: tuple[str, str], overdue: str = "") -> int:
     return 0
 
 
-def test_amber_is_not_a_failure() -> None:
-    assert exit_code() == ExitCode.DONE
-
-
 @pytest.mark.parametrize(
     ("red", "code"),
     [
+        ([], ExitCode.DONE),  # amber is not a failure
         ([("csd1", "MPI")], ExitCode.PARTIAL),
         ([("csd1", "reach")], ExitCode.PARTIAL),
         ([("csd0", "MPI"), ("csd1", "disk")], ExitCode.FAILED),
@@ -50,6 +50,9 @@ def test_exit_code_depends_on_the_failed_machines(red: list[tuple[str, str]], co
 
 def test_passed_deadline_has_its_own_exit_code() -> None:
     assert exit_code(("csd1", "MPI"), overdue="connecting") == ExitCode.DEADLINE
+
+
+BROKEN = Failed(1, "csd0", "MPI cannot be entered: ImportError: no libmpi", "reinstall mpi4py")
 
 
 def judge(events: list[Event], *, is_overdue: bool = False) -> Check:
@@ -90,19 +93,36 @@ def test_ranks_that_hang_in_mpi_init_are_named() -> None:
     assert "network:" in check.remedy
 
 
-def test_machines_that_never_started_a_rank_are_named() -> None:
-    check = judge([Started(0, "host", "server")], is_overdue=True)
-    assert check.found == "csd0, csd1 never started a rank within 60 s"
-    assert "prted" in check.remedy
+@pytest.mark.parametrize(
+    ("events", "found", "remedy"),
+    [
+        (of_all(Started)[:1], "csd0, csd1 never started a rank within 60 s", "prted"),
+        ([*of_all(Started), BROKEN], "csd0: MPI cannot be entered", "reinstall mpi4py"),
+        ([*of_all(Started), Exited(2, "csd1", 139)], "csd1: rank 2 was killed by signal 11", ""),
+    ],
+)
+def test_machine_whose_rank_failed_is_named(events: list[Event], found: str, remedy: str) -> None:
+    check = judge(events, is_overdue=len(events) == 1)
+    assert check.found.startswith(found)
+    assert remedy in check.remedy
 
 
-def test_failed_rank_is_reported_with_its_own_message() -> None:
-    failed = Failed(1, "csd0", "MPI cannot be entered: ImportError: no libmpi", "reinstall mpi4py")
-    check = judge([*of_all(Started), failed])
-    assert check.found == "csd0: MPI cannot be entered: ImportError: no libmpi"
-    assert check.remedy.startswith("reinstall mpi4py")
+def test_machine_without_a_sandbox_is_amber_with_what_follows_for_its_ports() -> None:
+    check = judge_sandbox("csd1", SandboxCheck("no Landlock"))
+    assert (check.status, check.found) == (Status.WARN, "no Landlock")
+    assert "ports" in check.remedy
+    assert "exclude the machine" in check.remedy
+    assert judge_sandbox("csd1", SandboxCheck("")).status == Status.OK
 
 
-def test_rank_that_was_killed_is_named() -> None:
-    check = judge([*of_all(Started), Exited(2, "csd1", 139)])
-    assert check.found == "csd1: rank 2 was killed by signal 11"
+@pytest.mark.parametrize(
+    ("fleet", "machine", "remedy"),
+    [(replace(FLEET, network=""), FLEET_NAME, "set `network:`"), (FLEET, "csd1", "firewall")],
+)
+def test_open_ports_are_of_the_fleet_without_a_network_or_of_a_machine(
+    fleet: Fleet, machine: str, remedy: str
+) -> None:
+    (check,) = judge_listeners(fleet, {"csd0": SandboxCheck(""), "csd1": OPEN})
+    assert (check.machine, check.status) == (machine, Status.WARN)
+    assert remedy in check.remedy
+    assert judge_listeners(FLEET, {"csd0": SandboxCheck("")}) == []

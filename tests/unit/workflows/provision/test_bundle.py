@@ -48,30 +48,25 @@ def machine(installed: str = "", free_bytes: int = 1 << 30) -> BareMachine:
     return BareMachine("csd0", KIND, "", "/root", is_root=True, free_bytes=free_bytes, installed=installed)
 
 
-def test_installed_bundle_is_not_sent_again(bundle: Bundle) -> None:
-    session = FakeSession("csd0")
-    sent = BundleSender({KIND: bundle}, "/opt/csdctl").send(session, machine(bundle.id))
-    assert sent.is_installed
+def test_nothing_is_sent_when_it_is_installed_or_the_run_is_dry(bundle: Bundle) -> None:
+    session = FakeSession("csd0").on("sh", exit_code=1)
+    sender = BundleSender({KIND: bundle}, "/opt/csdctl")
+    assert sender.send(session, machine(bundle.id)).is_installed
     assert session.commands == []
+    assert sender.send(session, machine(), dry_run=True).num_bytes == bundle.num_bytes
+    assert session.stdins == [b""]
 
 
-def test_dry_run_on_a_node_without_python_sends_nothing(bundle: Bundle) -> None:
-    session = FakeSession("csd0").on("sh", exit_code=1)
-    sent = BundleSender({KIND: bundle}, "/opt/csdctl").send(session, machine(), dry_run=True)
-    assert (sent.num_bytes, session.stdins) == (bundle.num_bytes, [b""])
-
-
-def test_full_disk_stops_before_sending(bundle: Bundle) -> None:
-    session = FakeSession("csd0").on("sh", exit_code=1)
-    with pytest.raises(CsdctlError, match="0 MiB are free at /opt/csdctl"):
-        BundleSender({KIND: bundle}, "/opt/csdctl").send(session, machine(free_bytes=100))
-    assert ARCHIVE not in session.stdins
-
-
-def test_error_while_unpacking_has_the_words_of_the_node(bundle: Bundle) -> None:
+def test_full_disk_stops_before_sending_and_a_failed_unpacking_has_the_words_of_the_node(
+    bundle: Bundle,
+) -> None:
     session = FakeSession("csd0").on("sh", exit_code=1, stderr="tar: no space left on device")
+    sender = BundleSender({KIND: bundle}, "/opt/csdctl")
+    with pytest.raises(CsdctlError, match="0 MiB are free at /opt/csdctl"):
+        sender.send(session, machine(free_bytes=100))
+    assert ARCHIVE not in session.stdins
     with pytest.raises(CsdctlError, match="unpacking Python failed .* no space left on device"):
-        BundleSender({KIND: bundle}, "/opt/csdctl").send(session, machine())
+        sender.send(session, machine())
     assert ARCHIVE in session.stdins
 
 

@@ -30,14 +30,11 @@ def completed(text: str) -> Completed:
     return Completed(("sh",), 0, text.encode(), b"", 0.1)
 
 
-def test_node_without_python_gets_one() -> None:
+def test_node_without_python_gets_one_and_keeps_its_own_if_that_is_supported() -> None:
     machine = parse_machine("csd0", completed(ANSWER))
     assert machine.kind == Kind("aarch64", "3.11", sends_python=True)
     assert (machine.python, machine.home, machine.is_root) == ("", "/root", True)
     assert machine.free_bytes == 4_000_000 * 1024
-
-
-def test_node_keeps_its_own_python_if_that_is_supported() -> None:
     answer = ANSWER + "python=3.12 /usr/bin/python3\npython=3.14 /opt/python3.14\n"
     machine = parse_machine("csd0", completed(answer))
     assert machine.kind == Kind("aarch64", "3.12", sends_python=False)
@@ -69,26 +66,27 @@ def test_machine_without_wheels_is_refused_in_one_sentence(changed: tuple[str, s
     assert caught.value.remedy
 
 
-def test_full_disk_is_named_before_anything_is_sent() -> None:
-    machine = parse_machine("csd0", completed(ANSWER))
-    check_space(machine, 2700 * MIB, 300 * MIB, "/opt/csdctl")
-    with pytest.raises(CsdctlError, match="3906 MiB are free at /opt/csdctl, and 5000 MiB are needed"):
-        check_space(machine, 4700 * MIB, 300 * MIB, "/opt/csdctl")
+LEFT = "arrived=204800\nunfinished=614400\nunfinished=102400\n"
+"""What an interrupted installation left, which counts as space."""
+OTHER = "free_at_home=204800\ndevices=2\n"
+"""The home is another file system, where wheels need space."""
 
 
-def test_what_an_interrupted_installation_left_counts_as_space() -> None:
-    left = "arrived=204800\nunfinished=614400\nunfinished=102400\n"
-    machine = parse_machine("csd0", completed(ANSWER + left))
-    check_space(machine, 4500 * MIB, 300 * MIB, "/opt/csdctl")
-    with pytest.raises(CsdctlError, match="3906 MiB are free at /opt/csdctl, and 3910 MiB are needed"):
-        check_space(machine, 4510 * MIB, 300 * MIB, "/opt/csdctl")
-
-
-def test_wheels_need_space_in_the_home_where_that_is_another_file_system() -> None:
-    machine = parse_machine("csd0", completed(ANSWER + "free_at_home=204800\ndevices=2\n"))
-    check_space(machine, 3900 * MIB, 150 * MIB, "/opt/csdctl")
-    with pytest.raises(CsdctlError, match="200 MiB are free at /root, and 250 MiB are needed"):
-        check_space(machine, 3900 * MIB, 250 * MIB, "/opt/csdctl")
+@pytest.mark.parametrize(
+    ("answer", "fits", "too_much", "said"),
+    [
+        ("", (2700, 300), (4700, 300), "3906 MiB are free at /opt/csdctl, and 5000 MiB are needed"),
+        (LEFT, (4500, 300), (4510, 300), "3906 MiB are free at /opt/csdctl, and 3910 MiB are needed"),
+        (OTHER, (3900, 150), (3900, 250), "200 MiB are free at /root, and 250 MiB are needed"),
+    ],
+)
+def test_full_disk_is_named_before_anything_is_sent(
+    answer: str, fits: tuple[int, int], too_much: tuple[int, int], said: str
+) -> None:
+    machine = parse_machine("csd0", completed(ANSWER + answer))
+    check_space(machine, *(size * MIB for size in fits), "/opt/csdctl")
+    with pytest.raises(CsdctlError, match=said):
+        check_space(machine, *(size * MIB for size in too_much), "/opt/csdctl")
 
 
 def test_user_that_needs_a_password_for_sudo_is_told_what_to_allow() -> None:

@@ -1,10 +1,98 @@
-"""What a node that failed is told to do."""
+"""The output of Ansible's callback as results, and what a node that failed is told to do."""
+
+import json
+import os
+import sys
+from pathlib import Path
 
 import pytest
+import yaml
 
-from csdctl.workflows.provision.provision import NodeSummary, PlaybookResult, _judge
+from csdctl.errors import CsdctlError
+from csdctl.workflows.provision import provision as playbook
+from csdctl.workflows.provision.provision import (
+    NodeSummary,
+    PlaybookResult,
+    TaskResult,
+    _judge,
+    ansible_directory,
+    build_command,
+    build_environment,
+    run_playbook,
+)
 
-FAILED = NodeSummary(ok=3, changed=1, failed=1, unreachable=0, skipped=2)
+TASK = {
+    "event": "task",
+    "node": "csd0",
+    "task": "Install the wheels",
+    "state": "failed",
+    "message": "no space",
+}
+COUNTS = {"ok": 3, "changed": 1, "failed": 1, "unreachable": 0, "skipped": 2}
+
+
+def program(*lines: object, code: int = 0) -> list[str]:
+    text = "\n".join(f"csdctl {json.dumps(line)}" if isinstance(line, dict) else str(line) for line in lines)
+    return [sys.executable, "-c", f"import sys; print({text!r}); sys.exit({code})"]
+
+
+def test_tasks_and_summary_are_reported() -> None:
+    seen: list[TaskResult] = []
+    lines = (
+        "[WARNING]: something",
+        "csdctl of a module's own",
+        'csdctl {"event": 5}',
+        TASK,
+        {"event": "summary", "nodes": {"csd0": COUNTS}},
+    )
+    result = run_playbook(program(*lines, code=2), {}, seen.append)
+    assert [task.task for task in seen] == ["Install the wheels"]
+    assert result.summaries == {"csd0": NodeSummary(**COUNTS)}
+    assert result.failures == {"csd0": "Install the wheels: no space"}
+
+
+def test_program_that_ignores_the_end_is_killed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(playbook, "END_DEADLINE_S", 0.1)
+    task = json.dumps(TASK | {"message": "PID"})
+    lasting = (
+        "import os, signal, time\n"
+        "signal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
+        f"print('csdctl', {task!r}.replace('PID', str(os.getpid())), flush=True)\n"
+        "time.sleep(600)\n"
+    )
+    seen: list[int] = []
+
+    def interrupt(task: TaskResult) -> None:
+        seen.append(int(task.message))
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        run_playbook([sys.executable, "-c", lasting], {}, interrupt)
+    with pytest.raises(ProcessLookupError):
+        os.kill(seen[0], 0)
+
+
+def test_failure_before_any_node_has_ansibles_own_words() -> None:
+    with pytest.raises(CsdctlError, match="ERROR! the role was not found"):
+        run_playbook(program("ERROR! the role was not found", code=4), {}, lambda task: None)
+
+
+def test_values_are_passed_as_json_and_settings_of_the_user_do_not_reach_ansible(tmp_path: Path) -> None:
+    values = {"node_prefix": "/a b"}
+    command = build_command("ansible-playbook", Path("a.yml"), Path("hosts.yml"), values, ["--check"])
+    assert command[-3:] == ["--extra-vars", '{"node_prefix": "/a b"}', "--check"]
+    environment = build_environment({"ANSIBLE_HOST_KEY_CHECKING": "0", "PATH": "/bin"}, tmp_path, 100)
+    assert "ANSIBLE_HOST_KEY_CHECKING" not in environment
+    assert (environment["PATH"], environment["ANSIBLE_FORKS"]) == ("/bin", "32")
+
+
+def test_every_default_of_a_role_is_specified() -> None:
+    for role in ("host", "node"):
+        directory = ansible_directory() / "roles" / role
+        defaults = yaml.safe_load((directory / "defaults/main.yml").read_text())
+        specified = yaml.safe_load((directory / "meta/argument_specs.yml").read_text())
+        options = specified["argument_specs"]["main"]["options"]
+        assert {name: options[name]["default"] for name in defaults} == defaults
 
 
 @pytest.mark.parametrize(
@@ -16,8 +104,7 @@ FAILED = NodeSummary(ok=3, changed=1, failed=1, unreachable=0, skipped=2)
     ],
 )
 def test_failed_task_has_a_remedy_for_its_cause(message: str, remedy: str) -> None:
-    played = PlaybookResult({"csd0": FAILED}, {"csd0": message})
-    outcome = _judge("csd0", played)
+    outcome = _judge("csd0", PlaybookResult({"csd0": NodeSummary(**COUNTS)}, {"csd0": message}))
     assert outcome.error
     assert outcome.error.message == message
     assert remedy in outcome.error.remedy

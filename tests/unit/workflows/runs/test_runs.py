@@ -12,7 +12,6 @@ import pytest
 from csdctl.cli.app import run_command
 from csdctl.documents import save_json
 from csdctl.errors import DeadlineError, InputError
-from csdctl.launch.leftovers import describe_holder
 from csdctl.runs.directory import EventLog, ProjectDirectory, RunDirectory
 from csdctl.terminal.streams import Streams
 from csdctl.worker.protocol.events import EpochEnd, Event, Finished, Progress
@@ -28,7 +27,7 @@ from csdctl.workflows.runs.manage import (
     stop_run,
 )
 from tests.patience import scaled
-from tests.unit.runs.manifests import manifest_of
+from tests.unit.runs.manifests import manifest_of, write_events
 
 NODES = ("host", "csd0")
 PROGRESS = Progress(0, "host", 2, 7, 7, 96, 0.5, 0.25, 0.8, 128, 2.5, 0.1)
@@ -55,11 +54,7 @@ def add_run(project: ProjectDirectory, *events: Event, **manifest: Any) -> RunDi
     run = project.new_run()
     recipe = {"epochs": 2, "learning_rate": 0.1}
     run.save_manifest({**manifest_of(NODES), "recipe": recipe, "job": {"path": "job.yaml"}, **manifest})
-    log = EventLog(run)
-    for number, event in enumerate(events):
-        log.append(1_700_000_000 + number, event)
-    log.close()
-    return run
+    return write_events(run, events, 1_700_000_000)
 
 
 def start_process(run: RunDirectory, end_after_s: float = 0.0) -> "subprocess.Popen[str]":
@@ -73,12 +68,6 @@ def start_process(run: RunDirectory, end_after_s: float = 0.0) -> "subprocess.Po
 
 
 class TestList:
-    def test_states(self, project: ProjectDirectory) -> None:
-        add_run(project, PROGRESS, END, *DONE)
-        add_run(project, PROGRESS)
-        save_json(add_run(project, PROGRESS).process, describe_holder("train", project.root))
-        assert [run.state for run in list_runs(project, print)] == ["done", "interrupted", "running"]
-
     def test_foreign_empty_and_damaged_directories_are_skipped_with_a_warning(
         self,
         project: ProjectDirectory,
@@ -121,37 +110,29 @@ class TestStop:
         assert stop_run(project, None, scaled(20)).run_id == run.run_id
         assert process.wait() == 130
 
-    def test_run_that_goes_on_is_said(self, project: ProjectDirectory) -> None:
-        run = add_run(project, PROGRESS)
+    def test_run_that_goes_on_is_said_and_one_of_a_process_that_goes_on_may_have_ended(
+        self, project: ProjectDirectory
+    ) -> None:
+        run = add_run(project, PROGRESS, *DONE)
         process = start_process(run, end_after_s=3600)
         with pytest.raises(DeadlineError, match="has not ended"):
             stop_run(project, run.run_id, 0.3)
-        process.kill()
-
-    def test_run_of_a_process_that_goes_on_has_ended(self, project: ProjectDirectory) -> None:
-        run = add_run(project, PROGRESS, *DONE)
-        holder = describe_holder("train", project.root)
-        save_json(run.process, holder)
         assert list_runs(project, print)[0].state == "running"
-        save_json(run.process, {**holder, "ended": "2026-01-01 00:00:00 UTC"})
+        save_json(run.process, {**json.loads(run.process.read_text()), "ended": "2026-01-01 00:00:00 UTC"})
         assert list_runs(project, print)[0].state == "done"
+        process.kill()
 
     def test_process_with_the_same_number_is_left_alone(self, project: ProjectDirectory) -> None:
         run = add_run(project, PROGRESS)
         process = start_process(run)
         holder = json.loads(run.process.read_text())
-        save_json(run.process, {**holder, "started": "1"})
-        with pytest.raises(InputError, match="is not running"):
-            interrupt(run)
+        damaged = ["", "[]", '{"pid": -1}', '{"pid": 1, "started": "x"}']
+        for content in [json.dumps({**holder, "started": "1"}), *damaged]:
+            run.process.write_text(content)
+            with pytest.raises(InputError, match="is not running"):
+                interrupt(run)
         assert process.poll() is None
         process.kill()
-
-    @pytest.mark.parametrize("content", ["", "[]", '{"pid": -1}', '{"pid": 1, "started": "x"}'])
-    def test_damaged_description_is_of_no_process(self, project: ProjectDirectory, content: str) -> None:
-        run = add_run(project, PROGRESS)
-        run.process.write_text(content)
-        with pytest.raises(InputError, match="is not running"):
-            interrupt(run)
 
 
 def test_followed_events_come_as_they_are_written(project: ProjectDirectory) -> None:

@@ -7,7 +7,7 @@ import pytest
 
 from csdctl.errors import InputError
 from csdctl.fleet.model import HOST_NAME, Fleet, Node
-from csdctl.job.model import Job, load_job
+from csdctl.job.model import Job
 from csdctl.shipping.store import StoredFile
 from csdctl.transport.meter import TrafficClass
 from csdctl.tuning.plan import Plan, RankPlan
@@ -17,6 +17,7 @@ from csdctl.worker.protocol.run_spec import DatasetSlice, Runtime
 from csdctl.workflows.data.files import SerializedModel
 from csdctl.workflows.data.prepare import Prepared
 from csdctl.workflows.train.spec import build_rank_specs, place_plan, place_ranks, with_servers
+from tests.unit.workflows.measured_project import write_job
 
 FLEET = Fleet((Node("csd0", "10.1.1.2"), Node("csd1", "10.1.1.3")), path=Path("fleet.yaml"))
 PLAN = Plan(
@@ -35,28 +36,17 @@ PREPARED = Prepared(FILE, MODEL, PUBLIC, None, {"csd0": PRIVATE})
 
 @pytest.fixture
 def job(tmp_path: Path) -> Job:
-    path = tmp_path / "job.yaml"
-    path.write_text(
-        "model: keras.applications:MobileNetV2\ndata: {public: {path: data}, private: {path: ~/private}}\n"
-        "recipe: {epochs: 3, learning_rate: 0.1, seed: 7}\n"
-    )
-    return load_job(path)
+    job = write_job(tmp_path, is_private=True)
+    return replace(job, recipe=replace(job.recipe, seed=7))
 
 
-def test_private_samples_stay_and_public_ones_fill_the_shards(job: Job) -> None:
+def test_private_samples_stay_and_the_host_reads_its_part_and_a_node_the_files_cut_for_it(job: Job) -> None:
     placed = place_plan(PLAN, PREPARED, job, FLEET)
     assert [shard.name for shard in placed] == [HOST_NAME, "csd0", "csd1"]
     assert [shard.num_private for shard in placed] == [0, 20, 0]
     assert [shard.num_samples for shard in placed] == [40, 40, 40]
-
-
-def test_plan_for_a_node_outside_the_fleet_is_rejected(job: Job) -> None:
     with pytest.raises(InputError, match="the plan needs csd1, not among the selected nodes"):
         place_plan(PLAN, PREPARED, job, replace(FLEET, nodes=FLEET.nodes[:1]))
-
-
-def test_host_reads_its_part_of_all_samples_and_a_node_the_files_cut_for_it(job: Job) -> None:
-    placed = place_plan(PLAN, PREPARED, job, FLEET)
     host, csd0, csd1 = build_rank_specs(PLAN.ranks, placed, PREPARED, {"csd1": (FILE, FILE)}, job)
     assert host.public == DatasetSlice("data/public/images.npy", "data/public/labels.npy", 0, 40, 7, **HASHES)
     assert csd0.public is None

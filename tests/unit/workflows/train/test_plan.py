@@ -39,19 +39,9 @@ def space(tmp_path: Path) -> Workspace:
     return Workspace(project, FLEET, FACTS, {}, Ledger(project.ledger, "train"))
 
 
-def make_plan(job: Job, *nodes: str, left_out: tuple[str, ...] = ()) -> Plan:
-    ranks = [RankPlan(node=name, batch_size=8, threads=4) for name in (HOST_NAME, *nodes)]
-    return Plan(
-        job=job.name,
-        job_fingerprint=job.fingerprint(),
-        method="fit",
-        left_out=list(left_out),
-        ranks=ranks,
-    )
-
-
-def test_left_out_nodes_are_reported(job: Job, space: Workspace, tmp_path: Path) -> None:
-    save_plan(tmp_path / "other.yaml", make_plan(job, "csd0", left_out=("csd1",)))
+def test_left_out_nodes_are_reported(plan: Plan, job: Job, space: Workspace, tmp_path: Path) -> None:
+    smaller = plan.model_copy(update={"ranks": plan.ranks[:2], "left_out": ["csd1"]})
+    save_plan(tmp_path / "other.yaml", smaller)
     messages: list[str] = []
     plan = resolve_plan(job, space, messages.append, path=tmp_path / "other.yaml")
     assert [rank.node for rank in plan.ranks] == [HOST_NAME, "csd0"]
@@ -103,15 +93,12 @@ def refusal(plan: Plan, job: Job, facts: dict[str, Facts] = FACTS) -> str:
     return raised.value.message
 
 
-def test_changed_values_of_the_job_are_listed(plan: Plan, job: Job, tmp_path: Path) -> None:
+def test_changed_values_and_model_file_of_the_job_are_listed(plan: Plan, job: Job, tmp_path: Path) -> None:
     changed = written(tmp_path, JOB.replace("epochs: 3", "epochs: 5, optimizer: adam"))
     assert refusal(plan, changed) == (
         f"the plan does not fit {changed.path}: changed since tuning:"
         "\n  recipe.epochs: 5, was 3 when tuned\n  recipe.optimizer: adam, was not set when tuned"
     )
-
-
-def test_changed_model_file_is_named(plan: Plan, job: Job, tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text("def build(): return 1\n")
     assert refusal(plan, job).endswith("\n  mine.py has changed")
 
@@ -121,10 +108,7 @@ def test_changed_machine_is_named_with_the_difference(plan: Plan, job: Job) -> N
     message = refusal(plan, job, slower)
     assert "\n  csd1: " in message
     assert "2 cores" in message.partition(", was ")[0]
-
-
-def test_machine_without_facts_is_not_a_change(plan: Plan, job: Job) -> None:
-    check_plan(plan, job, FLEET, {"host": FACTS["host"]})
+    check_plan(plan, job, FLEET, {"host": FACTS["host"]})  # without facts, nothing is known to have changed
 
 
 def test_manually_written_plan_is_judged_by_its_job_fingerprint(plan: Plan, job: Job, tmp_path: Path) -> None:

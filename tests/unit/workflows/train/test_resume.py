@@ -12,21 +12,21 @@ import pytest
 from csdctl.errors import InputError
 from csdctl.fleet.model import Fleet, Node
 from csdctl.job.model import Job
-from csdctl.runs.directory import LATEST, EventLog, Manifest, ProjectDirectory, RunDirectory
+from csdctl.runs.directory import LATEST, Manifest, ProjectDirectory, RunDirectory
 from csdctl.shipping.store import StoredFile
 from csdctl.transport.meter import TrafficClass
 from csdctl.worker.protocol.datasets import DatasetInfo
 from csdctl.worker.protocol.events import EARLY_STOPPING, STOPPED, Event, Finished, Joined
 from csdctl.worker.protocol.json_codec import to_json
 from csdctl.worker.protocol.model_info import ModelInfo
-from csdctl.worker.protocol.recipe import Noise, Recipe
-from csdctl.worker.protocol.run_spec import RankSpec, RunSpec, Runtime
+from csdctl.worker.protocol.recipe import Noise
 from csdctl.workflows.data.files import SerializedModel
 from csdctl.workflows.data.prepare import Prepared
 from csdctl.workflows.train import train as resume_module
 from csdctl.workflows.train.spec import RunContext, TrainOptions, build_rank_specs
 from csdctl.workflows.train.train import find_resumable, is_complete, load_spec, resume
-from tests.unit.runs.manifests import manifest_of
+from tests.unit.runs.manifests import manifest_of, spec_of, write_events
+from tests.unit.workflows.measured_project import write_job
 
 FLEET = Fleet((Node("csd0", "10.1.1.2"), Node("csd1", "10.1.1.3")))
 JOINED = Joined(0, "host", 1, 1, 0, 10, 0, {"0": 4}, "star", 0.1)
@@ -34,18 +34,15 @@ FINISHED = Finished(0, "host", 3, 30, "hash", 1)
 
 
 @pytest.fixture
+def job(tmp_path: Path) -> Job:
+    return write_job(tmp_path)
+
+
+@pytest.fixture
 def run(tmp_path: Path, job: Job) -> RunDirectory:
     """A run of the host, csd0 and csd7."""
     run = ProjectDirectory(tmp_path).new_run()
     run.save_manifest(manifest_of(["host", "csd0", "csd7"], job.name))
-    return run
-
-
-def record(run: RunDirectory, *events: Event) -> RunDirectory:
-    log = EventLog(run)
-    for event in events:
-        log.append(0.0, event)
-    log.close()
     return run
 
 
@@ -79,17 +76,7 @@ def test_run_of_another_job_is_rejected(tmp_path: Path, run: RunDirectory, job: 
 def test_run_is_complete_when_rank_0_has_finished_all_epochs_or_stopped_early(
     run: RunDirectory, job: Job, events: list[Event], expected: bool
 ) -> None:
-    assert is_complete(record(run, *events), job) is expected
-
-
-RANKS = (
-    RankSpec(0, "host", 4, Runtime(1), None, None, 0, 100),
-    RankSpec(1, "csd0", 4, Runtime(1), None, None, 0, 100, 100),
-)
-
-
-def spec_of(run: RunDirectory) -> RunSpec:
-    return RunSpec(run.run_id, "a", "w", Recipe(), RANKS, None, None, "output")
+    assert is_complete(write_events(run, events), job) is expected
 
 
 @pytest.mark.parametrize(
@@ -100,20 +87,15 @@ def spec_of(run: RunDirectory) -> RunSpec:
         ({"ranks": 5}, "`ranks`"),
         ({"recipe": None}, "`recipe`"),
         ({"output_directory": ["a"]}, "`output_directory`"),
+        *((text, "") for text in ("", "[]", "null", "[" * 100_000, "\x00")),
     ],
 )
-def test_damaged_spec_is_refused(run: RunDirectory, edit: dict[str, object], problem: str) -> None:
-    run.spec.write_text(json.dumps(json.loads(to_json(spec_of(run))) | edit))
+def test_damaged_spec_is_refused(run: RunDirectory, edit: dict[str, object] | str, problem: str) -> None:
+    spec = json.loads(to_json(spec_of(run_id=run.run_id)))
+    run.spec.write_text(edit if isinstance(edit, str) else json.dumps(spec | edit))
     with pytest.raises(InputError, match=f"spec.json.*{problem}") as raised:
         load_spec(run)
-    assert raised.value.remedy == "start a new run"
-
-
-@pytest.mark.parametrize("text", ["", "[]", "null", "[" * 100_000, "\x00"])
-def test_text_that_is_no_spec_is_refused(run: RunDirectory, text: str) -> None:
-    run.spec.write_text(text)
-    with pytest.raises(InputError, match="spec.json"):
-        load_spec(run)
+    assert raised.value.remedy == "start a new run" or isinstance(edit, str)
 
 
 NOISE = Noise(1.0, 1.1, 1e-5)
@@ -136,7 +118,7 @@ class TrainedRun:
         run.save_manifest(manifest)
         placed = Manifest.model_validate(run.load_manifest())
         ranks = build_rank_specs(placed.plan.ranks, placed.placed, self.prepared, {}, self.job)
-        self.spec = replace(spec_of(run), recipe=job.recipe, noise=NOISE, ranks=ranks)
+        self.spec = replace(spec_of(run_id=run.run_id), recipe=job.recipe, noise=NOISE, ranks=ranks)
 
     def with_recipe(self, **changes: Any) -> Prepared:
         info = self.prepared.model.info
@@ -165,21 +147,23 @@ def trained(run: RunDirectory, job: Job) -> TrainedRun:
     return TrainedRun(run, job)
 
 
-@pytest.mark.parametrize("change", [{"public": "0" * 32}, {"csd0": "0" * 32}, {"csd1": "0" * 32}])
-def test_run_whose_data_has_changed_is_refused(trained: TrainedRun, change: dict[str, str]) -> None:
-    public, private = PUBLIC, {"csd0": PRIVATE}
-    for name, fingerprint in change.items():
-        if name == "public":
-            public = replace(PUBLIC, fingerprint=fingerprint)
-        else:
-            private[name] = replace(PRIVATE, fingerprint=fingerprint)
-    changed = replace(trained.prepared, public=public, private=private)
-    trained.assert_refused("the data of run .* has changed since it began", prepared=changed)
-
-
-def test_run_with_more_public_samples_than_it_divided_is_refused(trained: TrainedRun) -> None:
-    more = replace(trained.prepared, public=replace(PUBLIC, num_samples=301))
-    trained.assert_refused("`placed` divides 300 public samples, there are 301", prepared=more)
+@pytest.mark.parametrize(
+    ("public", "private", "problem"),
+    [
+        ({"fingerprint": "0" * 32}, {}, "the data of run .* has changed since it began"),
+        ({}, {"csd0": "0" * 32}, "the data of run .* has changed since it began"),
+        ({}, {"csd1": "0" * 32}, "the data of run .* has changed since it began"),
+        ({"num_samples": 301}, {}, "`placed` divides 300 public samples, there are 301"),
+    ],
+)
+def test_run_whose_data_has_changed_is_refused(
+    trained: TrainedRun, public: dict[str, Any], private: dict[str, str], problem: str
+) -> None:
+    changed = {name: replace(PRIVATE, fingerprint=fingerprint) for name, fingerprint in private.items()}
+    prepared = replace(
+        trained.prepared, public=replace(PUBLIC, **public), private={"csd0": PRIVATE} | changed
+    )
+    trained.assert_refused(problem, prepared=prepared)
 
 
 @pytest.mark.parametrize("change", [{"learning_rate": 0.2}, {"seed": 1}, {"optimizer": "adam"}])

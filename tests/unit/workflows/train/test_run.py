@@ -33,13 +33,12 @@ from csdctl.worker.protocol.events import (
 )
 from csdctl.worker.protocol.orders import FormGroup, Ping, Release, order_from_line
 from csdctl.worker.protocol.probe import READY
-from csdctl.worker.protocol.recipe import Recipe
-from csdctl.worker.protocol.run_spec import RankSpec, RunSpec, Runtime
 from csdctl.workflows.runs.manage import process_of
 from csdctl.workflows.train.run import RunInputs, record_process, run_ranks, settle_step_file
 from csdctl.workflows.train.spec import TrainOptions
 from csdctl.workflows.workspace.workspace import Workspace
 from tests.fake_session import FakeSession
+from tests.unit.runs.manifests import spec_of
 from tests.unit.workflows.measured_project import MeasuredProject, prepared
 
 ME = (0, HOST_NAME)
@@ -100,9 +99,8 @@ def run(at: MeasuredProject) -> Run:
     """Run a script to its end; return the bytes in the ledger by sender, receiver and class."""
 
     def run_script(script: Script) -> dict[tuple[str, str, str], int]:
-        ranks = tuple(RankSpec(rank, node, 8, Runtime(), None, None, 8, 0) for rank, node in enumerate(NODES))
         directory = at.project.new_run()
-        spec = RunSpec(directory.run_id, "", "", Recipe(), ranks, None, None, "")
+        spec = spec_of(NODES, run_id=directory.run_id)
         ledger = Ledger(at.project.ledger, "train")
         # The nodes are away: of them, nothing is sent or started.
         space: Any = SimpleNamespace(

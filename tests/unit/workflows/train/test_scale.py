@@ -24,14 +24,15 @@ def test_series_doubles_and_ends_with_all_nodes(most, counts):
     assert choose_counts(most) == counts
 
 
-def test_ranks_of_a_weak_series_keep_their_batch_sizes():
-    sizes = [plan_point(plan(100, 12, 10), WEAK, count, 2).batch_sizes for count in (0, 1, 2)]
-    assert sizes == [[100], [100, 12], [100, 12, 10]]
-
-
-def test_strong_series_keeps_the_global_batch_in_proportion():
-    sizes = [plan_point(plan(100, 12, 10), STRONG, count, 2).batch_sizes for count in (0, 1, 2)]
-    assert sizes == [[122], [109, 13], [100, 12, 10]]
+@pytest.mark.parametrize(
+    ("kind", "expected"),
+    [
+        (WEAK, [[100], [100, 12], [100, 12, 10]]),  # ranks keep their batch sizes
+        (STRONG, [[122], [109, 13], [100, 12, 10]]),  # the global batch stays, in proportion
+    ],
+)
+def test_batch_sizes_of_a_series(kind, expected):
+    assert [plan_point(plan(100, 12, 10), kind, count, 2).batch_sizes for count in (0, 1, 2)] == expected
 
 
 @pytest.mark.parametrize(

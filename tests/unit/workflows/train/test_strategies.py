@@ -1,11 +1,22 @@
-"""Which strategy a run takes, and what its manifest says about it."""
+"""Which strategy a run takes, what its manifest says about it, and what a job must allow before a split."""
+
+from pathlib import Path
 
 import pytest
 
 from csdctl.errors import InputError
+from csdctl.job.model import Job, load_job
 from csdctl.tuning.plan import Plan, Predicted, RankPlan
+from csdctl.worker.protocol.features import FeatureOptions
 from csdctl.workflows.train.spec import AUTO, TrainOptions, describe_strategy
+from csdctl.workflows.train.strategies import check_job
 from csdctl.workflows.train.train import choose_strategy
+
+JOB = """\
+model: model.py:build
+data: {public: {path: public}, private: {path: private%s}}
+recipe: {epochs: 1, learning_rate: 0.1}
+"""
 
 PREDICTED = Predicted(
     global_batch=8,
@@ -19,17 +30,9 @@ PREDICTED = Predicted(
 
 
 def plan_for(strategy: str, cut: str = "") -> Plan:
+    planned = {"strategy": strategy, "cut": cut, "predicted": PREDICTED}
     ranks = [RankPlan(node="host", batch_size=8, threads=1)]
-    return Plan.model_validate(
-        {
-            "job": "job",
-            "job_fingerprint": "f",
-            "method": "fit",
-            "strategy": strategy,
-            "cut": cut,
-            "ranks": ranks,
-        }
-    ).model_copy(update={"predicted": PREDICTED})
+    return Plan(job="job", job_fingerprint="f", method="fit", ranks=ranks, **planned)
 
 
 @pytest.mark.parametrize(
@@ -65,3 +68,18 @@ def test_prediction_of_a_plan_is_for_its_strategy_alone() -> None:
 def test_strategy_that_does_not_exist_and_cut_without_split_are_refused(strategy: str, cut: str) -> None:
     with pytest.raises(InputError):
         TrainOptions(strategy=strategy, cut=cut)
+    # Options of a strategy that the plan may choose are accepted.
+    TrainOptions(num_micro_batches=2, features=FeatureOptions("float16", "litert"))
+
+
+def load(directory: Path, more: str) -> Job:
+    (directory / "job.yaml").write_text(JOB % more)
+    (directory / "model.py").write_text("def build(): ...\n")
+    return load_job(directory / "job.yaml")
+
+
+def test_activations_of_private_samples_leave_without_noise_alone(tmp_path: Path) -> None:
+    check_job(load(tmp_path, ", activations: may-leave"))
+    more = ", activations: may-leave, noise: {noise_multiplier: 1.0, l2_norm_clip: 1.0, delta: 1e-5}"
+    with pytest.raises(InputError, match="noise hides each sample in a sum"):
+        check_job(load(tmp_path, more))

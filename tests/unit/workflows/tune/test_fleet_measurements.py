@@ -1,7 +1,5 @@
 """What tuning recalls of earlier measurements."""
 
-from dataclasses import replace
-
 import pytest
 
 from csdctl.fleet.model import HOST_NAME
@@ -9,12 +7,12 @@ from csdctl.perfmodel.prediction import StepTime
 from csdctl.runs.measurements import PROBE, MeasurementStore
 from csdctl.tuning.fleet_model import ClassModel
 from csdctl.tuning.measurements import ProbeMeasurement
-from csdctl.workflows.tune.fleet_measurements import FleetMeasurements, hash_recipe
+from csdctl.workflows.tune.fleet_measurements import hash_recipe
 from tests.unit.workflows.measured_project import (
     PUBLIC,
     MeasuredProject,
     class_of,
-    facts_of,
+    measurements_of,
     remember_trial,
     settings_of,
 )
@@ -30,10 +28,7 @@ def remember(at: MeasuredProject, *probes: ProbeMeasurement) -> None:
 
 def recalled(at: MeasuredProject) -> ClassModel:
     """The host's class, as it is known now."""
-    facts = {name: replace(facts_of(name), memory_available_bytes=32 << 30) for name in at.fleet.machines}
-    store = MeasurementStore(at.project.measurements)
-    measurements = FleetMeasurements(at.features, hash_recipe(at.job, PUBLIC), at.fleet, facts, store)
-    return measurements.recall_fleet().classes[HOST_NAME]
+    return measurements_of(at).recall_fleet().classes[HOST_NAME]
 
 
 def probed(size: int, peak: int = 1 << 30) -> ProbeMeasurement:
@@ -72,11 +67,7 @@ def test_trial_in_micro_batches_does_not_show_what_fits_at_once(at: MeasuredProj
 
 def test_host_that_did_not_train_takes_part_in_the_sum_of_the_newest_trial(at: MeasuredProject) -> None:
     remember_trial(at, (0, 16, 16))
-    facts = {name: facts_of(name) for name in at.fleet.machines}
-    store = MeasurementStore(at.project.measurements)
-    measurements = FleetMeasurements(
-        at.features, hash_recipe(at.job, PUBLIC), at.fleet, facts, store, is_host_training=False
-    )
+    measurements = measurements_of(at, is_host_training=False)
     newest = measurements.recall_trial(dict.fromkeys(measurements.recall_fleet().classes, LINE))
     assert newest is not None
     assert [size for _, size in newest[0]] == [0, 16, 16]

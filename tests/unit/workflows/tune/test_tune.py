@@ -1,17 +1,236 @@
-"""What `tune` asks of the search."""
+"""The rounds of tuning by fit with a scripted measurer, and what `tune` asks of the search."""
 
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from csdctl.errors import OutOfMemoryError
+from csdctl.fleet.model import HOST_NAME
+from csdctl.perfmodel.prediction import StepTime
+from csdctl.tuning.fleet_model import ProbeOutcome, TrialResult
+from csdctl.tuning.plan import RankPlan
+from csdctl.tuning.search import Limits
 from csdctl.tuning.stannis import TuningError
-from csdctl.workflows.tune import tune
-from csdctl.workflows.tune.tune import TuneOptions
+from csdctl.worker.protocol.events import CollectiveTimed
+from csdctl.worker.protocol.probe import ProbeRequest
+from csdctl.worker.protocol.run_spec import Runtime
+from csdctl.workflows.tune import tune as tune_module
+from csdctl.workflows.tune.tune import MAX_OOM_RETRIES, SUM_BYTES, FitTuner, TunedFleet, TuneOptions
 from tests.fake_session import FakeSession
-from tests.unit.workflows.measured_project import PUBLIC, make_project, prepared, run_context, workspace
+from tests.unit.workflows.measured_project import (
+    PUBLIC,
+    STEPS,
+    SUMS,
+    MeasuredProject,
+    facts_of,
+    make_project,
+    measurements_of,
+    prepared,
+    run_context,
+    workspace,
+)
+
+LIMITS = Limits(global_batch=160)
+MAX_AT_ONCE = 100
+"""More samples at once than this kill a rank, however little memory probes used."""
+SUM_S = 0.02
+
+
+def step_time_of(name: str) -> StepTime:
+    return STEPS.get(name, STEPS["csd"])
+
+
+def trial_of(ranks: Sequence[RankPlan], node_speedup: float = 1.0, step_factor: float = 1.0) -> TrialResult:
+    """What the machines of the project reach, where nodes are faster than when they were probed."""
+    host_s, *nodes_s = (step_time_of(rank.node).at(rank.batch_size) for rank in ranks)
+    times = (host_s, *(seconds / node_speedup for seconds in nodes_s))
+    step_s = (max(times) + SUM_S) * step_factor
+    total = sum(rank.batch_size for rank in ranks)
+    return TrialResult(5, step_s, total / step_s, times, 5 * step_s, "star", SUM_S)
+
+
+@dataclass
+class ScriptedMeasurer:
+    """Machines as functions; `trial` decides the result of a trial."""
+
+    trial: Callable[[Sequence[RankPlan]], TrialResult] = trial_of
+    gain: Mapping[Runtime, float] = field(default_factory=dict)
+    """Settings that change the time of a step, by this factor."""
+    num_probes: int = 0
+    measuring_s: float = 0.0
+    max_sum_bytes: int = 1 << 40
+    """Of larger ones, the time would be too long to be measured."""
+    sum_s: Callable[[int, int], float] = SUMS.at
+    sums: list[tuple[int, int]] = field(default_factory=list)
+    rounds: list[Mapping[str, ProbeRequest]] = field(default_factory=list)
+    trials: list[Sequence[RankPlan]] = field(default_factory=list)
+    settings: dict[str, Runtime] = field(default_factory=dict)
+
+    def time_sums(self, wanted: Sequence[tuple[int, int]]) -> list[CollectiveTimed]:
+        self.sums += wanted
+        return [
+            CollectiveTimed(0, HOST_NAME, num_ranks, num_bytes, "star", self.sum_s(num_bytes, num_ranks))
+            for num_ranks, num_bytes in wanted
+            if num_bytes <= self.max_sum_bytes
+        ]
+
+    def measure(self, requests: Mapping[str, ProbeRequest]) -> dict[str, ProbeOutcome]:
+        self.num_probes += len(requests)
+        self.rounds.append(requests)
+        return {name: self._outcome(name, request.batch_size) for name, request in requests.items()}
+
+    def _outcome(self, name: str, size: int) -> ProbeOutcome:
+        step_s = step_time_of(name).at(size) * self.gain.get(self.settings[name], 1.0)
+        return ProbeOutcome(size, step_s, 3, {size: size << 20})
+
+    def switch(self, settings: Mapping[str, Runtime]) -> None:
+        self.settings |= settings
+
+    def run_trial(self, ranks: Sequence[RankPlan], num_steps: int) -> TrialResult:
+        self.trials.append(ranks)
+        return self.trial(ranks)
+
+
+def tune(
+    at: MeasuredProject,
+    measurer: ScriptedMeasurer,
+    messages: list[str] | None = None,
+    *,
+    is_exploring: bool = False,
+    limits: Limits = LIMITS,
+) -> TunedFleet:
+    measurements = measurements_of(at)
+    lines: list[str] = [] if messages is None else messages
+    tuner = FitTuner(measurer, measurements, limits, lines.append, is_exploring)
+    return tuner.tune(measurements.recall_fleet())
+
+
+def at_once(rank: RankPlan) -> int:
+    return min(rank.batch_size, rank.micro_batch_size or rank.batch_size)
+
+
+def test_first_tuning_times_sums_probes_every_class_and_tries_the_plan(at: MeasuredProject) -> None:
+    measurer = ScriptedMeasurer()
+    tuned = tune(at, measurer)
+    sizes = {*SUM_BYTES, at.features.vector_bytes}
+    assert set(measurer.sums) == {(num_ranks, size) for num_ranks in (2, 3) for size in sizes}
+    assert {name for requests in measurer.rounds for name in requests} == {"host", "csd0", "csd1"}
+    assert sum(tuned.tried.best.batch_sizes.values()) == LIMITS.global_batch
+    assert 1 <= len(measurer.trials) <= 2
+    assert not any(map(is_equal, measurer.trials)), "equal batch sizes would be slower"
+    assert tuned.gain is None, "a gain that was not measured"
+
+
+def test_sums_of_a_slow_link_are_timed_once(at: MeasuredProject) -> None:
+    """Although the model's own vector was too large for it."""
+    slow = ScriptedMeasurer(
+        max_sum_bytes=1 << 16, sum_s=lambda num_bytes, num_ranks: num_ranks * num_bytes / 1e4
+    )
+    tune(at, slow)
+    again = ScriptedMeasurer()
+    tune(at, again)
+    assert again.sums == []
+
+
+@pytest.mark.parametrize("factor", [0.5, 0.9])
+def test_clearly_faster_settings_are_taken_and_kept(at: MeasuredProject, factor: float) -> None:
+    usual = Runtime(facts_of("csd0").num_threads)
+    expected = replace(usual, onednn=False) if factor == 0.5 else usual
+    messages: list[str] = []
+    measurer = ScriptedMeasurer(gain={replace(usual, onednn=False): factor})
+    host, *nodes = tune(at, measurer, messages, is_exploring=True).tried.ranks
+    assert host.onednn
+    assert [rank.runtime for rank in nodes] == [expected] * 2
+    assert any("takes 50% less time: selected" in line for line in messages) == (expected != usual)
+    known = measurements_of(at).recall_fleet().class_of("csd1")
+    assert known.settings == expected
+    assert len(known.sizes) > 1
+    again = ScriptedMeasurer(gain=measurer.gain)
+    tune(at, again, is_exploring=True)
+    assert again.num_probes == 0
+
+
+@pytest.mark.parametrize("better", [0, 1])
+def test_better_of_two_tried_plans_is_kept(at: MeasuredProject, better: int) -> None:
+    """A trial that shows a slow node leads to a second plan, which may turn out to be worse."""
+
+    def trial(ranks: Sequence[RankPlan]) -> TrialResult:
+        result = trial_of(ranks)
+        *others_s, slow_s = result.compute_s
+        is_first = len(measurer.trials) == 1
+        is_better = is_first == (better == 0)
+        return replace(
+            result,
+            compute_s=(*others_s, 3 * slow_s) if is_first else result.compute_s,
+            samples_per_s=result.samples_per_s * (2 if is_better else 1),
+        )
+
+    measurer = ScriptedMeasurer(trial)
+    tuned = tune(at, measurer)
+    assert len(measurer.trials) == 2
+    assert measurer.trials[0] != measurer.trials[1]
+    assert tuned.tried.ranks == measurer.trials[better]
+
+
+def test_rank_that_runs_out_of_memory_in_the_trial_computes_micro_batches(measured: MeasuredProject) -> None:
+    messages: list[str] = []
+
+    def trial(ranks: Sequence[RankPlan]) -> TrialResult:
+        for rank in ranks:
+            if at_once(rank) > MAX_AT_ONCE:
+                raise OutOfMemoryError("killed", node=rank.node)
+        return trial_of(ranks)
+
+    tuned = tune(measured, ScriptedMeasurer(trial), messages)
+    assert [line for line in messages if "did not fit in memory together with the other ranks" in line]
+    for rank in tuned.tried.ranks:
+        assert at_once(rank) <= MAX_AT_ONCE
+    assert sum(rank.batch_size for rank in tuned.tried.ranks) == LIMITS.global_batch
+
+    def fail(ranks: Sequence[RankPlan]) -> TrialResult:
+        raise OutOfMemoryError("killed", node=ranks[0].node)
+
+    measurer = ScriptedMeasurer(fail)
+    with pytest.raises(OutOfMemoryError):
+        tune(measured, measurer)
+    assert len(measurer.trials) == 1 + MAX_OOM_RETRIES
+
+
+def is_equal(ranks: Sequence[RankPlan]) -> bool:
+    return len({rank.batch_size for rank in ranks}) == 1
+
+
+def test_plan_that_loses_against_equal_batch_sizes_is_not_proposed(at: MeasuredProject) -> None:
+    """The nodes, which were busy when they were probed, turn out to be faster in each trial."""
+
+    def trial(ranks: Sequence[RankPlan]) -> TrialResult:
+        return trial_of(ranks, node_speedup=3 if len(measurer.trials) == 1 else 20)
+
+    measurer, messages = ScriptedMeasurer(trial), list[str]()
+    tuned = tune(at, measurer, messages, limits=Limits(global_batch=159))
+    assert [is_equal(ranks) for ranks in measurer.trials] == [False, False, True]
+    assert {*tuned.tried.best.batch_sizes.values()} == {53}
+    assert tuned.gain == 0.0
+    assert "equal batch sizes of 53 may be faster: trying them" in messages
+
+
+def test_equal_batch_sizes_within_the_range_of_their_forecast_are_measured(at: MeasuredProject) -> None:
+    """They are predicted to be slower, by less than a forecast may be off; in a trial they are faster."""
+    faster = 0.93 * STEPS["csd"].at(53) / STEPS["host"].at(53)
+
+    def trial(ranks: Sequence[RankPlan]) -> TrialResult:
+        return trial_of(ranks, faster, step_factor=0.9 if is_equal(ranks) else 1.0)
+
+    measurer = ScriptedMeasurer(trial)
+    tuned = tune(at, measurer, limits=Limits(global_batch=159))
+    assert [is_equal(ranks) for ranks in measurer.trials] == [False, False, True]
+    assert is_equal(tuned.tried.ranks)
+    assert tuned.gain == 0.0
 
 
 def test_nodes_with_private_data_are_in_every_plan_and_public_data_limit_the_host(
@@ -24,11 +243,13 @@ def test_nodes_with_private_data_are_in_every_plan_and_public_data_limit_the_hos
         def tune(self, model: Any) -> None:
             raise TuningError(f"{sorted(model.required)} {model.max_host_share:.2f}")
 
-    monkeypatch.setattr(tune, "FleetMeasurer", lambda *_: nullcontext(SimpleNamespace(find_other_work=dict)))
-    monkeypatch.setattr(tune, "FitTuner", Search)
+    monkeypatch.setattr(
+        tune_module, "FleetMeasurer", lambda *_: nullcontext(SimpleNamespace(find_other_work=dict))
+    )
+    monkeypatch.setattr(tune_module, "FitTuner", Search)
     at = make_project(tmp_path, num_nodes=3)
     data = prepared(at)
     data.num_private = {"csd1": 3 * PUBLIC.num_samples}
     space = workspace(at, {name: FakeSession(name) for name in at.fleet.machines})
     with pytest.raises(TuningError, match=r"\['csd1', 'host'\] 0.25"):
-        tune.tune_by_fit(run_context(at, space, data), TuneOptions(), None)  # type: ignore[arg-type]
+        tune_module.tune_by_fit(run_context(at, space, data), TuneOptions(), None)  # type: ignore[arg-type]

@@ -57,20 +57,15 @@ def test_failed_nodes_are_saved_until_the_command_succeeds(tmp_path: Path) -> No
     assert not project.failed.exists()
 
 
-def test_failed_from_and_other_selections_combine(tmp_path: Path) -> None:
-    (tmp_path / "fleet.yaml").write_text(FLEET)
-    (tmp_path / "failed.json").write_text('{"failed": {"csd1": {}, "csd2": {}}}')
-    path = tmp_path / "fleet.yaml"
-    fleet = choose_fleet(path, failed_from=tmp_path / "failed.json")
-    assert [node.name for node in fleet.nodes] == ["csd1", "csd2"]
-    fleet = choose_fleet(path, exclude=["csd1"], failed_from=tmp_path / "failed.json")
-    assert [node.name for node in fleet.nodes] == ["csd2"]
-
-
 @pytest.mark.fault(36)
-def test_failed_from_of_another_fleet_or_truncated_is_bad_input(tmp_path: Path) -> None:
-    (tmp_path / "fleet.yaml").write_text(FLEET)
+def test_failed_from_combines_with_other_selections_and_must_fit_the_fleet(tmp_path: Path) -> None:
+    path, failed_from = tmp_path / "fleet.yaml", tmp_path / "failed.json"
+    path.write_text(FLEET)
+    failed_from.write_text('{"failed": {"csd1": {}, "csd2": {}}}')
+    assert [node.name for node in choose_fleet(path, failed_from=failed_from).nodes] == ["csd1", "csd2"]
+    fleet = choose_fleet(path, exclude=["csd1"], failed_from=failed_from)
+    assert [node.name for node in fleet.nodes] == ["csd2"]
     for content in ('{"failed": {"other": {}}}', '{"failed": {"cs'):
-        (tmp_path / "failed.json").write_text(content)
+        failed_from.write_text(content)
         with pytest.raises(InputError):
-            choose_fleet(tmp_path / "fleet.yaml", failed_from=tmp_path / "failed.json")
+            choose_fleet(path, failed_from=failed_from)

@@ -1,9 +1,12 @@
-"""The callbacks that docs/how-to/follow-a-run.md shows do what it says."""
+"""What pages of the docs show of the interface: callbacks that follow a run, and the notebook."""
 
 import csv
+import json
 import re
+import runpy
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -53,3 +56,21 @@ def test_run_is_stopped_when_it_is_good_enough() -> None:
     assert when_good_enough(document(END)) is csdctl.STOP
     assert when_good_enough(document(Ready(0, "host", 100, 0.1))) is None
     assert when_good_enough(document(EpochEnd(0, "host", 1, 10, 80, 1.0, 0.1, 1.1, "hash"))) is None
+
+
+TUTORIALS = Path(__file__).parents[3] / "docs" / "tutorials"
+NOTEBOOK: dict[str, Any] = json.loads((TUTORIALS / "notebook.ipynb").read_text())
+CODE = [cell for cell in NOTEBOOK["cells"] if cell["cell_type"] == "code"]
+
+
+def test_notebook_has_no_outputs() -> None:
+    assert CODE
+    assert all(cell["outputs"] == [] and cell["execution_count"] is None for cell in CODE)
+
+
+def test_page_has_all_cells_under_one_title() -> None:
+    hook = runpy.run_path(str(TUTORIALS / "notebook_page.py"))["on_page_markdown"]
+    page = SimpleNamespace(file=SimpleNamespace(src_uri="tutorials/notebook.md"))
+    shown = str(hook("# A notebook\n", page=page, config=None, files=None))
+    assert all("".join(cell["source"]) in shown for cell in CODE)
+    assert [line for line in shown.splitlines() if line.startswith("# ")] == ["# A notebook"]

@@ -1,25 +1,35 @@
-"""A run of two epochs on a host and two nodes, with hand-computed totals.
-
-The host: 2 × 600 samples; each node: 2 × 100. An epoch takes 10 s.
-"""
+"""The results of a run with hand-computed totals, and what a list of runs says of it."""
 
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from csdctl.reporting.results import RunSummary, summarize
-from csdctl.worker.protocol.events import (
+from csdctl.reporting.results import (
+    DONE,
+    FAILED,
+    INTERRUPTED,
     STOPPED,
+    RunStatus,
+    RunSummary,
+    load_run_status,
+    summarize,
+)
+from csdctl.runs.directory import ProjectDirectory
+from csdctl.worker.protocol.events import STOPPED as ASKED_TO_STOP
+from csdctl.worker.protocol.events import (
     CheckpointSaved,
     EpochEnd,
     Event,
+    Failed,
     Finished,
     Joined,
     NodeLost,
     Progress,
     Ready,
 )
+from tests.unit.runs.manifests import manifest_of, write_events
 
 NODES = ("host", "csd0", "csd1")
 MANIFEST: dict[str, Any] = {
@@ -76,10 +86,6 @@ def summary(events: list[Event] = WHOLE, manifest: dict[str, Any] = MANIFEST) ->
     return summarize("20260101-000000-abcd", manifest, events)
 
 
-def without(event_type: type[Event], rank: int) -> list[Event]:
-    return [event for event in WHOLE if not (isinstance(event, event_type) and event.rank == rank)]
-
-
 def without_speed(rank: int) -> dict[str, Any]:
     ranks = [dict(rank) for rank in MANIFEST["plan"]["ranks"]]
     del ranks[rank]["samples_per_s"]
@@ -120,12 +126,10 @@ def test_each_rank_has_samples_rate_and_waiting_time() -> None:
 
 
 @pytest.mark.parametrize("rank", [0, 1, 2])
-def test_run_without_one_completion_record_has_failed(rank: int) -> None:
-    assert summary(without(Finished, rank)).state == "failed"
-
-
-def test_different_weights_after_one_epoch_are_not_identical() -> None:
-    events = [epoch_end(1, 1, "other") if event == epoch_end(1, 1) else event for event in WHOLE]
+def test_run_without_one_completion_record_has_failed_and_other_weights_are_not_identical(rank: int) -> None:
+    assert summary([event for event in WHOLE if event != finished(rank)]).state == "failed"
+    end = epoch_end(rank, 1)
+    events = [epoch_end(rank, 1, "other") if event == end else event for event in WHOLE]
     assert not summary(events).identical_weights
 
 
@@ -169,36 +173,11 @@ def test_run_that_continued_without_a_node_is_done_and_counts_unread_samples() -
 
 
 def test_stopped_run_is_stopped_and_done_after_it_was_resumed() -> None:
-    stopped = [*WHOLE[:8], *(replace(finished(rank), reason=STOPPED) for rank in range(3))]
+    stopped = [*WHOLE[:8], *(replace(finished(rank), reason=ASKED_TO_STOP) for rank in range(3))]
     assert summary(stopped).state == "stopped"
     resumed = [*stopped, *(joined(rank, 0, 1, 2) for rank in range(3))]
     assert summary(resumed).state == "failed"
     assert summary([*resumed, *(finished(rank) for rank in range(3))]).state == "done"
-
-
-def test_rate_covers_the_steps_of_its_time_alone() -> None:
-    """Rank 0 joined the first epoch after 200 of its 800 samples: no event has the time of those."""
-    ends = [replace(epoch_end(0, 1), stepped_samples=600), epoch_end(0, 2)]
-    found = summary([*WHOLE[:3], *ends])
-    assert found.samples == 1600
-    assert found.samples_per_s == pytest.approx(1400 / 18)
-
-
-def test_guarantee_is_that_of_the_epochs_of_the_run() -> None:
-    """Two passes over the samples of csd0, of which csd1 reads each twice."""
-    placed = [
-        {**shard, "name": name, "num_private": num_private, "num_repeated": num_repeated}
-        for shard, name, num_private, num_repeated in zip(
-            MANIFEST["placed"], NODES, (0, 40, 100), (0, 0, 50), strict=True
-        )
-    ]
-    noise = {"l2_norm_clip": 1.0, "noise_multiplier": 8.0, "delta": 1e-5}
-    first = replace(joined(0, 0, 1, 2), epoch=1)
-    found = summary([first, *WHOLE[3:]], {**MANIFEST, "noise": noise, "placed": placed}).privacy
-    assert found
-    assert [(node.node, node.num_releases) for node in found.nodes] == [("csd0", 2), ("csd1", 4)]
-    assert (found.noise_multiplier, found.delta) == (8.0, 1e-5)
-    assert summary().privacy is None
 
 
 def test_machine_that_does_not_train_is_no_part_of_what_the_ranks_reach_alone() -> None:
@@ -206,3 +185,46 @@ def test_machine_that_does_not_train_is_no_part_of_what_the_ranks_reach_alone() 
     ranks = [{**host, "batch_size": 0, "samples_per_s": None}, *nodes]
     found = summary(manifest={**MANIFEST, "plan": {**MANIFEST["plan"], "ranks": ranks}})
     assert (found.alone_samples_per_s, found.global_batch) == (pytest.approx(30.0), 20)
+
+
+PROGRESS = Progress(0, "host", 2, 7, 3, 96, 0.5, 0.25, 0.8, 128, 2.5, 0.1)
+EPOCH_END = EpochEnd(0, "host", 2, 10, 100, 6.0, 3.0, 10.0, "hash", 800, 1.5, 0.5, 1.25, 0.625)
+FINISHED = Finished(0, "host", 2, 20, "hash", 1 << 20)
+FAILURE = Failed(1, "csd0", "disk full")
+
+
+def status(directory: Path, *events: Event, **manifest: Any) -> RunStatus:
+    run = ProjectDirectory(directory).new_run()
+    run.save_manifest(manifest_of() | manifest)
+    return load_run_status(write_events(run, events, 1_000.0))
+
+
+@pytest.mark.parametrize(
+    ("events", "state"),
+    [
+        ([], INTERRUPTED),
+        ([PROGRESS], INTERRUPTED),
+        ([PROGRESS, replace(FINISHED, rank=1, node="csd0")], INTERRUPTED),
+        ([PROGRESS, FINISHED], DONE),
+        ([PROGRESS, replace(FINISHED, reason=ASKED_TO_STOP)], STOPPED),
+        ([PROGRESS, FAILURE], FAILED),
+        ([PROGRESS, FAILURE, PROGRESS], INTERRUPTED),
+        ([PROGRESS, FAILURE, PROGRESS, FINISHED], DONE),
+        ([PROGRESS, FINISHED, EPOCH_END], INTERRUPTED),
+    ],
+)
+def test_state_is_what_the_last_events_say(tmp_path: Path, events: list[Event], state: str) -> None:
+    assert status(tmp_path, *events).state == state
+
+
+def test_run_that_goes_on_has_its_epoch_step_and_rate(tmp_path: Path) -> None:
+    found = status(tmp_path, EPOCH_END, replace(PROGRESS, epoch=3), recipe={"epochs": 5})
+    assert (found.epoch, found.step, found.epochs, found.num_ranks) == (3, 7, 5, 2)
+    assert found.samples_per_s == pytest.approx((800 + 128) / (9.0 + 0.75))  # of the run, as in its report
+    assert (found.loss, found.accuracy, found.validation_loss) == (2.5, 0.1, 1.25)
+    assert found.last_event_s == 1_001.0
+
+
+def test_run_without_a_manifest_has_its_state_alone(tmp_path: Path) -> None:
+    run = ProjectDirectory(tmp_path).new_run()
+    assert load_run_status(run) == RunStatus(run.run_id, INTERRUPTED)
