@@ -54,7 +54,7 @@ LONGEST = [
         "attacks/test_ordinary_user.py",
         "attacks/test_foreign_daemon.py",
         "unit/worker/tasks/test_verify.py",
-        "unit/worker/compute/test_exact_gradient.py",
+        "unit/worker/compute/test_step.py",
         "unit/worker/compute/test_against_fit.py",
         "unit/workflows/data/test_prepare.py",
         "attacks/test_receiver.py",

@@ -19,7 +19,7 @@ from csdctl.worker.tasks.checkpointer import Checkpoints, StepFile
 from csdctl.worker.tasks.progress import Position, max_state_bytes, pack, unpack
 from tests.attacks.holding_ranks import held, hold
 from tests.attacks.other_user import give, needs_root
-from tests.unit.worker.tasks.test_state import Variable
+from tests.unit.worker.tasks.test_checkpointer import Variable
 
 HOST = (1.0, 40)
 

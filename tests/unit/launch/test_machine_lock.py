@@ -1,4 +1,4 @@
-"""One csdctl at a time on a machine, with real processes and real locks on a local session."""
+"""One csdctl at a time on a machine, with real processes and locks; what `clean` leaves on the host."""
 
 import json
 import os
@@ -6,13 +6,16 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from csdctl.errors import ExitCode, RemoteCommandError
+from csdctl.fleet.model import Fleet
 from csdctl.launch.leftovers import (
     CleanupOptions,
     MachineLockedError,
+    clean,
     clean_machine,
     describe_holder,
     is_gone,
@@ -45,7 +48,7 @@ def session(tmp_path: Path) -> Iterator[LocalSession]:
     session.close()
 
 
-def lock(session: LocalSession, directory: Path, doing: str = "tune"):  # type: ignore[no-untyped-def]
+def lock(session: LocalSession, directory: Path, doing: str = "tune") -> Any:
     return lock_machines({session.name: session}, PYTHONS, doing=doing, directory=directory)
 
 
@@ -55,30 +58,23 @@ def is_free(lock_file: Path) -> bool:
 
 @pytest.mark.fault(34)
 def test_second_csdctl_fails_at_once_and_names_the_first(session: LocalSession, tmp_path: Path) -> None:
-    with (
-        lock(session, tmp_path / "first", "train"),
-        pytest.raises(MachineLockedError) as caught,
-        lock(session, tmp_path / "second"),
-    ):
-        pass
+    with lock(session, tmp_path / "first", "train"), pytest.raises(MachineLockedError) as caught:
+        lock(session, tmp_path / "second").__enter__()
     assert caught.value.exit_code == ExitCode.FAILED
     assert f"`csdctl train`, process {os.getpid()} on" in str(caught.value)
     assert str(tmp_path / "first") in str(caught.value)
     assert caught.value.node == "csd0"
 
 
+def relock(session: LocalSession, directory: Path) -> Any:
+    return relock_machine(session, sys.executable, doing="train", directory=directory)
+
+
 def test_machine_that_is_still_locked_by_us_can_be_relocked(session: LocalSession, tmp_path: Path) -> None:
-    with (
-        lock(session, tmp_path, "train"),
-        relock_machine(session, sys.executable, doing="train", directory=tmp_path),
-    ):
+    with lock(session, tmp_path, "train"), relock(session, tmp_path):
         pass
-    with (
-        relock_machine(session, sys.executable, doing="train", directory=tmp_path),
-        pytest.raises(MachineLockedError),
-        lock(session, tmp_path),
-    ):
-        pass
+    with relock(session, tmp_path), pytest.raises(MachineLockedError):
+        lock(session, tmp_path).__enter__()
 
 
 @pytest.mark.fault(35)
@@ -89,11 +85,8 @@ def test_lock_of_another_csdctl_is_respected_until_that_is_killed(
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as other:
         assert other.stdout
         assert other.stdout.readline() == b"locked\n"
-        with (
-            pytest.raises(MachineLockedError, match=f"process {other.pid} on"),
-            relock_machine(session, sys.executable, doing="train", directory=tmp_path),
-        ):
-            pass
+        with pytest.raises(MachineLockedError, match=f"process {other.pid} on"):
+            relock(session, tmp_path).__enter__()
         other.kill()
     assert eventually(lambda: is_free(tmp_path / ".csdctl" / "lock"))
     with lock(session, tmp_path):
@@ -143,8 +136,25 @@ def test_only_known_parts_of_a_holder_are_read(tmp_path: Path) -> None:
 
 @pytest.mark.fault(21)
 def test_machine_without_python_is_named(session: LocalSession, tmp_path: Path) -> None:
-    with (
-        pytest.raises(RemoteCommandError, match="csd0: locking the machine failed with exit code 127"),
-        lock_machines({"csd0": session}, {"csd0": "/no/python"}, doing="tune", directory=tmp_path),
-    ):
-        pass
+    lock = lock_machines({"csd0": session}, {"csd0": "/no/python"}, doing="tune", directory=tmp_path)
+    with pytest.raises(RemoteCommandError, match="csd0: locking the machine failed with exit code 127"):
+        lock.__enter__()
+
+
+KEPT = ["plans/job.yaml", "runs/1/manifest.json", "known_hosts", "models/m/info.json", "objects/0123.npy"]
+
+
+def test_plans_runs_models_and_keys_of_the_host_stay(tmp_path: Path) -> None:
+    for name in (*KEPT, "objects/4567.npy.part", "features/a/images.npy"):
+        path = tmp_path / ".csdctl" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text("12345")
+    options = CleanupOptions(
+        is_removing=True, is_removing_all=True, is_removing_computed=True, is_pruning=True
+    )
+    outcomes = clean(Fleet(()), options, directory=tmp_path)
+    assert outcomes["host"].value
+    assert {*outcomes["host"].value.paths} == {".csdctl/objects/4567.npy.part", ".csdctl/features"}
+    left = {str(path.relative_to(tmp_path / ".csdctl")) for path in tmp_path.rglob("*") if path.is_file()}
+    assert {*KEPT} <= left
+    assert not {name for name in left if name.startswith("features") or name.endswith(".part")}

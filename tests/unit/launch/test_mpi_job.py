@@ -1,4 +1,4 @@
-"""A job in which a small program stands in for mpirun and prints what mpirun prints."""
+"""A job in which a small program stands in for mpirun and prints what mpirun prints; causes; traffic."""
 
 import _thread
 import os
@@ -10,19 +10,37 @@ from pathlib import Path
 import pytest
 
 from csdctl.errors import CsdctlError
-from csdctl.launch.mpi_job import MAX_LINE_BYTES, REQUEST, EndTimeouts, JobOutcome, MpiJob, find_cause
+from csdctl.fleet.model import Fleet, Node
+from csdctl.launch.mpi_job import (
+    MAX_LINE_BYTES,
+    REQUEST,
+    EndTimeouts,
+    JobOutcome,
+    MpiJob,
+    add_mpirun_traffic,
+    add_rank_traffic,
+    find_cause,
+)
 from csdctl.transport.local import LocalSession
+from csdctl.transport.meter import TrafficClass
 from csdctl.transport.session import Conversation
 from csdctl.worker.protocol.events import (
+    ACTIVATIONS,
+    SAMPLES,
+    STATE,
+    SUMS,
     CollectiveTimed,
     Event,
     Exited,
     Failed,
     Finished,
     Ready,
+    SentBytes,
+    Traffic,
     event_to_line,
 )
 from tests.patience import eventually, scaled
+from tests.unit.transport.test_session_contract import is_alive
 
 READY = [Ready(rank, f"csd{rank}", 10, 0.5) for rank in range(2)]
 FINISHED = [Finished(rank, f"csd{rank}", 1, 4, "hash", 1 << 20) for rank in range(2)]
@@ -59,12 +77,7 @@ class Job:
         self.asked.append((host, command))
         raise CsdctlError("does not answer")
 
-    def run(
-        self,
-        program: str,
-        deadline_s: float = 3600,
-        timeouts: EndTimeouts = DEFAULT,
-    ) -> JobOutcome:
+    def run(self, program: str, deadline_s: float = 3600, timeouts: EndTimeouts = DEFAULT) -> JobOutcome:
         outcome = self.make(program, timeouts).run(deadline_s)
         self.events = outcome.events
         return outcome
@@ -85,13 +98,6 @@ def job(tmp_path: Path) -> Job:
     return Job(tmp_path)
 
 
-def is_running(pid: int) -> bool:
-    try:
-        return "Z" not in Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-    except FileNotFoundError:
-        return False
-
-
 # This process, and a child in its own group that ignores interrupts, as those of a shell; both must be ended.
 HANGING = """
 child = os.fork()
@@ -104,27 +110,16 @@ open("pids", "w").write(f"{os.getpid()} {child}")
 """
 
 
-UNTIL_PID_IS_WRITTEN = """
-while not (os.path.exists("pid") and os.path.getsize("pid")):
-    time.sleep(0.01)
-"""
-
-
 def all_have_ended(directory: Path) -> bool:
     pids = [int(word) for word in (directory / "pids").read_text().split()]
     assert len(pids) == 2
-    return eventually(lambda: not any(map(is_running, pids)))  # killed orphans take a moment to be reaped
+    return eventually(lambda: not any(map(is_alive, pids)))  # killed orphans take a moment to be reaped
 
 
 class TestOutput:
     def test_events_are_separated_from_other_lines(self, job: Job) -> None:
-        job.print(
-            tag(0, "before")
-            + event_lines(READY[0])
-            + tag(1, "between")
-            + event_lines(READY[1])
-            + tag(0, "after")
-        )
+        first, second = map(event_lines, READY)
+        job.print(tag(0, "before") + first + tag(1, "between") + second + tag(0, "after"))
         assert job.events == READY
         assert (job.text(0), job.text(1)) == ("before\nafter\n", "between\n")
 
@@ -190,8 +185,8 @@ class TestEnding:
         assert all_have_ended(job.directory)
 
     def test_orphan_that_keeps_the_pipes_open_does_not_block_the_job(self, job: Job) -> None:
-        program = "if os.fork() == 0:\n    os.setsid()\n    open('pid', 'w').write(str(os.getpid()))\n"
-        program += f"    time.sleep(100_000)\n{UNTIL_PID_IS_WRITTEN}"
+        program = "pid = os.fork()\nif pid == 0:\n    os.setsid()\n    time.sleep(100_000)\n"
+        program += "open('pid', 'w').write(str(pid))\n"
         program += f"sys.stdout.write({event_lines(*READY)!r})\ntime.sleep(100_000)\n"
         job.run(program, scaled(4), timeouts=EndTimeouts(sandbox_s=0.2))
         os.kill(int((job.directory / "pid").read_text()), signal.SIGKILL)
@@ -206,20 +201,109 @@ class TestDaemons:
         assert outcome.stderr_tail[0] == "does not answer"
         assert find_cause(outcome.stderr_tail, [], ["csd0", "csd1"]).node == "csd1"
 
-    def test_ranks_ask_for_no_daemons(self, job: Job) -> None:
-        request = "@csdctl-daemon rank1-csd1 prted"
-        job.print(tag(1, request) + tag(1, request, "stderr"))
-        assert job.asked == []
-
-    def test_message_of_a_daemon_on_a_node_asks_for_none(self, job: Job) -> None:
+    def test_ranks_and_daemons_on_nodes_ask_for_no_daemons(self, job: Job) -> None:
         """mpirun prints it as its own, and only the agent on its machine knows the secret."""
         job.request = f"{REQUEST}0123abcd "
-        job.print(f"{REQUEST}rank1-csd1 prted\n{job.request}rank0-csd0 prted\n")
+        of_rank = f"{job.request}rank1-csd1 prted"
+        job.print(tag(1, of_rank) + tag(1, of_rank, "stderr") + f"{REQUEST}rank1-csd1 prted\n")
+        assert job.asked == []
+        job.print(f"{job.request}rank0-csd0 prted\n")
         assert job.asked == [("rank0-csd0", "prted")]
 
 
 def test_job_that_is_ended_before_its_start_leaves_nothing_running(job: Job) -> None:
     ended = job.make("time.sleep(100_000)")
     ended.end()
-    outcome = ended.run()
-    assert outcome.exit_code != 0
+    assert ended.run().exit_code != 0
+
+
+NODES = ["host", "csd0", "csd1"]
+LOST_DAEMON = """\
+--------------------------------------------------------------------------
+PRTE has lost communication with a remote daemon.
+
+  HNP daemon   : [prterun-storage-4711@0,0] on node storage
+  Remote daemon: [prterun-storage-4711@0,2] on node csd1
+
+This is usually due to either a failure of the TCP network
+--------------------------------------------------------------------------
+""".splitlines()
+
+
+SIGNALLED = ["prterun noticed that process rank 1 with PID 0 on node csd0 exited on signal 11."]
+
+
+@pytest.mark.parametrize(
+    ("printed", "exited", "nodes", "node", "message"),
+    [
+        (LOST_DAEMON, [Exited(2, "csd1", 137), Exited(0, "host", 1)], NODES, "csd1", "likely out of memory"),
+        ([], [Exited(0, "host", 128 + 15), Exited(1, "csd0", 139)], NODES, "csd0", "killed by signal 11"),
+        (LOST_DAEMON, [], NODES, "csd1", "lost"),
+        (LOST_DAEMON, [], ["csd7", "host", "csd8"], "csd8", "lost"),
+        (SIGNALLED, [], NODES, "csd0", "signal 11"),
+    ],
+    ids=["killed first", "mpirun ended the other", "daemon", "host between the nodes", "signal"],
+)
+def test_node_that_was_lost_first_is_the_cause(
+    printed: list[str], exited: list[Exited], nodes: list[str], node: str, message: str
+) -> None:
+    cause = find_cause(printed, exited, nodes)
+    assert cause.node == node
+    assert message in cause.message
+
+
+@pytest.mark.parametrize("number", [3, 99])
+def test_unknown_rank_or_daemon_number_names_no_node(number: int) -> None:
+    assert find_cause([f"process rank {number} exited"], [], NODES).node == ""
+    assert find_cause([f"Remote daemon: [prterun-x@0,{number}] on node y"], [], NODES).node == ""
+
+
+def test_daemon_that_never_connected_is_named_by_its_node() -> None:
+    printed = ["A daemon failed to report back after being spawned. This could", "  Local host:    vm"]
+    printed += ["  Remote host:   rank2-csd1", "  Daemon exit status: 213"]
+    cause = find_cause(printed, [], NODES)
+    assert cause.node == "csd1"
+    assert "did not connect to mpirun and exited with 213" in cause.message
+    assert find_cause([line.replace("csd1", "other") for line in printed], [], NODES).node == ""
+
+
+CONTROL = TrafficClass.CONTROL
+
+
+def traffic(generation: int, *sent: tuple[str, int, int, int]) -> Traffic:
+    return Traffic(0, "host", generation, tuple(SentBytes(*row) for row in sent))
+
+
+def test_counts_of_a_group_replace_each_other_and_those_of_groups_add_up() -> None:
+    """Activations of private samples must never be shown as anything else."""
+    events = [
+        traffic(1, (SUMS, 1, 0, 10)),
+        traffic(1, (SUMS, 1, 0, 25), (SUMS, 0, 1, 7), (STATE, 0, 2, 3), (SAMPLES, 0, 2, 4)),
+        traffic(2, (SUMS, 1, 0, 100), (ACTIVATIONS, 2, 0, 9)),
+    ]
+    assert add_rank_traffic(events, NODES) == {
+        ("csd0", "host", TrafficClass.GRADIENT): 125,
+        ("host", "csd0", TrafficClass.GRADIENT): 7,
+        ("host", "csd1", TrafficClass.MODEL): 3,
+        ("host", "csd1", TrafficClass.PUBLIC): 4,
+        ("csd1", "host", TrafficClass.ACTIVATIONS): 9,
+    }
+
+
+@pytest.mark.parametrize(
+    ("peer", "name"),
+    [
+        ("10.0.0.2 51234", "csd0"),
+        ("10.0.0.9 2201", "csd1"),
+        ("10.0.0.9 2202", "csd2"),
+        ("10.0.0.9 51234", ""),
+        ("10.0.0.77 22", ""),
+    ],
+)
+def test_connection_of_mpirun_is_that_of_the_node_at_its_address(peer: str, name: str) -> None:
+    """Nodes with one address, as in an emulated fleet, differ in their ports alone."""
+    same = (Node("csd1", "10.0.0.9", port=2201), Node("csd2", "10.0.0.9", port=2202))
+    fleet = Fleet((Node("csd0", "10.0.0.2"), *same))
+    outcomes = [JobOutcome([], connection_bytes={("10.0.0.1 40000", peer): (5, 70)}) for _ in range(2)]
+    expected = {("host", name, CONTROL): 10, (name, "host", CONTROL): 140} if name else {}
+    assert add_mpirun_traffic(outcomes, fleet) == expected

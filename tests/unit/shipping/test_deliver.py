@@ -1,25 +1,33 @@
-"""Delivery of files and trees to this machine and over SSH, with a real receiver at the other end."""
+"""Delivery of files and trees to this machine and over SSH, with a real receiver, also under faults."""
 
+import ast
 import os
+import subprocess
 import sys
 import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from csdctl.errors import InputError, RemoteCommandError
+from csdctl.errors import InputError, NodeError, RemoteCommandError
 from csdctl.launch.leftovers import CleanupOptions, clean_machine
 from csdctl.shipping.deliver import Delivery, build_receiver, deliver
 from csdctl.shipping.payload import TreeRequest, pack_payload, read_tree
 from csdctl.shipping.store import OBJECTS, hash_file, store_bytes
+from csdctl.transport.commands import build_wrapped_command
+from csdctl.transport.local import LocalSession
+from csdctl.transport.ssh import connect
 from tests.fake_session import FakeSession
-from tests.unit.shipping.delivering import Machine, content_of, fill, parts, send, send_tree
-
-pytestmark = pytest.mark.first(2)
+from tests.unit.shipping.conftest import Machine, content_of, fill, parts, send, send_tree
+from tests.unit.transport.conftest import NASTY_NAMES
 
 
 class TestFiles:
+    pytestmark = pytest.mark.first(2)
+
     def test_missing_files_arrive_and_others_are_not_sent(self, machine: Machine, host: Path) -> None:
         session, home = machine
         files = [store_bytes(content, ".bin", host) for content in (b"content 0", b"content 1", b"")]
@@ -59,17 +67,19 @@ class TestFiles:
         assert len(session.commands) == 1
         assert session.conversations[0].is_closed
 
-    def test_missing_python_is_an_error_with_the_required_version(self, host: Path) -> None:
-        session = FakeSession("csd4").on("sh", exit_code=127, stderr="python3: not found")
+    def test_missing_python_is_an_error_with_the_required_version(self, node: Machine, host: Path) -> None:
+        """But python3 is used where the node's Python is missing."""
+        session, stored = FakeSession("csd4"), store_bytes(b"x", "", host)
+        session.on("sh", exit_code=127, stderr="python3: not found")
         with pytest.raises(RemoteCommandError, match="not found") as raised:
-            send(session, store_bytes(b"x", "", host))
+            send(session, stored)
         assert (raised.value.node, "Python (3.8" in raised.value.remedy) == ("csd4", True)
-
-    def test_python3_is_used_where_the_nodes_python_is_missing(self, node: Machine, host: Path) -> None:
-        assert send(node[0], store_bytes(b"x", "", host), python="/opt/none/bin/python").num_sent == 1
+        assert send(node[0], stored, python="/opt/none/bin/python").num_sent == 1
 
 
 class TestTrees:
+    pytestmark = pytest.mark.first(2)
+
     def test_tree_arrives_unchanged(self, machine: Machine, source: Path) -> None:
         session, home = machine
         (source / "empty" / "directory").mkdir(parents=True)
@@ -80,8 +90,11 @@ class TestTrees:
         (source / "secret").chmod(0o600)
         (source / "link").symlink_to("deep/b")
         (source / "deep" / "up").symlink_to("../a")
-        assert send_tree(session, source).num_present == 0
-        there = home / "there"
+        before, there = set(home.rglob("*")), home / "there"
+        planned = send_tree(session, source, dry_run=True)
+        assert set(home.rglob("*")) == before
+        assert send_tree(session, source) == planned
+        assert (planned.num_sent > 1, planned.num_present) == (True, 0)
         assert content_of(there) == content_of(source)
         for name in ("a", "run", "secret", "deep", "empty/directory"):
             assert (there / name).stat().st_mode == (source / name).stat().st_mode
@@ -114,13 +127,13 @@ class TestTrees:
                 directory = os.readlink(home / "there")
                 seen.add(frozenset(Path(directory, name).read_bytes() for name in "abcdefgh"))
 
-        reader = threading.Thread(target=read)
-        reader.start()
-        for number in range(5):
-            fill(source, **dict.fromkeys("abcdefgh", b"new %d" % number))
-            send_tree(session, source)
-        stopping.set()
-        reader.join()
+        with ThreadPoolExecutor() as pool:
+            reader = pool.submit(read)
+            for number in range(5):
+                fill(source, **dict.fromkeys("abcdefgh", b"new %d" % number))
+                send_tree(session, source)
+            stopping.set()
+        assert reader.result() is None
         assert all(len(contents) == 1 for contents in seen)
 
     def test_two_trees_are_sent_together_unless_one_is_in_the_other(
@@ -133,23 +146,13 @@ class TestTrees:
         assert deliver(session, payload) == Delivery(3, 9, 0)
         assert content_of(home / "first") == content_of(source)
         assert content_of(home / "deep" / "second") == content_of(other)
+        (home / "absolute" / "data").mkdir(parents=True)
+        send_tree(session, source, str(home / "absolute" / "data"))  # an empty directory may be there
+        assert content_of(home / "absolute" / "data") == content_of(source)
         with pytest.raises(InputError, match="overlap"):
             pack_payload(trees=[read_tree(TreeRequest(source, name)) for name in ("a/b", "a")])
         with pytest.raises(InputError, match="inside another tree"):
             send_tree(session, source, "first/inside")
-
-    def test_dry_run_reports_and_writes_nothing(self, machine: Machine, source: Path) -> None:
-        session, home = machine
-        before = set(home.rglob("*"))
-        assert send_tree(session, source, dry_run=True) == Delivery(2, 6, 0)
-        assert set(home.rglob("*")) == before
-
-    def test_destination_may_be_absolute_and_an_empty_directory(
-        self, node: Machine, source: Path, tmp_path: Path
-    ) -> None:
-        (tmp_path / "srv" / "data").mkdir(parents=True)
-        send_tree(node[0], source, str(tmp_path / "srv" / "data"))
-        assert content_of(tmp_path / "srv" / "data") == content_of(source)
 
     @pytest.mark.parametrize("what", ["directory", "file", "link", "dangling link"])
     def test_foreign_destination_is_refused_and_unchanged(
@@ -176,10 +179,8 @@ class TestTrees:
         payload = pack_payload(trees=[read_tree(TreeRequest(source, "there"))])
         command, first = build_receiver(sys.executable, payload.manifest)
         position = command.index("-c", 5) + 1
-        command[position] = (
-            "import os,errno\ndef link(*_): raise OSError(errno.EMLINK,'')\nos.link=link\n"
-            + (command[position])
-        )
+        no_links = "import os,errno\ndef link(*_): raise OSError(errno.EMLINK,'')\nos.link=link\n"
+        command[position] = no_links + command[position]
         assert session.run(command, stdin=first).exit_code == 0
         assert content_of(home / "there") == content_of(source)
         assert (home / "there" / "a").stat().st_nlink == 1
@@ -202,3 +203,140 @@ class TestTrees:
         for _ in range(2):  # first the tree, then its objects
             clean_machine(session, sys.executable, pruning)
         assert not [*(home / ".csdctl" / "trees").iterdir(), *(home / OBJECTS).iterdir()]
+
+
+class TestFaults:
+    @pytest.mark.fault(25)
+    def test_write_error_during_delivery_keeps_the_old_tree(self, server: Any, source: Path) -> None:
+        session = connect(server.node(), [server.known_hosts])
+        send_tree(session, source)
+        session.close()
+        server.shell_prefix = "trap '' XFSZ; ulimit -f 8"
+        (source / "a").write_bytes(bytes(500_000))
+        session = connect(server.node(), [server.known_hosts])
+        with pytest.raises(RemoteCommandError, match="File too large"):
+            send_tree(session, source)
+        session.close()
+        assert (server.home / "there" / "a").read_bytes() == b"one"
+        assert len(os.listdir(server.home / OBJECTS)) == len(parts(server.home)) + 2
+
+    @pytest.mark.fault(27)
+    @pytest.mark.parametrize(
+        ("size", "part", "expected"),
+        [
+            (5_000_000, bytes(3_000_000), Delivery(1, 7_000_000, 0)),
+            (5_000, bytes(5_000), Delivery(1, 5_000, 0)),
+            (5_000, None, Delivery(0, 0, 1)),
+        ],
+        ids=["wrong beginning", "wrong content of the right size", "complete"],
+    )
+    def test_part_is_used_only_if_its_content_is_right(
+        self, node: Machine, host: Path, size: int, part: bytes | None, expected: Delivery
+    ) -> None:
+        session, home = node
+        stored = store_bytes(os.urandom(size), ".bin", host)
+        (home / OBJECTS).mkdir(parents=True)
+        content = stored.source.read_bytes() if part is None else part
+        (home / f"{stored.path}.part").write_bytes(content)
+        assert send(session, stored) == expected
+        assert hash_file(home / stored.path) == stored.sha256
+        assert not parts(home)
+
+    @pytest.mark.fault(29)
+    @pytest.mark.parametrize("change", ["other bytes", "cut short", "gone", "same size and time"])
+    def test_source_that_changes_meanwhile_is_named_and_not_deployed(
+        self, node: Machine, source: Path, change: str
+    ) -> None:
+        session, home = node
+        send_tree(session, source)
+        big = source / "big"
+        big.write_bytes(os.urandom(1_000_000))
+        payload = pack_payload(trees=[read_tree(TreeRequest(source, "there"))])
+        times = big.stat()
+        if change == "gone":
+            big.unlink()
+        else:
+            big.write_bytes(os.urandom(10 if change == "cut short" else 1_000_000))
+        if change == "same size and time":
+            os.utime(big, ns=(times.st_atime_ns, times.st_mtime_ns))
+        words = "cannot be read" if change == "gone" else "changed while it was being deployed"
+        with pytest.raises(InputError, match=f"{source}/big {words}"):
+            deliver(session, payload)
+        assert not (home / "there" / "big").exists()
+        assert (home / "there" / "a").read_bytes() == b"one"
+
+    def test_file_that_arrives_damaged_twice_is_an_error_of_the_node(
+        self, node: Machine, host: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        stored = store_bytes(b"right", ".bin", host)
+        payload = pack_payload([stored])
+        monkeypatch.setattr("csdctl.shipping.deliver.read_chunk", lambda source, start: b"wrong")
+        with pytest.raises(NodeError, match="1 of 1 files arrived damaged") as raised:
+            deliver(node[0], payload)
+        assert raised.value.node == "csd0"
+        assert not (node[1] / stored.path).exists()
+
+    def test_two_deploys_to_one_home_take_turns(self, node: Machine, source: Path) -> None:
+        _, home = node
+        (source / "big").write_bytes(os.urandom(3_000_000))
+        with ThreadPoolExecutor() as pool:
+            runs = [pool.submit(send_tree, LocalSession("csd0", home), source) for _ in range(4)]
+        deliveries = [run.result() for run in runs]
+        assert sum(delivery.num_sent for delivery in deliveries) == 3
+        assert content_of(home / "there") == content_of(source)
+        assert len([p for p in (home / ".csdctl" / "trees").iterdir() if p.is_dir()]) == 1
+
+
+class TestNames:
+    pytestmark = pytest.mark.first(10)
+
+    @pytest.mark.fault(30)
+    @pytest.mark.parametrize("name", [*NASTY_NAMES, os.fsdecode(b"not utf-8 \xff\xfe")])
+    def test_any_name_arrives(self, machine: Machine, host: Path, name: str) -> None:
+        session, home = machine
+        (host / name / name).mkdir(parents=True)
+        (host / name / name / name).write_bytes(b"content\0\xff")
+        (host / name / "link").symlink_to(name)
+        send_tree(session, host / name, f"deep/{name}")
+        assert (home / "deep" / name / name / name).read_bytes() == b"content\0\xff"
+        assert os.readlink(home / "deep" / name / "link") == name
+        assert not list(home.rglob("pwned"))
+
+    @pytest.mark.fault(30)
+    def test_names_survive_a_node_with_another_encoding(self, source: Path, tmp_path: Path) -> None:
+        (source / "ü").write_bytes(b"u")
+        payload = pack_payload(trees=[read_tree(TreeRequest(source, "thäre"))])
+        command, first = build_receiver(sys.executable, {**payload.manifest, "dry_run": True})
+        environment = {"LC_ALL": "C", "PATH": os.environ["PATH"]}
+        done = subprocess.run(
+            command, input=first, cwd=tmp_path, env=environment, capture_output=True, check=True
+        )
+        assert b'"ranges": [[0, 2]]' in done.stdout
+
+
+@pytest.mark.parametrize("destination", [".csdctl", "./.csdctl/objects"])
+def test_tree_is_not_put_into_the_store(node: Machine, source: Path, destination: str) -> None:
+    with pytest.raises(InputError, match="csdctl's own directory"):
+        send_tree(node[0], source, destination)
+    assert not list(node[1].rglob("*"))
+
+
+SOURCE = Path(__file__).parents[3] / "csdctl" / "standalone" / "receive.py"
+DROPBEAR_MAX_COMMAND_BYTES = 9000
+
+
+def test_receiver_is_python_3_8_and_imports_the_standard_library_only() -> None:
+    tree = ast.parse(SOURCE.read_text(), feature_version=(3, 8))
+    imported = set[str]()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            imported |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            imported.add(node.module or "")
+    assert {name.partition(".")[0] for name in imported} <= sys.stdlib_module_names
+
+
+def test_command_line_is_short_enough_for_dropbear() -> None:
+    command, _ = build_receiver("/opt/csdctl/bin/python", {"objects": ["x" * 64] * 10_000})
+    line = build_wrapped_command(command, deadline_s=None).command_line
+    assert len(line) < DROPBEAR_MAX_COMMAND_BYTES

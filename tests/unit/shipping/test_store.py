@@ -11,11 +11,6 @@ from csdctl.errors import InputError
 from csdctl.shipping.store import OBJECTS, StoredFile, hash_file, read_chunk, store_bytes, store_file
 
 
-@pytest.fixture
-def host(tmp_path: Path) -> Path:
-    return tmp_path / "host"
-
-
 def test_stored_file_is_named_by_its_hash(host: Path, tmp_path: Path) -> None:
     stored = store_bytes(b"abc", ".json", host)
     assert stored.sha256 == hashlib.sha256(b"abc").hexdigest() == hash_file(stored.source)

@@ -33,10 +33,7 @@ FILES = [
     ".csdctl/data/x",
     "own/file",
 ]
-UNFINISHED = {
-    ".csdctl/objects/89ab.npy.part",
-    ".csdctl/trees/.part-77",
-}
+UNFINISHED = {".csdctl/objects/89ab.npy.part", ".csdctl/trees/.part-77"}
 
 
 @pytest.fixture
@@ -59,7 +56,9 @@ def left(home: Path) -> set[str]:
     return {str(path.relative_to(home)) for path in home.rglob("*") if path.is_file()}
 
 
-def test_what_is_unfinished_is_found_and_removed_on_request(session: LocalSession, home: Path) -> None:
+def test_what_is_unfinished_and_then_what_is_computed_is_found_and_removed_on_request(
+    session: LocalSession, home: Path
+) -> None:
     found = clean_machine(session, sys.executable, CleanupOptions(is_ending=False))
     assert {*found.paths} == UNFINISHED
     assert (found.num_bytes, found.features_bytes, found.predictions_bytes) == (10, 5, 5)
@@ -67,13 +66,9 @@ def test_what_is_unfinished_is_found_and_removed_on_request(session: LocalSessio
     removed = clean_machine(session, sys.executable, CleanupOptions(is_removing=True))
     assert {*removed.paths} == UNFINISHED
     assert left(home) == {name for name in FILES if ".part" not in name}
-
-
-def test_features_and_predictions_are_removed_on_request(session: LocalSession, home: Path) -> None:
-    removed = clean_machine(
-        session, sys.executable, CleanupOptions(is_removing=True, is_removing_computed=True)
-    )
-    assert {*removed.paths} == UNFINISHED | {".csdctl/features", ".csdctl/predictions"}
+    options = CleanupOptions(is_removing=True, is_removing_computed=True)
+    removed = clean_machine(session, sys.executable, options)
+    assert {*removed.paths} == {".csdctl/features", ".csdctl/predictions"}
     assert (removed.features_bytes, removed.predictions_bytes) == (0, 0)
     assert left(home) == {".csdctl/objects/0123.npy", ".csdctl/data/x", "own/file"}
 

@@ -27,6 +27,7 @@ from csdctl.worker.protocol.events import (
     Finished,
     Joined,
     LinkLost,
+    Misbehaved,
     NodeLost,
     Paused,
     Pong,
@@ -124,6 +125,9 @@ class ScriptedRank:
     def wait_for(self, *nodes: str) -> None:
         self.report(WaitingFor(self.rank, self.node, nodes))
 
+    def accuse(self, culprit: int) -> None:
+        self.report(Misbehaved(self.rank, self.node, culprit, "sent 20 bytes, expected 100"))
+
     def end_epoch(self) -> None:
         self.report(EpochEnd(self.rank, self.node, 1, 10, 80, 1.0, 0.1, 1.1, "hash"))
 
@@ -190,13 +194,8 @@ class Fleet:
     @property
     def groups(self) -> list[tuple[int, ...]]:
         """The groups in the order in which rank 0 was ordered to form them."""
-        return [
-            order.ranks
-            for process in self.processes
-            if process.rank == 0
-            for order in process.orders
-            if isinstance(order, FormGroup)
-        ]
+        of_rank_0 = [process for process in self.processes if process.rank == 0]
+        return [order.ranks for process in of_rank_0 for order in orders_of(process, FormGroup)]
 
     def members(self) -> list[ScriptedRank]:
         group = self.rank(0).group
@@ -259,10 +258,6 @@ class Fleet:
             member.finish()
             member.exit(is_clean=True)
 
-    def lose_rank_1_early(self) -> None:
-        """Let rank 1 be killed in the first group, long before any other event."""
-        self.scripts[1] = lambda fleet: fleet.rank(1).exit("killed by signal 9")
-
     def _record(self, event: Event) -> None:
         self.events.append(event)
         if isinstance(event, Joined):
@@ -299,12 +294,8 @@ class Fleet:
 
     def assert_nothing_left(self) -> None:
         """Check that no process of a rank is open, no restart is attempted and no mpirun runs."""
-        left = [
-            f"rank {process.rank}"
-            for process in self.processes
-            if not (process.is_closed or process.has_exited)
-        ]
-        assert not left, f"not closed: {left}"
+        left = [one.rank for one in self.processes if not (one.is_closed or one.has_exited)]
+        assert not left, f"not closed: ranks {left}"
         for thread in threading.enumerate():
             if thread.name.startswith("restart rank"):
                 assert eventually(lambda one=thread: not one.is_alive()), "a rank is still being restarted"
@@ -312,7 +303,7 @@ class Fleet:
         assert eventually(lambda: not _list_processes(self.directory)), "an mpirun still runs"
 
 
-def orders_of(rank: ScriptedRank, order_type: type[Order]) -> list[Order]:
+def orders_of(rank: ScriptedRank, order_type: type[Order]) -> list[Any]:
     return [order for order in rank.orders if isinstance(order, order_type)]
 
 

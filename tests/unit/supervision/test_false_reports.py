@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 import pytest
 
-from csdctl.worker.protocol.events import Event, Finished, LinkLost, Misbehaved, NodeLost
+from csdctl.worker.protocol.events import Event, Finished, LinkLost, NodeLost
 from tests.patience import scaled
 from tests.unit.supervision.scripted_ranks import Fleet, ScriptedRank
 
@@ -29,13 +29,13 @@ def after(fleet: Fleet, event_type: type[Event], rank: int, *actions: Callable[[
 
 @pytest.mark.parametrize("leaves", [True, False])
 def test_node_that_is_done_before_rank_0_loses_its_link_is_lost_alone(fleet: Fleet, leaves: bool) -> None:
-    if leaves:
-        after(
-            fleet, Finished, 1, lambda: fleet.rank(1).exit(is_clean=True), lambda: fleet.rank(0).lose_link(1)
-        )
-    else:
-        after(fleet, Finished, 1, lambda: fleet.rank(0).lose_link(1))
+    def lose_link() -> None:
+        if leaves:
+            fleet.rank(1).exit(is_clean=True)
+        fleet.rank(0).lose_link(1)
+
     fleet.scripts = {1: finish_early, 2: Fleet.finish}
+    after(fleet, Finished, 1, lose_link)
     fleet.run()
     assert fleet.groups == [(0, 1, 2), (0, 2)]
     assert EARLY in fleet.lost_messages()[0]
@@ -112,25 +112,10 @@ def test_node_that_never_joins_the_first_group_is_named(fleet: Fleet) -> None:
     assert (error.node, "does not join the others" in error.message) == ("csd0", True)
 
 
-def test_progress_that_only_a_node_reports_does_not_keep_failing_groups_alive(fleet: Fleet) -> None:
-    def step_and_break(fleet: Fleet) -> None:
-        fleet.rank(1).step()
-        fleet.rank(0).lose_link(len(fleet.groups))
-
-    fleet.scripts = dict.fromkeys(range(1, 9), step_and_break)
-    fleet.run_to_error()
-    assert len(fleet.groups) == 1 + fleet.patience.max_attempts
-
-
-def accuse(fleet: Fleet, culprit: int, reporter: int = 0) -> None:
-    rank = fleet.rank(reporter)
-    rank.report(Misbehaved(reporter, rank.node, culprit, "sent 20 bytes, expected 100"))
-
-
 def test_report_that_comes_after_the_others_lost_their_links_counts(fleet: Fleet) -> None:
     def lose(fleet: Fleet) -> None:
         fleet.rank(1).lose_link(1)
-        accuse(fleet, 2)
+        fleet.rank(0).accuse(2)
         fleet.rank(0).lose_link(1)
 
     fleet.scripts = {1: lose, 2: Fleet.finish}
@@ -139,35 +124,22 @@ def test_report_that_comes_after_the_others_lost_their_links_counts(fleet: Fleet
     assert len(fleet.nodes_of(LinkLost)) == 2
 
 
-def test_report_of_a_node_is_not_believed(fleet: Fleet) -> None:
-    def accuse_others(fleet: Fleet) -> None:
-        accuse(fleet, 1, reporter=2)
-        accuse(fleet, 0, reporter=2)
+@pytest.mark.parametrize(("reporter", "culprit"), [(2, 1), (2, 0), (0, -1), (0, 0), (0, 3), (0, 10**9)])
+def test_report_of_a_node_or_of_no_node_changes_nothing(fleet: Fleet, reporter: int, culprit: int) -> None:
+    def accuse_and_finish(fleet: Fleet) -> None:
+        fleet.rank(reporter).accuse(culprit)
         fleet.finish()
 
-    fleet.scripts = {1: accuse_others}
+    fleet.scripts[1] = accuse_and_finish
     fleet.run()
     assert fleet.groups == [(0, 1, 2)]
     assert fleet.nodes_of(NodeLost) == []
 
 
-@pytest.mark.parametrize("culprit", [-1, 0, 3, 10**9])
-def test_report_of_no_node_changes_nothing(fleet: Fleet, culprit: int) -> None:
-    def accuse_none(fleet: Fleet) -> None:
-        accuse(fleet, culprit)
-        fleet.finish()
-
-    fleet.scripts = {1: accuse_none}
-    fleet.run()
-    assert fleet.groups == [(0, 1, 2)]
-
-
 def test_many_culprits_one_after_another_do_not_end_the_run(tmp_path_factory: pytest.TempPathFactory) -> None:
     """Each of these groups fails before a step; none of them fails without a cause."""
     fleet = Fleet(tmp_path_factory.mktemp("fleet"), num_nodes=6)
-    fleet.scripts = {
-        generation: lambda fleet: accuse(fleet, fleet.groups[-1][-1]) for generation in range(1, 6)
-    }
+    fleet.scripts = dict.fromkeys(range(1, 6), lambda fleet: fleet.rank(0).accuse(fleet.groups[-1][-1]))
     fleet.scripts[6] = Fleet.finish
     fleet.run()
     assert fleet.groups[-1] == (0, 1)
@@ -175,7 +147,6 @@ def test_many_culprits_one_after_another_do_not_end_the_run(tmp_path_factory: py
 
 def test_culprit_before_the_first_step_fails_the_run_and_is_named(fleet: Fleet) -> None:
     fleet.never_join = {0, 1, 2}
-    fleet.scripts = {1: lambda fleet: accuse(fleet, 2)}
+    fleet.scripts[1] = lambda fleet: fleet.rank(0).accuse(2)
     error = fleet.run_to_error()
-    assert error.node == "csd1"
-    assert "sent 20 bytes" in error.message
+    assert (error.node, "sent 20 bytes" in error.message) == ("csd1", True)

@@ -13,21 +13,24 @@ from csdctl.worker.protocol.orders import Order, Ping, Stop
 from tests.unit.supervision.scripted_ranks import Fleet, ScriptedRank, orders_of, press_ctrl_c
 
 
+def interrupt_at_a_step(event: Event) -> None:
+    if isinstance(event, Progress):
+        press_ctrl_c()
+
+
 @pytest.mark.parametrize("stopped_by", [USER, CALLBACK])
 def test_first_interrupt_or_a_callback_lets_the_ranks_finish_their_step(
     fleet: Fleet, stopped_by: str
 ) -> None:
-    def interrupt(event: Event) -> None:
-        if stopped_by == CALLBACK:
-            fleet.should_stop = True  # from the first event on: long before there is a step to finish
-        elif isinstance(event, Progress):
-            press_ctrl_c()
-
     def finish_when_told(rank: ScriptedRank, order: Order) -> None:
         if isinstance(order, Stop):
             fleet.finish()
 
-    fleet.on_event, fleet.on_order = interrupt, finish_when_told
+    if stopped_by == CALLBACK:
+        fleet.should_stop = True  # from the beginning: long before there is a step to finish
+    else:
+        fleet.on_event = interrupt_at_a_step
+    fleet.on_order = finish_when_told
     fleet.scripts[1] = lambda fleet: fleet.rank(0).step()
     supervisor = fleet.supervise()
     supervisor.run()
@@ -37,16 +40,8 @@ def test_first_interrupt_or_a_callback_lets_the_ranks_finish_their_step(
 
 
 def test_second_interrupt_ends_everything(fleet: Fleet) -> None:
-    def interrupt(event: Event) -> None:
-        if isinstance(event, Progress):
-            press_ctrl_c()
-
-    def step_twice(fleet: Fleet) -> None:
-        fleet.rank(0).step()
-        fleet.rank(0).step()
-
-    fleet.on_event = interrupt
-    fleet.scripts[1] = step_twice
+    fleet.on_event = interrupt_at_a_step
+    fleet.scripts[1] = lambda fleet: [fleet.rank(0).step() for _ in range(2)]
     with pytest.raises(KeyboardInterrupt):
         fleet.run()
     assert len(orders_of(fleet.rank(0), Stop)) == 1
@@ -72,10 +67,6 @@ def test_interrupt_while_regrouping_ends_everything(fleet: Fleet) -> None:
 
 
 def test_restarted_rank_0_receives_stop_again(fleet: Fleet) -> None:
-    def interrupt(event: Event) -> None:
-        if isinstance(event, Progress):
-            press_ctrl_c()
-
     def exit_when_told(rank: ScriptedRank, order: Order) -> None:
         if isinstance(order, Stop) and rank is fleet.processes[0]:
             rank.exit()
@@ -84,7 +75,7 @@ def test_restarted_rank_0_receives_stop_again(fleet: Fleet) -> None:
         assert fleet.rank(0).is_stopping
         fleet.finish()
 
-    fleet.on_event, fleet.on_order = interrupt, exit_when_told
+    fleet.on_event, fleet.on_order = interrupt_at_a_step, exit_when_told
     fleet.reachable = {0}
     fleet.scripts = {1: lambda fleet: fleet.rank(0).step(), 2: stop}
     fleet.run()

@@ -1,12 +1,12 @@
-"""Ranks that are lost during training: the others form a new group without them."""
+"""Ranks that are lost during training, hang or are slow: the others form a new group without lost ones."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
-from csdctl.supervision.membership import GroupState
-from csdctl.worker.protocol.events import Event, Finished, LinkLost, Misbehaved, NodeLost, Paused
+from csdctl.errors import DeadlineError
+from csdctl.worker.protocol.events import Event, Finished, LinkLost, NodeLost, Paused, Progress
 from csdctl.worker.protocol.orders import FormGroup, Order, Ping
 from tests.patience import scaled
 from tests.unit.supervision.scripted_ranks import Fleet, Script, ScriptedRank, orders_of, shell
@@ -22,10 +22,6 @@ def hang_while_others_wait(fleet: Fleet, reporter: int, *nodes: str) -> None:
     fleet.rank(reporter).wait_for(*nodes)
 
 
-def accuse(fleet: Fleet) -> None:
-    fleet.rank(0).report(Misbehaved(0, "host", 1, "sent 20 bytes, expected 100"))
-
-
 @pytest.fixture
 def rack(tmp_path: Path) -> Iterator[Fleet]:
     """Two servers: the host with csd3, and csd0 with csd1 and csd2."""
@@ -35,18 +31,15 @@ def rack(tmp_path: Path) -> Iterator[Fleet]:
     fleet.assert_nothing_left()
 
 
-def test_nodes_wait_for_the_rank_of_their_server_and_join_with_it(rack: Fleet) -> None:
+def test_node_is_lost_without_its_server_whose_nodes_wait_for_it_and_join_with_it(rack: Fleet) -> None:
+    def lose(rank: int) -> Script:
+        return lambda fleet: fleet.rank(rank).exit()
+
     rack.reachable = {1}
-    rack.scripts = {1: lambda fleet: fleet.rank(1).exit(), 3: Fleet.finish}
+    rack.scripts = {1: lose(3), 2: lose(1), 4: Fleet.finish}
     rack.run()
-    assert rack.groups == rack.linked == [(0, 1, 2, 3, 4), (0, 4), (0, 1, 2, 3, 4)]
-    assert rack.nodes_of(NodeLost) == ["csd0"]
-
-
-def test_node_is_lost_without_its_server(rack: Fleet) -> None:
-    rack.scripts = {1: lambda fleet: fleet.rank(3).exit(), 2: Fleet.finish}
-    rack.run()
-    assert rack.groups == [(0, 1, 2, 3, 4), (0, 1, 2, 4)]
+    assert rack.groups == rack.linked == [(0, 1, 2, 3, 4), (0, 1, 2, 4), (0, 4), (0, 1, 2, 4)]
+    assert rack.nodes_of(NodeLost) == ["csd2", "csd0"]
 
 
 @pytest.mark.parametrize(("culprit", "groups"), [(2, [(0, 1, 3, 4)]), (4, []), (1, []), (0, [])])
@@ -54,21 +47,13 @@ def test_server_is_believed_about_its_own_nodes_alone(
     rack: Fleet, culprit: int, groups: list[tuple[int, ...]]
 ) -> None:
     def accuse_and_finish(fleet: Fleet) -> None:
-        fleet.rank(1).report(Misbehaved(1, "csd0", culprit, "sent 20 bytes, expected 100"))
+        fleet.rank(1).accuse(culprit)
         if not groups:
             Fleet.finish(fleet)
 
     rack.scripts = {1: accuse_and_finish, 2: Fleet.finish}
     rack.run()
     assert rack.groups == [(0, 1, 2, 3, 4), *groups]
-
-
-def test_node_that_its_server_waits_for_is_left_out_in_place_of_the_server() -> None:
-    group = GroupState(1, (0, 1, 2, 3, 4), last_progress=0.0)
-    group.awaited, group.awaited_by_server = {1}, {1: {3}, 4: set()}
-    assert group.find_awaited() == {3}
-    group.awaited = {1, 4}
-    assert group.find_awaited() == {3, 4}
 
 
 HANGS = "is stopped, or its machine hangs"
@@ -83,7 +68,7 @@ HANGS = "is stopped, or its machine hangs"
         (lambda fleet: hang_while_others_wait(fleet, 0), HANGS),
         (lambda fleet: hang_while_others_wait(fleet, 2), HANGS),
         (lambda fleet: fleet.rank(1).pause(), "left the group without an order"),
-        (accuse, "csd0: sent 20 bytes, expected 100"),
+        (lambda fleet: fleet.rank(0).accuse(1), "csd0: sent 20 bytes, expected 100"),
     ],
 )
 def test_others_continue_without_a_rank_that_is_lost(fleet: Fleet, script: Script, reason: str) -> None:
@@ -92,53 +77,41 @@ def test_others_continue_without_a_rank_that_is_lost(fleet: Fleet, script: Scrip
     assert fleet.groups == fleet.linked == [(0, 1, 2), (0, 2)]
     assert fleet.nodes_of(NodeLost) == ["csd0"]
     assert reason in fleet.lost_messages()[0]
-    assert [group.generation for group in orders_of(fleet.rank(2), FormGroup)] == [1, 2]  # type: ignore[attr-defined]
-    assert next(process for process in fleet.processes if process.rank == 1).is_closed
+    assert [group.generation for group in orders_of(fleet.rank(2), FormGroup)] == [1, 2]
+    assert fleet.rank(1).is_closed
 
 
 def test_group_of_the_same_ranks_keeps_its_collective(fleet: Fleet) -> None:
     fleet.scripts = {1: lambda fleet: fleet.rank(0).lose_link(1), 2: Fleet.finish}
     fleet.run()
-    first, second = orders_of(fleet.rank(0), FormGroup)
-    assert isinstance(first, FormGroup)
-    assert isinstance(second, FormGroup)
-    assert (first.collective, second.collective) == ("", "star")
-    assert first.ranks == second.ranks == (0, 1, 2)
+    groups = [(order.ranks, order.collective) for order in orders_of(fleet.rank(0), FormGroup)]
+    assert groups == [((0, 1, 2), ""), ((0, 1, 2), "star")]
 
 
 def test_host_continues_alone_when_all_nodes_are_lost_at_once(fleet: Fleet) -> None:
-    def lose_all_nodes(fleet: Fleet) -> None:
-        fleet.rank(1).exit()
-        fleet.rank(2).exit()
-
-    fleet.scripts = {1: lose_all_nodes, 2: Fleet.finish}
+    fleet.scripts = {1: lambda fleet: [fleet.rank(rank).exit() for rank in (1, 2)], 2: Fleet.finish}
     fleet.run()
-    assert fleet.groups == [(0, 1, 2), (0,)]
-    assert fleet.linked == [(0, 1, 2)]
+    assert (fleet.groups, fleet.linked) == ([(0, 1, 2), (0,)], [(0, 1, 2)])
     assert fleet.nodes_of(NodeLost) == ["csd0", "csd1"]
 
 
-def test_rank_that_fails_while_regrouping_is_left_out_with_its_message(fleet: Fleet) -> None:
+@pytest.mark.parametrize("failing", [2, 0])
+def test_node_that_fails_while_regrouping_is_left_out_and_rank_0_ends_the_run(
+    fleet: Fleet, failing: int
+) -> None:
     def fail_when_pinged(rank: ScriptedRank, order: Order) -> None:
-        if rank.rank == 2 and isinstance(order, Ping):
+        if rank.rank == failing and isinstance(order, Ping):
             rank.fail("disk full")
 
     fleet.on_order = fail_when_pinged
     fleet.scripts = {1: lambda fleet: fleet.rank(1).exit(), 2: Fleet.finish}
-    fleet.run()
-    assert fleet.groups == [(0, 1, 2), (0,)]
-    assert "disk full" in fleet.lost_messages()[1]
-
-
-def test_failure_of_rank_0_while_regrouping_fails_the_run(fleet: Fleet) -> None:
-    def fail_when_pinged(rank: ScriptedRank, order: Order) -> None:
-        if rank.rank == 0 and isinstance(order, Ping):
-            rank.fail("disk full")
-
-    fleet.on_order = fail_when_pinged
-    fleet.scripts[1] = lambda fleet: fleet.rank(1).exit()
-    error = fleet.run_to_error()
-    assert (error.node, error.message) == ("host", "disk full")
+    if failing:
+        fleet.run()
+        assert fleet.groups == [(0, 1, 2), (0,)]
+        assert "disk full" in fleet.lost_messages()[1]
+    else:
+        error = fleet.run_to_error()
+        assert (error.node, error.message) == ("host", "disk full")
 
 
 def test_run_with_fewer_nodes_left_than_min_nodes_fails(fleet: Fleet) -> None:
@@ -206,21 +179,19 @@ def finish_when_pinged(fleet: Fleet, *ranks: int) -> None:
     fleet.mpirun[1] = shell("exit 1")
 
 
-def test_run_that_finishes_while_mpirun_fails_is_complete(fleet: Fleet) -> None:
-    finish_when_pinged(fleet, 0, 1, 2)
-    fleet.run()
-    assert fleet.groups == [(0, 1, 2)]
+@pytest.mark.parametrize("is_late", [False, True])
+def test_run_that_finishes_while_mpirun_fails_is_complete(fleet: Fleet, is_late: bool) -> None:
+    """Also when rank 0 finishes later than the others, because it saves the model."""
 
-
-def test_rank_that_finishes_later_than_others_is_awaited_after_mpirun_failed(fleet: Fleet) -> None:
     def save_the_model(event: Event) -> None:
         if fleet.nodes_of(Finished) == ["csd0", "csd1"]:
             fleet.on_event = lambda event: None
             fleet.rank(0).finish()
             fleet.rank(0).exit(is_clean=True)
 
-    finish_when_pinged(fleet, 1, 2)
-    fleet.on_event = save_the_model
+    finish_when_pinged(fleet, *range(is_late, 3))
+    if is_late:
+        fleet.on_event = save_the_model
     fleet.run()
     assert fleet.groups == [(0, 1, 2)]
 
@@ -231,3 +202,57 @@ def test_rank_that_can_no_longer_finish_with_the_others_fails_the_run(fleet: Fle
     fleet.scripts[1] = lambda fleet: fleet.rank(2).lose_link(1)
     assert "no completion record from csd1" in fleet.run_to_error().message
     assert fleet.groups == [(0, 1, 2)]
+
+
+def test_slow_rank_that_answers_stays(fleet: Fleet) -> None:
+    def wait(fleet: Fleet) -> None:
+        fleet.rank(0).wait_for("csd1")
+        fleet.rank(2).step()
+
+    fleet.on_event = lambda event: fleet.finish() if isinstance(event, Progress) else None
+    fleet.scripts[1] = wait
+    fleet.run()
+    assert fleet.groups == [(0, 1, 2)]
+    assert len(orders_of(fleet.rank(2), Ping)) == 1
+
+
+@pytest.mark.parametrize("awaited", [(), ("csd0", "csd1")])
+def test_run_without_steps_fails_at_the_silence_deadline_also_where_rank_0_waits_for_all_others(
+    fleet: Fleet, awaited: tuple[str, ...]
+) -> None:
+    fleet.set_patience(silence_s=scaled(0.6))
+    fleet.scripts[1] = lambda fleet: fleet.rank(0).wait_for(*awaited) if awaited else None
+    error = fleet.run_to_error(DeadlineError)
+    assert "no rank has completed a step for too long" in error.message
+    assert "logs:" in error.remedy
+
+
+def test_rank_that_answers_but_sends_the_others_nothing_is_left_out_at_the_deadline(fleet: Fleet) -> None:
+    def send_nothing(fleet: Fleet) -> None:
+        fleet.rank(0).wait_for("csd1")
+        fleet.rank(2).step()  # says that it makes progress; rank 0 has seen nothing of it
+
+    fleet.set_patience(silence_s=scaled(0.6))
+    fleet.scripts = {1: send_nothing, 2: Fleet.finish}
+    fleet.run()
+    assert fleet.groups == [(0, 1, 2), (0, 1)]
+    assert "has sent the other ranks nothing" in fleet.lost_messages()[0]
+
+
+@pytest.mark.parametrize("stop", [ScriptedRank.finish, ScriptedRank.pause])
+def test_rank_that_hangs_after_others_have_finished_or_paused_is_lost(
+    fleet: Fleet, stop: Callable[[ScriptedRank], None]
+) -> None:
+    def hang_at_the_end(fleet: Fleet) -> None:
+        fleet.rank(1).is_hung = True
+        stop(fleet.rank(0))
+        stop(fleet.rank(2))
+
+    fleet.scripts[1] = hang_at_the_end
+    fleet.scripts[2] = Fleet.finish
+    if stop is ScriptedRank.finish:
+        assert fleet.run_to_error().node == "csd0"
+    else:
+        fleet.run()
+        assert fleet.groups == [(0, 1, 2), (0, 2)]
+    assert "is stopped, or its machine hangs" in fleet.lost_messages()[0]

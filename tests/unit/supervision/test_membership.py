@@ -5,15 +5,9 @@ from typing import Any
 
 import pytest
 
-from csdctl.errors import NodeError
-from csdctl.supervision.membership import GroupState, Membership
-from csdctl.worker.protocol.events import (
-    EpochEnd,
-    Event,
-    NodeBack,
-    Progress,
-    Ready,
-)
+from csdctl.errors import NodeError, OutOfMemoryError
+from csdctl.supervision.membership import GroupState, Membership, as_run_error
+from csdctl.worker.protocol.events import EpochEnd, Event, NodeBack, Progress, Ready
 
 NODES = ("host", "csd0", "csd1")
 MAX_RESTARTS = 3
@@ -116,3 +110,16 @@ def test_only_what_rank_0_reports_shows_that_the_run_does_not_hang() -> None:
     assert group.last_progress == 10.0
     group.record_arrival(step(1, 1), 30.0)
     assert group.last_progress == 30.0
+
+
+def test_lack_of_memory_that_ends_the_run_is_still_that() -> None:
+    error = OutOfMemoryError("killed", node="csd1")
+    assert as_run_error(error) is error
+
+
+def test_node_that_its_server_waits_for_is_left_out_in_place_of_the_server() -> None:
+    group = GroupState(1, (0, 1, 2, 3, 4), last_progress=0.0)
+    group.awaited, group.awaited_by_server = {1}, {1: {3}, 4: set()}
+    assert group.find_awaited() == {3}
+    group.awaited = {1, 4}
+    assert group.find_awaited() == {3, 4}

@@ -1,6 +1,4 @@
-"""How a run starts and ends, and ranks that fail on their own."""
-
-from pathlib import Path
+"""How a run starts and ends, ranks that fail on their own, and mpirun that exits while they are alive."""
 
 import pytest
 
@@ -10,29 +8,18 @@ from tests.patience import scaled
 from tests.unit.supervision.scripted_ranks import Fleet, ScriptedRank, shell
 
 
-def test_run_is_complete_when_all_ranks_have_reported_completion(fleet: Fleet) -> None:
+@pytest.mark.parametrize(("absent", "group"), [((), (0, 1, 2)), ((1,), (0, 2)), ((1, 2), (0,))])
+def test_run_is_complete_when_all_ranks_but_absent_ones_have_reported_completion(
+    fleet: Fleet, absent: tuple[int, ...], group: tuple[int, ...]
+) -> None:
+    fleet.absent = absent
     fleet.scripts[1] = Fleet.finish
     fleet.run()
-    assert fleet.groups == fleet.linked == [(0, 1, 2)]
-    assert fleet.nodes_of(Joined) == ["host", "csd0", "csd1"]
+    assert fleet.groups == [group]
+    assert fleet.linked == [group] * (len(group) > 1)  # the host alone needs no mpirun
+    assert [process.rank for process in fleet.processes] == [*group]
+    assert fleet.nodes_of(Joined) == [fleet.nodes[rank] for rank in group]
     assert not fleet.nodes_of(NodeLost)
-
-
-def test_absent_ranks_are_not_started(fleet: Fleet) -> None:
-    fleet.absent = (1,)
-    fleet.scripts[1] = Fleet.finish
-    fleet.run()
-    assert [process.rank for process in fleet.processes] == [0, 2]
-    assert fleet.groups == [(0, 2)]
-
-
-def test_run_on_the_host_alone_starts_no_mpirun(tmp_path: Path) -> None:
-    fleet = Fleet(tmp_path, num_nodes=0)
-    fleet.scripts[1] = Fleet.finish
-    fleet.run()
-    assert fleet.groups == [(0,)]
-    assert not fleet.linked
-    fleet.assert_nothing_left()
 
 
 def test_rank_that_finishes_but_does_not_exit_is_named(fleet: Fleet) -> None:
@@ -79,18 +66,18 @@ def test_failure_before_all_ranks_are_ready_keeps_its_error_type(
     assert error.exit_code == exit_code
 
 
-def test_rank_that_exits_before_it_is_ready_fails_the_run(fleet: Fleet) -> None:
-    fleet.on_start = lambda rank: rank.exit("no memory") if rank.rank == 1 else rank.report_ready()
+@pytest.mark.parametrize("is_ready", [False, True])
+def test_rank_that_exits_before_the_first_group_has_joined_fails_the_run(
+    fleet: Fleet, is_ready: bool
+) -> None:
+    if is_ready:
+        fleet.never_join = {2}
+        fleet.scripts[1] = lambda fleet: fleet.rank(2).exit("no memory")
+    else:
+        fleet.on_start = lambda rank: rank.exit("no memory") if rank.rank == 2 else rank.report_ready()
     error = fleet.run_to_error()
-    assert (error.node, error.message) == ("csd0", "no memory")
-    assert fleet.groups == []
-
-
-def test_rank_that_exits_before_the_first_group_has_joined_fails_the_run(fleet: Fleet) -> None:
-    fleet.never_join = {2}
-    fleet.scripts[1] = lambda fleet: fleet.rank(2).exit()
-    assert fleet.run_to_error().node == "csd1"
-    assert fleet.groups == [(0, 1, 2)]
+    assert (error.node, error.message) == ("csd1", "no memory")
+    assert fleet.groups == [(0, 1, 2)] * is_ready
 
 
 def test_mpirun_failure_at_the_first_attempt_fails_the_run_with_its_stderr(fleet: Fleet) -> None:
@@ -154,3 +141,80 @@ def test_no_message_is_lost_while_a_failure_is_investigated(fleet: Fleet) -> Non
     fleet.run()
     assert fleet.groups == [(0, 1, 2), (0, 1), (0,), (0, 2)]
     assert fleet.nodes_of(NodeBack) == ["csd1"]
+
+
+def mpirun_blaming(rank: int, node: str) -> list[str]:
+    """Return the command of an mpirun that fails and names the rank of its group that was killed."""
+    message = (
+        f"prterun noticed that process rank {rank} with PID 7 on node {node} exited on signal 9 (Killed)."
+    )
+    return shell(f"echo '{message}' >&2; exit 1")
+
+
+@pytest.mark.parametrize("exit_code", [0, 1])
+def test_mpirun_that_exits_is_started_again(fleet: Fleet, exit_code: int) -> None:
+    fleet.mpirun[1] = shell(f"exit {exit_code}")
+    fleet.scripts[2] = Fleet.finish
+    fleet.run()
+    assert fleet.groups == fleet.linked == [(0, 1, 2)] * 2
+
+
+def test_run_fails_after_too_many_failed_groups_in_a_row(fleet: Fleet) -> None:
+    fleet.mpirun = dict.fromkeys(range(1, 9), shell("echo no route >&2; exit 1"))
+    assert "no route" in fleet.run_to_error().message
+    assert len(fleet.groups) == 1 + fleet.patience.max_attempts
+
+
+@pytest.mark.parametrize("reporter", [0, 1])
+def test_step_that_rank_0_reports_and_no_other_resets_the_count_of_failed_groups(
+    fleet: Fleet, reporter: int
+) -> None:
+    def step_and_break(fleet: Fleet) -> None:
+        fleet.rank(reporter).step()
+        fleet.rank(0).lose_link(len(fleet.groups))
+
+    num_groups = 1 + fleet.patience.max_attempts
+    fleet.scripts = dict.fromkeys(range(1, num_groups + 3), step_and_break)
+    fleet.scripts[num_groups + 3] = Fleet.finish
+    if reporter == 0:
+        fleet.run()
+        assert len(fleet.groups) == num_groups + 3
+    else:
+        fleet.run_to_error()
+        assert len(fleet.groups) == num_groups
+
+
+@pytest.mark.parametrize(("rank", "group"), [(1, (0, 2)), (0, (0, 1, 2))])
+def test_node_that_mpirun_blames_repeatedly_is_left_out_and_the_host_is_restarted(
+    fleet: Fleet, rank: int, group: tuple[int, ...]
+) -> None:
+    fleet.mpirun = dict.fromkeys((1, 2, 3), mpirun_blaming(rank, fleet.nodes[rank]))
+    fleet.reachable = {0}
+    fleet.scripts[4] = Fleet.finish
+    fleet.run()
+    assert fleet.groups == [(0, 1, 2)] * 3 + [group]
+    assert fleet.nodes_of(NodeLost) == [fleet.nodes[rank]]
+    assert fleet.nodes_of(NodeBack) == ["host"] * (rank == 0)
+
+
+def test_failed_run_does_not_blame_a_node_lost_long_ago(fleet: Fleet) -> None:
+    fleet.scripts = {1: lambda fleet: fleet.rank(1).exit(), 2: lambda fleet: fleet.rank(0).step()}
+    fleet.mpirun = dict.fromkeys(range(2, 9), shell("echo no route >&2; exit 1"))
+    error = fleet.run_to_error()
+    assert "no route" in error.message
+    assert error.node == ""
+
+
+def test_restarting_rank_is_not_dropped_for_its_earlier_loss(fleet: Fleet) -> None:
+    def lose_link(fleet: Fleet) -> None:
+        fleet.rank(0).lose_link(len(fleet.groups))
+
+    fleet.on_start = lambda rank: rank.report_ready() if len(fleet.processes) <= 3 else None
+    fleet.reachable = {1}
+    fleet.may_restart = lambda rank: True
+    fleet.scripts = dict.fromkeys(range(1, fleet.patience.max_attempts), lose_link)
+    fleet.scripts[fleet.patience.max_attempts] = lambda fleet: fleet.rank(1).exit()
+    fleet.scripts[fleet.patience.max_attempts + 1] = Fleet.finish
+    fleet.run()
+    assert len(fleet.processes) == 4
+    assert fleet.nodes_of(NodeLost) == ["csd0"]

@@ -23,6 +23,21 @@ from csdctl.transport.ssh import SshSession, connect
 from tests.patience import WAIT_S, scaled
 
 USER = "tester"
+NASTY_NAMES = [
+    "with space",
+    "semi;colon",
+    "$(touch pwned)",
+    "`touch pwned`",
+    "new\nline",
+    "-rf",
+    "--help",
+    "quote'quote\"quote",
+    "*",
+    "back\\slash",
+    "ü€",
+    "~",
+]
+"""File names and arguments that break naive quoting."""
 
 
 @dataclass
@@ -134,8 +149,10 @@ def running_server(directory: Path) -> Iterator[SshServer]:
 
 
 async def _serve(server: SshServer, started: threading.Event) -> None:
+    listening = socket.create_server(("127.0.0.1", 0), backlog=64)
+    server.port = listening.getsockname()[1]
     listener = await asyncssh.listen(
-        sock=_listening_socket(server),
+        sock=listening,
         server_factory=lambda: _Gate(server),
         server_host_keys=[str(server.directory / "host_key")],
         process_factory=lambda process: _run(server, process),
@@ -152,12 +169,6 @@ async def _serve(server: SshServer, started: threading.Event) -> None:
         handler.cancel()
     await asyncio.gather(*handlers, return_exceptions=True)
     await asyncio.sleep(0.02)  # the pipes of what was ended close by themselves
-
-
-def _listening_socket(server: SshServer) -> socket.socket:
-    listening = socket.create_server(("127.0.0.1", 0), backlog=64)
-    server.port = listening.getsockname()[1]
-    return listening
 
 
 class _Gate(asyncssh.SSHServer):

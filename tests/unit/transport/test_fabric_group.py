@@ -1,7 +1,7 @@
 """Fabric over csdctl's connections, against a real SSH server: results, deadlines, bounds, host keys."""
 
-import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -69,21 +69,12 @@ def test_deadline_ends_the_process_on_the_node(group: FleetGroup, server: Any) -
 
 
 def test_closing_the_group_ends_what_runs_behind_the_jump_host_too(group: FleetGroup, server: Any) -> None:
-    errors: list[BaseException] = []
-
-    def run() -> None:
-        try:
-            group.run("echo $$ >$$.pid; exec sleep 600", hide=True)
-        except GroupException as error:
-            errors.append(error)
-
-    thread = threading.Thread(target=run)
-    thread.start()
-    assert eventually(lambda: len(list(server.home.glob("*.pid"))) == 2)
-    pids = [int(path.stem) for path in server.home.glob("*.pid")]
-    group.close()
-    thread.join()
-    assert errors
+    with ThreadPoolExecutor() as pool:
+        run = pool.submit(group.run, "echo $$ >$$.pid; exec sleep 600", hide=True)
+        assert eventually(lambda: len(list(server.home.glob("*.pid"))) == 2)
+        pids = [int(path.stem) for path in server.home.glob("*.pid")]
+        group.close()
+        assert isinstance(run.exception(), GroupException)
     assert eventually(lambda: not any(map(is_alive, pids)))
 
 
@@ -118,15 +109,12 @@ def test_changed_host_key_is_refused(
 
 
 def test_lost_connection_is_unreachable(group: FleetGroup, server: Any) -> None:
-    def drop() -> None:
-        eventually((server.home / "started").exists)
+    with ThreadPoolExecutor() as pool:
+        run = pool.submit(group[0].run, "touch started; exec sleep 600", hide=True)
+        assert eventually((server.home / "started").exists)
         server.drop_connections()
-
-    thread = threading.Thread(target=drop)
-    thread.start()
-    with pytest.raises(UnreachableError, match="lost"):
-        group[0].run("touch started; exec sleep 600", hide=True)
-    thread.join()
+        with pytest.raises(UnreachableError, match="lost"):
+            run.result()
 
 
 def test_sudo_gets_its_password_from_fabrics_configuration(group: FleetGroup, server: Any) -> None:

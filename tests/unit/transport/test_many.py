@@ -1,5 +1,6 @@
 import contextlib
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -24,9 +25,7 @@ def test_one_failure_does_not_stop_the_others() -> None:
 
     outcomes = run_on_all({"a": 0, "b": 1, "c": 2, "d": 3}, work)
     assert list(outcomes) == ["a", "b", "c", "d"]
-    assert outcomes["a"].get() == 0
-    assert outcomes["d"].get() == 3
-    assert isinstance(outcomes["b"].error, UnreachableError)
+    assert (outcomes["a"].get(), outcomes["d"].get()) == (0, 3)
     assert isinstance(outcomes["c"].error, NodeError)
     assert isinstance(outcomes["c"].error.__cause__, KeyError)
     with pytest.raises(UnreachableError):
@@ -37,12 +36,8 @@ def test_sessions_open_for_all_that_can_be_reached(server: Any, tmp_path: Path) 
     unknown = Node("csd2", "localhost", server.port, "tester", server.key)
     fleet = Fleet((server.node(), server.node(name="csd1", port=1), unknown), path=tmp_path / "fleet.yaml")
     reported: list[str] = []
-    with open_sessions(
-        fleet,
-        directory=tmp_path,
-        known_hosts=[server.known_hosts],
-        on_done=lambda outcome: reported.append(outcome.name),
-    ) as sessions:
+    known, note = [server.known_hosts], lambda outcome: reported.append(outcome.name)
+    with open_sessions(fleet, directory=tmp_path, known_hosts=known, on_done=note) as sessions:
         assert list(sessions.reachable) == ["host", "csd0"]
         assert list(sessions.nodes) == ["csd0"]
         assert isinstance(sessions.failed["csd1"], UnreachableError)
@@ -74,15 +69,9 @@ def test_interruption_ends_what_runs_on_the_nodes_also_behind_a_jump_host(
     def interrupt(outcome: Outcome[None]) -> None:
         raise KeyboardInterrupt
 
+    options = {"known_hosts": [server.known_hosts, gate.known_hosts], "on_done": interrupt}
     with contextlib.closing(LocalSession("host", tmp_path)) as host, pytest.raises(KeyboardInterrupt):
-        run_on_nodes(
-            fleet,
-            work,
-            directory=tmp_path,
-            known_hosts=[server.known_hosts, gate.known_hosts],
-            on_done=interrupt,
-            host=host,
-        )
+        run_on_nodes(fleet, work, directory=tmp_path, host=host, **options)
     pids = [int((server.home / f"{name}.pid").read_text()) for name in ("csd0", "far")]
     assert eventually(lambda: not any(is_alive(pid) for pid in pids))
 
@@ -90,21 +79,11 @@ def test_interruption_ends_what_runs_on_the_nodes_also_behind_a_jump_host(
 def test_closing_a_session_ends_a_command_that_another_thread_is_starting(
     server: Any, tmp_path: Path
 ) -> None:
-    session = connect(server.node(), [server.known_hosts])
-    errors: list[Exception] = []
-    pid_file = server.home / "pid"
-
-    def run() -> None:
-        try:
-            session.run(["sh", "-c", f"echo $$ >{pid_file}; exec sleep 600"])
-        except CsdctlError as error:
-            errors.append(error)
-
-    thread = threading.Thread(target=run)
-    thread.start()
-    session.close()
-    thread.join()
-    assert errors
+    session, pid_file = connect(server.node(), [server.known_hosts]), server.home / "pid"
+    with ThreadPoolExecutor() as pool:
+        run = pool.submit(session.run, ["sh", "-c", f"echo $$ >{pid_file}; exec sleep 600"])
+        session.close()
+        assert isinstance(run.exception(), CsdctlError)
     assert not pid_file.exists() or eventually(lambda: not is_alive(int(pid_file.read_text() or "0")))
     with pytest.raises(UnreachableError, match="closed"):
         session.run(["true"])

@@ -5,7 +5,6 @@ from csdctl.transport.meter import Meter, TrafficClass, add_up
 
 GATE = Node("gate", "10.0.0.1")
 INNER = Node("inner", "10.1.0.1", jump=GATE)
-DIRECT = Node("csd0", "10.0.0.2")
 FAR = Node("far", "10.2.0.9", jump=INNER)
 
 
@@ -17,16 +16,10 @@ def meter(sent: int, received: int, **noted: int) -> Meter:
     return meter
 
 
-def test_direct_node_has_one_link_and_connections_to_it_add_up() -> None:
-    assert add_up([(DIRECT, meter(100, 40, code=70)), (DIRECT, meter(5, 6))]) == {
-        ("host", "csd0", TrafficClass.CODE): 70,
-        ("host", "csd0", TrafficClass.CONTROL): 35,
-        ("csd0", "host", TrafficClass.CONTROL): 46,
-    }
-
-
 def test_bytes_through_a_jump_host_count_once_per_link() -> None:
-    found = add_up([(GATE, meter(150, 60)), (Node("csd1", "10.1.0.2", jump=GATE), meter(100, 40, code=70))])
+    """And connections to one machine add up."""
+    behind = Node("csd1", "10.1.0.2", jump=GATE)
+    found = add_up([(GATE, meter(150, 50)), (GATE, meter(0, 10)), (behind, meter(100, 40, code=70))])
     assert found == {
         ("host", "gate", TrafficClass.CODE): 70,
         ("host", "gate", TrafficClass.CONTROL): 80,

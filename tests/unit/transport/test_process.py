@@ -1,34 +1,85 @@
-"""Deadlines of commands that print without pause: no wait for their output ever ends by itself.
+"""Commands with fixed output, in place of one behind pipes or a channel: deadlines, lines, text in messages.
 
-Their output is long, not endless, so that a wait without a deadline fails instead of hanging.
+The output of those that print without pause is long, not endless, so that a wait without a deadline fails
+instead of hanging.
 """
 
-from itertools import repeat
+from collections.abc import Callable, Iterable
+from itertools import chain, repeat
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from csdctl.errors import DeadlineError
-from csdctl.transport.session import Conversation, Deadline
-from tests.unit.transport.scripted_process import GROUP, ScriptedProcess, start
+from csdctl.transport.commands import WrappedCommand
+from csdctl.transport.session import Conversation, Deadline, Running, bounded, last_line
 
 NUM_CHUNKS = 5000
 FEW = 10
 """A command is ended after a few reads once its deadline has passed."""
+TOKEN = "csdctl-0"
+GROUP = 77
 
 
-def test_command_that_prints_without_pause_is_ended_at_its_deadline() -> None:
+class ScriptedProcess:
+    """Implements `process.Process`; the next bytes are always there, however short the wait for them."""
+
+    def __init__(self, chunks: Iterable[bytes], *, starts: bool = True) -> None:
+        self._chunks = chain([f"{TOKEN}\n".encode()] if starts else [], chunks)
+        self._errors = iter([f"{TOKEN} {GROUP}\n".encode()] if starts else [])
+        self.num_read = 0
+        self.is_at_end = False
+        self.killed: list[int] = []
+        self.is_released = False
+
+    def read_stdout(self, timeout_s: float) -> bytes:
+        self.num_read += 1
+        chunk = next(self._chunks, b"")
+        self.is_at_end = not chunk
+        return chunk
+
+    def read_stderr(self) -> bytes:
+        return next(self._errors, b"")
+
+    def write_stdin(self, data: bytes, timeout_s: float) -> None: ...
+
+    def close_stdin(self) -> None: ...
+
+    def exit_code(self, timeout_s: float) -> int:
+        if not self.is_at_end:
+            raise TimeoutError
+        return 0
+
+    def kill_group(self, group: int) -> bool:
+        self.killed.append(group)
+        return True
+
+    def release(self) -> None:
+        self.is_released = True
+
+
+def start(process: ScriptedProcess) -> Running:
+    """Return the command of `process`, running on csd0."""
+    return Running("csd0", WrappedCommand(("cat",), (), TOKEN), process)
+
+
+@pytest.mark.parametrize(
+    ("wait", "message", "is_ended"),
+    [
+        (lambda running: running.run_to_end(b"", Deadline(0.0)), "it was ended", True),
+        (lambda running: Conversation(running).wait(deadline_s=0.0), "it still runs", False),
+    ],
+    ids=["command", "conversation"],
+)
+def test_command_that_prints_without_pause_has_a_deadline(
+    wait: Callable[[Running], object], message: str, is_ended: bool
+) -> None:
     process = ScriptedProcess(repeat(b"y\n" * 1000, NUM_CHUNKS))
-    with pytest.raises(DeadlineError, match="did not finish within 0 s; it was ended"):
-        start(process).run_to_end(b"", Deadline(0.0))
+    with pytest.raises(DeadlineError, match=f"did not finish within 0 s; {message}"):
+        wait(start(process))
     assert process.num_read < FEW
-    assert (process.killed, process.is_released) == ([GROUP], True)
-
-
-def test_wait_for_a_command_that_prints_lines_without_pause_has_a_deadline() -> None:
-    process = ScriptedProcess(repeat(b"y\n" * 1000, NUM_CHUNKS))
-    with pytest.raises(DeadlineError, match="did not finish within 0 s; it still runs"):
-        Conversation(start(process)).wait(deadline_s=0.0)
-    assert process.num_read < FEW
+    assert (process.killed, process.is_released) == (([GROUP], True) if is_ended else ([], False))
 
 
 @pytest.mark.parametrize("starts", [True, False], ids=["command", "login shell"])
@@ -51,3 +102,21 @@ def test_line_that_is_there_is_read_after_the_deadline() -> None:
     assert talk.read_line(deadline_s=0.0) == "unfinished"
     with pytest.raises(EOFError):
         talk.read_line(deadline_s=0.0)
+
+
+@given(st.lists(st.text(alphabet="ab\v\r\u2028", max_size=5), max_size=6), st.integers(1, 4))
+def test_lines_end_at_newlines_only(lines: list[str], cut: int) -> None:
+    content = "".join(f"{line}\n" for line in lines).encode()
+    chunks = [content[start : start + cut] for start in range(0, len(content), cut)]
+    talk = Conversation(start(ScriptedProcess(chunks)))
+    assert [talk.read_line(deadline_s=1) for _ in lines] == lines
+    with pytest.raises(EOFError):
+        talk.read_line(deadline_s=1)
+
+
+def test_text_in_messages_is_bounded() -> None:
+    assert bounded("short") == "short"
+    assert len(bounded("x" * 10_000)) < 400
+    assert last_line(b"first\nlast\v\x1b[2J \n\n") == "last\v\x1b[2J"
+    assert last_line(b" \n") == ""
+    assert len(last_line(b"x" * 1_000_000)) < 400

@@ -2,16 +2,16 @@
 
 import hashlib
 import os
-import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from csdctl.errors import CsdctlError, DeadlineError, InputError, RemoteCommandError
+from csdctl.errors import DeadlineError, InputError, RemoteCommandError
 from csdctl.transport.session import MAX_OUTPUT_BYTES
 from tests.patience import eventually, scaled
-from tests.unit.transport.names import NASTY_NAMES
+from tests.unit.transport.conftest import NASTY_NAMES
 
 Machine = tuple[Any, Path]
 
@@ -45,14 +45,10 @@ def wait_for_pid(path: Path) -> int:
     return int(path.read_text())
 
 
-def test_command_returns_exit_code_and_both_outputs(session: Any) -> None:
-    completed = session.run(["sh", "-c", "echo out; echo err >&2; exit 3"])
-    assert (completed.exit_code, completed.stdout, completed.stderr) == (3, b"out\n", b"err\n")
-    assert completed.command == ("sh", "-c", "echo out; echo err >&2; exit 3")
-
-
-def test_command_starts_in_the_home_of_the_session(session: Any, home: Path) -> None:
-    assert session.run(["pwd"]).output == f"{home}\n"
+def test_command_starts_in_the_home_and_returns_exit_code_and_both_outputs(session: Any, home: Path) -> None:
+    completed = session.run(["sh", "-c", "pwd; echo err >&2; exit 3"])
+    assert (completed.exit_code, completed.output, completed.stderr) == (3, f"{home}\n", b"err\n")
+    assert completed.command == ("sh", "-c", "pwd; echo err >&2; exit 3")
 
 
 @pytest.mark.parametrize("argument", [*NASTY_NAMES, "plain", "$HOME", ""])
@@ -75,13 +71,10 @@ def test_killed_command_counts_as_137(session: Any) -> None:
         completed.check(session.name, doing="a test")
 
 
-def test_input_reaches_the_command_and_ends(session: Any) -> None:
+def test_input_reaches_the_command_which_need_not_read_it(session: Any) -> None:
     content = os.urandom(1_000_000)
     assert session.run(["cat"], stdin=content).stdout == content
     assert session.run(["cat"]).stdout == b""
-
-
-def test_command_that_does_not_read_its_input_ends(session: Any) -> None:
     assert session.run(["sh", "-c", "exit 4"], stdin=b"x" * 3_000_000, deadline_s=scaled(30)).exit_code == 4
 
 
@@ -124,21 +117,12 @@ def test_processes_left_in_the_background_end_with_the_command(session: Any, hom
 
 
 def test_closing_the_session_ends_running_commands(session: Any, home: Path) -> None:
-    outcome: list[object] = []
-
-    def run() -> None:
-        try:
-            outcome.append(session.run(["sh", "-c", "echo $$ >pid; exec sleep 1000"], deadline_s=900))
-        except CsdctlError as error:
-            outcome.append(error)
-
-    thread = threading.Thread(target=run)
-    thread.start()
-    pid = wait_for_pid(home / "pid")
-    session.close()
-    assert ends(pid)
-    thread.join()
-    assert outcome
+    with ThreadPoolExecutor() as pool:
+        run = pool.submit(session.run, ["sh", "-c", "echo $$ >pid; exec sleep 1000"], deadline_s=900)
+        pid = wait_for_pid(home / "pid")
+        session.close()
+        assert ends(pid)
+    assert run.done()
 
 
 @pytest.mark.parametrize("command", [[], [""], ["-x"], ["echo", "a\0b"]])
@@ -147,8 +131,10 @@ def test_impossible_commands_are_refused(session: Any, command: list[str]) -> No
         session.run(command)
 
 
-def test_conversation_goes_line_by_line(session: Any) -> None:
+def test_conversation_goes_line_by_line_and_continues_after_a_deadline(session: Any) -> None:
     talk = session.converse(["sh", "-c", 'while read -r line; do echo "got $line"; done; echo bye'])
+    with pytest.raises(DeadlineError, match="did not respond"):
+        talk.read_line(deadline_s=0.2)
     for line in ("one", "two words", "$(x)"):
         talk.send_line(line)
         assert talk.read_line(deadline_s=scaled(30)) == f"got {line}"
@@ -168,26 +154,10 @@ def test_conversation_takes_bytes_at_the_pace_that_they_are_read(session: Any) -
     talk.close()
 
 
-def test_bytes_for_a_command_that_has_ended_are_refused(session: Any) -> None:
-    talk = session.converse(["sh", "-c", "echo bye; exit 3"])
-    with pytest.raises(EOFError, match="has ended"):
-        talk.send_bytes(bytes(20_000_000))
-    assert talk.read_line(deadline_s=scaled(30)) == "bye"
-    assert talk.wait(deadline_s=scaled(30)).exit_code == 3
-    talk.close()
-
-
-def test_conversation_has_deadlines_and_continues_after_one(session: Any) -> None:
-    talk = session.converse(["cat"])
-    with pytest.raises(DeadlineError, match="did not respond"):
-        talk.read_line(deadline_s=0.2)
-    talk.send_line("late")
-    assert talk.read_line(deadline_s=scaled(30)) == "late"
-    talk.close()
-
-
 def test_conversation_raises_when_the_command_has_ended(session: Any) -> None:
     talk = session.converse(["sh", "-c", "printf unfinished; echo why >&2; exit 5"])
+    with pytest.raises(EOFError, match="has ended"):
+        talk.send_bytes(bytes(20_000_000))
     assert talk.read_line(deadline_s=scaled(30)) == "unfinished"
     with pytest.raises(EOFError):
         talk.read_line(deadline_s=scaled(30))
@@ -207,9 +177,8 @@ def test_endless_line_is_an_error_and_not_endless_memory(session: Any) -> None:
 
 def test_closing_a_conversation_ends_the_process_group(session: Any, home: Path) -> None:
     talk = session.converse(["sh", "-c", "sleep 1000 & echo $! >child; echo $$; wait"])
-    parent = int(talk.read_line(deadline_s=scaled(30)))
-    child = wait_for_pid(home / "child")
-    talk.close()
-    talk.close()
+    parent, child = int(talk.read_line(deadline_s=scaled(30))), wait_for_pid(home / "child")
+    for _ in range(2):
+        talk.close()
     assert ends(parent)
     assert ends(child)

@@ -3,20 +3,14 @@
 import contextlib
 import shutil
 import subprocess
-import threading
-from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import asyncssh
 import pytest
 
-from csdctl.errors import (
-    AuthenticationError,
-    DeadlineError,
-    RemoteCommandError,
-    UnreachableError,
-)
+from csdctl.errors import AuthenticationError, DeadlineError, RemoteCommandError, UnreachableError
 from csdctl.transport.known_hosts import KnownHosts
 from csdctl.transport.session import Deadline
 from csdctl.transport.ssh import JumpHosts, SshSession, connect, open_transport
@@ -33,35 +27,25 @@ def make_key(path: Path) -> Path:
 
 
 def test_name_that_does_not_resolve_is_unreachable(server: Server) -> None:
+    node = server.node(address="no-such-name.invalid")
     with pytest.raises(UnreachableError, match="cannot be resolved"):
-        connect(
-            server.node(address="no-such-name.invalid"), [server.known_hosts], connect_deadline_s=scaled(60)
-        )
+        connect(node, [server.known_hosts], connect_deadline_s=scaled(60))
 
 
 def test_key_with_a_passphrase_works_with_an_agent(
     server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    locked = tmp_path / "locked"
+    locked, address = tmp_path / "locked", tmp_path / "agent"
     shutil.copy(server.key, locked)
-    with _agent_holding([make_key(tmp_path / "other"), locked], tmp_path, monkeypatch):
-        subprocess.run(["ssh-keygen", "-q", "-p", "-N", "secret", "-f", locked], check=True)
-        shutil.copy(f"{server.key}.pub", f"{locked}.pub")
-        session = connect(server.node(key=locked), [server.known_hosts])
-        assert session.run(["true"]).exit_code == 0
-        session.close()
-
-
-@contextlib.contextmanager
-def _agent_holding(keys: list[Path], directory: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Run a real ssh-agent with `keys` for this process."""
-    address = directory / "agent"
     agent = subprocess.Popen(["ssh-agent", "-D", "-a", address], stdout=subprocess.DEVNULL)
     try:
         assert eventually(address.exists)
         monkeypatch.setenv("SSH_AUTH_SOCK", str(address))
-        subprocess.run(["ssh-add", "-q", *keys], check=True)
-        yield
+        subprocess.run(["ssh-add", "-q", make_key(tmp_path / "other"), locked], check=True)
+        subprocess.run(["ssh-keygen", "-q", "-p", "-N", "secret", "-f", locked], check=True)
+        shutil.copy(f"{server.key}.pub", f"{locked}.pub")
+        with contextlib.closing(connect(server.node(key=locked), [server.known_hosts])) as session:
+            assert session.run(["true"]).exit_code == 0
     finally:
         agent.terminate()
         agent.wait()
@@ -75,16 +59,15 @@ def test_missing_and_damaged_key_files_are_named(server: Server, tmp_path: Path)
         connect(server.node(key=tmp_path / "damaged"), [server.known_hosts])
 
 
-def test_login_shell_that_never_starts_the_command_is_quoted(server: Server, ssh: SshSession) -> None:
-    server.refuse_exec = True
-    with pytest.raises(RemoteCommandError, match="not available"):
-        ssh.run(["true"])
-
-
-def test_login_shell_that_hangs_meets_the_deadline(server: Server, ssh: SshSession) -> None:
+def test_login_shell_that_never_starts_the_command_is_quoted_or_meets_the_deadline(
+    server: Server, ssh: SshSession
+) -> None:
     server.shell_prefix = "sleep 30"
     with pytest.raises(DeadlineError, match="login shell"):
         ssh.run(["true"], deadline_s=0.5)
+    server.refuse_exec = True
+    with pytest.raises(RemoteCommandError, match="not available"):
+        ssh.run(["true"])
 
 
 def test_process_group_is_made_where_the_server_makes_none(server: Server, ssh: SshSession) -> None:
@@ -102,16 +85,10 @@ def test_commands_go_on_while_keys_are_exchanged_again(server: Server) -> None:
     transport = open_transport(server.node(), Deadline(scaled(10)), JumpHosts(known))
     transport.packetizer.REKEY_BYTES = 1 << 16
     session = SshSession(server.node(), transport)
-    ended: list[int] = []
 
-    def run() -> None:
-        for _ in range(20):
-            ended.append(len(session.run(["head", "-c", "20000", "/dev/zero"], deadline_s=scaled(60)).stdout))
+    def run(_: int) -> int:
+        return len(session.run(["head", "-c", "20000", "/dev/zero"], deadline_s=scaled(60)).stdout)
 
-    threads = [threading.Thread(target=run) for _ in range(6)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    with ThreadPoolExecutor(6) as pool:
+        assert list(pool.map(run, range(120))) == [20_000] * 120
     session.close()
-    assert ended == [20_000] * 120

@@ -1,17 +1,55 @@
-"""Options for the ssh of other programs: OpenSSH, and Ansible if installed, against a real socket."""
+"""Configuration and options for the ssh of other programs: OpenSSH, and Ansible if installed."""
 
 import os
 import subprocess
+from collections.abc import Iterable
 from pathlib import Path
 
 import asyncssh
 import pytest
 
+from csdctl.errors import InputError
 from csdctl.fleet.ansible import render_inventory
 from csdctl.fleet.model import Fleet, Node
-from csdctl.fleet.openssh import build_ssh_options, parse_proxy_command
+from csdctl.fleet.openssh import build_ssh_config, build_ssh_options, parse_proxy_command
 from tests.needs import find_ansible
 from tests.unit.transport.conftest import SshServer
+
+NODES = (
+    Node("csd0", "10.1.2.3", user="root", key=Path("/keys/id ed25519")),
+    Node("csd1", "fe80::1%eth0", port=2222, user="trainer"),
+    Node("csd2", "10.9.0.2", jump=Node("gate", "10.0.0.1", user="admin", jump=Node("outer", "10.0.0.9"))),
+    Node("csd3", "10.9.0.3", jump=Node("gate", "10.0.0.1", user="admin", jump=Node("outer", "10.0.0.9"))),
+)
+KNOWN_HOSTS = (Path("/project dir/.csdctl/known_hosts"), Path("/home/me/100%/known_hosts"))
+
+
+@pytest.mark.needs("ssh")
+def test_ssh_parses_the_config_as_intended(tmp_path: Path) -> None:
+    path = tmp_path / "ssh_config"
+    path.write_text(build_ssh_config(NODES, KNOWN_HOSTS))
+
+    def ask(alias: str) -> dict[str, str]:
+        command = ["ssh", "-G", "-F", path, alias]
+        printed = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+        return dict(line.split(" ", 1) for line in printed.splitlines() if " " in line)
+
+    first, second = ask("csd0"), ask("csd1")
+    assert (first["hostname"], first["port"], first["user"]) == ("10.1.2.3", "22", "root")
+    assert first["identityfile"] == "/keys/id ed25519"
+    assert first["identitiesonly"] == "yes"
+    assert (second["hostname"], second["port"], second["user"]) == ("fe80::1%eth0", "2222", "trainer")
+    assert second["identitiesonly"] == "no"
+    for config in (first, second):
+        assert config["stricthostkeychecking"] == "true"
+        assert config["batchmode"] == "yes"
+        assert "/project dir/.csdctl/known_hosts" in config["userknownhostsfile"]
+
+
+@pytest.mark.parametrize("name", ['a"b', "a\nb", "a${HOME}b", "a\\b"])
+def test_paths_that_ssh_config_cannot_represent_are_refused(name: str) -> None:
+    with pytest.raises(InputError, match="ssh_config"):
+        build_ssh_config([Node("csd0", "10.1.2.3", key=Path("/keys") / name)], KNOWN_HOSTS)
 
 
 def ssh(server: SshServer, node: Node) -> subprocess.CompletedProcess[str]:
@@ -34,21 +72,21 @@ def test_changed_host_key_is_refused(server: SshServer) -> None:
 
 
 def test_jump_hosts_get_their_own_key_and_the_same_known_hosts(tmp_path: Path) -> None:
+    def proxy_of(words: Iterable[str]) -> tuple[str, str, tuple[str, ...]]:
+        (command,) = (word[13:] for word in words if word.startswith("ProxyCommand="))
+        found = parse_proxy_command(command)
+        assert found is not None
+        return command, *found
+
     outer = Node("outer", "fd00::9", user="me", key=Path("/keys/100% my id"))
     gate = Node("gate", "10.9.0.1", 2200, "ops", jump=outer)
     options = build_ssh_options(Node("csd0", "10.0.0.1", jump=gate), [tmp_path / "known hosts"])
-    (command,) = (word.removeprefix("ProxyCommand=") for word in options if word.startswith("ProxyCommand="))
-    found = parse_proxy_command(command)
-    assert found is not None
-    host, arguments = found
-    assert host == "10.9.0.1"
-    assert arguments[:4] == ("-p", "2200", "-l", "ops")
+    command, host, arguments = proxy_of(options)
+    assert (host, arguments[:4]) == ("10.9.0.1", ("-p", "2200", "-l", "ops"))
     assert command.count(f'UserKnownHostsFile="{tmp_path}/known hosts"') == 2
-    (inner,) = (word.removeprefix("ProxyCommand=") for word in arguments if word.startswith("ProxyCommand="))
-    again = parse_proxy_command(inner)
-    assert again is not None
-    assert again[0] == "fd00::9"
-    assert 'IdentityFile="/keys/100%% my id"' in again[1]
+    _, host, arguments = proxy_of(arguments)
+    assert host == "fd00::9"
+    assert 'IdentityFile="/keys/100%% my id"' in arguments
 
 
 @pytest.mark.needs("ansible")

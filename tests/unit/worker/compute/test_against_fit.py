@@ -1,14 +1,14 @@
-"""Unequal batches, summed, take the steps that Keras' own train_on_batch takes with all samples."""
+"""Unequal batches, summed, take the steps of Keras' own train_on_batch with all samples; learning rates."""
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from csdctl.worker.compute.recipe import compile_model
+from csdctl.worker.compute.recipe import compile_model, learning_rate
 from csdctl.worker.compute.step import Step
 from csdctl.worker.data.prepared import PreparedSamples
 from csdctl.worker.process.errors import WorkerError
@@ -43,9 +43,7 @@ TWO = {"kind": CLASSES, "size": generator.random((COUNT, 1)).astype(np.float32)}
 def pictures() -> Any:
     layers = keras().layers
     head = [layers.GlobalAveragePooling2D(), layers.Dense(5, activation="softmax", dtype="float32")]
-    return keras().Sequential(
-        [keras().Input((9, 9, 3)), layers.Conv2D(8, 3, kernel_regularizer="l2"), layers.ReLU(), *head]
-    )
+    return sequential(layers.Conv2D(8, 3, kernel_regularizer="l2"), layers.ReLU(), *head)
 
 
 def tagger() -> Any:
@@ -55,11 +53,12 @@ def tagger() -> Any:
     return keras().Model(inputs, layers.Dense(4)(middle))
 
 
+def sequential(*layers: Any) -> Any:
+    return keras().Sequential([keras().Input((9, 9, 3)), *layers])
+
+
 def pixels() -> Any:
-    layers = keras().layers
-    return keras().Sequential(
-        [keras().Input((9, 9, 3)), layers.Conv2D(4, 3, padding="same", activation="softmax")]
-    )
+    return sequential(keras().layers.Conv2D(4, 3, padding="same", activation="softmax"))
 
 
 def two_outputs() -> Any:
@@ -78,16 +77,12 @@ def two_outputs() -> Any:
 
 
 def two_classes() -> Any:
-    layers = keras().layers
-    return keras().Sequential(
-        [keras().Input((9, 9, 3)), layers.Flatten(), layers.Dense(1, activation="sigmoid")]
-    )
+    return sequential(keras().layers.Flatten(), keras().layers.Dense(1, activation="sigmoid"))
 
 
 def spectral() -> Any:
     layers = keras().layers
-    normalized = layers.SpectralNormalization(layers.Conv2D(8, 3))
-    return keras().Sequential([keras().Input((9, 9, 3)), normalized, layers.Flatten(), layers.Dense(5)])
+    return sequential(layers.SpectralNormalization(layers.Conv2D(8, 3)), layers.Flatten(), layers.Dense(5))
 
 
 def add_of_samples(layer: Any, inputs: Any) -> Any:
@@ -135,9 +130,7 @@ def records_of(labels: Any, weights: Array | None) -> Array:
 
 
 def rows(labels: Any, part: slice) -> Any:
-    return (
-        {name: values[part] for name, values in labels.items()} if isinstance(labels, dict) else labels[part]
-    )
+    return {name: one[part] for name, one in labels.items()} if isinstance(labels, dict) else labels[part]
 
 
 SGD = {"learning_rate": 0.05}
@@ -190,11 +183,8 @@ CASES = {
 
 def local_sum(step: Step, samples: Array, labels: Array) -> Array:
     """Return the sum of the vectors of ranks with the parts of a batch."""
-    total, start = np.zeros(step.layout.step_size, np.float32), 0
-    for size in PARTS:
-        total += np.array(step.local(samples[start : start + size], labels[start : start + size]))
-        start += size
-    return total
+    parts = np.split(np.arange(NUM_SAMPLES), np.cumsum(PARTS)[:-1])
+    return np.sum([np.array(step.local(samples[part], labels[part])) for part in parts], axis=0)
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -212,21 +202,19 @@ def test_unequal_batches_take_the_steps_of_fit(case: str) -> None:
     for number in range(NUM_STEPS):
         whole = slice(number * NUM_SAMPLES, (number + 1) * NUM_SAMPLES)
         theirs.reset_metrics()
-        expected = theirs.train_on_batch(
-            samples[whole],
-            rows(labels, whole),
-            sample_weight=None if weights is None else weights[whole],
-            class_weight=class_weight,
-            return_dict=True,
-        )
+        weighted = {
+            "sample_weight": None if weights is None else weights[whole],
+            "class_weight": class_weight,
+        }
+        expected = theirs.train_on_batch(samples[whole], rows(labels, whole), return_dict=True, **weighted)
         step.set_step(number, rate)
         sums = step.apply(local_sum(step, samples[whole], records[whole]))
         found = {"loss": sums.mean_loss, **step.metrics(sums)}
+        ours_named = {name.rstrip("_0123456789"): value for name, value in found.items()}
+        assert len(ours_named) == len(found)
         for name, value in expected.items():
-            [ours_named] = [
-                mine for mine in found if mine.rstrip("_0123456789") == name.rstrip("_0123456789")
-            ]
-            assert found[ours_named] == pytest.approx(float(value), rel=TOLERANCE, abs=TOLERANCE), name
+            of_ours = ours_named[name.rstrip("_0123456789")]
+            assert of_ours == pytest.approx(float(value), rel=TOLERANCE, abs=TOLERANCE), name
     for expected, found in zip(theirs.get_weights(), ours.get_weights(), strict=True):
         np.testing.assert_allclose(expected, found, atol=2 * TOLERANCE)
 
@@ -246,8 +234,7 @@ def test_state_of_layers_is_a_mean_over_samples_where_the_loss_is_one_over_eleme
 
     def build() -> Any:
         last = layers.Conv2D(4, 3, padding="same", activation="softmax")
-        inner = [layers.BatchNormalization(momentum=0.7), Counting(), last]
-        return keras().Sequential([keras().Input((9, 9, 3)), *inner])
+        return sequential(layers.BatchNormalization(momentum=0.7), Counting(), last)
 
     recipe, samples = Recipe(losses=IGNORING_0, **SGD), IMAGES[:NUM_SAMPLES]
     labels = np.random.default_rng(2).integers(0, 4, (NUM_SAMPLES, 9, 9))
@@ -347,3 +334,28 @@ def test_layer_that_writes_its_trainable_weight_is_refused() -> None:
     with pytest.raises(WorkerError, match="forward pass writes .*centered/kernel") as caught:
         make_step(model, Recipe(from_logits=True, **SGD), np.zeros((0, 9), np.float32), CLASSES)
     assert (caught.value.exit_code, "trainable=False" in caught.value.remedy) == (2, True)
+
+
+RECIPE = Recipe(epochs=10, learning_rate=0.1, reference_batch=256, warmup_epochs=2.0)
+
+
+@pytest.mark.first(10)
+@pytest.mark.parametrize(
+    ("changes", "global_batch", "expected"),
+    [
+        pytest.param({}, 1024, {0: 0.1, 0.5: 0.175, 1: 0.25, 1.5: 0.325, 2: 0.4, 3: 0.4}, id="warm-up"),
+        pytest.param({}, 512, {1: 0.15, 2: 0.2}, id="a fleet that shrank"),
+        pytest.param({}, 64, {0: 0.1, 1: 0.0625, 2: 0.025, 2.6: 0.025}, id="below the reference"),
+        pytest.param({"warmup_epochs": 0}, 512, {0.01: 0.2}, id="no warm-up"),
+        pytest.param({"epochs": 1, "warmup_epochs": 100}, 1024, {1: 0.103}, id="warm-up beyond the run"),
+        pytest.param({"decay": "linear"}, 1024, {1: 0.25, 2: 0.4, 4: 0.3, 6: 0.2, 10: 0}, id="linear"),
+        pytest.param({"decay": "cosine"}, 1024, {1: 0.25, 2: 0.4, 4: 0.341421, 6: 0.2, 10: 0}, id="cosine"),
+        pytest.param({"decay": "cosine", "warmup_epochs": 10.0}, 1024, {10: 0.4}, id="no time to decay"),
+        pytest.param({"max_learning_rate": 0.3}, 100_000, {2: 0.3}, id="capped"),
+        pytest.param({"max_learning_rate": 0.3}, 512, {2: 0.2}, id="below the cap"),
+    ],
+)
+def test_rate_by_epoch(changes: dict[str, Any], global_batch: int, expected: dict[float, float]) -> None:
+    recipe = replace(RECIPE, **changes)
+    found = {epoch: learning_rate(recipe, global_batch, epoch) for epoch in expected}
+    assert found == pytest.approx(expected, abs=1e-6)

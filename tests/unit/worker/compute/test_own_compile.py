@@ -1,4 +1,4 @@
-"""A class with a compile() of its own, as libraries of models have it, whose constructor calls it already."""
+"""What a model brings to a job: a compile() of its own, layers that scale."""
 
 import sys
 from pathlib import Path
@@ -9,10 +9,11 @@ import pytest
 
 import csdctl
 from csdctl.shipping.worker_zip import pack_code
+from csdctl.worker.compute.keras_internals import describe_compile, find_scaling_layers
 from csdctl.worker.compute.model import build, load, save_weights
 from csdctl.worker.compute.user_code import import_file, load_function
 from csdctl.worker.process.errors import WorkerError
-from csdctl.worker.protocol.model_info import BUILDER, BuildRequest, BuildSpec
+from csdctl.worker.protocol.model_info import BUILDER, BuildRequest, BuildSpec, OwnCompile
 from csdctl.worker.protocol.recipe import Recipe
 from csdctl.worker.protocol.run_spec import UserCode
 from tests.unit.worker.compute.built_models import keras
@@ -129,3 +130,44 @@ def test_library_that_a_machine_lacks_is_named(tmp_path: Path) -> None:
     with pytest.raises(WorkerError, match="^has no some_hub, which the model needs$") as caught:
         load(tmp_path / "architecture.json", tmp_path / "weights.npz")
     assert "install it on all machines" in caught.value.remedy
+
+
+def sgd(rate: Any) -> Any:
+    return keras().optimizers.SGD(rate)
+
+
+def rescaling(**compiled: Any) -> Any:
+    made = keras().Sequential(
+        [keras().Input((4,)), keras().layers.Rescaling(0.5, name="half"), keras().layers.Dense(2)]
+    )
+    if compiled:
+        made.compile(**compiled)
+    return made
+
+
+@pytest.mark.parametrize(
+    ("compiled", "expected"),
+    [
+        ({}, None),
+        ({"optimizer": "adam", "loss": "mse"}, OwnCompile("Adam", 0.001)),
+        (
+            {"optimizer": sgd(0.3), "loss": "mse", "metrics": ["mae", keras().metrics.AUC(name="a")]},
+            OwnCompile("SGD", 0.3, metrics=("mae", "a")),
+        ),
+        (
+            {"optimizer": sgd(keras().optimizers.schedules.CosineDecay(0.1, 9)), "loss": "mse"},
+            OwnCompile("SGD", 0.1, "CosineDecay"),
+        ),
+        (
+            {"optimizer": None, "loss": None, "weighted_metrics": {"dense": ["mae"]}},
+            OwnCompile("", 0.0, "", False, ("mae",)),
+        ),
+    ],
+)
+def test_compile_is_described(compiled: dict[str, Any], expected: OwnCompile | None) -> None:
+    assert describe_compile(rescaling(**compiled)) == expected
+
+
+def test_layers_that_scale_are_named_also_in_models_inside() -> None:
+    outer = keras().Sequential([keras().Input((4,)), rescaling(), keras().layers.Normalization(name="norm")])
+    assert find_scaling_layers(outer) == ("half (Rescaling)", "norm (Normalization)")

@@ -1,24 +1,27 @@
-"""A model in two parts computes what the whole model computes: ranks as threads, messages through queues."""
+"""A model in two parts computes what the whole one does: ranks as threads, messages through queues."""
 
 import queue
-import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
 from csdctl.worker.compute.recipe import compile_model
-from csdctl.worker.compute.split import PrefixStep, SplitStep, micro_batch_size, micro_batch_sizes
+from csdctl.worker.compute.split import PrefixStep, SplitStep, micro_batch_size, micro_batch_sizes, time_parts
 from csdctl.worker.compute.step import Step
 from csdctl.worker.group.values import PeerFaultError
 from csdctl.worker.process.errors import WorkerError
-from csdctl.worker.protocol.datasets import SAMPLE_WEIGHT
+from csdctl.worker.protocol.datasets import SAMPLE_WEIGHT, DatasetInfo
+from csdctl.worker.protocol.probe import PartsSpec
 from csdctl.worker.protocol.recipe import LossTerm, Recipe
+from csdctl.worker.protocol.run_spec import Prefix, Runtime
 from csdctl.worker.tasks.split import Exchange
 from tests.patience import STALL_S, scaled
-from tests.unit.worker.compute.built_models import keras
+from tests.unit.worker.compute.built_models import carry, keras
 
 pytestmark = pytest.mark.first(3)
 
@@ -130,13 +133,12 @@ def step_of_all(ranks: list[Any], batches: list[tuple[Array, Array]]) -> Array:
         exchange = Exchange(ranks[number], QueueCommunicator(number, queues), batches[number][1])  # type: ignore[arg-type]
         exchange.on_node(*batches[number], sizes[number], vectors[number])
 
-    threads = [threading.Thread(target=on_node, args=(number,)) for number in range(1, len(ranks))]
-    for thread in threads:
-        thread.start()
-    exchange = Exchange(ranks[0], QueueCommunicator(0, queues), batches[0][1])  # type: ignore[arg-type]
-    exchange.on_host(*batches[0], range(len(ranks)), WEIGHTS, sizes, vectors[0])
-    for thread in threads:
-        thread.join()
+    with ThreadPoolExecutor() as pool:
+        nodes = [pool.submit(on_node, number) for number in range(1, len(ranks))]
+        exchange = Exchange(ranks[0], QueueCommunicator(0, queues), batches[0][1])  # type: ignore[arg-type]
+        exchange.on_host(*batches[0], range(len(ranks)), WEIGHTS, sizes, vectors[0])
+    for node in nodes:
+        node.result()
     return np.asarray(sum(vectors[1:], start=vectors[0]))
 
 
@@ -221,14 +223,61 @@ def test_what_a_rank_sends_is_its_own_fault(value: float, label: int, size: int,
     assert fault.value.rank == 1
 
 
-def test_cut_that_does_not_exist_names_those_that_do() -> None:
-    with pytest.raises(WorkerError, match="cannot be cut after 'nowhere'; its cuts: stem, "):
-        PrefixStep(compiled(pictures, SGD), "nowhere", SGD, EXAMPLE)
-
-
+@pytest.mark.first(5)
 @pytest.mark.parametrize(
     ("sizes", "expected"),
     [((40, 4), [10] * 4), ((8, 2, 3), [3, 3, 2]), ((10, 4), [8, 2]), ((0, 4), []), ((3, 4), [3])],
 )
 def test_micro_batches_are_of_one_size_but_the_last(sizes: tuple[int, ...], expected: list[int]) -> None:
     assert micro_batch_sizes(*sizes) == expected
+
+
+def test_cut_that_does_not_exist_names_those_that_do() -> None:
+    with pytest.raises(WorkerError, match="cannot be cut after 'nowhere'; its cuts: stem, "):
+        PrefixStep(compiled(pictures, SGD), "nowhere", SGD, EXAMPLE)
+
+
+DATA = DatasetInfo("d", 100, (24, 24, 3), "uint8", (), 3, "f" * 32)
+
+
+def build() -> Any:
+    """Nearly all work is before the layer 'late', and nearly none before 'early'."""
+    layers = keras().layers
+    inputs = keras().Input((24, 24, 3))
+    x = layers.Rescaling(1 / 255, name="early")(inputs)
+    for width in (32, 48, 48):
+        x = layers.Conv2D(width, 3, padding="same", activation="relu")(x)
+    x = layers.GlobalAveragePooling2D(name="late")(x)
+    return keras().Model(inputs, layers.Dense(4, activation="softmax")(x))
+
+
+def spec_for(directory: Path, recipe: Recipe, *cuts: str) -> PartsSpec:
+    architecture, weights = carry(build(), directory, recipe)
+    return PartsSpec(architecture, weights, recipe, Runtime(), DATA, 16, cuts, min_duration_s=0.05)
+
+
+def test_parts_of_a_step_are_what_is_before_and_behind_the_cut(tmp_path: Path) -> None:
+    spec = spec_for(tmp_path, Recipe(learning_rate=0.01), "early", "late")
+    spec = replace(spec, prefix=Prefix(spec.architecture, spec.weights, None))
+    times = time_parts(spec)
+    early, late = times.cuts
+    assert (early.layer, late.layer, times.why_not) == ("early", "late", "")
+    assert early.head_s > early.forward_s + early.backward_s
+    assert late.forward_s + late.backward_s > late.head_s
+    assert min(times.step_s, times.evaluation_s, times.features_s) > 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "cut", "why_not"),
+    [
+        ({"global_clipnorm": 1.0}, "late", "clips by the norm of the whole gradient"),
+        ({}, "nowhere", "cannot be cut after 'nowhere'"),
+    ],
+)
+def test_model_that_cannot_be_divided_is_timed_as_a_whole(
+    tmp_path: Path, arguments: dict[str, Any], cut: str, why_not: str
+) -> None:
+    times = time_parts(spec_for(tmp_path, Recipe(learning_rate=0.01, optimizer_args=arguments), cut))
+    assert times.step_s > 0
+    assert times.cuts == ()
+    assert why_not in times.why_not

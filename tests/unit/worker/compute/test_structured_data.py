@@ -61,26 +61,16 @@ def test_dicts_are_taken_by_name_in_any_order(normalized: bool) -> None:
 
 
 @pytest.mark.parametrize("named", [False, True])
-def test_tuples_are_taken_in_order(named: bool) -> None:
-    model = build(named=named)
-    samples = as_records({"input_0": INPUTS["a"], "input_1": INPUTS["b"]})
-    labels = as_records({"output_0": LABELS["kind"], "output_1": LABELS["age"]}, WEIGHTS)
-    expected = loss_of_keras(
-        model,
-        INPUTS if named else [INPUTS["a"], INPUTS["b"]],
-        LABELS if named else [LABELS["kind"], LABELS["age"]],
-    )
-    assert loss_of(model, samples, labels) == pytest.approx(expected, rel=1e-6)
-
-
-@pytest.mark.parametrize("named", [False, True])
-def test_output_without_a_loss_needs_no_labels(named: bool) -> None:
-    model = build(named=named, features=True)
-    labels = as_records(LABELS, WEIGHTS)
-    found = loss_of(model, as_records(INPUTS), labels)
-    if named:
-        expected = loss_of_keras(model, INPUTS, LABELS)
-    else:
-        unused = np.zeros((COUNT, 4))
-        expected = loss_of_keras(model, [INPUTS["a"], INPUTS["b"]], [unused, LABELS["kind"], LABELS["age"]])
-    assert found == pytest.approx(expected, rel=1e-6)
+@pytest.mark.parametrize("features", [False, True])
+def test_tuples_are_taken_in_order_and_an_output_without_a_loss_needs_no_labels(
+    named: bool, features: bool
+) -> None:
+    model = build(named=named, features=features)
+    inputs, labels = (INPUTS["a"], INPUTS["b"]), tuple(LABELS.values())
+    samples = as_records({f"input_{number}": values for number, values in enumerate(inputs)})
+    records = as_records({f"output_{number}": values for number, values in enumerate(labels)}, WEIGHTS)
+    if features:
+        samples, records = as_records(INPUTS), as_records(LABELS, WEIGHTS)
+    unused = [np.zeros((COUNT, 4))] * features
+    expected = loss_of_keras(model, *((INPUTS, LABELS) if named else ([*inputs], [*unused, *labels])))
+    assert loss_of(model, samples, records) == pytest.approx(expected, rel=1e-6)

@@ -1,7 +1,9 @@
 """Reading shards of small data sets in which the label of a sample is its row number."""
 
 import dataclasses
+import itertools
 import os
+from collections.abc import Callable
 from itertools import chain, pairwise
 from pathlib import Path
 
@@ -18,14 +20,18 @@ from csdctl.worker.protocol.run_spec import DatasetSlice, RankSpec, RunSpec, Run
 from tests.unit.worker.ingest.prepared_data import slice_of
 
 
-def write(directory: Path, num_rows: int, first_label: int = 0) -> DatasetSlice:
-    """Write images of which every pixel has the value of the label."""
+def save(directory: Path, samples: np.ndarray, labels: np.ndarray) -> DatasetSlice:
     directory.mkdir(parents=True, exist_ok=True)
-    labels = np.arange(first_label, first_label + num_rows, dtype=np.int32)
-    images = np.broadcast_to(labels.astype(np.uint8).reshape(-1, 1, 1, 1), (num_rows, 2, 2, 1))
-    np.save(directory / "images.npy", images)
+    np.save(directory / "images.npy", samples)
     np.save(directory / "labels.npy", labels)
     return slice_of(directory)
+
+
+def write(directory: Path, num_rows: int, first_label: int = 0) -> DatasetSlice:
+    """Write images of which every pixel has the value of the label."""
+    labels = np.arange(first_label, first_label + num_rows, dtype=np.int32)
+    images = np.broadcast_to(labels.astype(np.uint8).reshape(-1, 1, 1, 1), (num_rows, 2, 2, 1))
+    return save(directory, images, labels)
 
 
 @pytest.fixture(scope="module")
@@ -46,16 +52,14 @@ def run_of(*ranks: RankSpec, public: DatasetSlice | None = None) -> RunSpec:
     return RunSpec("run", "", "", Recipe(seed=7), ranks, public, None, "")
 
 
-def one_rank(private: DatasetSlice | None, public: DatasetSlice | None, sizes: tuple[int, int]) -> RunSpec:
-    """Return a run of one rank; `sizes` are its numbers of private and public samples."""
-    rank = RankSpec(0, "host", 8, Runtime(1), private, public, *sizes)
-    return run_of(rank, public=public)
-
-
-def repeating(private: DatasetSlice, public: DatasetSlice, num_repeated: int) -> RunSpec:
-    """Return a run of one rank that reads so many of its 20 private samples again."""
-    sizes = (20 + num_repeated, 60)
-    rank = RankSpec(0, "host", 8, Runtime(1), private, public, *sizes, num_repeated=num_repeated)
+def one_rank(
+    private: DatasetSlice | None, public: DatasetSlice | None, sizes: tuple[int, int], num_repeated: int = 0
+) -> RunSpec:
+    """Return a run of one rank; `sizes`: its numbers of private and public samples without repeated ones."""
+    num_private = sizes[0] + num_repeated
+    rank = RankSpec(
+        *(0, "host", 8, Runtime(1), private, public, num_private, sizes[1]), num_repeated=num_repeated
+    )
     return run_of(rank, public=public)
 
 
@@ -94,14 +98,6 @@ def test_slices_of_one_permutation_are_disjoint_and_complete(cuts: list[int], se
     assert all(np.array_equal(one, np.sort(one)) for one in rows)
 
 
-def test_order_depends_on_epoch_and_seed_only(part: DatasetSlice) -> None:
-    spec = one_rank(None, part, (0, 60))
-    assert epoch_of(spec, 7, 1) != epoch_of(spec, 7, 2)
-    assert epoch_of(spec, 7, 1) == epoch_of(spec, 7, 1)
-    other_seed = dataclasses.replace(spec, recipe=Recipe(seed=8))
-    assert epoch_of(spec, 7, 1) != epoch_of(other_seed, 7, 1)
-
-
 def test_rank_reads_each_epoch_in_its_own_order_and_from_its_own_view(tmp_path: Path) -> None:
     """The same as a process that begins with this epoch, after a restart."""
     part = write(tmp_path, 60)
@@ -121,20 +117,18 @@ def test_rank_reads_each_epoch_in_its_own_order_and_from_its_own_view(tmp_path: 
     assert len({tuple(label % 100 for label in one) for one in read}) == 4
 
 
-def test_ranks_have_orders_of_their_own_and_private_samples_another_than_public_ones(
+def test_orders_of_seeds_epochs_ranks_and_of_private_and_public_samples_differ(
     part: DatasetSlice, tmp_path: Path
 ) -> None:
-    private = write(tmp_path, 60)
+    private, orders = write(tmp_path, 60), []
     ranks = tuple(RankSpec(rank, "any", 8, Runtime(1), private, part, 60, 60) for rank in range(3))
-    spec = run_of(*ranks, public=part)
-    orders = []
-    for rank in range(3):
+    for seed, rank, epoch in itertools.product((7, 8), range(3), (1, 2)):
+        spec = dataclasses.replace(run_of(*ranks, public=part), recipe=Recipe(seed=seed))
         reader = EpochReader(spec, rank)
-        for epoch in (1, 2):
-            reader.set_epoch(epoch)
-            for share in (Share(rank, 9, 0, 9, 0, 0), Share(rank, 9, 0, 0, 0, 9)):
-                orders.append(tuple(reader.read(share)[1].tolist()))
-    assert len(set(orders)) == len(orders) == 3 * 2 * 2
+        reader.set_epoch(epoch)
+        for share in (Share(rank, 9, 0, 9, 0, 0), Share(rank, 9, 0, 0, 0, 9)):
+            orders.append(tuple(reader.read(share)[1].tolist()))
+    assert len(set(orders)) == len(orders) == 2 * 3 * 2 * 2
 
 
 @pytest.mark.parametrize("changed", ["public/images.npy", "own/labels.npy"])
@@ -182,10 +176,7 @@ def structured(directory: Path, num_rows: int = 40) -> DatasetSlice:
     labels = np.zeros(num_rows, [("u", "u1"), ("v", "f8", (3,)), ("sample_weight", "f4")])
     labels["u"], labels["sample_weight"] = np.arange(num_rows), np.arange(num_rows) / 8
     labels["v"][:, 2] = np.arange(num_rows)
-    directory.mkdir(parents=True, exist_ok=True)
-    np.save(directory / "images.npy", samples)
-    np.save(directory / "labels.npy", labels)
-    return slice_of(directory)
+    return save(directory, samples, labels)
 
 
 def test_fields_of_samples_and_labels_stay_together_wherever_they_are_read(tmp_path: Path) -> None:
@@ -208,15 +199,22 @@ def test_fields_of_samples_and_labels_stay_together_wherever_they_are_read(tmp_p
     assert len(packed) == 4 * (samples.dtype.itemsize + labels.dtype.itemsize)
 
 
-@pytest.mark.parametrize("damage", ["missing", "short", "pickle"])
-def test_unreadable_file_is_an_error_that_names_no_file(tmp_path: Path, damage: str) -> None:
-    path = Path(write(tmp_path, 50).labels)
-    content = path.read_bytes()
-    path.unlink()
-    if damage == "pickle":
-        np.save(path, np.array([{"a": 1}] * 50, dtype=object), allow_pickle=True)
-    elif damage == "short":
-        path.write_bytes(content[:-4])
+PICKLED = np.array([{"a": 1}] * 50, dtype=object)
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        Path.unlink,
+        lambda path: path.write_bytes(path.read_bytes()[:-4]),
+        lambda path: np.save(path, PICKLED, allow_pickle=True),
+    ],
+    ids=["missing", "short", "pickle"],
+)
+def test_unreadable_file_is_an_error_that_names_no_file(
+    tmp_path: Path, damage: Callable[[Path], object]
+) -> None:
+    damage(Path(write(tmp_path, 50).labels))
     with pytest.raises(WorkerError, match="cannot be read") as raised:
         PreparedSamples(slice_of(tmp_path))
     assert str(tmp_path) not in raised.value.message
@@ -224,31 +222,23 @@ def test_unreadable_file_is_an_error_that_names_no_file(tmp_path: Path, damage: 
 
 
 @settings(deadline=None)
-@given(st.integers(0, 60), st.integers(1, 30), st.integers(1, 99))
-def test_repeated_private_samples_are_read_equally_often(
+@given(st.integers(0, 70), st.integers(1, 60), st.integers(1, 99))
+def test_repeated_private_samples_are_read_equally_often_first_in_a_batch_and_their_copies_are_counted(
     part: DatasetSlice, other: DatasetSlice, num_repeated: int, batch_size: int, epoch: int
 ) -> None:
-    read = list(chain(*epoch_of(repeating(other, part, num_repeated), batch_size, epoch)))
-    private = [label for label in read if label >= 100]
-    times = [private.count(label) for label in range(100, 120)]
-    assert sum(times) == 20 + num_repeated
-    assert max(times) - min(times) <= 1
-    assert sorted(label for label in read if label < 100) == list(range(60))
-
-
-@settings(deadline=None)
-@given(st.integers(0, 70), st.integers(1, 60))
-def test_private_samples_come_first_in_a_batch_and_their_copies_are_counted(
-    part: DatasetSlice, other: DatasetSlice, num_repeated: int, batch_size: int
-) -> None:
-    reader = EpochReader(repeating(other, part, num_repeated), 0)
-    reader.set_epoch(1)
+    reader = EpochReader(one_rank(other, part, (20, 60), num_repeated), 0)
+    reader.set_epoch(epoch)
     segment = begin_epoch([OwnSamples(20 + num_repeated, 60)], {0: batch_size})
+    all_private, all_public = list[int](), list[int]()
     for step in range(segment.stop_step):
         share = segment.shares[0].batch(step)
         labels = reader.read(share)[1].tolist()
-        copies = reader.private_copies(share)
-        private = labels[: len(copies)]
-        assert all(label >= 100 for label in private)
-        assert all(label < 100 for label in labels[len(copies) :])
-        assert [private.count(label) for label in private] == copies.tolist()
+        copies = reader.private_copies(share).tolist()
+        private, public = labels[: len(copies)], labels[len(copies) :]
+        assert [private.count(label) for label in private] == copies
+        all_private += private
+        all_public += public
+    assert sorted(all_public) == list(range(60))
+    times = [all_private.count(label) for label in range(100, 120)]
+    assert sum(times) == len(all_private) == 20 + num_repeated
+    assert max(times) - min(times) <= 1

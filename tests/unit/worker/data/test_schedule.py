@@ -1,33 +1,35 @@
 """Ranks read every public sample once an epoch and only their own private ones, whatever changes midway."""
 
 from collections import Counter
+from collections.abc import Iterable
 
 from hypothesis import given
 from hypothesis import strategies as st
 
-from csdctl.worker.data.schedule import (
-    OwnSamples,
-    Segment,
-    Share,
-    Span,
-    begin_epoch,
-    change_segment,
-)
+from csdctl.worker.data.schedule import OwnSamples, Segment, Share, Span, begin_epoch, change_segment
 
 OWN = st.lists(st.builds(OwnSamples, st.integers(0, 60), st.integers(0, 200)), min_size=1, max_size=6)
 SIZES = st.integers(1, 40)
 
 
-def read(segment: Segment, step: int, seen: Counter[tuple[str, int, int]]) -> None:
-    """Count the samples that every rank reads in one step, by visibility, owner and index."""
-    for share in (each.batch(step - segment.start_step) for each in segment.shares):
-        assert share.num_samples <= share.batch_size
-        seen.update(
-            ("private", share.rank, index) for index in range(share.private_start, share.private_stop)
-        )
-        seen.update(("public", share.rank, index) for index in range(share.public_start, share.public_stop))
-        for span in share.reassigned:
-            seen.update(("public", span.rank, index) for index in range(span.start, span.stop))
+Seen = Counter[tuple[str, int, int]]
+"""How often each sample was read, by visibility, owner and index."""
+
+
+def read(segment: Segment, steps: Iterable[int], seen: Seen) -> None:
+    """Count the samples that every rank reads in these steps."""
+    for step in steps:
+        for share in (each.batch(step - segment.start_step) for each in segment.shares):
+            assert share.num_samples <= share.batch_size
+            spans = [("private", share.rank, share.private_start, share.private_stop)]
+            spans.append(("public", share.rank, share.public_start, share.public_stop))
+            spans += [("public", span.rank, span.start, span.stop) for span in share.reassigned]
+            seen.update((kind, rank, index) for kind, rank, *span in spans for index in range(*span))
+
+
+def samples_of(own: list[OwnSamples], kind: str) -> Seen:
+    counts = [one.num_private if kind == "private" else one.num_public for one in own]
+    return Counter((kind, rank, index) for rank, count in enumerate(counts) for index in range(count))
 
 
 @given(OWN, st.data())
@@ -35,55 +37,33 @@ def test_every_sample_is_read_once_however_often_batch_sizes_change(
     own: list[OwnSamples], data: st.DataObject
 ) -> None:
     sizes = {rank: data.draw(SIZES) for rank in range(len(own))}
-    segment, step = begin_epoch(own, sizes), 0
-    seen: Counter[tuple[str, int, int]] = Counter()
+    segment, step, seen = begin_epoch(own, sizes), 0, Seen()
     while step < segment.stop_step:
-        read(segment, step, seen)
+        read(segment, [step], seen)
         step += 1
         if data.draw(st.integers(0, 4)) == 0:
             sizes = {rank: data.draw(SIZES) for rank in range(len(own))}
             segment = change_segment(segment, step, sizes)
-    wanted = {("private", rank, index) for rank, one in enumerate(own) for index in range(one.num_private)}
-    wanted |= {("public", rank, index) for rank, one in enumerate(own) for index in range(one.num_public)}
-    assert set(seen) == wanted
-    assert all(count == 1 for count in seen.values())
+    assert seen == samples_of(own, "private") + samples_of(own, "public")
 
 
-@given(OWN, st.data())
-def test_public_samples_of_a_rank_that_leaves_are_read_and_its_private_ones_are_not(
-    own: list[OwnSamples], data: st.DataObject
+@given(OWN, st.booleans(), st.data())
+def test_public_samples_of_a_rank_that_leaves_or_never_comes_are_read_and_its_private_ones_are_not(
+    own: list[OwnSamples], is_absent: bool, data: st.DataObject
 ) -> None:
-    sizes = {rank: data.draw(SIZES) for rank in range(len(own))}
-    segment = begin_epoch(own, sizes)
-    num_before = data.draw(st.integers(0, segment.stop_step))
-    seen: Counter[tuple[str, int, int]] = Counter()
-    for step in range(num_before):
-        read(segment, step, seen)
+    sizes, seen = {rank: data.draw(SIZES) for rank in range(len(own))}, Seen()
     leaving = data.draw(st.sets(st.integers(1, max(1, len(own) - 1)), max_size=len(own) - 1))
-    segment = change_segment(
-        segment, num_before, {rank: size for rank, size in sizes.items() if rank not in leaving}
-    )
-    for step in range(num_before, segment.stop_step):
-        read(segment, step, seen)
-    assert all(count == 1 for count in seen.values())
-    public = {key for key in seen if key[0] == "public"}
-    assert len(public) == sum(one.num_public for one in own)
-    for rank, one in enumerate(own):
-        if rank not in leaving:
-            assert sum(key[:2] == ("private", rank) for key in seen) == one.num_private
-
-
-@given(OWN, st.data())
-def test_all_public_samples_of_a_rank_absent_from_the_start_are_reassigned(
-    own: list[OwnSamples], data: st.DataObject
-) -> None:
-    present = {0, *data.draw(st.sets(st.integers(0, len(own) - 1)))}
-    segment = begin_epoch(own, {rank: data.draw(SIZES) for rank in present})
-    seen: Counter[tuple[str, int, int]] = Counter()
-    for step in range(segment.stop_step):
-        read(segment, step, seen)
-    assert sum(key[0] == "public" for key in seen) == sum(one.num_public for one in own)
-    assert all(count == 1 for count in seen.values())
+    left = {rank: size for rank, size in sizes.items() if rank not in leaving}
+    segment = begin_epoch(own, left if is_absent else sizes)
+    if not is_absent:
+        num_before = data.draw(st.integers(0, segment.stop_step))
+        read(segment, range(num_before), seen)
+        segment = change_segment(segment, num_before, left)
+    read(segment, range(segment.start_step, segment.stop_step), seen)
+    private = Counter(key for key in seen.elements() if key[0] == "private")
+    assert seen - private == samples_of(own, "public")
+    of_others = Counter(key for key in samples_of(own, "private").elements() if key[1] in left)
+    assert of_others <= private <= samples_of(own, "private")
 
 
 @given(st.lists(st.integers(20, 400), min_size=2, max_size=6), st.data())
@@ -123,10 +103,9 @@ def test_rank_that_comes_back_in_an_epoch_reads_public_samples_that_are_left() -
     again = change_segment(without, 3, {0: 10, 1: 10, 2: 10})
     assert [share.rank for share in again.shares] == [0, 1, 2]
     assert again.shares[1].num_private == again.shares[1].num_public == 0
-    seen: Counter[tuple[str, int, int]] = Counter()
-    read(without, 2, seen)
-    for step in range(3, again.stop_step):
-        read(again, step, seen)
+    seen = Seen()
+    read(without, [2], seen)
+    read(again, range(3, again.stop_step), seen)
     left = sum(share.num_samples - share.num_private for share in without.shares)
     assert sum(key[0] == "public" for key in seen.elements()) == left
     assert set(seen.values()) == {1}

@@ -82,11 +82,10 @@ class SlowWorld:
         ]
 
 
-def make_star(world: SlowWorld) -> tuple[Star, Array, Array]:
+def make_star(world: Any, *sizes: int) -> tuple[Star, Array, Array]:
     """Return the star of rank 0, its vector and the sum."""
-    slow: Any = world
     local, total = np.zeros(NUM_ELEMENTS, np.float32), np.zeros(NUM_ELEMENTS, np.float32)
-    return Star(slow, local, total), local, total
+    return Star(world, local, total, [(size, 0) for size in sizes]), local, total
 
 
 def add(star: Star, world: SlowWorld, local: Array, *values: float) -> None:
@@ -135,9 +134,8 @@ def test_vectors_are_added_in_the_order_of_ranks_and_rank_0_last() -> None:
 
 
 def test_what_is_left_of_a_larger_sum_is_no_part_of_a_smaller_one() -> None:
-    world: Any = SlowWorld(num_tests=1)
-    local, total = np.zeros(NUM_ELEMENTS, np.float32), np.zeros(NUM_ELEMENTS, np.float32)
-    star = Star(world, local, total, ((NUM_ELEMENTS, 0), (7, 0)))
+    world = SlowWorld(num_tests=1)
+    star, local, total = make_star(world, NUM_ELEMENTS, 7)
     add(star, world, local, 1.0, np.inf, 300.0)  # an optimizer with loss scaling skips it
     assert star.find_not_finite() == [1]
     star.post_receives()
@@ -154,28 +152,18 @@ def test_what_is_left_of_a_larger_sum_is_no_part_of_a_smaller_one() -> None:
     assert star.find_not_finite() == []
 
 
-class Timed:
-    """A collective whose sums take a rank's seconds."""
-
-    seconds: tuple[float, ...]
-
-    def __init__(self, world: Any, local: Any, total: Any, sizes: Any) -> None:
-        pass
-
-
 def choose_among(monkeypatch: pytest.MonkeyPatch, seconds: dict[str, list[float]], wanted: str = "") -> Any:
-    """Choose among collectives whose sums take `seconds` on the ranks."""
-    kinds = {name: type(name, (Timed,), {"seconds": times}) for name, times in seconds.items()}
+    """Choose among collectives, in whose place are the seconds that their sums take on the ranks."""
+    kinds = {name: lambda *_, times=times: times for name, times in seconds.items()}
     monkeypatch.setattr(collective, "COLLECTIVES", kinds)
     monkeypatch.setattr(collective, "gather_values", lambda *_: [])
-    monkeypatch.setattr(collective, "_time_sum", lambda world, one, on_wait: one.seconds)
-    monkeypatch.setattr(collective, "find_slowest_s", lambda world, seconds, on_wait: max(seconds))
+    monkeypatch.setattr(collective, "_time_sum", lambda world, times, on_wait: times)
+    monkeypatch.setattr(collective, "find_slowest_s", lambda world, times, on_wait: max(times))
     nothing: Any = None
-    chosen, name, slowest_s = choose_collective(nothing, [0.0], [0.0], wanted)
-    return type(chosen).__name__, name, slowest_s
+    return choose_collective(nothing, [0.0], [0.0], wanted)
 
 
 def test_collective_is_the_one_whose_slowest_rank_is_fastest(monkeypatch: pytest.MonkeyPatch) -> None:
     seconds = {"one": [0.1, 0.5], "two": [0.4, 0.3], "three": [0.2, 9.0]}
-    assert choose_among(monkeypatch, seconds) == ("two", "two", 0.4)
-    assert choose_among(monkeypatch, seconds, "three") == ("three", "three", 9.0)
+    assert choose_among(monkeypatch, seconds) == (seconds["two"], "two", 0.4)
+    assert choose_among(monkeypatch, seconds, "three") == (seconds["three"], "three", 9.0)

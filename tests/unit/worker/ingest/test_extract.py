@@ -1,10 +1,11 @@
-"""A model over prepared samples: features, results, views; interruptions, damage, refusals, what is sent."""
+"""A model over prepared samples: features, results, views; interruptions, refusals; what is gathered."""
 
 import base64
 import hashlib
 import shutil
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,8 @@ import numpy as np
 import pytest
 
 from csdctl.worker.compute.forward import to_results
-from csdctl.worker.ingest.extract import LINE_BYTES, extract, send
+from csdctl.worker.data.prepared import rows_of
+from csdctl.worker.ingest.extract import LINE_BYTES, extract, fingerprint_of, gather, of_sources, send
 from csdctl.worker.ingest.sources.source import IngestLimits
 from csdctl.worker.process.errors import WorkerError
 from csdctl.worker.protocol.datasets import PrepareProgress
@@ -24,17 +26,23 @@ from csdctl.worker.protocol.features import (
     Augmented,
     Extracted,
     ExtractSpec,
+    Gathered,
+    GatheredPart,
+    GatherSpec,
     Recomputed,
     ResultRule,
     SendSpec,
 )
 from csdctl.worker.protocol.json_codec import ProtocolError, from_json, to_json
+from csdctl.worker.protocol.run_spec import DatasetSlice, Prefix, Runtime, UserCode
 from tests.unit.worker.compute.built_models import keras
 from tests.unit.worker.ingest.prepared_data import (
     NUM_SAMPLES,
     InterruptionError,
     extract_spec,
     sha256,
+    slice_of,
+    stop_at,
     stored,
     swap,
 )
@@ -224,19 +232,12 @@ class TestViews:
         assert labels.tolist() == NUM_VIEWS * list(range(NUM_SAMPLES))
 
     def test_interrupted_views_go_on_with_the_same_draws(self, spec: ExtractSpec, tmp_path: Path) -> None:
-        wanted, count = self.views(spec), 0
-
-        def note(_: PrepareProgress) -> None:
-            nonlocal count
-            count += 1
-            if count in (3, 9):
-                raise InterruptionError
-
-        for _ in range(2):
+        wanted = self.views(spec)
+        for num_done in (32, 96):
             with pytest.raises(InterruptionError):
-                extract(wanted, limits=SMALL_BLOCKS, on_progress=note)
+                extract(wanted, limits=SMALL_BLOCKS, on_progress=stop_at(num_done))
         again = extract(wanted)
-        assert again.num_computed < NUM_VIEWS * NUM_SAMPLES
+        assert again.num_computed <= NUM_VIEWS * NUM_SAMPLES - 96
         whole = extract(replace(wanted, store=str(tmp_path / "other")))
         assert again.parts[0].images_sha256 == whole.parts[0].images_sha256
 
@@ -260,3 +261,150 @@ class TestViews:
         np.save(file, rows)
         Path(info.path, "dataset.json").write_text(to_json(replace(info, images_sha256=sha256(file))))
         assert recomputed(spec).difference > 0.1
+
+
+SEED, ENDS = 7, (0, 25, 26, 26, NUM_SAMPLES)
+"""Where the shards of four machines begin and end; one has no samples."""
+Lie = Callable[[list[GatheredPart]], list[GatheredPart]]
+
+
+@pytest.fixture
+def wanted(tmp_path: Path) -> ExtractSpec:
+    """Return what the host alone would compute: features of all samples, as a rank reads them."""
+    spec = extract_spec(tmp_path / "host")
+    return replace(spec, source=replace(spec.source, start=0, stop=NUM_SAMPLES, permutation_seed=SEED))
+
+
+@pytest.fixture
+def parts(tmp_path: Path, wanted: ExtractSpec) -> list[GatheredPart]:
+    """Return the features of four machines, each of its own shard in a store of its own."""
+    found = []
+    for number, (start, stop) in enumerate(pairwise(ENDS)):
+        rows = rows_of(DatasetSlice("", "", start, stop, SEED), NUM_SAMPLES)
+        shard = tmp_path / f"shard{number}"
+        shard.mkdir()
+        np.save(shard / "images.npy", np.load(wanted.source.images)[rows])
+        np.save(shard / "labels.npy", np.load(wanted.source.labels)[rows])
+        (info,) = extract(replace(wanted, source=slice_of(shard), store=str(shard / "store"))).parts
+        found.append(GatheredPart(f"csd{number}", f"{info.path}/images.npy", info.images_sha256, start, stop))
+    return found
+
+
+def gather_parts(wanted: ExtractSpec, *parts: GatheredPart) -> Gathered:
+    return gather(GatherSpec(wanted, (5,), parts))
+
+
+def test_extract_finds_what_was_gathered(
+    wanted: ExtractSpec, parts: list[GatheredPart], tmp_path: Path
+) -> None:
+    assert gather_parts(wanted) == Gathered(is_stored=False)
+    assert gather_parts(wanted, *parts) == gather_parts(wanted) == Gathered(is_stored=True)
+    found, alone = extract(wanted), extract(replace(wanted, store=str(tmp_path / "alone")))
+    assert (found.num_computed, alone.num_computed) == (0, NUM_SAMPLES)
+    assert [replace(part, path="") for part in found.parts] == [
+        replace(part, path="") for part in alone.parts
+    ]
+
+
+def with_values(change: Callable[[Any], Any]) -> Lie:
+    """Return what puts other features in place of those of the first machine."""
+
+    def apply(parts: list[GatheredPart]) -> list[GatheredPart]:
+        first, *others = parts
+        np.save(first.path, change(np.load(first.path)))
+        return [replace(first, sha256=sha256(Path(first.path))), *others]
+
+    return apply
+
+
+LIES: dict[str, tuple[Lie, str]] = {
+    "a machine is missing": (lambda parts: parts[1:], "the features of 25 of 70 samples are missing"),
+    "another shape": (
+        with_values(lambda rows: rows[:, :4]),
+        r"csd0 sent float32 of shape \(\d+, 4\), expected",
+    ),
+    "not finite": (with_values(lambda rows: rows * np.inf), "csd0 sent features that are not finite"),
+    "another file": (
+        lambda parts: [replace(parts[0], sha256="0" * 64), *parts[1:]],
+        "SHA-256|not",
+    ),
+}
+
+
+@pytest.mark.parametrize(("lie", "said"), LIES.values(), ids=LIES)
+def test_what_cannot_be_the_features_is_refused(
+    wanted: ExtractSpec, parts: list[GatheredPart], lie: Lie, said: str
+) -> None:
+    with pytest.raises(WorkerError, match=said):
+        gather_parts(wanted, *lie(parts))
+    assert gather_parts(wanted) == Gathered(is_stored=False)
+    assert extract(wanted).num_computed == NUM_SAMPLES
+
+
+SOURCE = DatasetSlice("images.npy", "labels.npy", 0, 60, 7, "a" * 64, "b" * 64)
+PREFIX = Prefix("model.json", "model.npz", (0.0, 1.0), "float32", UserCode("code.zip", ("mine",)))
+VIEWS = Augmented("/somewhere/functions.py:scale", 5, 3)
+SPEC = ExtractSpec(SOURCE, "store", PREFIX, Runtime(), augmented=VIEWS)
+LITE = replace(SPEC, prefix=replace(PREFIX, lite="model.tflite"))
+RESULTS = replace(SPEC, augmented=None, results=(ResultRule("", SOFTMAX),))
+
+DEPENDS = {
+    "samples": replace(SPEC, source=replace(SOURCE, images_sha256="c" * 64)),
+    "labels": replace(SPEC, source=replace(SOURCE, labels_sha256="c" * 64)),
+    "first row": replace(SPEC, source=replace(SOURCE, start=1)),
+    "last row": replace(SPEC, source=replace(SOURCE, stop=59)),
+    "permutation": replace(SPEC, source=replace(SOURCE, permutation_seed=8)),
+    "architecture": replace(SPEC, prefix=replace(PREFIX, architecture="other.json")),
+    "weights": replace(SPEC, prefix=replace(PREFIX, weights="other.npz")),
+    "code": replace(SPEC, prefix=replace(PREFIX, code=UserCode("other.zip", ("mine",)))),
+    "range": replace(SPEC, prefix=replace(PREFIX, input_range=(-1.0, 1.0))),
+    "precision": replace(SPEC, prefix=replace(PREFIX, precision="float16")),
+    "no views": replace(SPEC, augmented=None),
+    "function": replace(SPEC, augmented=replace(VIEWS, augment="/somewhere/functions.py:keep")),
+    "file of the function": replace(SPEC, augmented=replace(VIEWS, augment="/somewhere/other.py:scale")),
+    "seed of views": replace(SPEC, augmented=replace(VIEWS, seed=6)),
+    "number of views": replace(SPEC, augmented=replace(VIEWS, num_views=4)),
+    "LiteRT": LITE,
+    "LiteRT model": replace(SPEC, prefix=replace(PREFIX, lite="other.tflite")),
+    "results": RESULTS,
+    "layer": replace(RESULTS, layer="hidden"),
+    "kind of result": replace(RESULTS, results=(ResultRule("", VALUES),)),
+    "logits": replace(RESULTS, results=(ResultRule("", SOFTMAX, from_logits=True),)),
+}
+
+
+def test_rows_are_found_by_all_that_they_depend_on() -> None:
+    found = {name: fingerprint_of(spec) for name, spec in {"itself": SPEC, **DEPENDS}.items()}
+    assert len(set(found.values())) == len(found)
+
+
+def test_rows_are_found_wherever_files_are() -> None:
+    for same in (
+        replace(SPEC, source=replace(SOURCE, images="elsewhere/images.npy", labels="elsewhere/labels.npy")),
+        replace(SPEC, store="elsewhere", runtime=Runtime(8)),
+        replace(SPEC, prefix=replace(PREFIX, architecture="/elsewhere/model.json")),
+        replace(SPEC, augmented=replace(VIEWS, augment="/elsewhere/functions.py:scale")),
+        replace(SPEC, others=(SOURCE,), num_checked=64, num_plain=1),
+    ):
+        assert fingerprint_of(same) == fingerprint_of(SPEC)
+
+
+@pytest.mark.parametrize(
+    ("spec", "packages"), [(SPEC, {"tensorflow", "keras"}), (LITE, {"ai-edge-litert"})], ids=["keras", "lite"]
+)
+def test_rows_of_another_version_of_the_engine_are_computed_anew(
+    spec: ExtractSpec, packages: set[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = set()
+    for updated in ("", *packages):
+        versions = dict.fromkeys(packages, "1.0") | {updated: "2.0"}
+        monkeypatch.setattr("csdctl.worker.ingest.extract.version", versions.__getitem__)
+        found.add(fingerprint_of(spec))
+    assert len(found) == 1 + len(packages)
+
+
+def test_only_training_samples_have_views() -> None:
+    others: Any = tuple(replace(SOURCE, start=start) for start in (1, 2))
+    found = of_sources(replace(SPEC, others=others, num_plain=1))
+    assert [one.source.start for one in found] == [0, 1, 2]
+    assert [one.augmented for one in found] == [VIEWS, VIEWS, None]

@@ -1,6 +1,7 @@
-"""Every format of data, as real files; errors never name a file below the root."""
+"""Every format of data, as real files, prepared or looked at; errors never name a file below the root."""
 
 import gzip
+import json
 import os
 from collections.abc import Callable
 from dataclasses import replace
@@ -10,10 +11,19 @@ from typing import Any
 import numpy as np
 import pytest
 
-from csdctl.worker.ingest.prepare import prepare
+from csdctl.worker.ingest.prepare import MAX_BYTES, MAX_PICTURES, look, prepare
 from csdctl.worker.process.errors import WorkerError
-from csdctl.worker.protocol.datasets import PrepareSpec
+from csdctl.worker.protocol.datasets import (
+    DataLook,
+    ImageRule,
+    LookSpec,
+    PictureSizes,
+    PrepareSpec,
+    TableSchema,
+)
+from csdctl.worker.protocol.json_codec import from_json, to_json
 from tests.unit.worker.ingest.prepared_data import SECRET, arrays_of, full_disk, refusal, spec_below
+from tests.unit.worker.ingest.sources.encoded_images import bmp, colours
 
 GREY = np.arange(6 * 4 * 5).reshape(6, 4, 5).astype(np.uint8)
 COLOUR = np.arange(6 * 4 * 5 * 3).reshape(6, 4, 5, 3).astype(np.uint8)
@@ -46,11 +56,6 @@ def spec(tmp_path: Path) -> PrepareSpec:
     return spec_below(tmp_path)
 
 
-@pytest.fixture
-def root(spec: PrepareSpec) -> Path:
-    return Path(spec.source)
-
-
 class TestFormats:
     @pytest.mark.parametrize(("suffix", "pack"), [("", bytes), (".gz", gzip.compress)])
     def test_pair_of_idx_files(
@@ -74,17 +79,14 @@ class TestFormats:
         assert np.array_equal(arrays_of(info)[0], COLOUR)
         assert (arrays_of(info)[1].tolist(), arrays_of(info)[1].dtype) == (LABELS.tolist(), np.int32)
 
-    def test_npy_pair_of_the_right_shape_is_used_in_place(self, root: Path, spec: PrepareSpec) -> None:
-        write_npy(root)
-        info = prepare(spec)
-        assert info.path == str(root)
-        assert [path.name for path in Path(spec.store).rglob("*") if path.is_file()] == ["dataset.json"]
-        assert np.array_equal(arrays_of(info)[0], COLOUR)
-
-    def test_grayscale_images_get_a_channel_if_the_model_takes_one(
+    def test_npy_pair_is_used_in_place_unless_the_model_takes_a_channel(
         self, root: Path, spec: PrepareSpec
     ) -> None:
         write_npy(root, images=GREY)
+        info = prepare(spec)
+        assert info.path == str(root)
+        assert [path.name for path in Path(spec.store).rglob("*") if path.is_file()] == ["dataset.json"]
+        assert np.array_equal(arrays_of(info)[0], GREY)
         info = prepare(replace(spec, inputs={"": (4, 5, 1)}))
         assert info.sample_shape == (4, 5, 1)
         assert arrays_of(info)[0].shape == (6, 4, 5, 1)
@@ -146,14 +148,10 @@ class TestFormats:
 class TestRepeatedCalls:
     def test_second_call_writes_nothing(self, root: Path, spec: PrepareSpec) -> None:
         write_idx(root)
-        first, store = prepare(spec), Path(spec.store)
-
-        def times() -> dict[Path, int]:
-            return {path: path.stat().st_mtime_ns for path in [store, *store.rglob("*")]}
-
-        before = times()
+        first = prepare(spec)
+        before = {path: path.stat().st_mtime_ns for path in Path(spec.store).rglob("*")}
         assert prepare(spec) == first
-        assert times() == before
+        assert {path: path.stat().st_mtime_ns for path in Path(spec.store).rglob("*")} == before
 
     def test_changed_or_moved_source_gets_another_fingerprint(self, root: Path, spec: PrepareSpec) -> None:
         write_idx(root)
@@ -256,3 +254,99 @@ def test_full_disk_is_reported_and_leaves_no_files(root: Path, spec: PrepareSpec
         prepare(replace(spec, inputs={"": (64, 64, 1)}))
     assert raised.value.remedy == "free disk space"
     assert list(Path(spec.store).iterdir()) == []
+
+
+def look_at(path: Path, label: str = "", dropped: tuple[str, ...] = (), **settings: Any) -> DataLook:
+    spec = PrepareSpec(str(path), "never used", ImageRule((8, 8, 3)), names_classes=True, **settings)
+    found = look(LookSpec(spec, label, dropped))
+    assert from_json(DataLook, to_json(found)) == found
+    return found
+
+
+class TestLook:
+    def test_small_arrays_are_read_whole(self, tmp_path: Path) -> None:
+        np.savez(tmp_path / "a.npz", x=np.zeros((6, 4, 5), np.uint8), y=np.arange(6))
+        found = look_at(tmp_path / "a.npz")
+        assert (found.format, found.num_samples, found.is_whole) == ("npz", 6, True)
+        assert (found.info.sample_shape, found.info.dtype, found.info.max_label) == ((4, 5), "uint8", 5)
+
+    def test_large_arrays_are_read_in_part_and_nothing_is_kept(self, tmp_path: Path) -> None:
+        num_samples = 3 * MAX_BYTES // 4096
+        np.save(tmp_path / "images.npy", np.broadcast_to(np.uint8(1), (num_samples, 4096)))
+        np.save(tmp_path / "labels.npy", np.zeros(num_samples, np.int64))
+        before = sorted(tmp_path.iterdir())
+        found = look_at(tmp_path)
+        assert (found.num_samples, found.is_whole) == (num_samples, False)
+        assert found.info.num_samples < num_samples
+        assert sorted(tmp_path.iterdir()) == before
+
+    def test_pictures_of_all_classes_are_looked_at(self, tmp_path: Path) -> None:
+        for name in ("cat", "dog"):
+            (tmp_path / name).mkdir()
+        for number in range(2 * MAX_PICTURES):
+            path = tmp_path / ("cat" if number % 3 else "dog") / f"{number:04d}.bmp"
+            path.write_bytes(bmp(colours(4 + number % 5, 6)))
+        (tmp_path / "cat" / "0000.bmp").write_bytes(b"BM damaged")
+        found = look_at(tmp_path)
+        assert found.pictures == PictureSizes(("bmp",), (4, 6), (8, 6))
+        assert sum(found.class_counts.values()) == found.num_samples == 2 * MAX_PICTURES + 1
+        assert found.info.class_counts["dog"] > 100
+        assert found.info.num_skipped == {"undecodable": 1}
+        assert not found.is_whole
+
+    def test_column_called_as_a_label_is_taken(self, tmp_path: Path) -> None:
+        (tmp_path / "t.csv").write_text("a,Target,b\n1,0,2\n3,1,4\n")
+        found = look_at(tmp_path / "t.csv")
+        assert found.table == TableSchema(("Target",))
+        assert (found.info.sample_shape, found.info.max_label) == ((2,), 1)
+
+    def test_unclear_label_is_asked_for(self, tmp_path: Path) -> None:
+        (tmp_path / "t.csv").write_text("a,b,c\n1,0,x\n")
+        with pytest.raises(WorkerError, match=r"which column of .* is the label\? It has a, b, c") as caught:
+            look_at(tmp_path / "t.csv")
+        assert (caught.value.exit_code, caught.value.remedy) == (2, "name it: --label COLUMN")
+        assert look_at(tmp_path / "t.csv", "b", ("c",)).info.sample_shape == (1,)
+
+
+@pytest.fixture(params=["copied", "in place"])
+def copied_or_in_place(request: pytest.FixtureRequest, tmp_path: Path) -> PrepareSpec:
+    """Data that is copied, because the model takes an axis of channels, or used where it is."""
+    shape = (20, 4, 4) if request.param == "copied" else (20, 4, 4, 1)
+    spec = spec_below(tmp_path, inputs={"": (4, 4, 1)})
+    np.save(f"{spec.source}/images.npy", np.arange(320, dtype=np.float32).reshape(shape))
+    np.save(f"{spec.source}/labels.npy", np.arange(20) % 3)
+    return spec
+
+
+def edit(**values: object) -> Callable[[Path], None]:
+    def change(path: Path) -> None:
+        path.write_text(json.dumps(json.loads(path.read_text()) | values))
+
+    return change
+
+
+def to_device(path: Path) -> None:
+    path.unlink()
+    path.symlink_to("/dev/zero")
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        edit(path="/etc"),
+        edit(fingerprint="0" * 32),
+        edit(images_sha256=""),
+        edit(unknown=1),
+        lambda path: path.write_text("[" * 100_000),
+        to_device,
+    ],
+)
+def test_description_that_was_edited_is_written_again(
+    copied_or_in_place: PrepareSpec, change: Callable[[Path], None]
+) -> None:
+    spec = copied_or_in_place
+    info = prepare(spec)
+    description = Path(spec.store, info.fingerprint, "dataset.json")
+    change(description)
+    assert prepare(spec) == info
+    assert json.loads(description.read_text())["path"] == info.path

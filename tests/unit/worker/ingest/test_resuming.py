@@ -36,16 +36,19 @@ def image_tree(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
+def request_for(images: Path, directory: Path) -> PrepareSpec:
+    return PrepareSpec(str(images), str(directory / "store"), ImageRule((5, 5, 3)), names_classes=True)
+
+
 @pytest.fixture
 def spec(image_tree: Path, tmp_path: Path) -> PrepareSpec:
-    return PrepareSpec(str(image_tree), str(tmp_path / "store"), ImageRule((5, 5, 3)), names_classes=True)
+    return request_for(image_tree, tmp_path)
 
 
 @pytest.fixture(scope="module")
 def whole(image_tree: Path, tmp_path_factory: pytest.TempPathFactory) -> DatasetInfo:
     """Return the result of `spec`, prepared without interruption by one thread."""
-    store = str(tmp_path_factory.mktemp("whole"))
-    return prepare(PrepareSpec(str(image_tree), store, ImageRule((5, 5, 3)), names_classes=True), threads=1)
+    return prepare(request_for(image_tree, tmp_path_factory.mktemp("whole")), threads=1)
 
 
 def content(info: DatasetInfo) -> dict[str, bytes]:
@@ -97,30 +100,20 @@ def test_finished_work_is_not_repeated(spec: PrepareSpec, whole: DatasetInfo, af
     assert partial_directories(spec) == []
 
 
-def append(path: Path) -> None:
-    path.write_bytes(path.read_bytes() + b"half a sample")
-
-
 @pytest.mark.parametrize(
     ("name", "change"),
     [
-        ("record.json", "{"),
-        ("images.npy", 300),
-        ("labels.npy", append),
+        ("record.json", lambda path: path.write_text("{")),
+        ("images.npy", lambda path: os.truncate(path, 300)),
+        ("labels.npy", lambda path: path.write_bytes(path.read_bytes() + b"half a sample")),
         ("labels.npy", Path.unlink),
     ],
 )
 def test_damaged_work_gives_the_same_bytes(
-    spec: PrepareSpec, whole: DatasetInfo, name: str, change: str | int | Callable[[Path], None]
+    spec: PrepareSpec, whole: DatasetInfo, name: str, change: Callable[[Path], object]
 ) -> None:
     interrupt(spec, after=256)
-    path = partial_directories(spec)[0] / name
-    if isinstance(change, str):
-        path.write_text(change)
-    elif isinstance(change, int):
-        os.truncate(path, change)
-    else:
-        change(path)
+    change(partial_directories(spec)[0] / name)
     assert content(prepare(spec)) == content(whole)
 
 

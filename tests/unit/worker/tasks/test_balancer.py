@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from csdctl.worker.tasks.balancer import URGENT, Balancer, apportion
+from csdctl.worker.tasks.balancer import URGENT, Balancer
 
 OVERHEAD_S = 0.05
 
@@ -99,20 +99,6 @@ def test_batch_sizes_return_when_a_slowdown_ends() -> None:
     slow = balanced({0: 200, 1: 200}, {**speeds, 1: 40.0}, 30)
     assert slow[1] < 130
     assert abs(balanced(slow, speeds, 60)[1] - 200) < 20
-
-
-@given(
-    st.dictionaries(st.integers(0, 9), st.floats(0.01, 1000), min_size=1),
-    st.integers(10, 5000),
-    st.dictionaries(st.integers(0, 9), st.integers(1, 400)),
-)
-def test_global_batch_is_constant_and_every_rank_has_a_sample(
-    speeds: dict[int, float], total: int, limits: dict[int, int]
-) -> None:
-    sizes = apportion(total, speeds, limits)
-    assert sum(sizes.values()) == total
-    assert set(sizes) == set(speeds)
-    assert min(sizes.values()) >= 1
 
 
 def test_rank_that_sits_out_gets_no_samples_when_another_becomes_slow() -> None:

@@ -1,9 +1,9 @@
-"""What rank 0 goes on from when its process, csdctl or the machine has ended, without TensorFlow."""
+"""The state of a training, saved and restored also after a process or a machine has ended."""
 
 import contextlib
 import shutil
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -11,19 +11,213 @@ from typing import Any
 import numpy as np
 import pytest
 
+from csdctl.worker.data.arrays import Array
+from csdctl.worker.data.schedule import OwnSamples, Span, begin_epoch
 from csdctl.worker.process.errors import WorkerError
 from csdctl.worker.protocol.recipe import Recipe
 from csdctl.worker.protocol.run_spec import RankSpec, RunSpec, Runtime
-from csdctl.worker.tasks import checkpointer as module
-from csdctl.worker.tasks.checkpointer import (
-    KEPT_STEP_FILE,
-    LAST_MODEL,
-    Checkpointer,
-    Checkpoints,
-    StepFile,
+from csdctl.worker.tasks import checkpointer
+from csdctl.worker.tasks.checkpointer import KEPT_STEP_FILE, LAST_MODEL, Checkpointer, Checkpoints, StepFile
+from csdctl.worker.tasks.progress import (
+    CallbackState,
+    EpochTotals,
+    Position,
+    Reporter,
+    max_state_bytes,
+    pack,
+    unpack,
 )
-from csdctl.worker.tasks.progress import Reporter, pack
-from tests.unit.worker.tasks.test_state import OWN, POSITION, variables
+
+OWN = [OwnSamples(5, 95), OwnSamples(20, 80)]
+SEGMENT = begin_epoch(OWN, {0: 10, 1: 7})
+POSITION = Position(
+    2, 3, 45, SEGMENT, {"0": 10, "1": 7}, EpochTotals(3, 51, 4.5, (0.5,)), CallbackState(1.5, 1)
+)
+
+
+@dataclass
+class Variable:
+    """A variable as the state uses it."""
+
+    value: Any
+
+    def assign(self, value: Any) -> None:
+        self.value = value
+
+
+def variables(fill: float = 0.0) -> list[Any]:
+    return [
+        Variable(np.full((3, 4), fill, np.float32)),
+        Variable(np.int64(fill)),
+        Variable(np.full(5000, fill, np.float32)),
+    ]
+
+
+def test_state_is_restored_bit_by_bit() -> None:
+    into = variables()
+    assert unpack(pack(variables(7), POSITION), into, OWN) == POSITION
+    assert all(np.array_equal(one.value, its.value) for one, its in zip(into, variables(7), strict=True))
+    assert [np.asarray(one.value).dtype for one in into] == [np.float32, np.int64, np.float32]
+
+
+@pytest.mark.parametrize(
+    ("others", "message"),
+    [
+        pytest.param([], r"expected \d+ for this model", id="other size"),
+        pytest.param([np.zeros((4, 3), np.float32), np.int64(0)], "shapes and types", id="other shape"),
+        pytest.param([np.zeros((3, 4), np.int32), np.int64(0)], "shapes and types", id="other type"),
+    ],
+)
+def test_state_of_another_model_is_refused(others: list[Any], message: str) -> None:
+    packed = pack(variables()[:2], POSITION)
+    with pytest.raises(WorkerError, match=message):
+        unpack(packed, [Variable(array) for array in others], OWN)
+
+
+def changed_share(**changes: Any) -> Position:
+    first, second = SEGMENT.shares
+    return replace(POSITION, segment=replace(SEGMENT, shares=(replace(first, **changes), second)))
+
+
+IMPOSSIBLE = {
+    "epoch 0": replace(POSITION, epoch=0),
+    "epoch as text": replace(POSITION, epoch="2"),
+    "step below 0": replace(POSITION, step=-1),
+    "more steps than in the run": replace(POSITION, total_steps=2),
+    "steps beyond counting": replace(POSITION, total_steps=10**30),
+    "batch size below 0": replace(POSITION, batch_sizes={"0": -1, "1": 7}),
+    "batch sizes of other ranks": replace(POSITION, batch_sizes={"0": 1, "7": 7}),
+    "batch sizes as list": replace(POSITION, batch_sizes=[1, 2]),
+    "segment in the future": replace(POSITION, segment=replace(SEGMENT, start_step=4)),
+    "share of no rank": changed_share(rank=2),
+    "private samples that do not exist": changed_share(private_stop=6),
+    "public samples that do not exist": changed_share(public_stop=96),
+    "samples before the first": changed_share(public_start=-1),
+    "span of no rank": changed_share(reassigned=(Span(5, 0, 1),)),
+    "span beyond the samples": changed_share(reassigned=(Span(1, 0, 81),)),
+    "loss that is no number": replace(POSITION, totals=EpochTotals(3, 51, float("nan"))),
+    "metric as text": replace(POSITION, totals=EpochTotals(3, 51, 1.0, ("x",))),
+    "infinite rate": replace(POSITION, callbacks=CallbackState(rate_factor=float("inf"))),
+    "stop as number": replace(POSITION, callbacks=CallbackState(is_stopping=1)),
+}
+
+
+@pytest.mark.parametrize("name", IMPOSSIBLE)
+def test_impossible_position_is_refused_before_any_variable_changes(name: str) -> None:
+    into = variables()
+    with pytest.raises(WorkerError, match="saved state cannot be read"):
+        unpack(pack(variables(7), IMPOSSIBLE[name]), into, OWN)
+    assert all((np.asarray(one.value) == 0).all() for one in into)
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return tmp_path / "state"
+
+
+def write_steps(path: Path, *steps: int) -> StepFile:
+    """Write a state after each step, full of the number of the step."""
+    file = StepFile(path, variables())
+    file.read()
+    for step in steps:
+        file.write(variables(step), replace(POSITION, total_steps=step))
+    return file
+
+
+def step_of(packed: Array | None) -> int:
+    """Return the steps of a state, which is full of this number."""
+    assert packed is not None
+    into = variables()
+    steps = unpack(packed, into, OWN).total_steps
+    assert all((np.asarray(one.value) == steps).all() for one in into)
+    return steps
+
+
+def read_step(path: Path) -> int:
+    return step_of(StepFile(path, variables()).read())
+
+
+def test_step_file_exists_from_the_first_step_on_and_returns_the_latest_state(path: Path) -> None:
+    file = write_steps(path)
+    assert file.read() is None
+    assert not path.exists()
+    for steps in ((45,), (46, 47), (48, 49)):
+        write_steps(path, *steps)
+        assert read_step(path) == steps[-1]
+    assert path.stat().st_mode & 0o777 == 0o600
+
+
+def test_state_that_cannot_be_written_to_its_end_leaves_the_one_before(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also by a process that was started again: it writes over the older state first."""
+
+    def write_half(variables: Any, position: Position, out: Array) -> Array:
+        out[: len(out) // 2] = 7
+        raise InterruptedError
+
+    for steps in ((45, 46), (47,)):
+        write_steps(path, *steps)
+        started_again = write_steps(path)
+        with monkeypatch.context() as patch:
+            patch.setattr(checkpointer, "pack", write_half)
+            with pytest.raises(InterruptedError):
+                started_again.write(variables(), POSITION)
+        assert read_step(path) == steps[-1]
+
+
+@pytest.mark.parametrize("half", [0, 1])
+@pytest.mark.parametrize("place", [12, 17, StepFile._MARK.size + 60])
+def test_half_of_a_step_file_that_is_damaged_is_left_out(path: Path, half: int, place: int) -> None:
+    """In its mark, size or checksum; or in what the checksum covers."""
+    write_steps(path, 45, 46)
+    content = bytearray(path.read_bytes())
+    content[half * (len(content) // 2) + place] ^= 0x80
+    path.write_bytes(content)
+    assert read_step(path) == (46 if half == 0 else 45)
+
+
+def load_newest(checkpoints: Checkpoints) -> Array | None:
+    return next(checkpoints.newest_first(max_state_bytes(variables())), None)
+
+
+class TestCheckpoints:
+    def save(self, directory: Path, steps: list[int], best: int = 0) -> Checkpoints:
+        checkpoints = Checkpoints(directory, num_kept=2)
+        for step in steps:
+            position = replace(POSITION, total_steps=step)
+            checkpoints.save(pack(variables(step), position), position, is_best=step == best)
+        return checkpoints
+
+    def test_newest_checkpoints_and_the_best_are_kept(self, tmp_path: Path) -> None:
+        self.save(tmp_path, [10, 20, 30, 40, 50], best=20)
+        kept = sorted(path.name for path in tmp_path.glob("*.npz"))
+        assert kept == ["step-00000020.npz", "step-00000040.npz", "step-00000050.npz"]
+
+    @pytest.mark.fault(53)
+    @pytest.mark.parametrize("damage", ["cut", "empty", "wrong byte", "text"])
+    def test_damaged_checkpoint_is_skipped_for_the_one_before(self, tmp_path: Path, damage: str) -> None:
+        assert load_newest(Checkpoints(tmp_path / "none")) is None
+        checkpoints = self.save(tmp_path, [10, 20])
+        newest = tmp_path / "step-00000020.npz"
+        content = newest.read_bytes()
+        middle = len(content) // 2
+        newest.write_bytes(
+            {
+                "cut": content[:middle],
+                "empty": b"",
+                "wrong byte": content[:middle] + bytes([content[middle] ^ 1]) + content[middle + 1 :],
+                "text": b"not a checkpoint",
+            }[damage]
+        )
+        assert step_of(load_newest(checkpoints)) == 10
+
+    @pytest.mark.fault(52)
+    def test_half_written_checkpoint_is_ignored(self, tmp_path: Path) -> None:
+        checkpoints = self.save(tmp_path, [10])
+        (tmp_path / ".part-step-00000020.npz").write_bytes(b"half")
+        assert step_of(load_newest(checkpoints)) == 10
+
 
 ME = RankSpec(0, "host", 10, Runtime(), None, None, 0, 100)
 
@@ -105,15 +299,6 @@ def test_later_one_of_step_file_and_checkpoint_is_used(run: Run) -> None:
     run.assert_continues_after(20)
 
 
-def test_state_is_kept_in_memory_after_every_step(run: Run) -> None:
-    checkpointer, step = run.start()
-    for number in (11, 12, 13):
-        step.state = variables(number)
-        checkpointer.after_step(replace(POSITION, total_steps=number), has_others=True)
-        run.assert_continues_after(number)
-        assert not run.checkpoint(number).exists()
-
-
 def test_run_of_a_rebooted_host_continues_from_the_newest_checkpoint_or_not_at_all(run: Run) -> None:
     run.train([10, 20, 25], checkpoints=(10, 20))
     run.reboot()
@@ -125,18 +310,6 @@ def test_run_of_a_rebooted_host_continues_from_the_newest_checkpoint_or_not_at_a
         run.checkpoint(number).write_bytes(b"damaged")
     with pytest.raises(WorkerError, match="no checkpoint of this run can be used: they are damaged"):
         run.start()
-
-
-def test_last_good_model_is_that_of_the_newest_checkpoint_if_there_is_one(run: Run) -> None:
-    checkpointer, step = run.start()
-    checkpointer.save_last_good()
-    assert not list(run.output.iterdir())
-    for number in (10, 20):
-        step.state = variables(number)
-        checkpointer.checkpoint(replace(POSITION, total_steps=number))
-    step.state = variables(30)
-    checkpointer.save_last_good()
-    assert (run.output / LAST_MODEL).read_text() == "20"
 
 
 def test_model_is_saved_with_the_averaged_weights(run: Run) -> None:
@@ -168,7 +341,7 @@ class Clock:
             self.written.append(position.total_steps)
 
         monkeypatch.setattr(StepFile, "write", slow_write)
-        monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: self.now_s))
+        monkeypatch.setattr(checkpointer, "time", SimpleNamespace(monotonic=lambda: self.now_s))
 
 
 @pytest.mark.parametrize(("has_others", "written"), [(True, [1, 2, 3, 4]), (False, [1, 4])])
@@ -197,6 +370,7 @@ def test_interval_of_checkpoints_begins_again_with_each(run: Run, monkeypatch: p
 def test_run_without_checkpoints_keeps_none(run: Run) -> None:
     run.spec = replace(run.spec, num_checkpoints=0)
     run.train([10, 11], checkpoints=(10, 11))
+    run.start()[0].save_last_good()
     assert not list(run.output.iterdir())
     run.assert_continues_after(11)
 

@@ -8,12 +8,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from csdctl.shipping.store import hash_file
 from csdctl.worker.protocol.events import Failed, event_from_line
 from csdctl.worker.protocol.json_codec import to_json
 from csdctl.worker.protocol.recipe import Recipe
-from csdctl.worker.protocol.run_spec import DatasetSlice, RankSpec, RunSpec, Runtime
+from csdctl.worker.protocol.run_spec import RankSpec, RunSpec, Runtime
 from tests.unit.worker.compute.built_models import carry, keras
+from tests.unit.worker.ingest.prepared_data import slice_of
 
 CANARY = 987_654
 """A label that no output of the model is for: TensorFlow names the labels of such a batch."""
@@ -27,9 +27,7 @@ def test_only_the_type_of_an_unforeseen_error_leaves_a_rank_with_private_data(
     files = carry(keras().Sequential(layers), tmp_path)
     np.save(tmp_path / "images.npy", np.zeros((8, 4), np.float32))
     np.save(tmp_path / "labels.npy", np.full(8, CANARY, np.int32))
-    paths = [tmp_path / name for name in ("images.npy", "labels.npy")]
-    hashes = [hash_file(path) for path in paths]
-    part = DatasetSlice(*map(str, paths), images_sha256=hashes[0], labels_sha256=hashes[1])
+    part = slice_of(tmp_path)
     data = (part, None, 8, 0) if is_private else (None, part, 0, 8)
     rank = RankSpec(0, "csd0", 4, Runtime(1), *data)
     spec = RunSpec("a-run", *files, Recipe(), (rank,), None, None, str(tmp_path))

@@ -74,20 +74,6 @@ def test_results_of_an_epoch_are_of_all_its_steps_and_ranks_lost_ones_included(p
     assert progress.position.totals == EpochTotals(5, num_samples, 2 * num_samples, (5.0,), num_samples)
 
 
-def test_next_epoch_begins_without_results_and_keeps_the_steps_of_the_run(progress: RunProgress) -> None:
-    run_steps(progress, 3)
-    progress.change_batch_sizes({0: 3, 1: 3, 2: 3})
-    run_to_the_epochs_end(progress)
-    callbacks = CallbackState(rate_factor=0.1)
-    progress.end_epoch(callbacks)
-    position = progress.position
-    assert (position.epoch, position.step, position.total_steps) == (3, 0, 2 * NUM_STEPS)
-    assert (position.totals, position.callbacks) == (EpochTotals(), callbacks)
-    progress.regroup(ALL)
-    assert progress.step_samples == [3, 3, 3]
-    assert sum(share.num_samples for share in progress.segment.shares) == NUM_STEPS * sum(SIZES)
-
-
 def test_rank_that_comes_back_has_its_latest_batch_size(progress: RunProgress) -> None:
     progress.change_batch_sizes({0: 5, 1: 1, 2: 3})
     run_steps(progress, 1)

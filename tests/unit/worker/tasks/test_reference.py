@@ -1,15 +1,20 @@
-"""What rank 0 computes to judge the others: exact sums, sizes of batches, random states of every rank."""
+"""What rank 0 computes to judge the others: exact sums, samples; of own train_steps, wrong engines."""
 
 import math
+from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import pytest
 
-from csdctl.worker.compute.statistics import Seeds
+from csdctl.worker.compute.interception import Interception
+from csdctl.worker.compute.statistics import Snapshot
 from csdctl.worker.group.values import decode_value, encode_value
 from csdctl.worker.protocol.json_codec import ProtocolError, read_as
 from csdctl.worker.tasks.verify import (
     MAX_SAMPLES,
+    NEAR,
+    CustomReference,
     ExactSum,
     Ranges,
     compute_type,
@@ -19,8 +24,8 @@ from csdctl.worker.tasks.verify import (
     widen,
 )
 from tests.unit.worker.compute.built_models import keras
-
-BITS = 24
+from tests.unit.worker.compute.test_custom_step import Engine, Pair, Ranks, build, make_step, samples, tf
+from tests.unit.worker.tasks.verified_models import specs_of
 
 
 def test_layers_that_compute_in_16_bits_compute_in_float32_and_keep_the_type_of_their_weights() -> None:
@@ -41,16 +46,7 @@ def exact_sum(vectors: np.ndarray) -> ExactSum:
 
 
 class TestExactSum:
-    """A sum in float32 is as near as rounding allows, in whatever order it is taken."""
-
-    @pytest.mark.parametrize("order", [[0, 1, 2, 3, 4, 5], [5, 3, 1, 0, 2, 4]])
-    def test_sums_in_any_order_are_within_rounding(self, order: list[int]) -> None:
-        vectors = np.random.default_rng(1).normal(size=(6, 10_000)).astype(np.float32)
-        total = np.zeros(10_000, np.float32)
-        for rank in order:
-            total += vectors[rank]
-        exact = exact_sum(vectors)
-        assert 0 < exact.difference(total) <= exact.rounding == 6 * 2.0**-BITS
+    """What no sum in float32 differs by from the exact one, in whatever order it is taken."""
 
     def test_one_wrong_element_of_many_is_seen(self) -> None:
         vectors = np.random.default_rng(1).normal(size=(3, 10_000)).astype(np.float32)
@@ -91,16 +87,6 @@ class TestSizes:
 class TestSamples:
     """Random samples in the range that the model takes."""
 
-    def test_integers_stay_below_the_smallest_embedding(self) -> None:
-        layers = keras().layers
-        model = keras().Sequential([keras().Input((7,)), layers.Embedding(5, 2), layers.Flatten()])
-        example = np.zeros((0, 7), np.int32), np.zeros((0, 1), np.float32)
-        samples, labels = draw_samples(3, 0, 50, example, model)
-        assert (samples.min(), samples.max()) == (0, 4)
-        assert labels.shape == (50, 1)
-        again = draw_samples(3, 0, 50, example, model)
-        assert np.array_equal(samples, again[0])
-
     def test_values_are_in_the_range_of_the_data(self) -> None:
         """An input may be a class, which a layer compares with, or numbers that a layer normalizes."""
         kinds = [("picture", np.uint8, (2, 2)), ("kind", np.int64), ("table", np.float32, (2,))]
@@ -135,45 +121,158 @@ class TestSamples:
         assert drawn["kinds"].max() == 1
         assert len({row.tobytes() for row in drawn["words"]}) == 50
 
+    def test_class_without_outputs_before_it_is_called_gets_two_classes(self) -> None:
+        class Own(keras().Model):  # type: ignore[misc]
+            def call(self, inputs: Any) -> Any:
+                return inputs
+
+        example = np.zeros((0, 4), np.float32), np.zeros((0, 5), np.int32)
+        samples, labels = draw_samples(1, 0, 20, example, Own())
+        assert (samples.shape, labels.max()) == ((20, 4), 1)
+
     @pytest.mark.parametrize("sent", [None, {"a": 0}, {"a": [[1.0]]}, {"a": [[1.0, math.inf]]}, {"a": []}])
     def test_other_ranges_than_numbers_are_refused(self, sent: object) -> None:
         with pytest.raises(ProtocolError):
             read_as(Ranges, sent)
 
-    def test_labels_of_several_outputs_have_their_own_classes(self) -> None:
-        layers = keras().layers
-        inputs = keras().Input((4,))
-        model = keras().Model(inputs, [layers.Dense(3)(inputs), layers.Dense(2)(inputs)])
-        fields = [("kind", np.int32), ("place", np.float32, (2,)), ("sample_weight", np.float32)]
-        example = np.zeros((0, 4), np.float32), np.zeros(0, fields)
-        _, labels = draw_samples(3, 0, 200, example, model)
-        assert set(labels["kind"].tolist()) == {0, 1, 2}
-        assert labels["place"].shape == (200, 2)
-        assert 0.5 <= labels["sample_weight"].min() < labels["sample_weight"].max() < 1.5
+
+SIZES = (7, 5)
 
 
-class TestSeeds:
-    """Random states are a function of seed, rank and step."""
+def draw(rank: int, count: int) -> Any:
+    return samples(16, 40 + rank)[:count], np.zeros((count, 0), np.float32)
 
-    def build(self) -> object:
-        layers = keras().layers
-        inner = [layers.LSTM(2), layers.Dropout(0.5, name="drops"), layers.Dropout(0.0, name="keeps")]
-        return keras().Sequential([keras().Input((3, 2)), *inner])
 
-    def test_states_depend_on_seed_rank_and_step_and_on_nothing_before(self) -> None:
-        """Rank 0 can take the states of every rank."""
-        model, values, drawn = self.build(), np.ones((32, 3, 2)), {}
-        for own_rank in (None, 3):
-            for seed, rank, step in ((7, 0, 5), (8, 0, 5), (7, 1, 5), (7, 0, 6)):
-                Seeds(model, seed, rank if own_rank is None else own_rank).set_step(step, rank)
-                found = np.array(model(values, training=True)).tobytes()  # type: ignore[operator]
-                assert drawn.setdefault((seed, rank, step), found) == found
-        assert len(set(drawn.values())) == len(drawn)
+class Judged:
+    """One step of two ranks with an engine, and what the reference finds."""
 
-    def test_only_layers_that_draw_are_named(self) -> None:
-        model = self.build()
-        seeds = Seeds(model, 7, 0)
-        seeds.set_step(5)
-        assert seeds.find_drawing(5) == []
-        model(np.ones((4, 3, 2)), training=True)  # type: ignore[operator]
-        assert seeds.find_drawing(5) == ["drops"]
+    def __init__(self, model: Callable[[], Any], collective: Engine) -> None:
+        steps = [make_step(model(), rank) for rank in range(2)]
+        step, ranks = steps[0], Ranks(steps, collective)
+        start = [np.asarray(one.value).copy() for one in step.state]
+        ranks.take(0, [draw(rank, size)[0] for rank, size in enumerate(SIZES)])
+        self.after = [np.asarray(one.value).astype(np.float64) for one in step.state]
+        for one, value in zip(step.state, start, strict=True):
+            one.assign(value)
+        self.reference = CustomReference(step, 5, specs_of(SIZES), SIZES, draw, totals=ranks.totals)
+        exact = ExactSum(step.layout.step_size)
+        for own in zip(*ranks.parts, strict=True):
+            exact.add(step.join(own))
+            self.reference.compare(step.join(own))
+        self.reference.compare_one_batch()
+        self.update = self.reference.measure_update(self.after)
+        self.is_sum = exact.difference(step.join(ranks.totals)) <= exact.rounding
+
+    @property
+    def are_ranks_right(self) -> bool:
+        return all(one.difference <= NEAR * one.spread for one in self.reference.of_ranks)
+
+
+def add(_: int, parts: list[Any]) -> Any:
+    return parts[0] + parts[1]
+
+
+def test_right_engine_is_found_right() -> None:
+    found = Judged(build, add)
+    assert found.is_sum
+    assert found.are_ranks_right
+    assert found.update < 1e-4
+    (reason,) = found.reference.not_one_batch
+    assert "normalization by the batch in batch_normalization" in reason
+
+
+@pytest.mark.parametrize(
+    "collective",
+    [
+        lambda at, parts: parts[0] if at == 1 else add(at, parts),
+        lambda at, parts: add(at, parts) * (2 if at == 0 else 1),
+    ],
+    ids=["left out", "taken twice"],
+)
+def test_sum_that_is_wrong_is_found(collective: Any) -> None:
+    assert not Judged(build, collective).is_sum
+
+
+def test_plain_mean_and_sum_that_is_applied_twice_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    right = Interception._sum_gradients
+
+    def mean(self: Any, *arguments: Any) -> Any:
+        weight, self._weight = self._weight, tf.ones_like(self._weight)
+        try:
+            return right(self, *arguments)
+        finally:
+            self._weight = weight
+
+    def twice(self: Any, *arguments: Any) -> Any:
+        return [None if one is None else 2 * one for one in right(self, *arguments)]
+
+    monkeypatch.setattr(Interception, "_sum_gradients", mean)
+    assert not Judged(build, add).are_ranks_right
+    monkeypatch.setattr(Interception, "_sum_gradients", twice)
+    assert Judged(build, add).update > 0.5
+
+
+class Reduced(Pair):
+    """The second loss is reduced over the batch in some way."""
+
+    reduce = staticmethod(tf.reduce_mean)
+
+    def train_step(self, data: Any) -> Any:
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_mean(tf.square(self.second(data)))
+        variables = self.second.trainable_variables
+        self.second_optimizer.apply(tape.gradient(loss, variables), variables)
+        with tf.GradientTape() as tape:
+            other = self.reduce(tf.square(self.first(data, training=True) - data))
+        variables = self.first.trainable_variables
+        self.first_optimizer.apply(tape.gradient(other, variables), variables)
+        return {"loss": loss}
+
+
+class Dropping(Reduced):
+    """A layer draws random numbers in the step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first.add(keras().layers.Dropout(0.5))
+
+
+def reduced(kind: type[Reduced] = Reduced) -> Any:
+    keras().utils.set_random_seed(3)
+    model = kind()
+    model.compile(keras().optimizers.SGD(0.01, name="a"), keras().optimizers.SGD(0.01, name="b"))
+    return model
+
+
+def test_means_are_equal_to_one_batch() -> None:
+    one_batch = Judged(reduced, add).reference.one_batch
+    assert one_batch is not None
+    assert one_batch.difference <= NEAR * one_batch.spread
+
+
+def test_loss_that_is_no_mean_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Reduced, "reduce", staticmethod(tf.reduce_sum))
+    found = Judged(reduced, add)
+    assert found.is_sum
+    assert found.are_ranks_right
+    (reason,) = found.reference.not_one_batch
+    assert f"in sum 2, gradients of {len(reduced().first.trainable_variables)} variables for a" in reason
+    assert "in sum 1" not in reason
+
+
+def test_layers_draw_the_same_numbers_in_the_reference() -> None:
+    found = Judged(lambda: reduced(Dropping), add)
+    assert found.are_ranks_right
+    assert found.update < 1e-4
+    (reason,) = found.reference.not_one_batch
+    assert reason.startswith("random numbers in dropout")
+
+
+def test_reference_that_changes_nothing_does_not_pass() -> None:
+    found = Judged(reduced, add)
+    step = found.reference._step
+    found.reference._start.restore()
+    for rate in step.learning_rates:
+        rate.assign(0.0)
+    found.reference._start = Snapshot(step.state)
+    assert found.reference.measure_update(found.after) == np.inf

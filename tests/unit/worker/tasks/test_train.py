@@ -17,14 +17,7 @@ from csdctl.worker.compute.recipe import compile_model
 from csdctl.worker.group.communicator import Communicator
 from csdctl.worker.group.values import LinkLostError, PeerFaultError, decode_value, encode_value
 from csdctl.worker.process.errors import WorkerError
-from csdctl.worker.protocol.events import (
-    MAX_STEPS,
-    SAMPLES,
-    STOPPED,
-    EpochEnd,
-    Progress,
-    event_from_line,
-)
+from csdctl.worker.protocol.events import MAX_STEPS, SAMPLES, STOPPED, EpochEnd, Progress, event_from_line
 from csdctl.worker.protocol.recipe import Noise, ReduceOnPlateau
 from csdctl.worker.protocol.run_spec import RankSpec, RunSpec, Runtime
 from csdctl.worker.tasks import train
@@ -32,8 +25,15 @@ from csdctl.worker.tasks.checkpointer import BEST_MODEL, LAST_MODEL
 from csdctl.worker.tasks.progress import EpochTotals, Reporter, RunProgress
 from csdctl.worker.tasks.task import FINISHED, Group, TaskContext
 from csdctl.worker.tasks.train import Train
-from csdctl.worker.tasks.verify import draw_samples
-from tests.unit.worker.tasks.verified_models import NUMBERS, SQUARES, TABLE, Row, make_step
+from tests.unit.worker.tasks.verified_models import (
+    NUMBERS,
+    SQUARES,
+    TABLE,
+    Row,
+    RowReader,
+    make_step,
+    specs_of,
+)
 
 pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")  # of Keras
 
@@ -44,33 +44,18 @@ NO_ORDERS: Any = SimpleNamespace(is_stopping=False, is_pausing=False)
 STOPPING: Any = SimpleNamespace(is_stopping=True, is_pausing=False)
 
 
-class RandomReader:
-    """Stands in for a reader of files."""
+def dense(keras: Any) -> Any:
+    return keras.Sequential([keras.Input((10,)), keras.layers.Dense(1)])
 
-    def __init__(self, model: Any) -> None:
-        self._model = model
 
-    def set_epoch(self, epoch: int) -> None:
-        pass
-
-    def empty_batch(self) -> tuple[Any, Any]:
-        return TABLE, NUMBERS
-
-    def first(self, count: int) -> tuple[Any, Any]:
-        return draw_samples(0, 0, count, (TABLE, NUMBERS), self._model)
-
-    def read(self, share: Any, reassigned: Any = None) -> tuple[Any, Any]:
-        return self.first(share.num_samples)
-
-    def pack_reassigned(self, spans: Any) -> bytes:
-        return b""
+ROW = Row(dense, TABLE, NUMBERS, SQUARES)
 
 
 class RandomTrain(Train):
     """The training loop without files."""
 
     def open_reader(self) -> Any:
-        return RandomReader(self._step_of_probes.model if self._step_of_probes else None)
+        return RowReader(ROW, self._step_of_probes.model if self._step_of_probes else None)
 
 
 class PlayedGroup:
@@ -132,10 +117,6 @@ class PlayedGroup:
         return []
 
 
-def dense(keras: Any) -> Any:
-    return keras.Sequential([keras.Input((10,)), keras.layers.Dense(1)])
-
-
 def load_task(
     rank: int = 0, directory: Path | None = None, step_file: Path | None = None, **changes: Any
 ) -> Train:
@@ -144,10 +125,7 @@ def load_task(
     Checkpoints are kept below `directory`, if it is given, and without `step_file` no more: as after a power
     cut.
     """
-    ranks = tuple(
-        RankSpec(number, node, size, Runtime(), None, None, 0, NUM_STEPS * size)
-        for number, (node, size) in enumerate(zip(("host", "csd0", "csd1"), SIZES, strict=True))
-    )
+    ranks = specs_of(SIZES, NUM_STEPS)
     recipe = dataclasses.replace(SQUARES, **{"epochs": 1, **changes})
     output, num_checkpoints = (str(directory), 3) if directory else ("", 0)
     spec = RunSpec(
@@ -156,7 +134,7 @@ def load_task(
         is_balanced=False,
         step_file=str(step_file or ""),
     )
-    step = make_step(Row(dense, TABLE, NUMBERS, recipe), load_backend()[1])
+    step = make_step(dataclasses.replace(ROW, recipe=recipe), load_backend()[1])
     me = ranks[rank]
     task = RandomTrain(TaskContext(spec, me, RunProgress(spec), Reporter(me), NO_ORDERS, step))
     task.load()
@@ -230,15 +208,12 @@ def test_learning_rate_follows_the_global_batch_when_a_node_is_lost() -> None:
     assert rates == pytest.approx([0.01 * 9 / 3] * len(rates))
 
 
-def test_learning_rate_follows_a_schedule_over_the_steps_of_all_epochs() -> None:
+def test_learning_rate_follows_a_schedule_and_is_reduced_in_the_epoch_after_a_plateau() -> None:
     keras = load_backend()[1]
     halving = keras.optimizers.schedules.ExponentialDecay(0.08, 1, 0.5)
     schedule = json.dumps(keras.optimizers.schedules.serialize(halving))
     task = load_task(learning_rate=0.08, reference_batch=9, epochs=2, schedule=schedule)
     assert rates_of(task) == pytest.approx([0.08, 0.04, 0.02, 0.01])
-
-
-def test_learning_rate_is_reduced_from_the_epoch_on_that_follows_a_plateau() -> None:
     plateau = ReduceOnPlateau("loss", patience=1, factor=0.5, min_delta=1e9)
     task = load_task(learning_rate=0.01, reference_batch=9, epochs=4, reduce_on_plateau=plateau)
     factors = [1.0, 1.0, 0.5, 0.25]
@@ -264,10 +239,14 @@ def test_epoch_is_not_ended_twice_when_a_run_continues(tmp_path: Path, *, has_st
     assert all(map(np.array_equal, weights_of(again), weights_of(whole)))
 
 
-def test_run_that_is_stopped_within_an_epoch_continues_from_there(tmp_path: Path) -> None:
+def test_run_that_is_stopped_within_an_epoch_reports_its_steps_and_continues_from_there(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     task = load_task(directory=tmp_path)
     task.orders = STOPPING
     assert run(task, PlayedGroup(task)) == STOPPED
+    (report,) = reports(capsys.readouterr().out)
+    assert (report.steps, report.global_samples) == (1, sum(SIZES))
     again = load_task(directory=tmp_path)
     assert again.progress.position == task.progress.position
     assert again.progress.position.step == 1
@@ -394,11 +373,8 @@ def test_other_ranks_do_what_rank_0_asks_and_refuse_a_wrong_count() -> None:
         run(task, PlayedGroup(task, rank=1, add=change_count))
 
 
-def without_number(value: float) -> Callable[[np.ndarray, Any], None]:
-    def change(total: np.ndarray, layout: Any) -> None:
-        total[layout.gradients] = value
-
-    return change
+def lose_numbers(total: np.ndarray, layout: Any) -> None:
+    total[layout.gradients] = np.nan
 
 
 WRONG_SUM = r"the sum over the ranks is of \d+ samples, expected 9"
@@ -406,9 +382,9 @@ NOT_FINITE = "rank 1 sent a gradient that is not finite"
 NOT_APPLIED: dict[str, tuple[Any, tuple[int, ...], type[Exception], str, str]] = {
     "another count": (change_count, (), WorkerError, WRONG_SUM, "--collective star"),
     "a stop": (change_stop, (), WorkerError, WRONG_SUM, "--collective star"),
-    "nan": (without_number(np.nan), (1,), PeerFaultError, NOT_FINITE, ""),
+    "nan": (lose_numbers, (1,), PeerFaultError, NOT_FINITE, ""),
     "most ranks": (
-        *(without_number(np.nan), (1, 2), WorkerError),
+        *(lose_numbers, (1, 2), WorkerError),
         "the gradient overflowed in epoch 1, step 1",
         "learning_rate",
     ),
@@ -437,7 +413,7 @@ def test_model_of_the_last_good_epoch_is_saved_when_a_training_diverges(tmp_path
         if (position.epoch, position.step) == (2, 0):
             good.extend(weights_of(task))
         if (position.epoch, position.step) == (2, 1):
-            total[layout.gradients] = np.nan
+            lose_numbers(total, layout)
 
     with pytest.raises(WorkerError, match="the gradient overflowed in epoch 2, step 2"):
         run(task, PlayedGroup(task, add=diverge_in_the_second_epoch, not_finite=(1, 2)))
@@ -456,7 +432,7 @@ def test_no_other_rank_is_at_fault_when_rank_0_has_no_finite_gradient_either() -
 def test_other_ranks_wait_until_rank_0_leaves_a_group_whose_gradient_is_not_finite() -> None:
     task = load_task(rank=1)
     before = weights_of(task)
-    group = PlayedGroup(task, rank=1, add=without_number(np.nan))
+    group = PlayedGroup(task, rank=1, add=lose_numbers)
     with pytest.raises(LinkLostError):
         run(task, group)
     assert group.asked == [None]
@@ -487,7 +463,7 @@ def test_rank_with_other_weights_is_at_fault_and_most_of_them_end_the_run(
     assert task.progress.position.epoch == 1
 
 
-class PrivateReader(RandomReader):
+class PrivateReader(RowReader):
     """All samples are private."""
 
     def private_copies(self, share: Any) -> Any:
@@ -498,7 +474,7 @@ class PrivateTrain(Train):
     """One rank alone, which loads its model itself."""
 
     def open_reader(self) -> Any:
-        return PrivateReader(self.load_model())
+        return PrivateReader(ROW, self.load_model())
 
     def load_model(self) -> Any:
         keras = load_backend()[1]
@@ -557,11 +533,3 @@ def test_steps_before_a_loss_are_reported_once(num_sums: int, capsys: pytest.Cap
     rest = reports(capsys.readouterr().out)
     assert sum(event.stepped_samples for event in rest) + report.global_samples <= rest[-1].global_samples
     assert (type(rest[-1]), rest[-1].steps) == (EpochEnd, task.progress.position.total_steps - num_sums)
-
-
-def test_steps_before_a_stop_are_reported(capsys: pytest.CaptureFixture[str]) -> None:
-    task = load_task()
-    task.orders = STOPPING
-    run(task, PlayedGroup(task))
-    (report,) = reports(capsys.readouterr().out)
-    assert (report.steps, report.global_samples) == (1, sum(SIZES))

@@ -17,7 +17,7 @@ from csdctl.worker.compute.statistics import Snapshot
 from csdctl.worker.compute.step import Step
 from csdctl.worker.group.values import decode_value, encode_value
 from csdctl.worker.protocol.events import Verified, event_from_line
-from csdctl.worker.protocol.run_spec import RankSpec, RunSpec, Runtime
+from csdctl.worker.protocol.run_spec import RunSpec
 from csdctl.worker.tasks.progress import Reporter, RunProgress
 from csdctl.worker.tasks.task import Group, TaskContext
 from csdctl.worker.tasks.verify import MAX_SAMPLES, Reference, Verify, draw_samples
@@ -29,7 +29,9 @@ from tests.unit.worker.tasks.verified_models import (
     SIZES,
     WRONG,
     Row,
+    RowReader,
     make_step,
+    specs_of,
 )
 
 pytestmark = [
@@ -134,19 +136,6 @@ class PlayedGroup:
         return [decode_value(hint, encode_value(value))] * self.size
 
 
-class RowReader:
-    """Stands in for a reader of files: draws what the row's model takes."""
-
-    def __init__(self, row: Row, model: Any) -> None:
-        self._example, self._model, self._ranges = (row.samples, row.labels), model, row.ranges
-
-    def empty_batch(self) -> tuple[Any, Any]:
-        return self._example
-
-    def first(self, count: int) -> tuple[Any, Any]:
-        return draw_samples(0, 0, count, self._example, self._model, self._ranges)
-
-
 class RememberingReference(Reference):
     """Measures only once: what rank 0 computes does not depend on what the others send."""
 
@@ -191,10 +180,7 @@ class RowVerify(Verify):
 
 def load_task(row: Row, kind: type[Step] = Step) -> Verify:
     """Return rank 0's task, ready to run."""
-    ranks = tuple(
-        RankSpec(rank, node, size, Runtime(), None, None, 0, size)
-        for rank, (node, size) in enumerate(zip(NODES, SIZES, strict=True))
-    )
+    ranks = specs_of(SIZES)
     recipe = dataclasses.replace(row.recipe, seed=SEED)
     spec = RunSpec("verify-matrix", "", "", recipe, ranks, None, None, "")
     no_orders: Any = None

@@ -1,6 +1,6 @@
 """Models as Keras users write them, tiny, with the recipe and the data that each one takes."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -9,7 +9,8 @@ import numpy as np
 from csdctl.worker.compute.recipe import compile_model
 from csdctl.worker.compute.step import Step
 from csdctl.worker.protocol.recipe import LossTerm, Recipe
-from csdctl.worker.tasks.verify import Ranges, widen
+from csdctl.worker.protocol.run_spec import RankSpec, Runtime
+from csdctl.worker.tasks.verify import Ranges, draw_samples, widen
 
 SIZES = (16, 12, 5)
 """The batch sizes of the ranks."""
@@ -171,3 +172,34 @@ def make_step(row: Row, keras: Any, kind: type[Step] = Step) -> Step:
     finally:
         keras.config.set_dtype_policy(before)
     return kind(model, recipe, (row.samples, row.labels))
+
+
+def specs_of(sizes: Sequence[int], num_steps: int = 1) -> tuple[RankSpec, ...]:
+    """Return ranks with these batch sizes, whose samples are public and last for so many steps."""
+    nodes = ["host", *(f"csd{number}" for number in range(len(sizes) - 1))]
+    return tuple(
+        RankSpec(rank, node, size, Runtime(), None, None, 0, num_steps * size)
+        for rank, (node, size) in enumerate(zip(nodes, sizes, strict=True))
+    )
+
+
+class RowReader:
+    """Stands in for a reader of files: draws what the row's model takes."""
+
+    def __init__(self, row: Row, model: Any) -> None:
+        self._example, self._model, self._ranges = (row.samples, row.labels), model, row.ranges
+
+    def set_epoch(self, epoch: int) -> None:
+        pass
+
+    def empty_batch(self) -> tuple[Any, Any]:
+        return self._example
+
+    def first(self, count: int) -> tuple[Any, Any]:
+        return draw_samples(0, 0, count, self._example, self._model, self._ranges)
+
+    def read(self, share: Any, reassigned: Any = None) -> tuple[Any, Any]:
+        return self.first(share.num_samples)
+
+    def pack_reassigned(self, spans: Any) -> bytes:
+        return b""

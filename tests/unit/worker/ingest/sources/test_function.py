@@ -179,15 +179,14 @@ class TestDatasets:
         assert labels.tolist() == [n % 3 for n in range(20)]
         assert (info.dtype, info.label_dtype, info.num_samples) == ("float32", "int32", 20)
 
-    @pytest.mark.parametrize("calls", ["", ".batch(8)"])
-    def test_columns_of_a_table_as_named_inputs(self, load: Load, calls: str) -> None:
-        text = f"{TWO}return {DATASET}((dict(b=x['b'][:, 0]), y)){calls}"
-        info = load(text, TF, inputs={"b": (1,)})
+    @pytest.mark.parametrize("calls", ["", ".batch(8)", ".batch(2, drop_remainder=True)"])
+    def test_columns_of_a_table_as_named_inputs_and_as_many_labels_as_values(
+        self, load: Load, calls: str
+    ) -> None:
+        """Which are no batch."""
+        info = load(f"{TWO}return {DATASET}((dict(b=x['b'][:, 0]), y)){calls}", TF, inputs={"b": (1,)})
         assert info.inputs == {"b": ("float32", ())}
         assert arrays_of(info)[0]["b"].tolist() == [0, 1, 2, 3, 4, 5]
-
-    @pytest.mark.parametrize("calls", ["", ".batch(2, drop_remainder=True)"])
-    def test_as_many_labels_as_values_are_no_batch(self, load: Load, calls: str) -> None:
         text = f"return {DATASET}((np.zeros((6, 3)), np.eye(6)[:, :3])){calls}"
         info = load(text, TF, inputs={"": (3,)})
         assert (info.num_samples, info.sample_shape, info.label_shape) == (6, (3,), (3,))
@@ -292,11 +291,6 @@ def test_missing_function_and_errors_of_public_data_are_complete(spec: PrepareSp
         load("raise ValueError('column 3 is missing')")
     with pytest.raises(WorkerError, match="other fails: AttributeError"):
         prepare(replace(spec, function=spec.function.replace(":load", ":other")))
-
-
-def test_changed_function_changes_the_fingerprint(load: Load) -> None:
-    infos = [load(f"return np.zeros((5, 2)), np.arange(5){order}") for order in ("", "[::-1]")]
-    assert infos[0].fingerprint != infos[1].fingerprint
 
 
 def test_modules_of_the_job_are_importable_if_they_are_what_was_sent(load: Load, tmp_path: Path) -> None:

@@ -47,36 +47,35 @@ ENCODED = [example(image=png(image), label=number) for number, image in enumerat
 
 
 @pytest.mark.parametrize("compression", ["", "GZIP"])
-def test_encoded_images_of_all_shards_are_read_in_order(spec: PrepareSpec, compression: str) -> None:
-    for shard, records in enumerate((ENCODED[:3], ENCODED[3:])):
-        write(Path(spec.source) / f"train-{shard:05d}-of-00002", records, compression)
+@pytest.mark.parametrize("names", ["train-00000-of-00002 train-00001-of-00002", "a.tfrecords", "a.tfrec.gz"])
+def test_encoded_images_of_all_shards_are_read_in_order(
+    root: Path, spec: PrepareSpec, names: str, compression: str
+) -> None:
+    """Whatever the name says about compression."""
+    first, *others = names.split()
+    write(root / first, ENCODED[:3] if others else ENCODED, compression)
+    for name in others:
+        write(root / name, ENCODED[3:], compression)
     images, labels = arrays_of(prepare(spec))
     assert np.array_equal(images, IMAGES)
     assert labels.tolist() == [0, 1, 2, 3, 4]
+    if not others:
+        assert prepare(replace(spec, source=str(root / first))).num_samples == 5
 
 
-@pytest.mark.parametrize("name", ["a.tfrecords", "a.tfrec.gz"])
-def test_root_may_be_a_single_file(spec: PrepareSpec, name: str) -> None:
-    path = Path(spec.source) / name
-    write(path, ENCODED, "GZIP" if name.endswith("gz") else "")
-    assert prepare(replace(spec, source=str(path))).num_samples == 5
-    assert prepare(spec).num_samples == 5
-
-
-def test_plain_file_with_the_gzip_magic_is_read_as_plain(spec: PrepareSpec) -> None:
+def test_plain_file_with_the_gzip_magic_is_read_as_plain(root: Path, spec: PrepareSpec) -> None:
     length = 0x088B1F  # the first bytes of a record are its length: 1f 8b 08
     trial = example(image=png(IMAGES[0]), label=1, filler=bytes(length - 1000))
     record = example(image=png(IMAGES[0]), label=1, filler=bytes(2 * length - 1000 - len(trial)))
     assert len(record) == length
-    write(Path(spec.source) / "a.tfrecord", [record])
+    write(root / "a.tfrecord", [record])
     assert prepare(spec).num_samples == 1
 
 
-def test_raw_images_are_fitted_and_raw_numbers_are_unchanged(spec: PrepareSpec, tmp_path: Path) -> None:
-    write(
-        Path(spec.source) / "a.tfrecord",
-        [example(image=one.tobytes(), label=number) for number, one in enumerate(IMAGES)],
-    )
+def test_raw_images_are_fitted_and_raw_numbers_are_unchanged(
+    root: Path, spec: PrepareSpec, tmp_path: Path
+) -> None:
+    write(root / "a.tfrecord", [example(image=one.tobytes(), label=1) for one in IMAGES])
     assert np.array_equal(arrays_of(prepare(replace(spec, records=RAW)))[0], IMAGES)
     smaller = replace(spec, records=RAW, picture=ImageRule((3, 3, 1)))
     assert prepare(smaller).sample_shape == (3, 3, 1)
@@ -84,21 +83,20 @@ def test_raw_images_are_fitted_and_raw_numbers_are_unchanged(spec: PrepareSpec, 
     vectors = np.random.default_rng(0).random((4, 7)).astype(np.float32)
     (tmp_path / "rows").mkdir()
     write(tmp_path / "rows" / "a.tfrecord", [example(image=row, label=1) for row in vectors])
-    rows = replace(
-        spec, source=str(tmp_path / "rows"), records=RecordSchema("image", "label", (7,), "float32")
-    )
+    schema = RecordSchema("image", "label", (7,), "float32")
+    rows = replace(spec, source=str(tmp_path / "rows"), records=schema)
     assert np.array_equal(arrays_of(prepare(rows))[0], vectors)
 
 
-def test_label_may_be_a_class_name(spec: PrepareSpec) -> None:
+def test_label_may_be_a_class_name(root: Path, spec: PrepareSpec) -> None:
     records = [example(image=png(IMAGES[0]), label=name) for name in (b"dog", b"cat", SECRET.encode())]
-    write(Path(spec.source) / "a.tfrecord", records)
+    write(root / "a.tfrecord", records)
     info = prepare(replace(spec, classes=("cat", "dog")))
     assert arrays_of(info)[1].tolist() == [1, 0]
     assert (info.num_skipped, info.class_counts) == ({"no_label": 1}, {"cat": 1, "dog": 1})
 
 
-def test_unusable_examples_are_counted_by_reason(spec: PrepareSpec) -> None:
+def test_unusable_examples_are_counted_by_reason(root: Path, spec: PrepareSpec) -> None:
     records = [
         *ENCODED,
         example(image=png(IMAGES[0])[:-30], label=1),
@@ -107,16 +105,16 @@ def test_unusable_examples_are_counted_by_reason(spec: PrepareSpec) -> None:
         example(image=png(IMAGES[0]), label=SECRET.encode()),
         b"no example",
     ]
-    write(Path(spec.source) / "a.tfrecord", records)
+    write(root / "a.tfrecord", records)
     info = prepare(spec)
     assert info.num_samples == 5
     assert info.num_skipped == {"no_feature": 1, "no_label": 1, "undecodable": 3}
 
 
-def test_records_before_the_damage_in_a_file_are_used(spec: PrepareSpec) -> None:
+def test_records_before_the_damage_in_a_file_are_used(root: Path, spec: PrepareSpec) -> None:
     for number in (1, 2):
-        write(Path(spec.source) / f"{number}.tfrecord", ENCODED)
-    path = Path(spec.source) / "1.tfrecord"
+        write(root / f"{number}.tfrecord", ENCODED)
+    path = root / "1.tfrecord"
     path.write_bytes(path.read_bytes()[:-10])
     info = prepare(spec)
     assert (info.num_samples, info.num_skipped) == (9, {"damaged_file": 1})
@@ -130,8 +128,8 @@ def test_records_before_the_damage_in_a_file_are_used(spec: PrepareSpec) -> None
     ],
 )
 def test_files_without_a_matching_schema_are_bad_input(
-    spec: PrepareSpec, records: RecordSchema | None, message: str
+    root: Path, spec: PrepareSpec, records: RecordSchema | None, message: str
 ) -> None:
-    write(Path(spec.source) / f"{SECRET}.tfrecord", ENCODED)
+    write(root / f"{SECRET}.tfrecord", ENCODED)
     assert "data.tfrecord" in refusal(replace(spec, records=records), message)
     refusal(replace(spec, classes=("cat", "dog")), "labels that are not classes: the job has 2 classes")
