@@ -72,8 +72,11 @@ def describe_result(summary: RunSummary) -> str:
     host = summary.ranks[0].alone_samples_per_s if summary.num_ranks > 1 else None
     ratio = f" ({summary.samples_per_s / host:.2f} × the host alone)" if host else ""
     rate = f", {format_rate(summary.samples_per_s)} samples/s{ratio}" if summary.samples_per_s else ""
-    epochs = f"{summary.epochs} epoch{'' if summary.epochs == 1 else 's'}"
-    return f"{summary.state}: {epochs}{reached}{rate}"
+    return f"{summary.state}: {_count_epochs(summary)}{reached}{rate}"
+
+
+def _count_epochs(summary: RunSummary) -> str:
+    return f"{summary.epochs} epoch{'' if summary.epochs == 1 else 's'}"
 
 
 def describe_bottleneck(run: RunResults, bottleneck: Bottleneck) -> str:
@@ -172,7 +175,7 @@ def describe_run(summary: RunSummary) -> list[tuple[str, str]]:
         *([] if summary.loss is None else [("loss", _both(summary.validation_loss, summary.loss))]),
         (
             "trained",
-            f"{summary.epochs} epochs, {summary.steps:,} steps of {summary.global_batch}, "
+            f"{_count_epochs(summary)}, {summary.steps:,} steps of {summary.global_batch}, "
             f"{summary.samples:,} samples in {format_seconds(summary.training_s)}"
             if summary.epochs
             else f"no complete epoch, {summary.samples:,} samples in steps of {summary.global_batch}",
