@@ -49,21 +49,21 @@ def limit_for_goodput(model: FleetModel, limits: Limits, noise_scale: float) -> 
     """Return the limits within which the fastest plan reaches a loss soonest.
 
     A sample of a global batch B contributes 1 / (1 + B / `noise_scale`) of what one of a small batch
-    contributes (McCandlish et al. 2018, equation 2.10). Goodput is the rate of these contributions (Qiao et
-    al. 2021, equation 7). Raises TuningError when no plan satisfies the limits.
+    contributes (McCandlish et al. 2018, section 2). Goodput is the rate of these contributions (Qiao et al.
+    2021, Pollux). Raises TuningError when no plan satisfies the limits.
     """
     if limits.global_batch:
         return limits
-    found, largest = [], limits.largest_global_batch
-    for limit in sorted({max(1, round(largest / 2 ** (step / 2))) for step in range(GOODPUT_SIZES)}):
-        with suppress(TuningError):
-            best = choose_plan(model, Limits(limit))
-            size = sum(best.batch_sizes.values())
-            found.append((best.prediction.samples_per_s / (1 + size / noise_scale), size))
-    if not found:
-        choose_plan(model, limits)
-    _, size = max(found)
-    return Limits(size)
+    largest = limits.largest_global_batch
+    plans = [choose_plan(model, limits)]
+    for limit in sorted({max(1, round(largest / 2 ** (step / 2))) for step in range(1, GOODPUT_SIZES)}):
+        with suppress(TuningError):  # fewer samples than ranks that must train
+            plans.append(choose_plan(model, Limits(limit)))
+
+    def goodput(plan: BestPlan) -> float:
+        return plan.prediction.samples_per_s / (1 + sum(plan.batch_sizes.values()) / noise_scale)
+
+    return Limits(sum(max(plans, key=goodput).batch_sizes.values()))
 
 
 def _limit_host(model: FleetModel, limits: Limits, candidates: Sequence[RankModel]) -> BestPlan:

@@ -4,8 +4,6 @@ bfloat16 is the upper half of a float32: the same range, and 8 bits of precision
 rounds its own gradients once, and rank 0 rounds their sum once, to the nearest, ties to even.
 """
 
-from typing import Any
-
 import numpy as np
 
 from csdctl.worker.data.arrays import Array
@@ -49,10 +47,3 @@ class Wire:
         into[: self.num_halved] = from_bf16(received.view(np.uint16)[: self.num_halved])
         into[self.num_halved : self.size] = received[self.saved : self.size - self.saved]
         return into
-
-
-def round_to_bf16(values: Array) -> Array:
-    """Return float32 `values` with the precision of bfloat16."""
-    halves: Any = np.empty(values.shape, np.uint16)
-    to_bf16(values, halves)
-    return from_bf16(halves)

@@ -119,7 +119,9 @@ class Star(Collective):
         if world.rank == 0:
             import numpy
 
-            self._numpy = numpy
+            from csdctl.worker.group import bf16
+
+            self._numpy, self._bf16 = numpy, bf16
             self._received = [numpy.empty_like(local) for _ in range(1, world.size)]
             # The rank may still read the last sum in `total` when the first vector of the next one arrives.
             self._partial = numpy.empty_like(local)
@@ -213,9 +215,7 @@ class Star(Collective):
         """Return a chunk of a vector on the wire as float32."""
         if not chunk.is_halved:
             return vector[chunk.wire]
-        from csdctl.worker.group.bf16 import from_bf16
-
-        return from_bf16(vector[chunk.wire].view(self._numpy.uint16))
+        return self._bf16.from_bf16(vector[chunk.wire].view(self._numpy.uint16))
 
     def _add(self, on_wait: OnWait, expected: ExpectedTails | None, *, is_sending: bool) -> None:
         self.post_receives()
@@ -241,11 +241,9 @@ class Star(Collective):
     def _send(self, chunk: Chunk) -> None:
         """Send a chunk of `total` as it is on the wire; `total` is rounded as for the others."""
         if chunk.is_halved:
-            from csdctl.worker.group.bf16 import from_bf16, to_bf16
-
             halves = self._sent[chunk.wire].view(self._numpy.uint16)
-            to_bf16(self._total[chunk.elements], halves)
-            self._total[chunk.elements] = from_bf16(halves)
+            self._bf16.to_bf16(self._total[chunk.elements], halves)
+            self._total[chunk.elements] = self._bf16.from_bf16(halves)
         elif self._sent is not self._total:
             self._sent[chunk.wire] = self._total[chunk.elements]
         content = self._sent[chunk.wire]

@@ -10,7 +10,6 @@ from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from statistics import median
 from typing import Protocol
 
 from csdctl.errors import CsdctlError, InputError, NodeError, OutOfMemoryError
@@ -20,6 +19,7 @@ from csdctl.launch.mpirun import find_mpirun
 from csdctl.notify import Say
 from csdctl.perfmodel.prediction import calibrate_overhead
 from csdctl.reporting.numbers import format_seconds
+from csdctl.reporting.results import read_results
 from csdctl.runs.directory import ProjectDirectory
 from csdctl.runs.measurements import MeasurementStore
 from csdctl.tuning.fleet_model import (
@@ -79,7 +79,6 @@ from csdctl.tuning.strategies import (
     share_by_flops,
     spread_cuts,
 )
-from csdctl.worker.protocol.events import EpochEnd
 from csdctl.worker.protocol.model_info import CutInfo
 from csdctl.worker.protocol.orders import MAX_TIMED_SUM_S
 from csdctl.worker.protocol.probe import PartsSpec, PartTimes, ProbeRequest
@@ -466,13 +465,8 @@ def find_noise_scale(project: ProjectDirectory, job: str) -> float:
     for run_id in reversed(project.run_ids()):
         with suppress(InputError):  # a foreign or damaged directory
             run = project.find_run(run_id)
-            plan = run.load_manifest()["plan"]
-            if plan["job"] != job:
-                continue
-            events = run.read_events([rank["node"] for rank in plan["ranks"]]).skim()
-            ends = (event for _, event in events if isinstance(event, EpochEnd))
-            if scales := [end.noise_scale for end in ends if end.noise_scale is not None]:
-                return median(scales)
+            if run.load_manifest()["plan"]["job"] == job and (scale := read_results(run).summary.noise_scale):
+                return scale
     raise InputError(
         f"no run of {job} has a gradient noise scale, which needs two ranks that train",
         remedy="train first, such as `csdctl train --max-steps 100`, then tune again",
