@@ -98,8 +98,11 @@ docs: $(STAMP) $(DOCS)/.installed ## build the documentation site in build/site;
 	fi
 	echo "build/site/index.html"
 
-audit: $(AUDIT)/.installed ## look up known vulnerabilities of every version that requirements/*.txt pin
-	@$(AUDIT)/bin/python requirements/advisories.py $(ARGS)
+audit: $(AUDIT)/.installed ## look up known vulnerabilities of the versions that requirements/*.txt pin for this machine
+	@for file in requirements/*.txt; do
+	  echo "$$file"
+	  $(AUDIT)/bin/pip-audit --strict --disable-pip --require-hashes --progress-spinner off --requirement "$$file" $(ARGS)
+	done
 
 lock: $(UV) ## resolve requirements/*.txt (newer versions: make lock ARGS=--upgrade)
 	@run() {

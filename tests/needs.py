@@ -202,7 +202,6 @@ LAB_PACKAGES = (
     "libfaketime",
 )
 SYSTEM_PYTHON = "/usr/bin/python3"
-PIP_AUDIT = Path(__file__).parents[1] / "build/audit/bin/pip-audit"
 SO_ATTACH_FILTER = 26
 AS_ROOT = "run `make test` as root on a machine where root may create namespaces"
 NEEDS = {
@@ -252,7 +251,6 @@ NEEDS = {
         "make setup",
         False,
     ),
-    "pip-audit": Need(_unless(PIP_AUDIT.exists, f"{PIP_AUDIT} does not exist"), (), "make audit", False),
     "Debian's archive": Need(
         _unless(lambda: shutil.which("apt-get"), "no apt-get"),
         (),
