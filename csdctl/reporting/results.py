@@ -1,5 +1,6 @@
 """The results of a run, from its events and its manifest, and its state in a line."""
 
+from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from statistics import median
@@ -32,8 +33,9 @@ RESULTS = ("loss", "accuracy", "validation_loss", "validation_accuracy", "metric
 """Results of an epoch."""
 MAX_FAILURES = 100
 """Failures that are listed; the others are counted."""
-MAX_OPEN_EPOCHS = 1000
-"""Epochs of which not all ranks have reported the same weights; a run that goes well has one at a time."""
+MAX_EPOCHS = 1000
+"""Epochs whose noise scale is remembered, and epochs of which not all ranks have reported the same weights; a
+run that goes well has one of these at a time."""
 
 
 @dataclass(frozen=True)
@@ -190,7 +192,7 @@ class _Run:
         self.last = EpochEnd(0, "", 0, 0, 0, 0.0, 0.0, 0.0, "")
         """The latest end of an epoch of rank 0, which has the results of all ranks; none at first."""
         self.num_rebalanced = 0
-        self.noise_scales: list[float] = []
+        self.noise_scales: deque[float] = deque(maxlen=MAX_EPOCHS)
         """Of each epoch in which it is known."""
         self.lost_nodes: dict[str, None] = {}
         self._failures: list[str] = []
@@ -234,7 +236,7 @@ class _Run:
             self._compare_weights(event)
             if event.rank == 0:
                 self.last = event
-                if event.noise_scale is not None and len(self.noise_scales) < MAX_OPEN_EPOCHS:
+                if event.noise_scale is not None:
                     self.noise_scales.append(event.noise_scale)
         elif isinstance(event, Failed):
             self._num_failures += 1
@@ -251,7 +253,7 @@ class _Run:
         hashes[event.rank] = event.weights_hash
         if self._members <= hashes.keys() and len(set(hashes.values())) == 1:
             return
-        if len(self._open) < MAX_OPEN_EPOCHS:
+        if len(self._open) < MAX_EPOCHS:
             self._open[event.epoch] = hashes
         else:
             self._has_lost_epochs = True

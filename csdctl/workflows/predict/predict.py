@@ -342,7 +342,7 @@ class PredictResult:
         reasons = "".join(f"\n  {error}" for error in self.missing.values())
         raise PartialError(
             f"private rows of {nodes} are missing; {self.output} has the other {self.num_rows:,}{reasons}",
-            remedy="fix these nodes and run the same command again: it computes only missing rows",
+            remedy="fix these nodes, and run the same command with --force: it computes only missing rows",
         )
 
 
