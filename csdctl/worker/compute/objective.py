@@ -232,6 +232,11 @@ class Objective:
                 (labels,) = labels.values()
         if training and self._class_weights is not None:
             of_class = self._weigh_classes(labels)
+            if weights is not None and weights.shape.rank > 1:
+                raise InputError(
+                    f"recipe.class_weight weighs samples, and the data has weights of shape {weights.shape[1:]}",
+                    "multiply the weights in the function of the data, and remove class_weight",
+                )
             weights = of_class if weights is None else weights * of_class
         return labels, weights
 
@@ -249,7 +254,12 @@ class Objective:
         outputs = tf.nest.flatten(predictions)
         mask = keras_mask(outputs[0])
         if self._weighs_mean and weights is not None:
-            return tf.reduce_sum(tf.cast(weights, tf.float32))
+            weights = tf.cast(weights, tf.float32)
+            if mask is not None:
+                while weights.shape.rank < mask.shape.rank:
+                    weights = weights[..., tf.newaxis]
+                weights = weights * tf.cast(mask, tf.float32)
+            return tf.reduce_sum(weights)
         if self._ignored_class is not None:
             is_counted = tf.not_equal(tf.cast(targets, tf.int64), self._ignored_class)
             mask = (

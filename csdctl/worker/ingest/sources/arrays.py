@@ -173,10 +173,7 @@ def open_npz(path: Path, spec: PrepareSpec) -> ArraySource:
             )
             if SAMPLE_WEIGHT in names:
                 outputs = {name or LABEL: array for name, array in outputs.items()}
-                weights = outputs[SAMPLE_WEIGHT] = read_member(archive, SAMPLE_WEIGHT, spec.store)
-                if weights.ndim != 1:
-                    problem = f"has {SAMPLE_WEIGHT} of shape {weights.shape}"
-                    raise data_error(spec.source, problem, "give it one number for each sample")
+                outputs[SAMPLE_WEIGHT] = read_member(archive, SAMPLE_WEIGHT, spec.store)
             return ArraySource(inputs, outputs, spec)
     found = "" if spec.is_private else f"; it has {list_names(names, 10) or 'none'}"
     raise data_error(

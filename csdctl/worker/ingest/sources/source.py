@@ -391,10 +391,10 @@ def to_arrays(parts: Mapping[str, Any], num_axes: int) -> dict[str, Array]:
         weights = arrays[SAMPLE_WEIGHT]
         if weights.ndim == num_axes + 1 and weights.shape[-1] == 1:
             weights = weights[..., 0]
-        if weights.ndim != num_axes:
+        if weights.ndim < num_axes:
             raise StructureError(
-                "returned weights that are not one number for each sample",
-                "return weights of shape (n,); weigh time steps or pixels in a loss of your own",
+                "returned a single weight for all samples",
+                "return weights of shape (n,), or with the further axes of the labels, such as (n, steps)",
             )
         arrays[SAMPLE_WEIGHT] = weights.astype(np.float32, copy=False)
     return arrays
@@ -425,7 +425,8 @@ def conform(block: Block, spec: PrepareSpec) -> Block:
         samples = samples[..., np.newaxis]
     if SAMPLE_WEIGHT in spec.labels and SAMPLE_WEIGHT not in (labels.dtype.names or ()):
         fields = {name or LABEL: field for name, field in fields_of(labels).items()}
-        labels = to_records(fields | {SAMPLE_WEIGHT: np.ones(len(labels), np.float32)}, 1)
+        shape = (len(labels), *spec.labels[SAMPLE_WEIGHT][1])
+        labels = to_records(fields | {SAMPLE_WEIGHT: np.ones(shape, np.float32)}, 1)
     fields = fields_of(labels)
     if fields.keys() == spec.labels.keys():
         wide = {

@@ -136,6 +136,7 @@ def rows(labels: Any, part: slice) -> Any:
 SGD = {"learning_rate": 0.05}
 IGNORING = {"ignore_class": 0, "from_logits": True}
 MASKS = generator.integers(0, 4, (COUNT, 9, 9))
+PIXEL_WEIGHTS = generator.random((COUNT, 9, 9)).astype(np.float32)
 CROSSENTROPY = "sparse_categorical_crossentropy"
 
 
@@ -152,6 +153,7 @@ class Case:
 
 
 CLIPPED = {"global_clipnorm": 0.1, "weight_decay": 0.01, "use_ema": True}
+OVER_WEIGHTS = {"reduction": "mean_with_sample_weight", "from_logits": True}
 IGNORING_0 = {"": LossTerm(CROSSENTROPY, {"ignore_class": 0})}
 SMOOTHED = {"": LossTerm("binary_crossentropy", {"label_smoothing": 0.1})}
 CASES = {
@@ -167,6 +169,10 @@ CASES = {
     "clipping, decay and average": Case(pictures, Recipe(optimizer="adamw", optimizer_args=CLIPPED, **SGD)),
     "an ignored class": Case(pixels, Recipe(losses=IGNORING_0, **SGD), labels=MASKS),
     "a label for each pixel": Case(pixels, Recipe(**SGD), labels=MASKS),
+    "a weight for each pixel": Case(pixels, Recipe(**SGD), labels=MASKS, weights=PIXEL_WEIGHTS),
+    "a mask, divided by the sum of the weights": Case(
+        tagger, Recipe(losses={"": LossTerm(CROSSENTROPY, OVER_WEIGHTS)}, **SGD), TOKENS, TAGS, WEIGHTS
+    ),
     "spectral normalization": Case(
         spectral,
         Recipe(from_logits=True, optimizer="adamw", optimizer_args={"weight_decay": 0.1}, learning_rate=0.01),

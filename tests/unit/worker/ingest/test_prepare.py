@@ -131,18 +131,17 @@ class TestFormats:
         info = prepare(replace(spec, outputs=("a", "b")))
         assert list(info.inputs) == ["u", "v"]
         assert info.labels == {"a": ("int32", ()), "b": ("float32", ()), "sample_weight": ("float32", ())}
-        write_npz(root, x=COLOUR, y=LABELS, sample_weight=np.ones((6, 2)))
-        with pytest.raises(WorkerError, match=r"data at .* has sample_weight of shape \(6, 2\)"):
-            prepare(spec)
+        write_npz(root, x=COLOUR, y=np.ones((6, 2)), sample_weight=np.ones((6, 2)))
+        assert prepare(spec).labels == {"label": ("float32", (2,)), "sample_weight": ("float32", (2,))}
 
     @pytest.mark.parametrize("write", [write_npy, write_idx])
     def test_data_follows_the_public_data(
         self, root: Path, spec: PrepareSpec, write: Callable[[Path], None]
     ) -> None:
         write(root)
-        weighted = {"label": ("float32", ()), "sample_weight": ("float32", ())}
+        weighted = {"label": ("float32", ()), "sample_weight": ("float32", (2,))}
         labels = arrays_of(prepare(replace(spec, labels=weighted)))[1]
-        assert (labels["sample_weight"].tolist(), labels["label"].dtype) == ([1] * 6, np.float32)
+        assert (labels["sample_weight"].tolist(), labels["label"].dtype) == ([[1, 1]] * 6, np.float32)
 
 
 class TestRepeatedCalls:

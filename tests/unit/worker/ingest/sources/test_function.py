@@ -244,7 +244,7 @@ def test_batches_of_a_py_dataset_are_read_in_order(load: Load) -> None:
 REFUSALS = [
     ("np.array(['a', 'b']), np.zeros(2)", "returned text or Python objects$", "TextVectorization"),
     ("[[1], [1, 2]], np.zeros(2)", "lists of different lengths$", "pad_sequences"),
-    ("np.zeros((2, 1)), np.zeros(2), np.ones((2, 5))", "not one number for each sample", "shape (n,)"),
+    ("np.zeros((2, 1)), np.zeros(2), np.ones(())", "a single weight for all samples", "shape (n,)"),
     ("np.zeros((2, 1)), np.zeros(2), {'a': 1, 'b': 2}", "weights for each output", "weigh losses"),
     ("{'a': {'b': 1}}, np.zeros(2)", "returned nested structures", "one array"),
     ("{'ä': np.zeros(2)}, np.zeros(2)", "returned the name 'ä'", "ASCII"),
