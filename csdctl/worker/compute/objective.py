@@ -234,7 +234,7 @@ class Objective:
             of_class = self._weigh_classes(labels)
             if weights is not None and weights.shape.rank > 1:
                 raise InputError(
-                    f"recipe.class_weight weighs samples, and the data has weights of shape {weights.shape[1:]}",
+                    f"recipe.class_weight weighs samples; the weights of the data have shape {weights.shape}",
                     "multiply the weights in the function of the data, and remove class_weight",
                 )
             weights = of_class if weights is None else weights * of_class
