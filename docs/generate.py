@@ -476,16 +476,16 @@ def _option_table(heading: str, rows: Sequence[tuple[str, str | None]]) -> str:
 PYTHON_HEADER = """\
 # Python
 
-`import csdctl` loads nothing else; what it offers is loaded when it is used, without TensorFlow. The
-functions are the workflows of the [command line](cli.md), and work in the current directory as it does: what
-one has written, the other finds. Output is that of the commands, as plain lines; in a notebook, training has
-one live table. [A notebook](../tutorials/notebook.md) shows it all.
+`import csdctl` loads nothing else; what it offers is loaded when it is used, without TensorFlow. It needs
+Linux. The functions do what the commands of the [command line](cli.md) do, in the current directory, and
+share their files. Output is that of the commands, as plain lines; in a notebook, training has one live table.
+[A notebook](../tutorials/notebook.md) shows it all.
 """
 ERRORS = """\
 ## Errors
 
 `csdctl.errors` has all errors. Each has `message`, `remedy` (what to do, or ''), `node` (where, or '') and
-`exit_code`, with which the command line [ends](exit-codes.md); as text it is all of them. Ctrl-C, or
+`exit_code`, with which the command line [ends](exit-codes.md); `str(error)` contains all of these. Ctrl-C, or
 *Interrupt* in a notebook, raises KeyboardInterrupt, once everything that runs on the machines was stopped;
 during training it is a `csdctl.RunStopped`.
 """
@@ -554,12 +554,12 @@ def _call(name: str, function: Any) -> str:
 
 def _class(title: str, found: type) -> str:
     parts = [f"### {title}", _docstring(found)]
-    [definition] = ast.parse(textwrap.dedent(inspect.getsource(found))).body
-    assert isinstance(definition, ast.ClassDef)
     hints = get_type_hints(found)
     rows = [
         f"| `{name}` | `{_cell(_type(hints[name]))}{default}` | {_cell(text)} |"
-        for name, default, text in _attributes(definition.body)
+        for part in reversed(found.__mro__)
+        if part.__name__ == found.__name__  # options in Python inherit from those of the workflow
+        for name, default, text in _attributes(_body_of(part))
     ]
     if rows:
         parts.append("\n".join(["| field | type | meaning |", "|---|---|---|", *rows]))
@@ -573,6 +573,12 @@ def _class(title: str, found: type) -> str:
         elif inspect.isfunction(member):
             parts.append(_call(f".{name}", member))
     return "\n\n".join(parts)
+
+
+def _body_of(found: type) -> list[ast.stmt]:
+    [definition] = ast.parse(textwrap.dedent(inspect.getsource(found))).body
+    assert isinstance(definition, ast.ClassDef)
+    return definition.body
 
 
 def _docstring(documented: Any) -> str:

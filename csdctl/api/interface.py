@@ -31,6 +31,7 @@ from csdctl.runs.directory import LATEST, ProjectDirectory, RunDirectory
 from csdctl.runs.private import STATE_DIRECTORY, check_private
 from csdctl.supervision.event_callbacks import STOP as STOP
 from csdctl.supervision.event_callbacks import Callback
+from csdctl.supervision.run_setup import Patience as Patience
 from csdctl.terminal.fleet import DiscoverView, render_fleet
 from csdctl.terminal.prepare import PreparationScreen, PreparingView, render_prepared
 from csdctl.terminal.report import report_of
@@ -39,6 +40,7 @@ from csdctl.terminal.train import TrainingScreen
 from csdctl.terminal.tune import TuningScreen, render_plan, render_verified
 from csdctl.terminal.view import render_bundle
 from csdctl.tuning.plan import Plan
+from csdctl.tuning.search import Limits as Limits
 from csdctl.worker.protocol.datasets import INPUT, OUTPUT, as_inputs, name_of_position
 from csdctl.worker.protocol.events import EpochEnd
 from csdctl.worker.protocol.json_codec import ProtocolError, from_dict
@@ -50,6 +52,7 @@ from csdctl.workflows.discovery.discover import DiscoverResult
 from csdctl.workflows.discovery.discover import discover as discover_machines
 from csdctl.workflows.train import spec as of_train
 from csdctl.workflows.train.run import RunStopped as RunStopped
+from csdctl.workflows.train.spec import FeatureOptions as FeatureOptions
 from csdctl.workflows.train.train import TrainRequest
 from csdctl.workflows.train.verify import Verification, judge, run_verification
 from csdctl.workflows.tune import tune as of_tune
@@ -221,7 +224,8 @@ class Job:
         arguments of its own constructor and compile() must be attributes with the same names. `data` and
         `validation`: x, (x, y) or (x, y, sample_weight), each an array, or a dict, list or tuple of arrays
         for several inputs or outputs; an iterable of such batches, as a tf.data.Dataset; or the path of data
-        as job.yaml takes it. `code`: files and packages with the model's own layers, losses and metrics.
+        as job.yaml takes it. All of it is public: for private data, write job.yaml. `directory`: a second job
+        needs another one. `code`: files and packages with the model's own layers, losses and metrics.
         `input_range`: scales uint8 arrays; None leaves them as they are. `recipe`: as in job.yaml, such as
         epochs=5 or early_stopping=csdctl.EarlyStopping(patience=3); without it, one epoch. The command line
         takes the job too: `csdctl train csdctl-job/job.yaml`.
@@ -427,7 +431,7 @@ def discover(fleet: FleetOrPath = "fleet.yaml") -> DiscoverResult:
 
 
 def prepare(job: Job, fleet: FleetOrPath = "fleet.yaml") -> Prepared:
-    """Convert model and data of `job` where they lie, and compare with its hashes what was prepared before.
+    """Convert model and data of `job` where they are stored; compare what was prepared before with its hashes.
 
     `tune`, `train` and `verify` prepare what is missing by themselves. Raises InputError when model and data
     do not fit together.
@@ -561,11 +565,11 @@ def train(
     callbacks: Sequence[Callback] = (),
     options: TrainOptions | None = None,
 ) -> Run:
-    """Train `job` on `fleet` and return the run; without a plan and without `batch_size`, tune before.
+    """Train `job` on `fleet` and return the run; without a plan and without `batch_size`, tune first.
 
     `batch_size`: of every rank, in place of a plan. `resume`: the id of a run to continue, or "latest".
     `callbacks`: functions that get every event of the run as a dict, each in a thread of its own; one that
-    returns `csdctl.STOP` ends the run in order, and `train` returns it.
+    returns `csdctl.STOP` ends the run cleanly, and `train` returns it.
 
     Raises CsdctlError, and RunStopped, which is a KeyboardInterrupt, when it is interrupted: the ranks finish
     their step, model and state are saved, and `resume` continues from there.

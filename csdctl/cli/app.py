@@ -58,6 +58,8 @@ COMMANDS: Mapping[tuple[str, str], Mapping[str, str]] = {
 }
 """Heading and module in csdctl.cli.commands → name of a command → its line in `csdctl --help`."""
 HELP_OPTIONS = ["-h", "--help"]
+EXEC = "exec"
+EXEC_REMEDY = "put `--` before the command and its options, such as csdctl exec -- df"
 MODULES = {name: module for (_, module), section in COMMANDS.items() for name in section}
 
 
@@ -102,6 +104,13 @@ class CommandGroup(TyperGroup):
 
 class PlainCommand(TyperCommand):
     """A command whose options are listed by their `rich_help_panel`, as plain text."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> Any:
+        """Parse the command line; raises InputError for `exec df -h`, which would only print this help."""
+        own = own_arguments(args)
+        if self.name == EXEC and len(own) > 1 and {*HELP_OPTIONS} & {*own}:
+            raise InputError("received -h beside other arguments", remedy=f"{EXEC_REMEDY} -h")
+        return super().parse_args(ctx, args)
 
     def format_options(self, ctx: Any, formatter: Any) -> None:
         """Write arguments, options and then the groups of rarer options of `--help`."""
@@ -178,10 +187,10 @@ def explain_usage(error: Any) -> InputError | None:
     path = error.ctx.command_path if error.ctx else "csdctl"
     commands = getattr(error.ctx.command, "commands", ()) if error.ctx else ()
     is_short = 0 < len(commands) < len(MODULES)
-    return InputError(
-        f"{message[0].lower()}{message[1:]}",
-        remedy=f"see `{path} --help`" + (f"; its commands: {', '.join(commands)}" if is_short else ""),
-    )
+    remedy = f"see `{path} --help`" + (f"; its commands: {', '.join(commands)}" if is_short else "")
+    if path == f"csdctl {EXEC}" and hasattr(error, "option_name"):
+        remedy = EXEC_REMEDY
+    return InputError(f"{message[0].lower()}{message[1:]}", remedy=remedy)
 
 
 def _nearest_options(error: Any) -> list[str]:

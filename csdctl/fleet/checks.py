@@ -267,7 +267,7 @@ def _judge_memory(usable_bytes: int | None) -> Judgement:
         return Status.WARN, "unknown", "", "run `free -m` there"
     found, remedy = f"{usable_bytes // MIB} MiB available", "end other processes there"
     if usable_bytes < 256 * MIB:
-        return Status.FAIL, found, "256 MiB, which TensorFlow alone needs", remedy
+        return Status.FAIL, found, "600 MiB: TensorFlow and a small model", remedy
     if usable_bytes < 1024 * MIB:
         return Status.WARN, found, "1 GiB", f"{remedy}, or expect small batch sizes"
     return Status.OK, found, "", ""

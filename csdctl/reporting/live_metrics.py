@@ -56,7 +56,7 @@ class _Figures:
             "wait_s": counter("wait_seconds", "Seconds in which the rank waited or communicated."),
             "cpu_s": counter("cpu_seconds", "CPU seconds of the rank's process."),
         }
-        self._losses = counter("rank_losses", "Times that the rank left its group unplanned.")
+        self._losses = counter("rank_losses", "Times that the rank was lost.")
         self._memory = gauge("memory_bytes", "Memory of the rank's process.", ("node",))
         self._temperature = gauge("cpu_temperature_celsius", "CPU temperature of the machine.", ("node",))
         self._batch_size = gauge("batch_size", "Batch size of the rank with this number.", ("rank",))
@@ -76,7 +76,7 @@ class _Figures:
         known = event_from_document({name: event[name] for name in event if name not in ("run", "time")})
         if report := self._tally.add(known):
             self._add_report(event, report)
-        if kind == "LinkLost":
+        if kind == "NodeLost":
             self._losses.labels(event["node"]).inc()
         elif kind in ("Joined", "Rebalanced") and is_first:
             for rank, size in event["batch_sizes"].items():

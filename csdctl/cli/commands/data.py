@@ -139,11 +139,12 @@ def deploy(
         list[str] | None,
         typer.Option(
             metavar="SOURCE[:DESTINATION]",
-            help="Copy a directory instead of a job's files; DESTINATION is relative to each node's home.",
+            help="Copy a directory instead of a job's files; DESTINATION: absolute, or relative to the home.",
         ),
     ] = None,
     ignore: Annotated[
-        list[str] | None, typer.Option(help="Exclude matching files from trees; same syntax as .gitignore.")
+        list[str] | None,
+        typer.Option(help="Exclude matching files from trees; patterns as in .gitignore, without `!`."),
     ] = None,
     everything: Annotated[
         bool, typer.Option("--everything", help="Also copy .git, __pycache__ and .csdctl of trees.")

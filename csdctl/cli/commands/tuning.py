@@ -63,13 +63,11 @@ def tune(
         str, of_stannis(metavar="SIZES", help="Batch sizes to probe.")
     ] = DEFAULT_BATCH_SIZE_LIST,
     step_divisor: Annotated[
-        float, of_stannis("-C", "--step-divisor", help="C; a larger value takes smaller steps.")
+        float, of_stannis("-C", "--step-divisor", help="C, which divides each change of a batch size.")
     ] = DEFAULT_STEP_DIVISOR,
     margin_scale: Annotated[
         float,
-        of_stannis(
-            "-E", "--margin-scale", help="E; 20 leaves a margin of 5%, the paper's value 5 leaves 20%."
-        ),
+        of_stannis("-E", "--margin-scale", help="E: step times may differ by 1/E; the paper's value is 5."),
     ] = DEFAULT_MARGIN_SCALE,
 ) -> None:
     """Measure the machines and write the plan with the highest throughput."""

@@ -34,7 +34,7 @@ class EarlyStopping:
     patience: NumEpochs = 5
     min_delta: MinDelta = 0.0
     mode: Mode = "auto"
-    """'min' or 'max': what is better; 'auto' tells by the name of the metric."""
+    """'min' or 'max': what is better; 'auto' infers it from the name of the metric."""
     baseline: float | None = None
     """Epochs that are not better than this count as epochs without improvement."""
     start_from_epoch: NumEpochs = 0
@@ -52,7 +52,7 @@ class ReduceOnPlateau:
     min_factor: Annotated[Positive, Between(0, 1)] = 0.0001
     """Lower limit of the learning rate, relative to the recipe's."""
     mode: Mode = "auto"
-    """'min' or 'max': what is better; 'auto' tells by the name of the metric."""
+    """'min' or 'max': what is better; 'auto' infers it from the name of the metric."""
     cooldown: NumEpochs = 0
     """Number of epochs after a reduction that do not count as epochs without improvement."""
 

@@ -1,4 +1,4 @@
-"""`predict`: run a trained model over samples where they lie, and bring back what was asked for.
+"""`predict`: run a trained model over samples where they are stored, and bring back the results.
 
 Each machine keeps its results by content, and continues them after an interruption. What it sends are rows
 of numbers: of private samples neither the samples nor their names.

@@ -456,10 +456,10 @@ def check_sandboxes(
 def judge_sandbox(machine: str, check: SandboxCheck) -> Check:
     """Return the check of one machine: a warning when it cannot run a sandbox."""
     if not check.obstacle:
-        return Check(machine, "sandbox", Status.OK, "MPI is confined")
+        return Check(machine, "sandbox", Status.OK, "MPI is sandboxed")
     remedy = (
-        "trust every node, or exclude the machine: with it, a run takes the connections of anybody who "
-        "reaches its ports, which are open at all addresses there (docs/explanation/security.md)"
+        "exclude the machine, or accept the risk: without a sandbox, MPI there accepts connections from "
+        "anyone who can reach its ports"
     )
     return Check(machine, "sandbox", Status.WARN, check.obstacle, "MPI in a sandbox", remedy)
 

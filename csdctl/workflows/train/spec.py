@@ -58,7 +58,7 @@ class TrainOptions:
     callbacks: tuple[Callback, ...] = ()
     """Called with every event of the run, in threads of their own."""
     strategy: str = AUTO
-    """The way in which machines share the computation: one of STRATEGIES, or AUTO."""
+    """The strategy: 'data-parallel', 'features' or 'split'; 'auto' is that of the plan."""
     features: FeatureOptions = field(default_factory=FeatureOptions)
     """For `features`."""
     cut: str = ""

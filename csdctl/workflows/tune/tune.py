@@ -103,7 +103,9 @@ class TuneOptions:
     """The method, the limits of a plan, and how to measure; raises InputError for invalid values."""
 
     method: str = FIT
+    """'fit', or 'stannis' for Algorithm 1."""
     limits: Limits = field(default_factory=Limits)
+    """Of the global batch."""
     is_fresh: bool = False
     """Ignore earlier measurements."""
     is_exploring: bool = True
@@ -111,14 +113,16 @@ class TuneOptions:
     is_host_training: bool = True
     """False: the host only sums gradients and serves data to the nodes."""
     batch_sizes: tuple[int, ...] = DEFAULT_BATCH_SIZES
+    """Algorithm 1's list."""
     step_divisor: float = DEFAULT_STEP_DIVISOR
+    """Algorithm 1's C."""
     margin_scale: float = DEFAULT_MARGIN_SCALE
-    """Algorithm 1's list, C and E."""
+    """Algorithm 1's E."""
     probe_duration_s: float = 1.0
     strategy: str = AUTO
-    """The strategies to compare: AUTO for all, or the only one."""
+    """The strategy: 'data-parallel', 'features' or 'split'; 'auto' compares all."""
     goal: str = THROUGHPUT
-    """What the plan has the most of: throughput, or progress per second (TIME_TO_ACCURACY)."""
+    """What the plan has the most of: 'throughput', or with 'time-to-accuracy' progress per second."""
     cut: str = ""
     """With the strategy `split`: the only cut."""
 

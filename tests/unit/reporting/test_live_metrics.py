@@ -8,7 +8,7 @@ import pytest
 
 from csdctl.errors import InputError
 from csdctl.reporting.live_metrics import serve_metrics
-from csdctl.worker.protocol.events import Event, LinkLost, Progress
+from csdctl.worker.protocol.events import Event, NodeLost, Progress
 
 
 def document(event: Event) -> dict[str, object]:
@@ -22,7 +22,7 @@ def test_figures_add_up_and_are_served() -> None:
     for _ in range(2):
         update(document(Progress(1, "csd0", 3, 7, 1, 8, 0.5, 0.25, 1.0)))
     update(document(Progress(0, "host", 3, 7, 1, 64, 0.5, 0.25, 1.0, 72, 0.125)))
-    update(document(LinkLost(1, "csd0", 1, 3, 7)))
+    update(document(NodeLost(1, "csd0", "no answer")))
     with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics") as answer:
         text = answer.read().decode()
     for line in (
