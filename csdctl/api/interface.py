@@ -43,6 +43,7 @@ from csdctl.tuning.plan import Plan
 from csdctl.tuning.search import Limits as Limits
 from csdctl.worker.protocol.datasets import INPUT, OUTPUT, as_inputs, name_of_position
 from csdctl.worker.protocol.events import EpochEnd
+from csdctl.worker.protocol.features import FeatureOptions as FeatureOptions
 from csdctl.worker.protocol.json_codec import ProtocolError, from_dict
 from csdctl.worker.protocol.model_info import BUILDER, BuildSpec
 from csdctl.worker.protocol.recipe import EarlyStopping as EarlyStopping
@@ -52,7 +53,6 @@ from csdctl.workflows.discovery.discover import DiscoverResult
 from csdctl.workflows.discovery.discover import discover as discover_machines
 from csdctl.workflows.train import spec as of_train
 from csdctl.workflows.train.run import RunStopped as RunStopped
-from csdctl.workflows.train.spec import FeatureOptions as FeatureOptions
 from csdctl.workflows.train.train import TrainRequest
 from csdctl.workflows.train.verify import Verification, judge, run_verification
 from csdctl.workflows.tune import tune as of_tune
@@ -431,7 +431,7 @@ def discover(fleet: FleetOrPath = "fleet.yaml") -> DiscoverResult:
 
 
 def prepare(job: Job, fleet: FleetOrPath = "fleet.yaml") -> Prepared:
-    """Convert model and data of `job` where they are stored; compare what was prepared before with its hashes.
+    """Convert model and data of `job` where they are stored; compare the hashes of what is prepared already.
 
     `tune`, `train` and `verify` prepare what is missing by themselves. Raises InputError when model and data
     do not fit together.

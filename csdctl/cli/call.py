@@ -43,6 +43,8 @@ def _shared(
 SHARED = inspect.signature(_shared).parameters
 FIELDS = {"job": "job_path", "fleet": "fleet_path", "json": "is_json"}
 """Parameters that are other fields of a Call."""
+ON_EACH_NODE = {"discover", "trust", "provision", "exec", "inventory", "clean", "deploy"}
+"""Commands that act on each selected node alone; the others need the servers between them, too."""
 
 
 def _add_options(command: Command, names: list[str]) -> Command:
@@ -90,9 +92,13 @@ class Call:
         """The fleet with the selected nodes; only training may be without any. Raises InputError."""
         from csdctl.workflows.workspace.workspace import choose_fleet
 
-        is_training = self.command == "train"
         return choose_fleet(
-            self.fleet_path, self.limit, self.exclude, self.failed_from, may_be_empty=is_training
+            self.fleet_path,
+            self.limit,
+            self.exclude,
+            self.failed_from,
+            may_be_empty=self.command == "train",
+            with_servers=self.command not in ON_EACH_NODE,
         )
 
     def finish(

@@ -5,6 +5,7 @@ of variables, plugins and vaults.
 """
 
 import configparser
+import hashlib
 import os
 import re
 import shlex
@@ -235,7 +236,11 @@ def render_inventory(fleet: Fleet, ssh_options: Mapping[str, Sequence[str]]) -> 
 
     Raises InputError for a text that Ansible would interpret as a template.
     """
-    hosts = {node.name: _variables(node, ssh_options[node.name]) for node in fleet.nodes}
+    hosts = {
+        node.name: _variables(node, ssh_options[node.name])
+        | {"node_network": ",".join(fleet.networks_of(node.name))}
+        for node in fleet.nodes
+    }
     shared = dict(set.intersection(*(set(variables.items()) for variables in hosts.values())))
     own = {
         name: {key: value for key, value in variables.items() if key not in shared}
@@ -258,6 +263,8 @@ def _variables(node: Node, ssh_options: Sequence[str]) -> dict[str, object]:
         "ansible_user": node.user,
         "ansible_python_interpreter": node.python,
         "ansible_ssh_common_args": shlex.join(ssh_options),
+        # Ansible's own path has neither jump host nor key: nodes of two servers may share an address.
+        "ansible_control_path": f"%(directory)s/{hashlib.sha256(repr(node).encode()).hexdigest()[:10]}",
     }
     if node.key:
         variables["ansible_ssh_private_key_file"] = str(node.key.absolute())

@@ -124,6 +124,17 @@ class Fleet:
         """The names of the host and all nodes, the host first."""
         return (HOST_NAME, *(node.name for node in self.nodes))
 
+    @property
+    def names_without_servers(self) -> tuple[str, ...]:
+        """The names of the nodes that are no servers."""
+        return tuple(node.name for node in self.nodes if node.server != node.name)
+
+    def networks_of(self, machine: str) -> tuple[str, ...]:
+        """Return the networks in which MPI reaches `machine`, as far as the file states them."""
+        server = self.server_of(machine)
+        own = dict(self.networks).get(server, self.network)
+        return tuple(filter(None, [own, self.between if machine == server else ""]))
+
     def server_of(self, machine: str) -> str:
         """Return the server that `machine` belongs to, or is; HOST_NAME for the one that csdctl runs on."""
         return HOST_NAME if machine == HOST_NAME else self.node(machine).server or HOST_NAME
@@ -167,18 +178,28 @@ _WILDCARDS = re.compile(r"[*?\[]")
 
 
 def select_nodes(
-    fleet: Fleet, limit: Sequence[str] = (), exclude: Sequence[str] = (), *, may_be_empty: bool = False
+    fleet: Fleet,
+    limit: Sequence[str] = (),
+    exclude: Sequence[str] = (),
+    *,
+    may_be_empty: bool = False,
+    with_servers: bool = True,
 ) -> Fleet:
     """Return the fleet with the nodes that match `limit` (all when empty) and not `exclude`.
 
     A pattern is a name with wildcards or a range (`csd[0-7]`), or a group; several may be joined by
     commas. Raises InputError for a pattern without a match, or when no node remains; `may_be_empty`: the host
-    alone is enough. A node is selected with its server.
+    alone is enough. `with_servers`: a node is selected with its server, and excluded with it.
     """
-    groups = {node.name: node.groups for node in fleet.nodes}
-    kept = set(select_names(groups, limit, exclude, where=str(fleet.path), may_be_empty=may_be_empty))
-    kept |= {node.server for node in fleet.nodes if node.name in kept}
-    return replace(fleet, nodes=tuple(node for node in fleet.nodes if node.name in kept))
+    groups, where = {node.name: node.groups for node in fleet.nodes}, str(fleet.path)
+    if with_servers:
+        present = select_names(groups, (), exclude, where=where, may_be_empty=True)
+        servers = {node.server for node in fleet.nodes} & groups.keys()
+        exclude = [*exclude, *sorted(servers.difference(present))]
+    kept = set(select_names(groups, limit, exclude, where=where, may_be_empty=may_be_empty))
+    if with_servers:
+        kept |= {node.server for node in fleet.nodes if node.name in kept}
+    return keep_nodes(fleet, kept)
 
 
 def select_names(
@@ -205,7 +226,9 @@ def select_names(
 
 def keep_nodes(fleet: Fleet, names: Container[str]) -> Fleet:
     """Return the fleet with only the nodes in `names`; possibly without nodes."""
-    return replace(fleet, nodes=tuple(node for node in fleet.nodes if node.name in names))
+    nodes = tuple(node for node in fleet.nodes if node.name in names)
+    servers = {node.server for node in nodes}
+    return replace(fleet, nodes=nodes, networks=tuple(one for one in fleet.networks if one[0] in servers))
 
 
 def _split(patterns: Sequence[str]) -> list[str]:
@@ -216,13 +239,14 @@ def _matching(groups: Mapping[str, Sequence[str]], pattern: str, option: str, wh
     expanded = expand_range(pattern)
     wanted = {name for name in expanded if not _WILDCARDS.search(name)}
     patterns = [re.compile(fnmatch.translate(name)) for name in expanded if name not in wanted]
-    missing = [name for name in wanted if name not in groups]
+    known = set(groups).union(*groups.values())
+    missing = [name for name in wanted if name not in known]
     if patterns or option != "--limit" or len(missing) == len(wanted):
         missing = []  # a wildcard, a group, no match at all, or nodes that are to be left out anyway
     found = [
         name
         for name, own in groups.items()
-        if name in wanted or pattern in own or any(each.match(name) for each in patterns)
+        if name in wanted or not wanted.isdisjoint(own) or any(each.match(name) for each in patterns)
     ]
     if not found or missing:
         absent = f"names {format_node_names(sorted(missing))}, not in" if missing else "matches no node of"

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from csdctl.fleet.model import HOST_NAME
+from csdctl.fleet.model import HOST_NAME, SERVER_MARK
 from csdctl.fleet.names import format_node_names
 from csdctl.reporting.numbers import format_share
 from csdctl.runs.ledger import MEASURED, STATED, PowerRecord
@@ -78,6 +78,14 @@ class RunEnergy:
     """Machines whose energy is not known, or not of the whole training."""
 
 
+def _server_of(name: str, names: Sequence[str]) -> str:
+    """Return the machine whose chassis a node is in, '' for a server itself."""
+    server, mark, _ = name.partition(SERVER_MARK)
+    if not any(SERVER_MARK in one for one in names):
+        return HOST_NAME if name != HOST_NAME else ""
+    return (server if server in names else HOST_NAME) if mark else ""
+
+
 def add_up_energy(
     records: Iterable[PowerRecord],
     nodes: Sequence[str],
@@ -107,9 +115,8 @@ def add_up_energy(
         if inside_s > 0:
             machine.seconds += inside_s
             machine.joules += record.joules * min(inside_s / record.seconds, 1.0)
-    host = found.get(HOST_NAME)
-    covers_all = bool(host and host.includes_nodes)
-    needed = (HOST_NAME,) if covers_all else tuple(nodes)
+    covering = {name for name, machine in found.items() if machine.includes_nodes}
+    needed = tuple(name for name in nodes if (_server_of(name, nodes) or name) not in covering - {name})
     missing = tuple(name for name in needed if name not in found or not found[name].is_whole)
     machines = tuple(found[name] for name in nodes if name in found)
     if missing or not machines:

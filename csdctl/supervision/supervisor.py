@@ -33,7 +33,7 @@ from csdctl.worker.protocol.events import (
     Ready,
     WaitingFor,
 )
-from csdctl.worker.protocol.orders import FormGroup, PauseAtEpochEnd, Ping, Stop
+from csdctl.worker.protocol.orders import STAR, FormGroup, PauseAtEpochEnd, Ping, Stop
 
 USER, CALLBACK = "user", "callback"
 """Who has stopped a run (`Supervisor.stopped_by`)."""
@@ -158,6 +158,8 @@ class Supervisor:
     def _form_group(self, ranks: Sequence[int]) -> None:
         group = self._group = GroupState(self._group.generation + 1, tuple(ranks), time.monotonic())
         collective = self._collectives.get(group.ranks, self._setup.collective)
+        if any(self._setup.servers) and len({self._setup.servers[rank] for rank in group.ranks}) == 1:
+            collective = STAR  # only servers are connected with each other; nodes reach their server alone
         if self.stopped_by:  # rank 0 may be a new process, which has not received the order
             self._processes.send(0, Stop())
         for rank in group.ranks:

@@ -149,7 +149,10 @@ def choose_best(
     """
     return find_best_ranks(
         replace(host, is_required=True),
-        [replace(node, is_required=choice.is_required) for node in _repeat(nodes, num_nodes)],
+        [
+            replace(node, is_required=choice.is_required or node.is_required)
+            for node in _repeat(nodes, num_nodes)
+        ],
         choice.limits(num_nodes),
         costs.sum_s,
         costs.overhead_factor if num_nodes else 1.0,

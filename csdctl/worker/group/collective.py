@@ -12,8 +12,8 @@ from typing import Annotated, Any
 
 from csdctl.worker.group.messages import allgather, gather_values
 from csdctl.worker.group.mpi import Incoming, OnWait, World, ignore_wait, is_complete, wait_sleeping
-from csdctl.worker.group.values import ExpectedTails, PeerFaultError
-from csdctl.worker.protocol.json_codec import Between, Count, MaxLength
+from csdctl.worker.group.values import ExpectedTails, PeerFaultError, SumSeconds
+from csdctl.worker.protocol.json_codec import Count, MaxLength
 from csdctl.worker.protocol.orders import ALLREDUCE, STAR
 
 CHUNK_SIZE = 1 << 18
@@ -261,7 +261,6 @@ def _bounds(start: int, stop: int) -> list[tuple[int, int]]:
     return [(first, min(stop, first + CHUNK_SIZE)) for first in range(start, stop, CHUNK_SIZE)]
 
 
-SumSeconds = Annotated[float, Between(0.0, 3600.0)]
 LONG_S = 2.0
 """A sum of so many seconds is timed once: opening the connections is a small part of it."""
 NUM_ROUNDS = 2

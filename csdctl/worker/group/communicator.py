@@ -34,6 +34,7 @@ from csdctl.worker.group.values import (
     ExpectedTails,
     LinkLostError,
     PeerFaultError,
+    SumSeconds,
     decode_value,
     decode_values,
     encode_value,
@@ -325,6 +326,11 @@ class TwoLevelCommunicator(Communicator):
         for link, _ in self._links:
             link.choose_collective(STAR if link is self._tunnel else wanted, sizes)
             self.collective, self.sum_s = link.collective, self.sum_s + link.sum_s
+        if self._between:  # the servers wait for the slowest tunnel
+            own_s = self._tunnel.sum_s if self._tunnel else 0.0
+            with self._faults_in(self._leaders):
+                slowest_s = max(self._between.allgather(own_s, SumSeconds))
+            self.sum_s = slowest_s + self._between.sum_s
 
     def sum(self, vector: Array, expected: ExpectedTails | None = None) -> Array:
         """Sum at each server, then among the servers; the total goes back down."""

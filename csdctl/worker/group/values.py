@@ -12,9 +12,12 @@ import json
 import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any
 
-from csdctl.worker.protocol.json_codec import parse_json, read_as
+from csdctl.worker.protocol.json_codec import Between, parse_json, read_as
+
+SumSeconds = Annotated[float, Between(0.0, 3600.0)]
+"""Seconds of a timed sum."""
 
 
 class LinkLostError(Exception):

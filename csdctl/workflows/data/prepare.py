@@ -237,7 +237,7 @@ def prepare_job(
         validation = preparing.on_host("validation", job.validation_path, function)
     private = {}
     if job.private_path:
-        say(f"private data: {job.private_path} on {len(space.fleet.nodes)} nodes")
+        say(f"private data: {job.private_path} on {len(space.fleet.names_without_servers)} nodes")
         private = preparing.on_nodes(job.private_path)
     datasets = {"public": public, "validation": validation, **private}
     check_compatibility(model.info.recipe, model.info, datasets, needs_labels=needs_labels)
@@ -283,7 +283,10 @@ class _Preparing:
         return self._prepare(name, HOST_NAME, spec)
 
     def on_nodes(self, path: str) -> dict[str, DatasetInfo]:
-        """Prepare private data on each node; a node without data or with a failure is an error."""
+        """Prepare private data on each node; a node without data or with a failure is an error.
+
+        A server has none, as the host has none.
+        """
         function, fleet = self.job.reading.private_function, self.space.fleet
         spec, files = add_function(self.spec, self.job, function, self.space.project)
         spec = replace(spec, source=path, is_private=True)
@@ -293,7 +296,7 @@ class _Preparing:
             deliver(session, payload, python=fleet.python_of(session.name))
             return self._prepare(session.name, session.name, spec)
 
-        nodes = {node.name: self.space.sessions[node.name] for node in fleet.nodes}
+        nodes = {name: self.space.sessions[name] for name in fleet.names_without_servers}
         return values_or_raise(run_on_all(nodes, on_node), "preparing private data")
 
     def _prepare(self, name: str, machine: str, spec: PrepareSpec) -> DatasetInfo:

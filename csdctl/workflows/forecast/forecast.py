@@ -215,7 +215,10 @@ def _measured_basis(
         raise _unknown(missing + format_node_names(unknown), TUNE)
     num_probes = sum(len(one.points) for one in classes)
     speeds = f"measured: {num_probes} probes and trials of {model_name} on machines like these"
-    ranks = [RankModel(name, step_time) for name, step_time in known.machine_step_times().items()]
+    ranks = [
+        RankModel(name, step_time, is_required=name in known.required)
+        for name, step_time in known.machine_step_times().items()
+    ]
     given = read_limits(plan.method_arguments) if plan else Limits(max_global_batch)
     is_required = job.private_path is not None
 

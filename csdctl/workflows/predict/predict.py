@@ -21,7 +21,7 @@ from typing import Any, BinaryIO
 from csdctl import documents
 from csdctl.documents import MAX_JSON_BYTES, load_text, write_atomically
 from csdctl.errors import CsdctlError, InputError, PartialError, RemoteCommandError
-from csdctl.fleet.model import HOST_NAME, Fleet
+from csdctl.fleet.model import HOST_NAME, SERVER_MARK, Fleet
 from csdctl.fleet.requirements import explain_extra
 from csdctl.job.compatibility import LOGITS, plain_name, show_shape
 from csdctl.job.model import Job, check_keras_file, load_job
@@ -377,7 +377,8 @@ def predict(request: PredictRequest, observer: DeliveryObserver) -> PredictResul
                 result.num_rows += len(one)
                 result.num_rows_of[one.node] = result.num_rows_of.get(one.node, 0) + len(one)
             if PRIVATE in request.on:
-                result.missing = absent | failed
+                holding = request.fleet.names_without_servers
+                result.missing = {name: error for name, error in (absent | failed).items() if name in holding}
                 result.num_missing = {
                     name: num_private[name] for name in result.missing if name in num_private
                 }
@@ -468,7 +469,8 @@ class _Prediction:
         (info,) = extracted.parts
         check_info(info, part.machine, _DOING, may_be_empty=True)
         dtype = self._check_dtype(info, part)
-        target = self.directory / f"{part.data}-{part.machine}.npy"
+        machine = part.machine.replace(SERVER_MARK, "-")
+        target = self.directory / f"{part.data}-{machine}.npy"
         num_bytes = part.info.num_samples * dtype.itemsize + MAX_HEADER_BYTES
         wanted = SendSpec(Path(info.path).name, info.images_sha256, num_bytes)
         traffic = TRAFFIC[request.want] if part.data == PRIVATE else TrafficClass.PUBLIC

@@ -10,10 +10,11 @@ confine MPI, and what is said where one cannot.
 """
 
 import contextlib
+import ipaddress
 import secrets
 import shutil
 import socket
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated
@@ -178,8 +179,14 @@ def _listen_address(name: str, level: Level, fleet: Fleet, conditions: Mapping[s
     own = conditions[name].addresses or ()
     if level.network:
         return next(iter(addresses_in(level.network, own)), "0.0.0.0")
-    peer = fleet.node(level.machines[1] if name == HOST_NAME else name).address
-    address = _local_address_towards(peer) if name == HOST_NAME else _resolve(peer)
+    head = level.machines[0]
+    peer = fleet.node(level.machines[1] if name == head else name).address
+    if name == HOST_NAME:
+        address = _local_address_towards(peer)
+    elif name == head:  # another server, in its tunnel
+        address = _nearest_address(peer, own)
+    else:
+        address = _resolve(peer)
     return address if address in own else next(iter(addresses_in("", own)), "127.0.0.1")
 
 
@@ -188,6 +195,15 @@ def _local_address_towards(address: str) -> str:
     with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as unsent:
         unsent.connect((address, 9))
         return str(unsent.getsockname()[0])
+    return ""
+
+
+def _nearest_address(address: str, own: Iterable[str]) -> str:
+    """Return which of a machine's `own` IPv4 addresses shares the most leading bits with `address`."""
+    with contextlib.suppress(ValueError):
+        wanted = int(ipaddress.IPv4Address(address))
+        found = [one for one in addresses_in("", own) if ":" not in one]
+        return min(found, key=lambda one: int(ipaddress.IPv4Address(one)) ^ wanted, default="")
     return ""
 
 

@@ -351,7 +351,6 @@ def _play(
 ) -> dict[str, Outcome[NodeSummary]]:
     collection = ansible_directory()
     values = {
-        "node_network": fleet.network,
         **request.values,
         "node_prefix": request.prefix,
         "node_send": False,

@@ -15,7 +15,7 @@ from typing import Protocol
 from csdctl.documents import save_json
 from csdctl.energy.sampler import PowerSampler
 from csdctl.errors import InputError
-from csdctl.fleet.model import HOST_NAME
+from csdctl.fleet.model import HOST_NAME, SERVER_MARK
 from csdctl.launch.leftovers import describe_holder, end_run
 from csdctl.launch.mpi_job import add_mpirun_traffic, add_rank_traffic
 from csdctl.reporting.results import RunSummary, read_results
@@ -144,10 +144,13 @@ def _choose_collective(inputs: RunInputs, options: TrainOptions) -> str:
         )
     if options.collective != MEASURED:
         return options.collective
+    nodes = [rank.node for rank in inputs.spec.ranks]
     default = "" if any(rank.server for rank in inputs.spec.ranks) else STAR
-    if not inputs.directory.events.exists():
+    is_reduced = default == STAR and any(SERVER_MARK in node for node in nodes)
+    """Whether one of several servers has remained."""
+    if is_reduced or not inputs.directory.events.exists():
         return default
-    for event in inputs.directory.read_events([rank.node for rank in inputs.spec.ranks]):
+    for event in inputs.directory.read_events(nodes):
         if isinstance(event, Joined) and event.rank == 0:
             return event.collective if event.collective in COLLECTIVES else default
     return default

@@ -515,7 +515,7 @@ def _fetch_features(
         if rank.node != HOST_NAME:
             limit = rank.num_public * row_bytes + MAX_HEADER_BYTES
             wanted = SendSpec(path.parent.name, rank.public.images_sha256, limit, FEATURE_STORE)
-            path = directory / f"{rank.node}.npy"
+            path = directory / f"{rank.rank}.npy"
             session, python = space.sessions[rank.node], space.fleet.python_of(rank.node)
             worker, kind = run.prepared.worker.path, TrafficClass.FEATURES
             with path.open("wb") as file:

@@ -84,10 +84,10 @@ from csdctl.worker.protocol.orders import MAX_TIMED_SUM_S
 from csdctl.worker.protocol.probe import PartsSpec, PartTimes, ProbeRequest
 from csdctl.worker.protocol.run_spec import Prefix, Runtime, SplitSpec
 from csdctl.workflows.data.files import deploy_files
-from csdctl.workflows.data.prepare import PreparationObserver, Prepared, prepare_in
+from csdctl.workflows.data.prepare import PreparationObserver, prepare_in
 from csdctl.workflows.train.plan import build_fingerprint, default_runtime
 from csdctl.workflows.train.spec import AUTO, RunContext, check_cut, check_strategy
-from csdctl.workflows.train.strategies import bytes_for_host, check_job, check_split, find_cut, find_features
+from csdctl.workflows.train.strategies import bytes_for_host, check_split, find_cut, find_features
 from csdctl.workflows.tune.fleet_measurements import FleetMeasurements, hash_recipe
 from csdctl.workflows.tune.probing import PROBE_DEADLINE_S, FleetMeasurer, TuneWatch, run_trial
 from csdctl.workflows.workspace.workspace import call_machine, open_workspace
@@ -455,7 +455,7 @@ def tune(context: RunContext, options: TuneOptions, watch: TuneWatch) -> Plan:
     """Return a plan for the job; raises InputError, DeadlineError, NodeError, and what a trial raises."""
     if not options.is_host_training and (options.method == STANNIS or not context.space.fleet.nodes):
         raise InputError("--no-host needs at least one node, and --method fit")
-    check_possible(options, context.job, context.prepared)
+    check_possible(options, context)
     tune_by_method = tune_by_algorithm_1 if options.method == STANNIS else tune_by_fit
     plan = tune_by_method(context, options, watch)
     return plan.model_copy(update={"made_for": build_fingerprint(plan, context.job, context.space.facts)})
@@ -532,13 +532,13 @@ MAX_CUTS = 5
 SPLIT_TRIAL_S, MIN_SPLIT_STEPS, MAX_SPLIT_STEPS = 8.0, 4, 200
 
 
-def check_possible(request: TuneOptions, job: Job, prepared: Prepared) -> None:
-    """Raise InputError if only one strategy is asked for, and the job or the model does not allow it."""
-    info = prepared.model.info
+def check_possible(request: TuneOptions, context: RunContext) -> None:
+    """Raise InputError if only one strategy is asked for, and job, model or fleet do not allow it."""
+    info = context.prepared.model.info
     if request.strategy == FEATURES:
-        find_features(prepared)
+        find_features(context.prepared)
     elif request.strategy == SPLIT:
-        check_job(job)
+        check_split(context)
         if request.cut or not info.cuts:
             find_cut(info, request.cut)
 

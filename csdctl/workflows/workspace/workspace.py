@@ -177,15 +177,18 @@ def choose_fleet(
     failed_from: Path | None = None,
     *,
     may_be_empty: bool = False,
+    with_servers: bool = True,
 ) -> Fleet:
     """Return the fleet of file `path`, with the nodes that the options select; raises InputError.
 
-    `may_be_empty`: --exclude may leave the host alone.
+    `may_be_empty`: --exclude may leave the host alone. `with_servers` as in `select_nodes`.
     """
     fleet = load_fleet(path)
     if failed_from:
-        fleet = select_nodes(fleet, [load_failed(failed_from)])
-    return select_nodes(fleet, limit or (), exclude or (), may_be_empty=may_be_empty)
+        fleet = select_nodes(fleet, [load_failed(failed_from)], with_servers=with_servers)
+    return select_nodes(
+        fleet, limit or (), exclude or (), may_be_empty=may_be_empty, with_servers=with_servers
+    )
 
 
 def load_failed(path: Path) -> str:

@@ -6,6 +6,7 @@ import pytest
 import yaml
 
 from csdctl.errors import InputError
+from csdctl.fleet.ansible import render_inventory
 from csdctl.fleet.fleet_file import load_fleet, render_fleet
 from csdctl.fleet.model import BETWEEN_SERVERS, Fleet, Level, Node, select_nodes
 
@@ -301,13 +302,34 @@ class TestServers:
             (["storage3"], [], ["storage3", "storage3/csd0"]),
             (["storage1/csd[0-1]"], [], ["storage1/csd0", "storage1/csd1"]),
             ([], ["storage2", "storage1/*"], ["storage3", "storage3/csd0"]),
+            (["storage[1-2]"], ["*/csd1"], ["storage1/csd0", "storage2", "storage2/csd0"]),
+            ([], ["storage[2-3]"], ["storage1/csd0", "storage1/csd1"]),
+            ([], ["big"], ["storage1/csd0", "storage1/csd1", "storage3", "storage3/csd0"]),
         ],
     )
     def test_server_is_selected_or_excluded_with_its_nodes(
         self, tmp_path: Path, limit: list[str], exclude: list[str], selected: list[str]
     ) -> None:
-        found = select_nodes(load(tmp_path, SERVERS), limit, exclude)
+        big = SERVERS.replace("{name: storage2, ", "{name: storage2, group: big, ")
+        found = select_nodes(load(tmp_path, big), limit, exclude)
         assert [node.name for node in found.nodes] == selected
+        assert {name for name, _ in found.networks} == {node.server for node in found.nodes} - {""}
+
+    def test_command_on_each_node_does_not_run_on_its_server(self, tmp_path: Path) -> None:
+        (node,) = select_nodes(load(tmp_path, SERVERS), ["storage2/csd0"], with_servers=False).nodes
+        assert (node.name, node.jump and node.jump.name) == ("storage2/csd0", "storage2")
+
+    def test_ansible_tells_apart_nodes_with_one_address_and_knows_their_networks(
+        self, tmp_path: Path
+    ) -> None:
+        fleet = load(tmp_path, SERVERS)
+        text = render_inventory(fleet, {node.name: () for node in fleet.nodes})
+        hosts = yaml.safe_load(text)["all"]["hosts"]
+        assert len({host["ansible_control_path"] for host in hosts.values()}) == len(fleet.nodes)
+        networks = {name: host["node_network"] for name, host in hosts.items()}
+        assert networks["storage1/csd0"] == networks["storage2/csd0"] == "10.1.1.0/24"
+        assert networks["storage2"] == "10.1.1.0/24,192.168.7.0/24"
+        assert (networks["storage3"], networks["storage3/csd0"]) == ("192.168.7.0/24", "")
 
     def test_fleet_without_this_machine_is_refused(self, tmp_path: Path) -> None:
         message = refused(tmp_path, SERVERS.replace("localhost", "192.168.7.1"))

@@ -4,8 +4,8 @@ from csdctl.reporting.energy import add_up_energy, describe_energy
 from csdctl.runs.ledger import MEASURED, PowerRecord
 
 
-def described(**idle_watts):
-    records = [
+def records_of(covering: tuple[str, ...] = (), **idle_watts):
+    return [
         PowerRecord(
             time=100.0,
             machine=machine,
@@ -14,12 +14,15 @@ def described(**idle_watts):
             seconds=100.0,
             joules=500.0,
             idle_watts=watts,
-            includes_nodes=False,
+            includes_nodes=machine in covering,
             error="",
         )
         for machine, watts in idle_watts.items()
     ]
-    return describe_energy(add_up_energy(records, list(idle_watts), {}, 0.0, 100.0))
+
+
+def described(**idle_watts):
+    return describe_energy(add_up_energy(records_of(**idle_watts), list(idle_watts), {}, 0.0, 100.0))
 
 
 def test_machines_without_a_stated_idle_power_are_named() -> None:
@@ -30,3 +33,14 @@ def test_machines_without_a_stated_idle_power_are_named() -> None:
         "1,500 J measured (hwmon), idle power included: idle_watts of csd0, csd1 is not in fleet.yaml, "
         "known for 100% of the training"
     ]
+
+
+def test_meter_of_a_chassis_has_the_nodes_of_its_own_server_alone() -> None:
+    nodes = ["host", "storage1/csd0", "storage2", "storage2/csd0"]
+
+    def added(*covering: str):
+        records = records_of(covering, host=None, storage2=None)
+        return add_up_energy(records, nodes, {}, 0.0, 100.0)
+
+    assert added("host").missing == ("storage2/csd0",)
+    assert added("host", "storage2").whole.joules == 1000.0

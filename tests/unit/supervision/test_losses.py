@@ -40,6 +40,8 @@ def test_node_is_lost_without_its_server_whose_nodes_wait_for_it_and_join_with_i
     rack.run()
     assert rack.groups == rack.linked == [(0, 1, 2, 3, 4), (0, 1, 2, 4), (0, 4), (0, 1, 2, 4)]
     assert rack.nodes_of(NodeLost) == ["csd2", "csd0"]
+    collectives = [order.collective for order in orders_of(rack.rank(0), FormGroup)]
+    assert collectives == ["", "", "star", "star"], "nodes may reach their server alone"
 
 
 @pytest.mark.parametrize(("culprit", "groups"), [(2, [(0, 1, 3, 4)]), (4, []), (1, []), (0, [])])

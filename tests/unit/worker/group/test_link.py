@@ -248,6 +248,8 @@ answers = {}
 try:
     group.choose_collective(collective)
     answers["collective"] = group.collective
+    answers["sum_s"] = group.sum_s
+    answers["tunnel_s"] = found[False].sum_s
     answers["first"] = sum_once(2, rank + 1)
     answers["second"] = sum_once(2, 10 * (rank + 1))
     answers["values"] = group.allgather({"rank": rank}, dict[str, int])
@@ -305,6 +307,7 @@ def test_two_servers_sum_gather_and_pass_on(collective: str) -> None:
         assert answer.get("received", 0) == 1000 * rank
         assert answer["not finite"] == []
     assert [answer["collective"] for answer in answers] == 2 * [collective, "star", "star"]
+    assert answers[0]["sum_s"] > max(answers[0]["tunnel_s"], answers[3]["tunnel_s"])
     assert answers[1]["traffic"] == answers[4]["traffic"] == []
     sent = {(what, sender, receiver): count for what, sender, receiver, count in answers[0]["traffic"]}
     pairs = {(sender, receiver) for _, sender, receiver in sent}
