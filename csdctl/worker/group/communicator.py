@@ -239,7 +239,10 @@ class LinkCommunicator(Communicator):
         self._channel.shut()
 
     def _request(self, letter: bytes, content: bytes = b"", max_bytes: int = 0) -> bytearray:
-        self._channel.send(letter, content)
+        with contextlib.suppress(
+            LinkLostError
+        ):  # a link that has ended may have said which rank's fault it is
+            self._channel.send(letter, content)
         while True:
             letter, answer = self._channel.receive(max_bytes)
             if letter == Answer.DONE:

@@ -16,8 +16,16 @@ import pytest
 
 from csdctl.fleet.checks import pairs_to_try
 from csdctl.launch.mpirun import ALLOW_ROOT, COMMON_OPTIONS, EAGER_LIMIT_BYTES
-from csdctl.worker.group.channel import Channel, Listener, socket_name
-from csdctl.worker.group.values import LinkLostError
+from csdctl.worker.group.channel import (
+    Answer,
+    Channel,
+    LinkGreeting,
+    Listener,
+    SharedVectors,
+    socket_name,
+)
+from csdctl.worker.group.communicator import LinkCommunicator
+from csdctl.worker.group.values import LinkLostError, PeerFaultError
 from csdctl.worker.protocol.orders import BETWEEN_SERVERS, COLLECTIVE_NAMES
 from tests.attacks.hostile_link import HEAD, SERVE
 from tests.linked_ranks import NUM_ELEMENTS, SIZE, Group, links
@@ -321,3 +329,13 @@ def test_server_finds_the_node_that_claims_more_samples_or_sends_what_is_not_fin
     assert answers[3]["culprit"] == [4, "sent the gradient of 99 samples, expected 2"]
     assert "culprit" not in answers[0]
     assert run_group("star", "nan")[0]["not finite"] == [4]
+
+
+def test_fault_that_a_link_found_before_it_was_asked_is_reported() -> None:
+    ours, theirs = socket.socketpair()
+    group = LinkCommunicator(Channel(ours), LinkGreeting(1, 0, 3), SharedVectors(8), lambda missing: None)
+    os.close(Channel(theirs).receive_descriptor())
+    Channel(theirs).send(Answer.FAULT, b'[2, "sent more"]')
+    theirs.close()
+    with pytest.raises(PeerFaultError, match="rank 2 sent more"):
+        group.sum(group.local)
