@@ -32,6 +32,7 @@ from csdctl.worker.compute.interception import (
 )
 from csdctl.worker.compute.keras_internals import build_symbolically, find_globals
 from csdctl.worker.compute.objective import LOSS, MetricStates, as_tensors, scale, specs_of, symbolic
+from csdctl.worker.compute.statistics import Seeds
 from csdctl.worker.compute.step import RankStep, Step, Sums
 from csdctl.worker.data.arrays import Array
 from csdctl.worker.process.errors import InputError, WorkerError, describe
@@ -55,6 +56,7 @@ class CustomStep(RankStep):
     ) -> None:
         """Arguments as of `Step`; raises WorkerError, exit code 2, for a step that ranks cannot take."""
         super().__init__(model, recipe, rank)
+        self.seeds = Seeds(model, recipe.seed, rank, find_globals(model))
         self.model = model
         self._input_range = recipe.input_range
         self._weight = weight
@@ -70,7 +72,7 @@ class CustomStep(RankStep):
         self._exchange: Exchange = _keep
         self._error: Exception | None = None
         self.log_names: list[str] = []
-        """Names of what train_step returns and no metric has."""
+        """Names of the numbers that train_step returns."""
         self._trace()
         self._rates = [constant_rate(optimizer) for optimizer in self.optimizers]
         if len(self.optimizers) == 1 and self._rates[0] and recipe.learning_rate:
@@ -97,7 +99,7 @@ class CustomStep(RankStep):
     @property
     def metric_names(self) -> list[str]:
         """Names of the results of `metrics`."""
-        return [*self._named, *self.log_names]
+        return list(dict.fromkeys([*self._named, *self.log_names]))
 
     @property
     def layout(self) -> SumLayout:  # type: ignore[override]
@@ -180,7 +182,8 @@ class CustomStep(RankStep):
             repeatable_draws(tf.constant(self._draw_seed())),
         ):
             self._call(self.model.train_step, *samples)
-        vector[self.layout.gradients] = np.concatenate(gradients) * len(images) * self._weight
+        weights = [self._weight if one.is_summed else self._weight * len(images) for one in self.layouts]
+        vector[self.layout.gradients] = np.concatenate(list(map(np.multiply, gradients, weights)))
         return vector
 
     def rehearse_alone(self, images: Array, labels: Array) -> None:
@@ -194,12 +197,16 @@ class CustomStep(RankStep):
 
     def evaluate(self, images: Array, labels: Array) -> Sums:
         """Return the sums of one batch as the model's test_step computes them, without training."""
-        if self._evaluate is None:
-            self._evaluate = tf.function(
-                self._evaluate_graph, autograph=False, input_signature=self.signature
-            )
+        self.trace_evaluation()
+        return self._sums(np.asarray(self._evaluate(as_tensors(images), as_tensors(labels))))
+
+    def trace_evaluation(self) -> None:
+        """Trace test_step; raises WorkerError, exit code 2, if it fails."""
+        if self._evaluate is not None:
+            return
+        traced = tf.function(self._evaluate_graph, autograph=False, input_signature=self.signature)
         try:
-            return self._sums(np.asarray(self._evaluate(as_tensors(images), as_tensors(labels))))
+            self._evaluate = traced.get_concrete_function()
         except Exception as error:
             raise InputError(
                 f"test_step of {type(self.model).__name__} fails: {describe(error)}",
@@ -220,7 +227,9 @@ class CustomStep(RankStep):
         size = self._metrics.size
         logs = zip(self.log_names, states[size:], strict=True)
         found = self._metrics.compute(states[:size], skip_unchanged=True)
-        return found | {name: value / count for name, value in logs if count}
+        own = {name: value / count for name, value in logs if count}
+        # A metric that nothing was added to has 0, as Keras' own for the loss where train_step computes it.
+        return {name: value for name, value in own.items() if value or name not in self._named} | found
 
     def find_normalizing(self, changes: Array) -> list[str]:
         """Return the names of the layers that normalized by their batch, by its changes of statistics."""
@@ -249,9 +258,12 @@ class CustomStep(RankStep):
         traced = tf.function(code, autograph=False, input_signature=signature)
         try:
             return traced.get_concrete_function()
-        except WorkerError:
-            raise
         except Exception as error:
+            cause: BaseException | None = error
+            while cause and not isinstance(cause, WorkerError):  # TensorFlow wraps what a tf.function raises
+                cause = cause.__cause__ or cause.__context__
+            if cause:
+                raise cause from None
             raise InputError(
                 f"{self._name} cannot be traced: {describe(error)}",
                 "see docs/reference/models.md on models with their own train_step",
@@ -264,7 +276,7 @@ class CustomStep(RankStep):
     def _step_graph(self, samples: Any, labels: Any, weight: Any, seed: Any) -> Any:
         # TensorFlow traces again if the first time has created variables.
         self._states = BatchStates(self._find_passing)
-        self._traced = Interception(self._states, weight, self._call_exchange)
+        self._traced = Interception(self._states, weight, self._weight, self._call_exchange)
         self._metrics.reset()
         with self._traced.active(seed):
             logs = self._call(self.model.train_step, samples, labels)
@@ -339,14 +351,9 @@ class CustomStep(RankStep):
         return values if is_symbolic else scale(values, self._input_range, None)
 
     def _own_logs(self, logs: Any) -> dict[str, Any]:
-        """Return the numbers of what a step returned that are not results of the model's metrics."""
-        named = set(self._named)
+        """Return the numbers of what a step returned, results of the model's metrics included."""
         numbers = {name: tf.convert_to_tensor(value) for name, value in _flat_logs(logs)}
-        return {
-            name: value
-            for name, value in numbers.items()
-            if name not in named and value.shape.rank == 0 and is_number(value)
-        }
+        return {name: value for name, value in numbers.items() if value.shape.rank == 0 and is_number(value)}
 
     # --- one process ---
 
@@ -380,7 +387,7 @@ class CustomStep(RankStep):
 
     def _sums(self, tail: Array) -> Sums:
         *states, count = (float(value) for value in tail)
-        found = self._results(states, count) if count else {"": 0.0}
+        found = (self._results(states, count) if count else {}) or {"": 0.0}
         # `loss`, else the first name with it, else the first of all.
         name = min(found, key=lambda name: (name != LOSS, LOSS not in name), default="")
         return Sums(found.get(name, math.nan) * count, tuple(states), count)

@@ -19,12 +19,10 @@ import numpy as np
 from csdctl.worker.compute.backend import keras, tf
 from csdctl.worker.compute.keras_internals import optimizer_classes
 from csdctl.worker.compute.statistics import pooled_spread
-from csdctl.worker.compute.step import VectorLayout, size_of, unflatten
+from csdctl.worker.compute.step import VectorLayout, unflatten
 from csdctl.worker.data.arrays import Array
 from csdctl.worker.process.errors import InputError
 
-SUM_OPERATIONS = ("PyFunc", "PyFuncStateless", "EagerPyFunc")
-"""Types of the operation in which ranks sum: `tf.numpy_function`."""
 DRAWING = (
     "RandomStandardNormal",
     "RandomUniform",
@@ -35,6 +33,10 @@ DRAWING = (
     "RandomShuffle",
     "RandomGamma",
     "RandomPoissonV2",
+    "SampleDistortedBoundingBoxV2",
+    "UniformCandidateSampler",
+    "LogUniformCandidateSampler",
+    "LearnedUnigramCandidateSampler",
 )
 """Types of the operations that draw from a state of their own, which no step can set again."""
 
@@ -47,8 +49,11 @@ class StepGraph:
     rank, such as that of a moving average of the weights.
     """
 
-    def __init__(self, graph: Any, own: Collection[int]) -> None:
-        """`own`: the ids of the handles of variables that differ by rank before the step."""
+    def __init__(self, graph: Any, own: Collection[int], sums: Collection[str] = ()) -> None:
+        """`own`: the ids of the handles of variables that differ by rank before the step.
+
+        `sums`: the names of the operations in which ranks sum.
+        """
         from tensorflow.python.framework.auto_control_deps_utils import get_read_write_resource_inputs
 
         inner = {id(placeholder): handle for handle, placeholder in graph.captures}
@@ -73,7 +78,7 @@ class StepGraph:
             is_assigning = operation.type == "AssignVariableOp"
             reads_state = bool((reads | (set() if is_assigning else writes)) & differing)
             is_different = reads_state or any(id(tensor) in tensors for tensor in values)
-            if operation.type in SUM_OPERATIONS:
+            if operation.name in sums:
                 is_different = False
             elif operation.type == "Placeholder":  # of the batch, if it is not captured
                 is_different = id(operation.outputs[0]) not in inner
@@ -103,6 +108,8 @@ class BatchStates:
         self._find_passing = find_passing
         self.graph = tf.compat.v1.get_default_graph()
         """That of the step."""
+        self.sums: set[str] = set()
+        """The names of the operations in which ranks sum."""
         self.parts: list[tuple[str, int]] = []
         """The parts of the summed changes, in order: the layer's name, '' for others, and the size."""
         self.drawing: list[str] = []
@@ -136,7 +143,7 @@ class BatchStates:
     def take(self, weight: Any, trained: Iterable[Any]) -> tuple[list[Any], Callable[[Any], None]]:
         """Return the changes since the last sum, times `weight`, and what applies their means.
 
-        `trained`: the variables that optimizers write.
+        `trained`: variables that are left out, because the step still trains them.
         """
         norms, self._norms = self._norms, []
         differing = self._find_differing(trained)
@@ -166,7 +173,7 @@ class BatchStates:
     def hold(self) -> tuple[list[Any], Callable[[], None], Callable[[], None]]:
         """Return all that the step writes, and graphs that save it before a step and restore it."""
         passing = {id(one) for one in self._find_passing()}
-        written = [one for one in StepGraph(self.graph, ()).written if id(one) not in passing]
+        written = [one for one in StepGraph(self.graph, (), self.sums).written if id(one) not in passing]
         for variable in written:
             self._held_of(variable)
         pairs = list(self._held.values())
@@ -175,7 +182,7 @@ class BatchStates:
     def _find_differing(self, trained: Iterable[Any]) -> list[Any]:
         """Return the variables that differ by rank now; raises WorkerError for those without a mean."""
         passing = self._find_passing()
-        graph = StepGraph(self.graph, {id(one.handle) for one in passing})
+        graph = StepGraph(self.graph, {id(one.handle) for one in passing}, self.sums)
         self.drawing = graph.drawing
         known = {id(one) for one in (*(variable.value for variable in trained), *passing)}
         found = [one for one in graph.differing if id(one) not in known]
@@ -246,18 +253,28 @@ Exchange = Callable[[int, Array], Array]
 class SumLayout(VectorLayout):
     """Where the parts of one summed vector of a step are: values, n, and what the training loop adds."""
 
+    is_summed = False
+    """Whether the gradients are those of a sum over the samples, not of a mean."""
+
     def __init__(self, name: str, num_gradients: int, num_states: int, num_others: int) -> None:
         """`name`: what is summed, for messages; `num_others`: elements of states of metrics, and logs."""
         super().__init__(num_gradients, num_states, num_others - 1)
         self.name, self.num_states, self.num_others = name, num_states, num_others
 
+    def combined(self, total: Any) -> Any:
+        """Return the gradients of all ranks' samples, given the sum over the ranks."""
+        return total[self.gradients] if self.is_summed else total[self.gradients] / total[-1]
+
 
 class Interception:
     """One trace of a step, and its sums."""
 
-    def __init__(self, states: BatchStates, weight: Any, exchange: Exchange) -> None:
-        """`weight`: n, a tensor; `exchange` is called by every step."""
+    def __init__(self, states: BatchStates, weight: Any, of_sample: float, exchange: Exchange) -> None:
+        """`weight`: n times `of_sample`, a tensor; `exchange` is called by every step."""
         self._states, self._weight, self._exchange = states, weight, exchange
+        self._of_sample = of_sample
+        self._of_sums: dict[int, Any] = {}
+        """Gradients of losses with a value for each sample, which TensorFlow adds, by their ids."""
         self.applied: list[tuple[Any, list[Any]]] = []
         """Optimizer and variables of each sum."""
         self.layouts: list[SumLayout] = []
@@ -273,17 +290,39 @@ class Interception:
         layers, metrics = keras.layers, keras.metrics
         with (
             replacing_apply(self._sum_gradients),
+            replacing(tf.GradientTape, "gradient", self._noting_sums),
             replacing(layers.BatchNormalization, "call", self._states.normalizing),
             replacing(metrics.Mean, "update_state", noting_batches(self.of_batches)),
             repeatable_draws(seed) as drawn,
         ):
             yield
         self.has_draws = bool(drawn)
+        if self._of_sums:
+            raise InputError(
+                "train_step changes the gradient of a loss with a value for each sample before it applies it",
+                "take the mean of the loss first: tf.reduce_mean(loss)",
+            )
+
+    def _noting_sums(self, original: Any) -> Any:
+        """Return what takes the place of `GradientTape.gradient`."""
+
+        def gradient(tape: Any, target: Any, sources: Any, *args: Any, **options: Any) -> Any:
+            found = original(tape, target, sources, *args, **options)
+            of_variables = all(hasattr(one, "assign") for one in tf.nest.flatten(sources))
+            targets = [one for one in tf.nest.flatten(target) if one is not None]
+            if of_variables and any(one.shape.rank and one.shape.num_elements() != 1 for one in targets):
+                self._of_sums |= {id(one): one for one in tf.nest.flatten(found) if one is not None}
+            return found
+
+        return gradient
 
     def sum(self, gradients: list[Any], others: list[Any], name: str) -> Any:
         """Sum over the ranks; return the total, and bring all state to that of the pooled batch."""
         weight, number = self._weight, len(self.layouts)
-        trained = (one for optimizer, variables in self.applied for one in (*variables, *optimizer.variables))
+        trained: Iterable[Any] = ()
+        if gradients:  # the last sum also has what the step itself has written to variables that it trains
+            pairs = self.applied
+            trained = (one for optimizer, variables in pairs for one in (*variables, *optimizer.variables))
         states, update = self._states.take(weight, trained)
         flat = [[tf.reshape(one, [-1]) for one in part] for part in (gradients, states, others)]
         layout = SumLayout(name, *(sum(int(one.shape[0]) for one in part) for part in flat))
@@ -294,6 +333,7 @@ class Interception:
         total = tf.numpy_function(
             lambda part: np.array(self._exchange(number, part), np.float32), [own], tf.float32, stateful=True
         )
+        self._states.sums.add(total.op.name)
         total.set_shape(own.shape)
         update((total / total[-1])[layout.statistics])
         return total
@@ -308,24 +348,30 @@ class Interception:
         self.applied.append((optimizer, variables))
         if not dense:
             return gradients
+        are_sums = {self._of_sums.pop(id(one), None) is not None for one in gradients if one is not None}
+        if len(are_sums) > 1:
+            raise InputError(
+                "train_step applies gradients of losses with a value for each sample and of means together",
+                "take the mean of every loss: tf.reduce_mean(loss)",
+            )
+        weight = self._of_sample if are_sums == {True} else self._weight
         # TensorFlow does not know the shape of every gradient, as of an embedding.
         shaped = [tf.reshape(one, variable.shape) for one, variable in zip(dense, trained, strict=True)]
-        own = [tf.cast(one, tf.float32) * self._weight for one in shaped]
+        own = [tf.cast(one, tf.float32) * weight for one in shaped]
         total = self.sum(own, [], f"gradients of {len(trained)} variables for {optimizer.name}")
-        means = iter(unflatten(total[: size_of(trained)] / total[-1], trained))
+        layout = self.layouts[-1]
+        layout.is_summed = are_sums == {True}
+        means = iter(unflatten(layout.combined(total), trained))
         types = iter(one.dtype for one in dense)
         return [None if one is None else tf.cast(next(means), next(types)) for one in gradients]
 
     def _check_graph(self) -> None:
-        """Raise WorkerError inside of a condition or a loop, which ranks may run through differently."""
-        graph = tf.compat.v1.get_default_graph()
-        while graph is not self._states.graph:
-            if type(graph).__name__.startswith(("Cond", "While")):
-                raise InputError(
-                    "train_step applies gradients inside of a condition or a loop of TensorFlow",
-                    "use a condition or a loop of Python, which is the same on all ranks",
-                )
-            graph = graph.outer_graph
+        """Raise WorkerError inside of a graph of its own, which ranks may run through differently."""
+        if tf.compat.v1.get_default_graph() is not self._states.graph:
+            raise InputError(
+                "train_step applies gradients inside of a condition, a loop or a function of TensorFlow",
+                "use conditions and loops of Python, and remove @tf.function: the whole step is traced",
+            )
 
 
 @contextmanager
@@ -340,7 +386,7 @@ def recording(totals: Sequence[Array], layouts: Sequence[SumLayout]) -> Iterator
         total, layout = totals[len(recorded)], layouts[len(recorded)]
         own = [np.asarray(tf.convert_to_tensor(one), np.float64) for one in gradients if one is not None]
         recorded.append(np.concatenate([one.ravel() for one in own] or [np.zeros(0)]))
-        means = np.split(total[layout.gradients] / total[-1], np.cumsum([one.size for one in own]))
+        means = np.split(layout.combined(total), np.cumsum([one.size for one in own]))
         shaped = iter(part.reshape(one.shape) for part, one in zip(means, own, strict=False))
         return [None if one is None else tf.cast(next(shaped), one.dtype) for one in gradients]
 
@@ -404,7 +450,14 @@ def noting_batches(found: list[Any]) -> Callable[[Any], Any]:
 def repeatable_draws(seed: Any) -> Iterator[list[None]]:
     """Let tf.random draw numbers that follow from `seed`, shape (2,), int32, and the order of the calls."""
 
+    graph = tf.compat.v1.get_default_graph()
+
     def next_seed() -> Any:
+        if tf.compat.v1.get_default_graph() is not graph:
+            raise InputError(
+                "train_step draws from tf.random inside of a condition, a loop or a function of TensorFlow",
+                "draw before it, for the whole batch",
+            )
         drawn.append(None)
         return tf.random.experimental.stateless_fold_in(seed, len(drawn))
 

@@ -45,6 +45,13 @@ def regularization_losses(model: Any) -> list[Any]:
     return list(model._get_regularization_losses())
 
 
+def compute_loss(
+    model: Any, inputs: Any, targets: Any, predictions: Any, weights: Any, *, training: bool
+) -> Any:
+    """Return what compute_loss of the user's own returns, which may lack the argument `training`."""
+    return model._compute_loss(inputs, targets, predictions, weights, training=training)
+
+
 def run_symbolically(code: Any, *symbols: Any) -> None:
     """Run `code` on symbolic tensors, as Keras does to create the state of losses and metrics."""
     keras.src.backend.compute_output_spec(code, *symbols)
@@ -101,8 +108,20 @@ def find_optimizers(model: Any) -> list[Any]:
     """Return the optimizers that a train_step uses: global ones that it names, else those of `model`."""
     for named in (find_globals(model), vars(model).values()):
         if found := [one for one in named if isinstance(one, keras.optimizers.Optimizer)]:
+            others = [one for one in found if one is not getattr(model, "optimizer", None)]
+            # compile() of the user's own that calls Keras' without an optimizer leaves the default, RMSprop.
+            is_own = type(model).compile is not keras.Model.compile
+            if others and is_own and "optimizer" not in _names_of(model):
+                found = others
             return list({id(one): one for one in found}.values())
     return []
+
+
+def _names_of(model: Any) -> tuple[str, ...]:
+    """Return the names that the code of train_step has, of attributes too."""
+    function = getattr(model.train_step, "__func__", model.train_step)
+    code = getattr(getattr(function, "python_function", function), "__code__", None)
+    return code.co_names if code else ()
 
 
 def find_globals(model: Any) -> list[Any]:

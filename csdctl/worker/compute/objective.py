@@ -16,6 +16,7 @@ import numpy as np
 from csdctl.worker.compute.backend import keras, tf
 from csdctl.worker.compute.keras_internals import (
     compiled_loss,
+    compute_loss,
     flatten_layers,
     keras_mask,
     loss_trackers,
@@ -188,7 +189,7 @@ class Objective:
         if type(model).compute_loss is keras.Model.compute_loss:
             loss = self._add_losses(compiled_loss(model, targets, predictions, weights))
         else:
-            own = model.compute_loss(inputs, targets, predictions, weights, training=training)
+            own = compute_loss(model, inputs, targets, predictions, weights, training=training)
             loss = keras.ops.cast(own, "float32"), None
         if with_metrics:
             model.compute_metrics(inputs, targets, predictions, weights)

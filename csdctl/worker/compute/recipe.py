@@ -6,6 +6,7 @@ up, capped and decayed.
 """
 
 import dataclasses
+import inspect
 import json
 import math
 from collections.abc import Callable, Iterator
@@ -45,10 +46,25 @@ def compile_model(model: Any, recipe: Recipe) -> Recipe:
         if not own and _is_classifier(loss, model):
             metrics = ["accuracy"]
     with _making("the model cannot be compiled", "loss and recipe.metrics"):
-        model.compile(
-            optimizer=optimizer, loss=loss, loss_weights=weights, metrics=metrics, weighted_metrics=weighted
+        _compile(
+            model,
+            optimizer=optimizer,
+            loss=loss,
+            loss_weights=weights,
+            metrics=metrics,
+            weighted_metrics=weighted,
         )
     return recipe
+
+
+def _compile(model: Any, **arguments: Any) -> None:
+    """Call compile() of the model, or that of Keras if the user's own takes other arguments."""
+    compiling = type(model).compile
+    try:
+        inspect.signature(compiling).bind(model, **arguments)
+    except TypeError:
+        compiling = keras.Model.compile
+    compiling(model, **arguments)
 
 
 def _choose_optimizer(recipe: Recipe, own: Any) -> tuple[Any, Recipe]:
@@ -121,7 +137,8 @@ def _choose_loss(recipe: Recipe, own: dict[str, Any], model: Any) -> tuple[Any, 
     if recipe.losses:
         terms = recipe.losses
     elif own:  # without a loss, if its layers add their own
-        _check_reductions(own.get("loss"))
+        if getattr(model.train_step, "__func__", None) is keras.Model.train_step:
+            _check_reductions(own.get("loss"))
         return own.get("loss"), own.get("loss_weights")
     else:
         terms = {"": DEFAULT_LOSS}

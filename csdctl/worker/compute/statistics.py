@@ -145,8 +145,16 @@ class Seeds:
     A run that resumes at a step draws the same numbers as one that was never interrupted.
     """
 
-    def __init__(self, model: Any, seed: int, rank: int) -> None:
-        self._generators = [*seed_generators(model), (UNTRACKED, global_seed_generator())]
+    def __init__(self, model: Any, seed: int, rank: int, others: Iterable[Any] = ()) -> None:
+        """`others`: values of which layers and seed generators belong to the step, too."""
+        found = seed_generators(model)
+        for one in others:
+            if isinstance(one, keras.layers.Layer):
+                found += seed_generators(one)
+            elif isinstance(one, keras.random.SeedGenerator):
+                found.append((UNTRACKED, one))
+        found.append((UNTRACKED, global_seed_generator()))
+        self._generators = list({id(pair[1]): pair for pair in reversed(found)}.values())[::-1]
         self._seed, self._rank = seed, rank
         self.position = (0, rank)
         """The step and the rank whose random states are set."""

@@ -272,7 +272,7 @@ class RankStep:
 
     def square_norm(self, vector: Array) -> float:
         """Return the count of the samples of a vector times the squared norm of their mean gradient."""
-        gradient, count = vector[self.layout.gradients], float(vector[self.layout.divisor])
+        gradient, count = vector[self.layout.gradients], float(vector[self.layout.count])
         return float(np.dot(gradient, gradient)) / count if count > 0 else 0.0
 
     def metrics(self, sums: Sums) -> dict[str, float]:

@@ -55,6 +55,8 @@ class Train(ModelTask):
         validation = self.spec.validation
         self._validation = PreparedSamples(validation) if validation and self.is_root else None
         super().load()
+        if self._validation and isinstance(self.step, CustomStep):
+            self.step.trace_evaluation()
         check_monitors(
             self.spec.recipe, self.step.metric_names, has_validation=self.spec.validation is not None
         )
@@ -170,6 +172,7 @@ class Train(ModelTask):
         layout, noise = self.layout, GradientNoise()
         if isinstance(self.step, CustomStep):
             sums, tail, times = self._take_custom(communicator, self.step, images, labels, received)
+            self._check_finite(sums.loss, 0.0, communicator)
             computed, exchanged_s, summed = times
         else:
             out = communicator.local[layout.step]
@@ -184,7 +187,7 @@ class Train(ModelTask):
             self._check_finite(sums.loss, float(np.add.reduce(step_total)), communicator)
             if self.is_root and self._tells_noise:
                 whole, num_parts = self.step.square_norm(step_total), sum(map(bool, step_samples))
-                count = float(step_total[layout.divisor])
+                count = float(step_total[layout.count])
                 noise = GradientNoise.estimate(float(tail[-1]), whole, num_parts, count)
             self.summed.apply(step_total)
         is_stopping, times_s = bool(tail[0] > 0), tail[1:-1].astype(float)

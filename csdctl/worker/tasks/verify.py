@@ -29,8 +29,8 @@ from csdctl.worker.process.output import emit
 from csdctl.worker.protocol.datasets import SAMPLE_WEIGHT, list_names
 from csdctl.worker.protocol.events import STATE, VERIFIED, Compared, Verified
 from csdctl.worker.protocol.json_codec import MaxLength
-from csdctl.worker.protocol.recipe import BF16, Recipe
-from csdctl.worker.protocol.run_spec import RankSpec
+from csdctl.worker.protocol.recipe import BF16
+from csdctl.worker.protocol.run_spec import RankSpec, RunSpec
 from csdctl.worker.tasks.split import SplitParts
 from csdctl.worker.tasks.task import Group, ModelTask
 
@@ -81,10 +81,12 @@ SMALLEST = 2.0**-126
 class ExactSum:
     """Adds the ranks' vectors in float64, to judge their sum in float32."""
 
-    def __init__(self, size: int, recipe: Recipe | None = None) -> None:
-        """`recipe`: its compression also rounds; None: nothing else than float32 does."""
+    def __init__(self, size: int, spec: RunSpec | None = None) -> None:
+        """`spec`: its compression also rounds; None: nothing else than float32 does."""
         self._sum, self._magnitudes, self._count = np.zeros(size), np.zeros(size), 0
-        self._is_halved = recipe is not None and recipe.compression == BF16
+        self._num_roundings = 0
+        if spec and spec.recipe.compression == BF16:  # servers send the sums of their own nodes to each other
+            self._num_roundings = 3 if len({rank.server for rank in spec.ranks}) > 1 else 2
 
     def add(self, vector: Array) -> None:
         """Add one rank's vector, shape (size,)."""
@@ -96,9 +98,9 @@ class ExactSum:
     def rounding(self) -> float:
         """The largest `difference` of a sum in float32, in whatever order (Higham 1993).
 
-        With bfloat16 on the wire, each vector is rounded before the sum, and the sum once more.
+        With bfloat16 on the wire, vectors are rounded before each level of the sum, and the total once more.
         """
-        of_wire = (1 + ROUNDOFFS["bfloat16"]) ** 2 - 1 if self._is_halved else 0.0
+        of_wire = (1 + ROUNDOFFS["bfloat16"]) ** self._num_roundings - 1
         return of_wire + self._count * ROUNDOFFS["float32"]
 
     def difference(self, total: Array) -> float:
@@ -497,7 +499,7 @@ class Verify(ModelTask):
         total = np.array(communicator.sum(own)[self.layout.step])
         self._start.restore()
         reference = self._make_reference() if self.is_root else None
-        exact = ExactSum(total.size, self.spec.recipe)
+        exact = ExactSum(total.size, self.spec)
         for sent in _gather(communicator, vector):
             exact.add(sent)
             if reference:
@@ -525,7 +527,7 @@ class Verify(ModelTask):
         values = [np.asarray(one.value).astype(np.float64) for one in step.state]
         start.restore()
         reference = self._make_reference(totals) if self.is_root else None
-        exact = ExactSum(step.layout.step_size, self.spec.recipe)
+        exact = ExactSum(step.layout.step_size, self.spec)
         for sent in _gather(communicator, step.join(parts)):
             exact.add(sent)
             if reference:
@@ -618,7 +620,7 @@ class VerifySplit(SplitParts, Verify):
         split = self._split
         reference = self._make_reference() if self.is_root else None
         gradients = slice(split.layout.statistics.stop)
-        exact = ExactSum(gradients.stop, self.spec.recipe)
+        exact = ExactSum(gradients.stop, self.spec)
         for number in range(len(self._sizes)):
             counts = [size if rank == number else 0 for rank, size in enumerate(self._sizes)]
             total = self._sum_of(communicator, counts)

@@ -219,7 +219,9 @@ def test_random_numbers_follow_seed_rank_and_step() -> None:
     assert not np.array_equal(first, parts(other, 0))
 
 
-def _with(step: Callable[[Any, Any], Any]) -> Any:
+def _with(step: Callable[[Any, Any], Any], seed: int = 0) -> Any:
+    keras.utils.set_random_seed(seed)
+
     class Model(Pair):
         def train_step(self, data: Any) -> Any:
             return step(self, data)
@@ -251,10 +253,100 @@ def _drawing(model: Any, data: Any) -> Any:
     return {"loss": loss}
 
 
+def _in_function(model: Any, data: Any) -> Any:
+    @tf.function
+    def update(data: Any) -> Any:
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_mean(model.second(data))
+        variables = model.second.trainable_variables
+        model.second_optimizer.apply(tape.gradient(loss, variables), variables)
+        return loss
+
+    return {"loss": update(data)}
+
+
+def _drawing_in_a_loop(model: Any, data: Any) -> Any:
+    return _update(model, tf.map_fn(lambda row: row + tf.random.normal(tf.shape(row)), data))
+
+
+def _clipping_a_sum(model: Any, data: Any) -> Any:
+    return _update(model, data, lambda loss: loss, lambda one: tf.clip_by_norm(one, 1.0))
+
+
+def _update(
+    model: Any,
+    data: Any,
+    reduce: Callable[[Any], Any] = tf.reduce_mean,
+    change: Callable[[Any], Any] = lambda one: one,
+) -> Any:
+    with tf.GradientTape() as tape:
+        loss = reduce(tf.square(model.second(data)[:, 0] - 1))
+    variables = model.second.trainable_variables
+    gradients = [change(one) for one in tape.gradient(loss, variables)]
+    model.second_optimizer.apply_gradients(zip(gradients, variables, strict=True))
+    return {"loss": tf.reduce_mean(loss)}
+
+
+def _with_the_gradient_of_each_sample_added(model: Any, data: Any) -> Any:
+    return _update(model, data, lambda loss: loss)
+
+
+def _with_sharpness(model: Any, data: Any) -> Any:
+    """Move the weights along the rank's own gradient and back, as sharpness-aware minimization does."""
+    with tf.GradientTape() as tape:
+        loss = tf.reduce_mean(tf.square(model.second(data)))
+    variables = model.second.trainable_variables
+    moves = [0.3 * one for one in tape.gradient(loss, variables)]
+    for variable, move in zip(variables, moves, strict=True):
+        variable.assign_add(move)
+    found = _update(model, data)
+    for variable, move in zip(variables, moves, strict=True):
+        variable.assign_sub(move)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("train", "is_equal"), [(_with_the_gradient_of_each_sample_added, True), (_with_sharpness, False)]
+)
+def test_steps_of_unusual_losses_and_writes_end_with_the_same_bits(train: Any, is_equal: bool) -> None:
+    data = samples(2 * BATCH)
+    reference = _with(train, seed=4)
+    reference.fit(data, batch_size=BATCH, shuffle=False, verbose=0)
+    steps = [make_step(_with(train, seed=4), rank) for rank in range(3)]
+    ranks = Ranks(steps)
+    for number in range(2):
+        found = ranks.take(number, divide(data[number * BATCH :][:BATCH]))
+    for other in steps[1:]:
+        assert all(map(np.array_equal, weights_of(steps[0].model), weights_of(other.model)))
+    assert (far(steps[0].model, reference) < 2e-6) == is_equal
+    assert found[0].loss > 0
+
+
+def test_loss_that_train_step_computes_is_reported_beside_an_unused_tracker_of_keras() -> None:
+    class Model(Pair):
+        metrics = keras.Model.metrics
+
+        def compile(self, optimizer: Any) -> None:
+            keras.Model.compile(self, optimizer, loss="mse")
+            self.second_optimizer = optimizer
+
+        def train_step(self, data: Any) -> Any:
+            return {**_update(self, data), "unused": self.tracker.result()}
+
+    model = Model()
+    model.compile(keras.optimizers.SGD(0.1))
+    step = make_step(model)
+    sums = step.alone(samples(4), NO_LABELS)
+    assert sums.mean_loss > 0.01
+
+
 @pytest.mark.parametrize(
     ("step", "words"),
     [
         (_in_condition, "inside of a condition"),
+        (_in_function, "inside of a condition, a loop or a function"),
+        (_drawing_in_a_loop, "draws from tf.random inside"),
+        (_clipping_a_sum, "changes the gradient of a loss with a value for each sample"),
         (_drawing, "which cannot be repeated"),
         (lambda model, data: {"loss": tf.reduce_mean(model.second(data))}, "applies no gradients"),
         (lambda model, data: data.nonsense, "cannot be traced"),
@@ -422,11 +514,16 @@ def test_model_that_keras_cannot_save_and_that_is_never_called_itself_has_its_we
 
 
 def summed(value: Any) -> Any:
-    return tf.numpy_function(lambda one: one, [value], tf.float32)
+    return tf.numpy_function(lambda one: one, [value], tf.float32, name="sum")
+
+
+def computed(value: Any) -> Any:
+    return tf.numpy_function(lambda one: one, [value], tf.float32, name="of_the_batch")
 
 
 WRITES: dict[str, tuple[Callable[[Any, Any], Any], bool]] = {
     "sum over ranks": (lambda one, batch: one.assign_add(summed(tf.reduce_sum(batch))), False),
+    "Python's own": (lambda one, batch: one.assign(tf.reshape(computed(batch[0]), [])), True),
     "mean of the batch": (lambda one, batch: one.assign(0.9 * one + 0.1 * tf.reduce_mean(batch)), True),
     "size of the batch": (lambda one, batch: one.assign_add(tf.cast(tf.shape(batch)[0], tf.float32)), True),
     "condition on the batch": (
@@ -448,7 +545,8 @@ def graph_of(write: Callable[[Any, Any], Any], variable: Any, own: Any = ()) -> 
         return batch
 
     traced = tf.function(step, autograph=False, input_signature=[tf.TensorSpec([None], tf.float32)])
-    return StepGraph(traced.get_concrete_function().graph, own)
+    graph = traced.get_concrete_function().graph
+    return StepGraph(graph, own, {one.name for one in graph.get_operations() if one.name.startswith("sum")})
 
 
 @pytest.mark.parametrize(("write", "differs"), WRITES.values(), ids=WRITES)
