@@ -123,6 +123,32 @@ def with_all_of_these() -> Any:
     return model
 
 
+def distiller() -> Any:
+    """Return a model with a compile() and a compute_loss() of its own, as in keras.io's distillation."""
+    losses = keras().losses
+
+    class Distiller(keras().Model):  # type: ignore[misc, name-defined]
+        def __init__(self) -> None:
+            super().__init__()
+            self.student, self.teacher = pictures(), pictures()
+            self.teacher.trainable = False
+
+        def call(self, x: Any, training: bool = False) -> Any:
+            return self.student(x, training=training)
+
+        def compile(self, optimizer: Any, student_loss: Any) -> None:
+            super().compile(optimizer=optimizer, metrics=["accuracy"])
+            self.student_loss, self.distillation_loss = student_loss, losses.KLDivergence()
+
+        def compute_loss(self, x: Any, y: Any, y_pred: Any, sample_weight: Any = None) -> Any:
+            taught = self.distillation_loss(self.teacher(x, training=False), y_pred)
+            return 0.3 * self.student_loss(y, y_pred) + 0.7 * taught
+
+    model = Distiller()
+    model.compile(keras().optimizers.SGD(0.05), losses.SparseCategoricalCrossentropy())
+    return model
+
+
 def records_of(labels: Any, weights: Array | None) -> Array:
     if isinstance(labels, dict):
         return as_records(labels, weights)
@@ -165,6 +191,7 @@ CASES = {
     ),
     "two outputs, weighted": Case(two_outputs, Recipe(), labels=TWO, weights=WEIGHTS),
     "pictures": Case(pictures, Recipe(**SGD)),
+    "distillation": Case(distiller, Recipe()),
     "class weights": Case(pictures, Recipe(**SGD, class_weight={"0": 3.0, "2": 0.5})),
     "clipping, decay and average": Case(pictures, Recipe(optimizer="adamw", optimizer_args=CLIPPED, **SGD)),
     "an ignored class": Case(pixels, Recipe(losses=IGNORING_0, **SGD), labels=MASKS),

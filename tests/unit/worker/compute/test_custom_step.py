@@ -10,6 +10,7 @@ import pytest
 from csdctl.worker.compute.backend import load_backend
 from csdctl.worker.compute.custom_step import CustomStep
 from csdctl.worker.compute.interception import StepGraph
+from csdctl.worker.compute.keras_internals import find_optimizers
 from csdctl.worker.compute.model import build as build_model
 from csdctl.worker.compute.model import load
 from csdctl.worker.compute.user_code import import_file
@@ -355,6 +356,12 @@ def test_loss_that_train_step_computes_is_reported_beside_an_unused_tracker_of_k
 def test_step_that_ranks_cannot_take_is_refused(step: Any, words: str) -> None:
     with pytest.raises(WorkerError, match=words):
         make_step(_with(step))
+
+
+def test_default_optimizer_that_train_step_does_not_use_is_none_of_the_models() -> None:
+    model = build()
+    assert model.optimizer is not None
+    assert find_optimizers(model) == [model.first_optimizer, model.second_optimizer]
 
 
 def test_batch_has_the_structure_that_fit_passes() -> None:
