@@ -65,6 +65,11 @@ def test_rack_trains_from_discover_to_report(
     assert verified["is_equal"]
     assert verified["sum_difference"] < 1e-6
 
+    done = project.csdctl("tune", str(job), "--no-explore", "--probe-seconds", "0.1", "--json")
+    assert done.returncode == 0, done.stdout + done.stderr
+    planned = [rank["node"] for rank in json.loads(done.stdout)["ranks"]]
+    assert {"host", "storage2", "storage3"} <= set(planned)
+
     (job.parent / "wide.py").write_text(WIDE)
     wide = job.with_name("wide.yaml")
     wide.write_text(job.read_text().replace("small.py", "wide.py").replace("epochs: 2", "epochs: 100"))
