@@ -45,23 +45,34 @@ def choose_plan(
     return _limit_host(model, limits, candidates)
 
 
-def limit_for_goodput(model: FleetModel, limits: Limits, noise_scale: float) -> Limits:
+def contribution(global_batch: int, noise_scale: float, reference_batch: int) -> float:
+    """Return what a sample contributes to the training, relative to one of the reference batch, 0…1.
+
+    It is (S + R) / (S + B) for a global batch of B samples, the gradient noise scale S and the reference
+    batch R, whose learning rate the recipe states (Qiao et al. 2021, Pollux). A sample of a batch below R
+    contributes no more, because the learning rate falls with the batch.
+    """
+    return min(1.0, (noise_scale + reference_batch) / (noise_scale + global_batch))
+
+
+def limit_for_goodput(model: FleetModel, limits: Limits, noise_scale: float, reference_batch: int) -> Limits:
     """Return the limits within which the fastest plan reaches a loss soonest.
 
-    A sample of a global batch B contributes 1 / (1 + B / `noise_scale`) of what one of a small batch
-    contributes (McCandlish et al. 2018, section 2). Goodput is the rate of these contributions (Qiao et al.
-    2021, Pollux). Raises TuningError when no plan satisfies the limits.
+    Goodput is the rate of samples times their `contribution`. Raises TuningError when no plan satisfies the
+    limits.
     """
     if limits.global_batch:
         return limits
     largest = limits.largest_global_batch
     plans = [choose_plan(model, limits)]
-    for limit in sorted({max(1, round(largest / 2 ** (step / 2))) for step in range(1, GOODPUT_SIZES)}):
+    sizes = {max(1, round(largest / 2 ** (step / 2))) for step in range(1, GOODPUT_SIZES)}
+    for limit in sorted({*sizes, min(reference_batch, largest)}):
         with suppress(TuningError):  # fewer samples than ranks that must train
             plans.append(choose_plan(model, Limits(limit)))
 
     def goodput(plan: BestPlan) -> float:
-        return plan.prediction.samples_per_s / (1 + sum(plan.batch_sizes.values()) / noise_scale)
+        size = sum(plan.batch_sizes.values())
+        return plan.prediction.samples_per_s * contribution(size, noise_scale, reference_batch)
 
     return Limits(sum(max(plans, key=goodput).batch_sizes.values()))
 

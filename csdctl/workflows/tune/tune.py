@@ -199,6 +199,8 @@ class FitTuner:
     probe_duration_s: float = 1.0
     noise_scale: float | None = None
     """Gradient noise scale in samples, to choose the global batch size by goodput; None: by throughput."""
+    reference_batch: int = 1
+    """Samples for which the recipe states its learning rate."""
 
     def tune(self, model: FleetModel) -> TunedFleet:
         """Measure until the best plan has been tried.
@@ -216,7 +218,7 @@ class FitTuner:
         model = replace(model, overhead_factor=factor)
         if self.noise_scale is None:
             return self._confirm(model)
-        limits = limit_for_goodput(model, self.limits, self.noise_scale)
+        limits = limit_for_goodput(model, self.limits, self.noise_scale, self.reference_batch)
         self.say(
             f"gradient noise scale {self.noise_scale:,.0f} samples: "
             f"a global batch of {limits.largest_global_batch} reaches a loss soonest"
@@ -503,7 +505,7 @@ def tune_by_fit(context: RunContext, options: TuneOptions, watch: TuneWatch) -> 
     runtimes = {name: model.class_of(name).settings for name in model.machines}
     with FleetMeasurer(context, runtimes, watch) as measurer:
         busy = measurer.find_other_work()
-        how = options.is_exploring, options.probe_duration_s, noise_scale
+        how = options.is_exploring, options.probe_duration_s, noise_scale, job.recipe.reference_batch
         tuned = FitTuner(measurer, measurements, limits, say, *how).tune(model)
     errors = measurements.forecast_errors()
     plan = Plan(
