@@ -4,8 +4,8 @@
 
 Fashion-MNIST on an emulated fleet of a host and three nodes, with the demo's network and one with batch
 normalization. A first run, tuned for throughput, measures the gradient noise scale. Then the chosen global
-batch, and six others, train until rank 0 reports the loss. The time is that of the run's steps. Prints figures, asserts
-no limits.
+batch, and six others, train until rank 0 reports the loss. The time is that of the run's steps. Prints
+figures, asserts no limits.
 """
 
 import json
