@@ -79,9 +79,10 @@ class _Figures:
         if kind == "NodeLost":
             self._losses.labels(event["node"]).inc()
         elif kind in ("Joined", "Rebalanced") and is_first:
+            self._batch_size.clear()  # of ranks that were lost
             for rank, size in event["batch_sizes"].items():
                 self._batch_size.labels(rank).set(size)
-        if is_first:
+        if is_first and kind in ("Joined", "Progress", "EpochEnd"):
             for name, gauge in self._progress.items():
                 if event.get(name) is not None:
                     gauge.set(event[name])

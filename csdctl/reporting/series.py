@@ -199,6 +199,8 @@ class SeriesBuilder:
         """By rank, when the latest progress within its epoch was reported, in Unix time."""
         self._epochs: Thinned[EpochPoint] = Thinned()
         self._sizes: Thinned[BatchSizes] = Thinned()
+        self._members = frozenset(range(len(nodes)))
+        """The ranks of the latest group."""
         self._stopped_at: float | None = None
         self._since_stop: list[Fault] = []
 
@@ -221,6 +223,7 @@ class SeriesBuilder:
                 self._drop_epochs(event.epoch)
                 self._end_stop(time_s)
                 self._add_sizes(time_s, event)
+                self._members = frozenset(map(int, event.batch_sizes))
         elif isinstance(event, Rebalanced):
             self._add_sizes(time_s, event)
         elif isinstance(event, Finished):
@@ -308,7 +311,7 @@ class SeriesBuilder:
             return
         fault = Fault(time_s, event.node, what)
         self._series.faults.append(fault)
-        if not isinstance(event, NodeBack):
+        if not isinstance(event, NodeBack) and event.rank in self._members:  # nobody waits for the others
             self._since_stop.append(fault)
             self._stopped_at = time_s if self._stopped_at is None else self._stopped_at
 

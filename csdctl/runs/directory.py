@@ -241,23 +241,18 @@ class RunDirectory:
 
 
 def keep_step_file(step_file: Path, kept: Path) -> None:
-    """Move the step file of a run that has not finished to disk, as `kept`: nothing stays in memory.
+    """Move the step file of a run that has not finished to disk, as `kept`.
 
-    On a full disk the state after the latest step is lost; checkpoints remain.
+    On a full disk it stays where it is: `train --resume` looks in both places.
     """
     if step_file == kept or not step_file.exists():
         return
     for part in kept.parent.glob(f".{kept.name}.*"):  # of a csdctl that was killed
         part.unlink()
-    try:
-        with (
-            contextlib.suppress(OSError),
-            write_atomically(kept) as into,  # synced: what was in memory is removed next
-            step_file.open("rb") as content,
-        ):
+    with contextlib.suppress(OSError):
+        with write_atomically(kept) as into, step_file.open("rb") as content:
             shutil.copyfileobj(content, into, 1 << 20)
-    finally:
-        step_file.unlink(missing_ok=True)
+        step_file.unlink(missing_ok=True)  # the copy is synced
 
 
 def _new_directory(parent: Path) -> RunDirectory:

@@ -41,6 +41,8 @@ class Patience:
     """A rank that others wait for and that does not answer a ping for this long is lost."""
     ping_interval_s: float = 5.0
     """A rank that keeps finished or paused ranks waiting is pinged after this long without a message."""
+    waiting_ping_s: float = 60.0
+    """Ranks that wait for a group are pinged at this interval; without any order they exit after 600 s."""
     settle_s: float = 0.5
     """Losses and failures with the same cause are reported within this time."""
     poll_s: float = 0.2

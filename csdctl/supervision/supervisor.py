@@ -72,6 +72,7 @@ class Supervisor:
             setup.nodes, self._processes, record, setup.patience.max_restarts, setup.servers
         )
         self._group = GroupState(0, (), time.monotonic())
+        self._pinged_waiting_at = time.monotonic()
         self._links: Links | None = None
         self._collectives: dict[tuple[int, ...], str] = {}
         """The collective that a group of these ranks has chosen."""
@@ -143,6 +144,7 @@ class Supervisor:
         deadline = time.monotonic() + self._patience.start_s
         while self._membership.ready < self._processes.ranks:
             self._act(self._processes.next(self._patience.start_poll_s))
+            self._ping_waiting_ranks()
             if time.monotonic() > deadline:
                 late = self._nodes_of(self._processes.ranks - self._membership.ready)
                 raise DeadlineError(
@@ -180,6 +182,7 @@ class Supervisor:
         if self._links and not self._membership.finished and not self._group.paused:
             self._check_links(self._links)
         self._ping_late_ranks()
+        self._ping_waiting_ranks()
         self._check_stalled_ranks()
         silent_s = time.monotonic() - self._group.last_progress
         if silent_s > self._patience.silence_s and not self._regroup_without_awaited():
@@ -301,6 +304,14 @@ class Supervisor:
             due = now - self._patience.ping_interval_s
             self._ping(rank for rank in late if max(group.last_progress, group.answered.get(rank, 0.0)) < due)
 
+    def _ping_waiting_ranks(self) -> None:
+        """Ping at intervals the ranks that are ready and in no group: without any order, they exit."""
+        now = time.monotonic()
+        if now - self._pinged_waiting_at > self._patience.waiting_ping_s:
+            self._pinged_waiting_at = now
+            for rank in (self._membership.ready & self._processes.ranks) - set(self._group.ranks):
+                self._processes.send(rank, Ping(self._group.generation))
+
     def _check_stalled_ranks(self) -> None:
         """Regroup without the ranks that have not answered a ping for too long."""
         group, now = self._group, time.monotonic()
@@ -416,11 +427,14 @@ class Supervisor:
         """Return the error of a run that cannot continue because some ranks have finished and left."""
         missing = self._nodes_of(set(self._group.ranks) - self._membership.finished)
         loss = self._membership.latest_loss(self._group.ranks)
+        remedy = "the model is in the run directory"
+        if 0 not in self._membership.finished:  # it alone saves models
+            remedy = f"continue the run with `csdctl train --resume {self._setup.run_id}`"
         return RunError(
             f"{loss.message if loss else reason}\n"
             f"The run has no completion record from {format_node_names(missing)}",
             node=loss.node if loss else "",
-            remedy=f"the model of the other ranks is in the run directory; {self._logs}",
+            remedy=f"{remedy}; {self._logs}",
         )
 
     def _poll(self) -> None:

@@ -251,7 +251,11 @@ class TrainingView(FleetView[RankRow]):
         self._evaluating, self._step_at = "", self._clock()
         if event.rank != 0:
             return
+        if isinstance(event, Progress) and self._last and event.epoch > self._last.epoch:
+            self._steps_per_epoch = self._steps_of_an_epoch(self._last) or self._steps_per_epoch
         self._last = event
+        if isinstance(event, Progress):
+            self._steps_per_epoch = max(self._steps_per_epoch, event.step)
         self._last_step = self._steps_per_epoch if isinstance(event, EpochEnd) else event.step
         if report and report.steps:
             self._rate = report.throughput
@@ -260,6 +264,15 @@ class TrainingView(FleetView[RankRow]):
             self._print(_format_epoch(event, self._spec.recipe.epochs, self._tally.epoch))
         else:
             self._print_headline_if_due()
+
+    def _steps_of_an_epoch(self, last: Progress | EpochEnd) -> int:
+        """Return the steps of an epoch with the batch sizes of now, given the end of one; 0: not known.
+
+        After a loss in an epoch, the group has more steps in the next ones than it said when it formed.
+        """
+        size = sum(row.batch_size for row in self._rows.values())
+        is_end = isinstance(last, EpochEnd) and last.global_samples
+        return math.ceil(last.global_samples / size) if is_end and size else 0
 
     def _add_points(self, event: Progress | EpochEnd) -> None:
         metrics = list(name_metrics(event.accuracy, event.metrics).items())

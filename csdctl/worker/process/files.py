@@ -25,10 +25,14 @@ DAMAGED_ARCHIVE: tuple[type[Exception], ...] = (
 def replacing(path: Path) -> Iterator[IO[bytes]]:
     """Give a temporary file of this user beside `path` to write to; then sync it, and rename it to `path`."""
     aside = path.with_name(f".{path.name}.new")
-    with open(aside, "wb", opener=lambda name, flags: os.open(name, flags, 0o600)) as file:
-        yield file
-        sync_file(file)
-    os.replace(aside, path)
+    try:
+        with open(aside, "wb", opener=lambda name, flags: os.open(name, flags, 0o600)) as file:
+            yield file
+            sync_file(file)
+        os.replace(aside, path)
+    except BaseException:
+        aside.unlink(missing_ok=True)
+        raise
 
 
 def save_atomically(path: Path, text: str) -> None:

@@ -52,7 +52,7 @@ class StepFile:
     """
 
     _MARK = struct.Struct("<qqI")
-    """Written before each half: its step if complete, the bytes used, the CRC-32 of their first 4 KiB."""
+    """Before each half: its number if it is complete, bytes used, and the CRC-32 of their first 4 KiB."""
 
     def __init__(self, path: Path, variables: list[Any]) -> None:
         """`path`: of states of `variables`."""
@@ -70,7 +70,9 @@ class StepFile:
         self._mark(self._bytes, start, -1, 0, 0)
         body = start + self._MARK.size
         packed = pack(variables, position, self._bytes[body : start + self._half_bytes])
-        self._mark(self._bytes, start, position.total_steps, len(packed), zlib.crc32(packed[:4096].tobytes()))
+        # The state after an epoch follows that after its last step.
+        number = 2 * position.total_steps + (position.step == 0)
+        self._mark(self._bytes, start, number, len(packed), zlib.crc32(packed[:4096].tobytes()))
         self._next = 1 - self._next
 
     def read(self) -> Array | None:
@@ -86,11 +88,13 @@ class StepFile:
         found: tuple[int, Array] | None = None
         for half, start in enumerate((0, self._half_bytes)):
             body = start + self._MARK.size
-            step, used, check = self._MARK.unpack(content[start:body].tobytes())
+            number, used, check = self._MARK.unpack(content[start:body].tobytes())
             packed = content[body : start + self._half_bytes][: max(0, used)]
-            is_whole = step >= 0 and used == len(packed) > 0 and zlib.crc32(packed[:4096].tobytes()) == check
-            if is_whole and (found is None or step > found[0]):
-                found = (step, packed)
+            is_whole = (
+                number >= 0 and used == len(packed) > 0 and zlib.crc32(packed[:4096].tobytes()) == check
+            )
+            if is_whole and (found is None or number > found[0]):
+                found = (number, packed)
                 self._next = 1 - half
         return found[1] if found else None
 
@@ -122,6 +126,9 @@ class Checkpoints:
         """Write a checkpoint and remove those that are no longer kept; raises OSError."""
         self.directory.mkdir(parents=True, exist_ok=True)
         path = self.directory / f"step-{position.total_steps:08d}.npz"
+        for other in (*self.directory.glob("step-*.npz"), *self.directory.glob(".step-*")):
+            if other.name > path.name or other.name.startswith("."):  # damaged ones, and parts
+                other.unlink(missing_ok=True)
         save_arrays(path, {"state": packed})
         sync_directory(self.directory)
         if is_best:
@@ -244,7 +251,15 @@ class Checkpointer:
         """Write a checkpoint to disk, if the run keeps any."""
         if not self._spec.num_checkpoints:
             return
-        path = self._checkpoints.save(pack(self._step.state, position), position, is_best=is_best)
+        try:
+            path = self._checkpoints.save(pack(self._step.state, position), position, is_best=is_best)
+        except OSError as error:  # as of a full disk: training goes on from the state in memory
+            self.write_step_file(position)
+            if not self._can_write:
+                raise
+            print(f"no checkpoint: {error}", flush=True)
+            self._checkpointed_at = time.monotonic()
+            return
         self._checkpointed_at = time.monotonic()
         self._reporter.emit(CheckpointSaved, position.epoch, position.total_steps, str(path), is_best)
 
@@ -265,7 +280,7 @@ class Checkpointer:
         problems: list[str] = []
         found = [*self._possible(self._step_states(problems), problems), *self._newest_checkpoint(problems)]
         if found:
-            _, latest = max(found, key=lambda one: one[0].total_steps)
+            _, latest = max(found, key=lambda one: (one[0].total_steps, one[0].epoch))
             return unpack(latest, self._step.state, self._own)
         if self._checkpoints.exist():  # to begin again would throw away what was trained
             raise WorkerError(

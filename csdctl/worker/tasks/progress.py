@@ -227,6 +227,8 @@ class RunProgress:
         """Divide the rest of the epoch among the ranks of the group."""
         position = self.position
         sizes = {rank: position.batch_sizes[str(rank)] for rank in ranks}
+        if not any(sizes.values()):
+            raise WorkerError("no rank of the group trains: the host has batch size 0", remedy="add a node")
         segment = position.segment
         if segment is None:
             segment = begin_epoch(self.own, sizes)
@@ -356,6 +358,6 @@ class Reporter:
 
     def finished(self, position: Position, weights_hash: str, model_path: str | None, reason: str) -> None:
         """Report the completion record."""
-        epochs_done = position.epoch - (0 if position.segment else 1)
+        epochs_done = position.epoch - (0 if position.step else 1)
         memory = peak_memory_bytes()
         self.emit(Finished, epochs_done, position.total_steps, weights_hash, memory, model_path, reason)

@@ -3,10 +3,12 @@
 A new task is a class that implements `Task`, in a file of its own, and a line in `TASKS` (session.py).
 """
 
+import contextlib
 import os
 import queue
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -50,17 +52,21 @@ class Orders:
         """Called by the thread when a group is ordered: waiting in an earlier group is then pointless."""
         self._groups: queue.Queue[FormGroup] = queue.Queue()
         self._on_ping = on_ping
+        self._heard = time.monotonic()
         self._reader = threading.Thread(target=self._read, daemon=True)
         self._reader.start()
 
     def next_group(self) -> FormGroup:
-        """Return the latest group ordered; raises WorkerError when none is ordered in time."""
-        try:
-            group = self._groups.get(timeout=ORPHAN_S)
-        except queue.Empty:
-            raise WorkerError(
-                f"received no order for {ORPHAN_S:g} s: csdctl has exited or is disconnected"
-            ) from None
+        """Return the latest group ordered; raises WorkerError when no order of any kind comes in time."""
+        group = None
+        while group is None:
+            left_s = self._heard + ORPHAN_S - time.monotonic()
+            if left_s <= 0:
+                raise WorkerError(
+                    f"received no order for {ORPHAN_S:g} s: csdctl has exited or is disconnected"
+                )
+            with contextlib.suppress(queue.Empty):
+                group = self._groups.get(timeout=left_s)
         while not self._groups.empty():
             group = self._groups.get()
         self.is_pausing = False
@@ -81,6 +87,7 @@ class Orders:
                 order = order_from_line(line)
             except ProtocolError:
                 continue
+            self._heard = time.monotonic()
             if isinstance(order, FormGroup):
                 self._groups.put(order)
                 self.on_group()

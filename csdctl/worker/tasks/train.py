@@ -95,19 +95,22 @@ class Train(ModelTask):
                 self.reporter.progress(self.progress.position, self._since_report, is_over=True)
 
     def _run_epochs(self, group: Group) -> str | None:
-        while self.progress.position.epoch <= self.spec.recipe.epochs:
+        while not self._is_over:  # it may have been decided in a group that was lost before it finished
             reason = self._run_epoch(group.communicator)
             if reason:
                 return self._end_early(group, reason)
             is_pausing = self._end_epoch(group)
-            if self.progress.position.callbacks.is_stopping:
-                return EARLY_STOPPING
-            if self.progress.position.epoch > self.spec.recipe.epochs:
+            if self._is_over:
                 break
             if is_pausing:
                 return None
             self.progress.regroup(group.ranks)
-        return FINISHED
+        return EARLY_STOPPING if self.progress.position.callbacks.is_stopping else FINISHED
+
+    @property
+    def _is_over(self) -> bool:
+        position = self.progress.position
+        return position.callbacks.is_stopping or position.epoch > self.spec.recipe.epochs
 
     def finish(self, reason: str) -> None:
         """Save the model and report the completion record."""
@@ -383,10 +386,11 @@ class Train(ModelTask):
 
     def _report_epoch_end(self, results: dict[str, Any], group: Group) -> None:
         fields: dict[str, Any] = {}
-        if self.is_root:
+        if self.is_root:  # a rank that has joined at the end of the epoch has set no rate yet
+            rate = self.step.learning_rate if self._epoch_totals.steps else self._learning_rate()
             fields = {
                 **self._epoch_results(),
-                "learning_rate": self.step.learning_rate,
+                "learning_rate": rate,
                 "num_lost": self.progress.num_lost(group.ranks),
                 **results,
                 "stepped_samples": self._epoch_totals.global_samples,

@@ -5,13 +5,14 @@ A run is followed from its files alone: nothing of it waits for who watches. A r
 """
 
 import os
+import re
 import shutil
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -168,7 +169,7 @@ def interrupt(run: RunDirectory) -> None:
         raise InputError(f"run {run.run_id} has ended") from None
     try:
         if process_of(run).is_running:
-            signal.pidfd_send_signal(handle, signal.SIGTERM)
+            signal.pidfd_send_signal(handle, _stopping_signal(process.pid))
     except ProcessLookupError:
         pass
     except PermissionError:
@@ -177,6 +178,15 @@ def interrupt(run: RunDirectory) -> None:
         ) from None
     finally:
         os.close(handle)
+
+
+def _stopping_signal(pid: int) -> signal.Signals:
+    """Return SIGTERM, or SIGINT for a program of the user's, which SIGTERM would end at once."""
+    with suppress(OSError):
+        found = re.search(r"^SigCgt:\s*([0-9a-f]+)$", Path(f"/proc/{pid}/status").read_text(), re.MULTILINE)
+        if found and not int(found[1], 16) >> (signal.SIGTERM - 1) & 1:
+            return signal.SIGINT
+    return signal.SIGTERM
 
 
 def wait_until_over(run: RunDirectory, deadline_s: float) -> None:

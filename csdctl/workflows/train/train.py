@@ -24,7 +24,7 @@ from csdctl.worker.protocol.events import EARLY_STOPPING, Event, Finished, Joine
 from csdctl.worker.protocol.features import KERAS, LITERT, FeatureOptions
 from csdctl.worker.protocol.json_codec import SCHEMA, to_json
 from csdctl.worker.protocol.recipe import Noise
-from csdctl.worker.protocol.run_spec import RunSpec
+from csdctl.worker.protocol.run_spec import DatasetSlice, RunSpec
 from csdctl.workflows.data.prepare import (
     Prepared,
     load_prepared,
@@ -94,8 +94,11 @@ def resume(
     check_network(space.fleet.network)
     spec, manifest = load_spec(run), _load_manifest(run)
     before = manifest.data
-    private = {name: before.private.get(name) for name in prepared.private}  # absent nodes are not compared
-    if fingerprint_data(prepared) != {"public": before.public, "private": private}:
+    planned = {rank.node for rank in manifest.plan.ranks}
+    now = fingerprint_data(prepared)
+    private = {name: hashed for name, hashed in now["private"].items() if name in planned}
+    is_private_same = private == {name: before.private.get(name) for name in private}
+    if now["public"] != before.public or not is_private_same:
         raise InputError(f"the data of run {run.run_id} has changed since it began", remedy=NEW_RUN)
     _check_job(run, spec, job, prepared)
     if spec.code != prepared.model.user_code:
@@ -115,8 +118,17 @@ def resume(
         num_checkpoints=spec.num_checkpoints,
     )
     inputs = build_training(run, manifest.plan.ranks, placed, context, kept)
+    if _hashes_of(inputs.spec.validation) != _hashes_of(spec.validation):
+        raise InputError(
+            f"the validation data of run {run.run_id} has changed since it began",
+            remedy=f"undo the change, or {NEW_RUN}",
+        )
     inputs = strategy_of(spec).build_inputs(inputs, context)
     return run_to_end(inputs, steps_per_epoch(placed), space, options, observer)
+
+
+def _hashes_of(data: DatasetSlice | None) -> tuple[str, str] | None:
+    return (data.images_sha256, data.labels_sha256) if data else None
 
 
 def strategy_of(spec: RunSpec) -> Strategy:
@@ -143,6 +155,11 @@ def _load_manifest(run: RunDirectory) -> Manifest:
 
 def _check_job(run: RunDirectory, spec: RunSpec, job: Job, prepared: Prepared) -> None:
     """Raise InputError when recipe or noise has changed; more epochs are allowed."""
+    if job.recipe.epochs < spec.recipe.epochs:
+        raise InputError(
+            f"{job.path} has {job.recipe.epochs} epochs, run {run.run_id} has {spec.recipe.epochs}",
+            remedy=f"undo the change (epochs may be raised), or {NEW_RUN}",
+        )
     if spec.recipe != dataclasses.replace(prepared.recipe, epochs=spec.recipe.epochs):
         raise InputError(
             f"the recipe of {job.path} has changed since run {run.run_id} began",
