@@ -26,6 +26,8 @@ class StepTime:
     knee: float = math.inf
     """Samples beyond this number take `above_knee_s` each."""
     above_knee_s: float = 0.0
+    largest: int | None = None
+    """The largest batch that is possible; None: any."""
 
     def __post_init__(self) -> None:
         if not (self.fixed_s >= 0 and self.per_sample_s > 0):
@@ -47,13 +49,13 @@ class StepTime:
         if size > self.knee:
             size = self.knee + (left - self.per_sample_s * self.knee) / self.above_knee_s
         nearest = round(size)  # 16.0 may arrive as 15.999999999999998
-        return nearest if self.at(nearest) <= time_s * (1 + 1e-12) else math.floor(size)
+        found = nearest if self.at(nearest) <= time_s * (1 + 1e-12) else math.floor(size)
+        return found if self.largest is None else min(found, self.largest)
 
     def scaled(self, factor: float) -> "StepTime":
         """Return the step time of a machine that is `factor` times as slow."""
-        return StepTime(
-            self.fixed_s * factor, self.per_sample_s * factor, self.knee, self.above_knee_s * factor
-        )
+        times = self.fixed_s * factor, self.per_sample_s * factor, self.knee, self.above_knee_s * factor
+        return StepTime(*times, self.largest)
 
 
 MIN_OVERHEAD_FACTOR = 0.5

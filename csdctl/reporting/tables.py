@@ -203,12 +203,12 @@ def _both(validation: float | None, training: float | None) -> str:
 
 
 def _describe_noise(summary: RunSummary) -> str:
-    """Return the noise scale B and what a sample of a step of b contributes, 1 / (1 + b / B)."""
+    """Return the noise scale, and what it means (McCandlish et al. 2018, section 2)."""
     assert summary.noise_scale
     share = format_share(1 / (1 + summary.global_batch / summary.noise_scale))
     return (
-        f"{summary.noise_scale:,.0f} samples: a sample in steps of {summary.global_batch} contributes "
-        f"{share} of one in small steps"
+        f"{summary.noise_scale:,.0f} samples: with a learning rate that fits, a sample in steps of "
+        f"{summary.global_batch} contributes {share} of one in small steps"
     )
 
 

@@ -29,12 +29,14 @@ MIN_SCALE = 0.01
 """Minimum noise for the weights of residuals."""
 MAD_TO_SIGMA = 1.4826
 NUM_REWEIGHTS = 20
+MIN_GROWTH = 0.05
+"""By which share a step grows up to the largest probed batch, where noise hides it."""
 
 
 def fit_step_time(probes: Sequence[Point]) -> StepTime:
     """Fit the step time to `probes` of one machine class; raises ValueError without probes.
 
-    A single batch size gives a line through the origin.
+    A single batch size gives a line through the origin; times that do not grow with the batch, a flat line.
     """
     import numpy as np
 
@@ -43,9 +45,11 @@ def fit_step_time(probes: Sequence[Point]) -> StepTime:
     sizes = np.array([float(probe.batch_size) for probe in probes])
     times = np.array([probe.step_time_s for probe in probes])
     line = _fit(np.stack([np.ones_like(sizes), sizes], axis=1), times)
-    if len({probe.batch_size for probe in probes}) == 1 or line[1] <= 0:
-        # One size does not determine α; steps that get shorter with the batch are noise.
+    if len({probe.batch_size for probe in probes}) == 1:  # it does not determine α
         return StepTime(0.0, _fit(sizes[:, np.newaxis], times)[0])
+    if line[1] <= 0:  # steps that get shorter with the batch: α is most of them, and the rest is noise
+        fixed_s = _fit(np.ones((len(sizes), 1)), times)[0]
+        return StepTime(fixed_s, MIN_GROWTH * fixed_s / max(sizes))
     return StepTime(line[0], line[1])
 
 
@@ -302,6 +306,8 @@ class ClassModel:
         at_once = self.max_at_once
         if at_once is None:
             return fitted
+        if not self.is_divisible:
+            return replace(fitted, largest=at_once)
         micro_batched_s = fitted.at(at_once) / at_once
         return StepTime(fitted.fixed_s, fitted.per_sample_s, at_once, micro_batched_s)
 

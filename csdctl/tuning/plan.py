@@ -113,6 +113,14 @@ class RankPlan(Document):
         """TensorFlow's runtime settings."""
         return Runtime(self.threads, self.inter_threads, self.onednn)
 
+    @property
+    def own_step_time_s(self) -> float | None:
+        """Seconds of a step with `batch_size`; None if the batch size was edited since it was measured."""
+        if not self.step_time_s or not self.samples_per_s:
+            return self.step_time_s
+        measured = self.samples_per_s * self.step_time_s  # of rounded numbers
+        return self.step_time_s if abs(measured - self.batch_size) < 0.5 + 0.005 * self.step_time_s else None
+
     def with_step(self, batch_size: int, step_time_s: float) -> "RankPlan":
         """Return the rank with this batch size, and the measured or modelled time of its step."""
         rate = round(batch_size / step_time_s, 2) if batch_size else None
@@ -245,7 +253,7 @@ class Plan(Document):
         """
         if self.prediction:
             return self.prediction.samples_per_s
-        times = [rank.step_time_s for rank in self.ranks if rank.batch_size]
+        times = [rank.own_step_time_s for rank in self.ranks if rank.batch_size]
         known = [time for time in times if time]
         return self.global_batch / max(known) if len(known) == len(times) else None
 

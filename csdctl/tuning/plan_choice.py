@@ -149,8 +149,9 @@ def _plan_rank(model: FleetModel, machine: str, batch_size: int, step_time: Step
         node=machine,
         batch_size=batch_size,
         **asdict(known.settings),
-        # Set even when this batch fits, because it may grow during a run.
-        micro_batch_size=at_once if known.is_divisible and at_once and at_once < 2 * batch_size else None,
+        # Set even when this batch fits, because it may grow during a run, or in a plan for fewer nodes.
+        micro_batch_size=at_once if known.is_divisible else None,
+        max_batch_size=None if known.is_divisible else at_once,
         peak_memory_bytes=known.predict_peak_bytes(batch_size),
     )
     return rank.with_step(batch_size, step_time.at(batch_size))

@@ -95,7 +95,7 @@ def find_best(
         own_factor = lone_overhead_factor if is_lone and lone_overhead_factor is not None else overhead_factor
         return _best_of(members, limits, collective_s(len(members)), own_factor, num_times)
 
-    fleets = {len(members): members for members in _fleets(candidates)}
+    fleets = {len(members): members for members in _fleets(candidates, limits)}
     compared = {
         size: found for size, members in fleets.items() if (found := best_of(members, NUM_TIMES_COARSE))
     }
@@ -127,7 +127,8 @@ def best_equal(
     Its global batch is at most an exact one in `limits`, which the number of ranks need not divide.
     """
     sum_s = collective_s(len(candidates))
-    largest = limits.largest_global_batch // len(candidates)
+    possible = [one.step_time.largest for one in candidates if one.step_time.largest is not None]
+    largest = min([limits.largest_global_batch // len(candidates), *possible])
     speeds: list[tuple[float, int]] = []
     for size in sorted({max(1, round(largest * share / NUM_TIMES)) for share in range(1, NUM_TIMES + 1)}):
         step_s = max(candidate.step_time.at(size) for candidate in candidates) * overhead_factor + sum_s
@@ -140,17 +141,27 @@ def best_equal(
     return BestPlan(sizes, predict(candidates, [*sizes.values()], sum_s, overhead_factor))
 
 
-def _fleets(candidates: Sequence[RankModel]) -> Iterable[Sequence[RankModel]]:
-    """Yield the whole fleet, then fleets without an increasing number of the slowest optional nodes."""
+def _fleets(candidates: Sequence[RankModel], limits: Limits) -> Iterable[Sequence[RankModel]]:
+    """Yield the whole fleet, then fleets without an increasing number of the slowest optional nodes.
+
+    The slowest are those that take longest for an equal share of the largest global batch.
+    """
     yield candidates
+    share = max(1, limits.largest_global_batch // len(candidates))
+    times = {candidate.node: candidate.step_time.at(share) for candidate in candidates}
     optional = sorted(
         (candidate for candidate in candidates if not candidate.is_required),
-        key=lambda candidate: candidate.step_time.above_knee_s or candidate.step_time.per_sample_s,
+        key=lambda candidate: times[candidate.node],
         reverse=True,
     )
     cuts = {ceil(len(optional) * cut / NUM_CUTS) for cut in range(1, NUM_CUTS + 1)}
-    # A few of many nodes may be best, when a sum over more ranks costs more time than they save.
-    cuts |= {len(optional) - (1 << power) for power in range(len(optional).bit_length())}
+    # A few of many nodes may be best, when a sum over more ranks costs more time than they save; or all but a
+    # few slow ones.
+    powers = [1 << power for power in range(len(optional).bit_length())]
+    cuts |= {len(optional) - few for few in powers} | set(powers)
+    ordered = [times[candidate.node] for candidate in optional]
+    steps = [place for place in range(1, len(ordered)) if ordered[place - 1] > 1.1 * ordered[place]]
+    cuts |= set(steps[:NUM_CUTS])
     for cut in sorted(cuts - {0}):
         without = {candidate.node for candidate in optional[:cut]}
         if len(without) < len(candidates):
@@ -187,10 +198,13 @@ def _best_of(
         return _cut_to(sizes, members, most) if sum(sizes) > most else sizes
 
     least_s = max(step_time.at(1) for step_time in counts)
-    most_s = _longest_time(limits, least_s, total)
+    possible = sum(count * (one.largest or most) for one, count in counts.items())
+    below_s, most_s = _longest_times(min(most, possible), least_s, total)
+    # An exact global batch, or all of a limit, is cut from the shortest T that reaches it.
+    times = [] if limits.global_batch else _times(least_s, below_s, num_times)
 
     rates: list[tuple[float, float]] = []
-    for time_s in _times(least_s, most_s, 1 if limits.global_batch else num_times):
+    for time_s in (*times, most_s):
         largest = within(time_s)
         num_samples = sum(map(mul, largest, counts.values()))
         if num_samples > most:
@@ -212,21 +226,18 @@ def _best_of(
     return BestPlan({member.node: size for member, size in zip(members, sizes, strict=True)}, prediction)
 
 
-def _longest_time(limits: Limits, least_s: float, total: Callable[[float], int]) -> float:
-    """Return the longest T that the limits allow, by bisection from `least_s`."""
-    most = limits.largest_global_batch
+def _longest_times(most: int, least_s: float, total: Callable[[float], int]) -> tuple[float, float]:
+    """Return the longest T with at most `most` samples, and the shortest with at least as many.
+
+    They are `TIME_TOLERANCE` apart. Both are the same where no T has as many.
+    """
     low, high = least_s, least_s
     while total(high) < most:
         low, high = high, high * 2
-    if total(high) <= most and limits.global_batch is None:
-        return high
     while high - low > TIME_TOLERANCE * high:
         middle = (low + high) / 2
-        # An exact global batch is cut from the shortest T that reaches it; a limit allows a T below that.
-        is_enough = total(middle) >= most if limits.global_batch else total(middle) > most
-        low, high = (low, middle) if is_enough else (middle, high)
-    # With the shortest T in which all ranks train, fast ranks may have too many samples, which are cut.
-    return high if limits.global_batch else low
+        low, high = (low, middle) if total(middle) >= most else (middle, high)
+    return (high, high) if total(high) == most else (low, high)
 
 
 def _times(least_s: float, most_s: float, count: int) -> list[float]:

@@ -186,6 +186,7 @@ def hash_recipe(job: Job, public: DatasetInfo) -> str:
         "optimizer": [recipe.optimizer, recipe.optimizer_args],
         "loss": [[name, asdict(term)] for name, term in sorted(recipe.losses.items())],
         "metrics": recipe.metrics,
+        "compression": recipe.compression,
         "input_range": recipe.input_range,
         "noise": asdict(job.noise) if job.noise else None,
         "sample": [public.sample_shape, public.dtype, public.label_shape],

@@ -710,8 +710,9 @@ class StrategyChooser:
         found = [whole]
         shares = measured_shares(times, self.context.prepared.model.info.cuts)
         if feature_layer:
-            share = times.features_s / times.step_s * max(1, self.context.prepared.recipe.views)
-            of_frozen = shares.get(feature_layer) or Shares(feature_layer, share, 0.0, max(0.0, 1 - share))
+            once = times.features_s / times.step_s
+            share = once * max(1, self.context.prepared.recipe.views)
+            of_frozen = shares.get(feature_layer) or Shares(feature_layer, once, 0.0, max(0.0, 1 - once))
             of_head = replace(of_frozen, vector_bytes=self.model.vector_bytes)
             by_features = training.forecast_features(whole, of_head, share)
             if num_bytes := bytes_for_host(self.context.job, self.context.prepared):

@@ -209,7 +209,8 @@ def test_one_disturbed_probe_does_not_bend_the_line() -> None:
 def test_one_size_gives_a_line_through_the_origin_and_shorter_steps_still_a_step_time() -> None:
     found = fit_step_time([Point(16, 0.4), Point(16, 0.4)])
     assert (found.fixed_s, found.per_sample_s) == (0.0, pytest.approx(0.025))
-    assert fit_step_time([Point(16, 0.5), Point(32, 0.3)]).per_sample_s > 0
+    flat = fit_step_time([Point(8, 1.0), Point(32, 0.98)])
+    assert 0.9 < flat.at(1) <= flat.at(64) < 1.2, "noise hides that the step grows a little"
 
 
 PLACES = [(ranks, size) for ranks in (2, 5) for size in (1 << 16, 1 << 20, 1 << 23)]

@@ -53,6 +53,44 @@ def test_best_plan_is_as_fast_as_the_best_of_all(fleet: list[RankModel], most: i
     assert sum(found.batch_sizes.values()) <= most
 
 
+@pytest.mark.parametrize(
+    ("good", "bad", "most"),
+    [
+        ((24, StepTime(0.03, 0.02)), (1, StepTime(2.0, 0.01)), 512),
+        ((24, StepTime(0.03, 0.02)), (1, StepTime(0.5, 0.02)), 512),
+        ((12, StepTime(0.03, 0.02)), (4, StepTime(0.5, 0.015)), 128),
+        ((36, StepTime(0.03, 0.02)), (1, StepTime(3.0, 2.0)), 1024),
+    ],
+)
+def test_slow_nodes_are_left_out_and_the_others_train(
+    good: tuple[int, StepTime], bad: tuple[int, StepTime], most: int
+) -> None:
+    nodes = [
+        RankModel(f"{name}{number}", step_time)
+        for name, (count, step_time) in (("good", good), ("bad", bad))
+        for number in range(count)
+    ]
+    limits = Limits(max_global_batch=most)
+    wanted = find_best([HOST, *nodes[: good[0]]], limits, free).prediction.samples_per_s
+    assert find_best([HOST, *nodes], limits, free).prediction.samples_per_s >= 0.98 * wanted
+
+
+@pytest.mark.parametrize(("count", "step_time", "most"), [(13, (1.0, 0.02), 128), (37, (0.1, 0.02), 256)])
+def test_limit_is_as_fast_as_the_same_number_as_an_exact_batch(
+    count: int, step_time: tuple[float, float], most: int
+) -> None:
+    fleet = [RankModel(f"n{number}", StepTime(*step_time), is_required=True) for number in range(count)]
+    exact = find_best(fleet, Limits(global_batch=most), free).prediction.samples_per_s
+    assert find_best(fleet, Limits(max_global_batch=most), free).prediction.samples_per_s >= 0.99 * exact
+
+
+def test_no_rank_gets_more_than_the_largest_possible_batch() -> None:
+    fleet = [replace(HOST, step_time=StepTime(0.01, 0.003, largest=17)), *NODES[:1]]
+    assert find_best(fleet, Limits(max_global_batch=1000), free).batch_sizes["host"] == 17
+    (alone,) = find_best(fleet[:1], Limits(max_global_batch=1000), free).batch_sizes.values()
+    assert alone == 17
+
+
 @given(fleet=fleets(), exactly=st.integers(16, 500))
 @settings(max_examples=60, deadline=None)
 def test_exact_global_batch_is_respected(fleet: list[RankModel], exactly: int) -> None:
