@@ -140,6 +140,8 @@ class RunSeries:
     first."""
     hottest_c: dict[int, float] = field(default_factory=dict)
     """Highest temperature by rank, of the machines that have a sensor."""
+    reported_s: float = 0.0
+    """Unix time of the latest steps that rank 0 has reported; 0 without any."""
 
     @property
     def num_intervals(self) -> int:
@@ -208,6 +210,8 @@ class SeriesBuilder:
         """Add an event that arrived at `time_s`, in Unix time."""
         self._open_timeline(time_s)
         report = self.tally.add(event)
+        if report and event.rank == 0:
+            self._series.reported_s = time_s
         if isinstance(event, Progress) and report:
             self._add_report(time_s, event.rank, report, event.temperature_c)
         elif isinstance(event, EpochEnd) and report:

@@ -3,6 +3,7 @@
 The caller passes the time of a measurement.
 """
 
+import hashlib
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -11,8 +12,8 @@ from csdctl.perfmodel.spread import MODELLED_SIGMA, TRIED_SIGMA, Spread, estimat
 from csdctl.worker.protocol.model_info import ModelInfo
 from csdctl.worker.protocol.run_spec import Runtime
 
-NUMBER_BYTES = 4
-"""Gradients are sent as float32."""
+NUMBER_BYTES, HALVED_BYTES = 4, 2
+"""Of a number of a gradient that is sent as float32, or as bfloat16."""
 
 
 @dataclass(frozen=True)
@@ -30,11 +31,12 @@ class ModelProperties:
     """Elements of one sample, over all inputs."""
     is_divisible: bool = True
     """Whether a batch can be computed in micro-batches."""
+    number_bytes: int = NUMBER_BYTES
 
     @property
     def vector_bytes(self) -> int:
         """Bytes that each rank contributes to a sum, without the few numbers sent with the gradient."""
-        return NUMBER_BYTES * self.num_trainable
+        return self.number_bytes * self.num_trainable
 
     @property
     def short_name(self) -> str:
@@ -169,11 +171,20 @@ def compare_trials(trials: Sequence[TrialMeasurement]) -> ForecastErrors:
     return ForecastErrors(tuple(tried), tuple(modelled))
 
 
-def describe_model(info: ModelInfo, architecture_hash: str) -> ModelProperties:
-    """Return the features of a built model; `architecture_hash` of its architecture.json."""
+def describe_model(info: ModelInfo, architecture_hash: str, code_hash: str = "") -> ModelProperties:
+    """Return the features of a built model; `architecture_hash` of its architecture.json.
+
+    `code_hash` of the job's own code, if the model needs it. For a model that this code builds on every rank,
+    architecture.json has the recipe in place of layers.
+    """
     shapes = list(info.inputs.values()) or [info.input_shape]
+    identity = architecture_hash
+    if code_hash:
+        numbers = f"{info.num_parameters} {info.num_trainable} {info.num_operations}"
+        parts = [info.name if info.has_own_step else architecture_hash, numbers, code_hash]
+        identity = hashlib.sha256(" ".join(parts).encode()).hexdigest()
     return ModelProperties(
-        hash=architecture_hash,
+        hash=identity,
         name=info.name,
         num_parameters=info.num_parameters,
         num_trainable=info.num_trainable,

@@ -79,6 +79,11 @@ class SerializedModel:
     parts: tuple[StoredFile, ...] = ()
     """PART_FILES; none if the model has no frozen part at its beginning."""
 
+    def describe(self) -> ModelProperties:
+        """Return the features that identify the model in measurements."""
+        code_hash = self.code.sha256 if self.code else ""
+        return describe_model(self.info, self.architecture.sha256, code_hash)
+
     @property
     def user_code(self) -> UserCode | None:
         """The code as the ranks are told of it."""
@@ -113,7 +118,7 @@ def prepare_code(job: Job, directory: Path, say: Say) -> tuple[StoredFile, Seria
 def describe_job_model(job: Job, directory: Path, say: Say) -> ModelProperties:
     """Return the features that identify the job's model in measurements; builds the model if needed."""
     _, model = prepare_code(job, directory, say)
-    return describe_model(model.info, model.architecture.sha256)
+    return model.describe()
 
 
 def serialize_model(

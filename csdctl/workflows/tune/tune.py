@@ -31,10 +31,10 @@ from csdctl.tuning.fleet_model import (
     learn_trial,
 )
 from csdctl.tuning.measurements import (
+    HALVED_BYTES,
     CollectiveMeasurement,
     ForecastErrors,
     Point,
-    describe_model,
     describe_runtime,
 )
 from csdctl.tuning.plan import (
@@ -82,6 +82,7 @@ from csdctl.tuning.strategies import (
 from csdctl.worker.protocol.model_info import CutInfo
 from csdctl.worker.protocol.orders import MAX_TIMED_SUM_S
 from csdctl.worker.protocol.probe import PartsSpec, PartTimes, ProbeRequest
+from csdctl.worker.protocol.recipe import BF16
 from csdctl.worker.protocol.run_spec import Prefix, Runtime, SplitSpec
 from csdctl.workflows.data.files import deploy_files
 from csdctl.workflows.data.prepare import PreparationObserver, prepare_in
@@ -492,8 +493,11 @@ def tune_by_fit(context: RunContext, options: TuneOptions, watch: TuneWatch) -> 
     limits = default_limits(options.limits, job.recipe.reference_batch, num_samples, 1 + len(private))
     path, is_fresh = space.project.measurements, options.is_fresh
     store = MeasurementStore(path, say, is_optional=True, is_fresh=is_fresh)
+    described = prepared.model.describe()
+    if prepared.recipe.compression == BF16:
+        described = replace(described, number_bytes=HALVED_BYTES)
     measurements = FleetMeasurements(
-        describe_model(prepared.model.info, prepared.model.architecture.sha256),
+        described,
         hash_recipe(job, prepared.public),
         space.fleet,
         space.facts,
