@@ -117,6 +117,8 @@ class RankModel:
     """Whether it must be in a plan: the host, or a node with private data."""
     batch_size: int = 0
     """Batch size in a plan; 0: none is chosen yet."""
+    private_share: float = 0.0
+    """The part of all samples that are its private ones: it needs as large a part of every step."""
 
     @property
     def step_s(self) -> float:

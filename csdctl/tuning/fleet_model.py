@@ -360,8 +360,8 @@ class FleetModel:
     """Bytes that each rank contributes to a sum."""
     required: frozenset[str] = frozenset()
     """Machines that every plan must include: the host, and nodes with private data."""
-    max_host_share: float = 1.0
-    """The largest share of a step's samples that the host can have: it reads public samples alone."""
+    private_shares: Mapping[str, float] = field(default_factory=dict)
+    """The part of all samples that are private ones of a machine, by machine."""
     collective_cost: CollectiveCost = field(default_factory=CollectiveCost)
     overhead_factor: float = 1.0
     """Time of a step without the sum, relative to the compute time of its slowest rank."""

@@ -36,13 +36,9 @@ def choose_plan(
     candidates = list_candidates(model, step_times)
     if not model.is_host_training:
         return find_best(candidates, limits, model.sum_s_of_training, model.overhead_factor)
-    best = find_best_ranks(
+    return find_best_ranks(
         candidates[0], candidates[1:], limits, model.sum_s_of_training, model.overhead_factor
     )
-    host_size = best.batch_sizes.get(HOST_NAME, 0)
-    if host_size <= model.max_host_share * sum(best.batch_sizes.values()):
-        return best
-    return _limit_host(model, limits, candidates)
 
 
 def contribution(global_batch: int, noise_scale: float, reference_batch: int) -> float:
@@ -77,28 +73,6 @@ def limit_for_goodput(model: FleetModel, limits: Limits, noise_scale: float, ref
     return Limits(sum(max(plans, key=goodput).batch_sizes.values()))
 
 
-def _limit_host(model: FleetModel, limits: Limits, candidates: Sequence[RankModel]) -> BestPlan:
-    """Return the best plan in which the host has no more than its share of the samples, maybe none."""
-    host, *nodes = candidates
-    share = model.max_host_share
-    host_limit = int(share * limits.largest_global_batch)
-    best = find_best(
-        nodes,
-        limits.without(host_limit),
-        lambda num_nodes: model.sum_s(num_nodes + 1),
-        model.overhead_factor,
-    )
-    size = min(host_limit, int(share / (1 - share) * sum(best.batch_sizes.values())))
-    if limits.global_batch:
-        size = host_limit
-    if not size:
-        return best
-    sizes = {host.node: size, **best.batch_sizes}
-    members = [one for one in candidates if one.node in sizes]
-    prediction = predict(members, [*sizes.values()], model.sum_s(len(sizes)), model.overhead_factor)
-    return BestPlan(sizes, prediction, best.left_out)
-
-
 def choose_class_sizes(
     model: FleetModel, limits: Limits, step_times: Mapping[str, StepTime]
 ) -> dict[str, int]:
@@ -114,7 +88,12 @@ def choose_class_sizes(
 def list_candidates(model: FleetModel, step_times: Mapping[str, StepTime] | None = None) -> list[RankModel]:
     """Return the machines that may train, in the order of the fleet."""
     return [
-        RankModel(machine, step_time, is_required=machine in model.required)
+        RankModel(
+            machine,
+            step_time,
+            is_required=machine in model.required,
+            private_share=model.private_shares.get(machine, 0.0),
+        )
         for machine, step_time in model.machine_step_times(step_times).items()
     ]
 
@@ -128,8 +107,8 @@ def predict_samples_per_s(model: FleetModel, batch_sizes: Mapping[str, int]) -> 
 
 def choose_equal_plan(model: FleetModel, limits: Limits) -> BestPlan | None:
     """Return the fastest plan with the same batch size on every machine; None: there is no such plan."""
-    if model.max_host_share < 1 / len(model.machines):
-        return None  # the host has too few samples for an equal batch
+    if any(share > 1 / len(model.machines) for share in model.private_shares.values()):
+        return None  # a machine has more private samples than its part of equal batches
     return best_equal(list_candidates(model), limits, model.sum_s_of_training, model.overhead_factor)
 
 

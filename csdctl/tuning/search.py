@@ -191,11 +191,11 @@ def _best_of(
     def total(time_s: float) -> int:
         return sum(map(mul, within(time_s), counts.values()))
 
+    has_private = any(member.private_share for member in members)
+
     def sizes_at(time_s: float) -> list[int]:
-        """Return the largest batch of each member within `time_s`, and at most `most` together."""
         largest = within(time_s)
-        sizes = [largest[place] for place in of_members]
-        return _cut_to(sizes, members, most) if sum(sizes) > most else sizes
+        return _fit_to([largest[place] for place in of_members], members, most)
 
     least_s = max(step_time.at(1) for step_time in counts)
     possible = sum(count * (one.largest or most) for one, count in counts.items())
@@ -207,8 +207,9 @@ def _best_of(
     for time_s in (*times, most_s):
         largest = within(time_s)
         num_samples = sum(map(mul, largest, counts.values()))
-        if num_samples > most:
-            sizes = sizes_at(time_s)
+        if num_samples > most or (has_private and min(largest) >= 1):
+            if not (sizes := sizes_at(time_s)):
+                continue
             num_samples = sum(sizes)
             slowest_s = max(member.step_time.at(size) for member, size in zip(members, sizes, strict=True))
         else:
@@ -222,6 +223,7 @@ def _best_of(
     # In order of T, and thus of the global batch: the first that is almost as fast as the fastest.
     time_s = next(time_s for rate, time_s in rates if rate >= fastest * (1 - SLACK))
     sizes = sizes_at(time_s)
+    assert sizes
     prediction = predict(members, sizes, collective_s, overhead_factor)
     return BestPlan({member.node: size for member, size in zip(members, sizes, strict=True)}, prediction)
 
@@ -247,20 +249,43 @@ def _times(least_s: float, most_s: float, count: int) -> list[float]:
     return [*(least_s * ratio**number for number in range(count - 1)), most_s]
 
 
-def _cut_to(sizes: Sequence[int], members: Sequence[RankModel], wanted: int) -> list[int]:
-    """Reduce sizes in proportion to a total of `wanted`, taking the remainder from the slowest members."""
+def _fit_to(sizes: Sequence[int], members: Sequence[RankModel], most: int) -> list[int]:
+    """Return `sizes`, cut to at most `most` together; [] if that cannot be.
+
+    A member with private samples has at least their part of the step, also where it takes longer then.
+    """
+    wanted = min(most, sum(sizes))
+    least = [max(1, ceil(member.private_share * wanted - 1e-9)) for member in members]
+    sizes = [max(size, needed) for size, needed in zip(sizes, least, strict=True)]
+    if sum(sizes) > wanted:
+        sizes = _cut_to(sizes, members, wanted, least)
+    is_possible = all(
+        size <= (member.step_time.largest or size) for size, member in zip(sizes, members, strict=True)
+    )
+    return sizes if is_possible and sum(sizes) == wanted else []
+
+
+def _cut_to(
+    sizes: Sequence[int], members: Sequence[RankModel], wanted: int, least: Sequence[int]
+) -> list[int]:
+    """Reduce sizes in proportion to a total of `wanted`, taking the remainder from the slowest members.
+
+    None becomes smaller than its `least`.
+    """
     total = sum(sizes)
-    # Rounded up: the excess is at most one sample for each rank.
-    cut = [max(1, ceil(size * wanted / total)) for size in sizes]
+    # Rounded up: the excess is at most one sample for each rank, and what `least` adds.
+    cut = [max(needed, ceil(size * wanted / total)) for size, needed in zip(sizes, least, strict=True)]
     over = sum(cut) - wanted
-    longest = [(-members[place].step_time.at(size), -place) for place, size in enumerate(cut) if size > 1]
+    longest = [
+        (-members[place].step_time.at(size), -place) for place, size in enumerate(cut) if size > least[place]
+    ]
     heapify(longest)
     while over > 0 and longest:
         place = -heappop(longest)[1]
-        taken = 1 if over < len(cut) else max(1, min(cut[place] - 1, over // len(cut)))
+        taken = 1 if over < len(cut) else max(1, min(cut[place] - least[place], over // len(cut)))
         cut[place] -= taken
         over -= taken
-        if cut[place] > 1:
+        if cut[place] > least[place]:
             heappush(longest, (-members[place].step_time.at(cut[place]), -place))
     return cut
 
@@ -283,12 +308,22 @@ def find_best_ranks(
     """
     if not nodes:
         return find_best([host], limits, sum_s, overhead_factor)
-    # A host alone has no overhead: the plan that leaves out all nodes is compared without it.
-    best = find_best([host, *nodes], limits, sum_s, overhead_factor, lone_overhead_factor=1.0)
+    try:  # a host alone has no overhead: the plan that leaves out all nodes is compared without it
+        best = find_best([host, *nodes], limits, sum_s, overhead_factor, lone_overhead_factor=1.0)
+    except TuningError:
+        if not any(node.private_share for node in nodes):
+            raise
+        best = None  # all samples, or almost all, are private ones of the nodes
     with suppress(TuningError):
         without = find_best(nodes, limits, lambda num_nodes: sum_s(num_nodes + 1), overhead_factor)
-        if without.prediction.samples_per_s > best.prediction.samples_per_s * (1 + MIN_GAIN_WITHOUT_HOST):
+        least = best.prediction.samples_per_s * (1 + MIN_GAIN_WITHOUT_HOST) if best else 0.0
+        if without.prediction.samples_per_s > least:
             return without
+    if best is None:
+        raise TuningError(
+            "no plan gives every node as large a part of a step as its private samples are of all",
+            remedy="tune with a larger --max-global-batch, or with --host",
+        )
     return best
 
 

@@ -257,8 +257,6 @@ class Objective:
         if self._weighs_mean and weights is not None:
             weights = tf.cast(weights, tf.float32)
             if mask is not None:
-                while weights.shape.rank < mask.shape.rank:
-                    weights = weights[..., tf.newaxis]
                 weights = weights * tf.cast(mask, tf.float32)
             return tf.reduce_sum(weights)
         if self._ignored_class is not None:

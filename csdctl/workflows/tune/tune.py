@@ -505,7 +505,7 @@ def tune_by_fit(context: RunContext, options: TuneOptions, watch: TuneWatch) -> 
         is_host_training=options.is_host_training,
     )
     model = measurements.recall_fleet(required=list(private))
-    model = replace(model, max_host_share=num_public / (num_samples or 1))
+    model = replace(model, private_shares={name: count / num_samples for name, count in private.items()})
     runtimes = {name: model.class_of(name).settings for name in model.machines}
     with FleetMeasurer(context, runtimes, watch) as measurer:
         busy = measurer.find_other_work()

@@ -185,7 +185,8 @@ def remember_all(at: MeasuredProject) -> None:
 def prepared(at: MeasuredProject) -> Any:
     """In place of `prepare.Prepared`, for code that only passes files on."""
     file = SimpleNamespace(path="file", sha256=at.features.hash)
-    model = SimpleNamespace(info=MODEL, architecture=file, weights=file, user_code=None)
+    described = {"user_code": None, "describe": lambda: at.features}
+    model = SimpleNamespace(info=MODEL, architecture=file, weights=file, **described)
     return SimpleNamespace(
         worker=file, model=model, public=PUBLIC, validation=None, private={}, num_private={}, recipe=Recipe()
     )

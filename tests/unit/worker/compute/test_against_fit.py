@@ -163,6 +163,7 @@ SGD = {"learning_rate": 0.05}
 IGNORING = {"ignore_class": 0, "from_logits": True}
 MASKS = generator.integers(0, 4, (COUNT, 9, 9))
 PIXEL_WEIGHTS = generator.random((COUNT, 9, 9)).astype(np.float32)
+WORD_WEIGHTS = generator.random((COUNT, 12)).astype(np.float32)
 CROSSENTROPY = "sparse_categorical_crossentropy"
 
 
@@ -198,7 +199,7 @@ CASES = {
     "a label for each pixel": Case(pixels, Recipe(**SGD), labels=MASKS),
     "a weight for each pixel": Case(pixels, Recipe(**SGD), labels=MASKS, weights=PIXEL_WEIGHTS),
     "a mask, divided by the sum of the weights": Case(
-        tagger, Recipe(losses={"": LossTerm(CROSSENTROPY, OVER_WEIGHTS)}, **SGD), TOKENS, TAGS, WEIGHTS
+        tagger, Recipe(losses={"": LossTerm(CROSSENTROPY, OVER_WEIGHTS)}, **SGD), TOKENS, TAGS, WORD_WEIGHTS
     ),
     "spectral normalization": Case(
         spectral,

@@ -241,7 +241,7 @@ def test_nodes_with_private_data_are_in_every_plan_and_public_data_limit_the_hos
             pass
 
         def tune(self, model: Any) -> None:
-            raise TuningError(f"{sorted(model.required)} {model.max_host_share:.2f}")
+            raise TuningError(f"{sorted(model.required)} {model.private_shares}")
 
     monkeypatch.setattr(
         tune_module, "FleetMeasurer", lambda *_: nullcontext(SimpleNamespace(find_other_work=dict))
@@ -251,5 +251,5 @@ def test_nodes_with_private_data_are_in_every_plan_and_public_data_limit_the_hos
     data = prepared(at)
     data.num_private = {"csd1": 3 * PUBLIC.num_samples}
     space = workspace(at, {name: FakeSession(name) for name in at.fleet.machines})
-    with pytest.raises(TuningError, match=r"\['csd1', 'host'\] 0.25"):
+    with pytest.raises(TuningError, match=r"\['csd1', 'host'\] {'csd1': 0.75}"):
         tune_module.tune_by_fit(run_context(at, space, data), TuneOptions(), None)  # type: ignore[arg-type]
