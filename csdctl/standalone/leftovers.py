@@ -72,7 +72,8 @@ def main() -> None:
 def find_holder() -> "dict[str, Any] | None":
     """Return the description of the lock's holder; {} if it is unreadable, None if there is no holder."""
     try:
-        lock = os.fdopen(os.open(LOCK, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK))
+        # To write: NFS locks no file that is open for reading alone.
+        lock = os.fdopen(os.open(LOCK, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK), "r+")
     except OSError:
         return None
     with lock:

@@ -114,11 +114,35 @@ def build_wrapped_command(
     return WrappedCommand(tuple(command), argv, token)
 
 
+# What `sudo` has started belongs to root, and is killed by root.
+_KILL = """\
+is_alive() {
+  for file in /proc/[0-9]*/stat; do
+    read -r line <"$file" || continue
+    line=${line##*) }
+    set -- "$1" $line
+    [ "$4" = "$1" ] && [ "$2" != Z ] && return 0
+  done 2>/dev/null
+  return 1
+}
+kill -KILL "-$1" 2>/dev/null
+is_alive "$1" || exit 0
+sleep 1
+is_alive "$1" || exit 0
+sudo -n kill -KILL -- "-$1" 2>/dev/null
+sleep 1
+! is_alive "$1"
+"""
+
+
 def build_kill_command_line(group: int) -> str:
-    """Return the command line that kills process group `group`, for a remote login shell."""
+    """Return the command line that kills process group `group`, for a remote login shell.
+
+    Its exit code is 0 if nothing of the group is left.
+    """
     if group <= 1:
         raise ValueError(f"not a process group of csdctl: {group}")
-    return shlex.join(["sh", "-c", f"kill -KILL -{group}"])
+    return shlex.join(["sh", "-c", _KILL, "csdctl-kill", str(group)])
 
 
 class MarkedOutput:

@@ -75,10 +75,11 @@ class KnownHosts:
             return
         others = [key for key in keys if not key.is_revoked]
         if not others:
+            kind = next((name for name in ("ed25519", "ecdsa", "rsa") if name in key_type), "*")
             raise HostKeyError(
                 f"host key of {address} port {port} is unknown: {shown}",
                 node=node,
-                remedy="compare it with `ssh-keygen -lf /etc/ssh/ssh_host_*_key.pub` on the node, then run: "
+                remedy=f"compare it with `ssh-keygen -lf /etc/ssh/ssh_host_{kind}_key.pub` there, then run: "
                 f"csdctl trust --limit {node}",
             )
         other = next((key for key in others if key.type == key_type), others[0])

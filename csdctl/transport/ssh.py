@@ -606,7 +606,7 @@ def kill_group(name: str, transport: StrictTransport, group: int) -> bool:
     except CsdctlError:
         return False
     try:
-        return channel.status_event.wait(deadline.left_s)
+        return channel.status_event.wait(deadline.left_s) and channel.exit_status == 0
     finally:
         _close(channel)
 

@@ -20,6 +20,7 @@ import struct
 import sys
 import tempfile
 from collections.abc import Iterable
+from typing import NoReturn
 
 from csdctl.worker.process.errors import describe
 from csdctl.worker.protocol.json_codec import from_json
@@ -183,22 +184,47 @@ def check_sandbox(request: SandboxRequest) -> SandboxCheck:
     ours, theirs = socket.socketpair()
     child = os.fork()
     if child == 0:
-        with contextlib.suppress(BaseException):
-            LIBC.prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
-            socket.send_fds(theirs, [b"F"], [install_filter()])
-            socket.socket().close()
-            os._exit(0)
-        os._exit(1)
+        _try_sandbox(theirs)
     theirs.close()
     listener = _receive_listener(ours)
-    if listener >= 0:
-        SeccompSupervisor(listener, "", (), ()).serve_one()
-    has_worked = os.waitpid(child, 0)[1] == 0
+    code = os.waitstatus_to_exitcode(_serve_until_end(child, listener))
+    if code == _NO_SUCH_USER:
+        return SandboxCheck(f"this container has no user {USER_ID}; run csdctl as an ordinary user")
     if listener < 0:
         return SandboxCheck("the kernel or a container refuses seccomp filters with notifications")
-    if not has_worked:
-        return SandboxCheck("a process may not watch its children (kernel.yama.ptrace_scope)")
+    if code:
+        why = "kernel.yama.ptrace_scope, or a container without CAP_SYS_PTRACE"
+        return SandboxCheck(f"a process may not act on sockets of its children ({why})")
     return SandboxCheck("", why_open([ipaddress.ip_network(peer) for peer in request.peers]))
+
+
+_NO_SUCH_USER = 2
+
+
+def _try_sandbox(report: socket.socket) -> NoReturn:
+    """Do what a sandbox does, in a child: become another user, and bind a socket that the parent acts on."""
+    code = _NO_SUCH_USER
+    with contextlib.suppress(BaseException):
+        if os.getuid() == 0:
+            become_nobody([])
+        code = 1
+        LIBC.prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
+        socket.send_fds(report, [b"F"], [install_filter()])
+        with socket.socket() as own:
+            own.bind(("127.0.0.1", 0))
+        code = 0
+    os._exit(code)
+
+
+def _serve_until_end(child: int, listener: int) -> int:
+    """Answer the notifications of `child` until it ends; return its wait status."""
+    supervisor, poll = SeccompSupervisor(listener, "", (), ()), select.poll()
+    if listener >= 0:
+        poll.register(listener, select.POLLIN)
+    while not (ended := os.waitpid(child, os.WNOHANG))[0]:
+        if any(event & select.POLLIN for _, event in poll.poll(10)):
+            supervisor.serve_one()
+    return ended[1]
 
 
 def run_sandbox() -> int:

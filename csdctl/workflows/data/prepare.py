@@ -442,5 +442,5 @@ def prepare_fleet(job: Job, fleet: Fleet, *, directory: Path, say: Say, on_progr
 
     Raises InputError when model and data do not fit together, and CsdctlError when a machine fails.
     """
-    with open_workspace(directory, fleet, "prepare") as space:
+    with open_workspace(directory, fleet, "prepare", is_locking=True, say=say) as space:
         return prepare_job(job, space, say, on_progress, is_checked=True)

@@ -412,6 +412,11 @@ def build_python(architecture: str, prefix: str, work: Path, archive: Path) -> t
                 f"{program} is needed to collect Python for nodes that have none, and is not installed",
                 remedy=f"`apt-get install {package}`, or install Python {SENT_PYTHON} on those nodes",
             )
+    if not KEYRING.exists():
+        raise CsdctlError(
+            f"Debian's keys, {KEYRING}, are needed to collect Python for nodes that have none",
+            remedy=f"`apt-get install debian-archive-keyring`, or install Python {SENT_PYTHON} there",
+        )
     packages = _download(ARCHITECTURES[architecture], work)
     made_from = f"{ARCHIVE_VERSION} {prefix} {sorted(packages.items())}"
     digest = hashlib.sha256(made_from.encode()).hexdigest()[:12]
@@ -430,8 +435,7 @@ def _download(architecture: str, work: Path) -> dict[str, str]:
         (root / part).mkdir(parents=True)
     debs.mkdir()
     (root / "status").touch()
-    signed = f"[signed-by={KEYRING}] " if KEYRING.exists() else ""
-    sources = [f"deb {signed}{address} {suite} main\n" for suite, address in MIRRORS.items()]
+    sources = [f"deb [signed-by={KEYRING}] {address} {suite} main\n" for suite, address in MIRRORS.items()]
     (root / "etc/sources.list").write_text("".join(sources))
     apt = ["apt-get", "--quiet", *_apt_options(root, architecture)]
     _run([*apt, "update"], "apt-get update")

@@ -26,7 +26,12 @@ _PROBE = """\
 prefix=$1
 echo "architecture=$(uname -m)"
 echo "bits=$(getconf LONG_BIT 2>/dev/null)"
-echo "glibc=$( (getconf GNU_LIBC_VERSION || ldd --version) 2>/dev/null | head -n 1)"
+libc() {  # a minimal system has neither getconf nor ldd, and its C library prints its version
+  for file in /lib64/libc.so.6 /lib/libc.so.6 /usr/lib/libc.so.6 /lib/*-linux-gnu/libc.so.6; do
+    [ -x "$file" ] && "$file" | sed -n '1s/.*version \\([0-9.]*[0-9]\\).*/glibc \\1/p' && break
+  done
+}
+echo "glibc=$( (getconf GNU_LIBC_VERSION || ldd --version || libc) 2>/dev/null | head -n 1)"
 echo "home=$PWD"
 echo "user=$(id -u)"
 echo "login=$(id -un)"
@@ -44,6 +49,9 @@ free_at() { df -Pk "$1" | tail -n 1 | tr -s ' ' | cut -d ' ' -f 4; }
 echo "free=$(free_at "$directory")"
 echo "free_at_home=$(free_at .)"
 echo "devices=$(stat -c %d . "$directory" 2>/dev/null | sort -u | wc -l)"
+for part in "$prefix"/*; do
+  case ${part##*/} in venv|venv-????????????|python-*|'*') ;; *) echo "foreign=${part##*/}";; esac
+done
 echo "arrived=$(du -skL csdctl-wheels 2>/dev/null | cut -f 1)"
 for part in "$prefix"/python-*.part "$prefix"/venv-*; do
   [ -d "$part" ] && [ ! -e "$part/csdctl-bundle" ] || continue
@@ -91,6 +99,8 @@ class BareMachine:
     """Wheels that are there already."""
     unfinished_bytes: int = 0
     """Bytes that an interrupted installation left below the prefix."""
+    foreign: tuple[str, ...] = ()
+    """What others have in the prefix."""
 
 
 def build_probe(prefix: str) -> list[str]:
@@ -131,7 +141,18 @@ def parse_machine(name: str, completed: Completed) -> BareMachine:
         _add_up(values.get("free_at_home", [])) if first("devices") == "2" else None,
         _add_up(values.get("arrived", [])),
         _add_up(values.get("unfinished", [])),
+        tuple(map(bounded, values.get("foreign", []))),
     )
+
+
+def check_prefix(machine: BareMachine, prefix: str) -> None:
+    """Raise NodeError when the directory of the installation has files of others."""
+    if machine.foreign:
+        raise NodeError(
+            f"{prefix} has files that are not csdctl's: {', '.join(machine.foreign[:3])}",
+            node=machine.name,
+            remedy=f"install into a directory of its own: --prefix {prefix}/csdctl",
+        )
 
 
 def check_root(machine: BareMachine) -> None:

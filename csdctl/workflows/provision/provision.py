@@ -34,6 +34,7 @@ from csdctl.workflows.provision.machine import (
     BareMachine,
     Kind,
     build_probe,
+    check_prefix,
     check_root,
     check_space,
     parse_machine,
@@ -341,6 +342,7 @@ def _look(fleet: Fleet, prefix: str, directory: Path, *, installs: bool) -> dict
         machine = parse_machine(session.name, session.run(build_probe(prefix), deadline_s=PROBE_DEADLINE_S))
         if installs:
             check_root(machine)
+            check_prefix(machine, prefix)
         return machine
 
     return run_on_nodes(fleet, look, directory=directory)
