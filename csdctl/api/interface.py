@@ -149,12 +149,23 @@ def open_session() -> Iterator[Streams]:
     """Work in the current directory, with files for this user alone."""
     before = os.umask(0o077)
     try:
-        streams = Streams(is_verbose=False, is_debugging=False)  # not by the arguments of a user's program
+        # Not by the arguments of a user's program.
+        streams = Streams(is_verbose=False, is_debugging=False, is_quiet=False)
         check_private(streams.directory / STATE_DIRECTORY)
         with python_errors():
             yield streams
     finally:
         os.umask(before)
+
+
+def as_job(job: "JobOrPath") -> "Job":
+    """Return a job as it is, or that of a file; raises InputError."""
+    return job if isinstance(job, Job) else Job(Path(job).expanduser())
+
+
+def _as_list(given: Any) -> list[Any]:
+    """Return the elements of a sequence; a text or a path is one element."""
+    return [given] if isinstance(given, str | Path) else list(given)
 
 
 def as_fleet(fleet: FleetOrPath) -> fleets.Fleet:
@@ -171,7 +182,8 @@ def load_fleet(
     expected, a path does as well. Raises InputError.
     """
     with python_errors():
-        return Fleet(**vars(choose_fleet(Path(path), limit, exclude)))
+        chosen = choose_fleet(Path(path).expanduser(), _as_list(limit), _as_list(exclude))
+        return Fleet(**vars(chosen))
 
 
 LOADER = '''"""Reads the arrays of a job that was made in Python."""
@@ -214,7 +226,7 @@ class Job:
         *,
         validation: Any = None,
         directory: str | Path = "csdctl-job",
-        code: Sequence[str | Path] = (),
+        code: str | Path | Sequence[str | Path] = (),
         input_range: tuple[float, float] | None = None,
         **recipe: Any,
     ) -> Self:
@@ -233,7 +245,12 @@ class Job:
         Raises InputError when the job cannot be used.
         """
         recipe = {"epochs": 1, **{key: _plain(value, f"recipe.{key}") for key, value in recipe.items()}}
-        path = Path(directory)
+        path = Path(directory).expanduser()
+        written = path / "job.yaml"
+        if written.exists() and not written.read_text(errors="replace").startswith(FROM_MODEL):
+            raise InputError(
+                f"{written} exists, and is not of Job.from_model", remedy="use another directory"
+            )
         make_directory(path)
         save = getattr(model, "save", None)
         if not callable(save):
@@ -250,13 +267,17 @@ class Job:
             "recipe": recipe,
         }
         if code:
-            content["code"] = [os.path.relpath(Path(file), path) for file in code]
-        save_text(path / "job.yaml", yaml.safe_dump(content, sort_keys=False))
-        return cls(path / "job.yaml")
+            content["code"] = [os.path.relpath(Path(file), path) for file in _as_list(code)]
+        save_text(written, FROM_MODEL + yaml.safe_dump(content, sort_keys=False))
+        return cls(written)
 
     def load(self) -> jobs.Job:
         """Return the job as the workflows take it; raises InputError."""
         return jobs.load_job(self.path)
+
+
+JobOrPath = Job | str | Path
+FROM_MODEL = "# Written by csdctl.Job.from_model.\n"
 
 
 @contextmanager
@@ -430,13 +451,13 @@ def discover(fleet: FleetOrPath = "fleet.yaml") -> DiscoverResult:
     return result
 
 
-def prepare(job: Job, fleet: FleetOrPath = "fleet.yaml") -> Prepared:
+def prepare(job: JobOrPath, fleet: FleetOrPath = "fleet.yaml") -> Prepared:
     """Convert model and data of `job` where they are stored; compare the hashes of what is prepared already.
 
     `tune`, `train` and `verify` prepare what is missing by themselves. Raises InputError when model and data
     do not fit together.
     """
-    loaded, chosen = job.load(), as_fleet(fleet)
+    loaded, chosen = as_job(job).load(), as_fleet(fleet)
     with open_session() as streams:
         with PreparingView(streams.views) as view:
             prepared = prepare_fleet(
@@ -450,9 +471,9 @@ def prepare(job: Job, fleet: FleetOrPath = "fleet.yaml") -> Prepared:
     return prepared
 
 
-def tune(job: Job, fleet: FleetOrPath = "fleet.yaml", options: TuneOptions | None = None) -> Plan:
+def tune(job: JobOrPath, fleet: FleetOrPath = "fleet.yaml", options: TuneOptions | None = None) -> Plan:
     """Measure the machines of `fleet`, save the plan with the highest throughput, and return it."""
-    loaded, chosen = job.load(), as_fleet(fleet)
+    loaded, chosen = as_job(job).load(), as_fleet(fleet)
     with open_session() as streams:
         screen = TuningScreen(streams)
         plan = of_tune.tune_job(loaded, chosen, streams.directory, options or TuneOptions(), screen)
@@ -461,12 +482,12 @@ def tune(job: Job, fleet: FleetOrPath = "fleet.yaml", options: TuneOptions | Non
     return plan
 
 
-def verify(job: Job, fleet: FleetOrPath = "fleet.yaml") -> Verification:
+def verify(job: JobOrPath, fleet: FleetOrPath = "fleet.yaml") -> Verification:
     """Compare the gradient of all ranks with that of one process, and show how far apart they are.
 
     Raises RunError when they differ by more than rounding explains.
     """
-    loaded, chosen = job.load(), as_fleet(fleet)
+    loaded, chosen = as_job(job).load(), as_fleet(fleet)
     with open_session() as streams:
         request = TrainRequest(loaded, chosen, streams.directory, TrainOptions())
         found = run_verification(request, PreparationScreen(streams))
@@ -557,7 +578,7 @@ def load_run(run_id: str = LATEST, directory: str | Path = ".") -> Run:
 
 
 def train(
-    job: Job,
+    job: JobOrPath,
     fleet: FleetOrPath = "fleet.yaml",
     *,
     batch_size: int | None = None,
@@ -574,7 +595,7 @@ def train(
     Raises CsdctlError, and RunStopped, which is a KeyboardInterrupt, when it is interrupted: the ranks finish
     their step, model and state are saved, and `resume` continues from there.
     """
-    loaded, chosen = job.load(), as_fleet(fleet)
+    loaded, chosen = as_job(job).load(), as_fleet(fleet)
     chosen_options = options or TrainOptions()
     chosen_options = replace(chosen_options, callbacks=(*chosen_options.callbacks, *callbacks))
     with open_session() as streams:

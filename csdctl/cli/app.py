@@ -15,6 +15,7 @@ import typer
 from typer.core import TyperCommand, TyperGroup
 
 from csdctl import __version__
+from csdctl.cli.call import typed
 from csdctl.cli.options import SELECTION
 from csdctl.errors import CsdctlError, ExitCode, InputError
 from csdctl.fleet.requirements import explain_import
@@ -59,6 +60,8 @@ COMMANDS: Mapping[tuple[str, str], Mapping[str, str]] = {
 """Heading and module in csdctl.cli.commands → name of a command → its line in `csdctl --help`."""
 HELP_OPTIONS = ["-h", "--help"]
 EXEC = "exec"
+OF_RECIPE = {"--epochs": "epochs", "--lr": "learning_rate", "--learning-rate": "learning_rate"}
+"""Options that other programs have for what the recipe says here."""
 EXEC_REMEDY = "put `--` before the command and its options, such as csdctl exec -- df"
 MODULES = {name: module for (_, module), section in COMMANDS.items() for name in section}
 
@@ -181,7 +184,8 @@ def explain_usage(error: Any) -> InputError | None:
         error.message += "" if shown in error.message else f" (received {shown})"
     if possible := _nearest_options(error):
         error.message += f". Did you mean {' or '.join(possible)}?"
-        error.possibilities = None
+    if hasattr(error, "possibilities"):
+        error.possibilities = None  # they are of one command, and often far off
     message = error.format_message().replace("Choose from:\n\t", "Choose from: ").replace(",\n\t", ", ")
     message = message.removeprefix("Invalid value: ").rstrip(".")
     path = error.ctx.command_path if error.ctx else "csdctl"
@@ -190,6 +194,8 @@ def explain_usage(error: Any) -> InputError | None:
     remedy = f"see `{path} --help`" + (f"; its commands: {', '.join(commands)}" if is_short else "")
     if path == f"csdctl {EXEC}" and hasattr(error, "option_name"):
         remedy = EXEC_REMEDY
+    elif getattr(error, "option_name", "") in OF_RECIPE:
+        remedy = f"set recipe.{OF_RECIPE[error.option_name]} in job.yaml"
     return InputError(f"{message[0].lower()}{message[1:]}", remedy=remedy)
 
 
@@ -226,6 +232,7 @@ def main() -> None:
 
 def run_command(arguments: Sequence[str], streams: Streams) -> int:  # noqa: C901
     """Run one command line and return its exit code; every error becomes a message here."""
+    typed[:] = arguments
     try:
         check_private(streams.directory / STATE_DIRECTORY)
         code = app(take_global_options(arguments), standalone_mode=False, prog_name="csdctl")
@@ -252,17 +259,29 @@ def run_command(arguments: Sequence[str], streams: Streams) -> int:  # noqa: C90
         _show_traceback(streams, error)
         return ExitCode.FAILED
     if code == ExitCode.INTERRUPTED:  # how typer reports a KeyboardInterrupt
-        streams.errors.print("interrupted: all processes that csdctl started were stopped", style="bold red")
+        streams.errors.print("interrupted", style="bold red")
     return code if isinstance(code, int) else ExitCode.DONE
 
 
 def take_global_options(arguments: Sequence[str]) -> list[str]:
     """Return `arguments` without the options of every command; raises InputError for -q with -v."""
     own = own_arguments(arguments)
+    if own[:1] == [EXEC] and own[1:2] and not own[1].startswith("-") and {*VERBOSE, *QUIET} & {*own}:
+        raise InputError("received -v or -q beside the command of exec", remedy=EXEC_REMEDY)
     if {*QUIET} & {*own} and {*VERBOSE} & {*own}:
         raise InputError("-q and -v contradict each other", remedy="use only one of them")
     rest = [word for word in own if word not in (*VERBOSE, *QUIET)]
+    if own[:1] != [EXEC]:  # its words are for the nodes
+        rest = [_expand_home(word) for word in rest]
     return [*rest, *arguments[len(own) :]]
+
+
+def _expand_home(word: str) -> str:
+    """Return `--option=~/path` with the home directory: shells expand it only at the start of a word."""
+    option, equals, value = word.partition("=")
+    if option.startswith("--") and value.startswith("~"):
+        return f"{option}{equals}{os.path.expanduser(value)}"
+    return word
 
 
 def _interrupt(_signal: int, _frame: FrameType | None) -> None:

@@ -2,6 +2,7 @@
 
 import functools
 import inspect
+import shlex
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -9,7 +10,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from csdctl.cli import options
-from csdctl.terminal.streams import Streams
+from csdctl.runs.private import STATE_DIRECTORY
+from csdctl.terminal.streams import Streams, own_arguments
 
 if TYPE_CHECKING:
     from csdctl.errors import CsdctlError
@@ -62,6 +64,24 @@ def _add_options(command: Command, names: list[str]) -> Command:
     parameters = [one.replace(kind=inspect.Parameter.KEYWORD_ONLY) for one in shown.values()]
     run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
     return run
+
+
+typed: list[str] = []
+"""The arguments of this csdctl, as they were typed."""
+SELECTING = ("--limit", "--exclude", "--failed-from")
+
+
+def retry_line(arguments: Sequence[str]) -> str:
+    """Return the command line that repeats `arguments` on the nodes where they failed."""
+    own = own_arguments(arguments)
+    kept: list[str] = []
+    is_value = False
+    for word in own:
+        if not is_value and word.partition("=")[0] not in SELECTING:
+            kept.append(word)
+        is_value = not is_value and word in SELECTING
+    failed_from = ["--failed-from", str(Path(STATE_DIRECTORY, "failed.json"))]
+    return shlex.join(["csdctl", *kept, *failed_from, *arguments[len(own) :]])
 
 
 @dataclass
@@ -128,7 +148,6 @@ class Call:
         document: object,
         machines: Sequence[str],
         failed: "Mapping[str, CsdctlError]",
-        arguments: str = "",
         *,
         is_dry: bool = False,
     ) -> None:
@@ -140,4 +159,5 @@ class Call:
 
         self.streams.result(document)
         if failed or not is_dry:
-            conclude(self.streams.project, self.command, machines, failed, arguments)
+            retry = retry_line(typed or [self.command])
+            conclude(self.streams.project, self.command, machines, failed, retry)

@@ -168,6 +168,8 @@ def check_output(path: Path, option: str, *, force: bool = True) -> None:
         raise InputError(f"{option} {path}: directory {parent} does not exist", remedy="create it first")
     if path.is_dir():
         raise InputError(f"{option} {path} is a directory", remedy=f"name a file, such as {path}/FILE")
+    if path.exists() and not path.is_file():
+        raise InputError(f"{option} {path} is a device or a pipe", remedy="name a regular file")
     if not os.access(parent, os.W_OK):
         raise InputError(f"{option} {path}: no permission to write to {parent}", remedy="choose another path")
     if path.exists() and not force:

@@ -5,6 +5,8 @@ more, for Text objects that were not built from a string here; Rich's own contro
 another kind, and colours are added later.
 """
 
+import os
+import sys
 import threading
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -30,6 +32,8 @@ class PrintableConsole(Console):
 
     is_notebook = False
     """Whether this process is the kernel of a notebook."""
+    outlives_its_reader = False
+    """Whether the program goes on when nobody reads its output any more, such as `tee` after Ctrl-C."""
 
     def __init__(self, **settings: Any) -> None:
         super().__init__(markup=False, emoji=False, highlight=False, **settings)
@@ -46,6 +50,13 @@ class PrintableConsole(Console):
     def is_terminal(self) -> bool:
         """Whether the cursor can be moved; a kernel's standard output says so, and is no terminal."""
         return super().is_terminal and not self.is_notebook
+
+    def on_broken_pipe(self) -> None:
+        """Print nothing from now on; end the program, unless it outlives its reader."""
+        if not self.outlives_its_reader:
+            super().on_broken_pipe()
+        self.quiet = True
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
     def print(self, *objects: Any, **options: Any) -> None:
         """Print strings and renderables; the lines of a string after its first one are indented.

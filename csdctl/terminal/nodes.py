@@ -97,10 +97,11 @@ def render_answers(streams: Streams, result: ExecResult) -> None:
 def _print_output(console: PrintableConsole, output: bytes) -> None:
     """Print text of a machine, indented, so that no line of it passes for csdctl's."""
     lines = output.decode(errors="replace").splitlines()
-    for line in lines[:MAX_SHOWN_LINES]:
+    most = MAX_SHOWN_LINES if console.is_terminal else len(lines)
+    for line in lines[:most]:
         console.print(f"  {line}", soft_wrap=True)
-    if len(lines) > MAX_SHOWN_LINES:
-        console.print(f"  … and {len(lines) - MAX_SHOWN_LINES} more lines; --json has them")
+    if len(lines) > most:
+        console.print(f"  … and {len(lines) - most} more lines; --json has them")
 
 
 def exec_document(result: ExecResult, command: Sequence[str], task: str | None = None) -> dict[str, object]:

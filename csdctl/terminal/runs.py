@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 
 from csdctl.reporting.numbers import format_loss, format_rate, format_seconds
@@ -65,7 +66,7 @@ def watch_run(streams: Streams, followed: Followed) -> bool:
                 view.show(event)
     except KeyboardInterrupt:
         streams.say(f"run {run.run_id} continues; to stop it: csdctl runs stop {run.run_id}")
-        return True
+        raise
     status = look_at(run)
     streams.say(f"run {run.run_id}: {status.state}; `csdctl report {run.run_id}` shows the results")
     if status.state in RESUMABLE:
@@ -103,8 +104,9 @@ def show_logs(
         for line in read_last_lines(path, num_lines):
             streams.write(line + "\n")
     if is_following:
-        for name, line in follow_lines(run, logs):
-            streams.write(f"{name}: {line}\n" if len(logs) > 1 else f"{line}\n")
+        with suppress(KeyboardInterrupt):
+            for name, line in follow_lines(run, logs):
+                streams.write(f"{name}: {line}\n" if len(logs) > 1 else f"{line}\n")
 
 
 def show_stopped(streams: Streams, run: RunStatus) -> None:

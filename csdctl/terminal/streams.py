@@ -140,9 +140,14 @@ class Streams:
 def format_json(document: object, *, indent: int | None = None) -> str:
     """Return `document` as JSON.
 
-    A dataclass becomes an object with its fields, an error one with message and remedy, a path its text.
+    A dataclass becomes an object with its fields, an error one with message and remedy, a path its text. JSON
+    has no NaN and no infinity: they become null.
     """
-    return json.dumps(document, indent=indent, default=_as_json)
+    try:
+        return json.dumps(document, indent=indent, default=_as_json, allow_nan=False)
+    except ValueError:
+        plain = json.loads(json.dumps(document, default=_as_json), parse_constant=lambda _: None)
+        return json.dumps(plain, indent=indent)
 
 
 def _as_json(value: object) -> object:

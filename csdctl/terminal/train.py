@@ -379,6 +379,7 @@ class TrainingScreen(PreparationScreen):
 
     def __init__(self, streams: Streams, *, emulated: bool) -> None:
         super().__init__(streams)
+        streams.console.outlives_its_reader = True  # a run ends as the user says
         self._emulated = emulated
         self._stack = ExitStack()
         self._view: TrainingView | None = None

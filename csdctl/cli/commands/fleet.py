@@ -1,7 +1,6 @@
 """Commands on the machines of a fleet: discover, trust, doctor, provision, exec, inventory, clean."""
 
 import os
-import shlex
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
@@ -231,6 +230,13 @@ def provision(
         values=_parse_values(set_ or ()),
         tags=tags,
     )
+    if kind and not collect:
+        raise InputError("--kind applies only with --collect", remedy="add --collect, or leave out --kind")
+    if (collect and (uninstall or dry_run)) or (uninstall and send):
+        raise InputError(
+            "received two of --collect, --send and --uninstall, or --collect with --dry-run",
+            remedy="use only one of them",
+        )
     if collect:
         found = (
             [workflow.collect_kind(request, one, streams.say) for one in _parse_kinds(kind)]
@@ -334,8 +340,7 @@ def exec(
 
             result = run_task(call.fleet, task, words, directory=directory, options=chosen)
     render_answers(call.streams, result)
-    retry = shlex.join(["--task", task, *words] if task else ["--", *words])
-    call.conclude(exec_document(result, words, task), result.machines, result.failed, f" {retry}")
+    call.conclude(exec_document(result, words, task), result.machines, result.failed)
 
 
 def inventory(

@@ -244,6 +244,11 @@ def find_model(model: str, job: Path | None, project: ProjectDirectory) -> tuple
         check_keras_file(path)
         return path, job or DEFAULT_JOB
     run = project.find_run(model)
+    if run.model.with_suffix(".weights.h5").is_file():
+        raise InputError(
+            f"run {run.run_id} has saved weights alone, because its model has no get_config",
+            remedy=f'in Python: csdctl.load_run("{run.run_id}").model().predict(…)',
+        )
     if not run.model.is_file():
         raise InputError(
             f"run {run.run_id} has no model.keras: it has not finished",

@@ -111,6 +111,8 @@ def write_tensorboard(run: RunResults, directory: Path) -> None:
             "TensorBoard's event files need tensorboardX",
             remedy=f"{explain_extra('tensorboard')}; `csdctl report --csv FILE` needs nothing",
         ) from error
+    for earlier in directory.glob("events.out.tfevents.*"):  # TensorBoard would show every value twice
+        earlier.unlink()
     with SummaryWriter(str(directory)) as writer:
         rows = "\n".join(f"{name}: {value}" for name, value in parameters_of(run).items())
         writer.add_text("parameters", f"```\n{rows}\n```", 0, walltime=run.series.start_s)

@@ -11,6 +11,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
@@ -286,6 +287,8 @@ def remove_runs(
 
 
 MPIRUN, OWN = "mpirun", "csdctl"
+NUM_LAST_LINES = 5
+"""Lines of a detached csdctl that its error repeats."""
 EVENTS_POLL_S = 0.5
 MAX_LAST_BYTES = 16 << 20
 """Bytes read of a log whose last lines are requested."""
@@ -440,9 +443,11 @@ def _wait_for_run(
     project: ProjectDirectory, process: "subprocess.Popen[bytes]", log: GrowingLog, say: Say
 ) -> RunDirectory | None:
     before = set(project.run_ids())
+    said: deque[str] = deque(maxlen=NUM_LAST_LINES)
     while True:
         code = process.poll()
         for line in log.read_lines() if code is None else [*log.read_lines(), *log.read_rest()]:
+            said.append(line)
             say(line)
         for name in project.run_ids():
             run = RunDirectory(project.runs / name)
@@ -453,7 +458,7 @@ def _wait_for_run(
         if code == 0:
             return None
         if code is not None:
-            error = RunError(f"csdctl ended with exit code {code} before it trained; its output is above")
+            error = RunError(f"csdctl ended with exit code {code} before it trained:\n" + "\n".join(said))
             error.exit_code = ExitCode(code) if code in list(ExitCode) else ExitCode.FAILED
             raise error
         time.sleep(POLL_S)

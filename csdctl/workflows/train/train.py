@@ -118,7 +118,7 @@ def resume(
         num_checkpoints=spec.num_checkpoints,
     )
     inputs = build_training(run, manifest.plan.ranks, placed, context, kept)
-    if _hashes_of(inputs.spec.validation) != _hashes_of(spec.validation):
+    if not spec.head and _hashes_of(inputs.spec.validation) != _hashes_of(spec.validation):
         raise InputError(
             f"the validation data of run {run.run_id} has changed since it began",
             remedy=f"undo the change, or {NEW_RUN}",

@@ -211,13 +211,13 @@ def conclude(
     command: str,
     machines: Sequence[str],
     failed: Mapping[str, CsdctlError],
-    arguments: str = "",
+    retry: str,
 ) -> None:
     """End a command that ran on `machines`: save the failed ones, and raise one error for them.
 
     Raises NoNodeReachableError when no node could be reached, PartialError when some machines succeeded,
-    DeadlineError when none ended in time, CsdctlError when none succeeded. `arguments` are those that a retry
-    needs too.
+    DeadlineError when none ended in time, CsdctlError when none succeeded. `retry`: the command line that
+    repeats it where it failed.
     """
     if not failed:
         project.failed.unlink(missing_ok=True)
@@ -226,10 +226,7 @@ def conclude(
     save_json(project.failed, {"schema": SCHEMA, "command": command, "failed": listed})
     nodes = [name for name in machines if name != HOST_NAME]
     errors = list(failed.values())
-    where = project.failed.relative_to(project.root)
-    remedy = (
-        f"fix them as shown above, then retry only them: csdctl {command} --failed-from {where}{arguments}"
-    )
+    remedy = f"fix them as shown above, then retry only them: {retry}"
     if set(nodes) <= set(failed) and all(error.exit_code == ExitCode.UNREACHABLE for error in errors):
         raise NoNodeReachableError(f"none of {len(nodes)} nodes could be reached", remedy=remedy)
     error_type: type[CsdctlError] = PartialError if len(failed) < len(machines) else CsdctlError
