@@ -95,7 +95,7 @@ def test_failed_node_is_named_and_only_it_is_retried(project: Path) -> None:
     failed = csdctl(project, "clean", "--fleet", "broken.yaml")
     assert failed.returncode == 3
     assert "csd0: nothing left" in failed.stdout
-    assert "csdctl clean --failed-from .csdctl/failed.json" in failed.stderr
+    assert "csdctl clean --fleet broken.yaml --failed-from .csdctl/failed.json" in failed.stderr
     again = document(project, "clean", "--failed-from", ".csdctl/failed.json")
     assert list(again["machines"]) == ["host", "csd1"]
     assert not (project / ".csdctl" / "failed.json").exists(), "nothing is left to retry"

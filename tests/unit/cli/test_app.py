@@ -13,6 +13,7 @@ import typer
 
 from csdctl import errors
 from csdctl.cli.app import app, run_command, take_global_options
+from csdctl.cli.call import retry_line
 from csdctl.errors import ExitCode
 from csdctl.terminal.streams import Streams
 from docs.generate import list_commands
@@ -155,3 +156,21 @@ def test_help_of_every_command_fits_a_screen(
         if len(lines) > SCREEN[0]:
             long[name] = len(lines)
     assert set(long) <= set(LONG), long
+
+
+@pytest.mark.parametrize(
+    ("typed", "again"),
+    [
+        ("clean --everything --dry-run --limit a,b", "clean --everything --dry-run --failed-from X"),
+        (
+            "deploy --fleet lab.yaml --tree home:/srv --exclude=c",
+            "deploy --fleet lab.yaml --tree home:/srv --failed-from X",
+        ),
+        (
+            "exec --failed-from old.json --timeout 5 -- df --limit",
+            "exec --timeout 5 --failed-from X -- df --limit",
+        ),
+    ],
+)
+def test_command_to_retry_is_the_one_that_failed(typed: str, again: str) -> None:
+    assert retry_line(typed.split()) == "csdctl " + again.replace("X", ".csdctl/failed.json")

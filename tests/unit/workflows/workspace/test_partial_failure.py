@@ -25,8 +25,8 @@ FLEET = "nodes: [{name: 'csd[0-3]', address: '10.0.0.[1-4]'}]"
 
 def code_of(tmp_path: Path, failed: dict[str, CsdctlError]) -> ExitCode:
     with pytest.raises(CsdctlError) as caught:
-        conclude(ProjectDirectory(tmp_path), "clean", MACHINES, failed)
-    assert "csdctl clean --failed-from .csdctl/failed.json" in caught.value.remedy
+        conclude(ProjectDirectory(tmp_path), "clean", MACHINES, failed, "csdctl clean again")
+    assert "csdctl clean again" in caught.value.remedy
     return caught.value.exit_code
 
 
@@ -53,7 +53,7 @@ def test_failed_nodes_are_saved_until_the_command_succeeds(tmp_path: Path) -> No
     code_of(tmp_path, {"host": DOWN, "csd1": DOWN})
     project = ProjectDirectory(tmp_path)
     assert load_failed(project.failed) == "csd1", "the host always takes part"
-    conclude(project, "clean", MACHINES, {})
+    conclude(project, "clean", MACHINES, {}, "")
     assert not project.failed.exists()
 
 
