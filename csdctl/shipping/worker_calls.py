@@ -43,7 +43,8 @@ def build_worker_command(python: str, worker_path: str, arguments: Sequence[str]
 
     `worker_path` is a file of the store. It is run only with the content that its name states.
     """
-    return [python, "-P", "-u", "-c", _RUN_CHECKED, worker_path, *arguments]
+    # Functions of the user's number classes by sets: all machines and data sets need the same order.
+    return ["env", "PYTHONHASHSEED=0", python, "-P", "-u", "-c", _RUN_CHECKED, worker_path, *arguments]
 
 
 class WorkerProgram(Program):
