@@ -24,8 +24,11 @@ MIN_BLOCK_BYTES = 1000
 """The least size of the blocks of a file that a worker sends, on average."""
 
 # The file that was read is the file that runs, whatever its path leads to when more modules are imported.
+# Functions of the user's number classes by sets: all machines and data sets need one order of them.
 _RUN_CHECKED = (
     "import hashlib,os,runpy,sys;"
+    "seeded={**os.environ,'PYTHONHASHSEED':'0'};"
+    "seeded==os.environ or os.execve(sys.executable,sys.orig_argv,seeded);"
     "sys.argv.pop(0);"
     "path=sys.argv[0];"
     "file=open(path,'rb');"
@@ -43,8 +46,7 @@ def build_worker_command(python: str, worker_path: str, arguments: Sequence[str]
 
     `worker_path` is a file of the store. It is run only with the content that its name states.
     """
-    # Functions of the user's number classes by sets: all machines and data sets need the same order.
-    return ["env", "PYTHONHASHSEED=0", python, "-P", "-u", "-c", _RUN_CHECKED, worker_path, *arguments]
+    return [python, "-P", "-u", "-c", _RUN_CHECKED, worker_path, *arguments]
 
 
 class WorkerProgram(Program):
