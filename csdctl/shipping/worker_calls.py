@@ -24,8 +24,11 @@ MIN_BLOCK_BYTES = 1000
 """The least size of the blocks of a file that a worker sends, on average."""
 
 # The file that was read is the file that runs, whatever its path leads to when more modules are imported.
+# Functions of the user's number classes by sets: all machines and data sets need one order of them.
 _RUN_CHECKED = (
     "import hashlib,os,runpy,sys;"
+    "seeded={**os.environ,'PYTHONHASHSEED':'0'};"
+    "seeded==os.environ or os.execve(sys.executable,sys.orig_argv,seeded);"
     "sys.argv.pop(0);"
     "path=sys.argv[0];"
     "file=open(path,'rb');"

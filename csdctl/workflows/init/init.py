@@ -434,7 +434,8 @@ def _write_job(
 
 def _request_of(request: InitRequest, lifted: LiftedScript) -> InitRequest:
     """Return the request with the functions of a script."""
-    names = ("build", "training_data", "validation_data")
+    build, _, *data = lifted.functions
+    names = (build, *data)
     model, public, validation = (f"{request.functions}:{name}" for name in names)
     return replace(
         request, model=model, public=public, validation=validation if lifted.has_validation else ""

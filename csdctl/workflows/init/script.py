@@ -47,11 +47,32 @@ CALLBACKS = {
     ),
 }
 """What replaces a callback: a key of the recipe, with Keras' default patience and the arguments it takes."""
+POSITIONS = {
+    "EarlyStopping": ("monitor", "min_delta", "patience", "verbose", "mode", "baseline"),
+    "ReduceLROnPlateau": (
+        "monitor",
+        "factor",
+        "patience",
+        "verbose",
+        "mode",
+        "min_delta",
+        "cooldown",
+        "min_lr",
+    ),
+}
+"""Their arguments in Keras' order."""
 OUTPUT = {"print", "pprint", "display", "summary", "plot_model", "evaluate", "predict", "show", "save"}
 """Functions that are called for what they show or write."""
 PLOTTING = {"matplotlib", "seaborn", "plotly", "IPython", "pylab"}
 CHANGING = {"adapt", "fit_transform", "fit_on_texts", "pop"}
 """Methods that change their object also where their result is used."""
+RANDOM = (
+    *("RandomFlip", "RandomRotation", "RandomZoom", "RandomCrop", "RandomTranslation", "RandomContrast"),
+    *("RandomBrightness", "RandomHeight", "RandomWidth", "RandAugment", "CutMix", "MixUp", "AugMix"),
+    *("random_flip", "random_crop", "random_brightness", "random_contrast", "random_hue"),
+    *("random_saturation", "stateless_random_"),
+)
+"""Beginnings of the names of layers and functions that change images at random."""
 SETTING = ("set_", "enable_", "seed")
 """Beginnings of the names of functions that set a state of their module: seeds, policies."""
 OPERATORS: dict[type[ast.operator], Callable[[Any, Any], Any]] = {
@@ -74,6 +95,9 @@ SPLIT = """\
     return training, validation"""
 
 
+FUNCTIONS = ("build", "load", "training_data", "validation_data")
+
+
 @dataclass(frozen=True)
 class LiftedScript:
     """The functions of a job, as the text of a module, and the arguments of `fit` as keys of a recipe."""
@@ -84,6 +108,8 @@ class LiftedScript:
     notes: tuple[tuple[int, str], ...]
     """What was not taken over, by line."""
     fit_line: int
+    functions: tuple[str, ...] = FUNCTIONS
+    """The names of the functions that return the model, all data, training data and validation data."""
 
     def name_line(self, message: str, script: Path) -> str:
         """Return an error message with a line of the script for that of `text`: that of fit if no other."""
@@ -113,7 +139,13 @@ def lift_script(path: Path, options: Sequence[str] = ()) -> LiftedScript:
             f"cannot read {path} as Python: {getattr(error, 'strerror', None) or error}",
             remedy="pass the path of a training script",
         ) from None
-    return _Script(path, source, module, options).lift()
+    try:
+        return _Script(path, source, module, options).lift()
+    except SyntaxError as error:  # of a part by itself, such as a function with nonlocal
+        raise InputError(
+            f"{path}, line {error.lineno}: {error.msg}, when it stands alone",
+            remedy="pass functions for model and data: --model and --public",
+        ) from None
 
 
 def trains_on_import(path: Path) -> bool:
@@ -133,6 +165,8 @@ class _Statement:
     node: ast.stmt
     modules: Mapping[str, str]
     """Names of imported modules and of what is imported from them, with their package."""
+    functions: Mapping[str, set[str]] = field(default_factory=dict)
+    """Functions of the script, and the global names that they read or bind."""
 
     @cached_property
     def _table(self) -> symtable.SymbolTable:
@@ -144,7 +178,13 @@ class _Statement:
 
     @cached_property
     def is_import(self) -> bool:
-        return any(isinstance(node, ast.Import | ast.ImportFrom) for node in self._nodes)
+        plain = ast.Import | ast.ImportFrom
+        parts = ast.iter_child_nodes(self.node) if isinstance(self.node, ast.Try) else [self.node]
+        return all(
+            isinstance(part, plain)
+            or (isinstance(part, ast.ExceptHandler) and all(isinstance(one, plain) for one in part.body))
+            for part in parts
+        )
 
     @cached_property
     def binds(self) -> set[str]:
@@ -169,10 +209,9 @@ class _Statement:
         for node in self._nodes:
             if isinstance(node, ast.Attribute | ast.Subscript) and not isinstance(node.ctx, ast.Load):
                 found.add(_root(node))
-            elif isinstance(node, ast.Expr) and isinstance(node.value, ast.Call):
-                root = _root(node.value.func)
-                is_method = isinstance(node.value.func, ast.Attribute) and root not in self.modules
-                found |= {root} if is_method else {_root(argument) for argument in node.value.args}
+            elif isinstance(node, ast.Expr):  # for what it does: to its object, its arguments, or globals
+                found |= _names_in(node.value)
+                found |= set().union(*(self.functions.get(_root(one.func), ()) for one in _calls_in(node)))
             elif isinstance(node, ast.Call) and _name_of(node) in CHANGING:
                 found.add(_root(node.func))
         for loop in (node for node in self._nodes if isinstance(node, ast.For)):  # over parts of an object
@@ -182,14 +221,18 @@ class _Statement:
     @cached_property
     def is_output(self) -> bool:
         """Whether it only prints, plots, saves, evaluates, or trains."""
-        if isinstance(self.node, ast.Expr) and not isinstance(self.node.value, ast.Call):
+        calls = [node for node in self._nodes if isinstance(node, ast.Call)]
+        if isinstance(self.node, ast.Expr) and not calls:
             return True
         if self.is_definition or self.is_import:
             return False
-        calls = [node for node in self._nodes if isinstance(node, ast.Call)]
-        if any(self.modules.get(_root(call.func)) in PLOTTING or _is_fit(call) for call in calls):
+        if any(map(_is_fit, calls)):
             return True
-        return isinstance(self.node, ast.Expr | ast.Assign) and _name_of(self.node.value) in OUTPUT
+        if isinstance(self.node, ast.Expr | ast.Assign) and any(
+            self.modules.get(_root(call.func)) in PLOTTING and _name_of(call) != "imread" for call in calls
+        ):
+            return True
+        return isinstance(self.node, ast.Expr) and _name_of(self.node.value) in OUTPUT
 
     @cached_property
     def is_setting(self) -> bool:
@@ -201,6 +244,10 @@ class _Statement:
 
     @cached_property
     def is_environment(self) -> bool:
+        """Whether it sets a variable of the environment, or a path that later imports need."""
+        text = ast.unparse(self.node)
+        if isinstance(self.node, ast.Expr):
+            return text.startswith(("sys.path.append(", "sys.path.insert("))
         return isinstance(self.node, ast.Assign) and "os.environ[" in ast.unparse(self.node.targets[0])
 
     @cached_property
@@ -241,7 +288,10 @@ class _Script:
         """Return the functions; raises InputError."""
         fit = self._find_fit()
         modules = dict(_modules_in(self.module))
-        self.statements = [_Statement(node, modules) for node in self._flatten(fit)]
+        functions = {
+            one.name: _touched_by(one) for one in self.module.body if isinstance(one, ast.FunctionDef)
+        }
+        self.statements = [_Statement(node, modules, functions) for node in self._flatten(fit)]
         self._find_options()
         self._find_constants()
         arguments = self._arguments_of(fit)
@@ -255,15 +305,25 @@ class _Script:
         loading = self._select([*data, *([validation] if validation else [])], with_effects=True)
         recipe = self._recipe(arguments, [*data, *(one.node for one in loading)])
         for call in _calls_in(*(one.node for one in loading)):
-            is_random = any(str(one.arg).endswith(("_range", "_flip")) for one in call.keywords)
-            if _name_of(call) == "ImageDataGenerator" and is_random:
+            arguments_of = [str(one.arg) for one in call.keywords]
+            is_random = any(one == "None" or one.endswith(("_range", "_flip")) for one in arguments_of)
+            if _name_of(call).startswith(RANDOM) or (_name_of(call) == "ImageDataGenerator" and is_random):
                 self._note(call, "its random changes happen once: use layers of the model, or data.augment")
         whole = ast.unparse(data[0] if len(data) == 1 else ast.Tuple(data, ast.Load()))
         other = ast.unparse(validation) if validation else "None"
         result = SPLIT.format(data=whole, share=share) if share else f"    return {whole}, {other}"
         has_validation = bool(validation or share)
         text = self._render(ast.unparse(model), result, building, loading, has_validation=has_validation)
-        return LiftedScript(text, recipe, has_validation, tuple(sorted(self.notes)), fit.lineno)
+        notes = tuple(sorted(set(self.notes)))
+        return LiftedScript(text, recipe, has_validation, notes, fit.lineno, self._functions)
+
+    @cached_property
+    def _functions(self) -> tuple[str, ...]:
+        """Names for the functions that the script itself does not use."""
+        used = {one.id for one in ast.walk(self.module) if isinstance(one, ast.Name)}
+        used |= {one.name for one in ast.walk(self.module) if isinstance(one, ast.FunctionDef | ast.ClassDef)}
+        used |= {name for name, _ in _modules_in(self.module)}
+        return tuple(f"{name}_of_job" if name in used else name for name in FUNCTIONS)
 
     def _error(self, node: ast.AST, message: str, remedy: str) -> InputError:
         return InputError(f"{self.path}, line {getattr(node, 'lineno', 1)}: {message}", remedy=remedy)
@@ -367,10 +427,21 @@ class _Script:
         }
         values |= dict(zip(names, call.args, strict=False))
         values |= {one.arg: one.value for one in call.keywords if one.arg}
-        for name, value in values.items():
-            if value and not (isinstance(value, ast.Name) and value.id == name):
-                target = ast.Name(name, ast.Store())
-                yield ast.fix_missing_locations(ast.copy_location(ast.Assign([target], value), call))
+        given = {
+            name: value
+            for name, value in values.items()
+            if value and not (isinstance(value, ast.Name) and value.id == name)
+        }
+
+        def bind(name: str, value: ast.expr) -> ast.stmt:
+            target = ast.Name(name, ast.Store())
+            return ast.fix_missing_locations(ast.copy_location(ast.Assign([target], value), call))
+
+        # A value may name a parameter that is bound before it: train(x[:80], x[80:]).
+        if any(_names_in(value) & given.keys() - {name} for name, value in given.items()):
+            yield from (bind(f"given_{name}", value) for name, value in given.items())
+            given = {name: ast.Name(f"given_{name}", ast.Load()) for name in given}
+        yield from (bind(name, value) for name, value in given.items())
 
     def _find_options(self) -> None:
         """Find the values of `argparse`'s options; raises InputError for a required one that is missing."""
@@ -443,10 +514,14 @@ class _Script:
 
     def _recipe(self, arguments: Mapping[str, ast.expr], loading: Sequence[ast.AST]) -> dict[str, Any]:
         """Return the arguments of `fit` as keys of the recipe."""
-        size = self._constant(arguments, "batch_size") or self._batch_size(loading) or 32
+        size = self._constant(arguments, "batch_size") or self._batch_size(loading)
+        if not size and "y" not in arguments:
+            self._note(arguments["x"], "the batch size is not known: 32 is assumed for reference_batch")
+        if "shuffle" in arguments and _evaluate(arguments["shuffle"], {}) is False:
+            self._note(arguments["shuffle"], "shuffle=False: csdctl shuffles every epoch")
         found: dict[str, Any] = {
             "epochs": self._constant(arguments, "epochs") or 1,
-            "reference_batch": size,
+            "reference_batch": size or 32,
         }
         if "class_weight" in arguments:
             weights = _evaluate(self._last_value(arguments["class_weight"]), self.constants)
@@ -457,10 +532,21 @@ class _Script:
                     arguments["class_weight"], "class_weight is computed: write it to recipe.class_weight"
                 )
         callbacks = self._last_value(arguments.get("callbacks"))
+        self._note_changes(arguments.get("callbacks"))
+        self._note_changes(arguments.get("class_weight"))
         for callback in callbacks.elts if isinstance(callbacks, ast.List | ast.Tuple) else [callbacks]:
             if callback is not None:
                 found |= self._callback(callback)
         return found
+
+    def _note_changes(self, argument: ast.expr | None) -> None:
+        """Note the statements that change an argument of `fit` after it was bound."""
+        if not isinstance(argument, ast.Name):
+            return
+        for one in self.statements:
+            is_added_to = isinstance(one.node, ast.AugAssign) and argument.id in one.binds
+            if is_added_to or argument.id in one.changes:
+                self._note(one.node, f"{argument.id} is changed: {ast.unparse(one.node)}")
 
     def _batch_size(self, loading: Sequence[ast.AST]) -> int | None:
         """Return the batch size of data sets that make batches themselves."""
@@ -490,11 +576,13 @@ class _Script:
             self._note(written, f"callback {ast.unparse(written)}: write a csdctl callback")
             return {}
         key, patience, arguments = CALLBACKS[name]
-        values = {one.arg: _evaluate(one.value, self.constants) for one in call.keywords}
-        if call.args:
-            values["monitor"] = _evaluate(call.args[0], self.constants)
+        values: dict[str | None, Any] = {
+            one: _evaluate(value, self.constants)
+            for one, value in zip(POSITIONS[name], call.args, strict=False)
+        }
+        values |= {one.arg: _evaluate(one.value, self.constants) for one in call.keywords}
         for argument, value in values.items():
-            if value is UNKNOWN or argument == "min_lr":
+            if argument != "verbose" and (value is UNKNOWN or argument == "min_lr"):
                 self._note(call, f"{argument} of {name}")
         kept = {one: values[one] for one in arguments if values.get(one, UNKNOWN) not in (UNKNOWN, None)}
         return {key: {"patience": patience} | kept}
@@ -513,14 +601,17 @@ class _Script:
         lines = [f'"""Model and data of {self.path.name}, written by `csdctl init`."""', ""]
         texts = [self._text(one) for one in top]
         lines += [text for text in texts if text.startswith("from __future__")]
+        if "__file__" in self.source:
+            lines.append(f"__file__ = {str(self.path.absolute())!r}")
         if not any("keras" in one.binds for one in top):
             lines.append("import keras")
         if {"argparse", "sys", "absl"} & {package for _, package in _modules_in(self.module)}:
             lines += ["import sys", f"sys.argv = {[str(self.path), *self.options]}"]
         lines += [text for text in texts if text not in lines]
+        build, load, *functions = self._functions
         for signature, doc, body, end in (
-            ("build()", "Return the compiled model.", building, f"    return {model}"),
-            ("load()", "Return the training data and the validation data.", loading, result),
+            (f"{build}()", "Return the compiled model.", building, f"    return {model}"),
+            (f"{load}()", "Return the training data and the validation data.", loading, result),
         ):
             inner = [one for one in body if one not in top]
             shared = {name for one in inner for name in one.binds} & (
@@ -529,8 +620,8 @@ class _Script:
             lines += ["", "", f"def {signature}:", f'    """{doc}"""']
             lines += [f"    global {', '.join(sorted(shared))}"] if shared else []
             lines += [*(textwrap.indent(self._text(one), "    ") for one in inner), end]
-        for index, name in enumerate(("training_data", "validation_data")[: 1 + has_validation]):
-            lines += ["", "", f"def {name}(path):", f"    return load()[{index}]"]
+        for index, name in enumerate(functions[: 1 + has_validation]):
+            lines += ["", "", f"def {name}(path):", f"    return {load}()[{index}]"]
         return "\n".join(lines) + "\n"
 
     def _top_level(self, used: Sequence[_Statement]) -> list[_Statement]:
@@ -542,7 +633,8 @@ class _Script:
                 if not is_kept and "tensorflow" not in ast.unparse(one.node):
                     self._note(one.node, "csdctl trains with the TensorFlow backend of Keras")
             elif one.is_import:
-                is_kept = not all(one.modules.get(name) in PLOTTING for name in one.binds)
+                is_plotting = all(one.modules.get(name) in PLOTTING for name in one.binds)
+                is_kept = not is_plotting or any(one.binds & (other.reads | other.late) for other in used)
             else:
                 is_constant = one.binds <= set(self.constants) and isinstance(one.node, ast.Assign)
                 is_kept = one in used and (is_constant or one.is_definition)
@@ -593,6 +685,17 @@ def _name_of(node: ast.AST | None) -> str:
     """Return the last name of a called function: `fit` of `model.fit(x)`, '' for anything else."""
     function = node.func if isinstance(node, ast.Call) else None
     return function.attr if isinstance(function, ast.Attribute) else getattr(function, "id", "")
+
+
+def _touched_by(function: ast.FunctionDef) -> set[str]:
+    """Return the global names that a function reads or binds."""
+    table = symtable.symtable(ast.unparse(function), "script", "exec")
+    waiting, found = list(table.get_children()), set()
+    while waiting:
+        inner = waiting.pop()
+        found |= {one.get_name() for one in inner.get_symbols() if one.is_global()}
+        waiting += inner.get_children()
+    return found
 
 
 def _globals_of(table: symtable.SymbolTable) -> Iterator[str]:

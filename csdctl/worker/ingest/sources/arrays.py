@@ -204,6 +204,8 @@ def open_idx_pair(images: Path, labels: Path, spec: PrepareSpec) -> ArraySource:
 
 
 _ROWS_AT_A_TIME = 256
+MORE_CELLS = "\0"
+"""Key of the cells beyond the header, which no column has."""
 
 
 def is_table(file: DataFile, tree: Tree) -> bool:
@@ -247,7 +249,8 @@ def open_table(tree: Tree, spec: PrepareSpec) -> ArraySource:
 
 def _as_label(values: Array) -> Array:
     """Return a column of labels as int32 if it has integers only."""
-    return values.astype(np.int32 if (values == np.rint(values)).all() else np.float32)
+    is_integer = (values == np.rint(values)).all() and np.abs(values).max(initial=0) < 1 << 31
+    return values.astype(np.int32 if is_integer else np.float32)
 
 
 def _read_header(paths: Sequence[Path], spec: PrepareSpec) -> list[str]:
@@ -297,7 +300,13 @@ def _rows(paths: Sequence[Path], columns: list[str], names: list[str], source: s
     for path in paths:
         with convert_read_errors(source), path.open(newline="", encoding="utf-8-sig") as file:
             next(csv.reader(file), None)
-            for row in csv.DictReader(file, columns, restval=""):
+            for row in csv.DictReader(file, columns, restkey=MORE_CELLS, restval=""):
+                if MORE_CELLS in row:
+                    raise data_error(
+                        source,
+                        "has a row with more cells than the header",
+                        "quote cells with commas, and write decimal points",
+                    )
                 yield [_number(row[name].strip(), name, source) for name in names]
 
 

@@ -317,6 +317,10 @@ def _as_source(returned: Any, function: UserFunction, spec: PrepareSpec, threads
         return open_dataset(returned, function, spec, threads)
     if "keras" in sys.modules and isinstance(returned, keras.utils.PyDataset):
         return open_py_dataset(returned, function, spec, threads)
+    if isinstance(returned, list) and len(returned) in (2, 3):  # as validation_data=[x, y] of fit
+        shapes = [getattr(one, "shape", ()) for one in returned]
+        if all(shapes) and len({shape[0] for shape in shapes}) == 1:
+            returned = tuple(returned)
     if isinstance(returned, tuple | Mapping) or hasattr(returned, "shape"):
         return _open_arrays(returned, spec)
     try:

@@ -420,6 +420,11 @@ def conform(block: Block, spec: PrepareSpec) -> Block:
     Grey images of a model that takes (h, w, 1) get an axis of channels. Samples without weights get 1, and
     integer labels become float32 where those of the public data are.
     """
+    for name, label in fields_of(block.labels).items():
+        is_integer = label.dtype.kind in "iu" and label.size
+        if is_integer and max(abs(int(label.min())), int(label.max())) >= 1 << 31:
+            what = f" {name}" if name else ""
+            raise data_error(spec.source, f"has labels{what} beyond ±2³¹", "return them as float32")
     samples, labels = as_samples(block.samples), as_labels(block.labels)
     if takes_grey(spec) and samples.dtype.names is None and samples.ndim == 3:
         samples = samples[..., np.newaxis]
