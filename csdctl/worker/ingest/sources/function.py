@@ -318,8 +318,8 @@ def _as_source(returned: Any, function: UserFunction, spec: PrepareSpec, threads
     if "keras" in sys.modules and isinstance(returned, keras.utils.PyDataset):
         return open_py_dataset(returned, function, spec, threads)
     if isinstance(returned, list) and len(returned) in (2, 3):  # as validation_data=[x, y] of fit
-        shapes = [getattr(one, "shape", ()) for one in returned]
-        if all(shapes) and len({shape[0] for shape in shapes}) == 1:
+        lengths = {tuple(getattr(one, "shape", ()))[:1] for one in returned}
+        if len(lengths) == 1 and lengths != {()}:
             returned = tuple(returned)
     if isinstance(returned, tuple | Mapping) or hasattr(returned, "shape"):
         return _open_arrays(returned, spec)
