@@ -161,11 +161,7 @@ def test_help_of_every_command_fits_a_screen(
 @pytest.mark.parametrize(
     ("typed", "again"),
     [
-        ("clean --everything --dry-run --limit a,b", "clean --everything --dry-run --failed-from X"),
-        (
-            "deploy --fleet lab.yaml --tree home:/srv --exclude=c",
-            "deploy --fleet lab.yaml --tree home:/srv --failed-from X",
-        ),
+        ("clean --fleet lab.yaml --dry-run --limit=a,b", "clean --fleet lab.yaml --dry-run --failed-from X"),
         (
             "exec --failed-from old.json --timeout 5 -- df --limit",
             "exec --timeout 5 --failed-from X -- df --limit",

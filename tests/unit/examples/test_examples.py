@@ -1,6 +1,5 @@
 """The jobs of examples/ and the script that fetches and places their data."""
 
-import gzip
 import pickle
 import struct
 import subprocess
@@ -51,27 +50,6 @@ class TestFashionMnist:
         assert sorted(np.concatenate(labels[1:])) == list(range(700))
         assert np.array_equal(np.load(parts[1] / "images.npy").ravel(), labels[1].astype(np.uint8))
         assert sample_data.write_fashion_mnist(tmp_path, parts[:2], seed=1) == [10, 700]
-
-    @pytest.mark.parametrize(
-        "content", [b"no gzip", gzip.compress(b"\0\0\x08\x01\0\0\0\x05abc", mtime=0), b""]
-    )
-    def test_damaged_file_is_named(self, tmp_path: Path, content: bytes) -> None:
-        (tmp_path / "a.gz").write_bytes(content)
-        with pytest.raises(sample_data.SampleError, match=r"a\.gz"):
-            sample_data.read_idx(tmp_path / "a.gz", (5,))
-
-    def test_images_are_read(self, tmp_path: Path) -> None:
-        header = struct.pack(">BBBB3I", 0, 0, 8, 3, 2, 3, 4)
-        (tmp_path / "a.gz").write_bytes(gzip.compress(header + bytes(range(24))))
-        read = sample_data.read_idx(tmp_path / "a.gz", (2, 3, 4))
-        assert np.array_equal(read, np.arange(24).reshape(2, 3, 4))
-
-    def test_without_package_and_apt_the_error_says_what_to_copy(
-        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        monkeypatch.setattr(sample_data, "_run", lambda command, directory: "E: no network")
-        with pytest.raises(sample_data.SampleError, match=r"E: no network\n→ install it, or copy a, b to"):
-            sample_data.fetch(tmp_path / "cache", "some-package", Path("/nowhere"), ["a", "b"])
 
     @pytest.mark.needs("Debian's archive")
     def test_debian_package_is_downloaded(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

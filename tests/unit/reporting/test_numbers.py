@@ -39,17 +39,13 @@ def test_every_number_is_formatted(format_number: Callable[[float], str], number
     ("format_number", "value", "expected"),
     [
         (format_rate, None, "–"),
-        (format_rate, 99.94, "99.9"),
         (format_rate, 12345.6, "12,346"),
-        (format_share, 0.826, "83%"),
         (format_seconds, 0.25, "250 ms"),
         (format_seconds, 59.94, "59.9 s"),
         (format_seconds, 3599.7, "1:00:00"),
-        (format_bytes, 1023, "1023 B"),
         (format_bytes, 6 << 30, "6.0 GiB"),
         (format_bytes, 2000 << 40, "2000.0 TiB"),
         (format_joules, 338_250, "338 kJ"),
-        (format_joules, 5e10, "50.0 GJ"),
         (format_loss, math.nan, "nan"),
     ],
 )
