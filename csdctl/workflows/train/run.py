@@ -18,7 +18,7 @@ from csdctl.errors import InputError
 from csdctl.fleet.model import HOST_NAME, SERVER_MARK
 from csdctl.launch.leftovers import describe_holder, end_run
 from csdctl.launch.mpi_job import add_mpirun_traffic, add_rank_traffic
-from csdctl.reporting.results import RunSummary, read_results
+from csdctl.reporting.results import DONE, RunSummary, read_results
 from csdctl.runs.directory import EventLog, RunDirectory, keep_step_file
 from csdctl.shipping.store import store_bytes
 from csdctl.supervision.event_callbacks import EventCallbacks
@@ -215,8 +215,10 @@ def run_to_end(
             log.close()
             settle_step_file(inputs, is_done=is_done)
     summary = read_results(run).summary
-    if is_interrupted:
+    if is_interrupted and summary.state != DONE:
         raise RunStopped(run.run_id, summary)
+    if is_interrupted:  # after the last step: nothing is left to resume
+        settle_step_file(inputs, is_done=True)
     return summary
 
 

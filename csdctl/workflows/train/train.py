@@ -124,6 +124,11 @@ def resume(
             remedy=f"undo the change, or {NEW_RUN}",
         )
     inputs = strategy_of(spec).build_inputs(inputs, context)
+    if job.recipe.epochs != spec.recipe.epochs:  # views and reports read it
+        recipe = dataclasses.replace(spec.recipe, epochs=job.recipe.epochs)
+        save_text(run.spec, to_json(dataclasses.replace(spec, recipe=recipe)))
+        content = run.load_manifest()
+        run.save_manifest(content | {"recipe": {**content.get("recipe", {}), "epochs": job.recipe.epochs}})
     return run_to_end(inputs, steps_per_epoch(placed), space, options, observer)
 
 
