@@ -49,7 +49,7 @@ def fit_step_time(probes: Sequence[Point]) -> StepTime:
         return StepTime(0.0, _fit(sizes[:, np.newaxis], times)[0])
     if line[1] <= 0:  # steps that get shorter with the batch: α is most of them, and the rest is noise
         fixed_s = _fit(np.ones((len(sizes), 1)), times)[0]
-        return StepTime(fixed_s, MIN_GROWTH * fixed_s / max(sizes))
+        return StepTime(fixed_s, MIN_GROWTH * fixed_s / max(probe.batch_size for probe in probes))
     return StepTime(line[0], line[1])
 
 

@@ -228,6 +228,7 @@ def test_one_size_gives_a_line_through_the_origin_and_shorter_steps_still_a_step
     found = fit_step_time([Point(16, 0.4), Point(16, 0.4)])
     assert (found.fixed_s, found.per_sample_s) == (0.0, pytest.approx(0.025))
     flat = fit_step_time([Point(8, 1.0), Point(32, 0.98)])
+    assert {type(flat.fixed_s), type(flat.per_sample_s)} == {float}, "they are written as YAML"
     assert 0.9 < flat.at(1) <= flat.at(64) < 1.2, "noise hides that the step grows a little"
 
 
