@@ -1,10 +1,6 @@
 import contextlib
 import os
-import resource
-import signal
 import stat
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -15,20 +11,8 @@ from csdctl.documents import (
     save_text,
     write_atomically,
 )
+from tests.full_disk import full_disk
 from tests.unit.worker.process.test_files import note_calls
-
-
-@contextmanager
-def file_size_limited_to(num_bytes: int) -> Iterator[None]:
-    """Limit the size of files: a write beyond `num_bytes` fails part-way."""
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, before[1]))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
-        signal.signal(signal.SIGXFSZ, handler)
 
 
 class TestSaving:
@@ -64,7 +48,7 @@ class TestSaving:
 
     def test_failed_write_leaves_only_the_old_file(self, tmp_path: Path) -> None:
         save_bytes(tmp_path / "file", b"old")
-        with file_size_limited_to(4096), pytest.raises(OSError, match="too large"):
+        with full_disk(4096), pytest.raises(OSError, match="too large"):
             save_bytes(tmp_path / "file", bytes(100_000))
         assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == {"file": b"old"}
 

@@ -1,6 +1,5 @@
 """The measurements file: reads return what was written, with several processes and unusable files."""
 
-import resource
 import subprocess
 import sys
 from dataclasses import replace
@@ -27,6 +26,7 @@ from csdctl.tuning.measurements import (
     TrialRank,
 )
 from csdctl.worker.protocol.run_spec import Runtime
+from tests.full_disk import full_disk
 
 MODEL = ModelProperties("a" * 64, "keras.applications:MobileNetV2", 2_000_000, 1_900_000, 50_000_000, 12_288)
 OTHER = replace(MODEL, hash="b" * 64, name="/srv/mine.py:build", num_operations=100_000_000)
@@ -154,17 +154,13 @@ class TestUnusableFiles:
     @pytest.mark.fault(25)
     def test_full_disk_leaves_what_was_measured_before(self, path: Path, store: MeasurementStore) -> None:
         store.add(PROBE, CSD, PROBES, MODEL, "recipe")
-        limits = resource.getrlimit(resource.RLIMIT_FSIZE)
         many = [replace(PROBES[0], batch_size=size) for size in range(1, 2000)]
         messages: list[str] = []
         optional = MeasurementStore(path, messages.append, is_optional=True)
-        resource.setrlimit(resource.RLIMIT_FSIZE, (path.stat().st_size + 100, limits[1]))
-        try:
+        with full_disk(path.stat().st_size + 100):
             with pytest.raises(CsdctlError, match="measurements are not stored") as raised:
                 store.add(PROBE, CSD, many, MODEL, "recipe")
             optional.add(PROBE, CSD, many, MODEL, "recipe")
-        finally:
-            resource.setrlimit(resource.RLIMIT_FSIZE, limits)
         assert "free some disk space" in raised.value.remedy
         assert "measurements are not stored" in messages[0]
         MeasurementStore(path).add(PROBE, CSD, PROBES[:1], MODEL, "recipe")

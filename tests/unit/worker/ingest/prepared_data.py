@@ -2,10 +2,7 @@
 
 import hashlib
 import os
-import resource
-import signal
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -59,19 +56,6 @@ def refusal(spec: PrepareSpec, message: str, **options: Any) -> str:
     assert "\n" not in said
     assert not list(Path(spec.store).glob("**/*"))
     return raised.value.remedy
-
-
-@contextmanager
-def full_disk(num_bytes: int) -> Iterator[None]:
-    """Let no file become larger."""
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, before[1]))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
-        signal.signal(signal.SIGXFSZ, handler)
 
 
 def sha256(path: Path) -> str:

@@ -22,7 +22,8 @@ from csdctl.worker.protocol.datasets import (
     TableSchema,
 )
 from csdctl.worker.protocol.json_codec import from_json, to_json
-from tests.unit.worker.ingest.prepared_data import SECRET, arrays_of, full_disk, refusal, spec_below
+from tests.full_disk import full_disk
+from tests.unit.worker.ingest.prepared_data import SECRET, arrays_of, refusal, spec_below
 from tests.unit.worker.ingest.sources.encoded_images import bmp, colours
 
 GREY = np.arange(6 * 4 * 5).reshape(6, 4, 5).astype(np.uint8)
