@@ -218,7 +218,7 @@ class TrainRequest:
         Raises InputError for one that does not exist, or does not fit job and fleet.
         """
         project = ProjectDirectory(self.directory)
-        if self.resume:
+        if self.resume is not None:
             find_resumable(project, self.resume, self.job, self.fleet, lambda line: None)
         elif not self.batch_size:
             plan = load_plan(self.plan_path or project.plan(self.job.name))

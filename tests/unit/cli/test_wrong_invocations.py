@@ -241,6 +241,7 @@ IN_PROJECT = [
     ("train --strategy split --feature-precision float16", "--feature-precision float16"),
     ("train --strategy data-parallel --feature-engine litert", "--feature-engine litert"),
     ("train --strategy features --micro-batches 2", "--micro-batches 2"),
+    ("train --resume ''", "no run '' in"),
     ("train --resume nope", "no run 'nope' in"),
     ("train --resume latest", "manifest.json does not exist"),
     ("train --quite", "no such option: --quite. Did you mean --quiet?"),
