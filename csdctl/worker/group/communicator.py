@@ -239,9 +239,8 @@ class LinkCommunicator(Communicator):
         self._channel.shut()
 
     def _request(self, letter: bytes, content: bytes = b"", max_bytes: int = 0) -> bytearray:
-        with contextlib.suppress(
-            LinkLostError
-        ):  # a link that has ended may have said which rank's fault it is
+        # A link that has ended may have said before which rank's fault it is.
+        with contextlib.suppress(LinkLostError):
             self._channel.send(letter, content)
         while True:
             letter, answer = self._channel.receive(max_bytes)

@@ -17,11 +17,12 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, BinaryIO
+from urllib.parse import quote
 
 from csdctl import documents
 from csdctl.documents import MAX_JSON_BYTES, load_text, write_atomically
 from csdctl.errors import CsdctlError, InputError, PartialError, RemoteCommandError
-from csdctl.fleet.model import HOST_NAME, SERVER_MARK, Fleet
+from csdctl.fleet.model import HOST_NAME, Fleet
 from csdctl.fleet.requirements import explain_extra
 from csdctl.job.compatibility import LOGITS, plain_name, show_shape
 from csdctl.job.model import Job, check_keras_file, load_job
@@ -474,8 +475,7 @@ class _Prediction:
         (info,) = extracted.parts
         check_info(info, part.machine, _DOING, may_be_empty=True)
         dtype = self._check_dtype(info, part)
-        machine = part.machine.replace(SERVER_MARK, "-")
-        target = self.directory / f"{part.data}-{machine}.npy"
+        target = self.directory / f"{part.data}-{quote(part.machine, safe='')}.npy"
         num_bytes = part.info.num_samples * dtype.itemsize + MAX_HEADER_BYTES
         wanted = SendSpec(Path(info.path).name, info.images_sha256, num_bytes)
         traffic = TRAFFIC[request.want] if part.data == PRIVATE else TrafficClass.PUBLIC

@@ -146,8 +146,8 @@ def _choose_collective(inputs: RunInputs, options: TrainOptions) -> str:
         return options.collective
     nodes = [rank.node for rank in inputs.spec.ranks]
     default = "" if any(rank.server for rank in inputs.spec.ranks) else STAR
+    # Of several servers, one may have remained: its nodes are still named after it.
     is_reduced = default == STAR and any(SERVER_MARK in node for node in nodes)
-    """Whether one of several servers has remained."""
     if is_reduced or not inputs.directory.events.exists():
         return default
     for event in inputs.directory.read_events(nodes):
