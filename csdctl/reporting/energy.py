@@ -25,7 +25,7 @@ class MachineEnergy:
     origin: str
     """`ledger.MEASURED` or STATED."""
     window_s: float
-    """From the first step to the end of the last epoch."""
+    """Seconds in which the run trained, without those between its end and a resume."""
     joules: float = 0.0
     seconds: float = 0.0
     """The part of the window in which the energy is known."""
@@ -90,13 +90,13 @@ def add_up_energy(
     records: Iterable[PowerRecord],
     nodes: Sequence[str],
     samples: Mapping[str, int],
-    start_s: float,
-    end_s: float,
+    spans: Sequence[tuple[float, float]],
 ) -> RunEnergy:
-    """Add up what was spent from `start_s` to `end_s`, in Unix time, on the machines `nodes` of the ranks.
+    """Add up what was spent in `spans`, start and end in Unix time, on the machines `nodes` of the ranks.
 
     `samples` were computed by each in that time. A record counts with the share of it that lies inside.
     """
+    window_s = sum(end_s - start_s for start_s, end_s in spans)
     found: dict[str, MachineEnergy] = {}
     for record in records:
         if record.machine not in nodes:
@@ -104,17 +104,19 @@ def add_up_energy(
         machine = found.get(record.machine)
         if machine is None or machine.source != record.source:
             machine = found[record.machine] = MachineEnergy(
-                record.machine, record.source, record.origin, max(end_s - start_s, 0.0)
+                record.machine, record.source, record.origin, window_s
             )
             machine.samples = samples.get(record.machine, 0)
         machine.idle_watts, machine.includes_nodes = record.idle_watts, record.includes_nodes
         machine.error = record.error or machine.error
         if record.joules is None or not record.seconds:
             continue
-        inside_s = min(record.time, end_s) - max(record.time - record.seconds, start_s)
-        if inside_s > 0:
-            machine.seconds += inside_s
-            machine.joules += record.joules * min(inside_s / record.seconds, 1.0)
+        inside_s = sum(
+            max(0.0, min(record.time, end_s) - max(record.time - record.seconds, start_s))
+            for start_s, end_s in spans
+        )
+        machine.seconds += inside_s
+        machine.joules += record.joules * min(inside_s / record.seconds, 1.0)
     covering = {name for name, machine in found.items() if machine.includes_nodes}
     needed = tuple(name for name in nodes if (_server_of(name, nodes) or name) not in covering - {name})
     missing = tuple(name for name in needed if name not in found or not found[name].is_whole)

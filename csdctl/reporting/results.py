@@ -303,11 +303,9 @@ def read_results(run: RunDirectory) -> RunResults:
 
 
 def _energy(run: RunDirectory, series: RunSeries) -> RunEnergy | None:
-    """Return what the machines spent from the first step to the last report of rank 0."""
-    start_s = series.batch_sizes[0].time_s if series.batch_sizes else series.start_s
-    end_s = series.reported_s or series.end_s
+    """Return what the machines spent while the run trained."""
     samples = {node: round(sum(series.samples[rank])) for rank, node in enumerate(series.nodes)}
-    energy = add_up_energy(read_power(run), series.nodes, samples, start_s, end_s)
+    energy = add_up_energy(read_power(run), series.nodes, samples, series.trained)
     return energy if energy.machines else None
 
 

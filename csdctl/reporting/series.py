@@ -140,8 +140,9 @@ class RunSeries:
     first."""
     hottest_c: dict[int, float] = field(default_factory=dict)
     """Highest temperature by rank, of the machines that have a sensor."""
-    reported_s: float = 0.0
-    """Unix time of the latest steps that rank 0 has reported; 0 without any."""
+    trained: list[tuple[float, float]] = field(default_factory=list)
+    """From the first group to the latest steps that rank 0 has reported, in Unix time: once for the run, and
+    once more each time that it was resumed."""
 
     @property
     def num_intervals(self) -> int:
@@ -203,6 +204,7 @@ class SeriesBuilder:
         self._sizes: Thinned[BatchSizes] = Thinned()
         self._members = frozenset(range(len(nodes)))
         """The ranks of the latest group."""
+        self._generation = 0
         self._stopped_at: float | None = None
         self._since_stop: list[Fault] = []
 
@@ -210,8 +212,6 @@ class SeriesBuilder:
         """Add an event that arrived at `time_s`, in Unix time."""
         self._open_timeline(time_s)
         report = self.tally.add(event)
-        if report and event.rank == 0:
-            self._series.reported_s = time_s
         if isinstance(event, Progress) and report:
             self._add_report(time_s, event.rank, report, event.temperature_c)
         elif isinstance(event, EpochEnd) and report:
@@ -224,6 +224,9 @@ class SeriesBuilder:
         elif isinstance(event, Joined):
             self._until_s[event.rank] = math.inf
             if event.rank == 0:
+                if event.generation <= self._generation or not self._generation:
+                    self._series.trained.append((time_s, time_s))
+                self._generation = event.generation
                 self._drop_epochs(event.epoch)
                 self._end_stop(time_s)
                 self._add_sizes(time_s, event)
@@ -267,6 +270,8 @@ class SeriesBuilder:
         Within an epoch, every report begins where the one before ended.
         """
         assert self._timeline is not None
+        if rank == 0 and self._series.trained:
+            self._series.trained[-1] = (self._series.trained[-1][0], time_s)
         self._until_s[rank] = end_s = min(time_s, self._until_s[rank] + report.wall_s)
         self._timeline.add(rank, end_s - report.wall_s, end_s, self._divide(report))
         if celsius is not None:

@@ -104,7 +104,7 @@ class TestSums:
     )
 
     def test_energy_of_the_training_counts_per_machine_and_whole(self):
-        energy = add_up_energy(self.RECORDS, ["host", "csd0"], {"host": 750, "csd0": 75}, 5.0, 20.0)
+        energy = add_up_energy(self.RECORDS, ["host", "csd0"], {"host": 750, "csd0": 75}, [(5.0, 20.0)])
         host, csd = energy.machines
         assert host.joules == 1500.0
         assert host.above_idle_joules == 600.0
@@ -117,17 +117,17 @@ class TestSums:
 
     def test_chassis_that_contains_the_nodes_is_not_counted_twice(self):
         records = [PowerRecord(10.0, "host", "ipmi", "measured", 10.0, 2000.0, includes_nodes=True)]
-        energy = add_up_energy([*records, self.RECORDS[2]], ["host", "csd0"], {"host": 90, "csd0": 10}, 0, 10)
+        energy = add_up_energy([*records, self.RECORDS[2]], ["host", "csd0"], {"host": 90, "csd0": 10}, [(0, 10)])
         assert energy.whole.joules == 2000.0
         assert energy.whole.joules_per_sample == 20.0
         assert energy.whole.origin == "measured"
 
     def test_gap_of_more_than_little_gives_no_energy_per_sample(self):
         gap = PowerRecord(20.0, "host", "rapl", "measured", 10.0)
-        energy = add_up_energy([self.RECORDS[0], gap], ["host"], {"host": 100}, 0.0, 20.0)
+        energy = add_up_energy([self.RECORDS[0], gap], ["host"], {"host": 100}, [(0.0, 20.0)])
         assert (energy.machines[0].coverage, energy.missing) == (0.5, ("host",))
         for end_s, expected in {20.0: None, 10.1: 10.0, 10.3: None}.items():
-            energy = add_up_energy(self.RECORDS[:1], ["host"], {"host": 100}, 0.0, end_s)
+            energy = add_up_energy(self.RECORDS[:1], ["host"], {"host": 100}, [(0.0, end_s)])
             assert energy.machines[0].joules_per_sample == expected
             assert (energy.whole is None) == (expected is None)
 
@@ -136,7 +136,7 @@ class TestSums:
         [(0, 20, 2000, 20), (-5, 25, 2000, 20), (4, 16, 1200, 12), (12, 14, 200, 2), (20, 30, 0, 0)],
     )
     def test_record_counts_with_its_share_of_the_training(self, start_s, end_s, joules, seconds):
-        (host,) = add_up_energy(self.RECORDS, ["host"], {"host": 100}, start_s, end_s).machines
+        (host,) = add_up_energy(self.RECORDS, ["host"], {"host": 100}, [(start_s, end_s)]).machines
         assert (host.joules, host.seconds) == pytest.approx((joules, seconds))
         assert host.coverage == pytest.approx(seconds / (end_s - start_s))
 

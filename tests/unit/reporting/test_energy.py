@@ -22,7 +22,7 @@ def records_of(covering: tuple[str, ...] = (), **idle_watts):
 
 
 def described(**idle_watts):
-    return describe_energy(add_up_energy(records_of(**idle_watts), list(idle_watts), {}, 0.0, 100.0))
+    return describe_energy(add_up_energy(records_of(**idle_watts), list(idle_watts), {}, [(0.0, 100.0)]))
 
 
 def test_machines_without_a_stated_idle_power_are_named() -> None:
@@ -40,7 +40,7 @@ def test_meter_of_a_chassis_has_the_nodes_of_its_own_server_alone() -> None:
 
     def added(*covering: str):
         records = records_of(covering, host=None, storage2=None)
-        return add_up_energy(records, nodes, {}, 0.0, 100.0)
+        return add_up_energy(records, nodes, {}, [(0.0, 100.0)])
 
     assert added("host").missing == ("storage2/csd0",)
     assert added("host", "storage2").whole.joules == 1000.0

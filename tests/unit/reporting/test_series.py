@@ -80,6 +80,13 @@ def test_lost_node_costs_the_time_until_the_ranks_train_again() -> None:
     assert [change.sizes for change in run.batch_sizes] == [{0: 4, 1: 2}, {0: 4}]
 
 
+def test_time_between_the_end_of_a_run_and_its_resume_is_no_training() -> None:
+    first, again = joined(0, {"0": 4}), replace(joined(0, {"0": 4}), generation=2)
+    of_first = [(100.0, first), (101.0, progress(0)), (103.0, again), (105.0, progress(0))]
+    run = series(*of_first, (900.0, first), (901.0, progress(1)), (902.0, progress(0)))
+    assert run.trained == [(100.0, 105.0), (900.0, 902.0)]
+
+
 def test_epochs_keep_results_of_training_and_validation() -> None:
     (epoch,) = series((100.0, epoch_end(0))).epochs
     assert epoch.results == {"loss": 1.5, "val_loss": 1.25}
