@@ -211,15 +211,17 @@ def _resolve_host(file: FleetFile, directory: Path) -> Host:
 def _load_servers(path: Path, file: FleetFile, directory: Path) -> Fleet:
     """Return the fleet of several servers; csdctl runs on one of them, whose rank is the host's.
 
-    Raises InputError when none or several have an address of this machine, or two machines have one name.
+    A host that does not train may be another machine. Raises InputError when none or several servers have an
+    address of this machine, or two machines have one name.
     """
     own = own_names()
     here = [server for server in file.servers if means_host(server.address, own)]
-    if len(here) != 1:
+    if len(here) > 1 or (not here and file.host.trains):
         found = format_node_names(server.name for server in here) or "none of them"
         raise InputError(
             f"{path}: of `servers`, {found} has an address of this machine; expected exactly one",
-            remedy="run csdctl on one of the servers, and list it with an address of its own",
+            remedy="run csdctl on one of the servers, and list it with an address of its own; "
+            "or write `host: {trains: false}` for a machine that only coordinates",
         )
     others = [server for server in file.servers if server not in here]
     _check_names(path, [], [server.name for server in others])
@@ -246,7 +248,8 @@ def _load_servers(path: Path, file: FleetFile, directory: Path) -> Fleet:
         ]
     networks = tuple((server.name, server.network) for server in others)
     host = _resolve_host(file, directory)
-    return Fleet(tuple(nodes), host, here[0].network, file.emulated, path, networks, between=file.network)
+    network = here[0].network if here else ""
+    return Fleet(tuple(nodes), host, network, file.emulated, path, networks, between=file.network)
 
 
 def _nodes(
@@ -367,7 +370,7 @@ def render_fleet(fleet: Fleet, *, origin: str) -> str:
     }
     host: YamlMapping = {"threads": fleet.host.threads, "power": render_power(fleet.host.power)}
     content: YamlMapping = {
-        "host": _without_empty(host),
+        "host": _without_empty(host) | ({} if fleet.host.trains else {"trains": False}),
         "network": fleet.network,
         "emulated": fleet.emulated,
         "defaults": _without_empty(defaults),

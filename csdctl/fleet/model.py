@@ -91,6 +91,8 @@ class Host(Document):
     """The machine that csdctl runs on, as a rank; `threads` 0 means all cores."""
 
     threads: Annotated[int, Field(ge=0, le=1024)] = 0
+    trains: bool = True
+    """False: it only sums gradients, evaluates, and serves data to the nodes."""
     power: PowerSource | None = None
 
 

@@ -65,8 +65,8 @@ def open_rack(lab: Lab) -> Iterator[tuple[Server, ...]]:
         run_ip(lab.host.namespace, "link del tunnel", f"neigh flush dev {lab.front.bridge}")
 
 
-def use_rack(project: Project, servers: Sequence[Server]) -> None:
-    """Write a fleet file of `servers`, with known host keys."""
+def use_rack(project: Project, servers: Sequence[Server], **host: object) -> None:
+    """Write a fleet file of `servers` and the settings of the host, with known host keys."""
     entries = [
         {
             "name": server.name,
@@ -81,7 +81,7 @@ def use_rack(project: Project, servers: Sequence[Server]) -> None:
     ]
     first = servers[0].nodes[0].node
     defaults = {"key": str(first.key), "python": first.python}
-    content = {"network": BETWEEN, "defaults": defaults, "servers": entries}
+    content = {"host": host, "network": BETWEEN, "defaults": defaults, "servers": entries}
     (project.path / "fleet.yaml").write_text(yaml.safe_dump(content, sort_keys=False))
     lines = [server.machine.known_hosts_line for server in servers if server.machine]
     lines += [

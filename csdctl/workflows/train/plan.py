@@ -64,6 +64,8 @@ def check_plan(plan: Plan, job: Job, fleet: Fleet, facts: Mapping[str, Facts]) -
             f"the plan does not include {', '.join(new)}",
             remedy=f"{RETUNE}, or train with --exclude {','.join(new)}",
         )
+    if plan.ranks[0].batch_size and not fleet.host.trains:
+        raise InputError(f"in the plan the host trains, in {fleet.path} it does not", remedy=RETUNE)
     if changes := find_changes(plan, job, facts):
         listed = "\n  ".join(changes)
         raise InputError(
@@ -106,7 +108,11 @@ def build_equal_plan(job: Job, fleet: Fleet, facts: Mapping[str, Facts], batch_s
         method="equal",
         emulated=fleet.emulated,
         ranks=[
-            RankPlan(node=name, batch_size=batch_size, threads=default_runtime(name, fleet, facts).threads)
+            RankPlan(
+                node=name,
+                batch_size=batch_size if fleet.host.trains or name != HOST_NAME else 0,
+                threads=default_runtime(name, fleet, facts).threads,
+            )
             for name in fleet.machines
         ],
     )

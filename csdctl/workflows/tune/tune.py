@@ -456,8 +456,10 @@ def tune_job(job: Job, fleet: Fleet, directory: Path, options: TuneOptions, obse
 
 def tune(context: RunContext, options: TuneOptions, watch: TuneWatch) -> Plan:
     """Return a plan for the job; raises InputError, DeadlineError, NodeError, and what a trial raises."""
+    if not context.space.fleet.host.trains:
+        options = replace(options, is_host_training=False)
     if not options.is_host_training and (options.method == STANNIS or not context.space.fleet.nodes):
-        raise InputError("--no-host needs at least one node, and --method fit")
+        raise InputError(f"a host that does not train needs at least one node, and --method {FIT}")
     check_possible(options, context)
     tune_by_method = tune_by_algorithm_1 if options.method == STANNIS else tune_by_fit
     plan = tune_by_method(context, options, watch)

@@ -331,9 +331,13 @@ class TestServers:
         assert networks["storage2"] == "10.1.1.0/24,192.168.7.0/24"
         assert (networks["storage3"], networks["storage3/csd0"]) == ("192.168.7.0/24", "")
 
-    def test_fleet_without_this_machine_is_refused(self, tmp_path: Path) -> None:
-        message = refused(tmp_path, SERVERS.replace("localhost", "192.168.7.1"))
-        assert "none of them has an address of this machine" in message
+    def test_fleet_without_this_machine_is_refused_unless_it_does_not_train(self, tmp_path: Path) -> None:
+        elsewhere = SERVERS.replace("localhost", "192.168.7.1")
+        assert "none of them has an address of this machine" in refused(tmp_path, elsewhere)
+        fleet = load(tmp_path, f"host: {{trains: false}}\n{elsewhere}")
+        first, *_, between = fleet.levels(fleet.machines)
+        assert first == Level("storage1", ("storage1", "storage1/csd0", "storage1/csd1"), "10.1.1.0/24")
+        assert between.machines == ("host", "storage1", "storage2", "storage3")
 
     @pytest.mark.parametrize(
         ("before", "after", "message"),

@@ -58,6 +58,13 @@ def test_batch_size_replaces_the_plan(job: Job, space: Workspace) -> None:
     ]
 
 
+def test_host_of_which_the_fleet_file_says_so_does_not_train(plan: Plan, job: Job) -> None:
+    fleet = replace(FLEET, host=Host(trains=False))
+    assert build_equal_plan(job, fleet, FACTS, 32).batch_sizes == [0, 32, 32]
+    with pytest.raises(InputError, match=r"in the plan the host trains, in fleet\.yaml it does not"):
+        check_plan(plan, job, fleet, FACTS)
+
+
 def test_threads_of_the_host_come_from_the_fleet_file() -> None:
     fleet = Fleet(FLEET.nodes, host=Host(threads=2))
     assert default_runtime(HOST_NAME, fleet, FACTS).threads == 2
