@@ -55,9 +55,15 @@ def train(
     cut: options.CutOption = "",
     micro_batches: options.MicroBatchesOption = 4,
     checkpoint_seconds: Annotated[
-        float, options.resuming(help="Seconds between checkpoints; each epoch also ends with one.")
-    ] = 600.0,
-    keep: Annotated[int, options.resuming(min=1, help="Checkpoints to keep, besides the best.")] = 3,
+        float | None,
+        options.resuming(help="Seconds between checkpoints; default: 600, or as the resumed run."),
+    ] = None,
+    keep: Annotated[
+        int | None,
+        options.resuming(
+            min=1, help="Checkpoints to keep, besides the best; default: 3, or as the resumed run."
+        ),
+    ] = None,
     start_timeout: Annotated[
         float, options.resuming(help="Timeout in seconds until every rank is ready.")
     ] = 300.0,

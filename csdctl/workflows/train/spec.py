@@ -49,10 +49,10 @@ class TrainOptions:
     """The run ends when fewer nodes are left; it can be resumed."""
     is_balanced: bool = True
     """Whether batch sizes are adjusted when a node's speed changes."""
-    checkpoint_interval_s: float = 600.0
-    """Time between two checkpoints; there is also one after each epoch."""
-    num_checkpoints: int = 3
-    """Checkpoints to keep, besides the best."""
+    checkpoint_interval_s: float | None = None
+    """Time between two checkpoints, besides those after each epoch; None: 600 s, or as the resumed run."""
+    num_checkpoints: int | None = None
+    """Checkpoints to keep, besides the best; None: 3, or as the resumed run."""
     collective: str = MEASURED
     """How gradients are summed, as `csdctl train --collective`."""
     callbacks: tuple[Callback, ...] = ()
@@ -90,7 +90,7 @@ class TrainOptions:
             ("keep", self.num_checkpoints, 1),
             ("micro-batches", self.num_micro_batches, 1),
         ):
-            if not value >= least:
+            if value is not None and not value >= least:
                 raise InputError(
                     f"--{name} must be at least {least}, received {value:g}",
                     remedy="pass seconds, or leave it out for the default",
@@ -286,8 +286,8 @@ def build_training(
         inputs.spec,
         step_file=str(context.space.project.step_file(run)),
         is_balanced=options.is_balanced,
-        checkpoint_interval_s=options.checkpoint_interval_s,
-        num_checkpoints=options.num_checkpoints,
+        checkpoint_interval_s=options.checkpoint_interval_s or inputs.spec.checkpoint_interval_s,
+        num_checkpoints=options.num_checkpoints or inputs.spec.num_checkpoints,
         max_steps=options.max_steps,
     )
     return replace(inputs, spec=spec)

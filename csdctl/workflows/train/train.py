@@ -114,8 +114,8 @@ def resume(
     # No rank and no path of spec.json is used: they follow from the project and the data as they are now.
     kept = dataclasses.replace(
         options,
-        checkpoint_interval_s=spec.checkpoint_interval_s,
-        num_checkpoints=spec.num_checkpoints,
+        checkpoint_interval_s=options.checkpoint_interval_s or spec.checkpoint_interval_s,
+        num_checkpoints=options.num_checkpoints or spec.num_checkpoints,
     )
     inputs = build_training(run, manifest.plan.ranks, placed, context, kept)
     if not spec.head and _hashes_of(inputs.spec.validation) != _hashes_of(spec.validation):
