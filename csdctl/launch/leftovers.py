@@ -116,7 +116,8 @@ def show_holder(holder: Holder) -> str:
 def is_gone(holder: Holder) -> bool:
     """Return whether `holder` has certainly ended: it ran on this machine, and its process does not exist."""
     this_process = describe_holder("", Path())
-    if holder.get("machine") != this_process["machine"]:
+    # Cloned machines, and containers of one image, have one machine-id.
+    if any(holder.get(key) != this_process[key] for key in ("machine", "host")):
         return False
     if holder.get("boot") != this_process["boot"]:
         return True

@@ -319,7 +319,7 @@ class Daemons:
     def _run(self, host: str, command: str) -> None:
         """Run a daemon; mpirun would wait for ever for one that has failed."""
         code = 1
-        with contextlib.suppress(OSError, ValueError):
+        with contextlib.suppress(OSError, ValueError, EOFError):
             try:
                 code = self._read(host, command)
             except CsdctlError as error:

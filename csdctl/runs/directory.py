@@ -1,6 +1,7 @@
 """The paths of all files of a run and of the project's `.csdctl/`, defined nowhere else, and a run's logs."""
 
 import contextlib
+import errno
 import hashlib
 import json
 import os
@@ -300,6 +301,7 @@ class CappedLog:
 
 
 MAX_EVENTS_BYTES = 1 << 30
+MAX_UNWRITTEN_BYTES = 64 << 20
 FREQUENT = (Progress, WaitingFor)
 """Events that come again and again; only those of rank 0 are needed to tell how far a run came."""
 
@@ -313,9 +315,10 @@ class EventLog:
 
     def __init__(self, run: RunDirectory, max_bytes: int = MAX_EVENTS_BYTES) -> None:
         self._run, self._max_bytes = run, max_bytes
-        handle = os.open(run.events, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o600)
-        self._file = os.fdopen(handle, "a", encoding="utf-8")
-        self._num_bytes = self._file.tell()
+        self._handle = os.open(run.events, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        self._num_bytes = os.fstat(self._handle).st_size
+        self.unwritten = bytearray()
+        """What a full disk has no place for; written once it has."""
         self._limited: set[int] = set()
         """Ranks whose frequent events are no longer stored."""
 
@@ -330,11 +333,27 @@ class EventLog:
                 log.close()
             return
         document = {"time": round(time_s, 4), **event_document(event)}
-        line = json.dumps(document, separators=(",", ":")) + "\n"
-        self._num_bytes += self._file.write(line)  # ASCII
-        self._file.flush()
+        line = json.dumps(document, separators=(",", ":")).encode() + b"\n"
+        self._num_bytes += len(line)
+        self.unwritten += line
+        self._write()
+
+    def _write(self) -> None:
+        """Write what is there; raises OSError, for a full disk only when too much is unwritten."""
+        try:
+            while self.unwritten:
+                del self.unwritten[: os.write(self._handle, self.unwritten)]
+        except OSError as error:
+            if (
+                error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+                or len(self.unwritten) > MAX_UNWRITTEN_BYTES
+            ):
+                raise
 
     def close(self) -> None:
-        """Sync and close the file."""
-        os.fsync(self._file.fileno())
-        self._file.close()
+        """Write, sync and close the file; raises OSError."""
+        try:
+            self._write()
+            os.fsync(self._handle)
+        finally:
+            os.close(self._handle)

@@ -73,6 +73,8 @@ class GroupState:
     """The nodes for which each server said that it waits, since then."""
     answered: dict[int, float] = field(default_factory=dict)
     """When each rank last answered a ping or became ready, members or not."""
+    last_joined: float = 0.0
+    """When a member last reported that it has joined: rank 0 sends them its state one by one."""
 
     def record_arrival(self, event: Event, now: float) -> None:
         """Update the state that depends only on the arrival of `event`, before it is handled."""
@@ -80,6 +82,8 @@ class GroupState:
             self.last_progress, self.awaited, self.awaited_by_server = now, set(), {}
         if isinstance(event, Ready | Pong):
             self.answered[event.rank] = now
+        elif isinstance(event, Joined) and event.generation == self.generation:
+            self.last_joined = now
         elif isinstance(event, LinkLost) and event.generation == self.generation:
             self.unlinked.add(event.rank)
             self.first_unlinked = event.rank if self.first_unlinked is None else self.first_unlinked

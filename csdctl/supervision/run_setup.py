@@ -4,7 +4,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from csdctl.fleet.model import HOST_NAME, Fleet
@@ -146,6 +146,8 @@ class RankStarter:
     attached: Mapping[str, AttachRank]
     """Machines on which no process is started: the process running there is attached."""
     on_traffic: Callable[[LinkBytes], None]
+    told: dict[int, str] = field(default_factory=dict)
+    """By rank, why it could not be restarted, as its log says."""
 
     def start(self, rank: int) -> RankProcess:
         """Start a rank, or attach the process that is already running on its machine; raises CsdctlError."""
@@ -158,6 +160,17 @@ class RankStarter:
 
     def restart(self, rank: int) -> RankProcess:
         """Start a rank on a machine that was lost: over a new connection, after ending its old processes."""
+        try:
+            return self._restart(rank)
+        except Exception as error:  # every few seconds, for as long as the node is down
+            if self.told.get(rank) != str(error):
+                self.told[rank] = str(error)
+                log = CappedLog(self.mpirun.log_path(rank), self.spec.ranks[rank].node)
+                log.write(f"cannot be restarted: {error}".encode())
+                log.close()
+            raise
+
+    def _restart(self, rank: int) -> RankProcess:
         node = self.spec.ranks[rank].node
         python = self.fleet.python_of(node)
         with ExitStack() as opened:  # closed again when this attempt fails

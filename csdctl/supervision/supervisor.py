@@ -39,6 +39,8 @@ USER, CALLBACK = "user", "callback"
 """Who has stopped a run (`Supervisor.stopped_by`)."""
 SLOWEST_FACTOR = 4
 """The last rank to answer a ping gets this many times the delay of the slowest other rank."""
+STOPPED_S = 5.0
+"""A wait for a message that is longer by this much: csdctl itself was stopped, and messages are late."""
 LATE_REPORTS = 5
 """Reports of rank 0 that cannot all have waited in a pipe: it trains after others have finished."""
 
@@ -177,7 +179,12 @@ class Supervisor:
         if self._setup.should_stop() and self._membership.has_trained and not self.stopped_by:
             self.stopped_by = CALLBACK
             self._processes.send(0, Stop())
-        self._act(self._processes.next(self._patience.poll_s))
+        began = time.monotonic()
+        message = self._processes.next(self._patience.poll_s)
+        if (now := time.monotonic()) - began > self._patience.poll_s + STOPPED_S:
+            self._group.last_progress = now
+            self._group.pinged.clear()
+        self._act(message)
         self._processes.mark_handled()
         if self._links and not self._membership.finished and not self._group.paused:
             self._check_links(self._links)
@@ -186,9 +193,10 @@ class Supervisor:
         self._check_stalled_ranks()
         silent_s = time.monotonic() - self._group.last_progress
         if silent_s > self._patience.silence_s and not self._regroup_without_awaited():
-            raise DeadlineError(
-                "no rank has completed a step for too long: the run hangs", remedy=f"see {self._logs}"
-            )
+            reason = "no rank has completed a step for too long"
+            if self._num_failed or not self._links or self._membership.finished:
+                raise DeadlineError(f"{reason}: the run hangs", remedy=f"see {self._logs}")
+            self._regroup(reason)  # a connection may hang, with which no rank is at fault
 
     def _note_progress(self, report: Progress | EpochEnd) -> None:
         if report.rank != 0:
@@ -331,7 +339,9 @@ class Supervisor:
             self._regroup("mpirun exited")
         elif len(self._group.joined) < num_ranks:
             limit_s = self._patience.join_s + self._patience.join_per_rank_s * num_ranks
-            if time.monotonic() - links.started > limit_s and not self._regroup_without_awaited():
+            # Rank 0 may still evaluate.
+            since = max(links.started, self._group.last_joined, self._group.last_progress)
+            if time.monotonic() - since > limit_s and not self._regroup_without_awaited():
                 self._regroup(f"the ranks did not connect to each other within {limit_s:.0f} s")
 
     def _regroup_without_awaited(self) -> bool:
@@ -381,6 +391,8 @@ class Supervisor:
         members = set(group.ranks)
         self._poll()
         self._settle_completion()
+        if not members <= membership.present(members):
+            self._num_failed = 0  # the next group is another one
         if membership.finished:
             if group.unlinked or not members <= membership.present(members) | membership.finished:
                 raise self._incomplete(reason)
@@ -490,6 +502,7 @@ class Supervisor:
         causes = [
             find_cause(outcome.stderr_tail, outcome.events, outcome.nodes, outcome.starter)
             for outcome in outcomes
+            if outcome.stderr_tail or outcome.events
         ]
         if not causes:
             return None

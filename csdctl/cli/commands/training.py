@@ -68,7 +68,10 @@ def train(
         float, options.resuming(help="Timeout in seconds until every rank is ready.")
     ] = 300.0,
     silence_timeout: Annotated[
-        float, options.resuming(help="Stop the run after this many seconds without a step.")
+        float,
+        options.resuming(
+            help="Seconds without a step: the ranks reconnect; after as many again, the run stops."
+        ),
     ] = 300.0,
     callback: Annotated[
         list[str] | None,

@@ -205,7 +205,7 @@ class _Link:
         rank, is_waiting = SEND_HEAD.unpack_from(content)
         departure = Departure(self._world, rank, memoryview(content)[SEND_HEAD.size :])
         if is_waiting:
-            wait_sleeping(departure, self._on_wait)
+            wait_sleeping(departure, self._on_wait, lambda: [rank])
         else:
             self._departures.append(departure)
         return b""

@@ -64,7 +64,7 @@ class StepFile:
 
     def write(self, variables: list[Any], position: Position) -> None:
         """Write `variables`, the state at `position`; raises OSError when there can be no such file."""
-        if self._bytes is None:
+        if self._bytes is None or not self._path.exists():  # removed while the run trains
             self._bytes = self._open()
         start = self._next * self._half_bytes
         self._mark(self._bytes, start, -1, 0, 0)
@@ -191,10 +191,11 @@ def save_model(model: Any, path: Path) -> Path:
 
     Keras cannot save a model whose class has no get_config, which its function builds on every rank.
     """
+    aside = path.with_name(f"part-{path.name}")
     try:
-        aside = path.with_name(f"part-{path.name}")
         model.save(aside)
     except OSError:
+        aside.unlink(missing_ok=True)
         raise
     except Exception as error:  # of the user's classes
         aside.unlink(missing_ok=True)
@@ -203,7 +204,10 @@ def save_model(model: Any, path: Path) -> Path:
         aside = path.with_name(f"part-{path.name}")
         model.built = True  # it has been trained, though its own train_step may never call it
         model.save_weights(aside)
+    with aside.open("rb+") as file:
+        os.fsync(file.fileno())
     os.replace(aside, path)
+    sync_directory(path.parent)
     return path
 
 

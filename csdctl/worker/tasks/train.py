@@ -359,10 +359,11 @@ class Train(ModelTask):
         callbacks, is_best, is_pausing = found
         self.progress.end_epoch(callbacks)
         if self._checkpointer:
-            self._checkpointer.checkpoint(self.progress.position, is_best=is_best)
-            self._checkpointer.write_step_file(self.progress.position)
+            # First: after a loss in between, the end of the epoch is repeated.
             if is_best and self._validation is not None:
                 self._checkpointer.save_model(BEST_MODEL)
+            self._checkpointer.checkpoint(self.progress.position, is_best=is_best)
+            self._checkpointer.write_step_file(self.progress.position)
         self.reporter.traffic(communicator, group.generation, group.ranks)
         # All ranks wait for rank 0 here, so that this does not count as waiting in the next epoch.
         communicator.allgather(None, type(None))

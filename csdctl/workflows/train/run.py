@@ -102,7 +102,7 @@ def run_ranks(
             supervisor.run()
         finally:
             # End all processes first: a full disk must not prevent that.
-            end_run(run.run_id, {name: space.sessions[name] for name in pythons}, pythons)
+            end_run(run.run_id, {name: sessions[name] for name in pythons}, pythons)
             space.ledger.run = run.run_id
             space.ledger.add(add_rank_traffic(traffic.values(), [rank.node for rank in spec.ranks]))
             space.ledger.add(add_mpirun_traffic(supervisor.outcomes, fleet))
@@ -185,15 +185,19 @@ def run_to_end(
     run = inputs.directory
     observer.on_start(run, inputs.spec, num_steps)
     log = EventLog(run)
-    is_done = is_interrupted = False
+    is_done = is_interrupted = is_full = False
     with (
         PowerSampler(run, space.fleet, space.sessions, observer.say),
         EventCallbacks(options.callbacks, run.run_id, observer.say) as callbacks,
     ):
 
         def record(event: Event) -> None:
+            nonlocal is_full
             time_s = time.time()
             log.append(time_s, event)
+            if log.unwritten and not is_full:
+                observer.say(f"{run.events}: no space left; events wait in memory until there is")
+            is_full = bool(log.unwritten)
             observer.on_event(event)
             callbacks.put(time_s, event)
 
@@ -212,8 +216,10 @@ def run_to_end(
                 True  # the ranks were ended at once; the state of the last completed step is kept
             )
         finally:
-            log.close()
-            settle_step_file(inputs, is_done=is_done)
+            try:
+                log.close()
+            finally:
+                settle_step_file(inputs, is_done=is_done)
     summary = read_results(run).summary
     if is_interrupted and summary.state != DONE:
         raise RunStopped(run.run_id, summary)

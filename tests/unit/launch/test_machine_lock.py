@@ -116,6 +116,7 @@ def test_holder_on_another_machine_never_counts_as_gone(tmp_path: Path) -> None:
     me = describe_holder("train", tmp_path)
     assert not is_gone(me)
     assert not is_gone({**me, "machine": "another", "boot": "another"})
+    assert not is_gone({**me, "host": "of the same image", "boot": "another"})
     assert is_gone({**me, "boot": "an earlier one"})
     assert is_gone({**me, "started": "0"}), "the process id was reused"
     assert not is_gone({})

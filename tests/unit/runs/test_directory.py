@@ -17,6 +17,7 @@ from csdctl.runs.directory import MAX_LINE_BYTES, CappedLog, EventLog, ProjectDi
 from csdctl.runs.stored_events import MAX_LINE_BYTES as MAX_EVENT_BYTES
 from csdctl.runs.stored_events import Spent
 from csdctl.worker.protocol.events import Failed, Finished, Progress, Ready, event_document
+from tests.full_disk import full_disk
 from tests.unit.runs.manifests import manifest_of, write_events
 
 NODES = ("host", "csd0")
@@ -176,6 +177,16 @@ class TestEvents:
         assert list(run.read_events(NODES))[-len(EVENTS) :] == EVENTS
         said = "… progress of csd0 is no longer stored: events.jsonl has 1 MiB\n"
         assert run.rank_log(1).read_text() == said
+
+    def test_event_that_a_full_disk_has_no_place_for_is_written_later(self, run: RunDirectory) -> None:
+        log = EventLog(run)
+        log.append(1.0, EVENTS[0])
+        with full_disk(run.events.stat().st_size + 20):
+            for event in EVENTS[1:]:
+                log.append(1.0, event)
+            assert log.unwritten
+        log.close()
+        assert list(run.read_events(NODES)) == EVENTS
 
     def test_run_without_events_is_an_error(self, run: RunDirectory) -> None:
         with pytest.raises(InputError, match=f"run {run.run_id} has no events"):

@@ -6,7 +6,7 @@ import pytest
 
 from csdctl.worker.protocol.events import Event, Finished, LinkLost, NodeLost
 from tests.patience import scaled
-from tests.unit.supervision.scripted_ranks import Fleet, ScriptedRank
+from tests.unit.supervision.scripted_ranks import Fleet, Script, ScriptedRank
 
 EARLY = "rank 1 reported its completion before the run was complete"
 
@@ -136,10 +136,20 @@ def test_report_of_a_node_or_of_no_node_changes_nothing(fleet: Fleet, reporter: 
     assert fleet.nodes_of(NodeLost) == []
 
 
-def test_many_culprits_one_after_another_do_not_end_the_run(tmp_path_factory: pytest.TempPathFactory) -> None:
+@pytest.mark.parametrize(
+    "lose",
+    [
+        lambda fleet: fleet.rank(0).accuse(fleet.groups[-1][-1]),
+        lambda fleet: fleet.rank(fleet.groups[-1][-1]).exit(),
+    ],
+    ids=["culprit", "exit"],
+)
+def test_many_losses_one_after_another_do_not_end_the_run(
+    tmp_path_factory: pytest.TempPathFactory, lose: Script
+) -> None:
     """Each of these groups fails before a step; none of them fails without a cause."""
     fleet = Fleet(tmp_path_factory.mktemp("fleet"), num_nodes=6)
-    fleet.scripts = dict.fromkeys(range(1, 6), lambda fleet: fleet.rank(0).accuse(fleet.groups[-1][-1]))
+    fleet.scripts = dict.fromkeys(range(1, 6), lose)
     fleet.scripts[6] = Fleet.finish
     fleet.run()
     assert fleet.groups[-1] == (0, 1)

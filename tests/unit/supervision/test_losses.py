@@ -227,6 +227,7 @@ def test_run_without_steps_fails_at_the_silence_deadline_also_where_rank_0_waits
     error = fleet.run_to_error(DeadlineError)
     assert "no rank has completed a step for too long" in error.message
     assert "logs:" in error.remedy
+    assert fleet.linked == [(0, 1, 2)] * 2, "a connection may hang: they are made once more"
 
 
 def test_rank_that_answers_but_sends_the_others_nothing_is_left_out_at_the_deadline(fleet: Fleet) -> None:
