@@ -236,7 +236,10 @@ class Plan(Document):
     def for_host_alone(self) -> "Plan":
         """Return the plan whose only rank is the host's, with the same global batch."""
         host = self.ranks[0]
-        alone = RankPlan(node=host.node, batch_size=self.global_batch, **asdict(host.runtime))
+        limit = host.micro_batch_size
+        alone = RankPlan(
+            node=host.node, batch_size=self.global_batch, micro_batch_size=limit, **asdict(host.runtime)
+        )
         return self.model_copy(update={"ranks": [alone], "predicted": None})
 
     @property

@@ -21,6 +21,7 @@ from csdctl.worker.compute.backend import keras, tf
 from csdctl.worker.compute.keras_internals import (
     flatten_layers,
     global_seed_generator,
+    is_its_graph,
     keras_mask,
     nested_graph,
     own_state,
@@ -159,14 +160,20 @@ class NoCutError(Exception):
 def find_cuts(model: Any) -> list[Cut]:
     """Return the cuts of a functional model with one input, from there to the outputs; none of others.
 
-    Models that are layers of the model are cut inside, too. Neither the input nor the output is a cut.
+    Models that are layers of the model are cut inside, too. Neither the input nor the output is a cut, nor is
+    a place with a weight that is trained on both sides of it.
     """
-    if len(getattr(model, "inputs", None) or ()) != 1:
+    if len(getattr(model, "inputs", None) or ()) != 1 or not is_its_graph(model):
         return []
     model, names = unroll(model)
     nodes = topological_nodes(model)
     last_use = {id(tensor): number for number, (_, node) in enumerate(nodes) for tensor in node.input_tensors}
     last_use |= {id(tensor): len(nodes) for tensor in model.outputs}
+    last_layer = {
+        id(variable): number
+        for number, (operation, _) in enumerate(nodes)
+        for variable in getattr(operation, "trainable_variables", ())
+    }
     alive: set[int] = set()
     trainable: dict[int, int] = {}
     parameters: dict[int, int] = {}
@@ -179,7 +186,9 @@ def find_cuts(model: Any) -> list[Cut]:
         tensor, *others = node.output_tensors
         is_inner = bool(node.input_tensors) and last_use.get(id(tensor)) != len(nodes)
         # A mask does not pass a cut: what is behind it would count what it leaves out.
-        if is_inner and not others and alive == {id(tensor)} and keras_mask(tensor) is None:
+        is_shared = any(last_layer[variable] > number for variable in trainable)
+        is_single = not others and alive == {id(tensor)} and not is_shared
+        if is_inner and is_single and keras_mask(tensor) is None:
             sums = sum(parameters.values()), sum(trainable.values())
             cuts.append(Cut(names.get(id(tensor), operation.name), tensor, *sums, model))
     return cuts
@@ -188,16 +197,19 @@ def find_cuts(model: Any) -> list[Cut]:
 def unroll(model: Any) -> tuple[Any, dict[int, str]]:
     """Return a functional model that has the layers of nested models in their place, and computes the same.
 
-    Also names of nested models, by the ids of their outputs. Returns `model` if two layers have one name.
+    Also names of nested models, by the ids of their outputs. Returns `model` if two layers have one name, or
+    one of several outputs, to which losses belong by name, would get another name.
     """
     if not any(nested_graph(operation) for operation, _ in topological_nodes(model)):
         return model, {}
     names: dict[int, str] = {}
     try:
         inputs = [keras.Input(batch_shape=tensor.shape, dtype=tensor.dtype) for tensor in model.inputs]
-        return keras.Model(inputs, _unroll(model, inputs, names)), names
+        unrolled = keras.Model(inputs, _unroll(model, inputs, names))
     except ValueError:
         return model, {}
+    is_renamed = len(model.outputs) > 1 and unrolled.output_names != model.output_names
+    return (model, {}) if is_renamed else (unrolled, names)
 
 
 def _unroll(model: Any, inputs: Sequence[Any], names: dict[int, str]) -> list[Any]:

@@ -165,6 +165,16 @@ def nested_graph(operation: Any) -> Any:
     return graph if graph is not None and len(graph.inputs) == len(graph.outputs) == 1 else None
 
 
+def is_its_graph(model: Any) -> bool:
+    """Return whether a model computes its graph and Keras' loss, which a class of the user's may override."""
+    kind, plain = type(model), keras.Model
+    return (
+        kind.call in (keras.src.models.Functional.call, keras.Sequential.call)
+        and kind.compute_loss is plain.compute_loss
+        and kind.compute_metrics is plain.compute_metrics
+    )
+
+
 def topological_nodes(model: Any) -> list[tuple[Any, Any]]:
     """Return the operations of a functional or sequential model with their nodes, inputs first.
 

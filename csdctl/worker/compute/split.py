@@ -171,6 +171,7 @@ class SplitStep(PrefixStep):
         """`whole`: the step of the whole model, for evaluation and for steps without other ranks."""
         super().__init__(*(whole.model, layer, recipe, example), weight=weight, objective=whole.objective)
         self.whole = whole
+        self.seeds = whole.seeds  # the training loop sets the step of `whole`
         model = whole.model
         self._own_optimizer, self.optimizer = self.optimizer, whole.optimizer
         self._head.compile(**compile_arguments(model))

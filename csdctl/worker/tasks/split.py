@@ -14,11 +14,12 @@ from typing import Any
 
 import numpy as np
 
+from csdctl.worker.compute.backend import tf
 from csdctl.worker.compute.split import PrefixStep, SplitStep, micro_batch_sizes
 from csdctl.worker.compute.step import Step
 from csdctl.worker.data.arrays import Array
 from csdctl.worker.group.communicator import Communicator
-from csdctl.worker.group.values import PeerFaultError
+from csdctl.worker.group.values import PeerFaultError, is_minority
 from csdctl.worker.process.errors import describe
 from csdctl.worker.protocol.events import ACTIVATIONS
 from csdctl.worker.tasks.task import ModelTask
@@ -85,31 +86,39 @@ class Exchange:
         awaited = [list(map(self._message_bytes, parts)) for parts in sizes]
         for index, following in enumerate(awaited[1:], start=1):
             self._expect(index, following)
+        wrong: set[int] = set()
         for number in range(max(map(len, sizes))):
             if number < len(sizes[0]):
                 shared.as_rank(ranks[0], partial(compute_own, number))
             for index, parts in enumerate(sizes[1:], start=1):
                 if number < len(parts):
                     received = self._receive(index, awaited[index][number:])
-                    self._part_of(shared, received, index, parts[number], ranks[index], weights[index])
+                    if not self._part_of(
+                        shared, received, index, parts[number], ranks[index], weights[index]
+                    ):
+                        wrong.add(index)
+        if is_minority(sorted(wrong), len(ranks)):  # of most ranks, the training diverges
+            raise PeerFaultError(min(wrong), "sent activations or labels that are not finite")
         shared.add_sums_to(out)
 
     def _part_of(
         self, shared: SplitStep, received: Bytes, index: int, size: int, rank: int, weight: float
-    ) -> None:
+    ) -> bool:
+        """Add the head of a part; return whether what was received is finite."""
         empty, num_bytes = self._empty_labels, self._output_bytes(size)
         outputs = np.frombuffer(memoryview(received)[:num_bytes], shared.activation_type)
         labels = np.frombuffer(received, empty.dtype, offset=num_bytes).reshape(size, *empty.shape[1:])
-        if not (_are_finite(outputs) and _are_finite(labels)):
-            raise PeerFaultError(index, "sent activations or labels that are not finite")
         try:
             gradient, loss_count = shared.as_rank(
                 rank, lambda: shared.head(outputs.reshape(size, *self._shape), labels, weight)
             )
+        except (MemoryError, tf.errors.ResourceExhaustedError):
+            raise  # of this machine
         except Exception as error:  # such as a class that the model does not have
             raise PeerFaultError(index, f"sent data that the model cannot take: {describe(error)}") from None
         content = _LOSS_COUNT.pack(loss_count) + gradient.tobytes()
         self._communicator.send(index, content, ACTIVATIONS, is_waiting=False)
+        return _are_finite(outputs) and _are_finite(labels)
 
     def _output_bytes(self, size: int) -> int:
         """Return the size of the prefix's output, or its gradient, of `size` samples."""

@@ -59,6 +59,8 @@ MODEL_FILES = ("info.json", "architecture.json", "weights.npz")
 PART_FILES = ("prefix.json", "prefix.npz", "head.json", "head.npz")
 """Files of the two parts of a model whose first layers are frozen."""
 HASHES, SHAPES = "hashes.json", "shapes.json"
+WEIGHT_FILES = (".h5", ".keras")
+"""Files beside the model's that its function may read, by their suffixes."""
 BUILD_DEADLINE_S = 300.0
 
 SampleShapes = dict[str, tuple[str, tuple[int, ...]]]
@@ -231,6 +233,10 @@ def _model_key(job: Job, worker: StoredFile) -> str:
         files |= {*job.model_file.parent.glob("*.py"), job.model_file}
     for path in sorted(path for path in files if path.is_file()):
         digest.update(str(path).encode() + path.read_bytes())
+    beside = job.model_file.parent.iterdir() if job.model_file else ()
+    for path in sorted(path for path in beside if path.suffix in WEIGHT_FILES):
+        status = path.stat()
+        digest.update(f"{path} {status.st_size} {status.st_mtime_ns}".encode())
     return digest.hexdigest()[:32]
 
 

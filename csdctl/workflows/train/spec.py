@@ -75,7 +75,8 @@ class TrainOptions:
         check_cut(self.strategy, self.cut)
         _check_choice("feature-precision", self.features.precision, PRECISIONS)
         _check_choice("feature-engine", self.features.engine, ENGINES)
-        self._check_strategy_options()
+        if self.strategy != AUTO:
+            self.check_strategy_options(self.strategy)
         for callback in self.callbacks:
             if not callable(callback):
                 raise InputError(
@@ -96,17 +97,17 @@ class TrainOptions:
                     remedy="pass seconds, or leave it out for the default",
                 )
 
-    def _check_strategy_options(self) -> None:
-        """Raise InputError for an option of another strategy than the one that was asked for."""
+    def check_strategy_options(self, chosen: str) -> None:
+        """Raise InputError for an option of another strategy than `chosen`."""
         default = FeatureOptions()
         for option, value, unset, strategy in (
             ("feature-precision", self.features.precision, default.precision, FEATURES),
             ("feature-engine", self.features.engine, default.engine, FEATURES),
             ("micro-batches", self.num_micro_batches, SplitSpec.num_micro_batches, SPLIT),
         ):
-            if value != unset and self.strategy not in (AUTO, strategy):
+            if value != unset and chosen != strategy:
                 raise InputError(
-                    f"--{option} {value} has no effect with --strategy {self.strategy}",
+                    f"--{option} {value} has no effect with the strategy {chosen}",
                     remedy=f"leave it out, or add --strategy {strategy}",
                 )
 
@@ -324,6 +325,7 @@ def build_manifest(
         },
         "plan": plan.model_dump(),
         "placed": [asdict(shard) for shard in placed],
+        "classes": list(prepared.public.class_counts),
         "model": asdict(prepared.model.info),
         "worker_sha256": prepared.worker.sha256,
     }

@@ -26,7 +26,7 @@ from csdctl.transport.many import run_on_all, values_or_raise
 from csdctl.transport.meter import TrafficClass
 from csdctl.transport.program import Nothing, within
 from csdctl.tuning.plan import DATA_PARALLEL, FEATURES, SPLIT, Plan
-from csdctl.worker.protocol.datasets import DatasetInfo
+from csdctl.worker.protocol.datasets import DatasetInfo, equals
 from csdctl.worker.protocol.features import (
     FEATURE_STORE,
     FLOAT16,
@@ -153,8 +153,13 @@ def find_cut(info: ModelInfo, layer: str) -> CutInfo:
             remedy=_OTHERWISE,
         )
     for cut in info.cuts:
-        if cut.layer == layer:
+        if cut.layer == layer and cut.num_bytes:
             return cut
+        if cut.layer == layer:
+            raise InputError(
+                f"{info.name} cannot be cut after {layer!r}, whose activations have no fixed size",
+                remedy="give its input a fixed shape, or name another cut",
+            )
     names = ", ".join(cut.layer for cut in info.cuts)
     what = f"cannot be cut after {layer!r}" if layer else "needs a cut"
     raise InputError(f"{info.name} {what}; its cuts: {names}", remedy="name one of them: --cut LAYER")
@@ -435,7 +440,8 @@ class _Machine:
         """Raise RemoteCommandError unless these can be the features of that many samples."""
         check_info(info, self.rank.node, COMPUTING, may_be_empty=True)
         expected = (num_samples, self.run.shape, self.run.precision)
-        if (info.num_samples, info.sample_shape, info.dtype) != expected:
+        found = (info.num_samples, self.run.shape, info.dtype)
+        if found != expected or not equals(self.run.shape, info.sample_shape):
             raise RemoteCommandError(
                 f"{COMPUTING}: received {info.num_samples} features of shape {info.sample_shape} and type "
                 f"{info.dtype}, expected {expected[0]} of {expected[1]} and {expected[2]}",

@@ -24,7 +24,7 @@ from csdctl.worker.protocol.events import EARLY_STOPPING, Event, Finished, Joine
 from csdctl.worker.protocol.features import KERAS, LITERT, FeatureOptions
 from csdctl.worker.protocol.json_codec import SCHEMA, to_json
 from csdctl.worker.protocol.recipe import Noise
-from csdctl.worker.protocol.run_spec import DatasetSlice, RunSpec
+from csdctl.worker.protocol.run_spec import RunSpec, SplitSpec
 from csdctl.workflows.data.prepare import (
     Prepared,
     load_prepared,
@@ -118,12 +118,15 @@ def resume(
         num_checkpoints=options.num_checkpoints or spec.num_checkpoints,
     )
     inputs = build_training(run, manifest.plan.ranks, placed, context, kept)
-    if not spec.head and _hashes_of(inputs.spec.validation) != _hashes_of(spec.validation):
+    inputs = strategy_of(spec).build_inputs(inputs, context)
+    changed = "validation data" if _hashes_of(inputs.spec) != _hashes_of(spec) else ""
+    if _frozen_part(inputs.spec) != _frozen_part(spec):
+        changed = "frozen layers"
+    if changed:
         raise InputError(
-            f"the validation data of run {run.run_id} has changed since it began",
+            f"the {changed} of run {run.run_id} changed after it began",
             remedy=f"undo the change, or {NEW_RUN}",
         )
-    inputs = strategy_of(spec).build_inputs(inputs, context)
     if job.recipe.epochs != spec.recipe.epochs:  # views and reports read it
         recipe = dataclasses.replace(spec.recipe, epochs=job.recipe.epochs)
         save_text(run.spec, to_json(dataclasses.replace(spec, recipe=recipe)))
@@ -132,8 +135,16 @@ def resume(
     return run_to_end(inputs, steps_per_epoch(placed), space, options, observer)
 
 
-def _hashes_of(data: DatasetSlice | None) -> tuple[str, str] | None:
-    return (data.images_sha256, data.labels_sha256) if data else None
+def _hashes_of(spec: RunSpec) -> tuple[str, str] | None:
+    """Return the hashes of the validation data; of features, which may be rounded otherwise, only labels."""
+    data = spec.validation
+    return ("" if spec.head else data.images_sha256, data.labels_sha256) if data else None
+
+
+def _frozen_part(spec: RunSpec) -> tuple[str, ...]:
+    """Return the names of the frozen part's files in the store, which are hashes of their content."""
+    prefix = spec.head and spec.head.prefix
+    return (Path(prefix.architecture).name, Path(prefix.weights).name) if prefix else ()
 
 
 def strategy_of(spec: RunSpec) -> Strategy:
@@ -201,11 +212,15 @@ class TrainRequest:
     def __post_init__(self) -> None:
         """Raise InputError for two sources of the batch sizes, or of the strategy, of one run."""
         plan, size, strategy = self.plan_path, self.batch_size, self.options.strategy != AUTO
+        features = self.options.features != FeatureOptions()
+        micro_batches = self.options.num_micro_batches != SplitSpec.num_micro_batches
         why = "a run continues as it began" if self.resume else "a plan has the batch size of each rank"
         for first, other, is_given in (
             ("resume", "plan", self.resume and plan),
             ("resume", "batch-size", self.resume and size),
             ("resume", "strategy", self.resume and strategy),
+            ("resume", "feature-precision and --feature-engine", self.resume and features),
+            ("resume", "micro-batches", self.resume and micro_batches),
             ("plan", "batch-size", plan and size),
         ):
             if is_given:
@@ -269,6 +284,7 @@ def run_training(request: TrainRequest, observer: TrainObserver) -> TrainResult:
 def choose_strategy(options: TrainOptions, plan: Plan) -> Strategy:
     """Return the strategy that the user asks for; without one, that of `plan`."""
     name = plan.strategy if options.strategy == AUTO else options.strategy
+    options.check_strategy_options(name)
     if name == SPLIT:
         cut = options.cut or (plan.cut if plan.strategy == SPLIT else "")
         return Split(cut, options.num_micro_batches)

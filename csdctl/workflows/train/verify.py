@@ -11,7 +11,7 @@ from csdctl.fleet.names import format_node_names
 from csdctl.launch.mpirun import find_mpirun
 from csdctl.tuning.plan import Plan
 from csdctl.worker.protocol.events import Event, Verified
-from csdctl.worker.protocol.features import Recomputed
+from csdctl.worker.protocol.features import FLOAT16, FLOAT32, Recomputed
 from csdctl.worker.protocol.run_spec import VERIFY, TaskSpec
 from csdctl.workflows.data.prepare import PreparationObserver, prepare_in
 from csdctl.workflows.train.plan import build_equal_plan, load_checked_plan
@@ -117,6 +117,7 @@ def _names(nodes: Sequence[str], positions: Sequence[int]) -> str:
 
 FEATURE_TOLERANCE = 1e-5
 """Maximum difference of the features of one sample, computed twice by the same engine."""
+FLOAT16_SPACING = 2**-10
 DEFAULT_BATCH_SIZE = 16
 """The batch size of every rank without a plan of the job."""
 
@@ -129,11 +130,15 @@ class Verification:
     result: Verified
     features: Mapping[str, Recomputed] = field(default_factory=dict)
     """Stored features compared with features computed now, by machine."""
+    precision: str = FLOAT32
+    """The type that features are stored in."""
 
     def check_features(self) -> None:
         """Raise RunError, naming the machine, if stored features are others than it computes now."""
+        # Values that differ by a rounding of float32 may be neighbours in float16.
+        tolerance = FLOAT16_SPACING if self.precision == FLOAT16 else FEATURE_TOLERANCE
         for node, found in self.features.items():
-            if not found.difference <= FEATURE_TOLERANCE:
+            if not found.difference <= tolerance:
                 raise RunError(
                     f"its stored features differ by {found.difference:.1e} from recomputed ones",
                     node=node,
@@ -199,4 +204,4 @@ def verify(plan: Plan, context: RunContext, options: TrainOptions) -> Verificati
     if not results:
         raise RunError("the ranks ended without a comparison")
     nodes = tuple(rank.node for rank in plan.ranks)
-    return Verification(nodes, results[0], recomputed)
+    return Verification(nodes, results[0], recomputed, options.features.precision)

@@ -49,6 +49,19 @@ def test_model_is_cut_inside_of_the_models_that_are_its_layers() -> None:
     assert [layer.name for layer in model.layers if layer.name == "base"], "the model itself has changed"
 
 
+def test_no_cut_has_a_shared_weight_on_both_sides_or_leaves_out_code_of_the_users() -> None:
+    inputs, shared = Input((4,)), layers.Dense(4, name="shared")
+    middle = layers.ReLU(name="middle")(shared(inputs))
+    outputs = layers.Dense(2)(shared(middle))
+    assert layers_of(Model(inputs, outputs)) == ["shared"], "behind its second use"
+
+    class Own(Model):  # type: ignore[misc]
+        def compute_loss(self, *_: Any, **__: Any) -> Any:
+            return 0.0
+
+    assert layers_of(Own(inputs, outputs)) == []
+
+
 @pytest.mark.parametrize("is_training", [False, True])
 def test_prefix_and_head_compute_what_the_whole_model_does(is_training: bool) -> None:
     model = put_head_on(make_base())

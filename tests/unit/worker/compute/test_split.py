@@ -168,7 +168,7 @@ def test_parts_take_the_steps_of_the_whole_model(name: str) -> None:
     tolerance = 2e-2 if name == "bfloat16" else TOLERANCE
     for step in range(3):
         batches = [(part, labels_of(name, generator, len(part))) for part in samples]
-        for rank in (host, *nodes, single):
+        for rank in (whole, *nodes, single):  # as the training loop does, which knows the whole model's
             rank.set_step(step, 0.01)
         total = step_of_all([host, *nodes], batches)
         expected = np.zeros(single.layout.step_size, np.float32)
@@ -195,13 +195,20 @@ EXAMPLE = np.zeros((0, 9, 9, 3), np.float32), np.zeros(0, np.int32)
 
 
 class Sends:
-    """A rank 1 that sends `content`, whatever is asked for."""
+    """Ranks that send `contents`, whatever is asked for."""
 
-    def __init__(self, content: bytes) -> None:
-        self._content = content
+    def __init__(self, *contents: bytes) -> None:
+        self._contents = contents
 
     def receive(self, rank: int, max_bytes: int, traffic_class: str) -> bytes:
-        return self._content
+        return self._contents[rank - 1]
+
+    def send(self, *_: object, **__: object) -> None:
+        pass
+
+
+def sent(value: float, label: int, size: int) -> bytes:
+    return np.full((size, 7, 7, 8), value, np.float32).tobytes() + np.full(size, label, np.int32).tobytes()
 
 
 @pytest.mark.parametrize(
@@ -215,12 +222,19 @@ class Sends:
 def test_what_a_rank_sends_is_its_own_fault(value: float, label: int, size: int, reason: str) -> None:
     model = compiled(pictures, SGD)
     host = SplitStep(Step(model, SGD, EXAMPLE), "join", SGD, EXAMPLE)
-    content = np.full((size, 7, 7, 8), value, np.float32).tobytes() + np.full(size, label, np.int32).tobytes()
-    exchange = Exchange(host, Sends(content), EXAMPLE[1])  # type: ignore[arg-type]
+    exchange = Exchange(host, Sends(sent(value, label, size), sent(1.0, 1, 2)), EXAMPLE[1])  # type: ignore[arg-type]
     out = np.zeros(host.layout.step_size, np.float32)
     with pytest.raises(PeerFaultError, match=reason) as fault:
-        exchange.on_host(*EXAMPLE, [0, 1], [1.0, 1.0], [[], [2]], out)
+        exchange.on_host(*EXAMPLE, [0, 1, 2], [1.0] * 3, [[], [2], [2]], out)
     assert fault.value.rank == 1
+
+
+def test_diverging_training_is_no_ranks_fault() -> None:
+    host = SplitStep(Step(compiled(pictures, SGD), SGD, EXAMPLE), "join", SGD, EXAMPLE)
+    exchange = Exchange(host, Sends(*[sent(np.inf, 1, 2)] * 2), EXAMPLE[1])  # type: ignore[arg-type]
+    out = np.zeros(host.layout.step_size, np.float32)
+    exchange.on_host(*EXAMPLE, [0, 1, 2], [1.0] * 3, [[], [2], [2]], out)
+    assert not np.isfinite(host.vector(out)).all(), "the sum shows it"
 
 
 @pytest.mark.first(5)
