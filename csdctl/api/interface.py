@@ -39,7 +39,7 @@ from csdctl.terminal.streams import Streams
 from csdctl.terminal.train import TrainingScreen
 from csdctl.terminal.tune import TuningScreen, render_plan, render_verified
 from csdctl.terminal.view import render_bundle
-from csdctl.tuning.plan import Plan
+from csdctl.tuning.plan import Plan, load_plan
 from csdctl.tuning.search import Limits as Limits
 from csdctl.worker.protocol.datasets import INPUT, OUTPUT, as_inputs, name_of_position
 from csdctl.worker.protocol.events import EpochEnd
@@ -52,6 +52,7 @@ from csdctl.workflows.data.prepare import Prepared, prepare_fleet
 from csdctl.workflows.discovery.discover import DiscoverResult
 from csdctl.workflows.discovery.discover import discover as discover_machines
 from csdctl.workflows.train import spec as of_train
+from csdctl.workflows.train.plan import find_changes
 from csdctl.workflows.train.run import RunStopped as RunStopped
 from csdctl.workflows.train.train import TrainRequest
 from csdctl.workflows.train.verify import Verification, judge, run_verification
@@ -344,7 +345,7 @@ def _plain(value: Any, name: str) -> Any:
 def _write_data(directory: Path, name: str, data: Any) -> dict[str, str]:
     """Write arrays to NAME.npz; return their entry in job.yaml."""
     if isinstance(data, str | Path):
-        return {"path": str(Path(data).resolve())}
+        return {"path": str(Path(data).expanduser().resolve())}
     arrays = _name_arrays(_collect(data), name)
     with write_atomically(directory / f"{name}.npz") as file:
         np.savez(file, **arrays)  # type: ignore[arg-type]
@@ -379,6 +380,8 @@ def _join(parts: Sequence[Any]) -> Any:
     if isinstance(first, tuple | list):
         return [_join([part[number] for part in parts]) for number in range(len(first))]
     arrays = [np.asarray(part) for part in parts]
+    if len({array.shape[1:] for array in arrays}) > 1:
+        raise InputError("batches have samples of different shapes", remedy="pad all of them to one length")
     return np.concatenate(arrays) if arrays[0].ndim else np.stack(arrays)
 
 
@@ -586,7 +589,7 @@ def train(
     callbacks: Sequence[Callback] = (),
     options: TrainOptions | None = None,
 ) -> Run:
-    """Train `job` on `fleet` and return the run; without a plan and without `batch_size`, tune first.
+    """Train `job` on `fleet` and return the run; without `batch_size` and a plan that fits it, tune first.
 
     `batch_size`: of every rank, in place of a plan. `resume`: the id of a run to continue, or "latest".
     `callbacks`: functions that get every event of the run as a dict, each in a thread of its own; one that
@@ -599,8 +602,9 @@ def train(
     chosen_options = options or TrainOptions()
     chosen_options = replace(chosen_options, callbacks=(*chosen_options.callbacks, *callbacks))
     with open_session() as streams:
-        has_plan = streams.project.plan(loaded.name).exists()
-        if batch_size is None and resume is None and not has_plan:
+        path = streams.project.plan(loaded.name)
+        is_planned = path.exists() and not find_changes(load_plan(path), loaded, {})
+        if batch_size is None and resume is None and not is_planned:
             tune(job, chosen)
         request = TrainRequest(loaded, chosen, streams.directory, chosen_options, None, batch_size, resume)
         result = TrainingScreen(streams, emulated=chosen.emulated).train(request)

@@ -27,11 +27,14 @@ LOGITS = {
 }
 """Losses that take probabilities or logits, and the activation that gives probabilities."""
 
+_REGRESSION = {
+    *("meansquarederror", "meanabsoluteerror", "meanabsolutepercentageerror", "meansquaredlogarithmicerror"),
+    *("mse", "mae", "mape", "msle", "huber", "logcosh", "poisson"),
+}
 _SAME_SHAPE = {
     *LOGITS.keys() - {_SPARSE},
-    *("meansquarederror", "meanabsoluteerror", "meanabsolutepercentageerror", "meansquaredlogarithmicerror"),
-    *("mse", "mae", "mape", "msle", "kld", "bce"),
-    *("huber", "logcosh", "poisson", "kldivergence", "hinge", "squaredhinge", "categoricalhinge"),
+    *_REGRESSION,
+    *("kld", "bce", "kldivergence", "hinge", "squaredhinge", "categoricalhinge"),
 }
 """Losses whose labels have the shape of the output; all others of the user's are not judged by shape."""
 
@@ -63,7 +66,7 @@ def check_compatibility(
             for output, field in _match(model, outputs, data, which) if needs_labels else ():
                 if output.loss:
                     _check_labels(model, output, data, field, which)
-    _check_alike(found)
+    _check_alike(found, needs_labels=needs_labels)
     for output in outputs if needs_labels and not model.has_own_step else ():
         _check_logits(model, output)
 
@@ -80,6 +83,11 @@ def outputs_of(recipe: Recipe, model: ModelInfo) -> tuple[OutputInfo, ...]:
     """Return the model's outputs; of a description without them, the only one."""
     only = OutputInfo("", model.output_shape, model.output_activation, recipe.loss, True, recipe.from_logits)
     return model.outputs or (only,)
+
+
+def is_regression(model: ModelInfo) -> bool:
+    """Return whether the losses of all outputs take values, not classes."""
+    return all(plain_name(output.loss) in _REGRESSION for output in outputs_of(model.recipe, model))
 
 
 def check_noise(noise: Noise, model: ModelInfo, private: Mapping[str, DatasetInfo]) -> None:
@@ -105,11 +113,12 @@ def check_noise(noise: Noise, model: ModelInfo, private: Mapping[str, DatasetInf
             )
 
 
-def _check_alike(datasets: Mapping[str, DatasetInfo]) -> None:
+def _check_alike(datasets: Mapping[str, DatasetInfo], *, needs_labels: bool) -> None:
     """Require the same shapes and types of all data sets: a batch may have samples of several."""
+    labelled = datasets if needs_labels else {}
     for what, parts in (
         ("samples", {name: data.inputs for name, data in datasets.items()}),
-        ("labels", {name: data.labels for name, data in datasets.items() if data.label_dtype}),
+        ("labels", {name: data.labels for name, data in labelled.items() if data.label_dtype}),
     ):
         if len({str(sorted(found.items())) for found in parts.values()}) > 1:
             listed = ", ".join(f"{name} {_describe(found)}" for name, found in parts.items())

@@ -91,7 +91,7 @@ def detect_format(tree: Tree, spec: PrepareSpec) -> tuple[str, Open]:
     idx = [[path for path in named if fnmatch(path.name, pattern)] for pattern in _IDX_PATTERNS]
     if all(len(found) == 1 for found in idx):
         return "idx", lambda _, spec, threads: open_idx_pair(idx[0][0], idx[1][0], spec)
-    if top and all(is_table(file, tree) for file in (tree.files if spec.table else top)):
+    if top and all(is_table(file, tree) for file in (tree.files if spec.table or tree.folders else top)):
         return "csv", lambda tree, spec, _: open_table(tree, spec)
     record_files = [file for file in tree.files if is_record_file(file, tree)]
     if any(file in record_files for file in top) or (record_files and spec.records):
@@ -116,6 +116,8 @@ def fingerprint_settings(source_format: str, tree: Tree, spec: PrepareSpec) -> s
         settings["code"] = Path(spec.code.archive).name if spec.code else ""
     if source_format in ("csv", "function"):
         settings["inputs"], settings["table"] = spec.inputs, asdict(spec.table) if spec.table else None
+    if source_format == "csv":
+        settings["columns"], settings["is_regression"] = spec.columns, spec.is_regression
     settings["outputs"] = spec.outputs
     types = {name: dtype for name, (dtype, _) in spec.labels.items()}
     settings["conform"] = [takes_grey(spec), spec.labels if source_format == "function" else types]
@@ -194,7 +196,7 @@ def complete_info(info: DatasetInfo, source: SampleSource, spec: PrepareSpec) ->
     names = source.class_names or ()
     if info.num_samples == 0:
         raise _no_usable_samples(info, spec)
-    info = replace(info, padded=source.padded)
+    info = replace(info, padded=source.padded, columns=source.columns)
     field = LABEL if LABEL in info.labels else ""
     if not names or field not in info.labels or info.labels[field][1]:
         return replace(info, class_counts={})

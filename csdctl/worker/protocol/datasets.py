@@ -80,6 +80,8 @@ class DatasetInfo:
     """The largest value of each input of integers, which may be indices; without uint8."""
     padded: dict[str, Shape] = field(default_factory=dict)
     """Inputs and outputs whose values had different shapes, and the shape that they were padded to with 0."""
+    columns: tuple[ShortText, ...] = ()
+    """The columns of a table in the order of a sample's values; empty for private data."""
 
     @property
     def num_read(self) -> int:
@@ -99,7 +101,9 @@ class DatasetInfo:
     @property
     def element_spec(self) -> "DatasetInfo":
         """Shapes and types, which is what computing needs, without classes and skipped samples."""
-        return dataclasses.replace(self, num_skipped={}, class_counts={}, unusable_classes=(), padded={})
+        return dataclasses.replace(
+            self, num_skipped={}, class_counts={}, unusable_classes=(), padded={}, columns=()
+        )
 
 
 def equals(expected: Sequence[int], shape: Sequence[int | None]) -> bool:
@@ -190,6 +194,10 @@ class PrepareSpec:
     labels: Parts = field(default_factory=dict)
     """The fields of the labels of the job's public data; {} if unknown."""
     table: TableSchema | None = None
+    columns: tuple[str, ...] = ()
+    """The columns of the job's public data, in whose order a sample has its values; () if unknown."""
+    is_regression: bool = False
+    """Whether labels in tables are values, not classes, even if all are integers."""
     code: UserCode | None = None
     """The job's own code that `function` imports."""
 

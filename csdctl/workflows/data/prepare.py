@@ -22,7 +22,7 @@ from pydantic import Field, TypeAdapter, ValidationError
 from csdctl.documents import check_values, load_json, save_json, save_text
 from csdctl.errors import InputError, RemoteCommandError
 from csdctl.fleet.model import HOST_NAME, Fleet
-from csdctl.job.compatibility import check_compatibility, check_noise, inputs_of, show_shape
+from csdctl.job.compatibility import check_compatibility, check_noise, inputs_of, is_regression, show_shape
 from csdctl.job.model import Job, find_imported
 from csdctl.notify import Say
 from csdctl.runs.directory import ProjectDirectory
@@ -380,6 +380,7 @@ def first_spec(job: Job, model: ModelInfo, *, is_checked: bool = False) -> Prepa
         inputs=inputs_of(model),
         outputs=tuple(output.name for output in model.outputs if output.name),
         table=job.reading.table,
+        is_regression=is_regression(model),
     )
 
 
@@ -388,7 +389,7 @@ def follow(spec: PrepareSpec, public: DatasetInfo) -> PrepareSpec:
     if spec.classes is None and public.class_counts:
         spec = replace(spec, classes=tuple(public.class_counts))
     inputs = {name: shape for name, (_, shape) in public.inputs.items()}
-    return replace(spec, inputs=inputs, labels=public.labels)
+    return replace(spec, inputs=inputs, labels=public.labels, columns=public.columns)
 
 
 def add_function(

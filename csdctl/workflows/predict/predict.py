@@ -196,6 +196,8 @@ class PredictRequest:
     """PUBLIC, VALIDATION, PRIVATE: in the order of the rows."""
     want: str
     layer: str = ""
+    manifest: Mapping[str, Any] = field(default_factory=dict)
+    """Of the run that has trained the model; {} for a file."""
 
     @property
     def model_job(self) -> Job:
@@ -203,6 +205,9 @@ class PredictRequest:
         recipe = replace(
             self.job.recipe, augment="", learning_rate=self.job.recipe.learning_rate or LEARNING_RATE
         )
+        trained = self.manifest.get("recipe", {})
+        if "input_range" in trained:  # job.yaml may have another one now
+            recipe = replace(recipe, input_range=trained["input_range"] and tuple(trained["input_range"]))
         code = self.job.code_roots
         model = str(self.model)
         return replace(self.job, model=model, model_args={}, code=code, recipe=recipe, noise=None)
@@ -228,14 +233,19 @@ def check_request(
             f"--layer is only used for embeddings, received --want {want}", remedy="add --want embeddings"
         )
     check_output(output, force=force)
-    file, job_path = find_model(model, job, ProjectDirectory(directory))
+    file, job_path, manifest = find_model(model, job, ProjectDirectory(directory))
     loaded = load_job(job_path)
     data = choose_data(on, loaded)
-    return PredictRequest(loaded, file, load_fleet(), directory, output, data, want, layer)
+    return PredictRequest(loaded, file, load_fleet(), directory, output, data, want, layer, manifest)
 
 
-def find_model(model: str, job: Path | None, project: ProjectDirectory) -> tuple[Path, Path]:
-    """Return the .keras file and the job file; `model` is such a file, or a run. Raises InputError."""
+def find_model(
+    model: str, job: Path | None, project: ProjectDirectory
+) -> tuple[Path, Path, Mapping[str, Any]]:
+    """Return the .keras file, the job file, and the manifest of the run; `model` is such a file, or a run.
+
+    Raises InputError.
+    """
     if model.endswith(".keras"):
         path = (project.root / Path(model).expanduser()).resolve()
         if not os.path.isfile(path):
@@ -243,7 +253,7 @@ def find_model(model: str, job: Path | None, project: ProjectDirectory) -> tuple
                 f"model file {path} does not exist", remedy="name a .keras file that exists, or a run"
             )
         check_keras_file(path)
-        return path, job or DEFAULT_JOB
+        return path, job or DEFAULT_JOB, {}
     run = project.find_run(model)
     if run.model.with_suffix(".weights.h5").is_file():
         raise InputError(
@@ -255,10 +265,11 @@ def find_model(model: str, job: Path | None, project: ProjectDirectory) -> tuple
             f"run {run.run_id} has no model.keras: it has not finished",
             remedy=f"continue it with `csdctl train --resume {run.run_id}`, or use another run",
         )
-    described = run.load_manifest().get("job")
+    manifest = run.load_manifest()
+    described = manifest.get("job")
     written = described.get("path") if isinstance(described, dict) else None
     of_run = project.root / written if isinstance(written, str) else DEFAULT_JOB
-    return run.model.resolve(), job or of_run
+    return run.model.resolve(), job or of_run, manifest
 
 
 def choose_data(on: str | None, job: Job) -> tuple[str, ...]:
@@ -287,7 +298,13 @@ def build_rules(info: ModelInfo, want: str) -> tuple[ResultRule, ...]:
 
 def _rule_of_classes(output: OutputInfo, info: ModelInfo) -> ResultRule:
     kind = output.activation if output.activation in (SOFTMAX, SIGMOID) else ""
-    kind = kind or LOGITS.get(plain_name(output.loss), VALUES)
+    of_loss = LOGITS.get(plain_name(output.loss), VALUES)
+    kind = kind or of_loss
+    if kind == SIGMOID and of_loss != SOFTMAX and output.is_known and output.shape[-1:] > (1,):
+        raise InputError(
+            f"{output.name or info.name} has {output.shape[-1]} probabilities that do not exclude each other",
+            remedy="ask for all of them with --want scores",
+        )
     if kind != VALUES and output.is_known and len(output.shape) > 1:
         raise InputError(
             f"{output.name or info.name} has outputs of shape {show_shape(output.shape)}, not one class for "
@@ -391,7 +408,8 @@ def predict(request: PredictRequest, observer: DeliveryObserver) -> PredictResul
             if result.missing and not result.num_rows:
                 outcomes = {name: Outcome[None](name, error=error) for name, error in result.missing.items()}
                 values_or_raise(outcomes, _DOING)
-            write_results(request.output, found, list(prepared.public.class_counts))
+            names = request.manifest.get("classes", list(prepared.public.class_counts))
+            write_results(request.output, found, names)
             result.elapsed_s = time.monotonic() - began
             return result
 

@@ -117,7 +117,9 @@ class TestSums:
 
     def test_chassis_that_contains_the_nodes_is_not_counted_twice(self):
         records = [PowerRecord(10.0, "host", "ipmi", "measured", 10.0, 2000.0, includes_nodes=True)]
-        energy = add_up_energy([*records, self.RECORDS[2]], ["host", "csd0"], {"host": 90, "csd0": 10}, [(0, 10)])
+        energy = add_up_energy(
+            [*records, self.RECORDS[2]], ["host", "csd0"], {"host": 90, "csd0": 10}, [(0, 10)]
+        )
         assert energy.whole.joules == 2000.0
         assert energy.whole.joules_per_sample == 20.0
         assert energy.whole.origin == "measured"

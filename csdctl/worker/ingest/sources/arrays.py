@@ -140,6 +140,8 @@ def convert_read_errors(source: str) -> Iterator[None]:
     """Convert the errors of damaged files to a WorkerError, exit code 2, that names no file."""
     try:
         yield
+    except UnicodeDecodeError:
+        raise data_error(source, "is not text in UTF-8", "save it as CSV in UTF-8") from None
     except _DAMAGED as error:
         problem = f"cannot be read: {type(error).__name__}"
         raise data_error(source, problem, "replace the damaged file") from None
@@ -228,28 +230,42 @@ def open_table(tree: Tree, spec: PrepareSpec) -> ArraySource:
         problem = "consists of .csv files, but the job does not describe them"
         raise data_error(spec.source, problem, "set data.csv in job.yaml: {label: COLUMN}")
     schema, is_by_name = spec.table, bool(spec.inputs) and list(spec.inputs) != [""]
+    expected = list(spec.inputs if is_by_name else spec.columns)
     paths = [tree.path_of(file) for file in tree.files if is_table(file, tree)]
     columns = _read_header(paths, spec)
-    features = _choose_features(columns, schema, spec, list(spec.inputs) if is_by_name else [])
+    features = _choose_features(columns, schema, spec, expected)
+    if (
+        not is_by_name
+        and expected
+        and (others := set(columns) - {*expected, *schema.labels, schema.weight, *schema.dropped})
+    ):
+        problem = f"has columns that the public data does not have: {list_names(sorted(others))}"
+        raise data_error(spec.source, problem, "leave them out: data.csv.drop")
     used = [*features, *schema.labels, *filter(None, [schema.weight])]
     numbers = _read_numbers(paths, columns, used, spec)
     column = dict(zip(used, numbers.T, strict=True))
     inputs = {"": numbers[:, : len(features)]}
     if is_by_name:
         inputs = {name: column[name].reshape(-1, *spec.inputs[name]) for name in features}
-    outputs = {name: _as_label(column[name]) for name in schema.labels}
+    outputs = {name: _as_label(column[name], spec) for name in schema.labels}
     if len(outputs) == 1 or not spec.outputs:
         parts = list(outputs.values())
         outputs = {"": parts[0] if len(parts) == 1 else np.stack(parts, axis=1)}
     if schema.weight:
         outputs = {name or LABEL: array for name, array in outputs.items()}
         outputs[SAMPLE_WEIGHT] = column[schema.weight]
-    return ArraySource(inputs, outputs, spec)
+    source = ArraySource(inputs, outputs, spec)
+    source.columns = () if spec.is_private else tuple(features)
+    return source
 
 
-def _as_label(values: Array) -> Array:
-    """Return a column of labels as int32 if it has integers only."""
-    is_integer = (values == np.rint(values)).all() and np.abs(values).max(initial=0) < 1 << 31
+def _as_label(values: Array, spec: PrepareSpec) -> Array:
+    """Return a column of labels as int32 if it has integers only, and may have classes."""
+    is_integer = (
+        not spec.is_regression
+        and (values == np.rint(values)).all()
+        and np.abs(values).max(initial=0) < 1 << 31
+    )
     return values.astype(np.int32 if is_integer else np.float32)
 
 
@@ -280,6 +296,9 @@ def _choose_features(
         raise data_error(spec.source, problem, remedy)
     if not features:
         raise data_error(spec.source, "has no columns but labels", "fix data.csv in job.yaml")
+    if "" in features and not by_name:
+        remedy = 'leave it out: data.csv.drop: [""], or write the file without an index'
+        raise data_error(spec.source, "has a column without a name", remedy)
     return by_name or features
 
 

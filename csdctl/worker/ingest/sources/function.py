@@ -4,6 +4,7 @@ It returns arrays, a tf.data.Dataset, batched or not, a keras.utils.PyDataset, o
 """
 
 import hashlib
+import random
 import re
 import sys
 import zipfile
@@ -73,6 +74,8 @@ class UserFunction:
             with zipfile.ZipFile(archive) as packed:
                 sources += [packed.read(name) for name in packed.namelist()]
         self._words = set(re.findall(r"\w+", b" ".join(sources).decode(errors="replace")))
+        random.seed(SHUFFLE_SEED)
+        np.random.seed(SHUFFLE_SEED)
         if any(map(_USES_TENSORFLOW.search, sources)):
             load_tensorflow()
             keras.utils.set_random_seed(SHUFFLE_SEED)

@@ -275,6 +275,7 @@ class RecordFiles(DecodedSource):
             remedy = "set data.tfrecord in job.yaml: {image: FEATURE, label: FEATURE}"
             raise data_error(spec.source, problem, remedy)
         super().__init__(spec, threads)
+        self._source = spec.source
         self._label_of = {name: label for label, name in enumerate(spec.classes or ())}
         self._schema: RecordSchema = spec.records
         self._paths = [tree.path_of(file) for file in tree.files if is_record_file(file, tree)]
@@ -339,8 +340,11 @@ class RecordFiles(DecodedSource):
             if feature.bytes_list.value:
                 flat = np.frombuffer(feature.bytes_list.value[0], self._schema.dtype)
             else:
-                numbers = feature.float_list.value or feature.int64_list.value
-                flat = np.asarray(numbers, self._schema.dtype)
+                floats = feature.float_list.value
+                if floats and np.dtype(self._schema.dtype).kind != "f":
+                    problem = f"has floats in {self._schema.image}, not {self._schema.dtype}"
+                    raise data_error(self._source, problem, "set data.tfrecord.dtype: float32")
+                flat = np.asarray(floats or feature.int64_list.value, self._schema.dtype)
             return flat.reshape(shape)
         except (ValueError, OverflowError):
             raise UnusableError("undecodable") from None

@@ -41,8 +41,8 @@ class IngestLimits:
 DEFAULT_LIMITS = IngestLimits()
 
 
-IGNORED = ("lost+found",)
-"""Directories that a file system creates in its own root; names that begin with a dot are ignored too."""
+IGNORED = ("lost+found", "__MACOSX", "@eaDir", "#recycle", "$RECYCLE.BIN", "System Volume Information")
+"""Directories that systems and archives add; names that begin with a dot are ignored too."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,6 +171,8 @@ class SampleSource:
     """Bytes of one prepared sample; 0 if unknown in advance."""
     files_of_class: tuple[int, ...] = ()
     """Number of files of each class; empty for sources without class folders."""
+    columns: tuple[str, ...] = ()
+    """The columns of a table in the order of a sample's values; empty for private data."""
 
     def __init__(self, spec: PrepareSpec) -> None:
         self.class_names = spec.classes

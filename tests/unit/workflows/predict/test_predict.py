@@ -237,11 +237,19 @@ def test_model_of_a_run_comes_with_its_job(project: Path) -> None:
         find_model(run.run_id, None, directory)
     assert f"--resume {run.run_id}" in refused.value.remedy
     run.model.write_bytes(b"")
-    run.save_manifest(manifest_of() | {"job": {"path": "job.yaml"}})
+    manifest = manifest_of() | {"job": {"path": "job.yaml"}}
+    run.save_manifest(manifest)
     for name in (run.run_id, run.run_id[:10], "latest"):
-        assert find_model(name, None, directory) == (run.model.resolve(), project / "job.yaml")
+        assert find_model(name, None, directory) == (run.model.resolve(), project / "job.yaml", manifest)
     other = project / "open.yaml"
-    assert find_model("latest", other, directory) == (run.model.resolve(), other)
+    assert find_model("latest", other, directory) == (run.model.resolve(), other, manifest)
+
+
+def test_model_of_a_run_gets_its_inputs_scaled_as_in_training(request_of_all: PredictRequest) -> None:
+    assert request_of_all.model_job.recipe.input_range == (0.0, 1.0)
+    for of_run in (None, [-1.0, 1.0]):
+        request = replace(request_of_all, manifest={"recipe": {"input_range": of_run}})
+        assert request.model_job.recipe.input_range == (of_run and tuple(of_run))
 
 
 def info(*outputs: OutputInfo) -> ModelInfo:
@@ -260,8 +268,17 @@ def info(*outputs: OutputInfo) -> ModelInfo:
     ],
 )
 def test_rule_of_an_output(activation: str, loss: str, from_logits: bool, expected: tuple[str, bool]) -> None:
-    (rule,) = build_rules(info(OutputInfo("", (4,), activation, loss, from_logits=from_logits)), CLASSES)
+    size = 1 if expected[0] == SIGMOID else 4
+    (rule,) = build_rules(info(OutputInfo("", (size,), activation, loss, from_logits=from_logits)), CLASSES)
     assert (rule.kind, rule.from_logits) == expected
+
+
+def test_several_labels_of_a_sample_are_not_one_class() -> None:
+    output = OutputInfo("tags", (5,), "sigmoid", "binary_crossentropy")
+    with pytest.raises(InputError, match="tags has 5 probabilities that do not exclude each other"):
+        build_rules(info(output), CLASSES)
+    (rule,) = build_rules(info(replace(output, loss="sparse_categorical_crossentropy")), CLASSES)
+    assert rule.kind == SIGMOID
 
 
 def test_each_output_has_fields_of_its_own_and_classes_of_pixels_are_refused() -> None:

@@ -206,6 +206,11 @@ class TestDatasets:
         orders = [arrays_of(load(text, TF, store=f"{spec.store}-{n}"))[1].tolist() for n in range(2)]
         assert orders[0] == orders[1]
 
+    def test_random_numbers_are_the_same_in_every_call(self, load: Load, spec: PrepareSpec) -> None:
+        text = "return np.random.permutation(9).reshape(9, 1), np.random.permutation(9)"
+        drawn = [arrays_of(load(text, store=f"{spec.store}-{n}")) for n in range(2)]
+        assert np.array_equal(drawn[0], drawn[1])
+
     @pytest.mark.parametrize("calls", ["", ".batch(16)"])
     def test_interrupted_call_resumes(self, load: Load, spec: PrepareSpec, calls: str) -> None:
         whole = arrays_of(load(f"{SLICES}return {DATASET}((x, y)){calls}", TF))

@@ -78,6 +78,7 @@ def test_folder_of_tables_is_read_in_order_of_the_names(spec: PrepareSpec) -> No
         (TableSchema(("a",)), "a,b,b\n1,2,3\n", "a column twice", "same header"),
         (TableSchema(("a",)), "a\n1\n", "no columns but labels", "data.csv"),
         (TableSchema(("a",)), "", "is empty", "add samples"),
+        (TableSchema(("a",)), ",a,b\n0,1,2\n", "a column without a name", 'drop: [""]'),
     ],
 )
 def test_anything_else_is_refused_with_a_remedy(
@@ -94,3 +95,22 @@ def test_anything_else_is_refused_with_a_remedy(
 def test_columns_that_do_not_exist_are_named_and_those_of_private_tables_not(spec: PrepareSpec) -> None:
     refusal(replace(spec, inputs={"age": (1,), "height": (1,)}), "no column height for the model's inputs")
     refusal(replace(spec, table=TableSchema(("goal",)), is_private=True), "has no column goal$")
+
+
+def test_columns_have_the_order_and_the_names_of_those_of_the_public_data(spec: PrepareSpec) -> None:
+    public = prepare(spec)
+    assert public.columns == ("age", "pulse")
+    file_of(spec).write_text("pulse,age,target\n150.5,63,1\n")
+    other = replace(
+        spec, store=f"{spec.store}-2", table=TableSchema(("target",)), columns=public.columns, is_private=True
+    )
+    info = prepare(other)
+    assert arrays_of(info)[0].tolist() == [[63, 150.5]]
+    assert info.columns == ()
+    file_of(spec).write_text("pulse,age,height,target\n150.5,63,1.7,1\n")
+    assert "leave them out" in refusal(replace(other, store=f"{spec.store}-3"), "does not have: height")
+
+
+def test_whole_numbers_are_values_where_the_loss_takes_values(spec: PrepareSpec) -> None:
+    info = prepare(replace(spec, is_regression=True))
+    assert (info.label_dtype, arrays_of(info)[1].tolist()) == ("float32", [1, 0, 1])

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from csdctl.worker.ingest.prepare import prepare
+from csdctl.worker.process.errors import WorkerError
 from csdctl.worker.protocol.datasets import ImageRule, PrepareSpec, RecordSchema
 from tests.unit.worker.ingest.prepared_data import SECRET, arrays_of, refusal, spec_below
 from tests.unit.worker.ingest.sources.encoded_images import colours, png, tensorflow
@@ -86,6 +87,8 @@ def test_raw_images_are_fitted_and_raw_numbers_are_unchanged(
     schema = RecordSchema("image", "label", (7,), "float32")
     rows = replace(spec, source=str(tmp_path / "rows"), records=schema)
     assert np.array_equal(arrays_of(prepare(rows))[0], vectors)
+    with pytest.raises(WorkerError, match="has floats in image, not uint8"):
+        prepare(replace(rows, records=replace(schema, dtype="uint8")))
 
 
 def test_label_may_be_a_class_name(root: Path, spec: PrepareSpec) -> None:
