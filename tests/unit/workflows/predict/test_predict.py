@@ -237,8 +237,8 @@ def test_model_of_a_run_comes_with_its_job(project: Path) -> None:
         find_model(run.run_id, None, directory)
     assert f"--resume {run.run_id}" in refused.value.remedy
     run.model.write_bytes(b"")
-    manifest = manifest_of() | {"job": {"path": "job.yaml"}}
-    run.save_manifest(manifest)
+    run.save_manifest(manifest_of() | {"job": {"path": "job.yaml"}})
+    manifest = run.load_manifest()
     for name in (run.run_id, run.run_id[:10], "latest"):
         assert find_model(name, None, directory) == (run.model.resolve(), project / "job.yaml", manifest)
     other = project / "open.yaml"
