@@ -13,11 +13,10 @@ import numpy as np
 import pytest
 
 from tests.emulated.running import CSDCTL, csdctl, document, emulated, succeed
-from tests.emulated.small_jobs import dense_model
 from tests.emulated.training import num_lines_with
+from tests.lab.test_main_job import PAUSING
 from tests.patience import communicate, eventually, files_written, run_command
 
-MODEL = dense_model(8)
 JOB = """\
 model: model.py:build
 data: {public: {path: public.npz}, input_range: null}
@@ -29,9 +28,9 @@ recipe: {epochs: 100000, optimizer: sgd, learning_rate: 0.001, metrics: [accurac
 def project(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     directory = tmp_path_factory.mktemp("runs")
     generator = np.random.default_rng(0)
-    labels = generator.integers(0, 3, 512, dtype=np.int32)
-    np.savez(directory / "public.npz", x=generator.random((512, 8), np.float32), y=labels)
-    with emulated(directory, 1, {"model.py": MODEL, "job.yaml": JOB}, cpu=0.5):
+    labels = generator.integers(0, 2, 512, dtype=np.int32)
+    np.savez(directory / "public.npz", x=generator.random((512, 8, 8, 1), np.float32), y=labels)
+    with emulated(directory, 1, {"model.py": PAUSING, "job.yaml": JOB}, cpu=0.5):
         yield directory
 
 
