@@ -22,6 +22,8 @@ ARGS ?=
 # otherwise begin with the files that have most tests.
 WORKERS ?= $(shell cores=$$(nproc); echo $$((cores < 6 ? cores + 2 : 8)))
 IN_PARALLEL := -n $(WORKERS) --dist loadfile --no-loadscope-reorder
+# Tests start csdctl hundreds of times. With PYTHONDONTWRITEBYTECODE, as in containers, each would compile itself: 0.3 s.
+COMPILE := $(BIN)/python -m compileall -q -j 0 csdctl
 PIP_INSTALL := -m pip --disable-pip-version-check --no-input install
 # A lock file is complete, so pip resolves nothing. Before 23.3, pip's resolver took the newest release of a package that another
 # one requires with an extra, and refused it for want of a hash: every set-up failed on the day of a new release.
@@ -43,10 +45,12 @@ demo: $(STAMP) ## train on an emulated fleet
 	@$(BIN)/csdctl demo $(ARGS)
 
 test: $(STAMP) ## run the tests, in parallel, without the thorough ones: ten minutes
-	@$(BIN)/pytest $(if $(ARGS),$(ARGS),$(IN_PARALLEL))
+	@$(COMPILE)
+	$(BIN)/pytest $(if $(ARGS),$(ARGS),$(IN_PARALLEL))
 
 test-all: $(STAMP) ## run all tests, in parallel
-	@$(BIN)/pytest --thorough $(if $(ARGS),$(ARGS),$(IN_PARALLEL))
+	@$(COMPILE)
+	$(BIN)/pytest --thorough $(if $(ARGS),$(ARGS),$(IN_PARALLEL))
 
 lab: $(STAMP) ## run only the tests with network namespaces and OpenSSH servers; root on Debian
 	@$(BIN)/pytest tests/lab $(ARGS)

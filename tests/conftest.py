@@ -32,34 +32,21 @@ os.environ["CSDCTL_EMULATE_PID"] = str(os.getpid())
 
 # Side by side, a file runs in one process, and files start in this order: none of these may start last.
 LONGEST = [
-    Path(__file__).parent / name
-    for name in (
-        "emulated/test_demo.py",
-        "emulated/test_features.py",
-        "emulated/test_predict.py",
-        "emulated/test_tuned_strategies.py",
-        "emulated/test_augment.py",
-        "emulated/test_tune.py",
-        "emulated/test_main_job.py",
-        "lab/test_main_job.py",
-        "lab/test_privacy.py",
-        "emulated/test_api.py",
-        "emulated/test_strategies.py",
-        "emulated/test_init.py",
-        "emulated/test_private_noise.py",
-        "emulated/test_notebook.py",
-        "emulated/test_doctor.py",
-        "emulated/test_runs.py",
-        "attacks/test_hostile_node.py",
-        "attacks/test_ordinary_user.py",
-        "attacks/test_foreign_daemon.py",
-        "unit/worker/tasks/test_verify.py",
-        "unit/worker/compute/test_step.py",
-        "unit/worker/compute/test_against_fit.py",
-        "unit/workflows/data/test_prepare.py",
-        "attacks/test_receiver.py",
+    Path(__file__).parent / directory / f"test_{name}.py"
+    for directory, *names in (
+        ("emulated", "demo", "features", "predict", "tuned_strategies", "augment", "tune", "main_job"),
+        ("lab", "main_job", "privacy"),
+        ("emulated", "api", "strategies", "init", "private_noise", "notebook", "doctor", "runs"),
+        ("attacks", "hostile_node", "ordinary_user", "foreign_daemon"),
+        ("unit/worker/tasks", "verify", "reference", "train"),
+        ("unit/worker/compute", "step", "against_fit"),
+        ("unit/workflows/data", "prepare"),
+        ("attacks", "receiver"),
     )
+    for name in names
 ]
+WAITING = [Path(__file__).parent / "unit" / name for name in ("launch", "supervision", "transport")]
+"""The directories of tests that mostly wait: a core idles while all processes run such."""
 NUM_LEFT_OUT = pytest.StashKey[int]()
 SESSION = pytest.StashKey[Session]()
 HAS_FAILED = pytest.StashKey[bool]()
@@ -115,8 +102,9 @@ def pytest_collection() -> Generator[None, object, object]:
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Begin with the longest directories and files; leave thorough tests out unless they are asked for."""
-    items.sort(key=lambda item: LONGEST.index(item.path) if item.path in LONGEST else len(LONGEST))
+    """Begin with the longest files; leave thorough tests out unless they are asked for."""
+    places = _plan_order(list(dict.fromkeys(item.path for item in items)))
+    items.sort(key=lambda item: places[item.path])
     for item in items:
         if not item.get_closest_marker("timeout"):
             item.add_marker(pytest.mark.timeout(scaled(BACKSTOP_S)))
@@ -126,6 +114,16 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     items[:] = [item for item in items if item not in left_out]
     config.hook.pytest_deselected(items=[*left_out])
     config.stash[NUM_LEFT_OUT] = len(left_out)
+
+
+def _plan_order(files: list[Path]) -> dict[Path, float]:
+    """Return the place of each file: the longest first, and those that wait spread among the others."""
+    places: dict[Path, float] = {file: number - len(LONGEST) for number, file in enumerate(LONGEST)}
+    shorter = [file for file in files if file not in places]
+    for is_waiting in (True, False):
+        part = [file for file in shorter if (file.parent in WAITING) == is_waiting]
+        places |= {file: number / len(part) for number, file in enumerate(part)}
+    return places
 
 
 def _list_thorough(items: list[pytest.Item]) -> set[pytest.Item]:

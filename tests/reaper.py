@@ -41,11 +41,12 @@ class Reaper:
 
     def look(self) -> None:
         """Learn the descendants that are there now, of pytest and of those that were known."""
-        self.known = {pid: started for pid, started in self.known.items() if start_time(pid) == started}
-        for root in (self.pytest_pid, *self.known):
-            for pid in list_descendants(root):
-                if (started := start_time(pid)) is not None:
-                    self.known[pid] = started
+        known = {pid: started for pid, started in self.known.items() if start_time(pid) == started}
+        seen = set(list_descendants(self.pytest_pid))
+        for root in known:
+            if root not in seen:  # its parent has ended
+                seen |= {root, *list_descendants(root)}
+        self.known = known | {pid: at for pid in seen - known.keys() if (at := start_time(pid)) is not None}
         for pid in self.known:
             with contextlib.suppress(OSError):
                 self.places.add(Path(os.readlink(f"/proc/{pid}/cwd").removesuffix(" (deleted)")))

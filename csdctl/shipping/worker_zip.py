@@ -7,6 +7,7 @@ import importlib.util
 import io
 import zipfile
 from collections.abc import Mapping, Sequence
+from functools import cache
 from importlib import resources
 from importlib.resources.abc import Traversable
 from marshal import dumps  # noqa: TID251, only what reads it can run code
@@ -19,6 +20,7 @@ REPRODUCIBLE = 2
 """The newest version of marshal's format in which the same code is always the same bytes."""
 
 
+@cache  # compiling takes a third of a second, and a command may need the zip for its checks and its run
 def pack_worker() -> bytes:
     """Return the zip: csdctl/__init__.py, csdctl/worker/ and a __main__ that starts the worker.
 

@@ -38,7 +38,6 @@ if __name__ == "__main__":
     fleet = csdctl.load_fleet("fleet.yaml")
     discovered = csdctl.discover(fleet)
     prepared = csdctl.prepare(job, fleet)
-    verified = csdctl.verify(job, fleet)
     events: list[dict[str, object]] = []
     options = csdctl.TrainOptions(is_balanced=False, max_steps=25)
     csdctl.train(job, fleet, batch_size=32, options=options)
@@ -56,7 +55,6 @@ if __name__ == "__main__":
                 "state": report.state,
                 "machines": sorted(discovered.facts),
                 "num_public": prepared.public.num_samples,
-                "verified": list(verified.nodes),
                 "same_run": csdctl.load_run() == csdctl.load_run(run.id) == run,
                 "epochs_seen": [e["epoch"] for e in events if e["event"] == "EpochEnd" and e["rank"] == 0],
                 "nodes": [rank.node for rank in report.ranks],

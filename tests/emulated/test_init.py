@@ -4,7 +4,6 @@ import json
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -58,34 +57,35 @@ def write_bmp(path: Path, grey: int) -> None:
 
 
 @pytest.fixture(scope="module")
-def project(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    files = {"own_layers.py": LAYERS, "models.py": MODELS}
-    with emulated(tmp_path_factory.mktemp("init"), 1, files) as directory:
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The user's directory, without a fleet."""
+    directory = tmp_path_factory.mktemp("init")
+    (directory / "own_layers.py").write_text(LAYERS)
+    (directory / "models.py").write_text(MODELS)
+    x = np.random.default_rng(0).random((96, 8), np.float32)
+    np.savez(directory / "train.npz", x=x, y=x[:, :4].argmax(1))
+    return directory
+
+
+@pytest.fixture(scope="module")
+def project(directory: Path) -> Iterator[Path]:
+    with emulated(directory, 1):
         for part, number in (("pictures/train", 30), ("pictures/val", 6)):
             for label, name in enumerate(("black", "grey", "white")):
                 for index in range(number):
                     write_bmp(directory / part / name / f"{index}.bmp", 100 * label + index)
         private = home_of(directory, "csd0") / "private"
         shutil.copytree(directory / "pictures/val", private, dirs_exist_ok=True)
-        generator = np.random.default_rng(0)
-        for name, number in (("train", 96), ("val", 32)):
-            x = generator.random((number, 8), np.float32)
-            np.savez(directory / f"{name}.npz", x=x, y=x[:, :4].argmax(1))
         yield directory
-
-
-def init(project: Path, name: str, *options: str) -> dict[str, Any]:
-    found = document(project, "init", "--output", f"{name}.yaml", *options)
-    assert (found["fits"], found["path"]) == (True, f"{name}.yaml")
-    commands = [f"csdctl {command} {name}.yaml" for command in ("prepare", "tune", "train")]
-    assert found["next"] == ["csdctl doctor", *commands]
-    return found
 
 
 @pytest.mark.thorough
 def test_compiled_model_with_own_layers_and_class_folders_is_trained_as_it_was_written(project: Path) -> None:
     options = ("--public", "pictures/train", "--validation", "pictures/val", "--private", "~/private")
-    found = init(project, "cnn", "--model", "models.py:build", *options)
+    found = document(project, "init", "--output", "cnn.yaml", "--model", "models.py:build", *options)
+    assert (found["fits"], found["path"]) == (True, "cnn.yaml")
+    commands = [f"csdctl {command} cnn.yaml" for command in ("prepare", "tune", "train")]
+    assert found["next"] == ["csdctl doctor", *commands]
     assert found["model"]["compiled"]["learning_rate"] == 0.003
     assert found["public"]["class_counts"] == {"black": 30, "grey": 30, "white": 30}
     job = load_job(project / "cnn.yaml")
@@ -96,20 +96,20 @@ def test_compiled_model_with_own_layers_and_class_folders_is_trained_as_it_was_w
     assert report["steps"] == 3
 
 
-def test_what_does_not_fit_is_written_with_the_reason(project: Path) -> None:
+def test_what_does_not_fit_is_written_with_the_reason(directory: Path) -> None:
     options = ("--model", "models.py:narrow", "--public", "train.npz", "--output", "narrow.yaml")
-    done = csdctl(project, "init", "--json", *options)
+    done = csdctl(directory, "init", "--json", *options)
     assert done.returncode == 2
     problem = json.loads(done.stdout)["problem"]["message"]
     assert "takes samples of shape 5, the public data has 8" in problem
     assert f"error: {problem}" in done.stderr
-    assert f"# THIS DOES NOT FIT YET: {problem[:40]}" in (project / "narrow.yaml").read_text()
-    assert load_job(project / "narrow.yaml").recipe.epochs == 10
+    assert f"# THIS DOES NOT FIT YET: {problem[:40]}" in (directory / "narrow.yaml").read_text()
+    assert load_job(directory / "narrow.yaml").recipe.epochs == 10
 
 
-def test_nothing_is_overwritten_without_force(project: Path) -> None:
-    (project / "job.yaml").write_text("mine")
-    done = csdctl(project, "init", "--model", "models.py:build", "--public", "train.npz")
-    assert (done.returncode, (project / "job.yaml").read_text()) == (2, "mine")
+def test_nothing_is_overwritten_without_force(directory: Path) -> None:
+    (directory / "job.yaml").write_text("mine")
+    done = csdctl(directory, "init", "--model", "models.py:build", "--public", "train.npz")
+    assert (done.returncode, (directory / "job.yaml").read_text()) == (2, "mine")
     assert "job.yaml already exists" in done.stderr
     assert "--force" in done.stderr

@@ -1,11 +1,11 @@
 """A run without a terminal: detached, hung up on, watched, listed and stopped from elsewhere."""
 
-import functools
 import json
 import os
 import signal
 import subprocess
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +13,10 @@ import numpy as np
 import pytest
 
 from tests.emulated.running import CSDCTL, csdctl, document, emulated, succeed
-from tests.emulated.small_jobs import dense_model
+from tests.emulated.training import num_lines_with
+from tests.lab.test_main_job import PAUSING
 from tests.patience import communicate, eventually, files_written, run_command
 
-MODEL = dense_model(8)
 JOB = """\
 model: model.py:build
 data: {public: {path: public.npz}, input_range: null}
@@ -28,9 +28,9 @@ recipe: {epochs: 100000, optimizer: sgd, learning_rate: 0.001, metrics: [accurac
 def project(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     directory = tmp_path_factory.mktemp("runs")
     generator = np.random.default_rng(0)
-    labels = generator.integers(0, 3, 512, dtype=np.int32)
-    np.savez(directory / "public.npz", x=generator.random((512, 8), np.float32), y=labels)
-    with emulated(directory, 1, {"model.py": MODEL, "job.yaml": JOB}, cpu=0.5):
+    labels = generator.integers(0, 2, 512, dtype=np.int32)
+    np.savez(directory / "public.npz", x=generator.random((512, 8, 8, 1), np.float32), y=labels)
+    with emulated(directory, 1, {"model.py": PAUSING, "job.yaml": JOB}, cpu=0.5):
         yield directory
 
 
@@ -44,9 +44,11 @@ def test_detached_run_outlives_its_terminal_and_is_found_watched_and_stopped(pro
     login = run_command(["setsid", "--wait", *command], cwd=project)
     assert login.returncode == 0, login.stderr
     run_id = json.loads(login.stdout)["run"]
-    process = json.loads((project / ".csdctl" / "runs" / run_id / "process.json").read_text())
-    os.kill(process["pid"], signal.SIGHUP)
-    assert eventually(lambda: runs(project)[run_id]["epoch"] >= 2, functools.partial(files_written, project))
+    run = project / ".csdctl" / "runs" / run_id
+    os.kill(json.loads((run / "process.json").read_text())["pid"], signal.SIGHUP)
+    # The list takes a second of a core: it is asked when the events of both ranks have the epoch.
+    ends, progress = partial(num_lines_with, "EpochEnd", run), partial(files_written, project)
+    assert eventually(lambda: ends() >= 4 and runs(project)[run_id]["epoch"] >= 2, progress)
     assert runs(project)[run_id]["state"] == "running"
 
     second = csdctl(project, "train", "--batch-size", "64", "--skip-doctor")
@@ -60,10 +62,8 @@ def test_detached_run_outlives_its_terminal_and_is_found_watched_and_stopped(pro
     assert next(event for event in seen if event["event"] == "EpochEnd")["epoch"] >= 1
     frozen = subprocess.Popen([str(CSDCTL), "runs", "watch"], cwd=project, stdout=subprocess.DEVNULL)
     os.kill(frozen.pid, signal.SIGSTOP)
-    epoch = runs(project)[run_id]["epoch"]
-    assert eventually(
-        lambda: runs(project)[run_id]["epoch"] >= epoch + 3, functools.partial(files_written, project)
-    )
+    epoch, before = runs(project)[run_id]["epoch"], ends()
+    assert eventually(lambda: ends() >= before + 6 and runs(project)[run_id]["epoch"] >= epoch + 3, progress)
     frozen.kill()
     frozen.wait()
 
@@ -83,7 +83,7 @@ def test_hang_up_of_a_run_with_a_terminal_stops_it_in_order(project: Path) -> No
     with subprocess.Popen(command, cwd=project, stdout=subprocess.DEVNULL, text=True) as train:
         assert eventually(
             lambda: any(run["epoch"] >= 2 for run_id, run in runs(project).items() if run_id not in before),
-            functools.partial(files_written, project),
+            partial(files_written, project),
         )
         train.send_signal(signal.SIGHUP)
         communicate(train, project)

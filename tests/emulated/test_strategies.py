@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.emulated.running import document, emulated, refuse, succeed
+from tests.emulated.running import document, emulated, succeed
 from tests.emulated.test_features import NUM_SAMPLES, weights_of, write_all
 from tests.emulated.training import events_of, kill_rank, nothing_is_left, start_training, wait_for_epochs
 from tests.patience import communicate
@@ -54,7 +54,6 @@ ACTIVATION_BYTES = 2 * NUM_SAMPLES * (8 * 100 * 4 + 4)
 @pytest.fixture(scope="module")
 def project(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     files = {"job.yaml": JOB, "model.py": MODEL}
-    files["closed.yaml"] = JOB.replace(", activations: may-leave", "")
     files["trained.yaml"] = JOB.replace(":build", ":build_trained")
     files["long.yaml"] = files["trained.yaml"].replace("epochs: 2", "epochs: 100000")
     with emulated(tmp_path_factory.mktemp("strategies"), 2, files) as directory:
@@ -95,13 +94,6 @@ def test_features_of_private_samples_stay_and_activations_are_counted(
     manifest = json.loads(Path(project, reports["features"]["path"], "manifest.json").read_text())
     assert manifest["features"]["num_computed"] == 3 * NUM_SAMPLES
     assert sent_in(project, reports["split"])["csd0", "host", "activations"] == ACTIVATION_BYTES
-
-
-def test_split_over_private_data_is_refused_unless_the_job_says_that_activations_may_leave(
-    project: Path,
-) -> None:
-    said = refuse(project, "train", "closed.yaml", *STRATEGIES["split"], *RUN)
-    assert "add `activations: may-leave`" in said
 
 
 @pytest.mark.thorough

@@ -48,7 +48,8 @@ def test_that_ends():
 """
 
 
-@pytest.mark.parametrize("options", [["-n", "0"], ["-n", "1"]], ids=["alone", "side by side"])
+@pytest.mark.first(1)
+@pytest.mark.parametrize("options", [["-n", "1"], ["-n", "0"]], ids=["side by side", "alone"])
 def test_that_hangs_fails_with_all_stacks_and_the_next_one_runs(options: list[str], tmp_path: Path) -> None:
     (tmp_path / "conftest.py").write_text(SETTINGS)
     (tmp_path / "test_waiting.py").write_text(TESTS)

@@ -42,6 +42,7 @@ def write(history: History, directory: Path) -> RunDirectory:
     return run
 
 
+@pytest.mark.first(20)
 @pytest.mark.parametrize("seed", range(60))
 def test_every_figure_equals_that_of_the_script(seed: int) -> None:
     history = History(Random(seed))
@@ -58,6 +59,7 @@ def test_every_figure_equals_that_of_the_script(seed: int) -> None:
         check_counters(history, expected)
 
 
+@pytest.mark.first(15)
 @pytest.mark.parametrize("seed", range(40))
 def test_figures_of_a_run_that_goes_on_equal_those_of_the_script(seed: int, tmp_path: Path) -> None:
     random = Random(seed)

@@ -173,6 +173,7 @@ def test_ranks_train_as_fit_does_and_all_hold_the_same_bits() -> None:
     assert found[0][0].count == BATCH
 
 
+@pytest.mark.first(1)
 @pytest.mark.parametrize(
     "engine",
     [

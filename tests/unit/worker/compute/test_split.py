@@ -149,6 +149,7 @@ def compiled(build: Callable[[], Any], recipe: Recipe) -> Any:
     return model
 
 
+@pytest.mark.first(2)
 @pytest.mark.parametrize("name", CASES)
 def test_parts_take_the_steps_of_the_whole_model(name: str) -> None:
     build, layer, recipe = CASES[name]

@@ -302,6 +302,7 @@ def run_group(collective: str, deviation: str = "") -> list[dict[str, Any]]:
         return [json.loads(process.communicate()[0]) for process in ranks]
 
 
+@pytest.mark.first(1)  # the next test has the other one
 @pytest.mark.parametrize("collective", ["star", "allreduce"])
 def test_two_servers_sum_gather_and_pass_on(collective: str) -> None:
     answers = run_group(collective)

@@ -19,6 +19,7 @@ CANARY = 987_654
 """A label that no output of the model is for: TensorFlow names the labels of such a batch."""
 
 
+@pytest.mark.first(1)
 @pytest.mark.parametrize("is_private", [True, False])
 def test_only_the_type_of_an_unforeseen_error_leaves_a_rank_with_private_data(
     tmp_path: Path, *, is_private: bool

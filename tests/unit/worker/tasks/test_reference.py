@@ -181,6 +181,7 @@ def test_right_engine_is_found_right() -> None:
     assert "normalization by the batch in batch_normalization" in reason
 
 
+@pytest.mark.first(1)
 @pytest.mark.parametrize(
     "collective",
     [
@@ -244,10 +245,17 @@ def reduced(kind: type[Reduced] = Reduced) -> Any:
     return model
 
 
-def test_means_are_equal_to_one_batch() -> None:
-    one_batch = Judged(reduced, add).reference.one_batch
+def test_means_are_equal_to_one_batch_and_a_reference_that_changes_nothing_does_not_pass() -> None:
+    found = Judged(reduced, add)
+    one_batch = found.reference.one_batch
     assert one_batch is not None
     assert one_batch.difference <= NEAR * one_batch.spread
+    step = found.reference._step
+    found.reference._start.restore()
+    for rate in step.learning_rates:
+        rate.assign(0.0)
+    found.reference._start = Snapshot(step.state)
+    assert found.reference.measure_update(found.after) == np.inf
 
 
 def test_loss_that_is_no_mean_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -266,13 +274,3 @@ def test_layers_draw_the_same_numbers_in_the_reference() -> None:
     assert found.update < 1e-4
     (reason,) = found.reference.not_one_batch
     assert reason.startswith("random numbers in dropout")
-
-
-def test_reference_that_changes_nothing_does_not_pass() -> None:
-    found = Judged(reduced, add)
-    step = found.reference._step
-    found.reference._start.restore()
-    for rate in step.learning_rates:
-        rate.assign(0.0)
-    found.reference._start = Snapshot(step.state)
-    assert found.reference.measure_update(found.after) == np.inf

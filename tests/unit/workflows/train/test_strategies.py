@@ -78,8 +78,10 @@ def load(directory: Path, more: str) -> Job:
     return load_job(directory / "job.yaml")
 
 
-def test_activations_of_private_samples_leave_without_noise_alone(tmp_path: Path) -> None:
+def test_activations_of_private_samples_leave_if_the_job_says_so_and_has_no_noise(tmp_path: Path) -> None:
     check_job(load(tmp_path, ", activations: may-leave"))
+    with pytest.raises(InputError, match="which the job does not allow"):
+        check_job(load(tmp_path, ""))
     more = ", activations: may-leave, noise: {noise_multiplier: 1.0, l2_norm_clip: 1.0, delta: 1e-5}"
     with pytest.raises(InputError, match="noise hides each sample in a sum"):
         check_job(load(tmp_path, more))

@@ -329,7 +329,8 @@ def test_its_output_does_not_leave_the_worker(spec: PrepareSpec, end: str) -> No
     assert done.returncode == {"return": 0, "raise ": 2, "os._ex": 3}[end[:6]]
 
 
-@pytest.mark.parametrize("top", [TF, "from keras import ops\nimport tensorflow as tf; tf.zeros((2, 2))"])
+@pytest.mark.first(1)
+@pytest.mark.parametrize("top", ["from keras import ops\nimport tensorflow as tf; tf.zeros((2, 2))", TF])
 def test_worker_sets_threads_before_the_users_tensorflow_starts(spec: PrepareSpec, top: str) -> None:
     """Pictures are decoded with TensorFlow, after the function has started it."""
     body = "import tensorflow as tf; tf.zeros((2, 2)) + 1\n"
