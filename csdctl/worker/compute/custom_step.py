@@ -124,7 +124,7 @@ class CustomStep(RankStep):
 
         Raises what `exchange` raises, after all variables have returned to their values before the step.
         """
-        return self.read_sums(self._run(images, labels, exchange))
+        return self._sums(self._run(images, labels, exchange)[self.layouts[-1].num_states :])
 
     def alone(self, images: Array, labels: Array, *, private_copies: Array | None = None) -> Sums:
         """Take a step of a rank without other ranks."""
@@ -186,10 +186,6 @@ class CustomStep(RankStep):
         vector[self.layout.gradients] = np.concatenate(list(map(np.multiply, gradients, weights)))
         return vector
 
-    def rehearse_alone(self, images: Array, labels: Array) -> None:
-        """Take a step of a rank without other ranks and undo it."""
-        self.local(images, labels)
-
     def rehearse(self, images: Array, labels: Array, private_copies: Array | None, *, is_alone: bool) -> None:
         """Reach full speed; the model stays as it was."""
         for _ in range(2):
@@ -212,10 +208,6 @@ class CustomStep(RankStep):
                 f"test_step of {type(self.model).__name__} fails: {describe(error)}",
                 "define test_step, compile the model with a loss, or leave out data.validation",
             ) from None
-
-    def read_sums(self, total: Array) -> Sums:
-        """Return loss, states of metrics and count of the last summed vector of a step."""
-        return self._sums(total[self.layouts[-1].num_states :])
 
     def metrics(self, sums: Sums) -> dict[str, float]:
         """Return the metrics of all samples of `sums` by name, but neither the loss nor unused ones."""

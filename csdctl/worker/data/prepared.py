@@ -5,7 +5,7 @@ never loaded: the memory that a rank needs does not grow with its shard.
 """
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
@@ -62,11 +62,6 @@ class PreparedSamples:
     def labels(self, indices: Array) -> Array:
         """Return the labels, shape (n, …), at `indices`, shape (n,), in the order of the file."""
         return as_labels(self._labels[self._rows[np.sort(indices)] + self._first_row])
-
-    def batches(self, batch_size: int) -> Iterator[tuple[Array, Array]]:
-        """Yield all samples once, in the order of the file: for evaluation."""
-        for start in range(0, len(self), batch_size):
-            yield self.span(start, batch_size)
 
     def span(self, start: int, most: int) -> tuple[Array, Array]:
         """Return up to `most` samples and labels from index `start` on, in the order of the file."""

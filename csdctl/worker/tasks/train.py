@@ -407,8 +407,8 @@ def evaluate(
     """Return mean loss and metrics over `validation` as fields of an EpochEnd; emit progress meanwhile."""
     results: list[Sums] = []
     reported = time.monotonic()
-    for batch in validation.batches(EVALUATION_BATCH):
-        results.append(step.evaluate(*batch))
+    for start in range(0, len(validation), EVALUATION_BATCH):
+        results.append(step.evaluate(*validation.span(start, EVALUATION_BATCH)))
         if time.monotonic() - reported >= progress_interval_s:
             reported = time.monotonic()
             num_done = min(len(results) * EVALUATION_BATCH, len(validation))
