@@ -30,18 +30,12 @@ SumSizes = Annotated[tuple[tuple[Count, Count], ...], MaxLength(1 << 12)]
 class Chunk:
     """A part of a vector that is sent as one message."""
 
-    start: int
-    """Where it begins on the wire, in elements of float32; `stop`: where it ends."""
-    stop: int
+    wire: slice
+    """Its place on the wire, in elements of float32."""
     elements: slice
     """Its place in the vector."""
     is_halved: bool = False
     """Whether it is sent as bfloat16."""
-
-    @property
-    def wire(self) -> slice:
-        """Its place on the wire."""
-        return slice(self.start, self.stop)
 
 
 class Collective:
@@ -253,8 +247,9 @@ class Star(Collective):
 def _divide(size: int, num_halved: int) -> list[Chunk]:
     """Return the chunks of a vector, `num_halved` elements of which are sent as bfloat16."""
     saved = num_halved // 2
-    halved = [Chunk(a, b, slice(2 * a, 2 * b), is_halved=True) for a, b in _bounds(0, saved)]
-    return halved + [Chunk(a, b, slice(a + saved, b + saved)) for a, b in _bounds(saved, size - saved)]
+    halved = [Chunk(slice(a, b), slice(2 * a, 2 * b), is_halved=True) for a, b in _bounds(0, saved)]
+    whole = _bounds(saved, size - saved)
+    return halved + [Chunk(slice(a, b), slice(a + saved, b + saved)) for a, b in whole]
 
 
 def _bounds(start: int, stop: int) -> list[tuple[int, int]]:
