@@ -32,7 +32,7 @@ from csdctl.worker.compute.interception import (
 )
 from csdctl.worker.compute.keras_internals import build_symbolically, find_globals
 from csdctl.worker.compute.objective import LOSS, MetricStates, as_tensors, scale, specs_of, symbolic
-from csdctl.worker.compute.statistics import Seeds
+from csdctl.worker.compute.statistics import Seeds, Snapshot
 from csdctl.worker.compute.step import RankStep, Step, Sums
 from csdctl.worker.data.arrays import Array
 from csdctl.worker.process.errors import InputError, WorkerError, describe
@@ -171,7 +171,7 @@ class CustomStep(RankStep):
         It is what the ranks are judged by: train_step is called eagerly, and the gradients that it applies
         are multiplied by n here. Leaves the state after the step.
         """
-        random_states = self.seeds.save()
+        random_states = Snapshot(self.seeds.states)
         vector = np.array(self.local(images, labels, totals=totals), np.float64)
         random_states.restore()  # layers draw the same numbers again
         if not len(images):

@@ -200,7 +200,7 @@ class SplitStep(PrefixStep):
         else:
             self.seeds.set_step(step, rank)
         found = compute()
-        self._drawn[rank] = self.seeds.save()
+        self._drawn[rank] = Snapshot(self.seeds.states)
         return found
 
     def head(self, outputs: Array, labels: Array, weight: float) -> tuple[Array, float]:
