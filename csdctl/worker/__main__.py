@@ -10,6 +10,7 @@ import atexit
 import contextlib
 import os
 import sys
+from collections import deque
 from collections.abc import Callable
 from importlib import import_module
 from pathlib import Path
@@ -91,19 +92,12 @@ def _answer_guarded(doing: str, function: str, kind: str) -> int:
     from csdctl.worker.protocol.datasets import PrepareProgress
 
     answer, request_type = _import(function), _import(kind)
-    request, latest = _read_request(), PrepareProgress()
-
-    def note(progress: PrepareProgress) -> None:
-        nonlocal latest
-        latest = progress
-
-    def working() -> str:
-        return to_frame(PROGRESS, latest)
+    request, latest = _read_request(), deque([PrepareProgress()], maxlen=1)
 
     def run_answer(output: GuardedOutput) -> object:
-        with output.heartbeat(working):
-            found: object = answer(from_json(request_type, request), on_progress=note)
-        output.write_line(working())
+        with output.heartbeat(lambda: to_frame(PROGRESS, latest[0])):
+            found: object = answer(from_json(request_type, request), on_progress=latest.append)
+        output.write_line(to_frame(PROGRESS, latest[0]))
         return found
 
     return _guard(doing, run_answer)

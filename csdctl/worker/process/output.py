@@ -83,12 +83,7 @@ def set_event_sink(write_line: Callable[[str], None]) -> None:
     _sinks.append(write_line)
 
 
-def _print(line: str) -> None:
-    sys.stdout.write(line + "\n")
-    sys.stdout.flush()
-
-
-_sinks: list[Callable[[str], None]] = [_print]
+_sinks: list[Callable[[str], None]] = [lambda line: print(f"{line}\n", end="", flush=True)]
 """Where the lines of events went so far; the last one counts."""
 
 
