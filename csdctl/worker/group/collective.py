@@ -161,7 +161,7 @@ class Star(Collective):
         Rank 0 raises PeerFaultError for a vector that does not end as `expected`, and keeps its sum.
         """
         if self._world.rank == 0:
-            self._add(on_wait, expected, is_sending=True)
+            self.add(on_wait, expected, is_sending=True)
             return
         chunks = next(self._next_chunks)
         requests = [self._world.start_receive(self._total[chunk.wire], 0, _DOWN) for chunk in chunks]
@@ -169,9 +169,27 @@ class Star(Collective):
         for request in [*requests, *sending]:
             wait_sleeping(request, on_wait)
 
-    def add(self, on_wait: OnWait = ignore_wait, expected: ExpectedTails | None = None) -> None:
-        """Rank 0: sum all vectors into `total`, as `sum` does, and send nothing: `spread` is next."""
-        self._add(on_wait, expected, is_sending=False)
+    def add(self, on_wait: OnWait, expected: ExpectedTails | None, *, is_sending: bool = False) -> None:
+        """Rank 0: sum all vectors into `total`, as `sum` does; unless `is_sending`, `spread` is next."""
+        self.post_receives()
+        self.flush(on_wait)
+        self._summed = next(self._next_size)
+        for chunk in self._chunks:
+            while self._arriving and self._arriving[0][0] == chunk:
+                wait_sleeping(self._arriving[0][2], on_wait, self.find_missing)
+                self._add_next()
+            if self._world.size == 1:
+                self._total[chunk.elements] = self._local[chunk.elements]
+            else:
+                own, total = self._local[chunk.elements], self._total[chunk.elements]
+                self._numpy.add(self._partial[chunk.elements], own, out=total)
+            if expected and chunk is self._chunks[-1]:
+                size, num_halved = self._summed
+                on_wire = replace(expected, start=expected.start - num_halved // 2)
+                on_wire.check([vector[: size - num_halved // 2] for vector in self._received])
+            if is_sending:
+                self._send(chunk)
+        self._has_posted = False
 
     def spread(self) -> None:
         """Rank 0: send `total`, to which the sums of other groups have been added."""
@@ -210,27 +228,6 @@ class Star(Collective):
         if not chunk.is_halved:
             return vector[chunk.wire]
         return self._bf16.from_bf16(vector[chunk.wire].view(self._numpy.uint16))
-
-    def _add(self, on_wait: OnWait, expected: ExpectedTails | None, *, is_sending: bool) -> None:
-        self.post_receives()
-        self.flush(on_wait)
-        self._summed = next(self._next_size)
-        for chunk in self._chunks:
-            while self._arriving and self._arriving[0][0] == chunk:
-                wait_sleeping(self._arriving[0][2], on_wait, self.find_missing)
-                self._add_next()
-            if self._world.size == 1:
-                self._total[chunk.elements] = self._local[chunk.elements]
-            else:
-                own, total = self._local[chunk.elements], self._total[chunk.elements]
-                self._numpy.add(self._partial[chunk.elements], own, out=total)
-            if expected and chunk is self._chunks[-1]:
-                size, num_halved = self._summed
-                on_wire = replace(expected, start=expected.start - num_halved // 2)
-                on_wire.check([vector[: size - num_halved // 2] for vector in self._received])
-            if is_sending:
-                self._send(chunk)
-        self._has_posted = False
 
     def _send(self, chunk: Chunk) -> None:
         """Send a chunk of `total` as it is on the wire; `total` is rounded as for the others."""
