@@ -88,8 +88,6 @@ def import_packed(archive: str, modules: Sequence[str]) -> dict[str, Any]:
 
     Raises WorkerError, exit code 2, if one cannot be imported on this machine.
     """
-    if not archive:
-        return {}
     sys.path.insert(0, archive)
     remedy = "install what it imports, or add the user's own modules to `code` in job.yaml"
     for name in modules:
