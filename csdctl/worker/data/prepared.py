@@ -91,18 +91,11 @@ class EpochReader:
         self._orders: dict[tuple[int, int], Array] = {}
         self._public_rows: dict[int, Array] = {}
 
-    def empty_batch(self) -> tuple[Array, Array]:
-        """Return zero samples, shape (0, …), and zero labels: for their shapes and types."""
+    def first(self, count: int) -> tuple[Array, Array]:
+        """Return the first `count` samples, or all if there are fewer: to warm up, and for their types."""
         source = self._private or self._public
         if source is None:
             raise WorkerError("this rank has no data", remedy="run `csdctl tune` again")
-        return source.read(np.zeros(0, np.int64))
-
-    def first(self, count: int) -> tuple[Array, Array]:
-        """Return the first `count` samples, or all if there are fewer: to warm up."""
-        source = self._private if self._private and len(self._private) else self._public
-        if source is None or len(source) == 0:
-            return self.empty_batch()
         return source.span(0, count)
 
     def set_epoch(self, epoch: int) -> None:
@@ -129,7 +122,7 @@ class EpochReader:
                 self.read_reassigned(share.reassigned) if reassigned is None else self._unpack(reassigned)
             )
         if not batches:
-            return self.empty_batch()
+            return self.first(0)
         if len(batches) == 1:
             return batches[0]
         samples, labels = zip(*batches, strict=True)
@@ -160,7 +153,7 @@ class EpochReader:
         return samples.tobytes() + labels.tobytes()
 
     def _unpack(self, packed: bytes | bytearray) -> tuple[Array, Array]:
-        samples, labels = self.empty_batch()
+        samples, labels = self.first(0)
         count = len(packed) // sample_bytes(samples, labels)
         parts = np.split(np.frombuffer(packed, np.uint8), [count * sample_bytes(samples)])
         return (
@@ -208,10 +201,6 @@ class SyntheticReader:
         self._element_spec, self._num_indices = element_spec, num_indices
         self._generator = np.random.default_rng(rank)
         self._batch: tuple[Array, Array] = random_batch(self._generator, element_spec, 0, num_indices)
-
-    def empty_batch(self) -> tuple[Array, Array]:
-        """Return zero samples, shape (0, …), and zero labels: for their shapes and types."""
-        return self.first(0)
 
     def first(self, count: int) -> tuple[Array, Array]:
         """Return `count` samples and their labels."""

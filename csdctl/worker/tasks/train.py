@@ -271,7 +271,7 @@ class Train(ModelTask):
             if self.is_root:
                 communicator.send(index, self.reader.pack_reassigned(batch.reassigned), SAMPLES)
                 continue
-            num_bytes = batch.num_reassigned * sample_bytes(*self.reader.empty_batch())
+            num_bytes = batch.num_reassigned * sample_bytes(*self.reader.first(0))
             if index == communicator.rank:
                 received = communicator.receive(0, num_bytes, SAMPLES)
             else:

@@ -552,7 +552,7 @@ class Verify(ModelTask):
 
     def _draw(self, rank: int, count: int) -> tuple[Array, Array]:
         """Return the random samples of a rank; of the head of a model, their features."""
-        seed, example = self.spec.recipe.seed, self.reader.empty_batch()
+        seed, example = self.spec.recipe.seed, self.reader.first(0)
         samples, labels = draw_samples(seed, rank, count, example, self.whole_model, self._ranges)
         return (self.to_features(samples) if self.spec.head else samples), labels
 
