@@ -281,9 +281,6 @@ class SplitStep(PrefixStep):
         self.optimizer.apply(self._join(gradients, of_head), self.whole.model.trainable_variables)
 
 
-Batch = tuple[Array, Array]
-
-
 def time_parts(spec: PartsSpec, **_: Any) -> PartTimes:
     """Return the seconds of a batch of the whole model and of its parts; raises WorkerError."""
     load_backend(spec.runtime)
@@ -310,7 +307,7 @@ def time_parts(spec: PartsSpec, **_: Any) -> PartTimes:
     )
 
 
-def _time_cut(step: Step, layer: str, spec: PartsSpec, batch: Batch) -> CutTimes:
+def _time_cut(step: Step, layer: str, spec: PartsSpec, batch: tuple[Array, Array]) -> CutTimes:
     split = SplitStep(step, layer, spec.recipe, (batch[0][:1], batch[1][:1]))
     split.set_step(0, 0.0)
     split.begin()

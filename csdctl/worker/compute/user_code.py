@@ -125,9 +125,6 @@ _AUGMENT = 2
 """The last element of the seed: it keeps these numbers apart from the order of samples (prepared.py)."""
 _MAX_GLOBAL_SEED = 1 << 32
 
-Parts = Array | dict[str, Array]
-"""An array, or the arrays of a model with several inputs or outputs by name."""
-
 
 class Augmentation:
     """The function of one rank."""
@@ -226,7 +223,7 @@ class Augmentation:
         )
 
 
-def _unpack(array: Array) -> Parts:
+def _unpack(array: Array) -> Array | dict[str, Array]:
     """Return a copy, which the function may write to: an array, or a dict of arrays by field."""
     if array.dtype.names is None:
         return np.array(array)

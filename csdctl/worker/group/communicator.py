@@ -28,6 +28,7 @@ from csdctl.worker.group.channel import (
 from csdctl.worker.group.messages import (
     MAX_VALUE_BYTES,
     ConnectionRows,
+    NumBytes,
     gather_traffic,
     join_parts,
     joined_bytes,
@@ -43,7 +44,7 @@ from csdctl.worker.group.values import (
     encode_value,
 )
 from csdctl.worker.protocol.events import TRAFFIC_NAMES, SentBytes
-from csdctl.worker.protocol.json_codec import Between, OneOf, RankNumber
+from csdctl.worker.protocol.json_codec import OneOf, RankNumber
 from csdctl.worker.protocol.orders import ALONE, COLLECTIVE_NAMES, STAR
 
 MAX_FAULT_CHARACTERS = 300
@@ -271,9 +272,7 @@ class LinkCommunicator(Communicator):
             raise LinkLostError
 
 
-_Row = tuple[
-    Annotated[str, OneOf(TRAFFIC_NAMES)], RankNumber, RankNumber, Annotated[int, Between(0, 1 << 50)]
-]
+_Row = tuple[Annotated[str, OneOf(TRAFFIC_NAMES)], RankNumber, RankNumber, NumBytes]
 
 
 def by_server(ranks: Sequence[int], servers: Sequence[int]) -> list[list[int]]:

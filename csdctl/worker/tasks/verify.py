@@ -345,8 +345,7 @@ MAX_INTEGER = 128
 """Integers are drawn below this and below the size of every embedding, where nothing is known of the data."""
 MAX_COLUMNS = 1024
 """Largest number of columns of a table whose columns have ranges of their own."""
-Column = tuple[float, float]
-Ranges = dict[str, Annotated[tuple[Column, ...], MaxLength(MAX_COLUMNS, 1)]]
+Ranges = dict[str, Annotated[tuple[tuple[float, float], ...], MaxLength(MAX_COLUMNS, 1)]]
 """The smallest and largest value of each column, or of all, by field of the samples ('' without fields)."""
 
 
