@@ -39,7 +39,7 @@ from csdctl.worker.ingest.partial_dataset import (
     find_stored,
     make_store,
 )
-from csdctl.worker.ingest.sources.source import Block, convert_write_errors
+from csdctl.worker.ingest.sources.source import Block
 from csdctl.worker.process.errors import InputError, WorkerError
 from csdctl.worker.protocol.datasets import DatasetInfo, PrepareProgress
 from csdctl.worker.protocol.features import (
@@ -106,8 +106,7 @@ def _store_rows(
     samples = PreparedSamples(spec.source)
     num_rows = len(samples) * num_views(spec.augmented)
     target = _target_of(spec)
-    with convert_write_errors():
-        make_store(target.parent, Path(spec.source.images), is_shared=False)
+    make_store(target.parent, Path(spec.source.images), is_shared=False)
     if done := find_stored(target):
         return done, 0
     directory = target.with_name(f".part-{target.name}")

@@ -48,6 +48,7 @@ LOCK_DEADLINE_S = 10.0
 """Seconds to wait for a worker that has the lock; one whose csdctl was killed takes a moment to exit."""
 
 
+@convert_write_errors()
 def make_store(store: Path, source: Path, *, is_shared: bool) -> None:
     """Create the directory of prepared data sets; raises WorkerError where another user could change them.
 

@@ -41,7 +41,6 @@ from csdctl.worker.ingest.sources.source import (
     SampleSource,
     Tree,
     conform,
-    convert_write_errors,
     data_error,
     num_threads,
     read_tree,
@@ -135,8 +134,7 @@ def prepare(
     source_format, open_source = detect_format(tree, spec)
     fingerprint = tree.fingerprint(fingerprint_settings(source_format, tree, spec))
     target = Path(spec.store) / fingerprint
-    with convert_write_errors():
-        make_store(Path(spec.store), tree.root, is_shared=spec.is_shared)
+    make_store(Path(spec.store), tree.root, is_shared=spec.is_shared)
     find = functools.partial(find_stored, target, (tree.root,), is_checked=spec.is_checked)
     # A function that is called with its own file reads what nobody else knows of.
     is_read_again = spec.is_checked and _is_own_file(spec, tree.root)
