@@ -67,7 +67,7 @@ class CustomStep(RankStep):
         if not all(getattr(metric, "built", True) for metric in self._find_metrics()):
             self._trace_once(self._call_train_step, self.signature)
         self._metrics = MetricStates(self._find_metrics(), ())
-        self._named = self._metrics.names
+        self._named = list(self._metrics.compute((0.0,) * self._metrics.size))
         self._evaluate: Any = None
         self._exchange: Exchange = _keep
         self._error: Exception | None = None

@@ -45,11 +45,6 @@ class MetricStates:
         self._initial = [np.asarray(variable.value).copy() for variable in self._variables]
         self.size = sum(int(initial.size) for initial in self._initial)
 
-    @property
-    def names(self) -> list[str]:
-        """Names of all results."""
-        return list(self.compute((0.0,) * self.size))
-
     def reset(self) -> None:
         """Set the initial state; inside a graph."""
         for variable, initial in zip(self._variables, self._initial, strict=True):

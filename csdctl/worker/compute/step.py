@@ -295,11 +295,6 @@ class RankStep:
         return [self.optimizer.learning_rate]
 
     @property
-    def learning_rate(self) -> float:
-        """The first optimizer's learning rate."""
-        return float(self.optimizers[0].learning_rate)
-
-    @property
     def metric_names(self) -> list[str]:
         """Names of the results of `metrics`."""
         return list(self.metrics(Sums(0.0, (0.0,) * self.objective.metrics.size, 0.0)))

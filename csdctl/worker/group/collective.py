@@ -52,13 +52,8 @@ class Collective:
         sent as bfloat16; by default one sum of all, as float32.
         """
         self._world, self._local, self._total = world, local, total
-        self._sizes = tuple(sizes) or ((len(local), 0),)
-        self._next_size = cycle(self._sizes)
-
-    @property
-    def num_sums(self) -> int:
-        """Sums of a step."""
-        return len(self._sizes)
+        self.sizes = tuple(sizes) or ((len(local), 0),)
+        self._next_size = cycle(self.sizes)
 
     @property
     def is_sending(self) -> bool:
@@ -100,7 +95,7 @@ class Star(Collective):
 
     def __init__(self, world: World, local: Any, total: Any, sizes: SumSizes = ()) -> None:
         super().__init__(world, local, total, sizes)
-        self._next_chunks = cycle([_divide(*size) for size in self._sizes])
+        self._next_chunks = cycle([_divide(*size) for size in self.sizes])
         self._chunks: list[Chunk] = []
         """Those of the latest sum, or of the next one as soon as its receives are posted."""
         self._summed = (0, 0)
@@ -119,7 +114,7 @@ class Star(Collective):
             self._received = [numpy.empty_like(local) for _ in range(1, world.size)]
             # The rank may still read the last sum in `total` when the first vector of the next one arrives.
             self._partial = numpy.empty_like(local)
-            has_halves = any(num_halved for _, num_halved in self._sizes)
+            has_halves = any(num_halved for _, num_halved in self.sizes)
             self._sent = numpy.empty_like(local) if has_halves else total
             """The sum as it is on the wire."""
 
@@ -304,7 +299,7 @@ def find_slowest_s(world: World, own_s: float, on_wait: OnWait = ignore_wait) ->
 def _time_sum(world: World, collective: Collective, on_wait: OnWait) -> float:
     allgather(world, b"", 0, on_wait)
     started_s = time.perf_counter()
-    for _ in range(collective.num_sums):
+    for _ in collective.sizes:
         collective.sum(on_wait)
     seconds = time.perf_counter() - started_s
     collective.flush(on_wait)

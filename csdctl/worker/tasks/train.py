@@ -387,7 +387,8 @@ class Train(ModelTask):
     def _report_epoch_end(self, results: dict[str, Any], group: Group) -> None:
         fields: dict[str, Any] = {}
         if self.is_root:  # a rank that has joined at the end of the epoch has set no rate yet
-            rate = self.step.learning_rate if self._epoch_totals.steps else self._learning_rate()
+            latest = self.step.optimizers[0].learning_rate
+            rate = float(latest) if self._epoch_totals.steps else self._learning_rate()
             fields = {
                 **self._epoch_results(),
                 "learning_rate": rate,
