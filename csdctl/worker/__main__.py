@@ -21,8 +21,8 @@ from csdctl.worker.process.output import (
     GuardedOutput,
     emit,
     end_without_reader,
+    event_sinks,
     exit_with_failure,
-    set_event_sink,
 )
 from csdctl.worker.protocol.events import UNKNOWN_NODE, Misbehaved
 from csdctl.worker.protocol.json_codec import (
@@ -165,7 +165,7 @@ def _redirect_output(run_id: str, rank: int) -> str:
     """
     path = f".csdctl/logs/{run_id}-rank-{rank}.log"
     os.makedirs(os.path.dirname(path), mode=0o700, exist_ok=True)
-    set_event_sink(GuardedOutput(path).write_line)
+    event_sinks.append(GuardedOutput(path).write_line)
     return path
 
 
