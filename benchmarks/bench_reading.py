@@ -33,7 +33,7 @@ reader.set_epoch(1)
 segment = begin_epoch([OwnSamples(0, num_rows)], {0: 32})
 tf, keras = load_backend()
 model = keras.applications.MobileNetV2(input_shape=(64, 64, 3), classes=200, weights=None)
-step = Step(model, compile_model(model, spec.recipe), reader.empty_batch())
+step = Step(model, compile_model(model, spec.recipe), reader.first(0))
 for number in range(3):
     step.alone(*reader.read(segment.shares[0].batch(number)))
 started = time.perf_counter()

@@ -10,6 +10,7 @@ import atexit
 import contextlib
 import os
 import sys
+from collections import deque
 from collections.abc import Callable
 from importlib import import_module
 from pathlib import Path
@@ -20,8 +21,8 @@ from csdctl.worker.process.output import (
     GuardedOutput,
     emit,
     end_without_reader,
+    event_sinks,
     exit_with_failure,
-    set_event_sink,
 )
 from csdctl.worker.protocol.events import UNKNOWN_NODE, Misbehaved
 from csdctl.worker.protocol.json_codec import (
@@ -91,19 +92,12 @@ def _answer_guarded(doing: str, function: str, kind: str) -> int:
     from csdctl.worker.protocol.datasets import PrepareProgress
 
     answer, request_type = _import(function), _import(kind)
-    request, latest = _read_request(), PrepareProgress()
-
-    def note(progress: PrepareProgress) -> None:
-        nonlocal latest
-        latest = progress
-
-    def working() -> str:
-        return to_frame(PROGRESS, latest)
+    request, latest = _read_request(), deque([PrepareProgress()], maxlen=1)
 
     def run_answer(output: GuardedOutput) -> object:
-        with output.heartbeat(working):
-            found: object = answer(from_json(request_type, request), on_progress=note)
-        output.write_line(working())
+        with output.heartbeat(lambda: to_frame(PROGRESS, latest[0])):
+            found: object = answer(from_json(request_type, request), on_progress=latest.append)
+        output.write_line(to_frame(PROGRESS, latest[0]))
         return found
 
     return _guard(doing, run_answer)
@@ -171,7 +165,7 @@ def _redirect_output(run_id: str, rank: int) -> str:
     """
     path = f".csdctl/logs/{run_id}-rank-{rank}.log"
     os.makedirs(os.path.dirname(path), mode=0o700, exist_ok=True)
-    set_event_sink(GuardedOutput(path).write_line)
+    event_sinks.append(GuardedOutput(path).write_line)
     return path
 
 

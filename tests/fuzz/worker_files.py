@@ -21,7 +21,7 @@ from csdctl.worker.data.schedule import OwnSamples, Segment, Span, begin_epoch
 from csdctl.worker.ingest.partial_dataset import PartialDataset, find_stored
 from csdctl.worker.ingest.sources.arrays import ArraySource, open_idx_pair, open_npz
 from csdctl.worker.ingest.sources.images import read_header
-from csdctl.worker.ingest.sources.source import DEFAULT_LIMITS, Block
+from csdctl.worker.ingest.sources.source import Block
 from csdctl.worker.process.errors import WorkerError
 from csdctl.worker.process.files import DAMAGED_ARCHIVE
 from csdctl.worker.protocol.datasets import DatasetInfo, PrepareSpec
@@ -111,7 +111,7 @@ HEADERS = (
 
 
 def _read(source: ArraySource) -> None:
-    for block in source.blocks(0, DEFAULT_LIMITS):
+    for block in source.blocks(0):
         str(block.samples.shape)
 
 

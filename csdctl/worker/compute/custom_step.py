@@ -32,7 +32,7 @@ from csdctl.worker.compute.interception import (
 )
 from csdctl.worker.compute.keras_internals import build_symbolically, find_globals
 from csdctl.worker.compute.objective import LOSS, MetricStates, as_tensors, scale, specs_of, symbolic
-from csdctl.worker.compute.statistics import Seeds
+from csdctl.worker.compute.statistics import Seeds, Snapshot
 from csdctl.worker.compute.step import RankStep, Step, Sums
 from csdctl.worker.data.arrays import Array
 from csdctl.worker.process.errors import InputError, WorkerError, describe
@@ -67,7 +67,7 @@ class CustomStep(RankStep):
         if not all(getattr(metric, "built", True) for metric in self._find_metrics()):
             self._trace_once(self._call_train_step, self.signature)
         self._metrics = MetricStates(self._find_metrics(), ())
-        self._named = self._metrics.names
+        self._named = list(self._metrics.compute((0.0,) * self._metrics.size))
         self._evaluate: Any = None
         self._exchange: Exchange = _keep
         self._error: Exception | None = None
@@ -124,7 +124,7 @@ class CustomStep(RankStep):
 
         Raises what `exchange` raises, after all variables have returned to their values before the step.
         """
-        return self.read_sums(self._run(images, labels, exchange))
+        return self._sums(self._run(images, labels, exchange)[self.layouts[-1].num_states :])
 
     def alone(self, images: Array, labels: Array, *, private_copies: Array | None = None) -> Sums:
         """Take a step of a rank without other ranks."""
@@ -171,7 +171,7 @@ class CustomStep(RankStep):
         It is what the ranks are judged by: train_step is called eagerly, and the gradients that it applies
         are multiplied by n here. Leaves the state after the step.
         """
-        random_states = self.seeds.save()
+        random_states = Snapshot(self.seeds.states)
         vector = np.array(self.local(images, labels, totals=totals), np.float64)
         random_states.restore()  # layers draw the same numbers again
         if not len(images):
@@ -185,10 +185,6 @@ class CustomStep(RankStep):
         weights = [self._weight if one.is_summed else self._weight * len(images) for one in self.layouts]
         vector[self.layout.gradients] = np.concatenate(list(map(np.multiply, gradients, weights)))
         return vector
-
-    def rehearse_alone(self, images: Array, labels: Array) -> None:
-        """Take a step of a rank without other ranks and undo it."""
-        self.local(images, labels)
 
     def rehearse(self, images: Array, labels: Array, private_copies: Array | None, *, is_alone: bool) -> None:
         """Reach full speed; the model stays as it was."""
@@ -212,10 +208,6 @@ class CustomStep(RankStep):
                 f"test_step of {type(self.model).__name__} fails: {describe(error)}",
                 "define test_step, compile the model with a loss, or leave out data.validation",
             ) from None
-
-    def read_sums(self, total: Array) -> Sums:
-        """Return loss, states of metrics and count of the last summed vector of a step."""
-        return self._sums(total[self.layouts[-1].num_states :])
 
     def metrics(self, sums: Sums) -> dict[str, float]:
         """Return the metrics of all samples of `sums` by name, but neither the loss nor unused ones."""

@@ -7,6 +7,7 @@ needs the package ai-edge-litert alone.
 
 import functools
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -26,37 +27,32 @@ BATCH_SIZE = 32
 """Samples of a forward pass. Always as many: a kernel may round differently for another number."""
 
 
+@dataclass(frozen=True)
 class BatchedPass:
     """A model that is run over samples in batches of one size, the last one padded."""
 
-    def __init__(
-        self,
-        compute: Callable[[Array], list[Array]],
-        convert: Callable[[list[Array]], Array],
-        batch_size: int = BATCH_SIZE,
-    ) -> None:
-        """`compute` returns the outputs of a batch, each of shape (batch_size, …).
-
-        `convert` makes the stored rows of them.
-        """
-        self._compute, self._convert, self._batch_size = compute, convert, batch_size
+    compute: Callable[[Array], list[Array]]
+    """Returns the outputs of a batch, each of shape (batch_size, …)."""
+    convert: Callable[[list[Array]], Array]
+    """Makes the stored rows of them."""
+    batch_size: int = BATCH_SIZE
 
     def run(self, samples: Array) -> Array:
         """Return a row, shape (n, …), for each of `samples`, shape (n, …)."""
-        size = self._batch_size
+        size = self.batch_size
         parts = [self._run_batch(samples[start : start + size]) for start in range(0, len(samples), size)]
         return np.concatenate(parts) if parts else self._run_batch(samples)
 
     def _run_batch(self, samples: Array) -> Array:
-        padded = np.zeros((self._batch_size, *samples.shape[1:]), samples.dtype)
+        padded = np.zeros((self.batch_size, *samples.shape[1:]), samples.dtype)
         padded[: len(samples)] = samples
-        outputs = self._compute(padded)
-        if any(output.shape[:1] != (self._batch_size,) for output in outputs):
+        outputs = self.compute(padded)
+        if any(output.shape[:1] != (self.batch_size,) for output in outputs):
             raise InputError(
                 "the model does not compute one row for each sample",
                 "use a model whose outputs have one row for each sample of the batch",
             )
-        return self._convert(outputs)[: len(samples)]
+        return self.convert(outputs)[: len(samples)]
 
 
 def forward_pass(part: Prefix, convert: Callable[[list[Array]], Array], layer: str = "") -> BatchedPass:

@@ -461,15 +461,11 @@ def repeatable_draws(seed: Any) -> Iterator[list[None]]:
         drawn.append(None)
         return tf.random.experimental.stateless_fold_in(seed, len(drawn))
 
-    def normal(shape: Any, mean: Any = 0.0, stddev: Any = 1.0, dtype: Any = tf.float32, **_: Any) -> Any:
-        return tf.random.stateless_normal(shape, next_seed(), mean, stddev, dtype)
+    def stateless(draw: Any) -> Any:
+        def call(shape: Any, *args: Any, seed: Any = None, name: Any = None, **options: Any) -> Any:
+            return draw(shape, next_seed(), *args, **options)
 
-    def truncated(shape: Any, mean: Any = 0.0, stddev: Any = 1.0, dtype: Any = tf.float32, **_: Any) -> Any:
-        return tf.random.stateless_truncated_normal(shape, next_seed(), mean, stddev, dtype)
-
-    def uniform(shape: Any, minval: Any = 0, maxval: Any = None, dtype: Any = tf.float32, **_: Any) -> Any:
-        maxval = 1 if maxval is None and tf.as_dtype(dtype).is_floating else maxval
-        return tf.random.stateless_uniform(shape, next_seed(), minval, maxval, dtype)
+        return call
 
     def categorical(logits: Any, num_samples: Any, dtype: Any = None, **_: Any) -> Any:
         return tf.random.stateless_categorical(logits, num_samples, next_seed(), dtype or tf.int64)
@@ -478,7 +474,8 @@ def repeatable_draws(seed: Any) -> Iterator[list[None]]:
         return tf.random.experimental.stateless_shuffle(value, next_seed())
 
     drawn: list[None] = []
-    own: dict[str, Any] = {"normal": normal, "truncated_normal": truncated, "uniform": uniform}
+    kinds = ("normal", "truncated_normal", "uniform")
+    own = {kind: stateless(getattr(tf.random, f"stateless_{kind}")) for kind in kinds}
     own |= {"categorical": categorical, "shuffle": shuffle}
     with mock.patch.multiple(tf.random, **own):
         yield drawn

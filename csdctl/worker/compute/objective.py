@@ -45,11 +45,6 @@ class MetricStates:
         self._initial = [np.asarray(variable.value).copy() for variable in self._variables]
         self.size = sum(int(initial.size) for initial in self._initial)
 
-    @property
-    def names(self) -> list[str]:
-        """Names of all results."""
-        return list(self.compute((0.0,) * self.size))
-
     def reset(self) -> None:
         """Set the initial state; inside a graph."""
         for variable, initial in zip(self._variables, self._initial, strict=True):
@@ -146,10 +141,6 @@ class Objective:
         self.counts_elements = not is_per_sample and (self._weighs_mean or ignores or has_mask)
         """Whether the loss is not divided by the number of samples, but by a number that varies."""
 
-    def tensors(self, samples: Array, labels: Array) -> tuple[Any, Any]:
-        """Return a batch as tensors; records become dicts of their fields."""
-        return as_tensors(samples), as_tensors(labels)
-
     def forward(self, samples: Any, labels: Any, *, training: bool) -> BatchLoss:
         """Compute loss and metrics of one batch; inside a graph."""
         self.metrics.reset()
@@ -170,7 +161,7 @@ class Objective:
             return batch.mean, tf.zeros(()) if batch.summed is None else batch.summed
 
         traced = tf.function(run, autograph=False, input_signature=self.signature)
-        found = (traced(*self.tensors(samples, labels)) for samples, labels in batches)
+        found = (traced(*map(as_tensors, batch)) for batch in batches)
         return [(float(mean), float(summed)) for mean, summed in found]
 
     def loss(self, samples: Any, labels: Any) -> Any:

@@ -20,7 +20,7 @@ from csdctl.worker.compute.cuts import Cut, find_cuts, split_at
 from csdctl.worker.compute.forward import feature_pass
 from csdctl.worker.compute.keras_internals import compile_arguments, find_smallest_embedding
 from csdctl.worker.compute.model import load
-from csdctl.worker.compute.objective import Objective, scale
+from csdctl.worker.compute.objective import Objective, as_tensors, scale
 from csdctl.worker.compute.statistics import LayerStates, Snapshot
 from csdctl.worker.compute.step import RankStep, Step, unflatten
 from csdctl.worker.data.arrays import Array, random_batch
@@ -113,7 +113,7 @@ class PrefixStep(RankStep):
     def forward(self, samples: Array) -> Array:
         """Return the prefix's output for a micro-batch, whose backward pass is to come."""
         with tf.GradientTape() as tape:
-            output, penalty, changes = self._forward(self.objective.tensors(samples, samples)[0])
+            output, penalty, changes = self._forward(as_tensors(samples))
         self._passes.append((tape, output, penalty, changes, len(samples)))
         return np.asarray(output)
 
@@ -201,7 +201,7 @@ class SplitStep(PrefixStep):
         else:
             self.seeds.set_step(step, rank)
         found = compute()
-        self._drawn[rank] = self.seeds.save()
+        self._drawn[rank] = Snapshot(self.seeds.states)
         return found
 
     def head(self, outputs: Array, labels: Array, weight: float) -> tuple[Array, float]:
@@ -210,7 +210,7 @@ class SplitStep(PrefixStep):
         Returns the gradient of its loss with respect to the prefix's `outputs`, times the number that Keras
         divides it by, and that number. `weight`: of each of its samples.
         """
-        batch = self._head_objective.tensors(outputs, labels)
+        batch = map(as_tensors, (outputs, labels))
         gradient, loss_count = self._head_graph(*batch, tf.constant(weight, tf.float32))
         return np.asarray(gradient), float(loss_count)
 
@@ -282,9 +282,6 @@ class SplitStep(PrefixStep):
         self.optimizer.apply(self._join(gradients, of_head), self.whole.model.trainable_variables)
 
 
-Batch = tuple[Array, Array]
-
-
 def time_parts(spec: PartsSpec, **_: Any) -> PartTimes:
     """Return the seconds of a batch of the whole model and of its parts; raises WorkerError."""
     load_backend(spec.runtime)
@@ -311,7 +308,7 @@ def time_parts(spec: PartsSpec, **_: Any) -> PartTimes:
     )
 
 
-def _time_cut(step: Step, layer: str, spec: PartsSpec, batch: Batch) -> CutTimes:
+def _time_cut(step: Step, layer: str, spec: PartsSpec, batch: tuple[Array, Array]) -> CutTimes:
     split = SplitStep(step, layer, spec.recipe, (batch[0][:1], batch[1][:1]))
     split.set_step(0, 0.0)
     split.begin()

@@ -176,10 +176,6 @@ class Seeds:
         """Return a number for random operations without a state, of 32 bits."""
         return zlib.crc32(f"{self._seed}/{rank}".encode())
 
-    def save(self) -> Snapshot:
-        """Return the random states as they are, to be restored."""
-        return Snapshot(self.states)
-
     def find_drawing(self, step: int) -> list[str]:
         """Return the names of the layers that have drawn random numbers since `set_step(step)`.
 

@@ -32,7 +32,7 @@ import numpy as np
 
 from csdctl.worker.compute.backend import tf
 from csdctl.worker.compute.keras_internals import regularization_losses
-from csdctl.worker.compute.objective import BatchLoss, Objective
+from csdctl.worker.compute.objective import BatchLoss, Objective, as_tensors
 from csdctl.worker.compute.statistics import LayerStates, Seeds, Snapshot
 from csdctl.worker.compute.user_code import Augmentation
 from csdctl.worker.data.arrays import Array
@@ -295,11 +295,6 @@ class RankStep:
         return [self.optimizer.learning_rate]
 
     @property
-    def learning_rate(self) -> float:
-        """The first optimizer's learning rate."""
-        return float(self.optimizers[0].learning_rate)
-
-    @property
     def metric_names(self) -> list[str]:
         """Names of the results of `metrics`."""
         return list(self.metrics(Sums(0.0, (0.0,) * self.objective.metrics.size, 0.0)))
@@ -333,7 +328,7 @@ class RankStep:
 
     def _lay_out(self) -> VectorLayout:
         return VectorLayout(
-            size_of(self.model.trainable_variables),
+            sum(math.prod(variable.shape) for variable in self.model.trainable_variables),
             self.states.size,
             self.objective.metrics.size,
             has_loss_count=self._has_loss_count,
@@ -449,7 +444,7 @@ class Step(RankStep):
         vector = np.zeros(self.layout.step_size, np.float32) if out is None else out
         self._plain(images[count:], labels[count:], vector)
         # Once per step, whatever the micro-batch size: each further noisy sum would reveal more.
-        private = self.objective.tensors(images[:count], labels[:count])
+        private = map(as_tensors, (images[:count], labels[:count]))
         self._noisy.add_to(vector[self.layout.gradients], *private, private_copies, self._weight)
         vector[self.layout.count] += count * self._weight
         return vector
@@ -457,13 +452,13 @@ class Step(RankStep):
     def _plain(self, images: Array, labels: Array, out: Array | None) -> Array:
         size = self.micro_batch_size or len(images)
         if out is None and 0 < len(images) <= size:
-            return np.asarray(self._local(*self.objective.tensors(images, labels)))
+            return np.asarray(self._local(as_tensors(images), as_tensors(labels)))
         vector = np.zeros(self.layout.step_size, np.float32) if out is None else out
         if len(images) == 0:
             vector[:] = 0
         for start in range(0, len(images), max(1, size)):
             micro_batch = slice(start, start + size)
-            part = np.asarray(self._local(*self.objective.tensors(images[micro_batch], labels[micro_batch])))
+            part = np.asarray(self._local(as_tensors(images[micro_batch]), as_tensors(labels[micro_batch])))
             if start:
                 np.add(vector, part, out=vector)
             else:
@@ -474,12 +469,12 @@ class Step(RankStep):
         """Run `local` and `apply` of a rank without other ranks, in one graph."""
         if self.has_noise or (self.micro_batch_size and len(images) > self.micro_batch_size):
             return self.apply(self.local(images, labels, private_copies=private_copies))
-        batch = self.augment(images, labels)
-        return self._sums(np.asarray(self._alone(*self.objective.tensors(*batch))))
+        batch = map(as_tensors, self.augment(images, labels))
+        return self._sums(np.asarray(self._alone(*batch)))
 
     def evaluate(self, images: Array, labels: Array) -> Sums:
         """Return loss sum, metric sums and count of one batch, without training."""
-        return self._sums(np.asarray(self._evaluate(*self.objective.tensors(images, labels))))
+        return self._sums(np.asarray(self._evaluate(as_tensors(images), as_tensors(labels))))
 
     def take(self, images: Array, labels: Array, private_copies: Array | None = None) -> None:
         """Take a step without other ranks, as a rank among others takes it."""
@@ -535,11 +530,6 @@ class Step(RankStep):
     def _evaluate_graph(self, samples: Any, labels: Any) -> Any:
         batch = self.objective.forward(samples, labels, training=False)
         return tf.concat(self._tail(batch, with_samples=False), axis=0)
-
-
-def size_of(variables: Sequence[Any]) -> int:
-    """Return the number of elements of all variables."""
-    return sum(math.prod(variable.shape) for variable in variables)
 
 
 def unflatten(vector: Any, variables: Sequence[Any]) -> list[Any]:

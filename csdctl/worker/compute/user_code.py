@@ -88,8 +88,6 @@ def import_packed(archive: str, modules: Sequence[str]) -> dict[str, Any]:
 
     Raises WorkerError, exit code 2, if one cannot be imported on this machine.
     """
-    if not archive:
-        return {}
     sys.path.insert(0, archive)
     remedy = "install what it imports, or add the user's own modules to `code` in job.yaml"
     for name in modules:
@@ -126,9 +124,6 @@ def imported_beside(directory: Path) -> list[Path]:
 _AUGMENT = 2
 """The last element of the seed: it keeps these numbers apart from the order of samples (prepared.py)."""
 _MAX_GLOBAL_SEED = 1 << 32
-
-Parts = Array | dict[str, Array]
-"""An array, or the arrays of a model with several inputs or outputs by name."""
 
 
 class Augmentation:
@@ -228,7 +223,7 @@ class Augmentation:
         )
 
 
-def _unpack(array: Array) -> Parts:
+def _unpack(array: Array) -> Array | dict[str, Array]:
     """Return a copy, which the function may write to: an array, or a dict of arrays by field."""
     if array.dtype.names is None:
         return np.array(array)

@@ -5,7 +5,7 @@ never loaded: the memory that a rank needs does not grow with its shard.
 """
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
@@ -63,11 +63,6 @@ class PreparedSamples:
         """Return the labels, shape (n, …), at `indices`, shape (n,), in the order of the file."""
         return as_labels(self._labels[self._rows[np.sort(indices)] + self._first_row])
 
-    def batches(self, batch_size: int) -> Iterator[tuple[Array, Array]]:
-        """Yield all samples once, in the order of the file: for evaluation."""
-        for start in range(0, len(self), batch_size):
-            yield self.span(start, batch_size)
-
     def span(self, start: int, most: int) -> tuple[Array, Array]:
         """Return up to `most` samples and labels from index `start` on, in the order of the file."""
         return self.read(np.arange(start, min(len(self), start + most)))
@@ -96,18 +91,11 @@ class EpochReader:
         self._orders: dict[tuple[int, int], Array] = {}
         self._public_rows: dict[int, Array] = {}
 
-    def empty_batch(self) -> tuple[Array, Array]:
-        """Return zero samples, shape (0, …), and zero labels: for their shapes and types."""
+    def first(self, count: int) -> tuple[Array, Array]:
+        """Return the first `count` samples, or all if there are fewer: to warm up, and for their types."""
         source = self._private or self._public
         if source is None:
             raise WorkerError("this rank has no data", remedy="run `csdctl tune` again")
-        return source.read(np.zeros(0, np.int64))
-
-    def first(self, count: int) -> tuple[Array, Array]:
-        """Return the first `count` samples, or all if there are fewer: to warm up."""
-        source = self._private if self._private and len(self._private) else self._public
-        if source is None or len(source) == 0:
-            return self.empty_batch()
         return source.span(0, count)
 
     def set_epoch(self, epoch: int) -> None:
@@ -134,7 +122,7 @@ class EpochReader:
                 self.read_reassigned(share.reassigned) if reassigned is None else self._unpack(reassigned)
             )
         if not batches:
-            return self.empty_batch()
+            return self.first(0)
         if len(batches) == 1:
             return batches[0]
         samples, labels = zip(*batches, strict=True)
@@ -165,7 +153,7 @@ class EpochReader:
         return samples.tobytes() + labels.tobytes()
 
     def _unpack(self, packed: bytes | bytearray) -> tuple[Array, Array]:
-        samples, labels = self.empty_batch()
+        samples, labels = self.first(0)
         count = len(packed) // sample_bytes(samples, labels)
         parts = np.split(np.frombuffer(packed, np.uint8), [count * sample_bytes(samples)])
         return (
@@ -213,10 +201,6 @@ class SyntheticReader:
         self._element_spec, self._num_indices = element_spec, num_indices
         self._generator = np.random.default_rng(rank)
         self._batch: tuple[Array, Array] = random_batch(self._generator, element_spec, 0, num_indices)
-
-    def empty_batch(self) -> tuple[Array, Array]:
-        """Return zero samples, shape (0, …), and zero labels: for their shapes and types."""
-        return self.first(0)
 
     def first(self, count: int) -> tuple[Array, Array]:
         """Return `count` samples and their labels."""

@@ -171,14 +171,12 @@ class Listener:
             if not select.select([self._socket], [], [], POLL_S)[0]:
                 continue
             connection, _ = self._socket.accept()
-            if not is_of_same_user(connection):
-                connection.close()
-                continue
             channel = Channel(connection)
             with contextlib.suppress(LinkLostError, ValueError):
-                greeting = from_json(LinkGreeting, channel.receive()[1].decode())
-                if greeting.generation == generation:
-                    return channel, greeting
+                if is_of_same_user(connection):
+                    greeting = from_json(LinkGreeting, channel.receive()[1].decode())
+                    if greeting.generation == generation:
+                        return channel, greeting
             channel.close()
         return None
 

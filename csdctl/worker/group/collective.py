@@ -30,18 +30,12 @@ SumSizes = Annotated[tuple[tuple[Count, Count], ...], MaxLength(1 << 12)]
 class Chunk:
     """A part of a vector that is sent as one message."""
 
-    start: int
-    """Where it begins on the wire, in elements of float32; `stop`: where it ends."""
-    stop: int
+    wire: slice
+    """Its place on the wire, in elements of float32."""
     elements: slice
     """Its place in the vector."""
     is_halved: bool = False
     """Whether it is sent as bfloat16."""
-
-    @property
-    def wire(self) -> slice:
-        """Its place on the wire."""
-        return slice(self.start, self.stop)
 
 
 class Collective:
@@ -58,13 +52,8 @@ class Collective:
         sent as bfloat16; by default one sum of all, as float32.
         """
         self._world, self._local, self._total = world, local, total
-        self._sizes = tuple(sizes) or ((len(local), 0),)
-        self._next_size = cycle(self._sizes)
-
-    @property
-    def num_sums(self) -> int:
-        """Sums of a step."""
-        return len(self._sizes)
+        self.sizes = tuple(sizes) or ((len(local), 0),)
+        self._next_size = cycle(self.sizes)
 
     @property
     def is_sending(self) -> bool:
@@ -106,7 +95,7 @@ class Star(Collective):
 
     def __init__(self, world: World, local: Any, total: Any, sizes: SumSizes = ()) -> None:
         super().__init__(world, local, total, sizes)
-        self._next_chunks = cycle([_divide(*size) for size in self._sizes])
+        self._next_chunks = cycle([_divide(*size) for size in self.sizes])
         self._chunks: list[Chunk] = []
         """Those of the latest sum, or of the next one as soon as its receives are posted."""
         self._summed = (0, 0)
@@ -125,7 +114,7 @@ class Star(Collective):
             self._received = [numpy.empty_like(local) for _ in range(1, world.size)]
             # The rank may still read the last sum in `total` when the first vector of the next one arrives.
             self._partial = numpy.empty_like(local)
-            has_halves = any(num_halved for _, num_halved in self._sizes)
+            has_halves = any(num_halved for _, num_halved in self.sizes)
             self._sent = numpy.empty_like(local) if has_halves else total
             """The sum as it is on the wire."""
 
@@ -167,7 +156,7 @@ class Star(Collective):
         Rank 0 raises PeerFaultError for a vector that does not end as `expected`, and keeps its sum.
         """
         if self._world.rank == 0:
-            self._add(on_wait, expected, is_sending=True)
+            self.add(on_wait, expected, is_sending=True)
             return
         chunks = next(self._next_chunks)
         requests = [self._world.start_receive(self._total[chunk.wire], 0, _DOWN) for chunk in chunks]
@@ -175,9 +164,27 @@ class Star(Collective):
         for request in [*requests, *sending]:
             wait_sleeping(request, on_wait)
 
-    def add(self, on_wait: OnWait = ignore_wait, expected: ExpectedTails | None = None) -> None:
-        """Rank 0: sum all vectors into `total`, as `sum` does, and send nothing: `spread` is next."""
-        self._add(on_wait, expected, is_sending=False)
+    def add(self, on_wait: OnWait, expected: ExpectedTails | None, *, is_sending: bool = False) -> None:
+        """Rank 0: sum all vectors into `total`, as `sum` does; unless `is_sending`, `spread` is next."""
+        self.post_receives()
+        self.flush(on_wait)
+        self._summed = next(self._next_size)
+        for chunk in self._chunks:
+            while self._arriving and self._arriving[0][0] == chunk:
+                wait_sleeping(self._arriving[0][2], on_wait, self.find_missing)
+                self._add_next()
+            if self._world.size == 1:
+                self._total[chunk.elements] = self._local[chunk.elements]
+            else:
+                own, total = self._local[chunk.elements], self._total[chunk.elements]
+                self._numpy.add(self._partial[chunk.elements], own, out=total)
+            if expected and chunk is self._chunks[-1]:
+                size, num_halved = self._summed
+                on_wire = replace(expected, start=expected.start - num_halved // 2)
+                on_wire.check([vector[: size - num_halved // 2] for vector in self._received])
+            if is_sending:
+                self._send(chunk)
+        self._has_posted = False
 
     def spread(self) -> None:
         """Rank 0: send `total`, to which the sums of other groups have been added."""
@@ -217,27 +224,6 @@ class Star(Collective):
             return vector[chunk.wire]
         return self._bf16.from_bf16(vector[chunk.wire].view(self._numpy.uint16))
 
-    def _add(self, on_wait: OnWait, expected: ExpectedTails | None, *, is_sending: bool) -> None:
-        self.post_receives()
-        self.flush(on_wait)
-        self._summed = next(self._next_size)
-        for chunk in self._chunks:
-            while self._arriving and self._arriving[0][0] == chunk:
-                wait_sleeping(self._arriving[0][2], on_wait, self.find_missing)
-                self._add_next()
-            if self._world.size == 1:
-                self._total[chunk.elements] = self._local[chunk.elements]
-            else:
-                own, total = self._local[chunk.elements], self._total[chunk.elements]
-                self._numpy.add(self._partial[chunk.elements], own, out=total)
-            if expected and chunk is self._chunks[-1]:
-                size, num_halved = self._summed
-                on_wire = replace(expected, start=expected.start - num_halved // 2)
-                on_wire.check([vector[: size - num_halved // 2] for vector in self._received])
-            if is_sending:
-                self._send(chunk)
-        self._has_posted = False
-
     def _send(self, chunk: Chunk) -> None:
         """Send a chunk of `total` as it is on the wire; `total` is rounded as for the others."""
         if chunk.is_halved:
@@ -253,8 +239,9 @@ class Star(Collective):
 def _divide(size: int, num_halved: int) -> list[Chunk]:
     """Return the chunks of a vector, `num_halved` elements of which are sent as bfloat16."""
     saved = num_halved // 2
-    halved = [Chunk(a, b, slice(2 * a, 2 * b), is_halved=True) for a, b in _bounds(0, saved)]
-    return halved + [Chunk(a, b, slice(a + saved, b + saved)) for a, b in _bounds(saved, size - saved)]
+    halved = [Chunk(slice(a, b), slice(2 * a, 2 * b), is_halved=True) for a, b in _bounds(0, saved)]
+    whole = _bounds(saved, size - saved)
+    return halved + [Chunk(slice(a, b), slice(a + saved, b + saved)) for a, b in whole]
 
 
 def _bounds(start: int, stop: int) -> list[tuple[int, int]]:
@@ -312,7 +299,7 @@ def find_slowest_s(world: World, own_s: float, on_wait: OnWait = ignore_wait) ->
 def _time_sum(world: World, collective: Collective, on_wait: OnWait) -> float:
     allgather(world, b"", 0, on_wait)
     started_s = time.perf_counter()
-    for _ in range(collective.num_sums):
+    for _ in collective.sizes:
         collective.sum(on_wait)
     seconds = time.perf_counter() - started_s
     collective.flush(on_wait)

@@ -10,9 +10,12 @@ import struct
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from itertools import cycle
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
+
+import numpy as np
 
 from csdctl.worker.data.arrays import Array
+from csdctl.worker.group.bf16 import Wire
 from csdctl.worker.group.channel import (
     LIMIT,
     SEND_HEAD,
@@ -25,6 +28,7 @@ from csdctl.worker.group.channel import (
 from csdctl.worker.group.messages import (
     MAX_VALUE_BYTES,
     ConnectionRows,
+    NumBytes,
     gather_traffic,
     join_parts,
     joined_bytes,
@@ -40,11 +44,8 @@ from csdctl.worker.group.values import (
     encode_value,
 )
 from csdctl.worker.protocol.events import TRAFFIC_NAMES, SentBytes
-from csdctl.worker.protocol.json_codec import Between, OneOf, RankNumber
+from csdctl.worker.protocol.json_codec import OneOf, RankNumber
 from csdctl.worker.protocol.orders import ALONE, COLLECTIVE_NAMES, STAR
-
-if TYPE_CHECKING:
-    from csdctl.worker.group.bf16 import Wire
 
 MAX_FAULT_CHARACTERS = 300
 
@@ -152,8 +153,6 @@ class LinkCommunicator(Communicator):
         bfloat16, an even number; by default one sum of the whole vector as float32.
         """
         if any(num_halved for _, num_halved in sizes):
-            from csdctl.worker.group.bf16 import Wire
-
             self._wires = cycle([Wire(*size) for size in sizes])
             self._unpacked = self.local.copy()
         hint = tuple[Annotated[str, OneOf(COLLECTIVE_NAMES)], float]
@@ -273,9 +272,7 @@ class LinkCommunicator(Communicator):
             raise LinkLostError
 
 
-_Row = tuple[
-    Annotated[str, OneOf(TRAFFIC_NAMES)], RankNumber, RankNumber, Annotated[int, Between(0, 1 << 50)]
-]
+_Row = tuple[Annotated[str, OneOf(TRAFFIC_NAMES)], RankNumber, RankNumber, NumBytes]
 
 
 def by_server(ranks: Sequence[int], servers: Sequence[int]) -> list[list[int]]:
@@ -357,8 +354,6 @@ class TwoLevelCommunicator(Communicator):
         """Return those of all servers, on rank 0; each server says it of itself and its nodes."""
         if self._between is None:
             return []
-        import numpy as np
-
         own = self._tunnel.find_not_finite() if self._tunnel else []
         own += [] if self.rank == 0 or np.isfinite(self.local).all() else [0]
         with self._faults_in(self._leaders):

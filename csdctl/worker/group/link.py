@@ -168,21 +168,17 @@ class _Link:
         return json.dumps([name, seconds]).encode()
 
     def _sum(self, content: bytearray) -> bytes:
-        if self._collective is None:
-            raise LinkLostError
-        expected = ExpectedTails.unpack(content) if content else None
-        self._collective.sum(self._on_wait, expected)
+        assert self._collective, "the rank has chosen one"
+        self._collective.sum(self._on_wait, ExpectedTails.unpack(content) if content else None)
         return b""
 
     def _add(self, content: bytearray) -> bytes:
-        if not isinstance(self._collective, Star):
-            raise LinkLostError
+        assert isinstance(self._collective, Star)
         self._collective.add(self._on_wait, ExpectedTails.unpack(content) if content else None)
         return b""
 
     def _spread(self, _: bytearray) -> bytes:
-        if not isinstance(self._collective, Star):
-            raise LinkLostError
+        assert isinstance(self._collective, Star)
         self._collective.spread()
         return b""
 

@@ -39,7 +39,7 @@ from csdctl.worker.ingest.partial_dataset import (
     find_stored,
     make_store,
 )
-from csdctl.worker.ingest.sources.source import Block, IngestLimits, convert_write_errors
+from csdctl.worker.ingest.sources.source import Block
 from csdctl.worker.process.errors import InputError, WorkerError
 from csdctl.worker.protocol.datasets import DatasetInfo, PrepareProgress
 from csdctl.worker.protocol.features import (
@@ -53,18 +53,12 @@ from csdctl.worker.protocol.features import (
 )
 from csdctl.worker.protocol.run_spec import DatasetSlice
 
-BATCH_LIMITS = IngestLimits(block_samples=BATCH_SIZE)
-"""A batch is stored as soon as it is computed."""
-
 Compute = Callable[[Array, Array], tuple[Array, Array]]
 """Makes of samples and labels, each of shape (n, …), those that are stored."""
 
 
 def extract(
-    spec: ExtractSpec,
-    *,
-    limits: IngestLimits = BATCH_LIMITS,
-    on_progress: Callable[[PrepareProgress], None] = lambda progress: None,
+    spec: ExtractSpec, *, on_progress: Callable[[PrepareProgress], None] = lambda progress: None
 ) -> Extracted:
     """Run the model over the samples, and store what is kept below `spec.store`; nothing if it is there.
 
@@ -84,7 +78,7 @@ def extract(
         def note(progress: PrepareProgress, num_before: int = sum(sizes[:number])) -> None:
             on_progress(PrepareProgress(num_before + progress.num_done, sum(sizes)))
 
-        info, num_new = _store_rows(one, functools.partial(_compute_rows, one, load, limits), limits, note)
+        info, num_new = _store_rows(one, functools.partial(_compute_rows, one, load), note)
         parts.append(info)
         num_computed += num_new
     return Extracted(tuple(parts), num_computed)
@@ -103,7 +97,6 @@ def of_sources(spec: ExtractSpec) -> list[ExtractSpec]:
 def _store_rows(
     spec: ExtractSpec,
     rows: Callable[[PartialDataset, PreparedSamples], Iterator[Block]],
-    limits: IngestLimits,
     on_progress: Callable[[PrepareProgress], None],
 ) -> tuple[DatasetInfo, int]:
     """Store the rows of `spec.source` unless they are stored; return how many are new, too.
@@ -113,12 +106,11 @@ def _store_rows(
     samples = PreparedSamples(spec.source)
     num_rows = len(samples) * num_views(spec.augmented)
     target = _target_of(spec)
-    with convert_write_errors():
-        make_store(target.parent, Path(spec.source.images), is_shared=False)
+    make_store(target.parent, Path(spec.source.images), is_shared=False)
     if done := find_stored(target):
         return done, 0
     directory = target.with_name(f".part-{target.name}")
-    with PartialDataset(directory, target.name, limits=limits) as partial:
+    with PartialDataset(directory, target.name) as partial:
         if done := find_stored(target):  # by the process that held the lock
             partial.discard()
             return done, 0
@@ -136,13 +128,9 @@ def _target_of(spec: ExtractSpec) -> Path:
 
 
 def _compute_rows(
-    spec: ExtractSpec,
-    load: Callable[[], Compute],
-    limits: IngestLimits,
-    partial: PartialDataset,
-    samples: PreparedSamples,
+    spec: ExtractSpec, load: Callable[[], Compute], partial: PartialDataset, samples: PreparedSamples
 ) -> Iterator[Block]:
-    """Yield the missing rows of `spec.source`; raises WorkerError if they do not fit on the disk."""
+    """Yield the missing rows of the source in batches; raises WorkerError if they do not fit on the disk."""
     compute, augment = load(), load_augmentation(spec)
     partial.declare(*compute(*samples.read(np.arange(0))))
     row_bytes = math.prod(partial.info.sample_shape) * dtype_from_text(partial.info.dtype).itemsize
@@ -155,7 +143,7 @@ def _compute_rows(
     check_free_space((num_rows - partial.info.num_samples) * row_bytes, spec.store, what, other)
     while partial.info.num_samples < num_rows:
         view, start = divmod(partial.info.num_samples, len(samples))
-        yield Block(*compute(*augment(*samples.span(start, limits.block_samples), view, start)))
+        yield Block(*compute(*augment(*samples.span(start, BATCH_SIZE), view, start)))
 
 
 def load_computation(spec: ExtractSpec) -> Compute:
@@ -271,7 +259,8 @@ def _compare(spec: ExtractSpec, info: DatasetInfo, compute: Compute, num_batches
     return num_rows, difference
 
 
-GATHER_LIMITS = IngestLimits(block_samples=4096)
+GATHERED_ROWS = 4096
+"""Rows that are stored at a time."""
 
 
 def gather(
@@ -283,7 +272,7 @@ def gather(
     """
     if not spec.parts:
         return Gathered(is_stored=find_stored(_target_of(spec.wanted)) is not None)
-    _store_rows(spec.wanted, functools.partial(_merge, spec), GATHER_LIMITS, on_progress)
+    _store_rows(spec.wanted, functools.partial(_merge, spec), on_progress)
     return Gathered(is_stored=True)
 
 
@@ -304,8 +293,8 @@ def _merge(spec: GatherSpec, partial: PartialDataset, samples: PreparedSamples) 
         owners[rows], places[rows] = number, np.arange(len(rows))
     if missing := int((owners < 0).sum()):
         raise WorkerError(f"the features of {missing} of {num_samples} samples are missing")
-    for row in range(partial.info.num_samples, num_samples, GATHER_LIMITS.block_samples):
-        rows = np.arange(row, min(num_samples, row + GATHER_LIMITS.block_samples))
+    for row in range(partial.info.num_samples, num_samples, GATHERED_ROWS):
+        rows = np.arange(row, min(num_samples, row + GATHERED_ROWS))
         found = np.empty((len(rows), *spec.shape), spec.wanted.prefix.precision)
         for number, (part, features) in enumerate(zip(spec.parts, parts, strict=True)):
             is_here = owners[rows] == number

@@ -33,13 +33,7 @@ from csdctl.worker.data.arrays import (
     fields_of,
 )
 from csdctl.worker.data.file_hash import hash_file, open_regular
-from csdctl.worker.ingest.sources.source import (
-    DEFAULT_LIMITS,
-    Block,
-    IngestLimits,
-    Tree,
-    convert_write_errors,
-)
+from csdctl.worker.ingest.sources.source import Block, Tree, convert_write_errors
 from csdctl.worker.process.errors import InputError, WorkerError
 from csdctl.worker.process.files import open_private, save_atomically, sync_directory, sync_file
 from csdctl.worker.protocol.datasets import LABEL, DatasetInfo
@@ -48,8 +42,13 @@ from csdctl.worker.protocol.json_codec import from_json, to_json
 PRIVATE_DIRECTORY, PRIVATE_FILE = 0o700, 0o600
 _GROUP_READS, _OTHERS_READ = 0o040, 0o004
 _READ = _GROUP_READS | _OTHERS_READ
+SYNC_INTERVAL_S = 5.0
+"""Upper limit of the work that is repeated after an interruption."""
+LOCK_DEADLINE_S = 10.0
+"""Seconds to wait for a worker that has the lock; one whose csdctl was killed takes a moment to exit."""
 
 
+@convert_write_errors()
 def make_store(store: Path, source: Path, *, is_shared: bool) -> None:
     """Create the directory of prepared data sets; raises WorkerError where another user could change them.
 
@@ -195,22 +194,15 @@ def _valid_bytes(info: DatasetInfo) -> list[int]:
 class PartialDataset:
     """The directory of an unfinished data set, locked by one process at a time."""
 
-    def __init__(
-        self,
-        directory: Path,
-        fingerprint: str,
-        class_names: Sequence[str] = (),
-        limits: IngestLimits = DEFAULT_LIMITS,
-    ) -> None:
+    def __init__(self, directory: Path, fingerprint: str, class_names: Sequence[str] = ()) -> None:
         """Resume the work of an earlier call with the same `fingerprint`, or start from scratch.
 
         Raises WorkerError if another process has the lock, or the disk fails.
         """
         self._directory = directory
-        self._sync_interval_s = limits.sync_interval_s
         self._opened = ExitStack()
         with convert_write_errors():
-            self._opened.callback(os.close, _lock_directory(directory, limits.lock_deadline_s))
+            self._opened.callback(os.close, _lock_directory(directory))
             self.info = _load_record(directory, fingerprint) or empty_info(fingerprint, class_names)
             self._files: list[IO[bytes]] = [
                 self._opened.enter_context(os.fdopen(open_private(directory / name, is_creating=True), "r+b"))
@@ -246,7 +238,7 @@ class PartialDataset:
                 for file, array in zip(self._files, (block.samples, labels), strict=True):
                     file.write(np.ascontiguousarray(array).data)
             self.info = info
-            if time.monotonic() - self._synced_at >= self._sync_interval_s:
+            if time.monotonic() - self._synced_at >= SYNC_INTERVAL_S:
                 self.sync()
 
     def declare(self, samples: Array, labels: Array) -> None:
@@ -350,13 +342,13 @@ def check_free_space(needed_bytes: int, store: str, what: str, remedy: str = "")
         )
 
 
-def _lock_directory(directory: Path, deadline_s: float) -> int:
+def _lock_directory(directory: Path) -> int:
     """Create `directory` and lock it. The kernel releases the lock when this process ends.
 
-    Raises WorkerError if another process has the lock until `deadline_s` has passed, or if it belongs to
+    Raises WorkerError if another process has the lock until LOCK_DEADLINE_S has passed, or if it belongs to
     another user. What is in a directory that others could change is removed.
     """
-    deadline = time.monotonic() + deadline_s
+    deadline = time.monotonic() + LOCK_DEADLINE_S
     while True:
         directory.mkdir(mode=PRIVATE_DIRECTORY, parents=True, exist_ok=True)
         lock = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)

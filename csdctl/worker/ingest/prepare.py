@@ -38,12 +38,9 @@ from csdctl.worker.ingest.sources.arrays import (
 from csdctl.worker.ingest.sources.function import call_function
 from csdctl.worker.ingest.sources.images import ClassFolders, RecordFiles, is_record_file, read_header
 from csdctl.worker.ingest.sources.source import (
-    DEFAULT_LIMITS,
-    IngestLimits,
     SampleSource,
     Tree,
     conform,
-    convert_write_errors,
     data_error,
     num_threads,
     read_tree,
@@ -128,7 +125,6 @@ def prepare(
     spec: PrepareSpec,
     *,
     threads: int = 0,
-    limits: IngestLimits = DEFAULT_LIMITS,
     on_progress: Callable[[PrepareProgress], None] = lambda progress: None,
 ) -> DatasetInfo:
     """Prepare `spec.source` below `spec.store`; do nothing if the same content has been prepared before.
@@ -140,8 +136,7 @@ def prepare(
     source_format, open_source = detect_format(tree, spec)
     fingerprint = tree.fingerprint(fingerprint_settings(source_format, tree, spec))
     target = Path(spec.store) / fingerprint
-    with convert_write_errors():
-        make_store(Path(spec.store), tree.root, is_shared=spec.is_shared)
+    make_store(Path(spec.store), tree.root, is_shared=spec.is_shared)
     find = functools.partial(find_stored, target, (tree.root,), is_checked=spec.is_checked)
     # A function that is called with its own file reads what nobody else knows of.
     is_read_again = spec.is_checked and _is_own_file(spec, tree.root)
@@ -153,7 +148,7 @@ def prepare(
     # One for each source, so that an outdated one is replaced.
     place = hashlib.sha256(os.fsencode(tree.root.resolve())).hexdigest()[:32]
     aside = Path(spec.store) / f".part-{place}"
-    with PartialDataset(aside, fingerprint, source.class_names or (), limits) as partial:
+    with PartialDataset(aside, fingerprint, source.class_names or ()) as partial:
         if not is_read_again and (done := find()):  # by the process that held the lock
             partial.discard()
             return done
@@ -165,7 +160,7 @@ def prepare(
             on_progress(PrepareProgress(num_read, source.num_samples, num_read - partial.info.num_samples))
 
         report()
-        for block in source.blocks(partial.info.num_read, limits):
+        for block in source.blocks(partial.info.num_read):
             partial.append(conform(block, spec), is_copied=not is_in_place)
             report()
         info = complete_info(partial.info, source, spec)
@@ -250,7 +245,7 @@ def look(
         max_samples = MAX_PICTURES if is_tree or source_format == "tfrecord" else source.num_samples
         info, num_bytes = empty_info("0" * 32, source.class_names or ()), 0
         is_whole = source.num_samples == whole.num_samples
-        for block in source.blocks(0, DEFAULT_LIMITS):
+        for block in source.blocks(0):
             if num_bytes >= MAX_BYTES or 0 < max_samples <= info.num_read:
                 is_whole = False
                 break

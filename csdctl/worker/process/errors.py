@@ -7,18 +7,18 @@ from pathlib import Path
 class WorkerError(Exception):
     """The worker cannot continue; the message and the remedy are shown to the user."""
 
-    def __init__(self, message: str, *, remedy: str = "", exit_code: int = 1) -> None:
+    exit_code = 1
+
+    def __init__(self, message: str, remedy: str = "") -> None:
         super().__init__(message)
         self.message = message
         self.remedy = remedy
-        self.exit_code = exit_code
 
 
 class InputError(WorkerError):
-    """The job, its code or its data must be changed; exit code 2."""
+    """The job, its code or its data must be changed."""
 
-    def __init__(self, message: str, remedy: str = "") -> None:
-        super().__init__(message, remedy=remedy, exit_code=2)
+    exit_code = 2
 
 
 def describe(error: BaseException, file: Path | None = None) -> str:

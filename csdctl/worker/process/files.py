@@ -75,12 +75,8 @@ def open_private(path: Path, *, is_creating: bool = False) -> int:
     try:
         _check_own(directory, path.parent, stat.S_IWGRP | stat.S_IWOTH)
         flags = os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK  # a FIFO in its place must not block
-        try:
-            descriptor = os.open(path.name, flags, dir_fd=directory)
-        except FileNotFoundError:
-            if not is_creating:
-                raise
-            descriptor = os.open(path.name, flags | os.O_CREAT | os.O_EXCL, 0o600, dir_fd=directory)
+        flags |= os.O_CREAT if is_creating else 0
+        descriptor = os.open(path.name, flags, 0o600, dir_fd=directory)
     finally:
         os.close(directory)
     try:

@@ -60,7 +60,7 @@ class GuardedOutput:
 
 def emit(event: Event) -> None:
     """Print `event` in a single write, so that lines of two threads never mix."""
-    _sinks[-1](event_to_line(event))
+    event_sinks[-1](event_to_line(event))
 
 
 def exit_with_failure(rank: int, node: str, error: BaseException, private_log: str = "") -> NoReturn:
@@ -78,18 +78,8 @@ def exit_with_failure(rank: int, node: str, error: BaseException, private_log: s
     os._exit(error.exit_code)
 
 
-def set_event_sink(write_line: Callable[[str], None]) -> None:
-    """Pass the lines of all further events to `write_line`."""
-    _sinks.append(write_line)
-
-
-def _print(line: str) -> None:
-    sys.stdout.write(line + "\n")
-    sys.stdout.flush()
-
-
-_sinks: list[Callable[[str], None]] = [_print]
-"""Where the lines of events went so far; the last one counts."""
+event_sinks: list[Callable[[str], None]] = [lambda line: print(f"{line}\n", end="", flush=True)]
+"""What gets the lines of events; the last one counts."""
 
 
 def end_without_reader() -> None:

@@ -78,8 +78,6 @@ SUMS, SAMPLES, STATE, ACTIVATIONS = "sums", "samples", "state", "activations"
 the cut of a model: activations, labels, and gradients of activations."""
 TRAFFIC_NAMES = (SUMS, SAMPLES, STATE, ACTIVATIONS)
 
-TrafficName = Annotated[str, OneOf(TRAFFIC_NAMES)]
-
 
 @dataclass(frozen=True)
 class Event:
@@ -223,7 +221,7 @@ class Rebalanced(Event):
 class SentBytes:
     """Bytes that one rank of a group sent to another; `what` is one of TRAFFIC_NAMES."""
 
-    what: TrafficName
+    what: Annotated[str, OneOf(TRAFFIC_NAMES)]
     sender: RankNumber
     receiver: RankNumber
     num_bytes: Count

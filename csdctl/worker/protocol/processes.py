@@ -11,11 +11,11 @@ import termios
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 _PIDFD_GETFD = 438
 """System call number of pidfd_getfd(2) on every architecture; Linux 5.6 or newer."""
-_LIBC = ctypes.CDLL(None, use_errno=True)
+LIBC = ctypes.CDLL(None, use_errno=True)
 _TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 
 
@@ -61,14 +61,17 @@ def load_all() -> dict[int, ProcessStat]:
     return {pid: stat for pid, stat in stats.items() if stat}
 
 
+def system_call(number: int, *arguments: Any) -> int:
+    """Make a system call; raises OSError."""
+    result = LIBC.syscall(ctypes.c_long(number), *arguments)
+    if result < 0:
+        raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
+    return int(result)
+
+
 def duplicate_descriptor(process: int, descriptor: int) -> int:
     """Duplicate a file descriptor of the process with the pidfd `process` into this one; raises OSError."""
-    duplicate: int = _LIBC.syscall(
-        ctypes.c_long(_PIDFD_GETFD), ctypes.c_int(process), ctypes.c_int(descriptor), ctypes.c_uint(0)
-    )
-    if duplicate < 0:
-        raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
-    return duplicate
+    return system_call(_PIDFD_GETFD, ctypes.c_int(process), ctypes.c_int(descriptor), ctypes.c_uint(0))
 
 
 def find_descendants(pid: int, stats: Mapping[int, ProcessStat]) -> list[int]:

@@ -24,7 +24,7 @@ from typing import NoReturn
 
 from csdctl.worker.process.errors import describe
 from csdctl.worker.protocol.json_codec import from_json
-from csdctl.worker.protocol.processes import end_descendants
+from csdctl.worker.protocol.processes import LIBC, end_descendants, system_call
 from csdctl.worker.protocol.sandbox import (
     SOCKETS_VARIABLE,
     USER_VARIABLE,
@@ -34,7 +34,6 @@ from csdctl.worker.protocol.sandbox import (
 )
 from csdctl.worker.sandbox.seccomp_supervisor import (
     ARCHITECTURES,
-    LIBC,
     MACHINE,
     PR_SET_CHILD_SUBREAPER,
     PR_SET_KEEPCAPS,
@@ -42,7 +41,6 @@ from csdctl.worker.sandbox.seccomp_supervisor import (
     PR_SET_PDEATHSIG,
     SeccompSupervisor,
     install_filter,
-    system_call,
     why_open,
 )
 

@@ -27,9 +27,8 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from csdctl.worker.protocol.processes import duplicate_descriptor, list_descendants, load_all
+from csdctl.worker.protocol.processes import duplicate_descriptor, list_descendants, load_all, system_call
 
-LIBC = ctypes.CDLL(None, use_errno=True)
 MACHINE = platform.machine()
 ARCHITECTURES = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
 """AUDIT_ARCH_* of the architectures whose calls are listed here."""
@@ -89,14 +88,6 @@ _CONDITIONS: dict[str, tuple[int, Instruction]] = {
 def number_of(name: str) -> int | None:
     """Return the number of a system call on this machine; None when it has no such call."""
     return NUMBERS[name][MACHINE != "x86_64"]
-
-
-def system_call(number: int, *arguments: Any) -> int:
-    """Make a system call; raises OSError."""
-    result = LIBC.syscall(ctypes.c_long(number), *arguments)
-    if result < 0:
-        raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
-    return int(result)
 
 
 def install_filter() -> int:

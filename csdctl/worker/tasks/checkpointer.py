@@ -136,10 +136,6 @@ class Checkpoints:
         self._remove_old()
         return path
 
-    def exist(self) -> bool:
-        """Return whether any was saved, intact or not."""
-        return any(self.directory.glob("step-*.npz"))
-
     def newest_first(self, max_bytes: int) -> Iterator[Array]:
         """Yield the intact states of at most `max_bytes`; the others are skipped."""
         for path in sorted(self.directory.glob("step-*.npz"), reverse=True):
@@ -286,7 +282,8 @@ class Checkpointer:
         if found:
             _, latest = max(found, key=lambda one: (one[0].total_steps, one[0].epoch))
             return unpack(latest, self._step.state, self._own)
-        if self._checkpoints.exist():  # to begin again would throw away what was trained
+        # Even if all are damaged: to begin again would throw away what was trained.
+        if any(self._checkpoints.directory.glob("step-*.npz")):
             raise WorkerError(
                 f"no checkpoint of this run can be used: {'; '.join(problems) or 'they are damaged'}",
                 remedy="start a new run",

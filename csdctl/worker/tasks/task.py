@@ -224,7 +224,7 @@ class ModelTask:
 
     def example(self, count: int) -> tuple[Array, Array]:
         """Return at most `count` samples and their labels, as the model takes them."""
-        return self.reader.first(count) if count else self.reader.empty_batch()
+        return self.reader.first(count)
 
     def to_features(self, samples: Array) -> Array:
         """Return the features of samples (n, …), as the model before the head computes them here."""

@@ -271,7 +271,7 @@ class Train(ModelTask):
             if self.is_root:
                 communicator.send(index, self.reader.pack_reassigned(batch.reassigned), SAMPLES)
                 continue
-            num_bytes = batch.num_reassigned * sample_bytes(*self.reader.empty_batch())
+            num_bytes = batch.num_reassigned * sample_bytes(*self.reader.first(0))
             if index == communicator.rank:
                 received = communicator.receive(0, num_bytes, SAMPLES)
             else:
@@ -388,7 +388,8 @@ class Train(ModelTask):
     def _report_epoch_end(self, results: dict[str, Any], group: Group) -> None:
         fields: dict[str, Any] = {}
         if self.is_root:  # a rank that has joined at the end of the epoch has set no rate yet
-            rate = self.step.learning_rate if self._epoch_totals.steps else self._learning_rate()
+            latest = self.step.optimizers[0].learning_rate
+            rate = float(latest) if self._epoch_totals.steps else self._learning_rate()
             fields = {
                 **self._epoch_results(),
                 "learning_rate": rate,
@@ -408,8 +409,8 @@ def evaluate(
     """Return mean loss and metrics over `validation` as fields of an EpochEnd; emit progress meanwhile."""
     results: list[Sums] = []
     reported = time.monotonic()
-    for batch in validation.batches(EVALUATION_BATCH):
-        results.append(step.evaluate(*batch))
+    for start in range(0, len(validation), EVALUATION_BATCH):
+        results.append(step.evaluate(*validation.span(start, EVALUATION_BATCH)))
         if time.monotonic() - reported >= progress_interval_s:
             reported = time.monotonic()
             num_done = min(len(results) * EVALUATION_BATCH, len(validation))

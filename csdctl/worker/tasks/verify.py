@@ -345,8 +345,7 @@ MAX_INTEGER = 128
 """Integers are drawn below this and below the size of every embedding, where nothing is known of the data."""
 MAX_COLUMNS = 1024
 """Largest number of columns of a table whose columns have ranges of their own."""
-Column = tuple[float, float]
-Ranges = dict[str, Annotated[tuple[Column, ...], MaxLength(MAX_COLUMNS, 1)]]
+Ranges = dict[str, Annotated[tuple[tuple[float, float], ...], MaxLength(MAX_COLUMNS, 1)]]
 """The smallest and largest value of each column, or of all, by field of the samples ('' without fields)."""
 
 
@@ -499,12 +498,7 @@ class Verify(ModelTask):
         total = np.array(communicator.sum(own)[self.layout.step])
         self._start.restore()
         reference = self._make_reference() if self.is_root else None
-        exact = ExactSum(total.size, self.spec)
-        for sent in _gather(communicator, vector):
-            exact.add(sent)
-            if reference:
-                reference.compare(sent)
-        verified = self._describe(exact, total, reference, communicator.collective) if reference else None
+        verified = self._judge(communicator, vector, total, reference)
         after.restore()
         self.step.apply(total)
         return verified
@@ -527,15 +521,8 @@ class Verify(ModelTask):
         values = [np.asarray(one.value).astype(np.float64) for one in step.state]
         start.restore()
         reference = self._make_reference(totals) if self.is_root else None
-        exact = ExactSum(step.layout.step_size, self.spec)
-        for sent in _gather(communicator, step.join(parts)):
-            exact.add(sent)
-            if reference:
-                reference.compare(sent)
-        verified = None
-        if reference:
-            verified = self._describe(exact, step.join(totals), reference, communicator.collective)
-            assert isinstance(reference, CustomReference)
+        verified = self._judge(communicator, step.join(parts), step.join(totals), reference)
+        if isinstance(reference, CustomReference):
             update = reference.measure_update(values)
             if not update <= MAX_UPDATE_DIFFERENCE:
                 raise WorkerError(
@@ -547,13 +534,24 @@ class Verify(ModelTask):
         after.restore()
         return verified
 
+    def _judge(
+        self, communicator: Communicator, vector: Array, total: Array, reference: Reference | None
+    ) -> Verified | None:
+        """Compare this rank's `vector` and all others, and their sum `total`; rank 0 has the `reference`."""
+        exact = ExactSum(total.size, self.spec)
+        for sent in _gather(communicator, vector):
+            exact.add(sent)
+            if reference:
+                reference.compare(sent)
+        return self._describe(exact, total, reference, communicator.collective) if reference else None
+
     def _find_ranges(self) -> Ranges:
         """Return the ranges of the samples, by those of this rank."""
         return find_ranges(self.reader.first(NUM_LOOKED_AT)[0])
 
     def _draw(self, rank: int, count: int) -> tuple[Array, Array]:
         """Return the random samples of a rank; of the head of a model, their features."""
-        seed, example = self.spec.recipe.seed, self.reader.empty_batch()
+        seed, example = self.spec.recipe.seed, self.reader.first(0)
         samples, labels = draw_samples(seed, rank, count, example, self.whole_model, self._ranges)
         return (self.to_features(samples) if self.spec.head else samples), labels
 

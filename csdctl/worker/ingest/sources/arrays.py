@@ -22,9 +22,9 @@ import numpy as np
 
 from csdctl.worker.data.arrays import Array, as_labels, as_samples, is_numeric, map_array, read_array_header
 from csdctl.worker.ingest.sources.source import (
+    BLOCK_BYTES,
     Block,
     DataFile,
-    IngestLimits,
     SampleSource,
     Tree,
     convert_write_errors,
@@ -124,9 +124,9 @@ class ArraySource(SampleSource):
         )
         return Block(as_samples(samples), as_labels(labels))
 
-    def blocks(self, start: int, limits: IngestLimits) -> Iterator[Block]:
+    def blocks(self, start: int) -> Iterator[Block]:
         """Yield all rows from index `start` on."""
-        num_rows = max(1, limits.block_bytes // max(1, self.sample_bytes))
+        num_rows = max(1, BLOCK_BYTES // max(1, self.sample_bytes))
         return (self.rows(row, row + num_rows) for row in range(start, self.num_samples, num_rows))
 
 

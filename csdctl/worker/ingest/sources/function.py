@@ -25,7 +25,6 @@ from csdctl.worker.ingest.sources.source import (
     Block,
     Candidate,
     DecodedSource,
-    IngestLimits,
     SampleSource,
     StructureError,
     Tree,
@@ -138,10 +137,10 @@ class Elements(DecodedSource):
         self._targets: dict[str, Shape] = {}
         self._decoder: ImageDecoder | None = None
 
-    def blocks(self, start: int, limits: IngestLimits) -> Iterator[Block]:
+    def blocks(self, start: int) -> Iterator[Block]:
         """Yield all samples from index `start` on; raises WorkerError for whatever fails or does not fit."""
         with self._function.checking():
-            yield from skip_rows(self._records(), start) if self._axes else super().blocks(start, limits)
+            yield from skip_rows(self._records(), start) if self._axes else super().blocks(start)
 
     def pad_to_longest(self, names: Collection[str]) -> None:
         """Pad the inputs and outputs `names`, as in messages, with 0: all to one shape.

@@ -24,22 +24,10 @@ from csdctl.worker.data.arrays import Array, as_labels, as_samples, fields_of
 from csdctl.worker.process.errors import InputError, WorkerError
 from csdctl.worker.protocol.datasets import INPUT, LABEL, OUTPUT, SAMPLE_WEIGHT, PrepareSpec, name_of_position
 
-
-@dataclass(frozen=True)
-class IngestLimits:
-    """Block sizes, and intervals between syncs; the prepared bytes do not depend on them."""
-
-    block_samples: int = 256
-    block_bytes: int = 32 << 20
-    """Memory that a block may take: for encoded samples, and again for decoded ones."""
-    sync_interval_s: float = 5.0
-    """Upper limit of the work that is repeated after an interruption."""
-    lock_deadline_s: float = 10.0
-    """Seconds to wait for a worker that has the lock; one whose csdctl was killed takes a moment to exit."""
-
-
-DEFAULT_LIMITS = IngestLimits()
-
+BLOCK_SAMPLES = 256
+BLOCK_BYTES = 32 << 20
+"""Memory that a block may take: for encoded samples, and again for decoded ones. The prepared bytes do not
+depend on the sizes of blocks."""
 
 IGNORED = ("lost+found", "__MACOSX", "@eaDir", "#recycle", "$RECYCLE.BIN", "System Volume Information")
 """Directories that systems and archives add; names that begin with a dot are ignored too."""
@@ -179,7 +167,7 @@ class SampleSource:
         self.padded: dict[str, tuple[int, ...]] = {}
         """Inputs and outputs that were padded, and their shape; complete after `blocks`."""
 
-    def blocks(self, start: int, limits: IngestLimits) -> Iterator[Block]:
+    def blocks(self, start: int) -> Iterator[Block]:
         """Yield all samples from index `start` on."""
         raise NotImplementedError
 
@@ -221,12 +209,12 @@ class DecodedSource(SampleSource):
         """Return sample and label; raises UnusableError."""
         raise NotImplementedError
 
-    def blocks(self, start: int, limits: IngestLimits) -> Iterator[Block]:
+    def blocks(self, start: int) -> Iterator[Block]:
         """Yield all samples from index `start` on."""
-        max_samples = max(1, min(limits.block_samples, limits.block_bytes // max(1, self.sample_bytes)))
+        max_samples = max(1, min(BLOCK_SAMPLES, BLOCK_BYTES // max(1, self.sample_bytes)))
         candidates = itertools.islice(self.candidates(), start, None)
         with ThreadPoolExecutor(self._threads, thread_name_prefix="decode") as pool:
-            for group in _groups(candidates, max_samples, limits.block_bytes):
+            for group in _groups(candidates, max_samples):
                 yield _as_block(list(pool.map(self._decode_or_reason, group)))
 
     def _decode_or_reason(self, candidate: Candidate) -> tuple[Array, Any] | str:
@@ -245,14 +233,14 @@ def _as_block(outcomes: list[tuple[Array, Any] | str]) -> Block:
     return Block(np.stack(samples), np.stack(labels), skipped)
 
 
-def _groups(candidates: Iterable[Candidate], max_samples: int, max_bytes: int) -> Iterator[list[Candidate]]:
+def _groups(candidates: Iterable[Candidate], max_samples: int) -> Iterator[list[Candidate]]:
     group: list[Candidate] = []
     held_bytes = 0
     for candidate in candidates:
         group.append(candidate)
         content = candidate[0]
         held_bytes += len(content) if isinstance(content, bytes) else getattr(content, "nbytes", 0)
-        if len(group) >= max_samples or held_bytes >= max_bytes:
+        if len(group) >= max_samples or held_bytes >= BLOCK_BYTES:
             yield group
             group, held_bytes = [], 0
     if group:

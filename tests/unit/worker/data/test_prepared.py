@@ -190,7 +190,7 @@ def test_fields_of_samples_and_labels_stay_together_wherever_they_are_read(tmp_p
     spans = (Span(1, 2, 6),)
     packed = host.pack_reassigned(spans)
     share = Share(0, 8, 0, 5, 0, 7, spans)
-    for samples, labels in (host.read(share, packed), host.read(share), host.empty_batch()):
+    for samples, labels in (host.read(share, packed), host.read(share), host.first(0)):
         assert labels.dtype == np.dtype([("u", "i4"), ("v", "f4", (3,)), ("sample_weight", "f4")])
         assert np.array_equal(labels["u"], samples["b"])
         assert np.array_equal(labels["v"][:, 2], samples["a"][:, 1])

@@ -15,7 +15,6 @@ import pytest
 from csdctl.worker.compute.forward import to_results
 from csdctl.worker.data.prepared import rows_of
 from csdctl.worker.ingest.extract import LINE_BYTES, extract, fingerprint_of, gather, of_sources, send
-from csdctl.worker.ingest.sources.source import IngestLimits
 from csdctl.worker.process.errors import WorkerError
 from csdctl.worker.protocol.datasets import PrepareProgress
 from csdctl.worker.protocol.features import (
@@ -48,7 +47,6 @@ from tests.unit.worker.ingest.prepared_data import (
 )
 
 NUM_VIEWS = 3
-SMALL_BLOCKS = IngestLimits(block_samples=16, sync_interval_s=0)
 CLASSES, ALL = (ResultRule("", SOFTMAX),), (ResultRule("", VALUES),)
 
 
@@ -142,18 +140,19 @@ class TestResults:
     def test_killed_twice_stores_each_row_once(
         self, spec: ExtractSpec, monkeypatch: pytest.MonkeyPatch
     ) -> None:
+        monkeypatch.setattr("csdctl.worker.ingest.partial_dataset.SYNC_INTERVAL_S", 0)
         done = []
 
         def note(progress: PrepareProgress) -> None:
             done.append(progress.num_done)
-            if len(done) in (3, 5):
+            if len(done) in (2, 4):
                 raise InterruptionError
 
         for _ in range(2):
             with pytest.raises(InterruptionError):
-                extract(spec, limits=SMALL_BLOCKS, on_progress=note)
-        (found,) = extract(spec, limits=SMALL_BLOCKS, on_progress=note).parts
-        assert done == [0, 16, 32, 32, 48, 48, 64, 70]
+                extract(spec, on_progress=note)
+        (found,) = extract(spec, on_progress=note).parts
+        assert done == [0, 32, 32, 64, 64, 70]
         scores = stored(extract(replace(spec, results=ALL)).parts[0])["value"]
         assert stored(found)["class"].tolist() == scores.argmax(axis=1).tolist()
         np.testing.assert_allclose(stored(found)["probability"], scores.max(axis=1), rtol=1e-6)
@@ -231,11 +230,14 @@ class TestViews:
         labels = np.load(Path(found.parts[0].path, "labels.npy"))
         assert labels.tolist() == NUM_VIEWS * list(range(NUM_SAMPLES))
 
-    def test_interrupted_views_go_on_with_the_same_draws(self, spec: ExtractSpec, tmp_path: Path) -> None:
+    def test_interrupted_views_go_on_with_the_same_draws(
+        self, spec: ExtractSpec, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr("csdctl.worker.ingest.partial_dataset.SYNC_INTERVAL_S", 0)
         wanted = self.views(spec)
         for num_done in (32, 96):
             with pytest.raises(InterruptionError):
-                extract(wanted, limits=SMALL_BLOCKS, on_progress=stop_at(num_done))
+                extract(wanted, on_progress=stop_at(num_done))
         again = extract(wanted)
         assert again.num_computed <= NUM_VIEWS * NUM_SAMPLES - 96
         whole = extract(replace(wanted, store=str(tmp_path / "other")))

@@ -8,12 +8,12 @@ import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from unittest.mock import patch
 
 import numpy as np
 import pytest
 
 from csdctl.worker.ingest.prepare import prepare
-from csdctl.worker.ingest.sources.source import IngestLimits
 from csdctl.worker.process.errors import WorkerError
 from csdctl.worker.protocol.datasets import DatasetInfo, ImageRule, PrepareSpec
 from csdctl.worker.protocol.json_codec import to_json
@@ -21,7 +21,7 @@ from tests.unit.worker.ingest.prepared_data import InterruptionError, arrays_of,
 from tests.unit.worker.ingest.sources.encoded_images import colours, png
 
 NUM_IMAGES = 600
-SYNC_ALWAYS = IngestLimits(sync_interval_s=0)
+INGEST = "csdctl.worker.ingest"
 
 
 @pytest.fixture(scope="module")
@@ -59,9 +59,12 @@ def partial_directories(spec: PrepareSpec) -> list[Path]:
     return list(Path(spec.store).glob(".part-*"))
 
 
-def interrupt(spec: PrepareSpec, after: int, limits: IngestLimits = SYNC_ALWAYS) -> None:
-    with pytest.raises(InterruptionError):
-        prepare(spec, limits=limits, on_progress=stop_at(after))
+def interrupt(spec: PrepareSpec, after: int) -> None:
+    with (
+        patch(f"{INGEST}.partial_dataset.SYNC_INTERVAL_S", 0),
+        pytest.raises(InterruptionError),
+    ):
+        prepare(spec, on_progress=stop_at(after))
 
 
 def resume(spec: PrepareSpec) -> tuple[int, DatasetInfo]:
@@ -71,11 +74,12 @@ def resume(spec: PrepareSpec) -> tuple[int, DatasetInfo]:
     return seen[0], info
 
 
-@pytest.mark.parametrize("options", [{"threads": 5}, {"limits": IngestLimits(block_samples=7)}])
+@pytest.mark.parametrize(("threads", "block_samples"), [(5, 256), (0, 7)])
 def test_bytes_depend_neither_on_threads_nor_on_blocks(
-    spec: PrepareSpec, whole: DatasetInfo, options: dict[str, object]
+    spec: PrepareSpec, whole: DatasetInfo, threads: int, block_samples: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    found = prepare(spec, **options)  # type: ignore[arg-type]
+    monkeypatch.setattr(f"{INGEST}.sources.source.BLOCK_SAMPLES", block_samples)
+    found = prepare(spec, threads=threads)
     assert content(found) == content(whole)
     assert replace(found, path="") == replace(whole, path="")
     assert whole.num_skipped == {"undecodable": len(range(0, NUM_IMAGES, 7))}
@@ -128,13 +132,13 @@ def test_partial_data_is_dropped_if_the_source_has_changed(
     assert partial_directories(changing) == []
 
 
-def test_arrays_are_resumed_too(tmp_path: Path) -> None:
-    limits = IngestLimits(block_bytes=100, sync_interval_s=0)
+def test_arrays_are_resumed_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(f"{INGEST}.sources.arrays.BLOCK_BYTES", 100)
     images = colours(50, 6, 4).reshape(50, 6, 4)
     np.savez_compressed(tmp_path / "a.npz", x=images, y=np.arange(50))
     spec = PrepareSpec(str(tmp_path / "a.npz"), str(tmp_path / "store"))
-    interrupt(spec, after=17, limits=limits)
-    samples, labels = arrays_of(prepare(spec, limits=limits))
+    interrupt(spec, after=17)
+    samples, labels = arrays_of(prepare(spec))
     assert np.array_equal(samples, images)
     assert labels.tolist() == list(range(50))
 
@@ -144,8 +148,11 @@ def test_second_process_waits_for_the_lock_and_then_fails(spec: PrepareSpec) -> 
     lock = os.open(partial_directories(spec)[0], os.O_RDONLY)
     fcntl.flock(lock, fcntl.LOCK_EX)
     try:
-        with pytest.raises(WorkerError, match="another csdctl is preparing the same data"):
-            prepare(spec, limits=IngestLimits(lock_deadline_s=0.2))
+        with (
+            patch(f"{INGEST}.partial_dataset.LOCK_DEADLINE_S", 0.2),
+            pytest.raises(WorkerError, match="another csdctl is preparing the same data"),
+        ):
+            prepare(spec)
     finally:
         os.close(lock)
     assert prepare(spec).num_samples > 0

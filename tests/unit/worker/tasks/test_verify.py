@@ -226,7 +226,7 @@ def test_step_that_is_wrong_on_host_and_ranks_alike_is_not_taken_for_a_coupled_m
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     task = load_task(ROWS["convolutions"], PlainMeanStep)
-    example, start, saved = task.reader.empty_batch(), Snapshot(task.step.model.variables), {}
+    example, start, saved = task.reader.first(0), Snapshot(task.step.model.variables), {}
     for rank, size in enumerate(SIZES):
         task.step.seeds.set_step(0, rank)
         samples = draw_samples(SEED, rank, size, example, task.step.model)

@@ -192,9 +192,6 @@ class RowReader:
     def set_epoch(self, epoch: int) -> None:
         pass
 
-    def empty_batch(self) -> tuple[Any, Any]:
-        return self._example
-
     def first(self, count: int) -> tuple[Any, Any]:
         return draw_samples(0, 0, count, self._example, self._model, self._ranges)
 

@@ -12,7 +12,6 @@ import pytest
 
 from csdctl.shipping.worker_zip import pack_code
 from csdctl.worker.ingest.prepare import prepare
-from csdctl.worker.ingest.sources.source import IngestLimits
 from csdctl.worker.process.errors import WorkerError
 from csdctl.worker.protocol.datasets import DatasetInfo, ImageRule, PrepareSpec
 from csdctl.worker.protocol.json_codec import from_json, to_json
@@ -212,12 +211,15 @@ class TestDatasets:
         assert drawn[0] == drawn[1]
 
     @pytest.mark.parametrize("calls", ["", ".batch(16)"])
-    def test_interrupted_call_resumes(self, load: Load, spec: PrepareSpec, calls: str) -> None:
+    def test_interrupted_call_resumes(
+        self, load: Load, spec: PrepareSpec, calls: str, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr("csdctl.worker.ingest.sources.source.BLOCK_SAMPLES", 4)
+        monkeypatch.setattr("csdctl.worker.ingest.partial_dataset.SYNC_INTERVAL_S", 0)
         whole = arrays_of(load(f"{SLICES}return {DATASET}((x, y)){calls}", TF))
         stopping = replace(spec, store=f"{spec.store}-2")
-        limits = IngestLimits(block_samples=4, sync_interval_s=0)
         with pytest.raises(InterruptionError):
-            prepare(stopping, limits=limits, on_progress=stop_at(4))
+            prepare(stopping, on_progress=stop_at(4))
         seen: list[int] = []
         again = arrays_of(prepare(stopping, on_progress=lambda progress: seen.append(progress.num_done)))
         assert seen[0] >= 4
