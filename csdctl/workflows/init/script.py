@@ -34,33 +34,18 @@ UNSUPPORTED = {
 }
 BUILT_IN = {"ModelCheckpoint", "BackupAndRestore", "TerminateOnNaN", "History", "CSVLogger", "ProgbarLogger"}
 """Callbacks whose work csdctl always does."""
+_STOPPING = (
+    *("monitor", "min_delta", "patience", "verbose", "mode", "baseline"),
+    *("restore_best_weights", "start_from_epoch"),
+)
+_REDUCING = ("monitor", "factor", "patience", "verbose", "mode", "min_delta", "cooldown", "min_lr")
 CALLBACKS = {
-    "EarlyStopping": (
-        "early_stopping",
-        0,
-        ("monitor", "patience", "min_delta", "mode", "baseline", "start_from_epoch"),
-    ),
-    "ReduceLROnPlateau": (
-        "reduce_on_plateau",
-        10,
-        ("monitor", "patience", "factor", "min_delta", "mode", "cooldown"),
-    ),
+    "EarlyStopping": ("early_stopping", 0, _STOPPING),
+    "ReduceLROnPlateau": ("reduce_on_plateau", 10, _REDUCING),
 }
-"""What replaces a callback: a key of the recipe, with Keras' default patience and the arguments it takes."""
-POSITIONS = {
-    "EarlyStopping": ("monitor", "min_delta", "patience", "verbose", "mode", "baseline"),
-    "ReduceLROnPlateau": (
-        "monitor",
-        "factor",
-        "patience",
-        "verbose",
-        "mode",
-        "min_delta",
-        "cooldown",
-        "min_lr",
-    ),
-}
-"""Their arguments in Keras' order."""
+"""What replaces a callback: a key of the recipe, Keras' default patience, and its arguments in order."""
+NOT_TAKEN = {"verbose", "restore_best_weights", "min_lr"}
+"""Their arguments that the recipe does not have."""
 OUTPUT = {"print", "pprint", "display", "summary", "plot_model", "evaluate", "predict", "show", "save"}
 """Functions that are called for what they show or write."""
 PLOTTING = {"matplotlib", "seaborn", "plotly", "IPython", "pylab"}
@@ -577,14 +562,14 @@ class _Script:
             return {}
         key, patience, arguments = CALLBACKS[name]
         values: dict[str | None, Any] = {
-            one: _evaluate(value, self.constants)
-            for one, value in zip(POSITIONS[name], call.args, strict=False)
+            one: _evaluate(value, self.constants) for one, value in zip(arguments, call.args, strict=False)
         }
         values |= {one.arg: _evaluate(one.value, self.constants) for one in call.keywords}
         for argument, value in values.items():
             if argument != "verbose" and (value is UNKNOWN or argument == "min_lr"):
                 self._note(call, f"{argument} of {name}")
-        kept = {one: values[one] for one in arguments if values.get(one, UNKNOWN) not in (UNKNOWN, None)}
+        taken = [one for one in arguments if one not in NOT_TAKEN]
+        kept = {one: values[one] for one in taken if values.get(one, UNKNOWN) not in (UNKNOWN, None)}
         return {key: {"patience": patience} | kept}
 
     def _render(
