@@ -17,8 +17,7 @@ from pathlib import Path
 from csdctl.documents import (
     MAX_JSON_BYTES,
     build_atomically,
-    check_values,
-    load_json,
+    load_kept,
     load_text,
     save_json,
     save_text,
@@ -136,7 +135,7 @@ def serialize_model(
     """
     directory = project.models / _model_key(job, worker)
     if not have_hashes(directory, _files_of(directory)) or (
-        shapes is not None and _load_shapes(directory) != shapes
+        shapes is not None and (load_kept(directory / SHAPES, SampleShapes) or {}) != shapes
     ):
         on_build()
         _build(job, worker, host, directory, shapes)
@@ -199,20 +198,13 @@ def _build(job: Job, worker: StoredFile, host: Session, directory: Path, shapes:
         save_json(aside / HASHES, {file: hash_file(aside / file) for file in _files_of(aside)})
 
 
-def _load_shapes(directory: Path) -> SampleShapes:
-    try:
-        return check_values(load_json(directory / SHAPES), SampleShapes, str(directory))
-    except (InputError, OSError):
-        return {}
-
-
 def have_hashes(directory: Path, names: Sequence[str]) -> bool:
     """Return whether files were made here, and have not changed since."""
     try:
-        hashes = check_values(load_json(directory / HASHES), dict[str, str], str(directory))
-        return hashes == {name: hash_file(directory / name) for name in names}
-    except (InputError, OSError):
+        hashes = {name: hash_file(directory / name) for name in names}
+    except OSError:
         return False
+    return hashes == load_kept(directory / HASHES, dict[str, str])
 
 
 def _files_of(directory: Path) -> list[str]:
@@ -296,7 +288,7 @@ def _cut(
     name = f"{content.hexdigest()[:32]}-{seed}-{shard.public_start}-{shard.public_stop}"
     targets = [project.shards / f"{name}.{part}.npy" for part in ("images", "labels")]
     record = project.shards / f"{name}.json"
-    hashes = _load_hashes(record)
+    hashes = load_kept(record, list[str]) or []
     if len(hashes) != 2 or hashes != [hash_file(target) for target in targets if target.is_file()]:
         import numpy as np
 
@@ -329,14 +321,6 @@ def _cut(
         for sha256, target in zip(hashes, targets, strict=True)
     )
     return images, labels
-
-
-def _load_hashes(record: Path) -> list[str]:
-    """Return the hashes of shards that were cut before; none if they are missing or damaged."""
-    try:
-        return check_values(load_json(record), list[str], str(record))
-    except InputError:
-        return []
 
 
 def deploy(

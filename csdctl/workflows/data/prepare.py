@@ -19,7 +19,7 @@ from typing import Annotated, Protocol
 
 from pydantic import Field, TypeAdapter, ValidationError
 
-from csdctl.documents import check_values, load_json, save_json, save_text
+from csdctl.documents import load_kept, save_json, save_text
 from csdctl.errors import InputError, RemoteCommandError
 from csdctl.fleet.model import HOST_NAME, Fleet
 from csdctl.job.compatibility import check_compatibility, check_noise, inputs_of, show_shape
@@ -102,21 +102,13 @@ def _digest(info: DatasetInfo) -> str:
 
 
 def _load_digests(project: ProjectDirectory, job: Job) -> dict[str, str]:
-    record = _load(project, job)
+    record = load_kept(project.prepared(job.name), PreparedData)
     return record.digests if record else {}
-
-
-def _load(project: ProjectDirectory, job: Job) -> PreparedData | None:
-    path = project.prepared(job.name)
-    try:
-        return check_values(load_json(path), PreparedData, str(path))
-    except InputError:  # the next `prepare` writes it again
-        return None
 
 
 def load_prepared(project: ProjectDirectory, job: Job) -> PreparedData | None:
     """Return the record of `job`; None when its current data section was never prepared."""
-    record = _load(project, job)
+    record = load_kept(project.prepared(job.name), PreparedData)
     if record is None or record.key != _key(job):
         return None
     return record if min(record.public.num_samples, *record.num_private.values(), 0) >= 0 else None
