@@ -47,10 +47,6 @@ def render_page(runs: Sequence[RunResults]) -> str:
         for name, run in zip(names, runs, strict=True)
     ]
     headlines = [_headline(run, run.summary.run_id if len(runs) > 1 else "") for run in runs]
-    return _document(title, headlines, [*sections, *machines])
-
-
-def _document(title: str, headlines: Sequence[str], sections: Sequence[str]) -> str:
     parts = [
         '<!doctype html><html lang="en"><head><meta charset="utf-8">',
         f'<meta http-equiv="Content-Security-Policy" content="{_text(POLICY)}">',
@@ -60,6 +56,7 @@ def _document(title: str, headlines: Sequence[str], sections: Sequence[str]) -> 
         *headlines,
         '</header><main id="content">',
         *sections,
+        *machines,
         "</main></body></html>",
     ]
     return "\n".join(parts)

@@ -275,17 +275,12 @@ class SeriesBuilder:
 
     def _divide(self, report: Amounts) -> list[float]:
         """Return the seconds of each kind, the samples of the rank, and those of all ranks."""
-        compute_s, wait_s, input_s, others_s = (
-            report.compute_s,
-            report.wait_s,
-            report.input_s,
-            report.others_s,
-        )
+        input_s, others_s, wait_s = report.input_s, report.others_s, report.wait_s
         if others_s is None or input_s is None:
             self._series.is_wait_divided = False
             others_s, input_s = wait_s if others_s is None else others_s, input_s or 0.0
         waited, other_s = min(others_s, wait_s), max(report.wall_s - report.step_s, 0.0)
-        seconds = [max(compute_s - input_s, 0.0), input_s, waited, wait_s - waited, other_s]
+        seconds = [max(report.compute_s - input_s, 0.0), input_s, waited, wait_s - waited, other_s]
         return [*seconds, report.samples, report.global_samples]
 
     def _drop_epochs(self, first: int) -> None:

@@ -430,11 +430,6 @@ class ScalingSeries:
     """What `host_samples_per_s` is from: runs without nodes, or TUNED."""
     origin: str
 
-    def by_nodes(self, values: Sequence[float | None]) -> dict[int, float]:
-        """Return those of `values` that are known, one for each point, by the number of nodes."""
-        pairs = zip(self.points, values, strict=True)
-        return {point.num_nodes: value for point, value in pairs if value is not None}
-
 
 def build_scaling(runs: Sequence[RunResults], kind: str) -> ScalingSeries:
     """Put runs of one job, each with another number of nodes, in order; `kind` is one of KINDS."""
@@ -500,7 +495,7 @@ def scaling_table(series: ScalingSeries) -> DataTable:
 
 def energy_by_nodes(series: ScalingSeries) -> DataTable:
     """Return energy per image by the number of nodes, and what is saved against none: Table II."""
-    without = series.by_nodes([point.joules_per_sample for point in series.points]).get(0)
+    without = next((point.joules_per_sample for point in series.points if not point.num_nodes), None)
     rows: list[tuple[str, ...]] = []
     for point in series.points:
         energy, each = point.energy, point.joules_per_sample
