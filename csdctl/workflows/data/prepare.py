@@ -398,7 +398,7 @@ def add_function(
 
 
 class PreparationObserver(Protocol):
-    """Shows messages and the progress of preparing."""
+    """Shows messages, the progress of preparing, and the deliveries of files."""
 
     def say(self, line: str, /) -> None:
         """Show one line."""
@@ -410,10 +410,6 @@ class PreparationObserver(Protocol):
 
         It is closed before anything else is shown but lines of text.
         """
-
-
-class DeliveryObserver(PreparationObserver, Protocol):
-    """Shows the deliveries of files too."""
 
     def on_delivery(self, node: str, delivery: Delivery, /) -> None:
         """Files have reached `node`."""
