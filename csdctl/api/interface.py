@@ -33,7 +33,7 @@ from csdctl.supervision.event_callbacks import STOP as STOP
 from csdctl.supervision.event_callbacks import Callback
 from csdctl.supervision.run_setup import Patience as Patience
 from csdctl.terminal.fleet import DiscoverView, render_fleet
-from csdctl.terminal.prepare import PreparationScreen, PreparingView, render_prepared
+from csdctl.terminal.prepare import PreparationScreen, render_prepared
 from csdctl.terminal.report import report_of
 from csdctl.terminal.streams import Streams
 from csdctl.terminal.train import TrainingScreen
@@ -459,14 +459,7 @@ def prepare(job: JobOrPath, fleet: FleetOrPath = "fleet.yaml") -> Prepared:
     """
     loaded, chosen = as_job(job).load(), as_fleet(fleet)
     with open_session() as streams:
-        with PreparingView(streams.views) as view:
-            prepared = prepare_fleet(
-                loaded,
-                chosen,
-                directory=streams.directory,
-                say=streams.say,
-                on_progress=view.show,
-            )
+        prepared = prepare_fleet(loaded, chosen, streams.directory, PreparationScreen(streams))
         render_prepared(streams.console, prepared)
     return prepared
 

@@ -415,20 +415,21 @@ class PreparationObserver(Protocol):
         """Files have reached `node`."""
 
 
-def prepare_in(
-    space: Workspace, job: Job, observer: PreparationObserver, *, needs_labels: bool = True
-) -> Prepared:
-    """Prepare model and data of `job` on the machines of `space`; raises InputError or PartialError."""
+def prepare_in(space: Workspace, job: Job, observer: PreparationObserver, **options: bool) -> Prepared:
+    """Prepare model and data of `job` on the machines of `space`; raises InputError or PartialError.
+
+    `options` as of `prepare_job`.
+    """
     began = time.monotonic()
     with observer.preparing() as on_progress:
-        prepared = prepare_job(job, space, observer.say, on_progress, needs_labels=needs_labels)
+        prepared = prepare_job(job, space, observer.say, on_progress, **options)
     return replace(prepared, elapsed_s=time.monotonic() - began)
 
 
-def prepare_fleet(job: Job, fleet: Fleet, *, directory: Path, say: Say, on_progress: OnProgress) -> Prepared:
+def prepare_fleet(job: Job, fleet: Fleet, directory: Path, observer: PreparationObserver) -> Prepared:
     """Prepare `job` on the host and all nodes of `fleet`.
 
     Raises InputError when model and data do not fit together, and CsdctlError when a machine fails.
     """
-    with open_workspace(directory, fleet, "prepare", is_locking=True, say=say) as space:
-        return prepare_job(job, space, say, on_progress, is_checked=True)
+    with open_workspace(directory, fleet, "prepare", is_locking=True, say=observer.say) as space:
+        return prepare_in(space, job, observer, is_checked=True)
