@@ -404,19 +404,14 @@ def _name_arrays(parts: tuple[Any, ...], name: str) -> dict[str, np.ndarray[Any,
     return named
 
 
-def _find_builder(run: RunDirectory) -> BuildSpec:
-    """Return how the ranks built the model; raises OSError, ValueError or ProtocolError."""
+def _build(run: RunDirectory) -> Any:
+    """Return the model of the user's function, with all its weights; raises whatever that raises."""
     project = run.path.parents[2]
     architecture = json.loads(run.spec.read_text())["architecture"]
     content = json.loads((project / architecture).read_text())
     if BUILDER not in content:
         raise ProtocolError("no function built it")
     spec: BuildSpec = from_dict(BuildSpec, content[BUILDER])
-    return spec
-
-
-def _build(spec: BuildSpec) -> Any:
-    """Return the model of the user's function, with all its weights; raises whatever that raises."""
     file, _, name = spec.reference.rpartition(":")
     model = getattr(_import_file(Path(file)), name)(**spec.arguments)
     if spec.sample_shapes:  # a subclassed model has its weights once it is called
@@ -544,7 +539,7 @@ class Run:
         if path.exists():
             return keras.models.load_model(path, custom_objects=custom_objects)
         try:
-            model = _build(_find_builder(self.directory))
+            model = _build(self.directory)
             model.load_weights(weights)
         except Exception as error:  # of any kind: the user's code
             raise InputError(

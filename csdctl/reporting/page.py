@@ -111,20 +111,18 @@ def _table(table: DataTable, title: str) -> str:
         f'<th scope="col"{CLASSES[is_number]}>{_text(cell)}</th>'
         for cell, is_number in zip(table.header, numeric, strict=False)
     )
-    rows = "".join(
-        "<tr>" + "".join(map(_cell, row, ("th", *["td"] * len(row)), (False, *numeric[1:]))) + "</tr>"
-        for row in table.rows
-    )
+    rows = ""
+    for first, *others in table.rows:
+        cells = (
+            f"<td{CLASSES[is_number]}>{_text(cell)}</td>"
+            for cell, is_number in zip(others, numeric[1:], strict=True)
+        )
+        rows += f'<tr><th scope="row">{_text(first)}</th>{"".join(cells)}</tr>'
     head = f"<thead><tr>{header}</tr></thead>" if header else ""
     return (
         f'<div class=scroll role="region" tabindex="0" aria-label="{_text(title)}"><table>'
         f"{head}<tbody>{rows}</tbody></table></div>"
     )
-
-
-def _cell(text: str, tag: str, is_number: bool) -> str:
-    scope = ' scope="row"' if tag == "th" else CLASSES[is_number]
-    return f"<{tag}{scope}>{_text(text)}</{tag}>"
 
 
 def _text(text: object) -> str:

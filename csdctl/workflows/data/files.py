@@ -156,11 +156,10 @@ def serialize_model(
 
 def shapes_of(data: DatasetInfo) -> SampleShapes:
     """Return types and shapes of a sample as a model is called with them."""
-
-    def called_with(dtype: str) -> str:
-        return "float32" if dtype == "uint8" or dtype.startswith("float") else dtype
-
-    return {name: (called_with(dtype), shape) for name, (dtype, shape) in data.inputs.items()}
+    return {
+        name: ("float32" if dtype == "uint8" or dtype.startswith("float") else dtype, shape)
+        for name, (dtype, shape) in data.inputs.items()
+    }
 
 
 def describe_code(code: StoredFile, roots: Sequence[Path]) -> str:

@@ -155,7 +155,7 @@ class _Statement:
 
     @cached_property
     def _table(self) -> symtable.SymbolTable:
-        return symtable.symtable(ast.unparse(self.node), "script", "exec")
+        return _table_of(self.node)
 
     @property
     def is_definition(self) -> bool:
@@ -274,7 +274,9 @@ class _Script:
         fit = self._find_fit()
         modules = dict(_modules_in(self.module))
         functions = {
-            one.name: _touched_by(one) for one in self.module.body if isinstance(one, ast.FunctionDef)
+            one.name: set(_globals_of(_table_of(one), only_read=False))
+            for one in self.module.body
+            if isinstance(one, ast.FunctionDef)
         }
         self.statements = [_Statement(node, modules, functions) for node in self._flatten(fit)]
         self._find_options()
@@ -672,21 +674,17 @@ def _name_of(node: ast.AST | None) -> str:
     return function.attr if isinstance(function, ast.Attribute) else getattr(function, "id", "")
 
 
-def _touched_by(function: ast.FunctionDef) -> set[str]:
-    """Return the global names that a function reads or binds."""
-    table = symtable.symtable(ast.unparse(function), "script", "exec")
-    waiting, found = list(table.get_children()), set()
-    while waiting:
-        inner = waiting.pop()
-        found |= {one.get_name() for one in inner.get_symbols() if one.is_global()}
-        waiting += inner.get_children()
-    return found
+def _table_of(node: ast.stmt) -> symtable.SymbolTable:
+    return symtable.symtable(ast.unparse(node), "script", "exec")
 
 
-def _globals_of(table: symtable.SymbolTable) -> Iterator[str]:
+def _globals_of(table: symtable.SymbolTable, *, only_read: bool = True) -> Iterator[str]:
+    """Yield the global names that the functions in `table` read, or also those that they bind."""
     for child in table.get_children():
-        yield from (one.get_name() for one in child.get_symbols() if one.is_global() and one.is_referenced())
-        yield from _globals_of(child)
+        for one in child.get_symbols():
+            if one.is_global() and (one.is_referenced() or not only_read):
+                yield one.get_name()
+        yield from _globals_of(child, only_read=only_read)
 
 
 def _modules_in(module: ast.Module) -> Iterator[tuple[str, str]]:

@@ -67,10 +67,7 @@ class TrainOptions:
     """For `split`: of each rank's batch."""
 
     def __post_init__(self) -> None:
-        if self.collective not in COLLECTIVES:
-            raise InputError(
-                f"unknown collective {self.collective!r}", remedy=f"one of {', '.join(COLLECTIVES)}"
-            )
+        _check_choice("collective", self.collective, COLLECTIVES)
         check_strategy(self.strategy)
         check_cut(self.strategy, self.cut)
         _check_choice("feature-precision", self.features.precision, PRECISIONS)
