@@ -153,12 +153,18 @@ def doctor(
 ) -> None:
     """Check that the machines can train together, and report how to fix what fails."""
     from csdctl.terminal.fleet import ExaminationView, doctor_document
-    from csdctl.workflows.preflight.doctor import DoctorOptions, examine
+    from csdctl.workflows.preflight.doctor import examine
 
-    deadlines = DoctorOptions(timeout, connect_timeout, mpi_timeout)
     streams = call.streams
     with ExaminationView(streams.console, call.fleet, is_verbose=streams.is_verbose) as view:
-        examination = examine(call.fleet, call.directory, deadlines, view.show)
+        examination = examine(
+            call.fleet,
+            call.directory,
+            view.show,
+            deadline_s=timeout,
+            connect_deadline_s=connect_timeout,
+            mpi_deadline_s=mpi_timeout,
+        )
     view.finish(examination)
     streams.result(doctor_document(examination))
     examination.check()

@@ -114,12 +114,6 @@ def prepare_code(job: Job, directory: Path, say: Say) -> tuple[StoredFile, Seria
     return worker, model
 
 
-def describe_job_model(job: Job, directory: Path, say: Say) -> ModelProperties:
-    """Return the features that identify the job's model in measurements; builds the model if needed."""
-    _, model = prepare_code(job, directory, say)
-    return model.describe()
-
-
 def serialize_model(
     job: Job,
     worker: StoredFile,

@@ -52,7 +52,7 @@ from csdctl.tuning.scaling_curve import (
     size_ranks,
 )
 from csdctl.tuning.search import Limits, default_limits, read_limits
-from csdctl.workflows.data.files import describe_job_model
+from csdctl.workflows.data.files import prepare_code
 from csdctl.workflows.data.prepare import PreparedData, load_prepared
 from csdctl.workflows.train.plan import find_changes, find_left_out, find_unplanned
 from csdctl.workflows.tune.fleet_measurements import FleetMeasurements, hash_recipe
@@ -326,9 +326,10 @@ def _find_measurements(
         raise _unknown(f"the facts of {format_node_names(undiscovered)} are unknown", "run `csdctl discover`")
     if not project.measurements.exists():
         raise _unknown("there are no measurements yet", TUNE)
-    model = describe_job_model(job, project.root, say)
+    _, model = prepare_code(job, project.root, say)
     recipe = hash_recipe(job, data.public) if data else NOT_PREPARED
-    return FleetMeasurements(model, recipe, fleet, facts, MeasurementStore(project.measurements, say))
+    store = MeasurementStore(project.measurements, say)
+    return FleetMeasurements(model.describe(), recipe, fleet, facts, store)
 
 
 MAX_NODES = 10_000

@@ -29,7 +29,7 @@ from csdctl.workflows.data.prepare import (
     load_prepared,
     prepare_in,
 )
-from csdctl.workflows.preflight.doctor import DoctorOptions, examine
+from csdctl.workflows.preflight.doctor import examine
 from csdctl.workflows.train.plan import check_plan, resolve_plan
 from csdctl.workflows.train.run import RunObserver, record_process, run_to_end
 from csdctl.workflows.train.spec import (
@@ -299,7 +299,7 @@ def rehearse_training(request: TrainRequest, observer: RunObserver) -> Rehearsal
 
 def _examine(request: TrainRequest, space: Workspace, observer: RunObserver) -> None:
     if not request.is_preflight_skipped:
-        examination = examine(space.fleet, space.project.root, DoctorOptions(), sessions=space.sessions)
+        examination = examine(space.fleet, space.project.root, sessions=space.sessions)
         observer.on_preflight(examination)
         examination.check_before_training()
 

@@ -440,28 +440,24 @@ class TuneObserver(PreparationObserver, Protocol):
 def tune_job(job: Job, fleet: Fleet, directory: Path, options: TuneOptions, observer: TuneObserver) -> Plan:
     """Prepare `job`, deploy what probes need, tune, and save the plan in the project of `directory`.
 
-    Raises what `open_workspace`, `prepare_job`, `deploy_files` and `tune` raise.
+    Raises InputError, TuningError, NodeError, and what opening, preparing, probes and a trial raise.
     """
+    if not options.is_host_training and (options.method == STANNIS or not fleet.nodes):
+        raise InputError("--no-host needs at least one node, and --method fit")
     if options.method == FIT:
         find_mpirun()  # the plan is tried with MPI
     with open_workspace(directory, fleet, "tune", is_locking=True, say=observer.say) as space:
         prepared = prepare_in(space, job, observer)
         files = {node.name: prepared.files for node in space.fleet.nodes}
         deploy_files(files, space.fleet, space.sessions, lambda *_: None)
+        context = RunContext(job, prepared, space, observer)
+        check_possible(options, context)
+        tune_by_method = tune_by_algorithm_1 if options.method == STANNIS else tune_by_fit
         with observer.measuring(space.fleet.machines) as watch:
-            plan = tune(RunContext(job, prepared, space, observer), options, watch)
+            plan = tune_by_method(context, options, watch)
+        plan = plan.model_copy(update={"made_for": build_fingerprint(plan, job, space.facts)})
         save_plan(space.project.plan(job.name), plan)
     return plan
-
-
-def tune(context: RunContext, options: TuneOptions, watch: TuneWatch) -> Plan:
-    """Return a plan for the job; raises InputError, DeadlineError, NodeError, and what a trial raises."""
-    if not options.is_host_training and (options.method == STANNIS or not context.space.fleet.nodes):
-        raise InputError("--no-host needs at least one node, and --method fit")
-    check_possible(options, context)
-    tune_by_method = tune_by_algorithm_1 if options.method == STANNIS else tune_by_fit
-    plan = tune_by_method(context, options, watch)
-    return plan.model_copy(update={"made_for": build_fingerprint(plan, context.job, context.space.facts)})
 
 
 def find_noise_scale(project: ProjectDirectory, job: str) -> float:
