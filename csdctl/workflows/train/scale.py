@@ -16,6 +16,7 @@ from csdctl.reporting.results import read_results
 from csdctl.reporting.tables import KINDS, ScalingSeries, build_scaling
 from csdctl.runs.directory import ProjectDirectory, RunDirectory
 from csdctl.tuning.plan import Plan, RankPlan, load_plan, save_plan
+from csdctl.worker.protocol.equation1 import public_shares
 from csdctl.workflows.train.plan import build_equal_plan
 from csdctl.workflows.train.train import TrainRequest, TrainResult, load_spec
 from csdctl.workflows.workspace.workspace import open_workspace
@@ -137,12 +138,7 @@ def plan_point(plan: Plan, kind: str, num_nodes: int, most: int) -> Plan:
 
 def _divide(global_batch: int, ranks: Sequence[RankPlan]) -> list[RankPlan]:
     """Divide `global_batch` among ranks in proportion to their batch sizes, by largest remainders."""
-    weights = [rank.batch_size for rank in ranks]
-    exact = [global_batch * weight / sum(weights) for weight in weights]
-    sizes = [int(share) for share in exact]
-    by_remainder = sorted(range(len(ranks)), key=lambda number: sizes[number] - exact[number])
-    for number in by_remainder[: global_batch - sum(sizes)]:
-        sizes[number] += 1
+    sizes = public_shares([rank.batch_size for rank in ranks], [0] * len(ranks), global_batch)
     for rank, size in zip(ranks, sizes, strict=True):
         if rank.max_batch_size and size > rank.max_batch_size:
             raise InputError(
