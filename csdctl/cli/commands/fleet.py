@@ -346,7 +346,7 @@ def exec(
 
             result = run_task(call.fleet, task, words, directory=directory, options=chosen)
     render_answers(call.streams, result)
-    call.conclude(exec_document(result, words, task), result.machines, result.failed)
+    call.conclude(exec_document(result, words, task), list(result.outcomes), result.failed)
 
 
 def inventory(

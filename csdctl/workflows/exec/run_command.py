@@ -58,11 +58,6 @@ class ExecResult:
     """By machine: the host first, if it was asked, then the nodes in the order of the fleet."""
 
     @property
-    def machines(self) -> tuple[str, ...]:
-        """The machines that were asked."""
-        return tuple(self.outcomes)
-
-    @property
     def answers(self) -> dict[str, Answer]:
         """The answers of the machines that answered."""
         return {name: outcome.value for name, outcome in self.outcomes.items() if outcome.value}

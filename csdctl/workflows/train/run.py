@@ -210,10 +210,8 @@ def run_to_end(
                 should_stop=lambda: callbacks.has_stopped,
             )
             is_done, is_interrupted = not stopped_by, stopped_by == USER
-        except KeyboardInterrupt:
-            is_interrupted = (
-                True  # the ranks were ended at once; the state of the last completed step is kept
-            )
+        except KeyboardInterrupt:  # the ranks were ended at once; the last completed step is kept
+            is_interrupted = True
         finally:
             log.close()
             settle_step_file(inputs, is_done=is_done)
