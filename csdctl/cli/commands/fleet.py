@@ -207,9 +207,6 @@ def provision(
             help="Set a variable of the role, such as node_firewall=true.",
         ),
     ] = None,
-    tags: Annotated[
-        str, typer.Option(help="Run only tasks with these tags: user, sshd, wheels, limits, …")
-    ] = "",
     dry_run: Annotated[
         bool,
         typer.Option("--dry-run", "--check", help="Show what would be sent and changed, without doing it."),
@@ -234,7 +231,6 @@ def provision(
         is_dry_run=dry_run,
         sends_only=send,
         values=_parse_values(set_ or ()),
-        tags=tags,
     )
     if kind and not collect:
         raise InputError("--kind applies only with --collect", remedy="add --collect, or leave out --kind")

@@ -45,12 +45,6 @@ def list_runs(json: options.JsonOption = False) -> None:
 
 
 @runs.command()
-def show(run: RunArgument = None, json: options.JsonOption = False) -> None:
-    """Show the results of a run, like `csdctl report`."""
-    report([run] if run else None, json=json)
-
-
-@runs.command()
 def watch(run: RunArgument = None, json: options.JsonOption = False) -> None:
     """Show a run as it trains.
 
