@@ -533,7 +533,16 @@ def _check_level(
     space: Workspace, worker: StoredFile, obstacles: Mapping[str, str], level: Level, deadline_s: float
 ) -> Iterator[Check]:
     """Check the machines of `level` together and, when no rank starts, each of the others alone."""
-    check, has_started = _check_machines(space, worker, obstacles, level, level.machines, deadline_s)
+
+    def check_machines(space: Workspace, machines: Sequence[str], deadline_s: float) -> tuple[Check, bool]:
+        """Run mpirun over `machines`; return the check, and False when it ran without starting a rank."""
+        try:
+            check, events = _run_check(space, worker, obstacles, level, machines, deadline_s)
+        except CsdctlError as error:
+            return judge_error(FLEET_NAME, "allreduce", error), True
+        return check, bool(events)
+
+    check, has_started = check_machines(space, level.machines, deadline_s)
     if len(space.fleet.levels(space.fleet.machines)) > 1:
         check = replace(check, found=f"{level.name}: {check.found}")
     yield check
@@ -545,7 +554,7 @@ def _check_level(
         def check_alone(name: str) -> Check:
             ledger = Ledger(space.project.ledger, "doctor")  # one of its own: it is of one thread
             own_space = replace(space, ledger=ledger)
-            check, _ = _check_machines(own_space, worker, obstacles, level, (name,), single_s)
+            check, _ = check_machines(own_space, (name,), single_s)
             ledger.save()
             return replace(check, machine=name, found=f"alone: {check.found}")
 
@@ -587,22 +596,6 @@ def _measure_level(
         raise RunError(f"sums over the ranks could not be measured: {check.found}", remedy=check.remedy)
     timed = (event for event in events if isinstance(event, CollectiveTimed))
     return {(event.num_ranks, event.num_bytes): event.sum_s for event in timed}
-
-
-def _check_machines(
-    space: Workspace,
-    worker: StoredFile,
-    obstacles: Mapping[str, str],
-    level: Level,
-    machines: Sequence[str],
-    deadline_s: float,
-) -> tuple[Check, bool]:
-    """Run mpirun over `machines`; return the check, and False when mpirun ran without starting a rank."""
-    try:
-        check, events = _run_check(space, worker, obstacles, level, machines, deadline_s)
-    except CsdctlError as error:
-        return judge_error(FLEET_NAME, "allreduce", error), True
-    return check, bool(events)
 
 
 def _run_check(
