@@ -327,7 +327,6 @@ class PowerSampler:
             if power.source == "constant":
                 seconds = end_s - self._start_s
                 self._write(_Recorder(name, power), end_s, Spent(seconds, (power.watts or 0.0) * seconds))
-        self._log.close()
 
     def _sample(self, name: str, power: PowerSource) -> None:
         recorder = _Recorder(name, power)
