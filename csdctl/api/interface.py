@@ -27,6 +27,7 @@ from csdctl.errors import CsdctlError, InputError, RunError
 from csdctl.fleet import model as fleets
 from csdctl.job import model as jobs
 from csdctl.reporting.results import RunSummary, read_results
+from csdctl.reporting.series import epoch_results
 from csdctl.runs.directory import LATEST, ProjectDirectory, RunDirectory
 from csdctl.runs.private import STATE_DIRECTORY, check_private
 from csdctl.supervision.event_callbacks import STOP as STOP
@@ -512,12 +513,8 @@ class Run:
         }
         history: dict[str, list[float]] = defaultdict(list)
         for _, event in sorted(epochs.items()):
-            found: dict[str, Any] = {"loss": event.loss, **event.metrics}
-            found["val_loss"] = event.validation_loss
-            found |= {f"val_{name}": value for name, value in event.validation_metrics.items()}
-            for name, value in found.items():
-                if value is not None:
-                    history[name].append(value)
+            for name, value in epoch_results(event).items():
+                history[name].append(value)
         return dict(history)
 
     def model(self, custom_objects: dict[str, Any] | None = None, *, best: bool = False) -> Any:

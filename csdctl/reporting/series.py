@@ -218,7 +218,7 @@ class SeriesBuilder:
             self._add_report(time_s, event.rank, report, None)
             self._until_s[event.rank] = math.inf
             if event.rank == 0:
-                rate, results = self.tally.epoch.throughput, _results(event)
+                rate, results = self.tally.epoch.throughput, epoch_results(event)
                 self._drop_epochs(event.epoch)
                 self._epochs.append(EpochPoint(event.epoch, time_s, rate, results, event.learning_rate))
         elif isinstance(event, Joined):
@@ -321,8 +321,8 @@ class SeriesBuilder:
         self._stopped_at, self._since_stop = None, []
 
 
-def _results(event: EpochEnd) -> dict[str, float]:
-    """Return loss and metrics by name."""
+def epoch_results(event: EpochEnd) -> dict[str, float]:
+    """Return loss and metrics by name, those of the validation data with the prefix `val_`."""
     found = {
         "loss": event.loss,
         "accuracy": event.accuracy,
