@@ -363,7 +363,7 @@ def inventory(
     from csdctl.documents import check_output, save_text
     from csdctl.reporting.numbers import format_count
     from csdctl.terminal.fleet import fleet_document
-    from csdctl.workflows.discovery.inventory import TEXT_FORMATS
+    from csdctl.workflows.discovery.inventory import render_ansible, render_ssh_config
     from csdctl.workflows.workspace.workspace import choose_fleet
 
     streams = Streams()
@@ -373,7 +373,8 @@ def inventory(
     if form == "json" or json:
         text = format_json(fleet_document(chosen), indent=2) + "\n"
     else:
-        text = TEXT_FORMATS[form](chosen, streams.directory)
+        render = render_ansible if form == "ansible" else render_ssh_config
+        text = render(chosen, streams.directory)
     if output:
         save_text(output, text)
         streams.say(f"{format_count(chosen.nodes, 'node')}: {output} written")
