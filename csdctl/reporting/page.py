@@ -72,7 +72,7 @@ def _headline(run: RunResults, name: str) -> str:
     lines = "".join(f"<dt>{name}<dd>{_code(text)}" for name, text in write_headline(run).items())
     return (
         f"<p>{_text(named)}{', ' if named else ''}started {started:%Y-%m-%d %H:%M:%S} UTC"
-        f"{badge if run.is_emulated else ''}</p><dl>{lines}</dl>"
+        f"{badge if run.summary.emulated else ''}</p><dl>{lines}</dl>"
     )
 
 
