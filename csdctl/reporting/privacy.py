@@ -81,11 +81,8 @@ BATCH_NORM = (
 
 def remarks_on(*, has_noise: bool) -> dict[str, str]:
     """Return what may be learnt from the bytes of each traffic class of a run."""
-    return (
-        {**REMARKS, TrafficClass.GRADIENT: NOISY_GRADIENT, TrafficClass.MODEL: NOISY_MODEL}
-        if has_noise
-        else REMARKS
-    )
+    noisy: dict[str, str] = {TrafficClass.GRADIENT: NOISY_GRADIENT, TrafficClass.MODEL: NOISY_MODEL}
+    return REMARKS | (noisy if has_noise else {})
 
 
 @dataclass(frozen=True)

@@ -115,14 +115,9 @@ def _advise(run: RunResults, bottleneck: Bottleneck | None) -> str:
     if run.is_running:
         return f"Follow it: `csdctl runs watch {summary.run_id}`."
     if summary.state != DONE:
-        logs = "See the logs in the run directory, then resume"
-        first = (
-            "Fix the failure, then resume"
-            if summary.failures
-            else logs
-            if summary.state == FAILED
-            else "Resume"
-        )
+        first = "See the logs in the run directory, then resume" if summary.state == FAILED else "Resume"
+        if summary.failures:
+            first = "Fix the failure, then resume"
         return f"{first}: `csdctl train --resume {summary.run_id}`."
     if summary.lost_nodes:
         return f"Check {format_node_names(summary.lost_nodes)} with `csdctl doctor`."
@@ -223,12 +218,10 @@ def _describe_speed(summary: RunSummary) -> str:
 
 def _describe_efficiency(summary: RunSummary) -> str:
     if summary.efficiency is None or summary.strategy not in REACHABLE:
-        if summary.strategy == DATA_PARALLEL:
-            measured = all(rank.alone_samples_per_s for rank in summary.ranks if rank.batch_size)
-            return (
-                f"unknown: {'no step was reported' if measured else 'the plan has no standalone throughput'}"
-            )
-        return f"unknown: strategy {summary.strategy}"
+        if summary.strategy != DATA_PARALLEL:
+            return f"unknown: strategy {summary.strategy}"
+        measured = all(rank.alone_samples_per_s for rank in summary.ranks if rank.batch_size)
+        return f"unknown: {'no step was reported' if measured else 'the plan has no standalone throughput'}"
     alone = format_rate(summary.alone_samples_per_s)
     return f"{format_share(summary.efficiency)} of {alone} samples/s, {REACHABLE[summary.strategy]}"
 

@@ -277,10 +277,8 @@ def _overhead_factor(
     if tried is None:
         return 1.0, "no trial of all ranks: no overhead is counted"
     factor = calibrate_overhead(*tried, sum_cost.at(vector_bytes, len(tried[0])))
-    return (
-        factor,
-        f"a step of all ranks takes {factor:.2f} times as long as the slowest rank alone, by {source}",
-    )
+    took = f"a step of all ranks takes {factor:.2f} times as long as the slowest rank alone"
+    return factor, f"{took}, by {source}"
 
 
 def _describe_spread(errors: ForecastErrors, plan: Plan | None) -> str:

@@ -179,26 +179,24 @@ def build_rank_specs(
     ranks: Sequence[RankPlan], placed: Sequence[Placed], prepared: Prepared, shards: ShardFiles, job: Job
 ) -> tuple[RankSpec, ...]:
     """Return what every rank reads and how it computes, in order of rank."""
-    specs = []
-    for number, (rank, shard) in enumerate(zip(ranks, placed, strict=True)):
-        specs.append(
-            RankSpec(
-                number,
-                rank.node,
-                rank.batch_size,
-                rank.runtime,
-                whole(prepared.private[rank.node]) if rank.node in prepared.private else None,
-                _public_slice(shard, prepared, shards, job),
-                shard.num_private,
-                shard.num_public,
-                shard.public_start,
-                num_repeated=shard.num_repeated,
-                weight=shard.weight if job.is_weighted_by_data_set else 1.0,
-                max_batch_size=rank.max_batch_size,
-                micro_batch_size=rank.micro_batch_size,
-            )
+    return tuple(
+        RankSpec(
+            number,
+            rank.node,
+            rank.batch_size,
+            rank.runtime,
+            whole(prepared.private[rank.node]) if rank.node in prepared.private else None,
+            _public_slice(shard, prepared, shards, job),
+            shard.num_private,
+            shard.num_public,
+            shard.public_start,
+            num_repeated=shard.num_repeated,
+            weight=shard.weight if job.is_weighted_by_data_set else 1.0,
+            max_batch_size=rank.max_batch_size,
+            micro_batch_size=rank.micro_batch_size,
         )
-    return tuple(specs)
+        for number, (rank, shard) in enumerate(zip(ranks, placed, strict=True))
+    )
 
 
 def with_servers(ranks: Sequence[RankSpec], fleet: Fleet) -> tuple[RankSpec, ...]:
