@@ -68,8 +68,7 @@ class TrainOptions:
 
     def __post_init__(self) -> None:
         _check_choice("collective", self.collective, COLLECTIVES)
-        check_strategy(self.strategy)
-        check_cut(self.strategy, self.cut)
+        check_strategy(self.strategy, self.cut)
         _check_choice("feature-precision", self.features.precision, PRECISIONS)
         _check_choice("feature-engine", self.features.engine, ENGINES)
         self._check_strategy_options()
@@ -108,13 +107,9 @@ class TrainOptions:
                 )
 
 
-def check_strategy(strategy: str) -> None:
-    """Raise InputError for an unknown strategy."""
+def check_strategy(strategy: str, cut: str) -> None:
+    """Raise InputError for an unknown strategy, or a cut with one that divides no model."""
     _check_choice("strategy", strategy, (AUTO, *STRATEGIES))
-
-
-def check_cut(strategy: str, cut: str) -> None:
-    """Raise InputError for a cut with a strategy that divides no model."""
     if cut and strategy != SPLIT:
         raise InputError(
             f"--cut requires --strategy split, received --strategy {strategy}", remedy="add --strategy split"

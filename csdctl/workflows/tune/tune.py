@@ -87,7 +87,7 @@ from csdctl.worker.protocol.run_spec import Prefix, Runtime, SplitSpec
 from csdctl.workflows.data.files import deploy_files
 from csdctl.workflows.data.prepare import PreparationObserver, prepare_in
 from csdctl.workflows.train.plan import build_fingerprint, default_runtime
-from csdctl.workflows.train.spec import AUTO, RunContext, check_cut, check_strategy
+from csdctl.workflows.train.spec import AUTO, RunContext, check_strategy
 from csdctl.workflows.train.strategies import bytes_for_host, check_split, find_cut, find_features
 from csdctl.workflows.tune.fleet_measurements import FleetMeasurements, hash_recipe
 from csdctl.workflows.tune.probing import PROBE_DEADLINE_S, FleetMeasurer, TuneWatch, run_trial
@@ -128,8 +128,7 @@ class TuneOptions:
     """With the strategy `split`: the only cut."""
 
     def __post_init__(self) -> None:
-        check_strategy(self.strategy)
-        check_cut(self.strategy, self.cut)
+        check_strategy(self.strategy, self.cut)
         if self.strategy in (FEATURES, SPLIT) and (self.method != FIT or not self.is_host_training):
             raise InputError(
                 f"--strategy {self.strategy} needs --method {FIT}, and a host that trains",
