@@ -27,13 +27,14 @@ from csdctl.errors import CsdctlError, InputError, RunError
 from csdctl.fleet import model as fleets
 from csdctl.job import model as jobs
 from csdctl.reporting.results import RunSummary, read_results
+from csdctl.reporting.series import epoch_results
 from csdctl.runs.directory import LATEST, ProjectDirectory, RunDirectory
 from csdctl.runs.private import STATE_DIRECTORY, check_private
 from csdctl.supervision.event_callbacks import STOP as STOP
 from csdctl.supervision.event_callbacks import Callback
 from csdctl.supervision.run_setup import Patience as Patience
 from csdctl.terminal.fleet import DiscoverView, render_fleet
-from csdctl.terminal.prepare import PreparationScreen, PreparingView, render_prepared
+from csdctl.terminal.prepare import PreparationScreen, render_prepared
 from csdctl.terminal.report import report_of
 from csdctl.terminal.streams import Streams
 from csdctl.terminal.train import TrainingScreen
@@ -407,19 +408,14 @@ def _name_arrays(parts: tuple[Any, ...], name: str) -> dict[str, np.ndarray[Any,
     return named
 
 
-def _find_builder(run: RunDirectory) -> BuildSpec:
-    """Return how the ranks built the model; raises OSError, ValueError or ProtocolError."""
+def _build(run: RunDirectory) -> Any:
+    """Return the model of the user's function, with all its weights; raises whatever that raises."""
     project = run.path.parents[2]
     architecture = json.loads(run.spec.read_text())["architecture"]
     content = json.loads((project / architecture).read_text())
     if BUILDER not in content:
         raise ProtocolError("no function built it")
     spec: BuildSpec = from_dict(BuildSpec, content[BUILDER])
-    return spec
-
-
-def _build(spec: BuildSpec) -> Any:
-    """Return the model of the user's function, with all its weights; raises whatever that raises."""
     file, _, name = spec.reference.rpartition(":")
     model = getattr(_import_file(Path(file)), name)(**spec.arguments)
     if spec.sample_shapes:  # a subclassed model has its weights once it is called
@@ -462,14 +458,7 @@ def prepare(job: JobOrPath, fleet: FleetOrPath = "fleet.yaml") -> Prepared:
     """
     loaded, chosen = as_job(job).load(), as_fleet(fleet)
     with open_session() as streams:
-        with PreparingView(streams.views) as view:
-            prepared = prepare_fleet(
-                loaded,
-                chosen,
-                directory=streams.directory,
-                say=streams.say,
-                on_progress=view.show,
-            )
+        prepared = prepare_fleet(loaded, chosen, streams.directory, PreparationScreen(streams))
         render_prepared(streams.console, prepared)
     return prepared
 
@@ -527,12 +516,8 @@ class Run:
         }
         history: dict[str, list[float]] = defaultdict(list)
         for _, event in sorted(epochs.items()):
-            found: dict[str, Any] = {"loss": event.loss, **event.metrics}
-            found["val_loss"] = event.validation_loss
-            found |= {f"val_{name}": value for name, value in event.validation_metrics.items()}
-            for name, value in found.items():
-                if value is not None:
-                    history[name].append(value)
+            for name, value in epoch_results(event).items():
+                history[name].append(value)
         return dict(history)
 
     def model(self, custom_objects: dict[str, Any] | None = None, *, best: bool = False) -> Any:
@@ -554,7 +539,7 @@ class Run:
         if path.exists():
             return keras.models.load_model(path, custom_objects=custom_objects)
         try:
-            model = _build(_find_builder(self.directory))
+            model = _build(self.directory)
             model.load_weights(weights)
         except Exception as error:  # of any kind: the user's code
             raise InputError(

@@ -267,6 +267,14 @@ def check_values(content: object, expected: type[ValueT], name: str, *, remedy: 
         raise InputError(f"{name}{_describe(problem, None, None)}", remedy=remedy) from None
 
 
+def load_kept(path: Path, expected: type[ValueT]) -> ValueT | None:
+    """Return what csdctl keeps at `path` to save work; None where it is missing, or not as `expected`."""
+    try:
+        return check_values(load_json(path), expected, str(path))
+    except InputError:
+        return None
+
+
 _adapter = functools.cache(TypeAdapter)
 _KINDS = {
     type(None): "an empty file",

@@ -286,17 +286,6 @@ done"""
     return ["sh", "-c", loop, "csdctl-power", argument]
 
 
-def parse_line(line: str, parse: Callable[[str], Reading]) -> tuple[float, Reading] | None:
-    """Return the machine's time and the reading in a line of the loop, None for any other line.
-
-    Raises ValueError or OSError when the script could not read the power.
-    """
-    if not line.startswith(PREFIX):
-        return None
-    time_s, _, output = line.removeprefix(PREFIX).partition(" ")
-    return parse_number(time_s, "a time"), parse(output.replace("\t", "\n"))
-
-
 RECORD_S = 5.0
 """Energy of at least so long is one record, so that a day of 36 nodes is no gigabyte."""
 PATIENCE_S = 5.0
@@ -338,7 +327,6 @@ class PowerSampler:
             if power.source == "constant":
                 seconds = end_s - self._start_s
                 self._write(_Recorder(name, power), end_s, Spent(seconds, (power.watts or 0.0) * seconds))
-        self._log.close()
 
     def _sample(self, name: str, power: PowerSource) -> None:
         recorder = _Recorder(name, power)
@@ -372,8 +360,10 @@ class PowerSampler:
                     line = conversation.read_line(deadline_s=PATIENCE_S)
                 except DeadlineError:
                     continue
-                if reading := parse_line(line, source.parse):
-                    self._take(recorder, *reading)
+                if line.startswith(PREFIX):
+                    time_s, _, output = line.removeprefix(PREFIX).partition(" ")
+                    reading = source.parse(output.replace("\t", "\n"))
+                    self._take(recorder, parse_number(time_s, "a time"), reading)
 
     def _import_meter(self, recorder: "_Recorder") -> None:
         """Record the rows that a power meter has written during the run."""

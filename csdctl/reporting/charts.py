@@ -201,8 +201,6 @@ STYLE: Any = {
     "savefig.transparent": True,
     "svg.hashsalt": "csdctl",  # the same ids in every report
 }
-NEAR = 0.02
-"""Difference of two lines that a reader does not see, as a share of their values."""
 DASHES = ("-", "--", ":")
 MISSING = "the HTML report needs matplotlib"
 Lines = Mapping[str, tuple[Sequence[float], Sequence[float]]]
@@ -221,10 +219,8 @@ def draw_lines(
             color = SERIES[number % len(SERIES)]
             marker = "o" if len(x) <= 30 and not in_steps else None
             drawstyle = "steps-post" if in_steps else "default"
-            # A line below others that are equal or nearly so is wider, so that it stays visible.
-            covering = sum(_covers(other, (x, y)) for other in [*lines.values()][number + 1 :])
-            width = LINE_WIDTH * (1 + min(covering, 3))
-            axes.plot(x, y, style, color=color, marker=marker, markersize=3, drawstyle=drawstyle, lw=width)
+            shape = {"marker": marker, "markersize": 3, "drawstyle": drawstyle, "lw": LINE_WIDTH}
+            axes.plot(x, y, style, color=color, **shape)
         axes.set(xlabel=x_label, ylabel=_short(y_label))
         if all(float(value).is_integer() for x, _ in lines.values() for value in x):
             axes.locator_params(axis="x", integer=True)  # no half epochs, no half nodes
@@ -232,16 +228,6 @@ def draw_lines(
             axes.set_ylim(0, 1.08 * max((max(y) for _, y in lines.values() if y), default=0) or 1)
 
     return _drawn(draw, HEIGHT_IN)
-
-
-def _covers(
-    line: tuple[Sequence[float], Sequence[float]], below: tuple[Sequence[float], Sequence[float]]
-) -> bool:
-    """Return whether a line is drawn over one below it, at all points or nearly so."""
-    near = NEAR * max(map(abs, below[1]), default=0.0)
-    return list(line[0]) == list(below[0]) and all(
-        abs(a - b) <= near for a, b in zip(line[1], below[1], strict=True)
-    )
 
 
 def draw_lanes(

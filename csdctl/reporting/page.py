@@ -47,10 +47,6 @@ def render_page(runs: Sequence[RunResults]) -> str:
         for name, run in zip(names, runs, strict=True)
     ]
     headlines = [_headline(run, run.summary.run_id if len(runs) > 1 else "") for run in runs]
-    return _document(title, headlines, [*sections, *machines])
-
-
-def _document(title: str, headlines: Sequence[str], sections: Sequence[str]) -> str:
     parts = [
         '<!doctype html><html lang="en"><head><meta charset="utf-8">',
         f'<meta http-equiv="Content-Security-Policy" content="{_text(POLICY)}">',
@@ -60,6 +56,7 @@ def _document(title: str, headlines: Sequence[str], sections: Sequence[str]) -> 
         *headlines,
         '</header><main id="content">',
         *sections,
+        *machines,
         "</main></body></html>",
     ]
     return "\n".join(parts)
@@ -75,7 +72,7 @@ def _headline(run: RunResults, name: str) -> str:
     lines = "".join(f"<dt>{name}<dd>{_code(text)}" for name, text in write_headline(run).items())
     return (
         f"<p>{_text(named)}{', ' if named else ''}started {started:%Y-%m-%d %H:%M:%S} UTC"
-        f"{badge if run.is_emulated else ''}</p><dl>{lines}</dl>"
+        f"{badge if run.summary.emulated else ''}</p><dl>{lines}</dl>"
     )
 
 
@@ -114,20 +111,18 @@ def _table(table: DataTable, title: str) -> str:
         f'<th scope="col"{CLASSES[is_number]}>{_text(cell)}</th>'
         for cell, is_number in zip(table.header, numeric, strict=False)
     )
-    rows = "".join(
-        "<tr>" + "".join(map(_cell, row, ("th", *["td"] * len(row)), (False, *numeric[1:]))) + "</tr>"
-        for row in table.rows
-    )
+    rows = ""
+    for first, *others in table.rows:
+        cells = (
+            f"<td{CLASSES[is_number]}>{_text(cell)}</td>"
+            for cell, is_number in zip(others, numeric[1:], strict=True)
+        )
+        rows += f'<tr><th scope="row">{_text(first)}</th>{"".join(cells)}</tr>'
     head = f"<thead><tr>{header}</tr></thead>" if header else ""
     return (
         f'<div class=scroll role="region" tabindex="0" aria-label="{_text(title)}"><table>'
         f"{head}<tbody>{rows}</tbody></table></div>"
     )
-
-
-def _cell(text: str, tag: str, is_number: bool) -> str:
-    scope = ' scope="row"' if tag == "th" else CLASSES[is_number]
-    return f"<{tag}{scope}>{_text(text)}</{tag}>"
 
 
 def _text(text: object) -> str:

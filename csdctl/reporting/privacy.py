@@ -12,7 +12,7 @@ amplification.
 
 import importlib.util
 import math
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from math import ceil
@@ -20,7 +20,7 @@ from typing import Any
 
 from csdctl.errors import InputError
 from csdctl.fleet.model import SERVER_MARK
-from csdctl.fleet.names import format_node_names
+from csdctl.fleet.names import format_node_names, names_by_value
 from csdctl.fleet.requirements import explain_extra
 from csdctl.runs.ledger import LedgerEntry
 from csdctl.transport.meter import TrafficClass
@@ -81,11 +81,8 @@ BATCH_NORM = (
 
 def remarks_on(*, has_noise: bool) -> dict[str, str]:
     """Return what may be learnt from the bytes of each traffic class of a run."""
-    return (
-        {**REMARKS, TrafficClass.GRADIENT: NOISY_GRADIENT, TrafficClass.MODEL: NOISY_MODEL}
-        if has_noise
-        else REMARKS
-    )
+    noisy: dict[str, str] = {TrafficClass.GRADIENT: NOISY_GRADIENT, TrafficClass.MODEL: NOISY_MODEL}
+    return REMARKS | (noisy if has_noise else {})
 
 
 @dataclass(frozen=True)
@@ -294,16 +291,14 @@ def _privacy(
 
 def describe_privacy(privacy: Privacy) -> list[str]:
     """Return one line for each group of nodes with the same ε and the same number of noisy sums."""
-    groups: defaultdict[tuple[int, float | None], list[NodePrivacy]] = defaultdict(list)
-    for node in privacy.nodes:
-        groups[node.num_releases, node.epsilon].append(node)
+    groups = names_by_value((one.node, (one.num_releases, one.epsilon)) for one in privacy.nodes)
     noise = f"noise multiplier {privacy.noise_multiplier:g}, clipped at {privacy.l2_norm_clip:g}"
     lines = []
     for (num_releases, epsilon), nodes in groups.items():
         known = f"{epsilon:.3g} at δ = {privacy.delta:g}" if epsilon is not None else ""
         shown = known or "unknown (dp-accounting is not installed)"
         lines.append(
-            f"private samples of {format_node_names(node.node for node in nodes)}: ε = {shown}, "
+            f"private samples of {format_node_names(nodes)}: ε = {shown}, "
             f"each in at most {num_releases:,} noisy sums ({noise})"
         )
     return lines

@@ -274,13 +274,7 @@ class RunResults:
     @property
     def measured(self) -> str:
         """What a measurement of this run is called."""
-        return f"{MEASURED}, emulated fleet" if self.is_emulated else MEASURED
-
-    @property
-    def is_emulated(self) -> bool:
-        """Whether the fleet was emulated."""
-        fleet = self.manifest.get("fleet")
-        return self.summary.emulated or (isinstance(fleet, dict) and bool(fleet.get("emulated")))
+        return f"{MEASURED}, emulated fleet" if self.summary.emulated else MEASURED
 
 
 def read_results(run: RunDirectory) -> RunResults:

@@ -218,7 +218,7 @@ class SeriesBuilder:
             self._add_report(time_s, event.rank, report, None)
             self._until_s[event.rank] = math.inf
             if event.rank == 0:
-                rate, results = self.tally.epoch.throughput, _results(event)
+                rate, results = self.tally.epoch.throughput, epoch_results(event)
                 self._drop_epochs(event.epoch)
                 self._epochs.append(EpochPoint(event.epoch, time_s, rate, results, event.learning_rate))
         elif isinstance(event, Joined):
@@ -280,17 +280,12 @@ class SeriesBuilder:
 
     def _divide(self, report: Amounts) -> list[float]:
         """Return the seconds of each kind, the samples of the rank, and those of all ranks."""
-        compute_s, wait_s, input_s, others_s = (
-            report.compute_s,
-            report.wait_s,
-            report.input_s,
-            report.others_s,
-        )
+        input_s, others_s, wait_s = report.input_s, report.others_s, report.wait_s
         if others_s is None or input_s is None:
             self._series.is_wait_divided = False
             others_s, input_s = wait_s if others_s is None else others_s, input_s or 0.0
         waited, other_s = min(others_s, wait_s), max(report.wall_s - report.step_s, 0.0)
-        seconds = [max(compute_s - input_s, 0.0), input_s, waited, wait_s - waited, other_s]
+        seconds = [max(report.compute_s - input_s, 0.0), input_s, waited, wait_s - waited, other_s]
         return [*seconds, report.samples, report.global_samples]
 
     def _drop_epochs(self, first: int) -> None:
@@ -331,8 +326,8 @@ class SeriesBuilder:
         self._stopped_at, self._since_stop = None, []
 
 
-def _results(event: EpochEnd) -> dict[str, float]:
-    """Return loss and metrics by name."""
+def epoch_results(event: EpochEnd) -> dict[str, float]:
+    """Return loss and metrics by name, those of the validation data with the prefix `val_`."""
     found = {
         "loss": event.loss,
         "accuracy": event.accuracy,

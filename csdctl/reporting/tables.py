@@ -115,14 +115,9 @@ def _advise(run: RunResults, bottleneck: Bottleneck | None) -> str:
     if run.is_running:
         return f"Follow it: `csdctl runs watch {summary.run_id}`."
     if summary.state != DONE:
-        logs = "See the logs in the run directory, then resume"
-        first = (
-            "Fix the failure, then resume"
-            if summary.failures
-            else logs
-            if summary.state == FAILED
-            else "Resume"
-        )
+        first = "See the logs in the run directory, then resume" if summary.state == FAILED else "Resume"
+        if summary.failures:
+            first = "Fix the failure, then resume"
         return f"{first}: `csdctl train --resume {summary.run_id}`."
     if summary.lost_nodes:
         return f"Check {format_node_names(summary.lost_nodes)} with `csdctl doctor`."
@@ -223,12 +218,10 @@ def _describe_speed(summary: RunSummary) -> str:
 
 def _describe_efficiency(summary: RunSummary) -> str:
     if summary.efficiency is None or summary.strategy not in REACHABLE:
-        if summary.strategy == DATA_PARALLEL:
-            measured = all(rank.alone_samples_per_s for rank in summary.ranks if rank.batch_size)
-            return (
-                f"unknown: {'no step was reported' if measured else 'the plan has no standalone throughput'}"
-            )
-        return f"unknown: strategy {summary.strategy}"
+        if summary.strategy != DATA_PARALLEL:
+            return f"unknown: strategy {summary.strategy}"
+        measured = all(rank.alone_samples_per_s for rank in summary.ranks if rank.batch_size)
+        return f"unknown: {'no step was reported' if measured else 'the plan has no standalone throughput'}"
     alone = format_rate(summary.alone_samples_per_s)
     return f"{format_share(summary.efficiency)} of {alone} samples/s, {REACHABLE[summary.strategy]}"
 
@@ -430,11 +423,6 @@ class ScalingSeries:
     """What `host_samples_per_s` is from: runs without nodes, or TUNED."""
     origin: str
 
-    def by_nodes(self, values: Sequence[float | None]) -> dict[int, float]:
-        """Return those of `values` that are known, one for each point, by the number of nodes."""
-        pairs = zip(self.points, values, strict=True)
-        return {point.num_nodes: value for point, value in pairs if value is not None}
-
 
 def build_scaling(runs: Sequence[RunResults], kind: str) -> ScalingSeries:
     """Put runs of one job, each with another number of nodes, in order; `kind` is one of KINDS."""
@@ -500,7 +488,7 @@ def scaling_table(series: ScalingSeries) -> DataTable:
 
 def energy_by_nodes(series: ScalingSeries) -> DataTable:
     """Return energy per image by the number of nodes, and what is saved against none: Table II."""
-    without = series.by_nodes([point.joules_per_sample for point in series.points]).get(0)
+    without = next((point.joules_per_sample for point in series.points if not point.num_nodes), None)
     rows: list[tuple[str, ...]] = []
     for point in series.points:
         energy, each = point.energy, point.joules_per_sample

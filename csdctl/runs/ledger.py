@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
-from typing import Annotated, TextIO
+from typing import Annotated
 
 from csdctl.errors import InputError
 from csdctl.runs.directory import ProjectDirectory, RunDirectory
@@ -114,11 +114,10 @@ class PowerRecord:
 
 
 class PowerLog:
-    """Appends records; opened with the first one, and used by many threads."""
+    """Appends records; used by many threads."""
 
     def __init__(self, run: RunDirectory) -> None:
         self._path, self._lock = run.power, threading.Lock()
-        self._file: TextIO | None = None
 
     def append(self, record: PowerRecord) -> None:
         """Write a record; raises OSError."""
@@ -127,19 +126,8 @@ class PowerLog:
             for key, value in vars(record).items()
             if value is not None and value != "" and value is not False
         }
-        line = json.dumps(content) + "\n"
-        with self._lock:
-            if self._file is None:
-                self._file = self._path.open("a", encoding="utf-8")
-            self._file.write(line)
-            self._file.flush()
-
-    def close(self) -> None:
-        """Close the file."""
-        with self._lock:
-            if self._file is not None:
-                self._file.close()
-                self._file = None
+        with self._lock, self._path.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(content) + "\n")
 
 
 def read_power(run: RunDirectory) -> Iterator[PowerRecord]:

@@ -126,20 +126,16 @@ class MeasurementStore:
         self, kind: Kind[ValueT, ClassT], class_key: str, model_hash: str = NO_MODEL.hash, recipe: str = ""
     ) -> list[ValueT]:
         """Return the newest measurements of a kind on one class, of one model and recipe, oldest first."""
-        wanted = class_key, model_hash, recipe
-        found = [
-            one.value for one in self._select(kind) if (one.of.key, one.model.hash, one.recipe) == wanted
+        wanted = kind.name, class_key, model_hash, recipe
+        found: list[ValueT] = [
+            one.value
+            for one in sorted(self._stored, key=lambda one: one.value.measured_at)
+            if (one.kind, one.of.key, one.model.hash, one.recipe) == wanted
         ]
         repeated: dict[tuple[Any, ...], list[ValueT]] = defaultdict(list)
         for value in found:
             repeated[kind.repeated_by(value)].append(value)
         return [value for value in found if value in repeated[kind.repeated_by(value)][-NUM_NEWEST:]]
-
-    def _select(self, kind: Kind[ValueT, ClassT]) -> list[Stored[ValueT, ClassT]]:
-        """Return the measurements of a kind, oldest first."""
-        return sorted(
-            (one for one in self._stored if one.kind == kind.name), key=lambda one: one.value.measured_at
-        )
 
     def _fail(self, failure: str, error: OSError) -> None:
         message = f"{failure}: {self._path}: {error.strerror or error}"

@@ -48,12 +48,8 @@ def private_memory(parent: Path = SHARED_MEMORY) -> Path | None:
     with contextlib.suppress(OSError):
         path.mkdir(mode=0o700)
     try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+        status = path.lstat()
     except OSError:
         return None
-    try:
-        status = os.fstat(descriptor)
-    finally:
-        os.close(descriptor)
-    is_private = status.st_uid == os.geteuid() and not stat.S_IMODE(status.st_mode) & 0o077
-    return path if is_private else None
+    is_own = stat.S_ISDIR(status.st_mode) and status.st_uid == os.geteuid()
+    return path if is_own and not stat.S_IMODE(status.st_mode) & 0o077 else None

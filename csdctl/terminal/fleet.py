@@ -377,5 +377,4 @@ def render_cleaned(console: PrintableConsole, outcome: Outcome[Leftovers], *, is
     sizes = [f"{name} {format_bytes(num_bytes)}" for name, num_bytes in stored.items() if num_bytes]
     if sizes:
         parts.append(f"stored: {', '.join(sizes)} (--computed removes them)")
-    line = "; ".join(parts)
-    console.print(f"{outcome.name}: {line}", soft_wrap=True)
+    console.print(f"{outcome.name}: {'; '.join(parts)}", soft_wrap=True)

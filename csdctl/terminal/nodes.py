@@ -132,7 +132,7 @@ def exec_document(result: ExecResult, command: Sequence[str], task: str | None =
                 "row": row_of.get(name),
                 "duration_s": answers[name].duration_s if name in answers else None,
             }
-            for name in result.machines
+            for name in result.outcomes
         ],
         "failed": result.failed,
     }

@@ -246,10 +246,3 @@ def prepare_document(prepared: Prepared) -> dict[str, object]:
         },
         "model": prepared.model.info,
     }
-
-
-def describe_samples(num_samples: int | None) -> str:
-    """Return how many samples a job had when it was last prepared."""
-    if num_samples is None:
-        return "the data of this job has not been prepared yet"
-    return f"{num_samples:,} samples when this job was last prepared"

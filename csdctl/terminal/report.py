@@ -67,7 +67,7 @@ def render_report(console: PrintableConsole, run: RunResults) -> None:
 
 def report_of(run: RunResults) -> Group:
     """Return the headline and the tables of a report."""
-    title = f"run {run.summary.run_id}" + (" (emulated fleet)" if run.is_emulated else "")
+    title = f"run {run.summary.run_id}" + (" (emulated fleet)" if run.summary.emulated else "")
     ranks = _table("", tabulate_ranks(run.summary))
     return Group(
         Text(title, style="bold"),

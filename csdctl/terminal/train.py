@@ -25,7 +25,7 @@ from csdctl.reporting.tables import describe_result
 from csdctl.reporting.tally import Amounts, Tally
 from csdctl.runs.directory import RunDirectory
 from csdctl.terminal.console import PrintableConsole
-from csdctl.terminal.prepare import PreparationScreen, describe_samples
+from csdctl.terminal.prepare import PreparationScreen
 from csdctl.terminal.report import report_document
 from csdctl.terminal.streams import Streams
 from csdctl.terminal.tune import plan_document, render_plan
@@ -482,7 +482,10 @@ def show_training_rehearsal(streams: Streams, request: TrainRequest) -> None:
     streams.say(f"would train: {found.strategy}{behind}, collective {request.options.collective}")
     if found.run:
         streams.say(f"would resume run {found.run.run_id}")
-    streams.say(describe_samples(found.num_samples))
+    if found.num_samples is None:
+        streams.say("the data of this job has not been prepared yet")
+    else:
+        streams.say(f"{found.num_samples:,} samples when this job was last prepared")
     streams.say("dry run: nothing was prepared or trained")
     document = {
         "schema": "csdctl.train.dry-run/1",

@@ -14,7 +14,6 @@ import math
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
@@ -30,7 +29,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from csdctl.fleet.names import fold_names
+from csdctl.fleet.names import fold_names, names_by_value
 from csdctl.notify import make_printable
 from csdctl.reporting.numbers import format_seconds, format_share
 from csdctl.reporting.tally import Amounts
@@ -285,9 +284,7 @@ def choose_rows(
 
 def describe_rest(rest: Sequence[Row]) -> str:
     """Return the number and names of machines by state, the sick ones first; '' for none."""
-    by_state: dict[str, list[str]] = defaultdict(list)
-    for row in sorted(rest, key=lambda row: not row.is_sick):
-        by_state[row.state].append(row.node)
+    by_state = names_by_value((row.node, row.state) for row in sorted(rest, key=lambda row: not row.is_sick))
     states = (f"{','.join(fold_names(names))} {state}" for state, names in by_state.items())
     return f"{len(rest)} more: {'; '.join(states)}" if rest else ""
 

@@ -112,7 +112,7 @@ class SmallRun:
 
     def report(self) -> RunSummary:
         """Return what `csdctl report` reads from the stored events."""
-        return report(self.project, self.run_directory.run_id, lambda _: False)[1].summary
+        return report(self.run_directory).summary
 
     def lost(self) -> list[str]:
         return [event.node for event in self.events if isinstance(event, NodeLost)]

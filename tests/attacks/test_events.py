@@ -183,7 +183,7 @@ from pathlib import Path
 from csdctl.runs.directory import ProjectDirectory
 from csdctl.workflows.reporting.report import report
 run_id = next((Path(sys.argv[1]) / ".csdctl/runs").iterdir()).name
-print(report(ProjectDirectory(Path(sys.argv[1])), run_id, lambda _: False)[1].summary.epochs, end=" ")
+print(report(ProjectDirectory(Path(sys.argv[1])).find_run(run_id)).summary.epochs, end=" ")
 print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)
 """
 

@@ -119,14 +119,11 @@ def _look_document(look: "DataLook") -> dict[str, Any]:
 @on_job
 def prepare(call: Call) -> None:
     """Convert data and model for training; data stays where it is stored."""
-    from csdctl.terminal.prepare import PreparingView, prepare_document, render_prepared
+    from csdctl.terminal.prepare import PreparationScreen, prepare_document, render_prepared
     from csdctl.workflows.data.prepare import prepare_fleet
 
     streams = call.streams
-    with PreparingView(streams.views) as view:
-        prepared = prepare_fleet(
-            call.job, call.fleet, directory=call.directory, say=streams.say, on_progress=view.show
-        )
+    prepared = prepare_fleet(call.job, call.fleet, call.directory, PreparationScreen(streams))
     render_prepared(streams.console, prepared)
     streams.result(prepare_document(prepared))
 

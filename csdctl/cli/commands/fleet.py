@@ -153,12 +153,18 @@ def doctor(
 ) -> None:
     """Check that the machines can train together, and report how to fix what fails."""
     from csdctl.terminal.fleet import ExaminationView, doctor_document
-    from csdctl.workflows.preflight.doctor import DoctorOptions, examine
+    from csdctl.workflows.preflight.doctor import examine
 
-    deadlines = DoctorOptions(timeout, connect_timeout, mpi_timeout)
     streams = call.streams
     with ExaminationView(streams.console, call.fleet, is_verbose=streams.is_verbose) as view:
-        examination = examine(call.fleet, call.directory, deadlines, view.show)
+        examination = examine(
+            call.fleet,
+            call.directory,
+            view.show,
+            deadline_s=timeout,
+            connect_deadline_s=connect_timeout,
+            mpi_deadline_s=mpi_timeout,
+        )
     view.finish(examination)
     streams.result(doctor_document(examination))
     examination.check()
@@ -201,9 +207,6 @@ def provision(
             help="Set a variable of the role, such as node_firewall=true.",
         ),
     ] = None,
-    tags: Annotated[
-        str, typer.Option(help="Run only tasks with these tags: user, sshd, wheels, limits, …")
-    ] = "",
     dry_run: Annotated[
         bool,
         typer.Option("--dry-run", "--check", help="Show what would be sent and changed, without doing it."),
@@ -228,7 +231,6 @@ def provision(
         is_dry_run=dry_run,
         sends_only=send,
         values=_parse_values(set_ or ()),
-        tags=tags,
     )
     if kind and not collect:
         raise InputError("--kind applies only with --collect", remedy="add --collect, or leave out --kind")
@@ -340,7 +342,7 @@ def exec(
 
             result = run_task(call.fleet, task, words, directory=directory, options=chosen)
     render_answers(call.streams, result)
-    call.conclude(exec_document(result, words, task), result.machines, result.failed)
+    call.conclude(exec_document(result, words, task), list(result.outcomes), result.failed)
 
 
 def inventory(
@@ -361,7 +363,7 @@ def inventory(
     from csdctl.documents import check_output, save_text
     from csdctl.reporting.numbers import format_count
     from csdctl.terminal.fleet import fleet_document
-    from csdctl.workflows.discovery.inventory import TEXT_FORMATS
+    from csdctl.workflows.discovery.inventory import render_ansible, render_ssh_config
     from csdctl.workflows.workspace.workspace import choose_fleet
 
     streams = Streams()
@@ -371,7 +373,8 @@ def inventory(
     if form == "json" or json:
         text = format_json(fleet_document(chosen), indent=2) + "\n"
     else:
-        text = TEXT_FORMATS[form](chosen, streams.directory)
+        render = render_ansible if form == "ansible" else render_ssh_config
+        text = render(chosen, streams.directory)
     if output:
         save_text(output, text)
         streams.say(f"{format_count(chosen.nodes, 'node')}: {output} written")

@@ -8,7 +8,6 @@ import typer
 
 from csdctl.cli import options
 from csdctl.errors import ExitCode, InputError
-from csdctl.runs.directory import RunDirectory
 from csdctl.terminal.streams import Streams
 
 runs = typer.Typer(
@@ -43,12 +42,6 @@ def list_runs(json: options.JsonOption = False) -> None:
 
     streams = Streams(is_json=json)
     show_runs(streams, manage.list_runs(streams.project, streams.say))
-
-
-@runs.command()
-def show(run: RunArgument = None, json: options.JsonOption = False) -> None:
-    """Show the results of a run, like `csdctl report`."""
-    report([run] if run else None, json=json)
 
 
 @runs.command()
@@ -179,27 +172,21 @@ def report(
     """Show the results of a run, or of several side by side."""
     from csdctl.terminal import report as render
     from csdctl.workflows.reporting import report as reporting
-    from csdctl.workflows.runs.manage import find_run, process_of
-
-    def is_running(run: RunDirectory) -> bool:
-        return process_of(run).is_running
+    from csdctl.workflows.runs.manage import find_run
 
     streams = Streams(is_json=json)
-    ids = [find_run(streams.project, run, streams.say).run_id for run in runs or [options.LATEST]]
+    found = [find_run(streams.project, run, streams.say) for run in runs or [options.LATEST]]
     if privacy:
-        if html or csv or len(ids) > 1:
+        if html or csv or len(found) > 1:
             raise InputError(
                 "--privacy shows one run in the terminal; received more runs, --html or --csv",
                 remedy="pass one run, without --html and --csv",
             )
-        render.show_privacy(streams, reporting.privacy(streams.project, ids[0]))
+        render.show_privacy(streams, reporting.privacy(streams.project, found[0]))
     elif html or csv:
-        written = reporting.write_files(streams.project, ids, html, csv, is_running, force=force)
-        render.show_files(streams, written)
+        render.show_files(streams, reporting.write_files(found, html, csv, force=force))
     else:
-        render.show_reports(
-            streams, [reporting.report(streams.project, run_id, is_running) for run_id in ids]
-        )
+        render.show_reports(streams, [(run, reporting.report(run)) for run in found])
 
 
 def export(
@@ -222,7 +209,7 @@ def export(
     from csdctl.workflows.runs.manage import find_run
 
     streams = Streams(is_json=json)
-    run_id = find_run(streams.project, run, streams.say).run_id
-    written = export_run(streams.project, run_id, to, output, tracking_uri, force=force)
+    found = find_run(streams.project, run, streams.say)
+    written = export_run(found, to, output, tracking_uri, force=force)
     streams.result({"schema": "csdctl.export/1", "format": to, "written": written})
     streams.say(f"wrote {written}")

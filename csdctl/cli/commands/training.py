@@ -265,7 +265,7 @@ def scale(
     from csdctl.terminal.report import show_points, show_series
     from csdctl.terminal.train import train_point
     from csdctl.workflows.forecast.forecast import parse_node_counts
-    from csdctl.workflows.train.scale import STRONG, WEAK, ScaleRequest, plan_points, run_series
+    from csdctl.workflows.train.scale import STRONG, WEAK, plan_points, run_series
     from csdctl.workflows.train.spec import TrainOptions
     from csdctl.workflows.train.train import TrainRequest
 
@@ -282,10 +282,10 @@ def scale(
         batch_size,
         is_preflight_skipped=skip_doctor,
     )
-    request = ScaleRequest(training, kinds, parse_node_counts(nodes) if nodes is not None else ())
+    points = plan_points(training, kinds, parse_node_counts(nodes) if nodes is not None else ())
     if dry_run:
-        show_points(streams, plan_points(request))
+        show_points(streams, points)
         return
-    found = run_series(request, lambda point, of: train_point(streams, point, of))
+    found = run_series(training, points, lambda point, of: train_point(streams, point, of))
     for kind, series in found.items():
         show_series(streams, kind, series)

@@ -17,8 +17,7 @@ from pathlib import Path
 from csdctl.documents import (
     MAX_JSON_BYTES,
     build_atomically,
-    check_values,
-    load_json,
+    load_kept,
     load_text,
     save_json,
     save_text,
@@ -117,12 +116,6 @@ def prepare_code(job: Job, directory: Path, say: Say) -> tuple[StoredFile, Seria
     return worker, model
 
 
-def describe_job_model(job: Job, directory: Path, say: Say) -> ModelProperties:
-    """Return the features that identify the job's model in measurements; builds the model if needed."""
-    _, model = prepare_code(job, directory, say)
-    return model.describe()
-
-
 def serialize_model(
     job: Job,
     worker: StoredFile,
@@ -138,7 +131,7 @@ def serialize_model(
     """
     directory = project.models / _model_key(job, worker)
     if not have_hashes(directory, _files_of(directory)) or (
-        shapes is not None and _load_shapes(directory) != shapes
+        shapes is not None and (load_kept(directory / SHAPES, SampleShapes) or {}) != shapes
     ):
         on_build()
         _build(job, worker, host, directory, shapes)
@@ -159,11 +152,10 @@ def serialize_model(
 
 def shapes_of(data: DatasetInfo) -> SampleShapes:
     """Return types and shapes of a sample as a model is called with them."""
-
-    def called_with(dtype: str) -> str:
-        return "float32" if dtype == "uint8" or dtype.startswith("float") else dtype
-
-    return {name: (called_with(dtype), shape) for name, (dtype, shape) in data.inputs.items()}
+    return {
+        name: ("float32" if dtype == "uint8" or dtype.startswith("float") else dtype, shape)
+        for name, (dtype, shape) in data.inputs.items()
+    }
 
 
 def describe_code(code: StoredFile, roots: Sequence[Path]) -> str:
@@ -201,20 +193,13 @@ def _build(job: Job, worker: StoredFile, host: Session, directory: Path, shapes:
         save_json(aside / HASHES, {file: hash_file(aside / file) for file in _files_of(aside)})
 
 
-def _load_shapes(directory: Path) -> SampleShapes:
-    try:
-        return check_values(load_json(directory / SHAPES), SampleShapes, str(directory))
-    except (InputError, OSError):
-        return {}
-
-
 def have_hashes(directory: Path, names: Sequence[str]) -> bool:
     """Return whether files were made here, and have not changed since."""
     try:
-        hashes = check_values(load_json(directory / HASHES), dict[str, str], str(directory))
-        return hashes == {name: hash_file(directory / name) for name in names}
-    except (InputError, OSError):
+        hashes = {name: hash_file(directory / name) for name in names}
+    except OSError:
         return False
+    return hashes == load_kept(directory / HASHES, dict[str, str])
 
 
 def _files_of(directory: Path) -> list[str]:
@@ -302,7 +287,7 @@ def _cut(
     name = f"{content.hexdigest()[:32]}-{seed}-{shard.public_start}-{shard.public_stop}"
     targets = [project.shards / f"{name}.{part}.npy" for part in ("images", "labels")]
     record = project.shards / f"{name}.json"
-    hashes = _load_hashes(record)
+    hashes = load_kept(record, list[str]) or []
     if len(hashes) != 2 or hashes != [hash_file(target) for target in targets if target.is_file()]:
         import numpy as np
 
@@ -335,14 +320,6 @@ def _cut(
         for sha256, target in zip(hashes, targets, strict=True)
     )
     return images, labels
-
-
-def _load_hashes(record: Path) -> list[str]:
-    """Return the hashes of shards that were cut before; none if they are missing or damaged."""
-    try:
-        return check_values(load_json(record), list[str], str(record))
-    except InputError:
-        return []
 
 
 def deploy(

@@ -19,7 +19,7 @@ from typing import Annotated, Protocol
 
 from pydantic import Field, TypeAdapter, ValidationError
 
-from csdctl.documents import check_values, load_json, save_json, save_text
+from csdctl.documents import load_kept, save_json, save_text
 from csdctl.errors import InputError, RemoteCommandError
 from csdctl.fleet.model import HOST_NAME, Fleet
 from csdctl.job.compatibility import check_compatibility, check_noise, inputs_of, is_regression, show_shape
@@ -102,21 +102,13 @@ def _digest(info: DatasetInfo) -> str:
 
 
 def _load_digests(project: ProjectDirectory, job: Job) -> dict[str, str]:
-    record = _load(project, job)
+    record = load_kept(project.prepared(job.name), PreparedData)
     return record.digests if record else {}
-
-
-def _load(project: ProjectDirectory, job: Job) -> PreparedData | None:
-    path = project.prepared(job.name)
-    try:
-        return check_values(load_json(path), PreparedData, str(path))
-    except InputError:  # the next `prepare` writes it again
-        return None
 
 
 def load_prepared(project: ProjectDirectory, job: Job) -> PreparedData | None:
     """Return the record of `job`; None when its current data section was never prepared."""
-    record = _load(project, job)
+    record = load_kept(project.prepared(job.name), PreparedData)
     if record is None or record.key != _key(job):
         return None
     return record if min(record.public.num_samples, *record.num_private.values(), 0) >= 0 else None
@@ -407,7 +399,7 @@ def add_function(
 
 
 class PreparationObserver(Protocol):
-    """Shows messages and the progress of preparing."""
+    """Shows messages, the progress of preparing, and the deliveries of files."""
 
     def say(self, line: str, /) -> None:
         """Show one line."""
@@ -420,28 +412,25 @@ class PreparationObserver(Protocol):
         It is closed before anything else is shown but lines of text.
         """
 
-
-class DeliveryObserver(PreparationObserver, Protocol):
-    """Shows the deliveries of files too."""
-
     def on_delivery(self, node: str, delivery: Delivery, /) -> None:
         """Files have reached `node`."""
 
 
-def prepare_in(
-    space: Workspace, job: Job, observer: PreparationObserver, *, needs_labels: bool = True
-) -> Prepared:
-    """Prepare model and data of `job` on the machines of `space`; raises InputError or PartialError."""
+def prepare_in(space: Workspace, job: Job, observer: PreparationObserver, **options: bool) -> Prepared:
+    """Prepare model and data of `job` on the machines of `space`; raises InputError or PartialError.
+
+    `options` as of `prepare_job`.
+    """
     began = time.monotonic()
     with observer.preparing() as on_progress:
-        prepared = prepare_job(job, space, observer.say, on_progress, needs_labels=needs_labels)
+        prepared = prepare_job(job, space, observer.say, on_progress, **options)
     return replace(prepared, elapsed_s=time.monotonic() - began)
 
 
-def prepare_fleet(job: Job, fleet: Fleet, *, directory: Path, say: Say, on_progress: OnProgress) -> Prepared:
+def prepare_fleet(job: Job, fleet: Fleet, directory: Path, observer: PreparationObserver) -> Prepared:
     """Prepare `job` on the host and all nodes of `fleet`.
 
     Raises InputError when model and data do not fit together, and CsdctlError when a machine fails.
     """
-    with open_workspace(directory, fleet, "prepare", is_locking=True, say=say) as space:
-        return prepare_job(job, space, say, on_progress, is_checked=True)
+    with open_workspace(directory, fleet, "prepare", is_locking=True, say=observer.say) as space:
+        return prepare_in(space, job, observer, is_checked=True)

@@ -119,9 +119,7 @@ def check_forgotten(fleet: Fleet, directory: Path) -> None:
 
 
 def _own_lines(project: ProjectDirectory) -> Sequence[str]:
-    if not project.known_hosts.exists():
-        return ()
-    return load_lines(project.known_hosts)
+    return load_lines(project.known_hosts) if project.known_hosts.exists() else ()
 
 
 OnLayer = Callable[[Mapping[str, Outcome[ShownKey]], Sequence[ShownKey], Sequence[str]], None]

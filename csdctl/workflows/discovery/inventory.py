@@ -338,9 +338,3 @@ def render_ansible(fleet: Fleet, directory: Path) -> str:
 def render_ssh_config(fleet: Fleet, directory: Path) -> str:
     """Return a file for `ssh -F`, with an alias for each node and the same known_hosts files."""
     return build_ssh_config(fleet.nodes, fleet_known_hosts_paths(fleet, directory))
-
-
-TEXT_FORMATS: Mapping[str, Callable[[Fleet, Path], str]] = {
-    "ansible": render_ansible,
-    "ssh-config": render_ssh_config,
-}

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from csdctl.errors import CsdctlError, InputError, RemoteCommandError
 from csdctl.fleet.model import HOST_NAME, Fleet
+from csdctl.fleet.names import names_by_value
 from csdctl.runs.ledger import record_traffic
 from csdctl.transport.local import LocalSession
 from csdctl.transport.many import Outcome, errors_of, run_on_nodes
@@ -57,11 +58,6 @@ class ExecResult:
     """By machine: the host first, if it was asked, then the nodes in the order of the fleet."""
 
     @property
-    def machines(self) -> tuple[str, ...]:
-        """The machines that were asked."""
-        return tuple(self.outcomes)
-
-    @property
     def answers(self) -> dict[str, Answer]:
         """The answers of the machines that answered."""
         return {name: outcome.value for name, outcome in self.outcomes.items() if outcome.value}
@@ -74,10 +70,7 @@ class ExecResult:
     @property
     def rows(self) -> list[tuple[Answer, list[str]]]:
         """Each different answer with the machines that gave it, in the order of their first machines."""
-        names: dict[Answer, list[str]] = {}
-        for name, answer in self.answers.items():
-            names.setdefault(answer, []).append(name)
-        return list(names.items())
+        return list(names_by_value(self.answers.items()).items())
 
     @property
     def failed(self) -> dict[str, CsdctlError]:

@@ -52,7 +52,7 @@ from csdctl.tuning.scaling_curve import (
     size_ranks,
 )
 from csdctl.tuning.search import Limits, default_limits, read_limits
-from csdctl.workflows.data.files import describe_job_model
+from csdctl.workflows.data.files import prepare_code
 from csdctl.workflows.data.prepare import PreparedData, load_prepared
 from csdctl.workflows.train.plan import find_changes, find_left_out, find_unplanned
 from csdctl.workflows.tune.fleet_measurements import FleetMeasurements, hash_recipe
@@ -277,10 +277,8 @@ def _overhead_factor(
     if tried is None:
         return 1.0, "no trial of all ranks: no overhead is counted"
     factor = calibrate_overhead(*tried, sum_cost.at(vector_bytes, len(tried[0])))
-    return (
-        factor,
-        f"a step of all ranks takes {factor:.2f} times as long as the slowest rank alone, by {source}",
-    )
+    took = f"a step of all ranks takes {factor:.2f} times as long as the slowest rank alone"
+    return factor, f"{took}, by {source}"
 
 
 def _describe_spread(errors: ForecastErrors, plan: Plan | None) -> str:
@@ -326,9 +324,10 @@ def _find_measurements(
         raise _unknown(f"the facts of {format_node_names(undiscovered)} are unknown", "run `csdctl discover`")
     if not project.measurements.exists():
         raise _unknown("there are no measurements yet", TUNE)
-    model = describe_job_model(job, project.root, say)
+    _, model = prepare_code(job, project.root, say)
     recipe = hash_recipe(job, data.public) if data else NOT_PREPARED
-    return FleetMeasurements(model, recipe, fleet, facts, MeasurementStore(project.measurements, say))
+    store = MeasurementStore(project.measurements, say)
+    return FleetMeasurements(model.describe(), recipe, fleet, facts, store)
 
 
 MAX_NODES = 10_000

@@ -7,11 +7,10 @@ cannot be taken over is named by line.
 
 import ast
 import builtins
-import operator
 import re
 import symtable
 import textwrap
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -34,33 +33,18 @@ UNSUPPORTED = {
 }
 BUILT_IN = {"ModelCheckpoint", "BackupAndRestore", "TerminateOnNaN", "History", "CSVLogger", "ProgbarLogger"}
 """Callbacks whose work csdctl always does."""
+_STOPPING = (
+    *("monitor", "min_delta", "patience", "verbose", "mode", "baseline"),
+    *("restore_best_weights", "start_from_epoch"),
+)
+_REDUCING = ("monitor", "factor", "patience", "verbose", "mode", "min_delta", "cooldown", "min_lr")
 CALLBACKS = {
-    "EarlyStopping": (
-        "early_stopping",
-        0,
-        ("monitor", "patience", "min_delta", "mode", "baseline", "start_from_epoch"),
-    ),
-    "ReduceLROnPlateau": (
-        "reduce_on_plateau",
-        10,
-        ("monitor", "patience", "factor", "min_delta", "mode", "cooldown"),
-    ),
+    "EarlyStopping": ("early_stopping", 0, _STOPPING),
+    "ReduceLROnPlateau": ("reduce_on_plateau", 10, _REDUCING),
 }
-"""What replaces a callback: a key of the recipe, with Keras' default patience and the arguments it takes."""
-POSITIONS = {
-    "EarlyStopping": ("monitor", "min_delta", "patience", "verbose", "mode", "baseline"),
-    "ReduceLROnPlateau": (
-        "monitor",
-        "factor",
-        "patience",
-        "verbose",
-        "mode",
-        "min_delta",
-        "cooldown",
-        "min_lr",
-    ),
-}
-"""Their arguments in Keras' order."""
+"""What replaces a callback: a key of the recipe, Keras' default patience, and its arguments in order."""
+NOT_TAKEN = {"verbose", "restore_best_weights", "min_lr"}
+"""Their arguments that the recipe does not have."""
 OUTPUT = {"print", "pprint", "display", "summary", "plot_model", "evaluate", "predict", "show", "save"}
 """Functions that are called for what they show or write."""
 PLOTTING = {"matplotlib", "seaborn", "plotly", "IPython", "pylab"}
@@ -75,15 +59,6 @@ RANDOM = (
 """Beginnings of the names of layers and functions that change images at random."""
 SETTING = ("set_", "enable_", "seed")
 """Beginnings of the names of functions that set a state of their module: seeds, policies."""
-OPERATORS: dict[type[ast.operator], Callable[[Any, Any], Any]] = {
-    ast.Add: operator.add,
-    ast.Sub: operator.sub,
-    ast.Mult: operator.mul,
-    ast.Div: operator.truediv,
-    ast.FloorDiv: operator.floordiv,
-    ast.Mod: operator.mod,
-    ast.Pow: operator.pow,
-}
 UNKNOWN = object()
 SPLIT = """\
     data = {data}
@@ -170,7 +145,7 @@ class _Statement:
 
     @cached_property
     def _table(self) -> symtable.SymbolTable:
-        return symtable.symtable(ast.unparse(self.node), "script", "exec")
+        return _table_of(self.node)
 
     @property
     def is_definition(self) -> bool:
@@ -289,7 +264,9 @@ class _Script:
         fit = self._find_fit()
         modules = dict(_modules_in(self.module))
         functions = {
-            one.name: _touched_by(one) for one in self.module.body if isinstance(one, ast.FunctionDef)
+            one.name: set(_globals_of(_table_of(one), only_read=False))
+            for one in self.module.body
+            if isinstance(one, ast.FunctionDef)
         }
         self.statements = [_Statement(node, modules, functions) for node in self._flatten(fit)]
         self._find_options()
@@ -577,14 +554,14 @@ class _Script:
             return {}
         key, patience, arguments = CALLBACKS[name]
         values: dict[str | None, Any] = {
-            one: _evaluate(value, self.constants)
-            for one, value in zip(POSITIONS[name], call.args, strict=False)
+            one: _evaluate(value, self.constants) for one, value in zip(arguments, call.args, strict=False)
         }
         values |= {one.arg: _evaluate(one.value, self.constants) for one in call.keywords}
         for argument, value in values.items():
             if argument != "verbose" and (value is UNKNOWN or argument == "min_lr"):
                 self._note(call, f"{argument} of {name}")
-        kept = {one: values[one] for one in arguments if values.get(one, UNKNOWN) not in (UNKNOWN, None)}
+        taken = [one for one in arguments if one not in NOT_TAKEN]
+        kept = {one: values[one] for one in taken if values.get(one, UNKNOWN) not in (UNKNOWN, None)}
         return {key: {"patience": patience} | kept}
 
     def _render(
@@ -687,21 +664,17 @@ def _name_of(node: ast.AST | None) -> str:
     return function.attr if isinstance(function, ast.Attribute) else getattr(function, "id", "")
 
 
-def _touched_by(function: ast.FunctionDef) -> set[str]:
-    """Return the global names that a function reads or binds."""
-    table = symtable.symtable(ast.unparse(function), "script", "exec")
-    waiting, found = list(table.get_children()), set()
-    while waiting:
-        inner = waiting.pop()
-        found |= {one.get_name() for one in inner.get_symbols() if one.is_global()}
-        waiting += inner.get_children()
-    return found
+def _table_of(node: ast.stmt) -> symtable.SymbolTable:
+    return symtable.symtable(ast.unparse(node), "script", "exec")
 
 
-def _globals_of(table: symtable.SymbolTable) -> Iterator[str]:
+def _globals_of(table: symtable.SymbolTable, *, only_read: bool = True) -> Iterator[str]:
+    """Yield the global names that the functions in `table` read, or also those that they bind."""
     for child in table.get_children():
-        yield from (one.get_name() for one in child.get_symbols() if one.is_global() and one.is_referenced())
-        yield from _globals_of(child)
+        for one in child.get_symbols():
+            if one.is_global() and (one.is_referenced() or not only_read):
+                yield one.get_name()
+        yield from _globals_of(child, only_read=only_read)
 
 
 def _modules_in(module: ast.Module) -> Iterator[tuple[str, str]]:
@@ -718,14 +691,6 @@ def _evaluate(node: ast.expr | str | None, names: Mapping[str, Any]) -> Any:
     """Return the value of an expression of constants, UNKNOWN for any other."""
     if isinstance(node, ast.Name | ast.Attribute | ast.Subscript):
         return names.get(ast.unparse(node), UNKNOWN)
-    if isinstance(node, ast.BinOp) and type(node.op) in OPERATORS:
-        sides = _evaluate(node.left, names), _evaluate(node.right, names)
-        try:
-            if all(isinstance(side, int | float) and abs(side) < 1e6 for side in sides):
-                return OPERATORS[type(node.op)](*sides)
-        except (ArithmeticError, ValueError):
-            pass
-        return UNKNOWN
     if isinstance(node, ast.Tuple | ast.List):
         values = [_evaluate(one, names) for one in node.elts]
         return UNKNOWN if UNKNOWN in values else values

@@ -45,7 +45,7 @@ from csdctl.worker.protocol.model_info import ModelInfo, OutputInfo
 from csdctl.worker.protocol.run_spec import Prefix
 from csdctl.workflows.data.files import SerializedModel, deploy_files, whole
 from csdctl.workflows.data.prepare import (
-    DeliveryObserver,
+    PreparationObserver,
     Prepared,
     check_info,
     load_prepared,
@@ -369,7 +369,7 @@ class PredictResult:
         )
 
 
-def predict(request: PredictRequest, observer: DeliveryObserver) -> PredictResult:
+def predict(request: PredictRequest, observer: PreparationObserver) -> PredictResult:
     """Predict, and write what there is to `request.output`; what is missing is in the result.
 
     Raises InputError if model and data do not fit, CsdctlError if there is no row at all.
@@ -451,7 +451,7 @@ class _Prediction:
     space: Workspace
     rules: tuple[ResultRule, ...]
     directory: Path
-    observer: DeliveryObserver
+    observer: PreparationObserver
 
     def run(self, parts: list[Part]) -> tuple[list[Block], dict[str, CsdctlError]]:
         """Return the results in the order of `parts`, and the errors of nodes; raises that of the host."""

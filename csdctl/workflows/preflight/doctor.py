@@ -291,28 +291,23 @@ def describe(check: Check) -> str:
     return f"{check.check}: {check.found}" + (f" (expected {check.expected})" if check.expected else "")
 
 
-@dataclass(frozen=True)
-class DoctorOptions:
-    """Deadlines in seconds: of the whole examination, of one connection, and of the MPI check."""
-
-    deadline_s: float = 180.0
-    connect_deadline_s: float = 10.0
-    mpi_deadline_s: float = 60.0
-
-
 def examine(
     fleet: Fleet,
     directory: Path,
-    options: DoctorOptions,
     on_check: OnCheck = lambda check: None,
     sessions: Mapping[str, Session] | None = None,
+    *,
+    deadline_s: float = 180.0,
+    connect_deadline_s: float = 10.0,
+    mpi_deadline_s: float = 60.0,
 ) -> Examination:
     """Examine the host and all nodes of `fleet`; red checks are in the result, not raised.
 
-    `sessions` that are open to all of them; None: they are opened, which is a check too.
+    `sessions` that are open to all of them; None: they are opened, which is a check too. Deadlines are of the
+    whole examination, of one connection, and of the MPI check.
     """
     examination = Examination(fleet, on_check)
-    clock = Deadline(options.deadline_s)
+    clock = Deadline(deadline_s)
     try:
         examination.add(Check(HOST_NAME, "mpirun", Status.OK, f"{find_mpirun()} ({mpi_version()})"))
     except CsdctlError as error:
@@ -332,12 +327,12 @@ def examine(
                 connections = open_sessions(
                     fleet,
                     directory=directory,
-                    connect_deadline_s=min(options.connect_deadline_s, clock.left_s),
+                    connect_deadline_s=min(connect_deadline_s, clock.left_s),
                     on_done=on_connected,
                     on_traffic=record_traffic(directory, "doctor"),
                 )
                 sessions = stack.enter_context(connections).reachable
-            _examine_machines(examination, sessions, directory, options, clock)
+            _examine_machines(examination, sessions, directory, mpi_deadline_s, clock)
     except DeadlineError as error:
         examination.overdue = error.message
     return examination
@@ -347,7 +342,7 @@ def _examine_machines(
     examination: Examination,
     sessions: Mapping[str, Session],
     directory: Path,
-    options: DoctorOptions,
+    mpi_deadline_s: float,
     clock: Deadline,
 ) -> None:
     """Examine each machine, then pairs, then all; raises DeadlineError that names the unfinished part."""
@@ -371,7 +366,7 @@ def _examine_machines(
         examination.add(Check(FLEET_NAME, "allreduce", Status.WARN, why, remedy=REPAIR))
         return
     _check_clock(clock, "starting the MPI check")
-    deadline_s = max(1.0, min(options.mpi_deadline_s, clock.left_s))
+    deadline_s = max(1.0, min(mpi_deadline_s, clock.left_s))
     project = ProjectDirectory(directory)
     ledger = Ledger(project.ledger, "doctor")
     space = Workspace(project, keep_nodes(fleet, fit), {**conditions}, {**sessions}, ledger)
@@ -538,7 +533,16 @@ def _check_level(
     space: Workspace, worker: StoredFile, obstacles: Mapping[str, str], level: Level, deadline_s: float
 ) -> Iterator[Check]:
     """Check the machines of `level` together and, when no rank starts, each of the others alone."""
-    check, has_started = _check_machines(space, worker, obstacles, level, level.machines, deadline_s)
+
+    def check_machines(space: Workspace, machines: Sequence[str], deadline_s: float) -> tuple[Check, bool]:
+        """Run mpirun over `machines`; return the check, and False when it ran without starting a rank."""
+        try:
+            check, events = _run_check(space, worker, obstacles, level, machines, deadline_s)
+        except CsdctlError as error:
+            return judge_error(FLEET_NAME, "allreduce", error), True
+        return check, bool(events)
+
+    check, has_started = check_machines(space, level.machines, deadline_s)
     if len(space.fleet.levels(space.fleet.machines)) > 1:
         check = replace(check, found=f"{level.name}: {check.found}")
     yield check
@@ -550,7 +554,7 @@ def _check_level(
         def check_alone(name: str) -> Check:
             ledger = Ledger(space.project.ledger, "doctor")  # one of its own: it is of one thread
             own_space = replace(space, ledger=ledger)
-            check, _ = _check_machines(own_space, worker, obstacles, level, (name,), single_s)
+            check, _ = check_machines(own_space, (name,), single_s)
             ledger.save()
             return replace(check, machine=name, found=f"alone: {check.found}")
 
@@ -592,22 +596,6 @@ def _measure_level(
         raise RunError(f"sums over the ranks could not be measured: {check.found}", remedy=check.remedy)
     timed = (event for event in events if isinstance(event, CollectiveTimed))
     return {(event.num_ranks, event.num_bytes): event.sum_s for event in timed}
-
-
-def _check_machines(
-    space: Workspace,
-    worker: StoredFile,
-    obstacles: Mapping[str, str],
-    level: Level,
-    machines: Sequence[str],
-    deadline_s: float,
-) -> tuple[Check, bool]:
-    """Run mpirun over `machines`; return the check, and False when mpirun ran without starting a rank."""
-    try:
-        check, events = _run_check(space, worker, obstacles, level, machines, deadline_s)
-    except CsdctlError as error:
-        return judge_error(FLEET_NAME, "allreduce", error), True
-    return check, bool(events)
 
 
 def _run_check(

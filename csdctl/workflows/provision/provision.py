@@ -244,7 +244,6 @@ class ProvisionRequest:
     """Whether to stop after sending; then Ansible is not needed."""
     values: Mapping[str, str] = field(default_factory=dict)
     """Variables of the playbook, by name."""
-    tags: str = ""
 
     def __post_init__(self) -> None:
         if not self.prefix.startswith("/") or ".." in self.prefix.split("/") or not self.prefix.strip("/"):
@@ -352,13 +351,8 @@ def _play(
     request: ProvisionRequest, fleet: Fleet, playbook: str, ansible: str, directory: Path, on_task: OnTask
 ) -> dict[str, Outcome[NodeSummary]]:
     collection = ansible_directory()
-    values = {
-        **request.values,
-        "node_prefix": request.prefix,
-        "node_send": False,
-    }
+    values = {**request.values, "node_prefix": request.prefix, "node_send": False}
     arguments = ["--check"] if request.is_dry_run else []
-    arguments += ["--tags", request.tags] if request.tags else []
     with tempfile.TemporaryDirectory(prefix="csdctl-") as temporary:
         inventory = Path(temporary) / "hosts.yml"
         save_text(inventory, render_ansible(fleet, directory))

@@ -2,7 +2,7 @@
 
 import csv
 import io
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -13,9 +13,9 @@ from csdctl.fleet.requirements import explain_extra
 from csdctl.reporting.page import render_page
 from csdctl.reporting.privacy import Flow, Privacy, add_flows, count_passes, measure_privacy
 from csdctl.reporting.results import RunResults, read_results
-from csdctl.reporting.series import RunSeries
 from csdctl.runs.directory import ProjectDirectory, RunDirectory
 from csdctl.runs.ledger import read_ledger
+from csdctl.workflows.runs.manage import process_of
 
 
 def render_csv(runs: Sequence[RunResults]) -> str:
@@ -55,21 +55,12 @@ class Scalar:
 
 def scalars_of(run: RunResults) -> Iterator[Scalar]:
     """Yield the results of each epoch, then rates and waiting of each rank over time."""
-    yield from _epoch_scalars(run.series)
-    yield from _rank_scalars(run.series)
-
-
-def _epoch_scalars(series: RunSeries) -> Iterator[Scalar]:
+    series = run.series
     for point in series.epochs:
-        for name, value in point.results.items():
-            yield Scalar(f"epoch/{name}", point.epoch, point.time_s, value)
-        known = {"samples_per_s": point.samples_per_s, "learning_rate": point.learning_rate}
-        for name, number in known.items():
-            if number is not None:
-                yield Scalar(f"epoch/{name}", point.epoch, point.time_s, number)
-
-
-def _rank_scalars(series: RunSeries) -> Iterator[Scalar]:
+        speed = {"samples_per_s": point.samples_per_s, "learning_rate": point.learning_rate}
+        for name, value in (point.results | speed).items():
+            if value is not None:
+                yield Scalar(f"epoch/{name}", point.epoch, point.time_s, value)
     for change in series.batch_sizes:
         for rank, size in change.sizes.items():
             second = round(change.time_s - series.start_s)
@@ -153,31 +144,22 @@ def write_mlflow(run: RunResults, tracking_uri: str | None) -> str:
     return str(logged)
 
 
-TENSORBOARD, MLFLOW = FORMATS = ("tensorboard", "mlflow")
+MLFLOW = "mlflow"
 
 
-def report(
-    project: ProjectDirectory, run_id: str, is_running: Callable[[RunDirectory], bool]
-) -> tuple[RunDirectory, RunResults]:
-    """Add up run `run_id`; raises InputError when it does not exist."""
-    run = project.find_run(run_id)
-    return run, replace(read_results(run), is_running=is_running(run))
+def report(run: RunDirectory) -> RunResults:
+    """Add up a run; raises InputError for one without events."""
+    return replace(read_results(run), is_running=process_of(run).is_running)
 
 
 def write_files(
-    project: ProjectDirectory,
-    run_ids: Sequence[str],
-    html: Path | None,
-    csv: Path | None,
-    is_running: Callable[[RunDirectory], bool],
-    *,
-    force: bool = True,
+    runs: Sequence[RunDirectory], html: Path | None, csv: Path | None, *, force: bool
 ) -> list[Path]:
     """Write the report of the runs to the files that are asked for; returns them. Raises InputError."""
     for option, path in (("--html", html), ("--csv", csv)):
         if path:
             check_output(path, option, force=force)
-    found = [report(project, run_id, is_running)[1] for run_id in run_ids]
+    found = [report(run) for run in runs]
     wanted = ((html, render_page), (csv, render_csv))
     texts = {path: render(found) for path, render in wanted if path}
     for path, text in texts.items():
@@ -196,9 +178,8 @@ class PrivacyReport:
     privacy: Privacy | None
 
 
-def privacy(project: ProjectDirectory, run_id: str) -> PrivacyReport:
-    """Report on run `run_id`; raises InputError when it does not exist."""
-    run = project.find_run(run_id)
+def privacy(project: ProjectDirectory, run: RunDirectory) -> PrivacyReport:
+    """Report on a run of `project`; raises InputError for damaged files."""
     entries = list(read_ledger(project.ledger))
     manifest: Any = run.load_manifest()
     nodes = [rank["node"] for rank in manifest["plan"]["ranks"]]
@@ -211,32 +192,19 @@ def privacy(project: ProjectDirectory, run_id: str) -> PrivacyReport:
     )
 
 
-def export(
-    project: ProjectDirectory,
-    run_id: str,
-    to: str,
-    output: Path | None,
-    tracking_uri: str | None,
-    *,
-    force: bool = False,
-) -> str:
-    """Write run `run_id`; returns where it is.
-
-    Raises InputError for an unknown format, a run that does not exist, or a package that is missing.
-    """
-    if to not in FORMATS:
-        raise InputError(f"--to is {to!r}, expected {', '.join(FORMATS)}")
+def export(run: RunDirectory, to: str, output: Path | None, tracking_uri: str | None, *, force: bool) -> str:
+    """Write a run; returns where it is. Raises InputError also for a package that is missing."""
     if tracking_uri and to != MLFLOW:
         raise InputError("--tracking-uri requires --to mlflow", remedy="leave it out, or change --to")
     if output and to == MLFLOW:
         raise InputError("--output requires --to tensorboard", remedy="leave it out, or use --tracking-uri")
-    run = read_results(project.find_run(run_id))
+    results = read_results(run)
     if to == MLFLOW:
-        return f"run {write_mlflow(run, tracking_uri)} of MLflow"
-    path = output or Path(f"{run.summary.run_id}-tensorboard")
+        return f"run {write_mlflow(results, tracking_uri)} of MLflow"
+    path = output or Path(f"{run.run_id}-tensorboard")
     if not path.is_dir():
         check_output(path, "--output", force=False)
     elif any(path.iterdir()) and not force:
         raise InputError(f"{path} already exists", remedy="overwrite it with --force, or change --output")
-    write_tensorboard(run, path)
+    write_tensorboard(results, path)
     return str(path)

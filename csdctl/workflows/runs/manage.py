@@ -130,20 +130,10 @@ class RunProcess:
         return self.is_alive and "ended" not in self.holder
 
     @property
-    def is_here(self) -> bool:
-        """Whether it is, or was, on this machine."""
-        mine = describe_holder("", Path())
-        return self.holder.get("machine") == mine["machine"]
-
-    @property
     def pid(self) -> int | None:
         """Its process id."""
         pid = self.holder.get("pid")
         return pid if isinstance(pid, int) else None
-
-    def describe(self) -> str:
-        """Return the process as one line of text."""
-        return show_holder(self.holder)
 
 
 def process_of(run: RunDirectory) -> RunProcess:
@@ -159,9 +149,9 @@ def interrupt(run: RunDirectory) -> None:
     process = process_of(run)
     if not process.is_running or process.pid is None:
         raise InputError(f"run {run.run_id} is not running", remedy="csdctl runs list shows the runs' states")
-    if not process.is_here:
+    if process.holder.get("machine") != describe_holder("", Path())["machine"]:
         raise InputError(
-            f"run {run.run_id} is trained by {process.describe()}", remedy="stop it on that machine"
+            f"run {run.run_id} is trained by {show_holder(process.holder)}", remedy="stop it on that machine"
         )
     try:
         # Whatever gets the process id next cannot be signalled through the handle.
@@ -188,18 +178,6 @@ def _stopping_signal(pid: int) -> signal.Signals:
         if found and not int(found[1], 16) >> (signal.SIGTERM - 1) & 1:
             return signal.SIGINT
     return signal.SIGTERM
-
-
-def wait_until_over(run: RunDirectory, deadline_s: float) -> None:
-    """Wait until the csdctl that trains `run` has ended; raises DeadlineError."""
-    end = time.monotonic() + deadline_s
-    while process_of(run).is_running:
-        if time.monotonic() > end:
-            raise DeadlineError(
-                f"run {run.run_id} has not ended after {deadline_s:g} s",
-                remedy="repeat the command to end its ranks at once",
-            )
-        time.sleep(POLL_S)
 
 
 def list_runs(project: ProjectDirectory, say: Say) -> list[RunStatus]:
@@ -250,7 +228,14 @@ def stop_run(project: ProjectDirectory, run_id: str | None, deadline_s: float) -
     """
     run = _only_running(project) if run_id is None else project.find_run(run_id)
     interrupt(run)
-    wait_until_over(run, deadline_s)
+    end = time.monotonic() + deadline_s
+    while process_of(run).is_running:
+        if time.monotonic() > end:
+            raise DeadlineError(
+                f"run {run.run_id} has not ended after {deadline_s:g} s",
+                remedy="repeat the command to end its ranks at once",
+            )
+        time.sleep(POLL_S)
     return load_run_status(run)
 
 
@@ -275,9 +260,8 @@ def remove_runs(
     for run in runs:
         process = process_of(run)
         if process.is_running:
-            raise InputError(
-                f"run {run.run_id} is running: {process.describe()}", remedy=f"csdctl runs stop {run.run_id}"
-            )
+            problem = f"run {run.run_id} is running: {show_holder(process.holder)}"
+            raise InputError(problem, remedy=f"csdctl runs stop {run.run_id}")
     described = (f"{run.run_id}{' with its model' if run.model.exists() else ''}" for run in runs)
     confirm(f"Remove run{'s' if len(runs) > 1 else ''} {', '.join(described)}?")
     for run in runs:

@@ -31,8 +31,8 @@ from csdctl.worker.protocol.orders import ALLREDUCE, STAR
 from csdctl.worker.protocol.recipe import BF16
 from csdctl.worker.protocol.run_spec import RunSpec
 from csdctl.workflows.data.files import OnDelivery, deploy_files
-from csdctl.workflows.data.prepare import DeliveryObserver
-from csdctl.workflows.preflight.doctor import find_obstacles, prepare_mpirun
+from csdctl.workflows.data.prepare import PreparationObserver
+from csdctl.workflows.preflight.doctor import Examination, find_obstacles, prepare_mpirun
 from csdctl.workflows.train.spec import COLLECTIVES, MEASURED, RunInputs, TrainOptions
 from csdctl.workflows.workspace.workspace import Workspace
 
@@ -156,8 +156,11 @@ def _choose_collective(inputs: RunInputs, options: TrainOptions) -> str:
     return default
 
 
-class RunObserver(DeliveryObserver, Protocol):
-    """Called during the run by the thread that supervises it; a slow callback delays supervision."""
+class RunObserver(PreparationObserver, Protocol):
+    """Called by the thread that trains, which supervises the run: a slow callback delays that."""
+
+    def on_preflight(self, examination: Examination, /) -> None:
+        """The machines have been examined."""
 
     def on_start(self, run: RunDirectory, spec: RunSpec, num_steps: int, /) -> None:
         """The run starts; an epoch has `num_steps` steps."""
@@ -211,10 +214,8 @@ def run_to_end(
                 should_stop=lambda: callbacks.has_stopped,
             )
             is_done, is_interrupted = not stopped_by, stopped_by == USER
-        except KeyboardInterrupt:
-            is_interrupted = (
-                True  # the ranks were ended at once; the state of the last completed step is kept
-            )
+        except KeyboardInterrupt:  # the ranks were ended at once; the last completed step is kept
+            is_interrupted = True
         finally:
             try:
                 log.close()

@@ -16,23 +16,12 @@ from csdctl.reporting.results import read_results
 from csdctl.reporting.tables import KINDS, ScalingSeries, build_scaling
 from csdctl.runs.directory import ProjectDirectory, RunDirectory
 from csdctl.tuning.plan import Plan, RankPlan, load_plan, save_plan
+from csdctl.worker.protocol.equation1 import public_shares
 from csdctl.workflows.train.plan import build_equal_plan
 from csdctl.workflows.train.train import TrainRequest, TrainResult, load_spec
 from csdctl.workflows.workspace.workspace import open_workspace
 
 WEAK, STRONG = KINDS
-
-
-@dataclass(frozen=True)
-class ScaleRequest:
-    """The request of one `csdctl scale`."""
-
-    training: TrainRequest
-    """The training of all nodes; each point has the first of them."""
-    kinds: Sequence[str]
-    """One or more of KINDS."""
-    node_counts: Sequence[int] = ()
-    """Numbers of nodes; without any: 0, 1, 2, 4 … and all."""
 
 
 @dataclass(frozen=True)
@@ -46,10 +35,14 @@ class Point:
     """None: it is still to be trained."""
 
 
-def plan_points(request: ScaleRequest) -> list[Point]:
-    """Return the points of the series with the runs that there are; raises CsdctlError."""
-    plan, project = _load_plan(request.training), ProjectDirectory(request.training.directory)
-    counts = request.node_counts or choose_counts(len(plan.ranks) - 1)
+def plan_points(training: TrainRequest, kinds: Sequence[str], node_counts: Sequence[int]) -> list[Point]:
+    """Return the points of the series with the runs that there are; raises CsdctlError.
+
+    `training` is that of all nodes; each point has the first of them. Without `node_counts`: 0, 1, 2, 4 … and
+    all. `kinds` are of KINDS.
+    """
+    plan, project = _load_plan(training), ProjectDirectory(training.directory)
+    counts = node_counts or choose_counts(len(plan.ranks) - 1)
     if len(counts) < 2:
         raise InputError(
             f"a series needs at least two numbers of nodes, received {counts[0]}",
@@ -57,24 +50,22 @@ def plan_points(request: ScaleRequest) -> list[Point]:
         )
     points = [
         Point(kind, count, plan_point(plan, kind, count, max(counts)), None)
-        for kind in request.kinds
+        for kind in kinds
         for count in counts
     ]
-    return [replace(point, run=_find_run(project, point.plan, request.training)) for point in points]
+    return [replace(point, run=_find_run(project, point.plan, training)) for point in points]
 
 
 def run_series(
-    request: ScaleRequest, train: Callable[[Point, TrainRequest], TrainResult]
+    training: TrainRequest, points: Sequence[Point], train: Callable[[Point, TrainRequest], TrainResult]
 ) -> dict[str, ScalingSeries]:
     """Call `train` for each point without a run; return the series by kind. Raises what `train` raises."""
-    project = ProjectDirectory(request.training.directory)
+    project = ProjectDirectory(training.directory)
     runs: dict[str, list[RunDirectory]] = {}
-    for point in plan_points(request):
-        run = point.run or _find_run(
-            project, point.plan, request.training
-        )  # the other series may have had it
+    for point in points:
+        run = point.run or _find_run(project, point.plan, training)  # the other series may have had it
         if run is None:
-            run = train(point, _request_of(point, request.training, project)).directory
+            run = train(point, _request_of(point, training, project)).directory
         runs.setdefault(point.kind, []).append(run)
     return {kind: build_scaling([read_results(run) for run in found], kind) for kind, found in runs.items()}
 
@@ -147,12 +138,7 @@ def plan_point(plan: Plan, kind: str, num_nodes: int, most: int) -> Plan:
 
 def _divide(global_batch: int, ranks: Sequence[RankPlan]) -> list[RankPlan]:
     """Divide `global_batch` among ranks in proportion to their batch sizes, by largest remainders."""
-    weights = [rank.batch_size for rank in ranks]
-    exact = [global_batch * weight / sum(weights) for weight in weights]
-    sizes = [int(share) for share in exact]
-    by_remainder = sorted(range(len(ranks)), key=lambda number: sizes[number] - exact[number])
-    for number in by_remainder[: global_batch - sum(sizes)]:
-        sizes[number] += 1
+    sizes = public_shares([rank.batch_size for rank in ranks], [0] * len(ranks), global_batch)
     for rank, size in zip(ranks, sizes, strict=True):
         if rank.max_batch_size and size > rank.max_batch_size:
             raise InputError(

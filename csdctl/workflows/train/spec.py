@@ -67,12 +67,8 @@ class TrainOptions:
     """For `split`: of each rank's batch."""
 
     def __post_init__(self) -> None:
-        if self.collective not in COLLECTIVES:
-            raise InputError(
-                f"unknown collective {self.collective!r}", remedy=f"one of {', '.join(COLLECTIVES)}"
-            )
-        check_strategy(self.strategy)
-        check_cut(self.strategy, self.cut)
+        _check_choice("collective", self.collective, COLLECTIVES)
+        check_strategy(self.strategy, self.cut)
         _check_choice("feature-precision", self.features.precision, PRECISIONS)
         _check_choice("feature-engine", self.features.engine, ENGINES)
         if self.strategy != AUTO:
@@ -112,13 +108,9 @@ class TrainOptions:
                 )
 
 
-def check_strategy(strategy: str) -> None:
-    """Raise InputError for an unknown strategy."""
+def check_strategy(strategy: str, cut: str) -> None:
+    """Raise InputError for an unknown strategy, or a cut with one that divides no model."""
     _check_choice("strategy", strategy, (AUTO, *STRATEGIES))
-
-
-def check_cut(strategy: str, cut: str) -> None:
-    """Raise InputError for a cut with a strategy that divides no model."""
     if cut and strategy != SPLIT:
         raise InputError(
             f"--cut requires --strategy split, received --strategy {strategy}", remedy="add --strategy split"
@@ -183,26 +175,24 @@ def build_rank_specs(
     ranks: Sequence[RankPlan], placed: Sequence[Placed], prepared: Prepared, shards: ShardFiles, job: Job
 ) -> tuple[RankSpec, ...]:
     """Return what every rank reads and how it computes, in order of rank."""
-    specs = []
-    for number, (rank, shard) in enumerate(zip(ranks, placed, strict=True)):
-        specs.append(
-            RankSpec(
-                number,
-                rank.node,
-                rank.batch_size,
-                rank.runtime,
-                whole(prepared.private[rank.node]) if rank.node in prepared.private else None,
-                _public_slice(shard, prepared, shards, job),
-                shard.num_private,
-                shard.num_public,
-                shard.public_start,
-                num_repeated=shard.num_repeated,
-                weight=shard.weight if job.is_weighted_by_data_set else 1.0,
-                max_batch_size=rank.max_batch_size,
-                micro_batch_size=rank.micro_batch_size,
-            )
+    return tuple(
+        RankSpec(
+            number,
+            rank.node,
+            rank.batch_size,
+            rank.runtime,
+            whole(prepared.private[rank.node]) if rank.node in prepared.private else None,
+            _public_slice(shard, prepared, shards, job),
+            shard.num_private,
+            shard.num_public,
+            shard.public_start,
+            num_repeated=shard.num_repeated,
+            weight=shard.weight if job.is_weighted_by_data_set else 1.0,
+            max_batch_size=rank.max_batch_size,
+            micro_batch_size=rank.micro_batch_size,
         )
-    return tuple(specs)
+        for number, (rank, shard) in enumerate(zip(ranks, placed, strict=True))
+    )
 
 
 def with_servers(ranks: Sequence[RankSpec], fleet: Fleet) -> tuple[RankSpec, ...]:

@@ -7,7 +7,6 @@ resumed from the RunSpec and manifest that it started with.
 import dataclasses
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Protocol
 
 from csdctl.documents import check_values, load_json, save_text
 from csdctl.errors import InputError
@@ -30,7 +29,7 @@ from csdctl.workflows.data.prepare import (
     load_prepared,
     prepare_in,
 )
-from csdctl.workflows.preflight.doctor import DoctorOptions, Examination, examine
+from csdctl.workflows.preflight.doctor import examine
 from csdctl.workflows.train.plan import check_plan, resolve_plan
 from csdctl.workflows.train.run import RunObserver, record_process, run_to_end
 from csdctl.workflows.train.spec import (
@@ -250,14 +249,7 @@ class TrainResult:
     """Nothing was left to resume."""
 
 
-class TrainObserver(RunObserver, Protocol):
-    """Shows one `csdctl train` from its start to its end."""
-
-    def on_preflight(self, examination: Examination, /) -> None:
-        """The machines have been examined."""
-
-
-def run_training(request: TrainRequest, observer: TrainObserver) -> TrainResult:
+def run_training(request: TrainRequest, observer: RunObserver) -> TrainResult:
     """Train a new run, or resume one; raises CsdctlError, and RunStopped when the user stops it."""
     find_mpirun()
     request.check_files()
@@ -304,7 +296,7 @@ class Rehearsal:
     """Samples of an epoch, as the job was last prepared; None: it would be prepared first."""
 
 
-def rehearse_training(request: TrainRequest, observer: TrainObserver) -> Rehearsal:
+def rehearse_training(request: TrainRequest, observer: RunObserver) -> Rehearsal:
     """Choose plan or run and examine the machines as `run_training` does, without preparing or training."""
     find_mpirun()
     request.check_files()
@@ -321,9 +313,9 @@ def rehearse_training(request: TrainRequest, observer: TrainObserver) -> Rehears
     return Rehearsal(plan, strategy.name, strategy.cut, run, recorded.num_samples if recorded else None)
 
 
-def _examine(request: TrainRequest, space: Workspace, observer: TrainObserver) -> None:
+def _examine(request: TrainRequest, space: Workspace, observer: RunObserver) -> None:
     if not request.is_preflight_skipped:
-        examination = examine(space.fleet, space.project.root, DoctorOptions(), sessions=space.sessions)
+        examination = examine(space.fleet, space.project.root, sessions=space.sessions)
         observer.on_preflight(examination)
         examination.check_before_training()
 

@@ -13,6 +13,7 @@ from dataclasses import asdict
 from csdctl.fleet.facts import Facts
 from csdctl.fleet.hardware import classify_fleet, classify_machine
 from csdctl.fleet.model import HOST_NAME, Fleet
+from csdctl.fleet.names import names_by_value
 from csdctl.job.model import Job, python_files
 from csdctl.perfmodel.prediction import StepTime
 from csdctl.runs.measurements import COLLECTIVE, PROBE, TRIAL, MeasurementStore
@@ -75,10 +76,10 @@ class FleetMeasurements:
 
         The host's class is named 'host', one of nodes by its key.
         """
-        by_class: dict[str, list[str]] = {}
-        for machine in self._machines:
-            name = HOST_NAME if machine == HOST_NAME else self._machine_classes[machine].key
-            by_class.setdefault(name, []).append(machine)
+        by_class = names_by_value(
+            (name, HOST_NAME if name == HOST_NAME else self._machine_classes[name].key)
+            for name in self._machines
+        )
         classes = {name: self._recall_class(machines) for name, machines in by_class.items()}
         must_train = frozenset({HOST_NAME, *required, *(name for name, _ in self._fleet.networks)})
         return FleetModel(tuple(self._machines), classes, self.features.vector_bytes, must_train)

@@ -87,7 +87,7 @@ from csdctl.worker.protocol.run_spec import Prefix, Runtime, SplitSpec
 from csdctl.workflows.data.files import deploy_files
 from csdctl.workflows.data.prepare import PreparationObserver, prepare_in
 from csdctl.workflows.train.plan import build_fingerprint, default_runtime
-from csdctl.workflows.train.spec import AUTO, RunContext, check_cut, check_strategy
+from csdctl.workflows.train.spec import AUTO, RunContext, check_strategy
 from csdctl.workflows.train.strategies import bytes_for_host, check_split, find_cut, find_features
 from csdctl.workflows.tune.fleet_measurements import FleetMeasurements, hash_recipe
 from csdctl.workflows.tune.probing import PROBE_DEADLINE_S, FleetMeasurer, TuneWatch, run_trial
@@ -128,8 +128,7 @@ class TuneOptions:
     """With the strategy `split`: the only cut."""
 
     def __post_init__(self) -> None:
-        check_strategy(self.strategy)
-        check_cut(self.strategy, self.cut)
+        check_strategy(self.strategy, self.cut)
         if self.strategy in (FEATURES, SPLIT) and (self.method != FIT or not self.is_host_training):
             raise InputError(
                 f"--strategy {self.strategy} needs --method {FIT}, and a host that trains",
@@ -440,30 +439,26 @@ class TuneObserver(PreparationObserver, Protocol):
 def tune_job(job: Job, fleet: Fleet, directory: Path, options: TuneOptions, observer: TuneObserver) -> Plan:
     """Prepare `job`, deploy what probes need, tune, and save the plan in the project of `directory`.
 
-    Raises what `open_workspace`, `prepare_job`, `deploy_files` and `tune` raise.
+    Raises InputError, TuningError, NodeError, and what opening, preparing, probes and a trial raise.
     """
+    if not fleet.host.trains:
+        options = replace(options, is_host_training=False)
+    if not options.is_host_training and (options.method == STANNIS or not fleet.nodes):
+        raise InputError(f"a host that does not train needs at least one node, and --method {FIT}")
     if options.method == FIT:
         find_mpirun()  # the plan is tried with MPI
     with open_workspace(directory, fleet, "tune", is_locking=True, say=observer.say) as space:
         prepared = prepare_in(space, job, observer)
         files = {node.name: prepared.files for node in space.fleet.nodes}
         deploy_files(files, space.fleet, space.sessions, lambda *_: None)
+        context = RunContext(job, prepared, space, observer)
+        check_possible(options, context)
+        tune_by_method = tune_by_algorithm_1 if options.method == STANNIS else tune_by_fit
         with observer.measuring(space.fleet.machines) as watch:
-            plan = tune(RunContext(job, prepared, space, observer), options, watch)
+            plan = tune_by_method(context, options, watch)
+        plan = plan.model_copy(update={"made_for": build_fingerprint(plan, job, space.facts)})
         save_plan(space.project.plan(job.name), plan)
     return plan
-
-
-def tune(context: RunContext, options: TuneOptions, watch: TuneWatch) -> Plan:
-    """Return a plan for the job; raises InputError, DeadlineError, NodeError, and what a trial raises."""
-    if not context.space.fleet.host.trains:
-        options = replace(options, is_host_training=False)
-    if not options.is_host_training and (options.method == STANNIS or not context.space.fleet.nodes):
-        raise InputError(f"a host that does not train needs at least one node, and --method {FIT}")
-    check_possible(options, context)
-    tune_by_method = tune_by_algorithm_1 if options.method == STANNIS else tune_by_fit
-    plan = tune_by_method(context, options, watch)
-    return plan.model_copy(update={"made_for": build_fingerprint(plan, context.job, context.space.facts)})
 
 
 def find_noise_scale(project: ProjectDirectory, job: str) -> float:

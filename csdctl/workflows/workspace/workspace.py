@@ -75,11 +75,8 @@ def call_machine(
     patience: Patience = PATIENCE,
 ) -> ResponseT:
     """Run a command of the worker on a machine of `space`; raises what `call_worker` raises."""
-    session, python, note = (
-        space.sessions[machine],
-        space.fleet.python_of(machine),
-        partial(on_progress, machine),
-    )
+    session, python = space.sessions[machine], space.fleet.python_of(machine)
+    note = partial(on_progress, machine)
     return call_worker(
         session, python, worker.path, command, request, response, note, doing=doing, patience=patience
     )

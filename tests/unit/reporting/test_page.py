@@ -24,8 +24,9 @@ MANIFEST: dict[str, Any] = {
     "csdctl": "0.1.0",
     "job": {"model": EVIL},
     "versions": {EVIL: EVIL},
-    "fleet": {"emulated": True, "facts": {EVIL: {"cpu_model": EVIL, "memory_bytes": EVIL}, "host": 7}},
+    "fleet": {"facts": {EVIL: {"cpu_model": EVIL, "memory_bytes": EVIL}, "host": 7}},
     "plan": {
+        "emulated": True,
         "method": EVIL,
         "ranks": [
             {"node": "host", "batch_size": 60, "samples_per_s": 70.0},

@@ -30,7 +30,7 @@ from csdctl.worker.protocol.json_codec import RESULT, from_json, to_frame
 from csdctl.worker.protocol.model_info import BuildRequest, ModelInfo
 from csdctl.worker.protocol.recipe import Recipe
 from csdctl.worker.protocol.run_spec import Runtime
-from csdctl.workflows.data.files import describe_job_model, serialize_model
+from csdctl.workflows.data.files import prepare_code, serialize_model
 from csdctl.workflows.data.prepare import save_prepared
 from csdctl.workflows.train.spec import RunContext
 from csdctl.workflows.tune.fleet_measurements import FleetMeasurements, hash_recipe
@@ -72,7 +72,8 @@ def make_project(directory: Path, *, num_nodes: int = 2, is_private: bool = Fals
     build(job, project)
     private = {node.name: PUBLIC for node in nodes} if is_private else {}
     save_prepared(project, job, {"public": PUBLIC}, private)
-    return MeasuredProject(job, project, fleet, describe_job_model(job, directory, lambda line: None))
+    _, model = prepare_code(job, directory, lambda line: None)
+    return MeasuredProject(job, project, fleet, model.describe())
 
 
 def write_job(directory: Path, *, is_private: bool = False) -> Job:

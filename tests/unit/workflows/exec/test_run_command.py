@@ -42,7 +42,7 @@ def error_of(result: ExecResult) -> type[CsdctlError] | None:
     """Return the type of the error that ends the command, and thereby its exit code."""
     project = ProjectDirectory(result.fleet.path.parent)
     try:
-        conclude(project, "exec", result.machines, result.failed, "csdctl exec -- x")
+        conclude(project, "exec", list(result.outcomes), result.failed, "csdctl exec -- x")
     except CsdctlError as error:
         return type(error) if error.remedy.endswith("retry only them: csdctl exec -- x") else None
     return None
