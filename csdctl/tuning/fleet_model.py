@@ -395,7 +395,10 @@ class FleetModel:
         by_machine = {
             machine: by_class[name] for name, known in self.classes.items() for machine in known.machines
         }
-        return {machine: self._scaled(machine, by_machine[machine]) for machine in self.machines}
+        return {
+            machine: by_machine[machine].scaled(self.outlier_factors.get(machine, 1.0))
+            for machine in self.machines
+        }
 
     def sum_s(self, num_ranks: int) -> float:
         """Return the seconds of a sum over `num_ranks`."""
@@ -404,10 +407,6 @@ class FleetModel:
     def sum_s_of_training(self, num_training: int) -> float:
         """Return the seconds of a sum when `num_training` machines train; the host always takes part."""
         return self.sum_s(num_training + (not self.is_host_training))
-
-    def _scaled(self, machine: str, step_time: StepTime) -> StepTime:
-        factor = self.outlier_factors.get(machine, 1.0)
-        return step_time if factor == 1.0 else step_time.scaled(factor)
 
 
 OUTLIER_TOLERANCE = 0.1
@@ -435,16 +434,13 @@ def learn_trial(model: FleetModel, tried: TriedPlan) -> FleetModel:
         ratios = {machine: compute_s[machine] / step_time.at(sizes[machine]) for machine in training}
         usual = median(ratios.values())
         classes[name] = known.with_trial(max(sizes[machine] for machine in training), usual)
-        outliers |= {machine: _outlier_factor(ratio / usual) for machine, ratio in ratios.items()}
+        for machine, ratio in ratios.items():
+            outliers[machine] = ratio / usual if abs(ratio / usual - 1) > OUTLIER_TOLERANCE else 1.0
     learned = replace(model, classes=classes, outlier_factors=outliers)
     step_times = learned.machine_step_times()
     ranks = [(step_times[machine], size) for machine, size in sizes.items()]
     sum_s = model.sum_s(len(tried.ranks))
     return replace(learned, overhead_factor=calibrate_overhead(ranks, tried.result.step_s, sum_s))
-
-
-def _outlier_factor(ratio: float) -> float:
-    return ratio if abs(ratio - 1) > OUTLIER_TOLERANCE else 1.0
 
 
 RecalledTrial = tuple[Sequence[tuple[StepTime, int]], float]
