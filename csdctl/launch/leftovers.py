@@ -21,7 +21,7 @@ from csdctl.runs.ledger import record_traffic
 from csdctl.transport.commands import build_program_command
 from csdctl.transport.local import LocalSession
 from csdctl.transport.many import Outcome, run_on_all, run_on_nodes, values_or_raise
-from csdctl.transport.program import Nothing, Program, call_program, within
+from csdctl.transport.program import Nothing, Program, within
 from csdctl.transport.session import Session
 from csdctl.worker.protocol.json_codec import Count, MaxLength, ShortText
 from csdctl.worker.protocol.processes import load_stat
@@ -227,7 +227,8 @@ def clean_machine(
     Raises MachineLockedError where another csdctl is running, RemoteCommandError when the program fails.
     """
     command = build_program_command(python, "leftovers")
-    found = call_program(session, command, options, _Found, "looking for leftovers", deadline_s)
+    program = Program(session, command, "looking for leftovers", within(deadline_s))
+    found = program.call_once(options, _Found)
     if found.holder is not None and not options.is_forced:
         described = read_holder(found.holder)
         if not is_gone(described):

@@ -77,10 +77,7 @@ def call_worker(
     Raises the error that the worker reports, and DeadlineError after `patience`.
     """
     argv = build_worker_command(python, worker_path, [command])
-    with closing(WorkerProgram(session, argv, doing, patience)) as program:
-        found = program.call(request, response, on_progress)
-        program.finish()
-    return found
+    return WorkerProgram(session, argv, doing, patience).call_once(request, response, on_progress)
 
 
 def _remedy(stderr: bytes, node: str) -> str:
