@@ -112,13 +112,6 @@ class KnownHosts:
             self._by_name.setdefault(name, []).append(key)
 
 
-def known_hosts_paths(*directories: Path) -> tuple[Path, ...]:
-    """Return csdctl's own known_hosts in each of `directories`, those of emulated fleets, then the user's."""
-    states = [directory.absolute() / ".csdctl" for directory in directories]
-    own = [path / "known_hosts" for state in states for path in (state, state / "emulated")]
-    return tuple(dict.fromkeys([*own, Path.home() / ".ssh" / "known_hosts"]))
-
-
 def load_lines(path: Path) -> list[str]:
     """Return the lines of a known_hosts file; raises OSError."""
     text = path.read_bytes().decode(errors="replace")  # reading as text would end lines at \r as well
