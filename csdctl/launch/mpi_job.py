@@ -244,17 +244,12 @@ MAX_SAMPLE_INTERVAL_S, SAMPLE_INTERVAL_SHARE = 2.0, 0.1
 """Connections are sampled each time another tenth of the elapsed time has passed, at least this often."""
 
 
-@dataclass(frozen=True)
-class EndTimeouts:
-    """The timeouts while a job ends, in seconds."""
-
-    grace_s: float = 5.0
-    """After the last completion record, for mpirun to end by itself."""
-    sandbox_s: float = 2.0
-    """The time for the sandbox to kill its processes and remove its files."""
-    orphan_grace_s: float = 1.0
-    """After mpirun was killed, while a process that it started keeps its output open."""
-
+GRACE_S = 5.0
+"""After the last completion record, for mpirun to end by itself."""
+SANDBOX_S = 2.0
+"""The time for the sandbox to kill its processes and remove its files."""
+ORPHAN_GRACE_S = 1.0
+"""After mpirun was killed, while a process that it started keeps its output open."""
 
 EventT = TypeVar("EventT", bound=Event)
 
@@ -386,8 +381,8 @@ class MpiJob:
         nodes: Sequence[str],
         log_path: LogPath,
         start_daemon: StartDaemon,
-        timeouts: EndTimeouts = EndTimeouts(),
         *,
+        sandbox_s: float = SANDBOX_S,
         starter: str = HOST_NAME,
         request: str = REQUEST,
     ) -> None:
@@ -396,7 +391,7 @@ class MpiJob:
         Its standard input stays open until it is to end: it also ends with csdctl.
         """
         self._start, self._starter, self._nodes = start, starter, tuple(nodes)
-        self._timeouts = timeouts
+        self._sandbox_s = sandbox_s
         self._output = MpiOutput(log_path, nodes, request)
         self._daemons = Daemons(start_daemon, self._output.log, self.end)
         self._output.on_request = self._daemons.request
@@ -437,10 +432,10 @@ class MpiJob:
                     _sample_connections(conversation.running.stderr.group, outcome)
             if conversation.running.has_exited():
                 exited = exited or now
-                if now - exited > self._timeouts.orphan_grace_s:
+                if now - exited > ORPHAN_GRACE_S:
                     return  # mpirun was killed, and a process it started keeps its output open
             silent_s = now - output.last_event_s
-            if len(output.ranks_with(Finished)) == len(self._nodes) and silent_s > self._timeouts.grace_s:
+            if len(output.ranks_with(Finished)) == len(self._nodes) and silent_s > GRACE_S:
                 return  # a process that a rank left behind keeps mpirun's output open
             is_ready = len(output.ranks_with(Ready)) == len(self._nodes)
             if now - (output.last_event_s if is_ready else started) > deadline_s:
@@ -463,7 +458,7 @@ class MpiJob:
         with contextlib.suppress(CsdctlError, EOFError, ValueError):
             conversation.send_line("")
         with contextlib.suppress(CsdctlError, OSError, ValueError):
-            end_s = time.monotonic() + self._timeouts.sandbox_s
+            end_s = time.monotonic() + self._sandbox_s
             while (is_open := self._read(conversation)) and time.monotonic() < end_s:
                 pass
             if not is_open:

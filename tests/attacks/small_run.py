@@ -12,7 +12,7 @@ from typing import Any
 
 from csdctl.errors import UnreachableError
 from csdctl.fleet.model import Fleet, Node
-from csdctl.launch.mpi_job import EndTimeouts, MpiJob, add_rank_traffic
+from csdctl.launch.mpi_job import MpiJob, add_rank_traffic
 from csdctl.launch.mpirun import Mpirun
 from csdctl.reporting.privacy import plan_privacy
 from csdctl.reporting.results import RunSummary
@@ -57,7 +57,6 @@ class Attack:
     """The rank exits afterwards, as if it were done."""
 
 
-ENDS_AT_ONCE = EndTimeouts(sandbox_s=0.1)
 NO_DAEMONS: Any = None
 """The program in place of mpirun asks for none."""
 
@@ -175,7 +174,7 @@ class SmallRun:
             nodes,
             self._log_path,
             NO_DAEMONS,
-            ENDS_AT_ONCE,
+            sandbox_s=0.1,
         )
         return Links(job)
 

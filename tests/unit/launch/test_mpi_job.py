@@ -14,7 +14,6 @@ from csdctl.fleet.model import Fleet, Node
 from csdctl.launch.mpi_job import (
     MAX_LINE_BYTES,
     REQUEST,
-    EndTimeouts,
     JobOutcome,
     MpiJob,
     add_mpirun_traffic,
@@ -45,7 +44,6 @@ from tests.unit.transport.test_session_contract import is_alive
 READY = [Ready(rank, f"csd{rank}", 10, 0.5) for rank in range(2)]
 FINISHED = [Finished(rank, f"csd{rank}", 1, 4, "hash", 1 << 20) for rank in range(2)]
 TIMED = CollectiveTimed(0, "csd0", 2, 1 << 20, "star", 0.5)
-DEFAULT = EndTimeouts()
 
 
 def tag(rank: int, text: str, stream: str = "stdout") -> str:
@@ -65,20 +63,20 @@ class Job:
         self.asked: list[tuple[str, str]] = []
         self.request = REQUEST
 
-    def make(self, program: str, timeouts: EndTimeouts = DEFAULT) -> MpiJob:
+    def make(self, program: str, **options: float) -> MpiJob:
         (self.directory / "mpirun.py").write_text(f"import os, signal, sys, time\n{program}")
         command = [sys.executable, "-u", str(self.directory / "mpirun.py")]
         session = LocalSession("host", self.directory)
         nodes = "csd0", "csd1"
         start = lambda: session.converse(command)  # noqa: E731
-        return MpiJob(start, nodes, self.log, self.start_daemon, timeouts, request=self.request)
+        return MpiJob(start, nodes, self.log, self.start_daemon, request=self.request, **options)
 
     def start_daemon(self, host: str, command: str) -> Conversation:
         self.asked.append((host, command))
         raise CsdctlError("does not answer")
 
-    def run(self, program: str, deadline_s: float = 3600, timeouts: EndTimeouts = DEFAULT) -> JobOutcome:
-        outcome = self.make(program, timeouts).run(deadline_s)
+    def run(self, program: str, deadline_s: float = 3600, **options: float) -> JobOutcome:
+        outcome = self.make(program, **options).run(deadline_s)
         self.events = outcome.events
         return outcome
 
@@ -188,7 +186,7 @@ class TestEnding:
         program = "pid = os.fork()\nif pid == 0:\n    os.setsid()\n    time.sleep(100_000)\n"
         program += "open('pid', 'w').write(str(pid))\n"
         program += f"sys.stdout.write({event_lines(*READY)!r})\ntime.sleep(100_000)\n"
-        job.run(program, scaled(4), timeouts=EndTimeouts(sandbox_s=0.2))
+        job.run(program, scaled(4), sandbox_s=0.2)
         os.kill(int((job.directory / "pid").read_text()), signal.SIGKILL)
 
 

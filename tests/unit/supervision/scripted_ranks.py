@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from csdctl.errors import CsdctlError, NodeError, RunError, UnreachableError
-from csdctl.launch.mpi_job import EndTimeouts, MpiJob
+from csdctl.launch.mpi_job import MpiJob
 from csdctl.supervision.rank_processes import OnMessage, ProcessEnded, RankMessage
 from csdctl.supervision.run_setup import Links, Patience, RunSetup
 from csdctl.supervision.supervisor import Supervisor
@@ -285,8 +285,7 @@ class Fleet:
         command = ["sh", "-c", 'exec "$@" 2>&1', "mpirun", *self.mpirun.get(generation, SLEEPING)]
         nodes = [self.nodes[rank] for rank in ranks]
         session = LocalSession("host", self.directory)
-        timeouts = EndTimeouts(sandbox_s=0.1)
-        job = MpiJob(lambda: session.converse(command), nodes, self._log_path, NO_DAEMONS, timeouts)
+        job = MpiJob(lambda: session.converse(command), nodes, self._log_path, NO_DAEMONS, sandbox_s=0.1)
         return self.links_type(job)
 
     def _log_path(self, rank: int | None) -> Path:
