@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from csdctl.errors import NodeError, OutOfMemoryError
-from csdctl.supervision.membership import GroupState, Membership, as_run_error
+from csdctl.supervision.supervisor import GroupState, Membership, as_run_error
 from csdctl.worker.protocol.events import EpochEnd, Event, NodeBack, Progress, Ready
 
 NODES = ("host", "csd0", "csd1")
