@@ -12,7 +12,6 @@ is slower than their mean. It is measured (a trial's steps against this model), 
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 
 @dataclass(frozen=True)
@@ -61,13 +60,6 @@ class StepTime:
 MIN_OVERHEAD_FACTOR = 0.5
 
 
-class SumCost(Protocol):
-    """The cost of a sum over the ranks, by any collective."""
-
-    def at(self, num_bytes: int, num_ranks: int) -> float:
-        """Return the seconds to sum vectors of `num_bytes` over `num_ranks`; 0 for one rank."""
-
-
 @dataclass(frozen=True)
 class CollectiveCost:
     """The coefficients of a sum on a fleet, all at least 0.
@@ -105,6 +97,10 @@ class RingCost:
     def at(self, num_bytes: int, num_ranks: int) -> float:
         """Return the seconds to sum vectors of `num_bytes` over `num_ranks`; 0 for one rank."""
         return 2 * (num_ranks - 1) / max(1, num_ranks) * num_bytes * self.per_byte_s
+
+
+SumCost = CollectiveCost | RingCost
+"""The cost of a sum over the ranks, by any collective."""
 
 
 @dataclass(frozen=True)

@@ -457,7 +457,11 @@ def recall_class(blank: ClassModel, known: Sequence[ProbeMeasurement], threads: 
     blank = replace(blank, settings=tried[-1].settings) if tried else blank
     known = [probe for probe in known if probe.settings == blank.settings]
     too_large, peaks = _recall_memory(known)
-    points = points_of(known)
+    points = [
+        Point(probe.batch_size, probe.step_time_s)
+        for probe in known
+        if probe.step_time_s is not None and not probe.is_from_trial
+    ]
     recalled = replace(blank, too_large=too_large, peaks=peaks, points=tuple(points))
     # An interrupted tuning has probes but no trial.
     shown = recall_in_step(known, fit_step_time(points)) if points else None
@@ -481,15 +485,6 @@ def recall_trial(
     # An idle rank computes nothing, but takes part in the sum; its step time does not matter.
     any_step_time = next(iter(step_times.values()))
     return [(step_times.get(name, any_step_time), size) for name, size in ranks], of_several[-1].step_s
-
-
-def points_of(probes: Sequence[ProbeMeasurement]) -> list[Point]:
-    """Return the probes that fitted in memory, without steps from trials."""
-    return [
-        Point(probe.batch_size, probe.step_time_s)
-        for probe in probes
-        if probe.step_time_s is not None and not probe.is_from_trial
-    ]
 
 
 def recall_in_step(known: Sequence[ProbeMeasurement], step_time: StepTime) -> tuple[int, float] | None:
