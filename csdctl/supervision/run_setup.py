@@ -26,8 +26,6 @@ class Patience:
 
     start_s: float = 300.0
     """Maximum time until all ranks are ready, and until rank 0 is ready again after a loss."""
-    start_poll_s: float = 1.0
-    """The start deadline is checked at this interval while no message arrives."""
     silence_s: float = 300.0
     """Without progress on any rank."""
     answer_s: float = 8.0
@@ -46,7 +44,7 @@ class Patience:
     settle_s: float = 0.5
     """Losses and failures with the same cause are reported within this time."""
     poll_s: float = 0.2
-    """mpirun and the limits are checked at this interval while no message arrives."""
+    """mpirun and the limits, and the deadline of the start, are checked at this interval without a message."""
     exit_s: float = 30.0
     """For all ranks to exit after the last completion record."""
     mpirun_exit_s: float = 15.0
@@ -99,9 +97,6 @@ class Links:
         return list(self._outcomes)
 
 
-DEFAULT_PATIENCE = Patience()
-
-
 @dataclass(frozen=True)
 class RunSetup:
     """How to start the ranks and their links; the first two callables may raise CsdctlError."""
@@ -118,7 +113,7 @@ class RunSetup:
     min_nodes: int
     is_resumable: bool
     """Whether the run keeps its state for `train --resume`."""
-    patience: Patience = DEFAULT_PATIENCE
+    patience: Patience
     collective: str = ""
     """One of `protocol.orders.COLLECTIVE_NAMES`; '' lets the ranks measure which is fastest."""
     absent: tuple[int, ...] = ()

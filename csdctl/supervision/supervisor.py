@@ -375,7 +375,7 @@ class Supervisor:
                 self._processes.start(rank)
         deadline = time.monotonic() + self._patience.start_s
         while self._membership.ready < self._processes.ranks:
-            self._act(self._processes.next(self._patience.start_poll_s))
+            self._act(self._processes.next(self._patience.poll_s))
             self._ping_waiting_ranks()
             if time.monotonic() > deadline:
                 late = self._nodes_of(self._processes.ranks - self._membership.ready)

@@ -44,7 +44,6 @@ NO_DAEMONS: Any = None
 """Such an mpirun asks for none."""
 SHORT_PATIENCE = Patience(
     start_s=3600.0,
-    start_poll_s=0.02,
     silence_s=3600.0,
     answer_s=scaled(0.6),
     min_answer_s=scaled(0.3),
