@@ -7,12 +7,11 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
-from csdctl.fleet.model import HOST_NAME, Fleet
+from csdctl.fleet.model import HOST_NAME
 from csdctl.launch.leftovers import end_rank, relock_machine
 from csdctl.launch.mpi_job import JobOutcome, MpiJob
-from csdctl.launch.mpirun import Mpirun, RankCommand, rank_marker
+from csdctl.launch.mpirun import Mpirun
 from csdctl.runs.directory import CappedLog
-from csdctl.shipping.worker_calls import build_worker_command
 from csdctl.supervision.rank_processes import AttachRank, EventValidator, RankProcess, StartRank
 from csdctl.transport.many import open_session
 from csdctl.transport.meter import LinkBytes
@@ -131,10 +130,6 @@ class RankStarter:
     spec: RunSpec
     spec_path: str
     """The spec in every machine's store, as is the worker."""
-    worker_path: str
-    fleet: Fleet
-    sessions: dict[str, Session]
-    """The newest of each machine; mpirun has the same."""
     mpirun: Mpirun
     directory: Path
     stack: ExitStack
@@ -145,7 +140,7 @@ class RankStarter:
     def start(self, rank: int) -> RankProcess:
         """Start a rank, or attach the process that is already running on its machine; raises CsdctlError."""
         node = self.spec.ranks[rank].node
-        session = self.sessions[node]
+        session = self.mpirun.sessions[node]
         if node not in self.attached:
             return self._start_process(rank, session)
         conversation = self.attached[node](self.spec_path, rank)
@@ -153,18 +148,18 @@ class RankStarter:
 
     def restart(self, rank: int) -> RankProcess:
         """Start a rank on a machine that was lost: over a new connection, after ending its old processes."""
-        node = self.spec.ranks[rank].node
-        python = self.fleet.python_of(node)
+        node, fleet = self.spec.ranks[rank].node, self.mpirun.fleet
+        python = fleet.python_of(node)
         with ExitStack() as opened:  # closed again when this attempt fails
-            session = self.sessions[node]
+            session = self.mpirun.sessions[node]
             if node != HOST_NAME:
                 session = opened.enter_context(
-                    open_session(self.fleet, node, directory=self.directory, on_traffic=self.on_traffic)
+                    open_session(fleet, node, directory=self.directory, on_traffic=self.on_traffic)
                 )
             opened.enter_context(relock_machine(session, python, doing="train", directory=self.directory))
             end_rank(self.spec.run_id, session, python)
             process = self._start_process(rank, session)
-            self.sessions[node] = session
+            self.mpirun.sessions[node] = session
             self.stack.enter_context(opened.pop_all())
             return process
 
@@ -172,21 +167,19 @@ class RankStarter:
         """Start an mpirun for each level of the ranks in `group`, with their links; raises CsdctlError."""
         ranks = {self.spec.ranks[rank].node: rank for rank in group}
         jobs = []
-        for level in self.fleet.levels(ranks):
+        for level in self.mpirun.fleet.levels(ranks):
             arguments = ["link", "--run", self.spec.run_id, "--generation", str(generation)]
             arguments += ["--level", level.name]
             members = [ranks[level.machines[0]], *sorted(ranks[node] for node in level.machines[1:])]
             commands = [
-                RankCommand(
-                    rank, self.spec.ranks[rank].node, tuple(self._build_worker_command(rank, arguments))
-                )
-                for rank in members
+                (rank, self.spec.ranks[rank].node, [*arguments, "--rank", str(rank)]) for rank in members
             ]
             jobs.append(self.mpirun.build_job(commands, level))
         return Links(*jobs)
 
     def _start_process(self, rank: int, session: Session) -> RankProcess:
-        command = self._build_worker_command(rank, ["rank", "--spec", self.spec_path])
+        arguments = ["rank", "--spec", self.spec_path, "--rank", str(rank)]
+        command = self.mpirun.build_worker_command(session.name, arguments)
         # Merge both streams, in the order in which they are written.
         conversation = session.converse(["sh", "-c", 'exec "$@" 2>&1', "csdctl", *command])
         return self._watch(rank, session, conversation, is_attached=False)
@@ -200,9 +193,3 @@ class RankStarter:
         )
         log = CappedLog(self.mpirun.log_path(rank), nodes[rank])
         return RankProcess(rank, session, conversation, validator, log, is_attached=is_attached)
-
-    def _build_worker_command(self, rank: int, arguments: Sequence[str]) -> list[str]:
-        node = self.spec.ranks[rank].node
-        marker = ["--rank", str(rank), "--marker", rank_marker(self.spec.run_id, node)]
-        python = self.fleet.python_of(node)
-        return build_worker_command(python, self.worker_path, [*arguments, *marker])

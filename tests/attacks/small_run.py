@@ -81,15 +81,12 @@ class SmallRun:
         fleet = Fleet(tuple(Node(node, "127.0.0.1", python=sys.executable) for node in NODES[1:]))
         directory = self._directory
         program = store_bytes(PROGRAM.read_bytes(), ".py", directory).path
-        mpirun = Mpirun(fleet, {}, self.run_directory, sessions, program, lambda *_: [], {})
+        mpirun = Mpirun(fleet, {}, self.run_directory, sessions, program, {})
         spec = replace(SPEC, run_id=self.run_directory.run_id)
         with ExitStack() as stack:
             starter = RankStarter(
                 spec,
                 "spec",
-                program,
-                fleet,
-                sessions,
                 mpirun,
                 self._directory,
                 stack,
