@@ -65,19 +65,12 @@ def is_noise(line: str) -> bool:
     return any(noise in line for noise in _NOISE)
 
 
-def find_cause(
-    stderr_tail: Sequence[str],
-    events: Iterable[Event],
-    rank_nodes: Sequence[str],
-    starter: str = HOST_NAME,
-) -> RunError:
+def find_cause(outcome: "JobOutcome") -> RunError:
     """Return why mpirun ended, and the node that is the cause, '' if that is unknown.
 
-    `stderr_tail` are its last lines, `events` those of the ranks in order of arrival; `rank_nodes` the
-    machine of every rank, `starter` that of mpirun. mpirun numbers its daemons from 1, in the order of the
-    nodes in its command line; 0 is mpirun itself.
+    mpirun numbers its daemons from 1, in the order of the nodes in its command line; 0 is mpirun itself.
     """
-    for event in events:
+    for event in outcome.events:
         number = event.code - 128 if isinstance(event, Exited) else 0
         if number > 0 and number not in _ENDED_BY_MPIRUN:
             message = f"rank {event.rank} was killed by signal {number}"
@@ -86,7 +79,7 @@ def find_cause(
                     f"{message}, most likely out of memory", node=event.node, remedy=MEMORY_REMEDY
                 )
             return RunError(message, node=event.node, remedy=CHECK_NODE)
-    node, message = _read_cause(stderr_tail, rank_nodes, starter)
+    node, message = _read_cause(outcome.stderr_tail, outcome.nodes, outcome.starter)
     return RunError(message, node=node, remedy=CHECK_NODE)
 
 

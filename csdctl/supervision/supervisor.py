@@ -719,10 +719,7 @@ class Supervisor:
         """
         if loss := self._membership.latest_loss(self._group.ranks):
             return loss
-        causes = [
-            find_cause(outcome.stderr_tail, outcome.events, outcome.nodes, outcome.starter)
-            for outcome in outcomes
-        ]
+        causes = [find_cause(outcome) for outcome in outcomes]
         if not causes:
             return None
         found = next((cause for cause in causes if cause.node), causes[0])

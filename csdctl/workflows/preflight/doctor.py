@@ -677,7 +677,7 @@ def _find_failure(machines: Sequence[str], outcome: JobOutcome, deadline_s: floa
         return found, CHECK_NETWORK
     if outcome.is_overdue:
         return f"all ranks completed MPI_Init, but their sum hung for {deadline_s:g} s", CHECK_NETWORK
-    cause = find_cause(outcome.stderr_tail, outcome.events, machines, outcome.starter)
+    cause = find_cause(outcome)
     where = f"{cause.node}: " if cause.node else ""
     never_started = f" ({format_node_names(missing)} never started a rank)" if missing else ""
     return f"{where}{cause.message}{never_started}", CHECK_NETWORK

@@ -197,7 +197,7 @@ class TestDaemons:
         assert not outcome.is_overdue
         assert job.asked == [("rank1-csd1", "prted --x 1")]
         assert outcome.stderr_tail[0] == "does not answer"
-        assert find_cause(outcome.stderr_tail, [], ["csd0", "csd1"]).node == "csd1"
+        assert find_cause(outcome).node == "csd1"
 
     def test_ranks_and_daemons_on_nodes_ask_for_no_daemons(self, job: Job) -> None:
         """mpirun prints it as its own, and only the agent on its machine knows the secret."""
@@ -245,24 +245,25 @@ SIGNALLED = ["prterun noticed that process rank 1 with PID 0 on node csd0 exited
 def test_node_that_was_lost_first_is_the_cause(
     printed: list[str], exited: list[Exited], nodes: list[str], node: str, message: str
 ) -> None:
-    cause = find_cause(printed, exited, nodes)
+    cause = find_cause(JobOutcome(exited, nodes, stderr_tail=printed))
     assert cause.node == node
     assert message in cause.message
 
 
 @pytest.mark.parametrize("number", [3, 99])
 def test_unknown_rank_or_daemon_number_names_no_node(number: int) -> None:
-    assert find_cause([f"process rank {number} exited"], [], NODES).node == ""
-    assert find_cause([f"Remote daemon: [prterun-x@0,{number}] on node y"], [], NODES).node == ""
+    for line in (f"process rank {number} exited", f"Remote daemon: [prterun-x@0,{number}] on node y"):
+        assert find_cause(JobOutcome([], NODES, stderr_tail=[line])).node == ""
 
 
 def test_daemon_that_never_connected_is_named_by_its_node() -> None:
     printed = ["A daemon failed to report back after being spawned. This could", "  Local host:    vm"]
     printed += ["  Remote host:   rank2-csd1", "  Daemon exit status: 213"]
-    cause = find_cause(printed, [], NODES)
+    cause = find_cause(JobOutcome([], NODES, stderr_tail=printed))
     assert cause.node == "csd1"
     assert "did not connect to mpirun and exited with 213" in cause.message
-    assert find_cause([line.replace("csd1", "other") for line in printed], [], NODES).node == ""
+    others = [line.replace("csd1", "other") for line in printed]
+    assert find_cause(JobOutcome([], NODES, stderr_tail=others)).node == ""
 
 
 CONTROL = TrafficClass.CONTROL
