@@ -19,7 +19,6 @@ from csdctl.fleet.model import HOST_NAME, Fleet
 from csdctl.fleet.names import format_node_names
 from csdctl.runs.ledger import record_traffic
 from csdctl.transport.commands import build_program_command
-from csdctl.transport.local import LocalSession
 from csdctl.transport.many import Outcome, run_on_all, run_on_nodes, values_or_raise
 from csdctl.transport.program import Nothing, Program, within
 from csdctl.transport.session import Session
@@ -274,5 +273,5 @@ def clean(
         wanted = on_host if session.name == HOST_NAME else options
         return clean_machine(session, fleet.python_of(session.name), wanted)
 
-    host, on_traffic = LocalSession(HOST_NAME, directory), record_traffic(directory, "clean")
-    return run_on_nodes(fleet, visit, directory=directory, on_done=on_done, on_traffic=on_traffic, host=host)
+    note = record_traffic(directory, "clean")
+    return run_on_nodes(fleet, visit, directory=directory, on_done=on_done, on_traffic=note, has_host=True)

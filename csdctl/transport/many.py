@@ -175,17 +175,17 @@ def run_on_nodes(
     connect_deadline_s: float = CONNECT_DEADLINE_S,
     on_done: Callable[[Outcome[ResultT]], None] = lambda outcome: None,
     on_traffic: OnTraffic = lambda sent: None,
-    host: Session | None = None,
+    has_host: bool = False,
 ) -> dict[str, Outcome[ResultT]]:
     """Connect to each node of `fleet`, call `function` with its session, and close the session.
 
     For fleets of any size: at most MAX_WORKERS connections are open at a time. `on_done` is that of
-    `run_on_all`; `on_traffic` gets the byte counts at the end. With `host`, `function` is called with this
-    session too. Ctrl-C ends what runs on the machines.
+    `run_on_all`; `on_traffic` gets the byte counts at the end. With `has_host`, `function` is called with a
+    session of the host in `directory` too. Ctrl-C ends what runs on the machines.
     """
     nodes = {node.name: node for node in fleet.nodes}
     num_at_once = min(len(nodes), MAX_WORKERS, allow_open_files(len(nodes)))
-    machines: dict[str, Node | Session] = {host.name: host} if host else {}
+    host: dict[str, Node | Session] = {HOST_NAME: LocalSession(HOST_NAME, directory)} if has_host else {}
     connections = _Connections(fleet, directory, connect_deadline_s, on_traffic)
 
     def visit(machine: Node | Session) -> ResultT:
@@ -196,8 +196,7 @@ def run_on_nodes(
             connections.close(session)
 
     with connections:
-        workers = num_at_once + (host is not None)
-        return run_on_all(machines | nodes, visit, max_workers=workers, on_done=on_done)
+        return run_on_all(host | nodes, visit, max_workers=num_at_once + has_host, on_done=on_done)
 
 
 @contextlib.contextmanager

@@ -1,4 +1,3 @@
-import contextlib
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -8,7 +7,6 @@ import pytest
 
 from csdctl.errors import CsdctlError, HostKeyError, NodeError, UnreachableError
 from csdctl.fleet.model import Fleet, Node
-from csdctl.transport.local import LocalSession
 from csdctl.transport.many import Outcome, open_sessions, run_on_all, run_on_nodes
 from csdctl.transport.ssh import connect
 from tests.patience import WAIT_S, eventually, scaled
@@ -72,8 +70,8 @@ def test_interruption_ends_what_runs_on_the_nodes_also_behind_a_jump_host(
 
     server.trust_in(tmp_path)
     gate.trust_in(tmp_path)
-    with contextlib.closing(LocalSession("host", tmp_path)) as host, pytest.raises(KeyboardInterrupt):
-        run_on_nodes(fleet, work, directory=tmp_path, host=host, on_done=interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        run_on_nodes(fleet, work, directory=tmp_path, has_host=True, on_done=interrupt)
     pids = [int((server.home / f"{name}.pid").read_text()) for name in ("csd0", "far")]
     assert eventually(lambda: not any(is_alive(pid) for pid in pids))
 
