@@ -56,14 +56,13 @@ def choose_prefix(nodes: Sequence[str], facts: Mapping[str, Facts]) -> str:
 
     mpirun takes one prefix for all: raises InputError when the nodes differ.
     """
-    prefixes = {name: facts[name].prefix for name in nodes if name in facts and facts[name].prefix}
-    different = set(prefixes.values())
-    if len(different) > 1:
+    prefixes = {prefix for name in nodes if name in facts and (prefix := facts[name].prefix)}
+    if len(prefixes) > 1:
         raise InputError(
-            f"the nodes have Python at different paths: {', '.join(sorted(map(str, different)))}",
+            f"the nodes have Python at different paths: {', '.join(sorted(prefixes))}",
             remedy="install Python at the same path on every node, and set it in fleet.yaml (python:)",
         )
-    return different.pop() or sys.prefix if different else sys.prefix
+    return prefixes.pop() if prefixes else sys.prefix
 
 
 def check_network(network: str, addresses: Sequence[str] | None = None) -> None:
@@ -135,19 +134,14 @@ class RankCommand:
 
 
 def build_mpirun_command(
-    mpirun: Path,
-    prefix: str,
-    network: str,
-    ranks: Sequence[RankCommand],
-    *,
-    run_id: str = "",
+    mpirun: Path, prefix: str, network: str, ranks: Sequence[RankCommand], run_id: str
 ) -> list[str]:
     """Return mpirun's argument list, with one application context per rank, in order of rank.
 
     AGENT is a shell script in mpirun's working directory, which gets what ssh would get: a node, and a
     command. `prefix` is the installation prefix of MPI on the nodes (their virtual environment), `network`
-    the CIDR of the interfaces that MPI may use ('' lets MPI choose). With `run_id`, the daemons have its
-    `daemon_marker` in their command lines.
+    the CIDR of the interfaces that MPI may use ('' lets MPI choose). The daemons have the `daemon_marker` of
+    the run in their command lines.
     """
     options = [word for option in COMMON_OPTIONS for word in option.split()]
     options += ["--prefix", prefix]
@@ -159,8 +153,7 @@ def build_mpirun_command(
         # PRRTE never uses the loopback when another interface exists, and fails when it is requested.
         if not network.startswith("127."):
             options += ["--prtemca", "prte_if_include", network]
-    if run_id:
-        options += ["--prtemca", daemon_marker(run_id), "1"]
+    options += ["--prtemca", daemon_marker(run_id), "1"]
     contexts: list[str] = []
     for number, rank in enumerate(ranks):
         contexts += [":"] if number else []
