@@ -510,16 +510,16 @@ class SshSession(Session):
             self._free_channels.release()
             raise
 
-    def _start_process(self, wrapped: WrappedCommand, deadline: Deadline) -> "ChannelProcess":
+    def _start_process(self, wrapped: WrappedCommand, deadline: Deadline) -> "_ChannelProcess":
         channel = _open_channel(self.name, self._transport, wrapped.command_line, deadline)
-        return ChannelProcess(self.name, self._transport, channel)
+        return _ChannelProcess(self.name, self._transport, channel)
 
     def _forget(self, running: Running) -> None:
         super()._forget(running)
         self._free_channels.release()
 
 
-class ChannelProcess:
+class _ChannelProcess:
     """A command at the other end of an SSH channel; implements `session.Process`.
 
     Waits for each stream and for the exit without polling, which paramiko's documented interface cannot do:
@@ -536,18 +536,15 @@ class ChannelProcess:
         channel.in_stderr_buffer.set_event(self._has_stderr)
 
     def read_stdout(self, timeout_s: float) -> bytes:
-        """Return the next bytes, b'' at the end; raises TimeoutError."""
         if not self._has_stdout.wait(timeout_s):
             raise TimeoutError
         return _receive(self._channel.recv)
 
     def read_stderr(self) -> bytes:
-        """Wait for the next bytes of standard error and return them, b'' at the end."""
         self._has_stderr.wait()
         return _receive(self._channel.recv_stderr)
 
     def write_stdin(self, data: bytes, timeout_s: float) -> None:
-        """Write all of `data`; raises TimeoutError, or OSError when the channel is closed."""
         deadline, rest = Deadline(timeout_s), data
         while rest:
             try:
@@ -563,12 +560,10 @@ class ChannelProcess:
             rest = rest[num_sent:]
 
     def close_stdin(self) -> None:
-        """Signal the end of input to the command."""
         with contextlib.suppress(*LOST):
             self._channel.shutdown_write()
 
     def exit_code(self, timeout_s: float) -> int:
-        """Wait for the end; raises TimeoutError, or UnreachableError when the connection was lost."""
         if not self._channel.status_event.wait(timeout_s):
             raise TimeoutError
         code = self._channel.exit_status
@@ -581,11 +576,9 @@ class ChannelProcess:
         raise lost_connection_error(self._name, self._transport, " while a command ran")
 
     def kill_group(self, group: int) -> bool:
-        """End process group `group` on the node, over a separate channel."""
         return kill_group(self._name, self._transport, group)
 
     def release(self) -> None:
-        """Close the channel."""
         _close(self._channel)
 
 
