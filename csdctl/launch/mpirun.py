@@ -235,7 +235,8 @@ class Mpirun:
             rank = remote[host]
             shell = ("/bin/sh", "-c", shell_command)
             policy = self._build_policy(rank.node, network, shell, key, (self._socket_of(rank.number),))
-            conversation = self.sessions[rank.node].converse(self.build_worker_command(rank.node, ["sandbox"]))
+            sandbox = self.build_worker_command(rank.node, ["sandbox"])
+            conversation = self.sessions[rank.node].converse(sandbox)
             conversation.send_line(to_json(policy))
             return conversation
 

@@ -43,7 +43,7 @@ class Patience:
     settle_s: float = 0.5
     """Losses and failures with the same cause are reported within this time."""
     poll_s: float = 0.2
-    """mpirun and the limits, and the deadline of the start, are checked at this interval without a message."""
+    """mpirun, the limits and the start's deadline are checked at this interval without a message."""
     exit_s: float = 30.0
     """For all ranks to exit after the last completion record."""
     mpirun_exit_s: float = 15.0
