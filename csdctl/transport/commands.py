@@ -1,4 +1,4 @@
-"""Command lines for a machine: the script around every command, csdctl/standalone as source, the worker; pure.
+"""Command lines for a machine: the script around all commands, csdctl/standalone as source, the worker; pure.
 
 The script runs the command in its own process group, prints the group's id, ends the group when the command
 ends, and ends it shortly after the deadline even without csdctl, so that nothing stays behind when the

@@ -8,7 +8,7 @@ import resource
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor, as_completed
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Generic, TypeVar
 
@@ -54,12 +54,12 @@ class Outcome(Generic[ResultT]):
         return self.value  # type: ignore[return-value]
 
 
-@dataclass
+@dataclass(frozen=True)
 class Sessions:
     """The open sessions of a fleet by name (`host` is the host), and the errors of unreachable nodes."""
 
-    reachable: dict[str, Session] = field(default_factory=dict)
-    failed: dict[str, CsdctlError] = field(default_factory=dict)
+    reachable: dict[str, Session]
+    failed: dict[str, CsdctlError]
 
 
 def run_on_all(
@@ -215,13 +215,10 @@ def open_sessions(
     check_open_files(len(fleet.nodes))
     nodes = {node.name: node for node in fleet.nodes}
     with _Connections(fleet, directory, connect_deadline_s, on_traffic) as connections:
-        sessions = Sessions({HOST_NAME: connections.keep(LocalSession(HOST_NAME, directory))})
+        host = connections.keep(LocalSession(HOST_NAME, directory))
         outcomes = run_on_all(nodes, connections.connect, on_done=on_done)
-        sessions.failed.update(errors_of(outcomes))
-        sessions.reachable.update(
-            {name: outcome.get() for name, outcome in outcomes.items() if not outcome.error}
-        )
-        yield sessions
+        opened = {name: outcome.get() for name, outcome in outcomes.items() if not outcome.error}
+        yield Sessions({HOST_NAME: host, **opened}, errors_of(outcomes))
 
 
 @contextlib.contextmanager
