@@ -30,6 +30,7 @@ from pathlib import Path
 from typing import Any
 
 import paramiko
+from paramiko.common import OPEN_FAILED_ADMINISTRATIVELY_PROHIBITED
 
 from csdctl.errors import (
     AuthenticationError,
@@ -75,8 +76,6 @@ def choose_algorithms(options: paramiko.transport.SecurityOptions, known_key_typ
 
 
 CAUSE_S = 1.0
-_PROHIBITED = 1
-"""SSH_OPEN_ADMINISTRATIVELY_PROHIBITED, RFC 4254 section 5.1."""
 
 
 class JumpHosts:
@@ -106,7 +105,7 @@ class JumpHosts:
                 "direct-tcpip", (node.address, node.port), ("127.0.0.1", 0), timeout=max(0.1, deadline.left_s)
             )
         except paramiko.ChannelException as error:
-            if error.code == _PROHIBITED:
+            if error.code == OPEN_FAILED_ADMINISTRATIVELY_PROHIBITED:
                 raise JumpHostError(
                     f"jump host {jump.name} does not forward connections ({bounded(error.text)})",
                     node=node.name,
