@@ -115,7 +115,7 @@ def values_or_raise(outcomes: Mapping[str, Outcome[ResultT]], doing: str) -> dic
     raise error_type(f"{doing} failed:\n" + "\n".join(f"  {error}" for error in errors)) from errors[0]
 
 
-class _Connections:
+class _Connections(contextlib.AbstractContextManager["_Connections"]):
     """The connections of one command to a fleet, as a context manager that closes all of them."""
 
     def __init__(
@@ -134,9 +134,6 @@ class _Connections:
         self._open: set[Session] = set()
         self._lock = threading.Lock()
         self._is_over = False
-
-    def __enter__(self) -> "_Connections":
-        return self
 
     def __exit__(self, *_: object) -> None:
         with self._lock:
