@@ -40,15 +40,14 @@ class HostKey:
 class KnownHosts:
     """All keys of some known_hosts files, in file order."""
 
-    paths: tuple[Path, ...] = ()
     _by_name: dict[str, list[HostKey]] = field(default_factory=dict)
     _by_pattern: list[tuple[tuple[str, ...], HostKey]] = field(default_factory=list)
 
     @classmethod
     def load(cls, paths: Iterable[Path]) -> "KnownHosts":
         """Read `paths`; files that are missing or unreadable count as empty."""
-        known = cls(tuple(paths))
-        for path in known.paths:
+        known = cls()
+        for path in paths:
             try:
                 lines = load_lines(path)
             except OSError:

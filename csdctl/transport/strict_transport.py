@@ -323,8 +323,10 @@ class StrictTransport(paramiko.Transport):
     packetizer: GreedyPacketizer
     _closed: frozenset[int] = frozenset()
 
-    def __init__(self, connection: socket.socket | paramiko.Channel) -> None:
+    def __init__(self, connection: socket.socket | paramiko.Channel, node: str) -> None:
+        """`node` is the name of the machine at the other end."""
         super().__init__(connection, packetizer_class=GreedyPacketizer)
+        self.node = node
         self.num_logins_requested = 0
         self._rules = ServerRules(self)
         self.packetizer.check = self._check
