@@ -117,20 +117,10 @@ class GroupState:
 class Membership:
     """The ranks of a run; drops the processes of lost ranks and restarts them."""
 
-    def __init__(
-        self,
-        nodes: Sequence[str],
-        processes: RankProcesses,
-        record: Callable[[Event], None],
-        max_restarts: int,
-        servers: Sequence[int] = (),
-    ) -> None:
-        """`nodes` and `servers` hold the machine of every rank and the rank of its server.
-
-        `record` is called with every NodeLost and NodeBack.
-        """
-        self.nodes = nodes
-        self.servers = servers or [0] * len(nodes)
+    def __init__(self, setup: RunSetup, processes: RankProcesses, record: Callable[[Event], None]) -> None:
+        """`record` is called with every NodeLost and NodeBack."""
+        self.nodes = setup.nodes
+        self.servers = setup.servers or [0] * len(setup.nodes)
         self.ready: set[int] = set()
         self.restarting: set[int] = set()
         """Ranks with a new process that is not ready yet."""
@@ -139,7 +129,7 @@ class Membership:
         """Whether all ranks of a group have joined it once; until then every loss ends the run."""
         self._processes = processes
         self._record = record
-        self._max_restarts = max_restarts
+        self._max_restarts = setup.patience.max_restarts
         self._losses: dict[int, CsdctlError] = {}
         """Why each rank is lost, the latest loss last."""
         self._num_losses: dict[int, int] = {}
@@ -300,9 +290,7 @@ class Supervisor:
         self._processes = RankProcesses(
             setup.start_rank, setup.restart_rank, setup.patience.restart_interval_s, self._record_arrival
         )
-        self._membership = Membership(
-            setup.nodes, self._processes, record, setup.patience.max_restarts, setup.servers
-        )
+        self._membership = Membership(setup, self._processes, record)
         self._group = GroupState(0, (), time.monotonic())
         self._pinged_waiting_at = time.monotonic()
         self._links: Links | None = None
