@@ -52,7 +52,7 @@ class ManyNodes:
 
     @property
     def known_hosts(self) -> Path:
-        return self.directory / "known_hosts"
+        return self.directory / ".csdctl" / "known_hosts"
 
     def addresses(self, count: int, *, far: bool = False) -> list[str]:
         prefix = FAR if far else NEAR
@@ -108,6 +108,7 @@ def _start_sshd(nodes: ManyNodes) -> subprocess.Popen[bytes]:
         _run("ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(nodes.directory / name))
     public_key = (nodes.directory / "host_key.pub").read_text().split()
     names = nodes.addresses(1000) + nodes.addresses(1000, far=True)
+    nodes.known_hosts.parent.mkdir()
     nodes.known_hosts.write_text("".join(f"[{name}]:{PORT} {' '.join(public_key[:2])}\n" for name in names))
     config = nodes.directory / "sshd_config"
     config.write_text(

@@ -31,8 +31,7 @@ def show(outcome: Outcome[str]) -> None:
 run_on_nodes(
     Fleet(nodes),
     ping,
-    directory=Path(),
-    known_hosts=[Path(known_hosts)],
+    directory=Path(known_hosts).parents[1],
     connect_deadline_s=60,
     on_done=show,
 )

@@ -271,9 +271,6 @@ def _hash(body: str) -> str:
     return hashlib.sha256(body.encode()).hexdigest()[:16]
 
 
-__all__ = ["EmulatedSpec", "NodeStatus", "StoppedFleet", "fleet_status", "is_up", "start_fleet", "stop_fleet"]
-
-
 @dataclass(frozen=True)
 class NodeStatus:
     """The current state of one node; `cpu_limit` in cores."""

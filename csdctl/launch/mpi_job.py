@@ -65,19 +65,12 @@ def is_noise(line: str) -> bool:
     return any(noise in line for noise in _NOISE)
 
 
-def find_cause(
-    stderr_tail: Sequence[str],
-    events: Iterable[Event],
-    rank_nodes: Sequence[str],
-    starter: str = HOST_NAME,
-) -> RunError:
+def find_cause(outcome: "JobOutcome") -> RunError:
     """Return why mpirun ended, and the node that is the cause, '' if that is unknown.
 
-    `stderr_tail` are its last lines, `events` those of the ranks in order of arrival; `rank_nodes` the
-    machine of every rank, `starter` that of mpirun. mpirun numbers its daemons from 1, in the order of the
-    nodes in its command line; 0 is mpirun itself.
+    mpirun numbers its daemons from 1, in the order of the nodes in its command line; 0 is mpirun itself.
     """
-    for event in events:
+    for event in outcome.events:
         number = event.code - 128 if isinstance(event, Exited) else 0
         if number > 0 and number not in _ENDED_BY_MPIRUN:
             message = f"rank {event.rank} was killed by signal {number}"
@@ -86,7 +79,7 @@ def find_cause(
                     f"{message}, most likely out of memory", node=event.node, remedy=MEMORY_REMEDY
                 )
             return RunError(message, node=event.node, remedy=CHECK_NODE)
-    node, message = _read_cause(stderr_tail, rank_nodes, starter)
+    node, message = _read_cause(outcome.stderr_tail, outcome.nodes, outcome.starter)
     return RunError(message, node=node, remedy=CHECK_NODE)
 
 
@@ -244,17 +237,12 @@ MAX_SAMPLE_INTERVAL_S, SAMPLE_INTERVAL_SHARE = 2.0, 0.1
 """Connections are sampled each time another tenth of the elapsed time has passed, at least this often."""
 
 
-@dataclass(frozen=True)
-class EndTimeouts:
-    """The timeouts while a job ends, in seconds."""
-
-    grace_s: float = 5.0
-    """After the last completion record, for mpirun to end by itself."""
-    sandbox_s: float = 2.0
-    """The time for the sandbox to kill its processes and remove its files."""
-    orphan_grace_s: float = 1.0
-    """After mpirun was killed, while a process that it started keeps its output open."""
-
+GRACE_S = 5.0
+"""After the last completion record, for mpirun to end by itself."""
+SANDBOX_S = 2.0
+"""The time for the sandbox to kill its processes and remove its files."""
+ORPHAN_GRACE_S = 1.0
+"""After mpirun was killed, while a process that it started keeps its output open."""
 
 EventT = TypeVar("EventT", bound=Event)
 
@@ -386,8 +374,8 @@ class MpiJob:
         nodes: Sequence[str],
         log_path: LogPath,
         start_daemon: StartDaemon,
-        timeouts: EndTimeouts = EndTimeouts(),
         *,
+        sandbox_s: float = SANDBOX_S,
         starter: str = HOST_NAME,
         request: str = REQUEST,
     ) -> None:
@@ -396,7 +384,7 @@ class MpiJob:
         Its standard input stays open until it is to end: it also ends with csdctl.
         """
         self._start, self._starter, self._nodes = start, starter, tuple(nodes)
-        self._timeouts = timeouts
+        self._sandbox_s = sandbox_s
         self._output = MpiOutput(log_path, nodes, request)
         self._daemons = Daemons(start_daemon, self._output.log, self.end)
         self._output.on_request = self._daemons.request
@@ -437,10 +425,10 @@ class MpiJob:
                     _sample_connections(conversation.running.stderr.group, outcome)
             if conversation.running.has_exited():
                 exited = exited or now
-                if now - exited > self._timeouts.orphan_grace_s:
+                if now - exited > ORPHAN_GRACE_S:
                     return  # mpirun was killed, and a process it started keeps its output open
             silent_s = now - output.last_event_s
-            if len(output.ranks_with(Finished)) == len(self._nodes) and silent_s > self._timeouts.grace_s:
+            if len(output.ranks_with(Finished)) == len(self._nodes) and silent_s > GRACE_S:
                 return  # a process that a rank left behind keeps mpirun's output open
             is_ready = len(output.ranks_with(Ready)) == len(self._nodes)
             if now - (output.last_event_s if is_ready else started) > deadline_s:
@@ -463,7 +451,7 @@ class MpiJob:
         with contextlib.suppress(CsdctlError, EOFError, ValueError):
             conversation.send_line("")
         with contextlib.suppress(CsdctlError, OSError, ValueError):
-            end_s = time.monotonic() + self._timeouts.sandbox_s
+            end_s = time.monotonic() + self._sandbox_s
             while (is_open := self._read(conversation)) and time.monotonic() < end_s:
                 pass
             if not is_open:

@@ -8,8 +8,8 @@ import ipaddress
 import secrets
 import shlex
 import sys
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
@@ -21,6 +21,7 @@ from csdctl.fleet.network import parse_local_addresses
 from csdctl.fleet.requirements import build_repair_command
 from csdctl.launch.mpi_job import REQUEST, MpiJob, host_word
 from csdctl.runs.directory import RunDirectory
+from csdctl.transport.commands import build_worker_command
 from csdctl.transport.session import Conversation, Session
 from csdctl.worker.protocol.events import Exited, event_to_line
 from csdctl.worker.protocol.json_codec import to_json
@@ -55,14 +56,13 @@ def choose_prefix(nodes: Sequence[str], facts: Mapping[str, Facts]) -> str:
 
     mpirun takes one prefix for all: raises InputError when the nodes differ.
     """
-    prefixes = {name: facts[name].prefix for name in nodes if name in facts and facts[name].prefix}
-    different = set(prefixes.values())
-    if len(different) > 1:
+    prefixes = {prefix for name in nodes if name in facts and (prefix := facts[name].prefix)}
+    if len(prefixes) > 1:
         raise InputError(
-            f"the nodes have Python at different paths: {', '.join(sorted(map(str, different)))}",
+            f"the nodes have Python at different paths: {', '.join(sorted(prefixes))}",
             remedy="install Python at the same path on every node, and set it in fleet.yaml (python:)",
         )
-    return different.pop() or sys.prefix if different else sys.prefix
+    return prefixes.pop() if prefixes else sys.prefix
 
 
 def check_network(network: str, addresses: Sequence[str] | None = None) -> None:
@@ -134,19 +134,14 @@ class RankCommand:
 
 
 def build_mpirun_command(
-    mpirun: Path,
-    prefix: str,
-    network: str,
-    ranks: Sequence[RankCommand],
-    *,
-    run_id: str = "",
+    mpirun: Path, prefix: str, network: str, ranks: Sequence[RankCommand], run_id: str
 ) -> list[str]:
     """Return mpirun's argument list, with one application context per rank, in order of rank.
 
     AGENT is a shell script in mpirun's working directory, which gets what ssh would get: a node, and a
     command. `prefix` is the installation prefix of MPI on the nodes (their virtual environment), `network`
-    the CIDR of the interfaces that MPI may use ('' lets MPI choose). With `run_id`, the daemons have its
-    `daemon_marker` in their command lines.
+    the CIDR of the interfaces that MPI may use ('' lets MPI choose). The daemons have the `daemon_marker` of
+    the run in their command lines.
     """
     options = [word for option in COMMON_OPTIONS for word in option.split()]
     options += ["--prefix", prefix]
@@ -158,8 +153,7 @@ def build_mpirun_command(
         # PRRTE never uses the loopback when another interface exists, and fails when it is requested.
         if not network.startswith("127."):
             options += ["--prtemca", "prte_if_include", network]
-    if run_id:
-        options += ["--prtemca", daemon_marker(run_id), "1"]
+    options += ["--prtemca", daemon_marker(run_id), "1"]
     contexts: list[str] = []
     for number, rank in enumerate(ranks):
         contexts += [":"] if number else []
@@ -192,9 +186,6 @@ def _rank_script(number: int, rank: RankCommand) -> str:
 
 ANY_NETWORK, LOOPBACK = ("0.0.0.0/0", "::/0"), ("127.0.0.0/8", "::1/128")
 
-BuildWorkerCommand = Callable[[str, Sequence[str]], list[str]]
-"""Return the argument list that runs a command of the worker on a machine."""
-
 
 @dataclass(frozen=True)
 class Mpirun:
@@ -203,26 +194,29 @@ class Mpirun:
     fleet: Fleet
     facts: Mapping[str, Facts]
     run: RunDirectory
-    sessions: Mapping[str, Session]
+    sessions: dict[str, Session]
     """To the machines, over which mpirun and its daemons are started; the newest one of each."""
     worker_path: str
     """The worker in every machine's store."""
-    build_worker_command: BuildWorkerCommand
     obstacles: Mapping[str, str]
     """Machines that cannot run a sandbox, and why: there, MPI runs without."""
     link_key: str = ""
     """The link key of the ranks' spec."""
 
-    def build_job(self, ranks: Sequence[RankCommand], level: Level) -> MpiJob:
-        """Return the job over `ranks`, in order of rank, not yet started.
+    def build_job(self, members: Iterable[tuple[int, str, Sequence[str]]], level: Level) -> MpiJob:
+        """Return the job over `members`, in order of rank, not yet started.
 
-        mpirun runs on the first machine of `level`.
+        A member has the number of its rank, its machine, and the worker's arguments there. mpirun runs on the
+        first machine of `level`.
         Raises CsdctlError without a usable mpirun, InputError when the nodes' Python prefixes differ or the
         host has no interface over which MPI's daemons can connect.
         """
         starter, network = level.machines[0], level.network
         is_here = starter == HOST_NAME
-        ranks = [replace(rank, starter=starter) for rank in ranks]
+        ranks = [
+            RankCommand(number, node, tuple(self.build_worker_command(node, arguments)), starter)
+            for number, node, arguments in members
+        ]
         if is_here and any(not rank.is_local for rank in ranks):
             check_network(network)
         command = build_mpirun_command(
@@ -241,7 +235,8 @@ class Mpirun:
             rank = remote[host]
             shell = ("/bin/sh", "-c", shell_command)
             policy = self._build_policy(rank.node, network, shell, key, (self._socket_of(rank.number),))
-            conversation = self.sessions[rank.node].converse(self._sandbox_command(rank.node))
+            sandbox = self.build_worker_command(rank.node, ["sandbox"])
+            conversation = self.sessions[rank.node].converse(sandbox)
             conversation.send_line(to_json(policy))
             return conversation
 
@@ -258,7 +253,8 @@ class Mpirun:
         def start() -> Conversation:
             # As root, MPI refuses to run where the kernel cannot confine it.
             allowed = ["env", *(f"{name}={value}" for name, value in ALLOW_ROOT.items())]
-            merged = ["sh", "-c", 'exec "$@" 2>&1', "csdctl", *allowed, *self._sandbox_command(starter)]
+            sandbox = self.build_worker_command(starter, ["sandbox"])
+            merged = ["sh", "-c", 'exec "$@" 2>&1', "csdctl", *allowed, *sandbox]
             conversation = self.sessions[starter].converse(merged)
             conversation.send_line(to_json(policy))
             return conversation
@@ -272,9 +268,10 @@ class Mpirun:
     def _socket_of(self, rank: int) -> str:
         return link_address(self.run.run_id, rank, self.link_key)
 
-    def _sandbox_command(self, machine: str) -> list[str]:
-        marker = rank_marker(self.run.run_id, machine)
-        return self.build_worker_command(machine, ["sandbox", "--marker", marker])
+    def build_worker_command(self, machine: str, arguments: Sequence[str]) -> list[str]:
+        """Return the argument list that runs a command of the worker for this run on a machine."""
+        marker = ["--marker", rank_marker(self.run.run_id, machine)]
+        return build_worker_command(self.fleet.python_of(machine), self.worker_path, [*arguments, *marker])
 
     def _build_policy(
         self,

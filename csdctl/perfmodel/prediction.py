@@ -12,7 +12,6 @@ is slower than their mean. It is measured (a trial's steps against this model), 
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 
 @dataclass(frozen=True)
@@ -61,13 +60,6 @@ class StepTime:
 MIN_OVERHEAD_FACTOR = 0.5
 
 
-class SumCost(Protocol):
-    """The cost of a sum over the ranks, by any collective."""
-
-    def at(self, num_bytes: int, num_ranks: int) -> float:
-        """Return the seconds to sum vectors of `num_bytes` over `num_ranks`; 0 for one rank."""
-
-
 @dataclass(frozen=True)
 class CollectiveCost:
     """The coefficients of a sum on a fleet, all at least 0.
@@ -107,6 +99,10 @@ class RingCost:
         return 2 * (num_ranks - 1) / max(1, num_ranks) * num_bytes * self.per_byte_s
 
 
+SumCost = CollectiveCost | RingCost
+"""The cost of a sum over the ranks, by any collective."""
+
+
 @dataclass(frozen=True)
 class RankModel:
     """A rank that may train, and the time of its steps."""
@@ -133,14 +129,10 @@ class RankModel:
 
 @dataclass(frozen=True)
 class Prediction:
-    """A step of the whole fleet. Shares are of the time of all ranks together, and add up to 1."""
+    """A step of the whole fleet."""
 
     step_s: float
     samples_per_s: float
-    compute_share: float
-    imbalance_share: float
-    """Ranks that wait for the slowest."""
-    communication_share: float
     ceiling_samples_per_s: float
     """The sum of the ranks' rates with these batch sizes if none waited for another."""
 
@@ -158,16 +150,8 @@ def predict(
         raise ValueError("no rank has a sample to train on")
     step_s = slowest * overhead_factor + collective_s
     training = [(size, time) for size, time in zip(batch_sizes, times, strict=True) if size]
-    compute_share = sum(times) / (len(times) * step_s)
-    communication_share = (step_s - slowest) / step_s
-    return Prediction(
-        step_s=step_s,
-        samples_per_s=sum(batch_sizes) / step_s,
-        compute_share=compute_share,
-        imbalance_share=max(0.0, 1 - compute_share - communication_share),
-        communication_share=communication_share,
-        ceiling_samples_per_s=sum(size / time for size, time in training),
-    )
+    ceiling = sum(size / time for size, time in training)
+    return Prediction(step_s, sum(batch_sizes) / step_s, ceiling)
 
 
 def calibrate_overhead(ranks: Sequence[tuple[StepTime, int]], step_s: float, sum_s: float) -> float:

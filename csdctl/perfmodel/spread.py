@@ -35,14 +35,9 @@ class Spread:
     variance: float
     num_degrees: float
 
-    @property
-    def half_width(self) -> float:
-        """The logarithm of the upper end of the range over the forecast."""
-        return quantile_95(self.num_degrees) * math.sqrt(self.variance)
-
     def range_of(self, rate: float) -> Range:
         """Return the range around a forecast rate."""
-        factor = math.exp(self.half_width)
+        factor = math.exp(quantile_95(self.num_degrees) * math.sqrt(self.variance))
         return rate / factor, rate * factor
 
 

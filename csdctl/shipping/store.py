@@ -99,16 +99,17 @@ def hash_source(path: Path) -> StoredFile:
 
 def read_chunk(stored: StoredFile, start: int) -> bytes:
     """Return the chunk at `start`, a multiple of CHUNK_BYTES; raises InputError for a changed file."""
-    path = stored.source
+    path, num_bytes = stored.source, min(CHUNK_BYTES, stored.size - start)
     try:
-        with open(path, "rb", buffering=0, opener=_open_regular) as file:
+        with open(path, "rb", opener=_open_regular) as file:
             now = os.fstat(file.fileno())
-            if (now.st_size, now.st_mtime_ns) != (stored.size, stored.modified_ns):
-                raise changed(path)
             file.seek(start)
-            return _read_exactly(file.fileno(), min(CHUNK_BYTES, stored.size - start), path)
+            chunk = file.read(num_bytes)
     except OSError as error:
         raise unreadable(path, error) from error
+    if (now.st_size, now.st_mtime_ns, len(chunk)) != (stored.size, stored.modified_ns, num_bytes):
+        raise changed(path)
+    return chunk
 
 
 def changed(path: Path) -> InputError:
@@ -131,13 +132,3 @@ def printable(path: str | Path) -> str:
 
 def _open_regular(path: str, flags: int) -> int:
     return os.open(path, flags | os.O_NONBLOCK | os.O_CLOEXEC)
-
-
-def _read_exactly(handle: int, num_bytes: int, path: Path) -> bytes:
-    chunk = os.read(handle, num_bytes)
-    while len(chunk) < num_bytes:
-        more = os.read(handle, num_bytes - len(chunk))
-        if not more:
-            raise changed(path)
-        chunk += more
-    return chunk

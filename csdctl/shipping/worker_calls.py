@@ -1,8 +1,8 @@
-"""Call commands of the worker on a machine: build argument lists, parse responses, fetch results."""
+"""Call commands of the worker on a machine: parse responses, fetch results."""
 
 import hashlib
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import closing
 from dataclasses import replace
 from typing import BinaryIO, TypeVar
@@ -10,6 +10,7 @@ from typing import BinaryIO, TypeVar
 from csdctl.errors import CsdctlError
 from csdctl.fleet.model import HOST_NAME
 from csdctl.fleet.requirements import build_repair_command, find_package
+from csdctl.transport.commands import build_worker_command
 from csdctl.transport.meter import TrafficClass
 from csdctl.transport.program import Nothing, Patience, Program
 from csdctl.transport.session import Completed, Session
@@ -23,30 +24,8 @@ PATIENCE = Patience()
 MIN_BLOCK_BYTES = 1000
 """The least size of the blocks of a file that a worker sends, on average."""
 
-# The file that was read is the file that runs, whatever its path leads to when more modules are imported.
-# Functions of the user's number classes by sets: all machines and data sets need one order of them.
-_RUN_CHECKED = (
-    "import hashlib,os,runpy,sys;"
-    "seeded={**os.environ,'PYTHONHASHSEED':'0'};"
-    "seeded==os.environ or os.execve(sys.executable,sys.orig_argv,seeded);"
-    "sys.argv.pop(0);"
-    "path=sys.argv[0];"
-    "file=open(path,'rb');"
-    "is_same=os.path.basename(path).startswith(hashlib.sha256(file.read()).hexdigest());"
-    "is_same or sys.exit(path+' has been changed since csdctl sent it: deploy again');"
-    "runpy.run_path('/proc/self/fd/%d'%file.fileno(),run_name='__main__')"
-)
-
 _NOISE = re.compile(rb"[IW]\d{4} |WARNING: All log messages before absl")
 """Lines that TensorFlow always prints; never the cause of an error."""
-
-
-def build_worker_command(python: str, worker_path: str, arguments: Sequence[str]) -> list[str]:
-    """Return the argument list that runs the worker's command `arguments[0]`.
-
-    `worker_path` is a file of the store. It is run only with the content that its name states.
-    """
-    return [python, "-P", "-u", "-c", _RUN_CHECKED, worker_path, *arguments]
 
 
 class WorkerProgram(Program):
@@ -77,10 +56,7 @@ def call_worker(
     Raises the error that the worker reports, and DeadlineError after `patience`.
     """
     argv = build_worker_command(python, worker_path, [command])
-    with closing(WorkerProgram(session, argv, doing, patience)) as program:
-        found = program.call(request, response, on_progress)
-        program.finish()
-    return found
+    return WorkerProgram(session, argv, doing, patience).call_once(request, response, on_progress)
 
 
 def _remedy(stderr: bytes, node: str) -> str:

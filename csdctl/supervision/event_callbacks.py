@@ -10,8 +10,9 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Any, Final, Self
+from typing import Any, Final
 
 from csdctl.notify import Say, shorten
 from csdctl.runs.directory import FREQUENT
@@ -36,7 +37,7 @@ Callback = Callable[[dict[str, Any]], object]
 """Gets one event as a dict: `event` (its type), `run`, `time` (Unix), and the fields of its type."""
 
 
-class EventCallbacks:
+class EventCallbacks(AbstractContextManager["EventCallbacks"]):
     """Passes the events of one run to `functions`, by name; a context manager."""
 
     def __init__(
@@ -57,9 +58,6 @@ class EventCallbacks:
         for callback in self._callbacks:
             callback.put(time_s, event)
         self._show_messages()
-
-    def __enter__(self) -> Self:
-        return self
 
     def __exit__(self, *_: object) -> None:
         """Wait until the functions have had all events, for `end_wait_s` at most."""

@@ -7,12 +7,11 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from csdctl.fleet.model import HOST_NAME, Fleet
+from csdctl.fleet.model import HOST_NAME
 from csdctl.launch.leftovers import end_rank, relock_machine
 from csdctl.launch.mpi_job import JobOutcome, MpiJob
-from csdctl.launch.mpirun import Mpirun, RankCommand, rank_marker
+from csdctl.launch.mpirun import Mpirun
 from csdctl.runs.directory import CappedLog
-from csdctl.shipping.worker_calls import build_worker_command
 from csdctl.supervision.rank_processes import AttachRank, EventValidator, RankProcess, StartRank
 from csdctl.transport.many import open_session
 from csdctl.transport.meter import LinkBytes
@@ -26,8 +25,6 @@ class Patience:
 
     start_s: float = 300.0
     """Maximum time until all ranks are ready, and until rank 0 is ready again after a loss."""
-    start_poll_s: float = 1.0
-    """The start deadline is checked at this interval while no message arrives."""
     silence_s: float = 300.0
     """Without progress on any rank."""
     answer_s: float = 8.0
@@ -46,7 +43,7 @@ class Patience:
     settle_s: float = 0.5
     """Losses and failures with the same cause are reported within this time."""
     poll_s: float = 0.2
-    """mpirun and the limits are checked at this interval while no message arrives."""
+    """mpirun, the limits and the start's deadline are checked at this interval without a message."""
     exit_s: float = 30.0
     """For all ranks to exit after the last completion record."""
     mpirun_exit_s: float = 15.0
@@ -99,9 +96,6 @@ class Links:
         return list(self._outcomes)
 
 
-DEFAULT_PATIENCE = Patience()
-
-
 @dataclass(frozen=True)
 class RunSetup:
     """How to start the ranks and their links; the first two callables may raise CsdctlError."""
@@ -118,7 +112,7 @@ class RunSetup:
     min_nodes: int
     is_resumable: bool
     """Whether the run keeps its state for `train --resume`."""
-    patience: Patience = DEFAULT_PATIENCE
+    patience: Patience
     collective: str = ""
     """One of `protocol.orders.COLLECTIVE_NAMES`; '' lets the ranks measure which is fastest."""
     absent: tuple[int, ...] = ()
@@ -136,10 +130,6 @@ class RankStarter:
     spec: RunSpec
     spec_path: str
     """The spec in every machine's store, as is the worker."""
-    worker_path: str
-    fleet: Fleet
-    sessions: dict[str, Session]
-    """The newest of each machine; mpirun has the same."""
     mpirun: Mpirun
     directory: Path
     stack: ExitStack
@@ -152,7 +142,7 @@ class RankStarter:
     def start(self, rank: int) -> RankProcess:
         """Start a rank, or attach the process that is already running on its machine; raises CsdctlError."""
         node = self.spec.ranks[rank].node
-        session = self.sessions[node]
+        session = self.mpirun.sessions[node]
         if node not in self.attached:
             return self._start_process(rank, session)
         conversation = self.attached[node](self.spec_path, rank)
@@ -171,18 +161,18 @@ class RankStarter:
             raise
 
     def _restart(self, rank: int) -> RankProcess:
-        node = self.spec.ranks[rank].node
-        python = self.fleet.python_of(node)
+        node, fleet = self.spec.ranks[rank].node, self.mpirun.fleet
+        python = fleet.python_of(node)
         with ExitStack() as opened:  # closed again when this attempt fails
-            session = self.sessions[node]
+            session = self.mpirun.sessions[node]
             if node != HOST_NAME:
                 session = opened.enter_context(
-                    open_session(self.fleet, node, directory=self.directory, on_traffic=self.on_traffic)
+                    open_session(fleet, node, directory=self.directory, on_traffic=self.on_traffic)
                 )
             opened.enter_context(relock_machine(session, python, doing="train", directory=self.directory))
             end_rank(self.spec.run_id, session, python)
             process = self._start_process(rank, session)
-            self.sessions[node] = session
+            self.mpirun.sessions[node] = session
             self.stack.enter_context(opened.pop_all())
             return process
 
@@ -190,21 +180,19 @@ class RankStarter:
         """Start an mpirun for each level of the ranks in `group`, with their links; raises CsdctlError."""
         ranks = {self.spec.ranks[rank].node: rank for rank in group}
         jobs = []
-        for level in self.fleet.levels(ranks):
+        for level in self.mpirun.fleet.levels(ranks):
             arguments = ["link", "--run", self.spec.run_id, "--generation", str(generation)]
             arguments += ["--level", level.name]
             members = [ranks[level.machines[0]], *sorted(ranks[node] for node in level.machines[1:])]
             commands = [
-                RankCommand(
-                    rank, self.spec.ranks[rank].node, tuple(self._build_worker_command(rank, arguments))
-                )
-                for rank in members
+                (rank, self.spec.ranks[rank].node, [*arguments, "--rank", str(rank)]) for rank in members
             ]
             jobs.append(self.mpirun.build_job(commands, level))
         return Links(*jobs)
 
     def _start_process(self, rank: int, session: Session) -> RankProcess:
-        command = self._build_worker_command(rank, ["rank", "--spec", self.spec_path])
+        arguments = ["rank", "--spec", self.spec_path, "--rank", str(rank)]
+        command = self.mpirun.build_worker_command(session.name, arguments)
         # Merge both streams, in the order in which they are written.
         conversation = session.converse(["sh", "-c", 'exec "$@" 2>&1', "csdctl", *command])
         return self._watch(rank, session, conversation, is_attached=False)
@@ -218,9 +206,3 @@ class RankStarter:
         )
         log = CappedLog(self.mpirun.log_path(rank), nodes[rank])
         return RankProcess(rank, session, conversation, validator, log, is_attached=is_attached)
-
-    def _build_worker_command(self, rank: int, arguments: Sequence[str]) -> list[str]:
-        node = self.spec.ranks[rank].node
-        marker = ["--rank", str(rank), "--marker", rank_marker(self.spec.run_id, node)]
-        python = self.fleet.python_of(node)
-        return build_worker_command(python, self.worker_path, [*arguments, *marker])

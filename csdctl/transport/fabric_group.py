@@ -150,9 +150,8 @@ class FleetRemote(Remote):  # type: ignore[misc]
         try:
             super().start(command, shell, env, timeout)
         except LOST as error:
-            name, transport = self.context.node.name, self.context.transport
-            deadline = Deadline(START_DEADLINE_S)
-            raise channel_error(name, transport, "does not start commands", error, deadline) from None
+            transport, deadline = self.context.transport, Deadline(START_DEADLINE_S)
+            raise channel_error(transport, "does not start commands", error, deadline) from None
 
     def send_start_message(self, command: str) -> None:
         """Start the command under the wrapper; not with a terminal, whose end ends its processes."""
@@ -199,7 +198,7 @@ class FleetRemote(Remote):  # type: ignore[misc]
         assert self.channel
         code, transport = self.channel.exit_status, self.context.transport
         if code < 0 and not self._was_killed and not transport.is_active():
-            raise lost_connection_error(self.context.node.name, transport, " while a command ran")
+            raise lost_connection_error(transport, " while a command ran")
         return int(code)
 
     @property
@@ -211,7 +210,7 @@ class FleetRemote(Remote):  # type: ignore[misc]
         """End the command and its process group on the node; without the group's id, the node ends it."""
         self._was_killed = True
         if "stderr" in self._marked and (group := self._marked["stderr"].group):
-            kill_group(self.context.node.name, self.context.transport, group)
+            kill_group(self.context.transport, group)
         if self.channel:
             with contextlib.suppress(*LOST):
                 self.channel.close()

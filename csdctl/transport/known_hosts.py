@@ -40,15 +40,14 @@ class HostKey:
 class KnownHosts:
     """All keys of some known_hosts files, in file order."""
 
-    paths: tuple[Path, ...] = ()
     _by_name: dict[str, list[HostKey]] = field(default_factory=dict)
     _by_pattern: list[tuple[tuple[str, ...], HostKey]] = field(default_factory=list)
 
     @classmethod
     def load(cls, paths: Iterable[Path]) -> "KnownHosts":
         """Read `paths`; files that are missing or unreadable count as empty."""
-        known = cls(tuple(paths))
-        for path in known.paths:
+        known = cls()
+        for path in paths:
             try:
                 lines = load_lines(path)
             except OSError:
@@ -110,13 +109,6 @@ class KnownHosts:
             return
         for name in names:
             self._by_name.setdefault(name, []).append(key)
-
-
-def known_hosts_paths(*directories: Path) -> tuple[Path, ...]:
-    """Return csdctl's own known_hosts in each of `directories`, those of emulated fleets, then the user's."""
-    states = [directory.absolute() / ".csdctl" for directory in directories]
-    own = [path / "known_hosts" for state in states for path in (state, state / "emulated")]
-    return tuple(dict.fromkeys([*own, Path.home() / ".ssh" / "known_hosts"]))
 
 
 def load_lines(path: Path) -> list[str]:

@@ -24,14 +24,14 @@ class LocalSession(Session):
         super().__init__(name, Meter())
         self._directory = directory
 
-    def _start_process(self, wrapped: WrappedCommand, deadline: Deadline) -> "PipedProcess":
+    def _start_process(self, wrapped: WrappedCommand, deadline: Deadline) -> "_PipedProcess":
         try:
-            return PipedProcess(wrapped.argv, self._directory)
+            return _PipedProcess(wrapped.argv, self._directory)
         except OSError as error:
             raise InputError(f"`{wrapped.command[0]}` cannot be started: {error}", node=self.name) from error
 
 
-class PipedProcess:
+class _PipedProcess:
     """A child process with three pipes; implements `session.Process`."""
 
     def __init__(self, argv: Sequence[str], directory: Path) -> None:
@@ -52,12 +52,10 @@ class PipedProcess:
         self._is_released = False
 
     def read_stdout(self, timeout_s: float) -> bytes:
-        """Return the next bytes, b'' at the end; raises TimeoutError."""
         _wait_for(self._stdout.fileno(), select.POLLIN, timeout_s)
         return os.read(self._stdout.fileno(), _READ_BYTES)
 
     def read_stderr(self) -> bytes:
-        """Wait for the next bytes of standard error and return them, b'' at the end."""
         chunk = b""
         while not self._is_released:
             with contextlib.suppress(TimeoutError):
@@ -69,7 +67,6 @@ class PipedProcess:
         return chunk
 
     def write_stdin(self, data: bytes, timeout_s: float) -> None:
-        """Write all of `data`; raises TimeoutError, or OSError when the command no longer reads."""
         if self._stdin.closed:
             raise BrokenPipeError("its input was closed")
         deadline, rest = Deadline(timeout_s), memoryview(data)
@@ -79,7 +76,6 @@ class PipedProcess:
                 rest = rest[os.write(self._stdin.fileno(), rest) :]
 
     def close_stdin(self) -> None:
-        """Signal the end of input to the command."""
         self._stdin.close()
 
     def exit_code(self, timeout_s: float) -> int:

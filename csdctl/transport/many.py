@@ -6,9 +6,9 @@ A machine that fails never stops the others and never hides their results.
 import contextlib
 import resource
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor, as_completed
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Generic, TypeVar
 
@@ -21,7 +21,7 @@ from csdctl.errors import (
     UnreachableError,
 )
 from csdctl.fleet.model import HOST_NAME, Fleet, Node
-from csdctl.transport.known_hosts import KnownHosts, known_hosts_paths
+from csdctl.transport.known_hosts import KnownHosts
 from csdctl.transport.local import LocalSession
 from csdctl.transport.meter import LinkBytes, add_up
 from csdctl.transport.session import Session, bounded
@@ -35,6 +35,7 @@ MAX_WORKERS = 128
 """Concurrent threads. They wait for machines, so there may be far more than cores; a connection has two
 threads, one more for each command, and takes 0.2 MB."""
 
+CONNECT_DEADLINE_S = 10.0
 _SPARE_FILES = 64
 
 
@@ -53,17 +54,12 @@ class Outcome(Generic[ResultT]):
         return self.value  # type: ignore[return-value]
 
 
-@dataclass
+@dataclass(frozen=True)
 class Sessions:
     """The open sessions of a fleet by name (`host` is the host), and the errors of unreachable nodes."""
 
-    reachable: dict[str, Session] = field(default_factory=dict)
-    failed: dict[str, CsdctlError] = field(default_factory=dict)
-
-    @property
-    def nodes(self) -> dict[str, Session]:
-        """The sessions without that of the host."""
-        return {name: session for name, session in self.reachable.items() if name != HOST_NAME}
+    reachable: dict[str, Session]
+    failed: dict[str, CsdctlError]
 
 
 def run_on_all(
@@ -119,30 +115,25 @@ def values_or_raise(outcomes: Mapping[str, Outcome[ResultT]], doing: str) -> dic
     raise error_type(f"{doing} failed:\n" + "\n".join(f"  {error}" for error in errors)) from errors[0]
 
 
-class _Connections:
+class _Connections(contextlib.AbstractContextManager["_Connections"]):
     """The connections of one command to a fleet, as a context manager that closes all of them."""
 
     def __init__(
         self,
         fleet: Fleet,
         directory: Path,
-        known_hosts: Sequence[Path] | None,
         connect_deadline_s: float,
         on_traffic: OnTraffic,
     ) -> None:
         from csdctl.transport import ssh  # paramiko takes 0.1 s to load
 
         self._connect = ssh.connect
-        paths = fleet_known_hosts_paths(fleet, directory) if known_hosts is None else known_hosts
-        self._jumps = ssh.JumpHosts(KnownHosts.load(paths))
+        self._jumps = ssh.JumpHosts(KnownHosts.load(fleet_known_hosts_paths(fleet, directory)))
         self._connect_deadline_s = connect_deadline_s
         self._on_traffic = on_traffic
         self._open: set[Session] = set()
         self._lock = threading.Lock()
         self._is_over = False
-
-    def __enter__(self) -> "_Connections":
-        return self
 
     def __exit__(self, *_: object) -> None:
         with self._lock:
@@ -178,22 +169,21 @@ def run_on_nodes(
     function: Callable[[Session], ResultT],
     *,
     directory: Path,
-    known_hosts: Sequence[Path] | None = None,
-    connect_deadline_s: float = 10.0,
+    connect_deadline_s: float = CONNECT_DEADLINE_S,
     on_done: Callable[[Outcome[ResultT]], None] = lambda outcome: None,
     on_traffic: OnTraffic = lambda sent: None,
-    host: Session | None = None,
+    has_host: bool = False,
 ) -> dict[str, Outcome[ResultT]]:
     """Connect to each node of `fleet`, call `function` with its session, and close the session.
 
-    For fleets of any size: at most MAX_WORKERS connections are open at a time. `known_hosts` and `on_done`
-    are those of `open_sessions` and `run_on_all`; `on_traffic` gets the byte counts at the end. With `host`,
-    `function` is called with this session too. Ctrl-C ends what runs on the machines.
+    For fleets of any size: at most MAX_WORKERS connections are open at a time. `on_done` is that of
+    `run_on_all`; `on_traffic` gets the byte counts at the end. With `has_host`, `function` is called with a
+    session of the host in `directory` too. Ctrl-C ends what runs on the machines.
     """
     nodes = {node.name: node for node in fleet.nodes}
     num_at_once = min(len(nodes), MAX_WORKERS, allow_open_files(len(nodes)))
-    machines: dict[str, Node | Session] = {host.name: host} if host else {}
-    connections = _Connections(fleet, directory, known_hosts, connect_deadline_s, on_traffic)
+    host: dict[str, Node | Session] = {HOST_NAME: LocalSession(HOST_NAME, directory)} if has_host else {}
+    connections = _Connections(fleet, directory, connect_deadline_s, on_traffic)
 
     def visit(machine: Node | Session) -> ResultT:
         session = connections.connect(machine) if isinstance(machine, Node) else connections.keep(machine)
@@ -203,8 +193,7 @@ def run_on_nodes(
             connections.close(session)
 
     with connections:
-        workers = num_at_once + (host is not None)
-        return run_on_all(machines | nodes, visit, max_workers=workers, on_done=on_done)
+        return run_on_all(host | nodes, visit, max_workers=num_at_once + has_host, on_done=on_done)
 
 
 @contextlib.contextmanager
@@ -212,28 +201,21 @@ def open_sessions(
     fleet: Fleet,
     *,
     directory: Path,
-    known_hosts: Sequence[Path] | None = None,
-    connect_deadline_s: float = 10.0,
+    connect_deadline_s: float = CONNECT_DEADLINE_S,
     on_done: Callable[[Outcome[Session]], None] = lambda outcome: None,
     on_traffic: OnTraffic = lambda sent: None,
 ) -> Iterator[Sessions]:
     """Open one session to each node of `fleet`, and one to the host in `directory`; close all at exit.
 
-    `known_hosts` None means csdctl's own file in `directory` and beside the fleet file, then the user's.
-    `on_traffic` gets the byte counts at the end.
-
-    Raises InputError when the system allows too few open files.
+    `on_traffic` gets the byte counts at the end. Raises InputError when the system allows too few open files.
     """
     check_open_files(len(fleet.nodes))
     nodes = {node.name: node for node in fleet.nodes}
-    with _Connections(fleet, directory, known_hosts, connect_deadline_s, on_traffic) as connections:
-        sessions = Sessions({HOST_NAME: connections.keep(LocalSession(HOST_NAME, directory))})
+    with _Connections(fleet, directory, connect_deadline_s, on_traffic) as connections:
+        host = connections.keep(LocalSession(HOST_NAME, directory))
         outcomes = run_on_all(nodes, connections.connect, on_done=on_done)
-        sessions.failed.update(errors_of(outcomes))
-        sessions.reachable.update(
-            {name: outcome.get() for name, outcome in outcomes.items() if not outcome.error}
-        )
-        yield sessions
+        opened = {name: outcome.get() for name, outcome in outcomes.items() if not outcome.error}
+        yield Sessions({HOST_NAME: host, **opened}, errors_of(outcomes))
 
 
 @contextlib.contextmanager
@@ -242,22 +224,24 @@ def open_session(
     name: str,
     *,
     directory: Path,
-    connect_deadline_s: float = 10.0,
     on_traffic: OnTraffic = lambda sent: None,
 ) -> Iterator[Session]:
     """Open a separate session to node `name`; raises the errors of `connect`."""
-    with _Connections(fleet, directory, None, connect_deadline_s, on_traffic) as connections:
+    with _Connections(fleet, directory, CONNECT_DEADLINE_S, on_traffic) as connections:
         yield connections.connect(fleet.node(name))
 
 
 def fleet_known_hosts_paths(fleet: Fleet, directory: Path) -> tuple[Path, ...]:
     """Return the known_hosts files for `fleet`, in order; mpirun's ssh must use the same files.
 
-    The fleet file of an emulated fleet may be inside a .csdctl directory, whose known_hosts is then used too.
+    csdctl's own in `directory` and beside the fleet file, those of emulated fleets, then the user's. The
+    fleet file of an emulated fleet may be inside a .csdctl directory, whose known_hosts is then used too.
     """
-    own = fleet.path.absolute().parent
-    enclosing = [parent.parent for parent in (own, *own.parents) if parent.name == ".csdctl"]
-    return known_hosts_paths(directory, own, *enclosing)
+    beside = fleet.path.absolute().parent
+    enclosing = [parent for parent in (beside, *beside.parents) if parent.name == ".csdctl"]
+    states = [directory.absolute() / ".csdctl", beside / ".csdctl", *enclosing]
+    own = [path / "known_hosts" for state in states for path in (state, state / "emulated")]
+    return tuple(dict.fromkeys([*own, Path.home() / ".ssh" / "known_hosts"]))
 
 
 def _call(name: str, item: ItemT, function: Callable[[ItemT], ResultT]) -> Outcome[ResultT]:

@@ -7,7 +7,6 @@ record their class; everything else is control traffic: commands, responses, SSH
 import threading
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
 from enum import StrEnum
 
 from csdctl.fleet.model import HOST_NAME, Node
@@ -32,16 +31,8 @@ class TrafficClass(StrEnum):
     CONTROL = "control"
 
 
-@dataclass(frozen=True)
-class ByteCount:
-    """Bytes in both directions, as counted on this side: TCP payload."""
-
-    sent: int = 0
-    received: int = 0
-
-
 class Meter:
-    """The bytes of one connection; thread-safe."""
+    """The bytes of one connection, as counted on this side: TCP payload; thread-safe."""
 
     def __init__(self) -> None:
         self.num_sent = self.num_received = 0
@@ -56,22 +47,13 @@ class Meter:
             self._sent[traffic_class] += sent
             self._received[traffic_class] += received
 
-    def by_class(self) -> dict[TrafficClass, ByteCount]:
-        """All bytes so far, by class; bytes without a recorded class are control."""
+    def by_class(self) -> dict[TrafficClass, tuple[int, int]]:
+        """All bytes sent and received so far, by class; bytes without a recorded class are control."""
         with self._lock:
             sent, received = Counter(self._sent), Counter(self._received)
         sent[TrafficClass.CONTROL] += max(0, self.num_sent - sent.total())
         received[TrafficClass.CONTROL] += max(0, self.num_received - received.total())
-        return {
-            name: ByteCount(sent[name], received[name])
-            for name in TrafficClass
-            if sent[name] or received[name]
-        }
-
-    @property
-    def total(self) -> ByteCount:
-        """All bytes so far."""
-        return ByteCount(self.num_sent, self.num_received)
+        return {name: (sent[name], received[name]) for name in TrafficClass if sent[name] or received[name]}
 
 
 LinkBytes = Mapping[tuple[str, str, str], int]
@@ -83,18 +65,18 @@ def add_up(opened: Iterable[tuple[Node, Meter]]) -> LinkBytes:
 
     Bytes forwarded by a jump host are part of the connection to it; they are not counted twice.
     """
-    connections = [(node, meter.by_class(), meter.total) for node, meter in opened]
+    connections = [(node, meter.by_class()) for node, meter in opened]
     forwarded: Counter[tuple[str, str]] = Counter()
-    for node, _, total in connections:
+    for node, by_class in connections:
         if node.jump:
-            forwarded[node.jump.name, "sent"] += total.sent
-            forwarded[node.jump.name, "received"] += total.received
+            forwarded[node.jump.name, "sent"] += sum(sent for sent, _ in by_class.values())
+            forwarded[node.jump.name, "received"] += sum(received for _, received in by_class.values())
     added: Counter[tuple[str, str, str]] = Counter()
-    for node, by_class, _ in connections:
+    for node, by_class in connections:
         for near, far in _links(node):
-            for traffic_class, count in by_class.items():
-                added[near, far, traffic_class] += count.sent
-                added[far, near, traffic_class] += count.received
+            for traffic_class, (sent, received) in by_class.items():
+                added[near, far, traffic_class] += sent
+                added[far, near, traffic_class] += received
         if forwarded[node.name, "sent"]:
             for near, far in _links(node):
                 added[near, far, TrafficClass.CONTROL] -= forwarded[node.name, "sent"]

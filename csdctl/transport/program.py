@@ -172,6 +172,18 @@ class Program:
                 return found
             on_progress(message)
 
+    def call_once(
+        self,
+        request: object,
+        result: type[ResultT],
+        on_progress: Callable[[PrepareProgress], None] = lambda progress: None,
+    ) -> ResultT:
+        """Do what `call` does for the program's only request, wait for its end, and close it."""
+        with closing(self):
+            found = self.call(request, result, on_progress)
+            self.finish()
+        return found
+
     def finish(self) -> None:
         """Wait for the end after the last result; raises ProgramEndedError when it fails, DeadlineError."""
         done = self.conversation.wait(deadline_s=END_DEADLINE_S)
@@ -217,18 +229,3 @@ class Program:
             raise DeadlineError(message, node=self.node, remedy=self._remedy) from None
         except EOFError:
             raise self.explain_end(self.conversation.wait(deadline_s=END_DEADLINE_S)) from None
-
-
-def call_program(
-    session: Session,
-    command: Sequence[str],
-    request: object,
-    result: type[ResultT],
-    doing: str,
-    deadline_s: float,
-) -> ResultT:
-    """Run a program that answers one request and ends; raises the errors of `Program.read`."""
-    with closing(Program(session, command, doing, within(deadline_s))) as program:
-        found = program.call(request, result)
-        program.finish()
-    return found

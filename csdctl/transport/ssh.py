@@ -30,6 +30,7 @@ from pathlib import Path
 from typing import Any
 
 import paramiko
+from paramiko.common import OPEN_FAILED_ADMINISTRATIVELY_PROHIBITED
 
 from csdctl.errors import (
     AuthenticationError,
@@ -75,8 +76,6 @@ def choose_algorithms(options: paramiko.transport.SecurityOptions, known_key_typ
 
 
 CAUSE_S = 1.0
-_PROHIBITED = 1
-"""SSH_OPEN_ADMINISTRATIVELY_PROHIBITED, RFC 4254 section 5.1."""
 
 
 class JumpHosts:
@@ -106,7 +105,7 @@ class JumpHosts:
                 "direct-tcpip", (node.address, node.port), ("127.0.0.1", 0), timeout=max(0.1, deadline.left_s)
             )
         except paramiko.ChannelException as error:
-            if error.code == _PROHIBITED:
+            if error.code == OPEN_FAILED_ADMINISTRATIVELY_PROHIBITED:
                 raise JumpHostError(
                     f"jump host {jump.name} does not forward connections ({bounded(error.text)})",
                     node=node.name,
@@ -267,13 +266,13 @@ def _started(node: Node, deadline: Deadline, jumps: JumpHosts) -> Iterator[Stric
         raise
 
 
-def lost_connection_error(name: str, transport: StrictTransport, when: str = "") -> UnreachableError:
+def lost_connection_error(transport: StrictTransport, when: str = "") -> UnreachableError:
     """Return the error for a connection that has ended, with what the server did against the protocol."""
     if violation := transport.packetizer.violation:
-        return _violation_error(name, violation)
+        return _violation_error(transport.node, violation)
     return UnreachableError(
         f"the connection was lost{when}",
-        node=name,
+        node=transport.node,
         remedy="check that the machine is on, and the network; it may have restarted",
     )
 
@@ -369,7 +368,7 @@ def load_keys(node: Node) -> list[paramiko.PKey]:
 def _start_transport(node: Node, deadline: Deadline, jumps: JumpHosts) -> StrictTransport:
     """Open a connection and exchange keys; raises _ConnectionDropped when a retry may succeed."""
     connection = jumps.open_channel(node, deadline) if node.jump else open_socket(node, deadline)
-    transport = StrictTransport(connection)
+    transport = StrictTransport(connection, node.name)
     jumps.opened.append((node, transport.packetizer.meter))
     known_types = {key.type for key in jumps.known_hosts.lookup(node.key_address, node.port)}
     choose_algorithms(transport.get_security_options(), known_types)
@@ -510,24 +509,23 @@ class SshSession(Session):
             self._free_channels.release()
             raise
 
-    def _start_process(self, wrapped: WrappedCommand, deadline: Deadline) -> "ChannelProcess":
-        channel = _open_channel(self.name, self._transport, wrapped.command_line, deadline)
-        return ChannelProcess(self.name, self._transport, channel)
+    def _start_process(self, wrapped: WrappedCommand, deadline: Deadline) -> "_ChannelProcess":
+        channel = _open_channel(self._transport, wrapped.command_line, deadline)
+        return _ChannelProcess(self._transport, channel)
 
     def _forget(self, running: Running) -> None:
         super()._forget(running)
         self._free_channels.release()
 
 
-class ChannelProcess:
+class _ChannelProcess:
     """A command at the other end of an SSH channel; implements `session.Process`.
 
     Waits for each stream and for the exit without polling, which paramiko's documented interface cannot do:
     hence the undocumented attributes `in_buffer`, `in_stderr_buffer` and `status_event` of Channel.
     """
 
-    def __init__(self, name: str, transport: StrictTransport, channel: paramiko.Channel) -> None:
-        self._name = name
+    def __init__(self, transport: StrictTransport, channel: paramiko.Channel) -> None:
         self._transport = transport
         self._channel = channel
         self._channel.settimeout(_SEND_POLL_S)  # applies to sending only
@@ -536,18 +534,15 @@ class ChannelProcess:
         channel.in_stderr_buffer.set_event(self._has_stderr)
 
     def read_stdout(self, timeout_s: float) -> bytes:
-        """Return the next bytes, b'' at the end; raises TimeoutError."""
         if not self._has_stdout.wait(timeout_s):
             raise TimeoutError
         return _receive(self._channel.recv)
 
     def read_stderr(self) -> bytes:
-        """Wait for the next bytes of standard error and return them, b'' at the end."""
         self._has_stderr.wait()
         return _receive(self._channel.recv_stderr)
 
     def write_stdin(self, data: bytes, timeout_s: float) -> None:
-        """Write all of `data`; raises TimeoutError, or OSError when the channel is closed."""
         deadline, rest = Deadline(timeout_s), data
         while rest:
             try:
@@ -563,12 +558,10 @@ class ChannelProcess:
             rest = rest[num_sent:]
 
     def close_stdin(self) -> None:
-        """Signal the end of input to the command."""
         with contextlib.suppress(*LOST):
             self._channel.shutdown_write()
 
     def exit_code(self, timeout_s: float) -> int:
-        """Wait for the end; raises TimeoutError, or UnreachableError when the connection was lost."""
         if not self._channel.status_event.wait(timeout_s):
             raise TimeoutError
         code = self._channel.exit_status
@@ -578,14 +571,12 @@ class ChannelProcess:
         self._transport.join(_GOING_DOWN_S)
         if self._transport.is_active():
             return 255
-        raise lost_connection_error(self._name, self._transport, " while a command ran")
+        raise lost_connection_error(self._transport, " while a command ran")
 
     def kill_group(self, group: int) -> bool:
-        """End process group `group` on the node, over a separate channel."""
-        return kill_group(self._name, self._transport, group)
+        return kill_group(self._transport, group)
 
     def release(self) -> None:
-        """Close the channel."""
         _close(self._channel)
 
 
@@ -598,11 +589,11 @@ def _receive(receive: Callable[[int], bytes]) -> bytes:
         return b""
 
 
-def kill_group(name: str, transport: StrictTransport, group: int) -> bool:
-    """End process group `group` on node `name`, over a channel of its own; return whether that worked."""
+def kill_group(transport: StrictTransport, group: int) -> bool:
+    """End process group `group` on the node, over a channel of its own; return whether that worked."""
     deadline = Deadline(KILL_DEADLINE_S)
     try:
-        channel = _open_channel(name, transport, build_kill_command_line(group), deadline)
+        channel = _open_channel(transport, build_kill_command_line(group), deadline)
     except CsdctlError:
         return False
     try:
@@ -611,9 +602,7 @@ def kill_group(name: str, transport: StrictTransport, group: int) -> bool:
         _close(channel)
 
 
-def _open_channel(
-    name: str, transport: StrictTransport, command_line: str, deadline: Deadline
-) -> paramiko.Channel:
+def _open_channel(transport: StrictTransport, command_line: str, deadline: Deadline) -> paramiko.Channel:
     """Open a channel and start `command_line` on it; waits while the server has too many channels."""
     queue_deadline = Deadline(min(_MAX_QUEUE_S, deadline.left_s))
     pause_s = 0.05
@@ -623,14 +612,14 @@ def _open_channel(
             break
         except LOST as error:
             if not transport.is_active() or queue_deadline.left_s < pause_s:
-                raise channel_error(name, transport, "does not open more channels", error, deadline) from None
+                raise channel_error(transport, "does not open more channels", error, deadline) from None
         time.sleep(pause_s)
         pause_s = min(1.0, 2 * pause_s)
     try:
         request_exec(channel, command_line.encode(errors="surrogateescape"), max(0.1, deadline.left_s))
     except LOST as error:
         _close(channel)
-        raise channel_error(name, transport, "does not start commands", error, deadline) from None
+        raise channel_error(transport, "does not start commands", error, deadline) from None
     return channel
 
 
@@ -639,18 +628,15 @@ def _close(channel: paramiko.Channel) -> None:
         channel.close()
 
 
-def channel_error(
-    name: str, transport: StrictTransport, what: str, error: Exception, deadline: Deadline
-) -> CsdctlError:
+def channel_error(transport: StrictTransport, what: str, error: Exception, deadline: Deadline) -> CsdctlError:
     """Return why a command could not be started: what the server "does not", or no time was left."""
     if not transport.is_active():
-        return lost_connection_error(name, transport)
+        return lost_connection_error(transport)
     if deadline.left_s < 0.1:
-        return DeadlineError(
-            f"the SSH server did not start a command within {deadline.seconds:g} s", node=name
-        )
+        message = f"the SSH server did not start a command within {deadline.seconds:g} s"
+        return DeadlineError(message, node=transport.node)
     return RemoteCommandError(
         f"the SSH server {what} ({bounded(error)})",
-        node=name,
+        node=transport.node,
         remedy="check MaxSessions and ForceCommand in its sshd_config",
     )

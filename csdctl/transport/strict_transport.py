@@ -27,16 +27,14 @@ attack of docs/reference/attacks.md needs, or an honest server:
 import contextlib
 import os
 import socket
-import struct
 import threading
 import time
 from collections.abc import Callable
-from enum import IntEnum
 from select import POLLOUT, poll
 from typing import Any, NoReturn
 
 import paramiko
-from paramiko.common import MSG_NAMES
+from paramiko import common
 from paramiko.packet import NeedRekeyException, Packetizer
 
 from csdctl.transport.meter import Meter
@@ -202,24 +200,10 @@ class GreedyPacketizer(Packetizer):
         self._keepalive_s, self._on_idle = interval, callback
 
 
-class Kind(IntEnum):
-    """Numbers of messages, RFC 4250 section 4.1; those of `OF_A_CHANNEL` begin with the channel's number."""
-
-    DEBUG = 4
-    SERVICE_ACCEPT = 6
-    EXT_INFO = 7
-    KEXINIT = 20
-    OPEN_CONFIRMATION = 91
-    WINDOW_ADJUST = 93
-    DATA = 94
-    EXTENDED_DATA = 95
-    CLOSE = 97
-    REQUEST = 98
-
-
 OF_KEY_EXCHANGE = range(20, 50)
 OF_COMMANDS = range(80, 128)
 OF_A_CHANNEL = range(91, 101)
+"""Kinds of messages, RFC 4250 section 4.1; those of a channel begin with its number."""
 
 MAX_EXTENSIONS = 64
 """Extensions in a message; OpenSSH has three. paramiko loops as often as the server says, up to 2^32."""
@@ -239,9 +223,8 @@ DEBUG_BYTES_PER_COST = 32
 
 SMALL_WINDOW_BYTES = 1024
 
-_MAX_WINDOW_BYTES = 0xFFFFFFFF
 _STDERR = 1
-_HEADER_BYTES: dict[int, int] = {Kind.DATA: 8, Kind.EXTENDED_DATA: 12}
+_HEADER_BYTES: dict[int, int] = {common.MSG_CHANNEL_DATA: 8, common.MSG_CHANNEL_EXTENDED_DATA: 12}
 
 
 class ServerRules:
@@ -259,15 +242,15 @@ class ServerRules:
         connection, refuse = self._connection, self._connection.packetizer.refuse
         size, head = _measure(message)
         number = int.from_bytes(head[:4], "big")
-        if kind not in MSG_NAMES:
+        if kind not in common.MSG_NAMES:
             refuse(f"sent a message of unknown kind {kind}")
         if kind in OF_KEY_EXCHANGE and size > MAX_EARLY_PACKET_BYTES:
             refuse(f"sent more than {MAX_EARLY_PACKET_BYTES} bytes in a message of a key exchange")
-        if kind == Kind.EXT_INFO and number > MAX_EXTENSIONS:
+        if kind == common.MSG_EXT_INFO and number > MAX_EXTENSIONS:
             refuse(f"sent a list of more than {MAX_EXTENSIONS} extensions")
         if kind in OF_COMMANDS and not connection.is_authenticated():
             refuse(f"sent {_name(kind)} before the login")
-        if kind == Kind.SERVICE_ACCEPT:  # paramiko signs a login for each
+        if kind == common.MSG_SERVICE_ACCEPT:  # paramiko signs a login for each
             if connection.num_logins_requested == 0:
                 refuse(f"sent {_name(kind)} that nobody asked for")
             connection.num_logins_requested -= 1
@@ -281,14 +264,14 @@ class ServerRules:
     def _is_of_use(self, kind: int, size: int, head: bytes) -> bool:
         """Whether the message is data or a larger window for an open channel, which both have bounds."""
         refuse = self._connection.packetizer.refuse
-        if kind not in (Kind.WINDOW_ADJUST, *_HEADER_BYTES):
+        if kind not in (common.MSG_CHANNEL_WINDOW_ADJUST, *_HEADER_BYTES):
             return False
         channel: Any = self._connection.find_channel(int.from_bytes(head[:4], "big"))
         if channel is None:
             return False
-        if kind == Kind.WINDOW_ADJUST:
+        if kind == common.MSG_CHANNEL_WINDOW_ADJUST:
             added = int.from_bytes(head[4:8], "big")
-            if channel.out_window_size + added > _MAX_WINDOW_BYTES:
+            if channel.out_window_size + added > common.MAX_WINDOW_SIZE:
                 refuse("opened the window of a channel beyond 2^32 - 1 bytes")
             return added >= SMALL_WINDOW_BYTES
         num_bytes = size - _HEADER_BYTES[kind]
@@ -298,17 +281,17 @@ class ServerRules:
         num_unread = len(channel.in_buffer) + len(channel.in_stderr_buffer) + num_bytes
         if num_unread > channel.in_window_size + channel.in_window_size // 10:
             refuse("sent more than the receive window of a channel allows")
-        is_dropped = kind == Kind.EXTENDED_DATA and int.from_bytes(head[4:8], "big") != _STDERR
+        is_dropped = kind == common.MSG_CHANNEL_EXTENDED_DATA and int.from_bytes(head[4:8], "big") != _STDERR
         return num_bytes > 0 and not is_dropped
 
     def _charge(self, kind: int, size: int) -> None:
-        is_unasked = kind == Kind.KEXINIT and not self._connection.packetizer.need_rekey()
+        is_unasked = kind == common.MSG_KEXINIT and not self._connection.packetizer.need_rekey()
         now_s, num_sent = time.monotonic(), self._connection.packetizer.meter.num_sent
         earned = (now_s - self._counted_s) * IDLE_COST_PER_S
         earned += (num_sent - self._num_sent_before + self._num_useful) / 1024
         self._cost_left = min(MAX_IDLE_COST, self._cost_left + earned)
         self._counted_s, self._num_sent_before, self._num_useful = now_s, num_sent, 0
-        per_cost = DEBUG_BYTES_PER_COST if kind == Kind.DEBUG else 1024
+        per_cost = DEBUG_BYTES_PER_COST if kind == common.MSG_DEBUG else 1024
         self._cost_left -= 1 + size // per_cost + (KEY_EXCHANGE_COST if is_unasked else 0)
         if self._cost_left < 0:
             self._connection.packetizer.refuse(f"floods the connection, at last {_name(kind)}")
@@ -324,7 +307,7 @@ def _measure(message: paramiko.Message) -> tuple[int, bytes]:
 
 
 def _name(kind: int) -> str:
-    return f"a message of kind {kind} ({MSG_NAMES[kind].replace('--', '-')})"
+    return f"a message of kind {kind} ({common.MSG_NAMES[kind].replace('--', '-')})"
 
 
 class StrictTransport(paramiko.Transport):
@@ -340,8 +323,10 @@ class StrictTransport(paramiko.Transport):
     packetizer: GreedyPacketizer
     _closed: frozenset[int] = frozenset()
 
-    def __init__(self, connection: socket.socket | paramiko.Channel) -> None:
+    def __init__(self, connection: socket.socket | paramiko.Channel, node: str) -> None:
+        """`node` is the name of the machine at the other end."""
         super().__init__(connection, packetizer_class=GreedyPacketizer)
+        self.node = node
         self.num_logins_requested = 0
         self._rules = ServerRules(self)
         self.packetizer.check = self._check
@@ -402,7 +387,7 @@ class StrictTransport(paramiko.Transport):
 
     def _check(self, kind: int, message: paramiko.Message) -> None:
         self._rules.check(kind, message)
-        if kind == Kind.OPEN_CONFIRMATION:
+        if kind == common.MSG_CHANNEL_OPEN_SUCCESS:
             message.get_int()
             with self.clear_to_send_lock:
                 self._closed -= {message.get_int()}  # the server reuses channel numbers
@@ -440,11 +425,11 @@ class StrictTransport(paramiko.Transport):
     def _send_message(self, data: paramiko.Message) -> None:
         # Channel messages arrive here one at a time: the caller holds `clear_to_send_lock`.
         head = bytes(data.packet.getbuffer()[:5])
-        if Kind.WINDOW_ADJUST <= head[0] <= Kind.REQUEST:
-            (channel,) = struct.unpack_from(">I", head, 1)
+        if common.MSG_CHANNEL_WINDOW_ADJUST <= head[0] <= common.MSG_CHANNEL_REQUEST:
+            channel = int.from_bytes(head[1:], "big")
             if channel in self._closed:
                 return
-            if head[0] == Kind.CLOSE:
+            if head[0] == common.MSG_CHANNEL_CLOSE:
                 self._closed |= {channel}
         super()._send_message(data)  # type: ignore[misc]
 
@@ -455,7 +440,7 @@ def request_exec(channel: Any, command_line: bytes, timeout_s: float) -> None:
     paramiko's own method waits for the reply without a limit.
     """
     request = paramiko.Message()
-    request.add_byte(bytes([Kind.REQUEST]))
+    request.add_byte(common.cMSG_CHANNEL_REQUEST)
     request.add_int(channel.remote_chanid)
     request.add_string("exec")
     request.add_boolean(True)

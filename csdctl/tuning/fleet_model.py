@@ -395,7 +395,10 @@ class FleetModel:
         by_machine = {
             machine: by_class[name] for name, known in self.classes.items() for machine in known.machines
         }
-        return {machine: self._scaled(machine, by_machine[machine]) for machine in self.machines}
+        return {
+            machine: by_machine[machine].scaled(self.outlier_factors.get(machine, 1.0))
+            for machine in self.machines
+        }
 
     def sum_s(self, num_ranks: int) -> float:
         """Return the seconds of a sum over `num_ranks`."""
@@ -404,10 +407,6 @@ class FleetModel:
     def sum_s_of_training(self, num_training: int) -> float:
         """Return the seconds of a sum when `num_training` machines train; the host always takes part."""
         return self.sum_s(num_training + (not self.is_host_training))
-
-    def _scaled(self, machine: str, step_time: StepTime) -> StepTime:
-        factor = self.outlier_factors.get(machine, 1.0)
-        return step_time if factor == 1.0 else step_time.scaled(factor)
 
 
 OUTLIER_TOLERANCE = 0.1
@@ -435,16 +434,13 @@ def learn_trial(model: FleetModel, tried: TriedPlan) -> FleetModel:
         ratios = {machine: compute_s[machine] / step_time.at(sizes[machine]) for machine in training}
         usual = median(ratios.values())
         classes[name] = known.with_trial(max(sizes[machine] for machine in training), usual)
-        outliers |= {machine: _outlier_factor(ratio / usual) for machine, ratio in ratios.items()}
+        for machine, ratio in ratios.items():
+            outliers[machine] = ratio / usual if abs(ratio / usual - 1) > OUTLIER_TOLERANCE else 1.0
     learned = replace(model, classes=classes, outlier_factors=outliers)
     step_times = learned.machine_step_times()
     ranks = [(step_times[machine], size) for machine, size in sizes.items()]
     sum_s = model.sum_s(len(tried.ranks))
     return replace(learned, overhead_factor=calibrate_overhead(ranks, tried.result.step_s, sum_s))
-
-
-def _outlier_factor(ratio: float) -> float:
-    return ratio if abs(ratio - 1) > OUTLIER_TOLERANCE else 1.0
 
 
 RecalledTrial = tuple[Sequence[tuple[StepTime, int]], float]
@@ -461,7 +457,11 @@ def recall_class(blank: ClassModel, known: Sequence[ProbeMeasurement], threads: 
     blank = replace(blank, settings=tried[-1].settings) if tried else blank
     known = [probe for probe in known if probe.settings == blank.settings]
     too_large, peaks = _recall_memory(known)
-    points = points_of(known)
+    points = [
+        Point(probe.batch_size, probe.step_time_s)
+        for probe in known
+        if probe.step_time_s is not None and not probe.is_from_trial
+    ]
     recalled = replace(blank, too_large=too_large, peaks=peaks, points=tuple(points))
     # An interrupted tuning has probes but no trial.
     shown = recall_in_step(known, fit_step_time(points)) if points else None
@@ -485,15 +485,6 @@ def recall_trial(
     # An idle rank computes nothing, but takes part in the sum; its step time does not matter.
     any_step_time = next(iter(step_times.values()))
     return [(step_times.get(name, any_step_time), size) for name, size in ranks], of_several[-1].step_s
-
-
-def points_of(probes: Sequence[ProbeMeasurement]) -> list[Point]:
-    """Return the probes that fitted in memory, without steps from trials."""
-    return [
-        Point(probe.batch_size, probe.step_time_s)
-        for probe in probes
-        if probe.step_time_s is not None and not probe.is_from_trial
-    ]
 
 
 def recall_in_step(known: Sequence[ProbeMeasurement], step_time: StepTime) -> tuple[int, float] | None:

@@ -80,19 +80,9 @@ class ProbeMeasurement:
     """Peak of the process so far; 0: an earlier, larger size had set it; None: unknown."""
 
     @property
-    def has_fitted(self) -> bool:
-        """Whether the batch fitted in memory."""
-        return self.step_time_s is not None
-
-    @property
     def is_from_trial(self) -> bool:
         """Whether it is a rank's step in a trial, for which no peak is measured."""
-        return self.has_fitted and self.batch_size > 0 and self.peak_memory_bytes is None
-
-    @property
-    def samples_per_s(self) -> float | None:
-        """Samples per second; None when the batch did not fit in memory."""
-        return None if self.step_time_s is None else self.batch_size / self.step_time_s
+        return self.step_time_s is not None and self.batch_size > 0 and self.peak_memory_bytes is None
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from typing import Any
 
 from csdctl.errors import UnreachableError
 from csdctl.fleet.model import Fleet, Node
-from csdctl.launch.mpi_job import EndTimeouts, MpiJob, add_rank_traffic
+from csdctl.launch.mpi_job import MpiJob, add_rank_traffic
 from csdctl.launch.mpirun import Mpirun
 from csdctl.reporting.privacy import plan_privacy
 from csdctl.reporting.results import RunSummary
@@ -57,7 +57,6 @@ class Attack:
     """The rank exits afterwards, as if it were done."""
 
 
-ENDS_AT_ONCE = EndTimeouts(sandbox_s=0.1)
 NO_DAEMONS: Any = None
 """The program in place of mpirun asks for none."""
 
@@ -82,15 +81,12 @@ class SmallRun:
         fleet = Fleet(tuple(Node(node, "127.0.0.1", python=sys.executable) for node in NODES[1:]))
         directory = self._directory
         program = store_bytes(PROGRAM.read_bytes(), ".py", directory).path
-        mpirun = Mpirun(fleet, {}, self.run_directory, sessions, program, lambda *_: [], {})
+        mpirun = Mpirun(fleet, {}, self.run_directory, sessions, program, {})
         spec = replace(SPEC, run_id=self.run_directory.run_id)
         with ExitStack() as stack:
             starter = RankStarter(
                 spec,
                 "spec",
-                program,
-                fleet,
-                sessions,
                 mpirun,
                 self._directory,
                 stack,
@@ -175,7 +171,7 @@ class SmallRun:
             nodes,
             self._log_path,
             NO_DAEMONS,
-            ENDS_AT_ONCE,
+            sandbox_s=0.1,
         )
         return Links(job)
 

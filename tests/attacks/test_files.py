@@ -19,8 +19,8 @@ from csdctl.launch.leftovers import lock_machines
 from csdctl.shipping.deliver import Delivery, deliver
 from csdctl.shipping.payload import pack_payload
 from csdctl.shipping.store import OBJECTS, StoredFile, store_bytes
-from csdctl.shipping.worker_calls import build_worker_command
 from csdctl.shipping.worker_zip import pack_worker
+from csdctl.transport.commands import build_worker_command
 from csdctl.transport.local import LocalSession
 from csdctl.worker.protocol.datasets import PrepareSpec
 from csdctl.worker.protocol.json_codec import to_json

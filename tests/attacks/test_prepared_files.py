@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 from csdctl.shipping.store import store_bytes
-from csdctl.shipping.worker_calls import build_worker_command
 from csdctl.shipping.worker_zip import pack_worker
+from csdctl.transport.commands import build_worker_command
 from csdctl.worker.protocol.datasets import PrepareSpec
 from csdctl.worker.protocol.json_codec import to_json
 from tests.attacks.other_user import give, mode_of, needs_root

@@ -45,7 +45,7 @@ def project(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 def on_csd0(project: Path, script: str) -> str:
     with open_sessions(load_fleet(project / "fleet.yaml"), directory=project) as sessions:
-        return sessions.nodes["csd0"].run(["sh", "-c", script]).check("csd0", doing="a script").output
+        return sessions.reachable["csd0"].run(["sh", "-c", script]).check("csd0", doing="a script").output
 
 
 def num_running(project: Path) -> int:

@@ -27,11 +27,11 @@ import resource, sys
 from pathlib import Path
 from csdctl.fleet.model import Fleet, Node
 from csdctl.transport.many import run_on_nodes
-key, known, count = sys.argv[1:]
+key, count = sys.argv[1:]
 nodes = tuple(Node(f"n{i}", f"10.78.{i // 250}.{1 + i % 250}", key=Path(key)) for i in range(int(count)))
 outcomes = run_on_nodes(
     Fleet(nodes), lambda session: session.run(["hostname"]).output.strip(),
-    directory=Path.cwd(), known_hosts=[Path(known)], connect_deadline_s=60,
+    directory=Path.cwd(), connect_deadline_s=60,
 )
 assert resource.getrlimit(resource.RLIMIT_NOFILE)[1] == 256
 errors = [str(outcome.error) for outcome in outcomes.values() if outcome.error]
@@ -279,9 +279,10 @@ def test_more_nodes_than_open_files_are_handled(lab: Lab, tmp_path: Path) -> Non
     with lab.node("many", 47) as node:
         network.run_ip(node.namespace, "route add local 10.78.0.0/22 dev lo")
         network.run_ip(lab.host.namespace, f"route add 10.78.0.0/22 via {node.node.address}")
-        known = _known_hosts(lab, f"10.78.* {node.public_key}")
+        (tmp_path / ".csdctl").mkdir()
+        (tmp_path / ".csdctl" / "known_hosts").write_text(f"10.78.* {node.public_key}")
         program = ["sh", "-c", 'ulimit -Sn 256 && ulimit -Hn 256 && exec "$@"', "sh", sys.executable, "-c"]
-        arguments = [VISIT_MANY, str(lab.key), str(known), str(count)]
+        arguments = [VISIT_MANY, str(lab.key), str(count)]
         done = lab.host.run(*program, *arguments, cwd=tmp_path)
         network.run_ip(lab.host.namespace, "route del 10.78.0.0/22")
     assert done.stdout.strip() == f"{count} {{'many'}}", done.stdout + done.stderr

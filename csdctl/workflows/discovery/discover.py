@@ -17,12 +17,11 @@ from csdctl.errors import CsdctlError, HostKeyError, InputError
 from csdctl.facts.machine import collect_facts
 from csdctl.fleet.facts import Drive, Facts, facts_path, load_facts, save_facts
 from csdctl.fleet.hardware import match_drives
-from csdctl.fleet.model import HOST_NAME, Fleet, Node
+from csdctl.fleet.model import Fleet, Node
 from csdctl.fleet.names import format_node_names, names_by_value
 from csdctl.runs.directory import ProjectDirectory
 from csdctl.runs.ledger import record_traffic
 from csdctl.transport.known_hosts import KnownHosts, build_host_name, fingerprint, load_lines
-from csdctl.transport.local import LocalSession
 from csdctl.transport.many import Outcome, errors_of, fleet_known_hosts_paths, run_on_all, run_on_nodes
 from csdctl.transport.meter import add_up
 from csdctl.transport.session import Session
@@ -199,7 +198,7 @@ def discover(
         directory=directory,
         on_done=lambda outcome: on_done(_facts_or_problem(outcome)),
         on_traffic=record_traffic(directory, "discover"),
-        host=LocalSession(HOST_NAME, directory),
+        has_host=True,
     )
     warnings = (*earlier_warnings, *find_shared_addresses(fleet), *find_shared_host_keys(host_keys))
     facts = {name: _facts_or_problem(outcome) for name, outcome in outcomes.items()}

@@ -1,15 +1,13 @@
 """`exec`: a command of the user on all nodes at once, over the connections that every command uses."""
 
-import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from csdctl.errors import CsdctlError, InputError, RemoteCommandError
-from csdctl.fleet.model import HOST_NAME, Fleet
+from csdctl.fleet.model import Fleet
 from csdctl.fleet.names import names_by_value
 from csdctl.runs.ledger import record_traffic
-from csdctl.transport.local import LocalSession
 from csdctl.transport.many import Outcome, errors_of, run_on_nodes
 from csdctl.transport.session import Session, bounded, last_line
 
@@ -115,17 +113,15 @@ def run_command(
         done = session.run(argv, deadline_s=options.timeout_s, is_users=True)
         return build_answer(done.exit_code, done.stdout, done.stderr, duration_s=done.duration_s)
 
-    host = LocalSession(HOST_NAME, directory) if options.has_host else None
-    with contextlib.closing(host) if host else contextlib.nullcontext():
-        outcomes = run_on_nodes(
-            fleet,
-            visit,
-            directory=directory,
-            connect_deadline_s=options.connect_deadline_s,
-            on_done=on_done,
-            on_traffic=record_traffic(directory, "exec"),
-            host=host,
-        )
+    outcomes = run_on_nodes(
+        fleet,
+        visit,
+        directory=directory,
+        connect_deadline_s=options.connect_deadline_s,
+        on_done=on_done,
+        on_traffic=record_traffic(directory, "exec"),
+        has_host=options.has_host,
+    )
     return ExecResult(fleet, outcomes)
 
 

@@ -47,13 +47,13 @@ from csdctl.fleet.names import format_node_names
 from csdctl.fleet.network import addresses_in, is_checked
 from csdctl.launch.leftovers import end_run
 from csdctl.launch.mpi_job import JobOutcome, add_mpirun_traffic, add_rank_traffic, find_cause
-from csdctl.launch.mpirun import Mpirun, RankCommand, find_mpirun, list_peers, mpi_version, rank_marker
-from csdctl.runs.directory import ProjectDirectory, RunDirectory
+from csdctl.launch.mpirun import Mpirun, find_mpirun, list_peers, mpi_version
+from csdctl.runs.directory import ProjectDirectory
 from csdctl.runs.ledger import Ledger, record_traffic
 from csdctl.shipping.deliver import Delivery, deliver
 from csdctl.shipping.payload import pack_payload
 from csdctl.shipping.store import StoredFile, store_bytes
-from csdctl.shipping.worker_calls import build_worker_command, call_worker
+from csdctl.shipping.worker_calls import call_worker
 from csdctl.shipping.worker_zip import pack_worker
 from csdctl.transport.commands import build_program_command
 from csdctl.transport.many import Outcome, errors_of, open_sessions, run_on_all
@@ -411,26 +411,6 @@ def _check_clock(clock: Deadline, doing: str) -> None:
 CHECK_DEADLINE_S = 30.0
 
 
-def prepare_mpirun(
-    space: Workspace,
-    run: RunDirectory,
-    sessions: Mapping[str, Session],
-    worker_path: str,
-    obstacles: Mapping[str, str],
-    link_key: str = "",
-) -> Mpirun:
-    """Return mpirun for ranks on the machines of `sessions`; `obstacles` as found by `find_obstacles`.
-
-    A session that is replaced in `sessions`, after a lost connection, is used from then on.
-    """
-    fleet = space.fleet
-
-    def build_command(machine: str, arguments: Sequence[str]) -> list[str]:
-        return build_worker_command(fleet.python_of(machine), worker_path, arguments)
-
-    return Mpirun(fleet, space.facts, run, sessions, worker_path, build_command, obstacles, link_key)
-
-
 def find_obstacles(fleet: Fleet, sessions: Mapping[str, Session], worker_path: str) -> dict[str, str]:
     """Return the machines of `sessions` that cannot run MPI in a sandbox, and why.
 
@@ -614,15 +594,12 @@ def _run_check(
     """
     scratch = space.project.new_scratch()
     sessions = {name: space.sessions[name] for name in {*machines, level.machines[0]}}
-    mpirun = prepare_mpirun(space, scratch, sessions, worker.path, obstacles)
+    mpirun = Mpirun(space.fleet, space.facts, scratch, sessions, worker.path, obstacles)
     pythons = {name: space.fleet.python_of(name) for name in machines}
     commands = []
     for rank, name in enumerate(machines):
-        command = ["mpi-check", "--rank", str(rank), "--size", str(len(machines)), "--node", name]
-        command += [*arguments, "--marker", rank_marker(scratch.run_id, name)]
-        commands.append(
-            RankCommand(rank, name, tuple(build_worker_command(pythons[name], worker.path, command)))
-        )
+        command = ["mpi-check", "--rank", str(rank), "--size", str(len(machines)), "--node", name, *arguments]
+        commands.append((rank, name, command))
     job = mpirun.build_job(commands, level)
     try:
         outcome = job.run(deadline_s)
@@ -688,7 +665,7 @@ def _find_failure(machines: Sequence[str], outcome: JobOutcome, deadline_s: floa
         return found, CHECK_NETWORK
     if outcome.is_overdue:
         return f"all ranks completed MPI_Init, but their sum hung for {deadline_s:g} s", CHECK_NETWORK
-    cause = find_cause(outcome.stderr_tail, outcome.events, machines, outcome.starter)
+    cause = find_cause(outcome)
     where = f"{cause.node}: " if cause.node else ""
     never_started = f" ({format_node_names(missing)} never started a rank)" if missing else ""
     return f"{where}{cause.message}{never_started}", CHECK_NETWORK

@@ -18,6 +18,7 @@ from csdctl.errors import InputError
 from csdctl.fleet.model import HOST_NAME, SERVER_MARK
 from csdctl.launch.leftovers import describe_holder, end_run
 from csdctl.launch.mpi_job import add_mpirun_traffic, add_rank_traffic
+from csdctl.launch.mpirun import Mpirun
 from csdctl.reporting.results import DONE, RunSummary, read_results
 from csdctl.runs.directory import EventLog, RunDirectory, keep_step_file
 from csdctl.shipping.store import store_bytes
@@ -32,7 +33,7 @@ from csdctl.worker.protocol.recipe import BF16
 from csdctl.worker.protocol.run_spec import RunSpec
 from csdctl.workflows.data.files import OnDelivery, deploy_files
 from csdctl.workflows.data.prepare import PreparationObserver
-from csdctl.workflows.preflight.doctor import Examination, find_obstacles, prepare_mpirun
+from csdctl.workflows.preflight.doctor import Examination, find_obstacles
 from csdctl.workflows.train.spec import COLLECTIVES, MEASURED, RunInputs, TrainOptions
 from csdctl.workflows.workspace.workspace import Workspace
 
@@ -74,7 +75,7 @@ def run_ranks(
     deploy_files(files, fleet, space.sessions, on_delivery)
     sessions = {name: space.sessions[name] for name in (HOST_NAME, *nodes)}
     obstacles = find_obstacles(fleet, sessions, prepared.worker.path)
-    mpirun = prepare_mpirun(space, run, sessions, prepared.worker.path, obstacles, spec.link_key)
+    mpirun = Mpirun(fleet, space.facts, run, sessions, prepared.worker.path, obstacles, spec.link_key)
     pythons = {name: fleet.python_of(name) for name in (HOST_NAME, *nodes)}
     traffic: dict[int, Traffic] = {}
 
@@ -87,9 +88,6 @@ def run_ranks(
         starter = RankStarter(
             spec,
             stored_spec.path,
-            prepared.worker.path,
-            fleet,
-            sessions,
             mpirun,
             space.project.root,
             stack,

@@ -24,8 +24,9 @@ from csdctl.fleet.names import format_node_names
 from csdctl.perfmodel.spread import standard_error
 from csdctl.reporting.tally import Amounts, Tally
 from csdctl.runs.directory import RunDirectory
-from csdctl.shipping.worker_calls import WorkerProgram, build_worker_command
+from csdctl.shipping.worker_calls import WorkerProgram
 from csdctl.supervision.rank_processes import AttachRank
+from csdctl.transport.commands import build_worker_command
 from csdctl.transport.program import MAX_PRINTED_LINES, Nothing, Patience, ProgramEndedError
 from csdctl.transport.session import Conversation, Deadline, Session
 from csdctl.tuning.fleet_model import ProbeOutcome, TrialResult, predict_peak_bytes, rank_memory_bytes

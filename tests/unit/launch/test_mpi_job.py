@@ -14,7 +14,6 @@ from csdctl.fleet.model import Fleet, Node
 from csdctl.launch.mpi_job import (
     MAX_LINE_BYTES,
     REQUEST,
-    EndTimeouts,
     JobOutcome,
     MpiJob,
     add_mpirun_traffic,
@@ -45,7 +44,6 @@ from tests.unit.transport.test_session_contract import is_alive
 READY = [Ready(rank, f"csd{rank}", 10, 0.5) for rank in range(2)]
 FINISHED = [Finished(rank, f"csd{rank}", 1, 4, "hash", 1 << 20) for rank in range(2)]
 TIMED = CollectiveTimed(0, "csd0", 2, 1 << 20, "star", 0.5)
-DEFAULT = EndTimeouts()
 
 
 def tag(rank: int, text: str, stream: str = "stdout") -> str:
@@ -65,20 +63,20 @@ class Job:
         self.asked: list[tuple[str, str]] = []
         self.request = REQUEST
 
-    def make(self, program: str, timeouts: EndTimeouts = DEFAULT) -> MpiJob:
+    def make(self, program: str, **options: float) -> MpiJob:
         (self.directory / "mpirun.py").write_text(f"import os, signal, sys, time\n{program}")
         command = [sys.executable, "-u", str(self.directory / "mpirun.py")]
         session = LocalSession("host", self.directory)
         nodes = "csd0", "csd1"
         start = lambda: session.converse(command)  # noqa: E731
-        return MpiJob(start, nodes, self.log, self.start_daemon, timeouts, request=self.request)
+        return MpiJob(start, nodes, self.log, self.start_daemon, request=self.request, **options)
 
     def start_daemon(self, host: str, command: str) -> Conversation:
         self.asked.append((host, command))
         raise CsdctlError("does not answer")
 
-    def run(self, program: str, deadline_s: float = 3600, timeouts: EndTimeouts = DEFAULT) -> JobOutcome:
-        outcome = self.make(program, timeouts).run(deadline_s)
+    def run(self, program: str, deadline_s: float = 3600, **options: float) -> JobOutcome:
+        outcome = self.make(program, **options).run(deadline_s)
         self.events = outcome.events
         return outcome
 
@@ -188,7 +186,7 @@ class TestEnding:
         program = "pid = os.fork()\nif pid == 0:\n    os.setsid()\n    time.sleep(100_000)\n"
         program += "open('pid', 'w').write(str(pid))\n"
         program += f"sys.stdout.write({event_lines(*READY)!r})\ntime.sleep(100_000)\n"
-        job.run(program, scaled(4), timeouts=EndTimeouts(sandbox_s=0.2))
+        job.run(program, scaled(4), sandbox_s=0.2)
         os.kill(int((job.directory / "pid").read_text()), signal.SIGKILL)
 
 
@@ -199,7 +197,7 @@ class TestDaemons:
         assert not outcome.is_overdue
         assert job.asked == [("rank1-csd1", "prted --x 1")]
         assert outcome.stderr_tail[0] == "does not answer"
-        assert find_cause(outcome.stderr_tail, [], ["csd0", "csd1"]).node == "csd1"
+        assert find_cause(outcome).node == "csd1"
 
     def test_ranks_and_daemons_on_nodes_ask_for_no_daemons(self, job: Job) -> None:
         """mpirun prints it as its own, and only the agent on its machine knows the secret."""
@@ -247,24 +245,25 @@ SIGNALLED = ["prterun noticed that process rank 1 with PID 0 on node csd0 exited
 def test_node_that_was_lost_first_is_the_cause(
     printed: list[str], exited: list[Exited], nodes: list[str], node: str, message: str
 ) -> None:
-    cause = find_cause(printed, exited, nodes)
+    cause = find_cause(JobOutcome(exited, nodes, stderr_tail=printed))
     assert cause.node == node
     assert message in cause.message
 
 
 @pytest.mark.parametrize("number", [3, 99])
 def test_unknown_rank_or_daemon_number_names_no_node(number: int) -> None:
-    assert find_cause([f"process rank {number} exited"], [], NODES).node == ""
-    assert find_cause([f"Remote daemon: [prterun-x@0,{number}] on node y"], [], NODES).node == ""
+    for line in (f"process rank {number} exited", f"Remote daemon: [prterun-x@0,{number}] on node y"):
+        assert find_cause(JobOutcome([], NODES, stderr_tail=[line])).node == ""
 
 
 def test_daemon_that_never_connected_is_named_by_its_node() -> None:
     printed = ["A daemon failed to report back after being spawned. This could", "  Local host:    vm"]
     printed += ["  Remote host:   rank2-csd1", "  Daemon exit status: 213"]
-    cause = find_cause(printed, [], NODES)
+    cause = find_cause(JobOutcome([], NODES, stderr_tail=printed))
     assert cause.node == "csd1"
     assert "did not connect to mpirun and exited with 213" in cause.message
-    assert find_cause([line.replace("csd1", "other") for line in printed], [], NODES).node == ""
+    others = [line.replace("csd1", "other") for line in printed]
+    assert find_cause(JobOutcome([], NODES, stderr_tail=others)).node == ""
 
 
 CONTROL = TrafficClass.CONTROL

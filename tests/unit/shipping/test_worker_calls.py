@@ -13,8 +13,9 @@ import pytest
 
 from csdctl.errors import CsdctlError
 from csdctl.shipping.store import store_bytes
-from csdctl.shipping.worker_calls import build_worker_command, call_worker, fetch_results
+from csdctl.shipping.worker_calls import call_worker, fetch_results
 from csdctl.shipping.worker_zip import pack_worker
+from csdctl.transport.commands import build_worker_command
 from csdctl.transport.local import LocalSession
 from csdctl.transport.meter import TrafficClass
 from csdctl.worker.protocol.datasets import DatasetInfo, PrepareSpec
@@ -70,7 +71,7 @@ def test_results_are_fetched_and_counted() -> None:
     assert fetch(session) == CONTENT
     assert from_json(SendSpec, session.conversations[0].sent[0]) == SPEC
     counted = session.meter.by_class()[TrafficClass.SCORES]
-    assert (counted.sent, counted.received) == (0, sum(len(line) + 1 for line in lines))
+    assert counted == (0, sum(len(line) + 1 for line in lines))
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from csdctl.errors import CsdctlError, NodeError, RunError, UnreachableError
-from csdctl.launch.mpi_job import EndTimeouts, MpiJob
+from csdctl.launch.mpi_job import MpiJob
 from csdctl.supervision.rank_processes import OnMessage, ProcessEnded, RankMessage
 from csdctl.supervision.run_setup import Links, Patience, RunSetup
 from csdctl.supervision.supervisor import Supervisor
@@ -44,7 +44,6 @@ NO_DAEMONS: Any = None
 """Such an mpirun asks for none."""
 SHORT_PATIENCE = Patience(
     start_s=3600.0,
-    start_poll_s=0.02,
     silence_s=3600.0,
     answer_s=scaled(0.6),
     min_answer_s=scaled(0.3),
@@ -285,8 +284,7 @@ class Fleet:
         command = ["sh", "-c", 'exec "$@" 2>&1', "mpirun", *self.mpirun.get(generation, SLEEPING)]
         nodes = [self.nodes[rank] for rank in ranks]
         session = LocalSession("host", self.directory)
-        timeouts = EndTimeouts(sandbox_s=0.1)
-        job = MpiJob(lambda: session.converse(command), nodes, self._log_path, NO_DAEMONS, timeouts)
+        job = MpiJob(lambda: session.converse(command), nodes, self._log_path, NO_DAEMONS, sandbox_s=0.1)
         return self.links_type(job)
 
     def _log_path(self, rank: int | None) -> Path:

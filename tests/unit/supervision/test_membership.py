@@ -1,12 +1,14 @@
 """Which ranks are lost, which are back, and how often a rank may be restarted."""
 
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from csdctl.errors import NodeError, OutOfMemoryError
-from csdctl.supervision.membership import GroupState, Membership, as_run_error
+from csdctl.supervision.run_setup import Patience
+from csdctl.supervision.supervisor import GroupState, Membership, as_run_error
 from csdctl.worker.protocol.events import EpochEnd, Event, NodeBack, Progress, Ready
 
 NODES = ("host", "csd0", "csd1")
@@ -33,7 +35,9 @@ class Fleet:
     def __init__(self) -> None:
         self.events: list[Event] = []
         self.processes: Any = Processes()
-        self.membership = Membership(NODES, self.processes, self.events.append, MAX_RESTARTS)
+        patience = Patience(max_restarts=MAX_RESTARTS)
+        setup: Any = SimpleNamespace(nodes=NODES, servers=(), patience=patience)
+        self.membership = Membership(setup, self.processes, self.events.append)
         self.membership.ready = set(range(len(NODES)))
         self.membership.has_trained = True
 

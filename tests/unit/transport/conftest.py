@@ -62,6 +62,12 @@ class ServerFiles:
     def trust(self, public_key: str) -> None:
         self.known_hosts.write_text(f"[127.0.0.1]:{self.port} {public_key}")
 
+    def trust_in(self, project: Path) -> None:
+        known = project / ".csdctl" / "known_hosts"
+        known.parent.mkdir(exist_ok=True)
+        with known.open("a") as file:
+            file.write(self.known_hosts.read_text().strip() + "\n")
+
 
 @dataclass
 class SshServer(ServerFiles):

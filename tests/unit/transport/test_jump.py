@@ -43,8 +43,9 @@ def test_nodes_behind_one_jump_host_share_one_connection_to_it(
         all_done.wait(timeout=scaled(60))
         return code
 
-    known = both_known(server, gate)
-    outcomes = run_on_nodes(Fleet(tuple(nodes)), visit, directory=tmp_path, known_hosts=known)
+    server.trust_in(tmp_path)
+    gate.trust_in(tmp_path)
+    outcomes = run_on_nodes(Fleet(tuple(nodes)), visit, directory=tmp_path)
     assert [outcome.get() for outcome in outcomes.values()] == [0] * 12
     assert len(gate.connections) == 1
     assert len(server.connections) == 12

@@ -1,4 +1,3 @@
-import contextlib
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -8,7 +7,6 @@ import pytest
 
 from csdctl.errors import CsdctlError, HostKeyError, NodeError, UnreachableError
 from csdctl.fleet.model import Fleet, Node
-from csdctl.transport.local import LocalSession
 from csdctl.transport.many import Outcome, open_sessions, run_on_all, run_on_nodes
 from csdctl.transport.ssh import connect
 from tests.patience import WAIT_S, eventually, scaled
@@ -36,10 +34,11 @@ def test_sessions_open_for_all_that_can_be_reached(server: Any, tmp_path: Path) 
     unknown = Node("csd2", "localhost", server.port, "tester", server.key)
     fleet = Fleet((server.node(), server.node(name="csd1", port=1), unknown), path=tmp_path / "fleet.yaml")
     reported: list[str] = []
-    known, note = [server.known_hosts], lambda outcome: reported.append(outcome.name)
-    with open_sessions(fleet, directory=tmp_path, known_hosts=known, on_done=note) as sessions:
+    server.trust_in(tmp_path)
+    with open_sessions(
+        fleet, directory=tmp_path, on_done=lambda outcome: reported.append(outcome.name)
+    ) as sessions:
         assert list(sessions.reachable) == ["host", "csd0"]
-        assert list(sessions.nodes) == ["csd0"]
         assert isinstance(sessions.failed["csd1"], UnreachableError)
         assert isinstance(sessions.failed["csd2"], HostKeyError)
         assert sessions.reachable["host"].run(["pwd"]).output == f"{tmp_path}\n"
@@ -69,9 +68,10 @@ def test_interruption_ends_what_runs_on_the_nodes_also_behind_a_jump_host(
     def interrupt(outcome: Outcome[None]) -> None:
         raise KeyboardInterrupt
 
-    options = {"known_hosts": [server.known_hosts, gate.known_hosts], "on_done": interrupt}
-    with contextlib.closing(LocalSession("host", tmp_path)) as host, pytest.raises(KeyboardInterrupt):
-        run_on_nodes(fleet, work, directory=tmp_path, host=host, **options)
+    server.trust_in(tmp_path)
+    gate.trust_in(tmp_path)
+    with pytest.raises(KeyboardInterrupt):
+        run_on_nodes(fleet, work, directory=tmp_path, has_host=True, on_done=interrupt)
     pids = [int((server.home / f"{name}.pid").read_text()) for name in ("csd0", "far")]
     assert eventually(lambda: not any(is_alive(pid) for pid in pids))
 

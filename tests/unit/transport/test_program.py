@@ -9,7 +9,7 @@ import pytest
 
 from csdctl.errors import CsdctlError, DeadlineError, InputError, RemoteCommandError
 from csdctl.transport.local import LocalSession
-from csdctl.transport.program import MAX_TEXT_LENGTH, Patience, Program, ProgramEndedError, call_program
+from csdctl.transport.program import MAX_TEXT_LENGTH, Patience, Program, ProgramEndedError, within
 from csdctl.worker.protocol.datasets import PrepareProgress
 from csdctl.worker.protocol.json_codec import Count, to_frame
 from tests.fake_session import FakeSession
@@ -25,7 +25,7 @@ class Sum:
 
 def call(**answer: Any) -> Sum:
     session = FakeSession("csd2").on("python3", **answer)
-    return call_program(session, ["python3"], {"terms": [1, 2]}, Sum, "adding", 1.0)
+    return Program(session, ["python3"], "adding", within(1.0)).call_once({"terms": [1, 2]}, Sum)
 
 
 def failure(**answer: Any) -> CsdctlError:

@@ -48,8 +48,8 @@ def test_errors_are_those_of_new_plans_and_of_repeated_ones() -> None:
     assert errors.tried == pytest.approx([math.log(1.1), math.log(0.9)])
     assert errors.modelled == pytest.approx([math.log(1.25)])
     assert errors.spread.variance > errors.after_trial(0.0).variance
-    widths = [ForecastErrors().after_trial(error).half_width for error in (0.0, 0.05)]
-    assert widths[0] < widths[1]
+    upper = [ForecastErrors().after_trial(error).range_of(1.0)[1] for error in (0.0, 0.05)]
+    assert upper[0] < upper[1]
 
 
 @pytest.mark.parametrize("drift", [0.02, 0.06])

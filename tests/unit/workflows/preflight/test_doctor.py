@@ -56,7 +56,7 @@ BROKEN = Failed(1, "csd0", "MPI cannot be entered: ImportError: no libmpi", "rei
 
 
 def judge(events: list[Event], *, is_overdue: bool = False) -> Check:
-    return judge_mpi_check(MACHINES, JobOutcome(events, is_overdue=is_overdue), 60, Path("logs"))
+    return judge_mpi_check(MACHINES, JobOutcome(events, MACHINES, is_overdue=is_overdue), 60, Path("logs"))
 
 
 def of_all(*types: type[Event], library: str = "Open MPI v5.0.11") -> list[Event]:
