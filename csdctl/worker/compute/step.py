@@ -444,8 +444,9 @@ class Step(RankStep):
         vector = np.zeros(self.layout.step_size, np.float32) if out is None else out
         self._plain(images[count:], labels[count:], vector)
         # Once per step, whatever the micro-batch size: each further noisy sum would reveal more.
-        private = map(as_tensors, (images[:count], labels[:count]))
-        self._noisy.add_to(vector[self.layout.gradients], *private, private_copies, self._weight)
+        private, classes = as_tensors(images[:count]), as_tensors(labels[:count])
+        gradients = vector[self.layout.gradients]
+        self._noisy.add_to(gradients, private, classes, private_copies, self._weight)
         vector[self.layout.count] += count * self._weight
         return vector
 

@@ -235,6 +235,7 @@ class SplitParts(ModelTask):
                 split.backward(np.zeros_like(outputs), 1.0, out)
         split.rehearse_apply()
         if len(self.spec.ranks) == 1:
+            assert isinstance(self.step, Step)
             self.step.rehearse_alone(samples, labels)
 
 
