@@ -7,10 +7,11 @@ cannot be taken over is named by line.
 
 import ast
 import builtins
+import operator
 import re
 import symtable
 import textwrap
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -59,6 +60,15 @@ RANDOM = (
 """Beginnings of the names of layers and functions that change images at random."""
 SETTING = ("set_", "enable_", "seed")
 """Beginnings of the names of functions that set a state of their module: seeds, policies."""
+OPERATORS: dict[type[ast.operator], Callable[[Any, Any], Any]] = {
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+    ast.Div: operator.truediv,
+    ast.FloorDiv: operator.floordiv,
+    ast.Mod: operator.mod,
+    ast.Pow: operator.pow,
+}
 UNKNOWN = object()
 SPLIT = """\
     data = {data}
@@ -691,6 +701,14 @@ def _evaluate(node: ast.expr | str | None, names: Mapping[str, Any]) -> Any:
     """Return the value of an expression of constants, UNKNOWN for any other."""
     if isinstance(node, ast.Name | ast.Attribute | ast.Subscript):
         return names.get(ast.unparse(node), UNKNOWN)
+    if isinstance(node, ast.BinOp) and type(node.op) in OPERATORS:
+        sides = _evaluate(node.left, names), _evaluate(node.right, names)
+        try:
+            if all(isinstance(side, int | float) and abs(side) < 1e6 for side in sides):
+                return OPERATORS[type(node.op)](*sides)
+        except (ArithmeticError, ValueError):
+            pass
+        return UNKNOWN
     if isinstance(node, ast.Tuple | ast.List):
         values = [_evaluate(one, names) for one in node.elts]
         return UNKNOWN if UNKNOWN in values else values
