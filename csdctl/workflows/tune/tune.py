@@ -445,6 +445,8 @@ def tune_job(job: Job, fleet: Fleet, directory: Path, options: TuneOptions, obse
         options = replace(options, is_host_training=False)
     if not options.is_host_training and (options.method == STANNIS or not fleet.nodes):
         raise InputError(f"a host that does not train needs at least one node, and --method {FIT}")
+    if options.goal == TIME_TO_ACCURACY:  # before any machine is contacted
+        find_noise_scale(ProjectDirectory(directory), job.name)
     if options.method == FIT:
         find_mpirun()  # the plan is tried with MPI
     with open_workspace(directory, fleet, "tune", is_locking=True, say=observer.say) as space:
