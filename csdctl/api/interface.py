@@ -588,8 +588,8 @@ def train(
     chosen_options = replace(chosen_options, callbacks=(*chosen_options.callbacks, *callbacks))
     with open_session() as streams:
         path = streams.project.plan(loaded.name)
-        is_planned = path.exists() and not find_changes(load_plan(path), loaded, {})
-        if batch_size is None and resume is None and not is_planned:
+        needs_plan = batch_size is None and resume is None
+        if needs_plan and not (path.exists() and not find_changes(load_plan(path), loaded, {})):
             tune(job, chosen)
         request = TrainRequest(loaded, chosen, streams.directory, chosen_options, None, batch_size, resume)
         result = TrainingScreen(streams, emulated=chosen.emulated).train(request)

@@ -112,13 +112,17 @@ def show_holder(holder: Holder) -> str:
     )
 
 
+def is_elsewhere(holder: Holder) -> bool:
+    """Return whether `holder` is on another machine; clones, and containers of one image, have one id."""
+    this_process = describe_holder("", Path())
+    return any(holder.get(key) != this_process[key] for key in ("machine", "host"))
+
+
 def is_gone(holder: Holder) -> bool:
     """Return whether `holder` has certainly ended: it ran on this machine, and its process does not exist."""
-    this_process = describe_holder("", Path())
-    # Cloned machines, and containers of one image, have one machine-id.
-    if any(holder.get(key) != this_process[key] for key in ("machine", "host")):
+    if is_elsewhere(holder):
         return False
-    if holder.get("boot") != this_process["boot"]:
+    if holder.get("boot") != describe_holder("", Path())["boot"]:
         return True
     pid = holder.get("pid")
     return isinstance(pid, int) and _start_time(pid) != holder.get("started")

@@ -315,8 +315,10 @@ class EventLog:
 
     def __init__(self, run: RunDirectory, max_bytes: int = MAX_EVENTS_BYTES) -> None:
         self._run, self._max_bytes = run, max_bytes
-        self._handle = os.open(run.events, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        self._handle = os.open(run.events, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o600)
         self._num_bytes = os.fstat(self._handle).st_size
+        if self._num_bytes and os.pread(self._handle, 1, self._num_bytes - 1) != b"\n":
+            os.write(self._handle, b"\n")  # after half a line, of a power cut or a full disk
         self.unwritten = bytearray()
         """What a full disk has no place for; written once it has."""
         self._limited: set[int] = set()
@@ -354,6 +356,8 @@ class EventLog:
         """Write, sync and close the file; raises OSError."""
         try:
             self._write()
+            if self.unwritten:
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(self._run.events))
             os.fsync(self._handle)
         finally:
             os.close(self._handle)

@@ -80,7 +80,7 @@ class DatasetInfo:
     """The largest value of each input of integers, which may be indices; without uint8."""
     padded: dict[str, Shape] = field(default_factory=dict)
     """Inputs and outputs whose values had different shapes, and the shape that they were padded to with 0."""
-    columns: tuple[ShortText, ...] = ()
+    columns: tuple[str, ...] = ()
     """The columns of a table in the order of a sample's values; empty for private data."""
 
     @property

@@ -218,8 +218,8 @@ def _model_key(job: Job, worker: StoredFile) -> str:
         files |= {*job.model_file.parent.glob("*.py"), job.model_file}
     for path in sorted(path for path in files if path.is_file()):
         digest.update(str(path).encode() + path.read_bytes())
-    beside = job.model_file.parent.iterdir() if job.model_file else ()
-    for path in sorted(path for path in beside if path.suffix in WEIGHT_FILES):
+    beside = {*job.model_file.parent.iterdir()} - files if job.model_file else ()
+    for path in sorted(path for path in beside if path.suffix in WEIGHT_FILES and path.is_file()):
         status = path.stat()
         digest.update(f"{path} {status.st_size} {status.st_mtime_ns}".encode())
     return digest.hexdigest()[:32]

@@ -219,6 +219,10 @@ def prepare_job(
     preparing.spec = follow(spec, public)
     if not model.info.is_built:
         model = serialize_model(job, worker, host, project, shapes_of(public))
+        # As the next command, which knows the model from the start.
+        spec = preparing.spec = first_spec(job, model.info, is_checked=is_checked)
+        public = preparing.on_host("public", job.public_path, job.reading.public_function, store)
+        preparing.spec = follow(spec, public)
     if model.code:
         say(f"code for the nodes: {describe_code(model.code, model.code_roots)}")
     check_augment(job, model, public, worker, space, say)

@@ -205,8 +205,8 @@ class PredictRequest:
         recipe = replace(
             self.job.recipe, augment="", learning_rate=self.job.recipe.learning_rate or LEARNING_RATE
         )
-        trained = self.manifest.get("recipe", {})
-        if "input_range" in trained:  # job.yaml may have another one now
+        trained = self.manifest.get("recipe")
+        if isinstance(trained, dict) and "input_range" in trained:  # job.yaml may have another one now
             recipe = replace(recipe, input_range=trained["input_range"] and tuple(trained["input_range"]))
         code = self.job.code_roots
         model = str(self.model)
@@ -408,7 +408,9 @@ def predict(request: PredictRequest, observer: PreparationObserver) -> PredictRe
             if result.missing and not result.num_rows:
                 outcomes = {name: Outcome[None](name, error=error) for name, error in result.missing.items()}
                 values_or_raise(outcomes, _DOING)
-            names = request.manifest.get("classes", list(prepared.public.class_counts))
+            names = request.manifest.get("classes")
+            if not isinstance(names, list):
+                names = list(prepared.public.class_counts)
             write_results(request.output, found, names)
             result.elapsed_s = time.monotonic() - began
             return result

@@ -20,7 +20,7 @@ from typing import Any
 
 from csdctl.documents import load_json
 from csdctl.errors import CsdctlError, DeadlineError, ExitCode, InputError, RunError
-from csdctl.launch.leftovers import describe_holder, is_gone, read_holder, show_holder
+from csdctl.launch.leftovers import is_elsewhere, is_gone, read_holder, show_holder
 from csdctl.notify import Say
 from csdctl.placement.equation1 import steps_per_epoch
 from csdctl.reporting.results import RUNNING, RunStatus, load_run_status, read_results
@@ -149,7 +149,7 @@ def interrupt(run: RunDirectory) -> None:
     process = process_of(run)
     if not process.is_running or process.pid is None:
         raise InputError(f"run {run.run_id} is not running", remedy="csdctl runs list shows the runs' states")
-    if process.holder.get("machine") != describe_holder("", Path())["machine"]:
+    if is_elsewhere(process.holder):
         raise InputError(
             f"run {run.run_id} is trained by {show_holder(process.holder)}", remedy="stop it on that machine"
         )

@@ -102,6 +102,8 @@ def build_equal_plan(job: Job, fleet: Fleet, facts: Mapping[str, Facts], batch_s
     """
     if batch_size > MAX_BATCH_SIZE:
         raise InputError(f"batch size {batch_size:,} is too large", remedy=f"at most {MAX_BATCH_SIZE:,}")
+    if not fleet.nodes and not fleet.host.trains:
+        raise InputError("a host that does not train needs at least one node")
     return Plan(
         job=job.name,
         job_fingerprint=job.fingerprint(),

@@ -217,6 +217,9 @@ def run_to_end(
         finally:
             try:
                 log.close()
+            except OSError:
+                is_done = False  # what happened is not recorded
+                raise
             finally:
                 settle_step_file(inputs, is_done=is_done)
     summary = read_results(run).summary

@@ -313,7 +313,7 @@ def build_manifest(
             "emulated": space.fleet.emulated,
             "facts": {name: asdict(facts) for name, facts in space.facts.items()},
         },
-        "plan": plan.model_dump(),
+        "plan": plan.model_dump() | {"emulated": space.fleet.emulated},
         "placed": [asdict(shard) for shard in placed],
         "classes": list(prepared.public.class_counts),
         "model": asdict(prepared.model.info),

@@ -439,12 +439,12 @@ class _Machine:
     def _check(self, info: DatasetInfo, num_samples: int) -> None:
         """Raise RemoteCommandError unless these can be the features of that many samples."""
         check_info(info, self.rank.node, COMPUTING, may_be_empty=True)
-        expected = (num_samples, self.run.shape, self.run.precision)
-        found = (info.num_samples, self.run.shape, info.dtype)
-        if found != expected or not equals(self.run.shape, info.sample_shape):
+        run, shape = self.run, info.sample_shape
+        is_shape = all(shape) and equals(run.shape, shape)  # 0 is any size in the model's alone
+        if (info.num_samples, info.dtype) != (num_samples, run.precision) or not is_shape:
             raise RemoteCommandError(
-                f"{COMPUTING}: received {info.num_samples} features of shape {info.sample_shape} and type "
-                f"{info.dtype}, expected {expected[0]} of {expected[1]} and {expected[2]}",
+                f"{COMPUTING}: received {info.num_samples} features of shape {shape} and type "
+                f"{info.dtype}, expected {num_samples} of {run.shape} and {run.precision}",
                 node=self.rank.node,
             )
 

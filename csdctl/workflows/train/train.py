@@ -117,15 +117,11 @@ def resume(
         num_checkpoints=options.num_checkpoints or spec.num_checkpoints,
     )
     inputs = build_training(run, manifest.plan.ranks, placed, context, kept)
+    if _hashes_of(inputs.spec, spec) != _hashes_of(spec, spec):
+        raise _changed("validation data", run)
     inputs = strategy_of(spec).build_inputs(inputs, context)
-    changed = "validation data" if _hashes_of(inputs.spec) != _hashes_of(spec) else ""
     if _frozen_part(inputs.spec) != _frozen_part(spec):
-        changed = "frozen layers"
-    if changed:
-        raise InputError(
-            f"the {changed} of run {run.run_id} changed after it began",
-            remedy=f"undo the change, or {NEW_RUN}",
-        )
+        raise _changed("frozen layers", run)
     if job.recipe.epochs != spec.recipe.epochs:  # views and reports read it
         recipe = dataclasses.replace(spec.recipe, epochs=job.recipe.epochs)
         save_text(run.spec, to_json(dataclasses.replace(spec, recipe=recipe)))
@@ -134,10 +130,15 @@ def resume(
     return run_to_end(inputs, steps_per_epoch(placed), space, options, observer)
 
 
-def _hashes_of(spec: RunSpec) -> tuple[str, str] | None:
-    """Return the hashes of the validation data; of features, which may be rounded otherwise, only labels."""
+def _changed(what: str, run: RunDirectory) -> InputError:
+    remedy = f"undo the change, or {NEW_RUN}"
+    return InputError(f"the {what} of run {run.run_id} changed after it began", remedy=remedy)
+
+
+def _hashes_of(spec: RunSpec, began: RunSpec) -> tuple[str, str] | None:
+    """Return the hashes of the validation data; where a run began with features, only of the labels."""
     data = spec.validation
-    return ("" if spec.head else data.images_sha256, data.labels_sha256) if data else None
+    return ("" if began.head else data.images_sha256, data.labels_sha256) if data else None
 
 
 def _frozen_part(spec: RunSpec) -> tuple[str, ...]:

@@ -136,13 +136,13 @@ def empty_data_error(source: str) -> WorkerError:
 
 
 @contextlib.contextmanager
-def convert_read_errors(source: str) -> Iterator[None]:
+def convert_read_errors(source: str, *, is_text: bool = False) -> Iterator[None]:
     """Convert the errors of damaged files to a WorkerError, exit code 2, that names no file."""
     try:
         yield
-    except UnicodeDecodeError:
-        raise data_error(source, "is not text in UTF-8", "save it as CSV in UTF-8") from None
     except _DAMAGED as error:
+        if is_text and isinstance(error, UnicodeDecodeError):
+            raise data_error(source, "is not text in UTF-8", "save it as CSV in UTF-8") from None
         problem = f"cannot be read: {type(error).__name__}"
         raise data_error(source, problem, "replace the damaged file") from None
 
@@ -217,7 +217,7 @@ def is_table(file: DataFile, tree: Tree) -> bool:
 
 def read_columns(path: Path, source: str) -> list[str]:
     """Return the names of the columns of a .csv file; raises WorkerError, exit code 2."""
-    with convert_read_errors(source), path.open(newline="", encoding="utf-8-sig") as file:
+    with convert_read_errors(source, is_text=True), path.open(newline="", encoding="utf-8-sig") as file:
         return [name.strip() for name in next(csv.reader(file), [])]
 
 
@@ -239,8 +239,9 @@ def open_table(tree: Tree, spec: PrepareSpec) -> ArraySource:
         and expected
         and (others := set(columns) - {*expected, *schema.labels, schema.weight, *schema.dropped})
     ):
-        problem = f"has columns that the public data does not have: {list_names(sorted(others))}"
-        raise data_error(spec.source, problem, "leave them out: data.csv.drop")
+        named = "" if spec.is_private else f": {list_names(sorted(others))}"
+        problem = f"has {len(others)} columns that the public data does not have{named}"
+        raise data_error(spec.source, problem, "remove them from its file")
     used = [*features, *schema.labels, *filter(None, [schema.weight])]
     numbers = _read_numbers(paths, columns, used, spec)
     column = dict(zip(used, numbers.T, strict=True))
@@ -317,7 +318,7 @@ def _read_numbers(paths: Sequence[Path], columns: list[str], names: list[str], s
 
 def _rows(paths: Sequence[Path], columns: list[str], names: list[str], source: str) -> Iterator[list[float]]:
     for path in paths:
-        with convert_read_errors(source), path.open(newline="", encoding="utf-8-sig") as file:
+        with convert_read_errors(source, is_text=True), path.open(newline="", encoding="utf-8-sig") as file:
             next(csv.reader(file), None)
             for row in csv.DictReader(file, columns, restkey=MORE_CELLS, restval=""):
                 if MORE_CELLS in row:
