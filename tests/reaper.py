@@ -96,7 +96,9 @@ class Reaper:
         for project in {*projects, *self.places}:
             remove_step_files(project)
         if os.geteuid() == 0:
-            remove_labs()
+            from tests.lab.lab import remove_stale_labs
+
+            remove_stale_labs()
             unmount_below(self.directory)
         if not (self.directory / KEPT).exists():
             shutil.rmtree(self.directory, ignore_errors=True)
@@ -110,13 +112,6 @@ def remove_step_files(project: Path) -> None:
     for directory in SHARED_MEMORY.glob("csdctl-*"):
         with contextlib.suppress(OSError):
             directory.rmdir()  # only an empty one; csdctl makes it again
-
-
-def remove_labs() -> None:
-    """Remove the labs whose process is gone."""
-    from tests.lab.lab import remove_stale_labs
-
-    remove_stale_labs()
 
 
 def unmount_below(directory: Path) -> None:

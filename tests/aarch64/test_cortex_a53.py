@@ -6,6 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from tests.emulated.training import events_of
 from tests.lab.bare import bare_node
 from tests.lab.lab import Lab
 from tests.lab.project import Project
@@ -67,7 +68,10 @@ def test_bare_cortex_a53_trains_with_the_host(lab: Lab, project: Project, arm_bu
 
         options = ("--batch-size", "8", "--skip-doctor")
         check(project, "train", "job.yaml", *options)
-        hashes = weights_hashes(project)
+        hashes: dict[int, dict[int, str]] = {}
+        (run,) = (project.path / ".csdctl/runs").iterdir()
+        for event in events_of(run, "EpochEnd"):
+            hashes.setdefault(event["epoch"], {})[event["rank"]] = event["weights_hash"]
         print("weights:", hashes)
         assert all(len(set(of_epoch.values())) == 1 for of_epoch in hashes.values())
         assert {len(of_epoch) for of_epoch in hashes.values()} == {2}
@@ -77,14 +81,3 @@ def test_bare_cortex_a53_trains_with_the_host(lab: Lab, project: Project, arm_bu
         features = json.loads(check(project, "verify", "frozen.yaml", *lite, "--json"))
         print("LiteRT:", json.dumps(features["features"], indent=1))
         assert features["features"]["arm"]["num_rows"] > 0
-
-
-def weights_hashes(project: Project) -> dict[int, dict[int, str]]:
-    """Return the hash of the weights of every epoch and rank, from the only run's events."""
-    found: dict[int, dict[int, str]] = {}
-    (events,) = (project.path / ".csdctl/runs").glob("*/events.jsonl")
-    for line in events.read_text().splitlines():
-        event = json.loads(line)
-        if event["event"] == "EpochEnd":
-            found.setdefault(event["epoch"], {})[event["rank"]] = event["weights_hash"]
-    return found

@@ -19,7 +19,6 @@ import pytest
 
 from tests.lab import network
 from tests.lab.lab import Lab
-from tests.lab.machines import LabNode
 from tests.lab.network import DIES_WITH_PARENT, run_ip
 from tests.lab.project import Project
 from tests.lab.test_main_job import load_events, long_job, start_training
@@ -66,10 +65,6 @@ def neighbour(enter: list[str], place: Path, found: dict[str, Any]) -> Iterator[
             found.update(json.loads(output))
 
 
-def enter_node(node: LabNode) -> list[str]:
-    return ["nsenter", "-t", str(node.first_process()), "--all"]
-
-
 @pytest.mark.attack(3)
 def test_training_goes_on_while_neighbours_on_host_and_node_pretend_to_be_daemons(
     project: Project, job: Path
@@ -78,7 +73,7 @@ def test_training_goes_on_while_neighbours_on_host_and_node_pretend_to_be_daemon
     project.use(lab.near[0], network=NETWORK)
     enter = {
         "host": ["nsenter", f"--net={network.NAMESPACES / lab.host.namespace}"],
-        "csd0": enter_node(lab.near[0]),
+        "csd0": ["nsenter", "-t", str(lab.near[0].first_process()), "--all"],
     }
     with ExitStack() as stack:
         for machine, command in enter.items():

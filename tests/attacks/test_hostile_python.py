@@ -84,18 +84,13 @@ def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         yield directory
 
 
-def behave(directory: Path, **lies: str) -> None:
-    """Let csd1 answer as an honest node, but for `lies`."""
-    texts = {**HONEST, "PYTHON": sys.executable, **lies}
-    body = "".join(f"{name} = {text!r}\n" for name, text in texts.items()) + PYTHON
-    write_hostile_python(directory / "python", body)
-
-
 @pytest.mark.first(2)
 @pytest.mark.parametrize("lie", LIES)
 def test_command_reaches_the_other_node(fleet: Path, lie: str) -> None:
     program, answer = LIES[lie]
-    behave(fleet, **{program: answer})
+    texts = {**HONEST, "PYTHON": sys.executable, program: answer}
+    body = "".join(f"{name} = {text!r}\n" for name, text in texts.items()) + PYTHON
+    write_hostile_python(fleet / "python", body)
     (fleet / "tree").mkdir(exist_ok=True)
     (fleet / "tree" / "file").write_text(lie)
     said = refuse(fleet, *COMMANDS[program].split(), code=3)

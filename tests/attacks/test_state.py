@@ -81,15 +81,6 @@ def write_state(path: Path, fill: float = 666.0) -> Path:
     return path
 
 
-def replace_by_symlink(path: Path) -> None:
-    path.symlink_to(path.rename(path.with_name("elsewhere")))
-
-
-def replace_by_fifo(path: Path) -> None:
-    path.unlink()
-    os.mkfifo(path, 0o600)
-
-
 @pytest.mark.attack(14)
 @pytest.mark.parametrize(
     "plant",
@@ -98,8 +89,10 @@ def replace_by_fifo(path: Path) -> None:
         pytest.param(lambda path: path.chmod(0o602), id="writable by others"),
         pytest.param(lambda path: path.chmod(0o640), id="readable by its group"),
         pytest.param(lambda path: os.link(path, path.with_name("another")), id="with another name"),
-        pytest.param(replace_by_symlink, id="symbolic link"),
-        pytest.param(replace_by_fifo, id="pipe"),
+        pytest.param(
+            lambda path: path.symlink_to(path.rename(path.with_name("elsewhere"))), id="symbolic link"
+        ),
+        pytest.param(lambda path: (path.unlink(), os.mkfifo(path, 0o600)), id="pipe"),
         pytest.param(lambda path: give(path.parent), id="in another user's directory", marks=needs_root),
         pytest.param(lambda path: path.parent.chmod(0o702), id="in a directory of others"),
         pytest.param(lambda path: path.parent.chmod(0o770), id="in a directory of its group"),

@@ -42,22 +42,19 @@ class Running:
         return next(status for status in fleet_status(self.directory) if status.name == node)
 
 
-def write_ssh_config(directory: Path, path: Path) -> Path:
-    lines = [f"UserKnownHostsFile {directory / 'known_hosts'}", "BatchMode yes", "ConnectTimeout 10"]
-    for node in load_fleet(directory / "fleet.yaml").nodes:
-        lines += [f"Host {node.name}", f"HostName {node.address}", f"Port {node.port}"]
-        lines += [f"User {node.user}", f"IdentityFile {node.key}"]
-    path.write_text("\n".join(lines) + "\n")
-    return path
-
-
 def start(directory: Path, mechanism: str, num_nodes: int = 2, *, owner_pid: int | None = None) -> Running:
     """Start a fleet that ends with `owner_pid`, or with these tests, however they end."""
     if mechanism == "cgroup":
         require("cpu cgroups")
     spec = EmulatedSpec(num_nodes, CPU, MEMORY_BYTES)
     start_fleet(directory, spec, cpu_mechanism=mechanism, owner_pid=owner_pid or os.getpid())
-    return Running(directory, write_ssh_config(directory, directory.parent / "ssh_config"), mechanism)
+    lines = [f"UserKnownHostsFile {directory / 'known_hosts'}", "BatchMode yes", "ConnectTimeout 10"]
+    for node in load_fleet(directory / "fleet.yaml").nodes:
+        lines += [f"Host {node.name}", f"HostName {node.address}", f"Port {node.port}"]
+        lines += [f"User {node.user}", f"IdentityFile {node.key}"]
+    config = directory.parent / "ssh_config"
+    config.write_text("\n".join(lines) + "\n")
+    return Running(directory, config, mechanism)
 
 
 def wait_until(condition: Callable[[], object]) -> None:

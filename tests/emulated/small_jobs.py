@@ -17,6 +17,33 @@ def build():
 """
 
 
+def pausing_layer(seconds: float, condition: str = "True") -> str:
+    """Return the text of a module with the layer Pause, which waits in every step while `condition` holds."""
+    return f"""\
+import os
+import time
+
+import keras
+import tensorflow as tf
+
+
+def wait(samples):
+    if {condition}:
+        time.sleep({seconds})
+    return samples
+
+
+class Pause(keras.layers.Layer):
+    def call(self, samples):
+        waited = tf.numpy_function(wait, [samples], samples.dtype)
+        waited.set_shape(samples.shape)
+        return waited
+
+    def compute_output_shape(self, shape):
+        return shape
+"""
+
+
 def save_arrays(directory: Path, count: int, *shape: int, num_classes: int = 3) -> None:
     """Write images.npy with random samples and labels.npy with as many of each class."""
     generator = np.random.default_rng(count)

@@ -1,10 +1,6 @@
 """The Python interface in a user's script, on an emulated fleet: own layer, own data, the run's results."""
 
-import json
-import os
 import re
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -12,7 +8,7 @@ import pytest
 import yaml
 
 from csdctl import load_run
-from tests.emulated.running import csdctl, emulated, succeed
+from tests.emulated.running import csdctl, emulated, result_of_script, succeed
 
 pytestmark = pytest.mark.emulated
 PROGRAM = Path(__file__).parent / "api_program.py"
@@ -41,14 +37,8 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 
 def test_script_trains_a_model_with_an_own_layer_and_reads_its_results(directory: Path) -> None:
-    quiet = {**os.environ, "TF_CPP_MIN_LOG_LEVEL": "3", "CUDA_VISIBLE_DEVICES": ""}
-    done = subprocess.run(
-        [sys.executable, PROGRAM], cwd=directory, capture_output=True, text=True, env=quiet, check=False
-    )
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
-    assert "code for the nodes: own_layers.py" in done.stdout
-    [line] = [line for line in done.stdout.splitlines() if line.startswith("RESULT ")]
-    result = json.loads(line.removeprefix("RESULT "))
+    printed, result = result_of_script(directory, PROGRAM)
+    assert "code for the nodes: own_layers.py" in printed
     assert (result["state"], result["nodes"]) == ("done", ["host", "csd0"])
     assert result["machines"] == ["csd0", "host"]
     assert (result["num_public"], result["same_run"]) == (600, True)

@@ -1,9 +1,5 @@
 """A custom loop as the step of a job, and a model with its own train_step from Python, on a fleet."""
 
-import json
-import os
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -11,7 +7,7 @@ import numpy as np
 import pytest
 
 from csdctl.api.interface import load_run
-from tests.emulated.running import document, emulated, succeed
+from tests.emulated.running import document, emulated, result_of_script, succeed
 from tests.emulated.test_own_train_step import GAN
 from tests.emulated.training import events_of, hash_at_the_end
 
@@ -103,13 +99,7 @@ def test_step_of_a_custom_loop_goes_from_prepare_to_report(project: Path) -> Non
 
 
 def test_model_with_its_own_train_step_and_compile_is_trained_from_python(project: Path) -> None:
-    quiet = {**os.environ, "TF_CPP_MIN_LOG_LEVEL": "3", "CUDA_VISIBLE_DEVICES": ""}
-    done = subprocess.run(
-        [sys.executable, "program.py"], cwd=project, capture_output=True, text=True, env=quiet, check=False
-    )
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
-    [line] = [line for line in done.stdout.splitlines() if line.startswith("RESULT ")]
-    result = json.loads(line.removeprefix("RESULT "))
+    _, result = result_of_script(project, "program.py")
     assert result["verified"] == ["host", "csd0"]
     run = load_run(result["run"], project).directory.path
     assert hash_at_the_end(run)

@@ -1,7 +1,6 @@
 """Training by features on an emulated host and two nodes; test_strategies.py compares it with the others."""
 
 import json
-import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -14,8 +13,7 @@ import pytest
 from csdctl.job.model import load_job
 from csdctl.tuning.plan import Plan, RankPlan, save_plan
 from tests.emulated.running import document, emulated, home_of, succeed
-from tests.emulated.training import events_of, kill_rank, nothing_is_left, start_training, wait_for_epochs
-from tests.patience import communicate
+from tests.emulated.training import events_of, stop_without_csd1
 
 pytestmark = [pytest.mark.emulated, pytest.mark.thorough]
 
@@ -187,14 +185,7 @@ def test_verify_compares_features_and_head(project: Path, by_features: dict[str,
 
 def test_lost_node_leaves_its_public_samples_and_the_stopped_run_resumes(project: Path) -> None:
     (project / "long.yaml").write_text((JOB % 0.01).replace("epochs: 2", "epochs: 100000"))
-    arguments = ("long.yaml", "--strategy", "features", "--max-steps", "1000000")
-    process, run = start_training(project, *arguments, until="EpochEnd")
-    kill_rank("csd1")(project, run)
-    wait_for_epochs(process, run, 2, 4)  # an epoch has the samples that csd1 left
-    process.send_signal(signal.SIGINT)
-    output, _ = communicate(process, project)
-    assert "csd1 is lost" in output
-    assert nothing_is_left(project, run)
+    run = stop_without_csd1(project, "long.yaml", "--strategy", "features")
     last = [event for event in events_of(run, "EpochEnd") if event["rank"] == 0][-1]
     assert last["global_samples"] == 2 * NUM_SAMPLES, last  # all public ones, and the private ones of csd0
     steps = max(event["step"] for event in events_of(run, "CheckpointSaved"))

@@ -21,6 +21,7 @@ from csdctl.fleet.facts import load_facts
 from csdctl.fleet.fleet_file import load_fleet
 from tests.emulated import running
 from tests.emulated.running import document, emulated, refuse, succeed
+from tests.emulated.small_jobs import pausing_layer
 from tests.emulated.training import (
     events_of,
     hash_at_the_end,
@@ -51,29 +52,8 @@ data:
   validation: {path: validation.npz}
 recipe: {epochs: 8, learning_rate: 0.05, momentum: 0.9, reference_batch: 64, warmup_epochs: 1}
 """
-MODEL = """\
-import os
-import time
-
-import keras
-import tensorflow as tf
-
-
-def wait(samples):
-    if os.path.exists(os.path.expanduser("~/pause")):
-        time.sleep(0.05)
-    return samples
-
-
-class Pause(keras.layers.Layer):
-    def call(self, samples):
-        waited = tf.numpy_function(wait, [samples], samples.dtype)
-        waited.set_shape(samples.shape)
-        return waited
-
-    def compute_output_shape(self, shape):
-        return shape
-
+MODEL = f"""\
+{pausing_layer(0.05, 'os.path.exists(os.path.expanduser("~/pause"))')}
 
 def build():
     layers = [Pause(), keras.layers.Conv2D(4, 3), keras.layers.Flatten()]
@@ -136,30 +116,17 @@ def test_report_of_a_trained_job_says_what_was_trained_and_learnt(project: Path)
     assert found["validation_accuracy"] > 0.5  # of four classes
 
 
-def job_with(directory: Path, name: str, **changes: str) -> Path:
-    """Write job.yaml with changed values."""
-    content = yaml.load((directory / "job.yaml").read_text(), yaml.BaseLoader)
-    for key, value in changes.items():
-        target = content if key in content else content["recipe"]
-        target[key] = value
-    path = directory / name
-    path.write_text(yaml.safe_dump(content).replace("'", ""))
-    return path
-
-
 def test_all_ranks_hold_identical_weights_at_every_epochs_end(project: Path) -> None:
     found = report(project)
     hashes: dict[int, set[str]] = {}
-    for line in (Path(found["path"]) / "events.jsonl").read_text().splitlines():
-        event = json.loads(line)
-        if event["event"] == "EpochEnd":
-            hashes.setdefault(event["epoch"], set()).add((event["rank"], event["weights_hash"]))
+    run = Path(found["path"])
+    for event in events_of(run, "EpochEnd"):
+        hashes.setdefault(event["epoch"], set()).add((event["rank"], event["weights_hash"]))
     assert sorted(hashes) == list(range(1, found["epochs"] + 1))
     for of_epoch in hashes.values():
         assert {rank for rank, _ in of_epoch} == {0, 1, 2}
         assert len({digest for _, digest in of_epoch}) == 1
     assert found["identical_weights"] is True
-    run = Path(found["path"])
     assert 3 <= len(list((run / "checkpoints").glob("*.npz"))) <= 4  # the newest, and the best
     assert (run / "best.keras").exists()
 
@@ -326,7 +293,7 @@ def test_verify_proves_the_gradient_on_this_fleet(project: Path) -> None:
 @pytest.mark.thorough
 @pytest.mark.fault(57)
 def test_nan_loss_ends_the_run_with_a_remedy(project: Path) -> None:
-    job_with(project, "wild.yaml", learning_rate="1e12")
+    (project / "wild.yaml").write_text(JOB.replace("learning_rate: 0.05", "learning_rate: 1e12"))
     options = ("--batch-size", "16", "--skip-doctor", "--exclude", "csd1")
     said = refuse(project, "train", "wild.yaml", *options, code=1)
     assert "recipe.learning_rate" in said

@@ -79,8 +79,10 @@ def project(tmp_path: Path) -> Iterator[Path]:
         yield tmp_path
 
 
-def add_task(site: Path) -> None:
-    """Copy the package to `site`, with one more file and one more line."""
+def test_new_task_runs_in_a_group_that_loses_a_node(
+    project: Path, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    site = tmp_path_factory.mktemp("site")
     shutil.copytree(Path(package.__file__).parent, site / "csdctl")
     tasks = site / "csdctl" / "worker" / "tasks"
     shutil.copy(Path(__file__).with_name("count_task.py"), tasks / "count.py")
@@ -88,13 +90,6 @@ def add_task(site: Path) -> None:
     before, opening, after = registry.read_text().partition("TASKS = {\n")
     assert opening, "session.py has no table of tasks"
     registry.write_text(before + opening + REGISTRATION + after)
-
-
-def test_new_task_runs_in_a_group_that_loses_a_node(
-    project: Path, tmp_path_factory: pytest.TempPathFactory
-) -> None:
-    site = tmp_path_factory.mktemp("site")
-    add_task(site)
     events: list[dict[str, Any]] = []
     with subprocess.Popen(
         [sys.executable, "-c", PROGRAM],

@@ -15,6 +15,7 @@ import pytest
 import yaml
 
 from tests.emulated.running import CSDCTL, csdctl, document, emulated, home_of
+from tests.emulated.small_jobs import pausing_layer
 from tests.emulated.training import of_fleet, processes
 from tests.patience import communicate, wait_for
 
@@ -31,25 +32,6 @@ data:
   private: {path: ~/private.npz}
   validation: {path: validation.npz}
 recipe: {epochs: 1, learning_rate: 0.01}
-"""
-LAYER = """\
-import time
-import keras
-import tensorflow as tf
-
-
-class Slow(keras.layers.Layer):
-    def call(self, inputs):
-        def wait(values):
-            time.sleep(0.4)
-            return values
-
-        waited = tf.numpy_function(wait, [inputs], inputs.dtype)
-        waited.set_shape(inputs.shape)
-        return waited
-
-    def compute_output_shape(self, input_shape):
-        return input_shape
 """
 MODEL = """\
 import keras
@@ -69,7 +51,7 @@ def build(*first):
 SAVE = """\
 import model, layer
 compiled = {"optimizer": "sgd", "loss": "sparse_categorical_crossentropy"}
-for name, made in (("trained", model.build()), ("slow", model.build(layer.Slow()))):
+for name, made in (("trained", model.build()), ("slow", model.build(layer.Pause()))):
     made.compile(**compiled)
     made.save(f"{name}.keras")
 import keras, sys, numpy as np
@@ -92,7 +74,7 @@ def write(path: Path, seed: int, count: int = NUM_SAMPLES) -> None:
 
 @pytest.fixture(scope="module")
 def project(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    files = {"job.yaml": JOB, "layer.py": LAYER, "model.py": MODEL}
+    files = {"job.yaml": JOB, "layer.py": pausing_layer(0.4), "model.py": MODEL}
     files["slow.yaml"] = JOB.replace("private.npz", "slow.npz")
     with emulated(tmp_path_factory.mktemp("predict"), 2, files) as directory:
         data = [directory / "public.npz", directory / "validation.npz"]

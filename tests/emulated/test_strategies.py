@@ -1,7 +1,6 @@
 """One job by each strategy, on an emulated fleet: the same samples, the same model at the end."""
 
 import json
-import signal
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -11,8 +10,7 @@ import pytest
 
 from tests.emulated.running import document, emulated, succeed
 from tests.emulated.test_features import NUM_SAMPLES, weights_of, write_all
-from tests.emulated.training import events_of, kill_rank, nothing_is_left, start_training, wait_for_epochs
-from tests.patience import communicate
+from tests.emulated.training import events_of, stop_without_csd1
 
 pytestmark = pytest.mark.emulated
 
@@ -109,14 +107,7 @@ def test_layers_before_the_cut_are_trained_as_in_whole_models(project: Path) -> 
 
 @pytest.mark.thorough
 def test_split_run_survives_a_lost_node_and_resumes(project: Path) -> None:
-    options = ("long.yaml", *STRATEGIES["split"], "--max-steps", "1000000")
-    process, run = start_training(project, *options, until="EpochEnd")
-    kill_rank("csd1")(project, run)
-    wait_for_epochs(process, run, 2, 4)
-    process.send_signal(signal.SIGINT)
-    output, _ = communicate(process, project)
-    assert "csd1 is lost" in output
-    assert nothing_is_left(project, run)
+    run = stop_without_csd1(project, "long.yaml", *STRATEGIES["split"])
     steps = max(event["step"] for event in events_of(run, "CheckpointSaved"))
     succeed(
         *(project, "train", "long.yaml", "--resume", run.name, "--skip-doctor"),

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.emulated.running import CSDCTL
-from tests.patience import eventually, wait_for
+from tests.patience import communicate, eventually, wait_for
 
 SHORT_RUN = ("--batch-size", "8", "--max-steps", "240", "--skip-doctor", "--collective", "star")
 
@@ -24,13 +24,31 @@ def start_training(
 def start_run(demo: Path, *arguments: str, until: str = "Progress") -> tuple[subprocess.Popen[str], Path]:
     """Start `csdctl train`; return the process and its run directory after the first event `until`."""
     before = set((demo / ".csdctl" / "runs").glob("*"))
-    process = _train(demo, *arguments)
+    process = subprocess.Popen(
+        [str(CSDCTL), "train", *arguments],
+        cwd=demo,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
 
     def new_run() -> Path | None:
         found = set((demo / ".csdctl" / "runs").glob("*")) - before
         return next((run for run in found if num_lines_with(until, run)), None)
 
     return process, wait_for(new_run, process, demo)
+
+
+def stop_without_csd1(demo: Path, *arguments: str) -> Path:
+    """Start a long training, end csd1's rank, and stop the run an epoch later; return the run."""
+    process, run = start_training(demo, *arguments, "--max-steps", "1000000", until="EpochEnd")
+    kill_rank("csd1")(demo, run)
+    wait_for_epochs(process, run, 2, 4)  # an epoch has the samples that csd1 left
+    process.send_signal(signal.SIGINT)
+    output, _ = communicate(process, demo)
+    assert "csd1 is lost" in output
+    assert nothing_is_left(demo, run)
+    return run
 
 
 def wait_until_regrouped(process: subprocess.Popen[str], run: Path, generation: int) -> None:
@@ -57,16 +75,6 @@ def num_lines_with(word: str, run: Path) -> int:
     """Count the events so far with `word`; the last line may be incomplete."""
     events = run / "events.jsonl"
     return sum(word in line for line in events.read_text().splitlines()) if events.exists() else 0
-
-
-def _train(demo: Path, *arguments: str) -> subprocess.Popen[str]:
-    return subprocess.Popen(
-        [str(CSDCTL), "train", *arguments],
-        cwd=demo,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
 
 
 def processes(*wanted: str) -> list[int]:

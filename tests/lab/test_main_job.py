@@ -13,6 +13,7 @@ import pytest
 from csdctl.fleet.model import HOST_NAME, Node
 from csdctl.job.model import load_job
 from csdctl.tuning.plan import Plan, RankPlan, save_plan
+from tests.emulated.small_jobs import pausing_layer
 from tests.lab.project import Project
 from tests.patience import communicate, wait_for
 
@@ -26,27 +27,8 @@ def last_line(text: str) -> dict[str, Any]:
     return document
 
 
-PAUSING = """\
-import time
-
-import keras
-import tensorflow as tf
-
-
-def wait(samples):
-    time.sleep(0.05)
-    return samples
-
-
-class Pause(keras.layers.Layer):
-    def call(self, samples):
-        waited = tf.numpy_function(wait, [samples], samples.dtype)
-        waited.set_shape(samples.shape)
-        return waited
-
-    def compute_output_shape(self, shape):
-        return shape
-
+PAUSING = f"""\
+{pausing_layer(0.05)}
 
 def build():
     layers = [Pause(), keras.layers.Flatten(), keras.layers.Dense(2, activation="softmax")]

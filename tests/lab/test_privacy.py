@@ -60,16 +60,11 @@ def search_host(directory: Path) -> list[str]:
     return found
 
 
-def ledger_bytes(project: Project) -> Counter[tuple[str, str]]:
-    added: Counter[tuple[str, str]] = Counter()
+def check_ledger(project: Project, captures: dict[str, Capture]) -> None:
+    recorded = Counter[tuple[str, str]]()
     for line in (project.path / ".csdctl" / "ledger.jsonl").read_text().splitlines():
         entry = json.loads(line)
-        added[entry["sender"], entry["receiver"]] += entry["num_bytes"]
-    return added
-
-
-def check_ledger(project: Project, captures: dict[str, Capture]) -> None:
-    recorded = ledger_bytes(project)
+        recorded[entry["sender"], entry["receiver"]] += entry["num_bytes"]
     host = project.lab.front.ipv4(1)
     for name, capture in captures.items():
         seen = capture.payload()

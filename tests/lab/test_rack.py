@@ -4,11 +4,11 @@ import json
 import signal
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from csdctl.runs.ledger import read_ledger
+from tests.emulated.training import events_of
 from tests.lab.capture import captured
 from tests.lab.lab import Lab
 from tests.lab.project import Project
@@ -80,7 +80,7 @@ def test_rack_trains_from_discover_to_report(
     assert done.returncode == 0, done.stdout + done.stderr
 
     (run,) = (project.path / ".csdctl/runs").glob("*")
-    hashes = {event["rank"]: event["weights_hash"] for event in _events(run, "Finished")}
+    hashes = {event["rank"]: event["weights_hash"] for event in events_of(run, "Finished")}
     assert hashes.keys() == RANKS
     assert len(set(hashes.values())) == 1
     gradients = {
@@ -117,7 +117,7 @@ def test_csdctl_runs_on_a_machine_that_does_not_train(
     host, *others = json.loads((run / "manifest.json").read_text())["plan"]["ranks"]
     assert host["batch_size"] == 0
     assert {"storage2", "storage3"} < {rank["node"] for rank in others}
-    finished = _events(run, "Finished")
+    finished = events_of(run, "Finished")
     assert len(finished) == 1 + len(others)
     assert len({event["weights_hash"] for event in finished}) == 1
 
@@ -151,16 +151,8 @@ def test_rack_survives_the_loss_of_a_node_a_server_and_a_cable(
     for words in ("storage3/csd0 is lost", "storage2 is lost", "storage3 is back"):
         assert words in stdout + stderr
     assert "Traceback" not in stdout + stderr
-    _assert_no_step_was_lost(load_events(events))
-
-
-def _events(run: Path, kind: str) -> list[dict[str, Any]]:
-    return [event for event in load_events(run / "events.jsonl") if event["event"] == kind]
-
-
-def _assert_no_step_was_lost(events: list[dict[str, Any]]) -> None:
-    """Each group continues where rank 0 was when it lost the group before."""
-    of_rank_0 = [event for event in events if event["rank"] == 0]
+    # Each group continues where rank 0 was when it lost the group before.
+    of_rank_0 = [event for event in load_events(events) if event["rank"] == 0]
     lost = [event for event in of_rank_0 if event["event"] == "LinkLost"]
     assert len(lost) >= 3
     for event in lost:

@@ -50,15 +50,9 @@ def run_ansible(project: Project) -> dict[str, dict[str, int]]:
     directory = ansible_directory()
     check(project, "inventory", "--output", "hosts.yml")
     values = {"node_csdctl": str(CSDCTL), "node_bundles": str(bundles())}
+    playbook = str(directory / "playbooks/nodes.yml")
     done = project.lab.host.run(
-        *(
-            "ansible-playbook",
-            "-i",
-            "hosts.yml",
-            str(directory / "playbooks/nodes.yml"),
-            "-e",
-            json.dumps(values),
-        ),
+        *["ansible-playbook", "-i", "hosts.yml", playbook, "-e", json.dumps(values)],
         cwd=project.path,
         environment={**build_environment({}, directory, 1), "PWD": str(project.path)},
     )

@@ -99,18 +99,6 @@ def command_lines() -> list[tuple[str, str]]:
     return found
 
 
-def named_command(words: str) -> str:
-    """Return the longest full command name that `words` start with."""
-    return max((name for name in COMMANDS if f"{words} ".startswith(f"{name} ")), key=len)
-
-
-def options_of(name: str) -> set[str]:
-    options = {"--help", "-v", "-vv"}
-    for parameter in COMMANDS[name].params:
-        options |= {*parameter.opts, *parameter.secondary_opts}
-    return options
-
-
 class TestCommands:
     def test_list_of_commands_is_complete(self) -> None:
         listed = {name for section in TABLE.values() for name in section}
@@ -129,12 +117,15 @@ class TestCommands:
 
     @pytest.mark.parametrize(("page", "line"), command_lines())
     def test_every_command_and_option_in_a_page_exists(self, page: str, line: str) -> None:
-        name = named_command(line)
+        name = max((name for name in COMMANDS if f"{line} ".startswith(f"{name} ")), key=len)
         rest = line[len(name) :].partition(" -- ")[0].split()  # what follows `--` is for others
         is_complete = not rest or rest[0].startswith("-") or name in LEAVES
         assert is_complete, f"{page} shows `{line}`; known: {', '.join(LEAVES)}"
         options = {word.partition("=")[0] for word in rest if re.match(r"--?[A-Za-z]", word)}
-        assert options <= options_of(name), f"{page} shows `{line}`"
+        known = {"--help", "-v", "-vv"}
+        for parameter in COMMANDS[name].params:
+            known |= {*parameter.opts, *parameter.secondary_opts}
+        assert options <= known, f"{page} shows `{line}`"
 
     def test_every_exit_code_is_listed_with_its_name(self) -> None:
         listed = re.findall(

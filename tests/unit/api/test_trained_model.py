@@ -2,7 +2,6 @@
 
 import json
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -36,28 +35,24 @@ def build(width):
 """
 
 
-def train_once(directory: Path) -> tuple[csdctl.Run, Any]:
-    """Return a run as training leaves it in a project, and its model."""
-    code = directory / "tower_of_layers.py"
+def test_it_is_built_by_the_function_and_gets_the_weights_or_what_is_missing_is_said(tmp_path: Path) -> None:
+    # A run as training leaves it in a project.
+    code = tmp_path / "tower_of_layers.py"
     code.write_text(TEXT)
-    architecture = directory / ".csdctl" / "objects"
-    run = directory / ".csdctl" / "runs" / "20261122-100000-000000"
+    architecture = tmp_path / ".csdctl" / "objects"
+    files = tmp_path / ".csdctl" / "runs" / "20261122-100000-000000"
     architecture.mkdir(parents=True)
-    run.mkdir(parents=True)
+    files.mkdir(parents=True)
     shapes = {"": ("float32", (5,))}
-    spec = BuildSpec(f"{code}:build", {"width": 4}, Recipe(), str(directory), (str(code),), shapes)
+    spec = BuildSpec(f"{code}:build", {"width": 4}, Recipe(), str(tmp_path), (str(code),), shapes)
     build(BuildRequest(spec, str(architecture)))
-    (run / "spec.json").write_text(json.dumps({"architecture": ".csdctl/objects/architecture.json"}))
+    (files / "spec.json").write_text(json.dumps({"architecture": ".csdctl/objects/architecture.json"}))
     model = __import__("tower_of_layers").build(4)
     model(np.zeros((1, 5), np.float32))
     model.set_weights([np.full(weight.shape, 0.5) for weight in model.get_weights()])
     for name in ("model.keras", "best.keras"):
-        assert save_model(model, run / name).name == name.replace(".keras", ".weights.h5")
-    return csdctl.load_run(directory=directory), model
-
-
-def test_it_is_built_by_the_function_and_gets_the_weights_or_what_is_missing_is_said(tmp_path: Path) -> None:
-    run, model = train_once(tmp_path)
+        assert save_model(model, files / name).name == name.replace(".keras", ".weights.h5")
+    run = csdctl.load_run(directory=tmp_path)
     values = np.ones((2, 5), np.float32)
     for best in (False, True):
         again = run.model(best=best)

@@ -279,13 +279,6 @@ def test_invalid_output_is_a_value_error(text: str) -> None:
             parse(text)
 
 
-def found_drives(sys: Path) -> tuple[Drive, ...]:
-    script = NVME_SCRIPT.replace("/sys/", f"{sys}/")
-    printed = subprocess.run(["sh", "-c", script], capture_output=True, text=True, check=True)
-    assert printed.stderr == ""
-    return parse_nvme(printed.stdout)["drives"]  # type: ignore[return-value]
-
-
 def add_drive(sys: Path, controller: str, serial: str, model: str, **sectors: int) -> None:
     """A tree as in Linux: values are padded with blanks to the width of the NVMe field."""
     directory = sys / "class" / "nvme" / controller
@@ -305,7 +298,10 @@ def test_drives_with_a_serial_are_listed_with_sizes_in_numeric_order(tmp_path: P
     add_drive(tmp_path, "nvme3", "S3", "No namespace")
     add_drive(tmp_path, "nvme0", "S0", "Dual port", nvme0c1n1=8)  # behind multipath
     add_drive(tmp_path, "nvme1", "", "Unnamed", nvme1n1=8)
-    assert found_drives(tmp_path) == (
+    script = NVME_SCRIPT.replace("/sys/", f"{tmp_path}/")
+    printed = subprocess.run(["sh", "-c", script], capture_output=True, text=True, check=True)
+    assert printed.stderr == ""
+    assert parse_nvme(printed.stdout)["drives"] == (
         Drive("/dev/nvme0", "S0", "Dual port", 4096),
         Drive("/dev/nvme2", "S2", "Boot drive", 30 * 512),
         Drive("/dev/nvme3", "S3", "No namespace", None),

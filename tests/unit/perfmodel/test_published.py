@@ -35,13 +35,6 @@ def rates(cost: SumCost = NEWPORT_RING) -> dict[int, float]:
     return {count: points(Network.MOBILENETV2, cost)[count].samples_per_s for count in JOULES}
 
 
-def fit_ring(speedup: float) -> RingCost:
-    """The ring with which 24 Newports reach `speedup`."""
-    (free,) = predict_curve(MOBILENET.host, [MOBILENET.node], [24], Costs(CollectiveCost()))
-    sum_s = free.global_batch / (speedup * MOBILENET.host_samples_per_s) - free.step_s
-    return RingCost(sum_s / RingCost(1.0).at(MOBILENET.gradient_bytes, 25))
-
-
 def fit_power(joules: dict[int, float], rate: dict[int, float]) -> np.ndarray:
     """Host and node power by least squares of relative errors in energy per image."""
     rows = [[1 / (energy * rate[count]), count / (energy * rate[count])] for count, energy in joules.items()]
@@ -55,7 +48,11 @@ def errors(rate: dict[int, float]) -> dict[int, float]:
 
 
 def test_constants_are_those_that_are_fitted() -> None:
-    assert fit_ring(LARGEST_SPEEDUP).per_byte_s == pytest.approx(NEWPORT_RING.per_byte_s, rel=1e-6)
+    """The ring is that with which 24 Newports reach the largest speedup."""
+    (free,) = predict_curve(MOBILENET.host, [MOBILENET.node], [24], Costs(CollectiveCost()))
+    sum_s = free.global_batch / (LARGEST_SPEEDUP * MOBILENET.host_samples_per_s) - free.step_s
+    per_byte_s = sum_s / RingCost(1.0).at(MOBILENET.gradient_bytes, 25)
+    assert per_byte_s == pytest.approx(NEWPORT_RING.per_byte_s, rel=1e-6)
     pair = fit_power({count: JOULES[count] for count in WITH_NEWPORTS}, rates())
     assert [*pair, 13.10 * 31.05] == pytest.approx(NEWPORT_POWER_W, rel=1e-5)
     assert f"{NEWPORT_POWER_W[0]:.1f} W" in PAGE

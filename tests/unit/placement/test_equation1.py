@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from csdctl.placement.equation1 import Placed, PlacementError, RankLoad, place_shards, steps_per_epoch
+from csdctl.placement.equation1 import PlacementError, RankLoad, place_shards, steps_per_epoch
 
 batch_sizes = st.integers(1, 2000)
 
@@ -14,21 +14,17 @@ def loads_of(private: st.SearchStrategy[int]) -> st.SearchStrategy[list[RankLoad
     return st.lists(loads, min_size=1, max_size=37)
 
 
-def check_everything_is_placed(ranks: list[RankLoad], num_public: int, placed: list[Placed]) -> None:
+@given(loads_of(st.integers(0, 5000)), st.integers(1, 2_000_000))
+def test_every_public_sample_is_on_one_rank_and_private_ones_stay(
+    ranks: list[RankLoad], num_public: int
+) -> None:
+    placed = place_shards(ranks, num_public)
     assert [shard.num_private for shard in placed] == [rank.num_private for rank in ranks]
     assert [shard.batch_size for shard in placed] == [rank.batch_size for rank in ranks]
     edges = [0, *(shard.public_stop for shard in placed)]
     assert [shard.public_start for shard in placed] == edges[:-1]
     assert edges == sorted(edges)
     assert edges[-1] == num_public
-
-
-@given(loads_of(st.integers(0, 5000)), st.integers(1, 2_000_000))
-def test_every_public_sample_is_on_one_rank_and_private_ones_stay(
-    ranks: list[RankLoad], num_public: int
-) -> None:
-    placed = place_shards(ranks, num_public)
-    check_everything_is_placed(ranks, num_public, placed)
     assert sum(shard.num_samples for shard in placed) == num_public + sum(rank.num_private for rank in ranks)
 
 

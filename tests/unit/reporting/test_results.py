@@ -1,5 +1,6 @@
 """The results of a run with hand-computed totals, and what a list of runs says of it."""
 
+from copy import deepcopy
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -86,12 +87,6 @@ def summary(events: list[Event] = WHOLE, manifest: dict[str, Any] = MANIFEST) ->
     return summarize("20260101-000000-abcd", manifest, events)
 
 
-def without_speed(rank: int) -> dict[str, Any]:
-    ranks = [dict(rank) for rank in MANIFEST["plan"]["ranks"]]
-    del ranks[rank]["samples_per_s"]
-    return {**MANIFEST, "plan": {**MANIFEST["plan"], "ranks": ranks}}
-
-
 def test_whole_run_is_added_up_over_its_epochs() -> None:
     found = summary()
     assert (found.run_id, found.method, found.emulated) == ("20260101-000000-abcd", "stannis", True)
@@ -144,7 +139,9 @@ def test_run_that_ended_before_its_first_epoch_has_no_results(events: list[Event
 
 @pytest.mark.parametrize("rank", [0, 2])
 def test_missing_rate_of_a_rank_means_no_efficiency(rank: int) -> None:
-    found = summary(manifest=without_speed(rank))
+    manifest = deepcopy(MANIFEST)
+    del manifest["plan"]["ranks"][rank]["samples_per_s"]
+    found = summary(manifest=manifest)
     assert (found.alone_samples_per_s, found.efficiency) == (None, None)
     assert found.samples_per_s == pytest.approx(1600 / 18)
 

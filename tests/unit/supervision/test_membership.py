@@ -80,13 +80,6 @@ def test_rank_that_is_back_is_no_longer_lost(fleet: Fleet) -> None:
     assert fleet.membership.latest_loss([0, 1, 2]) is None
 
 
-def lose_often(fleet: Fleet, rank: int) -> None:
-    """Use all restarts of a rank but the last loss, after which it would stay away."""
-    for _ in range(MAX_RESTARTS):
-        fleet.lose(rank)
-        fleet.bring_back(rank)
-
-
 @pytest.mark.parametrize(
     ("report", "is_exhausted"),
     [
@@ -102,7 +95,9 @@ def test_rank_0_renews_its_restarts_with_a_step_after_the_one_at_which_it_was_lo
     fleet: Fleet, report: Progress | EpochEnd, *, is_exhausted: bool
 ) -> None:
     fleet.membership.record_progress(step(2, 5), [0, 1, 2])
-    lose_often(fleet, 0)
+    for _ in range(MAX_RESTARTS):
+        fleet.lose(0)
+        fleet.bring_back(0)
     fleet.membership.record_progress(report, [0, 1, 2])
     fleet.lose(0)
     assert fleet.membership.is_exhausted(0) is is_exhausted

@@ -143,14 +143,6 @@ def test_no_message_is_lost_while_a_failure_is_investigated(fleet: Fleet) -> Non
     assert fleet.nodes_of(NodeBack) == ["csd1"]
 
 
-def mpirun_blaming(rank: int, node: str) -> list[str]:
-    """Return the command of an mpirun that fails and names the rank of its group that was killed."""
-    message = (
-        f"prterun noticed that process rank {rank} with PID 7 on node {node} exited on signal 9 (Killed)."
-    )
-    return shell(f"echo '{message}' >&2; exit 1")
-
-
 @pytest.mark.parametrize("exit_code", [0, 1])
 def test_mpirun_that_exits_is_started_again(fleet: Fleet, exit_code: int) -> None:
     fleet.mpirun[1] = shell(f"exit {exit_code}")
@@ -188,7 +180,9 @@ def test_step_that_rank_0_reports_and_no_other_resets_the_count_of_failed_groups
 def test_node_that_mpirun_blames_repeatedly_is_left_out_and_the_host_is_restarted(
     fleet: Fleet, rank: int, group: tuple[int, ...]
 ) -> None:
-    fleet.mpirun = dict.fromkeys((1, 2, 3), mpirun_blaming(rank, fleet.nodes[rank]))
+    killed = f"process rank {rank} with PID 7 on node {fleet.nodes[rank]} exited on signal 9 (Killed)."
+    blaming = shell(f"echo 'prterun noticed that {killed}' >&2; exit 1")
+    fleet.mpirun = dict.fromkeys((1, 2, 3), blaming)
     fleet.reachable = {0}
     fleet.scripts[4] = Fleet.finish
     fleet.run()

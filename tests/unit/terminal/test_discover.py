@@ -1,8 +1,6 @@
 """The output of `discover`, with and without a terminal and as JSON, and its options."""
 
 import json
-import subprocess
-import sys
 from dataclasses import replace
 from io import StringIO
 from pathlib import Path
@@ -18,6 +16,7 @@ from csdctl.terminal.fleet import DiscoverView, discover_document, render_fleet
 from csdctl.terminal.nodes import MAX_LINES
 from csdctl.terminal.streams import format_json
 from csdctl.workflows.discovery.discover import DiscoverResult
+from tests.emulated.running import csdctl
 from tests.json_page import check_document
 
 CSD = Facts(
@@ -110,17 +109,6 @@ def test_machines_are_lines_or_a_bar_that_counts(is_terminal: bool) -> None:
         assert "1 failed" in file.getvalue()
     else:
         assert file.getvalue() == "csd0: aarch64 Cortex-A53, 4 cores, 6 GiB\ncsd1: port 22 is closed\n"
-
-
-def csdctl(directory: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    program = "from csdctl.cli.app import main; main()"
-    return subprocess.run(
-        [sys.executable, "-c", program, *arguments],
-        cwd=directory,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
 
 
 class TestSources:

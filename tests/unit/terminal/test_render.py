@@ -63,13 +63,13 @@ SUMMARY = RunSummary(
 )
 
 
-def console() -> tuple[PrintableConsole, StringIO]:
+def console(width: int = 100) -> tuple[PrintableConsole, StringIO]:
     file = StringIO()
-    return PrintableConsole(file=file, width=100), file
+    return PrintableConsole(file=file, width=width), file
 
 
-def report(summary: RunSummary) -> str:
-    to, file = console()
+def report(summary: RunSummary, width: int = 100) -> str:
+    to, file = console(width)
     render_report(to, RunResults(summary, RunSeries(("host", "csd0")), {}))
     return file.getvalue()
 
@@ -106,12 +106,9 @@ class TestReport:
         assert [word for word in absent if word in text] == []
 
     def test_terminal_that_is_too_narrow_for_the_columns_gets_a_list_with_whole_headers(self) -> None:
-        file = StringIO()
-        render_report(
-            PrintableConsole(file=file, width=50), RunResults(SUMMARY, RunSeries(("host", "csd0")), {})
-        )
-        lines = [" ".join(line.split()) for line in file.getvalue().splitlines()]
-        assert "…" not in file.getvalue()
+        text = report(SUMMARY, width=50)
+        lines = [" ".join(line.split()) for line in text.splitlines()]
+        assert "…" not in text
         assert {"1 csd0", "batch size 10", "standalone 15.0", "waiting 10%"} <= set(lines)
 
     def test_document_is_json_with_a_schema(self) -> None:

@@ -26,10 +26,6 @@ def path(tmp_path: Path) -> Path:
     return tmp_path / "plans" / "job.yaml"
 
 
-def line_of(path: Path, text: str) -> int:
-    return next(number for number, line in enumerate(path.read_text().splitlines(), 1) if text in line)
-
-
 def test_plan_is_read_back_as_it_was_saved_and_a_missing_one_is_an_error(path: Path) -> None:
     assert load_plan(path) == PLAN
     path.unlink()
@@ -59,8 +55,9 @@ def test_plan_is_read_back_as_it_was_saved_and_a_missing_one_is_an_error(path: P
     ],
 )
 def test_bad_value_is_named_with_its_line(path: Path, written: str, edited: str, message: str) -> None:
-    line = line_of(path, written)
-    path.write_text(path.read_text().replace(written, edited))
+    text = path.read_text()
+    line = next(number for number, line in enumerate(text.splitlines(), 1) if written in line)
+    path.write_text(text.replace(written, edited))
     with pytest.raises(InputError, match=f":{line}: {message}"):
         load_plan(path)
 

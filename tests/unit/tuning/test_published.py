@@ -58,11 +58,6 @@ def tuned_sizes(row: PublishedNetwork, step_divisor: float) -> tuple[int, int]:
     return tuned["host"].batch_size, tuned["newport"].batch_size
 
 
-def least_size(row: PublishedNetwork) -> float:
-    """The smallest batch of the host that ends Algorithm 1's loop."""
-    return row.node.step_s * (1 + 1 / MARGIN_SCALE) * row.host_samples_per_s
-
-
 def placed(row: PublishedNetwork) -> list[Placed]:
     newports = [
         RankLoad(f"csd{number}", row.node_batch_size, NUM_PRIVATE // NUM_NEWPORTS)
@@ -74,7 +69,9 @@ def placed(row: PublishedNetwork) -> list[Placed]:
 @pytest.mark.parametrize("network", Network)
 def test_page_shows_the_batch_sizes_and_shards_that_are_computed(network: Network) -> None:
     row = TABLE_1[network]
-    cells = [row.title, f"{row.host_batch_size} / {row.node_batch_size}", f"{least_size(row):.0f}"]
+    # The smallest batch of the host that ends Algorithm 1's loop.
+    least_size = row.node.step_s * (1 + 1 / MARGIN_SCALE) * row.host_samples_per_s
+    cells = [row.title, f"{row.host_batch_size} / {row.node_batch_size}", f"{least_size:.0f}"]
     for step_divisor in (1, 2):
         host, newport = tuned_sizes(row, step_divisor)
         difference = f"{host / row.host_batch_size - 1:+.1%}".replace("-", "−")

@@ -76,34 +76,23 @@ def two_outputs() -> Any:
     return model
 
 
-def two_classes() -> Any:
-    return sequential(keras().layers.Flatten(), keras().layers.Dense(1, activation="sigmoid"))
-
-
 def spectral() -> Any:
     layers = keras().layers
     return sequential(layers.SpectralNormalization(layers.Conv2D(8, 3)), layers.Flatten(), layers.Dense(5))
 
 
-def add_of_samples(layer: Any, inputs: Any) -> Any:
-    """Add a loss for each sample, which fit sums over the batch."""
-    layer.add_loss(0.1 * keras().ops.mean(inputs**2, axis=-1))
-    return inputs
-
-
 def with_summed() -> Any:
+    """Return a model that adds a loss for each sample, which fit sums over the batch."""
     layers = keras().layers
 
     class Adding(layers.Layer):  # type: ignore[misc]
-        call = add_of_samples
+        def call(self, inputs: Any) -> Any:
+            self.add_loss(0.1 * keras().ops.mean(inputs**2, axis=-1))
+            return inputs
 
     inputs = keras().Input((9, 9, 3))
     x = layers.Dense(5, kernel_regularizer="l2")(layers.Flatten()(inputs))
-    return keras().Model(inputs, layers.Softmax()(Adding()(x)))
-
-
-def with_summed_alone() -> Any:
-    model = with_summed()
+    model = keras().Model(inputs, layers.Softmax()(Adding()(x)))
     model.compile("sgd")
     return model
 
@@ -206,9 +195,9 @@ CASES = {
         Recipe(from_logits=True, optimizer="adamw", optimizer_args={"weight_decay": 0.1}, learning_rate=0.01),
         micro_batch_size=12,
     ),
-    "a summed loss": Case(with_summed_alone, Recipe(learning_rate=0.01), micro_batch_size=12),
+    "a summed loss": Case(with_summed, Recipe(learning_rate=0.01), micro_batch_size=12),
     "metrics with state": Case(
-        two_classes,
+        lambda: sequential(keras().layers.Flatten(), keras().layers.Dense(1, activation="sigmoid")),
         Recipe(losses=SMOOTHED, metrics=("AUC", "Precision", "Recall", "accuracy"), **SGD),
         labels=(CLASSES > 2).astype(np.float32)[:, None],
     ),

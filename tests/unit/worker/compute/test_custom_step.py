@@ -247,27 +247,7 @@ def _in_condition(model: Any, data: Any) -> Any:
     return {"loss": loss}
 
 
-def _drawing(model: Any, data: Any) -> Any:
-    with tf.GradientTape() as tape:
-        loss = tf.reduce_mean(tf.nn.dropout(model.second(data), 0.5))
-    variables = model.second.trainable_variables
-    model.second_optimizer.apply(tape.gradient(loss, variables), variables)
-    return {"loss": loss}
-
-
-def _in_function(model: Any, data: Any) -> Any:
-    @tf.function
-    def update(data: Any) -> Any:
-        with tf.GradientTape() as tape:
-            loss = tf.reduce_mean(model.second(data))
-        variables = model.second.trainable_variables
-        model.second_optimizer.apply(tape.gradient(loss, variables), variables)
-        return loss
-
-    return {"loss": update(data)}
-
-
-def _update(
+def update_second(
     model: Any,
     data: Any,
     reduce: Callable[[Any], Any] = tf.reduce_mean,
@@ -289,7 +269,7 @@ def _with_sharpness(model: Any, data: Any) -> Any:
     moves = [0.3 * one for one in tape.gradient(loss, variables)]
     for variable, move in zip(variables, moves, strict=True):
         variable.assign_add(move)
-    found = _update(model, data)
+    found = update_second(model, data)
     for variable, move in zip(variables, moves, strict=True):
         variable.assign_sub(move)
     return found
@@ -297,7 +277,7 @@ def _with_sharpness(model: Any, data: Any) -> Any:
 
 @pytest.mark.parametrize(
     ("train", "is_equal"),
-    [(lambda model, data: _update(model, data, tf.identity), True), (_with_sharpness, False)],
+    [(lambda model, data: update_second(model, data, tf.identity), True), (_with_sharpness, False)],
     ids=["gradients of all samples added", "sharpness"],
 )
 def test_steps_of_unusual_losses_and_writes_end_with_the_same_bits(train: Any, is_equal: bool) -> None:
@@ -323,7 +303,7 @@ def test_loss_that_train_step_computes_is_reported_beside_an_unused_tracker_of_k
             self.second_optimizer = optimizer
 
         def train_step(self, data: Any) -> Any:
-            return {**_update(self, data), "unused": self.tracker.result()}
+            return {**update_second(self, data), "unused": self.tracker.result()}
 
     model = Model()
     model.compile(keras.optimizers.SGD(0.1))
@@ -336,16 +316,28 @@ def test_loss_that_train_step_computes_is_reported_beside_an_unused_tracker_of_k
     ("step", "words"),
     [
         (_in_condition, "inside of a condition"),
-        (_in_function, "inside of a condition, a loop or a function"),
         (
-            lambda model, data: _update(model, tf.map_fn(lambda row: row + tf.random.normal([6]), data)),
+            lambda model, data: tf.function(lambda batch: update_second(model, batch))(data),
+            "inside of a condition, a loop or a function",
+        ),
+        (
+            lambda model, data: update_second(
+                model, tf.map_fn(lambda row: row + tf.random.normal([6]), data)
+            ),
             "draws from tf.random inside",
         ),
         (
-            lambda model, data: _update(model, data, tf.identity, lambda one: tf.clip_by_norm(one, 1.0)),
+            lambda model, data: update_second(
+                model, data, tf.identity, lambda one: tf.clip_by_norm(one, 1.0)
+            ),
             "changes the gradient of a loss with a value for each sample",
         ),
-        (_drawing, "which cannot be repeated"),
+        (
+            lambda model, data: update_second(
+                model, data, lambda one: tf.reduce_mean(tf.nn.dropout(one, 0.5))
+            ),
+            "which cannot be repeated",
+        ),
         (lambda model, data: {"loss": tf.reduce_mean(model.second(data))}, "applies no gradients"),
         (lambda model, data: data.nonsense, "cannot be traced"),
     ],
@@ -367,11 +359,7 @@ def test_batch_has_the_structure_that_fit_passes() -> None:
     def train_step(model: Any, data: Any) -> Any:
         (first, other), (label, second), weight = data
         seen.append(weight.shape.rank)
-        with tf.GradientTape() as tape:
-            loss = tf.reduce_mean(model.second(first + other) * label * second)
-        variables = model.second.trainable_variables
-        model.second_optimizer.apply(tape.gradient(loss, variables), variables)
-        return {"loss": loss}
+        return update_second(model, (first + other) * label * second)
 
     inputs = np.zeros(0, [(f"input_{number}", np.float32, (N_FEATURES,)) for number in range(2)])
     labels = np.zeros(0, [(name, np.float32, (1,)) for name in ("output_0", "output_1", "sample_weight")])
@@ -386,15 +374,13 @@ def test_metrics_of_compile_are_those_of_all_samples() -> None:
 
         def compile(self, *_: Any) -> None:
             keras.Model.compile(self, keras.optimizers.SGD(0.1), metrics=["mean_absolute_error"])
+            self.second_optimizer = self.optimizer
 
         def train_step(self, data: Any) -> Any:
-            with tf.GradientTape() as tape:
-                made = self.second(data)
-                loss = tf.reduce_mean(tf.square(made))
-            variables = self.second.trainable_variables
-            self.optimizer.apply(tape.gradient(loss, variables), variables)
+            made = self.second(data)
+            first = update_second(self, data)["loss"]
             self.compiled_metrics.update_state(tf.ones_like(made), made)
-            return {metric.name: metric.result() for metric in self.metrics} | {"first": loss}
+            return {metric.name: metric.result() for metric in self.metrics} | {"first": first}
 
     model = Model()
     model.compile()

@@ -325,11 +325,6 @@ def edit(**values: object) -> Callable[[Path], None]:
     return change
 
 
-def to_device(path: Path) -> None:
-    path.unlink()
-    path.symlink_to("/dev/zero")
-
-
 @pytest.mark.parametrize(
     "change",
     [
@@ -338,7 +333,7 @@ def to_device(path: Path) -> None:
         edit(images_sha256=""),
         edit(unknown=1),
         lambda path: path.write_text("[" * 100_000),
-        to_device,
+        lambda path: (path.unlink(), path.symlink_to("/dev/zero")),
     ],
 )
 def test_description_that_was_edited_is_written_again(

@@ -169,16 +169,12 @@ def test_right_sums_are_applied_and_weights_that_are_not_finite_end_the_run() ->
         task.compare_weights(group)
 
 
-def rate_of(task: Train) -> float:
-    return float(np.asarray(task.step.optimizer.learning_rate.value))
-
-
 def rates_of(task: Train, then: Callable[[list[float]], None] = lambda rates: None) -> list[float]:
     """Run the task, with `then` called in each step; return the learning rate of each."""
     rates: list[float] = []
 
     def note(total: np.ndarray, layout: Any) -> None:
-        rates.append(rate_of(task))
+        rates.append(float(np.asarray(task.step.optimizer.learning_rate.value)))
         then(rates)
 
     with contextlib.suppress(LinkLostError):
@@ -439,13 +435,6 @@ def test_other_ranks_wait_until_rank_0_leaves_a_group_whose_gradient_is_not_fini
     assert_nothing_applied(task, before)
 
 
-def with_other_weights(*ranks: int) -> Callable[[int, Any], Any]:
-    def answer(rank: int, value: Any) -> Any:
-        return "0" * len(value) if rank in ranks and isinstance(value, str) else value
-
-    return answer
-
-
 @pytest.mark.parametrize(
     ("ranks", "kind", "message"),
     [
@@ -456,9 +445,12 @@ def with_other_weights(*ranks: int) -> Callable[[int, Any], Any]:
 def test_rank_with_other_weights_is_at_fault_and_most_of_them_end_the_run(
     ranks: tuple[int, ...], kind: type[Exception], message: str
 ) -> None:
+    def answer(rank: int, value: Any) -> Any:
+        return "0" * len(value) if rank in ranks and isinstance(value, str) else value
+
     task = load_task()
     with pytest.raises(kind, match=message) as raised:
-        run(task, PlayedGroup(task, answer=with_other_weights(*ranks)))
+        run(task, PlayedGroup(task, answer=answer))
     assert getattr(raised.value, "rank", 2) == 2
     assert task.progress.position.epoch == 1
 

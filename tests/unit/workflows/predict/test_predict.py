@@ -131,17 +131,24 @@ def prepared(tmp_path: Path) -> Prepared:
     return Prepared(file, model, public, validation, private)
 
 
+OPEN_JOB = "model: trained.keras\ndata: {public: {path: public}}\nrecipe: {epochs: 1}\n"
+JOB = OPEN_JOB.replace("}}", "}, private: {path: /data/private}}")
+
+
 @pytest.fixture
-def request_of_all(tmp_path: Path) -> PredictRequest:
+def project(tmp_path: Path) -> Path:
     (tmp_path / "trained.keras").write_bytes(b"PK\x05\x06" + bytes(18))
-    (tmp_path / "job.yaml").write_text(
-        "model: trained.keras\ndata: {public: {path: x}}\nrecipe: {epochs: 1}\n"
-    )
+    (tmp_path / "job.yaml").write_text(JOB)
+    (tmp_path / "open.yaml").write_text(OPEN_JOB)
+    return tmp_path
+
+
+@pytest.fixture
+def request_of_all(project: Path) -> PredictRequest:
     fleet = Fleet(tuple(Node(node, "10.0.0.1") for node in NODES))
-    job, model = load_job(tmp_path / "job.yaml"), tmp_path / "trained.keras"
-    return PredictRequest(
-        job, model, fleet, tmp_path, tmp_path / "a.csv", (PUBLIC, VALIDATION, PRIVATE), CLASSES
-    )
+    job, model = load_job(project / "open.yaml"), project / "trained.keras"
+    wanted = (PUBLIC, VALIDATION, PRIVATE)
+    return PredictRequest(job, model, fleet, project, project / "a.csv", wanted, CLASSES)
 
 
 @pytest.fixture
@@ -200,19 +207,6 @@ def test_false_answer_of_a_node_loses_its_rows_alone(predict: Any, lie: Lie, sai
     found, failed = predict(lie)
     assert [(one.data, one.node) for one in found] == SETS[:-1]
     assert re.search(said, failed["csd1"].message)
-
-
-OPEN_JOB = "model: trained.keras\ndata: {public: {path: public}}\nrecipe: {epochs: 1}\n"
-JOB = OPEN_JOB.replace("}}", "}, private: {path: /data/private}}")
-
-
-@pytest.fixture
-def project(tmp_path: Path) -> Path:
-    (tmp_path / "trained.keras").write_bytes(b"PK\x05\x06" + bytes(18))
-    (tmp_path / "public").mkdir()
-    (tmp_path / "job.yaml").write_text(JOB)
-    (tmp_path / "open.yaml").write_text(OPEN_JOB)
-    return tmp_path
 
 
 @pytest.mark.parametrize(

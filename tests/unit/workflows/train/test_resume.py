@@ -172,15 +172,18 @@ def test_run_whose_recipe_has_changed_is_refused(trained: TrainedRun, change: di
 
 
 @pytest.mark.parametrize(
-    ("noise", "described"), [(None, "absent"), (replace(NOISE, noise_multiplier=0.1), ".*0.1,.*")]
+    ("noise", "before", "problem"),
+    [
+        (None, NOISE, "absent, that of run .* {'l2_norm_clip': 1.0"),
+        (replace(NOISE, noise_multiplier=0.1), NOISE, ".*0.1,.*, that of run .* {'l2_norm_clip': 1.0"),
+        (NOISE, None, "{.*that of run .* absent"),
+    ],
 )
-def test_run_with_other_noise_is_refused(trained: TrainedRun, noise: Noise | None, described: str) -> None:
-    problem = f"data.private.noise of .* is {described}, that of run .* {{'l2_norm_clip': 1.0"
-    trained.assert_refused(problem, job=replace(trained.job, noise=noise))
-
-
-def test_run_without_noise_does_not_go_on_with_noise(trained: TrainedRun) -> None:
-    trained.assert_refused("data.private.noise of .* is {.*that of run .* absent", noise=None)
+def test_run_with_other_noise_is_refused(
+    trained: TrainedRun, noise: Noise | None, before: Noise | None, problem: str
+) -> None:
+    job = replace(trained.job, noise=noise)
+    trained.assert_refused(f"data.private.noise of .* is {problem}", job=job, noise=before)
 
 
 def test_resumed_run_has_its_shards_and_noise_and_the_epochs_and_options_of_today(
