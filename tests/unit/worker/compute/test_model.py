@@ -203,12 +203,13 @@ def test_own_code_at_the_top_of_a_file_goes_to_the_nodes(tmp_path: Path) -> None
     archive = tmp_path / "code.zip"
     archive.write_bytes(pack_code([tmp_path / "mine.py"]))
     (tmp_path / "mine.py").unlink()
-    without, with_code = load_on_a_node(tmp_path, None, UserCode(str(archive), ("mine",)))
-    assert without == dict.fromkeys(OWN_CODE), "every model needs its code"
+    with_code = load_on_a_node(tmp_path, UserCode(str(archive), ("mine",)))
     assert all("Dense" in (with_code[function] or []) for function in OWN_CODE), with_code
+    without = load_on_a_node(tmp_path, None)
+    assert without == dict.fromkeys(OWN_CODE), "every model needs its code"
 
 
-def load_on_a_node(directory: Path, *codes: UserCode | None) -> list[dict[str, list[str] | None]]:
+def load_on_a_node(directory: Path, code: UserCode | None) -> dict[str, list[str] | None]:
     """Load built models in a process that has nothing of the user's; return the layers of each, or None."""
     program = f"""
 import json
@@ -216,16 +217,15 @@ from pathlib import Path
 from csdctl.worker.compute.backend import load_backend
 from csdctl.worker.compute.model import load
 from csdctl.worker.protocol.run_spec import UserCode
-keras, found = load_backend()[1], []
-for code in {codes!r}:
-    found.append(dict.fromkeys({OWN_CODE!r}))
-    for function in found[-1]:
-        files = [Path({str(directory)!r}, function, name) for name in ("architecture.json", "weights.npz")]
-        try:
-            model = load(*files, code)
-            found[-1][function] = [type(layer).__name__ for layer in model._flatten_layers()]
-        except Exception as error:
-            print(function, repr(error)[:2000])
+keras, found = load_backend()[1], {{}}
+for function in {OWN_CODE!r}:
+    files = [Path({str(directory)!r}, function, name) for name in ("architecture.json", "weights.npz")]
+    try:
+        model = load(*files, {code!r})
+        found[function] = [type(layer).__name__ for layer in model._flatten_layers()]
+    except Exception as error:
+        print(function, repr(error)[:2000])
+        found[function] = None
 print(json.dumps(found))
 """
     done = subprocess.run(
@@ -233,7 +233,7 @@ print(json.dumps(found))
     )
     print(done.stdout)
     assert done.returncode == 0, done.stderr
-    found: list[dict[str, list[str] | None]] = json.loads(done.stdout.splitlines()[-1])
+    found: dict[str, list[str] | None] = json.loads(done.stdout.splitlines()[-1])
     return found
 
 
