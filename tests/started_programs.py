@@ -77,7 +77,7 @@ def main(project: str, node: str = "") -> None:
         session: Session = LocalSession("host", Path(project))
         if node:
             fleet = load_fleet(Path(project) / "fleet.yaml")
-            session = stack.enter_context(open_sessions(fleet, directory=Path(project))).nodes[node]
+            session = stack.enter_context(open_sessions(fleet, directory=Path(project))).reachable[node]
         start_all(session, sys.executable)
         print("started", flush=True)
         time.sleep(3000)

@@ -240,7 +240,7 @@ def open_table(tree: Tree, spec: PrepareSpec) -> ArraySource:
         and (others := set(columns) - {*expected, *schema.labels, schema.weight, *schema.dropped})
     ):
         named = "" if spec.is_private else f": {list_names(sorted(others))}"
-        problem = f"has {len(others)} columns that the public data does not have{named}"
+        problem = f"has columns that the public data does not have{named}"
         raise data_error(spec.source, problem, "remove them from its file")
     used = [*features, *schema.labels, *filter(None, [schema.weight])]
     numbers = _read_numbers(paths, columns, used, spec)

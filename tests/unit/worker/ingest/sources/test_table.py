@@ -108,7 +108,9 @@ def test_columns_have_the_order_and_the_names_of_those_of_the_public_data(spec: 
     assert arrays_of(info)[0].tolist() == [[63, 150.5]]
     assert info.columns == ()
     file_of(spec).write_text("pulse,age,height,target\n150.5,63,1.7,1\n")
-    assert "leave them out" in refusal(replace(other, store=f"{spec.store}-3"), "does not have: height")
+    other = replace(other, store=f"{spec.store}-3")
+    assert "remove them" in refusal(other, "does not have$")
+    refusal(replace(other, is_private=False), "does not have: height$")
 
 
 def test_whole_numbers_are_values_where_the_loss_takes_values(spec: PrepareSpec) -> None:
