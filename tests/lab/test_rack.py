@@ -110,7 +110,8 @@ def test_csdctl_runs_on_a_machine_that_does_not_train(
     project: Project, job: Path, servers: tuple[Server, ...]
 ) -> None:
     use_rack(project, servers[1:], trains=False)
-    for command in ("tune --no-explore --probe-seconds 0.1", "verify", "train --max-steps 8 --skip-doctor"):
+    train = "train --batch-size 4 --max-steps 8 --skip-doctor"
+    for command in ("tune --no-explore --probe-seconds 0.1", "verify", train):
         done = project.csdctl(*command.split(), str(job), "--json")
         assert done.returncode == 0, done.stdout + done.stderr
     (run,) = (project.path / ".csdctl/runs").glob("*")
