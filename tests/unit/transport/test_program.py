@@ -96,6 +96,9 @@ def test_program_without_a_frame_is_reported_by_its_end(exit_code: int, stderr: 
     assert error.done.exit_code == exit_code
 
 
+SAME = to_frame("progress", PrepareProgress(3, 7, 1))
+
+
 class TestRunning:
     """Real processes."""
 
@@ -117,6 +120,11 @@ class TestRunning:
             ("sleep 1000", Patience(silence_s=0.2), "adding: no line for 0.2 s"),
             ("while :; do echo; sleep 0.1; done", Patience(whole_s=0.5), "adding took more than 0.5 s"),
             ("while :; do echo; sleep 0.1; done", Patience(standstill_s=0.5), "got no further for"),
+            (
+                f"while :; do echo '{SAME}'; sleep 0.1; done",
+                Patience(whole_s=scaled(10), standstill_s=0.5),
+                "got no further for",
+            ),
         ],
     )
     def test_patience_has_an_end(self, tmp_path: Path, script: str, patience: Patience, message: str) -> None:
