@@ -445,8 +445,9 @@ def tune_job(job: Job, fleet: Fleet, directory: Path, options: TuneOptions, obse
         options = replace(options, is_host_training=False)
     if not options.is_host_training and (options.method == STANNIS or not fleet.nodes):
         raise InputError(f"a host that does not train needs at least one node, and --method {FIT}")
-    if options.goal == TIME_TO_ACCURACY:  # before any machine is contacted
-        find_noise_scale(ProjectDirectory(directory), job.name)
+    noise_scale = None
+    if options.goal == TIME_TO_ACCURACY:
+        noise_scale = find_noise_scale(ProjectDirectory(directory), job.name)
     if options.method == FIT:
         find_mpirun()  # the plan is tried with MPI
     with open_workspace(directory, fleet, "tune", is_locking=True, say=observer.say) as space:
@@ -455,9 +456,11 @@ def tune_job(job: Job, fleet: Fleet, directory: Path, options: TuneOptions, obse
         deploy_files(files, space.fleet, space.sessions, lambda *_: None)
         context = RunContext(job, prepared, space, observer)
         check_possible(options, context)
-        tune_by_method = tune_by_algorithm_1 if options.method == STANNIS else tune_by_fit
         with observer.measuring(space.fleet.machines) as watch:
-            plan = tune_by_method(context, options, watch)
+            if options.method == STANNIS:
+                plan = tune_by_algorithm_1(context, options, watch)
+            else:
+                plan = tune_by_fit(context, options, watch, noise_scale)
         plan = plan.model_copy(update={"made_for": build_fingerprint(plan, job, space.facts)})
         save_plan(space.project.plan(job.name), plan)
     return plan
@@ -479,13 +482,14 @@ def find_noise_scale(project: ProjectDirectory, job: str) -> float:
     )
 
 
-def tune_by_fit(context: RunContext, options: TuneOptions, watch: TuneWatch) -> Plan:
-    """Return the best plan within `options.limits`: of the highest throughput, or as `options.goal` says.
+def tune_by_fit(
+    context: RunContext, options: TuneOptions, watch: TuneWatch, noise_scale: float | None = None
+) -> Plan:
+    """Return the best plan within `options.limits`: of the highest throughput, or of the best goodput.
 
-    Raises TuningError when no plan is possible, and what probes and a trial's ranks raise.
+    `noise_scale`: gradient noise scale in samples, for goodput. Raises TuningError when no plan is possible,
+    and what probes and a trial's ranks raise.
     """
-    is_for_throughput = options.goal == THROUGHPUT
-    noise_scale = None if is_for_throughput else find_noise_scale(context.space.project, context.job.name)
     job, prepared, space, say = context.job, context.prepared, context.space, context.observer.say
     num_public, private = prepared.public.num_samples, prepared.num_private
     num_samples = num_public + sum(private.values())
