@@ -20,7 +20,7 @@ REPRODUCIBLE = 2
 """The newest version of marshal's format in which the same code is always the same bytes."""
 
 
-@cache  # compiling takes a third of a second, and a command may need the zip for its checks and its run
+@cache  # compiling takes a quarter of a second, and a command may need the zip for its checks and its run
 def pack_worker() -> bytes:
     """Return the zip: csdctl/__init__.py, csdctl/worker/ and a __main__ that starts the worker.
 
