@@ -134,6 +134,7 @@ class Running:
         self.process = process
         self.stdout = MarkedOutput(wrapped.token, max_bytes=MAX_OUTPUT_BYTES)
         self.stderr = MarkedOutput(wrapped.token, max_bytes=MAX_OUTPUT_BYTES, keep_end=True)
+        self._is_killed = False
         self._started_s = time.monotonic()
         self._stderr_reader = threading.Thread(target=self._read_stderr, daemon=True)
         self._stderr_reader.start()
@@ -167,8 +168,13 @@ class Running:
             self.process.release()
 
     def completed(self, exit_code: int) -> Completed:
-        """Return the result, given the exit code; raises RemoteCommandError when it never started."""
+        """Return the result, given the exit code.
+
+        Raises RemoteCommandError when it never started, UnreachableError when its session was closed.
+        """
         self._stderr_reader.join(LEFTOVER_OUTPUT_S)
+        if exit_code and self._is_killed:  # a session that is closed first ends its commands
+            raise UnreachableError("the connection was closed", node=self.name)
         if not self.stdout.has_started:
             said = last_line(bytes(self.stderr.preamble + self.stdout.preamble)) or "no output"
             raise RemoteCommandError(
@@ -182,6 +188,7 @@ class Running:
 
     def kill(self) -> bool:
         """End the command's process group, if its id is known; return whether that worked."""
+        self._is_killed = True
         deadline = Deadline(LEFTOVER_OUTPUT_S)
         while not self.stderr.has_started and self._stderr_reader.is_alive() and not deadline.has_passed:
             self._stderr_reader.join(0.02)  # the id arrives when the command starts

@@ -12,6 +12,7 @@ import json
 import math
 import os
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -528,12 +529,17 @@ class _Prediction:
         return np.dtype([(name, dtype, tuple(shape)) for name, (dtype, shape) in found.items()])
 
 
+_PARSING = threading.Lock()
+"""numpy parses a header as Python, and the parser of CPython 3.11 may fail in two threads (gh-106905)."""
+
+
 def _load(path: Path, part: Part, dtype: Any) -> Any:
     """Return the mapped records of a fetched file; raises RemoteCommandError for any other content."""
     import numpy as np
 
     try:
-        records = np.load(path, mmap_mode="r" if part.info.num_samples else None, allow_pickle=False)
+        with _PARSING:
+            records = np.load(path, mmap_mode="r" if part.info.num_samples else None, allow_pickle=False)
     except Exception as error:  # numpy parses the header as Python, and passes on all of its errors
         problem = f"received results that cannot be read: {type(error).__name__}"
         raise part.refuse(problem) from None

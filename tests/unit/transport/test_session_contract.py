@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from csdctl.errors import DeadlineError, InputError, RemoteCommandError
+from csdctl.errors import DeadlineError, InputError, RemoteCommandError, UnreachableError
 from csdctl.transport.session import MAX_OUTPUT_BYTES
 from tests.patience import eventually, scaled
 from tests.unit.transport.conftest import NASTY_NAMES
@@ -122,7 +122,8 @@ def test_closing_the_session_ends_running_commands(session: Any, home: Path) -> 
         pid = wait_for_pid(home / "pid")
         session.close()
         assert ends(pid)
-    assert run.done()
+        with pytest.raises(UnreachableError):
+            run.result()
 
 
 @pytest.mark.parametrize("command", [[], [""], ["-x"], ["echo", "a\0b"]])

@@ -3,10 +3,13 @@
 The worker is scripted: what it predicts of a sample is the sample's number."""
 
 import csv
+import gc
 import hashlib
 import json
 import re
+import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -38,6 +41,7 @@ from csdctl.worker.protocol.model_info import ModelInfo, OutputInfo
 from csdctl.workflows.data.files import SerializedModel
 from csdctl.workflows.data.prepare import Prepared
 from csdctl.workflows.predict.predict import (
+    _PARSING,
     CLASSES,
     EMBEDDINGS,
     PRIVATE,
@@ -45,7 +49,9 @@ from csdctl.workflows.predict.predict import (
     SCORES,
     VALIDATION,
     Block,
+    Part,
     PredictRequest,
+    _load,
     _Prediction,
     build_rules,
     check_layer,
@@ -86,7 +92,8 @@ class Machine(FakeSession):
 
     def _extract(self, line: str) -> list[str]:
         spec = from_json(ExtractSpec, line)
-        samples = np.load(spec.source.images)
+        with _PARSING:
+            samples = np.load(spec.source.images)
         results = np.zeros(len(samples), [("class", np.int32), ("probability", np.float32)])
         results["class"] = samples
         fingerprint = hashlib.sha256(line.encode()).hexdigest()
@@ -207,6 +214,30 @@ def test_false_answer_of_a_node_loses_its_rows_alone(predict: Any, lie: Lie, sai
     found, failed = predict(lie)
     assert [(one.data, one.node) for one in found] == SETS[:-1]
     assert re.search(said, failed["csd1"].message)
+
+
+def test_results_of_several_nodes_are_read_at_once(tmp_path: Path) -> None:
+    """Python code that a garbage collection runs lets another thread go on, in the middle of a header."""
+    dtype = np.dtype([("class", np.int32), ("probability", np.float32)])
+    np.save(tmp_path / "images.npy", np.zeros(3, dtype))
+    part = Part(PRIVATE, "csd0", describe(tmp_path, 3))
+
+    def read(_: int) -> None:
+        for _ in range(500):
+            _load(tmp_path / "images.npy", part, dtype)
+
+    def on_collection(phase: str, info: dict[str, int]) -> None:
+        time.sleep(0)
+
+    threshold = gc.get_threshold()
+    gc.callbacks.append(on_collection)
+    try:
+        gc.set_threshold(50)
+        with ThreadPoolExecutor(4) as pool:
+            assert list(pool.map(read, range(4))) == [None] * 4
+    finally:
+        gc.callbacks.remove(on_collection)
+        gc.set_threshold(*threshold)
 
 
 @pytest.mark.parametrize(
