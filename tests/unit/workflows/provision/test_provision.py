@@ -1,7 +1,6 @@
 """The output of Ansible's callback as results, and what a node that failed is told to do."""
 
 import json
-import os
 import sys
 from pathlib import Path
 
@@ -20,6 +19,8 @@ from csdctl.workflows.provision.provision import (
     build_environment,
     run_playbook,
 )
+from tests.patience import eventually
+from tests.unit.transport.test_session_contract import is_alive
 
 TASK = {
     "event": "task",
@@ -51,25 +52,30 @@ def test_tasks_and_summary_are_reported() -> None:
     assert result.failures == {"csd0": "Install the wheels: no space"}
 
 
-def test_program_that_ignores_the_end_is_killed(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("ignores", ["both", "fork"])
+def test_program_and_its_forks_that_ignore_the_end_are_killed(
+    ignores: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(playbook, "END_DEADLINE_S", 0.1)
-    task = json.dumps(TASK | {"message": "PID"})
+    task = json.dumps(TASK | {"message": "PIDS"})
     lasting = (
         "import os, signal, time\n"
         "signal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
-        f"print('csdctl', {task!r}.replace('PID', str(os.getpid())), flush=True)\n"
+        "fork = os.fork()\n"
+        f"if fork and {ignores!r} == 'fork': signal.signal(signal.SIGTERM, signal.SIG_DFL)\n"
+        f"if fork: print('csdctl', {task!r}.replace('PIDS', f'{{os.getpid()}} {{fork}}'), flush=True)\n"
         "time.sleep(600)\n"
     )
     seen: list[int] = []
 
     def interrupt(task: TaskResult) -> None:
-        seen.append(int(task.message))
+        seen.extend(int(pid) for pid in task.message.split())
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
         run_playbook([sys.executable, "-c", lasting], {}, interrupt)
-    with pytest.raises(ProcessLookupError):
-        os.kill(seen[0], 0)
+    assert len(seen) == 2
+    assert eventually(lambda: not any(is_alive(pid) for pid in seen))
 
 
 def test_failure_before_any_node_has_ansibles_own_words() -> None:
