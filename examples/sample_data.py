@@ -195,9 +195,15 @@ def place(name: str, fleet_file: str, data: Path, private: str, seed: int) -> No
         parts = [Path(scratch) / node for node in nodes]
         cache = Path(".csdctl", "samples", name).absolute()
         sizes = WRITERS[name](cache, [data / "validation", data / "public", *parts], seed)
-        for node, part in zip(nodes, parts, strict=True):
-            deploy = ["deploy", "--fleet", fleet_file, "--limit", node, "--tree", f"{part}:{private}"]
-            subprocess.run([sys.executable, "-m", "csdctl", *deploy], check=True, stdout=subprocess.DEVNULL)
+        deploy = [sys.executable, "-m", "csdctl", "deploy", "--fleet", fleet_file]
+        copies = [
+            subprocess.Popen(
+                [*deploy, "--limit", node, "--tree", f"{part}:{private}"], stdout=subprocess.DEVNULL
+            )
+            for node, part in zip(nodes, parts, strict=True)
+        ]
+        if failed := [node for node, copy in zip(nodes, copies, strict=True) if copy.wait()]:
+            raise SampleError(f"the private part was not copied to {', '.join(failed)}")
     record.write_text(described)
     print(f"{name}: {sizes[1]:,} public samples, {sum(sizes[2:]):,} private samples on {len(nodes)} nodes")
 
@@ -215,7 +221,7 @@ def main() -> None:
     chosen = parser.parse_args()
     try:
         place(chosen.name, chosen.fleet, chosen.data, chosen.private, chosen.seed)
-    except (SampleError, csdctl.CsdctlError, subprocess.CalledProcessError) as error:
+    except (SampleError, csdctl.CsdctlError) as error:
         sys.exit(f"error: {error}")
 
 

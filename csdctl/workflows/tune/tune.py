@@ -164,7 +164,8 @@ class TuneOptions:
 
 SUM_BYTES = (1 << 16, 1 << 20, 1 << 23)
 """Sizes of the vectors whose sums are timed, besides the model's own."""
-TRIAL_S = 5.0
+FIRST_TRIAL_S, TRIAL_S = 3.0, 5.0
+"""Predicted duration of a trial; the first one after probes, which may lead to a second, is shorter."""
 MIN_STEPS, MAX_STEPS = 2, 1000
 """Limits of the number of steps of a trial."""
 MAX_TRIALS = 2
@@ -301,7 +302,8 @@ class FitTuner:
         while True:
             best = choose_plan(model, self.limits)
             try:
-                tried.append(self._try(model, best))
+                may_follow = self.measurer.num_probes and not tried
+                tried.append(self._try(model, best, FIRST_TRIAL_S if may_follow else TRIAL_S))
             except OutOfMemoryError as error:
                 num_oom += 1
                 if num_oom > MAX_OOM_RETRIES or error.node not in best.batch_sizes:
@@ -341,9 +343,9 @@ class FitTuner:
         best = max(tried, other, key=_rate)
         return TunedFleet(self.limits, model, best, _rate(best) / _rate(other) - 1)
 
-    def _try(self, model: FleetModel, best: BestPlan) -> TriedPlan:
+    def _try(self, model: FleetModel, best: BestPlan, duration_s: float = TRIAL_S) -> TriedPlan:
         ranks = plan_ranks(model, best)
-        num_steps = min(MAX_STEPS, max(MIN_STEPS, round(TRIAL_S / best.prediction.step_s)))
+        num_steps = min(MAX_STEPS, max(MIN_STEPS, round(duration_s / best.prediction.step_s)))
         return TriedPlan(best, ranks, self.measurer.run_trial(ranks, num_steps))
 
     def _limit_memory(self, model: FleetModel, machine: str, batch_size: int) -> FleetModel:
