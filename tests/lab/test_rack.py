@@ -1,19 +1,26 @@
 """Three servers with three nodes each, whose tunnels all have the same addresses, train one model."""
 
 import json
+import shutil
 import signal
+import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from csdctl.runs.directory import ProjectDirectory, RunDirectory
 from csdctl.runs.ledger import read_ledger
+from csdctl.worker.protocol.run_spec import COPIES
+from csdctl.worker.tasks.checkpointer import StepFile
 from tests.emulated.training import events_of
+from tests.lab import network
 from tests.lab.capture import captured
 from tests.lab.lab import Lab
-from tests.lab.project import Project
+from tests.lab.machines import LabNode
+from tests.lab.project import CSDCTL, Project
 from tests.lab.rack import Server, open_rack, use_rack
-from tests.lab.test_main_job import latest_members, load_events, start_training
+from tests.lab.test_main_job import last_steps, latest_members, load_events, start_training
 from tests.patience import communicate, wait_for
 
 pytestmark = [pytest.mark.lab, pytest.mark.thorough]
@@ -160,3 +167,64 @@ def test_rack_survives_the_loss_of_a_node_a_server_and_a_cable(
         after = of_rank_0[of_rank_0.index(event) + 1 :]
         joined = next(other for other in after if other["event"] == "Joined")
         assert (joined["epoch"], joined["step"]) == (event["epoch"], event["step"])
+
+
+def saved_steps(step_file: Path) -> int:
+    """Return the steps of the run after which its state was last saved."""
+    content, mark = step_file.read_bytes(), StepFile._MARK
+    return max(mark.unpack_from(content, start)[0] for start in (0, len(content) // 2)) // 2
+
+
+def csdctl_on(machine: LabNode, lab: Lab, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """Run csdctl on a server, in ~/project there."""
+    environment = lab.host.environment() | {"HOME": "/root", "TMPDIR": "/tmp"}
+    command = ["nsenter", "-t", str(machine.first_process()), "--all", "env", "-C", "/root/project"]
+    process = subprocess.Popen(
+        [*network.DIES_WITH_PARENT, *command, str(CSDCTL), *arguments],
+        env=environment,
+        stdin=subprocess.DEVNULL,
+        text=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        start_new_session=True,
+    )
+    stdout, stderr = communicate(process, machine.home / "project")
+    return subprocess.CompletedProcess(arguments, process.returncode, stdout, stderr)
+
+
+@pytest.mark.fault(61)
+def test_another_server_continues_when_the_one_of_csdctl_is_lost(
+    project: Project, job: Path, servers: tuple[Server, ...]
+) -> None:
+    use_rack(project, servers)
+    process = start_training(project, job, "--start-timeout", "1200")
+    (run,) = (project.path / ".csdctl/runs").glob("*")
+    wait_for(lambda: latest_members(run / "events.jsonl") == RANKS, process, project.path)
+    network.end_all(lambda: network.list_processes(project.lab.host.namespace))
+    process.communicate()
+    steps = saved_steps(ProjectDirectory(project.path).step_file(RunDirectory(run)))
+
+    machine, third = servers[1].machine, servers[2].machine
+    assert machine
+    assert third
+    there = machine.home / "project"
+    shutil.copytree(job.parent, there)
+    (there / ".csdctl").mkdir(mode=0o700)
+    for name in ("fleet.yaml", ".csdctl/known_hosts"):
+        shutil.copyfile(project.path / name, there / name)
+    try:
+        options = ("--resume", "latest", "--exclude", "storage1", "--max-steps", str(steps + 5))
+        done = csdctl_on(machine, project.lab, "train", "pausing.yaml", *options, "--skip-doctor")
+        assert done.returncode == 0, done.stdout + done.stderr
+        assert f"run {run.name} is taken over from storage1: storage2 is the host" in done.stdout
+        events = there / ".csdctl/runs" / run.name / "events.jsonl"
+        joined = next(event for event in load_events(events) if event["event"] == "Joined")
+        assert steps - 1 <= joined["total_steps"] <= steps + 1
+        assert {int(rank) for rank in joined["batch_sizes"]} == {0, 5, 6, 7} | OF_SERVER_3
+        assert last_steps(events) == steps + 5
+        finished = events_of(events.parent, "Finished")
+        assert len(finished) == 8
+        assert len({event["weights_hash"] for event in finished}) == 1
+        assert not [path for server in (machine, third) for path in (server.home / COPIES).rglob("*.json")]
+    finally:
+        shutil.rmtree(there)
