@@ -23,12 +23,9 @@ from csdctl.worker.protocol.events import EARLY_STOPPING, Event, Finished, Joine
 from csdctl.worker.protocol.features import KERAS, LITERT, FeatureOptions
 from csdctl.worker.protocol.json_codec import SCHEMA, to_json
 from csdctl.worker.protocol.recipe import Noise
-from csdctl.worker.protocol.run_spec import RunSpec, SplitSpec
-from csdctl.workflows.data.prepare import (
-    Prepared,
-    load_prepared,
-    prepare_in,
-)
+from csdctl.worker.protocol.run_spec import DatasetSlice, RunSpec, SplitSpec
+from csdctl.workflows.data.files import whole
+from csdctl.workflows.data.prepare import Prepared, load_prepared, prepare_in
 from csdctl.workflows.preflight.doctor import examine
 from csdctl.workflows.train.plan import check_plan, resolve_plan
 from csdctl.workflows.train.run import RunObserver, record_process, run_to_end
@@ -98,7 +95,9 @@ def resume(
     now = fingerprint_data(prepared)
     private = {name: hashed for name, hashed in now["private"].items() if name in planned}
     is_private_same = private == {name: before.private.get(name) for name in private}
-    if now["public"] != before.public or not is_private_same:
+    # On another server, or copied, the same samples have another path or time.
+    is_public_same = now["public"] == before.public or _is_content(spec.public, whole(prepared.public))
+    if not is_public_same or not is_private_same:
         raise InputError(f"the data of run {run.run_id} has changed since it began", remedy=NEW_RUN)
     _check_job(run, spec, job, prepared)
     if spec.code != prepared.model.user_code:
@@ -134,6 +133,12 @@ def resume(
 def _changed(what: str, run: RunDirectory) -> InputError:
     remedy = f"undo the change, or {NEW_RUN}"
     return InputError(f"the {what} of run {run.run_id} changed after it began", remedy=remedy)
+
+
+def _is_content(before: DatasetSlice | None, now: DatasetSlice) -> bool:
+    """Return whether prepared data has the same bytes as before."""
+    hashes = (now.images_sha256, now.labels_sha256)
+    return before is not None and all(hashes) and hashes == (before.images_sha256, before.labels_sha256)
 
 
 def _hashes_of(spec: RunSpec, began: RunSpec) -> tuple[str, str] | None:
