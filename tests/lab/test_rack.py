@@ -5,6 +5,7 @@ import shutil
 import signal
 import subprocess
 from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
 import pytest
@@ -38,6 +39,7 @@ def build():
 VECTOR_BYTES = 4 * (64 * 4000 + 4000 + 2 * 4000 + 2)
 NUM_STEPS = 20
 RANKS = set(range(12))
+HOOKS = ("input", "output")
 OF_SERVER_2 = {4, 5, 6, 7}
 OF_SERVER_3 = {8, 9, 10, 11}
 
@@ -192,18 +194,40 @@ def csdctl_on(machine: LabNode, lab: Lab, *arguments: str) -> subprocess.Complet
     return subprocess.CompletedProcess(arguments, process.returncode, stdout, stderr)
 
 
+@contextmanager
+def host_off(lab: Lab) -> Iterator[None]:
+    """The host sends and receives nothing, not even the end of a connection; its switch works."""
+    nft = ("nsenter", f"--net={network.NAMESPACES / lab.host.namespace}", "nft", "-f", "-")
+    chains = (f"chain {hook} {{ type filter hook {hook} priority 0; policy drop; }}" for hook in HOOKS)
+    network.run_command(*nft, input_text="table inet off {\n" + "\n".join(chains) + "\n}\n")
+    try:
+        yield
+    finally:
+        network.run_command(*nft, input_text="delete table inet off\n")
+
+
 @pytest.mark.fault(61)
+@pytest.mark.parametrize("is_off", [False, True], ids=["killed", "off"])
 def test_another_server_continues_when_the_one_of_csdctl_is_lost(
-    project: Project, job: Path, servers: tuple[Server, ...]
+    project: Project, job: Path, servers: tuple[Server, ...], *, is_off: bool
 ) -> None:
+    """After a power failure, its locks on the other machines stay until a person has them removed."""
     use_rack(project, servers)
     process = start_training(project, job, "--start-timeout", "1200")
     (run,) = (project.path / ".csdctl/runs").glob("*")
     wait_for(lambda: latest_members(run / "events.jsonl") == RANKS, process, project.path)
-    network.end_all(lambda: network.list_processes(project.lab.host.namespace))
-    process.communicate()
-    steps = saved_steps(ProjectDirectory(project.path).step_file(RunDirectory(run)))
+    wait_for(lambda: len(events_of(run, "EpochEnd")) > 10 * len(RANKS), process, project.path)
+    with host_off(project.lab) if is_off else nullcontext():
+        network.end_all(lambda: network.list_processes(project.lab.host.namespace))
+        process.communicate()
+        _continue_elsewhere(project, job, servers, RunDirectory(run), is_locked=is_off)
 
+
+def _continue_elsewhere(
+    project: Project, job: Path, servers: tuple[Server, ...], run: RunDirectory, *, is_locked: bool
+) -> None:
+    """Resume the run on the second server."""
+    steps = saved_steps(ProjectDirectory(project.path).step_file(run))
     machine, third = servers[1].machine, servers[2].machine
     assert machine
     assert third
@@ -214,10 +238,17 @@ def test_another_server_continues_when_the_one_of_csdctl_is_lost(
         shutil.copyfile(project.path / name, there / name)
     try:
         options = ("--resume", "latest", "--exclude", "storage1", "--max-steps", str(steps + 5))
-        done = csdctl_on(machine, project.lab, "train", "pausing.yaml", *options, "--skip-doctor")
+        command = ("train", "pausing.yaml", *options, "--skip-doctor")
+        done = csdctl_on(machine, project.lab, *command)
+        assert f"run {run.run_id} is taken over from storage1: storage2 is the host" in done.stdout
+        if is_locked:
+            assert done.returncode == 1, done.stdout + done.stderr
+            assert "another csdctl is running here: `csdctl train`" in done.stderr
+            done = csdctl_on(machine, project.lab, "clean", "--kill", "--exclude", "storage1")
+            assert done.returncode == 0, done.stdout + done.stderr
+            done = csdctl_on(machine, project.lab, *command)
         assert done.returncode == 0, done.stdout + done.stderr
-        assert f"run {run.name} is taken over from storage1: storage2 is the host" in done.stdout
-        events = there / ".csdctl/runs" / run.name / "events.jsonl"
+        events = there / ".csdctl/runs" / run.run_id / "events.jsonl"
         joined = next(event for event in load_events(events) if event["event"] == "Joined")
         assert steps - 1 <= joined["total_steps"] <= steps + 1
         assert {int(rank) for rank in joined["batch_sizes"]} == {0, 5, 6, 7} | OF_SERVER_3
