@@ -142,6 +142,7 @@ def load_task(
         is_balanced=False,
         step_file=str(step_file or ""),
         manifest=manifest,
+        checkpoint_interval_s=0.0 if manifest else 600.0,
     )
     step = make_step(dataclasses.replace(ROW, recipe=recipe), load_backend()[1])
     me = ranks[rank]
