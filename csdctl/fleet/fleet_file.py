@@ -248,8 +248,8 @@ def _load_servers(path: Path, file: FleetFile, directory: Path) -> Fleet:
         ]
     networks = tuple((server.name, server.network) for server in others)
     host = _resolve_host(file, directory)
-    network = here[0].network if here else ""
-    return Fleet(tuple(nodes), host, network, file.emulated, path, networks, between=file.network)
+    network, name = (here[0].network, here[0].name) if here else ("", "")
+    return Fleet(tuple(nodes), host, network, file.emulated, path, networks, file.network, name)
 
 
 def _nodes(

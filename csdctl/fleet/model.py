@@ -120,6 +120,8 @@ class Fleet:
     """Of every other server, its name and the network of its tunnel; '' if MPI chooses."""
     between: str = ""
     """The network that MPI uses between the servers; '' lets MPI choose."""
+    here: str = ""
+    """The server on which csdctl runs; '' for one server alone, or a machine beside the servers."""
 
     @property
     def machines(self) -> tuple[str, ...]:

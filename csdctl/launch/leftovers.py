@@ -193,7 +193,7 @@ class CleanupOptions:
     is_forced: bool = False
     """Clean also a machine that another csdctl has locked, and end that csdctl."""
     run_id: str = ""
-    """Only the processes of this run, whether the machine is locked or not; '' for all leftovers."""
+    """Only this run's processes, and its copy of another server's run; '' for all leftovers."""
     node: str = ""
     """With `run_id`: only the ranks and links of this node."""
 
@@ -241,12 +241,15 @@ def clean_machine(
     return found.left
 
 
-def end_run(run_id: str, sessions: Mapping[str, Session], pythons: Mapping[str, str]) -> list[str]:
+def end_run(
+    run_id: str, sessions: Mapping[str, Session], pythons: Mapping[str, str], *, is_removing: bool = False
+) -> list[str]:
     """End all processes of the run on every machine; return the machines where that failed.
 
-    The processes on a lost machine end through MPI's own keepalive.
+    The processes on a lost machine end through MPI's own keepalive. With `is_removing`, remove also the
+    copies of its state on other servers.
     """
-    options = CleanupOptions(run_id=run_id)
+    options = CleanupOptions(run_id=run_id, is_removing=is_removing)
 
     def clean(session: Session) -> Leftovers:
         return clean_machine(session, pythons[session.name], options, deadline_s=END_DEADLINE_S)

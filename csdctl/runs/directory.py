@@ -2,7 +2,6 @@
 
 import contextlib
 import errno
-import hashlib
 import json
 import os
 import shutil
@@ -23,6 +22,7 @@ from csdctl.runs.stored_events import StoredEvents
 from csdctl.tuning.plan import Plan
 from csdctl.worker.protocol.events import Event, Progress, WaitingFor, event_document
 from csdctl.worker.protocol.recipe import Noise
+from csdctl.worker.protocol.run_spec import step_file_in_memory
 
 MAX_SAMPLES = 10**15
 
@@ -49,6 +49,8 @@ class Manifest(_Part):
     """In order of rank."""
     data: DataFingerprints
     noise: Noise | None = None
+    server: str = ""
+    """The server on which csdctl runs; '' for one server alone, or a machine beside the servers."""
     predicted_samples_per_s: Annotated[float, Field(gt=0)] | None = None
     predicted_range: tuple[Annotated[float, Field(gt=0)], Annotated[float, Field(gt=0)]] | None = None
 
@@ -140,12 +142,9 @@ class ProjectDirectory:
 
     def step_file(self, run: "RunDirectory") -> Path:
         """Return the path of rank 0's state after every step: in the machine's memory if possible."""
-        memory = private_memory()
-        if memory is None:
+        if private_memory() is None:
             return run.kept_step_file.absolute()
-        # standalone/leftovers.py, which removes stale step files, builds the same name.
-        place = hashlib.sha256(os.path.realpath(self.root).encode()).hexdigest()[:12]
-        return memory / f"{place}-{run.run_id}"
+        return step_file_in_memory(self.root, run.run_id)
 
     def new_run(self) -> "RunDirectory":
         """Create a run directory with a unique id: UTC time to the microsecond, so that ids sort by time."""

@@ -27,6 +27,8 @@ STORED = ".csdctl/objects/"
 LOCK = ".csdctl/lock"
 PARTS = (".csdctl/objects/*.part", ".csdctl/trees/.part-*")
 FEATURES, PREDICTIONS = ".csdctl/features", ".csdctl/predictions"
+COPIES = ".csdctl/copies"
+"""Runs of another server, with their states in memory, as of a project directory."""
 SANDBOX_USER = 1_907_000_000
 """The user of a sandbox that root has started (worker/sandbox/program.py)."""
 TREES, OBJECTS = ".csdctl/trees/*", ".csdctl/objects/*"
@@ -52,7 +54,8 @@ def main() -> None:
             time.sleep(0.02)
         for pid in processes:
             remove(glob.glob(scratch_directories(pid)))
-    paths = find_paths(request) if is_allowed and not run_id else []
+    paths = [f"{COPIES}/.csdctl/runs/{run_id}", step_files(COPIES, run_id)] if run_id else find_paths(request)
+    paths = [path for path in paths if os.path.lexists(path) and is_own(path)] if is_allowed else []
     left = {
         "num_processes": len(processes),
         "runs": [*dict.fromkeys(run for run in processes.values() if run)],
@@ -155,13 +158,13 @@ def find_paths(request: "dict[str, Any]") -> "list[str]":
     )
     if request["is_removing_computed"] and not request["is_removing_all"]:
         paths += [FEATURES, PREDICTIONS]
-    paths += glob.glob(step_files())
+    paths += [*glob.glob(step_files()), *glob.glob(step_files(COPIES)), COPIES]
     # A sandbox that was killed leaves its directory behind.
     for path in glob.glob(scratch_directories("*")):
         pid = path.split("-")[-2]
         if pid.isdigit() and not os.path.exists(f"/proc/{pid}"):
             paths.append(path)
-    return [path for path in paths if os.path.lexists(path) and is_own(path)]
+    return paths
 
 
 def is_own(path: str) -> bool:
@@ -177,10 +180,10 @@ def scratch_directories(pid: object) -> str:
     return os.path.join(glob.escape(tempfile.gettempdir()), f"csdctl-mpi-{pid}-*")
 
 
-def step_files() -> str:
-    """Return the pattern of the states of unfinished runs of this directory, used by `train --resume`."""
-    place = hashlib.sha256(os.path.realpath(os.getcwd()).encode()).hexdigest()[:12]
-    return f"/dev/shm/csdctl-{os.geteuid()}/{place}-*"
+def step_files(directory: str = "", run_id: str = "*") -> str:
+    """Return the pattern of the states of unfinished runs of a directory, used by `train --resume`."""
+    place = hashlib.sha256(os.path.realpath(directory).encode()).hexdigest()[:12]
+    return f"/dev/shm/csdctl-{os.geteuid()}/{place}-{run_id}"
 
 
 def find_linked_trees() -> "dict[str, str]":

@@ -29,7 +29,7 @@ class LabHost:
         return subprocess.Popen(
             self._build_command(command),
             cwd=cwd,
-            env=self._environment() | (environment or {}),
+            env=self.environment() | (environment or {}),
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
@@ -59,7 +59,8 @@ class LabHost:
             *("unshare", "--uts", "sh", "-c", 'hostname "$0" && exec "$@"', self.name, *command),
         ]
 
-    def _environment(self) -> dict[str, str]:
+    def environment(self) -> dict[str, str]:
+        """Return the variables of commands there."""
         dropped = ("CSDCTL_", "SSH_")
         inherited = {name: value for name, value in os.environ.items() if not name.startswith(dropped)}
         home, temporary = self.directory / "home", self.directory / "tmp"

@@ -1,19 +1,27 @@
 """Three servers with three nodes each, whose tunnels all have the same addresses, train one model."""
 
 import json
+import shutil
 import signal
+import subprocess
 from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
 import pytest
 
+from csdctl.runs.directory import ProjectDirectory, RunDirectory
 from csdctl.runs.ledger import read_ledger
+from csdctl.worker.protocol.run_spec import COPIES
+from csdctl.worker.tasks.checkpointer import StepFile
 from tests.emulated.training import events_of
+from tests.lab import network
 from tests.lab.capture import captured
 from tests.lab.lab import Lab
-from tests.lab.project import Project
+from tests.lab.machines import LabNode
+from tests.lab.project import CSDCTL, Project
 from tests.lab.rack import Server, open_rack, use_rack
-from tests.lab.test_main_job import latest_members, load_events, start_training
+from tests.lab.test_main_job import last_steps, latest_members, load_events, start_training
 from tests.patience import communicate, wait_for
 
 pytestmark = [pytest.mark.lab, pytest.mark.thorough]
@@ -31,6 +39,7 @@ def build():
 VECTOR_BYTES = 4 * (64 * 4000 + 4000 + 2 * 4000 + 2)
 NUM_STEPS = 20
 RANKS = set(range(12))
+HOOKS = ("input", "output")
 OF_SERVER_2 = {4, 5, 6, 7}
 OF_SERVER_3 = {8, 9, 10, 11}
 
@@ -160,3 +169,93 @@ def test_rack_survives_the_loss_of_a_node_a_server_and_a_cable(
         after = of_rank_0[of_rank_0.index(event) + 1 :]
         joined = next(other for other in after if other["event"] == "Joined")
         assert (joined["epoch"], joined["step"]) == (event["epoch"], event["step"])
+
+
+def saved_steps(step_file: Path) -> int:
+    """Return the steps of the run after which its state was last saved."""
+    content, mark = step_file.read_bytes(), StepFile._MARK
+    return max(mark.unpack_from(content, start)[0] for start in (0, len(content) // 2)) // 2
+
+
+def csdctl_on(machine: LabNode, lab: Lab, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """Run csdctl on a server, in ~/project there."""
+    environment = lab.host.environment() | {"HOME": "/root", "TMPDIR": "/tmp"}
+    command = ["nsenter", "-t", str(machine.first_process()), "--all", "env", "-C", "/root/project"]
+    process = subprocess.Popen(
+        [*network.DIES_WITH_PARENT, *command, str(CSDCTL), *arguments],
+        env=environment,
+        stdin=subprocess.DEVNULL,
+        text=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        start_new_session=True,
+    )
+    stdout, stderr = communicate(process, machine.home / "project")
+    return subprocess.CompletedProcess(arguments, process.returncode, stdout, stderr)
+
+
+@contextmanager
+def host_off(lab: Lab) -> Iterator[None]:
+    """The host sends and receives nothing, not even the end of a connection; its switch works."""
+    nft = ("nsenter", f"--net={network.NAMESPACES / lab.host.namespace}", "nft", "-f", "-")
+    chains = (f"chain {hook} {{ type filter hook {hook} priority 0; policy drop; }}" for hook in HOOKS)
+    network.run_command(*nft, input_text="table inet off {\n" + "\n".join(chains) + "\n}\n")
+    try:
+        yield
+    finally:
+        network.run_command(*nft, input_text="delete table inet off\n")
+
+
+@pytest.mark.fault(61)
+@pytest.mark.parametrize("is_off", [False, True], ids=["killed", "off"])
+def test_another_server_continues_when_the_one_of_csdctl_is_lost(
+    project: Project, job: Path, servers: tuple[Server, ...], *, is_off: bool
+) -> None:
+    """After a power failure, its locks on the other machines stay until a person has them removed."""
+    use_rack(project, servers)
+    process = start_training(project, job, "--start-timeout", "1200")
+    (run,) = (project.path / ".csdctl/runs").glob("*")
+    wait_for(lambda: latest_members(run / "events.jsonl") == RANKS, process, project.path)
+    wait_for(lambda: len(events_of(run, "EpochEnd")) > 10 * len(RANKS), process, project.path)
+    with host_off(project.lab) if is_off else nullcontext():
+        network.end_all(lambda: network.list_processes(project.lab.host.namespace))
+        process.communicate()
+        _continue_elsewhere(project, job, servers, RunDirectory(run), is_locked=is_off)
+
+
+def _continue_elsewhere(
+    project: Project, job: Path, servers: tuple[Server, ...], run: RunDirectory, *, is_locked: bool
+) -> None:
+    """Resume the run on the second server."""
+    steps = saved_steps(ProjectDirectory(project.path).step_file(run))
+    machine, third = servers[1].machine, servers[2].machine
+    assert machine
+    assert third
+    there = machine.home / "project"
+    shutil.copytree(job.parent, there)
+    (there / ".csdctl").mkdir(mode=0o700)
+    for name in ("fleet.yaml", ".csdctl/known_hosts"):
+        shutil.copyfile(project.path / name, there / name)
+    try:
+        options = ("--resume", "latest", "--exclude", "storage1", "--max-steps", str(steps + 5))
+        command = ("train", "pausing.yaml", *options, "--skip-doctor")
+        done = csdctl_on(machine, project.lab, *command)
+        assert f"run {run.run_id} is taken over from storage1: storage2 is the host" in done.stdout
+        if is_locked:
+            assert done.returncode == 1, done.stdout + done.stderr
+            assert "another csdctl is running here: `csdctl train`" in done.stderr
+            done = csdctl_on(machine, project.lab, "clean", "--kill", "--exclude", "storage1")
+            assert done.returncode == 0, done.stdout + done.stderr
+            done = csdctl_on(machine, project.lab, *command)
+        assert done.returncode == 0, done.stdout + done.stderr
+        events = there / ".csdctl/runs" / run.run_id / "events.jsonl"
+        joined = next(event for event in load_events(events) if event["event"] == "Joined")
+        assert steps - 1 <= joined["total_steps"] <= steps + 1
+        assert {int(rank) for rank in joined["batch_sizes"]} == {0, 5, 6, 7} | OF_SERVER_3
+        assert last_steps(events) == steps + 5
+        finished = events_of(events.parent, "Finished")
+        assert len(finished) == 8
+        assert len({event["weights_hash"] for event in finished}) == 1
+        assert not [path for server in (machine, third) for path in (server.home / COPIES).rglob("*.json")]
+    finally:
+        shutil.rmtree(there)

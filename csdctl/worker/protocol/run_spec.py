@@ -1,6 +1,9 @@
 """The specification of a run, the same for all its ranks."""
 
+import hashlib
+import os
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Annotated, Any
 
 from csdctl.worker.protocol.json_codec import SCHEMA, AnyNumber, BatchSize, Count, RankNumber, Seconds
@@ -16,6 +19,16 @@ JOINING = (TRAIN, TRAIN_SPLIT, TRIAL, TRIAL_SPLIT)
 
 ELEMENT_SPEC = "element_spec"
 """Argument of a trial: the `DatasetInfo` whose shapes and types its random samples have."""
+
+COPIES = ".csdctl/copies"
+"""On every other server, below its home: a project directory with the runs that it can take over."""
+
+
+def step_file_in_memory(project: Path, run_id: str) -> Path:
+    """Return the path, in this user's directory in the machine's memory, of the state after every step."""
+    # standalone/leftovers.py, which removes stale step files, builds the same name.
+    place = hashlib.sha256(os.path.realpath(project).encode()).hexdigest()[:12]
+    return Path(f"/dev/shm/csdctl-{os.geteuid()}/{place}-{run_id}")
 
 
 @dataclass(frozen=True)
@@ -150,6 +163,8 @@ class RunSpec:
     """Where rank 0 writes checkpoints and model.keras."""
     step_file: str = ""
     """Where rank 0 writes the state after every step; '' for nowhere."""
+    manifest: str = ""
+    """Path of the run's manifest on other servers, which keep copies of the state; '' for no copies."""
     is_balanced: bool = True
     """Whether batch sizes change when a rank is slower or faster than planned."""
     checkpoint_interval_s: Annotated[float, AnyNumber] = 600.0

@@ -3,7 +3,8 @@
 After every step in the step file (the machine's memory), which survives the process; after every epoch, and
 every few minutes, in a checkpoint (disk), which is synced and survives the machine. Neither is trusted when
 it is read: owner, size and format come first, then progress.py checks what is in it. Other ranks keep
-nothing: they take over rank 0's state, never the other way round (docs/decisions/0024).
+nothing: they take over rank 0's state, never the other way round (docs/decisions/0024). The ranks of other
+servers write a step file too, from which csdctl can resume the run there when rank 0's server is lost.
 """
 
 import contextlib
@@ -17,7 +18,7 @@ import time
 import zipfile
 import zlib
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -28,9 +29,16 @@ from csdctl.worker.compute.forward import assemble
 from csdctl.worker.data.arrays import Array, read_array_header, save_arrays
 from csdctl.worker.data.schedule import OwnSamples
 from csdctl.worker.process.errors import WorkerError, describe
-from csdctl.worker.process.files import DAMAGED_ARCHIVE, BoundedFile, open_private, sync_directory
+from csdctl.worker.process.files import (
+    DAMAGED_ARCHIVE,
+    BoundedFile,
+    open_private,
+    save_atomically,
+    sync_directory,
+)
 from csdctl.worker.protocol.events import CheckpointSaved
-from csdctl.worker.protocol.run_spec import RunSpec
+from csdctl.worker.protocol.json_codec import to_json
+from csdctl.worker.protocol.run_spec import COPIES, RunSpec, step_file_in_memory
 from csdctl.worker.tasks.progress import (
     Position,
     Reporter,
@@ -205,6 +213,22 @@ def save_model(model: Any, path: Path) -> Path:
     os.replace(aside, path)
     sync_directory(path.parent)
     return path
+
+
+def keep_copy(spec: RunSpec) -> RunSpec:
+    """Keep on this server what resuming the run here needs; return the spec for saving the state to it.
+
+    The copy is a run of the project directory COPIES, with a step file in this machine's memory.
+    """
+    directory = Path(COPIES, spec.output_directory)
+    try:
+        directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+        save_atomically(directory / "spec.json", to_json(replace(spec, link_key="")))
+        save_atomically(directory / "manifest.json", Path(spec.manifest).read_text())
+    except OSError as error:  # as of a full disk: the run can be resumed on its own server
+        print(f"no copy of the run on this server: {error}", flush=True)
+    step_file = str(step_file_in_memory(Path(COPIES), spec.run_id))
+    return replace(spec, output_directory=str(directory), step_file=step_file, num_checkpoints=0)
 
 
 class Checkpointer:

@@ -34,7 +34,7 @@ from csdctl.worker.protocol.json_codec import from_dict
 from csdctl.worker.protocol.run_spec import ELEMENT_SPEC
 from csdctl.worker.tasks.balancer import Balancer
 from csdctl.worker.tasks.callbacks import Decision, after_epoch, check_monitors
-from csdctl.worker.tasks.checkpointer import BEST_MODEL, LAST_MODEL, Checkpointer
+from csdctl.worker.tasks.checkpointer import BEST_MODEL, LAST_MODEL, Checkpointer, keep_copy
 from csdctl.worker.tasks.progress import CallbackState, Reporter, StepTotals, global_fields
 from csdctl.worker.tasks.task import FINISHED, Group, ModelTask
 
@@ -78,9 +78,11 @@ class Train(ModelTask):
         self._since_report = StepTotals()
 
     def restore(self) -> None:
-        """Load the state that rank 0 saved, if any."""
-        own = self.progress.own
-        self._checkpointer = Checkpointer(self.spec, self.reporter, self.step, own) if self.is_root else None
+        """Load the state that this rank saved, if any: rank 0, or that of another server, for a copy."""
+        own, spec = self.progress.own, self.spec if self.is_root else None
+        if self.spec.manifest and not self.is_root and self.me.server == self.me.rank:
+            spec = keep_copy(self.spec)
+        self._checkpointer = Checkpointer(spec, self.reporter, self.step, own) if spec else None
         if self._checkpointer and self._checkpointer.position:
             self.progress.position = self._checkpointer.position
 
@@ -118,7 +120,7 @@ class Train(ModelTask):
 
     def save_model(self) -> str | None:
         """Save the trained model on rank 0; returns its path."""
-        return self._checkpointer.save_model(LAST_MODEL) if self._checkpointer else None
+        return self._checkpointer.save_model(LAST_MODEL) if self._checkpointer and self.is_root else None
 
     def compare_weights(self, communicator: Communicator) -> str:
         """Return the hash of the weights; raises WorkerError unless they are finite.

@@ -21,7 +21,7 @@ from csdctl.launch.mpi_job import add_mpirun_traffic, add_rank_traffic
 from csdctl.launch.mpirun import Mpirun
 from csdctl.reporting.results import DONE, RunSummary, read_results
 from csdctl.runs.directory import EventLog, RunDirectory, keep_step_file
-from csdctl.shipping.store import store_bytes
+from csdctl.shipping.store import StoredFile, store_bytes
 from csdctl.supervision.event_callbacks import EventCallbacks
 from csdctl.supervision.rank_processes import AttachRank
 from csdctl.supervision.run_setup import RankStarter, RunSetup
@@ -68,10 +68,16 @@ def run_ranks(
     """
     prepared, run, fleet = inputs.prepared, inputs.directory, space.fleet
     spec = replace(inputs.spec, link_key=secrets.token_hex(16))
-    stored_spec = store_bytes(to_json(spec).encode(), ".json", space.project.root)
     present = set(fleet.machines)
     nodes = [rank.node for rank in spec.ranks if rank.node in present and rank.node != HOST_NAME]
+    for_servers: list[StoredFile] = []
+    if run.manifest.exists() and any(fleet.server_of(name) == name for name in nodes):
+        for_servers = [store_bytes(run.manifest.read_bytes(), ".json", space.project.root)]
+        spec = replace(spec, manifest=for_servers[0].path)
+    stored_spec = store_bytes(to_json(spec).encode(), ".json", space.project.root)
     files = {name: [*prepared.files, *inputs.shards.get(name, ()), stored_spec] for name in nodes}
+    for name in nodes:
+        files[name] += for_servers if fleet.server_of(name) == name else []
     deploy_files(files, fleet, space.sessions, on_delivery)
     sessions = {name: space.sessions[name] for name in (HOST_NAME, *nodes)}
     obstacles = find_obstacles(fleet, sessions, prepared.worker.path)
@@ -96,11 +102,13 @@ def run_ranks(
         )
         setup = replace(_build_setup(inputs, starter, options, nodes), should_stop=should_stop)
         supervisor = Supervisor(setup, handle_event)
+        is_over = False
         try:
             supervisor.run()
+            is_over = True  # what is left of the run is on the disk of this machine
         finally:
             # End all processes first: a full disk must not prevent that.
-            end_run(run.run_id, {name: sessions[name] for name in pythons}, pythons)
+            end_run(run.run_id, {name: sessions[name] for name in pythons}, pythons, is_removing=is_over)
             space.ledger.run = run.run_id
             space.ledger.add(add_rank_traffic(traffic.values(), [rank.node for rank in spec.ranks]))
             space.ledger.add(add_mpirun_traffic(supervisor.outcomes, fleet))

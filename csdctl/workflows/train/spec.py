@@ -308,6 +308,7 @@ def build_manifest(
         "recipe": asdict(prepared.recipe),
         "noise": asdict(job.noise) if job.noise else None,
         "data": fingerprint_data(prepared),
+        "server": space.fleet.here,
         "fleet": {
             "path": str(space.fleet.path),
             "emulated": space.fleet.emulated,

@@ -23,12 +23,9 @@ from csdctl.worker.protocol.events import EARLY_STOPPING, Event, Finished, Joine
 from csdctl.worker.protocol.features import KERAS, LITERT, FeatureOptions
 from csdctl.worker.protocol.json_codec import SCHEMA, to_json
 from csdctl.worker.protocol.recipe import Noise
-from csdctl.worker.protocol.run_spec import RunSpec, SplitSpec
-from csdctl.workflows.data.prepare import (
-    Prepared,
-    load_prepared,
-    prepare_in,
-)
+from csdctl.worker.protocol.run_spec import DatasetSlice, RunSpec, SplitSpec
+from csdctl.workflows.data.files import whole
+from csdctl.workflows.data.prepare import Prepared, load_prepared, prepare_in
 from csdctl.workflows.preflight.doctor import examine
 from csdctl.workflows.train.plan import check_plan, resolve_plan
 from csdctl.workflows.train.run import RunObserver, record_process, run_to_end
@@ -47,6 +44,7 @@ from csdctl.workflows.train.strategies import (
     Split,
     Strategy,
 )
+from csdctl.workflows.train.takeover import take_over
 from csdctl.workflows.workspace.workspace import Workspace, open_workspace
 
 
@@ -97,7 +95,9 @@ def resume(
     now = fingerprint_data(prepared)
     private = {name: hashed for name, hashed in now["private"].items() if name in planned}
     is_private_same = private == {name: before.private.get(name) for name in private}
-    if now["public"] != before.public or not is_private_same:
+    # On another server, or copied, the same samples have another path or time.
+    is_public_same = now["public"] == before.public or _is_content(spec.public, whole(prepared.public))
+    if not is_public_same or not is_private_same:
         raise InputError(f"the data of run {run.run_id} has changed since it began", remedy=NEW_RUN)
     _check_job(run, spec, job, prepared)
     if spec.code != prepared.model.user_code:
@@ -133,6 +133,12 @@ def resume(
 def _changed(what: str, run: RunDirectory) -> InputError:
     remedy = f"undo the change, or {NEW_RUN}"
     return InputError(f"the {what} of run {run.run_id} changed after it began", remedy=remedy)
+
+
+def _is_content(before: DatasetSlice | None, now: DatasetSlice) -> bool:
+    """Return whether prepared data has the same bytes as before."""
+    hashes = (now.images_sha256, now.labels_sha256)
+    return before is not None and all(hashes) and hashes == (before.images_sha256, before.labels_sha256)
 
 
 def _hashes_of(spec: RunSpec, began: RunSpec) -> tuple[str, str] | None:
@@ -227,13 +233,15 @@ class TrainRequest:
                 problem = f"--{first} and --{other} contradict each other: {why}"
                 raise InputError(problem, remedy="use only one of them")
 
-    def check_files(self) -> None:
+    def check_files(self, say: Say = lambda line: None) -> None:
         """Check run and plan as far as that needs no machine: before any is contacted.
 
-        Raises InputError for one that does not exist, or does not fit job and fleet.
+        A run that another server has trained is taken over. Raises InputError for one that does not exist, or
+        does not fit job and fleet.
         """
         project = ProjectDirectory(self.directory)
         if self.resume is not None:
+            take_over(project, self.resume, self.fleet.here, say)
             find_resumable(project, self.resume, self.job, self.fleet, lambda line: None)
         elif not self.batch_size:
             plan = load_plan(self.plan_path or project.plan(self.job.name))
@@ -253,7 +261,7 @@ class TrainResult:
 def run_training(request: TrainRequest, observer: RunObserver) -> TrainResult:
     """Train a new run, or resume one; raises CsdctlError, and RunStopped when the user stops it."""
     find_mpirun()
-    request.check_files()
+    request.check_files(observer.say)
     if request.job.noise:
         check_accountant()
     with open_workspace(
@@ -300,7 +308,7 @@ class Rehearsal:
 def rehearse_training(request: TrainRequest, observer: RunObserver) -> Rehearsal:
     """Choose plan or run and examine the machines as `run_training` does, without preparing or training."""
     find_mpirun()
-    request.check_files()
+    request.check_files(observer.say)
     with open_workspace(request.directory, request.fleet, "train") as space:
         run = None
         if request.resume:

@@ -273,6 +273,7 @@ class TestServers:
             *("host", "storage1/csd0", "storage1/csd1", "storage2", "storage2/csd0"),
             *("storage3", "storage3/csd0"),
         )
+        assert fleet.here == "storage1"
         assert fleet.node("storage1/csd1").jumps == ()
         (jump,) = fleet.node("storage3/csd0").jumps
         assert (jump.name, jump.address, jump.user) == ("storage3", "192.168.7.3", "admin")

@@ -18,9 +18,12 @@ from csdctl.launch.leftovers import (
     clean_machine,
     describe_holder,
     end_rank,
+    end_run,
 )
+from csdctl.runs.directory import ProjectDirectory
 from csdctl.standalone.leftovers import scratch_directories, step_files
 from csdctl.transport.local import LocalSession
+from csdctl.worker.protocol.run_spec import COPIES
 
 RUN = f"20260101-000000-{os.getpid() % 1_000_000:06d}"
 """Differs between test sessions on one machine: the ranks of a run are ended wherever they are."""
@@ -123,6 +126,27 @@ def stop(*processes: "subprocess.Popen[bytes]") -> None:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
         process.communicate()
+
+
+def test_copy_of_a_run_of_another_server_is_removed_with_the_run_or_all_of_them(
+    session: LocalSession, home: Path
+) -> None:
+    copies = ProjectDirectory(home / COPIES)
+    runs = [copies.new_run() for _ in range(3)]
+    states = [copies.step_file(run) for run in runs]
+    try:
+        for path in states:
+            path.touch()
+        end_run(runs[0].run_id, {"csd0": session}, {"csd0": sys.executable}, is_removing=True)
+        end_run(runs[1].run_id, {"csd0": session}, {"csd0": sys.executable})
+        assert copies.run_ids() == [run.run_id for run in runs[1:]]
+        assert [path.exists() for path in states] == [False, True, True]
+        clean_machine(session, sys.executable, CleanupOptions(is_removing=True))
+        assert copies.run_ids() == []
+        assert not any(path.exists() for path in states)
+    finally:
+        for path in states:
+            path.unlink(missing_ok=True)
 
 
 def test_processes_of_this_directory_are_ended_and_their_runs_named(

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from csdctl.runs.directory import ProjectDirectory
 from csdctl.worker.compute.backend import load_backend
 from csdctl.worker.compute.model import hash_weights
 from csdctl.worker.compute.recipe import compile_model
@@ -19,12 +20,13 @@ from csdctl.worker.group.values import LinkLostError, PeerFaultError, decode_val
 from csdctl.worker.process.errors import WorkerError
 from csdctl.worker.protocol.events import MAX_STEPS, SAMPLES, STOPPED, EpochEnd, Progress, event_from_line
 from csdctl.worker.protocol.recipe import Noise, ReduceOnPlateau
-from csdctl.worker.protocol.run_spec import RankSpec, RunSpec, Runtime
+from csdctl.worker.protocol.run_spec import COPIES, RankSpec, RunSpec, Runtime
 from csdctl.worker.tasks import train
 from csdctl.worker.tasks.checkpointer import BEST_MODEL, LAST_MODEL
 from csdctl.worker.tasks.progress import EpochTotals, Reporter, RunProgress
 from csdctl.worker.tasks.task import FINISHED, Group, TaskContext
 from csdctl.worker.tasks.train import Train
+from csdctl.workflows.train.train import load_spec
 from tests.unit.worker.tasks.verified_models import (
     NUMBERS,
     SQUARES,
@@ -118,14 +120,20 @@ class PlayedGroup:
 
 
 def load_task(
-    rank: int = 0, directory: Path | None = None, step_file: Path | None = None, **changes: Any
+    rank: int = 0,
+    directory: Path | None = None,
+    step_file: Path | None = None,
+    manifest: str = "",
+    **changes: Any,
 ) -> Train:
     """Return the task of a rank, ready to run; `changes` are those of the recipe.
 
     Checkpoints are kept below `directory`, if it is given, and without `step_file` no more: as after a power
-    cut.
+    cut. With a `manifest`, rank 1 is that of another server, and rank 2 that of its node.
     """
     ranks = specs_of(SIZES, NUM_STEPS)
+    if manifest:
+        ranks = (ranks[0], *(dataclasses.replace(one, server=1) for one in ranks[1:]))
     recipe = dataclasses.replace(SQUARES, **{"epochs": 1, **changes})
     output, num_checkpoints = (str(directory), 3) if directory else ("", 0)
     spec = RunSpec(
@@ -133,6 +141,8 @@ def load_task(
         num_checkpoints=num_checkpoints,
         is_balanced=False,
         step_file=str(step_file or ""),
+        manifest=manifest,
+        checkpoint_interval_s=0.0 if manifest else 600.0,
     )
     step = make_step(dataclasses.replace(ROW, recipe=recipe), load_backend()[1])
     me = ranks[rank]
@@ -233,6 +243,37 @@ def test_epoch_is_not_ended_twice_when_a_run_continues(tmp_path: Path, *, has_st
     run(again, PlayedGroup(again))
     assert again.progress.position == whole.progress.position
     assert all(map(np.array_equal, weights_of(again), weights_of(whole)))
+
+
+@pytest.mark.needs("shared memory")
+def test_server_keeps_what_a_resume_there_needs_and_its_node_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "manifest").write_text("{}")
+    directory = Path(".csdctl/runs/run")
+    server, node = (load_task(rank, directory, manifest="manifest", epochs=2) for rank in (1, 2))
+
+    def lose_the_second(rates: list[float]) -> None:
+        if len(rates) == 2:
+            raise LinkLostError
+
+    copies = ProjectDirectory(Path(COPIES))
+    copy = copies.find_run("run")
+    step_file = copies.step_file(copy)
+    try:
+        for task in (node, server):
+            assert not step_file.exists()
+            assert len(rates_of(task, lose_the_second)) == 2
+        assert (copy.manifest.read_text(), load_spec(copy).ranks) == ("{}", server.spec.ranks)
+        assert {path.name for path in copy.path.iterdir()} == {"manifest.json", "spec.json"}
+        assert not directory.exists()
+        again = load_task(0, tmp_path / "elsewhere", step_file, epochs=3)
+    finally:
+        step_file.unlink(missing_ok=True)
+    assert again.progress.position == server.progress.position
+    assert again.progress.position.total_steps == 1
+    assert all(map(np.array_equal, weights_of(again), weights_of(server)))
 
 
 def test_run_that_is_stopped_within_an_epoch_reports_its_steps_and_continues_from_there(

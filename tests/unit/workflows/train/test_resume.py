@@ -1,7 +1,7 @@
 """Finding the run to resume, recognizing one that is complete, and refusing one that has changed."""
 
 import json
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -20,7 +20,7 @@ from csdctl.worker.protocol.events import EARLY_STOPPING, STOPPED, Event, Finish
 from csdctl.worker.protocol.json_codec import to_json
 from csdctl.worker.protocol.model_info import ModelInfo
 from csdctl.worker.protocol.recipe import Noise
-from csdctl.workflows.data.files import SerializedModel
+from csdctl.workflows.data.files import SerializedModel, whole
 from csdctl.workflows.data.prepare import Prepared
 from csdctl.workflows.train import train as resume_module
 from csdctl.workflows.train.spec import RunContext, TrainOptions, build_rank_specs
@@ -163,6 +163,22 @@ def test_run_whose_data_has_changed_is_refused(
         trained.prepared, public=replace(PUBLIC, **public), private={"csd0": PRIVATE} | changed
     )
     trained.assert_refused(problem, prepared=prepared)
+
+
+@pytest.mark.parametrize(("now", "is_same"), [("a", True), ("b", False), ("", False)])
+def test_public_data_of_another_server_is_that_of_the_run_if_it_has_the_same_bytes(
+    trained: TrainedRun, monkeypatch: pytest.MonkeyPatch, now: str, is_same: bool
+) -> None:
+    """Its path, and the times of its files, are part of the fingerprint."""
+    started: list[Any] = []
+    monkeypatch.setattr(resume_module, "run_to_end", lambda *given: started.append(given))
+    before = whole(replace(PUBLIC, images_sha256="a" if now else "", labels_sha256="c" if now else ""))
+    trained.run.spec.write_text(to_json(replace(trained.spec, public=before)))
+    hashes = {"images_sha256": now, "labels_sha256": before.labels_sha256}
+    prepared = replace(trained.prepared, public=replace(PUBLIC, fingerprint="0" * 32, **hashes))
+    with nullcontext() if is_same else pytest.raises(InputError, match="the data of run .* has changed"):
+        trained.resume(trained.job, prepared, TrainOptions())
+    assert bool(started) == is_same
 
 
 @pytest.mark.parametrize("change", [{"learning_rate": 0.2}, {"seed": 1}, {"optimizer": "adam"}])

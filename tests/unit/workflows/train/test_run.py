@@ -3,6 +3,7 @@
 The host's rank is scripted: a process that runs already, and says what a rank would say.
 """
 
+import json
 import queue
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -12,9 +13,10 @@ from typing import Any
 import pytest
 
 from csdctl.errors import RunError
-from csdctl.fleet.model import HOST_NAME, Fleet
+from csdctl.fleet.model import HOST_NAME, Fleet, Node
 from csdctl.runs.directory import ProjectDirectory
 from csdctl.runs.ledger import Ledger, read_ledger
+from csdctl.shipping.store import StoredFile
 from csdctl.transport.meter import TrafficClass
 from csdctl.transport.session import Completed
 from csdctl.worker.protocol.events import (
@@ -34,6 +36,7 @@ from csdctl.worker.protocol.events import (
 from csdctl.worker.protocol.orders import FormGroup, Ping, Release, order_from_line
 from csdctl.worker.protocol.probe import READY
 from csdctl.workflows.runs.manage import process_of
+from csdctl.workflows.train import run as run_module
 from csdctl.workflows.train.run import RunInputs, record_process, run_ranks, settle_step_file
 from csdctl.workflows.train.spec import TrainOptions
 from csdctl.workflows.workspace.workspace import Workspace
@@ -135,6 +138,34 @@ def test_ledger_has_what_the_ranks_sent_in_every_group(run: Run) -> None:
         ("csd0", "host", TrafficClass.GRADIENT): 3700,
         ("host", "csd1", TrafficClass.PUBLIC): 5,
     }
+
+
+def test_other_servers_get_the_manifest_and_their_nodes_do_not(
+    at: MeasuredProject, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given: dict[str, list[StoredFile]] = {}
+    any_files: Any = SimpleNamespace(files=[])
+
+    def note(files: dict[str, list[StoredFile]], *_: object) -> None:
+        given.update(files)
+        raise RunError("noted")
+
+    monkeypatch.setattr(run_module, "deploy_files", note)
+    nodes = (Node("storage1/csd0", "a"), Node("b", "b", server="b"), Node("b/csd0", "c", server="b"))
+    for fleet, with_manifest in ((Fleet(nodes), {"b"}), (Fleet(nodes[:1]), set())):
+        directory = at.project.new_run()
+        directory.save_manifest({"of": directory.run_id})
+        spec = spec_of([HOST_NAME, *(node.name for node in nodes)])
+        inputs = RunInputs(directory, spec, any_files, {})
+        space: Any = SimpleNamespace(project=at.project, fleet=fleet, sessions={})
+        with pytest.raises(RunError, match="noted"):
+            run_ranks(inputs, space, TrainOptions(), lambda *_: None, lambda event: None)
+        content = directory.manifest.read_bytes()
+        found = {name for name, files in given.items() if content in [f.source.read_bytes() for f in files]}
+        assert found == with_manifest
+        (stored,) = given["storage1/csd0"]
+        assert bool(json.loads(stored.source.read_bytes())["manifest"]) == bool(with_manifest)
+        given.clear()
 
 
 def test_ledger_has_what_the_ranks_sent_before_a_run_failed(run: Run, at: MeasuredProject) -> None:
