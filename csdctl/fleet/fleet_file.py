@@ -32,6 +32,7 @@ from csdctl.fleet.names import (
 )
 from csdctl.fleet.network import find_ambiguous, means_host, own_names
 from csdctl.fleet.openssh import MAX_HOPS, Hop, parse_jump
+from csdctl.worker.protocol.run_spec import AUTO, Device
 
 
 def _resolve_power(power: PowerSource | None, directory: Path) -> PowerSource | None:
@@ -119,6 +120,7 @@ class NodeSettings(Connection):
     python: Python = "python3"
     group: Groups = []
     power: PowerSource | None = None
+    device: Device = AUTO
 
 
 class NodeEntry(NodeSettings):
@@ -273,6 +275,7 @@ def _nodes(
                 python=settings.python,
                 groups=tuple(dict.fromkeys(settings.group)),
                 power=_resolve_power(settings.power, directory),
+                device=settings.device,
             ),
             settings.jump,
         )
@@ -368,7 +371,11 @@ def render_fleet(fleet: Fleet, *, origin: str) -> str:
         for key, value in nodes[0].items()
         if all(entry[key] == value for entry in nodes) and (key != "key" or len(keys) == 1)
     }
-    host: YamlMapping = {"threads": fleet.host.threads, "power": render_power(fleet.host.power)}
+    host: YamlMapping = {
+        "threads": fleet.host.threads,
+        "power": render_power(fleet.host.power),
+        "device": _render_device(fleet.host.device),
+    }
     content: YamlMapping = {
         "host": _without_empty(host) | ({} if fleet.host.trains else {"trains": False}),
         "network": fleet.network,
@@ -381,6 +388,10 @@ def render_fleet(fleet: Fleet, *, origin: str) -> str:
         _without_empty(content), sort_keys=False, allow_unicode=True, default_flow_style=None, width=200
     )
     return f"# {' '.join(origin.split())}; change it as you like.\n{text}"
+
+
+def _render_device(device: str) -> str:
+    return "" if device == AUTO else device
 
 
 def _without_empty(content: YamlMapping, defaults: Mapping[str, object] = {}) -> YamlMapping:
@@ -421,6 +432,7 @@ def _settings(node: Node, jump_names: Mapping[Node, str]) -> YamlMapping:
         "group": node.groups[0] if len(node.groups) == 1 else list(node.groups),
         "jump": jump_names[_as_jump_host(node.jump)] if node.jump else "",
         "power": render_power(node.power),
+        "device": _render_device(node.device),
     }
 
 

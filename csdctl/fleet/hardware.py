@@ -12,14 +12,16 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 
 from csdctl.fleet.facts import Drive, Facts
-from csdctl.fleet.model import HOST_NAME
+from csdctl.fleet.model import HOST_NAME, Fleet
 from csdctl.fleet.names import names_by_value
+from csdctl.worker.protocol.run_spec import AUTO, CPU
 
 _KEYS: Mapping[str, str] = {
     "architecture": "architecture",
     "cpu_model": "CPU",
     "num_cores": "cores",
     "cpu_limit": "CPU limit",
+    "accelerator": "GPU",
     "python_version": "Python",
     "tensorflow_version": "TensorFlow",
     "mpi_version": "MPI",
@@ -144,12 +146,14 @@ class MachineClass:
     """Number of nodes of an emulated fleet, which share the cores of one machine; 0: a real machine."""
     is_host: bool = False
     """The host also sums vectors and serves the nodes, unlike a node with equal hardware."""
+    accelerator: str = ""
 
     @property
     def key(self) -> str:
         """A key that is equal for machines of one class, on any host and in any version with these fields."""
+        optional = ("is_host", "accelerator")
         return _short_hash(
-            {name: value for name, value in asdict(self).items() if name != "is_host" or value}
+            {name: value for name, value in asdict(self).items() if name not in optional or value}
         )
 
     @property
@@ -161,6 +165,8 @@ class MachineClass:
             parts.append(f"{self.cpu_limit:g} CPU")
         if self.memory_bytes:
             parts.append(f"{self.memory_bytes / 2**30:.3g} GiB")
+        if self.accelerator:
+            parts.append(self.accelerator)
         if self.num_emulated:
             parts.append(f"emulated with {self.num_emulated} node" + ("" if self.num_emulated == 1 else "s"))
         return ", ".join(parts)
@@ -199,7 +205,15 @@ def classify_machine(facts: Facts, *, num_emulated: int = 0, is_host: bool = Fal
         numpy=facts.numpy_version or "",
         num_emulated=num_emulated,
         is_host=is_host,
+        accelerator=facts.accelerator or "",
     )
+
+
+def choose_device(fleet: Fleet, facts: Facts) -> str:
+    """Return the `device` of a machine's rank; `auto` is the CPU unless TensorFlow may see a GPU there."""
+    device = fleet.device_of(facts.name)
+    has_gpu = facts.accelerator and facts.has_cuda is not False
+    return device if has_gpu or device != AUTO else CPU
 
 
 def classify_fleet(host: MachineClass, nodes: Iterable[MachineClass], network: str) -> FleetClass:

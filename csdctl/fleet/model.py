@@ -15,6 +15,7 @@ from csdctl.documents import Document
 from csdctl.errors import CsdctlError, InputError
 from csdctl.fleet.names import expand_range, format_node_names
 from csdctl.worker.protocol.orders import BETWEEN_SERVERS
+from csdctl.worker.protocol.run_spec import AUTO, CPU, Device
 
 HOST_NAME = "host"
 SERVER_MARK = "/"
@@ -75,6 +76,8 @@ class Node:
     """None: its power is not read."""
     server: str = ""
     """The server that it belongs to: for a server its own name; '' for the machine that csdctl runs on."""
+    device: str = AUTO
+    """What its rank computes on, as `Device`."""
 
     @property
     def key_address(self) -> str:
@@ -94,6 +97,7 @@ class Host(Document):
     trains: bool = True
     """False: it only sums gradients, evaluates, and serves data to the nodes."""
     power: PowerSource | None = None
+    device: Device = AUTO
 
 
 @dataclass(frozen=True)
@@ -165,6 +169,11 @@ class Fleet:
     def power_of(self, machine: str) -> PowerSource | None:
         """Return how the power of `machine` is known."""
         return self.host.power if machine == HOST_NAME else self.node(machine).power
+
+    def device_of(self, machine: str) -> str:
+        """Return the `device` of `machine`; emulated machines share one GPU, and use none."""
+        stated = self.host.device if machine == HOST_NAME else self.node(machine).device
+        return CPU if self.emulated else stated
 
     def python_of(self, machine: str) -> str:
         """Return the Python that runs the worker on `machine`."""

@@ -213,11 +213,16 @@ def fleet_document(fleet: Fleet) -> dict[str, object]:
     }
 
 
+def _format_gpu(facts: Facts) -> str:
+    size = facts.accelerator_memory_bytes
+    return f"{facts.accelerator} ({format_bytes(size)})" if size else facts.accelerator or ""
+
+
 def _tabulate_facts(title: str, groups: Sequence[EqualMachines]) -> Table:
     rows = [
         (
             format_node_names(group.names) + (f" ({len(group.names)})" if len(group.names) > 1 else ""),
-            facts.cpu_model or facts.architecture or _UNKNOWN,
+            " + ".join(filter(None, [facts.cpu_model or facts.architecture or _UNKNOWN, _format_gpu(facts)])),
             _format_cores(facts),
             _format_size(group.least("memory_limit_bytes") or group.least("memory_bytes")),
             _format_size(group.least("disk_free_bytes")),

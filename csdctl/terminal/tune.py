@@ -30,6 +30,7 @@ from csdctl.worker.protocol.events import (
     Verified,
 )
 from csdctl.worker.protocol.features import Recomputed
+from csdctl.worker.protocol.run_spec import CPU
 from csdctl.workflows.train.verify import Verdict
 from csdctl.workflows.tune.probing import IDLE, LOADING, MEASURING, SUMMING, TuneWatch
 
@@ -256,7 +257,8 @@ def _show_batch_size(rank: RankPlan) -> str:
 
 def _show_runtime(rank: RankPlan) -> str:
     threads = f"{rank.threads} × {rank.inter_threads}" if rank.inter_threads > 1 else str(rank.threads)
-    return threads if rank.onednn else f"{threads}, no oneDNN"
+    threads += "" if rank.onednn else ", no oneDNN"
+    return threads if rank.device == CPU else f"{threads}, GPU"
 
 
 def _lines(plan: Plan) -> Iterator[str]:

@@ -453,6 +453,7 @@ def recall_class(blank: ClassModel, known: Sequence[ProbeMeasurement], threads: 
     Settings are those of the newest trial, with `threads` if the user set that (0: not set). Probes with
     other settings do not count.
     """
+    known = [probe for probe in known if probe.settings.device == blank.settings.device]
     tried = [probe for probe in known if probe.is_from_trial and threads in (0, probe.settings.threads)]
     blank = replace(blank, settings=tried[-1].settings) if tried else blank
     known = [probe for probe in known if probe.settings == blank.settings]

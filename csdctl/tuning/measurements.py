@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from csdctl.perfmodel.spread import MODELLED_SIGMA, TRIED_SIGMA, Spread, estimate_spread
 from csdctl.worker.protocol.model_info import ModelInfo
-from csdctl.worker.protocol.run_spec import Runtime
+from csdctl.worker.protocol.run_spec import CPU, Runtime
 
 NUMBER_BYTES, HALVED_BYTES = 4, 2
 """Of a number of a gradient that is sent as float32, or as bfloat16."""
@@ -62,7 +62,8 @@ def describe_runtime(runtime: Runtime) -> str:
     parts = [f"{runtime.threads} thread" + ("" if runtime.threads == 1 else "s")]
     if runtime.inter_threads != 1:
         parts.append(f"{runtime.inter_threads} inter-op")
-    return ", ".join([*parts, *([] if runtime.onednn else ["no oneDNN"])])
+    parts += [] if runtime.onednn else ["no oneDNN"]
+    return ", ".join([*parts, *([] if runtime.device == CPU else ["GPU"])])
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from csdctl.errors import InputError
 from csdctl.fleet.model import HOST_NAME
 from csdctl.fleet.names import NAME
 from csdctl.perfmodel.spread import Range
-from csdctl.worker.protocol.run_spec import Runtime
+from csdctl.worker.protocol.run_spec import CPU, Device, Runtime
 
 Strategy = Literal["data-parallel", "features", "split"]
 DATA_PARALLEL: Final = "data-parallel"
@@ -91,6 +91,7 @@ class RankPlan(Document):
     inter_threads: Threads = 1
     """Inter-op threads; `threads` are intra-op."""
     onednn: bool = True
+    device: Device = CPU
     micro_batch_size: Size | None = None
     """A larger batch is computed in micro-batches of this size."""
     max_batch_size: Size | None = None
@@ -111,7 +112,7 @@ class RankPlan(Document):
     @property
     def runtime(self) -> Runtime:
         """TensorFlow's runtime settings."""
-        return Runtime(self.threads, self.inter_threads, self.onednn)
+        return Runtime(self.threads, self.inter_threads, self.onednn, self.device)
 
     @property
     def own_step_time_s(self) -> float | None:

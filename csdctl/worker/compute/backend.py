@@ -7,9 +7,13 @@ from collections.abc import Iterator
 from importlib import import_module
 from typing import Any
 
-from csdctl.worker.protocol.run_spec import Runtime
+from csdctl.worker.process.errors import WorkerError
+from csdctl.worker.protocol.run_spec import CPU, GPU, Runtime
 
 DEFAULT = Runtime()
+STATE = "CPU:0"
+"""The device that holds what training changes, and computes it from sums. A GPU rounds differently, and all
+ranks need the same bits (docs/decisions/0047)."""
 
 
 class _Module:
@@ -39,11 +43,13 @@ def load_backend(runtime: Runtime = DEFAULT) -> tuple[Any, Any]:
 def load_tensorflow(runtime: Runtime = DEFAULT) -> Any:
     """Import TensorFlow and return the module.
 
-    Must be called before anything else in the process imports TensorFlow or Keras.
+    Must be called before anything else in the process imports TensorFlow or Keras. Raises WorkerError without
+    the GPU that `runtime` requires.
     """
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
     os.environ["KERAS_BACKEND"] = "tensorflow"  # whatever the user's other programs use
-    os.environ.setdefault("CUDA_VISIBLE_DEVICES", "")
+    if runtime.device == CPU:
+        os.environ["CUDA_VISIBLE_DEVICES"] = "-1"
     os.environ.setdefault("OMP_NUM_THREADS", str(runtime.threads))
     if not runtime.onednn:
         os.environ["TF_ENABLE_ONEDNN_OPTS"] = "0"
@@ -52,7 +58,26 @@ def load_tensorflow(runtime: Runtime = DEFAULT) -> Any:
 
     tf.config.threading.set_intra_op_parallelism_threads(runtime.threads)
     tf.config.threading.set_inter_op_parallelism_threads(runtime.inter_threads)
+    if runtime.device != CPU:
+        _use_gpu(tf, is_required=runtime.device == GPU)
     return tf
+
+
+def _use_gpu(tf: Any, *, is_required: bool) -> None:
+    """Compute on the first GPU that TensorFlow sees, in float32, with memory as it is needed."""
+    gpus = tf.config.list_physical_devices("GPU")
+    if not gpus and is_required:
+        built = "with" if tf.test.is_built_with_cuda() else "without"
+        raise WorkerError(
+            f"TensorFlow {tf.__version__}, built {built} CUDA, sees no GPU; the fleet file has `device: gpu`",
+            "check the driver there (`nvidia-smi` lists the GPU), install tensorflow[and-cuda] in place of "
+            "tensorflow-cpu; or set `device: auto`",
+        )
+    if gpus:
+        tf.config.set_visible_devices(gpus[:1], "GPU")
+        tf.config.experimental.set_memory_growth(gpus[0], True)
+        # TensorFloat-32 has 10 bits of precision.
+        tf.config.experimental.enable_tensor_float_32_execution(False)
 
 
 @contextlib.contextmanager

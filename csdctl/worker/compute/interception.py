@@ -16,7 +16,7 @@ from unittest import mock
 
 import numpy as np
 
-from csdctl.worker.compute.backend import keras, tf
+from csdctl.worker.compute.backend import STATE, keras, tf
 from csdctl.worker.compute.keras_internals import optimizer_classes
 from csdctl.worker.compute.statistics import pooled_spread
 from csdctl.worker.compute.step import VectorLayout, unflatten
@@ -335,7 +335,8 @@ class Interception:
         )
         self._states.sums.add(total.op.name)
         total.set_shape(own.shape)
-        update((total / total[-1])[layout.statistics])
+        with tf.device(STATE):
+            update((total / total[-1])[layout.statistics])
         return total
 
     def _sum_gradients(self, optimizer: Any, gradients: list[Any], variables: list[Any]) -> list[Any]:
@@ -406,12 +407,13 @@ def replacing_apply(change: Callable[[Any, list[Any], list[Any]], list[Any]]) ->
                 return original(optimizer, gradients, trainable_variables)
             variables = trainable_variables
             variables = optimizer._trainable_variables if variables is None else list(variables)
-            changed = change(optimizer, list(gradients), variables)
-            is_applying = True
-            try:
-                return original(optimizer, changed, variables)
-            finally:
-                is_applying = False
+            with tf.device(STATE):
+                changed = change(optimizer, list(gradients), variables)
+                is_applying = True
+                try:
+                    return original(optimizer, changed, variables)
+                finally:
+                    is_applying = False
 
         return apply
 

@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from csdctl.worker.compute.backend import load_backend, tf
+from csdctl.worker.compute.backend import STATE, load_backend, tf
 from csdctl.worker.compute.cuts import Cut, find_cuts, split_at
 from csdctl.worker.compute.forward import feature_pass
 from csdctl.worker.compute.keras_internals import compile_arguments, find_smallest_embedding
@@ -285,11 +285,12 @@ class SplitStep(PrefixStep):
 def time_parts(spec: PartsSpec, **_: Any) -> PartTimes:
     """Return the seconds of a batch of the whole model and of its parts; raises WorkerError."""
     load_backend(spec.runtime)
-    model = load(Path(spec.architecture), Path(spec.weights), spec.code)
-    generator, num_indices = np.random.default_rng(0), find_smallest_embedding(model)
-    batch = random_batch(generator, spec.data, spec.batch_size, num_indices)
-    example = (batch[0][:1], batch[1][:1])
-    step = Step(model, spec.recipe, example)
+    with tf.device(STATE):
+        model = load(Path(spec.architecture), Path(spec.weights), spec.code)
+        generator, num_indices = np.random.default_rng(0), find_smallest_embedding(model)
+        batch = random_batch(generator, spec.data, spec.batch_size, num_indices)
+        example = (batch[0][:1], batch[1][:1])
+        step = Step(model, spec.recipe, example)
     step.set_step(0, 0.0)
     features = feature_pass(spec.prefix, 1, is_keras=True) if spec.prefix else None
     duration_s = spec.min_duration_s
@@ -309,7 +310,8 @@ def time_parts(spec: PartsSpec, **_: Any) -> PartTimes:
 
 
 def _time_cut(step: Step, layer: str, spec: PartsSpec, batch: tuple[Array, Array]) -> CutTimes:
-    split = SplitStep(step, layer, spec.recipe, (batch[0][:1], batch[1][:1]))
+    with tf.device(STATE):
+        split = SplitStep(step, layer, spec.recipe, (batch[0][:1], batch[1][:1]))
     split.set_step(0, 0.0)
     split.begin()
     out = np.zeros(split.layout.step_size, np.float32)

@@ -30,7 +30,7 @@ from typing import Any
 
 import numpy as np
 
-from csdctl.worker.compute.backend import tf
+from csdctl.worker.compute.backend import STATE, tf
 from csdctl.worker.compute.keras_internals import regularization_losses
 from csdctl.worker.compute.objective import BatchLoss, Objective, as_tensors
 from csdctl.worker.compute.statistics import LayerStates, Seeds, Snapshot
@@ -359,12 +359,13 @@ class RankStep:
 
     def _apply_graph(self, total: Any) -> None:
         layout = self.layout
-        gradient = total[: layout.num_gradients] / total[layout.divisor]
-        if layout.has_summed:  # the part of the loss that is not divided
-            gradient += total[layout.num_gradients : layout.gradients.stop]
-        # First what the forward pass did to the weights, as in fit.
-        self.states.apply_changes(total[layout.statistics] / total[layout.count])
-        self._optimize(unflatten(gradient, self.model.trainable_variables), total)
+        with tf.device(STATE):
+            gradient = total[: layout.num_gradients] / total[layout.divisor]
+            if layout.has_summed:  # the part of the loss that is not divided
+                gradient += total[layout.num_gradients : layout.gradients.stop]
+            # First what the forward pass did to the weights, as in fit.
+            self.states.apply_changes(total[layout.statistics] / total[layout.count])
+            self._optimize(unflatten(gradient, self.model.trainable_variables), total)
 
     def _optimize(self, gradients: list[Any], total: Any) -> None:
         """Take the optimizer step of the model's mean `gradients`; inside a graph."""
@@ -525,7 +526,8 @@ class Step(RankStep):
         gradients, summed, batch = self._gradients(samples, labels)
         if summed:
             gradients = [mean + other for mean, other in zip(gradients, summed, strict=True)]
-        self.optimizer.apply(gradients, self.model.trainable_variables)
+        with tf.device(STATE):
+            self.optimizer.apply(gradients, self.model.trainable_variables)
         return tf.concat(self._tail(batch, with_samples=False), axis=0) * self._weight
 
     def _evaluate_graph(self, samples: Any, labels: Any) -> Any:

@@ -6,7 +6,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any
 
-from csdctl.worker.protocol.json_codec import SCHEMA, AnyNumber, BatchSize, Count, RankNumber, Seconds
+from csdctl.worker.protocol.json_codec import (
+    SCHEMA,
+    AnyNumber,
+    BatchSize,
+    Count,
+    OneOf,
+    RankNumber,
+    Seconds,
+)
 from csdctl.worker.protocol.recipe import Noise, Recipe
 
 TRAIN, TRAIN_SPLIT = "train", "train-split"
@@ -68,6 +76,11 @@ class UserCode:
     """Modules and packages that a rank imports."""
 
 
+AUTO, CPU, GPU = DEVICES = "auto", "cpu", "gpu"
+Device = Annotated[str, OneOf(DEVICES)]
+"""What a rank computes on; `auto` is a GPU where TensorFlow sees one."""
+
+
 @dataclass(frozen=True)
 class Runtime:
     """TensorFlow's runtime settings in a rank."""
@@ -78,6 +91,7 @@ class Runtime:
     """Across operations (inter-op)."""
     onednn: bool = True
     """Whether oneDNN kernels are used."""
+    device: Device = CPU
 
 
 @dataclass(frozen=True)

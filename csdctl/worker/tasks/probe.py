@@ -11,6 +11,7 @@ from pathlib import Path
 
 import numpy as np
 
+from csdctl.worker.compute.backend import STATE, tf
 from csdctl.worker.compute.custom_step import AnyStep, make_step
 from csdctl.worker.compute.keras_internals import find_smallest_embedding
 from csdctl.worker.compute.model import load
@@ -33,10 +34,11 @@ from csdctl.worker.tasks.session import RankSession
 
 def serve_probes(spec: ProbeSpec) -> None:
     """Answer requests until standard input ends."""
-    model = load(Path(spec.architecture), Path(spec.weights), spec.code)
-    generator, num_indices = np.random.default_rng(0), find_smallest_embedding(model)
-    example = random_batch(generator, spec.data, 1, num_indices)
-    step = make_step(model, spec.recipe, example, noise=spec.noise)
+    with tf.device(STATE):
+        model = load(Path(spec.architecture), Path(spec.weights), spec.code)
+        generator, num_indices = np.random.default_rng(0), find_smallest_embedding(model)
+        example = random_batch(generator, spec.data, 1, num_indices)
+        step = make_step(model, spec.recipe, example, noise=spec.noise)
     step.set_step(0, 0.0)
     # The first step traces the graphs, which is part of starting and not of a measurement.
     step.take(*example, private_copies=_copies(step, spec, 1))

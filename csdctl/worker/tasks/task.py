@@ -16,7 +16,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from csdctl.worker.compute.backend import load_backend
+from csdctl.worker.compute.backend import STATE, load_backend, tf
 from csdctl.worker.compute.custom_step import AnyStep, CustomStep, make_step
 from csdctl.worker.compute.forward import BatchedPass, feature_pass
 from csdctl.worker.compute.model import hash_weights, load
@@ -198,7 +198,8 @@ class ModelTask:
     def load(self) -> None:
         """Load data and model, trace the graphs and reach full speed; the weights stay as they were."""
         self.reader = self.open_reader()
-        self.step = self._step_of_probes or self._load_step()
+        with tf.device(STATE):
+            self.step = self._step_of_probes or self._load_step()
         self.step.micro_batch_size = self.me.micro_batch_size
         self.layout = self.summed.layout
         self.reporter.metrics = self.step.metrics

@@ -1,11 +1,12 @@
 """The plan that a run follows: the one on disk, if it still fits job and machines, or equal batch sizes."""
 
 from collections.abc import Mapping
+from dataclasses import asdict
 from pathlib import Path
 
 from csdctl.errors import InputError
 from csdctl.fleet.facts import Facts
-from csdctl.fleet.hardware import classify_machine
+from csdctl.fleet.hardware import choose_device, classify_machine
 from csdctl.fleet.model import HOST_NAME, Fleet
 from csdctl.fleet.names import format_node_names
 from csdctl.job.model import Job, describe_job, hash_own_files
@@ -66,7 +67,13 @@ def check_plan(plan: Plan, job: Job, fleet: Fleet, facts: Mapping[str, Facts]) -
         )
     if plan.ranks[0].batch_size and not fleet.host.trains:
         raise InputError(f"in the plan the host trains, in {fleet.path} it does not", remedy=RETUNE)
-    if changes := find_changes(plan, job, facts):
+    changes = find_changes(plan, job, facts)
+    for rank in plan.ranks:
+        if rank.batch_size and rank.node in facts and rank.node in fleet.machines:
+            device = choose_device(fleet, facts[rank.node])
+            if device != rank.device:
+                changes.append(f"{rank.node}: device {device}, was {rank.device} when tuned")
+    if changes:
         listed = "\n  ".join(changes)
         raise InputError(
             f"the plan does not fit {job.path}: changed since tuning:\n  {listed}", remedy=RETUNE
@@ -113,7 +120,7 @@ def build_equal_plan(job: Job, fleet: Fleet, facts: Mapping[str, Facts], batch_s
             RankPlan(
                 node=name,
                 batch_size=batch_size if fleet.host.trains or name != HOST_NAME else 0,
-                threads=default_runtime(name, fleet, facts).threads,
+                **asdict(default_runtime(name, fleet, facts)),
             )
             for name in fleet.machines
         ],
@@ -122,6 +129,7 @@ def build_equal_plan(job: Job, fleet: Fleet, facts: Mapping[str, Facts], batch_s
 
 def default_runtime(name: str, fleet: Fleet, facts: Mapping[str, Facts]) -> Runtime:
     """Return the runtime of a rank on machine `name` before any measurement: all cores it may use."""
-    if name == HOST_NAME and fleet.host.threads:
-        return Runtime(fleet.host.threads)
-    return Runtime(min(facts[name].num_threads, MAX_THREADS) if name in facts else 1)
+    if name not in facts:
+        return Runtime(fleet.host.threads or 1 if name == HOST_NAME else 1)
+    threads = (fleet.host.threads if name == HOST_NAME else 0) or min(facts[name].num_threads, MAX_THREADS)
+    return Runtime(threads, device=choose_device(fleet, facts[name]))

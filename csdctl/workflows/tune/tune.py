@@ -8,7 +8,7 @@ starts from the file: it needs no probe, and one trial confirms its plan.
 
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Protocol
 
@@ -427,7 +427,7 @@ def _rank_plan(
             remedy="check what else uses that machine's memory, or use smaller --batch-sizes",
         )
     size = tuned.batch_size
-    rank = RankPlan(node=name, batch_size=size, threads=runtime.threads, peak_memory_bytes=peaks.get(size))
+    rank = RankPlan(node=name, batch_size=size, peak_memory_bytes=peaks.get(size), **asdict(runtime))
     return rank.with_step(size, step_time_s)
 
 

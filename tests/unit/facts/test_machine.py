@@ -20,6 +20,7 @@ from csdctl.facts.machine import (
     parse_disk_free,
     parse_facts,
     parse_glibc,
+    parse_gpu,
     parse_limits,
     parse_meminfo,
     parse_nvme,
@@ -172,6 +173,43 @@ def test_limits_come_from_the_environment_of_the_machine(tmp_path: Path) -> None
     assert (facts.cpu_limit, facts.memory_limit_bytes, facts.num_threads) == (0.22, 1000000, 1)
 
 
+@pytest.mark.parametrize(
+    ("output", "expected"),
+    [
+        (
+            "NVIDIA H100 80GB HBM3, 81559, 550.54.15\nNVIDIA L4, 23034, 550.54.15\n",
+            (81559 << 20, "550.54.15"),
+        ),
+        ("Orin (nvgpu), [N/A], 540.4.0\n", (None, "540.4.0")),
+        ("NVIDIA GeForce GTX 1650\n", (None, None)),
+    ],
+)
+def test_first_gpu_is_parsed(output: str, expected: tuple[int | None, str | None]) -> None:
+    found = parse_gpu(output)
+    assert found["accelerator"] == output.splitlines()[0].partition(",")[0]
+    assert (found["accelerator_memory_bytes"], found["driver_version"]) == expected
+
+
+@pytest.mark.parametrize(
+    ("nvidia_smi", "accelerator"),
+    [
+        (None, None),
+        ("echo 'NVIDIA L4, 23034, 550.54.15'", "NVIDIA L4"),
+        ("echo 'NVIDIA-SMI has failed because it could not communicate with the driver.'; exit 9", None),
+    ],
+)
+def test_gpu_is_the_one_that_nvidia_smi_lists(
+    tmp_path: Path, nvidia_smi: str | None, accelerator: str | None
+) -> None:
+    (tmp_path / "nvidia-smi").write_text(f"#!/bin/sh\n{nvidia_smi}\n")
+    (tmp_path / "nvidia-smi").chmod(0o700 if nvidia_smi else 0o600)
+    environment = {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    command = build_command(MACHINE_FACTS, sys.executable)
+    printed = subprocess.run(command, env=environment, capture_output=True, text=True, check=True).stdout
+    facts = parse_output(printed)
+    assert (facts.accelerator, facts.notes) == (accelerator, ())
+
+
 @pytest.mark.parametrize("python", ["no-such-python", "/bin/false", "$(touch pwned)"])
 def test_wrong_python_is_noted_and_other_facts_are_kept(tmp_path: Path, python: str) -> None:
     facts = collect_facts(LocalSession("host", tmp_path), python)
@@ -197,6 +235,9 @@ def test_wrong_python_is_noted_and_other_facts_are_kept(tmp_path: Path, python: 
         ("disk", f"x 1 0 {'9' * 900} 0% /", "disk_free_bytes", "(904 characters)"),
         ("Python", "[" * 900_000, "python_version", "Python unknown: it printed '[[["),
         ("glibc", "1" * 900_000, "glibc_version", "glibc unknown"),
+        ("GPU", "A" * 900_000, "accelerator", "(900,002 characters)"),
+        ("GPU", f"L4, {'9' * 5000}, 550", "accelerator", "GPU unknown"),
+        ("GPU", "L4, 1, \x1b[2J", "driver_version", "driver version is "),
         ("home", "/a\x1b[2J", "home", "home is '/a"),
         ("NVMe drives", "begin\ncontroller \x1b[2J\nserial S", "drives", "NVMe drives unknown: device is"),
         ("hostname", "h" * 900_000, "hostname", "hostname is 'hhh"),

@@ -89,6 +89,32 @@ def test_mpi_is_required_with_the_same_release(
     assert check.remedy
 
 
+GPU = {"accelerator": "NVIDIA L4", "driver_version": "550.54.15", "has_cuda": True}
+
+
+@pytest.mark.parametrize(
+    ("device", "changes", "verdict", "words"),
+    [
+        ("gpu", GPU, Status.OK, "NVIDIA L4, driver 550.54.15"),
+        ("gpu", {}, Status.FAIL, "install NVIDIA's driver"),
+        ("gpu", GPU | {"driver_version": "470.256.02"}, Status.FAIL, "driver 525 or newer"),
+        ("gpu", GPU | {"driver_version": None}, Status.OK, "driver unknown"),
+        ("gpu", GPU | {"has_cuda": False}, Status.FAIL, "pip install 'tensorflow[and-cuda]==2.21.0'"),
+        ("gpu", GPU | {"has_cuda": None}, Status.WARN, "CUDA of the system"),
+        ("auto", GPU | {"has_cuda": False}, Status.WARN, "built without CUDA"),
+        ("auto", {}, None, ""),
+        ("cpu", GPU, None, ""),
+    ],
+)
+def test_gpu_needs_driver_and_wheel_where_a_rank_may_use_it(
+    device: str, changes: dict[str, object], verdict: Status | None, words: str
+) -> None:
+    fleet = Fleet((FLEET.nodes[0], replace(FLEET.nodes[1], device=device)))
+    check = judge(fleet, **changes).get("GPU")
+    assert (check and check.status) == verdict
+    assert words in f"{check}"
+
+
 MIB = 1 << 20
 
 

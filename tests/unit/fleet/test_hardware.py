@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from csdctl.errors import AuthenticationError, CsdctlError, UnreachableError
 from csdctl.fleet.facts import Drive, Facts
 from csdctl.fleet.hardware import (
+    choose_device,
     classify_fleet,
     classify_machine,
     find_differences,
@@ -140,10 +141,34 @@ def key(**changes: object) -> str:
         ({"tensorflow_version": "2.20.0"}, False),
         ({"keras_version": "3.14.0"}, False),
         ({"numpy_version": "2.2.0"}, False),
+        ({"accelerator": "NVIDIA L4"}, False),
     ],
 )
 def test_class_follows_from_hardware_limits_and_software(changes: dict[str, object], is_same: bool) -> None:
     assert (key(**changes) == key()) is is_same
+
+
+def test_class_without_a_gpu_has_the_key_of_earlier_versions() -> None:
+    """Otherwise, measurements of every fleet would be lost."""
+    assert key() == "0a621b564be0"
+
+
+@pytest.mark.parametrize(
+    ("device", "accelerator", "has_cuda", "chosen"),
+    [
+        ("auto", None, True, "cpu"),
+        ("auto", "NVIDIA L4", False, "cpu"),
+        ("auto", "NVIDIA L4", True, "auto"),
+        ("auto", "NVIDIA L4", None, "auto"),  # CUDA may be the system's
+        ("gpu", None, False, "gpu"),  # which the rank refuses
+        ("cpu", "NVIDIA L4", True, "cpu"),
+    ],
+)
+def test_auto_is_the_cpu_where_no_gpu_can_be_used(
+    device: str, accelerator: str | None, has_cuda: bool | None, chosen: str
+) -> None:
+    facts = replace(CSD_FACTS, accelerator=accelerator, has_cuda=has_cuda)
+    assert choose_device(Fleet((Node("csd0", "a", device=device),)), facts) == chosen
 
 
 def test_emulated_machines_have_their_own_classes_by_number_of_nodes() -> None:

@@ -37,15 +37,15 @@ class TestRanges:
         assert "more than 100,000 names" in message
 
 
-SETTINGS = ["port", "user", "key", "python", "group", "jump", "power"]
+SETTINGS = ["port", "user", "key", "python", "group", "jump", "power", "device"]
 
 
 @pytest.mark.parametrize("own", SETTINGS)
 def test_setting_of_a_node_comes_before_that_of_all_nodes(tmp_path: Path, own: str) -> None:
     of_all = {"port": 23, "user": "all", "key": "all", "python": "/all", "group": "all", "jump": "all.lan"}
     of_one = {"port": 24, "user": "one", "key": "one", "python": "/one", "group": "one", "jump": "one.lan"}
-    defaults: dict[str, object] = {**of_all, "power": 7}
-    node = {"name": "a", "address": "a", own: {**of_one, "power": 0}[own]}
+    defaults: dict[str, object] = {**of_all, "power": 7, "device": "gpu"}
+    node = {"name": "a", "address": "a", own: {**of_one, "power": 0, "device": "cpu"}[own]}
     fleet = load(tmp_path, yaml.safe_dump({"defaults": defaults, "nodes": [node]}))
     found = fleet.nodes[0]
     assert found.power
@@ -58,8 +58,25 @@ def test_setting_of_a_node_comes_before_that_of_all_nodes(tmp_path: Path, own: s
         "group": found.groups[0],
         "jump": found.jump.address,
         "power": found.power.watts,
+        "device": found.device,
     }
     assert values == defaults | {own: node[own]}
+
+
+@pytest.mark.parametrize("emulated", [False, True])
+def test_device_is_stated_for_each_machine_and_survives_writing(tmp_path: Path, *, emulated: bool) -> None:
+    nodes = "nodes: [{name: a, address: a}, {name: b, address: b, device: auto}]"
+    fleet = load(tmp_path, f"emulated: {emulated}\nhost: {{device: cpu}}\ndefaults: {{device: gpu}}\n{nodes}")
+    again = load(tmp_path, render_fleet(fleet, origin="Written"))
+    devices = [again.device_of(name) for name in again.machines]
+    assert devices == (["cpu"] * 3 if emulated else ["cpu", "gpu", "auto"])
+    assert "device" not in render_fleet(Fleet((Node("a", "a"),)), origin="Written")
+
+
+def test_unknown_device_is_refused_with_those_that_are_known(tmp_path: Path) -> None:
+    message = refused(tmp_path, "nodes: [{name: a, address: a, device: tpu}]")
+    assert "device" in message
+    assert "expected one of 'auto', 'cpu', 'gpu'" in message
 
 
 class TestGroups:

@@ -297,6 +297,12 @@ def tried_at(size: int, ratio: float, measured_at: float) -> ProbeMeasurement:
     return ProbeMeasurement(SETTINGS, size, measured_at, LINE.at(size) * ratio, 3)
 
 
+def test_probes_on_another_device_do_not_count() -> None:
+    known = [*probed(8), tried_at(32, 1.0, 5.0)]
+    recalled = recall_class(ClassModel(("a",), replace(SETTINGS, device="gpu")), known)
+    assert (recalled.settings.device, recalled.points) == ("gpu", ())
+
+
 @pytest.mark.parametrize(("threads", "settings", "sizes"), [(0, SETTINGS, {8, 16}), (1, Runtime(1), {64})])
 def test_settings_are_those_of_the_newest_trial_unless_the_user_has_set_threads(
     threads: int, settings: Runtime, sizes: set[int]

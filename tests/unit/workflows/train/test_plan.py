@@ -72,6 +72,17 @@ def test_threads_of_the_host_come_from_the_fleet_file() -> None:
     assert default_runtime("csd9", fleet, FACTS).threads == 1
 
 
+def test_device_of_a_rank_comes_from_the_fleet_file_and_a_change_needs_a_new_plan(job: Job) -> None:
+    facts = {**FACTS, "csd0": replace(FACTS["csd0"], accelerator="NVIDIA L4", has_cuda=True)}
+    plan = build_equal_plan(job, FLEET, facts, 32)
+    assert [rank.runtime.device for rank in plan.ranks] == ["cpu", "auto", "cpu"]
+    assert plan.for_host_alone().ranks[0].runtime.device == "cpu"
+    check_plan(plan, job, FLEET, facts)
+    hidden = replace(FLEET, nodes=(replace(FLEET.nodes[0], device="cpu"), FLEET.nodes[1]))
+    with pytest.raises(InputError, match="csd0: device cpu, was auto when tuned"):
+        check_plan(plan, job, hidden, facts)
+
+
 @pytest.fixture
 def job(tmp_path: Path) -> Job:
     (tmp_path / "mine.py").write_text("def build(): ...\n")

@@ -1,0 +1,155 @@
+"""What a rank computes on, where TensorFlow sees no GPU, and where a second logical CPU stands in for one."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from csdctl.worker.compute.backend import _use_gpu
+from csdctl.worker.protocol.events import Failed, event_from_line
+from csdctl.worker.protocol.json_codec import to_json
+from csdctl.worker.protocol.recipe import Recipe
+from csdctl.worker.protocol.run_spec import RankSpec, RunSpec, Runtime
+
+
+def printed_by(program: str, *arguments: str, **environment: str) -> str:
+    """Return what a program prints in a process of its own."""
+    command = [sys.executable, "-c", program, *arguments]
+    done = subprocess.run(
+        command, env={**os.environ, **environment}, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+LOADED = """
+import json, os, sys
+from csdctl.worker.compute.backend import load_tensorflow
+from csdctl.worker.protocol.run_spec import Runtime
+tf = load_tensorflow(Runtime(device=sys.argv[1]))
+print(json.dumps([os.environ.get("CUDA_VISIBLE_DEVICES"), float(tf.reduce_sum(tf.ones(3)))]))
+"""
+
+
+@pytest.mark.parametrize(("device", "visible"), [("cpu", "-1"), ("auto", "7")])
+def test_cpu_hides_all_gpus_and_auto_leaves_the_choice_to_the_machine(device: str, visible: str) -> None:
+    printed = printed_by(LOADED, device, CUDA_VISIBLE_DEVICES="7")
+    assert json.loads(printed.splitlines()[-1]) == [visible, 3.0]
+
+
+def test_rank_that_must_have_a_gpu_says_what_is_missing(tmp_path: Path) -> None:
+    rank = RankSpec(0, "csd0", 4, Runtime(device="gpu"), None, None, 0, 0)
+    spec = RunSpec("a-run", "a", "w", Recipe(), (rank,), None, None, str(tmp_path))
+    (tmp_path / "spec.json").write_text(to_json(spec))
+    command = [sys.executable, "-m", "csdctl.worker", "rank", "--spec", "spec.json", "--rank", "0"]
+    orders, held_open = os.pipe()  # a rank whose orders end leaves at once
+    done = subprocess.run(command, cwd=tmp_path, stdin=orders, stdout=subprocess.PIPE, text=True, check=False)
+    os.close(orders)
+    os.close(held_open)
+    events = [event for line in done.stdout.splitlines() if (event := event_from_line(line))]
+    (failed,) = (event for event in events if isinstance(event, Failed))
+    assert (failed.node, failed.exit_code, done.returncode) == ("csd0", 1, 1)
+    assert "CUDA, sees no GPU; the fleet file has `device: gpu`" in failed.message
+    assert "nvidia-smi" in failed.remedy
+    assert "tensorflow[and-cuda]" in failed.remedy
+
+
+def test_first_gpu_is_used_in_float32_with_memory_as_needed() -> None:
+    """A recorder in place of TensorFlow: this shows what is called, not what a GPU does."""
+    called: dict[str, tuple[Any, ...]] = {}
+
+    def recording(name: str) -> Any:
+        return lambda *arguments: called.update({name: arguments})
+
+    names = ("set_memory_growth", "enable_tensor_float_32_execution")
+    config = SimpleNamespace(
+        list_physical_devices=lambda kind: [f"{kind}:0", f"{kind}:1"],
+        set_visible_devices=recording("set_visible_devices"),
+        experimental=SimpleNamespace(**{name: recording(name) for name in names}),
+    )
+    _use_gpu(SimpleNamespace(config=config), is_required=True)
+    assert called == {
+        "set_visible_devices": (["GPU:0"], "GPU"),
+        "set_memory_growth": ("GPU:0", True),
+        "enable_tensor_float_32_execution": (False,),
+    }
+
+
+PLACED = """
+import json, sys
+from types import SimpleNamespace
+import numpy as np
+from csdctl.worker.compute.backend import load_backend
+tf, keras = load_backend()
+tf.debugging.set_log_device_placement(True)
+cpu = tf.config.list_physical_devices("CPU")[0]
+tf.config.set_logical_device_configuration(cpu, [tf.config.LogicalDeviceConfiguration()] * 2)
+from csdctl.worker.compute.model import hash_weights
+from csdctl.worker.compute.recipe import compile_model
+from csdctl.worker.protocol.recipe import Recipe
+from csdctl.worker.protocol.run_spec import RankSpec, RunSpec, Runtime
+from csdctl.worker.tasks.progress import Reporter, RunProgress
+from csdctl.worker.tasks.task import TaskContext
+from csdctl.worker.tasks.train import Train
+
+samples = np.random.default_rng(4).random((7, 6), np.float32)
+labels = np.array([0, 2, 1, 0, 0, 1, 2], np.int32)
+
+class Own(keras.Model):
+    def train_step(self, batch):
+        samples, labels = batch
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_mean(self.compute_loss(samples, labels, self(samples, training=True)))
+        self.optimizer.apply(tape.gradient(loss, self.trainable_variables), self.trainable_variables)
+        self(samples, training=True)  # moves statistics after the last gradients
+        return {"loss": loss}
+
+class Task(Train):
+    def open_reader(self):
+        return SimpleNamespace(first=lambda count: (samples[:count], labels[:count]))
+
+    def load_model(self):
+        keras.utils.set_random_seed(2)
+        inputs = keras.Input((6,))
+        hidden = keras.layers.BatchNormalization()(keras.layers.Dense(5)(inputs))
+        kind = Own if sys.argv[1] == "own" else keras.Model
+        model = kind(inputs, keras.layers.Dense(3, activation="softmax")(hidden))
+        compile_model(model, self.spec.recipe)
+        return model
+
+def train(device):
+    with tf.device(device):
+        me = RankSpec(0, "host", 4, Runtime(), None, None, 0, 7)
+        recipe = Recipe(optimizer="adam", learning_rate=0.1)
+        spec = RunSpec("run", "", "", recipe, (me,), None, None, "", num_checkpoints=0)
+        task = Task(TaskContext(spec, me, RunProgress(spec), Reporter(me), None))
+        task.load()
+        for number in range(2):
+            task.step.set_step(number, 0.1)
+            task.step.take(samples, labels)
+    return hash_weights(task.step.model)
+
+elsewhere = train("CPU:1")
+print("END", flush=True)
+print(json.dumps(elsewhere == train("CPU:0")))
+"""
+
+
+@pytest.mark.parametrize("kind", ["keras", "own"])
+def test_gradients_are_computed_elsewhere_but_weights_are_held_and_changed_on_the_cpu(kind: str) -> None:
+    """CPU:1 takes the place of a GPU; that TensorFlow prefers a GPU by itself is not shown."""
+    printed = printed_by(PLACED, kind)
+    found = re.findall(r"\((\w+)\): /job:.*:CPU:(\d)$", printed.partition("\nEND\n")[0], re.MULTILINE)
+    places = {operation: {place for other, place in found if other == operation} for operation, _ in found}
+    assert places["MatMul"] == places["SparseSoftmaxCrossEntropyWithLogits"] == {"1"}
+    # Adam has the square root, the update of statistics a maximum.
+    ours = {name: places[name] for name in places if "Variable" in name or name in ("Sqrt", "Maximum")}
+    assert {"AssignSubVariableOp", "ReadVariableOp", "Sqrt", "Maximum"} <= ours.keys()
+    assert set().union(*ours.values()) == {"0"}, ours
+    assert printed.splitlines()[-1] == "true"
