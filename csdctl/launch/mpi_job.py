@@ -47,7 +47,8 @@ _SIGNAL = re.compile(r"exited on signal (\d+)")
 _DAEMON = re.compile(r"Remote daemon: *\[[^,\]]*,(\d+)\]")
 _UNCONNECTED_DAEMON = re.compile(r"Remote host: *rank\d+-(\S+)")
 _DAEMON_STATUS = re.compile(r"Daemon exit status: *(\d+)")
-_BANNER = re.compile(r"^[-*=\s]*$")
+_BANNER = re.compile(r"[-*=\s]*$|\[\S+\] plm:\w+: Warning: ")
+"""No cause: lines around messages, and mpirun's warning that a daemon's shell has no process group."""
 CHECK_NODE = "check the node and train again"
 MEMORY_REMEDY = "choose a smaller batch size: `csdctl tune --max-global-batch N`, or edit the plan"
 _ENDED_BY_MPIRUN = (signal.SIGTERM, signal.SIGINT)

@@ -16,7 +16,7 @@ from csdctl.supervision.rank_processes import AttachRank, EventValidator, RankPr
 from csdctl.transport.many import open_session
 from csdctl.transport.meter import LinkBytes
 from csdctl.transport.session import Conversation, Session
-from csdctl.worker.protocol.run_spec import JOINING, RunSpec
+from csdctl.worker.protocol.run_spec import RunSpec
 
 
 @dataclass(frozen=True)
@@ -201,8 +201,6 @@ class RankStarter:
         self, rank: int, session: Session, conversation: Conversation, *, is_attached: bool
     ) -> RankProcess:
         nodes = [other.node for other in self.spec.ranks]
-        validator = EventValidator(
-            rank, nodes, num_epochs=self.spec.recipe.epochs, must_join=self.spec.task.name in JOINING
-        )
+        validator = EventValidator(rank, nodes, num_epochs=self.spec.recipe.epochs)
         log = CappedLog(self.mpirun.log_path(rank), nodes[rank])
         return RankProcess(rank, session, conversation, validator, log, is_attached=is_attached)

@@ -387,7 +387,9 @@ def recording(totals: Sequence[Array], layouts: Sequence[SumLayout]) -> Iterator
         total, layout = totals[len(recorded)], layouts[len(recorded)]
         own = [np.asarray(tf.convert_to_tensor(one), np.float64) for one in gradients if one is not None]
         recorded.append(np.concatenate([one.ravel() for one in own] or [np.zeros(0)]))
-        means = np.split(layout.combined(total), np.cumsum([one.size for one in own]))
+        # Not by `combined`, which the step uses and is judged here.
+        mean = total[layout.gradients] / (1 if layout.is_summed else total[-1])
+        means = np.split(mean, np.cumsum([one.size for one in own]))
         shaped = iter(part.reshape(one.shape) for part, one in zip(means, own, strict=False))
         return [None if one is None else tf.cast(next(shaped), one.dtype) for one in gradients]
 

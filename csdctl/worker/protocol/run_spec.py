@@ -22,8 +22,8 @@ TRIAL, TRIAL_SPLIT = "trial", "trial-split"
 VERIFY, VERIFY_SPLIT = "verify", "verify-split"
 """The tasks of csdctl itself; `TASKS` (tasks/session.py) has their implementations."""
 
-JOINING = (TRAIN, TRAIN_SPLIT, TRIAL, TRIAL_SPLIT)
-"""Tasks whose ranks report `Joined` before they report anything else of a group."""
+STEPPING = (TRAIN, TRAIN_SPLIT, TRIAL, TRIAL_SPLIT)
+"""Tasks that report their steps; the ranks of others compute for minutes without a report."""
 
 ELEMENT_SPEC = "element_spec"
 """Argument of a trial: the `DatasetInfo` whose shapes and types its random samples have."""

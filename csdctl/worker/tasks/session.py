@@ -8,7 +8,7 @@ task defines what the ranks then do.
 
 import contextlib
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from importlib import import_module
 
@@ -97,6 +97,8 @@ class RankSession:
             group = Group(order.generation, order.ranks, communicator)
             if self._task.is_resumable:
                 self._synchronize(group)
+            else:
+                self._report_joined(group, (1, 0, 0, 0), dict.fromkeys(group.ranks, 0))
             reason = self._task.run(group)
             self._reporter.traffic(communicator, group.generation, group.ranks)
             communicator.close()
@@ -178,12 +180,21 @@ class RankSession:
                 progress.position = unpack(np.frombuffer(received, np.uint8), variables, progress.own)
         progress.regroup(group.ranks)
         position, segment = progress.position, progress.segment
-        self._reporter.emit(
-            Joined,
-            *(group.generation, position.epoch, position.step, segment.stop_step, position.total_steps),
-            {str(share.rank): share.batch_size for share in segment.shares},
-            communicator.collective,
-            round(communicator.sum_s, 6),
+        self._report_joined(
+            group,
+            (position.epoch, position.step, segment.stop_step, position.total_steps),
+            {share.rank: share.batch_size for share in segment.shares},
             progress.num_lost(group.ranks),
             position.totals.samples,
+        )
+
+    def _report_joined(
+        self, group: Group, steps: tuple[int, int, int, int], sizes: Mapping[int, int], *samples: int
+    ) -> None:
+        """Report that the ranks are connected, where in the run they are, and their batch sizes."""
+        communicator = group.communicator
+        by_rank = {str(rank): size for rank, size in sizes.items()}
+        sum_s = round(communicator.sum_s, 6)
+        self._reporter.emit(
+            Joined, group.generation, *steps, by_rank, communicator.collective, sum_s, *samples
         )

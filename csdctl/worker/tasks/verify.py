@@ -294,16 +294,25 @@ class CustomReference(Reference):
         self._totals = totals
 
     def measure_update(self, after: Sequence[Array]) -> float:
-        """Return how far the trained variables `after` the ranks' step are off, relative to its changes."""
-        trained = {id(one) for _, variables in self._step.applied for one in variables}
+        """Return how far what the optimizers changed is off `after` the ranks' step, relative to its changes.
+
+        The trained variables count as one, and the variables of each optimizer, as Adam's first step hardly
+        depends on the scale of the gradient. Infinite if an optimizer did not step once for each of its sums.
+        """
+        step = self._step
         self._start.restore()
-        start = [np.asarray(one.value).astype(np.float64) for one in self._step.state]
+        start = [np.asarray(one.value).astype(np.float64) for one in step.state]
         self._compute(0, [column[:-1] for column in self.samples(0)])
-        own = [np.asarray(one.value).astype(np.float64) for one in self._step.state]
-        rows = zip(self._step.state, start, own, after, strict=True)
-        changed = [(last - first, found - last) for one, first, last, found in rows if id(one) in trained]
-        size, apart = (np.sqrt(sum(float(np.sum(pair[at] ** 2)) for pair in changed)) for at in (0, 1))
-        return float(apart / size) if size else float(np.inf if apart else 0.0)
+        own = [np.asarray(one.value).astype(np.float64) for one in step.state]
+        rows = {id(one): row for one, *row in zip(step.state, start, own, after, strict=True)}
+        optimizers = [optimizer for optimizer, _ in step.applied]
+        for optimizer in optimizers:
+            first, _, found = rows.get(id(optimizer.iterations), (0, 0, optimizers.count(optimizer)))
+            if found - first != optimizers.count(optimizer):
+                return float(np.inf)
+        groups = [[one for _, variables in step.applied for one in variables]]
+        groups += [[one for one in each.variables if one is not each.iterations] for each in optimizers]
+        return max(_change_apart([rows[id(one)] for one in group if id(one) in rows]) for group in groups)
 
     def _vector(self, samples: Array, labels: Array) -> Array:
         return self._step.replay(samples, labels, self._totals)
@@ -328,6 +337,13 @@ NOT_MEAN = (
     "a loss that is not a mean over the samples of the batch, or compares them: the gradient of one batch of "
     "all samples differs in sum {}"
 )
+
+
+def _change_apart(rows: Sequence[Sequence[Array]]) -> float:
+    """Return how far variables are off after their change, relative to it; rows of (before, after, found)."""
+    size = np.sqrt(sum(float(np.sum((after - before) ** 2)) for before, after, _ in rows))
+    apart = np.sqrt(sum(float(np.sum((found - after) ** 2)) for _, after, found in rows))
+    return float(apart / size) if size else float(np.inf if apart else 0.0)
 
 
 def _relative(change: Array, whole: Array, *parts: slice) -> float:

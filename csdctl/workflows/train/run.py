@@ -30,7 +30,7 @@ from csdctl.worker.protocol.events import Event, Joined, Traffic
 from csdctl.worker.protocol.json_codec import to_json
 from csdctl.worker.protocol.orders import ALLREDUCE, STAR
 from csdctl.worker.protocol.recipe import BF16
-from csdctl.worker.protocol.run_spec import RunSpec
+from csdctl.worker.protocol.run_spec import STEPPING, RunSpec
 from csdctl.workflows.data.files import OnDelivery, deploy_files
 from csdctl.workflows.data.prepare import PreparationObserver
 from csdctl.workflows.preflight.doctor import Examination, find_obstacles
@@ -38,6 +38,9 @@ from csdctl.workflows.train.spec import COLLECTIVES, MEASURED, RunInputs, TrainO
 from csdctl.workflows.workspace.workspace import Workspace
 
 OnEvent = Callable[[Event], None]
+
+COMPUTING_FACTOR = 12
+"""Longer silence of ranks that compute without steps, as those of `verify`: an hour in place of 5 minutes."""
 
 
 def record_process(run: RunDirectory, space: Workspace) -> None:
@@ -119,7 +122,9 @@ def _build_setup(
     inputs: RunInputs, starter: RankStarter, options: TrainOptions, nodes: Sequence[str]
 ) -> RunSetup:
     """Return what the supervisor needs; `nodes` are the nodes that take part."""
-    ranks = inputs.spec.ranks
+    ranks, patience = inputs.spec.ranks, options.deadlines
+    if inputs.spec.task.name not in STEPPING:
+        patience = replace(patience, silence_s=COMPUTING_FACTOR * patience.silence_s)
     return RunSetup(
         run_id=inputs.directory.run_id,
         nodes=[rank.node for rank in ranks],
@@ -130,7 +135,7 @@ def _build_setup(
         # A host that sits out cannot continue alone.
         min_nodes=min(max(options.min_nodes, ranks[0].batch_size == 0), len(nodes)),
         is_resumable=inputs.spec.num_checkpoints > 0,
-        patience=options.deadlines,
+        patience=patience,
         collective=_choose_collective(inputs, options),
         servers=[rank.server for rank in ranks],
         absent=tuple(rank.rank for rank in ranks if rank.node not in (HOST_NAME, *nodes)),

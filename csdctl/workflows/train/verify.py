@@ -36,7 +36,10 @@ class Verdict:
 
 def judge(verified: Verified, nodes: Sequence[str]) -> Verdict:
     """Return what the numbers of rank 0 show; `nodes`: the machine of every rank."""
-    found = verified.of_ranks
+    # Draws of one rank may miss what rounding does to the gradient of another.
+    widest = max(rank.spread for rank in verified.of_ranks)
+    wider = [dataclasses.replace(rank, spread=widest) for rank in verified.of_ranks]
+    found = [wide if wide.is_sharp else rank for wide, rank in zip(wider, verified.of_ranks, strict=True)]
     numbers = [number for rank in found for number in (rank.difference, rank.spread, rank.one_sample)]
     if not all(map(math.isfinite, [verified.sum_difference, *numbers])):
         return _judge_not_finite(verified, nodes)
