@@ -2,7 +2,7 @@
 
     python docs/generate.py
 
-`make docs` runs it; the pages are not committed. They come from the command tree, from signatures, and from
+`make setup` and `make docs` run it; the pages are not committed. They come from the command tree, from signatures, and from
 the annotations and docstrings of dataclasses: change those instead.
 """
 
