@@ -55,9 +55,7 @@ class Train(ModelTask):
         super().load()
         if self._validation and isinstance(self.step, CustomStep):
             self.step.trace_evaluation()
-        check_monitors(
-            self.spec.recipe, self.step.metric_names, has_validation=self.spec.validation is not None
-        )
+        check_monitors(self.spec.recipe, self.step.metric_names)
         limits = {
             rank.rank: rank.max_batch_size or GROWTH_LIMIT * rank.batch_size for rank in self.spec.ranks
         }
