@@ -34,13 +34,13 @@ def show_runs(streams: Streams, runs: Sequence[RunStatus]) -> None:
             run.state,
             f"{run.epoch}/{run.epochs}",
             format_rate(run.samples_per_s),
-            format_loss(run.loss if run.validation_loss is None else run.validation_loss),
-            format_loss(run.accuracy if run.validation_accuracy is None else run.validation_accuracy),
+            *(format_loss(value) for value in (run.loss, run.validation_loss)),
+            *(format_loss(value) for value in (run.accuracy, run.validation_accuracy)),
             "–" if run.last_event_s is None else f"{format_seconds(max(0.0, now - run.last_event_s))} ago",
         )
         for run in runs
     ]
-    columns = ("run", "state", ">epoch", ">samples/s", ">loss", ">accuracy", ">last event")
+    columns = ("run", "state", ">epoch", ">samples/s", ">loss", ">val_loss", ">accuracy", ">val_acc", ">last")
     styles = [STYLES.get(run.state, "none") for run in runs]
     streams.console.print(build_table(columns, rows, styles=styles, gap=1))
 
