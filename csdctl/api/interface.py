@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any, Self, get_type_hints
 
 import numpy as np
 import yaml
+from pydantic import InstanceOf
 
 from csdctl.documents import check_values, make_directory, save_text, write_atomically
 from csdctl.errors import CsdctlError, InputError, RunError
@@ -108,8 +109,11 @@ class _Options:
     def __post_init__(self) -> None:
         with python_errors():
             remedy = f"see help(csdctl.{type(self).__name__}); early stopping is part of the job's recipe"
-            for name, hint in get_type_hints(type(self)).items():
-                object.__setattr__(self, name, check_values(getattr(self, name), hint, name, remedy=remedy))
+            for options in (self, *filter(is_dataclass, vars(self).values())):
+                for name, hint in get_type_hints(type(options)).items():
+                    expected = InstanceOf[hint] if is_dataclass(hint) else hint
+                    value = check_values(getattr(options, name), expected, name, remedy=remedy)
+                    object.__setattr__(options, name, value)
             super().__post_init__()  # type: ignore[misc]
 
 
@@ -287,7 +291,7 @@ class Job:
         except InputError as error:  # in terms of the arguments
             message = re.sub(rf"{re.escape(str(written))}(:\d+)?: |recipe\.", "", error.message)
             error.message = message.replace("unknown key", "from_model has no argument")
-            error.remedy = error.remedy.replace(f"fix {written}", "change it")
+            error.remedy = error.remedy.replace(f"fix {written}", "change or omit it")
             raise
 
     def load(self) -> jobs.Job:
@@ -311,7 +315,8 @@ def _check_importable(saved: Path, code: Sequence[Path]) -> None:
         module = getattr(getattr(sys.modules["__main__"], name, None), "__module__", "")
         is_own = module == "__main__" and not any(names is None or name in names for names in in_files)
         if is_own or name == "__lambda__":
-            problem = f"{name} of the model is defined in the notebook or script: nodes cannot import it"
+            what = name.replace("__lambda__", "a lambda")
+            problem = f"{what} of the model is defined in the notebook or script: nodes cannot import it"
             remedy = 'write a function or layer to a file (%%writefile my.py), import it, pass code=["my.py"]'
             raise InputError(problem, remedy=remedy)
 
@@ -442,7 +447,10 @@ def _name_arrays(parts: tuple[Any, ...], name: str) -> dict[str, np.ndarray[Any,
         raise InputError(f"the {name} data is not numbers: {', '.join(wrong)}", remedy=remedy)
     if len(set(lengths.values())) != 1:
         found = ", ".join(f"{key} has {length:,}" for key, length in lengths.items())
-        raise InputError(f"the {name} data has arrays with different numbers of samples: {found}")
+        problem = f"the {name} data has arrays with different numbers of samples: {found}"
+        raise InputError(
+            problem, remedy="make them equal; a tf.data.Dataset without batches needs .batch(32)"
+        )
     return named
 
 
@@ -503,7 +511,7 @@ def prepare(job: JobOrPath, fleet: FleetOrPath = "fleet.yaml") -> Prepared:
 
 def tune(job: JobOrPath, fleet: FleetOrPath = "fleet.yaml", options: TuneOptions | None = None) -> Plan:
     """Measure the machines of `fleet`, save the plan with the highest throughput, and return it."""
-    options = check_values(options or TuneOptions(), TuneOptions, "options", remedy="pass TuneOptions()")
+    options = check_values(options or TuneOptions(), InstanceOf[TuneOptions], "options", remedy="")
     loaded, chosen = as_job(job).load(), as_fleet(fleet)
     with open_session() as streams:
         screen = TuningScreen(streams)
@@ -627,7 +635,7 @@ def train(
     Raises CsdctlError, and RunStopped, which is a KeyboardInterrupt, when it is interrupted: the ranks finish
     their step, model and state are saved, and `resume` continues from there.
     """
-    options = check_values(options or TrainOptions(), TrainOptions, "options", remedy="pass TrainOptions()")
+    options = check_values(options or TrainOptions(), InstanceOf[TrainOptions], "options", remedy="")
     if batch_size is not None:
         batch_size = check_values(batch_size, BatchSize, "batch_size", remedy="pass that of one rank")
     loaded, chosen = as_job(job).load(), as_fleet(fleet)

@@ -428,9 +428,10 @@ def build_job(file: JobFile, path: Path) -> Job:
         reading=_reading(data, path),
     )
     _check_private(job, file.data)
-    for rule in filter(None, (recipe.early_stopping, recipe.reduce_on_plateau)):
-        if rule.monitor.startswith("validation_") and not data.validation:
-            problem = f"{path}: the recipe monitors {rule.monitor}, but the job has no validation data"
+    for key in ("early_stopping", "reduce_on_plateau"):
+        monitor = getattr(getattr(recipe, key), "monitor", "")
+        if monitor.startswith("validation_") and not data.validation:
+            problem = f"{path}: recipe.{key} monitors {monitor}, but the job has no validation data"
             raise InputError(problem, remedy="add validation data, or set monitor: loss")
     if job.step and not files_of([job.model]):
         raise InputError(

@@ -82,7 +82,10 @@ class TestJob:
         ("given", "expected"),
         [
             ({"optimizer": SavedModel()}, "received SavedModel as optimizer, expected a value"),
-            ({"epoch": 3}, "from_model has no argument `epoch`, did you mean `epochs`?\n  → change it"),
+            (
+                {"epoch": 3},
+                "from_model has no argument `epoch`, did you mean `epochs`?\n  → change or omit it",
+            ),
             ({"batch_size": 8}, "no argument `batch_size`\n  → pass it to csdctl.train"),
             ({"early_stopping": csdctl.EarlyStopping()}, "monitors validation_loss, but the job has no"),
             ({"data": (ARRAYS[0], ARRAYS[1][:3])}, "different numbers of samples: x has 4, y has 3"),
@@ -131,7 +134,8 @@ def from_model(directory: Path, **given: Any) -> csdctl.Job:
         (csdctl.TrainOptions, {"callbacks": (csdctl.EarlyStopping(),)}, "callbacks: `0`: must be callable"),
         (partial(csdctl.train, "job.yaml"), {"batch_size": 0}, "batch_size: expected 1 to"),
         (partial(csdctl.train, "job.yaml"), {"batch_size": [32]}, "batch_size: must be a whole number"),
-        (partial(csdctl.train, "job.yaml"), {"options": csdctl.TuneOptions()}, "options: must be"),
+        (csdctl.TrainOptions, {"deadlines": csdctl.Patience("soon")}, "start_s: must be a number"),  # type: ignore[arg-type]
+        (partial(csdctl.train, "job.yaml"), {"options": {"max_steps": 3}}, "options: must be an instance"),
         (csdctl.TrainOptions, {"cut": "a"}, "cut requires strategy split, received strategy auto"),
         (csdctl.TuneOptions, {"probe_duration_s": -1.0}, "probe_duration_s must be at least 0"),
         (csdctl.TuneOptions, {"method": "fit", "step_divisor": 1.0}, "fit does not take batch_sizes"),
