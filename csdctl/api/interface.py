@@ -109,9 +109,10 @@ class _Options:
     def __post_init__(self) -> None:
         with python_errors():
             remedy = f"see help(csdctl.{type(self).__name__}); early stopping is part of the job's recipe"
+            exact: Any = InstanceOf  # a dict would be taken, with unknown keys left out
             for options in (self, *filter(is_dataclass, vars(self).values())):
                 for name, hint in get_type_hints(type(options)).items():
-                    expected = InstanceOf[hint] if is_dataclass(hint) else hint
+                    expected = exact[hint] if is_dataclass(hint) else hint
                     value = check_values(getattr(options, name), expected, name, remedy=remedy)
                     object.__setattr__(options, name, value)
             super().__post_init__()  # type: ignore[misc]
