@@ -34,15 +34,19 @@ def show_runs(streams: Streams, runs: Sequence[RunStatus]) -> None:
             run.state,
             f"{run.epoch}/{run.epochs}",
             format_rate(run.samples_per_s),
-            *(format_loss(value) for value in (run.loss, run.validation_loss)),
-            *(format_loss(value) for value in (run.accuracy, run.validation_accuracy)),
+            _mark(run.validation_loss, run.loss),
+            _mark(run.validation_accuracy, run.accuracy),
             "–" if run.last_event_s is None else f"{format_seconds(max(0.0, now - run.last_event_s))} ago",
         )
         for run in runs
     ]
-    columns = ("run", "state", ">epoch", ">samples/s", ">loss", ">val_loss", ">accuracy", ">val_acc", ">last")
+    columns = ("run", "state", ">epoch", ">samples/s", ">loss", ">accuracy", ">last event")
     styles = [STYLES.get(run.state, "none") for run in runs]
     streams.console.print(build_table(columns, rows, styles=styles, gap=1))
+
+
+def _mark(validation: float | None, training: float | None) -> str:
+    return format_loss(training) if validation is None else f"{format_loss(validation)} val"
 
 
 def _shorten(run_id: str, runs: Sequence[RunStatus]) -> str:
