@@ -164,6 +164,7 @@ $(STAMP): requirements/dev.txt pyproject.toml
 	fi
 	echo "Installing csdctl"
 	"$${pip[@]}" --quiet --no-deps --no-build-isolation -e .
+	$(BIN)/python docs/generate.py
 	touch $(STAMP)
 
 $(LOWEST)/.installed: requirements/lowest.txt

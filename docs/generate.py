@@ -2,8 +2,8 @@
 
     python docs/generate.py
 
-`make docs` runs it; the pages are not committed. They come from the command tree, from signatures, and from
-the annotations and docstrings of dataclasses: change those instead.
+`make setup` and `make docs` run it; the pages are not committed. They come from the command tree, from
+signatures, and from the annotations and docstrings of dataclasses: change those instead.
 """
 
 import ast

@@ -11,22 +11,24 @@ import os
 import re
 import runpy
 import sys
+import zipfile
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, is_dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, Self, get_type_hints
 
 import numpy as np
 import yaml
+from pydantic import InstanceOf
 
-from csdctl.documents import make_directory, save_text, write_atomically
+from csdctl.documents import check_values, make_directory, save_text, write_atomically
 from csdctl.errors import CsdctlError, InputError, RunError
 from csdctl.fleet import model as fleets
 from csdctl.job import model as jobs
-from csdctl.reporting.results import RunSummary, read_results
+from csdctl.reporting.results import RunSummary, load_run_status, read_results
 from csdctl.reporting.series import epoch_results
 from csdctl.runs.directory import LATEST, ProjectDirectory, RunDirectory
 from csdctl.runs.private import STATE_DIRECTORY, check_private
@@ -45,7 +47,7 @@ from csdctl.tuning.search import Limits as Limits
 from csdctl.worker.protocol.datasets import INPUT, OUTPUT, as_inputs, name_of_position
 from csdctl.worker.protocol.events import EpochEnd
 from csdctl.worker.protocol.features import FeatureOptions as FeatureOptions
-from csdctl.worker.protocol.json_codec import ProtocolError, from_dict
+from csdctl.worker.protocol.json_codec import BatchSize, ProtocolError, from_dict
 from csdctl.worker.protocol.model_info import BUILDER, BuildSpec
 from csdctl.worker.protocol.recipe import EarlyStopping as EarlyStopping
 from csdctl.worker.protocol.recipe import ReduceOnPlateau as ReduceOnPlateau
@@ -101,20 +103,27 @@ def _in_python(text: str) -> str:
     return re.sub(r"`[^`]*`|csdctl [a-z]+[^;,]*|(?<![\w-])--[a-z][a-z-]*", rename, text)
 
 
-class TrainOptions(of_train.TrainOptions):
+class _Options:
+    """Checks the types of all fields; its errors name arguments."""
+
+    def __post_init__(self) -> None:
+        with python_errors():
+            remedy = f"see help(csdctl.{type(self).__name__}); early stopping is part of the job's recipe"
+            exact: Any = InstanceOf  # a dict would be taken, with unknown keys left out
+            for options in (self, *filter(is_dataclass, vars(self).values())):
+                for name, hint in get_type_hints(type(options)).items():
+                    expected = exact[hint] if is_dataclass(hint) else hint
+                    value = check_values(getattr(options, name), expected, name, remedy=remedy)
+                    object.__setattr__(options, name, value)
+            super().__post_init__()  # type: ignore[misc]
+
+
+class TrainOptions(_Options, of_train.TrainOptions):
     """Options of one run; raises InputError for invalid values."""
 
-    def __post_init__(self) -> None:
-        with python_errors():
-            super().__post_init__()
 
-
-class TuneOptions(of_tune.TuneOptions):
+class TuneOptions(_Options, of_tune.TuneOptions):
     """The method, the limits of a plan, and how to measure; raises InputError for invalid values."""
-
-    def __post_init__(self) -> None:
-        with python_errors():
-            super().__post_init__()
 
 
 class Fleet(fleets.Fleet):
@@ -166,8 +175,8 @@ def as_job(job: "JobOrPath") -> "Job":
 
 
 def _as_list(given: Any) -> list[Any]:
-    """Return the elements of a sequence; a text or a path is one element."""
-    return [given] if isinstance(given, str | Path) else list(given)
+    """Return the elements of a sequence; a text, a path or a function is one element."""
+    return [given] if isinstance(given, str | Path) or callable(given) else list(given)
 
 
 def as_fleet(fleet: FleetOrPath) -> fleets.Fleet:
@@ -246,7 +255,9 @@ class Job:
 
         Raises InputError when the job cannot be used.
         """
-        recipe = {"epochs": 1, **{key: _plain(value, f"recipe.{key}") for key, value in recipe.items()}}
+        for key in OF_FIT.keys() & recipe.keys():
+            raise InputError(f"from_model has no argument `{key}`", remedy=OF_FIT[key])
+        recipe = {"epochs": 1, **{key: _plain(value, key) for key, value in recipe.items()}}
         path = Path(directory).expanduser()
         written = path / "job.yaml"
         if written.exists() and not written.read_text(errors="replace").startswith(FROM_MODEL):
@@ -256,14 +267,19 @@ class Job:
         make_directory(path)
         save = getattr(model, "save", None)
         if not callable(save):
-            raise InputError(f"received a {type(model).__name__} as model, expected a Keras model")
+            raise InputError(f"received {type(model).__name__} as model, expected a Keras model")
+        if written.exists():
+            with open_session() as streams:
+                streams.say(f"the job in {path} is replaced")
         with _revivable(model):
             save(path / "model.keras")
+        _check_importable(path / "model.keras", [Path(file) for file in _as_list(code)])
         entries = {"public": _write_data(path, "train", data)}
         if validation is not None:
             entries["validation"] = _write_data(path, "validation", validation)
         scaling = list(input_range) if input_range else None
         content: dict[str, Any] = {
+            "name": path.resolve().name or "job",
             "model": "model.keras",
             "data": {**entries, "input_range": scaling},
             "recipe": recipe,
@@ -271,7 +287,13 @@ class Job:
         if code:
             content["code"] = [os.path.relpath(Path(file), path) for file in _as_list(code)]
         save_text(written, FROM_MODEL + yaml.safe_dump(content, sort_keys=False))
-        return cls(written)
+        try:
+            return cls(written)
+        except InputError as error:  # in terms of the arguments
+            message = re.sub(rf"{re.escape(str(written))}(:\d+)?: |recipe\.", "", error.message)
+            error.message = message.replace("unknown key", "from_model has no argument")
+            error.remedy = error.remedy.replace(f"fix {written}", "change or omit it")
+            raise
 
     def load(self) -> jobs.Job:
         """Return the job as the workflows take it; raises InputError."""
@@ -280,6 +302,24 @@ class Job:
 
 JobOrPath = Job | str | Path
 FROM_MODEL = "# Written by csdctl.Job.from_model.\n"
+OF_FIT = dict.fromkeys(("validation_data", "validation_split"), "use validation=(x, y)")
+OF_FIT |= {"batch_size": "pass it to csdctl.train", "callbacks": "use early_stopping=csdctl.EarlyStopping()"}
+"""What to do instead of arguments of Keras' fit."""
+
+
+def _check_importable(saved: Path, code: Sequence[Path]) -> None:
+    """Raise InputError for a part of the saved model that the program defines itself, and no file."""
+    with zipfile.ZipFile(saved) as archive:
+        text = archive.read("config.json").decode()
+    in_files = [jobs.defined_names(file) for file in jobs.python_files(code)]
+    for name in re.findall(r'"(?:class_name|config)": "(\w+)"', text):
+        module = getattr(getattr(sys.modules["__main__"], name, None), "__module__", "")
+        is_own = module == "__main__" and not any(names is None or name in names for names in in_files)
+        if is_own or name == "__lambda__":
+            what = name.replace("__lambda__", "a lambda")
+            problem = f"{what} of the model is defined in the notebook or script: nodes cannot import it"
+            remedy = 'write a function or layer to a file (%%writefile my.py), import it, pass code=["my.py"]'
+            raise InputError(problem, remedy=remedy)
 
 
 @contextmanager
@@ -338,8 +378,8 @@ def _plain(value: Any, name: str) -> Any:
     if value is None or isinstance(value, bool | int | float | str):
         return value
     raise InputError(
-        f"received a {type(value).__name__} as {name}, expected a value of job.yaml",
-        remedy="pass loss, optimizer and metrics to model.compile(), or by their Keras names",
+        f"received {type(value).__name__} as {name}, expected a value of job.yaml",
+        remedy="pass loss, optimizer and metrics to model.compile(), csdctl.EarlyStopping for that of Keras",
     )
 
 
@@ -362,7 +402,7 @@ def _collect(data: Any) -> tuple[Any, ...]:
         return (data,)
     if not isinstance(data, Iterable):
         raise InputError(
-            f"received a {type(data).__name__} as data, expected x, (x, y), (x, y, sample_weight), batches "
+            f"received {type(data).__name__} as data, expected x, (x, y), (x, y, sample_weight), batches "
             "of them, or a path"
         )
     cardinality = getattr(data, "cardinality", None)  # of a tf.data.Dataset; -1: infinite
@@ -383,7 +423,9 @@ def _join(parts: Sequence[Any]) -> Any:
     arrays = [np.asarray(part) for part in parts]
     if len({array.shape[1:] for array in arrays}) > 1:
         raise InputError("batches have samples of different shapes", remedy="pad all of them to one length")
-    return np.concatenate(arrays) if arrays[0].ndim else np.stack(arrays)
+    if not arrays[0].ndim:
+        raise InputError("the data yields single samples, expected batches", remedy="add .batch(32)")
+    return np.concatenate(arrays)
 
 
 def _name_arrays(parts: tuple[Any, ...], name: str) -> dict[str, np.ndarray[Any, Any]]:
@@ -401,10 +443,15 @@ def _name_arrays(parts: tuple[Any, ...], name: str) -> dict[str, np.ndarray[Any,
         elif part is not None:
             named[kind] = np.asarray(part)
     lengths = {key: len(array) if array.ndim else 0 for key, array in named.items()}
-    wrong = [key for key, array in named.items() if array.dtype.kind not in "buif"]
-    if wrong or len(set(lengths.values())) != 1:
-        found = ", ".join(f"{key} {array.dtype} {array.shape}" for key, array in named.items())
-        raise InputError(f"the {name} data is not numbers with one row per sample: {found}")
+    if wrong := [f"{key} is {array.dtype}" for key, array in named.items() if array.dtype.kind not in "buif"]:
+        remedy = "convert it: y = np.unique(y, return_inverse=True)[1]"
+        raise InputError(f"the {name} data is not numbers: {', '.join(wrong)}", remedy=remedy)
+    if len(set(lengths.values())) != 1:
+        found = ", ".join(f"{key} has {length:,}" for key, length in lengths.items())
+        problem = f"the {name} data has arrays with different numbers of samples: {found}"
+        raise InputError(
+            problem, remedy="make them equal; a tf.data.Dataset without batches needs .batch(32)"
+        )
     return named
 
 
@@ -465,10 +512,11 @@ def prepare(job: JobOrPath, fleet: FleetOrPath = "fleet.yaml") -> Prepared:
 
 def tune(job: JobOrPath, fleet: FleetOrPath = "fleet.yaml", options: TuneOptions | None = None) -> Plan:
     """Measure the machines of `fleet`, save the plan with the highest throughput, and return it."""
+    options = check_values(options or TuneOptions(), InstanceOf[TuneOptions], "options", remedy="")
     loaded, chosen = as_job(job).load(), as_fleet(fleet)
     with open_session() as streams:
         screen = TuningScreen(streams)
-        plan = of_tune.tune_job(loaded, chosen, streams.directory, options or TuneOptions(), screen)
+        plan = of_tune.tune_job(loaded, chosen, streams.directory, options, screen)
         path = streams.project.plan(loaded.name)
         render_plan(streams.console, plan, str(path.relative_to(streams.directory)))
     return plan
@@ -494,7 +542,7 @@ def verify(job: JobOrPath, fleet: FleetOrPath = "fleet.yaml") -> Verification:
 REPORT_COLUMNS = 110
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Run:
     """One training run. A notebook shows it as the report of `csdctl report`."""
 
@@ -529,28 +577,33 @@ class Run:
         model, or when it cannot be built again.
         """
         path = self.directory.best_model if best else self.directory.model
-        remedy = "give the job validation data" if best else "resume it: csdctl.train(…, resume=ID)"
+        remedy = "give the job validation data" if best else f"resume it: csdctl.train(…, resume={self.id!r})"
         weights = path.with_suffix(".weights.h5")
         if not path.exists() and not weights.exists():
             raise InputError(f"run {self.id} has no {path.name}", remedy=remedy)
         os.environ["KERAS_BACKEND"] = "tensorflow"
         import keras
 
-        if path.exists():
-            return keras.models.load_model(path, custom_objects=custom_objects)
         try:
+            if path.exists():
+                return keras.models.load_model(path, custom_objects=custom_objects)
             model = _build(self.directory)
             model.load_weights(weights)
         except Exception as error:  # of any kind: the user's code
+            by_hand = f"build the model as the job did, and call model.load_weights({str(weights)!r})"
             raise InputError(
-                f"run {self.id} has only weights, and its model cannot be built again: {error}",
-                remedy=f"build the model as the job did, and call model.load_weights({str(weights)!r})",
+                f"the model of run {self.id} cannot be built again: {(str(error).splitlines() or [''])[0]}",
+                remedy="pass its own classes: run.model({'AE': AE})" if path.exists() else by_hand,
             ) from error
         return model
 
     def report(self) -> RunSummary:
         """Return the results that `csdctl report` shows."""
         return read_results(self.directory).summary
+
+    def __repr__(self) -> str:
+        status = vars(load_run_status(self.directory))
+        return "<Run {run_id}: {state}, epoch {epoch} of {epochs}>".format(**status)
 
     def _repr_html_(self) -> str:
         return render_bundle(report_of(read_results(self.directory)), REPORT_COLUMNS)["text/html"]
@@ -583,14 +636,16 @@ def train(
     Raises CsdctlError, and RunStopped, which is a KeyboardInterrupt, when it is interrupted: the ranks finish
     their step, model and state are saved, and `resume` continues from there.
     """
+    options = check_values(options or TrainOptions(), InstanceOf[TrainOptions], "options", remedy="")
+    if batch_size is not None:
+        batch_size = check_values(batch_size, BatchSize, "batch_size", remedy="pass that of one rank")
     loaded, chosen = as_job(job).load(), as_fleet(fleet)
-    chosen_options = options or TrainOptions()
-    chosen_options = replace(chosen_options, callbacks=(*chosen_options.callbacks, *callbacks))
+    options = replace(options, callbacks=(*options.callbacks, *_as_list(callbacks)))
     with open_session() as streams:
         path = streams.project.plan(loaded.name)
         needs_plan = batch_size is None and resume is None
         if needs_plan and not (path.exists() and not find_changes(load_plan(path), loaded, {})):
             tune(job, chosen)
-        request = TrainRequest(loaded, chosen, streams.directory, chosen_options, None, batch_size, resume)
+        request = TrainRequest(loaded, chosen, streams.directory, options, None, batch_size, resume)
         result = TrainingScreen(streams, emulated=chosen.emulated).train(request)
     return Run(result.directory)

@@ -200,11 +200,12 @@ class Job:
     """Whether activations and labels of private samples may be sent to the host (`--strategy split`)."""
     noise: Noise | None = None
     """Differential privacy of private samples; None: disabled."""
+    given_name: str = ""
 
     @property
     def name(self) -> str:
-        """The job file's name without its extension."""
-        return self.path.stem
+        """What its plan and its prepared data are called: as given, else as the job file, without .yaml."""
+        return self.given_name or self.path.stem
 
     @property
     def model_file(self) -> Path | None:
@@ -379,6 +380,7 @@ Arguments = Annotated[dict[str, Any], AfterValidator(_check_json)]
 class JobFile(Document):
     """The content of job.yaml."""
 
+    name: Name | None = None
     model: Annotated[str, Field(min_length=1)]
     model_args: Arguments = {}
     step: str = ""
@@ -419,12 +421,18 @@ def build_job(file: JobFile, path: Path) -> Job:
         is_weighted_by_data_set=data.weights == "data-set",
         may_activations_leave=private is not None and private.activations == "may-leave",
         noise=private.noise if private else None,
+        given_name=file.name or "",
         recipe=replace(recipe, augment=_function(data.augment, path)),
         step=_function(file.step, path),
         code=tuple(_code_root(written, path) for written in file.code),
         reading=_reading(data, path),
     )
     _check_private(job, file.data)
+    for key in ("early_stopping", "reduce_on_plateau"):
+        monitor = getattr(getattr(recipe, key), "monitor", "")
+        if monitor.startswith("validation_") and not data.validation:
+            problem = f"{path}: recipe.{key} monitors {monitor}, but the job has no validation data"
+            raise InputError(problem, remedy="add validation data, or set monitor: loss")
     if job.step and not files_of([job.model]):
         raise InputError(
             f"{path}: `step` needs a function of yours that builds the model, received model: {file.model}",

@@ -85,9 +85,10 @@ def format_metrics(accuracy: float | None, metrics: Mapping[str, float]) -> str:
     return "".join(f", {name} {_float(value):.4f}" for name, value in named)
 
 
-def format_count(items: Sized, word: str) -> str:
+def format_count(items: Sized | int, word: str) -> str:
     """Return the number of `items` and their name `word`, in the plural unless there is one."""
-    return f"{len(items)} {word}" + ("" if len(items) == 1 else "s")
+    count = items if isinstance(items, int) else len(items)
+    return f"{count} {word}" + ("" if count == 1 else "s")
 
 
 def _float(number: float) -> float:

@@ -180,7 +180,7 @@ class ProjectDirectory:
             return RunDirectory(self.runs / str(run_id))
         raise InputError(
             f"no run {run_id!r} in {self.runs}" if known else f"no runs in {self.runs} yet",
-            remedy=f"known runs: {', '.join(known[-5:])}, latest" if known else "start one: `csdctl train`",
+            remedy=f"{len(known)} runs, the latest: {', '.join(known[-5:])}" if known else "`csdctl train`",
         )
 
 

@@ -34,8 +34,8 @@ def show_runs(streams: Streams, runs: Sequence[RunStatus]) -> None:
             run.state,
             f"{run.epoch}/{run.epochs}",
             format_rate(run.samples_per_s),
-            format_loss(run.loss if run.validation_loss is None else run.validation_loss),
-            format_loss(run.accuracy if run.validation_accuracy is None else run.validation_accuracy),
+            _mark(run.validation_loss, run.loss),
+            _mark(run.validation_accuracy, run.accuracy),
             "–" if run.last_event_s is None else f"{format_seconds(max(0.0, now - run.last_event_s))} ago",
         )
         for run in runs
@@ -43,6 +43,10 @@ def show_runs(streams: Streams, runs: Sequence[RunStatus]) -> None:
     columns = ("run", "state", ">epoch", ">samples/s", ">loss", ">accuracy", ">last event")
     styles = [STYLES.get(run.state, "none") for run in runs]
     streams.console.print(build_table(columns, rows, styles=styles, gap=1))
+
+
+def _mark(validation: float | None, training: float | None) -> str:
+    return format_loss(training) if validation is None else f"{format_loss(validation)} val"
 
 
 def _shorten(run_id: str, runs: Sequence[RunStatus]) -> str:

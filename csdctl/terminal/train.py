@@ -11,6 +11,7 @@ from csdctl.fleet.checks import Status, fold
 from csdctl.fleet.names import format_node_names
 from csdctl.reporting.numbers import (
     format_bytes,
+    format_count,
     format_loss,
     format_metrics,
     format_range,
@@ -423,7 +424,7 @@ class TrainingScreen(PreparationScreen):
         """Show the run and its shards, and open the live view."""
         self.run = run
         self._streams.result_line({"schema": "csdctl.train/1", "run": run.run_id, "path": str(run.path)})
-        self.say(f"run {run.run_id}: {len(spec.ranks)} ranks, {num_steps} steps per epoch")
+        self.say(f"run {run.run_id}: {len(spec.ranks)} ranks, {format_count(num_steps, 'step')} per epoch")
         if rates := run.load_manifest()["predicted_range"]:
             self.say(f"9 of 10 such runs are expected to reach {format_range(rates)} samples/s")
         for line in format_shards(spec):

@@ -281,7 +281,7 @@ def _lines(plan: Plan) -> Iterator[str]:
         f"{format_share(predicted.imbalance_share)} waiting for the slowest, "
         f"{format_share(predicted.communication_share)} communicating"
     )
-    if predicted.gain is not None:
+    if predicted.gain is not None and len({*plan.batch_sizes} - {0}) > 1:
         yield f"compared with the best equal batch size, in trials of both: {predicted.gain:+.0%} samples/s"
     if plan.left_out:
         yield f"left out, because training is faster without them: {format_node_names(plan.left_out)}"

@@ -45,6 +45,7 @@ class FeatureOptions:
     """The precision and the engine of features."""
 
     precision: str = FLOAT32
+    """'float32' or 'float16'."""
     engine: str = KERAS
 
 

@@ -31,6 +31,7 @@ class EarlyStopping:
     """End the run after `patience` epochs in which `monitor` improved by no more than `min_delta`."""
 
     monitor: str = "validation_loss"
+    """The loss or a metric; with the prefix validation_, or val_, that of the validation data."""
     patience: NumEpochs = 5
     min_delta: MinDelta = 0.0
     mode: Mode = "auto"

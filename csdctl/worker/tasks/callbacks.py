@@ -25,7 +25,7 @@ def is_higher_better(monitor: str, mode: str = "auto") -> bool:
     )
 
 
-def check_monitors(recipe: Recipe, metrics: Iterable[str], *, has_validation: bool) -> None:
+def check_monitors(recipe: Recipe, metrics: Iterable[str]) -> None:
     """Raise WorkerError for a metric that no epoch will have: it would count as one that never improves.
 
     `metrics`: the names of the model's.
@@ -39,7 +39,7 @@ def check_monitors(recipe: Recipe, metrics: Iterable[str], *, has_validation: bo
         if monitored and monitored.monitor not in known:
             raise InputError(
                 f"recipe.{key} monitors {monitored.monitor!r}, which is not among the results of an epoch",
-                f"one of {', '.join(known if has_validation else names)}",
+                f"one of {', '.join(known)}",
             )
 
 

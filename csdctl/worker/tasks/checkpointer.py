@@ -293,11 +293,13 @@ class Checkpointer:
             model = assemble(self._spec.head, self._step.model) if self._spec.head else self._step.model
             return str(save_model(model, Path(self._spec.output_directory) / name))
 
-    def save_last_good(self) -> None:
-        """Save the model of the newest checkpoint, if it exists: later weights are not finite."""
+    def save_last_good(self) -> bool:
+        """Save the model of the newest checkpoint: later weights are not finite. False if there is none."""
         for _, state in self._newest_checkpoint([]):
             unpack(state, self._step.state, self._own)
             self.save_model(LAST_MODEL)
+            return True
+        return False
 
     def _restore(self) -> Position | None:
         """Load the later of step file and newest checkpoint into the model."""

@@ -15,12 +15,12 @@ from csdctl.worker.compute.custom_step import AnyStep, CustomStep
 from csdctl.worker.compute.keras_internals import find_smallest_embedding
 from csdctl.worker.compute.recipe import learning_rate, make_schedule
 from csdctl.worker.compute.step import GradientNoise, Step, Sums, add_sums
-from csdctl.worker.data.arrays import Array
+from csdctl.worker.data.arrays import Array, fields_of
 from csdctl.worker.data.prepared import PreparedSamples, SyntheticReader, sample_bytes
 from csdctl.worker.group.communicator import Communicator
 from csdctl.worker.group.values import ExpectedTails, LinkLostError, PeerFaultError, is_minority
 from csdctl.worker.process.errors import WorkerError
-from csdctl.worker.protocol.datasets import DatasetInfo
+from csdctl.worker.protocol.datasets import DatasetInfo, list_names
 from csdctl.worker.protocol.events import (
     EARLY_STOPPING,
     MAX_STEPS,
@@ -41,10 +41,8 @@ from csdctl.worker.tasks.task import FINISHED, Group, ModelTask
 EVALUATION_BATCH = 256
 GROWTH_LIMIT = 2
 """A rank whose memory was not measured gets at most this many times its planned batch size."""
-DIVERGED = (
-    "lower recipe.learning_rate or lengthen recipe.warmup_epochs; "
-    "the model of the last good epoch is in the run directory"
-)
+DIVERGED = "lower recipe.learning_rate or lengthen recipe.warmup_epochs"
+LAST_GOOD = "; the model of the last good epoch is in the run directory"
 
 
 class Train(ModelTask):
@@ -57,9 +55,7 @@ class Train(ModelTask):
         super().load()
         if self._validation and isinstance(self.step, CustomStep):
             self.step.trace_evaluation()
-        check_monitors(
-            self.spec.recipe, self.step.metric_names, has_validation=self.spec.validation is not None
-        )
+        check_monitors(self.spec.recipe, self.step.metric_names)
         limits = {
             rank.rank: rank.max_batch_size or GROWTH_LIMIT * rank.batch_size for rank in self.spec.ranks
         }
@@ -169,7 +165,7 @@ class Train(ModelTask):
         copies = self.reader.private_copies(share) if self.step.has_noise else None
         if communicator.size == 1:
             sums = self.step.alone(images, labels, private_copies=copies)
-            self._check_finite(sums.loss, sums.loss, communicator)
+            self._check_finite(sums.loss, sums.loss, communicator, images, labels)
             self._end_step(sums, global_samples)
             alone_s = time.perf_counter() - received, 0.0, input_s, 0.0
             is_stopping = self.orders.is_stopping
@@ -177,7 +173,7 @@ class Train(ModelTask):
         layout, noise = self.layout, GradientNoise()
         if isinstance(self.step, CustomStep):
             sums, tail, times = self._take_custom(communicator, self.step, images, labels, received)
-            self._check_finite(sums.loss, 0.0, communicator)
+            self._check_finite(sums.loss, 0.0, communicator, images, labels)
             computed, exchanged_s, summed = times
         else:
             out = communicator.local[layout.step]
@@ -189,7 +185,7 @@ class Train(ModelTask):
             summed = time.perf_counter()
             step_total, tail = total[layout.step], total[layout.stop :]
             sums = self.summed.read_sums(step_total)
-            self._check_finite(sums.loss, float(np.add.reduce(step_total)), communicator)
+            self._check_finite(sums.loss, float(np.add.reduce(step_total)), communicator, images, labels)
             if self.is_root and self._tells_noise:
                 whole, num_parts = self.step.square_norm(step_total), sum(map(bool, step_samples))
                 count = float(step_total[layout.count])
@@ -250,7 +246,7 @@ class Train(ModelTask):
             own_s = self._apply_s + summing - began - waited_s if is_last else 0.0
             total = self._sum(communicator, layout, own_s, is_last=is_last)
             result = total[layout.step].copy()
-            self._check_finite(0.0, float(np.add.reduce(result)), communicator)
+            self._check_finite(0.0, float(np.add.reduce(result)), communicator, images, labels)
             tail, summed = total[layout.stop :][: 2 + len(self.spec.ranks)].copy(), time.perf_counter()
             return result
 
@@ -311,27 +307,31 @@ class Train(ModelTask):
         self._balancer.forget()
         progress.change_batch_sizes(proposal)
 
-    def _check_finite(self, loss: float, total: float, communicator: Communicator) -> None:
+    def _check_finite(self, loss: float, total: float, communicator: Communicator, *batch: Array) -> None:
         """Raise an error before a non-finite gradient is applied; all ranks see the same sum.
 
-        When only a few ranks sent such a vector, they are at fault (PeerFaultError); otherwise the training
-        diverges (WorkerError). Rank 0 decides; the others wait until it leaves the group.
+        When only a few ranks sent such a vector, they are at fault (PeerFaultError); otherwise samples of the
+        ranks' own `batch` are the cause, or the training diverges (WorkerError). Rank 0 decides; the others
+        wait until it leaves the group.
         """
         # With loss scaling, the optimizer skips a gradient that overflowed and lowers the scale.
         if math.isfinite(loss) and (math.isfinite(total) or self.step.has_loss_scaling):
             return
+        wrong = communicator.find_not_finite()  # a server says it of its nodes
+        if self.is_root and is_minority(wrong, communicator.size) and np.isfinite(communicator.local).all():
+            raise PeerFaultError(wrong[0], "sent a gradient that is not finite, as of samples with NaN")
+        is_finite = all(np.isfinite(part).all() for one in batch for part in fields_of(one).values())
+        found = zip(self.progress.segment.shares, communicator.allgather(is_finite, bool), strict=True)
         if not self.is_root:
-            communicator.find_not_finite()  # a server says it of its nodes
             communicator.allgather(None, type(None))
             raise LinkLostError
-        wrong = communicator.find_not_finite()
-        if is_minority(wrong, communicator.size) and np.isfinite(communicator.local).all():
-            raise PeerFaultError(wrong[0], "sent a gradient that is not finite")
-        position = self.progress.position
-        if self._checkpointer:
-            self._checkpointer.save_last_good()
         cause = f"the loss became {loss}" if not math.isfinite(loss) else "the gradient overflowed"
-        raise WorkerError(f"{cause} in epoch {position.epoch}, step {position.step + 1}", remedy=DIVERGED)
+        remedy, position = DIVERGED, self.progress.position
+        if nodes := [self.spec.ranks[share.rank].node for share, is_good in found if not is_good]:
+            cause = f"samples of {list_names(nodes)} have NaN or infinity: {cause}"
+            remedy = "remove or replace them: np.isfinite finds them"
+        remedy += LAST_GOOD * (self._checkpointer is not None and self._checkpointer.save_last_good())
+        raise WorkerError(f"{cause} in epoch {position.epoch}, step {position.step + 1}", remedy)
 
     def _end_early(self, group: Group, reason: str) -> str:
         """End the run within an epoch."""

@@ -318,8 +318,8 @@ def _recipe(lifted: Mapping[str, Any], looks: Looks) -> Iterator[tuple[str, str]
     if lifted:
         return
     yield '# class_weight: {"0": 1.0, "1": 5.0}', "as fit's class_weight"
-    watched = "the validation loss" if looks.validation else "the training loss, without data.validation"
-    yield "# early_stopping: {patience: 5}", f"like keras.callbacks.EarlyStopping; watches {watched}"
+    monitor = "val_loss" if looks.validation else "loss"
+    yield f"# early_stopping: {{monitor: {monitor}, patience: 5}}", "like keras.callbacks.EarlyStopping"
 
 
 def _value(value: Any) -> str:

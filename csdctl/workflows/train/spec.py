@@ -73,15 +73,10 @@ class TrainOptions:
         _check_choice("feature-engine", self.features.engine, ENGINES)
         if self.strategy != AUTO:
             self.check_strategy_options(self.strategy)
-        for callback in self.callbacks:
-            if not callable(callback):
-                raise InputError(
-                    f"received a {type(callback).__name__} as callback, expected a function of one event",
-                    remedy="early stopping and reduce on plateau are part of the job's recipe",
-                )
         for name, value, least in (
             ("start-timeout", self.deadlines.start_s, 1),
             ("silence-timeout", self.deadlines.silence_s, 1),
+            ("max-steps", self.max_steps, 1),
             ("min-nodes", self.min_nodes, 0),
             ("checkpoint-seconds", self.checkpoint_interval_s, 1),
             ("keep", self.num_checkpoints, 1),

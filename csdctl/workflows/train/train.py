@@ -339,6 +339,10 @@ def train(plan: Plan, context: RunContext, options: TrainOptions, observer: RunO
     strategy = choose_strategy(options, plan)
     plan = strategy.choose_ranks(plan, context)
     placed = place_plan(plan, prepared, job, space.fleet)
+    for shard in placed:
+        if (size := shard.batch_size) > shard.num_samples:
+            larger = f"its batch size {size:,}, to which the learning rate is scaled, is larger"
+            observer.say(f"{shard.name} has {shard.num_samples:,} samples: {larger}")
     run = space.project.new_run()
     record_process(run, space)
     manifest = build_manifest(job, plan, placed, prepared, space)

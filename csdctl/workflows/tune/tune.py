@@ -120,6 +120,7 @@ class TuneOptions:
     margin_scale: float = DEFAULT_MARGIN_SCALE
     """Algorithm 1's E."""
     probe_duration_s: float = 1.0
+    """The shortest time of one measurement."""
     strategy: str = AUTO
     """The strategy: 'data-parallel', 'features' or 'split'; 'auto' compares all."""
     goal: str = THROUGHPUT

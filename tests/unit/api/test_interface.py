@@ -4,6 +4,8 @@ import inspect
 import json
 import subprocess
 import sys
+import zipfile
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,11 +21,18 @@ PUBLIC = [name for name in csdctl.__all__ if name != "__version__"]
 HEAVY = ("tensorflow", "keras", "paramiko", "rich", "typer", "pydantic", "numpy", "yaml", "IPython")
 
 
+ARRAYS = np.zeros((4, 2), np.float32), np.zeros(4, np.int64)
+
+
 class SavedModel:
-    """Stands for a Keras model: `save` writes a file."""
+    """Stands for a Keras model: `save` writes a file with parts of these names."""
+
+    def __init__(self, *parts: str) -> None:
+        self.parts = parts
 
     def save(self, path: Path) -> None:
-        path.write_bytes(b"PK\x05\x06" + bytes(18))
+        with zipfile.ZipFile(path, "w") as archive:
+            archive.writestr("config.json", json.dumps([{"class_name": part} for part in self.parts]))
 
 
 @pytest.mark.parametrize(
@@ -65,23 +74,54 @@ class TestJob:
         assert csdctl.Job(str(made.path)) == csdctl.Job(made.path) == made
 
     def test_early_stopping_with_the_name_that_keras_uses(self, tmp_path: Path) -> None:
-        made = from_model(tmp_path, early_stopping=csdctl.EarlyStopping("val_accuracy", patience=np.int64(2)))
+        stopping = csdctl.EarlyStopping("val_accuracy", patience=np.int64(2))
+        made = from_model(tmp_path, early_stopping=stopping, validation=ARRAYS)
         assert made.load().recipe.early_stopping == csdctl.EarlyStopping("validation_accuracy", 2, 0.0)
 
-    def test_object_in_the_recipe(self, tmp_path: Path) -> None:
-        with pytest.raises(InputError, match="received a SavedModel as recipe.optimizer, expected a value"):
-            from_model(tmp_path, optimizer=SavedModel())
+    @pytest.mark.parametrize(
+        ("given", "expected"),
+        [
+            ({"optimizer": SavedModel()}, "received SavedModel as optimizer, expected a value"),
+            (
+                {"epoch": 3},
+                "from_model has no argument `epoch`, did you mean `epochs`?\n  → change or omit it",
+            ),
+            ({"batch_size": 8}, "no argument `batch_size`\n  → pass it to csdctl.train"),
+            ({"early_stopping": csdctl.EarlyStopping()}, "monitors validation_loss, but the job has no"),
+            ({"data": (ARRAYS[0], ARRAYS[1][:3])}, "different numbers of samples: x has 4, y has 3"),
+            ({"data": (ARRAYS[0], np.array(["a"] * 4))}, "y is <U1\n  → convert it: y = np.unique("),
+            ({"data": [(ARRAYS[0][0], ARRAYS[1][0])]}, "single samples, expected batches"),
+            ({"model": SavedModel("__lambda__")}, "nodes cannot import it\n  → write a function or layer"),
+        ],
+    )
+    def test_what_cannot_be_used_is_refused_in_terms_of_the_arguments(
+        self, tmp_path: Path, given: dict[str, Any], expected: str
+    ) -> None:
+        with pytest.raises(InputError) as raised:
+            from_model(tmp_path, **given)
+        assert expected in str(raised.value)
+        assert "job.yaml:" not in str(raised.value)
+
+    def test_class_of_a_script_needs_a_file(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        mine, model = type("Mine", (), {"__module__": "__main__"}), SavedModel("Dense", "Mine")
+        monkeypatch.setattr(sys.modules["__main__"], "Mine", mine, raising=False)
+        (tmp_path / "script.py").write_text("class Mine: pass")
+        from_model(tmp_path, model=model, code=tmp_path / "script.py")
+        with pytest.raises(InputError, match="Mine of the model is defined in the notebook or script"):
+            from_model(tmp_path, model=model)
+
+    def test_jobs_in_two_directories_have_plans_of_their_own(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        monkeypatch.chdir(tmp_path)
+        assert [from_model(Path(name)).load().name for name in ("a", "b")] == ["a", "b"]
+        from_model(Path("a"))
+        assert "".join(capsys.readouterr()) == "the job in a is replaced\n"
 
 
-def from_model(directory: Path, **recipe: object) -> csdctl.Job:
-    x, y = np.zeros((4, 2), np.float32), np.zeros(4, np.int64)
-    return csdctl.Job.from_model(SavedModel(), (x, y), directory=directory, **recipe)
-
-
-def test_what_is_no_function_is_refused_as_callback() -> None:
-    with pytest.raises(InputError, match="received a EarlyStopping as callback") as caught:
-        csdctl.TrainOptions(callbacks=(csdctl.EarlyStopping(),))  # type: ignore[arg-type]
-    assert "recipe" in caught.value.remedy
+def from_model(directory: Path, **given: Any) -> csdctl.Job:
+    model, data = given.pop("model", SavedModel()), given.pop("data", ARRAYS)
+    return csdctl.Job.from_model(model, data, directory=directory, **given)
 
 
 @pytest.mark.parametrize(
@@ -89,6 +129,13 @@ def test_what_is_no_function_is_refused_as_callback() -> None:
     [
         (csdctl.TrainOptions, {"min_nodes": -1}, "min_nodes must be at least 0, received -1"),
         (csdctl.TrainOptions, {"num_checkpoints": 0}, "num_checkpoints must be at least 1, received 0"),
+        (csdctl.TrainOptions, {"max_steps": 0}, "max_steps must be at least 1, received 0"),
+        (csdctl.TrainOptions, {"max_steps": "ten"}, "max_steps: must be a whole number (received 'ten')"),
+        (csdctl.TrainOptions, {"callbacks": (csdctl.EarlyStopping(),)}, "callbacks: `0`: must be callable"),
+        (partial(csdctl.train, "job.yaml"), {"batch_size": 0}, "batch_size: expected 1 to"),
+        (partial(csdctl.train, "job.yaml"), {"batch_size": [32]}, "batch_size: must be a whole number"),
+        (csdctl.TrainOptions, {"deadlines": csdctl.Patience("soon")}, "start_s: must be a number"),  # type: ignore[arg-type]
+        (partial(csdctl.train, "job.yaml"), {"options": {"max_steps": 3}}, "options: must be an instance"),
         (csdctl.TrainOptions, {"cut": "a"}, "cut requires strategy split, received strategy auto"),
         (csdctl.TuneOptions, {"probe_duration_s": -1.0}, "probe_duration_s must be at least 0"),
         (csdctl.TuneOptions, {"method": "fit", "step_divisor": 1.0}, "fit does not take batch_sizes"),

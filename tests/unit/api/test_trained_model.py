@@ -60,8 +60,11 @@ def test_it_is_built_by_the_function_and_gets_the_weights_or_what_is_missing_is_
         assert np.array_equal(again(values), model(values))
         assert again.loss == "mean_squared_error"
     (tmp_path / ".csdctl" / "objects" / "architecture.json").unlink()
-    missing = r"only weights, and its model cannot be built again.*No such file"
+    missing = "cannot be built again.*No such file"
     with pytest.raises(InputError, match=missing) as caught:
         run.model()
     assert "model.load_weights(" in caught.value.remedy
     assert "model.weights.h5" in caught.value.remedy
+    (files / "model.keras").write_bytes(b"")
+    with pytest.raises(InputError, match=r"→ pass its own classes: run\.model\("):
+        run.model()

@@ -34,7 +34,7 @@ def test_best_epoch_has_the_smallest_loss_which_is_that_of_training_without_vali
 
 def test_result_of_an_epoch_can_be_monitored_and_no_other() -> None:
     for name in ("loss", "validation_loss", "accuracy", "validation_accuracy"):
-        check_monitors(Recipe(early_stopping=EarlyStopping(name)), ["accuracy"], has_validation=False)
+        check_monitors(Recipe(early_stopping=EarlyStopping(name)), ["accuracy"])
     for recipe in (
         Recipe(early_stopping=EarlyStopping("accurancy")),
         Recipe(reduce_on_plateau=ReduceOnPlateau("accurancy")),
@@ -42,7 +42,7 @@ def test_result_of_an_epoch_can_be_monitored_and_no_other() -> None:
         with pytest.raises(
             WorkerError, match="monitors 'accurancy', which is not among the results"
         ) as caught:
-            check_monitors(recipe, ["auc"], has_validation=True)
+            check_monitors(recipe, ["auc"])
         assert caught.value.remedy == "one of loss, auc, validation_loss, validation_auc"
         assert caught.value.exit_code == 2
 

@@ -25,7 +25,7 @@ from csdctl.worker.tasks import train
 from csdctl.worker.tasks.checkpointer import BEST_MODEL, LAST_MODEL
 from csdctl.worker.tasks.progress import EpochTotals, Reporter, RunProgress
 from csdctl.worker.tasks.task import FINISHED, Group, TaskContext
-from csdctl.worker.tasks.train import Train
+from csdctl.worker.tasks.train import DIVERGED, LAST_GOOD, Train
 from csdctl.workflows.train.train import load_spec
 from tests.unit.worker.tasks.verified_models import (
     NUMBERS,
@@ -422,8 +422,8 @@ NOT_APPLIED: dict[str, tuple[Any, tuple[int, ...], type[Exception], str, str]] =
     "nan": (lose_numbers, (1,), PeerFaultError, NOT_FINITE, ""),
     "most ranks": (
         *(lose_numbers, (1, 2), WorkerError),
-        "the gradient overflowed in epoch 1, step 1",
-        "learning_rate",
+        "^the gradient overflowed in epoch 1, step 1",
+        DIVERGED,
     ),
 }
 
@@ -452,8 +452,9 @@ def test_model_of_the_last_good_epoch_is_saved_when_a_training_diverges(tmp_path
         if (position.epoch, position.step) == (2, 1):
             lose_numbers(total, layout)
 
-    with pytest.raises(WorkerError, match="the gradient overflowed in epoch 2, step 2"):
+    with pytest.raises(WorkerError, match="the gradient overflowed in epoch 2, step 2") as raised:
         run(task, PlayedGroup(task, add=diverge_in_the_second_epoch, not_finite=(1, 2)))
+    assert raised.value.remedy == DIVERGED + LAST_GOOD
     saved = load_backend()[1].models.load_model(tmp_path / LAST_MODEL).get_weights()
     assert good
     assert all(map(np.array_equal, saved, good))
@@ -472,8 +473,18 @@ def test_other_ranks_wait_until_rank_0_leaves_a_group_whose_gradient_is_not_fini
     group = PlayedGroup(task, rank=1, add=lose_numbers)
     with pytest.raises(LinkLostError):
         run(task, group)
-    assert group.asked == [None]
+    assert group.asked == [True, None]
     assert_nothing_applied(task, before)
+
+
+def test_samples_with_nan_are_named_as_the_cause(monkeypatch: pytest.MonkeyPatch) -> None:
+    task = load_task()
+    images, labels = task.reader.first(SIZES[0])
+    monkeypatch.setattr(task.reader, "read", lambda *_: (np.full_like(images, np.nan), labels))
+    with pytest.raises(WorkerError, match=r"^samples of host, csd1 have NaN or infinity: ") as raised:
+        run(task, PlayedGroup(task, answer=lambda rank, value: rank == 1, not_finite=(1, 2)))
+    assert "np.isfinite" in raised.value.remedy
+    assert LAST_GOOD not in raised.value.remedy
 
 
 @pytest.mark.parametrize(
