@@ -60,15 +60,6 @@ def test_ranks_with_public_samples_finish_within_a_step_and_could_not_sooner(
     assert steps_per_epoch(placed) <= max(fewest + 1, private_only)
 
 
-def test_rank_with_too_much_private_data_gets_no_public_and_makes_the_epoch_longer() -> None:
-    ranks = [RankLoad("host", 100), RankLoad("csd0", 10, num_private=500), RankLoad("csd1", 10)]
-    host, csd0, csd1 = placed = place_shards(ranks, 1200)
-    assert (csd0.num_public, csd0.num_steps) == (0, 50)
-    assert (host.num_public, csd1.num_public) == (1091, 109)
-    assert (host.num_steps, csd1.num_steps) == (11, 11)
-    assert steps_per_epoch(placed) == 50
-
-
 def test_host_that_sits_out_reads_nothing_and_the_others_everything() -> None:
     host, *nodes = place_shards([RankLoad("host", 0), RankLoad("csd0", 4, 10), RankLoad("csd1", 8)], 110)
     assert (host.num_samples, host.num_steps) == (0, 0)

@@ -58,8 +58,8 @@ class Rank:
 class History:
     """Draws a history; `events` are with their times of arrival."""
 
-    def __init__(self, random: Random, epochs: int = 4, num_breaks: int = 12) -> None:
-        self.random, self.epochs, self._breaks = random, epochs, num_breaks
+    def __init__(self, random: Random, epochs: int = 4) -> None:
+        self.random, self.epochs, self._breaks = random, epochs, 12
         self.events: list[tuple[float, Event]] = []
         self.time_s = 1000.0
         self.sizes = {rank: random.randint(3, 20) for rank in range(len(NODES))}

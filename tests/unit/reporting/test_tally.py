@@ -17,7 +17,6 @@ from csdctl.reporting.live_metrics import _Figures
 from csdctl.reporting.numbers import format_rate, format_seconds
 from csdctl.reporting.page import render_page
 from csdctl.reporting.results import RunResults, load_run_status, read_results
-from csdctl.reporting.tally import Tally
 from csdctl.runs.directory import EventLog, ProjectDirectory, RunDirectory
 from csdctl.terminal.report import report_document, report_of
 from csdctl.terminal.train import TrainingView
@@ -156,12 +155,3 @@ def test_histories_have_every_kind_of_break() -> None:
     kinds = {type(event).__name__ for history in drawn for _, event in history.events}
     assert {"LinkLost", "NodeLost", "NodeBack", "Paused", "Rebalanced", "Ready"} <= kinds
     assert sum(history.sessions for history in drawn) > 2 * len(drawn)
-
-
-def test_log_without_samples_in_joined_counts_them_itself() -> None:
-    """As csdctl wrote before a group's beginning said how many samples the epoch had."""
-    history = History(Random(3), num_breaks=0)
-    tally = Tally()
-    for _, event in history.events:
-        tally.add(event)
-    assert (tally.samples, tally.steps) == (history.samples, history.total_steps)

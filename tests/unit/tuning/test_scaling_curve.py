@@ -25,7 +25,7 @@ from csdctl.tuning.scaling_curve import (
     predict_curve,
     size_ranks,
 )
-from csdctl.tuning.search import Limits, find_best_ranks
+from csdctl.tuning.search import Limits
 
 FLAT_HOST = RankModel("host", StepTime(0.0, 0.01), batch_size=100)
 FLAT_NODE = RankModel("csd0", StepTime(0.0, 0.1), batch_size=10)
@@ -38,7 +38,6 @@ COSTS = Costs(SUMS)
 NOTHING = CollectiveCost()
 DEAR = Costs(CollectiveCost(per_rank_s=5.0), overhead_factor=1.5)
 WITHIN = Choice(lambda num_nodes: Limits(max_global_batch=512))
-LARGE = Limits(max_global_batch=512)
 
 
 def curve(max_nodes: int, cost: SumCost = NOTHING, power: Power | None = None) -> list[CurvePoint]:
@@ -154,29 +153,6 @@ class TestChosenBatchSizes:
         assert point.step_s == pytest.approx(DPU.step_s + SUMS.at(0, 3))
         [single] = predict_curve(HOST, [CSD], [1], replace(COSTS, overhead_factor=1.2), idle)
         assert single.step_s == pytest.approx(1.2 * CSD.step_s + SUMS.at(0, 2))
-
-
-class TestHostOrNot:
-    HOST = replace(HOST, is_required=True)
-
-    @pytest.mark.parametrize(
-        ("nodes", "limits", "overhead", "left_out"),
-        [
-            ([StepTime(0.02, 0.002)], Limits(max_global_batch=64), 1.0, 0),
-            ([StepTime(0.0, 0.02)] * 3, LARGE, 1.5, 3),  # they add a quarter; the overhead costs more
-            ([StepTime(0.0, 0.02)], LARGE, 1.1, 0),  # the host alone is as fast
-        ],
-    )
-    def test_host_trains_with_the_nodes_that_pay(
-        self, nodes: list[StepTime], limits: Limits, overhead: float, left_out: int
-    ) -> None:
-        candidates = [RankModel(f"csd{number}", step_time) for number, step_time in enumerate(nodes)]
-        sum_s = (lambda _: 0.0) if overhead == 1.1 else COSTS.sum_s
-        best = find_best_ranks(self.HOST, candidates, limits, sum_s, overhead)
-        assert "host" in best.batch_sizes
-        assert len(best.left_out) == left_out
-        if left_out:
-            assert best.prediction == find_best_ranks(self.HOST, [], limits, sum_s).prediction
 
 
 def test_overhead_factor_makes_the_model_agree_with_a_trial() -> None:

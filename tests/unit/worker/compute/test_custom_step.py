@@ -173,25 +173,6 @@ def test_ranks_train_as_fit_does_and_all_hold_the_same_bits() -> None:
     assert found[0][0].count == BATCH
 
 
-@pytest.mark.first(1)
-@pytest.mark.parametrize(
-    "engine",
-    [
-        lambda _, parts: sum(part / max(part[-1], 1) for part in parts) * BATCH / 2,
-        lambda _, parts: parts[0],
-        lambda _, parts: np.append(2 * sum(parts)[:-1], sum(parts)[-1]),
-    ],
-    ids=["plain mean", "not summed", "summed twice"],
-)
-def test_wrong_engine_is_far_from_fit(engine: Any) -> None:
-    data = samples(BATCH)
-    reference = build()
-    reference.fit(data, batch_size=BATCH, shuffle=False, verbose=0)
-    steps = [make_step(build(), rank) for rank in range(3)]
-    Ranks(steps, engine).take(0, divide(data))
-    assert far(steps[0].model, reference) > 1e-4
-
-
 def test_lost_sum_leaves_the_state_before_the_step() -> None:
     step = make_step(build())
     step.run(samples(4), NO_LABELS, lambda number, part: part)

@@ -71,19 +71,6 @@ def test_header_that_lies_is_refused(tmp_path: Path, text: str, version: int) ->
         CheckedArray(str(path), sha256(path))
 
 
-def test_file_with_another_hash_is_refused_with_both_hashes(tmp_path: Path) -> None:
-    path = tmp_path / "a.npy"
-    np.save(path, SAMPLES)
-    before = sha256(path)
-    np.save(path, SAMPLES + 1)
-    with pytest.raises(WorkerError) as raised:
-        CheckedArray(str(path), before)
-    assert raised.value.message == (
-        f"{path} is not what was prepared: expected SHA-256 {before}, found {sha256(path)}"
-    )
-    assert raised.value.remedy == "run `csdctl prepare`"
-
-
 FIELDS = json.dumps([["kind", "int32", [4]], ["age", "float32", []], ["sample_weight", "float32", []]])
 
 

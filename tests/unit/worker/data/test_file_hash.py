@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from csdctl.worker.data.file_hash import check_stored, hash_file, open_regular
+from csdctl.worker.data.file_hash import hash_file, open_regular
 from csdctl.worker.process.errors import WorkerError
 
 CONTENT = b"a" * 5000
@@ -109,12 +109,3 @@ def test_file_that_changes_while_it_is_read_has_no_hash(path: Path, monkeypatch:
     with pytest.raises(WorkerError, match="images.npy was changed while it was read"):
         hash_of(path)
     assert not remembered(path).exists()
-
-
-def test_stored_file_is_compared_with_the_hash_in_its_name(tmp_path: Path) -> None:
-    name = tmp_path / f"{hashlib.sha256(CONTENT).hexdigest()}.npz"
-    name.write_bytes(CONTENT)
-    check_stored(str(name))
-    name.write_bytes(b"b" + CONTENT[1:])
-    with pytest.raises(WorkerError, match="is not what csdctl sent: expected SHA-256"):
-        check_stored(str(name))

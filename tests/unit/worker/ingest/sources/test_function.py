@@ -200,14 +200,15 @@ class TestDatasets:
             load(f"return {dataset}", TF, inputs={"": (2,)})
         assert "padded_batch" in raised.value.remedy
 
-    def test_shuffled_data_is_the_same_every_time(self, load: Load, spec: PrepareSpec) -> None:
-        text = f"{SLICES}return {DATASET}((x, y)).shuffle(20).batch(8)"
-        orders = [arrays_of(load(text, TF, store=f"{spec.store}-{n}"))[1].tolist() for n in range(2)]
-        assert orders[0] == orders[1]
-
-    def test_random_numbers_are_the_same_in_every_call(self, load: Load, spec: PrepareSpec) -> None:
-        text = "return np.random.permutation(9).reshape(9, 1), np.random.permutation(9)"
-        drawn = [arrays_of(load(text, store=f"{spec.store}-{n}"))[1].tolist() for n in range(2)]
+    @pytest.mark.parametrize(
+        "returned",
+        [f"{DATASET}((x, y)).shuffle(20).batch(8)", "np.random.rand(9, 1), np.random.permutation(9)"],
+    )
+    def test_random_order_and_numbers_are_the_same_in_every_call(
+        self, load: Load, spec: PrepareSpec, returned: str
+    ) -> None:
+        text = f"{SLICES}return {returned}"
+        drawn = [arrays_of(load(text, TF, store=f"{spec.store}-{n}"))[1].tolist() for n in range(2)]
         assert drawn[0] == drawn[1]
 
     @pytest.mark.parametrize("calls", ["", ".batch(16)"])
@@ -312,7 +313,7 @@ def test_modules_of_the_job_are_importable_if_they_are_what_was_sent(load: Load,
     assert "`code` of job.yaml" in raised.value.remedy
     assert load(*call, code=UserCode(str(tmp_path / "code.zip"), ())).num_samples == 4
     changed = (tmp_path / "code.zip").rename(tmp_path / f"{'0' * 64}.zip")
-    with pytest.raises(WorkerError, match="is not what csdctl sent"):
+    with pytest.raises(WorkerError, match="is not what csdctl sent: expected SHA-256 0+, found"):
         load(*call, code=UserCode(str(changed), ()))
 
 
