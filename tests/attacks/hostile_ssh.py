@@ -1,17 +1,13 @@
 """An SSH server that breaks the protocol: what a compromised node may run.
 
-Key exchange and login are real, by paramiko's server side; then an attack sends what it likes. `csdctl` is a
-process of its own, whose peak of memory is measured.
+Key exchange and login are real, by paramiko's server side; then an attack sends what it likes.
 """
 
 import contextlib
-import json
-import os
 import socket
 import subprocess
-import sys
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -19,7 +15,7 @@ from typing import Any
 import paramiko
 
 from csdctl.fleet.model import Node
-from tests.patience import WAIT_S, run_command, scaled
+from tests.patience import WAIT_S, scaled
 from tests.unit.transport.conftest import ServerFiles
 
 LOST = (EOFError, OSError, paramiko.SSHException)
@@ -209,54 +205,3 @@ def raw_server(talk: Callable[[socket.socket, threading.Event], None]) -> Iterat
             thread.join()
             for connection in kept:
                 connection.close()
-
-
-@dataclass(frozen=True)
-class Ended:
-    """A finished csdctl process."""
-
-    code: int
-    stdout: str
-    stderr: str
-    peak_bytes: int
-
-    @property
-    def shown(self) -> str:
-        """All text that it printed."""
-        return self.stdout + self.stderr
-
-
-_PROGRAM = """\
-import atexit, re, resource, sys
-resource.setrlimit(resource.RLIMIT_AS, (4 << 30, resource.getrlimit(resource.RLIMIT_AS)[1]))
-def tell():
-    status = open("/proc/self/status").read()
-    open(sys.argv.pop(), "w").write(re.search(r"VmHWM:\\s*(\\d+) kB", status)[1])
-atexit.register(tell)
-from csdctl.cli.app import main
-arguments = sys.argv[:-1]
-sys.argv, kept = arguments, sys.argv
-try: main()
-finally: sys.argv = kept
-"""
-
-
-def run_csdctl(directory: Path, *arguments: str) -> Ended:
-    """Run csdctl in `directory`."""
-    peak = directory / "peak"
-    ended = run_command(
-        [sys.executable, "-c", _PROGRAM, *arguments, str(peak)],
-        cwd=directory,
-        env={**os.environ, "SSH_AUTH_SOCK": ""},
-    )
-    return Ended(ended.returncode, ended.stdout, ended.stderr, int(peak.read_text()) * 1024)
-
-
-def write_project(directory: Path, nodes: Sequence[Node], known_hosts: Sequence[Path]) -> Path:
-    """Write fleet.yaml and the known host keys of a project; return its directory."""
-    (directory / ".csdctl").mkdir(parents=True)
-    (directory / ".csdctl" / "known_hosts").write_text("".join(path.read_text() for path in known_hosts))
-    keys = ("name", "address", "port", "user", "key")
-    described = [{key: str(getattr(node, key)) for key in keys} | {"port": node.port} for node in nodes]
-    (directory / "fleet.yaml").write_text(json.dumps({"nodes": described}))  # JSON is YAML
-    return directory

@@ -5,7 +5,7 @@ import pwd
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import csdctl
@@ -48,9 +48,7 @@ class OrdinaryUser:
         """Run csdctl in the user's directory, with a login's usual umask."""
         return self.run([sys.executable, "-c", PROGRAM, *arguments])
 
-    def run(
-        self, command: Sequence[str], environment: Mapping[str, str] | None = None
-    ) -> subprocess.CompletedProcess[str]:
+    def run(self, command: Sequence[str]) -> subprocess.CompletedProcess[str]:
         """Run a command as the user."""
         return subprocess.run(
             [*self._prefix(), *command],
@@ -61,7 +59,6 @@ class OrdinaryUser:
                 "LANG": "C.UTF-8",
                 "PYTHONPATH": str(Path(csdctl.__file__).parents[1]),
                 "CSDCTL_EMULATE_PID": str(os.getpid()),
-                **(environment or {}),
             },
             umask=0o022,
             stdin=subprocess.DEVNULL,

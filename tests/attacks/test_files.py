@@ -25,10 +25,9 @@ from csdctl.transport.local import LocalSession
 from csdctl.worker.protocol.datasets import PrepareSpec
 from csdctl.worker.protocol.json_codec import to_json
 from tests.attacks.other_user import give, mode_of, needs_root
+from tests.emulated.running import CSDCTL, refuse
 
 pytestmark = pytest.mark.first(1)
-
-PROGRAM = "from csdctl.cli.app import main; main()"
 
 
 @pytest.fixture
@@ -265,29 +264,18 @@ class TestStore:
 
 
 class TestProject:
-    @staticmethod
-    def call(directory: Path, *arguments: str, umask: int = 0o022) -> subprocess.CompletedProcess[str]:
-        return subprocess.run(
-            [sys.executable, "-c", PROGRAM, *arguments],
-            cwd=directory,
-            umask=umask,
-            capture_output=True,
-            text=True,
-            check=False,
-        )
-
     @pytest.mark.attack(15)
     def test_files_that_the_user_names_are_private_too(self, tmp_path: Path) -> None:
         (tmp_path / "fleet.yaml").write_text("nodes: [{name: csd0, address: 10.9.8.7}]\n")
-        done = self.call(tmp_path, "inventory", "--output", "hosts.ini", umask=0)
-        assert done.returncode == 0, done.stderr
+        command = [str(CSDCTL), "inventory", "--output", "hosts.ini"]
+        subprocess.run(command, cwd=tmp_path, umask=0, check=True)
         assert mode_of(tmp_path / "hosts.ini") == 0o600
 
     @pytest.mark.attack(15)
     def test_wider_state_is_narrowed_by_any_command(self, tmp_path: Path) -> None:
         (tmp_path / ".csdctl").mkdir()
         (tmp_path / ".csdctl").chmod(0o775)
-        self.call(tmp_path, "report")
+        refuse(tmp_path, "report")
         assert mode_of(tmp_path / ".csdctl") == 0o700
 
     @needs_root
@@ -296,6 +284,4 @@ class TestProject:
         """Another user may have prepared host keys, plans and runs, such as in /tmp."""
         (tmp_path / ".csdctl").mkdir(mode=0o700)
         give(tmp_path / ".csdctl")
-        done = self.call(tmp_path, "report")
-        assert done.returncode == 2
-        assert "belongs to another user" in done.stderr.replace("\n", " ")
+        assert "belongs to another user" in refuse(tmp_path, "report")

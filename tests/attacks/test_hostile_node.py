@@ -141,8 +141,10 @@ def test_failed_run_leaves_nothing_in_memory_and_resumes(project: Project) -> No
     fleet = project.make_hostile("link", code)
     before = os.umask(0o022)
     try:
-        run, output = project.train("--fleet", str(fleet), *WITHOUT_OTHERS, code=1)
+        run, output = project.train("--fleet", str(fleet), "--min-nodes", "2", code=1)
+        assert "--min-nodes is 2" in output
         assert f"--resume {run.run_id}" in output
+        assert document(project.directory, "report", run.run_id)["state"] == "failed"
         assert not project.in_memory(run).exists()
         assert stat.S_IMODE(run.kept_step_file.stat().st_mode) == 0o600
         lost_at = max(event["step"] for event in events_of(run.path, "LinkLost"))

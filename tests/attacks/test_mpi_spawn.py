@@ -68,17 +68,6 @@ sleep 1
 """
 
 
-def make_hostile_python(directory: Path, code: str) -> Path:
-    """Return a Python that runs `code` at the start of every MPI process, for `python:` in fleet.yaml."""
-    (directory / "site").mkdir(parents=True)
-    (directory / "site" / "sitecustomize.py").write_text(code)
-    (directory / "sandbox.py").write_text(SANDBOX.format(directory=str(directory)))
-    python = directory / "python"
-    python.write_text(PYTHON.format(python=sys.executable, directory=directory))
-    python.chmod(0o755)
-    return python
-
-
 @pytest.fixture(scope="module")
 def project(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     with emulated(tmp_path_factory.mktemp("spawn"), 2, cpu=0.5) as directory:
@@ -90,9 +79,14 @@ def test_commands_that_a_node_starts_on_all_machines_reach_nothing(project: Path
     private, target = project / "private.txt", project / "owned"
     private.write_text("samples")
     command = COMMAND.format(private=private, target=target, directory=project, pid=os.getpid())
-    hostile = make_hostile_python(project / "hostile", MEMBER.format(command=command, num_machines=3))
+    hostile = project / "hostile"
+    (hostile / "site").mkdir(parents=True)
+    (hostile / "site" / "sitecustomize.py").write_text(MEMBER.format(command=command, num_machines=3))
+    (hostile / "sandbox.py").write_text(SANDBOX.format(directory=str(hostile)))
+    (hostile / "python").write_text(PYTHON.format(python=sys.executable, directory=hostile))
+    (hostile / "python").chmod(0o755)
     content = yaml.safe_load((project / "fleet.yaml").read_text())
-    content["nodes"][1]["python"] = str(hostile)
+    content["nodes"][1]["python"] = str(hostile / "python")
     (project / "hostile.yaml").write_text(yaml.safe_dump(content))
     options = ("--fleet", "hostile.yaml", "--mpi-timeout", f"{scaled(12):.0f}")
     done = csdctl(project, "doctor", *options, environment={**os.environ, "SSH_AUTH_SOCK": "/run/agent"})

@@ -54,15 +54,15 @@ def modes(dataset: Path) -> set[str]:
     return {oct(mode_of(path)) for path in (dataset, dataset.parent, *dataset.rglob("*"))}
 
 
-def test_prepared_private_samples_are_readable_by_their_user_alone(project: Path) -> None:
-    assert modes(prepare(project, 0, is_private=True)) == {"0o700", "0o600"}
-
-
-def test_data_that_is_not_shared_is_private_even_where_its_source_is_readable(project: Path) -> None:
+@pytest.mark.first(2)
+@pytest.mark.parametrize("is_private", [True, False])
+def test_data_that_is_not_shared_is_private_even_where_its_source_is_readable(
+    project: Path, *, is_private: bool
+) -> None:
     (project / "data").chmod(0o755)
     for path in (project / "data").iterdir():
         path.chmod(0o644)
-    assert modes(prepare(project)) == {"0o700", "0o600"}
+    assert modes(prepare(project, 0, is_private=is_private)) == {"0o700", "0o600"}
 
 
 def test_data_of_an_earlier_version_is_narrowed(project: Path) -> None:
@@ -106,14 +106,6 @@ def test_shared_data_is_never_wider_than_its_source(
     assert (mode_of(dataset), mode_of(dataset / "images.npy")) == (0o700, 0o600)
 
 
-@needs_root
-def test_shared_store_of_a_neighbour_is_not_used(project: Path) -> None:
-    (project / "store").mkdir()
-    give(project / "store")
-    with pytest.raises(AssertionError, match="belongs to another user"):
-        prepare(project, store=str(project / "store"), is_shared=True)
-
-
 def part_of(project: Path) -> Path:
     """The directory of data that an interrupted call has not finished."""
     place = hashlib.sha256(os.fsencode((project / "data").resolve())).hexdigest()[:32]
@@ -121,11 +113,14 @@ def part_of(project: Path) -> Path:
 
 
 @needs_root
-def test_unfinished_data_of_a_neighbour_is_refused(project: Path) -> None:
-    part_of(project).mkdir(parents=True)
-    give(part_of(project))
+@pytest.mark.first(2)
+@pytest.mark.parametrize("is_shared", [True, False], ids=["shared store", "unfinished data"])
+def test_directory_of_a_neighbour_is_refused(project: Path, *, is_shared: bool) -> None:
+    place = project / "store" if is_shared else part_of(project)
+    place.mkdir(parents=True)
+    give(place)
     with pytest.raises(AssertionError, match="belongs to another user"):
-        prepare(project)
+        prepare(project, **({"store": str(place), "is_shared": True} if is_shared else {}))
 
 
 @pytest.mark.parametrize("mode", [0o700, 0o777])

@@ -137,10 +137,3 @@ def test_edited_run_is_not_resumed(project: Path, run: Path) -> None:
     said = refuse(project, *RESUME, run.name)
     for words in ("manifest.json", "`placed` divides 1000000000 public samples", "start a new run"):
         assert words in said
-
-
-def test_link_in_a_run_is_not_followed(project: Path, run: Path) -> None:
-    (run / "checkpoints").rename(run / "aside")
-    (run / "checkpoints").symlink_to(run / "aside")
-    for command in (["report", run.name], [*RESUME, run.name]):
-        assert "checkpoints is a symbolic link" in refuse(project, *command)

@@ -4,8 +4,10 @@ The node is lost, with a message that says what its server did; the others go on
 """
 
 import contextlib
+import os
 import random
 import re
+import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,21 +17,14 @@ import paramiko
 import pytest
 
 from csdctl.errors import CsdctlError, DeadlineError, JumpHostError, UnreachableError
-from csdctl.fleet.model import Node
+from csdctl.fleet.fleet_file import render_fleet
+from csdctl.fleet.model import Fleet, Node
 from csdctl.transport.known_hosts import KnownHosts
 from csdctl.transport.session import Deadline
 from csdctl.transport.ssh import JumpHosts, SshSession, connect, open_transport
 from csdctl.transport.strict_transport import StrictTransport
-from tests.attacks.hostile_ssh import (
-    LOST,
-    Attack,
-    Command,
-    HostileTransport,
-    hostile_server,
-    run_csdctl,
-    write_project,
-)
-from tests.patience import WAIT_S, eventually, scaled
+from tests.attacks.hostile_ssh import LOST, Attack, Command, HostileTransport, hostile_server
+from tests.patience import WAIT_S, eventually, run_command, scaled
 from tests.unit.transport.conftest import USER, SshServer, running_server
 
 pytestmark = pytest.mark.first(1)
@@ -75,16 +70,34 @@ def attacked(
         session.close()
 
 
+MEASURED = """\
+import atexit, re, resource
+resource.setrlimit(resource.RLIMIT_AS, (4 << 30, resource.getrlimit(resource.RLIMIT_AS)[1]))
+def tell():
+    status = open("/proc/self/status").read()
+    open("peak", "w").write(re.search(r"VmHWM:\\s*(\\d+) kB", status)[1])
+atexit.register(tell)
+from csdctl.cli.app import main
+main()
+"""
+
+
 def run_beside(honest: SshServer, attack: Attack, directory: Path) -> str:
     """Let csdctl discover a hostile and an honest node; return what it says about the hostile one."""
+    project = directory / "project"
+    project.mkdir()
+    command = [sys.executable, "-c", MEASURED, "discover"]
     with hostile_server(directory / "evil", attack) as evil:
-        nodes: list[Node] = [evil.node(), honest.node(name="good", user=USER)]
-        project = write_project(directory / "project", nodes, [evil.known_hosts, honest.known_hosts])
-        ended = run_csdctl(project, "discover")
-    assert ended.code == 3, ended.shown
-    assert "Traceback" not in ended.shown
-    assert "problem: good" not in ended.shown
-    assert ended.peak_bytes < MAX_PEAK_BYTES, ended.shown
+        fleet = Fleet((evil.node(), honest.node(name="good")))
+        (project / "fleet.yaml").write_text(render_fleet(fleet, origin="Of a test"))
+        for server in (evil, honest):
+            server.trust_in(project)
+        ended = run_command(command, cwd=project, env={**os.environ, "SSH_AUTH_SOCK": ""})
+    shown = ended.stdout + ended.stderr
+    assert ended.returncode == 3, shown
+    assert "Traceback" not in shown
+    assert "problem: good" not in shown
+    assert int((project / "peak").read_text()) << 10 < MAX_PEAK_BYTES, shown
     return next(line for line in ended.stdout.splitlines() if line.startswith("evil: "))
 
 

@@ -58,22 +58,15 @@ def test_a_running_fleet_is_reused_and_another_is_refused(directory: Path) -> No
     assert "csdctl emulate down" in refusal.value.remedy
 
 
+@pytest.mark.first(3)
 @pytest.mark.parametrize("mechanism", ["cgroup", "duty"])
-def test_down_leaves_nothing_though_the_node_is_busy(directory: Path, mechanism: str) -> None:
+@pytest.mark.parametrize("state", ["running", "whole", "cut short", "gone", "directory gone"])
+def test_down_leaves_nothing_though_a_node_is_busy_also_after_a_crash(
+    directory: Path, mechanism: str, state: str
+) -> None:
     fleet = start(directory, mechanism)
     keep_busy(fleet)
-    stopped = stop_fleet(directory)
-    assert stopped.num_processes == 4  # two servers, what watches the owner, and the busy process
-    assert_nothing_is_left(directory)
-    assert stop_fleet(directory).num_processes == 0
-
-
-@pytest.mark.parametrize("mechanism", ["cgroup", "duty"])
-@pytest.mark.parametrize("state", ["whole", "cut short", "gone", "directory gone"])
-def test_down_leaves_nothing_after_a_crash(directory: Path, mechanism: str, state: str) -> None:
-    fleet = start(directory, mechanism)
-    keep_busy(fleet)
-    for status in fleet_status(directory):
+    for status in fleet_status(directory) if state != "running" else ():
         os.kill(status.pid, signal.SIGKILL)
     paths = FleetPaths(directory)
     if state == "cut short":
@@ -82,8 +75,11 @@ def test_down_leaves_nothing_after_a_crash(directory: Path, mechanism: str, stat
         paths.state.unlink()
     elif state == "directory gone":
         shutil.rmtree(directory)
-    assert stop_fleet(directory).num_processes >= 1
+    num_processes = stop_fleet(directory).num_processes
+    # Two servers, what watches the owner, and the busy process.
+    assert num_processes == 4 if state == "running" else num_processes >= 1
     assert_nothing_is_left(directory)
+    assert stop_fleet(directory).num_processes == 0
 
 
 def test_a_kept_fleet_starts_again_with_its_files(directory: Path) -> None:

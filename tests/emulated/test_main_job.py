@@ -160,14 +160,6 @@ def test_predictions_of_all_machines_are_those_of_keras_on_the_saved_model(proje
         assert found == dict(enumerate(classes))
 
 
-def test_second_deploy_sends_nothing(project: Path) -> None:
-    nodes = document(project, "deploy")["machines"]
-    assert set(nodes) == {"csd0", "csd1"}
-    for delivery in nodes.values():
-        assert delivery["num_sent"] == delivery["bytes_sent"] == 0
-        assert delivery["num_present"] > 0
-
-
 @pytest.fixture(scope="module")
 def expected_hash(project: Path) -> str:
     """The hash of the final weights of the undisturbed run, the first of all."""
@@ -235,19 +227,6 @@ def test_run_continues_without_a_killed_rank(project: Path, paused: None) -> Non
     hash_at_the_end(run)
     found = report(project, run.name)
     assert (found["state"], found["epochs"], found["lost_nodes"]) == ("done", 8, ["csd1"])
-
-
-@pytest.mark.thorough
-def test_run_that_lost_too_many_nodes_ends_and_says_how_it_is_resumed(project: Path, paused: None) -> None:
-    process, run = start_planned_training(project, "--min-nodes", str(NUM_NODES))
-    kill_rank("csd1")(project, run)
-    output, _ = communicate(process, project)
-    assert process.returncode == 1, output
-    assert "csd1" in output
-    assert f"--resume {run.name}" in output
-    assert "Traceback" not in output
-    assert nothing_is_left(project, run)
-    assert report(project, run.name)["state"] == "failed"
 
 
 @pytest.mark.thorough

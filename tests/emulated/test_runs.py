@@ -9,17 +9,17 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
 from tests.emulated.running import CSDCTL, csdctl, document, emulated, succeed
+from tests.emulated.small_jobs import save_arrays
 from tests.emulated.training import num_lines_with
 from tests.lab.test_main_job import PAUSING
 from tests.patience import communicate, eventually, files_written, run_command
 
 JOB = """\
 model: model.py:build
-data: {public: {path: public.npz}, input_range: null}
+data: {public: {path: public}}
 recipe: {epochs: 100000, optimizer: sgd, learning_rate: 0.001, metrics: [accuracy]}
 """
 
@@ -27,9 +27,7 @@ recipe: {epochs: 100000, optimizer: sgd, learning_rate: 0.001, metrics: [accurac
 @pytest.fixture(scope="module")
 def project(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     directory = tmp_path_factory.mktemp("runs")
-    generator = np.random.default_rng(0)
-    labels = generator.integers(0, 2, 512, dtype=np.int32)
-    np.savez(directory / "public.npz", x=generator.random((512, 8, 8, 1), np.float32), y=labels)
+    save_arrays(directory / "public", 512, 8, 8, 1, num_classes=2)
     with emulated(directory, 1, {"model.py": PAUSING, "job.yaml": JOB}, cpu=0.5):
         yield directory
 
@@ -99,8 +97,8 @@ def test_hang_up_of_a_run_with_a_terminal_stops_it_in_order(project: Path) -> No
 
 @pytest.mark.thorough
 def test_detached_run_that_cannot_start_says_why(project: Path) -> None:
-    (project / "broken.yaml").write_text(JOB.replace("public.npz", "missing.npz"))
+    (project / "broken.yaml").write_text(JOB.replace("path: public", "path: nowhere"))
     failed = csdctl(project, "train", "broken.yaml", "--batch-size", "64", "--skip-doctor", "--detach")
     assert failed.returncode == 2
-    assert "missing.npz" in failed.stdout
+    assert "nowhere" in failed.stdout
     assert not list((project / ".csdctl").glob("detached-*"))

@@ -2,17 +2,16 @@
 
 import json
 
-import numpy as np
 import pytest
 
 from tests.emulated.running import document, emulated, succeed
-from tests.emulated.small_jobs import dense_model
+from tests.emulated.small_jobs import dense_model, save_arrays
 
 pytestmark = pytest.mark.thorough
 
 JOB = """\
 model: net.py:build
-data: {public: {path: train.npz, on: host}}
+data: {public: {path: train, on: host}}
 recipe: {epochs: 1, optimizer: sgd, learning_rate: 0.05, loss: sparse_categorical_crossentropy, seed: 7}
 """
 MODEL = dense_model(8, 8, 1, outputs=10)
@@ -20,8 +19,7 @@ SCALE = ("scale", "--batch-size", "16", "--max-steps", "4", "--skip-doctor")
 
 
 def test_series_trains_what_is_missing_and_nothing_twice(tmp_path):
-    generator = np.random.default_rng(0)
-    np.savez(tmp_path / "train.npz", x=generator.random((256, 8, 8, 1)), y=generator.integers(0, 10, 256))
+    save_arrays(tmp_path / "train", 256, 8, 8, 1, num_classes=10)
     with emulated(tmp_path, 1, {"net.py": MODEL, "job.yaml": JOB}):
         planned = document(tmp_path, *SCALE, "--dry-run")
         assert [point["batch_sizes"] for point in planned["points"]] == [[16], [16, 16], [32], [16, 16]]

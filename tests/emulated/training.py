@@ -11,14 +11,7 @@ from typing import Any
 from tests.emulated.running import CSDCTL
 from tests.patience import communicate, eventually, wait_for
 
-SHORT_RUN = ("--batch-size", "8", "--max-steps", "240", "--skip-doctor", "--collective", "star")
-
-
-def start_training(
-    demo: Path, *arguments: str, until: str = "Progress"
-) -> tuple[subprocess.Popen[str], Path]:
-    """Start a short `csdctl train`, as `start_run` does."""
-    return start_run(demo, *SHORT_RUN, *arguments, until=until)
+LONG_RUN = ("--batch-size", "8", "--max-steps", "1000000", "--skip-doctor", "--collective", "star")
 
 
 def start_run(demo: Path, *arguments: str, until: str = "Progress") -> tuple[subprocess.Popen[str], Path]:
@@ -41,9 +34,12 @@ def start_run(demo: Path, *arguments: str, until: str = "Progress") -> tuple[sub
 
 def stop_without_csd1(demo: Path, *arguments: str) -> Path:
     """Start a long training, end csd1's rank, and stop the run an epoch later; return the run."""
-    process, run = start_training(demo, *arguments, "--max-steps", "1000000", until="EpochEnd")
+    process, run = start_run(demo, *LONG_RUN, *arguments, until="EpochEnd")
     kill_rank("csd1")(demo, run)
-    wait_for_epochs(process, run, 2, 4)  # an epoch has the samples that csd1 left
+    wait_for(lambda: any(event["generation"] == 2 for event in events_of(run, "Joined")), process, demo)
+    before = len(events_of(run, "EpochEnd"))
+    # An epoch has the samples that csd1 left.
+    wait_for(lambda: len(events_of(run, "EpochEnd")) >= before + 4, process, demo)
     process.send_signal(signal.SIGINT)
     output, _ = communicate(process, demo)
     assert "csd1 is lost" in output
@@ -59,16 +55,6 @@ def wait_until_regrouped(process: subprocess.Popen[str], run: Path, generation: 
         return bool(joined) and "Progress" in since
 
     wait_for(has_trained, process, run.parents[2])
-
-
-def wait_for_epochs(process: subprocess.Popen[str], run: Path, generation: int, num_events: int) -> None:
-    """Wait until `num_events` ends of epochs have been reported since the group of this number formed."""
-    demo = run.parents[2]
-    wait_for(
-        lambda: any(event["generation"] == generation for event in events_of(run, "Joined")), process, demo
-    )
-    before = len(events_of(run, "EpochEnd"))
-    wait_for(lambda: len(events_of(run, "EpochEnd")) >= before + num_events, process, demo)
 
 
 def num_lines_with(word: str, run: Path) -> int:

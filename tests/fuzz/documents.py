@@ -29,6 +29,7 @@ from csdctl.terminal.streams import format_json
 from csdctl.tuning.plan import Plan, Predicted, load_plan, save_plan
 from csdctl.worker.protocol.datasets import DatasetInfo
 from csdctl.worker.protocol.events import EpochEnd, Failed, Finished, Joined, NodeLost, Progress, Traffic
+from csdctl.worker.protocol.json_codec import to_json
 from csdctl.worker.protocol.recipe import Noise, Recipe
 from csdctl.worker.protocol.run_spec import DatasetSlice, RankSpec, RunSpec, Runtime
 from csdctl.workflows.data.prepare import load_prepared, save_prepared
@@ -291,27 +292,21 @@ Host "csd 2" !csd3 # a comment
 Include no/such/file
 """
 
-
-def _inventory_seeds() -> list[bytes]:
-    return [path.read_bytes() for path in sorted(INVENTORIES.glob("*.json"))]
-
-
-def _run_spec_seeds() -> list[bytes]:
-    return [json.dumps(dataclasses.asdict(run_spec())).encode()]
-
-
 TARGETS = (
     Target("job", Form.YAML, _job, (InputError,), lambda: [JOB]),
     Target("fleet", Form.YAML, _fleet, (InputError,), lambda: [FLEET]),
     Target("plan", Form.YAML, _plan, (InputError,), _plan_seeds),
     Target("manifest", Form.JSON, _manifest, (InputError,), _manifest_seeds),
-    Target("run-spec", Form.JSON, _run_spec, (InputError,), _run_spec_seeds),
+    Target("run-spec", Form.JSON, _run_spec, (InputError,), lambda: [to_json(run_spec()).encode()]),
     Target("stored-events", Form.LINES, _stored_events, (InputError,), _event_seeds),
     Target("ledger", Form.LINES, _ledger, (InputError,), _ledger_seeds),
     Target("facts", Form.JSON, _facts, (InputError,), _facts_seeds),
     Target("prepared-record", Form.JSON, _prepared, (InputError,), _prepared_seeds),
     Target("emulated-fleet", Form.JSON, _emulation, (InputError,), _emulation_seeds),
-    Target("inventory", Form.JSON, _inventory, (InputError,), _inventory_seeds),
+    Target(
+        *("inventory", Form.JSON, _inventory, (InputError,)),
+        lambda: [path.read_bytes() for path in sorted(INVENTORIES.glob("*.json"))],
+    ),
     Target("ansible-config", Form.LINES, _ansible_config, (InputError,), lambda: [ANSIBLE_CONFIG]),
     Target("ssh-config", Form.LINES, _ssh_config, (InputError,), lambda: [SSH_CONFIG]),
 )

@@ -17,7 +17,6 @@ from csdctl.launch.mpi_job import MpiOutput
 from csdctl.shipping.deliver import ANSWERS, RequestedObjects
 from csdctl.supervision.rank_processes import EventValidator
 from csdctl.transport.program import ReportedError, decode_frame
-from csdctl.transport.session import Completed
 from csdctl.worker.group.messages import Counters
 from csdctl.worker.group.values import (
     ExpectedTails,
@@ -69,7 +68,7 @@ from tests.fuzz.documents import NODES, run_spec
 from tests.fuzz.target import Form, Target
 
 CAPTURES = Path(__file__).parents[1] / "unit" / "facts" / "captures"
-CONDITION = """\
+CONDITION = b"""\
 csdctl-fact:hostname
 csd0
 csdctl-fact:addresses
@@ -84,7 +83,6 @@ inodes /dev/sda1 1000 500 500 50% /
 place /tmp
 refused mktemp: failed: Read-only file system
 """
-DONE = Completed(("worker",), 1, b"", b"", 0.1)
 INFO = DatasetInfo("/srv/data", 100, (64, 64, 3), "uint8", (), 9, "f" * 32, {"undecodable": 1}, {"cat": 7})
 
 
@@ -182,15 +180,9 @@ def _worker_answers(content: bytes, directory: Path) -> None:
 
 def _specs(content: bytes, directory: Path) -> None:
     text = content.decode()
-    kinds: tuple[Any, ...] = (RunSpec, SandboxPolicy, ProbeSpec, ProbeResult)
-    kind = next((kind for kind in kinds if _first_field(kind) in text), RunSpec)
+    kinds: dict[str, Any] = {'"is_confined"': SandboxPolicy, '"data"': ProbeSpec, "_time_s": ProbeResult}
+    kind = next((kind for word, kind in kinds.items() if word in text and '"run_id"' not in text), RunSpec)
     to_json(from_json(kind, text))
-
-
-def _first_field(kind: Any) -> str:
-    return {"RunSpec": '"run_id"', "SandboxPolicy": '"is_confined"', "ProbeResult": '"step_time_s"'}.get(
-        kind.__name__, '"data"'
-    )
 
 
 def _spec_seeds() -> list[bytes]:
@@ -257,17 +249,17 @@ def _order_seeds() -> list[bytes]:
     return [*(order_to_line(order).encode() for order in orders), *requests]
 
 
-def _probe_seeds() -> list[bytes]:
-    return [path.read_bytes() + CONDITION.encode() for path in sorted(CAPTURES.glob("*.txt"))]
-
-
 MARKS = tuple(f"csdctl-fact:{fact.name}\n".encode() for fact in CONDITION_FACTS)
 INVALID = (ProtocolError,)
 TARGETS = (
     Target("live-events", Form.LINES, _live_events, INVALID, _live_event_seeds),
     Target("orders", Form.LINES, _orders, INVALID, _order_seeds),
     Target("receiver-answers", Form.LINES, _frames, INVALID, lambda: [FRAMES, *FRAMES.split(b"\n")]),
-    Target("probe-outputs", Form.LINES, _probe_outputs, (RemoteCommandError,), _probe_seeds, MARKS),
+    Target(
+        *("probe-outputs", Form.LINES, _probe_outputs, (RemoteCommandError,)),
+        lambda: [path.read_bytes() + CONDITION for path in sorted(CAPTURES.glob("*.txt"))],
+        MARKS,
+    ),
     Target(
         *("worker-answers", Form.JSON, _worker_answers, (RemoteCommandError, ProtocolError)),
         lambda: [to_json(INFO).encode()],

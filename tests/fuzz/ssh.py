@@ -11,6 +11,7 @@ from csdctl.fleet.openssh import parse_jump
 from csdctl.transport import strict_transport
 from csdctl.transport.known_hosts import KnownHosts
 from tests.fuzz.target import Form, Target
+from tests.unit.transport.test_strict_transport import plain_packet
 
 
 def _known_hosts(content: bytes, directory: Path) -> None:
@@ -71,12 +72,6 @@ def _ssh_packets(content: bytes, directory: Path) -> None:
             packetizer.read_message()
 
 
-def _packet(payload: bytes) -> bytes:
-    num_padding = 4 + (-len(payload) - 9) % 8
-    size = len(payload) + num_padding + 1
-    return size.to_bytes(4, "big") + bytes([num_padding]) + payload + bytes(num_padding)
-
-
 def _packet_seeds() -> list[bytes]:
     channel = bytes(4)
     payloads = [
@@ -84,7 +79,7 @@ def _packet_seeds() -> list[bytes]:
         *(b"\x5e" + channel + b"\0\0\0\x05hello", b"\x5d" + channel + b"\0\0\x10\0", b"\x60" + channel),
         b"\x62" + channel + b"\0\0\0\x0bexit-status\0\0\0\0\0",
     ]
-    return [b"Hello\r\nSSH-2.0-OpenSSH_9.2\r\n" + b"".join(map(_packet, payloads))]
+    return [b"Hello\r\nSSH-2.0-OpenSSH_9.2\r\n" + b"".join(map(plain_packet, payloads))]
 
 
 def _ssh_settings(content: bytes, directory: Path) -> None:
@@ -125,7 +120,7 @@ TARGETS = (
     Target(
         *("ssh-packets", Form.BINARY, _ssh_packets, (strict_transport.SshProtocolError, EOFError)),
         _packet_seeds,
-        (_packet(b"\x14" + bytes(62)), _packet(b"\x5d" + bytes(8)), b"SSH-2.0-x\n"),
+        (plain_packet(b"\x14" + bytes(62)), plain_packet(b"\x5d" + bytes(8)), b"SSH-2.0-x\n"),
     ),
     Target("ssh-settings", Form.LINES, _ssh_settings, (InputError,), lambda: [SSH_SETTINGS]),
 )

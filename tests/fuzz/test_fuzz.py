@@ -38,12 +38,6 @@ def test_changed_inputs_are_accepted_or_refused_as_documented(name: str) -> None
     assert tally.num_tried > NUM_INPUTS
 
 
-@pytest.mark.parametrize("name", sorted(TARGETS))
-def test_seeds_are_valid(name: str, tmp_path: Path) -> None:
-    target = TARGETS[name]
-    assert any(not try_input(target, content, tmp_path).defect for content in target.build_seeds())
-
-
 @given(st.sampled_from(DOCUMENTS), VALUES)
 @settings(max_examples=200, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
 def test_any_value_in_place_of_a_document_is_refused_or_taken(

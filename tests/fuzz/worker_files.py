@@ -8,7 +8,6 @@ import struct
 import tempfile
 import zipfile
 import zlib
-from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -17,7 +16,7 @@ import numpy as np
 
 from csdctl.worker.compute.model import load_weights
 from csdctl.worker.data.arrays import is_numeric, map_array
-from csdctl.worker.data.schedule import OwnSamples, Segment, Span, begin_epoch
+from csdctl.worker.data.schedule import Span
 from csdctl.worker.ingest.partial_dataset import PartialDataset, find_stored
 from csdctl.worker.ingest.sources.arrays import ArraySource, open_idx_pair, open_npz
 from csdctl.worker.ingest.sources.images import read_header
@@ -27,28 +26,11 @@ from csdctl.worker.process.files import DAMAGED_ARCHIVE
 from csdctl.worker.protocol.datasets import DatasetInfo, PrepareSpec
 from csdctl.worker.protocol.json_codec import to_json
 from csdctl.worker.tasks.checkpointer import Checkpoints, StepFile
-from csdctl.worker.tasks.progress import (
-    _HEAD,
-    CallbackState,
-    EpochTotals,
-    Position,
-    max_state_bytes,
-    pack,
-    unpack,
-)
+from csdctl.worker.tasks.progress import _HEAD, max_state_bytes, pack, unpack
 from tests.fuzz.target import Form, Target
+from tests.unit.worker.tasks.test_checkpointer import OWN, POSITION, Variable
 
 FINGERPRINT = "f" * 32
-OWN = [OwnSamples(5, 95), OwnSamples(20, 80)]
-POSITION = Position(
-    2,
-    3,
-    45,
-    Segment(0, begin_epoch(OWN, {0: 10, 1: 7}).shares),
-    {"0": 10, "1": 7},
-    EpochTotals(3, 51, 4.5, (0.5,)),
-    CallbackState(1.5, 1),
-)
 NPY_WORDS = (
     *b"'descr': ;'|u1';'<f8';'|V0';'|S0';'|O';'<M8[s]';'<U9999999';'<f2';None".split(b";"),
     *b"[('a', '<f4', (2,)), ('b', '<i8')];'fortran_order': True;'shape': ()".split(b";"),
@@ -59,20 +41,10 @@ NPY_WORDS = (
 ZIP_WORDS = (b"PK\x01\x02", b"PK\x03\x04", b"PK\x05\x06", b"PK\x06\x06", b"PK\x06\x07")
 
 
-@dataclass
-class _Variable:
-    """A variable as the state uses it."""
-
-    value: Any
-
-    def assign(self, value: Any) -> None:
-        self.value = value
-
-
 @cache
 def _variables() -> list[Any]:
     values = np.zeros((3, 4), np.float32), np.int64(0), np.zeros(50, np.float32)
-    return [_Variable(value) for value in values]
+    return [Variable(value) for value in values]
 
 
 @cache
@@ -220,10 +192,6 @@ def _checkpoint(content: bytes, directory: Path) -> None:
         unpack(state, _variables(), OWN)
 
 
-def _checkpoint_seeds() -> list[bytes]:
-    return _archives(state=np.frombuffer(_packed(), np.uint8))
-
-
 def _state(content: bytes, directory: Path) -> None:
     unpack(np.frombuffer(content, np.uint8), _variables(), OWN)
 
@@ -306,7 +274,11 @@ TARGETS = (
     Target("prepared-info", Form.JSON, _prepared, (), _info_seeds),
     _resumed("record.json", Form.JSON),
     _resumed("images.npy", Form.BINARY, NPY_WORDS),
-    Target("checkpoint", Form.BINARY, _checkpoint, REFUSED, _checkpoint_seeds, (*ZIP_WORDS, b"state.npy")),
+    Target(
+        *("checkpoint", Form.BINARY, _checkpoint, REFUSED),
+        lambda: _archives(state=np.frombuffer(_packed(), np.uint8)),
+        (*ZIP_WORDS, b"state.npy"),
+    ),
     Target("state", Form.BINARY, _state, REFUSED, lambda: [_packed()]),
     Target("position", Form.JSON, _position, REFUSED, lambda: [to_json(POSITION).encode()]),
     Target("step-file", Form.BINARY, _step_file, REFUSED, _step_seeds),

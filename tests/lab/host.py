@@ -49,9 +49,6 @@ class LabHost:
         stdout, stderr = communicate(process, cwd)
         return subprocess.CompletedProcess(command, process.returncode, stdout, stderr)
 
-    def remove(self) -> None:
-        network.remove_namespace(self.namespace)
-
     def _build_command(self, command: Sequence[str]) -> list[str]:
         return [
             *DIES_WITH_PARENT,

@@ -3,7 +3,7 @@
 import re
 import socket
 import sys
-import threading
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
@@ -11,11 +11,11 @@ from typing import Any
 
 import pytest
 
-from csdctl.transport.ssh import connect
 from tests.lab import network
 from tests.lab.lab import GATE_NUMBER, Lab
 from tests.lab.network import run_command
 from tests.lab.project import Project
+from tests.lab.test_run import session_to
 from tests.patience import communicate, eventually, scaled
 
 pytestmark = pytest.mark.lab
@@ -187,21 +187,10 @@ def test_dropped_connections_are_retried(project: Project) -> None:
 @pytest.mark.fault(9)
 def test_more_commands_than_the_server_opens_channels_are_queued(lab: Lab) -> None:
     node = lab.near[0]
-    known = _known_hosts(lab, node.known_hosts_line)
-    with node.with_sshd("MaxSessions 2"), network.entered(lab.host.namespace):
-        session = connect(node.node, [known])
-        outputs: list[str] = []
+    with node.with_sshd("MaxSessions 2"), session_to(lab, node) as session, ThreadPoolExecutor(6) as pool:
         script = ["sh", "-c", "sleep 0.2; echo done"]
-        threads = [
-            threading.Thread(target=lambda: outputs.append(session.run(script, deadline_s=scaled(30)).output))
-            for _ in range(6)
-        ]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        session.close()
-    assert outputs == ["done\n"] * 6
+        runs = [pool.submit(session.run, script, deadline_s=scaled(30)) for _ in range(6)]
+        assert [run.result().output for run in runs] == ["done\n"] * 6
 
 
 @pytest.mark.fault(11)
@@ -286,9 +275,3 @@ def test_more_nodes_than_open_files_are_handled(lab: Lab, tmp_path: Path) -> Non
         done = lab.host.run(*program, *arguments, cwd=tmp_path)
         network.run_ip(lab.host.namespace, "route del 10.78.0.0/22")
     assert done.stdout.strip() == f"{count} {{'many'}}", done.stdout + done.stderr
-
-
-def _known_hosts(lab: Lab, lines: str) -> Path:
-    path = lab.directory / "known_hosts"
-    path.write_text(lines)
-    return path

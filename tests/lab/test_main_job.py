@@ -22,11 +22,6 @@ pytestmark = pytest.mark.lab
 NETWORK = "10.77.0.0/23"
 
 
-def last_line(text: str) -> dict[str, Any]:
-    document: dict[str, Any] = json.loads(text.splitlines()[-1])
-    return document
-
-
 PAUSING = f"""\
 {pausing_layer(0.05)}
 
@@ -116,7 +111,7 @@ def test_training_reaches_nodes_through_a_jump_host(project: Project, job: Path)
         options = ("--batch-size", "8", "--max-steps", "2", "--skip-doctor", "--json")
         done = project.csdctl("train", str(job), *options)
     assert done.returncode == 0, done.stderr
-    assert last_line(done.stdout)["num_ranks"] == 2
+    assert json.loads(done.stdout.splitlines()[-1])["num_ranks"] == 2
 
 
 @pytest.mark.fault(10)
@@ -215,9 +210,5 @@ def test_run_survives_cable_freeze_and_power_cut_and_nodes_come_back(project: Pr
 
 
 def _write_jumping_fleet(project: Project, gate: Node, *far: Node) -> None:
-    project.write_fleet(*far, network=NETWORK)
-    text = (project.path / "fleet.yaml").read_text()
-    jumps = (
-        f"jump_hosts: [{{name: gate, address: {gate.address}, key: {gate.key}}}]\ndefaults: {{jump: gate}}\n"
-    )
-    (project.path / "fleet.yaml").write_text(jumps + text)
+    jump = {"name": gate.name, "address": gate.address, "key": str(gate.key)}
+    project.write_fleet(*far, network=NETWORK, jump_hosts=[jump], defaults={"jump": gate.name})

@@ -3,7 +3,6 @@
 import contextlib
 import json
 import subprocess
-import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -12,28 +11,19 @@ import pytest
 from tests.lab.bare import PREFIX, BareNode, bare_node, bundles
 from tests.lab.lab import Lab
 from tests.lab.project import Project
+from tests.patience import communicate, wait_for
 from tests.provision.provisioning import NETWORK, provision
 
 pytestmark = [pytest.mark.lab, pytest.mark.timeout(1800)]
-
-BEGIN_DEADLINE_S = 300.0
 
 
 def start(project: Project) -> subprocess.Popen[str]:
     return project.start("provision", "--json", "--bundles", str(bundles()))
 
 
-def wait_until(process: subprocess.Popen[str], has_begun: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + BEGIN_DEADLINE_S
-    while not has_begun():
-        assert process.poll() is None, process.communicate()
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
-
-
 def read_failure(process: subprocess.Popen[str]) -> dict[str, str]:
     """Return why csdctl says that it failed."""
-    stdout, stderr = process.communicate(timeout=BEGIN_DEADLINE_S)
+    stdout, stderr = communicate(process)
     assert process.returncode in (1, 4), stderr
     assert "Traceback" not in stderr
     failed: dict[str, str] = json.loads(stdout)["failed"]["bare"]
@@ -44,7 +34,7 @@ def cut_power_when(
     node: BareNode, process: subprocess.Popen[str], has_begun: Callable[[], bool]
 ) -> dict[str, str]:
     """Cut the node's power as soon as `has_begun`; return why csdctl says that it failed."""
-    wait_until(process, has_begun)
+    wait_for(has_begun, process)
     with node.switched_off():
         return read_failure(process)
 
@@ -76,15 +66,6 @@ def test_full_disk_is_named_before_anything_is_sent(lab: Lab, project: Project, 
         assert provision(project)["nodes"]["bare"]["tasks"]["changed"] > 0
 
 
-def test_disk_that_fills_before_installing_is_named(lab: Lab, project: Project, bundle: Path) -> None:
-    with bare_node(lab, "bare", 64, opt_size="3g") as node:
-        project.use(node, network=NETWORK)
-        provision(project, "--send")
-        node.give_space("40m")
-        failed = provision(project, code=1)["failed"]["bare"]
-        assert "MiB are free" in failed["message"]
-
-
 def test_disk_that_fills_while_unpacking_is_named_and_more_space_is_enough(
     lab: Lab, project: Project, bundle: Path
 ) -> None:
@@ -92,7 +73,7 @@ def test_disk_that_fills_while_unpacking_is_named_and_more_space_is_enough(
         project.use(node, network=NETWORK)
         process = start(project)
         opt = node.root / "opt"
-        wait_until(process, lambda: any((opt / "csdctl").glob("venv-*/lib/*/*/numpy")))
+        wait_for(lambda: any((opt / "csdctl").glob("venv-*/lib/*/*/numpy")), process)
         fill(opt / "other")
         failed = read_failure(process)
         assert "Install the wheels" in failed["message"]

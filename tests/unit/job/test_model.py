@@ -221,10 +221,6 @@ class TestRecipe:
         assert json.loads(recipe.schedule)["config"] == {"initial_learning_rate": 0.1, "decay_steps": 100}
 
 
-def with_noise(write: Write, noise: str) -> Job:
-    return load_job(write(("{path: ~/private}", f"{{path: ~/private, {noise}}}")))
-
-
 @pytest.mark.parametrize(
     ("old", "new", "message"),
     [
@@ -238,9 +234,10 @@ def with_noise(write: Write, noise: str) -> Job:
     ],
 )
 def test_impossible_noise_is_refused_with_its_key(write: Write, old: str, new: str, message: str) -> None:
-    assert with_noise(write, NOISE).noise == Noise(1.0, 8.0, 1e-5)
+    change = ("~/private}", f"~/private, {NOISE}}}")
+    assert load_job(write(change)).noise == Noise(1.0, 8.0, 1e-5)
     with pytest.raises(InputError, match=message):
-        with_noise(write, NOISE.replace(old, new))
+        load_job(write(change, (old, new)))
 
 
 WriteJob = Callable[..., Job]

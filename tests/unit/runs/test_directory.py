@@ -156,10 +156,6 @@ class TestEvents:
         assert list(events.with_times(spent.append)) == []
         assert (spent, events.num_unreadable) == ([], 1)
 
-    def test_half_of_a_character_is_replaced(self, run: RunDirectory) -> None:
-        write_events(run, [Failed(1, "csd0", "half \ud800 a character")])
-        assert list(run.read_events(NODES)) == [Failed(1, "csd0", "half ? a character")]
-
     def test_frequent_events_of_nodes_are_not_stored_in_a_large_file(self, run: RunDirectory) -> None:
         progress = Progress(1, "csd0", 1, 2, 3, 96, 0.5, 0.25, 0.8)
         log = EventLog(run, max_bytes=1 << 20)

@@ -19,16 +19,11 @@ from tests.patience import eventually, scaled
 from tests.unit.transport.test_session_contract import is_alive
 
 
-def trust(directory: Path, *servers: Any) -> None:
-    (directory / ".csdctl").mkdir(exist_ok=True)
-    known = "".join(server.known_hosts.read_text() for server in servers)
-    (directory / ".csdctl" / "known_hosts").write_text(known)
-
-
 @pytest.fixture
 def fleet(server: Any, gate: Any, tmp_path: Path) -> Fleet:
     """A node, and a node behind a jump host."""
-    trust(tmp_path, server, gate)
+    server.trust_in(tmp_path)
+    gate.trust_in(tmp_path)
     far = server.node(name="far", jump=gate.node(name="gate"))
     return Fleet((server.node(), far), path=tmp_path / "fleet.yaml")
 
@@ -98,8 +93,8 @@ def test_what_a_command_leaves_in_the_background_stays(group: FleetGroup, server
 def test_changed_host_key_is_refused(
     fleet: Fleet, server: Any, gate: Any, request: pytest.FixtureRequest
 ) -> None:
-    server.trust(gate.public_key)
-    trust(fleet.path.parent, server, gate)
+    known = fleet.path.parent / ".csdctl" / "known_hosts"
+    known.write_text(known.read_text().replace(server.public_key.split()[1], gate.public_key.split()[1]))
     with pytest.raises(GroupException) as raised:
         request.getfixturevalue("group").run("touch was-here", hide=True)
     for error in raised.value.result.values():

@@ -7,7 +7,6 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-import asyncssh
 import pytest
 
 from csdctl.errors import AuthenticationError, DeadlineError, RemoteCommandError, UnreachableError
@@ -19,13 +18,6 @@ from tests.patience import eventually, scaled
 Server = Any
 
 
-def make_key(path: Path) -> Path:
-    key = asyncssh.generate_private_key("ssh-ed25519")
-    path.write_bytes(key.export_private_key())
-    path.chmod(0o600)
-    return path
-
-
 def test_name_that_does_not_resolve_is_unreachable(server: Server) -> None:
     node = server.node(address="no-such-name.invalid")
     with pytest.raises(UnreachableError, match="cannot be resolved"):
@@ -33,7 +25,7 @@ def test_name_that_does_not_resolve_is_unreachable(server: Server) -> None:
 
 
 def test_key_with_a_passphrase_works_with_an_agent(
-    server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    server: Server, gate: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     locked, address = tmp_path / "locked", tmp_path / "agent"
     shutil.copy(server.key, locked)
@@ -41,7 +33,7 @@ def test_key_with_a_passphrase_works_with_an_agent(
     try:
         assert eventually(address.exists)
         monkeypatch.setenv("SSH_AUTH_SOCK", str(address))
-        subprocess.run(["ssh-add", "-q", make_key(tmp_path / "other"), locked], check=True)
+        subprocess.run(["ssh-add", "-q", gate.key, locked], check=True)
         subprocess.run(["ssh-keygen", "-q", "-p", "-N", "secret", "-f", locked], check=True)
         shutil.copy(f"{server.key}.pub", f"{locked}.pub")
         with contextlib.closing(connect(server.node(key=locked), [server.known_hosts])) as session:

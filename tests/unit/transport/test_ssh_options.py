@@ -3,6 +3,7 @@
 import os
 import subprocess
 from collections.abc import Iterable
+from functools import partial
 from pathlib import Path
 
 import asyncssh
@@ -52,21 +53,16 @@ def test_paths_that_ssh_config_cannot_represent_are_refused(name: str) -> None:
         build_ssh_config([Node("csd0", "10.1.2.3", key=Path("/keys") / name)], KNOWN_HOSTS)
 
 
-def ssh(server: SshServer, node: Node) -> subprocess.CompletedProcess[str]:
+@pytest.mark.fault(5)
+def test_openssh_connects_with_these_options_unless_the_host_key_has_changed(server: SshServer) -> None:
+    node = server.node()
     options = build_ssh_options(node, [server.known_hosts])
     words = ["ssh", "-F", "none", *options, "-p", str(node.port), "-l", node.user, "-i", str(node.key)]
-    return subprocess.run([*words, node.address, "pwd"], capture_output=True, text=True, check=False)
-
-
-def test_openssh_connects_with_these_options(server: SshServer) -> None:
-    ended = ssh(server, server.node())
+    ssh = partial(subprocess.run, [*words, node.address, "pwd"], capture_output=True, text=True, check=False)
+    ended = ssh()
     assert ended.stdout == f"{server.home}\n", ended.stderr
-
-
-@pytest.mark.fault(5)
-def test_changed_host_key_is_refused(server: SshServer) -> None:
     server.trust(asyncssh.generate_private_key("ssh-ed25519").export_public_key().decode())
-    ended = ssh(server, server.node())
+    ended = ssh()
     assert ended.returncode == 255
     assert "REMOTE HOST IDENTIFICATION HAS CHANGED" in ended.stderr
 
