@@ -109,6 +109,7 @@ def doctor_document(examination: Examination) -> dict[str, object]:
         "is_fit": not examination.red and not examination.overdue,
         "overdue": examination.overdue or None,
         "checks": examination.checks,
+        "failed": examination.failed,
     }
 
 
@@ -268,6 +269,7 @@ class TrustScreen:
             self.streams.say(f"{', '.join(closed)}: skipped: key of the jump host not accepted yet")
         shown = {name: outcome.value for name, outcome in outcomes.items() if outcome.value}
         failed = errors_of(outcomes)
+        title = "new host keys" + (" behind jump hosts" if self.keys else "")
         self.keys |= shown
         self.failed |= failed
         if new:
@@ -276,7 +278,7 @@ class TrustScreen:
                 for key in new
             ]
             columns = ("machine", "address", "type", "~fingerprint")
-            self.streams.console.print(build_table(columns, rows, title="new host keys"))
+            self.streams.console.print(build_table(columns, rows, title=title))
         if num_known := len(shown) - len(new):
             self.streams.say(f"{num_known} keys are already accepted")
         for warning in find_shared_host_keys({name: key.fingerprint for name, key in shown.items()}):

@@ -11,6 +11,7 @@ from csdctl.cli import options
 from csdctl.cli.call import Call, on_fleet
 from csdctl.errors import InputError
 from csdctl.fleet.names import format_node_names
+from csdctl.reporting.numbers import format_count
 from csdctl.terminal.streams import Streams, format_json
 
 if TYPE_CHECKING:
@@ -49,6 +50,11 @@ def discover(
     from csdctl.workflows.discovery.inventory import import_fleet
 
     source = _parse_source(cidr or [], user, key, port, inventory, ssh_config)
+    if source and call.failed_from:
+        raise InputError(
+            "--failed-from selects nodes of a fleet file, and this command writes a new one",
+            remedy="select with --limit and --exclude, or leave out the source",
+        )
     if source:
         found = import_fleet(
             source,
@@ -63,6 +69,8 @@ def discover(
         if dry_run:
             return
         call.limit = call.exclude = None  # the file lists only the nodes that they select
+        is_default = call.fleet_path == options.DEFAULT_FLEET
+        call.arguments = ["discover", *([] if is_default else ["--fleet", str(call.fleet_path)])]
     elif dry_run or force:
         raise InputError(
             "--dry-run and --force apply only when the fleet file is written",
@@ -117,13 +125,17 @@ def trust(
 ) -> None:
     """Show the nodes' SSH host keys, and accept all new ones at once."""
     from csdctl.terminal.fleet import TrustScreen
-    from csdctl.workflows.discovery.discover import check_forgotten, forget_keys, review_keys
+    from csdctl.workflows.discovery.discover import check_forgotten, forget_keys, keep_named, review_keys
 
     screen = TrustScreen(call.streams, call.fleet, yes=yes, is_dry_run=dry_run)
     if forget:
-        screen.show_forgotten(forget_keys(call.fleet.nodes, call.streams.project, is_dry_run=dry_run))
+        if not (call.limit or call.exclude or call.failed_from or dry_run):
+            count = format_count(call.fleet.nodes, "node")
+            call.streams.confirm(f"Delete the accepted keys of {count}?", yes=yes)
+        named = keep_named(call.fleet, call.limit or ())
+        screen.show_forgotten(forget_keys(named.nodes, call.streams.project, is_dry_run=dry_run))
         if not dry_run:
-            check_forgotten(call.fleet, call.directory)
+            check_forgotten(named, call.directory)
         return
     num_accepted = review_keys(call.fleet, call.streams.project, screen.show, is_dry_run=dry_run)
     if dry_run:
@@ -154,6 +166,7 @@ def doctor(
     """Check that the machines can train together, and report how to fix what fails."""
     from csdctl.terminal.fleet import ExaminationView, doctor_document
     from csdctl.workflows.preflight.doctor import examine
+    from csdctl.workflows.workspace.workspace import record_failed
 
     streams = call.streams
     with ExaminationView(streams.console, call.fleet, is_verbose=streams.is_verbose) as view:
@@ -167,6 +180,7 @@ def doctor(
         )
     view.finish(examination)
     streams.result(doctor_document(examination))
+    record_failed(streams.project, call.command, call.fleet.machines, examination.failed)
     examination.check()
 
 
@@ -361,7 +375,6 @@ def inventory(
 ) -> None:
     """Print the nodes of the fleet as an Ansible inventory, an ssh_config or JSON."""
     from csdctl.documents import check_output, save_text
-    from csdctl.reporting.numbers import format_count
     from csdctl.terminal.fleet import fleet_document
     from csdctl.workflows.discovery.inventory import render_ansible, render_ssh_config
     from csdctl.workflows.workspace.workspace import choose_fleet

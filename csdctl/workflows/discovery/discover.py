@@ -8,7 +8,7 @@ Machines behind a jump host are contacted through it, so jump hosts come first.
 import base64
 import contextlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
@@ -85,6 +85,14 @@ def accept_keys(keys: Iterable[ShownKey], project: ProjectDirectory) -> None:
         for key in keys
     ]
     save_text(project.known_hosts, "".join(f"{line}\n" for line in [*_own_lines(project), *lines]))
+
+
+def keep_named(fleet: Fleet, limit: Sequence[str]) -> Fleet:
+    """Return the fleet with the machines that `limit` names, jump hosts too; all nodes for other patterns."""
+    machines = {name: node for layer in list_layers(fleet) for name, node in layer.items()}
+    names = ",".join(limit).split(",")
+    is_named = machines.keys() >= {*names}
+    return replace(fleet, nodes=tuple(machines[name] for name in names)) if is_named else fleet
 
 
 def forget_keys(

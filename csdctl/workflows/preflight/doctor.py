@@ -241,6 +241,15 @@ class Examination:
         """The machines with a red check; including `fleet` when a check of the whole fleet is red."""
         return failed_machines(self.checks)
 
+    @property
+    def failed(self) -> dict[str, CsdctlError]:
+        """Of each machine with red checks the first one."""
+        return {
+            check.machine: NodeError(describe(check), remedy=check.remedy)
+            for check in reversed(self.checks)
+            if check.status == Status.FAIL and check.machine != FLEET_NAME
+        }
+
     def check(self) -> None:
         """Raise the error that determines the exit code; do nothing when no check is red."""
         nodes = [node.name for node in self.fleet.nodes]

@@ -11,9 +11,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
-from csdctl.documents import load_json, save_json
+from csdctl.documents import load_json, load_kept, save_json
 from csdctl.errors import (
     CsdctlError,
     DeadlineError,
@@ -190,6 +190,10 @@ def choose_fleet(
 
 def load_failed(path: Path) -> str:
     """Return the nodes that a command failed on, joined by commas; raises InputError when none is listed."""
+    if not path.exists():
+        raise InputError(
+            f"no failed nodes are recorded: {path} does not exist", remedy="leave out --failed-from"
+        )
     content = load_json(path)
     try:
         names = [str(name) for name in content["failed"] if name != HOST_NAME]
@@ -201,6 +205,26 @@ def load_failed(path: Path) -> str:
     if not names:
         raise InputError(f"{path} lists no node: nothing to retry")
     return ",".join(names)
+
+
+def record_failed(
+    project: ProjectDirectory, command: str, machines: Sequence[str], failed: Mapping[str, CsdctlError]
+) -> None:
+    """Save where a command that ran on `machines` failed.
+
+    Without a failure, only its own `machines` leave the list, and only if the same command has saved it.
+    """
+    listed = {name: {"message": error.message, "remedy": error.remedy} for name, error in failed.items()}
+    if not failed:
+        earlier = load_kept(project.failed, dict[str, Any]) or {}
+        if earlier.get("command") != command:
+            return
+        succeeded = {HOST_NAME, *machines}
+        listed = {name: error for name, error in earlier["failed"].items() if name not in succeeded}
+    if listed:
+        save_json(project.failed, {"schema": SCHEMA, "command": command, "failed": listed})
+    else:
+        project.failed.unlink(missing_ok=True)
 
 
 def conclude(
@@ -216,11 +240,9 @@ def conclude(
     DeadlineError when none ended in time, CsdctlError when none succeeded. `retry`: the command line that
     repeats it where it failed.
     """
+    record_failed(project, command, machines, failed)
     if not failed:
-        project.failed.unlink(missing_ok=True)
         return
-    listed = {name: {"message": error.message, "remedy": error.remedy} for name, error in failed.items()}
-    save_json(project.failed, {"schema": SCHEMA, "command": command, "failed": listed})
     nodes = [name for name in machines if name != HOST_NAME]
     errors = list(failed.values())
     remedy = f"fix them as shown above, then retry only them: {retry}"

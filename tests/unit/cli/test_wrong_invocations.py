@@ -14,6 +14,7 @@ import pytest
 from csdctl.cli.app import run_command
 from csdctl.errors import ExitCode
 from csdctl.terminal.streams import Streams
+from csdctl.workflows.workspace.workspace import load_failed
 
 JOB = "model: model.py:build\ndata: {public: {path: data}}\nrecipe: {epochs: 1, learning_rate: 0.1}"
 PROJECT = {
@@ -268,6 +269,8 @@ IN_PROJECT = [
     ("inventory -o .", "--output . is a directory"),
     ("inventory -o fleet.yaml/x", "--output fleet.yaml/x: fleet.yaml is not a directory"),
     ("discover --cidr 10.0.0.0/33", "'10.0.0.0/33' is not an address range"),
+    ("discover --ssh-config c --force --failed-from x", "--failed-from selects nodes of a fleet file"),
+    ("trust --forget", "Delete the accepted keys of 4 nodes? There is no terminal to answer on"),
     ("discover --dry-run", "--dry-run and --force apply only when the fleet file is written"),
     ("forecast nope.yaml --published mobilenetv2", "received both job nope.yaml and --published mobilenetv2"),
     ("forecast --published mobilenetv2 --max-global-batch 8", "the paper's batch sizes are fixed"),
@@ -373,6 +376,25 @@ def test_nodes_that_do_not_answer_are_exit_code_4(
     code, shown = run(words)
     assert re.search(r"no node of fleet.yaml can be reached|none of 2 (nodes|addresses)", shown)
     assert code == ExitCode.UNREACHABLE
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("doctor", ""),
+        (
+            "discover --ssh-config c --force --limit csd0,csd1",
+            "retry only them: csdctl discover --failed-from .csdctl/failed.json",
+        ),
+    ],
+)
+def test_nodes_that_failed_are_recorded_for_a_retry(
+    words: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = "Host csd0 csd1 csd2\nHostName 127.0.0.1\nPort 9\n"
+    write(PROJECT | SILENT | {"c": config}, tmp_path, monkeypatch)
+    assert said in run(words)[1]
+    assert load_failed(Path(".csdctl/failed.json")) == "csd0,csd1"
 
 
 @pytest.mark.parametrize("words", ["emulate status", "emulate down", "runs list"])
