@@ -109,7 +109,7 @@ def doctor_document(examination: Examination) -> dict[str, object]:
         "is_fit": not examination.red and not examination.overdue,
         "overdue": examination.overdue or None,
         "checks": examination.checks,
-        "failed": examination.failed,
+        "failed": examination.red,
     }
 
 

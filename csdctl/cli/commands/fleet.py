@@ -51,10 +51,8 @@ def discover(
 
     source = _parse_source(cidr or [], user, key, port, inventory, ssh_config)
     if source and call.failed_from:
-        raise InputError(
-            "--failed-from selects nodes of a fleet file, and this command writes a new one",
-            remedy="select with --limit and --exclude, or leave out the source",
-        )
+        problem = "--failed-from selects nodes of a fleet file, and this command writes a new one"
+        raise InputError(problem, remedy="use --limit and --exclude")
     if source:
         found = import_fleet(
             source,
@@ -69,8 +67,7 @@ def discover(
         if dry_run:
             return
         call.limit = call.exclude = None  # the file lists only the nodes that they select
-        is_default = call.fleet_path == options.DEFAULT_FLEET
-        call.arguments = ["discover", *([] if is_default else ["--fleet", str(call.fleet_path)])]
+        call.repeated_by = ["discover", "--fleet", str(call.fleet_path)]
     elif dry_run or force:
         raise InputError(
             "--dry-run and --force apply only when the fleet file is written",
@@ -129,13 +126,12 @@ def trust(
 
     screen = TrustScreen(call.streams, call.fleet, yes=yes, is_dry_run=dry_run)
     if forget:
-        if not (call.limit or call.exclude or call.failed_from or dry_run):
-            count = format_count(call.fleet.nodes, "node")
-            call.streams.confirm(f"Delete the accepted keys of {count}?", yes=yes)
-        named = keep_named(call.fleet, call.limit or ())
-        screen.show_forgotten(forget_keys(named.nodes, call.streams.project, is_dry_run=dry_run))
+        is_chosen = yes or dry_run or call.limit or call.exclude or call.failed_from
+        call.streams.confirm("Delete the accepted keys of all nodes?", yes=bool(is_chosen))
+        fleet = keep_named(call.fleet, call.limit or ())
+        screen.show_forgotten(forget_keys(fleet.nodes, call.streams.project, is_dry_run=dry_run))
         if not dry_run:
-            check_forgotten(named, call.directory)
+            check_forgotten(fleet, call.directory)
         return
     num_accepted = review_keys(call.fleet, call.streams.project, screen.show, is_dry_run=dry_run)
     if dry_run:
@@ -180,7 +176,7 @@ def doctor(
         )
     view.finish(examination)
     streams.result(doctor_document(examination))
-    record_failed(streams.project, call.command, call.fleet.machines, examination.failed)
+    record_failed(streams.project, call.command, call.fleet.machines, examination.red)
     examination.check()
 
 

@@ -88,11 +88,9 @@ def accept_keys(keys: Iterable[ShownKey], project: ProjectDirectory) -> None:
 
 
 def keep_named(fleet: Fleet, limit: Sequence[str]) -> Fleet:
-    """Return the fleet with the machines that `limit` names, jump hosts too; all nodes for other patterns."""
-    machines = {name: node for layer in list_layers(fleet) for name, node in layer.items()}
-    names = ",".join(limit).split(",")
-    is_named = machines.keys() >= {*names}
-    return replace(fleet, nodes=tuple(machines[name] for name in names)) if is_named else fleet
+    """Return the fleet with the jump hosts that `limit` names as its nodes, as it is if there are none."""
+    jumps = {jump for node in fleet.nodes for jump in node.jumps if jump.name in limit}
+    return replace(fleet, nodes=tuple(jumps)) if jumps else fleet
 
 
 def forget_keys(

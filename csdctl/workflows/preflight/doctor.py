@@ -33,7 +33,6 @@ from csdctl.fleet.checks import (
     Check,
     ConnectAttempt,
     Status,
-    failed_machines,
     judge_attempts,
     judge_error,
     judge_hostnames,
@@ -237,17 +236,12 @@ class Examination:
             self.on_check(check)
 
     @property
-    def red(self) -> list[str]:
-        """The machines with a red check; including `fleet` when a check of the whole fleet is red."""
-        return failed_machines(self.checks)
-
-    @property
-    def failed(self) -> dict[str, CsdctlError]:
-        """Of each machine with red checks the first one."""
+    def red(self) -> dict[str, CsdctlError]:
+        """The first red check of each machine that has one; and of `fleet`, the whole fleet."""
         return {
             check.machine: NodeError(describe(check), remedy=check.remedy)
             for check in reversed(self.checks)
-            if check.status == Status.FAIL and check.machine != FLEET_NAME
+            if check.status == Status.FAIL
         }
 
     def check(self) -> None:
@@ -613,7 +607,7 @@ def _run_check(
     try:
         outcome = job.run(deadline_s)
         traffic = [event for event in outcome.events if isinstance(event, Traffic)]
-        space.ledger.add(add_rank_traffic(traffic, machines, {SUMS: TrafficClass.CONTROL}))
+        space.ledger.add(add_rank_traffic(traffic, machines, {SUMS: TrafficClass.TEST_SUMS}))
         space.ledger.add(add_mpirun_traffic([outcome], space.fleet))
     finally:
         end_run(scratch.run_id, {name: space.sessions[name] for name in machines}, pythons)

@@ -104,12 +104,9 @@ class BareMachine:
     """What others have in the prefix."""
 
 
-def build_probe(prefix: str, sudo: str = "") -> list[str]:
-    """Return the argument list of the probe; `prefix` is where everything is installed.
-
-    With a user as `sudo`, Ansible will call sudo for it, even if its id is 0.
-    """
-    return ["sh", "-c", _PROBE, "csdctl-probe", prefix, sudo]
+def build_probe(prefix: str, *, calls_sudo: bool = False) -> list[str]:
+    """Return the arguments of the probe for an installation in `prefix`, which may call sudo even as root."""
+    return ["sh", "-c", _PROBE, "csdctl-probe", prefix, "sudo" if calls_sudo else ""]
 
 
 def parse_machine(name: str, completed: Completed) -> BareMachine:

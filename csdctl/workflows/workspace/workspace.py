@@ -23,7 +23,7 @@ from csdctl.errors import (
     PartialError,
     UnreachableError,
 )
-from csdctl.fleet.checks import check_machines, is_ready
+from csdctl.fleet.checks import FLEET_NAME, check_machines, is_ready
 from csdctl.fleet.facts import Facts, facts_path, load_facts
 from csdctl.fleet.fleet_file import load_fleet
 from csdctl.fleet.model import HOST_NAME, Fleet, keep_nodes, select_nodes
@@ -190,41 +190,29 @@ def choose_fleet(
 
 def load_failed(path: Path) -> str:
     """Return the nodes that a command failed on, joined by commas; raises InputError when none is listed."""
-    if not path.exists():
-        raise InputError(
-            f"no failed nodes are recorded: {path} does not exist", remedy="leave out --failed-from"
-        )
-    content = load_json(path)
+    content = load_json(path) if path.exists() else {"failed": ()}
     try:
-        names = [str(name) for name in content["failed"] if name != HOST_NAME]
+        names = [str(name) for name in content["failed"] if name not in (HOST_NAME, FLEET_NAME)]
     except (KeyError, TypeError):
         raise InputError(
             f"{path} does not list the nodes that a command failed on",
             remedy="pass .csdctl/failed.json, or the output of a command with --json",
         ) from None
     if not names:
-        raise InputError(f"{path} lists no node: nothing to retry")
+        raise InputError(f"no failed nodes are recorded in {path}", remedy="leave out --failed-from")
     return ",".join(names)
 
 
 def record_failed(
     project: ProjectDirectory, command: str, machines: Sequence[str], failed: Mapping[str, CsdctlError]
 ) -> None:
-    """Save where a command that ran on `machines` failed.
-
-    Without a failure, only its own `machines` leave the list, and only if the same command has saved it.
-    """
+    """Save where a command that ran on `machines` failed; where it succeeded, change only its own list."""
     listed = {name: {"message": error.message, "remedy": error.remedy} for name, error in failed.items()}
-    if not failed:
-        earlier = load_kept(project.failed, dict[str, Any]) or {}
-        if earlier.get("command") != command:
-            return
-        succeeded = {HOST_NAME, *machines}
-        listed = {name: error for name, error in earlier["failed"].items() if name not in succeeded}
-    if listed:
+    earlier = load_kept(project.failed, dict[str, Any]) or {}
+    if not failed and earlier.get("command") == command:
+        listed = {name: error for name, error in earlier["failed"].items() if name not in machines}
+    if failed or earlier.get("command") == command:
         save_json(project.failed, {"schema": SCHEMA, "command": command, "failed": listed})
-    else:
-        project.failed.unlink(missing_ok=True)
 
 
 def conclude(

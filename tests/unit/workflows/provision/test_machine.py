@@ -104,9 +104,9 @@ def test_user_that_needs_a_password_for_sudo_is_told_what_to_allow() -> None:
 def test_probe_runs_here_and_calls_sudo_for_a_user_that_ansible_calls_it_for(tmp_path: Path) -> None:
     (tmp_path / "sudo").write_text("#!/bin/sh\necho sudo: a password is required >&2\nexit 1\n")
     (tmp_path / "sudo").chmod(0o700)
-    path = f"{tmp_path}:{os.environ['PATH']}"
-    probe = build_probe("/opt/csdctl-none/below", "csd")
-    done = subprocess.run(probe, capture_output=True, check=True, env={**os.environ, "PATH": path})
+    environment = {"PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    probe = build_probe("/opt/csdctl-none/below", calls_sudo=True)
+    done = subprocess.run(probe, capture_output=True, check=True, env=environment)
     machine = parse_machine("here", Completed(("sh",), 0, done.stdout, done.stderr, 0.1))
     assert machine.free_bytes > 0
     assert machine.installed == ""
