@@ -15,6 +15,7 @@ from csdctl.fleet.names import format_node_names, names_by_value
 from csdctl.reporting.energy import MachineEnergy, describe_energy, describe_machine
 from csdctl.reporting.numbers import (
     format_bytes,
+    format_count,
     format_loss,
     format_metrics,
     format_range,
@@ -72,11 +73,7 @@ def describe_result(summary: RunSummary) -> str:
     host = summary.ranks[0].alone_samples_per_s if summary.num_ranks > 1 else None
     ratio = f" ({summary.samples_per_s / host:.2f} × the host alone)" if host else ""
     rate = f", {format_rate(summary.samples_per_s)} samples/s{ratio}" if summary.samples_per_s else ""
-    return f"{summary.state}: {_count_epochs(summary)}{reached}{rate}"
-
-
-def _count_epochs(summary: RunSummary) -> str:
-    return f"{summary.epochs} epoch{'' if summary.epochs == 1 else 's'}"
+    return f"{summary.state}: {format_count(summary.epochs, 'epoch')}{reached}{rate}"
 
 
 def describe_bottleneck(run: RunResults, bottleneck: Bottleneck) -> str:
@@ -170,7 +167,7 @@ def describe_run(summary: RunSummary) -> list[tuple[str, str]]:
         *([] if summary.loss is None else [("loss", _both(summary.validation_loss, summary.loss))]),
         (
             "trained",
-            f"{_count_epochs(summary)}, {summary.steps:,} steps of {summary.global_batch}, "
+            f"{format_count(summary.epochs, 'epoch')}, {summary.steps:,} steps of {summary.global_batch}, "
             f"{summary.samples:,} samples in {format_seconds(summary.training_s)}"
             if summary.epochs
             else f"no complete epoch, {summary.samples:,} samples in steps of {summary.global_batch}",

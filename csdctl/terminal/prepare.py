@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from rich.text import Text
 
 from csdctl.fleet.names import format_node_names
-from csdctl.reporting.numbers import format_bytes, format_rate, format_seconds, format_share
+from csdctl.reporting.numbers import format_bytes, format_count, format_rate, format_seconds, format_share
 from csdctl.shipping.deliver import Delivery
 from csdctl.terminal.console import PrintableConsole
 from csdctl.terminal.streams import Streams
@@ -190,7 +190,8 @@ class PreparationScreen:
     def on_delivery(self, node: str, delivery: Delivery) -> None:
         """Show what was sent to a node."""
         if delivery.num_sent:
-            self.say(f"{node}: {delivery.num_sent} files sent ({format_bytes(delivery.bytes_sent)})")
+            sent = format_count(delivery.num_sent, "file")
+            self.say(f"{node}: {sent} sent ({format_bytes(delivery.bytes_sent)})")
 
     @contextmanager
     def preparing(self, what: str = "preparing data", expected: Sequence[str] = ()) -> Iterator[OnProgress]:

@@ -58,11 +58,11 @@ def num_running(project: Path) -> int:
 def test_process_of_an_earlier_run_is_ended_and_its_run_named(project: Path) -> None:
     on_csd0(project, LEAVE_A_RANK)
     listed = csdctl(project, "clean", "--dry-run")
-    assert f"csd0: 1 processes of run {RUN} are still running" in listed.stdout
+    assert f"csd0: 1 process of run {RUN} still running" in listed.stdout
     assert num_running(project) == 1
     done = csdctl(project, "clean")
     assert done.returncode == 0, done.stderr
-    assert f"csd0: 1 processes of run {RUN} ended" in done.stdout
+    assert f"csd0: 1 process of run {RUN} ended" in done.stdout
     assert "csd1: nothing left" in done.stdout
     assert eventually(lambda: num_running(project) == 0)  # a killed process may take a moment to end
 

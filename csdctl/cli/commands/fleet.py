@@ -137,7 +137,7 @@ def trust(
     if dry_run:
         call.streams.say("dry run: no key was accepted")
     elif num_accepted:
-        call.streams.say(f"{num_accepted} keys accepted: {call.streams.project.known_hosts}")
+        call.streams.say(f"{format_count(num_accepted, 'key')} accepted: {call.streams.project.known_hosts}")
     call.conclude(screen.document(), [*screen.keys, *screen.failed], screen.failed, is_dry=dry_run)
 
 
@@ -425,8 +425,8 @@ def clean(
     from csdctl.terminal.fleet import render_cleaned
 
     if everything and not dry_run:
-        num_nodes = len(call.fleet.nodes)
-        call.streams.confirm(f"Remove everything csdctl wrote on {num_nodes} nodes?", yes=yes)
+        count = format_count(call.fleet.nodes, "node")
+        call.streams.confirm(f"Remove everything csdctl wrote on {count}?", yes=yes)
     outcomes = clean(
         call.fleet,
         CleanupOptions(

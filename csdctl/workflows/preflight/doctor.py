@@ -256,13 +256,9 @@ class Examination:
             raise DeadlineError(
                 f"the deadline passed while {self.overdue}", remedy="raise --timeout, or check fewer nodes"
             )
-        if HOST_NAME in self.red:
-            raise CsdctlError("the host is not fit to train", remedy=REPAIR)
         red = [name for name in nodes if name in self.red]
-        if red and len(red) == len(nodes):
-            raise CsdctlError(f"none of the {len(nodes)} nodes is fit to train", remedy=REPAIR)
-        if FLEET_NAME in self.red:
-            raise CsdctlError("the machines cannot train together", remedy=REPAIR)
+        if self.red.keys() - {*red} or (red and len(red) == len(nodes)):  # the host, all nodes, or MPI
+            raise CsdctlError(f"not fit to train: {format_node_names(self.red)}", remedy=REPAIR)
         if red:
             raise PartialError(
                 f"{len(red)} of {len(nodes)} nodes are not fit to train: {', '.join(red)}",

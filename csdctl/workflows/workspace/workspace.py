@@ -30,6 +30,7 @@ from csdctl.fleet.model import HOST_NAME, Fleet, keep_nodes, select_nodes
 from csdctl.fleet.names import format_node_names
 from csdctl.launch.leftovers import CleanupOptions, Leftovers, clean_machine, lock_machines, raise_if_locked
 from csdctl.notify import Say
+from csdctl.reporting.numbers import format_count
 from csdctl.runs.directory import ProjectDirectory
 from csdctl.runs.ledger import Ledger
 from csdctl.shipping.store import StoredFile
@@ -134,8 +135,9 @@ def _end_leftovers(sessions: Mapping[str, Session], pythons: Mapping[str, str], 
     raise_if_locked(outcomes.values())
     for name, found in values_or_raise(outcomes, "looking for leftovers").items():
         if found.num_processes:
+            ended = format_count(found.num_processes, "process")
             runs = f" of run {', '.join(found.runs)}" if found.runs else ""
-            say(f"{name}: ended {found.num_processes} processes{runs} left by an earlier csdctl")
+            say(f"{name}: ended {ended}{runs} left by an earlier csdctl")
 
 
 def _load_or_collect_facts(fleet: Fleet, sessions: dict[str, Session]) -> dict[str, Facts]:
@@ -235,7 +237,7 @@ def conclude(
     errors = list(failed.values())
     remedy = f"fix them as shown above, then retry only them: {retry}"
     if set(nodes) <= set(failed) and all(error.exit_code == ExitCode.UNREACHABLE for error in errors):
-        raise NoNodeReachableError(f"none of {len(nodes)} nodes could be reached", remedy=remedy)
+        raise NoNodeReachableError(f"none of {format_count(nodes, 'node')} could be reached", remedy=remedy)
     error_type: type[CsdctlError] = PartialError if len(failed) < len(machines) else CsdctlError
     if error_type is CsdctlError and all(isinstance(error, DeadlineError) for error in errors):
         error_type = DeadlineError

@@ -107,6 +107,7 @@ BAD_FLEETS = [
         "f.yaml:1: `nodes.0.port`: must be less than or equal to 65535 (received 999",
     ),
     ("1.1.1.1", "1.1.1.1, usr: x", "f.yaml:1: unknown key `nodes.0.usr`, did you mean `user`?"),
+    ("1.1.1.1", "1.1.1.1, private_key: x", "`nodes.0.private_key`, did you mean `key`?"),
     ("1.1.1.1", "1.1.1.1, jump: a", "f.yaml: cyclic jumps: a → a"),
     (
         "1.1.1.1",
@@ -279,6 +280,7 @@ IN_PROJECT = [
     ("provision --set nope", "--set 'nope' is not NAME=VALUE"),
     ("provision --collect --kind sparc", "--kind 'sparc' is unknown"),
     ("deploy nope.yaml", "nope.yaml does not exist"),
+    ("deploy data", "copy it with --tree data"),
     ("deploy --tree nope", "--tree nope: 'nope' does not exist"),
 ]
 WITH_FILE = [
