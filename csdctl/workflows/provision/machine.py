@@ -34,7 +34,7 @@ libc() {  # a minimal system has neither getconf nor ldd, and its C library prin
 echo "glibc=$( (getconf GNU_LIBC_VERSION || ldd --version || libc) 2>/dev/null | head -n 1)"
 echo "home=$PWD"
 echo "user=$(id -u)"
-echo "login=$(id -un)"
+echo "login=${2:-$(id -un)}"
 { [ "$(id -u)" = 0 ] && [ -z "$2" ]; } || sudo -n true 2>/dev/null ||
   echo "not_root=$(sudo -n true 2>&1 | tail -n 1)"
 for python in python3.13 python3.12 python3.11 python3; do
@@ -104,9 +104,9 @@ class BareMachine:
     """What others have in the prefix."""
 
 
-def build_probe(prefix: str, *, calls_sudo: bool = False) -> list[str]:
-    """Return the arguments of the probe for an installation in `prefix`, which may call sudo even as root."""
-    return ["sh", "-c", _PROBE, "csdctl-probe", prefix, "sudo" if calls_sudo else ""]
+def build_probe(prefix: str, user: str = "") -> list[str]:
+    """Return the arguments of the probe for `prefix`; Ansible calls sudo for `user`, even if that is root."""
+    return ["sh", "-c", _PROBE, "csdctl-probe", prefix, user]
 
 
 def parse_machine(name: str, completed: Completed) -> BareMachine:

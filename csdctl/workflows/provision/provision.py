@@ -338,8 +338,8 @@ def collect_kind(request: ProvisionRequest, kind: Kind, say: Say) -> Bundle:
 
 def _look(fleet: Fleet, prefix: str, directory: Path, *, installs: bool) -> dict[str, Outcome[BareMachine]]:
     def look(session: Session) -> BareMachine:
-        # As the playbooks: also for a user whose id is 0, but whose name is another.
-        probe = build_probe(prefix, calls_sudo=installs and fleet.node(session.name).user != "root")
+        user = fleet.node(session.name).user
+        probe = build_probe(prefix, user if installs and user != "root" else "")
         machine = parse_machine(session.name, session.run(probe, deadline_s=PROBE_DEADLINE_S))
         if installs:
             check_root(machine)

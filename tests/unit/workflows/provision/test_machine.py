@@ -105,9 +105,9 @@ def test_probe_runs_here_and_calls_sudo_for_a_user_that_ansible_calls_it_for(tmp
     (tmp_path / "sudo").write_text("#!/bin/sh\necho sudo: a password is required >&2\nexit 1\n")
     (tmp_path / "sudo").chmod(0o700)
     environment = {"PATH": f"{tmp_path}:{os.environ['PATH']}"}
-    probe = build_probe("/opt/csdctl-none/below", calls_sudo=True)
+    probe = build_probe("/opt/csdctl-none/below", "csd")
     done = subprocess.run(probe, capture_output=True, check=True, env=environment)
     machine = parse_machine("here", Completed(("sh",), 0, done.stdout, done.stderr, 0.1))
     assert machine.free_bytes > 0
     assert machine.installed == ""
-    assert machine.not_root == "sudo: a password is required", "also where its id is 0"
+    assert (machine.user, machine.not_root) == ("csd", "sudo: a password is required"), "also as id 0"
