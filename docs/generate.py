@@ -176,6 +176,7 @@ DOCUMENTS = {
         is_fit=(bool, "Whether the machines can train together."),
         overdue=(str | None, "What was unfinished at the deadline."),
         checks=(list[Check], "Each check of each machine."),
+        failed=FAILED,
     ),
     "csdctl.emulate/1": shown(
         "`csdctl emulate up`, `status` and `down`",

@@ -95,6 +95,7 @@ class Call:
     exclude: list[str] | None
     failed_from: Path | None = None
     job_path: Path = options.DEFAULT_JOB
+    repeated_by: Sequence[str] = ()  # if not by the typed arguments
 
     def __post_init__(self) -> None:
         self.streams = Streams(is_json=self.is_json)
@@ -159,5 +160,5 @@ class Call:
 
         self.streams.result(document)
         if failed or not is_dry:
-            retry = retry_line(typed or [self.command])
+            retry = retry_line(self.repeated_by or typed or [self.command])
             conclude(self.streams.project, self.command, machines, failed, retry)

@@ -75,7 +75,7 @@ LimitOption = Annotated[
     list[str] | None,
     selection(
         metavar="NODES",
-        help="Select only these nodes: names, ranges such as csd[0-7], or groups.",
+        help="Select only these nodes: names, ranges such as csd[0-7], groups, or all.",
         autocompletion=complete_nodes,
     ),
 ]

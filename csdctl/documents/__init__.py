@@ -298,7 +298,8 @@ def _describe(problem: Any, tree: yaml.Node | None, model: type[BaseModel] | Non
             for part in (schema, *schema.get("$defs", {}).values())
             for name in part.get("properties", {})
         }
-        nearest = difflib.get_close_matches(str(location[-1])[:MAX_SHOWN], known, n=1)
+        name = str(location[-1])[:MAX_SHOWN]
+        nearest = difflib.get_close_matches(name, known, n=1) or sorted(known & {*name.split("_")})
         hint = f", did you mean `{nearest[0]}`?" if nearest else ""
         return f"{where}unknown key `{key}`{hint}"
     if problem["type"] == "missing":

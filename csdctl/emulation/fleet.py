@@ -297,8 +297,8 @@ def start_fleet(
     """Start the servers, detached, and return the path of the fleet.yaml that describes them.
 
     The fleet is taken down when process `owner_pid` ends; without one, it stays up. A running fleet with the
-    same spec is left as it is, with its owner; one that was stopped with `keep` starts with its files; a
-    crashed fleet is removed first. Raises InputError when another fleet is running or kept there, when
+    same spec is left as it is, with its owner; one that was stopped with `keep`, or of which a server has
+    ended, starts again with its files. Raises InputError when another fleet is running or kept there, when
     fleet.yaml was not written by the emulator, or when no process has the id `owner_pid`.
     """
     check_spec(spec)
@@ -317,6 +317,9 @@ def start_fleet(
             return state.fleet_path
         chosen = (fleet_path or paths.default_fleet).absolute()
         check_may_write(chosen, paths.fleet_id)
+        if state is not None and state.nodes:  # a server has ended
+            keep_fleet(paths, state)
+            state = load_state(paths)
         is_kept = state is not None and state.is_kept
         if state is not None and is_kept:
             _check_same(paths, state, spec, fleet_path, cpu_mechanism)

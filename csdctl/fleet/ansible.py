@@ -20,7 +20,7 @@ from pydantic.dataclasses import dataclass
 from csdctl.documents import check_values, load_json, load_text
 from csdctl.errors import InputError
 from csdctl.fleet.model import Fleet, Node, select_names
-from csdctl.fleet.names import GROUP, NAME
+from csdctl.fleet.names import GROUP, NAME, format_node_names
 from csdctl.fleet.openssh import Target, read_arguments
 from csdctl.notify import shorten
 
@@ -158,7 +158,8 @@ def list_targets(
         if target:
             targets.append(target)
     if not targets:
-        raise InputError(f"{name} has no host with SSH access")
+        reasons = "; ".join(f"{format_node_names(hosts)} {note}" for note, hosts in [*warnings.items()][:3])
+        raise InputError(f"{name} has no host with SSH access: {reasons}")
     return targets, warnings
 
 

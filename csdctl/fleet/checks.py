@@ -166,11 +166,6 @@ def judge_error(name: str, check: str, error: CsdctlError) -> Check:
     return Check(name, check, Status.FAIL, error.message, remedy=error.remedy)
 
 
-def failed_machines(checks: Iterable[Check]) -> list[str]:
-    """Return the machines with a failed check, without duplicates."""
-    return list(dict.fromkeys(check.machine for check in checks if check.status == Status.FAIL))
-
-
 def fold(checks: Iterable[Check]) -> Iterator[tuple[Check, list[str]]]:
     """Combine equal checks of several machines; yield each with the names of the machines."""
     shared = names_by_value((check.machine, replace(check, machine="")) for check in checks)

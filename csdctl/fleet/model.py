@@ -200,11 +200,15 @@ def select_nodes(
 ) -> Fleet:
     """Return the fleet with the nodes that match `limit` (all when empty) and not `exclude`.
 
-    A pattern is a name with wildcards or a range (`csd[0-7]`), or a group; several may be joined by
-    commas. Raises InputError for a pattern without a match, or when no node remains; `may_be_empty`: the host
-    alone is enough. `with_servers`: a node is selected with its server, and excluded with it.
+    A pattern is a name with wildcards or a range (`csd[0-7]`), a group, `all`, or a jump host, for the nodes
+    behind it; several may be joined by commas. Raises InputError for a pattern without a match, or when no
+    node remains; `may_be_empty`: the host alone is enough. `with_servers`: a node is selected with its
+    server, and excluded with it.
     """
-    groups, where = {node.name: node.groups for node in fleet.nodes}, str(fleet.path)
+    names, where = {node.name for node in fleet.nodes}, str(fleet.path)
+    groups = {
+        node.name: (*node.groups, *({jump.name for jump in node.jumps} - names)) for node in fleet.nodes
+    }
     if with_servers:
         present = select_names(groups, (), exclude, where=where, may_be_empty=True)
         servers = {node.server for node in fleet.nodes} & groups.keys()
@@ -261,10 +265,14 @@ def _matching(groups: Mapping[str, Sequence[str]], pattern: str, option: str, wh
         for name, own in groups.items()
         if name in wanted or not wanted.isdisjoint(own) or any(each.match(name) for each in patterns)
     ]
+    if pattern == "all" and not found:
+        return [*groups]
     if not found or missing:
+        others = sorted(known.difference(groups, ["all"]))
         absent = f"names {format_node_names(sorted(missing))}, not in" if missing else "matches no node of"
         raise InputError(
-            f"{option} {pattern!r} {absent} {where}", remedy=f"nodes: {format_node_names(groups)}"
+            f"{option} {pattern!r} {absent} {where}",
+            remedy=f"nodes: {format_node_names(groups)}; groups: {format_node_names(['all', *others])}",
         )
     return found
 

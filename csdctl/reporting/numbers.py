@@ -86,9 +86,9 @@ def format_metrics(accuracy: float | None, metrics: Mapping[str, float]) -> str:
 
 
 def format_count(items: Sized | int, word: str) -> str:
-    """Return the number of `items` and their name `word`, in the plural unless there is one."""
-    count = items if isinstance(items, int) else len(items)
-    return f"{count} {word}" + ("" if count == 1 else "s")
+    """Return the number of `items`, or `items` itself, and their name, in the plural unless it is 1."""
+    number = items if isinstance(items, int) else len(items)
+    return f"{number:,} {word}" + ("" if number == 1 else "es" if word.endswith("s") else "s")
 
 
 def _float(number: float) -> float:

@@ -62,7 +62,8 @@ REMARKS: dict[str, str] = {
     TrafficClass.EMBEDDINGS: "asked for by `csdctl predict --want embeddings`: the output of a layer for "
     "each private sample; a linear map may recover half of the variance of an image's pixels from it",
     TrafficClass.FEATURES: "what the model's frozen part computes from samples that the job declares public",
-    TrafficClass.FILES: "trees that the user deployed",
+    TrafficClass.FILES: "trees that you deployed, your private files among them; software of `provision`",
+    TrafficClass.TEST_SUMS: "constants that `doctor` and `tune` sum to check and measure the network",
 }
 """What may be learnt from the bytes of each traffic class."""
 NOISY_GRADIENT = (
@@ -74,7 +75,7 @@ NOISY_MODEL = (
     "weights and optimizer state, which in this run depend on private samples only through the noisy sums"
 )
 BATCH_NORM = (
-    "If the model has batch normalisation, its moving statistics are sent with the gradient: means and "
+    "If the model has batch normalization, its moving statistics are sent with the gradient: means and "
     "variances of a node's activations."
 )
 

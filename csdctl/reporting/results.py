@@ -112,6 +112,8 @@ class RunSummary:
     """Gradient noise scale in samples, the median of all epochs; None: not known."""
     energy: RunEnergy | None = None
     """None: no power source is configured in fleet.yaml."""
+    busy: tuple[str, ...] = ()
+    """Machines on which other work ran when the plan was tuned."""
     num_unreadable: int = 0
     """Lines of the stored events that could not be read, and are left out."""
 
@@ -170,6 +172,7 @@ def summarize(
         privacy=measure_privacy(manifest, run.passes),
         strategy=strategy,
         cut=manifest.get("cut", ""),
+        busy=tuple(plan.get("busy", ())),
         noise_scale=median(run.noise_scales) if run.noise_scales else None,
     )
 

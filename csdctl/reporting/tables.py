@@ -210,6 +210,7 @@ def _describe_speed(summary: RunSummary) -> str:
     if summary.predicted_samples_per_s is not None:
         text += f"; predicted {format_rate(summary.predicted_samples_per_s)}"
         text += f" ({format_range(summary.predicted_range)})" if summary.predicted_range else ""
+        text += f", while {format_node_names(summary.busy)} had other work" if summary.busy else ""
     host = summary.ranks[0].alone_samples_per_s if summary.ranks else None
     return text + (f"; {summary.samples_per_s / host:.2f} × the host alone" if host else "")
 
@@ -221,7 +222,10 @@ def _describe_efficiency(summary: RunSummary) -> str:
         measured = all(rank.alone_samples_per_s for rank in summary.ranks if rank.batch_size)
         return f"unknown: {'no step was reported' if measured else 'the plan has no standalone throughput'}"
     alone = format_rate(summary.alone_samples_per_s)
-    return f"{format_share(summary.efficiency)} of {alone} samples/s, {REACHABLE[summary.strategy]}"
+    loaded = (
+        "; standalone throughput was measured under load: tune again" if summary.efficiency > 1.02 else ""
+    )
+    return f"{format_share(summary.efficiency)} of {alone} samples/s, {REACHABLE[summary.strategy]}{loaded}"
 
 
 def compare(runs: Sequence[RunResults], described: Sequence[Sequence[tuple[str, str]]]) -> DataTable:

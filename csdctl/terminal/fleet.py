@@ -109,6 +109,7 @@ def doctor_document(examination: Examination) -> dict[str, object]:
         "is_fit": not examination.red and not examination.overdue,
         "overdue": examination.overdue or None,
         "checks": examination.checks,
+        "failed": examination.red,
     }
 
 
@@ -281,20 +282,21 @@ class TrustScreen:
                 for key in new
             ]
             columns = ("machine", "address", "type", "~fingerprint")
-            self.streams.console.print(build_table(columns, rows, title="new host keys"))
+            title = f"new host keys of {format_node_names(key.node.name for key in new)}"
+            self.streams.console.print(build_table(columns, rows, title=title))
         if num_known := len(shown) - len(new):
-            self.streams.say(f"{num_known} keys are already accepted")
+            self.streams.say(f"{format_count(num_known, 'key')} already accepted")
         for warning in find_shared_host_keys({name: key.fingerprint for name, key in shown.items()}):
             self.streams.say(f"warning: {warning}")
         render_failed(self.streams.console, failed, self.fleet)
         if new and not self.is_dry_run:
-            self.streams.confirm(f"Accept {len(new)} new keys?", yes=self.yes)
+            self.streams.confirm(f"Accept {format_count(new, 'new key')}?", yes=self.yes)
 
     def show_forgotten(self, removed: Mapping[str, int]) -> None:
         """Print how many keys of each machine were deleted."""
         done = "would be deleted" if self.is_dry_run else "deleted"
         for name, number in removed.items():
-            self.streams.say(f"{name}: {number} keys {done}" if number else f"{name}: no key was stored")
+            self.streams.say(f"{name}: {format_count(number, 'key')} {done}")
         self.streams.result({"schema": "csdctl.trust/1", "is_dry_run": self.is_dry_run, "forgotten": removed})
 
     def document(self) -> dict[str, object]:
@@ -340,7 +342,7 @@ def show_stopped(streams: Streams, stopped: StoppedFleet) -> None:
     if streams.is_json:
         streams.result({**EMULATED, **vars(stopped), "nodes": []})
         return
-    streams.say(f"Emulated fleet is down: {stopped.num_processes} processes ended")
+    streams.say(f"Emulated fleet is down: {format_count(stopped.num_processes, 'process')} ended")
     if stopped.kept_fleet_path:
         streams.say(f"{stopped.kept_fleet_path} was edited and is kept")
 
@@ -370,12 +372,13 @@ def render_cleaned(console: PrintableConsole, outcome: Outcome[Leftovers], *, is
     parts = []
     if found.num_processes:
         runs = f" of run {', '.join(found.runs)}" if found.runs else ""
-        parts.append(f"{found.num_processes} processes{runs} {'are still running' if is_dry else 'ended'}")
+        ended = "still running" if is_dry else "ended"
+        parts.append(f"{format_count(found.num_processes, 'process')}{runs} {ended}")
     if found.paths:
         verb = "could be removed" if is_dry else "removed"
-        parts.append(f"{len(found.paths)} paths ({format_bytes(found.num_bytes)}) {verb}")
+        parts.append(f"{format_count(found.paths, 'path')} ({format_bytes(found.num_bytes)}) {verb}")
     if found.num_unused:
-        parts.append(f"{found.num_unused} unused files removed")
+        parts.append(f"{format_count(found.num_unused, 'unused file')} removed")
     if not parts:
         parts.append("nothing left")
     stored = {"features": found.features_bytes, "predictions": found.predictions_bytes}
@@ -383,3 +386,5 @@ def render_cleaned(console: PrintableConsole, outcome: Outcome[Leftovers], *, is
     if sizes:
         parts.append(f"stored: {', '.join(sizes)} (--computed removes them)")
     console.print(f"{outcome.name}: {'; '.join(parts)}", soft_wrap=True)
+    for path in bounded(console, found.paths if is_dry else (), "paths"):
+        console.print(f"  {path}", soft_wrap=True)

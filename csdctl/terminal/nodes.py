@@ -9,7 +9,7 @@ from rich.text import Text
 from csdctl.errors import CsdctlError
 from csdctl.fleet.model import Fleet, fold_problems
 from csdctl.fleet.names import fold_names, format_node_names
-from csdctl.reporting.numbers import format_bytes
+from csdctl.reporting.numbers import format_bytes, format_count
 from csdctl.shipping.deliver import Delivery, DeliveryProgress
 from csdctl.shipping.payload import FileTree, TreeRequest
 from csdctl.shipping.store import printable
@@ -155,7 +155,7 @@ class TransferView(CountView):
 
     def packed(self, request: TreeRequest, tree: FileTree) -> None:
         """Print the size of a tree that was read."""
-        size = f"{len(tree.files):,} files ({format_bytes(tree.num_bytes)})"
+        size = f"{format_count(tree.files, 'file')} ({format_bytes(tree.num_bytes)})"
         line = f"{printable(str(request.source))}: {size} for {printable(tree.destination)}"
         self._console.print(line, soft_wrap=True)
 
@@ -163,7 +163,7 @@ class TransferView(CountView):
         """Print what a node got, or that it failed."""
         line = f"{outcome.name}: failed"
         if done := outcome.value:
-            sent = f"{done.num_sent:,} files {'would be sent' if self._is_dry_run else 'sent'}"
+            sent = f"{format_count(done.num_sent, 'file')} {'would be sent' if self._is_dry_run else 'sent'}"
             size = format_bytes(done.bytes_sent)
             line = f"{outcome.name}: {sent} ({size}), {done.num_present:,} already there"
         self._console.print(line, soft_wrap=True)
@@ -173,7 +173,7 @@ class TransferView(CountView):
         """Count a node that has its bundle."""
         line = ""
         if sent := outcome.value:
-            files = f"{sent.num_files:,} files ({format_bytes(sent.num_bytes)}) missing there"
+            files = f"{format_count(sent.num_files, 'file')} ({format_bytes(sent.num_bytes)}) missing there"
             left = " is installed: nothing to send" if sent.is_installed else f": {files}"
             line = f"{outcome.name}: bundle {sent.bundle_id}{left}"
         self.count(line, has_failed=not outcome.value)
@@ -201,6 +201,9 @@ def render_provisioned(
     would = "would be " if request.is_dry_run else ""
     columns = ("node", ">processor", f">{would}sent", ">tasks ok", f">{would}changed")
     console.print(build_table(columns, rows))
+    is_checked = all(one.value is None or one.value.summary for one in outcomes.values())
+    if request.is_dry_run and not (request.sends_only or is_checked):
+        console.print("–: not checked by Ansible, which needs the files there first", soft_wrap=True)
     is_installed = any(one.value and one.value.sent for one in outcomes.values())
     if is_installed and not (request.sends_only or request.is_dry_run):
         python = f"{request.prefix}/venv/bin/python"

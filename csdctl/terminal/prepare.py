@@ -190,8 +190,8 @@ class PreparationScreen:
     def on_delivery(self, node: str, delivery: Delivery) -> None:
         """Show what was sent to a node."""
         if delivery.num_sent:
-            files = format_count(delivery.num_sent, "file")
-            self.say(f"{node}: {files} sent ({format_bytes(delivery.bytes_sent)})")
+            sent = format_count(delivery.num_sent, "file")
+            self.say(f"{node}: {sent} sent ({format_bytes(delivery.bytes_sent)})")
 
     @contextmanager
     def preparing(self, what: str = "preparing data", expected: Sequence[str] = ()) -> Iterator[OnProgress]:

@@ -23,10 +23,11 @@ class TrafficClass(StrEnum):
     """Data that passes the cut of a model: activations and labels of samples, gradients of activations."""
     FEATURES = "features of public samples"
     FILES = "files"
-    """Directory trees that the user deploys."""
+    """Directory trees that the user deploys, and what is provisioned."""
     CLASSES = "classes of private samples"
     SCORES = "scores of private samples"
     EMBEDDINGS = "embeddings of private samples"
+    TEST_SUMS = "test sums"
     LOG = "log"
     CONTROL = "control"
 

@@ -100,8 +100,11 @@ def test_a_kept_fleet_starts_again_with_its_files(directory: Path) -> None:
     assert_nothing_is_left(directory)
 
 
-def test_a_fleet_with_a_dead_server_is_restarted(directory: Path) -> None:
+def test_a_fleet_with_a_dead_server_is_restarted_with_its_files(directory: Path) -> None:
     fleet = start(directory, "auto")
+    private = [FleetPaths(directory).node(name).private / "samples" for name in ("csd0", "csd1")]
+    for path in private:
+        path.write_text("mine")
     pids = [status.pid for status in fleet_status(directory)]
     os.kill(pids[0], signal.SIGKILL)
     wait_until(lambda: not fleet.status("csd0").is_running)
@@ -109,6 +112,7 @@ def test_a_fleet_with_a_dead_server_is_restarted(directory: Path) -> None:
     start(directory, "auto")
     assert fleet.ssh("true").returncode in (0, 255)  # the old port is gone
     assert not {status.pid for status in fleet_status(directory)} & set(pids)
+    assert [path.read_text() for path in private] == ["mine", "mine"]
     assert all(status.is_running for status in fleet_status(directory))
 
 

@@ -11,6 +11,7 @@ from csdctl.cli import options
 from csdctl.cli.call import Call, on_fleet
 from csdctl.errors import InputError
 from csdctl.fleet.names import format_node_names
+from csdctl.reporting.numbers import format_count
 from csdctl.terminal.streams import Streams, format_json
 
 if TYPE_CHECKING:
@@ -49,6 +50,9 @@ def discover(
     from csdctl.workflows.discovery.inventory import import_fleet
 
     source = _parse_source(cidr or [], user, key, port, inventory, ssh_config)
+    if source and call.failed_from:
+        problem = "--failed-from selects nodes of a fleet file, and this command writes a new one"
+        raise InputError(problem, remedy="use --limit and --exclude")
     if source:
         found = import_fleet(
             source,
@@ -63,6 +67,7 @@ def discover(
         if dry_run:
             return
         call.limit = call.exclude = None  # the file lists only the nodes that they select
+        call.repeated_by = ["discover", "--fleet", str(call.fleet_path)]
     elif dry_run or force:
         raise InputError(
             "--dry-run and --force apply only when the fleet file is written",
@@ -117,19 +122,22 @@ def trust(
 ) -> None:
     """Show the nodes' SSH host keys, and accept all new ones at once."""
     from csdctl.terminal.fleet import TrustScreen
-    from csdctl.workflows.discovery.discover import check_forgotten, forget_keys, review_keys
+    from csdctl.workflows.discovery.discover import check_forgotten, forget_keys, keep_named, review_keys
 
     screen = TrustScreen(call.streams, call.fleet, yes=yes, is_dry_run=dry_run)
     if forget:
-        screen.show_forgotten(forget_keys(call.fleet.nodes, call.streams.project, is_dry_run=dry_run))
+        is_chosen = yes or dry_run or call.limit or call.exclude or call.failed_from
+        call.streams.confirm("Delete the accepted keys of all nodes?", yes=bool(is_chosen))
+        fleet = keep_named(call.fleet, call.limit or ())
+        screen.show_forgotten(forget_keys(fleet.nodes, call.streams.project, is_dry_run=dry_run))
         if not dry_run:
-            check_forgotten(call.fleet, call.directory)
+            check_forgotten(fleet, call.directory)
         return
     num_accepted = review_keys(call.fleet, call.streams.project, screen.show, is_dry_run=dry_run)
     if dry_run:
         call.streams.say("dry run: no key was accepted")
     elif num_accepted:
-        call.streams.say(f"{num_accepted} keys accepted: {call.streams.project.known_hosts}")
+        call.streams.say(f"{format_count(num_accepted, 'key')} accepted: {call.streams.project.known_hosts}")
     call.conclude(screen.document(), [*screen.keys, *screen.failed], screen.failed, is_dry=dry_run)
 
 
@@ -154,6 +162,7 @@ def doctor(
     """Check that the machines can train together, and report how to fix what fails."""
     from csdctl.terminal.fleet import ExaminationView, doctor_document
     from csdctl.workflows.preflight.doctor import examine
+    from csdctl.workflows.workspace.workspace import record_failed
 
     streams = call.streams
     with ExaminationView(streams.console, call.fleet, is_verbose=streams.is_verbose) as view:
@@ -167,6 +176,7 @@ def doctor(
         )
     view.finish(examination)
     streams.result(doctor_document(examination))
+    record_failed(streams.project, call.command, call.fleet.machines, examination.red)
     examination.check()
 
 
@@ -361,7 +371,6 @@ def inventory(
 ) -> None:
     """Print the nodes of the fleet as an Ansible inventory, an ssh_config or JSON."""
     from csdctl.documents import check_output, save_text
-    from csdctl.reporting.numbers import format_count
     from csdctl.terminal.fleet import fleet_document
     from csdctl.workflows.discovery.inventory import render_ansible, render_ssh_config
     from csdctl.workflows.workspace.workspace import choose_fleet
@@ -416,8 +425,8 @@ def clean(
     from csdctl.terminal.fleet import render_cleaned
 
     if everything and not dry_run:
-        num_nodes = len(call.fleet.nodes)
-        call.streams.confirm(f"Remove everything csdctl wrote on {num_nodes} nodes?", yes=yes)
+        count = format_count(call.fleet.nodes, "node")
+        call.streams.confirm(f"Remove everything csdctl wrote on {count}?", yes=yes)
     outcomes = clean(
         call.fleet,
         CleanupOptions(

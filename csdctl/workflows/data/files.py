@@ -346,6 +346,8 @@ def deploy(
             packed.append(read_tree(tree, ignored))
             on_tree(tree, packed[-1])
         payload = pack_payload(trees=packed)
+    elif job.is_dir():
+        raise InputError(f"{job} is a directory, expected a job file", remedy=f"copy it with --tree {job}")
     else:
         worker, model = prepare_code(load_job(job), directory, say)
         payload = pack_payload([worker, *model.files])

@@ -8,7 +8,7 @@ Machines behind a jump host are contacted through it, so jump hosts come first.
 import base64
 import contextlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
@@ -85,6 +85,12 @@ def accept_keys(keys: Iterable[ShownKey], project: ProjectDirectory) -> None:
         for key in keys
     ]
     save_text(project.known_hosts, "".join(f"{line}\n" for line in [*_own_lines(project), *lines]))
+
+
+def keep_named(fleet: Fleet, limit: Sequence[str]) -> Fleet:
+    """Return the fleet with the jump hosts that `limit` names as its nodes, as it is if there are none."""
+    jumps = {jump for node in fleet.nodes for jump in node.jumps if jump.name in limit}
+    return replace(fleet, nodes=tuple(jumps)) if jumps else fleet
 
 
 def forget_keys(

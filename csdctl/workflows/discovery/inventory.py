@@ -124,6 +124,10 @@ def resolve_targets(targets: Sequence[Target], warnings: Mapping[str, list[str]]
         {target.name: target for target in targets}, resolver.resolve, max_workers=os.cpu_count() or 1
     )
     nodes = tuple(values_or_raise(outcomes, "reading the nodes").values())
+    jumps = {(jump.address, jump.port) for node in nodes for jump in node.jumps}
+    for name in (node.name for node in nodes if (node.address, node.port) in jumps):
+        note = "jump host of others; it becomes a node that trains, unless --exclude leaves it out"
+        resolver.notes[note].append(name)
     order = {target.name: number for number, target in enumerate(targets)}
     folded = [
         f"{format_node_names(sorted(set(names), key=lambda name: order.get(name, 0)))}: {note}"

@@ -33,7 +33,6 @@ from csdctl.fleet.checks import (
     Check,
     ConnectAttempt,
     Status,
-    failed_machines,
     judge_attempts,
     judge_error,
     judge_hostnames,
@@ -237,9 +236,13 @@ class Examination:
             self.on_check(check)
 
     @property
-    def red(self) -> list[str]:
-        """The machines with a red check; including `fleet` when a check of the whole fleet is red."""
-        return failed_machines(self.checks)
+    def red(self) -> dict[str, CsdctlError]:
+        """The first red check of each machine that has one; and of `fleet`, the whole fleet."""
+        return {
+            check.machine: NodeError(describe(check), remedy=check.remedy)
+            for check in reversed(self.checks)
+            if check.status == Status.FAIL
+        }
 
     def check(self) -> None:
         """Raise the error that determines the exit code; do nothing when no check is red."""
@@ -253,13 +256,9 @@ class Examination:
             raise DeadlineError(
                 f"the deadline passed while {self.overdue}", remedy="raise --timeout, or check fewer nodes"
             )
-        if HOST_NAME in self.red:
-            raise CsdctlError("the host is not fit to train", remedy=REPAIR)
         red = [name for name in nodes if name in self.red]
-        if red and len(red) == len(nodes):
-            raise CsdctlError(f"none of the {len(nodes)} nodes is fit to train", remedy=REPAIR)
-        if FLEET_NAME in self.red:
-            raise CsdctlError("the machines cannot train together", remedy=REPAIR)
+        if self.red.keys() - {*red} or (red and len(red) == len(nodes)):  # the host, all nodes, or MPI
+            raise CsdctlError(f"not fit to train: {format_node_names(self.red)}", remedy=REPAIR)
         if red:
             raise PartialError(
                 f"{len(red)} of {len(nodes)} nodes are not fit to train: {', '.join(red)}",
@@ -604,7 +603,7 @@ def _run_check(
     try:
         outcome = job.run(deadline_s)
         traffic = [event for event in outcome.events if isinstance(event, Traffic)]
-        space.ledger.add(add_rank_traffic(traffic, machines, {SUMS: TrafficClass.CONTROL}))
+        space.ledger.add(add_rank_traffic(traffic, machines, {SUMS: TrafficClass.TEST_SUMS}))
         space.ledger.add(add_mpirun_traffic([outcome], space.fleet))
     finally:
         end_run(scratch.run_id, {name: space.sessions[name] for name in machines}, pythons)

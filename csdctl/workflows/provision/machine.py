@@ -34,8 +34,9 @@ libc() {  # a minimal system has neither getconf nor ldd, and its C library prin
 echo "glibc=$( (getconf GNU_LIBC_VERSION || ldd --version || libc) 2>/dev/null | head -n 1)"
 echo "home=$PWD"
 echo "user=$(id -u)"
-echo "login=$(id -un)"
-[ "$(id -u)" = 0 ] || sudo -n true 2>/dev/null || echo "not_root=$(sudo -n true 2>&1 | tail -n 1)"
+echo "login=${2:-$(id -un)}"
+{ [ "$(id -u)" = 0 ] && [ -z "$2" ]; } || sudo -n true 2>/dev/null ||
+  echo "not_root=$(sudo -n true 2>&1 | tail -n 1)"
 for python in python3.13 python3.12 python3.11 python3; do
   path=$(command -v "$python") || continue
   program='import sys, venv, ssl; print("%d.%d" % sys.version_info[:2])'
@@ -103,9 +104,9 @@ class BareMachine:
     """What others have in the prefix."""
 
 
-def build_probe(prefix: str) -> list[str]:
-    """Return the argument list of the probe; `prefix` is where everything is installed."""
-    return ["sh", "-c", _PROBE, "csdctl-probe", prefix]
+def build_probe(prefix: str, user: str = "") -> list[str]:
+    """Return the arguments of the probe for `prefix`; Ansible calls sudo for `user`, even if that is root."""
+    return ["sh", "-c", _PROBE, "csdctl-probe", prefix, user]
 
 
 def parse_machine(name: str, completed: Completed) -> BareMachine:
@@ -160,7 +161,7 @@ def check_root(machine: BareMachine) -> None:
     if machine.not_root:
         user = machine.user or "USER"
         raise NodeError(
-            f"{user} cannot become root there without a password ({machine.not_root})",
+            f"user {user} is not root there and has no passwordless sudo ({machine.not_root})",
             node=machine.name,
             remedy=f"allow it, with `{user} ALL=(ALL) NOPASSWD: ALL` in /etc/sudoers.d/csdctl there, "
             "or set `user: root` in the fleet file",

@@ -338,7 +338,9 @@ def collect_kind(request: ProvisionRequest, kind: Kind, say: Say) -> Bundle:
 
 def _look(fleet: Fleet, prefix: str, directory: Path, *, installs: bool) -> dict[str, Outcome[BareMachine]]:
     def look(session: Session) -> BareMachine:
-        machine = parse_machine(session.name, session.run(build_probe(prefix), deadline_s=PROBE_DEADLINE_S))
+        user = fleet.node(session.name).user
+        probe = build_probe(prefix, user if installs and user != "root" else "")
+        machine = parse_machine(session.name, session.run(probe, deadline_s=PROBE_DEADLINE_S))
         if installs:
             check_root(machine)
             check_prefix(machine, prefix)

@@ -1,7 +1,7 @@
 """The plan that a run follows: the one on disk, if it still fits job and machines, or equal batch sizes."""
 
 from collections.abc import Mapping
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
 from csdctl.errors import InputError
@@ -38,7 +38,10 @@ def build_fingerprint(plan: Plan, job: Job, facts: Mapping[str, Facts]) -> PlanF
 
 
 def find_changes(plan: Plan, job: Job, facts: Mapping[str, Facts]) -> list[str]:
-    """Return what has changed since `plan` was made, one line per change; empty when the plan fits."""
+    """Return what has changed since `plan` was made; epochs count only where it compares strategies."""
+    epochs = plan.made_for and plan.made_for.job.get("recipe.epochs")
+    if isinstance(epochs, int) and sum(one.first_run_s is not None for one in plan.strategies) < 2:
+        job = replace(job, recipe=replace(job.recipe, epochs=epochs))
     changes = list_changes(plan.made_for, build_fingerprint(plan, job, facts)) if plan.made_for else []
     if plan.job_fingerprint != job.fingerprint() and not changes:
         return [UNKNOWN_CHANGE]

@@ -11,9 +11,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
-from csdctl.documents import load_json, save_json
+from csdctl.documents import load_json, load_kept, save_json
 from csdctl.errors import (
     CsdctlError,
     DeadlineError,
@@ -23,13 +23,14 @@ from csdctl.errors import (
     PartialError,
     UnreachableError,
 )
-from csdctl.fleet.checks import check_machines, is_ready
+from csdctl.fleet.checks import FLEET_NAME, check_machines, is_ready
 from csdctl.fleet.facts import Facts, facts_path, load_facts
 from csdctl.fleet.fleet_file import load_fleet
 from csdctl.fleet.model import HOST_NAME, Fleet, keep_nodes, select_nodes
 from csdctl.fleet.names import format_node_names
 from csdctl.launch.leftovers import CleanupOptions, Leftovers, clean_machine, lock_machines, raise_if_locked
 from csdctl.notify import Say
+from csdctl.reporting.numbers import format_count
 from csdctl.runs.directory import ProjectDirectory
 from csdctl.runs.ledger import Ledger
 from csdctl.shipping.store import StoredFile
@@ -134,8 +135,9 @@ def _end_leftovers(sessions: Mapping[str, Session], pythons: Mapping[str, str], 
     raise_if_locked(outcomes.values())
     for name, found in values_or_raise(outcomes, "looking for leftovers").items():
         if found.num_processes:
+            ended = format_count(found.num_processes, "process")
             runs = f" of run {', '.join(found.runs)}" if found.runs else ""
-            say(f"{name}: ended {found.num_processes} processes{runs} left by an earlier csdctl")
+            say(f"{name}: ended {ended}{runs} left by an earlier csdctl")
 
 
 def _load_or_collect_facts(fleet: Fleet, sessions: dict[str, Session]) -> dict[str, Facts]:
@@ -190,17 +192,29 @@ def choose_fleet(
 
 def load_failed(path: Path) -> str:
     """Return the nodes that a command failed on, joined by commas; raises InputError when none is listed."""
-    content = load_json(path)
+    content = load_json(path) if path.exists() else {"failed": ()}
     try:
-        names = [str(name) for name in content["failed"] if name != HOST_NAME]
+        names = [str(name) for name in content["failed"] if name not in (HOST_NAME, FLEET_NAME)]
     except (KeyError, TypeError):
         raise InputError(
             f"{path} does not list the nodes that a command failed on",
             remedy="pass .csdctl/failed.json, or the output of a command with --json",
         ) from None
     if not names:
-        raise InputError(f"{path} lists no node: nothing to retry")
+        raise InputError(f"no failed nodes are recorded in {path}", remedy="leave out --failed-from")
     return ",".join(names)
+
+
+def record_failed(
+    project: ProjectDirectory, command: str, machines: Sequence[str], failed: Mapping[str, CsdctlError]
+) -> None:
+    """Save where a command that ran on `machines` failed; where it succeeded, change only its own list."""
+    listed = {name: {"message": error.message, "remedy": error.remedy} for name, error in failed.items()}
+    earlier = load_kept(project.failed, dict[str, Any]) or {}
+    if not failed and earlier.get("command") == command:
+        listed = {name: error for name, error in earlier["failed"].items() if name not in machines}
+    if failed or earlier.get("command") == command:
+        save_json(project.failed, {"schema": SCHEMA, "command": command, "failed": listed})
 
 
 def conclude(
@@ -216,16 +230,14 @@ def conclude(
     DeadlineError when none ended in time, CsdctlError when none succeeded. `retry`: the command line that
     repeats it where it failed.
     """
+    record_failed(project, command, machines, failed)
     if not failed:
-        project.failed.unlink(missing_ok=True)
         return
-    listed = {name: {"message": error.message, "remedy": error.remedy} for name, error in failed.items()}
-    save_json(project.failed, {"schema": SCHEMA, "command": command, "failed": listed})
     nodes = [name for name in machines if name != HOST_NAME]
     errors = list(failed.values())
     remedy = f"fix them as shown above, then retry only them: {retry}"
     if set(nodes) <= set(failed) and all(error.exit_code == ExitCode.UNREACHABLE for error in errors):
-        raise NoNodeReachableError(f"none of {len(nodes)} nodes could be reached", remedy=remedy)
+        raise NoNodeReachableError(f"none of {format_count(nodes, 'node')} could be reached", remedy=remedy)
     error_type: type[CsdctlError] = PartialError if len(failed) < len(machines) else CsdctlError
     if error_type is CsdctlError and all(isinstance(error, DeadlineError) for error in errors):
         error_type = DeadlineError

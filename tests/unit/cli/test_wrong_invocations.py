@@ -14,6 +14,7 @@ import pytest
 from csdctl.cli.app import run_command
 from csdctl.errors import ExitCode
 from csdctl.terminal.streams import Streams
+from csdctl.workflows.workspace.workspace import load_failed
 
 JOB = "model: model.py:build\ndata: {public: {path: data}}\nrecipe: {epochs: 1, learning_rate: 0.1}"
 PROJECT = {
@@ -106,6 +107,7 @@ BAD_FLEETS = [
         "f.yaml:1: `nodes.0.port`: must be less than or equal to 65535 (received 999",
     ),
     ("1.1.1.1", "1.1.1.1, usr: x", "f.yaml:1: unknown key `nodes.0.usr`, did you mean `user`?"),
+    ("1.1.1.1", "1.1.1.1, private_key: x", "`nodes.0.private_key`, did you mean `key`?"),
     ("1.1.1.1", "1.1.1.1, jump: a", "f.yaml: cyclic jumps: a → a"),
     (
         "1.1.1.1",
@@ -268,6 +270,8 @@ IN_PROJECT = [
     ("inventory -o .", "--output . is a directory"),
     ("inventory -o fleet.yaml/x", "--output fleet.yaml/x: fleet.yaml is not a directory"),
     ("discover --cidr 10.0.0.0/33", "'10.0.0.0/33' is not an address range"),
+    ("discover --ssh-config c --force --failed-from x", "--failed-from selects nodes of a fleet file"),
+    ("trust --forget", "Delete the accepted keys of all nodes? There is no terminal to answer on"),
     ("discover --dry-run", "--dry-run and --force apply only when the fleet file is written"),
     ("forecast nope.yaml --published mobilenetv2", "received both job nope.yaml and --published mobilenetv2"),
     ("forecast --published mobilenetv2 --max-global-batch 8", "the paper's batch sizes are fixed"),
@@ -276,6 +280,7 @@ IN_PROJECT = [
     ("provision --set nope", "--set 'nope' is not NAME=VALUE"),
     ("provision --collect --kind sparc", "--kind 'sparc' is unknown"),
     ("deploy nope.yaml", "nope.yaml does not exist"),
+    ("deploy data", "copy it with --tree data"),
     ("deploy --tree nope", "--tree nope: 'nope' does not exist"),
 ]
 WITH_FILE = [
@@ -334,14 +339,21 @@ WRONG: list[tuple[dict[str, str], str, str]] = [
     *((PROJECT | {"j.yaml": JOB.replace(*change)}, "train j.yaml", said) for *change, said in BAD_JOBS),
     *((PROJECT | {"f.yaml": FLEET.replace(*change)}, IN_FLEET, said) for *change, said in BAD_FLEETS),
 ]
-SILENT = {"fleet.yaml": "nodes: [{name: 'csd[0-1]', address: '127.0.0.[1-2]', port: 9}]\n"}
-UNREACHABLE = (
+SILENT = {
+    "fleet.yaml": "nodes: [{name: 'csd[0-1]', address: '127.0.0.[1-2]', port: 9}]\n",
+    "c": "Host csd0 csd1 csd2\nHostName 127.0.0.1\nPort 9\n",
+}
+RETRIED = (
     "exec -- true",
     "discover",
-    "discover --cidr 127.0.0.0/30 --port 9 --force",
+    "discover --ssh-config c --force --limit csd0,csd1",
     "trust",
     "doctor",
     "clean",
+)
+UNREACHABLE = (
+    *RETRIED,
+    "discover --cidr 127.0.0.0/30 --port 9 --force",
     "prepare",
     "tune",
     "train --batch-size 4",
@@ -373,6 +385,9 @@ def test_nodes_that_do_not_answer_are_exit_code_4(
     code, shown = run(words)
     assert re.search(r"no node of fleet.yaml can be reached|none of 2 (nodes|addresses)", shown)
     assert code == ExitCode.UNREACHABLE
+    assert "--ssh-config" not in shown, "the fleet file has been written"
+    if words in RETRIED:
+        assert load_failed(Path(".csdctl/failed.json")) == "csd0,csd1"
 
 
 @pytest.mark.parametrize("words", ["emulate status", "emulate down", "runs list"])

@@ -221,7 +221,7 @@ def without_jump_names(node: Node | None) -> tuple[object, ...] | None:
 NAMES = [f"csd{number}" for number in range(12)] + [f"dpu{number:02d}" for number in range(12)] + ["jetson"]
 FLEET = Fleet(
     tuple(
-        Node(name, "10.1.1.1", groups=("front", "all") if name in ("csd0", "csd11", "jetson") else ("back",))
+        Node(name, "10.1.1.1", groups=("front",) if name in ("csd0", "csd11", "jetson") else ("back",))
         for name in NAMES
     ),
     path=Path("fleet.yaml"),
@@ -247,6 +247,7 @@ def chosen(*limit: str, exclude: tuple[str, ...] = ()) -> list[str]:
         ("csd[5-11]", [f"csd{k}" for k in range(5, 12)]),
         ("front", ["csd0", "csd11", "jetson"]),
         ("csd0,jetson", ["csd0", "jetson"]),
+        ("all", [node.name for node in FLEET.nodes]),
         (" csd0 , csd[2-3] ,", ["csd0", "csd2", "csd3"]),
     ],
 )
@@ -267,7 +268,7 @@ def test_pattern_without_a_match_is_refused_with_the_nodes(option: str, pattern:
     with pytest.raises(InputError) as raised:
         select_nodes(FLEET, **arguments)
     assert raised.value.message == f"{option} {pattern!r} matches no node of fleet.yaml"
-    assert raised.value.remedy == "nodes: csd[0-11], dpu[00-11], jetson"
+    assert raised.value.remedy == "nodes: csd[0-11], dpu[00-11], jetson; groups: all, back, front"
 
 
 SERVERS = """\

@@ -17,6 +17,7 @@ from csdctl.reporting.results import (
     load_run_status,
     summarize,
 )
+from csdctl.reporting.tables import describe_run
 from csdctl.runs.directory import ProjectDirectory
 from csdctl.worker.protocol.events import STOPPED as ASKED_TO_STOP
 from csdctl.worker.protocol.events import (
@@ -144,6 +145,13 @@ def test_missing_rate_of_a_rank_means_no_efficiency(rank: int) -> None:
     found = summary(manifest=manifest)
     assert (found.alone_samples_per_s, found.efficiency) == (None, None)
     assert found.samples_per_s == pytest.approx(1600 / 18)
+
+
+def test_plan_that_was_tuned_beside_other_work_is_said_to_be_so() -> None:
+    manifest = MANIFEST | {"plan": MANIFEST["plan"] | {"busy": {"csd0": 1.5}}}
+    found = dict(describe_run(replace(summary(manifest=manifest), efficiency=1.24)))
+    assert ", while csd0 had other work" in found["throughput"]
+    assert found["efficiency"].endswith("measured under load: tune again")
 
 
 def joined(rank: int, *members: int) -> Joined:

@@ -181,7 +181,7 @@ SCREENS: list[Callable[[PrintableConsole], None]] = [
         console, hostile(forecast(published_basis(Network.MOBILENETV2), ForecastRequest([4])))
     ),
     lambda console: render_cleaned(
-        console, Outcome(HOSTILE, value=Leftovers(1, (HOSTILE,), (HOSTILE,), 1)), is_dry=False
+        console, Outcome(HOSTILE, value=Leftovers(1, (HOSTILE,), (HOSTILE,), 1)), is_dry=True
     ),
     lambda console: render_nodes(console, [NodeStatus(HOSTILE, 1, 1, True, 1, 0.5, 1, 1, HOSTILE)]),
 ]

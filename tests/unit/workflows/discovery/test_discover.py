@@ -10,7 +10,7 @@ import pytest
 
 from csdctl.errors import HostKeyError, InputError, UnreachableError
 from csdctl.fleet.facts import Facts, facts_path, load_facts, save_facts
-from csdctl.fleet.model import Fleet, Node
+from csdctl.fleet.model import Fleet, Node, select_nodes
 from csdctl.runs.directory import ProjectDirectory
 from csdctl.workflows.discovery.discover import (
     ShownKey,
@@ -20,6 +20,7 @@ from csdctl.workflows.discovery.discover import (
     find_shared_addresses,
     find_shared_host_keys,
     forget_keys,
+    keep_named,
     review_keys,
 )
 from tests.fake_session import FakeSession
@@ -201,6 +202,9 @@ def test_keys_are_forgotten_by_name_alone(project: ProjectDirectory, machines: M
     assert {*before} - {*stored(project)} == {line("10.1.0.1", 4)}, "csd2 has the same address"
     assert forget_keys(csd1, project) == {"csd1": 0}
     check_forgotten(Fleet((FLEET.node("csd1"),)), project.root)
+    behind = select_nodes(FLEET, ["gate"])
+    assert forget_keys(keep_named(behind, ["gate"]).nodes, project) == {"gate": 1}
+    assert keep_named(behind, ["csd*"]).nodes == (FLEET.node("csd0"),), "which is behind gate"
 
 
 def test_key_that_remains_in_the_users_own_file_is_named(project: ProjectDirectory) -> None:

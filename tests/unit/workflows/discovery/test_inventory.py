@@ -91,6 +91,10 @@ class TestSshConfig:
             Node("second", "second", user="u", jump=first),
             Node("last", "last", 23, "x"),
         ]
+        found = from_ssh(tmp_path, "Host csd0\n  ProxyJump gate\nHost gate\n")
+        assert any(
+            warning.startswith("gate: jump host of others; it becomes a node") for warning in found.warnings
+        )
 
     @pytest.mark.parametrize(
         ("line", "expected"),

@@ -1,6 +1,8 @@
 """What a bare node answers, and which nodes are refused."""
 
+import os
 import subprocess
+from pathlib import Path
 
 import pytest
 
@@ -91,14 +93,21 @@ def test_full_disk_is_named_before_anything_is_sent(
 
 def test_user_that_needs_a_password_for_sudo_is_told_what_to_allow() -> None:
     answer = ANSWER.replace("user=0", "user=1000\nlogin=train\nnot_root=sudo: a password is required")
-    with pytest.raises(CsdctlError, match="train cannot become root there without a password") as caught:
+    with pytest.raises(
+        CsdctlError, match="user train is not root there and has no passwordless sudo"
+    ) as caught:
         check_root(parse_machine("csd0", completed(answer)))
     assert "train ALL=(ALL) NOPASSWD: ALL" in caught.value.remedy
     check_root(parse_machine("csd0", completed(ANSWER)))
 
 
-def test_probe_runs_here() -> None:
-    done = subprocess.run(build_probe("/opt/csdctl-none/below"), capture_output=True, check=True)
+def test_probe_runs_here_and_calls_sudo_for_a_user_that_ansible_calls_it_for(tmp_path: Path) -> None:
+    (tmp_path / "sudo").write_text("#!/bin/sh\necho sudo: a password is required >&2\nexit 1\n")
+    (tmp_path / "sudo").chmod(0o700)
+    environment = {"PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    probe = build_probe("/opt/csdctl-none/below", "csd")
+    done = subprocess.run(probe, capture_output=True, check=True, env=environment)
     machine = parse_machine("here", Completed(("sh",), 0, done.stdout, done.stderr, 0.1))
     assert machine.free_bytes > 0
     assert machine.installed == ""
+    assert (machine.user, machine.not_root) == ("csd", "sudo: a password is required"), "also as id 0"

@@ -11,7 +11,7 @@ from csdctl.fleet.model import HOST_NAME, Fleet, Host, Node
 from csdctl.job.model import Job, load_job
 from csdctl.runs.directory import ProjectDirectory
 from csdctl.runs.ledger import Ledger
-from csdctl.tuning.plan import Plan, RankPlan, load_plan, save_plan
+from csdctl.tuning.plan import STRATEGIES, Plan, RankPlan, StrategyPlan, load_plan, save_plan
 from csdctl.workflows.train.plan import (
     build_equal_plan,
     build_fingerprint,
@@ -112,8 +112,11 @@ def refusal(plan: Plan, job: Job, facts: dict[str, Facts] = FACTS) -> str:
 
 
 def test_changed_values_and_model_file_of_the_job_are_listed(plan: Plan, job: Job, tmp_path: Path) -> None:
+    changed = written(tmp_path, JOB.replace("epochs: 3", "epochs: 5"))
+    check_plan(plan, changed, FLEET, FACTS)
     changed = written(tmp_path, JOB.replace("epochs: 3", "epochs: 5, optimizer: adam"))
-    assert refusal(plan, changed) == (
+    compared = [StrategyPlan(strategy=name, first_run_s=9.0) for name in STRATEGIES[:2]]
+    assert refusal(plan.model_copy(update={"strategies": compared}), changed) == (
         f"the plan does not fit {changed.path}: changed since tuning:"
         "\n  recipe.epochs: 5, was 3 when tuned\n  recipe.optimizer: adam, was not set when tuned"
     )

@@ -53,8 +53,12 @@ def test_failed_nodes_are_saved_until_the_command_succeeds(tmp_path: Path) -> No
     code_of(tmp_path, {"host": DOWN, "csd1": DOWN})
     project = ProjectDirectory(tmp_path)
     assert load_failed(project.failed) == "csd1", "the host always takes part"
-    conclude(project, "clean", MACHINES, {}, "")
-    assert not project.failed.exists()
+    for command, machines in (("exec", MACHINES), ("clean", ["host", "csd0"])):
+        conclude(project, command, machines, {}, "")
+        assert load_failed(project.failed) == "csd1", "neither another command nor another node"
+    conclude(project, "clean", ["csd1"], {}, "")
+    with pytest.raises(InputError, match="no failed nodes are recorded"):
+        load_failed(project.failed)
 
 
 @pytest.mark.fault(36)
