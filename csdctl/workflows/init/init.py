@@ -426,6 +426,7 @@ def _write_job(
             if lifted and request.script:  # the file of its functions does not stay
                 remedy = remedy.replace("fix its file", f"fix {request.script}")
                 message = lifted.name_line(message, request.script)
+                message = message.replace(str(request.functions.resolve()), str(request.script))
             raise InputError(message, remedy=remedy) from None
         misfit = looking.check(sources, looks)
     save_text(request.output, render_job(sources, looks, misfit.message if misfit else ""))
@@ -524,12 +525,12 @@ class _Looking:
 
     def look(self, sources: Sources) -> tuple[Sources, Looks]:
         """Return what was seen, and the sources, completed by it; raises InputError."""
-        self.say(f"inspecting the data: {sources.public['path']}")
+        self.say(f"inspecting the data: {self.request.script or sources.public['path']}")
         if sources.is_application and not sources.model_args:  # its arguments depend on the data
             first = self._look_at_public(self._parse(render_draft(sources, DEFAULT_SIZE)), None)
             sources = replace(sources, model_args=choose_application_args(first))
         job = self._parse(render_draft(sources))
-        self.say(f"inspecting the model: {sources.model}")
+        self.say(f"inspecting the model: {self.request.script or sources.model}")
         model = self._serialize(job).info
         first = self._look_at_public(job, model)
         if not model.is_built:

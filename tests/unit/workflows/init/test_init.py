@@ -67,11 +67,11 @@ def test_functions_of_a_script_are_kept_only_with_its_job_file(
 
     def refuse(self: object, sources: object) -> None:
         seen.append(functions.read_text())
-        raise InputError("no such data")
+        raise InputError(f"{functions} fails")
 
     monkeypatch.setattr(_Looking, "look", refuse)
     request = InitRequest(tmp_path / "job.yaml", script=tmp_path / "a.py", is_overwriting=True)
-    with pytest.raises(InputError, match="no such data"):
+    with pytest.raises(InputError, match=f"{tmp_path}/a.py fails"):
         init_job(request, tmp_path, print, print)
     assert "def build" in seen[0]
     assert (functions.read_text() if functions.exists() else None) == before

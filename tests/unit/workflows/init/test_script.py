@@ -18,12 +18,12 @@ import keras
 import numpy as np
 from keras import layers
 """
-PLAIN = f"""{HEAD}
+PLAIN = f"""{HEAD}from math import inf, prod
 import matplotlib.pyplot as plt
 
 keras.utils.set_random_seed(7)
 num_classes = 3
-units = 2 * num_classes
+units = prod([2, num_classes])
 rows = []
 for index in range(20):
     rows.append([index, index % 5])
@@ -31,13 +31,14 @@ x = np.array(rows, dtype="float32")
 x /= x.max()
 y = np.arange(20) % num_classes
 x_val, y_val = x[15:], y[15:]
-plt.plot(x)
+for row in x: part = row[:1]; plt.plot(part)
 model = keras.Sequential([keras.Input((2,)), layers.Dense(units), layers.Dense(num_classes)])
 model.summary()
 model.compile("adam", "mse")
 print(len(x))
 history = model.fit(x[:15], y[:15], 5, epochs=4, validation_data=(x_val, y_val))
 model.save("never.keras")
+print(inf)
 """
 FUNCTIONS = f"""{HEAD}
 import argparse
@@ -141,6 +142,8 @@ def test_functions_return_what_fit_would_have_got(tmp_path: Path) -> None:
     assert found.has_validation
     assert not found.notes
     assert "plt" not in found.text
+    assert "from math import prod\n" in found.text  # what only code after fit uses is not imported
+    assert functions["load"]() is functions["load"]()  # so that random parts of it do not overlap
     assert "never.keras" not in found.text
     path = tmp_path / "script.py"
     number = found.text.splitlines().index("    x /= x.max()") + 1
