@@ -62,7 +62,10 @@ class Sources:
     model_args: dict[str, Any] = field(default_factory=dict)
     code: tuple[str, ...] = ()
     recipe: dict[str, Any] = field(default_factory=dict)
-    """Keys of the recipe from the arguments of `fit` in a script; {} without a script."""
+    """Keys of the recipe from the arguments of `fit` in a script, after `# ` if the value is only a comment.
+
+    {} without a script.
+    """
 
     @property
     def is_application(self) -> bool:
@@ -282,22 +285,23 @@ def _recipe(lifted: Mapping[str, Any], looks: Looks) -> Iterator[tuple[str, str]
     """Yield the entries of the recipe, and why."""
     compiled, outputs = looks.model.compiled, looks.model.outputs
     for key, value in lifted.items():
-        yield f"{key}: {_value(value)}", "from fit"
+        yield f"{key}: {_value(value)}", "" if key.startswith("#") else "from fit"
     if not lifted:
         yield "epochs: 10", "a placeholder: as many as you pass to fit()"
-    if compiled and compiled.optimizer:
-        schedule = f"{compiled.schedule} from " if compiled.schedule else ""
-        rate = f"{schedule}{compiled.learning_rate:g}"
-        yield "# learning_rate, optimizer", f"those of compile(): {compiled.optimizer}, {rate}"
-    else:
-        yield "learning_rate: 0.001", "a placeholder: the model is not compiled with an optimizer"
-        yield "optimizer: adam", "a placeholder; any optimizer of Keras"
-    if not lifted:
         yield (
             "# reference_batch: 256",
             "the batch size that the learning rate is for, such as fit's batch_size (32 unless given): at "
             "global batch size N the rate is learning_rate · N / reference_batch",
         )
+    if compiled and compiled.optimizer:
+        schedule = f"{compiled.schedule} from " if compiled.schedule else ""
+        rate = f"{schedule}{compiled.learning_rate:g}"
+        yield "# learning_rate, optimizer", f"those of compile(): {compiled.optimizer}, {rate}"
+        if lifted and compiled.optimizer.startswith("Adam") and not schedule:
+            yield f"# max_learning_rate: {rate}", "keeps the rate, often better for Adam than scaling it"
+    else:
+        yield "learning_rate: 0.001", "a placeholder: the model is not compiled with an optimizer"
+        yield "optimizer: adam", "a placeholder; any optimizer of Keras"
     losses = choose_losses(looks)
     if "" in losses:
         choice = losses[""]

@@ -533,9 +533,9 @@ class _Script:
             if isinstance(weights, dict):
                 found["class_weight"] = {str(name): float(weight) for name, weight in weights.items()}
             else:
-                self._note(
-                    arguments["class_weight"], "class_weight is computed: write it to recipe.class_weight"
-                )
+                written = arguments["class_weight"]
+                self._note(written, "class_weight is computed: write it to recipe.class_weight")
+                found["# class_weight"] = f"not converted, line {written.lineno}"
         callbacks = self._last_value(arguments.get("callbacks"))
         self._note_changes(arguments.get("callbacks"))
         self._note_changes(arguments.get("class_weight"))

@@ -125,6 +125,13 @@ class TestRecipe:
         assert f"# loss: {SPARSE}  # of compile()" in text
         assert "# metrics: [accuracy]  # of compile()" in text
 
+    def test_what_a_script_leaves_open_is_a_comment(self) -> None:
+        lifted = replace(SOURCES, recipe={"epochs": 3, "# class_weight": "not converted, line 9"})
+        text, job = written(Looks(model(compiled=ADAM), data()), lifted)
+        assert job.recipe.model_dump(exclude_defaults=True) == {"epochs": 3}
+        assert "\n  # class_weight: not converted, line 9\n" in text
+        assert "\n  # max_learning_rate: 1e-05" in text
+
     def test_model_that_is_not_compiled_gets_placeholders_that_say_so(self) -> None:
         text, job = written(Looks(model(), data()))
         assert (job.recipe.learning_rate, job.recipe.optimizer, job.recipe.loss) == (0.001, "adam", SPARSE)

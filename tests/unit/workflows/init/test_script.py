@@ -275,6 +275,7 @@ model.fit(x, epochs=1)
     assert found.recipe == {
         "epochs": 1,
         "reference_batch": 32,
+        "# class_weight": "not converted, line 10",
         "reduce_on_plateau": {"patience": 10, "factor": 0.5},
     }
     notes = "\n".join(f"{line} {text}" for line, text in found.notes)
