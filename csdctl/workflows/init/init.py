@@ -34,7 +34,7 @@ from csdctl.worker.protocol.datasets import (
     PrepareSpec,
     equals,
 )
-from csdctl.worker.protocol.model_info import ModelInfo, OutputInfo
+from csdctl.worker.protocol.model_info import ModelInfo, OutputInfo, OwnCompile
 from csdctl.workflows.data.files import SerializedModel, serialize_model, shapes_of, store_worker
 from csdctl.workflows.data.prepare import add_function, first_spec, follow
 from csdctl.workflows.init.script import LiftedScript, lift_script, trains_on_import
@@ -284,7 +284,7 @@ def _data(sources: Sources, looks: Looks) -> Iterator[tuple[str, str]]:
 def _recipe(lifted: Mapping[str, Any], looks: Looks) -> Iterator[tuple[str, str]]:
     """Yield the entries of the recipe, and why."""
     compiled, outputs = looks.model.compiled, looks.model.outputs
-    for key, value in lifted.items():
+    for key, value in _with_min_factor(lifted, compiled).items():
         yield f"{key}: {_value(value)}", "" if key.startswith("#") else "from fit"
     if not lifted:
         yield "epochs: 10", "a placeholder: as many as you pass to fit()"
@@ -324,6 +324,14 @@ def _recipe(lifted: Mapping[str, Any], looks: Looks) -> Iterator[tuple[str, str]
     yield '# class_weight: {"0": 1.0, "1": 5.0}', "as fit's class_weight"
     watched = "the validation loss" if looks.validation else "the training loss, without data.validation"
     yield "# early_stopping: {patience: 5}", f"like keras.callbacks.EarlyStopping; watches {watched}"
+
+
+def _with_min_factor(lifted: Mapping[str, Any], compiled: OwnCompile | None) -> Mapping[str, Any]:
+    """Return the keys with the lowest learning rate of reduce_on_plateau as a share of that of compile()."""
+    plateau = dict(lifted.get("reduce_on_plateau", {}))
+    if (lowest := plateau.pop("min_lr", 0)) and compiled and compiled.learning_rate:
+        plateau["min_factor"] = float(f"{min(1.0, lowest / compiled.learning_rate):.6g}")
+    return {**lifted, **({"reduce_on_plateau": plateau} if plateau else {})}
 
 
 def _value(value: Any) -> str:

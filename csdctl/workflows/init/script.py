@@ -44,7 +44,7 @@ CALLBACKS = {
     "ReduceLROnPlateau": ("reduce_on_plateau", 10, _REDUCING),
 }
 """What replaces a callback: a key of the recipe, Keras' default patience, and its arguments in order."""
-NOT_TAKEN = {"verbose", "restore_best_weights", "min_lr"}
+NOT_TAKEN = {"verbose", "restore_best_weights"}
 """Their arguments that the recipe does not have."""
 OUTPUT = {"print", "pprint", "display", "summary", "plot_model", "evaluate", "predict", "show", "save"}
 """Functions that are called for what they show or write."""
@@ -586,7 +586,7 @@ class _Script:
         }
         values |= {one.arg: _evaluate(one.value, self.constants) for one in call.keywords}
         for argument, value in values.items():
-            if argument != "verbose" and (value is UNKNOWN or argument == "min_lr"):
+            if argument != "verbose" and value is UNKNOWN:
                 self._note(call, f"{argument} of {name}")
         taken = [one for one in arguments if one not in NOT_TAKEN]
         kept = {one: values[one] for one in taken if values.get(one, UNKNOWN) not in (UNKNOWN, None)}

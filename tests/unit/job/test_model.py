@@ -221,6 +221,23 @@ class TestRecipe:
         assert json.loads(recipe.schedule)["config"] == {"initial_learning_rate": 0.1, "decay_steps": 100}
 
 
+@pytest.mark.parametrize(
+    ("line", "remedy"),
+    [
+        ("early_stopping: {restore_best_weights: true}", "best.keras is always saved: remove the key"),
+        ("batch_size: 32", "batch sizes come from `csdctl tune`"),
+    ],
+)
+def test_key_of_fit_has_a_remedy_of_its_own(write: Write, line: str, remedy: str, tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="unknown key") as refused:
+        with_recipe(write, line)
+    assert refused.value.remedy.startswith(remedy)
+    (script := tmp_path / "ts.py").write_text("x = (1,\n")
+    with pytest.raises(InputError) as refused:
+        load_job(script)
+    assert refused.value.remedy == f"`csdctl init {script}` writes a job.yaml"
+
+
 def with_noise(write: Write, noise: str) -> Job:
     return load_job(write(("{path: ~/private}", f"{{path: ~/private, {noise}}}")))
 

@@ -11,6 +11,7 @@ from csdctl.errors import InputError
 from csdctl.job.model import JobFile
 from csdctl.worker.protocol.datasets import DataLook, DatasetInfo, PictureSizes, TableSchema
 from csdctl.worker.protocol.model_info import ModelInfo, OutputInfo, OwnCompile
+from csdctl.worker.protocol.recipe import ReduceOnPlateau
 from csdctl.workflows.init.init import (
     InitRequest,
     Looks,
@@ -125,10 +126,12 @@ class TestRecipe:
         assert f"# loss: {SPARSE}  # of compile()" in text
         assert "# metrics: [accuracy]  # of compile()" in text
 
-    def test_what_a_script_leaves_open_is_a_comment(self) -> None:
-        lifted = replace(SOURCES, recipe={"epochs": 3, "# class_weight": "not converted, line 9"})
+    def test_what_a_script_leaves_open_is_a_comment_and_min_lr_a_factor(self) -> None:
+        plateau = {"patience": 2, "min_lr": 1e-7}
+        recipe = {"epochs": 3, "# class_weight": "not converted, line 9", "reduce_on_plateau": plateau}
+        lifted = replace(SOURCES, recipe=recipe)
         text, job = written(Looks(model(compiled=ADAM), data()), lifted)
-        assert job.recipe.model_dump(exclude_defaults=True) == {"epochs": 3}
+        assert job.recipe.reduce_on_plateau == ReduceOnPlateau(patience=2, min_factor=0.01)
         assert "\n  # class_weight: not converted, line 9\n" in text
         assert "\n  # max_learning_rate: 1e-05" in text
 
