@@ -395,10 +395,24 @@ class ModelArguments(Document):
     model_args: Arguments = {}
 
 
+OF_FIT = {
+    "recipe.early_stopping.restore_best_weights": "best.keras is always saved: remove the key",
+    "recipe.batch_size": "batch sizes come from `csdctl tune`, or `csdctl train --batch-size N`; "
+    "recipe.reference_batch is for the learning rate",
+}
+"""Keys that users of Keras expect, and what there is in their place."""
+
+
 def load_job(path: Path) -> Job:
     """Read job.yaml; its paths are relative to it. Raises InputError."""
     remedy = "write it with `csdctl init`, or use another job file"
-    return build_job(load_document(path, JobFile, remedy=remedy), path)
+    try:
+        file = load_document(path, JobFile, remedy=remedy)
+    except InputError as error:
+        hints = [hint for key, hint in OF_FIT.items() if f"unknown key `{key}`" in error.message]
+        hints += [f"`csdctl init {path}` writes a job.yaml"] * (path.suffix == ".py" and path.is_file())
+        raise InputError(error.message, remedy="; ".join(hints) or error.remedy) from None
+    return build_job(file, path)
 
 
 def build_job(file: JobFile, path: Path) -> Job:

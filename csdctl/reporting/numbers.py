@@ -3,7 +3,6 @@
 Every number has a text: some are sums of what nodes report, and those may be infinite, not a number, or huge.
 """
 
-import itertools
 import math
 from collections.abc import Mapping, Sequence, Sized
 
@@ -70,8 +69,10 @@ def format_joules(energy_joules: float | None) -> str:
 
 
 def format_loss(loss: float | None) -> str:
-    """Format a loss, or an accuracy 0…1."""
-    return "–" if loss is None else f"{_float(loss):.4f}"
+    """Format a loss or a metric, such as an accuracy 0…1; whole numbers above 1 are counts."""
+    number = math.nan if loss is None else _float(loss)
+    digits = 0 if number > 1 and number.is_integer() else 4
+    return "–" if loss is None else f"{number:.{digits}f}"
 
 
 def name_metrics(accuracy: float | None, metrics: Mapping[str, float]) -> dict[str, float]:
@@ -80,9 +81,10 @@ def name_metrics(accuracy: float | None, metrics: Mapping[str, float]) -> dict[s
 
 
 def format_metrics(accuracy: float | None, metrics: Mapping[str, float]) -> str:
-    """Format the first metrics with their names, each behind a comma; '' if there are none."""
-    named = itertools.islice(name_metrics(accuracy, metrics).items(), MAX_METRICS)
-    return "".join(f", {name} {_float(value):.4f}" for name, value in named)
+    """Format the first metrics with their names, each behind a comma, and … for others; '' for none."""
+    named = list(name_metrics(accuracy, metrics).items())
+    shown = "".join(f", {name} {format_loss(value)}" for name, value in named[:MAX_METRICS])
+    return shown + ", …" * (len(named) > MAX_METRICS)
 
 
 def format_count(items: Sized | int, word: str) -> str:

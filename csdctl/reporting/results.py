@@ -17,6 +17,7 @@ from csdctl.runs.ledger import MEASURED, read_power
 from csdctl.tuning.plan import DATA_PARALLEL, SPLIT
 from csdctl.worker.protocol.events import STOPPED as ASKED_TO_STOP
 from csdctl.worker.protocol.events import (
+    CheckpointSaved,
     EpochEnd,
     Event,
     Failed,
@@ -114,6 +115,8 @@ class RunSummary:
     """None: no power source is configured in fleet.yaml."""
     busy: tuple[str, ...] = ()
     """Machines on which other work ran when the plan was tuned."""
+    best_epoch: int = 0
+    """The epoch of best.keras: by what early stopping monitors, else by validation loss; 0: none."""
     num_unreadable: int = 0
     """Lines of the stored events that could not be read, and are left out."""
 
@@ -174,6 +177,7 @@ def summarize(
         cut=manifest.get("cut", ""),
         busy=tuple(plan.get("busy", ())),
         noise_scale=median(run.noise_scales) if run.noise_scales else None,
+        best_epoch=run.best_epoch if run.last.validation_loss is not None else 0,
     )
 
 
@@ -194,7 +198,7 @@ class _Run:
         self.passes = PassCounter(num_ranks)
         self.last = EpochEnd(0, "", 0, 0, 0, 0.0, 0.0, 0.0, "")
         """The latest end of an epoch of rank 0, which has the results of all ranks; none at first."""
-        self.num_rebalanced = 0
+        self.num_rebalanced = self.best_epoch = 0
         self.noise_scales: deque[float] = deque(maxlen=MAX_EPOCHS)
         """Of each epoch in which it is known."""
         self.lost_nodes: dict[str, None] = {}
@@ -245,10 +249,11 @@ class _Run:
             self._num_failures += 1
             if self._num_failures <= MAX_FAILURES:
                 self._failures.append(f"{event.node}: {event.message}")
+        elif isinstance(event, CheckpointSaved) and event.is_best and event.rank == 0:
+            self.best_epoch = self.last.epoch  # the event names the epoch that begins
         elif isinstance(event, NodeLost):
             self.lost_nodes[event.node] = None
-        elif isinstance(event, Rebalanced):
-            self.num_rebalanced += 1
+        self.num_rebalanced += isinstance(event, Rebalanced)
 
     def _compare_weights(self, event: EpochEnd) -> None:
         """Note the hash that a rank reports; an epoch is forgotten once all ranks of its group agree."""

@@ -73,7 +73,8 @@ def describe_result(summary: RunSummary) -> str:
     host = summary.ranks[0].alone_samples_per_s if summary.num_ranks > 1 else None
     ratio = f" ({summary.samples_per_s / host:.2f} × the host alone)" if host else ""
     rate = f", {format_rate(summary.samples_per_s)} samples/s{ratio}" if summary.samples_per_s else ""
-    return f"{summary.state}: {format_count(summary.epochs, 'epoch')}{reached}{rate}"
+    best = f"; best: epoch {summary.best_epoch}, best.keras" * bool(summary.best_epoch)
+    return f"{summary.state}: {format_count(summary.epochs, 'epoch')}{reached}{rate}{best}"
 
 
 def describe_bottleneck(run: RunResults, bottleneck: Bottleneck) -> str:
@@ -83,7 +84,7 @@ def describe_bottleneck(run: RunResults, bottleneck: Bottleneck) -> str:
     node, since = run.series.nodes[bottleneck.rank], format_seconds(bottleneck.since_s)
     return (
         f"{node} (rank {bottleneck.rank}), {bottleneck.cause}: {bottleneck.why}; "
-        f"the others waited {format_seconds(bottleneck.lost_s)} for it, mostly since {since}"
+        f"the others waited {format_seconds(bottleneck.lost_s)} for it, mostly from {since} after the start"
     )
 
 
@@ -118,6 +119,8 @@ def _advise(run: RunResults, bottleneck: Bottleneck | None) -> str:
         return f"{first}: `csdctl train --resume {summary.run_id}`."
     if summary.lost_nodes:
         return f"Check {format_node_names(summary.lost_nodes)} with `csdctl doctor`."
+    if summary.method == "equal" and predicted is None:
+        return "Use a plan (`csdctl tune`) instead of --batch-size."
     if bottleneck:
         node = run.series.nodes[bottleneck.rank] if bottleneck.rank is not None else ""
         return ADVICE[bottleneck.cause].replace("{node}", "the host" if node == HOST_NAME else node)
@@ -175,7 +178,7 @@ def describe_run(summary: RunSummary) -> list[tuple[str, str]]:
         ),
         *([("gradient noise", _describe_noise(summary))] if summary.noise_scale else []),
         ("strategy", f"{summary.strategy}{cut}, batch sizes by {summary.method}".replace(*BY_EQUAL)),
-        ("weights", IDENTICAL if summary.identical_weights else "NOT compared"),
+        ("weights", IDENTICAL if summary.identical_weights else "not compared"),
     ]
     rows += [("energy", line) for line in describe_energy(summary.energy)] if summary.energy else []
     rows += [("privacy", line) for line in describe_privacy(summary.privacy)] if summary.privacy else []

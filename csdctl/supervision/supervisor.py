@@ -45,10 +45,12 @@ def as_loss(failed: Failed) -> CsdctlError:
     return NodeError(failed.message, node=failed.node, remedy=failed.remedy)
 
 
-def as_run_failure(failed: Failed) -> CsdctlError:
-    """Return the error of a run that ends because a rank failed: an InputError stays one."""
+def as_run_failure(failed: Failed, logs: object) -> CsdctlError:
+    """Return the error of a run, with `logs`, that ends because a rank failed: an InputError stays one."""
     error = InputError if failed.exit_code == InputError.exit_code else RunError
-    return error(failed.message, node=failed.node, remedy=failed.remedy)
+    remedy = failed.remedy.replace("this rank's log", f"{logs}/rank-{failed.rank}.log")
+    node = "" if failed.message.startswith("recipe.") else failed.node
+    return error(failed.message, node=node, remedy=remedy)
 
 
 def as_run_error(error: CsdctlError) -> CsdctlError:
@@ -381,7 +383,7 @@ class Supervisor:
     def _end_run(self, message: ProcessEnded | Failed) -> None:
         if isinstance(message, ProcessEnded):
             raise as_run_error(message.error)
-        raise as_run_failure(message)
+        raise as_run_failure(message, self._setup.log_directory)
 
     def _form_group(self, ranks: Sequence[int]) -> None:
         group = self._group = GroupState(self._group.generation + 1, tuple(ranks), time.monotonic())
@@ -443,13 +445,13 @@ class Supervisor:
             self._membership.mark_lost(failed.rank, as_loss(failed))
             return
         if failed.rank == 0 or not self._membership.has_trained:
-            raise as_run_failure(failed)
+            raise as_run_failure(failed, self._setup.log_directory)
         # All ranks see the same sums: if they are the cause, rank 0 fails too.
         deadline = time.monotonic() + self._patience.settle_s
         while (left_s := deadline - time.monotonic()) > 0:
             message = self._processes.next_new(left_s)
             if isinstance(message, Failed) and message.rank == 0:
-                raise as_run_failure(message)
+                raise as_run_failure(message, self._setup.log_directory)
             if message:
                 self._processes.postpone(message)
         self._membership.mark_lost(failed.rank, as_loss(failed))
@@ -702,7 +704,7 @@ class Supervisor:
 
     def _leave_out_failed(self, failed: Failed) -> None:
         if failed.rank == 0:
-            raise as_run_failure(failed)
+            raise as_run_failure(failed, self._setup.log_directory)
         if failed.rank in self._membership.finished:
             self._membership.note_late_failure(failed.rank, as_loss(failed))
         self._membership.mark_lost(failed.rank, as_loss(failed))

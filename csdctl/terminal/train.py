@@ -112,6 +112,18 @@ def _describe_late(spec: RunSpec) -> list[str]:
     ]
 
 
+def describe_learning_rate(spec: RunSpec) -> str:
+    """Return the learning rate after the warm-up, and what it follows from; '' with a schedule."""
+    recipe, size = spec.recipe, sum(rank.batch_size for rank in spec.ranks)
+    if recipe.schedule or not recipe.learning_rate:
+        return ""
+    limit = recipe.max_learning_rate or math.inf
+    rate = min(limit, recipe.learning_rate * size / recipe.reference_batch)
+    reason = f"{recipe.learning_rate:g} × {size}/{recipe.reference_batch}"
+    shown = "recipe.max_learning_rate" if limit is math.inf else f"{limit:g}"
+    return f"learning rate {rate:.2g} ({reason}; limit: {shown})"
+
+
 class BottleneckLine:
     """Takes the events of a run, and tells who holds the others back, since when, and why."""
 
@@ -427,7 +439,7 @@ class TrainingScreen(PreparationScreen):
         self.say(f"run {run.run_id}: {len(spec.ranks)} ranks, {format_count(num_steps, 'step')} per epoch")
         if rates := run.load_manifest()["predicted_range"]:
             self.say(f"9 of 10 such runs are expected to reach {format_range(rates)} samples/s")
-        for line in format_shards(spec):
+        for line in filter(None, (*format_shards(spec), describe_learning_rate(spec))):
             self.say(line)
         past = run.read_events([rank.node for rank in spec.ranks]) if run.events.exists() else ()
         if planned := plan_privacy(spec, past):

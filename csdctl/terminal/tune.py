@@ -267,7 +267,8 @@ def _lines(plan: Plan) -> Iterator[str]:
     measured = f"{plan.num_probes} probes" if plan.num_probes else "no probes: all from earlier measurements"
     measured += f", {format_seconds(plan.measuring_s)} of measuring"
     if predicted is None:
-        yield f"global batch size {plan.global_batch}, at most {rate} samples/s ({measured})"
+        reached = f"at most {rate} samples/s ({measured})" if plan.predicted_samples_per_s else "not measured"
+        yield f"global batch size {plan.global_batch}, {reached}"
         return
     shown = "confirmed by a trial of all ranks" if predicted.is_confirmed else "not confirmed by a trial"
     yield f"global batch size {plan.global_batch}: {rate} samples/s, {shown} ({measured})"

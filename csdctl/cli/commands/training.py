@@ -56,7 +56,7 @@ def train(
     micro_batches: options.MicroBatchesOption = 4,
     checkpoint_seconds: Annotated[
         float | None,
-        options.resuming(help="Seconds between checkpoints; default: 600, or as the resumed run."),
+        options.resuming(help="Seconds between checkpoints in an epoch; default: 600, or as a resumed run."),
     ] = None,
     keep: Annotated[
         int | None,

@@ -34,7 +34,7 @@ from csdctl.worker.protocol.datasets import (
     PrepareSpec,
     equals,
 )
-from csdctl.worker.protocol.model_info import ModelInfo, OutputInfo
+from csdctl.worker.protocol.model_info import ModelInfo, OutputInfo, OwnCompile
 from csdctl.workflows.data.files import SerializedModel, serialize_model, shapes_of, store_worker
 from csdctl.workflows.data.prepare import add_function, first_spec, follow
 from csdctl.workflows.init.script import LiftedScript, lift_script, trains_on_import
@@ -62,7 +62,10 @@ class Sources:
     model_args: dict[str, Any] = field(default_factory=dict)
     code: tuple[str, ...] = ()
     recipe: dict[str, Any] = field(default_factory=dict)
-    """Keys of the recipe from the arguments of `fit` in a script; {} without a script."""
+    """Keys of the recipe from the arguments of `fit` in a script, after `# ` if the value is only a comment.
+
+    {} without a script.
+    """
 
     @property
     def is_application(self) -> bool:
@@ -281,23 +284,24 @@ def _data(sources: Sources, looks: Looks) -> Iterator[tuple[str, str]]:
 def _recipe(lifted: Mapping[str, Any], looks: Looks) -> Iterator[tuple[str, str]]:
     """Yield the entries of the recipe, and why."""
     compiled, outputs = looks.model.compiled, looks.model.outputs
-    for key, value in lifted.items():
-        yield f"{key}: {_value(value)}", "from fit"
+    for key, value in _with_min_factor(lifted, compiled).items():
+        yield f"{key}: {_value(value)}", "" if key.startswith("#") else "from fit"
     if not lifted:
         yield "epochs: 10", "a placeholder: as many as you pass to fit()"
-    if compiled and compiled.optimizer:
-        schedule = f"{compiled.schedule} from " if compiled.schedule else ""
-        rate = f"{schedule}{compiled.learning_rate:g}"
-        yield "# learning_rate, optimizer", f"those of compile(): {compiled.optimizer}, {rate}"
-    else:
-        yield "learning_rate: 0.001", "a placeholder: the model is not compiled with an optimizer"
-        yield "optimizer: adam", "a placeholder; any optimizer of Keras"
-    if not lifted:
         yield (
             "# reference_batch: 256",
             "the batch size that the learning rate is for, such as fit's batch_size (32 unless given): at "
             "global batch size N the rate is learning_rate · N / reference_batch",
         )
+    if compiled and compiled.optimizer:
+        schedule = f"{compiled.schedule} from " if compiled.schedule else ""
+        rate = f"{schedule}{compiled.learning_rate:g}"
+        yield "# learning_rate, optimizer", f"those of compile(): {compiled.optimizer}, {rate}"
+        if lifted and compiled.optimizer.startswith("Adam") and not schedule:
+            yield f"# max_learning_rate: {rate}", "keeps the rate, often better for Adam than scaling it"
+    else:
+        yield "learning_rate: 0.001", "a placeholder: the model is not compiled with an optimizer"
+        yield "optimizer: adam", "a placeholder; any optimizer of Keras"
     losses = choose_losses(looks)
     if "" in losses:
         choice = losses[""]
@@ -320,6 +324,14 @@ def _recipe(lifted: Mapping[str, Any], looks: Looks) -> Iterator[tuple[str, str]
     yield '# class_weight: {"0": 1.0, "1": 5.0}', "as fit's class_weight"
     monitor = "val_loss" if looks.validation else "loss"
     yield f"# early_stopping: {{monitor: {monitor}, patience: 5}}", "like keras.callbacks.EarlyStopping"
+
+
+def _with_min_factor(lifted: Mapping[str, Any], compiled: OwnCompile | None) -> Mapping[str, Any]:
+    """Return the keys with the lowest learning rate of reduce_on_plateau as a share of that of compile()."""
+    plateau = dict(lifted.get("reduce_on_plateau", {}))
+    if (lowest := plateau.pop("min_lr", 0)) and compiled and compiled.learning_rate:
+        plateau["min_factor"] = float(f"{min(1.0, lowest / compiled.learning_rate):.6g}")
+    return {**lifted, **({"reduce_on_plateau": plateau} if plateau else {})}
 
 
 def _value(value: Any) -> str:
@@ -426,6 +438,7 @@ def _write_job(
             if lifted and request.script:  # the file of its functions does not stay
                 remedy = remedy.replace("fix its file", f"fix {request.script}")
                 message = lifted.name_line(message, request.script)
+                message = message.replace(str(request.functions.resolve()), str(request.script))
             raise InputError(message, remedy=remedy) from None
         misfit = looking.check(sources, looks)
     save_text(request.output, render_job(sources, looks, misfit.message if misfit else ""))
@@ -524,12 +537,12 @@ class _Looking:
 
     def look(self, sources: Sources) -> tuple[Sources, Looks]:
         """Return what was seen, and the sources, completed by it; raises InputError."""
-        self.say(f"inspecting the data: {sources.public['path']}")
+        self.say(f"inspecting the data: {self.request.script or sources.public['path']}")
         if sources.is_application and not sources.model_args:  # its arguments depend on the data
             first = self._look_at_public(self._parse(render_draft(sources, DEFAULT_SIZE)), None)
             sources = replace(sources, model_args=choose_application_args(first))
         job = self._parse(render_draft(sources))
-        self.say(f"inspecting the model: {sources.model}")
+        self.say(f"inspecting the model: {self.request.script or sources.model}")
         model = self._serialize(job).info
         first = self._look_at_public(job, model)
         if not model.is_built:

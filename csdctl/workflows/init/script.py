@@ -44,7 +44,7 @@ CALLBACKS = {
     "ReduceLROnPlateau": ("reduce_on_plateau", 10, _REDUCING),
 }
 """What replaces a callback: a key of the recipe, Keras' default patience, and its arguments in order."""
-NOT_TAKEN = {"verbose", "restore_best_weights", "min_lr"}
+NOT_TAKEN = {"verbose", "restore_best_weights"}
 """Their arguments that the recipe does not have."""
 OUTPUT = {"print", "pprint", "display", "summary", "plot_model", "evaluate", "predict", "show", "save"}
 """Functions that are called for what they show or write."""
@@ -490,6 +490,7 @@ class _Script:
         """Return the statements that these expressions depend on."""
         needed = set().union(*map(_names_in, results))
         candidates = [one for one in self.statements if not (one.is_output or one.is_import)]
+        candidates = [one for one in candidates if not self._only_shows(one, needed)]
         chosen = [one for one in candidates if one.is_setting or (with_effects and one.has_effect)]
         while True:
             for one in chosen:
@@ -498,6 +499,23 @@ class _Script:
             if not more:
                 return sorted(chosen, key=self.statements.index)
             chosen += more
+
+    def _only_shows(self, block: _Statement, needed: set[str]) -> bool:
+        """Return whether a loop, an if or a with only prints or plots, and binds nothing `needed` or read."""
+        if not isinstance(block.node, ast.For | ast.While | ast.With | ast.If):
+            return False
+        needed = needed.union(*(one.reads | one.late for one in self.statements if one is not block))
+        simple = (
+            one for one in ast.walk(block.node) if isinstance(one, ast.stmt) and not hasattr(one, "body")
+        )
+        parts = [_Statement(one, block.modules, block.functions) for one in simple]
+        others = [one for one in parts if not one.is_output]
+        return len(others) < len(parts) and not any(
+            not isinstance(one.node, ast.Assign | ast.Pass | ast.Break | ast.Continue)
+            or one.changes
+            or one.binds & needed
+            for one in others
+        )
 
     def _recipe(self, arguments: Mapping[str, ast.expr], loading: Sequence[ast.AST]) -> dict[str, Any]:
         """Return the arguments of `fit` as keys of the recipe."""
@@ -515,9 +533,9 @@ class _Script:
             if isinstance(weights, dict):
                 found["class_weight"] = {str(name): float(weight) for name, weight in weights.items()}
             else:
-                self._note(
-                    arguments["class_weight"], "class_weight is computed: write it to recipe.class_weight"
-                )
+                written = arguments["class_weight"]
+                self._note(written, "class_weight is computed: write it to recipe.class_weight")
+                found["# class_weight"] = f"not converted, line {written.lineno}"
         callbacks = self._last_value(arguments.get("callbacks"))
         self._note_changes(arguments.get("callbacks"))
         self._note_changes(arguments.get("class_weight"))
@@ -568,7 +586,7 @@ class _Script:
         }
         values |= {one.arg: _evaluate(one.value, self.constants) for one in call.keywords}
         for argument, value in values.items():
-            if argument != "verbose" and (value is UNKNOWN or argument == "min_lr"):
+            if argument != "verbose" and value is UNKNOWN:
                 self._note(call, f"{argument} of {name}")
         taken = [one for one in arguments if one not in NOT_TAKEN]
         kept = {one: values[one] for one in taken if values.get(one, UNKNOWN) not in (UNKNOWN, None)}
@@ -583,13 +601,14 @@ class _Script:
         *,
         has_validation: bool,
     ) -> str:
-        top = self._top_level([*building, *loading])
+        top = self._top_level([*building, *loading], set(re.findall(r"\w+", f"{model} {result}")))
         late = {name for one in top for name in one.late}
         lines = [f'"""Model and data of {self.path.name}, written by `csdctl init`."""', ""]
         texts = [self._text(one) for one in top]
         lines += [text for text in texts if text.startswith("from __future__")]
         if "__file__" in self.source:
             lines.append(f"__file__ = {str(self.path.absolute())!r}")
+        lines.append("import functools")
         if not any("keras" in one.binds for one in top):
             lines.append("import keras")
         if {"argparse", "sys", "absl"} & {package for _, package in _modules_in(self.module)}:
@@ -604,16 +623,23 @@ class _Script:
             shared = {name for one in inner for name in one.binds} & (
                 late | {name for one in inner for name in one.late}
             )
-            lines += ["", "", f"def {signature}:", f'    """{doc}"""']
+            cached = ["@functools.cache  # training and validation data are parts of the same data"]
+            lines += ["", "", *cached * (body is loading), f"def {signature}:", f'    """{doc}"""']
             lines += [f"    global {', '.join(sorted(shared))}"] if shared else []
             lines += [*(textwrap.indent(self._text(one), "    ") for one in inner), end]
         for index, name in enumerate(functions[: 1 + has_validation]):
             lines += ["", "", f"def {name}(path):", f"    return {load}()[{index}]"]
         return "\n".join(lines) + "\n"
 
-    def _top_level(self, used: Sequence[_Statement]) -> list[_Statement]:
-        """Return the statements that stay at the top level: they need nothing that a function computes."""
+    def _top_level(self, used: Sequence[_Statement], returned: set[str]) -> list[_Statement]:
+        """Return the statements that stay at the top level: they need nothing that a function computes.
+
+        A name is imported if it is used or `returned`, or if the script never uses it: it may register.
+        """
         available, found = {*dir(builtins), "__file__"}, []
+        kept = [*used, *(one for one in self.statements if one.is_environment)]
+        needed = returned.union(*(one.reads | one.late for one in kept if not one.is_import))
+        anywhere = _names_in(self.module)
         for one in self.statements:
             if one.is_environment:
                 is_kept = "KERAS_BACKEND" not in ast.unparse(one.node)
@@ -621,7 +647,11 @@ class _Script:
                     self._note(one.node, "csdctl trains with the TensorFlow backend of Keras")
             elif one.is_import:
                 is_plotting = all(one.modules.get(name) in PLOTTING for name in one.binds)
-                is_kept = not is_plotting or any(one.binds & (other.reads | other.late) for other in used)
+                dropped = (anywhere | (one.binds if is_plotting else set())) - needed
+                is_kept = not one.binds or bool(one.binds - dropped)
+                if is_kept and isinstance(one.node, ast.Import | ast.ImportFrom):
+                    bound = {name.asname or name.name.partition(".")[0]: name for name in one.node.names}
+                    one.node.names = [name for text, name in bound.items() if text not in dropped]
             else:
                 is_constant = one.binds <= set(self.constants) and isinstance(one.node, ast.Assign)
                 is_kept = one in used and (is_constant or one.is_definition)

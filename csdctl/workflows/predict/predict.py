@@ -15,6 +15,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -27,7 +28,8 @@ from csdctl.fleet.model import HOST_NAME, Fleet
 from csdctl.fleet.requirements import explain_extra
 from csdctl.job.compatibility import LOGITS, plain_name, show_shape
 from csdctl.job.model import Job, check_keras_file, load_job
-from csdctl.runs.directory import ProjectDirectory
+from csdctl.reporting.results import FAILED, load_run_status, read_results
+from csdctl.runs.directory import ProjectDirectory, RunDirectory
 from csdctl.shipping.worker_calls import call_worker, fetch_results
 from csdctl.transport.many import Outcome, errors_of, run_on_all, values_or_raise
 from csdctl.transport.meter import TrafficClass
@@ -262,9 +264,15 @@ def find_model(
             remedy=f'in Python: csdctl.load_run("{run.run_id}").model().predict(…)',
         )
     if not run.model.is_file():
+        reason, other = "it has not finished", "use another run"
+        with suppress(InputError):
+            if load_run_status(run).state == FAILED:
+                reason = f"it failed: {read_results(run).summary.failures[0]}"
+        if named := [name for name in project.run_ids() if RunDirectory(project.runs / name).model.is_file()]:
+            other = f"use the latest run with a model: {named[-1]}"
         raise InputError(
-            f"run {run.run_id} has no model.keras: it has not finished",
-            remedy=f"continue it with `csdctl train --resume {run.run_id}`, or use another run",
+            f"run {run.run_id} has no model.keras: {reason}",
+            remedy=f"continue it with `csdctl train --resume {run.run_id}`, or {other}",
         )
     manifest = run.load_manifest()
     described = manifest.get("job")

@@ -56,7 +56,10 @@ def find_resumable(project: ProjectDirectory, run_id: str, job: Job, fleet: Flee
     run = project.find_run(run_id)
     plan = _load_manifest(run).plan
     if plan.job != job.name:
-        raise InputError(f"run {run.run_id} belongs to job {plan.job}, not to {job.name}")
+        raise InputError(
+            f"run {run.run_id} belongs to job {plan.job}, not to {job.name}",
+            remedy=f"`csdctl train {plan.job}.yaml --resume {run.run_id}`, or a run of {job.name}",
+        )
     present = set(fleet.machines)
     planned = {rank.node for rank in plan.ranks}
     if absent := sorted(planned - present):

@@ -222,6 +222,23 @@ class TestRecipe:
 
 
 @pytest.mark.parametrize(
+    ("line", "remedy"),
+    [
+        ("early_stopping: {restore_best_weights: true}", "best.keras is always saved: remove the key"),
+        ("batch_size: 32", "batch sizes come from `csdctl tune`"),
+    ],
+)
+def test_key_of_fit_has_a_remedy_of_its_own(write: Write, line: str, remedy: str, tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="unknown key") as refused:
+        with_recipe(write, line)
+    assert refused.value.remedy.startswith(remedy)
+    (script := tmp_path / "ts.py").write_text("x = (1,\n")
+    with pytest.raises(InputError) as refused:
+        load_job(script)
+    assert refused.value.remedy == f"`csdctl init {script}` writes a job.yaml"
+
+
+@pytest.mark.parametrize(
     ("old", "new", "message"),
     [
         ("l2_norm_clip: 1.0", "l2_norm_clip: 0", "l2_norm_clip"),

@@ -2,6 +2,8 @@
 
 import math
 from collections.abc import Callable
+from functools import partial
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -11,6 +13,7 @@ from csdctl.reporting.numbers import (
     format_bytes,
     format_joules,
     format_loss,
+    format_metrics,
     format_rate,
     format_seconds,
     format_share,
@@ -46,9 +49,12 @@ def test_every_number_is_formatted(format_number: Callable[[float], str], number
         (format_bytes, 2000 << 40, "2000.0 TiB"),
         (format_joules, 338_250, "338 kJ"),
         (format_loss, math.nan, "nan"),
+        (format_loss, 21.0, "21"),
+        (format_loss, 1.0, "1.0000"),
+        (partial(format_metrics, 0.5), dict.fromkeys("abc", 7.0), ", accuracy 0.5000, a 7, b 7, …"),
     ],
 )
 def test_number_has_the_unit_that_fits(
-    format_number: Callable[[float | None], str], value: float | None, expected: str
+    format_number: Callable[[Any], str], value: Any, expected: str
 ) -> None:
     assert format_number(value) == expected

@@ -17,7 +17,7 @@ from csdctl.reporting.results import (
     load_run_status,
     summarize,
 )
-from csdctl.reporting.tables import describe_run
+from csdctl.reporting.tables import describe_result, describe_run
 from csdctl.runs.directory import ProjectDirectory
 from csdctl.worker.protocol.events import STOPPED as ASKED_TO_STOP
 from csdctl.worker.protocol.events import (
@@ -77,6 +77,7 @@ def finished(rank: int) -> Finished:
 WHOLE: list[Event] = [
     *(Ready(rank, NODES[rank], 100, 1.0) for rank in range(3)),
     *(epoch_end(rank, 1) for rank in (2, 0, 1)),
+    CheckpointSaved(0, "host", 2, 10, "checkpoints/step-00000010.npz", is_best=True),
     Progress(0, "host", 2, 5, 5, 300, 3.0, 1.5, 5.0, 400, 9.9, 0.9),
     *(epoch_end(rank, 2) for rank in (0, 1, 2)),
     CheckpointSaved(0, "host", 2, 20, "checkpoints/step-00000020.npz"),
@@ -99,6 +100,7 @@ def test_whole_run_is_added_up_over_its_epochs() -> None:
     assert (found.loss, found.accuracy) == pytest.approx((1.0, 0.8))
     assert (found.validation_loss, found.validation_accuracy) == pytest.approx((1.25, 0.6))
     assert (found.state, found.failures, found.identical_weights) == ("done", (), True)
+    assert describe_result(found).endswith("; best: epoch 1, best.keras")
 
 
 def test_split_is_compared_with_its_busiest_rank() -> None:

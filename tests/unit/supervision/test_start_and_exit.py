@@ -52,17 +52,20 @@ def test_ranks_that_do_not_start_in_time_are_named(fleet: Fleet) -> None:
     assert error.exit_code == ExitCode.DEADLINE
 
 
-@pytest.mark.parametrize(("exit_code", "error_type"), [(1, RunError), (2, InputError)])
+@pytest.mark.parametrize(("exit_code", "error_type", "node"), [(1, RunError, "csd0"), (2, InputError, "")])
 def test_failure_before_all_ranks_are_ready_keeps_its_error_type(
-    fleet: Fleet, exit_code: int, error_type: type[CsdctlError]
+    fleet: Fleet, exit_code: int, error_type: type[CsdctlError], node: str
 ) -> None:
+    message = "no such file" if node else "recipe.metrics fails"
+
     def start(rank: ScriptedRank) -> None:
         if rank.rank == 1:
-            rank.fail("no such file", remedy="repair it", exit_code=exit_code)
+            rank.fail(message, remedy="see this rank's log", exit_code=exit_code)
 
     fleet.on_start = start
     error = fleet.run_to_error(error_type)
-    assert (error.node, error.message, error.remedy) == ("csd0", "no such file", "repair it")
+    assert (error.node, error.message) == (node, message)
+    assert error.remedy.endswith("/rank-1.log")
     assert error.exit_code == exit_code
 
 

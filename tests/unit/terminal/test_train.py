@@ -4,9 +4,10 @@ from dataclasses import replace
 
 import pytest
 
-from csdctl.terminal.train import TrainingView, format_shards
+from csdctl.terminal.train import TrainingView, describe_learning_rate, format_shards
 from csdctl.terminal.view import TRAINING, RankRow, choose_rows, describe_rest, draw_curve
 from csdctl.worker.protocol.events import Joined, LinkLost, NodeLost, Progress
+from csdctl.worker.protocol.recipe import Recipe
 from csdctl.worker.protocol.run_spec import RankSpec, Runtime
 from tests.unit.runs.manifests import spec_of
 from tests.unit.terminal.test_fleet_views import SIZES, Clock, screen, terminal
@@ -146,3 +147,16 @@ HOST = rank(0, "host", 100, 0, 5000)
 )
 def test_shards_and_what_is_unusual_about_them_are_lines(ranks: list[RankSpec], line: str) -> None:
     assert line in format_shards(spec_of(ranks=tuple(ranks)))
+
+
+@pytest.mark.parametrize(
+    ("limit", "line"),
+    [
+        (None, "learning rate 0.0022 (0.001 × 70/32; limit: recipe.max_learning_rate)"),
+        (0.001, "learning rate 0.001 (0.001 × 70/32; limit: 0.001)"),
+    ],
+)
+def test_scaled_learning_rate_is_a_line(limit: float | None, line: str) -> None:
+    recipe = Recipe(learning_rate=0.001, reference_batch=32, max_learning_rate=limit)
+    ranks = (rank(0, "host", 60, 0, 600), rank(1, "csd0", 10, 0, 100))
+    assert describe_learning_rate(replace(spec_of(ranks=ranks), recipe=recipe)) == line

@@ -11,6 +11,7 @@ from csdctl.errors import InputError
 from csdctl.job.model import JobFile
 from csdctl.worker.protocol.datasets import DataLook, DatasetInfo, PictureSizes, TableSchema
 from csdctl.worker.protocol.model_info import ModelInfo, OutputInfo, OwnCompile
+from csdctl.worker.protocol.recipe import ReduceOnPlateau
 from csdctl.workflows.init.init import (
     InitRequest,
     Looks,
@@ -67,11 +68,11 @@ def test_functions_of_a_script_are_kept_only_with_its_job_file(
 
     def refuse(self: object, sources: object) -> None:
         seen.append(functions.read_text())
-        raise InputError("no such data")
+        raise InputError(f"{functions} fails")
 
     monkeypatch.setattr(_Looking, "look", refuse)
     request = InitRequest(tmp_path / "job.yaml", script=tmp_path / "a.py", is_overwriting=True)
-    with pytest.raises(InputError, match="no such data"):
+    with pytest.raises(InputError, match=f"{tmp_path}/a.py fails"):
         init_job(request, tmp_path, print, print)
     assert "def build" in seen[0]
     assert (functions.read_text() if functions.exists() else None) == before
@@ -124,6 +125,15 @@ class TestRecipe:
         assert "those of compile(): Adam, CosineDecay from 1e-05" in text
         assert f"# loss: {SPARSE}  # of compile()" in text
         assert "# metrics: [accuracy]  # of compile()" in text
+
+    def test_what_a_script_leaves_open_is_a_comment_and_min_lr_a_factor(self) -> None:
+        plateau = {"patience": 2, "min_lr": 1e-7}
+        recipe = {"epochs": 3, "# class_weight": "not converted, line 9", "reduce_on_plateau": plateau}
+        lifted = replace(SOURCES, recipe=recipe)
+        text, job = written(Looks(model(compiled=ADAM), data()), lifted)
+        assert job.recipe.reduce_on_plateau == ReduceOnPlateau(patience=2, min_factor=0.01)
+        assert "\n  # class_weight: not converted, line 9\n" in text
+        assert "\n  # max_learning_rate: 1e-05" in text
 
     def test_model_that_is_not_compiled_gets_placeholders_that_say_so(self) -> None:
         text, job = written(Looks(model(), data()))

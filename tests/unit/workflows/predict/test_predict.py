@@ -7,6 +7,7 @@ import gc
 import hashlib
 import json
 import re
+import shutil
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -27,6 +28,7 @@ from csdctl.runs.directory import ProjectDirectory
 from csdctl.shipping.store import StoredFile, hash_file, store_bytes
 from csdctl.worker.ingest.extract import send
 from csdctl.worker.protocol.datasets import DatasetInfo
+from csdctl.worker.protocol.events import Failed
 from csdctl.worker.protocol.features import (
     SIGMOID,
     SOFTMAX,
@@ -61,7 +63,7 @@ from csdctl.workflows.predict.predict import (
     write_results,
 )
 from tests.fake_session import FakeConversation, FakeSession, ScriptedResponse
-from tests.unit.runs.manifests import manifest_of
+from tests.unit.runs.manifests import manifest_of, write_events
 
 NUM_PUBLIC, NUM_VALIDATION, NUM_PRIVATE = 50, 11, 3
 NODES = ("csd0", "csd1")
@@ -261,9 +263,16 @@ def test_model_of_a_run_comes_with_its_job(project: Path) -> None:
     with pytest.raises(InputError, match="has no model.keras") as refused:
         find_model(run.run_id, None, directory)
     assert f"--resume {run.run_id}" in refused.value.remedy
+    failed = directory.new_run()
+    failed.save_manifest(manifest_of())
+    write_events(failed, [Failed(1, "csd0", "out of memory")])
     run.model.write_bytes(b"")
     run.save_manifest(manifest_of() | {"job": {"path": "job.yaml"}})
     manifest = run.load_manifest()
+    with pytest.raises(InputError, match="it failed: csd0: out of memory") as refused:
+        find_model("latest", None, directory)
+    assert refused.value.remedy.endswith(f"the latest run with a model: {run.run_id}")
+    shutil.rmtree(failed.path)
     for name in (run.run_id, run.run_id[:10], "latest"):
         assert find_model(name, None, directory) == (run.model.resolve(), project / "job.yaml", manifest)
     other = project / "open.yaml"
