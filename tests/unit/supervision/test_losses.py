@@ -116,13 +116,17 @@ def test_node_that_fails_while_regrouping_is_left_out_and_rank_0_ends_the_run(
         assert (error.node, error.message) == ("host", "disk full")
 
 
-def test_run_with_fewer_nodes_left_than_min_nodes_fails(fleet: Fleet) -> None:
+def test_run_with_fewer_nodes_left_than_min_nodes_fails_for_the_reason_that_the_node_reports(
+    fleet: Fleet,
+) -> None:
     fleet.min_nodes = 2
-    fleet.scripts[1] = lambda fleet: fleet.rank(1).exit()
+    fleet.scripts[1] = lambda fleet: fleet.rank(1).fail("disk full", remedy="make room")
     error = fleet.run_to_error()
     assert "nodes left: 1, but --min-nodes is 2" in error.message
-    assert "csd0: rank 1 was killed by signal 15" in error.message
+    assert "csd0: disk full" in error.message
+    assert "make room" in error.message
     assert "csd1" not in error.message
+    assert len(fleet.lost_messages()) == 1
     assert "csdctl train --resume 20261122-100000" in error.remedy
 
 

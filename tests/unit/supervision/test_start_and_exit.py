@@ -89,15 +89,6 @@ def test_mpirun_failure_at_the_first_attempt_fails_the_run_with_its_stderr(fleet
     assert "there are no slots" in fleet.run_to_error().message
 
 
-def test_node_that_fails_is_lost_for_the_reason_it_reports(fleet: Fleet) -> None:
-    fleet.min_nodes = 2
-    fleet.scripts[1] = lambda fleet: fleet.rank(1).fail("disk full", remedy="make room")
-    error = fleet.run_to_error()
-    assert "csd0: disk full" in error.message
-    assert "make room" in error.message
-    assert len(fleet.lost_messages()) == 1
-
-
 def test_failure_that_rank_0_reports_too_fails_the_run(fleet: Fleet) -> None:
     def diverge(fleet: Fleet) -> None:
         fleet.rank(1).fail("the loss became nan (csd0)")
