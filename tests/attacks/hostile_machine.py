@@ -77,13 +77,11 @@ def write_project(directory: Path, nodes: Mapping[str, HostileMachine | int]) ->
     asyncssh.generate_private_key("ssh-ed25519").write_private_key(str(directory / "key"))
     os.chmod(directory / "key", 0o600)
     entries: list[dict[str, object]] = []
-    known = ""
     for name, node in nodes.items():
         entries.append({"name": name, "address": "127.0.0.1", "port": node})
         if isinstance(node, HostileMachine):
             entries[-1].update(port=node.server.port, key=str(node.server.key))
-            known += node.server.known_hosts.read_text()
+            node.server.trust_in(directory)
     defaults = {"user": USER, "key": str(directory / "key"), "python": "liar"}
     (directory / "fleet.yaml").write_text(yaml.safe_dump({"defaults": defaults, "nodes": entries}))
-    (directory / ".csdctl" / "known_hosts").write_text(known)
     return directory

@@ -170,7 +170,6 @@ VIOLATIONS = {
     "another host key": (change_key, "has changed its host key"),
     "data of an unknown type": (endless(-1, 7, BULK, kind=95), NO_USE),
     "data shorter than it claims": (endless(-1, 0xFFFFF, kind=94), "a length other than announced"),
-    "data for an unknown channel": (endless(77, b"x", kind=94), "for a channel that does not exist"),
     "data for a closed channel": (close_and_go_on, NO_USE),
     "windows beyond 2^32": (endless(-1, 0xFFFFFFFF, kind=93), r"beyond 2\^32 - 1 bytes"),
     "ignored messages": (endless(BULK, kind=2), NO_USE),

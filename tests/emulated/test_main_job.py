@@ -7,11 +7,9 @@ processor. The same with Fashion-MNIST, as `csdctl demo` does it, is in test_dem
 import csv
 import json
 import signal
-import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -19,8 +17,7 @@ import yaml
 
 from csdctl.fleet.facts import load_facts
 from csdctl.fleet.fleet_file import load_fleet
-from tests.emulated import running
-from tests.emulated.running import document, emulated, refuse, succeed
+from tests.emulated.running import document, emulated, home_of, refuse, succeed
 from tests.emulated.small_jobs import pausing_layer
 from tests.emulated.training import (
     events_of,
@@ -38,7 +35,8 @@ from tests.patience import communicate, run_command
 
 pytestmark = pytest.mark.emulated
 
-NUM_NODES = 2
+NODES = ("csd0", "csd1")
+NUM_NODES = len(NODES)
 CPU = 0.9
 NUM_PUBLIC, NUM_PRIVATE, NUM_VALIDATION = 600, 96, 100
 MAX_GLOBAL_BATCH = 24
@@ -77,8 +75,8 @@ def project(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     with emulated(directory, NUM_NODES, {"job.yaml": JOB, "small.py": MODEL}, cpu=CPU):
         write_samples(directory / "public.npz", NUM_PUBLIC, 0)
         write_samples(directory / "validation.npz", NUM_VALIDATION, 1)
-        for number in range(NUM_NODES):
-            write_samples(home_of(directory, number) / "private.npz", NUM_PRIVATE, 2 + number)
+        for number, node in enumerate(NODES, 2):
+            write_samples(home_of(directory, node) / "private.npz", NUM_PRIVATE, number)
         for command in (
             ["discover"],
             ["prepare"],
@@ -87,14 +85,6 @@ def project(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         ):
             succeed(directory, *command)
         yield directory
-
-
-def home_of(directory: Path, number: int) -> Path:
-    return running.home_of(directory, f"csd{number}")
-
-
-def report(directory: Path, *run: str) -> dict[str, Any]:
-    return document(directory, "report", *run)
 
 
 def test_discover_finds_the_limits_of_the_nodes(project: Path) -> None:
@@ -108,7 +98,7 @@ def test_discover_finds_the_limits_of_the_nodes(project: Path) -> None:
 
 
 def test_report_of_a_trained_job_says_what_was_trained_and_learnt(project: Path) -> None:
-    found = report(project)
+    found = document(project, "report")
     assert (found["state"], found["emulated"], found["epochs"]) == ("done", True, 8)
     assert found["samples"] == 8 * (NUM_PUBLIC + NUM_NODES * NUM_PRIVATE)
     assert sum(rank["num_public"] for rank in found["ranks"]) == NUM_PUBLIC
@@ -117,7 +107,7 @@ def test_report_of_a_trained_job_says_what_was_trained_and_learnt(project: Path)
 
 
 def test_all_ranks_hold_identical_weights_at_every_epochs_end(project: Path) -> None:
-    found = report(project)
+    found = document(project, "report")
     hashes: dict[int, set[str]] = {}
     run = Path(found["path"])
     for event in events_of(run, "EpochEnd"):
@@ -133,7 +123,7 @@ def test_all_ranks_hold_identical_weights_at_every_epochs_end(project: Path) -> 
 
 def test_predictions_of_all_machines_are_those_of_keras_on_the_saved_model(project: Path) -> None:
     succeed(project, "predict", "latest", "--on", "all")
-    trained = report(project)
+    trained = document(project, "report")
     program = (
         "import sys, json, keras, numpy as np\n"
         "from small import Pause\n"
@@ -143,7 +133,7 @@ def test_predictions_of_all_machines_are_those_of_keras_on_the_saved_model(proje
         "    found = model.predict(data['x'] / np.float32(255), batch_size=500, verbose=0).argmax(-1)\n"
         "    print(json.dumps([found.tolist(), float((found == data['y']).mean())]))\n"
     )
-    homes = [home_of(project, number) / "private.npz" for number in range(NUM_NODES)]
+    homes = [home_of(project, node) / "private.npz" for node in NODES]
     files = [project / "public.npz", project / "validation.npz", *homes]
     model = f"{trained['path']}/model.keras"
     told = run_command([sys.executable, "-c", program, model, *map(str, files)], cwd=project)
@@ -169,7 +159,7 @@ def expected_hash(project: Path) -> str:
 @pytest.fixture
 def paused(project: Path) -> Iterator[None]:
     """Every step takes 50 ms: its run waits to be broken, without the processor."""
-    pause = home_of(project, 0) / "pause"
+    pause = home_of(project, "csd0") / "pause"
     pause.touch()
     yield
     pause.unlink()
@@ -186,7 +176,7 @@ def test_run_that_breaks_three_times_and_is_stopped_resumes_bit_identically(
     That rank is restarted, and goes on from its step file; the nodes take over its state, not it theirs. Then
     Ctrl-C stops the run, which is resumed.
     """
-    process, run = start_planned_training(project)
+    process, run = start_run(project, "--skip-doctor", *PLANNED)
     kill_daemon("csd1")(project, run)
     wait_until_regrouped(process, run, 2)
     kill_mpirun(project, run)
@@ -206,14 +196,14 @@ def test_run_that_breaks_three_times_and_is_stopped_resumes_bit_identically(
     stopped = {event["steps"] for event in events_of(run, "Finished")}
     assert len(stopped) == 1
     assert stopped.pop() < num_steps(project)
-    assert report(project, run.name)["state"] == "stopped"
+    assert document(project, "report", run.name)["state"] == "stopped"
     resume_to_the_end(project, run, expected_hash)
 
 
 @pytest.mark.thorough
 @pytest.mark.fault(44)
 def test_run_continues_without_a_killed_rank(project: Path, paused: None) -> None:
-    process, run = start_planned_training(project)
+    process, run = start_run(project, "--skip-doctor", *PLANNED)
     kill_rank("csd1")(project, run)
     output, _ = communicate(process, project)
     assert process.returncode == 0, output
@@ -225,7 +215,7 @@ def test_run_continues_without_a_killed_rank(project: Path, paused: None) -> Non
     assert len(resumed_from(run)["batch_sizes"]) == NUM_NODES
     assert len({event["steps"] for event in events_of(run, "Finished")}) == 1
     hash_at_the_end(run)
-    found = report(project, run.name)
+    found = document(project, "report", run.name)
     assert (found["state"], found["epochs"], found["lost_nodes"]) == ("done", 8, ["csd1"])
 
 
@@ -234,7 +224,7 @@ def test_run_continues_without_a_killed_rank(project: Path, paused: None) -> Non
 def test_run_of_a_killed_csdctl_resumes_bit_identically(
     project: Path, paused: None, expected_hash: str
 ) -> None:
-    process, run = start_planned_training(project)
+    process, run = start_run(project, "--skip-doctor", *PLANNED)
     process.kill()
     communicate(process)
     assert nothing_is_left(project, run)
@@ -250,10 +240,6 @@ def resume_to_the_end(project: Path, run: Path, expected_hash: str) -> None:
     assert {event["weights_hash"] for event in last} == {expected_hash}
 
 
-def start_planned_training(project: Path, *options: str) -> tuple[subprocess.Popen[str], Path]:
-    return start_run(project, "--skip-doctor", *PLANNED, *options)
-
-
 def num_steps(project: Path) -> int:
     """Return the steps of the undisturbed run."""
     first = min((project / ".csdctl" / "runs").iterdir())
@@ -266,7 +252,7 @@ def test_verify_proves_the_gradient_on_this_fleet(project: Path) -> None:
     assert found["one_batch"]["difference"] <= 1e-6
     assert found["is_equal"]
     assert found["verdict"] == "equal: within the rounding of float32"
-    assert set(found["ranks"]) == {"host", *(f"csd{number}" for number in range(NUM_NODES))}
+    assert set(found["ranks"]) == {"host", *NODES}
 
 
 @pytest.mark.thorough
@@ -303,12 +289,12 @@ def test_fleet_with_no_node_reachable_has_an_exit_code_of_its_own(project: Path)
 
 def test_private_samples_are_on_their_own_node_only(project: Path) -> None:
     """After every command above."""
-    for number in range(NUM_NODES):
-        sample = np.load(home_of(project, number) / "private.npz")["x"][0].tobytes()
-        homes = [home_of(project, other) for other in range(NUM_NODES) if other != number]
+    for node in NODES:
+        sample = np.load(home_of(project, node) / "private.npz")["x"][0].tobytes()
+        homes = [home_of(project, other) for other in NODES if other != node]
         for path in (*files_of_csdctl(project), *(path for home in homes for path in home.rglob("*"))):
             if path.is_file():
-                assert sample not in path.read_bytes(), f"a private sample of csd{number} in {path}"
+                assert sample not in path.read_bytes(), f"a private sample of {node} in {path}"
 
 
 def test_what_csdctl_writes_is_readable_by_its_user_alone(project: Path) -> None:

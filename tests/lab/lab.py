@@ -8,12 +8,11 @@ Namespaces, control groups and the directory have the lab's name. The directory 
 lives, so that the next lab recognizes the remains of a killed lab.
 """
 
-import fcntl
 import os
 import shutil
 import tempfile
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -22,6 +21,7 @@ from tests.lab import network
 from tests.lab.host import LabHost
 from tests.lab.machines import INTERFACE, LabNode, NodeSpec
 from tests.lab.network import Segment, run_command, run_ip
+from tests.session import lock
 
 PREFIX = "csdlab-"
 PLACE = Path("/var/tmp")  # nodes have their own /tmp and /run
@@ -171,13 +171,9 @@ def _make_directory(stack: ExitStack) -> Path:
 
 def _lock(stack: ExitStack, directory: Path) -> bool:
     """Lock the directory until `stack` ends; return False if another process holds the lock."""
-    try:
-        descriptor = os.open(directory, os.O_RDONLY)
-    except FileNotFoundError:
-        return False
-    stack.callback(os.close, descriptor)
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    return True
+    descriptor = None
+    with suppress(FileNotFoundError):
+        descriptor = lock(directory)
+    if descriptor is not None:
+        stack.callback(os.close, descriptor)
+    return descriptor is not None

@@ -2,12 +2,13 @@
 
 import json
 import signal
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
-import yaml
 
+from csdctl.fleet.fleet_file import render_fleet
+from csdctl.fleet.model import Fleet
 from tests.lab.lab import Lab
 from tests.lab.project import Project
 from tests.patience import communicate, eventually, wait_for
@@ -51,13 +52,8 @@ def fleet(project: Project) -> Project:
     """csd0, and far0 behind the gate; far0's address is on the gate's other network."""
     lab = project.lab
     project.trust(lab.near[0], lab.gate, lab.far[0])
-    entry = {"user": "root", "key": str(lab.key)}
-    gate = {"name": "gate", "address": lab.gate.node.address, **entry}
-    nodes: list[dict[str, Any]] = [
-        {"name": "csd0", "address": lab.near[0].node.address, **entry},
-        {"name": "far0", "address": lab.far[0].node.address, "jump": "gate", **entry},
-    ]
-    (project.path / "fleet.yaml").write_text(yaml.safe_dump({"jump_hosts": [gate], "nodes": nodes}))
+    nodes = lab.near[0].node, replace(lab.far[0].node, jump=lab.gate.node)
+    (project.path / "fleet.yaml").write_text(render_fleet(Fleet(nodes), origin="Of a test"))
     (project.path / "tasks.py").write_text(TASKS)
     (project.path / "settings.conf").write_text("interval = 5\n")
     return project
