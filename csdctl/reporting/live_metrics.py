@@ -1,5 +1,6 @@
 """Figures of a run while it trains, served over HTTP for Prometheus (https://prometheus.io)."""
 
+import json
 from collections.abc import Callable
 from typing import Any
 
@@ -73,12 +74,16 @@ class _Figures:
     def __call__(self, event: dict[str, Any]) -> None:
         self._run.info({"run": event["run"]})
         kind, is_first = event["event"], event["rank"] == 0
-        known = event_from_document({name: event[name] for name in event if name not in ("run", "time")})
+        # As in JSON, where a tuple is a list.
+        plain = json.loads(json.dumps({name: event[name] for name in event if name not in ("run", "time")}))
+        known = event_from_document(plain)
         if report := self._tally.add(known):
             self._add_report(event, report)
         if kind == "NodeLost":
             self._losses.labels(event["node"]).inc()
-        elif kind in ("Joined", "Rebalanced") and is_first:
+        elif kind == "Joined":
+            self._losses.labels(event["node"])  # 0 from the start, so that a loss is an increase
+        if kind in ("Joined", "Rebalanced") and is_first:
             self._batch_size.clear()  # of ranks that were lost
             for rank, size in event["batch_sizes"].items():
                 self._batch_size.labels(rank).set(size)
