@@ -100,6 +100,7 @@ class TestSharedDirectories:
         known = {
             "standalone/leftovers.py": "finds what csdctl left there, and removes only its own",
             "runs/private.py": "the step file, in a directory of its user alone",
+            "worker/protocol/run_spec.py": "names the step file, which the worker opens by open_private",
             "emulation/fleet.py": "finds the directories of a fleet, removes its own, and passes TMPDIR on",
             "facts/machine.py": "mktemp -d in TMPDIR",
         }
