@@ -31,11 +31,6 @@ class TestRanges:
         ]
         assert {node.port for node in nodes} == {2200}
 
-    def test_range_too_large_is_refused_with_its_line(self, tmp_path: Path) -> None:
-        message = refused(tmp_path, "nodes:\n- name: c[0-999999999]\n  address: a[0-999999999]")
-        assert "fleet.yaml:2: " in message
-        assert "more than 100,000 names" in message
-
 
 SETTINGS = ["port", "user", "key", "python", "group", "jump", "power", "device"]
 
