@@ -1,4 +1,3 @@
-# ruff: noqa: E501
 """Wrong command lines and files: the exit code, and the sentence that names what is wrong.
 
 Nothing is written for wrong input. Only closed ports of this machine are contacted.
@@ -32,93 +31,48 @@ FAILED_FROM = "exec --failed-from x.json -- true"
 INVENTORY = '{"_meta": {"hostvars": {"csd0": {}}}}'
 BUILD = "def build(): pass\n"
 BAD_JOBS = [
-    ("model.py:build", "model.py:nope", "j.yaml: model.py has no function 'nope'"),
-    (
-        "{public: {path: data}}",
-        "7",
-        "j.yaml:2: `data`: must have keys such as public, private, validation (recei",
-    ),
-    ("{path: data}", "7", "j.yaml:2: `data.public`: must have keys such as path, on, function (receive"),
-    (
-        "{epochs: 1, learning_rate: 0.1}",
-        "7",
-        "j.yaml:3: `recipe`: must have keys such as epochs, learning_rate, schedule",
-    ),
-    ("epochs: 1", "epochs: many", "j.yaml:3: `recipe.epochs`: must be a whole number (received 'many')"),
-    ("epochs: 1", "epochs: 0", "j.yaml:3: `recipe.epochs`: must be greater than or equal to 1 (received 0)"),
-    ("epochs: 1", "epochs: 1.5", "j.yaml:3: `recipe.epochs`"),
-    ("epochs: 1", "epoch: 1", "j.yaml:3: key `recipe.epochs` is missing"),
-    ("0.1", ".nan", "j.yaml:3: `recipe.learning_rate`"),
-    ("0.1", ".inf", "j.yaml:3: `recipe.learning_rate`"),
-    ("0.1", "-1", "j.yaml:3: `recipe.learning_rate`: must be greater than 0 (received -1)"),
-    ("data}}", "data}, private: {path: ../x}}", "j.yaml: data.private.path ../x contains `..`"),
-    (
-        "data}}",
-        "data}, private: {path: data}}",
-        "j.yaml: data.private.path data and data.public.path data overlap",
-    ),
-    (
-        "data}}",
-        "data, on: nodes}}",
-        "j.yaml:2: `data.public.on`: must be 'host' or 'every-node' (received 'nodes",
-    ),
-    ("\nrecipe: {epochs: 1, learning_rate: 0.1}", "", "j.yaml: key `recipe` is missing"),
-    ("model.py:build", "''", "at least 1 character"),
-    ("data}}", "data}, private: {path: ''}}", "at least 1 character"),
-    ("model.py:build", "nope", "j.yaml: model 'nope' is not a valid reference"),
-    (
-        "build\n",
-        "build\ncode: [nope.py]\n",
-        "j.yaml: code 'nope.py' is neither a .py file nor a directory with .py files",
-    ),
-    ("data}}", "data, function: f}}", "j.yaml: function 'f' is not a valid reference"),
-    (JOB, "- 1", "j.yaml: expected keys such as model, data, recipe, received a list"),
-    (JOB, "", "j.yaml: expected keys such as model, data, recipe, received an empty file"),
-    (JOB, "model: [", "j.yaml:1: not valid YAML: expected the node content, but found '<stream end"),
-    (JOB, "model: a\nmodel: b", "j.yaml:2: not valid YAML: duplicate key `model`"),
-    (JOB, "\tmodel: a", "j.yaml:1: not valid YAML: found character '\\t' that cannot start any token"),
+    ("model.py:build", "model.py:nope", ": model.py has no function 'nope'"),
+    ("{public: {path: data}}", "7", ":2: `data`: must have keys such as public, private, validation"),
+    ("{path: data}", "7", ":2: `data.public`: must have keys such as path, on, function"),
+    ("{epochs: 1, learning_rate: 0.1}", "7", ":3: `recipe`: must have keys such as epochs, learning_rate"),
+    ("epochs: 1", "epochs: many", ":3: `recipe.epochs`: must be a whole number (received 'many')"),
+    ("epochs: 1", "epochs: 0", ":3: `recipe.epochs`: must be greater than or equal to 1 (received 0)"),
+    ("epochs: 1", "epochs: 1.5", ":3: `recipe.epochs`"),
+    ("epochs: 1", "epoch: 1", ":3: key `recipe.epochs` is missing"),
+    ("0.1", ".nan", ":3: `recipe.learning_rate`"),
+    ("0.1", ".inf", ":3: `recipe.learning_rate`"),
+    ("0.1", "-1", ":3: `recipe.learning_rate`: must be greater than 0 (received -1)"),
+    ("data}}", "data, on: nodes}}", ":2: `data.public.on`: must be 'host' or 'every-node'"),
+    ("\nrecipe: {epochs: 1, learning_rate: 0.1}", "", ": key `recipe` is missing"),
+    ("model.py:build", "''", ":1: `model`: String should have at least 1 character"),
+    ("data}}", "data}, private: {path: ''}}", ":2: `data.private.path`: String should have at least 1"),
+    ("build\n", "build\ncode: [nope.py]\n", ": code 'nope.py' is neither a .py file nor a directory"),
+    (JOB, "- 1", ": expected keys such as model, data, recipe, received a list"),
+    (JOB, "", ": expected keys such as model, data, recipe, received an empty file"),
+    (JOB, "model: [", ":1: not valid YAML: expected the node content, but found '<stream end"),
+    (JOB, "model: a\nmodel: b", ":2: not valid YAML: duplicate key `model`"),
+    (JOB, "\tmodel: a", ":1: not valid YAML: found character '\\t' that cannot start any token"),
 ]
-"""What is replaced in JOB, by what, and a part of the message of `train`."""
+"""What is replaced in JOB, by what, and what `train` says after the name of the file."""
 BAD_FLEETS = [
-    ("[{name: a, address: 1.1.1.1}]", "7", "f.yaml:1: `nodes`: must be a list (received 7)"),
-    ("[{name: a, address: 1.1.1.1}]", "[]", "f.yaml: the fleet is empty"),
-    (
-        "{name: a, address: 1.1.1.1}",
-        "7",
-        "f.yaml:1: `nodes.0`: must have keys such as name, address, port (received 7)",
-    ),
-    (", address: 1.1.1.1", "", "f.yaml:1: key `nodes.0.address` is missing"),
-    ("a,", "'a b',", "f.yaml:1: `nodes.0.name`: not a valid name (letters, digits, '.', '_', '-')"),
-    (
-        "a, address: 1.1.1.1",
-        "'a[0-2]', address: '1.1.1.[1-2]'",
-        "f.yaml:1: `nodes.0`: name 'a[0-2]' expands to 3 nodes, but address '1.1.1.[",
-    ),
-    ("}]", "},{name: a, address: 1.1.1.2}]", "f.yaml: two nodes have the name 'a'"),
-    (
-        "nodes:",
-        "network: 10.0.0.0/99\nnodes:",
-        "f.yaml:1: `network`: '10.0.0.0/99' does not appear to be an IPv4 or IPv6 ne",
-    ),
-    ("1.1.1.1", "1.1.1.1, port: ssh", "f.yaml:1: `nodes.0.port`: must be a whole number (received 'ssh')"),
-    (
-        "1.1.1.1",
-        "1.1.1.1, port: 99999",
-        "f.yaml:1: `nodes.0.port`: must be less than or equal to 65535 (received 999",
-    ),
-    ("1.1.1.1", "1.1.1.1, usr: x", "f.yaml:1: unknown key `nodes.0.usr`, did you mean `user`?"),
-    ("1.1.1.1", "1.1.1.1, private_key: x", "`nodes.0.private_key`, did you mean `key`?"),
-    ("1.1.1.1", "1.1.1.1, jump: a", "f.yaml: cyclic jumps: a → a"),
-    (
-        "1.1.1.1",
-        "1.1.1.1, power: nope",
-        "f.yaml:1: `nodes.0.power.source`: must be 'rapl', 'ipmi', 'hwmon', 'csv' or",
-    ),
-    (
-        "1.1.1.1",
-        "1.1.1.1, power: {source: constant}",
-        "f.yaml:1: `nodes.0.power`: source constant needs `watts`",
-    ),
+    ("[{name: a, address: 1.1.1.1}]", "7", ":1: `nodes`: must be a list (received 7)"),
+    ("[{name: a, address: 1.1.1.1}]", "[]", ": the fleet is empty"),
+    ("{name: a, address: 1.1.1.1}", "7", ":1: `nodes.0`: must have keys such as name, address, port"),
+    (", address: 1.1.1.1", "", ":1: key `nodes.0.address` is missing"),
+    ("a,", "'a b',", ":1: `nodes.0.name`: not a valid name (letters, digits, '.', '_', '-')"),
+    ("a,", "'a[0-2]',", ":1: `nodes.0`: name 'a[0-2]' expands to 3 nodes, but address '1.1.1.1' to 1"),
+    ("a,", "'a[0-999999999]',", ":1: `nodes.0.name`: 'a[0-999999999]' expands to more than 100,000 names"),
+    ("}]", "},{name: a, address: 1.1.1.2}]", ": two nodes have the name 'a'"),
+    ("nodes:", "network: 10.0.0.0/99\nnodes:", ":1: `network`: '10.0.0.0/99' does not appear to be an IP"),
+    ("1.1.1.1", "1.1.1.1, port: ssh", ":1: `nodes.0.port`: must be a whole number (received 'ssh')"),
+    ("1.1.1.1", "1.1.1.1, port: 99999", ":1: `nodes.0.port`: must be less than or equal to 65535"),
+    ("1.1.1.1", "1.1.1.1, private_key: x", ":1: unknown key `nodes.0.private_key`, did you mean `key`?"),
+    ("1.1.1.1", "1.1.1.1, jump: a", ": cyclic jumps: a → a"),
+    ("1.1.1.1}", "a, jump: b}, {name: b, address: b, jump: a}", ": cyclic jumps"),
+    ("nodes: [{", "jump_hosts: [{name: g, address: g, jump: g}]\nnodes: [{jump: g, ", ": cyclic jumps"),
+    ("1.1.1.1", "1.1.1.1, device: tpu", ":1: `nodes.0.device`: expected one of 'auto', 'cpu', 'gpu'"),
+    ("1.1.1.1", "1.1.1.1, power: nope", ":1: `nodes.0.power.source`: must be 'rapl', 'ipmi', 'hwmon'"),
+    ("1.1.1.1", "1.1.1.1, power: {source: constant}", ":1: `nodes.0.power`: source constant needs `watts`"),
 ]
 """The same of FLEET and `exec`."""
 BAD_VALUES = [
@@ -152,7 +106,6 @@ WITHOUT_PROJECT = [
     ("init --model nope.py:build --public .", "--model: nope.py does not exist"),
     ("init", "missing a training SCRIPT, or --model and --public"),
     ("init nope.py", "nope.py does not exist"),
-    ("init --model keras.applications:Nope --public data", "--public: data does not exist"),
     ("trian", "no such command 'trian'. Did you mean 'train'?"),
     ("--nope", "no such option: --nope"),
     ("train job.yaml", "job.yaml does not exist"),
@@ -166,20 +119,11 @@ WITHOUT_PROJECT = [
     ("discover --ssh-config nope", "nope does not exist"),
     ("discover", "fleet.yaml does not exist"),
     ("forecast", "job.yaml does not exist"),
-    (
-        "emulate up --memory lots",
-        "received 'lots' as a size, expected a number and a unit such as 512M or 2G",
-    ),
+    ("emulate up --memory lots", "received 'lots' as a size, expected a number and a unit such as 512M"),
     ("emulate up --memory 1K", "received 1,024 bytes as the memory of a node, expected at least 16M"),
     ("emulate up --cpu 0", "received 0 as the CPU share of a node, expected 0.01 to"),
-    (
-        "emulate up --cpu-mechanism nope",
-        "invalid value for '--cpu-mechanism' (env var: 'CSDCTL_EMULATED_CPU_MECHANIS",
-    ),
-    (
-        "emulate up --pid 99999999",
-        "received 99999999 as the process that the emulated fleet ends with, expecte",
-    ),
+    ("emulate up --cpu-mechanism nope", "invalid value for '--cpu-mechanism' (env var: 'CSDCTL_"),
+    ("emulate up --pid 99999999", "received 99999999 as the process that the emulated fleet ends with"),
     ("emulate stop", "no such command 'stop'"),
 ]
 """Command line, and a part of the message."""
@@ -213,18 +157,11 @@ IN_PROJECT = [
     ("runs logs latest nope", "run 20260102-000000-000002 has no log 'nope'"),
     ("runs stop latest", "run 20260102-000000-000002 is not running"),
     ("runs lst", "no such command 'lst'. Did you mean 'list', 'ls'?"),
-    ("train nope.yaml", "nope.yaml does not exist"),
     ("train job.yaml extra", "got unexpected extra argument(s) (extra)"),
     ("train --fleet nope.yaml", "nope.yaml does not exist"),
     ("train --cut dense", "--cut requires --strategy split, received --strategy auto"),
-    (
-        "doctor --mpi-timeout nan",
-        "invalid value for '--mpi-timeout' (env var: 'CSDCTL_MPI_TIMEOUT'): must be greater than or equal to 1",
-    ),
-    (
-        "doctor --timeout 0",
-        "invalid value for '--timeout' (env var: 'CSDCTL_TIMEOUT'): must be greater than or equal to 1",
-    ),
+    ("doctor --mpi-timeout nan", "(env var: 'CSDCTL_MPI_TIMEOUT'): must be greater than or equal to 1"),
+    ("doctor --timeout 0", "(env var: 'CSDCTL_TIMEOUT'): must be greater than or equal to 1"),
     ("train --silence-timeout 0", "--silence-timeout must be at least 1, received 0"),
     ("train --checkpoint-seconds 0", "--checkpoint-seconds must be at least 1, received 0"),
     ("train --metrics nope", "received --metrics 'nope'"),
@@ -257,7 +194,6 @@ IN_PROJECT = [
     ("tune --method stannis -C 0", "change --step-divisor"),
     ("tune -C 0", "fit does not take --batch-sizes, -C and -E"),
     ("scale --nodes x", "invalid --nodes 'x'"),
-    ("train .", "cannot read .: it is a directory"),
     ("train data", "cannot read data: it is a directory"),
     ("train --fleet .", "cannot read .: it is a directory"),
     ("exec --limit 'csd[0-9]' -- true", "--limit 'csd[0-9]' names csd[4-9], not in fleet.yaml"),
@@ -269,14 +205,12 @@ IN_PROJECT = [
     ("inventory -o nodir/x", "--output nodir/x: directory nodir does not exist"),
     ("inventory -o .", "--output . is a directory"),
     ("inventory -o fleet.yaml/x", "--output fleet.yaml/x: fleet.yaml is not a directory"),
-    ("discover --cidr 10.0.0.0/33", "'10.0.0.0/33' is not an address range"),
     ("discover --ssh-config c --force --failed-from x", "--failed-from selects nodes of a fleet file"),
     ("trust --forget", "Delete the accepted keys of all nodes? There is no terminal to answer on"),
     ("discover --dry-run", "--dry-run and --force apply only when the fleet file is written"),
     ("forecast nope.yaml --published mobilenetv2", "received both job nope.yaml and --published mobilenetv2"),
     ("forecast --published mobilenetv2 --max-global-batch 8", "the paper's batch sizes are fixed"),
     ("forecast --published mobilenetv2 --node-watts 5", "energy requires --host-watts too"),
-    ("forecast --published mobilenetv2 --nodes 5..1", "invalid --nodes '5..1'"),
     ("provision --set nope", "--set 'nope' is not NAME=VALUE"),
     ("provision --collect --kind sparc", "--kind 'sparc' is unknown"),
     ("deploy nope.yaml", "nope.yaml does not exist"),
@@ -285,25 +219,13 @@ IN_PROJECT = [
 ]
 WITH_FILE = [
     ("m.py", BUILD, "init --model m.py --public .", "--model 'm.py' is not a valid reference"),
-    ("m.py", BUILD, "init --model m.py:build --public nope", "--public: nope does not exist"),
     ("m.py", BUILD, "init --model m.py:build", "missing --public"),
     ("m.py", BUILD, "init --model m.py:nope --public .", "--model: m.py has no function 'nope'"),
     ("a.txt", "x", "init a.txt", "a.txt, line 1: no call of model.fit"),
     ("s.py", "x = (", "init s.py", "s.py, line 1: not valid Python: '(' was never closed"),
-    ("s.py", "x = 1", "init s.py", "s.py, line 1: no call of model.fit"),
     ("s.py", "x = 1", "init s.py --model a:b", "SCRIPT excludes --model, --public and --validation"),
-    (
-        "s.py",
-        "x = 1",
-        "init s.py -o nodir/job.yaml",
-        "--output nodir/job.yaml: directory nodir does not exist",
-    ),
-    (
-        "h",
-        "junk",
-        "discover --inventory h",
-        "h cannot be read: not valid JSON: Expecting value: line 1 column 1 (char 0)",
-    ),
+    ("s.py", "x = 1", "init s.py -o nodir/job.yaml", "nodir/job.yaml: directory nodir does not exist"),
+    ("h", "junk", "discover --inventory h", "h cannot be read: not valid JSON: Expecting value: line 1"),
     ("h", "", "discover --ssh-config h", "h has no Host line with a name"),
     ("m.py", BUILD, "init --model model.h5 --public .", "is not a valid reference"),
     ("m.py", BUILD, "init --model m.py:build --public m.py:", "does not name a function"),
@@ -313,12 +235,7 @@ BESIDE_PROJECT = [
     ("predictions.csv", "x", "predict junk.keras", "predictions.csv already exists"),
     ("r.html", "x", "report --html r.html", "r.html already exists"),
     ("x.json", "[]", FAILED_FROM, "x.json does not list the nodes that a command failed on"),
-    (
-        "x.json",
-        "{",
-        FAILED_FROM,
-        "x.json cannot be read: not valid JSON: Expecting property name enclosed in double quotes",
-    ),
+    ("x.json", "{", FAILED_FROM, "x.json cannot be read: not valid JSON: Expecting property name"),
     ("a.csv/x", "", "predict junk.keras -o a.csv", "--output a.csv is a directory"),
     ("hosts", "x", "inventory -o hosts", "hosts already exists"),
     ("hosts", INVENTORY, "discover --inventory hosts --force --limit nobody", "matches no node of hosts"),
@@ -336,8 +253,14 @@ WRONG: list[tuple[dict[str, str], str, str]] = [
     *(({name: content}, *row) for name, content, *row in WITH_FILE),
     *((PROJECT | {name: content}, *row) for name, content, *row in BESIDE_PROJECT),
     *((PROJECT, words, f"invalid value for '{last_option(words)}': {said}") for words, said in BAD_VALUES),
-    *((PROJECT | {"j.yaml": JOB.replace(*change)}, "train j.yaml", said) for *change, said in BAD_JOBS),
-    *((PROJECT | {"f.yaml": FLEET.replace(*change)}, IN_FLEET, said) for *change, said in BAD_FLEETS),
+    *(
+        (PROJECT | {"j.yaml": JOB.replace(*change)}, "train j.yaml", f"j.yaml{said}")
+        for *change, said in BAD_JOBS
+    ),
+    *(
+        (PROJECT | {"f.yaml": FLEET.replace(*change)}, IN_FLEET, f"f.yaml{said}")
+        for *change, said in BAD_FLEETS
+    ),
 ]
 SILENT = {
     "fleet.yaml": "nodes: [{name: 'csd[0-1]', address: '127.0.0.[1-2]', port: 9}]\n",

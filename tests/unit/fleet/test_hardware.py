@@ -19,14 +19,21 @@ from csdctl.fleet.hardware import (
 )
 from csdctl.fleet.model import Fleet, Node, fold_problems
 
-CSD = Facts(
+GIB = 1 << 30
+CSD_FACTS = Facts(
     "csd0",
     architecture="aarch64",
     cpu_model="Cortex-A53",
+    cpu_features=("asimd", "fp"),
     num_cores=4,
-    memory_bytes=6 << 30,
+    memory_bytes=int(5.78 * GIB),
+    memory_available_bytes=5 * GIB,
+    python_version="3.11.7",
     tensorflow_version="2.21.0",
+    keras_version="3.15.1",
+    numpy_version="2.1.0",
 )
+CSD = replace(CSD_FACTS, memory_bytes=6 * GIB)
 
 
 def csds(*numbers: int, **changes: object) -> list[Facts]:
@@ -101,22 +108,6 @@ class TestProblems:
             (tuple(f"csd{k}" for k in range(3, 10)), "10.0.0.[5-11] port 22 is closed", "start sshd"),
             (("csd0", "csd1"), "key not accepted", "ssh-copy-id root@10.0.0.2 (shown for csd0)"),
         ]
-
-
-GIB = 1 << 30
-CSD_FACTS = Facts(
-    "csd0",
-    architecture="aarch64",
-    cpu_model="Cortex-A53",
-    cpu_features=("asimd", "fp"),
-    num_cores=4,
-    memory_bytes=int(5.78 * GIB),
-    memory_available_bytes=5 * GIB,
-    python_version="3.11.7",
-    tensorflow_version="2.21.0",
-    keras_version="3.15.1",
-    numpy_version="2.1.0",
-)
 
 
 def key(**changes: object) -> str:

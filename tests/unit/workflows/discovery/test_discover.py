@@ -151,15 +151,8 @@ def test_accepted_keys_are_stored_by_address_and_port_for_this_user_alone(
     assert (reviewer.num_questions, len(reviewer.new)) == (3, 5)
     order = [machines.asked.index(name) for name in ("outer", "gate", "csd0")]
     assert order == sorted(order), "a jump host comes before the machines behind it"
-    assert sorted(stored(project)) == sorted(
-        [
-            line("10.0.0.1", 1),
-            line("[10.0.0.2]:2200", 2),
-            line("10.9.0.1", 3),
-            line("10.1.0.1", 4),
-            line("[10.1.0.1]:2222", 5),
-        ]
-    )
+    places = {"10.0.0.1": 1, "[10.0.0.2]:2200": 2, "10.9.0.1": 3, "10.1.0.1": 4, "[10.1.0.1]:2222": 5}
+    assert sorted(stored(project)) == sorted(line(*place) for place in places.items())
     assert stat.S_IMODE(project.known_hosts.stat().st_mode) == 0o600
     again = review(project)
     assert (again.num_questions, again.new, again.errors) == (0, [], {})

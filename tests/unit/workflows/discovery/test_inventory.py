@@ -232,10 +232,8 @@ def described(node: Node | None) -> tuple[object, ...] | None:
 
 def test_fleet_is_written_unless_it_exists_or_the_run_is_dry(tmp_path: Path) -> None:
     nodes = (Node("csd0", "10.0.0.1"), Node("csd1", "10.0.0.2"))
-    path, source = (
-        tmp_path / "fleet.yaml",
-        NodeSource("two nodes", "Written by a test", lambda *_: (nodes, ())),
-    )
+    path = tmp_path / "fleet.yaml"
+    source = NodeSource("two nodes", "Written by a test", lambda *_: (nodes, ()))
     assert "csd[0-1]" in import_fleet(source, path, directory=tmp_path, is_dry_run=True).text
     assert not path.exists()
     path.write_text("nodes: []\n")

@@ -5,7 +5,6 @@ The worker is scripted: what it predicts of a sample is the sample's number."""
 import csv
 import gc
 import hashlib
-import json
 import re
 import shutil
 import time
@@ -67,6 +66,7 @@ from tests.unit.runs.manifests import manifest_of, write_events
 
 NUM_PUBLIC, NUM_VALIDATION, NUM_PRIVATE = 50, 11, 3
 NODES = ("csd0", "csd1")
+FIELDS = '[["class", "int32", []], ["probability", "float32", []]]'
 
 
 Lie = Callable[..., dict[str, Any]]
@@ -103,10 +103,7 @@ class Machine(FakeSession):
         path.parent.mkdir(parents=True)
         lie = self._lie(rows=results)
         np.save(path, lie.pop("rows"), allow_pickle=True)
-        described = {
-            "dtype": json.dumps([["class", "int32", []], ["probability", "float32", []]]),
-            "fingerprint": fingerprint,
-        }
+        described = {"dtype": FIELDS, "fingerprint": fingerprint}
         info = replace(describe(path.parent, len(samples)), **(described | lie))
         return [to_frame(RESULT, Extracted((info,), len(samples) - 1))]
 
@@ -200,13 +197,7 @@ def test_each_row_comes_once_in_the_order_of_machines_and_data_sets(predict: Any
         (lambda rows: {"rows": rows, "num_samples": 4}, "received 4 rows .* expected 3"),
         (lambda rows: {"rows": rows, "sample_shape": (2,)}, "received 3 rows"),
         (lambda rows: {"rows": rows, "dtype": "float32"}, "expected 3 of class, probability"),
-        (
-            lambda rows: {
-                "rows": rows,
-                "dtype": '[["class", "int32", [9]], ["probability", "float32", []]]',
-            },
-            "received 3 rows",
-        ),
+        (lambda rows: {"rows": rows, "dtype": FIELDS.replace("[]", "[9]", 1)}, "received 3 rows"),
         (lambda rows: {"rows": rows[:2]}, r"of shape \(2,\)"),
         (lambda rows: {"rows": rows["probability"]}, "received float32"),
         (lambda rows: {"rows": np.array([{}] * 3, object)}, "cannot be read: ValueError"),

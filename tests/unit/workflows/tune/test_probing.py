@@ -244,7 +244,7 @@ def epoch_end(rank: int, steps: int = 20) -> EpochEnd:
     )
 
 
-def test_first_steps_of_many_do_not_count() -> None:
+def test_first_steps_of_many_do_not_count_and_few_steps_all_count() -> None:
     events: list[Event] = [
         *(joined(rank) for rank in (0, 1)),
         *(first_progress(rank) for rank in (0, 1)),
@@ -255,11 +255,8 @@ def test_first_steps_of_many_do_not_count() -> None:
     assert result.samples_per_s == pytest.approx(400)
     assert result.compute_s == pytest.approx((0.09, 0.08))
     assert (result.wall_s, result.collective, result.sum_s) == (9.0, "star", 0.02)
-
-
-def test_few_steps_all_count() -> None:
-    events: list[Event] = [joined(0), joined(1), first_progress(0), epoch_end(0, 9), epoch_end(1, 9)]
-    assert read_trial(events, NODES).num_steps == 9
+    few = [joined(0), joined(1), first_progress(0), epoch_end(0, 9), epoch_end(1, 9)]
+    assert read_trial(few, NODES).num_steps == 9
 
 
 def test_trial_that_lost_its_links_is_an_error() -> None:
