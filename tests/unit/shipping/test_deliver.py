@@ -325,9 +325,15 @@ SOURCE = Path(__file__).parents[3] / "csdctl" / "standalone" / "receive.py"
 DROPBEAR_MAX_COMMAND_BYTES = 9000
 
 
-def test_receiver_is_python_3_8() -> None:
-    """That it imports the standard library alone is shown above: it runs without site-packages (-S)."""
-    ast.parse(SOURCE.read_text(), feature_version=(3, 8))
+def test_receiver_is_python_3_8_and_imports_the_standard_library_only() -> None:
+    tree = ast.parse(SOURCE.read_text(), feature_version=(3, 8))
+    imported = set[str]()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            imported |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            imported.add(node.module or "")
+    assert {name.partition(".")[0] for name in imported} <= sys.stdlib_module_names
 
 
 def test_command_line_is_short_enough_for_dropbear() -> None:
