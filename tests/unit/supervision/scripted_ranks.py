@@ -181,7 +181,6 @@ class Fleet:
         self.should_stop = False
         self.patience = SHORT_PATIENCE
         self.events: list[Event] = []
-        self.restart: Callable[[int], ScriptedRank] = self._restart
 
     def set_patience(self, **limits: float) -> None:
         self.patience = replace(self.patience, **limits)
@@ -213,7 +212,7 @@ class Fleet:
             run_id="20261122-100000",
             nodes=self.nodes,
             start_rank=self._start,
-            restart_rank=self.restart,
+            restart_rank=self._restart,
             start_links=self._start_links,
             log_directory=self.directory,
             is_resumable=True,

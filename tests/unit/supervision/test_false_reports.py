@@ -27,30 +27,24 @@ def after(fleet: Fleet, event_type: type[Event], rank: int, *actions: Callable[[
     fleet.on_event = act
 
 
-@pytest.mark.parametrize("leaves", [True, False])
-def test_node_that_is_done_before_rank_0_loses_its_link_is_lost_alone(fleet: Fleet, leaves: bool) -> None:
-    def lose_link() -> None:
-        if leaves:
-            fleet.rank(1).exit(is_clean=True)
-        fleet.rank(0).lose_link(1)
+def exit_and_lose_link(fleet: Fleet) -> None:
+    fleet.rank(1).exit(is_clean=True)
+    fleet.rank(0).lose_link(1)
 
+
+def train_on(fleet: Fleet) -> None:
+    """Two nodes together: one is done too early, the other says that its link is lost; rank 0 goes on."""
+    fleet.rank(2).lose_link(1)
+    for _ in range(5):
+        fleet.rank(0).step()
+
+
+@pytest.mark.parametrize("then", [exit_and_lose_link, lambda fleet: fleet.rank(0).lose_link(1), train_on])
+def test_node_that_is_done_before_rank_0_is_lost_alone(fleet: Fleet, then: Script) -> None:
+    if then is train_on:
+        fleet.set_patience(mpirun_exit_s=scaled(5.0))
     fleet.scripts = {1: finish_early, 2: Fleet.finish}
-    after(fleet, Finished, 1, lose_link)
-    fleet.run()
-    assert fleet.groups == [(0, 1, 2), (0, 2)]
-    assert EARLY in fleet.lost_messages()[0]
-
-
-def test_rank_0_that_goes_on_training_shows_that_a_node_was_done_too_early(fleet: Fleet) -> None:
-    """Two nodes together: one is done too early, the other says that its link is lost."""
-
-    def train_on() -> None:
-        for _ in range(5):
-            fleet.rank(0).step()
-
-    fleet.set_patience(mpirun_exit_s=scaled(5.0))
-    fleet.scripts = {1: finish_early, 2: Fleet.finish}
-    after(fleet, Finished, 1, lambda: fleet.rank(2).lose_link(1), train_on)
+    after(fleet, Finished, 1, lambda: then(fleet))
     fleet.run()
     assert fleet.groups == [(0, 1, 2), (0, 2)]
     assert EARLY in fleet.lost_messages()[0]
@@ -105,13 +99,6 @@ def test_node_that_never_joins_is_left_out(fleet: Fleet) -> None:
     assert "does not join the others" in fleet.lost_messages()[0]
 
 
-def test_node_that_never_joins_the_first_group_is_named(fleet: Fleet) -> None:
-    fleet.set_patience(join_s=scaled(0.5), join_per_rank_s=0.0)
-    fleet.never_join = {1}
-    error = fleet.run_to_error()
-    assert (error.node, "does not join the others" in error.message) == ("csd0", True)
-
-
 def test_report_that_comes_after_the_others_lost_their_links_counts(fleet: Fleet) -> None:
     def lose(fleet: Fleet) -> None:
         fleet.rank(1).lose_link(1)
@@ -155,8 +142,15 @@ def test_many_losses_one_after_another_do_not_end_the_run(
     assert fleet.groups[-1] == (0, 1)
 
 
-def test_culprit_before_the_first_step_fails_the_run_and_is_named(fleet: Fleet) -> None:
-    fleet.never_join = {0, 1, 2}
-    fleet.scripts[1] = lambda fleet: fleet.rank(0).accuse(2)
+@pytest.mark.parametrize(
+    ("silent", "node", "words"),
+    [({1}, "csd0", "does not join the others"), ({0, 1, 2}, "csd1", "sent 20 bytes")],
+)
+def test_node_at_fault_in_the_first_group_fails_the_run_and_is_named(
+    fleet: Fleet, silent: set[int], node: str, words: str
+) -> None:
+    fleet.set_patience(join_s=scaled(0.5), join_per_rank_s=0.0)
+    fleet.never_join = silent
+    fleet.scripts[1] = lambda fleet: fleet.rank(0).accuse(2) if node == "csd1" else None
     error = fleet.run_to_error()
-    assert (error.node, "sent 20 bytes" in error.message) == ("csd1", True)
+    assert (error.node, words in error.message) == (node, True)

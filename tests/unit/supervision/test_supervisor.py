@@ -1,7 +1,5 @@
 """What each message of a rank leads to in each phase of a run: all phases, all messages."""
 
-from collections.abc import Callable
-
 import pytest
 
 from csdctl.errors import CsdctlError, NodeError
@@ -60,39 +58,18 @@ OUTCOMES: dict[Phase, dict[type[RankMessage], str]] = {
 """What is not listed leads to nothing that others notice."""
 
 
-def begin(fleet: Fleet) -> Supervisor:
+def reach(fleet: Fleet, phase: Phase) -> Supervisor:
     supervisor = fleet.supervise()
     supervisor._start()
+    if phase is not Phase.STARTING:
+        supervisor._form_group([0, 1, 2])
+        while not supervisor._membership.has_trained:
+            supervisor._act(supervisor._processes.next(1.0))
+    if phase is Phase.EXITING:
+        supervisor._membership.finished |= {0, 1, 2}
+    if phase in (Phase.REGROUPING, Phase.EXITING):
+        supervisor._phase = phase
     return supervisor
-
-
-def train(fleet: Fleet) -> Supervisor:
-    supervisor = begin(fleet)
-    supervisor._form_group([0, 1, 2])
-    while not supervisor._membership.has_trained:
-        supervisor._act(supervisor._processes.next(1.0))
-    return supervisor
-
-
-def regroup(fleet: Fleet) -> Supervisor:
-    supervisor = train(fleet)
-    supervisor._phase = Phase.REGROUPING
-    return supervisor
-
-
-def leave(fleet: Fleet) -> Supervisor:
-    supervisor = train(fleet)
-    supervisor._membership.finished |= {0, 1, 2}
-    supervisor._phase = Phase.EXITING
-    return supervisor
-
-
-REACHED: dict[Phase, Callable[[Fleet], Supervisor]] = {
-    Phase.STARTING: begin,
-    Phase.TRAINING: train,
-    Phase.REGROUPING: regroup,
-    Phase.EXITING: leave,
-}
 
 
 def observe(fleet: Fleet, supervisor: Supervisor, message: RankMessage) -> str:
@@ -115,7 +92,7 @@ def observe(fleet: Fleet, supervisor: Supervisor, message: RankMessage) -> str:
 @pytest.mark.parametrize("phase", Phase)
 @pytest.mark.parametrize("message", MESSAGES.values(), ids=lambda message: type(message).__name__)
 def test_message_leads_to_what_its_phase_says(fleet: Fleet, phase: Phase, message: RankMessage) -> None:
-    supervisor = REACHED[phase](fleet)
+    supervisor = reach(fleet, phase)
     try:
         found = observe(fleet, supervisor, message)
         assert found == OUTCOMES[phase].get(type(message), NOTHING)

@@ -70,10 +70,6 @@ def subclassed():
     return model
 
 
-def unbuilt():
-    return Subclassed()
-
-
 def own_train_step():
     model = OwnStep()
     model(keras.ops.zeros((1, 4)))
@@ -271,8 +267,8 @@ def built(directory: Path, name: str, **recipe: Any) -> ModelInfo:
 
 
 def test_subclass_is_built_by_the_shapes_of_the_data(tmp_path: Path) -> None:
-    assert not built(tmp_path, "unbuilt").is_built
-    spec = spec_of(f"{tmp_path}/mine.py:unbuilt", tmp_path)
+    assert not built(tmp_path, "Subclassed").is_built
+    spec = spec_of(f"{tmp_path}/mine.py:Subclassed", tmp_path)
     info = build(BuildRequest(replace(spec, sample_shapes={"": ("float32", (4,))}), str(tmp_path)))
     assert (info.is_built, info.num_parameters, info.input_shape) == (True, 15, (4,))
 
