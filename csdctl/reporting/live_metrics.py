@@ -1,6 +1,5 @@
 """Figures of a run while it trains, served over HTTP for Prometheus (https://prometheus.io)."""
 
-import json
 from collections.abc import Callable
 from typing import Any
 
@@ -10,6 +9,8 @@ from csdctl.reporting.tally import Amounts, Tally
 from csdctl.worker.protocol.events import event_from_document
 
 DEFAULT_ADDRESS = "127.0.0.1"
+COUNTED = ("Joined", "Progress", "EpochEnd")
+"""Events from which the tally takes steps and samples."""
 
 
 def serve_metrics(address: str) -> Callable[[dict[str, Any]], None]:
@@ -74,11 +75,10 @@ class _Figures:
     def __call__(self, event: dict[str, Any]) -> None:
         self._run.info({"run": event["run"]})
         kind, is_first = event["event"], event["rank"] == 0
-        # As in JSON, where a tuple is a list.
-        plain = json.loads(json.dumps({name: event[name] for name in event if name not in ("run", "time")}))
-        known = event_from_document(plain)
-        if report := self._tally.add(known):
-            self._add_report(event, report)
+        if kind in COUNTED:  # no other event has steps
+            known = event_from_document({name: event[name] for name in event if name not in ("run", "time")})
+            if report := self._tally.add(known):
+                self._add_report(event, report)
         if kind == "NodeLost":
             self._losses.labels(event["node"]).inc()
         elif kind == "Joined":
@@ -87,7 +87,7 @@ class _Figures:
             self._batch_size.clear()  # of ranks that were lost
             for rank, size in event["batch_sizes"].items():
                 self._batch_size.labels(rank).set(size)
-        if is_first and kind in ("Joined", "Progress", "EpochEnd"):
+        if is_first and kind in COUNTED:
             for name, gauge in self._progress.items():
                 if event.get(name) is not None:
                     gauge.set(event[name])
