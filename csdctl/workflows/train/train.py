@@ -236,15 +236,13 @@ class TrainRequest:
                 problem = f"--{first} and --{other} contradict each other: {why}"
                 raise InputError(problem, remedy="use only one of them")
 
-    def check_files(self, say: Say = lambda line: None) -> None:
+    def check_files(self) -> None:
         """Check run and plan as far as that needs no machine: before any is contacted.
 
-        A run that another server has trained is taken over. Raises InputError for one that does not exist, or
-        does not fit job and fleet.
+        Raises InputError for one that does not exist, or does not fit job and fleet.
         """
         project = ProjectDirectory(self.directory)
         if self.resume is not None:
-            take_over(project, self.resume, self.fleet.here, say)
             find_resumable(project, self.resume, self.job, self.fleet, lambda line: None)
         elif not self.batch_size:
             plan = load_plan(self.plan_path or project.plan(self.job.name))
@@ -264,7 +262,9 @@ class TrainResult:
 def run_training(request: TrainRequest, observer: RunObserver) -> TrainResult:
     """Train a new run, or resume one; raises CsdctlError, and RunStopped when the user stops it."""
     find_mpirun()
-    request.check_files(observer.say)
+    if request.resume is not None:
+        take_over(ProjectDirectory(request.directory), request.resume, request.fleet.here, observer.say)
+    request.check_files()
     if request.job.noise:
         check_accountant()
     with open_workspace(
@@ -311,7 +311,7 @@ class Rehearsal:
 def rehearse_training(request: TrainRequest, observer: RunObserver) -> Rehearsal:
     """Choose plan or run and examine the machines as `run_training` does, without preparing or training."""
     find_mpirun()
-    request.check_files(observer.say)
+    request.check_files()
     with open_workspace(request.directory, request.fleet, "train") as space:
         run = None
         if request.resume:
