@@ -73,8 +73,8 @@ WAITING_PER_S, MAX_WAITING_AT_ONCE = 1, 100
 class EventValidator:
     """Checks the events of one process of rank `rank`; `nodes` are the machines of all ranks, in order."""
 
-    def __init__(self, rank: int, nodes: Sequence[str], *, num_epochs: int, must_join: bool = True) -> None:
-        """`num_epochs`: of the run; `must_join`: it reports `Joined` first of all."""
+    def __init__(self, rank: int, nodes: Sequence[str], *, num_epochs: int) -> None:
+        """`num_epochs`: of the run."""
         self._rank, self._nodes = rank, nodes
         self._num_epochs = num_epochs
         self._allowance = Allowance(EVENTS_PER_S, MAX_EVENTS_AT_ONCE)
@@ -84,7 +84,8 @@ class EventValidator:
         self._pings: Counter[int] = Counter()
         self._reported: set[tuple[type[Event], int]] = set()
         """Events that come once in a process or group, with the generation of the group."""
-        self._must_join = must_join
+        self._must_join = True
+        """Until it reports `Joined` of its first group."""
         self._has_finished = self._has_failed = False
         self._epochs_ended = 0
 

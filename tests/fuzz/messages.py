@@ -100,7 +100,7 @@ def _live_events(content: bytes, directory: Path) -> None:
             continue
         rank = event.rank % len(NODES)
         if rank not in conducts:
-            conducts[rank] = EventValidator(rank, NODES, num_epochs=3, must_join=True)
+            conducts[rank] = EventValidator(rank, NODES, num_epochs=3)
             conducts[rank].note_order(FormGroup(1, (0, 1, 2)))
             conducts[rank].note_order(Ping(7))
         conducts[rank].check(event, len(line), float(next(clock)))

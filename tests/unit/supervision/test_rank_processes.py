@@ -177,6 +177,7 @@ def test_restarted_process_that_was_never_received_is_closed(
     assert machine.started[0].closed.is_set()
 
 
+BEGUN = Joined(1, "csd0", 1, 1, 0, 10, 0, {"0": 8, "1": 8}, "star", 0.001)
 DONE = Finished(1, "csd0", 1, 2, "", 3)
 
 
@@ -188,7 +189,7 @@ class AttachedRank:
         self.messages: queue.Queue[RankMessage] = queue.Queue()
         session = FakeSession("csd0").on("python", replies=self._reply)
         self.conversation: FakeConversation = session.converse(["python"])
-        validator = EventValidator(1, ("host", "csd0"), num_epochs=1, must_join=False)
+        validator = EventValidator(1, ("host", "csd0"), num_epochs=1)
         log = CappedLog(tmp_path / "log", "csd0")
         self.process = RankProcess(1, session, self.conversation, validator, log, is_attached=True)
         self.process.listen(self.messages.put)
@@ -198,6 +199,8 @@ class AttachedRank:
         order = json.loads(line)["order"]
         if order == "Stop":
             return ["@csdctl {"] if self._is_damaged else [event_to_line(DONE)]
+        if order == "FormGroup":
+            return [event_to_line(BEGUN)]
         return [probe.READY] if order == "Release" else []
 
     def next(self) -> RankMessage:
@@ -207,7 +210,7 @@ class AttachedRank:
 def test_attached_process_is_released_when_it_has_finished(tmp_path: Path) -> None:
     rank = AttachedRank(tmp_path)
     rank.process.send(Stop())
-    assert rank.next() == DONE
+    assert [rank.next(), rank.next()] == [BEGUN, DONE]
     ended = rank.next()
     assert isinstance(ended, ProcessEnded)
     assert ended.is_clean
@@ -251,11 +254,9 @@ def lost(generation: int) -> LinkLost:
     return LinkLost(*ME, generation, 1, 3)
 
 
-def refusal(
-    story: Iterable[Event | Order], *, rank: int = 1, must_join: bool = True, num_chars: int = 100
-) -> str:
+def refusal(story: Iterable[Event | Order], *, rank: int = 1, num_chars: int = 100) -> str:
     """Return why the last event of a story is refused, '' when it is not; the others must not be."""
-    validator, said = EventValidator(rank, NODES, num_epochs=NUM_EPOCHS, must_join=must_join), ""
+    validator, said = EventValidator(rank, NODES, num_epochs=NUM_EPOCHS), ""
     for item in story:
         assert not said
         try:
@@ -324,20 +325,17 @@ def test_what_no_worker_sends_is_refused(story: list[Event | Order], expected: s
     assert refusal(story).startswith(expected)
 
 
-def test_task_whose_ranks_do_not_join_may_finish_without() -> None:
-    for last in (FINISHED, end_of(1)):
-        assert refusal([READY, FIRST, last], must_join=False) == ""
-
-
 def test_rank_0_is_checked_like_the_others() -> None:
     ready = Ready(0, "host", 1, 0.1)
     assert refusal([ready, ready], rank=0).startswith("Ready: expected one Ready")
-    assert refusal([ready, FIRST, Traffic(0, "host", 1, ())], rank=0, must_join=False) == ""
+    begun = replace(joined(FIRST), rank=0, node="host")
+    assert refusal([ready, FIRST, begun, Traffic(0, "host", 1, ())], rank=0) == ""
 
 
 def test_rank_may_send_much_at_once_and_then_a_limited_number_per_second() -> None:
-    validator = EventValidator(*ME[:1], NODES, num_epochs=1, must_join=False)
+    validator = EventValidator(*ME[:1], NODES, num_epochs=1)
     validator.note_order(FIRST)
+    validator.check(joined(FIRST), CHARS_PER_EVENT, now=-1.0)
     cost = 2
     for _ in range(MAX_EVENTS_AT_ONCE // cost):
         validator.check(PROGRESS, CHARS_PER_EVENT, now=0.0)
