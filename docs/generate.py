@@ -204,11 +204,6 @@ DOCUMENTS = {
         machines=(list, "Each machine: exit code, the index of its row, seconds."),
         failed=FAILED,
     ),
-    "csdctl.export/1": shown(
-        "`csdctl export`",
-        format=(str, "As `--to`."),
-        written=(str, "Path or address of the export."),
-    ),
     "csdctl.failed/1": shown(
         "The file `.csdctl/failed.json`, for `--failed-from`", command=str, failed=FAILED
     ),

@@ -50,7 +50,6 @@ COMMANDS: Mapping[tuple[str, str], Mapping[str, str]] = {
     ("Training", "runs"): {
         "runs": "List, watch, stop, compare and remove runs.",
         "report": "Show the results of one or several runs.",
-        "export": "Write a run for TensorBoard or MLflow.",
     },
     ("No hardware", "emulation"): {
         "emulate": "Start and stop an emulated fleet on this machine.",

@@ -8,7 +8,7 @@ import pytest
 import yaml
 
 from csdctl import load_run
-from tests.emulated.running import csdctl, emulated, result_of_script, succeed
+from tests.emulated.running import emulated, result_of_script, succeed
 
 pytestmark = pytest.mark.emulated
 PROGRAM = Path(__file__).parent / "api_program.py"
@@ -26,6 +26,11 @@ def enough(event):
 
 def wrong(event):
     raise KeyError(event["event"])
+
+
+if __name__ == "__main__":
+    csdctl.train("endless.yaml", batch_size=32, callbacks=[wrong, enough])
+    print("RESULT {}")
 """
 
 
@@ -54,24 +59,20 @@ def test_script_trains_a_model_with_an_own_layer_and_reads_its_results(directory
 
 
 @pytest.mark.thorough
-def test_callback_of_the_command_line_stops_a_run_that_can_be_resumed(directory: Path) -> None:
+def test_callback_stops_a_run_that_can_be_resumed(directory: Path) -> None:
     job = yaml.safe_load((directory / "job.yaml").read_text())  # of the script above
     job["recipe"]["epochs"] = 100_000
     (directory / "endless.yaml").write_text(yaml.safe_dump(job))
     (directory / "enough.py").write_text(ENOUGH)
-    callbacks = ("--callback", "enough.py:wrong", "--callback", "enough.py:enough")
-    options = ("--batch-size", "32", "--skip-doctor")
-    done = csdctl(directory, "train", "endless.yaml", *options, *callbacks)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert done.stderr == ""
+    printed, _ = result_of_script(directory, "enough.py")
     for line in (
         "callback wrong failed at Ready, and the run continues: KeyError: 'Ready' (enough.py, line 12)",
         "callback enough stops the run at EpochEnd",
     ):
-        assert done.stdout.count(line) == 1, done.stdout
-    assert re.search(r"^callback wrong failed at \d+ events$", done.stdout, re.MULTILINE)
-    assert {"Ready", "Joined", "EpochEnd", "CheckpointSaved", "Finished"} <= set(done.stdout.split())
+        assert printed.count(line) == 1, printed
+    assert re.search(r"^callback wrong failed at \d+ events$", printed, re.MULTILINE)
+    assert {"Ready", "Joined", "EpochEnd", "CheckpointSaved", "Finished"} <= set(printed.split())
     run = load_run("latest", directory)
     assert (run.report().state, run.directory.model.exists()) == ("stopped", True)
-    assert f"to resume: csdctl train --resume {run.id}" in done.stdout
+    assert f"to resume: csdctl train --resume {run.id}" in printed
     succeed(directory, "train", "endless.yaml", "--resume", run.id, "--skip-doctor", "--max-steps", "1")

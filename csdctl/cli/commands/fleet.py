@@ -313,7 +313,7 @@ def exec(
         list[str] | None,
         typer.Argument(
             metavar="COMMAND",
-            help="After `--`: a command with its arguments, or one quoted shell line; for a task, KEY=VALUE.",
+            help="After `--`: a command with its arguments, or one quoted shell line; or the task's options.",
         ),
     ] = None,
     host: Annotated[bool, typer.Option("--host", help="Run it on the host too, in this directory.")] = False,

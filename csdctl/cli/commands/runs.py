@@ -1,8 +1,8 @@
-"""Commands for the runs of this project: runs, report, export."""
+"""Commands for the runs of this project: runs, report."""
 
 import os
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated
 
 import typer
 
@@ -166,6 +166,9 @@ def report(
     csv: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Write a row for each run and epoch.")
     ] = None,
+    tensorboard: Annotated[
+        Path | None, typer.Option(metavar="DIRECTORY", help="Write event files to DIRECTORY/RUN.")
+    ] = None,
     force: options.ForceOption = False,
     json: options.JsonOption = False,
 ) -> None:
@@ -177,39 +180,14 @@ def report(
     streams = Streams(is_json=json)
     found = [find_run(streams.project, run, streams.say) for run in runs or [options.LATEST]]
     if privacy:
-        if html or csv or len(found) > 1:
+        if html or csv or tensorboard or len(found) > 1:
             raise InputError(
-                "--privacy shows one run in the terminal; received more runs, --html or --csv",
-                remedy="pass one run, without --html and --csv",
+                "--privacy shows one run in the terminal; received more runs or a file to write",
+                remedy="pass one run, without --html, --csv and --tensorboard",
             )
         render.show_privacy(streams, reporting.privacy(streams.project, found[0]))
-    elif html or csv:
-        render.show_files(streams, reporting.write_files(found, html, csv, force=force))
+    elif html or csv or tensorboard:
+        written = reporting.write_files(found, html, csv, tensorboard, force=force)
+        render.show_files(streams, written)
     else:
         render.show_reports(streams, [(run, reporting.report(run)) for run in found])
-
-
-def export(
-    to: Annotated[Literal["tensorboard", "mlflow"], typer.Option(help="Format.")],
-    run: RunArgument = None,
-    output: Annotated[
-        Path | None,
-        typer.Option(
-            "--output", "-o", metavar="PATH", help="TensorBoard's directory; default: RUN-tensorboard."
-        ),
-    ] = None,
-    tracking_uri: Annotated[
-        str | None, typer.Option(metavar="URI", help="MLflow's server or directory; default: MLflow's own.")
-    ] = None,
-    force: options.ForceOption = False,
-    json: options.JsonOption = False,
-) -> None:
-    """Write a run for TensorBoard or MLflow."""
-    from csdctl.workflows.reporting.report import export as export_run
-    from csdctl.workflows.runs.manage import find_run
-
-    streams = Streams(is_json=json)
-    found = find_run(streams.project, run, streams.say)
-    written = export_run(found, to, output, tracking_uri, force=force)
-    streams.result({"schema": "csdctl.export/1", "format": to, "written": written})
-    streams.say(f"wrote {written}")

@@ -1,22 +1,14 @@
 """Commands that use a model: train, predict, scale."""
 
-import runpy
 import sys
-import traceback
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import Annotated, Literal
 
 import typer
 
 from csdctl.cli import options
 from csdctl.cli.call import Call, on_job
-from csdctl.errors import InputError
-from csdctl.notify import shorten
 from csdctl.terminal.streams import Streams
-
-if TYPE_CHECKING:
-    from csdctl.supervision.event_callbacks import Callback
-MAX_CALLBACK_ERROR_CHARS = 500
 
 
 @on_job
@@ -73,12 +65,6 @@ def train(
             help="Seconds without a step: the ranks reconnect; after as many again, the run stops."
         ),
     ] = 300.0,
-    callback: Annotated[
-        list[str] | None,
-        options.background(
-            metavar="FILE.py:NAME", help="Call this function with every event of the run, in its own thread."
-        ),
-    ] = None,
     metrics: Annotated[
         str,
         options.background(metavar="[HOST:]PORT", help="Serve metrics of the run over HTTP, for Prometheus."),
@@ -101,8 +87,7 @@ def train(
     if detach and not dry_run:
         start_detached(streams)
         return
-    callbacks = [load_callback(reference) for reference in callback or ()]
-    callbacks += [serve_metrics(metrics)] if metrics and not dry_run else []
+    callbacks = (serve_metrics(metrics),) if metrics and not dry_run else ()
     wanted = TrainOptions(
         Patience(start_s=start_timeout, silence_s=silence_timeout),
         max_steps,
@@ -111,7 +96,7 @@ def train(
         checkpoint_seconds,
         keep,
         collective,
-        tuple(callbacks),
+        callbacks,
         strategy,
         FeatureOptions(feature_precision, feature_engine),
         cut,
@@ -124,38 +109,6 @@ def train(
         show_training_rehearsal(streams, request)
     else:
         TrainingScreen(streams, emulated=call.fleet.emulated).train(request)
-
-
-def load_callback(reference: str) -> "Callback":
-    """Run the user's file of `FILE.py:NAME` and return its function NAME; raises InputError.
-
-    What lies beside the file can be imported, after what is installed.
-    """
-    written, _, name = reference.rpartition(":")
-    path = Path(written).expanduser()
-    if path.suffix != ".py" or not name.isidentifier():
-        raise InputError(f"received callback {reference!r}", remedy="expected FILE.py:NAME")
-    if not path.is_file():
-        raise InputError(
-            f"the file of callback {reference} does not exist", remedy=f"pass the path of {path.name}"
-        )
-    found = _run_file(path, reference).get(name)
-    if not callable(found):
-        what = "is not a function" if found is not None else "does not exist"
-        raise InputError(f"{name} {what} in {path}", remedy=f"define it: def {name}(event): …")
-    return found
-
-
-def _run_file(path: Path, reference: str) -> dict[str, object]:
-    """Run a file as a module, and return what it defines."""
-    sys.path.append(str(path.resolve().parent))
-    try:
-        return runpy.run_path(str(path))
-    except (Exception, SystemExit) as error:
-        frames = reversed(traceback.extract_tb(error.__traceback__))  # the innermost place first
-        line = next((f" in line {at.lineno}" for at in frames if at.filename == str(path)), "")
-        what = shorten(f"{type(error).__name__}: {error}", MAX_CALLBACK_ERROR_CHARS)
-        raise InputError(f"the file of callback {reference} failed{line}: {what}") from error
 
 
 def start_detached(streams: Streams) -> None:

@@ -5,7 +5,6 @@ answer of its node. Imported only when a task was asked for: Fabric takes 0.1 s 
 """
 
 import contextlib
-import importlib.util
 import io
 import sys
 import threading
@@ -13,13 +12,16 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 from invoke.collection import Collection
 from invoke.context import Context
-from invoke.exceptions import CommandTimedOut, Exit, UnexpectedExit
-from invoke.tasks import Call, Task
+from invoke.exceptions import CommandTimedOut, Exit, ParseError, UnexpectedExit
+from invoke.executor import Executor
+from invoke.loader import FilesystemLoader
+from invoke.parser.context import ParserContext
+from invoke.parser.parser import Parser
+from invoke.tasks import Call
 
 from csdctl.errors import CsdctlError, DeadlineError, InputError, NodeError
 from csdctl.fleet.model import Fleet
@@ -31,13 +33,11 @@ from csdctl.transport.meter import add_up
 from csdctl.transport.session import MAX_OUTPUT_BYTES, bounded
 from csdctl.workflows.exec.run_command import Answer, ExecOptions, ExecResult, build_answer
 
-_BOOLS = dict.fromkeys(("1", "yes", "true", "on"), True) | dict.fromkeys(("0", "no", "false", "off"), False)
-
 
 def run_task(
     fleet: Fleet, spec: str, words: Sequence[str], *, directory: Path, options: ExecOptions
 ) -> ExecResult:
-    """Run task `FILE.py:NAME` with arguments KEY=VALUE on all nodes of `fleet`; errors are in the result.
+    """Run task `FILE.py:NAME` with arguments `words` on all nodes of `fleet`; errors are in the result.
 
     Each command of the task has the deadline of `options`. Raises InputError.
     """
@@ -97,7 +97,7 @@ def _run(task: "LoadedTask", connection: FleetConnection) -> tuple[int, str]:
         code = error.code if isinstance(error.code, int) else int(bool(error.code))
         return code, f"the task ended with exit code {code}" if code else ""
     except Exception as error:
-        message = f"task {task.task.name} raised {type(error).__name__}: {error}"
+        message = f"task {task.name} raised {type(error).__name__}: {error}"
         raise NodeError(bounded(message), node=name) from error
     return 0, ""
 
@@ -129,56 +129,75 @@ class ThreadOutput(io.TextIOBase):
         return int(getattr(self.own, "stream", self._stream).write(text))
 
 
+class _NodeCall(Call):
+    """A call of a task, or of one of its `pre` and `post`, with the connection to a node as its context."""
+
+    def __init__(self, task: Any, connection: Context, **data: Any) -> None:
+        super().__init__(task, **data)
+        self._connection = connection
+
+    def make_context(self, *_: Any, **__: Any) -> Context:
+        """Return the connection."""
+        return self._connection
+
+
+class _NodeExecutor(Executor):
+    """Invoke's executor, whose calls get one connection."""
+
+    def __init__(self, tasks: Collection, connection: Context) -> None:
+        super().__init__(tasks, connection.config)
+        self._connection = connection
+
+    def expand_calls(self, calls: list[Call]) -> list[Call]:
+        """Return the calls with those of `pre` and `post`."""
+        data = {"connection": self._connection}
+        return [call.clone(_NodeCall, data) for call in super().expand_calls(calls)]
+
+
 @dataclass(frozen=True)
 class LoadedTask:
-    """A task with its arguments; `path` is its file."""
+    """A task with its arguments, among the tasks of its file."""
 
     path: Path
-    task: Any
-    arguments: dict[str, Any]
+    name: str
+    tasks: Collection
+    calls: Sequence[ParserContext]
 
     def run(self, connection: Context) -> None:
         """Run the task on a connection, with the tasks of its `pre` and `post`."""
-        for other in self.task.pre:
-            _call(other, connection)
-        result = self.task(connection, **self.arguments)
-        if self.task.autoprint:
-            print(result)
-        for other in self.task.post:
-            _call(other, connection)
-
-
-def _call(other: Any, connection: Context) -> None:
-    """Run a task of `pre` or `post`, which may have its arguments with it."""
-    if isinstance(other, Call):
-        other.task(connection, *other.args, **other.kwargs)
-    else:
-        other(connection)
+        _NodeExecutor(self.tasks, connection).execute(*self.calls)
 
 
 def load_task(spec: str, words: Sequence[str], directory: Path) -> LoadedTask:
-    """Return the task `FILE.py:NAME` with the arguments KEY=VALUE; raises InputError.
+    """Return the task `FILE.py:NAME` with its arguments, which are written as for `fab`; raises InputError.
 
     The file's folder is on the module path while it is loaded and afterwards, as with `fab`.
     """
-    name, _, task_name = spec.rpartition(":")
-    if not name or not task_name:
+    file, _, name = spec.rpartition(":")
+    if not file or not name:
         raise InputError(f"--task {spec!r} is not FILE.py:TASK", remedy="such as --task tasks.py:restart")
-    path = (directory / name).resolve()
-    if not path.is_file():
-        raise InputError(f"--task: {path} does not exist", remedy=f"pass the path of {path.name}")
-    task = _find(_load(path), task_name, path)
-    return LoadedTask(path, task, _parse_arguments(task, words))
-
-
-def _load(path: Path) -> ModuleType:
-    spec = importlib.util.spec_from_file_location(path.stem, path)
-    if not spec or not spec.loader:
-        raise InputError(f"{path} is not a Python file", remedy="use --task FILE.py:TASK")
-    sys.path.insert(0, str(path.parent))
-    module = sys.modules[path.stem] = importlib.util.module_from_spec(spec)
+    path = (directory / file).resolve()
+    if not path.is_file() or path.suffix != ".py":
+        raise InputError(f"--task: {path} is not a Python file", remedy="use --task FILE.py:TASK")
+    tasks = _load(path)
+    name = name.replace("_", "-")
+    if name not in tasks.task_names:
+        listed = ", ".join(sorted(tasks.task_names)) or "none: a task is a function with @task"
+        raise InputError(f"{path} has no task {name!r}", remedy=f"its tasks: {listed}")
     try:
-        spec.loader.exec_module(module)
+        calls = Parser(tasks.to_contexts()).parse_argv([name, *words])
+    except (ParseError, ValueError) as error:
+        options = ", ".join(option.name.replace("_", "-") for option in tasks[name].get_arguments())
+        raise InputError(
+            f"arguments of task {name}: {error}",
+            remedy=f"pass them as to `fab`, after --, such as --NAME VALUE; it has: {options or 'none'}",
+        ) from None
+    return LoadedTask(path, name, tasks, calls)
+
+
+def _load(path: Path) -> Collection:
+    try:
+        return Collection.from_module(FilesystemLoader(str(path.parent)).load(path.stem)[0])
     except (Exception, SystemExit) as error:
         remedy = "run it with Python by itself, in the environment of csdctl"
         if isinstance(error, ImportError) and "fabric." in str(error):
@@ -186,41 +205,3 @@ def _load(path: Path) -> ModuleType:
         raise InputError(
             f"{path} cannot be loaded: {type(error).__name__}: {error}", remedy=remedy
         ) from error
-    return module
-
-
-def _find(module: ModuleType, name: str, path: Path) -> Any:
-    """Return a task by its function's name, or by the name that `fab --list` shows."""
-    found = vars(module).get(name)
-    if isinstance(found, Task):
-        return found
-    tasks = Collection.from_module(module)
-    try:
-        return tasks[name.replace("_", "-")]
-    except (KeyError, ValueError):
-        listed = ", ".join(sorted(tasks.task_names)) or "none: a task is a function with @task"
-        raise InputError(f"{path} has no task {name!r}", remedy=f"its tasks: {listed}") from None
-
-
-def _parse_arguments(task: Any, words: Sequence[str]) -> dict[str, Any]:
-    """Return KEY=VALUE as the types of the task's default values; raises InputError."""
-    options = {option.name.replace("-", "_"): option for option in task.get_arguments()}
-    for word in words:
-        key, equals, text = word.partition("=")
-        option = options.get(key.lstrip("-").replace("-", "_"))
-        if not equals or option is None:
-            listed = ", ".join(options) or "none"
-            raise InputError(f"{word!r} is not an argument of {task.name}", remedy=f"KEY=VALUE of: {listed}")
-        try:
-            option.set_value(_BOOLS[text.lower()] if option.kind is bool else text)
-        except KeyError:
-            raise InputError(f"{word!r}: expected yes or no") from None
-        except ValueError:
-            raise InputError(f"{word!r}: expected a number such as {option.default}") from None
-    missing = [name for name, option in options.items() if option.positional and option.value is None]
-    if missing:
-        raise InputError(
-            f"task {task.name} needs {', '.join(missing)}",
-            remedy=f"csdctl exec --task FILE.py:{task.name} {' '.join(f'{name}=…' for name in missing)}",
-        )
-    return {name: option.value for name, option in options.items()}

@@ -578,7 +578,9 @@ class _Script:
         if name in BUILT_IN:
             return {}
         if name not in CALLBACKS or not isinstance(call, ast.Call):
-            self._note(written, f"callback {ast.unparse(written)}: write a csdctl callback")
+            self._note(
+                written, f"callback {ast.unparse(written)}: pass csdctl.train(callbacks=…) one of csdctl"
+            )
             return {}
         key, patience, arguments = CALLBACKS[name]
         values: dict[str | None, Any] = {

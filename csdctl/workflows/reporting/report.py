@@ -1,4 +1,4 @@
-"""`report` and `export` (CSV, TensorBoard, MLflow): what runs have shown."""
+"""`report`: what runs have shown, also as HTML, CSV and for TensorBoard."""
 
 import csv
 import io
@@ -111,60 +111,33 @@ def write_tensorboard(run: RunResults, directory: Path) -> None:
             writer.add_scalar(scalar.name, scalar.value, scalar.step, walltime=scalar.time_s)
 
 
-EXPERIMENT, MAX_BATCH, STATES = "csdctl", 1000, {"done": "FINISHED", "stopped": "KILLED", "failed": "FAILED"}
-"""MLflow takes at most 1000 metrics at once."""
-
-
-def write_mlflow(run: RunResults, tracking_uri: str | None) -> str:
-    """Log a run to the server or directory `tracking_uri`, or to MLflow's default; returns MLflow's run id.
-
-    Raises InputError without MLflow, or when it refuses.
-    """
-    try:
-        from mlflow.entities import Metric
-        from mlflow.exceptions import MlflowException
-        from mlflow.tracking import MlflowClient
-    except ModuleNotFoundError as error:
-        raise InputError("MLflow's client is not installed", remedy="pip install mlflow-skinny") from error
-    try:
-        client = MlflowClient(tracking_uri)
-        found = client.get_experiment_by_name(EXPERIMENT)
-        experiment = found.experiment_id if found else client.create_experiment(EXPERIMENT)
-        name, start_ms = run.summary.run_id, int(run.series.start_s * 1000)
-        logged = client.create_run(experiment, start_time=start_ms, run_name=name).info.run_id
-        for key, value in parameters_of(run).items():
-            client.log_param(logged, key, value)
-        metrics = [Metric(s.name, s.value, int(s.time_s * 1000), s.step) for s in scalars_of(run)]
-        for start in range(0, len(metrics), MAX_BATCH):
-            client.log_batch(logged, metrics=metrics[start : start + MAX_BATCH])
-        end_ms = int(run.series.end_s * 1000)
-        client.set_terminated(logged, STATES.get(run.summary.state, "FAILED"), end_time=end_ms)
-    except MlflowException as error:
-        raise InputError(f"MLflow rejected the run: {error}", remedy="check --tracking-uri") from error
-    return str(logged)
-
-
-MLFLOW = "mlflow"
-
-
 def report(run: RunDirectory) -> RunResults:
     """Add up a run; raises InputError for one without events."""
     return replace(read_results(run), is_running=process_of(run).is_running)
 
 
 def write_files(
-    runs: Sequence[RunDirectory], html: Path | None, csv: Path | None, *, force: bool
+    runs: Sequence[RunDirectory], html: Path | None, csv: Path | None, board: Path | None, *, force: bool
 ) -> list[Path]:
-    """Write the report of the runs to the files that are asked for; returns them. Raises InputError."""
+    """Write the report of the runs as HTML, as CSV, and to a directory for TensorBoard; returns the paths.
+
+    Raises InputError for a path that exists, without `force`, and without tensorboardX.
+    """
     for option, path in (("--html", html), ("--csv", csv)):
         if path:
             check_output(path, option, force=force)
+    boards = [board / run.run_id for run in runs] if board else []
+    for path in boards:
+        if path.exists() and not force:
+            raise InputError(f"{path} already exists", remedy="overwrite it with --force")
     found = [report(run) for run in runs]
+    for run, path in zip(found, boards, strict=False):
+        write_tensorboard(run, path)
     wanted = ((html, render_page), (csv, render_csv))
     texts = {path: render(found) for path, render in wanted if path}
     for path, text in texts.items():
         save_text(path, text)
-    return list(texts)
+    return [*boards, *texts]
 
 
 @dataclass(frozen=True)
@@ -190,21 +163,3 @@ def privacy(project: ProjectDirectory, run: RunDirectory) -> PrivacyReport:
         add_flows(entries),
         measure_privacy(manifest, count_passes(events, len(nodes))),
     )
-
-
-def export(run: RunDirectory, to: str, output: Path | None, tracking_uri: str | None, *, force: bool) -> str:
-    """Write a run; returns where it is. Raises InputError also for a package that is missing."""
-    if tracking_uri and to != MLFLOW:
-        raise InputError("--tracking-uri requires --to mlflow", remedy="leave it out, or change --to")
-    if output and to == MLFLOW:
-        raise InputError("--output requires --to tensorboard", remedy="leave it out, or use --tracking-uri")
-    results = read_results(run)
-    if to == MLFLOW:
-        return f"run {write_mlflow(results, tracking_uri)} of MLflow"
-    path = output or Path(f"{run.run_id}-tensorboard")
-    if not path.is_dir():
-        check_output(path, "--output", force=False)
-    elif any(path.iterdir()) and not force:
-        raise InputError(f"{path} already exists", remedy="overwrite it with --force, or change --output")
-    write_tensorboard(results, path)
-    return str(path)

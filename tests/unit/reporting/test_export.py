@@ -1,4 +1,4 @@
-"""What `export` writes, read back by the tool it is for."""
+"""What `report --tensorboard` writes, read back by the tool it is for."""
 
 from pathlib import Path
 
