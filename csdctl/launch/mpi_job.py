@@ -50,7 +50,7 @@ _DAEMON_STATUS = re.compile(r"Daemon exit status: *(\d+)")
 _BANNER = re.compile(r"[-*=\s]*$|\[\S+\] plm:\w+: Warning: ")
 """No cause: lines around messages, and mpirun's warning that a daemon's shell has no process group."""
 CHECK_NODE = "check the node and train again"
-MEMORY_REMEDY = "choose a smaller batch size: `csdctl tune --max-global-batch N`, or edit the plan"
+MEMORY_REMEDY = "use a smaller batch size (--batch-size, or `csdctl tune`), or a machine with more memory"
 _ENDED_BY_MPIRUN = (signal.SIGTERM, signal.SIGINT)
 _NO_CAUSE = ("Abort is in progress", "Killed")
 _NOISE = ("All log messages before absl", "oneDNN custom operations are on", "rebuild TensorFlow with")

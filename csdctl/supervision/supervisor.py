@@ -744,12 +744,10 @@ class Supervisor:
         num_nodes = sum(self._setup.nodes[rank] != HOST_NAME for rank in left)
         if num_nodes >= self._setup.min_nodes:
             return
-        lost = "lost:\n" + "\n".join(f"  {error}" for error in self._membership.losses)
-        if not self._setup.is_resumable:
-            raise RunError(
-                f"all {len(self._setup.nodes)} ranks are required; {lost}",
-                remedy="fix the lost nodes, then try again",
-            )
+        losses = self._membership.losses
+        if losses and not self._setup.is_resumable:  # such as a trial, which tries again with less memory
+            raise as_run_error(losses[0])
+        lost = "lost:\n" + "\n".join(f"  {error}" for error in losses)
         raise RunError(
             f"nodes left: {num_nodes}, but --min-nodes is {self._setup.min_nodes}; {lost}",
             remedy="fix the lost nodes, then resume from the last completed step: "

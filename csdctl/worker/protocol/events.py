@@ -56,6 +56,11 @@ class Compared:
         return self.one_sample >= MIN_SHARPNESS * self.spread
 
     @property
+    def is_conclusive(self) -> bool:
+        """Whether it can be judged: it is sharp, or the difference is far below the effect of one sample."""
+        return self.is_sharp or self.one_sample > 0 and self.one_sample >= MIN_SHARPNESS**2 * self.difference
+
+    @property
     def tolerance(self) -> float:
         """As many times above the spread as it is below the effect of one sample."""
         return math.sqrt(self.spread * self.one_sample)

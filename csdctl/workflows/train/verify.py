@@ -10,7 +10,7 @@ from csdctl.errors import InputError, RunError
 from csdctl.fleet.names import format_node_names
 from csdctl.launch.mpirun import find_mpirun
 from csdctl.tuning.plan import Plan
-from csdctl.worker.protocol.events import Event, Verified
+from csdctl.worker.protocol.events import MIN_SHARPNESS, Event, Verified
 from csdctl.worker.protocol.features import FLOAT16, FLOAT32, Recomputed
 from csdctl.worker.protocol.run_spec import VERIFY, TaskSpec
 from csdctl.workflows.data.prepare import PreparationObserver, prepare_in
@@ -52,7 +52,7 @@ def judge(verified: Verified, nodes: Sequence[str]) -> Verdict:
         )
     if wrong := [at for at, rank in enumerate(found) if rank.is_sharp and rank.difference > rank.tolerance]:
         return _judge_wrong(verified, nodes, wrong)
-    if hidden := [at for at, rank in enumerate(found) if not rank.is_sharp]:
+    if hidden := [at for at, rank in enumerate(found) if not rank.is_conclusive]:
         return _judge_hidden(verified, nodes, hidden)
     one_batch = verified.one_batch
     if one_batch and not one_batch.difference <= one_batch.tolerance:
@@ -109,7 +109,8 @@ def _judge_hidden(verified: Verified, nodes: Sequence[str], hidden: Sequence[int
     return Verdict(
         False,
         f"inconclusive for {_names(nodes, hidden)}: rounding in {verified.compared_in} moves the "
-        f"gradient by {worst.spread:.1e}, one sample by no more than {worst.one_sample:.1e}",
+        f"gradient by {worst.spread:.1e}, one sample by {worst.one_sample:.1e}; "
+        f"{MIN_SHARPNESS:g} times as much is needed",
         "check the initial weights: with these, the gradient of random samples is lost in rounding",
     )
 

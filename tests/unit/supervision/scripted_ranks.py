@@ -142,9 +142,11 @@ class ScriptedRank:
         self.report(Failed(self.rank, self.node, message, remedy, exit_code))
         self.exit(f"rank {self.rank} exited with code {exit_code}")
 
-    def exit(self, reason: str = "", *, is_clean: bool = False) -> None:
+    def exit(
+        self, reason: str = "", *, is_clean: bool = False, error_type: type[CsdctlError] = NodeError
+    ) -> None:
         self.has_exited = True
-        error = NodeError(reason or f"rank {self.rank} was killed by signal 15", node=self.node)
+        error = error_type(reason or f"rank {self.rank} was killed by signal 15", node=self.node)
         self.report(ProcessEnded(self.rank, self.node, error, is_clean))
 
 
@@ -175,6 +177,7 @@ class Fleet:
         self.linked: list[tuple[int, ...]] = []
         """The groups for which mpirun was started."""
         self.min_nodes = 0
+        self.is_resumable = True
         self.absent: tuple[int, ...] = ()
         self.servers: tuple[int, ...] = ()
         """The rank of the server of each rank; by default rank 0."""
@@ -215,7 +218,7 @@ class Fleet:
             restart_rank=self._restart,
             start_links=self._start_links,
             log_directory=self.directory,
-            is_resumable=True,
+            is_resumable=self.is_resumable,
             min_nodes=self.min_nodes,
             patience=self.patience,
             absent=self.absent,

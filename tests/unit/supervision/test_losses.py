@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from csdctl.errors import DeadlineError
+from csdctl.errors import DeadlineError, OutOfMemoryError
 from csdctl.worker.protocol.events import Event, Finished, LinkLost, NodeLost, Paused, Progress
 from csdctl.worker.protocol.orders import FormGroup, Order, Ping
 from tests.patience import scaled
@@ -208,6 +208,16 @@ def test_rank_that_can_no_longer_finish_with_the_others_fails_the_run(fleet: Fle
     fleet.scripts[1] = lambda fleet: fleet.rank(2).lose_link(1)
     assert "no completion record from csd1" in fleet.run_to_error().message
     assert fleet.groups == [(0, 1, 2)]
+
+
+def test_trial_in_which_a_rank_ran_out_of_memory_says_so_after_its_first_steps(fleet: Fleet) -> None:
+    def exhaust_memory(fleet: Fleet) -> None:
+        fleet.rank(0).step()
+        fleet.rank(2).exit("no memory", error_type=OutOfMemoryError)
+
+    fleet.is_resumable, fleet.min_nodes = False, 2
+    fleet.scripts[1] = exhaust_memory
+    assert fleet.run_to_error(OutOfMemoryError).node == "csd1"
 
 
 def test_slow_rank_that_answers_stays(fleet: Fleet) -> None:
