@@ -109,6 +109,8 @@ class RunSummary:
     cut: str = ""
     predicted_range: Range | None = None
     """9 of 10 runs are expected between these samples/s; None: unknown."""
+    host_samples_per_s: float | None = None
+    """Throughput that tuning predicted for the host alone, with the batch size of its choice."""
     noise_scale: float | None = None
     """Gradient noise scale in samples, the median of all epochs; None: not known."""
     energy: RunEnergy | None = None
@@ -163,6 +165,8 @@ def summarize(
         samples_per_s=speed,
         predicted_samples_per_s=manifest.get("predicted_samples_per_s"),
         predicted_range=manifest.get("predicted_range"),
+        # A host alone would compute features once, too: then it is no comparison.
+        host_samples_per_s=(plan.get("predicted") or {}).get("host_samples_per_s") if all_alone else None,
         alone_samples_per_s=all_alone,
         efficiency=speed / all_alone if all_alone and speed else None,
         **{name: getattr(run.last, name) for name in RESULTS},

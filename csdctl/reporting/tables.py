@@ -70,7 +70,7 @@ def describe_result(summary: RunSummary) -> str:
     reached = validation.replace(", ", ", validation ", 1)
     if summary.loss is not None and not reached:
         reached = f", loss {format_loss(summary.loss)}"
-    host = summary.ranks[0].alone_samples_per_s if summary.num_ranks > 1 else None
+    host = summary.host_samples_per_s if summary.num_ranks > 1 else None
     ratio = f" ({summary.samples_per_s / host:.2f} × the host alone)" if host else ""
     rate = f", {format_rate(summary.samples_per_s)} samples/s{ratio}" if summary.samples_per_s else ""
     best = f"; best: epoch {summary.best_epoch}, best.keras" * bool(summary.best_epoch)
@@ -214,8 +214,10 @@ def _describe_speed(summary: RunSummary) -> str:
         text += f"; predicted {format_rate(summary.predicted_samples_per_s)}"
         text += f" ({format_range(summary.predicted_range)})" if summary.predicted_range else ""
         text += f", while {format_node_names(summary.busy)} had other work" if summary.busy else ""
-    host = summary.ranks[0].alone_samples_per_s if summary.ranks else None
-    return text + (f"; {summary.samples_per_s / host:.2f} × the host alone" if host else "")
+    host = summary.host_samples_per_s
+    return text + (
+        f"; {summary.samples_per_s / host:.2f} × the {format_rate(host)} of the host alone" if host else ""
+    )
 
 
 def _describe_efficiency(summary: RunSummary) -> str:
@@ -432,7 +434,7 @@ class ScalingSeries:
 def build_scaling(runs: Sequence[RunResults], kind: str) -> ScalingSeries:
     """Put runs of one job, each with another number of nodes, in order; `kind` is one of KINDS."""
     without = [run.summary.samples_per_s for run in runs if _num_nodes(run) == 0]
-    tuned = [rank.alone_samples_per_s for run in runs for rank in run.summary.ranks if rank.node == HOST_NAME]
+    tuned = [run.summary.host_samples_per_s for run in runs]
     host = next(filter(None, [*without, *tuned]), None)
     points = tuple(sorted((_point(run, host) for run in runs), key=lambda point: point.num_nodes))
     return ScalingSeries(

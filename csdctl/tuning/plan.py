@@ -158,6 +158,8 @@ class Predicted(Document):
     samples_per_s: Positive
     samples_per_s_range: tuple[Positive, Positive] | None = None
     """9 of 10 runs are expected to reach a throughput in it (perfmodel/spread.py)."""
+    host_samples_per_s: Positive | None = None
+    """Throughput that the model of the tuning predicts for the host alone, with the batch size of its choice."""
     compute_share: float
     imbalance_share: float
     communication_share: float

@@ -112,6 +112,14 @@ def choose_equal_plan(model: FleetModel, limits: Limits) -> BestPlan | None:
     return best_equal(list_candidates(model), limits, model.sum_s_of_training, model.overhead_factor)
 
 
+def predict_host_samples_per_s(model: FleetModel, limits: Limits) -> float | None:
+    """Predict the samples/s of the host alone; None if it does not train, or the limits allow no plan."""
+    hosts = [rank for rank in list_candidates(model) if rank.node == HOST_NAME]
+    with suppress(TuningError):
+        return find_best(hosts, limits, model.sum_s_of_training).prediction.samples_per_s if hosts else None
+    return None
+
+
 def plan_ranks(model: FleetModel, best: BestPlan) -> tuple[RankPlan, ...]:
     """Return the ranks of the plan file, the host first, with batch size 0 when it does not train."""
     step_times = model.machine_step_times()
@@ -143,11 +151,15 @@ def measured_ranks(tried: TriedPlan) -> list[RankPlan]:
 
 
 def confirmed_prediction(
-    ranks: Sequence[RankPlan], result: TrialResult, errors: ForecastErrors, gain: float | None = None
+    ranks: Sequence[RankPlan],
+    result: TrialResult,
+    errors: ForecastErrors,
+    gain: float | None = None,
+    host_samples_per_s: float | None = None,
 ) -> Predicted:
     """Return the prediction from a plan's trial; `gain` is relative to the best equal batch size.
 
-    `errors`: those of earlier forecasts.
+    `errors`: those of earlier forecasts. `host_samples_per_s`: predicted for the host alone.
     """
     low, high = errors.after_trial(result.error).range_of(result.samples_per_s)
     computing = [seconds for seconds in result.compute_s if seconds]
@@ -162,6 +174,7 @@ def confirmed_prediction(
         step_s=round(result.step_s, 6),
         samples_per_s=round(result.samples_per_s, 2),
         samples_per_s_range=(round(low, 2), round(high, 2)),
+        host_samples_per_s=host_samples_per_s and round(host_samples_per_s, 2),
         compute_share=round(compute_share, 4),
         imbalance_share=round(max(0.0, 1 - compute_share - communication_share), 4),
         communication_share=round(communication_share, 4),

@@ -58,6 +58,7 @@ from csdctl.tuning.plan_choice import (
     next_settings,
     plan_ranks,
     plan_settings_search,
+    predict_host_samples_per_s,
     predict_samples_per_s,
     settings_gain,
 )
@@ -526,7 +527,13 @@ def tune_by_fit(
         method_arguments={**tuned.limits.given},
         num_probes=measurer.num_probes,
         measuring_s=round(measurer.measuring_s, 2),
-        predicted=confirmed_prediction(tuned.tried.ranks, tuned.tried.result, errors, tuned.gain),
+        predicted=confirmed_prediction(
+            tuned.tried.ranks,
+            tuned.tried.result,
+            errors,
+            tuned.gain,
+            predict_host_samples_per_s(tuned.model, tuned.limits),
+        ),
         busy=busy,
         left_out=list(tuned.tried.best.left_out),
         ranks=measured_ranks(tuned.tried),
@@ -803,7 +810,8 @@ class StrategyChooser:
         final = tried if self.request.strategy == SPLIT else choose_strategy([*rest, tried])
         if final is not tried:
             return self._with_strategies(self._follow(final), listed)
-        predicted = confirmed_prediction(plan.ranks, result, ForecastErrors())
+        host = predict_host_samples_per_s(self.model, self.limits)
+        predicted = confirmed_prediction(plan.ranks, result, ForecastErrors(), host_samples_per_s=host)
         plan = plan.model_copy(update={"predicted": predicted})
         return self._with_strategies(plan, listed)
 
