@@ -140,9 +140,6 @@ def forecast(
         float | None,
         power(min=0, help="Watts of the host alone, with ordinary drives; default: --host-watts."),
     ] = None,
-    sum_seconds: Annotated[
-        float | None, typer.Option(min=0, help="Seconds that each node adds to the sum over the ranks.")
-    ] = None,
 ) -> None:
     """Forecast throughput, time and energy for any number of nodes."""
     from csdctl.terminal.forecast import forecast_document, render_forecast
@@ -165,7 +162,6 @@ def forecast(
         epochs,
         samples,
         given_power(host_watts, node_watts, alone_watts),
-        sum_seconds,
     )
     if published:
         if max_global_batch:

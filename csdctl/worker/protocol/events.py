@@ -58,9 +58,7 @@ class Compared:
     @property
     def is_conclusive(self) -> bool:
         """Whether it can be judged: it is sharp, or the difference is far below the effect of one sample."""
-        return self.is_sharp or (
-            self.one_sample > 0 and self.one_sample >= MIN_SHARPNESS**2 * self.difference
-        )
+        return self.is_sharp or 0 < self.one_sample >= MIN_SHARPNESS**2 * self.difference
 
     @property
     def tolerance(self) -> float:

@@ -58,7 +58,7 @@ from csdctl.workflows.train.plan import find_changes, find_left_out, find_unplan
 from csdctl.workflows.tune.fleet_measurements import FleetMeasurements, hash_recipe
 
 EMULATED = "emulated on one machine, which shows how ranks balance, not how fast a device is: "
-NO_SUM = "unknown, counted as 0 s: an upper bound (--sum-seconds)"
+NO_SUM = "unknown, counted as 0 s: an upper bound"
 NO_POWER = "unknown (--host-watts, --node-watts)"
 TUNE = "run `csdctl tune`"
 NOT_PREPARED = ""
@@ -343,12 +343,6 @@ class ForecastRequest:
     num_samples: int | None = None
     """Samples of an epoch."""
     power: Power | None = None
-    node_sum_s: float | None = None
-    """Seconds that each node adds to the sum over the ranks."""
-
-    def __post_init__(self) -> None:
-        if self.node_sum_s is not None and not math.isfinite(self.node_sum_s):
-            raise InputError(f"invalid --sum-seconds {self.node_sum_s}", remedy="pass a number of seconds")
 
 
 def given_power(
@@ -460,11 +454,6 @@ def _with_request(basis: ForecastBasis, request: ForecastRequest, max_nodes: int
     if request.power is not None:
         origins["power"] = "assumption: as given on the command line"
         basis = replace(basis, power=request.power)
-    if request.node_sum_s is not None:
-        origins["sum"] = f"assumption: {request.node_sum_s:g} s for each node, as given on the command line"
-        basis = replace(
-            basis, costs=replace(basis.costs, sum_cost=CollectiveCost(per_rank_s=request.node_sum_s))
-        )
     if max_nodes > basis.num_nodes:
         origins["reach"] = (
             f"assumption: with more nodes than {basis.num_nodes}, speeds, sum and power are extrapolated"

@@ -1,22 +1,25 @@
 """`csdctl forecast`: the table, the JSON document, and the command."""
 
+import dataclasses
 import json
 from io import StringIO
 from typing import Any
 
 import pytest
 
+from csdctl.perfmodel.prediction import CollectiveCost
 from csdctl.perfmodel.published import Network
 from csdctl.terminal.console import PrintableConsole
 from csdctl.terminal.forecast import forecast_document, render_forecast
 from csdctl.terminal.streams import format_json
-from csdctl.tuning.scaling_curve import Power
+from csdctl.tuning.scaling_curve import Costs, Power
 from csdctl.workflows.forecast.forecast import ForecastRequest, forecast, published_basis
 
 
-def shown(network: Network, request: ForecastRequest) -> str:
-    file = StringIO()
-    render_forecast(PrintableConsole(file=file, width=80), forecast(published_basis(network), request))
+def shown(network: Network, request: ForecastRequest, costs: Costs | None = None) -> str:
+    file, basis = StringIO(), published_basis(network)
+    basis = dataclasses.replace(basis, costs=costs or basis.costs)
+    render_forecast(PrintableConsole(file=file, width=80), forecast(basis, request))
     return file.getvalue()
 
 
@@ -46,12 +49,16 @@ def document(network: Network, request: ForecastRequest) -> Any:
             ForecastRequest([24], power=Power(300, 40)),
             ["NOT worth it", "no less than on the host alone", "lowest energy per sample with 0 nodes"],
         ),
-        (Network.MOBILENETV2, ForecastRequest([100], node_sum_s=0.5), ["further node adds less than 10%"]),
     ],
 )
 def test_verdict_and_its_reasons(network: Network, request_: ForecastRequest, sentences: list[str]) -> None:
     text = shown(network, request_)
     assert [sentence for sentence in sentences if sentence not in text] == []
+
+
+def test_nodes_whose_sums_take_what_they_add_are_told() -> None:
+    text = shown(Network.MOBILENETV2, ForecastRequest([100]), Costs(CollectiveCost(per_rank_s=0.5)))
+    assert "further node adds less than 10%" in text
 
 
 def test_thousand_rows_are_thinned_out_in_the_table_only() -> None:

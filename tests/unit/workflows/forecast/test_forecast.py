@@ -56,10 +56,6 @@ class TestPublished:
         assert answer.points[0].power_w == 500 + 24 * 12
         assert answer.basis.origins["power"].startswith("assumption")
 
-    def test_sum_time_that_is_not_a_number_is_rejected(self) -> None:
-        with pytest.raises(InputError, match="invalid --sum-seconds"):
-            ForecastRequest(node_sum_s=float("nan"))
-
 
 class TestParsing:
     @pytest.mark.parametrize(
