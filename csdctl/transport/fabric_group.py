@@ -7,7 +7,7 @@ ended takes its process group with it. Everything else is Fabric's own code.
 
 import contextlib
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
@@ -21,7 +21,7 @@ from invoke.runners import Local
 from csdctl.errors import RemoteCommandError
 from csdctl.fleet.model import Fleet, Node
 from csdctl.transport.commands import MarkedOutput, build_wrapped_command
-from csdctl.transport.known_hosts import SSH_PORT, KnownHosts
+from csdctl.transport.known_hosts import KnownHosts
 from csdctl.transport.many import check_open_files, fleet_known_hosts_paths, run_on_all
 from csdctl.transport.session import MAX_OUTPUT_BYTES, Deadline, bounded
 from csdctl.transport.ssh import JumpHosts, channel_error, kill_group, lost_connection_error, open_transport
@@ -260,27 +260,3 @@ def open_group(
     )
     group.link = link
     return group
-
-
-@contextlib.contextmanager
-def known_hosts_only(known_hosts: KnownHosts) -> Iterator[None]:
-    """Let every fabric.Connection that is created in the block refuse an unknown or changed host key.
-
-    For connections that a task opens itself. Fabric accepts any key: it names paramiko's AutoAddPolicy in its
-    module, and has no setting for it.
-    """
-
-    class KnownHostsPolicy(paramiko.MissingHostKeyPolicy):
-        """The check of a host key; paramiko asks for every key, since Fabric loads no known_hosts."""
-
-        def missing_host_key(self, client: Any, hostname: str, key: paramiko.PKey) -> None:
-            address, _, port = hostname.strip("[").partition("]:")
-            number = int(port) if port else SSH_PORT
-            known_hosts.check(hostname, address, number, key.get_name(), key.asbytes())
-
-    before = fabric.connection.AutoAddPolicy
-    fabric.connection.AutoAddPolicy = KnownHostsPolicy
-    try:
-        yield
-    finally:
-        fabric.connection.AutoAddPolicy = before

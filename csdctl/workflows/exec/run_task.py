@@ -26,9 +26,8 @@ from invoke.tasks import Call
 from csdctl.errors import CsdctlError, DeadlineError, InputError, NodeError
 from csdctl.fleet.model import Fleet
 from csdctl.runs.ledger import record_traffic
-from csdctl.transport.fabric_group import FleetConnection, known_hosts_only, open_group
-from csdctl.transport.known_hosts import KnownHosts
-from csdctl.transport.many import MAX_WORKERS, fleet_known_hosts_paths, run_on_all
+from csdctl.transport.fabric_group import FleetConnection, open_group
+from csdctl.transport.many import MAX_WORKERS, run_on_all
 from csdctl.transport.meter import add_up
 from csdctl.transport.session import MAX_OUTPUT_BYTES, bounded
 from csdctl.workflows.exec.run_command import Answer, ExecOptions, ExecResult, build_answer
@@ -46,11 +45,7 @@ def run_task(
     printed = {node.name: {"out": Printed(), "err": Printed()} for node in fleet.nodes}
     # Other threads print to standard error: with --json, standard output is a document.
     out, err = ThreadOutput(sys.stderr), ThreadOutput(sys.stderr)
-    with (
-        known_hosts_only(KnownHosts.load(fleet_known_hosts_paths(fleet, directory))),
-        contextlib.redirect_stdout(out),
-        contextlib.redirect_stderr(err),
-    ):
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
         task = load_task(spec, words, directory)
 
         def visit(connection: FleetConnection) -> Answer:
