@@ -1,6 +1,5 @@
 """The Python interface in a user's script, on an emulated fleet: own layer, own data, the run's results."""
 
-import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -24,12 +23,8 @@ def enough(event):
         return csdctl.STOP
 
 
-def wrong(event):
-    raise KeyError(event["event"])
-
-
 if __name__ == "__main__":
-    csdctl.train("endless.yaml", batch_size=32, callbacks=[wrong, enough])
+    csdctl.train("endless.yaml", batch_size=32, callbacks=[enough])
     print("RESULT {}")
 """
 
@@ -45,10 +40,8 @@ def test_script_trains_a_model_with_an_own_layer_and_reads_its_results(directory
     printed, result = result_of_script(directory, PROGRAM)
     assert "code for the nodes: own_layers.py" in printed
     assert (result["state"], result["nodes"]) == ("done", ["host", "csd0"])
-    assert result["machines"] == ["csd0", "host"]
-    assert (result["num_public"], result["same_run"]) == (600, True)
-    # 600 samples in steps of 64: the first 25 steps end in the third epoch, which the resumed run completes.
-    assert result["epochs_seen"] == [3]
+    assert (result["num_public"], result["same_run"], result["machines"]) == (600, True, ["csd0", "host"])
+    assert result["epochs_seen"] == [3], "25 steps of 64 end in the third epoch, which the second run ends"
     history = result["history"]
     assert set(history) == {"loss", "accuracy", "val_loss", "val_accuracy"}
     assert [len(values) for values in history.values()] == [3] * 4
@@ -65,12 +58,7 @@ def test_callback_stops_a_run_that_can_be_resumed(directory: Path) -> None:
     (directory / "endless.yaml").write_text(yaml.safe_dump(job))
     (directory / "enough.py").write_text(ENOUGH)
     printed, _ = result_of_script(directory, "enough.py")
-    for line in (
-        "callback wrong failed at Ready, and the run continues: KeyError: 'Ready' (enough.py, line 12)",
-        "callback enough stops the run at EpochEnd",
-    ):
-        assert printed.count(line) == 1, printed
-    assert re.search(r"^callback wrong failed at \d+ events$", printed, re.MULTILINE)
+    assert printed.count("callback enough stops the run at EpochEnd") == 1, printed
     assert {"Ready", "Joined", "EpochEnd", "CheckpointSaved", "Finished"} <= set(printed.split())
     run = load_run("latest", directory)
     assert (run.report().state, run.directory.model.exists()) == ("stopped", True)

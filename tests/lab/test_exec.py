@@ -99,8 +99,7 @@ def test_task_runs_unchanged_also_behind_the_jump_host(fleet: Project, tmp_path:
         "sampler: 1 restarts True\n",
         "warned\n",
     )
-    second = fleet.csdctl(*words)
-    assert "csd0, far0 (2)\n  sampler is up to date\n" in second.stdout
+    assert "csd0, far0 (2)\n  sampler is up to date\n" in fleet.csdctl(*words).stdout
     assert fleet.csdctl("exec", "--task", "tasks.py:collect").returncode == 0
     assert sorted(path.name for path in (fleet.path / "collected").iterdir()) == ["csd0", "far0"]
     fleet.csdctl("exec", "rm -f /tmp/sampler.*  /tmp/new.conf")

@@ -142,11 +142,9 @@ class ScriptedRank:
         self.report(Failed(self.rank, self.node, message, remedy, exit_code))
         self.exit(f"rank {self.rank} exited with code {exit_code}")
 
-    def exit(
-        self, reason: str = "", *, is_clean: bool = False, error_type: type[CsdctlError] = NodeError
-    ) -> None:
+    def exit(self, reason: str = "", *, is_clean: bool = False, why: type[CsdctlError] = NodeError) -> None:
         self.has_exited = True
-        error = error_type(reason or f"rank {self.rank} was killed by signal 15", node=self.node)
+        error = why(reason or f"rank {self.rank} was killed by signal 15", node=self.node)
         self.report(ProcessEnded(self.rank, self.node, error, is_clean))
 
 

@@ -211,12 +211,11 @@ def test_rank_that_can_no_longer_finish_with_the_others_fails_the_run(fleet: Fle
 
 
 def test_trial_in_which_a_rank_ran_out_of_memory_says_so_after_its_first_steps(fleet: Fleet) -> None:
-    def exhaust_memory(fleet: Fleet) -> None:
-        fleet.rank(0).step()
-        fleet.rank(2).exit("no memory", error_type=OutOfMemoryError)
-
     fleet.is_resumable, fleet.min_nodes = False, 2
-    fleet.scripts[1] = exhaust_memory
+    fleet.on_event = lambda event: (
+        fleet.rank(2).exit(why=OutOfMemoryError) if isinstance(event, Progress) else None
+    )
+    fleet.scripts[1] = lambda fleet: fleet.rank(0).step()
     assert fleet.run_to_error(OutOfMemoryError).node == "csd1"
 
 
