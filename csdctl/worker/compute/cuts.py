@@ -44,9 +44,9 @@ def count_flops(model: Any) -> int:
 
 
 def count_flops_until(model: Any, tensors: Sequence[Any]) -> list[int]:
-    """Return the FLOPs of one sample from the only input to each of the model's `tensors`; 0 if unknown."""
+    """Return the FLOPs of one sample from the inputs to each of the model's `tensors`; 0 if unknown."""
     try:
-        return [2 * _count([output]) for output in _trace(keras.Model(model.inputs[0], list(tensors)))]
+        return [2 * _count([output]) for output in _trace(keras.Model(model.inputs, list(tensors)))]
     except Exception:  # as in `count_flops`
         return [0] * len(tensors)
 
@@ -158,12 +158,13 @@ class NoCutError(Exception):
 
 
 def find_cuts(model: Any) -> list[Cut]:
-    """Return the cuts of a functional model with one input, from there to the outputs; none of others.
+    """Return the cuts of a functional model, from its inputs to its outputs; none of others.
 
-    Models that are layers of the model are cut inside, too. Neither the input nor the output is a cut, nor is
-    a place with a weight that is trained on both sides of it.
+    Behind a cut, no input is used: only the tensor goes there. Models that are layers of the model are cut
+    inside, too. Neither an input nor an output is a cut, nor is a place with a weight that is trained on both
+    sides of it.
     """
-    if len(getattr(model, "inputs", None) or ()) != 1 or not is_its_graph(model):
+    if not getattr(model, "inputs", None) or not is_its_graph(model):
         return []
     model, names = unroll(model)
     nodes = topological_nodes(model)
@@ -174,7 +175,7 @@ def find_cuts(model: Any) -> list[Cut]:
         for number, (operation, _) in enumerate(nodes)
         for variable in getattr(operation, "trainable_variables", ())
     }
-    alive: set[int] = set()
+    alive = set(map(id, model.inputs))
     trainable: dict[int, int] = {}
     parameters: dict[int, int] = {}
     cuts = []
@@ -194,6 +195,11 @@ def find_cuts(model: Any) -> list[Cut]:
     return cuts
 
 
+def _input_of(model: Any) -> Any:
+    """Return the inputs as the model takes them: a tensor, a list or a dict."""
+    return (getattr(model, "_functional", None) or model).input
+
+
 def unroll(model: Any) -> tuple[Any, dict[int, str]]:
     """Return a functional model that has the layers of nested models in their place, and computes the same.
 
@@ -204,8 +210,10 @@ def unroll(model: Any) -> tuple[Any, dict[int, str]]:
         return model, {}
     names: dict[int, str] = {}
     try:
-        inputs = [keras.Input(batch_shape=tensor.shape, dtype=tensor.dtype) for tensor in model.inputs]
-        unrolled = keras.Model(inputs, _unroll(model, inputs, names))
+        inputs = keras.tree.map_structure(
+            lambda one: keras.Input(batch_shape=one.shape, dtype=one.dtype, name=one.name), _input_of(model)
+        )
+        unrolled = keras.Model(inputs, _unroll(model, keras.tree.flatten(inputs), names))
     except ValueError:
         return model, {}
     is_renamed = len(model.outputs) > 1 and unrolled.output_names != model.output_names
@@ -263,9 +271,8 @@ def describe_cuts(model: Any) -> tuple[CutInfo, ...]:
 
 def split_at(cut: Cut) -> tuple[Any, Any]:
     """Return prefix and head, which share their layers with the model that is cut."""
-    (source,) = cut.graph.inputs
     outputs = cut.graph.outputs[0] if len(cut.graph.outputs) == 1 else cut.graph.outputs
-    return keras.Model(source, cut.tensor), keras.Model(cut.tensor, outputs)
+    return keras.Model(_input_of(cut.graph), cut.tensor), keras.Model(cut.tensor, outputs)
 
 
 def frozen_cut(model: Any) -> Cut:
@@ -275,7 +282,7 @@ def frozen_cut(model: Any) -> Cut:
     """
     cuts = find_cuts(model)
     if not cuts:
-        raise NoCutError("is not a functional model with one input and a single tensor between two layers")
+        raise NoCutError("is not a functional model with a single tensor between two layers")
     frozen = [cut for cut in cuts if cut.num_parameters and not cut.num_trainable]
     if not frozen:
         raise NoCutError("has no frozen first layers")
@@ -311,8 +318,13 @@ def _is_constant(prefix: Any) -> bool:
 
     What draws random numbers says so by the state of its generator: its draws may be equal by chance.
     """
-    shape = [size or 8 for size in prefix.inputs[0].shape[1:]]
-    samples = np.random.default_rng(0).random((CHECKED_SAMPLES, *shape)).astype(np.float32)
+    generator = np.random.default_rng(0)
+
+    def draw(tensor: Any) -> Any:
+        shape = CHECKED_SAMPLES, *(size or 8 for size in tensor.shape[1:])
+        return generator.random(shape).astype(np.float32)
+
+    samples = keras.tree.map_structure(draw, _input_of(prefix))
     variables = [variable for layer in flatten_layers(prefix) for variable in own_state(layer)]
     generators = [global_seed_generator(), *(generator for _, generator in seed_generators(prefix))]
     variables += [generator.state for generator in generators]

@@ -20,7 +20,7 @@ from csdctl.worker.compute.cuts import Cut, find_cuts, split_at
 from csdctl.worker.compute.forward import feature_pass
 from csdctl.worker.compute.keras_internals import compile_arguments, find_smallest_embedding
 from csdctl.worker.compute.model import load
-from csdctl.worker.compute.objective import Objective, as_tensors, scale
+from csdctl.worker.compute.objective import Objective, as_tensors, inputs_of
 from csdctl.worker.compute.statistics import LayerStates, Snapshot
 from csdctl.worker.compute.step import RankStep, Step, unflatten
 from csdctl.worker.data.arrays import Array, random_batch
@@ -38,7 +38,7 @@ def find_cut(model: Any, layer: str) -> Cut:
     for cut in cuts:
         if cut.layer == layer:
             return cut
-    names = ", ".join(cut.layer for cut in cuts) or "none: it is not a functional model with one input"
+    names = ", ".join(cut.layer for cut in cuts) or "none: it is not a functional model"
     raise InputError(
         f"{model.name} cannot be cut after {layer!r}; its cuts: {names}", "name one of them (--cut)"
     )
@@ -144,8 +144,7 @@ class PrefixStep(RankStep):
     def _forward_graph(self, samples: Any) -> tuple[Any, Any, Any]:
         """Return output, penalties and changes of the layers' state times the number of samples."""
         before = self.states.read()
-        (source,) = self.model.inputs
-        output = self.model(scale(samples, self._input_range, source.dtype), training=True)
+        output = self.model(inputs_of(self.model, samples, self._input_range), training=True)
         penalties = [tf.zeros(())]
         for loss in self.model.losses:
             if len(loss.shape) > 0 and loss.shape[0] is None:

@@ -148,7 +148,7 @@ def find_cut(info: ModelInfo, layer: str) -> CutInfo:
     """Return the cut behind `layer`; raises InputError, naming those that there are."""
     if not info.cuts:
         raise InputError(
-            f"{info.name} cannot be split: it is not a functional model with one input and a single tensor "
+            f"{info.name} cannot be split: it is not a functional model with a single tensor "
             "between two layers",
             remedy=_OTHERWISE,
         )

@@ -7,11 +7,13 @@ Files are mapped, after decompression into a temporary file: memory use does not
 
 import contextlib
 import csv
+import errno
 import gzip
 import io
 import itertools
 import math
 import os
+import shutil
 import tempfile
 import zipfile
 from collections.abc import Iterator, Mapping, Sequence
@@ -48,17 +50,20 @@ def _unpack(
     """
     left = num_bytes = dtype.itemsize * math.prod(shape)
     with tempfile.TemporaryFile(dir=store) as copy:
-        if num_bytes:
-            with convert_write_errors():
-                os.posix_fallocate(copy.fileno(), 0, num_bytes)
+        with convert_write_errors():
+            # Not reserved: the header may be wrong, and other programs would find the disk full meanwhile.
+            if num_bytes > shutil.disk_usage(store).free:
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         while left and (piece := file.read(min(left, _PIECE_BYTES))):
-            copy.write(piece)
+            with convert_write_errors():
+                copy.write(piece)
             left -= len(piece)
         if left:
             raise EOFError("the array is truncated")
         if file.read(1):  # reading to the end also makes an archive check its CRC
             raise ValueError("the array is longer than its header says")
-        copy.flush()
+        with convert_write_errors():
+            copy.flush()
         order: Any = "F" if is_fortran else "C"
         if not num_bytes:  # an empty file cannot be mapped
             return np.empty(shape, dtype, order)

@@ -94,6 +94,15 @@ def in_16_bits() -> Any:
     return keras().Model(inputs, layers.Dense(5, activation="softmax", dtype="float32")(x))
 
 
+def recommender() -> Any:
+    """Embeddings of two inputs on the nodes, the dense part on the host."""
+    layers = keras().layers
+    inputs = {name: keras().Input((), dtype="int32", name=name) for name in ("user", "item")}
+    found = [layers.Embedding(7, 4, name=f"of_{name}")(one) for name, one in inputs.items()]
+    joined = layers.Concatenate(name="cut")(found)
+    return keras().Model(inputs, layers.Dense(5, activation="softmax")(joined))
+
+
 CLASSES = LossTerm("sparse_categorical_crossentropy")
 IGNORING = LossTerm("sparse_categorical_crossentropy", {"ignore_class": 0})
 SGD = Recipe(optimizer="sgd", optimizer_args={"momentum": 0.9}, learning_rate=0.1, losses={"": CLASSES})
@@ -107,9 +116,18 @@ CASES: dict[str, tuple[Any, str, Recipe]] = {
     ),
     "inside of a nested model, behind its frozen part": (nested, "add1", ADAM),
     "two outputs": (two_outputs, "cut", TWO),
+    "two inputs": (recommender, "cut", ADAM),
     "early cut": (pictures, "before", SGD),
     "bfloat16": (in_16_bits, "cut", SGD),
 }
+
+
+def samples_of(name: str, generator: np.random.Generator, count: int) -> Array:
+    if name != "two inputs":
+        return generator.random((count, 9, 9, 3), np.float32)
+    samples = np.zeros(count, [("item", np.int32), ("user", np.int32)])
+    samples["item"], samples["user"] = generator.integers(0, 7, (2, count))
+    return samples
 
 
 def labels_of(name: str, generator: np.random.Generator, count: int) -> Array:
@@ -154,7 +172,7 @@ def compiled(build: Callable[[], Any], recipe: Recipe) -> Any:
 def test_parts_take_the_steps_of_the_whole_model(name: str) -> None:
     build, layer, recipe = CASES[name]
     generator = np.random.default_rng(0)
-    samples = [generator.random((size, 9, 9, 3), np.float32) for size in PARTS]
+    samples = [samples_of(name, generator, size) for size in PARTS]
     example = samples[0][:0], labels_of(name, generator, 0)
     whole, single = (Step(compiled(build, recipe), recipe, example) for _ in range(2))
     host = SplitStep(whole, layer, recipe, example, weight=WEIGHTS[0])

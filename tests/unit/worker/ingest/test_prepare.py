@@ -177,6 +177,10 @@ def cut(path: Path, stop: int) -> None:
 
 UNREADABLE: dict[str, Callable[[Path], Any]] = {
     "truncated idx": lambda root: (write_idx(root), cut(root / IDX_IMAGES, -1)),
+    "idx whose header announces a gibibyte": lambda root: (
+        write_idx(root),
+        (root / IDX_IMAGES).write_bytes(b"\0\0\x08\x01\x40\0\0\0" + bytes(28)),
+    ),
     "idx of floats": lambda root: (
         write_idx(root),
         (root / IDX_LABELS).write_bytes(b"\0\0\x0d\x01" + bytes(28)),
@@ -218,7 +222,7 @@ def test_unfit_data_is_bad_input(
     root: Path, spec: PrepareSpec, write: Callable[[Path], Any], message: str
 ) -> None:
     write(root)
-    with pytest.raises(WorkerError, match=message) as raised:
+    with full_disk(1 << 24), pytest.raises(WorkerError, match=message) as raised:  # nothing is reserved
         prepare(spec)
     assert raised.value.exit_code == 2
     text = f"{raised.value.message} {raised.value.remedy}".replace(str(root), "")
