@@ -59,6 +59,7 @@ class FleetMeasurements:
         self.features = features
         self._recipe = recipe
         self._fleet = fleet
+        self.is_emulated = fleet.emulated
         self._facts = facts
         self._store = store
         self._machines = fleet.machines if is_host_training else fleet.machines[1:]
