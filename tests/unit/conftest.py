@@ -5,6 +5,8 @@ from collections.abc import Iterator
 
 import pytest
 
+from tests.unit.transport.conftest import SshServer, running_server
+
 
 @pytest.fixture(autouse=True)
 def keep_the_threads_of_ranks() -> Iterator[None]:
@@ -13,6 +15,12 @@ def keep_the_threads_of_ranks() -> Iterator[None]:
     yield
     if _was_started_otherwise() and not was_started:
         pytest.fail("TensorFlow was started without load_backend(): see worker/compute/built_models.py")
+
+
+@pytest.fixture(scope="module")
+def module_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SshServer]:
+    with running_server(tmp_path_factory.mktemp("server") / "s") as running:
+        yield running
 
 
 def _was_started_otherwise() -> bool:

@@ -8,14 +8,13 @@ import os
 import subprocess
 import sys
 import sysconfig
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from csdctl.errors import ExitCode
 from tests.patience import run_command
-from tests.unit.transport.conftest import SshServer, running_server
+from tests.unit.transport.conftest import SshServer
 
 pytestmark = pytest.mark.first(4)
 
@@ -45,20 +44,13 @@ def light(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory / "bin" / "python"
 
 
-@pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SshServer]:
-    with running_server(tmp_path_factory.mktemp("server") / "s") as running:
-        yield running
-
-
 @pytest.fixture
-def project(server: SshServer, tmp_path: Path) -> Path:
+def project(module_server: SshServer, tmp_path: Path) -> Path:
     """A fleet of one node, and a job."""
-    entry = {"name": "csd0", "address": "127.0.0.1", "port": server.port, "user": "tester"}
-    fleet = {"nodes": [{**entry, "key": str(server.key), "python": sys.executable}]}
+    entry = {"name": "csd0", "address": "127.0.0.1", "port": module_server.port, "user": "tester"}
+    fleet = {"nodes": [{**entry, "key": str(module_server.key), "python": sys.executable}]}
     (tmp_path / "fleet.yaml").write_text(json.dumps(fleet))
-    (tmp_path / ".csdctl").mkdir(mode=0o700)
-    (tmp_path / ".csdctl" / "known_hosts").write_bytes(server.known_hosts.read_bytes())
+    module_server.trust_in(tmp_path)
     (tmp_path / "model.py").write_text("def build():\n    import keras\n    return keras.Sequential([])\n")
     (tmp_path / "public").mkdir()
     (tmp_path / "job.yaml").write_text(JOB)

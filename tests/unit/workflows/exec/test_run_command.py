@@ -1,6 +1,5 @@
 """`exec` of a command: what is folded, bounded and counted as failed, over a real SSH server."""
 
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -16,20 +15,13 @@ from csdctl.workflows.exec.run_command import (
     run_command,
 )
 from csdctl.workflows.workspace.workspace import conclude
-from tests.unit.transport.conftest import SshServer, running_server
-
-
-@pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SshServer]:
-    with running_server(tmp_path_factory.mktemp("server") / "s") as running:
-        yield running
+from tests.unit.transport.conftest import SshServer
 
 
 @pytest.fixture
-def fleet(server: SshServer, tmp_path: Path) -> Fleet:
-    (tmp_path / ".csdctl").mkdir()
-    (tmp_path / ".csdctl" / "known_hosts").write_bytes(server.known_hosts.read_bytes())
-    nodes = tuple(server.node(name=f"csd{number}") for number in range(3))
+def fleet(module_server: SshServer, tmp_path: Path) -> Fleet:
+    module_server.trust_in(tmp_path)
+    nodes = tuple(module_server.node(name=f"csd{number}") for number in range(3))
     return Fleet(nodes, path=tmp_path / "fleet.yaml")
 
 

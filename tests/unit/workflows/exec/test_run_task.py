@@ -99,8 +99,7 @@ def ends(c, how):
 def fleet(tmp_path: Path) -> Any:
     """A node that is known, and tasks."""
     with running_server(tmp_path / "node") as server:
-        (tmp_path / ".csdctl").mkdir()
-        (tmp_path / ".csdctl" / "known_hosts").write_bytes(server.known_hosts.read_bytes())
+        server.trust_in(tmp_path)
         (tmp_path / "own_tasks.py").write_text(OWN)
         yield Fleet((server.node(),), path=tmp_path / "fleet.yaml")
 
