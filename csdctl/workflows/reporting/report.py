@@ -13,6 +13,7 @@ from csdctl.fleet.requirements import explain_extra
 from csdctl.reporting.page import render_page
 from csdctl.reporting.privacy import Flow, Privacy, add_flows, count_passes, measure_privacy
 from csdctl.reporting.results import RunResults, read_results
+from csdctl.reporting.tables import describe_run, describe_settings
 from csdctl.runs.directory import ProjectDirectory, RunDirectory
 from csdctl.runs.ledger import read_ledger
 from csdctl.workflows.runs.manage import process_of
@@ -76,23 +77,6 @@ def scalars_of(run: RunResults) -> Iterator[Scalar]:
                 yield Scalar(f"rank_{rank}/{kind}_share", second, time_s, share)
 
 
-def parameters_of(run: RunResults) -> dict[str, str]:
-    """Return what the run was set to, by name."""
-    summary = run.summary
-    parameters = {
-        "strategy": summary.strategy,
-        "method": summary.method,
-        "num_ranks": str(summary.num_ranks),
-        "global_batch": str(summary.global_batch),
-        "source": run.measured,
-        "csdctl": str(run.manifest.get("csdctl", "")),
-    }
-    recipe = run.manifest.get("recipe")
-    if isinstance(recipe, dict):
-        parameters |= {f"recipe.{key}": str(value)[:250] for key, value in recipe.items()}
-    return parameters
-
-
 def write_tensorboard(run: RunResults, directory: Path) -> None:
     """Write a run to a new event file in `directory`; raises InputError without tensorboardX."""
     try:
@@ -105,7 +89,8 @@ def write_tensorboard(run: RunResults, directory: Path) -> None:
     for earlier in directory.glob("events.out.tfevents.*"):  # TensorBoard would show every value twice
         earlier.unlink()
     with SummaryWriter(str(directory)) as writer:
-        rows = "\n".join(f"{name}: {value}" for name, value in parameters_of(run).items())
+        settings = [("source", run.measured), *describe_run(run.summary), *describe_settings(run)]
+        rows = "\n".join(f"{name}: {value}" for name, value in settings)
         writer.add_text("parameters", f"```\n{rows}\n```", 0, walltime=run.series.start_s)
         for scalar in scalars_of(run):
             writer.add_scalar(scalar.name, scalar.value, scalar.step, walltime=scalar.time_s)

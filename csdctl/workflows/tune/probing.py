@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from csdctl.errors import DeadlineError, OutOfMemoryError, RunError
+from csdctl.fleet.model import HOST_NAME
 from csdctl.fleet.names import format_node_names
 from csdctl.perfmodel.spread import standard_error
 from csdctl.reporting.tally import Amounts, Tally
@@ -338,10 +339,13 @@ class FleetMeasurer:
         return result
 
     def prepare_trial(self, runtimes: Mapping[str, Runtime]) -> dict[str, AttachRank]:
-        """Keep one session with these settings per machine, and end all others; return how to attach each."""
+        """Keep one session with these settings per machine; return how to attach each.
+
+        The host's ends if it does not train: its rank 0 only sums, and starts a process of its own.
+        """
         self.switch(runtimes)
-        for name in self.probers.keys() - runtimes.keys():
-            self.probers[name].close()
+        if HOST_NAME in self.probers.keys() - runtimes.keys():
+            self.probers[HOST_NAME].close()
         self._start(runtimes)
         return {name: self.probers[name].attach for name in runtimes}
 
