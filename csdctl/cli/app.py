@@ -187,7 +187,7 @@ def explain_usage(error: Any) -> InputError | None:
         error.possibilities = None  # they are of one command, and often far off
     message = error.format_message().replace("Choose from:\n\t", "Choose from: ").replace(",\n\t", ", ")
     message = message.removeprefix("Invalid value: ").rstrip(".")
-    path = error.ctx.command_path if error.ctx else "csdctl"
+    path = error.ctx.command_path if error.ctx else " ".join(["csdctl", *(MODULES.keys() & typed[:1])])
     commands = getattr(error.ctx.command, "commands", ()) if error.ctx else ()
     is_short = 0 < len(commands) < len(MODULES)
     remedy = f"see `{path} --help`" + (f"; its commands: {', '.join(commands)}" if is_short else "")

@@ -152,13 +152,13 @@ def end_all(pids: "list[int]") -> None:
 def find_paths(request: "dict[str, Any]") -> "list[str]":
     """Return the paths to remove: what is unfinished, what was computed, or all that csdctl wrote here."""
     paths = (
-        [*find_linked_trees().values(), ".csdctl"]
+        [*find_linked_trees().values(), ".csdctl", *glob.glob(step_files())]
         if request["is_removing_all"]
         else [path for pattern in PARTS for path in glob.glob(pattern)]
     )
     if request["is_removing_computed"] and not request["is_removing_all"]:
         paths += [FEATURES, PREDICTIONS]
-    paths += [*glob.glob(step_files()), *glob.glob(step_files(COPIES)), COPIES]
+    paths += [*glob.glob(step_files(COPIES)), COPIES]
     # A sandbox that was killed leaves its directory behind.
     for path in glob.glob(scratch_directories("*")):
         pid = path.split("-")[-2]

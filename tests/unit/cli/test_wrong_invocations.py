@@ -194,6 +194,7 @@ IN_PROJECT = [
     ("exec --limit '' -- true", "--limit and --exclude leave no node of fleet.yaml"),
     ("exec", "no command to run"),
     ("exec -- ' '", "no command to run"),
+    ("train --resume", "see `csdctl train --help`"),
     ("exec --task nope", "--task 'nope' is not FILE.py:TASK"),
     ("inventory -o nodir/x", "--output nodir/x: directory nodir does not exist"),
     ("inventory -o .", "--output . is a directory"),

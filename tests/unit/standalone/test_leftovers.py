@@ -182,7 +182,7 @@ def test_rank_of_one_node_is_ended_with_its_children_and_no_other(session: Local
         stop(mine, *others)
 
 
-def test_state_of_runs_of_this_directory_and_files_of_killed_sandboxes_are_removed(
+def test_files_of_killed_sandboxes_are_removed_and_with_everything_the_state_that_a_run_resumes_from(
     session: LocalSession, home: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     gone = subprocess.Popen(["true"])
@@ -198,7 +198,10 @@ def test_state_of_runs_of_this_directory_and_files_of_killed_sandboxes_are_remov
         path.touch()
     try:
         removed = clean_machine(session, sys.executable, CleanupOptions(is_removing=True))
-        assert {*map(str, patterns[:2])} <= {*removed.paths}
+        assert str(patterns[1]) in removed.paths
+        assert [path.exists() for path in patterns] == [True, False, True, True]
+        options = CleanupOptions(is_removing=True, is_removing_all=True)
+        assert str(patterns[0]) in clean_machine(session, sys.executable, options).paths
         assert [path.exists() for path in patterns] == [False, False, True, True]
     finally:
         for path in patterns:
