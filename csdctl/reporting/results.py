@@ -151,6 +151,8 @@ def summarize(
     whole = tally.ranks[0]
     strategy, speed = manifest.get("strategy", DATA_PARALLEL), whole.throughput or 0.0
     all_alone = _reachable(strategy, ranks, whole.step_s, speed)
+    # A host alone would compute features once, too: then it is no comparison.
+    predicted = (all_alone and ranks[1:] and plan.get("predicted")) or {}
     return RunSummary(
         run_id=run_id,
         state=run.state,
@@ -165,8 +167,7 @@ def summarize(
         samples_per_s=speed,
         predicted_samples_per_s=manifest.get("predicted_samples_per_s"),
         predicted_range=manifest.get("predicted_range"),
-        # A host alone would compute features once, too: then it is no comparison.
-        host_samples_per_s=(plan.get("predicted") or {}).get("host_samples_per_s") if all_alone else None,
+        host_samples_per_s=predicted.get("host_samples_per_s"),
         alone_samples_per_s=all_alone,
         efficiency=speed / all_alone if all_alone and speed else None,
         **{name: getattr(run.last, name) for name in RESULTS},

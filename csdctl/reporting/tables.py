@@ -70,7 +70,7 @@ def describe_result(summary: RunSummary) -> str:
     reached = validation.replace(", ", ", validation ", 1)
     if summary.loss is not None and not reached:
         reached = f", loss {format_loss(summary.loss)}"
-    host = summary.host_samples_per_s if summary.num_ranks > 1 else None
+    host = summary.host_samples_per_s
     ratio = f" ({summary.samples_per_s / host:.2f} × the host alone)" if host else ""
     rate = f", {format_rate(summary.samples_per_s)} samples/s{ratio}" if summary.samples_per_s else ""
     best = f"; best: epoch {summary.best_epoch}, best.keras" * bool(summary.best_epoch)
@@ -214,10 +214,9 @@ def _describe_speed(summary: RunSummary) -> str:
         text += f"; predicted {format_rate(summary.predicted_samples_per_s)}"
         text += f" ({format_range(summary.predicted_range)})" if summary.predicted_range else ""
         text += f", while {format_node_names(summary.busy)} had other work" if summary.busy else ""
-    host = summary.host_samples_per_s
-    return text + (
-        f"; {summary.samples_per_s / host:.2f} × the {format_rate(host)} of the host alone" if host else ""
-    )
+    if host := summary.host_samples_per_s:
+        text += f"; {summary.samples_per_s / host:.2f} × the {format_rate(host)} of the host alone"
+    return text
 
 
 def _describe_efficiency(summary: RunSummary) -> str:
