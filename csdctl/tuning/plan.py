@@ -236,6 +236,11 @@ class Plan(Document):
         """Samples of all ranks in one step."""
         return sum(self.batch_sizes)
 
+    def with_ranks(self, ranks: list[RankPlan]) -> "Plan":
+        """Return the plan with some of its ranks, without what was predicted and compared for all."""
+        changed = {"predicted": None, "strategies": [], "left_out": [], "trains_on_host": False}
+        return self.model_copy(update={**changed, "ranks": ranks})
+
     def for_host_alone(self) -> "Plan":
         """Return the plan whose only rank is the host's, with the same global batch."""
         host = self.ranks[0]

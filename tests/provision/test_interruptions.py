@@ -51,9 +51,9 @@ def test_node_that_loses_power_while_sending_and_installing_is_finished_by_the_n
             node, start(project), lambda: any((node.tree / PREFIX[1:]).glob("venv-*/lib/*/*/numpy"))
         )
         assert failed["message"]
-        done = provision(project)["nodes"]["bare"]
+        done = provision(project, "--set", "node_sshd=false")["nodes"]["bare"]
         assert done["num_bytes"] == 0  # everything had arrived
-        assert provision(project)["nodes"]["bare"]["tasks"]["changed"] == 0
+        assert provision(project, "--set", "node_sshd=false")["nodes"]["bare"]["tasks"]["changed"] == 0
 
 
 def test_full_disk_is_named_before_anything_is_sent(lab: Lab, project: Project, bundle: Path) -> None:

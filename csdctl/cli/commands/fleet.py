@@ -277,16 +277,16 @@ def provision(
     call.finish(outcomes, provision_document(outcomes, request), is_dry=dry_run)
 
 
-def _parse_values(texts: Sequence[str]) -> dict[str, str]:
+def _parse_values(texts: Sequence[str]) -> dict[str, str | bool]:
     """Return the variables of `--set` by name; raises InputError for an unusable one."""
-    parsed = {}
+    parsed: dict[str, str | bool] = {}
     for text in texts:
         name, equals, value = text.partition("=")
         if not equals or not name.isidentifier():
             raise InputError(
                 f"--set {text!r} is not NAME=VALUE", remedy="for example --set node_firewall=true"
             )
-        parsed[name] = value
+        parsed[name] = value == "true" if value in ("true", "false") else value  # as roles expect
     return parsed
 
 

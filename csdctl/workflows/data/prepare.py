@@ -25,6 +25,7 @@ from csdctl.fleet.model import HOST_NAME, Fleet
 from csdctl.job.compatibility import check_compatibility, check_noise, inputs_of, is_regression, show_shape
 from csdctl.job.model import Job, find_imported
 from csdctl.notify import Say
+from csdctl.reporting.numbers import format_count
 from csdctl.runs.directory import ProjectDirectory
 from csdctl.shipping.deliver import Delivery, deliver
 from csdctl.shipping.payload import pack_payload
@@ -233,7 +234,7 @@ def prepare_job(
         validation = preparing.on_host("validation", job.validation_path, function)
     private = {}
     if job.private_path:
-        say(f"private data: {job.private_path} on {len(space.fleet.names_without_servers)} nodes")
+        say(f"private data: {job.private_path} on {format_count(space.fleet.names_without_servers, 'node')}")
         private = preparing.on_nodes(job.private_path)
     datasets = {"public": public, "validation": validation, **private}
     check_compatibility(model.info.recipe, model.info, datasets, needs_labels=needs_labels)

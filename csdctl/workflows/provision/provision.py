@@ -242,7 +242,7 @@ class ProvisionRequest:
     is_dry_run: bool = False
     sends_only: bool = False
     """Whether to stop after sending; then Ansible is not needed."""
-    values: Mapping[str, str] = field(default_factory=dict)
+    values: Mapping[str, str | bool] = field(default_factory=dict)
     """Variables of the playbook, by name."""
 
     def __post_init__(self) -> None:

@@ -92,16 +92,25 @@ def resolve_plan(
     """
     if batch_size:
         return build_equal_plan(job, space.fleet, space.facts, batch_size)
-    plan = load_checked_plan(path or space.project.plan(job.name), job, space)
+    plan = load_checked_plan(path or space.project.plan(job.name), job, space, say)
     if left_out := find_left_out(plan, space.fleet):
         say(f"the plan leaves out {format_node_names(left_out)}: training is faster without them")
     return plan
 
 
-def load_checked_plan(path: Path, job: Job, space: Workspace) -> Plan:
-    """Read a plan and check that it fits the job and the fleet as they are now; raises InputError."""
+def load_checked_plan(path: Path, job: Job, space: Workspace, say: Say = lambda line: None) -> Plan:
+    """Read a plan and check that it fits the job and the fleet as they are now; raises InputError.
+
+    Ranks on machines that are not selected are left out, and then the plan predicts nothing.
+    """
     plan = load_plan(path)
     check_plan(plan, job, space.fleet, space.facts)
+    ranks = [rank for rank in plan.ranks if rank.node in space.fleet.machines]
+    if not any(rank.batch_size for rank in ranks):
+        raise InputError("no selected machine trains in the plan", remedy=RETUNE)
+    if absent := [rank.node for rank in plan.ranks if rank not in ranks]:
+        say(f"{format_node_names(absent)} left out of the plan; others keep their batch sizes until you tune")
+        plan = plan.with_ranks(ranks)
     return plan
 
 

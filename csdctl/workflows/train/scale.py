@@ -132,8 +132,7 @@ def plan_point(plan: Plan, kind: str, num_nodes: int, most: int) -> Plan:
     ranks = [host, *nodes[:num_nodes]]
     if kind == STRONG:
         ranks = _divide(sum(rank.batch_size for rank in plan.ranks[: most + 1]), ranks)
-    changed = {"ranks": ranks, "predicted": None, "strategies": [], "left_out": [], "trains_on_host": False}
-    return plan.model_copy(update=changed)
+    return plan.with_ranks(ranks)
 
 
 def _divide(global_batch: int, ranks: Sequence[RankPlan]) -> list[RankPlan]:

@@ -200,8 +200,7 @@ def test_files_of_killed_sandboxes_are_removed_and_with_everything_the_state_tha
         removed = clean_machine(session, sys.executable, CleanupOptions(is_removing=True))
         assert str(patterns[1]) in removed.paths
         assert [path.exists() for path in patterns] == [True, False, True, True]
-        options = CleanupOptions(is_removing=True, is_removing_all=True)
-        assert str(patterns[0]) in clean_machine(session, sys.executable, options).paths
+        clean_machine(session, sys.executable, CleanupOptions(is_removing=True, is_removing_all=True))
         assert [path.exists() for path in patterns] == [False, False, True, True]
     finally:
         for path in patterns:

@@ -135,11 +135,6 @@ HOST = rank(0, "host", 100, 0, 5000)
             "csd0: 350 private samples are read 1.43 times an epoch, each with weight 0.70",
         ),
         (
-            [rank(0, "host", 100, 0, 1100), rank(1, "csd0", 10, 500, 0)],
-            "private samples of csd0 take up to 50 steps, other ranks have samples for 11: "
-            "more public data, or larger batches there, would help",
-        ),
-        (
             [rank(number, f"csd{number}", 10, 10 * number, 100) for number in range(1, 12)],
             "shards: 110 to 210 samples per rank",
         ),

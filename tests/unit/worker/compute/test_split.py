@@ -95,7 +95,6 @@ def in_16_bits() -> Any:
 
 
 def recommender() -> Any:
-    """Embeddings of two inputs on the nodes, the dense part on the host."""
     layers = keras().layers
     inputs = {name: keras().Input((), dtype="int32", name=name) for name in ("user", "item")}
     found = [layers.Embedding(7, 4, name=f"of_{name}")(one) for name, one in inputs.items()]

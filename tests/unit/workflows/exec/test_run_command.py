@@ -8,12 +8,7 @@ import pytest
 from csdctl.errors import CsdctlError, DeadlineError, NoNodeReachableError, PartialError
 from csdctl.fleet.model import Fleet
 from csdctl.runs.directory import ProjectDirectory
-from csdctl.workflows.exec.run_command import (
-    MAX_KEPT_BYTES,
-    ExecOptions,
-    ExecResult,
-    run_command,
-)
+from csdctl.workflows.exec.run_command import MAX_KEPT_BYTES, ExecOptions, ExecResult, run_command
 from csdctl.workflows.workspace.workspace import conclude
 from tests.unit.transport.conftest import SshServer
 

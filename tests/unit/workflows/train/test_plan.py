@@ -48,6 +48,15 @@ def test_left_out_nodes_are_reported(plan: Plan, job: Job, space: Workspace, tmp
     assert messages == ["the plan leaves out csd1: training is faster without them"]
 
 
+def test_rank_that_is_not_selected_is_left_out(
+    plan: Plan, job: Job, space: Workspace, tmp_path: Path
+) -> None:
+    save_plan(tmp_path / "all.yaml", plan)
+    one = replace(space, fleet=replace(FLEET, nodes=FLEET.nodes[:1]))
+    found = resolve_plan(job, one, lambda line: None, path=tmp_path / "all.yaml")
+    assert (found.ranks, found.predicted) == (plan.ranks[:2], None)
+
+
 def test_batch_size_replaces_the_plan(job: Job, space: Workspace) -> None:
     plan = resolve_plan(job, space, pytest.fail, batch_size=32)
     assert plan == build_equal_plan(job, FLEET, FACTS, 32)
