@@ -88,8 +88,8 @@ def test_interrupted_command_leaves_nothing_on_nodes(fleet: Project, lab: Lab) -
 
 
 def test_task_runs_unchanged_also_behind_the_jump_host(fleet: Project, tmp_path: Path) -> None:
-    words = ["exec", "--task", "tasks.py:restart_daemon", "--", "--name", "sampler"]
-    first = fleet.csdctl(*words, "--json")
+    words = ["--task", "tasks.py:restart_daemon", "--", "--name", "sampler"]
+    first = fleet.csdctl("exec", "--json", *words)
     assert first.returncode == 0, first.stderr
     rows = json.loads(first.stdout)["rows"]
     assert len(rows) == 1, rows
@@ -99,7 +99,7 @@ def test_task_runs_unchanged_also_behind_the_jump_host(fleet: Project, tmp_path:
         "sampler: 1 restarts True\n",
         "warned\n",
     )
-    assert "csd0, far0 (2)\n  sampler is up to date\n" in fleet.csdctl(*words).stdout
+    assert "csd0, far0 (2)\n  sampler is up to date\n" in fleet.csdctl("exec", *words).stdout
     assert fleet.csdctl("exec", "--task", "tasks.py:collect").returncode == 0
     assert sorted(path.name for path in (fleet.path / "collected").iterdir()) == ["csd0", "far0"]
     fleet.csdctl("exec", "rm -f /tmp/sampler.*  /tmp/new.conf")
