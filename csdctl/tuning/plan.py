@@ -238,8 +238,8 @@ class Plan(Document):
 
     def with_ranks(self, ranks: list[RankPlan]) -> "Plan":
         """Return the plan with some of its ranks, without what was predicted and compared for all."""
-        changed = {"predicted": None, "strategies": [], "left_out": [], "trains_on_host": False}
-        return self.model_copy(update={**changed, "ranks": ranks})
+        changed: dict[str, object] = {"ranks": ranks, "predicted": None, "trains_on_host": False}
+        return self.model_copy(update={**changed, "strategies": [], "left_out": []})
 
     def for_host_alone(self) -> "Plan":
         """Return the plan whose only rank is the host's, with the same global batch."""
