@@ -300,36 +300,38 @@ class PowerSampler:
 
     def __init__(self, run: RunDirectory, fleet: Fleet, sessions: Mapping[str, Session], say: Say) -> None:
         self._log, self._say = PowerLog(run), say
-        self._powers = {name: power for name in sessions if (power := fleet.power_of(name))}
+        powers = {name: power for name in sessions if (power := fleet.power_of(name))}
+        self._recorders = [_Recorder(name, power) for name, power in powers.items()]
         self._sessions = sessions
         self._stopped = threading.Event()
         self._threads: list[threading.Thread] = []
-        self._start_s = time.time()
+        self._start_s = math.inf
 
     def __enter__(self) -> Self:
-        self._start_s = time.time()
-        for name, power in self._powers.items():
-            if power.source not in ("constant", "csv"):
-                thread = threading.Thread(target=self._sample, args=(name, power), daemon=True)
+        for recorder in self._recorders:
+            if recorder.power.source == "csv":  # reports a wrong file before the training, records no row
+                self._guard(recorder, self._import_meter)
+            elif recorder.power.source != "constant":
+                thread = threading.Thread(target=self._sample, args=(recorder,), daemon=True)
                 thread.start()
                 self._threads.append(thread)
+        self._start_s = time.time()
         return self
 
     def __exit__(self, *_: object) -> None:
-        for name, power in self._powers.items():
-            if power.source == "csv":
-                self._guard(_Recorder(name, power), self._import_meter)
+        for recorder in self._recorders:
+            if recorder.power.source == "csv":
+                self._guard(recorder, self._import_meter)
         self._stopped.set()
         for thread in self._threads:
             thread.join(2 * PATIENCE_S)
         end_s = time.time()
-        for name, power in self._powers.items():
-            if power.source == "constant":
+        for recorder in self._recorders:
+            if recorder.power.source == "constant":
                 seconds = end_s - self._start_s
-                self._write(_Recorder(name, power), end_s, Spent(seconds, (power.watts or 0.0) * seconds))
+                self._write(recorder, end_s, Spent(seconds, (recorder.power.watts or 0.0) * seconds))
 
-    def _sample(self, name: str, power: PowerSource) -> None:
-        recorder = _Recorder(name, power)
+    def _sample(self, recorder: "_Recorder") -> None:
         while not self._stopped.is_set():
             self._guard(recorder, self._follow_loop)
             self._stopped.wait(RETRY_S)

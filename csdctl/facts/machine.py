@@ -327,7 +327,10 @@ def _package_notes(packages: dict[str, str | None]) -> tuple[str, ...]:
 
 
 MACHINE_FACTS = (
-    text_fact("architecture", "uname -m", "architecture"),
+    # A 64-bit kernel may have a 32-bit system, for which there are no wheels.
+    text_fact(
+        "architecture", '[ "$(getconf LONG_BIT)" = 32 ] && linux32 uname -m || uname -m', "architecture"
+    ),
     Fact("CPU", "cat /proc/cpuinfo; lscpu", parse_cpuinfo),
     Fact("memory", "cat /proc/meminfo", parse_meminfo),
     Fact("limits", _LIMITS_SCRIPT, parse_limits),

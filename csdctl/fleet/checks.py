@@ -13,7 +13,7 @@ from enum import StrEnum
 
 from csdctl.errors import CsdctlError, NodeError
 from csdctl.fleet.facts import Condition, DirectorySpace, Facts
-from csdctl.fleet.model import HOST_NAME, Fleet, Level
+from csdctl.fleet.model import HOST_NAME, Fleet, Level, Node
 from csdctl.fleet.names import format_node_names, names_by_value
 from csdctl.fleet.network import NO_INTERFACE_REMEDY, addresses_in, has_no_interface, is_checked
 from csdctl.fleet.requirements import build_install_command
@@ -128,18 +128,30 @@ def _judge_open_files(limit: int | None, num_nodes: int) -> Judgement:
 
 def judge_hostnames(conditions: Iterable[Condition]) -> list[Check]:
     """Warn about machines with the same hostname: MPI treats them as one machine."""
-    names = names_by_value((one.name, one.hostname) for one in conditions if one.hostname)
+    hostnames = ((one.name, one.hostname) for one in conditions if one.hostname)
     remedy = "give each machine a unique name: `hostnamectl hostname NAME`"
+    return _judge_shared("hostname", hostnames, "a unique name", remedy)
+
+
+def judge_addresses(nodes: Iterable[Node]) -> list[Check]:
+    """Warn about nodes with the same address and port, which are one machine with several ranks."""
+    addresses = ((node.name, node.endpoint) for node in nodes)
+    remedy = "fix the addresses in the fleet file, or remove one of the nodes"
+    return _judge_shared("address", addresses, "one machine for each node", remedy)
+
+
+def _judge_shared(check: str, values: Iterable[tuple[str, str]], expected: str, remedy: str) -> list[Check]:
+    """Warn about machines with a value that another one has."""
     return [
         Check(
             name,
-            "hostname",
+            check,
             Status.WARN,
-            f"{hostname}, same as {', '.join(other for other in same if other != name)}",
-            "a unique name",
+            f"{value}, same as {', '.join(other for other in same if other != name)}",
+            expected,
             remedy,
         )
-        for hostname, same in names.items()
+        for value, same in names_by_value(values).items()
         if len(same) > 1
         for name in same
     ]

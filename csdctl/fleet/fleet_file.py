@@ -97,6 +97,8 @@ Python = Annotated[str, Field(pattern=r"^[^\x00-\x1f-][^\x00-\x1f]*$")]
 
 def _as_key(value: Path) -> Path:
     try:
+        if value.suffix == ".pub":
+            raise ValueError(f"expected the private key, probably {value.with_suffix('').name}")
         return value.expanduser()
     except RuntimeError:
         raise ValueError("there is no home directory of this user") from None

@@ -43,9 +43,10 @@ class PowerSource(Document):
     @model_validator(mode="before")
     @classmethod
     def _expand(cls, value: object) -> object:
-        """Take a name alone for a source, a number for a constant."""
+        """Take a name alone for a source, a number for a constant, with or without its unit."""
         if isinstance(value, str):
-            return {"source": value}
+            watts = re.fullmatch(r"([\d.]+) ?W", value)
+            return {"source": "constant", "watts": watts[1]} if watts else {"source": value}
         if isinstance(value, int | float) and not isinstance(value, bool):
             return {"source": "constant", "watts": value}
         return value
@@ -83,6 +84,11 @@ class Node:
     def key_address(self) -> str:
         """The address under which its host key is known; its name where other servers use its address too."""
         return self.name if SERVER_MARK in self.name else self.address
+
+    @property
+    def endpoint(self) -> str:
+        """Where its SSH server is: equal for two nodes that are one machine."""
+        return f"{self.address.lower()} port {self.port}" + (f" behind {self.jump.name}" if self.jump else "")
 
     @property
     def jumps(self) -> "tuple[Node, ...]":

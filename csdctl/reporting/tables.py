@@ -471,6 +471,9 @@ def describe_series(series: ScalingSeries) -> str:
     """Return what the series is, in a sentence."""
     host = f"; the host alone: {format_rate(series.host_samples_per_s)} samples/s, by {series.host_source}"
     known = host if series.host_samples_per_s else ""
+    fastest = max(series.points, key=lambda point: point.samples_per_s or 0.0)
+    if fastest.speedup:
+        known += f"; fastest with {fastest.num_nodes} nodes: {fastest.speedup:.2f} × the host alone"
     return f"{len(series.points)} runs, {series.origin}; {series.kind}{known}"
 
 

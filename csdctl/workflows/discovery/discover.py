@@ -220,10 +220,9 @@ def collect_all_facts(fleet: Fleet, sessions: Mapping[str, Session]) -> dict[str
 
 def find_shared_addresses(fleet: Fleet) -> tuple[str, ...]:
     """Return a warning for each address and port of several nodes: one machine, listed twice."""
-    shared = {node.name: (node.address.lower(), node.port, node.jump) for node in fleet.nodes}
     return tuple(
-        f"{format_node_names(names)} have the same address {address} port {port}: one machine listed twice"
-        for (address, port, _), names in names_by_value(shared.items()).items()
+        f"{format_node_names(names)} have the same address {endpoint}: one machine listed twice"
+        for endpoint, names in names_by_value((node.name, node.endpoint) for node in fleet.nodes).items()
         if len(names) > 1
     )
 

@@ -33,6 +33,7 @@ from csdctl.fleet.checks import (
     Check,
     ConnectAttempt,
     Status,
+    judge_addresses,
     judge_attempts,
     judge_error,
     judge_hostnames,
@@ -347,6 +348,7 @@ def _examine_machines(
     """Examine each machine, then pairs, then all; raises DeadlineError that names the unfinished part."""
     fleet = examination.fleet
     conditions = _measure(examination, sessions, clock)
+    examination.add(*judge_addresses(node for node in fleet.nodes if node.name in conditions))
     for level in fleet.levels(name for name in conditions if name not in examination.red):
         examination.add(*judge_prefixes(conditions[name] for name in level.machines[1:]))
         if not fleet.emulated:

@@ -63,6 +63,7 @@ BAD_FLEETS = [
     ("a,", "'a[0-2]',", ":1: `nodes.0`: name 'a[0-2]' expands to 3 nodes, but address '1.1.1.1' to 1"),
     ("a,", "'a[0-999999999]',", ":1: `nodes.0.name`: 'a[0-999999999]' expands to more than 100,000 names"),
     ("}]", "},{name: a, address: 1.1.1.2}]", ": two nodes have the name 'a'"),
+    ("address", "key: id.pub, address", ":1: `nodes.0.key`: expected the private key, probably id"),
     ("nodes:", "network: 10.0.0.0/99\nnodes:", ":1: `network`: '10.0.0.0/99' does not appear to be an IP"),
     ("1.1.1.1", "1.1.1.1, port: ssh", ":1: `nodes.0.port`: must be a whole number (received 'ssh')"),
     ("1.1.1.1", "1.1.1.1, port: 99999", ":1: `nodes.0.port`: must be less than or equal to 65535"),

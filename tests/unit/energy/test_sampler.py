@@ -82,7 +82,7 @@ class TestSampler:
         assert record.joules == pytest.approx(10 * record.seconds, rel=0.1, abs=0.01)
 
     def test_file_of_a_meter_counts_from_the_start_of_the_run(self, run):
-        until, now_s = threading.Event(), time.time()
+        until, failed, now_s = threading.Event(), threading.Event(), time.time()
         until.set()
         meter = run.path / "meter.csv"
         rows = [(now_s - 60.0, 500), (now_s - 0.4, 10), (now_s, 20)]
@@ -91,7 +91,12 @@ class TestSampler:
         assert (record.origin, record.joules) == ("measured", pytest.approx(6.0, abs=0.01))
         meter.write_text("watt\n")
         said = []
-        *_, record = sample(run, PowerSource(source="csv", path=str(meter)), said.append, until)
+
+        def say(line):
+            said.append(line)
+            failed.set()  # before the run ends
+
+        *_, record = sample(run, PowerSource(source="csv", path=str(meter)), say, failed)
         assert "expected columns" in record.error
         assert "`time,watts`" in said[1]
 
@@ -148,7 +153,7 @@ class TestFleetFile:
         path = tmp_path / "fleet.yaml"
         path.write_text(
             "host: {power: {source: csv, path: meter.csv, idle_watts: 190, includes_nodes: true}}\n"
-            "defaults: {power: 7.5}\nnodes:\n"
+            "defaults: {power: 7.5 W}\nnodes:\n"
             "  - {name: 'csd[0-1]', address: '10.0.0.[1-2]'}\n"
             "  - {name: board, address: 10.0.0.9, power: rapl}\n"
         )

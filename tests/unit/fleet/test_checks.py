@@ -11,6 +11,7 @@ from csdctl.fleet.checks import (
     Status,
     check_machines,
     is_ready,
+    judge_addresses,
     judge_attempts,
     judge_hostnames,
     judge_machine,
@@ -196,6 +197,10 @@ def test_machines_with_the_same_hostname_or_another_prefix_than_the_first_are_na
     checks = judge_hostnames([Condition(name, hostname=hostname) for name, hostname in own.items()])
     assert [check.machine for check in checks] == ["csd0", "csd1"]
     assert checks[0].found == "node, same as csd1"
+    twice = [Node(name, address, 22) for name, address in (("a", "Board"), ("b", "board"), ("c", "other"))]
+    assert [check.found for check in judge_addresses(twice)] == [
+        f"board port 22, same as {name}" for name in "ba"
+    ]
     checks = judge_prefixes([NODE, replace(NODE, name="csd2", prefix="/usr/local")])
     assert [check.machine for check in checks] == ["csd2"]
     assert "/opt/csdctl, as on csd1" in checks[0].expected
