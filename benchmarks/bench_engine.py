@@ -31,7 +31,9 @@ NUM_NODES = 4
 BATCH_SIZES = (384, 92)
 """Batch sizes of the host and of a node, before rebalancing."""
 MICRO_BATCH = 64
-HOROVOD_EQUAL = 32
+STEPS = {"3 s": BATCH_SIZES, "500 ms": (64, 15), "50 ms": (6, 1)}
+"""Batch sizes of the host and of a node by the length of a step."""
+HOROVOD_EQUAL = (32, 8)
 HOROVOD_S = 30
 NUM_IMAGES = 12_000
 WATCH_STEPS = 20
@@ -203,31 +205,28 @@ def print_gap(running: Running, killed: float, what: str) -> None:
 
 
 def test_engine_against_horovod(project: Project, nodes: list[LabNode], horovod: Path) -> None:
-    ours: list[float] = []
-    theirs: dict[str, list[float]] = {"equal": [], "our batch sizes": []}
-    for _ in range(int(os.environ.get("CSDCTL_BENCH_ROUNDS", "2"))):
-        running = start(project)
-        try:
-            running.wait_for_steps(12)
-            start_time = time.time()
-            running.wait_for_steps(12)
-            ours.append(rates(running, start_time, time.time())[0])
-            print(f"\ncsdctl {ours[-1]:.0f} samples/s")
-            last = running.events("Joined", "Rebalanced")[-1][1]["batch_sizes"]
-        finally:
-            stop(running)
-        equal = [HOROVOD_EQUAL] * (NUM_NODES + 1)
-        theirs["equal"].append(run_horovod(project, nodes, horovod, equal))
-        print(f"Horovod, equal: {theirs['equal'][-1]:.0f} samples/s")
-        theirs["our batch sizes"].append(run_horovod(project, nodes, horovod, list(last.values())))
-    our_median = statistics.median(ours)
-    print(f"\ncsdctl {our_median:.0f} samples/s (runs: {', '.join(f'{rate:.0f}' for rate in ours)})")
-    for name, measured in theirs.items():
-        median = statistics.median(measured)
-        runs = ", ".join(f"{rate:.0f}" for rate in measured)
-        print(
-            f"Horovod, {name}: {median:.0f} samples/s (runs: {runs}); csdctl is {our_median / median:.1f} ×"
-        )
+    found: dict[str, list[float]] = {}
+    for _ in range(int(os.environ.get("CSDCTL_BENCH_ROUNDS", "1"))):
+        for name, sizes in STEPS.items():
+            running = start(project, batch_sizes=sizes)
+            try:
+                running.wait_for_steps(12)
+                start_time = time.time()
+                time.sleep(HOROVOD_S)
+                ours, apart = rates(running, start_time, time.time())
+                found.setdefault(f"csdctl, steps of {name}", []).append(ours)
+                print(f"csdctl, steps of {name}: {ours:.1f} samples/s, {ours / apart:.3f} of its ranks alone")
+                last = running.events("Joined", "Rebalanced")[-1][1]["batch_sizes"]
+            finally:
+                stop(running)
+            theirs = run_horovod(project, nodes, horovod, list(last.values()))
+            found.setdefault(f"Horovod, the same batch sizes {list(last.values())}", []).append(theirs)
+        for size in HOROVOD_EQUAL:
+            theirs = run_horovod(project, nodes, horovod, [size] * (NUM_NODES + 1))
+            found.setdefault(f"Horovod, {size} on every rank", []).append(theirs)
+        for what, measured in found.items():
+            runs = ", ".join(f"{rate:.1f}" for rate in measured)
+            print(f"{what}: {statistics.median(measured):.1f} samples/s (runs: {runs})", flush=True)
 
 
 @pytest.fixture(scope="module")
