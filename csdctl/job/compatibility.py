@@ -15,7 +15,7 @@ from csdctl.worker.protocol.datasets import (
     takes,
 )
 from csdctl.worker.protocol.model_info import ModelInfo, OutputInfo
-from csdctl.worker.protocol.recipe import Noise, Recipe
+from csdctl.worker.protocol.recipe import Noise
 
 _SPARSE = "sparsecategoricalcrossentropy"
 LOGITS = {
@@ -42,7 +42,6 @@ Shape = tuple[int, ...]
 
 
 def check_compatibility(
-    recipe: Recipe,
     model: ModelInfo,
     datasets: Mapping[str, DatasetInfo | None],
     *,
@@ -53,7 +52,7 @@ def check_compatibility(
     `datasets` maps 'public', 'validation' or a node's name (its private data) to the prepared data. Neither a
     model whose outputs are not known, a subclass, is judged, nor one whose own train_step takes the batch.
     """
-    outputs = outputs_of(recipe, model)
+    outputs = model.outputs
     is_judged = all(output.is_known for output in outputs) and not model.has_own_step
     found = {
         f"{name} data" if name in ("public", "validation") else f"private data of {name}": data
@@ -73,21 +72,14 @@ def check_compatibility(
 
 def inputs_of(model: ModelInfo) -> dict[str, Shape]:
     """Return the shape of each of the model's inputs by name, '' for the only one; {} if they are unknown."""
-    if model.inputs:
-        return {name: tuple(shape) for name, shape in model.inputs.items()}
-    is_known = model.is_built and all(output.is_known for output in model.outputs)
-    return {"": tuple(model.input_shape)} if is_known else {}
-
-
-def outputs_of(recipe: Recipe, model: ModelInfo) -> tuple[OutputInfo, ...]:
-    """Return the model's outputs; of a description without them, the only one."""
-    only = OutputInfo("", model.output_shape, model.output_activation, recipe.loss, True, recipe.from_logits)
-    return model.outputs or (only,)
+    is_known = list(model.inputs) != [""] or all(output.is_known for output in model.outputs)
+    return model.inputs if is_known else {}
 
 
 def is_regression(model: ModelInfo) -> bool:
     """Return whether the losses of all outputs take values, not classes."""
-    return all(plain_name(output.loss) in _REGRESSION for output in outputs_of(model.recipe, model))
+    losses = {plain_name(output.loss) for output in model.outputs}
+    return bool(losses) and losses <= _REGRESSION
 
 
 def check_noise(noise: Noise, model: ModelInfo, private: Mapping[str, DatasetInfo]) -> None:

@@ -27,8 +27,6 @@ class ModelProperties:
     num_trainable: int = 0
     num_operations: int = 0
     """Floating-point operations of the forward pass for one sample."""
-    input_elements: int = 0
-    """Elements of one sample, over all inputs."""
     is_divisible: bool = True
     """Whether a batch can be computed in micro-batches."""
     number_bytes: int = NUMBER_BYTES
@@ -168,7 +166,6 @@ def describe_model(info: ModelInfo, architecture_hash: str, code_hash: str = "")
     `code_hash` of the job's own code, if the model needs it. For a model that this code builds on every rank,
     architecture.json has the recipe in place of layers.
     """
-    shapes = list(info.inputs.values()) or [info.input_shape]
     identity = architecture_hash
     if code_hash:
         numbers = f"{info.num_parameters} {info.num_trainable} {info.num_operations}"
@@ -180,6 +177,5 @@ def describe_model(info: ModelInfo, architecture_hash: str, code_hash: str = "")
         num_parameters=info.num_parameters,
         num_trainable=info.num_trainable,
         num_operations=info.num_operations,
-        input_elements=sum(math.prod(shape) for shape in shapes if shape),
         is_divisible=not info.has_own_step,
     )

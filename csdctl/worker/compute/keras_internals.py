@@ -193,7 +193,6 @@ def describe_compile(model: Any) -> OwnCompile | None:
     own = compile_arguments(model)
     if not own:
         return None
-    has_loss = own.get("loss") is not None
     # One, several, or by output.
     given = keras.tree.flatten([own.get("metrics"), own.get("weighted_metrics")])
     metrics = tuple(
@@ -203,14 +202,14 @@ def describe_compile(model: Any) -> OwnCompile | None:
     )
     optimizer = keras.optimizers.get(own.get("optimizer"))
     if optimizer is None:
-        return OwnCompile("", 0.0, "", has_loss, metrics)
+        return OwnCompile("", 0.0, "", metrics)
     optimizer = getattr(optimizer, "inner_optimizer", optimizer)  # of a model with float16
     rate, schedule = optimizer.get_config()["learning_rate"], ""
     if isinstance(rate, dict):
         schedule = str(rate.get("class_name", ""))
         rate = optimizer.learning_rate  # the first
     rate = float(f"{float(rate):.7g}")  # as it was written: Keras keeps a float32
-    return OwnCompile(type(optimizer).__name__, rate, schedule, has_loss, metrics)
+    return OwnCompile(type(optimizer).__name__, rate, schedule, metrics)
 
 
 def find_scaling_layers(model: Any) -> tuple[str, ...]:

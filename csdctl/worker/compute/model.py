@@ -79,7 +79,7 @@ def build(request: BuildRequest) -> ModelInfo:
     has_step = has_own_step(model)
     if not _is_built(model):
         if not spec.sample_shapes:
-            return ModelInfo(reference, (), (), 0, 0, "", is_built=False)
+            return ModelInfo(reference, {}, 0, 0, is_built=False)
         _build_by_call(model, spec)
     if not model.trainable_variables:
         raise InputError(f"{reference}: the model has no trainable variables")
@@ -89,21 +89,15 @@ def build(request: BuildRequest) -> ModelInfo:
     (output / "architecture.json").write_text(architecture)
     save_weights(output / "weights.npz", model.get_weights())
     features, no_features = _write_parts(model, architecture, output)
-    inputs = _describe_inputs(model, spec)
-    has_one_input = list(inputs) == [""]
-    outputs = _describe_outputs(model)
     return ModelInfo(
         name=reference,
-        input_shape=inputs[""] if has_one_input else (),
-        inputs={} if has_one_input else inputs,
-        output_shape=outputs[0].shape,
+        inputs=_describe_inputs(model, spec),
         num_parameters=sum(math.prod(variable.shape) for variable in model.weights),
         num_trainable=sum(math.prod(variable.shape) for variable in model.trainable_variables),
-        output_activation=outputs[0].activation,
         num_operations=0 if has_step else count_flops(model),
         has_own_step=has_step,
         stateful_layers=find_stateful_layers(model),
-        outputs=outputs,
+        outputs=_describe_outputs(model),
         recipe=resolved,
         needs_code=needs_code,
         compiled=compiled,

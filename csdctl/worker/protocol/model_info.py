@@ -67,7 +67,6 @@ class OwnCompile:
     """The first one of a schedule; 0 without an optimizer."""
     schedule: str = ""
     """Keras' name, such as 'CosineDecay'; '' for none."""
-    has_loss: bool = True
     metrics: tuple[str, ...] = ()
 
 
@@ -107,15 +106,10 @@ class ModelInfo:
     """Size of a model, and the shapes that data must fit."""
 
     name: str
-    input_shape: Shape
-    """The shape of the only input; () if there are several."""
-    output_shape: Shape
+    inputs: dict[str, Shape]
+    """Shape of each input by name, '' for the only one; {} if they are unknown."""
     num_parameters: Count
     num_trainable: Count
-    output_activation: str
-    """The activation of the last layer: 'softmax', 'linear', …; '' if unknown."""
-    inputs: dict[str, Shape] = field(default_factory=dict)
-    """Shape of each input by name, if there are several."""
     num_operations: Count = 0
     """Floating-point operations (FLOPs) of the forward pass for one sample, in matrix products and
     convolutions; a multiply-accumulate counts as two. 0 if unknown."""
@@ -140,6 +134,11 @@ class ModelInfo:
     """Whether it has its own train_step: it is not divided, and its batches not into micro-batches."""
     scaling_layers: tuple[str, ...] = ()
     """Layers that scale what they are given, such as 'rescaling (Rescaling)'."""
+
+    @property
+    def input_shape(self) -> Shape:
+        """The shape of the only input; () if there are several."""
+        return self.inputs.get("", ())
 
 
 @dataclass(frozen=True)

@@ -116,8 +116,3 @@ class Recipe:
     """Keras' names of the metrics, or `FILE.py:NAME`; none: the compiled model's."""
     early_stopping: EarlyStopping | None = None
     reduce_on_plateau: ReduceOnPlateau | None = None
-
-    @property
-    def loss(self) -> str:
-        """The loss of a model with one output; '' if there are several, or none is named."""
-        return self.losses[""].name if "" in self.losses else ""

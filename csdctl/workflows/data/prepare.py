@@ -237,7 +237,7 @@ def prepare_job(
         say(f"private data: {job.private_path} on {format_count(space.fleet.names_without_servers, 'node')}")
         private = preparing.on_nodes(job.private_path)
     datasets = {"public": public, "validation": validation, **private}
-    check_compatibility(model.info.recipe, model.info, datasets, needs_labels=needs_labels)
+    check_compatibility(model.info, datasets, needs_labels=needs_labels)
     if job.noise:
         check_noise(job.noise, model.info, private)
     for name, info in datasets.items():

@@ -182,13 +182,12 @@ def _guess(output: OutputInfo, data: DatasetInfo, name: str) -> LossChoice:
 
 def describe_model(model: ModelInfo) -> str:
     """Return in words: parameters, inputs, outputs."""
-    inputs = (model.inputs or {"": model.input_shape}).items()
     outputs = [
         f"{one.name} {show_shape(one.shape)}{f' ({one.activation})' if one.activation else ''}".strip()
         for one in model.outputs
         if one.is_known
     ]
-    takes = " and ".join(f"{name} {show_shape(shape)}".strip() for name, shape in inputs)
+    takes = " and ".join(f"{name} {show_shape(shape)}".strip() for name, shape in model.inputs.items())
     return f"{model.num_parameters:,} parameters; takes {takes}, returns {' and '.join(outputs) or 'unknown'}"
 
 
@@ -555,7 +554,7 @@ class _Looking:
             model = self._serialize(self._parse(render_job(sources, looks)), looks.public.info)
             validation = looks.validation.info if looks.validation else None
             datasets = {"public": looks.public.info, "validation": validation}
-            check_compatibility(model.info.recipe, model.info, datasets)
+            check_compatibility(model.info, datasets)
         except InputError as error:
             return error
         return None
@@ -571,7 +570,7 @@ class _Looking:
         return serialize_model(job, self.worker, self.host, self.project, shapes_of(data))
 
     def _look_at_public(self, job: Job, model: ModelInfo | None) -> DataLook:
-        spec = first_spec(job, model or ModelInfo(job.model, (), (), 0, 0, "", is_built=False))
+        spec = first_spec(job, model or ModelInfo(job.model, {}, 0, 0, is_built=False))
         takes_any = model is not None and is_any_size(model)
         if model and takes_any and job.reading.picture.shape is None:
             spec = replace(spec, picture=replace(spec.picture, shape=_picture_shape(model, DEFAULT_SIZE)))

@@ -312,11 +312,6 @@ class Bundle:
         """The space that a node needs below the prefix."""
         return int(_SPARE * sum(file.unpacked_bytes for file in self.files))
 
-    @property
-    def needed_bytes(self) -> int:
-        """The free space that a node needs, the wheels included."""
-        return self.unpacked_bytes + self.num_bytes
-
     def pack(self) -> Payload:
         """Return the wheels as a payload; pip compares them with the hashes of requirements.txt there."""
         return pack_payload(trees=[read_tree(TreeRequest(self.directory / "wheels", WHEELS))])

@@ -25,6 +25,13 @@ def output(shape: tuple[int, ...], loss: str, **others: Any) -> OutputInfo:
     return OutputInfo(others.pop("name", ""), shape, others.pop("activation", ""), loss, **others)
 
 
+def compile_model(recipe: Recipe, model: ModelInfo) -> ModelInfo:
+    if model.outputs[0].loss != BY_RECIPE:
+        return model
+    compiled = replace(model.outputs[0], loss=recipe.losses[""].name, from_logits=recipe.from_logits)
+    return replace(model, outputs=(compiled,))
+
+
 def fields(**parts: tuple[str, list[int]]) -> str:
     return json.dumps([[name, dtype, shape] for name, (dtype, shape) in parts.items()])
 
@@ -34,7 +41,12 @@ def labelled(text: str, **largest: int) -> DatasetInfo:
 
 
 SPARSE_LOSS = "sparse_categorical_crossentropy"
-MODEL = ModelInfo("my_model.py:build", (28, 28, 1), (10,), 1000, 990, "softmax")
+BY_RECIPE = "by recipe"
+"""Loss of a model that the recipe compiles."""
+MODEL = ModelInfo(
+    *("my_model.py:build", {"": (28, 28, 1)}, 1000, 990),
+    outputs=(OutputInfo("", (10,), "softmax", BY_RECIPE),),
+)
 NAME = "model my_model.py:build"
 DATA = DatasetInfo("/data", 100, (28, 28, 1), "uint8", (), 9, "f", label_dtype="int32")
 ONE_HOT = replace(DATA, label_shape=(10,), max_label=-1, label_dtype="float32")
@@ -44,9 +56,9 @@ SPARSE = Recipe(losses={"": LossTerm(SPARSE_LOSS)})
 CATEGORICAL = Recipe(losses={"": LossTerm("categorical_crossentropy")})
 MSE = Recipe(losses={"": LossTerm("mean_squared_error")})
 LOGITS = replace(SPARSE, from_logits=True)
-LINEAR = replace(MODEL, output_activation="linear")
-SCALAR = replace(MODEL, output_shape=(1,), output_activation="linear")
-TWO_INPUTS = replace(MODEL, input_shape=(), inputs={"a": (3,), "b": (0, 2)})
+LINEAR = one_output((10,), BY_RECIPE, activation="linear")
+SCALAR = one_output((1,), BY_RECIPE, activation="linear")
+TWO_INPUTS = replace(MODEL, inputs={"a": (3,), "b": (0, 2)})
 SEVERAL = with_outputs(
     output((10,), SPARSE_LOSS, name="kind"),
     output((1,), "mean_squared_error", name="age"),
@@ -57,7 +69,7 @@ PLACED = fields(output_0=("int32", []), output_1=("float32", [1]), output_2=("fl
 WEIGHTED = fields(label=("int32", []), sample_weight=("float32", []))
 NEXT = with_outputs(output((0, 10), SPARSE_LOSS, name="next"), output((4,), "", name="x"))
 IGNORING = one_output((8, 8, 3), SPARSE_LOSS, ignores_class=True)
-UNKNOWN = with_outputs(output((), SPARSE_LOSS, is_known=False), input_shape=())
+UNKNOWN = with_outputs(output((), SPARSE_LOSS, is_known=False))
 A_LAST_1 = [((28, 28, 1), (28, 28)), ((1,), ()), ((28, 28), (28, 28, 1)), ((100, 1), (100,))]
 """Shapes of a model's input and of samples: the last axis may be missing, as in Keras."""
 STEPS = [((7, 10), (7,)), ((0, 10), (7,)), ((8, 8, 10), (8, 8, 1)), ((10,), (1,))]
@@ -72,11 +84,10 @@ def binary(activation: str, *, from_logits: bool) -> ModelInfo:
 ACCEPTED: list[tuple[Recipe, ModelInfo, DatasetInfo]] = [
     (CATEGORICAL, MODEL, ONE_HOT),
     (LOGITS, LINEAR, DATA),
-    (LOGITS, replace(MODEL, output_activation=""), DATA),
-    (SPARSE, replace(MODEL, output_activation=""), DATA),
-    (SPARSE, replace(MODEL, input_shape=(0, 0, 1)), DATA),
+    *((recipe, one_output((10,), BY_RECIPE), DATA) for recipe in (LOGITS, SPARSE)),
+    (SPARSE, replace(MODEL, inputs={"": (0, 0, 1)}), DATA),
     *(
-        (SPARSE, replace(MODEL, input_shape=one), replace(DATA, sample_shape=other))
+        (SPARSE, replace(MODEL, inputs={"": one}), replace(DATA, sample_shape=other))
         for one, other in A_LAST_1
     ),
     (SPARSE, TWO_INPUTS, replace(DATA, dtype=fields(b=("int32", [7, 2]), a=("float32", [3])))),
@@ -103,8 +114,9 @@ ACCEPTED: list[tuple[Recipe, ModelInfo, DatasetInfo]] = [
 
 @pytest.mark.parametrize(("recipe", "model", "data"), ACCEPTED)
 def test_what_fits_is_accepted(recipe: Recipe, model: ModelInfo, data: DatasetInfo) -> None:
-    check_compatibility(recipe, model, {"public": data})
-    check_compatibility(recipe, model, {"public": data, "validation": None, "csd0": data})
+    compiled = compile_model(recipe, model)
+    check_compatibility(compiled, {"public": data})
+    check_compatibility(compiled, {"public": data, "validation": None, "csd0": data})
 
 
 OTHER_SHAPES = [(32, 32, 1), (28, 28, 3), (28, 28, 1, 1, 1), (28,)]
@@ -131,7 +143,7 @@ REFUSED: list[tuple[Recipe, ModelInfo, DatasetInfo, str, str]] = [
         "",
     ),
     (
-        *(SPARSE, replace(MODEL, output_shape=(5,)), DATA),
+        *(SPARSE, one_output((5,), BY_RECIPE), DATA),
         f"{NAME} has 5 outputs, the public data has labels up to 9",
         "give the model at least 10 outputs",
     ),
@@ -202,7 +214,7 @@ def test_what_does_not_fit_is_refused_with_a_remedy(
 ) -> None:
     for name, owner in (("public", "public data"), ("csd3", "private data of csd3")):
         with pytest.raises(InputError) as raised:
-            check_compatibility(recipe, model, {name: data})
+            check_compatibility(compile_model(recipe, model), {name: data})
         assert message.replace("public data", owner) in raised.value.message
         assert raised.value.remedy
         assert remedy in raised.value.remedy
@@ -210,11 +222,11 @@ def test_what_does_not_fit_is_refused_with_a_remedy(
 
 def test_what_a_train_step_of_its_own_takes_is_not_judged() -> None:
     """As in metric learning: a sample is a pair or a set of images, and no labels are needed."""
-    model = replace(one_output((10,), SPARSE_LOSS), output_activation="linear")
+    model = one_output((10,), SPARSE_LOSS, activation="linear")
     sets = replace(ALONE, sample_shape=(2, 28, 28, 1))
     with pytest.raises(InputError):
-        check_compatibility(SPARSE, model, {"public": sets})
-    check_compatibility(SPARSE, replace(model, has_own_step=True), {"public": sets})
+        check_compatibility(model, {"public": sets})
+    check_compatibility(replace(model, has_own_step=True), {"public": sets})
 
 
 OTHER_TYPES: list[tuple[dict[str, Any], str]] = [
@@ -227,9 +239,7 @@ OTHER_TYPES: list[tuple[dict[str, Any], str]] = [
 @pytest.mark.parametrize(("change", "message"), OTHER_TYPES)
 def test_data_sets_of_different_types_are_refused(change: dict[str, Any], message: str) -> None:
     with pytest.raises(InputError) as raised:
-        check_compatibility(
-            SPARSE, one_output((10,), "my_loss"), {"public": DATA, "csd0": replace(DATA, **change)}
-        )
+        check_compatibility(one_output((10,), "my_loss"), {"public": DATA, "csd0": replace(DATA, **change)})
     assert message in raised.value.message
     assert "same shape and type" in raised.value.remedy
 

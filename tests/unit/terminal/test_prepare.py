@@ -24,7 +24,7 @@ PRIVATE = replace(
     unusable_classes=("cat",),
 )
 FILE = StoredFile("0" * 64 + ".json", Path("x"), 0, 0)
-MODEL = SerializedModel(ModelInfo("m", (8, 8, 3), (3,), 7, 7, "softmax"), FILE, FILE)
+MODEL = SerializedModel(ModelInfo("m", {"": (8, 8, 3)}, 7, 7), FILE, FILE)
 PREPARED = Prepared(FILE, MODEL, PUBLIC, None, {"csd0": PRIVATE})
 
 

@@ -41,7 +41,7 @@ model: keras.applications:MobileNetV2
 data: {{public: {{path: data}}{private}}}
 recipe: {{epochs: 3, learning_rate: 0.1, optimizer: sgd}}
 """
-MODEL = ModelInfo("MobileNetV2", (64, 64, 3), (200,), 2_500_000, 2_000_000, "softmax", {}, 50_000_000)
+MODEL = ModelInfo("MobileNetV2", {"": (64, 64, 3)}, 2_500_000, 2_000_000, num_operations=50_000_000)
 PUBLIC = DatasetInfo("data/images", 60_000, (64, 64, 3), "uint8", (), 9, "f" * 32)
 STEPS = {HOST_NAME: StepTime(0.02, 0.002), "csd": StepTime(0.1, 0.02)}
 SUMS = CollectiveCost(0.001, 0.002, 0.0, 1e-9)

@@ -155,7 +155,7 @@ def save_keras_file(path: Path, middle: Any) -> str:
 def test_keras_file_is_transferred_as_architecture_and_weights(tmp_path: Path) -> None:
     file = save_keras_file(tmp_path / "model.keras", keras().layers.Rescaling(2.0))
     info = build(BuildRequest(spec_of(file, tmp_path), str(tmp_path)))
-    assert (info.input_shape, info.output_shape) == ((4, 4, 1), (3,))
+    assert (info.inputs, info.outputs[0].shape) == ({"": (4, 4, 1)}, (3,))
     assert {"architecture.json", "weights.npz"} < set(os.listdir(tmp_path))
 
 
@@ -288,7 +288,7 @@ def test_what_the_model_was_compiled_with_completes_the_recipe(tmp_path: Path) -
 def test_metrics_are_accepted_by_either_name(tmp_path: Path) -> None:
     metrics = ("accuracy", "AUC", "sparse_top_k_categorical_accuracy", "SparseCategoricalCrossentropy")
     info = built(tmp_path, "fine", metrics=metrics)
-    assert (info.output_shape, info.needs_code, info.num_operations) == ((3,), False, 2 * 4 * 3)
+    assert (info.outputs[0].shape, info.needs_code, info.num_operations) == ((3,), False, 2 * 4 * 3)
 
 
 def test_layers_that_keep_state_of_their_samples_are_found() -> None:

@@ -160,7 +160,7 @@ def rescaling(**compiled: Any) -> Any:
         ),
         (
             {"optimizer": None, "loss": None, "weighted_metrics": {"dense": ["mae"]}},
-            OwnCompile("", 0.0, "", False, ("mae",)),
+            OwnCompile("", 0.0, "", ("mae",)),
         ),
     ],
 )

@@ -44,7 +44,7 @@ INFO = datasets.DatasetInfo("/data", 10, (28, 28, 1), "uint8", (), 9, "abc", {"e
 RESULT = probe.ProbeResult(32, 0.25, 4, 1 << 30)
 VALUES = [
     INFO,
-    ModelInfo("keras.applications:MobileNetV2", (0, 0, 3), (10,), 100, 90, "softmax"),
+    ModelInfo("keras.applications:MobileNetV2", {"": (0, 0, 3)}, 100, 90),
     RUN,
     dataclasses.replace(RUN, validation=None, noise=Noise(1.0, 8.0, 1e-5), recipe=Recipe(input_range=None)),
     probe.ProbeSpec("a", "w", RECIPE, Runtime(4, 2, False), INFO),
@@ -140,9 +140,9 @@ def test_other_fields_than_this_version_knows_are_named(change: dict[str, Any], 
 
 
 def test_fields_with_a_default_may_be_missing_and_no_others() -> None:
-    with pytest.raises(ProtocolError, match="ModelInfo: expected .*input_shape.*, received none"):
+    with pytest.raises(ProtocolError, match="ModelInfo: expected .*inputs.*, received none"):
         from_json(ModelInfo, "{}")
-    described = json.loads(to_json(ModelInfo("m", (4,), (3,), 7, 5, "softmax", num_operations=9)))
+    described = json.loads(to_json(ModelInfo("m", {"": (4,)}, 7, 5, num_operations=9)))
     del described["num_operations"]
     assert from_json(ModelInfo, json.dumps(described)).num_operations == 0
 

@@ -88,7 +88,7 @@ def model(
     shape: tuple[int, ...] = (10,), last: str = "softmax", loss: str = SPARSE, **more: Any
 ) -> ModelInfo:
     outputs = (OutputInfo("", shape, last, loss),)
-    return ModelInfo("model.py:build", (28, 28, 1), shape, 1234, 1200, last, outputs=outputs, **more)
+    return ModelInfo("model.py:build", {"": (28, 28, 1)}, 1234, 1200, outputs=outputs, **more)
 
 
 def data(labels: tuple[str, tuple[int, ...], int] = ("int32", (), 9), dtype: str = "uint8") -> DataLook:
@@ -137,7 +137,11 @@ class TestRecipe:
 
     def test_model_that_is_not_compiled_gets_placeholders_that_say_so(self) -> None:
         text, job = written(Looks(model(), data()))
-        assert (job.recipe.learning_rate, job.recipe.optimizer, job.recipe.loss) == (0.001, "adam", SPARSE)
+        assert (job.recipe.learning_rate, job.recipe.optimizer, job.recipe.loss) == (
+            0.001,
+            "adam",
+            SPARSE,
+        )
         assert "learning_rate: 0.001  # a placeholder: the model is not compiled" in text
 
     def test_compiled_loss_that_does_not_know_of_logits_is_mended(self) -> None:
@@ -182,7 +186,7 @@ class TestData:
         assert "500 inspected" in text
 
     def test_pictures_for_a_model_of_any_size_get_a_shape(self) -> None:
-        any_size = replace(model(), input_shape=(0, 0, 3))
+        any_size = replace(model(), inputs={"": (0, 0, 3)})
         same = replace(FOLDERS, info=replace(FOLDERS.info, sample_shape=(96, 64, 3)))
         assert written(Looks(any_size, same))[1].data.image.shape == (96, 64, 3)
 

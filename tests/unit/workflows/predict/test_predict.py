@@ -131,7 +131,7 @@ def describe(directory: Path, count: int) -> DatasetInfo:
 @pytest.fixture
 def prepared(tmp_path: Path) -> Prepared:
     file = store_bytes(b"worker and model", ".npz", tmp_path)
-    model = SerializedModel(ModelInfo("model.keras", (), (60,), 1, 1, "softmax"), file, file)
+    model = SerializedModel(ModelInfo("model.keras", {}, 1, 1), file, file)
     public, validation = write(tmp_path / "public", NUM_PUBLIC), write(tmp_path / "test", NUM_VALIDATION)
     private = {node: write(tmp_path / node, NUM_PRIVATE) for node in NODES}
     return Prepared(file, model, public, validation, private)
@@ -278,7 +278,7 @@ def test_model_of_a_run_gets_its_inputs_scaled_as_in_training(request_of_all: Pr
 
 
 def info(*outputs: OutputInfo) -> ModelInfo:
-    return ModelInfo("model.keras", (8,), (), 1, 1, "", outputs=outputs)
+    return ModelInfo("model.keras", {"": (8,)}, 1, 1, outputs=outputs)
 
 
 @pytest.mark.parametrize(

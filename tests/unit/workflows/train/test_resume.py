@@ -112,7 +112,7 @@ class TrainedRun:
         self.run = run
         # Nodes that see all public samples need no shards.
         self.job = replace(job, noise=NOISE, is_everywhere=True)
-        info = ModelInfo("m", (4, 4, 1), (10,), 7, 7, "softmax", recipe=job.recipe)
+        info = ModelInfo("m", {"": (4, 4, 1)}, 7, 7, recipe=job.recipe)
         self.prepared = Prepared(FILE, SerializedModel(info, FILE, FILE), PUBLIC, None, {"csd0": PRIVATE})
         manifest = run.load_manifest()
         manifest["data"]["private"] = {"csd0": PRIVATE.fingerprint, "csd7": "d" * 32}
