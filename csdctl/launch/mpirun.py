@@ -140,8 +140,7 @@ def build_mpirun_command(
 
     AGENT is a shell script in mpirun's working directory, which gets what ssh would get: a node, and a
     command. `prefix` is the installation prefix of MPI on the nodes (their virtual environment), `network`
-    the CIDR of the interfaces that MPI may use ('' lets MPI choose). The daemons have the `daemon_marker` of
-    the run in their command lines.
+    the CIDR of the interfaces that MPI may use ('' lets MPI choose).
     """
     options = [word for option in COMMON_OPTIONS for word in option.split()]
     options += ["--prefix", prefix]
@@ -153,23 +152,14 @@ def build_mpirun_command(
         # PRRTE never uses the loopback when another interface exists, and fails when it is requested.
         if not network.startswith("127."):
             options += ["--prtemca", "prte_if_include", network]
-    options += ["--prtemca", daemon_marker(run_id), "1"]
+    # A parameter that no program reads: mpirun adds it to the command lines of its daemons.
+    options += ["--prtemca", f"csdctl_run_{run_id}", "1"]
     contexts: list[str] = []
     for number, rank in enumerate(ranks):
         contexts += [":"] if number else []
         contexts += ["--host", f"{rank.host}:1", "-np", "1"]
         contexts += ["/bin/sh", "-c", _rank_script(number, rank)]
     return [str(mpirun), *options, *contexts]
-
-
-def rank_marker(run_id: str, node: str) -> str:
-    """Return the argument by which the processes of a run are found; every rank has it."""
-    return f"csdctl-run={run_id}/{node}"
-
-
-def daemon_marker(run_id: str) -> str:
-    """Return a parameter that no program reads; mpirun adds it to the command lines of its daemons."""
-    return f"csdctl_run_{run_id}"
 
 
 def _rank_script(number: int, rank: RankCommand) -> str:
@@ -270,7 +260,8 @@ class Mpirun:
 
     def build_worker_command(self, machine: str, arguments: Sequence[str]) -> list[str]:
         """Return the argument list that runs a command of the worker for this run on a machine."""
-        marker = ["--marker", rank_marker(self.run.run_id, machine)]
+        # By this, the processes of a run are found: standalone/leftovers.py.
+        marker = ["--marker", f"csdctl-run={self.run.run_id}/{machine}"]
         return build_worker_command(self.fleet.python_of(machine), self.worker_path, [*arguments, *marker])
 
     def _build_policy(

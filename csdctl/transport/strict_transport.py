@@ -266,7 +266,7 @@ class ServerRules:
         refuse = self._connection.packetizer.refuse
         if kind not in (common.MSG_CHANNEL_WINDOW_ADJUST, *_HEADER_BYTES):
             return False
-        channel: Any = self._connection.find_channel(int.from_bytes(head[:4], "big"))
+        channel: Any = self._connection._channels.get(int.from_bytes(head[:4], "big"))
         if channel is None:
             return False
         if kind == common.MSG_CHANNEL_WINDOW_ADJUST:
@@ -354,11 +354,6 @@ class StrictTransport(paramiko.Transport):
             raise paramiko.AuthenticationException("no reply")
         assert self.auth_handler
         return not self.auth_handler.wait_for_response(replied)
-
-    def find_channel(self, number: int) -> paramiko.Channel | None:
-        """Return the channel, None unless it is open."""
-        channel: paramiko.Channel | None = self._channels.get(number)
-        return channel
 
     def get_exception(self) -> Exception | None:
         """Return and forget why the connection ended: SSHException, EOFError or OSError.

@@ -36,11 +36,6 @@ class ModelProperties:
         """Bytes that each rank contributes to a sum, without the few numbers sent with the gradient."""
         return self.number_bytes * self.num_trainable
 
-    @property
-    def short_name(self) -> str:
-        """The name without directories and `keras.applications:`."""
-        return self.name.removeprefix("keras.applications:").rpartition("/")[2]
-
 
 @dataclass(frozen=True)
 class Point:

@@ -15,7 +15,7 @@ from statistics import median
 
 from csdctl.fleet.model import HOST_NAME
 from csdctl.perfmodel.prediction import RankModel, StepTime, predict
-from csdctl.tuning.fleet_model import MAX_PROBES, ClassModel, FleetModel, TrialResult, TriedPlan
+from csdctl.tuning.fleet_model import MAX_PROBES, ClassModel, FleetModel, TrialResult
 from csdctl.tuning.measurements import ForecastErrors, Point
 from csdctl.tuning.plan import Predicted, RankPlan
 from csdctl.tuning.search import BestPlan, Limits, best_equal, find_best, find_best_ranks
@@ -41,21 +41,13 @@ def choose_plan(
     )
 
 
-def contribution(global_batch: int, noise_scale: float, reference_batch: int) -> float:
-    """Return what a sample contributes to the training, relative to one of the reference batch, 0…1.
-
-    It is (S + R) / (S + B) for a global batch of B samples, the gradient noise scale S and the reference
-    batch R, whose learning rate the recipe states (Qiao et al. 2021, Pollux). A sample of a batch below R
-    contributes no more, because the learning rate falls with the batch.
-    """
-    return min(1.0, (noise_scale + reference_batch) / (noise_scale + global_batch))
-
-
 def limit_for_goodput(model: FleetModel, limits: Limits, noise_scale: float, reference_batch: int) -> Limits:
     """Return the limits within which the fastest plan reaches a loss soonest.
 
-    Goodput is the rate of samples times their `contribution`. Raises TuningError when no plan satisfies the
-    limits.
+    Goodput is the rate of samples times what each contributes to the training, (S + R) / (S + B) for a global
+    batch of B samples, the gradient noise scale S and the reference batch R, whose learning rate the recipe
+    states (Qiao et al. 2021, Pollux). A sample of a batch below R contributes no more, because the learning
+    rate falls with the batch. Raises TuningError when no plan satisfies the limits.
     """
     if limits.global_batch:
         return limits
@@ -67,15 +59,15 @@ def limit_for_goodput(model: FleetModel, limits: Limits, noise_scale: float, ref
             plans.append(choose_plan(model, Limits(limit)))
 
     def goodput(plan: BestPlan) -> float:
-        size = sum(plan.batch_sizes.values())
-        return plan.prediction.samples_per_s * contribution(size, noise_scale, reference_batch)
+        size = max(reference_batch, sum(plan.batch_sizes.values()))
+        return plan.prediction.samples_per_s * (noise_scale + reference_batch) / (noise_scale + size)
 
     return Limits(sum(max(plans, key=goodput).batch_sizes.values()))
 
 
 def choose_class_sizes(
     model: FleetModel, limits: Limits, step_times: Mapping[str, StepTime]
-) -> dict[str, int]:
+) -> Mapping[str, int]:
     """Return the largest batch size of each class in the best plan, without classes that are left out."""
     chosen = choose_plan(model, limits, step_times).batch_sizes
     return {
@@ -144,12 +136,6 @@ def _plan_rank(model: FleetModel, machine: str, batch_size: int, step_time: Step
     return rank.with_step(batch_size, step_time.at(batch_size))
 
 
-def measured_ranks(tried: TriedPlan) -> list[RankPlan]:
-    """Return the ranks of a plan with the step times of its trial."""
-    compute_s = tried.compute_s
-    return [rank.with_step(rank.batch_size, compute_s[rank.node]) for rank in tried.ranks]
-
-
 def confirmed_prediction(
     ranks: Sequence[RankPlan],
     result: TrialResult,
@@ -209,33 +195,22 @@ def limit_sizes(model: FleetModel, limits: Limits) -> FleetModel:
     return replace(model, classes=classes)
 
 
-def next_probes(model: FleetModel, limits: Limits) -> dict[str, int]:
+def next_probes(model: FleetModel, choose: ChooseSizes) -> dict[str, int]:
     """Return the batch sizes to probe next, by machine; empty when enough is known about every class.
 
-    Raises TuningError when no size of a class fits in memory, or no plan satisfies the limits.
+    Raises TuningError when no size of a class fits in memory, and what `choose` raises.
     """
-    return next_sizes(model.classes, lambda step_times: choose_class_sizes(model, limits, step_times))
-
-
-def next_sizes(classes: Mapping[str, ClassModel], choose: ChooseSizes) -> dict[str, int]:
-    """Return what `next_probes` does, with the planned size of each class from `choose`."""
-    for known in classes.values():
+    classes = model.classes.values()
+    for known in classes:
         _check_memory(known)
-    are_known = all(known.points for known in classes.values())
-    planned = (
-        choose({name: known.step_time_at_once() for name, known in classes.items()}) if are_known else {}
-    )
+    are_known = all(known.points for known in classes)
+    times = {name: known.step_time_at_once() for name, known in model.classes.items()} if are_known else {}
+    planned = choose(times) if times else {}
     return {
         machine: size
-        for name, known in classes.items()
+        for name, known in model.classes.items()
         for machine, size in zip(known.machines, _next_class_sizes(known, planned.get(name)), strict=False)
     }
-
-
-def is_settled(known: ClassModel, size: int) -> bool:
-    """Return whether the step at `size` is known: measured near that size, and at another size."""
-    is_near = any(size / NEAR <= measured <= size * NEAR for measured in (*known.sizes, *known.trial_sizes))
-    return is_near and len(known.sizes) >= MIN_SIZES
 
 
 def _check_memory(known: ClassModel) -> None:
@@ -257,8 +232,11 @@ def _next_class_sizes(known: ClassModel, planned: int | None) -> list[int]:
         return []
     if not known.points:
         return _first_sizes(known, count)
-    if planned is None or is_settled(known, planned):
-        return []
+    measured = (*known.sizes, *known.trial_sizes)
+    if planned is None or (
+        len(known.sizes) >= MIN_SIZES and any(planned / NEAR <= size <= planned * NEAR for size in measured)
+    ):
+        return []  # left out, or known: measured near the planned size, and at another size
     largest = max(known.sizes)
     limit = known.cap(
         min(MAX_GROWTH * largest, known.too_large - 1 if known.too_large else MAX_GROWTH * largest)

@@ -261,10 +261,6 @@ class SumLayout(VectorLayout):
         super().__init__(num_gradients, num_states, num_others - 1)
         self.name, self.num_states, self.num_others = name, num_states, num_others
 
-    def combined(self, total: Any) -> Any:
-        """Return the gradients of all ranks' samples, given the sum over the ranks."""
-        return total[self.gradients] if self.is_summed else total[self.gradients] / total[-1]
-
 
 class Interception:
     """One trace of a step, and its sums."""
@@ -362,7 +358,8 @@ class Interception:
         total = self.sum(own, [], f"gradients of {len(trained)} variables for {optimizer.name}")
         layout = self.layouts[-1]
         layout.is_summed = are_sums == {True}
-        means = iter(unflatten(layout.combined(total), trained))
+        gradient = total[layout.gradients] / (1 if layout.is_summed else total[-1])
+        means = iter(unflatten(gradient, trained))
         types = iter(one.dtype for one in dense)
         return [None if one is None else tf.cast(next(means), next(types)) for one in gradients]
 
@@ -387,7 +384,6 @@ def recording(totals: Sequence[Array], layouts: Sequence[SumLayout]) -> Iterator
         total, layout = totals[len(recorded)], layouts[len(recorded)]
         own = [np.asarray(tf.convert_to_tensor(one), np.float64) for one in gradients if one is not None]
         recorded.append(np.concatenate([one.ravel() for one in own] or [np.zeros(0)]))
-        # Not by `combined`, which the step uses and is judged here.
         mean = total[layout.gradients] / (1 if layout.is_summed else total[-1])
         means = np.split(mean, np.cumsum([one.size for one in own]))
         shaped = iter(part.reshape(one.shape) for part, one in zip(means, own, strict=False))

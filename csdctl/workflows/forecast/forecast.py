@@ -209,7 +209,8 @@ def _measured_basis(
     of `tune`.
     """
     known, sums, errors = measured.recall_fleet(), measured.collectives(), measured.forecast_errors()
-    classes, model_name = known.classes.values(), measured.features.short_name
+    classes = known.classes.values()
+    model_name = measured.features.name.removeprefix("keras.applications:").rpartition("/")[2]
     if unknown := [name for one in classes if not one.points for name in one.machines]:
         missing = f"{model_name}, with this recipe and form of data, was not measured on "
         raise _unknown(missing + format_node_names(unknown), TUNE)

@@ -9,6 +9,7 @@ starts from the file: it needs no probe, and one trial confirms its plan.
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, suppress
 from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Protocol
 
@@ -48,12 +49,12 @@ from csdctl.tuning.plan import (
     save_plan,
 )
 from csdctl.tuning.plan_choice import (
+    choose_class_sizes,
     choose_equal_plan,
     choose_plan,
     confirmed_prediction,
     limit_for_goodput,
     limit_sizes,
-    measured_ranks,
     next_probes,
     next_settings,
     plan_ranks,
@@ -249,7 +250,7 @@ class FitTuner:
     def _measure_steps(self, model: FleetModel) -> FleetModel:
         """Probe until the step time of every class is known where it matters."""
         known: dict[str, int] = {}
-        while sizes := next_probes(model, self.limits):
+        while sizes := next_probes(model, partial(choose_class_sizes, model, self.limits)):
             known |= sizes
             if self.measurements.is_emulated:  # its host is slower while nodes compute, as they will
                 sizes = known
@@ -540,7 +541,9 @@ def tune_by_fit(
         ),
         busy=busy,
         left_out=list(tuned.tried.best.left_out),
-        ranks=measured_ranks(tuned.tried),
+        ranks=[
+            rank.with_step(rank.batch_size, tuned.tried.compute_s[rank.node]) for rank in tuned.tried.ranks
+        ],
     )
     if not options.is_host_training or len(plan.ranks) == 1:
         return plan

@@ -41,8 +41,9 @@ class Connection:
     def is_authenticated(self) -> bool:
         return self.has_logged_in
 
-    def find_channel(self, number: int) -> Any:
-        return Channel() if number == 3 else None
+    @property
+    def _channels(self) -> dict[int, Any]:
+        return {3: Channel()}
 
 
 @pytest.fixture

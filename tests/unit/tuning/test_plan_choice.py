@@ -9,7 +9,7 @@ import pytest
 from csdctl.perfmodel.prediction import RankModel, StepTime, predict
 from csdctl.tuning.fleet_model import MAX_PROBES, ClassModel, FleetModel, ProbeOutcome, learn_probes
 from csdctl.tuning.measurements import Point
-from csdctl.tuning.plan_choice import ChooseSizes, next_settings, next_sizes, plan_settings_search
+from csdctl.tuning.plan_choice import ChooseSizes, next_probes, next_settings, plan_settings_search
 from csdctl.tuning.search import BestPlan, Limits, find_best
 from csdctl.tuning.stannis import Measure, TuningError
 from csdctl.worker.protocol.run_spec import Runtime
@@ -77,7 +77,7 @@ class Machines:
 
 def probed(model: FleetModel, measure: Measure, choose: ChooseSizes) -> FleetModel:
     """The model after as many rounds as the policy wants."""
-    while sizes := next_sizes(model.classes, choose):
+    while sizes := next_probes(model, choose):
         times = measure(sizes)
         model = learn_probes(model, {name: ProbeOutcome(size, times[name]) for name, size in sizes.items()})
     return model
