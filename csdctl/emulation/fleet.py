@@ -23,13 +23,13 @@ import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Literal
 
 import yaml
 from pydantic import Field
 
 import csdctl
-from csdctl.documents import check_values, load_json, make_directory, save_bytes, save_json, save_text
+from csdctl.documents import check_values, load_kept, make_directory, save_bytes, save_json, save_text
 from csdctl.emulation.limits import (
     FLEET_VARIABLE,
     anonymous_bytes,
@@ -42,12 +42,12 @@ from csdctl.emulation.limits import (
     list_members,
     open_cpu_limit,
     remove_cgroup,
-    send_signal,
     start_time,
 )
 from csdctl.errors import CsdctlError, DeadlineError, InputError
 from csdctl.fleet.facts import facts_path
 from csdctl.fleet.model import Fleet
+from csdctl.worker.protocol.processes import send_signal
 
 MAX_NODES = 64
 MIN_CPU = 0.01
@@ -95,7 +95,6 @@ def parse_size(text: str) -> int:
     return int(float(match[1]) * _UNITS[match[2].upper()])
 
 
-SCHEMA = 1
 USER = "csd"
 """The name that the nodes' servers are asked for; they take any."""
 
@@ -178,6 +177,7 @@ class FleetState:
     """The fleet's owner; without one, the fleet stays up until `down`."""
     is_kept: bool = False
     """The fleet is down, and the files of its nodes are there for the next `up`."""
+    schema: Literal[1] = 1
 
     @property
     def node_names(self) -> list[str]:
@@ -187,18 +187,12 @@ class FleetState:
 
 def save_state(paths: FleetPaths, state: FleetState) -> None:
     """Write state.json atomically."""
-    save_json(paths.state, {"schema": SCHEMA, **asdict(state), "fleet_path": str(state.fleet_path)})
+    save_json(paths.state, {**asdict(state), "fleet_path": str(state.fleet_path)})
 
 
 def load_state(paths: FleetPaths) -> FleetState | None:
     """Read state.json; return None when it is missing, truncated, or of another version."""
-    try:
-        content: dict[str, Any] = load_json(paths.state)
-        if content.pop("schema") != SCHEMA:
-            return None
-        return check_values(content, FleetState, str(paths.state))
-    except (InputError, KeyError, TypeError, AttributeError):
-        return None
+    return load_kept(paths.state, FleetState)
 
 
 @contextlib.contextmanager

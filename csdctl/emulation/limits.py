@@ -15,12 +15,11 @@ import signal
 import subprocess
 import threading
 import time
-from collections.abc import Iterable
 from functools import cache
 from pathlib import Path
 
 from csdctl.errors import CsdctlError, InputError
-from csdctl.worker.protocol.processes import find_descendants, load_all, load_stat
+from csdctl.worker.protocol.processes import find_descendants, load_all, load_stat, send_signal
 
 FLEET_VARIABLE = "CSDCTL_EMULATED_FLEET"
 NODE_VARIABLE = "CSDCTL_EMULATED_NODE"
@@ -95,13 +94,6 @@ def anonymous_bytes(pid: int) -> int:
         for line in _load(f"/proc/{pid}/status").splitlines()
         if line.startswith(("RssAnon:", "RssShmem:"))
     )
-
-
-def send_signal(pids: Iterable[int], number: signal.Signals) -> None:
-    """Send a signal to those of `pids` that exist and belong to this user."""
-    for pid in pids:
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.kill(pid, number)
 
 
 def _load(path: str) -> str:

@@ -14,7 +14,6 @@ has ended may leave processes behind, as with sshd; a daemon has left the group 
 
 import asyncio
 import contextlib
-import ctypes
 import functools
 import json
 import logging
@@ -36,12 +35,11 @@ from csdctl.emulation.limits import (
     list_children,
     list_descendants,
     open_cpu_limit,
-    send_signal,
     start_time,
     watch_memory,
 )
 from csdctl.errors import CsdctlError
-from csdctl.worker.protocol.processes import end_descendants, load_stat
+from csdctl.worker.protocol.processes import LIBC, end_descendants, load_stat, send_signal
 
 PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 REAP_INTERVAL_S = 0.25
@@ -55,7 +53,6 @@ LOGIN_UMASK = 0o022
 _PR_SET_CHILD_SUBREAPER = 36
 _PR_SET_NAME = 15
 
-LIBC = ctypes.CDLL(None, use_errno=True)
 log = logging.getLogger(__name__)
 
 

@@ -565,7 +565,9 @@ def model_reference(written: str, job_path: Path) -> str:
     if path.suffix == ".keras":
         check_keras_file(path)
     elif (names := defined_names(path)) is not None and function not in names:
-        functions = [name for name in _defined_functions(path) if not name.startswith("_")]
+        defined = ast.FunctionDef | ast.ClassDef
+        found = [node.name for node in ast.parse(path.read_bytes()).body if isinstance(node, defined)]
+        functions = [name for name in found if not name.startswith("_")]
         raise InputError(
             f"{job_path}: {file} has no function {function!r}",
             remedy=f"it has {', '.join(functions[:10])}" if functions else f"define it in {file}",
@@ -599,12 +601,6 @@ def defined_names(file: Path) -> list[str] | None:
         elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
             names[node.id] = None
     return list(names)
-
-
-def _defined_functions(file: Path) -> list[str]:
-    """Return the functions and classes at the top level of a Python file."""
-    body = ast.parse(file.read_bytes()).body
-    return [node.name for node in body if isinstance(node, ast.FunctionDef | ast.ClassDef)]
 
 
 def _check_ending(path: Path, ending: str, written: str, job_path: Path) -> None:

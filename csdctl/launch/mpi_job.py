@@ -6,7 +6,6 @@ succeeded. mpirun's exit code does not: it exits with 0 when a node is lost.
 
 import contextlib
 import math
-import os
 import re
 import signal
 import threading
@@ -40,7 +39,7 @@ from csdctl.worker.protocol.events import (
     event_from_line,
 )
 from csdctl.worker.protocol.json_codec import ProtocolError
-from csdctl.worker.protocol.processes import list_connections, load_all
+from csdctl.worker.protocol.processes import list_connections, load_all, send_signal
 
 _RANK = re.compile(r"process rank (\d+)")
 _SIGNAL = re.compile(r"exited on signal (\d+)")
@@ -225,10 +224,7 @@ class MpiOutput:
 
 def kill_session(session_id: int) -> None:
     """Kill every process of a session."""
-    for pid, stat in load_all().items():
-        if stat.session == session_id:
-            with contextlib.suppress(OSError):
-                os.kill(pid, signal.SIGKILL)
+    send_signal((pid for pid, stat in load_all().items() if stat.session == session_id), signal.SIGKILL)
 
 
 POLL_INTERVAL_S = 0.2

@@ -299,6 +299,10 @@ class RankStep:
         """Names of the results of `metrics`."""
         return list(self.metrics(Sums(0.0, (0.0,) * self.objective.metrics.size, 0.0)))
 
+    def find_normalizing(self, changes: Array) -> list[str]:
+        """Return the names of the layers that normalized by their batch, by its changes of statistics."""
+        return self.states.find_normalizing(changes)
+
     def rehearse_apply(self) -> None:
         """Take an optimizer step and undo it: the first one costs a slow node seconds."""
         vector = np.zeros(self.layout.step_size, np.float32)

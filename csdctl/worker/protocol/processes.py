@@ -9,7 +9,7 @@ import socket
 import struct
 import termios
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -90,12 +90,17 @@ def list_descendants() -> list[int]:
     return find_descendants(os.getpid(), load_all())
 
 
+def send_signal(pids: Iterable[int], number: signal.Signals) -> None:
+    """Send a signal to those of `pids` that exist and belong to this user."""
+    for pid in pids:
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.kill(pid, number)
+
+
 def end_descendants() -> None:
     """Kill the descendants of this process, also those that start meanwhile."""
     while found := list_descendants():
-        for pid in found:
-            with contextlib.suppress(OSError):
-                os.kill(pid, signal.SIGKILL)
+        send_signal(found, signal.SIGKILL)
         with contextlib.suppress(ChildProcessError):
             os.waitpid(-1, 0)
 

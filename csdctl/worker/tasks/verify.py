@@ -239,7 +239,7 @@ class Reference:
 
     def _find_reasons(self) -> tuple[str, ...]:
         """Return why the gradient depends on how samples are divided into batches."""
-        normalizing = self._find_normalizing(self._own[self._step.layout.statistics])
+        normalizing = self._step.find_normalizing(self._own[self._step.layout.statistics])
         named = {"random numbers": self.drawing, "normalization by the batch": normalizing}
         reasons = [
             f"{what} in {list_names(list(dict.fromkeys(names)), 3)}" for what, names in named.items() if names
@@ -249,10 +249,6 @@ class Reference:
         if len({rank.weight for rank in self._ranks}) > 1:
             reasons.append("samples of different weight on different ranks")
         return tuple(reason[:MAX_REASON_CHARS] for reason in reasons)
-
-    def _find_normalizing(self, changes: Array) -> list[str]:
-        assert isinstance(self._step, Step)
-        return self._step.states.find_normalizing(changes)
 
     def _relative(self, change: Array, whole: Array) -> float:
         layout = self._step.layout
@@ -316,9 +312,6 @@ class CustomReference(Reference):
 
     def _vector(self, samples: Array, labels: Array) -> Array:
         return self._step.replay(samples, labels, self._totals)
-
-    def _find_normalizing(self, changes: Array) -> list[str]:
-        return self._step.find_normalizing(changes)
 
     def _find_coupling(self) -> str:
         """Return which of the sums differ from those of one batch, and by how much."""
