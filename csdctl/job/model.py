@@ -503,24 +503,40 @@ def _overlap(first: str, second: str) -> bool:
     return os.path.commonpath([first, second]) in (first, second)
 
 
-def _function(written: str, job_path: Path) -> str:
+def _function(
+    written: str,
+    job_path: Path,
+    what: str = "function",
+    expected: str = "PATH.py:FUNCTION, with a path relative to the job file",
+) -> str:
     """Return FILE.py:NAME with an absolute path, '' for ''; raises InputError if it is invalid or missing."""
     if not written:
         return ""
     file, _, name = written.rpartition(":")
-    path = _resolve(Path(file), job_path)
-    expected = "PATH.py:FUNCTION, with a path relative to the job file"
     if not (file.endswith(".py") and name.isidentifier()):
         raise InputError(
-            f"{job_path}: function {written!r} is not a valid reference", remedy=f"expected {expected}"
+            f"{job_path}: {what} {written!r} is not a valid reference", remedy=f"expected {expected}"
         )
-    if not os.path.isfile(path):
+    return f"{_find_file(file, job_path, what, written)}:{name}"
+
+
+def _find_file(file: str, job_path: Path, what: str, written: str) -> Path:
+    """Return the absolute path of a file that `written` names; raises InputError if it does not exist.
+
+    Nor may a link lead to another kind of file: functions are sent to the nodes.
+    """
+    path = _resolve(Path(file), job_path)
+    if not os.path.isfile(path):  # unlike Path.is_file, it takes any path
         raise InputError(
-            f"{job_path}: function {written!r} was not found: {path} does not exist",
-            remedy=f"give {expected}",
+            f"{job_path}: {what} {written!r} was not found: {path} does not exist",
+            remedy="fix its path in the job file",
         )
-    _check_ending(path, ".py", written, job_path)
-    return f"{path}:{name}"
+    if path.suffix != Path(file).suffix:
+        raise InputError(
+            f"{job_path}: {written!r} is a link to {path}, which is not a {Path(file).suffix} file",
+            remedy="copy the file that is meant into the job's directory",
+        )
+    return path
 
 
 def _resolve(written: Path, job_path: Path) -> Path:
@@ -550,21 +566,15 @@ def model_reference(written: str, job_path: Path) -> str:
     """Return `written` with an absolute path; raises InputError if it is invalid or missing."""
     if _APPLICATION.fullmatch(written):
         return written
-    file, separator, function = (written, "", "") if written.endswith(".keras") else written.rpartition(":")
-    if not written.endswith(".keras") and not (file.endswith(".py") and function.isidentifier()):
-        raise InputError(
-            f"{job_path}: model {written!r} is not a valid reference",
-            remedy="expected keras.applications:NAME, PATH.keras or PATH.py:FUNCTION",
-        )
-    path = _resolve(Path(file), job_path)
-    if not os.path.isfile(path):  # unlike Path.is_file, it takes any path
-        raise InputError(
-            f"{job_path}: model file {path} does not exist", remedy="fix `model` in the job file"
-        )
-    _check_ending(path, Path(file).suffix, written, job_path)
-    if path.suffix == ".keras":
+    if written.endswith(".keras"):
+        path = _find_file(written, job_path, "model", written)
         check_keras_file(path)
-    elif (names := defined_names(path)) is not None and function not in names:
+        return str(path)
+    expected = "keras.applications:NAME, PATH.keras or PATH.py:FUNCTION"
+    reference = _function(written, job_path, "model", expected)
+    file, _, function = written.rpartition(":")
+    path = Path(reference.rpartition(":")[0])
+    if (names := defined_names(path)) is not None and function not in names:
         defined = ast.FunctionDef | ast.ClassDef
         found = [node.name for node in ast.parse(path.read_bytes()).body if isinstance(node, defined)]
         functions = [name for name in found if not name.startswith("_")]
@@ -572,7 +582,7 @@ def model_reference(written: str, job_path: Path) -> str:
             f"{job_path}: {file} has no function {function!r}",
             remedy=f"it has {', '.join(functions[:10])}" if functions else f"define it in {file}",
         )
-    return f"{path}{separator}{function}"
+    return reference
 
 
 def check_keras_file(path: Path) -> None:
@@ -601,15 +611,6 @@ def defined_names(file: Path) -> list[str] | None:
         elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
             names[node.id] = None
     return list(names)
-
-
-def _check_ending(path: Path, ending: str, written: str, job_path: Path) -> None:
-    """Raise InputError when a link leads to another kind of file: functions are sent to the nodes."""
-    if path.suffix != ending:
-        raise InputError(
-            f"{job_path}: {written!r} is a link to {path}, which is not a {ending} file",
-            remedy="copy the file that is meant into the job's directory",
-        )
 
 
 def describe_job(job: Job) -> dict[str, Any]:

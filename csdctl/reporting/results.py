@@ -123,17 +123,12 @@ class RunSummary:
     """Lines of the stored events that could not be read, and are left out."""
 
 
-def summarize(
-    run_id: str, manifest: dict[str, Any], events: Iterable[Event], tally: Tally | None = None
-) -> RunSummary:
-    """Add up a run; `manifest` is its manifest.json. Who passes `tally` adds the events to it."""
+def summarize(run_id: str, manifest: dict[str, Any], events: Iterable[Event], tally: Tally) -> RunSummary:
+    """Add up a run; `manifest` is its manifest.json, and `tally` has the events at the end, too."""
     plan = manifest["plan"]
-    run, own = _Run(len(plan["ranks"])), Tally()
+    run = _Run(len(plan["ranks"]))
     for event in events:
         run.add(event)
-        if tally is None:
-            own.add(event)
-    tally = tally or own
     ranks = tuple(
         RankSummary(
             number,

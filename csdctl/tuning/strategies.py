@@ -236,17 +236,11 @@ class Training:
         first_s = slowest_s / SplitSpec.num_micro_batches
         return max(slowest_s, first_s + max(head_s, link_s)) + self.sum_s(shares.vector_bytes)
 
-    def confirm(self, forecast: StrategyForecast, ratio: float) -> StrategyForecast:
-        """Return a forecast of which a trial has shown that steps take `ratio` times as long."""
+    def correct(self, forecast: StrategyForecast, ratio: float) -> StrategyForecast:
+        """Return a forecast whose steps take `ratio` times as long, by a trial of it or of another cut."""
         strategy, cut, sizes = forecast.strategy, forecast.cut, forecast.batch_sizes
         found = self._forecast(strategy, cut, sizes, forecast.epoch_s * ratio)
-        return found.model_copy(update={"sample_bytes": forecast.sample_bytes, "is_confirmed": True})
-
-    def confirm_cut(self, one: StrategyForecast, ratio: float) -> StrategyForecast:
-        """Return the forecast of another cut, corrected by the trial of one; others are unchanged."""
-        if one.strategy != SPLIT:
-            return one
-        return self.confirm(one, ratio).model_copy(update={"is_confirmed": False})
+        return found.model_copy(update={"sample_bytes": forecast.sample_bytes})
 
     def _forecast(
         self, strategy: Strategy, cut: str, batch_sizes: Mapping[str, int], epoch_s: float

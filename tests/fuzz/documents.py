@@ -21,6 +21,7 @@ from csdctl.job.model import describe_job, load_job
 from csdctl.reporting.privacy import add_flows, count_passes, measure_privacy
 from csdctl.reporting.results import RunResults, summarize
 from csdctl.reporting.series import SeriesBuilder
+from csdctl.reporting.tally import Tally
 from csdctl.runs.directory import EventLog, ProjectDirectory, RunDirectory
 from csdctl.runs.ledger import Ledger, read_ledger
 from csdctl.terminal.console import PrintableConsole
@@ -128,7 +129,7 @@ def _manifest(content: bytes, directory: Path) -> None:
     run = RunDirectory(directory / "run")
     _in_file(content, run.manifest)
     manifest = run.load_manifest()
-    summarize("run", manifest, [])
+    summarize("run", manifest, [], Tally())
     measure_privacy(manifest, count_passes([], len(manifest["placed"])))
 
 
@@ -157,10 +158,10 @@ def _stored_events(content: bytes, directory: Path) -> None:
     _in_file(content, run.events)
     manifest = manifest_of(NODES)
     events = run.read_events(NODES)
-    summary = summarize("run", manifest, events)
     series = SeriesBuilder(NODES)
     for time_s, event in run.read_events(NODES).with_times():
         series.add(time_s, event)
+    summary = summarize("run", manifest, events, series.tally)
     found = RunResults(summary, series.build(), manifest)
     render_report(PrintableConsole(file=io.StringIO(), width=200), found)
     format_json(report_document(summary, str(run.path)))

@@ -66,7 +66,7 @@ class CustomStep(RankStep):
         build_symbolically(model, self._unpack(*tf.nest.map_structure(symbolic, self.signature)))
         if not all(getattr(metric, "built", True) for metric in self._find_metrics()):
             self._trace_once(self._call_train_step, self.signature)
-        self._metrics = MetricStates(self._find_metrics(), ())
+        self._metrics = MetricStates(self._find_metrics())
         self._named = list(self._metrics.compute((0.0,) * self._metrics.size))
         self._evaluate: Any = None
         self._exchange: Exchange = _keep

@@ -23,7 +23,7 @@ from csdctl.worker.compute.keras_internals import (
     metric_module,
     run_symbolically,
 )
-from csdctl.worker.data.arrays import Array
+from csdctl.worker.data.arrays import Array, map_fields
 from csdctl.worker.process.errors import InputError
 from csdctl.worker.protocol.datasets import INPUT, SAMPLE_WEIGHT, as_inputs, is_position
 from csdctl.worker.protocol.recipe import Recipe
@@ -36,12 +36,10 @@ MAX_RESULTS = 64
 class MetricStates:
     """The states of a compiled model's metrics, as one flat vector."""
 
-    def __init__(self, metrics: Sequence[Any], of_batches: Sequence[Any]) -> None:
-        """`metrics`: built, without the tracker of the whole loss; `of_batches`: those that count batches."""
-        weighted = {id(variable) for metric in of_batches for variable in metric.variables}
+    def __init__(self, metrics: Sequence[Any]) -> None:
+        """`metrics`: built, without the tracker of the whole loss."""
         self._metrics = list(metrics)
         self._variables = [variable for metric in self._metrics for variable in metric.variables]
-        self._is_of_batches = [id(variable) in weighted for variable in self._variables]
         self._initial = [np.asarray(variable.value).copy() for variable in self._variables]
         self.size = sum(int(initial.size) for initial in self._initial)
 
@@ -50,18 +48,16 @@ class MetricStates:
         for variable, initial in zip(self._variables, self._initial, strict=True):
             variable.assign(initial)
 
-    def read(self, count: Any, of_batches: Sequence[Any] = ()) -> list[Any]:
+    def read(self, count: Any, of_batches: Sequence[Any]) -> list[Any]:
         """Return what a batch of `count` samples added since `reset`, flat, float32; inside a graph.
 
-        `of_batches`: further metrics that count batches.
+        `of_batches`: the metrics that count batches.
         """
         weighted = {id(variable) for metric in of_batches for variable in metric.variables}
         added = []
-        for variable, initial, is_of_batches in zip(
-            self._variables, self._initial, self._is_of_batches, strict=True
-        ):
+        for variable, initial in zip(self._variables, self._initial, strict=True):
             change = tf.reshape(tf.cast(variable.value - initial, tf.float32), [-1])
-            added.append(change * count if is_of_batches or id(variable) in weighted else change)
+            added.append(change * count if id(variable) in weighted else change)
         return added
 
     def compute(self, state: Sequence[float], *, skip_unchanged: bool = False) -> dict[str, float]:
@@ -127,7 +123,8 @@ class Objective:
         self._build()
         own, trackers = [metric for metric in model.metrics if metric.name != LOSS], loss_trackers(model)
         of_batches = self._find_of_batches([metric for metric in own if metric not in trackers])
-        self.metrics = MetricStates(own, [*trackers, *of_batches])
+        self._of_batches = [*trackers, *of_batches]
+        self.metrics = MetricStates(own)
         self._is_per_sample = is_per_sample
         losses = tf.nest.flatten(model.loss)
         self._weighs_mean = any(getattr(one, "reduction", "") == "mean_with_sample_weight" for one in losses)
@@ -151,7 +148,7 @@ class Objective:
         if summed is not None and self._is_per_sample:
             mean, summed = mean + summed / count, None
         loss_count = self._loss_count(predictions, targets, weights, count) if self.counts_elements else count
-        return BatchLoss(mean, summed, loss_count, count, self.metrics.read(count))
+        return BatchLoss(mean, summed, loss_count, count, self.metrics.read(count, self._of_batches))
 
     def losses(self, batches: Iterable[Sequence[Array]]) -> list[tuple[float, float]]:
         """Return Keras' loss of each batch in training: what is a mean, and what is summed."""
@@ -323,16 +320,10 @@ def inputs_of(model: Any, samples: Any, input_range: tuple[float, float] | None)
 
 def specs_of(example: Iterable[Array]) -> list[Any]:
     """Return the signature of batches of any size like `example`, samples and labels."""
-
-    def spec_of(array: Array) -> Any:
-        if array.dtype.names is None:
-            return tf.TensorSpec((None, *array.shape[1:]), array.dtype)
-        return {
-            name: tf.TensorSpec((None, *array.dtype[name].shape), array.dtype[name].base)
-            for name in array.dtype.names
-        }
-
-    return [spec_of(array) for array in example]
+    return [
+        map_fields(lambda field: tf.TensorSpec((None, *field.shape[1:]), field.dtype), array)
+        for array in example
+    ]
 
 
 def symbolic(spec: Any) -> Any:
@@ -342,9 +333,7 @@ def symbolic(spec: Any) -> Any:
 
 def as_tensors(array: Array) -> Any:
     """Return a batch as a tensor; records become a dict of their fields."""
-    if array.dtype.names is None:
-        return tf.convert_to_tensor(array)
-    return {name: tf.convert_to_tensor(array[name]) for name in array.dtype.names}
+    return map_fields(tf.convert_to_tensor, array)
 
 
 def scale(values: Any, input_range: tuple[float, float] | None, dtype: Any) -> Any:

@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 
 from csdctl.worker.compute.backend import load_backend
-from csdctl.worker.data.arrays import Array, fields_of
+from csdctl.worker.data.arrays import Array, map_fields
 from csdctl.worker.data.prepared import PreparedSamples
 from csdctl.worker.process.errors import InputError, WorkerError, describe, find_remedy
 from csdctl.worker.protocol.model_info import AugmentTrial
@@ -175,7 +175,8 @@ class Augmentation:
         # For functions of libraries that draw from the global generators.
         random.seed(seed_of_all := int(generator.integers(_MAX_GLOBAL_SEED)))
         np.random.seed(seed_of_all)
-        returned = self._function(_unpack(samples), _unpack(labels), generator)
+        copies = (map_fields(np.array, part) for part in (samples, labels))  # which it may write to
+        returned = self._function(*copies, generator)
         if not isinstance(returned, tuple | list) or len(returned) != 2:
             found = f"{len(returned)} values" if isinstance(returned, tuple | list) else _type_of(returned)
             raise self._error(f"returned {found}, expected (samples, labels)", "return samples, labels")
@@ -221,13 +222,6 @@ class Augmentation:
             "return as many samples as it gets, of the same shape and type; for images, "
             "`np.clip(np.rint(x), 0, 255).astype(np.uint8)`",
         )
-
-
-def _unpack(array: Array) -> Array | dict[str, Array]:
-    """Return a copy, which the function may write to: an array, or a dict of arrays by field."""
-    if array.dtype.names is None:
-        return np.array(array)
-    return {name: np.array(part) for name, part in fields_of(array).items()}
 
 
 def _form(array: Array) -> str:

@@ -58,6 +58,13 @@ def fields_of(array: Array) -> dict[str, Array]:
     return {name: array[name] for name in array.dtype.names}
 
 
+def map_fields(function: Callable[[Array], Any], array: Array) -> Any:
+    """Return what `function` returns of a plain array, or a dict of what it returns of each field."""
+    if array.dtype.names is None:
+        return function(array)
+    return {name: function(array[name]) for name in array.dtype.names}
+
+
 def is_numeric(dtype: np.dtype[Any]) -> bool:
     """Return whether `dtype` consists of integers and floats only."""
     fields = [dtype] if dtype.names is None else [dtype[name].base for name in dtype.names]

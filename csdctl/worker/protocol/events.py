@@ -429,7 +429,9 @@ def check_event(event: Event, nodes: Sequence[str], sender: int | None = None) -
         _check_is_own(event)
     if isinstance(event, Verified) and {len(event.batch_sizes), len(event.of_ranks)} != {len(nodes)}:
         raise ProtocolError(f"{name}: expected results of {len(nodes)} ranks, received a different number")
-    named = _nodes_in(event)
+    named: Sequence[str] = event.nodes if isinstance(event, WaitingFor) else ()
+    if isinstance(event, Rebalanced):
+        named = (event.slowest,)
     if len(named) > len(nodes) or not set(named) <= set(nodes):
         raise ProtocolError(f"{name}: expected nodes of the run, received {shorten(named)}")
     ranks = set(_ranks_in(event))
@@ -448,12 +450,6 @@ def _check_is_own(event: Event) -> None:
             raise ProtocolError(
                 f"{name}.{name_of_field}: expected only from rank 0, received {shorten(value)}"
             )
-
-
-def _nodes_in(event: Event) -> Sequence[str]:
-    if isinstance(event, WaitingFor):
-        return event.nodes
-    return (event.slowest,) if isinstance(event, Rebalanced) else ()
 
 
 def _ranks_in(event: Event) -> Iterable[str]:

@@ -17,7 +17,7 @@ import numpy as np
 from csdctl.worker.compute.backend import tf
 from csdctl.worker.compute.split import PrefixStep, SplitStep, micro_batch_sizes
 from csdctl.worker.compute.step import Step
-from csdctl.worker.data.arrays import Array
+from csdctl.worker.data.arrays import Array, fields_of
 from csdctl.worker.group.communicator import Communicator
 from csdctl.worker.group.values import PeerFaultError, is_minority
 from csdctl.worker.process.errors import describe
@@ -147,9 +147,8 @@ class Exchange:
 
 def _are_finite(values: Array) -> bool:
     """Return whether all numbers of an array are finite, of each of its fields if it has several."""
-    if values.dtype.names:
-        return all(_are_finite(values[name]) for name in values.dtype.names)
-    return values.dtype.kind in "iub" or bool(np.isfinite(values.astype(np.float32)).all())
+    fields = [field for field in fields_of(values).values() if field.dtype.kind not in "iub"]
+    return all(np.isfinite(field.astype(np.float32)).all() for field in fields)
 
 
 class SplitParts(ModelTask):

@@ -809,11 +809,12 @@ class StrategyChooser:
         before_s = self.context.space.opening_s + self.context.prepared.again_s
         training = replace(self._training, start_s=before_s + result.fixed_s)
         memory = result.peak_memory_bytes[1:]
-        known = {"node_memory_bytes": max(memory, default=None)}
-        tried = training.confirm(chosen, ratio).model_copy(update=known)
-        others = [training.confirm_cut(one, ratio) for one in found if one is not chosen]
+        known = {"node_memory_bytes": max(memory, default=None), "is_confirmed": True}
+        tried = training.correct(chosen, ratio).model_copy(update=known)
+        rest = [one for one in found if one.strategy != SPLIT]
+        cuts = [one for one in found if one.strategy == SPLIT and one is not chosen]
+        others = [*rest, *(training.correct(one, ratio) for one in cuts)]
         listed = sorted([*others, tried], key=lambda one: one.strategy != DATA_PARALLEL)
-        rest = [one for one in listed if one.strategy != SPLIT]
         final = tried if self.request.strategy == SPLIT else choose_strategy([*rest, tried])
         if final is not tried:
             return self._with_strategies(self._follow(final), listed)

@@ -54,7 +54,7 @@ def results(run_id: str = "20260101-000000-abcd") -> RunResults:
     builder = SeriesBuilder(NODES)
     for number, event in enumerate(events):
         builder.add(1e9 + number, event)
-    return RunResults(summarize(run_id, MANIFEST, events), builder.build(), MANIFEST)
+    return RunResults(summarize(run_id, MANIFEST, events, builder.tally), builder.build(), MANIFEST)
 
 
 class Page(HTMLParser):
@@ -119,7 +119,7 @@ def test_equal_machines_are_one_row_and_one_line_of_batch_sizes() -> None:
     events = [Joined(0, "host", 1, 1, 0, 10, 0, sizes, "star", 0.01)]
     builder = SeriesBuilder(nodes)
     builder.add(1e9, events[0])
-    run = RunResults(summarize("wide", manifest, events), builder.build(), manifest)
+    run = RunResults(summarize("wide", manifest, events, builder.tally), builder.build(), manifest)
     assert [row[0] for row in tabulate_machines(run).rows] == ["host", "csd[0-49]"]
     chart = sizes_chart(run)
     assert chart.legend == ("host", "csd[0-49]")

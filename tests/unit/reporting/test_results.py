@@ -18,6 +18,7 @@ from csdctl.reporting.results import (
     summarize,
 )
 from csdctl.reporting.tables import describe_result, describe_run
+from csdctl.reporting.tally import Tally
 from csdctl.runs.directory import ProjectDirectory
 from csdctl.worker.protocol.events import STOPPED as ASKED_TO_STOP
 from csdctl.worker.protocol.events import (
@@ -86,7 +87,10 @@ WHOLE: list[Event] = [
 
 
 def summary(events: list[Event] = WHOLE, manifest: dict[str, Any] = MANIFEST) -> RunSummary:
-    return summarize("20260101-000000-abcd", manifest, events)
+    tally = Tally()
+    for event in events:
+        tally.add(event)
+    return summarize("20260101-000000-abcd", manifest, events, tally)
 
 
 def test_whole_run_is_added_up_over_its_epochs() -> None:

@@ -178,11 +178,10 @@ def test_trial_corrects_a_forecast() -> None:
     fleet = training()
     sizes = {"host": 0, **dict.fromkeys(PRIVATE, 16)}
     split = fleet.forecast_split_of(sizes, SHARES)
-    confirmed = fleet.confirm(split, 1.5)
-    assert confirmed.is_confirmed
-    assert confirmed.strategy == SPLIT
-    assert math.isclose(confirmed.epoch_s, 1.5 * split.epoch_s)
-    assert math.isclose(confirmed.first_run_s, 20.0 + 2 * confirmed.epoch_s)
+    corrected = fleet.correct(split, 1.5)
+    assert corrected.strategy == SPLIT
+    assert math.isclose(corrected.epoch_s, 1.5 * split.epoch_s)
+    assert math.isclose(corrected.first_run_s, 20.0 + 2 * corrected.epoch_s)
 
 
 def cut(layer: str, num_operations: int, num_bytes: int = 1000) -> CutInfo:
