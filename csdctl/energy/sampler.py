@@ -336,7 +336,7 @@ class PowerSampler:
             self._guard(recorder, self._follow_loop)
             self._stopped.wait(RETRY_S)
 
-    def _guard(self, recorder: "_Recorder", sample: "_Sample") -> None:
+    def _guard(self, recorder: "_Recorder", sample: "Callable[[_Recorder], None]") -> None:
         """Call `sample`; record why it ended, if it is not the end of the run, and say so once."""
         power = recorder.power
         try:
@@ -430,6 +430,3 @@ class _Recorder:
         self.has_failed = False
         """Whether it has failed since the latest reading."""
         self.was_failure_said = self.was_recovery_said = False
-
-
-_Sample = Callable[[_Recorder], None]

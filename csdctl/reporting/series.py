@@ -71,8 +71,6 @@ COMPUTE, INPUT, WAIT, COMMUNICATION, OTHER = "compute", "input", "wait", "commun
 KINDS = (COMPUTE, INPUT, WAIT, COMMUNICATION, OTHER)
 """What a rank spends its time on. `wait`: for slower ranks; `communication`: the rest of a sum; `other`:
 evaluation, checkpoints, comparing weights."""
-STEP_KINDS = KINDS[:-1]
-"""What adds up to step time."""
 MAX_POINTS = 1000
 MAX_FAULTS = 200
 Point = TypeVar("Point")
@@ -152,7 +150,7 @@ class RunSeries:
     def step_s(self, rank: int) -> list[float]:
         """Return the step time of a rank in each interval."""
         kinds = self.spent_s[rank]
-        return [sum(parts) for parts in zip(*(kinds[kind] for kind in STEP_KINDS), strict=True)]
+        return [sum(parts) for parts in zip(*(kinds[kind] for kind in KINDS if kind != OTHER), strict=True)]
 
     def throughputs(self, rank: int | None = None) -> list[float | None]:
         """Return the throughput in each interval, of all ranks or of one; None where no step was reported."""

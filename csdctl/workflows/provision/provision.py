@@ -263,9 +263,6 @@ class Provisioned:
     """None where no playbook ran."""
 
 
-OnSent = Callable[[Outcome[Sent]], None]
-
-
 def provision(
     request: ProvisionRequest,
     fleet: Fleet,
@@ -273,7 +270,7 @@ def provision(
     directory: Path,
     say: Say,
     on_progress: OnDeliveryProgress = lambda progress: None,
-    on_sent: OnSent = lambda outcome: None,
+    on_sent: Callable[[Outcome[Sent]], None] = lambda outcome: None,
     on_task: OnTask = lambda result: None,
 ) -> dict[str, Outcome[Provisioned]]:
     """Prepare every node of `fleet`; a node that fails is in the result, not raised.
