@@ -259,10 +259,8 @@ def describe_cuts(model: Any) -> tuple[CutInfo, ...]:
     return tuple(
         CutInfo(
             cut.layer,
-            tuple(size or 0 for size in cut.tensor.shape[1:]),
             math.prod(size or 0 for size in cut.tensor.shape[1:]) * (2 if "16" in cut.tensor.dtype else 4),
             num_operations,
-            cut.num_parameters,
             cut.num_trainable,
         )
         for cut, num_operations in zip(cuts, operations, strict=True)

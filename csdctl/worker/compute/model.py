@@ -167,7 +167,7 @@ def _write_parts(model: Any, architecture: str, output: Path) -> tuple[FeatureIn
         save_weights(output / f"{name}.npz", part.get_weights())
     places = {id(variable): number for number, variable in enumerate(model.weights)}
     head_weights = tuple(places[id(variable)] for variable in head.weights)
-    return FeatureInfo(cut.layer, _shape(cut.tensor), count_flops(prefix), head_weights), ""
+    return FeatureInfo(cut.layer, _shape(cut.tensor), head_weights), ""
 
 
 def find_stateful_layers(model: Any) -> tuple[str, ...]:

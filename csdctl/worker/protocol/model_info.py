@@ -76,15 +76,12 @@ class CutInfo:
 
     layer: str
     """The last layer before it."""
-    shape: Shape
-    """The shape of one sample's activations."""
     num_bytes: Count
     """The bytes of one sample's activations; 0 if the size varies."""
     num_operations: Count
     """FLOPs before it for one sample, as in `ModelInfo`."""
-    num_parameters: Count
-    """Before it."""
     num_trainable: Count
+    """Parameters before it that are trained."""
 
 
 @dataclass(frozen=True)
@@ -95,8 +92,6 @@ class FeatureInfo:
     """The last layer of the frozen part."""
     shape: Shape
     """The shape of one sample's features."""
-    num_operations: Count
-    """FLOPs of the frozen part for one sample, as in `ModelInfo`."""
     head_weights: tuple[Count, ...]
     """The place of each of the head's weights among those of the whole model."""
 

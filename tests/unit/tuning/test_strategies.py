@@ -185,7 +185,7 @@ def test_trial_corrects_a_forecast() -> None:
 
 
 def cut(layer: str, num_operations: int, num_bytes: int = 1000) -> CutInfo:
-    return CutInfo(layer, (10,), num_bytes, num_operations, 100, 50)
+    return CutInfo(layer, num_bytes, num_operations, 50)
 
 
 def test_cuts_with_about_the_same_work_before_them_are_timed_once_and_their_shares_add_up() -> None:
