@@ -1,6 +1,7 @@
 """Figures of a run while it trains, served over HTTP for Prometheus (https://prometheus.io)."""
 
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 from csdctl.errors import InputError
@@ -48,9 +49,9 @@ class _Figures:
             return Counter(f"csdctl_{name}", text, ["node"], registry=registry)
 
         def gauge(name: str, text: str, labels: tuple[str, ...] = ()) -> Any:
-            return Gauge(f"csdctl_{name}", text, labels, registry=registry)
+            return Gauge(f"csdctl_{name}", text, labels, registry=registry if labels else None)
 
-        self._tally = Tally()
+        self._tally, self._registry = Tally(), registry
         self._run = Info("csdctl_run", "The run.", registry=registry)
         self._samples = counter("samples", "Samples that the rank of a node has trained on.")
         self._seconds = {
@@ -91,6 +92,8 @@ class _Figures:
             for name, gauge in self._progress.items():
                 if event.get(name) is not None:
                     gauge.set(event[name])
+                    with suppress(ValueError):  # it is served already; before it has a value it would be 0
+                        self._registry.register(gauge)
 
     def _add_report(self, event: dict[str, Any], report: Amounts) -> None:
         node = event["node"]
