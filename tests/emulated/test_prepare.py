@@ -132,7 +132,7 @@ def test_node_without_data_is_refused(project: Path) -> None:
     for node in ("csd0", "csd1"):
         shutil.rmtree(private(project, node))
     private(project, "csd0").mkdir()
-    said = refuse(project, "prepare")
+    said = refuse(project, "prepare", code=1)
     assert "csd0: data at ~/private is empty" in said
     assert "csd1: there is no data at ~/private" in said
 

@@ -132,7 +132,7 @@ def prepare(
     `threads` 0 means one per core. An interrupted call is resumed. Raises WorkerError: exit code 2 if the
     source is missing, empty, in an unsupported format, or does not fit the job; 1 if the disk fails.
     """
-    tree = read_tree(spec.source)
+    tree = read_tree(spec.source, is_private=spec.is_private)
     source_format, open_source = detect_format(tree, spec)
     fingerprint = tree.fingerprint(fingerprint_settings(source_format, tree, spec))
     target = Path(spec.store) / fingerprint

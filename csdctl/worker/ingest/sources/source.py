@@ -64,10 +64,11 @@ class Tree:
         return digest.hexdigest()[:32]
 
 
-def read_tree(source: str) -> Tree:
+def read_tree(source: str, *, is_private: bool = False) -> Tree:
     """List the files at `source`, a path as written in the job.
 
-    Raises WorkerError, exit code 2, if nothing exists there, or a link leads out of it or to a directory.
+    Raises WorkerError if nothing exists there, or a link leads out of it or to a directory; exit code 2, but
+    1 for private data that does not exist: its disk may not be mounted.
     """
     try:
         root = Path(source).expanduser()
@@ -75,7 +76,8 @@ def read_tree(source: str) -> Tree:
         raise InputError(f"there is no home directory for {source}") from None
     try:
         if not root.exists():
-            raise InputError(f"there is no data at {source}", "fix the path in job.yaml")
+            missing = WorkerError if is_private else InputError
+            raise missing(f"there is no data at {source}", "fix the path in job.yaml, or mount its disk")
         if root.is_file():
             status = root.stat()
             return Tree(root, (DataFile((), status.st_size, status.st_mtime_ns),), ())

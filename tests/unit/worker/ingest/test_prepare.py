@@ -241,6 +241,12 @@ def test_path_without_data_is_named_as_written(tmp_path: Path, source: str, mess
     refusal(PrepareSpec(source, str(tmp_path / "store")), message)
 
 
+def test_private_data_that_is_missing_may_come_back(tmp_path: Path) -> None:
+    with pytest.raises(WorkerError, match="there is no data") as raised:
+        prepare(PrepareSpec("~/not/here", str(tmp_path / "store"), is_private=True))
+    assert raised.value.exit_code == 1
+
+
 @pytest.mark.parametrize(
     ("is_private", "found"), [(False, "; it has x_train, y_train$"), (True, r"labels\)$")]
 )
