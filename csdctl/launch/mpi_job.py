@@ -52,7 +52,21 @@ CHECK_NODE = "check the node and train again"
 MEMORY_REMEDY = "use a smaller batch size (--batch-size, or `csdctl tune`), or a machine with more memory"
 _ENDED_BY_MPIRUN = (signal.SIGTERM, signal.SIGINT)
 _NO_CAUSE = ("Abort is in progress", "Killed")
-_NOISE = ("All log messages before absl", "oneDNN custom operations are on", "rebuild TensorFlow with")
+_NOISE = (
+    *("All log messages before absl", "oneDNN custom operations are on", "rebuild TensorFlow with"),
+    *(
+        "*** reported by process",
+        "*** on a NULL communicator",
+        "*** Unknown error",
+        "*** MPI_ERRORS_ARE_FATAL",
+    ),
+    *(
+        "***    and MPI will try to",
+        "Per user-direction, the job",
+        "thus causing",
+        "the job to be terminated.",
+    ),
+)
 
 
 def host_word(node: str) -> str:
@@ -61,8 +75,18 @@ def host_word(node: str) -> str:
 
 
 def is_noise(line: str) -> bool:
-    """Return whether `line` is one of those that TensorFlow prints at every start."""
+    """Return whether `line` is one that TensorFlow prints at every start, or MPI after every loss."""
     return any(noise in line for noise in _NOISE)
+
+
+def find_killed(outcome: "JobOutcome") -> Exited | None:
+    """Return the end of the first process that a signal killed which mpirun itself does not send."""
+    killed = (
+        event
+        for event in outcome.events
+        if isinstance(event, Exited) and event.code > 128 and event.code - 128 not in _ENDED_BY_MPIRUN
+    )
+    return next(killed, None)
 
 
 def find_cause(outcome: "JobOutcome") -> RunError:
@@ -70,15 +94,11 @@ def find_cause(outcome: "JobOutcome") -> RunError:
 
     mpirun numbers its daemons from 1, in the order of the nodes in its command line; 0 is mpirun itself.
     """
-    for event in outcome.events:
-        number = event.code - 128 if isinstance(event, Exited) else 0
-        if number > 0 and number not in _ENDED_BY_MPIRUN:
-            message = f"rank {event.rank} was killed by signal {number}"
-            if number == signal.SIGKILL:
-                return RunError(
-                    f"{message}, most likely out of memory", node=event.node, remedy=MEMORY_REMEDY
-                )
-            return RunError(message, node=event.node, remedy=CHECK_NODE)
+    if event := find_killed(outcome):
+        message = f"rank {event.rank} was killed by signal {event.code - 128}"
+        if event.code - 128 == signal.SIGKILL:
+            return RunError(f"{message}, most likely out of memory", node=event.node, remedy=MEMORY_REMEDY)
+        return RunError(message, node=event.node, remedy=CHECK_NODE)
     node, message = _read_cause(outcome.stderr_tail, outcome.nodes, outcome.starter)
     return RunError(message, node=node, remedy=CHECK_NODE)
 
@@ -215,6 +235,8 @@ class MpiOutput:
             if self._is_closed:
                 return
             if rank is None:
+                if _BANNER.match(text.decode(errors="replace")):
+                    return
                 self.tail.append(text[:MAX_TAIL_LINE_BYTES].decode(errors="replace").strip())
             if rank not in self._logs:
                 name = "mpirun" if rank is None else self._nodes[rank]

@@ -15,6 +15,7 @@ from csdctl.runs.stored_events import Spent
 from csdctl.worker.protocol.events import (
     EpochEnd,
     Event,
+    Exited,
     Failed,
     Finished,
     Joined,
@@ -300,6 +301,8 @@ class SeriesBuilder:
             return
         if isinstance(event, NodeLost):
             what = f"lost: {event.message}"
+        elif isinstance(event, Exited):
+            what = f"its MPI process was killed by signal {event.code - 128}; all ranks connected again"
         elif isinstance(event, NodeBack):
             what = "back"
         elif isinstance(event, Failed):

@@ -10,14 +10,14 @@ phase of a run what each message leads to.
 
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import Any
 
 from csdctl.errors import CsdctlError, DeadlineError, InputError, NodeError, RunError
 from csdctl.fleet.model import HOST_NAME
 from csdctl.fleet.names import format_node_names
-from csdctl.launch.mpi_job import CHECK_WORKER, JobOutcome, find_cause
+from csdctl.launch.mpi_job import CHECK_WORKER, JobOutcome, find_cause, find_killed
 from csdctl.supervision.rank_processes import ProcessEnded, RankMessage, RankProcesses, Restarted
 from csdctl.supervision.run_setup import Links, RunSetup
 from csdctl.worker.protocol.events import (
@@ -220,7 +220,8 @@ class Membership:
         self.restarting.discard(rank)
         self._losses.pop(rank, None)  # keep the latest loss last
         self._losses[rank] = error
-        self._record(NodeLost(rank, self.nodes[rank], str(error)))
+        node = self.nodes[rank]
+        self._record(NodeLost(rank, node, str(error).removeprefix(f"{node}: ")))
         if not self.has_trained:
             raise as_run_error(error)
         self._num_losses[rank] = self._num_losses.get(rank, 0) + 1
@@ -624,6 +625,8 @@ class Supervisor:
                 raise self._incomplete(reason)
             return None  # all members were about to finish, and no longer need links
         cause = self._find_cause(outcomes)
+        for link in filter(None, map(find_killed, outcomes)):  # mpirun numbers the members of the group
+            self._record(replace(link, rank=membership.nodes.index(link.node)))
         if cause and cause.node:
             suspects = {rank for rank in members if membership.nodes[rank] == cause.node}
         elif not membership.has_trained:

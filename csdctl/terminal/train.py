@@ -47,6 +47,7 @@ from csdctl.worker.protocol.events import (
     EpochEnd,
     Evaluating,
     Event,
+    Exited,
     Finished,
     Joined,
     NodeBack,
@@ -208,6 +209,9 @@ class TrainingView(FleetView[RankRow]):
             return f"waiting for {format_node_names(event.nodes)}"
         if isinstance(event, NodeLost):
             return f"{event.node} is lost, the other ranks continue: {event.message}"
+        if isinstance(event, Exited):
+            killed = f"the MPI process of rank {event.rank} was killed by signal {event.code - 128}"
+            return f"{event.node}: {killed}; all ranks connect again"
         if isinstance(event, NodeBack):
             return f"{event.node} is back and rejoins at the end of the epoch"
         if isinstance(event, Finished) and event.rank == 0 and event.reason == EARLY_STOPPING:

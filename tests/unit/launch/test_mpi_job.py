@@ -144,6 +144,11 @@ class TestOutput:
         job.print(event_lines(*[READY[1]] * 5, *[TIMED] * 2))
         assert job.events == [READY[1], TIMED, TIMED]
 
+    def test_what_mpi_prints_after_every_loss_is_left_out(self, job: Job) -> None:
+        abort = "[vm:0] *** An error occurred in Socket closed", "[vm:0] *** MPI_ERRORS_ARE_FATAL (processes"
+        job.print("".join(tag(1, line) for line in abort) + "-" * 70 + "\n" + SIGNALLED[0] + "\n")
+        assert (job.text(1), job.text(None)) == (f"{abort[0]}\n", f"{SIGNALLED[0]}\n")
+
     def test_output_of_an_unknown_rank_is_mpiruns_own(self, job: Job) -> None:
         job.print(tag(2, "two") + tag(10**8, "many"))
         assert [path.name for path in job.directory.glob("*.log")] == ["mpirun.log"]

@@ -70,7 +70,7 @@ HANGS = "is stopped, or its machine hangs"
         (lambda fleet: hang_while_others_wait(fleet, 0), HANGS),
         (lambda fleet: hang_while_others_wait(fleet, 2), HANGS),
         (lambda fleet: fleet.rank(1).pause(), "left the group without an order"),
-        (lambda fleet: fleet.rank(0).accuse(1), "csd0: sent 20 bytes, expected 100"),
+        (lambda fleet: fleet.rank(0).accuse(1), "sent 20 bytes, expected 100"),
     ],
 )
 def test_others_continue_without_a_rank_that_is_lost(fleet: Fleet, script: Script, reason: str) -> None:

@@ -3,7 +3,7 @@
 import pytest
 
 from csdctl.errors import CsdctlError, DeadlineError, ExitCode, InputError, RunError
-from csdctl.worker.protocol.events import Event, Joined, NodeBack, NodeLost, Progress
+from csdctl.worker.protocol.events import Event, Exited, Joined, NodeBack, NodeLost, Progress, event_to_line
 from tests.patience import scaled
 from tests.unit.supervision.scripted_ranks import Fleet, ScriptedRank, shell
 
@@ -138,10 +138,12 @@ def test_no_message_is_lost_while_a_failure_is_investigated(fleet: Fleet) -> Non
 
 
 @pytest.mark.parametrize("exit_code", [0, 1])
-def test_mpirun_that_exits_is_started_again(fleet: Fleet, exit_code: int) -> None:
-    fleet.mpirun[1] = shell(f"exit {exit_code}")
+def test_mpirun_that_exits_is_started_again_and_says_who_was_killed(fleet: Fleet, exit_code: int) -> None:
+    killed = event_to_line(Exited(1, "csd0", 137))
+    fleet.mpirun[1] = shell(f"echo '[1,1]<stdout>: {killed}'; exit {exit_code}")
     fleet.scripts[2] = Fleet.finish
     fleet.run()
+    assert fleet.nodes_of(Exited) == ["csd0"]
     assert fleet.groups == fleet.linked == [(0, 1, 2)] * 2
 
 
