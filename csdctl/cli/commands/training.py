@@ -87,7 +87,7 @@ def train(
     if detach and not dry_run:
         start_detached(streams)
         return
-    callbacks = (serve_metrics(metrics),) if metrics and not dry_run else ()
+    callbacks = (serve_metrics(metrics),) if metrics else ()
     wanted = TrainOptions(
         Patience(start_s=start_timeout, silence_s=silence_timeout),
         max_steps,

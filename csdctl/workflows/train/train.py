@@ -322,6 +322,12 @@ def rehearse_training(request: TrainRequest, observer: RunObserver) -> Rehearsal
             strategy = choose_strategy(request.options, plan)
         _examine(request, space, observer)
         recorded = load_prepared(space.project, request.job)
+    recipe = request.job.recipe
+    for rule in filter(None, (recipe.early_stopping, recipe.reduce_on_plateau)):
+        if (name := rule.monitor.removeprefix("validation_")) not in ("loss", *recipe.metrics):
+            observer.say(
+                f"warning: {rule.monitor!r} is monitored: `train` fails unless the model has metric {name!r}"
+            )
     return Rehearsal(plan, strategy.name, strategy.cut, run, recorded.num_samples if recorded else None)
 
 

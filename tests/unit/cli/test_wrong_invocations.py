@@ -148,6 +148,7 @@ IN_PROJECT = [
     ("report --csv .", "--csv . is a directory"),
     ("runs compare latest", "missing argument 'OTHER-RUN'"),
     ("runs rm", "missing argument 'RUN...'"),
+    ("train --dry-run --metrics x", "received --metrics 'x'"),
     ("runs rm 2026 -y", "2 runs begin with '2026'"),
     ("runs rm latest", "Remove run 20260102-000000-000002? There is no terminal to answer on"),
     ("runs logs latest nope", "run 20260102-000000-000002 has no log 'nope'"),
