@@ -44,6 +44,12 @@ def make_printable(text: str) -> str:
     return "".join(shown)
 
 
+DATED = re.compile(r"^\d{4}-\d\d-\d\dT\S+ ")
+"""The time of a line, as ISO 8601, in the log of a csdctl without a terminal."""
+DETACHED = "CSDCTL_DETACHED"
+"""The environment variable with which csdctl dates the lines that it writes."""
+
+
 def shorten(text: str, max_length: int) -> str:
     """Return the first `max_length` characters of a longer `text`, and how many it has."""
     return text if len(text) <= max_length else f"{text[:max_length]}… ({len(text):,} characters)"

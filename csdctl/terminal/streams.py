@@ -5,15 +5,17 @@ Everything passes through here or through the console of `csdctl.terminal.consol
 
 import io
 import json
+import os
 import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass
+from datetime import datetime
 from functools import cached_property
 from pathlib import Path, PurePath
 from typing import TYPE_CHECKING, Any, TextIO
 
 from csdctl.errors import CsdctlError, InputError
-from csdctl.notify import make_printable
+from csdctl.notify import DETACHED, make_printable
 
 if TYPE_CHECKING:
     from csdctl.runs.directory import ProjectDirectory
@@ -36,7 +38,9 @@ def is_given(words: Sequence[str]) -> bool:
 class PrintableStream:
     """A standard stream on which whatever is written is made printable, also what Python itself writes."""
 
-    def __init__(self, terminal: TextIO) -> None:
+    def __init__(self, terminal: TextIO, *, is_dated: bool = False) -> None:
+        """With `is_dated`, every line begins with its time, as `DATED`."""
+        self.is_dated = self._is_new_line = is_dated
         self.terminal = terminal
         """The stream itself, for the console and its control codes."""
         self.has_text = False
@@ -45,7 +49,10 @@ class PrintableStream:
     def write(self, text: str) -> int:
         """Write `text`, made printable."""
         self.has_text = True
-        self.terminal.write(make_printable(text))
+        for line in io.StringIO(text) if self.is_dated else (text,):
+            time = datetime.now().astimezone().isoformat(timespec="milliseconds")
+            self.terminal.write((f"{time} " if self._is_new_line else "") + make_printable(line))
+            self._is_new_line = self.is_dated and line.endswith("\n")
         return len(text)
 
     def writelines(self, lines: Iterable[str]) -> None:
@@ -62,11 +69,12 @@ def protect_standard_streams() -> None:
 
     A character that the terminal's encoding lacks becomes an escape, not an error.
     """
+    is_dated = bool(os.environ.pop(DETACHED, ""))
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name)
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")
-            setattr(sys, name, PrintableStream(stream))
+            setattr(sys, name, PrintableStream(stream, is_dated=is_dated))
 
 
 @dataclass
@@ -171,4 +179,4 @@ def _open_console(file: TextIO, **settings: Any) -> "PrintableConsole":
 
 
 def _terminal_of(stream: TextIO) -> TextIO:
-    return stream.terminal if isinstance(stream, PrintableStream) else stream
+    return stream.terminal if isinstance(stream, PrintableStream) and not stream.is_dated else stream  # type: ignore[return-value]

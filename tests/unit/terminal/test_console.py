@@ -2,15 +2,18 @@
 
 import ast
 import io
+import os
 import re
 import subprocess
 import sys
+from datetime import datetime
 from pathlib import Path
 
 import pytest
 from rich.table import Table
 from rich.text import Text
 
+from csdctl.notify import DATED
 from csdctl.terminal.console import MAX_CELL, MAX_PRINTED, PrintableConsole
 from csdctl.terminal.streams import PrintableStream, Streams
 from tests.attacks.hostile_text import CLIPBOARD, FORGED, HOSTILE, MARKUP
@@ -104,6 +107,16 @@ class TestStreams:
         print("\u202e", file=stream)
         assert file.getvalue() == "a\\x1bb\\x9b\n\\u202e\n"
         assert stream.isatty() is False
+
+    def test_every_line_of_a_detached_csdctl_is_dated(self) -> None:
+        code = (
+            "import os; from csdctl.terminal.streams import protect_standard_streams as protect; protect(); "
+        )
+        code += "print('a'); print('b', end=''); print(' c'); print(os.environ.get('CSDCTL_DETACHED'))"
+        environment = {**os.environ, "CSDCTL_DETACHED": "1"}
+        lines = subprocess.check_output([sys.executable, "-c", code], env=environment, text=True).splitlines()
+        assert [DATED.sub("", line) for line in lines] == ["a", "b c", "None"]
+        assert all(datetime.fromisoformat(line.split()[0]).tzinfo for line in lines)
 
     def test_written_text_and_json_are_printable(self) -> None:
         file = io.StringIO()
