@@ -6,6 +6,7 @@ from dataclasses import dataclass, field, replace
 from statistics import median
 from typing import Any
 
+from csdctl.documents import load_json
 from csdctl.errors import InputError
 from csdctl.perfmodel.spread import Range
 from csdctl.reporting.energy import RunEnergy, add_up_energy
@@ -28,8 +29,9 @@ from csdctl.worker.protocol.events import (
     Rebalanced,
 )
 
-DONE, STOPPED, FAILED, INTERRUPTED, RUNNING = "done", "stopped", "failed", "interrupted", "running"
-"""States of a run."""
+COMPLETED, STOPPED, FAILED, INTERRUPTED = "completed", "stopped", "failed", "interrupted"
+RUNNING = "running"
+"""States of a run: `stopped` by the user, and `interrupted` when its csdctl was killed."""
 RESULTS = ("loss", "accuracy", "validation_loss", "validation_accuracy", "metrics", "validation_metrics")
 """Results of an epoch."""
 MAX_FAILURES = 100
@@ -67,8 +69,8 @@ class RunSummary:
 
     run_id: str
     state: str
-    """'done' with a completion record from every rank of the last group, 'stopped' when the user stopped it,
-    else 'failed'."""
+    """'completed' with a completion record from every rank of the last group, 'stopped' when the user stopped
+    it, 'interrupted' when csdctl did not record its end, 'running', else 'failed'."""
     emulated: bool
     method: str
     num_ranks: int
@@ -121,6 +123,8 @@ class RunSummary:
     """The epoch of best.keras: by what early stopping monitors, else by validation loss; 0: none."""
     num_unreadable: int = 0
     """Lines of the stored events that could not be read, and are left out."""
+    reason: str = ""
+    """Why it ended before its last epoch: 'early stopping', 'max steps' or 'asked to stop'."""
 
 
 def summarize(run_id: str, manifest: dict[str, Any], events: Iterable[Event], tally: Tally) -> RunSummary:
@@ -151,6 +155,7 @@ def summarize(run_id: str, manifest: dict[str, Any], events: Iterable[Event], ta
     return RunSummary(
         run_id=run_id,
         state=run.state,
+        reason=run.finished.get(0, ""),
         emulated=bool(plan.get("emulated")),
         method=plan["method"],
         num_ranks=len(ranks),
@@ -206,8 +211,8 @@ class _Run:
         self._num_failures = 0
         self._members = frozenset(range(num_ranks))
         """The ranks of the latest group."""
-        self._finished: dict[int, bool] = {}
-        """Whether the user stopped it, of each rank that has finished."""
+        self.finished: dict[int, str] = {}
+        """Why it ended before its last epoch, of each rank that has finished."""
         self._open: dict[int, dict[int, str]] = {}
         """Epochs that did not end with the same weights on all ranks of the group: the hash of each rank."""
         self._has_lost_epochs = False
@@ -216,9 +221,9 @@ class _Run:
     @property
     def state(self) -> str:
         """As in `RunSummary.state`."""
-        if self._members - self._finished.keys():
+        if self._members - self.finished.keys():
             return FAILED
-        return STOPPED if any(self._finished.values()) else DONE
+        return STOPPED if ASKED_TO_STOP in self.finished.values() else COMPLETED
 
     @property
     def has_identical_weights(self) -> bool:
@@ -235,9 +240,9 @@ class _Run:
         self.passes.add(event)
         if isinstance(event, Joined):
             self._members = frozenset(map(int, event.batch_sizes))
-            self._finished.pop(event.rank, None)  # the run was resumed
+            self.finished.pop(event.rank, None)  # the run was resumed
         elif isinstance(event, Finished):
-            self._finished[event.rank] = event.reason == ASKED_TO_STOP
+            self.finished[event.rank] = event.reason
         elif isinstance(event, EpochEnd):
             self._has_ended_epochs = True
             self._compare_weights(event)
@@ -276,8 +281,6 @@ class RunResults:
     manifest: dict[str, Any]
     files: Mapping[str, str] = field(default_factory=dict)
     """Paths by what they are."""
-    is_running: bool = False
-    """Whether a csdctl is at work on it."""
 
     @property
     def measured(self) -> str:
@@ -299,9 +302,21 @@ def read_results(run: RunDirectory) -> RunResults:
     summary = summarize(run.run_id, manifest, passing(), builder.tally)
     series = builder.build()
     summary = replace(summary, num_unreadable=events.num_unreadable, energy=_energy(run, series))
+    state, error = read_end(run)
+    if not state and summary.state == FAILED and not summary.failures:
+        state = INTERRUPTED
+    failures = summary.failures or ((error,) if state == FAILED else ())
+    summary = replace(summary, state=state or summary.state, failures=failures)
     files = {"run directory": run.path, "trained model": run.model, "model of the best epoch": run.best_model}
     found = {name: str(path) for name, path in files.items() if path.exists()}
     return RunResults(summary, series, manifest, found)
+
+
+def read_end(run: RunDirectory) -> tuple[str, str]:
+    """Return FAILED or STOPPED and the error with which the csdctl of `run` ended; '' without an error."""
+    content = load_json(run.process) if run.process.exists() else {}
+    end = content if isinstance(content, dict) else {}
+    return str(end.get("state", "")), str(end.get("error", ""))
 
 
 def _energy(run: RunDirectory, series: RunSeries) -> RunEnergy | None:
@@ -317,7 +332,7 @@ class RunStatus:
 
     run_id: str
     state: str
-    """As the last events say: DONE, STOPPED, FAILED, or INTERRUPTED for a run without an end."""
+    """COMPLETED, STOPPED, FAILED, or INTERRUPTED for a run without an end."""
     job: str = ""
     strategy: str = DATA_PARALLEL
     num_ranks: int = 0
@@ -336,6 +351,8 @@ class RunStatus:
     last_event_s: float | None = None
     """Unix time."""
     emulated: bool = False
+    reason: str = ""
+    """As in `RunSummary`."""
 
 
 def load_run_status(run: RunDirectory) -> RunStatus:
@@ -364,12 +381,13 @@ def load_run_status(run: RunDirectory) -> RunStatus:
             failed = True
     state = FAILED if failed else INTERRUPTED
     if 0 in finished:
-        state = STOPPED if finished[0].reason == ASKED_TO_STOP else DONE
+        found["reason"] = finished[0].reason
+        state = STOPPED if finished[0].reason == ASKED_TO_STOP else COMPLETED
     recipe, job = manifest.get("recipe"), manifest.get("job")  # both may have been edited
     epochs = recipe.get("epochs") if isinstance(recipe, dict) else 0
     return RunStatus(
         run.run_id,
-        state,
+        read_end(run)[0] or state,
         job=str(job.get("path", "")) if isinstance(job, dict) else "",
         strategy=str(manifest.get("strategy", DATA_PARALLEL)),
         num_ranks=len(nodes),

@@ -7,7 +7,7 @@ alone, so that 100% loses nothing to waiting and communication.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from csdctl.fleet.model import HOST_NAME
@@ -25,7 +25,7 @@ from csdctl.reporting.numbers import (
     name_metrics,
 )
 from csdctl.reporting.privacy import describe_privacy
-from csdctl.reporting.results import DONE, FAILED, RUNNING, RunResults, RunSummary
+from csdctl.reporting.results import COMPLETED, FAILED, RUNNING, RunResults, RunSummary
 from csdctl.reporting.series import (
     BY_COMPUTE,
     BY_HEAT,
@@ -39,6 +39,7 @@ from csdctl.reporting.series import (
     find_bottleneck,
 )
 from csdctl.tuning.plan import DATA_PARALLEL, SPLIT
+from csdctl.worker.protocol.events import MAX_STEPS
 from csdctl.worker.protocol.recipe import Recipe
 
 MANY = 0.15
@@ -56,9 +57,8 @@ ADVICE = {
 def write_headline(run: RunResults) -> dict[str, str]:
     """Return what decides, in three sentences by name."""
     bottleneck = find_bottleneck(run.series)
-    summary = replace(run.summary, state=RUNNING) if run.is_running else run.summary
     return {
-        "result": describe_result(summary),
+        "result": describe_result(run.summary),
         "held back by": describe_bottleneck(run, bottleneck) if bottleneck else _describe_waiting(run),
         "next": _advise(run, bottleneck),
     }
@@ -74,7 +74,10 @@ def describe_result(summary: RunSummary) -> str:
     ratio = f" ({summary.samples_per_s / host:.2f} × the host alone)" if host else ""
     rate = f", {format_rate(summary.samples_per_s)} samples/s{ratio}" if summary.samples_per_s else ""
     best = f"; best: epoch {summary.best_epoch}, best.keras" * bool(summary.best_epoch)
-    return f"{summary.state}: {format_count(summary.epochs, 'epoch')}{reached}{rate}{best}"
+    done = format_count(summary.epochs, "epoch")
+    if summary.reason == MAX_STEPS:
+        done = f"{format_count(summary.steps, 'step')} (--max-steps)"
+    return f"{summary.state}: {done}{reached}{rate}{best}"
 
 
 def describe_bottleneck(run: RunResults, bottleneck: Bottleneck) -> str:
@@ -110,9 +113,9 @@ def _describe_waiting(run: RunResults) -> str:
 def _advise(run: RunResults, bottleneck: Bottleneck | None) -> str:
     """Return the one thing to do next."""
     summary, predicted = run.summary, run.summary.predicted_samples_per_s
-    if run.is_running:
+    if summary.state == RUNNING:
         return f"Follow it: `csdctl runs watch {summary.run_id}`."
-    if summary.state != DONE:
+    if summary.state != COMPLETED:
         first = "See the logs in the run directory, then resume" if summary.state == FAILED else "Resume"
         if summary.failures:
             first = "Fix the failure, then resume"
@@ -184,8 +187,9 @@ def describe_run(summary: RunSummary) -> list[tuple[str, str]]:
     rows += [("privacy", line) for line in describe_privacy(summary.privacy)] if summary.privacy else []
     if summary.lost_nodes:
         unread = f"; {summary.num_private_unread:,} private samples were not read"
-        lost = f"{format_node_names(summary.lost_nodes)}; training continued without them"
-        rows.append(("lost", lost + (unread if summary.num_private_unread else "")))
+        rows.append(
+            ("lost", format_node_names(summary.lost_nodes) + unread * bool(summary.num_private_unread))
+        )
     if summary.num_unreadable:
         rows.append(("events", f"{summary.num_unreadable:,} unreadable lines were skipped"))
     if summary.num_rebalanced:

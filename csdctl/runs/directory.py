@@ -38,6 +38,7 @@ class DataFingerprints(_Part):
 
     public: str
     private: dict[str, str] = {}
+    public_path: str = ""
 
 
 class Manifest(_Part):

@@ -20,6 +20,7 @@ from csdctl.reporting.tables import (
     energy_by_nodes,
     scaling_document,
     scaling_table,
+    tabulate_faults,
     tabulate_ranks,
     write_headline,
 )
@@ -29,7 +30,7 @@ from csdctl.terminal.streams import Streams
 from csdctl.workflows.reporting.report import PrivacyReport
 from csdctl.workflows.train.scale import Point
 
-TEXTS = ("batch sizes", "node", "rank", "remark", "run", "series", "source")
+TEXTS = ("after", "batch sizes", "cost", "node", "rank", "remark", "run", "series", "source", "what")
 """Columns that are no numbers."""
 MEANING = (
     "Anyone who sees everything a node sent during this run, as the host does, and knows all other samples "
@@ -69,11 +70,11 @@ def render_report(console: PrintableConsole, run: RunResults) -> None:
 def report_of(run: RunResults) -> Group:
     """Return the headline and the tables of a report."""
     title = f"run {run.summary.run_id}" + (" (emulated fleet)" if run.summary.emulated else "")
-    ranks = _table("", tabulate_ranks(run.summary))
+    tables = [table for table in (tabulate_ranks(run.summary), tabulate_faults(run)) if table.rows]
     return Group(
         Text(title, style="bold"),
         build_pairs(write_headline(run).items()),
-        ranks,
+        *(_table("", table) for table in tables),
         build_pairs(describe_run(run.summary)),
     )
 

@@ -6,7 +6,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from csdctl.reporting.numbers import format_loss, format_rate, format_seconds
-from csdctl.reporting.results import FAILED, INTERRUPTED, RUNNING, STOPPED, RunStatus
+from csdctl.reporting.results import COMPLETED, FAILED, INTERRUPTED, RUNNING, STOPPED, RunStatus
 from csdctl.runs.directory import RunDirectory
 from csdctl.terminal.console import build_table
 from csdctl.terminal.streams import Streams
@@ -31,7 +31,7 @@ def show_runs(streams: Streams, runs: Sequence[RunStatus]) -> None:
     rows = [
         (
             _shorten(run.run_id, runs),
-            run.state,
+            run.state + (f": {run.reason}" if run.state == COMPLETED and run.reason else ""),
             f"{run.epoch}/{run.epochs}",
             format_rate(run.samples_per_s),
             _mark(run.validation_loss, run.loss),

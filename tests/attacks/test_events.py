@@ -91,7 +91,7 @@ def assert_others_went_on(run: SmallRun) -> None:
     assert run.lost() == [NODES[ME]]
     assert {found.node for found in run.events if isinstance(found, Finished)} >= {"host", "csd1"}
     summary = run.report()
-    assert (summary.state, summary.lost_nodes, summary.num_unreadable) == ("done", (NODES[ME],), 0)
+    assert (summary.state, summary.lost_nodes, summary.num_unreadable) == ("completed", (NODES[ME],), 0)
     assert summary.samples == 16
 
 

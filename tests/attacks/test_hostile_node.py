@@ -92,7 +92,7 @@ class Project:
         assert {event["node"] for event in events_of(run.path, "NodeLost")} == {"csd1"}
         assert set(finished(run)) == {"host", "csd0"}
         found = document(self.directory, "report", run.run_id)
-        assert (found["state"], found["lost_nodes"], found["num_unreadable"]) == ("done", ["csd1"], 0)
+        assert (found["state"], found["lost_nodes"], found["num_unreadable"]) == ("completed", ["csd1"], 0)
         assert found["loss"] < 1
 
     @property

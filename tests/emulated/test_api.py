@@ -39,7 +39,7 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 def test_script_trains_a_model_with_an_own_layer_and_reads_its_results(directory: Path) -> None:
     printed, result = result_of_script(directory, PROGRAM)
     assert "code for the nodes: own_layers.py" in printed
-    assert (result["state"], result["nodes"]) == ("done", ["host", "csd0"])
+    assert (result["state"], result["nodes"]) == ("completed", ["host", "csd0"])
     assert (result["num_public"], result["same_run"], result["machines"]) == (600, True, ["csd0", "host"])
     assert result["epochs_seen"] == [3], "25 steps of 64 end in the third epoch, which the second run ends"
     history = result["history"]

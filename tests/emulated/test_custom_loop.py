@@ -95,7 +95,7 @@ def test_step_of_a_custom_loop_goes_from_prepare_to_report(project: Path) -> Non
     (end,) = (event for event in events_of(run, "EpochEnd") if event["node"] == "host")
     assert set(end["metrics"]) == {"accuracy"}
     assert end["learning_rate"] == pytest.approx(0.01)
-    assert document(project, "report")["state"] == "done"
+    assert document(project, "report")["state"] == "completed"
 
 
 def test_model_with_its_own_train_step_and_compile_is_trained_from_python(project: Path) -> None:

@@ -18,7 +18,7 @@ def test_demo_shows_its_commands_and_reaches_085_accuracy_on_fashion_mnist(tmp_p
             assert f"$ csdctl {command}" in log
         assert any(line.startswith("run directory:") for line in log.splitlines()[-8:])
         report = document(directory, "report")
-        assert (report["state"], report["emulated"]) == ("done", True)
+        assert (report["state"], report["emulated"]) == ("completed", True)
         assert report["validation_accuracy"] >= 0.85
         assert report["samples"] == 60_000 * report["epochs"]
         assert [rank["num_private"] for rank in report["ranks"]] == [0, 4286, 4285]

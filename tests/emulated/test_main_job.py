@@ -99,7 +99,7 @@ def test_discover_finds_the_limits_of_the_nodes(project: Path) -> None:
 
 def test_report_of_a_trained_job_says_what_was_trained_and_learnt(project: Path) -> None:
     found = document(project, "report")
-    assert (found["state"], found["emulated"], found["epochs"]) == ("done", True, 8)
+    assert (found["state"], found["emulated"], found["epochs"]) == ("completed", True, 8)
     assert found["samples"] == 8 * (NUM_PUBLIC + NUM_NODES * NUM_PRIVATE)
     assert sum(rank["num_public"] for rank in found["ranks"]) == NUM_PUBLIC
     assert [rank["num_private"] for rank in found["ranks"]] == [0, NUM_PRIVATE, NUM_PRIVATE]
@@ -216,7 +216,7 @@ def test_run_continues_without_a_killed_rank(project: Path, paused: None) -> Non
     assert len({event["steps"] for event in events_of(run, "Finished")}) == 1
     hash_at_the_end(run)
     found = document(project, "report", run.name)
-    assert (found["state"], found["epochs"], found["lost_nodes"]) == ("done", 8, ["csd1"])
+    assert (found["state"], found["epochs"], found["lost_nodes"]) == ("completed", 8, ["csd1"])
 
 
 @pytest.mark.thorough

@@ -73,7 +73,7 @@ def project(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 def test_model_with_two_inputs_trains_and_own_metric_is_evaluated(project: Path) -> None:
     done = succeed(project, "train", "--batch-size", "8", "--skip-doctor", "--json")
     lines = [json.loads(line) for line in done.stdout.splitlines()]
-    assert lines[-1]["state"] == "done"
+    assert lines[-1]["state"] == "completed"
     assert lines[-1]["samples"] == 2 * 2 * NUM_SAMPLES
     ends = [line for line in lines if line.get("event") == "EpochEnd" and line["rank"] == 0]
     assert set(ends[-1]["metrics"]) == {"mean_absolute_error", "far_off"}

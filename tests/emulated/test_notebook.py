@@ -109,7 +109,7 @@ def test_training_shows_one_table_and_ends_with_its_result(executed: Any) -> Non
 def test_run_is_shown_as_its_report(executed: Any) -> None:
     [cell] = [cell for cell in executed.cells if cell.source == "run"]
     assert "(emulated fleet)" in cell.outputs[0].data["text/html"]
-    assert outputs_of(executed, "report.state")[0].data["text/plain"] == "('done', True)"
+    assert outputs_of(executed, "report.state")[0].data["text/plain"] == "('completed', True)"
 
 
 def test_interrupted_cell_stops_the_run_in_order(tmp_path: Path) -> None:

@@ -150,4 +150,4 @@ def test_lost_ranks_leave_the_same_bits_on_all(project: Path) -> None:
     run = train_through(project, kill_rank("csd1"), kill_host_rank)
     *_, end = (event for event in events_of(run, "EpochEnd") if event["node"] == "host")
     assert {"d_loss", "g_loss"} <= set(end["metrics"])
-    assert document(project, "report", run.name)["state"] == "done"
+    assert document(project, "report", run.name)["state"] == "completed"

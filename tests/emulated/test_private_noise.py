@@ -59,7 +59,7 @@ def test_resumed_run_with_noise_reports_its_guarantee(project: Path) -> None:
     assert "released: private samples of csd1: ε = " in done.stderr
     lines = [json.loads(line) for line in done.stdout.splitlines()]
     report = lines[-1]
-    assert report["state"] == "done"
+    assert report["state"] == "completed"
     assert report["identical_weights"]
     of_host = [line for line in lines if line.get("event") == "EpochEnd" and line["rank"] == 0]
     assert of_host

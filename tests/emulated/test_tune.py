@@ -90,7 +90,7 @@ def test_fresh_tune_without_the_host_plans_an_exact_global_batch_which_is_traine
     assert plan["global_batch"] == 100
     assert plan["ranks"][0]["batch_size"] == 0
     summary = document(project, "train", "--skip-doctor")
-    assert (summary["state"], summary["samples"], summary["identical_weights"]) == ("done", 4000, True)
+    assert (summary["state"], summary["samples"], summary["identical_weights"]) == ("completed", 4000, True)
     assert summary["steps"] == 40
     assert summary["predicted_samples_per_s"] == plan["predicted_samples_per_s"]
 

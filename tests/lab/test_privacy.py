@@ -77,7 +77,7 @@ def check_ledger(project: Project, captures: dict[str, Capture]) -> None:
 
 
 def check_report(document: dict[str, Any]) -> None:
-    assert (document["state"], document["num_ranks"]) == ("done", 3)
+    assert (document["state"], document["num_ranks"]) == ("completed", 3)
     assert document["identical_weights"] is True
     assert [rank["num_private"] for rank in document["ranks"]] == [0, 24, 24]
 

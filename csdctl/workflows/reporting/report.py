@@ -12,7 +12,7 @@ from csdctl.errors import InputError
 from csdctl.fleet.requirements import explain_extra
 from csdctl.reporting.page import render_page
 from csdctl.reporting.privacy import Flow, Privacy, add_flows, count_passes, measure_privacy
-from csdctl.reporting.results import RunResults, read_results
+from csdctl.reporting.results import RUNNING, RunResults, read_results
 from csdctl.reporting.tables import describe_run, describe_settings
 from csdctl.runs.directory import ProjectDirectory, RunDirectory
 from csdctl.runs.ledger import read_ledger
@@ -98,7 +98,10 @@ def write_tensorboard(run: RunResults, directory: Path) -> None:
 
 def report(run: RunDirectory) -> RunResults:
     """Add up a run; raises InputError for one without events."""
-    return replace(read_results(run), is_running=process_of(run).is_running)
+    found = read_results(run)
+    if not process_of(run).is_running:
+        return found
+    return replace(found, summary=replace(found.summary, state=RUNNING))
 
 
 def write_files(

@@ -21,7 +21,7 @@ from typing import Any
 from csdctl.documents import load_json
 from csdctl.errors import CsdctlError, DeadlineError, ExitCode, InputError, RunError
 from csdctl.launch.leftovers import is_elsewhere, is_gone, read_holder, show_holder
-from csdctl.notify import Say
+from csdctl.notify import DATED, DETACHED, Say
 from csdctl.placement.equation1 import steps_per_epoch
 from csdctl.reporting.results import RUNNING, RunStatus, load_run_status, read_results
 from csdctl.runs.directory import LATEST, Manifest, ProjectDirectory, RunDirectory
@@ -44,21 +44,8 @@ SETTINGS = (
 )
 """Keys of manifest.json that are compared; what follows from them is left out."""
 NO_SETTINGS = ("plan.made_for", "plan.strategies", "plan.predicted", "plan.measuring_s", "plan.num_probes")
-RESULTS = (
-    "state",
-    "epochs",
-    "steps",
-    "samples",
-    "training_s",
-    "samples_per_s",
-    "efficiency",
-    "loss",
-    "accuracy",
-    "validation_loss",
-    "validation_accuracy",
-    "lost_nodes",
-    "num_rebalanced",
-)
+NO_RESULTS = {"run_id", "emulated", "method", "num_ranks", "global_batch", "ranks", "strategy", "cut"}
+"""Values of a summary that follow from the settings."""
 
 
 @dataclass(frozen=True)
@@ -89,13 +76,19 @@ def compare_runs(
 
 def _settings(run: RunDirectory) -> dict[str, object]:
     manifest: Mapping[str, Any] = run.load_manifest()
-    values = _flatten({key: manifest.get(key) for key in SETTINGS})
-    return {name: value for name, value in values if not name.startswith(NO_SETTINGS)}
+    values = dict(_flatten({key: manifest.get(key) for key in SETTINGS}))
+    public = load_spec(run).public if run.spec.exists() else None
+    if public and public.images_sha256:  # the fingerprint is of paths and times
+        del values["data.public"]
+        values |= {"data.public.samples": public.images_sha256, "data.public.labels": public.labels_sha256}
+    return {name: value for name, value in values.items() if not name.startswith(NO_SETTINGS)}
 
 
 def _results(run: RunDirectory) -> dict[str, object]:
     summary = read_results(run).summary if run.events.exists() else None
-    return {name: getattr(summary, name) for name in RESULTS} if summary else {}
+    values = vars(summary).items() if summary else ()
+    kinds = int | float | str | tuple | None
+    return {name: value for name, value in values if name not in NO_RESULTS and isinstance(value, kinds)}
 
 
 def _flatten(value: object, name: str = "") -> Iterator[tuple[str, object]]:
@@ -408,6 +401,7 @@ def start_detached(project: ProjectDirectory, arguments: Sequence[str], say: Say
             stderr=subprocess.STDOUT,
             cwd=project.root,
             start_new_session=True,
+            env={**os.environ, DETACHED: "1"},
         )
     try:
         run = _wait_for_run(project, process, GrowingLog(log), say)
@@ -431,8 +425,8 @@ def _wait_for_run(
     while True:
         code = process.poll()
         for line in log.read_lines() if code is None else [*log.read_lines(), *log.read_rest()]:
-            said.append(line)
-            say(line)
+            said.append(DATED.sub("", line, count=1))
+            say(said[-1])
         for name in project.run_ids():
             run = RunDirectory(project.runs / name)
             holder = process_of(run)

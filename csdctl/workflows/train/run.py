@@ -19,7 +19,7 @@ from csdctl.fleet.model import HOST_NAME, SERVER_MARK
 from csdctl.launch.leftovers import describe_holder, end_run
 from csdctl.launch.mpi_job import add_mpirun_traffic, add_rank_traffic
 from csdctl.launch.mpirun import Mpirun
-from csdctl.reporting.results import DONE, RunSummary, read_results
+from csdctl.reporting.results import COMPLETED, FAILED, STOPPED, RunSummary, read_results
 from csdctl.runs.directory import EventLog, RunDirectory, keep_step_file
 from csdctl.shipping.store import StoredFile, store_bytes
 from csdctl.supervision.event_callbacks import EventCallbacks
@@ -44,15 +44,19 @@ COMPUTING_FACTOR = 12
 
 
 def record_process(run: RunDirectory, space: Workspace) -> None:
-    """Record that this process trains `run` and, once the machines are unlocked, that it no longer does."""
+    """Record that this process trains `run` and, once the machines are unlocked, how that ended."""
     holder = describe_holder("train", space.project.root)
     save_json(run.process, holder)
 
-    def record_end() -> None:
+    def record_end(_kind: object, error: BaseException | None, _trace: object) -> None:
+        end = {"ended": f"{datetime.now(UTC):%Y-%m-%d %H:%M:%S} UTC"}
+        if error is not None:
+            state = STOPPED if isinstance(error, KeyboardInterrupt) else FAILED
+            end |= {"state": state, "error": f"{error} ({end['ended']})"}
         with suppress(OSError):  # the run is over, whether or not this can be written
-            save_json(run.process, {**holder, "ended": f"{datetime.now(UTC):%Y-%m-%d %H:%M:%S} UTC"})
+            save_json(run.process, holder | end)
 
-    space.after.callback(record_end)
+    space.after.push(record_end)
 
 
 def run_ranks(
@@ -236,8 +240,8 @@ def run_to_end(
             finally:
                 settle_step_file(inputs, is_done=is_done)
     summary = read_results(run).summary
-    if is_interrupted and summary.state != DONE:
-        raise RunStopped(run.run_id, summary)
+    if is_interrupted and summary.state != COMPLETED:
+        raise RunStopped(run.run_id, replace(summary, state=STOPPED))
     if is_interrupted:  # after the last step: nothing is left to resume
         settle_step_file(inputs, is_done=True)
     return summary

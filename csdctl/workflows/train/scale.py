@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 
 from csdctl.errors import CsdctlError, InputError
 from csdctl.fleet.model import keep_nodes
-from csdctl.reporting.results import read_results
+from csdctl.reporting.results import COMPLETED, read_results
 from csdctl.reporting.tables import KINDS, ScalingSeries, build_scaling
 from csdctl.runs.directory import ProjectDirectory, RunDirectory
 from csdctl.tuning.plan import Plan, RankPlan, load_plan, save_plan
@@ -98,7 +98,7 @@ def _find_run(project: ProjectDirectory, plan: Plan, training: TrainRequest) -> 
             if (
                 Plan.model_validate(run.load_manifest()["plan"]).model_dump() == wanted
                 and load_spec(run).max_steps == training.options.max_steps
-                and read_results(run).summary.state == "done"
+                and read_results(run).summary.state == COMPLETED
             ):
                 return run
         except (CsdctlError, ValueError, KeyError, TypeError):

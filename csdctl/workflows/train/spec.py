@@ -302,7 +302,7 @@ def build_manifest(
         "job": {"path": str(job.path), "model": job.model, "fingerprint": job.fingerprint()},
         "recipe": asdict(prepared.recipe),
         "noise": asdict(job.noise) if job.noise else None,
-        "data": fingerprint_data(prepared),
+        "data": fingerprint_data(prepared) | {"public_path": str(job.public_path)},
         "server": space.fleet.here,
         "fleet": {
             "path": str(space.fleet.path),

@@ -7,21 +7,23 @@ from typing import Any
 
 import pytest
 
+from csdctl.documents import save_json
 from csdctl.reporting.results import (
-    DONE,
+    COMPLETED,
     FAILED,
     INTERRUPTED,
     STOPPED,
     RunStatus,
     RunSummary,
     load_run_status,
+    read_results,
     summarize,
 )
 from csdctl.reporting.tables import describe_result, describe_run
 from csdctl.reporting.tally import Tally
 from csdctl.runs.directory import ProjectDirectory
-from csdctl.worker.protocol.events import STOPPED as ASKED_TO_STOP
 from csdctl.worker.protocol.events import (
+    MAX_STEPS,
     CheckpointSaved,
     EpochEnd,
     Event,
@@ -32,6 +34,7 @@ from csdctl.worker.protocol.events import (
     Progress,
     Ready,
 )
+from csdctl.worker.protocol.events import STOPPED as ASKED_TO_STOP
 from tests.unit.runs.manifests import manifest_of, write_events
 
 NODES = ("host", "csd0", "csd1")
@@ -103,7 +106,7 @@ def test_whole_run_is_added_up_over_its_epochs() -> None:
     assert (found.alone_samples_per_s, found.efficiency) == pytest.approx((100.0, 16 / 18))
     assert (found.loss, found.accuracy) == pytest.approx((1.0, 0.8))
     assert (found.validation_loss, found.validation_accuracy) == pytest.approx((1.25, 0.6))
-    assert (found.state, found.failures, found.identical_weights) == ("done", (), True)
+    assert (found.state, found.failures, found.identical_weights) == ("completed", (), True)
     assert describe_result(found).endswith("; best: epoch 1, best.keras")
 
 
@@ -179,7 +182,7 @@ LOST: list[Event] = [
 @pytest.mark.fault(20)
 def test_run_that_continued_without_a_node_is_done_and_counts_unread_samples() -> None:
     found = summary(LOST)
-    assert (found.state, found.lost_nodes, found.num_private_unread) == ("done", ("csd1",), 100)
+    assert (found.state, found.lost_nodes, found.num_private_unread) == ("completed", ("csd1",), 100)
     assert found.identical_weights
 
 
@@ -188,7 +191,7 @@ def test_stopped_run_is_stopped_and_done_after_it_was_resumed() -> None:
     assert summary(stopped).state == "stopped"
     resumed = [*stopped, *(joined(rank, 0, 1, 2) for rank in range(3))]
     assert summary(resumed).state == "failed"
-    assert summary([*resumed, *(finished(rank) for rank in range(3))]).state == "done"
+    assert summary([*resumed, *(finished(rank) for rank in range(3))]).state == "completed"
 
 
 def test_machine_that_does_not_train_is_no_part_of_what_the_ranks_reach_alone() -> None:
@@ -216,11 +219,11 @@ def status(directory: Path, *events: Event, **manifest: Any) -> RunStatus:
         ([], INTERRUPTED),
         ([PROGRESS], INTERRUPTED),
         ([PROGRESS, replace(FINISHED, rank=1, node="csd0")], INTERRUPTED),
-        ([PROGRESS, FINISHED], DONE),
+        ([PROGRESS, FINISHED], COMPLETED),
         ([PROGRESS, replace(FINISHED, reason=ASKED_TO_STOP)], STOPPED),
         ([PROGRESS, FAILURE], FAILED),
         ([PROGRESS, FAILURE, PROGRESS], INTERRUPTED),
-        ([PROGRESS, FAILURE, PROGRESS, FINISHED], DONE),
+        ([PROGRESS, FAILURE, PROGRESS, FINISHED], COMPLETED),
         ([PROGRESS, FINISHED, EPOCH_END], INTERRUPTED),
     ],
 )
@@ -234,6 +237,23 @@ def test_run_that_goes_on_has_its_epoch_step_and_rate(tmp_path: Path) -> None:
     assert found.samples_per_s == pytest.approx((800 + 128) / (9.0 + 0.75))  # of the run, as in its report
     assert (found.loss, found.accuracy, found.validation_loss) == (2.5, 0.1, 1.25)
     assert found.last_event_s == 1_001.0
+
+
+def test_run_says_why_it_ended_before_its_last_epoch_and_how_its_csdctl_ended(tmp_path: Path) -> None:
+    run = ProjectDirectory(tmp_path).new_run()
+    run.save_manifest(manifest_of())
+    write_events(run, [PROGRESS], 1_000.0)
+    assert read_results(run).summary.state == load_run_status(run).state == INTERRUPTED
+    save_json(run.process, {"state": FAILED, "error": "csd0: rank 1 was killed by signal 9"})
+    assert read_results(run).summary.state == load_run_status(run).state == FAILED
+    assert read_results(run).summary.failures == ("csd0: rank 1 was killed by signal 9",)
+    save_json(run.process, {})
+    ends = [
+        replace(FINISHED, rank=rank, node=node, reason=MAX_STEPS) for rank, node in ((0, "host"), (1, "csd0"))
+    ]
+    found = load_run_status(write_events(run, ends, 1_002.0))
+    assert (found.state, found.reason) == (COMPLETED, MAX_STEPS)
+    assert describe_result(read_results(run).summary).startswith("completed: 3 steps (--max-steps)")
 
 
 def test_run_without_a_manifest_has_its_state_alone(tmp_path: Path) -> None:

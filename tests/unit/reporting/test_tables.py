@@ -81,8 +81,7 @@ def test_next_step_follows_from_how_the_run_ended(changes: dict[str, Any], next_
 
 
 def test_run_that_is_under_way_is_followed_and_not_resumed() -> None:
-    going = replace(run(BALANCED, BALANCED, BALANCED, state="failed"), is_running=True)
-    headline = write_headline(going)
+    headline = write_headline(run(BALANCED, BALANCED, BALANCED, state="running"))
     assert headline["result"].startswith("running: 2 epochs")
     assert "runs watch" in headline["next"]
 

@@ -35,7 +35,7 @@ RANKS = (
 )
 SUMMARY = RunSummary(
     run_id="20260101-000000-abcd",
-    state="done",
+    state="completed",
     emulated=True,
     method="stannis",
     num_ranks=2,

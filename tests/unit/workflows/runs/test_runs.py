@@ -15,6 +15,8 @@ from csdctl.errors import DeadlineError, InputError
 from csdctl.runs.directory import EventLog, ProjectDirectory, RunDirectory
 from csdctl.terminal.streams import Streams
 from csdctl.worker.protocol.events import EpochEnd, Event, Finished, Progress
+from csdctl.worker.protocol.json_codec import to_json
+from csdctl.worker.protocol.run_spec import DatasetSlice
 from csdctl.workflows.runs.manage import (
     compare_runs,
     find_logs,
@@ -27,7 +29,7 @@ from csdctl.workflows.runs.manage import (
     stop_run,
 )
 from tests.patience import scaled
-from tests.unit.runs.manifests import manifest_of, write_events
+from tests.unit.runs.manifests import manifest_of, spec_of, write_events
 
 NODES = ("host", "csd0")
 PROGRESS = Progress(0, "host", 2, 7, 7, 96, 0.5, 0.25, 0.8, 128, 2.5, 0.1)
@@ -84,7 +86,7 @@ class TestList:
         (project.runs / "foreign").mkdir()
         (project.runs / "foreign" / "manifest.json").write_text('{"schema": 1}')
         warnings: list[str] = []
-        assert [run.state for run in list_runs(project, warnings.append)] == ["done", "interrupted"]
+        assert [run.state for run in list_runs(project, warnings.append)] == ["completed", "interrupted"]
         skipped = [damaged.run_id, "99990101", "99990102", "foreign"]
         assert [line.split(" is skipped: ")[0] for line in warnings] == [
             f"warning: {name}" for name in skipped
@@ -119,7 +121,7 @@ class TestStop:
             stop_run(project, run.run_id, 0.3)
         assert list_runs(project, print)[0].state == "running"
         save_json(run.process, {**json.loads(run.process.read_text()), "ended": "2026-01-01 00:00:00 UTC"})
-        assert list_runs(project, print)[0].state == "done"
+        assert list_runs(project, print)[0].state == "completed"
         process.kill()
 
     def test_process_with_the_same_number_is_left_alone(self, project: ProjectDirectory) -> None:
@@ -186,3 +188,16 @@ def test_differences_of_two_runs(project: ProjectDirectory) -> None:
         ("recipe.learning_rate", 0.1, 0.2, False),
         ("plan.ranks.csd0.threads", 1, 3, False),
     }
+
+
+def test_same_public_data_elsewhere_has_another_path_and_the_same_content(project: ProjectDirectory) -> None:
+    runs = [
+        add_run(project, data={"public": name * 32, "private": {}, "public_path": f"/{name}"})
+        for name in "abc"
+    ]
+    for run, content in zip(runs, "xxy", strict=True):
+        public = DatasetSlice("images", "labels", images_sha256=content * 64, labels_sha256="0" * 64)
+        run.spec.write_text(to_json(spec_of(public=public)))
+    first, *others = (run.run_id for run in runs)
+    found = [[one.name for one in compare_runs(project, first, other)[2]] for other in others]
+    assert found == [["data.public_path"], ["data.public_path", "data.public.samples"]]

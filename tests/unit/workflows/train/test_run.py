@@ -6,6 +6,7 @@ The host's rank is scripted: a process that runs already, and says what a rank w
 import json
 import queue
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,6 +15,7 @@ import pytest
 
 from csdctl.errors import RunError
 from csdctl.fleet.model import HOST_NAME, Fleet, Node
+from csdctl.reporting.results import read_end
 from csdctl.runs.directory import ProjectDirectory
 from csdctl.runs.ledger import Ledger, read_ledger
 from csdctl.shipping.store import StoredFile
@@ -189,12 +191,21 @@ def test_state_of_the_last_step_is_kept_until_the_run_is_done(at: MeasuredProjec
     assert not directory.kept_step_file.exists()
 
 
-def test_process_of_a_run_is_recorded_until_the_machines_are_unlocked(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("error", "state"), [(None, ""), (RunError("disk full"), "failed"), (KeyboardInterrupt(), "stopped")]
+)
+def test_process_of_a_run_is_recorded_until_the_machines_are_unlocked_with_its_end(
+    tmp_path: Path, error: BaseException | None, state: str
+) -> None:
     project = ProjectDirectory(tmp_path)
     run = project.new_run()
     space = Workspace(project, Fleet(()), {}, {}, Ledger(project.ledger, "train"))
-    with space.after:
+    with suppress(RunError, KeyboardInterrupt), space.after:
         record_process(run, space)
         assert process_of(run).is_running
+        if error:
+            raise error
     assert not process_of(run).is_running
     assert process_of(run).is_alive
+    assert read_end(run)[0] == state
+    assert read_end(run)[1].startswith(str(error or ""))
