@@ -460,6 +460,9 @@ class Supervisor:
 
     def _lose_link(self, lost: LinkLost) -> None:
         if lost.rank in self._group.unlinked:
+            deadline = time.monotonic() + self._patience.settle_s
+            while self._links and not self._links.has_failed(0.0) and time.monotonic() < deadline:
+                time.sleep(0.02)  # mpirun is about to say whose process was killed
             self._regroup("the connection between the ranks was lost")
 
     def _join(self, joined: Joined) -> None:

@@ -179,4 +179,4 @@ def _open_console(file: TextIO, **settings: Any) -> "PrintableConsole":
 
 
 def _terminal_of(stream: TextIO) -> TextIO:
-    return stream.terminal if isinstance(stream, PrintableStream) and not stream.is_dated else stream  # type: ignore[return-value]
+    return stream.terminal if isinstance(stream, PrintableStream) and not stream.is_dated else stream

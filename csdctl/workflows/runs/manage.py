@@ -44,6 +44,8 @@ SETTINGS = (
 )
 """Keys of manifest.json that are compared; what follows from them is left out."""
 NO_SETTINGS = ("plan.made_for", "plan.strategies", "plan.predicted", "plan.measuring_s", "plan.num_probes")
+SHOWN = (int, float, str, tuple, type(None))
+"""Types of the results that are compared."""
 NO_RESULTS = {"run_id", "emulated", "method", "num_ranks", "global_batch", "ranks", "strategy", "cut"}
 """Values of a summary that follow from the settings."""
 
@@ -87,8 +89,7 @@ def _settings(run: RunDirectory) -> dict[str, object]:
 def _results(run: RunDirectory) -> dict[str, object]:
     summary = read_results(run).summary if run.events.exists() else None
     values = vars(summary).items() if summary else ()
-    kinds = int | float | str | tuple | None
-    return {name: value for name, value in values if name not in NO_RESULTS and isinstance(value, kinds)}
+    return {name: value for name, value in values if name not in NO_RESULTS and isinstance(value, SHOWN)}
 
 
 def _flatten(value: object, name: str = "") -> Iterator[tuple[str, object]]:

@@ -323,11 +323,10 @@ def rehearse_training(request: TrainRequest, observer: RunObserver) -> Rehearsal
         _examine(request, space, observer)
         recorded = load_prepared(space.project, request.job)
     recipe = request.job.recipe
-    for rule in filter(None, (recipe.early_stopping, recipe.reduce_on_plateau)):
-        if (name := rule.monitor.removeprefix("validation_")) not in ("loss", *recipe.metrics):
-            observer.say(
-                f"warning: {rule.monitor!r} is monitored: `train` fails unless the model has metric {name!r}"
-            )
+    rules = recipe.early_stopping, recipe.reduce_on_plateau
+    for name in (rule.monitor.removeprefix("validation_") for rule in rules if rule):
+        if name not in ("loss", *recipe.metrics):
+            observer.say(f"warning: {name!r} is monitored: `train` fails unless the model has this metric")
     return Rehearsal(plan, strategy.name, strategy.cut, run, recorded.num_samples if recorded else None)
 
 
