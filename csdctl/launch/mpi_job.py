@@ -46,27 +46,17 @@ _SIGNAL = re.compile(r"exited on signal (\d+)")
 _DAEMON = re.compile(r"Remote daemon: *\[[^,\]]*,(\d+)\]")
 _UNCONNECTED_DAEMON = re.compile(r"Remote host: *rank\d+-(\S+)")
 _DAEMON_STATUS = re.compile(r"Daemon exit status: *(\d+)")
-_BANNER = re.compile(r"[-*=\s]*$|\[\S+\] plm:\w+: Warning: ")
-"""No cause: lines around messages, and mpirun's warning that a daemon's shell has no process group."""
+_BANNER = re.compile(
+    r"[-*=\s]*$|\[\S+\] plm:\w+: Warning: |.*(Per user-direction|thus causing|to be terminated\.)"
+)
+"""No cause: lines around messages, words of each end, and a warning that a shell has no process group."""
 CHECK_NODE = "check the node and train again"
 MEMORY_REMEDY = "use a smaller batch size (--batch-size, or `csdctl tune`), or a machine with more memory"
 _ENDED_BY_MPIRUN = (signal.SIGTERM, signal.SIGINT)
 _NO_CAUSE = ("Abort is in progress", "Killed")
-_NOISE = (
-    *("All log messages before absl", "oneDNN custom operations are on", "rebuild TensorFlow with"),
-    *(
-        "*** reported by process",
-        "*** on a NULL communicator",
-        "*** Unknown error",
-        "*** MPI_ERRORS_ARE_FATAL",
-    ),
-    *(
-        "***    and MPI will try to",
-        "Per user-direction, the job",
-        "thus causing",
-        "the job to be terminated.",
-    ),
-)
+_NOISE = ("All log messages before absl", "oneDNN custom operations are on", "rebuild TensorFlow with")
+_ABORT = re.compile(r"\[\S+\] \*\*\* +(reported by|on a NULL|Unknown error|MPI_ERRORS_ARE|and MPI will)")
+"""What MPI prints after the error with which a process ends."""
 
 
 def host_word(node: str) -> str:
@@ -76,7 +66,7 @@ def host_word(node: str) -> str:
 
 def is_noise(line: str) -> bool:
     """Return whether `line` is one that TensorFlow prints at every start, or MPI after every loss."""
-    return any(noise in line for noise in _NOISE)
+    return bool(_ABORT.match(line)) or any(noise in line for noise in _NOISE)
 
 
 def find_killed(outcome: "JobOutcome") -> Exited | None:
