@@ -209,6 +209,8 @@ class _Run:
         self.lost_nodes: dict[str, None] = {}
         self._failures: list[str] = []
         self._num_failures = 0
+        self._has_failed = False
+        """Whether a rank has failed since the latest steps."""
         self._members = frozenset(range(num_ranks))
         """The ranks of the latest group."""
         self.finished: dict[int, str] = {}
@@ -222,7 +224,7 @@ class _Run:
     def state(self) -> str:
         """As in `RunSummary.state`."""
         if self._members - self.finished.keys():
-            return FAILED
+            return FAILED if self._has_failed else INTERRUPTED
         return STOPPED if ASKED_TO_STOP in self.finished.values() else COMPLETED
 
     @property
@@ -238,6 +240,8 @@ class _Run:
 
     def add(self, event: Event) -> None:
         self.passes.add(event)
+        has_trained = isinstance(event, Progress | EpochEnd)
+        self._has_failed = isinstance(event, Failed) or (self._has_failed and not has_trained)
         if isinstance(event, Joined):
             self._members = frozenset(map(int, event.batch_sizes))
             self.finished.pop(event.rank, None)  # the run was resumed
@@ -303,8 +307,6 @@ def read_results(run: RunDirectory) -> RunResults:
     series = builder.build()
     summary = replace(summary, num_unreadable=events.num_unreadable, energy=_energy(run, series))
     state, error = read_end(run)
-    if not state and summary.state == FAILED and not summary.failures:
-        state = INTERRUPTED
     failures = summary.failures or ((error,) if state == FAILED else ())
     summary = replace(summary, state=state or summary.state, failures=failures)
     files = {"run directory": run.path, "trained model": run.model, "model of the best epoch": run.best_model}

@@ -131,8 +131,10 @@ def test_each_rank_has_samples_rate_and_waiting_time() -> None:
 
 
 @pytest.mark.parametrize("rank", [0, 1, 2])
-def test_run_without_one_completion_record_has_failed_and_other_weights_are_not_identical(rank: int) -> None:
-    assert summary([event for event in WHOLE if event != finished(rank)]).state == "failed"
+def test_run_without_a_completion_record_is_interrupted_and_other_weights_are_not_identical(
+    rank: int,
+) -> None:
+    assert summary([event for event in WHOLE if event != finished(rank)]).state == "interrupted"
     end = epoch_end(rank, 1)
     events = [epoch_end(rank, 1, "other") if event == end else event for event in WHOLE]
     assert not summary(events).identical_weights
@@ -141,7 +143,7 @@ def test_run_without_one_completion_record_has_failed_and_other_weights_are_not_
 @pytest.mark.parametrize("events", [[], WHOLE[:3]])
 def test_run_that_ended_before_its_first_epoch_has_no_results(events: list[Event]) -> None:
     found = summary(events)
-    assert (found.state, found.epochs, found.samples, found.samples_per_s) == ("failed", 0, 0, 0.0)
+    assert (found.state, found.epochs, found.samples, found.samples_per_s) == ("interrupted", 0, 0, 0.0)
     assert (found.efficiency, found.loss, found.validation_accuracy) == (None, None, None)
     assert not found.identical_weights
     assert [rank.waiting for rank in found.ranks] == [0.0] * 3
@@ -190,7 +192,7 @@ def test_stopped_run_is_stopped_and_done_after_it_was_resumed() -> None:
     stopped = [*WHOLE[:8], *(replace(finished(rank), reason=ASKED_TO_STOP) for rank in range(3))]
     assert summary(stopped).state == "stopped"
     resumed = [*stopped, *(joined(rank, 0, 1, 2) for rank in range(3))]
-    assert summary(resumed).state == "failed"
+    assert summary(resumed).state == "interrupted"
     assert summary([*resumed, *(finished(rank) for rank in range(3))]).state == "completed"
 
 

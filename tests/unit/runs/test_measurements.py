@@ -28,7 +28,7 @@ from csdctl.tuning.measurements import (
 from csdctl.worker.protocol.run_spec import Runtime
 from tests.full_disk import full_disk
 
-MODEL = ModelProperties("a" * 64, "keras.applications:MobileNetV2", 2_000_000, 1_900_000, 50_000_000, 12_288)
+MODEL = ModelProperties("a" * 64, "keras.applications:MobileNetV2", 2_000_000, 1_900_000, 50_000_000)
 OTHER = replace(MODEL, hash="b" * 64, name="/srv/mine.py:build", num_operations=100_000_000)
 CSD = classify_machine(Facts("csd0", architecture="aarch64", num_cores=4, memory_bytes=6 << 30))
 HOST = classify_machine(Facts("host", architecture="x86_64", num_cores=8, memory_bytes=32 << 30))
