@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 import yaml
 
-from benchmarks.running import EXAMPLES, csdctl, emulated_fleet, place_sample
+from benchmarks.running import EXAMPLES, csdctl, emulated_fleet, place_sample, run_program
 
 GRID = (32, 64, 128, 256, 512, 1024)
 NUM_NODES, NODE_CPU = 3, 0.25
@@ -39,13 +39,17 @@ def build():
     head = [layers.GlobalAveragePooling2D(), layers.Dense(10, activation="softmax")]
     return keras.Sequential([keras.Input((28, 28, 1)), *blocks, *head])
 '''
-STOP = """
+TRAIN = """
+import json, sys
 import csdctl
 
 
-def at_target(event):
-    if event["event"] == "EpochEnd" and event["rank"] == 0 and event["validation_loss"] <= {target}:
+def stop_at_target(event):
+    if event["event"] == "EpochEnd" and event["rank"] == 0 and event["validation_loss"] <= float(sys.argv[1]):
         return csdctl.STOP
+
+
+print(json.dumps({"path": str(csdctl.train("goodput.yaml", callbacks=[stop_at_target]).directory.path)}))
 """
 
 
@@ -68,16 +72,14 @@ def write_job(directory: Path, model: str) -> None:
     job["data"].pop("private", None)
     job["recipe"] |= {"epochs": MAX_EPOCHS, "warmup_epochs": 1, "decay": "none"}
     (directory / "goodput.yaml").write_text(yaml.safe_dump(job).replace("'", ""))
-    (directory / "stop.py").write_text(STOP.format(target=TARGETS[model]))
 
 
 def time_to_loss(directory: Path, model: str) -> tuple[float | None, dict[str, Any]]:
     """Train by the plan; return the seconds until the loss, None: not reached, and the report."""
-    report = csdctl(directory, "train", "goodput.yaml", "--skip-doctor", "--callback", "stop.py:at_target")[
-        -1
-    ]
+    path = run_program(TRAIN, TARGETS[model], cwd=directory)["path"]
+    report = csdctl(directory, "report", "latest")[-1]
     reached_s, spent_s = None, 0.0
-    for line in (Path(report["path"]) / "events.jsonl").read_text().splitlines():
+    for line in (Path(path) / "events.jsonl").read_text().splitlines():
         event = json.loads(line)
         if event["event"] == "EpochEnd" and event["rank"] == 0:
             spent_s += event["compute_s"] + event["wait_s"]
