@@ -58,9 +58,9 @@ class Orders:
 
     def next_group(self) -> FormGroup:
         """Return the latest group ordered; raises WorkerError when no order of any kind comes in time."""
-        group = None
+        group, began = None, time.monotonic()  # a rank that trains may hear nothing for hours
         while group is None:
-            left_s = self._heard + ORPHAN_S - time.monotonic()
+            left_s = max(began, self._heard) + ORPHAN_S - time.monotonic()
             if left_s <= 0:
                 raise WorkerError(
                     f"received no order for {ORPHAN_S:g} s: csdctl has exited or is disconnected"

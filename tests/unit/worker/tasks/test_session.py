@@ -3,12 +3,16 @@
 import os
 import subprocess
 import sys
+import threading
+
+import pytest
 
 from csdctl.worker.protocol.events import Joined, Ready, event_from_line
 from csdctl.worker.protocol.json_codec import to_json
-from csdctl.worker.protocol.orders import FormGroup, order_to_line
+from csdctl.worker.protocol.orders import FormGroup, Order, Release, order_to_line
 from csdctl.worker.protocol.recipe import Recipe
 from csdctl.worker.protocol.run_spec import RankSpec, RunSpec, Runtime, TaskSpec
+from csdctl.worker.tasks.task import ORPHAN_S, Orders
 
 PROGRAM = """
 import os, socket, sys
@@ -66,3 +70,21 @@ def test_links_are_accepted_until_the_task_has_finished() -> None:
         assert process.wait() == 0, errors
     assert [type(event_from_line(line)) for line in lines[:2]] == [Ready, Joined]
     assert lines[2:] == ["ran in (0,)", "a late link was accepted"]
+
+
+def test_rank_that_trained_for_long_without_an_order_waits_for_the_next_group(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    receiving, sending = os.pipe()
+    monkeypatch.setattr(sys, "stdin", os.fdopen(receiving))
+
+    def send(order: Order) -> None:
+        os.write(sending, order_to_line(order).encode() + b"\n")
+
+    orders = Orders(lambda number: None)
+    orders._heard -= 2 * ORPHAN_S
+    threading.Timer(0.2, send, [FormGroup(2, (0, 1))]).start()
+    assert orders.next_group().generation == 2
+    send(Release())
+    orders.await_release()
+    os.close(sending)
