@@ -5,6 +5,20 @@ from pathlib import Path
 import numpy as np
 
 
+def small_job(
+    recipe: str, suffix: str = "", *, model: str = "model.py:build", has_validation: bool = False
+) -> str:
+    """Return the text of job.yaml: data in `public`, `~/private` and maybe `validation`, with a suffix."""
+    validation = f"  validation: {{path: validation{suffix}}}\n" if has_validation else ""
+    return f"""\
+model: {model}
+data:
+  public: {{path: public{suffix}}}
+  private: {{path: ~/private{suffix}}}
+{validation}recipe: {{{recipe}}}
+"""
+
+
 def dense_model(*shape: int, outputs: int = 3, activation: str = "softmax") -> str:
     """Return the text of model.py: one dense layer on samples of this shape."""
     return f"""\
