@@ -1,22 +1,21 @@
 """Models and data of small jobs: TensorFlow starts for seconds, and they train for milliseconds."""
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
 
+TRAINED = ("public", "private")
+VALIDATED = (*TRAINED, "validation")
+
 
 def small_job(
-    recipe: str, suffix: str = "", *, model: str = "model.py:build", has_validation: bool = False
+    recipe: str, suffix: str = "", *, model: str = "model.py:build", data: Sequence[str] = TRAINED
 ) -> str:
-    """Return the text of job.yaml: data in `public`, `~/private` and maybe `validation`, with a suffix."""
-    validation = f"  validation: {{path: validation{suffix}}}\n" if has_validation else ""
-    return f"""\
-model: {model}
-data:
-  public: {{path: public{suffix}}}
-  private: {{path: ~/private{suffix}}}
-{validation}recipe: {{{recipe}}}
-"""
+    """Return the text of job.yaml: each of `data` is in a file or directory of its name, with this suffix."""
+    paths = {name: f"~/{name}{suffix}" if name == "private" else f"{name}{suffix}" for name in data}
+    lines = "".join(f"  {name}: {{path: {path}}}\n" for name, path in paths.items())
+    return f"model: {model}\ndata:\n{lines}recipe: {{{recipe}}}\n"
 
 
 def dense_model(*shape: int, outputs: int = 3, activation: str = "softmax") -> str:

@@ -13,13 +13,13 @@ import pytest
 from csdctl.job.model import load_job
 from csdctl.tuning.plan import Plan, RankPlan, save_plan
 from tests.emulated.running import document, emulated, home_of, succeed
-from tests.emulated.small_jobs import small_job
+from tests.emulated.small_jobs import VALIDATED, small_job
 from tests.emulated.training import events_of, stop_without_csd1
 
 pytestmark = [pytest.mark.emulated, pytest.mark.thorough]
 
 NUM_SAMPLES = 96
-JOB = small_job("epochs: 2, learning_rate: %s, optimizer: adam", ".npz", has_validation=True)
+JOB = small_job("epochs: 2, learning_rate: %s, optimizer: adam", ".npz", data=VALIDATED)
 MODEL = """\
 import keras
 from keras import layers
