@@ -30,6 +30,31 @@ def build():
 """
 
 
+def frozen_model(size: int, *base: str) -> str:
+    """Return the text of model.py: a head on frozen layers `base`, which `build_trained` trains, too."""
+    layers = "".join(f"        layers.{layer},\n" for layer in base)
+    return f"""\
+import keras
+from keras import layers
+
+
+def build():
+    base = keras.Sequential([
+        keras.Input(({size}, {size}, 3)),
+{layers}        layers.GlobalAveragePooling2D(),
+    ], name="base")
+    base.trainable = False
+    inputs = keras.Input(({size}, {size}, 3))
+    return keras.Model(inputs, layers.Dense(4, activation="softmax")(base(inputs)))
+
+
+def build_trained():
+    model = build()
+    model.get_layer("base").trainable = True
+    return model
+"""
+
+
 def pausing_layer(seconds: float, condition: str = "True") -> str:
     """Return the text of a module with the layer Pause, which waits in every step while `condition` holds."""
     return f"""\
