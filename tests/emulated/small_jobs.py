@@ -5,12 +5,12 @@ from pathlib import Path
 
 import numpy as np
 
-TRAINED = ("public", "private")
-VALIDATED = (*TRAINED, "validation")
+TRAINING_DATA = ("public", "private")
+ALL_DATA = (*TRAINING_DATA, "validation")
 
 
 def small_job(
-    recipe: str, suffix: str = "", *, model: str = "model.py:build", data: Sequence[str] = TRAINED
+    recipe: str, suffix: str = "", *, model: str = "model.py:build", data: Sequence[str] = TRAINING_DATA
 ) -> str:
     """Return the text of job.yaml: each of `data` is in a file or directory of its name, with this suffix."""
     paths = {name: f"~/{name}{suffix}" if name == "private" else f"{name}{suffix}" for name in data}

@@ -13,13 +13,13 @@ import pytest
 from csdctl.job.model import load_job
 from csdctl.tuning.plan import Plan, RankPlan, save_plan
 from tests.emulated.running import document, emulated, home_of, succeed
-from tests.emulated.small_jobs import VALIDATED, frozen_model, small_job
+from tests.emulated.small_jobs import ALL_DATA, frozen_model, small_job
 from tests.emulated.training import events_of, stop_without_csd1
 
 pytestmark = [pytest.mark.emulated, pytest.mark.thorough]
 
 NUM_SAMPLES = 96
-JOB = small_job("epochs: 2, learning_rate: %s, optimizer: adam", ".npz", data=VALIDATED)
+JOB = small_job("epochs: 2, learning_rate: %s, optimizer: adam", ".npz", data=ALL_DATA)
 MODEL = frozen_model(12, 'Conv2D(8, 3, activation="relu")', "BatchNormalization()")
 AUGMENT = """\
 def darken(samples, labels, rng):

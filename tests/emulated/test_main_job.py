@@ -18,7 +18,7 @@ import yaml
 from csdctl.fleet.facts import load_facts
 from csdctl.fleet.fleet_file import load_fleet
 from tests.emulated.running import document, emulated, home_of, refuse, succeed
-from tests.emulated.small_jobs import VALIDATED, pausing_layer, small_job
+from tests.emulated.small_jobs import ALL_DATA, pausing_layer, small_job
 from tests.emulated.training import (
     events_of,
     hash_at_the_end,
@@ -45,7 +45,7 @@ PLANNED = ("--no-rebalance", "--collective", "star")
 JOB = small_job(
     *("epochs: 8, learning_rate: 0.05, momentum: 0.9, reference_batch: 64, warmup_epochs: 1", ".npz"),
     model="small.py:build",
-    data=VALIDATED,
+    data=ALL_DATA,
 )
 MODEL = f"""\
 {pausing_layer(0.05, 'os.path.exists(os.path.expanduser("~/pause"))')}

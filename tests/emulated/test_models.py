@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from tests.emulated.running import document, emulated, home_of, succeed
-from tests.emulated.small_jobs import VALIDATED, small_job
+from tests.emulated.small_jobs import ALL_DATA, small_job
 
 pytestmark = [pytest.mark.emulated, pytest.mark.thorough]
 
@@ -19,7 +19,7 @@ JOB = small_job(
     "epochs: 2, learning_rate: 0.05, loss: mean_squared_error, "
     'metrics: [mean_absolute_error, "model.py:far_off"]',
     ".npz",
-    data=VALIDATED,
+    data=ALL_DATA,
 )
 MODEL = """\
 import keras

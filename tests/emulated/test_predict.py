@@ -15,7 +15,7 @@ import pytest
 import yaml
 
 from tests.emulated.running import CSDCTL, csdctl, document, emulated, home_of
-from tests.emulated.small_jobs import VALIDATED, pausing_layer, small_job
+from tests.emulated.small_jobs import ALL_DATA, pausing_layer, small_job
 from tests.emulated.training import of_fleet, processes
 from tests.patience import communicate, wait_for
 
@@ -27,7 +27,7 @@ NUM_SLOW = 640
 JOB = small_job(
     *("epochs: 1, learning_rate: 0.01", ".npz"),
     model="model.py:build\ncode: [layer.py]",
-    data=VALIDATED,
+    data=ALL_DATA,
 )
 MODEL = """\
 import keras
