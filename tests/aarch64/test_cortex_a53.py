@@ -6,6 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from tests.emulated.small_jobs import frozen_model
 from tests.emulated.training import events_of
 from tests.lab.bare import bare_node
 from tests.lab.lab import Lab
@@ -14,30 +15,9 @@ from tests.provision.provisioning import NETWORK, check, provision
 
 pytestmark = [pytest.mark.lab, pytest.mark.timeout(5400)]
 
-MODEL = """\
-import keras
-from keras import layers
-
-
-def build():
-    base = keras.Sequential([
-        keras.Input((16, 16, 3)),
-        layers.Conv2D(8, 3, use_bias=False),
-        layers.BatchNormalization(),
-        layers.ReLU(),
-        layers.DepthwiseConv2D(3),
-        layers.GlobalAveragePooling2D(),
-    ], name="base")
-    base.trainable = False
-    inputs = keras.Input((16, 16, 3))
-    return keras.Model(inputs, layers.Dense(4, activation="softmax")(base(inputs)))
-
-
-def build_trained():
-    model = build()
-    model.get_layer("base").trainable = True
-    return model
-"""
+MODEL = frozen_model(
+    16, "Conv2D(8, 3, use_bias=False)", "BatchNormalization()", "ReLU()", "DepthwiseConv2D(3)"
+)
 JOB = """\
 model: model.py:%s
 data: {public: {path: public}}

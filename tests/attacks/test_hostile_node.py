@@ -14,17 +14,12 @@ import yaml
 
 from csdctl.runs.directory import ProjectDirectory, RunDirectory
 from tests.emulated.running import document, emulated, refuse, succeed
-from tests.emulated.small_jobs import dense_model
+from tests.emulated.small_jobs import dense_model, small_job
 from tests.emulated.training import events_of
 
 pytestmark = [pytest.mark.emulated, pytest.mark.thorough]
 
-JOB = """\
-model: model.py:build
-data:
-  public: {path: public.npz}
-recipe: {epochs: 4, learning_rate: 0.01, loss: mean_squared_error}
-"""
+JOB = small_job("epochs: 4, learning_rate: 0.01, loss: mean_squared_error", ".npz", data=("public",))
 MODEL = dense_model(2, outputs=1, activation="linear")
 PYTHON = """\
 #!{python}

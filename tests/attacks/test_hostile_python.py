@@ -10,15 +10,11 @@ import yaml
 
 from tests.attacks.hostile_python import write_hostile_python
 from tests.emulated.running import emulated, home_of, refuse
-from tests.emulated.small_jobs import dense_model, save_arrays
+from tests.emulated.small_jobs import dense_model, save_arrays, small_job
 
 pytestmark = [pytest.mark.attack(13), pytest.mark.emulated]
 
-JOB = """\
-model: model.py:build
-data: {public: {path: public}, private: {path: ~/private}}
-recipe: {epochs: 1, learning_rate: 0.05}
-"""
+JOB = small_job("epochs: 1, learning_rate: 0.05")
 MODEL = dense_model(4, 4, 1)
 # What csdctl asks for is known from the text of the program that it sends, packed.
 PYTHON = """\

@@ -9,16 +9,12 @@ from pathlib import Path
 import pytest
 
 from tests.attacks.ordinary_user import OrdinaryUser
-from tests.emulated.small_jobs import dense_model, save_arrays
+from tests.emulated.small_jobs import dense_model, save_arrays, small_job
 from tests.needs import miss
 
 pytestmark = [pytest.mark.emulated, pytest.mark.thorough]
 
-JOB = """\
-model: model.py:build
-data: {public: {path: public}, private: {path: ~/private}}
-recipe: {epochs: 2, learning_rate: 0.01}
-"""
+JOB = small_job("epochs: 2, learning_rate: 0.01")
 MODEL = dense_model(8, 8, 1)
 COMMANDS = {
     "discover": (),

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from tests.emulated.running import emulated, home_of, refuse, succeed
-from tests.emulated.small_jobs import dense_model
+from tests.emulated.small_jobs import dense_model, small_job
 from tests.emulated.training import hash_at_the_end
 from tests.unit.worker.ingest.prepared_data import sha256, swap
 from tests.unit.worker.ingest.sources.encoded_images import colours, png
@@ -21,13 +21,7 @@ pytestmark = [pytest.mark.emulated, pytest.mark.thorough, pytest.mark.attack(17)
 
 TRAIN = ("train", "--batch-size", "8", "--collective", "star", "--skip-doctor")
 RESUME = ("train", "--collective", "star", "--skip-doctor", "--resume")
-JOB = """\
-model: model.py:build
-data:
-  public: {path: public}
-  private: {path: ~/private}
-recipe: {epochs: 2, learning_rate: 0.05}
-"""
+JOB = small_job("epochs: 2, learning_rate: 0.05")
 MODEL = dense_model(8, 8, 3)
 
 

@@ -1,8 +1,21 @@
 """Models and data of small jobs: TensorFlow starts for seconds, and they train for milliseconds."""
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
+
+TRAINING_DATA = ("public", "private")
+ALL_DATA = (*TRAINING_DATA, "validation")
+
+
+def small_job(
+    recipe: str, suffix: str = "", *, model: str = "model.py:build", data: Sequence[str] = TRAINING_DATA
+) -> str:
+    """Return the text of job.yaml: each of `data` is in a file or directory of its name, with this suffix."""
+    paths = {name: f"~/{name}{suffix}" if name == "private" else f"{name}{suffix}" for name in data}
+    lines = "".join(f"  {name}: {{path: {path}}}\n" for name, path in paths.items())
+    return f"model: {model}\ndata:\n{lines}recipe: {{{recipe}}}\n"
 
 
 def dense_model(*shape: int, outputs: int = 3, activation: str = "softmax") -> str:
@@ -14,6 +27,31 @@ import keras
 def build():
     output = keras.layers.Dense({outputs}, activation={activation!r})
     return keras.Sequential([keras.Input({shape}), keras.layers.Flatten(), output])
+"""
+
+
+def frozen_model(size: int, *base: str) -> str:
+    """Return the text of model.py: a head on frozen layers `base`, which `build_trained` trains, too."""
+    layers = "".join(f"        layers.{layer},\n" for layer in base)
+    return f"""\
+import keras
+from keras import layers
+
+
+def build():
+    base = keras.Sequential([
+        keras.Input(({size}, {size}, 3)),
+{layers}        layers.GlobalAveragePooling2D(),
+    ], name="base")
+    base.trainable = False
+    inputs = keras.Input(({size}, {size}, 3))
+    return keras.Model(inputs, layers.Dense(4, activation="softmax")(base(inputs)))
+
+
+def build_trained():
+    model = build()
+    model.get_layer("base").trainable = True
+    return model
 """
 
 

@@ -13,41 +13,14 @@ import pytest
 from csdctl.job.model import load_job
 from csdctl.tuning.plan import Plan, RankPlan, save_plan
 from tests.emulated.running import document, emulated, home_of, succeed
+from tests.emulated.small_jobs import ALL_DATA, frozen_model, small_job
 from tests.emulated.training import events_of, stop_without_csd1
 
 pytestmark = [pytest.mark.emulated, pytest.mark.thorough]
 
 NUM_SAMPLES = 96
-JOB = """\
-model: model.py:build
-data:
-  public: {path: public.npz}
-  private: {path: ~/private.npz}
-  validation: {path: validation.npz}
-recipe: {epochs: 2, learning_rate: %s, optimizer: adam}
-"""
-MODEL = """\
-import keras
-from keras import layers
-
-
-def build():
-    base = keras.Sequential([
-        keras.Input((12, 12, 3)),
-        layers.Conv2D(8, 3, activation="relu"),
-        layers.BatchNormalization(),
-        layers.GlobalAveragePooling2D(),
-    ], name="base")
-    base.trainable = False
-    inputs = keras.Input((12, 12, 3))
-    return keras.Model(inputs, layers.Dense(4, activation="softmax")(base(inputs)))
-
-
-def build_trained():
-    model = build()
-    model.get_layer("base").trainable = True
-    return model
-"""
+JOB = small_job("epochs: 2, learning_rate: %s, optimizer: adam", ".npz", data=ALL_DATA)
+MODEL = frozen_model(12, 'Conv2D(8, 3, activation="relu")', "BatchNormalization()")
 AUGMENT = """\
 def darken(samples, labels, rng):
     return (samples * rng.random()).astype(samples.dtype), labels

@@ -18,7 +18,7 @@ import yaml
 from csdctl.fleet.facts import load_facts
 from csdctl.fleet.fleet_file import load_fleet
 from tests.emulated.running import document, emulated, home_of, refuse, succeed
-from tests.emulated.small_jobs import pausing_layer
+from tests.emulated.small_jobs import ALL_DATA, pausing_layer, small_job
 from tests.emulated.training import (
     events_of,
     hash_at_the_end,
@@ -42,14 +42,11 @@ NUM_PUBLIC, NUM_PRIVATE, NUM_VALIDATION = 600, 96, 100
 MAX_GLOBAL_BATCH = 24
 PLANNED = ("--no-rebalance", "--collective", "star")
 """All runs of the plan with these are the same to the bit."""
-JOB = """\
-model: small.py:build
-data:
-  public: {path: public.npz}
-  private: {path: ~/private.npz}
-  validation: {path: validation.npz}
-recipe: {epochs: 8, learning_rate: 0.05, momentum: 0.9, reference_batch: 64, warmup_epochs: 1}
-"""
+JOB = small_job(
+    *("epochs: 8, learning_rate: 0.05, momentum: 0.9, reference_batch: 64, warmup_epochs: 1", ".npz"),
+    model="small.py:build",
+    data=ALL_DATA,
+)
 MODEL = f"""\
 {pausing_layer(0.05, 'os.path.exists(os.path.expanduser("~/pause"))')}
 

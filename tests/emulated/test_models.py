@@ -10,22 +10,17 @@ import numpy as np
 import pytest
 
 from tests.emulated.running import document, emulated, home_of, succeed
+from tests.emulated.small_jobs import ALL_DATA, small_job
 
 pytestmark = [pytest.mark.emulated, pytest.mark.thorough]
 
 NUM_SAMPLES = 96
-JOB = """\
-model: model.py:build
-data:
-  public: {path: public.npz}
-  private: {path: ~/private.npz}
-  validation: {path: validation.npz}
-recipe:
-  epochs: 2
-  learning_rate: 0.05
-  loss: mean_squared_error
-  metrics: [mean_absolute_error, "model.py:far_off"]
-"""
+JOB = small_job(
+    "epochs: 2, learning_rate: 0.05, loss: mean_squared_error, "
+    'metrics: [mean_absolute_error, "model.py:far_off"]',
+    ".npz",
+    data=ALL_DATA,
+)
 MODEL = """\
 import keras
 from keras import layers, ops

@@ -19,19 +19,13 @@ import pytest
 
 import csdctl as package
 from tests.emulated.running import emulated, home_of, succeed
-from tests.emulated.small_jobs import dense_model
+from tests.emulated.small_jobs import dense_model, small_job
 from tests.emulated.training import of_fleet, processes
 
 pytestmark = [pytest.mark.emulated, pytest.mark.thorough]
 
 NUM_PUBLIC, NUM_PRIVATE = 6000, 900
-JOB = """\
-model: model.py:build
-data:
-  public: {path: public.npz}
-  private: {path: ~/private.npz}
-recipe: {epochs: 1, learning_rate: 0.1, loss: mean_squared_error}
-"""
+JOB = small_job("epochs: 1, learning_rate: 0.1, loss: mean_squared_error", ".npz")
 MODEL = dense_model(2, outputs=1, activation="linear")
 REGISTRATION = '    "count": "csdctl.worker.tasks.count:Count",\n'
 PROGRAM = """

@@ -15,7 +15,7 @@ import pytest
 import yaml
 
 from tests.emulated.running import CSDCTL, csdctl, document, emulated, home_of
-from tests.emulated.small_jobs import pausing_layer
+from tests.emulated.small_jobs import ALL_DATA, pausing_layer, small_job
 from tests.emulated.training import of_fleet, processes
 from tests.patience import communicate, wait_for
 
@@ -24,15 +24,11 @@ pytestmark = [pytest.mark.emulated, pytest.mark.thorough]
 NUM_SAMPLES = 80
 NUM_PUBLIC = 200
 NUM_SLOW = 640
-JOB = """\
-model: model.py:build
-code: [layer.py]
-data:
-  public: {path: public.npz}
-  private: {path: ~/private.npz}
-  validation: {path: validation.npz}
-recipe: {epochs: 1, learning_rate: 0.01}
-"""
+JOB = small_job(
+    *("epochs: 1, learning_rate: 0.01", ".npz"),
+    model="model.py:build\ncode: [layer.py]",
+    data=ALL_DATA,
+)
 MODEL = """\
 import keras
 from keras import layers

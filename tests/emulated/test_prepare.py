@@ -9,20 +9,14 @@ import numpy as np
 import pytest
 
 from tests.emulated.running import csdctl, document, emulated, home_of, refuse, succeed
-from tests.emulated.small_jobs import dense_model
+from tests.emulated.small_jobs import dense_model, small_job
 from tests.unit.worker.ingest.sources.encoded_images import colours, gif, huge_png, jpeg, png
 
 pytestmark = pytest.mark.emulated
 
 CANARY = "canary-4711"
 
-JOB = """\
-model: model.py:build
-data:
-  public: {path: public}
-  private: {path: ~/private}
-recipe: {epochs: 1, learning_rate: 0.05}
-"""
+JOB = small_job("epochs: 1, learning_rate: 0.05")
 MODEL = dense_model(8, 8, 3)
 LOAD = """\
 import pathlib

@@ -12,16 +12,12 @@ from typing import Any
 import pytest
 
 from tests.emulated.running import CSDCTL, csdctl, document, emulated, succeed
-from tests.emulated.small_jobs import save_arrays
+from tests.emulated.small_jobs import save_arrays, small_job
 from tests.emulated.training import num_lines_with
 from tests.lab.test_main_job import PAUSING
 from tests.patience import communicate, eventually, files_written, run_command
 
-JOB = """\
-model: model.py:build
-data: {public: {path: public}}
-recipe: {epochs: 100000, optimizer: sgd, learning_rate: 0.001, metrics: [accuracy]}
-"""
+JOB = small_job("epochs: 100000, optimizer: sgd, learning_rate: 0.001, metrics: [accuracy]", data=("public",))
 
 
 @pytest.fixture(scope="module")

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from tests.emulated.running import document, emulated, succeed
+from tests.emulated.small_jobs import ALL_DATA, small_job
 from tests.emulated.test_features import NUM_SAMPLES, weights_of, write_all
 from tests.emulated.training import events_of, stop_without_csd1
 
@@ -21,14 +22,9 @@ STRATEGIES = {
 }
 RUN = ("--batch-size", "8", "--skip-doctor", "--no-rebalance")
 ALONE = ("--exclude", "csd1")
-JOB = """\
-model: model.py:build
-data:
-  public: {path: public.npz}
-  private: {path: ~/private.npz, activations: may-leave}
-  validation: {path: validation.npz}
-recipe: {epochs: 2, learning_rate: 0.01, optimizer: adam}
-"""
+JOB = small_job("epochs: 2, learning_rate: 0.01, optimizer: adam", ".npz", data=ALL_DATA).replace(
+    "private.npz", "private.npz, activations: may-leave"
+)
 MODEL = """\
 import keras
 from keras import layers

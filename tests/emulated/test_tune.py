@@ -9,17 +9,13 @@ import pytest
 import yaml
 
 from tests.emulated.running import document, emulated, succeed
-from tests.emulated.small_jobs import save_arrays
+from tests.emulated.small_jobs import save_arrays, small_job
 
 pytestmark = [pytest.mark.emulated, pytest.mark.thorough]
 
 LIMIT = 256
 STANNIS = ("--method=stannis", "--batch-sizes=4,16", "--probe-seconds=0.1", "--exclude=csd1")
-JOB = """\
-model: model.py:build
-data: {public: {path: public}}
-recipe: {epochs: 1, learning_rate: 0.01, optimizer: sgd}
-"""
+JOB = small_job("epochs: 1, learning_rate: 0.01, optimizer: sgd", data=("public",))
 MODEL = """\
 import keras
 from keras import layers

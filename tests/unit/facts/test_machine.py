@@ -1,5 +1,6 @@
 """The parsers on captured output; captures/README.md says which captures are real."""
 
+import contextlib
 import os
 import subprocess
 import sys
@@ -84,18 +85,13 @@ def test_busybox_without_python_gives_partial_facts() -> None:
     assert "`python:`" in facts.notes[0]
 
 
-def test_cortex_a53_is_named_by_lscpu() -> None:
+def test_cortex_a53_is_named_by_lscpu_and_limits_missing_packages_and_musl_are_parsed() -> None:
     facts = parse("sample-cortex-a53")
     assert (facts.architecture, facts.cpu_model, facts.num_cores) == ("aarch64", "Cortex-A53", 4)
     assert "asimd" in facts.cpu_features
-    assert facts.num_threads == 1
-    assert facts.mpi_version == "5.0.11"
-
-
-def test_limits_missing_packages_and_musl_are_parsed() -> None:
-    limited = parse("sample-cortex-a53")
-    assert limited.cpu_limit == 1.5
-    assert limited.memory_limit_bytes == limited.usable_memory_bytes == 4 << 30
+    assert (facts.num_threads, facts.mpi_version) == (1, "5.0.11")
+    assert facts.cpu_limit == 1.5
+    assert facts.memory_limit_bytes == facts.usable_memory_bytes == 4 << 30
     empty = parse("sample-raspberry-pi-4")
     assert (empty.mpi_version, empty.prefix) == (None, "/home/pi/my venv")
     assert any("empty package" in note for note in empty.notes)
@@ -135,10 +131,13 @@ def test_only_what_follows_a_marker_line_is_a_fact() -> None:
         parse_output("This system is for authorised use only.\n")
 
 
+def examine(home: Path) -> Condition:
+    with contextlib.closing(LocalSession("host", home)) as session:
+        return collect_condition(session, sys.executable, deadline_s=scaled(60))
+
+
 def test_this_machine_has_facts_and_a_condition(tmp_path: Path) -> None:
-    session = LocalSession("host", tmp_path)
-    condition = collect_condition(session, sys.executable, deadline_s=scaled(60))
-    session.close()
+    condition = examine(tmp_path)
     assert condition.python_version == sys.version.split()[0]
     assert (condition.prefix, condition.num_cores) == (sys.prefix, os.cpu_count())
     assert condition.home == str(tmp_path)
@@ -156,20 +155,18 @@ def test_this_machine_has_facts_and_a_condition(tmp_path: Path) -> None:
 
 @pytest.mark.fault(26)
 def test_unwritable_home_is_reported() -> None:
-    session = LocalSession("host", Path("/proc"))
-    condition = collect_condition(session, sys.executable, deadline_s=scaled(60))
-    session.close()
-    assert condition.home_space is not None
-    assert condition.home_space.refusal
+    home_space = examine(Path("/proc")).home_space
+    assert home_space is not None
+    assert home_space.refusal
 
 
-def test_limits_come_from_the_environment_of_the_machine(tmp_path: Path) -> None:
-    environment = {**os.environ, "CSDCTL_CPU_LIMIT": "0.22", "CSDCTL_MEMORY_LIMIT": "1000000"}
+def facts_with(**environment: str) -> Facts:
     command = build_command(MACHINE_FACTS, sys.executable)
-    printed = subprocess.run(
-        command, env=environment, cwd=tmp_path, capture_output=True, text=True, check=True
-    ).stdout
-    facts = parse_output(printed)
+    return parse_output(subprocess.check_output(command, env=os.environ | environment, text=True))
+
+
+def test_limits_come_from_the_environment_of_the_machine() -> None:
+    facts = facts_with(CSDCTL_CPU_LIMIT="0.22", CSDCTL_MEMORY_LIMIT="1000000")
     assert (facts.cpu_limit, facts.memory_limit_bytes, facts.num_threads) == (0.22, 1000000, 1)
 
 
@@ -203,10 +200,7 @@ def test_gpu_is_the_one_that_nvidia_smi_lists(
 ) -> None:
     (tmp_path / "nvidia-smi").write_text(f"#!/bin/sh\n{nvidia_smi}\n")
     (tmp_path / "nvidia-smi").chmod(0o700 if nvidia_smi else 0o600)
-    environment = {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}"}
-    command = build_command(MACHINE_FACTS, sys.executable)
-    printed = subprocess.run(command, env=environment, capture_output=True, text=True, check=True).stdout
-    facts = parse_output(printed)
+    facts = facts_with(PATH=f"{tmp_path}:{os.environ['PATH']}")
     assert (facts.accelerator, facts.notes) == (accelerator, ())
 
 

@@ -10,7 +10,7 @@ from csdctl.errors import InputError
 from csdctl.job.compatibility import check_compatibility, check_noise
 from csdctl.worker.protocol.datasets import DatasetInfo
 from csdctl.worker.protocol.model_info import ModelInfo, OutputInfo
-from csdctl.worker.protocol.recipe import LossTerm, Noise, Recipe
+from csdctl.worker.protocol.recipe import Noise
 
 
 def with_outputs(*outputs: OutputInfo, **changes: Any) -> ModelInfo:
@@ -25,13 +25,6 @@ def output(shape: tuple[int, ...], loss: str, **others: Any) -> OutputInfo:
     return OutputInfo(others.pop("name", ""), shape, others.pop("activation", ""), loss, **others)
 
 
-def compile_model(recipe: Recipe, model: ModelInfo) -> ModelInfo:
-    if model.outputs[0].loss != BY_RECIPE:
-        return model
-    compiled = replace(model.outputs[0], loss=recipe.losses[""].name, from_logits=recipe.from_logits)
-    return replace(model, outputs=(compiled,))
-
-
 def fields(**parts: tuple[str, list[int]]) -> str:
     return json.dumps([[name, dtype, shape] for name, (dtype, shape) in parts.items()])
 
@@ -41,23 +34,18 @@ def labelled(text: str, **largest: int) -> DatasetInfo:
 
 
 SPARSE_LOSS = "sparse_categorical_crossentropy"
-BY_RECIPE = "by recipe"
-"""Loss of a model that the recipe compiles."""
 MODEL = ModelInfo(
     *("my_model.py:build", {"": (28, 28, 1)}, 1000, 990),
-    outputs=(OutputInfo("", (10,), "softmax", BY_RECIPE),),
+    outputs=(OutputInfo("", (10,), "softmax", SPARSE_LOSS),),
 )
 NAME = "model my_model.py:build"
 DATA = DatasetInfo("/data", 100, (28, 28, 1), "uint8", (), 9, "f", label_dtype="int32")
 ONE_HOT = replace(DATA, label_shape=(10,), max_label=-1, label_dtype="float32")
 NUMBERS = replace(DATA, max_label=-1, label_dtype="float32")
 ALONE = replace(DATA, label_shape=(0,), label_dtype="float32", max_label=-1)
-SPARSE = Recipe(losses={"": LossTerm(SPARSE_LOSS)})
-CATEGORICAL = Recipe(losses={"": LossTerm("categorical_crossentropy")})
-MSE = Recipe(losses={"": LossTerm("mean_squared_error")})
-LOGITS = replace(SPARSE, from_logits=True)
-LINEAR = one_output((10,), BY_RECIPE, activation="linear")
-SCALAR = one_output((1,), BY_RECIPE, activation="linear")
+CATEGORICAL = one_output((10,), "categorical_crossentropy", activation="softmax")
+LINEAR = one_output((10,), SPARSE_LOSS, activation="linear")
+SCALAR = one_output((1,), "mean_squared_error", activation="linear")
 TWO_INPUTS = replace(MODEL, inputs={"a": (3,), "b": (0, 2)})
 SEVERAL = with_outputs(
     output((10,), SPARSE_LOSS, name="kind"),
@@ -81,90 +69,85 @@ def binary(activation: str, *, from_logits: bool) -> ModelInfo:
     return one_output((1,), "binary_crossentropy", activation=activation, from_logits=from_logits)
 
 
-ACCEPTED: list[tuple[Recipe, ModelInfo, DatasetInfo]] = [
-    (CATEGORICAL, MODEL, ONE_HOT),
-    (LOGITS, LINEAR, DATA),
-    *((recipe, one_output((10,), BY_RECIPE), DATA) for recipe in (LOGITS, SPARSE)),
-    (SPARSE, replace(MODEL, inputs={"": (0, 0, 1)}), DATA),
+ACCEPTED: list[tuple[ModelInfo, DatasetInfo]] = [
+    (CATEGORICAL, ONE_HOT),
+    (one_output((10,), SPARSE_LOSS, activation="linear", from_logits=True), DATA),
+    *((one_output((10,), SPARSE_LOSS, from_logits=is_linear), DATA) for is_linear in (True, False)),
+    (replace(MODEL, inputs={"": (0, 0, 1)}), DATA),
+    *((replace(MODEL, inputs={"": one}), replace(DATA, sample_shape=other)) for one, other in A_LAST_1),
+    (TWO_INPUTS, replace(DATA, dtype=fields(b=("int32", [7, 2]), a=("float32", [3])))),
+    (TWO_INPUTS, replace(DATA, dtype=fields(input_0=("f", [3]), input_1=("f", [7, 2])))),
+    (UNKNOWN, ONE_HOT),
+    *((one_output(shape, SPARSE_LOSS), replace(DATA, label_shape=labels)) for shape, labels in STEPS),
+    *((IGNORING, replace(DATA, label_shape=(8, 8), max_label=largest)) for largest in (255, -1)),
+    (SCALAR, NUMBERS),
+    (SCALAR, replace(NUMBERS, label_shape=(1,))),
+    *((one_output((3, 4), loss), replace(NUMBERS, label_shape=(3, 4))) for loss in LOSSES),
     *(
-        (SPARSE, replace(MODEL, inputs={"": one}), replace(DATA, sample_shape=other))
-        for one, other in A_LAST_1
-    ),
-    (SPARSE, TWO_INPUTS, replace(DATA, dtype=fields(b=("int32", [7, 2]), a=("float32", [3])))),
-    (SPARSE, TWO_INPUTS, replace(DATA, dtype=fields(input_0=("f", [3]), input_1=("f", [7, 2])))),
-    (SPARSE, UNKNOWN, ONE_HOT),
-    *((SPARSE, one_output(shape, SPARSE_LOSS), replace(DATA, label_shape=labels)) for shape, labels in STEPS),
-    *((SPARSE, IGNORING, replace(DATA, label_shape=(8, 8), max_label=largest)) for largest in (255, -1)),
-    (MSE, SCALAR, NUMBERS),
-    (MSE, SCALAR, replace(NUMBERS, label_shape=(1,))),
-    *((SPARSE, one_output((3, 4), loss), replace(NUMBERS, label_shape=(3, 4))) for loss in LOSSES),
-    *(
-        (SPARSE, one_output((3, 4), loss), replace(NUMBERS, label_shape=(9,)))
+        (one_output((3, 4), loss), replace(NUMBERS, label_shape=(9,)))
         for loss in ("contrastive", "my_loss", "")
     ),
-    (SPARSE, SEVERAL, labelled(NAMED, kind=9)),
-    (SPARSE, SEVERAL, labelled(PLACED, output_0=9)),
-    (SPARSE, NEXT, replace(DATA, label_shape=(7,))),
-    (SPARSE, MODEL, labelled(WEIGHTED, label=9)),
-    (SPARSE, one_output((3,), ""), ALONE),
-    (SPARSE, binary("sigmoid", from_logits=False), NUMBERS),
-    (SPARSE, binary("linear", from_logits=True), NUMBERS),
+    (SEVERAL, labelled(NAMED, kind=9)),
+    (SEVERAL, labelled(PLACED, output_0=9)),
+    (NEXT, replace(DATA, label_shape=(7,))),
+    (MODEL, labelled(WEIGHTED, label=9)),
+    (one_output((3,), ""), ALONE),
+    (binary("sigmoid", from_logits=False), NUMBERS),
+    (binary("linear", from_logits=True), NUMBERS),
 ]
 
 
-@pytest.mark.parametrize(("recipe", "model", "data"), ACCEPTED)
-def test_what_fits_is_accepted(recipe: Recipe, model: ModelInfo, data: DatasetInfo) -> None:
-    compiled = compile_model(recipe, model)
-    check_compatibility(compiled, {"public": data})
-    check_compatibility(compiled, {"public": data, "validation": None, "csd0": data})
+@pytest.mark.parametrize(("model", "data"), ACCEPTED)
+def test_what_fits_is_accepted(model: ModelInfo, data: DatasetInfo) -> None:
+    check_compatibility(model, {"public": data})
+    check_compatibility(model, {"public": data, "validation": None, "csd0": data})
 
 
 OTHER_SHAPES = [(32, 32, 1), (28, 28, 3), (28, 28, 1, 1, 1), (28,)]
 DICT = "a dict of labels with the names of the model's outputs"
 HAS_NONE = "has a loss that compares with labels, the public data has none"
-REFUSED: list[tuple[Recipe, ModelInfo, DatasetInfo, str, str]] = [
+REFUSED: list[tuple[ModelInfo, DatasetInfo, str, str]] = [
     *(
         (
-            *(SPARSE, MODEL, replace(DATA, sample_shape=shape)),
+            *(MODEL, replace(DATA, sample_shape=shape)),
             f"{NAME} takes samples of shape 28×28×1, the public data has {'×'.join(map(str, shape))}",
             "",
         )
         for shape in OTHER_SHAPES
     ),
     (
-        *(SPARSE, TWO_INPUTS, replace(DATA, dtype=fields(a=("float32", [3]), c=("f", [])))),
+        *(TWO_INPUTS, replace(DATA, dtype=fields(a=("float32", [3]), c=("f", [])))),
         f"{NAME} takes a, b, the public data has a, c",
         "names of the model's inputs",
     ),
-    (SPARSE, TWO_INPUTS, DATA, "takes a, b, the public data has one array", ""),
+    (TWO_INPUTS, DATA, "takes a, b, the public data has one array", ""),
     (
-        *(SPARSE, TWO_INPUTS, replace(DATA, dtype=fields(a=("f", [4]), b=("f", [7, 2])))),
+        *(TWO_INPUTS, replace(DATA, dtype=fields(a=("f", [4]), b=("f", [7, 2])))),
         f"input a of {NAME} takes samples of shape 3",
         "",
     ),
     (
-        *(SPARSE, one_output((5,), BY_RECIPE), DATA),
+        *(one_output((5,), SPARSE_LOSS), DATA),
         f"{NAME} has 5 outputs, the public data has labels up to 9",
         "give the model at least 10 outputs",
     ),
-    (SPARSE, MODEL, replace(DATA, max_label=10), "labels up to 10", "at least 11 outputs"),
-    (SPARSE, MODEL, NUMBERS, "needs integer labels from 0", ""),
+    (MODEL, replace(DATA, max_label=10), "labels up to 10", "at least 11 outputs"),
+    (MODEL, NUMBERS, "needs integer labels from 0", ""),
     *(
         (
-            *(Recipe(losses={"": LossTerm(loss)}), MODEL, ONE_HOT),
+            *(one_output((10,), loss, activation="softmax"), ONE_HOT),
             f"loss {loss} needs one integer label per sample, the public data has labels of shape 10",
             "categorical_crossentropy",
         )
         for loss in (SPARSE_LOSS, "SparseCategoricalCrossentropy")
     ),
     (
-        *(CATEGORICAL, MODEL, DATA),
+        *(CATEGORICAL, DATA),
         "has outputs of shape 10, the public data has labels of shape 1",
         SPARSE_LOSS,
     ),
     *(
         (
-            SPARSE,
             one_output(shape, SPARSE_LOSS),
             replace(DATA, label_shape=(*labels[:-1], 3, 3)),
             "needs ",
@@ -174,47 +157,52 @@ REFUSED: list[tuple[Recipe, ModelInfo, DatasetInfo, str, str]] = [
     ),
     *(
         (
-            *(SPARSE, one_output((3, 4), loss), replace(NUMBERS, label_shape=(4, 3))),
+            *(one_output((3, 4), loss), replace(NUMBERS, label_shape=(4, 3))),
             f"{NAME} has outputs of shape 3×4, the public data has labels of shape 4×3",
             "change the model's last layer, the labels or recipe.loss",
         )
         for loss in LOSSES
     ),
     (
-        *(SPARSE, SEVERAL, labelled(NAMED, kind=12)),
+        *(SEVERAL, labelled(NAMED, kind=12)),
         f"{NAME} has 10 outputs in kind, the public data has labels of kind up to 12",
         "",
     ),
     (
-        *(SPARSE, SEVERAL, labelled(NAMED.replace('32", []', '32", [4]', 1), kind=9)),
+        *(SEVERAL, labelled(NAMED.replace('32", []', '32", [4]', 1), kind=9)),
         f"output age of {NAME} has outputs of shape 1, the public data has labels of age of shape 4",
         "",
     ),
     (
-        *(SPARSE, SEVERAL, labelled(fields(kind=("int32", []), ages=("f", [])))),
+        *(SEVERAL, labelled(fields(kind=("int32", []), ages=("f", [])))),
         "kind, age with a loss, the public data has labels kind, ages",
         DICT,
     ),
     (
-        *(SPARSE, MODEL, labelled(NAMED, kind=9)),
+        *(MODEL, labelled(NAMED, kind=9)),
         "has one output, the public data has labels age, kind",
         "",
     ),
-    *((SPARSE, model, ALONE, HAS_NONE, "") for model in (MODEL, SEVERAL, one_output((3,), "my_loss"))),
-    (LOGITS, MODEL, DATA, "ends in a softmax layer", "recipe.from_logits: false"),
-    (SPARSE, LINEAR, DATA, "ends in a linear layer", "recipe.from_logits: true"),
-    (SPARSE, binary("sigmoid", from_logits=True), NUMBERS, "ends in a sigmoid layer", ""),
-    (SPARSE, binary("linear", from_logits=False), NUMBERS, "ends in a linear layer", ""),
+    *((model, ALONE, HAS_NONE, "") for model in (MODEL, SEVERAL, one_output((3,), "my_loss"))),
+    (
+        one_output((10,), SPARSE_LOSS, activation="softmax", from_logits=True),
+        DATA,
+        "ends in a softmax layer",
+        "recipe.from_logits: false",
+    ),
+    (LINEAR, DATA, "ends in a linear layer", "recipe.from_logits: true"),
+    (binary("sigmoid", from_logits=True), NUMBERS, "ends in a sigmoid layer", ""),
+    (binary("linear", from_logits=False), NUMBERS, "ends in a linear layer", ""),
 ]
 
 
-@pytest.mark.parametrize(("recipe", "model", "data", "message", "remedy"), REFUSED)
+@pytest.mark.parametrize(("model", "data", "message", "remedy"), REFUSED)
 def test_what_does_not_fit_is_refused_with_a_remedy(
-    recipe: Recipe, model: ModelInfo, data: DatasetInfo, message: str, remedy: str
+    model: ModelInfo, data: DatasetInfo, message: str, remedy: str
 ) -> None:
     for name, owner in (("public", "public data"), ("csd3", "private data of csd3")):
         with pytest.raises(InputError) as raised:
-            check_compatibility(compile_model(recipe, model), {name: data})
+            check_compatibility(model, {name: data})
         assert message.replace("public data", owner) in raised.value.message
         assert raised.value.remedy
         assert remedy in raised.value.remedy
@@ -222,11 +210,10 @@ def test_what_does_not_fit_is_refused_with_a_remedy(
 
 def test_what_a_train_step_of_its_own_takes_is_not_judged() -> None:
     """As in metric learning: a sample is a pair or a set of images, and no labels are needed."""
-    model = one_output((10,), SPARSE_LOSS, activation="linear")
     sets = replace(ALONE, sample_shape=(2, 28, 28, 1))
     with pytest.raises(InputError):
-        check_compatibility(model, {"public": sets})
-    check_compatibility(replace(model, has_own_step=True), {"public": sets})
+        check_compatibility(LINEAR, {"public": sets})
+    check_compatibility(replace(LINEAR, has_own_step=True), {"public": sets})
 
 
 OTHER_TYPES: list[tuple[dict[str, Any], str]] = [

@@ -1,5 +1,6 @@
 """What observations change in the model of the fleet: memory, fits of step times and sums, earlier trials."""
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
@@ -64,8 +65,8 @@ NODES = ("csd0", "csd1", "csd2")
 SUM_S = 0.01
 
 
-def points(step_time: StepTime) -> tuple[Point, ...]:
-    return tuple(Point(size, step_time.at(size)) for size in (8, 16, 32))
+def points(step_time: StepTime, sizes: Sequence[int] = (8, 16, 32)) -> tuple[Point, ...]:
+    return tuple(Point(size, step_time.at(size)) for size in sizes)
 
 
 @pytest.fixture
@@ -100,11 +101,12 @@ def test_probe_counts_for_all_machines_of_its_class(model: FleetModel) -> None:
     assert learned.class_of("host") == model.class_of("host")
 
 
-def test_trial_scales_the_class_by_the_median_of_its_machines(model: FleetModel) -> None:
+def test_trial_scales_a_class_by_the_median_of_its_machines_and_the_overhead(model: FleetModel) -> None:
     learned = learn_trial(model, tried(model, {"csd0": 1.2, "csd1": 1.25, "csd2": 1.3}))
     assert learned.class_of("csd0").in_step_factor == pytest.approx(1.25)
     assert set(learned.outlier_factors.values()) == {1.0}
     assert learned.class_of("host").in_step_factor == pytest.approx(1.0)
+    assert learn_trial(model, tried(model, {}, 1.3)).overhead_factor == pytest.approx(1.3)
 
 
 def test_outlier_gets_a_step_time_of_its_own(model: FleetModel) -> None:
@@ -115,10 +117,6 @@ def test_outlier_gets_a_step_time_of_its_own(model: FleetModel) -> None:
     assert step_times["csd0"].at(20) == pytest.approx(NODE.at(20))
     sizes = choose_plan(learned, Limits(global_batch=200)).batch_sizes
     assert sizes["csd1"] < sizes["csd0"]
-
-
-def test_overhead_of_a_step_is_that_of_the_trial(model: FleetModel) -> None:
-    assert learn_trial(model, tried(model, {}, 1.3)).overhead_factor == pytest.approx(1.3)
 
 
 def test_out_of_memory_limits_what_the_class_computes_at_once(model: FleetModel) -> None:
@@ -160,18 +158,15 @@ def with_public(model: FleetModel, share: float) -> FleetModel:
 
 @pytest.mark.parametrize("share", [0.05, 0.1, 0.2, 0.3, 0.4])
 @pytest.mark.parametrize("most", [40, 90, 200])
-def test_limited_host_and_nodes_together_stay_within_the_global_batch(
+def test_limited_host_and_nodes_together_keep_to_the_global_batch(
     model: FleetModel, share: float, most: int
 ) -> None:
     sizes = choose_plan(with_public(model, share), Limits(max_global_batch=most)).batch_sizes
     assert sum(sizes.values()) <= most
     assert sizes.get("host", 0) <= share * sum(sizes.values())
-
-
-def test_exact_global_batch_is_kept_with_a_limited_host(model: FleetModel) -> None:
-    sizes = choose_plan(with_public(model, 0.25), Limits(global_batch=90)).batch_sizes
-    assert sum(sizes.values()) == 90
-    assert 18 <= sizes["host"] <= 22
+    exact = choose_plan(with_public(model, 0.25), Limits(global_batch=most)).batch_sizes
+    assert sum(exact.values()) == most
+    assert 0.2 * most <= exact["host"] <= 0.25 * most
 
 
 @pytest.mark.parametrize("share", [1 / 6, 0.9])
@@ -204,24 +199,18 @@ def test_global_batch_of_the_most_goodput(model: FleetModel, noise_scale: float)
 
 SIZES = (4, 8, 16, 32, 64, 128, 256)
 
-seconds = st.floats(1e-4, 1.0)
 
-
-def measured(step_time: StepTime, sizes: tuple[int, ...] = SIZES) -> list[Point]:
-    return [Point(size, step_time.at(size)) for size in sizes]
-
-
-@given(fixed_s=st.floats(0, 1.0), per_sample_s=seconds)
+@given(fixed_s=st.floats(0, 1.0), per_sample_s=st.floats(1e-4, 1.0))
 def test_line_is_found_from_exact_probes(fixed_s: float, per_sample_s: float) -> None:
-    found = fit_step_time(measured(StepTime(fixed_s, per_sample_s)))
+    found = fit_step_time(points(StepTime(fixed_s, per_sample_s), SIZES))
     for size in (1, 20, 500):
         assert found.at(size) == pytest.approx(fixed_s + per_sample_s * size, rel=0.02)
 
 
 def test_one_disturbed_probe_does_not_bend_the_line() -> None:
     line = StepTime(0.02, 0.001)
-    points = [*measured(line)[:-1], Point(96, line.at(96) * 3)]
-    assert fit_step_time(points).at(64) == pytest.approx(line.at(64), rel=0.1)
+    disturbed = [*points(line, SIZES)[:-1], Point(96, line.at(96) * 3)]
+    assert fit_step_time(disturbed).at(64) == pytest.approx(line.at(64), rel=0.1)
 
 
 def test_one_size_gives_a_line_through_the_origin_and_shorter_steps_still_a_step_time() -> None:

@@ -32,16 +32,12 @@ class Machines:
         self._memory = memory or {}
         self.probed: list[tuple[str, int]] = []
 
-    def time(self, machine: str, size: int) -> float:
-        return self.classes[self.class_of[machine]][0].at(size)
-
     def measure(self, sizes: Mapping[str, int]) -> dict[str, float | None]:
         self.probed += sizes.items()
         return {
-            machine: None
-            if size > self._memory.get(self.class_of[machine], size)
-            else self.time(machine, size)
+            machine: self.classes[key][0].at(size) if size <= self._memory.get(key, size) else None
             for machine, size in sizes.items()
+            for key in (self.class_of[machine],)
         }
 
     def model(self) -> FleetModel:

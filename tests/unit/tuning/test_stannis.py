@@ -95,11 +95,8 @@ def test_too_small_steps_are_refused_after_a_bounded_number_of_rounds() -> None:
     assert len(engines.rounds) == len(LIST) + MAX_ROUNDS
 
 
-engine_times = st.builds(linear, st.floats(0.01, 1e5), st.floats(0, 30))
-
-
 @given(
-    st.lists(engine_times, min_size=1, max_size=6),
+    st.lists(st.builds(linear, st.floats(0.01, 1e5), st.floats(0, 30)), min_size=1, max_size=6),
     st.floats(0.1, 4),
     st.floats(0.1, 20),
     st.lists(st.integers(1, 300), min_size=1, max_size=5),

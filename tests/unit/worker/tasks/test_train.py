@@ -402,14 +402,6 @@ def change_stop(total: np.ndarray, layout: Any) -> None:
     total[layout.stop] = 1
 
 
-def test_other_ranks_do_what_rank_0_asks_and_refuse_a_wrong_count() -> None:
-    task = load_task(rank=1)
-    assert run(task, PlayedGroup(task, rank=1, add=change_stop)) == STOPPED
-    task = load_task(rank=1)
-    with pytest.raises(WorkerError, match="the sum over the ranks is of 10 samples, expected 9"):
-        run(task, PlayedGroup(task, rank=1, add=change_count))
-
-
 def lose_numbers(total: np.ndarray, layout: Any) -> None:
     total[layout.gradients] = np.nan
 
@@ -467,14 +459,18 @@ def test_no_other_rank_is_at_fault_when_rank_0_has_no_finite_gradient_either() -
         run(task, PlayedGroup(task, not_finite=(1,)))
 
 
-def test_other_ranks_wait_until_rank_0_leaves_a_group_whose_gradient_is_not_finite() -> None:
+def test_other_ranks_refuse_a_count_leave_a_gradient_to_rank_0_and_stop_when_it_asks() -> None:
+    """Rank 0 leaves a group whose gradient is not finite; the others wait for that."""
     task = load_task(rank=1)
     before = weights_of(task)
+    with pytest.raises(WorkerError, match="the sum over the ranks is of 10 samples, expected 9"):
+        run(task, PlayedGroup(task, rank=1, add=change_count))
     group = PlayedGroup(task, rank=1, add=lose_numbers)
     with pytest.raises(LinkLostError):
         run(task, group)
     assert group.asked == [True, None]
     assert_nothing_applied(task, before)
+    assert run(task, PlayedGroup(task, rank=1, add=change_stop)) == STOPPED
 
 
 def test_samples_with_nan_are_named_as_the_cause(monkeypatch: pytest.MonkeyPatch) -> None:
