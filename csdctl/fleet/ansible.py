@@ -33,6 +33,9 @@ MAX_PROBLEM = 500
 
 _SSH = {"ssh", "smart", "paramiko", "paramiko_ssh", "ansible.builtin.ssh", "ansible.builtin.paramiko_ssh"}
 _ARGUMENTS = ("ansible_ssh_args", "ansible_ssh_common_args", "ansible_ssh_extra_args")
+FLEET_GROUP = "csdctl_fleet"
+"""The group of all nodes of a written inventory."""
+_OF_ALL = {"all", "ungrouped", FLEET_GROUP}
 _PASSWORDS = ("ansible_password", "ansible_ssh_pass", "ansible_ssh_password")
 _LOCAL = {"localhost", "host"}
 
@@ -75,7 +78,7 @@ class Inventory:
 
 def load_inventory(path: Path) -> Inventory:
     """Read the output of `ansible-inventory --list`; raises InputError for anything else."""
-    remedy = f"run `ansible-inventory -i {path} --list > inventory.json` and pass that file"
+    remedy = f"run `ansible-inventory -i {path} --list > listed.json` and pass that file"
     if not path.exists():
         raise InputError(f"{path} does not exist", remedy="pass the path of an existing file")
     content = load_json(path, remedy=remedy)
@@ -92,7 +95,7 @@ def load_inventory(path: Path) -> Inventory:
         members[name] = {host for inner in _below(name, groups) for host in groups[inner].hosts}
         if sum(map(len, members.values())) > MAX_MEMBERS:
             raise InputError(f"{path} has more than {MAX_MEMBERS:,} hosts in groups")
-    for name in sorted(members.keys() - {"all", "ungrouped"}, key=lambda name: (len(members[name]), name)):
+    for name in sorted(members.keys() - _OF_ALL, key=lambda name: (len(members[name]), name)):
         for host in members[name]:
             found[host].append(name)
     return Inventory(str(path), found, variables)
@@ -251,7 +254,8 @@ def render_inventory(fleet: Fleet, ssh_options: Mapping[str, Sequence[str]]) -> 
         name: {"hosts": {node.name: {} for node in fleet.nodes if name in node.groups}}
         for name in dict.fromkeys(name for node in fleet.nodes for name in node.groups)
     }
-    tree = {"all": {"vars": dict(sorted(shared.items())), "hosts": own, "children": groups}}
+    # Variables of `all` would change the hosts of other inventories that Ansible reads beside this one.
+    tree = {FLEET_GROUP: {"vars": dict(sorted(shared.items())), "hosts": own, "children": groups}}
     text = yaml.safe_dump(tree, sort_keys=False, allow_unicode=True, width=1 << 20)
     source = " ".join(str(fleet.path).split())
     return f"# Written by `csdctl inventory --format ansible` from {source}.\n{text}"

@@ -150,8 +150,9 @@ def summarize(run_id: str, manifest: dict[str, Any], events: Iterable[Event], ta
     whole = tally.ranks[0]
     strategy, speed = manifest.get("strategy", DATA_PARALLEL), whole.throughput or 0.0
     all_alone = _reachable(strategy, ranks, whole.step_s, speed)
-    # A host alone would compute features once, too: then it is no comparison.
-    predicted = (all_alone and ranks[1:] and plan.get("predicted")) or {}
+    # A host alone would compute features once, too, and an emulated one would have the cores of the nodes.
+    is_comparable = all_alone and ranks[1:] and not plan.get("emulated")
+    predicted = (is_comparable and plan.get("predicted")) or {}
     return RunSummary(
         run_id=run_id,
         state=run.state,

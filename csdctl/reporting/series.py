@@ -387,7 +387,7 @@ def find_bottleneck(series: RunSeries, *, is_now: bool = False) -> Bottleneck | 
     if max(lost_s[rank], shared_s) * len(series.nodes) < MIN_SHARE * spent:
         return None
     if shared_s > lost_s[rank]:
-        why = f"communication took {shared_s:.1f} s per rank, more than waiting for any other rank"
+        why = f"sums took {shared_s:.1f} s per rank, more than any other wait; larger batches need fewer"
         return Bottleneck(None, BY_LINK, 0.0, shared_s, why)
     start = _since([lost if holder == rank else 0.0 for holder, lost in holders], first)
     cause, why = _cause(series, rank, start)
@@ -436,7 +436,7 @@ def _cause(series: RunSeries, rank: int, start: int) -> tuple[str, str]:
         return BY_HEAT, f"{grew}, at up to {hottest:.0f} °C"
     if slowdown >= SLOWER:
         return BY_COMPUTE, grew
-    return BY_COMPUTE, "its batch takes longer than the others'; a smaller one would balance the step"
+    return BY_COMPUTE, "its batch takes longer than the others'; csdctl rebalances; else tune again"
 
 
 def _slowdown(series: RunSeries, rank: int) -> float:

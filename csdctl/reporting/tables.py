@@ -219,7 +219,7 @@ def _describe_speed(summary: RunSummary) -> str:
         text += f" ({format_range(summary.predicted_range)})" if summary.predicted_range else ""
         text += f", while {format_node_names(summary.busy)} had other work" if summary.busy else ""
     if host := summary.host_samples_per_s:
-        text += f"; {summary.samples_per_s / host:.2f} × the {format_rate(host)} of the host alone"
+        text += f"; {summary.samples_per_s / host:.2f} × the host alone ({format_rate(host)}, predicted)"
     return text
 
 

@@ -380,7 +380,7 @@ def render_cleaned(console: PrintableConsole, outcome: Outcome[Leftovers], *, is
     if found.num_unused:
         parts.append(f"{format_count(found.num_unused, 'unused file')} removed")
     if not parts:
-        parts.append("nothing left")
+        parts.append("no leftovers")
     stored = {"features": found.features_bytes, "predictions": found.predictions_bytes}
     sizes = [f"{name} {format_bytes(num_bytes)}" for name, num_bytes in stored.items() if num_bytes]
     if sizes:

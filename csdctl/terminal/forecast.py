@@ -26,7 +26,9 @@ def render_forecast(console: PrintableConsole, forecast: Forecast) -> None:
         console.print("time and energy of the job are unknown: set the samples per epoch with --samples")
     else:
         console.print(f"job: {forecast.num_samples:,} samples, epochs: {basis.epochs}")
-    if forecast.verdict:
+    if basis.source == "emulated":
+        console.print("no verdict: nodes and host of an emulated fleet share the cores of one machine")
+    elif forecast.verdict:
         style, verdict = ("bold green", "") if forecast.verdict.is_worth_it else ("bold red", "NOT ")
         headline = f"{_nodes(forecast.verdict.num_nodes)}: {verdict}worth it"
         console.print(headline, style=style, soft_wrap=True)

@@ -109,7 +109,7 @@ def describe_learning_rate(spec: RunSpec) -> str:
 
 
 class BottleneckLine:
-    """Takes the events of a run, and tells who holds the others back, since when, and why."""
+    """Takes the events of a run, and tells whom the others wait for, and why."""
 
     def __init__(self, nodes: Sequence[str]) -> None:
         """`nodes` of the ranks, in order."""
@@ -132,19 +132,17 @@ class BottleneckLine:
         if not found or found == self._said:
             return ""
         self._said = found
-        return self.describe(now)
+        return self.describe()
 
-    def describe(self, now: float) -> str:
-        """Return who holds the others back, as a line; nothing where nobody does."""
+    def describe(self) -> str:
+        """Return whom the others have lately waited for, as a line; nothing where they did not wait."""
         bottleneck = self._bottleneck
         if bottleneck is None:
             return ""
         if bottleneck.rank is None:
             return f"link: {bottleneck.why}"
-        held_s = max(0.0, now - self._start_s - bottleneck.since_s)
-        node = self._nodes[bottleneck.rank]
-        held = f"{node} has held the others back for {show_elapsed(held_s)}"
-        return f"{held} ({bottleneck.cause}): {bottleneck.why}"
+        node, lost_s = self._nodes[bottleneck.rank], format_seconds(bottleneck.lost_s)
+        return f"others waited {lost_s} for {node} ({bottleneck.cause}): {bottleneck.why}"
 
 
 class TrainingView(FleetView[RankRow]):
@@ -314,7 +312,7 @@ class TrainingView(FleetView[RankRow]):
         return ended + self._last_step, self._steps_per_epoch * self._spec.recipe.epochs
 
     def _details(self, width: int) -> list[Text]:
-        line = self._bottleneck.describe(self._clock())
+        line = self._bottleneck.describe()
         held = [Text(line, style="yellow")] if line else []
         return [*self._render_curves(width), *self._describe_servers(), *held]
 

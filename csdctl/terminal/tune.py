@@ -275,7 +275,8 @@ def _lines(plan: Plan) -> Iterator[str]:
     if rates := plan.predicted_range:
         yield f"9 of 10 runs are expected to reach {format_range(rates)} samples/s"
     if plan.busy:
-        busy = ", ".join(f"{name} ({cores:.1f} cores busy)" for name, cores in plan.busy.items())
+        names, most = format_node_names(plan.busy), max(plan.busy.values())
+        busy = f"up to {most:.1f} cores were busy on {names}"
         yield f"other work ran during the measurement, so the range may not hold: {busy}"
     yield (
         f"rank time: {format_share(predicted.compute_share)} computing, "

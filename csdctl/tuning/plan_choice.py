@@ -17,7 +17,7 @@ from csdctl.fleet.model import HOST_NAME
 from csdctl.perfmodel.prediction import RankModel, StepTime, predict
 from csdctl.tuning.fleet_model import MAX_PROBES, ClassModel, FleetModel, TrialResult
 from csdctl.tuning.measurements import ForecastErrors, Point
-from csdctl.tuning.plan import Predicted, RankPlan
+from csdctl.tuning.plan import MAX_BATCH_SIZE, Predicted, RankPlan
 from csdctl.tuning.search import BestPlan, Limits, best_equal, find_best, find_best_ranks
 from csdctl.tuning.stannis import TuningError
 from csdctl.worker.protocol.run_spec import Runtime
@@ -123,7 +123,8 @@ def plan_ranks(model: FleetModel, best: BestPlan) -> tuple[RankPlan, ...]:
 
 def _plan_rank(model: FleetModel, machine: str, batch_size: int, step_time: StepTime) -> RankPlan:
     known = model.class_of(machine)
-    at_once = known.max_at_once
+    # A small model has no limit of its own.
+    at_once = None if known.max_at_once is None else min(known.max_at_once, MAX_BATCH_SIZE)
     rank = RankPlan(
         node=machine,
         batch_size=batch_size,

@@ -63,7 +63,7 @@ def test_process_of_an_earlier_run_is_ended_and_its_run_named(project: Path) -> 
     done = csdctl(project, "clean")
     assert done.returncode == 0, done.stderr
     assert f"csd0: 1 process of run {RUN} ended" in done.stdout
-    assert "csd1: nothing left" in done.stdout
+    assert "csd1: no leftovers" in done.stdout
     assert eventually(lambda: num_running(project) == 0)  # a killed process may take a moment to end
 
 
@@ -73,7 +73,7 @@ def test_deployed_trees_stay_until_nothing_uses_them(project: Path) -> None:
     (project / "tree" / "file").write_text("content")
     assert csdctl(project, "clean", "--unused").returncode == 0
     assert csdctl(project, "deploy", "--tree", "tree").returncode == 0
-    assert "csd0: nothing left" in csdctl(project, "clean", "--unused").stdout
+    assert "csd0: no leftovers" in csdctl(project, "clean", "--unused").stdout
     assert on_csd0(project, "cat tree/file") == "content"
     on_csd0(project, "rm tree")
     assert "unused files removed" in csdctl(project, "clean", "--unused").stdout
@@ -94,7 +94,7 @@ def test_everything_is_removed_only_when_confirmed(project: Path) -> None:
 def test_failed_node_is_named_and_only_it_is_retried(project: Path) -> None:
     failed = csdctl(project, "clean", "--fleet", "broken.yaml")
     assert failed.returncode == 3
-    assert "csd0: nothing left" in failed.stdout
+    assert "csd0: no leftovers" in failed.stdout
     assert "csdctl clean --fleet broken.yaml --failed-from .csdctl/failed.json" in failed.stderr
     again = document(project, "clean", "--failed-from", ".csdctl/failed.json")
     assert list(again["machines"]) == ["host", "csd1"]

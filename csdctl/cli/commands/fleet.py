@@ -396,9 +396,7 @@ def clean(
     call: Call,
     everything: Annotated[
         bool,
-        typer.Option(
-            "--everything", help="Remove everything csdctl wrote on the nodes, prepared data included."
-        ),
+        typer.Option("--everything", help="Also remove prepared data, and deployed trees with their data."),
     ] = False,
     unused: Annotated[
         bool,
@@ -426,7 +424,9 @@ def clean(
 
     if everything and not dry_run:
         count = format_count(call.fleet.nodes, "node")
-        call.streams.confirm(f"Remove everything csdctl wrote on {count}?", yes=yes)
+        call.streams.confirm(
+            f"Remove all files of csdctl on {count}, prepared data and deployed trees too?", yes=yes
+        )
     outcomes = clean(
         call.fleet,
         CleanupOptions(

@@ -202,6 +202,9 @@ def load(architecture: Path, weights: Path, code: UserCode | None = None) -> Any
             else:
                 model = _from_json(text, is_trusted=bool(own))
         model.set_weights(load_weights(weights))
+        for layer in flatten_layers(model):
+            if isinstance(layer, keras.layers.Normalization):  # this derives what it computes with
+                layer.finalize_state()
     except WorkerError:
         raise
     except OSError as error:
@@ -370,6 +373,12 @@ def _to_json(model: Any, spec: BuildSpec) -> tuple[bool, str]:
     if has_own_step(model) and is_own(reference):
         # Its configuration rarely has what its own __init__ and compile() take.
         return True, _describe_builder(spec)
+    for layer in flatten_layers(model):
+        if getattr(layer, "input_vocabulary", "") is None:
+            raise InputError(
+                f"{reference}: the vocabulary that {layer.name} was adapted to is not in its configuration",
+                "create it with vocabulary=…, which get_vocabulary() returns after adapt()",
+            )
     try:
         text: str = model.to_json()
     except Exception as error:

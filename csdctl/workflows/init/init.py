@@ -223,12 +223,13 @@ def _describe_arrays(arrays: Mapping[str, tuple[str, tuple[int, ...]]]) -> str:
     )
 
 
-def render_draft(sources: Sources, image: Sequence[int] = ()) -> str:
+def render_draft(sources: Sources, image: Sequence[int] = (), *, is_compiled: bool = True) -> str:
     """Return a job.yaml that is good enough to look at the model and the data with."""
     data: dict[str, Any] = {"public": sources.public}
     data |= {"validation": sources.validation} if sources.validation else {}
     data |= {"image": {"shape": [*image, 3]}} if image else {}
-    recipe = {"epochs": 1, "optimizer": "adam", "learning_rate": 0.001}
+    recipe: dict[str, Any] = {"epochs": 1}
+    recipe |= {} if is_compiled else {"optimizer": "adam", "learning_rate": 0.001}
     content = {"model": sources.model, "model_args": sources.model_args, "data": data, "recipe": recipe}
     return _value(content | ({"code": list(sources.code)} if sources.code else {}))
 
@@ -292,16 +293,8 @@ def _recipe(lifted: Mapping[str, Any], looks: Looks) -> Iterator[tuple[str, str]
             "the batch size that the learning rate is for, such as fit's batch_size (32 unless given): at "
             "global batch size N the rate is learning_rate · N / reference_batch",
         )
-    if compiled and compiled.optimizer:
-        schedule = f"{compiled.schedule} from " if compiled.schedule else ""
-        rate = f"{schedule}{compiled.learning_rate:g}"
-        yield "# learning_rate, optimizer", f"those of compile(): {compiled.optimizer}, {rate}"
-        if lifted and compiled.optimizer.startswith("Adam") and not schedule:
-            yield f"# max_learning_rate: {rate}", "keeps the rate, often better for Adam than scaling it"
-    else:
-        yield "learning_rate: 0.001", "a placeholder: the model is not compiled with an optimizer"
-        yield "optimizer: adam", "a placeholder; any optimizer of Keras"
-    losses = choose_losses(looks)
+    yield from _optimizer(looks.model, is_lifted=bool(lifted))
+    losses = {} if looks.model.has_own_step else choose_losses(looks)
     if "" in losses:
         choice = losses[""]
         yield f"loss: {choice.name}", choice.reason
@@ -323,6 +316,20 @@ def _recipe(lifted: Mapping[str, Any], looks: Looks) -> Iterator[tuple[str, str]
     yield '# class_weight: {"0": 1.0, "1": 5.0}', "as fit's class_weight"
     monitor = "val_loss" if looks.validation else "loss"
     yield f"# early_stopping: {{monitor: {monitor}, patience: 5}}", "like keras.callbacks.EarlyStopping"
+
+
+def _optimizer(model: ModelInfo, *, is_lifted: bool) -> Iterator[tuple[str, str]]:
+    """Yield the entries of the optimizer; a train_step of the model's own has its own one."""
+    compiled = model.compiled
+    if compiled and compiled.optimizer:
+        schedule = f"{compiled.schedule} from " if compiled.schedule else ""
+        rate = f"{schedule}{compiled.learning_rate:g}"
+        yield "# learning_rate, optimizer", f"those of compile(): {compiled.optimizer}, {rate}"
+        if is_lifted and compiled.optimizer.startswith("Adam") and not schedule:
+            yield f"# max_learning_rate: {rate}", "keeps the rate, often better for Adam than scaling it"
+    elif not model.has_own_step:
+        yield "learning_rate: 0.001", "a placeholder: the model is not compiled with an optimizer"
+        yield "optimizer: adam", "a placeholder; any optimizer of Keras"
 
 
 def _with_min_factor(lifted: Mapping[str, Any], compiled: OwnCompile | None) -> Mapping[str, Any]:
@@ -542,7 +549,11 @@ class _Looking:
             sources = replace(sources, model_args=choose_application_args(first))
         job = self._parse(render_draft(sources))
         self.say(f"inspecting the model: {self.request.script or sources.model}")
-        model = self._serialize(job).info
+        try:
+            model = self._serialize(job).info
+        except InputError:  # it may be compiled without an optimizer
+            job = self._parse(render_draft(sources, is_compiled=False))
+            model = self._serialize(job).info
         first = self._look_at_public(job, model)
         if not model.is_built:
             model = self._serialize(job, first.info).info

@@ -252,7 +252,8 @@ class Examination:
             check.machine for check in self.checks if check.check == "reach" and check.status == Status.FAIL
         ]
         if set(nodes) <= set(unreachable):
-            raise NoNodeReachableError(f"no node of {self.fleet.path} can be reached", remedy=REPAIR)
+            names = format_node_names(nodes)
+            raise NoNodeReachableError(f"cannot reach {names} of {self.fleet.path}", remedy=REPAIR)
         if self.overdue:
             raise DeadlineError(
                 f"the deadline passed while {self.overdue}", remedy="raise --timeout, or check fewer nodes"

@@ -58,7 +58,7 @@ def find_resumable(project: ProjectDirectory, run_id: str, job: Job, fleet: Flee
     if plan.job != job.name:
         raise InputError(
             f"run {run.run_id} belongs to job {plan.job}, not to {job.name}",
-            remedy=f"`csdctl train {plan.job}.yaml --resume {run.run_id}`, or a run of {job.name}",
+            remedy=f"resume it with the job file of {plan.job}, or name a run of {job.name}",
         )
     present = set(fleet.machines)
     planned = {rank.node for rank in plan.ranks}

@@ -237,7 +237,7 @@ def conclude(
     errors = list(failed.values())
     remedy = f"fix them as shown above, then retry only them: {retry}"
     if set(nodes) <= set(failed) and all(error.exit_code == ExitCode.UNREACHABLE for error in errors):
-        raise NoNodeReachableError(f"none of {format_count(nodes, 'node')} could be reached", remedy=remedy)
+        raise NoNodeReachableError(f"could not reach {format_node_names(nodes)}", remedy=remedy)
     error_type: type[CsdctlError] = PartialError if len(failed) < len(machines) else CsdctlError
     if error_type is CsdctlError and all(isinstance(error, DeadlineError) for error in errors):
         error_type = DeadlineError

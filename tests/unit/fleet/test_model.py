@@ -294,7 +294,7 @@ class TestServers:
     ) -> None:
         fleet = load(tmp_path, SERVERS)
         text = render_inventory(fleet, {node.name: () for node in fleet.nodes})
-        hosts = yaml.safe_load(text)["all"]["hosts"]
+        hosts = yaml.safe_load(text)["csdctl_fleet"]["hosts"]
         assert len({host["ansible_control_path"] for host in hosts.values()}) == len(fleet.nodes)
         networks = {name: host["node_network"] for name, host in hosts.items()}
         assert networks["storage1/csd0"] == networks["storage2/csd0"] == "10.1.1.0/24"

@@ -120,9 +120,9 @@ def series_of(*ranks: list[Spent], samples: float = 100.0) -> RunSeries:
 @pytest.mark.parametrize(
     ("ranks", "expected"),
     [
-        ([QUICK, QUICK, SLOW], (2, "compute", 0, 24, "smaller one")),
+        ([QUICK, QUICK, SLOW], (2, "compute", 0, 24, "rebalances")),
         ([QUICK, {**SLOW, "compute": 0.3, "input": 0.65}, QUICK], (1, "input", 0, 24, "reading samples")),
-        ([{**QUICK, "wait": 0.02, "communication": 0.6}] * 3, (None, "link", 0, 24, "communication")),
+        ([{**QUICK, "wait": 0.02, "communication": 0.6}] * 3, (None, "link", 0, 24, "sums took")),
     ],
 )
 def test_rank_that_held_the_others_back_all_the_time(

@@ -38,7 +38,7 @@ def run(*ranks: Spent, **changes: Any) -> RunResults:
     [
         ([QUICK, QUICK, SLOW], "csd1 (rank 2), compute", "look for other programs there"),
         ([QUICK, {**SLOW, "compute": 0.3, "input": 0.65}, QUICK], "csd0 (rank 1), input", "faster drive"),
-        ([{**QUICK, "wait": 0.02, "communication": 0.6}] * 3, "link: communication", "Use larger batches"),
+        ([{**QUICK, "wait": 0.02, "communication": 0.6}] * 3, "link: sums took", "Use larger batches"),
         ([BALANCED] * 3, "nothing: the ranks computed for 97% of the step time", "csdctl predict"),
     ],
 )

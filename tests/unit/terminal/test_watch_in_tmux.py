@@ -46,7 +46,7 @@ def test_screen_is_whole_at_every_size(tmux: Tmux, tmp_path: Path, num_ranks: in
         assert f"run {RUN_ID} (emulated fleet)" in lines
         assert "epoch 1/4  step 60/100  " in text
         assert "loss █" in text
-        assert "csd2 has held the others back for" in text
+        assert "for csd2" in text
         assert "(heat): its time per sample grew to 3.00" in text
         rows = lines[next(i for i, line in enumerate(lines) if line.startswith("node")) + 1 :]
         assert rows[0].startswith("host ")
@@ -68,5 +68,5 @@ def is_drawn(lines: list[str], num_ranks: int, num_rows: int, *, is_wide: bool) 
     if header is None or ("memory" in lines[header]) != is_wide:
         return False
     rows = [line for line in lines[header + 1 :] if line]
-    last = ["step 60/100", "held the others back", *(["waiting for others"] if num_ranks == 37 else [])]
+    last = ["step 60/100", "for csd2", *(["waiting for others"] if num_ranks == 37 else [])]
     return len(rows) >= num_rows and all(any(words in line for line in lines) for words in last)

@@ -14,7 +14,14 @@ import numpy as np
 import pytest
 
 from csdctl.shipping.worker_zip import pack_code
-from csdctl.worker.compute.model import build, find_stateful_layers, hash_weights, load_weights, save_weights
+from csdctl.worker.compute.model import (
+    build,
+    find_stateful_layers,
+    hash_weights,
+    load,
+    load_weights,
+    save_weights,
+)
 from csdctl.worker.process.errors import WorkerError
 from csdctl.worker.protocol.json_codec import to_json
 from csdctl.worker.protocol.model_info import BuildRequest, BuildSpec, ModelInfo
@@ -157,6 +164,16 @@ def test_keras_file_is_transferred_as_architecture_and_weights(tmp_path: Path) -
     info = build(BuildRequest(spec_of(file, tmp_path), str(tmp_path)))
     assert (info.inputs, info.outputs[0].shape) == ({"": (4, 4, 1)}, (3,))
     assert {"architecture.json", "weights.npz"} < set(os.listdir(tmp_path))
+
+
+def test_adapted_normalization_computes_the_same_once_it_is_loaded(tmp_path: Path) -> None:
+    samples = np.linspace(90, 110, 32, dtype=np.float32).reshape(2, 4, 4, 1)
+    adapted = keras().layers.Normalization()
+    adapted.adapt(samples)
+    file = save_keras_file(tmp_path / "model.keras", adapted)
+    build(BuildRequest(spec_of(file, tmp_path), str(tmp_path)))
+    loaded = load(tmp_path / "architecture.json", tmp_path / "weights.npz")
+    assert np.array_equal(loaded(samples), keras().models.load_model(file)(samples))
 
 
 def test_atexit_handlers_of_user_code_run(tmp_path: Path) -> None:

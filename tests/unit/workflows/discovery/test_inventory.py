@@ -197,7 +197,7 @@ class TestThereAndBack:
         return Fleet(tuple(nodes), path=path)
 
     def test_ansible_inventory_gives_the_same_nodes_again(self, tmp_path: Path, fleet: Fleet) -> None:
-        groups = yaml.safe_load(render_ansible(fleet, tmp_path))["all"]
+        groups = yaml.safe_load(render_ansible(fleet, tmp_path))["csdctl_fleet"]
         hosts = {name: {**groups["vars"], **own} for name, own in groups["hosts"].items()}
         members = {name: {"hosts": list(group["hosts"])} for name, group in groups["children"].items()}
         path = tmp_path / "hosts"
