@@ -67,11 +67,12 @@ def _ends(value: str) -> tuple[str, str]:
         raise ValueError("; ".join(part for part in (error.message, error.remedy) if part)) from None
 
 
+_AN_ADDRESS = "address or host name (a port is `port:`)"
 _A_NAME = "name (letters, digits, '.', '_', '-')"
 Name = Annotated[str, _matching(NAME, _A_NAME)]
 Names = Annotated[str, _matching(NAME, _A_NAME, ranges=True)]
-Address = Annotated[str, _matching(ADDRESS, "address or host name")]
-Addresses = Annotated[str, _matching(ADDRESS, "address or host name", ranges=True)]
+Address = Annotated[str, _matching(ADDRESS, _AN_ADDRESS)]
+Addresses = Annotated[str, _matching(ADDRESS, _AN_ADDRESS, ranges=True)]
 User = Annotated[str, _matching(USER, "user name")]
 Port = Annotated[int, Field(ge=1, le=65535)]
 GroupName = Annotated[str, _matching(GROUP, "group (no spaces, commas or brackets)")]

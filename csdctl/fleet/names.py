@@ -12,7 +12,7 @@ from typing import TypeVar
 from csdctl.errors import InputError
 
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}")
-ADDRESS = re.compile(r"[A-Za-z0-9:][A-Za-z0-9.:%_-]{0,253}")
+ADDRESS = re.compile(r"(?![^:]*:\d*$)[A-Za-z0-9:][A-Za-z0-9.:%_-]{0,253}")  # an IPv6 address has two colons
 USER = re.compile(r"[A-Za-z_][A-Za-z0-9._-]{0,31}")
 GROUP = re.compile(r"[^\s,\[\]\x00-\x1f-][^\s,\[\]\x00-\x1f]{0,99}")
 

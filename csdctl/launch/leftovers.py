@@ -40,7 +40,7 @@ class MachineLockedError(RunError):
         super().__init__(
             f"another csdctl is running here: {show_holder(holder)}",
             node=node,
-            remedy="wait for it or end it; if it no longer runs: csdctl clean --kill",
+            remedy="wait, or end it (csdctl runs stop); if it no longer exists: csdctl clean --kill",
         )
         self.holder = holder
 

@@ -116,9 +116,7 @@ def _advise(run: RunResults, bottleneck: Bottleneck | None) -> str:
     if summary.state == RUNNING:
         return f"Follow it: `csdctl runs watch {summary.run_id}`."
     if summary.state != COMPLETED:
-        first = "See the logs in the run directory, then resume" if summary.state == FAILED else "Resume"
-        if summary.failures:
-            first = "Fix the failure, then resume"
+        first = "Fix the failure (see the logs), then resume" if summary.state == FAILED else "Resume"
         return f"{first}: `csdctl train --resume {summary.run_id}`."
     if summary.lost_nodes:
         return f"Check {format_node_names(summary.lost_nodes)} with `csdctl doctor`."

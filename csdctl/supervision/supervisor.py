@@ -705,7 +705,7 @@ class Supervisor:
             left_s = start + (limit_s if waiting else self._patience.settle_s) - time.monotonic()
             self._act(self._processes.next(max(0.0, left_s)))
         for rank in waiting:
-            gone = f"lost: rank {rank} no longer answers (node down, link cut, or process stopped)"
+            gone = f"rank {rank} no longer answers (node down, link cut, or process stopped)"
             membership.lose(rank, gone, "check the node")
 
     def _leave_out_failed(self, failed: Failed) -> None:

@@ -37,7 +37,7 @@ def up(
     ] = None,
     json: options.JsonOption = False,
 ) -> None:
-    """Start an emulated fleet, and write the fleet file that describes it."""
+    """Start an emulated fleet and write its fleet file."""
     from csdctl.emulation.fleet import EmulatedSpec, fleet_status, is_up, parse_size, start_fleet
     from csdctl.terminal.fleet import EmulatedFleet, show_started
 

@@ -119,7 +119,7 @@ def rm(
     yes: options.YesOption = False,
     json: options.JsonOption = False,
 ) -> None:
-    """Remove runs with their models, checkpoints, events and logs (also `remove`, `delete`)."""
+    """Remove runs and their files (also `remove`, `delete`)."""
     from csdctl.workflows.runs.manage import remove_runs
 
     streams = Streams(is_json=json)
@@ -132,7 +132,7 @@ def rm(
 
 @runs.command()
 def diff(first: FirstRunArgument, second: SecondRunArgument, json: options.JsonOption = False) -> None:
-    """Show the settings and results in which two runs differ (also `compare`)."""
+    """Show where two runs differ (also `compare`)."""
     from csdctl.terminal.runs import show_differences
     from csdctl.workflows.runs.manage import compare_runs
 

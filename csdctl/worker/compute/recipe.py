@@ -92,7 +92,7 @@ def _choose_optimizer(recipe: Recipe, own: Any) -> tuple[Any, Recipe]:
     if rate is None:
         raise InputError(
             "recipe.learning_rate is missing, and the model is not compiled with an optimizer",
-            "set recipe.learning_rate in job.yaml",
+            "compile the model, or set recipe.learning_rate (learning_rate=… in Python)",
         )
     config["learning_rate"] = float(rate)
     recipe = dataclasses.replace(recipe, optimizer=name, learning_rate=float(rate), schedule=schedule)

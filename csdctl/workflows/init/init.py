@@ -287,7 +287,7 @@ def _recipe(lifted: Mapping[str, Any], looks: Looks) -> Iterator[tuple[str, str]
     for key, value in _with_min_factor(lifted, compiled).items():
         yield f"{key}: {_value(value)}", "" if key.startswith("#") else "from fit"
     if not lifted:
-        yield "epochs: 10", "a placeholder: as many as you pass to fit()"
+        yield "epochs: 10", "a placeholder: set it before `csdctl tune`"
         yield (
             "# reference_batch: 256",
             "the batch size that the learning rate is for, such as fit's batch_size (32 unless given): at "
