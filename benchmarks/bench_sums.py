@@ -19,6 +19,7 @@ from typing import Any
 
 import pytest
 
+from benchmarks.running import run_program
 from csdctl.launch.mpirun import ALLOW_ROOT, COMMON_OPTIONS
 from tests.lab.network import (
     Segment,
@@ -95,6 +96,45 @@ for line in sys.stdin:
     for rank in ranks:
         rank.done.wait()
     print(json.dumps(ranks[0].took_s), flush=True)
+"""
+FLOOR = """
+import json, os, selectors, socket, sys, time
+import numpy as np
+num_ranks, size, rounds = map(int, sys.argv[1:])
+server = socket.create_server(("127.0.0.1", 0), backlog=num_ranks)
+for _ in range(num_ranks - 1):
+    if not os.fork():
+        root = socket.create_connection(server.getsockname())
+        own, total = memoryview(bytes(size)), memoryview(bytearray(size))
+        for _ in range(rounds):
+            root.sendall(own)
+            place = 0
+            while place < size:
+                place += root.recv_into(total[place : place + (1 << 20)])
+        os._exit(0)
+nodes = [server.accept()[0] for _ in range(num_ranks - 1)]
+received = [memoryview(bytearray(size)) for _ in nodes]
+times = []
+for _ in range(rounds):
+    started = time.monotonic()
+    for event in (selectors.EVENT_READ, selectors.EVENT_WRITE):
+        selector, places = selectors.DefaultSelector(), [0] * len(nodes)
+        for number, node in enumerate(nodes):
+            node.setblocking(False)
+            selector.register(node, event, number)
+        while selector.get_map():
+            for key, _ in selector.select():
+                number, place = key.data, places[key.data]
+                part = received[number][place : place + (1 << 20)]
+                try:
+                    moved = key.fileobj.recv_into(part) if event == 1 else key.fileobj.send(part)
+                except BlockingIOError:
+                    continue
+                places[number] += moved
+                if places[number] == size:
+                    selector.unregister(key.fileobj)
+    times.append(time.monotonic() - started)
+print(json.dumps({"seconds": sorted(times)[rounds // 2]}))
 """
 AGENT = """#!/bin/sh
 host=$1; shift
@@ -245,3 +285,10 @@ def test_sums(tmp_path: Path, num_servers: int, num_ranks: int) -> None:
                         set_cables(num_servers, CABLES[cable])
                     found = servers.measure("" if number else collective or "auto", elements)
                     show(num_servers, num_ranks, what, cable, size, found)
+
+
+def test_sums_floor() -> None:
+    """Measure what the loopback itself takes for the bytes of a star, without MPI, and without adding."""
+    for name, elements in SIZES.items():
+        found = run_program(FLOOR, 36, 4 * elements, 8)
+        print(f"\n36 ranks, {name} to one process and back: {found['seconds']:.4f} s")
