@@ -369,11 +369,14 @@ class PowerSampler:
 
     def _import_meter(self, recorder: "_Recorder") -> None:
         """Record the rows that a power meter has written during the run."""
+        now_s = time.time()
         with open(recorder.power.path, encoding="utf-8", errors="replace", newline="") as file:
-            for time_s, watts in parse_meter(file):
-                is_ours = self._start_s - 1 <= time_s <= time.time()
-                if is_ours and (spent := recorder.meter.add(time_s, Reading(watts))):
-                    self._write(recorder, time_s, spent)
+            rows = [row for row in parse_meter(file) if self._start_s - MAX_POWER_GAP_S <= row[0] <= now_s]
+        if rows and now_s - rows[-1][0] <= MAX_POWER_GAP_S:  # the meter's next row is still to come
+            rows.append((now_s, rows[-1][1]))
+        for time_s, watts in rows:
+            if spent := recorder.meter.add(time_s, Reading(watts)):
+                self._write(recorder, time_s, spent)
 
     def _take(self, recorder: "_Recorder", machine_time_s: float, reading: Reading) -> None:
         recorder.until_s = time.time()

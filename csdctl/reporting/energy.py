@@ -161,7 +161,8 @@ def describe_energy(energy: RunEnergy) -> list[str]:
     if energy.whole:
         return [describe_machine(energy.whole)]
     lines = [f"{machine.machine}: {describe_machine(machine)}" for machine in energy.machines]
-    return [*lines, f"unknown for {format_node_names(energy.missing)}, so there is no total"]
+    names = format_node_names(energy.missing)
+    return [*lines, f"no total: known for less than {ENOUGH:.0%} of the training on {names}"]
 
 
 def describe_machine(machine: MachineEnergy) -> str:

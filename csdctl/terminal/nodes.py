@@ -203,7 +203,10 @@ def render_provisioned(
     console.print(build_table(columns, rows))
     is_checked = all(one.value is None or one.value.summary for one in outcomes.values())
     if request.is_dry_run and not (request.sends_only or is_checked):
-        console.print("–: not checked by Ansible, which needs the files there first", soft_wrap=True)
+        console.print(
+            "–: not checked by Ansible before the files are there; docs/how-to/provision.md lists the changes",
+            soft_wrap=True,
+        )
     is_installed = any(one.value and one.value.sent for one in outcomes.values())
     if is_installed and not (request.sends_only or request.is_dry_run):
         python = f"{request.prefix}/venv/bin/python"

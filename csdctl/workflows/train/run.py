@@ -188,7 +188,8 @@ class RunStopped(KeyboardInterrupt):
     """The user has interrupted the run; its state is kept."""
 
     def __init__(self, run_id: str, summary: RunSummary) -> None:
-        super().__init__(f"run {run_id} was interrupted; `csdctl train --resume {run_id}` continues it")
+        how = f"`csdctl train --resume {run_id}`, or resume={run_id!r} in Python,"
+        super().__init__(f"run {run_id} was interrupted; {how} continues it")
         self.run_id = run_id
         self.summary = summary
 

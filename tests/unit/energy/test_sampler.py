@@ -87,8 +87,9 @@ class TestSampler:
         meter = run.path / "meter.csv"
         rows = [(now_s - 60.0, 500), (now_s - 0.4, 10), (now_s, 20)]
         meter.write_text("time,watts\n" + "".join(f"{time_s},{watts}\n" for time_s, watts in rows))
-        (record,) = sample(run, PowerSource(source="csv", path=str(meter)), print, until)
+        record, last = sample(run, PowerSource(source="csv", path=str(meter)), print, until)
         assert (record.origin, record.joules) == ("measured", pytest.approx(6.0, abs=0.01))
+        assert last.joules == pytest.approx(20 * last.seconds, abs=0.01)  # until the run ended
         meter.write_text("watt\n")
         said = []
 
