@@ -204,7 +204,7 @@ def render_provisioned(
     is_checked = all(one.value is None or one.value.summary for one in outcomes.values())
     if request.is_dry_run and not (request.sends_only or is_checked):
         console.print(
-            "–: not checked by Ansible before the files are there; docs/how-to/provision.md lists the changes",
+            "–: Ansible checks once the files are there; docs/how-to/provision.md lists the changes",
             soft_wrap=True,
         )
     is_installed = any(one.value and one.value.sent for one in outcomes.values())
