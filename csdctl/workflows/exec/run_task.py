@@ -133,7 +133,8 @@ class _NodeExecutor(Executor):
 
     def expand_calls(self, calls: list[Call]) -> list[Call]:
         """Return the calls with those of `pre` and `post`."""
-        found = [call.clone() for call in super().expand_calls(calls)]  # threads share those of `pre`
+        # Clones: the threads of all nodes share the calls of `pre` and `post`.
+        found: list[Any] = [call.clone() for call in super().expand_calls(calls)]
         for call in found:
             call.make_context = lambda *_, **__: self._connection
         return found
