@@ -35,7 +35,8 @@ from csdctl.runs.private import STATE_DIRECTORY, check_private
 from csdctl.supervision.event_callbacks import STOP as STOP
 from csdctl.supervision.event_callbacks import Callback
 from csdctl.supervision.run_setup import Patience as Patience
-from csdctl.terminal.fleet import DiscoverView, render_fleet
+from csdctl.terminal.fleet import render_fleet
+from csdctl.terminal.nodes import CountView
 from csdctl.terminal.prepare import PreparationScreen, render_prepared
 from csdctl.terminal.report import report_of
 from csdctl.terminal.streams import Streams
@@ -491,7 +492,7 @@ def discover(fleet: FleetOrPath = "fleet.yaml") -> DiscoverResult:
     """
     chosen = as_fleet(fleet)
     with open_session() as streams:
-        with DiscoverView(streams.console, len(chosen.machines)) as view:
+        with CountView(streams.console, "probing", len(chosen.machines)) as view:
             result = discover_machines(chosen, directory=streams.directory, on_done=view.take)
         render_fleet(streams.console, result, verbose=False)
     return result

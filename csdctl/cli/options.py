@@ -53,6 +53,8 @@ def _names(*pattern: str) -> list[str]:
     return [Path(path).name for path in sorted(glob.glob(str(Path(*pattern))))]
 
 
+group = partial(typer.Typer, add_completion=False, rich_markup_mode=None, no_args_is_help=True)
+"""A command that has commands."""
 LATEST = "latest"
 SELECTION = "Nodes and preflight"
 selection = partial(typer.Option, rich_help_panel=SELECTION)

@@ -15,7 +15,7 @@ from typing import TypeVar
 from pydantic import ValidationError
 
 from csdctl.errors import RemoteCommandError
-from csdctl.fleet.facts import MAX_SHOWN, Condition, DirectorySpace, Drive, Facts, list_invalid
+from csdctl.fleet.facts import MAX_SHOWN, DirectorySpace, Drive, Facts, list_invalid
 from csdctl.fleet.network import parse_local_addresses
 from csdctl.notify import shorten
 from csdctl.transport.session import Session
@@ -38,13 +38,13 @@ class Fact:
     parse: Callable[[str], FactValues]
 
 
-def text_fact(name: str, script: str, field: str) -> Fact:
-    """Return the fact whose output is the value of `field`."""
+def text_fact(name: str, script: str) -> Fact:
+    """Return the fact whose output is the value of the field `name`."""
 
     def parse(output: str) -> FactValues:
         if not output.strip():
             raise ValueError("no output")
-        return {field: output.removesuffix("\n")}
+        return {name: output.removesuffix("\n")}
 
     return Fact(name, script, parse)
 
@@ -328,9 +328,7 @@ def _package_notes(packages: dict[str, str | None]) -> tuple[str, ...]:
 
 MACHINE_FACTS = (
     # A 64-bit kernel may have a 32-bit system, for which there are no wheels.
-    text_fact(
-        "architecture", '[ "$(getconf LONG_BIT)" = 32 ] && linux32 uname -m || uname -m', "architecture"
-    ),
+    text_fact("architecture", '[ "$(getconf LONG_BIT)" = 32 ] && linux32 uname -m || uname -m'),
     Fact("CPU", "cat /proc/cpuinfo; lscpu", parse_cpuinfo),
     Fact("memory", "cat /proc/meminfo", parse_meminfo),
     Fact("limits", _LIMITS_SCRIPT, parse_limits),
@@ -339,7 +337,7 @@ MACHINE_FACTS = (
     Fact("Python", f"\"$1\" -c '{_PYTHON_PROGRAM}'", parse_python),
     Fact("glibc", "getconf GNU_LIBC_VERSION || ldd --version 2>&1", parse_glibc),
     Fact("GPU", _GPU_SCRIPT, parse_gpu),
-    text_fact("home", "pwd", "home"),
+    text_fact("home", "pwd"),
 )
 
 FACTS_DEADLINE_S = 60.0
@@ -363,21 +361,17 @@ class ClockTrip:
 
 
 def collect_facts(session: Session, python: str) -> Facts:
-    """Return the facts of the machine of `session`.
+    """Return the facts of the machine of `session`; raises what `collect` raises."""
+    return collect(session, python, MACHINE_FACTS, Facts, FACTS_DEADLINE_S)
+
+
+def collect(
+    session: Session, python: str, facts: Sequence[Fact], kind: type[FactsT], deadline_s: float
+) -> FactsT:
+    """Return `facts` of the machine of `session`.
 
     Raises RemoteCommandError, DeadlineError or UnreachableError.
     """
-    return _collect(session, python, MACHINE_FACTS, Facts, FACTS_DEADLINE_S)
-
-
-def collect_condition(session: Session, python: str, *, deadline_s: float) -> Condition:
-    """Return the condition of the machine of `session`; raises what `collect_facts` raises."""
-    return _collect(session, python, CONDITION_FACTS, Condition, deadline_s)
-
-
-def _collect(
-    session: Session, python: str, facts: Sequence[Fact], kind: type[FactsT], deadline_s: float
-) -> FactsT:
     completed = session.run(build_command(facts, python), deadline_s=deadline_s)
     completed.check(session.name, doing="probing", remedy="run `sh -c true` there manually")
     trips = [measure_clock_trip(session, deadline_s) for _ in range(NUM_CLOCK_TRIPS)]
@@ -485,7 +479,7 @@ def _parse_space(text: str) -> DirectorySpace:
 
 CONDITION_FACTS = (
     *MACHINE_FACTS,
-    text_fact("hostname", "cat /proc/sys/kernel/hostname", "hostname"),
+    text_fact("hostname", "cat /proc/sys/kernel/hostname"),
     Fact("addresses", "cat /proc/net/fib_trie", parse_addresses),
     # `unlimited` becomes None.
     Fact(

@@ -141,8 +141,6 @@ def list_invalid(error: ValidationError) -> dict[str, str]:
     return described
 
 
-_Line = Annotated[str, Field(pattern=r"^[^\x00-\x1f\x7f-\x9f]+$", max_length=4096)]
-_Hostname = Annotated[str, Field(pattern=r"^[\x21-\x7e]+$", max_length=253)]
 _Address = Annotated[str, AfterValidator(lambda text: str(IPv4Address(text)))]
 
 
@@ -153,7 +151,7 @@ class DirectorySpace:
     `refusal` is why a test file could not be written there; '' on success.
     """
 
-    path: _Line
+    path: Annotated[str, Field(pattern=r"^[^\x00-\x1f\x7f-\x9f]+$", max_length=4096)]
     free_bytes: NumBytes | None = None
     free_inodes: NumBytes | None = None
     refusal: Annotated[str, Field(max_length=500)] = ""
@@ -163,7 +161,7 @@ class DirectorySpace:
 class Condition(Facts):
     """The facts of one machine, with those of the moment that only `doctor` needs."""
 
-    hostname: _Hostname | None = None
+    hostname: Annotated[str, Field(pattern=r"^[\x21-\x7e]+$", max_length=253)] | None = None
     addresses: Annotated[tuple[_Address, ...], Field(max_length=1000)] | None = None
     """The IPv4 addresses of all interfaces."""
     home_space: DirectorySpace | None = None

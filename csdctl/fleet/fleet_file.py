@@ -31,7 +31,7 @@ from csdctl.fleet.names import (
     range_ends,
 )
 from csdctl.fleet.network import find_ambiguous, means_host, own_names
-from csdctl.fleet.openssh import MAX_HOPS, Hop, parse_jump
+from csdctl.fleet.openssh import MAX_HOPS, parse_jump
 from csdctl.worker.protocol.run_spec import AUTO, Device
 
 
@@ -70,30 +70,19 @@ def _ends(value: str) -> tuple[str, str]:
 _AN_ADDRESS = "address or host name (a port is `port:`)"
 _A_NAME = "name (letters, digits, '.', '_', '-')"
 Name = Annotated[str, _matching(NAME, _A_NAME)]
-Names = Annotated[str, _matching(NAME, _A_NAME, ranges=True)]
 Address = Annotated[str, _matching(ADDRESS, _AN_ADDRESS)]
-Addresses = Annotated[str, _matching(ADDRESS, _AN_ADDRESS, ranges=True)]
-User = Annotated[str, _matching(USER, "user name")]
-Port = Annotated[int, Field(ge=1, le=65535)]
-GroupName = Annotated[str, _matching(GROUP, "group (no spaces, commas or brackets)")]
 Groups = Annotated[
-    list[GroupName],
+    list[Annotated[str, _matching(GROUP, "group (no spaces, commas or brackets)")]],
     BeforeValidator(lambda value: ([value] if value else []) if isinstance(value, str) else value),
+]
+Network = Annotated[
+    str, AfterValidator(lambda value: value and str(ipaddress.ip_network(value, strict=False)))
 ]
 
 
 def _check_jump(value: str) -> str:
     parse_jump(value)
     return value
-
-
-Jump = Annotated[str, AfterValidator(_check_jump)]
-
-
-Network = Annotated[
-    str, AfterValidator(lambda value: value and str(ipaddress.ip_network(value, strict=False)))
-]
-Python = Annotated[str, Field(pattern=r"^[^\x00-\x1f-][^\x00-\x1f]*$")]
 
 
 def _as_key(value: Path) -> Path:
@@ -105,22 +94,19 @@ def _as_key(value: Path) -> Path:
         raise ValueError("there is no home directory of this user") from None
 
 
-Key = Annotated[Path, AfterValidator(_as_key)]
-
-
 class Connection(Document):
     """Settings of the connection to a machine."""
 
-    port: Port = 22
-    user: User = "root"
-    key: Key | None = None
-    jump: Jump = ""
+    port: Annotated[int, Field(ge=1, le=65535)] = 22
+    user: Annotated[str, _matching(USER, "user name")] = "root"
+    key: Annotated[Path, AfterValidator(_as_key)] | None = None
+    jump: Annotated[str, AfterValidator(_check_jump)] = ""
 
 
 class NodeSettings(Connection):
     """Settings of a node, in `defaults` of all nodes."""
 
-    python: Python = "python3"
+    python: Annotated[str, Field(pattern=r"^[^\x00-\x1f-][^\x00-\x1f]*$")] = "python3"
     group: Groups = []
     power: PowerSource | None = None
     device: Device = AUTO
@@ -129,8 +115,8 @@ class NodeSettings(Connection):
 class NodeEntry(NodeSettings):
     """An entry of `nodes` in fleet.yaml; `csd[0-35]` with as many addresses is a range of nodes."""
 
-    name: Names
-    address: Addresses
+    name: Annotated[str, _matching(NAME, _A_NAME, ranges=True)]
+    address: Annotated[str, _matching(ADDRESS, _AN_ADDRESS, ranges=True)]
 
     @model_validator(mode="after")
     def _have_equal_lengths(self) -> Self:
@@ -203,7 +189,7 @@ def load_fleet(path: Path) -> Fleet:
     machines = {node.name: (node, jump) for node, jump in (*jump_hosts, *nodes)}
     resolver = _Jumps(machines, file.defaults.user, _resolve_key(file.defaults, directory))
     try:
-        resolved = tuple(resolver.resolve(node, jump) for node, jump in nodes)
+        resolved = tuple(replace(node, jump=resolver.resolve(jump, (node.name,))) for node, jump in nodes)
     except ValueError as error:
         raise InputError(f"{path}: {error}", remedy=f"fix `jump` in {path}") from None
     return Fleet(resolved, _resolve_host(file, directory), file.network, file.emulated, path)
@@ -323,11 +309,8 @@ class _Jumps:
     key: Path | None = None
     _found: dict[str, Node | None] = field(default_factory=dict)
 
-    def resolve(self, node: Node, jump: str) -> Node:
-        """Return `node` with the chain of `jump`; raises ValueError for a cycle or a long chain."""
-        return replace(node, jump=self._chain(jump, (node.name,)))
-
-    def _chain(self, jump: str, passed: tuple[str, ...]) -> Node | None:
+    def resolve(self, jump: str, passed: tuple[str, ...]) -> Node | None:
+        """Return the chain of `jump` behind `passed`; raises ValueError for a cycle or a long chain."""
         if jump in self._found:
             return self._found[jump]
         before: Node | None = None
@@ -337,17 +320,15 @@ class _Jumps:
             if len(passed) > MAX_HOPS:
                 raise ValueError(f"{passed[0]} is behind more than {MAX_HOPS} jump hosts")
             found = self.machines.get(hop.address) if hop.user is None and hop.port is None else None
-            node, own = found or (self._direct(hop), "")
+            user = self.user if hop.user is None else hop.user
+            direct = Node(name=hop.name, address=hop.address, port=hop.port or 22, user=user, key=self.key)
+            node, own = found or (direct, "")
             # As with ssh -J, only the first hop of a chain uses its own `jump`.
-            before = replace(node, jump=before if number else self._chain(own, (*passed, hop.name)))
+            before = replace(node, jump=before if number else self.resolve(own, (*passed, hop.name)))
         if before and len(before.jumps) >= MAX_HOPS:
             raise ValueError(f"{passed[0]} is behind more than {MAX_HOPS} jump hosts")
         self._found[jump] = before
         return before
-
-    def _direct(self, hop: Hop) -> Node:
-        user = self.user if hop.user is None else hop.user
-        return Node(name=hop.name, address=hop.address, port=hop.port or 22, user=user, key=self.key)
 
 
 YamlMapping = dict[str, object]

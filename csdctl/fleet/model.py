@@ -22,7 +22,6 @@ SERVER_MARK = "/"
 """Between the name of a server and that of one of its nodes: storage2/csd3."""
 
 Watts = Annotated[float, Field(ge=0, le=1_000_000)]
-OneLine = Annotated[str, Field(pattern=r"^[^\x00-\x1f]*$", max_length=500)]
 NEEDED = {"hwmon": "path", "csv": "path", "constant": "watts"}
 """The key that a source cannot do without, and that no other source uses."""
 
@@ -31,7 +30,7 @@ class PowerSource(Document):
     """The source of the power of one machine; watts of the whole machine, or of the part that it covers."""
 
     source: Literal["rapl", "ipmi", "hwmon", "csv", "constant"]
-    path: OneLine = ""
+    path: Annotated[str, Field(pattern=r"^[^\x00-\x1f]*$", max_length=500)] = ""
     """hwmon: a pattern of files on the machine. csv: a file on the host."""
     watts: Watts | None = None
     """Power of a constant source."""

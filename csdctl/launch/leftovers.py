@@ -47,17 +47,16 @@ class MachineLockedError(RunError):
 
 @contextlib.contextmanager
 def lock_machines(
-    sessions: Mapping[str, Session], pythons: Mapping[str, str], *, doing: str, directory: Path
+    sessions: Mapping[str, Session], fleet: Fleet, *, doing: str, directory: Path
 ) -> Iterator[None]:
     """Lock every machine of `sessions`; raises MachineLockedError at once where another csdctl is running.
 
-    `pythons` names each machine's Python. `doing` and `directory` describe this process to other csdctl
-    processes that find a machine locked.
+    `doing` and `directory` describe this process to other csdctl processes that find a machine locked.
     """
     this_process = describe_holder(doing, directory)
     with contextlib.ExitStack() as stack:
         outcomes = run_on_all(
-            sessions, lambda one: stack.callback(_lock(one, pythons[one.name], this_process).close)
+            sessions, lambda one: stack.callback(_lock(one, fleet.python_of(one.name), this_process).close)
         )
         raise_if_locked(outcomes.values())
         values_or_raise(outcomes, "locking")
@@ -241,10 +240,8 @@ def clean_machine(
     return found.left
 
 
-def end_run(
-    run_id: str, sessions: Mapping[str, Session], pythons: Mapping[str, str], *, is_removing: bool = False
-) -> list[str]:
-    """End all processes of the run on every machine; return the machines where that failed.
+def end_run(run_id: str, sessions: Mapping[str, Session], fleet: Fleet, *, is_removing: bool = False) -> None:
+    """End all processes of the run on every machine, as far as it can be reached.
 
     The processes on a lost machine end through MPI's own keepalive. With `is_removing`, remove also the
     copies of its state on other servers.
@@ -252,15 +249,9 @@ def end_run(
     options = CleanupOptions(run_id=run_id, is_removing=is_removing)
 
     def clean(session: Session) -> Leftovers:
-        return clean_machine(session, pythons[session.name], options, deadline_s=END_DEADLINE_S)
+        return clean_machine(session, fleet.python_of(session.name), options, deadline_s=END_DEADLINE_S)
 
-    return [name for name, outcome in run_on_all(sessions, clean).items() if outcome.error]
-
-
-def end_rank(run_id: str, session: Session, python: str) -> None:
-    """End the processes of the run's rank on the node of `session`; raises CsdctlError."""
-    options = CleanupOptions(run_id=run_id, node=session.name)
-    clean_machine(session, python, options, deadline_s=END_DEADLINE_S)
+    run_on_all(sessions, clean)
 
 
 def clean(

@@ -11,6 +11,7 @@ from csdctl.perfmodel.prediction import RankModel, RingCost, StepTime
 
 SOURCE = "STANNIS paper (HeydariGorji et al.)"
 BYTES_PER_PARAMETER = 4
+"""That every rank gives to a sum: a float32."""
 
 
 class Network(StrEnum):
@@ -32,11 +33,6 @@ class PublishedNetwork:
     node_batch_size: int
     host_samples_per_s: float
     node_samples_per_s: float
-
-    @property
-    def gradient_bytes(self) -> int:
-        """Bytes every rank gives to a sum: one float32 for each parameter."""
-        return self.num_parameters * BYTES_PER_PARAMETER
 
     @property
     def host(self) -> RankModel:

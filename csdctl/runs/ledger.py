@@ -54,8 +54,9 @@ class Ledger:
         """Add bytes by sender, receiver and traffic class."""
         self._bytes.update(num_bytes)
 
-    def save(self) -> None:
-        """Append the collected counts to the file; raises OSError."""
+    def save(self, num_bytes: Mapping[tuple[str, str, str], int] = {}) -> None:
+        """Append the collected counts, and `num_bytes`, to the file; raises OSError."""
+        self.add(num_bytes)
         now = round(time.time(), 3)
         lines = [
             json.dumps(asdict(LedgerEntry(now, self._command, self.run, *key, count))) + "\n"
@@ -71,13 +72,7 @@ class Ledger:
 
 def record_traffic(directory: Path, command: str) -> Callable[[Mapping[tuple[str, str, str], int]], None]:
     """Return a callback that records the bytes of a command's connections when they are closed."""
-
-    def record(sent: Mapping[tuple[str, str, str], int]) -> None:
-        ledger = Ledger(ProjectDirectory(directory).ledger, command)
-        ledger.add(sent)
-        ledger.save()
-
-    return record
+    return lambda sent: Ledger(ProjectDirectory(directory).ledger, command).save(sent)
 
 
 def read_ledger(path: Path) -> Iterator[LedgerEntry]:

@@ -362,24 +362,21 @@ class _Source:
     ) -> None:
         self.process = process
         self._messages = messages
-        self._room = threading.Semaphore(MAX_WAITING)
+        self.room = threading.Semaphore(MAX_WAITING)
+        """For messages that have not been taken out."""
         self._is_dropped = False
 
     def put(self, message: RankMessage) -> None:
-        self._room.acquire()
+        self.room.acquire()
         if self._is_dropped:
-            self._room.release()  # for the next message, which is dropped too
+            self.room.release()  # for the next message, which is dropped too
         else:
             self._messages.put((self, message))
-
-    def take(self) -> None:
-        """Make room for another message: one was taken out."""
-        self._room.release()
 
     def drop(self) -> None:
         """Close the process and ignore all further messages; `put` waits no longer."""
         self._is_dropped = True
-        self._room.release()
+        self.room.release()
         self.process.close()
 
 
@@ -429,7 +426,7 @@ class RankProcesses:
         if message is None:
             self._sources[rank] = source
             return Restarted(rank)
-        source.take()
+        source.room.release()
         return message if self._sources.get(rank) is source else None
 
     def next(self, timeout_s: float) -> RankMessage | None:

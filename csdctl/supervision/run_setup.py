@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from csdctl.fleet.model import HOST_NAME
-from csdctl.launch.leftovers import end_rank, relock_machine
+from csdctl.launch.leftovers import END_DEADLINE_S, CleanupOptions, clean_machine, relock_machine
 from csdctl.launch.mpi_job import JobOutcome, MpiJob
 from csdctl.launch.mpirun import Mpirun
 from csdctl.runs.directory import CappedLog
@@ -170,7 +170,8 @@ class RankStarter:
                     open_session(fleet, node, directory=self.directory, on_traffic=self.on_traffic)
                 )
             opened.enter_context(relock_machine(session, python, doing="train", directory=self.directory))
-            end_rank(self.spec.run_id, session, python)
+            left_there = CleanupOptions(run_id=self.spec.run_id, node=node)
+            clean_machine(session, python, left_there, deadline_s=END_DEADLINE_S)
             process = self._start_process(rank, session)
             self.mpirun.sessions[node] = session
             self.stack.enter_context(opened.pop_all())

@@ -781,8 +781,7 @@ def _find_suspects(group: GroupState) -> set[int]:
     return {group.first_unlinked} if group.first_unlinked else set()
 
 
-Action = Callable[[Supervisor, Any], None]
-ACTIONS: Mapping[Phase, Mapping[type[RankMessage], Action]] = {
+ACTIONS: Mapping[Phase, Mapping[type[RankMessage], Callable[[Supervisor, Any], None]]] = {
     Phase.STARTING: {
         ProcessEnded: Supervisor._end_run,
         Failed: Supervisor._end_run,

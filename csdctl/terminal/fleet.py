@@ -12,15 +12,15 @@ from csdctl.emulation.fleet import NodeStatus, StoppedFleet
 from csdctl.errors import CsdctlError
 from csdctl.fleet.checks import FLEET_NAME, Check, Status, fold
 from csdctl.fleet.facts import Facts
-from csdctl.fleet.hardware import EqualMachines, classify_machine, find_differences, group_machines
+from csdctl.fleet.hardware import EqualMachines, find_differences, group_machines
 from csdctl.fleet.model import Fleet, fold_problems
 from csdctl.fleet.names import fold_names, format_node_names, names_by_value
 from csdctl.launch.leftovers import Leftovers
 from csdctl.reporting.numbers import format_bytes, format_count
 from csdctl.terminal.console import PrintableConsole, build_table
-from csdctl.terminal.nodes import CountView, bounded, render_failed
+from csdctl.terminal.nodes import bounded, render_failed
 from csdctl.terminal.streams import Streams
-from csdctl.terminal.view import View, live_on
+from csdctl.terminal.view import View
 from csdctl.transport.many import Outcome, errors_of
 from csdctl.workflows.discovery.discover import DiscoverResult, ShownKey, find_shared_host_keys
 from csdctl.workflows.discovery.inventory import FoundFleet
@@ -48,13 +48,11 @@ class ExaminationView(View):
     """Shows each check when it is done; use it as a context manager around the examination."""
 
     def __init__(self, console: PrintableConsole, fleet: Fleet, *, is_verbose: bool = False) -> None:
-        self._console = console
         self._is_verbose = is_verbose
         self._title = f"fleet {fleet.path}" + (" (emulated fleet)" if fleet.emulated else "")
         self._machines = [*fleet.machines, FLEET_NAME]
         self._checks: list[Check] = []
-        self._live = live_on(console, self._table)
-        super().__init__(self._live)
+        super().__init__(console, self._table)
 
     def show(self, check: Check) -> None:
         """Add one check."""
@@ -96,9 +94,6 @@ class ExaminationView(View):
             table.caption = f"{len(worst) - len(rows)} more machines are green"
         return table
 
-    def _print(self, line: str) -> None:
-        self._console.print(line, soft_wrap=True)
-
 
 def doctor_document(examination: Examination) -> dict[str, object]:
     """Return the `csdctl.doctor/1` document."""
@@ -129,18 +124,6 @@ class EmulatedFleet:
     was_up: bool = False
     owner_pid: int | None = None
     """The process whose end ends it."""
-
-
-class DiscoverView(CountView):
-    """Shows each machine when it responds or fails; a context manager."""
-
-    def __init__(self, console: PrintableConsole, num_machines: int) -> None:
-        super().__init__(console, "probing", num_machines)
-
-    def take(self, facts: Facts) -> None:
-        """Show one machine."""
-        found = facts.problem or classify_machine(facts).name
-        self.count(f"{facts.name}: {found}", has_failed=facts.problem is not None)
 
 
 def render_fleet(console: PrintableConsole, result: DiscoverResult, *, verbose: bool = False) -> None:

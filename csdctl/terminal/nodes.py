@@ -3,10 +3,12 @@
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TypeVar
 
-from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.text import Text
 
 from csdctl.errors import CsdctlError
+from csdctl.fleet.facts import Facts
+from csdctl.fleet.hardware import classify_machine
 from csdctl.fleet.model import Fleet, fold_problems
 from csdctl.fleet.names import fold_names, format_node_names
 from csdctl.reporting.numbers import format_bytes, format_count
@@ -15,7 +17,7 @@ from csdctl.shipping.payload import FileTree, TreeRequest
 from csdctl.shipping.store import printable
 from csdctl.terminal.console import PrintableConsole, build_table
 from csdctl.terminal.streams import Streams
-from csdctl.terminal.view import View, new_progress
+from csdctl.terminal.view import View
 from csdctl.transport.many import Outcome, errors_of
 from csdctl.workflows.exec.run_command import Answer, ExecResult
 from csdctl.workflows.provision.bundle import Bundle
@@ -33,16 +35,14 @@ class CountView(View):
     """Counts machines that are done, on a terminal; elsewhere prints a line of each; a context manager."""
 
     def __init__(self, console: PrintableConsole, doing: str, num_machines: int) -> None:
-        self._console = console
         self._num_failed = 0
-        self._progress = new_progress(
-            console,
+        self._progress = Progress(
             TextColumn("{task.description}", markup=False),
             *(BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()),
             TextColumn("{task.fields[size]}", markup=False),
             TextColumn("{task.fields[failed]}", style="red", markup=False),
         )
-        super().__init__(self._progress)
+        super().__init__(console, lambda: self._progress)
         self._task = self._progress.add_task(doing, total=num_machines, failed="", size="")
 
     def count(self, line: str = "", *, has_failed: bool = False) -> None:
@@ -51,11 +51,16 @@ class CountView(View):
         failed = f"{self._num_failed} failed" if self._num_failed else ""
         self._progress.update(self._task, advance=1, failed=failed)
         if line and not self._console.is_terminal:
-            self._console.print(line, soft_wrap=True)
+            self._print(line)
 
     def show(self, outcome: Outcome[Answer]) -> None:
         """Count a machine that has run a command."""
         self.count(has_failed=outcome.value is None or outcome.value.has_failed)
+
+    def take(self, facts: Facts) -> None:
+        """Count a machine that has been probed."""
+        found = facts.problem or classify_machine(facts).name
+        self.count(f"{facts.name}: {found}", has_failed=facts.problem is not None)
 
 
 def render_failed(console: PrintableConsole, failed: Mapping[str, CsdctlError], fleet: Fleet) -> None:
@@ -91,7 +96,7 @@ def render_answers(streams: Streams, result: ExecResult) -> None:
             streams.errors.print(f"  … {answer.num_dropped:,} bytes of output were dropped")
     if len(rows) > MAX_ANSWERS:
         streams.errors.print(f"… and {len(rows) - MAX_ANSWERS} more answers; --json lists them all")
-    render_failed(streams.console, result.unanswered, result.fleet)
+    render_failed(streams.console, errors_of(result.outcomes), result.fleet)
 
 
 def _print_output(console: PrintableConsole, output: bytes) -> None:
@@ -156,8 +161,7 @@ class TransferView(CountView):
     def packed(self, request: TreeRequest, tree: FileTree) -> None:
         """Print the size of a tree that was read."""
         size = f"{format_count(tree.files, 'file')} ({format_bytes(tree.num_bytes)})"
-        line = f"{printable(str(request.source))}: {size} for {printable(tree.destination)}"
-        self._console.print(line, soft_wrap=True)
+        self._print(f"{printable(str(request.source))}: {size} for {printable(tree.destination)}")
 
     def finish(self, outcome: Outcome[Delivery]) -> None:
         """Print what a node got, or that it failed."""
@@ -166,7 +170,7 @@ class TransferView(CountView):
             sent = f"{format_count(done.num_sent, 'file')} {'would be sent' if self._is_dry_run else 'sent'}"
             size = format_bytes(done.bytes_sent)
             line = f"{outcome.name}: {sent} ({size}), {done.num_present:,} already there"
-        self._console.print(line, soft_wrap=True)
+        self._print(line)
         self.count(has_failed=not outcome.value)
 
     def sent(self, outcome: Outcome[Sent]) -> None:
@@ -183,7 +187,7 @@ class TransferView(CountView):
         if self._console.is_terminal:
             self._progress.update(self._task, description=f"{result.task}: {result.node}", total=None)
         elif result.state not in ("ok", "skipped"):
-            self._console.print(f"{result.node}: {result.state}: {result.task}", soft_wrap=True)
+            self._print(f"{result.node}: {result.state}: {result.task}")
 
 
 def render_provisioned(

@@ -18,13 +18,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from statistics import fmean
-from types import TracebackType
 from typing import Any, Generic, Self, TypeVar
 
 from rich.console import Group, RenderableType
 from rich.live import Live
-from rich.progress import Progress as RichProgress
-from rich.progress import ProgressColumn
 from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
@@ -104,36 +101,27 @@ class NotebookLive:
 
 
 class View:
-    """A context manager around a live display; None where there is neither terminal nor notebook."""
+    """A context manager around a live display of what `render` returns, as `live_on`."""
 
-    def __init__(self, display: Live | NotebookLive | RichProgress | None) -> None:
-        self.__display = display
+    is_in_notebooks = False
+    """Whether the view is drawn in a notebook, where it stays; elsewhere it is removed at the end."""
+
+    def __init__(self, console: PrintableConsole, render: Callable[[], RenderableType]) -> None:
+        self._console = console
+        is_left_out = console.is_notebook and not self.is_in_notebooks
+        self._live = None if is_left_out else live_on(console, render)
 
     def __enter__(self) -> Self:
-        if self.__display:
-            self.__display.start()
+        if self._live:
+            self._live.start()
         return self
 
-    def __exit__(
-        self, error_type: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if self.__display:
-            self.__display.stop()
+    def __exit__(self, *_: object) -> None:
+        if self._live:
+            self._live.stop()
 
-
-def new_progress(console: PrintableConsole, *columns: ProgressColumn) -> RichProgress:
-    """Return a progress display with `columns`, drawn only on a terminal and removed when it stops."""
-    progress = RichProgress(
-        *columns,
-        console=console,
-        transient=True,
-        refresh_per_second=4,
-        disable=not console.is_terminal,
-        redirect_stdout=False,
-        redirect_stderr=False,
-    )
-    progress.live._lock = console.lock
-    return progress
+    def _print(self, line: str) -> None:
+        self._console.print(line, soft_wrap=True)
 
 
 def live_on(console: PrintableConsole, render: Callable[[], RenderableType]) -> Live | NotebookLive | None:
@@ -327,20 +315,15 @@ class FleetView(View, ABC, Generic[RowT]):
     _rows: Mapping[Any, RowT]
     """The machines, by what their reports name them by."""
     is_first_on_top = True
-    is_in_notebooks = False
-    """Whether the view is drawn in a notebook, where it stays; elsewhere it is removed at the end."""
 
     def __init__(
         self, console: PrintableConsole, title: str, *, clock: Callable[[], float] = time.monotonic
     ) -> None:
         """`clock`: seconds, in which all that is shown is measured."""
         self._clock = clock
-        self._console = console
         self._title = title
         self._start = self._printed_at = self._clock()
-        is_left_out = console.is_notebook and not self.is_in_notebooks
-        self._live = None if is_left_out else live_on(console, self._render)
-        super().__init__(self._live)
+        super().__init__(console, self._render)
 
     def _list_rows(self) -> Sequence[RowT]:
         """Return all machines, in order; other threads may add some."""
@@ -365,9 +348,6 @@ class FleetView(View, ABC, Generic[RowT]):
     @property
     def _elapsed_s(self) -> float:
         return self._clock() - self._start
-
-    def _print(self, line: str) -> None:
-        self._console.print(line, soft_wrap=True)
 
     def _print_headline_if_due(self) -> None:
         if self._live is None and self._clock() - self._printed_at >= PLAIN_INTERVAL_S:

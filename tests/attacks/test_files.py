@@ -15,6 +15,7 @@ from csdctl.emulation.fleet import EmulatedSpec, FleetPaths, start_fleet, stop_f
 from csdctl.errors import CsdctlError, InputError, RemoteCommandError
 from csdctl.facts.machine import CONDITION_FACTS, ClockTrip, build_command, parse_facts
 from csdctl.fleet.facts import Condition
+from csdctl.fleet.model import Fleet, Node
 from csdctl.launch.leftovers import lock_machines
 from csdctl.shipping.deliver import Delivery, deliver
 from csdctl.shipping.payload import pack_payload
@@ -47,9 +48,10 @@ def send(home: Path, stored: StoredFile) -> Delivery:
 
 
 def lock(home: Path) -> None:
+    fleet = Fleet((Node("csd0", "127.0.0.1", python=sys.executable),))
     with (
         closing(LocalSession("csd0", home)) as session,
-        lock_machines({"csd0": session}, {"csd0": sys.executable}, doing="tune", directory=home),
+        lock_machines({"csd0": session}, fleet, doing="tune", directory=home),
     ):
         pass
 

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from csdctl.errors import CsdctlError, DeadlineError, RemoteCommandError
+from csdctl.fleet.model import Fleet, Node
 from csdctl.launch.leftovers import CleanupOptions, clean_machine, describe_holder, lock_machines
 from csdctl.shipping.deliver import deliver
 from csdctl.shipping.payload import pack_payload
@@ -164,10 +165,10 @@ LOCKS = [
 def test_answer_about_the_lock_is_typed(
     session: SshSession, tmp_path: Path, hostile: Callable[[str], str], answer: str
 ) -> None:
-    python = hostile(f"print({answer!r}, flush=True)")
+    fleet = Fleet((Node("csd1", "127.0.0.1", python=hostile(f"print({answer!r}, flush=True)")),))
     with (
         pytest.raises(CsdctlError) as raised,
-        lock_machines({"csd1": session}, {"csd1": python}, doing="tune", directory=tmp_path),
+        lock_machines({"csd1": session}, fleet, doing="tune", directory=tmp_path),
     ):
         pass
     assert "unexpected" not in str(raised.value)

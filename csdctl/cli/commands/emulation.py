@@ -10,12 +10,7 @@ from csdctl.cli import options
 from csdctl.errors import InputError
 from csdctl.terminal.streams import Streams
 
-emulate = typer.Typer(
-    help="Run a fleet on this machine: real SSH servers that share its CPU and memory.",
-    add_completion=False,
-    rich_markup_mode=None,
-    no_args_is_help=True,
-)
+emulate = options.group(help="Run a fleet on this machine: real SSH servers that share its CPU and memory.")
 
 
 @emulate.command()

@@ -45,7 +45,8 @@ def discover(
     ] = False,
 ) -> None:
     """Find the machines of a fleet, and record their hardware and software."""
-    from csdctl.terminal.fleet import DiscoverView, discover_document, render_fleet, show_imported
+    from csdctl.terminal.fleet import discover_document, render_fleet, show_imported
+    from csdctl.terminal.nodes import CountView
     from csdctl.workflows.discovery.discover import discover
     from csdctl.workflows.discovery.inventory import import_fleet
 
@@ -73,7 +74,7 @@ def discover(
             "--dry-run and --force apply only when the fleet file is written",
             remedy="add the source to write it from: --cidr, --inventory or --ssh-config",
         )
-    with DiscoverView(call.streams.console, len(call.fleet.machines)) as view:
+    with CountView(call.streams.console, "probing", len(call.fleet.machines)) as view:
         result = discover(call.fleet, directory=call.directory, on_done=view.take)
     render_fleet(call.streams.console, result, verbose=call.streams.is_verbose)
     call.conclude(discover_document(result), list(result.facts), result.failed)

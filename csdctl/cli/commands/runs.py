@@ -1,6 +1,7 @@
 """Commands for the runs of this project: runs, report."""
 
 import os
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
@@ -10,28 +11,14 @@ from csdctl.cli import options
 from csdctl.errors import ExitCode, InputError
 from csdctl.terminal.streams import Streams
 
-runs = typer.Typer(
-    help="List, watch, stop, compare and remove runs.",
-    add_completion=False,
-    rich_markup_mode=None,
-    no_args_is_help=True,
-)
+runs = options.group(help="List, watch, stop, compare and remove runs.")
 WATCHER_NICE = 19
 """A watcher computes only when the ranks leave the processor to it."""
+run_argument = partial(typer.Argument, autocompletion=options.complete_runs)
 RunArgument = Annotated[
-    str | None,
-    typer.Argument(
-        help="Run ID, unique prefix or `latest`; default: the latest.",
-        autocompletion=options.complete_runs,
-    ),
+    str | None, run_argument(help="Run ID, unique prefix or `latest`; default: the latest.")
 ]
 RUN_HELP = "Run ID, unique prefix or `latest`."
-FirstRunArgument = Annotated[
-    str, typer.Argument(metavar="RUN", help=RUN_HELP, autocompletion=options.complete_runs)
-]
-SecondRunArgument = Annotated[
-    str, typer.Argument(metavar="OTHER-RUN", help=RUN_HELP, autocompletion=options.complete_runs)
-]
 
 
 @runs.command("list")
@@ -86,11 +73,7 @@ def logs(
 @runs.command()
 def stop(
     run: Annotated[
-        str | None,
-        typer.Argument(
-            help="Run ID, unique prefix or `latest`; default: the running one.",
-            autocompletion=options.complete_runs,
-        ),
+        str | None, run_argument(help="Run ID, unique prefix or `latest`; default: the running one.")
     ] = None,
     timeout: Annotated[float, typer.Option(min=0, help="Seconds to wait for the run to end.")] = 120.0,
     json: options.JsonOption = False,
@@ -108,14 +91,7 @@ def stop(
 
 @runs.command()
 def rm(
-    runs: Annotated[
-        list[str],
-        typer.Argument(
-            metavar="RUN...",
-            help="Run IDs, unique prefixes or `latest`.",
-            autocompletion=options.complete_runs,
-        ),
-    ],
+    runs: Annotated[list[str], run_argument(metavar="RUN...", help="Run IDs, unique prefixes or `latest`.")],
     yes: options.YesOption = False,
     json: options.JsonOption = False,
 ) -> None:
@@ -131,7 +107,11 @@ def rm(
 
 
 @runs.command()
-def diff(first: FirstRunArgument, second: SecondRunArgument, json: options.JsonOption = False) -> None:
+def diff(
+    first: Annotated[str, run_argument(metavar="RUN", help=RUN_HELP)],
+    second: Annotated[str, run_argument(metavar="OTHER-RUN", help=RUN_HELP)],
+    json: options.JsonOption = False,
+) -> None:
     """Show where two runs differ (also `compare`)."""
     from csdctl.terminal.runs import show_differences
     from csdctl.workflows.runs.manage import compare_runs
@@ -149,10 +129,9 @@ runs.command("delete", hidden=True)(rm)
 def report(
     runs: Annotated[
         list[str] | None,
-        typer.Argument(
+        run_argument(
             help="Run IDs, unique prefixes or `latest`, shown side by side; default: the latest.",
             metavar="[RUN]...",
-            autocompletion=options.complete_runs,
         ),
     ] = None,
     privacy: Annotated[

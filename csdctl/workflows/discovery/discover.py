@@ -159,10 +159,6 @@ def review_keys(
     return num_accepted
 
 
-OnDone = Callable[[Facts], None]
-"""Called with the facts of each machine as it finishes; `problem` is set if it failed."""
-
-
 @dataclass(frozen=True)
 class DiscoverResult:
     """The result of `discover`: facts of every machine, errors of failed machines, and warnings."""
@@ -183,12 +179,12 @@ def discover(
     fleet: Fleet,
     *,
     directory: Path,
-    on_done: OnDone = lambda facts: None,
+    on_done: Callable[[Facts], None] = lambda facts: None,
 ) -> DiscoverResult:
     """Collect facts of the host and all nodes of `fleet`, and save them beside the fleet file.
 
     `fleet` may hold a subset of the file's nodes; facts of the other nodes are kept. Errors of nodes are in
-    the result, not raised.
+    the result, not raised. `on_done` gets the facts of each machine as it finishes.
     """
     host_keys: dict[str, str] = {}
 

@@ -8,7 +8,7 @@ from csdctl.errors import CsdctlError, InputError, RemoteCommandError
 from csdctl.fleet.model import Fleet
 from csdctl.fleet.names import names_by_value
 from csdctl.runs.ledger import record_traffic
-from csdctl.transport.many import Outcome, errors_of, run_on_nodes
+from csdctl.transport.many import Outcome, run_on_nodes
 from csdctl.transport.session import Session, bounded, last_line
 
 MAX_KEPT_BYTES = 64 * 1024
@@ -61,11 +61,6 @@ class ExecResult:
         return {name: outcome.value for name, outcome in self.outcomes.items() if outcome.value}
 
     @property
-    def unanswered(self) -> dict[str, CsdctlError]:
-        """The errors of the machines that did not answer."""
-        return errors_of(self.outcomes)
-
-    @property
     def rows(self) -> list[tuple[Answer, list[str]]]:
         """Each different answer with the machines that gave it, in the order of their first machines."""
         return list(names_by_value(self.answers.items()).items())
@@ -80,9 +75,6 @@ class ExecResult:
             for name, outcome in self.outcomes.items()
         }
         return {name: error for name, error in errors.items() if error}
-
-
-OnAnswer = Callable[[Outcome[Answer]], None]
 
 
 @dataclass(frozen=True)
@@ -101,7 +93,7 @@ def run_command(
     *,
     directory: Path,
     options: ExecOptions = ExecOptions(),
-    on_done: OnAnswer = lambda outcome: None,
+    on_done: Callable[[Outcome[Answer]], None] = lambda outcome: None,
 ) -> ExecResult:
     """Run `command` on all nodes of `fleet`, in the login directory; errors of machines are in the result.
 

@@ -124,20 +124,8 @@ class ThreadOutput(io.TextIOBase):
         return int(getattr(self.own, "stream", self._stream).write(text))
 
 
-class _NodeCall(Call):
-    """A call of a task, or of one of its `pre` and `post`, with the connection to a node as its context."""
-
-    def __init__(self, task: Any, connection: Context, **data: Any) -> None:
-        super().__init__(task, **data)
-        self._connection = connection
-
-    def make_context(self, *_: Any, **__: Any) -> Context:
-        """Return the connection."""
-        return self._connection
-
-
 class _NodeExecutor(Executor):
-    """Invoke's executor, whose calls get one connection."""
+    """Invoke's executor, whose calls get the connection to one node as their context."""
 
     def __init__(self, tasks: Collection, connection: Context) -> None:
         super().__init__(tasks, connection.config)
@@ -145,8 +133,11 @@ class _NodeExecutor(Executor):
 
     def expand_calls(self, calls: list[Call]) -> list[Call]:
         """Return the calls with those of `pre` and `post`."""
-        data = {"connection": self._connection}
-        return [call.clone(_NodeCall, data) for call in super().expand_calls(calls)]
+        # Clones: the threads of all nodes share the calls of `pre` and `post`.
+        found: list[Any] = [call.clone() for call in super().expand_calls(calls)]
+        for call in found:
+            call.make_context = lambda *_, **__: self._connection
+        return found
 
 
 @dataclass(frozen=True)

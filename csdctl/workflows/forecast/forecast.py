@@ -23,6 +23,7 @@ from csdctl.job.model import Job, load_job
 from csdctl.notify import Say
 from csdctl.perfmodel.prediction import CollectiveCost, RankModel, calibrate_overhead
 from csdctl.perfmodel.published import (
+    BYTES_PER_PARAMETER,
     LARGEST_SPEEDUP,
     NEWPORT_POWER_W,
     NEWPORT_RING,
@@ -117,7 +118,7 @@ def published_basis(network: Network) -> ForecastBasis:
         host=row.host,
         nodes=(row.node,),
         num_nodes=NUM_NEWPORTS,
-        costs=Costs(NEWPORT_RING, row.gradient_bytes),
+        costs=Costs(NEWPORT_RING, BYTES_PER_PARAMETER * row.num_parameters),
         origins={
             "speeds": f"published, {SOURCE}, Table I; nothing was measured here",
             "sum": sum_origin,

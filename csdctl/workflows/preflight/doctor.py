@@ -27,7 +27,7 @@ from csdctl.errors import (
     PartialError,
     RunError,
 )
-from csdctl.facts.machine import collect_condition
+from csdctl.facts.machine import CONDITION_FACTS, collect
 from csdctl.fleet.checks import (
     FLEET_NAME,
     Check,
@@ -202,7 +202,7 @@ def _nearest_address(address: str, own: Iterable[str]) -> str:
     """Return which of a machine's `own` IPv4 addresses shares the most leading bits with `address`."""
     with contextlib.suppress(ValueError):
         wanted = int(ipaddress.IPv4Address(address))
-        found = [one for one in addresses_in("", own) if ":" not in one]
+        found = addresses_in("", own)
         return min(found, key=lambda one: int(ipaddress.IPv4Address(one)) ^ wanted, default="")
     return ""
 
@@ -217,15 +217,13 @@ PROBE_DEADLINE_S = 60.0
 REACHABILITY_DEADLINE_S = 20.0
 REPAIR = "fix the red checks above"
 
-OnCheck = Callable[[Check], None]
-
 
 @dataclass
 class Examination:
     """The checks so far; `on_check` is called with each of them as soon as it is known."""
 
     fleet: Fleet
-    on_check: OnCheck
+    on_check: Callable[[Check], None]
     checks: list[Check] = field(default_factory=list)
     overdue: str = ""
     """The part that was not finished when the deadline passed; '' when it did not pass."""
@@ -295,7 +293,7 @@ def describe(check: Check) -> str:
 def examine(
     fleet: Fleet,
     directory: Path,
-    on_check: OnCheck = lambda check: None,
+    on_check: Callable[[Check], None] = lambda check: None,
     sessions: Mapping[str, Session] | None = None,
     *,
     deadline_s: float = 180.0,
@@ -388,7 +386,7 @@ def _measure(
     def measure(session: Session) -> Condition:
         python = fleet.python_of(session.name)
         deadline_s = min(PROBE_DEADLINE_S, clock.left_s)
-        return collect_condition(session, python, deadline_s=deadline_s)
+        return collect(session, python, CONDITION_FACTS, Condition, deadline_s)
 
     def on_measured(outcome: Outcome[Condition]) -> None:
         if outcome.value:
@@ -597,7 +595,6 @@ def _run_check(
     scratch = space.project.new_scratch()
     sessions = {name: space.sessions[name] for name in {*machines, level.machines[0]}}
     mpirun = Mpirun(space.fleet, space.facts, scratch, sessions, worker.path, obstacles)
-    pythons = {name: space.fleet.python_of(name) for name in machines}
     commands = []
     for rank, name in enumerate(machines):
         command = ["mpi-check", "--rank", str(rank), "--size", str(len(machines)), "--node", name, *arguments]
@@ -609,7 +606,7 @@ def _run_check(
         space.ledger.add(add_rank_traffic(traffic, machines, {SUMS: TrafficClass.TEST_SUMS}))
         space.ledger.add(add_mpirun_traffic([outcome], space.fleet))
     finally:
-        end_run(scratch.run_id, {name: space.sessions[name] for name in machines}, pythons)
+        end_run(scratch.run_id, {name: space.sessions[name] for name in machines}, space.fleet)
     check = judge_mpi_check(machines, outcome, deadline_s, scratch.logs)
     if check.status == Status.OK:
         shutil.rmtree(scratch.path, ignore_errors=True)

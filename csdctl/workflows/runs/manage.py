@@ -394,9 +394,9 @@ def start_detached(project: ProjectDirectory, arguments: Sequence[str], say: Say
     """
     project.state.mkdir(mode=0o700, exist_ok=True)
     log = project.state / f"detached-{os.getpid()}.log"
-    with log.open("wb") as output, _ignoring(signal.SIGHUP):  # what is ignored, a new program ignores too
+    with log.open("wb") as output:
         process = subprocess.Popen(
-            [sys.executable, "-P", "-m", "csdctl", *arguments],
+            ["nohup", sys.executable, "-P", "-m", "csdctl", *arguments],
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=subprocess.STDOUT,
@@ -441,12 +441,3 @@ def _wait_for_run(
             error.exit_code = ExitCode(code) if code in list(ExitCode) else ExitCode.FAILED
             raise error
         time.sleep(POLL_S)
-
-
-@contextmanager
-def _ignoring(number: signal.Signals) -> Iterator[None]:
-    before = signal.signal(number, signal.SIG_IGN)
-    try:
-        yield
-    finally:
-        signal.signal(number, before)

@@ -37,8 +37,6 @@ from csdctl.workflows.preflight.doctor import Examination, find_obstacles
 from csdctl.workflows.train.spec import COLLECTIVES, MEASURED, RunInputs, TrainOptions
 from csdctl.workflows.workspace.workspace import Workspace
 
-OnEvent = Callable[[Event], None]
-
 COMPUTING_FACTOR = 12
 """Longer silence of ranks that compute without steps, as those of `verify`: an hour in place of 5 minutes."""
 
@@ -64,7 +62,7 @@ def run_ranks(
     space: Workspace,
     options: TrainOptions,
     on_delivery: OnDelivery,
-    on_event: OnEvent,
+    on_event: Callable[[Event], None],
     attached: Mapping[str, AttachRank] | None = None,
     should_stop: Callable[[], bool] = lambda: False,
 ) -> str:
@@ -89,7 +87,6 @@ def run_ranks(
     sessions = {name: space.sessions[name] for name in (HOST_NAME, *nodes)}
     obstacles = find_obstacles(fleet, sessions, prepared.worker.path)
     mpirun = Mpirun(fleet, space.facts, run, sessions, prepared.worker.path, obstacles, spec.link_key)
-    pythons = {name: fleet.python_of(name) for name in (HOST_NAME, *nodes)}
     traffic: dict[int, Traffic] = {}
 
     def handle_event(event: Event) -> None:
@@ -115,7 +112,7 @@ def run_ranks(
             is_over = True  # what is left of the run is on the disk of this machine
         finally:
             # End all processes first: a full disk must not prevent that.
-            end_run(run.run_id, {name: sessions[name] for name in pythons}, pythons, is_removing=is_over)
+            end_run(run.run_id, sessions, fleet, is_removing=is_over)
             space.ledger.run = run.run_id
             space.ledger.add(add_rank_traffic(traffic.values(), [rank.node for rank in spec.ranks]))
             space.ledger.add(add_mpirun_traffic(supervisor.outcomes, fleet))

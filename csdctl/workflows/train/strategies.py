@@ -46,6 +46,7 @@ from csdctl.worker.protocol.features import (
 from csdctl.worker.protocol.model_info import CutInfo, FeatureInfo, ModelInfo
 from csdctl.worker.protocol.run_spec import (
     TRAIN_SPLIT,
+    VERIFY,
     VERIFY_SPLIT,
     DatasetSlice,
     HeadSpec,
@@ -103,22 +104,17 @@ class Split(Strategy):
     num_micro_batches: int = SplitSpec.num_micro_batches
 
     def build_inputs(self, inputs: RunInputs, context: RunContext) -> RunInputs:
-        """Return the run with its model divided.
+        """Return the run, or its verification, with its model divided.
 
         Raises InputError where the job does not allow that, or the model has no such cut.
         """
-        return self._build(inputs, context, TRAIN_SPLIT)
-
-    def build_verification(self, inputs: RunInputs, context: RunContext) -> RunInputs:
-        """Return the verification of the divided model; raises what `build_inputs` raises."""
-        return self._build(inputs, context, VERIFY_SPLIT)
-
-    def _build(self, inputs: RunInputs, context: RunContext, task: str) -> RunInputs:
         check_split(context)
         found = find_cut(context.prepared.model.info, self.cut)
         split = SplitSpec(found.layer, self.num_micro_batches)
-        spec = replace(inputs.spec, task=TaskSpec(task), split=split, is_balanced=False)
-        return replace(inputs, spec=spec)
+        task = TaskSpec(VERIFY_SPLIT if inputs.spec.task.name == VERIFY else TRAIN_SPLIT)
+        return replace(inputs, spec=replace(inputs.spec, task=task, split=split, is_balanced=False))
+
+    build_verification = build_inputs
 
 
 def check_split(context: RunContext) -> None:

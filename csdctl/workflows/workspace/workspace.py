@@ -36,7 +36,6 @@ from csdctl.runs.ledger import Ledger
 from csdctl.shipping.store import StoredFile
 from csdctl.shipping.worker_calls import PATIENCE, call_worker
 from csdctl.transport.many import open_sessions, run_on_all, values_or_raise
-from csdctl.transport.meter import LinkBytes
 from csdctl.transport.program import Patience
 from csdctl.transport.session import Session
 from csdctl.worker.protocol.datasets import PrepareProgress
@@ -102,14 +101,9 @@ def open_workspace(
     started = time.monotonic()
     project = ProjectDirectory(directory)
     ledger = Ledger(project.ledger, command)
-
-    def save_traffic(sent: LinkBytes) -> None:
-        ledger.add(sent)
-        ledger.save()
-
     with (
         contextlib.ExitStack() as after,
-        open_sessions(fleet, directory=directory, on_traffic=save_traffic) as opened,
+        open_sessions(fleet, directory=directory, on_traffic=ledger.save) as opened,
     ):
         if opened.failed:
             if on_absent is None or len(opened.failed) == len(fleet.nodes):
@@ -120,16 +114,15 @@ def open_workspace(
         facts = _load_or_collect_facts(fleet, sessions)
         with contextlib.ExitStack() as stack:
             if is_locking:
-                pythons = {name: fleet.python_of(name) for name in sessions}
-                _end_leftovers(sessions, pythons, say)
-                stack.enter_context(lock_machines(sessions, pythons, doing=command, directory=directory))
+                _end_leftovers(sessions, fleet, say)
+                stack.enter_context(lock_machines(sessions, fleet, doing=command, directory=directory))
             opening_s = time.monotonic() - started
             yield Workspace(project, fleet, facts, sessions, ledger, opening_s, after)
 
 
-def _end_leftovers(sessions: Mapping[str, Session], pythons: Mapping[str, str], say: Say) -> None:
+def _end_leftovers(sessions: Mapping[str, Session], fleet: Fleet, say: Say) -> None:
     def clean(session: Session) -> Leftovers:
-        return clean_machine(session, pythons[session.name], CleanupOptions())
+        return clean_machine(session, fleet.python_of(session.name), CleanupOptions())
 
     outcomes = run_on_all(sessions, clean)
     raise_if_locked(outcomes.values())

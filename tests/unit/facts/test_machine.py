@@ -15,7 +15,7 @@ from csdctl.facts.machine import (
     NVME_SCRIPT,
     ClockTrip,
     build_command,
-    collect_condition,
+    collect,
     collect_facts,
     parse_cpuinfo,
     parse_disk_free,
@@ -133,7 +133,7 @@ def test_only_what_follows_a_marker_line_is_a_fact() -> None:
 
 def examine(home: Path) -> Condition:
     with contextlib.closing(LocalSession("host", home)) as session:
-        return collect_condition(session, sys.executable, deadline_s=scaled(60))
+        return collect(session, sys.executable, CONDITION_FACTS, Condition, scaled(60))
 
 
 def test_this_machine_has_facts_and_a_condition(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from csdctl.errors import ExitCode, RemoteCommandError
-from csdctl.fleet.model import Fleet
+from csdctl.fleet.model import Fleet, Node
 from csdctl.launch.leftovers import (
     CleanupOptions,
     MachineLockedError,
@@ -27,7 +27,7 @@ from csdctl.transport.local import LocalSession
 from csdctl.worker.protocol.processes import load_stat
 from tests.patience import eventually
 
-PYTHONS = {"csd0": sys.executable, "csd1": sys.executable}
+FLEET = Fleet(tuple(Node(name, "127.0.0.1", python=sys.executable) for name in ("csd0", "csd1")))
 
 
 @pytest.fixture
@@ -38,7 +38,7 @@ def session(tmp_path: Path) -> Iterator[LocalSession]:
 
 
 def lock(session: LocalSession, directory: Path, doing: str = "tune") -> Any:
-    return lock_machines({session.name: session}, PYTHONS, doing=doing, directory=directory)
+    return lock_machines({session.name: session}, FLEET, doing=doing, directory=directory)
 
 
 def is_free(lock_file: Path) -> bool:
@@ -118,7 +118,8 @@ def test_only_known_parts_of_a_holder_are_read(tmp_path: Path) -> None:
 
 @pytest.mark.fault(21)
 def test_machine_without_python_is_named(session: LocalSession, tmp_path: Path) -> None:
-    lock = lock_machines({"csd0": session}, {"csd0": "/no/python"}, doing="tune", directory=tmp_path)
+    fleet = Fleet((Node("csd0", "127.0.0.1", python="/no/python"),))
+    lock = lock_machines({"csd0": session}, fleet, doing="tune", directory=tmp_path)
     with pytest.raises(RemoteCommandError, match="csd0: locking the machine failed with exit code 127"):
         lock.__enter__()
 

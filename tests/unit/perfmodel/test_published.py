@@ -10,6 +10,7 @@ import pytest
 
 from csdctl.perfmodel.prediction import CollectiveCost, RingCost, SumCost
 from csdctl.perfmodel.published import (
+    BYTES_PER_PARAMETER,
     LARGEST_SPEEDUP,
     NEWPORT_POWER_W,
     NEWPORT_RING,
@@ -27,7 +28,9 @@ PAGE = (Path(__file__).parents[3] / "docs/explanation/the-papers-figures.md").re
 
 def points(network: Network, cost: SumCost = NEWPORT_RING) -> list[CurvePoint]:
     row = TABLE_1[network]
-    return predict_curve(row.host, [row.node], range(25), Costs(cost, row.gradient_bytes))
+    return predict_curve(
+        row.host, [row.node], range(25), Costs(cost, BYTES_PER_PARAMETER * row.num_parameters)
+    )
 
 
 def rates(cost: SumCost = NEWPORT_RING) -> dict[int, float]:
@@ -51,7 +54,7 @@ def test_constants_are_those_that_are_fitted() -> None:
     """The ring is that with which 24 Newports reach the largest speedup."""
     (free,) = predict_curve(MOBILENET.host, [MOBILENET.node], [24], Costs(CollectiveCost()))
     sum_s = free.global_batch / (LARGEST_SPEEDUP * MOBILENET.host_samples_per_s) - free.step_s
-    per_byte_s = sum_s / RingCost(1.0).at(MOBILENET.gradient_bytes, 25)
+    per_byte_s = sum_s / RingCost(1.0).at(BYTES_PER_PARAMETER * MOBILENET.num_parameters, 25)
     assert per_byte_s == pytest.approx(NEWPORT_RING.per_byte_s, rel=1e-6)
     pair = fit_power({count: JOULES[count] for count in WITH_NEWPORTS}, rates())
     assert [*pair, 13.10 * 31.05] == pytest.approx(NEWPORT_POWER_W, rel=1e-5)

@@ -12,12 +12,12 @@ from pathlib import Path
 
 import pytest
 
+from csdctl.fleet.model import Fleet, Node
 from csdctl.launch.leftovers import (
     CleanupOptions,
     MachineLockedError,
     clean_machine,
     describe_holder,
-    end_rank,
     end_run,
 )
 from csdctl.runs.directory import ProjectDirectory
@@ -134,11 +134,12 @@ def test_copy_of_a_run_of_another_server_is_removed_with_the_run_or_all_of_them(
     copies = ProjectDirectory(home / COPIES)
     runs = [copies.new_run() for _ in range(3)]
     states = [copies.step_file(run) for run in runs]
+    fleet = Fleet((Node("csd0", "127.0.0.1", python=sys.executable),))
     try:
         for path in states:
             path.touch()
-        end_run(runs[0].run_id, {"csd0": session}, {"csd0": sys.executable}, is_removing=True)
-        end_run(runs[1].run_id, {"csd0": session}, {"csd0": sys.executable})
+        end_run(runs[0].run_id, {"csd0": session}, fleet, is_removing=True)
+        end_run(runs[1].run_id, {"csd0": session}, fleet)
         assert copies.run_ids() == [run.run_id for run in runs[1:]]
         assert [path.exists() for path in states] == [False, True, True]
         clean_machine(session, sys.executable, CleanupOptions(is_removing=True))
@@ -171,7 +172,7 @@ def test_rank_of_one_node_is_ended_with_its_children_and_no_other(session: Local
     others = [start(home, f"csdctl-run={RUN}/csd1"), start(home, "csdctl-run=20250101-000000-000001/csd0")]
     children = Path(f"/proc/{mine.pid}/task/{mine.pid}/children").read_text().split()
     try:
-        end_rank(RUN, session, sys.executable)
+        clean_machine(session, sys.executable, CleanupOptions(run_id=RUN, node="csd0"))
         assert mine.wait(30) == -9
         assert children
         for child in children:

@@ -12,8 +12,8 @@ from csdctl.fleet.facts import Drive, Facts
 from csdctl.fleet.fleet_file import load_fleet
 from csdctl.fleet.model import Fleet, Node
 from csdctl.terminal.console import PrintableConsole
-from csdctl.terminal.fleet import DiscoverView, discover_document, render_fleet
-from csdctl.terminal.nodes import MAX_LINES
+from csdctl.terminal.fleet import discover_document, render_fleet
+from csdctl.terminal.nodes import MAX_LINES, CountView
 from csdctl.terminal.streams import format_json
 from csdctl.workflows.discovery.discover import DiscoverResult
 from tests.emulated.running import csdctl
@@ -101,7 +101,8 @@ def test_document_has_groups_problems_and_drives_beside_the_machines() -> None:
 @pytest.mark.parametrize("is_terminal", [False, True])
 def test_machines_are_lines_or_a_bar_that_counts(is_terminal: bool) -> None:
     file = StringIO()
-    with DiscoverView(PrintableConsole(file=file, width=100, force_terminal=is_terminal), 3) as view:
+    console = PrintableConsole(file=file, width=100, force_terminal=is_terminal)
+    with CountView(console, "probing", 3) as view:
         view.take(replace(CSD, name="csd0"))
         view.take(Facts("csd1", problem="port 22 is closed"))
     if is_terminal:

@@ -24,7 +24,6 @@ from csdctl.reporting.series import RunSeries
 from csdctl.shipping.deliver import Delivery, DeliveryProgress
 from csdctl.terminal.console import PrintableConsole
 from csdctl.terminal.fleet import (
-    DiscoverView,
     ExaminationView,
     TrustScreen,
     render_cleaned,
@@ -32,7 +31,7 @@ from csdctl.terminal.fleet import (
     render_nodes,
 )
 from csdctl.terminal.forecast import render_forecast
-from csdctl.terminal.nodes import TransferView
+from csdctl.terminal.nodes import CountView, TransferView
 from csdctl.terminal.prepare import PreparingView, render_prepared
 from csdctl.terminal.report import render_privacy, render_report
 from csdctl.terminal.streams import Streams
@@ -105,7 +104,7 @@ def show_examination(console: PrintableConsole) -> None:
 def show_discovery(console: PrintableConsole) -> None:
     machine = replace(CSD, cpu_model=MARKUP, notes=(HOSTILE,), drives=(Drive("/dev/x", MARKUP, MARKUP),))
     lost = replace(CSD, name="csd1", problem=HOSTILE)
-    with DiscoverView(console, 2) as view:
+    with CountView(console, "probing", 2) as view:
         view.take(machine)
         view.take(lost)
     found = result_of(machine, lost, failed={"csd1": NodeError(HOSTILE, remedy=HOSTILE)})

@@ -4,15 +4,13 @@ import io
 import threading
 from collections.abc import Iterator
 
-import pytest
 from rich.console import Console, ConsoleOptions
 from rich.live import Live
-from rich.progress import Progress
 from rich.segment import Segment
 from rich.text import Text
 
 from csdctl.terminal.console import PrintableConsole
-from csdctl.terminal.view import live_on, new_progress, render_bundle
+from csdctl.terminal.view import live_on, render_bundle
 
 
 class Paused:
@@ -27,17 +25,15 @@ class Paused:
         yield Segment("a line")
 
 
-@pytest.mark.parametrize("kind", ["live", "progress"])
-def test_view_is_not_drawn_while_a_line_is_printed(kind: str) -> None:
+def test_view_is_not_drawn_while_a_line_is_printed() -> None:
     output, drawn, line = io.StringIO(), threading.Event(), Paused()
     console = PrintableConsole(file=output, force_terminal=True, width=80, height=24, _environ={})
-    view: object = new_progress(console) if kind == "progress" else live_on(console, lambda: "view")
-    assert isinstance(view, Live | Progress)
-    display = view.live if isinstance(view, Progress) else view
-    display.auto_refresh = False
+    view = live_on(console, lambda: "view")
+    assert isinstance(view, Live)
+    view.auto_refresh = False
 
     def draw() -> None:
-        display.refresh()
+        view.refresh()
         drawn.set()
 
     with view:

@@ -56,7 +56,7 @@ def test_one_argument_is_a_line_for_the_shell_and_outputs_stay_apart(fleet: Flee
 
 def test_deadline_of_every_node_is_the_deadline_exit_code(fleet: Fleet) -> None:
     result = run(fleet, "sleep", "60", timeout_s=0.3)
-    assert all(isinstance(error, DeadlineError) for error in result.unanswered.values())
+    assert all(isinstance(outcome.error, DeadlineError) for outcome in result.outcomes.values())
     assert error_of(result) is DeadlineError
 
 

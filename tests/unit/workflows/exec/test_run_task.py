@@ -126,4 +126,4 @@ def test_ends_of_a_task(fleet: Fleet, how: str, expected: Any) -> None:
         assert (answer.exit_code, answer.error) == expected
         assert (answer.stdout, answer.stderr) == (b"ran\nhere\n", b"printed \\ud83d\n")
     else:
-        assert type(result.unanswered["csd0"]) is expected
+        assert type(result.outcomes["csd0"].error) is expected
