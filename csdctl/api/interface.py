@@ -251,8 +251,10 @@ class Job:
         as job.yaml takes it. All of it is public: for private data, write job.yaml. `directory`: a second job
         needs another one. `code`: files and packages with the model's own layers, losses and metrics.
         `input_range`: scales uint8 arrays; None leaves them as they are. `recipe`: as in job.yaml, such as
-        epochs=5 or early_stopping=csdctl.EarlyStopping(patience=3); without it, one epoch. The command line
-        takes the job too: `csdctl train csdctl-job/job.yaml`.
+        epochs=5 or early_stopping=csdctl.EarlyStopping(patience=3); without it, one epoch. The learning rate
+        is that of compile() times the global batch size / `reference_batch` (256); pass the batch size that
+        it was chosen for, such as reference_batch=32. The command line takes the job too:
+        `csdctl train csdctl-job/job.yaml`.
 
         Raises InputError when the job cannot be used.
         """

@@ -366,6 +366,8 @@ def _format_epoch(event: EpochEnd, epochs: int, done: Amounts) -> str:
         f"loss {format_loss(event.loss)}{format_metrics(event.accuracy, event.metrics)}, "
         f"{format_rate(done.throughput)} samples/s in {format_seconds(done.wall_s)}"
     )
+    if event.learning_rate is not None:
+        line += f", learning rate {event.learning_rate:.2g}"
     if event.validation_loss is None:
         return line
     metrics = format_metrics(event.validation_accuracy, event.validation_metrics)

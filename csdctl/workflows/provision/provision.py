@@ -277,6 +277,8 @@ def provision(
 
     Raises InputError without Ansible or with an unusable lock file, CsdctlError when the host cannot collect.
     """
+    if fleet.emulated:
+        raise InputError(f"{fleet.path} is an emulated fleet", remedy="its nodes use this machine's Python")
     ansible = "" if request.sends_only else find_ansible()
     machines = _look(fleet, request.prefix, directory, installs=not request.sends_only)
     kinds = dict.fromkeys(outcome.value.kind for outcome in machines.values() if outcome.value)

@@ -65,6 +65,8 @@ def compare_runs(
 ) -> tuple[RunDirectory, RunDirectory, list[Difference]]:
     """Return two runs and the values in which they differ, settings before results; raises InputError."""
     runs = project.find_run(first), project.find_run(second)
+    if runs[0] == runs[1]:
+        raise InputError(f"{first} and {second} are both run {runs[0].run_id}", remedy="csdctl runs list")
     found = []
     for read in (_settings, _results):
         one, other = (read(run) for run in runs)
@@ -251,6 +253,9 @@ def remove_runs(
     Raises InputError for a run that does not exist or is running; nothing is removed then.
     """
     runs = list(dict.fromkeys(project.find_run(run_id) for run_id in run_ids))
+    if short := [one for one in run_ids if one != LATEST and len(one) < len("YYYYMMDD-HHMMSS")]:
+        problem = f"received {short[0]!r}, expected date and time of a run, such as 20260131-120000"
+        raise InputError(problem, remedy="csdctl runs list")
     for run in runs:
         process = process_of(run)
         if process.is_running:

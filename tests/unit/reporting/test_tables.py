@@ -69,8 +69,8 @@ def test_evaluation_that_takes_long_is_named() -> None:
     ("changes", "next_step"),
     [
         ({"state": "stopped"}, "Resume: `csdctl train --resume 20260101-000000-abcd`."),
-        ({"state": "failed", "failures": ("csd0: no space",)}, "Fix the failure, then resume"),
-        ({"state": "failed"}, "See the logs"),
+        ({"state": "failed", "failures": ("csd0: no space",)}, "Fix the failure (see the logs), then"),
+        ({"state": "failed"}, "Fix the failure (see the logs)"),
         ({"lost_nodes": ("csd0",)}, "Check csd0 with `csdctl doctor`."),
         ({"method": "equal"}, "Use a plan (`csdctl tune`) instead of --batch-size."),
         ({"predicted_samples_per_s": 200.0}, "44% of the predicted throughput"),
