@@ -150,6 +150,8 @@ IN_PROJECT = [
     ("runs rm", "missing argument 'RUN...'"),
     ("train --dry-run --metrics x", "received --metrics 'x'"),
     ("runs rm 2026 -y", "2 runs begin with '2026'"),
+    ("runs rm 20260101 -y", "received '20260101', expected date and time of a run"),
+    ("runs compare latest 20260102", "latest and 20260102 are both run 20260102-000000-000002"),
     ("runs rm latest", "Remove run 20260102-000000-000002? There is no terminal to answer on"),
     ("runs logs latest nope", "run 20260102-000000-000002 has no log 'nope'"),
     ("runs stop latest", "run 20260102-000000-000002 is not running"),
@@ -235,6 +237,7 @@ BESIDE_PROJECT = [
     ("a.csv/x", "", "predict junk.keras -o a.csv", "--output a.csv is a directory"),
     ("hosts", "x", "inventory -o hosts", "hosts already exists"),
     ("hosts", INVENTORY, "discover --inventory hosts --force --limit nobody", "matches no node of hosts"),
+    ("f.yaml", f"emulated: true\n{FLEET}", "provision --fleet f.yaml", "f.yaml is an emulated fleet"),
     ("hosts", INVENTORY, "discover --inventory hosts", "fleet.yaml already exists"),
 ]
 
