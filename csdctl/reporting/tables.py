@@ -122,7 +122,7 @@ def _advise(run: RunResults, bottleneck: Bottleneck | None) -> str:
         return f"Check {format_node_names(summary.lost_nodes)} with `csdctl doctor`."
     if summary.method == "equal" and predicted is None:
         return "Use a plan (`csdctl tune`) instead of --batch-size."
-    if bottleneck:
+    if bottleneck and not (summary.emulated and bottleneck.rank is None):  # it has no links of its own
         node = run.series.nodes[bottleneck.rank] if bottleneck.rank is not None else ""
         return ADVICE[bottleneck.cause].replace("{node}", "the host" if node == HOST_NAME else node)
     if predicted and summary.samples_per_s < SHORTFALL * predicted:

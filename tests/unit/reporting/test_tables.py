@@ -43,7 +43,7 @@ def run(*ranks: Spent, **changes: Any) -> RunResults:
     ],
 )
 def test_what_held_the_ranks_back_has_a_remedy(ranks: list[Spent], held_back: str, next_step: str) -> None:
-    headline = write_headline(run(*ranks))
+    headline = write_headline(run(*ranks, emulated=False))
     assert headline["held back by"].startswith(held_back)
     assert next_step in headline["next"]
 
