@@ -470,6 +470,8 @@ def parse_yaml(text: str, name: str) -> tuple[yaml.Node | None, Any]:
         line, problem = None, str(error)[:300]
     if "'\\t'" in problem:
         problem += "; indent with spaces"
+    if "but got '['" in problem:
+        problem += '; quote ranges: "csd[0-35]"'
     where = f"{name}{f':{line}' if line else ''}"
     raise InputError(f"{where}: not valid YAML: {problem}", remedy=f"fix {name}")
 

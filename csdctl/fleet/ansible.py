@@ -245,17 +245,12 @@ def render_inventory(fleet: Fleet, ssh_options: Mapping[str, Sequence[str]]) -> 
         | {"node_network": ",".join(fleet.networks_of(node.name))}
         for node in fleet.nodes
     }
-    shared = dict(set.intersection(*(set(variables.items()) for variables in hosts.values())))
-    own = {
-        name: {key: value for key, value in variables.items() if key not in shared}
-        for name, variables in hosts.items()
-    }
     groups: Variables = {
         name: {"hosts": {node.name: {} for node in fleet.nodes if name in node.groups}}
         for name in dict.fromkeys(name for node in fleet.nodes for name in node.groups)
     }
-    # Variables of `all` would change the hosts of other inventories that Ansible reads beside this one.
-    tree = {FLEET_GROUP: {"vars": dict(sorted(shared.items())), "hosts": own, "children": groups}}
+    # Variables of a group would change the hosts of other inventories that Ansible reads beside this one.
+    tree = {FLEET_GROUP: {"hosts": hosts, "children": groups}}
     text = yaml.safe_dump(tree, sort_keys=False, allow_unicode=True, width=1 << 20)
     source = " ".join(str(fleet.path).split())
     return f"# Written by `csdctl inventory --format ansible` from {source}.\n{text}"

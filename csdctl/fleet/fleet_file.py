@@ -3,6 +3,7 @@
 `load_fleet` is the only way to load a Fleet from a file. An entry with ranges expands to many nodes.
 """
 
+import difflib
 import ipaddress
 import itertools
 import re
@@ -320,6 +321,10 @@ class _Jumps:
             if len(passed) > MAX_HOPS:
                 raise ValueError(f"{passed[0]} is behind more than {MAX_HOPS} jump hosts")
             found = self.machines.get(hop.address) if hop.user is None and hop.port is None else None
+            near = difflib.get_close_matches(hop.address, self.machines, n=1, cutoff=0.8)
+            is_number_same = near and re.sub(r"\D", "", near[0]) == re.sub(r"\D", "", hop.address)
+            if not found and is_number_same and near[0] != hop.address:
+                raise ValueError(f"jump {hop.address!r} is not in the file; did you mean {near[0]!r}?")
             user = self.user if hop.user is None else hop.user
             direct = Node(name=hop.name, address=hop.address, port=hop.port or 22, user=user, key=self.key)
             node, own = found or (direct, "")

@@ -64,6 +64,8 @@ def format_joules(energy_joules: float | None) -> str:
     while energy_joules >= 1000 and len(units) > 1:
         energy_joules /= 1000
         units.pop()
+    if energy_joules < 1:
+        return f"{energy_joules:.3g} J"
     digits = 0 if energy_joules >= 100 else 1 if energy_joules >= 10 else 2
     return f"{energy_joules:,.{digits}f} {units[-1]}"
 

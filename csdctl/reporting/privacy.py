@@ -38,9 +38,9 @@ from csdctl.worker.protocol.recipe import Noise
 from csdctl.worker.protocol.run_spec import RunSpec
 
 PROMISE = (
-    "prepare, tune, train, predict and all other commands of csdctl's own sent no private sample and no name "
-    "of a private file: only the worker on a node reads its private data. Your own programs (`exec`, Fabric "
-    "tasks, functions of the job) can read and send any file."
+    "No private sample and no name of a private file left its node in prepare, tune, train, predict and all "
+    "other commands of csdctl's own: only the worker on a node reads its private data. Your own programs "
+    "(`exec`, Fabric tasks, functions of the job) can read and send any file."
 )
 REMARKS: dict[str, str] = {
     TrafficClass.GRADIENT: "computed from private samples too, together with loss and metric sums; "

@@ -131,6 +131,8 @@ def _advise(run: RunResults, bottleneck: Bottleneck | None) -> str:
     return f"Use the model: `csdctl predict {summary.run_id}`."
 
 
+MAX_EFFICIENCY = 1.02
+UNDER_LOAD = "standalone throughput was measured under load: tune again"
 REACHABLE = {
     DATA_PARALLEL: "the sum of the ranks' standalone throughput",
     SPLIT: "the throughput if the busiest rank never waited",
@@ -228,9 +230,7 @@ def _describe_efficiency(summary: RunSummary) -> str:
         measured = all(rank.alone_samples_per_s for rank in summary.ranks if rank.batch_size)
         return f"unknown: {'no step was reported' if measured else 'the plan has no standalone throughput'}"
     alone = format_rate(summary.alone_samples_per_s)
-    loaded = (
-        "; standalone throughput was measured under load: tune again" if summary.efficiency > 1.02 else ""
-    )
+    loaded = f"; {UNDER_LOAD}" if summary.efficiency > MAX_EFFICIENCY else ""
     return f"{format_share(summary.efficiency)} of {alone} samples/s, {REACHABLE[summary.strategy]}{loaded}"
 
 
@@ -536,6 +536,8 @@ def scaling_document(series: ScalingSeries) -> dict[str, Any]:
 
 def _remark(point: ScalingPoint) -> str:
     parts = [] if point.is_host_training else ["the host does not train"]
+    if point.efficiency and point.efficiency > MAX_EFFICIENCY:
+        parts.append(UNDER_LOAD)
     if point.lost:
         parts.append(f"lost during the run: {format_node_names(point.lost)}")
     return "; ".join(parts)

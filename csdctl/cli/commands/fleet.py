@@ -397,7 +397,10 @@ def clean(
     call: Call,
     everything: Annotated[
         bool,
-        typer.Option("--everything", help="Also remove prepared data, and deployed trees with their data."),
+        typer.Option(
+            "--everything",
+            help="Also remove prepared data, and deployed trees with their data, on the nodes.",
+        ),
     ] = False,
     unused: Annotated[
         bool,
@@ -441,4 +444,8 @@ def clean(
         directory=call.directory,
         on_done=lambda outcome: render_cleaned(call.streams.console, outcome, is_dry=dry_run),
     )
+    if not everything:
+        call.streams.say(
+            "prepared data, logs and deployed trees stay on the nodes: --everything removes them"
+        )
     call.finish(outcomes, schema="csdctl.clean/1", is_dry=dry_run)

@@ -119,7 +119,7 @@ def check_forgotten(fleet: Fleet, directory: Path) -> None:
             raise HostKeyError(
                 f"its key remains in {key.path}:{key.line}",
                 node=node.name,
-                remedy=f"remove it there: ssh-keygen -R '{build_host_name(node.key_address, node.port)}'",
+                remedy=f"ssh-keygen -f '{key.path}' -R '{build_host_name(node.key_address, node.port)}'",
             )
 
 

@@ -206,4 +206,4 @@ def test_key_that_remains_in_the_users_own_file_is_named(project: ProjectDirecto
     with pytest.raises(HostKeyError, match=r"\.ssh/known_hosts:2") as raised:
         check_forgotten(FLEET, project.root)
     assert raised.value.node == "csd2"
-    assert "ssh-keygen -R '[10.1.0.1]:2222'" in raised.value.remedy
+    assert "-R '[10.1.0.1]:2222'" in raised.value.remedy

@@ -198,10 +198,9 @@ class TestThereAndBack:
 
     def test_ansible_inventory_gives_the_same_nodes_again(self, tmp_path: Path, fleet: Fleet) -> None:
         groups = yaml.safe_load(render_ansible(fleet, tmp_path))["csdctl_fleet"]
-        hosts = {name: {**groups["vars"], **own} for name, own in groups["hosts"].items()}
         members = {name: {"hosts": list(group["hosts"])} for name, group in groups["children"].items()}
         path = tmp_path / "hosts"
-        path.write_text(json.dumps({"_meta": {"hostvars": hosts}, **members}))
+        path.write_text(json.dumps({"_meta": {"hostvars": groups["hosts"]}, **members}))
         again = find(ansible_inventory(path), tmp_path)
         assert again.warnings == ()
         written = {node.name: described(node) for node in fleet.nodes}
