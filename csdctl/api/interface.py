@@ -447,7 +447,7 @@ def _name_arrays(parts: tuple[Any, ...], name: str) -> dict[str, np.ndarray[Any,
             named[kind] = np.asarray(part)
     lengths = {key: len(array) if array.ndim else 0 for key, array in named.items()}
     if wrong := [f"{key} is {array.dtype}" for key, array in named.items() if array.dtype.kind not in "buif"]:
-        remedy = "convert it: y = np.unique(y, return_inverse=True)[1]"
+        remedy = "convert it: x.astype(np.float32); labels: y = np.unique(y, return_inverse=True)[1]"
         raise InputError(f"the {name} data is not numbers: {', '.join(wrong)}", remedy=remedy)
     if len(set(lengths.values())) != 1:
         found = ", ".join(f"{key} has {length:,}" for key, length in lengths.items())

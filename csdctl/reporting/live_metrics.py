@@ -52,7 +52,7 @@ class _Figures:
             return Gauge(f"csdctl_{name}", text, labels, registry=registry if labels else None)
 
         self._tally, self._registry = Tally(), registry
-        self._run = Info("csdctl_run", "The run.", registry=registry)
+        self._run = Info("csdctl_run", "The run.", registry=None)
         self._samples = counter("samples", "Samples that the rank of a node has trained on.")
         self._seconds = {
             "compute_s": counter("compute_seconds", "Seconds in which the rank computed."),
@@ -75,6 +75,7 @@ class _Figures:
 
     def __call__(self, event: dict[str, Any]) -> None:
         self._run.info({"run": event["run"]})
+        self._serve(self._run)
         kind, is_first = event["event"], event["rank"] == 0
         if kind in COUNTED:  # no other event has steps
             known = event_from_document({name: event[name] for name in event if name not in ("run", "time")})
@@ -92,8 +93,12 @@ class _Figures:
             for name, gauge in self._progress.items():
                 if event.get(name) is not None:
                     gauge.set(event[name])
-                    with suppress(ValueError):  # it is served already; before it has a value it would be 0
-                        self._registry.register(gauge)
+                    self._serve(gauge)
+
+    def _serve(self, metric: Any) -> None:
+        """Serve `metric` from now on: before it has a value, it would be 0, or without its label."""
+        with suppress(ValueError):  # it is served already
+            self._registry.register(metric)
 
     def _add_report(self, event: dict[str, Any], report: Amounts) -> None:
         node = event["node"]

@@ -436,7 +436,7 @@ def _cause(series: RunSeries, rank: int, start: int) -> tuple[str, str]:
         return BY_HEAT, f"{grew}, at up to {hottest:.0f} °C"
     if slowdown >= SLOWER:
         return BY_COMPUTE, grew
-    return BY_COMPUTE, "its batch takes longer than the others'; csdctl rebalances; else tune again"
+    return BY_COMPUTE, "its batch takes longer than the others': keep --rebalance on, or tune"
 
 
 def _slowdown(series: RunSeries, rank: int) -> float:

@@ -1,6 +1,7 @@
 """Commands that use a model: train, predict, scale."""
 
 import sys
+from contextlib import suppress
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -8,6 +9,7 @@ import typer
 
 from csdctl.cli import options
 from csdctl.cli.call import Call, on_job
+from csdctl.errors import InputError
 from csdctl.terminal.streams import Streams
 
 
@@ -87,6 +89,10 @@ def train(
     if detach and not dry_run:
         start_detached(streams)
         return
+    if resume and call.job_path == options.DEFAULT_JOB:
+        with suppress(InputError):  # a run of another server is not here yet
+            job = streams.project.find_run(resume).load_manifest().get("job", {})
+            call.job_path = Path(job.get("path", call.job_path))
     callbacks = (serve_metrics(metrics),) if metrics else ()
     wanted = TrainOptions(
         Patience(start_s=start_timeout, silence_s=silence_timeout),

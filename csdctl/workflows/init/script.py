@@ -576,6 +576,8 @@ class _Script:
         call = self._last_value(written)
         name = _name_of(call)
         if name in BUILT_IN:
+            if isinstance(call, ast.Call) and any(one.arg == "monitor" for one in call.keywords):
+                self._note(call, f"monitor of {name}: best.keras is by validation loss, or by early_stopping")
             return {}
         if name not in CALLBACKS or not isinstance(call, ast.Call):
             self._note(
@@ -590,6 +592,8 @@ class _Script:
         for argument, value in values.items():
             if argument != "verbose" and value is UNKNOWN:
                 self._note(call, f"{argument} of {name}")
+        if values.get("restore_best_weights") is True:
+            self._note(call, f"restore_best_weights of {name}: best.keras is the model of the best epoch")
         taken = [one for one in arguments if one not in NOT_TAKEN]
         kept = {one: values[one] for one in taken if values.get(one, UNKNOWN) not in (UNKNOWN, None)}
         return {key: {"patience": patience} | kept}

@@ -89,7 +89,10 @@ class TestJob:
             ({"batch_size": 8}, "no argument `batch_size`\n  → pass it to csdctl.train"),
             ({"early_stopping": csdctl.EarlyStopping()}, "monitors validation_loss, but the job has no"),
             ({"data": (ARRAYS[0], ARRAYS[1][:3])}, "different numbers of samples: x has 4, y has 3"),
-            ({"data": (ARRAYS[0], np.array(["a"] * 4))}, "y is <U1\n  → convert it: y = np.unique("),
+            (
+                {"data": (ARRAYS[0], np.array(["a"] * 4))},
+                "y is <U1\n  → convert it: x.astype(np.float32); labels: y = np.unique(",
+            ),
             ({"data": [(ARRAYS[0][0], ARRAYS[1][0])]}, "single samples, expected batches"),
             ({"model": SavedModel("__lambda__")}, "nodes cannot import it\n  → write a function or layer"),
         ],

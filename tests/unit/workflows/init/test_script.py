@@ -171,7 +171,8 @@ def test_fit_in_a_function_of_main_with_options_and_a_split(tmp_path: Path) -> N
         "early_stopping": {"patience": 2, "monitor": "val_loss"},
     }
     assert [text for _, text in found.notes] == [
-        "options take their defaults; others: csdctl init SCRIPT -- OPTIONS"
+        "restore_best_weights of EarlyStopping: best.keras is the model of the best epoch",
+        "options take their defaults; others: csdctl init SCRIPT -- OPTIONS",
     ]
 
 
