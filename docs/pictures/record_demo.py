@@ -61,7 +61,8 @@ def record() -> Iterator[tuple[float, tuple[str, ...]]]:
     DIRECTORY.mkdir()
     with tempfile.TemporaryDirectory() as directory:
         tmux = ["tmux", "-S", f"{directory}/tmux", "-f", "/dev/null"]
-        environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
+        found = f"{Path(sys.executable).parent}:{os.environ['PATH']}"  # so that no message has its path
+        environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2]), "PATH": found}
 
         def run(*arguments: str) -> str:
             done = subprocess.run(
