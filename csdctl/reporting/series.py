@@ -386,8 +386,8 @@ def find_bottleneck(series: RunSeries, *, is_now: bool = False) -> Bottleneck | 
     shared_s = median(communication_s)
     if max(lost_s[rank], shared_s) * len(series.nodes) < MIN_SHARE * spent:
         return None
-    if shared_s > lost_s[rank]:
-        why = f"sums took {shared_s:.1f} s per rank, more than any other wait; larger batches need fewer"
+    if shared_s > sum(lost_s.values()):
+        why = f"sums took {shared_s:.1f} s per rank, more than waiting for others; larger batches need fewer"
         return Bottleneck(None, BY_LINK, 0.0, shared_s, why)
     start = _since([lost if holder == rank else 0.0 for holder, lost in holders], first)
     cause, why = _cause(series, rank, start)
