@@ -99,7 +99,7 @@ def test_training_shows_one_table_and_ends_with_its_result(executed: Any) -> Non
     text = text_of(outputs)
     assert "ipywidgets" not in text
     assert "\x1b[?" not in text  # moves no cursor
-    assert re.search(r"^done: .* samples/s", text, re.MULTILINE)
+    assert re.search(r"^completed: .* samples/s", text, re.MULTILINE)
     assert len(text.splitlines()) < 60
     before = outputs_of(executed, "csdctl.tune(")
     assert {output.output_type for output in before} == {"stream"}
