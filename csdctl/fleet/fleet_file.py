@@ -321,10 +321,8 @@ class _Jumps:
             if len(passed) > MAX_HOPS:
                 raise ValueError(f"{passed[0]} is behind more than {MAX_HOPS} jump hosts")
             found = self.machines.get(hop.address) if hop.user is None and hop.port is None else None
-            near = difflib.get_close_matches(hop.address, self.machines, n=1, cutoff=0.8)
-            is_number_same = near and re.sub(r"\D", "", near[0]) == re.sub(r"\D", "", hop.address)
-            if not found and is_number_same and near[0] != hop.address:
-                raise ValueError(f"jump {hop.address!r} is not in the file; did you mean {near[0]!r}?")
+            if hop.address not in self.machines:
+                self._check_spelling(hop.address)
             user = self.user if hop.user is None else hop.user
             direct = Node(name=hop.name, address=hop.address, port=hop.port or 22, user=user, key=self.key)
             node, own = found or (direct, "")
@@ -334,6 +332,12 @@ class _Jumps:
             raise ValueError(f"{passed[0]} is behind more than {MAX_HOPS} jump hosts")
         self._found[jump] = before
         return before
+
+    def _check_spelling(self, address: str) -> None:
+        """Raise ValueError for an address that is the name of a machine but for a letter."""
+        near = difflib.get_close_matches(address, self.machines, n=1, cutoff=0.8)
+        if near and re.sub(r"\D", "", near[0]) == re.sub(r"\D", "", address):
+            raise ValueError(f"jump {address!r} is not in the file; did you mean {near[0]!r}?")
 
 
 YamlMapping = dict[str, object]

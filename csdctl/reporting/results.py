@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, replace
 from statistics import median
 from typing import Any
 
-from csdctl.documents import load_json
+from csdctl.documents import load_kept
 from csdctl.errors import InputError
 from csdctl.perfmodel.spread import Range
 from csdctl.reporting.energy import RunEnergy, add_up_energy
@@ -317,8 +317,7 @@ def read_results(run: RunDirectory) -> RunResults:
 
 def read_end(run: RunDirectory) -> tuple[str, str]:
     """Return FAILED or STOPPED and the error with which the csdctl of `run` ended; '' without an error."""
-    content = load_json(run.process) if run.process.exists() else {}
-    end = content if isinstance(content, dict) else {}
+    end = load_kept(run.process, dict[str, Any]) or {}
     return str(end.get("state", "")), str(end.get("error", ""))
 
 

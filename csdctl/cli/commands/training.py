@@ -91,8 +91,10 @@ def train(
         return
     if resume and call.job_path == options.DEFAULT_JOB:
         with suppress(InputError):  # a run of another server is not here yet
-            job = streams.project.find_run(resume).load_manifest().get("job", {})
-            call.job_path = Path(job.get("path", call.job_path))
+            job = streams.project.find_run(resume).load_manifest().get("job")
+            call.job_path = (
+                Path(str(job["path"])) if isinstance(job, dict) and "path" in job else call.job_path
+            )
     callbacks = (serve_metrics(metrics),) if metrics else ()
     wanted = TrainOptions(
         Patience(start_s=start_timeout, silence_s=silence_timeout),
