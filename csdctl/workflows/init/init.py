@@ -547,7 +547,7 @@ class _Looking:
         if sources.is_application and not sources.model_args:  # its arguments depend on the data
             first = self._look_at_public(self._parse(render_draft(sources, DEFAULT_SIZE)), None)
             sources = replace(sources, model_args=choose_application_args(first))
-        job = self._parse(render_draft(sources))
+        job = self._parse(render_draft(sources, is_compiled=not sources.is_application))
         self.say(f"inspecting the model: {self.request.script or sources.model}")
         try:
             model = self._serialize(job).info
