@@ -43,9 +43,10 @@ from csdctl.terminal.streams import Streams
 from csdctl.terminal.train import TrainingScreen
 from csdctl.terminal.tune import TuningScreen, render_plan, render_verified
 from csdctl.terminal.view import render_bundle
+from csdctl.transport.session import MAX_QUOTED_CHARS
 from csdctl.tuning.plan import Plan, load_plan
 from csdctl.tuning.search import Limits as Limits
-from csdctl.worker.protocol.datasets import INPUT, OUTPUT, as_inputs, name_of_position
+from csdctl.worker.protocol.datasets import INPUT, OUTPUT, as_inputs, is_position, name_of_position
 from csdctl.worker.protocol.events import EpochEnd
 from csdctl.worker.protocol.features import FeatureOptions as FeatureOptions
 from csdctl.worker.protocol.json_codec import BatchSize, ProtocolError, from_dict
@@ -172,6 +173,11 @@ def open_session() -> Iterator[Streams]:
 
 def as_job(job: "JobOrPath") -> "Job":
     """Return a job as it is, or that of a file; raises InputError."""
+    if not isinstance(job, Job | str | Path):
+        raise InputError(
+            f"received {type(job).__name__} as job, expected the path of a job.yaml or a csdctl.Job",
+            remedy="make a job of a model: csdctl.Job.from_model(model, (x, y))",
+        )
     return job if isinstance(job, Job) else Job(Path(job).expanduser())
 
 
@@ -277,9 +283,9 @@ class Job:
         with _revivable(model):
             save(path / "model.keras")
         _check_importable(path / "model.keras", [Path(file) for file in _as_list(code)])
-        entries = {"public": _write_data(path, "train", data)}
+        entries = {"public": _write_data(path, "train", data, model)}
         if validation is not None:
-            entries["validation"] = _write_data(path, "validation", validation)
+            entries["validation"] = _write_data(path, "validation", validation, model)
         scaling = list(input_range) if input_range else None
         content: dict[str, Any] = {
             "name": path.resolve().name or "job",
@@ -386,15 +392,49 @@ def _plain(value: Any, name: str) -> Any:
     )
 
 
-def _write_data(directory: Path, name: str, data: Any) -> dict[str, str]:
+def _write_data(directory: Path, name: str, data: Any, model: Any) -> dict[str, str]:
     """Write arrays to NAME.npz; return their entry in job.yaml."""
     if isinstance(data, str | Path):
         return {"path": str(Path(data).expanduser().resolve())}
     arrays = _name_arrays(_collect(data), name)
+    _check_loss(model, arrays, name)
     with write_atomically(directory / f"{name}.npz") as file:
         np.savez(file, **arrays)  # type: ignore[arg-type]
     save_text(directory / "data.py", LOADER)
     return {"path": f"{name}.npz", "function": "data.py:load"}
+
+
+def _check_loss(model: Any, arrays: Mapping[str, np.ndarray[Any, Any]], name: str) -> None:
+    """Raise InputError when the model has no loss of the samples with the extreme values of each array.
+
+    Shapes that do not fit, labels that are no class, and NaN are found now, not when training starts. A model
+    that is not compiled, or whose own train_step takes the batch, is not judged.
+    """
+    base = getattr(sys.modules.get("keras"), "Model", None)
+    if base is None or not isinstance(model, base) or type(model).train_step is not base.train_step:
+        return
+    if not model.compiled or not any(key.startswith("y") for key in arrays):
+        return
+    extremes = [index for array in arrays.values() for index in (array.argmin(), array.argmax())]
+    sizes = [array.size // len(array) for array in arrays.values() for _ in range(2)]
+    rows = sorted({int(index) // size for index, size in zip(extremes, sizes, strict=True)})
+    batch = []
+    for kind in KINDS:
+        parts = {key.partition("/")[2]: array[rows] for key, array in arrays.items() if key[0] == kind}
+        is_list = all(is_position(part, POSITIONS.get(kind, kind)) for part in parts)
+        batch.append(list(parts.values()) if parts and is_list else parts.get("", parts or None))
+    try:
+        loss = model.test_on_batch(*batch, return_dict=True)["loss"]
+    except Exception as error:
+        told = " ".join(str(error).partition("Arguments received")[0].split())[-MAX_QUOTED_CHARS:]
+        raise InputError(
+            f"Keras cannot compute the loss of the {name} data: {told}",
+            remedy="model.evaluate(x, y) must work; fix the data, the model or its loss",
+        ) from error
+    finally:
+        model.reset_metrics()
+    if not np.isfinite(loss):
+        raise InputError(f"the loss of some {name} data is {loss}", remedy="look for NaN and infinite values")
 
 
 def _collect(data: Any) -> tuple[Any, ...]:

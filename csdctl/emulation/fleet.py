@@ -245,8 +245,8 @@ def check_may_write(path: Path, fleet_id: str) -> None:
     """Raise InputError when `path` exists and was not written by the emulator for this fleet."""
     if path.exists() and not is_unchanged(path, fleet_id):
         raise InputError(
-            f"{path} exists and does not belong to this emulated fleet; it is left unchanged",
-            remedy="use another file with --fleet, or move this one away",
+            f"{path} is not as `csdctl emulate up` writes it for this fleet, or was edited; it is unchanged",
+            remedy="move it away and add your settings to the new one, or use another file with --fleet",
         )
 
 

@@ -121,6 +121,10 @@ class RunSummary:
     """Machines on which other work ran when the plan was tuned."""
     best_epoch: int = 0
     """The epoch of best.keras: by what early stopping monitors, else by validation loss; 0: none."""
+    best_validation_loss: float | None = None
+    """That of `best_epoch`."""
+    left_out: tuple[str, ...] = ()
+    """Nodes that the plan left out, because training is faster without them."""
     num_unreadable: int = 0
     """Lines of the stored events that could not be read, and are left out."""
     reason: str = ""
@@ -183,7 +187,9 @@ def summarize(run_id: str, manifest: dict[str, Any], events: Iterable[Event], ta
         cut=manifest.get("cut", ""),
         busy=tuple(plan.get("busy", ())),
         noise_scale=median(run.noise_scales) if run.noise_scales else None,
-        best_epoch=run.best_epoch if run.last.validation_loss is not None else 0,
+        best_epoch=run.best.epoch if run.last.validation_loss is not None else 0,
+        best_validation_loss=run.best.validation_loss,
+        left_out=tuple(plan.get("left_out", ())),
     )
 
 
@@ -204,7 +210,9 @@ class _Run:
         self.passes = PassCounter(num_ranks)
         self.last = EpochEnd(0, "", 0, 0, 0, 0.0, 0.0, 0.0, "")
         """The latest end of an epoch of rank 0, which has the results of all ranks; none at first."""
-        self.num_rebalanced = self.best_epoch = 0
+        self.best = self.last
+        """That of the best epoch so far."""
+        self.num_rebalanced = 0
         self.noise_scales: deque[float] = deque(maxlen=MAX_EPOCHS)
         """Of each epoch in which it is known."""
         self.lost_nodes: dict[str, None] = {}
@@ -260,7 +268,7 @@ class _Run:
             if self._num_failures <= MAX_FAILURES:
                 self._failures.append(f"{event.node}: {event.message}")
         elif isinstance(event, CheckpointSaved) and event.is_best and event.rank == 0:
-            self.best_epoch = self.last.epoch  # the event names the epoch that begins
+            self.best = self.last  # the event names the epoch that begins
         elif isinstance(event, NodeLost):
             self.lost_nodes[event.node] = None
         self.num_rebalanced += isinstance(event, Rebalanced)

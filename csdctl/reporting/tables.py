@@ -73,7 +73,8 @@ def describe_result(summary: RunSummary) -> str:
     host = summary.host_samples_per_s
     ratio = f" ({summary.samples_per_s / host:.2f} × the host alone)" if host else ""
     rate = f", {format_rate(summary.samples_per_s)} samples/s{ratio}" if summary.samples_per_s else ""
-    best = f"; best: epoch {summary.best_epoch}, best.keras" * bool(summary.best_epoch)
+    loss = f", validation loss {format_loss(summary.best_validation_loss)}"
+    best = f"; best: epoch {summary.best_epoch}{loss}, best.keras" * bool(summary.best_epoch)
     done = format_count(summary.epochs, "epoch")
     if summary.reason == MAX_STEPS:
         done = f"{format_count(summary.steps, 'step')} (--max-steps)"
@@ -192,6 +193,9 @@ def describe_run(summary: RunSummary) -> list[tuple[str, str]]:
         )
     if summary.num_unreadable:
         rows.append(("events", f"{summary.num_unreadable:,} unreadable lines were skipped"))
+    if summary.left_out:
+        names = format_node_names(summary.left_out)
+        rows.append(("left out", f"{names}: training is faster without them, by the plan"))
     if summary.num_rebalanced:
         rows.append(("balance", f"{format_count(summary.num_rebalanced, 'change')} of batch sizes"))
     return rows

@@ -653,7 +653,10 @@ class Supervisor:
         """
         deadline = time.monotonic() + self._patience.mpirun_exit_s
         num_steps = 0
-        while self._membership.finished and self._is_undecided() and time.monotonic() < deadline:
+        while self._membership.finished and time.monotonic() < deadline:
+            undecided = self._membership.present() - self._membership.finished - self._group.unlinked
+            if 0 not in undecided:
+                break
             message = self._processes.next(self._patience.poll_s)
             self._act(message)
             num_steps += isinstance(message, Progress) and message.rank == 0
@@ -662,10 +665,6 @@ class Supervisor:
         if 0 not in self._membership.finished and (0 in self._group.unlinked or num_steps == LATE_REPORTS):
             for rank in sorted(self._membership.finished):
                 self._membership.withdraw(rank)
-
-    def _is_undecided(self) -> bool:
-        """Return whether rank 0 has neither finished nor lost its link, and can still do either."""
-        return 0 in self._membership.present() - self._membership.finished and 0 not in self._group.unlinked
 
     def _incomplete(self, reason: str) -> CsdctlError:
         """Return the error of a run that cannot continue because some ranks have finished and left."""

@@ -124,16 +124,31 @@ def show_stopped(streams: Streams, run: RunStatus) -> None:
 def show_differences(
     streams: Streams, first: RunDirectory, second: RunDirectory, differences: Sequence[Difference]
 ) -> None:
-    """Print the settings in which two runs differ, then the results."""
+    """Print the results of two runs, with the change, and the settings in which they differ."""
     if streams.is_json:
         runs = [first.run_id, second.run_id]
         streams.result({"schema": "csdctl.runs.diff/1", "runs": runs, "differences": differences})
         return
-    rows = [(one.name, _text(one.first), _text(one.second)) for one in differences]
-    columns = ("~", f"~{first.run_id}", f"~{second.run_id}")
-    streams.console.print(build_table(columns, rows, gap=2))
-    if all(one.is_result for one in differences):
-        streams.say("the settings are the same")
+    for name in ("results", "settings"):
+        found = [one for one in differences if one.is_result == (name == "results")]
+        if not found:
+            streams.say(f"the {name} are the same")
+            continue
+        rows = [(_words(one.name), _text(one.first), _text(one.second), _change(one)) for one in found]
+        runs = [f"~{run.run_id}" for run in (first, second)]
+        columns = (f"~{name}", *runs, ">change" * found[0].is_result)
+        streams.console.print(build_table(columns, rows, gap=2))
+
+
+def _words(name: str) -> str:
+    return name.replace("samples_per_s", "samples/s").removeprefix("plan.").replace("_", " ")
+
+
+def _change(one: Difference) -> str:
+    values = one.first, one.second
+    if not one.is_result or not all(isinstance(value, int | float) and value for value in values):
+        return ""
+    return f"{one.second / one.first - 1:+.1%}"  # type: ignore[operator]
 
 
 def _text(value: object) -> str:

@@ -424,8 +424,11 @@ class TrainingScreen(PreparationScreen):
         self.run = run
         self._streams.result_line({"schema": "csdctl.train/1", "run": run.run_id, "path": str(run.path)})
         self.say(f"run {run.run_id}: {len(spec.ranks)} ranks, {format_count(num_steps, 'step')} per epoch")
-        if rates := run.load_manifest()["predicted_range"]:
-            self.say(f"9 of 10 such runs are expected to reach {format_range(rates)} samples/s")
+        manifest = run.load_manifest()
+        if rates := manifest["predicted_range"]:
+            busy = manifest["plan"].get("busy")
+            doubt = f"; {format_node_names(busy)} had other work during tuning" if busy else ""
+            self.say(f"9 of 10 such runs are expected to reach {format_range(rates)} samples/s{doubt}")
         for line in filter(None, (*format_shards(spec), describe_learning_rate(spec))):
             self.say(line)
         past = run.read_events([rank.node for rank in spec.ranks]) if run.events.exists() else ()

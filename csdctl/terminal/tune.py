@@ -286,7 +286,9 @@ def _lines(plan: Plan) -> Iterator[str]:
     if predicted.gain is not None and len({*plan.batch_sizes} - {0}) > 1:
         yield f"compared with the best equal batch size, in trials of both: {predicted.gain:+.0%} samples/s"
     if plan.left_out:
-        yield f"left out, because training is faster without them: {format_node_names(plan.left_out)}"
+        names, gain = format_node_names(plan.left_out), predicted.gain_without_nodes
+        measured = "" if gain is None else f" by {gain:.0%}, in trials of both"
+        yield f"left out, because training is faster without them{measured}: {names}"
 
 
 def render_verified(

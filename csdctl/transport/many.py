@@ -234,13 +234,14 @@ def open_session(
 def fleet_known_hosts_paths(fleet: Fleet, directory: Path) -> tuple[Path, ...]:
     """Return the known_hosts files for `fleet`, in order; mpirun's ssh must use the same files.
 
-    csdctl's own in `directory` and beside the fleet file, those of emulated fleets, then the user's. The
-    fleet file of an emulated fleet may be inside a .csdctl directory, whose known_hosts is then used too.
+    csdctl's own in `directory` and beside the fleet file, then the user's. An emulated fleet has one of its
+    own, and its fleet file may be inside a .csdctl directory, whose known_hosts is then used too.
     """
     beside = fleet.path.absolute().parent
     enclosing = [parent for parent in (beside, *beside.parents) if parent.name == ".csdctl"]
     states = [directory.absolute() / ".csdctl", beside / ".csdctl", *enclosing]
-    own = [path / "known_hosts" for state in states for path in (state, state / "emulated")]
+    folders = ("", "emulated") if fleet.emulated else ("",)
+    own = [state / folder / "known_hosts" for state in states for folder in folders]
     return tuple(dict.fromkeys([*own, Path.home() / ".ssh" / "known_hosts"]))
 
 

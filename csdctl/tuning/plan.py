@@ -165,6 +165,8 @@ class Predicted(Document):
     communication_share: float
     gain: float | None = None
     """The gain in samples/s over the best equal batch size, where both were tried."""
+    gain_without_nodes: float | None = None
+    """That over the best plan of all nodes, if some are left out and both were tried."""
     is_confirmed: bool = False
     """Whether the figures are from a trial of all ranks."""
 

@@ -104,6 +104,13 @@ def choose_equal_plan(model: FleetModel, limits: Limits) -> BestPlan | None:
     return best_equal(list_candidates(model), limits, model.sum_s_of_training, model.overhead_factor)
 
 
+def choose_whole_plan(model: FleetModel, limits: Limits) -> BestPlan | None:
+    """Return the fastest plan that leaves no node out; None when the limits allow none."""
+    with suppress(TuningError):
+        return choose_plan(replace(model, required=frozenset(model.machines) - {HOST_NAME}), limits)
+    return None
+
+
 def predict_host_samples_per_s(model: FleetModel, limits: Limits) -> float | None:
     """Predict the samples/s of the host alone; None if it does not train, or the limits allow no plan."""
     hosts = [rank for rank in list_candidates(model) if rank.node == HOST_NAME]
@@ -143,8 +150,9 @@ def confirmed_prediction(
     errors: ForecastErrors,
     gain: float | None = None,
     host_samples_per_s: float | None = None,
+    gain_without_nodes: float | None = None,
 ) -> Predicted:
-    """Return the prediction from a plan's trial; `gain` is relative to the best equal batch size.
+    """Return the prediction from a plan's trial; the gains are relative to other plans that were tried.
 
     `errors`: those of earlier forecasts. `host_samples_per_s`: predicted for the host alone.
     """
@@ -166,6 +174,7 @@ def confirmed_prediction(
         imbalance_share=round(max(0.0, 1 - compute_share - communication_share), 4),
         communication_share=round(communication_share, 4),
         gain=None if gain is None else round(gain, 3),
+        gain_without_nodes=None if gain_without_nodes is None else round(gain_without_nodes, 3),
         is_confirmed=True,
     )
 

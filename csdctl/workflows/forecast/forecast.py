@@ -12,6 +12,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from statistics import fmean
 from typing import Literal, TypeVar
 
 from csdctl.errors import InputError
@@ -479,4 +480,16 @@ def forecast_job(
         )
     job, project = load_job(job_path), ProjectDirectory(directory)
     basis = tuned_basis(job, project, fleet, say, request.num_samples, max_global_batch)
+    if fleet and (power := _stated_power(fleet)):
+        origins = {**basis.origins, "power": f"constant watts of {fleet.path}"}
+        basis = replace(basis, power=power, origins=origins)
     return forecast(basis, request)
+
+
+def _stated_power(fleet: Fleet) -> Power | None:
+    """Return the power of host and nodes if fleet.yaml states it for all of them; the mean of the nodes."""
+    sources = [source for source in map(fleet.power_of, fleet.machines) if source and source.watts]
+    if not fleet.nodes or len(sources) < len(fleet.machines) or sources[0].includes_nodes:
+        return None
+    host, *nodes = [source.watts or 0.0 for source in sources]
+    return Power(host, fmean(nodes))

@@ -416,9 +416,9 @@ def init_job(request: InitRequest, directory: Path, say: Say, on_progress: OnPro
     If model and data do not fit together, the file is written all the same, for the user to mend, and the
     problem is in the result.
     """
+    lifted = lift_script(request.script, request.options) if request.script else None
     for path in (request.output, *([request.functions] if request.script else [])):
         check_output(path, "--output", force=request.is_overwriting)
-    lifted = lift_script(request.script, request.options) if request.script else None
     if not lifted:
         return _write_job(request, None, directory, say, on_progress)
     with replacing(request.functions, lifted.text):  # the worker reads this file

@@ -125,7 +125,9 @@ def _chunks(blocks: Sequence[Block], names: Sequence[str]) -> Iterator[dict[str,
         }
         for name, array in block.fields.items():
             values = array[part].reshape(len(rows), math.prod(array.shape[1:]))
-            lists = [[_shortest(value) for value in column] for column in values.T]
+            # The shortest float that float32 reads as the same.
+            convert: Callable[[Any], Any] = int if values.dtype.kind == "i" else lambda one: float(str(one))
+            lists = [[convert(value) for value in column] for column in values.T]
             if array.ndim == 1:
                 columns[name] = lists[0]
                 if names and name.rpartition(".")[2] == "class":
@@ -135,11 +137,6 @@ def _chunks(blocks: Sequence[Block], names: Sequence[str]) -> Iterator[dict[str,
             else:
                 columns |= {f"{name}_{number}": column for number, column in enumerate(lists)}
         yield columns
-
-
-def _shortest(value: Any) -> Any:
-    """Return an int, or the shortest float that float32 reads as the same."""
-    return int(value) if value.dtype.kind == "i" else float(str(value))
 
 
 def _write_npz(file: BinaryIO, blocks: Sequence[Block], names: Sequence[str]) -> None:

@@ -124,7 +124,14 @@ def parse_machine(name: str, completed: Completed) -> BareMachine:
         raise RemoteCommandError(
             f"the machine could not be inspected: {cause}", node=name, remedy="run `uname -m` there"
         )
-    _check_architecture(name, first("architecture"), first("bits"))
+    architecture, is_32_bit = first("architecture"), first("bits") == "32"
+    if architecture not in ARCHITECTURES or is_32_bit:
+        raise NodeError(
+            f"its processor is {bounded(architecture)}{' with 32-bit programs' * is_32_bit}; "
+            f"there are wheels only for 64-bit {' and '.join(ARCHITECTURES)}",
+            node=name,
+            remedy="install a 64-bit system there, or leave the node out: --exclude",
+        )
     _check_glibc(name, first("glibc"))
     found = dict(reversed([(*text.partition(" ")[::2],) for text in values.get("python", [])]))
     version = next((python for python in PYTHONS if python in found), "")
@@ -198,16 +205,6 @@ def _describe_space(free_bytes: int, place: str, needed_bytes: int) -> str:
 
 def _add_up(kib: Iterable[str]) -> int:
     return sum(int(text) * 1024 for text in kib if text.isdigit())
-
-
-def _check_architecture(name: str, architecture: str, bits: str) -> None:
-    if architecture not in ARCHITECTURES or bits == "32":
-        found = f"{bounded(architecture)} with 32-bit programs" if bits == "32" else bounded(architecture)
-        raise NodeError(
-            f"its processor is {found}; there are wheels only for 64-bit {' and '.join(ARCHITECTURES)}",
-            node=name,
-            remedy="install a 64-bit system there, or leave the node out: --exclude",
-        )
 
 
 def _check_glibc(name: str, answer: str) -> None:

@@ -63,12 +63,12 @@ class Difference:
 def compare_runs(
     project: ProjectDirectory, first: str, second: str
 ) -> tuple[RunDirectory, RunDirectory, list[Difference]]:
-    """Return two runs and the values in which they differ, settings before results; raises InputError."""
+    """Return two runs and the values in which they differ, results before settings; raises InputError."""
     runs = project.find_run(first), project.find_run(second)
     if runs[0] == runs[1]:
         raise InputError(f"{first} and {second} are both run {runs[0].run_id}", remedy="csdctl runs list")
     found = []
-    for read in (_settings, _results):
+    for read in (_results, _settings):
         one, other = (read(run) for run in runs)
         found += [
             Difference(name, one.get(name), other.get(name), read is _results)

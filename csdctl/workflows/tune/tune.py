@@ -52,6 +52,7 @@ from csdctl.tuning.plan_choice import (
     choose_class_sizes,
     choose_equal_plan,
     choose_plan,
+    choose_whole_plan,
     confirmed_prediction,
     limit_for_goodput,
     limit_sizes,
@@ -174,6 +175,7 @@ MIN_STEPS, MAX_STEPS = 2, 1000
 MAX_TRIALS = 2
 MAX_OOM_RETRIES = 3
 """Trials in which a rank runs out of memory before tuning fails."""
+EQUAL, ALL_NODES = "the best equal batch sizes", "the best plan of all nodes"
 MIN_GAIN_FOR_TRIAL = 0.03
 """A trial may lead to another plan; that plan is tried too when it is better by more than this share."""
 
@@ -189,6 +191,8 @@ class TunedFleet:
     """The plan that reached the most samples/s in a trial."""
     gain: float | None = None
     """Gain in samples/s over the best equal batch size, as a share, at least 0; None: it was not tried."""
+    gain_without_nodes: float | None = None
+    """That over the best plan of all nodes; None: no node is left out, or it was not tried."""
 
 
 @dataclass(frozen=True)
@@ -323,32 +327,35 @@ class FitTuner:
             gain = rate / predict_samples_per_s(model, best.batch_sizes) - 1
             is_last = not self.measurer.num_probes or len(tried) == MAX_TRIALS
             if is_last or gain < MIN_GAIN_FOR_TRIAL:
-                return self._compare_with_equal(model, max(tried, key=_rate))
+                return self._compare_with_others(model, max(tried, key=_rate))
 
-    def _compare_with_equal(self, model: FleetModel, tried: TriedPlan) -> TunedFleet:
-        """Return the tried plan, or that of equal batch sizes if these are faster.
+    def _compare_with_others(self, model: FleetModel, tried: TriedPlan) -> TunedFleet:
+        """Return the fastest of the tried plan, the best equal batch sizes, and the best plan of all nodes.
 
-        These are tried only when the model, which was fitted to the trials before, predicts that they may be:
-        the range of their forecast reaches the plan's throughput.
+        Equal sizes are tried only when the model, which was fitted to the trials before, predicts that they
+        may be faster: the range of their forecast reaches the plan's throughput. All nodes are tried when the
+        plan leaves some out.
         """
         equal = choose_equal_plan(model, self.limits)
-        if equal is None or self.limits.global_batch not in (None, sum(equal.batch_sizes.values())):
-            return TunedFleet(self.limits, model, tried)
-        if equal.batch_sizes == tried.best.batch_sizes:
-            return TunedFleet(self.limits, model, tried, 0.0)
-        _, highest = self.measurements.forecast_errors().spread.range_of(equal.prediction.samples_per_s)
-        if highest <= _rate(tried):
-            return TunedFleet(self.limits, model, tried)
-        size = next(iter(equal.batch_sizes.values()))
-        self.say(f"equal batch sizes of {size} may be faster: trying them")
-        try:
-            other = self._try(model, equal)
-        except OutOfMemoryError:
-            return TunedFleet(self.limits, model, tried)
-        model = learn_trial(model, other)
-        self.measurements.store_trial(model, other)
-        best = max(tried, other, key=_rate)
-        return TunedFleet(self.limits, model, best, _rate(best) / _rate(other) - 1)
+        others = {ALL_NODES: tried.best.left_out and choose_whole_plan(model, self.limits)}
+        gains: dict[str, float] = {}
+        if equal and self.limits.global_batch in (None, sum(equal.batch_sizes.values())):
+            spread = self.measurements.forecast_errors().spread
+            if equal.batch_sizes == tried.best.batch_sizes:
+                gains[EQUAL] = 0.0
+            elif spread.range_of(equal.prediction.samples_per_s)[1] > _rate(tried):
+                others[EQUAL] = equal
+        best, found = tried, {}
+        for name, plan in others.items():
+            if plan:
+                self.say(f"trying {name}")
+                with suppress(OutOfMemoryError):
+                    found[name] = other = self._try(model, plan)
+                    model = learn_trial(model, other)
+                    self.measurements.store_trial(model, other)
+                    best = max(best, other, key=_rate)
+        gains |= {name: _rate(best) / _rate(other) - 1 for name, other in found.items()}
+        return TunedFleet(self.limits, model, best, gains.get(EQUAL), gains.get(ALL_NODES))
 
     def _try(self, model: FleetModel, best: BestPlan, duration_s: float = TRIAL_S) -> TriedPlan:
         ranks = plan_ranks(model, best)
@@ -538,6 +545,7 @@ def tune_by_fit(
             errors,
             tuned.gain,
             predict_host_samples_per_s(tuned.model, tuned.limits),
+            tuned.gain_without_nodes,
         ),
         busy=busy,
         left_out=list(tuned.tried.best.left_out),

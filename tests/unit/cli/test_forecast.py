@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import re
 from io import StringIO
 from typing import Any
 
@@ -9,6 +10,7 @@ import pytest
 
 from csdctl.perfmodel.prediction import CollectiveCost
 from csdctl.perfmodel.published import Network
+from csdctl.perfmodel.spread import Spread
 from csdctl.terminal.console import PrintableConsole
 from csdctl.terminal.forecast import forecast_document, render_forecast
 from csdctl.terminal.streams import format_json
@@ -16,9 +18,8 @@ from csdctl.tuning.scaling_curve import Costs, Power
 from csdctl.workflows.forecast.forecast import ForecastRequest, forecast, published_basis
 
 
-def shown(network: Network, request: ForecastRequest, costs: Costs | None = None) -> str:
-    file, basis = StringIO(), published_basis(network)
-    basis = dataclasses.replace(basis, costs=costs or basis.costs)
+def shown(network: Network, request: ForecastRequest, **changes: Any) -> str:
+    file, basis = StringIO(), dataclasses.replace(published_basis(network), **changes)
     render_forecast(PrintableConsole(file=file, width=80), forecast(basis, request))
     return file.getvalue()
 
@@ -58,7 +59,12 @@ def test_verdict_and_its_reasons(network: Network, request_: ForecastRequest, se
 
 def test_nodes_whose_sums_take_what_they_add_are_told() -> None:
     costs = Costs(CollectiveCost(per_rank_s=0.5))
-    assert "node adds less than 10%" in shown(Network.MOBILENETV2, ForecastRequest([100]), costs)
+    assert "node adds less than 10%" in shown(Network.MOBILENETV2, ForecastRequest([100]), costs=costs)
+
+
+def test_ranges_and_energy_fit_into_80_columns() -> None:
+    text = shown(Network.MOBILENETV2, ForecastRequest([24], epochs=99), spread=Spread(0.01, 8))
+    assert re.search(r"\n +24 .* to .*:.* J .* MJ", text)
 
 
 def test_thousand_rows_are_thinned_out_in_the_table_only() -> None:

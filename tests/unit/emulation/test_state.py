@@ -66,7 +66,7 @@ def test_only_an_unchanged_fleet_file_is_removed_with_its_facts(paths: FleetPath
     assert not is_unchanged(path, "another")
     path.write_text(path.read_text() + "# mine\n")
     assert not remove_fleet_file(path, paths.fleet_id)
-    with pytest.raises(InputError, match="left unchanged"):
+    with pytest.raises(InputError, match="it is unchanged"):
         check_may_write(path, paths.fleet_id)
     save_fleet_file(paths, state, "python3")
     path.with_name("fleet.facts.json").write_text("{}")

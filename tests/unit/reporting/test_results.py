@@ -107,7 +107,7 @@ def test_whole_run_is_added_up_over_its_epochs() -> None:
     assert (found.loss, found.accuracy) == pytest.approx((1.0, 0.8))
     assert (found.validation_loss, found.validation_accuracy) == pytest.approx((1.25, 0.6))
     assert (found.state, found.failures, found.identical_weights) == ("completed", (), True)
-    assert describe_result(found).endswith("; best: epoch 1, best.keras")
+    assert describe_result(found).endswith("; best: epoch 1, validation loss 2.5000, best.keras")
 
 
 def test_split_is_compared_with_its_busiest_rank() -> None:
@@ -159,10 +159,11 @@ def test_missing_rate_of_a_rank_means_no_efficiency(rank: int) -> None:
 
 
 def test_plan_that_was_tuned_beside_other_work_is_said_to_be_so() -> None:
-    manifest = MANIFEST | {"plan": MANIFEST["plan"] | {"busy": {"csd0": 1.5}}}
+    manifest = MANIFEST | {"plan": MANIFEST["plan"] | {"busy": {"csd0": 1.5}, "left_out": ["csd2"]}}
     found = dict(describe_run(replace(summary(manifest=manifest), efficiency=1.24)))
     assert ", while csd0 had other work" in found["throughput"]
     assert found["efficiency"].endswith("measured under load: tune again")
+    assert found["left out"].startswith("csd2: training is faster")
 
 
 def joined(rank: int, *members: int) -> Joined:

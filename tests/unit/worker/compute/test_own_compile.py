@@ -120,6 +120,24 @@ def test_argument_of_an_own_compile_that_the_model_does_not_keep_is_named(tmp_pa
         csdctl.Job.from_model(model, np.ones((6, 4)), directory=tmp_path / "job", code=[file])
 
 
+@pytest.mark.parametrize(
+    ("x", "last", "message"),
+    [
+        (np.ones((4, 3)), 0, "expected axis -1 of input shape to have value 2"),
+        (np.ones((4, 2)), 3, "outside the valid range"),
+        (np.full((4, 2), np.nan), 0, "the loss of some train data is nan"),
+    ],
+)
+def test_data_whose_loss_cannot_be_computed_is_refused(
+    tmp_path: Path, x: np.ndarray[Any, Any], last: int, message: str
+) -> None:
+    model = keras().Sequential([keras().Input((2,)), keras().layers.Dense(3)])
+    model.compile("sgd", keras().losses.SparseCategoricalCrossentropy(from_logits=True))
+    labels = np.array([0, 1, last, 2])
+    with pytest.raises(csdctl.CsdctlError, match=message):
+        csdctl.Job.from_model(model, (x, labels), directory=tmp_path)
+
+
 def test_library_that_a_machine_lacks_is_named(tmp_path: Path) -> None:
     model = keras().Sequential([keras().Input((4,)), keras().layers.Dense(2, name="last")])
     text = model.to_json().replace(

@@ -12,6 +12,7 @@ from typer.testing import CliRunner
 from csdctl.cli.app import app
 from csdctl.errors import InputError
 from csdctl.fleet.facts import save_facts
+from csdctl.fleet.fleet_file import load_fleet
 from csdctl.fleet.model import HOST_NAME, Node
 from csdctl.perfmodel.published import Network
 from csdctl.tuning.plan import Plan, Predicted, RankPlan, StrategyPlan, save_plan
@@ -23,6 +24,7 @@ from csdctl.workflows.forecast.forecast import (
     ForecastBasis,
     ForecastRequest,
     forecast,
+    forecast_job,
     given_power,
     parse_node_counts,
     published_basis,
@@ -238,6 +240,18 @@ def test_command_for_24_nodes_after_tuning_two(
     assert "more nodes than 2" in large["origins"]["reach"]
     assert few["global_batch"] <= 512 < point["global_batch"] <= 4096
     assert few["samples_per_s"] < point["samples_per_s"]
+
+
+def test_constant_power_of_the_fleet_file_is_used_unless_the_request_has_another(
+    measured: MeasuredProject,
+) -> None:
+    text = measured.fleet.path.read_text().replace("{", "{power: 10 W, ")
+    measured.fleet.path.write_text(f"host: {{power: 90 W}}\n{text}")
+    fleet, path = load_fleet(measured.fleet.path), measured.project.root
+    for given, expected in ((None, 110), (Power(500, 12), 524)):
+        request = ForecastRequest([2], power=given)
+        answer = forecast_job(measured.job.path, fleet, request, path, print, None)
+        assert answer.points[0].power_w == expected
 
 
 class TestOtherStrategies:

@@ -1,0 +1,102 @@
+"""Forecasts against what was then reached: how many runs lie in their range, errors, widths of the ranges.
+
+    make bench ARGS="-k forecasts"
+
+Three networks on three emulated fleets, each tuned, then trained twice; and one node of each, forecast from
+the measurements of the whole fleet. Once on a quiet machine, once beside a process that keeps a core busy
+while machines are tuned and trained. Prints figures, asserts no limits.
+"""
+
+import shutil
+import statistics
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from benchmarks.bench_goodput import NORMALIZED
+from benchmarks.running import EXAMPLES, csdctl, emulated_fleet, place_sample
+
+FLEETS = {"1 node": (1, 0.5), "3 nodes": (3, 0.25), "5 nodes": (5, 0.15)}
+DENSE = '''
+import keras
+from keras import layers
+
+
+def build():
+    """Return a network with few operations for each of its parameters: its sums take long."""
+    hidden = [layers.Dense(1024, activation="relu") for _ in range(2)]
+    return keras.Sequential(
+        [keras.Input((28, 28, 1)), layers.Flatten(), *hidden, layers.Dense(10, activation="softmax")]
+    )
+'''
+MODELS = {"fashion_cnn": "", "normalized": NORMALIZED, "dense": DENSE}
+NUM_RUNS = 2
+MEASURED_S = 8.0
+MIN_STEPS = 20
+OPTIONS = ("--no-explore", "--strategy", "data-parallel")
+
+
+@contextmanager
+def other_work(num_busy: int) -> Iterator[None]:
+    """Keep so many cores busy."""
+    busy = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(num_busy)]
+    try:
+        yield
+    finally:
+        for process in busy:
+            process.kill()
+            process.wait()
+
+
+def reach(directory: Path, job: str, rate: float, plan: dict[str, Any], *options: str) -> float:
+    """Return the samples/s of a run by the plan, of about MEASURED_S of steps."""
+    steps = max(MIN_STEPS, round(MEASURED_S * rate / plan["global_batch"]))
+    command = ("train", job, "--max-steps", str(steps), "--skip-doctor", *options)
+    return float(csdctl(directory, *command)[-1]["samples_per_s"])
+
+
+def forecasts_of(directory: Path, model: str) -> Iterator[tuple[float, tuple[float, float], float]]:
+    """Yield the rate that is forecast, its range, and the rate that is reached."""
+    job = f"{model}.yaml"
+    plan = csdctl(directory, "tune", job, *OPTIONS)[-1]
+    predicted = plan["predicted"]
+    for _ in range(NUM_RUNS):
+        reached = reach(directory, job, predicted["samples_per_s"], plan)
+        yield predicted["samples_per_s"], tuple(predicted["samples_per_s_range"]), reached
+    if len(plan["ranks"]) > 2:
+        [point] = csdctl(directory, "forecast", job, "--nodes", "1")[-1]["curve"]
+        csdctl(directory, "tune", job, *OPTIONS, "--limit", "csd0")
+        reached = reach(directory, job, point["samples_per_s"], point, "--limit", "csd0")
+        yield point["samples_per_s"], tuple(point["samples_per_s_range"]), reached
+
+
+@pytest.mark.parametrize("num_busy", [0, 1], ids=["quiet", "busy"])
+def test_forecasts(tmp_path: Path, num_busy: int) -> None:
+    found = []
+    for number, (fleet, (num_nodes, cpu)) in enumerate(FLEETS.items()):
+        directory = tmp_path / str(number)
+        shutil.copytree(EXAMPLES / "fashion_mnist", directory)
+        with emulated_fleet(directory, num_nodes, cpu), other_work(num_busy):
+            place_sample(directory, "fashion-mnist", "--private", "")
+            for model, code in MODELS.items():
+                if code:
+                    (directory / f"{model}.py").write_text(code)
+                job = yaml.load((directory / "job.yaml").read_text(), yaml.BaseLoader)
+                job["data"].pop("private", None)
+                job["model"] = f"{model}.py:build"
+                (directory / f"{model}.yaml").write_text(yaml.safe_dump(job).replace("'", ""))
+                for rate, (low, high), reached in forecasts_of(directory, model):
+                    found.append((rate, low, high, reached))
+                    where = "in" if low <= reached <= high else "OUTSIDE"
+                    told = f"forecast {rate:,.0f} ({low:,.0f} to {high:,.0f}), {where}: {reached:,.0f}"
+                    print(f"{fleet}, {model}, {num_busy} busy: {told}", flush=True)
+    inside = sum(low <= reached <= high for _, low, high, reached in found)
+    error = statistics.median(abs(reached / rate - 1) for rate, *_, reached in found)
+    width = statistics.median((high - low) / rate for rate, low, high, _ in found)
+    print(f"{inside} of {len(found)} in their range; median error {error:.1%}, median width {width:.0%}")
