@@ -25,7 +25,7 @@ def render_forecast(console: PrintableConsole, forecast: Forecast) -> None:
     if forecast.num_samples is None:
         console.print("time and energy of the job are unknown: set the samples per epoch with --samples")
     else:
-        samples = f"{forecast.num_samples:,} samples in {basis.epochs} epochs"
+        samples = f"{forecast.num_samples:,} samples in {basis.epochs:,} epoch{'s' * (basis.epochs != 1)}"
         console.print(f"{samples}; time without start and evaluation")
     if basis.source == "emulated":
         console.print("no verdict: nodes and host of an emulated fleet share the cores of one machine")
