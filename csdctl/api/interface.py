@@ -11,6 +11,7 @@ import os
 import re
 import runpy
 import sys
+import tempfile
 import zipfile
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -24,11 +25,11 @@ import numpy as np
 import yaml
 from pydantic import InstanceOf
 
-from csdctl.documents import check_values, make_directory, save_text, write_atomically
+from csdctl.documents import check_values, make_directory, save_text
 from csdctl.errors import CsdctlError, InputError, RunError
 from csdctl.fleet import model as fleets
 from csdctl.job import model as jobs
-from csdctl.reporting.results import RunSummary, load_run_status, read_results
+from csdctl.reporting.results import RunSummary
 from csdctl.reporting.series import epoch_results
 from csdctl.runs.directory import LATEST, ProjectDirectory, RunDirectory
 from csdctl.runs.private import STATE_DIRECTORY, check_private
@@ -56,6 +57,8 @@ from csdctl.worker.protocol.recipe import ReduceOnPlateau as ReduceOnPlateau
 from csdctl.workflows.data.prepare import Prepared, prepare_fleet
 from csdctl.workflows.discovery.discover import DiscoverResult
 from csdctl.workflows.discovery.discover import discover as discover_machines
+from csdctl.workflows.reporting.report import report as report_run
+from csdctl.workflows.runs.manage import look_at
 from csdctl.workflows.train import spec as of_train
 from csdctl.workflows.train.plan import find_changes
 from csdctl.workflows.train.run import RunStopped as RunStopped
@@ -241,6 +244,7 @@ class Job:
         cls,
         model: Any,
         data: Any,
+        y: Any = None,
         *,
         validation: Any = None,
         directory: str | Path = "csdctl-job",
@@ -248,7 +252,7 @@ class Job:
         input_range: tuple[float, float] | None = None,
         **recipe: Any,
     ) -> Self:
-        """Write model, data and job.yaml to `directory`, and return the job.
+        """Write model, data and job.yaml to `directory`, and return the job; (model, x, y) does as well.
 
         `model`: a Keras model; loss, optimizer and metrics of its compile() are used, and its train_step. The
         arguments of its own constructor and compile() must be attributes with the same names. `data` and
@@ -273,36 +277,50 @@ class Job:
             raise InputError(
                 f"{written} exists, and is not of Job.from_model", remedy="use another directory"
             )
-        make_directory(path)
         save = getattr(model, "save", None)
         if not callable(save):
             raise InputError(f"received {type(model).__name__} as model, expected a Keras model")
-        if written.exists():
-            with open_session() as streams:
-                streams.say(f"the job in {path} is replaced")
-        with _revivable(model):
-            save(path / "model.keras")
-        _check_importable(path / "model.keras", [Path(file) for file in _as_list(code)])
-        entries = {"public": _write_data(path, "train", data, model)}
-        if validation is not None:
-            entries["validation"] = _write_data(path, "validation", validation, model)
-        scaling = list(input_range) if input_range else None
+        given = {"train": data if y is None else (data, y), "validation": validation}
+        parts = {name: _check_data(part, name, model) for name, part in given.items() if part is not None}
+        entries = {
+            "public" if name == "train" else name: {"path": str(part)}
+            if isinstance(part, Path)
+            else {"path": f"{name}.npz", "function": "data.py:load"}
+            for name, part in parts.items()
+        }
         content: dict[str, Any] = {
             "name": path.resolve().name or "job",
             "model": "model.keras",
-            "data": {**entries, "input_range": scaling},
+            "data": {**entries, "input_range": list(input_range) if input_range else None},
             "recipe": recipe,
         }
-        if code:
-            content["code"] = [os.path.relpath(Path(file), path) for file in _as_list(code)]
-        save_text(written, FROM_MODEL + yaml.safe_dump(content, sort_keys=False))
-        try:
-            return cls(written)
-        except InputError as error:  # in terms of the arguments
-            message = re.sub(rf"{re.escape(str(written))}(:\d+)?: |recipe\.", "", error.message)
-            error.message = message.replace("unknown key", "from_model has no argument")
-            error.remedy = error.remedy.replace(f"fix {written}", "change or omit it")
-            raise
+        files = [Path(file).absolute() for file in _as_list(code)]
+        make_directory(path)
+        with tempfile.TemporaryDirectory(dir=path) as new:  # nothing is replaced by a job that is refused
+            draft = Path(new)
+            with _revivable(model):
+                save(draft / "model.keras")
+            _check_importable(draft / "model.keras", files)
+            for name, part in parts.items():
+                if not isinstance(part, Path):
+                    np.savez(draft / f"{name}.npz", **part)  # type: ignore[arg-type]
+            save_text(draft / "data.py", LOADER)
+            job = draft / "job.yaml"
+            content |= {"code": [str(file) for file in files]} if files else {}
+            save_text(job, FROM_MODEL + yaml.safe_dump(content, sort_keys=False))
+            try:
+                cls(job)
+            except InputError as error:  # in terms of the arguments
+                message = re.sub(rf"{re.escape(str(job))}(:\d+)?: |recipe\.", "", error.message)
+                error.message = message.replace("unknown key", "from_model has no argument")
+                error.remedy = error.remedy.replace(f"fix {job}", "change or omit it")
+                raise
+            if written.exists():
+                with open_session() as streams:
+                    streams.say(f"the job in {path} is replaced, also that of earlier Job objects")
+            for file in draft.iterdir():
+                file.replace(path / file.name)
+        return cls(written)
 
     def load(self) -> jobs.Job:
         """Return the job as the workflows take it; raises InputError."""
@@ -311,8 +329,12 @@ class Job:
 
 JobOrPath = Job | str | Path
 FROM_MODEL = "# Written by csdctl.Job.from_model.\n"
-OF_FIT = dict.fromkeys(("validation_data", "validation_split"), "use validation=(x, y)")
-OF_FIT |= {"batch_size": "pass it to csdctl.train", "callbacks": "use early_stopping=csdctl.EarlyStopping()"}
+OF_FIT = {
+    "validation_data": "use validation=(x, y)",
+    "validation_split": "divide the arrays: (x[:n], y[:n]) as data, validation=(x[n:], y[n:])",
+    "batch_size": "pass it to csdctl.train",
+    "callbacks": "use early_stopping=csdctl.EarlyStopping(); pass functions to csdctl.train(callbacks=…)",
+}
 """What to do instead of arguments of Keras' fit."""
 
 
@@ -392,49 +414,50 @@ def _plain(value: Any, name: str) -> Any:
     )
 
 
-def _write_data(directory: Path, name: str, data: Any, model: Any) -> dict[str, str]:
-    """Write arrays to NAME.npz; return their entry in job.yaml."""
+def _check_data(data: Any, name: str, model: Any) -> Path | dict[str, np.ndarray[Any, Any]]:
+    """Return arrays by name, with which the model has a loss, or the path of data; raises InputError."""
     if isinstance(data, str | Path):
-        return {"path": str(Path(data).expanduser().resolve())}
+        path = Path(data).expanduser().resolve()
+        if not path.exists():
+            raise InputError(f"the {name} data {path} does not exist", remedy="pass a path, or arrays")
+        return path
     arrays = _name_arrays(_collect(data), name)
     _check_loss(model, arrays, name)
-    with write_atomically(directory / f"{name}.npz") as file:
-        np.savez(file, **arrays)  # type: ignore[arg-type]
-    save_text(directory / "data.py", LOADER)
-    return {"path": f"{name}.npz", "function": "data.py:load"}
+    return arrays
 
 
 def _check_loss(model: Any, arrays: Mapping[str, np.ndarray[Any, Any]], name: str) -> None:
     """Raise InputError when the model has no loss of the samples with the extreme values of each array.
 
-    Shapes that do not fit, labels that are no class, and NaN are found now, not when training starts. A model
-    that is not compiled, or whose own train_step takes the batch, is not judged.
+    Shapes that do not fit and labels that are no class are found now, not when training starts. A model that
+    is not compiled, or whose own train_step takes the batch, is not judged.
     """
     base = getattr(sys.modules.get("keras"), "Model", None)
     if base is None or not isinstance(model, base) or type(model).train_step is not base.train_step:
         return
-    if not model.compiled or not any(key.startswith("y") for key in arrays):
+    if not model.compiled:
         return
-    extremes = [index for array in arrays.values() for index in (array.argmin(), array.argmax())]
-    sizes = [array.size // len(array) for array in arrays.values() for _ in range(2)]
-    rows = sorted({int(index) // size for index, size in zip(extremes, sizes, strict=True)})
+    if not any(key[0] == "y" for key in arrays) and model.loss:
+        raise InputError(f"the {name} data has no labels, which the loss needs", remedy="pass (x, y)")
+    places = [(one.size // len(one), (one.argmin(), one.argmax())) for one in arrays.values()]
+    rows = sorted({int(at) // size for size, both in places for at in both})
     batch = []
     for kind in KINDS:
         parts = {key.partition("/")[2]: array[rows] for key, array in arrays.items() if key[0] == kind}
         is_list = all(is_position(part, POSITIONS.get(kind, kind)) for part in parts)
         batch.append(list(parts.values()) if parts and is_list else parts.get("", parts or None))
     try:
-        loss = model.test_on_batch(*batch, return_dict=True)["loss"]
+        model.test_on_batch(*batch)
     except Exception as error:
-        told = " ".join(str(error).partition("Arguments received")[0].split())[-MAX_QUOTED_CHARS:]
+        model.test_function = None  # of a first call that failed, Keras can make no second one
+        told = re.sub(r"\x1b\[\d*m| \[\[.*", "", " ".join(str(error).partition("Arguments rec")[0].split()))
+        told = told.rpartition("most recent call last): ")[2][-MAX_QUOTED_CHARS:]
         raise InputError(
             f"Keras cannot compute the loss of the {name} data: {told}",
             remedy="model.evaluate(x, y) must work; fix the data, the model or its loss",
         ) from error
     finally:
         model.reset_metrics()
-    if not np.isfinite(loss):
-        raise InputError(f"the loss of some {name} data is {loss}", remedy="look for NaN and infinite values")
 
 
 def _collect(data: Any) -> tuple[Any, ...]:
@@ -489,7 +512,12 @@ def _name_arrays(parts: tuple[Any, ...], name: str) -> dict[str, np.ndarray[Any,
     if wrong := [f"{key} is {array.dtype}" for key, array in named.items() if array.dtype.kind not in "buif"]:
         remedy = "convert it: x.astype(np.float32); labels: y = np.unique(y, return_inverse=True)[1]"
         raise InputError(f"the {name} data is not numbers: {', '.join(wrong)}", remedy=remedy)
-    if len(set(lengths.values())) != 1:
+    for key, array in named.items():
+        if wrong_rows := np.flatnonzero(~np.isfinite(array.reshape(len(array), -1)).all(axis=1)).tolist():
+            found = f"{len(wrong_rows):,} of {len(array):,} samples, first in {wrong_rows[0]}"
+            problem = f"{key} of the {name} data has NaN or infinity in {found}"
+            raise InputError(problem, remedy="remove or replace them")
+    if len(set(lengths.values())) != 1 or 0 in lengths.values():
         found = ", ".join(f"{key} has {length:,}" for key, length in lengths.items())
         problem = f"the {name} data has arrays with different numbers of samples: {found}"
         raise InputError(
@@ -620,7 +648,8 @@ class Run:
         model, or when it cannot be built again.
         """
         path = self.directory.best_model if best else self.directory.model
-        remedy = "give the job validation data" if best else f"resume it: csdctl.train(…, resume={self.id!r})"
+        never = "it ended before its first epoch, or the job has no validation data"
+        remedy = never if best else f"resume it: csdctl.train(…, resume={self.id!r})"
         weights = path.with_suffix(".weights.h5")
         if not path.exists() and not weights.exists():
             raise InputError(f"run {self.id} has no {path.name}", remedy=remedy)
@@ -642,14 +671,14 @@ class Run:
 
     def report(self) -> RunSummary:
         """Return the results that `csdctl report` shows."""
-        return read_results(self.directory).summary
+        return report_run(self.directory).summary
 
     def __repr__(self) -> str:
-        status = vars(load_run_status(self.directory))
+        status = vars(look_at(self.directory))
         return "<Run {run_id}: {state}, epoch {epoch} of {epochs}>".format(**status)
 
     def _repr_html_(self) -> str:
-        return render_bundle(report_of(read_results(self.directory)), REPORT_COLUMNS)["text/html"]
+        return render_bundle(report_of(report_run(self.directory)), REPORT_COLUMNS)["text/html"]
 
 
 def load_run(run_id: str = LATEST, directory: str | Path = ".") -> Run:

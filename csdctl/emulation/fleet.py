@@ -40,7 +40,6 @@ from csdctl.emulation.limits import (
     list_descendants,
     list_marked,
     list_members,
-    open_cpu_limit,
     remove_cgroup,
     start_time,
 )
@@ -319,8 +318,6 @@ def start_fleet(
             _check_same(paths, state, spec, fleet_path, cpu_mechanism)
         else:
             remove_fleet(paths)
-        if cpu_mechanism == "cgroup":
-            open_cpu_limit(cpu_mechanism, paths.fleet_id, "trial", spec.cpu).close()
         state = FleetState(paths.fleet_id, spec, cpu_mechanism, chosen, owner=owner)
         try:
             return _start(paths, state)

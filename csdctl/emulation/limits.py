@@ -18,7 +18,7 @@ import time
 from functools import cache
 from pathlib import Path
 
-from csdctl.errors import CsdctlError, InputError
+from csdctl.errors import CsdctlError
 from csdctl.worker.protocol.processes import find_descendants, load_all, load_stat, send_signal
 
 FLEET_VARIABLE = "CSDCTL_EMULATED_FLEET"
@@ -346,20 +346,10 @@ def cgroup_prefix(fleet_id: str) -> str:
 def open_cpu_limit(mechanism: str, fleet_id: str, node: str, cpu: float) -> CpuLimit:
     """Limit the descendants of this process to `cpu` cores.
 
-    `mechanism` is "cgroup", "duty" or "auto" (control groups if they are writable). Raises InputError when
-    "cgroup" is requested and no group can be created.
+    `mechanism` is "duty" or "auto" (control groups if they are writable).
     """
-    if mechanism in ("auto", "cgroup"):
-        cgroup = open_cgroup(cgroup_prefix(fleet_id) + node, cpu)
-        if cgroup:
-            return cgroup
-        if mechanism == "cgroup":
-            raise InputError(
-                "no control group with a CPU limit can be created on this machine",
-                remedy="use --cpu-mechanism duty",
-                node=node,
-            )
-    return DutyCycle(os.getpid(), cpu)
+    cgroup = open_cgroup(cgroup_prefix(fleet_id) + node, cpu) if mechanism == "auto" else None
+    return cgroup or DutyCycle(os.getpid(), cpu)
 
 
 async def watch_memory(limit_bytes: int) -> None:

@@ -327,7 +327,7 @@ def show_stopped(streams: Streams, stopped: StoppedFleet) -> None:
         return
     streams.say(f"Emulated fleet is down: {format_count(stopped.num_processes, 'process')} ended")
     if stopped.kept_fleet_path:
-        streams.say(f"{stopped.kept_fleet_path} was edited and is kept")
+        streams.say(f"{stopped.kept_fleet_path} was edited and is kept: move it away before `emulate up`")
 
 
 def render_nodes(console: PrintableConsole, nodes: Iterable[NodeStatus]) -> None:

@@ -134,14 +134,12 @@ def show_differences(
         if not found:
             streams.say(f"the {name} are the same")
             continue
-        rows = [(_words(one.name), _text(one.first), _text(one.second), _change(one)) for one in found]
+        rows = [
+            (one.name.replace("_", " "), _text(one.first), _text(one.second), _change(one)) for one in found
+        ]
         runs = [f"~{run.run_id}" for run in (first, second)]
         columns = (f"~{name}", *runs, ">change" * found[0].is_result)
         streams.console.print(build_table(columns, rows, gap=2))
-
-
-def _words(name: str) -> str:
-    return name.replace("samples_per_s", "samples/s").removeprefix("plan.").replace("_", " ")
 
 
 def _change(one: Difference) -> str:

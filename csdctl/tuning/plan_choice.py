@@ -104,13 +104,6 @@ def choose_equal_plan(model: FleetModel, limits: Limits) -> BestPlan | None:
     return best_equal(list_candidates(model), limits, model.sum_s_of_training, model.overhead_factor)
 
 
-def choose_whole_plan(model: FleetModel, limits: Limits) -> BestPlan | None:
-    """Return the fastest plan that leaves no node out; None when the limits allow none."""
-    with suppress(TuningError):
-        return choose_plan(replace(model, required=frozenset(model.machines) - {HOST_NAME}), limits)
-    return None
-
-
 def predict_host_samples_per_s(model: FleetModel, limits: Limits) -> float | None:
     """Predict the samples/s of the host alone; None if it does not train, or the limits allow no plan."""
     hosts = [rank for rank in list_candidates(model) if rank.node == HOST_NAME]

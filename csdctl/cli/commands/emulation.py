@@ -2,7 +2,7 @@
 
 import runpy
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated
 
 import typer
 
@@ -16,16 +16,9 @@ emulate = options.group(help="Run a fleet on this machine: real SSH servers that
 @emulate.command()
 def up(
     nodes: Annotated[int, typer.Option(min=1, max=64, help="Number of nodes.")] = 4,
-    cpu: Annotated[float, typer.Option(help="CPU share of each node, in cores.")] = 0.25,
+    cpu: Annotated[float, typer.Option(help="CPU share, in cores, the same for every node.")] = 0.25,
     memory: Annotated[str, typer.Option(help="Memory of each node, such as 512M or 2G.")] = "2G",
     fleet: Annotated[Path, typer.Option(help="Path of the fleet file to write.")] = options.DEFAULT_FLEET,
-    cpu_mechanism: Annotated[
-        Literal["auto", "cgroup", "duty"],
-        typer.Option(
-            envvar="CSDCTL_EMULATED_CPU_MECHANISM",
-            help="How the CPU share is enforced.",
-        ),
-    ] = "auto",
     pid: Annotated[
         int | None,
         typer.Option(envvar="CSDCTL_EMULATE_PID", help="End the fleet when this process ends."),
@@ -40,7 +33,7 @@ def up(
     directory = streams.project.emulated
     spec = EmulatedSpec(nodes, cpu, parse_size(memory))
     was_up = is_up(directory)
-    path = start_fleet(directory, spec, fleet_path=fleet, cpu_mechanism=cpu_mechanism, owner_pid=pid)
+    path = start_fleet(directory, spec, fleet_path=fleet, owner_pid=pid)
     show_started(
         streams, EmulatedFleet(path, tuple(fleet_status(directory)), was_up, None if was_up else pid)
     )

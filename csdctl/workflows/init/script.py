@@ -111,6 +111,9 @@ def lift_script(path: Path, options: Sequence[str] = ()) -> LiftedScript:
 
     Raises InputError, with the line, for a script without a call of `fit` whose model and data can be found.
     """
+    if path.suffix == ".ipynb":
+        remedy = f"jupyter nbconvert --to script {path}, or call csdctl.Job.from_model in the notebook"
+        raise InputError(f"{path} is a notebook, expected a script", remedy=remedy)
     try:
         source = path.read_text()
         module = ast.parse(source)

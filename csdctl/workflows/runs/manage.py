@@ -4,6 +4,7 @@ A run is followed from its files alone: nothing of it waits for who watches. A r
 `csdctl train` in a session of its own, which outlives its terminal and its login.
 """
 
+import math
 import os
 import re
 import shutil
@@ -29,21 +30,8 @@ from csdctl.worker.protocol.events import Event
 from csdctl.worker.protocol.run_spec import RunSpec
 from csdctl.workflows.train.train import load_spec
 
-SETTINGS = (
-    "csdctl",
-    "python",
-    "versions",
-    "job",
-    "recipe",
-    "noise",
-    "data",
-    "strategy",
-    "cut",
-    "features",
-    "plan",
-)
-"""Keys of manifest.json that are compared; what follows from them is left out."""
-NO_SETTINGS = ("plan.made_for", "plan.strategies", "plan.predicted", "plan.measuring_s", "plan.num_probes")
+SETTINGS = ("recipe", "strategy", "cut", "features", "noise", "job", "data", "csdctl", "python", "versions")
+"""Keys of manifest.json that are compared, beside batch sizes and threads of the ranks."""
 SHOWN = (int, float, str, tuple, type(None))
 """Types of the results that are compared."""
 NO_RESULTS = {"run_id", "emulated", "method", "num_ranks", "global_batch", "ranks", "strategy", "cut"}
@@ -80,28 +68,32 @@ def compare_runs(
 
 def _settings(run: RunDirectory) -> dict[str, object]:
     manifest: Mapping[str, Any] = run.load_manifest()
-    values = dict(_flatten({key: manifest.get(key) for key in SETTINGS}))
-    public = load_spec(run).public if run.spec.exists() else None
+    ranks, spec = manifest["plan"]["ranks"], load_spec(run) if run.spec.exists() else None
+    size = sum(rank["batch_size"] for rank in ranks)
+    values: dict[str, object] = {"global batch size": size}
+    if spec and spec.recipe.learning_rate:
+        limit = spec.recipe.max_learning_rate or math.inf
+        values["learning rate"] = min(limit, spec.recipe.learning_rate * size / spec.recipe.reference_batch)
+    values |= {f"{key}.{rank['node']}": rank[key] for key in ("batch_size", "threads") for rank in ranks}
+    values |= dict(_flatten({key: manifest.get(key) for key in SETTINGS}))
+    public = spec.public if spec else None
     if public and public.images_sha256:  # the fingerprint is of paths and times
         del values["data.public"]
         values |= {"data.public.samples": public.images_sha256, "data.public.labels": public.labels_sha256}
-    return {name: value for name, value in values.items() if not name.startswith(NO_SETTINGS)}
+    return values
 
 
 def _results(run: RunDirectory) -> dict[str, object]:
     summary = read_results(run).summary if run.events.exists() else None
-    values = vars(summary).items() if summary else ()
+    values = {**vars(summary), "state": look_at(run).state}.items() if summary else ()
     return {name: value for name, value in values if name not in NO_RESULTS and isinstance(value, SHOWN)}
 
 
 def _flatten(value: object, name: str = "") -> Iterator[tuple[str, object]]:
-    """Yield nested values by a name such as plan.host.batch_size; ranks by their node."""
+    """Yield nested values by a name such as recipe.optimizer_args.momentum."""
     if isinstance(value, Mapping):
         for key, inner in value.items():
             yield from _flatten(inner, f"{name}.{key}" if name else str(key))
-    elif isinstance(value, list) and all(isinstance(inner, Mapping) and "node" in inner for inner in value):
-        for inner in value:
-            yield from _flatten(inner, f"{name}.{inner['node']}")
     else:
         yield name, value
 

@@ -85,7 +85,7 @@ class TrainOptions:
             if value is not None and not value >= least:
                 raise InputError(
                     f"--{name} must be at least {least}, received {value:g}",
-                    remedy="pass seconds, or leave it out for the default",
+                    remedy="pass a larger number, or leave it out for the default",
                 )
 
     def check_strategy_options(self, chosen: str) -> None:

@@ -52,7 +52,6 @@ from csdctl.tuning.plan_choice import (
     choose_class_sizes,
     choose_equal_plan,
     choose_plan,
-    choose_whole_plan,
     confirmed_prediction,
     limit_for_goodput,
     limit_sizes,
@@ -69,6 +68,7 @@ from csdctl.tuning.stannis import (
     DEFAULT_BATCH_SIZES,
     DEFAULT_MARGIN_SCALE,
     DEFAULT_STEP_DIVISOR,
+    TuningError,
     check_arguments,
     tune_stannis,
 )
@@ -97,7 +97,7 @@ from csdctl.workflows.tune.probing import PROBE_DEADLINE_S, FleetMeasurer, TuneW
 from csdctl.workflows.workspace.workspace import call_machine, open_workspace
 
 TUNING_HELP = "see `csdctl tune --help`"
-THROUGHPUT, TIME_TO_ACCURACY = "throughput", "time-to-accuracy"
+GOALS = THROUGHPUT, TIME_TO_ACCURACY = "throughput", "time-to-accuracy"
 FIT, STANNIS = "fit", "stannis"
 METHODS = (FIT, STANNIS)
 
@@ -138,8 +138,9 @@ class TuneOptions:
                 f"--strategy {self.strategy} needs --method {FIT}, and a host that trains",
                 remedy="leave out --method and --no-host, or the strategy",
             )
-        if self.method not in METHODS:
-            raise InputError(f"unknown method {self.method!r}", remedy=f"one of {', '.join(METHODS)}")
+        for name, value, known in (("method", self.method, METHODS), ("goal", self.goal, GOALS)):
+            if value not in known:
+                raise InputError(f"unknown {name} {value!r}", remedy=f"one of {', '.join(known)}")
         if self.method != FIT and self.limits.given:
             raise InputError(
                 f"{self.method} takes no limits, received {', '.join(self.limits.given)}",
@@ -337,7 +338,11 @@ class FitTuner:
         plan leaves some out.
         """
         equal = choose_equal_plan(model, self.limits)
-        others = {ALL_NODES: tried.best.left_out and choose_whole_plan(model, self.limits)}
+        others: dict[str, BestPlan] = {}
+        with suppress(TuningError):
+            if tried.best.left_out:
+                nodes = frozenset(model.machines) - {HOST_NAME}
+                others[ALL_NODES] = choose_plan(replace(model, required=nodes), self.limits)
         gains: dict[str, float] = {}
         if equal and self.limits.global_batch in (None, sum(equal.batch_sizes.values())):
             spread = self.measurements.forecast_errors().spread
@@ -347,13 +352,12 @@ class FitTuner:
                 others[EQUAL] = equal
         best, found = tried, {}
         for name, plan in others.items():
-            if plan:
-                self.say(f"trying {name}")
-                with suppress(OutOfMemoryError):
-                    found[name] = other = self._try(model, plan)
-                    model = learn_trial(model, other)
-                    self.measurements.store_trial(model, other)
-                    best = max(best, other, key=_rate)
+            self.say(f"trying {name}")
+            with suppress(OutOfMemoryError):
+                found[name] = other = self._try(model, plan)
+                model = learn_trial(model, other)
+                self.measurements.store_trial(model, other)
+                best = max(best, other, key=_rate)
         gains |= {name: _rate(best) / _rate(other) - 1 for name, other in found.items()}
         return TunedFleet(self.limits, model, best, gains.get(EQUAL), gains.get(ALL_NODES))
 

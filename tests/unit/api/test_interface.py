@@ -119,7 +119,7 @@ class TestJob:
         monkeypatch.chdir(tmp_path)
         assert [from_model(Path(name)).load().name for name in ("a", "b")] == ["a", "b"]
         from_model(Path("a"))
-        assert "".join(capsys.readouterr()) == "the job in a is replaced\n"
+        assert "".join(capsys.readouterr()) == "the job in a is replaced, also that of earlier Job objects\n"
 
 
 def from_model(directory: Path, **given: Any) -> csdctl.Job:

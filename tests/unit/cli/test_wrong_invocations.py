@@ -121,7 +121,6 @@ WITHOUT_PROJECT = [
     ("emulate up --memory lots", "received 'lots' as a size, expected a number and a unit such as 512M"),
     ("emulate up --memory 1K", "received 1,024 bytes as the memory of a node, expected at least 16M"),
     ("emulate up --cpu 0", "received 0 as the CPU share of a node, expected 0.01 to"),
-    ("emulate up --cpu-mechanism nope", "invalid value for '--cpu-mechanism' (env var: 'CSDCTL_"),
     ("emulate up --pid 99999999", "received 99999999 as the process that the emulated fleet ends with"),
     ("emulate stop", "no such command 'stop'"),
 ]

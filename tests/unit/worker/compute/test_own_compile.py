@@ -125,7 +125,7 @@ def test_argument_of_an_own_compile_that_the_model_does_not_keep_is_named(tmp_pa
     [
         (np.ones((4, 3)), 0, "expected axis -1 of input shape to have value 2"),
         (np.ones((4, 2)), 3, "outside the valid range"),
-        (np.full((4, 2), np.nan), 0, "the loss of some train data is nan"),
+        (np.full((4, 2), np.nan), 0, "NaN or infinity in 4 of 4 samples, first in 0"),
     ],
 )
 def test_data_whose_loss_cannot_be_computed_is_refused(
@@ -135,7 +135,10 @@ def test_data_whose_loss_cannot_be_computed_is_refused(
     model.compile("sgd", keras().losses.SparseCategoricalCrossentropy(from_logits=True))
     labels = np.array([0, 1, last, 2])
     with pytest.raises(csdctl.CsdctlError, match=message):
-        csdctl.Job.from_model(model, (x, labels), directory=tmp_path)
+        csdctl.Job.from_model(model, x, labels, directory=tmp_path)
+    assert not list(tmp_path.iterdir())
+    csdctl.Job.from_model(model, np.ones((4, 2)), labels % 3, directory=tmp_path)
+    model.evaluate(np.ones((4, 2)), labels % 3, verbose=0)
 
 
 def test_library_that_a_machine_lacks_is_named(tmp_path: Path) -> None:

@@ -186,7 +186,7 @@ def test_differences_of_two_runs(project: ProjectDirectory) -> None:
     *_, found = compare_runs(project, first.run_id, second.run_id)
     assert {(one.name, one.first, one.second, one.is_result) for one in found} == {
         ("recipe.learning_rate", 0.1, 0.2, False),
-        ("plan.ranks.csd0.threads", 1, 3, False),
+        ("threads.csd0", 1, 3, False),
     }
 
 
