@@ -110,7 +110,7 @@ def doctor_document(examination: Examination) -> dict[str, object]:
 
 _UNKNOWN = "–"
 _MISSING = "missing"
-MAX_NAME_WIDTH = 20
+MAX_NAME_WIDTH = 15
 """The width at which the column of machines is folded, so that the table fits 80 columns."""
 EMULATED = {"schema": "csdctl.emulate/1", "emulated": True}
 

@@ -14,9 +14,13 @@ def render_forecast(console: PrintableConsole, forecast: Forecast) -> None:
     """Print the curve, the verdict on the largest number of nodes, and where the figures come from."""
     basis = forecast.basis
     columns = [">nodes", ">samples/s", ">range", ">speed-up", ">efficiency", ">time"]
-    if basis.power:  # without the efficiency, 80 columns suffice
-        columns[4:] = [">time", ">energy/\nsample", ">energy"]
+    if basis.power:
+        columns += [">energy/\nsample", ">energy"]
     rows = [_cells(point, forecast) for point in pick_evenly(forecast.points, MAX_ROWS)]
+    if basis.power:  # 80 columns have no room for both range and efficiency
+        dropped = 4 if forecast.points[-1].samples_per_s_range else 2
+        for cells in (columns, *rows):
+            del cells[dropped]
     console.print(build_table(columns, rows, title=f"{basis.title} ({basis.source} figures)"))
     if len(forecast.points) > MAX_ROWS:
         console.print(
@@ -71,8 +75,7 @@ def _cells(point: CurvePoint, forecast: Forecast) -> list[str]:
         format_seconds(of_the_job["time_s"]),
     ]
     if forecast.basis.power:
-        joules = (point.joules_per_image, of_the_job["energy_joules"])
-        cells[4:] = [cells[5], *map(format_joules, joules)]
+        cells += map(format_joules, (point.joules_per_image, of_the_job["energy_joules"]))
     return cells
 
 

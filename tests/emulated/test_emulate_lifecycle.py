@@ -171,7 +171,7 @@ def test_demo_that_is_killed_leaves_no_fleet(tmp_path: Path) -> None:
 def test_a_foreign_fleet_file_is_not_changed(directory: Path, tmp_path: Path) -> None:
     path = tmp_path / "fleet.yaml"
     path.write_text("nodes: []\n")
-    with pytest.raises(InputError, match="left unchanged"):
+    with pytest.raises(InputError, match="it is unchanged"):
         start_fleet(directory, EmulatedSpec(1), fleet_path=path)
     assert path.read_text() == "nodes: []\n"
     assert not directory.exists()
