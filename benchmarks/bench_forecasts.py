@@ -83,6 +83,7 @@ def test_forecasts(tmp_path: Path, num_busy: int) -> None:
         directory = tmp_path / str(number)
         shutil.copytree(EXAMPLES / "fashion_mnist", directory)
         with emulated_fleet(directory, num_nodes, cpu), other_work(num_busy):
+            csdctl(directory, "discover")
             place_sample(directory, "fashion-mnist", "--private", "")
             for model, code in MODELS.items():
                 if code:

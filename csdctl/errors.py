@@ -31,6 +31,7 @@ class ExitCode(IntEnum):
     PARTIAL = 3
     UNREACHABLE = 4
     DEADLINE = 5
+    LOCKED = 6
     INTERRUPTED = 130
 
 

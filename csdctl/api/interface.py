@@ -282,12 +282,7 @@ class Job:
             raise InputError(f"received {type(model).__name__} as model, expected a Keras model")
         given = {"train": data if y is None else (data, y), "validation": validation}
         parts = {name: _check_data(part, name, model) for name, part in given.items() if part is not None}
-        entries = {
-            "public" if name == "train" else name: {"path": str(part)}
-            if isinstance(part, Path)
-            else {"path": f"{name}.npz", "function": "data.py:load"}
-            for name, part in parts.items()
-        }
+        entries = {name.replace("train", "public"): entry for name, (entry, _) in parts.items()}
         content: dict[str, Any] = {
             "name": path.resolve().name or "job",
             "model": "model.keras",
@@ -301,9 +296,9 @@ class Job:
             with _revivable(model):
                 save(draft / "model.keras")
             _check_importable(draft / "model.keras", files)
-            for name, part in parts.items():
-                if not isinstance(part, Path):
-                    np.savez(draft / f"{name}.npz", **part)  # type: ignore[arg-type]
+            for name, (_, arrays) in parts.items():
+                if arrays:
+                    np.savez(draft / f"{name}.npz", **arrays)  # type: ignore[arg-type]
             save_text(draft / "data.py", LOADER)
             job = draft / "job.yaml"
             content |= {"code": [str(file) for file in files]} if files else {}
@@ -414,16 +409,16 @@ def _plain(value: Any, name: str) -> Any:
     )
 
 
-def _check_data(data: Any, name: str, model: Any) -> Path | dict[str, np.ndarray[Any, Any]]:
-    """Return arrays by name, with which the model has a loss, or the path of data; raises InputError."""
+def _check_data(data: Any, name: str, model: Any) -> tuple[dict[str, str], dict[str, np.ndarray[Any, Any]]]:
+    """Return an entry of job.yaml, and arrays with which the model has a loss, {} for a path."""
     if isinstance(data, str | Path):
         path = Path(data).expanduser().resolve()
         if not path.exists():
             raise InputError(f"the {name} data {path} does not exist", remedy="pass a path, or arrays")
-        return path
+        return {"path": str(path)}, {}
     arrays = _name_arrays(_collect(data), name)
     _check_loss(model, arrays, name)
-    return arrays
+    return {"path": f"{name}.npz", "function": "data.py:load"}, arrays
 
 
 def _check_loss(model: Any, arrays: Mapping[str, np.ndarray[Any, Any]], name: str) -> None:

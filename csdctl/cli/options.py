@@ -77,7 +77,7 @@ LimitOption = Annotated[
     list[str] | None,
     selection(
         metavar="NODES",
-        help="Select only these nodes: names, ranges such as csd[0-7], groups, or all.",
+        help="Only these nodes: names, ranges (csd[0-7]), groups, jump hosts (nodes behind them), or all.",
         autocompletion=complete_nodes,
     ),
 ]

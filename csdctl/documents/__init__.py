@@ -299,7 +299,7 @@ def _describe(problem: Any, tree: yaml.Node | None, model: type[BaseModel] | Non
             for name in part.get("properties", {})
         }
         name = str(location[-1])[:MAX_SHOWN]
-        nearest = difflib.get_close_matches(name, known, n=1) or sorted(known & {*name.split("_")})
+        nearest = difflib.get_close_matches(name, known, 1, 0.7) or sorted(known & {*name.split("_")})
         hint = f", did you mean `{nearest[0]}`?" if nearest else ""
         return f"{where}unknown key `{key}`{hint}"
     if problem["type"] == "missing":

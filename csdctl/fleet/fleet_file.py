@@ -174,7 +174,7 @@ class FleetFile(Document):
 
 def load_fleet(path: Path) -> Fleet:
     """Read fleet.yaml; raises InputError for invalid content, no nodes, duplicate names or cyclic jumps."""
-    remedy = "write it with `csdctl discover --cidr RANGE`, or use another one with --fleet"
+    remedy = "write it with `csdctl discover --cidr` or `csdctl emulate up`, or use another one with --fleet"
     file = load_document(path, FleetFile, remedy=remedy)
     if not file.nodes and not file.servers:
         raise InputError(

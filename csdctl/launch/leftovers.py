@@ -14,7 +14,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Annotated, Any
 
-from csdctl.errors import RunError
+from csdctl.errors import ExitCode, RunError
 from csdctl.fleet.model import HOST_NAME, Fleet
 from csdctl.fleet.names import format_node_names
 from csdctl.runs.ledger import record_traffic
@@ -35,6 +35,8 @@ Holder = Mapping[str, object]
 
 class MachineLockedError(RunError):
     """Another csdctl has locked the machine."""
+
+    exit_code = ExitCode.LOCKED
 
     def __init__(self, node: str, holder: Holder) -> None:
         super().__init__(

@@ -4,7 +4,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
-from csdctl.errors import InputError
+from csdctl.errors import CsdctlError, InputError
 from csdctl.fleet.requirements import explain_extra
 from csdctl.reporting.tally import Amounts, Tally
 from csdctl.worker.protocol.events import event_from_document
@@ -33,7 +33,7 @@ def serve_metrics(address: str) -> Callable[[dict[str, Any]], None]:
     try:
         start_http_server(int(port), host.strip("[]") or DEFAULT_ADDRESS, registry)
     except OSError as error:
-        raise InputError(
+        raise CsdctlError(  # another run may have it: a later attempt may succeed
             f"cannot serve metrics at {address}: {error.strerror}", remedy="choose another port"
         ) from error
     return _Figures(registry)

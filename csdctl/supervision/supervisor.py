@@ -244,7 +244,7 @@ class Membership:
         self.lose(
             report.culprit,
             report.message,
-            "check that machine for failing memory, another version of csdctl or TensorFlow, or an intruder",
+            "look for NaN in the samples, then for failing memory, another TensorFlow, or an intruder",
         )
         return node
 

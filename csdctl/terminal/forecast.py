@@ -32,7 +32,8 @@ def render_forecast(console: PrintableConsole, forecast: Forecast) -> None:
         samples = f"{forecast.num_samples:,} samples in {basis.epochs:,} epoch{'s' * (basis.epochs != 1)}"
         console.print(f"{samples}; time without start and evaluation")
     if basis.source == "emulated":
-        console.print("no verdict: nodes and host of an emulated fleet share the cores of one machine")
+        no_verdict = "no verdict: nodes and host of an emulated fleet share the cores of one machine"
+        console.print("\n".join([no_verdict, *_idle(forecast)]), soft_wrap=True)
     elif forecast.verdict:
         style, verdict = ("bold green", "") if forecast.verdict.is_worth_it else ("bold red", "NOT ")
         headline = f"{_nodes(forecast.verdict.num_nodes)}: {verdict}worth it"

@@ -42,7 +42,9 @@ def show_runs(streams: Streams, runs: Sequence[RunStatus]) -> None:
     ]
     columns = ("run", "state", ">epoch", ">samples/s", ">loss", ">accuracy", ">last event")
     styles = [STYLES.get(run.state, "none") for run in runs]
-    streams.console.print(build_table(columns, rows, styles=styles, gap=1))
+    table = build_table(columns, rows, styles=styles, gap=1)
+    table.columns[0].min_width = max(len(row[0]) for row in rows)  # what is typed
+    streams.console.print(table)
 
 
 def _mark(validation: float | None, training: float | None) -> str:

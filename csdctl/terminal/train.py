@@ -206,7 +206,7 @@ class TrainingView(FleetView[RankRow]):
         if isinstance(event, WaitingFor) and event.nodes:
             return f"waiting for {format_node_names(event.nodes)}"
         if isinstance(event, NodeLost):
-            return f"{event.node} is lost, the other ranks continue: {event.message}"
+            return f"{event.node} is lost: {event.message}"
         if isinstance(event, Exited):
             killed = f"the MPI process of rank {event.rank} was killed by signal {event.code - 128}"
             return f"{event.node}: {killed}; all ranks connect again"
@@ -423,7 +423,7 @@ class TrainingScreen(PreparationScreen):
         """Show the run and its shards, and open the live view."""
         self.run = run
         self._streams.result_line({"schema": "csdctl.train/1", "run": run.run_id, "path": str(run.path)})
-        self.say(f"run {run.run_id}: {len(spec.ranks)} ranks, {format_count(num_steps, 'step')} per epoch")
+        self.say(f"run {run.run_id}: {format_count(spec.ranks, 'rank')}, {num_steps:,} steps per epoch")
         manifest = run.load_manifest()
         if rates := manifest["predicted_range"]:
             busy = manifest["plan"].get("busy")

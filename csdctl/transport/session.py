@@ -201,7 +201,7 @@ class Running:
         return DeadlineError(
             f"`{self.command[0]}` did not finish within {deadline.seconds:g} s; {ending}",
             node=self.name,
-            remedy=f"check the load of {self.name}",
+            remedy=f"allow more time (--timeout), or check the load of {self.name}",
         )
 
     def _read_or_end(self, deadline: Deadline) -> bytes:

@@ -422,8 +422,8 @@ def _authenticate(
     raise AuthenticationError(
         f"{node.address} port {node.port} accepts none of the offered keys for user {node.user!r}",
         node=node.name,
-        remedy=f"set the right `key:` and `user:` in fleet.yaml, or authorize the key: "
-        f"ssh-copy-id -i KEY.pub -p {node.port} {node.user}@{node.address}",
+        remedy="set the right `key:` and `user:` in the fleet file, or authorize the key: ssh-copy-id "
+        f"-i KEY.pub -p {node.port} {'-o ProxyJump=GATEWAY ' if node.jump else ''}{node.user}@{node.address}",
     )
 
 
@@ -435,7 +435,7 @@ def _load_key(node: Node, path: Path) -> paramiko.PKey:
         status = path.stat()
         return _read_key(path, status.st_mtime_ns, status.st_size)
     except FileNotFoundError:
-        raise refused("does not exist", "fix `key:` in fleet.yaml") from None
+        raise refused("does not exist", "fix `key:` in the fleet file") from None
     except (paramiko.PasswordRequiredException, TypeError):
         if key := _find_in_agent(path):
             return key
@@ -444,7 +444,7 @@ def _load_key(node: Node, path: Path) -> paramiko.PKey:
     except OSError as error:
         raise refused(f"cannot be read: {error.strerror}", "fix its permissions") from None
     except Exception as error:  # parsers of three libraries, each with its own exceptions
-        raise refused(f"is not a private key: {error}", "fix `key:` in fleet.yaml") from None
+        raise refused(f"is not a private key: {error}", "fix `key:` in the fleet file") from None
 
 
 @functools.lru_cache

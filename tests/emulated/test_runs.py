@@ -46,7 +46,7 @@ def test_detached_run_outlives_its_terminal_and_is_found_watched_and_stopped(pro
     assert runs(project)[run_id]["state"] == "running"
 
     second = csdctl(project, "train", "--batch-size", "64", "--skip-doctor")
-    assert (second.returncode, "another csdctl is running" in second.stderr) == (1, True)
+    assert (second.returncode, "another csdctl is running" in second.stderr) == (6, True)
 
     watcher = subprocess.Popen(
         [str(CSDCTL), "runs", "watch", "--json"], cwd=project, stdout=subprocess.PIPE, text=True

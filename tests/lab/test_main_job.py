@@ -142,7 +142,7 @@ def test_second_csdctl_names_the_first_and_works_once_it_is_dead(
     first = start_training(project, job)
     try:
         second = other.csdctl("train", str(job), "--batch-size", "8")
-        assert second.returncode == 1, second.stdout + second.stderr
+        assert second.returncode == 6, second.stdout + second.stderr
         assert "csd1: another csdctl is running here" in second.stderr
         assert str(first.pid) in second.stderr
     finally:

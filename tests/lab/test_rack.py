@@ -242,7 +242,7 @@ def _continue_elsewhere(
         done = csdctl_on(machine, project.lab, *command)
         assert f"run {run.run_id} is taken over from storage1: storage2 is the host" in done.stdout
         if is_locked:
-            assert done.returncode == 1, done.stdout + done.stderr
+            assert done.returncode == 6, done.stdout + done.stderr
             assert "another csdctl is running here: `csdctl train`" in done.stderr
             done = csdctl_on(machine, project.lab, "clean", "--kill", "--exclude", "storage1")
             assert done.returncode == 0, done.stdout + done.stderr

@@ -34,9 +34,8 @@ def up(
     spec = EmulatedSpec(nodes, cpu, parse_size(memory))
     was_up = is_up(directory)
     path = start_fleet(directory, spec, fleet_path=fleet, owner_pid=pid)
-    show_started(
-        streams, EmulatedFleet(path, tuple(fleet_status(directory)), was_up, None if was_up else pid)
-    )
+    owner = None if was_up else pid
+    show_started(streams, EmulatedFleet(path, tuple(fleet_status(directory)), was_up, owner))
 
 
 @emulate.command()
@@ -75,10 +74,7 @@ def demo(
     cpu: Annotated[float, typer.Option(help="CPU share of each node, in cores.")] = 0.25,
     transfer: Annotated[
         bool,
-        typer.Option(
-            "--transfer",
-            help="Train on a pretrained base, and from scratch; downloads 150 MB.",
-        ),
+        typer.Option("--transfer", help="Train on a pretrained base, and from scratch; downloads 150 MB."),
     ] = False,
     keep: Annotated[bool, typer.Option("--keep", help="Leave the emulated fleet running.")] = False,
 ) -> None:
