@@ -49,7 +49,7 @@ def is_free(lock_file: Path) -> bool:
 def test_second_csdctl_fails_at_once_and_names_the_first(session: LocalSession, tmp_path: Path) -> None:
     with lock(session, tmp_path / "first", "train"), pytest.raises(MachineLockedError) as caught:
         lock(session, tmp_path / "second").__enter__()
-    assert caught.value.exit_code == ExitCode.FAILED
+    assert caught.value.exit_code == ExitCode.LOCKED
     assert f"`csdctl train`, process {os.getpid()} on" in str(caught.value)
     assert str(tmp_path / "first") in str(caught.value)
     assert caught.value.node == "csd0"

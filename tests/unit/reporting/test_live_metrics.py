@@ -6,7 +6,7 @@ from dataclasses import asdict
 
 import pytest
 
-from csdctl.errors import InputError
+from csdctl.errors import CsdctlError, ExitCode, InputError
 from csdctl.reporting.live_metrics import serve_metrics
 from csdctl.worker.protocol.events import Event, Joined, NodeLost, Progress, WaitingFor
 
@@ -38,8 +38,9 @@ def test_figures_add_up_and_are_served() -> None:
     ):
         assert line in text.splitlines()
     assert "csdctl_accuracy" not in text  # not known yet
-    with pytest.raises(InputError, match="cannot serve metrics"):
+    with pytest.raises(CsdctlError, match="cannot serve metrics") as raised:
         serve_metrics(str(port))
+    assert raised.value.exit_code == ExitCode.FAILED
 
 
 @pytest.mark.parametrize("address", ["", "x", "0", "70000", "host:"])
