@@ -264,7 +264,7 @@ class TrustScreen:
                 (key.node.name, f"{key.node.address} port {key.node.port}", key.type, key.fingerprint)
                 for key in new
             ]
-            columns = ("machine", "address", "type", "~fingerprint")
+            columns = ("machine", "address", "type", "fingerprint")
             title = f"new host keys of {format_node_names(key.node.name for key in new)}"
             self.streams.console.print(build_table(columns, rows, title=title))
         if num_known := len(shown) - len(new):
