@@ -25,7 +25,7 @@ import numpy as np
 import yaml
 from pydantic import InstanceOf
 
-from csdctl.documents import check_values, make_directory, save_text
+from csdctl.documents import check_values, make_directory, save_text, write_atomically
 from csdctl.errors import CsdctlError, InputError, RunError
 from csdctl.fleet import model as fleets
 from csdctl.job import model as jobs
@@ -177,10 +177,8 @@ def open_session() -> Iterator[Streams]:
 def as_job(job: "JobOrPath") -> "Job":
     """Return a job as it is, or that of a file; raises InputError."""
     if not isinstance(job, Job | str | Path):
-        raise InputError(
-            f"received {type(job).__name__} as job, expected the path of a job.yaml or a csdctl.Job",
-            remedy="make a job of a model: csdctl.Job.from_model(model, (x, y))",
-        )
+        problem = f"received {type(job).__name__} as job, expected a path or a csdctl.Job"
+        raise InputError(problem, remedy="make a job of a model: csdctl.Job.from_model(model, x, y)")
     return job if isinstance(job, Job) else Job(Path(job).expanduser())
 
 
@@ -281,7 +279,8 @@ class Job:
         if not callable(save):
             raise InputError(f"received {type(model).__name__} as model, expected a Keras model")
         given = {"train": data if y is None else (data, y), "validation": validation}
-        parts = {name: _check_data(part, name, model) for name, part in given.items() if part is not None}
+        judged = None if "loss" in recipe else model
+        parts = {name: _check_data(part, name, judged) for name, part in given.items() if part is not None}
         entries = {name.replace("train", "public"): entry for name, (entry, _) in parts.items()}
         content: dict[str, Any] = {
             "name": path.resolve().name or "job",
@@ -298,8 +297,9 @@ class Job:
             _check_importable(draft / "model.keras", files)
             for name, (_, arrays) in parts.items():
                 if arrays:
-                    np.savez(draft / f"{name}.npz", **arrays)  # type: ignore[arg-type]
-            save_text(draft / "data.py", LOADER)
+                    with write_atomically(draft / f"{name}.npz") as file:
+                        np.savez(file, **arrays)  # type: ignore[arg-type]
+                    save_text(draft / "data.py", LOADER)
             job = draft / "job.yaml"
             content |= {"code": [str(file) for file in files]} if files else {}
             save_text(job, FROM_MODEL + yaml.safe_dump(content, sort_keys=False))
@@ -313,8 +313,8 @@ class Job:
             if written.exists():
                 with open_session() as streams:
                     streams.say(f"the job in {path} is replaced, also that of earlier Job objects")
-            for file in draft.iterdir():
-                file.replace(path / file.name)
+            for name in sorted(os.listdir(draft), key=job.name.__eq__):  # job.yaml last
+                (draft / name).replace(path / name)
         return cls(written)
 
     def load(self) -> jobs.Job:
@@ -324,12 +324,9 @@ class Job:
 
 JobOrPath = Job | str | Path
 FROM_MODEL = "# Written by csdctl.Job.from_model.\n"
-OF_FIT = {
-    "validation_data": "use validation=(x, y)",
-    "validation_split": "divide the arrays: (x[:n], y[:n]) as data, validation=(x[n:], y[n:])",
-    "batch_size": "pass it to csdctl.train",
-    "callbacks": "use early_stopping=csdctl.EarlyStopping(); pass functions to csdctl.train(callbacks=…)",
-}
+OF_FIT = {"validation_data": "use validation=(x, y)", "batch_size": "pass it to csdctl.train"}
+OF_FIT["validation_split"] = "divide the arrays: (x[:n], y[:n]) as data, validation=(x[n:], y[n:])"
+OF_FIT["callbacks"] = "use early_stopping=csdctl.EarlyStopping(); functions: csdctl.train(callbacks=…)"
 """What to do instead of arguments of Keras' fit."""
 
 
@@ -428,17 +425,17 @@ def _check_loss(model: Any, arrays: Mapping[str, np.ndarray[Any, Any]], name: st
     is not compiled, or whose own train_step takes the batch, is not judged.
     """
     base = getattr(sys.modules.get("keras"), "Model", None)
-    if base is None or not isinstance(model, base) or type(model).train_step is not base.train_step:
+    is_plain = base and isinstance(model, base) and type(model).train_step is base.train_step
+    if not is_plain or not model.compiled or not model.loss:
         return
-    if not model.compiled:
-        return
-    if not any(key[0] == "y" for key in arrays) and model.loss:
+    if not any(key[0] == "y" for key in arrays):
         raise InputError(f"the {name} data has no labels, which the loss needs", remedy="pass (x, y)")
-    places = [(one.size // len(one), (one.argmin(), one.argmax())) for one in arrays.values()]
+    places = [(one.size // len(one), (one.argmin(), one.argmax())) for one in arrays.values() if one.size]
     rows = sorted({int(at) // size for size, both in places for at in both})
+    few = {key: one[rows].astype("f4" if one.dtype == "u1" else one.dtype) for key, one in arrays.items()}
     batch = []
     for kind in KINDS:
-        parts = {key.partition("/")[2]: array[rows] for key, array in arrays.items() if key[0] == kind}
+        parts = {key.partition("/")[2]: one for key, one in few.items() if key[0] == kind}
         is_list = all(is_position(part, POSITIONS.get(kind, kind)) for part in parts)
         batch.append(list(parts.values()) if parts and is_list else parts.get("", parts or None))
     try:
@@ -507,17 +504,20 @@ def _name_arrays(parts: tuple[Any, ...], name: str) -> dict[str, np.ndarray[Any,
     if wrong := [f"{key} is {array.dtype}" for key, array in named.items() if array.dtype.kind not in "buif"]:
         remedy = "convert it: x.astype(np.float32); labels: y = np.unique(y, return_inverse=True)[1]"
         raise InputError(f"the {name} data is not numbers: {', '.join(wrong)}", remedy=remedy)
-    for key, array in named.items():
-        if wrong_rows := np.flatnonzero(~np.isfinite(array.reshape(len(array), -1)).all(axis=1)).tolist():
-            found = f"{len(wrong_rows):,} of {len(array):,} samples, first in {wrong_rows[0]}"
-            problem = f"{key} of the {name} data has NaN or infinity in {found}"
-            raise InputError(problem, remedy="remove or replace them")
-    if len(set(lengths.values())) != 1 or 0 in lengths.values():
+    if not all(lengths.values()):
+        raise InputError(f"the {name} data is empty", remedy="pass at least one sample")
+    if len(set(lengths.values())) != 1:
         found = ", ".join(f"{key} has {length:,}" for key, length in lengths.items())
         problem = f"the {name} data has arrays with different numbers of samples: {found}"
         raise InputError(
             problem, remedy="make them equal; a tf.data.Dataset without batches needs .batch(32)"
         )
+    for key in (key for key, array in named.items() if key[0] == "x" and array.dtype.kind == "f"):
+        array = named[key]
+        if wrong_rows := np.flatnonzero(~np.isfinite(array.reshape(len(array), -1)).all(axis=1)).tolist():
+            found = f"{len(wrong_rows):,} of {len(array):,} samples, first in {wrong_rows[0]}"
+            problem = f"{key} of the {name} data has NaN or infinity in {found}"
+            raise InputError(problem, remedy="remove or replace them")
     return named
 
 

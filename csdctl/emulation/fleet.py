@@ -304,7 +304,7 @@ def start_fleet(
             )
         state = load_state(paths)
         if state is not None and _is_alive(state):
-            _check_same(paths, state, spec, fleet_path, cpu_mechanism)
+            _check_same(paths, state, spec, fleet_path)
             if not state.fleet_path.exists():
                 save_fleet_file(paths, state, sys.executable)
             return state.fleet_path
@@ -315,7 +315,7 @@ def start_fleet(
             state = load_state(paths)
         is_kept = state is not None and state.is_kept
         if state is not None and is_kept:
-            _check_same(paths, state, spec, fleet_path, cpu_mechanism)
+            _check_same(paths, state, spec, fleet_path)
         else:
             remove_fleet(paths)
         state = FleetState(paths.fleet_id, spec, cpu_mechanism, chosen, owner=owner)
@@ -355,13 +355,11 @@ def fleet_status(directory: Path) -> list[NodeStatus]:
     return found
 
 
-def _check_same(
-    paths: FleetPaths, state: FleetState, spec: EmulatedSpec, fleet_path: Path | None, cpu_mechanism: str
-) -> None:
+def _check_same(paths: FleetPaths, state: FleetState, spec: EmulatedSpec, fleet_path: Path | None) -> None:
     same_path = fleet_path is None or fleet_path.absolute() == state.fleet_path
     what = "kept" if state.is_kept else "running"
     again = f"csdctl emulate up --nodes {state.spec.num_nodes} --cpu {state.spec.cpu:g}"
-    if state.spec != spec or state.cpu_mechanism != cpu_mechanism or not same_path:
+    if state.spec != spec or not same_path:
         raise InputError(
             f"another emulated fleet is {what} in {paths.directory}: {state.spec.num_nodes} nodes with "
             f"{state.spec.cpu:g} cores and {state.spec.memory_bytes >> 20} MiB each, in {state.fleet_path}",

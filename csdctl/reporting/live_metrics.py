@@ -1,5 +1,6 @@
 """Figures of a run while it trains, served over HTTP for Prometheus (https://prometheus.io)."""
 
+import errno
 from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
@@ -33,9 +34,9 @@ def serve_metrics(address: str) -> Callable[[dict[str, Any]], None]:
     try:
         start_http_server(int(port), host.strip("[]") or DEFAULT_ADDRESS, registry)
     except OSError as error:
-        raise CsdctlError(  # another run may have it: a later attempt may succeed
-            f"cannot serve metrics at {address}: {error.strerror}", remedy="choose another port"
-        ) from error
+        kind = CsdctlError if error.errno == errno.EADDRINUSE else InputError  # it may be free later
+        problem = f"cannot serve metrics at {address}: {error.strerror}"
+        raise kind(problem, remedy="use another port") from error
     return _Figures(registry)
 
 

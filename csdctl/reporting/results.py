@@ -211,7 +211,6 @@ class _Run:
         self.last = EpochEnd(0, "", 0, 0, 0, 0.0, 0.0, 0.0, "")
         """The latest end of an epoch of rank 0, which has the results of all ranks; none at first."""
         self.best = self.last
-        """That of the best epoch so far."""
         self.num_rebalanced = 0
         self.noise_scales: deque[float] = deque(maxlen=MAX_EPOCHS)
         """Of each epoch in which it is known."""

@@ -18,7 +18,7 @@ def render_forecast(console: PrintableConsole, forecast: Forecast) -> None:
         columns += [">energy/\nsample", ">energy"]
     rows = [_cells(point, forecast) for point in pick_evenly(forecast.points, MAX_ROWS)]
     if basis.power:  # 80 columns have no room for both range and efficiency
-        dropped = 4 if forecast.points[-1].samples_per_s_range else 2
+        dropped = 4 if any(point.samples_per_s_range for point in forecast.points) else 2
         for cells in (columns, *rows):
             del cells[dropped]
     console.print(build_table(columns, rows, title=f"{basis.title} ({basis.source} figures)"))

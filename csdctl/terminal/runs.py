@@ -132,23 +132,20 @@ def show_differences(
         streams.result({"schema": "csdctl.runs.diff/1", "runs": runs, "differences": differences})
         return
     for name in ("results", "settings"):
-        found = [one for one in differences if one.is_result == (name == "results")]
-        if not found:
+        some = [one for one in differences if one.is_result == (name == "results")]
+        if not some:
             streams.say(f"the {name} are the same")
             continue
         rows = [
-            (one.name.replace("_", " "), _text(one.first), _text(one.second), _change(one)) for one in found
+            (one.name.replace("_", " "), *map(_text, (one.first, one.second)), _change(one)) for one in some
         ]
-        runs = [f"~{run.run_id}" for run in (first, second)]
-        columns = (f"~{name}", *runs, ">change" * found[0].is_result)
+        columns = (f"~{name}", f"~{first.run_id}", f"~{second.run_id}", ">change" * some[0].is_result)
         streams.console.print(build_table(columns, rows, gap=2))
 
 
 def _change(one: Difference) -> str:
-    values = one.first, one.second
-    if not one.is_result or not all(isinstance(value, int | float) and value for value in values):
-        return ""
-    return f"{one.second / one.first - 1:+.1%}"  # type: ignore[operator]
+    numbers = [value for value in (one.first, one.second) if isinstance(value, int | float) and value]
+    return f"{numbers[1] / numbers[0] - 1:+.1%}" if one.is_result and len(numbers) == 2 else ""
 
 
 def _text(value: object) -> str:

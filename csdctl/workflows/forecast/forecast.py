@@ -488,8 +488,9 @@ def forecast_job(
 
 def _stated_power(fleet: Fleet) -> Power | None:
     """Return the power of host and nodes if fleet.yaml states it for all of them; the mean of the nodes."""
-    sources = [source for source in map(fleet.power_of, fleet.machines) if source and source.watts]
-    if not fleet.nodes or len(sources) < len(fleet.machines) or sources[0].includes_nodes:
+    known = [one for one in map(fleet.power_of, fleet.machines) if one and one.watts is not None]
+    if not fleet.nodes or len(known) < len(fleet.machines) or known[0].includes_nodes or not known[0].watts:
         return None
-    host, *nodes = [source.watts or 0.0 for source in sources]
-    return Power(host, fmean(nodes))
+    idle_w = [one.idle_watts or 0.0 for one in known[1:]]
+    busy_w = [(one.watts or 0.0) - idle for one, idle in zip(known[1:], idle_w, strict=True)]
+    return Power(known[0].watts + sum(idle_w), fmean(busy_w))

@@ -31,7 +31,8 @@ from csdctl.worker.protocol.run_spec import RunSpec
 from csdctl.workflows.train.train import load_spec
 
 SETTINGS = ("recipe", "strategy", "cut", "features", "noise", "job", "data", "csdctl", "python", "versions")
-"""Keys of manifest.json that are compared, beside batch sizes and threads of the ranks."""
+"""Keys of manifest.json that are compared, and of each rank of its plan."""
+OF_RANK = ("batch_size", "threads", "inter_threads", "onednn", "device", "micro_batch_size")
 SHOWN = (int, float, str, tuple, type(None))
 """Types of the results that are compared."""
 NO_RESULTS = {"run_id", "emulated", "method", "num_ranks", "global_batch", "ranks", "strategy", "cut"}
@@ -74,7 +75,7 @@ def _settings(run: RunDirectory) -> dict[str, object]:
     if spec and spec.recipe.learning_rate:
         limit = spec.recipe.max_learning_rate or math.inf
         values["learning rate"] = min(limit, spec.recipe.learning_rate * size / spec.recipe.reference_batch)
-    values |= {f"{key}.{rank['node']}": rank[key] for key in ("batch_size", "threads") for rank in ranks}
+    values |= {f"{key}.{rank['node']}": rank.get(key) for key in OF_RANK for rank in ranks}
     values |= dict(_flatten({key: manifest.get(key) for key in SETTINGS}))
     public = spec.public if spec else None
     if public and public.images_sha256:  # the fingerprint is of paths and times

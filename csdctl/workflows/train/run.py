@@ -124,8 +124,6 @@ def _build_setup(
 ) -> RunSetup:
     """Return what the supervisor needs; `nodes` are the nodes that take part."""
     ranks, patience = inputs.spec.ranks, options.deadlines
-    if options.min_nodes > max(1, len(nodes)):
-        raise InputError(f"--min-nodes {options.min_nodes} of {len(nodes)}", remedy="pass a smaller number")
     if inputs.spec.task.name not in STEPPING:
         patience = replace(patience, silence_s=COMPUTING_FACTOR * patience.silence_s)
     return RunSetup(

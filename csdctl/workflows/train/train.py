@@ -351,6 +351,9 @@ def train(plan: Plan, context: RunContext, options: TrainOptions, observer: RunO
         if (size := shard.batch_size) > shard.num_samples:
             larger = f"its batch size {size:,}, to which the learning rate is scaled, is larger"
             observer.say(f"{shard.name} has {shard.num_samples:,} samples: {larger}")
+    if 1 < len(placed) <= options.min_nodes:
+        problem = f"--min-nodes {options.min_nodes}, but {len(placed) - 1} nodes take part"
+        raise InputError(problem, remedy="pass a smaller number")
     run = space.project.new_run()
     record_process(run, space)
     manifest = build_manifest(job, plan, placed, prepared, space)

@@ -341,8 +341,8 @@ class FitTuner:
         others: dict[str, BestPlan] = {}
         with suppress(TuningError):
             if tried.best.left_out:
-                nodes = frozenset(model.machines) - {HOST_NAME}
-                others[ALL_NODES] = choose_plan(replace(model, required=nodes), self.limits)
+                whole = replace(model, required=frozenset(model.machines))
+                others[ALL_NODES] = choose_plan(whole, self.limits)
         gains: dict[str, float] = {}
         if equal and self.limits.global_batch in (None, sum(equal.batch_sizes.values())):
             spread = self.measurements.forecast_errors().spread
@@ -353,13 +353,16 @@ class FitTuner:
         best, found = tried, {}
         for name, plan in others.items():
             self.say(f"trying {name}")
-            with suppress(OutOfMemoryError):
+            try:
                 found[name] = other = self._try(model, plan)
-                model = learn_trial(model, other)
-                self.measurements.store_trial(model, other)
-                best = max(best, other, key=_rate)
+            except CsdctlError as error:  # the first plan remains
+                self.say(f"{name} could not be tried: {error.message}")
+                continue
+            model = learn_trial(model, other)
+            self.measurements.store_trial(model, other)
+            best = max(best, other, key=_rate)
         gains |= {name: _rate(best) / _rate(other) - 1 for name, other in found.items()}
-        return TunedFleet(self.limits, model, best, gains.get(EQUAL), gains.get(ALL_NODES))
+        return TunedFleet(self.limits, model, best, gains.get(EQUAL), gains.get(ALL_NODES) or None)
 
     def _try(self, model: FleetModel, best: BestPlan, duration_s: float = TRIAL_S) -> TriedPlan:
         ranks = plan_ranks(model, best)
