@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from statistics import fmean
 
-TRIED_SIGMA, MODELLED_SIGMA = 0.025, 0.05
+TRIED_SIGMA, MODELLED_SIGMA = 0.045, 0.05
 """Assumed relative error before any was seen: of a plan that was tried, and of one that was only modelled."""
 PRIOR_WEIGHT = 2
 NORMAL_QUANTILE = 1.6448536269514722
