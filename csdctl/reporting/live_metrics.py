@@ -19,7 +19,7 @@ def serve_metrics(address: str) -> Callable[[dict[str, Any]], None]:
     """Serve http://ADDRESS/metrics; return the callback of events that updates the figures.
 
     `address`: PORT, or HOST:PORT; without a host, only this machine can connect. The server ends with the
-    process. Raises InputError if the package is missing, or the address cannot be used.
+    process. Raises InputError if the package is missing or the address is wrong, CsdctlError if it is in use.
     """
     try:
         from prometheus_client import CollectorRegistry, start_http_server

@@ -172,6 +172,7 @@ def test_better_of_two_tried_plans_is_kept(at: MeasuredProject, better: int) -> 
 
     measurer = ScriptedMeasurer(trial)
     tuned = tune(at, measurer)
+    assert len(measurer.trials) == 2 + better  # the second plan leaves a node out: all are tried too
     assert measurer.trials[0] != measurer.trials[1]
     assert tuned.tried.ranks == measurer.trials[better]
 
