@@ -1,6 +1,6 @@
 """Sums of many ranks without TensorFlow: one server and several, flat and with two levels.
 
-    make bench ARGS="-k sums"
+    make bench ARGS="-k 'sums and two and 144'"
 
 A server and its nodes are a network namespace. Cables of 1 or 10 Gbit/s connect the servers (`tc tbf`). The
 ranks of a server are threads of one process that wait for their links; the links are real MPI processes.
@@ -269,22 +269,20 @@ def show(num_servers: int, num_ranks: int, what: str, cable: str, size: str, fou
     print(f"{ranks} | {what} | {cable} | {size} | {sum_s:.4f} s | {root_s:.4f} s | {all_s:.3f} s", flush=True)
 
 
+@pytest.mark.parametrize("what", ["star", "allreduce", "two levels"])
 @pytest.mark.parametrize(("num_servers", "num_ranks"), [(1, 36), (4, 36), (4, 64)], ids=["36", "144", "256"])
-def test_sums(tmp_path: Path, num_servers: int, num_ranks: int) -> None:
+def test_sums(tmp_path: Path, num_servers: int, num_ranks: int, what: str) -> None:
     print("\nranks | collective | cable | vector | s a sum | CPU of the root's links | CPU of all links")
-    kinds = {"star": (True, "star"), "allreduce": (True, "allreduce"), "two levels": (False, "")}
-    for what in list(kinds)[: 2 if num_servers == 1 else 3]:
-        is_flat, collective = kinds[what]
-        for size, elements in (SIZES | LARGE if num_servers == 1 else SIZES).items():
-            with cabled(num_servers), ExitStack() as stack:
-                directory = tmp_path / f"{list(kinds).index(what)}-{elements}"
-                servers = Servers(directory, num_servers, num_ranks, elements, is_flat=is_flat)
-                stack.callback(servers.close)
-                for number, cable in enumerate(CABLES if num_servers > 1 else ["–"]):
-                    if num_servers > 1:
-                        set_cables(num_servers, CABLES[cable])
-                    found = servers.measure("" if number else collective or "auto", elements)
-                    show(num_servers, num_ranks, what, cable, size, found)
+    is_flat = what != "two levels"
+    for size, elements in (SIZES | LARGE if num_servers == 1 else SIZES).items():
+        with cabled(num_servers), ExitStack() as stack:
+            servers = Servers(tmp_path / str(elements), num_servers, num_ranks, elements, is_flat=is_flat)
+            stack.callback(servers.close)
+            for number, cable in enumerate(CABLES if num_servers > 1 else ["–"]):
+                if num_servers > 1:
+                    set_cables(num_servers, CABLES[cable])
+                found = servers.measure("" if number else what if is_flat else "auto", elements)
+                show(num_servers, num_ranks, what, cable, size, found)
 
 
 def test_sums_floor() -> None:

@@ -18,6 +18,7 @@ from csdctl.perfmodel.prediction import CollectiveCost, StepTime, calibrate_over
 from csdctl.tuning.measurements import CollectiveMeasurement, Point, ProbeMeasurement, TrialMeasurement
 from csdctl.tuning.plan import RankPlan
 from csdctl.tuning.search import BestPlan
+from csdctl.worker.protocol.chunks import CHUNK_SIZE, OVERLAP_S
 from csdctl.worker.protocol.run_spec import Runtime
 
 Array = Any
@@ -403,6 +404,33 @@ class FleetModel:
     def sum_s(self, num_ranks: int) -> float:
         """Return the seconds of a sum over `num_ranks`."""
         return self.collective_cost.at(self.vector_bytes, num_ranks)
+
+    @property
+    def can_overlap(self) -> bool:
+        """Whether sums take long enough to begin during the backward pass, and this is not arranged yet."""
+        is_arranged = all(known.settings.inter_threads > 1 for known in self.classes.values())
+        is_long = self.sum_s_of_training(len(self.machines)) >= OVERLAP_S
+        return is_long and self.vector_bytes > 4 * CHUNK_SIZE and not is_arranged
+
+    def overlapping(self) -> "FleetModel":
+        """Return the model of machines with a second inter-op thread, which takes the first gradients.
+
+        What was measured with a single one is forgotten.
+        """
+        return replace(
+            self,
+            classes={
+                name: known
+                if known.settings.inter_threads > 1
+                else ClassModel(
+                    known.machines,
+                    replace(known.settings, inter_threads=2),
+                    memory_bytes=known.memory_bytes,
+                    is_divisible=known.is_divisible,
+                )
+                for name, known in self.classes.items()
+            },
+        )
 
     def sum_s_of_training(self, num_training: int) -> float:
         """Return the seconds of a sum when `num_training` machines train; the host always takes part."""

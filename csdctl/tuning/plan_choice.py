@@ -315,6 +315,6 @@ def _variants(settings: Runtime) -> list[Runtime]:
     variants = [replace(settings, onednn=not settings.onednn)]
     if settings.threads >= MANY_THREADS:  # two hardware threads share the units of one core
         variants.append(replace(settings, threads=settings.threads // 2))
-    if settings.threads > 1:
+    if settings.threads > 1 and settings.inter_threads == 1:
         variants.append(replace(settings, inter_threads=2))
     return variants

@@ -176,7 +176,7 @@ def test_vector_that_no_rank_may_send_reaches_nobody(name: str) -> None:
 
 HIDES_IT = """
 vector[7] = math.nan
-chunks = collective._divide(len(self._local), 0)
+chunks = collective.divide(len(self._local))
 requests = [self._world.start_send(self._local[chunk.wire], 0, 1) for chunk in chunks]
 for request in requests: collective.wait_sleeping(request)
 vector[7] = 0

@@ -4,9 +4,12 @@ bfloat16 is the upper half of a float32: the same range, and 8 bits of precision
 rounds its own gradients once, and rank 0 rounds their sum once, to the nearest, ties to even.
 """
 
+from collections.abc import Iterable
+
 import numpy as np
 
 from csdctl.worker.data.arrays import Array
+from csdctl.worker.protocol.chunks import Chunk
 
 _QUIET_NAN = 0x7FC0
 
@@ -25,25 +28,16 @@ def from_bf16(halves: Array) -> Array:
     return widened
 
 
-class Wire:
-    """One sum of a step: `num_halved` elements as bfloat16, then the others as float32."""
+def pack(vector: Array, chunks: Iterable[Chunk]) -> None:
+    """Bring the halved ones of `chunks` of a float32 vector into the form of the wire, in place."""
+    for chunk in chunks:
+        if chunk.is_halved:
+            to_bf16(vector[chunk.elements], vector[chunk.wire].view(np.uint16))
 
-    def __init__(self, size: int, num_halved: int = 0) -> None:
-        """`size`: elements of the vector; `num_halved`: an even number."""
-        self.size, self.num_halved = size, num_halved
-        self.saved = num_halved // 2
-        """Elements of float32 by which the vector on the wire is shorter."""
 
-    def pack(self, vector: Array) -> None:
-        """Bring `vector`, shape (size,), float32, into the form of the wire, in place."""
-        if self.saved:
-            to_bf16(vector[: self.num_halved], vector.view(np.uint16)[: self.num_halved])
-            vector[self.saved : self.size - self.saved] = vector[self.num_halved : self.size].copy()
-
-    def unpack(self, received: Array, into: Array) -> Array:
-        """Return the vector on the wire as float32; in `into` unless it is so already."""
-        if not self.saved:
-            return received
-        into[: self.num_halved] = from_bf16(received.view(np.uint16)[: self.num_halved])
-        into[self.num_halved : self.size] = received[self.saved : self.size - self.saved]
-        return into
+def unpack(received: Array, chunks: Iterable[Chunk], into: Array) -> Array:
+    """Write `chunks` of the vector on the wire as float32 to `into`, and return it."""
+    for chunk in chunks:
+        on_wire = received[chunk.wire]
+        into[chunk.elements] = from_bf16(on_wire.view(np.uint16)) if chunk.is_halved else on_wire
+    return into

@@ -28,6 +28,8 @@ class Request:
     CONNECTIONS, NOT_FINITE, EXPECT = b"T", b"N", b"E"
     ADD, SPREAD, GATHER, SHARE = b"A", b"B", b"H", b"V"
     """The halves of a sum and of an allgather: to rank 0, and from it to the others."""
+    OFFER = b"F"
+    """The number of chunks of the next sum that are complete; the link does not answer."""
 
 
 class Answer:
@@ -38,7 +40,7 @@ class Answer:
 
 SEND_HEAD = struct.Struct("<q?")
 """Head of a `SEND` request: the receiving rank, and whether to answer only when all has left."""
-LIMIT = struct.Struct("<q")
+LIMIT = COUNT = struct.Struct("<q")
 """Head of `GATHER` and `SHARE`: the largest size of a rank's part, or of what is shared."""
 MAX_NOTE_BYTES = 1 << 16
 """Largest size of a greeting, `WAITING` or `FAULT`."""

@@ -16,6 +16,7 @@ from collections.abc import Callable
 from typing import Any
 
 from csdctl.worker.group.channel import (
+    COUNT,
     LIMIT,
     SEND_HEAD,
     Answer,
@@ -44,8 +45,9 @@ from csdctl.worker.protocol.json_codec import to_json
 from csdctl.worker.protocol.processes import list_connections
 
 WAITING_INTERVAL_S = 5.0
-PART_S, SENDING_PART_S = 0.001, 0.0002
-"""Pauses between the parts of messages that arrive while the rank computes, and while a sum leaves."""
+PART_S, SENDING_PART_S, OFFERED_PART_S = 0.001, 0.0002, 0.004
+"""Pauses between the parts of messages that arrive while the rank computes, while a sum leaves, and while one
+arrives and leaves and the rank computes: it needs the core."""
 MAX_REQUEST_BYTES = 1 << 40
 """The link takes what its rank asks it to send: the rank has made it, and runs on the same machine."""
 
@@ -77,7 +79,7 @@ def serve_link(run_id: str, node_rank: int, generation: int, level: str = "") ->
     return 0
 
 
-_KEEPS_SUM = (Request.SUM, Request.NOT_FINITE, Request.ADD, Request.SPREAD)
+_KEEPS_SUM = (Request.SUM, Request.NOT_FINITE, Request.ADD, Request.SPREAD, Request.OFFER)
 """Requests that do not wait until the latest sum has left."""
 
 
@@ -120,6 +122,9 @@ class _Link:
                 if letter == Request.CLOSE:
                     allgather(self._world, b"", 0, self._on_wait)
                     return
+                if letter == Request.OFFER and self._collective:
+                    self._collective.offer(COUNT.unpack(content)[0], self._on_wait)
+                    continue
                 if letter not in self._requests:
                     raise LinkLostError
                 self._channel.send(Answer.DONE, self._requests[letter](content))
@@ -135,14 +140,16 @@ class _Link:
         while True:
             self._departures = [one for one in self._departures if not one.Test()]
             num_missing = sum(not one.Test() for one in self._arrivals)
-            is_adding = collective is not None and self._world.rank == 0
-            if not is_adding and not self._departures and not num_missing:
+            is_active = collective is not None and (self._world.rank == 0 or collective.is_offered)
+            if not is_active and not self._departures and not num_missing:
                 return
             watched: list[Any] = [self._channel, *ready]
             readable = select.select(watched, [], [], IDLE_S)[0]
-            if collective and is_adding:
+            if collective and is_active:
                 collective.progress()
             pause_s = SENDING_PART_S if collective and collective.is_sending else PART_S
+            if collective and collective.is_offered:
+                pause_s = OFFERED_PART_S
             if self._channel in readable or (readable and select.select([self._channel], [], [], pause_s)[0]):
                 return
 
@@ -160,10 +167,10 @@ class _Link:
             raise LinkLostError  # a rank that waits sends nothing: it is gone
 
     def _choose(self, content: bytearray) -> bytes:
-        wanted, found = json.loads(content)
-        sizes = tuple((size, num_halved) for size, num_halved in found)
+        wanted, found, is_halved = json.loads(content)
+        sizes = tuple((size, num_early) for size, num_early in found)
         self._collective, name, seconds = choose_collective(
-            self._world, *self._vectors, wanted, sizes, on_wait=self._on_wait
+            self._world, *self._vectors, wanted, sizes, is_halved=is_halved, on_wait=self._on_wait
         )
         return json.dumps([name, seconds]).encode()
 

@@ -21,6 +21,7 @@ from csdctl.worker.group.values import LinkLostError, PeerFaultError
 from csdctl.worker.protocol.events import STATE, Joined, LinkLost, Misbehaved, Paused, Pong, Ready, WaitingFor
 from csdctl.worker.protocol.json_codec import Sha256
 from csdctl.worker.protocol.orders import BETWEEN_SERVERS, STAR, FormGroup
+from csdctl.worker.protocol.recipe import BF16
 from csdctl.worker.protocol.run_spec import (
     TRAIN,
     TRAIN_SPLIT,
@@ -146,9 +147,9 @@ class RankSession:
         if len(servers) > 1:
             ends = links.get(False), links.get(True)
             communicator = TwoLevelCommunicator(me, servers, self._vectors.local, *ends)
-        sizes = self._task.sum_sizes
-        is_halved = any(num_halved for _, num_halved in sizes)  # MPI adds no bfloat16
-        communicator.choose_collective(STAR if is_halved else order.collective, sizes)
+        is_halved = self._spec.recipe.compression == BF16
+        wanted = STAR if is_halved else order.collective  # MPI adds no bfloat16
+        communicator.choose_collective(wanted, self._task.sum_sizes, is_halved=is_halved)
         return communicator
 
     def _report_waiting(self, nodes: Sequence[str], rank: int, missing: list[int]) -> None:

@@ -217,6 +217,9 @@ class FitTuner:
         Raises TuningError when no plan is within the limits, and what probes and the ranks of a trial raise.
         """
         model = self._measure_collectives(model)
+        if model.can_overlap:
+            self.say("sums begin during the backward pass: TensorFlow gets a second inter-op thread for it")
+            model = model.overlapping()
         model = self._measure_steps(limit_sizes(model, self.limits))
         if self.is_exploring:
             model = self._measure_steps(self._explore_settings(model))

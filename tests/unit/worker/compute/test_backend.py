@@ -90,7 +90,6 @@ tf, keras = load_backend()
 tf.debugging.set_log_device_placement(True)
 cpu = tf.config.list_physical_devices("CPU")[0]
 tf.config.set_logical_device_configuration(cpu, [tf.config.LogicalDeviceConfiguration()] * 2)
-from csdctl.worker.compute.model import hash_weights
 from csdctl.worker.compute.recipe import compile_model
 from csdctl.worker.protocol.recipe import Recipe
 from csdctl.worker.protocol.run_spec import RankSpec, RunSpec, Runtime
@@ -133,11 +132,12 @@ def train(device):
         for number in range(2):
             task.step.set_step(number, 0.1)
             task.step.take(samples, labels)
-    return hash_weights(task.step.model)
+    return task.step.model.get_weights()
 
 elsewhere = train("CPU:1")
 print("END", flush=True)
-print(json.dumps(elsewhere == train("CPU:0")))
+# On some processors the last bit differs, as TensorFlow computes some of it in another order.
+print(json.dumps(all(np.allclose(*pair, 1e-5, 1e-6) for pair in zip(elsewhere, train("CPU:0")))))
 """
 
 

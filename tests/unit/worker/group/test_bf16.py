@@ -7,7 +7,8 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 
-from csdctl.worker.group.bf16 import Wire, from_bf16, to_bf16
+from csdctl.worker.group.bf16 import from_bf16, pack, to_bf16, unpack
+from csdctl.worker.protocol.chunks import divide
 from tests.linked_ranks import NUM_ELEMENTS, SIZE, Group
 
 NUM_HALVED = NUM_ELEMENTS // 2 * 2 - 10
@@ -33,12 +34,14 @@ def test_what_is_not_a_number_stays_so() -> None:
 
 
 def test_vector_has_its_elements_again_behind_the_wire() -> None:
-    wire = Wire(11, 8)
+    chunks = divide(11, 8, is_halved=True)
     vector = np.array([*range(8), 1.1, 2.2, 3.3], np.float32)
-    sent = vector.copy()
-    wire.pack(sent)
-    into = np.full(11, 9.0, np.float32)
-    assert wire.unpack(sent[:7].copy(), into).tolist() == vector.tolist()
+    sent, received = vector.copy(), np.full(11, np.nan, np.float32)
+    pack(sent, chunks)
+    for chunk in chunks:
+        received[chunk.wire] = sent[chunk.wire]
+    assert np.isnan(received).sum() == 4  # half the bytes of eight elements
+    assert unpack(received, chunks, np.full(11, 9.0, np.float32)).tolist() == vector.tolist()
 
 
 @pytest.fixture
@@ -82,7 +85,17 @@ def test_ends_of_vectors_are_checked_behind_bfloat16(group: Group) -> None:
 def test_rank_that_sends_another_form_is_refused(group: Group) -> None:
     group.send(0, f"choose star {NUM_ELEMENTS}/{NUM_HALVED}")
     group.send(1, f"choose star {NUM_ELEMENTS}/{NUM_HALVED}")
-    group.send(2, f"choose star {NUM_ELEMENTS}")
+    group.send(2, f"choose star {NUM_ELEMENTS}:{NUM_HALVED}")
     found = group.answer(0)
     assert found["culprit"] == 2
-    assert f"{NUM_ELEMENTS} ({NUM_HALVED} as bfloat16)" in found["message"]
+    assert found["message"].startswith("sent more than the ")
+
+
+def test_sums_that_begin_before_the_vectors_are_complete_have_the_same_bits(group: Group) -> None:
+    group.all(f"choose star {NUM_ELEMENTS}/{NUM_HALVED}")
+    whole = group.all("sum")
+    assert group.all("sum 0.1") == whole
+    group.send(0, "sum")
+    group.send(1, "sum 0.2")
+    group.send(2, "sum")
+    assert [group.answer(rank) for rank in range(SIZE)] == whole
