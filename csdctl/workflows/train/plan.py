@@ -88,14 +88,11 @@ def resolve_plan(
 ) -> Plan:
     """Return the plan at `path` (default: the job's own), or one with `batch_size` on every rank.
 
-    Reports the nodes that the plan leaves out. Raises InputError for a plan that is missing or does not fit.
+    Raises InputError for a plan that is missing or does not fit.
     """
     if batch_size:
         return build_equal_plan(job, space.fleet, space.facts, batch_size)
-    plan = load_checked_plan(path or space.project.plan(job.name), job, space, say)
-    if left_out := find_left_out(plan, space.fleet):
-        say(f"the plan leaves out {format_node_names(left_out)}: training is faster without them")
-    return plan
+    return load_checked_plan(path or space.project.plan(job.name), job, space, say)
 
 
 def load_checked_plan(path: Path, job: Job, space: Workspace, say: Say = lambda line: None) -> Plan:

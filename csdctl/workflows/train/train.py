@@ -10,7 +10,8 @@ from pathlib import Path
 
 from csdctl.documents import check_values, load_json, save_text
 from csdctl.errors import InputError
-from csdctl.fleet.model import Fleet
+from csdctl.fleet.model import Fleet, keep_nodes
+from csdctl.fleet.names import format_node_names
 from csdctl.job.model import Job
 from csdctl.launch.mpirun import check_network, find_mpirun
 from csdctl.notify import Say
@@ -27,7 +28,7 @@ from csdctl.worker.protocol.run_spec import DatasetSlice, RunSpec, SplitSpec
 from csdctl.workflows.data.files import whole
 from csdctl.workflows.data.prepare import Prepared, load_prepared, prepare_in
 from csdctl.workflows.preflight.doctor import examine
-from csdctl.workflows.train.plan import check_plan, resolve_plan
+from csdctl.workflows.train.plan import check_plan, find_left_out, resolve_plan
 from csdctl.workflows.train.run import RunObserver, record_process, run_to_end
 from csdctl.workflows.train.spec import (
     AUTO,
@@ -236,10 +237,11 @@ class TrainRequest:
                 problem = f"--{first} and --{other} contradict each other: {why}"
                 raise InputError(problem, remedy="use only one of them")
 
-    def check_files(self) -> None:
+    def check_files(self, say: Say = lambda line: None) -> Fleet:
         """Check run and plan as far as that needs no machine: before any is contacted.
 
-        Raises InputError for one that does not exist, or does not fit job and fleet.
+        Returns the fleet without the nodes that the plan leaves out, after telling of them. Raises InputError
+        for a run or plan that does not exist, or does not fit job and fleet.
         """
         project = ProjectDirectory(self.directory)
         if self.resume is not None:
@@ -247,6 +249,10 @@ class TrainRequest:
         elif not self.batch_size:
             plan = load_plan(self.plan_path or project.plan(self.job.name))
             check_plan(plan, self.job, self.fleet, {})
+            if left_out := find_left_out(plan, self.fleet):
+                say(f"the plan leaves out {format_node_names(left_out)}: training is faster without them")
+                return keep_nodes(self.fleet, {rank.node for rank in plan.ranks})
+        return self.fleet
 
 
 @dataclass(frozen=True)
@@ -264,12 +270,10 @@ def run_training(request: TrainRequest, observer: RunObserver) -> TrainResult:
     find_mpirun()
     if request.resume is not None:
         take_over(ProjectDirectory(request.directory), request.resume, request.fleet.here, observer.say)
-    request.check_files()
+    fleet = request.check_files(observer.say)
     if request.job.noise:
         check_accountant()
-    with open_workspace(
-        request.directory, request.fleet, "train", is_locking=True, say=observer.say
-    ) as space:
+    with open_workspace(request.directory, fleet, "train", is_locking=True, say=observer.say) as space:
         if request.resume:
             run = find_resumable(space.project, request.resume, request.job, space.fleet, observer.say)
             if is_complete(run, request.job):
@@ -311,8 +315,8 @@ class Rehearsal:
 def rehearse_training(request: TrainRequest, observer: RunObserver) -> Rehearsal:
     """Choose plan or run and examine the machines as `run_training` does, without preparing or training."""
     find_mpirun()
-    request.check_files()
-    with open_workspace(request.directory, request.fleet, "train") as space:
+    fleet = request.check_files(observer.say)
+    with open_workspace(request.directory, fleet, "train") as space:
         run = None
         if request.resume:
             run = find_resumable(space.project, request.resume, request.job, space.fleet, observer.say)

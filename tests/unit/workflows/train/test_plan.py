@@ -19,6 +19,8 @@ from csdctl.workflows.train.plan import (
     default_runtime,
     resolve_plan,
 )
+from csdctl.workflows.train.spec import TrainOptions
+from csdctl.workflows.train.train import TrainRequest
 from csdctl.workflows.workspace.workspace import Workspace
 
 JOB = """\
@@ -39,12 +41,12 @@ def space(tmp_path: Path) -> Workspace:
     return Workspace(project, FLEET, FACTS, {}, Ledger(project.ledger, "train"))
 
 
-def test_left_out_nodes_are_reported(plan: Plan, job: Job, space: Workspace, tmp_path: Path) -> None:
+def test_left_out_nodes_are_reported_and_not_contacted(plan: Plan, job: Job, tmp_path: Path) -> None:
     smaller = plan.model_copy(update={"ranks": plan.ranks[:2], "left_out": ["csd1"]})
     save_plan(tmp_path / "other.yaml", smaller)
     messages: list[str] = []
-    plan = resolve_plan(job, space, messages.append, path=tmp_path / "other.yaml")
-    assert [rank.node for rank in plan.ranks] == [HOST_NAME, "csd0"]
+    request = TrainRequest(job, FLEET, tmp_path, TrainOptions(), tmp_path / "other.yaml")
+    assert request.check_files(messages.append).machines == (HOST_NAME, "csd0")
     assert messages == ["the plan leaves out csd1: training is faster without them"]
 
 
