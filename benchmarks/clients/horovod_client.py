@@ -20,7 +20,7 @@ WARM_UP_STEPS = 3
 
 seconds, sizes = float(sys.argv[1]), [int(size) for size in sys.argv[2].split(",")]
 tf.config.threading.set_intra_op_parallelism_threads(1)
-tf.config.threading.set_inter_op_parallelism_threads(1)
+tf.config.threading.set_inter_op_parallelism_threads(2)
 hvd.init()
 size = sizes[hvd.rank()]
 model = tf.keras.applications.MobileNetV2(input_shape=(64, 64, 3), classes=200, weights=None)
