@@ -18,8 +18,8 @@ from csdctl.worker.compute.recipe import compile_model
 from csdctl.worker.group.communicator import Communicator
 from csdctl.worker.group.values import LinkLostError, PeerFaultError, decode_value, encode_value
 from csdctl.worker.process.errors import WorkerError
-from csdctl.worker.protocol.events import MAX_STEPS, SAMPLES, STOPPED, EpochEnd, Progress, event_from_line
 from csdctl.worker.protocol import chunks
+from csdctl.worker.protocol.events import MAX_STEPS, SAMPLES, STOPPED, EpochEnd, Progress, event_from_line
 from csdctl.worker.protocol.recipe import Noise, ReduceOnPlateau
 from csdctl.worker.protocol.run_spec import COPIES, RankSpec, RunSpec, Runtime
 from csdctl.worker.tasks import train
