@@ -140,11 +140,19 @@ def _probe(spec: str) -> int:
     return 0
 
 
-def _rank(spec: str, rank: str, marker: str = "") -> int:
-    from csdctl.worker.protocol.run_spec import RunSpec
+def _rank(spec: str = "", rank: str = "0", runtime: str = "", marker: str = "") -> int:
+    """Be a rank; with `runtime` instead of `spec`, load TensorFlow until standard input says which one."""
+    from csdctl.worker.protocol.run_spec import RunSpec, Runtime
 
     node, private_log = UNKNOWN_NODE, ""
     try:
+        if runtime:
+            from csdctl.worker.compute.backend import load_backend
+            from csdctl.worker.protocol.probe import AttachRequest
+
+            load_backend(from_json(Runtime, runtime))
+            request = from_json(AttachRequest, sys.stdin.readline())
+            spec, rank = request.spec, str(request.rank)
         run_spec = from_json(RunSpec, Path(spec).read_text())
         me = run_spec.ranks[int(rank)]
         node = me.node

@@ -103,6 +103,7 @@ def run_ranks(
             stack,
             attached or {},
             space.ledger.add,
+            early=inputs.early,
         )
         setup = replace(_build_setup(inputs, starter, options, nodes), should_stop=should_stop)
         supervisor = Supervisor(setup, handle_event)
