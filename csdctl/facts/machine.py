@@ -340,15 +340,10 @@ MACHINE_FACTS = (
     text_fact("home", "pwd"),
 )
 
-FACTS_DEADLINE_S = 60.0
-NUM_CLOCK_TRIPS = 3
-MAX_CLOCK_OUTPUT = 40
 MAX_CLOCK_OFFSET_S = 60.0
 """A larger offset gets a note: logs cannot be correlated, certificates may be rejected."""
 
 FactsT = TypeVar("FactsT", bound=Facts)
-
-CLOCK_COMMAND = ("date", "+%s.%N")
 
 
 @dataclass(frozen=True)
@@ -362,7 +357,7 @@ class ClockTrip:
 
 def collect_facts(session: Session, python: str) -> Facts:
     """Return the facts of the machine of `session`; raises what `collect` raises."""
-    return collect(session, python, MACHINE_FACTS, Facts, FACTS_DEADLINE_S)
+    return collect(session, python, MACHINE_FACTS, Facts, deadline_s=60.0)
 
 
 def collect(
@@ -374,7 +369,7 @@ def collect(
     """
     completed = session.run(build_command(facts, python), deadline_s=deadline_s)
     completed.check(session.name, doing="probing", remedy="run `sh -c true` there manually")
-    trips = [measure_clock_trip(session, deadline_s) for _ in range(NUM_CLOCK_TRIPS)]
+    trips = [measure_clock_trip(session, deadline_s) for _ in range(3)]
     return parse_facts(session.name, completed.output, trips, facts, kind)
 
 
@@ -413,7 +408,7 @@ def parse_clock_offset(trip: ClockTrip) -> float:
     Exact to half a round trip, or to half a second if `date` has no nanoseconds (BusyBox).
     """
     seconds, _, fraction = trip.output.strip().partition(".")
-    if not seconds.isdigit() or len(trip.output) > MAX_CLOCK_OUTPUT:
+    if not seconds.isdigit() or len(trip.output) > 40:
         raise ValueError(f"`date +%s.%N` printed {trip.output.strip()[:MAX_SHOWN]!r}")
     remote_s = int(seconds) + (float(f"0.{fraction}") if fraction.isdigit() else 0.5)
     return remote_s - (trip.sent_s + trip.round_trip_s / 2)
@@ -422,7 +417,7 @@ def parse_clock_offset(trip: ClockTrip) -> float:
 def measure_clock_trip(session: Session, deadline_s: float) -> ClockTrip:
     """Request the time once; raises RemoteCommandError, DeadlineError or UnreachableError."""
     sent_s, started_s = time.time(), time.perf_counter()
-    completed = session.run(CLOCK_COMMAND, deadline_s=deadline_s)
+    completed = session.run(("date", "+%s.%N"), deadline_s=deadline_s)
     round_trip_s = time.perf_counter() - started_s
     if completed.exit_code != 0:
         raise RemoteCommandError(f"`date` failed: {completed.last_error_line}", node=session.name)

@@ -37,7 +37,6 @@ FLEET_GROUP = "csdctl_fleet"
 """The group of all nodes of a written inventory."""
 _OF_ALL = {"all", "ungrouped", FLEET_GROUP}
 _PASSWORDS = ("ansible_password", "ansible_ssh_pass", "ansible_ssh_password")
-_LOCAL = {"localhost", "host"}
 
 
 _CONFIG = {
@@ -168,7 +167,7 @@ def list_targets(
 
 def _target(settings: "_HostVariables", host: str, groups: Sequence[str]) -> tuple[Target | None, list[str]]:
     connection = settings.text("ansible_connection") or "ssh"
-    if connection == "local" or host in _LOCAL:
+    if connection == "local" or host in {"localhost", "host"}:
         return None, ["is the host itself: skipped"]
     if connection not in _SSH:
         return None, [f"uses `{connection}`, not SSH: skipped"]

@@ -23,7 +23,6 @@ from csdctl.errors import InputError
 from csdctl.fleet.model import Node
 from csdctl.fleet.names import ADDRESS, USER
 
-NO_JUMP = "none"
 MAX_HOPS = 8
 
 _HOP = re.compile(r"(?:(?P<user>[^@]*)@)?(?:\[(?P<v6>[^\]]*)\]|(?P<address>[^:]*))(?::(?P<port>\d{1,5}))?")
@@ -46,7 +45,7 @@ class Hop:
 
 def parse_jump(text: str) -> tuple[Hop, ...]:
     """Parse the hops of `text`, the first hop first; raises ValueError for an invalid ProxyJump."""
-    if text == NO_JUMP or not text:
+    if text == "none" or not text:
         return ()
     hops = tuple(_parse_hop(part.strip().removeprefix("ssh://")) for part in text.split(","))
     if len(hops) > MAX_HOPS:

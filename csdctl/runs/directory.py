@@ -300,7 +300,6 @@ class CappedLog:
             self._file.close()
 
 
-MAX_EVENTS_BYTES = 1 << 30
 MAX_UNWRITTEN_BYTES = 64 << 20
 FREQUENT = (Progress, WaitingFor)
 """Events that come again and again; only those of rank 0 are needed to tell how far a run came."""
@@ -313,7 +312,7 @@ class EventLog:
     rank says so.
     """
 
-    def __init__(self, run: RunDirectory, max_bytes: int = MAX_EVENTS_BYTES) -> None:
+    def __init__(self, run: RunDirectory, max_bytes: int = 1 << 30) -> None:
         self._run, self._max_bytes = run, max_bytes
         self._handle = os.open(run.events, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o600)
         self._num_bytes = os.fstat(self._handle).st_size

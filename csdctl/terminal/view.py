@@ -170,8 +170,6 @@ WIDE, WIDER = 100, 120
 """Columns of a terminal from which on rows have more values."""
 NUM_AROUND = 6
 """Title, headline, bar, names of the columns, and two lines that stay free below."""
-PLAIN_INTERVAL_S = 5.0
-MIN_NAME = 10
 
 
 @dataclass
@@ -350,7 +348,7 @@ class FleetView(View, ABC, Generic[RowT]):
         return self._clock() - self._start
 
     def _print_headline_if_due(self) -> None:
-        if self._live is None and self._clock() - self._printed_at >= PLAIN_INTERVAL_S:
+        if self._live is None and self._clock() - self._printed_at >= 5.0:
             self._printed_at = self._clock()
             self._print(self._headline())
 
@@ -378,7 +376,7 @@ def _tabulate(rows: Sequence[RowT], columns: Columns[RowT], width: int) -> list[
         shown = [cell if isinstance(cell, Text) else Text(cell) for cell in cells]
         table.append([Text(make_printable(row.node)), row.show_state(), *shown])
     widths = [max(cell.cell_len for cell in column) for column in zip(*table, strict=True)]
-    widths[0] = min(widths[0], max(MIN_NAME, width - sum(widths[1:]) - len(widths)))
+    widths[0] = min(widths[0], max(10, width - sum(widths[1:]) - len(widths)))
     for line in table:
         for name, cell, size in zip(("", "", *columns), line, widths, strict=True):
             cell.truncate(size, overflow="ellipsis")
