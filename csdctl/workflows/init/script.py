@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from csdctl.errors import InputError
+from csdctl.job.model import parse_python
 
 FIT_ARGUMENTS = (
     *("x", "y", "batch_size", "epochs", "verbose", "callbacks", "validation_split", "validation_data"),
@@ -138,10 +139,8 @@ def lift_script(path: Path, options: Sequence[str] = ()) -> LiftedScript:
 
 def trains_on_import(path: Path) -> bool:
     """Return whether a Python file calls `fit` when it is imported."""
-    try:
-        body = ast.parse(path.read_bytes()).body
-    except (OSError, SyntaxError, ValueError):
-        return False
+    module = parse_python(path)
+    body = module.body if module else []
     plain = [stmt for stmt in body if not isinstance(stmt, ast.FunctionDef | ast.ClassDef | ast.If)]
     return any(_is_fit(node) for stmt in plain for node in ast.walk(stmt))
 
