@@ -101,10 +101,9 @@ def describe_learning_rate(spec: RunSpec) -> str:
     recipe, size = spec.recipe, sum(rank.batch_size for rank in spec.ranks)
     if recipe.schedule or not recipe.learning_rate:
         return ""
-    limit = recipe.max_learning_rate or math.inf
-    rate = min(limit, recipe.learning_rate * size / recipe.reference_batch)
+    rate, limit = recipe.scale_rate(recipe.learning_rate, size), recipe.max_learning_rate
     reason = f"{recipe.learning_rate:g} × {size}/{recipe.reference_batch}"
-    shown = "recipe.max_learning_rate" if limit is math.inf else f"{limit:g}"
+    shown = "recipe.max_learning_rate" if limit is None else f"{limit:g}"
     return f"learning rate {rate:.2g} ({reason}; limit: {shown})"
 
 

@@ -238,9 +238,7 @@ def learning_rate(
     """
     initial = recipe.learning_rate if scheduled is None else scheduled
     assert initial is not None, "the recipe has been resolved with its model"
-    target = initial * global_batch / recipe.reference_batch
-    if recipe.max_learning_rate is not None:
-        target = min(target, recipe.max_learning_rate)
+    target = recipe.scale_rate(initial, global_batch)
     if epochs_done >= recipe.warmup_epochs:
         return target * decay(recipe, epochs_done)
     return initial + (target - initial) * epochs_done / recipe.warmup_epochs

@@ -4,7 +4,6 @@ A run is followed from its files alone: nothing of it waits for who watches. A r
 `csdctl train` in a session of its own, which outlives its terminal and its login.
 """
 
-import math
 import os
 import re
 import shutil
@@ -72,9 +71,8 @@ def _settings(run: RunDirectory) -> dict[str, object]:
     ranks, spec = manifest["plan"]["ranks"], load_spec(run) if run.spec.exists() else None
     size = sum(rank["batch_size"] for rank in ranks)
     values: dict[str, object] = {"global batch size": size}
-    if spec and spec.recipe.learning_rate:
-        limit = spec.recipe.max_learning_rate or math.inf
-        values["learning rate"] = min(limit, spec.recipe.learning_rate * size / spec.recipe.reference_batch)
+    if spec and spec.recipe.learning_rate and not spec.recipe.schedule:  # whose steps have other rates
+        values["learning rate"] = spec.recipe.scale_rate(spec.recipe.learning_rate, size)
     values |= {f"{key}.{rank['node']}": rank.get(key) for key in OF_RANK for rank in ranks}
     values |= dict(_flatten({key: manifest.get(key) for key in SETTINGS}))
     public = spec.public if spec else None
