@@ -102,9 +102,6 @@ def parse_cpuinfo(output: str) -> FactValues:
     return {"num_cores": num_cores, "cpu_model": model, "cpu_features": tuple(sorted(features.split()))}
 
 
-_UNLIMITED_BYTES = 1 << 60
-"""cgroup v1 represents "no limit" as a number near 2⁶³."""
-
 # Every parent group may limit it too. In a container that hides its place in the tree, the path does not
 # exist, and walking up ends at the root, which is the container's own group.
 _LIMITS_SCRIPT = """\
@@ -177,7 +174,8 @@ def parse_limits(output: str) -> FactValues:
                 cpus.append(_share(quota_us, period))
             case "memory.max" | "memory.limit_in_bytes", [limit] if limit != "max":
                 sizes.append(int(limit))
-    memory_bytes = min((size for size in sizes if size < _UNLIMITED_BYTES), default=None)
+    # cgroup v1 represents "no limit" as a number near 2⁶³.
+    memory_bytes = min((size for size in sizes if size < 1 << 60), default=None)
     return {
         "cpu_limit": float(min(cpus)) if cpus else None,
         "memory_limit_bytes": None if memory_bytes is None else int(memory_bytes),
@@ -340,8 +338,6 @@ MACHINE_FACTS = (
     text_fact("home", "pwd"),
 )
 
-MAX_CLOCK_OFFSET_S = 60.0
-"""A larger offset gets a note: logs cannot be correlated, certificates may be rejected."""
 
 FactsT = TypeVar("FactsT", bound=Facts)
 
@@ -389,7 +385,7 @@ def parse_facts(
     values["round_trip_s"] = quickest.round_trip_s
     try:
         offset_s = values["clock_offset_s"] = parse_clock_offset(quickest)
-        if abs(offset_s) > MAX_CLOCK_OFFSET_S:
+        if abs(offset_s) > 60.0:  # logs cannot be correlated, certificates may be rejected
             notes.append(f"its clock differs from the host by {offset_s:+.0f} s: set it")
     except ValueError as error:
         notes.append(f"clock unknown: {error}")

@@ -28,8 +28,6 @@ MAX_HOSTS = 10_000
 MAX_GROUPS = 1000
 MAX_MEMBERS = 1_000_000
 """Hosts in groups, directly or through other groups."""
-MAX_PROBLEM = 500
-"""Characters; the parser of ansible.cfg lists every line that it cannot read."""
 
 _SSH = {"ssh", "smart", "paramiko", "paramiko_ssh", "ansible.builtin.ssh", "ansible.builtin.paramiko_ssh"}
 _ARGUMENTS = ("ansible_ssh_args", "ansible_ssh_common_args", "ansible_ssh_extra_args")
@@ -127,7 +125,7 @@ def load_config(directory: Path, environment: Mapping[str, str] = os.environ) ->
     try:
         parser.read_string(load_text(path), source=str(path))
     except configparser.Error as error:
-        problem = shorten(" ".join(str(error).split()), MAX_PROBLEM)
+        problem = shorten(" ".join(str(error).split()), 500)  # it lists every line that it cannot read
         raise InputError(f"{path} cannot be read: {problem}") from None
     found = {
         variable: parser[section][key]

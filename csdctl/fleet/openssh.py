@@ -67,7 +67,6 @@ def _parse_hop(text: str) -> Hop:
 
 
 _MAX_FILES = 200
-_LINE = re.compile(r"\s*(host|include)(?:\s*=\s*|\s+)(.*\S)\s*", re.IGNORECASE)
 
 
 def list_aliases(path: Path) -> list[str]:
@@ -84,7 +83,7 @@ def list_aliases(path: Path) -> list[str]:
         text = load_text(file, remedy="pass the file that ssh uses", errors="replace")
         included: list[Path] = []
         for number, line in enumerate(split_lines(text, str(file)), start=1):
-            if found := _LINE.fullmatch(line):
+            if found := re.fullmatch(r"\s*(host|include)(?:\s*=\s*|\s+)(.*\S)\s*", line, re.IGNORECASE):
                 try:
                     words = shlex.split(found[2], comments=True)
                 except ValueError as error:

@@ -201,7 +201,6 @@ STYLE: Any = {
     "svg.hashsalt": "csdctl",  # the same ids in every report
 }
 DASHES = ("-", "--", ":")
-MISSING = "the HTML report needs matplotlib"
 Lines = Mapping[str, tuple[Sequence[float], Sequence[float]]]
 """x and y by name."""
 
@@ -262,7 +261,8 @@ def _drawn(draw: Callable[[Any], None], height_in: float) -> str:
         from matplotlib.figure import Figure  # not pyplot, which keeps figures and looks for a display
     except ModuleNotFoundError as error:
         raise InputError(
-            MISSING, remedy=f"{explain_extra('report')}; `--csv` and `--json` need nothing"
+            "the HTML report needs matplotlib",
+            remedy=f"{explain_extra('report')}; `--csv` and `--json` need nothing",
         ) from error
     with matplotlib.rc_context(STYLE):
         figure = Figure(figsize=(WIDTH_IN, height_in), layout="constrained")

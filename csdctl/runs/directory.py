@@ -300,7 +300,6 @@ class CappedLog:
             self._file.close()
 
 
-MAX_UNWRITTEN_BYTES = 64 << 20
 FREQUENT = (Progress, WaitingFor)
 """Events that come again and again; only those of rank 0 are needed to tell how far a run came."""
 
@@ -345,10 +344,7 @@ class EventLog:
             while self.unwritten:
                 del self.unwritten[: os.write(self._handle, self.unwritten)]
         except OSError as error:
-            if (
-                error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-                or len(self.unwritten) > MAX_UNWRITTEN_BYTES
-            ):
+            if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG) or len(self.unwritten) > 64 << 20:
                 raise
 
     def close(self) -> None:
