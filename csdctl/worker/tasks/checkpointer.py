@@ -39,14 +39,7 @@ from csdctl.worker.process.files import (
 from csdctl.worker.protocol.events import CheckpointSaved
 from csdctl.worker.protocol.json_codec import to_json
 from csdctl.worker.protocol.run_spec import COPIES, RunSpec, step_file_in_memory
-from csdctl.worker.tasks.progress import (
-    Position,
-    Reporter,
-    max_state_bytes,
-    pack,
-    position_of,
-    unpack,
-)
+from csdctl.worker.tasks.progress import Position, Reporter, max_state_bytes, pack, position_of, unpack
 
 _ARCHIVE_BYTES = 1 << 16
 """Largest size of an .npz archive with one array beyond the array."""
