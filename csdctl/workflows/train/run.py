@@ -37,9 +37,6 @@ from csdctl.workflows.preflight.doctor import Examination, find_obstacles
 from csdctl.workflows.train.spec import COLLECTIVES, MEASURED, RunInputs, TrainOptions
 from csdctl.workflows.workspace.workspace import Workspace
 
-COMPUTING_FACTOR = 12
-"""Longer silence of ranks that compute without steps, as those of `verify`: an hour in place of 5 minutes."""
-
 
 def record_process(run: RunDirectory, space: Workspace) -> None:
     """Record that this process trains `run` and, once the machines are unlocked, how that ended."""
@@ -125,7 +122,7 @@ def _build_setup(
     """Return what the supervisor needs; `nodes` are the nodes that take part."""
     ranks, patience = inputs.spec.ranks, options.deadlines
     if inputs.spec.task.name not in STEPPING:
-        patience = replace(patience, silence_s=COMPUTING_FACTOR * patience.silence_s)
+        patience = replace(patience, silence_s=12 * patience.silence_s)  # an hour in place of 5 minutes
     return RunSetup(
         run_id=inputs.directory.run_id,
         nodes=[rank.node for rank in ranks],
