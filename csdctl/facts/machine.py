@@ -198,9 +198,6 @@ def _share(quota: str | int, period: str) -> float:
     return int(quota) / int(period)
 
 
-SECTOR_BYTES = 512
-"""The unit of /sys, whatever the drive's sector size is."""
-
 # With multipath, a controller has nvme0c1n1, and the block device nvme0n1 belongs to the subsystem.
 NVME_SCRIPT = """\
 echo begin
@@ -225,7 +222,8 @@ def parse_nvme(output: str) -> FactValues:
         device, *lines = block.splitlines()
         values = [line.partition(" ")[::2] for line in lines]
         named = {key: value.strip() for key, value in values}
-        sizes = [int(value) * SECTOR_BYTES for key, value in values if key == "sectors" and value.isdigit()]
+        # The unit of /sys is 512 bytes, whatever the drive's sector size is.
+        sizes = [int(value) * 512 for key, value in values if key == "sectors" and value.isdigit()]
         if named.get("serial"):
             drives.append(
                 Drive(

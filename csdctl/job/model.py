@@ -238,9 +238,6 @@ class Job:
         return hashlib.sha256(json.dumps(inputs, sort_keys=True).encode()).hexdigest()[:16]
 
 
-MAX_PIXELS = 1 << 27
-"""TensorFlow's limit for a PNG with four channels."""
-
 Size = Annotated[int, Field(ge=1, le=1 << 16)]
 Name = Annotated[str, Field(min_length=1, pattern=r"^[^\x00-\x1f\x7f/]+$")]
 
@@ -250,7 +247,8 @@ class ImageEntry(Document):
 
     shape: tuple[Size, Size, Literal[1, 3]] | None = None
     fit: Literal["stretch", "crop", "pad"] = "stretch"
-    max_pixels: Annotated[int, Field(ge=1, le=MAX_PIXELS)] = ImageRule.max_pixels
+    max_pixels: Annotated[int, Field(ge=1, le=1 << 27)] = ImageRule.max_pixels
+    """TensorFlow's limit is that of a PNG with four channels."""
 
 
 class TableEntry(Document):

@@ -117,8 +117,6 @@ LogPath = Callable[[int | None], Path]
 
 MAX_LINE_BYTES = 1 << 20
 MAX_TAIL_LINES, MAX_TAIL_LINE_BYTES = 60, 1 << 12
-MAX_EVENTS = 1000
-"""Later reports of rank 0 of a type that it has reported before are dropped."""
 EXPECTED = (*FROM_MPI, Ready, Traffic, Misbehaved, Finished, Failed)
 """The events of an MPI check; a link sends none but `Exited`."""
 CHECK_WORKER = "check that machine: its worker is damaged or is not csdctl's"
@@ -139,7 +137,7 @@ class MpiOutput:
         self._log_path, self._request = log_path, request.encode()
         self._nodes = nodes
         self.events: list[Event] = []
-        """Events in order of arrival: a rank other than 0 reports everything once."""
+        """Events in order of arrival: a rank reports each type once, but rank 0 up to 1,000 events."""
         self.last_event_s = time.monotonic()
         self._reported: set[tuple[int, type[Event]]] = set()
         self.tail: deque[str] = deque(maxlen=MAX_TAIL_LINES)
@@ -209,7 +207,7 @@ class MpiOutput:
             self._log(rank, line.encode(errors="replace"))
             event = Failed(rank, self._nodes[rank], f"sent an invalid event: {error}", CHECK_WORKER)
         is_new = (rank, type(event)) not in self._reported
-        if not self._is_closed and (is_new or (rank == 0 and len(self.events) < MAX_EVENTS)):
+        if not self._is_closed and (is_new or (rank == 0 and len(self.events) < 1000)):
             self.events.append(event)
             self.last_event_s = time.monotonic()
             self._reported.add((rank, type(event)))

@@ -134,9 +134,6 @@ REACHABLE = {
     DATA_PARALLEL: "the sum of the ranks' standalone throughput",
     SPLIT: "the throughput if the busiest rank never waited",
 }
-BY_EQUAL = "batch sizes by equal", "equal batch sizes"
-UNKNOWN = ("", "–")
-"""Cells without a value."""
 IDENTICAL = "identical on all ranks at the end of every epoch"
 
 
@@ -150,7 +147,7 @@ class DataTable:
     def without_empty_columns(self) -> "DataTable":
         """Return the columns in which a row has a value, and always the first."""
         kept = [
-            n for n in range(len(self.header)) if not n or any(row[n] not in UNKNOWN for row in self.rows)
+            n for n in range(len(self.header)) if not n or any(row[n] not in ("", "–") for row in self.rows)
         ]
         rows = tuple(tuple(row[n] for n in kept) for row in self.rows)
         return DataTable(tuple(self.header[n] for n in kept), rows)
@@ -161,6 +158,7 @@ def describe_run(summary: RunSummary) -> list[tuple[str, str]]:
     training = name_metrics(summary.accuracy, summary.metrics)
     validation = name_metrics(summary.validation_accuracy, summary.validation_metrics)
     cut = f" after {summary.cut}" if summary.cut else ""
+    sizes = "equal batch sizes" if summary.method == "equal" else f"batch sizes by {summary.method}"
     rows = [
         ("throughput", _describe_speed(summary)),
         ("efficiency", _describe_efficiency(summary)),
@@ -177,7 +175,7 @@ def describe_run(summary: RunSummary) -> list[tuple[str, str]]:
             else f"no complete epoch, {summary.samples:,} samples in steps of {summary.global_batch}",
         ),
         *([("gradient noise", _describe_noise(summary))] if summary.noise_scale else []),
-        ("strategy", f"{summary.strategy}{cut}, batch sizes by {summary.method}".replace(*BY_EQUAL)),
+        ("strategy", f"{summary.strategy}{cut}, {sizes}"),
         ("weights", IDENTICAL if summary.identical_weights else "not compared"),
     ]
     rows += [("energy", line) for line in describe_energy(summary.energy)] if summary.energy else []

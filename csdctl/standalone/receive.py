@@ -42,8 +42,6 @@ OBJECTS = STATE + b"/objects"
 TREES = STATE + b"/trees"
 LOCK = STATE + b"/receive.lock"
 
-RESUME_BYTES = 1 << 20
-"""A shorter part is sent again from the start."""
 
 SILENCE_S = 120.0
 """The longest silence of the host before this command ends on its own."""
@@ -286,7 +284,8 @@ class Receiver:
             if size == expected.size and hash_of(file.fileno(), size).hexdigest() == expected.sha256:
                 os.chmod(expected.part, expected.mode)
                 return size
-        return size if RESUME_BYTES <= size < expected.size else 0
+        # A shorter part is sent again from the start.
+        return size if 1 << 20 <= size < expected.size else 0
 
 
 def report_missing(missing: list[int], offsets: dict[int, int]) -> list[int]:

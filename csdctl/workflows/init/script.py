@@ -45,8 +45,6 @@ CALLBACKS = {
     "ReduceLROnPlateau": ("reduce_on_plateau", 10, _REDUCING),
 }
 """What replaces a callback: a key of the recipe, Keras' default patience, and its arguments in order."""
-NOT_TAKEN = {"verbose", "restore_best_weights"}
-"""Their arguments that the recipe does not have."""
 OUTPUT = {"print", "pprint", "display", "summary", "plot_model", "evaluate", "predict", "show", "save"}
 """Functions that are called for what they show or write."""
 PLOTTING = {"matplotlib", "seaborn", "plotly", "IPython", "pylab"}
@@ -596,7 +594,7 @@ class _Script:
                 self._note(call, f"{argument} of {name}")
         if values.get("restore_best_weights") is True:
             self._note(call, f"restore_best_weights of {name}: best.keras is the model of the best epoch")
-        taken = [one for one in arguments if one not in NOT_TAKEN]
+        taken = [one for one in arguments if one not in ("verbose", "restore_best_weights")]
         kept = {one: values[one] for one in taken if values.get(one, UNKNOWN) not in (UNKNOWN, None)}
         return {key: {"patience": patience} | kept}
 

@@ -204,7 +204,6 @@ def _resolve(address: str) -> str:
     return ""
 
 
-PROBE_DEADLINE_S = 60.0
 REPAIR = "fix the red checks above"
 
 
@@ -375,7 +374,7 @@ def _measure(
 
     def measure(session: Session) -> Condition:
         python = fleet.python_of(session.name)
-        deadline_s = min(PROBE_DEADLINE_S, clock.left_s)
+        deadline_s = min(60.0, clock.left_s)
         return collect(session, python, CONDITION_FACTS, Condition, deadline_s)
 
     def on_measured(outcome: Outcome[Condition]) -> None:

@@ -189,8 +189,6 @@ def _take(text: str, result: PlaybookResult, on_task: OnTask) -> bool:
     return True
 
 
-PROBE_DEADLINE_S = 60.0
-
 # A directory with its final name was complete. One that has lost its Python is removed, because `mv` would
 # move into it. `sync` before the rename, for a node that loses power here.
 _HAS_PYTHON = '[ -x "$1/usr/bin/python$2" ]'
@@ -335,7 +333,7 @@ def _look(fleet: Fleet, prefix: str, directory: Path, *, installs: bool) -> dict
     def look(session: Session) -> BareMachine:
         user = fleet.node(session.name).user
         probe = build_probe(prefix, user if installs and user != "root" else "")
-        machine = parse_machine(session.name, session.run(probe, deadline_s=PROBE_DEADLINE_S))
+        machine = parse_machine(session.name, session.run(probe, deadline_s=60.0))
         if installs:
             check_root(machine)
             check_prefix(machine, prefix)
