@@ -605,9 +605,6 @@ def verify(job: JobOrPath, fleet: FleetOrPath = "fleet.yaml") -> Verification:
     return found
 
 
-REPORT_COLUMNS = 110
-
-
 @dataclass(frozen=True, repr=False)
 class Run:
     """One training run. A notebook shows it as the report of `csdctl report`."""
@@ -673,7 +670,7 @@ class Run:
         return "<Run {run_id}: {state}, epoch {epoch} of {epochs}>".format(**status)
 
     def _repr_html_(self) -> str:
-        return render_bundle(report_of(report_run(self.directory)), REPORT_COLUMNS)["text/html"]
+        return render_bundle(report_of(report_run(self.directory)), width=110)["text/html"]
 
 
 def load_run(run_id: str = LATEST, directory: str | Path = ".") -> Run:

@@ -48,20 +48,18 @@ from csdctl.fleet.facts import facts_path
 from csdctl.fleet.model import Fleet
 from csdctl.worker.protocol.processes import send_signal
 
-MAX_NODES = 64
 MIN_CPU = 0.01
 """Minimum share, in cores: below it a node takes seconds to respond."""
 MIN_MEMORY_BYTES = 16 << 20
 
 _UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
-_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]?)(?:i?B)?", re.IGNORECASE)
 
 
 @dataclass(frozen=True)
 class EmulatedSpec:
     """An emulated fleet: `cpu` in cores and `memory_bytes` apply to each node."""
 
-    num_nodes: Annotated[int, Field(ge=1, le=MAX_NODES)]
+    num_nodes: Annotated[int, Field(ge=1, le=64)]
     cpu: Annotated[float, Field(ge=MIN_CPU, le=os.cpu_count() or 1)] = 0.25
     memory_bytes: Annotated[int, Field(ge=MIN_MEMORY_BYTES)] = 2 << 30
 
@@ -85,7 +83,7 @@ def check_spec(spec: EmulatedSpec) -> None:
 
 def parse_size(text: str) -> int:
     """Parse `2G`, `512M` or `1.5GiB` as bytes (K, M, G and T are powers of 1024); raises InputError."""
-    match = _SIZE.fullmatch(text.strip())
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]?)(?:i?B)?", text.strip(), re.IGNORECASE)
     if not match:
         raise InputError(
             f"received {text!r} as a size, expected a number and a unit such as 512M or 2G",
@@ -206,9 +204,6 @@ def locked(paths: FleetPaths) -> Iterator[None]:
         os.close(handle)
 
 
-GROUP = "emulated"
-NETWORK = "127.0.0.0/8"
-
 _HEADER = re.compile(
     r"# Written by csdctl emulate up for fleet (\w+), content (\w+); `csdctl emulate down` removes it\.\n"
 )
@@ -218,8 +213,8 @@ def save_fleet_file(paths: FleetPaths, state: FleetState, python: str) -> None:
     """Write the fleet.yaml of a running emulated fleet."""
     content = {
         "emulated": True,
-        "network": NETWORK,
-        "defaults": {"user": USER, "key": str(paths.key), "python": python, "group": GROUP},
+        "network": "127.0.0.0/8",
+        "defaults": {"user": USER, "key": str(paths.key), "python": python, "group": "emulated"},
         "nodes": [{"name": node.name, "address": "127.0.0.1", "port": node.port} for node in state.nodes],
     }
     body = yaml.safe_dump(content, sort_keys=False)
@@ -443,11 +438,6 @@ def _is_alive(state: FleetState) -> bool:
     return bool(state.nodes) and all(is_running(node.pid, node.start_time) for node in state.nodes)
 
 
-GRACE_S = 5.0
-DEADLINE_S = 10.0
-CHECK_INTERVAL_S = 0.2
-
-
 @dataclass(frozen=True)
 class StoppedFleet:
     """Number of ended processes; `kept_fleet_path` is a fleet.yaml changed by the user."""
@@ -521,7 +511,7 @@ def _end_processes(paths: FleetPaths) -> set[int]:
         ended.update(found)
         return found
 
-    for number, patience_s in ((signal.SIGTERM, GRACE_S), (signal.SIGKILL, DEADLINE_S)):
+    for number, patience_s in ((signal.SIGTERM, 5.0), (signal.SIGKILL, 10.0)):
         deadline, told = time.monotonic() + patience_s, set[int]()
         while (pids := remaining()) and time.monotonic() < deadline:
             send_signal(pids - told, number)
@@ -571,5 +561,5 @@ def find_owner(pid: int) -> Owner:
 def watch_owner(paths: FleetPaths, owner: Owner) -> None:
     """Stop the fleet when `owner` ends."""
     while is_running(owner.pid, owner.start_time):
-        time.sleep(CHECK_INTERVAL_S)
+        time.sleep(0.2)
     stop_fleet(paths.directory)

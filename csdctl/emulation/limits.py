@@ -117,16 +117,10 @@ With 20 ms, a step of 70 ms varies by up to 15 ms, and all ranks wait for the sl
 """
 MIN_QUOTA_US = 1_000
 """The minimum that the kernel accepts."""
-REMOVAL_DEADLINE_S = 5.0
 
-_ENTER = 'echo 0 > "$0" || exit 125; exec "$@"'
 PERIOD_S = 0.020
-MIN_CHECK_S = 0.002
-IDLE_CHECK_S = 0.100
-"""Between checks of a node without processes; CPU time used meanwhile is charged later."""
 MAX_STOP_S = 0.5
 """Limits the debt, for instance after a late check: a node that stops for seconds is considered dead."""
-MEMORY_INTERVAL_S = 0.25
 
 log = logging.getLogger(__name__)
 
@@ -140,7 +134,13 @@ class CgroupLimit:
 
     def build_command(self, command: list[str]) -> list[str]:
         """Return the argument list that runs `command` inside the group."""
-        return ["/bin/sh", "-c", _ENTER, str(self.path / "cgroup.procs"), *command]
+        return [
+            "/bin/sh",
+            "-c",
+            'echo 0 > "$0" || exit 125; exec "$@"',
+            str(self.path / "cgroup.procs"),
+            *command,
+        ]
 
     def close(self) -> None:
         """End every process in the group and remove it."""
@@ -200,7 +200,7 @@ def list_members(path: Path) -> list[int]:
 
 def remove_cgroup(path: Path) -> None:
     """End every process in the control group and remove it; raises CsdctlError on failure."""
-    deadline = time.monotonic() + REMOVAL_DEADLINE_S
+    deadline = time.monotonic() + 5.0
     while path.exists():
         send_signal(list_members(path), signal.SIGKILL)
         with contextlib.suppress(FileNotFoundError):
@@ -298,11 +298,11 @@ class DutyCycle:
             return (share_s - self._tokens_s) / self._cpu
         self._resume()
         if not pids:
-            return IDLE_CHECK_S
+            return 0.100  # CPU time used meanwhile is charged later
         if not spent_s:
             return PERIOD_S
         # All cores may work for this node: check again when they could have used up the bucket.
-        return min(PERIOD_S, max(MIN_CHECK_S, self._tokens_s / (os.cpu_count() or 1)))
+        return min(PERIOD_S, max(0.002, self._tokens_s / (os.cpu_count() or 1)))
 
     def _measure_used_s(self, pids: list[int]) -> float:
         """Return the CPU seconds of the node so far, of running and ended processes."""
@@ -355,7 +355,7 @@ def open_cpu_limit(mechanism: str, fleet_id: str, node: str, cpu: float) -> CpuL
 async def watch_memory(limit_bytes: int) -> None:
     """Limit the descendants of this process to `limit_bytes` of anonymous memory; never returns."""
     while True:
-        await asyncio.sleep(MEMORY_INTERVAL_S)
+        await asyncio.sleep(0.25)
         end_largest_above(limit_bytes, {pid: anonymous_bytes(pid) for pid in list_descendants(os.getpid())})
 
 

@@ -42,13 +42,9 @@ from csdctl.errors import CsdctlError
 from csdctl.worker.protocol.processes import LIBC, end_descendants, load_stat, send_signal
 
 PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
-REAP_INTERVAL_S = 0.25
 GRACE_S = 1.0
 """From SIGTERM to SIGKILL for a command after its client has disconnected."""
-CHECK_INTERVAL_S = 1.0
 CHUNK_BYTES = 1 << 16
-LOGIN_UMASK = 0o022
-"""The usual umask of a login: a node does not inherit the stricter one of `csdctl emulate up`."""
 
 _PR_SET_CHILD_SUBREAPER = 36
 _PR_SET_NAME = 15
@@ -98,7 +94,7 @@ class Commands:
                 limit=CHUNK_BYTES,
                 cwd=self._home,
                 env=self._environment,
-                umask=LOGIN_UMASK,
+                umask=0o022,  # the usual one of a login, not the stricter one of `csdctl emulate up`
                 start_new_session=True,
             )
             self.pids.add(child.pid)
@@ -119,9 +115,7 @@ class Commands:
             while not ended.done() and not process.is_closing():
                 lost: asyncio.Future[Any] = asyncio.ensure_future(process.wait_closed())
                 # With a timeout, because unread input delays the close notification.
-                await asyncio.wait(
-                    {ended, lost}, timeout=CHECK_INTERVAL_S, return_when=asyncio.FIRST_COMPLETED
-                )
+                await asyncio.wait({ended, lost}, timeout=1.0, return_when=asyncio.FIRST_COMPLETED)
                 lost.cancel()
             return ended.done() and ended.exception() is None
         finally:
@@ -225,7 +219,7 @@ async def serve_node(paths: FleetPaths, state: FleetState, name: str, report: in
 async def _reap_adopted(commands: Commands) -> None:
     """Reap daemons that have ended: they are children of this process."""
     while True:
-        await asyncio.sleep(REAP_INTERVAL_S)
+        await asyncio.sleep(0.25)
         for pid in list_children(os.getpid()):
             if pid not in commands.pids and not commands.num_starting:
                 with contextlib.suppress(ChildProcessError):

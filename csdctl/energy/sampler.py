@@ -174,9 +174,6 @@ do read -r value <"$file" && echo "$value $file" || echo "refused $file"
 done) 2>/dev/null"""
 HWMON_REMEDY = "`path` names files such as /sys/class/hwmon/hwmon2/power1_input; see `name` next to them"
 
-_HWMON_POWER = re.compile(r"power\d+_(input|average)")
-_HWMON_ENERGY = re.compile(r"energy\d+_input")
-
 
 def parse_hwmon(output: str) -> Reading:
     """Return the sum of all files, which are powers or counters, not both; raises ValueError."""
@@ -187,9 +184,9 @@ def parse_hwmon(output: str) -> Reading:
         name = path.rpartition("/")[2]
         if value == "refused":
             raise ValueError(f"{path[:200]} cannot be read")
-        if _HWMON_POWER.fullmatch(name):
+        if re.fullmatch(r"power\d+_(input|average)", name):
             watts.append(parse_watts(str(parse_number(value, "microwatts") / 1e6)))
-        elif _HWMON_ENERGY.fullmatch(name):
+        elif re.fullmatch(r"energy\d+_input", name):
             counters[path] = Counter(parse_number(value, "microjoules") / 1e6)
         else:
             raise ValueError(f"expected power*_input or energy*_input, received {path[:200]!r}")
@@ -255,17 +252,19 @@ def _parse_time(text: str) -> float:
 
 @dataclass(frozen=True)
 class ScriptSource:
-    """A source that a shell script on the machine reads, with `argument` as $1; `parse` raises ValueError."""
+    """A source that a shell script on the machine reads; `parse` raises ValueError.
+
+    $1 of the script is the path of a source that has one, else that of sysfs.
+    """
 
     script: str
     parse: Callable[[str], Reading]
     remedy: str
-    argument: Callable[[PowerSource], str] = lambda power: ""
 
 
 SCRIPTS: dict[str, ScriptSource] = {
-    "rapl": ScriptSource(RAPL_SCRIPT, parse_rapl, RAPL_REMEDY, lambda power: SYSFS),
-    "hwmon": ScriptSource(HWMON_SCRIPT, parse_hwmon, HWMON_REMEDY, lambda power: power.path),
+    "rapl": ScriptSource(RAPL_SCRIPT, parse_rapl, RAPL_REMEDY),
+    "hwmon": ScriptSource(HWMON_SCRIPT, parse_hwmon, HWMON_REMEDY),
     "ipmi": ScriptSource(IPMI_SCRIPT, parse_dcmi, IPMI_REMEDY),
 }
 REMEDIES = {name: source.remedy for name, source in SCRIPTS.items()} | {"csv": CSV_REMEDY}
@@ -286,11 +285,8 @@ done"""
     return ["sh", "-c", loop, "csdctl-power", argument]
 
 
-RECORD_S = 5.0
-"""Energy of at least so long is one record, so that a day of 36 nodes is no gigabyte."""
 PATIENCE_S = 5.0
 """Maximum wait for a reading before the sampler checks whether the run has ended."""
-MAX_ERROR_CHARS = 200
 RETRY_S = 15.0
 """The pause after a failure."""
 
@@ -343,7 +339,7 @@ class PowerSampler:
             sample(recorder)
         except (CsdctlError, OSError, ValueError, EOFError, RuntimeError, csv.Error) as error:
             if not self._stopped.is_set():
-                text = shorten(make_printable(str(error) or type(error).__name__), MAX_ERROR_CHARS)
+                text = shorten(make_printable(str(error) or type(error).__name__), 200)
                 if not recorder.has_failed:
                     self._write(recorder, time.time(), Spent(0.0, None), text)
                 recorder.has_failed = True
@@ -355,7 +351,7 @@ class PowerSampler:
 
     def _follow_loop(self, recorder: "_Recorder") -> None:
         source = SCRIPTS[recorder.power.source]
-        command = build_loop(source, source.argument(recorder.power))
+        command = build_loop(source, recorder.power.path or SYSFS)
         with closing(self._sessions[recorder.name].converse(command)) as conversation:
             while not self._stopped.is_set():
                 try:
@@ -393,7 +389,7 @@ class PowerSampler:
             return
         recorder.seconds += spent.seconds
         recorder.joules += spent.joules
-        if recorder.seconds >= RECORD_S:
+        if recorder.seconds >= 5.0:  # so that a day of 36 nodes is no gigabyte
             self._write_rest(recorder)
 
     def _write_rest(self, recorder: "_Recorder") -> None:

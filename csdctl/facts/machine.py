@@ -102,9 +102,6 @@ def parse_cpuinfo(output: str) -> FactValues:
     return {"num_cores": num_cores, "cpu_model": model, "cpu_features": tuple(sorted(features.split()))}
 
 
-_UNLIMITED_BYTES = 1 << 60
-"""cgroup v1 represents "no limit" as a number near 2⁶³."""
-
 # Every parent group may limit it too. In a container that hides its place in the tree, the path does not
 # exist, and walking up ends at the root, which is the container's own group.
 _LIMITS_SCRIPT = """\
@@ -177,7 +174,8 @@ def parse_limits(output: str) -> FactValues:
                 cpus.append(_share(quota_us, period))
             case "memory.max" | "memory.limit_in_bytes", [limit] if limit != "max":
                 sizes.append(int(limit))
-    memory_bytes = min((size for size in sizes if size < _UNLIMITED_BYTES), default=None)
+    # cgroup v1 represents "no limit" as a number near 2⁶³.
+    memory_bytes = min((size for size in sizes if size < 1 << 60), default=None)
     return {
         "cpu_limit": float(min(cpus)) if cpus else None,
         "memory_limit_bytes": None if memory_bytes is None else int(memory_bytes),
@@ -199,9 +197,6 @@ def _share(quota: str | int, period: str) -> float:
         raise ValueError(f"the period of its CPU quota is {period[:MAX_SHOWN]}, expected a positive number")
     return int(quota) / int(period)
 
-
-SECTOR_BYTES = 512
-"""The unit of /sys, whatever the drive's sector size is."""
 
 # With multipath, a controller has nvme0c1n1, and the block device nvme0n1 belongs to the subsystem.
 NVME_SCRIPT = """\
@@ -227,7 +222,8 @@ def parse_nvme(output: str) -> FactValues:
         device, *lines = block.splitlines()
         values = [line.partition(" ")[::2] for line in lines]
         named = {key: value.strip() for key, value in values}
-        sizes = [int(value) * SECTOR_BYTES for key, value in values if key == "sectors" and value.isdigit()]
+        # The unit of /sys is 512 bytes, whatever the drive's sector size is.
+        sizes = [int(value) * 512 for key, value in values if key == "sectors" and value.isdigit()]
         if named.get("serial"):
             drives.append(
                 Drive(
@@ -340,15 +336,8 @@ MACHINE_FACTS = (
     text_fact("home", "pwd"),
 )
 
-FACTS_DEADLINE_S = 60.0
-NUM_CLOCK_TRIPS = 3
-MAX_CLOCK_OUTPUT = 40
-MAX_CLOCK_OFFSET_S = 60.0
-"""A larger offset gets a note: logs cannot be correlated, certificates may be rejected."""
 
 FactsT = TypeVar("FactsT", bound=Facts)
-
-CLOCK_COMMAND = ("date", "+%s.%N")
 
 
 @dataclass(frozen=True)
@@ -362,7 +351,7 @@ class ClockTrip:
 
 def collect_facts(session: Session, python: str) -> Facts:
     """Return the facts of the machine of `session`; raises what `collect` raises."""
-    return collect(session, python, MACHINE_FACTS, Facts, FACTS_DEADLINE_S)
+    return collect(session, python, MACHINE_FACTS, Facts, deadline_s=60.0)
 
 
 def collect(
@@ -374,7 +363,7 @@ def collect(
     """
     completed = session.run(build_command(facts, python), deadline_s=deadline_s)
     completed.check(session.name, doing="probing", remedy="run `sh -c true` there manually")
-    trips = [measure_clock_trip(session, deadline_s) for _ in range(NUM_CLOCK_TRIPS)]
+    trips = [measure_clock_trip(session, deadline_s) for _ in range(3)]
     return parse_facts(session.name, completed.output, trips, facts, kind)
 
 
@@ -394,7 +383,7 @@ def parse_facts(
     values["round_trip_s"] = quickest.round_trip_s
     try:
         offset_s = values["clock_offset_s"] = parse_clock_offset(quickest)
-        if abs(offset_s) > MAX_CLOCK_OFFSET_S:
+        if abs(offset_s) > 60.0:  # logs cannot be correlated, certificates may be rejected
             notes.append(f"its clock differs from the host by {offset_s:+.0f} s: set it")
     except ValueError as error:
         notes.append(f"clock unknown: {error}")
@@ -413,7 +402,7 @@ def parse_clock_offset(trip: ClockTrip) -> float:
     Exact to half a round trip, or to half a second if `date` has no nanoseconds (BusyBox).
     """
     seconds, _, fraction = trip.output.strip().partition(".")
-    if not seconds.isdigit() or len(trip.output) > MAX_CLOCK_OUTPUT:
+    if not seconds.isdigit() or len(trip.output) > 40:
         raise ValueError(f"`date +%s.%N` printed {trip.output.strip()[:MAX_SHOWN]!r}")
     remote_s = int(seconds) + (float(f"0.{fraction}") if fraction.isdigit() else 0.5)
     return remote_s - (trip.sent_s + trip.round_trip_s / 2)
@@ -422,7 +411,7 @@ def parse_clock_offset(trip: ClockTrip) -> float:
 def measure_clock_trip(session: Session, deadline_s: float) -> ClockTrip:
     """Request the time once; raises RemoteCommandError, DeadlineError or UnreachableError."""
     sent_s, started_s = time.time(), time.perf_counter()
-    completed = session.run(CLOCK_COMMAND, deadline_s=deadline_s)
+    completed = session.run(("date", "+%s.%N"), deadline_s=deadline_s)
     round_trip_s = time.perf_counter() - started_s
     if completed.exit_code != 0:
         raise RemoteCommandError(f"`date` failed: {completed.last_error_line}", node=session.name)

@@ -28,8 +28,6 @@ MAX_HOSTS = 10_000
 MAX_GROUPS = 1000
 MAX_MEMBERS = 1_000_000
 """Hosts in groups, directly or through other groups."""
-MAX_PROBLEM = 500
-"""Characters; the parser of ansible.cfg lists every line that it cannot read."""
 
 _SSH = {"ssh", "smart", "paramiko", "paramiko_ssh", "ansible.builtin.ssh", "ansible.builtin.paramiko_ssh"}
 _ARGUMENTS = ("ansible_ssh_args", "ansible_ssh_common_args", "ansible_ssh_extra_args")
@@ -37,7 +35,6 @@ FLEET_GROUP = "csdctl_fleet"
 """The group of all nodes of a written inventory."""
 _OF_ALL = {"all", "ungrouped", FLEET_GROUP}
 _PASSWORDS = ("ansible_password", "ansible_ssh_pass", "ansible_ssh_password")
-_LOCAL = {"localhost", "host"}
 
 
 _CONFIG = {
@@ -128,7 +125,7 @@ def load_config(directory: Path, environment: Mapping[str, str] = os.environ) ->
     try:
         parser.read_string(load_text(path), source=str(path))
     except configparser.Error as error:
-        problem = shorten(" ".join(str(error).split()), MAX_PROBLEM)
+        problem = shorten(" ".join(str(error).split()), 500)  # it lists every line that it cannot read
         raise InputError(f"{path} cannot be read: {problem}") from None
     found = {
         variable: parser[section][key]
@@ -168,7 +165,7 @@ def list_targets(
 
 def _target(settings: "_HostVariables", host: str, groups: Sequence[str]) -> tuple[Target | None, list[str]]:
     connection = settings.text("ansible_connection") or "ssh"
-    if connection == "local" or host in _LOCAL:
+    if connection == "local" or host in {"localhost", "host"}:
         return None, ["is the host itself: skipped"]
     if connection not in _SSH:
         return None, [f"uses `{connection}`, not SSH: skipped"]

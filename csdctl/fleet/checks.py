@@ -20,7 +20,6 @@ from csdctl.fleet.requirements import build_install_command
 from csdctl.worker.protocol.orders import BETWEEN_SERVERS
 from csdctl.worker.protocol.run_spec import AUTO, GPU
 
-MIN_PYTHON = (3, 11)
 MIN_GLIBC = (2, 28)
 MAX_CLOCK_OFFSET_S = 2.0
 MIN_INODES = 100
@@ -187,7 +186,7 @@ def fold(checks: Iterable[Check]) -> Iterator[tuple[Check, list[str]]]:
 
 def _judge_python(version: str, host_version: str) -> Judgement:
     """Check Python. Another minor release has other wheels, and may read the user's own code differently."""
-    if _numbers(version) < MIN_PYTHON:
+    if _numbers(version) < (3, 11):
         return Status.FAIL, version, "3.11 or newer", INSTALL
     if host_version and _numbers(version)[:2] != _numbers(host_version)[:2]:
         return Status.WARN, version, f"{host_version}, as on the host", OTHER_VERSION
@@ -341,10 +340,6 @@ def _numbers(version: str) -> tuple[int, ...]:
     return tuple(map(int, found[0].split("."))) if found else ()
 
 
-FIREWALL_REMEDY = "let TCP ports 1024 and up through the firewall between these machines"
-ROUTE_REMEDY = "check routes and addresses; set the shared network as `network:` in the fleet file"
-
-
 @dataclass(frozen=True)
 class ConnectAttempt:
     """An attempt of `client` to connect to a listener of `server`; `reason` is '' when it succeeded."""
@@ -390,8 +385,9 @@ def _judge(name: str, refused: Sequence[ConnectAttempt]) -> Check:
     else:
         found = f"cannot reach {format_node_names(attempt.server for attempt in refused)}"
     found += f" at {first.address} port {first.port}: {first.reason}"
-    is_firewall = first.reason in ("timed out", "connection refused")
-    remedy = FIREWALL_REMEDY if is_firewall else ROUTE_REMEDY
+    remedy = "check routes and addresses; set the shared network as `network:` in the fleet file"
+    if first.reason in ("timed out", "connection refused"):
+        remedy = "let TCP ports 1024 and up through the firewall between these machines"
     return Check(name, "ports", Status.FAIL, found, "every machine accepts connections", remedy)
 
 

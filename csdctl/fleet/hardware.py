@@ -120,7 +120,6 @@ def match_drives(facts: Mapping[str, Facts]) -> dict[str, Drive]:
     }
 
 
-KEY_LENGTH = 12
 _UNKNOWN = "?"
 
 
@@ -237,4 +236,4 @@ def _shorten(cpu_model: str) -> str:
 
 
 def _short_hash(content: object) -> str:
-    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:KEY_LENGTH]
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:12]

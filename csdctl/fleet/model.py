@@ -192,9 +192,6 @@ class Fleet:
         raise InputError(f"fleet {self.path} has no node {name!r}")
 
 
-_WILDCARDS = re.compile(r"[*?\[]")
-
-
 def select_nodes(
     fleet: Fleet,
     limit: Sequence[str] = (),
@@ -259,7 +256,7 @@ def _split(patterns: Sequence[str]) -> list[str]:
 
 def _matching(groups: Mapping[str, Sequence[str]], pattern: str, option: str, where: str) -> list[str]:
     expanded = expand_range(pattern)
-    wanted = {name for name in expanded if not _WILDCARDS.search(name)}
+    wanted = {name for name in expanded if not re.search(r"[*?\[]", name)}
     patterns = [re.compile(fnmatch.translate(name)) for name in expanded if name not in wanted]
     known = set(groups).union(*groups.values())
     missing = [name for name in wanted if name not in known]

@@ -24,9 +24,6 @@ MAX_RANGE = 100_000
 MAX_PATTERN = 300
 """Characters of a pattern."""
 
-MAX_UNFOLDED = 3
-"""Names that a message lists one by one."""
-
 _RANGE = re.compile(r"\[([0-9]+)-([0-9]+)\]")
 _LAST_NUMBER = re.compile(r"(.*?)([0-9]*)([^0-9]*)", re.DOTALL)
 
@@ -100,7 +97,7 @@ def fold_names(names: Iterable[str]) -> list[str]:
 def format_node_names(names: Iterable[str], *, at_most: int = 8) -> str:
     """Return `names` for one line of a message: up to three as they are, more as at most `at_most` ranges."""
     unique = list(dict.fromkeys(names))
-    shown = unique if len(unique) <= min(MAX_UNFOLDED, at_most) else fold_names(unique)
+    shown = unique if len(unique) <= min(3, at_most) else fold_names(unique)
     left = len(shown) - at_most
     return ", ".join([*shown[:at_most], *([f"and {left} more"] if left > 0 else [])])
 

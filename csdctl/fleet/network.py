@@ -19,15 +19,13 @@ NO_INTERFACE_REMEDY = (
 )
 """PRRTE, which starts the ranks on other machines, never uses the loopback between its daemons."""
 
-_LEAF = re.compile(r"\s*\|-- (\d+\.\d+\.\d+\.\d+)$")
-
 
 def parse_local_addresses(fib_trie: str) -> list[str]:
     """Return the IPv4 addresses of all interfaces, from the content of /proc/net/fib_trie."""
     found: dict[str, None] = {}
     address = ""
     for line in fib_trie.split("\n"):
-        if match := _LEAF.match(line):
+        if match := re.match(r"\s*\|-- (\d+\.\d+\.\d+\.\d+)$", line):
             address = match[1]
         elif "/32 host LOCAL" in line and address:
             found[address] = None

@@ -23,7 +23,6 @@ from csdctl.errors import InputError
 from csdctl.fleet.model import Node
 from csdctl.fleet.names import ADDRESS, USER
 
-NO_JUMP = "none"
 MAX_HOPS = 8
 
 _HOP = re.compile(r"(?:(?P<user>[^@]*)@)?(?:\[(?P<v6>[^\]]*)\]|(?P<address>[^:]*))(?::(?P<port>\d{1,5}))?")
@@ -46,7 +45,7 @@ class Hop:
 
 def parse_jump(text: str) -> tuple[Hop, ...]:
     """Parse the hops of `text`, the first hop first; raises ValueError for an invalid ProxyJump."""
-    if text == NO_JUMP or not text:
+    if text == "none" or not text:
         return ()
     hops = tuple(_parse_hop(part.strip().removeprefix("ssh://")) for part in text.split(","))
     if len(hops) > MAX_HOPS:
@@ -68,7 +67,6 @@ def _parse_hop(text: str) -> Hop:
 
 
 _MAX_FILES = 200
-_LINE = re.compile(r"\s*(host|include)(?:\s*=\s*|\s+)(.*\S)\s*", re.IGNORECASE)
 
 
 def list_aliases(path: Path) -> list[str]:
@@ -85,7 +83,7 @@ def list_aliases(path: Path) -> list[str]:
         text = load_text(file, remedy="pass the file that ssh uses", errors="replace")
         included: list[Path] = []
         for number, line in enumerate(split_lines(text, str(file)), start=1):
-            if found := _LINE.fullmatch(line):
+            if found := re.fullmatch(r"\s*(host|include)(?:\s*=\s*|\s+)(.*\S)\s*", line, re.IGNORECASE):
                 try:
                     words = shlex.split(found[2], comments=True)
                 except ValueError as error:

@@ -152,9 +152,6 @@ def _schedule(entry: ScheduleEntry | None) -> str:
     return json.dumps(config, sort_keys=True)
 
 
-_APPLICATION = re.compile(r"keras\.applications:[A-Za-z]\w*", re.ASCII)
-
-
 @dataclass(frozen=True)
 class Reading:
     """How the data of a job is read. Functions are `FILE.py:NAME`, with an absolute path; '' for none."""
@@ -241,9 +238,6 @@ class Job:
         return hashlib.sha256(json.dumps(inputs, sort_keys=True).encode()).hexdigest()[:16]
 
 
-MAX_PIXELS = 1 << 27
-"""TensorFlow's limit for a PNG with four channels."""
-
 Size = Annotated[int, Field(ge=1, le=1 << 16)]
 Name = Annotated[str, Field(min_length=1, pattern=r"^[^\x00-\x1f\x7f/]+$")]
 
@@ -253,7 +247,8 @@ class ImageEntry(Document):
 
     shape: tuple[Size, Size, Literal[1, 3]] | None = None
     fit: Literal["stretch", "crop", "pad"] = "stretch"
-    max_pixels: Annotated[int, Field(ge=1, le=MAX_PIXELS)] = ImageRule.max_pixels
+    max_pixels: Annotated[int, Field(ge=1, le=1 << 27)] = ImageRule.max_pixels
+    """TensorFlow's limit is that of a PNG with four channels."""
 
 
 class TableEntry(Document):
@@ -301,14 +296,19 @@ def python_files(roots: Iterable[Path]) -> tuple[Path, ...]:
     return tuple(file for root in roots for file in (sorted(root.rglob("*.py")) if root.is_dir() else [root]))
 
 
+def parse_python(file: Path) -> ast.Module | None:
+    """Return the syntax tree of a Python file; None if it cannot be parsed."""
+    try:
+        return ast.parse(file.read_bytes())
+    except (OSError, SyntaxError, ValueError, RecursionError):
+        return None
+
+
 def _imports_of(file: Path) -> set[str]:
     """Return the top-level names that a Python file imports; none if it cannot be parsed."""
     names: set[str] = set()
-    try:
-        module = ast.parse(file.read_bytes())
-    except (OSError, SyntaxError, ValueError, RecursionError):
-        return names
-    for node in ast.walk(module):
+    module = parse_python(file)
+    for node in ast.walk(module) if module else ():
         if isinstance(node, ast.Import):
             names |= {alias.name.partition(".")[0] for alias in node.names}
         elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
@@ -564,7 +564,7 @@ def _code_root(written: Path, job_path: Path) -> Path:
 
 def model_reference(written: str, job_path: Path) -> str:
     """Return `written` with an absolute path; raises InputError if it is invalid or missing."""
-    if _APPLICATION.fullmatch(written):
+    if re.fullmatch(r"keras\.applications:[A-Za-z]\w*", written, re.ASCII):
         return written
     if written.endswith(".keras"):
         path = _find_file(written, job_path, "model", written)
@@ -596,11 +596,9 @@ def check_keras_file(path: Path) -> None:
 
 def defined_names(file: Path) -> list[str] | None:
     """Return the names that a Python file may define at its top level; None: they cannot be told."""
-    try:
-        module = ast.parse(file.read_bytes())
-    except (OSError, SyntaxError, ValueError, RecursionError):
-        return None
     names: dict[str, None] = {}
+    if not (module := parse_python(file)):
+        return None
     for node in ast.walk(module):
         if isinstance(node, ast.ImportFrom) and node.names[0].name == "*":
             return None
@@ -640,7 +638,7 @@ def describe_job(job: Job) -> dict[str, Any]:
         },
         "recipe": recipe,
     }
-    return dict(_flatten("", described))
+    return dict(flatten(described))
 
 
 def hash_own_files(job: Job) -> dict[str, str]:
@@ -649,10 +647,11 @@ def hash_own_files(job: Job) -> dict[str, str]:
     return {str(file): hashlib.sha256(file.read_bytes()).hexdigest()[:16] for file in own if file}
 
 
-def _flatten(name: str, value: Any) -> Iterator[tuple[str, Any]]:
+def flatten(value: object, name: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield nested values that are set, by a name such as recipe.optimizer_args.momentum."""
     if isinstance(value, Mapping):
         for key, item in value.items():
-            yield from _flatten(f"{name}.{key}" if name else str(key), item)
+            yield from flatten(item, f"{name}.{key}" if name else str(key))
     elif isinstance(value, list | tuple):
         if value:
             yield name, list(value)

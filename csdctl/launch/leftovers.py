@@ -25,10 +25,8 @@ from csdctl.transport.session import Session
 from csdctl.worker.protocol.json_codec import Count, MaxLength, ShortText
 from csdctl.worker.protocol.processes import load_stat
 
-RESPONSE_DEADLINE_S = 30.0
 _TEXTS = ("command", "host", "machine", "boot", "started", "directory", "since", "ended")
 _PIDS = ("pid", "holding_pid")
-_MAX_TEXT = 200
 _PID_RANGE = range(2, 1 << 22)
 Holder = Mapping[str, object]
 
@@ -136,7 +134,7 @@ def read_holder(content: object) -> Holder:
     """
     if not isinstance(content, dict):
         return {}
-    texts = {key: content[key][:_MAX_TEXT] for key in _TEXTS if isinstance(content.get(key), str)}
+    texts = {key: content[key][:200] for key in _TEXTS if isinstance(content.get(key), str)}
     pids = {
         key: content[key] for key in _PIDS if type(content.get(key)) is int and content[key] in _PID_RANGE
     }
@@ -152,7 +150,7 @@ class _Held:
 
 def _lock(session: Session, python: str, this_process: Holder) -> Program:
     command = build_program_command(python, "lock")
-    program = Program(session, command, "locking the machine", within(RESPONSE_DEADLINE_S))
+    program = Program(session, command, "locking the machine", within(30.0))
     try:
         program.send(this_process)
         kind, answer = program.read({"mine": Nothing, "held": _Held})
@@ -176,7 +174,6 @@ def _start_time(pid: int) -> str:
     return str(stat.start_time) if stat else ""
 
 
-CLEAN_DEADLINE_S = 120.0
 END_DEADLINE_S = 30.0
 
 
@@ -225,7 +222,7 @@ class _Found:
 
 
 def clean_machine(
-    session: Session, python: str, options: CleanupOptions, *, deadline_s: float = CLEAN_DEADLINE_S
+    session: Session, python: str, options: CleanupOptions, *, deadline_s: float = 120.0
 ) -> Leftovers:
     """Find the leftovers on the machine of `session`; end and remove them as `options` request.
 

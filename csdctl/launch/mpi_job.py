@@ -41,18 +41,12 @@ from csdctl.worker.protocol.events import (
 from csdctl.worker.protocol.json_codec import ProtocolError
 from csdctl.worker.protocol.processes import list_connections, load_all, send_signal
 
-_RANK = re.compile(r"process rank (\d+)")
-_SIGNAL = re.compile(r"exited on signal (\d+)")
-_DAEMON = re.compile(r"Remote daemon: *\[[^,\]]*,(\d+)\]")
-_UNCONNECTED_DAEMON = re.compile(r"Remote host: *rank\d+-(\S+)")
-_DAEMON_STATUS = re.compile(r"Daemon exit status: *(\d+)")
 _BANNER = re.compile(
     r"[-*=\s]*$|\[\S+\] plm:\w+: Warning: |.*(Per user-direction|thus causing|to be terminated\.)"
 )
 """No cause: lines around messages, words of each end, and a warning that a shell has no process group."""
 CHECK_NODE = "check the node and train again"
 MEMORY_REMEDY = "use a smaller batch size (--batch-size, or `csdctl tune`), or a machine with more memory"
-_ENDED_BY_MPIRUN = (signal.SIGTERM, signal.SIGINT)
 _NO_CAUSE = ("Abort is in progress", "Killed")
 _NOISE = ("All log messages before absl", "oneDNN custom operations are on", "rebuild TensorFlow with")
 _ABORT = re.compile(r"\[\S+\] \*\*\* +(reported by|on a NULL|Unknown error|MPI_ERRORS_ARE|and MPI will)")
@@ -74,7 +68,9 @@ def find_killed(outcome: "JobOutcome") -> Exited | None:
     killed = (
         event
         for event in outcome.events
-        if isinstance(event, Exited) and event.code > 128 and event.code - 128 not in _ENDED_BY_MPIRUN
+        if isinstance(event, Exited)
+        and event.code > 128
+        and event.code - 128 not in (signal.SIGTERM, signal.SIGINT)
     )
     return next(killed, None)
 
@@ -97,18 +93,18 @@ def _read_cause(stderr_tail: Sequence[str], rank_nodes: Sequence[str], starter: 
     """Return the node and the cause that mpirun's messages name."""
     text = "\n".join(stderr_tail)
     remote = [node for node in rank_nodes if node != starter]
-    if found := _DAEMON.search(text):
+    if found := re.search(r"Remote daemon: *\[[^,\]]*,(\d+)\]", text):
         number = int(found[1])
         node = remote[number - 1] if 0 < number <= len(remote) else ""
         return node, "lost: its MPI daemon no longer answers (node down, link cut, or prted killed)"
-    if found := _RANK.search(text):
+    if found := re.search(r"process rank (\d+)", text):
         rank = int(found[1])
         node = rank_nodes[rank] if rank < len(rank_nodes) else ""
-        if by_signal := _SIGNAL.search(text):
+        if by_signal := re.search(r"exited on signal (\d+)", text):
             return node, f"rank {rank} was killed by signal {by_signal[1]}"
         return node, f"rank {rank} was lost, or exited because another rank was lost"
-    if status := _DAEMON_STATUS.search(text):
-        found = _UNCONNECTED_DAEMON.search(text)
+    if status := re.search(r"Daemon exit status: *(\d+)", text):
+        found = re.search(r"Remote host: *rank\d+-(\S+)", text)
         node = next((node for node in remote if found and host_word(node) == found[1]), "")
         whose = "its MPI daemon" if node else "the MPI daemon of a node that mpirun does not name"
         return node, f"{whose} (prted) did not connect to mpirun and exited with {status[1]}"
@@ -121,8 +117,6 @@ LogPath = Callable[[int | None], Path]
 
 MAX_LINE_BYTES = 1 << 20
 MAX_TAIL_LINES, MAX_TAIL_LINE_BYTES = 60, 1 << 12
-MAX_EVENTS = 1000
-"""Later reports of rank 0 of a type that it has reported before are dropped."""
 EXPECTED = (*FROM_MPI, Ready, Traffic, Misbehaved, Finished, Failed)
 """The events of an MPI check; a link sends none but `Exited`."""
 CHECK_WORKER = "check that machine: its worker is damaged or is not csdctl's"
@@ -143,7 +137,7 @@ class MpiOutput:
         self._log_path, self._request = log_path, request.encode()
         self._nodes = nodes
         self.events: list[Event] = []
-        """Events in order of arrival: a rank other than 0 reports everything once."""
+        """Events in order of arrival: a rank reports each type once, but rank 0 up to 1,000 events."""
         self.last_event_s = time.monotonic()
         self._reported: set[tuple[int, type[Event]]] = set()
         self.tail: deque[str] = deque(maxlen=MAX_TAIL_LINES)
@@ -213,7 +207,7 @@ class MpiOutput:
             self._log(rank, line.encode(errors="replace"))
             event = Failed(rank, self._nodes[rank], f"sent an invalid event: {error}", CHECK_WORKER)
         is_new = (rank, type(event)) not in self._reported
-        if not self._is_closed and (is_new or (rank == 0 and len(self.events) < MAX_EVENTS)):
+        if not self._is_closed and (is_new or (rank == 0 and len(self.events) < 1000)):
             self.events.append(event)
             self.last_event_s = time.monotonic()
             self._reported.add((rank, type(event)))
@@ -239,19 +233,12 @@ def kill_session(session_id: int) -> None:
     send_signal((pid for pid, stat in load_all().items() if stat.session == session_id), signal.SIGKILL)
 
 
-POLL_INTERVAL_S = 0.2
-DAEMONS = ("mpirun", "prterun")
-"""The programs that connect to the daemons on nodes. Ranks report their own traffic."""
 MAX_SAMPLE_INTERVAL_S, SAMPLE_INTERVAL_SHARE = 2.0, 0.1
 """Connections are sampled each time another tenth of the elapsed time has passed, at least this often."""
 
 
-GRACE_S = 5.0
-"""After the last completion record, for mpirun to end by itself."""
 SANDBOX_S = 2.0
 """The time for the sandbox to kill its processes and remove its files."""
-ORPHAN_GRACE_S = 1.0
-"""After mpirun was killed, while a process that it started keeps its output open."""
 
 EventT = TypeVar("EventT", bound=Event)
 
@@ -290,9 +277,6 @@ MAX_LINES = 1000
 """The limit of a daemon's lines that are passed on."""
 CLOSE_S, END_DEADLINE_S = 1.0, 3.0
 """The time for a sandbox to end its processes; what is left then is killed."""
-DAEMON_GRACE_S = 1.0
-"""The time for mpirun to end by itself after a daemon has failed."""
-_READ_S = 3600.0
 
 
 class Daemons:
@@ -322,7 +306,7 @@ class Daemons:
             except CsdctlError as error:
                 self._on_line(str(error))
         if code:
-            time.sleep(DAEMON_GRACE_S)
+            time.sleep(1.0)  # mpirun may end by itself
             if not self._is_closed:  # `find_cause` expects what mpirun prints when its ssh fails
                 self._on_line(f"Remote host: {host}")
                 self._on_line(f"Daemon exit status: {code}")
@@ -337,7 +321,7 @@ class Daemons:
         num_lines = 0
         while True:
             try:
-                line = conversation.read_line(deadline_s=_READ_S)
+                line = conversation.read_line(deadline_s=3600.0)
             except DeadlineError:
                 continue
             except EOFError:
@@ -434,10 +418,10 @@ class MpiJob:
                     _sample_connections(conversation.running.stderr.group, outcome)
             if conversation.running.has_exited():
                 exited = exited or now
-                if now - exited > ORPHAN_GRACE_S:
+                if now - exited > 1.0:
                     return  # mpirun was killed, and a process it started keeps its output open
             silent_s = now - output.last_event_s
-            if len(output.ranks_with(Finished)) == len(self._nodes) and silent_s > GRACE_S:
+            if len(output.ranks_with(Finished)) == len(self._nodes) and silent_s > 5.0:
                 return  # a process that a rank left behind keeps mpirun's output open
             is_ready = len(output.ranks_with(Ready)) == len(self._nodes)
             if now - (output.last_event_s if is_ready else started) > deadline_s:
@@ -447,7 +431,7 @@ class MpiJob:
     def _read(self, conversation: Conversation) -> bool:
         """Handle the next output; return False at its end."""
         with contextlib.suppress(DeadlineError):
-            chunk = conversation.read_bytes(deadline_s=POLL_INTERVAL_S)
+            chunk = conversation.read_bytes(deadline_s=0.2)
             self._output.feed(chunk)
             return bool(chunk)
         return True
@@ -471,9 +455,12 @@ class MpiJob:
 
 
 def _sample_connections(session_id: int, outcome: JobOutcome) -> None:
-    """Record the bytes on the connections of mpirun; the kernel drops them when it ends."""
+    """Record the bytes on the connections of mpirun; the kernel drops them when it ends.
+
+    These are to the daemons on nodes. Ranks report their own traffic.
+    """
     for pid, stat in load_all().items():
-        is_daemon = stat.session == session_id and stat.name in DAEMONS
+        is_daemon = stat.session == session_id and stat.name in ("mpirun", "prterun")
         for tcp in list_connections(pid) if is_daemon else ():
             outcome.connection_bytes[tcp.local, tcp.peer] = tcp.num_sent, tcp.num_received
 

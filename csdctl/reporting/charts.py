@@ -165,7 +165,6 @@ def sizes_chart(run: RunResults) -> Chart:
 
 # Pictures are SVG by matplotlib, with text, in the page's own bytes: no script, no request.
 WIDTH_IN, HEIGHT_IN, LANE_IN = 4.2, 2.5, 0.2
-LINE_WIDTH = 1.6
 LABEL_CHARS = 24
 INK, GRID = "#1d2733", "#d5dbe1"
 SERIES = ("#0b63b5", "#c2570c", "#d9a400", "#7a3ea1", "#8a96a3", "#0f8a6a", "#c0246a", "#5c4b37")
@@ -202,7 +201,6 @@ STYLE: Any = {
     "svg.hashsalt": "csdctl",  # the same ids in every report
 }
 DASHES = ("-", "--", ":")
-MISSING = "the HTML report needs matplotlib"
 Lines = Mapping[str, tuple[Sequence[float], Sequence[float]]]
 """x and y by name."""
 
@@ -219,7 +217,7 @@ def draw_lines(
             color = SERIES[number % len(SERIES)]
             marker = "o" if len(x) <= 30 and not in_steps else None
             drawstyle = "steps-post" if in_steps else "default"
-            shape = {"marker": marker, "markersize": 3, "drawstyle": drawstyle, "lw": LINE_WIDTH}
+            shape = {"marker": marker, "markersize": 3, "drawstyle": drawstyle, "lw": 1.6}
             axes.plot(x, y, style, color=color, **shape)
         axes.set(xlabel=x_label, ylabel=_short(y_label))
         if all(float(value).is_integer() for x, _ in lines.values() for value in x):
@@ -263,7 +261,8 @@ def _drawn(draw: Callable[[Any], None], height_in: float) -> str:
         from matplotlib.figure import Figure  # not pyplot, which keeps figures and looks for a display
     except ModuleNotFoundError as error:
         raise InputError(
-            MISSING, remedy=f"{explain_extra('report')}; `--csv` and `--json` need nothing"
+            "the HTML report needs matplotlib",
+            remedy=f"{explain_extra('report')}; `--csv` and `--json` need nothing",
         ) from error
     with matplotlib.rc_context(STYLE):
         figure = Figure(figsize=(WIDTH_IN, height_in), layout="constrained")

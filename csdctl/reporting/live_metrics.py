@@ -10,7 +10,6 @@ from csdctl.fleet.requirements import explain_extra
 from csdctl.reporting.tally import Amounts, Tally
 from csdctl.worker.protocol.events import event_from_document
 
-DEFAULT_ADDRESS = "127.0.0.1"
 COUNTED = ("Joined", "Progress", "EpochEnd")
 """Events from which the tally takes steps and samples."""
 
@@ -32,7 +31,7 @@ def serve_metrics(address: str) -> Callable[[dict[str, Any]], None]:
         raise InputError(f"received --metrics {address!r}", remedy="expected PORT or HOST:PORT")
     registry = CollectorRegistry()
     try:
-        start_http_server(int(port), host.strip("[]") or DEFAULT_ADDRESS, registry)
+        start_http_server(int(port), host.strip("[]") or "127.0.0.1", registry)
     except OSError as error:
         kind = CsdctlError if error.errno == errno.EADDRINUSE else InputError  # it may be free later
         problem = f"cannot serve metrics at {address}: {error.strerror}"

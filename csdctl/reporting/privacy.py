@@ -275,11 +275,7 @@ class PassCounter:
             self._passes[rank] += count
 
 
-def _privacy(
-    noise: Noise,
-    samples: Sequence[tuple[str, int, int]],
-    passes: Sequence[int],
-) -> Privacy:
+def _privacy(noise: Noise, samples: Sequence[tuple[str, int, int]], passes: Sequence[int]) -> Privacy:
     """`samples`, by rank: node, private samples read in an epoch, and the repeated ones among them."""
     nodes = []
     for (node, num_read, num_repeated), count in zip(samples, passes, strict=True):

@@ -34,8 +34,6 @@ RUNNING = "running"
 """States of a run: `stopped` by the user, and `interrupted` when its csdctl was killed."""
 RESULTS = ("loss", "accuracy", "validation_loss", "validation_accuracy", "metrics", "validation_metrics")
 """Results of an epoch."""
-MAX_FAILURES = 100
-"""Failures that are listed; the others are counted."""
 MAX_EPOCHS = 1000
 """Epochs whose noise scale is remembered, and epochs of which not all ranks have reported the same weights; a
 run that goes well has one of these at a time."""
@@ -242,7 +240,7 @@ class _Run:
 
     @property
     def failures(self) -> tuple[str, ...]:
-        """The first failures, and the number of the others."""
+        """The first 100 failures, and the number of the others."""
         more = self._num_failures - len(self._failures)
         return (*self._failures, *([f"and {more} more"] if more else []))
 
@@ -264,7 +262,7 @@ class _Run:
                     self.noise_scales.append(event.noise_scale)
         elif isinstance(event, Failed):
             self._num_failures += 1
-            if self._num_failures <= MAX_FAILURES:
+            if self._num_failures <= 100:
                 self._failures.append(f"{event.node}: {event.message}")
         elif isinstance(event, CheckpointSaved) and event.is_best and event.rank == 0:
             self.best = self.last  # the event names the epoch that begins
@@ -313,7 +311,11 @@ def read_results(run: RunDirectory) -> RunResults:
 
     summary = summarize(run.run_id, manifest, passing(), builder.tally)
     series = builder.build()
-    summary = replace(summary, num_unreadable=events.num_unreadable, energy=_energy(run, series))
+    samples = {node: round(sum(series.samples[rank])) for rank, node in enumerate(series.nodes)}
+    energy = add_up_energy(read_power(run), series.nodes, samples, series.trained)
+    summary = replace(
+        summary, num_unreadable=events.num_unreadable, energy=energy if energy.machines else None
+    )
     state, error = read_end(run)
     failures = summary.failures or ((error,) if state == FAILED else ())
     summary = replace(summary, state=state or summary.state, failures=failures)
@@ -326,13 +328,6 @@ def read_end(run: RunDirectory) -> tuple[str, str]:
     """Return FAILED or STOPPED and the error with which the csdctl of `run` ended; '' without an error."""
     end = load_kept(run.process, dict[str, Any]) or {}
     return str(end.get("state", "")), str(end.get("error", ""))
-
-
-def _energy(run: RunDirectory, series: RunSeries) -> RunEnergy | None:
-    """Return what the machines spent while the run trained."""
-    samples = {node: round(sum(series.samples[rank])) for rank, node in enumerate(series.nodes)}
-    energy = add_up_energy(read_power(run), series.nodes, samples, series.trained)
-    return energy if energy.machines else None
 
 
 @dataclass(frozen=True)

@@ -342,12 +342,10 @@ def epoch_results(event: EpochEnd) -> dict[str, float]:
 
 MIN_SHARE = 0.05
 """Share of the time of all ranks; less waiting than that has no bottleneck."""
-MOSTLY = 0.5
 LATEST, MIN_LATEST = 0.25, 4
 """Share of the run's intervals that counts as now, and the least number of them."""
 SLOWER = 1.15
 """Compute time per sample over its own at the beginning."""
-HOT_C = 80.0
 BY_COMPUTE, BY_INPUT, BY_LINK, BY_HEAT = "compute", "input", "link", "heat"
 
 
@@ -427,12 +425,12 @@ def _cause(series: RunSeries, rank: int, start: int) -> tuple[str, str]:
     """Return the cause, and what shows it."""
     spent = series.spent_s[rank]
     input_s, compute_s = sum(spent[INPUT][start:]), sum(spent[COMPUTE][start:])
-    if input_s > MOSTLY * (input_s + compute_s):
+    if input_s > 0.5 * (input_s + compute_s):
         return BY_INPUT, f"reading samples took {input_s / (input_s + compute_s):.0%} of its time"
     slowdown = _slowdown(series, rank)
     grew = f"its time per sample grew to {slowdown:.2f} times its initial value"
     hottest = series.hottest_c.get(rank, 0.0)
-    if slowdown >= SLOWER and hottest >= HOT_C:
+    if slowdown >= SLOWER and hottest >= 80.0:
         return BY_HEAT, f"{grew}, at up to {hottest:.0f} °C"
     if slowdown >= SLOWER:
         return BY_COMPUTE, grew

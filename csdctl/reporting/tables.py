@@ -42,10 +42,6 @@ from csdctl.tuning.plan import DATA_PARALLEL, SPLIT
 from csdctl.worker.protocol.events import MAX_STEPS
 from csdctl.worker.protocol.recipe import Recipe
 
-MANY = 0.15
-"""Share of a run's time that evaluation and checkpoints may take before the headline names them."""
-SHORTFALL = 0.9
-"""Throughput over the predicted one; below, the plan no longer fits."""
 ADVICE = {
     BY_COMPUTE: "Measure again with `csdctl tune`; if {node} stays slow, look for other programs there.",
     BY_HEAT: "Cool {node}.",
@@ -100,7 +96,7 @@ def _describe_waiting(run: RunResults) -> str:
         return "unknown: no step was reported"
     whole_s = sum(sum(seconds) for kinds in spent for seconds in kinds.values())
     other = sum(sum(kinds[OTHER]) for kinds in spent) / whole_s if whole_s else 0.0
-    ends = f"; evaluation and checkpoints took {format_share(other)} of the run" if other >= MANY else ""
+    ends = f"; evaluation and checkpoints took {format_share(other)} of the run" if other >= 0.15 else ""
     waited = f"{format_share(wait_s / step_s)} of the step time"
     if len(ranks) > 1 and wait_s >= MIN_SHARE * step_s:
         if not whole_s or not run.series.is_wait_divided:
@@ -126,7 +122,7 @@ def _advise(run: RunResults, bottleneck: Bottleneck | None) -> str:
     if bottleneck and not (summary.emulated and bottleneck.rank is None):  # it has no links of its own
         node = run.series.nodes[bottleneck.rank] if bottleneck.rank is not None else ""
         return ADVICE[bottleneck.cause].replace("{node}", "the host" if node == HOST_NAME else node)
-    if predicted and summary.samples_per_s < SHORTFALL * predicted:
+    if predicted and summary.samples_per_s < 0.9 * predicted:  # the plan no longer fits
         reached = format_share(summary.samples_per_s / predicted)
         return f"Measure again with `csdctl tune`: the run reached {reached} of the predicted throughput."
     return f"Use the model: `csdctl predict {summary.run_id}`."
@@ -138,9 +134,6 @@ REACHABLE = {
     DATA_PARALLEL: "the sum of the ranks' standalone throughput",
     SPLIT: "the throughput if the busiest rank never waited",
 }
-BY_EQUAL = "batch sizes by equal", "equal batch sizes"
-UNKNOWN = ("", "–")
-"""Cells without a value."""
 IDENTICAL = "identical on all ranks at the end of every epoch"
 
 
@@ -154,7 +147,7 @@ class DataTable:
     def without_empty_columns(self) -> "DataTable":
         """Return the columns in which a row has a value, and always the first."""
         kept = [
-            n for n in range(len(self.header)) if not n or any(row[n] not in UNKNOWN for row in self.rows)
+            n for n in range(len(self.header)) if not n or any(row[n] not in ("", "–") for row in self.rows)
         ]
         rows = tuple(tuple(row[n] for n in kept) for row in self.rows)
         return DataTable(tuple(self.header[n] for n in kept), rows)
@@ -165,6 +158,7 @@ def describe_run(summary: RunSummary) -> list[tuple[str, str]]:
     training = name_metrics(summary.accuracy, summary.metrics)
     validation = name_metrics(summary.validation_accuracy, summary.validation_metrics)
     cut = f" after {summary.cut}" if summary.cut else ""
+    sizes = "equal batch sizes" if summary.method == "equal" else f"batch sizes by {summary.method}"
     rows = [
         ("throughput", _describe_speed(summary)),
         ("efficiency", _describe_efficiency(summary)),
@@ -181,7 +175,7 @@ def describe_run(summary: RunSummary) -> list[tuple[str, str]]:
             else f"no complete epoch, {summary.samples:,} samples in steps of {summary.global_batch}",
         ),
         *([("gradient noise", _describe_noise(summary))] if summary.noise_scale else []),
-        ("strategy", f"{summary.strategy}{cut}, batch sizes by {summary.method}".replace(*BY_EQUAL)),
+        ("strategy", f"{summary.strategy}{cut}, {sizes}"),
         ("weights", IDENTICAL if summary.identical_weights else "not compared"),
     ]
     rows += [("energy", line) for line in describe_energy(summary.energy)] if summary.energy else []
@@ -396,7 +390,6 @@ KINDS = {
     "weak": "weak scaling: the global batch grows with the ranks",
     "strong": "strong scaling: the global batch stays",
 }
-TUNED = "the host's rate in tuning"
 
 
 @dataclass(frozen=True)
@@ -432,7 +425,7 @@ class ScalingSeries:
     """One of the texts of KINDS."""
     host_samples_per_s: float | None
     host_source: str
-    """What `host_samples_per_s` is from: runs without nodes, or TUNED."""
+    """What `host_samples_per_s` is from: runs without nodes, or tuning."""
     origin: str
 
 
@@ -446,7 +439,7 @@ def build_scaling(runs: Sequence[RunResults], kind: str) -> ScalingSeries:
         points,
         KINDS[kind],
         host,
-        "runs without nodes" if without else TUNED if host else "",
+        "runs without nodes" if without else "the host's rate in tuning" if host else "",
         ", ".join(sorted({run.measured for run in runs})),
     )
 

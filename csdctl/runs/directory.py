@@ -305,8 +305,6 @@ class CappedLog:
             self._file.close()
 
 
-MAX_EVENTS_BYTES = 1 << 30
-MAX_UNWRITTEN_BYTES = 64 << 20
 FREQUENT = (Progress, WaitingFor)
 """Events that come again and again; only those of rank 0 are needed to tell how far a run came."""
 
@@ -318,7 +316,7 @@ class EventLog:
     rank says so.
     """
 
-    def __init__(self, run: RunDirectory, max_bytes: int = MAX_EVENTS_BYTES) -> None:
+    def __init__(self, run: RunDirectory, max_bytes: int = 1 << 30) -> None:
         self._run, self._max_bytes = run, max_bytes
         self._handle = os.open(run.events, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o600)
         self._num_bytes = os.fstat(self._handle).st_size
@@ -351,10 +349,7 @@ class EventLog:
             while self.unwritten:
                 del self.unwritten[: os.write(self._handle, self.unwritten)]
         except OSError as error:
-            if (
-                error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-                or len(self.unwritten) > MAX_UNWRITTEN_BYTES
-            ):
+            if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG) or len(self.unwritten) > 64 << 20:
                 raise
 
     def close(self) -> None:

@@ -20,7 +20,6 @@ from csdctl.errors import InputError
 from csdctl.runs.directory import ProjectDirectory, RunDirectory
 from csdctl.worker.protocol.json_codec import Between, Count, ProtocolError, Seconds, ShortText, from_json
 
-MAX_LINE_CHARS = 1 << 16
 MEASURED, STATED = "measured", "stated"
 
 
@@ -87,7 +86,7 @@ def read_ledger(path: Path) -> Iterator[LedgerEntry]:
 def _lines(path: Path) -> Iterator[tuple[int, str]]:
     """Yield the lines of a file with their numbers, in parts if they are too long; none without the file."""
     with contextlib.suppress(FileNotFoundError), path.open(encoding="utf-8", errors="replace") as file:
-        yield from enumerate(iter(partial(file.readline, MAX_LINE_CHARS), ""), 1)
+        yield from enumerate(iter(partial(file.readline, 1 << 16), ""), 1)
 
 
 @dataclass(frozen=True)

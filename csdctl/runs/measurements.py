@@ -25,7 +25,6 @@ from csdctl.tuning.measurements import (
 
 NUM_NEWEST = 50
 """Repeated measurements that are used, the newest: a fleet changes."""
-REMEDY = "free some disk space, or fix permissions"
 
 ValueT = TypeVar("ValueT", bound=ProbeMeasurement | CollectiveMeasurement | TrialMeasurement)
 ClassT = TypeVar("ClassT", bound=MachineClass | FleetClass)
@@ -140,5 +139,5 @@ class MeasurementStore:
     def _fail(self, failure: str, error: OSError) -> None:
         message = f"{failure}: {self._path}: {error.strerror or error}"
         if not self._is_optional:
-            raise CsdctlError(message, remedy=REMEDY) from error
+            raise CsdctlError(message, remedy="free some disk space, or fix permissions") from error
         self._say(message)

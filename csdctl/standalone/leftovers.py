@@ -23,7 +23,6 @@ from typing import Any
 
 RANK_MARKER = "csdctl-run="
 DAEMON_MARKER = "csdctl_run_"
-STORED = ".csdctl/objects/"
 LOCK = ".csdctl/lock"
 PARTS = (".csdctl/objects/*.part", ".csdctl/trees/.part-*")
 FEATURES, PREDICTIONS = ".csdctl/features", ".csdctl/predictions"
@@ -34,8 +33,6 @@ SANDBOX_USER = 1_907_000_000
 TREES, OBJECTS = ".csdctl/trees/*", ".csdctl/objects/*"
 RECEIVE_LOCK = ".csdctl/receive.lock"
 """Held while files arrive (receive.py)."""
-RELEASE_S = 10.0
-"""The time that the kernel may take to release the lock of a process that was ended."""
 
 
 def main() -> None:
@@ -49,7 +46,7 @@ def main() -> None:
     if is_allowed and request["is_ending"]:
         holding = find_lock_processes(holder)
         end_all([*processes, *holding])
-        end_s = time.monotonic() + RELEASE_S
+        end_s = time.monotonic() + 10.0  # the kernel may take a while to release the lock of an ended process
         while holding and find_holder() is not None and time.monotonic() < end_s:
             time.sleep(0.02)
         for pid in processes:
@@ -116,7 +113,7 @@ def find_processes(home: str, run_id: str, node: str) -> "dict[int, str]":
             run = run_of(words)
             if node and f"{RANK_MARKER}{run_id}/{node}" not in words:
                 continue
-            is_of_csdctl = run or any(word.startswith(STORED) for word in words)
+            is_of_csdctl = run or any(word.startswith(".csdctl/objects/") for word in words)
             is_ours = run == run_id if run_id else is_of_csdctl and os.path.samefile(f"/proc/{pid}/cwd", home)
             if is_ours:
                 found[int(pid)] = run

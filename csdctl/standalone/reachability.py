@@ -20,10 +20,6 @@ import sys
 import threading
 from collections.abc import Iterable
 
-FIRST_RANK_PORT = 1024
-LAST_RANK_PORT = 65535
-MAX_GREETING_BYTES = 256
-
 
 def open_listener(address: str, ports: Iterable[int]) -> socket.socket:
     """Listen on the first free port of `ports`; raises OSError."""
@@ -61,7 +57,7 @@ def connect(name: str, address: str, port: int, token: str, deadline_s: float) -
         return (error.strerror or str(error)).lower()
     try:
         with connection, connection.makefile("rb") as stream:
-            received = stream.readline(MAX_GREETING_BYTES)
+            received = stream.readline(256)
     except OSError:
         return "connected, but received no response"
     received_token, _, server = received.decode("utf-8", "replace").strip().partition(" ")
@@ -97,7 +93,7 @@ def main() -> None:
     """Listen, connect to the other machines when requested, and exit when standard input ends."""
     request = json.loads(sys.stdin.readline())
     try:
-        listeners = [open_listener(request["address"], range(FIRST_RANK_PORT, LAST_RANK_PORT))]
+        listeners = [open_listener(request["address"], range(1024, 65535))]
         if request["is_host"]:
             listeners.append(open_listener(request["address"], [0]))
     except OSError as error:

@@ -42,26 +42,12 @@ OBJECTS = STATE + b"/objects"
 TREES = STATE + b"/trees"
 LOCK = STATE + b"/receive.lock"
 
-READ_BYTES = 1 << 20
-INPUT_BYTES = 1 << 17
-FLUSH_BYTES = 8 << 20
-RESUME_BYTES = 1 << 20
-"""A shorter part is sent again from the start."""
 
 SILENCE_S = 120.0
 """The longest silence of the host before this command ends on its own."""
 
-BUSY_S = 1.0
-LOCK_WAIT_S = 600.0
-MAX_TRIES = 2
-MAX_RANGES = 20_000
-"""The host reads lines of at most a megabyte."""
-
-MANY_FILES = 32
-"""Above this number of files, one sync of the file system is faster than one per file."""
 
 NO_LINK = (errno.EMLINK, errno.EPERM, errno.EXDEV, errno.EOPNOTSUPP, errno.ENOSYS, errno.EACCES)
-FULL = (errno.ENOSPC, errno.EDQUOT)
 REMEDIES = {
     errno.ENOSPC: "free disk space there: `df -h`, `csdctl clean`",
     errno.EDQUOT: "free space within the user's quota there",
@@ -91,7 +77,7 @@ LAST_BEAT_S = [time.monotonic()]
 
 def beat() -> None:
     """Send a heartbeat unless the last one is recent, so that the host need not guess how long work takes."""
-    if time.monotonic() - LAST_BEAT_S[0] > BUSY_S:
+    if time.monotonic() - LAST_BEAT_S[0] > 1.0:
         respond("progress")
         LAST_BEAT_S[0] = time.monotonic()
 
@@ -187,7 +173,7 @@ def hash_of(handle: int, num_bytes: int) -> Any:
     """Return the SHA-256 of the next `num_bytes` of `handle`, or of fewer at the end of the file."""
     digest = hashlib.sha256()
     while num_bytes:
-        chunk = os.read(handle, min(num_bytes, READ_BYTES))
+        chunk = os.read(handle, min(num_bytes, 1 << 20))
         if not chunk:
             break
         digest.update(chunk)
@@ -203,7 +189,7 @@ def read_input(num_bytes: int) -> Iterator[bytes]:
     """
     while num_bytes:
         is_readable = select.select([0], [], [], SILENCE_S)[0]
-        chunk = os.read(0, min(num_bytes, INPUT_BYTES)) if is_readable else b""
+        chunk = os.read(0, min(num_bytes, 1 << 17)) if is_readable else b""
         if not chunk:
             raise BrokenPipeError
         num_bytes -= len(chunk)
@@ -264,7 +250,7 @@ class Receiver:
         offsets = {number: self.resume_offset(self.objects[number]) for number in missing}
         missing = [n for n in missing if not offsets[n] or offsets[n] < self.objects[n].size]
         try:
-            for _ in range(MAX_TRIES):
+            for _ in range(2):
                 requested = report_missing(missing, offsets)
                 arrived = sorted({*arrived, *requested})
                 missing = [n for n in requested if not receive_object(self.objects[n], offsets.get(n, 0))]
@@ -276,7 +262,7 @@ class Receiver:
                 raise SystemExit(1)
             sync([self.objects[number].part for number in arrived])
         except OSError as error:
-            if error.errno in FULL:
+            if error.errno in (errno.ENOSPC, errno.EDQUOT):
                 for number in arrived:
                     with contextlib.suppress(OSError):
                         os.unlink(self.objects[number].part)
@@ -298,7 +284,8 @@ class Receiver:
             if size == expected.size and hash_of(file.fileno(), size).hexdigest() == expected.sha256:
                 os.chmod(expected.part, expected.mode)
                 return size
-        return size if RESUME_BYTES <= size < expected.size else 0
+        # A shorter part is sent again from the start.
+        return size if 1 << 20 <= size < expected.size else 0
 
 
 def report_missing(missing: list[int], offsets: dict[int, int]) -> list[int]:
@@ -308,7 +295,7 @@ def report_missing(missing: list[int], offsets: dict[int, int]) -> list[int]:
     """
     ranges: list[list[int]] = []
     for number in missing:
-        if ranges and (ranges[-1][1] == number - 1 or len(ranges) == MAX_RANGES):
+        if ranges and (ranges[-1][1] == number - 1 or len(ranges) == 20_000):  # lines of a megabyte at most
             ranges[-1][1] = number
         else:
             ranges.append([number, number])
@@ -333,7 +320,7 @@ def receive_object(expected: ManifestObject, offset: int) -> bool:
             digest.update(chunk)
             part.write(chunk)
             num_written += len(chunk)
-            if num_written >= FLUSH_BYTES:
+            if num_written >= 8 << 20:
                 # Starts writing the pages, so that a later sync is fast.
                 os.posix_fadvise(part.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
                 num_written = 0
@@ -345,7 +332,7 @@ def receive_object(expected: ManifestObject, offset: int) -> bool:
 def sync(paths: list[bytes]) -> None:
     """Sync to disk: a file with its final name survives a power cut intact."""
     flush: Any = os.fsync
-    if len(paths) > MANY_FILES:
+    if len(paths) > 32:  # one sync of the file system is faster than one per file
         with contextlib.suppress(ImportError, AttributeError, OSError):  # none in this Python
             import ctypes
 
@@ -424,7 +411,7 @@ def locked() -> Iterator[None]:
     """Hold the store's lock, which serializes deploys; a dead process holds no lock."""
     make_private(STATE)
     with open(os.open(LOCK, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK, 0o600), "r+") as file:
-        end_s = time.monotonic() + LOCK_WAIT_S
+        end_s = time.monotonic() + 600.0
         while True:
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -26,9 +26,6 @@ from csdctl.workflows.discovery.discover import DiscoverResult, ShownKey, find_s
 from csdctl.workflows.discovery.inventory import FoundFleet
 from csdctl.workflows.preflight.doctor import Examination, describe
 
-MAX_ROWS = 40
-"""With more machines than this, only those with a warning or a failure have a row."""
-
 COLUMNS = {
     "reach": ("reach", "probe", "deploy"),
     "software": ("Python", "packages", "MPI", "mpirun", "prefix", "glibc"),
@@ -80,10 +77,9 @@ class ExaminationView(View):
         for check in self._checks:
             row, column = worst.setdefault(check.machine, {}), column_of.get(check.check, "system")
             row[column] = max(row.get(column, Status.OK), check.status, key=_SEVERITY.index)
+        # Of more than 40 machines, those that are green have no row.
         rows = {
-            name: row
-            for name, row in worst.items()
-            if len(worst) <= MAX_ROWS or {*row.values()} != {Status.OK}
+            name: row for name, row in worst.items() if len(worst) <= 40 or {*row.values()} != {Status.OK}
         }
         cells = [
             (name, *(_COLORS[row[column]] if column in row else "–" for column in COLUMNS))
@@ -110,8 +106,6 @@ def doctor_document(examination: Examination) -> dict[str, object]:
 
 _UNKNOWN = "–"
 _MISSING = "missing"
-MAX_NAME_WIDTH = 15
-"""The width at which the column of machines is folded, so that the table fits 80 columns."""
 EMULATED = {"schema": "csdctl.emulate/1", "emulated": True}
 
 
@@ -220,7 +214,7 @@ def _tabulate_facts(title: str, groups: Sequence[EqualMachines]) -> Table:
     columns = ("~machines", "~CPU", ">cores", ">memory", ">disk", "Python", "Tensor\nFlow", "MPI")
     table = build_table(columns, rows, title=title)
     longest = max((len(row[0]) for row in rows), default=0)
-    table.columns[0].min_width = max(len("machines"), min(longest, MAX_NAME_WIDTH))
+    table.columns[0].min_width = max(len("machines"), min(longest, 15))  # fits 80 columns
     return table
 
 

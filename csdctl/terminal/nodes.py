@@ -25,8 +25,6 @@ from csdctl.workflows.provision.provision import Provisioned, ProvisionRequest, 
 
 MAX_LINES = 20
 """The most problems, and the most notes, to print: a thousand nodes must not scroll the rest away."""
-MAX_SHOWN_LINES = 200
-"""Lines of one output of one row; --json has up to 64 KiB."""
 MAX_ANSWERS = 5 * MAX_LINES
 ItemT = TypeVar("ItemT")
 
@@ -102,7 +100,7 @@ def render_answers(streams: Streams, result: ExecResult) -> None:
 def _print_output(console: PrintableConsole, output: bytes) -> None:
     """Print text of a machine, indented, so that no line of it passes for csdctl's."""
     lines = output.decode(errors="replace").splitlines()
-    most = MAX_SHOWN_LINES if console.is_terminal else len(lines)
+    most = 200 if console.is_terminal else len(lines)
     for line in lines[:most]:
         console.print(f"  {line}", soft_wrap=True)
     if len(lines) > most:

@@ -13,17 +13,7 @@ from csdctl.reporting.numbers import format_bytes, format_count, format_rate, fo
 from csdctl.shipping.deliver import Delivery
 from csdctl.terminal.console import PrintableConsole
 from csdctl.terminal.streams import Streams
-from csdctl.terminal.view import (
-    DONE,
-    SILENT,
-    STARTING,
-    WIDE,
-    Columns,
-    FleetView,
-    Row,
-    draw_bar,
-    show_elapsed,
-)
+from csdctl.terminal.view import DONE, SILENT, STARTING, WIDE, Columns, FleetView, Row, draw_bar, show_elapsed
 from csdctl.worker.protocol.datasets import DatasetInfo, PrepareProgress
 from csdctl.workflows.data.prepare import Prepared
 from csdctl.workflows.workspace.workspace import OnProgress

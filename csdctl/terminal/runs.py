@@ -15,7 +15,6 @@ from csdctl.worker.protocol.events import event_document
 from csdctl.workflows.runs.manage import Difference, Followed, follow_lines, look_at, read_last_lines
 
 STYLES = {RUNNING: "green", FAILED: "red", INTERRUPTED: "red", STOPPED: "yellow"}
-SECOND = len("20261123-081803")
 RESUMABLE = (STOPPED, FAILED, INTERRUPTED)
 
 
@@ -53,7 +52,7 @@ def _mark(validation: float | None, training: float | None) -> str:
 
 def _shorten(run_id: str, runs: Sequence[RunStatus]) -> str:
     """Return the id without its microseconds, where no other run began in that second."""
-    short = run_id[:SECOND]
+    short = run_id[: len("20261123-081803")]
     return run_id if sum(run.run_id.startswith(short) for run in runs) > 1 else short
 
 

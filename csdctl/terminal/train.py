@@ -67,8 +67,6 @@ MAX_NAMED = 8
 INTERVAL_S, INTERVAL_SHARE = 5.0, 1 / 64
 """Minimum interval between two searches for a bottleneck, and the same as a share of the run so far. The
 figures of a long run change slowly, and a new watcher reads all of its events."""
-SILENT_S = 10.0
-"""Seconds without news of any step after which the headline says so."""
 
 
 def format_shards(spec: RunSpec) -> list[str]:
@@ -101,10 +99,9 @@ def describe_learning_rate(spec: RunSpec) -> str:
     recipe, size = spec.recipe, sum(rank.batch_size for rank in spec.ranks)
     if recipe.schedule or not recipe.learning_rate:
         return ""
-    limit = recipe.max_learning_rate or math.inf
-    rate = min(limit, recipe.learning_rate * size / recipe.reference_batch)
+    rate, limit = recipe.scale_rate(recipe.learning_rate, size), recipe.max_learning_rate
     reason = f"{recipe.learning_rate:g} × {size}/{recipe.reference_batch}"
-    shown = "recipe.max_learning_rate" if limit is math.inf else f"{limit:g}"
+    shown = "recipe.max_learning_rate" if limit is None else f"{limit:g}"
     return f"learning rate {rate:.2g} ({reason}; limit: {shown})"
 
 
@@ -301,7 +298,7 @@ class TrainingView(FleetView[RankRow]):
     def _silence(self) -> str:
         """Return how long nothing has come, and who is known to be the cause."""
         silent_s = self._clock() - self._step_at
-        if silent_s < SILENT_S:
+        if silent_s < 10.0:
             return ""
         standing = [row.node for row in self._rows.values() if row.is_sick]
         names = f" ({format_node_names(standing, at_most=2)})" if standing else ""

@@ -13,22 +13,10 @@ from csdctl.reporting.numbers import format_bytes, format_range, format_rate, fo
 from csdctl.reporting.tally import Tally
 from csdctl.terminal.console import PrintableConsole, build_pairs, build_table
 from csdctl.terminal.prepare import PreparationScreen
-from csdctl.terminal.view import (
-    WIDE,
-    Columns,
-    FleetView,
-    RankRow,
-    show_elapsed,
-)
+from csdctl.terminal.view import WIDE, Columns, FleetView, RankRow, show_elapsed
 from csdctl.tuning.fleet_model import ProbeOutcome
 from csdctl.tuning.plan import DATA_PARALLEL, FEATURES, SPLIT, Plan, RankPlan, StrategyPlan
-from csdctl.worker.protocol.events import (
-    EpochEnd,
-    Event,
-    Joined,
-    Progress,
-    Verified,
-)
+from csdctl.worker.protocol.events import EpochEnd, Event, Joined, Progress, Verified
 from csdctl.worker.protocol.features import Recomputed
 from csdctl.worker.protocol.run_spec import CPU
 from csdctl.workflows.train.verify import Verdict

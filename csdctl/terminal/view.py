@@ -147,8 +147,6 @@ def live_on(console: PrintableConsole, render: Callable[[], RenderableType]) -> 
 
 STARTING, READY, TRAINING, DONE = "starting", "ready", "training", "done"
 LOST, FAILED, BACK, WAITING, SILENT = "lost", "failed", "back", "waiting for others", "silent"
-STANDSTILLS = (LOST, FAILED, WAITING)
-"""States of a rank in which it takes no steps."""
 STATES: dict[type[Event], str] = {
     Ready: READY,
     Joined: TRAINING,
@@ -168,10 +166,6 @@ NUM_GRADES = 20
 """Grades of slowness: rows of one grade keep their order, so that the view does not flicker."""
 WIDE, WIDER = 100, 120
 """Columns of a terminal from which on rows have more values."""
-NUM_AROUND = 6
-"""Title, headline, bar, names of the columns, and two lines that stay free below."""
-PLAIN_INTERVAL_S = 5.0
-MIN_NAME = 10
 
 
 @dataclass
@@ -219,7 +213,7 @@ class RankRow(Row):
     def take(self, event: Event, report: Amounts | None) -> None:
         """Take what an event about the rank says; `report`: what it adds to the rank's tally."""
         self.state = STATES.get(type(event), self.state)
-        if self.state in STANDSTILLS:
+        if self.state in (LOST, FAILED, WAITING):  # it takes no steps
             self.rate, self.compute_s, self.wait_s = None, 0.0, 0.0
         if report and report.steps:
             self.compute_s, self.wait_s = report.compute_s / report.steps, report.wait_s / report.steps
@@ -350,7 +344,7 @@ class FleetView(View, ABC, Generic[RowT]):
         return self._clock() - self._start
 
     def _print_headline_if_due(self) -> None:
-        if self._live is None and self._clock() - self._printed_at >= PLAIN_INTERVAL_S:
+        if self._live is None and self._clock() - self._printed_at >= 5.0:
             self._printed_at = self._clock()
             self._print(self._headline())
 
@@ -361,7 +355,8 @@ class FleetView(View, ABC, Generic[RowT]):
         bar.add_row(ProgressBar(total=total, completed=completed, width=min(width, 100), pulse=total is None))
         details = self._details(width)
         num_lines = sum(max(1, math.ceil(line.cell_len / width)) for line in details)
-        capacity = max(3, height - NUM_AROUND - num_lines)
+        # Beside the rows: title, headline, bar, names of the columns, and two lines that stay free below.
+        capacity = max(3, height - 6 - num_lines)
         rows, rest = choose_rows(self._list_rows(), capacity, is_first_on_top=self.is_first_on_top)
         lines = [self._title, self._headline(), describe_rest(rest)]
         title, headline, others = (Text(line, no_wrap=True, overflow="ellipsis") for line in lines)
@@ -378,7 +373,7 @@ def _tabulate(rows: Sequence[RowT], columns: Columns[RowT], width: int) -> list[
         shown = [cell if isinstance(cell, Text) else Text(cell) for cell in cells]
         table.append([Text(make_printable(row.node)), row.show_state(), *shown])
     widths = [max(cell.cell_len for cell in column) for column in zip(*table, strict=True)]
-    widths[0] = min(widths[0], max(MIN_NAME, width - sum(widths[1:]) - len(widths)))
+    widths[0] = min(widths[0], max(10, width - sum(widths[1:]) - len(widths)))
     for line in table:
         for name, cell, size in zip(("", "", *columns), line, widths, strict=True):
             cell.truncate(size, overflow="ellipsis")

@@ -31,7 +31,6 @@ START_DEADLINE_S = 30.0
 SFTP_DEADLINE_S = 60.0
 """Maximum time without any byte of a file transfer."""
 
-_WAKE_S = 0.5
 _LOGIN_SHELL = 'exec "${SHELL:-/bin/sh}" -c "$1"'
 
 
@@ -167,7 +166,7 @@ class FleetRemote(Remote):  # type: ignore[misc]
         """Wait for the end of the command, or of a thread of Fabric that failed, without polling."""
         assert self.channel
         while not (self.process_is_finished or self.has_dead_threads):
-            self.channel.status_event.wait(_WAKE_S)
+            self.channel.status_event.wait(0.5)
 
     def read_proc_stdout(self, num_bytes: int) -> bytes:
         """Return the next bytes of the command's standard output; b'' at the end."""

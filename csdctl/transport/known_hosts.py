@@ -17,8 +17,6 @@ from pathlib import Path
 
 from csdctl.errors import HostKeyError
 
-SSH_PORT = 22
-
 _LOWER = str.maketrans(string.ascii_uppercase, string.ascii_lowercase)
 
 _IGNORED = dict.fromkeys(map(ord, "\v\f\r"))
@@ -119,7 +117,7 @@ def load_lines(path: Path) -> list[str]:
 
 def build_host_name(address: str, port: int) -> str:
     """Return the name of `address` at `port` in known_hosts."""
-    return address.lower() if port == SSH_PORT else f"[{address.lower()}]:{port}"
+    return address.lower() if port == 22 else f"[{address.lower()}]:{port}"
 
 
 def fingerprint(blob: bytes) -> str:

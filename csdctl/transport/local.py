@@ -13,7 +13,6 @@ from csdctl.transport.commands import WrappedCommand
 from csdctl.transport.meter import Meter
 from csdctl.transport.session import Deadline, Session
 
-_POLL_S = 0.5
 _READ_BYTES = 1 << 16
 
 
@@ -59,7 +58,7 @@ class _PipedProcess:
         chunk = b""
         while not self._is_released:
             with contextlib.suppress(TimeoutError):
-                _wait_for(self._stderr.fileno(), select.POLLIN, _POLL_S)
+                _wait_for(self._stderr.fileno(), select.POLLIN, 0.5)
                 chunk = os.read(self._stderr.fileno(), _READ_BYTES)
                 break
         if not chunk:

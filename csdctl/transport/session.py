@@ -73,9 +73,6 @@ class Completed:
 SLICE_BYTES = 256 * 1024
 """Maximum size of one write: paramiko's `sendall` is quadratic in the size of its argument."""
 
-EXIT_POLL_S = 0.25
-"""A command whose output stays open is checked for its end at this interval."""
-
 KILL_DEADLINE_S = 5.0
 
 LEFTOVER_OUTPUT_S = 1.0
@@ -211,7 +208,7 @@ class Running:
             if ended is None and self.has_exited():
                 ended = Deadline(LEFTOVER_OUTPUT_S)
             try:
-                return self.process.read_stdout(min(deadline.left_s, ended.left_s if ended else EXIT_POLL_S))
+                return self.process.read_stdout(min(deadline.left_s, ended.left_s if ended else 0.25))
             except TimeoutError:
                 if deadline.has_passed:
                     raise

@@ -75,9 +75,6 @@ def choose_algorithms(options: paramiko.transport.SecurityOptions, known_key_typ
     options.key_types = sorted(types, key=lambda name: types[name] not in known_key_types)
 
 
-CAUSE_S = 1.0
-
-
 class JumpHosts:
     """The known host keys and open connections to jump hosts of one command. The caller closes it.
 
@@ -130,7 +127,7 @@ class JumpHosts:
 
     def _connected(self, node: Node, jump: Node, deadline: Deadline) -> StrictTransport:
         # Whoever connects to the jump host has the same deadline, and learns what is wrong with it.
-        if not self._locks[jump].acquire(timeout=deadline.left_s + CAUSE_S):
+        if not self._locks[jump].acquire(timeout=deadline.left_s + 1.0):
             raise _timed_out(node, jump, deadline)
         try:
             if jump in self._errors:
@@ -464,11 +461,6 @@ def _find_in_agent(path: Path) -> paramiko.PKey | None:
 MAX_CHANNELS = 8
 """Concurrent commands on one connection: sshd allows 10 (MaxSessions), one is reserved for kills."""
 
-_READ_BYTES = 1 << 16
-_GOING_DOWN_S = 0.5
-_MAX_QUEUE_S = 10.0
-_SEND_POLL_S = 0.5
-
 
 def connect(
     node: Node, known_hosts: JumpHosts | Iterable[Path], *, connect_deadline_s: float = 10.0
@@ -528,7 +520,7 @@ class _ChannelProcess:
     def __init__(self, transport: StrictTransport, channel: paramiko.Channel) -> None:
         self._transport = transport
         self._channel = channel
-        self._channel.settimeout(_SEND_POLL_S)  # applies to sending only
+        self._channel.settimeout(0.5)  # applies to sending only
         self._has_stdout, self._has_stderr = threading.Event(), threading.Event()
         channel.in_buffer.set_event(self._has_stdout)
         channel.in_stderr_buffer.set_event(self._has_stderr)
@@ -568,7 +560,7 @@ class _ChannelProcess:
         if code >= 0:
             return min(code, 255)
         # No code: a signal ended the command, or the connection is being lost, and then its thread ends.
-        self._transport.join(_GOING_DOWN_S)
+        self._transport.join(0.5)
         if self._transport.is_active():
             return 255
         raise lost_connection_error(self._transport, " while a command ran")
@@ -582,7 +574,7 @@ class _ChannelProcess:
 
 def _receive(receive: Callable[[int], bytes]) -> bytes:
     try:
-        return receive(_READ_BYTES)
+        return receive(1 << 16)
     except TimeoutError:  # another thread has taken what was there
         raise
     except LOST:  # `exit_code` reports it
@@ -604,7 +596,7 @@ def kill_group(transport: StrictTransport, group: int) -> bool:
 
 def _open_channel(transport: StrictTransport, command_line: str, deadline: Deadline) -> paramiko.Channel:
     """Open a channel and start `command_line` on it; waits while the server has too many channels."""
-    queue_deadline = Deadline(min(_MAX_QUEUE_S, deadline.left_s))
+    queue_deadline = Deadline(min(10.0, deadline.left_s))
     pause_s = 0.05
     while True:
         try:

@@ -54,8 +54,6 @@ WRITE_DEADLINE_S = 15.0
 LOST = (paramiko.SSHException, EOFError, OSError)
 """Exceptions that sending raises when the connection is lost."""
 
-_RECEIVE_BYTES = 1 << 17
-
 
 class SshProtocolError(paramiko.SSHException):
     """The server broke the SSH protocol; the connection is closed."""
@@ -172,7 +170,7 @@ class GreedyPacketizer(Packetizer):
     def _receive(self, check_rekey: bool) -> None:
         """Wait for more bytes, at most for the timeout of the connection."""
         try:
-            arrived = self._connection.recv(_RECEIVE_BYTES)
+            arrived = self._connection.recv(1 << 17)
         except TimeoutError:
             if self.closed:
                 raise EOFError from None

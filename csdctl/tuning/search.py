@@ -20,11 +20,8 @@ NUM_TIMES = 96
 """Step times to try, evenly on a logarithmic scale."""
 NUM_TIMES_COARSE = 8
 """Step times to try when sets of ranks are only compared."""
-TIME_TOLERANCE = 1e-5
 NUM_CUTS = 12
 """Sets of ranks to try, each without some of the slowest nodes."""
-SLACK = 0.005
-"""Share below the best rate at which the smallest global batch wins: it takes more optimizer steps."""
 MIN_GAIN_WITHOUT_NODES = 0.02
 """Nodes are left out when the fleet is faster by at least this share without them."""
 
@@ -220,8 +217,9 @@ def _best_of(
     if not rates:
         return None
     fastest = max(rate for rate, _ in rates)
-    # In order of T, and thus of the global batch: the first that is almost as fast as the fastest.
-    time_s = next(time_s for rate, time_s in rates if rate >= fastest * (1 - SLACK))
+    # In order of T, and thus of the global batch: the first that is almost as fast as the fastest, since a
+    # smaller batch takes more optimizer steps.
+    time_s = next(time_s for rate, time_s in rates if rate >= fastest * 0.995)
     sizes = sizes_at(time_s)
     assert sizes
     prediction = predict(members, sizes, collective_s, overhead_factor)
@@ -231,12 +229,12 @@ def _best_of(
 def _longest_times(most: int, least_s: float, total: Callable[[float], int]) -> tuple[float, float]:
     """Return the longest T with at most `most` samples, and the shortest with at least as many.
 
-    They are `TIME_TOLERANCE` apart. Both are the same where no T has as many.
+    They are a share of 1e-5 apart. Both are the same where no T has as many.
     """
     low, high = least_s, least_s
     while total(high) < most:
         low, high = high, high * 2
-    while high - low > TIME_TOLERANCE * high:
+    while high - low > 1e-5 * high:
         middle = (low + high) / 2
         low, high = (low, middle) if total(middle) >= most else (middle, high)
     return (high, high) if total(high) == most else (low, high)

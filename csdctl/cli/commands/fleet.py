@@ -225,12 +225,7 @@ def provision(
     yes: options.YesOption = False,
 ) -> None:
     """Install Python, the packages for training and MPI on bare nodes."""
-    from csdctl.terminal.nodes import (
-        TransferView,
-        collected_document,
-        provision_document,
-        render_provisioned,
-    )
+    from csdctl.terminal.nodes import TransferView, collected_document, provision_document, render_provisioned
     from csdctl.workflows.provision import provision as workflow
     from csdctl.workflows.provision.bundle import LOCK
 

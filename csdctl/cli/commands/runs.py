@@ -12,8 +12,6 @@ from csdctl.errors import ExitCode, InputError
 from csdctl.terminal.streams import Streams
 
 runs = options.group(help="List, watch, stop, compare and remove runs.")
-WATCHER_NICE = 19
-"""A watcher computes only when the ranks leave the processor to it."""
 run_argument = partial(typer.Argument, autocompletion=options.complete_runs)
 RunArgument = Annotated[
     str | None, run_argument(help="Run ID, unique prefix or `latest`; default: the latest.")
@@ -40,7 +38,7 @@ def watch(run: RunArgument = None, json: options.JsonOption = False) -> None:
     from csdctl.terminal.runs import watch_run
     from csdctl.workflows.runs.manage import follow_run
 
-    os.nice(WATCHER_NICE)
+    os.nice(19)  # it computes only when the ranks leave the processor to it
     streams = Streams(is_json=json)
     followed = follow_run(streams.project.find_run(run))
     if not watch_run(streams, followed):

@@ -235,13 +235,7 @@ def scale(
     # Batch sizes that moved during a run would be another plan than that of its point.
     wanted = TrainOptions(max_steps=max_steps, is_balanced=False)
     training = TrainRequest(
-        call.job,
-        call.fleet,
-        call.directory,
-        wanted,
-        plan,
-        batch_size,
-        is_preflight_skipped=skip_doctor,
+        call.job, call.fleet, call.directory, wanted, plan, batch_size, is_preflight_skipped=skip_doctor
     )
     points = plan_points(training, kinds, parse_node_counts(nodes) if nodes is not None else ())
     if dry_run:

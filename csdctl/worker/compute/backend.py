@@ -12,8 +12,6 @@ from csdctl.worker.process.errors import WorkerError
 from csdctl.worker.protocol.run_spec import CPU, GPU, Runtime
 
 DEFAULT = Runtime()
-FOR_PICTURES = ("matplotlib", "IPython")
-"""Packages that Keras imports where they are installed, to draw: a tenth of the CPU time of loading both."""
 STATE = "CPU:0"
 """The device that holds what training changes, and computes it from sums. A GPU rounds differently, and all
 ranks need the same bits (docs/decisions/0047)."""
@@ -56,7 +54,8 @@ def load_tensorflow(runtime: Runtime = DEFAULT) -> Any:
     os.environ.setdefault("OMP_NUM_THREADS", str(runtime.threads))
     if not runtime.onednn:
         os.environ["TF_ENABLE_ONEDNN_OPTS"] = "0"
-    hidden = [name for name in FOR_PICTURES if name not in sys.modules]
+    # Keras imports them where they are installed, to draw: a tenth of the CPU time of loading all.
+    hidden = [name for name in ("matplotlib", "IPython") if name not in sys.modules]
     sys.modules.update(dict.fromkeys(hidden))  # type: ignore[arg-type]  # as if they were not installed
     with _collecting_no_garbage():
         import tensorflow as tf

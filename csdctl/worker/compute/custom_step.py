@@ -65,7 +65,8 @@ class CustomStep(RankStep):
         self._name = f"{getattr(model.train_step, '__name__', 'train_step')} of {type(model).__name__}"
         build_symbolically(model, self._unpack(*tf.nest.map_structure(symbolic, self.signature)))
         if not all(getattr(metric, "built", True) for metric in self._find_metrics()):
-            self._trace_once(self._call_train_step, self.signature)
+            # train_step creates state in its first call, such as of metrics of compile().
+            self._trace_once(lambda x, y: self._call(self.model.train_step, x, y), self.signature)
         self._metrics = MetricStates(self._find_metrics())
         self._named = list(self._metrics.compute((0.0,) * self._metrics.size))
         self._evaluate: Any = None
@@ -260,10 +261,6 @@ class CustomStep(RankStep):
                 f"{self._name} cannot be traced: {describe(error)}",
                 "see docs/reference/models.md on models with their own train_step",
             ) from error
-
-    def _call_train_step(self, samples: Any, labels: Any) -> None:
-        """Create the state that train_step creates in its first call, such as of metrics of compile()."""
-        self._call(self.model.train_step, samples, labels)
 
     def _step_graph(self, samples: Any, labels: Any, weight: Any, seed: Any) -> Any:
         # TensorFlow traces again if the first time has created variables.

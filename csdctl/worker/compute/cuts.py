@@ -31,9 +31,6 @@ from csdctl.worker.compute.keras_internals import (
 from csdctl.worker.compute.statistics import Snapshot
 from csdctl.worker.protocol.model_info import CutInfo
 
-CALLS = ("PartitionedCall", "StatefulPartitionedCall")
-LOOPS = ("While", "StatelessWhile")
-
 
 def count_flops(model: Any) -> int:
     """Return the FLOPs of one sample; 0 if unknown, as for inputs of variable size. Raises nothing."""
@@ -80,9 +77,9 @@ def _reachable(outputs: Sequence[Any]) -> list[Any]:
 
 def _count_operation(operation: Any) -> int:
     op_type = operation.type
-    if op_type in CALLS:
+    if op_type in ("PartitionedCall", "StatefulPartitionedCall"):
         return _count(_function(operation, "f").outputs)
-    if op_type in LOOPS:
+    if op_type in ("While", "StatelessWhile"):
         return _loop_length(operation) * _count(_function(operation, "body").outputs)
     shapes = [tensor.shape for tensor in operation.inputs]
     if op_type in ("MatMul", "BatchMatMul", "BatchMatMulV2", "BatchMatMulV3"):

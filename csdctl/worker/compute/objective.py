@@ -29,8 +29,6 @@ from csdctl.worker.protocol.datasets import INPUT, SAMPLE_WEIGHT, as_inputs, is_
 from csdctl.worker.protocol.recipe import Recipe
 
 LOSS = "loss"
-MAX_RESULTS = 64
-"""Values of one metric that are reported: more are left out, such as those of a thousand classes."""
 
 
 class MetricStates:
@@ -88,9 +86,10 @@ class MetricStates:
 
 
 def _flatten(name: str, value: Array) -> dict[str, float]:
+    """Return the values of a metric by name, at most 64: it may have one for each of a thousand classes."""
     if value.ndim == 0:
         return {name: float(value)}
-    return {f"{name}_{number}": float(one) for number, one in enumerate(value.ravel()[:MAX_RESULTS])}
+    return {f"{name}_{number}": float(one) for number, one in enumerate(value.ravel()[:64])}
 
 
 @dataclass(frozen=True)

@@ -20,9 +20,6 @@ from csdctl.worker.compute.user_code import load_function
 from csdctl.worker.process.errors import InputError, WorkerError, describe
 from csdctl.worker.protocol.recipe import Argument, LossTerm, Recipe
 
-DEFAULT_OPTIMIZER = "sgd"
-DEFAULT_LOSS = LossTerm("sparse_categorical_crossentropy")
-
 
 def compile_model(model: Any, recipe: Recipe) -> Recipe:
     """Compile `model` for training by `recipe`; return the recipe, completed by the model's own compile().
@@ -72,7 +69,7 @@ def _choose_optimizer(recipe: Recipe, own: Any) -> tuple[Any, Recipe]:
     if isinstance(own, str):
         own = keras.optimizers.get(own)
     if recipe.optimizer or own is None:
-        name = recipe.optimizer or DEFAULT_OPTIMIZER
+        name = recipe.optimizer or "sgd"
         config: dict[str, Any] = {"learning_rate": None, **recipe.optimizer_args}
     else:
         own = getattr(own, "inner_optimizer", own)  # compile() wraps it again, if the model needs that
@@ -141,7 +138,7 @@ def _choose_loss(recipe: Recipe, own: dict[str, Any], model: Any) -> tuple[Any, 
             _check_reductions(own.get("loss"))
         return own.get("loss"), own.get("loss_weights")
     else:
-        terms = {"": DEFAULT_LOSS}
+        terms = {"": LossTerm("sparse_categorical_crossentropy")}
     if "" in terms:
         return make_loss(terms[""], recipe.from_logits), terms[""].weight
     names = list(getattr(model, "output_names", None) or terms)
@@ -238,9 +235,7 @@ def learning_rate(
     """
     initial = recipe.learning_rate if scheduled is None else scheduled
     assert initial is not None, "the recipe has been resolved with its model"
-    target = initial * global_batch / recipe.reference_batch
-    if recipe.max_learning_rate is not None:
-        target = min(target, recipe.max_learning_rate)
+    target = recipe.scale_rate(initial, global_batch)
     if epochs_done >= recipe.warmup_epochs:
         return target * decay(recipe, epochs_done)
     return initial + (target - initial) * epochs_done / recipe.warmup_epochs

@@ -123,7 +123,6 @@ def imported_beside(directory: Path) -> list[Path]:
 
 _AUGMENT = 2
 """The last element of the seed: it keeps these numbers apart from the order of samples (prepared.py)."""
-_MAX_GLOBAL_SEED = 1 << 32
 
 
 class Augmentation:
@@ -173,7 +172,7 @@ class Augmentation:
             return samples, labels
         generator = np.random.default_rng(seed)
         # For functions of libraries that draw from the global generators.
-        random.seed(seed_of_all := int(generator.integers(_MAX_GLOBAL_SEED)))
+        random.seed(seed_of_all := int(generator.integers(1 << 32)))
         np.random.seed(seed_of_all)
         copies = (map_fields(np.array, part) for part in (samples, labels))  # which it may write to
         returned = self._function(*copies, generator)
@@ -232,7 +231,6 @@ def _type_of(value: Any) -> str:
     return f"a {type(value).__name__}"
 
 
-NUM_SAMPLES = 8
 STEPS = (0, 1, 2)
 """Steps that are tried: in one, random numbers of few samples may be equal by chance."""
 
@@ -246,7 +244,7 @@ def try_augment(spec: AugmentTrial) -> None:
     load_backend()  # whose threads cannot be set any more once the user's code has imported it
     import_packed(spec.code.archive, spec.code.modules)
     augmentation = Augmentation(spec.reference, spec.seed, is_public=True)
-    samples, labels = PreparedSamples(spec.samples).span(0, NUM_SAMPLES)
+    samples, labels = PreparedSamples(spec.samples).span(0, 8)
     for size, step in itertools.product(dict.fromkeys((len(samples), 1)), STEPS):
         # Ranks compute the steps of a group in order, a rank that is restarted one of them alone.
         batch = samples[:size], labels[:size]

@@ -156,9 +156,6 @@ def map_array(path: str | Path) -> Array:
         return map_file(file)
 
 
-_MAX_INTEGER = (1 << 31) - 1
-
-
 def dtype_to_text(dtype: np.dtype[Any]) -> str:
     """Return a dtype as text, such as 'uint8'; a structured one as JSON: [[name, type, shape], …]."""
     if dtype.names is None:
@@ -197,7 +194,7 @@ def random_batch(
     for array, most in ((samples, largest), (labels, {"": info.max_label, **info.max_labels})):
         for name, field in fields_of(array).items():
             if field.dtype.kind in "iu":
-                highest = min(max(0, most.get(name, 127)), _MAX_INTEGER)
+                highest = min(max(0, most.get(name, 127)), (1 << 31) - 1)
                 field[...] = generator.integers(0, highest, field.shape, endpoint=True)
             else:
                 field[...] = generator.random(field.shape)

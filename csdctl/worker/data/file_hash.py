@@ -22,7 +22,6 @@ from csdctl.worker.process.files import open_private, save_atomically
 REMEMBERED = Path(".csdctl/hashes.json")
 """Relative to the session's home; nothing is remembered where csdctl has no directory."""
 MAX_ENTRIES = 1000
-MAX_BYTES = 1 << 20
 TICK_S = 0.05
 """Two changes within one tick of the clock may get the same ctime: longer than any kernel's tick."""
 COARSE_TICK_S = 2.0
@@ -90,7 +89,7 @@ def _load(path: Path) -> dict[str, list[Any]]:
     """Return the remembered hashes; none if another user could have written them, or the file is damaged."""
     try:
         with os.fdopen(open_private(path), "rb") as file:
-            content = json.loads(file.read(MAX_BYTES))
+            content = json.loads(file.read(1 << 20))
     except (OSError, ValueError, RecursionError):
         return {}
     entries = content.items() if isinstance(content, dict) else ()

@@ -33,12 +33,7 @@ from csdctl.worker.compute.user_code import Augmentation, import_packed
 from csdctl.worker.data.arrays import Array, CheckedArray, dtype_from_text
 from csdctl.worker.data.file_hash import check_stored, open_regular
 from csdctl.worker.data.prepared import PreparedSamples, rows_of
-from csdctl.worker.ingest.partial_dataset import (
-    PartialDataset,
-    check_free_space,
-    find_stored,
-    make_store,
-)
+from csdctl.worker.ingest.partial_dataset import PartialDataset, check_free_space, find_stored, make_store
 from csdctl.worker.ingest.sources.source import Block
 from csdctl.worker.process.errors import InputError, WorkerError
 from csdctl.worker.protocol.datasets import DatasetInfo, PrepareProgress

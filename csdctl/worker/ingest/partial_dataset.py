@@ -103,7 +103,6 @@ def _readers(tree: Tree) -> int:
 
 
 _RECORD, _DESCRIPTION = "record.json", "dataset.json"
-_MAX_DESCRIPTION_BYTES = 16 << 20
 _ARRAYS = ("images.npy", "labels.npy")
 _SPARE_HEADER_BYTES = 1000
 """Room in a .npy header for all but the fields."""
@@ -321,7 +320,7 @@ def find_stored(
         if any(mode & (stat.S_IWGRP | stat.S_IWOTH) and not stat.S_ISLNK(mode) for mode in modes):
             return None
         with open_regular(target / _DESCRIPTION) as file:
-            info = from_json(DatasetInfo, file.read(_MAX_DESCRIPTION_BYTES).decode())
+            info = from_json(DatasetInfo, file.read(16 << 20).decode())
         is_whole = info.images_sha256 and info.labels_sha256 and info.label_dtype
         is_of_target = info.fingerprint == target.name and info.path in map(str, (target, *places))
         if not is_whole or not is_of_target or (is_checked and hash_arrays(info, Path(info.path)) != info):

@@ -63,7 +63,6 @@ SUPPORTED_DATA = (
     "folders named by class that contain PNG, JPEG, BMP or GIF images, TFRecord files, images.npy and "
     "labels.npy, an .npz file with x and y, a pair of IDX files, or .csv files"
 )
-_IDX_PATTERNS = ("*images-idx*-ubyte*", "*labels-idx1-ubyte*")
 
 Open = Callable[[Tree, PrepareSpec, int], SampleSource]
 """Opens the files of a tree, to be read by so many threads; raises WorkerError, exit code 2."""
@@ -85,7 +84,8 @@ def detect_format(tree: Tree, spec: PrepareSpec) -> tuple[str, Open]:
     npz = [path for path in map(tree.path_of, top) if path.suffix == ".npz"]
     if len(npz) == 1:
         return "npz", lambda _, spec, threads: open_npz(npz[0], spec)
-    idx = [[path for path in named if fnmatch(path.name, pattern)] for pattern in _IDX_PATTERNS]
+    patterns = ("*images-idx*-ubyte*", "*labels-idx1-ubyte*")
+    idx = [[path for path in named if fnmatch(path.name, pattern)] for pattern in patterns]
     if all(len(found) == 1 for found in idx):
         return "idx", lambda _, spec, threads: open_idx_pair(idx[0][0], idx[1][0], spec)
     if top and all(is_table(file, tree) for file in (tree.files if spec.table or tree.folders else top)):

@@ -36,7 +36,6 @@ def limit_data(num_bytes: int) -> None:
     resource.setrlimit(resource.RLIMIT_DATA, (wanted, hard))
 
 
-SYS = Path("/sys/class")
 INTERVAL_S = 10.0
 """Between two readings: a sensor behind ACPI takes milliseconds."""
 MIN_C, MAX_C = 1.0, 150.0
@@ -50,7 +49,7 @@ EMULATED = "CSDCTL_EMULATED_FLEET"
 class Thermometer:
     """The hottest sensor of the CPU, read now and then."""
 
-    def __init__(self, sys: Path = SYS) -> None:
+    def __init__(self, sys: Path = Path("/sys/class")) -> None:
         """`sys`: where the kernel has its classes of devices."""
         self._sensors = [] if EMULATED in os.environ else find_sensors(sys)
         self._read_at = float("-inf")

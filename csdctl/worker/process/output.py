@@ -16,8 +16,6 @@ from typing import NoReturn
 from csdctl.worker.process.errors import WorkerError, describe
 from csdctl.worker.protocol.events import Event, Failed, event_to_line
 
-HEARTBEAT_S = 1.0
-
 
 class GuardedOutput:
     """The original standard output and error; all other code in this process is redirected away from them."""
@@ -46,7 +44,7 @@ class GuardedOutput:
 
         def repeat() -> None:
             with suppress(OSError):  # its reader is gone, which ends the process (`end_without_reader`)
-                while not is_done.wait(HEARTBEAT_S):
+                while not is_done.wait(1.0):
                     self.write_line(line())
 
         thread = threading.Thread(target=repeat, daemon=True)

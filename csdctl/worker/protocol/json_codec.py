@@ -101,8 +101,6 @@ MAX_DEPTH = 32
 MAX_STRING_CHARS = 1 << 16
 MAX_ITEMS = 1 << 18
 """The limit of a tuple or a dict: the classes of a data set are the most of anything."""
-INTEGERS = range(-(1 << 63), 1 << 64)
-"""Signed and unsigned, of 64 bits."""
 _TOKENS = re.compile(r'"(?:[^"\\]++|\\.?)*+"?|[\[{]|[\]}]', re.DOTALL)
 """Strings and brackets. A string that does not end takes the rest of the text, so that no text is slow."""
 _ABRIDGED = reprlib.Repr()
@@ -293,7 +291,8 @@ _READERS: dict[Any, Callable[[tuple[Any, ...], str], Reader]] = {
 
 
 def _is_integer(value: Any) -> bool:
-    return type(value) is int and value in INTEGERS
+    """Return whether a value is an integer of 64 bits, signed or unsigned."""
+    return type(value) is int and -(1 << 63) <= value < 1 << 64
 
 
 def _is_number(value: Any) -> bool:

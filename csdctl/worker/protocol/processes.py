@@ -108,7 +108,6 @@ def end_descendants() -> None:
 _COUNTERS = struct.Struct("=QQ")
 _COUNTERS_OFFSET = 120
 """Offset of tcpi_bytes_acked and tcpi_bytes_received in struct tcp_info, unchanged since Linux 4.1."""
-DRAIN_INTERVAL_S = 0.001
 
 
 class Connection(NamedTuple):
@@ -152,7 +151,7 @@ def _read_connection(descriptor: int, drain_end_s: float) -> Connection | None:
             return None
         # Bytes written and not yet acknowledged: SIOCOUTQ has the number of TIOCOUTQ.
         while any(fcntl.ioctl(found, termios.TIOCOUTQ, bytes(4))) and time.monotonic() < drain_end_s:
-            time.sleep(DRAIN_INTERVAL_S)
+            time.sleep(0.001)
         size = _COUNTERS_OFFSET + _COUNTERS.size
         info = found.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, size)
         if len(info) < size:

@@ -116,3 +116,8 @@ class Recipe:
     """Keras' names of the metrics, or `FILE.py:NAME`; none: the compiled model's."""
     early_stopping: EarlyStopping | None = None
     reduce_on_plateau: ReduceOnPlateau | None = None
+
+    def scale_rate(self, rate: float, global_batch: int) -> float:
+        """Return a learning rate at `global_batch` samples per step: linear scaling, up to the maximum."""
+        scaled = rate * global_batch / self.reference_batch
+        return scaled if self.max_learning_rate is None else min(scaled, self.max_learning_rate)

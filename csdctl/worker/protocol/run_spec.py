@@ -6,15 +6,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any
 
-from csdctl.worker.protocol.json_codec import (
-    SCHEMA,
-    AnyNumber,
-    BatchSize,
-    Count,
-    OneOf,
-    RankNumber,
-    Seconds,
-)
+from csdctl.worker.protocol.json_codec import SCHEMA, AnyNumber, BatchSize, Count, OneOf, RankNumber, Seconds
 from csdctl.worker.protocol.recipe import Noise, Recipe
 
 TRAIN, TRAIN_SPLIT = "train", "train-split"

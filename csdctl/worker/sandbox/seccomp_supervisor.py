@@ -449,8 +449,6 @@ def process_of_thread(thread: int) -> int:
     raise ProcessLookupError(errno.ESRCH, "no such thread")
 
 
-CONNECT_S = 10.0
-"""To connect to a peer."""
 MIN_PORT = 1024
 """Lower ports are services of the peers' machines, never MPI's."""
 _INET = (socket.AF_INET, socket.AF_INET6)
@@ -559,7 +557,7 @@ class SeccompSupervisor:
             raise refusal(errno.ECONNREFUSED)
         # The mode is one of the socket, which is the caller's: it is restored.
         is_blocking = os.get_blocking(connecting.fileno())
-        connecting.settimeout(CONNECT_S)
+        connecting.settimeout(10.0)
         try:
             connecting.connect(address)
             if self._tokens:

@@ -39,14 +39,7 @@ from csdctl.worker.process.files import (
 from csdctl.worker.protocol.events import CheckpointSaved
 from csdctl.worker.protocol.json_codec import to_json
 from csdctl.worker.protocol.run_spec import COPIES, RunSpec, step_file_in_memory
-from csdctl.worker.tasks.progress import (
-    Position,
-    Reporter,
-    max_state_bytes,
-    pack,
-    position_of,
-    unpack,
-)
+from csdctl.worker.tasks.progress import Position, Reporter, max_state_bytes, pack, position_of, unpack
 
 _ARCHIVE_BYTES = 1 << 16
 """Largest size of an .npz archive with one array beyond the array."""
@@ -183,8 +176,6 @@ def _read_checkpoint(path: Path, max_bytes: int) -> Array:
     return state
 
 
-MAX_COST_SHARE = 0.01
-"""The share of the training time that the step file may cost when no other rank holds the state too."""
 LAST_MODEL, BEST_MODEL = "model.keras", "best.keras"
 KEPT_STEP_FILE = "step.state"
 """Name of the step file of a failed run, which csdctl has moved from memory to the run directory."""
@@ -251,9 +242,12 @@ class Checkpointer:
         """Where the run was when its state was last saved; None for a new run."""
 
     def after_step(self, position: Position, *, has_others: bool) -> None:
-        """Save the state after a step, where that survives this process and is worth its cost."""
+        """Save the state after a step, where that survives this process and is worth its cost.
+
+        When no other rank holds the state too, that may be 1% of the training time.
+        """
         now = time.monotonic()
-        if has_others or self._cost_s <= MAX_COST_SHARE * (now - self._written_at):
+        if has_others or self._cost_s <= 0.01 * (now - self._written_at):
             self.write_step_file(position)
         if now - self._checkpointed_at >= self._spec.checkpoint_interval_s:
             self.checkpoint(position)

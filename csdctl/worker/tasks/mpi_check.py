@@ -14,14 +14,7 @@ from csdctl.worker.group.messages import DRAIN_S, allgather, gather_traffic, gat
 from csdctl.worker.group.mpi import MemoryLimit, World, init_mpi
 from csdctl.worker.process.errors import WorkerError, describe
 from csdctl.worker.process.output import emit
-from csdctl.worker.protocol.events import (
-    CollectiveTimed,
-    Finished,
-    MpiChecked,
-    Ready,
-    Started,
-    Traffic,
-)
+from csdctl.worker.protocol.events import CollectiveTimed, Finished, MpiChecked, Ready, Started, Traffic
 from csdctl.worker.protocol.orders import MAX_TIMED_SUM_S, STAR
 from csdctl.worker.protocol.processes import list_connections
 

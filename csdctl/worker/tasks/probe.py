@@ -21,13 +21,7 @@ from csdctl.worker.process.machine import peak_memory_bytes
 from csdctl.worker.process.output import exit_with_failure
 from csdctl.worker.protocol.events import UNKNOWN_NODE
 from csdctl.worker.protocol.json_codec import RESULT, from_json, to_frame
-from csdctl.worker.protocol.probe import (
-    READY,
-    AttachRequest,
-    ProbeResult,
-    ProbeSpec,
-    request_from_line,
-)
+from csdctl.worker.protocol.probe import READY, AttachRequest, ProbeResult, ProbeSpec, request_from_line
 from csdctl.worker.protocol.run_spec import RunSpec
 from csdctl.worker.tasks.session import RankSession
 

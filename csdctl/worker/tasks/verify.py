@@ -70,7 +70,6 @@ NUM_DRAWS = 3
 """Number of random roundings of the weights; the spread is their largest effect."""
 NEAR = 8.0
 """Distance from one batch of all samples, in spreads, that needs no explanation."""
-MAX_REASON_CHARS = 400
 LOSS_ROUNDING = 1e-5
 """Relative difference of the loss of one batch and of its parts that rounding in float32 explains."""
 COUPLED = "a layer or loss that compares samples of a batch: the loss of its parts is off by {:.0e}"
@@ -248,7 +247,7 @@ class Reference:
             reasons.append(f"augmentation by {augmentation.name}")
         if len({rank.weight for rank in self._ranks}) > 1:
             reasons.append("samples of different weight on different ranks")
-        return tuple(reason[:MAX_REASON_CHARS] for reason in reasons)
+        return tuple(reason[:400] for reason in reasons)
 
     def _relative(self, change: Array, whole: Array) -> float:
         layout = self._step.layout
@@ -323,13 +322,10 @@ class CustomReference(Reference):
             if apart > NEAR * spread:
                 wrong.append(f"{number}, {part.name}, by {apart:.0e}")
         assert layout.gradients.stop == position
-        return NOT_MEAN.format("; ".join(wrong)) if wrong else ""
-
-
-NOT_MEAN = (
-    "a loss that is not a mean over the samples of the batch, or compares them: the gradient of one batch of "
-    "all samples differs in sum {}"
-)
+        if not wrong:
+            return ""
+        why = "a loss that is not a mean over the samples of the batch, or compares them"
+        return f"{why}: the gradient of one batch of all samples differs in sum {'; '.join(wrong)}"
 
 
 def _change_apart(rows: Sequence[Sequence[Array]]) -> float:
@@ -449,8 +445,6 @@ def _draw_labels(generator: np.random.Generator, labels: Array, sizes: Sequence[
 
 MAX_UPDATE_DIFFERENCE = 0.01
 """Largest difference of what one step changes that rounding explains; a sum applied twice makes 1."""
-NUM_LOOKED_AT = 64
-"""Samples of rank 0 that tell the ranges of values."""
 
 
 class Verify(ModelTask):
@@ -555,8 +549,8 @@ class Verify(ModelTask):
         return self._describe(exact, total, reference, communicator.collective) if reference else None
 
     def _find_ranges(self) -> Ranges:
-        """Return the ranges of the samples, by those of this rank."""
-        return find_ranges(self.reader.first(NUM_LOOKED_AT)[0])
+        """Return the ranges of the samples, by the first ones of this rank."""
+        return find_ranges(self.reader.first(64)[0])
 
     def _draw(self, rank: int, count: int) -> tuple[Array, Array]:
         """Return the random samples of a rank; of the head of a model, their features."""

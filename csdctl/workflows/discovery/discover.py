@@ -26,8 +26,6 @@ from csdctl.transport.many import Outcome, errors_of, fleet_known_hosts_paths, r
 from csdctl.transport.meter import add_up
 from csdctl.transport.session import Session
 
-CONNECT_DEADLINE_S = 10.0
-
 
 @dataclass(frozen=True)
 class ShownKey:
@@ -64,7 +62,7 @@ def fetch_keys(
     known = KnownHosts.load(fleet_known_hosts_paths(fleet, directory))
 
     def fetch(node: Node) -> ShownKey:
-        key_type, blob = fetch_host_key(node, jumps, connect_deadline_s=CONNECT_DEADLINE_S)
+        key_type, blob = fetch_host_key(node, jumps, connect_deadline_s=10.0)
         is_new = not known.lookup(node.key_address, node.port)
         if not is_new:
             known.check(node.name, node.key_address, node.port, key_type, blob)
@@ -216,11 +214,8 @@ def collect_all_facts(fleet: Fleet, sessions: Mapping[str, Session]) -> dict[str
 
 def find_shared_addresses(fleet: Fleet) -> tuple[str, ...]:
     """Return a warning for each address and port of several nodes: one machine, listed twice."""
-    return tuple(
-        f"{format_node_names(names)} have the same address {endpoint}: one machine listed twice"
-        for endpoint, names in names_by_value((node.name, node.endpoint) for node in fleet.nodes).items()
-        if len(names) > 1
-    )
+    endpoints = ((node.name, node.endpoint) for node in fleet.nodes)
+    return _find_shared("address", endpoints, "one machine listed twice")
 
 
 def find_shared_host_keys(fingerprints: Mapping[str, str]) -> tuple[str, ...]:
@@ -228,10 +223,13 @@ def find_shared_host_keys(fingerprints: Mapping[str, str]) -> tuple[str, ...]:
 
     `fingerprints` are by node.
     """
+    return _find_shared("host key", fingerprints.items(), "one machine listed twice, or a copied disk image")
+
+
+def _find_shared(what: str, values: Iterable[tuple[str, str]], why: str) -> tuple[str, ...]:
     return tuple(
-        f"{format_node_names(names)} have the same host key {key}: "
-        "one machine listed twice, or a copied disk image"
-        for key, names in names_by_value(fingerprints.items()).items()
+        f"{format_node_names(names)} have the same {what} {value}: {why}"
+        for value, names in names_by_value(values).items()
         if len(names) > 1
     )
 

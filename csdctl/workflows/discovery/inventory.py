@@ -58,19 +58,13 @@ def expand_addresses(cidr: str) -> list[str]:
     return [str(address) for address in network.hosts()]
 
 
-SCAN_CONNECT_S = 1.0
-SCAN_BANNER_S = 3.0
-SCAN_AT_ONCE = 128
-"""Concurrent sockets; well below the usual `ulimit -n` of 256 or more."""
-
-
 def scan(
     cidrs: Sequence[str],
     *,
     user: str,
     key: Path | None = None,
     port: int = 22,
-    banner_timeout_s: float = SCAN_BANNER_S,
+    banner_timeout_s: float = 3.0,
 ) -> tuple[Node, ...]:
     """Return the machines of `cidrs` with an SSH server at `port`, except this one, as nodes csd0, csd1, ….
 
@@ -80,7 +74,7 @@ def scan(
     outcomes = run_on_all(
         {address: address for address in addresses},
         lambda address: _has_ssh_banner(address, port, banner_timeout_s),
-        max_workers=SCAN_AT_ONCE,
+        max_workers=128,  # sockets; well below the usual `ulimit -n` of 256 or more
     )
     found = [address for address, outcome in outcomes.items() if outcome.value]
     if not found:
@@ -97,7 +91,7 @@ def _has_ssh_banner(address: str, port: int, banner_timeout_s: float) -> bool:
     """Return whether another machine's SSH server sends its banner."""
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     with contextlib.suppress(OSError), socket.socket(family) as connection:
-        connection.settimeout(SCAN_CONNECT_S)
+        connection.settimeout(1.0)
         connection.connect((address, port))
         connection.settimeout(banner_timeout_s)
         is_other = connection.getsockname()[0] != address

@@ -60,11 +60,7 @@ from csdctl.workflows.train.plan import find_changes, find_left_out, find_unplan
 from csdctl.workflows.tune.fleet_measurements import FleetMeasurements, hash_recipe
 
 EMULATED = "emulated on one machine, which shows how ranks balance, not how fast a device is: "
-NO_SUM = "unknown, counted as 0 s: an upper bound"
-NO_POWER = "unknown (--host-watts, --node-watts)"
 TUNE = "run `csdctl tune`"
-NOT_PREPARED = ""
-"""The recipe hash of a job whose data was never prepared: nothing was measured with it."""
 
 
 @dataclass(frozen=True)
@@ -255,7 +251,7 @@ def _measured_basis(
             "sum": _describe_sums(sums),
             "in_step": in_step,
             "range": _describe_spread(errors, plan),
-            "power": NO_POWER,
+            "power": "unknown (--host-watts, --node-watts)",
         },
         epochs=job.recipe.epochs,
         choice=choice,
@@ -302,7 +298,7 @@ def _describe_choice(choice: Choice, num_nodes: int) -> str:
 
 def _describe_sums(sums: Sequence[CollectiveMeasurement]) -> str:
     if not sums:
-        return NO_SUM
+        return "unknown, counted as 0 s: an upper bound"
     ranks = [measurement.num_ranks for measurement in sums]
     counts = f"{min(ranks)}" if min(ranks) == max(ranks) else f"{min(ranks)} to {max(ranks)}"
     return f"measured: a line fitted to {len(sums)} sums over {counts} ranks on such a fleet"
@@ -328,7 +324,7 @@ def _find_measurements(
     if not project.measurements.exists():
         raise _unknown("there are no measurements yet", TUNE)
     _, model = prepare_code(job, project.root, say)
-    recipe = hash_recipe(job, data.public) if data else NOT_PREPARED
+    recipe = hash_recipe(job, data.public) if data else ""  # nothing was measured with it
     store = MeasurementStore(project.measurements, say)
     return FleetMeasurements(model.describe(), recipe, fleet, facts, store)
 

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from csdctl.errors import InputError
+from csdctl.job.model import parse_python
 
 FIT_ARGUMENTS = (
     *("x", "y", "batch_size", "epochs", "verbose", "callbacks", "validation_split", "validation_data"),
@@ -44,8 +45,6 @@ CALLBACKS = {
     "ReduceLROnPlateau": ("reduce_on_plateau", 10, _REDUCING),
 }
 """What replaces a callback: a key of the recipe, Keras' default patience, and its arguments in order."""
-NOT_TAKEN = {"verbose", "restore_best_weights"}
-"""Their arguments that the recipe does not have."""
 OUTPUT = {"print", "pprint", "display", "summary", "plot_model", "evaluate", "predict", "show", "save"}
 """Functions that are called for what they show or write."""
 PLOTTING = {"matplotlib", "seaborn", "plotly", "IPython", "pylab"}
@@ -138,10 +137,8 @@ def lift_script(path: Path, options: Sequence[str] = ()) -> LiftedScript:
 
 def trains_on_import(path: Path) -> bool:
     """Return whether a Python file calls `fit` when it is imported."""
-    try:
-        body = ast.parse(path.read_bytes()).body
-    except (OSError, SyntaxError, ValueError):
-        return False
+    module = parse_python(path)
+    body = module.body if module else []
     plain = [stmt for stmt in body if not isinstance(stmt, ast.FunctionDef | ast.ClassDef | ast.If)]
     return any(_is_fit(node) for stmt in plain for node in ast.walk(stmt))
 
@@ -597,7 +594,7 @@ class _Script:
                 self._note(call, f"{argument} of {name}")
         if values.get("restore_best_weights") is True:
             self._note(call, f"restore_best_weights of {name}: best.keras is the model of the best epoch")
-        taken = [one for one in arguments if one not in NOT_TAKEN]
+        taken = [one for one in arguments if one not in ("verbose", "restore_best_weights")]
         kept = {one: values[one] for one in taken if values.get(one, UNKNOWN) not in (UNKNOWN, None)}
         return {key: {"patience": patience} | kept}
 

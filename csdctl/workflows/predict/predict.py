@@ -47,13 +47,7 @@ from csdctl.worker.protocol.features import (
 from csdctl.worker.protocol.model_info import ModelInfo, OutputInfo
 from csdctl.worker.protocol.run_spec import Prefix
 from csdctl.workflows.data.files import SerializedModel, deploy_files, whole
-from csdctl.workflows.data.prepare import (
-    PreparationObserver,
-    Prepared,
-    check_info,
-    load_prepared,
-    prepare_in,
-)
+from csdctl.workflows.data.prepare import PreparationObserver, Prepared, check_info, load_prepared, prepare_in
 from csdctl.workflows.train.plan import default_runtime
 from csdctl.workflows.train.strategies import check_parts
 from csdctl.workflows.workspace.workspace import OnProgress, Workspace, open_workspace
@@ -177,8 +171,6 @@ CLASSES, SCORES, EMBEDDINGS = "classes", "scores", "embeddings"
 PRIVATE, PUBLIC, VALIDATION, ALL = "private", "public", "validation", "all"
 DEFAULT_JOB = Path("job.yaml")
 MAX_SHOWN = 5
-LEARNING_RATE = 0.001
-"""For compiling a model that has none; nothing is learnt."""
 
 
 @dataclass(frozen=True)
@@ -202,9 +194,8 @@ class PredictRequest:
     @property
     def model_job(self) -> Job:
         """The job with the trained model in place of its own, for no training."""
-        recipe = replace(
-            self.job.recipe, augment="", learning_rate=self.job.recipe.learning_rate or LEARNING_RATE
-        )
+        rate = self.job.recipe.learning_rate or 0.001  # nothing is learnt, but compile() wants one
+        recipe = replace(self.job.recipe, augment="", learning_rate=rate)
         trained = self.manifest.get("recipe")
         if isinstance(trained, dict) and "input_range" in trained:  # job.yaml may have another one now
             recipe = replace(recipe, input_range=trained["input_range"] and tuple(trained["input_range"]))
@@ -336,11 +327,6 @@ def check_layer(layer: str, model: SerializedModel) -> None:
 
 
 _DOING = "predicting"
-TRAFFIC = {
-    CLASSES: TrafficClass.CLASSES,
-    SCORES: TrafficClass.SCORES,
-    EMBEDDINGS: TrafficClass.EMBEDDINGS,
-}
 MAX_HEADER_BYTES = 1 << 16
 
 
@@ -504,7 +490,7 @@ class _Prediction:
         target = self.directory / f"{part.data}-{quote(part.machine, safe='')}.npy"
         num_bytes = part.info.num_samples * dtype.itemsize + MAX_HEADER_BYTES
         wanted = SendSpec(Path(info.path).name, info.images_sha256, num_bytes)
-        traffic = TRAFFIC[request.want] if part.data == PRIVATE else TrafficClass.PUBLIC
+        traffic = TrafficClass[request.want.upper()] if part.data == PRIVATE else TrafficClass.PUBLIC
         with target.open("wb") as file:
             fetch_results(session, python, worker, wanted, file, traffic, doing=_DOING)
         records = _load(target, part, dtype)

@@ -19,14 +19,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated
 
-from csdctl.errors import (
-    CsdctlError,
-    DeadlineError,
-    NodeError,
-    NoNodeReachableError,
-    PartialError,
-    RunError,
-)
+from csdctl.errors import CsdctlError, DeadlineError, NodeError, NoNodeReachableError, PartialError, RunError
 from csdctl.facts.machine import CONDITION_FACTS, collect
 from csdctl.fleet.checks import (
     FLEET_NAME,
@@ -77,11 +70,8 @@ from csdctl.worker.protocol.orders import STAR
 from csdctl.worker.protocol.sandbox import SandboxCheck, SandboxRequest
 from csdctl.workflows.workspace.workspace import Workspace
 
-CONNECT_DEADLINE_S = 3.0
 MAX_LISTENERS = 2
 FIRST_PORT, LAST_PORT = 1024, 65535
-_DOING = "connecting to the other machines"
-_REMEDY = "check its Python: `python3 -I -S -c 'import socket'`"
 
 Port = Annotated[int, Between(FIRST_PORT, LAST_PORT)]
 """Never one below those that ranks use: the other machines connect to it."""
@@ -150,7 +140,8 @@ def _start_listener(
     is_host = session.name == HOST_NAME
     patience = Patience(deadline_s, 2 * deadline_s, 2 * deadline_s)  # for two requests
     command = build_program_command(python, "reachability")
-    program = Program(session, command, _DOING, patience, _REMEDY)
+    remedy = "check its Python: `python3 -I -S -c 'import socket'`"
+    program = Program(session, command, "connecting to the other machines", patience, remedy)
     try:
         request = {"name": session.name, "token": token, "address": address, "is_host": is_host}
         return PortListener(program, address, program.call(request, _Listening).ports)
@@ -163,7 +154,7 @@ def _connect(
     name: str, client: PortListener, others: Mapping[str, PortListener], deadline_s: float
 ) -> list[ConnectAttempt]:
     listeners = [(server, other.address, port) for server, other in others.items() for port in other.ports]
-    request = {"listeners": listeners, "deadline_s": min(CONNECT_DEADLINE_S, deadline_s)}
+    request = {"listeners": listeners, "deadline_s": min(3.0, deadline_s)}
     attempts = client.program.call(request, _Attempted).attempts
     if [attempt[:2] for attempt in attempts] != [listener[::2] for listener in listeners]:
         problem = f"received {len(attempts)} attempts to connect that are not the {len(listeners)} wanted"
@@ -213,8 +204,6 @@ def _resolve(address: str) -> str:
     return ""
 
 
-PROBE_DEADLINE_S = 60.0
-REACHABILITY_DEADLINE_S = 20.0
 REPAIR = "fix the red checks above"
 
 
@@ -356,7 +345,7 @@ def _examine_machines(
     for level in fleet.levels(fit):
         if is_checked(level.network):
             _check_clock(clock, "checking which machines can connect")
-            deadline_s = min(REACHABILITY_DEADLINE_S, clock.left_s)
+            deadline_s = min(20.0, clock.left_s)
             examination.add(*check_reachability(level, fleet, sessions, conditions, deadline_s))
     if not fleet.nodes:
         return  # the host trains alone
@@ -385,7 +374,7 @@ def _measure(
 
     def measure(session: Session) -> Condition:
         python = fleet.python_of(session.name)
-        deadline_s = min(PROBE_DEADLINE_S, clock.left_s)
+        deadline_s = min(60.0, clock.left_s)
         return collect(session, python, CONDITION_FACTS, Condition, deadline_s)
 
     def on_measured(outcome: Outcome[Condition]) -> None:
@@ -406,9 +395,6 @@ def _measure(
 def _check_clock(clock: Deadline, doing: str) -> None:
     if clock.has_passed:
         raise DeadlineError(doing)
-
-
-CHECK_DEADLINE_S = 30.0
 
 
 def find_obstacles(fleet: Fleet, sessions: Mapping[str, Session], worker_path: str) -> dict[str, str]:
@@ -437,7 +423,7 @@ def check_sandboxes(
             request,
             SandboxCheck,
             doing="checking the sandbox",
-            patience=within(CHECK_DEADLINE_S),
+            patience=within(30.0),
         )
 
     outcomes = run_on_all(sessions, check)
@@ -472,9 +458,6 @@ def judge_listeners(fleet: Fleet, checks: Mapping[str, SandboxCheck]) -> list[Ch
     ]
 
 
-SINGLE_DEADLINE_S = 15.0
-MAX_SINGLE_CHECKS = 8
-"""Nodes that are checked one by one, at the same time."""
 SUMS_DEADLINE_S = 120.0
 
 TRY_PRTED = "run `prted --version` on the node, and check firewalls between node and host"
@@ -529,7 +512,7 @@ def _check_level(
     nodes = level.machines[1:]
     if not has_started and len(nodes) > 1:
         # mpirun starts no rank before every daemon has connected, and does not name the missing one.
-        single_s = min(deadline_s, SINGLE_DEADLINE_S)
+        single_s = min(deadline_s, 15.0)
 
         def check_alone(name: str) -> Check:
             ledger = Ledger(space.project.ledger, "doctor")  # one of its own: it is of one thread
@@ -538,7 +521,7 @@ def _check_level(
             ledger.save()
             return replace(check, machine=name, found=f"alone: {check.found}")
 
-        outcomes = run_on_all({name: name for name in nodes}, check_alone, max_workers=MAX_SINGLE_CHECKS)
+        outcomes = run_on_all({name: name for name in nodes}, check_alone, max_workers=8)
         alone = [outcome.value for outcome in outcomes.values() if outcome.value]
         yield from (check for check in alone if check.status != Status.OK)
 

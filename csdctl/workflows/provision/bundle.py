@@ -43,7 +43,6 @@ _TAGS = (
     *(f"manylinux_2_{minor}" for minor in range(28, 4, -1)),
     *("manylinux2014", "manylinux2010", "manylinux1"),
 )
-DOWNLOAD_DEADLINE_S = 3600.0
 
 TRIM_VERSION = 3
 """Part of a bundle's id: change it with the rules below."""
@@ -71,7 +70,6 @@ _REMOVED = (
     "*.pxd",
 )
 _RECORD = ".dist-info/RECORD"
-_FIXED_TIME = (1980, 1, 1, 0, 0, 0)
 
 
 def find_program(name: str) -> str:
@@ -162,7 +160,7 @@ def download_wheels(lock: Path, kind: Kind, directory: Path) -> list[Path]:
     command = build_download_command(requirements, kind, directory)
     doing = f"downloading the wheels for {kind.architecture} and Python {kind.python}"
     remedy = "check that this host reaches the package index; or collect elsewhere, and copy --bundles"
-    run_program(command, doing, DOWNLOAD_DEADLINE_S, remedy)
+    run_program(command, doing, deadline_s=3600.0, remedy=remedy)
     return sorted(directory.glob("*.whl"))
 
 
@@ -190,7 +188,7 @@ def trim_wheel(source: Path, target: Path) -> int:
                 content = _correct_record(content, changed)
             if content is not original:
                 changed[entry.filename] = content
-            copied = zipfile.ZipInfo(entry.filename, _FIXED_TIME)
+            copied = zipfile.ZipInfo(entry.filename, (1980, 1, 1, 0, 0, 0))
             copied.external_attr = entry.external_attr
             copied.compress_type = zipfile.ZIP_DEFLATED
             out.writestr(copied, content)
@@ -237,9 +235,6 @@ SCHEMA = "csdctl.bundle/1"
 WHEELS = "csdctl-wheels"
 """Where the wheels lie on a node, relative to the home of its user."""
 
-_SPARE = 1.3
-"""For the byte code of the packages, and blocks that are not full."""
-
 SUITE = "bookworm"
 KEYRING = Path("/usr/share/keyrings/debian-archive-keyring.gpg")
 MIRRORS = {
@@ -260,7 +255,6 @@ _UNUSED = (
     ),
     *(f"usr/lib/python{SENT_PYTHON}/lib-dynload/{name}*" for name in ("nis", "readline", "_curses", "_dbm")),
 )
-APT_DEADLINE_S = 600.0
 ARCHIVE_VERSION = 2
 
 
@@ -309,8 +303,8 @@ class Bundle:
 
     @property
     def unpacked_bytes(self) -> int:
-        """The space that a node needs below the prefix."""
-        return int(_SPARE * sum(file.unpacked_bytes for file in self.files))
+        """The space that a node needs below the prefix, with byte code, and blocks that are not full."""
+        return int(1.3 * sum(file.unpacked_bytes for file in self.files))
 
     def pack(self) -> Payload:
         """Return the wheels as a payload; pip compares them with the hashes of requirements.txt there."""
@@ -494,4 +488,4 @@ def _pack(tree: Path, archive: Path) -> int:
 
 
 def _run(command: Sequence[str], doing: str, cwd: Path | None = None) -> None:
-    run_program(command, doing, APT_DEADLINE_S, "check the network of this host", cwd)
+    run_program(command, doing, deadline_s=600.0, remedy="check the network of this host", cwd=cwd)

@@ -40,7 +40,6 @@ from csdctl.workflows.provision.machine import (
     parse_machine,
 )
 
-CALLBACK = "csdctl_lines"
 PREFIX = "csdctl "
 """Begins every line of the callback; Ansible's own warnings have no such beginning."""
 
@@ -116,7 +115,7 @@ def build_environment(base: Mapping[str, str], collection: Path, num_nodes: int)
         "ANSIBLE_CONFIG": str(collection / "ansible.cfg"),
         "ANSIBLE_ROLES_PATH": str(collection / "roles"),
         "ANSIBLE_CALLBACK_PLUGINS": str(collection / "plugins" / "callback"),
-        "ANSIBLE_STDOUT_CALLBACK": CALLBACK,
+        "ANSIBLE_STDOUT_CALLBACK": "csdctl_lines",
         "ANSIBLE_FORKS": str(max(1, min(num_nodes, 32))),
         "ANSIBLE_NOCOLOR": "1",
         "LC_ALL": "C.UTF-8",
@@ -190,11 +189,6 @@ def _take(text: str, result: PlaybookResult, on_task: OnTask) -> bool:
     return True
 
 
-DEFAULT_PREFIX = "/opt/csdctl"
-PROBE_DEADLINE_S = 60.0
-MAX_MESSAGE = 500
-UNPACK_DEADLINE_S = 1800.0
-
 # A directory with its final name was complete. One that has lost its Python is removed, because `mv` would
 # move into it. `sync` before the rename, for a node that loses power here.
 _HAS_PYTHON = '[ -x "$1/usr/bin/python$2" ]'
@@ -237,7 +231,7 @@ class ProvisionRequest:
 
     bundles: Path
     """The directory of the bundles on the host."""
-    prefix: str = DEFAULT_PREFIX
+    prefix: str = "/opt/csdctl"
     lock: Path = LOCK
     is_dry_run: bool = False
     sends_only: bool = False
@@ -339,7 +333,7 @@ def _look(fleet: Fleet, prefix: str, directory: Path, *, installs: bool) -> dict
     def look(session: Session) -> BareMachine:
         user = fleet.node(session.name).user
         probe = build_probe(prefix, user if installs and user != "root" else "")
-        machine = parse_machine(session.name, session.run(probe, deadline_s=PROBE_DEADLINE_S))
+        machine = parse_machine(session.name, session.run(probe, deadline_s=60.0))
         if installs:
             check_root(machine)
             check_prefix(machine, prefix)
@@ -370,7 +364,7 @@ def _play(
 def _judge(name: str, played: PlaybookResult) -> Outcome[NodeSummary]:
     """Return what Ansible did on a node, or why it failed there."""
     summary = played.summaries.get(name)
-    message = shorten(played.failures.get(name, "no task ran there"), MAX_MESSAGE)
+    message = shorten(played.failures.get(name, "no task ran there"), 500)
     if summary is None or summary.failed:
         return Outcome(name, error=NodeError(message, node=name, remedy=_choose_remedy(message)))
     if summary.unreachable:
@@ -449,7 +443,7 @@ class BundleSender:
             done = session.run(
                 [*as_root, "sh", "-c", _UNPACK, *arguments],
                 stdin=self._read(machine.kind)[1],
-                deadline_s=UNPACK_DEADLINE_S,
+                deadline_s=1800.0,
             )
             done.check(session.name, doing="unpacking Python", remedy="check its disk: `df -h`, `mount`")
         return archive.num_bytes if archive else 0

@@ -4,7 +4,6 @@ A run is followed from its files alone: nothing of it waits for who watches. A r
 `csdctl train` in a session of its own, which outlives its terminal and its login.
 """
 
-import math
 import os
 import re
 import shutil
@@ -21,6 +20,7 @@ from typing import Any
 
 from csdctl.documents import load_json
 from csdctl.errors import CsdctlError, DeadlineError, ExitCode, InputError, RunError
+from csdctl.job.model import flatten
 from csdctl.launch.leftovers import is_elsewhere, is_gone, read_holder, show_holder
 from csdctl.notify import DATED, DETACHED, Say
 from csdctl.placement.equation1 import steps_per_epoch
@@ -72,11 +72,10 @@ def _settings(run: RunDirectory) -> dict[str, object]:
     ranks, spec = manifest["plan"]["ranks"], load_spec(run) if run.spec.exists() else None
     size = sum(rank["batch_size"] for rank in ranks)
     values: dict[str, object] = {"global batch size": size}
-    if spec and spec.recipe.learning_rate:
-        limit = spec.recipe.max_learning_rate or math.inf
-        values["learning rate"] = min(limit, spec.recipe.learning_rate * size / spec.recipe.reference_batch)
+    if spec and spec.recipe.learning_rate and not spec.recipe.schedule:  # whose steps have other rates
+        values["learning rate"] = spec.recipe.scale_rate(spec.recipe.learning_rate, size)
     values |= {f"{key}.{rank['node']}": rank.get(key) for key in OF_RANK for rank in ranks}
-    values |= dict(_flatten({key: manifest.get(key) for key in SETTINGS}))
+    values |= dict(flatten({key: manifest.get(key) for key in SETTINGS}))
     public = spec.public if spec else None
     if public and public.images_sha256:  # the fingerprint is of paths and times
         del values["data.public"]
@@ -88,15 +87,6 @@ def _results(run: RunDirectory) -> dict[str, object]:
     summary = read_results(run).summary if run.events.exists() else None
     values = {**vars(summary), "state": look_at(run).state}.items() if summary else ()
     return {name: value for name, value in values if name not in NO_RESULTS and isinstance(value, SHOWN)}
-
-
-def _flatten(value: object, name: str = "") -> Iterator[tuple[str, object]]:
-    """Yield nested values by a name such as recipe.optimizer_args.momentum."""
-    if isinstance(value, Mapping):
-        for key, inner in value.items():
-            yield from _flatten(inner, f"{name}.{key}" if name else str(key))
-    else:
-        yield name, value
 
 
 POLL_S = 0.2
@@ -263,9 +253,6 @@ def remove_runs(
 
 
 MPIRUN, OWN = "mpirun", "csdctl"
-NUM_LAST_LINES = 5
-"""Lines of a detached csdctl that its error repeats."""
-EVENTS_POLL_S = 0.5
 MAX_LAST_BYTES = 16 << 20
 """Bytes read of a log whose last lines are requested."""
 MAX_LINE_BYTES = 64 * 1024
@@ -285,7 +272,8 @@ class Followed:
     def events(self) -> Iterator[tuple[float, Event]]:
         """Yield the Unix time and the event of all events, as they come, until the run's csdctl ends."""
         nodes = [rank.node for rank in self.spec.ranks]
-        return self.run.read_events(nodes).follow(lambda: not process_of(self.run).is_running, EVENTS_POLL_S)
+        events = self.run.read_events(nodes)
+        return events.follow(lambda: not process_of(self.run).is_running, interval_s=0.5)
 
 
 def follow_run(run: RunDirectory) -> Followed:
@@ -420,7 +408,7 @@ def _wait_for_run(
     project: ProjectDirectory, process: "subprocess.Popen[bytes]", log: GrowingLog, say: Say
 ) -> RunDirectory | None:
     before = set(project.run_ids())
-    said: deque[str] = deque(maxlen=NUM_LAST_LINES)
+    said: deque[str] = deque(maxlen=5)  # of its output, which its error repeats
     while True:
         code = process.poll()
         for line in log.read_lines() if code is None else [*log.read_lines(), *log.read_rest()]:

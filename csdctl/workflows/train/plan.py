@@ -24,8 +24,6 @@ from csdctl.worker.protocol.run_spec import Runtime
 from csdctl.workflows.workspace.workspace import Workspace
 
 RETUNE = "run `csdctl tune` again"
-UNKNOWN_CHANGE = "job, model or recipe"
-"""The change to report for a plan without a fingerprint."""
 
 
 def build_fingerprint(plan: Plan, job: Job, facts: Mapping[str, Facts]) -> PlanFingerprint:
@@ -44,7 +42,7 @@ def find_changes(plan: Plan, job: Job, facts: Mapping[str, Facts]) -> list[str]:
         job = replace(job, recipe=replace(job.recipe, epochs=epochs))
     changes = list_changes(plan.made_for, build_fingerprint(plan, job, facts)) if plan.made_for else []
     if plan.job_fingerprint != job.fingerprint() and not changes:
-        return [UNKNOWN_CHANGE]
+        return ["job, model or recipe"]
     return changes
 
 

@@ -37,9 +37,6 @@ from csdctl.workflows.preflight.doctor import Examination, find_obstacles
 from csdctl.workflows.train.spec import COLLECTIVES, MEASURED, RunInputs, TrainOptions
 from csdctl.workflows.workspace.workspace import Workspace
 
-COMPUTING_FACTOR = 12
-"""Longer silence of ranks that compute without steps, as those of `verify`: an hour in place of 5 minutes."""
-
 
 def record_process(run: RunDirectory, space: Workspace) -> None:
     """Record that this process trains `run` and, once the machines are unlocked, how that ended."""
@@ -96,13 +93,7 @@ def run_ranks(
 
     with ExitStack() as stack:
         starter = RankStarter(
-            spec,
-            stored_spec.path,
-            mpirun,
-            space.project.root,
-            stack,
-            attached or {},
-            space.ledger.add,
+            *(spec, stored_spec.path, mpirun, space.project.root, stack, attached or {}, space.ledger.add),
             early=inputs.early,
         )
         setup = replace(_build_setup(inputs, starter, options, nodes), should_stop=should_stop)
@@ -126,7 +117,7 @@ def _build_setup(
     """Return what the supervisor needs; `nodes` are the nodes that take part."""
     ranks, patience = inputs.spec.ranks, options.deadlines
     if inputs.spec.task.name not in STEPPING:
-        patience = replace(patience, silence_s=COMPUTING_FACTOR * patience.silence_s)
+        patience = replace(patience, silence_s=12 * patience.silence_s)  # an hour in place of 5 minutes
     return RunSetup(
         run_id=inputs.directory.run_id,
         nodes=[rank.node for rank in ranks],

@@ -224,10 +224,6 @@ def _public_slice(shard: Placed, prepared: Prepared, shards: ShardFiles, job: Jo
     return None
 
 
-MAX_REPORTS_PER_S = 100
-"""Progress reports of all ranks together, per second: the host reads all of them."""
-
-
 def build_spec(
     run: RunDirectory,
     ranks: Sequence[RankPlan],
@@ -247,7 +243,8 @@ def build_spec(
         public=whole(prepared.public),
         validation=whole(prepared.validation) if prepared.validation else None,
         output_directory=str(run.path.relative_to(context.space.project.root)),
-        progress_interval_s=max(0.5, len(ranks) / MAX_REPORTS_PER_S),
+        # The host reads the reports of all ranks: 100 per second together.
+        progress_interval_s=max(0.5, len(ranks) / 100),
         noise=job.noise,
     )
 

@@ -163,8 +163,6 @@ def find_cut(info: ModelInfo, layer: str) -> CutInfo:
 
 COMPUTING = "computing features"
 LITE_FILE = "prefix.tflite"
-CHECKED_ROWS = 256
-"""Number of stored features of each machine that `verify` computes again."""
 
 
 class Features(Strategy):
@@ -210,7 +208,7 @@ class Features(Strategy):
         """
         run = divide(inputs.spec, context, self._options)
         machines = _prepare_machines(run, inputs.shards, context, lambda *_: None)
-        found = run_on_all(machines, lambda machine: machine.recompute(CHECKED_ROWS))
+        found = run_on_all(machines, lambda machine: machine.recompute(num_rows=256))
         return values_or_raise(found, "computing stored features again")
 
 

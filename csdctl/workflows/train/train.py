@@ -43,11 +43,7 @@ from csdctl.workflows.train.spec import (
     fingerprint_data,
     place_plan,
 )
-from csdctl.workflows.train.strategies import (
-    Features,
-    Split,
-    Strategy,
-)
+from csdctl.workflows.train.strategies import Features, Split, Strategy
 from csdctl.workflows.train.takeover import take_over
 from csdctl.workflows.workspace.workspace import Workspace, open_workspace
 

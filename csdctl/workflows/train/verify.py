@@ -121,9 +121,6 @@ def _names(nodes: Sequence[str], positions: Sequence[int]) -> str:
 
 FEATURE_TOLERANCE = 1e-5
 """Maximum difference of the features of one sample, computed twice by the same engine."""
-FLOAT16_SPACING = 2**-10
-DEFAULT_BATCH_SIZE = 16
-"""The batch size of every rank without a plan of the job."""
 
 
 @dataclass(frozen=True)
@@ -140,7 +137,7 @@ class Verification:
     def check_features(self) -> None:
         """Raise RunError, naming the machine, if stored features are others than it computes now."""
         # Values that differ by a rounding of float32 may be neighbours in float16.
-        tolerance = FLOAT16_SPACING if self.precision == FLOAT16 else FEATURE_TOLERANCE
+        tolerance = 2**-10 if self.precision == FLOAT16 else FEATURE_TOLERANCE
         for node, found in self.features.items():
             if not found.difference <= tolerance:
                 raise RunError(
@@ -180,7 +177,7 @@ def _choose_plan(request: TrainRequest, space: Workspace) -> Plan:
     path = request.plan_path or space.project.plan(request.job.name)
     if not request.batch_size and (request.plan_path or path.exists()):
         return load_checked_plan(path, request.job, space)
-    return build_equal_plan(request.job, space.fleet, space.facts, request.batch_size or DEFAULT_BATCH_SIZE)
+    return build_equal_plan(request.job, space.fleet, space.facts, request.batch_size or 16)
 
 
 def verify(plan: Plan, context: RunContext, options: TrainOptions) -> Verification:

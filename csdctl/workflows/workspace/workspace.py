@@ -159,9 +159,6 @@ def _unreachable(fleet: Fleet, failed: dict[str, CsdctlError]) -> CsdctlError:
     )
 
 
-SCHEMA = "csdctl.failed/1"
-
-
 def choose_fleet(
     path: Path,
     limit: Sequence[str] | None = None,
@@ -207,7 +204,7 @@ def record_failed(
     if not failed and earlier.get("command") == command:
         listed = {name: error for name, error in earlier["failed"].items() if name not in machines}
     if failed or earlier.get("command") == command:
-        save_json(project.failed, {"schema": SCHEMA, "command": command, "failed": listed})
+        save_json(project.failed, {"schema": "csdctl.failed/1", "command": command, "failed": listed})
 
 
 def conclude(

@@ -37,7 +37,6 @@ from csdctl.worker.process.errors import WorkerError
 from csdctl.worker.process.files import DAMAGED_ARCHIVE, BoundedFile
 from csdctl.worker.protocol.datasets import LABEL, SAMPLE_WEIGHT, PrepareSpec, TableSchema, list_names
 
-_PIECE_BYTES = 1 << 20
 _DAMAGED: tuple[type[Exception], ...] = (*DAMAGED_ARCHIVE, csv.Error)
 
 
@@ -54,7 +53,7 @@ def _unpack(
             # Not reserved: the header may be wrong, and other programs would find the disk full meanwhile.
             if num_bytes > shutil.disk_usage(store).free:
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        while left and (piece := file.read(min(left, _PIECE_BYTES))):
+        while left and (piece := file.read(min(left, 1 << 20))):
             with convert_write_errors():
                 copy.write(piece)
             left -= len(piece)
@@ -94,7 +93,6 @@ def read_member(archive: zipfile.ZipFile, name: str, store: str) -> Array:
         return _unpack(file, shape, dtype, store, is_fortran=is_fortran)
 
 
-PAIR_NAMES = (("x", "y"), ("images", "labels"))
 LABEL_NAMES = ("y", "labels")
 
 
@@ -193,7 +191,7 @@ def open_npz(path: Path, spec: PrepareSpec) -> ArraySource:
 
 def _choose_arrays(names: list[str], spec: PrepareSpec) -> tuple[dict[str, str], dict[str, str]]:
     """Return the arrays of inputs and of outputs by name, '' for the only one; none if they are not there."""
-    for samples, labels in PAIR_NAMES:
+    for samples, labels in (("x", "y"), ("images", "labels")):
         if samples in names and labels in names:
             return {"": samples}, {"": labels}
     found = [name for name in LABEL_NAMES if name in names]
@@ -210,7 +208,6 @@ def open_idx_pair(images: Path, labels: Path, spec: PrepareSpec) -> ArraySource:
         return ArraySource({"": read_idx(images, spec.store)}, {"": read_idx(labels, spec.store)}, spec)
 
 
-_ROWS_AT_A_TIME = 256
 MORE_CELLS = "\0"
 """Key of the cells beyond the header, which no column has."""
 
@@ -313,7 +310,7 @@ def _read_numbers(paths: Sequence[Path], columns: list[str], names: list[str], s
     with tempfile.TemporaryFile(dir=spec.store) as copy:
         found = _rows(paths, columns, names, spec.source)
         with convert_write_errors():
-            while rows := list(itertools.islice(found, _ROWS_AT_A_TIME)):
+            while rows := list(itertools.islice(found, 256)):
                 copy.write(np.array(rows, np.float64).data)
             copy.flush()
         if not copy.tell():

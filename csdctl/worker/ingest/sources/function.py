@@ -75,7 +75,7 @@ class UserFunction:
         self._words = set(re.findall(r"\w+", b" ".join(sources).decode(errors="replace")))
         random.seed(SHUFFLE_SEED)
         np.random.seed(SHUFFLE_SEED)
-        if any(map(_USES_TENSORFLOW.search, sources)):
+        if any(re.search(rb"tensorflow|keras", one) for one in sources):
             load_tensorflow()
             keras.utils.set_random_seed(SHUFFLE_SEED)
         return self.guard(lambda: self._load(source)(str(root)))
@@ -299,7 +299,6 @@ def _is_batched(inputs: dict[str, Sizes], shapes: list[Sizes], spec: PrepareSpec
 
 
 _MODULE = "csdctl_users_data"
-_USES_TENSORFLOW = re.compile(rb"tensorflow|keras")
 
 
 def call_function(tree: Tree, spec: PrepareSpec, threads: int) -> SampleSource:

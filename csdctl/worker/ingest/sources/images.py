@@ -257,12 +257,9 @@ def _check_folders(folders: Sequence[str], label_of: dict[str, int], source: str
         raise data_error(source, problem, "add it to data.classes in job.yaml, or rename the folder")
 
 
-_FILE_NAME = re.compile(r".+(\.tfrecords?|\.tfrec|-\d{5}-of-\d{5})(\.gz)?$")
-
-
 def is_record_file(file: DataFile, tree: Tree) -> bool:
     """Return whether a file has the name of a TFRecord file: x.tfrecord, x-00000-of-00010, …"""
-    return bool(_FILE_NAME.match(tree.path_of(file).name))
+    return bool(re.match(r".+(\.tfrecords?|\.tfrec|-\d{5}-of-\d{5})(\.gz)?$", tree.path_of(file).name))
 
 
 class RecordFiles(DecodedSource):

@@ -16,6 +16,7 @@ from csdctl.runs.directory import EventLog, ProjectDirectory, RunDirectory
 from csdctl.terminal.streams import Streams
 from csdctl.worker.protocol.events import EpochEnd, Event, Finished, Progress
 from csdctl.worker.protocol.json_codec import to_json
+from csdctl.worker.protocol.recipe import Recipe
 from csdctl.worker.protocol.run_spec import DatasetSlice
 from csdctl.workflows.runs.manage import (
     compare_runs,
@@ -201,3 +202,19 @@ def test_same_public_data_elsewhere_has_another_path_and_the_same_content(projec
     first, *others = (run.run_id for run in runs)
     found = [[one.name for one in compare_runs(project, first, other)[2]] for other in others]
     assert found == [["data.public_path"], ["data.public_path", "data.public.samples"]]
+
+
+@pytest.mark.parametrize(
+    ("schedule", "rates"),
+    [("", [(0.1 * 8 / 32, 0.2 * 8 / 32)]), ('{"class_name": "CosineDecay"}', [])],
+    ids=["constant", "schedule"],
+)
+def test_scaled_learning_rates_differ_unless_a_schedule_sets_that_of_each_step(
+    project: ProjectDirectory, schedule: str, rates: list[tuple[float, float]]
+) -> None:
+    runs = [add_run(project) for _ in range(2)]
+    for run, rate in zip(runs, (0.1, 0.2), strict=True):
+        recipe = Recipe(learning_rate=rate, reference_batch=32, schedule=schedule)
+        run.spec.write_text(to_json(spec_of(recipe=recipe)))
+    *_, found = compare_runs(project, *(run.run_id for run in runs))
+    assert [(one.first, one.second) for one in found if one.name == "learning rate"] == rates
