@@ -408,15 +408,12 @@ class FleetModel:
     @property
     def can_overlap(self) -> bool:
         """Whether sums take long enough to begin during the backward pass, and this is not arranged yet."""
-        is_arranged = all(known.settings.inter_threads > 1 for known in self.classes.values())
         is_long = self.sum_s_of_training(len(self.machines)) >= OVERLAP_S
+        is_arranged = all(known.settings.inter_threads > 1 for known in self.classes.values())
         return is_long and self.vector_bytes > 4 * CHUNK_SIZE and not is_arranged
 
     def overlapping(self) -> "FleetModel":
-        """Return the model of machines with a second inter-op thread, which takes the first gradients.
-
-        What was measured with a single one is forgotten.
-        """
+        """Return the model of machines with a second inter-op thread, without what was measured with one."""
         return replace(
             self,
             classes={

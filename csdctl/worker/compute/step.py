@@ -280,10 +280,6 @@ class RankStep:
         gradient, count = vector[self.layout.gradients], float(vector[self.layout.count])
         return float(np.dot(gradient, gradient)) / count if count > 0 else 0.0
 
-    def own_square_norm(self, vector: Array) -> float:
-        """Return the same of the latest vector of `local`, parts of which may be on the wire by now."""
-        return self.square_norm(vector)
-
     def metrics(self, sums: Sums) -> dict[str, float]:
         """Return the metrics of all samples of `sums` by name."""
         return self.objective.metrics.compute(sums.states) if sums.states else {}
@@ -420,9 +416,8 @@ class Step(RankStep):
         # directory for each graph of a rank that is killed.
         batch = self.objective.signature
         self._is_halved = recipe.compression == BF16
-        self._early: list[Chunk] = []
-        """The chunks of the vector that the backward pass computes first."""
-        self._delivery = _Delivery([])
+        self._early: list[Chunk]
+        """The chunks of the vector that the backward pass computes first; the graph below has them."""
         self._has_loss_count = self.has_noise or self.objective.counts_elements
         local = tf.function(self._local_graph, autograph=False, input_signature=batch)
         # What layers add to the loss, and what they write, is known by tracing them.
@@ -483,18 +478,17 @@ class Step(RankStep):
         vector = np.zeros(self.layout.step_size, np.float32) if out is None else out
         if len(images) == 0:
             vector[:] = 0
-        late = slice(self._early[0].elements.stop if self._early else 0, None)
         for start in range(0, len(images), size):
             batch = slice(start, start + size)
             is_last = batch.stop >= len(images)
             delivery = self._delivery.begin(vector, on_chunk if is_last else None, is_first=not start)
             part = np.asarray(self._local(as_tensors(images[batch]), as_tensors(labels[batch])))
-            delivery.write(late, part)
+            delivery.write(slice(self._late, None), part)
         return vector
 
     def own_square_norm(self, vector: Array) -> float:
         """Return `square_norm` of the latest vector of `local`, parts of which may be on the wire by now."""
-        late = self._early[0].elements.stop if self._early else 0
+        late = self._late
         gradient, count = vector[late : self.layout.gradients.stop], float(vector[self.layout.count])
         square = self._delivery.square + float(np.dot(gradient, gradient))
         return square / count if count > 0 else 0.0
@@ -566,7 +560,8 @@ class Step(RankStep):
         for number, chunk in enumerate(self._early):
             whole = tf.concat(_cut(gradients, chunk.elements), axis=0)
             tf.numpy_function(partial(delivery.take, number), [whole], [])
-        return _cut(gradients, slice(self._early[0].elements.stop if self._early else 0, size))
+        self._late = self._early[0].elements.stop if self._early else 0
+        return _cut(gradients, slice(self._late, size))
 
     def _alone_graph(self, samples: Any, labels: Any) -> Any:
         gradients, summed, batch = self._gradients(samples, labels)

@@ -44,9 +44,7 @@ def divide_early(num_early: int, *, is_halved: bool) -> list[Chunk]:
 
 def count_early(num_gradients: int, *, is_halved: bool) -> int:
     """Return how many gradients are sent before the rest of a vector; none of those below one message."""
-    if is_halved:
-        return num_gradients // 2 * 2
-    return num_gradients if num_gradients >= CHUNK_SIZE else 0
+    return num_gradients // 2 * 2 if is_halved else num_gradients * (num_gradients >= CHUNK_SIZE)
 
 
 def _divide(start: int, stop: int, step: int, *, is_halved: bool = False) -> list[Chunk]:

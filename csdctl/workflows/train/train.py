@@ -303,13 +303,13 @@ def _start_early(plan: Plan, space: Workspace, observer: RunObserver) -> Iterato
         for rank in ranks
         if (space.facts[rank.node].usable_memory_bytes or 0) >= EARLY_BYTES
     }
-    worker, python = store_worker(space.project), space.fleet.python_of
+    worker = store_worker(space.project)
     with contextlib.closing(EarlyRanks(space.project.new_run_id())) as early:
         with contextlib.suppress(CsdctlError):  # whatever it is, it will be found again
             files = {name: [worker] for name in runtimes}
             deploy_files(files, space.fleet, space.sessions, observer.on_delivery)
             for name, runtime in runtimes.items():
-                early.start(space.sessions[name], python(name), worker.path, runtime)
+                early.start(space.sessions[name], space.fleet.python_of(name), worker.path, runtime)
         yield early
 
 

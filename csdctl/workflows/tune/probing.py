@@ -286,13 +286,8 @@ class FleetMeasurer:
 
     def end_sessions(self) -> None:
         """End all sessions; the next request starts them again."""
-        self._end_kept()
-        for prober in self.probers.values():
+        for prober in (*self._kept.values(), *self.probers.values()):
             prober.close()
-
-    def _end_kept(self) -> None:
-        while self._kept:
-            self._kept.popitem()[1].close()
 
     def switch(self, runtimes: Mapping[str, Runtime]) -> None:
         """Measure these machines with these settings from the next round on."""
@@ -362,7 +357,8 @@ class FleetMeasurer:
         The host's ends if it does not train: its rank 0 only sums, and starts a process of its own.
         """
         self.switch(runtimes)
-        self._end_kept()
+        for kept in self._kept.values():
+            kept.close()
         if HOST_NAME in self.probers.keys() - runtimes.keys():
             self.probers[HOST_NAME].close()
         self._start(runtimes)

@@ -223,11 +223,10 @@ class FitTuner:
         model = self._measure_steps(limit_sizes(model, self.limits))
         if self.is_exploring:
             model = self._measure_steps(self._explore_settings(model))
-        factor = 1.0
         if recalled := self.measurements.recall_trial(model.step_times()):
             ranks, step_s = recalled
             factor = calibrate_overhead(ranks, step_s, model.sum_s(len(ranks)))
-        model = replace(model, overhead_factor=factor)
+            model = replace(model, overhead_factor=factor)
         if self.noise_scale is None:
             return self._confirm(model)
         limits = limit_for_goodput(model, self.limits, self.noise_scale, self.reference_batch)
