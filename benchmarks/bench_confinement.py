@@ -21,10 +21,7 @@ from tests.lab.project import Project
 
 __all__ = ["nodes", "project"]
 
-PROGRAMS = {
-    "confined": (str(CSDCTL),),
-    "unconfined": (sys.executable, str(CLIENTS / "unconfined.py")),
-}
+PROGRAMS = {"confined": (str(CSDCTL),), "unconfined": (sys.executable, str(CLIENTS / "unconfined.py"))}
 ROUNDS = 3
 
 

@@ -35,7 +35,7 @@ pytestmark = [
     pytest.mark.skipif(
         os.geteuid() != 0 or not all(map(shutil.which, (SSHD, "scp", "rsync"))),
         reason="needs root, sshd, scp and rsync",
-    ),
+    )
 ]
 
 

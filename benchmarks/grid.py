@@ -72,8 +72,7 @@ def visit(project: Project, job: str, plan_path: Path, order: Sequence[Sizes], s
 
     visits = [(point, num_steps(point)) for point in order]
     done = project.lab.host.run(
-        *(sys.executable, str(CLIENT), f"{job}.yaml", str(plan_path), json.dumps(visits)),
-        cwd=project.path,
+        *(sys.executable, str(CLIENT), f"{job}.yaml", str(plan_path), json.dumps(visits)), cwd=project.path
     )
     assert done.returncode == 0, done.stderr
     measured: dict[Sizes, list[float]] = {}

@@ -281,10 +281,7 @@ DOCUMENTS = {
     "csdctl.runs/1": shown("`csdctl runs list`", runs=(list[RunStatus], "Each run, the oldest first.")),
     "csdctl.scale/1": shown(
         "`csdctl scale --dry-run`",
-        points=(
-            list,
-            "Each point: series, nodes, batch sizes, and its run unless it would be trained.",
-        ),
+        points=(list, "Each point: series, nodes, batch sizes, and its run unless it would be trained."),
     ),
     "csdctl.scaling/1": shown(
         "`csdctl scale`, one line for each series, after its trainings",

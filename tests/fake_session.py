@@ -56,12 +56,7 @@ class FakeSession(Session):
         return self
 
     def run(
-        self,
-        command: Sequence[str],
-        *,
-        stdin: bytes = b"",
-        deadline_s: float = 60.0,
-        is_users: bool = False,
+        self, command: Sequence[str], *, stdin: bytes = b"", deadline_s: float = 60.0, is_users: bool = False
     ) -> Completed:
         """Return the scripted response; raise its error."""
         response = self._response(command)

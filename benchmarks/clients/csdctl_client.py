@@ -28,12 +28,6 @@ def show(outcome: Outcome[str]) -> None:
     shown_s.append(time.monotonic())
 
 
-run_on_nodes(
-    Fleet(nodes),
-    ping,
-    directory=Path(known_hosts).parents[1],
-    connect_deadline_s=60,
-    on_done=show,
-)
+run_on_nodes(Fleet(nodes), ping, directory=Path(known_hosts).parents[1], connect_deadline_s=60, on_done=show)
 peak_mb = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
 print(f"first output shown after: {shown_s[0] - min(answered_s):.3f} s; peak memory: {peak_mb:.0f} MB")

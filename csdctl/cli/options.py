@@ -127,6 +127,5 @@ SkipDoctorOption = Annotated[
     bool, selection("--skip-doctor", help="Start without checking the machines first.")
 ]
 HtmlOption = Annotated[
-    Path | None,
-    typer.Option(metavar="FILE", help="Write charts and tables as self-contained HTML."),
+    Path | None, typer.Option(metavar="FILE", help="Write charts and tables as self-contained HTML.")
 ]

@@ -52,13 +52,7 @@ def text_fact(name: str, script: str) -> Fact:
 def build_command(facts: Sequence[Fact], python: str) -> list[str]:
     """Build one command that finds all `facts`, even if some of them fail."""
     scripts = [f"echo '{_MARKER}{fact.name}'\n(\n{fact.script}\n) 2>/dev/null </dev/null" for fact in facts]
-    return [
-        "sh",
-        "-c",
-        "LC_ALL=C; export LC_ALL\n" + "\n".join(scripts) + "\nexit 0",
-        "csdctl-facts",
-        python,
-    ]
+    return ["sh", "-c", "LC_ALL=C; export LC_ALL\n" + "\n".join(scripts) + "\nexit 0", "csdctl-facts", python]
 
 
 def parse_outputs(facts: Sequence[Fact], output: str, machine: str) -> tuple[dict[str, object], list[str]]:

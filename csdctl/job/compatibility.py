@@ -42,10 +42,7 @@ Shape = tuple[int, ...]
 
 
 def check_compatibility(
-    model: ModelInfo,
-    datasets: Mapping[str, DatasetInfo | None],
-    *,
-    needs_labels: bool = True,
+    model: ModelInfo, datasets: Mapping[str, DatasetInfo | None], *, needs_labels: bool = True
 ) -> None:
     """Raise InputError when the model cannot take the samples or, if it needs labels, its outputs do not fit.
 

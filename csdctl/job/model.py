@@ -478,8 +478,7 @@ def _check_private(job: Job, data: DataEntry) -> None:
         return
     if ".." in Path(private).parts:
         raise InputError(
-            f"{job.path}: data.private.path {private} contains `..`",
-            remedy="write the path without `..`",
+            f"{job.path}: data.private.path {private} contains `..`", remedy="write the path without `..`"
         )
     others = {"public": (data.public.path, job.public_path)}
     if data.validation and job.validation_path:

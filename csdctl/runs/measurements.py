@@ -74,12 +74,7 @@ class MeasurementStore:
     """
 
     def __init__(
-        self,
-        path: Path,
-        say: Say = lambda line: None,
-        *,
-        is_optional: bool = False,
-        is_fresh: bool = False,
+        self, path: Path, say: Say = lambda line: None, *, is_optional: bool = False, is_fresh: bool = False
     ) -> None:
         """Read the file at `path`, if there is one; `say` tells of lines that are left out.
 

@@ -781,10 +781,7 @@ def _find_suspects(group: GroupState) -> set[int]:
 
 
 ACTIONS: Mapping[Phase, Mapping[type[RankMessage], Callable[[Supervisor, Any], None]]] = {
-    Phase.STARTING: {
-        ProcessEnded: Supervisor._end_run,
-        Failed: Supervisor._end_run,
-    },
+    Phase.STARTING: {ProcessEnded: Supervisor._end_run, Failed: Supervisor._end_run},
     Phase.TRAINING: {
         ProcessEnded: Supervisor._lose_exited,
         Failed: Supervisor._lose_failed,
@@ -805,9 +802,7 @@ ACTIONS: Mapping[Phase, Mapping[type[RankMessage], Callable[[Supervisor, Any], N
         Misbehaved: Supervisor._drop_misbehaving,
         Finished: lambda run, finished: run._membership.mark_finished(finished.rank),
     },
-    Phase.EXITING: {
-        ProcessEnded: lambda run, ended: run._membership.handle_exit(ended),
-    },
+    Phase.EXITING: {ProcessEnded: lambda run, ended: run._membership.handle_exit(ended)},
 }
 """What a message of a rank leads to in each phase. What is not in a phase's row changes nothing there: its
 arrival was recorded by `Supervisor._record_arrival`."""

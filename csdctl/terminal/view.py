@@ -55,10 +55,7 @@ def render_bundle(renderable: RenderableType, width: int) -> dict[str, str]:
     console = PrintableConsole(file=io.StringIO(), record=True, width=width, force_terminal=True)
     console.print(renderable)
     text = console.export_text(clear=False)
-    return {
-        "text/html": console.export_html(inline_styles=True, code_format=HTML),
-        "text/plain": text,
-    }
+    return {"text/html": console.export_html(inline_styles=True, code_format=HTML), "text/plain": text}
 
 
 class NotebookLive:
@@ -256,8 +253,7 @@ def choose_rows(
     """Return the rows to show, of which there are fewer than `capacity` unless all fit, and the others."""
     top = rows[:1] if is_first_on_top else ()
     others = sorted(
-        rows[len(top) :],
-        key=lambda row: (0, 0) if row.is_sick else (1, -round(row.slowness * NUM_GRADES)),
+        rows[len(top) :], key=lambda row: (0, 0) if row.is_sick else (1, -round(row.slowness * NUM_GRADES))
     )
     ordered = [*top, *others]
     num_shown = len(rows) if len(rows) <= capacity else capacity - 1

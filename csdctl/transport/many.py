@@ -119,11 +119,7 @@ class _Connections(contextlib.AbstractContextManager["_Connections"]):
     """The connections of one command to a fleet, as a context manager that closes all of them."""
 
     def __init__(
-        self,
-        fleet: Fleet,
-        directory: Path,
-        connect_deadline_s: float,
-        on_traffic: OnTraffic,
+        self, fleet: Fleet, directory: Path, connect_deadline_s: float, on_traffic: OnTraffic
     ) -> None:
         from csdctl.transport import ssh  # paramiko takes 0.1 s to load
 
@@ -220,11 +216,7 @@ def open_sessions(
 
 @contextlib.contextmanager
 def open_session(
-    fleet: Fleet,
-    name: str,
-    *,
-    directory: Path,
-    on_traffic: OnTraffic = lambda sent: None,
+    fleet: Fleet, name: str, *, directory: Path, on_traffic: OnTraffic = lambda sent: None
 ) -> Iterator[Session]:
     """Open a separate session to node `name`; raises the errors of `connect`."""
     with _Connections(fleet, directory, CONNECT_DEADLINE_S, on_traffic) as connections:

@@ -363,12 +363,7 @@ class Session(ABC):
         self._is_closed = False
 
     def run(
-        self,
-        command: Sequence[str],
-        *,
-        stdin: bytes = b"",
-        deadline_s: float = 60.0,
-        is_users: bool = False,
+        self, command: Sequence[str], *, stdin: bytes = b"", deadline_s: float = 60.0, is_users: bool = False
     ) -> Completed:
         """Run `command` (an argument list, quoted by the transport) to completion.
 

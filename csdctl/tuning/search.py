@@ -166,11 +166,7 @@ def _fleets(candidates: Sequence[RankModel], limits: Limits) -> Iterable[Sequenc
 
 
 def _best_of(
-    members: Sequence[RankModel],
-    limits: Limits,
-    collective_s: float,
-    overhead_factor: float,
-    num_times: int,
+    members: Sequence[RankModel], limits: Limits, collective_s: float, overhead_factor: float, num_times: int
 ) -> BestPlan | None:
     """Return the best plan in which all `members` train; None when the limits allow none."""
     most = limits.largest_global_batch

@@ -84,10 +84,7 @@ def check_arguments(batch_sizes: Sequence[int], step_divisor: float, margin_scal
             f"expected one or more batch sizes of at least 1, received {list(batch_sizes)}",
             remedy="set --batch-sizes, for example to 4,8,16,32",
         )
-    for name, option, value in (
-        ("C", "--step-divisor", step_divisor),
-        ("E", "--margin-scale", margin_scale),
-    ):
+    for name, option, value in (("C", "--step-divisor", step_divisor), ("E", "--margin-scale", margin_scale)):
         if not (math.isfinite(value) and value > 0):
             raise TuningError(
                 f"{name} must be a positive number, received {value}", remedy=f"change {option}"

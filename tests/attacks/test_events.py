@@ -153,9 +153,7 @@ def test_node_that_fails_is_lost_alone_whatever_its_exit_code(run: SmallRun) -> 
 @pytest.mark.attack(9)
 @pytest.mark.attack(12)
 @pytest.mark.parametrize(
-    "line",
-    [progress(), event("WaitingFor", nodes=[NODES[OTHER]])],
-    ids=["progress", "waiting for a node"],
+    "line", [progress(), event("WaitingFor", nodes=[NODES[OTHER]])], ids=["progress", "waiting for a node"]
 )
 def test_node_that_floods_csdctl_with_valid_events_is_lost_alone(run: SmallRun, line: str) -> None:
     run.supervise(Attack([], forever=line))

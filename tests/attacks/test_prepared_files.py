@@ -87,11 +87,7 @@ def test_data_that_others_could_change_is_prepared_again(project: Path, name: st
 
 @pytest.mark.parametrize(
     ("directory", "file", "expected"),
-    [
-        (0o755, 0o644, (0o755, 0o644)),
-        (0o755, 0o640, (0o750, 0o640)),
-        (0o711, 0o644, (0o700, 0o600)),
-    ],
+    [(0o755, 0o644, (0o755, 0o644)), (0o755, 0o640, (0o750, 0o640)), (0o711, 0o644, (0o700, 0o600))],
 )
 def test_shared_data_is_never_wider_than_its_source(
     project: Path, directory: int, file: int, expected: tuple[int, int]

@@ -319,10 +319,7 @@ print("accepted", accepted.recv(5).decode(), flush=True)
     [pytest.param(200, b"x", id="begin a token"), pytest.param(1, b"", id="fill the queue")],
 )
 def test_strangers_do_not_hold_up_a_member(members: Members, backlog: int, content: bytes) -> None:
-    with (
-        contextlib.ExitStack() as strangers,
-        members.start(["-c", WAITING, str(backlog)]) as listening,
-    ):
+    with contextlib.ExitStack() as strangers, members.start(["-c", WAITING, str(backlog)]) as listening:
         port = int(listening.read_line())
         for _ in range(min(backlog, 100) + 5):
             stranger = strangers.enter_context(socket.socket())

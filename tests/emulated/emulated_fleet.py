@@ -27,10 +27,7 @@ class Running:
         self, command: str, node: str = "csd0", stdin: bytes = b""
     ) -> "subprocess.CompletedProcess[bytes]":
         return subprocess.run(
-            ["ssh", "-F", self.config, node, command],
-            input=stdin,
-            capture_output=True,
-            check=False,
+            ["ssh", "-F", self.config, node, command], input=stdin, capture_output=True, check=False
         )
 
     def output(self, command: str, node: str = "csd0") -> str:

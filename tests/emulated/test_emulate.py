@@ -82,10 +82,7 @@ def test_only_the_key_of_the_fleet_is_accepted(fleet: Running, tmp_path: Path) -
             pass
 
     asyncio.run(log_in(node.user, client_keys=[str(node.key)]))
-    for user, secret in (
-        (node.user, {"client_keys": [other]}),
-        (node.user, {"password": "csd"}),
-    ):
+    for user, secret in ((node.user, {"client_keys": [other]}), (node.user, {"password": "csd"})):
         with pytest.raises(asyncssh.PermissionDenied):
             asyncio.run(log_in(user, **secret))
     assert node.key is not None

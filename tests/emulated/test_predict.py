@@ -25,9 +25,7 @@ NUM_SAMPLES = 80
 NUM_PUBLIC = 200
 NUM_SLOW = 640
 JOB = small_job(
-    *("epochs: 1, learning_rate: 0.01", ".npz"),
-    model="model.py:build\ncode: [layer.py]",
-    data=ALL_DATA,
+    *("epochs: 1, learning_rate: 0.01", ".npz"), model="model.py:build\ncode: [layer.py]", data=ALL_DATA
 )
 MODEL = """\
 import keras

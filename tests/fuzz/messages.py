@@ -52,12 +52,7 @@ from csdctl.worker.protocol.json_codec import (
     to_tagged,
 )
 from csdctl.worker.protocol.orders import FormGroup, Ping, Release, Stop, order_from_line, order_to_line
-from csdctl.worker.protocol.probe import (
-    ProbeRequest,
-    ProbeResult,
-    ProbeSpec,
-    request_from_line,
-)
+from csdctl.worker.protocol.probe import ProbeRequest, ProbeResult, ProbeSpec, request_from_line
 from csdctl.worker.protocol.recipe import Recipe
 from csdctl.worker.protocol.run_spec import RunSpec, Runtime
 from csdctl.worker.protocol.sandbox import SandboxPolicy

@@ -39,10 +39,7 @@ class LabHost:
         )
 
     def run(
-        self,
-        *command: str,
-        cwd: Path,
-        environment: dict[str, str] | None = None,
+        self, *command: str, cwd: Path, environment: dict[str, str] | None = None
     ) -> subprocess.CompletedProcess[str]:
         """Run `command` there to completion; raises StalledError."""
         process = self.start(*command, cwd=cwd, environment=environment)

@@ -35,10 +35,7 @@ def test_addresses_exist_inside_the_namespaces_only(lab: Lab) -> None:
 
 def test_killed_lab_ends_and_the_next_one_cleans_up(lab: Lab) -> None:
     process = subprocess.Popen(
-        [sys.executable, "-c", LEAVES_A_LAB],
-        cwd=Path(__file__).parents[2],
-        stdout=subprocess.PIPE,
-        text=True,
+        [sys.executable, "-c", LEAVES_A_LAB], cwd=Path(__file__).parents[2], stdout=subprocess.PIPE, text=True
     )
     assert process.stdout
     name = process.stdout.readline().strip()

@@ -20,8 +20,7 @@ def up(
     memory: Annotated[str, typer.Option(help="Memory of each node, such as 512M or 2G.")] = "2G",
     fleet: Annotated[Path, typer.Option(help="Path of the fleet file to write.")] = options.DEFAULT_FLEET,
     pid: Annotated[
-        int | None,
-        typer.Option(envvar="CSDCTL_EMULATE_PID", help="End the fleet when this process ends."),
+        int | None, typer.Option(envvar="CSDCTL_EMULATE_PID", help="End the fleet when this process ends.")
     ] = None,
     json: options.JsonOption = False,
 ) -> None:
@@ -51,8 +50,7 @@ def status(json: options.JsonOption = False) -> None:
 @emulate.command()
 def down(
     keep: Annotated[
-        bool,
-        typer.Option("--keep", help="Keep the nodes' files: the same `emulate up` starts them again."),
+        bool, typer.Option("--keep", help="Keep the nodes' files: the same `emulate up` starts them again.")
     ] = False,
     json: options.JsonOption = False,
 ) -> None:

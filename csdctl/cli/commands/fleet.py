@@ -213,9 +213,7 @@ def provision(
     set_: Annotated[
         list[str] | None,
         typer.Option(
-            "--set",
-            metavar="NAME=VALUE",
-            help="Set a variable of the role, such as node_firewall=true.",
+            "--set", metavar="NAME=VALUE", help="Set a variable of the role, such as node_firewall=true."
         ),
     ] = None,
     dry_run: Annotated[
@@ -322,9 +320,7 @@ def exec(
     timeout: Annotated[
         float | None,
         typer.Option(
-            min=0.001,
-            max=7 * 86_400,
-            help="Timeout of a command in seconds; default: 60, with --task 600.",
+            min=0.001, max=7 * 86_400, help="Timeout of a command in seconds; default: 60, with --task 600."
         ),
     ] = None,
     connect_timeout: Annotated[

@@ -50,9 +50,7 @@ def logs(
     run: RunArgument = None,
     which: Annotated[
         str | None,
-        typer.Argument(
-            help="A rank, a node, mpirun, or csdctl (of a detached run); default: all.",
-        ),
+        typer.Argument(help="A rank, a node, mpirun, or csdctl (of a detached run); default: all."),
     ] = None,
     follow: Annotated[
         bool, typer.Option("--follow", "-f", help="Follow the log until the run ends.")
@@ -135,8 +133,7 @@ def report(
     privacy: Annotated[
         bool,
         typer.Option(
-            "--privacy",
-            help="Show bytes sent instead, by link and traffic class; with noise, also ε.",
+            "--privacy", help="Show bytes sent instead, by link and traffic class; with noise, also ε."
         ),
     ] = False,
     html: options.HtmlOption = None,

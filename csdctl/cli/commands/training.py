@@ -156,7 +156,7 @@ def predict(
         Literal["classes", "scores", "embeddings"],
         typer.Option(
             help="classes with probabilities (values of a regression), scores: all outputs, or embeddings: "
-            "the output of --layer.",
+            "the output of --layer."
         ),
     ] = "classes",
     layer: Annotated[

@@ -103,8 +103,7 @@ def _parse_sizes(text: str) -> tuple[int, ...]:
         sizes = ()
     if not sizes or min(sizes) < 1:
         raise InputError(
-            f"invalid --batch-sizes {text!r}",
-            remedy="use whole numbers of at least 1, such as 4,8,16,32",
+            f"invalid --batch-sizes {text!r}", remedy="use whole numbers of at least 1, such as 4,8,16,32"
         )
     return sizes
 

@@ -178,10 +178,7 @@ class CustomStep(RankStep):
         if not len(images):
             return np.zeros(self.layout.step_size)
         samples = map(as_tensors, self.augment(images, labels))
-        with (
-            recording(totals, self.layouts) as gradients,
-            repeatable_draws(tf.constant(self._draw_seed())),
-        ):
+        with recording(totals, self.layouts) as gradients, repeatable_draws(tf.constant(self._draw_seed())):
             self._call(self.model.train_step, *samples)
         weights = [self._weight if one.is_summed else self._weight * len(images) for one in self.layouts]
         vector[self.layout.gradients] = np.concatenate(list(map(np.multiply, gradients, weights)))

@@ -26,14 +26,7 @@ from csdctl.worker.group.communicator import Communicator
 from csdctl.worker.process.errors import WorkerError
 from csdctl.worker.protocol.chunks import count_early
 from csdctl.worker.protocol.json_codec import ProtocolError, Sha256
-from csdctl.worker.protocol.orders import (
-    FormGroup,
-    PauseAtEpochEnd,
-    Ping,
-    Release,
-    Stop,
-    order_from_line,
-)
+from csdctl.worker.protocol.orders import FormGroup, PauseAtEpochEnd, Ping, Release, Stop, order_from_line
 from csdctl.worker.protocol.recipe import BF16
 from csdctl.worker.protocol.run_spec import RankSpec, RunSpec
 from csdctl.worker.tasks.progress import Reporter, RunProgress

@@ -380,12 +380,7 @@ def find_ranges(samples: Array) -> Ranges:
 
 
 def draw_samples(
-    seed: int,
-    rank: int,
-    count: int,
-    example: tuple[Array, Array],
-    model: Any,
-    ranges: Ranges | None = None,
+    seed: int, rank: int, count: int, example: tuple[Array, Array], model: Any, ranges: Ranges | None = None
 ) -> tuple[Array, Array]:
     """Return the first `count` random samples of rank `rank`, the same on every machine.
 

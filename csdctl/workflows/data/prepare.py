@@ -126,12 +126,7 @@ DEADLINE_S = 300.0
 
 
 def check_augment(
-    job: Job,
-    model: SerializedModel,
-    public: DatasetInfo,
-    worker: StoredFile,
-    space: Workspace,
-    say: Say,
+    job: Job, model: SerializedModel, public: DatasetInfo, worker: StoredFile, space: Workspace, say: Say
 ) -> None:
     """Raise InputError if the job's augmentation does not return what a rank can train on."""
     code = model.user_code
@@ -271,11 +266,7 @@ class _Preparing:
         """Prepare a data set of the host; the user's function runs from the store, as on a node."""
         spec, _ = add_function(self.spec, self.job, function, self.space.project)
         spec = replace(
-            spec,
-            source=str(path),
-            store=store,
-            names_classes=name == "public",
-            is_shared=store != DATA_STORE,
+            spec, source=str(path), store=store, names_classes=name == "public", is_shared=store != DATA_STORE
         )
         return self._prepare(name, HOST_NAME, spec)
 

@@ -51,10 +51,7 @@ def list_layers(fleet: Fleet) -> list[dict[str, Node]]:
 
 
 def fetch_keys(
-    fleet: Fleet,
-    machines: Mapping[str, Node],
-    *,
-    directory: Path,
+    fleet: Fleet, machines: Mapping[str, Node], *, directory: Path
 ) -> dict[str, Outcome[ShownKey]]:
     """Return the key presented by each of `machines`; HostKeyError for a changed key."""
     from csdctl.transport.ssh import JumpHosts, fetch_host_key  # paramiko takes 0.1 s to load
@@ -174,10 +171,7 @@ class DiscoverResult:
 
 
 def discover(
-    fleet: Fleet,
-    *,
-    directory: Path,
-    on_done: Callable[[Facts], None] = lambda facts: None,
+    fleet: Fleet, *, directory: Path, on_done: Callable[[Facts], None] = lambda facts: None
 ) -> DiscoverResult:
     """Collect facts of the host and all nodes of `fleet`, and save them beside the fleet file.
 

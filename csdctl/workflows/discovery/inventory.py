@@ -59,12 +59,7 @@ def expand_addresses(cidr: str) -> list[str]:
 
 
 def scan(
-    cidrs: Sequence[str],
-    *,
-    user: str,
-    key: Path | None = None,
-    port: int = 22,
-    banner_timeout_s: float = 3.0,
+    cidrs: Sequence[str], *, user: str, key: Path | None = None, port: int = 22, banner_timeout_s: float = 3.0
 ) -> tuple[Node, ...]:
     """Return the machines of `cidrs` with an SSH server at `port`, except this one, as nodes csd0, csd1, ….
 

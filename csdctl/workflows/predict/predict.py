@@ -513,7 +513,7 @@ class _Prediction:
         if info.num_samples != part.info.num_samples or info.sample_shape or not is_as_asked:
             raise part.refuse(
                 f"received {info.num_samples} rows of {', '.join(found)}, "
-                f"expected {part.info.num_samples} of {', '.join(expected)}",
+                f"expected {part.info.num_samples} of {', '.join(expected)}"
             )
         if math.prod(size for _, shape in found.values() for size in shape) > 1 << 40:
             raise part.refuse("received rows that are too large")

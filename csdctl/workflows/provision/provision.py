@@ -242,8 +242,7 @@ class ProvisionRequest:
     def __post_init__(self) -> None:
         if not self.prefix.startswith("/") or ".." in self.prefix.split("/") or not self.prefix.strip("/"):
             raise InputError(
-                f"--prefix {self.prefix!r} cannot be used",
-                remedy="use an absolute path, such as /opt/csdctl",
+                f"--prefix {self.prefix!r} cannot be used", remedy="use an absolute path, such as /opt/csdctl"
             )
 
 

@@ -45,8 +45,7 @@ def plan_points(training: TrainRequest, kinds: Sequence[str], node_counts: Seque
     counts = node_counts or choose_counts(len(plan.ranks) - 1)
     if len(counts) < 2:
         raise InputError(
-            f"a series needs at least two numbers of nodes, received {counts[0]}",
-            remedy="--nodes 0,1,2",
+            f"a series needs at least two numbers of nodes, received {counts[0]}", remedy="--nodes 0,1,2"
         )
     points = [
         Point(kind, count, plan_point(plan, kind, count, max(counts)), None)

@@ -91,11 +91,7 @@ def run_trial(
 
 
 def _build_spec(
-    run: RunDirectory,
-    ranks: Sequence[RankPlan],
-    context: RunContext,
-    num_steps: int,
-    split: SplitSpec | None,
+    run: RunDirectory, ranks: Sequence[RankPlan], context: RunContext, num_steps: int, split: SplitSpec | None
 ) -> RunSpec:
     """Return a run of random samples, as many of them private as in training."""
     prepared = context.prepared

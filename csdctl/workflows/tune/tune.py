@@ -788,12 +788,7 @@ class StrategyChooser:
         ]
         return self.plan.model_copy(update={"strategy": SPLIT, "cut": chosen.cut, "ranks": ranks})
 
-    def _try_split(
-        self,
-        chosen: StrategyForecast,
-        found: list[StrategyForecast],
-        times: PartTimes,
-    ) -> Plan:
+    def _try_split(self, chosen: StrategyForecast, found: list[StrategyForecast], times: PartTimes) -> Plan:
         """Take steps with the split model; return the plan of the strategy that then takes the least time."""
         plan = self._follow(chosen)
         shares = measured_shares(times, self.context.prepared.model.info.cuts)[chosen.cut]
@@ -805,11 +800,7 @@ class StrategyChooser:
         self.watch.on_trial(num_steps, chosen.batch_sizes)
         try:
             result = run_trial(
-                plan.ranks,
-                self.context,
-                num_steps,
-                split=SplitSpec(chosen.cut),
-                on_event=self.watch.on_event,
+                plan.ranks, self.context, num_steps, split=SplitSpec(chosen.cut), on_event=self.watch.on_event
             )
         except CsdctlError as error:
             if self.request.strategy == SPLIT:

@@ -50,11 +50,7 @@ CHANGING = [
     ["provision", "--send", "--prefix", PREFIX],
 ]
 """Commands that do something here; the tests run them without --dry-run, too."""
-LONG = [
-    ["train", *PLANNED],
-    ["train", *PLANNED, "--detach"],
-    ["scale", *PLANNED, "--max-steps", "4"],
-]
+LONG = [["train", *PLANNED], ["train", *PLANNED, "--detach"], ["scale", *PLANNED, "--max-steps", "4"]]
 """Commands that would start workers, or download something."""
 PLAYBOOK = """\
 #!/bin/sh

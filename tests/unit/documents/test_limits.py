@@ -255,10 +255,7 @@ class TestRefusedDocuments:
             ),
             ("colour: red", "job.yaml:1: unknown key `colour`"),
             ("model: m\npublic:\n  on: host\n", "job.yaml:2: key `public.path` is missing"),
-            (
-                "model: m\nrate: fast\n",
-                "job.yaml:2: `rate`: must be a number (received 'fast')",
-            ),
+            ("model: m\nrate: fast\n", "job.yaml:2: `rate`: must be a number (received 'fast')"),
             (
                 "nodes:\n- {name: a, port: 0}",
                 "job.yaml:2: `nodes.0.port`: must be greater than or equal to 1 (received 0)",

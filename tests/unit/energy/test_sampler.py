@@ -172,11 +172,7 @@ class TestFleetFile:
 
     @pytest.mark.parametrize(
         ("power", "said"),
-        [
-            ("hwmon", "needs `path`"),
-            ("{source: rapl, path: /sys}", "does not use `path`"),
-            ("-3", "watts"),
-        ],
+        [("hwmon", "needs `path`"), ("{source: rapl, path: /sys}", "does not use `path`"), ("-3", "watts")],
     )
     def test_source_that_cannot_be_is_refused(self, tmp_path, power, said):
         path = tmp_path / "fleet.yaml"

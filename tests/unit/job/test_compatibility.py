@@ -141,18 +141,9 @@ REFUSED: list[tuple[ModelInfo, DatasetInfo, str, str]] = [
         )
         for loss in (SPARSE_LOSS, "SparseCategoricalCrossentropy")
     ),
-    (
-        *(CATEGORICAL, DATA),
-        "has outputs of shape 10, the public data has labels of shape 1",
-        SPARSE_LOSS,
-    ),
+    (*(CATEGORICAL, DATA), "has outputs of shape 10, the public data has labels of shape 1", SPARSE_LOSS),
     *(
-        (
-            one_output(shape, SPARSE_LOSS),
-            replace(DATA, label_shape=(*labels[:-1], 3, 3)),
-            "needs ",
-            "",
-        )
+        (one_output(shape, SPARSE_LOSS), replace(DATA, label_shape=(*labels[:-1], 3, 3)), "needs ", "")
         for shape, labels in STEPS
     ),
     *(
@@ -178,11 +169,7 @@ REFUSED: list[tuple[ModelInfo, DatasetInfo, str, str]] = [
         "kind, age with a loss, the public data has labels kind, ages",
         DICT,
     ),
-    (
-        *(MODEL, labelled(NAMED, kind=9)),
-        "has one output, the public data has labels age, kind",
-        "",
-    ),
+    (*(MODEL, labelled(NAMED, kind=9)), "has one output, the public data has labels age, kind", ""),
     *((model, ALONE, HAS_NONE, "") for model in (MODEL, SEVERAL, one_output((3,), "my_loss"))),
     (
         one_output((10,), SPARSE_LOSS, activation="softmax", from_logits=True),

@@ -70,11 +70,7 @@ def test_host_that_sits_out_reads_nothing_and_the_others_everything() -> None:
 @pytest.mark.parametrize(
     ("ranks", "num_public", "message"),
     [
-        (
-            [RankLoad("host", 4), RankLoad("csd0", 0, 7)],
-            10,
-            "csd0: batch size must be at least 1",
-        ),
+        ([RankLoad("host", 4), RankLoad("csd0", 0, 7)], 10, "csd0: batch size must be at least 1"),
         ([RankLoad("host", 0)], 10, "no rank"),
         ([RankLoad("csd0", 4), RankLoad("csd1", 4)], 0, "no samples to train on"),
         ([], 10, "no rank"),

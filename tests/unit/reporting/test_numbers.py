@@ -19,14 +19,7 @@ from csdctl.reporting.numbers import (
     format_share,
 )
 
-FORMATS = [
-    format_bytes,
-    format_joules,
-    format_loss,
-    format_rate,
-    format_seconds,
-    format_share,
-]
+FORMATS = [format_bytes, format_joules, format_loss, format_rate, format_seconds, format_share]
 NUMBERS = st.one_of(st.floats(), st.integers(), st.integers(min_value=10**308, max_value=10**320))
 
 

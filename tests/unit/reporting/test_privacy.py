@@ -112,10 +112,7 @@ SEQUENCES: dict[str, tuple[list[Event], int | list[int]]] = {
         [joined(1), PROGRESS, lost(1), joined(1, 3), ended(1), finished()],
         2,
     ),
-    "lost within the second epoch": (
-        [joined(1), ended(1), lost(2), joined(2, 3), ended(2), finished()],
-        3,
-    ),
+    "lost within the second epoch": ([joined(1), ended(1), lost(2), joined(2, 3), ended(2), finished()], 3),
     "csdctl killed in the second epoch, resumed there": (
         [joined(1), ended(1), PROGRESS, joined(2, 3), ended(2), finished()],
         3,

@@ -158,11 +158,7 @@ def test_balanced_run_has_no_culprit() -> None:
 
 def test_who_holds_the_others_back_now_is_not_who_did_before() -> None:
     balanced, quick = {**SLOW, "wait": 0.0}, QUICK
-    run = series_of(
-        [quick] * 40,
-        [SLOW] * 30 + [quick] * 10,
-        [quick] * 30 + [balanced] * 10,
-    )
+    run = series_of([quick] * 40, [SLOW] * 30 + [quick] * 10, [quick] * 30 + [balanced] * 10)
     before, now = find_bottleneck(run), find_bottleneck(run, is_now=True)
     assert before is not None
     assert now is not None

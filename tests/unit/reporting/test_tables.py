@@ -137,8 +137,4 @@ class TestScaling:
 
     def test_energy_is_saved_as_in_table_2_of_the_paper(self):
         rows = energy_by_nodes(build_scaling([run_on(n, joules=e) for n, e in ENERGY.items()], "weak")).rows
-        assert [row[:3] for row in rows] == [
-            ("0", "13.1", "0%"),
-            ("4", "8.3", "37%"),
-            ("24", "4.02", "69%"),
-        ]
+        assert [row[:3] for row in rows] == [("0", "13.1", "0%"), ("4", "8.3", "37%"), ("24", "4.02", "69%")]

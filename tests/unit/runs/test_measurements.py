@@ -11,13 +11,7 @@ from csdctl.errors import CsdctlError
 from csdctl.fleet.facts import Facts
 from csdctl.fleet.hardware import classify_fleet, classify_machine
 from csdctl.runs.directory import ProjectDirectory
-from csdctl.runs.measurements import (
-    COLLECTIVE,
-    NUM_NEWEST,
-    PROBE,
-    TRIAL,
-    MeasurementStore,
-)
+from csdctl.runs.measurements import COLLECTIVE, NUM_NEWEST, PROBE, TRIAL, MeasurementStore
 from csdctl.tuning.measurements import (
     CollectiveMeasurement,
     ModelProperties,

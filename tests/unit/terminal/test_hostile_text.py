@@ -23,13 +23,7 @@ from csdctl.reporting.results import RunResults
 from csdctl.reporting.series import RunSeries
 from csdctl.shipping.deliver import Delivery, DeliveryProgress
 from csdctl.terminal.console import PrintableConsole
-from csdctl.terminal.fleet import (
-    ExaminationView,
-    TrustScreen,
-    render_cleaned,
-    render_fleet,
-    render_nodes,
-)
+from csdctl.terminal.fleet import ExaminationView, TrustScreen, render_cleaned, render_fleet, render_nodes
 from csdctl.terminal.forecast import render_forecast
 from csdctl.terminal.nodes import CountView, TransferView
 from csdctl.terminal.prepare import PreparingView, render_prepared

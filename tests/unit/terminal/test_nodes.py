@@ -7,11 +7,7 @@ from csdctl.errors import RemoteCommandError, UnreachableError
 from csdctl.fleet.model import Fleet, Node
 from csdctl.shipping.deliver import Delivery, DeliveryProgress
 from csdctl.terminal.console import PrintableConsole
-from csdctl.terminal.nodes import (
-    TransferView,
-    exec_document,
-    render_answers,
-)
+from csdctl.terminal.nodes import TransferView, exec_document, render_answers
 from csdctl.terminal.streams import Streams
 from csdctl.transport.many import Outcome
 from csdctl.workflows.exec.run_command import ExecResult, build_answer

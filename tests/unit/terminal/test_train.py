@@ -115,7 +115,7 @@ def test_long_silence_shows_how_long_and_who_stands_still() -> None:
     lines = screen(view, (80, 24))
     assert lines[1].startswith("no step for 25 s (csd1)")
     assert next(line for line in lines if line.startswith("csd1 ")).split() == [
-        *("csd1", "waiting", "for", "others", "8", "–"),
+        *("csd1", "waiting", "for", "others", "8", "–")
     ]
 
 

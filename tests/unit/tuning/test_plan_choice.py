@@ -23,9 +23,7 @@ class Machines:
     """A fleet of functions: `measure` is Algorithm 1's, with noise, and counts."""
 
     def __init__(
-        self,
-        classes: Mapping[str, tuple[StepTime, int]],
-        memory: Mapping[str, int] | None = None,
+        self, classes: Mapping[str, tuple[StepTime, int]], memory: Mapping[str, int] | None = None
     ) -> None:
         self.classes = classes
         self.class_of = {f"{key}{n}": key for key, (_, count) in classes.items() for n in range(count)}

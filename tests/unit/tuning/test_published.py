@@ -49,11 +49,7 @@ def tuned_sizes(row: PublishedNetwork, step_divisor: float) -> tuple[int, int]:
         }
 
     tuned = tune_stannis(
-        ["host", "newport"],
-        measure,
-        batch_sizes=LIST,
-        step_divisor=step_divisor,
-        margin_scale=MARGIN_SCALE,
+        ["host", "newport"], measure, batch_sizes=LIST, step_divisor=step_divisor, margin_scale=MARGIN_SCALE
     )
     return tuned["host"].batch_size, tuned["newport"].batch_size
 

@@ -176,11 +176,7 @@ def test_parts_take_the_steps_of_the_whole_model(name: str) -> None:
     whole, single = (Step(compiled(build, recipe), recipe, example) for _ in range(2))
     host = SplitStep(whole, layer, recipe, example, weight=WEIGHTS[0])
     nodes = [
-        PrefixStep(
-            *(compiled(build, recipe), layer, recipe, example),
-            rank=rank,
-            weight=WEIGHTS[rank],
-        )
+        PrefixStep(*(compiled(build, recipe), layer, recipe, example), rank=rank, weight=WEIGHTS[rank])
         for rank in range(1, len(PARTS))
     ]
     tolerance = 2e-2 if name == "bfloat16" else TOLERANCE

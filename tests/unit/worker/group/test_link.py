@@ -16,14 +16,7 @@ import pytest
 
 from csdctl.fleet.checks import pairs_to_try
 from csdctl.launch.mpirun import ALLOW_ROOT, COMMON_OPTIONS, EAGER_LIMIT_BYTES
-from csdctl.worker.group.channel import (
-    Answer,
-    Channel,
-    LinkGreeting,
-    Listener,
-    SharedVectors,
-    socket_name,
-)
+from csdctl.worker.group.channel import Answer, Channel, LinkGreeting, Listener, SharedVectors, socket_name
 from csdctl.worker.group.communicator import LinkCommunicator
 from csdctl.worker.group.values import LinkLostError, PeerFaultError
 from csdctl.worker.protocol.orders import BETWEEN_SERVERS, COLLECTIVE_NAMES

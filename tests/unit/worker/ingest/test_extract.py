@@ -326,10 +326,7 @@ LIES: dict[str, tuple[Lie, str]] = {
         r"csd0 sent float32 of shape \(\d+, 4\), expected",
     ),
     "not finite": (with_values(lambda rows: rows * np.inf), "csd0 sent features that are not finite"),
-    "another file": (
-        lambda parts: [replace(parts[0], sha256="0" * 64), *parts[1:]],
-        "SHA-256|not",
-    ),
+    "another file": (lambda parts: [replace(parts[0], sha256="0" * 64), *parts[1:]], "SHA-256|not"),
 }
 
 

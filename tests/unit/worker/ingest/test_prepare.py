@@ -200,17 +200,11 @@ UNREADABLE: dict[str, Callable[[Path], Any]] = {
 }
 UNFIT: dict[str, tuple[Callable[[Path], Any], str]] = {
     **{name: (write, "data at .*data cannot be read") for name, write in UNREADABLE.items()},
-    "no labels": (
-        lambda root: np.save(root / "images.npy", COLOUR),
-        "lacks one of images.npy",
-    ),
+    "no labels": (lambda root: np.save(root / "images.npy", COLOUR), "lacks one of images.npy"),
     "empty": (lambda root: write_npy(root, COLOUR[:0], LABELS[:0]), "is empty"),
     "mismatched": (lambda root: write_npy(root, labels=LABELS[:4]), "6 samples but 4 labels"),
     "text": (lambda root: write_npy(root, labels=np.array(list("abcdef"))), "is not numeric: uint8 and <U1"),
-    "number in npz": (
-        lambda root: write_npz(root, x=np.array(1), y=np.array(2)),
-        "single number, not",
-    ),
+    "number in npz": (lambda root: write_npz(root, x=np.array(1), y=np.array(2)), "single number, not"),
     "picture": (lambda root: (root / f"{SECRET}.jpg").write_bytes(b"jpeg"), "not in a supported format"),
     "nothing": (lambda root: None, "is empty"),
     "two pairs": (lambda root: (write_idx(root), write_idx(root, ".gz")), "not in a supported format"),
@@ -232,10 +226,7 @@ def test_unfit_data_is_bad_input(
 
 @pytest.mark.parametrize(
     ("source", "message"),
-    [
-        ("~/not/here", "there is no data at ~/not/here"),
-        (f"/{'a' * 300}", "cannot be read: File name"),
-    ],
+    [("~/not/here", "there is no data at ~/not/here"), (f"/{'a' * 300}", "cannot be read: File name")],
 )
 def test_path_without_data_is_named_as_written(tmp_path: Path, source: str, message: str) -> None:
     refusal(PrepareSpec(source, str(tmp_path / "store")), message)

@@ -60,10 +60,7 @@ def partial_directories(spec: PrepareSpec) -> list[Path]:
 
 
 def interrupt(spec: PrepareSpec, after: int) -> None:
-    with (
-        patch(f"{INGEST}.partial_dataset.SYNC_INTERVAL_S", 0),
-        pytest.raises(InterruptionError),
-    ):
+    with patch(f"{INGEST}.partial_dataset.SYNC_INTERVAL_S", 0), pytest.raises(InterruptionError):
         prepare(spec, on_progress=stop_at(after))
 
 

@@ -252,7 +252,4 @@ def test_shapes_are_those_that_a_model_is_called_with() -> None:
     assert shapes("uint8", (8, 8, 3)) == {"": ("float32", (8, 8, 3))}
     assert shapes("float16", (4,)) == {"": ("float32", (4,))}
     assert shapes("int32", (4,)) == {"": ("int32", (4,))}
-    assert shapes('[["a", "uint8", [2]], ["b", "int64", []]]') == {
-        "a": ("float32", (2,)),
-        "b": ("int64", ()),
-    }
+    assert shapes('[["a", "uint8", [2]], ["b", "int64", []]]') == {"a": ("float32", (2,)), "b": ("int64", ())}

@@ -137,11 +137,7 @@ class TestRecipe:
 
     def test_model_that_is_not_compiled_gets_placeholders_that_say_so(self) -> None:
         text, job = written(Looks(model(), data()))
-        assert (job.recipe.learning_rate, job.recipe.optimizer, job.recipe.loss) == (
-            0.001,
-            "adam",
-            SPARSE,
-        )
+        assert (job.recipe.learning_rate, job.recipe.optimizer, job.recipe.loss) == (0.001, "adam", SPARSE)
         assert "learning_rate: 0.001  # a placeholder: the model is not compiled" in text
 
     def test_compiled_loss_that_does_not_know_of_logits_is_mended(self) -> None:

@@ -8,14 +8,7 @@ import pytest
 
 from csdctl.errors import CsdctlError
 from csdctl.transport.session import Completed
-from csdctl.workflows.provision.machine import (
-    MIB,
-    Kind,
-    build_probe,
-    check_root,
-    check_space,
-    parse_machine,
-)
+from csdctl.workflows.provision.machine import MIB, Kind, build_probe, check_root, check_space, parse_machine
 
 ANSWER = """\
 architecture=aarch64

@@ -72,10 +72,7 @@ def start_process(run: RunDirectory, end_after_s: float = 0.0) -> "subprocess.Po
 
 class TestList:
     def test_foreign_empty_and_damaged_directories_are_skipped_with_a_warning(
-        self,
-        project: ProjectDirectory,
-        monkeypatch: pytest.MonkeyPatch,
-        capsys: pytest.CaptureFixture[str],
+        self, project: ProjectDirectory, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
     ) -> None:
         add_run(project, END, *DONE)
         latest = add_run(project, END)

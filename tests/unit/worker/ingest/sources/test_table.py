@@ -9,12 +9,7 @@ import pytest
 from csdctl.worker.ingest.prepare import prepare
 from csdctl.worker.process.errors import WorkerError
 from csdctl.worker.protocol.datasets import PrepareSpec, TableSchema
-from tests.unit.worker.ingest.prepared_data import (
-    SECRET,
-    arrays_of,
-    refusal,
-    spec_below,
-)
+from tests.unit.worker.ingest.prepared_data import SECRET, arrays_of, refusal, spec_below
 
 TABLE = "id,age,pulse,name,target,weight\n1,63,150.5,ann,1,0.5\n2,37,187,bob,0,2\n3,41,172,eve,1,1\n"
 
