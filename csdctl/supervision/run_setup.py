@@ -3,10 +3,12 @@
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from csdctl.errors import CsdctlError
 from csdctl.fleet.model import HOST_NAME
 from csdctl.launch.leftovers import END_DEADLINE_S, CleanupOptions, clean_machine, relock_machine
 from csdctl.launch.mpi_job import JobOutcome, MpiJob
@@ -129,7 +131,7 @@ class RunSetup:
 class EarlyRanks:
     """Ranks' processes that load TensorFlow while machines are examined and data is prepared.
 
-    The rank of that machine takes its process over; `close` ends those that none has taken.
+    The rank of that machine takes its process over; `close` ends those that no rank has taken over.
     """
 
     def __init__(self, run_id: str) -> None:
@@ -147,7 +149,7 @@ class EarlyRanks:
         started = self._started.pop(node, None)
         if started is None:
             return None
-        with suppress(EOFError):
+        with suppress(EOFError, CsdctlError):
             if started[0] == runtime:
                 started[1].send_line(to_json(AttachRequest(spec_path, rank)))
                 return started[1]
@@ -156,8 +158,9 @@ class EarlyRanks:
 
     def close(self) -> None:
         """End the processes that no rank has taken."""
-        while self._started:
-            self._started.popitem()[1][1].close()
+        with ThreadPoolExecutor(max(1, len(self._started))) as pool:
+            pool.map(lambda started: started[1].close(), self._started.values())
+        self._started.clear()
 
 
 @dataclass(frozen=True)

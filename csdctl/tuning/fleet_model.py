@@ -363,6 +363,8 @@ class FleetModel:
     """Machines that every plan must include: the host, and nodes with private data."""
     private_shares: Mapping[str, float] = field(default_factory=dict)
     """The part of all samples that are private ones of a machine, by machine."""
+    may_overlap: bool = True
+    """Whether a step computes its gradients in one backward pass: without noise, and no own train_step."""
     collective_cost: CollectiveCost = field(default_factory=CollectiveCost)
     overhead_factor: float = 1.0
     """Time of a step without the sum, relative to the compute time of its slowest rank."""
@@ -410,7 +412,7 @@ class FleetModel:
         """Whether sums take long enough to begin during the backward pass, and this is not arranged yet."""
         is_long = self.sum_s_of_training(len(self.machines)) >= OVERLAP_S
         is_arranged = all(known.settings.inter_threads > 1 for known in self.classes.values())
-        return is_long and self.vector_bytes > 4 * CHUNK_SIZE and not is_arranged
+        return self.may_overlap and is_long and self.vector_bytes > 4 * CHUNK_SIZE and not is_arranged
 
     def overlapping(self) -> "FleetModel":
         """Return the model of machines with a second inter-op thread, without what was measured with one."""

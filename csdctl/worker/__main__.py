@@ -141,7 +141,7 @@ def _probe(spec: str) -> int:
 
 
 def _rank(spec: str = "", rank: str = "0", runtime: str = "", marker: str = "") -> int:
-    """Be a rank; with `runtime` instead of `spec`, load TensorFlow until standard input says which one."""
+    """Be a rank; with `runtime` instead of `spec`, load TensorFlow, then read from stdin which rank to be."""
     from csdctl.worker.protocol.run_spec import RunSpec, Runtime
 
     node, private_log = UNKNOWN_NODE, ""
@@ -150,9 +150,11 @@ def _rank(spec: str = "", rank: str = "0", runtime: str = "", marker: str = "") 
             from csdctl.worker.compute.backend import load_backend
             from csdctl.worker.protocol.probe import AttachRequest
 
-            load_backend(from_json(Runtime, runtime))
-            request = from_json(AttachRequest, sys.stdin.readline())
-            spec, rank = request.spec, str(request.rank)
+            try:
+                load_backend(from_json(Runtime, runtime))
+            finally:  # an error is reported as that rank's
+                request = from_json(AttachRequest, sys.stdin.readline())
+                spec, rank = request.spec, str(request.rank)
         run_spec = from_json(RunSpec, Path(spec).read_text())
         me = run_spec.ranks[int(rank)]
         node = me.node

@@ -58,8 +58,8 @@ class Collective:
     def progress(self) -> None:
         """Process what has arrived, without waiting."""
 
-    def offer(self, num_chunks: int, on_wait: OnWait) -> None:
-        """Take the first chunks of the next vector, which are complete in `local`."""
+    def offer(self, num_chunks: int) -> None:
+        """Take the first chunks of the next vector, which are complete in `local`; wait for nothing."""
 
     def flush(self, on_wait: OnWait = ignore_wait) -> None:
         """Wait until the latest sum has left."""
@@ -68,7 +68,7 @@ class Collective:
         """Sum the next vector of a step, in `local`, over all ranks into `total` on all ranks.
 
         A collective in which rank 0 sees single vectors compares them with what it has `expected`, and
-        raises PeerFaultError before their sum reaches any other rank.
+        raises PeerFaultError before any other rank has the whole sum.
         """
         size, _ = next(self._next_size)
         summed = slice(size)
@@ -143,7 +143,8 @@ class Star(Collective):
         self._sending = [request for request in self._sending if not request.Test()]
         while self._arriving and is_complete(self._arriving[0][2]):
             self._add_next()
-        self._finish_chunks(self._num_offered)
+        if self._num_done or not self._sending:  # the latest sum has left the memory of the next one
+            self._finish_chunks(self._num_offered)
 
     def flush(self, on_wait: OnWait = ignore_wait) -> None:
         """Wait until the latest sum has left."""
@@ -151,16 +152,14 @@ class Star(Collective):
             wait_sleeping(request, on_wait)
         self._sending = []
 
-    def offer(self, num_chunks: int, on_wait: OnWait) -> None:
-        """Take the first chunks of the next vector, all but its last one at most."""
+    def offer(self, num_chunks: int) -> None:
+        """Take the first chunks of the next vector, all but its last one at most; wait for nothing."""
         self._begin()
-        if not self._num_offered:
-            self.flush(on_wait)  # the latest sum leaves the memory of the next one
         self._num_offered = max(self._num_offered, min(num_chunks, len(self._chunks) - 1))
         if self._world.rank:
             self._exchange(self._num_offered)
         else:
-            self._finish_chunks(self._num_offered)
+            self.progress()
 
     def sum(self, on_wait: OnWait = ignore_wait, expected: ExpectedTails | None = None) -> None:
         """Sum the next vector of a step, in `local`, over all ranks into `total` on all ranks.
@@ -178,7 +177,7 @@ class Star(Collective):
     def add(self, on_wait: OnWait, expected: ExpectedTails | None, *, is_sending: bool = False) -> None:
         """Rank 0: sum all vectors into `total`, as `sum` does; unless `is_sending`, `spread` is next."""
         self._begin()
-        if not self._num_offered:
+        if not self._num_done:
             self.flush(on_wait)
         for number, chunk in enumerate(self._chunks, start=1):
             while self._arriving and self._arriving[0][0] == chunk:
@@ -217,7 +216,7 @@ class Star(Collective):
         self._num_done = num_chunks
 
     def _finish_chunks(self, num_chunks: int, *, is_sending: bool = True) -> None:
-        """Rank 0: add the own vector to the chunks up to this one that the others' have been added to."""
+        """Rank 0: add its own vector to those of the first chunks that have arrived from all others."""
         for chunk in self._chunks[self._num_done : num_chunks]:
             if self._arriving and self._arriving[0][0] == chunk:
                 return
@@ -296,10 +295,14 @@ def choose_collective(
     `wanted` names the collective to use instead. `sizes` and `is_halved` as of `Collective`. Call on all
     ranks; raises PeerFaultError for a rank whose step has other sums than that of rank 0.
     """
-    found = gather_values(world, sizes or ((len(local), 0),), SumSizes, on_wait)
+    own_form = is_halved, sizes or ((len(local), 0),)
+    found = gather_values(world, own_form, tuple[bool, SumSizes], on_wait)
     for rank, of_rank in enumerate(found):
         if of_rank != found[0]:
-            own, expected = (", ".join(str(size) for size, _ in one[:10]) for one in (of_rank, found[0]))
+            own, expected = (
+                "bfloat16 of " * halved + ", ".join(str(size) for size, _ in one[:10])
+                for halved, one in (of_rank, found[0])
+            )
             raise PeerFaultError(rank, f"sums {own} elements in a step, in this order; expected {expected}")
     measured: list[tuple[float, str, Collective]] = []
     for name in (wanted,) if wanted in COLLECTIVES else COLLECTIVES:

@@ -123,7 +123,7 @@ class _Link:
                     allgather(self._world, b"", 0, self._on_wait)
                     return
                 if letter == Request.OFFER and self._collective:
-                    self._collective.offer(COUNT.unpack(content)[0], self._on_wait)
+                    self._collective.offer(*COUNT.unpack(content))
                     continue
                 if letter not in self._requests:
                     raise LinkLostError
@@ -164,7 +164,7 @@ class _Link:
             self._reported_s = now
             self._channel.send(Answer.WAITING, json.dumps(find_missing()).encode())
         if select.select([self._channel], [], [], 0)[0]:
-            raise LinkLostError  # a rank that waits sends nothing: it is gone
+            raise LinkLostError  # a rank that waits for an answer sends nothing: it is gone
 
     def _choose(self, content: bytearray) -> bytes:
         wanted, found, is_halved = json.loads(content)

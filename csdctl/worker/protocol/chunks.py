@@ -38,7 +38,7 @@ def divide(size: int, num_early: int = 0, *, is_halved: bool = False) -> list[Ch
 
 
 def divide_early(num_early: int, *, is_halved: bool) -> list[Chunk]:
-    """Return the first chunks of those."""
+    """Return the chunks of those gradients alone."""
     return _divide(0, num_early, CHUNK_SIZE << is_halved, is_halved=is_halved)[::-1]
 
 

@@ -244,14 +244,16 @@ class TrainRequest:
         """
         project = ProjectDirectory(self.directory)
         if self.resume is not None:
-            find_resumable(project, self.resume, self.job, self.fleet, lambda line: None)
+            run = find_resumable(project, self.resume, self.job, self.fleet, lambda line: None)
+            plan = _load_manifest(run).plan
         elif not self.batch_size:
             plan = load_plan(self.plan_path or project.plan(self.job.name))
             check_plan(plan, self.job, self.fleet, {})
-            if left_out := find_left_out(plan, self.fleet):
-                say(f"the plan leaves out {format_node_names(left_out)}: training is faster without them")
-                return keep_nodes(self.fleet, {rank.node for rank in plan.ranks})
-        return self.fleet
+        else:
+            return self.fleet
+        if left_out := find_left_out(plan, self.fleet):
+            say(f"the plan leaves out {format_node_names(left_out)}: training is faster without them")
+        return keep_nodes(self.fleet, {*self.fleet.machines} - {*left_out})
 
 
 @dataclass(frozen=True)
@@ -290,7 +292,7 @@ def run_training(request: TrainRequest, observer: RunObserver) -> TrainResult:
             return TrainResult(space.project.find_run(summary.run_id), summary)
 
 
-EARLY_BYTES = 2 << 30
+EARLY_BYTES = 3 << 30
 """Memory for TensorFlow beside the processes that examine a machine and prepare its data."""
 
 
@@ -305,10 +307,11 @@ def _start_early(plan: Plan, space: Workspace, observer: RunObserver) -> Iterato
     }
     worker = store_worker(space.project)
     with contextlib.closing(EarlyRanks(space.project.new_run_id())) as early:
-        with contextlib.suppress(CsdctlError):  # whatever it is, it will be found again
+        with contextlib.suppress(CsdctlError):  # a real problem shows up again below
             files = {name: [worker] for name in runtimes}
             deploy_files(files, space.fleet, space.sessions, observer.on_delivery)
-            for name, runtime in runtimes.items():
+        for name, runtime in runtimes.items():
+            with contextlib.suppress(CsdctlError):
                 early.start(space.sessions[name], space.fleet.python_of(name), worker.path, runtime)
         yield early
 

@@ -264,6 +264,8 @@ class FleetMeasurer:
         self._runtimes: dict[str, Runtime] = {}
         self._kept: dict[tuple[str, Runtime], Prober] = {}
         """Sessions with earlier settings: one of them is likely to be wanted again."""
+        self._shared: set[str] = set()
+        """Machines that have had two sessions at once."""
         self.switch(runtimes)
         self._pool = ThreadPoolExecutor(len(self.probers))
         self.num_probes = 0
@@ -302,6 +304,7 @@ class FleetMeasurer:
         """Let a session wait beside the next one of its machine, if there is memory for both."""
         if self.probers[name].leaves_room:
             self._kept[name, self._runtimes[name]] = self.probers[name]
+            self._shared.add(name)
         else:
             self.probers[name].close()
 
@@ -374,6 +377,12 @@ class FleetMeasurer:
     def _measure(self, name: str, request: ProbeRequest) -> ProbeOutcome:
         self._watch.on_machine(name, MEASURING, request.batch_size)
         outcome = self.probers[name].measure(request)
+        if outcome.is_oom_kill and name in self._shared:
+            # The other session took the memory, or this one was killed while it waited.
+            self._shared.discard(name)
+            for other in [key for key in self._kept if key[0] == name]:
+                self._kept.pop(other).close()
+            outcome = self.probers[name].measure(request)
         if rate := outcome.samples_per_s:
             self._watch.on_machine(name, MEASURED, request.batch_size, rate)
         else:

@@ -533,7 +533,11 @@ def tune_by_fit(
         is_host_training=options.is_host_training,
     )
     model = measurements.recall_fleet(required=list(private))
-    model = replace(model, private_shares={name: count / num_samples for name, count in private.items()})
+    model = replace(
+        model,
+        private_shares={name: count / num_samples for name, count in private.items()},
+        may_overlap=not job.noise and not prepared.model.info.has_own_step,
+    )
     runtimes = {name: model.class_of(name).settings for name in model.machines}
     with FleetMeasurer(context, runtimes, watch) as measurer:
         busy = measurer.find_other_work()

@@ -88,7 +88,8 @@ def test_rank_that_sends_another_form_is_refused(group: Group) -> None:
     group.send(2, f"choose star {NUM_ELEMENTS}:{NUM_HALVED}")
     found = group.answer(0)
     assert found["culprit"] == 2
-    assert found["message"].startswith("sent more than the ")
+    assert found["message"].startswith(f"sums {NUM_ELEMENTS} elements in a step")
+    assert f"expected bfloat16 of {NUM_ELEMENTS}" in found["message"]
 
 
 def test_sums_that_begin_before_the_vectors_are_complete_have_the_same_bits(group: Group) -> None:

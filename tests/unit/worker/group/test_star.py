@@ -178,14 +178,14 @@ def test_offered_chunks_leave_before_the_vector_is_complete_but_never_its_end() 
     star = Star(world, local, total, [(len(local), num_early)])  # type: ignore[arg-type]
     star.post_receives()
     local[CHUNK_SIZE:num_early] = 1.0
-    star.offer(1, ignore_wait)
+    star.offer(1)
     assert world.sent == []
     world.let_arrive(20.0, 300.0)
     star.progress()
     star.progress()
     assert world.received(1) == world.received(2) == [[321.0]]
     local[:CHUNK_SIZE] = 2.0
-    star.offer(9, ignore_wait)  # as if the end were complete, too
+    star.offer(9)  # as if the end were complete, too
     star.progress()
     assert world.received(1) == [[321.0], [322.0]]
     wrong = ExpectedTails(num_early, (0, 1, 2), (8.0, 8.0, 8.0))
@@ -195,7 +195,7 @@ def test_offered_chunks_leave_before_the_vector_is_complete_but_never_its_end() 
     assert world.received(1) == [[321.0], [322.0]]
 
 
-def test_offer_waits_until_the_sum_before_has_left_its_memory() -> None:
+def test_offer_does_not_wait_but_its_sum_is_written_when_the_sum_before_has_left() -> None:
     world = SlowWorld(num_tests=4)
     local, total = (np.zeros(CHUNK_SIZE + 3, np.float32) for _ in range(2))
     star = Star(world, local, total, [(len(local), CHUNK_SIZE)])  # type: ignore[arg-type]
@@ -203,7 +203,9 @@ def test_offer_waits_until_the_sum_before_has_left_its_memory() -> None:
     star.post_receives()
     world.let_arrive(40.0, 600.0)
     local[:] = 2.0
-    star.offer(1, ignore_wait)
+    star.offer(1)
+    assert world.received(1) == []
+    assert np.unique(total).tolist() == [321.0]
     star.sum()
     star.flush()
     assert world.received(1) == [[321.0], [321.0], [642.0], [642.0]]
