@@ -1,8 +1,8 @@
 """A rank and its link on one machine: their channel of messages, and the memory of two vectors.
 
 The channel is a Unix socket. A message is a letter, a length and that many bytes; the receiver limits the
-length. The rank sends requests, the link answers all but `OFFER`, in order; while it waits for other ranks it
-sends `WAITING` now and then.
+length. The rank sends requests, the link answers all but `OFFER`, in order; while it waits for other ranks
+it sends `WAITING` now and then.
 """
 
 import contextlib
