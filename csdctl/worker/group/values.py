@@ -4,8 +4,9 @@ Values are JSON. What another rank has sent is not trusted: it is read by an ann
 and bounds (protocol/json_codec.py), and anything else is that rank's fault.
 
 A vector ends with [n, stop, seconds of each rank of the run, norm] (compute/step.py), which rank 0 checks
-before any rank has the whole sum. Its gradient and its norm cannot be checked: only the node knows its samples. Its
-end can: n follows from the schedule, only rank 0 may ask to stop, and a rank knows its own seconds alone.
+before any rank has the whole sum. Its gradient and its norm cannot be checked: only the node knows its
+samples. Its end can: n follows from the schedule, only rank 0 may ask to stop, and a rank knows its own
+seconds alone.
 """
 
 import json
