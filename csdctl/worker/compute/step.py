@@ -28,7 +28,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from itertools import accumulate
+from itertools import accumulate, cycle
 from typing import Any
 
 import numpy as np
@@ -544,7 +544,12 @@ class Step(RankStep):
         means, summed, batch = self._gradients(samples, labels)
         changes = self.states.take_changes(before, batch.samples)
         gradients = [*(mean * batch.loss_count for mean in means), *summed]
-        flat = [self._weigh(tf.reshape(gradient, [-1])) for gradient in gradients]
+        # The shape of a gradient may be unknown in the graph, that of its variable is not.
+        sizes = [math.prod(variable.shape) for variable in self.model.trainable_variables]
+        flat = [
+            self._weigh(tf.reshape(gradient, [size]))
+            for gradient, size in zip(gradients, cycle(sizes), strict=False)
+        ]
         late = self._deliver_early(flat)
         rest = [*changes, *self._tail(batch, with_samples=True)]
         return tf.concat([*late, *map(self._weigh, rest)], axis=0)
