@@ -292,7 +292,7 @@ def run_training(request: TrainRequest, observer: RunObserver) -> TrainResult:
             return TrainResult(space.project.find_run(summary.run_id), summary)
 
 
-EARLY_BYTES = 3 << 30
+EARLY_BYTES = 3 << 29
 """Memory for TensorFlow beside the processes that examine a machine and prepare its data."""
 
 
