@@ -244,7 +244,8 @@ class Mpirun:
             # As root, MPI refuses to run where the kernel cannot confine it.
             allowed = ["env", *(f"{name}={value}" for name, value in ALLOW_ROOT.items())]
             sandbox = self.build_worker_command(starter, ["sandbox"])
-            conversation = self.sessions[starter].converse(merge_streams([*allowed, *sandbox]))
+            merged = ["sh", "-c", 'exec "$@" 2>&1', "csdctl", *allowed, *sandbox]
+            conversation = self.sessions[starter].converse(merged)
             conversation.send_line(to_json(policy))
             return conversation
 
@@ -259,8 +260,9 @@ class Mpirun:
 
     def build_worker_command(self, machine: str, arguments: Sequence[str]) -> list[str]:
         """Return the argument list that runs a command of the worker for this run on a machine."""
-        marked = [*arguments, *mark(self.run.run_id, machine)]
-        return build_worker_command(self.fleet.python_of(machine), self.worker_path, marked)
+        # By this, the processes of a run are found: standalone/leftovers.py.
+        marker = ["--marker", f"csdctl-run={self.run.run_id}/{machine}"]
+        return build_worker_command(self.fleet.python_of(machine), self.worker_path, [*arguments, *marker])
 
     def _build_policy(
         self,
@@ -281,16 +283,6 @@ class Mpirun:
             (self.worker_path,),
             dict(scripts or {}),
         )
-
-
-def mark(run_id: str, machine: str) -> list[str]:
-    """Return the option of a worker by which processes of a run are found (standalone/leftovers.py)."""
-    return ["--marker", f"csdctl-run={run_id}/{machine}"]
-
-
-def merge_streams(command: Sequence[str]) -> list[str]:
-    """Return a command whose output and errors are one stream, in the order in which they are written."""
-    return ["sh", "-c", 'exec "$@" 2>&1', "csdctl", *command]
 
 
 def list_peers(network: str) -> tuple[str, ...]:

@@ -147,14 +147,9 @@ class ProjectDirectory:
             return run.kept_step_file.absolute()
         return step_file_in_memory(self.root, run.run_id)
 
-    def new_run(self, run_id: str = "") -> "RunDirectory":
-        """Create a run directory with this id, or a new one."""
-        return _new_directory(self.runs, run_id)
-
-    @staticmethod
-    def new_run_id() -> str:
-        """Return a unique id: UTC time to the microsecond, so that ids sort by time."""
-        return f"{datetime.now(UTC):%Y%m%d-%H%M%S-%f}"
+    def new_run(self) -> "RunDirectory":
+        """Create a run directory with a unique id: UTC time to the microsecond, so that ids sort by time."""
+        return _new_directory(self.runs)
 
     def new_scratch(self) -> "RunDirectory":
         """Create a directory for one MPI check, with an id like that of a run."""
@@ -261,8 +256,8 @@ def keep_step_file(step_file: Path, kept: Path) -> None:
         step_file.unlink(missing_ok=True)  # the copy is synced
 
 
-def _new_directory(parent: Path, run_id: str = "") -> RunDirectory:
-    run = RunDirectory(parent / (run_id or ProjectDirectory.new_run_id()))
+def _new_directory(parent: Path) -> RunDirectory:
+    run = RunDirectory(parent / f"{datetime.now(UTC):%Y%m%d-%H%M%S-%f}")
     make_directory(run.logs)
     return run
 

@@ -3,25 +3,20 @@
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from csdctl.errors import CsdctlError
 from csdctl.fleet.model import HOST_NAME
 from csdctl.launch.leftovers import END_DEADLINE_S, CleanupOptions, clean_machine, relock_machine
 from csdctl.launch.mpi_job import JobOutcome, MpiJob
-from csdctl.launch.mpirun import Mpirun, mark, merge_streams
+from csdctl.launch.mpirun import Mpirun
 from csdctl.runs.directory import CappedLog
 from csdctl.supervision.rank_processes import AttachRank, EventValidator, RankProcess, StartRank
-from csdctl.transport.commands import build_worker_command
 from csdctl.transport.many import open_session
 from csdctl.transport.meter import LinkBytes
 from csdctl.transport.session import Conversation, Session
-from csdctl.worker.protocol.json_codec import to_json
-from csdctl.worker.protocol.probe import AttachRequest
-from csdctl.worker.protocol.run_spec import RunSpec, Runtime
+from csdctl.worker.protocol.run_spec import RunSpec
 
 
 @dataclass(frozen=True)
@@ -128,41 +123,6 @@ class RunSetup:
     """Whether to end the run in order, as the first Ctrl-C does."""
 
 
-class EarlyRanks:
-    """Ranks' processes that load TensorFlow while machines are examined and data is prepared.
-
-    The rank of that machine takes its process over; `close` ends those that no rank has taken over.
-    """
-
-    def __init__(self, run_id: str) -> None:
-        self.run_id = run_id
-        self._started: dict[str, tuple[Runtime, Conversation]] = {}
-
-    def start(self, session: Session, python: str, worker_path: str, runtime: Runtime) -> None:
-        """Start a process for a rank with this `runtime`; raises CsdctlError."""
-        arguments = ["rank", "--runtime", to_json(runtime), *mark(self.run_id, session.name)]
-        command = build_worker_command(python, worker_path, arguments)
-        self._started[session.name] = runtime, session.converse(merge_streams(command))
-
-    def take(self, node: str, runtime: Runtime, spec_path: str, rank: int) -> Conversation | None:
-        """Let the process of `node` be a rank; None if there is none with these settings that still runs."""
-        started = self._started.pop(node, None)
-        if started is None:
-            return None
-        with suppress(EOFError, CsdctlError):
-            if started[0] == runtime:
-                started[1].send_line(to_json(AttachRequest(spec_path, rank)))
-                return started[1]
-        started[1].close()
-        return None
-
-    def close(self) -> None:
-        """End the processes that no rank has taken."""
-        with ThreadPoolExecutor(max(1, len(self._started))) as pool:
-            pool.map(lambda started: started[1].close(), self._started.values())
-        self._started.clear()
-
-
 @dataclass(frozen=True)
 class RankStarter:
     """Starts ranks and links; connections that are opened later are closed with `stack`."""
@@ -178,19 +138,15 @@ class RankStarter:
     on_traffic: Callable[[LinkBytes], None]
     told: dict[int, str] = field(default_factory=dict)
     """By rank, why it could not be restarted, as its log says."""
-    early: EarlyRanks | None = None
 
     def start(self, rank: int) -> RankProcess:
         """Start a rank, or attach the process that is already running on its machine; raises CsdctlError."""
-        node, runtime = self.spec.ranks[rank].node, self.spec.ranks[rank].runtime
+        node = self.spec.ranks[rank].node
         session = self.mpirun.sessions[node]
-        if node in self.attached:
-            conversation = self.attached[node](self.spec_path, rank)
-            return self._watch(rank, session, conversation, is_attached=True)
-        early = self.early and self.early.take(node, runtime, self.spec_path, rank)
-        if early:
-            return self._watch(rank, session, early, is_attached=False)
-        return self._start_process(rank, session)
+        if node not in self.attached:
+            return self._start_process(rank, session)
+        conversation = self.attached[node](self.spec_path, rank)
+        return self._watch(rank, session, conversation, is_attached=True)
 
     def restart(self, rank: int) -> RankProcess:
         """Start a rank on a machine that was lost: over a new connection, after ending its old processes."""
@@ -238,7 +194,9 @@ class RankStarter:
     def _start_process(self, rank: int, session: Session) -> RankProcess:
         arguments = ["rank", "--spec", self.spec_path, "--rank", str(rank)]
         command = self.mpirun.build_worker_command(session.name, arguments)
-        return self._watch(rank, session, session.converse(merge_streams(command)), is_attached=False)
+        # Merge both streams, in the order in which they are written.
+        conversation = session.converse(["sh", "-c", 'exec "$@" 2>&1', "csdctl", *command])
+        return self._watch(rank, session, conversation, is_attached=False)
 
     def _watch(
         self, rank: int, session: Session, conversation: Conversation, *, is_attached: bool

@@ -140,21 +140,11 @@ def _probe(spec: str) -> int:
     return 0
 
 
-def _rank(spec: str = "", rank: str = "0", runtime: str = "", marker: str = "") -> int:
-    """Be a rank; with `runtime` instead of `spec`, load TensorFlow, then read from stdin which rank to be."""
-    from csdctl.worker.protocol.run_spec import RunSpec, Runtime
+def _rank(spec: str, rank: str, marker: str = "") -> int:
+    from csdctl.worker.protocol.run_spec import RunSpec
 
     node, private_log = UNKNOWN_NODE, ""
     try:
-        if runtime:
-            from csdctl.worker.compute.backend import load_backend
-            from csdctl.worker.protocol.probe import AttachRequest
-
-            try:
-                load_backend(from_json(Runtime, runtime))
-            finally:  # an error is reported as that rank's
-                request = from_json(AttachRequest, sys.stdin.readline())
-                spec, rank = request.spec, str(request.rank)
         run_spec = from_json(RunSpec, Path(spec).read_text())
         me = run_spec.ranks[int(rank)]
         node = me.node

@@ -15,7 +15,7 @@ from csdctl.job.model import load_job
 from csdctl.tuning.plan import Plan, RankPlan, save_plan
 from tests.emulated.small_jobs import pausing_layer
 from tests.lab.project import Project
-from tests.patience import communicate, eventually, wait_for
+from tests.patience import communicate, wait_for
 
 pytestmark = pytest.mark.lab
 
@@ -166,32 +166,6 @@ def test_ctrl_c_twice_ends_at_once_and_leaves_nothing_on_any_node(project: Proje
     stdout, stderr = communicate(process, project.path)
     assert process.returncode == 130, stdout + stderr
     assert "Traceback" not in stdout + stderr
-
-
-def test_process_that_loads_tensorflow_early_becomes_the_rank_or_ends_with_a_failed_preparation(
-    project: Project, job: Path
-) -> None:
-    node = project.lab.near[0]
-    project.use(node, network=NETWORK)
-    process = start_training(project, job)
-    ranks = [line for line in node.commands() if " rank " in line and line.startswith("/")]
-    process.send_signal(signal.SIGINT)
-    communicate(process, project.path)
-    assert len(ranks) == 1, ranks
-    assert "--runtime" in ranks[0]
-    missing = job.with_name("missing.yaml")
-    missing.write_text(job.read_text().replace("data: {", "data: {private: {path: ~/missing}, "))
-    assert "~/missing" in missing.read_text()
-    process = project.start("train", str(missing), "--batch-size", "8", "--skip-doctor")
-    seen: list[str] = []
-    while process.poll() is None:
-        seen += [line for line in node.commands() if "--runtime" in line]
-        time.sleep(0.05)
-    _, errors = process.communicate()
-    assert process.returncode == 1, errors
-    assert "there is no data at ~/missing" in errors
-    assert seen
-    assert eventually(lambda: not node.commands())
 
 
 @pytest.mark.fault(17)

@@ -103,7 +103,7 @@ class ProbeRequest:
 
 @dataclass(frozen=True)
 class AttachRequest:
-    """Take part as rank `rank` of the run in file `spec`; a probe session then returns to probes.
+    """Take part in a trial as rank `rank` of the run in file `spec`, then return to probes.
 
     Until it has finished and received `Release`, the process sends events and receives orders as a rank.
     """

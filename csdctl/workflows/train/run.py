@@ -93,8 +93,7 @@ def run_ranks(
 
     with ExitStack() as stack:
         starter = RankStarter(
-            *(spec, stored_spec.path, mpirun, space.project.root, stack, attached or {}, space.ledger.add),
-            early=inputs.early,
+            spec, stored_spec.path, mpirun, space.project.root, stack, attached or {}, space.ledger.add
         )
         setup = replace(_build_setup(inputs, starter, options, nodes), should_stop=should_stop)
         supervisor = Supervisor(setup, handle_event)

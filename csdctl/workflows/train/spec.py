@@ -21,7 +21,7 @@ from csdctl.placement.equation1 import Placed, PlacementError, RankLoad, place_s
 from csdctl.runs.directory import RunDirectory
 from csdctl.shipping.store import StoredFile
 from csdctl.supervision.event_callbacks import Callback
-from csdctl.supervision.run_setup import EarlyRanks, Patience
+from csdctl.supervision.run_setup import Patience
 from csdctl.tuning.plan import DATA_PARALLEL, FEATURES, SPLIT, STRATEGIES, Plan, RankPlan
 from csdctl.worker.protocol.features import ENGINES, PRECISIONS, FeatureOptions
 from csdctl.worker.protocol.orders import COLLECTIVE_NAMES
@@ -140,8 +140,6 @@ class RunInputs:
     spec: RunSpec
     prepared: Prepared
     shards: ShardFiles
-    early: EarlyRanks | None = None
-    """Processes that have been started for its ranks."""
 
 
 def place_plan(plan: Plan, prepared: Prepared, job: Job, fleet: Fleet) -> list[Placed]:

@@ -4,14 +4,12 @@ A run succeeds when every rank that takes part has sent a completion record. A r
 resumed from the RunSpec and manifest that it started with.
 """
 
-import contextlib
 import dataclasses
-from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from csdctl.documents import check_values, load_json, save_text
-from csdctl.errors import CsdctlError, InputError
+from csdctl.errors import InputError
 from csdctl.fleet.model import Fleet, keep_nodes
 from csdctl.fleet.names import format_node_names
 from csdctl.job.model import Job
@@ -21,14 +19,13 @@ from csdctl.placement.equation1 import steps_per_epoch
 from csdctl.reporting.privacy import check_accountant
 from csdctl.reporting.results import RunSummary, read_results
 from csdctl.runs.directory import NEW_RUN, Manifest, ProjectDirectory, RunDirectory
-from csdctl.supervision.run_setup import EarlyRanks
 from csdctl.tuning.plan import FEATURES, SPLIT, Plan, load_plan
 from csdctl.worker.protocol.events import EARLY_STOPPING, Event, Finished, Joined
 from csdctl.worker.protocol.features import KERAS, LITERT, FeatureOptions
 from csdctl.worker.protocol.json_codec import SCHEMA, to_json
 from csdctl.worker.protocol.recipe import Noise
 from csdctl.worker.protocol.run_spec import DatasetSlice, RunSpec, SplitSpec
-from csdctl.workflows.data.files import deploy_files, store_worker, whole
+from csdctl.workflows.data.files import whole
 from csdctl.workflows.data.prepare import Prepared, load_prepared, prepare_in
 from csdctl.workflows.preflight.doctor import examine
 from csdctl.workflows.train.plan import check_plan, find_left_out, resolve_plan
@@ -281,39 +278,13 @@ def run_training(request: TrainRequest, observer: RunObserver) -> TrainResult:
                 return TrainResult(run, read_results(run).summary, was_complete=True)
         else:
             plan = resolve_plan(request.job, space, observer.say, request.plan_path, request.batch_size)
-        with contextlib.ExitStack() as stack:
-            early = None if request.resume else stack.enter_context(_start_early(plan, space, observer))
-            _examine(request, space, observer)
-            prepared = prepare_in(space, request.job, observer)
-            context = RunContext(request.job, prepared, space, observer, observer.on_delivery)
-            if request.resume:
-                return TrainResult(run, resume(run, context, request.options, observer))
-            summary = train(plan, context, request.options, observer, early)
-            return TrainResult(space.project.find_run(summary.run_id), summary)
-
-
-EARLY_BYTES = 3 << 29
-"""Memory for TensorFlow beside the processes that examine a machine and prepare its data."""
-
-
-@contextlib.contextmanager
-def _start_early(plan: Plan, space: Workspace, observer: RunObserver) -> Iterator[EarlyRanks]:
-    """Load TensorFlow on the nodes of `plan` that have the memory, while other things are done there."""
-    ranks = [] if plan.trains_on_host else [rank for rank in plan.ranks[1:] if rank.batch_size]
-    runtimes = {
-        rank.node: rank.runtime
-        for rank in ranks
-        if (space.facts[rank.node].usable_memory_bytes or 0) >= EARLY_BYTES
-    }
-    worker = store_worker(space.project)
-    with contextlib.closing(EarlyRanks(space.project.new_run_id())) as early:
-        with contextlib.suppress(CsdctlError):  # a real problem shows up again below
-            files = {name: [worker] for name in runtimes}
-            deploy_files(files, space.fleet, space.sessions, observer.on_delivery)
-        for name, runtime in runtimes.items():
-            with contextlib.suppress(CsdctlError):
-                early.start(space.sessions[name], space.fleet.python_of(name), worker.path, runtime)
-        yield early
+        _examine(request, space, observer)
+        prepared = prepare_in(space, request.job, observer)
+        context = RunContext(request.job, prepared, space, observer, observer.on_delivery)
+        if request.resume:
+            return TrainResult(run, resume(run, context, request.options, observer))
+        summary = train(plan, context, request.options, observer)
+        return TrainResult(space.project.find_run(summary.run_id), summary)
 
 
 def choose_strategy(options: TrainOptions, plan: Plan) -> Strategy:
@@ -368,14 +339,8 @@ def _examine(request: TrainRequest, space: Workspace, observer: RunObserver) -> 
         examination.check_before_training()
 
 
-def train(
-    plan: Plan,
-    context: RunContext,
-    options: TrainOptions,
-    observer: RunObserver,
-    early: EarlyRanks | None = None,
-) -> RunSummary:
-    """Train a new run to its end, with the processes of `early` where they fit.
+def train(plan: Plan, context: RunContext, options: TrainOptions, observer: RunObserver) -> RunSummary:
+    """Train a new run to its end.
 
     Raises RunError, DeadlineError or InputError when it fails, RunStopped when the user stops it. The caller
     has locked the machines and called `plan.check_plan`.
@@ -391,11 +356,11 @@ def train(
     if 1 < len(placed) <= options.min_nodes:
         problem = f"--min-nodes {options.min_nodes}, but {len(placed) - 1} nodes take part"
         raise InputError(problem, remedy="pass a smaller number")
-    run = space.project.new_run(early.run_id if early else "")
+    run = space.project.new_run()
     record_process(run, space)
     manifest = build_manifest(job, plan, placed, prepared, space)
     run.save_manifest(manifest | describe_strategy(plan, strategy.name, strategy.cut))
     inputs = build_training(run, plan.ranks, placed, context, options)
-    inputs = dataclasses.replace(strategy.build_inputs(inputs, context), early=early)
+    inputs = strategy.build_inputs(inputs, context)
     save_text(run.spec, to_json(inputs.spec))
     return run_to_end(inputs, steps_per_epoch(placed), space, options, observer)

@@ -212,8 +212,6 @@ ALIVE_INTERVAL_S = 10.0
 OUT_OF_MEMORY_CODE = 137
 PATIENCE = Patience(ALIVE_INTERVAL_S, math.inf, math.inf, MAX_PRINTED_LINES)
 MAX_MEMORY_BYTES = 1 << 50
-LOADED_BYTES = 1 << 30
-"""Peak of a worker that has measured nothing yet: TensorFlow and a model."""
 
 
 def build_probe_command(name: str, context: RunContext, runtime: Runtime) -> list[str]:
@@ -262,10 +260,6 @@ class FleetMeasurer:
         self._watch = watch
         self.probers: dict[str, Prober] = {}
         self._runtimes: dict[str, Runtime] = {}
-        self._kept: dict[tuple[str, Runtime], Prober] = {}
-        """Sessions with earlier settings: one of them is likely to be wanted again."""
-        self._shared: set[str] = set()
-        """Machines that have had two sessions at once."""
         self.switch(runtimes)
         self._pool = ThreadPoolExecutor(len(self.probers))
         self.num_probes = 0
@@ -284,29 +278,19 @@ class FleetMeasurer:
 
     def end_sessions(self) -> None:
         """End all sessions; the next request starts them again."""
-        for prober in (*self._kept.values(), *self.probers.values()):
+        for prober in self.probers.values():
             prober.close()
 
     def switch(self, runtimes: Mapping[str, Runtime]) -> None:
         """Measure these machines with these settings from the next round on."""
         for name, runtime in runtimes.items():
-            if self._runtimes.get(name) == runtime:
-                continue
-            if name in self.probers:
-                self._keep(name)
-            command = build_probe_command(name, self._context, runtime)
-            usable_bytes = self._space.facts[name].usable_memory_bytes
-            prober = self._kept.pop((name, runtime), None)
-            self.probers[name] = prober or Prober(self._space.sessions[name], command, usable_bytes)
-            self._runtimes[name] = runtime
-
-    def _keep(self, name: str) -> None:
-        """Let a session wait beside the next one of its machine, if there is memory for both."""
-        if self.probers[name].leaves_room:
-            self._kept[name, self._runtimes[name]] = self.probers[name]
-            self._shared.add(name)
-        else:
-            self.probers[name].close()
+            if self._runtimes.get(name) != runtime:
+                if name in self.probers:
+                    self.probers[name].close()
+                command = build_probe_command(name, self._context, runtime)
+                usable_bytes = self._space.facts[name].usable_memory_bytes
+                self.probers[name] = Prober(self._space.sessions[name], command, usable_bytes)
+                self._runtimes[name] = runtime
 
     def find_other_work(self) -> dict[str, float]:
         """Return the cores that are busy now, of machines where they are BUSY_CORES or more.
@@ -356,8 +340,6 @@ class FleetMeasurer:
         The host's ends if it does not train: its rank 0 only sums, and starts a process of its own.
         """
         self.switch(runtimes)
-        for kept in self._kept.values():
-            kept.close()
         if HOST_NAME in self.probers.keys() - runtimes.keys():
             self.probers[HOST_NAME].close()
         self._start(runtimes)
@@ -377,12 +359,6 @@ class FleetMeasurer:
     def _measure(self, name: str, request: ProbeRequest) -> ProbeOutcome:
         self._watch.on_machine(name, MEASURING, request.batch_size)
         outcome = self.probers[name].measure(request)
-        if outcome.is_oom_kill and name in self._shared:
-            # The other session took the memory, or this one was killed while it waited.
-            self._shared.discard(name)
-            for other in [key for key in self._kept if key[0] == name]:
-                self._kept.pop(other).close()
-            outcome = self.probers[name].measure(request)
         if rate := outcome.samples_per_s:
             self._watch.on_machine(name, MEASURED, request.batch_size, rate)
         else:
@@ -422,12 +398,6 @@ class Prober:
     def is_running(self) -> bool:
         """Whether a worker is running; a killed one is restarted when it is needed."""
         return self._program is not None
-
-    @property
-    def leaves_room(self) -> bool:
-        """Whether another worker of the same size fits beside this one."""
-        peak = max(self.peaks.values(), default=LOADED_BYTES)
-        return self.is_running and 2 * peak < (self._memory_bytes or 0)
 
     def close(self) -> None:
         """End the worker if it is running."""

@@ -151,7 +151,7 @@ class Watch(TuneWatch):
 class Fleet:
     """A host and a node with workers that respond at once."""
 
-    def __init__(self, directory: Path, memory_bytes: int = 2 * PEAK) -> None:
+    def __init__(self, directory: Path) -> None:
         at = make_project(directory, num_nodes=1)
         self.watch = Watch()
         self.sessions = {
@@ -159,7 +159,7 @@ class Fleet:
             for name in at.fleet.machines
         }
         self.rounds = FleetMeasurer(
-            run_context(at, workspace(at, self.sessions, memory_bytes)),
+            run_context(at, workspace(at, self.sessions, 2 * PEAK)),
             dict.fromkeys(self.sessions, USUAL),
             self.watch,
         )
@@ -206,19 +206,6 @@ def test_machine_has_one_session_with_the_settings_that_are_measured(fleet: Flee
     still_open = [conversation for conversation in fleet.of_node() if not conversation.is_closed]
     assert still_open == [used]
     assert len(fleet.of_node()) == (2 if taken == OTHER else 3)
-
-
-def test_session_with_room_for_another_one_waits_for_its_settings(tmp_path: Path) -> None:
-    fleet = Fleet(tmp_path, 4 * PEAK)
-    with fleet.rounds:
-        for settings in (USUAL, OTHER, USUAL):
-            fleet.rounds.switch({"csd0": settings})
-            fleet.probe()
-        assert [one.is_closed for one in fleet.of_node()] == [False, False]
-        attach = fleet.rounds.prepare_trial({"csd0": USUAL})
-        assert attach["csd0"]("spec.json", 0) is fleet.of_node()[0]
-        assert fleet.of_node()[1].is_closed
-    assert fleet.of_node()[0].is_closed
 
 
 def test_machine_outside_the_trial_has_no_session(fleet: Fleet) -> None:
