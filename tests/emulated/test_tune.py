@@ -66,6 +66,11 @@ def test_plan_respects_its_limit_and_reports_its_prediction(
 
 
 @pytest.mark.thorough
+def test_forecast_after_tune_needs_no_discover(project: Path, first: tuple[dict[str, Any], str]) -> None:
+    assert first
+    assert "samples/s" in succeed(project, "forecast").stdout
+
+
 def test_second_tune_probes_nothing_and_confirms_with_one_trial(
     project: Path, first: tuple[dict[str, Any], str]
 ) -> None:

@@ -24,7 +24,7 @@ from csdctl.errors import (
     UnreachableError,
 )
 from csdctl.fleet.checks import FLEET_NAME, check_machines, is_ready
-from csdctl.fleet.facts import Facts, facts_path, load_facts
+from csdctl.fleet.facts import Facts, facts_path, load_facts, save_facts
 from csdctl.fleet.fleet_file import load_fleet
 from csdctl.fleet.model import HOST_NAME, Fleet, keep_nodes, select_nodes
 from csdctl.fleet.names import format_node_names
@@ -134,7 +134,7 @@ def _end_leftovers(sessions: Mapping[str, Session], fleet: Fleet, say: Say) -> N
 
 
 def _load_or_collect_facts(fleet: Fleet, sessions: dict[str, Session]) -> dict[str, Facts]:
-    """Return the facts that `discover` saved; collect those of machines that are new or were not ready."""
+    """Return the facts that `discover` saved; collect and save those of new machines, and of unready ones."""
     try:
         facts = load_facts(fleet) if facts_path(fleet).exists() else {}
     except InputError:
@@ -144,6 +144,8 @@ def _load_or_collect_facts(fleet: Fleet, sessions: dict[str, Session]) -> dict[s
         from csdctl.workflows.discovery.discover import collect_all_facts
 
         facts |= collect_all_facts(fleet, {name: sessions[name] for name in missing})
+        with contextlib.suppress(OSError, CsdctlError):  # a directory that cannot be written to
+            save_facts(fleet, facts)
     check_machines(fleet, [facts[name] for name in sessions])
     return facts
 
