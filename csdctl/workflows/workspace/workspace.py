@@ -111,7 +111,7 @@ def open_workspace(
             on_absent(opened.failed)
             fleet = keep_nodes(fleet, opened.reachable)
         sessions = dict(opened.reachable)
-        facts = _load_or_collect_facts(fleet, sessions)
+        facts = _load_or_collect_facts(fleet, sessions, is_saving=is_locking)
         with contextlib.ExitStack() as stack:
             if is_locking:
                 _end_leftovers(sessions, fleet, say)
@@ -133,8 +133,10 @@ def _end_leftovers(sessions: Mapping[str, Session], fleet: Fleet, say: Say) -> N
             say(f"{name}: ended {ended}{runs} left by an earlier csdctl")
 
 
-def _load_or_collect_facts(fleet: Fleet, sessions: dict[str, Session]) -> dict[str, Facts]:
-    """Return the facts that `discover` saved; collect and save those of new machines, and of unready ones."""
+def _load_or_collect_facts(
+    fleet: Fleet, sessions: dict[str, Session], *, is_saving: bool
+) -> dict[str, Facts]:
+    """Return the facts that `discover` saved; collect, and maybe save, those of new and unready machines."""
     try:
         facts = load_facts(fleet) if facts_path(fleet).exists() else {}
     except InputError:
@@ -144,8 +146,9 @@ def _load_or_collect_facts(fleet: Fleet, sessions: dict[str, Session]) -> dict[s
         from csdctl.workflows.discovery.discover import collect_all_facts
 
         facts |= collect_all_facts(fleet, {name: sessions[name] for name in missing})
-        with contextlib.suppress(OSError, CsdctlError):  # a directory that cannot be written to
-            save_facts(fleet, facts)
+        if is_saving:  # no dry run
+            with contextlib.suppress(OSError, CsdctlError):  # a directory that cannot be written to
+                save_facts(fleet, facts)
     check_machines(fleet, [facts[name] for name in sessions])
     return facts
 
