@@ -187,7 +187,8 @@ def summarize(run_id: str, manifest: dict[str, Any], events: Iterable[Event], ta
         noise_scale=median(run.noise_scales) if run.noise_scales else None,
         best_epoch=run.best.epoch if run.last.validation_loss is not None else 0,
         best_validation_loss=run.best.validation_loss,
-        left_out=tuple(plan.get("left_out", ())),
+        # A rank that was added by hand takes part.
+        left_out=tuple(name for name in plan.get("left_out", ()) if name not in {one.node for one in ranks}),
     )
 
 
