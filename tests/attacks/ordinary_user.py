@@ -24,6 +24,8 @@ if [ -n "$closed" ]; then
     mkdir -p "$aside/${interpreter#"$closed"}"
     mount --bind "$interpreter" "$aside/${interpreter#"$closed"}"
     mount --rbind "$aside" "$closed"
+    umount --lazy "$aside"
+    rmdir "$aside"
 fi
 exec setpriv --reuid "$user" --regid "$group" --clear-groups --inh-caps=-all --bounding-set=-all -- "$@"
 """
