@@ -154,6 +154,7 @@ def summarize(run_id: str, manifest: dict[str, Any], events: Iterable[Event], ta
     all_alone = _reachable(strategy, ranks, whole.step_s, speed)
     # A host alone would compute features once, too, and an emulated one would have the cores of the nodes.
     is_comparable = all_alone and ranks[1:] and not plan.get("emulated")
+    training = {rank.node for rank in ranks}
     predicted = (is_comparable and plan.get("predicted")) or {}
     return RunSummary(
         run_id=run_id,
@@ -188,7 +189,7 @@ def summarize(run_id: str, manifest: dict[str, Any], events: Iterable[Event], ta
         best_epoch=run.best.epoch if run.last.validation_loss is not None else 0,
         best_validation_loss=run.best.validation_loss,
         # A rank that was added by hand takes part.
-        left_out=tuple(name for name in plan.get("left_out", ()) if name not in {one.node for one in ranks}),
+        left_out=tuple(name for name in plan.get("left_out", ()) if name not in training),
     )
 
 

@@ -488,8 +488,7 @@ class Step(RankStep):
 
     def own_square_norm(self, vector: Array) -> float:
         """Return `square_norm` of the latest vector of `local`, parts of which may be on the wire by now."""
-        late = self._late
-        gradient, count = vector[late : self.layout.gradients.stop], float(vector[self.layout.count])
+        gradient, count = vector[self._late : self.layout.gradients.stop], float(vector[self.layout.count])
         square = self._delivery.square + float(np.dot(gradient, gradient))
         return square / count if count > 0 else 0.0
 
