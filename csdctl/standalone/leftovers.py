@@ -23,6 +23,8 @@ from typing import Any
 
 RANK_MARKER = "csdctl-run="
 DAEMON_MARKER = "csdctl_run_"
+FORK_SERVER = "fork-server"
+"""Stands for the run of what stays for the next command (worker/process/fork_server.py)."""
 LOCK = ".csdctl/lock"
 PARTS = (".csdctl/objects/*.part", ".csdctl/trees/.part-*")
 FEATURES, PREDICTIONS = ".csdctl/features", ".csdctl/predictions"
@@ -43,6 +45,8 @@ def main() -> None:
     holder = None if run_id else find_holder()
     is_allowed = holder is None or request["is_forced"]
     processes = find_processes(os.getcwd(), run_id, request["node"]) if is_allowed else {}
+    if request["is_ending"] and not request["is_removing"]:  # before a command, and not in `csdctl clean`
+        processes = {pid: run for pid, run in processes.items() if run != FORK_SERVER}
     if is_allowed and request["is_ending"]:
         holding = find_lock_processes(holder)
         end_all([*processes, *holding])

@@ -192,7 +192,8 @@ class RankStarter:
         return Links(*jobs)
 
     def _start_process(self, rank: int, session: Session) -> RankProcess:
-        arguments = ["rank", "--spec", self.spec_path, "--rank", str(rank)]
+        idle = ["--idle", str(self.mpirun.fleet.fork_server_s)]
+        arguments = ["rank", "--spec", self.spec_path, "--rank", str(rank), *idle]
         command = self.mpirun.build_worker_command(session.name, arguments)
         # Merge both streams, in the order in which they are written.
         conversation = session.converse(["sh", "-c", 'exec "$@" 2>&1', "csdctl", *command])

@@ -18,7 +18,8 @@ from typing import Any
 
 from csdctl.worker.group.values import LinkLostError
 from csdctl.worker.protocol.json_codec import Count, Generation, RankNumber, ShortText, from_json
-from csdctl.worker.protocol.sandbox import SOCKETS_VARIABLE, USER_VARIABLE, link_address
+from csdctl.worker.protocol.processes import is_of_same_user
+from csdctl.worker.protocol.sandbox import SOCKETS_VARIABLE, link_address
 
 
 class Request:
@@ -45,7 +46,6 @@ LIMIT = COUNT = struct.Struct("<q")
 MAX_NOTE_BYTES = 1 << 16
 """Largest size of a greeting, `WAITING` or `FAULT`."""
 _HEAD = struct.Struct("<cQ")
-_PEER = struct.Struct("3i")
 
 
 class Channel:
@@ -128,13 +128,6 @@ def find_socket(run_id: str, rank: int) -> str:
     known = os.environ.get(SOCKETS_VARIABLE, "").split()
     start = link_address(run_id, rank, "")
     return "\0" + next((name for name in known if name.startswith(start + "/")), start)
-
-
-def is_of_same_user(connection: socket.socket) -> bool:
-    """Whether the process at the other end of a Unix socket runs as the same user, outside of a sandbox."""
-    peer = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEER.size)
-    _, uid, _ = _PEER.unpack(peer)
-    return bool(uid == int(os.environ.get(USER_VARIABLE, os.getuid())))
 
 
 POLL_S = 0.1

@@ -24,7 +24,6 @@ from csdctl.worker.group.channel import (
     LinkGreeting,
     Request,
     find_socket,
-    is_of_same_user,
     map_vectors,
 )
 from csdctl.worker.group.collective import Collective, Star, choose_collective
@@ -42,7 +41,7 @@ from csdctl.worker.group.mpi import IDLE_S, FindMissing, MemoryLimit, World, ini
 from csdctl.worker.group.values import ExpectedTails, LinkLostError, PeerFaultError
 from csdctl.worker.process.errors import WorkerError, describe
 from csdctl.worker.protocol.json_codec import to_json
-from csdctl.worker.protocol.processes import list_connections
+from csdctl.worker.protocol.processes import is_of_same_user, list_connections
 
 WAITING_INTERVAL_S = 5.0
 PART_S, SENDING_PART_S, OFFERED_PART_S = 0.001, 0.0002, 0.004

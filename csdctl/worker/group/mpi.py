@@ -21,8 +21,8 @@ from csdctl.worker.process.machine import data_bytes, limit_data
 FIRST_SLEEP_S, LONGEST_SLEEP_S = 0.0001, 0.002
 SLEEP_GROWTH = 1.3
 """Sleeps between the parts of a message that is arriving: each wake-up costs a slow node more."""
-IDLE_S = 0.02
-"""A request is tested after so long, whether or not a socket was ready."""
+IDLE_S, LONGEST_IDLE_S, IDLE_SHARE = 0.02, 0.2, 0.1
+"""A request is tested after so long, or this share of the wait so far, whether or not a socket was ready."""
 QUIET_S = 0.05
 """`on_wait` is not called in waits shorter than this."""
 
@@ -49,8 +49,10 @@ def wait_sleeping(request: Any, on_wait: OnWait = ignore_wait, find_missing: Fin
     `find_missing`: by default, it is not known who is waited for.
     """
     started_s, pause_s = time.monotonic(), FIRST_SLEEP_S
+    waited_s = 0.0
     while not is_complete(request):
-        if not ready or select.select(ready, [], [], IDLE_S)[0]:
+        idle_s = min(LONGEST_IDLE_S, max(IDLE_S, IDLE_SHARE * waited_s))
+        if not ready or select.select(ready, [], [], idle_s)[0]:
             if is_complete(request):
                 return
             time.sleep(pause_s)

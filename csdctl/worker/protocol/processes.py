@@ -13,6 +13,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+from csdctl.worker.protocol.sandbox import USER_VARIABLE
+
 _PIDFD_GETFD = 438
 """System call number of pidfd_getfd(2) on every architecture; Linux 5.6 or newer."""
 LIBC = ctypes.CDLL(None, use_errno=True)
@@ -103,6 +105,13 @@ def end_descendants() -> None:
         send_signal(found, signal.SIGKILL)
         with contextlib.suppress(ChildProcessError):
             os.waitpid(-1, 0)
+
+
+def is_of_same_user(connection: socket.socket) -> bool:
+    """Whether the process at the other end of a Unix socket runs as the same user, outside of a sandbox."""
+    peer = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12)
+    _, uid, _ = struct.unpack("3i", peer)
+    return bool(uid == int(os.environ.get(USER_VARIABLE, os.getuid())))
 
 
 _COUNTERS = struct.Struct("=QQ")
