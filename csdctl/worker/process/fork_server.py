@@ -70,13 +70,9 @@ def _exit_like(status: bytes) -> None:
 def _connect() -> socket.socket:
     """Connect to this machine's server; raises OSError without one of this user."""
     connection = socket.socket(socket.AF_UNIX)
-    try:
-        connection.connect(str(SOCKET))
-        if not is_of_same_user(connection):
-            raise PermissionError
-    except OSError:
-        connection.close()
-        raise
+    connection.connect(str(SOCKET))
+    if not is_of_same_user(connection):
+        raise PermissionError
     return connection
 
 
