@@ -206,8 +206,10 @@ def print_gap(running: Running, killed: float, what: str) -> None:
 
 
 def test_engine_against_horovod(project: Project, nodes: list[LabNode], horovod: Path) -> None:
+    """Horovod takes the batch sizes of csdctl after rebalancing, then equal ones, in one start."""
     found: dict[str, list[float]] = {}
     for _ in range(int(os.environ.get("CSDCTL_BENCH_ROUNDS", "1"))):
+        lists: dict[str, list[int]] = {}
         for name, sizes in STEPS.items():
             running = start(project, batch_sizes=sizes)
             try:
@@ -216,18 +218,20 @@ def test_engine_against_horovod(project: Project, nodes: list[LabNode], horovod:
                 time.sleep(HOROVOD_S)
                 ours, apart = rates(running, start_time, time.time())
                 found.setdefault(f"csdctl, steps of {name}", []).append(ours)
-                print(f"csdctl, steps of {name}: {ours:.1f} samples/s, {ours / apart:.3f} of its ranks alone")
+                found.setdefault(f"csdctl, steps of {name}, of its ranks alone", []).append(ours / apart)
                 last = running.events("Joined", "Rebalanced")[-1][1]["batch_sizes"]
+                lists[f"Horovod, steps of {name}, the same batch sizes"] = list(last.values())
             finally:
                 stop(running)
-            theirs = run_horovod(project, nodes, horovod, list(last.values()))
-            found.setdefault(f"Horovod, the same batch sizes {list(last.values())}", []).append(theirs)
         for size in HOROVOD_EQUAL:
-            theirs = run_horovod(project, nodes, horovod, [size] * (NUM_NODES + 1))
-            found.setdefault(f"Horovod, {size} on every rank", []).append(theirs)
+            lists[f"Horovod, {size} on every rank"] = [size] * (NUM_NODES + 1)
+        theirs = run_horovod(project, nodes, horovod, [*lists.values()])
+        for name, rate in zip(lists, theirs, strict=True):
+            found.setdefault(name, []).append(rate)
+        print(f"batch sizes {lists}")
         for what, measured in found.items():
-            runs = ", ".join(f"{rate:.1f}" for rate in measured)
-            print(f"{what}: {statistics.median(measured):.1f} samples/s (runs: {runs})", flush=True)
+            runs = ", ".join(f"{rate:.4g}" for rate in measured)
+            print(f"{what}: {statistics.median(measured):.4g} (runs: {runs})", flush=True)
 
 
 @pytest.fixture(scope="module")
@@ -241,7 +245,9 @@ def horovod() -> Path:
     return environment / "bin" / "python"
 
 
-def run_horovod(project: Project, nodes: list[LabNode], python: Path, sizes: list[int]) -> float:
+def run_horovod(
+    project: Project, nodes: list[LabNode], python: Path, lists: Sequence[Sequence[int]]
+) -> list[float]:
     """Return the samples/s of Horovod with these batch sizes, with Debian's Open MPI over the lab's SSH."""
     config = project.path / "horovod_ssh_config"
     config.write_text(
@@ -257,7 +263,7 @@ def run_horovod(project: Project, nodes: list[LabNode], python: Path, sizes: lis
         *("--mca", "oob_tcp_if_include", NETWORK, "--mca", "plm_rsh_agent", f"ssh -F {config}"),
         *("--mca", "plm_rsh_no_tree_spawn", "1", "-x", "PATH"),
         *(str(python), str(CLIENTS / "horovod_client.py"), str(HOROVOD_S)),
-        ",".join(map(str, sizes)),
+        *(",".join(map(str, sizes)) for sizes in lists),
     ]
     done = project.lab.host.run(
         *command,
@@ -265,8 +271,8 @@ def run_horovod(project: Project, nodes: list[LabNode], python: Path, sizes: lis
         environment={"PATH": f"/usr/bin:/bin:{os.environ['PATH']}", "TMPDIR": "/tmp"},
     )
     found = [line for line in done.stdout.splitlines() if "samples_per_s" in line]
-    assert found, done.stdout[-2000:] + done.stderr[-3000:]
-    return float(found[0].split()[1])
+    assert len(found) == len(lists), done.stdout[-2000:] + done.stderr[-3000:]
+    return [float(line.split()[1]) for line in found]
 
 
 ALONE = """

@@ -1,8 +1,9 @@
 """A typical Horovod program: DistributedGradientTape in a custom loop, one batch size per rank.
 
-    mpirun … python horovod_client.py SECONDS BATCH_SIZES       such as 30 128,32,32,32,32
+    mpirun … python horovod_client.py SECONDS BATCH_SIZES …     such as 30 128,32,32,32,32 8,8,8,8,8
 
-Rank 0 prints samples/s over all ranks. Random images: the time of a step does not depend on them.
+Rank 0 prints samples/s over all ranks, for one list of batch sizes after the other. Random images: the time
+of a step does not depend on them.
 """
 
 import os
@@ -18,11 +19,10 @@ import tensorflow as tf
 
 WARM_UP_STEPS = 3
 
-seconds, sizes = float(sys.argv[1]), [int(size) for size in sys.argv[2].split(",")]
+seconds, lists = float(sys.argv[1]), [list(map(int, sizes.split(","))) for sizes in sys.argv[2:]]
 tf.config.threading.set_intra_op_parallelism_threads(1)
 tf.config.threading.set_inter_op_parallelism_threads(2)
 hvd.init()
-size = sizes[hvd.rank()]
 model = tf.keras.applications.MobileNetV2(input_shape=(64, 64, 3), classes=200, weights=None)
 optimizer = tf.keras.optimizers.SGD(0.01, momentum=0.9)
 loss_function = tf.keras.losses.SparseCategoricalCrossentropy()
@@ -43,21 +43,23 @@ def step(images, labels, first):
     return loss
 
 
-def run_step(first=False):
+def run_step(size, first=False):
     chosen = generator.integers(0, 1000, size)
     step(images[chosen], labels[chosen], first)
 
 
-run_step(first=True)
-for _ in range(WARM_UP_STEPS):
-    run_step()
-started = time.perf_counter()
-steps = 0
-is_running = True
-while is_running:
-    run_step()
-    steps += 1
-    is_running = bool(hvd.broadcast(tf.constant(time.perf_counter() - started < seconds), root_rank=0))
-elapsed = time.perf_counter() - started
-if hvd.rank() == 0:
-    print(f"samples_per_s {steps * sum(sizes) / elapsed:.1f} steps {steps}", flush=True)
+run_step(lists[0][hvd.rank()], first=True)
+for sizes in lists:
+    size = sizes[hvd.rank()]
+    for _ in range(WARM_UP_STEPS):
+        run_step(size)
+    started = time.perf_counter()
+    steps = 0
+    is_running = True
+    while is_running:
+        run_step(size)
+        steps += 1
+        is_running = bool(hvd.broadcast(tf.constant(time.perf_counter() - started < seconds), root_rank=0))
+    elapsed = time.perf_counter() - started
+    if hvd.rank() == 0:
+        print(f"samples_per_s {steps * sum(sizes) / elapsed:.1f} steps {steps}", flush=True)
