@@ -250,7 +250,7 @@ def _show_runtime(rank: RankPlan) -> str:
 
 
 def _lines(plan: Plan) -> Iterator[str]:
-    predicted = plan.predicted
+    predicted = plan.prediction
     rate = format_rate(plan.predicted_samples_per_s)
     measured = f"{plan.num_probes} probes" if plan.num_probes else "no probes: all from earlier measurements"
     measured += f", {format_seconds(plan.measuring_s)} of measuring"

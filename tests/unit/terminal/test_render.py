@@ -14,6 +14,7 @@ from csdctl.terminal.console import PrintableConsole
 from csdctl.terminal.report import render_report, report_document
 from csdctl.terminal.streams import format_json
 from csdctl.terminal.train import TrainingView
+from csdctl.terminal.tune import render_plan
 from csdctl.worker.protocol.events import (
     CheckpointSaved,
     EpochEnd,
@@ -28,6 +29,7 @@ from csdctl.worker.protocol.events import (
 )
 from tests.json_page import check_document
 from tests.unit.runs.manifests import spec_of
+from tests.unit.tuning.test_plan import PLAN
 
 RANKS = (
     RankSummary(0, "host", 60, 0, 6000, 60.0, 70.0, 12.0, 6.0),
@@ -172,3 +174,11 @@ class TestViewWithoutATerminal:
         assert lines_of(replace(EPOCH_END, rank=1, node="csd0", loss=None)) == []
         assert "validation" not in "".join(lines_of(EPOCH_END))
         assert len(lines_of(*READY, *[PROGRESS] * 100)) <= 2
+
+
+def test_plan_that_was_edited_is_not_shown_as_confirmed() -> None:
+    for size in (315, 300):
+        ranks = [PLAN.ranks[0].model_copy(update={"batch_size": size}), *PLAN.ranks[1:]]
+        console = PrintableConsole(file=(printed := StringIO()), width=200)
+        render_plan(console, PLAN.model_copy(update={"ranks": ranks}), "plan.yaml")
+        assert ("confirmed by a trial" in printed.getvalue()) == (size == 315)
