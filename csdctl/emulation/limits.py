@@ -221,7 +221,7 @@ def _create(path: Path, version: int, cpu: float) -> bool:
         path.mkdir()
     except OSError:
         return False
-    try:
+    with contextlib.suppress(OSError):
         quota_us, period_us = plan_quota(cpu)
         if version == 1:
             (path / "cpu.cfs_period_us").write_text(str(period_us))
@@ -233,8 +233,6 @@ def _create(path: Path, version: int, cpu: float) -> bool:
         trial = [*CgroupLimit(path, version).build_command(["true"])]
         if subprocess.run(trial, stderr=subprocess.DEVNULL, check=False).returncode == 0:
             return True
-    except OSError:
-        pass
     remove_cgroup(path)
     return False
 

@@ -2,7 +2,9 @@
 
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from math import log
 from statistics import median
 from typing import Any
 
@@ -13,7 +15,7 @@ from csdctl.reporting.energy import RunEnergy, add_up_energy
 from csdctl.reporting.privacy import PassCounter, Privacy, measure_privacy
 from csdctl.reporting.series import RunSeries, SeriesBuilder
 from csdctl.reporting.tally import Tally
-from csdctl.runs.directory import RunDirectory
+from csdctl.runs.directory import ProjectDirectory, RunDirectory
 from csdctl.runs.ledger import MEASURED, read_power
 from csdctl.tuning.plan import DATA_PARALLEL, SPLIT
 from csdctl.worker.protocol.events import STOPPED as ASKED_TO_STOP
@@ -32,6 +34,8 @@ from csdctl.worker.protocol.events import (
 COMPLETED, STOPPED, FAILED, INTERRUPTED = "completed", "stopped", "failed", "interrupted"
 RUNNING = "running"
 """States of a run: `stopped` by the user, and `interrupted` when its csdctl was killed."""
+NUM_COMPARED, MIN_COMPARED_STEPS = 8, 20
+"""The runs whose throughput is compared with their forecast, and the steps that each must have."""
 RESULTS = ("loss", "accuracy", "validation_loss", "validation_accuracy", "metrics", "validation_metrics")
 """Results of an epoch."""
 MAX_EPOCHS = 1000
@@ -324,6 +328,23 @@ def read_results(run: RunDirectory) -> RunResults:
     files = {"run directory": run.path, "trained model": run.model, "model of the best epoch": run.best_model}
     found = {name: str(path) for name, path in files.items() if path.exists()}
     return RunResults(summary, series, manifest, found)
+
+
+def list_forecast_errors(project: ProjectDirectory) -> tuple[float, ...]:
+    """Return the logarithms of achieved over forecast throughput of the latest runs, of any job.
+
+    A run counts if its plan had been tried, and it lost no node.
+    """
+    errors = []
+    for run in map(project.find_run, project.run_ids()[-NUM_COMPARED:]):
+        with suppress(InputError, KeyError, TypeError):  # incomplete, or without a forecast
+            manifest, tally = dict[str, Any](run.load_manifest()), Tally()
+            plan, forecast = manifest["plan"], manifest["predicted_samples_per_s"]
+            events = run.read_events([rank["node"] for rank in plan["ranks"]]).skim()
+            is_whole = not any(isinstance(event, NodeLost) for _, event in events if not tally.add(event))
+            if is_whole and plan["predicted"]["is_confirmed"] and tally.ranks[0].steps >= MIN_COMPARED_STEPS:
+                errors.append(log(tally.ranks[0].throughput / forecast))
+    return tuple(errors)
 
 
 def read_end(run: RunDirectory) -> tuple[str, str]:

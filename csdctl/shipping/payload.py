@@ -167,10 +167,9 @@ def is_ignored(name: str, patterns: Sequence[str], *, is_directory: bool) -> boo
     """
     for pattern in patterns:
         stripped = pattern.rstrip("/")
-        if pattern.endswith("/") and not is_directory:
-            continue
         subject = name if "/" in stripped else name.rpartition("/")[2]
-        if fnmatch.fnmatchcase(subject, stripped.removeprefix("/")):
+        is_possible = is_directory or not pattern.endswith("/")
+        if is_possible and fnmatch.fnmatchcase(subject, stripped.removeprefix("/")):
             return True
     return False
 

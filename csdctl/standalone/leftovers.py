@@ -23,8 +23,7 @@ from typing import Any
 
 RANK_MARKER = "csdctl-run="
 DAEMON_MARKER = "csdctl_run_"
-FORK_SERVER = "fork-server"
-"""Stands for the run of what stays for the next command (worker/process/fork_server.py)."""
+FORK_SERVER = "fork-server"  # in place of a run: what stays for the next command
 LOCK = ".csdctl/lock"
 PARTS = (".csdctl/objects/*.part", ".csdctl/trees/.part-*")
 FEATURES, PREDICTIONS = ".csdctl/features", ".csdctl/predictions"

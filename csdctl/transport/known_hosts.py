@@ -7,6 +7,7 @@ Certificate authorities (`@cert-authority`) are not supported and are ignored.
 
 import base64
 import binascii
+import contextlib
 import fnmatch
 import hashlib
 import hmac
@@ -46,12 +47,9 @@ class KnownHosts:
         """Read `paths`; files that are missing or unreadable count as empty."""
         known = cls()
         for path in paths:
-            try:
-                lines = load_lines(path)
-            except OSError:
-                continue
-            for number, line in enumerate(lines, start=1):
-                known._add_line(line, path, number)
+            with contextlib.suppress(OSError):
+                for number, line in enumerate(load_lines(path), start=1):
+                    known._add_line(line, path, number)
         return known
 
     def lookup(self, address: str, port: int) -> tuple[HostKey, ...]:

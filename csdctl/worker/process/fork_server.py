@@ -1,8 +1,7 @@
 """A server with TensorFlow loaded that forks ranks and probe sessions, and stays for a settable time.
 
-Loading TensorFlow takes 2.3 of the 2.8 CPU seconds in which a rank of a small network starts: ten seconds
-with 22% of a core. TensorFlow starts no thread before its first operation, so a process may be forked until
-then. The server holds no data of a job: it has imported modules only (docs/decisions/0049).
+TensorFlow starts no thread before its first operation, so a process may be forked until then. The server
+holds no data of a job: it has imported modules only (docs/decisions/0049).
 
 A command sends its arguments, environment and standard streams to the server's socket in the session's home
 directory, and waits. It acts for the forked process: that one ends as soon as the command does, and the
@@ -13,16 +12,16 @@ import contextlib
 import hashlib
 import json
 import os
-import select
 import signal
 import socket
 import struct
 import subprocess
 import sys
-import threading
 import time
+from functools import partial
 from pathlib import Path
 
+from csdctl.worker.process.output import end_without_reader
 from csdctl.worker.protocol.processes import is_of_same_user
 from csdctl.worker.protocol.run_spec import Runtime
 
@@ -61,8 +60,6 @@ def _exit_like(status: bytes) -> None:
     """End as the process with this wait status; without one, its parent was killed."""
     code = os.waitstatus_to_exitcode(*_STATUS.unpack(status)) if status else -signal.SIGKILL
     if code < 0:
-        with contextlib.suppress(OSError):  # of SIGKILL
-            signal.signal(-code, signal.SIG_DFL)
         os.kill(os.getpid(), -code)
     os._exit(code)
 
@@ -121,12 +118,11 @@ def serve(key: str) -> bool:
 
 def _has_children() -> bool:
     """Reap processes that have ended; return whether others run."""
-    try:
+    with contextlib.suppress(ChildProcessError):
         while os.waitpid(-1, os.WNOHANG)[0]:
             pass
-    except ChildProcessError:
-        return False
-    return True
+        return True
+    return False
 
 
 def _become(
@@ -136,7 +132,7 @@ def _become(
 
     The parent sends how the child ends; it kills it, and all that it has started, when the command ends.
     """
-    try:
+    with contextlib.suppress(BaseException):
         os.setsid()
         child = os.fork()
         if child == 0:
@@ -149,17 +145,8 @@ def _become(
             return
         os.closerange(0, connection.fileno())
         os.closerange(connection.fileno() + 1, 1 << 16)
-        threading.Thread(target=_kill_with_command, args=[connection], daemon=True).start()
+        end_without_reader(connection.fileno(), partial(os.killpg, 0, signal.SIGKILL))
         connection.settimeout(None)
         connection.send(b"\n")
         connection.send(_STATUS.pack(os.waitpid(child, 0)[1]))
-        os.killpg(0, signal.SIGKILL)
-    except BaseException:
-        os.killpg(0, signal.SIGKILL)
-
-
-def _kill_with_command(connection: socket.socket) -> None:
-    poll = select.poll()
-    poll.register(connection, 0)  # the end of the other side is always reported
-    poll.poll()
     os.killpg(0, signal.SIGKILL)

@@ -140,11 +140,8 @@ class Checkpoints:
     def newest_first(self, max_bytes: int) -> Iterator[Array]:
         """Yield the intact states of at most `max_bytes`; the others are skipped."""
         for path in sorted(self.directory.glob("step-*.npz"), reverse=True):
-            try:
-                state = _read_checkpoint(path, max_bytes)
-            except DAMAGED_ARCHIVE:
-                continue
-            yield state
+            with contextlib.suppress(*DAMAGED_ARCHIVE):
+                yield _read_checkpoint(path, max_bytes)
 
     def _remove_old(self) -> None:
         best = ""

@@ -37,6 +37,7 @@ from csdctl.perfmodel.published import (
 )
 from csdctl.perfmodel.spread import Range, Spread
 from csdctl.reporting.numbers import format_seconds
+from csdctl.reporting.results import list_forecast_errors
 from csdctl.runs.directory import ProjectDirectory
 from csdctl.runs.measurements import MeasurementStore
 from csdctl.tuning.fleet_model import RecalledTrial, fit_collective
@@ -326,7 +327,8 @@ def _find_measurements(
     _, model = prepare_code(job, project.root, say)
     recipe = hash_recipe(job, data.public) if data else ""  # nothing was measured with it
     store = MeasurementStore(project.measurements, say)
-    return FleetMeasurements(model.describe(), recipe, fleet, facts, store)
+    errors = list_forecast_errors(project)
+    return FleetMeasurements(model.describe(), recipe, fleet, facts, store, errors)
 
 
 MAX_NODES = 10_000

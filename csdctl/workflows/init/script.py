@@ -12,6 +12,7 @@ import re
 import symtable
 import textwrap
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -739,11 +740,9 @@ def _evaluate(node: ast.expr | str | None, names: Mapping[str, Any]) -> Any:
         return names.get(ast.unparse(node), UNKNOWN)
     if isinstance(node, ast.BinOp) and type(node.op) in OPERATORS:
         sides = _evaluate(node.left, names), _evaluate(node.right, names)
-        try:
+        with suppress(ArithmeticError, ValueError):
             if all(isinstance(side, int | float) and abs(side) < 1e6 for side in sides):
                 return OPERATORS[type(node.op)](*sides)
-        except (ArithmeticError, ValueError):
-            pass
         return UNKNOWN
     if isinstance(node, ast.Tuple | ast.List):
         values = [_evaluate(one, names) for one in node.elts]

@@ -181,10 +181,7 @@ def _choose_plan(request: TrainRequest, space: Workspace) -> Plan:
 
 
 def verify(plan: Plan, context: RunContext, options: TrainOptions) -> Verification:
-    """Run one step of all ranks; return how it compares with one process.
-
-    Raises what `train` raises.
-    """
+    """Run one step of all ranks; return how it compares with one process; raises what `train` raises."""
     space = context.space
     placed = place_plan(plan, context.prepared, context.job, space.fleet)
     run = space.project.new_scratch()

@@ -8,7 +8,7 @@ import hashlib
 import json
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 
 from csdctl.fleet.facts import Facts
 from csdctl.fleet.hardware import classify_fleet, classify_machine
@@ -52,10 +52,12 @@ class FleetMeasurements:
         fleet: Fleet,
         facts: Mapping[str, Facts],
         store: MeasurementStore,
+        errors: Sequence[float] = (),
         *,
         is_host_training: bool = True,
     ) -> None:
-        """`recipe` as from `hash_recipe`; `facts` of the host and every node of `fleet`."""
+        """`recipe` as from `hash_recipe`; `facts` of the host and every node of `fleet`; `errors` of runs."""
+        self._errors = errors
         self.features = features
         self._recipe = recipe
         self._fleet = fleet
@@ -93,8 +95,9 @@ class FleetMeasurements:
         return recall_trial(self._trials(), step_times)
 
     def forecast_errors(self) -> ForecastErrors:
-        """Return the errors of earlier forecasts of this model on such a fleet."""
-        return compare_trials(self._trials())
+        """Return the errors of earlier forecasts: of this model on such a fleet, and for runs."""
+        found = compare_trials(self._trials())
+        return replace(found, tried=(*found.tried, *self._errors))
 
     def collectives(self) -> list[CollectiveMeasurement]:
         """Return the sums that were timed on such a fleet before."""

@@ -20,7 +20,7 @@ from csdctl.launch.mpirun import find_mpirun
 from csdctl.notify import Say
 from csdctl.perfmodel.prediction import calibrate_overhead
 from csdctl.reporting.numbers import format_seconds
-from csdctl.reporting.results import read_results
+from csdctl.reporting.results import list_forecast_errors, read_results
 from csdctl.runs.directory import ProjectDirectory
 from csdctl.runs.measurements import MeasurementStore
 from csdctl.tuning.fleet_model import (
@@ -533,6 +533,7 @@ def tune_by_fit(
         space.fleet,
         space.facts,
         store,
+        list_forecast_errors(space.project),
         is_host_training=options.is_host_training,
     )
     model = measurements.recall_fleet(required=list(private))

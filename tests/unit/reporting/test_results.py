@@ -1,5 +1,6 @@
 """The results of a run with hand-computed totals, and what a list of runs says of it."""
 
+import math
 from copy import deepcopy
 from dataclasses import replace
 from pathlib import Path
@@ -15,6 +16,7 @@ from csdctl.reporting.results import (
     STOPPED,
     RunStatus,
     RunSummary,
+    list_forecast_errors,
     load_run_status,
     read_results,
     summarize,
@@ -36,6 +38,7 @@ from csdctl.worker.protocol.events import (
 )
 from csdctl.worker.protocol.events import STOPPED as ASKED_TO_STOP
 from tests.unit.runs.manifests import manifest_of, write_events
+from tests.unit.tuning.test_plan import PLAN
 
 NODES = ("host", "csd0", "csd1")
 MANIFEST: dict[str, Any] = {
@@ -257,6 +260,25 @@ def test_run_says_why_it_ended_before_its_last_epoch_and_how_its_csdctl_ended(tm
     found = load_run_status(write_events(run, ends, 1_002.0))
     assert (found.state, found.reason) == (COMPLETED, MAX_STEPS)
     assert describe_result(read_results(run).summary).startswith("completed: 3 steps (--max-steps)")
+
+
+def test_errors_of_forecasts_are_those_of_undisturbed_runs_whose_plan_had_been_tried(tmp_path: Path) -> None:
+    project = ProjectDirectory(tmp_path)
+    forecast = {"predicted_samples_per_s": 80.0}
+    predicted = PLAN.model_dump()["predicted"]
+    tried = manifest_of()["plan"] | {"predicted": predicted}
+    only_modelled = tried | {"predicted": predicted | {"is_confirmed": False}}
+    whole = replace(EPOCH_END, steps=30)
+    lost = NodeLost(1, "csd0", "switched off")
+    status(tmp_path, whole, PROGRESS, plan=tried, **forecast)
+    status(tmp_path, whole, lost, plan=tried, **forecast)
+    status(tmp_path, EPOCH_END, plan=tried, **forecast)  # ten steps
+    status(tmp_path, whole, plan=only_modelled, **forecast)
+    status(tmp_path, whole, plan=tried, predicted_samples_per_s=None)
+    status(tmp_path, whole, **forecast)
+    project.new_run()
+    status(tmp_path, whole, plan=tried, predicted_samples_per_s=800 / 9)
+    assert list_forecast_errors(project) == pytest.approx([math.log((928 / 9.75) / 80), 0.0])
 
 
 def test_run_without_a_manifest_has_its_state_alone(tmp_path: Path) -> None:
