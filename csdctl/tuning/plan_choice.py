@@ -104,12 +104,11 @@ def choose_equal_plan(model: FleetModel, limits: Limits) -> BestPlan | None:
     return best_equal(list_candidates(model), limits, model.sum_s_of_training, model.overhead_factor)
 
 
-def choose_host_plan(model: FleetModel, limits: Limits) -> BestPlan | None:
-    """Return the best plan of the host alone; None if it does not train, or the limits allow no plan."""
-    host, *nodes = list_candidates(model)
+def predict_host_samples_per_s(model: FleetModel, limits: Limits) -> float | None:
+    """Predict the samples/s of the host alone; None if it does not train, or the limits allow no plan."""
+    hosts = [rank for rank in list_candidates(model) if rank.node == HOST_NAME]
     with suppress(TuningError):
-        best = find_best([host], limits, model.sum_s_of_training) if host.node == HOST_NAME else None
-        return best and replace(best, left_out=tuple(node.node for node in nodes))
+        return find_best(hosts, limits, model.sum_s_of_training).prediction.samples_per_s if hosts else None
     return None
 
 
@@ -143,12 +142,12 @@ def confirmed_prediction(
     result: TrialResult,
     errors: ForecastErrors,
     gain: float | None = None,
-    alone: BestPlan | None = None,
+    host_samples_per_s: float | None = None,
     gain_without_nodes: float | None = None,
 ) -> Predicted:
     """Return the prediction from a plan's trial; the gains are relative to other plans that were tried.
 
-    `errors`: those of earlier forecasts. `alone`: the best plan of the host alone.
+    `errors`: those of earlier forecasts. `host_samples_per_s`: predicted for the host alone.
     """
     low, high = errors.after_trial(result.error).range_of(result.samples_per_s)
     computing = [seconds for seconds in result.compute_s if seconds]
@@ -163,7 +162,7 @@ def confirmed_prediction(
         step_s=round(result.step_s, 6),
         samples_per_s=round(result.samples_per_s, 2),
         samples_per_s_range=(round(low, 2), round(high, 2)),
-        host_samples_per_s=round(alone.prediction.samples_per_s, 2) if alone else None,
+        host_samples_per_s=host_samples_per_s and round(host_samples_per_s, 2),
         compute_share=round(compute_share, 4),
         imbalance_share=round(max(0.0, 1 - compute_share - communication_share), 4),
         communication_share=round(communication_share, 4),

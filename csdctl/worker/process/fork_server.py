@@ -67,9 +67,13 @@ def _exit_like(status: bytes) -> None:
 def _connect() -> socket.socket:
     """Connect to this machine's server; raises OSError without one of this user."""
     connection = socket.socket(socket.AF_UNIX)
-    connection.connect(str(SOCKET))
-    if not is_of_same_user(connection):
-        raise PermissionError
+    try:
+        connection.connect(str(SOCKET))
+        if not is_of_same_user(connection):
+            raise PermissionError
+    except OSError:
+        connection.close()
+        raise
     return connection
 
 

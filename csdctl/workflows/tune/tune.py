@@ -51,7 +51,6 @@ from csdctl.tuning.plan import (
 from csdctl.tuning.plan_choice import (
     choose_class_sizes,
     choose_equal_plan,
-    choose_host_plan,
     choose_plan,
     confirmed_prediction,
     limit_for_goodput,
@@ -60,6 +59,7 @@ from csdctl.tuning.plan_choice import (
     next_settings,
     plan_ranks,
     plan_settings_search,
+    predict_host_samples_per_s,
     predict_samples_per_s,
     settings_gain,
 )
@@ -176,7 +176,7 @@ MIN_STEPS, MAX_STEPS = 2, 1000
 MAX_TRIALS = 2
 MAX_OOM_RETRIES = 3
 """Trials in which a rank runs out of memory before tuning fails."""
-EQUAL, ALL_NODES, HOST_ALONE = "the best equal batch sizes", "the best plan of all nodes", "the host alone"
+EQUAL, ALL_NODES = "the best equal batch sizes", "the best plan of all nodes"
 MIN_GAIN_FOR_TRIAL = 0.03
 """A trial may lead to another plan; that plan is tried too when it is better by more than this share."""
 
@@ -335,26 +335,24 @@ class FitTuner:
     def _compare_with_others(self, model: FleetModel, tried: TriedPlan) -> TunedFleet:
         """Return the fastest of the tried plan, the best equal batch sizes, and the best plan of all nodes.
 
-        Equal sizes, and the host alone, are tried only when the model, which was fitted to the trials before,
-        predicts that they may be faster: the range of their forecast reaches the plan's throughput. All nodes
-        are tried when the plan leaves some out.
+        Equal sizes are tried only when the model, which was fitted to the trials before, predicts that they
+        may be faster: the range of their forecast reaches the plan's throughput. All nodes are tried when the
+        plan leaves some out.
         """
-        equal, alone = choose_equal_plan(model, self.limits), choose_host_plan(model, self.limits)
-        if equal and self.limits.global_batch not in (None, sum(equal.batch_sizes.values())):
-            equal = None
-        spread, planned = self.measurements.forecast_errors().spread, tried.best.batch_sizes
-        gains = {EQUAL: 0.0} if equal and equal.batch_sizes == planned else {}
-        others = {
-            name: plan
-            for name, plan in {EQUAL: equal, HOST_ALONE: alone}.items()
-            if plan and plan.batch_sizes != planned and plan.batch_sizes.keys() >= model.required
-            if spread.range_of(plan.prediction.samples_per_s)[1] > _rate(tried)
-        }
+        equal = choose_equal_plan(model, self.limits)
+        others: dict[str, BestPlan] = {}
         with suppress(TuningError):
             if tried.best.left_out:
                 whole = replace(model, required=frozenset(model.machines))
                 others[ALL_NODES] = choose_plan(whole, self.limits)
-        best, found = tried, {ALL_NODES: tried} if HOST_ALONE in others else {}
+        gains: dict[str, float] = {}
+        if equal and self.limits.global_batch in (None, sum(equal.batch_sizes.values())):
+            spread = self.measurements.forecast_errors().spread
+            if equal.batch_sizes == tried.best.batch_sizes:
+                gains[EQUAL] = 0.0
+            elif spread.range_of(equal.prediction.samples_per_s)[1] > _rate(tried):
+                others[EQUAL] = equal
+        best, found = tried, {}
         for name, plan in others.items():
             self.say(f"trying {name}")
             try:
@@ -362,10 +360,9 @@ class FitTuner:
             except CsdctlError as error:  # the first plan remains
                 self.say(f"{name} could not be tried: {error.message}")
                 continue
+            model = learn_trial(model, other)
+            self.measurements.store_trial(model, other)
             best = max(best, other, key=_rate)
-            if name != HOST_ALONE or best is other:  # an emulated host is faster when no node computes
-                model = learn_trial(model, other)
-                self.measurements.store_trial(model, other)
         gains |= {name: _rate(best) / _rate(other) - 1 for name, other in found.items()}
         return TunedFleet(self.limits, model, best, gains.get(EQUAL), gains.get(ALL_NODES) or None)
 
@@ -561,7 +558,7 @@ def tune_by_fit(
             tuned.tried.result,
             errors,
             tuned.gain,
-            choose_host_plan(tuned.model, tuned.limits),
+            predict_host_samples_per_s(tuned.model, tuned.limits),
             tuned.gain_without_nodes,
         ),
         busy=busy,
@@ -834,8 +831,8 @@ class StrategyChooser:
         final = tried if self.request.strategy == SPLIT else choose_strategy([*rest, tried])
         if final is not tried:
             return self._with_strategies(self._follow(final), listed)
-        alone = choose_host_plan(self.model, self.limits)
-        predicted = confirmed_prediction(plan.ranks, result, ForecastErrors(), alone=alone)
+        host = predict_host_samples_per_s(self.model, self.limits)
+        predicted = confirmed_prediction(plan.ranks, result, ForecastErrors(), host_samples_per_s=host)
         plan = plan.model_copy(update={"predicted": predicted})
         return self._with_strategies(plan, listed)
 
