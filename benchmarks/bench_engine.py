@@ -248,7 +248,7 @@ def horovod() -> Path:
 def run_horovod(
     project: Project, nodes: list[LabNode], python: Path, lists: Sequence[Sequence[int]]
 ) -> list[float]:
-    """Return the samples/s of Horovod with these batch sizes, with Debian's Open MPI over the lab's SSH."""
+    """Return the samples/s of Horovod for each list of batch sizes: Debian's Open MPI, the lab's SSH."""
     config = project.path / "horovod_ssh_config"
     config.write_text(
         "".join(f"Host {node.name}\n  HostName {node.spec.address}\n  User root\n" for node in nodes)

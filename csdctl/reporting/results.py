@@ -331,19 +331,20 @@ def read_results(run: RunDirectory) -> RunResults:
 
 
 def list_forecast_errors(project: ProjectDirectory) -> tuple[float, ...]:
-    """Return the logarithms of achieved over forecast throughput of the latest runs, of any job.
+    """Return the logarithms of achieved over forecast throughput of the latest runs, of any job and fleet.
 
-    A run counts if its plan had been tried, and it lost no node.
+    A run counts if its plan had been tried as it is, and it lost no node.
     """
     errors = []
-    for run in map(project.find_run, project.run_ids()[-NUM_COMPARED:]):
-        with suppress(InputError, KeyError, TypeError):  # incomplete, or without a forecast
-            manifest, tally = dict[str, Any](run.load_manifest()), Tally()
-            plan, forecast = manifest["plan"], manifest["predicted_samples_per_s"]
-            events = run.read_events([rank["node"] for rank in plan["ranks"]]).skim()
+    for run_id in project.run_ids()[-NUM_COMPARED:]:
+        with suppress(InputError, OSError, KeyError, TypeError, ValueError):  # incomplete, or not a run
+            run, tally = project.find_run(run_id), Tally()
+            manifest: Any = run.load_manifest()
+            nodes = [rank["node"] for rank in manifest["plan"]["ranks"]]
+            events = run.read_events(nodes).skim() if manifest["predicted_range"] else ()  # that of a trial
             is_whole = not any(isinstance(event, NodeLost) for _, event in events if not tally.add(event))
-            if is_whole and plan["predicted"]["is_confirmed"] and tally.ranks[0].steps >= MIN_COMPARED_STEPS:
-                errors.append(log(tally.ranks[0].throughput / forecast))
+            if is_whole and tally.ranks[0].steps >= MIN_COMPARED_STEPS:
+                errors.append(log(tally.ranks[0].throughput / manifest["predicted_samples_per_s"]))
     return tuple(errors)
 
 

@@ -58,7 +58,7 @@ def main() -> None:
     paths = [path for path in paths if os.path.lexists(path) and is_own(path)] if is_allowed else []
     left = {
         "num_processes": len(processes),
-        "runs": [*dict.fromkeys(run for run in processes.values() if run)],
+        "runs": [*dict.fromkeys(run for run in processes.values() if run not in ("", FORK_SERVER))],
         "paths": paths,
         "num_bytes": sum(size_of(path) for path in paths),
     }

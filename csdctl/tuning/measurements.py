@@ -122,7 +122,7 @@ class ForecastErrors:
     """Errors of earlier forecasts, logarithms of the achieved rate over the forecast one."""
 
     tried: tuple[float, ...] = ()
-    """Of plans that had been tried before: how much a trial differs from the one before it."""
+    """Of plans that had been tried before: of another trial, or of a run, against the trial before it."""
     modelled: tuple[float, ...] = ()
     """Of plans that had not."""
 

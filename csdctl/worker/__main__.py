@@ -52,7 +52,7 @@ ANSWERS = {
 }
 """Commands that need no samples: the function, the type of the request."""
 STAYING = ("link", "mpi-check", "sandbox", "fork-server")
-"""Commands that end in order with MPI, or alone; all others end with the reader of their output."""
+"""Commands that end with MPI or their input, or alone; all others end with the reader of their output."""
 
 
 def main(arguments: list[str]) -> int:

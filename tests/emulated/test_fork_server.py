@@ -61,5 +61,5 @@ def test_ranks_are_forked_by_servers_that_stay_until_clean(project: Path) -> Non
     assert nothing_is_left(project, run)
     assert eventually(lambda: servers(project) == first)
 
-    assert "csd0: 1 process of run fork-server ended" in succeed(project, "clean").stdout
+    assert "csd0: 1 process ended" in succeed(project, "clean").stdout
     assert eventually(lambda: not any(servers(project).values()))

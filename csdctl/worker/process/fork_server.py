@@ -30,15 +30,15 @@ COMMAND = "fork-server"
 _READ_WHEN_LOADED = ("TF_", "XLA_", "KERAS_", "CUDA_", "OMP_", "OPENBLAS_", "LD_", "PYTHON", "LC_", "LANG")
 """Prefixes of variables that take effect at an import: a server has those of its first command."""
 _STREAMS = (0, 1, 2)
-_FIRST_IDLE_S, _REQUEST_DEADLINE_S, _TICK_S = 60.0, 10.0, 1.0
+_FIRST_IDLE_S, _LOAD_DEADLINE_S, _REQUEST_DEADLINE_S, _TICK_S = 60.0, 200.0, 10.0, 1.0
 _STATUS = struct.Struct("=i")
 
 
 def run_in_fork(runtime: Runtime, idle_s: float) -> None:
     """Let a forked process run this process's command, then exit as it did.
 
-    Return where the command is to load TensorFlow itself: in the forked process, with `idle_s` 0, and when
-    no server can be started. A server stays `idle_s` seconds after its last process.
+    Return where the command runs in this process: in the forked one, with `idle_s` 0, and when no server
+    can be started. A server stays `idle_s` seconds after its last process.
     """
     if idle_s <= 0 or "tensorflow" in sys.modules:
         return
@@ -53,6 +53,7 @@ def run_in_fork(runtime: Runtime, idle_s: float) -> None:
             socket.send_fds(connection, [b"\n"], _STREAMS)
             connection.sendall(request)
             if connection.recv(1):
+                connection.settimeout(None)
                 _exit_like(connection.recv(_STATUS.size))
 
 
@@ -67,13 +68,10 @@ def _exit_like(status: bytes) -> None:
 def _connect() -> socket.socket:
     """Connect to this machine's server; raises OSError without one of this user."""
     connection = socket.socket(socket.AF_UNIX)
-    try:
-        connection.connect(str(SOCKET))
-        if not is_of_same_user(connection):
-            raise PermissionError
-    except OSError:
-        connection.close()
-        raise
+    connection.connect(str(SOCKET))
+    if not is_of_same_user(connection):
+        raise PermissionError
+    connection.settimeout(_LOAD_DEADLINE_S)
     return connection
 
 
@@ -137,6 +135,7 @@ def _become(
     The parent sends how the child ends; it kills it, and all that it has started, when the command ends.
     """
     with contextlib.suppress(BaseException):
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # the first command may have ignored it
         os.setsid()
         child = os.fork()
         if child == 0:

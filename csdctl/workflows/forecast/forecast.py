@@ -283,8 +283,8 @@ def _overhead_factor(
 
 def _describe_spread(errors: ForecastErrors, plan: Plan | None) -> str:
     """Return what the ranges are from."""
-    seen = f"{len(errors.modelled)} forecasts and {len(errors.tried)} repeated trials"
-    text = f"9 of 10 runs; by the errors of {seen} of this model on such a fleet, and an assumed error"
+    seen = f"{len(errors.modelled)} forecasts of this model on such a fleet"
+    text = f"9 of 10 runs; by errors of {seen}, of {len(errors.tried)} trials and runs, and an assumed one"
     return text + (f"; {', '.join(plan.busy)} had other work" if plan and plan.busy else "")
 
 

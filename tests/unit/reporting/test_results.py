@@ -38,7 +38,6 @@ from csdctl.worker.protocol.events import (
 )
 from csdctl.worker.protocol.events import STOPPED as ASKED_TO_STOP
 from tests.unit.runs.manifests import manifest_of, write_events
-from tests.unit.tuning.test_plan import PLAN
 
 NODES = ("host", "csd0", "csd1")
 MANIFEST: dict[str, Any] = {
@@ -263,22 +262,22 @@ def test_run_says_why_it_ended_before_its_last_epoch_and_how_its_csdctl_ended(tm
 
 
 def test_errors_of_forecasts_are_those_of_undisturbed_runs_whose_plan_had_been_tried(tmp_path: Path) -> None:
-    project = ProjectDirectory(tmp_path)
-    forecast = {"predicted_samples_per_s": 80.0}
-    predicted = PLAN.model_dump()["predicted"]
-    tried = manifest_of()["plan"] | {"predicted": predicted}
-    only_modelled = tried | {"predicted": predicted | {"is_confirmed": False}}
-    whole = replace(EPOCH_END, steps=30)
-    lost = NodeLost(1, "csd0", "switched off")
-    status(tmp_path, whole, PROGRESS, plan=tried, **forecast)
-    status(tmp_path, whole, lost, plan=tried, **forecast)
-    status(tmp_path, EPOCH_END, plan=tried, **forecast)  # ten steps
-    status(tmp_path, whole, plan=only_modelled, **forecast)
-    status(tmp_path, whole, plan=tried, predicted_samples_per_s=None)
-    status(tmp_path, whole, **forecast)
+    project, whole = ProjectDirectory(tmp_path), replace(EPOCH_END, steps=30)
+    tried = {"predicted_samples_per_s": 80.0, "predicted_range": [70.0, 90.0]}
+    status(tmp_path, whole, PROGRESS, **tried)
+    status(tmp_path, whole, NodeLost(1, "csd0", "switched off"), **tried)
+    status(tmp_path, EPOCH_END, **tried)  # ten steps
+    status(tmp_path, whole, **tried | {"predicted_range": None})  # not tried, or edited since
+    status(tmp_path, whole)
+    status(tmp_path, replace(whole, global_samples=0), **tried)
     project.new_run()
-    status(tmp_path, whole, plan=tried, predicted_samples_per_s=800 / 9)
-    assert list_forecast_errors(project) == pytest.approx([math.log((928 / 9.75) / 80), 0.0])
+    (damaged := project.new_run()).save_manifest(manifest_of() | tried)
+    damaged.events.mkdir()
+    assert list_forecast_errors(project) == pytest.approx([math.log((928 / 9.75) / 80)])
+    status(tmp_path, whole, **tried | {"predicted_samples_per_s": 800 / 9})
+    (tmp_path / ".csdctl" / "runs" / project.run_ids()[-1]).rename(tmp_path / "moved")
+    (tmp_path / ".csdctl" / "runs" / "20990101-000000-000000").symlink_to(tmp_path / "moved")
+    assert list_forecast_errors(project) == ()
 
 
 def test_run_without_a_manifest_has_its_state_alone(tmp_path: Path) -> None:
