@@ -194,8 +194,8 @@ def load_fleet(path: Path) -> Fleet:
         resolved = tuple(replace(node, jump=resolver.resolve(jump, (node.name,))) for node, jump in nodes)
     except ValueError as error:
         raise InputError(f"{path}: {error}", remedy=f"fix `jump` in {path}") from None
-    host, fork_server_s = _resolve_host(file, directory), file.fork_server_s
-    return Fleet(resolved, host, file.network, file.emulated, path, fork_server_s=fork_server_s)
+    host = _resolve_host(file, directory)
+    return Fleet(resolved, host, file.network, file.emulated, path, fork_server_s=file.fork_server_s)
 
 
 def _resolve_host(file: FleetFile, directory: Path) -> Host:
