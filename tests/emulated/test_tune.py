@@ -65,7 +65,6 @@ def test_plan_respects_its_limit_and_reports_its_prediction(
     assert not any('"probe"' in line and "csd0" in line for line in stored), "of classes, not machines"
 
 
-@pytest.mark.thorough
 def test_forecast_after_tune_needs_no_discover(project: Path, first: tuple[dict[str, Any], str]) -> None:
     assert first
     assert "samples/s" in succeed(project, "forecast").stdout
