@@ -5,9 +5,7 @@ from typing import Any
 from csdctl.reporting.numbers import format_joules, format_range, format_rate, format_seconds, format_share
 from csdctl.terminal.console import PrintableConsole, build_table
 from csdctl.tuning.scaling_curve import MIN_GAIN, MIN_SHARE_OF_NODE, CurvePoint, Reason, Verdict
-from csdctl.workflows.forecast.forecast import Forecast, pick_evenly
-
-MAX_ROWS = 40
+from csdctl.workflows.forecast.forecast import Forecast
 
 
 def render_forecast(console: PrintableConsole, forecast: Forecast) -> None:
@@ -16,16 +14,12 @@ def render_forecast(console: PrintableConsole, forecast: Forecast) -> None:
     columns = [">nodes", ">samples/s", ">range", ">speed-up", ">efficiency", ">time"]
     if basis.power:
         columns += [">energy/\nsample", ">energy"]
-    rows = [_cells(point, forecast) for point in pick_evenly(forecast.points, MAX_ROWS)]
+    rows = [_cells(point, forecast) for point in forecast.points]
     if basis.power:  # 80 columns have no room for both range and efficiency
         dropped = 4 if any(point.samples_per_s_range for point in forecast.points) else 2
         for cells in (columns, *rows):
             del cells[dropped]
     console.print(build_table(columns, rows, title=f"{basis.title} ({basis.source} figures)"))
-    if len(forecast.points) > MAX_ROWS:
-        console.print(
-            f"the table shows {MAX_ROWS} of {len(forecast.points):,} numbers of nodes; --json lists all"
-        )
     if forecast.num_samples is None:
         console.print("time and energy of the job are unknown: set the samples per epoch with --samples")
     else:
@@ -81,12 +75,11 @@ def _cells(point: CurvePoint, forecast: Forecast) -> list[str]:
 
 
 def _of_the_job(point: CurvePoint, forecast: Forecast) -> dict[str, float | None]:
-    if forecast.num_samples is None:
+    count, per_sample = forecast.num_samples, point.joules_per_image
+    if count is None:
         return {"time_s": None, "energy_joules": None}
-    return {
-        "time_s": point.time_s(forecast.num_samples),
-        "energy_joules": point.energy_joules(forecast.num_samples),
-    }
+    energy = None if per_sample is None else per_sample * count
+    return {"time_s": count / point.samples_per_s, "energy_joules": energy}
 
 
 def _nodes(number: int) -> str:

@@ -87,14 +87,6 @@ class CurvePoint:
     samples_per_s_range: Range | None = None
     """9 of 10 runs are expected in it; None: unknown."""
 
-    def time_s(self, num_samples: int) -> float:
-        """Return the seconds to train on `num_samples`, of all epochs."""
-        return num_samples / self.samples_per_s
-
-    def energy_joules(self, num_samples: int) -> float | None:
-        """Return the joules to train on `num_samples`; None where power is not known."""
-        return None if self.joules_per_image is None else self.joules_per_image * num_samples
-
 
 def predict_curve(
     host: RankModel,

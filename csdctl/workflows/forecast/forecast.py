@@ -9,11 +9,12 @@ does not use the batch sizes of a split. Nothing here connects to a machine.
 
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from statistics import fmean
-from typing import Literal, TypeVar
+from typing import Literal
 
 from csdctl.errors import InputError
 from csdctl.fleet.checks import is_ready
@@ -88,12 +89,17 @@ class ForecastBasis:
     """The error of the forecast; None: unknown."""
     planned_range: Range | None = None
     """The range of the plan for the fleet as it is, from its trial."""
+    host_cores: Callable[[int], float] = lambda num_nodes: 1.0
+    """Cores for the host beside so many nodes, where nodes are emulated on it."""
 
     def range_of(self, num_nodes: int, rate: float) -> Range | None:
         """Return the range around the forecast rate with this number of nodes."""
         if self.planned_range and num_nodes == self.num_nodes:
             return self.planned_range
-        return self.spread.range_of(rate) if self.spread else None
+        if self.spread is None:
+            return None
+        low, high = self.spread.range_of(rate)
+        return low, high * max(1.0, self.host_cores(num_nodes) / self.host_cores(self.num_nodes))
 
 
 def published_basis(network: Network) -> ForecastBasis:
@@ -161,7 +167,17 @@ def tuned_basis(
         private = sum(data.num_private.values())
         where = f" and {private:,} private on {len(data.num_private)} nodes" if data.num_private else ""
         notes["samples"] = f"{data.public.num_samples:,} public{where}, as last prepared"
+    if fleet.emulated:
+        basis = replace(basis, host_cores=partial(count_host_cores, [facts[name] for name in fleet.machines]))
+        notes["range"] = f"{basis.origins['range']}; with fewer nodes the host may use their cores"
     return replace(basis, origins={**basis.origins, **notes}, num_samples=data.num_samples if data else None)
+
+
+def count_host_cores(machines: Sequence[Facts], num_nodes: int) -> float:
+    """Return the cores of `machines[0]` that so many nodes emulated on it leave, at least an equal share."""
+    cores = machines[0].num_threads
+    used = sum(node.cpu_limit or node.num_threads for node in machines[1 : 1 + num_nodes])
+    return max(cores - used, cores / (1 + num_nodes))
 
 
 def _load_valid_plan(
@@ -184,12 +200,9 @@ def _describe_strategy(plan: Plan) -> dict[str, str]:
     """Return what the plan says of its strategy, where that is not the one of a forecast."""
     if plan.strategy == DATA_PARALLEL:
         return {}
-    of_strategy = [
-        strategy
-        for strategy in plan.strategies
-        if strategy.strategy == plan.strategy and (plan.strategy != SPLIT or strategy.cut == plan.cut)
-    ]
-    seconds = next((strategy.first_run_s for strategy in of_strategy), None)
+    of_strategy = [one for one in plan.strategies if one.strategy == plan.strategy]
+    of_cut = [one for one in of_strategy if plan.strategy != SPLIT or one.cut == plan.cut]
+    seconds = of_cut[0].first_run_s if of_cut else None
     took = "" if seconds is None else f", which by the plan takes {format_seconds(seconds)} in all"
     return {"strategy": f"data-parallel; `csdctl train` follows the plan's strategy, {plan.strategy}{took}"}
 
@@ -386,8 +399,6 @@ NUM_JUDGED = 16
 """A verdict on up to MAX_JUDGED_FULLY nodes covers all numbers. On more it covers NUM_JUDGED of them, evenly,
 and 1, 2, 4, … for the smallest number that is worth it."""
 
-ValueT = TypeVar("ValueT")
-
 
 @dataclass(frozen=True)
 class Forecast:
@@ -418,7 +429,7 @@ def forecast(basis: ForecastBasis, request: ForecastRequest) -> Forecast:
     if len(counts) > most:
         shown = f"{most} of the {len(counts):,} requested: each is computed separately"
         basis = replace(basis, origins={**basis.origins, "numbers_of_nodes": shown})
-        counts = pick_evenly(counts, most)
+        counts = [counts[round(index * (len(counts) - 1) / (most - 1))] for index in range(most)]
     searched = sorted({*counts, *_judged(max(counts))})
     points = [
         replace(point, samples_per_s_range=basis.range_of(point.num_nodes, point.samples_per_s))
@@ -427,13 +438,6 @@ def forecast(basis: ForecastBasis, request: ForecastRequest) -> Forecast:
     curve = {point.num_nodes: point for point in points}
     verdict = judge(list(curve.values()), basis.nodes) if max(counts) else None
     return Forecast(basis, [curve[count] for count in counts], verdict)
-
-
-def pick_evenly(values: Sequence[ValueT], max_values: int) -> Sequence[ValueT]:
-    """Return all of `values`, or `max_values` of them at even distances, with the first and the last."""
-    if len(values) <= max_values:
-        return values
-    return [values[round(index * (len(values) - 1) / (max_values - 1))] for index in range(max_values)]
 
 
 def _judged(num_nodes: int) -> set[int]:

@@ -62,11 +62,10 @@ class TestFixedBatchSizes:
         with pytest.raises(ValueError, match="without one to repeat"):
             predict_curve(FLAT_HOST, [], [1], COSTS)
 
-    def test_time_and_energy_of_a_job_follow_from_rate_and_power(self) -> None:
+    def test_energy_of_a_sample_follows_from_rate_and_power(self) -> None:
         point = curve(10, power=Power(300, 10))[10]
         assert (point.samples_per_s, point.power_w, point.joules_per_image) == pytest.approx((200, 400, 2))
-        assert (point.time_s(1000), point.energy_joules(1000)) == pytest.approx((5, 2000))
-        assert curve(10)[10].energy_joules(1000) is None
+        assert curve(10)[10].joules_per_image is None
 
     def test_ring_sends_at_most_two_vectors_for_any_number_of_ranks(self) -> None:
         ring = RingCost(per_byte_s=1e-6)
