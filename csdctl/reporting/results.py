@@ -4,6 +4,7 @@ from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from itertools import islice
 from math import log
 from statistics import median
 from typing import Any
@@ -34,8 +35,9 @@ from csdctl.worker.protocol.events import (
 COMPLETED, STOPPED, FAILED, INTERRUPTED = "completed", "stopped", "failed", "interrupted"
 RUNNING = "running"
 """States of a run: `stopped` by the user, and `interrupted` when its csdctl was killed."""
-NUM_COMPARED, MIN_COMPARED_STEPS = 8, 20
-"""The runs whose throughput is compared with their forecast, and the steps that each must have."""
+NUM_COMPARED, MIN_COMPARED_STEPS, MAX_COMPARED_EVENTS = 8, 20, 10_000
+"""The runs whose throughput is compared with their forecast, the steps that each must have, and the first
+events of it that are read: those of about an hour."""
 RESULTS = ("loss", "accuracy", "validation_loss", "validation_accuracy", "metrics", "validation_metrics")
 """Results of an epoch."""
 MAX_EPOCHS = 1000
@@ -342,7 +344,8 @@ def list_forecast_errors(project: ProjectDirectory) -> tuple[float, ...]:
             manifest: Any = run.load_manifest()
             nodes = [rank["node"] for rank in manifest["plan"]["ranks"]]
             events = run.read_events(nodes).skim() if manifest["predicted_range"] else ()  # that of a trial
-            is_whole = not any(isinstance(event, NodeLost) for _, event in events if not tally.add(event))
+            compared = (event for _, event in islice(events, MAX_COMPARED_EVENTS) if not tally.add(event))
+            is_whole = not any(isinstance(event, NodeLost) for event in compared)
             if is_whole and tally.ranks[0].steps >= MIN_COMPARED_STEPS:
                 errors.append(log(tally.ranks[0].throughput / manifest["predicted_samples_per_s"]))
     return tuple(errors)
