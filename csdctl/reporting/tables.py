@@ -122,7 +122,8 @@ def _advise(run: RunResults, bottleneck: Bottleneck | None) -> str:
     if bottleneck and not (summary.emulated and bottleneck.rank is None):  # it has no links of its own
         node = run.series.nodes[bottleneck.rank] if bottleneck.rank is not None else ""
         return ADVICE[bottleneck.cause].replace("{node}", "the host" if node == HOST_NAME else node)
-    if predicted and summary.samples_per_s < 0.9 * predicted:  # the plan no longer fits
+    least = summary.predicted_range[0] if summary.predicted_range else 0.9 * (predicted or 0.0)
+    if predicted and summary.samples_per_s < least:  # the plan no longer fits
         reached = format_share(summary.samples_per_s / predicted)
         return f"Measure again with `csdctl tune`: the run reached {reached} of the predicted throughput."
     return f"Use the model: `csdctl predict {summary.run_id}`."

@@ -74,6 +74,11 @@ def test_evaluation_that_takes_long_is_named() -> None:
         ({"lost_nodes": ("csd0",)}, "Check csd0 with `csdctl doctor`."),
         ({"method": "equal"}, "Use a plan (`csdctl tune`) instead of --batch-size."),
         ({"predicted_samples_per_s": 200.0}, "44% of the predicted throughput"),
+        (
+            {"predicted_samples_per_s": 95.0, "predicted_range": (92.0, 98.0)},
+            "94% of the predicted throughput",
+        ),
+        ({"predicted_samples_per_s": 200.0, "predicted_range": (80.0, 500.0)}, "csdctl predict"),
     ],
 )
 def test_next_step_follows_from_how_the_run_ended(changes: dict[str, Any], next_step: str) -> None:
