@@ -44,7 +44,9 @@ def run_in_fork(runtime: Runtime, idle_s: float) -> None:
         return
     program = sys.orig_argv[: len(sys.orig_argv) - len(sys.argv) + 1]
     read = sorted(pair for pair in os.environ.items() if pair[0].startswith(_READ_WHEN_LOADED))
-    form = json.dumps([program, sys.executable, runtime.threads, runtime.onednn, read])
+    # pip changes the directory of packages in which it installs or upgrades one.
+    packages = [os.stat(at).st_mtime for at in sys.path if at.endswith("-packages") and os.path.isdir(at)]
+    form = json.dumps([program, sys.executable, runtime.threads, runtime.onednn, read, packages])
     key = hashlib.sha256(form.encode()).hexdigest()
     request = json.dumps([key, idle_s, sys.argv, dict(os.environ)]).encode() + b"\n"
     options = ("--key", key, "--threads", str(runtime.threads), "--onednn", str(int(runtime.onednn)))

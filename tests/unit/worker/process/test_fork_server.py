@@ -135,11 +135,24 @@ def test_command_ends_by_the_signal_that_ended_its_process(place: Path) -> None:
 
 def test_other_settings_or_another_version_replace_the_server(place: Path) -> None:
     (place / "newer.py").write_text(PROGRAM)
-    others: list[dict[str, Any]] = [{}, {"threads": 2}, {"program": "newer.py"}, {"TF_OWN": "1"}]
+    (packages := place / "site-packages").mkdir()
+    found_there = {
+        "PYTHONPATH": os.pathsep.join([*filter(None, [os.environ.get("PYTHONPATH")]), str(packages)])
+    }
+    others: list[dict[str, Any]] = [
+        {},
+        {"threads": 2},
+        {"program": "newer.py"},
+        {"TF_OWN": "1"},
+        found_there,
+        found_there,
+    ]
     found: list[int] = []
     for other in others:
         start(place, REPORT, **other).communicate()
         found.append(only_server(place))
+        if other is found_there:
+            (packages / "installed").touch()
     assert len(set(found)) == len(others)
 
 
