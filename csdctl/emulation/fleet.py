@@ -343,7 +343,7 @@ def fleet_status(directory: Path) -> list[NodeStatus]:
             NodeStatus(
                 *(node.name, node.port, node.pid, running, len(pids)),
                 *(state.spec.cpu, state.spec.memory_bytes),
-                sum(map(anonymous_bytes, pids)),
+                sum(anonymous_bytes(pid, is_divided=True) for pid in pids),
                 node.cpu_mechanism,
             )
         )

@@ -83,3 +83,19 @@ def test_the_largest_process_is_killed_above_the_limit() -> None:
         for child in children:
             child.kill()
             child.communicate()
+
+
+def test_memory_that_a_process_shares_with_its_parent_counts_once() -> None:
+    share = (
+        "import os, time; block = bytearray(b'x') * (64 << 20); os.fork(); print(os.getpid(), flush=True);"
+        "time.sleep(100_000)"
+    )
+    parent = subprocess.Popen([sys.executable, "-c", share], stdout=subprocess.PIPE, start_new_session=True)
+    try:
+        assert parent.stdout
+        pids = [int(parent.stdout.readline()) for _ in range(2)]
+        assert sum(map(limits.anonymous_bytes, pids)) > 128 << 20
+        assert 64 << 20 < sum(limits.anonymous_bytes(pid, is_divided=True) for pid in pids) < 100 << 20
+    finally:
+        os.killpg(parent.pid, 9)
+        parent.communicate()
