@@ -31,24 +31,24 @@ images = generator.integers(0, 256, (1000, 64, 64, 3), np.uint8)
 labels = generator.integers(0, 200, 1000, np.int32)
 
 
-@tf.function
-def step(images, labels, first):
+# Traced once for all batch sizes, as by Keras' fit: at 22% of a core a trace takes more than a minute.
+@tf.function(input_signature=[tf.TensorSpec((None, 64, 64, 3), tf.uint8), tf.TensorSpec((None,), tf.int32)])
+def step(images, labels):
     with tf.GradientTape() as tape:
         loss = loss_function(labels, model(tf.cast(images, tf.float32) / 255.0, training=True))
     tape = hvd.DistributedGradientTape(tape)
     gradients = tape.gradient(loss, model.trainable_variables)
     optimizer.apply_gradients(zip(gradients, model.trainable_variables, strict=True))
-    if first:
-        hvd.broadcast_variables(model.variables, root_rank=0)
     return loss
 
 
-def run_step(size, first=False):
+def run_step(size):
     chosen = generator.integers(0, 1000, size)
-    step(images[chosen], labels[chosen], first)
+    step(images[chosen], labels[chosen])
 
 
-run_step(lists[0][hvd.rank()], first=True)
+run_step(lists[0][hvd.rank()])
+hvd.broadcast_variables(model.variables, root_rank=0)
 for sizes in lists:
     size = sizes[hvd.rank()]
     for _ in range(WARM_UP_STEPS):
