@@ -192,7 +192,7 @@ def summarize(run_id: str, manifest: dict[str, Any], events: Iterable[Event], ta
         cut=manifest.get("cut", ""),
         busy=tuple(plan.get("busy", ())),
         noise_scale=median(run.noise_scales) if run.noise_scales else None,
-        best_epoch=run.best.epoch if run.last.validation_loss is not None else 0,
+        best_epoch=run.best.epoch if run.best.validation_loss is not None else 0,
         best_validation_loss=run.best.validation_loss,
         # A rank that was added by hand takes part.
         left_out=tuple(name for name in plan.get("left_out", ()) if name not in training),
@@ -335,7 +335,7 @@ def read_results(run: RunDirectory) -> RunResults:
 def list_forecast_errors(project: ProjectDirectory) -> tuple[float, ...]:
     """Return the logarithms of achieved over forecast throughput of the latest runs, of any job and fleet.
 
-    A run counts if its plan had been tried as it is, and it lost no node.
+    A run counts if its plan had been tried as it is, and all its nodes took part in all steps.
     """
     errors = []
     for run_id in project.run_ids()[-NUM_COMPARED:]:
@@ -345,7 +345,7 @@ def list_forecast_errors(project: ProjectDirectory) -> tuple[float, ...]:
             nodes = [rank["node"] for rank in manifest["plan"]["ranks"]]
             events = run.read_events(nodes).skim() if manifest["predicted_range"] else ()  # that of a trial
             compared = (event for _, event in islice(events, MAX_COMPARED_EVENTS) if not tally.add(event))
-            is_whole = not any(isinstance(event, NodeLost) for event in compared)
+            is_whole = all(len(getattr(event, "batch_sizes", nodes)) == len(nodes) for event in compared)
             if is_whole and tally.ranks[0].steps >= MIN_COMPARED_STEPS:
                 errors.append(log(tally.ranks[0].throughput / manifest["predicted_samples_per_s"]))
     return tuple(errors)

@@ -157,7 +157,7 @@ class RunSeries:
         """Return the throughput in each interval, of all ranks or of one; None where no step was reported."""
         samples = self.global_samples if rank is None else self.samples[rank]
         pairs = zip(samples, self.step_s(rank or 0), strict=True)
-        return [count / seconds if seconds else None for count, seconds in pairs]
+        return [count / seconds if count and seconds else None for count, seconds in pairs]
 
 
 class Thinned(Generic[Point]):
@@ -282,7 +282,7 @@ class SeriesBuilder:
         input_s, others_s, wait_s = report.input_s, report.others_s, report.wait_s
         if others_s is None or input_s is None:
             self._series.is_wait_divided = False
-            others_s, input_s = wait_s if others_s is None else others_s, input_s or 0.0
+            others_s, input_s = wait_s, 0.0
         waited, other_s = min(others_s, wait_s), max(report.wall_s - report.step_s, 0.0)
         seconds = [max(report.compute_s - input_s, 0.0), input_s, waited, wait_s - waited, other_s]
         return [*seconds, report.samples, report.global_samples]
@@ -293,7 +293,9 @@ class SeriesBuilder:
             self._epochs.keep(lambda point: point.epoch < first)
 
     def _add_sizes(self, time_s: float, event: Joined | Rebalanced) -> None:
-        self._sizes.append(BatchSizes(time_s, {int(rank): size for rank, size in event.batch_sizes.items()}))
+        sizes = {int(rank): size for rank, size in event.batch_sizes.items()}
+        if sizes not in [latest.sizes for latest in self._sizes.all()[-1:]]:
+            self._sizes.append(BatchSizes(time_s, sizes))
 
     def _add_fault(self, time_s: float, event: Event) -> None:
         if isinstance(event, LinkLost | Paused):
@@ -322,8 +324,8 @@ class SeriesBuilder:
 
     def _end_stop(self, time_s: float) -> None:
         """The ranks train again: what has happened since they stopped took this long, together."""
-        if self._stopped_at is not None and self._since_stop:
-            self._since_stop[0].stopped_s = time_s - self._stopped_at
+        if self._since_stop and time_s >= (began := self._stopped_at or 0.0):  # else the clock was set back
+            self._since_stop[0].stopped_s = time_s - began
         self._stopped_at, self._since_stop = None, []
 
 

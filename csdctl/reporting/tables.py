@@ -451,17 +451,14 @@ def _num_nodes(run: RunResults) -> int:
 
 def _point(run: RunResults, host: float | None) -> ScalingPoint:
     summary = run.summary
-    training = [rank for rank in summary.ranks if rank.batch_size > 0]
-    alone = [rank.alone_samples_per_s for rank in training if rank.alone_samples_per_s]
-    is_known = bool(alone) and len(alone) == len(training)
     return ScalingPoint(
         summary.run_id,
         _num_nodes(run),
-        any(rank.node == HOST_NAME for rank in training),
+        any(rank.node == HOST_NAME and rank.batch_size > 0 for rank in summary.ranks),
         summary.global_batch,
         summary.samples_per_s,
         summary.samples_per_s / host if host else None,
-        summary.samples_per_s / sum(alone) if is_known else None,
+        summary.efficiency,
         summary.energy.whole if summary.energy else None,
         summary.lost_nodes,
     )

@@ -6,7 +6,6 @@ that was lost with the state, counts once. Seconds and rates are those of all re
 """
 
 from collections import defaultdict
-from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,16 +30,15 @@ class Amounts:
     cpu_s: float | None = 0.0
 
     def __add__(self, other: "Amounts") -> "Amounts":
-        pairs = zip(self._values(), other._values(), strict=True)
-        return _make(None if a is None or b is None else a + b for a, b in pairs)
+        pairs = zip(vars(self).values(), vars(other).values(), strict=True)
+        values: list[Any] = [None if a is None or b is None else a + b for a, b in pairs]
+        return Amounts(*values)
 
     def without(self, part: "Amounts") -> "Amounts":
         """Return what is left without `part`, at least 0 of everything."""
-        pairs = zip(self._values(), part._values(), strict=True)
-        return _make(None if a is None else max(a - (b or 0), 0) for a, b in pairs)
-
-    def _values(self) -> Iterable[Any]:
-        return vars(self).values()
+        pairs = zip(vars(self).values(), vars(part).values(), strict=True)
+        values: list[Any] = [None if a is None else max(a - (b or 0), 0) for a, b in pairs]
+        return Amounts(*values)
 
     @property
     def step_s(self) -> float:
@@ -56,11 +54,6 @@ class Amounts:
     def own_throughput(self) -> float | None:
         """Samples per second of step time of the rank itself; None without a step."""
         return self.samples / self.step_s if self.step_s else None
-
-
-def _make(values: Iterable[Any]) -> Amounts:
-    """Return amounts of values in the order of their fields."""
-    return Amounts(*values)
 
 
 class Tally:
@@ -116,9 +109,8 @@ class Tally:
 
     def add_spent(self, spent: Spent) -> Amounts:
         """Add the progress of a rank other than 0, as the reader of stored events passes it."""
-        _, rank, steps, samples, *times, _ = spent
-        report = _make((steps, samples, 0, *times))
-        self._add(rank, report, is_end=False)
+        report = Amounts(spent[2], spent[3], 0, *spent[4:10])
+        self._add(spent[1], report, is_end=False)
         return report
 
     def _add(self, rank: int, report: Amounts, *, is_end: bool) -> None:
@@ -130,8 +122,10 @@ class Tally:
         if event.rank != 0:
             return
         self.steps = event.total_steps
-        # A run that continues from a checkpoint may have ended later epochs before.
-        self._ended = {epoch: ended for epoch, ended in self._ended.items() if epoch < event.epoch}
+        # A run that continues from a checkpoint may have ended later epochs before. A power failure may take
+        # ends of epochs, which had as many samples as others.
+        usual = max(self._ended.values(), default=(0, 0))
+        self._ended = {epoch: self._ended.get(epoch, usual) for epoch in range(1, event.epoch)}
         if event.epoch_samples or not event.step or event.epoch != self._current:
             self._open_samples = event.epoch_samples
 

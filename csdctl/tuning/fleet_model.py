@@ -477,12 +477,15 @@ RecalledTrial = tuple[Sequence[tuple[StepTime, int]], float]
 def recall_class(blank: ClassModel, known: Sequence[ProbeMeasurement], threads: int = 0) -> ClassModel:
     """Return `blank` with the `known` probes of this model, recipe and machine class, oldest first.
 
-    Settings are those of the newest trial, with `threads` if the user set that (0: not set). Probes with
-    other settings do not count.
+    Settings are those of the newest trial, with `threads` if the user set that (0: not set); without a trial,
+    the usual ones, maybe with a second inter-op thread. Probes with other settings do not count.
     """
     known = [probe for probe in known if probe.settings.device == blank.settings.device]
     tried = [probe for probe in known if probe.is_from_trial and threads in (0, probe.settings.threads)]
-    blank = replace(blank, settings=tried[-1].settings) if tried else blank
+    usual = [blank.settings, replace(blank.settings, inter_threads=2)]
+    seen = [probe.settings for probe in known if probe.settings in usual]
+    newest = tried[-1].settings if tried else min(seen, key=usual.index, default=usual[0])
+    blank = replace(blank, settings=newest)
     known = [probe for probe in known if probe.settings == blank.settings]
     too_large, peaks = _recall_memory(known)
     points = [

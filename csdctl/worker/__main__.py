@@ -131,11 +131,12 @@ def _send() -> int:
 
 def _serve_forks(key: str, threads: str, onednn: str, marker: str = "") -> int:
     from csdctl.worker.compute.backend import load_backend
-    from csdctl.worker.process.fork_server import serve
+    from csdctl.worker.process.fork_server import SOCKET, serve
     from csdctl.worker.protocol.run_spec import Runtime
 
+    place = SOCKET.stat().st_ino  # before loading: another server may take its place meanwhile
     load_backend(Runtime(int(threads), onednn=onednn == "1"))
-    if serve(key):
+    if serve(key, place):
         run()
     return 0
 

@@ -66,7 +66,7 @@ class CustomStep(RankStep):
         build_symbolically(model, self._unpack(*tf.nest.map_structure(symbolic, self.signature)))
         if not all(getattr(metric, "built", True) for metric in self._find_metrics()):
             # train_step creates state in its first call, such as of metrics of compile().
-            self._trace_once(lambda x, y: self._call(self.model.train_step, x, y), self.signature)
+            self._trace_once(lambda x, y: (self._call(self.model.train_step, x, y), None)[1], self.signature)
         self._metrics = MetricStates(self._find_metrics())
         self._named = list(self._metrics.compute((0.0,) * self._metrics.size))
         self._evaluate: Any = None

@@ -93,13 +93,15 @@ def _start(command: list[str]) -> socket.socket:
         return _connect()
 
 
-def serve(key: str) -> bool:
+def serve(key: str, place: int) -> bool:
     """Fork for every request with `key`; return True in the forked process, to run the command of sys.argv.
 
-    Standard input is the listening socket. Return False in the server when no process has run for as long as
-    the latest request allows, and when another server has taken its place.
+    Standard input is the listening socket, and `place` its inode. Return False in the server when no process
+    has run for as long as the latest request allows, and when another server has taken its place.
     """
-    idle_s, used_s, place = _FIRST_IDLE_S, time.monotonic(), SOCKET.stat().st_ino
+    if os.fork():  # whoever ends the command that started the server, with its children, leaves the server
+        os._exit(0)
+    idle_s, used_s = _FIRST_IDLE_S, time.monotonic()
     with socket.socket(fileno=os.dup(0)) as listener:
         listener.settimeout(_TICK_S)
         while time.monotonic() - used_s < idle_s and SOCKET.exists() and SOCKET.stat().st_ino == place:

@@ -219,9 +219,10 @@ class RunProgress:
         share = next(share for share in self.segment.shares if share.rank == rank)
         return share.batch(self.step_in_segment)
 
-    def num_lost(self, ranks: Sequence[int]) -> int:
-        """Return the number of private samples of ranks outside the group `ranks`."""
-        return sum(own.num_private for rank, own in enumerate(self.own) if rank not in ranks)
+    def num_lost(self) -> int:
+        """Return the number of private samples that no rank of this epoch has read or will read."""
+        left = sum(share.after(self.step_in_segment).num_samples for share in self.segment.shares)
+        return sum(own.num_private + own.num_public for own in self.own) - self.position.totals.samples - left
 
     def regroup(self, ranks: Sequence[int]) -> None:
         """Divide the rest of the epoch among the ranks of the group."""

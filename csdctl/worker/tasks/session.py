@@ -185,7 +185,7 @@ class RankSession:
             group,
             (position.epoch, position.step, segment.stop_step, position.total_steps),
             {share.rank: share.batch_size for share in segment.shares},
-            progress.num_lost(group.ranks),
+            progress.num_lost(),
             position.totals.samples,
         )
 

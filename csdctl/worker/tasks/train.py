@@ -143,6 +143,8 @@ class Train(ModelTask):
             step = self._run_step(communicator)
             for totals in (self._epoch_totals, self._since_report):
                 totals.add(step)
+            if self._checkpointer:
+                self._checkpointer.checkpoint_if_due(progress.position)
             if time.monotonic() - self._since_report.started >= self.spec.progress_interval_s:
                 self.reporter.progress(progress.position, self._since_report)
                 self._since_report = StepTotals()
@@ -399,7 +401,7 @@ class Train(ModelTask):
             fields = {
                 **self._epoch_results(),
                 "learning_rate": rate,
-                "num_lost": self.progress.num_lost(group.ranks),
+                "num_lost": self.progress.num_lost(),
                 **results,
                 "stepped_samples": self._epoch_totals.global_samples,
                 "noise_scale": self._epoch_totals.noise.scale,

@@ -392,12 +392,10 @@ def parse_node_counts(text: str) -> list[int]:
     return sorted(set(counts))
 
 
-MAX_SEARCHED, MAX_FIXED = 60, 1000
-"""Numbers of nodes in one forecast, where each takes a search for batch sizes, and with fixed ones."""
-MAX_JUDGED_FULLY = 40
+MAX_COUNTS = 60
+"""Numbers of nodes in one forecast: each takes a search for batch sizes, and a line."""
 NUM_JUDGED = 16
-"""A verdict on up to MAX_JUDGED_FULLY nodes covers all numbers. On more it covers NUM_JUDGED of them, evenly,
-and 1, 2, 4, … for the smallest number that is worth it."""
+"""A verdict on more nodes covers so many numbers of them, evenly, and the powers of two."""
 
 
 @dataclass(frozen=True)
@@ -406,7 +404,7 @@ class Forecast:
 
     basis: ForecastBasis
     points: list[CurvePoint]
-    """For each number of nodes that was requested, or MAX_SEARCHED of them."""
+    """For each number of nodes that was requested, or MAX_COUNTS of them."""
     verdict: Verdict | None
     """On the largest number of nodes; None for a host alone."""
 
@@ -425,11 +423,10 @@ def forecast(basis: ForecastBasis, request: ForecastRequest) -> Forecast:
             "the fleet has only the host: the gain from nodes is unknown",
             remedy="run `csdctl tune` with at least one node, or use --published",
         )
-    most = MAX_FIXED if basis.choice is None else MAX_SEARCHED
-    if len(counts) > most:
-        shown = f"{most} of the {len(counts):,} requested: each is computed separately"
+    if len(counts) > MAX_COUNTS:
+        shown = f"{MAX_COUNTS} of the {len(counts):,} requested: each is computed separately"
         basis = replace(basis, origins={**basis.origins, "numbers_of_nodes": shown})
-        counts = [counts[round(index * (len(counts) - 1) / (most - 1))] for index in range(most)]
+        counts = [counts[round(index * (len(counts) - 1) / (MAX_COUNTS - 1))] for index in range(MAX_COUNTS)]
     searched = sorted({*counts, *_judged(max(counts))})
     points = [
         replace(point, samples_per_s_range=basis.range_of(point.num_nodes, point.samples_per_s))
@@ -442,7 +439,7 @@ def forecast(basis: ForecastBasis, request: ForecastRequest) -> Forecast:
 
 def _judged(num_nodes: int) -> set[int]:
     """Return the numbers of nodes that a verdict on `num_nodes` covers."""
-    if num_nodes <= MAX_JUDGED_FULLY:
+    if num_nodes <= MAX_COUNTS:
         return set(range(num_nodes + 1))
     doubled = {1 << power for power in range(num_nodes.bit_length())}
     return doubled | {round(part * num_nodes / NUM_JUDGED) for part in range(NUM_JUDGED + 1)}

@@ -78,7 +78,7 @@ def _settings(run: RunDirectory) -> dict[str, object]:
     values |= dict(flatten({key: manifest.get(key) for key in SETTINGS}))
     public = spec.public if spec else None
     if public and public.images_sha256:  # the fingerprint is of paths and times
-        del values["data.public"]
+        values.pop("data.public", None)
         values |= {"data.public.samples": public.images_sha256, "data.public.labels": public.labels_sha256}
     return values
 

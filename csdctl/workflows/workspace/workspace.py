@@ -140,7 +140,7 @@ def _load_or_collect_facts(
     try:
         facts = load_facts(fleet) if facts_path(fleet).exists() else {}
     except InputError:
-        facts = {}
+        facts, is_saving = {}, False
     missing = [name for name in sessions if name not in facts or not is_ready(facts[name])]
     if missing:
         from csdctl.workflows.discovery.discover import collect_all_facts

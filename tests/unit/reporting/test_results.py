@@ -191,6 +191,17 @@ def test_run_that_continued_without_a_node_is_done_and_counts_unread_samples() -
     assert found.identical_weights
 
 
+def test_epochs_whose_ends_a_power_failure_took_from_the_log_count() -> None:
+    resumed = [
+        *(replace(joined(rank, 0, 1, 2), epoch=4, total_steps=30) for rank in (0, 1, 2)),
+        epoch_end(0, 4),
+    ]
+    tally = Tally()
+    for event in [epoch_end(0, 1), *resumed]:
+        tally.add(event)
+    assert (tally.num_epochs, tally.steps, tally.samples) == (4, 40, 4 * 800)
+
+
 def test_stopped_run_is_stopped_and_done_after_it_was_resumed() -> None:
     stopped = [*WHOLE[:8], *(replace(finished(rank), reason=ASKED_TO_STOP) for rank in range(3))]
     assert summary(stopped).state == "stopped"
@@ -265,7 +276,7 @@ def test_errors_of_forecasts_are_those_of_undisturbed_runs_whose_plan_had_been_t
     project, whole = ProjectDirectory(tmp_path), replace(EPOCH_END, steps=30)
     tried = {"predicted_samples_per_s": 80.0, "predicted_range": [70.0, 90.0]}
     status(tmp_path, whole, PROGRESS, **tried)
-    status(tmp_path, whole, NodeLost(1, "csd0", "switched off"), **tried)
+    status(tmp_path, joined(0, 0), whole, **tried)
     status(tmp_path, EPOCH_END, **tried)  # ten steps
     status(tmp_path, whole, **tried | {"predicted_range": None})  # not tried, or edited since
     status(tmp_path, whole)

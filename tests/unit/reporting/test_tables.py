@@ -125,6 +125,7 @@ def run_on(num_nodes, *, batch=None, tuned=True, joules=None):
         base.summary,
         ranks=ranks,
         samples_per_s=rate,
+        efficiency=rate / sum(alone) if tuned else None,
         global_batch=sum(rank.batch_size for rank in ranks),
         energy=energy,
         lost_nodes=(),

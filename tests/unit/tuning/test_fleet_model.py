@@ -301,6 +301,15 @@ def test_settings_are_those_of_the_newest_trial_unless_the_user_has_set_threads(
     assert (recalled.settings, recalled.sizes) == (settings, sizes)
 
 
+def test_settings_without_a_trial_are_the_usual_ones_maybe_with_a_second_inter_op_thread() -> None:
+    blank, overlapping = ClassModel(("a",), SETTINGS), replace(SETTINGS, inter_threads=2)
+    known = [*probed(8, settings=overlapping), *probed(64, settings=Runtime(1))]
+    recalled = recall_class(blank, known)
+    assert (recalled.settings, recalled.sizes) == (overlapping, {8})
+    assert recall_class(blank, [*probed(16), *known]).settings == SETTINGS
+    assert recall_class(blank, []).settings == SETTINGS
+
+
 def test_newest_trial_in_which_the_machine_trained_gives_the_in_step_factor() -> None:
     known = [*probed(8, 16), tried_at(32, 2.0, 5.0), *(tried_at(32, ratio, 9.0) for ratio in (1.1, 1.2, 1.6))]
     assert recall_in_step(known, LINE) == (32, pytest.approx(1.2))

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from csdctl.standalone.leftovers import end_all
 from csdctl.worker.process import fork_server
 from tests.patience import eventually
 
@@ -23,8 +24,9 @@ from csdctl.worker.protocol.run_spec import Runtime
 
 def main():
     if sys.argv[1] == "fork-server":
+        place = fork_server.SOCKET.stat().st_ino
         import tensorflow
-        if fork_server.serve(sys.argv[3]):
+        if fork_server.serve(sys.argv[3], place):
             main()
         return
     fork_server.run_in_fork(Runtime(int(sys.argv[1])), float(sys.argv[2]))
@@ -124,6 +126,16 @@ def test_what_a_command_started_ends_with_it_however_it_ends(place: Path) -> Non
     )
     assert ended.communicate()[0].startswith("True ")
     only_server(place)
+
+
+def test_server_stays_when_the_command_that_started_it_ends_with_all_its_children(place: Path) -> None:
+    first = start(place, SLEEP)
+    assert first.stdout
+    assert [first.stdout.readline() for _ in range(2)][1] == "begun\n"
+    end_all([first.pid])  # as after a failed run
+    server = only_server(place)
+    assert start(place, REPORT).communicate()[0].startswith("True ")
+    assert only_server(place) == server
 
 
 def test_command_ends_by_the_signal_that_ended_its_process(place: Path) -> None:

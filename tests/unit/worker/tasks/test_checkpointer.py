@@ -361,7 +361,7 @@ def test_interval_of_checkpoints_begins_again_with_each(run: Run, monkeypatch: p
     run.spec = replace(run.spec, checkpoint_interval_s=100.0, num_checkpoints=9)
     found, _ = run.start()
     for number in range(10, 19):
-        found.after_step(replace(POSITION, total_steps=number), has_others=True)
+        found.checkpoint_if_due(replace(POSITION, total_steps=number))
         clock.now_s += 60.0
     kept = [number for number in range(10, 19) if run.checkpoint(number).exists()]
     assert kept == [12, 14, 16, 18]

@@ -51,6 +51,33 @@ def test_epochs_done_do_not_fall_back_when_batch_sizes_change_midway(progress: R
     assert before + run_to_the_epochs_end(progress) == pytest.approx(expected)
 
 
+@pytest.mark.parametrize(
+    ("groups", "unread"),
+    [({}, 0), ({2: (0, 1)}, 6 * 3), ({7: (0, 1)}, 1 * 3), ({2: (0, 1), 4: (0, 2), 6: ALL}, None)],
+)
+def test_private_samples_that_no_rank_reads_are_counted_once_they_are_lost(
+    groups: dict[int, tuple[int, ...]], unread: int | None
+) -> None:
+    """Whoever is in the group at the end: what was read before a loss was read."""
+    ranks = tuple(
+        RankSpec(rank, node, size, Runtime(), None, None, NUM_STEPS * size, 0)
+        for rank, (node, size) in enumerate(zip(NODES, SIZES, strict=True))
+    )
+    progress = RunProgress(RunSpec("run", "", "", Recipe(epochs=1), ranks, None, None, ""))
+    progress.regroup(ALL)
+    read = 0
+    while progress.position.step < progress.segment.stop_step:
+        if progress.position.step in groups:
+            progress.regroup(groups[progress.position.step])
+        lost = progress.num_lost()
+        read += sum(progress.share_of(share.rank).num_private for share in progress.segment.shares)
+        run_steps(progress, 1)
+    total = NUM_STEPS * sum(SIZES)
+    assert lost == progress.num_lost() == total - read
+    assert unread in (None, total - read)
+    assert read < total or not groups
+
+
 def test_epochs_done_reach_the_epochs_end_when_ranks_are_lost_midway(progress: RunProgress) -> None:
     """Twice: the steps of all earlier parts of the epoch count."""
     done = run_steps(progress, 3)

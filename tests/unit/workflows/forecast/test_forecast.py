@@ -20,8 +20,8 @@ from csdctl.perfmodel.spread import Spread
 from csdctl.tuning.plan import Plan, Predicted, RankPlan, StrategyPlan, save_plan
 from csdctl.tuning.scaling_curve import Power
 from csdctl.workflows.forecast.forecast import (
+    MAX_COUNTS,
     MAX_NODES,
-    MAX_SEARCHED,
     Forecast,
     ForecastBasis,
     ForecastRequest,
@@ -193,10 +193,10 @@ class TestFromMeasurementsAlone:
     def test_long_range_of_nodes_is_thinned_out_evenly_and_marked(self, measured: MeasuredProject) -> None:
         answer = ask(measured, node_counts=range(1, 301))
         numbers = [point.num_nodes for point in answer.points]
-        assert len(numbers) == MAX_SEARCHED
+        assert len(numbers) == MAX_COUNTS
         assert (numbers[0], numbers[-1]) == (1, 300)
         assert max(after - before for before, after in itertools.pairwise(numbers)) <= 6
-        assert answer.basis.origins["numbers_of_nodes"].startswith(f"{MAX_SEARCHED} of the 300 requested")
+        assert answer.basis.origins["numbers_of_nodes"].startswith(f"{MAX_COUNTS} of the 300 requested")
         few = ask(measured, node_counts=range(1, 11))
         assert len(few.points) == 10
         assert "numbers_of_nodes" not in few.basis.origins
