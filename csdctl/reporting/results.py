@@ -19,8 +19,8 @@ from csdctl.reporting.tally import Tally
 from csdctl.runs.directory import ProjectDirectory, RunDirectory
 from csdctl.runs.ledger import MEASURED, read_power
 from csdctl.tuning.plan import DATA_PARALLEL, SPLIT
-from csdctl.worker.protocol.events import STOPPED as ASKED_TO_STOP
 from csdctl.worker.protocol.events import (
+    MAX_STEPS,
     CheckpointSaved,
     EpochEnd,
     Event,
@@ -31,6 +31,7 @@ from csdctl.worker.protocol.events import (
     Progress,
     Rebalanced,
 )
+from csdctl.worker.protocol.events import STOPPED as ASKED_TO_STOP
 
 COMPLETED, STOPPED, FAILED, INTERRUPTED = "completed", "stopped", "failed", "interrupted"
 RUNNING = "running"
@@ -155,6 +156,11 @@ def summarize(run_id: str, manifest: dict[str, Any], events: Iterable[Event], ta
         )
         for number, (rank, placed) in enumerate(zip(plan["ranks"], manifest["placed"], strict=True))
     )
+    # --max-steps may end the run within an epoch, which has an end then, too.
+    done = run.last.global_samples + run.last.num_lost
+    is_within_epoch = run.finished.get(0) == MAX_STEPS and done < sum(
+        rank.num_private + rank.num_public for rank in ranks
+    )
     whole = tally.ranks[0]
     strategy, speed = manifest.get("strategy", DATA_PARALLEL), whole.throughput or 0.0
     all_alone = _reachable(strategy, ranks, whole.step_s, speed)
@@ -170,7 +176,7 @@ def summarize(run_id: str, manifest: dict[str, Any], events: Iterable[Event], ta
         method=plan["method"],
         num_ranks=len(ranks),
         global_batch=sum(rank.batch_size for rank in ranks),
-        epochs=tally.num_epochs,
+        epochs=tally.num_epochs - is_within_epoch,
         steps=tally.steps,
         samples=tally.samples,
         training_s=whole.wall_s,

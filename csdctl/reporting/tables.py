@@ -170,10 +170,9 @@ def describe_run(summary: RunSummary) -> list[tuple[str, str]]:
         *([] if summary.loss is None else [("loss", _both(summary.validation_loss, summary.loss))]),
         (
             "trained",
-            f"{format_count(summary.epochs, 'epoch')}, {summary.steps:,} steps of {summary.global_batch}, "
-            f"{summary.samples:,} samples in {format_seconds(summary.training_s)}"
-            if summary.epochs
-            else f"no complete epoch, {summary.samples:,} samples in steps of {summary.global_batch}",
+            f"{format_count(summary.epochs, 'epoch') if summary.epochs else 'no complete epoch'}, "
+            f"{summary.steps:,} steps of {summary.global_batch}, {summary.samples:,} samples in "
+            f"{format_seconds(summary.training_s)}",
         ),
         *([("gradient noise", _describe_noise(summary))] if summary.noise_scale else []),
         ("strategy", f"{summary.strategy}{cut}, {sizes}"),

@@ -180,14 +180,8 @@ def _later(reports: Sequence[Amounts]) -> Sequence[Amounts]:
     return reports[num_steps >= SKIPPING_FROM and reports[0].steps < num_steps :]
 
 
-LOADING, IDLE, SUMMING, MEASURING, MEASURED, TOO_LARGE = (
-    "loading",
-    "idle",
-    "timing sums",
-    "measuring",
-    "measured",
-    "out of memory",
-)
+LOADING, IDLE, SUMMING = "loading", "idle", "timing sums"
+MEASURING, MEASURED, TOO_LARGE = "measuring", "measured", "out of memory"
 """States of a machine while it is measured."""
 
 

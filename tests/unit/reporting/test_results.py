@@ -191,6 +191,17 @@ def test_run_that_continued_without_a_node_is_done_and_counts_unread_samples() -
     assert found.identical_weights
 
 
+@pytest.mark.parametrize(("global_samples", "num_lost", "epochs"), [(400, 0, 1), (700, 100, 2), (800, 0, 2)])
+def test_epoch_within_which_max_steps_ended_the_run_does_not_count(
+    global_samples: int, num_lost: int, epochs: int
+) -> None:
+    last = replace(epoch_end(0, 2), global_samples=global_samples, num_lost=num_lost)
+    found = summary(
+        [epoch_end(0, 1), last, *(replace(finished(rank), reason=MAX_STEPS) for rank in range(3))]
+    )
+    assert found.epochs == epochs
+
+
 def test_epochs_whose_ends_a_power_failure_took_from_the_log_count() -> None:
     resumed = [
         *(replace(joined(rank, 0, 1, 2), epoch=4, total_steps=30) for rank in (0, 1, 2)),
