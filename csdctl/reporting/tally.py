@@ -70,6 +70,7 @@ class Tally:
         """By rank, the reports that the next end of an epoch includes."""
         self._ended: dict[int, tuple[int, int]] = {}
         """Samples and unread private samples, by epoch that has ended."""
+        self._num_missing = 0  # epochs whose end is not in the log: with as many samples as the largest
         self._current = 0
         """The epoch that `epoch` is of."""
         self._open_samples = 0
@@ -77,12 +78,13 @@ class Tally:
     @property
     def samples(self) -> int:
         """Samples of the model's steps, over all ranks."""
-        return sum(samples for samples, _ in self._ended.values()) + self._open_samples
+        ended = [samples for samples, _ in self._ended.values()]
+        return sum(ended) + self._num_missing * max(ended, default=0) + self._open_samples
 
     @property
     def num_epochs(self) -> int:
         """Epochs that have ended."""
-        return len(self._ended)
+        return len(self._ended) + self._num_missing
 
     @property
     def num_private_unread(self) -> int:
@@ -122,10 +124,9 @@ class Tally:
         if event.rank != 0:
             return
         self.steps = event.total_steps
-        # A run that continues from a checkpoint may have ended later epochs before. A power failure may take
-        # ends of epochs, which had as many samples as others.
-        usual = max(self._ended.values(), default=(0, 0))
-        self._ended = {epoch: self._ended.get(epoch, usual) for epoch in range(1, event.epoch)}
+        # A checkpoint may be older than the end of an epoch; a power failure may take ends from the log.
+        self._ended = {epoch: ended for epoch, ended in self._ended.items() if epoch < event.epoch}
+        self._num_missing = event.epoch - 1 - len(self._ended)
         if event.epoch_samples or not event.step or event.epoch != self._current:
             self._open_samples = event.epoch_samples
 
