@@ -78,7 +78,7 @@ def speed_chart(runs: Sequence[RunResults]) -> Chart:
         known = [(number, rate) for number, rate in enumerate(rates) if rate is not None]
         lines[name] = [(number + 0.5) * series.interval_s for number, _ in known], [rate for _, rate in known]
     rows = [
-        (name, f"{x:g}", format_rate(y))
+        (name, f"{x:.10g}", format_rate(y))
         for name, (xs, ys) in lines.items()
         for x, y in zip(xs, ys, strict=True)
     ]

@@ -221,7 +221,7 @@ class PassCounter:
         self._passes = [0] * num_ranks
         self._unreported_groups = [0] * num_ranks
         """Groups that a rank has joined according to its own events but not to those of rank 0."""
-        self._members: set[int] = set()
+        self._members: set[int] = set(range(num_ranks))
         self.num_ended = 0
         """Epochs that have ended."""
         self._epoch = 0
@@ -255,9 +255,11 @@ class PassCounter:
         return [count + max(0, unreported) for count, unreported in counts]
 
     def _join(self, event: Joined) -> None:
-        unreported_epochs = event.epoch - self._epoch if self._is_open and self._members else 0
-        # csdctl was ended while the ranks continued
-        self._count_passes(max(unreported_epochs, 1 if self._is_between else 0))
+        # csdctl was ended while the ranks continued, or the events of another server are not here
+        unreported = (event.epoch - self._epoch) * bool(
+            self._is_open or (event.total_steps and not self._epoch)
+        )
+        self._count_passes(max(unreported, 1 if self._is_between else 0))
         self._members = {int(rank) for rank in event.batch_sizes}
         for rank in self._members:
             self._unreported_groups[rank] -= 1

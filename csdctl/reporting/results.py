@@ -158,9 +158,8 @@ def summarize(run_id: str, manifest: dict[str, Any], events: Iterable[Event], ta
     )
     # --max-steps may end the run within an epoch, which has an end then, too.
     done = run.last.global_samples + run.last.num_lost
-    is_within_epoch = run.finished.get(0) == MAX_STEPS and done < sum(
-        rank.num_private + rank.num_public for rank in ranks
-    )
+    num_samples = sum(rank.num_private + rank.num_public for rank in ranks)
+    is_within_epoch = run.finished.get(0) == MAX_STEPS and done < num_samples
     whole = tally.ranks[0]
     strategy, speed = manifest.get("strategy", DATA_PARALLEL), whole.throughput or 0.0
     all_alone = _reachable(strategy, ranks, whole.step_s, speed)

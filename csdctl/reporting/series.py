@@ -280,7 +280,7 @@ class SeriesBuilder:
     def _divide(self, report: Amounts) -> list[float]:
         """Return the seconds of each kind, the samples of the rank, and those of all ranks."""
         input_s, others_s, wait_s = report.input_s, report.others_s, report.wait_s
-        if others_s is None or input_s is None:
+        if others_s is None or input_s is None or not self._series.is_wait_divided:
             self._series.is_wait_divided = False
             others_s, input_s = wait_s, 0.0
         waited, other_s = min(others_s, wait_s), max(report.wall_s - report.step_s, 0.0)
@@ -383,7 +383,7 @@ def find_bottleneck(series: RunSeries, *, is_now: bool = False) -> Bottleneck | 
         for rank in range(len(series.nodes))
     }
     rank = max(lost_s, key=lambda number: lost_s[number])
-    shared_s = median(communication_s)
+    shared_s = min(median(communication_s), communication_s[0])  # others wait for checkpoints of rank 0
     if max(lost_s[rank], shared_s) * len(series.nodes) < MIN_SHARE * spent:
         return None
     if shared_s > sum(lost_s.values()):

@@ -78,8 +78,7 @@ def _of_the_job(point: CurvePoint, forecast: Forecast) -> dict[str, float | None
     count, per_sample = forecast.num_samples, point.joules_per_image
     if count is None:
         return {"time_s": None, "energy_joules": None}
-    energy = None if per_sample is None else per_sample * count
-    return {"time_s": count / point.samples_per_s, "energy_joules": energy}
+    return {"time_s": count / point.samples_per_s, "energy_joules": per_sample and per_sample * count}
 
 
 def _nodes(number: int) -> str:

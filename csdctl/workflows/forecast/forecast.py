@@ -393,7 +393,7 @@ def parse_node_counts(text: str) -> list[int]:
 
 
 MAX_COUNTS = 60
-"""Numbers of nodes in one forecast: each takes a search for batch sizes, and a line."""
+"""Numbers of nodes in one forecast: each takes a line, and, if sizes are chosen, a search for them."""
 NUM_JUDGED = 16
 """A verdict on more nodes covers so many numbers of them, evenly, and the powers of two."""
 
@@ -427,7 +427,7 @@ def forecast(basis: ForecastBasis, request: ForecastRequest) -> Forecast:
         shown = f"{MAX_COUNTS} of the {len(counts):,} requested: each is computed separately"
         basis = replace(basis, origins={**basis.origins, "numbers_of_nodes": shown})
         counts = [counts[round(index * (len(counts) - 1) / (MAX_COUNTS - 1))] for index in range(MAX_COUNTS)]
-    searched = sorted({*counts, *_judged(max(counts))})
+    searched = sorted({*counts, *_judged(max(counts), MAX_COUNTS if basis.choice else 300)})
     points = [
         replace(point, samples_per_s_range=basis.range_of(point.num_nodes, point.samples_per_s))
         for point in predict_curve(basis.host, basis.nodes, searched, basis.costs, basis.choice, basis.power)
@@ -437,9 +437,9 @@ def forecast(basis: ForecastBasis, request: ForecastRequest) -> Forecast:
     return Forecast(basis, [curve[count] for count in counts], verdict)
 
 
-def _judged(num_nodes: int) -> set[int]:
-    """Return the numbers of nodes that a verdict on `num_nodes` covers."""
-    if num_nodes <= MAX_COUNTS:
+def _judged(num_nodes: int, most: int) -> set[int]:
+    """Return the numbers of nodes that a verdict on `num_nodes` covers: up to `most`, all of them."""
+    if num_nodes <= most:
         return set(range(num_nodes + 1))
     doubled = {1 << power for power in range(num_nodes.bit_length())}
     return doubled | {round(part * num_nodes / NUM_JUDGED) for part in range(NUM_JUDGED + 1)}

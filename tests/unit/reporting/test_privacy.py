@@ -127,6 +127,10 @@ SEQUENCES: dict[str, tuple[list[Event], int | list[int]]] = {
         [joined(1), lost(1), WITHOUT_2, ended(1), ended(2), PAUSED, joined(3), *END_3],
         [4, 4, 2],
     ),
+    "resumed on another server, without the events before": (
+        [replace(joined(3, 2), total_steps=22), ended(3), finished()],
+        4,
+    ),
     "only a node reported the first group": ([OF_2, joined(1), OF_1, OF_2, ended(1), finished()], [1, 1, 2]),
 }
 

@@ -80,6 +80,28 @@ def test_lost_node_costs_the_time_until_the_ranks_train_again() -> None:
     assert [change.sizes for change in run.batch_sizes] == [{0: 4, 1: 2}, {0: 4}]
 
 
+def test_clock_that_is_set_back_while_the_ranks_are_stopped_leaves_the_cost_unknown() -> None:
+    run = series(
+        (5000.0, joined(0, {"0": 4, "1": 2})),
+        (5010.0, NodeLost(1, "csd0", "no answer")),
+        (1415.0, joined(0, {"0": 4, "1": 2})),
+    )
+    assert [fault.stopped_s for fault in run.faults] == [None]
+    assert [change.sizes for change in run.batch_sizes] == [{0: 4, 1: 2}], "equal sizes are no change"
+
+
+def test_evaluation_has_no_throughput() -> None:
+    steps = replace(progress(0), global_samples=50, input_s=2.5, others_s=None)
+    end = replace(
+        epoch_end(0), steps=5, samples=50, stepped_samples=50, compute_s=0.500001, wait_s=0.4, wall_s=5.0
+    )
+    run = series((100.0, joined(0, {"0": 4})), (101.0, steps), (105.0, end))
+    known = [rate for rate in run.throughputs() if rate is not None]
+    assert known
+    assert min(known) > 50
+    assert sum(run.spent_s[0][INPUT]) == 0.0, "of a split: it is in computing"
+
+
 def test_time_between_the_end_of_a_run_and_its_resume_is_no_training() -> None:
     first, again = joined(0, {"0": 4}), replace(joined(0, {"0": 4}), generation=2)
     of_first = [(100.0, first), (101.0, progress(0)), (103.0, again), (105.0, progress(0))]
@@ -153,7 +175,11 @@ EVEN = {**SLOW, "wait": 0.01}
 
 
 def test_balanced_run_has_no_culprit() -> None:
+    """Nor has one whose ranks wait for checkpoints of rank 0."""
     assert find_bottleneck(series_of([EVEN] * 10, [EVEN] * 10, [EVEN] * 10)) is None
+    waiting = {**EVEN, "compute": 0.6, "communication": 0.35}
+    saving = {**EVEN, "compute": 0.6, "other": 0.3}
+    assert find_bottleneck(series_of([saving] * 10, [waiting] * 10, [waiting] * 10)) is None
 
 
 def test_who_holds_the_others_back_now_is_not_who_did_before() -> None:
