@@ -15,11 +15,11 @@ import os
 import signal
 import socket
 import struct
-import subprocess
 import sys
 import time
 from functools import partial
 from pathlib import Path
+from subprocess import DEVNULL, Popen
 
 from csdctl.worker.process.output import end_without_reader
 from csdctl.worker.protocol.processes import is_of_same_user
@@ -80,16 +80,17 @@ def _connect() -> socket.socket:
 def _start(command: list[str]) -> socket.socket:
     """Start a server in place of an earlier one, and connect to it. It answers once it has loaded."""
     aside = SOCKET.with_name(f"{SOCKET.name}.{os.getpid()}")
-    with socket.socket(socket.AF_UNIX) as listener:
-        listener.bind(str(aside))  # for this user alone, by the umask
-        listener.listen()
+    with socket.socket(socket.AF_UNIX) as server:
+        server.bind(str(aside))  # for this user alone, by the umask
+        server.listen()
         os.replace(aside, SOCKET)
         # By the marker, standalone/leftovers.py finds it.
         command = [*command, "--marker", f"csdctl-run={COMMAND}"]
-        nowhere = subprocess.DEVNULL
-        subprocess.Popen(
-            command, stdin=listener.fileno(), stdout=nowhere, stderr=nowhere, start_new_session=True
-        )
+        if (child := os.fork()) == 0:  # whoever ends this command with its children leaves the server
+            with contextlib.suppress(OSError):
+                Popen(command, stdin=server.fileno(), stdout=DEVNULL, stderr=DEVNULL, start_new_session=True)
+            os._exit(0)
+        os.waitpid(child, 0)
         return _connect()
 
 
@@ -99,8 +100,6 @@ def serve(key: str, place: int) -> bool:
     Standard input is the listening socket, and `place` its inode. Return False in the server when no process
     has run for as long as the latest request allows, and when another server has taken its place.
     """
-    if os.fork():  # whoever ends the command that started the server, with its children, leaves the server
-        os._exit(0)
     idle_s, used_s = _FIRST_IDLE_S, time.monotonic()
     with socket.socket(fileno=os.dup(0)) as listener:
         listener.settimeout(_TICK_S)
