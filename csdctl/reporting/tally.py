@@ -111,8 +111,9 @@ class Tally:
 
     def add_spent(self, spent: Spent) -> Amounts:
         """Add the progress of a rank other than 0, as the reader of stored events passes it."""
-        report = Amounts(spent[2], spent[3], 0, *spent[4:10])
-        self._add(spent[1], report, is_end=False)
+        _, rank, steps, samples, *_ = spent
+        report = Amounts(steps, samples, 0, *spent[4:10])
+        self._add(rank, report, is_end=False)
         return report
 
     def _add(self, rank: int, report: Amounts, *, is_end: bool) -> None:
