@@ -2,9 +2,10 @@
 
     make bench ARGS="-k forecasts"
 
-Three networks on three emulated fleets, each tuned, then trained twice; and one node of each, forecast from
-the measurements of the whole fleet. Once on a quiet machine, once beside a process that keeps a core busy
-while machines are tuned and trained. Prints figures, asserts no limits.
+Three networks on four emulated fleets, one of them behind 100 Mbit/s, each tuned, then trained twice; and
+one node of each, forecast from the measurements of the whole fleet. Once on a quiet machine, once beside a
+process that keeps a core busy while machines are tuned and trained. Prints figures, asserts no limits.
+Forecasts of whole trainings by features and split: `-k strategy_choice`.
 """
 
 import shutil
@@ -20,9 +21,15 @@ import pytest
 import yaml
 
 from benchmarks.bench_goodput import NORMALIZED
-from benchmarks.running import EXAMPLES, csdctl, emulated_fleet, place_sample
+from benchmarks.running import EXAMPLES, csdctl, emulated_fleet, limited_link, place_sample
 
-FLEETS = {"1 node": (1, 0.5), "3 nodes": (3, 0.25), "5 nodes": (5, 0.15)}
+FLEETS = {
+    "1 node": (1, 0.5, 0),
+    "3 nodes": (3, 0.25, 0),
+    "5 nodes": (5, 0.15, 0),
+    "2 nodes, 100 Mbit/s": (2, 0.4, 100),
+}
+"""Number of nodes, cores of each, and Mbit/s of all their traffic together; 0: not limited."""
 DENSE = '''
 import keras
 from keras import layers
@@ -79,10 +86,10 @@ def forecasts_of(directory: Path, model: str) -> Iterator[tuple[float, tuple[flo
 @pytest.mark.parametrize("num_busy", [0, 1], ids=["quiet", "busy"])
 def test_forecasts(tmp_path: Path, num_busy: int) -> None:
     found = []
-    for number, (fleet, (num_nodes, cpu)) in enumerate(FLEETS.items()):
+    for number, (fleet, (num_nodes, cpu, mbit_per_s)) in enumerate(FLEETS.items()):
         directory = tmp_path / str(number)
         shutil.copytree(EXAMPLES / "fashion_mnist", directory)
-        with emulated_fleet(directory, num_nodes, cpu), other_work(num_busy):
+        with limited_link(mbit_per_s), emulated_fleet(directory, num_nodes, cpu), other_work(num_busy):
             csdctl(directory, "discover")
             place_sample(directory, "fashion-mnist", "--private", "")
             for model, code in MODELS.items():

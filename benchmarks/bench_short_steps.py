@@ -1,21 +1,40 @@
-"""Efficiency of steps of 30 and 60 ms: a host and a node with one thread and one core each.
+"""Efficiency of short steps of the demo's network, and what the rest of a step is.
 
     make bench ARGS="-k short_steps"
 
-The demo's network on an emulated fleet. Efficiency is the throughput over the sum of the ranks' samples by
-compute time in the same steps. Prints figures, asserts no limits.
+A host and a node of an emulated fleet, one thread and one core each, in steps of 30 and 60 ms; then a host
+and four nodes of the lab at 22% of a core each, in steps of about 85 ms, 200 ms and one second. Efficiency is
+the throughput over the sum of the ranks' samples by compute time in the same steps. Prints figures, asserts
+no limits.
 """
 
+import json
 import shutil
 import statistics
+from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
 import yaml
 
-from benchmarks.running import EXAMPLES, csdctl, emulated_fleet, place_sample
+from benchmarks.running import (
+    CSDCTL,
+    EXAMPLES,
+    csdctl,
+    emulated_fleet,
+    place_sample,
+    read_documents,
+    write_plan,
+)
+from benchmarks.slow_nodes import CPU, SMALL, write_fleet, write_job
+from tests.lab.lab import Lab
+from tests.lab.project import Project
 
 ROUNDS, STEPS = 5, 200
 BATCH_SIZES = (110, 240)
+NUM_NODES, FIVE_RANKS = 4, ((330, 73), (780, 172), (3900, 860))
+"""Batch sizes of the host and of a node, before rebalancing."""
+MEASURED_S = 20
 
 
 def test_short_steps(tmp_path: Path) -> None:
@@ -41,3 +60,65 @@ def test_short_steps(tmp_path: Path) -> None:
                 print(f"\nbatch size {size}: {found[-1]:.3f} of its ranks alone; {waits}", flush=True)
             low, high = min(found), max(found)
             print(f"batch size {size}: median {statistics.median(found):.3f} ({low:.3f} to {high:.3f})")
+
+
+def test_short_steps_of_five_ranks(lab: Lab, tmp_path: Path) -> None:
+    with ExitStack() as stack:
+        nodes = [stack.enter_context(lab.node(f"slow{n}", 40 + n, cpu=CPU)) for n in range(NUM_NODES)]
+        project = Project(lab, tmp_path)
+        project.trust(*nodes)
+        write_fleet(project, nodes)
+        write_job(project, "job", SMALL, 200_000)
+        for host_batch, node_batch in FIVE_RANKS:
+            sizes = {"host": host_batch, **dict.fromkeys((node.name for node in nodes), node_batch)}
+            write_plan(
+                tmp_path,
+                "job.yaml",
+                [{"node": n, "batch_size": size, "threads": 1} for n, size in sizes.items()],
+            )
+            steps = max(40, round(MEASURED_S * 3900 / host_batch))
+            found = [measure_parts(project, steps) for _ in range(ROUNDS)]
+            for name in found[0]:
+                values = [one[name] for one in found]
+                text = ", ".join(f"{value:.4g}" for value in values)
+                print(
+                    f"{host_batch} and {node_batch}: {name}: {statistics.median(values):.4g} ({text})",
+                    flush=True,
+                )
+
+
+def measure_parts(project: Project, steps: int) -> dict[str, float]:
+    """Return the parts of the mean step in the second half of a run, in ms, and its efficiency.
+
+    The ranks' mean time of computing; what the slowest rank needs more on average; what the slowest rank of
+    each step needs more than that one; then communication: an idle sum of the same bytes, and the rest.
+    """
+    options = ("--plan", "plan.yaml", "--skip-doctor", "--max-steps", str(steps), "--json")
+    running = project.lab.host.start(str(CSDCTL), "train", "job.yaml", *options, cwd=project.path)
+    report = read_documents(running.communicate()[0])[-1]
+    events = [json.loads(line) for line in (project.path / report["path"] / "events.jsonl").open()]
+    joined = next(event for event in events if event["event"] == "Joined")
+    reports = [event for event in events if event["event"] == "Progress"]
+    late = reports[len(reports) // 2 :]
+    ranks = [[event for event in late if event["rank"] == rank] for rank in range(NUM_NODES + 1)]
+
+    def per_step(own: list[dict[str, Any]], *names: str) -> float:
+        return (
+            1000 * sum(event[name] for event in own for name in names) / sum(event["steps"] for event in own)
+        )
+
+    computing = [per_step(own, "compute_s") for own in ranks]
+    slowest = statistics.mean(per_step(own, "compute_s", "others_s") for own in ranks)
+    wall = per_step(ranks[0], "wall_s")
+    samples = sum(event["global_samples"] for event in ranks[0]) / sum(event["steps"] for event in ranks[0])
+    apart = sum(sum(e["samples"] for e in own) / sum(e["compute_s"] for e in own) for own in ranks)
+    mean, idle = statistics.mean(computing), 1000 * joined["sum_s"]
+    return {
+        "efficiency": samples / (wall / 1000) / apart,
+        "step": wall,
+        "computing": mean,
+        "the slowest on average": max(computing) - mean,
+        "the slowest of each step": slowest - max(computing),
+        "an idle sum": idle,
+        "other communication": wall - slowest - idle,
+    }

@@ -3,16 +3,14 @@
     make bench ARGS="-k strategy_choice"
 
 For each setting, `tune` chooses a strategy; then each one that it compared (of splits the two best) is
-planned for and trained. Prints the seconds of the whole training as forecast and as measured. A limited
-link is the loopback interface of a network namespace, which all machines share.
+planned for and trained. Prints the seconds of the whole training as forecast and as measured, and whether
+they lie in the range of the forecast. A limited link is the loopback interface of a network namespace, which
+all machines share.
 """
 
-import os
 import shutil
-import subprocess
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,10 +18,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from benchmarks.running import csdctl, emulated_fleet
+from benchmarks.running import csdctl, emulated_fleet, limited_link
 from examples.sample_data import fetch_fashion_mnist
 from examples.transfer_learning import efficientnet_lite0
-from tests.lab.network import entered, limit_bandwidth, run_ip
 
 NUM_PUBLIC, NUM_FEW, NUM_PRIVATE, NUM_VALIDATION = 1200, 64, 300, 200
 NUM_SPLITS = 2
@@ -107,32 +104,6 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory
 
 
-@contextmanager
-def limited_link(mbit_s: int) -> Iterator[None]:
-    """Run what this thread starts in a network of its own, if a rate is given."""
-    if not mbit_s:
-        yield
-        return
-    name = f"csdctl-choice-{os.getpid()}"
-    subprocess.run(["ip", "netns", "add", name], check=True)
-    try:
-        # A packet larger than the burst of the rate limit would be dropped.
-        subprocess.run(["ip", "-n", name, "link", "set", "lo", "up", "mtu", "1500"], check=True)
-        limit_bandwidth(name, "lo", mbit_s)
-        # MPI's daemons use no loopback. What this machine sends to its other address passes it all the same.
-        run_ip(
-            name,
-            "link add mpi0 type veth peer name mpi1",
-            "addr add 198.51.100.1/32 dev mpi0",
-            "link set mpi0 up",
-            "link set mpi1 up",
-        )
-        with entered(name):
-            yield
-    finally:
-        subprocess.run(["ip", "netns", "delete", name], check=True)
-
-
 @pytest.fixture
 def project(files: Path, tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[tuple[Path, Setting]]:
     setting: Setting = request.param
@@ -200,7 +171,10 @@ def test_strategy_choice(project: tuple[Path, Setting]) -> None:
         measured.append((train(directory, strategy), strategy))
         mark = "  chosen" if is_chosen(strategy, plan) else ""
         name = f"{strategy['strategy']} {strategy['cut']}".strip()
-        print(f"\n    {name}: forecast {strategy['first_run_s']:.0f} s, took {measured[-1][0]:.0f} s{mark}")
+        low, high = strategy["first_run_s_range"]
+        where = "in its range" if low <= measured[-1][0] <= high else "OUTSIDE"
+        forecast = f"forecast {strategy['first_run_s']:.0f} s ({low:.0f} to {high:.0f})"
+        print(f"\n    {name}: {forecast}, took {measured[-1][0]:.0f} s, {where}{mark}", flush=True)
     best_s = min(seconds for seconds, _ in measured)
     ((chosen_s, chosen),) = [
         (seconds, strategy) for seconds, strategy in measured if is_chosen(strategy, plan)

@@ -12,6 +12,7 @@ from typing import Any
 import yaml
 
 from csdctl.job.model import load_job
+from tests.lab.network import entered, limit_bandwidth, run_ip
 
 REPOSITORY = Path(__file__).parents[1]
 EXAMPLES = REPOSITORY / "examples"
@@ -51,6 +52,32 @@ def emulated_fleet(
         yield
     finally:
         csdctl(directory, "emulate", "down")
+
+
+@contextmanager
+def limited_link(mbit_s: int) -> Iterator[None]:
+    """Run what this thread starts in a network of its own, if a rate is given."""
+    if not mbit_s:
+        yield
+        return
+    name = f"csdctl-bench-{os.getpid()}"
+    subprocess.run(["ip", "netns", "add", name], check=True)
+    try:
+        # A packet larger than the burst of the rate limit would be dropped.
+        subprocess.run(["ip", "-n", name, "link", "set", "lo", "up", "mtu", "1500"], check=True)
+        limit_bandwidth(name, "lo", mbit_s)
+        # MPI's daemons use no loopback. What this machine sends to its other address passes it all the same.
+        run_ip(
+            name,
+            "link add mpi0 type veth peer name mpi1",
+            "addr add 198.51.100.1/32 dev mpi0",
+            "link set mpi0 up",
+            "link set mpi1 up",
+        )
+        with entered(name):
+            yield
+    finally:
+        subprocess.run(["ip", "netns", "delete", name], check=True)
 
 
 def run_program(code: str, *arguments: object, cwd: Path | None = None) -> dict[str, Any]:

@@ -15,7 +15,7 @@ from csdctl.terminal.console import PrintableConsole, build_pairs, build_table
 from csdctl.terminal.prepare import PreparationScreen
 from csdctl.terminal.view import WIDE, Columns, FleetView, RankRow, show_elapsed
 from csdctl.tuning.fleet_model import ProbeOutcome
-from csdctl.tuning.plan import DATA_PARALLEL, FEATURES, SPLIT, Plan, RankPlan, StrategyPlan
+from csdctl.tuning.plan import DATA_PARALLEL, FEATURES, SPLIT, Plan, RankPlan
 from csdctl.worker.protocol.events import EpochEnd, Event, Joined, Progress, Verified
 from csdctl.worker.protocol.features import Recomputed
 from csdctl.worker.protocol.run_spec import CPU
@@ -195,6 +195,7 @@ def _render_strategies(console: PrintableConsole, plan: Plan) -> None:
                 strategy.strategy,
                 strategy.cut,
                 format_seconds(strategy.first_run_s),
+                " to ".join(map(format_seconds, strategy.first_run_s_range or ())),
                 format_seconds(strategy.next_run_s),
                 format_seconds(strategy.epoch_s),
                 format_bytes(strategy.sample_bytes),
@@ -202,13 +203,10 @@ def _render_strategies(console: PrintableConsole, plan: Plan) -> None:
             for strategy in compared
         ]
         chosen = plan.strategy, plan.cut
-        cuts = [one.cut if one.strategy == SPLIT else "" for one in compared]
-        styles = [
-            "bold" if (one.strategy, cut) == chosen else "" for one, cut in zip(compared, cuts, strict=True)
-        ]
-        columns = ("strategy", "~cut", ">first run", ">next", ">epoch", ">sent")
+        styles = ["bold" * ((one.strategy, one.cut * (one.strategy == SPLIT)) == chosen) for one in compared]
+        columns = ("strategy", "~cut", ">first run", ">9 of 10 within", ">next", ">epoch", ">sent")
         console.print(build_table(columns, rows, title="strategies", styles=styles))
-        tried = [_describe_trial(strategy) for strategy in compared if strategy.is_confirmed]
+        tried = [f"{one.strategy} {one.cut}".strip() for one in compared if one.is_confirmed]
         console.print(f"tried: {', '.join(tried) or 'none'}; forecast: the others", soft_wrap=True)
         cut = f" after {plan.cut}" if plan.cut else ""
         leaves = FEATURES_LEAVE if plan.trains_on_host else LEAVES[plan.strategy]
@@ -217,13 +215,6 @@ def _render_strategies(console: PrintableConsole, plan: Plan) -> None:
         console.print(
             f"not compared: {', '.join(impossible)} (`strategies` in the plan says why)", soft_wrap=True
         )
-
-
-def _describe_trial(strategy: StrategyPlan) -> str:
-    memory = strategy.node_memory_bytes
-    return f"{strategy.strategy} {strategy.cut}".strip() + (
-        f" ({format_bytes(memory)} on a node)" if memory else ""
-    )
 
 
 def plan_document(plan: Plan, path: str) -> dict[str, Any]:

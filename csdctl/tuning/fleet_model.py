@@ -216,8 +216,8 @@ class TrialResult:
     """Seconds of one sum of the model's vector over these ranks, measured when the group formed."""
     fixed_s: float = 0.0
     """Seconds of the whole trial besides its steps: starting or taking processes, linking them, ending."""
-    peak_memory_bytes: tuple[int, ...] = ()
-    """Peak memory of each rank's process; () when one did not report it."""
+    peak_memory_bytes: tuple[int | None, ...] = ()
+    """Peak memory of each rank's process; None where it was not reported."""
     error: float = 0.0
     """The relative standard error of `step_s`."""
 

@@ -185,13 +185,13 @@ class StrategyPlan(Document):
     strategy: Strategy
     cut: str = ""
     first_run_s: Rounded | None = None
+    first_run_s_range: tuple[Rounded, Rounded] | None = None
+    """9 of 10 such trainings are expected to take so long (perfmodel/spread.py)."""
     next_run_s: Rounded | None = None
     """Of another training with the same frozen layers."""
     epoch_s: Rounded | None = None
     sample_bytes: Rounded | None = None
     """Bytes that a node sends and receives in an epoch for each of its samples."""
-    node_memory_bytes: Annotated[int, Field(ge=0)] | None = None
-    """The largest peak memory of a node's process; None: not measured."""
     is_confirmed: bool = False
     """Whether the time of a step is from a trial."""
     trains_on_host: bool = False

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 from csdctl.fleet.model import HOST_NAME
 from csdctl.perfmodel.prediction import RankModel, StepTime
+from csdctl.perfmodel.spread import estimate_spread
 from csdctl.placement.equation1 import Placed, RankLoad, place_shards, steps_per_epoch
 from csdctl.tuning.measurements import NUMBER_BYTES
 from csdctl.tuning.plan import DATA_PARALLEL, FEATURES, SPLIT, Strategy, StrategyPlan
@@ -91,6 +92,8 @@ def measured_shares(times: PartTimes, cuts: Sequence[CutInfo]) -> dict[str, Shar
 
 MIN_GAIN = 0.05
 """Another strategy than data-parallel is taken when the training takes less time by at least this share."""
+CONFIRMED_SIGMA, MODELLED_SIGMA = 0.08, 0.12
+"""Assumed relative error of the time of a training, with steps that were tried, and without."""
 HOST_SHARES = (0.0, 0.02, 0.05, 0.1, 0.2, 0.35, 0.5)
 """Shares of a step's samples that the host may have of its own when the model is split."""
 
@@ -237,8 +240,8 @@ class Training:
 
     def correct(self, forecast: StrategyForecast, ratio: float) -> StrategyForecast:
         """Return a forecast whose steps take `ratio` times as long, by a trial of it or of another cut."""
-        strategy, cut, sizes = forecast.strategy, forecast.cut, forecast.batch_sizes
-        found = self._forecast(strategy, cut, sizes, forecast.epoch_s * ratio)
+        what = forecast.strategy, forecast.cut, forecast.batch_sizes
+        found = self._forecast(*what, forecast.epoch_s * ratio)
         return found.model_copy(update={"sample_bytes": forecast.sample_bytes})
 
     def _forecast(
@@ -302,6 +305,12 @@ def choose_strategy(forecasts: Sequence[StrategyForecast]) -> StrategyForecast:
     first, *others = forecasts
     best = min(others, key=lambda found: found.first_run_s, default=first)
     return best if best.first_run_s < first.first_run_s * (1 - MIN_GAIN) else first
+
+
+def add_range(found: StrategyForecast, errors: Sequence[float]) -> StrategyForecast:
+    """Return the forecast with the range of its first run; `errors` of earlier runs that had been tried."""
+    spread = estimate_spread(errors, CONFIRMED_SIGMA if found.is_confirmed else MODELLED_SIGMA)
+    return found.model_copy(update={"first_run_s_range": spread.range_of(found.first_run_s)})
 
 
 def _bytes_per_sample(placed: Sequence[Placed], step_bytes: int) -> float:

@@ -59,7 +59,7 @@ def test_plan_for_a_split_was_tried_and_is_followed(project: Path) -> None:
     *_, split = plan["strategies"]
     assert split["cut"] == "base"
     assert split["is_confirmed"]
-    assert split["node_memory_bytes"] > 100 << 20
+    assert plan["ranks"][1]["peak_memory_bytes"] > 100 << 20
     assert train(project, "trained.yaml")["samples"] == 2 * 3 * 96
     flows = document(project, "report", "--privacy")["of_run"]
     assert "activations" in {flow["kind"] for flow in flows}

@@ -169,7 +169,7 @@ def read_trial(events: Sequence[Event], nodes: Sequence[str]) -> TrialResult:
         wall_s=ended[0].wall_s,
         collective=joined[-1].collective,
         sum_s=joined[-1].sum_s,
-        peak_memory_bytes=tuple(memory.values()) if len(memory) == len(nodes) else (),
+        peak_memory_bytes=tuple(memory.get(rank) for rank in range(len(nodes))),
         error=standard_error([one.step_s / one.steps for one in _later(reports[0]) if one.steps]),
     )
 

@@ -77,6 +77,7 @@ from csdctl.tuning.strategies import (
     Shares,
     StrategyForecast,
     Training,
+    add_range,
     choose_strategy,
     measured_shares,
     share_by_flops,
@@ -570,9 +571,8 @@ def tune_by_fit(
     if not options.is_host_training or len(plan.ranks) == 1:
         return plan
     start_s = space.opening_s + prepared.again_s + measurer.start_s + tuned.tried.result.fixed_s
-    process_s = measurer.start_s
-    chooser = StrategyChooser(options, context, plan, tuned.model, tuned.limits, start_s, process_s, watch)
-    return chooser.choose()
+    known = tuned.model, tuned.limits, errors, start_s, measurer.start_s
+    return StrategyChooser(options, context, plan, *known, watch).choose()
 
 
 MAX_CUTS = 5
@@ -601,6 +601,7 @@ class StrategyChooser:
     plan: Plan
     model: FleetModel
     limits: Limits
+    errors: ForecastErrors
     start_s: float
     """Seconds of a training besides its epochs."""
     process_s: float
@@ -713,14 +714,12 @@ class StrategyChooser:
     def _forecast_whole(self, training: Training) -> StrategyForecast:
         predicted = self.plan.predicted
         assert predicted is not None
-        found = training.forecast_data_parallel(
+        return training.forecast_data_parallel(
             {rank.node: rank.batch_size for rank in self.plan.ranks},
             {rank.node: rank.step_time_s or 0.0 for rank in self.plan.ranks},
             predicted.step_s * predicted.communication_share,
             self.model.vector_bytes,
         )
-        peaks = [rank.peak_memory_bytes for rank in self.plan.ranks if rank.node != HOST_NAME]
-        return found.model_copy(update={"node_memory_bytes": max(filter(None, peaks), default=None)})
 
     def _time_parts(self, feature_layer: str, cuts: Sequence[str]) -> PartTimes:
         prepared, model = self.context.prepared, self.context.prepared.model
@@ -821,9 +820,7 @@ class StrategyChooser:
         # The trial started TensorFlow itself.
         before_s = self.context.space.opening_s + self.context.prepared.again_s
         training = replace(self._training, start_s=before_s + result.fixed_s)
-        memory = result.peak_memory_bytes[1:]
-        known = {"node_memory_bytes": max(memory, default=None), "is_confirmed": True}
-        tried = training.correct(chosen, ratio).model_copy(update=known)
+        tried = training.correct(chosen, ratio).model_copy(update={"is_confirmed": True})
         rest = [one for one in found if one.strategy != SPLIT]
         cuts = [one for one in found if one.strategy == SPLIT and one is not chosen]
         others = [*rest, *(training.correct(one, ratio) for one in cuts)]
@@ -832,11 +829,14 @@ class StrategyChooser:
         if final is not tried:
             return self._with_strategies(self._follow(final), listed)
         host = predict_host_samples_per_s(self.model, self.limits)
-        predicted = confirmed_prediction(plan.ranks, result, ForecastErrors(), host_samples_per_s=host)
-        plan = plan.model_copy(update={"predicted": predicted})
+        predicted = confirmed_prediction(plan.ranks, result, self.errors, host_samples_per_s=host)
+        peaks = zip(plan.ranks, result.peak_memory_bytes, strict=True)
+        ranks = [rank.model_copy(update={"peak_memory_bytes": peak}) for rank, peak in peaks]
+        plan = plan.model_copy(update={"predicted": predicted, "ranks": ranks})
         return self._with_strategies(plan, listed)
 
     def _with_strategies(self, plan: Plan, found: Sequence[StrategyForecast]) -> Plan:
         """Return `plan` with the forecasts, then the strategies that are not possible."""
+        ranged = [add_range(one, self.errors.tried) for one in found]
         impossible = [StrategyPlan(strategy=name, why_not=why) for name, why in self.impossible.items()]
-        return plan.model_copy(update={"strategies": [*found, *impossible]})
+        return plan.model_copy(update={"strategies": [*ranged, *impossible]})

@@ -88,7 +88,7 @@ def test_the_largest_process_is_killed_above_the_limit() -> None:
 def test_memory_that_a_process_shares_with_its_parent_counts_once() -> None:
     share = (
         "import os, time; block = bytearray(b'x') * (64 << 20); os.fork();"
-        "os.write(1, b'%d\\n' % os.getpid());"  # print writes the end of the line separately if PYTHONUNBUFFERED is set
+        "os.write(1, b'%d\\n' % os.getpid());"  # with PYTHONUNBUFFERED, print writes the end of a line apart
         "time.sleep(100_000)"
     )
     parent = subprocess.Popen([sys.executable, "-c", share], stdout=subprocess.PIPE, start_new_session=True)

@@ -18,6 +18,7 @@ from csdctl.tuning.strategies import (
     Shares,
     StrategyForecast,
     Training,
+    add_range,
     choose_strategy,
     share_by_flops,
     spread_cuts,
@@ -182,6 +183,21 @@ def test_trial_corrects_a_forecast() -> None:
     assert corrected.strategy == SPLIT
     assert math.isclose(corrected.epoch_s, 1.5 * split.epoch_s)
     assert math.isclose(corrected.first_run_s, 20.0 + 2 * corrected.epoch_s)
+
+
+def test_range_of_a_first_run_is_wider_without_a_trial_and_after_runs_that_missed_their_forecast() -> None:
+    sizes = {"host": 60, **dict.fromkeys(PRIVATE, 13)}
+    fleet = training()
+    whole = forecast_whole(sizes, fleet)
+
+    def width(found: StrategyForecast, errors: list[float]) -> float:
+        low, high = add_range(found, errors).first_run_s_range or (0.0, 0.0)
+        assert low * high == pytest.approx(found.first_run_s**2)
+        return high / low
+
+    tried = width(whole, [])
+    assert 1.2 < tried < width(fleet.forecast_features(whole, SHARES, 0.9), [])
+    assert width(whole, [0.01] * 8) < tried < width(whole, [0.3] * 8)
 
 
 def cut(layer: str, num_operations: int, num_bytes: int = 1000) -> CutInfo:

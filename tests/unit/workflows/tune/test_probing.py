@@ -12,7 +12,7 @@ from csdctl.errors import RemoteCommandError, RunError
 from csdctl.fleet.model import HOST_NAME
 from csdctl.tuning.fleet_model import ProbeOutcome
 from csdctl.tuning.plan import RankPlan
-from csdctl.worker.protocol.events import EpochEnd, Event, Joined, Progress
+from csdctl.worker.protocol.events import EpochEnd, Event, Finished, Joined, Progress
 from csdctl.worker.protocol.json_codec import RESULT, from_json, to_frame
 from csdctl.worker.protocol.probe import READY, ProbeRequest, ProbeResult, ProbeSpec
 from csdctl.worker.protocol.recipe import Noise
@@ -249,14 +249,17 @@ def test_first_steps_of_many_do_not_count_and_few_steps_all_count() -> None:
         *(joined(rank) for rank in (0, 1)),
         *(first_progress(rank) for rank in (0, 1)),
         *(epoch_end(rank) for rank in (0, 1)),
+        *(Finished(rank, NODES[rank], 1, 20, "", (1 + rank) << 20) for rank in (1, 0)),
     ]
     result = read_trial(events, NODES)
+    assert result.peak_memory_bytes == (1 << 20, 2 << 20)
     assert (result.num_steps, result.step_s) == (18, pytest.approx(0.1))
     assert result.samples_per_s == pytest.approx(400)
     assert result.compute_s == pytest.approx((0.09, 0.08))
     assert (result.wall_s, result.collective, result.sum_s) == (9.0, "star", 0.02)
     few = [joined(0), joined(1), first_progress(0), epoch_end(0, 9), epoch_end(1, 9)]
     assert read_trial(few, NODES).num_steps == 9
+    assert read_trial(few, NODES).peak_memory_bytes == (None, None)
 
 
 def test_trial_that_lost_its_links_is_an_error() -> None:
