@@ -194,27 +194,26 @@ def _render_strategies(console: PrintableConsole, plan: Plan) -> None:
             (
                 strategy.strategy,
                 strategy.cut,
-                format_seconds(strategy.first_run_s),
-                " to ".join(map(format_seconds, strategy.first_run_s_range or ())),
-                format_seconds(strategy.next_run_s),
-                format_seconds(strategy.epoch_s),
+                *map(format_seconds, (strategy.first_run_s, strategy.next_run_s, strategy.epoch_s)),
                 format_bytes(strategy.sample_bytes),
             )
             for strategy in compared
         ]
         chosen = plan.strategy, plan.cut
         styles = ["bold" * ((one.strategy, one.cut * (one.strategy == SPLIT)) == chosen) for one in compared]
-        columns = ("strategy", "~cut", ">first run", ">9 of 10 within", ">next", ">epoch", ">sent")
+        columns = ("strategy", "~cut", ">first run", ">next", ">epoch", ">sent")
         console.print(build_table(columns, rows, title="strategies", styles=styles))
-        tried = [f"{one.strategy} {one.cut}".strip() for one in compared if one.is_confirmed]
+        named = {f"{one.strategy} {one.cut}".strip(): one for one in compared}
+        tried = [name for name, one in named.items() if one.is_confirmed]
         console.print(f"tried: {', '.join(tried) or 'none'}; forecast: the others", soft_wrap=True)
+        ranges = {name: map(format_seconds, one.first_run_s_range or ()) for name, one in named.items()}
+        shown = ", ".join(f"{name} {' to '.join(seconds)}" for name, seconds in ranges.items())
+        console.print(f"9 of 10 first runs are expected to take: {shown}", soft_wrap=True)
         cut = f" after {plan.cut}" if plan.cut else ""
         leaves = FEATURES_LEAVE if plan.trains_on_host else LEAVES[plan.strategy]
         console.print(f"strategy: {plan.strategy}{cut}; a node sends {leaves}", soft_wrap=True)
-    if impossible := [strategy.strategy for strategy in plan.strategies if strategy.why_not]:
-        console.print(
-            f"not compared: {', '.join(impossible)} (`strategies` in the plan says why)", soft_wrap=True
-        )
+    if impossible := ", ".join(strategy.strategy for strategy in plan.strategies if strategy.why_not):
+        console.print(f"not compared: {impossible} (`strategies` in the plan says why)", soft_wrap=True)
 
 
 def plan_document(plan: Plan, path: str) -> dict[str, Any]:
