@@ -22,6 +22,7 @@ import yaml
 
 from benchmarks.bench_goodput import NORMALIZED
 from benchmarks.running import EXAMPLES, csdctl, emulated_fleet, limited_link, place_sample
+from examples.sample_data import fetch_fashion_mnist
 
 FLEETS = {
     "1 node": (1, 0.5, 0),
@@ -89,6 +90,9 @@ def test_forecasts(tmp_path: Path, num_busy: int) -> None:
     for number, (fleet, (num_nodes, cpu, mbit_per_s)) in enumerate(FLEETS.items()):
         directory = tmp_path / str(number)
         shutil.copytree(EXAMPLES / "fashion_mnist", directory)
+        fetch_fashion_mnist(
+            directory / ".csdctl" / "samples" / "fashion-mnist"
+        )  # a limited link leads nowhere else
         with limited_link(mbit_per_s), emulated_fleet(directory, num_nodes, cpu), other_work(num_busy):
             csdctl(directory, "discover")
             place_sample(directory, "fashion-mnist", "--private", "")
