@@ -186,7 +186,7 @@ class StrategyPlan(Document):
     cut: str = ""
     first_run_s: Rounded | None = None
     first_run_s_range: tuple[Rounded, Rounded] | None = None
-    """9 of 10 such trainings are expected to take so long (perfmodel/spread.py)."""
+    """9 of 10 first runs are expected to take a time in it (perfmodel/spread.py)."""
     next_run_s: Rounded | None = None
     """Of another training with the same frozen layers."""
     epoch_s: Rounded | None = None

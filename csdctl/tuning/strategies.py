@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from csdctl.fleet.model import HOST_NAME
 from csdctl.perfmodel.prediction import RankModel, StepTime
-from csdctl.perfmodel.spread import estimate_spread
+from csdctl.perfmodel.spread import PRIOR_WEIGHT, Spread
 from csdctl.placement.equation1 import Placed, RankLoad, place_shards, steps_per_epoch
 from csdctl.tuning.measurements import NUMBER_BYTES
 from csdctl.tuning.plan import DATA_PARALLEL, FEATURES, SPLIT, Strategy, StrategyPlan
@@ -92,8 +92,8 @@ def measured_shares(times: PartTimes, cuts: Sequence[CutInfo]) -> dict[str, Shar
 
 MIN_GAIN = 0.05
 """Another strategy than data-parallel is taken when the training takes less time by at least this share."""
-CONFIRMED_SIGMA, MODELLED_SIGMA = 0.08, 0.12
-"""Assumed relative error of the time of a training, with steps that were tried, and without."""
+CONFIRMED_SIGMA, MODELLED_SIGMA = 0.066, 0.111
+"""Assumed relative error of the time of a training besides that of its steps, if these were tried; if not."""
 HOST_SHARES = (0.0, 0.02, 0.05, 0.1, 0.2, 0.35, 0.5)
 """Shares of a step's samples that the host may have of its own when the model is split."""
 
@@ -307,9 +307,10 @@ def choose_strategy(forecasts: Sequence[StrategyForecast]) -> StrategyForecast:
     return best if best.first_run_s < first.first_run_s * (1 - MIN_GAIN) else first
 
 
-def add_range(found: StrategyForecast, errors: Sequence[float]) -> StrategyForecast:
-    """Return the forecast with the range of its first run; `errors` of earlier runs that had been tried."""
-    spread = estimate_spread(errors, CONFIRMED_SIGMA if found.is_confirmed else MODELLED_SIGMA)
+def add_range(found: StrategyForecast, of_steps: Spread) -> StrategyForecast:
+    """Return the forecast with the range of its first run; `of_steps`: the spread of tried steps."""
+    assumed = CONFIRMED_SIGMA if found.is_confirmed else MODELLED_SIGMA
+    spread = Spread(of_steps.variance + assumed**2, PRIOR_WEIGHT)
     return found.model_copy(update={"first_run_s_range": spread.range_of(found.first_run_s)})
 
 

@@ -46,6 +46,9 @@ def test_plan_for_features_is_followed(project: Path) -> None:
     assert features["strategy"] == "features"
     assert 0 < features["next_run_s"] < features["first_run_s"]
     assert whole["is_confirmed"]
+    for one in (whole, features):
+        low, high = one["first_run_s_range"]
+        assert 0 < low < one["first_run_s"] < high
     report = train(project, "job.yaml")
     manifest = json.loads((project / report["path"] / "manifest.json").read_text())
     assert manifest["features"]["num_computed"] == 4 * 96
@@ -59,7 +62,6 @@ def test_plan_for_a_split_was_tried_and_is_followed(project: Path) -> None:
     *_, split = plan["strategies"]
     assert split["cut"] == "base"
     assert split["is_confirmed"]
-    assert plan["ranks"][1]["peak_memory_bytes"] > 100 << 20
     assert train(project, "trained.yaml")["samples"] == 2 * 3 * 96
     flows = document(project, "report", "--privacy")["of_run"]
     assert "activations" in {flow["kind"] for flow in flows}

@@ -202,8 +202,8 @@ def _describe_strategy(plan: Plan) -> dict[str, str]:
         return {}
     of_strategy = [one for one in plan.strategies if one.strategy == plan.strategy]
     of_cut = [one for one in of_strategy if plan.strategy != SPLIT or one.cut == plan.cut]
-    seconds = of_cut[0].first_run_s if of_cut else None
-    took = "" if seconds is None else f", which by the plan takes {format_seconds(seconds)} in all"
+    seconds = of_cut[0].first_run_s_range if of_cut else None
+    took = f", which by the plan takes {' to '.join(map(format_seconds, seconds))} in all" if seconds else ""
     return {"strategy": f"data-parallel; `csdctl train` follows the plan's strategy, {plan.strategy}{took}"}
 
 

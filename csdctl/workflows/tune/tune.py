@@ -571,7 +571,7 @@ def tune_by_fit(
     if not options.is_host_training or len(plan.ranks) == 1:
         return plan
     start_s = space.opening_s + prepared.again_s + measurer.start_s + tuned.tried.result.fixed_s
-    known = tuned.model, tuned.limits, errors, start_s, measurer.start_s
+    known = tuned.model, tuned.limits, errors, tuned.tried.result.error, start_s, measurer.start_s
     return StrategyChooser(options, context, plan, *known, watch).choose()
 
 
@@ -602,6 +602,8 @@ class StrategyChooser:
     model: FleetModel
     limits: Limits
     errors: ForecastErrors
+    trial_error: float
+    """The relative standard error of a step in the latest trial."""
     start_s: float
     """Seconds of a training besides its epochs."""
     process_s: float
@@ -631,8 +633,7 @@ class StrategyChooser:
             if self.request.strategy != AUTO:
                 raise
             self.context.observer.say(f"{error.message}: the strategies are not compared")
-            for strategy in (FEATURES, SPLIT):
-                self.impossible.setdefault(strategy, error.message)
+            self.impossible = {FEATURES: error.message, SPLIT: error.message, **self.impossible}
             return self._with_strategies(self.plan, [])
         if times.why_not:
             self.impossible[SPLIT] = times.why_not
@@ -683,10 +684,8 @@ class StrategyChooser:
         """The training with the machines of the plan, as they compute together."""
         model, num_ranks, prepared = self._model, len(self.plan.ranks), self.context.prepared
         known = model.machine_step_times()
-        host = known.get(HOST_NAME)
-        times = {} if host is None else {HOST_NAME: host.scaled(model.overhead_factor)}
-        nodes = [rank.node for rank in self.plan.ranks if rank.node in known and rank.node != HOST_NAME]
-        times |= {name: known[name].scaled(model.overhead_factor) for name in nodes}
+        names = [rank.node for rank in self.plan.ranks if rank.node in known]
+        times = {name: known[name].scaled(model.overhead_factor) for name in names}
         cost = model.collective_cost
         others = max(1, num_ranks - 1)
         return Training(
@@ -812,7 +811,7 @@ class StrategyChooser:
             self.impossible[SPLIT] = f"the trial failed: {error.message}"
             rest = [one for one in found if one.strategy != SPLIT]
             return self._with_strategies(self._follow(choose_strategy(rest)), rest)
-        ratio = result.step_s / expected_s
+        ratio, self.trial_error = result.step_s / expected_s, result.error
         self.context.observer.say(
             f"a step takes {format_seconds(result.step_s)}, forecast {format_seconds(expected_s)}: "
             f"{result.samples_per_s:.1f} samples/s"
@@ -837,6 +836,7 @@ class StrategyChooser:
 
     def _with_strategies(self, plan: Plan, found: Sequence[StrategyForecast]) -> Plan:
         """Return `plan` with the forecasts, then the strategies that are not possible."""
-        ranged = [add_range(one, self.errors.tried) for one in found]
+        of_steps = self.errors.after_trial(self.trial_error)
+        ranged = [add_range(one, of_steps) for one in found]
         impossible = [StrategyPlan(strategy=name, why_not=why) for name, why in self.impossible.items()]
         return plan.model_copy(update={"strategies": [*ranged, *impossible]})

@@ -126,7 +126,8 @@ def show_plan(console: PrintableConsole) -> None:
     plan = Plan(job="job", job_fingerprint="f", method="stannis", ranks=[rank])
     ranks = [rank.model_copy(update={"node": HOSTILE})]
     changes = {"job": HOSTILE, "method": HOSTILE, "left_out": [HOSTILE], "ranks": ranks}
-    strategies = [StrategyPlan(strategy="split", cut=HOSTILE, first_run_s=seconds) for seconds in (1.0, 2.0)]
+    known = {"strategy": "split", "cut": HOSTILE, "first_run_s_range": (1.0, 2.0)}
+    strategies = [StrategyPlan(first_run_s=seconds, **known) for seconds in (1.0, 2.0)]
     changes |= {
         "strategy": "split",
         "cut": HOSTILE,

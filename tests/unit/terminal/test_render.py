@@ -15,6 +15,7 @@ from csdctl.terminal.report import render_report, report_document
 from csdctl.terminal.streams import format_json
 from csdctl.terminal.train import TrainingView
 from csdctl.terminal.tune import render_plan
+from csdctl.tuning.plan import StrategyPlan
 from csdctl.worker.protocol.events import (
     CheckpointSaved,
     EpochEnd,
@@ -182,3 +183,17 @@ def test_plan_that_was_edited_is_not_shown_as_confirmed() -> None:
         console = PrintableConsole(file=(printed := StringIO()), width=200)
         render_plan(console, PLAN.model_copy(update={"ranks": ranks}), "plan.yaml")
         assert ("confirmed by a trial" in printed.getvalue()) == (size == 315)
+
+
+def test_strategies_are_shown_with_the_range_of_their_first_runs() -> None:
+    known = {"next_run_s": 40.0, "epoch_s": 4.0, "sample_bytes": 1000.0}
+    strategies = [
+        StrategyPlan(strategy="data-parallel", first_run_s=50.0, first_run_s_range=(40.0, 62.0), **known),
+        StrategyPlan(
+            strategy="split", cut="block", first_run_s=45.0, first_run_s_range=(32.0, 58.0), **known
+        ),
+    ]
+    console = PrintableConsole(file=(printed := StringIO()), width=200)
+    render_plan(console, PLAN.model_copy(update={"strategies": strategies}), "plan.yaml")
+    expected = "are expected to take: data-parallel 40.0 s to 62.0 s, split block 32.0 s to 58.0 s\n"
+    assert expected in printed.getvalue()

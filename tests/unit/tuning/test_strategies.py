@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from csdctl.perfmodel.prediction import StepTime
 from csdctl.placement.equation1 import Placed
+from csdctl.tuning.measurements import ForecastErrors
 from csdctl.tuning.plan import DATA_PARALLEL, FEATURES, SPLIT
 from csdctl.tuning.search import Limits
 from csdctl.tuning.strategies import (
@@ -190,14 +191,19 @@ def test_range_of_a_first_run_is_wider_without_a_trial_and_after_runs_that_misse
     fleet = training()
     whole = forecast_whole(sizes, fleet)
 
-    def width(found: StrategyForecast, errors: list[float]) -> float:
-        low, high = add_range(found, errors).first_run_s_range or (0.0, 0.0)
+    features = fleet.forecast_features(whole, SHARES, 0.9)
+
+    def width(found: StrategyForecast, errors: list[float], trial_error: float = 0.0) -> float:
+        spread = ForecastErrors(tuple(errors)).after_trial(trial_error)
+        low, high = add_range(found, spread).first_run_s_range or (0.0, 0.0)
         assert low * high == pytest.approx(found.first_run_s**2)
         return high / low
 
     tried = width(whole, [])
-    assert 1.2 < tried < width(fleet.forecast_features(whole, SHARES, 0.9), [])
-    assert width(whole, [0.01] * 8) < tried < width(whole, [0.3] * 8)
+    assert 1.2 < tried < width(features, [])
+    assert tried < width(whole, [], 0.1)
+    for found in (whole, features):
+        assert 1.2 < width(found, [0.01] * 8) < width(found, []) < width(found, [0.3] * 8)
 
 
 def cut(layer: str, num_operations: int, num_bytes: int = 1000) -> CutInfo:

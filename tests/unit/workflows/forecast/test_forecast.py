@@ -285,11 +285,11 @@ def test_constant_power_of_the_fleet_file_is_used_unless_the_request_has_another
 
 class TestOtherStrategies:
     def test_forecast_says_that_training_follows_another_strategy(self, measured: MeasuredProject) -> None:
-        strategies = [StrategyPlan(strategy="features", cut="pool", first_run_s=90.0)]
+        strategies = [StrategyPlan(strategy="features", cut="pool", first_run_s_range=(80.0, 99.0))]
         plan_of(measured, strategy="features", strategies=strategies)
         basis = basis_of(measured)
         assert (
-            "the plan's strategy, features, which by the plan takes 90.0 s in all"
+            "the plan's strategy, features, which by the plan takes 80.0 s to 99.0 s in all"
             in basis.origins["strategy"]
         )
         assert "plan" not in basis.origins

@@ -13,14 +13,24 @@ from csdctl.errors import OutOfMemoryError
 from csdctl.fleet.model import HOST_NAME
 from csdctl.perfmodel.prediction import StepTime
 from csdctl.tuning.fleet_model import ProbeOutcome, TrialResult
-from csdctl.tuning.plan import RankPlan
+from csdctl.tuning.measurements import ForecastErrors
+from csdctl.tuning.plan import SPLIT, Plan, RankPlan, load_plan, save_plan
+from csdctl.tuning.plan_choice import confirmed_prediction
 from csdctl.tuning.search import Limits
 from csdctl.tuning.stannis import TuningError
 from csdctl.worker.protocol.events import CollectiveTimed
-from csdctl.worker.protocol.probe import ProbeRequest
+from csdctl.worker.protocol.model_info import CutInfo
+from csdctl.worker.protocol.probe import CutTimes, PartTimes, ProbeRequest
 from csdctl.worker.protocol.run_spec import Runtime
 from csdctl.workflows.tune import tune as tune_module
-from csdctl.workflows.tune.tune import MAX_OOM_RETRIES, SUM_BYTES, FitTuner, TunedFleet, TuneOptions
+from csdctl.workflows.tune.tune import (
+    MAX_OOM_RETRIES,
+    SUM_BYTES,
+    FitTuner,
+    StrategyChooser,
+    TunedFleet,
+    TuneOptions,
+)
 from tests.fake_session import FakeSession
 from tests.unit.workflows.measured_project import (
     PUBLIC,
@@ -268,3 +278,45 @@ def test_nodes_with_private_data_are_in_every_plan_and_public_data_limit_the_hos
     space = workspace(at, {name: FakeSession(name) for name in at.fleet.machines})
     with pytest.raises(TuningError, match=r"\['csd1', 'host'\] {'csd1': 0.75}"):
         tune_module.tune_by_fit(run_context(at, space, data), TuneOptions(), None)  # type: ignore[arg-type]
+
+
+def test_plan_of_a_split_has_the_memory_and_the_spread_of_its_own_trial(
+    at: MeasuredProject, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tuned = tune(at, ScriptedMeasurer())
+    ranks = [rank.with_step(rank.batch_size, tuned.tried.compute_s[rank.node]) for rank in tuned.tried.ranks]
+    predicted = confirmed_prediction(ranks, tuned.tried.result, ForecastErrors())
+    plan = Plan(job="job", job_fingerprint="f", method="fit", predicted=predicted, ranks=ranks)
+    cuts = (CutInfo("block", 1000, 25_000_000, 1_000_000), CutInfo("later", 500, 40_000_000, 1_500_000))
+    data = prepared(at)
+    data.model.info = replace(data.model.info, cuts=cuts)
+    data.recipe, data.again_s = replace(data.recipe, epochs=2), 1.0
+    space = workspace(at, {})
+    space.opening_s = 1.0
+    watch: Any = SimpleNamespace(on_trial=lambda *_: None, on_event=None)
+    arguments = plan, tuned.model, tuned.limits, ForecastErrors(), 0.01, 20.0, 10.0, watch
+    chooser = StrategyChooser(TuneOptions(strategy=SPLIT), run_context(at, space, data), *arguments)
+    times = PartTimes(
+        0.1, 0.04, 0.0, (CutTimes("block", 0.02, 0.04, 0.04), CutTimes("later", 0.03, 0.05, 0.02))
+    )
+    found = chooser._forecast(times, "", cuts)
+    chosen = chooser._choose(found)
+    peaks = [(100 + rank) << 20 for rank in range(3)]
+
+    def plan_after(error: float) -> Plan:
+        result = replace(trial_of(plan.ranks), peak_memory_bytes=tuple(peaks), error=error)
+        monkeypatch.setattr(tune_module, "run_trial", lambda *_, **__: result)
+        path = tmp_path / "plan.yaml"
+        save_plan(path, chooser._try_split(chosen, found, times))
+        return load_plan(path)
+
+    def widths(tried: Plan) -> dict[tuple[str, bool], float]:
+        ranges = {
+            (one.strategy, one.is_confirmed): one.first_run_s_range or (1, 1) for one in tried.strategies
+        }
+        return {key: high / low for key, (low, high) in ranges.items()}
+
+    steady, uneven = plan_after(0.001), plan_after(0.2)
+    assert steady.strategy == SPLIT
+    assert [rank.peak_memory_bytes for rank in steady.ranks] == peaks
+    assert 1 < widths(steady)[SPLIT, True] < widths(steady)[SPLIT, False] < widths(uneven)[SPLIT, True]
