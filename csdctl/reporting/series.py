@@ -429,14 +429,11 @@ def _cause(series: RunSeries, rank: int, start: int) -> tuple[str, str]:
     input_s, compute_s = sum(spent[INPUT][start:]), sum(spent[COMPUTE][start:])
     if input_s > 0.5 * (input_s + compute_s):
         return BY_INPUT, f"reading samples took {input_s / (input_s + compute_s):.0%} of its time"
-    slowdown = _slowdown(series, rank)
+    slowdown, hottest = _slowdown(series, rank), series.hottest_c.get(rank, 0.0)
+    if slowdown < SLOWER:
+        return BY_COMPUTE, "its batch takes longer than the others'"
     grew = f"its time per sample grew to {slowdown:.2f} times its initial value"
-    hottest = series.hottest_c.get(rank, 0.0)
-    if slowdown >= SLOWER and hottest >= 80.0:
-        return BY_HEAT, f"{grew}, at up to {hottest:.0f} °C"
-    if slowdown >= SLOWER:
-        return BY_COMPUTE, grew
-    return BY_COMPUTE, "its batch takes longer than the others': keep --rebalance on, or tune"
+    return (BY_HEAT, f"{grew}, at up to {hottest:.0f} °C") if hottest >= 80.0 else (BY_COMPUTE, grew)
 
 
 def _slowdown(series: RunSeries, rank: int) -> float:

@@ -119,11 +119,13 @@ def _advise(run: RunResults, bottleneck: Bottleneck | None) -> str:
         return f"Check {format_node_names(summary.lost_nodes)} with `csdctl doctor`."
     if summary.method == "equal" and predicted is None:
         return "Use a plan (`csdctl tune`) instead of --batch-size."
-    if bottleneck and not (summary.emulated and bottleneck.rank is None):  # it has no links of its own
+    least = summary.predicted_range[0] if summary.predicted_range else 0.9 * (predicted or 0.0)
+    is_as_planned = bool(predicted) and summary.samples_per_s >= least
+    expected = {BY_LINK: summary.emulated, BY_COMPUTE: is_as_planned}  # emulated: it has no links of its own
+    if bottleneck and not expected.get(bottleneck.cause):
         node = run.series.nodes[bottleneck.rank] if bottleneck.rank is not None else ""
         return ADVICE[bottleneck.cause].replace("{node}", "the host" if node == HOST_NAME else node)
-    least = summary.predicted_range[0] if summary.predicted_range else 0.9 * (predicted or 0.0)
-    if predicted and summary.samples_per_s < least:  # the plan no longer fits
+    if predicted and not is_as_planned:  # the plan no longer fits
         reached = format_share(summary.samples_per_s / predicted)
         return f"Measure again with `csdctl tune`: the run reached {reached} of the predicted throughput."
     return f"Use the model: `csdctl predict {summary.run_id}`."

@@ -142,7 +142,7 @@ def series_of(*ranks: list[Spent], samples: float = 100.0) -> RunSeries:
 @pytest.mark.parametrize(
     ("ranks", "expected"),
     [
-        ([QUICK, QUICK, SLOW], (2, "compute", 0, 24, "--rebalance")),
+        ([QUICK, QUICK, SLOW], (2, "compute", 0, 24, "its batch takes longer")),
         ([QUICK, {**SLOW, "compute": 0.3, "input": 0.65}, QUICK], (1, "input", 0, 24, "reading samples")),
         ([{**QUICK, "wait": 0.02, "communication": 0.6}] * 3, (None, "link", 0, 24, "sums took")),
     ],

@@ -48,6 +48,15 @@ def test_what_held_the_ranks_back_has_a_remedy(ranks: list[Spent], held_back: st
     assert next_step in headline["next"]
 
 
+def test_slow_rank_of_a_run_as_it_was_planned_is_named_and_the_plan_is_kept() -> None:
+    planned = {"predicted_samples_per_s": 90.0, "predicted_range": (80.0, 100.0)}
+    headline = write_headline(run(QUICK, QUICK, SLOW, **planned))
+    assert headline["held back by"].startswith("csd1 (rank 2), compute")
+    assert "csdctl predict" in headline["next"]
+    later = {"predicted_samples_per_s": 95.0, "predicted_range": (92.0, 98.0)}
+    assert "Measure again" in write_headline(run(QUICK, QUICK, SLOW, **later))["next"]
+
+
 def test_waiting_that_no_rank_caused_or_whose_cause_was_not_recorded_is_not_called_nothing() -> None:
     waiting = run(TURNS, TURNS, TURNS)
     assert write_headline(waiting)["held back by"] == (
