@@ -90,9 +90,8 @@ def test_forecasts(tmp_path: Path, num_busy: int) -> None:
     for number, (fleet, (num_nodes, cpu, mbit_per_s)) in enumerate(FLEETS.items()):
         directory = tmp_path / str(number)
         shutil.copytree(EXAMPLES / "fashion_mnist", directory)
-        fetch_fashion_mnist(
-            directory / ".csdctl" / "samples" / "fashion-mnist"
-        )  # a limited link leads nowhere else
+        # Behind a limited link there is no other network.
+        fetch_fashion_mnist(directory / ".csdctl" / "samples" / "fashion-mnist")
         with limited_link(mbit_per_s), emulated_fleet(directory, num_nodes, cpu), other_work(num_busy):
             csdctl(directory, "discover")
             place_sample(directory, "fashion-mnist", "--private", "")

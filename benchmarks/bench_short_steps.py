@@ -33,7 +33,8 @@ ROUNDS, STEPS = 5, 200
 BATCH_SIZES = (110, 240)
 NUM_NODES, FIVE_RANKS = 4, ((120, 26), (330, 73))
 """Batch sizes of the host and of a node, before rebalancing."""
-MEASURED_S = 20
+MEASURED_S, HOST_RATE = 20, 1500
+"""Seconds of a run, about, with so many samples/s of the host."""
 
 
 def test_short_steps(tmp_path: Path) -> None:
@@ -75,7 +76,7 @@ def test_short_steps_of_five_ranks(lab: Lab, tmp_path: Path) -> None:
                 "small.yaml",
                 [{"node": n, "batch_size": size, "threads": 1} for n, size in sizes.items()],
             )
-            steps = round(MEASURED_S * 1500 / host_batch)
+            steps = round(MEASURED_S * HOST_RATE / host_batch)
             found = [measure_parts(project, steps) for _ in range(ROUNDS)]
             for name in found[0]:
                 values = [one[name] for one in found]

@@ -199,8 +199,8 @@ def _render_strategies(console: PrintableConsole, plan: Plan) -> None:
             )
             for strategy in compared
         ]
-        chosen = plan.strategy, plan.cut
-        styles = ["bold" * ((one.strategy, one.cut * (one.strategy == SPLIT)) == chosen) for one in compared]
+        chosen = [one.strategy == plan.strategy and plan.cut in ("", one.cut) for one in compared]
+        styles = ["bold" if is_chosen else "" for is_chosen in chosen]
         columns = ("strategy", "~cut", ">first run", ">next", ">epoch", ">sent")
         console.print(build_table(columns, rows, title="strategies", styles=styles))
         named = {f"{one.strategy} {one.cut}".strip(): one for one in compared}

@@ -603,7 +603,7 @@ class StrategyChooser:
     limits: Limits
     errors: ForecastErrors
     trial_error: float
-    """The relative standard error of a step in the latest trial."""
+    """The relative standard error of a step in the trial of `plan`."""
     start_s: float
     """Seconds of a training besides its epochs."""
     process_s: float
@@ -766,7 +766,8 @@ class StrategyChooser:
             measured = shares.get(cut.layer)
             if measured and (split := training.forecast_split(measured, self.limits)):
                 found.append(split)
-        return found
+        of_steps = self.errors.after_trial(self.trial_error)
+        return [add_range(one, of_steps) for one in found]
 
     def _choose(self, found: Sequence[StrategyForecast]) -> StrategyForecast:
         if self.request.strategy == AUTO:
@@ -811,7 +812,7 @@ class StrategyChooser:
             self.impossible[SPLIT] = f"the trial failed: {error.message}"
             rest = [one for one in found if one.strategy != SPLIT]
             return self._with_strategies(self._follow(choose_strategy(rest)), rest)
-        ratio, self.trial_error = result.step_s / expected_s, result.error
+        ratio = result.step_s / expected_s
         self.context.observer.say(
             f"a step takes {format_seconds(result.step_s)}, forecast {format_seconds(expected_s)}: "
             f"{result.samples_per_s:.1f} samples/s"
@@ -819,10 +820,11 @@ class StrategyChooser:
         # The trial started TensorFlow itself.
         before_s = self.context.space.opening_s + self.context.prepared.again_s
         training = replace(self._training, start_s=before_s + result.fixed_s)
-        tried = training.correct(chosen, ratio).model_copy(update={"is_confirmed": True})
+        of_steps = self.errors.after_trial(result.error)
+        tried = add_range(training.correct(chosen, ratio).model_copy(update={"is_confirmed": True}), of_steps)
         rest = [one for one in found if one.strategy != SPLIT]
         cuts = [one for one in found if one.strategy == SPLIT and one is not chosen]
-        others = [*rest, *(training.correct(one, ratio) for one in cuts)]
+        others = [*rest, *(add_range(training.correct(one, ratio), of_steps) for one in cuts)]
         listed = sorted([*others, tried], key=lambda one: one.strategy != DATA_PARALLEL)
         final = tried if self.request.strategy == SPLIT else choose_strategy([*rest, tried])
         if final is not tried:
@@ -836,7 +838,5 @@ class StrategyChooser:
 
     def _with_strategies(self, plan: Plan, found: Sequence[StrategyForecast]) -> Plan:
         """Return `plan` with the forecasts, then the strategies that are not possible."""
-        of_steps = self.errors.after_trial(self.trial_error)
-        ranged = [add_range(one, of_steps) for one in found]
         impossible = [StrategyPlan(strategy=name, why_not=why) for name, why in self.impossible.items()]
-        return plan.model_copy(update={"strategies": [*ranged, *impossible]})
+        return plan.model_copy(update={"strategies": [*found, *impossible]})

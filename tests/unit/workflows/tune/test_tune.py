@@ -14,7 +14,7 @@ from csdctl.fleet.model import HOST_NAME
 from csdctl.perfmodel.prediction import StepTime
 from csdctl.tuning.fleet_model import ProbeOutcome, TrialResult
 from csdctl.tuning.measurements import ForecastErrors
-from csdctl.tuning.plan import SPLIT, Plan, RankPlan, load_plan, save_plan
+from csdctl.tuning.plan import DATA_PARALLEL, SPLIT, Plan, RankPlan, load_plan, save_plan
 from csdctl.tuning.plan_choice import confirmed_prediction
 from csdctl.tuning.search import Limits
 from csdctl.tuning.stannis import TuningError
@@ -319,4 +319,6 @@ def test_plan_of_a_split_has_the_memory_and_the_spread_of_its_own_trial(
     steady, uneven = plan_after(0.001), plan_after(0.2)
     assert steady.strategy == SPLIT
     assert [rank.peak_memory_bytes for rank in steady.ranks] == peaks
+    whole = (DATA_PARALLEL, True)
+    assert widths(steady)[whole] == pytest.approx(widths(uneven)[whole], rel=1e-3), "that of its own trial"
     assert 1 < widths(steady)[SPLIT, True] < widths(steady)[SPLIT, False] < widths(uneven)[SPLIT, True]
