@@ -140,24 +140,15 @@ def test_features(project: Path) -> None:
     full, _ = train(project, trained, "--max-steps", str(FULL_STEPS))
     start_s = whole_s - whole["training_s"]
     frozen_s = start_s + EPOCHS * whole["training_s"]
-    fleet = project / "fleet.yaml"
-    unchanged = fleet.read_text()
-    fleet.write_text(f"{unchanged}fork_server_s: 3600\n")
-    train(project, write_job(project, "forking", rate=0.03), *features)
-    _, forked_s = train(project, write_job(project, "forked", rate=0.04), *features)
-    csdctl(project, "clean")
-    fleet.write_text(unchanged)
     full_rate = steady_rate(project, full)
     full_s = start_s + EPOCHS * NUM_SAMPLES / full_rate
     print(f"\nfeatures, {EPOCHS} epochs: {first_s:.0f} s, accuracy {first['validation_accuracy']:.4f}")
     print(f"again, another rate: {second_s:.0f} s, accuracy {second['validation_accuracy']:.4f}")
-    print(f"again, another rate, ranks forked by servers that have loaded TensorFlow: {forked_s:.0f} s")
     print(f"features by Keras: {keras_s:.0f} s, accuracy {by_keras['validation_accuracy']:.4f}")
     print(f"frozen, data-parallel: an epoch {whole['training_s']:.0f} s, {EPOCHS} epochs {frozen_s:.0f} s")
     print(f"all layers, data-parallel: {full_rate:.1f} samples/s, {full_s:.0f} s")
     print(f"features {frozen_s / first_s:.1f} and {full_s / first_s:.1f} times as fast as these")
     print(f"again {frozen_s / second_s:.1f} and {full_s / second_s:.1f} times as fast")
-    print(f"again, forked {frozen_s / forked_s:.1f} and {full_s / forked_s:.1f} times as fast")
     print(
         f"accuracy after one epoch: data-parallel {whole['validation_accuracy']:.4f}, "
         f"features {same['validation_accuracy']:.4f}"

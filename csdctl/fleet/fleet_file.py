@@ -152,7 +152,6 @@ class FleetFile(Document):
     host: Host = Host()
     network: Network = ""
     emulated: bool = False
-    fork_server_s: Annotated[float, Field(ge=0, le=86_400)] = 0.0
     defaults: NodeSettings = NodeSettings()
     jump_hosts: list[JumpHostEntry] = []
     nodes: list[NodeEntry] = []
@@ -194,8 +193,7 @@ def load_fleet(path: Path) -> Fleet:
         resolved = tuple(replace(node, jump=resolver.resolve(jump, (node.name,))) for node, jump in nodes)
     except ValueError as error:
         raise InputError(f"{path}: {error}", remedy=f"fix `jump` in {path}") from None
-    host = _resolve_host(file, directory)
-    return Fleet(resolved, host, file.network, file.emulated, path, fork_server_s=file.fork_server_s)
+    return Fleet(resolved, _resolve_host(file, directory), file.network, file.emulated, path)
 
 
 def _resolve_host(file: FleetFile, directory: Path) -> Host:
@@ -243,8 +241,7 @@ def _load_servers(path: Path, file: FleetFile, directory: Path) -> Fleet:
     networks = tuple((server.name, server.network) for server in others)
     host = _resolve_host(file, directory)
     network, name = (here[0].network, here[0].name) if here else ("", "")
-    fixed = (tuple(nodes), host, network, file.emulated, path, networks, file.network, name)
-    return Fleet(*fixed, file.fork_server_s)
+    return Fleet(tuple(nodes), host, network, file.emulated, path, networks, file.network, name)
 
 
 def _nodes(
@@ -376,7 +373,6 @@ def render_fleet(fleet: Fleet, *, origin: str) -> str:
         "host": _without_empty(host) | ({} if fleet.host.trains else {"trains": False}),
         "network": fleet.network,
         "emulated": fleet.emulated,
-        "fork_server_s": fleet.fork_server_s,
         "defaults": _without_empty(defaults),
         "jump_hosts": [_without_empty(entry, {"python": ""}) for entry in jump_hosts],
         "nodes": list(_fold(fleet.nodes, [_without_empty(entry, defaults) for entry in nodes])),

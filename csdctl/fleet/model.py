@@ -131,8 +131,6 @@ class Fleet:
     """The network that MPI uses between the servers; '' lets MPI choose."""
     here: str = ""
     """The server on which csdctl runs; '' for one server alone, or a machine beside the servers."""
-    fork_server_s: float = 0.0
-    """How long a fork server stays on every machine after its last process; 0: none is started."""
 
     @property
     def machines(self) -> tuple[str, ...]:

@@ -23,7 +23,6 @@ from typing import Any
 
 RANK_MARKER = "csdctl-run="
 DAEMON_MARKER = "csdctl_run_"
-FORK_SERVER = "fork-server"  # in place of a run: what stays for the next command
 LOCK = ".csdctl/lock"
 PARTS = (".csdctl/objects/*.part", ".csdctl/trees/.part-*")
 FEATURES, PREDICTIONS = ".csdctl/features", ".csdctl/predictions"
@@ -44,8 +43,6 @@ def main() -> None:
     holder = None if run_id else find_holder()
     is_allowed = holder is None or request["is_forced"]
     processes = find_processes(os.getcwd(), run_id, request["node"]) if is_allowed else {}
-    if request["is_ending"] and not request["is_removing"]:  # before a command, and not in `csdctl clean`
-        processes = {pid: run for pid, run in processes.items() if run != FORK_SERVER}
     if is_allowed and request["is_ending"]:
         holding = find_lock_processes(holder)
         end_all([*processes, *holding])
@@ -58,7 +55,7 @@ def main() -> None:
     paths = [path for path in paths if os.path.lexists(path) and is_own(path)] if is_allowed else []
     left = {
         "num_processes": len(processes),
-        "runs": [*dict.fromkeys(run for run in processes.values() if run not in ("", FORK_SERVER))],
+        "runs": [*dict.fromkeys(run for run in processes.values() if run)],
         "paths": paths,
         "num_bytes": sum(size_of(path) for path in paths),
     }

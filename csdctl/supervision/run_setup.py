@@ -192,8 +192,7 @@ class RankStarter:
         return Links(*jobs)
 
     def _start_process(self, rank: int, session: Session) -> RankProcess:
-        idle = ["--idle", str(self.mpirun.fleet.fork_server_s)]
-        arguments = ["rank", "--spec", self.spec_path, "--rank", str(rank), *idle]
+        arguments = ["rank", "--spec", self.spec_path, "--rank", str(rank)]
         command = self.mpirun.build_worker_command(session.name, arguments)
         # Merge both streams, in the order in which they are written.
         conversation = session.converse(["sh", "-c", 'exec "$@" 2>&1', "csdctl", *command])

@@ -51,8 +51,8 @@ ANSWERS = {
     "sandbox-check": ("sandbox.program:check_sandbox", "protocol.sandbox:SandboxRequest"),
 }
 """Commands that need no samples: the function, the type of the request."""
-STAYING = ("link", "mpi-check", "sandbox", "fork-server")
-"""Commands that end with MPI or their input, or alone; all others end with the reader of their output."""
+OF_MPI = ("link", "mpi-check", "sandbox")
+"""Commands that end in order with MPI or their input; all others end with the reader of their output."""
 
 
 def main(arguments: list[str]) -> int:
@@ -129,34 +129,18 @@ def _send() -> int:
     return _guard("sending", send_lines)
 
 
-def _serve_forks(key: str, threads: str, onednn: str, marker: str = "") -> int:
+def _probe(spec: str) -> int:
     from csdctl.worker.compute.backend import load_backend
-    from csdctl.worker.process.fork_server import SOCKET, serve
-    from csdctl.worker.protocol.run_spec import Runtime
-
-    place = SOCKET.stat().st_ino  # before loading: another server may take its place meanwhile
-    load_backend(Runtime(int(threads), onednn=onednn == "1"))
-    if serve(key, place):
-        run()
-    return 0
-
-
-def _probe(spec: str, idle: str = "0") -> int:
-    from csdctl.worker.compute.backend import load_backend
-    from csdctl.worker.process.fork_server import run_in_fork
     from csdctl.worker.protocol.probe import ProbeSpec
-
-    probe = from_json(ProbeSpec, spec)
-    run_in_fork(probe.runtime, float(idle))
     from csdctl.worker.tasks.probe import serve_probes
 
+    probe = from_json(ProbeSpec, spec)
     load_backend(probe.runtime)
     serve_probes(probe)
     return 0
 
 
-def _rank(spec: str, rank: str, idle: str = "0", marker: str = "") -> int:
-    from csdctl.worker.process.fork_server import run_in_fork
+def _rank(spec: str, rank: str, marker: str = "") -> int:
     from csdctl.worker.protocol.run_spec import RunSpec
 
     node, private_log = UNKNOWN_NODE, ""
@@ -164,7 +148,6 @@ def _rank(spec: str, rank: str, idle: str = "0", marker: str = "") -> int:
         run_spec = from_json(RunSpec, Path(spec).read_text())
         me = run_spec.ranks[int(rank)]
         node = me.node
-        run_in_fork(me.runtime, float(idle))
         if me.private:
             private_log = _redirect_output(run_spec.run_id, me.rank)
         from csdctl.worker.tasks.session import RankSession
@@ -220,7 +203,6 @@ COMMANDS: dict[str, Callable[..., int]] = {
     "rank": _rank,
     "link": _link,
     "mpi-check": _check_mpi,
-    "fork-server": _serve_forks,
     "sandbox": lambda marker="": int(_import("sandbox.program:run_sandbox")()),
 }
 """The function of each other command, which takes its options; only a search for processes reads `marker`."""
@@ -229,7 +211,7 @@ COMMANDS: dict[str, Callable[..., int]] = {
 def run() -> None:
     """Run the command of sys.argv and exit with its code."""
     os.umask(0o077)  # whatever a worker writes may hold data: for this user alone
-    if not {*sys.argv[1:2]} & {*STAYING}:
+    if not {*sys.argv[1:2]} & {*OF_MPI}:
         end_without_reader()
     code = 1
 

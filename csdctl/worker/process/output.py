@@ -80,17 +80,17 @@ event_sinks: list[Callable[[str], None]] = [lambda line: print(f"{line}\n", end=
 """What gets the lines of events; the last one counts."""
 
 
-def end_without_reader(output: int = 1, end: Callable[[], object] = lambda: os._exit(1)) -> None:
-    """Call `end`, which ends this process, as soon as nobody can read its `output` any more.
+def end_without_reader() -> None:
+    """End this process, from now on, as soon as nobody can read its standard output any more.
 
     A pipe or socket whose other end was closed is always reported, whatever is waited for; a file never is.
     """
-    output = os.dup(output)  # code of the user, and libraries, may redirect 1
+    output = os.dup(1)  # code of the user, and libraries, may redirect 1
 
     def wait() -> None:
         poll = select.poll()
         poll.register(output, 0)
         poll.poll()
-        end()
+        os._exit(1)
 
     threading.Thread(target=wait, name="reader", daemon=True).start()

@@ -210,7 +210,7 @@ MAX_MEMORY_BYTES = 1 << 50
 
 def build_probe_command(name: str, context: RunContext, runtime: Runtime) -> list[str]:
     """Build the command of a probe session on machine `name`."""
-    prepared, fleet = context.prepared, context.space.fleet
+    prepared, python = context.prepared, context.space.fleet.python_of(name)
     spec = ProbeSpec(
         prepared.model.architecture.path,
         prepared.model.weights.path,
@@ -221,8 +221,7 @@ def build_probe_command(name: str, context: RunContext, runtime: Runtime) -> lis
         noise=context.job.noise,
         is_private=name in prepared.private,
     )
-    arguments = ["probe", "--spec", to_json(spec), "--idle", str(fleet.fork_server_s)]
-    return build_worker_command(fleet.python_of(name), prepared.worker.path, arguments)
+    return build_worker_command(python, prepared.worker.path, ["probe", "--spec", to_json(spec)])
 
 
 CPU_TIMES = "cat /proc/uptime; head -n 1 /proc/stat; sleep 1; cat /proc/uptime; head -n 1 /proc/stat"
