@@ -100,8 +100,7 @@ def start(
     """Start `csdctl train`, and return after its first steps."""
     names = ["host", *(f"slow{n}" for n in range(NUM_NODES))]
     sizes = [batch_sizes[0]] + [batch_sizes[1]] * NUM_NODES
-    # As tune plans it, where sums take 50 ms or more.
-    settings = {"threads": 1, "inter_threads": 2, "micro_batch_size": MICRO_BATCH}
+    settings = {"threads": 1, "micro_batch_size": MICRO_BATCH}
     ranks = [{"node": name, "batch_size": size, **settings} for name, size in zip(names, sizes, strict=True)]
     write_plan(project.path, job, ranks)
     before = set((project.path / ".csdctl").glob("runs/*"))

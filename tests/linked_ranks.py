@@ -24,7 +24,7 @@ NUM_ELEMENTS = (1 << 18) + 5
 SAMPLES = 8
 """Number of samples of every rank that rank 0 expects in a `checked` sum."""
 RANK = """
-import json, sys, time
+import json, sys
 import numpy as np
 from csdctl.worker.group.values import LinkLostError, PeerFaultError
 from csdctl.worker.group.communicator import LinkCommunicator
@@ -43,17 +43,12 @@ for request in sys.stdin:
     words = request.split()
     try:
         if words[0] == "choose":
-            is_halved = "/" in request  # SIZE:EARLY, or SIZE/EARLY as bfloat16
-            pairs = [(word.replace("/", ":") + ":0").split(":")[:2] for word in words[2:]]
-            sizes = [(int(size), int(num_early)) for size, num_early in pairs]
-            ranks.choose_collective(words[1] if len(words) > 1 else "", sizes, is_halved=is_halved)
+            pairs = [(word + "/0").split("/")[:2] for word in words[2:]]
+            sizes = [(int(size), int(num_halved)) for size, num_halved in pairs]
+            ranks.choose_collective(words[1] if len(words) > 1 else "", sizes)
             print(json.dumps(ranks.collective), flush=True)
         elif words[0] == "sum":
             memory.local[:] = np.arange(len(memory.local)) * (ranks.rank + 1)
-            ranks.sum_s = 1.0  # as of a slow network
-            for number, pause in enumerate(words[1:], start=1):
-                ranks.offer(number)
-                time.sleep(float(pause))
             total = ranks.sum(memory.local)
             bits = int(total.view(np.uint32).sum())
             print(json.dumps([float(total[1]), float(total[-1]), bits]), flush=True)

@@ -18,7 +18,6 @@ from csdctl.perfmodel.prediction import CollectiveCost, StepTime, calibrate_over
 from csdctl.tuning.measurements import CollectiveMeasurement, Point, ProbeMeasurement, TrialMeasurement
 from csdctl.tuning.plan import RankPlan
 from csdctl.tuning.search import BestPlan
-from csdctl.worker.protocol.chunks import CHUNK_SIZE, OVERLAP_S
 from csdctl.worker.protocol.run_spec import Runtime
 
 Array = Any
@@ -363,8 +362,6 @@ class FleetModel:
     """Machines that every plan must include: the host, and nodes with private data."""
     private_shares: Mapping[str, float] = field(default_factory=dict)
     """The part of all samples that are private ones of a machine, by machine."""
-    may_overlap: bool = True
-    """Whether a step computes its gradients in one backward pass: without noise, and no own train_step."""
     collective_cost: CollectiveCost = field(default_factory=CollectiveCost)
     overhead_factor: float = 1.0
     """Time of a step without the sum, relative to the compute time of its slowest rank."""
@@ -406,30 +403,6 @@ class FleetModel:
     def sum_s(self, num_ranks: int) -> float:
         """Return the seconds of a sum over `num_ranks`."""
         return self.collective_cost.at(self.vector_bytes, num_ranks)
-
-    @property
-    def can_overlap(self) -> bool:
-        """Whether sums take long enough to begin during the backward pass, and this is not arranged yet."""
-        is_long = self.sum_s_of_training(len(self.machines)) >= OVERLAP_S
-        is_arranged = all(known.settings.inter_threads > 1 for known in self.classes.values())
-        return self.may_overlap and is_long and self.vector_bytes > 4 * CHUNK_SIZE and not is_arranged
-
-    def overlapping(self) -> "FleetModel":
-        """Return the model of machines with a second inter-op thread, without what was measured with one."""
-        return replace(
-            self,
-            classes={
-                name: known
-                if known.settings.inter_threads > 1
-                else ClassModel(
-                    known.machines,
-                    replace(known.settings, inter_threads=2),
-                    memory_bytes=known.memory_bytes,
-                    is_divisible=known.is_divisible,
-                )
-                for name, known in self.classes.items()
-            },
-        )
 
     def sum_s_of_training(self, num_training: int) -> float:
         """Return the seconds of a sum when `num_training` machines train; the host always takes part."""
@@ -477,15 +450,12 @@ RecalledTrial = tuple[Sequence[tuple[StepTime, int]], float]
 def recall_class(blank: ClassModel, known: Sequence[ProbeMeasurement], threads: int = 0) -> ClassModel:
     """Return `blank` with the `known` probes of this model, recipe and machine class, oldest first.
 
-    Settings are those of the newest trial, with `threads` if the user set that (0: not set); without a trial,
-    the usual ones, maybe with a second inter-op thread. Probes with other settings do not count.
+    Settings are those of the newest trial, with `threads` if the user set that (0: not set). Probes with
+    other settings do not count.
     """
     known = [probe for probe in known if probe.settings.device == blank.settings.device]
     tried = [probe for probe in known if probe.is_from_trial and threads in (0, probe.settings.threads)]
-    usual = [blank.settings, replace(blank.settings, inter_threads=2)]
-    seen = [probe.settings for probe in known if probe.settings in usual]
-    newest = tried[-1].settings if tried else min(seen, key=usual.index, default=usual[0])
-    blank = replace(blank, settings=newest)
+    blank = replace(blank, settings=tried[-1].settings) if tried else blank
     known = [probe for probe in known if probe.settings == blank.settings]
     too_large, peaks = _recall_memory(known)
     points = [

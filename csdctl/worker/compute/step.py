@@ -23,12 +23,9 @@ the public samples.
 
 import math
 import os
-import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
-from itertools import accumulate, cycle
 from typing import Any
 
 import numpy as np
@@ -40,10 +37,8 @@ from csdctl.worker.compute.statistics import LayerStates, Seeds, Snapshot
 from csdctl.worker.compute.user_code import Augmentation
 from csdctl.worker.data.arrays import Array
 from csdctl.worker.process.errors import InputError
-from csdctl.worker.protocol.chunks import Chunk, count_early, divide_early
-from csdctl.worker.protocol.recipe import BF16, Noise, Recipe
+from csdctl.worker.protocol.recipe import Noise, Recipe
 
-OnChunk = Callable[[int], None]
 CHUNK = 1 << 18
 """Elements of the vector that receive noise at a time: a slow node has little memory."""
 
@@ -415,9 +410,6 @@ class Step(RankStep):
         # No graph depends on a tensor's value. AutoGraph would only leave a source file in the temporary
         # directory for each graph of a rank that is killed.
         batch = self.objective.signature
-        self._is_halved = recipe.compression == BF16
-        self._early: list[Chunk]
-        """The chunks of the vector that the backward pass computes first; the graph below has them."""
         self._has_loss_count = self.has_noise or self.objective.counts_elements
         local = tf.function(self._local_graph, autograph=False, input_signature=batch)
         # What layers add to the loss, and what they write, is known by tracing them.
@@ -443,25 +435,17 @@ class Step(RankStep):
                 )
 
     def local(
-        self,
-        images: Array,
-        labels: Array,
-        out: Array | None = None,
-        *,
-        private_copies: Array | None = None,
-        on_chunk: OnChunk | None = None,
+        self, images: Array, labels: Array, out: Array | None = None, *, private_copies: Array | None = None
     ) -> Array:
         """Return this rank's vector, shape (layout.step_size,), float32, sums rather than means.
 
-        It is written to `out` when given. During the backward pass, `on_chunk` gets the number of chunks
-        (protocol/chunks.py) that are complete in it, from another thread; not with noise. With noise,
-        `private_copies`, shape (p,), says that the first p samples are private, and how often each of them
-        occurs among these.
+        It is written to `out` when given. With noise, `private_copies`, shape (p,), says that the first p
+        samples are private, and how often each of them occurs among these.
         """
         count = len(private_copies) if private_copies is not None and self.has_noise else 0
         images, labels = self.augment(images, labels, count)
         if private_copies is None or not count:
-            return self._plain(images, labels, out, on_chunk)
+            return self._plain(images, labels, out)
         vector = np.zeros(self.layout.step_size, np.float32) if out is None else out
         self._plain(images[count:], labels[count:], vector)
         # Once per step, whatever the micro-batch size: each further noisy sum would reveal more.
@@ -471,26 +455,19 @@ class Step(RankStep):
         vector[self.layout.count] += count * self._weight
         return vector
 
-    def _plain(
-        self, images: Array, labels: Array, out: Array | None, on_chunk: OnChunk | None = None
-    ) -> Array:
+    def _plain(self, images: Array, labels: Array, out: Array | None) -> Array:
         size = max(1, self.micro_batch_size or len(images))
         vector = np.zeros(self.layout.step_size, np.float32) if out is None else out
         if len(images) == 0:
             vector[:] = 0
         for start in range(0, len(images), size):
             batch = slice(start, start + size)
-            is_last = batch.stop >= len(images)
-            delivery = self._delivery.begin(vector, on_chunk if is_last else None, is_first=not start)
             part = np.asarray(self._local(as_tensors(images[batch]), as_tensors(labels[batch])))
-            delivery.write(slice(self._late, None), part)
+            if start:
+                np.add(vector, part, out=vector)
+            else:
+                np.copyto(vector, part)
         return vector
-
-    def own_square_norm(self, vector: Array) -> float:
-        """Return `square_norm` of the latest vector of `local`, parts of which may be on the wire by now."""
-        gradient, count = vector[self._late : self.layout.gradients.stop], float(vector[self.layout.count])
-        square = self._delivery.square + float(np.dot(gradient, gradient))
-        return square / count if count > 0 else 0.0
 
     def alone(self, images: Array, labels: Array, *, private_copies: Array | None = None) -> Sums:
         """Run `local` and `apply` of a rank without other ranks, in one graph."""
@@ -543,29 +520,9 @@ class Step(RankStep):
         means, summed, batch = self._gradients(samples, labels)
         changes = self.states.take_changes(before, batch.samples)
         gradients = [*(mean * batch.loss_count for mean in means), *summed]
-        # The shape of a gradient may be unknown in the graph, that of its variable is not.
-        sizes = [math.prod(variable.shape) for variable in self.model.trainable_variables]
-        flat = [
-            self._weigh(tf.reshape(gradient, [size]))
-            for gradient, size in zip(gradients, cycle(sizes), strict=False)
-        ]
-        late = self._deliver_early(flat)
-        rest = [*changes, *self._tail(batch, with_samples=True)]
-        return tf.concat([*late, *map(self._weigh, rest)], axis=0)
-
-    def _weigh(self, part: Any) -> Any:
-        return part if self._weight == 1.0 else part * self._weight
-
-    def _deliver_early(self, gradients: Sequence[Any]) -> list[Any]:
-        """Hand over the chunks of the flat gradients as they are computed; return what is in none."""
-        size = sum(gradient.shape[0] for gradient in gradients)
-        self._early = divide_early(count_early(size, is_halved=self._is_halved), is_halved=self._is_halved)
-        self._delivery = delivery = _Delivery([chunk.elements for chunk in self._early])
-        for number, chunk in enumerate(self._early):
-            whole = tf.concat(_cut(gradients, chunk.elements), axis=0)
-            tf.numpy_function(partial(delivery.take, number), [whole], [])
-        self._late = self._early[0].elements.stop if self._early else 0
-        return _cut(gradients, slice(self._late, size))
+        flat = [tf.reshape(gradient, [-1]) for gradient in gradients]
+        vector = tf.concat([*flat, *changes, *self._tail(batch, with_samples=True)], axis=0)
+        return vector if self._weight == 1.0 else vector * self._weight
 
     def _alone_graph(self, samples: Any, labels: Any) -> Any:
         gradients, summed, batch = self._gradients(samples, labels)
@@ -578,57 +535,6 @@ class Step(RankStep):
     def _evaluate_graph(self, samples: Any, labels: Any) -> Any:
         batch = self.objective.forward(samples, labels, training=False)
         return tf.concat(self._tail(batch, with_samples=False), axis=0)
-
-
-class _Delivery:
-    """Takes chunks of a vector from a graph that is running, and says how many are complete."""
-
-    def __init__(self, places: Sequence[slice]) -> None:
-        """`places` of the chunks, in the order in which they are sent."""
-        self._places, self._squares, self._lock = places, [0.0] * len(places), threading.Lock()
-        self._vector: Array = np.zeros(0, np.float32)
-        self._on_chunk: OnChunk | None = None
-        self._is_first = True
-        self._is_complete = [False] * len(places)
-
-    def begin(self, vector: Array, on_chunk: OnChunk | None, *, is_first: bool) -> "_Delivery":
-        """Write to `vector`, or add to what is there unless it `is_first`."""
-        self._vector, self._on_chunk, self._is_first = vector, on_chunk, is_first
-        self._is_complete = [False] * len(self._places)
-        return self
-
-    def write(self, place: slice, part: Array) -> Array:
-        """Write a part of the vector; return it."""
-        target = self._vector[place]
-        if self._is_first:
-            np.copyto(target, part)
-        else:
-            np.add(target, part, out=target)
-        return target
-
-    def take(self, number: int, part: Array) -> None:
-        """Take chunk `number`; TensorFlow calls it in the order of the graph or in another."""
-        whole = self.write(self._places[number], part)
-        with self._lock:
-            self._squares[number] = float(np.dot(whole, whole))
-            self._is_complete[number] = True
-            if self._on_chunk:
-                self._on_chunk([*self._is_complete, False].index(False))
-
-    @property
-    def square(self) -> float:
-        """The squared norm of the latest chunks."""
-        return sum(self._squares)
-
-
-def _cut(parts: Sequence[Any], place: slice) -> list[Any]:
-    """Return what is at this place of flat tensors that stand one behind the other."""
-    ends = list(accumulate(part.shape[0] for part in parts))
-    return [
-        part[max(0, place.start - end + part.shape[0]) : min(part.shape[0], place.stop - end + part.shape[0])]
-        for part, end in zip(parts, ends, strict=True)
-        if end > place.start and end - part.shape[0] < place.stop
-    ]
 
 
 def unflatten(vector: Any, variables: Sequence[Any]) -> list[Any]:

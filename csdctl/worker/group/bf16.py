@@ -9,7 +9,7 @@ from collections.abc import Iterable
 import numpy as np
 
 from csdctl.worker.data.arrays import Array
-from csdctl.worker.protocol.chunks import Chunk
+from csdctl.worker.group.chunks import Chunk
 
 _QUIET_NAN = 0x7FC0
 

@@ -1,8 +1,8 @@
 """A rank and its link on one machine: their channel of messages, and the memory of two vectors.
 
 The channel is a Unix socket. A message is a letter, a length and that many bytes; the receiver limits the
-length. The rank sends requests, the link answers all but `OFFER`, in order; while it waits for other ranks
-it sends `WAITING` now and then.
+length. The rank sends requests, the link answers in order; while the link waits for other ranks it sends
+`WAITING` now and then.
 """
 
 import contextlib
@@ -29,8 +29,6 @@ class Request:
     CONNECTIONS, NOT_FINITE, EXPECT = b"T", b"N", b"E"
     ADD, SPREAD, GATHER, SHARE = b"A", b"B", b"H", b"V"
     """The halves of a sum and of an allgather: to rank 0, and from it to the others."""
-    OFFER = b"F"
-    """The number of chunks of the next sum that are complete; the link does not answer."""
 
 
 class Answer:
@@ -41,7 +39,7 @@ class Answer:
 
 SEND_HEAD = struct.Struct("<q?")
 """Head of a `SEND` request: the receiving rank, and whether to answer only when all has left."""
-LIMIT = COUNT = struct.Struct("<q")
+LIMIT = struct.Struct("<q")
 """Head of `GATHER` and `SHARE`: the largest size of a rank's part, or of what is shared."""
 MAX_NOTE_BYTES = 1 << 16
 """Largest size of a greeting, `WAITING` or `FAULT`."""

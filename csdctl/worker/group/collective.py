@@ -9,10 +9,10 @@ from collections import Counter
 from itertools import cycle
 from typing import Annotated, Any
 
+from csdctl.worker.group.chunks import Chunk, divide
 from csdctl.worker.group.messages import allgather, gather_values
 from csdctl.worker.group.mpi import Incoming, OnWait, World, ignore_wait, is_complete, wait_sleeping
 from csdctl.worker.group.values import ExpectedTails, PeerFaultError, SumSeconds
-from csdctl.worker.protocol.chunks import Chunk, divide
 from csdctl.worker.protocol.json_codec import Count, MaxLength
 from csdctl.worker.protocol.orders import ALLREDUCE, STAR
 
@@ -20,7 +20,7 @@ _UP, _DOWN = 1, 2
 
 
 SumSizes = Annotated[tuple[tuple[Count, Count], ...], MaxLength(1 << 12)]
-"""Of each sum of a step, in their order: its elements, and the first ones of them that are sent early."""
+"""Of each sum of a step, in their order: its elements, and how many of them are sent as bfloat16."""
 
 
 class Collective:
@@ -30,13 +30,11 @@ class Collective:
     vector; a collective whose rank 0 receives single vectors overrides more than `sum`.
     """
 
-    def __init__(
-        self, world: World, local: Any, total: Any, sizes: SumSizes = (), *, is_halved: bool = False
-    ) -> None:
+    def __init__(self, world: World, local: Any, total: Any, sizes: SumSizes = ()) -> None:
         """`local` and `total`: contiguous float32 buffers of one size; numpy arrays on rank 0.
 
-        `sizes`: of each sum of a step, at the start of the buffers; by default one sum of all. `is_halved`:
-        whether what is sent first is sent as bfloat16.
+        `sizes`: of each sum of a step, at the start of the buffers: its elements, and how many of them are
+        sent as bfloat16; by default one sum of all, as float32.
         """
         self._world, self._local, self._total = world, local, total
         self.sizes = tuple(sizes) or ((len(local), 0),)
@@ -44,12 +42,7 @@ class Collective:
 
     @property
     def is_sending(self) -> bool:
-        """Whether something is still on its way to some rank."""
-        return False
-
-    @property
-    def is_offered(self) -> bool:
-        """Whether a part of the next vector is on its way, while the rank computes the rest."""
+        """Whether the latest sum is still on its way to some rank."""
         return False
 
     def post_receives(self) -> None:
@@ -57,9 +50,6 @@ class Collective:
 
     def progress(self) -> None:
         """Process what has arrived, without waiting."""
-
-    def offer(self, num_chunks: int) -> None:
-        """Take the first chunks of the next vector, which are complete in `local`; wait for nothing."""
 
     def flush(self, on_wait: OnWait = ignore_wait) -> None:
         """Wait until the latest sum has left."""
@@ -83,28 +73,20 @@ class Star(Collective):
     """Rank 0 gathers, adds in order of rank, and sends the sum back (docs/decisions/0006).
 
     It suits a host with its devices: all traffic passes the host anyway. Vectors are sent in chunks, so that
-    a chunk is sent while the next is added, and while a rank computes the next (docs/decisions/0048). Rank 0
-    adds vectors that arrive before its own vector is ready, and continues as soon as it has the sum: it does
-    not wait until the other ranks have received it. No rank has the whole sum before rank 0 has compared the
-    end of every vector with what it expects.
+    a chunk is sent while the next is added. Rank 0 adds vectors that arrive before its own vector is ready,
+    and continues as soon as it has the sum: it does not wait until the other ranks have received it. No rank
+    has the whole sum before rank 0 has compared the end of every vector with what it expects.
     """
 
-    def __init__(
-        self, world: World, local: Any, total: Any, sizes: SumSizes = (), *, is_halved: bool = False
-    ) -> None:
+    def __init__(self, world: World, local: Any, total: Any, sizes: SumSizes = ()) -> None:
         super().__init__(world, local, total, sizes)
-        self._next_chunks = cycle([divide(*size, is_halved=is_halved) for size in self.sizes])
+        self._next_chunks = cycle([divide(*size) for size in self.sizes])
         self._chunks: list[Chunk] = []
-        """Those of the sum that has begun."""
+        """Rank 0: those of the next sum, as soon as its receives are posted."""
         self._latest: list[Chunk] = []
-        """Those of the latest sum."""
-        self._has_begun = False
-        self._num_offered = 0
-        """Chunks of `local` that are complete."""
-        self._num_done = 0
-        """Chunks of the next sum that rank 0 has summed, and other ranks have begun to send."""
+        """Rank 0: those of the latest sum."""
         self._sending: list[Any] = []
-        """Requests by which the latest sum leaves rank 0, or the next one of another rank is exchanged."""
+        """Rank 0: requests by which the latest sum leaves `total`."""
         self._arriving: list[tuple[Chunk, int, Incoming]] = []
         """Rank 0: posted receives, in the order in which they are added: chunk, rank, request."""
         if world.rank == 0:
@@ -116,18 +98,14 @@ class Star(Collective):
             self._received = [numpy.empty_like(local) for _ in range(1, world.size)]
             # The rank may still read the last sum in `total` when the first vector of the next one arrives.
             self._partial = numpy.empty_like(local)
-            self._sent = numpy.empty_like(local) if is_halved else total
+            has_halves = any(num_halved for _, num_halved in self.sizes)
+            self._sent = numpy.empty_like(local) if has_halves else total
             """The sum as it is on the wire."""
 
     @property
     def is_sending(self) -> bool:
-        """Whether something is still on its way to some rank."""
+        """Rank 0: whether the latest sum is still on its way to some rank."""
         return bool(self._sending)
-
-    @property
-    def is_offered(self) -> bool:
-        """Whether a part of the next vector is on its way, while the rank computes the rest."""
-        return bool(self._num_offered)
 
     def find_missing(self) -> list[int]:
         """Rank 0: return the ranks whose vectors have not arrived completely."""
@@ -135,31 +113,26 @@ class Star(Collective):
 
     def post_receives(self) -> None:
         """Rank 0: post receives for the other ranks' vectors of the next sum."""
-        if self._world.rank == 0:
-            self._begin()
+        if self._world.rank or self._chunks:
+            return
+        self._chunks = next(self._next_chunks)
+        self._arriving = [
+            (chunk, rank, self._world.start_receive(buffer[chunk.wire], rank, _UP))
+            for chunk in self._chunks
+            for rank, buffer in enumerate(self._received, start=1)
+        ]
 
     def progress(self) -> None:
-        """Process what has arrived, without waiting; rank 0 adds it, and sends what it has summed."""
+        """Rank 0: add what has arrived, without waiting."""
         self._sending = [request for request in self._sending if not request.Test()]
         while self._arriving and is_complete(self._arriving[0][2]):
             self._add_next()
-        if self._num_done or not self._sending:  # the latest sum has left the memory of the next one
-            self._finish_chunks(self._num_offered)
 
     def flush(self, on_wait: OnWait = ignore_wait) -> None:
         """Wait until the latest sum has left."""
         for request in self._sending:
             wait_sleeping(request, on_wait)
         self._sending = []
-
-    def offer(self, num_chunks: int) -> None:
-        """Take the first chunks of the next vector, all but its last one at most; wait for nothing."""
-        self._begin()
-        self._num_offered = max(self._num_offered, min(num_chunks, len(self._chunks) - 1))
-        if self._world.rank:
-            self._exchange(self._num_offered)
-        else:
-            self.progress()
 
     def sum(self, on_wait: OnWait = ignore_wait, expected: ExpectedTails | None = None) -> None:
         """Sum the next vector of a step, in `local`, over all ranks into `total` on all ranks.
@@ -169,65 +142,35 @@ class Star(Collective):
         if self._world.rank == 0:
             self.add(on_wait, expected, is_sending=True)
             return
-        self._begin()
-        self._exchange(len(self._chunks))
-        self.flush(on_wait)
-        self._end()
+        chunks = next(self._next_chunks)
+        requests = [self._world.start_receive(self._total[chunk.wire], 0, _DOWN) for chunk in chunks]
+        sending = [self._world.start_send(self._local[chunk.wire], 0, _UP) for chunk in chunks]
+        for request in [*requests, *sending]:
+            wait_sleeping(request, on_wait)
 
     def add(self, on_wait: OnWait, expected: ExpectedTails | None, *, is_sending: bool = False) -> None:
         """Rank 0: sum all vectors into `total`, as `sum` does; unless `is_sending`, `spread` is next."""
-        self._begin()
-        if not self._num_done:
-            self.flush(on_wait)
-        for number, chunk in enumerate(self._chunks, start=1):
+        self.post_receives()
+        self.flush(on_wait)
+        for chunk in self._chunks:
             while self._arriving and self._arriving[0][0] == chunk:
                 wait_sleeping(self._arriving[0][2], on_wait, self.find_missing)
                 self._add_next()
-            if expected and number == len(self._chunks):
-                expected.check([vector[: chunk.elements.stop] for vector in self._received])
-            self._finish_chunks(number, is_sending=is_sending)
-        self._end()
-
-    def spread(self) -> None:
-        """Rank 0: send `total`, to which the sums of other groups have been added."""
-        for chunk in self._latest:
-            self._send(chunk)
-
-    def _begin(self) -> None:
-        """Begin the next sum: rank 0 posts receives for the other ranks' vectors."""
-        if self._has_begun:
-            return
-        self._has_begun, self._chunks = True, next(self._next_chunks)
-        if self._world.rank == 0:
-            self._arriving = [
-                (chunk, rank, self._world.start_receive(buffer[chunk.wire], rank, _UP))
-                for chunk in self._chunks
-                for rank, buffer in enumerate(self._received, start=1)
-            ]
-
-    def _end(self) -> None:
-        self._latest, self._has_begun, self._num_offered, self._num_done = self._chunks, False, 0, 0
-
-    def _exchange(self, num_chunks: int) -> None:
-        """Other ranks: begin to send the chunks up to this one, and to receive their sums."""
-        for chunk in self._chunks[self._num_done : num_chunks]:
-            self._sending.append(self._world.start_receive(self._total[chunk.wire], 0, _DOWN))
-            self._sending.append(self._world.start_send(self._local[chunk.wire], 0, _UP))
-        self._num_done = num_chunks
-
-    def _finish_chunks(self, num_chunks: int, *, is_sending: bool = True) -> None:
-        """Rank 0: add its own vector to those of the first chunks that have arrived from all others."""
-        for chunk in self._chunks[self._num_done : num_chunks]:
-            if self._arriving and self._arriving[0][0] == chunk:
-                return
             own, total = self._local[chunk.elements], self._total[chunk.elements]
             if self._world.size == 1:
                 total[:] = own
             else:
                 self._numpy.add(self._partial[chunk.elements], own, out=total)
-            self._num_done += 1
+            if expected and chunk is self._chunks[-1]:
+                expected.check([vector[: chunk.elements.stop] for vector in self._received])
             if is_sending:
                 self._send(chunk)
+        self._latest, self._chunks = self._chunks, []
+
+    def spread(self) -> None:
+        """Rank 0: send `total`, to which the sums of other groups have been added."""
+        for chunk in self._latest:
+            self._send(chunk)
 
     def find_not_finite(self) -> list[int]:
         """Rank 0: return the ranks whose latest vectors are not finite, or were followed by another one.
@@ -240,11 +183,10 @@ class Star(Collective):
             for vector in self._received
         ]
         waiting = Counter(rank for _, rank, request in self._arriving if not request.Test())
-        num_chunks = len(self._chunks) if self._has_begun else 0
         return [
             rank
             for rank, is_right in enumerate(is_finite, start=1)
-            if not is_right or waiting[rank] < num_chunks
+            if not is_right or waiting[rank] < len(self._chunks)
         ]
 
     def _add_next(self) -> None:
@@ -287,26 +229,21 @@ def choose_collective(
     wanted: str = "",
     sizes: SumSizes = (),
     *,
-    is_halved: bool = False,
     on_wait: OnWait = ignore_wait,
 ) -> tuple[Collective, str, float]:
     """Return the fastest collective, its name, and the seconds of a step's sums on the slowest rank.
 
-    `wanted` names the collective to use instead. `sizes` and `is_halved` as of `Collective`. Call on all
-    ranks; raises PeerFaultError for a rank whose step has other sums than that of rank 0.
+    `wanted` names the collective to use instead. `sizes` as of `Collective`. Call on all ranks; raises
+    PeerFaultError for a rank whose step has other sums than that of rank 0.
     """
-    own_form = is_halved, sizes or ((len(local), 0),)
-    found = gather_values(world, own_form, tuple[bool, SumSizes], on_wait)
+    found = gather_values(world, sizes or ((len(local), 0),), SumSizes, on_wait)
     for rank, of_rank in enumerate(found):
         if of_rank != found[0]:
-            own, expected = (
-                "bfloat16 of " * halved + ", ".join(str(size) for size, _ in one[:10])
-                for halved, one in (of_rank, found[0])
-            )
+            own, expected = (", ".join(_describe(*size) for size in one[:10]) for one in (of_rank, found[0]))
             raise PeerFaultError(rank, f"sums {own} elements in a step, in this order; expected {expected}")
     measured: list[tuple[float, str, Collective]] = []
     for name in (wanted,) if wanted in COLLECTIVES else COLLECTIVES:
-        collective = COLLECTIVES[name](world, local, total, sizes, is_halved=is_halved)
+        collective = COLLECTIVES[name](world, local, total, sizes)
         # The first sum opens connections and does not count, if it is not long.
         slowest_s = find_slowest_s(world, _time_sum(world, collective, on_wait), on_wait)
         if slowest_s < LONG_S:
@@ -315,6 +252,10 @@ def choose_collective(
         measured.append((slowest_s, name, collective))
     seconds, name, collective = min(measured, key=lambda row: row[0])
     return collective, name, seconds
+
+
+def _describe(size: int, num_halved: int) -> str:
+    return f"{size} ({num_halved} as bfloat16)" if num_halved else str(size)
 
 
 def find_slowest_s(world: World, own_s: float, on_wait: OnWait = ignore_wait) -> float:

@@ -17,7 +17,6 @@ import numpy as np
 from csdctl.worker.data.arrays import Array
 from csdctl.worker.group import bf16
 from csdctl.worker.group.channel import (
-    COUNT,
     LIMIT,
     SEND_HEAD,
     Answer,
@@ -26,6 +25,7 @@ from csdctl.worker.group.channel import (
     Request,
     SharedVectors,
 )
+from csdctl.worker.group.chunks import Chunk, divide
 from csdctl.worker.group.messages import (
     MAX_VALUE_BYTES,
     ConnectionRows,
@@ -44,7 +44,6 @@ from csdctl.worker.group.values import (
     decode_values,
     encode_value,
 )
-from csdctl.worker.protocol.chunks import OVERLAP_S, Chunk, divide
 from csdctl.worker.protocol.events import TRAFFIC_NAMES, SentBytes
 from csdctl.worker.protocol.json_codec import OneOf, RankNumber
 from csdctl.worker.protocol.orders import ALONE, COLLECTIVE_NAMES, STAR
@@ -75,12 +74,6 @@ class Communicator:
         `expected`, on rank 0: what the ranks' vectors must end with.
         """
         return vector
-
-    def offer(self, num_chunks: int) -> None:
-        """Let the first chunks of the next sum (protocol/chunks.py) leave `local`, where they are complete.
-
-        They must not change before that sum. For any thread, while no other calls.
-        """
 
     def find_not_finite(self) -> list[int]:
         """Return the other ranks whose latest vectors are not finite, on rank 0; [] where that is unknown."""
@@ -148,54 +141,36 @@ class LinkCommunicator(Communicator):
         self.rank, self.size = greeting.rank, greeting.size
         self.collective = ""
         self._channel, self._vectors, self._on_waiting = channel, vectors, on_waiting
-        self._next_chunks: Iterator[list[Chunk]] = cycle([divide(len(self.local))])
-        self._chunks = next(self._next_chunks)
-        """Those of the next sum."""
-        self._num_offered = 0
-        self._unpacked: Array | None = None
-        """The latest sum as float32, where parts of it are sent as bfloat16."""
+        self._next_chunks: Iterator[Sequence[Chunk]] = cycle([()])
+        """Those of the sums from the next one on, where parts are sent as bfloat16; () if all is float32."""
+        self._unpacked = self.local
+        """The latest sum as float32."""
         self._messages: Counter[tuple[str, int, int]] = Counter()
         """Bytes of messages between this rank and another so far, by traffic class, sender and receiver."""
         channel.send_descriptor(vectors.descriptor)
 
-    def choose_collective(
-        self, wanted: str, sizes: Sequence[tuple[int, int]] = (), *, is_halved: bool = False
-    ) -> None:
+    def choose_collective(self, wanted: str, sizes: Sequence[tuple[int, int]] = ()) -> None:
         """Choose the collective, on all ranks together; `wanted` names one instead of measuring.
 
-        `sizes`: of each sum of a step, in their order: its elements, and how many of them are sent first, an
-        even number if as bfloat16 (`is_halved`); by default one sum of the whole vector.
+        `sizes`: of each sum of a step, in their order: its elements, and how many of them are sent as
+        bfloat16, an even number; by default one sum of the whole vector as float32.
         """
-        sizes = sizes or [(len(self.local), 0)]
-        self._next_chunks = cycle([divide(*size, is_halved=is_halved) for size in sizes])
-        self._chunks = next(self._next_chunks)
-        if self.rank and is_halved:
+        if self.rank and any(num_halved for _, num_halved in sizes):
+            self._next_chunks = cycle([divide(*size) for size in sizes])
             self._unpacked = self.local.copy()
         hint = tuple[Annotated[str, OneOf(COLLECTIVE_NAMES)], float]
-        content = json.dumps([wanted, list(sizes), is_halved]).encode()
+        content = json.dumps([wanted, list(sizes)]).encode()
         self.collective, self.sum_s = self._read(hint, self._request(Request.CHOOSE, content))
 
     def sum(self, vector: Array, expected: ExpectedTails | None = None) -> Array:
         """Sum in the memory that is shared with the link."""
         if vector is not self.local:
             self.local[:] = vector
-        chunks = self._chunks
-        if self._unpacked is not None:
-            bf16.pack(self.local, chunks[self._num_offered :])
+        chunks = next(self._next_chunks)
+        bf16.pack(self.local, chunks)
         self._request(Request.SUM, expected.pack() if expected and self.rank == 0 else b"")
-        self._chunks, self._num_offered = next(self._next_chunks), 0
         total: Array = self._vectors.total
-        return total if self._unpacked is None else bf16.unpack(total, chunks, self._unpacked)
-
-    def offer(self, num_chunks: int) -> None:
-        """Offer the chunks to the link, if sums take long enough."""
-        if self.collective != STAR or self.sum_s < OVERLAP_S:
-            return
-        if self._unpacked is not None:
-            bf16.pack(self.local, self._chunks[self._num_offered : num_chunks])
-        self._num_offered = num_chunks
-        with contextlib.suppress(LinkLostError):  # the sum that follows says so
-            self._channel.send(Request.OFFER, COUNT.pack(num_chunks))
+        return bf16.unpack(total, chunks, self._unpacked) if chunks else total
 
     def add(self, expected: ExpectedTails | None) -> Array:
         """Return, on rank 0, the sum that the others await until `spread`; it may be changed before."""
@@ -347,13 +322,10 @@ class TwoLevelCommunicator(Communicator):
         links = (self._tunnel, self._own), (self._between, self._leaders)
         return [(link, places) for link, places in links if link]
 
-    def choose_collective(
-        self, wanted: str, sizes: Sequence[tuple[int, int]] = (), *, is_halved: bool = False
-    ) -> None:
+    def choose_collective(self, wanted: str, sizes: Sequence[tuple[int, int]] = ()) -> None:
         """Choose the collective of the servers; a server and its nodes use a star, which checks each node."""
         for link, _ in self._links:
-            name = STAR if link is self._tunnel else wanted
-            link.choose_collective(name, sizes, is_halved=is_halved)
+            link.choose_collective(STAR if link is self._tunnel else wanted, sizes)
             self.collective, self.sum_s = link.collective, self.sum_s + link.sum_s
         if self._between:  # the servers wait for the slowest tunnel
             own_s = self._tunnel.sum_s if self._tunnel else 0.0
@@ -379,11 +351,6 @@ class TwoLevelCommunicator(Communicator):
         partial[:] = total
         self._tunnel.spread()
         return partial
-
-    def offer(self, num_chunks: int) -> None:
-        """Offer them to the server; a server has the sum of its nodes before the others get any of it."""
-        if self._between is None:
-            self._up.offer(num_chunks)
 
     def find_not_finite(self) -> list[int]:
         """Return those of all servers, on rank 0; each server says it of itself and its nodes."""

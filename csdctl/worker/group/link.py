@@ -16,7 +16,6 @@ from collections.abc import Callable
 from typing import Any
 
 from csdctl.worker.group.channel import (
-    COUNT,
     LIMIT,
     SEND_HEAD,
     Answer,
@@ -44,9 +43,8 @@ from csdctl.worker.protocol.json_codec import to_json
 from csdctl.worker.protocol.processes import is_of_same_user, list_connections
 
 WAITING_INTERVAL_S = 5.0
-PART_S, SENDING_PART_S, OFFERED_PART_S = 0.001, 0.0002, 0.004
-"""Pauses between the parts of messages that arrive while the rank computes, while a sum leaves, and while one
-arrives and leaves and the rank computes: it needs the core."""
+PART_S, SENDING_PART_S = 0.001, 0.0002
+"""Pauses between the parts of messages that arrive while the rank computes, and while a sum leaves."""
 MAX_REQUEST_BYTES = 1 << 40
 """The link takes what its rank asks it to send: the rank has made it, and runs on the same machine."""
 
@@ -78,7 +76,7 @@ def serve_link(run_id: str, node_rank: int, generation: int, level: str = "") ->
     return 0
 
 
-_KEEPS_SUM = (Request.SUM, Request.NOT_FINITE, Request.ADD, Request.SPREAD, Request.OFFER)
+_KEEPS_SUM = (Request.SUM, Request.NOT_FINITE, Request.ADD, Request.SPREAD)
 """Requests that do not wait until the latest sum has left."""
 
 
@@ -121,9 +119,6 @@ class _Link:
                 if letter == Request.CLOSE:
                     allgather(self._world, b"", 0, self._on_wait)
                     return
-                if letter == Request.OFFER and self._collective:
-                    self._collective.offer(*COUNT.unpack(content))
-                    continue
                 if letter not in self._requests:
                     raise LinkLostError
                 self._channel.send(Answer.DONE, self._requests[letter](content))
@@ -139,16 +134,14 @@ class _Link:
         while True:
             self._departures = [one for one in self._departures if not one.Test()]
             num_missing = sum(not one.Test() for one in self._arrivals)
-            is_active = collective is not None and (self._world.rank == 0 or collective.is_offered)
-            if not is_active and not self._departures and not num_missing:
+            is_adding = collective is not None and self._world.rank == 0
+            if not is_adding and not self._departures and not num_missing:
                 return
             watched: list[Any] = [self._channel, *ready]
             readable = select.select(watched, [], [], IDLE_S)[0]
-            if collective and is_active:
+            if collective and is_adding:
                 collective.progress()
             pause_s = SENDING_PART_S if collective and collective.is_sending else PART_S
-            if collective and collective.is_offered:
-                pause_s = OFFERED_PART_S
             if self._channel in readable or (readable and select.select([self._channel], [], [], pause_s)[0]):
                 return
 
@@ -163,13 +156,13 @@ class _Link:
             self._reported_s = now
             self._channel.send(Answer.WAITING, json.dumps(find_missing()).encode())
         if select.select([self._channel], [], [], 0)[0]:
-            raise LinkLostError  # a rank that waits for an answer sends nothing: it is gone
+            raise LinkLostError  # a rank that waits sends nothing: it is gone
 
     def _choose(self, content: bytearray) -> bytes:
-        wanted, found, is_halved = json.loads(content)
-        sizes = tuple((size, num_early) for size, num_early in found)
+        wanted, found = json.loads(content)
+        sizes = tuple((size, num_halved) for size, num_halved in found)
         self._collective, name, seconds = choose_collective(
-            self._world, *self._vectors, wanted, sizes, is_halved=is_halved, on_wait=self._on_wait
+            self._world, *self._vectors, wanted, sizes, on_wait=self._on_wait
         )
         return json.dumps([name, seconds]).encode()
 

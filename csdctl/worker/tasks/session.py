@@ -147,9 +147,8 @@ class RankSession:
         if len(servers) > 1:
             ends = links.get(False), links.get(True)
             communicator = TwoLevelCommunicator(me, servers, self._vectors.local, *ends)
-        is_halved = self._spec.recipe.compression == BF16
-        wanted = STAR if is_halved else order.collective  # MPI adds no bfloat16
-        communicator.choose_collective(wanted, self._task.sum_sizes, is_halved=is_halved)
+        is_halved = self._spec.recipe.compression == BF16  # MPI does not add bfloat16
+        communicator.choose_collective(STAR if is_halved else order.collective, self._task.sum_sizes)
         return communicator
 
     def _report_waiting(self, nodes: Sequence[str], rank: int, missing: list[int]) -> None:

@@ -24,7 +24,6 @@ from csdctl.worker.data.arrays import Array
 from csdctl.worker.data.prepared import EpochReader, SyntheticReader
 from csdctl.worker.group.communicator import Communicator
 from csdctl.worker.process.errors import WorkerError
-from csdctl.worker.protocol.chunks import count_early
 from csdctl.worker.protocol.json_codec import ProtocolError, Sha256
 from csdctl.worker.protocol.orders import FormGroup, PauseAtEpochEnd, Ping, Release, Stop, order_from_line
 from csdctl.worker.protocol.recipe import BF16
@@ -135,7 +134,7 @@ class Task(Protocol):
     def sum_sizes(self) -> Sequence[tuple[int, int]]:
         """Of each vector that the ranks sum in a step, in their order; known after `load`.
 
-        Its elements, and how many of them are sent first (protocol/chunks.py).
+        Its elements, and how many of them are sent as bfloat16.
         """
 
     @property
@@ -178,7 +177,7 @@ class ModelTask:
         return [
             (
                 int(layout.step_size + 2 + len(self.spec.ranks)),
-                count_early(layout.gradients.stop, is_halved=is_halved),
+                int(layout.gradients.stop) // 2 * 2 if is_halved else 0,
             )
             for layout in layouts
         ]

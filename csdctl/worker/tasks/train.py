@@ -180,7 +180,7 @@ class Train(ModelTask):
         else:
             out = communicator.local[layout.step]
             exchanged_s = self._compute(communicator, images, labels, copies, out)
-            norm = self.step.own_square_norm(out) if self._tells_noise else 0.0
+            norm = self.step.square_norm(out) if self._tells_noise else 0.0
             computed = time.perf_counter()
             own_s = self._apply_s + computed - received - exchanged_s
             total = self._sum(communicator, layout, own_s, norm)
@@ -259,11 +259,7 @@ class Train(ModelTask):
         self, communicator: Communicator, images: Array, labels: Array, copies: Array | None, out: Array
     ) -> float:
         """Compute this rank's vector into `out`; returns the seconds in which it waited for other ranks."""
-        assert isinstance(self.step, Step)  # others have methods of their own
-        # A single inter-op thread would deliver all chunks at the end: it takes what is ready last first.
-        is_overlapping = self.me.runtime.inter_threads > 1 and not self.step.has_noise
-        on_chunk = communicator.offer if is_overlapping else None
-        self.step.local(images, labels, out, private_copies=copies, on_chunk=on_chunk)
+        self.step.local(images, labels, out, private_copies=copies)
         return 0.0
 
     def _exchange_reassigned(self, communicator: Communicator) -> bytes | bytearray | None:

@@ -218,9 +218,6 @@ class FitTuner:
         Raises TuningError when no plan is within the limits, and what probes and the ranks of a trial raise.
         """
         model = self._measure_collectives(model)
-        if model.can_overlap:
-            self.say("sums begin during the backward pass: TensorFlow gets a second inter-op thread for it")
-            model = model.overlapping()
         model = self._measure_steps(limit_sizes(model, self.limits))
         if self.is_exploring:
             model = self._measure_steps(self._explore_settings(model))
@@ -535,11 +532,7 @@ def tune_by_fit(
         is_host_training=options.is_host_training,
     )
     model = measurements.recall_fleet(required=list(private))
-    model = replace(
-        model,
-        private_shares={name: count / num_samples for name, count in private.items()},
-        may_overlap=not job.noise and not prepared.model.info.has_own_step,
-    )
+    model = replace(model, private_shares={name: count / num_samples for name, count in private.items()})
     runtimes = {name: model.class_of(name).settings for name in model.machines}
     with FleetMeasurer(context, runtimes, watch) as measurer:
         busy = measurer.find_other_work()

@@ -301,43 +301,8 @@ def test_settings_are_those_of_the_newest_trial_unless_the_user_has_set_threads(
     assert (recalled.settings, recalled.sizes) == (settings, sizes)
 
 
-def test_settings_without_a_trial_are_the_usual_ones_maybe_with_a_second_inter_op_thread() -> None:
-    blank, overlapping = ClassModel(("a",), SETTINGS), replace(SETTINGS, inter_threads=2)
-    known = [*probed(8, settings=overlapping), *probed(64, settings=Runtime(1))]
-    recalled = recall_class(blank, known)
-    assert (recalled.settings, recalled.sizes) == (overlapping, {8})
-    assert recall_class(blank, [*probed(16), *known]).settings == SETTINGS
-    assert recall_class(blank, []).settings == SETTINGS
-
-
 def test_newest_trial_in_which_the_machine_trained_gives_the_in_step_factor() -> None:
     known = [*probed(8, 16), tried_at(32, 2.0, 5.0), *(tried_at(32, ratio, 9.0) for ratio in (1.1, 1.2, 1.6))]
     assert recall_in_step(known, LINE) == (32, pytest.approx(1.2))
     assert recall_in_step(probed(8), LINE) is None
     assert recall_in_step([ProbeMeasurement(SETTINGS, 0, 9.0, 0.01, 3)], LINE) is None
-
-
-@pytest.mark.parametrize(
-    ("sum_s", "vector_bytes", "may_overlap", "expected"),
-    [
-        (0.06, 5 << 20, True, True),
-        (0.04, 5 << 20, True, False),  # short
-        (0.06, 1 << 19, True, False),  # a single message
-        (0.06, 5 << 20, False, False),  # with noise
-    ],
-)
-def test_long_sums_of_several_messages_overlap_with_the_step(
-    sum_s: float, vector_bytes: int, expected: bool, *, may_overlap: bool
-) -> None:
-    known = ClassModel(("host", "csd0"), Runtime(1), points=(Point(8, 0.1),), memory_bytes=1 << 30)
-    model = FleetModel(
-        ("host", "csd0"),
-        {"host": known},
-        vector_bytes,
-        collective_cost=CollectiveCost(sum_s),
-        may_overlap=may_overlap,
-    )
-    assert model.can_overlap == expected
-    arranged = model.overlapping()
-    assert not arranged.can_overlap
-    assert arranged.classes["host"] == replace(known, settings=Runtime(1, inter_threads=2), points=())

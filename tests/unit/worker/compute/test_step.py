@@ -12,7 +12,6 @@ import numpy as np
 import pytest
 
 from csdctl.worker.compute.step import GradientNoise, Step
-from csdctl.worker.protocol import chunks
 from csdctl.worker.protocol.recipe import LossTerm, Recipe
 from tests.unit.worker.compute.built_models import keras, make_step
 
@@ -79,32 +78,6 @@ def test_buffer_has_the_vector_of_this_step_alone(count: int, micro_batch_size: 
     assert np.array_equal(out, expected)
     assert out[step.layout.count] == count
     assert out.any() == (count > 0)
-
-
-@pytest.mark.parametrize("options", [{}, {"micro_batch_size": 3}, {"weight": 0.25}])
-def test_chunks_that_are_announced_during_the_backward_pass_are_complete(
-    options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    expected = np.array(own_step(**options).local(SAMPLES, CLASSES))
-    monkeypatch.setattr(chunks, "CHUNK_SIZE", 16)
-    step = own_step(**options)
-    early = chunks.divide_early(step.layout.num_gradients, is_halved=False)
-    out = np.full(step.layout.step_size, 7.0, np.float32)
-    announced: list[int] = []
-
-    def check(num_chunks: int) -> None:
-        for chunk in early[len(announced) : num_chunks]:
-            assert np.array_equal(out[chunk.elements], expected[chunk.elements])
-            out[chunk.elements] = np.nan  # what leaves may be overwritten: bfloat16 is packed in place
-        announced.append(num_chunks)
-
-    assert len(early) == 4
-    step.local(SAMPLES, CLASSES, out, on_chunk=check)
-    assert announced == [1, 2, 3, 4]
-    assert np.array_equal(out[early[0].elements.stop :], expected[early[0].elements.stop :])
-    assert step.own_square_norm(out) == pytest.approx(step.square_norm(expected))
-    step.local(SAMPLES, CLASSES, out)
-    assert np.array_equal(out, expected)
 
 
 def test_rank_alone_counts_its_samples_with_their_weight() -> None:

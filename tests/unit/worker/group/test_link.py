@@ -127,8 +127,8 @@ def test_each_sum_of_a_step_is_sent_with_its_own_size_and_counted_apart_from_mes
 
 SWAPS = f"""{HEAD}
 class Swapped(collective.Star):
-    def __init__(self, world, local, total, sizes, **options):
-        super().__init__(world, local, total, sizes[::-1], **options)
+    def __init__(self, world, local, total, sizes):
+        super().__init__(world, local, total, sizes[::-1])
 collective.COLLECTIVES["star"] = Swapped
 {SERVE}"""
 

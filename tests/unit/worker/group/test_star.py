@@ -10,10 +10,9 @@ import numpy as np
 import pytest
 
 from csdctl.worker.group import collective
+from csdctl.worker.group.chunks import CHUNK_SIZE
 from csdctl.worker.group.collective import Star, choose_collective
-from csdctl.worker.group.mpi import ignore_wait
-from csdctl.worker.group.values import ExpectedTails, PeerFaultError
-from csdctl.worker.protocol.chunks import CHUNK_SIZE
+from csdctl.worker.group.values import ExpectedTails
 
 NUM_ELEMENTS = CHUNK_SIZE + 3
 """Two chunks."""
@@ -156,7 +155,7 @@ def test_what_is_left_of_a_larger_sum_is_no_part_of_a_smaller_one() -> None:
 
 def choose_among(monkeypatch: pytest.MonkeyPatch, seconds: dict[str, list[float]], wanted: str = "") -> Any:
     """Choose among collectives, in whose place are the seconds that their sums take on the ranks."""
-    kinds = {name: lambda *_, times=times, **__: times for name, times in seconds.items()}
+    kinds = {name: lambda *_, times=times: times for name, times in seconds.items()}
     monkeypatch.setattr(collective, "COLLECTIVES", kinds)
     monkeypatch.setattr(collective, "gather_values", lambda *_: [])
     monkeypatch.setattr(collective, "_time_sum", lambda world, times, on_wait: times)
@@ -169,43 +168,3 @@ def test_collective_is_the_one_whose_slowest_rank_is_fastest(monkeypatch: pytest
     seconds = {"one": [0.1, 0.5], "two": [0.4, 0.3], "three": [0.2, 9.0]}
     assert choose_among(monkeypatch, seconds) == (seconds["two"], "two", 0.4)
     assert choose_among(monkeypatch, seconds, "three") == (seconds["three"], "three", 9.0)
-
-
-def test_offered_chunks_leave_before_the_vector_is_complete_but_never_its_end() -> None:
-    world = SlowWorld(num_tests=1)
-    num_early = 2 * CHUNK_SIZE
-    local, total = (np.zeros(num_early + 6, np.float32) for _ in range(2))
-    star = Star(world, local, total, [(len(local), num_early)])  # type: ignore[arg-type]
-    star.post_receives()
-    local[CHUNK_SIZE:num_early] = 1.0
-    star.offer(1)
-    assert world.sent == []
-    world.let_arrive(20.0, 300.0)
-    star.progress()
-    star.progress()
-    assert world.received(1) == world.received(2) == [[321.0]]
-    local[:CHUNK_SIZE] = 2.0
-    star.offer(9)  # as if the end were complete, too
-    star.progress()
-    assert world.received(1) == [[321.0], [322.0]]
-    wrong = ExpectedTails(num_early, (0, 1, 2), (8.0, 8.0, 8.0))
-    with pytest.raises(PeerFaultError, match="sent the gradient of 20 samples, expected 8"):
-        star.sum(ignore_wait, wrong)
-    star.progress()
-    assert world.received(1) == [[321.0], [322.0]]
-
-
-def test_offer_does_not_wait_but_its_sum_is_written_when_the_sum_before_has_left() -> None:
-    world = SlowWorld(num_tests=4)
-    local, total = (np.zeros(CHUNK_SIZE + 3, np.float32) for _ in range(2))
-    star = Star(world, local, total, [(len(local), CHUNK_SIZE)])  # type: ignore[arg-type]
-    add(star, world, local, 1.0, 20.0, 300.0)
-    star.post_receives()
-    world.let_arrive(40.0, 600.0)
-    local[:] = 2.0
-    star.offer(1)
-    assert world.received(1) == []
-    assert np.unique(total).tolist() == [321.0]
-    star.sum()
-    star.flush()
-    assert world.received(1) == [[321.0], [321.0], [642.0], [642.0]]

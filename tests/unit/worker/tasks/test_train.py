@@ -19,7 +19,6 @@ from csdctl.worker.compute.recipe import compile_model
 from csdctl.worker.group.communicator import Communicator
 from csdctl.worker.group.values import LinkLostError, PeerFaultError, decode_value, encode_value
 from csdctl.worker.process.errors import WorkerError
-from csdctl.worker.protocol import chunks
 from csdctl.worker.protocol.events import MAX_STEPS, SAMPLES, STOPPED, EpochEnd, Progress, event_from_line
 from csdctl.worker.protocol.recipe import Noise, ReduceOnPlateau
 from csdctl.worker.protocol.run_spec import COPIES, RankSpec, RunSpec, Runtime
@@ -179,22 +178,6 @@ def test_right_sums_are_applied_and_weights_that_are_not_finite_end_the_run() ->
     group: Any = PlayedGroup(load_task())
     with pytest.raises(WorkerError, match="the weights are no longer finite after epoch 2"):
         task.compare_weights(group)
-
-
-@pytest.mark.parametrize("inter_threads", [1, 2])
-def test_gradients_are_offered_while_they_are_computed_if_a_thread_is_free_for_it(
-    inter_threads: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(chunks, "CHUNK_SIZE", 1)
-    task = load_task()
-    runtime = dataclasses.replace(task.me.runtime, inter_threads=inter_threads)
-    task.me = dataclasses.replace(task.me, runtime=runtime)
-    num_chunks = task.layout.num_gradients
-    group: Any = PlayedGroup(task)
-    offered: list[int] = []
-    group.offer = offered.append
-    assert run(task, group) == FINISHED
-    assert sorted(offered) == sorted([*range(1, num_chunks + 1)] * NUM_STEPS * (inter_threads > 1))
 
 
 def rates_of(task: Train, then: Callable[[list[float]], None] = lambda rates: None) -> list[float]:
