@@ -56,7 +56,13 @@ class FakeSession(Session):
         return self
 
     def run(
-        self, command: Sequence[str], *, stdin: bytes = b"", deadline_s: float = 60.0, is_users: bool = False
+        self,
+        command: Sequence[str],
+        *,
+        stdin: bytes = b"",
+        deadline_s: float = 60.0,
+        is_users: bool = False,
+        needs_state: bool = True,
     ) -> Completed:
         """Return the scripted response; raise its error."""
         response = self._response(command)

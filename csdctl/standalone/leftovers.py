@@ -1,6 +1,6 @@
 """Find processes and files that an earlier csdctl left on a machine; end and remove them on request.
 
-Sent as source, so it uses the standard library only. Runs in the session's home directory. Reads one JSON
+Sent as source, so it uses the standard library only. Runs in the session's directory. Reads one JSON
 object, the fields of `CleanupOptions` (launch/leftovers.py), writes one as the frame `@csdctl-result JSON`:
 
 - `holder`: the csdctl that currently holds the lock, else null; with a holder, nothing is changed

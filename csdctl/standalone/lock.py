@@ -17,7 +17,7 @@ LOCK = STATE + "/lock"
 
 
 def main() -> None:
-    """Take the lock or print its holder; runs in the session's home directory."""
+    """Take the lock or print its holder; runs in the session's directory."""
     os.umask(0o077)
     make_private(STATE)
     lock = os.open(LOCK, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o600)
@@ -43,9 +43,12 @@ def main() -> None:
 
 def make_private(directory: str) -> None:
     """Create `directory`, or narrow it; exit if another user can change what is in it."""
-    around = os.stat(".").st_mode
-    if around & stat.S_IWOTH and not around & stat.S_ISVTX:
-        sys.exit(f"{os.getcwd()} can be changed by every user: chmod o-w it")
+    around = os.getcwd()
+    while around != "/":
+        mode = os.stat(around).st_mode
+        if mode & stat.S_IWOTH and not mode & stat.S_ISVTX:
+            sys.exit(f"{around} can be changed by every user: chmod o-w it")
+        around = os.path.dirname(around)
     with contextlib.suppress(FileExistsError):
         os.mkdir(directory, 0o700)
     if {os.lstat(directory).st_uid, os.stat(directory).st_uid} != {os.geteuid()}:

@@ -1,8 +1,8 @@
 """Receive files on a node, over standard input and output of one command.
 
-csdctl need not be installed there: the host sends this source first on standard input (shipping/deliver.py),
-so it uses the standard library only, of Python 3.8 or newer. The request follows: compressed JSON with the
-manifest, of as many bytes as the second argument says. The node then lists its missing objects, receives
+csdctl need not be installed there: the host sends this source (shipping/deliver.py), so it uses the standard
+library only, of Python 3.8 or newer. The request is the first input: compressed JSON with the manifest, of as
+many bytes as the argument says. The node then lists its missing objects, receives
 exactly their bytes in that order, and reports when everything is in place. Responses are frames, lines of
 `@csdctl-KIND JSON`:
 
@@ -127,7 +127,7 @@ class ManifestTree:
 
 def check_destination(destination: bytes) -> bytes:
     """Return the normalized `destination`; raises RefusedError if it is occupied."""
-    destination = os.path.normpath(destination)
+    destination = os.path.normpath(os.path.join(os.fsencode(os.environ["HOME"]), destination))
     place = os.path.join(os.path.realpath(os.path.dirname(destination)), os.path.basename(destination), b"")
     if place.startswith(os.path.realpath(STATE) + b"/"):
         raise RefusedError(f"{printable(destination)} is inside another tree or csdctl's own directory")
@@ -141,9 +141,15 @@ def check_destination(destination: bytes) -> bytes:
 
 
 def tree_at(destination: bytes) -> bytes:
-    """Return the directory that the destination links to; empty if csdctl did not create it."""
+    """Return the directory that the destination links to; empty if csdctl did not create it.
+
+    Another machine with the same home may have created it, in its own state directory.
+    """
     target = os.readlink(destination) if os.path.islink(destination) else b""
-    return target if os.path.dirname(target) == os.path.realpath(TREES) else b""
+    trees = os.path.realpath(TREES).split(b"/")
+    found = os.path.dirname(target).split(b"/")
+    is_siblings = found[:-3] == trees[:-3] and found[-2:] == trees[-2:] and trees[-4:-3] == [b"machines"]
+    return target if found == trees or is_siblings else b""
 
 
 def matches(path: bytes, expected: ManifestObject) -> bool:
@@ -198,9 +204,12 @@ def read_input(num_bytes: int) -> Iterator[bytes]:
 
 def check_store() -> None:
     """Narrow what exists of the store to this user; refuse one that another user could change."""
-    around = os.stat(".").st_mode
-    if around & stat.S_IWOTH and not around & stat.S_ISVTX:
-        raise RefusedError(f"{os.getcwd()} can be changed by every user", "run `chmod o-w` on it")
+    around = os.getcwd()
+    while around != "/":
+        mode = os.stat(around).st_mode
+        if mode & stat.S_IWOTH and not mode & stat.S_ISVTX:
+            raise RefusedError(f"{around} can be changed by every user", "run `chmod o-w` on it")
+        around = os.path.dirname(around)
     for directory in (STATE, OBJECTS, TREES):
         if os.path.lexists(directory):
             check_own(directory)
@@ -449,7 +458,7 @@ def main() -> int:
     os.umask(0o077)
     try:
         check_store()
-        serve(json.loads(zlib.decompress(b"".join(read_input(int(sys.argv[2]))))))
+        serve(json.loads(zlib.decompress(b"".join(read_input(int(sys.argv[1]))))))
         return 0
     except RefusedError as refused:
         respond("error", message=str(refused), remedy=refused.remedy, exit_code=2)

@@ -1,12 +1,17 @@
-"""Command lines for a machine: the script around all commands, csdctl/standalone as source, the worker; pure.
+"""How a program starts on a machine: its command line, environment, directory and process group; pure.
+
+A login shell may be any program (csh, fish, a restricted shell), and its start-up files may print. It gets
+one command line, the same for every command but for a random token, of characters that all shells leave
+alone. That starts a POSIX `sh`, which prints the token and reads one line of ASCII from standard input: the
+script of this module with the command's arguments. Output before the token is dropped.
 
 The script runs the command in its own process group, prints the group's id, ends the group when the command
 ends, and ends it shortly after the deadline even without csdctl, so that nothing stays behind when the
 connection or csdctl is lost. It needs only a POSIX `sh`: `setsid` is used only where the SSH server did not
 make the shell a group leader.
 
-Login shells may print at start-up. A random token on both streams marks where the output of the command
-begins; earlier output is dropped.
+csdctl's own programs get an environment of few variables, and start in the machine's state directory. What
+else a machine or a user sets does not reach them, unless `env` in fleet.yaml names it.
 
 The programs of csdctl/standalone run on a machine before anything is installed there. They need only Python.
 `-I -S` keeps the user's modules out and halves the start-up time.
@@ -19,24 +24,61 @@ import secrets
 import shlex
 import sys
 import zlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib import resources
+from pathlib import Path
 
 from csdctl.errors import InputError
 
-MAX_COMMAND_LINE_BYTES = 120_000
-"""Linux rejects a single argument above 128 KiB, and `sh -c` gets the line as one argument."""
+MAX_ARGUMENT_BYTES = 120_000
+"""Linux rejects a single argument above 128 KiB."""
 
 WATCHDOG_GRACE_S = 2
 """Time after csdctl's deadline at which the node ends the command on its own."""
+
+KEPT_VARIABLES = (
+    "HOME USER LOGNAME SHELL PATH TMPDIR TZ CUDA_VISIBLE_DEVICES NVIDIA_VISIBLE_DEVICES CSDCTL_CPU_LIMIT "
+    "CSDCTL_MEMORY_LIMIT CSDCTL_EMULATED_FLEET CSDCTL_EMULATED_NODE"
+)
+"""What csdctl's own programs see of a machine's environment."""
+SET_VARIABLES = {"LC_ALL": "C", "PYTHONHASHSEED": "0", "PYTHONNOUSERSITE": "1", "PYTHONUTF8": "1"}
+"""What they see besides, unless `env` in fleet.yaml has another value.
+
+Functions of the user's number classes by sets: all machines and data sets need one order of them.
+"""
+
+CANNOT_ENTER = 119
+"""Exit code of the script when the machine has no usable state directory; standard error says why."""
+
+
+@dataclass(frozen=True)
+class Setting:
+    """Where csdctl's own programs start on a machine, and what they see besides of its environment."""
+
+    variables: Mapping[str, str]
+    """`env` of fleet.yaml."""
+    state: str | None
+    """The directory with the state directories of machines, '' for ~/.csdctl; None: stay where it starts."""
+
+
+HERE = Setting({}, None)
+
+
+def find_state_directory(state: str = "") -> Path:
+    """Return the state directory of this machine, which a session to it starts in; `state` is the node's."""
+    id_file = Path("/etc/machine-id")
+    machine = id_file.read_text(encoding="ascii", errors="replace")[:8].strip() if id_file.exists() else ""
+    name = Path("/proc/sys/kernel/hostname").read_text(encoding="utf-8").strip().partition("/")[0]
+    return (Path(state) if state else Path.home() / ".csdctl") / "machines" / f"{name}-{machine}"
+
 
 _UMASK = "umask 077\n"
 
 # Is the shell a group leader already (with OpenSSH it is)? /proc/PID/stat: pid (name) state ppid pgrp …
 _OUTER = """\
 csdctl_inner=$1; shift
-read -r csdctl_stat </proc/$$/stat; csdctl_stat=${csdctl_stat##*) }
+read -r csdctl_stat </proc/$$/stat; csdctl_stat=${csdctl_stat##*") "}
 csdctl_stat=${csdctl_stat#* }; csdctl_stat=${csdctl_stat#* }; csdctl_group=${csdctl_stat%% *}
 if [ "$csdctl_group" = "$$" ]; then eval "$csdctl_inner"
 elif command -v setsid >/dev/null 2>&1
@@ -44,16 +86,46 @@ then exec setsid sh -c "csdctl_group=\\$\\$; $csdctl_inner" csdctl "$@"
 else csdctl_group=0; eval "$csdctl_inner"
 fi"""
 
-# `(exec "$@")` runs the program of that name, never a shell builtin.
-_INNER = """\
+_BEGIN = """\
 csdctl_token=$1 csdctl_seconds=$2 csdctl_watchdog=; shift 2
-printf '%s\\n' "$csdctl_token"
 printf '%s %s\\n' "$csdctl_token" "$csdctl_group" >&2
+"""
+
+_WATCH = """\
 if [ "$csdctl_seconds" != 0 ] && [ "$csdctl_group" != 0 ]; then
 (exec </dev/null >/dev/null 2>&1; trap 'kill -KILL $!; exit' TERM
 sleep "$csdctl_seconds" & wait $!; kill -KILL "-$$") &
 csdctl_watchdog=$!
 fi
+"""
+
+# One home may belong to many machines (NFS), and one machine may have many homes.
+_ENTER = f"""\
+csdctl_refuse() {{ printf '%s\\n' "$1" >&2; exit {CANNOT_ENTER}; }}
+csdctl_state=$1; shift
+if [ -z "$csdctl_state" ]; then
+[ -d "$HOME" ] || csdctl_refuse "the home directory '$HOME' does not exist"
+csdctl_state=$HOME/.csdctl
+fi
+csdctl_id=; read -r csdctl_name </proc/sys/kernel/hostname
+[ ! -r /etc/machine-id ] || read -r csdctl_id </etc/machine-id || :
+csdctl_state=$csdctl_state/machines/${{csdctl_name%%/*}}-${{csdctl_id%"${{csdctl_id#????????}}"}}
+csdctl_why=$(mkdir -p "$csdctl_state" 2>&1) && cd "$csdctl_state" ||
+csdctl_refuse "${{csdctl_why:-$csdctl_state cannot be entered}}"
+[ -O . ] || csdctl_refuse "$csdctl_state belongs to another user"
+"""
+
+# The last of several values of one variable counts. `env`, unlike `exec`, never runs a shell builtin.
+_FILTER = f"""\
+for csdctl_name in {KEPT_VARIABLES}; do
+eval "[ -z \\"\\${{$csdctl_name+x}}\\" ] || set -- \\"$csdctl_name=\\$$csdctl_name\\" \\"\\$@\\""
+done
+(exec env -i "$@")
+csdctl_code=$?
+"""
+
+# `(exec "$@")` runs the program of that name, never a shell builtin.
+_RUN = """\
 (exec "$@")
 csdctl_code=$?
 """
@@ -74,44 +146,86 @@ _GROUP = re.compile(rb"(0|[1-9][0-9]{1,9}|[2-9])?")
 
 @dataclass(frozen=True)
 class WrappedCommand:
-    """A wrapped command: its argument list, and the token that its output begins with."""
+    """A command, the token that its output begins with, and what starts it."""
 
     command: tuple[str, ...]
-    argv: tuple[str, ...]
     token: str
+    script: bytes
+    """The line that the started `sh` reads first."""
+
+    @property
+    def argv(self) -> tuple[str, ...]:
+        """The argument list that starts it."""
+        return ("sh", "-c", f'echo {self.token}; IFS= read -r csdctl_line; eval "$csdctl_line"')
 
     @property
     def command_line(self) -> str:
-        """The argument list as one string for a remote login shell; raises InputError when too long."""
-        line = "exec " + shlex.join(self.argv)
-        if len(line.encode(errors="surrogateescape")) > MAX_COMMAND_LINE_BYTES:
-            raise InputError(
-                f"`{self.command[0]}` with its arguments is longer than {MAX_COMMAND_LINE_BYTES} bytes",
-                remedy="send the long part as standard input",
-            )
-        return line
+        """The argument list as a line for any login shell: without backslash, `!`, newline or second quote.
+
+        No `exec`, which restricted shells refuse.
+        """
+        return shlex.join(self.argv)
 
 
 def build_wrapped_command(
-    command: Sequence[str], *, deadline_s: float | None, is_users: bool = False
+    command: Sequence[str], *, deadline_s: float | None, is_users: bool = False, setting: Setting = HERE
 ) -> WrappedCommand:
     """Wrap `command`; with `deadline_s` None it runs until it is ended.
 
-    What it creates is for the user alone, and what it leaves in the background is ended with it; unless it
-    `is_users`, the user's own command: that one runs as after a login.
+    It runs in `setting`, what it creates is for the user alone, and what it leaves in the background is ended
+    with it; unless it `is_users`, the user's own command: that one runs as after a login.
 
-    Raises InputError for an empty command or an argument with a NUL byte.
+    Raises InputError for an empty command, or an argument that is too long, has a NUL byte, or a character
+    that is no text.
     """
     if not command or not command[0] or command[0].startswith("-"):
         raise InputError(f"not a command: {list(command)!r}")
-    for argument in command:
-        if "\0" in argument:
-            raise InputError(f"an argument of `{command[0]}` contains a NUL byte: {argument!r}")
     token = f"csdctl-{secrets.token_hex(8)}"
     seconds = 0 if deadline_s is None else math.ceil(deadline_s) + WATCHDOG_GRACE_S
-    outer, end = (_OUTER, _END_OF_USER) if is_users else (_UMASK + _OUTER, _END)
-    argv = ("sh", "-c", outer, "csdctl", _INNER + end, token, str(seconds), *command)
-    return WrappedCommand(tuple(command), argv, token)
+    if is_users:
+        words = [_OUTER, _BEGIN + _WATCH + _RUN + _END_OF_USER, token, str(seconds), *command]
+    else:
+        variables = [f"{name}={value}" for name, value in (SET_VARIABLES | dict(setting.variables)).items()]
+        # `env` would take a program with this character in its path for a variable.
+        program = ["sh", "-c", 'exec "$@"', "csdctl", *command] if "=" in command[0] else command
+        enter, place = ("", []) if setting.state is None else (_ENTER, [setting.state])
+        inner = _BEGIN + enter + _WATCH + _FILTER + _END
+        words = [_UMASK + _OUTER, inner, token, str(seconds), *place, *variables, *program]
+    return WrappedCommand(tuple(command), token, _build_script(words, command[0]))
+
+
+_PLAIN = re.compile(r"[ -~]*")
+
+
+def _build_script(words: Sequence[str], program: str) -> bytes:
+    """Return one line for `sh`: run the script `words[0]` with the others as its parameters.
+
+    Other bytes than printable ASCII are octal numbers for `printf`: shells read lines in different ways.
+    """
+    statements, quoted = [], []
+    for number, word in enumerate(words):
+        try:
+            content = word.encode("utf-8", "surrogateescape")
+        except UnicodeEncodeError:
+            raise InputError(f"an argument of `{program}` is no text: {word!r}") from None
+        if b"\0" in content:
+            raise InputError(f"an argument of `{program}` contains a NUL byte: {word!r}")
+        if len(content) > MAX_ARGUMENT_BYTES:
+            raise InputError(
+                f"an argument of `{program}` is longer than {MAX_ARGUMENT_BYTES} bytes",
+                remedy="send the long part as standard input",
+            )
+        if _PLAIN.fullmatch(word):
+            quoted.append(shlex.quote(word))
+            continue
+        escaped = "".join(
+            chr(byte) if 32 <= byte < 127 and byte not in b"-%\\'" else f"\\{byte:03o}" for byte in content
+        )
+        # The substitution drops newlines at the end, so another character ends it.
+        name = f"csdctl_{number}"
+        statements.append(f"{name}=$(printf '{escaped}_'); {name}=${{{name}%_}}; ")
+        quoted.append(f'"${name}"')
+    return f"{''.join(statements)}set -- {' '.join(quoted[1:])}; eval {quoted[0]}\n".encode()
 
 
 # What `sudo` has started belongs to root, and is killed by root.
@@ -119,7 +233,7 @@ _KILL = """\
 is_alive() {
   for file in /proc/[0-9]*/stat; do
     read -r line <"$file" || continue
-    line=${line##*) }
+    line=${line##*") "}
     set -- "$1" $line
     [ "$4" = "$1" ] && [ "$2" != Z ] && return 0
   done 2>/dev/null
@@ -135,14 +249,11 @@ sleep 1
 """
 
 
-def build_kill_command_line(group: int) -> str:
-    """Return the command line that kills process group `group`, for a remote login shell.
-
-    Its exit code is 0 if nothing of the group is left.
-    """
+def build_kill_command(group: int) -> WrappedCommand:
+    """Return what kills process group `group`; its exit code is 0 if nothing of the group is left."""
     if group <= 1:
         raise ValueError(f"not a process group of csdctl: {group}")
-    return shlex.join(["sh", "-c", _KILL, "csdctl-kill", str(group)])
+    return WrappedCommand(("kill",), "csdctl-kill", _build_script([_KILL, str(group)], "kill"))
 
 
 class MarkedOutput:
@@ -212,10 +323,7 @@ class MarkedOutput:
 
 
 def build_program_command(python: str, module: str, arguments: Sequence[str] = ()) -> list[str]:
-    """Return the argument list that runs csdctl/standalone/MODULE.py on its own.
-
-    The source is packed, because dropbear accepts command lines of 9000 bytes.
-    """
+    """Return the argument list that runs csdctl/standalone/MODULE.py on its own; the source is packed."""
     packed = base64.b85encode(zlib.compress(read_program(module).encode())).decode()
     program = f'import base64,zlib;exec(zlib.decompress(base64.b85decode("{packed}")))'
     return [python, "-I", "-S", "-c", program, *arguments]
@@ -234,12 +342,21 @@ def read_program(module: str) -> str:
     return (resources.files("csdctl") / "standalone" / f"{module}.py").read_text(encoding="utf-8")
 
 
+# Nobody's sitecustomize, unless `env` of fleet.yaml names PYTHONPATH; else site does what it always does.
+IMPORT_SITE = (
+    "import sys;"
+    "''in sys.path[:1] and sys.path.pop(0);"
+    "import os;"
+    "'PYTHONPATH'in os.environ or sys.modules.update(sitecustomize=None,usercustomize=None);"
+    "import site;"
+    "site.main();"
+)
+"""The first statement of a Python program that runs with PYTHON_FLAGS and uses installed packages."""
+PYTHON_FLAGS = ("-S", "-u")
+
 # The file that was read is the file that runs, whatever its path leads to when more modules are imported.
-# Functions of the user's number classes by sets: all machines and data sets need one order of them.
-_RUN_CHECKED = (
-    "import hashlib,os,runpy,sys;"
-    "seeded={**os.environ,'PYTHONHASHSEED':'0'};"
-    "seeded==os.environ or os.execve(sys.executable,sys.orig_argv,seeded);"
+_RUN_CHECKED = IMPORT_SITE + (
+    "import hashlib,runpy;"
     "sys.argv.pop(0);"
     "path=sys.argv[0];"
     "file=open(path,'rb');"
@@ -254,4 +371,4 @@ def build_worker_command(python: str, worker_path: str, arguments: Sequence[str]
 
     `worker_path` is a file of the store. It is run only with the content that its name states.
     """
-    return [python, "-P", "-u", "-c", _RUN_CHECKED, worker_path, *arguments]
+    return [python, *PYTHON_FLAGS, "-c", _RUN_CHECKED, worker_path, *arguments]

@@ -158,8 +158,11 @@ class FleetRemote(Remote):  # type: ignore[misc]
             wrapped = build_wrapped_command(
                 ("sh", "-c", _LOGIN_SHELL, "fabric", command), deadline_s=self.opts["timeout"], is_users=True
             )
-            command = wrapped.command_line
             self._marked = {stream: MarkedOutput(wrapped.token, max_bytes=0) for stream in self._num_left}
+            assert self.channel
+            request_exec(self.channel, wrapped.command_line.encode(), START_DEADLINE_S)
+            self.channel.sendall(wrapped.script)  # before what the task may send
+            return
         request_exec(self.channel, command.encode(errors="surrogateescape"), START_DEADLINE_S)
 
     def wait(self) -> None:

@@ -5,11 +5,11 @@ import os
 import select
 import signal
 import subprocess
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from csdctl.errors import InputError
-from csdctl.transport.commands import WrappedCommand
+from csdctl.transport.commands import Setting, WrappedCommand
 from csdctl.transport.meter import Meter
 from csdctl.transport.session import Deadline, Session
 
@@ -19,8 +19,9 @@ _READ_BYTES = 1 << 16
 class LocalSession(Session):
     """The session of this machine; commands start in `directory`."""
 
-    def __init__(self, name: str, directory: Path) -> None:
-        super().__init__(name, Meter())
+    def __init__(self, name: str, directory: Path, variables: Mapping[str, str] | None = None) -> None:
+        """`variables` are `env` of fleet.yaml."""
+        super().__init__(name, Meter(), setting=Setting(variables or {}, None))
         self._directory = directory
 
     def _start_process(self, wrapped: WrappedCommand, deadline: Deadline) -> "_PipedProcess":

@@ -178,7 +178,7 @@ def run_on_nodes(
     """
     nodes = {node.name: node for node in fleet.nodes}
     num_at_once = min(len(nodes), MAX_WORKERS, allow_open_files(len(nodes)))
-    host: dict[str, Node | Session] = {HOST_NAME: LocalSession(HOST_NAME, directory)} if has_host else {}
+    host: dict[str, Node | Session] = {HOST_NAME: _open_host(fleet, directory)} if has_host else {}
     connections = _Connections(fleet, directory, connect_deadline_s, on_traffic)
 
     def visit(machine: Node | Session) -> ResultT:
@@ -208,7 +208,7 @@ def open_sessions(
     check_open_files(len(fleet.nodes))
     nodes = {node.name: node for node in fleet.nodes}
     with _Connections(fleet, directory, connect_deadline_s, on_traffic) as connections:
-        host = connections.keep(LocalSession(HOST_NAME, directory))
+        host = connections.keep(_open_host(fleet, directory))
         outcomes = run_on_all(nodes, connections.connect, on_done=on_done)
         opened = {name: outcome.get() for name, outcome in outcomes.items() if not outcome.error}
         yield Sessions({HOST_NAME: host, **opened}, errors_of(outcomes))
@@ -221,6 +221,10 @@ def open_session(
     """Open a separate session to node `name`; raises the errors of `connect`."""
     with _Connections(fleet, directory, CONNECT_DEADLINE_S, on_traffic) as connections:
         yield connections.connect(fleet.node(name))
+
+
+def _open_host(fleet: Fleet, directory: Path) -> LocalSession:
+    return LocalSession(HOST_NAME, directory, fleet.host.env)
 
 
 def fleet_known_hosts_paths(fleet: Fleet, directory: Path) -> tuple[Path, ...]:

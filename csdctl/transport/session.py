@@ -5,8 +5,9 @@ exit code and a way to end a process group. What all transports guarantee is her
 drained concurrently and bounded, every wait has a deadline, and a command that is ended early takes its
 process group with it.
 
-Commands start in the session's home directory: the login directory of a node, or the project directory of the
-host. A relative path such as `.csdctl/objects/…` thus has the same meaning on every machine.
+csdctl's own programs start in the session's directory: the state directory of a node, or the project
+directory of the host. A relative path such as `.csdctl/objects/…` thus has the same meaning on every machine.
+The user's own commands start where a login does.
 """
 
 import contextlib
@@ -19,7 +20,14 @@ from dataclasses import dataclass, replace
 from typing import Protocol
 
 from csdctl.errors import CsdctlError, DeadlineError, RemoteCommandError, UnreachableError
-from csdctl.transport.commands import MarkedOutput, WrappedCommand, build_wrapped_command
+from csdctl.transport.commands import (
+    CANNOT_ENTER,
+    HERE,
+    MarkedOutput,
+    Setting,
+    WrappedCommand,
+    build_wrapped_command,
+)
 from csdctl.transport.meter import Meter
 
 MAX_OUTPUT_BYTES = 1 << 20
@@ -77,6 +85,11 @@ KILL_DEADLINE_S = 5.0
 
 LEFTOVER_OUTPUT_S = 1.0
 """Maximum wait for more output after the command has ended."""
+
+START_S, QUIET_START_S = 30.0, 5.0
+"""Maximum wait for a login shell to start a command, and the wait after which a second one is asked why."""
+
+CHECK_SHELL = "check the user's login shell on that machine and its start-up files"
 
 
 class Process(Protocol):
@@ -136,6 +149,25 @@ class Running:
         self._stderr_reader = threading.Thread(target=self._read_stderr, daemon=True)
         self._stderr_reader.start()
 
+    def has_begun(self, script: bytes, wait_s: float) -> bool:
+        """Wait for the login shell, then send the command's script; return False when it takes longer.
+
+        Raises RemoteCommandError when the shell ends instead.
+        """
+        deadline = Deadline(wait_s)
+        with contextlib.suppress(TimeoutError):
+            while not self.stdout.has_started:
+                chunk = self.process.read_stdout(deadline.left_s)
+                if not chunk:
+                    self.completed(self.process.exit_code(KILL_DEADLINE_S))
+                self.stdout.feed(chunk)
+                if deadline.has_passed:
+                    raise TimeoutError
+            with contextlib.suppress(OSError):  # it has ended; its output says why
+                self.process.write_stdin(script, KILL_DEADLINE_S)
+            return True
+        return False
+
     def run_to_end(self, stdin: bytes, deadline: Deadline) -> Completed:
         """Write `stdin`, drain both outputs and return the result; end the command on any exception."""
         writer: threading.Thread | None = None
@@ -178,7 +210,13 @@ class Running:
                 f"the login shell ended with exit code {exit_code} before `{self.command[0]}` started: "
                 f"{said}",
                 node=self.name,
-                remedy="check the user's login shell on that machine and its start-up files",
+                remedy=CHECK_SHELL,
+            )
+        if exit_code == CANNOT_ENTER:
+            raise RemoteCommandError(
+                f"it has no directory for csdctl's files: {last_line(self.stderr.kept)}",
+                node=self.name,
+                remedy="create it there, or set `state:` in fleet.yaml to a directory that can be written to",
             )
         duration_s = time.monotonic() - self._started_s
         return Completed(self.command, exit_code, self.stdout.kept, self.stderr.kept, duration_s)
@@ -352,27 +390,41 @@ def _slices(data: bytes) -> Iterator[bytes]:
 class Session(ABC):
     """An open connection to one machine. The caller owns it and closes it."""
 
-    def __init__(self, name: str, meter: Meter, host_key_fingerprint: str = "") -> None:
-        """`meter` counts the bytes sent and received; the SHA256 `host_key_fingerprint` is '' without SSH."""
+    def __init__(
+        self, name: str, meter: Meter, host_key_fingerprint: str = "", setting: Setting = HERE
+    ) -> None:
+        """`meter` counts the bytes sent and received; the SHA256 `host_key_fingerprint` is '' without SSH.
+
+        `setting` is that of csdctl's own programs.
+        """
         self.name = name
         self.meter = meter
         self.host_key_fingerprint = host_key_fingerprint
+        self.setting = setting
         self._running: set[Running] = set()
         self._starting = threading.Condition()
         self._num_starting = 0
         self._is_closed = False
 
     def run(
-        self, command: Sequence[str], *, stdin: bytes = b"", deadline_s: float = 60.0, is_users: bool = False
+        self,
+        command: Sequence[str],
+        *,
+        stdin: bytes = b"",
+        deadline_s: float = 60.0,
+        is_users: bool = False,
+        needs_state: bool = True,
     ) -> Completed:
         """Run `command` (an argument list, quoted by the transport) to completion.
 
-        A command that `is_users`, the user's own, runs as after a login: with that umask, and what it leaves
-        in the background stays.
+        A command that `is_users`, the user's own, runs as after a login: with its directory, environment and
+        umask, and what it leaves in the background stays. Without `needs_state`, csdctl's program starts
+        there too, and the state directory need not exist.
         Raises DeadlineError (and ends the command on the machine) or UnreachableError.
         """
         deadline = Deadline(deadline_s)
-        wrapped = build_wrapped_command(command, deadline_s=deadline_s, is_users=is_users)
+        setting = self.setting if needs_state else replace(self.setting, state=None)
+        wrapped = build_wrapped_command(command, deadline_s=deadline_s, is_users=is_users, setting=setting)
         running = self._start(wrapped, deadline)
         try:
             return running.run_to_end(stdin, deadline)
@@ -381,7 +433,7 @@ class Session(ABC):
 
     def converse(self, command: Sequence[str]) -> Conversation:
         """Start `command`; exchange lines with it."""
-        wrapped = build_wrapped_command(command, deadline_s=None)
+        wrapped = build_wrapped_command(command, deadline_s=None, setting=self.setting)
         running = self._start(wrapped, Deadline(Conversation.SEND_DEADLINE_S))
         return Conversation(running, lambda: self._forget(running))
 
@@ -406,11 +458,44 @@ class Session(ABC):
         try:
             running = Running(self.name, wrapped, self._start_process(wrapped, deadline))
             self._running.add(running)
+            try:
+                self._begin(running, wrapped, deadline)
+            except BaseException:
+                running.process.release()
+                self._running.discard(running)
+                raise
             return running
         finally:
             with self._starting:
                 self._num_starting -= 1
                 self._starting.notify_all()
+
+    def _begin(self, running: Running, wrapped: WrappedCommand, deadline: Deadline) -> None:
+        """Send the command to `sh` when the login shell has started it; raises NodeError otherwise."""
+        if running.has_begun(wrapped.script, min(QUIET_START_S, deadline.left_s)):
+            return
+        if not deadline.has_passed and self._reads_input(wrapped):
+            raise RemoteCommandError(
+                f"the login shell did not start `{wrapped.command[0]}`: a start-up file of it reads standard "
+                "input, or starts another shell",
+                node=self.name,
+                remedy="let the start-up files (~/.bashrc, ~/.profile, /etc/profile, …) do that only in a "
+                "terminal: if [ -t 0 ]",
+            )
+        if not running.has_begun(wrapped.script, min(START_S, deadline.left_s)):
+            raise running.deadline_error(deadline, "")
+
+    def _reads_input(self, wrapped: WrappedCommand) -> bool:
+        """Return whether a login shell starts a command once its input ends, and not before."""
+        with contextlib.suppress(TimeoutError, CsdctlError):
+            process = self._start_process(wrapped, Deadline(QUIET_START_S))
+            try:
+                process.close_stdin()
+                process.read_stdout(QUIET_START_S)
+                return True
+            finally:
+                process.release()
+        return False
 
     @abstractmethod
     def _start_process(self, wrapped: WrappedCommand, deadline: Deadline) -> Process:

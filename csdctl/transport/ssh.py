@@ -43,7 +43,7 @@ from csdctl.errors import (
     UnreachableError,
 )
 from csdctl.fleet.model import Node
-from csdctl.transport.commands import WrappedCommand, build_kill_command_line
+from csdctl.transport.commands import Setting, WrappedCommand, build_kill_command
 from csdctl.transport.known_hosts import KnownHosts, fingerprint
 from csdctl.transport.meter import Meter
 from csdctl.transport.session import KILL_DEADLINE_S, Deadline, Running, Session, bounded
@@ -479,7 +479,7 @@ class SshSession(Session):
 
     def __init__(self, node: Node, transport: StrictTransport) -> None:
         key = fingerprint(transport.get_remote_server_key().asbytes())
-        super().__init__(node.name, transport.packetizer.meter, key)
+        super().__init__(node.name, transport.packetizer.meter, key, Setting(dict(node.env), node.state))
         self._transport = transport
         self._free_channels = threading.BoundedSemaphore(MAX_CHANNELS)
 
@@ -585,11 +585,15 @@ def kill_group(transport: StrictTransport, group: int) -> bool:
     """End process group `group` on the node, over a channel of its own; return whether that worked."""
     deadline = Deadline(KILL_DEADLINE_S)
     try:
-        channel = _open_channel(transport, build_kill_command_line(group), deadline)
+        kill = build_kill_command(group)
+        channel = _open_channel(transport, kill.command_line, deadline)
     except CsdctlError:
         return False
     try:
+        channel.sendall(kill.script)
         return channel.status_event.wait(deadline.left_s) and channel.exit_status == 0
+    except (OSError, *LOST):
+        return False
     finally:
         _close(channel)
 
@@ -608,7 +612,7 @@ def _open_channel(transport: StrictTransport, command_line: str, deadline: Deadl
         time.sleep(pause_s)
         pause_s = min(1.0, 2 * pause_s)
     try:
-        request_exec(channel, command_line.encode(errors="surrogateescape"), max(0.1, deadline.left_s))
+        request_exec(channel, command_line.encode(), max(0.1, deadline.left_s))
     except LOST as error:
         _close(channel)
         raise channel_error(transport, "does not start commands", error, deadline) from None

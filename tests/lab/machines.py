@@ -22,7 +22,7 @@ from tests.patience import eventually
 
 INTERFACE = "csd"
 REPOSITORY = Path(__file__).parents[2]
-FAKETIME = Path("/usr/lib").glob("*/faketime/libfaketime.so.1")
+FAKETIME = next(Path("/usr/lib").glob("*/faketime/libfaketime.so.1"), "")
 COVERED = (Path("/root"), Path("/tmp"), Path("/run"))
 
 # Process 1 of a node. Paths under mount points that get covered (a Python in /root, a repository in /tmp) are
@@ -37,8 +37,9 @@ while [ "$1" != -- ]; do
 done; shift
 case $home in
   tiny) mount -t tmpfs -o size=1m,mode=700 tmpfs /root ;;
-  *) mount --bind "$place/home" /root ;;
+  *) mount --bind "$home" /root ;;
 esac
+if [ -e "$place/passwd" ]; then mount --bind "$place/passwd" /etc/passwd; fi
 mount --bind "$place/tmp" /tmp
 mount -t tmpfs -o mode=755 tmpfs /run; mkdir /run/sshd
 mount -t tmpfs tmpfs /dev/shm
@@ -46,7 +47,7 @@ mount --bind "$place/shadow" /etc/shadow
 while [ "$kept" -gt 0 ]; do
   eval "path=\\$kept_$kept"; mkdir -p "$path"; mount --rbind "$place/kept/$kept" "$path"; kept=$((kept - 1))
 done
-if [ "$home" = read-only ]; then mount -o remount,ro,bind /root; fi
+if [ -e "$place/read-only" ]; then mount -o remount,ro,bind /root; fi
 cd /
 exec "$@"
 """
@@ -65,9 +66,12 @@ class NodeSpec:
     server: str = "openssh"
     has_sftp: bool = True
     home: str = "disk"
-    """disk, read-only, or tiny: 1 MiB."""
+    """disk, read-only, tiny: 1 MiB, or the name of a node with the same home."""
+    login_shell: str = ""
+    """The login shell of root, if another one than this machine's."""
+    home_in_passwd: str = "/root"
     start_up: str = ""
-    """Content of its ~/.bashrc, which bash reads when started by sshd."""
+    """Content of its ~/.bashrc, which bash reads when started by sshd, and of ~/.cshrc."""
     cpu: float | None = None
     clock: str = ""
     """The offset of its clock for libfaketime: '-1d'."""
@@ -91,7 +95,10 @@ class LabNode:
     def node(self) -> Node:
         """The node as in fleet.yaml."""
         spec = self.spec
-        return Node(self.name, spec.address, spec.port, key=self._key, python=sys.executable)
+        faked = tuple(
+            (name, value) for name, _, value in (one.partition("=") for one in self._clock_variables())
+        )
+        return Node(self.name, spec.address, spec.port, key=self._key, python=sys.executable, env=faked)
 
     @property
     def root(self) -> Path:
@@ -274,10 +281,18 @@ class LabNode:
             self._process = None
         network.end_all(lambda: network.list_processes(self.namespace))
 
+    def _home_directory(self) -> Path:
+        is_shared = self.spec.home not in ("disk", "read-only", "tiny")
+        return (self.directory.parent / self.spec.home if is_shared else self.directory) / "home"
+
+    def _clock_variables(self) -> list[str]:
+        return [f"LD_PRELOAD={FAKETIME}", f"FAKETIME={self.spec.clock}"] if self.spec.clock else []
+
     def _boot_command(self) -> list[str]:
+        home = "tiny" if self.spec.home == "tiny" else str(self._home_directory())
         return [
             *("unshare", "--mount", "--uts", "--ipc", "--pid", "--fork", "--kill-child=KILL", "--mount-proc"),
-            *("sh", "-eu", "-c", _BOOT, "boot", self.name, str(self.directory), self.spec.home),
+            *("sh", "-eu", "-c", _BOOT, "boot", self.name, str(self.directory), home),
             *(*_kept_paths(), "--", *self._server_command()),
         ]
 
@@ -288,10 +303,10 @@ class LabNode:
         return ["/usr/sbin/sshd", "-D", "-e", "-f", str(self.directory / "sshd_config")]
 
     def _write_files(self) -> None:
-        home, key = self.directory / "home", self.directory / "host_key"
+        home, key = self._home_directory(), self.directory / "host_key"
         (home / ".ssh").mkdir(parents=True, exist_ok=True, mode=0o700)
         home.chmod(0o700)
-        (self.directory / "tmp").mkdir(exist_ok=True)
+        (self.directory / "tmp").mkdir(parents=True, exist_ok=True)
         (self.directory / "tmp").chmod(0o1777)
         (self.directory / "shadow").write_text("root:*:19000:0:99999:7:::\n")
         if not key.exists():
@@ -299,14 +314,21 @@ class LabNode:
         if self.spec.server == "dropbear":
             run_command("dropbearconvert", "openssh", "dropbear", str(key), f"{self.directory}/dropbear_key")
         (home / ".ssh" / "authorized_keys").write_text(self._key.with_suffix(".pub").read_text())
-        (home / ".bashrc").write_text(self.spec.start_up)
+        for name in (".bashrc", ".cshrc"):
+            (home / name).write_text(self.spec.start_up)
+        passwd, shell = self.directory / "passwd", self.spec.login_shell or "/bin/bash"
+        if self.spec.login_shell or self.spec.home_in_passwd != "/root":
+            others = Path("/etc/passwd").read_text().partition("\n")[2]
+            passwd.write_text(f"root:x:0:0:root:{self.spec.home_in_passwd}:{shell}\n{others}")
+        if self.spec.home == "read-only":
+            (self.directory / "read-only").touch()
         (self.directory / "sshd_config").write_text("\n".join([*self.spec.sshd, *self._sshd_lines()]) + "\n")
 
     def _sshd_lines(self) -> list[str]:
         lines = [
             f"Port {self.spec.port}",
             f"HostKey {self.directory / 'host_key'}",
-            f"AuthorizedKeysFile {self.directory / 'home/.ssh/authorized_keys'}",
+            f"AuthorizedKeysFile {self._home_directory() / '.ssh/authorized_keys'}",
             "PermitRootLogin prohibit-password",
             "PasswordAuthentication no",
             "KbdInteractiveAuthentication no",
@@ -317,9 +339,7 @@ class LabNode:
             "MaxStartups 100",
         ]
         lines += ["Subsystem sftp internal-sftp"] * self.spec.has_sftp
-        variables = ["TMPDIR=/tmp"]
-        if self.spec.clock:
-            variables += [f"LD_PRELOAD={next(FAKETIME)}", f"FAKETIME={self.spec.clock}"]
+        variables = ["TMPDIR=/tmp", *self._clock_variables()]
         lines.append(f"SetEnv {' '.join(variables)}")
         overridden = {line.split()[0] for line in self.spec.sshd}
         return [line for line in lines if line.split()[0] not in overridden]

@@ -58,4 +58,4 @@ class Project:
 
 def _entry(node: Node) -> dict[str, Any]:
     values = {"name": node.name, "address": node.address, "port": node.port, "user": node.user}
-    return {**values, "key": str(node.key), "python": node.python}
+    return {**values, "key": str(node.key), "python": node.python, "env": dict(node.env), "state": node.state}

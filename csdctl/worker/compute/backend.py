@@ -2,13 +2,16 @@
 
 import contextlib
 import gc
+import json
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, fields
 from importlib import import_module
+from pathlib import Path
 from typing import Any
 
-from csdctl.worker.process.errors import WorkerError
+from csdctl.worker.process.errors import InputError, WorkerError, describe
 from csdctl.worker.protocol.run_spec import CPU, GPU, Runtime
 
 DEFAULT = Runtime()
@@ -20,15 +23,15 @@ ranks need the same bits (docs/decisions/0047)."""
 class _Module:
     """A module that is imported when something of it is first used."""
 
-    def __init__(self, name: str) -> None:
-        self._name = name
+    def __init__(self, load: Callable[[], Any]) -> None:
+        self._load = load
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(import_module(self._name), name)
+        return getattr(self._load(), name)
 
 
-tf: Any = _Module("tensorflow")
-keras: Any = _Module("keras")
+tf: Any = _Module(lambda: import_module("tensorflow"))
+keras: Any = _Module(lambda: import_keras())  # noqa: PLW0108, it is defined below
 """For modules that are imported before `load_backend` is called, or in processes that need neither."""
 
 
@@ -36,9 +39,7 @@ def load_backend(runtime: Runtime = DEFAULT) -> tuple[Any, Any]:
     """Import TensorFlow and Keras as `load_tensorflow` does; return both modules."""
     with _collecting_no_garbage():
         tf = load_tensorflow(runtime)
-        import keras
-
-    return tf, keras
+        return tf, import_keras()
 
 
 def load_tensorflow(runtime: Runtime = DEFAULT) -> Any:
@@ -48,7 +49,7 @@ def load_tensorflow(runtime: Runtime = DEFAULT) -> Any:
     the GPU that `runtime` requires.
     """
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
-    os.environ["KERAS_BACKEND"] = "tensorflow"  # whatever the user's other programs use
+    os.environ["KERAS_BACKEND"] = "tensorflow"
     if runtime.device == CPU:
         os.environ["CUDA_VISIBLE_DEVICES"] = "-1"
     os.environ.setdefault("OMP_NUM_THREADS", str(runtime.threads))
@@ -84,6 +85,61 @@ def _use_gpu(tf: Any, *, is_required: bool) -> None:
         tf.config.experimental.set_memory_growth(gpus[0], True)
         # TensorFloat-32 has 10 bits of precision.
         tf.config.experimental.enable_tensor_float_32_execution(False)
+
+
+@dataclass(frozen=True)
+class KerasSettings:
+    """What a model computes with beside its layers, as `keras.config` has it; all ranks have the host's."""
+
+    floatx: str
+    epsilon: float
+    image_data_format: str
+
+    @classmethod
+    def current(cls) -> "KerasSettings":
+        """Return the settings of this process."""
+        config = keras.config
+        return cls(config.floatx(), config.epsilon(), config.image_data_format())
+
+    @classmethod
+    def of_user(cls) -> "KerasSettings":
+        """Return the settings of this user's keras.json; Keras' own without the file.
+
+        Raises InputError for a file that Keras would refuse.
+        """
+        path, own = _keras_home() / "keras.json", cls.current()
+        try:
+            content = json.loads(path.read_text(encoding="utf-8"))
+            chosen = {field.name: content.get(field.name, getattr(own, field.name)) for field in fields(cls)}
+            return cls(**chosen).apply()
+        except FileNotFoundError:
+            return own
+        except (OSError, ValueError, AttributeError, TypeError, AssertionError) as error:
+            own.apply()
+            raise InputError(f"{path} cannot be used: {describe(error)}", "correct or remove it") from None
+
+    def apply(self) -> "KerasSettings":
+        """Let this process compute with these settings; raises ValueError for unknown ones."""
+        keras.config.set_floatx(self.floatx)
+        keras.config.set_epsilon(self.epsilon)
+        keras.config.set_image_data_format(self.image_data_format)
+        return self
+
+
+def _keras_home() -> Path:
+    return Path(os.environ.get("KERAS_HOME") or "~/.keras").expanduser()
+
+
+def import_keras() -> Any:
+    """Import Keras as if there were no keras.json; what it downloads stays where the user has it."""
+    if "keras" not in sys.modules:
+        home, before = _keras_home(), os.environ.get("KERAS_HOME")
+        os.environ["KERAS_HOME"] = os.devnull  # no directory: it reads and writes nothing
+        import_module("keras").src.backend.config._KERAS_DIR = str(home)
+        del os.environ["KERAS_HOME"]
+        if before is not None:
+            os.environ["KERAS_HOME"] = before
+    return import_module("keras")
 
 
 @contextlib.contextmanager

@@ -13,7 +13,7 @@ import math
 import zipfile
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from types import MethodType
 from typing import Any
@@ -21,7 +21,7 @@ from unittest import mock
 
 import numpy as np
 
-from csdctl.worker.compute.backend import keras, load_backend
+from csdctl.worker.compute.backend import KerasSettings, keras, load_backend
 from csdctl.worker.compute.custom_step import constant_rate, has_own_step
 from csdctl.worker.compute.cuts import NoCutError, count_flops, describe_cuts, frozen_cut, split_at
 from csdctl.worker.compute.keras_internals import (
@@ -49,6 +49,7 @@ from csdctl.worker.protocol.datasets import as_inputs
 from csdctl.worker.protocol.json_codec import from_dict, to_json
 from csdctl.worker.protocol.model_info import (
     BUILDER,
+    SETTINGS,
     BuildRequest,
     BuildSpec,
     FeatureInfo,
@@ -70,6 +71,7 @@ def build(request: BuildRequest) -> ModelInfo:
     spec, output = request.spec, Path(request.output)
     reference, recipe = spec.reference, spec.recipe
     load_backend()
+    KerasSettings.of_user()
     keras.utils.set_random_seed(recipe.seed)  # for what files draw when they are imported
     import_roots(spec.code_roots)
     keras.utils.set_random_seed(recipe.seed)
@@ -86,7 +88,7 @@ def build(request: BuildRequest) -> ModelInfo:
     compiled = describe_compile(model)
     resolved = _compile(model, recipe)
     needs_code, architecture = _to_json(model, spec)
-    (output / "architecture.json").write_text(architecture)
+    (output / "architecture.json").write_text(with_settings(architecture))
     save_weights(output / "weights.npz", model.get_weights())
     features, no_features = _write_parts(model, architecture, output)
     return ModelInfo(
@@ -163,11 +165,16 @@ def _write_parts(model: Any, architecture: str, output: Path) -> tuple[FeatureIn
     except Exception as error:  # the whole model can be trained all the same
         return None, f"cannot be divided: {describe(error)}"
     for name, part, text in zip(("prefix", "head"), (prefix, head), texts, strict=True):
-        (output / f"{name}.json").write_text(text)
+        (output / f"{name}.json").write_text(with_settings(text))
         save_weights(output / f"{name}.npz", part.get_weights())
     places = {id(variable): number for number, variable in enumerate(model.weights)}
     head_weights = tuple(places[id(variable)] for variable in head.weights)
     return FeatureInfo(cut.layer, _shape(cut.tensor), head_weights), ""
+
+
+def with_settings(architecture: str) -> str:
+    """Return the architecture with the Keras settings of this process, which is the host's."""
+    return json.dumps({SETTINGS: asdict(KerasSettings.current()), **json.loads(architecture)})
 
 
 def find_stateful_layers(model: Any) -> tuple[str, ...]:
@@ -196,8 +203,9 @@ def load(architecture: Path, weights: Path, code: UserCode | None = None) -> Any
     try:
         text = architecture.read_text()
         with keras.saving.custom_object_scope(own):
-            builder = json.loads(text).get(BUILDER)
-            if builder:
+            content = json.loads(text)
+            KerasSettings(**content[SETTINGS]).apply()
+            if builder := content.get(BUILDER):
                 model = _build_again(from_dict(BuildSpec, builder))
             else:
                 model = _from_json(text, is_trusted=bool(own))

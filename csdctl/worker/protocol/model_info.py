@@ -10,6 +10,9 @@ from csdctl.worker.protocol.run_spec import DatasetSlice, UserCode
 BUILDER = "csdctl_builder"
 """Key of architecture.json for a model that a function of the user's builds on every rank: its BuildSpec."""
 
+SETTINGS = "csdctl_keras_settings"
+"""Key of architecture.json for floatx, epsilon and image format of Keras on the host."""
+
 
 @dataclass(frozen=True)
 class BuildSpec:

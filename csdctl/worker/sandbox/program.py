@@ -166,8 +166,8 @@ def python_paths() -> list[str]:
 
 CANNOT_START = 125
 _KEPT, _KEPT_PREFIXES = (
-    ("LANG", "TZ", "PATH", "LD_LIBRARY_PATH"),
-    ("LC_", "OMPI_", "PRTE_", "PMIX_", "CSDCTL_"),
+    ("TZ", "PATH", "LD_LIBRARY_PATH"),
+    ("LC_", "PYTHON", "OMPI_", "PRTE_", "PMIX_", "CSDCTL_"),
 )
 # Where the kernel cannot confine, root stays root, and MPI's daemon refuses to run as root without these.
 _ALLOW_ROOT = {"PRTE_ALLOW_RUN_AS_ROOT": "1", "PRTE_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
@@ -307,12 +307,12 @@ def _receive_listener(connection: socket.socket) -> int:
 
 
 def _build_environment(scratch: str) -> dict[str, str]:
-    """Return what the sandbox sees of this environment: no agent, no tokens, no directories of the user."""
+    """Return what the sandbox sees of the environment that csdctl has built: no directories of a user."""
     kept = {
         name: value for name, value in os.environ.items() if name in _KEPT or name.startswith(_KEPT_PREFIXES)
     }
     own = {"HOME": scratch, "TMPDIR": scratch, "SHELL": "/bin/sh", "PYTHONDONTWRITEBYTECODE": "1"}
-    if os.path.isdir(site.getusersitepackages()):
+    if site.ENABLE_USER_SITE:
         own["PYTHONUSERBASE"] = site.getuserbase()
     return {**kept, **own, **_ALLOW_ROOT, USER_VARIABLE: str(os.getuid())}
 

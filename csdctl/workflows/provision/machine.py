@@ -53,7 +53,7 @@ echo "devices=$(stat -c %d . "$directory" 2>/dev/null | sort -u | wc -l)"
 for part in "$prefix"/*; do
   case ${part##*/} in venv|venv-????????????|python-*|'*') ;; *) echo "foreign=${part##*/}";; esac
 done
-echo "arrived=$(du -skL csdctl-wheels 2>/dev/null | cut -f 1)"
+echo "arrived=$(du -skL "$HOME/csdctl-wheels" 2>/dev/null | cut -f 1)"
 for part in "$prefix"/python-*.part "$prefix"/venv-*; do
   [ -d "$part" ] && [ ! -e "$part/csdctl-bundle" ] || continue
   echo "unfinished=$(du -sk "$part" 2>/dev/null | cut -f 1)"

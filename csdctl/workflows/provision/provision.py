@@ -203,10 +203,8 @@ rm -rf "$1"
 mv "$1.part" "$1"
 "$1/usr/bin/python$2" -I -c 'import ssl, venv'
 """
-# Keras writes ~/.keras when it is imported; uninstalling removes it if it was not there before.
 _RECORD = """\
 set -eu
-[ -e .csdctl/provisioned.json ] || [ -e .keras ] || : > .csdctl/keras-is-new
 printf '%s\\n' "$1" > .csdctl/provisioned.json.part
 mv .csdctl/provisioned.json.part .csdctl/provisioned.json
 """
@@ -332,7 +330,7 @@ def _look(fleet: Fleet, prefix: str, directory: Path, *, installs: bool) -> dict
     def look(session: Session) -> BareMachine:
         user = fleet.node(session.name).user
         probe = build_probe(prefix, user if installs and user != "root" else "")
-        machine = parse_machine(session.name, session.run(probe, deadline_s=60.0))
+        machine = parse_machine(session.name, session.run(probe, deadline_s=60.0, needs_state=False))
         if installs:
             check_root(machine)
             check_prefix(machine, prefix)

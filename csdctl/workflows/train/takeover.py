@@ -20,14 +20,16 @@ FORMER_HOST = "former-host"
 """The machine of a rank that was on a host beside the servers."""
 
 
-def take_over(project: ProjectDirectory, run_id: str, server: str, say: Say) -> None:
+def take_over(project: ProjectDirectory, run_id: str, server: str, state: Path, say: Say) -> None:
     """Make the run that `run_id` means one of csdctl on `server`, this machine; '' if it is no server.
+
+    `state` is the state directory of this machine.
 
     Raises InputError for an unknown run, or one whose state is nowhere here.
     """
     if not server:
         return
-    _move_copy(project, run_id)
+    _move_copy(project, run_id, state)
     run = project.find_run(run_id)
     manifest = run.load_manifest()
     if manifest["server"] != server and any(rank["node"] == server for rank in manifest["plan"]["ranks"]):
@@ -35,12 +37,12 @@ def take_over(project: ProjectDirectory, run_id: str, server: str, say: Say) -> 
         say(f"run {run.run_id} is taken over from {manifest['server'] or FORMER_HOST}: {server} is the host")
 
 
-def _move_copy(project: ProjectDirectory, run_id: str) -> None:
+def _move_copy(project: ProjectDirectory, run_id: str, state: Path) -> None:
     """Move this server's copy of the run into `project`, if there is one.
 
     It is later than what `project` has of the run: csdctl on another server has trained it since.
     """
-    copies = ProjectDirectory(Path.home() / COPIES)
+    copies = ProjectDirectory(state / COPIES)
     known = copies.run_ids()
     if not known or (run_id == LATEST and known[-1] < max(project.run_ids(), default="")):
         return

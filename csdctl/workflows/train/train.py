@@ -19,6 +19,7 @@ from csdctl.placement.equation1 import steps_per_epoch
 from csdctl.reporting.privacy import check_accountant
 from csdctl.reporting.results import RunSummary, read_results
 from csdctl.runs.directory import NEW_RUN, Manifest, ProjectDirectory, RunDirectory
+from csdctl.transport.commands import find_state_directory
 from csdctl.tuning.plan import FEATURES, SPLIT, Plan, load_plan
 from csdctl.worker.protocol.events import EARLY_STOPPING, Event, Finished, Joined
 from csdctl.worker.protocol.features import KERAS, LITERT, FeatureOptions
@@ -267,7 +268,8 @@ def run_training(request: TrainRequest, observer: RunObserver) -> TrainResult:
     """Train a new run, or resume one; raises CsdctlError, and RunStopped when the user stops it."""
     find_mpirun()
     if request.resume is not None:
-        take_over(ProjectDirectory(request.directory), request.resume, request.fleet.here, observer.say)
+        here, state = request.fleet.here, find_state_directory(request.fleet.here_state)
+        take_over(ProjectDirectory(request.directory), request.resume, here, state, observer.say)
     fleet = request.check_files(observer.say)
     if request.job.noise:
         check_accountant()

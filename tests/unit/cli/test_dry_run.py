@@ -63,8 +63,8 @@ case "$*" in *--check*) ;; *) echo changed >played ;; esac
 def server(tmp_path: Path) -> Iterator[SshServer]:
     """A node with leftovers of an earlier run, and with files that clean removes on request."""
     with running_server(tmp_path / "server") as running:
-        state = running.home / ".csdctl"
-        state.mkdir(mode=0o700)
+        state = running.state / ".csdctl"
+        state.mkdir(mode=0o700, parents=True)
         for name in ("objects/0123.npy", "objects/89ab.npy.part", "features/a/images.npy", "data/x"):
             write(state / name, name)
         write(running.home / "private.npz", "private")
@@ -154,7 +154,7 @@ def run(*arguments: str) -> tuple[int, str]:
 def test_dry_run_changes_nothing_that_the_command_would(
     words: list[str], project: Path, server: SshServer
 ) -> None:
-    with left_process(server.home) as process:
+    with left_process(server.state) as process:
         before = files_of(project, server.home)
         code, shown = run(*words, "--dry-run")
         assert code == ExitCode.DONE, shown

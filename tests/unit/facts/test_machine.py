@@ -140,7 +140,7 @@ def test_this_machine_has_facts_and_a_condition(tmp_path: Path) -> None:
     condition = examine(tmp_path)
     assert condition.python_version == sys.version.split()[0]
     assert (condition.prefix, condition.num_cores) == (sys.prefix, os.cpu_count())
-    assert condition.home == str(tmp_path)
+    assert condition.home == os.environ["HOME"]
     assert condition.keras_version
     assert condition.disk_free_bytes
     assert abs(condition.clock_offset_s or 99) < 5
@@ -201,7 +201,8 @@ def test_gpu_is_the_one_that_nvidia_smi_lists(
     (tmp_path / "nvidia-smi").write_text(f"#!/bin/sh\n{nvidia_smi}\n")
     (tmp_path / "nvidia-smi").chmod(0o700 if nvidia_smi else 0o600)
     facts = facts_with(PATH=f"{tmp_path}:{os.environ['PATH']}")
-    assert (facts.accelerator, facts.notes) == (accelerator, ())
+    assert facts.accelerator == accelerator
+    assert not any("GPU" in note for note in facts.notes)
 
 
 @pytest.mark.parametrize("python", ["no-such-python", "/bin/false", "$(touch pwned)"])
@@ -227,7 +228,7 @@ def test_wrong_python_is_noted_and_other_facts_are_kept(tmp_path: Path, python: 
         ("limits", "cpus_allowed 9-0", "cpu_limit", "cpu limit is -8.0"),
         ("limits", "memory.max -1", "memory_limit_bytes", "memory limit bytes is -1"),
         ("disk", f"x 1 0 {'9' * 900} 0% /", "disk_free_bytes", "(904 characters)"),
-        ("Python", "[" * 900_000, "python_version", "Python unknown: it printed '[[["),
+        ("Python", "[" * 900_000, "python_version", "Python unknown: it does not run ([[["),
         ("glibc", "1" * 900_000, "glibc_version", "glibc unknown"),
         ("GPU", "A" * 900_000, "accelerator", "(900,002 characters)"),
         ("GPU", f"L4, {'9' * 5000}, 550", "accelerator", "GPU unknown"),

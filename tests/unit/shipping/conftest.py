@@ -57,4 +57,5 @@ def source(tmp_path: Path) -> Path:
 @pytest.fixture
 def node(tmp_path: Path) -> Machine:
     (tmp_path / "node").mkdir()
-    return LocalSession("csd0", tmp_path / "node"), tmp_path / "node"
+    home = tmp_path / "node"
+    return LocalSession("csd0", home, {"HOME": str(home)}), home

@@ -18,6 +18,7 @@ import asyncssh
 import pytest
 
 from csdctl.fleet.model import Node
+from csdctl.transport.commands import find_state_directory
 from csdctl.transport.local import LocalSession
 from csdctl.transport.ssh import SshSession, connect
 from tests.patience import WAIT_S, scaled
@@ -90,6 +91,11 @@ class SshServer(ServerFiles):
         return self.directory / "home"
 
     @property
+    def state(self) -> Path:
+        """The directory that csdctl's own programs start in."""
+        return find_state_directory(str(self.home / ".csdctl"))
+
+    @property
     def public_key(self) -> str:
         return (self.directory / "host_key.pub").read_text()
 
@@ -114,19 +120,19 @@ def server(tmp_path: Path) -> Iterator[SshServer]:
 
 @pytest.fixture
 def ssh(server: SshServer) -> Iterator[SshSession]:
-    """An open session to the server."""
-    session = connect(server.node(), [server.known_hosts])
+    """An open session to the server; paths below the home are below the directory that it starts in."""
+    session = connect(server.node(env=(("HOME", str(server.state)),)), [server.known_hosts])
     yield session
     session.close()
 
 
 @pytest.fixture(params=["local", "ssh"])
 def machine(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[tuple[Any, Path]]:
-    """A session of each transport, and its home directory."""
+    """A session of each transport, and the directory that csdctl's own programs start in."""
     if request.param == "ssh":
-        yield request.getfixturevalue("ssh"), request.getfixturevalue("server").home
+        yield request.getfixturevalue("ssh"), request.getfixturevalue("server").state
     else:
-        session = LocalSession("host", tmp_path)
+        session = LocalSession("host", tmp_path, {"HOME": str(tmp_path)})
         yield session, tmp_path
         session.close()
 

@@ -6,9 +6,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from csdctl.errors import InputError
-from csdctl.transport.commands import MarkedOutput, build_kill_command_line, build_wrapped_command
+from csdctl.transport.commands import MarkedOutput, build_kill_command, build_wrapped_command
 
-SHELLS = [[shell] for shell in ("dash", "bash") if shutil.which(shell)]
+SHELLS = [[shell] for shell in ("dash", "bash", "zsh", "ksh", "mksh") if shutil.which(shell)]
 SHELLS += [["busybox", "sh"]] if shutil.which("busybox") else []
 
 
@@ -20,7 +20,7 @@ def test_wrapper_works_in_every_posix_shell(shell: list[str], is_leader: bool) -
     )
     ended = subprocess.run(
         [*shell, *wrapped.argv[1:]],
-        input=b"input",
+        input=wrapped.script + b"input",
         capture_output=True,
         start_new_session=is_leader,
         check=False,
@@ -80,10 +80,9 @@ def test_preamble_is_searched_line_by_line() -> None:
 @pytest.mark.parametrize("group", [-1, 0, 1])
 def test_only_own_process_groups_can_be_ended(group: int) -> None:
     with pytest.raises(ValueError, match="not a process group"):
-        build_kill_command_line(group)
+        build_kill_command(group)
 
 
 def test_one_argument_longer_than_linux_takes_is_refused() -> None:
-    wrapped = build_wrapped_command(["echo", "x" * 130_000], deadline_s=1)
     with pytest.raises(InputError, match="longer than"):
-        _ = wrapped.command_line
+        build_wrapped_command(["echo", "x" * 130_000], deadline_s=1)

@@ -42,7 +42,7 @@ def test_sessions_open_for_all_that_can_be_reached(server: Any, tmp_path: Path) 
         assert isinstance(sessions.failed["csd1"], UnreachableError)
         assert isinstance(sessions.failed["csd2"], HostKeyError)
         assert sessions.reachable["host"].run(["pwd"]).output == f"{tmp_path}\n"
-        assert sessions.reachable["csd0"].run(["pwd"]).output == f"{server.home}\n"
+        assert sessions.reachable["csd0"].run(["pwd"]).output == f"{server.state}\n"
     assert sorted(reported) == ["csd0", "csd1", "csd2"]
     with pytest.raises(CsdctlError):
         sessions.reachable["csd0"].run(["true"])
@@ -59,7 +59,7 @@ def test_interruption_ends_what_runs_on_the_nodes_also_behind_a_jump_host(
         if session.name == "host":
             assert all(event.wait(scaled(WAIT_S)) for event in started)
             return
-        pid = server.home / f"{session.name}.pid"
+        pid = server.state / f"{session.name}.pid"
         conversation = session.converse(["sh", "-c", f"echo $$ >{pid}; echo started; exec sleep 600"])
         conversation.read_line(deadline_s=scaled(20))
         started[session.name == "far"].set()
@@ -72,14 +72,14 @@ def test_interruption_ends_what_runs_on_the_nodes_also_behind_a_jump_host(
     gate.trust_in(tmp_path)
     with pytest.raises(KeyboardInterrupt):
         run_on_nodes(fleet, work, directory=tmp_path, has_host=True, on_done=interrupt)
-    pids = [int((server.home / f"{name}.pid").read_text()) for name in ("csd0", "far")]
+    pids = [int((server.state / f"{name}.pid").read_text()) for name in ("csd0", "far")]
     assert eventually(lambda: not any(is_alive(pid) for pid in pids))
 
 
 def test_closing_a_session_ends_a_command_that_another_thread_is_starting(
     server: Any, tmp_path: Path
 ) -> None:
-    session, pid_file = connect(server.node(), [server.known_hosts]), server.home / "pid"
+    session, pid_file = connect(server.node(), [server.known_hosts]), server.state / "pid"
     with ThreadPoolExecutor() as pool:
         run = pool.submit(session.run, ["sh", "-c", f"echo $$ >{pid_file}; exec sleep 600"])
         session.close()

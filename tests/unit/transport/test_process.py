@@ -61,7 +61,7 @@ class ScriptedProcess:
 
 def start(process: ScriptedProcess) -> Running:
     """Return the command of `process`, running on csd0."""
-    return Running("csd0", WrappedCommand(("cat",), (), TOKEN), process)
+    return Running("csd0", WrappedCommand(("cat",), TOKEN, b""), process)
 
 
 @pytest.mark.parametrize(

@@ -45,7 +45,7 @@ def wait_for_pid(path: Path) -> int:
     return int(path.read_text())
 
 
-def test_command_starts_in_the_home_and_returns_exit_code_and_both_outputs(session: Any, home: Path) -> None:
+def test_command_starts_in_its_directory_and_returns_both_outputs(session: Any, home: Path) -> None:
     completed = session.run(["sh", "-c", "pwd; echo err >&2; exit 3"])
     assert (completed.exit_code, completed.output, completed.stderr) == (3, f"{home}\n", b"err\n")
     assert completed.command == ("sh", "-c", "pwd; echo err >&2; exit 3")

@@ -66,7 +66,7 @@ def test_process_group_is_made_where_the_server_makes_none(server: Server, ssh: 
     server.is_group_leader = False
     with pytest.raises(DeadlineError, match="it was ended"):
         ssh.run(["sh", "-c", "echo $$ >pid; sleep 1000 & wait"], deadline_s=scaled(2))
-    pid = int((server.home / "pid").read_text())
+    pid = int((server.state / "pid").read_text())
     assert eventually(lambda: not Path(f"/proc/{pid}").exists())
     assert ssh.run(["sh", "-c", "exit 9"]).exit_code == 9
 

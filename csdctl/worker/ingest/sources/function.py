@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from csdctl.worker.compute.backend import keras, load_tensorflow, tf
+from csdctl.worker.compute.backend import keras, load_backend, tf
 from csdctl.worker.data.arrays import Array, as_labels, as_samples
 from csdctl.worker.data.file_hash import check_stored
 from csdctl.worker.ingest.sources.arrays import ArraySource
@@ -76,7 +76,7 @@ class UserFunction:
         random.seed(SHUFFLE_SEED)
         np.random.seed(SHUFFLE_SEED)
         if any(re.search(rb"tensorflow|keras", one) for one in sources):
-            load_tensorflow()
+            load_backend()
             keras.utils.set_random_seed(SHUFFLE_SEED)
         return self.guard(lambda: self._load(source)(str(root)))
 

@@ -71,7 +71,7 @@ def read_tree(source: str, *, is_private: bool = False) -> Tree:
     1 for private data that does not exist: its disk may not be mounted.
     """
     try:
-        root = Path(source).expanduser()
+        root = Path.home() / Path(source).expanduser()
     except RuntimeError:
         raise InputError(f"there is no home directory for {source}") from None
     try:

@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 
 from csdctl.worker.compute.backend import load_backend
-from csdctl.worker.compute.model import save_weights
+from csdctl.worker.compute.model import save_weights, with_settings
 from csdctl.worker.compute.recipe import compile_model
 from csdctl.worker.compute.step import Step
 from csdctl.worker.protocol.recipe import Recipe
@@ -37,6 +37,6 @@ def carry(model: Any, directory: Path, recipe: Recipe | None = None) -> tuple[st
     """Write `model`, compiled, as nodes receive it; return the paths of architecture and weights."""
     architecture, weights = directory / "architecture.json", directory / "weights.npz"
     compile_model(model, recipe or Recipe(learning_rate=0.01))
-    architecture.write_text(model.to_json())
+    architecture.write_text(with_settings(model.to_json()))
     save_weights(weights, model.get_weights())
     return str(architecture), str(weights)

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from csdctl.worker.compute.model import save_weights
+from csdctl.worker.compute.model import save_weights, with_settings
 from csdctl.worker.data.arrays import map_array
 from csdctl.worker.ingest.prepare import prepare
 from csdctl.worker.process.errors import WorkerError
@@ -85,7 +85,7 @@ def store(path: Path) -> str:
 
 def store_prefix(directory: Path, model: Any, weights: list[Any] | None = None) -> Prefix:
     """Write a model as nodes receive it."""
-    (directory / "model.json").write_text(model.to_json())
+    (directory / "model.json").write_text(with_settings(model.to_json()))
     save_weights(directory / "model.npz", model.get_weights() if weights is None else weights)
     return Prefix(*(store(directory / f"model.{suffix}") for suffix in ("json", "npz")), None)
 

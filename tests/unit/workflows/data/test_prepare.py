@@ -107,7 +107,7 @@ def prepare(directory: Path) -> Prepared:
     project = ProjectDirectory(directory)
     with (
         closing(LocalSession(HOST_NAME, directory)) as host,
-        closing(LocalSession("csd0", directory / "csd0")) as csd0,
+        closing(LocalSession("csd0", directory / "csd0", {"HOME": str(directory / "csd0")})) as csd0,
     ):
         sessions = {HOST_NAME: host, "csd0": csd0}
         space = Workspace(project, fleet, {}, {**sessions}, Ledger(project.ledger, "prepare"))

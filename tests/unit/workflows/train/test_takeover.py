@@ -43,14 +43,13 @@ class Servers:
         return run
 
     def take_over(self, run_id: str, server: str = "storage2") -> RunDirectory:
-        take_over(self.project, run_id, server, self.said.append)
+        take_over(self.project, run_id, server, self.home, self.said.append)
         return self.project.find_run(run_id)
 
 
 @pytest.fixture
-def servers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Servers]:
+def servers(tmp_path: Path) -> Iterator[Servers]:
     servers = Servers(tmp_path)
-    monkeypatch.setenv("HOME", str(servers.home))
     yield servers
     for run_id in ("a1", "a2", "b1"):
         servers.copies.step_file(RunDirectory(Path(run_id))).unlink(missing_ok=True)
@@ -99,7 +98,7 @@ def test_other_runs_stay_as_they_are(servers: Servers) -> None:
     assert servers.take_over(LATEST, "storage9") == run
     assert nodes_of(run) == NODES
     assert servers.copies.run_ids() == ["a1"]
-    take_over(servers.project, "a1", "", print)
+    take_over(servers.project, "a1", "", servers.home, print)
     assert servers.project.run_ids() == ["b1"]
     with pytest.raises(InputError, match="no run 'c'"):
         servers.take_over("c")

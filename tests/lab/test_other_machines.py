@@ -1,0 +1,185 @@
+"""Environments, start-up files, login shells and homes of other people's machines change no result."""
+
+import json
+import os
+import shutil
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from csdctl.transport.commands import find_state_directory
+from tests.lab.lab import Lab
+from tests.lab.machines import LabNode
+from tests.lab.network import run_command
+from tests.lab.project import Project
+from tests.patience import eventually
+
+pytestmark = [pytest.mark.lab, pytest.mark.needs("tcsh", "fish")]
+
+VARIABLES = {
+    "PYTHONPATH": "/root/evil",
+    "PYTHONHOME": "/nonexistent",
+    "PYTHONIOENCODING": "utf-16",
+    "PYTHONINSPECT": "1",
+    "PYTHONWARNINGS": "error",
+    "LD_LIBRARY_PATH": "/root/evil",
+    "OMPI_MCA_btl_tcp_if_exclude": "csd",
+    "PRTE_MCA_prte_if_exclude": "csd",
+    "PMIX_MCA_gds": "bogus",
+}
+PATCH = """\
+import keras.layers
+original = keras.layers.Dense.call
+keras.layers.Dense.call = lambda self, *args, **more: 1.5 * original(self, *args, **more)
+"""
+KERAS_FILE = {"epsilon": 0.01, "image_data_format": "channels_first", "floatx": "float16"}
+MODEL = """\
+import keras
+
+
+class Shrink(keras.layers.Layer):
+    def call(self, images):
+        return keras.ops.image.resize(images, (4, 8))
+
+
+def build():
+    layers = keras.layers
+    model = keras.Sequential(
+        [keras.Input((8, 8, 1)), Shrink(), layers.Flatten(), layers.Dense(4), layers.Softmax()]
+    )
+    model.compile("sgd", "poisson")
+    return model
+"""
+JOB = """\
+model: own.py:build
+code: [own.py]
+data: {public: {path: public.npz}, private: {path: /srv/private.npz}}
+recipe: {epochs: 1, learning_rate: 0.1, reference_batch: 16}
+"""
+
+
+def save_samples(path: Path, seed: int, num_samples: int) -> None:
+    """Write samples to a file whose size and time do not depend on them."""
+    draw = np.random.default_rng(seed)
+    images = draw.random((num_samples, 8, 8, 1), dtype=np.float32)
+    np.savez(path, images=images, labels=np.eye(4, dtype=np.float32)[draw.integers(0, 4, num_samples)])
+    os.utime(path, (1, 1))
+
+
+@contextmanager
+def odd_machines(lab: Lab) -> Iterator[tuple[LabNode, LabNode]]:
+    """Two machines with one home, and each with private data of its own at one path."""
+    start_up = "".join(f"setenv {name} {value}\n" for name, value in VARIABLES.items()) + "echo Welcome\n"
+    with (
+        lab.node("odd", 70, login_shell="/bin/tcsh", start_up=start_up) as odd,
+        lab.node("twin", 71, login_shell="/usr/bin/fish", home="odd", start_up=start_up) as twin,
+    ):
+        evil, keras_file = odd.home / "evil", odd.home / ".keras" / "keras.json"
+        evil.mkdir()
+        (evil / "sitecustomize.py").write_text(PATCH)
+        (evil / "queue.py").write_text("raise RuntimeError('not the library')\n")
+        (evil / "libstdc++.so.6").write_text("")
+        keras_file.parent.mkdir()
+        keras_file.write_text(json.dumps(KERAS_FILE))
+        for seed, node in enumerate((odd, twin)):
+            node.run("mount", "-t", "tmpfs", "tmpfs", "/srv")
+            save_samples(node.root / "srv" / "private.npz", seed, 24)
+        yield odd, twin
+
+
+def test_environments_shells_and_a_shared_home_change_no_result(lab: Lab, project: Project) -> None:
+    save_samples(project.path / "public.npz", 7, 64)
+    (project.path / "own.py").write_text(MODEL)
+    (project.path / "job.yaml").write_text(JOB)
+    evil = project.path / "evil"
+    evil.mkdir()
+    (evil / "sitecustomize.py").write_text(PATCH)
+    hostile = {"PYTHONPATH": str(evil), "PYTHONWARNINGS": "error", "OMPI_MCA_pml": "bogus"}
+    with odd_machines(lab) as (odd, twin):
+        project.use(odd, twin, network="10.77.0.0/24")
+        done = project.csdctl("discover", environment=hostile)
+        assert done.returncode == 0, done.stderr
+        assert "PYTHONPATH" in done.stdout
+        assert "OMPI_MCA_btl_tcp_if_exclude" in done.stdout
+        # It computes the gradient of all samples in one process, by code of its own.
+        done = project.csdctl("verify", "--batch-size", "8", environment=hostile)
+        assert done.returncode == 0, done.stdout + done.stderr
+        arguments = ("train", "--batch-size", "8", "--max-steps", "4")
+        for node in ("odd", "twin"):  # one after the other: the second must not read what the first prepared
+            done = project.csdctl(*arguments, "--limit", node, environment=hostile)
+            assert done.returncode == 0, done.stdout + done.stderr
+        prepared = [state_of(node) / ".csdctl" / "data" for node in (odd, twin)]
+        assert len({path.read_bytes() for place in prepared for path in place.rglob("images.npy")}) == 2
+        assert not (odd.home / ".csdctl" / "objects").exists()
+
+
+def state_of(node: LabNode) -> Path:
+    return (
+        node.home
+        / ".csdctl"
+        / "machines"
+        / find_state_directory().name.replace(os.uname().nodename, node.name)
+    )
+
+
+def test_one_machine_with_two_names_is_refused(lab: Lab, project: Project, job: Path) -> None:
+    shutil.copytree(job.parent, project.path, dirs_exist_ok=True)
+    node = lab.near[0]
+    project.use(node)
+    text = (project.path / "fleet.yaml").read_text()
+    again = text.partition("nodes:\n")[2].replace("name: csd0", "name: again")
+    (project.path / "fleet.yaml").write_text(text + again)
+    done = project.csdctl("prepare")
+    assert done.returncode == 2
+    assert "are one machine, with one user and home" in done.stderr
+
+
+@contextmanager
+def ssh_server_on_the_host(lab: Lab, home: Path) -> Iterator[str]:
+    """Let an SSH server run on the lab's host for root with `home`; yield its line of known_hosts."""
+    place = lab.host.directory / "sshd"
+    place.mkdir()
+    run_command("ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(place / "key"))
+    (place / "config").write_text(
+        f"Port 22\nHostKey {place}/key\nAuthorizedKeysFile {lab.key}.pub\n"
+        "StrictModes no\nUsePAM no\nPidFile none\n"
+    )
+    others = Path("/etc/passwd").read_text().partition("\n")[2]
+    (place / "passwd").write_text(f"root:x:0:0:root:{home}:/bin/bash\n{others}")
+    script = f"mount --bind {place}/passwd /etc/passwd; exec /usr/sbin/sshd -D -e -f {place}/config"
+    server = lab.host.start("unshare", "--mount", "sh", "-c", script, cwd=Path("/"))
+    try:
+        assert server.stderr
+        assert eventually(lambda: "listening" in server.stderr.readline())  # type: ignore[union-attr]
+        yield f"{HOST_ADDRESS} {(place / 'key.pub').read_text()}"
+    finally:
+        server.terminate()
+        server.wait()
+        shutil.rmtree(place)
+
+
+HOST_ADDRESS = "10.77.0.1"
+
+
+def test_project_survives_the_cleanup_of_a_host_that_is_a_node(lab: Lab, project: Project, job: Path) -> None:
+    shutil.copytree(job.parent, project.path, dirs_exist_ok=True)
+    with ssh_server_on_the_host(lab, project.path) as known:
+        project.use(lab.near[0])
+        with (project.path / "fleet.yaml").open("a") as file:
+            file.write(f"- {{name: me, address: {HOST_ADDRESS}, key: {lab.key}, python: {sys.executable}}}\n")
+        with (project.path / ".csdctl" / "known_hosts").open("a") as file:
+            file.write(known)
+        done = project.csdctl("train", "--batch-size", "8", "--max-steps", "4")
+        assert done.returncode == 0, done.stdout + done.stderr
+        before = {path for path in (project.path / ".csdctl").rglob("*") if "machines" not in path.parts}
+        done = project.csdctl("clean", "--everything", "--yes")
+        assert done.returncode == 0, done.stderr
+        after = set((project.path / ".csdctl").rglob("*"))
+        assert {path.name for path in before - after} <= {"lock"}
+        assert not (project.path / ".csdctl" / "machines").exists() or not [
+            *(project.path / ".csdctl" / "machines").rglob("objects/*")
+        ]
