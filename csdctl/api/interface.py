@@ -597,7 +597,7 @@ def verify(job: JobOrPath, fleet: FleetOrPath = "fleet.yaml") -> Verification:
     with open_session() as streams:
         request = TrainRequest(loaded, chosen, streams.directory, TrainOptions())
         found = run_verification(request, PreparationScreen(streams))
-        verdict = judge(found.result, found.nodes)
+        verdict = judge(found.result, found.nodes, found.differences)
         render_verified(streams.console, found.result, verdict, found.nodes, emulated=chosen.emulated)
     found.check_features()
     if not verdict.is_equal:

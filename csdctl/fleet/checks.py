@@ -228,6 +228,9 @@ def _judge_packages(facts: Facts, host: Facts) -> Judgement:
         for name in names
         if wanted[name] and _numbers(versions[name])[:2] != _numbers(wanted[name])[:2]
     }
+    if host.keras_sha256 and facts.keras_sha256 not in (None, host.keras_sha256):
+        place = dict(facts.modules).get("keras", "")
+        return Status.FAIL, f"the source of Keras in {place} differs", "that of the host", INSTALL
     if other:
         status = Status.FAIL if "keras" in other else Status.WARN
         return status, _list(_versions(facts, other)), f"{_list(other)}, as on the host", INSTALL
@@ -253,6 +256,19 @@ def _judge_mpi(facts: Facts, host: Facts) -> Judgement:
             remedy = INSTALL if status == Status.FAIL else OTHER_VERSION
             return status, f"{name} {versions[name]}", f"{wanted[name]}, as on the host", remedy
     return Status.OK, _list(versions), "", ""
+
+
+COMPARED = (*_FIELDS.values(), "keras_sha256", "cpu_model", "accelerator")
+
+
+def list_differences(facts: Facts, host: Facts) -> str:
+    """Return in what a machine's results may differ from the host's, '' for nothing."""
+    pairs = ((name, getattr(facts, name), getattr(host, name)) for name in COMPARED)
+    return "; ".join(
+        f"{name.replace('_', ' ')} {str(own)[:60]} (host: {str(other)[:60]})"
+        for name, own, other in pairs
+        if own != other
+    )
 
 
 def _how_to_install(facts: Facts, packages: Sequence[str]) -> str:

@@ -23,6 +23,9 @@ DISCOVER = "run `csdctl discover` again"
 MAX_SHOWN = 80
 """Characters of an answer that a message shows."""
 
+NETWORK_FILE_SYSTEMS = ("nfs", "smb", "smb2", "cifs", "v9fs", "fuse", "fuseblk", "lustre", "ceph", "gpfs")
+"""As `stat -f` names those that other machines may read."""
+
 FINITE = ConfigDict(allow_inf_nan=False)
 
 NumBytes = Annotated[int, Field(strict=True, ge=0, le=1 << 64)]
@@ -90,6 +93,10 @@ class Facts:
     """sys.prefix of the node's Python, which contains `bin/prted`."""
     has_prted: Annotated[bool, Field(strict=True)] | None = None
     home: PathText | None = None
+    file_system: _Label | None = None
+    """The type of the file system of csdctl's directory there."""
+    home_shared_with: Annotated[tuple[_Label, ...], Field(max_length=1000)] = ()
+    """Other machines that have kept csdctl's files in the same home, by their directories' names."""
     clock_offset_s: _Seconds | None = None
     round_trip_s: _Seconds | None = None
     drives: Annotated[tuple[Drive, ...], Field(max_length=1000)] = ()

@@ -19,6 +19,7 @@ from math import ceil
 from typing import Any
 
 from csdctl.errors import InputError
+from csdctl.fleet.facts import NETWORK_FILE_SYSTEMS
 from csdctl.fleet.model import SERVER_MARK
 from csdctl.fleet.names import format_node_names, names_by_value
 from csdctl.fleet.requirements import explain_extra
@@ -121,6 +122,18 @@ def add_flows(entries: Iterable[LedgerEntry], run_id: str = "") -> list[Flow]:
         for key, count in added.items()
     ]
     return sorted(flows, key=lambda flow: (flow.sender, flow.receiver, -flow.num_bytes))
+
+
+def list_readers(manifest: Mapping[str, Any]) -> dict[str, str]:
+    """Return, by node, who else can read where its private samples were prepared, as far as facts show it."""
+    found = {}
+    for shard in manifest["placed"]:
+        facts = manifest.get("fleet", {}).get("facts", {}).get(shard["name"], {})
+        others = ", ".join(facts.get("home_shared_with", ()))
+        kind = facts.get("file_system")
+        if shard["num_private"] and (others or kind in NETWORK_FILE_SYSTEMS):
+            found[shard["name"]] = f"on {kind}" + (f", in a home shared with {others}" if others else "")
+    return found
 
 
 SENSITIVITY = 2.0

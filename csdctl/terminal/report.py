@@ -114,6 +114,11 @@ def render_privacy(console: PrintableConsole, found: PrivacyReport) -> None:
         num_bytes = sum(flow.num_bytes for flow in between if flow.kind == traffic_class)
         console.print(f"between servers in this run, {traffic_class}: {format_bytes(num_bytes)}")
     console.print(PROMISE)
+    for node, place in found.readable.items():
+        console.print(
+            f"{node}: its private data is prepared {place}, where others can read it; "
+            "`state` in fleet.yaml names another directory"
+        )
     console.print("What the sent data may still reveal:")
     remarks = remarks_on(has_noise=found.privacy is not None)
     for traffic_class in dict.fromkeys(flow.kind for flow in found.of_all):

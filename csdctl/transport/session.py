@@ -472,18 +472,25 @@ class Session(ABC):
 
     def _begin(self, running: Running, wrapped: WrappedCommand, deadline: Deadline) -> None:
         """Send the command to `sh` when the login shell has started it; raises NodeError otherwise."""
+        name = f"`{wrapped.command[0]}`"
         if running.has_begun(wrapped.script, min(QUIET_START_S, deadline.left_s)):
             return
-        if not deadline.has_passed and self._reads_input(wrapped):
+        reads_input = not deadline.has_passed and self._reads_input(wrapped)
+        if running.has_begun(wrapped.script, 0.0 if reads_input else min(START_S, deadline.left_s)):
+            return
+        if reads_input:
             raise RemoteCommandError(
-                f"the login shell did not start `{wrapped.command[0]}`: a start-up file of it reads standard "
-                "input, or starts another shell",
+                f"the login shell did not start {name}: a start-up file of it reads standard input, or "
+                "starts another shell",
                 node=self.name,
                 remedy="let the start-up files (~/.bashrc, ~/.profile, /etc/profile, …) do that only in a "
                 "terminal: if [ -t 0 ]",
             )
-        if not running.has_begun(wrapped.script, min(START_S, deadline.left_s)):
+        if deadline.has_passed:
             raise running.deadline_error(deadline, "")
+        raise DeadlineError(
+            f"the login shell did not start {name} within {START_S:g} s", node=self.name, remedy=CHECK_SHELL
+        )
 
     def _reads_input(self, wrapped: WrappedCommand) -> bool:
         """Return whether a login shell starts a command once its input ends, and not before."""

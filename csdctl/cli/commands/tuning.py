@@ -206,7 +206,7 @@ def verify(
     options = TrainOptions(strategy=strategy, cut=cut, num_micro_batches=micro_batches, features=features)
     request = TrainRequest(call.job, call.fleet, call.directory, options, plan, batch_size)
     found = run_verification(request, PreparationScreen(streams))
-    verdict = judge(found.result, found.nodes)
+    verdict = judge(found.result, found.nodes, found.differences)
     shown = found.result, verdict, found.nodes
     render_verified(streams.console, *shown, emulated=call.fleet.emulated)
     document = verify_document(*shown, emulated=call.fleet.emulated)

@@ -11,7 +11,7 @@ from csdctl.documents import check_output, save_text
 from csdctl.errors import InputError
 from csdctl.fleet.requirements import explain_extra
 from csdctl.reporting.page import render_page
-from csdctl.reporting.privacy import Flow, Privacy, add_flows, count_passes, measure_privacy
+from csdctl.reporting.privacy import Flow, Privacy, add_flows, count_passes, list_readers, measure_privacy
 from csdctl.reporting.results import RUNNING, RunResults, read_results
 from csdctl.reporting.tables import describe_run, describe_settings
 from csdctl.runs.directory import ProjectDirectory, RunDirectory
@@ -137,6 +137,8 @@ class PrivacyReport:
     of_all: list[Flow]
     """What all commands so far have sent."""
     privacy: Privacy | None
+    readable: dict[str, str]
+    """Where prepared private data can be read by others than its node's user, by node."""
 
 
 def privacy(project: ProjectDirectory, run: RunDirectory) -> PrivacyReport:
@@ -150,4 +152,5 @@ def privacy(project: ProjectDirectory, run: RunDirectory) -> PrivacyReport:
         add_flows(entries, run.run_id),
         add_flows(entries),
         measure_privacy(manifest, count_passes(events, len(nodes))),
+        list_readers(manifest),
     )

@@ -7,6 +7,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from csdctl.errors import InputError, RunError
+from csdctl.fleet.checks import list_differences
+from csdctl.fleet.model import HOST_NAME
 from csdctl.fleet.names import format_node_names
 from csdctl.launch.mpirun import find_mpirun
 from csdctl.tuning.plan import Plan
@@ -14,6 +16,7 @@ from csdctl.worker.protocol.events import MIN_SHARPNESS, Event, Verified
 from csdctl.worker.protocol.features import FLOAT16, FLOAT32, Recomputed
 from csdctl.worker.protocol.run_spec import VERIFY, TaskSpec
 from csdctl.workflows.data.prepare import PreparationObserver, prepare_in
+from csdctl.workflows.discovery.discover import collect_all_facts
 from csdctl.workflows.train.plan import build_equal_plan, load_checked_plan
 from csdctl.workflows.train.run import run_ranks
 from csdctl.workflows.train.spec import RunContext, TrainOptions, build_inputs, place_plan
@@ -34,8 +37,11 @@ class Verdict:
     remedy: str = ""
 
 
-def judge(verified: Verified, nodes: Sequence[str]) -> Verdict:
-    """Return what the numbers of rank 0 show; `nodes`: the machine of every rank."""
+def judge(verified: Verified, nodes: Sequence[str], differences: Mapping[str, str] | None = None) -> Verdict:
+    """Return what the numbers of rank 0 show; `nodes`: the machine of every rank.
+
+    `differences`: in what each machine differs from the host.
+    """
     # Draws of one rank may miss what rounding does to the gradient of another.
     widest = max(rank.spread for rank in verified.of_ranks)
     wider = [dataclasses.replace(rank, spread=widest) for rank in verified.of_ranks]
@@ -51,7 +57,7 @@ def judge(verified: Verified, nodes: Sequence[str]) -> Verdict:
             f"the {verified.collective} collective is at fault: please report it, with `csdctl discover`",
         )
     if wrong := [at for at, rank in enumerate(found) if rank.is_sharp and rank.difference > rank.tolerance]:
-        return _judge_wrong(verified, nodes, wrong)
+        return _judge_wrong(verified, nodes, wrong, differences or {})
     if hidden := [at for at, rank in enumerate(found) if not rank.is_conclusive]:
         return _judge_hidden(verified, nodes, hidden)
     one_batch = verified.one_batch
@@ -74,15 +80,18 @@ def judge(verified: Verified, nodes: Sequence[str]) -> Verdict:
     )
 
 
-def _judge_wrong(verified: Verified, nodes: Sequence[str], wrong: Sequence[int]) -> Verdict:
+def _judge_wrong(
+    verified: Verified, nodes: Sequence[str], wrong: Sequence[int], differences: Mapping[str, str]
+) -> Verdict:
     worst = max((verified.of_ranks[at] for at in wrong), key=lambda rank: rank.difference)
+    shown = [f"{nodes[at]}: {differences.get(nodes[at]) or 'nothing that is known'}" for at in wrong]
     return Verdict(
         False,
         f"{_names(nodes, wrong)}: the gradient differs by {worst.difference:.1e} from that of the host "
         f"for the same samples; rounding explains {worst.spread:.1e}, one sample makes "
         f"{worst.one_sample:.1e}",
-        "compare TensorFlow versions and processors with `csdctl discover`; "
-        "try a different number of threads in the plan",
+        f"make equal what differs from the host ({', '.join(shown)}); if nothing does, check that machine's "
+        "memory, or try another number of threads in the plan",
     )
 
 
@@ -133,6 +142,8 @@ class Verification:
     """Stored features compared with features computed now, by machine."""
     precision: str = FLOAT32
     """The type that features are stored in."""
+    differences: Mapping[str, str] = field(default_factory=dict)
+    """In what each machine differs from the host, if the ranks differ."""
 
     def check_features(self) -> None:
         """Raise RunError, naming the machine, if stored features are others than it computes now."""
@@ -202,4 +213,8 @@ def verify(plan: Plan, context: RunContext, options: TrainOptions) -> Verificati
     if not results:
         raise RunError("the ranks ended without a comparison")
     nodes = tuple(rank.node for rank in plan.ranks)
-    return Verification(nodes, results[0], recomputed, options.features.precision)
+    differences = {}
+    if not judge(results[0], nodes).is_equal:
+        facts = collect_all_facts(space.fleet, space.sessions)
+        differences = {name: list_differences(one, facts[HOST_NAME]) for name, one in facts.items()}
+    return Verification(nodes, results[0], recomputed, options.features.precision, differences)

@@ -140,7 +140,7 @@ def show_plan(console: PrintableConsole) -> None:
 def show_privacy(console: PrintableConsole) -> None:
     kinds = TrafficClass.LOG, TrafficClass.ACTIVATIONS
     flows = [Flow(HOSTILE, HOSTILE, kind, 7) for kind in kinds]
-    render_privacy(console, PrivacyReport(HOSTILE, flows, flows, None))
+    render_privacy(console, PrivacyReport(HOSTILE, flows, flows, None, {HOSTILE: HOSTILE}))
 
 
 def show_keys(console: PrintableConsole) -> None:

@@ -52,6 +52,6 @@ def test_with_json_only_the_document_is_on_stdout(is_json: bool) -> None:
     assert first == {
         "path": "a",
         "error": {"message": "bad", "remedy": "mend it"},
-        "host": {"threads": 2, "trains": True, "power": None, "device": "auto"},
+        "host": {"threads": 2, "trains": True, "power": None, "device": "auto", "env": {}},
     }
     assert stdout.getvalue()[end:] == '\n{"line": 1}\n'

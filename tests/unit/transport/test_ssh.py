@@ -62,6 +62,27 @@ def test_login_shell_that_never_starts_the_command_is_quoted_or_meets_the_deadli
         ssh.run(["true"])
 
 
+@pytest.mark.parametrize("start_up", ["read x", "cat >/dev/null", "exec sh"])
+def test_start_up_file_that_reads_input_is_named(server: Server, ssh: SshSession, start_up: str) -> None:
+    server.shell_prefix = start_up
+    with pytest.raises(RemoteCommandError, match="did not start `cat`: a start-up file of it reads"):
+        ssh.run(["cat"], stdin=b"content")
+    server.shell_prefix = "sleep 6"
+    assert ssh.run(["cat"], stdin=b"content").output == "content"
+
+
+def test_missing_home_is_named(server: Server) -> None:
+    server.shell_prefix = "HOME=/nonexistent"
+    with contextlib.closing(connect(server.node(), [server.known_hosts])) as session:
+        with pytest.raises(RemoteCommandError, match="the home directory '/nonexistent' does not exist"):
+            session.run(["true"])
+        assert session.run(["true"], is_users=True).exit_code == 0
+    assert not Path("/nonexistent").exists()
+    node = server.node(state=str(server.directory / "elsewhere"))
+    with contextlib.closing(connect(node, [server.known_hosts])) as session:
+        assert session.run(["pwd"]).output.startswith(str(server.directory / "elsewhere/machines/"))
+
+
 def test_process_group_is_made_where_the_server_makes_none(server: Server, ssh: SshSession) -> None:
     server.is_group_leader = False
     with pytest.raises(DeadlineError, match="it was ended"):
