@@ -62,6 +62,9 @@ def main() -> None:
     if is_allowed and request["is_removing"]:
         remove(paths)
         left["paths"] = paths = [path for path in paths if not os.path.lexists(path)]
+        place = os.getcwd()
+        if request["is_removing_all"] and os.path.basename(os.path.dirname(place)) == "machines":
+            remove_empty(place)
     if is_allowed and request["is_pruning"]:
         left["num_unused"] = prune()
     for name, path in (("features_bytes", FEATURES), ("predictions_bytes", PREDICTIONS)):
@@ -221,6 +224,16 @@ def size_of(path: str) -> int:
         with contextlib.suppress(OSError):
             total += os.lstat(file).st_size
     return total
+
+
+def remove_empty(state: str) -> None:
+    """Remove the directory of this machine, and those around it that no other machine or project uses."""
+    machines = os.path.dirname(state)
+    with contextlib.suppress(OSError):
+        os.rmdir(state)
+        os.rmdir(machines)
+        if os.path.basename(os.path.dirname(machines)) == ".csdctl":
+            os.rmdir(os.path.dirname(machines))
 
 
 def remove(paths: "list[str]") -> None:
