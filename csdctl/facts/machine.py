@@ -18,7 +18,7 @@ from csdctl.errors import RemoteCommandError
 from csdctl.fleet.facts import MAX_SHOWN, NETWORK_FILE_SYSTEMS, DirectorySpace, Drive, Facts, list_invalid
 from csdctl.fleet.network import parse_local_addresses
 from csdctl.notify import shorten
-from csdctl.transport.commands import FIND_MACHINE, IMPORT_SITE
+from csdctl.transport.commands import IMPORT_SITE
 from csdctl.transport.session import Session
 
 _MARKER = "csdctl-fact:"
@@ -324,22 +324,6 @@ tr "\\\\0" "\\\\n" <"/proc/$PPID/environ" | sed -n "s/=.*//p" |
 grep -E "^(PYTHON|LD_|OMPI_|PRTE_|PMIX_|OPAL_|UCX_|TF_|XLA_|KERAS_|OMP_|MKL_|OPENBLAS_|MALLOC_|GLIBC_)" |
 grep -vE "^(PYTHONUNBUFFERED|PYTHONDONTWRITEBYTECODE|TF_(CLI|VAR|LOG|DATA)_.*)$" | sort"""
 
-# Where csdctl keeps its files, and which other machines do.
-_STATE_SCRIPT = f"""\
-stat -f -c %T "$place"
-{FIND_MACHINE}
-for other in "${{2:-$HOME/.csdctl}}"/machines/*; do
-  other=${{other##*/}}
-  [ "$other" = "$csdctl_machine" ] || [ "$other" = "*" ] || echo "$other"
-done"""
-
-
-def parse_state(output: str) -> FactValues:
-    """Parse the type of the file system, and the machines with the same home."""
-    file_system, *others = output.splitlines() or [""]
-    return {"file_system": file_system, "home_shared_with": tuple(others)}
-
-
 # On failure, nvidia-smi prints why to standard output; with a broken driver, it may hang.
 _GPU_SCRIPT = """\
 query=name,memory.total,driver_version
@@ -391,7 +375,7 @@ MACHINE_FACTS = (
     Fact("glibc", "getconf GNU_LIBC_VERSION || ldd --version 2>&1", parse_glibc),
     Fact("GPU", _GPU_SCRIPT, parse_gpu),
     Fact("environment", _ENVIRONMENT_SCRIPT, lambda text: {"dropped": tuple(text.split())}),
-    Fact("state", _STATE_SCRIPT, parse_state),
+    Fact("file system", 'stat -f -c %T "$place"', lambda text: {"file_system": text.strip() or None}),
     text_fact("home", 'printf "%s\\n" "$HOME"'),
 )
 
@@ -437,10 +421,9 @@ def parse_facts(
     """
     values, notes = parse_outputs(facts, output, name)
     notes += values.pop("notes", ())  # type: ignore[arg-type]
-    if values.get("file_system") in NETWORK_FILE_SYSTEMS or values.get("home_shared_with"):
-        others = ", ".join(values.get("home_shared_with", ()))  # type: ignore[arg-type]
-        shared = f"is shared with {others}" if others else f"is on {values['file_system']}"
-        notes.append(f"the directory of prepared data {shared}: `state` in fleet.yaml can name another one")
+    if values.get("file_system") in NETWORK_FILE_SYSTEMS:
+        place = f"the directory of prepared data is on {values['file_system']}, which other machines may read"
+        notes.append(f"{place}: `state` in fleet.yaml names another one")
     if dropped := values.get("dropped"):
         names = ", ".join(dropped[:10])  # type: ignore[index]
         notes.append(f"variables that training does not get, unless `env` in fleet.yaml names them: {names}")

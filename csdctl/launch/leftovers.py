@@ -20,7 +20,7 @@ from csdctl.fleet.names import format_node_names
 from csdctl.runs.ledger import record_traffic
 from csdctl.transport.commands import build_program_command
 from csdctl.transport.many import Outcome, run_on_all, run_on_nodes, values_or_raise
-from csdctl.transport.program import Nothing, Program, within
+from csdctl.transport.program import Program, within
 from csdctl.transport.session import Session
 from csdctl.worker.protocol.json_codec import Count, MaxLength, ShortText
 from csdctl.worker.protocol.processes import load_stat
@@ -48,19 +48,23 @@ class MachineLockedError(RunError):
 @contextlib.contextmanager
 def lock_machines(
     sessions: Mapping[str, Session], fleet: Fleet, *, doing: str, directory: Path
-) -> Iterator[None]:
-    """Lock every machine of `sessions`; raises MachineLockedError at once where another csdctl is running.
+) -> Iterator[dict[str, tuple[str, ...]]]:
+    """Lock every machine of `sessions`; yield the machines with which each shares its home.
 
-    `doing` and `directory` describe this process to other csdctl processes that find a machine locked.
+    Raises MachineLockedError at once where another csdctl is running. `doing` and `directory` describe this
+    process to other csdctl processes that find a machine locked.
     """
     this_process = describe_holder(doing, directory)
     with contextlib.ExitStack() as stack:
-        outcomes = run_on_all(
-            sessions, lambda one: stack.callback(_lock(one, fleet.python_of(one.name), this_process).close)
-        )
+
+        def lock(session: Session) -> tuple[str, ...]:
+            program, others = _lock(session, fleet.python_of(session.name), this_process)
+            stack.callback(program.close)
+            return others
+
+        outcomes = run_on_all(sessions, lock)
         raise_if_locked(outcomes.values())
-        values_or_raise(outcomes, "locking")
-        yield
+        yield values_or_raise(outcomes, "locking")
 
 
 @contextlib.contextmanager
@@ -72,7 +76,7 @@ def relock_machine(session: Session, python: str, *, doing: str, directory: Path
     this_process = describe_holder(doing, directory)
     with contextlib.ExitStack() as stack:
         try:
-            stack.callback(_lock(session, python, this_process).close)
+            stack.callback(_lock(session, python, this_process)[0].close)
         except MachineLockedError as error:
             if not _is_of(error.holder, this_process):
                 raise
@@ -146,14 +150,21 @@ class _Held:
     holder: dict[ShortText, Any]
 
 
-def _lock(session: Session, python: str, this_process: Holder) -> Program:
+@dataclass(frozen=True)
+class _Mine:
+    """The other machines that keep csdctl's files in the same home, by their directories' names."""
+
+    others: Annotated[tuple[ShortText, ...], MaxLength(100)]
+
+
+def _lock(session: Session, python: str, this_process: Holder) -> tuple[Program, tuple[str, ...]]:
     command = build_program_command(python, "lock")
     program = Program(session, command, "locking the machine", within(30.0))
     try:
         program.send({**this_process, "node": session.name})
-        kind, answer = program.read({"mine": Nothing, "held": _Held})
+        kind, answer = program.read({"mine": _Mine, "held": _Held})
         if kind == "mine":
-            return program
+            return program, answer.others
         holder = read_holder(answer.holder)
         if _is_of(holder, this_process) and holder.get("node") != session.name:
             raise InputError(

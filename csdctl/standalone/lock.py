@@ -1,8 +1,8 @@
 """Lock a machine for one csdctl at a time.
 
 Sent as source, so it uses the standard library only. The first line of input describes the csdctl that wants
-the lock. The response is `mine`, and the lock is kept until the input ends, in whatever way that csdctl
-exits; or `held`, with a description of the current holder.
+the lock. The response is `mine`, with the other machines of the home, and the lock is kept until the input
+ends, in whatever way that csdctl exits; or `held`, with a description of the current holder.
 """
 
 import contextlib
@@ -36,7 +36,10 @@ def main() -> None:
         return
     os.ftruncate(lock, 0)
     os.pwrite(lock, json.dumps({**holder, "holding_pid": os.getpid()}).encode(), 0)
-    print("@csdctl-mine {}", flush=True)
+    place = os.getcwd()  # …/machines/THIS
+    is_of_machine = os.path.basename(os.path.dirname(place)) == "machines"
+    others = sorted(set(os.listdir("..")) - {os.path.basename(place)}) if is_of_machine else []
+    print("@csdctl-mine " + json.dumps({"others": others[:100]}), flush=True)
     os.set_inheritable(lock, True)
     os.execvp("cat", ["cat"])  # waits with a tenth of the memory of Python
 

@@ -99,23 +99,18 @@ csdctl_watchdog=$!
 fi
 """
 
-FIND_MACHINE = """\
-csdctl_id=; read -r csdctl_name </proc/sys/kernel/hostname
-[ ! -r /etc/machine-id ] || read -r csdctl_id </etc/machine-id || :
-csdctl_machine=${csdctl_name%%/*}-${csdctl_id%"${csdctl_id#????????}"}
-"""
-"""A script that names the machine: images and containers have equal ids, boards equal host names."""
-
-# One home may belong to many machines (NFS), and one machine may have many homes.
+# One home may belong to many machines (NFS), and one machine may have many homes. Machines of one image have
+# equal ids, boards equal names.
 _ENTER = f"""\
-{FIND_MACHINE}
 csdctl_refuse() {{ printf '%s\\n' "$1" >&2; exit {CANNOT_ENTER}; }}
 csdctl_state=$1; shift
 if [ -z "$csdctl_state" ]; then
 [ -d "$HOME" ] || csdctl_refuse "the home directory '$HOME' does not exist"
 csdctl_state=$HOME/.csdctl
 fi
-csdctl_state=$csdctl_state/machines/$csdctl_machine
+csdctl_id=; read -r csdctl_name </proc/sys/kernel/hostname
+[ ! -r /etc/machine-id ] || read -r csdctl_id </etc/machine-id || :
+csdctl_state=$csdctl_state/machines/${{csdctl_name%%/*}}-${{csdctl_id%"${{csdctl_id#????????}}"}}
 csdctl_why=$(mkdir -p "$csdctl_state" 2>&1) && cd "$csdctl_state" ||
 csdctl_refuse "${{csdctl_why:-$csdctl_state cannot be entered}}"
 [ -O . ] || csdctl_refuse "$csdctl_state belongs to another user"

@@ -3,6 +3,7 @@
 import json
 import os
 import shutil
+import signal
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -16,7 +17,7 @@ from tests.lab.lab import Lab
 from tests.lab.machines import LabNode
 from tests.lab.network import run_command
 from tests.lab.project import Project
-from tests.patience import eventually
+from tests.patience import communicate, eventually
 
 pytestmark = [pytest.mark.lab, pytest.mark.needs("tcsh", "fish")]
 
@@ -183,3 +184,68 @@ def test_project_survives_the_cleanup_of_a_host_that_is_a_node(lab: Lab, project
         assert not (project.path / ".csdctl" / "machines").exists() or not [
             *(project.path / ".csdctl" / "machines").rglob("objects/*")
         ]
+
+
+@pytest.mark.thorough
+def test_three_nodes_and_the_host_work_in_one_home(lab: Lab, project: Project) -> None:
+    """Two projects at once, each on nodes of its own, with the projects in the home that all share."""
+    names = ("one", "two", "three")
+    with (
+        lab.node("one", 72) as one,
+        lab.node("two", 73, home="one") as two,
+        lab.node("three", 74, home="one") as three,
+    ):
+        nodes = (one, two, three)
+        for seed, node in enumerate(nodes):
+            node.run("mount", "-t", "tmpfs", "tmpfs", "/srv")
+            save_samples(node.root / "srv" / "private.npz", seed, 24)
+        projects = [Project(lab, one.directory / "home" / name) for name in ("first", "second")]
+        for each in projects:
+            each.path.mkdir()
+            save_samples(each.path / "public.npz", 7, 64)
+            (each.path / "own.py").write_text(MODEL)
+            (each.path / "job.yaml").write_text(JOB.replace("epochs: 1", "epochs: 3"))
+            each.use(*nodes, network="10.77.0.0/24")
+        first, second = projects
+
+        def succeed(each: Project, *arguments: str) -> str:
+            done = each.csdctl(*arguments)
+            assert done.returncode == 0, done.stdout + done.stderr
+            return done.stdout + done.stderr
+
+        succeed(first, "prepare")
+        prepared = [{path.read_bytes() for path in state_of(node).rglob("images.npy")} for node in nodes]
+        assert len(set.union(*prepared)) == len(names)
+        succeed(first, "tune", "--no-explore", "--limit", "one,two")
+        running = first.start("train", "--limit", "one,two", "--max-steps", "300")
+        assert eventually(lambda: [*(first.path / ".csdctl" / "runs").glob("*/events.jsonl")])
+        succeed(second, "train", "--limit", "three", "--batch-size", "8")
+        stdout, stderr = communicate(running, first.path)
+        assert running.returncode == 0, stdout + stderr
+        succeed(first, "predict", "latest", "--limit", "one,two", "--output", "predictions.csv")
+        assert "shared with" in succeed(first, "report", "--privacy")
+        with lock_of(second, "three"):
+            refused = first.csdctl("prepare")
+            assert refused.returncode == 6
+            assert "three: another csdctl is running here" in refused.stderr
+        succeed(first, "clean", "--everything", "--yes", "--limit", "one")
+        assert not state_of(one).exists()
+        assert [*state_of(two).rglob("images.npy")]
+        assert [*(first.path / ".csdctl" / "runs").glob("*/model.keras")]
+        succeed(
+            second, "train", "--limit", "three", "--batch-size", "8", "--resume", "latest", "--epochs", "4"
+        )
+
+
+@contextmanager
+def lock_of(project: Project, node: str) -> Iterator[None]:
+    """Hold the lock of `node` for a csdctl in `project`."""
+    running = project.start("train", "--limit", node, "--batch-size", "8", "--max-steps", "100000")
+    runs = project.path / ".csdctl" / "runs"
+    before = {*runs.glob("*")}
+    try:
+        assert eventually(lambda: {*runs.glob("*")} - before)
+        yield
+    finally:
+        running.send_signal(signal.SIGINT)
+        communicate(running, project.path)

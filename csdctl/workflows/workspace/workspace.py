@@ -8,7 +8,7 @@ output of the same command with --json.
 import contextlib
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -115,7 +115,8 @@ def open_workspace(
         with contextlib.ExitStack() as stack:
             if is_locking:
                 _end_leftovers(sessions, fleet, say)
-                stack.enter_context(lock_machines(sessions, fleet, doing=command, directory=directory))
+                locks = lock_machines(sessions, fleet, doing=command, directory=directory)
+                _note_shared_homes(fleet, facts, stack.enter_context(locks), say)
             opening_s = time.monotonic() - started
             yield Workspace(project, fleet, facts, sessions, ledger, opening_s, after)
 
@@ -151,6 +152,19 @@ def _load_or_collect_facts(
                 save_facts(fleet, facts)
     check_machines(fleet, [facts[name] for name in sessions])
     return facts
+
+
+def _note_shared_homes(
+    fleet: Fleet, facts: dict[str, Facts], sharing: Mapping[str, tuple[str, ...]], say: Say
+) -> None:
+    """Say once which nodes share a home, and with whom: prepared private data lies there."""
+    new = {name: others for name, others in sharing.items() if set(others) - {*facts[name].home_shared_with}}
+    for name, others in new.items():
+        say(f"{name}: shares its home with {', '.join(others)}; each has its own directory there")
+        facts[name] = replace(facts[name], home_shared_with=others)
+    if new:
+        with contextlib.suppress(OSError, CsdctlError):
+            save_facts(fleet, facts)
 
 
 def _unreachable(fleet: Fleet, failed: dict[str, CsdctlError]) -> CsdctlError:
