@@ -181,9 +181,7 @@ def test_project_survives_the_cleanup_of_a_host_that_is_a_node(lab: Lab, project
         assert done.returncode == 0, done.stderr
         after = set((project.path / ".csdctl").rglob("*"))
         assert {path.name for path in before - after} <= {"lock"}
-        assert not (project.path / ".csdctl" / "machines").exists() or not [
-            *(project.path / ".csdctl" / "machines").rglob("objects/*")
-        ]
+        assert not [*(project.path / ".csdctl" / "machines").rglob("*")]
 
 
 @pytest.mark.thorough
@@ -232,9 +230,7 @@ def test_three_nodes_and_the_host_work_in_one_home(lab: Lab, project: Project) -
         assert not state_of(one).exists()
         assert [*state_of(two).rglob("images.npy")]
         assert [*(first.path / ".csdctl" / "runs").glob("*/model.keras")]
-        succeed(
-            second, "train", "--limit", "three", "--batch-size", "8", "--resume", "latest", "--epochs", "4"
-        )
+        succeed(second, "train", "--limit", "three", "--batch-size", "8", "--max-steps", "2")
 
 
 @contextmanager
