@@ -295,6 +295,9 @@ class Job:
             with _revivable(model):
                 save(draft / "model.keras")
             _check_importable(draft / "model.keras", files)
+            config = importlib.import_module("keras").config
+            settings = {name: getattr(config, name)() for name in ("floatx", "epsilon", "image_data_format")}
+            save_text(draft / "keras.json", json.dumps(settings))
             for name, (_, arrays) in parts.items():
                 if arrays:
                     with write_atomically(draft / f"{name}.npz") as file:

@@ -58,7 +58,7 @@ def load_tensorflow(runtime: Runtime = DEFAULT) -> Any:
     # Keras imports them where they are installed, to draw: a tenth of the CPU time of loading all.
     hidden = [name for name in ("matplotlib", "IPython") if name not in sys.modules]
     sys.modules.update(dict.fromkeys(hidden))  # type: ignore[arg-type]  # as if they were not installed
-    with _collecting_no_garbage():
+    with _collecting_no_garbage(), _without_keras_file():  # TensorFlow imports parts of Keras
         import tensorflow as tf
 
     for name in hidden:
@@ -102,12 +102,13 @@ class KerasSettings:
         return cls(config.floatx(), config.epsilon(), config.image_data_format())
 
     @classmethod
-    def of_user(cls) -> "KerasSettings":
-        """Return the settings of this user's keras.json; Keras' own without the file.
+    def load(cls, directory: Path) -> "KerasSettings":
+        """Apply the settings of keras.json in `directory`, or else of this user's; Keras' own without a file.
 
         Raises InputError for a file that Keras would refuse.
         """
-        path, own = _keras_home() / "keras.json", cls.current()
+        path, own = directory / "keras.json", cls.current()
+        path = path if path.exists() else _keras_home() / path.name
         try:
             content = json.loads(path.read_text(encoding="utf-8"))
             chosen = {field.name: content.get(field.name, getattr(own, field.name)) for field in fields(cls)}
@@ -121,7 +122,7 @@ class KerasSettings:
     def apply(self) -> "KerasSettings":
         """Let this process compute with these settings; raises ValueError for unknown ones."""
         keras.config.set_floatx(self.floatx)
-        keras.config.set_epsilon(self.epsilon)
+        keras.config.set_epsilon(float(self.epsilon))
         keras.config.set_image_data_format(self.image_data_format)
         return self
 
@@ -130,16 +131,25 @@ def _keras_home() -> Path:
     return Path(os.environ.get("KERAS_HOME") or "~/.keras").expanduser()
 
 
-def import_keras() -> Any:
-    """Import Keras as if there were no keras.json; what it downloads stays where the user has it."""
-    if "keras" not in sys.modules:
-        home, before = _keras_home(), os.environ.get("KERAS_HOME")
-        os.environ["KERAS_HOME"] = os.devnull  # no directory: it reads and writes nothing
-        import_module("keras").src.backend.config._KERAS_DIR = str(home)
+@contextlib.contextmanager
+def _without_keras_file() -> Iterator[None]:
+    """Let Keras be imported as if there were no keras.json; what it downloads stays where the user has it."""
+    home, before = _keras_home(), os.environ.get("KERAS_HOME")
+    os.environ["KERAS_HOME"] = os.devnull  # no directory: it reads and writes nothing
+    try:
+        yield
+    finally:
         del os.environ["KERAS_HOME"]
         if before is not None:
             os.environ["KERAS_HOME"] = before
-    return import_module("keras")
+    if config := sys.modules.get("keras.src.backend.config"):
+        config._KERAS_DIR = str(home)  # type: ignore[attr-defined]
+
+
+def import_keras() -> Any:
+    """Import Keras without keras.json, and return the module."""
+    with _without_keras_file():
+        return import_module("keras")
 
 
 @contextlib.contextmanager

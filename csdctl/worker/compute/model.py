@@ -71,7 +71,7 @@ def build(request: BuildRequest) -> ModelInfo:
     spec, output = request.spec, Path(request.output)
     reference, recipe = spec.reference, spec.recipe
     load_backend()
-    KerasSettings.of_user()
+    KerasSettings.load(Path(spec.directory))
     keras.utils.set_random_seed(recipe.seed)  # for what files draw when they are imported
     import_roots(spec.code_roots)
     keras.utils.set_random_seed(recipe.seed)

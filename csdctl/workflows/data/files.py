@@ -213,7 +213,7 @@ def _model_key(job: Job, worker: StoredFile) -> str:
     written = [job.model, job.model_args, job.step, to_json(job.recipe)]
     described = [*written, worker.sha256, version("keras"), roots]
     digest = hashlib.sha256(json.dumps(described, sort_keys=True).encode())
-    files = {*job.code_files, Path.home() / ".keras" / "keras.json"}
+    files = {*job.code_files, job.path.parent / "keras.json", Path.home() / ".keras" / "keras.json"}
     if job.model_file:
         files |= {*job.model_file.parent.glob("*.py"), job.model_file}
     for path in sorted(path for path in files if path.is_file()):

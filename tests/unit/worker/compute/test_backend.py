@@ -153,3 +153,40 @@ def test_gradients_are_computed_elsewhere_but_weights_are_held_and_changed_on_th
     assert {"AssignSubVariableOp", "ReadVariableOp", "Sqrt", "Maximum"} <= ours.keys()
     assert set().union(*ours.values()) == {"0"}, ours
     assert printed.splitlines()[-1] == "true"
+
+
+SETTINGS = {"floatx": "float64", "epsilon": 0.01, "image_data_format": "channels_first"}
+KERAS = """
+import json, sys
+from dataclasses import asdict
+from pathlib import Path
+from csdctl.worker.compute.backend import KerasSettings, load_backend
+load_backend()
+found = [asdict(KerasSettings.current()), asdict(KerasSettings.load(Path(sys.argv[1])))]
+print(json.dumps([*found, sys.modules["keras.src.backend.config"].keras_home()]))
+"""
+
+
+def test_rank_ignores_keras_json_and_the_host_reads_it(tmp_path: Path) -> None:
+    home, job = tmp_path / "home", tmp_path / "job"
+    (home / ".keras").mkdir(parents=True)
+    job.mkdir()
+    (home / ".keras" / "keras.json").write_text(json.dumps(SETTINGS | {"backend": "torch"}))
+    before = (home / ".keras" / "keras.json").read_bytes()
+    own, of_host, place = json.loads(printed_by(KERAS, str(job), HOME=str(home)).splitlines()[-1])
+    assert own == {"floatx": "float32", "epsilon": 1e-7, "image_data_format": "channels_last"}
+    assert (of_host, place) == (SETTINGS, str(home / ".keras"))
+    (job / "keras.json").write_text(json.dumps({"epsilon": 0.5}))
+    assert json.loads(printed_by(KERAS, str(job), HOME=str(home)).splitlines()[-1])[1] == own | {
+        "epsilon": 0.5
+    }
+    assert (home / ".keras" / "keras.json").read_bytes() == before
+
+
+@pytest.mark.parametrize("content", ['{"floatx": "float12"}', '{"epsilon": "x"}', "[]", "{"])
+def test_damaged_keras_json_is_named(tmp_path: Path, content: str) -> None:
+    (tmp_path / "keras.json").write_text(content)
+    done = subprocess.run(
+        [sys.executable, "-c", KERAS, str(tmp_path)], capture_output=True, text=True, check=False
+    )
+    assert f"{tmp_path}/keras.json cannot be used" in done.stderr
