@@ -289,7 +289,7 @@ DOCUMENTS = {
         kind=(str, "Strong or weak scaling."),
         host_samples_per_s=(float | None, "The rate of the host alone."),
         host_source=(str, "Its source."),
-        points=(list[ScalingPoint], "Each run; energy in joules per sample and samples per joule."),
+        points=(list[ScalingPoint], "Each run; energy in joules per sample."),
     ),
     "csdctl.train.dry-run/1": shown(
         "`csdctl train --dry-run`",

@@ -14,7 +14,7 @@ from contextlib import ExitStack
 from pathlib import Path
 
 import csdctl
-from csdctl.energy.sampler import SCRIPTS, build_loop
+from csdctl.energy.sampler import LOOP
 from csdctl.fleet.fleet_file import load_fleet
 from csdctl.shipping.deliver import build_receiver
 from csdctl.transport.commands import build_program_command
@@ -57,7 +57,7 @@ def start_all(session: Session, python: str) -> None:
     start(standalone("reachability"), json.dumps(LISTENING), "@csdctl-result")
     start(receiver, "", "@csdctl-missing", first)
     start(standalone("leftovers"), "", "")
-    start(build_loop(SCRIPTS["hwmon"], "/"), "", "@csdctl")
+    start(["sh", "-c", LOOP, "csdctl-power", "sleep 3000", "csd0"], "", "")
     start([*worker, "sandbox"], to_json(policy), "inside")
     start(["sh", "-c", RANK, "sh", *worker], "", "begins")
 

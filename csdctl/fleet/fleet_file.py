@@ -36,18 +36,11 @@ from csdctl.fleet.openssh import MAX_HOPS, parse_jump
 from csdctl.worker.protocol.run_spec import AUTO, Device
 
 
-def _resolve_power(power: PowerSource | None, directory: Path) -> PowerSource | None:
-    """Return `power` with the path of a file on the host relative to `directory`, that of fleet.yaml."""
-    if power is None or power.source != "csv":
-        return power
-    return power.model_copy(update={"path": str(directory / power.path)})
-
-
 def render_power(power: PowerSource | None) -> object:
     """Return `power` as fleet.yaml has it; '' for none."""
     if power is None:
         return ""
-    content = {key: value for key, value in vars(power).items() if value not in ("", None, False)}
+    content = power.model_dump(exclude_defaults=True)
     return power.source if content == {"source": power.source} else content
 
 
@@ -202,11 +195,7 @@ def load_fleet(path: Path) -> Fleet:
         resolved = tuple(replace(node, jump=resolver.resolve(jump, (node.name,))) for node, jump in nodes)
     except ValueError as error:
         raise InputError(f"{path}: {error}", remedy=f"fix `jump` in {path}") from None
-    return Fleet(resolved, _resolve_host(file, directory), file.network, file.emulated, path)
-
-
-def _resolve_host(file: FleetFile, directory: Path) -> Host:
-    return file.host.model_copy(update={"power": _resolve_power(file.host.power, directory)})
+    return Fleet(resolved, file.host, file.network, file.emulated, path)
 
 
 def _load_servers(path: Path, file: FleetFile, directory: Path) -> Fleet:
@@ -250,9 +239,8 @@ def _load_servers(path: Path, file: FleetFile, directory: Path) -> Fleet:
             for node, _ in entries
         ]
     networks = tuple((server.name, server.network) for server in others)
-    host = _resolve_host(file, directory)
     network, name = (here[0].network, here[0].name) if here else ("", "")
-    fixed = (tuple(nodes), host, network, file.emulated, path, networks, file.network)
+    fixed = (tuple(nodes), file.host, network, file.emulated, path, networks, file.network)
     return Fleet(*fixed, name, here_state)
 
 
@@ -276,7 +264,7 @@ def _nodes(
                 key=_resolve_key(settings, directory),
                 python=settings.python,
                 groups=tuple(dict.fromkeys(settings.group)),
-                power=_resolve_power(settings.power, directory),
+                power=settings.power,
                 device=settings.device,
                 env=tuple(settings.env.items()),
                 state=settings.state,

@@ -30,18 +30,18 @@ Env = Annotated[
 ]
 """Variables of the environment of csdctl's programs on a machine, and their values."""
 Watts = Annotated[float, Field(ge=0, le=1_000_000)]
-NEEDED = {"hwmon": "path", "csv": "path", "constant": "watts"}
-"""The key that a source cannot do without, and that no other source uses."""
 
 
 class PowerSource(Document):
     """The source of the power of one machine; watts of the whole machine, or of the part that it covers."""
 
-    source: Literal["rapl", "ipmi", "hwmon", "csv", "constant"]
-    path: Annotated[str, Field(pattern=r"^[^\x00-\x1f]*$", max_length=500)] = ""
-    """hwmon: a pattern of files on the machine. csv: a file on the host."""
+    source: Literal["rapl", "constant", "command"]
     watts: Watts | None = None
     """Power of a constant source."""
+    command: Annotated[str, Field(pattern=r"^[^\x00]*$", max_length=2000)] = ""
+    """A command line of `sh` that prints powers or energy counters."""
+    on_host: bool = False
+    """Whether `command` runs on the host, not on the machine."""
     idle_watts: Watts | None = None
     """Power of the machine when nothing is trained, as stated by the user."""
     includes_nodes: bool = False
@@ -53,17 +53,20 @@ class PowerSource(Document):
         """Take a name alone for a source, a number for a constant, with or without its unit."""
         if isinstance(value, str):
             watts = re.fullmatch(r"([\d.]+) ?W", value)
-            return {"source": "constant", "watts": watts[1]} if watts else {"source": value}
-        if isinstance(value, int | float) and not isinstance(value, bool):
-            return {"source": "constant", "watts": value}
+            value = {"source": "constant", "watts": watts[1]} if watts else {"source": value}
+        elif isinstance(value, int | float) and not isinstance(value, bool):
+            value = {"source": "constant", "watts": value}
+        if isinstance(value, dict) and value.get("source") in ("ipmi", "hwmon", "csv"):
+            raise ValueError("write `source: command`, with a `command` from docs/how-to/energy.md")
         return value
 
     @model_validator(mode="after")
     def _has_what_its_source_needs(self) -> Self:
-        for key in ("path", "watts"):
-            is_given, is_needed = getattr(self, key) not in ("", None), NEEDED.get(self.source) == key
-            if is_given != is_needed:
-                raise ValueError(f"source {self.source} {'needs' if is_needed else 'does not use'} `{key}`")
+        for key, source in {"watts": "constant", "command": "command"}.items():
+            if (getattr(self, key) not in ("", None)) != (self.source == source):
+                raise ValueError(f"source {source} needs `{key}`, and no other source uses it")
+        if self.on_host and not self.command:
+            raise ValueError("only source command uses `on_host`")
         return self
 
 

@@ -18,7 +18,7 @@ ENOUGH = 0.98
 
 @dataclass
 class MachineEnergy:
-    """The energy of one machine while the run trained."""
+    """The energy of one machine while the run trained, or of all."""
 
     machine: str
     source: str
@@ -42,11 +42,6 @@ class MachineEnergy:
         return min(self.seconds / self.window_s, 1.0) if self.window_s > 0 else 0.0
 
     @property
-    def is_whole(self) -> bool:
-        """Whether the energy of the whole training is known."""
-        return self.coverage >= ENOUGH
-
-    @property
     def mean_watts(self) -> float | None:
         """While the energy is known."""
         return self.joules / self.seconds if self.seconds else None
@@ -58,13 +53,8 @@ class MachineEnergy:
 
     @property
     def joules_per_sample(self) -> float | None:
-        """Energy of this machine for each sample that it computed."""
-        return self.joules / self.samples if self.is_whole and self.samples else None
-
-    @property
-    def samples_per_joule(self) -> float | None:
-        """The inverse."""
-        return self.samples / self.joules if self.is_whole and self.joules else None
+        """Energy for each sample that was computed; None unless that of the whole training is known."""
+        return self.joules / self.samples if self.coverage >= ENOUGH and self.samples else None
 
 
 @dataclass(frozen=True)
@@ -119,7 +109,7 @@ def add_up_energy(
         machine.joules += record.joules * min(inside_s / record.seconds, 1.0)
     covering = {name for name, machine in found.items() if machine.includes_nodes}
     needed = tuple(name for name in nodes if (_server_of(name, nodes) or name) not in covering - {name})
-    missing = tuple(name for name in needed if name not in found or not found[name].is_whole)
+    missing = tuple(name for name in needed if name not in found or found[name].coverage < ENOUGH)
     machines = tuple(found[name] for name in nodes if name in found)
     if missing or not machines:
         return RunEnergy(machines, None, missing if machines else ())
@@ -139,15 +129,14 @@ def add_up_energy(
     return RunEnergy(machines, whole, ())
 
 
-FIELDS = ("mean_watts", "above_idle_joules", "joules_per_sample", "samples_per_joule")
+COMPUTED = ("coverage", "mean_watts", "above_idle_joules", "joules_per_sample")
 
 
 def energy_document(energy: RunEnergy) -> dict[str, Any]:
     """Return the energy of a run as JSON has it; null for what is not known."""
 
     def show(machine: MachineEnergy) -> dict[str, Any]:
-        content = {**asdict(machine), "coverage": machine.coverage}
-        return content | {name: getattr(machine, name) for name in FIELDS}
+        return asdict(machine) | {name: getattr(machine, name) for name in COMPUTED}
 
     return {
         "machines": [show(machine) for machine in energy.machines],
@@ -175,8 +164,8 @@ def describe_machine(machine: MachineEnergy) -> str:
     else:
         of = f" of {', '.join(machine.idle_unknown)}" if machine.idle_unknown else ""
         parts.append(f"idle power included: idle_watts{of} is not in fleet.yaml")
-    if machine.joules_per_sample and machine.samples_per_joule:
-        parts.append(f"{machine.joules_per_sample:.3g} J/image, {machine.samples_per_joule:.3g} images/J")
+    if machine.joules_per_sample:
+        parts.append(f"{machine.joules_per_sample:.3g} J/image")
     else:
         parts.append(f"known for {format_share(machine.coverage)} of the training")
     return ", ".join(parts)

@@ -500,7 +500,7 @@ def energy_by_nodes(series: ScalingSeries) -> DataTable:
     for point in series.points:
         energy, each = point.energy, point.joules_per_sample
         if energy is None or each is None:
-            rows.append((str(point.num_nodes), *["–"] * 5, "not known"))
+            rows.append((str(point.num_nodes), *["–"] * 4, "not known"))
             continue
         above_idle = energy.above_idle_joules
         rows.append(
@@ -508,13 +508,12 @@ def energy_by_nodes(series: ScalingSeries) -> DataTable:
                 str(point.num_nodes),
                 f"{each:.4g}",
                 "–" if not without else format_share(1 - each / without),
-                f"{1 / each:.4g}",
                 f"{energy.mean_watts:.1f} W" if energy.mean_watts else "–",
                 "–" if above_idle is None else f"{above_idle / energy.samples:.4g}",
                 energy.origin,
             )
         )
-    header = ("nodes", "J/image", "saved", "images/J", "power", "J/image above idle", "source")
+    header = ("nodes", "J/image", "saved", "power", "J/image above idle", "source")
     return DataTable(header, tuple(rows)).without_empty_columns()
 
 
@@ -522,10 +521,9 @@ def scaling_document(series: ScalingSeries) -> dict[str, Any]:
     """Return the `csdctl.scaling/1` document."""
     points = []
     for point in series.points:
-        energy, content = point.energy, {k: v for k, v in vars(point).items() if k != "energy"}
+        content = {key: value for key, value in vars(point).items() if key != "energy"}
         content["joules_per_sample"] = point.joules_per_sample
-        content["samples_per_joule"] = energy.samples_per_joule if energy else None
-        content["energy_origin"] = energy.origin if energy else None
+        content["energy_origin"] = point.energy.origin if point.energy else None
         points.append(content)
     return {"schema": "csdctl.scaling/1", **vars(series), "points": points}
 

@@ -7,7 +7,6 @@ bytes that csdctl and MPI have sent: TCP payload, including encryption, without 
 
 import contextlib
 import json
-import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
@@ -91,7 +90,7 @@ def _lines(path: Path) -> Iterator[tuple[int, str]]:
 
 @dataclass(frozen=True)
 class PowerRecord:
-    """`seconds` that ended at `time`. Without `joules`: a gap, with an `error` where one is known."""
+    """`seconds` that ended at `time`; without `joules`: the `error` of a source."""
 
     time: Annotated[float, Between(0.0, 1e11)]
     """Unix time."""
@@ -107,21 +106,10 @@ class PowerRecord:
     error: ShortText = ""
 
 
-class PowerLog:
-    """Appends records; used by many threads."""
-
-    def __init__(self, run: RunDirectory) -> None:
-        self._path, self._lock = run.power, threading.Lock()
-
-    def append(self, record: PowerRecord) -> None:
-        """Write a record; raises OSError."""
-        content = {
-            key: value
-            for key, value in vars(record).items()
-            if value is not None and value != "" and value is not False
-        }
-        with self._lock, self._path.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(content) + "\n")
+def append_power(run: RunDirectory, record: PowerRecord) -> None:
+    """Write a record in one piece, as many threads do; raises OSError."""
+    with run.power.open("a", encoding="utf-8") as file:
+        file.write(json.dumps(vars(record)) + "\n")
 
 
 def read_power(run: RunDirectory) -> Iterator[PowerRecord]:

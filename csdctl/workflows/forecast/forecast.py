@@ -9,9 +9,8 @@ does not use the batch sizes of a split. Nothing here connects to a machine.
 
 import math
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from statistics import fmean
 from typing import Literal
@@ -89,17 +88,14 @@ class ForecastBasis:
     """The error of the forecast; None: unknown."""
     planned_range: Range | None = None
     """The range of the plan for the fleet as it is, from its trial."""
-    host_cores: Callable[[int], float] = lambda num_nodes: 1.0
-    """Cores for the host beside so many nodes, where nodes are emulated on it."""
 
     def range_of(self, num_nodes: int, rate: float) -> Range | None:
         """Return the range around the forecast rate with this number of nodes."""
         if self.planned_range and num_nodes == self.num_nodes:
             return self.planned_range
-        if self.spread is None:
+        if self.spread is None or (self.source == "emulated" and num_nodes != self.num_nodes):
             return None
-        low, high = self.spread.range_of(rate)
-        return low, high * max(1.0, self.host_cores(num_nodes) / self.host_cores(self.num_nodes))
+        return self.spread.range_of(rate)
 
 
 def published_basis(network: Network) -> ForecastBasis:
@@ -168,16 +164,10 @@ def tuned_basis(
         where = f" and {private:,} private on {len(data.num_private)} nodes" if data.num_private else ""
         notes["samples"] = f"{data.public.num_samples:,} public{where}, as last prepared"
     if fleet.emulated:
-        basis = replace(basis, host_cores=partial(count_host_cores, [facts[name] for name in fleet.machines]))
-        notes["range"] = f"{basis.origins['range']}; with fewer nodes the host may use their cores"
+        notes["range"] = (
+            f"{basis.origins['range']}; unknown for other numbers of nodes, which share the cores"
+        )
     return replace(basis, origins={**basis.origins, **notes}, num_samples=data.num_samples if data else None)
-
-
-def count_host_cores(machines: Sequence[Facts], num_nodes: int) -> float:
-    """Return the cores of `machines[0]` that so many nodes emulated on it leave, at least an equal share."""
-    cores = machines[0].num_threads
-    used = sum(node.cpu_limit or node.num_threads for node in machines[1 : 1 + num_nodes])
-    return max(cores - used, cores / (1 + num_nodes))
 
 
 def _load_valid_plan(

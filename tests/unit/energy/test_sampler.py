@@ -1,21 +1,17 @@
 """The sampler over a real session: a shell loop that reads files, and what it writes."""
 
-import os
-import threading
-import time
-
 import pytest
 
 from csdctl.energy import sampler
 from csdctl.energy.sampler import PowerSampler
 from csdctl.errors import InputError
 from csdctl.fleet.fleet_file import load_fleet, render_fleet
-from csdctl.fleet.model import Fleet, Host, PowerSource
+from csdctl.fleet.model import Fleet, Host, Node, PowerSource
 from csdctl.reporting.energy import add_up_energy
 from csdctl.runs.directory import RunDirectory
 from csdctl.runs.ledger import PowerRecord, read_power
 from csdctl.transport.local import LocalSession
-from tests.patience import WAIT_S, scaled
+from tests.patience import eventually
 
 
 @pytest.fixture
@@ -25,81 +21,66 @@ def run(tmp_path):
 
 
 def sample(run, power, said, until):
-    """Sample the host's power until `until`, an event, is set."""
+    """Sample the host's power until the condition `until` holds."""
     session = LocalSession("host", run.path)
     with PowerSampler(run, Fleet((), Host(power=power)), {"host": session}, said):
-        assert until.wait(scaled(WAIT_S))
+        assert eventually(until)
     session.close()
     return list(read_power(run))
+
+
+def command(line, **settings):
+    return PowerSource(source="command", command=line, **settings)
 
 
 class TestSampler:
     def test_source_that_failed_is_read_again(self, run, monkeypatch):
         """As a management controller that is busy: the file is there from the first failure on."""
         monkeypatch.setattr(sampler, "RETRY_S", 0.05)
-        said, sensor, recovered = [], run.path / "power1_input", threading.Event()
+        said, sensor = [], run.path / "watts"
 
         def say(line):
             said.append(line)
             if "cannot be read" in line:
-                sensor.write_text("3750000\n")
-            if "read again" in line:
-                recovered.set()
+                sensor.write_text("3.75\n")
 
-        records = sample(run, PowerSource(source="hwmon", path=str(sensor)), say, recovered)
-        assert "power1_input cannot be read" in said[0]
-        assert "`path` names" in said[1]
-        assert said[2:] == ["host: power can be read again (hwmon)"]
-        assert "cannot be read" in records[0].error
+        records = sample(run, command("cat watts"), say, lambda: "read again" in str(said))
+        assert "received 'cat: watts: No such file or directory (exit code 1)'" in said[0]
+        assert said[1:] == ["  on host: cat watts", "host: power can be read again (command)"]
+        assert "No such file" in records[0].error
         assert records[0].joules is None
         assert sum(bool(record.error) for record in records) == 1
 
+    def test_source_that_prints_nothing_is_reported(self, run, monkeypatch):
+        monkeypatch.setattr(sampler, "MAX_GAP_S", 0.5)
+        said = []
+        (record,) = sample(run, command("sleep 3000"), said.append, lambda: said)
+        assert said[0] == "host: power cannot be read (command): no reading for 0.5 s"
+        assert (record.seconds, record.joules) == (0.0, None)
+
     def test_power_is_read_every_second_in_a_loop_there(self, run):
-        """The sensors are pipes that a reading opens in turn, so that the test knows when it was made."""
-        sensors, done = [run.path / f"power{number}_input" for number in (1, 2)], threading.Event()
-        for sensor in sensors:
-            os.mkfifo(sensor)
-
-        def feed():
-            for _ in range(3):
-                for sensor in sensors:
-                    sensor.write_text("3750000\n")
-            done.set()
-
-        threading.Thread(target=feed, daemon=True).start()
-        power = PowerSource(source="hwmon", path=f"{run.path}/power*_input", idle_watts=2.0)
-        records = sample(run, power, print, done)
+        line, count = "echo 3750000 uW; echo 3.75; echo >>count", run.path / "count"
+        records = sample(
+            run, command(line, idle_watts=2.0), print, lambda: count.exists() and count.stat().st_size > 2
+        )
         assert sum(r.joules for r in records) == pytest.approx(
             7.5 * sum(r.seconds for r in records), rel=1e-3
         )
-        assert {(r.origin, r.idle_watts, r.source) for r in records} == {("measured", 2.0, "hwmon")}
+        assert {(r.origin, r.idle_watts, r.source) for r in records} == {("measured", 2.0, "command")}
+
+    def test_command_on_the_host_gets_the_name_of_the_machine(self, run, tmp_path):
+        (tmp_path / "plug-csd0").write_text("12.5 W\n")
+        node = Node("csd0", "10.0.0.1", power=command("cat plug-$machine", on_host=True))
+        sessions = {"host": LocalSession("host", tmp_path), "csd0": LocalSession("csd0", run.path)}
+        with PowerSampler(run, Fleet((node,)), sessions, print):
+            assert eventually(lambda: list(read_power(run)))
+        record = next(read_power(run))
+        assert (record.machine, record.joules) == ("csd0", pytest.approx(12.5 * record.seconds, rel=1e-3))
 
     def test_constant_is_stated_and_never_measured(self, run):
-        until = threading.Event()
-        until.set()
-        (record,) = sample(run, PowerSource(source="constant", watts=10.0), print, until)
+        (record,) = sample(run, PowerSource(source="constant", watts=10.0), print, lambda: True)
         assert record.origin == "stated"
         assert record.joules == pytest.approx(10 * record.seconds, rel=0.1, abs=0.01)
-
-    def test_file_of_a_meter_counts_from_the_start_of_the_run(self, run):
-        until, failed, now_s = threading.Event(), threading.Event(), time.time()
-        until.set()
-        meter = run.path / "meter.csv"
-        rows = [(now_s - 60.0, 500), (now_s - 0.4, 10), (now_s, 20)]
-        meter.write_text("time,watts\n" + "".join(f"{time_s},{watts}\n" for time_s, watts in rows))
-        record, last = sample(run, PowerSource(source="csv", path=str(meter)), print, until)
-        assert (record.origin, record.joules) == ("measured", pytest.approx(6.0, abs=0.01))
-        assert last.joules == pytest.approx(20 * last.seconds, abs=0.01)  # until the run ended
-        meter.write_text("watt\n")
-        said = []
-
-        def say(line):
-            said.append(line)
-            failed.set()  # before the run ends
-
-        *_, record = sample(run, PowerSource(source="csv", path=str(meter)), say, failed)
-        assert "expected columns" in record.error
-        assert "`time,watts`" in said[1]
 
 
 class TestSums:
@@ -119,10 +100,10 @@ class TestSums:
         assert csd.above_idle_joules is None
         assert energy.whole.joules == 1612.5
         assert energy.whole.origin == "stated"  # one part of it is
-        assert energy.whole.samples_per_joule == pytest.approx(825 / 1612.5)
+        assert energy.whole.joules_per_sample == pytest.approx(1612.5 / 825)
 
     def test_chassis_that_contains_the_nodes_is_not_counted_twice(self):
-        records = [PowerRecord(10.0, "host", "ipmi", "measured", 10.0, 2000.0, includes_nodes=True)]
+        records = [PowerRecord(10.0, "host", "command", "measured", 10.0, 2000.0, includes_nodes=True)]
         energy = add_up_energy(
             [*records, self.RECORDS[2]], ["host", "csd0"], {"host": 90, "csd0": 10}, [(0, 10)]
         )
@@ -153,13 +134,13 @@ class TestFleetFile:
     def test_power_of_host_and_nodes_is_read_and_written(self, tmp_path):
         path = tmp_path / "fleet.yaml"
         path.write_text(
-            "host: {power: {source: csv, path: meter.csv, idle_watts: 190, includes_nodes: true}}\n"
+            "host: {power: {source: command, command: 'cat a | tail', idle_watts: 0, includes_nodes: true}}\n"
             "defaults: {power: 7.5 W}\nnodes:\n"
             "  - {name: 'csd[0-1]', address: '10.0.0.[1-2]'}\n"
             "  - {name: board, address: 10.0.0.9, power: rapl}\n"
         )
         fleet = load_fleet(path)
-        assert fleet.host.power.path == str(tmp_path / "meter.csv")
+        assert fleet.host.power == command("cat a | tail", idle_watts=0.0, includes_nodes=True)
         assert [node.power for node in fleet.nodes] == [
             PowerSource(source="constant", watts=7.5),
             PowerSource(source="constant", watts=7.5),
@@ -172,7 +153,14 @@ class TestFleetFile:
 
     @pytest.mark.parametrize(
         ("power", "said"),
-        [("hwmon", "needs `path`"), ("{source: rapl, path: /sys}", "does not use `path`"), ("-3", "watts")],
+        [
+            ("command", "source command needs `command`, and no other source uses it"),
+            ("{source: rapl, watts: 0}", "source constant needs `watts`, and no other source uses it"),
+            ("{source: rapl, on_host: true}", "only source command uses `on_host`"),
+            ("-3", "watts"),
+            ("ipmi", "write `source: command`"),
+            ("{source: hwmon, path: /sys/class/hwmon/hwmon0/power1_input}", "write `source: command`"),
+        ],
     )
     def test_source_that_cannot_be_is_refused(self, tmp_path, power, said):
         path = tmp_path / "fleet.yaml"

@@ -1,26 +1,17 @@
-"""Parsers of power sources, on readings in the formats that their makers document."""
+"""What sources print: RAPL on files as Linux has them, and the commands of the docs on recorded output."""
 
-import shutil
+import math
+import os
 import subprocess
+import time
 from pathlib import Path
 
 import pytest
+import yaml
 
-from csdctl.energy.sampler import HWMON_SCRIPT as HWMON
-from csdctl.energy.sampler import (
-    RAPL_REMEDY,
-    UDEV_RULE,
-    Counter,
-    EnergyMeter,
-    Reading,
-    parse_dcmi,
-    parse_hwmon,
-    parse_meter,
-    parse_rapl,
-)
-from csdctl.energy.sampler import RAPL_SCRIPT as RAPL
+from csdctl.energy.sampler import RAPL, Reading, count_joules, parse_reading
 
-PROJECT = Path(__file__).parents[3]
+PAGE = (Path(__file__).parents[3] / "docs/how-to/energy.md").read_text()
 DCMI = """
     Instantaneous power reading:                   220 Watts
     Minimum during sampling period:                 12 Watts
@@ -31,136 +22,183 @@ DCMI = """
     Power reading state is:                   activated
 
 """
+REDFISH = """{"@odata.id": "/redfish/v1/Chassis/1/Power", "PowerControl": [{"@odata.id":
+"/redfish/v1/Chassis/1/Power#/PowerControl/0", "MemberId": "0", "PowerConsumedWatts": 344, "PowerMetrics":
+{"MinConsumedWatts": 271, "AverageConsumedWatts": 319}}], "Voltages": []}"""
+RANGE_J = 262143.32885
 
 
-def run(script, argument):
-    return subprocess.run(
-        [shutil.which("dash") or "sh", "-c", script, "csdctl-power", str(argument)],
-        capture_output=True,
-        text=True,
-        check=False,
-    ).stdout
+def run(script: str, **variables: str) -> str:
+    """Return what `sh` prints, in a line as the sampler gets it."""
+    environment = os.environ | variables
+    output = subprocess.run(
+        ["sh", "-c", script], env=environment, capture_output=True, text=True, check=False
+    )
+    return " ".join(output.stdout.split())
 
 
-@pytest.fixture
-def powercap(tmp_path):
-    """A sysfs with two packages, a core, memory, and the whole board, as Linux has them."""
-    zones = {
-        "intel-rapl:0": ("package-0", 262143328850, 262143000000),
-        "intel-rapl:0:0": ("core", 262143328850, 5),
-        "intel-rapl:0:1": ("dram", 65712999613, 1000000),
-        "intel-rapl:1": ("package-1", 262143328850, 2000000),
-        "intel-rapl:2": ("psys", 262143328850, 999),
-    }
-    for zone, (name, range_uj, energy_uj) in zones.items():
-        directory = tmp_path / "class" / "powercap" / zone
-        directory.mkdir(parents=True)
-        for file, value in (("name", name), ("max_energy_range_uj", range_uj), ("energy_uj", energy_uj)):
-            (directory / file).write_text(f"{value}\n")
-    return tmp_path
+def print_as(directory: Path, name: str, output: str) -> dict[str, str]:
+    """Make a program that prints `output`, and return the environment that has it."""
+    (directory / "output").write_text(output)
+    program = directory / name
+    program.write_text(f"#!/bin/sh\ncat {directory}/output\n")
+    program.chmod(0o700)
+    return {"PATH": f"{directory}:{os.environ['PATH']}"}
+
+
+def recipe(beginning: str) -> str:
+    """Return the command of the docs that begins so."""
+    files = [yaml.safe_load(block.partition("```")[0]) for block in PAGE.split("```yaml\n")[1:]]
+    sources = [file.get(key, {}).get("power") for file in files for key in ("host", "defaults")]
+    commands = [source["command"] for source in sources if source and "command" in source]
+    commands += [line.strip(" -`") for line in PAGE.replace(": `", ":\n`").splitlines()]
+    return next(line for line in commands if line.startswith(beginning))
+
+
+class TestReading:
+    @pytest.mark.parametrize(
+        ("text", "reading"),
+        [
+            ("212.5", Reading(212.5, ())),
+            ("212.5 W", Reading(212.5, ())),
+            ("4250000 uW 1750000uW 1e1", Reading(16.0, ())),
+            ("3600 J", Reading(0.0, ((3600.0, math.inf),))),
+            ("1000000/5000000 uJ 7J", Reading(0.0, ((1.0, 5.0), (7.0, math.inf)))),
+        ],
+    )
+    def test_powers_are_added_and_counters_kept(self, text, reading):
+        assert parse_reading(text) == reading
+
+    @pytest.mark.parametrize(
+        "text",
+        [
+            "",
+            "0",
+            "-5",
+            "nan",
+            "inf",
+            "1e300",
+            "99999",
+            "12 kW",
+            "5/7 W",
+            "1 W 2 J",
+            "٣",
+            "sh: 1: ipmitool: no",
+            "1,5",
+        ],
+    )
+    def test_what_is_no_power_is_refused(self, text):
+        with pytest.raises(ValueError, match="expected a power"):
+            parse_reading(text)
+
+
+class TestEnergy:
+    @pytest.mark.parametrize(
+        ("before", "now", "seconds", "joules"),
+        [
+            ("10", "20", 1.0, 15.0),
+            ("10 J", "110 J", 1.0, 100.0),
+            (f"262143/{RANGE_J} J 5 J", f"99.67115/{RANGE_J} J 7 J", 1.0, 102.0),  # it has started again
+        ],
+    )
+    def test_power_is_averaged_and_counters_are_subtracted(self, before, now, seconds, joules):
+        assert count_joules(parse_reading(before), parse_reading(now), seconds) == pytest.approx(joules)
+
+    @pytest.mark.parametrize(
+        ("before", "now", "seconds", "said"),
+        [
+            ("10", "20", 60.0, "within 10 s, received 0 after 60 s"),
+            ("10 J", "9 J", 1.0, "expected counters that grow"),
+            (f"99999/{RANGE_J} J", f"5/{RANGE_J} J", 1.0, "expected counters that grow"),  # it was set back
+            ("10 J", "20 J 30 J", 1.0, "expected 1 counters"),
+            ("10", "20", math.nan, "expected counters that grow"),
+            ("10 J", "20 J", -1.0, "expected counters that grow"),
+        ],
+    )
+    def test_energy_that_is_not_known_is_an_error(self, before, now, seconds, said):
+        with pytest.raises(ValueError, match=said):
+            count_joules(parse_reading(before), parse_reading(now), seconds)
 
 
 class TestRapl:
-    def test_packages_and_memory_count_without_their_parts_and_the_board(self, powercap):
-        counters = parse_rapl(run(RAPL, powercap)).counters
-        assert counters == {
-            "intel-rapl:0 package-0": Counter(262143.0, 262143.32885),
-            "intel-rapl:0:1 dram": Counter(1.0, 65712.999613),
-            "intel-rapl:1 package-1": Counter(2.0, 262143.32885),
+    @pytest.fixture
+    def script(self, tmp_path):
+        """The script, for a sysfs with two packages, a core, memory, and the whole board."""
+        zones = {
+            "intel-rapl:0": ("package-0", 262143328850, 262143000000),
+            "intel-rapl:0:0": ("core", 262143328850, 5),
+            "intel-rapl:0:1": ("dram", 65712999613, 1000000),
+            "intel-rapl:1": ("package-1", 262143328850, 2000000),
+            "intel-rapl:2": ("psys", 262143328850, 999),
         }
+        for zone, (name, range_uj, energy_uj) in zones.items():
+            directory = tmp_path / zone
+            directory.mkdir()
+            for file, value in (("name", name), ("max_energy_range_uj", range_uj), ("energy_uj", energy_uj)):
+                (directory / file).write_text(f"{value}\n")
+        return RAPL.replace("/sys/class/powercap", str(tmp_path))
 
-    def test_counter_that_cannot_be_read_is_refused_with_a_udev_rule(self, powercap):
-        file = powercap / "class/powercap/intel-rapl:0/energy_uj"
+    def test_packages_and_memory_count_without_their_parts_and_the_board(self, script):
+        counters = [(262143.0, RANGE_J), (1.0, 65712.999613), (2.0, RANGE_J)]
+        reading = parse_reading(run(script))
+        assert [*sum(reading.counters, ())] == pytest.approx([*sum(counters, ())])
+
+    def test_counter_that_cannot_be_read_is_named(self, script, tmp_path):
+        file = tmp_path / "intel-rapl:0/energy_uj"
         file.unlink()
         file.mkdir()  # as root, a file without permission can be read
-        with pytest.raises(PermissionError, match="intel-rapl:0/energy_uj cannot be read"):
-            parse_rapl(run(RAPL, powercap))
-        assert 'SUBSYSTEM=="powercap"' in RAPL_REMEDY
+        with pytest.raises(ValueError, match="intel-rapl:0/energy_uj cannot be read"):
+            parse_reading(run(script))
 
-    @pytest.mark.parametrize(
-        ("before", "now", "after_s", "joules"),
-        [
-            (262143.0, 99.67115, 1.0, pytest.approx(100.0)),  # it has started again
-            (10.0, 20.0, 400.0, None),  # unread for longer than it lasts
-        ],
-    )
-    def test_counter_that_starts_again_loses_nothing_unless_it_was_unread_for_long(
-        self, before, now, after_s, joules
-    ):
-        meter = EnergyMeter()
-        meter.add(0.0, Reading(counters={"package-0": Counter(before, 262143.32885)}))
-        assert (
-            meter.add(after_s, Reading(counters={"package-0": Counter(now, 262143.32885)})).joules == joules
-        )
+    def test_machine_without_rapl_has_no_energy(self, tmp_path):
+        with pytest.raises(ValueError, match="received ''"):
+            parse_reading(run(RAPL.replace("/sys/class/powercap", str(tmp_path))))
 
 
-class TestHwmon:
-    def test_powers_are_microwatts_and_add_up(self, tmp_path):
-        for number, value in ((1, 4_250_000), (2, 1_750_000)):
-            (tmp_path / f"power{number}_input").write_text(f"{value}\n")
-        assert parse_hwmon(run(HWMON, tmp_path / "power*_input")) == Reading(6.0)
-        path = tmp_path / "energy1_input"  # a counter of microjoules
-        path.write_text("1234567890\n")
-        assert parse_hwmon(run(HWMON, path)).counters == {str(path): Counter(1234.56789)}
+class TestCommandsOfTheDocs:
+    def test_ipmi(self, tmp_path):
+        command = recipe("ipmitool")
+        assert parse_reading(run(command, **print_as(tmp_path, "ipmitool", DCMI))).watts == 220.0
+        for text in (
+            DCMI.replace("activated", "deactivated"),
+            DCMI.replace("220 Watts", "  0 Watts"),
+            "\n    DCMI request failed because: Invalid data field (cc)\n",
+        ):
+            with pytest.raises(ValueError, match="received"):
+                parse_reading(run(command, **print_as(tmp_path, "ipmitool", text)))
 
-    @pytest.mark.parametrize("value", ["-5", "nan", "1e300", "x", ""])
-    def test_damaged_values_are_refused(self, tmp_path, value):
-        with pytest.raises(ValueError, match=r"expected"):
-            parse_hwmon(f"{value} /sys/class/hwmon/hwmon0/power1_input")
+    def test_redfish(self, tmp_path):
+        command = recipe("curl")
+        assert parse_reading(run(command, **print_as(tmp_path, "curl", REDFISH))).watts == 344.0
+        with pytest.raises(ValueError, match="received ''"):
+            parse_reading(run(command, **print_as(tmp_path, "curl", "{}")))
 
-    def test_pattern_is_no_command(self, tmp_path):
-        with pytest.raises(ValueError, match="cannot be read"):
-            parse_hwmon(run(HWMON, f"{tmp_path}/x; touch {tmp_path}/made; $(touch {tmp_path}/made)"))
-        assert not (tmp_path / "made").exists()
+    def test_sensors(self, tmp_path):
+        for name, value in (("power1_input", 4250000), ("power2_input", 1750000), ("energy1_input", 7000000)):
+            (tmp_path / name).write_text(f"{value}\n")
+        for beginning, reading in {
+            "sed 's/$/ uW/' /sys/class/hwmon/hwmon0/power*": Reading(6.0, ()),
+            "sed 's/$/ uJ/'": Reading(0.0, ((7.0, math.inf),)),
+        }.items():
+            command = recipe(beginning).replace("/sys/class/hwmon/hwmon0", str(tmp_path))
+            assert parse_reading(run(command)) == reading
 
-
-class TestIpmi:
-    def test_power_of_the_moment_counts(self):
-        assert parse_dcmi(DCMI) == Reading(220.0)
-
-    @pytest.mark.parametrize(
-        ("text", "said"),
-        [
-            (DCMI.replace("activated", "deactivated"), "is deactivated"),
-            ("\n    DCMI request failed because: Invalid data field (cc)\n", "because: Invalid data field"),
-            (DCMI.replace("220 Watts", "  0 Watts"), "received 0 watts"),
-        ],
-    )
-    def test_controller_that_does_not_measure_is_said(self, text, said):
-        with pytest.raises(ValueError, match=said):
-            parse_dcmi(text)
-
-
-class TestMeter:
-    def test_rows_have_unix_or_iso_times(self):
-        lines = ["Time, volts,watts", "1769860800.5,230,212.5", "2026-01-31T12:00:01Z,230,213"]
-        assert list(parse_meter(lines)) == [(1769860800.5, 212.5), (1769860801.0, 213.0)]
-
-    def test_row_being_written_is_left_out_and_another_is_refused(self):
-        assert list(parse_meter(["time,watts", "1,200", "2,"])) == [(1.0, 200.0)]
-        for damaged in ("2,", "2", "noon,5", "3,99999"):
-            with pytest.raises(ValueError, match="line 2"):
-                list(parse_meter(["time,watts", damaged, "3,200"]))
-
-
-class TestEnergyMeter:
-    def test_power_that_was_not_read_for_long_is_a_gap(self):
-        meter = EnergyMeter()
-        assert meter.add(0.0, Reading(10.0)) is None
-        assert meter.add(1.0, Reading(20.0)).joules == 15.0
-        assert meter.add(60.0, Reading(20.0)).joules is None
-        assert meter.add(61.0, Reading(20.0)).joules == 20.0
-        assert meter.add(5.0, Reading(10.0)) is None, "the machine has restarted"
-        assert meter.add(6.0, Reading(10.0)).joules == 10.0
+    def test_file_of_a_meter(self, tmp_path):
+        command = f"cd {tmp_path}; {recipe('tail')}"
+        (tmp_path / "plug.csv").write_text(f"time,watts\n1.5,500\n{time.time() + 5},12.5\n")
+        assert parse_reading(run(command)).watts == 12.5
+        (tmp_path / "plug.csv").write_text(f"time,watts\n{time.time() - 15},12.5\n")
+        with pytest.raises(ValueError, match="received ''"):
+            parse_reading(run(command))
 
 
 @pytest.mark.parametrize(
     ("path", "user"),
     [
-        ("docs/how-to/energy.md", "csd"),
         ("ansible/roles/host/tasks/main.yml", "{{ host_user }}"),
         ("ansible/roles/node/tasks/rapl.yml", "{{ node_user or ansible_user }}"),
     ],
 )
-def test_rule_of_the_remedy_is_the_one_of_docs_and_roles(path, user):
-    assert UDEV_RULE.format(user=user) in (PROJECT / path).read_text()
+def test_rule_of_the_docs_is_the_one_of_the_roles(path, user):
+    (rule,) = (line for line in PAGE.splitlines() if line.startswith("SUBSYSTEM"))
+    assert rule.replace("chown csd", f"chown {user}") in (Path(__file__).parents[3] / path).read_text()

@@ -9,7 +9,7 @@ def records_of(covering: tuple[str, ...] = (), **idle_watts):
         PowerRecord(
             time=100.0,
             machine=machine,
-            source="hwmon",
+            source="command",
             origin=MEASURED,
             seconds=100.0,
             joules=500.0,
@@ -27,10 +27,10 @@ def described(**idle_watts):
 
 def test_machines_without_a_stated_idle_power_are_named() -> None:
     assert described(host=2.0, csd0=1.0) == [
-        "1,000 J measured (hwmon), 700 J above stated idle power, known for 100% of the training"
+        "1,000 J measured (command), 700 J above stated idle power, known for 100% of the training"
     ]
     assert described(host=2.0, csd0=None, csd1=None) == [
-        "1,500 J measured (hwmon), idle power included: idle_watts of csd0, csd1 is not in fleet.yaml, "
+        "1,500 J measured (command), idle power included: idle_watts of csd0, csd1 is not in fleet.yaml, "
         "known for 100% of the training"
     ]
 

@@ -126,7 +126,7 @@ def run_on(num_nodes, *, batch=None, tuned=True, joules=None):
     )
     energy = None
     if joules:
-        whole = MachineEnergy("whole", "ipmi", "measured", 100.0, joules * rate * 100, 100.0)
+        whole = MachineEnergy("whole", "command", "measured", 100.0, joules * rate * 100, 100.0)
         whole.samples = round(rate * 100)
         energy = RunEnergy((whole,), whole, ())
     base = results(f"20260101-00000{num_nodes % 10}-{num_nodes}")

@@ -3,7 +3,6 @@
 import itertools
 import json
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +11,7 @@ from typer.testing import CliRunner
 
 from csdctl.cli.app import app
 from csdctl.errors import InputError
-from csdctl.fleet.facts import Facts, save_facts
+from csdctl.fleet.facts import save_facts
 from csdctl.fleet.fleet_file import load_fleet
 from csdctl.fleet.model import HOST_NAME, Node
 from csdctl.perfmodel.published import Network
@@ -25,7 +24,6 @@ from csdctl.workflows.forecast.forecast import (
     Forecast,
     ForecastBasis,
     ForecastRequest,
-    count_host_cores,
     forecast,
     forecast_job,
     given_power,
@@ -46,30 +44,12 @@ from tests.unit.workflows.measured_project import (
 )
 
 
-class TestEmulated:
-    """The host of an emulated fleet gets the cores of nodes that are missing."""
-
-    def test_range_is_higher_with_fewer_nodes_than_were_measured(self) -> None:
-        host = Facts(HOST_NAME, num_cores=2)
-        nodes = [Facts(f"csd{number}", num_cores=2, cpu_limit=0.25) for number in range(3)]
-        spread = Spread(0.0025, 10)
-        basis = replace(
-            published_basis(Network.MOBILENETV2),
-            num_nodes=3,
-            spread=spread,
-            host_cores=partial(count_host_cores, [host, *nodes]),
-        )
-        low, high = spread.range_of(1000.0)
-        assert basis.range_of(3, 1000.0) == basis.range_of(8, 1000.0) == (low, high)
-        assert basis.range_of(1, 1000.0) == (low, pytest.approx(high * 1.75 / 1.25))
-        assert basis.range_of(0, 1000.0) == (low, pytest.approx(high * 2.00 / 1.25))
-
-    def test_nodes_that_use_all_cores_leave_the_host_an_equal_share(self) -> None:
-        machines = [
-            Facts(HOST_NAME, num_cores=2),
-            *(Facts(f"csd{number}", num_cores=2) for number in range(3)),
-        ]
-        assert [count_host_cores(machines, num_nodes) for num_nodes in range(4)] == [2, 1, 2 / 3, 1 / 2]
+def test_range_for_an_emulated_fleet_is_of_the_measured_number_of_nodes_alone() -> None:
+    """Other numbers of nodes leave the host other cores."""
+    basis = replace(published_basis(Network.MOBILENETV2), num_nodes=3, spread=Spread(0.0025, 10))
+    emulated = replace(basis, source="emulated")
+    assert emulated.range_of(3, 1000.0) == basis.range_of(2, 1000.0) == Spread(0.0025, 10).range_of(1000.0)
+    assert emulated.range_of(2, 1000.0) is None
 
 
 class TestPublished:
