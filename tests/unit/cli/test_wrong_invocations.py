@@ -72,7 +72,11 @@ BAD_FLEETS = [
     ("1.1.1.1}", "a, jump: b}, {name: b, address: b, jump: a}", ": cyclic jumps"),
     ("nodes: [{", "jump_hosts: [{name: g, address: g, jump: g}]\nnodes: [{jump: g, ", ": cyclic jumps"),
     ("1.1.1.1", "1.1.1.1, device: tpu", ":1: `nodes.0.device`: expected one of 'auto', 'cpu', 'gpu'"),
-    ("1.1.1.1", "1.1.1.1, power: nope", ":1: `nodes.0.power.source`: must be 'rapl', 'ipmi', 'hwmon'"),
+    (
+        "1.1.1.1",
+        "1.1.1.1, power: nope",
+        ":1: `nodes.0.power.source`: must be 'rapl', 'constant' or 'command'",
+    ),
     ("1.1.1.1", "1.1.1.1, power: {source: constant}", ":1: `nodes.0.power`: source constant needs `watts`"),
 ]
 """The same of FLEET and `exec`."""

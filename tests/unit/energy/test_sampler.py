@@ -158,8 +158,11 @@ class TestFleetFile:
             ("{source: rapl, watts: 0}", "source constant needs `watts`, and no other source uses it"),
             ("{source: rapl, on_host: true}", "only source command uses `on_host`"),
             ("-3", "watts"),
-            ("ipmi", "write `source: command`"),
-            ("{source: hwmon, path: /sys/class/hwmon/hwmon0/power1_input}", "write `source: command`"),
+            ("ipmi", "no longer exists: write `source: command`"),
+            (
+                "{source: hwmon, path: /sys/class/hwmon/hwmon0/power1_input}",
+                "no longer exists: write `source: command`",
+            ),
         ],
     )
     def test_source_that_cannot_be_is_refused(self, tmp_path, power, said):
