@@ -33,6 +33,7 @@ INSTALL_CUDA = (
     "`csdctl discover`"
 )
 OTHER_VERSION = "it works if training does; else install the host's version there, and set `python:`"
+LARGE_PACKETS = "large packets may be dropped on the way (a guess): compare the MTU of both ends and the path"
 INSTALL = "`csdctl provision` (docs/how-to/provision.md), or fix `python:` in the fleet file"
 
 
@@ -404,6 +405,7 @@ def _judge(name: str, refused: Sequence[ConnectAttempt]) -> Check:
     remedy = "check routes and addresses; set the shared network as `network:` in the fleet file"
     if first.reason in ("timed out", "connection refused"):
         remedy = "let TCP ports 1024 and up through the firewall between these machines"
+    remedy = LARGE_PACKETS if first.reason.startswith("connected") else remedy
     return Check(name, "ports", Status.FAIL, found, "every machine accepts connections", remedy)
 
 

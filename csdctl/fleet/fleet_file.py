@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Annotated, Self
+from typing import Annotated, Any, Self
 
 import yaml
 from pydantic import AfterValidator, BeforeValidator, Field, field_validator, model_validator
@@ -21,6 +21,7 @@ from csdctl.errors import InputError
 from csdctl.fleet.model import SERVER_MARK, Env, Fleet, Host, Node, PowerSource
 from csdctl.fleet.names import (
     ADDRESS,
+    AN_ADDRESS,
     GROUP,
     MAX_RANGE,
     NAME,
@@ -61,10 +62,9 @@ def _ends(value: str) -> tuple[str, str]:
         raise ValueError("; ".join(part for part in (error.message, error.remedy) if part)) from None
 
 
-_AN_ADDRESS = "address or host name (a port is `port:`)"
 _A_NAME = "name (letters, digits, '.', '_', '-')"
 Name = Annotated[str, _matching(NAME, _A_NAME)]
-Address = Annotated[str, _matching(ADDRESS, _AN_ADDRESS)]
+Address = Annotated[str, _matching(ADDRESS, AN_ADDRESS)]
 Groups = Annotated[
     list[Annotated[str, _matching(GROUP, "group (no spaces, commas or brackets)")]],
     BeforeValidator(lambda value: ([value] if value else []) if isinstance(value, str) else value),
@@ -93,7 +93,12 @@ class Connection(Document):
 
     port: Annotated[int, Field(ge=1, le=65535)] = 22
     user: Annotated[str, _matching(USER, "user name")] = "root"
-    key: Annotated[Path, AfterValidator(_as_key)] | None = None
+    key: Annotated[
+        list[Path],
+        BeforeValidator(lambda value: value if isinstance(value, list) else [value] if value else []),
+        AfterValidator(lambda paths: [_as_key(path) for path in paths]),
+    ] = []
+    offers_agent: bool = False
     jump: Annotated[str, AfterValidator(_check_jump)] = ""
 
 
@@ -119,7 +124,7 @@ class NodeEntry(NodeSettings):
     """An entry of `nodes` in fleet.yaml; `csd[0-35]` with as many addresses is a range of nodes."""
 
     name: Annotated[str, _matching(NAME, _A_NAME, ranges=True)]
-    address: Annotated[str, _matching(ADDRESS, _AN_ADDRESS, ranges=True)]
+    address: Annotated[str, _matching(ADDRESS, AN_ADDRESS, ranges=True)]
 
     @model_validator(mode="after")
     def _have_equal_lengths(self) -> Self:
@@ -185,12 +190,14 @@ def load_fleet(path: Path) -> Fleet:
     directory = path.parent
     if file.servers:
         return _load_servers(path, file, directory)
-    of_jump_hosts = NodeSettings(user=file.defaults.user, key=file.defaults.key)
+    of_jump_hosts = NodeSettings(
+        **{name: getattr(file.defaults, name) for name in ("user", "key", "offers_agent")}
+    )
     jump_hosts = [_nodes(entry, of_jump_hosts, directory)[0] for entry in file.jump_hosts]
     nodes = [node for entry in file.nodes for node in _nodes(entry, file.defaults, directory)]
     _check_names(path, [node.name for node, _ in jump_hosts], [node.name for node, _ in nodes])
     machines = {node.name: (node, jump) for node, jump in (*jump_hosts, *nodes)}
-    resolver = _Jumps(machines, file.defaults.user, _resolve_key(file.defaults, directory))
+    resolver = _Jumps(machines, file.defaults.user, _resolve_keys(file.defaults, directory))
     try:
         resolved = tuple(replace(node, jump=resolver.resolve(jump, (node.name,))) for node, jump in nodes)
     except ValueError as error:
@@ -261,7 +268,7 @@ def _nodes(
                 address=address,
                 port=settings.port,
                 user=settings.user,
-                key=_resolve_key(settings, directory),
+                **_resolve_keys(settings, directory),
                 python=settings.python,
                 groups=tuple(dict.fromkeys(settings.group)),
                 power=settings.power,
@@ -275,8 +282,9 @@ def _nodes(
     ]
 
 
-def _resolve_key(settings: NodeSettings, directory: Path) -> Path | None:
-    return directory / settings.key if settings.key else None
+def _resolve_keys(settings: NodeSettings, directory: Path) -> dict[str, Any]:
+    keys = tuple(directory / path for path in settings.key)
+    return {"key": next(iter(keys), None), "other_keys": keys[1:], "offers_agent": settings.offers_agent}
 
 
 def _check_names(path: Path, jump_hosts: Sequence[str], nodes: Sequence[str]) -> None:
@@ -303,13 +311,13 @@ def _check_names(path: Path, jump_hosts: Sequence[str], nodes: Sequence[str]) ->
 class _Jumps:
     """Resolves the chains of jump hosts of nodes.
 
-    `machines` are the possible jump hosts by name, each with the value of its own `jump`; `user` and `key`
+    `machines` are the possible jump hosts by name, each with the value of its own `jump`; `user` and `keys`
     are for jump hosts given as an address.
     """
 
     machines: Mapping[str, tuple[Node, str]]
     user: str
-    key: Path | None = None
+    keys: Mapping[str, Any]
     _found: dict[str, Node | None] = field(default_factory=dict)
 
     def resolve(self, jump: str, passed: tuple[str, ...]) -> Node | None:
@@ -326,7 +334,7 @@ class _Jumps:
             if hop.address not in self.machines:
                 self._check_spelling(hop.address)
             user = self.user if hop.user is None else hop.user
-            direct = Node(name=hop.name, address=hop.address, port=hop.port or 22, user=user, key=self.key)
+            direct = Node(name=hop.name, address=hop.address, port=hop.port or 22, user=user, **self.keys)
             node, own = found or (direct, "")
             # As with ssh -J, only the first hop of a chain uses its own `jump`.
             before = replace(node, jump=before if number else self.resolve(own, (*passed, hop.name)))
@@ -353,18 +361,17 @@ def render_fleet(fleet: Fleet, *, origin: str) -> str:
     if not fleet.nodes:
         raise InputError("a fleet needs at least one node")
     names = _name_jump_hosts(fleet.nodes)
-    own = {node.name for node in fleet.nodes}
+    own, of_jumps = {node.name for node in fleet.nodes}, ("key", "offers_agent")
     nodes = [_settings(node, names) for node in fleet.nodes]
     jump_hosts = [
         {"name": name, "address": jump.address, **_settings(jump, names)}
         for jump, name in names.items()
         if name not in own
     ]
-    keys = {str(entry["key"]) for entry in (*nodes, *jump_hosts)}
     defaults = {
         key: value
         for key, value in nodes[0].items()
-        if all(entry[key] == value for entry in nodes) and (key != "key" or len(keys) == 1)
+        if all(entry[key] == value for entry in (nodes + jump_hosts if key in of_jumps else nodes))
     }
     host: YamlMapping = {
         "threads": fleet.host.threads,
@@ -416,14 +423,16 @@ def _name_jump_hosts(nodes: Sequence[Node]) -> dict[Node, str]:
 def _as_jump_host(node: Node) -> Node:
     """Return `node` with only the fields that matter for a jump host."""
     jump = _as_jump_host(node.jump) if node.jump else None
-    return Node(node.name, node.address, node.port, node.user, node.key, jump=jump)
+    own = (node.name, node.address, node.port, node.user, node.key)
+    return Node(*own, jump=jump, other_keys=node.other_keys, offers_agent=node.offers_agent)
 
 
 def _settings(node: Node, jump_names: Mapping[Node, str]) -> YamlMapping:
     return {
         "port": node.port,
         "user": node.user,
-        "key": str(node.key) if node.key else "",
+        "key": str(node.key or "") if len(node.keys) < 2 else list(map(str, node.keys)),
+        "offers_agent": node.offers_agent,
         "python": node.python,
         "group": node.groups[0] if len(node.groups) == 1 else list(node.groups),
         "jump": jump_names[_as_jump_host(node.jump)] if node.jump else "",

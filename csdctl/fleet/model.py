@@ -96,6 +96,14 @@ class Node:
     """Variables of the environment of csdctl's programs there, and their values."""
     state: str = ""
     """The directory with csdctl's state on the machine; '' for ~/.csdctl."""
+    other_keys: tuple[Path, ...] = ()
+    offers_agent: bool = False
+    """Whether, beside `key` and `other_keys`, the agent's are offered: ssh without IdentitiesOnly."""
+
+    @property
+    def keys(self) -> tuple[Path, ...]:
+        """The keys that the fleet file states, in their order."""
+        return (self.key, *self.other_keys) if self.key else ()
 
     @property
     def key_address(self) -> str:

@@ -12,7 +12,9 @@ from typing import TypeVar
 from csdctl.errors import InputError
 
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}")
-ADDRESS = re.compile(r"(?![^:]*:\d*$)[A-Za-z0-9:][A-Za-z0-9.:%_-]{0,253}")  # an IPv6 address has two colons
+# An IPv6 address has two colons. One that is link-local is of an interface, without which nobody can connect.
+ADDRESS = re.compile(r"(?![^:]*:\d*$)(?![Ff][Ee][89ABab].:[^%]*%?$)[A-Za-z0-9:][A-Za-z0-9.:%_-]{0,253}")
+AN_ADDRESS = "address or host name (a port is `port:`; a link-local one needs its interface: fe80::1%eth0)"
 USER = re.compile(r"[A-Za-z_][A-Za-z0-9._-]{0,31}")
 GROUP = re.compile(r"[^\s,\[\]\x00-\x1f-][^\s,\[\]\x00-\x1f]{0,99}")
 

@@ -9,6 +9,7 @@ check the same host keys and offer the same user keys as csdctl's own connection
 """
 
 import getopt
+import getpass
 import glob
 import os
 import re
@@ -21,7 +22,7 @@ from pathlib import Path
 from csdctl.documents import load_text, split_lines
 from csdctl.errors import InputError
 from csdctl.fleet.model import Node
-from csdctl.fleet.names import ADDRESS, USER
+from csdctl.fleet.names import ADDRESS, AN_ADDRESS, USER
 
 MAX_HOPS = 8
 
@@ -57,7 +58,7 @@ def _parse_hop(text: str) -> Hop:
     found = _HOP.fullmatch(text)
     address = found and (found["v6"] or found["address"])
     if not found or not address or not ADDRESS.fullmatch(address):
-        raise ValueError("not a valid jump host: expected a name or [user@]address[:port]")
+        raise ValueError(f"not a valid jump host: expected [user@]address[:port], with an {AN_ADDRESS}")
     if found["user"] is not None and not USER.fullmatch(found["user"]):
         raise ValueError("not a valid user name of a jump host")
     port = int(found["port"]) if found["port"] else None
@@ -108,11 +109,12 @@ _KEPT = {"-4", "-6", "-b", "-B", "-c", "-F", "-I", "-i", "-J", "-l", "-m", "-o",
 
 _READ = {"hostname", "identitiesonly", "identityfile", "port", "proxycommand", "proxyjump", "user"}
 _IGNORED = {
-    *("addressfamily", "bindaddress", "bindinterface", "certificatefile", "ciphers", "hostkeyalgorithms"),
-    *("hostkeyalias", "identityagent", "kexalgorithms", "knownhostscommand", "macs", "pkcs11provider"),
-    *("pubkeyacceptedalgorithms", "remotecommand"),
+    *("addressfamily", "bindaddress", "bindinterface", "certificatefile", "ciphers", "forwardagent"),
+    *("hostkeyalgorithms", "hostkeyalias", "identityagent", "kexalgorithms", "knownhostscommand", "macs"),
+    *("permitlocalcommand", "pkcs11provider", "pubkeyacceptedalgorithms", "pubkeyauthentication"),
+    *("remotecommand", "requiredrsasize", "revokedhostkeys", "securitykeyprovider", "setenv"),
 }
-"""Settings that csdctl warns about."""
+"""Settings that csdctl warns about. Others are of terminals, forwarding, passwords and known_hosts."""
 
 
 @dataclass(frozen=True)
@@ -160,7 +162,7 @@ def quote_value(text: str) -> str:
 def build_query(target: Target) -> list[str]:
     """Return the command that prints the settings of `target`; raises InputError for an invalid address."""
     if not ADDRESS.fullmatch(target.host):
-        raise InputError(f"{target.name}: {target.host!r} is not a valid address or host name")
+        raise InputError(f"{target.name}: {target.host!r} is not a valid {AN_ADDRESS}")
     return ["ssh", "-G", *target.arguments, "--", target.host]
 
 
@@ -187,12 +189,12 @@ def parse_proxy_command(command: str) -> tuple[str, tuple[str, ...]] | None:
 
 
 def build_node(target: Target, settings: SshSettings, keys: Sequence[Path], jump: Node | None) -> Node:
-    """Build the node of `target`, with the first of `keys` that exists.
+    """Build the node of `target`.
 
     Raises InputError for an address or user that a fleet file may not have.
     """
     address, user = settings["hostname"][0], settings["user"][0]
-    for text, pattern, what in ((address, ADDRESS, "address"), (user, USER, "user name")):
+    for text, pattern, what in ((address, ADDRESS, AN_ADDRESS), (user, USER, "user name")):
         if not pattern.fullmatch(text):
             raise InputError(f"{target.name}: {text!r} is not a valid {what}")
     return Node(
@@ -200,7 +202,9 @@ def build_node(target: Target, settings: SshSettings, keys: Sequence[Path], jump
         address=address,
         port=int(settings["port"][0]),
         user=user,
-        key=next((path for path in keys if os.path.isfile(path)), None),
+        key=next(iter(keys), None),
+        other_keys=tuple(keys[1:]),
+        offers_agent=bool(keys) and settings["identitiesonly"] != ["yes"],
         python=target.python or "python3",
         groups=target.groups,
         jump=jump,
@@ -214,27 +218,30 @@ def list_notes(settings: SshSettings, defaults: SshSettings, keys: Sequence[Path
         for keyword in sorted(_IGNORED)
         if settings.get(keyword) and settings[keyword] != defaults.get(keyword)
     ]
-    if keys and not any(map(os.path.isfile, keys)):
-        notes.append(f"IdentityFile {keys[0]} does not exist; the agent and the default keys are used")
+    stated = settings.get("identityfile", ())
+    if stated and not keys and stated != defaults.get("identityfile"):
+        notes.append(f"IdentityFile {stated[0]} does not exist; the agent and the default keys are used")
     return notes
 
 
 def list_keys(settings: SshSettings, defaults: SshSettings, home: Path) -> list[Path]:
-    """Return the key files of `settings`, without those of `defaults`, which every ssh tries.
+    """Return the key files of `settings` that exist, without those of `defaults`, which every ssh tries.
 
-    `ssh -G` does not expand their tokens.
+    `ssh -G` does not expand their tokens. The public key of a key in the agent stands for its file.
     """
-    if settings.get("identityfile") == defaults.get("identityfile"):
+    texts = settings.get("identityfile", ())
+    if texts == defaults.get("identityfile") and settings["identitiesonly"] != ["yes"]:
         return []
     tokens = {"d": str(home), "h": settings["hostname"][0], "r": settings["user"][0], "%": "%"}
-    tokens |= {"p": settings["port"][0], "n": settings.get("host", [""])[0]}
+    tokens |= {"p": settings["port"][0], "n": settings.get("host", [""])[0], "u": getpass.getuser()}
     paths = []
-    for text in settings.get("identityfile", ()):
+    for text in texts:
         if text == "none":
             continue
-        path = re.sub("%(.)", lambda found: tokens.get(found[1], found[0]), text)
-        paths.append(home / path[2:] if path.startswith("~/") else Path(path).absolute())
-    return [path for path in paths if path.suffix != ".pub"]
+        path = re.sub("%(.)", lambda found: tokens.get(found[1], found[0]), text).removesuffix(".pub")
+        path = os.path.expandvars(path)
+        paths.append(home / path[2:] if path.startswith("~/") else Path(path).expanduser().absolute())
+    return [path for path in paths if os.path.isfile(path) or os.path.isfile(f"{path}.pub")]
 
 
 def build_ssh_config(nodes: Iterable[Node], known_hosts: Sequence[Path]) -> str:
@@ -243,14 +250,13 @@ def build_ssh_config(nodes: Iterable[Node], known_hosts: Sequence[Path]) -> str:
     for node in nodes:
         # A percent sign starts a token, even in HostName, where an IPv6 zone may contain one (fe80::1%eth0).
         lines = [f"HostName {node.address.replace('%', '%%')}", f"Port {node.port}", f"User {node.user}"]
-        lines += [f"IdentityFile {_quoted(node.key)}"] if node.key else []
         lines += [option.replace("=", " ", 1) for option in build_ssh_options(node, known_hosts)[1::2]]
         blocks.append(f"Host {node.name}\n" + "".join(f"    {line}\n" for line in lines))
     return "# Written by csdctl; changes are lost.\n" + "\n".join(blocks)
 
 
 def build_ssh_options(node: Node, known_hosts: Sequence[Path]) -> list[str]:
-    """Return `-o` options of `ssh` besides address, port, user and key; `known_hosts` alone have host keys.
+    """Return `-o` options of `ssh` besides address, port and user; `known_hosts` alone have host keys.
 
     A jump host becomes a ProxyCommand, because OpenSSH's ProxyJump passes on neither key nor known_hosts.
     Raises InputError for a path that ssh_config cannot represent.
@@ -258,7 +264,8 @@ def build_ssh_options(node: Node, known_hosts: Sequence[Path]) -> list[str]:
     files = " ".join(_quoted(path) for path in known_hosts) or "none"
     options = ["StrictHostKeyChecking=yes", "BatchMode=yes"]
     options += [f"UserKnownHostsFile={files}", "GlobalKnownHostsFile=none"]
-    if node.key:
+    options += [f"IdentityFile={_quoted(path)}" for path in node.keys]
+    if node.key and not node.offers_agent:
         options.append("IdentitiesOnly=yes")
     if node.key_address != node.address:
         alias = node.key_address if node.port == 22 else f"[{node.key_address}]:{node.port}"
@@ -270,10 +277,8 @@ def build_ssh_options(node: Node, known_hosts: Sequence[Path]) -> list[str]:
 
 def _proxy_command(jump: Node, known_hosts: Sequence[Path]) -> str:
     """Return the `ssh` command for a connection through `jump`, escaped for a shell and for ssh's tokens."""
-    own = ["-p", str(jump.port), "-l", jump.user]
-    if jump.key:
-        own += ["-o", f"IdentityFile={_quoted(jump.key)}"]
-    words = ["ssh", *own, *build_ssh_options(jump, known_hosts), "--", jump.address]
+    options = build_ssh_options(jump, known_hosts)
+    words = ["ssh", "-p", str(jump.port), "-l", jump.user, *options, "--", jump.address]
     text = shlex.join(words).replace("%", "%%")
     return text.replace("ssh", "ssh -W '[%h]:%p'", 1)
 

@@ -57,7 +57,7 @@ def connect(name: str, address: str, port: int, token: str, deadline_s: float) -
         return (error.strerror or str(error)).lower()
     try:
         with connection, connection.makefile("rb") as stream:
-            received = stream.readline(256)
+            received = stream.readline(1 << 17)
     except OSError:
         return "connected, but received no response"
     received_token, _, server = received.decode("utf-8", "replace").strip().partition(" ")
@@ -100,7 +100,7 @@ def main() -> None:
         message = f"no port can be opened at {request['address']}: {error.strerror}"
         respond("error", message=message, remedy="check which ports are in use")
         return
-    greeting = f"{request['token']} {request['name']}\n".encode()
+    greeting = f"{request['token']} {request['name']}{' ' * (1 << 16)}\n".encode()  # fills packets
     for listener in listeners:
         threading.Thread(target=serve, args=(listener, greeting), daemon=True).start()
     respond("result", ports=[listener.getsockname()[1] for listener in listeners])

@@ -136,7 +136,7 @@ class FleetLocal(Local):
 class FleetRemote(Remote):  # type: ignore[misc]
     """A command on a node: bounded output, and no process is left behind when it is ended."""
 
-    channel: paramiko.Channel | None = None
+    channel: Any = None
     _was_killed = False
 
     def start(self, command: str, shell: str, env: dict[str, str], timeout: float | None = None) -> None:
@@ -167,18 +167,15 @@ class FleetRemote(Remote):  # type: ignore[misc]
 
     def wait(self) -> None:
         """Wait for the end of the command, or of a thread of Fabric that failed, without polling."""
-        assert self.channel
         while not (self.process_is_finished or self.has_dead_threads):
             self.channel.status_event.wait(0.5)
 
     def read_proc_stdout(self, num_bytes: int) -> bytes:
         """Return the next bytes of the command's standard output; b'' at the end."""
-        assert self.channel
         return self._read(self.channel.recv, "stdout", num_bytes)
 
     def read_proc_stderr(self, num_bytes: int) -> bytes:
         """Return the next bytes of the command's standard error; b'' at the end."""
-        assert self.channel
         return self._read(self.channel.recv_stderr, "stderr", num_bytes)
 
     def _read(self, receive: Callable[[int], bytes], stream: str, num_bytes: int) -> bytes:
@@ -197,8 +194,7 @@ class FleetRemote(Remote):  # type: ignore[misc]
 
     def returncode(self) -> int:
         """Return the exit code; raises UnreachableError when the connection was lost."""
-        assert self.channel
-        code, transport = self.channel.exit_status, self.context.transport
+        code, transport = self.channel.exit_status, self.channel.get_transport()
         if code < 0 and not self._was_killed and not transport.is_active():
             raise lost_connection_error(transport, " while a command ran")
         return int(code)

@@ -2,7 +2,7 @@
 
 Lines end at \\n and fields at spaces and tabs, and nowhere else: what follows the key is a comment, which may
 be anybody's. Plain names are found in a dictionary; only hashed names and patterns are matched one by one.
-Certificate authorities (`@cert-authority`) are not supported and are ignored.
+Certificate authorities (`@cert-authority`) are not supported: their lines are named where a key is unknown.
 """
 
 import base64
@@ -41,6 +41,7 @@ class KnownHosts:
 
     _by_name: dict[str, list[HostKey]] = field(default_factory=dict)
     _by_pattern: list[tuple[tuple[str, ...], HostKey]] = field(default_factory=list)
+    _unsupported: list[tuple[tuple[str, ...], str]] = field(default_factory=list)
 
     @classmethod
     def load(cls, paths: Iterable[Path]) -> "KnownHosts":
@@ -62,6 +63,8 @@ class KnownHosts:
         """Raise HostKeyError unless the key presented by `address` at `port` is known."""
         shown = f"{key_type} {fingerprint(blob)}"
         keys = self.lookup(address, port)
+        if all(key.is_revoked for key in keys):  # as in ssh, its key at the usual port will do
+            keys += tuple(key for key in self.lookup(address, 22) if key.blob == blob)
         same = [key for key in keys if key.blob == blob]
         for key in same:
             if key.is_revoked:
@@ -71,8 +74,10 @@ class KnownHosts:
         others = [key for key in keys if not key.is_revoked]
         if not others:
             kind = next((name for name in ("ed25519", "ecdsa", "rsa") if name in key_type), "*")
+            name = build_host_name(address, port)
+            ignored = [f"; {what} is ignored" for names, what in self._unsupported if _matches(names, name)]
             raise HostKeyError(
-                f"host key of {address} port {port} is unknown: {shown}",
+                f"host key of {address} port {port} is unknown: {shown}{''.join(ignored[:2])}",
                 node=node,
                 remedy=f"compare it with `ssh-keygen -lf /etc/ssh/ssh_host_{kind}_key.pub` there, then run: "
                 f"csdctl trust --limit {node}",
@@ -89,7 +94,12 @@ class KnownHosts:
     def _add_line(self, line: str, path: Path, number: int) -> None:
         fields = [part for part in line.replace("\t", " ").split(" ") if part]
         marker = fields.pop(0) if fields and fields[0].startswith("@") else ""
-        if len(fields) < 3 or fields[0].startswith("#") or marker not in ("", "@revoked"):
+        if len(fields) < 3 or fields[0].startswith("#"):
+            return
+        is_hashed = fields[0].startswith("|")
+        names = (fields[0],) if is_hashed else tuple(fields[0].translate(_LOWER).split(","))
+        if marker not in ("", "@revoked"):
+            self._unsupported.append((names, f"{marker} in {path}:{number}"))
             return
         try:
             blob = base64.b64decode(fields[2].translate(_IGNORED), validate=True)
@@ -98,8 +108,6 @@ class KnownHosts:
         if not blob.startswith(len(fields[1]).to_bytes(4, "big") + fields[1].encode()):
             return  # not a key of this type
         key = HostKey(fields[1], blob, path, number, is_revoked=bool(marker))
-        is_hashed = fields[0].startswith("|")
-        names = (fields[0],) if is_hashed else tuple(fields[0].translate(_LOWER).split(","))
         if is_hashed or any(name.startswith("!") or "*" in name or "?" in name for name in names):
             self._by_pattern.append((names, key))
             return

@@ -230,7 +230,7 @@ def _open_host(fleet: Fleet, directory: Path) -> LocalSession:
 def fleet_known_hosts_paths(fleet: Fleet, directory: Path) -> tuple[Path, ...]:
     """Return the known_hosts files for `fleet`, in order; mpirun's ssh must use the same files.
 
-    csdctl's own in `directory` and beside the fleet file, then the user's. An emulated fleet has one of its
+    csdctl's own in `directory` and beside the fleet file, then those of ssh. An emulated fleet has one of its
     own, and its fleet file may be inside a .csdctl directory, whose known_hosts is then used too.
     """
     beside = fleet.path.absolute().parent
@@ -238,7 +238,7 @@ def fleet_known_hosts_paths(fleet: Fleet, directory: Path) -> tuple[Path, ...]:
     states = [directory.absolute() / ".csdctl", beside / ".csdctl", *enclosing]
     folders = ("", "emulated") if fleet.emulated else ("",)
     own = [state / folder / "known_hosts" for state in states for folder in folders]
-    return tuple(dict.fromkeys([*own, Path.home() / ".ssh" / "known_hosts"]))
+    return tuple(dict.fromkeys([*own, Path.home() / ".ssh/known_hosts", Path("/etc/ssh/ssh_known_hosts")]))
 
 
 def _call(name: str, item: ItemT, function: Callable[[ItemT], ResultT]) -> Outcome[ResultT]:

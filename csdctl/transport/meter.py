@@ -37,10 +37,16 @@ class Meter:
 
     def __init__(self) -> None:
         self.num_sent = self.num_received = 0
-        """All bytes; updated by the connection's reader and writer."""
+        """All bytes."""
         self._lock = threading.Lock()
         self._sent: Counter[TrafficClass] = Counter()
         self._received: Counter[TrafficClass] = Counter()
+
+    def count(self, *, sent: int = 0, received: int = 0) -> None:
+        """Count bytes of the connection, or of a further one that takes its place."""
+        with self._lock:
+            self.num_sent += sent
+            self.num_received += received
 
     def record(self, traffic_class: TrafficClass, *, sent: int = 0, received: int = 0) -> None:
         """Record the traffic class of some of the bytes."""

@@ -16,10 +16,12 @@ SFTP (`shipping.deliver`), so servers without SFTP (dropbear) work.
 
 import base64
 import contextlib
+import copy
 import errno
 import functools
 import logging
 import math
+import os
 import random
 import socket
 import threading
@@ -30,6 +32,8 @@ from pathlib import Path
 from typing import Any
 
 import paramiko
+from cryptography.exceptions import UnsupportedAlgorithm
+from cryptography.hazmat.primitives.serialization import SSHCertificate, load_ssh_public_identity
 from paramiko.common import OPEN_FAILED_ADMINISTRATIVELY_PROHIBITED
 
 from csdctl.errors import (
@@ -42,6 +46,7 @@ from csdctl.errors import (
     RemoteCommandError,
     UnreachableError,
 )
+from csdctl.fleet.checks import LARGE_PACKETS
 from csdctl.fleet.model import Node
 from csdctl.transport.commands import Setting, WrappedCommand, build_kill_command
 from csdctl.transport.known_hosts import KnownHosts, fingerprint
@@ -54,13 +59,6 @@ MIN_RSA_BITS = 1024
 
 # AES-GCM needs no separate MAC and is hardware-accelerated on both sides: large uploads take half the time.
 _CIPHERS = ("aes128-gcm@openssh.com", "aes256-gcm@openssh.com", "aes128-ctr", "aes192-ctr", "aes256-ctr")
-_MACS = (
-    "hmac-sha2-256-etm@openssh.com",
-    "hmac-sha2-512-etm@openssh.com",
-    "hmac-sha2-256",
-    "hmac-sha2-512",
-    "hmac-sha1",
-)
 
 
 def choose_algorithms(options: paramiko.transport.SecurityOptions, known_key_types: Collection[str]) -> None:
@@ -69,7 +67,8 @@ def choose_algorithms(options: paramiko.transport.SecurityOptions, known_key_typ
     Host keys of types that known_hosts has come first, as in ssh: a server may have keys of several types.
     """
     options.ciphers = [name for name in _CIPHERS if name in options.ciphers]
-    options.digests = [name for name in _MACS if name in options.digests]
+    whole = [name for name in options.digests if "md5" not in name and "-96" not in name]
+    options.digests = sorted(whole, key=lambda name: "-etm@" not in name)
     options.kex = [name for name in options.kex if "group-exchange" not in name]
     types = {name: "ssh-rsa" if name.startswith("rsa-sha2-") else name for name in options.key_types}
     options.key_types = sorted(types, key=lambda name: types[name] not in known_key_types)
@@ -190,9 +189,10 @@ def _timed_out(node: Node, jump: Node, deadline: Deadline) -> JumpHostError:
 MAX_TRIES = 3
 """Attempts to connect to a server that drops connections (sshd's MaxStartups)."""
 
-DROPPED_REMEDY = "check the port, and sshd's log: it may be overloaded (MaxStartups) or refuse this address"
+AUTHORIZE = "fix `key:` or `user:`, or authorize the key; sshd's log says why (AllowUsers, PermitRootLogin…)"
+KEYS_ALONE = "csdctl has keys alone: check PubkeyAuthentication and AuthenticationMethods in its sshd_config"
 
-_DEFAULT_KEYS = ("id_ed25519", "id_ecdsa", "id_rsa")
+_DEFAULT_KEYS = (".ssh/id_ed25519", ".ssh/id_ecdsa", ".ssh/id_rsa")
 
 # Without a handler, Python would print paramiko's errors; csdctl reports them as its own.
 logging.getLogger("paramiko").addHandler(logging.NullHandler())
@@ -223,12 +223,14 @@ def open_transport(node: Node, deadline: Deadline, jumps: JumpHosts) -> StrictTr
         with _started(node, deadline, jumps) as transport:
             key = transport.get_remote_server_key()
             jumps.known_hosts.check(node.name, node.key_address, node.port, key.get_name(), key.asbytes())
-            keys = load_keys(node) if keys is None else keys
-            if _authenticate(node, transport, keys, deadline):
+            if keys is None:
+                keys, notes = load_keys(node)
+            if _authenticate(node, transport, keys, notes, deadline):
                 transport.packetizer.writes_end_s = math.inf
                 transport.packetizer.max_packet_bytes = MAX_PACKET_BYTES
                 if node.jump:
                     watch_peer(transport)
+                transport.reconnect = lambda timeout_s: open_transport(node, Deadline(timeout_s), jumps)
                 return transport
         transport.close()  # reconnect and offer the keys that were not tried yet
 
@@ -247,7 +249,10 @@ def _started(node: Node, deadline: Deadline, jumps: JumpHosts) -> Iterator[Stric
             if num_drops == MAX_TRIES or pause_s > deadline.left_s:
                 times = "once" if num_drops == 1 else f"{num_drops} times"
                 problem = f"dropped the connection {times} ({dropped})"
-                raise _unreachable(node, problem, DROPPED_REMEDY) from None
+                remedy = (
+                    "check the port, and sshd's log: it may be overloaded (MaxStartups) or refuse this host"
+                )
+                raise _unreachable(node, problem, remedy) from None
             time.sleep(pause_s)
     try:
         key = transport.get_remote_server_key()
@@ -270,7 +275,7 @@ def lost_connection_error(transport: StrictTransport, when: str = "") -> Unreach
     return UnreachableError(
         f"the connection was lost{when}",
         node=transport.node,
-        remedy="check that the machine is on, and the network; it may have restarted",
+        remedy=f"check its power and network, it may have restarted; if it responds, {LARGE_PACKETS}",
     )
 
 
@@ -278,7 +283,7 @@ def _violation_error(name: str, violation: str) -> UnreachableError:
     return UnreachableError(
         f"the connection was closed, because its SSH server {violation}",
         node=name,
-        remedy="no correct SSH server does that: check what runs there before you use the machine again",
+        remedy="only a Banner above 35 kB is honest: check what runs there before you use the machine again",
     )
 
 
@@ -340,26 +345,51 @@ def _resolve(node: Node, deadline: Deadline) -> list[tuple[int, tuple[Any, ...]]
     raise UnreachableError(
         f"the name {node.address!r} cannot be resolved ({reasons[-1]})",
         node=node.name,
-        remedy="use an IP address in fleet.yaml, or fix name resolution",
+        remedy="use an IP address in fleet.yaml (after %, an interface of this host), or fix name resolution",
     )
 
 
-def load_keys(node: Node) -> list[paramiko.PKey]:
-    """Return the keys to offer: only `node.key` if given, else the agent's and the user's default keys.
+def load_keys(node: Node) -> tuple[list[paramiko.PKey], list[str]]:
+    """Return the keys to offer, in the order of ssh, and what is wrong with some of them or with others.
 
-    Raises AuthenticationError when `node.key` cannot be used.
+    What the agent has comes first. Raises AuthenticationError without any key.
     """
-    if node.key:
-        return [_load_key(node, node.key)]
-    keys: list[paramiko.PKey] = []
+    agent: list[Any] = []
     with contextlib.suppress(paramiko.SSHException, OSError):
-        keys.extend(paramiko.Agent().get_keys())
-    for name in _DEFAULT_KEYS:
-        path = Path.home() / ".ssh" / name
-        with contextlib.suppress(AuthenticationError):
-            if path.exists():
-                keys.append(_load_key(node, path))
-    return keys
+        agent.extend(paramiko.Agent().get_keys())
+    for key in agent:
+        if "-cert-" in key.name:
+            key.inner_key = None  # of RSA, paramiko would offer the key without its certificate
+    own: list[paramiko.PKey] = []
+    problems: list[AuthenticationError] = []
+    for path in node.keys or [path for name in _DEFAULT_KEYS if (path := Path.home() / name).exists()]:
+        try:
+            own += _load_key(node, path, agent)
+        except AuthenticationError as error:
+            problems.append(error)
+    blobs, held = [_blob(key) for key in own], [_blob(key) for key in agent]
+    own += [key for key in agent if _blob(key) not in blobs and (node.offers_agent or not node.keys)]
+    if own:
+        own.sort(key=lambda key: 2 if _blob(key) not in held else _blob(key) not in blobs)
+        return own, [*filter(None, map(_find_obstacle, own)), *(problem.message for problem in problems)]
+    problem = f"no SSH key to offer: no agent with keys, and none of ~/{', ~/'.join(_DEFAULT_KEYS)}"
+    remedy = "set `key:` in fleet.yaml, or generate a key with ssh-keygen"
+    raise (*problems, AuthenticationError(problem, node=node.name, remedy=remedy))[0]
+
+
+def _blob(key: paramiko.PKey) -> bytes:
+    return key.public_blob.key_blob if key.public_blob else key.asbytes()
+
+
+def _find_obstacle(key: paramiko.PKey) -> str:
+    """Return why no server accepts the certificate of `key` now, or ''."""
+    text = f"{paramiko.Message(_blob(key)).get_text()} {base64.b64encode(_blob(key)).decode()}"
+    with contextlib.suppress(ValueError, UnsupportedAlgorithm):
+        found = load_ssh_public_identity(text.encode())
+        if isinstance(found, SSHCertificate) and not found.valid_after <= time.time() < found.valid_before:
+            end = "expired" if found.valid_before <= time.time() else "not valid yet"
+            return f"the certificate {found.key_id.decode(errors='replace')!r} is {end}: have it signed again"
+    return ""
 
 
 def _start_transport(node: Node, deadline: Deadline, jumps: JumpHosts) -> StrictTransport:
@@ -381,34 +411,54 @@ def _start_transport(node: Node, deadline: Deadline, jumps: JumpHosts) -> Strict
             remedy = "the machine may hang or be out of memory: check its console, or restart it"
             raise _unreachable(node, problem, remedy) from None
         if isinstance(error, paramiko.ssh_exception.IncompatiblePeer):
-            raise UnreachableError(
-                f"no compatible SSH server at {node.address} port {node.port} ({bounded(error)})",
-                node=node.name,
-                remedy="check the port in fleet.yaml",
-            ) from None
-        raise _ConnectionDropped(bounded(error) or "connection closed") from None
+            raise _incompatible(node, transport, error) from None
+        said = transport.packetizer.greeting
+        raise _ConnectionDropped(bounded(error if said.startswith("SSH-") else said or error)) from None
     return transport
 
 
+def _incompatible(node: Node, transport: StrictTransport, error: Exception) -> UnreachableError:
+    """Return which algorithms the server offers, and what would help."""
+    problem, remedy = f"has no compatible SSH server ({bounded(error)})", "check the port in fleet.yaml"
+    offer, own = paramiko.Message(transport.offer[16:]), transport.get_security_options()
+    lists = [("KexAlgorithms", own.kex), ("HostKeyAlgorithms", own.key_types)]
+    for keyword, known in [*lists, *[("Ciphers", own.ciphers)] * 2, ("MACs", own.digests)]:
+        offered = [one for one in offer.get_list() if one and not one.startswith(("ext-info", "kex-strict"))]
+        if offered and not {*known} & {*offered}:
+            line = f"{keyword} {bounded(','.join(offered))}"
+            problem += f": it has {line}; csdctl has {','.join(known)}"
+            remedy = f"write in its sshd_config: {line},{known[1]},{known[-2]}"
+            break
+    return _unreachable(node, problem, remedy)
+
+
 def _authenticate(
-    node: Node, transport: StrictTransport, keys: list[paramiko.PKey], deadline: Deadline
+    node: Node, transport: StrictTransport, keys: list[paramiko.PKey], notes: list[str], deadline: Deadline
 ) -> bool:
     """Offer `keys` in turn and remove each refused key; return False when the server disconnects.
 
     sshd disconnects after a few keys (MaxAuthTries), so an agent with many keys needs several connections.
+    `notes` are for the error; what the server says to the user is added to them.
     """
-    if not keys:
-        raise AuthenticationError(
-            "no SSH key to offer: no agent with keys, and none of "
-            + ", ".join(f"~/.ssh/{name}" for name in _DEFAULT_KEYS),
-            node=node.name,
-            remedy="set `key:` in fleet.yaml, or generate a key with ssh-keygen",
-        )
-    while keys and not deadline.has_passed:
-        with contextlib.suppress(*LOST):
-            if transport.offer_key(node.user, keys[0], max(0.1, deadline.left_s)):
+    user = f"user {node.user!r}"
+    problem, remedy, wanted = f"accepts none of the offered keys for {user}", AUTHORIZE, ["publickey"]
+    first = keys[0]
+    while keys and "publickey" in wanted and not deadline.has_passed:
+        try:
+            wanted = transport.offer_key(node.user, keys[0], max(0.1, deadline.left_s))
+            if not wanted:
                 return True
-        keys.pop(0)  # refused; or accepted, but the server wants a second factor: not supported
+            problem, remedy = f"accepts a key of {user}, but also wants {', '.join(wanted)}", KEYS_ALONE
+        except paramiko.BadAuthenticationType as error:
+            wanted = error.allowed_types
+            problem, remedy = f"takes no keys of {user}, but {', '.join(wanted)}", KEYS_ALONE
+        except LOST:
+            pass  # refused
+        said: Any = (transport.auth_handler and transport.auth_handler.banner) or b""
+        note = f"it says: {bounded(' '.join(said.decode(errors='replace').split()))}"
+        notes += [note] if said and note not in notes else []
+        if transport.is_active() or keys[0] is first:  # else this key comes first next time
+            keys.pop(0)
         if keys and not transport.is_active():
             return False
     if violation := transport.packetizer.violation:
@@ -416,46 +466,47 @@ def _authenticate(
     if deadline.has_passed:
         problem = f"did not finish authentication within {deadline.seconds:g} s"
         raise _unreachable(node, problem, "the machine may be overloaded: check its console")
-    raise AuthenticationError(
-        f"{node.address} port {node.port} accepts none of the offered keys for user {node.user!r}",
-        node=node.name,
-        remedy="set the right `key:` and `user:` in the fleet file, or authorize the key: ssh-copy-id "
-        f"-i KEY.pub -p {node.port} {'-o ProxyJump=GATEWAY ' if node.jump else ''}{node.user}@{node.address}",
-    )
+    problem = "; ".join([f"{node.address} port {node.port} {problem}", *notes])
+    raise AuthenticationError(problem, node=node.name, remedy=remedy)
 
 
-def _load_key(node: Node, path: Path) -> paramiko.PKey:
+def _load_key(node: Node, path: Path, agent: Iterable[paramiko.PKey]) -> list[paramiko.PKey]:
+    """Return the key at `path`, alone and with the certificate beside it."""
+
     def refused(reason: str, remedy: str) -> NodeError:
         return AuthenticationError(f"the key {path} {reason}", node=node.name, remedy=remedy)
 
     try:
-        status = path.stat()
-        return _read_key(path, status.st_mtime_ns, status.st_size)
-    except FileNotFoundError:
-        raise refused("does not exist", "fix `key:` in the fleet file") from None
-    except (paramiko.PasswordRequiredException, TypeError):
-        if key := _find_in_agent(path):
-            return key
+        key = _read_key(path, *(one.stat() for one in (path, Path(f"{path}-cert.pub")) if one.exists()))
+    except (FileNotFoundError, paramiko.PasswordRequiredException, TypeError) as error:
+        if keys := _find_in_agent(path, agent):
+            return keys
+        if isinstance(error, FileNotFoundError):
+            raise refused("does not exist", "fix `key:` in the fleet file") from None
         remedy = f"run `ssh-add {path}`; {path}.pub must be there too"
         raise refused("has a passphrase, and csdctl never prompts", remedy) from None
     except OSError as error:
         raise refused(f"cannot be read: {error.strerror}", "fix its permissions") from None
     except Exception as error:  # parsers of three libraries, each with its own exceptions
         raise refused(f"is not a private key: {error}", "fix `key:` in the fleet file") from None
+    alone = copy.copy(key)
+    alone.public_blob = None
+    return [alone, key] if key.public_blob else [key]
 
 
 @functools.lru_cache
-def _read_key(path: Path, mtime_ns: int, num_bytes: int) -> paramiko.PKey:
-    """Read the private key; cached by mtime and size, so that it is read once for all nodes."""
+def _read_key(path: Path, *states: os.stat_result) -> paramiko.PKey:
+    """Read key and certificate; cached by the states of their files, to be read once for all nodes."""
     return paramiko.PKey.from_path(path)
 
 
-def _find_in_agent(path: Path) -> paramiko.PKey | None:
-    """Return the agent's key for the private key at `path`, by its public key in KEY.pub."""
-    with contextlib.suppress(paramiko.SSHException, OSError, ValueError, IndexError):
-        blob = base64.b64decode(Path(f"{path}.pub").read_text(encoding="utf-8").split()[1])
-        return next((key for key in paramiko.Agent().get_keys() if key.asbytes() == blob), None)
-    return None
+def _find_in_agent(path: Path, agent: Iterable[paramiko.PKey]) -> list[paramiko.PKey]:
+    """Return the agent's keys for the private key at `path`, by KEY.pub and KEY-cert.pub."""
+    blobs: list[bytes] = []
+    for end in (".pub", "-cert.pub"):
+        with contextlib.suppress(OSError, ValueError, IndexError):
+            blobs.append(base64.b64decode(Path(f"{path}{end}").read_text(encoding="utf-8").split()[1]))
+    return [key for key in agent if _blob(key) in blobs]
 
 
 MAX_CHANNELS = 8
@@ -502,8 +553,7 @@ class SshSession(Session):
             raise
 
     def _start_process(self, wrapped: WrappedCommand, deadline: Deadline) -> "_ChannelProcess":
-        channel = _open_channel(self._transport, wrapped.command_line, deadline)
-        return _ChannelProcess(self._transport, channel)
+        return _ChannelProcess(_open_channel(self._transport, wrapped.command_line, deadline))
 
     def _forget(self, running: Running) -> None:
         super()._forget(running)
@@ -517,8 +567,8 @@ class _ChannelProcess:
     hence the undocumented attributes `in_buffer`, `in_stderr_buffer` and `status_event` of Channel.
     """
 
-    def __init__(self, transport: StrictTransport, channel: paramiko.Channel) -> None:
-        self._transport = transport
+    def __init__(self, channel: paramiko.Channel) -> None:
+        self._transport: Any = channel.get_transport()
         self._channel = channel
         self._channel.settimeout(0.5)  # applies to sending only
         self._has_stdout, self._has_stderr = threading.Event(), threading.Event()
@@ -599,18 +649,11 @@ def kill_group(transport: StrictTransport, group: int) -> bool:
 
 
 def _open_channel(transport: StrictTransport, command_line: str, deadline: Deadline) -> paramiko.Channel:
-    """Open a channel and start `command_line` on it; waits while the server has too many channels."""
-    queue_deadline = Deadline(min(10.0, deadline.left_s))
-    pause_s = 0.05
-    while True:
-        try:
-            channel = transport.open_session(timeout=max(0.1, deadline.left_s))
-            break
-        except LOST as error:
-            if not transport.is_active() or queue_deadline.left_s < pause_s:
-                raise channel_error(transport, "does not open more channels", error, deadline) from None
-        time.sleep(pause_s)
-        pause_s = min(1.0, 2 * pause_s)
+    """Open a channel and start `command_line` on it."""
+    try:
+        channel = transport.open_session(timeout=max(0.1, deadline.left_s))
+    except (CsdctlError, *LOST) as error:
+        raise channel_error(transport, "does not open more channels", error, deadline) from None
     try:
         request_exec(channel, command_line.encode(), max(0.1, deadline.left_s))
     except LOST as error:

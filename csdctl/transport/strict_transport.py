@@ -76,6 +76,8 @@ class GreedyPacketizer(Packetizer):
         """End of the time for writing, by the monotonic clock: the end of the connect deadline."""
         self.violation = ""
         """The violation of the protocol for which the connection was closed; '' if there is none."""
+        self.greeting = ""
+        """The last line before the key exchange: the server's version, or why it refuses a connection."""
         self.before_read: Callable[[], None] = lambda: None
         """Called before the next message is awaited."""
         self.check: Callable[[int, paramiko.Message], None] = lambda kind, message: None
@@ -109,7 +111,7 @@ class GreedyPacketizer(Packetizer):
             if num_sent <= 0:
                 raise EOFError
             rest = rest[num_sent:]
-        self.meter.num_sent += len(out)
+        self.meter.count(sent=len(out))
 
     def _send(self, data: bytes, end_s: float) -> int:
         """Send some of `data`; return 0 when that is impossible. Closes the connection at `end_s`."""
@@ -148,9 +150,10 @@ class GreedyPacketizer(Packetizer):
             self._receive(check_rekey=False)
         line = self.read_all(end + 1 - self._start)[:-1].removesuffix(b"\r")
         try:
-            return line.decode()
+            self.greeting = line.decode()
         except UnicodeDecodeError:
             self.refuse("sent a line before the SSH version that is not UTF-8")
+        return self.greeting
 
     def read_all(self, n: int, check_rekey: bool = False) -> bytes:
         """Return `n` bytes; raises EOFError, or NeedRekeyException when idle and a rekey is due.
@@ -187,7 +190,7 @@ class GreedyPacketizer(Packetizer):
             raise
         if not arrived:
             raise EOFError
-        self.meter.num_received += len(arrived)
+        self.meter.count(received=len(arrived))
         # In place: a packet that comes byte by byte must not be copied for each of them.
         del self._buffer[: self._start]
         self._start = 0
@@ -326,6 +329,11 @@ class StrictTransport(paramiko.Transport):
         super().__init__(connection, packetizer_class=GreedyPacketizer)
         self.node = node
         self.num_logins_requested = 0
+        self.offer = b""
+        """The server's algorithms: its KEXINIT message, without its kind."""
+        self.reconnect: Callable[[float], StrictTransport]
+        """Opens another connection to the server within some seconds."""
+        self._further: list[StrictTransport] = []
         self._rules = ServerRules(self)
         self.packetizer.check = self._check
         self.packetizer.before_read = self._send_waiting
@@ -342,8 +350,8 @@ class StrictTransport(paramiko.Transport):
         if not self.active:
             raise self.get_exception() or paramiko.SSHException("Negotiation failed.")
 
-    def offer_key(self, user: str, key: paramiko.PKey, timeout_s: float) -> bool:
-        """Return whether `key` completes the authentication of `user`; raises SSHException when refused."""
+    def offer_key(self, user: str, key: paramiko.PKey, timeout_s: float) -> list[str]:
+        """Return what is wanted beside `key` to log in as `user`; raises SSHException when it is refused."""
         self.auth_timeout = timeout_s
         self.num_logins_requested += 1
         replied = threading.Event()
@@ -351,7 +359,23 @@ class StrictTransport(paramiko.Transport):
         if not replied.wait(timeout_s):
             raise paramiko.AuthenticationException("no reply")
         assert self.auth_handler
-        return not self.auth_handler.wait_for_response(replied)
+        return self.auth_handler.wait_for_response(replied)
+
+    def open_session(self, *_: Any, timeout: float | None = None) -> paramiko.Channel:
+        """Open a channel for a command, on another connection when the server opens no more on this one."""
+        timeout_s = timeout or self.channel_timeout
+        for one in (self, *filter(StrictTransport.is_active, self._further)):
+            try:
+                return paramiko.Transport.open_session(one, timeout=timeout_s)
+            except paramiko.SSHException as error:  # a ChannelException may have gone to another thread
+                if not self.is_active() or "Timeout" in str(error):
+                    raise
+        further = self.reconnect(timeout_s)
+        further.packetizer.meter = self.packetizer.meter
+        try:  # before another thread can take its only channel
+            return paramiko.Transport.open_session(further, timeout=timeout_s)
+        finally:
+            self._further.append(further)
 
     def get_exception(self) -> Exception | None:
         """Return and forget why the connection ended: SSHException, EOFError or OSError.
@@ -366,6 +390,8 @@ class StrictTransport(paramiko.Transport):
     def stop_thread(self) -> None:
         """Wake the reading thread, so that it ends."""
         self.active = False
+        for further in self._further:
+            further.close()
         if isinstance(self.sock, socket.socket):
             with contextlib.suppress(OSError):
                 self.sock.shutdown(socket.SHUT_RDWR)
@@ -385,6 +411,8 @@ class StrictTransport(paramiko.Transport):
             with self.clear_to_send_lock:
                 self._closed -= {message.get_int()}  # the server reuses channel numbers
             message.rewind()
+        elif kind == common.MSG_KEXINIT:
+            self.offer = message.asbytes()
 
     def _verify_key(self, host_key: bytes, signature: bytes) -> None:
         """Check the server's signature; the key that was checked at first must stay the same."""

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from csdctl.errors import DeadlineError
 from tests.lab import network
 from tests.lab.lab import GATE_NUMBER, Lab
 from tests.lab.network import run_command
@@ -185,12 +186,23 @@ def test_dropped_connections_are_retried(project: Project) -> None:
 
 
 @pytest.mark.fault(9)
-def test_more_commands_than_the_server_opens_channels_are_queued(lab: Lab) -> None:
+@pytest.mark.parametrize("num_sessions", [1, 2])
+def test_commands_above_the_sessions_of_a_connection_run_on_others(lab: Lab, num_sessions: int) -> None:
     node = lab.near[0]
-    with node.with_sshd("MaxSessions 2"), session_to(lab, node) as session, ThreadPoolExecutor(6) as pool:
-        script = ["sh", "-c", "sleep 0.2; echo done"]
+    with (
+        node.with_sshd(f"MaxSessions {num_sessions}"),
+        session_to(lab, node) as session,
+        ThreadPoolExecutor(6) as pool,
+    ):
+        before = session.meter.num_received
+        script = ["sh", "-c", "head -c 100000 /dev/zero; sleep 0.2"]
         runs = [pool.submit(session.run, script, deadline_s=scaled(30)) for _ in range(6)]
-        assert [run.result().output for run in runs] == ["done\n"] * 6
+        assert [len(run.result().stdout) for run in runs] == [100_000] * 6
+        assert session.meter.num_received - before > 600_000  # on all connections
+        hanging = pool.submit(session.run, ["sleep", "1000"], deadline_s=1)
+        with pytest.raises(DeadlineError, match="it was ended"):
+            hanging.result()
+    assert eventually(lambda: node.commands() == []), node.commands()
 
 
 @pytest.mark.fault(11)

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Literal
 
 from csdctl.documents import save_text
-from csdctl.errors import CsdctlError, HostKeyError, InputError
+from csdctl.errors import CsdctlError, HostKeyError, InputError, UnreachableError
 from csdctl.facts.machine import collect_facts
 from csdctl.fleet.facts import Drive, Facts, facts_path, load_facts, save_facts
 from csdctl.fleet.hardware import match_drives
@@ -60,7 +60,8 @@ def fetch_keys(
 
     def fetch(node: Node) -> ShownKey:
         key_type, blob = fetch_host_key(node, jumps, connect_deadline_s=10.0)
-        is_new = not known.lookup(node.key_address, node.port)
+        keys = known.lookup(node.key_address, node.port)
+        is_new = all(key.is_revoked and key.blob != blob for key in keys)
         if not is_new:
             known.check(node.name, node.key_address, node.port, key_type, blob)
         return ShownKey(node, key_type, blob, "new" if is_new else "known")
@@ -201,8 +202,11 @@ def discover(
 
 
 def collect_all_facts(fleet: Fleet, sessions: Mapping[str, Session]) -> dict[str, Facts]:
-    """Return the facts of the machines of `sessions`; `problem` is set for machines that failed."""
+    """Return facts by machine, with the `problem` of a failed one; raises UnreachableError for a lost one."""
     outcomes = run_on_all(sessions, lambda session: collect_facts(session, fleet.python_of(session.name)))
+    for error in errors_of(outcomes).values():
+        if isinstance(error, UnreachableError):
+            raise error
     return {name: _facts_or_problem(outcome) for name, outcome in outcomes.items()}
 
 

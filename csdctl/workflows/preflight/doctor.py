@@ -23,6 +23,7 @@ from csdctl.errors import CsdctlError, DeadlineError, NodeError, NoNodeReachable
 from csdctl.facts.machine import CONDITION_FACTS, collect
 from csdctl.fleet.checks import (
     FLEET_NAME,
+    LARGE_PACKETS,
     Check,
     ConnectAttempt,
     Status,
@@ -374,6 +375,11 @@ def _measure(
 
     def measure(session: Session) -> Condition:
         python = fleet.python_of(session.name)
+        try:  # full packets, in both directions
+            session.run(["cat"], stdin=bytes(1 << 16), deadline_s=min(20.0, clock.left_s))
+        except DeadlineError as error:
+            message = f"64 KiB did not come back: {error.message}"
+            raise NodeError(message, node=session.name, remedy=LARGE_PACKETS) from None
         deadline_s = min(60.0, clock.left_s)
         return collect(session, python, CONDITION_FACTS, Condition, deadline_s)
 
@@ -646,7 +652,7 @@ def _find_failure(machines: Sequence[str], outcome: JobOutcome, deadline_s: floa
         found = f"{', '.join(stuck)} started but did not complete MPI_Init within {deadline_s:g} s"
         return found, CHECK_NETWORK
     if outcome.is_overdue:
-        return f"all ranks completed MPI_Init, but their sum hung for {deadline_s:g} s", CHECK_NETWORK
+        return f"all ranks completed MPI_Init, but their sum hung for {deadline_s:g} s", LARGE_PACKETS
     cause = find_cause(outcome)
     where = f"{cause.node}: " if cause.node else ""
     never_started = f" ({format_node_names(missing)} never started a rank)" if missing else ""

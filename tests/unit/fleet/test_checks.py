@@ -244,6 +244,12 @@ def test_node_without_a_connection_with_the_host_fails(direction: tuple[str, str
     assert "firewall" in red[0].remedy
 
 
+def test_connection_without_a_response_may_drop_large_packets() -> None:
+    refused = ConnectAttempt("host", "csd0", "10.1.1.9", 1024, "connected, but received no response")
+    [_, red] = judge_attempts(["host", "csd0"], [refused])
+    assert "large packets may be dropped on the way (a guess)" in red.remedy
+
+
 def test_host_that_no_node_reaches_fails_its_own_check() -> None:
     refused = [(name, "host") for name in MACHINES[1:]]
     red = [check for check in judge_attempts(MACHINES, attempts(*refused)) if check.status != Status.OK]

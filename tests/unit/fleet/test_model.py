@@ -134,6 +134,16 @@ def test_unknown_key_is_reported_with_its_line_and_the_nearest_key(tmp_path: Pat
     assert "fleet.yaml:5: unknown key `jumphosts`, did you mean `jump_hosts`?" in message
 
 
+@pytest.mark.parametrize("address", ["fe80::1", "FEB0::[1-2]", "fe80::1%", "fe80::[1-2]%eth0"])
+def test_link_local_address_needs_its_interface(tmp_path: Path, address: str) -> None:
+    name = "csd[1-2]" if "[" in address else "csd1"
+    text = f"nodes: [{{name: '{name}', address: '{address}'}}]"
+    if address.endswith("%eth0"):
+        assert [node.address for node in load(tmp_path, text).nodes] == ["fe80::1%eth0", "fe80::2%eth0"]
+    else:
+        assert "a link-local one needs its interface: fe80::1%eth0" in refused(tmp_path, text)
+
+
 class TestWriting:
     GATE = Node("gw", "10.0.0.1", 2200, "ops", Path("/k/gate"), jump=Node("outer", "o.lan", user="ops"))
 
@@ -147,6 +157,10 @@ class TestWriting:
             [Node("gw", "elsewhere"), Node("b", "b", jump=GATE)],
             [Node("a", "a", groups=("g",)), Node("b", "b", groups=("g",)), Node("c", "c")],
             [Node("a", "10.0.0.1"), Node("b", "10.9.0.2", jump=Node("a", "10.0.0.1"))],
+            [
+                Node("a", "a", key=Path("/k"), other_keys=(Path("/l"),), offers_agent=True, jump=GATE),
+                Node("b", "b", key=Path("/k"), other_keys=(Path("/l"),), offers_agent=True),
+            ],
         ],
     )
     def test_written_fleet_round_trips_after_a_line_with_its_origin(
@@ -165,7 +179,7 @@ def without_jump_names(node: Node | None) -> tuple[object, ...] | None:
     if node is None:
         return None
     name = node.name if node.groups or node.jump is None else ""
-    values = (node.address, node.port, node.user, node.key, node.groups)
+    values = (node.address, node.port, node.user, node.keys, node.offers_agent, node.groups)
     return (name, *values, without_jump_names(node.jump) and without_jump_names(node.jump)[1:])  # type: ignore[index]
 
 

@@ -1,6 +1,7 @@
 """The reachability program as it runs on machines: processes and real sockets."""
 
 import json
+import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -36,9 +37,9 @@ class Program:
         response: dict[str, Any] = json.loads(self._process.stdout.readline().partition(" ")[2])
         return response
 
-    def connect(self, *listeners: tuple[str, str, int]) -> list[str]:
+    def connect(self, *listeners: tuple[str, str, int], deadline_s: float = scaled(5)) -> list[str]:
         """The reason of failure for each listener, '' after success."""
-        response = self.request({"listeners": listeners, "deadline_s": scaled(5)})
+        response = self.request({"listeners": listeners, "deadline_s": deadline_s})
         return [reason for _, _, reason in response["attempts"]]
 
     def close(self) -> int:
@@ -77,6 +78,17 @@ def test_only_the_listener_of_that_machine_and_check_is_accepted(
     [port] = other.response["ports"]
     assert host.connect(("csd0", "127.0.0.2", port), ("csd0", "127.0.0.3", port)) == expected
     assert other.close() == 0
+
+
+def test_listener_whose_response_does_not_arrive_whole_is_no_success(host: Program) -> None:
+    """It fills packets: a network that drops the large ones lets the connection alone through."""
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        port = silent.getsockname()[1]
+        assert host.connect(("csd0", "127.0.0.1", port), deadline_s=0.5) == [
+            "connected, but received no response"
+        ]
+    with socket.create_connection(("127.0.0.1", host.response["ports"][0])) as connection:
+        assert len(connection.makefile("rb").read()) > 1 << 16
 
 
 @pytest.mark.fault(50)

@@ -45,6 +45,30 @@ def test_revoked_key_is_refused(tmp_path: Path) -> None:
         known.check("csd0", "10.0.0.1", 22, key_type, blob)
 
 
+@pytest.mark.parametrize(
+    ("names", "is_named"), [("*.lan,!csd0.lan", False), ("*.lan", True), ("[csd0.lan]:2222", False)]
+)
+def test_certificate_authority_is_named_where_a_key_is_unknown(
+    tmp_path: Path, names: str, *, is_named: bool
+) -> None:
+    line, key_type, blob = make_key()
+    known = load(tmp_path, f"# a comment\n@cert-authority {names} {line}\n")
+    with pytest.raises(HostKeyError, match="is unknown") as caught:
+        known.check("csd0", "csd0.lan", 22, key_type, blob)
+    ignored = f"@cert-authority in {tmp_path / 'known_hosts'}:2 is ignored"
+    assert (ignored in caught.value.message) == is_named
+
+
+def test_key_of_the_usual_port_is_known_at_others_unless_they_have_their_own(tmp_path: Path) -> None:
+    (line, key_type, blob), (other, _, other_blob) = make_key(), make_key()
+    known = load(tmp_path, f"csd0 {line}\n[csd0]:2222 {other}\n")
+    known.check("csd0", "csd0", 2223, key_type, blob)
+    with pytest.raises(HostKeyError, match="is unknown"):
+        known.check("csd0", "csd0", 2223, key_type, other_blob)
+    with pytest.raises(HostKeyError, match="has changed"):
+        known.check("csd0", "csd0", 2222, key_type, blob)
+
+
 @pytest.mark.parametrize("old_kind", ["ssh-ed25519", "ecdsa-sha2-nistp256"])
 def test_changed_key_names_file_line_and_both_fingerprints(tmp_path: Path, old_kind: str) -> None:
     (old, _, old_blob), (_, key_type, blob) = make_key(old_kind), make_key()

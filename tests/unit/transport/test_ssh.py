@@ -1,9 +1,11 @@
 """SSH: keys, login shells and key exchanges; failing connections are in tests/lab and tests/attacks."""
 
+import base64
 import contextlib
 import shutil
 import subprocess
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +14,7 @@ import pytest
 from csdctl.errors import AuthenticationError, DeadlineError, RemoteCommandError, UnreachableError
 from csdctl.transport.known_hosts import KnownHosts
 from csdctl.transport.session import Deadline
-from csdctl.transport.ssh import JumpHosts, SshSession, connect, open_transport
+from csdctl.transport.ssh import JumpHosts, SshSession, connect, load_keys, open_transport
 from tests.patience import eventually, scaled
 
 Server = Any
@@ -37,6 +39,36 @@ def test_key_with_a_passphrase_works_with_an_agent(
         subprocess.run(["ssh-keygen", "-q", "-p", "-N", "secret", "-f", locked], check=True)
         shutil.copy(f"{server.key}.pub", f"{locked}.pub")
         with contextlib.closing(connect(server.node(key=locked), [server.known_hosts])) as session:
+            assert session.run(["true"]).exit_code == 0
+    finally:
+        agent.terminate()
+        agent.wait()
+
+
+def test_keys_are_offered_in_the_order_of_ssh(
+    server: Server, gate: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """First those that the agent has, then its others, then files; a file without its private key too."""
+    address, missing = tmp_path / "agent", tmp_path / "only in the agent"
+    other = tmp_path / "other"
+    subprocess.run(["ssh-keygen", "-q", "-t", "rsa", "-N", "", "-f", other], check=True)
+    agent = subprocess.Popen(["ssh-agent", "-D", "-a", address], stdout=subprocess.DEVNULL)
+    try:
+        assert eventually(address.exists)
+        monkeypatch.setenv("SSH_AUTH_SOCK", str(address))
+        subprocess.run(["ssh-add", "-q", other, gate.key], check=True)
+        shutil.copy(f"{gate.key}.pub", f"{missing}.pub")
+        node = server.node(key=server.key, other_keys=(tmp_path / "nowhere", missing))
+        blobs = [
+            base64.b64decode(Path(f"{key}.pub").read_text().split()[1]) for key in (gate.key, server.key)
+        ]
+        keys, notes = load_keys(node)
+        assert [key.asbytes() for key in keys] == blobs
+        assert notes == [f"the key {tmp_path / 'nowhere'} does not exist"]
+        keys, _ = load_keys(replace(node, offers_agent=True))
+        assert [key.get_name() for key in keys] == ["ssh-ed25519", "ssh-rsa", "ssh-ed25519"]
+        assert [keys[0].asbytes(), keys[2].asbytes()] == blobs
+        with contextlib.closing(connect(node, [server.known_hosts])) as session:
             assert session.run(["true"]).exit_code == 0
     finally:
         agent.terminate()

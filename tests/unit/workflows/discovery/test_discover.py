@@ -47,6 +47,12 @@ def test_machine_that_cannot_be_probed_has_a_problem_and_does_not_stop_others() 
     assert "probing failed" in (facts["csd0"].problem or "")
 
 
+def test_lost_connection_is_no_lack_of_software() -> None:
+    lost = UnreachableError("the connection was lost", node="csd0")
+    with pytest.raises(UnreachableError):
+        collect_all_facts(Fleet((Node("csd0", "a"),)), {"csd0": FakeSession("csd0").on("sh", error=lost)})
+
+
 @pytest.mark.fault(15)
 def test_nodes_with_the_same_host_key_are_a_warning() -> None:
     fingerprints = {"csd0": "SHA256:a", "csd1": "SHA256:b", "csd2": "SHA256:a"}

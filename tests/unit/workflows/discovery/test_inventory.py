@@ -1,6 +1,7 @@
 """Nodes from Ansible inventories and ssh_config, resolved by the real `ssh -G`, and the file for them."""
 
 import contextlib
+import getpass
 import json
 import socket
 import threading
@@ -62,10 +63,26 @@ class TestSshConfig:
         )
         found = from_ssh(tmp_path, text)
         assert found.fleet.nodes == (
-            Node("csd0", "csd0.lan", user="trainer", key=key),
+            Node("csd0", "csd0.lan", user="trainer", key=key, offers_agent=True),
             Node("csd1", "csd1.lan", port=2200, user="trainer"),
         )
         assert found.warnings == ()
+
+    def test_all_keys_that_ssh_offers_are_taken_in_its_order(self, tmp_path: Path, key: Path) -> None:
+        here, user = key.parent, getpass.getuser()
+        names = ["first", f"{user}-10.0.0.1", "in the agent.pub", "last"]
+        for name in names:
+            (here / name).write_text("")
+        text = (
+            f'Host csd0\n  HostName 10.0.0.1\n  IdentityFile "{here}/first"\n  IdentityFile {here}/%u-%h\n'
+            f'  IdentityFile /nowhere\nMatch host 10.0.0.1\n  IdentityFile "{here}/in the agent.pub"\n'
+            f"Host *\n  User u\n  IdentityFile {here}/last\n"
+        )
+        [node] = from_ssh(tmp_path, text).fleet.nodes
+        assert node.keys == tuple(here / name.removesuffix(".pub") for name in names)
+        assert node.offers_agent
+        [node] = from_ssh(tmp_path, f"{text}  IdentitiesOnly yes\n").fleet.nodes
+        assert not node.offers_agent
 
     def test_included_files_are_read_and_patterns_are_skipped(self, tmp_path: Path) -> None:
         (tmp_path / "more").mkdir()
@@ -102,6 +119,10 @@ class TestSshConfig:
             ("HostKeyAlias x", "hostkeyalias x is ignored"),
             ("IdentityFile /nowhere/id", "IdentityFile /nowhere/id does not exist"),
             ("BindInterface tun0", "bindinterface tun0 is ignored"),
+            ("IdentityFile none", "the agent and the default keys are used"),
+            *((line, f"{line.lower()} is ignored") for line in ("ForwardAgent yes", "SetEnv a=b")),
+            ("CertificateFile /c", "certificatefile /c is ignored"),
+            ("RevokedHostKeys /r", "revokedhostkeys /r is ignored"),
         ],
     )
     def test_ignored_settings_are_reported_once_for_all_nodes(
@@ -120,6 +141,8 @@ class TestSshConfig:
             ("Host a\n  ProxyJump b\nHost b\n  ProxyJump a\n", "cycle"),
             ("Host csd0\n  ProxyCommand nc %h %p\n", "csd0: ProxyCommand 'nc %h %p' is not supported"),
             ("Host csd0\n  HostName -oProxyCommand=x\n", "csd0: "),
+            ("Host csd0\n  HostName fe80::1\n", "csd0: 'fe80::1' is not .* needs its interface"),
+            ("Host csd0\n  ProxyJump [fe80::1]:22\n", "csd0: .* needs its interface"),
             ("Host csd0\n  User $x\n", "csd0: "),
             ("Host csd0\n  ProxyJump $(x)@y\n", "csd0: "),
         ],
@@ -141,7 +164,8 @@ class TestAnsible:
         found = from_ansible(tmp_path, csd0=variables, csd1=variables)
         gate = Node("10.9.0.1", "10.9.0.1", user="ops")
         assert found.fleet.nodes == tuple(
-            Node(name, name, 2200, "me", key, groups=("csds",), jump=gate) for name in ("csd0", "csd1")
+            Node(name, name, 2200, "me", key, groups=("csds",), jump=gate, offers_agent=True)
+            for name in ("csd0", "csd1")
         )
         assert "name: 'csd[0-1]'" in found.text
 
@@ -190,7 +214,9 @@ class TestThereAndBack:
     def fleet(self, tmp_path: Path, key: Path) -> Fleet:
         outer = Node("outer", "fd00::9", user="me", key=key)
         gate = Node("gate", "10.9.0.1", 2200, "ops", jump=outer)
-        nodes = [Node(f"csd{k}", f"10.1.1.{k}", user="t", key=key, jump=gate) for k in range(3)]
+        keys = {"key": key, "other_keys": (key.with_name("other"),), "offers_agent": True}
+        key.with_name("other").write_text("")
+        nodes = [Node(f"csd{k}", f"10.1.1.{k}", user="t", jump=gate, **keys) for k in range(3)]
         nodes.append(Node("board", "fe80::1%eth0", 23, "b", python="/opt/py", groups=("x", "boards")))
         path = tmp_path / "fleet.yaml"
         path.write_text("")
@@ -225,7 +251,8 @@ def described(node: Node | None) -> tuple[object, ...] | None:
     """A node without what a jump host's name and group order are."""
     if node is None:
         return None
-    own = (node.address, node.port, node.user, node.key, node.python, set(node.groups))
+    keys = (*node.keys, node.offers_agent)
+    own = (node.address, node.port, node.user, keys, node.python, set(node.groups))
     return (*own, described(node.jump))
 
 
