@@ -21,6 +21,7 @@ from csdctl.errors import CsdctlError, ExitCode, InputError
 from csdctl.fleet.requirements import explain_import
 from csdctl.runs.private import STATE_DIRECTORY, check_private
 from csdctl.terminal.streams import QUIET, VERBOSE, Streams, own_arguments, protect_standard_streams
+from csdctl.worker.protocol.limits import explain_error
 
 COMMANDS: Mapping[tuple[str, str], Mapping[str, str]] = {
     ("Fleet", "fleet"): {
@@ -291,7 +292,7 @@ def _interrupt(_signal: int, _frame: FrameType | None) -> None:
 def _wrap_os_error(error: OSError) -> CsdctlError:
     what = f"cannot write {error.filename}" if error.filename else "a system call failed"
     wrapped = CsdctlError(
-        f"{what}: {(error.strerror or type(error).__name__).lower()}",
+        f"{what}: {(error.strerror or type(error).__name__).lower()}{explain_error(str(error))}",
         remedy=DISK_REMEDIES.get(error.errno or 0, ""),
     )
     wrapped.__cause__ = error

@@ -20,6 +20,7 @@ from csdctl.fleet.network import parse_local_addresses
 from csdctl.notify import shorten
 from csdctl.transport.commands import IMPORT_SITE
 from csdctl.transport.session import Session
+from csdctl.worker.protocol.limits import parse_process_limits
 
 _MARKER = "csdctl-fact:"
 
@@ -112,13 +113,15 @@ def parse_cpuinfo(output: str) -> FactValues:
 # Every parent group may limit it too. In a container that hides its place in the tree, the path does not
 # exist, and walking up ends at the root, which is the container's own group.
 _LIMITS_SCRIPT = """\
+cat /proc/self/limits
 echo "cpu_environment $CSDCTL_CPU_LIMIT"
 echo "memory_environment $CSDCTL_MEMORY_LIMIT"
 sed -n 's/^Cpus_allowed_list:/cpus_allowed/p' /proc/self/status
 walk() {
   place=$2
   while :; do
-    for file in cpu.max memory.max cpu.cfs_quota_us cpu.cfs_period_us memory.limit_in_bytes; do
+    for file in cpu.max memory.max cpu.cfs_quota_us cpu.cfs_period_us memory.limit_in_bytes \\
+      pids.max pids.current; do
       [ -r "$1$place/$file" ] && echo "$file $(cat "$1$place/$file")"
     done
     [ -n "$place" ] || break
@@ -132,7 +135,7 @@ while IFS=: read -r number controllers place; do
       root=/sys/fs/cgroup
       [ ! -d $root/unified ] || root=$root/unified
       walk "$root" "$place" ;;
-    *,cpu,* | *,memory,*) walk "/sys/fs/cgroup/$controllers" "$place" ;;
+    *,cpu,* | *,memory,* | *,pids,*) walk "/sys/fs/cgroup/$controllers" "$place" ;;
   esac
 done </proc/self/cgroup"""
 
@@ -186,6 +189,7 @@ def parse_limits(output: str) -> FactValues:
     return {
         "cpu_limit": float(min(cpus)) if cpus else None,
         "memory_limit_bytes": None if memory_bytes is None else int(memory_bytes),
+        "limits": parse_process_limits(output),
     }
 
 
@@ -340,6 +344,18 @@ def parse_gpu(output: str) -> FactValues:
     return {"accelerator": name, "accelerator_memory_bytes": num_bytes, "driver_version": driver or None}
 
 
+# What a rank runs or maps, without Python, which may be what is there.
+_NOEXEC_SCRIPT = """\
+case $1 in */*) python=$1 ;; *) python=$(command -v "$1") ;; esac
+prefix=${python%/*/*}
+for path in "$python" "$(readlink -f "$python")" "$prefix/bin/prted" \\
+  "$prefix"/lib*/*/*-packages/numpy "$prefix"/lib*/*/*-packages/tensorflow; do
+  df -P "$path" | sed -n '2s/.*% //p'
+done | sort -u | while read -r place; do
+  awk -v place="$place" '$2 == place { kind = $4 "," } END { if (kind ~ /noexec,/) print place }' /proc/mounts
+done"""
+
+
 def parse_glibc(output: str) -> FactValues:
     """Parse `glibc 2.36`, or the first line of `ldd --version`."""
     if "musl" in output:
@@ -372,6 +388,7 @@ MACHINE_FACTS = (
     Fact("disk", 'df -Pk "$place"', parse_disk_free),
     Fact("NVMe drives", NVME_SCRIPT, parse_nvme),
     Fact("Python", f"\"$1\" -S -c '{_PYTHON_PROGRAM}' 2>&1", parse_python),
+    Fact("mounts", _NOEXEC_SCRIPT, lambda output: {"noexec": ", ".join(output.splitlines())}),
     Fact("glibc", "getconf GNU_LIBC_VERSION || ldd --version 2>&1", parse_glibc),
     Fact("GPU", _GPU_SCRIPT, parse_gpu),
     Fact("environment", _ENVIRONMENT_SCRIPT, lambda text: {"dropped": tuple(text.split())}),
@@ -521,11 +538,5 @@ CONDITION_FACTS = (
     *MACHINE_FACTS,
     text_fact("hostname", "cat /proc/sys/kernel/hostname"),
     Fact("addresses", "cat /proc/net/fib_trie", parse_addresses),
-    # `unlimited` becomes None.
-    Fact(
-        "open files",
-        "ulimit -H -n",
-        lambda text: {"open_files": int(text) if text.strip().isdigit() else None},
-    ),
     Fact("places", _PLACES_SCRIPT, parse_places),
 )

@@ -17,14 +17,13 @@ from csdctl.fleet.model import HOST_NAME, Fleet, Level, Node
 from csdctl.fleet.names import format_node_names, names_by_value
 from csdctl.fleet.network import NO_INTERFACE_REMEDY, addresses_in, has_no_interface, is_checked
 from csdctl.fleet.requirements import build_install_command
+from csdctl.worker.protocol.limits import RAISE, judge_limits
 from csdctl.worker.protocol.orders import BETWEEN_SERVERS
 from csdctl.worker.protocol.run_spec import AUTO, GPU
 
 MIN_GLIBC = (2, 28)
 MAX_CLOCK_OFFSET_S = 2.0
 MIN_INODES = 100
-FILES_EACH_NODE = 6
-FILES_SPARE = 128
 MIB = 1 << 20
 MIN_NVIDIA_DRIVER = 525
 """The first major release for CUDA 12, which TensorFlow's packages have."""
@@ -34,6 +33,7 @@ INSTALL_CUDA = (
 )
 OTHER_VERSION = "it works if training does; else install the host's version there, and set `python:`"
 LARGE_PACKETS = "large packets may be dropped on the way (a guess): compare the MTU of both ends and the path"
+REMOUNT = "`mount -o remount,exec` and /etc/fstab there, or install Python elsewhere and set `python:`"
 INSTALL = "`csdctl provision` (docs/how-to/provision.md), or fix `python:` in the fleet file"
 
 
@@ -66,7 +66,9 @@ Judgement = tuple[Status, str, str, str]
 
 def judge_machine(facts: Condition, host: Facts, fleet: Fleet) -> list[Check]:
     """Check the condition of one machine of `fleet`, compared with the facts of the `host`."""
-    if not facts.python_version:
+    if facts.noexec:
+        software = {"Python": (Status.FAIL, f"{facts.noexec} is mounted noexec", "exec", REMOUNT)}
+    elif not facts.python_version:
         found = f"{fleet.python_of(facts.name)!r} is not a working Python"
         software = {"Python": (Status.FAIL, found, "Python 3.11 or newer", INSTALL)}
     else:
@@ -83,6 +85,7 @@ def judge_machine(facts: Condition, host: Facts, fleet: Fleet) -> list[Check]:
         "disk": _judge_space(facts.home_space, minimum=64 * MIB, ample=1024 * MIB),
         "TMPDIR": _judge_space(facts.temporary_space, minimum=16 * MIB, ample=128 * MIB),
         "clock": _judge_clock(facts.clock_offset_s),
+        "limits": _judge_limits(facts, len(fleet.nodes) if facts.name == HOST_NAME else 0),
         **{
             BETWEEN if level.name == BETWEEN_SERVERS else "network": judge_network(
                 facts.addresses, level.network
@@ -93,8 +96,6 @@ def judge_machine(facts: Condition, host: Facts, fleet: Fleet) -> list[Check]:
     }
     if (device := fleet.device_of(facts.name)) == GPU or (device == AUTO and facts.accelerator):
         judgements["GPU"] = _judge_gpu(facts, device)
-    if facts.name == HOST_NAME:
-        judgements["open files"] = _judge_open_files(facts.open_files, len(fleet.nodes))
     return [Check(facts.name, name, *judgement) for name, judgement in judgements.items()]
 
 
@@ -117,13 +118,11 @@ def judge_network(addresses: Sequence[str] | None, network: str) -> Judgement:
     return Status.OK, ", ".join(inside) or "only loopback", "", ""
 
 
-def _judge_open_files(limit: int | None, num_nodes: int) -> Judgement:
-    """Check the host's limit of open files: csdctl's connections, and mpirun with one ssh per node."""
-    needed = FILES_EACH_NODE * num_nodes + FILES_SPARE
-    if limit is None or limit >= needed:
-        return Status.OK, "no limit" if limit is None else f"{limit}", "", ""
-    remedy = f"raise it: `ulimit -Hn {needed}` as root, or `nofile` in /etc/security/limits.conf"
-    return Status.FAIL, f"{limit}", f"{needed} for {num_nodes} nodes", remedy
+def _judge_limits(facts: Condition, num_nodes: int) -> Judgement:
+    """Check the limits of processes. Whether CPU time is enough, only the job could tell."""
+    found, expected, is_too_low = judge_limits(facts.limits, facts.num_threads, num_nodes)
+    status = Status.FAIL if is_too_low else Status.WARN if found else Status.OK
+    return status, found or "enough", expected, RAISE if found else ""
 
 
 def judge_hostnames(conditions: Iterable[Condition]) -> list[Check]:
@@ -427,11 +426,13 @@ def check_machines(fleet: Fleet, facts: Iterable[Facts]) -> None:
 
 def is_ready(facts: Facts) -> bool:
     """Return whether a rank can run there: no problem, and all software installed."""
-    return not facts.problem and bool(facts.python_version) and not _missing(facts, NEEDED)
+    return bool(facts.python_version) and not (facts.problem or facts.noexec or _missing(facts, NEEDED))
 
 
 def _why_unready(fleet: Fleet, facts: Facts) -> str:
     python = "its Python" if facts.name == HOST_NAME else fleet.node(facts.name).python
+    if facts.noexec:
+        return f"{python} is on a file system that is mounted noexec: {facts.noexec}"
     if facts.problem or not facts.python_version:
         return facts.problem or f"{python!r} is not a working Python"
     return f"{python} has no {', '.join(_missing(facts, NEEDED))}"

@@ -4,7 +4,7 @@ A machine may answer anything. What its facts can be is said here, by their type
 machine or from the file.
 """
 
-from dataclasses import asdict
+from dataclasses import asdict, field
 from ipaddress import IPv4Address
 from pathlib import Path
 from typing import Annotated
@@ -68,6 +68,8 @@ class Facts:
     memory_bytes: _Memory | None = None
     memory_limit_bytes: _Memory | None = None
     memory_available_bytes: NumBytes | None = None
+    limits: Annotated[dict[_Label, NumBytes], Field(max_length=100)] = field(default_factory=dict)
+    """Limits of processes that are not unlimited, by name."""
     disk_free_bytes: NumBytes | None = None
     python_version: _Version | None = None
     tensorflow_version: _Version | None = None
@@ -89,6 +91,8 @@ class Facts:
     """Of NVIDIA's driver."""
     has_cuda: Annotated[bool, Field(strict=True)] | None = None
     """Whether CUDA for TensorFlow is installed as packages; None: it may be the system's."""
+    noexec: Annotated[str, Field(max_length=4096)] = ""
+    """Where file systems with files that a rank runs are mounted noexec."""
     prefix: PathText | None = None
     """sys.prefix of the node's Python, which contains `bin/prted`."""
     has_prted: Annotated[bool, Field(strict=True)] | None = None
@@ -180,5 +184,3 @@ class Condition(Facts):
     home_space: DirectorySpace | None = None
     temporary_space: DirectorySpace | None = None
     """TMPDIR, the directory for temporary files of MPI and Python."""
-    open_files: NumBytes | None = None
-    """Maximum number of open files of a process; None if unknown or unlimited."""

@@ -43,11 +43,16 @@ from csdctl.worker.protocol.processes import list_connections, load_all, send_si
 
 _BANNER = re.compile(
     r"[-*=\s]*$|\[\S+\] plm:\w+: Warning: |.*(Per user-direction|thus causing|to be terminated\.)"
+    r"|\d+ more process\w* ha\w+ sent help message"
 )
 """No cause: lines around messages, words of each end, and a warning that a shell has no process group."""
+_HARMLESS = re.compile(r"WARNING: An invalid value was given for oob_tcp_if_include\.")
+_OF_HARMLESS = re.compile(r"value will be ignored\.$|(Local host|Value|Message): ")
+"""PRRTE compares `network:` with one address of each interface, and takes all interfaces if none fits."""
 CHECK_NODE = "check the node and train again"
 MEMORY_REMEDY = "use a smaller batch size (--batch-size, or `csdctl tune`), or a machine with more memory"
 _NO_CAUSE = ("Abort is in progress", "Killed")
+_LAST_LINE = "Its last line: "
 _NOISE = ("All log messages before absl", "oneDNN custom operations are on", "rebuild TensorFlow with")
 _ABORT = re.compile(r"\[\S+\] \*\*\* +(reported by|on a NULL|Unknown error|MPI_ERRORS_ARE|and MPI will)")
 """What MPI prints after the error with which a process ends."""
@@ -107,7 +112,9 @@ def _read_cause(stderr_tail: Sequence[str], rank_nodes: Sequence[str], starter: 
         found = re.search(r"Remote host: *rank\d+-(\S+)", text)
         node = next((node for node in remote if found and host_word(node) == found[1]), "")
         whose = "its MPI daemon" if node else "the MPI daemon of a node that mpirun does not name"
-        return node, f"{whose} (prted) did not connect to mpirun and exited with {status[1]}"
+        said = re.search(f"^{_LAST_LINE}(.+)", text, re.MULTILINE)
+        why = f": {said[1]}" if said else ""
+        return node, f"{whose} (prted) did not connect to mpirun and exited with {status[1]}{why}"
     lines = [line for line in stderr_tail if not _BANNER.match(line) and not line.startswith(_NO_CAUSE)]
     return "", lines[0] if lines else "mpirun printed no message"
 
@@ -146,6 +153,8 @@ class MpiOutput:
         self.on_request: Callable[[str], None] = lambda text: None
         """Called with mpirun's name of the machine and a command."""
         self._pending = bytearray()
+        self._is_harmless = False
+        """Whether the latest line of mpirun or of a daemon belongs to a harmless message."""
         self._rank: int | None = None
         """Who has printed the latest line, None for mpirun itself."""
         self._is_whole = True
@@ -213,15 +222,18 @@ class MpiOutput:
             self._reported.add((rank, type(event)))
 
     def _log(self, rank: int | None, text: bytes) -> None:
-        if not text.strip() or is_noise(text.decode(errors="replace")):
+        line = text[:MAX_TAIL_LINE_BYTES].decode(errors="replace").strip("\0 \t\r\n")
+        if not line or is_noise(line):
             return
         with self._lock:
             if self._is_closed:
                 return
             if rank is None:
-                if _BANNER.match(text.decode(errors="replace")):
+                goes_on = self._is_harmless and _OF_HARMLESS.match(line)
+                self._is_harmless = bool(_HARMLESS.match(line) or goes_on)
+                if self._is_harmless or _BANNER.match(line):
                     return
-                self.tail.append(text[:MAX_TAIL_LINE_BYTES].decode(errors="replace").strip())
+                self.tail.append(line)
             if rank not in self._logs:
                 name = "mpirun" if rank is None else self._nodes[rank]
                 self._logs[rank] = CappedLog(self._log_path(rank), name)
@@ -290,6 +302,7 @@ class Daemons:
         self._lock = threading.Lock()
         self._running: dict[str, Conversation] = {}
         """Daemons by mpirun's name of the machine."""
+        self._last_lines: dict[str, str] = {}
         self._is_closed = False
 
     def request(self, text: str) -> None:
@@ -304,12 +317,13 @@ class Daemons:
             try:
                 code = self._read(host, command)
             except CsdctlError as error:
-                self._on_line(str(error))
+                self._pass_on(host, str(error))
         if code:
             time.sleep(1.0)  # mpirun may end by itself
             if not self._is_closed:  # `find_cause` expects what mpirun prints when its ssh fails
                 self._on_line(f"Remote host: {host}")
                 self._on_line(f"Daemon exit status: {code}")
+                self._on_line(_LAST_LINE + self._last_lines.get(host, ""))
                 self._on_failure()
 
     def _read(self, host: str, command: str) -> int:
@@ -328,11 +342,15 @@ class Daemons:
                 break
             num_lines += 1
             if num_lines <= MAX_LINES:
-                self._on_line(line)
+                self._pass_on(host, line)
         done = conversation.wait(deadline_s=END_DEADLINE_S)
         for error_line in done.stderr.decode(errors="replace").splitlines()[-MAX_LINES:]:
-            self._on_line(error_line)
+            self._pass_on(host, error_line)
         return done.exit_code
+
+    def _pass_on(self, host: str, line: str) -> None:
+        self._last_lines[host] = line.strip("\0- \t\r\n") or self._last_lines.get(host, "")
+        self._on_line(line)
 
     def close(self) -> None:
         """End all daemons, and start no more."""

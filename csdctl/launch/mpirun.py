@@ -106,6 +106,7 @@ COMMON_OPTIONS = (
     # Without "put": with it, a message longer than its receiver expects is written beyond the buffer.
     "--mca btl_tcp_flags send,inplace",
     "--prtemca plm_ssh_no_tree_spawn 1",
+    "--prtemca odls_base_max_threads 0",
     "--prtemca oob_tcp_keepalive_time 3",
     "--prtemca oob_tcp_keepalive_intvl 1",
     "--prtemca oob_tcp_keepalive_probes 3",

@@ -29,7 +29,7 @@ from csdctl.workflows.preflight.doctor import Examination, describe
 COLUMNS = {
     "reach": ("reach", "probe", "deploy"),
     "software": ("Python", "packages", "MPI", "mpirun", "prefix", "glibc"),
-    "system": ("processor", "memory", "clock", "hostname", "open files"),
+    "system": ("processor", "memory", "clock", "hostname", "limits"),
     "disk": ("disk", "TMPDIR"),
     "network": ("network", "ports", "listeners"),
     "sandbox": ("sandbox",),

@@ -74,6 +74,10 @@ def find_state_directory(state: str = "") -> Path:
 
 
 _UMASK = "umask 077\n"
+# Limits, where a start-up file has lowered the soft ones. `-u` of bash is `-p` of dash.
+_RAISE = """\
+for csdctl_name in n u p f v d t; do ulimit -S -$csdctl_name $(ulimit -H -$csdctl_name); done 2>/dev/null
+"""
 
 # Is the shell a group leader already (with OpenSSH it is)? /proc/PID/stat: pid (name) state ppid pgrp …
 _OUTER = """\
@@ -191,7 +195,7 @@ def build_wrapped_command(
         program = ["sh", "-c", 'exec "$@"', "csdctl", *command] if "=" in command[0] else command
         enter, place = ("", []) if setting.state is None else (_ENTER, [setting.state])
         inner = _BEGIN + enter + _WATCH + _FILTER + _END
-        words = [_UMASK + _OUTER, inner, token, str(seconds), *place, *variables, *program]
+        words = [_UMASK + _RAISE + _OUTER, inner, token, str(seconds), *place, *variables, *program]
     return WrappedCommand(tuple(command), token, _build_script(words, command[0]))
 
 

@@ -25,6 +25,7 @@ from csdctl.transport.known_hosts import KnownHosts
 from csdctl.transport.local import LocalSession
 from csdctl.transport.meter import LinkBytes, add_up
 from csdctl.transport.session import Session, bounded
+from csdctl.worker.protocol.limits import FILES, FILES_PER_NODE, RAISE, explain_error
 
 ItemT = TypeVar("ItemT")
 ResultT = TypeVar("ResultT")
@@ -36,7 +37,6 @@ MAX_WORKERS = 128
 threads, one more for each command, and takes 0.2 MB."""
 
 CONNECT_DEADLINE_S = 10.0
-_SPARE_FILES = 64
 
 
 @dataclass(frozen=True)
@@ -247,28 +247,28 @@ def _call(name: str, item: ItemT, function: Callable[[ItemT], ResultT]) -> Outco
     except CsdctlError as error:
         return Outcome(name, error=error)
     except Exception as cause:
-        unexpected = NodeError(bounded(f"unexpected {type(cause).__name__}: {cause}"), node=name)
+        why = explain_error(str(cause))
+        unexpected = NodeError(bounded(f"unexpected {type(cause).__name__}: {cause}{why}"), node=name)
         unexpected.__cause__ = cause
         return Outcome(name, error=unexpected)
 
 
 def allow_open_files(num_connections: int) -> int:
     """Raise the soft limit of open files as far as needed and allowed; return how many connections fit."""
-    num_needed = num_connections + _SPARE_FILES
+    num_needed = FILES + FILES_PER_NODE * num_connections
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft == resource.RLIM_INFINITY or soft >= num_needed:
         return num_connections
     allowed = num_needed if hard == resource.RLIM_INFINITY else min(num_needed, hard)
     resource.setrlimit(resource.RLIMIT_NOFILE, (allowed, hard))
-    return max(1, allowed - _SPARE_FILES)
+    return max(1, (allowed - FILES) // FILES_PER_NODE)
 
 
 def check_open_files(num_connections: int) -> None:
     """Raise InputError when the system allows too few open files for so many connections at a time."""
-    num_allowed = allow_open_files(num_connections)
-    if num_allowed < num_connections:
+    if allow_open_files(num_connections) < num_connections:
         raise InputError(
-            f"{num_connections} concurrent connections are needed, but the system allows {num_allowed}",
-            remedy=f"run `ulimit -n {num_connections + _SPARE_FILES}` first, or use fewer nodes at a time "
-            "with --limit",
+            f"{num_connections} nodes need {FILES + FILES_PER_NODE * num_connections} open files, but "
+            f"`ulimit -n` is {resource.getrlimit(resource.RLIMIT_NOFILE)[0]}",
+            remedy=f"{RAISE}; or use fewer nodes at a time with --limit",
         )

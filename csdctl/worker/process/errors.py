@@ -3,6 +3,8 @@
 import traceback
 from pathlib import Path
 
+from csdctl.worker.protocol.limits import explain_error
+
 
 class WorkerError(Exception):
     """The worker cannot continue; the message and the remedy are shown to the user."""
@@ -23,11 +25,14 @@ class InputError(WorkerError):
 
 def describe(error: BaseException, file: Path | None = None) -> str:
     """Return type and first line of an error, without the stack of Keras, and which line of `file` ran."""
+    while isinstance(error, ImportError) and error.__cause__:  # numpy raises a page of advice
+        error = error.__cause__
     try:
         lines = str(error).strip().splitlines()
     except Exception:
         lines = []
     text = f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
+    text += explain_error(text)
     running = [one.lineno for one in traceback.extract_tb(error.__traceback__) if one.filename == str(file)]
     return f"{text} (line {running[-1]})" if running else text
 

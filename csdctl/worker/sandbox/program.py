@@ -269,6 +269,9 @@ def _fill(scratch: str, policy: SandboxPolicy) -> None:
 def _start(policy: SandboxPolicy, scratch: str) -> tuple[int, int]:
     """Start the command; return its process, and the descriptor of the filter's notifications or -1."""
     environment = _build_environment(scratch) | {SOCKETS_VARIABLE: " ".join(policy.sockets)}
+    if not any(":" in peer for peer in policy.peers):
+        # With the other addresses of an interface, PRRTE does not find its IPv4 address.
+        environment["PMIX_MCA_pif"] = "posix_ipv4"
     ours, theirs = socket.socketpair()
     child = os.fork()
     if child == 0:
@@ -312,6 +315,8 @@ def _build_environment(scratch: str) -> dict[str, str]:
         name: value for name, value in os.environ.items() if name in _KEPT or name.startswith(_KEPT_PREFIXES)
     }
     own = {"HOME": scratch, "TMPDIR": scratch, "SHELL": "/bin/sh", "PYTHONDONTWRITEBYTECODE": "1"}
+    # Errors of the firmware do no harm, and a link needs no threads to add.
+    own |= {"HWLOC_HIDE_ERRORS": "2", "OPENBLAS_NUM_THREADS": "1"}
     if site.ENABLE_USER_SITE:
         own["PYTHONUSERBASE"] = site.getuserbase()
     return {**kept, **own, **_ALLOW_ROOT, USER_VARIABLE: str(os.getuid())}

@@ -398,6 +398,19 @@ def _measure(
     return {name: found[name] for name in sessions if name in found}
 
 
+def explain_failure(error: CsdctlError, space: Workspace) -> None:
+    """Add to the error of a run what is wrong now with its node, or with any machine if it names none."""
+    examination = Examination(space.fleet, on_check=lambda check: None)
+    names = {HOST_NAME, error.node} if error.node else {*space.sessions}
+    with contextlib.suppress(DeadlineError):
+        _measure(examination, {name: space.sessions[name] for name in names}, Deadline(20.0))
+    for check in examination.checks:
+        is_wrong = check.status == Status.FAIL or (check.check, check.status) == ("limits", Status.WARN)
+        if is_wrong and check.check != "probe" and check.machine == (error.node or check.machine):
+            error.message += f"; probably because of this, on {check.machine}: {describe(check)}"
+            error.remedy = f"{check.remedy}; {error.remedy}"
+
+
 def _check_clock(clock: Deadline, doing: str) -> None:
     if clock.has_passed:
         raise DeadlineError(doing)

@@ -14,7 +14,7 @@ from typing import Protocol
 
 from csdctl.documents import save_json
 from csdctl.energy.sampler import PowerSampler
-from csdctl.errors import InputError
+from csdctl.errors import DeadlineError, InputError, RunError
 from csdctl.fleet.model import HOST_NAME, SERVER_MARK
 from csdctl.launch.leftovers import describe_holder, end_run
 from csdctl.launch.mpi_job import add_mpirun_traffic, add_rank_traffic
@@ -33,7 +33,7 @@ from csdctl.worker.protocol.recipe import BF16
 from csdctl.worker.protocol.run_spec import STEPPING, RunSpec
 from csdctl.workflows.data.files import OnDelivery, deploy_files
 from csdctl.workflows.data.prepare import PreparationObserver
-from csdctl.workflows.preflight.doctor import Examination, find_obstacles
+from csdctl.workflows.preflight.doctor import Examination, explain_failure, find_obstacles
 from csdctl.workflows.train.spec import COLLECTIVES, MEASURED, RunInputs, TrainOptions
 from csdctl.workflows.workspace.workspace import Workspace
 
@@ -220,6 +220,9 @@ def run_to_end(
             is_done, is_interrupted = not stopped_by, stopped_by == USER
         except KeyboardInterrupt:  # the ranks were ended at once; the last completed step is kept
             is_interrupted = True
+        except (RunError, DeadlineError) as error:
+            explain_failure(error, space)
+            raise
         finally:
             try:
                 log.close()

@@ -6,6 +6,7 @@ output of the same command with --json.
 """
 
 import contextlib
+import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -39,6 +40,7 @@ from csdctl.transport.many import open_sessions, run_on_all, values_or_raise
 from csdctl.transport.program import Patience
 from csdctl.transport.session import Session
 from csdctl.worker.protocol.datasets import PrepareProgress
+from csdctl.worker.protocol.limits import RAISE, judge_limits, own_limits
 
 
 @dataclass(frozen=True)
@@ -99,6 +101,9 @@ def open_workspace(
     nodes that cannot be reached, the workspace has the others alone.
     """
     started = time.monotonic()
+    found, expected, is_too_low = judge_limits(own_limits(), len(os.sched_getaffinity(0)), len(fleet.nodes))
+    if is_too_low:
+        raise InputError(f"limits on this machine: {found}, expected {expected}", remedy=RAISE)
     project = ProjectDirectory(directory)
     ledger = Ledger(project.ledger, command)
     with (

@@ -1,0 +1,79 @@
+"""Limits of processes: how much of each a training needs, and which of them an error is due to.
+
+Soft limits do not count: whatever starts a program of csdctl raises them to the hard ones.
+"""
+
+import os
+import re
+from collections.abc import Mapping
+from pathlib import Path
+
+FILES, FILES_PER_NODE = 32, 4
+"""Open files that a process needs for itself, and on the host for each node."""
+_MEMORY = "MemoryError|bad_alloc|Cannot allocate memory|failed to map segment|can't start new thread"
+LIMITS = {
+    "open files": ("-n", "Too many open files"),
+    "processes": ("-u", "can't start new thread|[Cc]annot fork|Resource temporarily unavailable"),
+    "file size": ("-f", "File too large"),
+    "address space": ("-v", _MEMORY),
+    "data size": ("-d", _MEMORY),
+    "stack size": ("-s", "$^"),
+    "cpu time": ("-t", "$^"),
+}
+"""By name in /proc/PID/limits: the option of `ulimit`, and what errors say that the limit causes."""
+RAISE = (
+    "raise it on that machine, where it is set: in a start-up file of the shell, /etc/security/limits.conf, "
+    "or the unit or container of its SSH server"
+)
+
+
+def judge_limits(limits: Mapping[str, int], num_cores: int, num_nodes: int = 0) -> tuple[str, str, bool]:
+    """Return which of `limits` are below what a small model needs, what it needs, and whether it must fail.
+
+    Measured with TensorFlow 2.21. `num_nodes`: of the fleet, on the host; `processes` are threads.
+    """
+    needed = {
+        "open files": FILES + FILES_PER_NODE * num_nodes,
+        "processes": 24 + num_cores + 8 * num_nodes,
+        "file size": 4 << 20,
+        "address space": 1400 + 16 * num_cores + 64 * num_nodes << 20,
+        "data size": 340 + 12 * num_cores << 20,
+        "stack size": 128 << 10,
+        "cpu time": 24 * 3600,
+    }
+    low = {name: value for name, value in limits.items() if value < needed.get(name, 0)}
+    expected = ", ".join(_in_units(name, needed[name]) for name in low)
+    return describe_limits(low), expected, bool(low.keys() - {"cpu time"})
+
+
+def describe_limits(limits: Mapping[str, int]) -> str:
+    """Return limits with the command that shows each of them."""
+    shown = {name: _in_units(name, value) for name, value in limits.items()}
+    return ", ".join(f"{name} {value} (`ulimit {LIMITS[name][0]}`)" for name, value in shown.items())
+
+
+def _in_units(name: str, value: int) -> str:
+    return str(value >> 10 if name.endswith(("size", "space")) else value)
+
+
+def parse_process_limits(text: str) -> dict[str, int]:
+    """Return the hard limits in /proc/PID/limits, and how many processes each cgroup still allows."""
+    rows = re.findall(r"^Max (\S+ \S+|processes) +\S+ +(\d+)", text, re.MULTILINE)
+    limits = {name: int(value) for name, value in rows if name in LIMITS}
+    for most, used in re.findall(r"^pids.max (\d+)\npids.current (\d+)$", text, re.MULTILINE):
+        limits["processes"] = max(0, min(limits.get("processes", int(most)), int(most) - int(used)))
+    return limits
+
+
+def own_limits() -> dict[str, int]:
+    """Return the limits of this process."""
+    return parse_process_limits(Path("/proc/self/limits").read_text())
+
+
+def explain_error(text: str) -> str:
+    """Return which limits of this process an error with this text is most likely due to; '' if none."""
+    found = {name: value for name, value in own_limits().items() if re.search(LIMITS[name][1], text)}
+    if not os.getuid():
+        found.pop("processes", None)  # the kernel does not count those of root
+    limits = judge_limits(found, num_cores=1)[0] or describe_limits(found)
+    return f", most likely due to a limit there: {limits}" if found else ""
