@@ -239,8 +239,8 @@ def provision_document(
 
 def collected_document(bundles: Sequence[Bundle]) -> dict[str, object]:
     """Return the `csdctl.bundles/1` document."""
-    names = ("id", "kind", "directory", "num_bytes", "needed_bytes")
-    described = [
-        {**{name: getattr(bundle, name) for name in names}, "files": bundle.wheels} for bundle in bundles
-    ]
-    return {"schema": "csdctl.bundles/1", "bundles": described}
+    names = ("id", "kind", "directory", "num_bytes", "needed_bytes", "files")
+    return {
+        "schema": "csdctl.bundles/1",
+        "bundles": [{name: getattr(bundle, name) for name in names} for bundle in bundles],
+    }

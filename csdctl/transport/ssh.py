@@ -48,6 +48,7 @@ from csdctl.transport.known_hosts import KnownHosts, fingerprint
 from csdctl.transport.meter import Meter
 from csdctl.transport.session import KILL_DEADLINE_S, Deadline, Running, Session, bounded
 from csdctl.transport.strict_transport import LOST, MAX_PACKET_BYTES, StrictTransport, request_exec
+from csdctl.worker.protocol.file_state import file_state
 
 MIN_RSA_BITS = 1024
 """Minimum length of RSA host keys; the default of OpenSSH's RequiredRSASize."""
@@ -429,8 +430,7 @@ def _load_key(node: Node, path: Path) -> paramiko.PKey:
         return AuthenticationError(f"the key {path} {reason}", node=node.name, remedy=remedy)
 
     try:
-        status = path.stat()
-        return _read_key(path, status.st_mtime_ns, status.st_size)
+        return _read_key(path, file_state(path.stat()))
     except FileNotFoundError:
         raise refused("does not exist", "fix `key:` in the fleet file") from None
     except (paramiko.PasswordRequiredException, TypeError):
@@ -445,8 +445,8 @@ def _load_key(node: Node, path: Path) -> paramiko.PKey:
 
 
 @functools.lru_cache
-def _read_key(path: Path, mtime_ns: int, num_bytes: int) -> paramiko.PKey:
-    """Read the private key; cached by mtime and size, so that it is read once for all nodes."""
+def _read_key(path: Path, state: tuple[int, ...]) -> paramiko.PKey:
+    """Read the private key; cached by the file's state, so that it is read once for all nodes."""
     return paramiko.PKey.from_path(path)
 
 

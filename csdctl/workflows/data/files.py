@@ -50,6 +50,7 @@ from csdctl.transport.program import within
 from csdctl.transport.session import Session
 from csdctl.tuning.measurements import ModelProperties, describe_model
 from csdctl.worker.protocol.datasets import DatasetInfo
+from csdctl.worker.protocol.file_state import file_state
 from csdctl.worker.protocol.json_codec import from_json, to_json
 from csdctl.worker.protocol.model_info import BuildRequest, BuildSpec, ModelInfo
 from csdctl.worker.protocol.run_spec import DatasetSlice, UserCode
@@ -220,8 +221,7 @@ def _model_key(job: Job, worker: StoredFile) -> str:
         digest.update(str(path).encode() + path.read_bytes())
     beside = {*job.model_file.parent.iterdir()} - files if job.model_file else ()
     for path in sorted(path for path in beside if path.suffix in WEIGHT_FILES and path.is_file()):
-        status = path.stat()
-        digest.update(f"{path} {status.st_size} {status.st_mtime_ns}".encode())
+        digest.update(f"{path} {file_state(path.stat())}".encode())
     return digest.hexdigest()[:32]
 
 

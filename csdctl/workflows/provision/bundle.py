@@ -306,6 +306,11 @@ class Bundle:
         """The space that a node needs below the prefix, with byte code, and blocks that are not full."""
         return int(1.3 * sum(file.unpacked_bytes for file in self.files))
 
+    @property
+    def needed_bytes(self) -> int:
+        """The space that a node needs in all."""
+        return self.unpacked_bytes + self.wheel_bytes
+
     def pack(self) -> Payload:
         """Return the wheels as a payload; pip compares them with the hashes of requirements.txt there."""
         return pack_payload(trees=[read_tree(TreeRequest(self.directory / "wheels", WHEELS))])

@@ -189,12 +189,6 @@ class ImageDecoder:
         return padded
 
 
-BYTES_PER_PIXEL = 8
-"""Upper limit of the file size of an image, per pixel: 16 bits in four channels."""
-
-_SPARE_BYTES = 1 << 20
-
-
 class ClassFolders(DecodedSource):
     """Images in class folders, class by class and sorted by path."""
 
@@ -231,7 +225,7 @@ class ClassFolders(DecodedSource):
         """Return the picture and its class; raises UnusableError."""
         if len(file.parts) == 1:
             raise UnusableError("no_class")
-        if file.size > BYTES_PER_PIXEL * self._rule.max_pixels + _SPARE_BYTES:
+        if file.size > self._rule.max_bytes:
             raise UnusableError("too_large")
         try:
             content = self._tree.path_of(file).read_bytes()
