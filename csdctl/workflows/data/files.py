@@ -7,6 +7,7 @@ shard in place.
 
 import hashlib
 import json
+import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
@@ -218,10 +219,10 @@ def _model_key(job: Job, worker: StoredFile) -> str:
     if job.model_file:
         files |= {*job.model_file.parent.glob("*.py"), job.model_file}
     for path in sorted(path for path in files if path.is_file()):
-        digest.update(str(path).encode() + path.read_bytes())
+        digest.update(os.fsencode(path) + path.read_bytes())
     beside = {*job.model_file.parent.iterdir()} - files if job.model_file else ()
     for path in sorted(path for path in beside if path.suffix in WEIGHT_FILES and path.is_file()):
-        digest.update(f"{path} {file_state(path.stat())}".encode())
+        digest.update(os.fsencode(path) + repr(file_state(path.stat())).encode())
     return digest.hexdigest()[:32]
 
 
