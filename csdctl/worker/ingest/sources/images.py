@@ -7,6 +7,7 @@ of their errors or messages can name a file.
 
 import io
 import math
+import os
 import re
 import struct
 import threading
@@ -288,7 +289,9 @@ class RecordFiles(DecodedSource):
     def _records(self, path: Path) -> Iterator[bytes | None]:
         """Yield the records of a file, and None at the end if the rest of it cannot be read."""
         try:
-            for record in tf.data.TFRecordDataset(str(path), compression_type=self._compression(path)):
+            for record in tf.data.TFRecordDataset(
+                os.fsencode(path), compression_type=self._compression(path)
+            ):
                 yield record.numpy()
         except (tf.errors.OpError, OSError):
             yield None
@@ -299,7 +302,7 @@ class RecordFiles(DecodedSource):
             if file.read(3) != b"\x1f\x8b\x08":
                 return ""
         try:
-            next(iter(tf.data.TFRecordDataset(str(path))))
+            next(iter(tf.data.TFRecordDataset(os.fsencode(path))))
         except (tf.errors.OpError, StopIteration):
             return "GZIP"
         return ""
