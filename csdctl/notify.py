@@ -31,8 +31,7 @@ def make_printable(text: str) -> str:
 
     These are the characters that `repr` escapes (C0 and C1 controls, directions, zero widths, all separators
     but the space, surrogates, unassigned ones), fillers, and combining marks after MAX_MARKS in a row.
-    A surrogate that stands for a byte of a path is shown as that byte. Newlines and tabs stay. Text that was
-    made printable stays as it is.
+    Newlines and tabs stay. Text that was made printable stays as it is.
     """
     if _ORDINARY.fullmatch(text):
         return text
@@ -41,8 +40,7 @@ def make_printable(text: str) -> str:
     for char in text:
         num_marks = num_marks + 1 if unicodedata.category(char) in ("Mn", "Me") else 0
         has_shape = char.isprintable() and num_marks <= MAX_MARKS and not _INVISIBLE.match(char)
-        escape = char.encode("unicode_escape").decode().replace(r"\udc", r"\x")
-        shown.append(char if has_shape or char in "\n\t" else escape)
+        shown.append(char if has_shape or char in "\n\t" else char.encode("unicode_escape").decode())
     return "".join(shown)
 
 

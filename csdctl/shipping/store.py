@@ -112,19 +112,14 @@ def read_chunk(stored: StoredFile, start: int) -> bytes:
 def changed(path: Path) -> InputError:
     """Return the error for a source that changed after it was hashed."""
     return InputError(
-        f"{printable(path)} changed while it was being deployed",
+        f"{path} changed while it was being deployed",
         remedy="wait until no process writes there, then deploy again; the old files are still in place",
     )
 
 
 def unreadable(path: str | Path, error: OSError) -> InputError:
     """Return the error for a source that cannot be read."""
-    return InputError(f"{printable(path)} cannot be read: {error.strerror or error}")
-
-
-def printable(path: str | Path) -> str:
-    """Return a file name in printable form, whatever its bytes are."""
-    return os.fsencode(path).decode("utf-8", "backslashreplace")
+    return InputError(f"{path} cannot be read: {error.strerror or error}")
 
 
 def _open_regular(path: str, flags: int) -> int:

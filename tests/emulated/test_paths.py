@@ -12,7 +12,7 @@ from tests.emulated.small_jobs import dense_model, save_arrays
 pytestmark = pytest.mark.emulated
 
 NAME = os.fsdecode(b"caf\xe9 \xff")
-SHOWN = r"caf\xe9 \xff"
+SHOWN = r"caf\udce9 \udcff"
 DATA = os.fsdecode(b"donn\xe9es.npz")
 
 

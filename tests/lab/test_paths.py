@@ -35,7 +35,7 @@ def test_project_and_home_that_are_not_utf8_train(project: Project) -> None:
             done = project.csdctl(*command)
             assert done.returncode == 0, f"{command}: {done.stdout + done.stderr}"
         assert list((home / ".csdctl/machines").iterdir())
-        assert r"caf\xe9 \xff" in Path(project.path / "report.html").read_text()
+        assert r"caf\udce9 \udcff" in Path(project.path / "report.html").read_text()
         done = project.csdctl("clean", "--everything", "--yes")
         assert done.returncode == 0, done.stderr
         assert {path.name for path in home.iterdir()} <= {"private", ".csdctl", ".keras", ".bashrc", ".cshrc"}

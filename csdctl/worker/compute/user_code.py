@@ -61,13 +61,12 @@ def import_file(path: Path) -> Any:
     loaded = sys.modules.get(path.stem)
     if loaded is not None and getattr(loaded, "__file__", None) == str(path):
         return loaded
-    loader = _SourceLoader(path.stem, str(path))
-    module = importlib.util.module_from_spec(machinery.ModuleSpec(path.stem, loader, origin=str(path)))
+    module = ModuleType(path.stem)
     module.__file__ = str(path)
     if loaded is None:  # a library of that name is not replaced
         sys.modules[path.stem] = module
     _search(path.parent.resolve())
-    run_user_code(f"{path}", lambda: loader.exec_module(module), file=path)
+    run_user_code(f"{path}", lambda: exec(compile(path.read_bytes(), path, "exec"), vars(module)), file=path)
     return module
 
 

@@ -31,7 +31,7 @@ from csdctl.errors import CsdctlError, InputError
 from csdctl.notify import Say
 from csdctl.reporting.numbers import format_bytes
 from csdctl.shipping.payload import Payload, TreeRequest, pack_payload, read_tree
-from csdctl.shipping.store import hash_file, printable
+from csdctl.shipping.store import hash_file
 from csdctl.transport.commands import build_child_command
 from csdctl.workflows.provision.machine import ARCHITECTURES, SENT_PYTHON, Kind
 
@@ -306,11 +306,6 @@ class Bundle:
         """The space that a node needs below the prefix, with byte code, and blocks that are not full."""
         return int(1.3 * sum(file.unpacked_bytes for file in self.files))
 
-    @property
-    def needed_bytes(self) -> int:
-        """The space that a node needs in all."""
-        return self.unpacked_bytes + self.wheel_bytes
-
     def pack(self) -> Payload:
         """Return the wheels as a payload; pip compares them with the hashes of requirements.txt there."""
         return pack_payload(trees=[read_tree(TreeRequest(self.directory / "wheels", WHEELS))])
@@ -342,8 +337,8 @@ def load_bundle(directory: Path) -> Bundle:
     content = load_json(path)
     if not isinstance(content, dict) or content.pop("schema", "") != SCHEMA:
         raise InputError(
-            f"{printable(str(path))} is not as it was collected",
-            remedy=f"remove {printable(str(path.parent))} and run `csdctl provision --collect` again",
+            f"{path} is not as it was collected",
+            remedy=f"remove {path.parent} and run `csdctl provision --collect` again",
         )
     return check_values({"directory": str(directory), **content}, Bundle, str(path))
 

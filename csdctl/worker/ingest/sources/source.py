@@ -76,9 +76,8 @@ class Tree:
 
     def _hash_files(self, max_bytes: int) -> str:
         def describe(file: DataFile) -> str:
-            found = str(file.state)
+            found: object = file.state  # of what is too large, dangling or unreadable
             if file.size <= max_bytes:
-                found = ""  # dangling or unreadable, which is detected and counted when it is read
                 with suppress(OSError, ValueError), open_regular(self.path_of(file)) as opened:
                     found = hashlib.file_digest(opened, "sha256").hexdigest()
             return ascii((file.parts, found))
