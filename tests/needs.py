@@ -218,7 +218,7 @@ NEEDS = {
         _unless(os.geteuid, "this is root"), (), "run `make test` as an ordinary user", False
     ),
     "chromium": Need(_lacks_packages("chromium"), ("chromium",)),
-    **{name: Need(_lacks_packages(name), (name,)) for name in ("tmux", *SHELLS)},
+    **{name: Need(_lacks_packages(name), (name,)) for name in ("tmux", "jq", *SHELLS)},
     "firewall": Need(
         lambda: _find_lack_of_namespaces() or _lacks_packages("iproute2", "nftables")(),
         ("iproute2", "nftables"),

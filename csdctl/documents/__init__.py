@@ -111,8 +111,8 @@ def parse_json_document(text: str, name: str, *, remedy: str = AGAIN) -> Any:
 
 
 def save_text(path: Path, text: str) -> None:
-    """Write `text` to `path` atomically and sync it."""
-    save_bytes(path, text.encode())
+    """Write `text` to `path` atomically and sync it; bytes of paths that are not UTF-8 stay as they are."""
+    save_bytes(path, text.encode(errors="surrogateescape"))
 
 
 def save_bytes(path: Path, content: bytes) -> None:
@@ -371,7 +371,8 @@ MAX_DEPTH = 40
 """Levels of nesting, aliases expanded."""
 
 _TAG = "tag:yaml.org,2002:"
-_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff]")
+_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udc7f\udd00-\udfff]")
+"""Surrogates that stand for the bytes of a path (PEP 383) are allowed."""
 
 
 class _Loader(yaml.SafeLoader):

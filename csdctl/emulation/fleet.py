@@ -101,7 +101,7 @@ class FleetPaths:
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory.resolve()
-        self.fleet_id = hashlib.sha256(str(self.directory).encode()).hexdigest()[:12]
+        self.fleet_id = hashlib.sha256(os.fsencode(self.directory)).hexdigest()[:12]
         self.marker = self.directory / "fleet.id"
         """Written first: marks the directory as that of an emulated fleet, which may be removed."""
         self.state = self.directory / "state.json"

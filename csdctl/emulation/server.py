@@ -188,7 +188,7 @@ async def serve_node(paths: FleetPaths, state: FleetState, name: str, report: in
             "127.0.0.1",
             0,
             authorized_client_keys=f"{paths.key}.pub",
-            server_host_keys=[str(node.host_key)],
+            server_host_keys=[asyncssh.import_private_key(node.host_key.read_bytes())],
             process_factory=commands.run,
             sftp_factory=True,
             password_auth=False,

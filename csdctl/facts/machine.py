@@ -280,7 +280,7 @@ def digest(place):
         for name in sorted(files):
             if name.endswith(".py"):
                 path = os.path.join(directory, name)
-                found.update(os.path.relpath(path, place).encode())
+                found.update(os.fsencode(os.path.relpath(path, place)))
                 found.update(open(path, "rb").read())
     return found.hexdigest()
 places = dict((name, locate(name)) for name in ["tensorflow", "keras", "numpy", "mpi4py"])

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from datetime import UTC, datetime
 from typing import Any
 
+from csdctl.notify import make_printable
 from csdctl.reporting import charts, tables
 from csdctl.reporting.charts import Chart
 from csdctl.reporting.results import RunResults
@@ -126,11 +127,11 @@ def _table(table: DataTable, title: str) -> str:
 
 
 def _text(text: object) -> str:
-    """Return text as HTML has it, in a tag and in an attribute; control characters are left out."""
+    """Return text as HTML has it, in a tag and in an attribute."""
     shown = str(text)
     if len(shown) > MAX_CELL_CHARS:
         shown = shown[: MAX_CELL_CHARS - 1] + "…"
-    return html.escape("".join(char for char in shown if char.isprintable()))
+    return html.escape(make_printable(shown))
 
 
 LIGHT = {"paper": "#fff", "soft": "#5a6775", "panel": "#f6f8fa", "shade": "#0003", "accent": "#0b63b5"}

@@ -3,6 +3,7 @@
 Values in and out are those of tuning/measurements.py; the caller gives the time.
 """
 
+import json
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -10,7 +11,6 @@ from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 from pydantic import TypeAdapter, ValidationError
-from pydantic_core import from_json
 
 from csdctl.documents import make_directory
 from csdctl.errors import CsdctlError
@@ -89,8 +89,9 @@ class MeasurementStore:
             self._fail("earlier measurements are not used", error)
         for line in filter(None, content.split(b"\n")):
             try:
-                self._stored.append(KINDS[from_json(line)["kind"]].lines.validate_json(line))
-            except (ValidationError, ValueError, TypeError, KeyError):
+                stored = json.loads(line)
+                self._stored.append(KINDS[stored["kind"]].lines.validate_python(stored))
+            except (ValidationError, ValueError, TypeError, KeyError, RecursionError):
                 num_foreign += 1
         if num_foreign:
             say(f"{path}: lines that are damaged or of another version are ignored: {num_foreign}")
@@ -107,7 +108,7 @@ class MeasurementStore:
         added = [Stored(kind.name, model, recipe, of, value) for value in values]
         self._stored += added
         # A line end comes first: after a line that was cut off, it ends that one.
-        content = b"".join(b"\n" + kind.lines.dump_json(one) for one in added)
+        content = "".join(f"\n{json.dumps(kind.lines.dump_python(one))}" for one in added).encode()
         try:
             make_directory(self._path.parent)
             with self._path.open("ab", buffering=0) as file:  # in one piece, beside other writers

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from csdctl.errors import InputError
-from csdctl.shipping.store import StoredFile, hash_source, printable, unreadable
+from csdctl.shipping.store import StoredFile, hash_source, unreadable
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ def pack_payload(objects: Sequence[StoredFile] = (), trees: Sequence[FileTree] =
     for first, second in pairwise(sorted(tree.destination.rstrip("/") + "/" for tree in trees)):
         if second.startswith(first):
             raise InputError(
-                f"the trees for {printable(first[:-1])} and {printable(second[:-1])} overlap",
+                f"the trees for {first[:-1]} and {second[:-1]} overlap",
                 remedy="give each tree a separate destination",
             )
     distinct = {stored.name: stored for stored in objects}
@@ -103,13 +103,13 @@ def parse_tree(written: str) -> TreeRequest:
     if not source or not path.is_dir():
         what = "is not a directory" if path.exists() else "does not exist"
         raise InputError(
-            f"--tree {printable(written)}: {printable(source)!r} {what}",
+            f"--tree {written}: {source!r} {what}",
             remedy="pass a directory; if its name contains a colon, append another colon",
         )
     destination = (destination or path.name).removeprefix("~/").rstrip("/")
     if destination in ("", ".", "~") or ".." in destination.split("/") or "\0" in destination:
         raise InputError(
-            f"--tree {printable(written)}: {printable(destination)!r} cannot be a destination",
+            f"--tree {written}: {destination!r} cannot be a destination",
             remedy="use a path below the node's home, or an absolute path",
         )
     return TreeRequest(path, destination)
@@ -136,8 +136,8 @@ def read_tree(request: TreeRequest, ignored: Sequence[str] = DEFAULT_IGNORED) ->
             names = {stat.S_IFSOCK: "a socket", stat.S_IFIFO: "a pipe"}
             what = names.get(stat.S_IFMT(entry.stat(follow_symlinks=False).st_mode), "a device")
             raise InputError(
-                f"{printable(entry.path)} is {what} and cannot be deployed",
-                remedy=f"remove it, or exclude it: --ignore {printable(name)!r}",
+                f"{entry.path} is {what} and cannot be deployed",
+                remedy=f"remove it, or exclude it: --ignore {name!r}",
             )
     return FileTree(request.destination, tuple(directories), tuple(files), tuple(links))
 
@@ -180,7 +180,7 @@ def _check_link(root: str, entry: os.DirEntry[str]) -> str:
     inside = os.path.realpath(entry.path)
     if target.startswith("/") or os.path.commonpath([root, inside]) != root:
         raise InputError(
-            f"the symbolic link {printable(entry.path)} points outside the tree, to {printable(target)}",
+            f"the symbolic link {entry.path} points outside the tree, to {target}",
             remedy="replace it with its target, or exclude it with --ignore",
         )
     return target

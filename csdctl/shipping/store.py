@@ -8,7 +8,7 @@ the same order, so a chunk that was read for one node is in the page cache for t
 import hashlib
 import os
 import shutil
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 from csdctl.documents import save_bytes, write_atomically
@@ -23,13 +23,12 @@ PLAIN_MODE = 0o600
 
 @dataclass(frozen=True)
 class StoredFile:
-    """A file of the store, and the state of its source on the host when that was hashed."""
+    """A file of the store, and its source on the host."""
 
     name: str
     """Begins with its SHA-256."""
     source: Path
     size: int
-    modified_ns: int = field(compare=False)
     mode: int = PLAIN_MODE
     traffic_class: TrafficClass = TrafficClass.CONTROL
     """The traffic class in the ledger."""
@@ -74,40 +73,38 @@ def store_bytes(
 
 def stored_as(name: str, source: Path, traffic_class: TrafficClass) -> StoredFile:
     """Return the file at `source`, whose SHA-256 is known, under its name in the store."""
-    status = source.stat()
-    return StoredFile(name, source, status.st_size, status.st_mtime_ns, traffic_class=traffic_class)
+    return StoredFile(name, source, source.stat().st_size, traffic_class=traffic_class)
 
 
 def hash_source(path: Path) -> StoredFile:
     """Read and hash a file of a tree; its name depends on content and permissions.
 
-    Raises InputError when it cannot be read or changes meanwhile.
+    Raises InputError when it cannot be read.
     """
     try:
         with open(path, "rb", buffering=0, opener=_open_regular) as file:
-            before = os.fstat(file.fileno())
             digest = hashlib.file_digest(file, "sha256")
-            after = os.fstat(file.fileno())
+            status = os.fstat(file.fileno())
     except OSError as error:
         raise unreadable(path, error) from error
-    if (after.st_size, after.st_mtime_ns) != (before.st_size, before.st_mtime_ns):
-        raise changed(path)
-    mode = after.st_mode & 0o777 | 0o400
+    mode = status.st_mode & 0o777 | 0o400
     name = digest.hexdigest() + ("" if mode == PLAIN_MODE else f"-{mode:03o}")
-    return StoredFile(name, path, after.st_size, after.st_mtime_ns, mode, TrafficClass.FILES)
+    return StoredFile(name, path, status.st_size, mode, TrafficClass.FILES)
 
 
 def read_chunk(stored: StoredFile, start: int) -> bytes:
-    """Return the chunk at `start`, a multiple of CHUNK_BYTES; raises InputError for a changed file."""
+    """Return the chunk at `start`, a multiple of CHUNK_BYTES; raises InputError if the source is shorter now.
+
+    Who receives all chunks compares them with the hash.
+    """
     path, num_bytes = stored.source, min(CHUNK_BYTES, stored.size - start)
     try:
         with open(path, "rb", opener=_open_regular) as file:
-            now = os.fstat(file.fileno())
             file.seek(start)
             chunk = file.read(num_bytes)
     except OSError as error:
         raise unreadable(path, error) from error
-    if (now.st_size, now.st_mtime_ns, len(chunk)) != (stored.size, stored.modified_ns, num_bytes):
+    if len(chunk) != num_bytes:
         raise changed(path)
     return chunk
 
@@ -115,19 +112,14 @@ def read_chunk(stored: StoredFile, start: int) -> bytes:
 def changed(path: Path) -> InputError:
     """Return the error for a source that changed after it was hashed."""
     return InputError(
-        f"{printable(path)} changed while it was being deployed",
+        f"{path} changed while it was being deployed",
         remedy="wait until no process writes there, then deploy again; the old files are still in place",
     )
 
 
 def unreadable(path: str | Path, error: OSError) -> InputError:
     """Return the error for a source that cannot be read."""
-    return InputError(f"{printable(path)} cannot be read: {error.strerror or error}")
-
-
-def printable(path: str | Path) -> str:
-    """Return a file name in printable form, whatever its bytes are."""
-    return os.fsencode(path).decode("utf-8", "backslashreplace")
+    return InputError(f"{path} cannot be read: {error.strerror or error}")
 
 
 def _open_regular(path: str, flags: int) -> int:

@@ -182,7 +182,7 @@ def scratch_directories(pid: object) -> str:
 
 def step_files(directory: str = "", run_id: str = "*") -> str:
     """Return the pattern of the states of unfinished runs of a directory, used by `train --resume`."""
-    place = hashlib.sha256(os.path.realpath(directory).encode()).hexdigest()[:12]
+    place = hashlib.sha256(os.fsencode(os.path.realpath(directory))).hexdigest()[:12]
     return f"/dev/shm/csdctl-{os.geteuid()}/{place}-{run_id}"
 
 

@@ -14,7 +14,6 @@ from csdctl.fleet.names import fold_names, format_node_names
 from csdctl.reporting.numbers import format_bytes, format_count
 from csdctl.shipping.deliver import Delivery, DeliveryProgress
 from csdctl.shipping.payload import FileTree, TreeRequest
-from csdctl.shipping.store import printable
 from csdctl.terminal.console import PrintableConsole, build_table
 from csdctl.terminal.streams import Streams
 from csdctl.terminal.view import View
@@ -159,7 +158,7 @@ class TransferView(CountView):
     def packed(self, request: TreeRequest, tree: FileTree) -> None:
         """Print the size of a tree that was read."""
         size = f"{format_count(tree.files, 'file')} ({format_bytes(tree.num_bytes)})"
-        self._print(f"{printable(str(request.source))}: {size} for {printable(tree.destination)}")
+        self._print(f"{request.source}: {size} for {tree.destination}")
 
     def finish(self, outcome: Outcome[Delivery]) -> None:
         """Print what a node got, or that it failed."""
@@ -239,8 +238,8 @@ def provision_document(
 
 def collected_document(bundles: Sequence[Bundle]) -> dict[str, object]:
     """Return the `csdctl.bundles/1` document."""
-    names = ("id", "kind", "directory", "num_bytes", "needed_bytes")
-    described = [
-        {**{name: getattr(bundle, name) for name in names}, "files": bundle.wheels} for bundle in bundles
-    ]
+    names = ("id", "kind", "directory", "num_bytes", "files")
+    described = [{name: getattr(bundle, name) for name in names} for bundle in bundles]
+    for bundle, content in zip(bundles, described, strict=True):
+        content["needed_bytes"] = bundle.unpacked_bytes + bundle.wheel_bytes
     return {"schema": "csdctl.bundles/1", "bundles": described}

@@ -53,6 +53,7 @@ from csdctl.transport.known_hosts import KnownHosts, fingerprint
 from csdctl.transport.meter import Meter
 from csdctl.transport.session import KILL_DEADLINE_S, Deadline, Running, Session, bounded
 from csdctl.transport.strict_transport import LOST, MAX_PACKET_BYTES, StrictTransport, request_exec
+from csdctl.worker.protocol.file_state import file_state
 
 MIN_RSA_BITS = 1024
 """Minimum length of RSA host keys; the default of OpenSSH's RequiredRSASize."""
@@ -477,7 +478,9 @@ def _load_key(node: Node, path: Path, agent: Iterable[paramiko.PKey]) -> list[pa
         return AuthenticationError(f"the key {path} {reason}", node=node.name, remedy=remedy)
 
     try:
-        key = _read_key(path, *(one.stat() for one in (path, Path(f"{path}-cert.pub")) if one.exists()))
+        key = _read_key(
+            path, *(file_state(one.stat()) for one in (path, Path(f"{path}-cert.pub")) if one.exists())
+        )
     except (FileNotFoundError, paramiko.PasswordRequiredException, TypeError) as error:
         if keys := _find_in_agent(path, agent):
             return keys
@@ -495,7 +498,7 @@ def _load_key(node: Node, path: Path, agent: Iterable[paramiko.PKey]) -> list[pa
 
 
 @functools.lru_cache
-def _read_key(path: Path, *states: os.stat_result) -> paramiko.PKey:
+def _read_key(path: Path, *states: tuple[int, ...]) -> paramiko.PKey:
     """Read key and certificate; cached by the states of their files, to be read once for all nodes."""
     return paramiko.PKey.from_path(path)
 

@@ -104,8 +104,11 @@ class Lab:
 
 
 @contextmanager
-def open_lab() -> Iterator[Lab]:
-    """Yield a running lab and remove it at the end; first remove killed labs."""
+def open_lab(front: str = "10.77.0", first_number: int = 10) -> Iterator[Lab]:
+    """Yield a running lab and remove it at the end; first remove killed labs.
+
+    `front` begins the addresses of the host and its nodes; that of csd0 ends with `first_number`.
+    """
     remove_stale_labs()
     with ExitStack() as stack:
         directory = _make_directory(stack)
@@ -113,7 +116,7 @@ def open_lab() -> Iterator[Lab]:
         stack.callback(remove_lab, name)
         host = LabHost(name, directory)
         run_command("ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-C", name, "-f", str(directory / "id"))
-        yield _start(name, directory, host)
+        yield _start(name, directory, host, front, first_number)
 
 
 def remove_stale_labs() -> list[str]:
@@ -136,17 +139,18 @@ def remove_lab(name: str) -> None:
     shutil.rmtree(PLACE / name, ignore_errors=True)
 
 
-def _start(name: str, directory: Path, host: LabHost) -> Lab:
+def _start(name: str, directory: Path, host: LabHost, prefix: str, first_number: int) -> Lab:
     back_namespace = f"{name}-back"
     network.make_namespace(back_namespace)
-    front = Segment(host.namespace, "front", "10.77.0", "fd77:0:0:1")
+    front = Segment(host.namespace, "front", prefix, "fd77:0:0:1")
     back = Segment(back_namespace, "back", "10.77.1", "fd77:0:0:2")
     for segment in (front, back):
         network.make_bridge(segment)
     network.give_addresses(host.namespace, front.bridge, [front.ipv4(1), front.ipv6(1)])
     lab = Lab(name, directory, host, front, back)
     for number in range(NUM_NODES):
-        spec = NodeSpec(f"csd{number}", front.ipv4(10 + number), (front.ipv6(10 + number),))
+        place = first_number + number
+        spec = NodeSpec(f"csd{number}", front.ipv4(place), (front.ipv6(place),))
         lab.add(spec, front)
     gate = lab.add(NodeSpec("gate", front.ipv4(GATE_NUMBER), (front.ipv6(GATE_NUMBER),)), front)
     inner = (back.ipv4(GATE_NUMBER), back.ipv6(GATE_NUMBER))

@@ -319,7 +319,8 @@ class LabNode:
         passwd, shell = self.directory / "passwd", self.spec.login_shell or "/bin/bash"
         if self.spec.login_shell or self.spec.home_in_passwd != "/root":
             others = Path("/etc/passwd").read_text().partition("\n")[2]
-            passwd.write_text(f"root:x:0:0:root:{self.spec.home_in_passwd}:{shell}\n{others}")
+            text = f"root:x:0:0:root:{self.spec.home_in_passwd}:{shell}\n{others}"
+            passwd.write_text(text, errors="surrogateescape")
         if self.spec.home == "read-only":
             (self.directory / "read-only").touch()
         (self.directory / "sshd_config").write_text("\n".join([*self.spec.sshd, *self._sshd_lines()]) + "\n")

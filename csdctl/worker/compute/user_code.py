@@ -15,6 +15,7 @@ import sys
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from importlib import machinery
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -60,16 +61,12 @@ def import_file(path: Path) -> Any:
     loaded = sys.modules.get(path.stem)
     if loaded is not None and getattr(loaded, "__file__", None) == str(path):
         return loaded
-    specification = importlib.util.spec_from_file_location(path.stem, path)
-    if specification is None or specification.loader is None:
-        raise InputError(f"{path} cannot be imported")
-    module = importlib.util.module_from_spec(specification)
+    module = ModuleType(path.stem)
+    module.__file__ = str(path)
     if loaded is None:  # a library of that name is not replaced
         sys.modules[path.stem] = module
-    directory = str(path.parent.resolve())
-    if directory not in sys.path:
-        sys.path.insert(0, directory)
-    run_user_code(f"{path}", lambda: specification.loader.exec_module(module), file=path)  # type: ignore[union-attr]
+    _search(path.parent.resolve())
+    run_user_code(f"{path}", lambda: exec(compile(path.read_bytes(), path, "exec"), vars(module)), file=path)
     return module
 
 
@@ -79,8 +76,35 @@ def import_roots(roots: Sequence[str]) -> None:
         if root.is_file():
             import_file(root)
         else:
-            sys.path.insert(0, str(root.parent))
+            _search(root.parent.resolve())
             run_user_code(str(root), partial(importlib.import_module, root.name))
+
+
+class _SourceLoader(machinery.SourceFileLoader):
+    """Compiles the source: Python takes any .pyc file of a source with the same size and time."""
+
+    def path_stats(self, path: str) -> Mapping[str, Any]:
+        """Raise OSError: no .pyc file is read or written."""
+        raise OSError
+
+
+def _search(directory: Path) -> None:
+    """Import modules from `directory` first, and compile those below it, but for installed packages."""
+    if str(directory) in sys.path:
+        return
+    find = machinery.FileFinder.path_hook(
+        (machinery.ExtensionFileLoader, machinery.EXTENSION_SUFFIXES),
+        (_SourceLoader, machinery.SOURCE_SUFFIXES),
+    )
+
+    def find_below(path: str) -> Any:
+        if not Path(path).is_relative_to(directory) or "-packages/" in f"{path}/":
+            raise ImportError
+        return find(path)
+
+    sys.path_hooks.insert(0, find_below)
+    sys.path_importer_cache.pop(str(directory), None)
+    sys.path.insert(0, str(directory))
 
 
 def import_packed(archive: str, modules: Sequence[str]) -> dict[str, Any]:

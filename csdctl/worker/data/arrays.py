@@ -10,7 +10,7 @@ from typing import IO, Any
 
 import numpy as np
 
-from csdctl.worker.data.file_hash import hash_file, open_regular, state_of
+from csdctl.worker.data.file_hash import hash_file, open_regular
 from csdctl.worker.process.errors import WorkerError
 from csdctl.worker.process.files import replacing
 from csdctl.worker.protocol.datasets import DatasetInfo
@@ -77,7 +77,6 @@ class CheckedArray:
     def __init__(self, path: str, sha256: str) -> None:
         """Raise WorkerError unless the file has the hash `sha256` and an array of numbers."""
         self._path, self._sha256 = path, sha256
-        self._state: list[int] = []
         try:
             self._file = open_regular(path)
             self.check()
@@ -92,9 +91,6 @@ class CheckedArray:
 
     def check(self) -> None:
         """Raise WorkerError if the file is not the one that was prepared; fast if nobody touched it."""
-        state = state_of(os.fstat(self._file.fileno()))
-        if state == self._state:
-            return
         found = hash_file(self._file, self._path)
         if found != self._sha256:
             raise WorkerError(
@@ -102,7 +98,6 @@ class CheckedArray:
                 f"found {found}",
                 remedy=PREPARE,
             )
-        self._state = state
 
 
 def map_file(file: BufferedReader) -> Array:

@@ -1,8 +1,7 @@
-"""The SHA-256 of a data file, computed again only when the file may have changed.
+"""The SHA-256 of data files, computed again only when a file may have changed.
 
-Hashing reads the whole file, so the hash is remembered with the file's inode, size, mtime and ctime, in a
-file that only this user can write. Whoever writes to a file or puts another in its place changes inode or
-ctime; only root can set ctime back.
+Hashing reads whole files, so hashes are remembered with the state of the files, in a file that only this user
+can write.
 """
 
 import hashlib
@@ -11,6 +10,7 @@ import os
 import re
 import stat
 import time
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from io import BufferedReader
 from pathlib import Path
@@ -18,6 +18,7 @@ from typing import Any
 
 from csdctl.worker.process.errors import WorkerError
 from csdctl.worker.process.files import open_private, save_atomically
+from csdctl.worker.protocol.file_state import file_state
 
 REMEMBERED = Path(".csdctl/hashes.json")
 """Relative to the session's home; nothing is remembered where csdctl has no directory."""
@@ -44,19 +45,32 @@ def hash_file(file: BufferedReader, name: str, remembered: Path = REMEMBERED) ->
 
     `name` identifies the file in messages.
     """
-    status = os.fstat(file.fileno())
-    key, state = f"{status.st_dev}:{status.st_ino}", state_of(status)
+    state = file_state(os.fstat(file.fileno()))
+
+    def compute() -> str:
+        file.seek(0)
+        found = hashlib.file_digest(file, "sha256").hexdigest()
+        if file_state(os.fstat(file.fileno())) != state:
+            raise WorkerError(f"{name} was changed while it was read", remedy="run `csdctl prepare`")
+        return found
+
+    return remember(f"{state[0]}:{state[1]}", state[2:], state[-1], compute, remembered)
+
+
+def remember(
+    key: str, state: Sequence[Any], ctime_ns: int, compute: Callable[[], str], remembered: Path = REMEMBERED
+) -> str:
+    """Return what `compute` returned the last time that `key` had this `state`, or returns now.
+
+    `ctime_ns` is that of the newest file: after a wait, another change of it would get another ctime.
+    """
     known = _load(remembered)
     entry = known.pop(key, None)
-    if entry and entry[:-1] == state:
+    if entry and entry[:-1] == [*state]:
         return str(entry[-1])
-    # Wait until another change of the file would get another ctime.
-    tick_s = TICK_S if status.st_ctime_ns % 1_000_000_000 else COARSE_TICK_S
-    time.sleep(min(max(0.0, tick_s - (time.time() - status.st_ctime_ns / 1e9)), tick_s))
-    file.seek(0)
-    found = hashlib.file_digest(file, "sha256").hexdigest()
-    if state_of(os.fstat(file.fileno())) != state:
-        raise WorkerError(f"{name} was changed while it was read", remedy="run `csdctl prepare`")
+    tick_s = TICK_S if ctime_ns % 1_000_000_000 else COARSE_TICK_S
+    time.sleep(min(max(0.0, tick_s - (time.time() - ctime_ns / 1e9)), tick_s))
+    found = compute()
     known = {**dict(list(known.items())[1 - MAX_ENTRIES :]), key: [*state, found]}
     with suppress(OSError):  # without directory, space or permission it is computed again next time
         save_atomically(remembered, json.dumps(known))
@@ -80,11 +94,6 @@ def check_stored(path: str) -> None:
         )
 
 
-def state_of(status: os.stat_result) -> list[int]:
-    """Return what changes whenever a file does."""
-    return [status.st_size, status.st_mtime_ns, status.st_ctime_ns]
-
-
 def _load(path: Path) -> dict[str, list[Any]]:
     """Return the remembered hashes; none if another user could have written them, or the file is damaged."""
     try:
@@ -93,4 +102,4 @@ def _load(path: Path) -> dict[str, list[Any]]:
     except (OSError, ValueError, RecursionError):
         return {}
     entries = content.items() if isinstance(content, dict) else ()
-    return {key: entry for key, entry in entries if isinstance(entry, list) and len(entry) == 4}
+    return {key: entry for key, entry in entries if isinstance(entry, list) and entry}

@@ -9,6 +9,7 @@ import functools
 import hashlib
 import json
 import os
+import sys
 import tempfile
 from collections.abc import Callable
 from dataclasses import asdict, replace
@@ -134,7 +135,9 @@ def prepare(
     """
     tree = read_tree(spec.source, is_private=spec.is_private)
     source_format, open_source = detect_format(tree, spec)
-    fingerprint = tree.fingerprint(fingerprint_settings(source_format, tree, spec))
+    settings = fingerprint_settings(source_format, tree, spec)
+    max_bytes = spec.picture.max_bytes if source_format == "class folders" else sys.maxsize
+    fingerprint = tree.fingerprint(settings, max_bytes)
     target = Path(spec.store) / fingerprint
     make_store(Path(spec.store), tree.root, is_shared=spec.is_shared)
     find = functools.partial(find_stored, target, (tree.root,), is_checked=spec.is_checked)
@@ -164,6 +167,11 @@ def prepare(
             partial.append(conform(block, spec), is_copied=not is_in_place)
             report()
         info = complete_info(partial.info, source, spec)
+        now = read_tree(spec.source, is_private=spec.is_private)
+        # A function may write beside what it reads, such as a cache.
+        if source_format != "function" and now.fingerprint(settings, max_bytes) != fingerprint:
+            remedy = "run `csdctl prepare` when no process writes there"
+            raise WorkerError(f"the data at {spec.source} was changed while it was read", remedy=remedy)
         finished = partial.finish(target, info, tree.root if is_in_place else None)
         set_access(target, tree, is_shared=spec.is_shared)
         return finished

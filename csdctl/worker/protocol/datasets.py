@@ -140,6 +140,11 @@ class ImageRule:
     max_pixels: Count = 100_000_000
     """Images with more pixels are skipped without decoding."""
 
+    @property
+    def max_bytes(self) -> int:
+        """Upper limit of the size of an image file: 16 bits in four channels, and what else is in it."""
+        return 8 * self.max_pixels + (1 << 20)
+
 
 Name = Annotated[str, MaxLength(1 << 16, 1)]
 

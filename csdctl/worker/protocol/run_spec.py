@@ -27,7 +27,7 @@ COPIES = ".csdctl/copies"
 def step_file_in_memory(project: Path, run_id: str) -> Path:
     """Return the path, in this user's directory in the machine's memory, of the state after every step."""
     # standalone/leftovers.py, which removes stale step files, builds the same name.
-    place = hashlib.sha256(os.path.realpath(project).encode()).hexdigest()[:12]
+    place = hashlib.sha256(os.fsencode(os.path.realpath(project))).hexdigest()[:12]
     return Path(f"/dev/shm/csdctl-{os.geteuid()}/{place}-{run_id}")
 
 

@@ -7,6 +7,7 @@ shard in place.
 
 import hashlib
 import json
+import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
@@ -50,6 +51,7 @@ from csdctl.transport.program import within
 from csdctl.transport.session import Session
 from csdctl.tuning.measurements import ModelProperties, describe_model
 from csdctl.worker.protocol.datasets import DatasetInfo
+from csdctl.worker.protocol.file_state import file_state
 from csdctl.worker.protocol.json_codec import from_json, to_json
 from csdctl.worker.protocol.model_info import BuildRequest, BuildSpec, ModelInfo
 from csdctl.worker.protocol.run_spec import DatasetSlice, UserCode
@@ -217,11 +219,10 @@ def _model_key(job: Job, worker: StoredFile) -> str:
     if job.model_file:
         files |= {*job.model_file.parent.glob("*.py"), job.model_file}
     for path in sorted(path for path in files if path.is_file()):
-        digest.update(str(path).encode() + path.read_bytes())
+        digest.update(os.fsencode(path) + path.read_bytes())
     beside = {*job.model_file.parent.iterdir()} - files if job.model_file else ()
     for path in sorted(path for path in beside if path.suffix in WEIGHT_FILES and path.is_file()):
-        status = path.stat()
-        digest.update(f"{path} {status.st_size} {status.st_mtime_ns}".encode())
+        digest.update(os.fsencode(path) + repr(file_state(path.stat())).encode())
     return digest.hexdigest()[:32]
 
 

@@ -31,7 +31,7 @@ from csdctl.errors import CsdctlError, InputError
 from csdctl.notify import Say
 from csdctl.reporting.numbers import format_bytes
 from csdctl.shipping.payload import Payload, TreeRequest, pack_payload, read_tree
-from csdctl.shipping.store import hash_file, printable
+from csdctl.shipping.store import hash_file
 from csdctl.transport.commands import build_child_command
 from csdctl.workflows.provision.machine import ARCHITECTURES, SENT_PYTHON, Kind
 
@@ -337,8 +337,8 @@ def load_bundle(directory: Path) -> Bundle:
     content = load_json(path)
     if not isinstance(content, dict) or content.pop("schema", "") != SCHEMA:
         raise InputError(
-            f"{printable(str(path))} is not as it was collected",
-            remedy=f"remove {printable(str(path.parent))} and run `csdctl provision --collect` again",
+            f"{path} is not as it was collected",
+            remedy=f"remove {path.parent} and run `csdctl provision --collect` again",
         )
     return check_values({"directory": str(directory), **content}, Bundle, str(path))
 

@@ -10,6 +10,7 @@ from typing import Any
 from csdctl.documents import check_output, save_text
 from csdctl.errors import InputError
 from csdctl.fleet.requirements import explain_extra
+from csdctl.notify import make_printable
 from csdctl.reporting.page import render_page
 from csdctl.reporting.privacy import Flow, Privacy, add_flows, count_passes, list_readers, measure_privacy
 from csdctl.reporting.results import RUNNING, RunResults, read_results
@@ -90,7 +91,7 @@ def write_tensorboard(run: RunResults, directory: Path) -> None:
         earlier.unlink()
     with SummaryWriter(str(directory)) as writer:
         settings = [("source", run.measured), *describe_run(run.summary), *describe_settings(run)]
-        rows = "\n".join(f"{name}: {value}" for name, value in settings)
+        rows = make_printable("\n".join(f"{name}: {value}" for name, value in settings))
         writer.add_text("parameters", f"```\n{rows}\n```", 0, walltime=run.series.start_s)
         for scalar in scalars_of(run):
             writer.add_scalar(scalar.name, scalar.value, scalar.step, walltime=scalar.time_s)

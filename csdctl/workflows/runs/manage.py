@@ -77,7 +77,7 @@ def _settings(run: RunDirectory) -> dict[str, object]:
     values |= {f"{key}.{rank['node']}": rank.get(key) for key in OF_RANK for rank in ranks}
     values |= dict(flatten({key: manifest.get(key) for key in SETTINGS}))
     public = spec.public if spec else None
-    if public and public.images_sha256:  # the fingerprint is of paths and times
+    if public and public.images_sha256:  # the fingerprint is of the source's path, too
         values.pop("data.public", None)
         values |= {"data.public.samples": public.images_sha256, "data.public.labels": public.labels_sha256}
     return values

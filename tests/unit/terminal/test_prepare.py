@@ -23,7 +23,7 @@ PRIVATE = replace(
     class_counts={"ant": 5, "bee": 0, "cat": 0},
     unusable_classes=("cat",),
 )
-FILE = StoredFile("0" * 64 + ".json", Path("x"), 0, 0)
+FILE = StoredFile("0" * 64 + ".json", Path("x"), 0)
 MODEL = SerializedModel(ModelInfo("m", {"": (8, 8, 3)}, 7, 7), FILE, FILE)
 PREPARED = Prepared(FILE, MODEL, PUBLIC, None, {"csd0": PRIVATE})
 

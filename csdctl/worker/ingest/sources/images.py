@@ -7,6 +7,7 @@ of their errors or messages can name a file.
 
 import io
 import math
+import os
 import re
 import struct
 import threading
@@ -189,12 +190,6 @@ class ImageDecoder:
         return padded
 
 
-BYTES_PER_PIXEL = 8
-"""Upper limit of the file size of an image, per pixel: 16 bits in four channels."""
-
-_SPARE_BYTES = 1 << 20
-
-
 class ClassFolders(DecodedSource):
     """Images in class folders, class by class and sorted by path."""
 
@@ -231,7 +226,7 @@ class ClassFolders(DecodedSource):
         """Return the picture and its class; raises UnusableError."""
         if len(file.parts) == 1:
             raise UnusableError("no_class")
-        if file.size > BYTES_PER_PIXEL * self._rule.max_pixels + _SPARE_BYTES:
+        if file.size > self._rule.max_bytes:
             raise UnusableError("too_large")
         try:
             content = self._tree.path_of(file).read_bytes()
@@ -294,7 +289,9 @@ class RecordFiles(DecodedSource):
     def _records(self, path: Path) -> Iterator[bytes | None]:
         """Yield the records of a file, and None at the end if the rest of it cannot be read."""
         try:
-            for record in tf.data.TFRecordDataset(str(path), compression_type=self._compression(path)):
+            for record in tf.data.TFRecordDataset(
+                os.fsencode(path), compression_type=self._compression(path)
+            ):
                 yield record.numpy()
         except (tf.errors.OpError, OSError):
             yield None
@@ -305,7 +302,7 @@ class RecordFiles(DecodedSource):
             if file.read(3) != b"\x1f\x8b\x08":
                 return ""
         try:
-            next(iter(tf.data.TFRecordDataset(str(path))))
+            next(iter(tf.data.TFRecordDataset(os.fsencode(path))))
         except (tf.errors.OpError, StopIteration):
             return "GZIP"
         return ""

@@ -13,7 +13,7 @@ import sys
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -21,8 +21,10 @@ from typing import Any
 import numpy as np
 
 from csdctl.worker.data.arrays import Array, as_labels, as_samples, fields_of
+from csdctl.worker.data.file_hash import open_regular, remember
 from csdctl.worker.process.errors import InputError, WorkerError
 from csdctl.worker.protocol.datasets import INPUT, LABEL, OUTPUT, SAMPLE_WEIGHT, PrepareSpec, name_of_position
+from csdctl.worker.protocol.file_state import file_state
 
 BLOCK_SAMPLES = 256
 BLOCK_BYTES = 32 << 20
@@ -38,8 +40,13 @@ class DataFile:
     """A file below a root."""
 
     parts: tuple[str, ...]
-    size: int
-    mtime_ns: int
+    state: tuple[int, ...]
+    """As of `file_state`; of zeros if nothing is there."""
+
+    @property
+    def size(self) -> int:
+        """Its bytes."""
+        return self.state[2]
 
 
 @dataclass(frozen=True)
@@ -55,13 +62,31 @@ class Tree:
         """Return the path of `file`."""
         return self.root.joinpath(*file.parts)
 
-    def fingerprint(self, settings: str) -> str:
-        """Return a hash that changes with `settings` and whenever a file is added, removed or modified."""
-        digest = hashlib.sha256(f"5\0{settings}\0".encode() + os.fsencode(self.root.resolve()))
-        for file in self.files:
-            digest.update(b"\0".join(os.fsencode(part) for part in file.parts))
-            digest.update(f"\0\0{file.size}\0{file.mtime_ns}\n".encode())
-        return digest.hexdigest()[:32]
+    def fingerprint(self, settings: str, max_bytes: int) -> str:
+        """Return a hash of `settings`, the root's path, and the name and the content of each file.
+
+        While all states are the same, no file is read again. Of a file of more than `max_bytes`, which nobody
+        reads, the state counts.
+        """
+        root = self.root.resolve()
+        states = hashlib.sha256(ascii((max_bytes, self.files)).encode()).hexdigest()
+        newest_ns = max((file.state[-1] for file in self.files), default=0)
+        content = remember(f"tree {root}", [states], newest_ns, lambda: self._hash_files(max_bytes))
+        return hashlib.sha256(f"6\0{settings}\0{content}\0".encode() + os.fsencode(root)).hexdigest()[:32]
+
+    def _hash_files(self, max_bytes: int) -> str:
+        def describe(file: DataFile) -> str:
+            found: object = file.state  # of what is too large, dangling or unreadable
+            if file.size <= max_bytes:
+                with suppress(OSError, ValueError), open_regular(self.path_of(file)) as opened:
+                    found = hashlib.file_digest(opened, "sha256").hexdigest()
+            return ascii((file.parts, found))
+
+        described: list[str] = []
+        with ThreadPoolExecutor(num_threads(), thread_name_prefix="hash") as pool:
+            for start in range(0, len(self.files), BLOCK_SAMPLES):
+                described += pool.map(describe, self.files[start : start + BLOCK_SAMPLES])
+        return hashlib.sha256("".join(described).encode()).hexdigest()
 
 
 def read_tree(source: str, *, is_private: bool = False) -> Tree:
@@ -79,8 +104,7 @@ def read_tree(source: str, *, is_private: bool = False) -> Tree:
             missing = WorkerError if is_private else InputError
             raise missing(f"there is no data at {source}", "fix the path in job.yaml, or mount its disk")
         if root.is_file():
-            status = root.stat()
-            return Tree(root, (DataFile((), status.st_size, status.st_mtime_ns),), ())
+            return Tree(root, (DataFile((), file_state(root.stat())),), ())
         within = os.path.join(os.path.realpath(root), "")
         files = tuple(_walk(root, (), within, source))
         folders = tuple(entry.name for entry in _entries(root) if entry.is_dir(follow_symlinks=False))
@@ -105,10 +129,9 @@ def _walk(directory: Path, parts: tuple[str, ...], within: str, source: str) -> 
             yield from _walk(directory / entry.name, here, within, source)
             continue
         if entry.is_file():
-            status = entry.stat()
-            yield DataFile(here, status.st_size, status.st_mtime_ns)
+            yield DataFile(here, file_state(entry.stat()))
         elif entry.is_symlink():  # dangling, which is detected and counted when it is read
-            yield DataFile(here, 0, 0)
+            yield DataFile(here, (0,) * 5)
 
 
 def _check_link(entry: os.DirEntry[str], within: str, source: str) -> None:

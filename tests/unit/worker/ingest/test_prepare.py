@@ -3,10 +3,12 @@
 import gzip
 import json
 import os
+import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -24,7 +26,7 @@ from csdctl.worker.protocol.datasets import (
 from csdctl.worker.protocol.json_codec import from_json, to_json
 from tests.full_disk import full_disk
 from tests.unit.worker.ingest.prepared_data import SECRET, arrays_of, refusal, spec_below
-from tests.unit.worker.ingest.sources.encoded_images import bmp, colours
+from tests.unit.worker.ingest.sources.encoded_images import bmp, colours, flat
 
 GREY = np.arange(6 * 4 * 5).reshape(6, 4, 5).astype(np.uint8)
 COLOUR = np.arange(6 * 4 * 5 * 3).reshape(6, 4, 5, 3).astype(np.uint8)
@@ -50,6 +52,32 @@ def write_npy(root: Path, images: np.ndarray = COLOUR, labels: np.ndarray = LABE
 
 def write_npz(root: Path, **arrays: Any) -> None:
     np.savez_compressed(root / NPZ, **arrays)
+
+
+def renew(path: Path) -> None:
+    """Put a copy in its place: another inode."""
+    shutil.copy2(path, path.with_suffix(".new"))
+    path.with_suffix(".new").replace(path)
+
+
+def write_folders(root: Path, value: int) -> None:
+    for name in ("cat", "dog"):
+        (root / name).mkdir()
+        (root / name / "a.bmp").write_bytes(bmp(flat(1, 1, value, value, value)))
+
+
+def grey(value: int) -> np.ndarray:
+    return np.full((6, 4), value, np.uint8)
+
+
+SAME_SIZE: dict[str, Callable[[Path, int], Any]] = {
+    "npz": lambda root, value: np.savez(root / NPZ, x=grey(value), y=LABELS),
+    "npy": lambda root, value: write_npy(root, grey(value)),
+    "idx": lambda root, value: (write_idx(root), (root / IDX_IMAGES).write_bytes(idx(grey(value)))),
+    "table": lambda root, value: (root / "t.csv").write_text(f"a,y\n{value},0\n"),
+    "class folders": write_folders,
+}
+"""What writes data of which the largest value is this one."""
 
 
 @pytest.fixture
@@ -163,6 +191,44 @@ class TestRepeatedCalls:
         assert arrays_of(first)[1].tolist() == LABELS.tolist()
         third = prepare(replace(spec, source=str(root.rename(root.parent / "other"))))
         assert len({info.fingerprint for info in (first, second, third)}) == 3
+
+    @pytest.mark.parametrize("write", SAME_SIZE.values(), ids=SAME_SIZE)
+    def test_file_in_place_of_another_of_the_same_size_and_time_is_new_data(
+        self, root: Path, spec: PrepareSpec, write: Callable[[Path, int], None]
+    ) -> None:
+        spec = replace(spec, picture=ImageRule((1, 1, 3)), table=TableSchema(("y",)), names_classes=True)
+        found = []
+        for value in (1, 2, 1):  # as `rsync -t` does: another inode, the same size, the same time
+            shutil.rmtree(root)
+            root.mkdir()
+            write(root, value)
+            for path in root.rglob("*"):
+                os.utime(path, (1, 1))
+            found.append(prepare(spec))
+            assert int(arrays_of(found[-1])[0].max()) == value
+        assert found[0].fingerprint == found[2].fingerprint != found[1].fingerprint
+
+    def test_only_changed_files_are_read_and_the_same_content_is_not_prepared_again(
+        self, root: Path, spec: PrepareSpec, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.chdir(root.parent)
+        Path(".csdctl").mkdir()
+        write_folders(root, 1)
+        spec = replace(spec, picture=ImageRule((1, 1, 3)), names_classes=True)
+        first = prepare(spec)
+        with patch("csdctl.worker.ingest.sources.source.open_regular", side_effect=AssertionError):
+            assert prepare(spec) == first
+        with patch("csdctl.worker.ingest.prepare.ClassFolders", side_effect=AssertionError):
+            for change in (lambda path: path.touch(), lambda path: path.chmod(0o600), renew):
+                change(next(root.rglob("*.bmp")))
+                assert prepare(spec) == first
+
+    def test_data_that_changes_while_it_is_read_is_not_kept(self, root: Path, spec: PrepareSpec) -> None:
+        write_npz(root, x=GREY, y=LABELS)
+        with pytest.raises(WorkerError, match="was changed while it was read"):
+            prepare(spec, on_progress=lambda progress: write_npz(root, x=GREY + 1, y=LABELS))
+        assert list(Path(spec.store).iterdir()) == []
+        assert arrays_of(prepare(spec))[0].max() == GREY.max() + 1
 
 
 def garble(path: Path, start: int, stop: int) -> None:

@@ -329,7 +329,7 @@ def test_layer_that_the_model_does_not_have_is_refused(
     tmp_path: Path, architecture: str, remedy: str
 ) -> None:
     (tmp_path / "model.json").write_text(architecture)
-    file = StoredFile("a" * 64 + ".json", tmp_path / "model.json", 0, 0)
+    file = StoredFile("a" * 64 + ".json", tmp_path / "model.json", 0)
     with pytest.raises(InputError, match="has no layer 'pool'") as refused:
         check_layer("pool", SerializedModel(info(), file, file))
     assert remedy in refused.value.remedy

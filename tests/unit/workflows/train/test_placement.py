@@ -26,7 +26,7 @@ PLAN = Plan(
     method="equal",
     ranks=[RankPlan(node=name, batch_size=10, threads=4) for name in (HOST_NAME, "csd0", "csd1")],
 )
-FILE = StoredFile("ab" * 32 + ".npy", Path("file"), 0, 0, traffic_class=TrafficClass.PUBLIC)
+FILE = StoredFile("ab" * 32 + ".npy", Path("file"), 0, traffic_class=TrafficClass.PUBLIC)
 MODEL = SerializedModel(ModelInfo("m", {"": (4, 4, 1)}, 7, 7), FILE, FILE)
 HASHES = {"images_sha256": "cd" * 32, "labels_sha256": "ef" * 32}
 PUBLIC = DatasetInfo("data/public", 100, (4, 4, 1), "uint8", (), 9, "public", **HASHES)

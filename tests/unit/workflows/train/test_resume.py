@@ -100,7 +100,7 @@ def test_damaged_spec_is_refused(run: RunDirectory, edit: dict[str, object] | st
 
 
 NOISE = Noise(1.0, 1.1, 1e-5)
-FILE = StoredFile("ab" * 32 + ".npy", Path("file"), 0, 0, traffic_class=TrafficClass.PUBLIC)
+FILE = StoredFile("ab" * 32 + ".npy", Path("file"), 0, traffic_class=TrafficClass.PUBLIC)
 PUBLIC = DatasetInfo("data/public", 300, (4, 4, 1), "uint8", (), 9, "f" * 32)
 PRIVATE = DatasetInfo("data/private", 20, (4, 4, 1), "uint8", (), 9, "e" * 32)
 

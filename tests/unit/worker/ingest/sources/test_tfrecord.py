@@ -1,5 +1,6 @@
 """TFRecord files as TensorFlow writes them."""
 
+import os
 from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
@@ -34,7 +35,7 @@ def example(**features: Any) -> bytes:
 
 
 def write(path: Path, records: Iterable[bytes], compression: str = "") -> None:
-    with tensorflow().io.TFRecordWriter(str(path), compression) as writer:
+    with tensorflow().io.TFRecordWriter(os.fsencode(path), compression) as writer:
         for record in records:
             writer.write(record)
 
@@ -48,7 +49,7 @@ ENCODED = [example(image=png(image), label=number) for number, image in enumerat
 
 
 @pytest.mark.parametrize("compression", ["", "GZIP"])
-@pytest.mark.parametrize("names", ["train-00000-of-00002 train-00001-of-00002", "a.tfrecords", "a.tfrec.gz"])
+@pytest.mark.parametrize("names", ["train-00000-of-00002 train-00001-of-00002", "a\udce9.tfrecords", "a.tfrec.gz"])
 def test_encoded_images_of_all_shards_are_read_in_order(
     root: Path, spec: PrepareSpec, names: str, compression: str
 ) -> None:

@@ -1,0 +1,356 @@
+"""Every command line of README.md and docs/ runs to its end as it stands, in what its page describes.
+
+`PAGES` says what that is, and `NOT_RUN` which lines a test cannot run. A new line of a page in `PAGES` runs
+without a change here; any other new line fails.
+"""
+
+import itertools
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+import pytest
+import yaml
+from PIL import Image
+
+from tests.emulated.running import CSDCTL, csdctl, emulated
+from tests.emulated.small_jobs import ALL_DATA, dense_model, save_arrays, small_job
+from tests.lab.lab import open_lab
+from tests.lab.project import Project
+from tests.lab.rack import open_rack, use_rack
+from tests.needs import SYSTEM_PATH, require
+from tests.patience import run_command
+
+pytestmark = pytest.mark.emulated
+
+ROOT = Path(__file__).parents[2]
+PAGES_OF_DOCS = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+TEXTS = {
+    str(page.relative_to(ROOT)): page.read_text() for page in PAGES_OF_DOCS if page.parent.name != "decisions"
+}
+PLACEHOLDER = re.compile(r"\b(?:[A-Z]|FILE|ID|NODE|RUN|SOURCE)\b|…")
+
+
+def list_blocks(text: str) -> list[str]:
+    """Return the command lines of the console blocks of a page, without their comments."""
+    blocks = re.findall(r"```console\n(.*?)```", text, re.DOTALL)
+    lines = re.findall(r"^ *\$ ((?:.*\\\n)*.*)$", "\n".join(blocks), re.MULTILINE)
+    return [re.sub(r"\s+# .*", "", line) for line in lines]
+
+
+def list_spans(text: str) -> list[str]:
+    """Return the whole command lines of csdctl in the text between the blocks of a page."""
+    found = re.findall(r"`(csdctl [^`\n]+)`", re.sub(r"```.*?```", "", text, flags=re.DOTALL))
+    return [line for line in found if not PLACEHOLDER.search(line)]
+
+
+LINES = {name: list_blocks(text) for name, text in TEXTS.items()}
+IN_BLOCKS = {line for lines in LINES.values() for line in lines}
+IN_TEXT = {line: None for text in TEXTS.values() for line in list_spans(text) if line not in IN_BLOCKS}
+# What stops the fleet comes last.
+LINES["text between blocks"] = sorted(IN_TEXT, key=lambda line: line.startswith("csdctl emulate"))
+
+
+def block_of(page: str, file: str) -> str:
+    """Return the content of a file that a page shows."""
+    return re.findall(rf"```\w+\n(# {re.escape(file)}\n.*?)```", TEXTS[page], re.DOTALL)[0]
+
+
+BARE_NODES = "installs software on bare nodes: tests/provision"
+INDEX = "downloads software from a package index"
+NOT_RUN = {
+    "make demo": f"{INDEX}; test_demo.py runs `csdctl demo`",
+    "make demo ARGS=--transfer": INDEX,
+    "make test": "runs this test",
+    "sudo nvme list": "needs NVMe devices",
+    "python3 -m venv ~/csdctl && . ~/csdctl/bin/activate": f"for the next line, which {INDEX}",
+    "pip install '.[provision,report]'": INDEX,
+    "pip install '.[provision]'": INDEX,
+    "pip install . jupyterlab": INDEX,
+    "jupyter lab docs/tutorials/notebook.ipynb": "needs a browser; test_notebook.py runs the notebook",
+    "pip wheel --wheel-dir wheels '.[provision,report]'": INDEX,
+    "pip install --no-index --find-links wheels 'csdctl[provision,report]'": INDEX,
+    "csdctl provision": BARE_NODES,
+    "csdctl provision --check": BARE_NODES,
+    "csdctl provision --prefix /data/csdctl": BARE_NODES,
+    "csdctl provision --set node_firewall=true": BARE_NODES,
+    "csdctl provision --uninstall": BARE_NODES,
+    "csdctl provision --bundles bundles": BARE_NODES,
+    "csdctl provision --send": BARE_NODES,
+    "csdctl provision --fleet root.yaml": BARE_NODES,
+    "csdctl provision --set node_rapl=true": BARE_NODES,
+    "ansible-playbook -i hosts.yml ansible/playbooks/site.yml --check": BARE_NODES,
+    "ansible-playbook -i hosts.yml ansible/playbooks/site.yml": BARE_NODES,
+    "rsync -a wheels bundles storage-server:": "needs another server",
+    "ssh-copy-id -o UserKnownHostsFile=.csdctl/known_hosts -i ~/.ssh/id_ed25519 train@192.168.7.20": (
+        "needs a board with this user"
+    ),
+    'sudo mkdir /opt/csdctl && sudo chown "$USER" /opt/csdctl': "changes this machine",
+    "python3 -m venv /opt/csdctl/venv": "changes this machine",
+    **{
+        line: INDEX
+        for line in LINES["docs/how-to/add-a-node.md"]
+        if re.match(r"(?:ssh csd1 ')?/opt/csdctl/venv/bin/pip|pip download", line)
+    },
+    "ssh csd1 /opt/csdctl/venv/bin/mpirun --version": "needs the software of the lines before",
+    'while sleep 2; do echo "$(date +%s),$(curl -s http://plug.lab/status | jq .watts)"; done >>plug.csv': (
+        "needs a smart plug, and never ends"
+    ),
+    "csdctl exec --timeout 600 -- apt-get -y upgrade": "changes this machine",
+    "csdctl exec --task tasks.py:restart_daemon -- --name sampler --force": (
+        "needs systemd; tests/lab/test_exec.py runs tasks"
+    ),
+    "csdctl train --resume latest --exclude storage1": (
+        "runs on another server, after this one is lost: tests/lab/test_rack.py"
+    ),
+    "csdctl clean --kill --exclude storage1": "the same",
+    "csdctl demo": "test_demo.py",
+}
+
+
+def write_npz(path: Path, *shape: int, count: int = 300) -> None:
+    generator = np.random.default_rng(count)
+    images = generator.integers(0, 256, (count, *(shape or (8, 8, 1))), dtype=np.uint8)
+    np.savez(path, x=images, y=np.arange(count) % 3)
+
+
+def small(directory: Path, model: str = dense_model(8, 8, 1), *shape: int) -> None:
+    """Write a job of a few weights, with data on the host and on each emulated node."""
+    recipe = "epochs: 3, learning_rate: 0.05, reference_batch: 64"
+    (directory / "job.yaml").write_text(small_job(recipe, ".npz", data=ALL_DATA))
+    (directory / "model.py").write_text(model)
+    homes = (home / "private.npz" for home in directory.glob(".csdctl/emulated/nodes/*/home"))
+    for path in (directory / "public.npz", directory / "validation.npz", *homes):
+        write_npz(path, *shape)
+
+
+def write_example_of_init(directory: Path) -> None:
+    """Write scripts, models and data as `csdctl init` reads them."""
+    page = "docs/how-to/from-model-fit.md"
+    for file in ("train.py", "data.py"):
+        (directory / file).write_text(block_of(page, file))
+    (directory / "model.py").write_text(dense_model(32, 32, 3, activation="linear"))
+    write_npz(directory / "all.npz", 32, 32, 3)
+    for number, name in itertools.product(range(40), ("train/cat", "train/dog", "train/horse")):
+        for path in (name, name.replace("train", "val")):
+            (directory / "data" / path).mkdir(parents=True, exist_ok=True)
+            colours = np.random.default_rng(number).integers(0, 256, (24, 28, 3), np.uint8)
+            Image.fromarray(colours).save(directory / "data" / path / f"{number}.png")
+
+
+def write_own_model(directory: Path) -> None:
+    (directory / "my_model.py").write_text(block_of("docs/how-to/bring-your-own-model.md", "my_model.py"))
+    save_arrays(directory / "train", 300, 28, 28, 1, num_classes=10)
+
+
+def write_inventories(directory: Path) -> None:
+    """Write the fleet for Ansible and for OpenSSH, and what a playbook does."""
+    nodes = yaml.safe_load((directory / "fleet.yaml").read_text())["nodes"]
+    hosts, aliases = ["[csds]"], []
+    for node in nodes:
+        hosts.append(
+            f"{node['name']} ansible_host={node['address']} ansible_port={node['port']} "
+            f"ansible_user={node['user']} ansible_ssh_private_key_file={node['key']}"
+        )
+        aliases.append(
+            f"Host {node['name']}\n HostName {node['address']}\n Port {node['port']}\n User {node['user']}\n"
+            f" IdentityFile {node['key']}\n"
+        )
+    (directory / "hosts.ini").write_text("\n".join(hosts) + "\n")
+    (directory / "home/.ssh/config").write_text("".join(aliases))
+    (directory / "site.yml").write_text("- {hosts: csds, gather_facts: false, tasks: [{raw: echo here}]}\n")
+    (directory / "fleet.yaml").unlink()
+
+
+def make_trees(directory: Path) -> None:
+    for name in ("wheels", "datasets/public", "tools", "project/docs"):
+        (directory / name).mkdir(parents=True)
+        (directory / name / "a.pdf").write_text("content")
+
+
+@dataclass(frozen=True)
+class Page:
+    """What a page describes."""
+
+    place: str = "fleet"
+    """'fleet': a directory with four emulated nodes and a job, shared by all such pages; 'own': an empty one;
+    'lab': an empty one on the host of a lab with 10.1.1.0/24; 'rack': one with a job and two servers."""
+    prepare: Callable[[Path], None] = lambda directory: None
+    before: Mapping[str, str] = field(default_factory=dict)
+    """Shell commands for what the page says in words, by the line that follows; '' is for the first."""
+    codes: Mapping[str, int] = field(default_factory=dict)
+    """The exit codes of lines that do not end with 0."""
+    needs: tuple[str, ...] = ()
+
+
+EMULATED = "csdctl emulate up --nodes 4 --cpu 1"
+LONG = "sed -i 's/epochs: 3/epochs: 3000/' job.yaml; csdctl train --detach --skip-doctor"
+SHORT = "sed -i 's/epochs: 3000/epochs: 3/' job.yaml"
+COPY = "cp -r .csdctl/runs/$(ls .csdctl/runs | tail -1) .csdctl/runs/"
+PYTHON = f"sed -i 's#python: python3#python: {sys.executable}#' fleet.yaml"
+PAGES = {
+    "README.md": Page(),
+    "docs/reference/performance.md": Page(),
+    "docs/explanation/algorithm-1.md": Page(),
+    "docs/how-to/tune-a-job.md": Page(),
+    "docs/how-to/ask-before-you-buy.md": Page(),
+    "docs/how-to/examine-a-fleet.md": Page(),
+    "docs/how-to/prepare-data.md": Page(),
+    "docs/how-to/keep-data-private.md": Page(),
+    "docs/how-to/run-commands.md": Page(),
+    "docs/how-to/read-a-report.md": Page(
+        before={"": f"{COPY}20260101-100000-000000; {COPY}20260102-100000-000000"}
+    ),
+    "docs/how-to/predict.md": Page(
+        before={"": f"{COPY}20261122-100000-000000; cp .csdctl/runs/20261122*/model.keras trained.keras"}
+    ),
+    "docs/how-to/energy.md": Page(),
+    "docs/how-to/follow-a-run.md": Page(
+        before={
+            "csdctl runs logs ID csd3 -f": "export ID=$(ls .csdctl/runs | tail -1)",
+            "csdctl runs stop": LONG,
+            "csdctl runs diff A B": f"{SHORT}; export A=$ID B=$(ls .csdctl/runs | tail -1)",
+        }
+    ),
+    "docs/how-to/survive-losses.md": Page(
+        before={"": f"{LONG}; csdctl runs stop; sed -i 's/epochs: 3000/epochs: 3001/' job.yaml"}
+    ),
+    "docs/how-to/run-in-production.md": Page(needs=("jq",)),
+    "docs/how-to/keep-a-fleet.md": Page(
+        before={"csdctl clean --failed-from .csdctl/failed.json": "csdctl exec -- test -e private.npz.new"}
+    ),
+    "docs/how-to/provision.md": Page(needs=("PyPI", "Debian's archive")),
+    "docs/how-to/transfer-learning.md": Page("own", before={"": EMULATED}),
+    "docs/how-to/split.md": Page("own", before={"": EMULATED}),
+    "docs/how-to/bring-your-own-model.md": Page("own", write_own_model, before={"": EMULATED}),
+    "docs/how-to/from-model-fit.md": Page("own", write_example_of_init),
+    "docs/how-to/deploy-trees.md": Page(
+        "own", make_trees, before={"": "csdctl emulate up --nodes 8 --cpu 0.1"}
+    ),
+    "docs/how-to/use-an-existing-inventory.md": Page("own", write_inventories, needs=("ansible",)),
+    "docs/explanation/emulation.md": Page("own"),
+    "docs/tutorials/boards-in-a-drawer.md": Page("own", before={"csdctl trust": EMULATED}),
+    "docs/tutorials/first-run.md": Page("own"),
+    "docs/tutorials/nvme-list-to-a-report.md": Page("lab"),
+    "docs/how-to/add-a-node.md": Page("lab"),
+    "docs/how-to/train-on-several-servers.md": Page("rack"),
+    "text between blocks": Page(),
+}
+
+
+PROMPTING = re.compile(r"csdctl (?:trust|runs rm|clean --everything)\b")
+DONE = set[str]()
+"""Lines that have run in the directory of the shared fleet."""
+
+
+def build_script(page: Page, lines: Sequence[str]) -> str:
+    """Return a script for bash that runs the lines, and prints a mark before and the exit code after each."""
+    script = [page.before.get("", "")]
+    for number, line in enumerate(lines):
+        called = shlex.quote(re.sub(r"\b(ID|A|B)\b", r"$\1", line))
+        call = f"eval {called} </dev/null"
+        if PROMPTING.match(line):
+            call = f"script -qec {called} /dev/null < <(echo y)"
+        script += [page.before.get(line, ""), f"echo @@{number}; {call}; echo @@$?"]
+    return "\n".join([*script, ""])
+
+
+def environment(home: Path) -> dict[str, str]:
+    """Return the variables of a user in whose home is a clone of csdctl."""
+    (home / ".ssh").mkdir(parents=True, mode=0o700, exist_ok=True)
+    if not (home / "csdctl-source").exists():
+        (home / "csdctl-source").symlink_to(ROOT)
+    dropped = ("CSDCTL_EMULATE", "SSH_")
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(dropped)}
+    path = f"{CSDCTL.parent}:{os.environ['PATH']}:{SYSTEM_PATH}"
+    return {**kept, "HOME": str(home), "PATH": path, "LC_ALL": "C.UTF-8", "COLUMNS": "200"}
+
+
+Run = Callable[[str], "subprocess.CompletedProcess[str]"]
+"""Runs a script."""
+
+
+@contextmanager
+def opened_lab(directory: Path, front: str, place: str) -> Iterator[Run]:
+    """Run in `directory` on the host of a lab: three drives at 10.1.1.2 and so on, or a rack."""
+    require("lab")
+    with open_lab(front, 2) as lab, ExitStack() as stack:
+        if place == "rack":
+            project = Project(lab, directory)
+            use_rack(project, stack.enter_context(open_rack(lab))[:2])
+            small(directory)
+        else:
+            stack.enter_context(lab.gate.switched_off())
+        variables = environment(lab.host.directory / "home")
+        keys = lab.host.directory / "home/.ssh"
+        for suffix in ("", ".pub"):
+            shutil.copy(f"{lab.key}{suffix}", keys / f"id_ed25519{suffix}")
+        yield lambda script: lab.host.run("bash", "-c", script, cwd=directory, environment=variables)
+
+
+@pytest.fixture(scope="module")
+def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """The directory that most pages share."""
+    directory = tmp_path_factory.mktemp("fleet")
+    with emulated(directory, 4):
+        small(directory)
+        yield directory
+
+
+@contextmanager
+def opened(page: Page, directory: Path, request: pytest.FixtureRequest) -> Iterator[Run]:
+    """Yield what runs a script in what the page describes."""
+    if page.place in ("lab", "rack"):
+        front = "10.1.1" if page.place == "lab" else "10.77.0"
+        with opened_lab(directory, front, page.place) as run:
+            yield run
+        return
+    if page.place == "fleet":
+        directory = request.getfixturevalue("fleet")
+    variables = environment(directory / "home")
+    page.prepare(directory)
+    try:
+        yield lambda script: run_command(["bash", "-c", script], cwd=directory, env=variables)
+    finally:
+        if page.place == "own":
+            for state in directory.glob("**/.csdctl/emulated"):
+                csdctl(state.parents[1], "emulate", "down")
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("name", PAGES)
+def test_command_lines_of_a_page_run_to_their_end(
+    name: str, request: pytest.FixtureRequest, tmp_path: Path
+) -> None:
+    page = PAGES[name]
+    require(*page.needs)
+    done = DONE if page.place == "fleet" else set()
+    lines = [line for line in dict.fromkeys(LINES[name]) if line not in {*NOT_RUN, *done}]
+    with opened(page, tmp_path, request) as run:
+        output = run(build_script(page, lines)).stdout
+    done |= {*lines}
+    parts = re.findall(r"^@@\d+\n(.*?)^@@(\d+)$", output, re.MULTILINE | re.DOTALL)
+    found = dict(zip(lines, ((int(code), text) for text, code in parts), strict=False))
+    wrong = [
+        f"$ {line}\n{found.get(line, (None, output))[1][-3000:]}\nexit code {found.get(line, [None])[0]}"
+        for line in lines
+        if line not in found or found[line][0] != page.codes.get(line, 0) or "Traceback" in found[line][1]
+    ]
+    assert not wrong, "\n\n".join(wrong)
+
+
+def test_every_command_line_runs_or_has_a_reason_not_to() -> None:
+    pages = {name for name, lines in LINES.items() if set(lines) - set(NOT_RUN)}
+    assert pages == set(PAGES), "a page with command lines needs an entry in PAGES"
+    lines = {line for of_page in LINES.values() for line in of_page}
+    assert set(NOT_RUN) <= lines, "no page has these lines any more"
+    for name, page in PAGES.items():
+        assert {*page.before, *page.codes} <= {"", *LINES[name]} - set(NOT_RUN)
