@@ -55,6 +55,7 @@ from csdctl.worker.protocol.events import (
     Progress,
     Rebalanced,
     WaitingFor,
+    Warned,
     event_document,
 )
 from csdctl.worker.protocol.run_spec import RankSpec, RunSpec
@@ -182,10 +183,11 @@ class TrainingView(FleetView[RankRow]):
         row = self._rows[event.rank]
         if (line := self._bottleneck.add(self._clock(), event)) and self._live is None:
             self._print(line)
+        num_done = self._tally.steps
         report = self._tally.add(event)
         row.take(event, report)
         if isinstance(event, Joined):
-            self._show_joined(event)
+            self._show_joined(event, num_done - event.total_steps)
         elif isinstance(event, Progress | EpochEnd):
             self._show_totals(event, report)
         elif isinstance(event, Rebalanced):
@@ -202,6 +204,8 @@ class TrainingView(FleetView[RankRow]):
             return self._format_rebalanced(event)
         if isinstance(event, WaitingFor) and event.nodes:
             return f"waiting for {format_node_names(event.nodes)}"
+        if isinstance(event, Warned):
+            return f"warning: {event.node}: {event.message}" + f"\n  → {event.remedy}" * bool(event.remedy)
         if isinstance(event, NodeLost):
             return f"{event.node} is lost: {event.message}"
         if isinstance(event, Exited):
@@ -215,14 +219,20 @@ class TrainingView(FleetView[RankRow]):
             return f"checkpoint {event.path}"
         return ""
 
-    def _show_joined(self, event: Joined) -> None:
-        """Show that a group of ranks has formed; rank 0 reports for the group."""
+    def _show_joined(self, event: Joined, num_repeated: int) -> None:
+        """Show that a group of ranks has formed, without `num_repeated` steps that were done before.
+
+        Rank 0 reports for the group.
+        """
         self._set_batch_sizes(event.batch_sizes)
         self._steps_per_epoch = max(1, event.steps_per_epoch)
         if event.rank != 0:
             return
-        if event.generation > 1 or event.total_steps:
+        if event.generation > 1 or event.total_steps or num_repeated > 0:
             lost = f"; {event.num_lost:,} private samples are not read" if event.num_lost else ""
+            if num_repeated > 0:
+                verb = "is" if num_repeated == 1 else "are"
+                lost += f"; {format_count(num_repeated, 'step')} {verb} repeated"
             self._print(
                 f"{len(event.batch_sizes)} ranks continue at epoch {event.epoch}, step {event.step}, "
                 f"global batch {sum(event.batch_sizes.values())}{lost}"

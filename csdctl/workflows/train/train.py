@@ -5,6 +5,8 @@ resumed from the RunSpec and manifest that it started with.
 """
 
 import dataclasses
+import os
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -21,7 +23,7 @@ from csdctl.reporting.results import RunSummary, read_results
 from csdctl.runs.directory import NEW_RUN, Manifest, ProjectDirectory, RunDirectory
 from csdctl.transport.commands import find_state_directory
 from csdctl.tuning.plan import FEATURES, SPLIT, Plan, load_plan
-from csdctl.worker.protocol.events import EARLY_STOPPING, Event, Finished, Joined
+from csdctl.worker.protocol.events import EARLY_STOPPING, CheckpointSaved, Event, Finished, Joined
 from csdctl.worker.protocol.features import KERAS, LITERT, FeatureOptions
 from csdctl.worker.protocol.json_codec import SCHEMA, to_json
 from csdctl.worker.protocol.recipe import Noise
@@ -69,16 +71,28 @@ def find_resumable(project: ProjectDirectory, run_id: str, job: Job, fleet: Flee
 
 def is_complete(run: RunDirectory, job: Job) -> bool:
     """Return whether nothing is left to do: all epochs are done, or early stopping ended the run."""
-    if not run.events.exists():
-        return False
     last: Event | None = None
-    manifest = run.load_manifest()
-    for event in run.read_events([rank["node"] for rank in manifest["plan"]["ranks"]]):
+    for event in _past(run):
         if event.rank == 0 and isinstance(event, Joined | Finished):
             last = event
     if not isinstance(last, Finished):
         return False
     return last.reason == EARLY_STOPPING or (not last.reason and last.epochs >= job.recipe.epochs)
+
+
+def _past(run: RunDirectory) -> Iterable[Event]:
+    nodes = [rank.node for rank in _load_manifest(run).plan.ranks]
+    return run.read_events(nodes) if os.path.lexists(run.events) else ()
+
+
+def check_state(project: ProjectDirectory, run: RunDirectory) -> None:
+    """Raise InputError for a run that has saved its state, and has none left: it would begin again."""
+    states = run.kept_step_file, project.step_file(run), *run.path.glob("checkpoints/*.npz")
+    if not any(map(os.path.lexists, states)) and any(isinstance(one, CheckpointSaved) for one in _past(run)):
+        raise InputError(
+            f"no state of run {run.run_id} is left: {run.path / 'checkpoints'} had checkpoints, and has none",
+            remedy=f"restore them from a copy, or {NEW_RUN}",
+        )
 
 
 def resume(
@@ -278,6 +292,7 @@ def run_training(request: TrainRequest, observer: RunObserver) -> TrainResult:
             run = find_resumable(space.project, request.resume, request.job, space.fleet, observer.say)
             if is_complete(run, request.job):
                 return TrainResult(run, read_results(run).summary, was_complete=True)
+            check_state(space.project, run)
         else:
             plan = resolve_plan(request.job, space, observer.say, request.plan_path, request.batch_size)
         _examine(request, space, observer)
