@@ -13,6 +13,7 @@ a crash leaves the old one.
 
 import contextlib
 import difflib
+import errno
 import functools
 import json
 import os
@@ -28,6 +29,7 @@ import yaml
 from pydantic import BaseModel, ConfigDict, TypeAdapter, ValidationError
 
 from csdctl.errors import InputError
+from csdctl.notify import Say
 
 MAX_TEXT_BYTES = 2 << 20
 """Size of a file written by people; the plan of 4,000 ranks has a third of it."""
@@ -49,15 +51,10 @@ def load_text(
     `errors` as in `bytes.decode`.
     """
     try:
-        content = _read(path, max_bytes + 1)
+        with open_regular(path, is_pipe_allowed=str(path).startswith(_DESCRIPTORS)) as file:
+            content = file.read(max_bytes + 1)
     except FileNotFoundError:
         raise InputError(f"{path} does not exist", remedy=remedy) from None
-    except IsADirectoryError:
-        what = f"name a file in it, such as {path}/FILE"
-        raise InputError(f"cannot read {path}: it is a directory", remedy=what) from None
-    except (OSError, ValueError) as error:
-        problem = error.strerror if isinstance(error, OSError) else error
-        raise InputError(f"cannot read {path}: {str(problem).lower()}") from None
     if len(content) > max_bytes:
         raise InputError(
             f"{path} has more than {max_bytes:,} bytes, the most that csdctl reads of such a file"
@@ -82,16 +79,51 @@ def split_lines(text: str, name: str) -> list[str]:
     return lines
 
 
-def _read(path: Path, num_bytes: int) -> bytes:
-    is_pipe_allowed = str(path).startswith(_DESCRIPTORS)
-    # Without O_NONBLOCK, opening a named pipe waits for its writer.
-    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | (0 if is_pipe_allowed else os.O_NONBLOCK))
-    mode = os.fstat(descriptor).st_mode
-    if stat.S_ISDIR(mode) or not (is_pipe_allowed or stat.S_ISREG(mode)):
+def open_regular(path: Path, *, is_appending: bool = False, is_pipe_allowed: bool = False) -> BinaryIO:
+    """Open a file to read or, unbuffered, to append and read; raises FileNotFoundError.
+
+    Raises InputError when it cannot be opened, or is no regular file: others may have put it there, and
+    reading it may block or never end.
+    """
+    flags = os.O_RDWR | os.O_APPEND | os.O_CREAT if is_appending else os.O_RDONLY
+    # Without O_NONBLOCK, opening a named pipe waits for its other end.
+    flags |= os.O_CLOEXEC | (0 if is_pipe_allowed else os.O_NONBLOCK)
+    remedy = "mend or remove it"
+    try:
+        if path.is_dir():
+            raise IsADirectoryError
+        descriptor = os.open(path, flags, 0o600)
+        if is_pipe_allowed or stat.S_ISREG(os.fstat(descriptor).st_mode):
+            return os.fdopen(descriptor, "a+b" if is_appending else "rb", 0 if is_appending else -1)
         os.close(descriptor)
-        raise IsADirectoryError if stat.S_ISDIR(mode) else ValueError("it is not a regular file")
-    with os.fdopen(descriptor, "rb") as file:
-        return file.read(num_bytes)
+        problem = "it is not a regular file"
+    except FileNotFoundError:
+        raise
+    except IsADirectoryError:
+        problem, remedy = "it is a directory", f"name a file in it, such as {path}/FILE"
+    except (OSError, ValueError) as error:
+        problem = str(error.strerror if isinstance(error, OSError) else error).lower()
+    raise InputError(f"cannot {'write' if is_appending else 'read'} {path}: {problem}", remedy=remedy)
+
+
+def append_lines(path: Path, lines: bytes, say: Say = lambda line: None) -> None:
+    """Append whole lines in one write, after `end_last_line`; raises OSError and InputError."""
+    make_directory(path.parent)
+    with open_regular(path, is_appending=True) as file:
+        end_last_line(file, path, say)
+        if file.write(lines) != len(lines):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
+
+
+def end_last_line(file: BinaryIO, path: Path, say: Say) -> None:
+    """End the last line of a file that is open to append, where a power cut or a full disk has cut it.
+
+    Else the next line would be lost too. `say` tells of it.
+    """
+    size = os.fstat(file.fileno()).st_size
+    if size and os.pread(file.fileno(), 1, size - 1) != b"\n":
+        say(f"warning: {path}: its last line was cut, and is left out")
+        file.write(b"\n")
 
 
 def load_json(path: Path, *, remedy: str = AGAIN) -> Any:

@@ -110,25 +110,19 @@ class StepFile:
         return found[1] if found else None
 
     def _open(self) -> Array:
-        """Map the file. A new one appears with two marks of no state: one that has others is damaged."""
         size = 2 * self._half_bytes
         self._path.parent.mkdir(mode=0o700, exist_ok=True)  # it may have been removed while it was empty
-        is_new = not os.path.lexists(self._path)
-        path = self._path.with_name(f"{self._path.name}.new") if is_new else self._path
-        descriptor = open_private(path, is_creating=is_new)
+        descriptor = open_private(self._path, is_creating=True)
         try:
-            is_empty = is_new or os.fstat(descriptor).st_size != size
-            if is_empty:
+            if os.fstat(descriptor).st_size != size:
                 os.ftruncate(descriptor, 0)
+                os.ftruncate(descriptor, size)
+                for start in (0, self._half_bytes):  # before anything that takes time: without, it is damaged
+                    os.pwrite(descriptor, self._MARK.pack(*self._NO_STATE), start)
                 os.posix_fallocate(descriptor, 0, size)
-            content: Array = np.frombuffer(mmap.mmap(descriptor, size), np.uint8)
+            return np.frombuffer(mmap.mmap(descriptor, size), np.uint8)
         finally:
             os.close(descriptor)
-        for start in (0, self._half_bytes) if is_empty else ():
-            self._mark(content, start, self._NO_STATE)
-        if is_new:
-            os.replace(path, self._path)
-        return content
 
     def _check(self, number: int, packed: Array) -> int:
         return zlib.crc32(packed.data, zlib.crc32(struct.pack("<qq", number, len(packed))))

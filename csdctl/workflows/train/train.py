@@ -6,7 +6,6 @@ resumed from the RunSpec and manifest that it started with.
 
 import dataclasses
 import os
-from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -20,7 +19,7 @@ from csdctl.notify import Say
 from csdctl.placement.equation1 import steps_per_epoch
 from csdctl.reporting.privacy import check_accountant
 from csdctl.reporting.results import RunSummary, read_results
-from csdctl.runs.directory import NEW_RUN, Manifest, ProjectDirectory, RunDirectory
+from csdctl.runs.directory import NEW_RUN, Manifest, ProjectDirectory, RunDirectory, find_run
 from csdctl.transport.commands import find_state_directory
 from csdctl.tuning.plan import FEATURES, SPLIT, Plan, load_plan
 from csdctl.worker.protocol.events import EARLY_STOPPING, CheckpointSaved, Event, Finished, Joined
@@ -53,7 +52,7 @@ def find_resumable(project: ProjectDirectory, run_id: str, job: Job, fleet: Flee
 
     Raises InputError for an unknown run, or the run of another job.
     """
-    run = project.find_run(run_id)
+    run = find_run(project, run_id, say)
     plan = _load_manifest(run).plan
     if plan.job != job.name:
         raise InputError(
@@ -70,29 +69,27 @@ def find_resumable(project: ProjectDirectory, run_id: str, job: Job, fleet: Flee
 
 
 def is_complete(run: RunDirectory, job: Job) -> bool:
-    """Return whether nothing is left to do: all epochs are done, or early stopping ended the run."""
+    """Return whether nothing is left to do: all epochs are done, or early stopping ended the run.
+
+    Raises InputError for a run that has saved its state, and has none left: it would begin again.
+    """
     last: Event | None = None
-    for event in _past(run):
+    has_saved = False
+    nodes = [rank.node for rank in _load_manifest(run).plan.ranks]
+    for event in run.read_events(nodes) if os.path.lexists(run.events) else ():
+        has_saved |= isinstance(event, CheckpointSaved)
         if event.rank == 0 and isinstance(event, Joined | Finished):
             last = event
-    if not isinstance(last, Finished):
-        return False
-    return last.reason == EARLY_STOPPING or (not last.reason and last.epochs >= job.recipe.epochs)
-
-
-def _past(run: RunDirectory) -> Iterable[Event]:
-    nodes = [rank.node for rank in _load_manifest(run).plan.ranks]
-    return run.read_events(nodes) if os.path.lexists(run.events) else ()
-
-
-def check_state(project: ProjectDirectory, run: RunDirectory) -> None:
-    """Raise InputError for a run that has saved its state, and has none left: it would begin again."""
-    states = run.kept_step_file, project.step_file(run), *run.path.glob("checkpoints/*.npz")
-    if not any(map(os.path.lexists, states)) and any(isinstance(one, CheckpointSaved) for one in _past(run)):
-        raise InputError(
-            f"no state of run {run.run_id} is left: {run.path / 'checkpoints'} had checkpoints, and has none",
-            remedy=f"restore them from a copy, or {NEW_RUN}",
-        )
+    if isinstance(last, Finished) and (
+        last.reason == EARLY_STOPPING or (not last.reason and last.epochs >= job.recipe.epochs)
+    ):
+        return True
+    checkpoints, project = run.path / "checkpoints", ProjectDirectory(run.path.parents[2])
+    states = run.kept_step_file, project.step_file(run), *checkpoints.glob("*.npz")
+    if has_saved and not any(map(os.path.lexists, states)):
+        problem = f"no state of run {run.run_id} is left: {checkpoints} had checkpoints, and has none"
+        raise InputError(problem, remedy=f"restore them from a copy, or {NEW_RUN}")
+    return False
 
 
 def resume(
@@ -292,7 +289,6 @@ def run_training(request: TrainRequest, observer: RunObserver) -> TrainResult:
             run = find_resumable(space.project, request.resume, request.job, space.fleet, observer.say)
             if is_complete(run, request.job):
                 return TrainResult(run, read_results(run).summary, was_complete=True)
-            check_state(space.project, run)
         else:
             plan = resolve_plan(request.job, space, observer.say, request.plan_path, request.batch_size)
         _examine(request, space, observer)
