@@ -44,7 +44,8 @@ class LedgerEntry:
 class Ledger:
     """Collects the byte counts of one command and saves them at its end."""
 
-    def __init__(self, path: Path, command: str, say: Say = lambda line: None) -> None:
+    def __init__(self, path: Path, command: str, say: Say | None = None) -> None:
+        """`say` tells of a last line that was cut, and in place of an error that `save` has failed."""
         self._path, self._say = path, say
         self._command = command
         self._bytes: Counter[tuple[str, str, str]] = Counter()
@@ -66,7 +67,12 @@ class Ledger:
         ]
         self._bytes.clear()
         if lines:
-            append_lines(self._path, "".join(lines).encode(), self._say)
+            try:
+                append_lines(self._path, "".join(lines).encode(), self._say or (lambda line: None))
+            except (OSError, InputError) as error:
+                if self._say is None:
+                    raise
+                self._say(f"warning: what {self._command} has sent is not recorded: {error}")
 
 
 def record_traffic(directory: Path, command: str) -> Callable[[Mapping[tuple[str, str, str], int]], None]:

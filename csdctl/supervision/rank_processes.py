@@ -331,7 +331,7 @@ def explain_exit(rank: int, node: str, done: Completed) -> CsdctlError:
     signal = done.exit_code - _SIGNAL if done.exit_code < _NO_CODE else 0
     if signal == 9:
         return OutOfMemoryError(
-            f"rank {rank} was killed by signal 9, most likely out of memory", node=node, remedy=MEMORY_REMEDY
+            f"rank {rank} was killed by signal 9; a guess: out of memory", node=node, remedy=MEMORY_REMEDY
         )
     if signal > 0:
         return NodeError(f"rank {rank} was killed by signal {signal}", node=node)

@@ -36,6 +36,7 @@ from csdctl.worker.protocol.events import (
     Progress,
     Ready,
     WaitingFor,
+    Warned,
 )
 from csdctl.worker.protocol.orders import STAR, FormGroup, PauseAtEpochEnd, Ping, Stop
 
@@ -193,19 +194,18 @@ class Membership:
         self.mark_lost(rank, NodeError(message, node=self.nodes[rank], remedy=remedy))
 
     def mark_finished(self, rank: int) -> None:
-        """Record that a rank has reported completion; raise RunError if one crashed afterwards.
-
-        Only when rank 0 has finished too is it certain that they had nothing left to do.
-        """
+        """Record that a rank has reported completion."""
         self.finished.add(rank)
-        if 0 in self.finished:
-            for error in self._late_failures.values():
-                raise as_run_error(error)
 
     def note_late_failure(self, rank: int, error: CsdctlError) -> None:
         """Record what went wrong in a rank after it had reported completion."""
         self._late_failures.setdefault(rank, error)
-        self.mark_finished(rank)
+
+    def warn_of_late_failures(self) -> None:
+        """Report what went wrong in ranks after all had finished, to whose results it did no harm."""
+        for rank, error in self._late_failures.items():
+            message = f"{error.message}; all ranks have finished, and the run is complete"
+            self._record(Warned(rank, self.nodes[rank], message))
 
     def withdraw(self, rank: int) -> None:
         """Mark a rank as lost whose completion record is not true, whether it still runs or not."""
@@ -255,7 +255,7 @@ class Membership:
         self._record(NodeBack(ready.rank, ready.node))
 
     def handle_exit(self, ended: ProcessEnded) -> None:
-        """Drop a rank that finished, or mark it as lost; raise RunError if it crashed after it finished."""
+        """Drop a rank that finished, or mark it as lost."""
         if ended.rank not in self.finished:
             self.mark_lost(ended.rank, ended.error)
             return
@@ -762,14 +762,16 @@ class Supervisor:
     # Exiting
 
     def _await_exits(self) -> None:
-        """Wait until every rank has exited cleanly: only then is the run complete."""
+        """Wait until every rank has exited. The run is complete, however they do."""
         self._phase = Phase.EXITING
         deadline = time.monotonic() + self._patience.exit_s
         while left := set(self._group.ranks) & self._processes.ranks:
             self._act(self._processes.next(self._patience.poll_s))
             if time.monotonic() > deadline:
-                names = format_node_names(self._nodes_of(left))
-                raise RunError(f"{names} finished but did not exit", remedy=self._logs)
+                for rank in left:
+                    self._membership.note_late_failure(rank, RunError(f"rank {rank} did not exit"))
+                break
+        self._membership.warn_of_late_failures()
 
 
 def _find_suspects(group: GroupState) -> set[int]:

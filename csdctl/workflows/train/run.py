@@ -246,4 +246,5 @@ def settle_step_file(inputs: RunInputs, *, is_done: bool) -> None:
         keep_step_file(step_file, kept)
         return
     for path in (step_file, kept):
-        path.unlink(missing_ok=True)
+        with suppress(OSError):  # the run is complete, whatever is in their place
+            path.unlink(missing_ok=True)

@@ -327,7 +327,7 @@ def rehearse_training(request: TrainRequest, observer: RunObserver) -> Rehearsal
     """Choose plan or run and examine the machines as `run_training` does, without preparing or training."""
     find_mpirun()
     fleet = request.check_files(observer.say)
-    with open_workspace(request.directory, fleet, "train") as space:
+    with open_workspace(request.directory, fleet, "train", say=observer.say) as space:
         run = None
         if request.resume:
             run = find_resumable(space.project, request.resume, request.job, space.fleet, observer.say)

@@ -100,7 +100,7 @@ def open_workspace(
     """
     started = time.monotonic()
     project = ProjectDirectory(directory)
-    ledger = Ledger(project.ledger, command)
+    ledger = Ledger(project.ledger, command, say)
     with (
         contextlib.ExitStack() as after,
         open_sessions(fleet, directory=directory, on_traffic=ledger.save) as opened,
