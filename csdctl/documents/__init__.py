@@ -79,51 +79,48 @@ def split_lines(text: str, name: str) -> list[str]:
     return lines
 
 
-def open_regular(path: Path, *, is_appending: bool = False, is_pipe_allowed: bool = False) -> BinaryIO:
-    """Open a file to read or, unbuffered, to append and read; raises FileNotFoundError.
+def open_regular(path: Path, flags: int = os.O_RDONLY, *, is_pipe_allowed: bool = False) -> BinaryIO:
+    """Open a file, unbuffered unless it is to be read; raises FileNotFoundError.
 
     Raises InputError when it cannot be opened, or is no regular file: others may have put it there, and
     reading it may block or never end.
     """
-    flags = os.O_RDWR | os.O_APPEND | os.O_CREAT if is_appending else os.O_RDONLY
-    # Without O_NONBLOCK, opening a named pipe waits for its other end.
-    flags |= os.O_CLOEXEC | (0 if is_pipe_allowed else os.O_NONBLOCK)
-    remedy = "mend or remove it"
+    is_reading, remedy = flags == os.O_RDONLY, "mend or remove it"
     try:
-        if path.is_dir():
-            raise IsADirectoryError
-        descriptor = os.open(path, flags, 0o600)
+        # Without O_NONBLOCK, opening a named pipe waits for its other end.
+        descriptor = os.open(path, flags | os.O_CLOEXEC | (0 if is_pipe_allowed else os.O_NONBLOCK), 0o600)
         if is_pipe_allowed or stat.S_ISREG(os.fstat(descriptor).st_mode):
-            return os.fdopen(descriptor, "a+b" if is_appending else "rb", 0 if is_appending else -1)
+            return os.fdopen(descriptor, *(("rb", -1) if is_reading else ("a+b", 0)))
         os.close(descriptor)
-        problem = "it is not a regular file"
+        raise IsADirectoryError if path.is_dir() else ValueError("it is not a regular file")
     except FileNotFoundError:
         raise
     except IsADirectoryError:
         problem, remedy = "it is a directory", f"name a file in it, such as {path}/FILE"
     except (OSError, ValueError) as error:
         problem = str(error.strerror if isinstance(error, OSError) else error).lower()
-    raise InputError(f"cannot {'write' if is_appending else 'read'} {path}: {problem}", remedy=remedy)
+    raise InputError(f"cannot {'read' if is_reading else 'write'} {path}: {problem}", remedy=remedy)
 
 
-def append_lines(path: Path, lines: bytes, say: Say = lambda line: None) -> None:
-    """Append whole lines in one write, after `end_last_line`; raises OSError and InputError."""
-    make_directory(path.parent)
-    with open_regular(path, is_appending=True) as file:
-        end_last_line(file, path, say)
-        if file.write(lines) != len(lines):
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
+def open_log(path: Path, say: Say = lambda line: None) -> BinaryIO:
+    """Open a file of lines to append; raises what `open_regular` raises.
 
-
-def end_last_line(file: BinaryIO, path: Path, say: Say) -> None:
-    """End the last line of a file that is open to append, where a power cut or a full disk has cut it.
-
-    Else the next line would be lost too. `say` tells of it.
+    A last line that a power cut or a full disk has cut is said and ended: the next one would be lost too.
     """
+    make_directory(path.parent)
+    file = open_regular(path, os.O_RDWR | os.O_APPEND | os.O_CREAT)
     size = os.fstat(file.fileno()).st_size
     if size and os.pread(file.fileno(), 1, size - 1) != b"\n":
         say(f"warning: {path}: its last line was cut, and is left out")
         file.write(b"\n")
+    return file
+
+
+def append_lines(path: Path, lines: bytes, say: Say = lambda line: None) -> None:
+    """Append whole lines in one write; raises OSError, and what `open_log` raises."""
+    with open_log(path, say) as file:
+        if file.write(lines) != len(lines):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
 
 
 def load_json(path: Path, *, remedy: str = AGAIN) -> Any:

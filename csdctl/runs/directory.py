@@ -14,15 +14,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from csdctl.documents import (
-    check_values,
-    end_last_line,
-    load_json,
-    make_directory,
-    open_regular,
-    save_json,
-    write_atomically,
-)
+from csdctl.documents import check_values, load_json, make_directory, open_log, save_json, write_atomically
 from csdctl.errors import InputError
 from csdctl.notify import Say, make_printable
 from csdctl.placement.equation1 import Placed
@@ -321,7 +313,7 @@ class CappedLog:
         self._last_line = f"… further output of {name} is dropped after {max_bytes >> 20} MiB\n".encode()
         self._file = None
         with contextlib.suppress(OSError, InputError):
-            self._file = open_regular(path, is_appending=True)
+            self._file = open_log(path)
 
     def write(self, line: bytes) -> None:
         """Write one line, printable; its end is added. Users read logs with `tail -f`."""
@@ -356,8 +348,7 @@ class EventLog:
     def __init__(self, run: RunDirectory, max_bytes: int = 1 << 30, say: Say = lambda line: None) -> None:
         """`say` tells of a last line that was cut."""
         self._run, self._max_bytes = run, max_bytes
-        self._file = open_regular(run.events, is_appending=True)
-        end_last_line(self._file, run.events, say)
+        self._file = open_log(run.events, say)
         self._num_bytes = os.fstat(self._file.fileno()).st_size
         self.unwritten = bytearray()
         """What a full disk has no place for; written once it has."""

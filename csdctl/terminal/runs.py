@@ -5,7 +5,6 @@ from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from csdctl.errors import InputError
 from csdctl.reporting.numbers import format_loss, format_rate, format_seconds
 from csdctl.reporting.results import COMPLETED, FAILED, INTERRUPTED, RUNNING, STOPPED, RunStatus
 from csdctl.runs.directory import RunDirectory
@@ -102,22 +101,16 @@ def show_logs(
     is_following: bool,
 ) -> None:
     """Print the ends of logs, under their names if there are several, and then what is added to them."""
-    readable = []
     if not logs:
         streams.say(f"run {run.run_id} has no logs yet")
     for name, path in logs:
         if len(logs) > 1:
             streams.say(f"==> {name} <==")
-        try:
-            lines = read_last_lines(path, num_lines)
-        except InputError as error:
-            streams.say(f"warning: {error.message}")
-            continue
-        readable.append((name, path))
-        for line in lines:
+        for line in read_last_lines(path, num_lines):
             streams.write(line + "\n")
     if is_following:
         with suppress(KeyboardInterrupt):
+            readable = [(name, path) for name, path in logs if path.is_file()]
             for name, line in follow_lines(run, readable):
                 streams.write(f"{name}: {line}\n" if len(logs) > 1 else f"{line}\n")
 

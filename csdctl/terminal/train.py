@@ -183,12 +183,11 @@ class TrainingView(FleetView[RankRow]):
         row = self._rows[event.rank]
         if (line := self._bottleneck.add(self._clock(), event)) and self._live is None:
             self._print(line)
-        num_done = self._tally.steps
+        if isinstance(event, Joined):
+            self._show_joined(event)
         report = self._tally.add(event)
         row.take(event, report)
-        if isinstance(event, Joined):
-            self._show_joined(event, num_done - event.total_steps)
-        elif isinstance(event, Progress | EpochEnd):
+        if isinstance(event, Progress | EpochEnd):
             self._show_totals(event, report)
         elif isinstance(event, Rebalanced):
             self._set_batch_sizes(event.batch_sizes)
@@ -219,20 +218,19 @@ class TrainingView(FleetView[RankRow]):
             return f"checkpoint {event.path}"
         return ""
 
-    def _show_joined(self, event: Joined, num_repeated: int) -> None:
-        """Show that a group of ranks has formed, without `num_repeated` steps that were done before.
-
-        Rank 0 reports for the group.
-        """
+    def _show_joined(self, event: Joined) -> None:
+        """Show that a group of ranks has formed; rank 0 reports for the group."""
         self._set_batch_sizes(event.batch_sizes)
         self._steps_per_epoch = max(1, event.steps_per_epoch)
         if event.rank != 0:
             return
+        num_repeated = self._tally.steps - event.total_steps
         if event.generation > 1 or event.total_steps or num_repeated > 0:
             lost = f"; {event.num_lost:,} private samples are not read" if event.num_lost else ""
             if num_repeated > 0:
-                verb = "is" if num_repeated == 1 else "are"
-                lost += f"; {format_count(num_repeated, 'step')} {verb} repeated"
+                lost += (
+                    f"; {format_count(num_repeated, 'step')} {'are' if num_repeated > 1 else 'is'} repeated"
+                )
             self._print(
                 f"{len(event.batch_sizes)} ranks continue at epoch {event.epoch}, step {event.step}, "
                 f"global batch {sum(event.batch_sizes.values())}{lost}"

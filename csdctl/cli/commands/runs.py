@@ -97,8 +97,7 @@ def rm(
     from csdctl.workflows.runs.manage import remove_runs
 
     streams = Streams(is_json=json)
-    confirm = partial(streams.confirm, yes=yes)
-    removed = remove_runs(streams.project, runs, confirm, streams.say)
+    removed = remove_runs(streams.project, runs, lambda question: streams.confirm(question, yes=yes))
     for run in removed:
         streams.say(f"removed run {run.run_id}")
     names = [run.run_id for run in removed]

@@ -3,7 +3,6 @@
 import contextlib
 import io
 import os
-import shutil
 import stat
 import struct
 import zipfile
@@ -49,14 +48,6 @@ class BoundedFile(io.BufferedReader):
         """Return up to `size` bytes."""
         most = os.fstat(self.fileno()).st_size
         return super().read(size if size is not None and 0 <= size <= most else most)
-
-
-def remove(path: Path) -> None:
-    """Remove a file, or the directory in its place, if there is one."""
-    if path.is_dir() and not path.is_symlink():
-        shutil.rmtree(path)
-    else:
-        path.unlink(missing_ok=True)
 
 
 def sync_file(file: IO[bytes]) -> None:

@@ -15,12 +15,13 @@ import itertools
 import json
 import mmap
 import os
+import shutil
 import struct
 import time
 import zipfile
 import zlib
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +36,6 @@ from csdctl.worker.process.files import (
     DAMAGED_ARCHIVE,
     BoundedFile,
     open_private,
-    remove,
     save_atomically,
     sync_directory,
 )
@@ -46,6 +46,9 @@ from csdctl.worker.tasks.progress import Position, Reporter, max_state_bytes, pa
 
 _ARCHIVE_BYTES = 1 << 16
 """Largest size of an .npz archive with one array beyond the array."""
+
+
+OnDamage = Callable[[str], object]
 
 
 class StepFile:
@@ -63,8 +66,6 @@ class StepFile:
     def __init__(self, path: Path, variables: list[Any]) -> None:
         """`path`: of states of `variables`."""
         self._path = path
-        self.problems: list[str] = []
-        """What `read` has found damaged."""
         whole_pages = -(-(self._MARK.size + max_state_bytes(variables)) // mmap.PAGESIZE)
         self._half_bytes = whole_pages * mmap.PAGESIZE
         self._bytes: Array | None = None
@@ -83,7 +84,7 @@ class StepFile:
         self._mark(self._bytes, start, (number, len(packed), self._check(number, packed)))
         self._next = 1 - self._next
 
-    def read(self) -> Array | None:
+    def read(self, on_damage: OnDamage = lambda problem: None) -> Array | None:
         """Return the latest intact state, or None; raises OSError unless the file is this user's own."""
         try:
             descriptor = open_private(self._path)
@@ -92,7 +93,7 @@ class StepFile:
         with os.fdopen(descriptor, "rb") as file:
             size, expected = os.fstat(descriptor).st_size, 2 * self._half_bytes
             if size != expected:
-                self.problems.append(f"{self._path} is damaged: {size:,} bytes, expected {expected:,}")
+                on_damage(f"{self._path} is damaged: {size:,} bytes, expected {expected:,}")
                 return None
             content = np.fromfile(file, np.uint8, expected)
         found: tuple[int, Array] | None = None
@@ -103,7 +104,7 @@ class StepFile:
             if mark == self._NO_STATE:
                 continue
             if not 0 < used == len(packed) or self._check(number, packed) != check:
-                self.problems.append(f"{self._path} is damaged: state {half + 1} of 2 has another checksum")
+                on_damage(f"{self._path} is damaged: state {half + 1} of 2 has another checksum")
             elif found is None or number > found[0]:
                 found = (number, packed)
                 self._next = 1 - half
@@ -138,8 +139,6 @@ class Checkpoints:
 
     directory: Path
     num_kept: int = 3
-    problems: list[str] = field(default_factory=list)
-    """What `newest_first` has found damaged."""
 
     def save(self, packed: Array, position: Position, *, is_best: bool = False) -> Path:
         """Write a checkpoint and remove those that are no longer kept; raises OSError."""
@@ -148,7 +147,7 @@ class Checkpoints:
         for other in (*self.directory.glob("step-*.npz"), *self.directory.glob(".step-*")):
             # Damaged ones, and parts.
             if other.name > path.name or other.name.startswith(".") or other.is_dir():
-                remove(other)
+                _remove(other)
         save_arrays(path, {"state": packed})
         sync_directory(self.directory)
         if is_best:
@@ -156,22 +155,20 @@ class Checkpoints:
         self._remove_old()
         return path
 
-    def newest_first(self, max_bytes: int) -> Iterator[Array]:
+    def newest_first(self, max_bytes: int, on_damage: OnDamage = lambda problem: None) -> Iterator[Array]:
         """Yield the intact states of at most `max_bytes`; the others are skipped."""
+        names: list[str] = []
         try:
-            names = sorted(fnmatch.filter(os.listdir(self.directory), "step-*.npz"), reverse=True)
+            names = fnmatch.filter(os.listdir(self.directory), "step-*.npz")
         except FileNotFoundError:
-            return
+            pass
         except OSError as error:
-            self.problems.append(f"{self.directory} cannot be read: {error.strerror}")
-            return
-        for path in map(self.directory.joinpath, names):
+            on_damage(f"{self.directory} cannot be read: {error.strerror}")
+        for path in map(self.directory.joinpath, sorted(names, reverse=True)):
             try:
-                state = _read_checkpoint(path, max_bytes)
+                yield _read_checkpoint(path, max_bytes)
             except DAMAGED_ARCHIVE as error:
-                self.problems.append(f"{path} is damaged: {getattr(error, 'strerror', 0) or describe(error)}")
-            else:
-                yield state
+                on_damage(f"{path} is damaged: {getattr(error, 'strerror', 0) or describe(error)}")
 
     def _remove_old(self) -> None:
         best = ""
@@ -179,7 +176,11 @@ class Checkpoints:
             best = json.loads((self.directory / "best.json").read_text())["checkpoint"]
         for path in sorted(self.directory.glob("step-*.npz"), reverse=True)[self.num_kept :]:
             if path.name != best:
-                remove(path)
+                _remove(path)
+
+
+def _remove(path: Path) -> None:
+    (shutil.rmtree if path.is_dir() else os.unlink)(path)
 
 
 def _read_checkpoint(path: Path, max_bytes: int) -> Array:
@@ -263,8 +264,6 @@ class Checkpointer:
         paths = [Path(spec.step_file), output / KEPT_STEP_FILE] if spec.step_file else []
         self._step_files = [StepFile(path, step.state) for path in paths]
         self._can_write = bool(self._step_files)
-        self._is_failing = False
-        """Whether the latest checkpoint could not be written."""
         self._cost_s = 0.0
         self._written_at = self._checkpointed_at = time.monotonic()
         self.position = self._restore()
@@ -304,14 +303,12 @@ class Checkpointer:
             path = self._checkpoints.save(pack(self._step.state, position), position, is_best=is_best)
         except OSError as error:  # as of a full disk: training goes on from the state in memory
             self.write_step_file(position)
-            failed = self._as_failure(self._checkpoints.directory, error)
             if not self._can_write:
-                raise failed from None
-            if not self._is_failing:
-                self._reporter.emit(Warned, f"{failed.message}: the state is in memory alone", failed.remedy)
-            self._is_failing, self._checkpointed_at = True, time.monotonic()
+                raise self._as_failure(self._checkpoints.directory, error) from None
+            print(f"no checkpoint: {error}", flush=True)
+            self._checkpointed_at = time.monotonic()
             return
-        self._is_failing, self._checkpointed_at = False, time.monotonic()
+        self._checkpointed_at = time.monotonic()
         self._reporter.emit(CheckpointSaved, position.epoch, position.total_steps, str(path), is_best)
 
     def save_model(self, name: str) -> str:
@@ -327,8 +324,8 @@ class Checkpointer:
     def _as_failure(self, path: Path, error: OSError) -> WorkerError:
         """Return the error of a run whose state or model cannot be written to `path`."""
         remedy = "free disk space" if error.errno in (errno.ENOSPC, errno.EDQUOT) else f"make {path} writable"
-        resume = f"if the run has ended, `csdctl train --resume {self._spec.run_id}` continues it"
-        return WorkerError(f"cannot write {path}: {error.strerror or error}", f"{remedy}; {resume}")
+        resume = f"then continue the run: csdctl train --resume {self._spec.run_id}"
+        return WorkerError(f"cannot write {path}: {error.strerror or error}", f"{remedy}, {resume}")
 
     def save_last_good(self) -> bool:
         """Save the model of the newest checkpoint: later weights are not finite. False if there is none."""
@@ -342,7 +339,6 @@ class Checkpointer:
         """Load the later of step file and newest checkpoint into the model; report what is damaged."""
         problems: list[str] = []
         found = [*self._possible(self._step_states(problems), problems), *self._newest_checkpoint(problems)]
-        problems += self._checkpoints.problems + [text for file in self._step_files for text in file.problems]
         if found:
             for problem in problems:
                 self._reporter.emit(Warned, f"{problem}; the newest intact state is used")
@@ -356,7 +352,7 @@ class Checkpointer:
     def _step_states(self, problems: list[str]) -> Iterator[Array]:
         for file in self._step_files:
             try:
-                state = file.read()
+                state = file.read(problems.append)
             except OSError as error:
                 problems.append(f"the step file is not used: {error}")
                 continue
@@ -365,7 +361,7 @@ class Checkpointer:
 
     def _newest_checkpoint(self, problems: list[str]) -> Iterator[tuple[Position, Array]]:
         """Yield the newest checkpoint that is intact and possible in this run, if there is one."""
-        states = self._checkpoints.newest_first(max_state_bytes(self._step.state))
+        states = self._checkpoints.newest_first(max_state_bytes(self._step.state), problems.append)
         return itertools.islice(self._possible(states, problems), 1)
 
     def _possible(self, states: Iterable[Array], problems: list[str]) -> Iterator[tuple[Position, Array]]:

@@ -97,7 +97,6 @@ class RunProcess:
     """The csdctl that trains a run, or the last one that did."""
 
     holder: Mapping[str, object]
-    run: RunDirectory
 
     @property
     def is_alive(self) -> bool:
@@ -106,12 +105,8 @@ class RunProcess:
 
     @property
     def is_running(self) -> bool:
-        """Whether it may be at work on the run: a notebook or a demo outlives its runs.
-
-        One of this machine holds the run's directory: process.json may be a copy, or come from others.
-        """
-        is_at_work = self.is_alive and "ended" not in self.holder
-        return is_at_work and (is_elsewhere(self.holder) or is_held(self.run.path, self.pid))
+        """Whether it may be at work on the run: a notebook or a demo outlives its runs."""
+        return self.is_alive and "ended" not in self.holder
 
     @property
     def pid(self) -> int | None:
@@ -123,9 +118,9 @@ class RunProcess:
 def process_of(run: RunDirectory) -> RunProcess:
     """Return the process that trains `run`; one without a description is not running."""
     try:
-        return RunProcess(read_holder(load_json(run.process)), run)
+        return RunProcess(read_holder(load_json(run.process)))
     except InputError:
-        return RunProcess({}, run)
+        return RunProcess({})
 
 
 def interrupt(run: RunDirectory) -> None:
@@ -143,6 +138,11 @@ def interrupt(run: RunDirectory) -> None:
     except ProcessLookupError:
         raise InputError(f"run {run.run_id} has ended") from None
     try:
+        if not is_held(run.path, process.pid):  # the directory may be a copy, or come from others
+            raise InputError(
+                f"process {process.pid}, which {run.process} names, does not train run {run.run_id}",
+                remedy=f"if no csdctl trains it, remove {run.process}",
+            )
         if process_of(run).is_running:
             signal.pidfd_send_signal(handle, _stopping_signal(process.pid))
     except ProcessLookupError:
@@ -218,16 +218,13 @@ def _only_running(project: ProjectDirectory, say: Say) -> RunDirectory:
 
 
 def remove_runs(
-    project: ProjectDirectory,
-    run_ids: Sequence[str],
-    confirm: Callable[[str], None],
-    say: Say = lambda line: None,
+    project: ProjectDirectory, run_ids: Sequence[str], confirm: Callable[[str], None]
 ) -> list[RunDirectory]:
-    """Remove runs with their models and checkpoints; `confirm` raises to refuse, `say` as in `find_run`.
+    """Remove runs with their models and checkpoints; `confirm` raises to refuse.
 
     Raises InputError for a run that does not exist or is running; nothing is removed then.
     """
-    runs = list(dict.fromkeys(find_run(project, run_id, say) for run_id in run_ids))
+    runs = list(dict.fromkeys(project.find_run(run_id) for run_id in run_ids))
     whole = {LATEST, *project.run_ids()}
     if short := [one for one in run_ids if one not in whole and len(one) < len("YYYYMMDD-HHMMSS")]:
         problem = f"received {short[0]!r}, expected date and time of a run, such as 20260131-120000"
@@ -309,10 +306,13 @@ def find_logs(run: RunDirectory, which: str | None) -> list[tuple[str, Path]]:
 
 
 def read_last_lines(path: Path, num_lines: int) -> Sequence[str]:
-    """Return the last lines of a log, of its last MAX_LAST_BYTES."""
-    with open_regular(path) as file:
-        file.seek(-min(MAX_LAST_BYTES, path.stat().st_size), os.SEEK_END)
-        lines = file.read(MAX_LAST_BYTES).decode(errors="replace").removesuffix("\n").split("\n")
+    """Return the last lines of a log, of its last MAX_LAST_BYTES; of one that cannot be read, the reason."""
+    try:
+        with open_regular(path) as file:
+            file.seek(-min(MAX_LAST_BYTES, path.stat().st_size), os.SEEK_END)
+            lines = file.read(MAX_LAST_BYTES).decode(errors="replace").removesuffix("\n").split("\n")
+    except InputError as error:
+        return [error.message]
     return lines[-num_lines:] if num_lines and lines != [""] else []
 
 

@@ -22,7 +22,7 @@ from csdctl.reporting.results import RunSummary, read_results
 from csdctl.runs.directory import NEW_RUN, Manifest, ProjectDirectory, RunDirectory, find_run
 from csdctl.transport.commands import find_state_directory
 from csdctl.tuning.plan import FEATURES, SPLIT, Plan, load_plan
-from csdctl.worker.protocol.events import EARLY_STOPPING, CheckpointSaved, Event, Finished, Joined
+from csdctl.worker.protocol.events import EARLY_STOPPING, CheckpointSaved, Finished, Joined
 from csdctl.worker.protocol.features import KERAS, LITERT, FeatureOptions
 from csdctl.worker.protocol.json_codec import SCHEMA, to_json
 from csdctl.worker.protocol.recipe import Noise
@@ -73,21 +73,20 @@ def is_complete(run: RunDirectory, job: Job) -> bool:
 
     Raises InputError for a run that has saved its state, and has none left: it would begin again.
     """
-    last: Event | None = None
+    last: Joined | Finished | None = None
     has_saved = False
     nodes = [rank.node for rank in _load_manifest(run).plan.ranks]
     for event in run.read_events(nodes) if os.path.lexists(run.events) else ():
         has_saved |= isinstance(event, CheckpointSaved)
         if event.rank == 0 and isinstance(event, Joined | Finished):
             last = event
-    if isinstance(last, Finished) and (
-        last.reason == EARLY_STOPPING or (not last.reason and last.epochs >= job.recipe.epochs)
-    ):
+    is_at_end = isinstance(last, Finished) and last.epochs >= job.recipe.epochs and not last.reason
+    if is_at_end or (isinstance(last, Finished) and last.reason == EARLY_STOPPING):
         return True
-    checkpoints, project = run.path / "checkpoints", ProjectDirectory(run.path.parents[2])
-    states = run.kept_step_file, project.step_file(run), *checkpoints.glob("*.npz")
+    step_file = ProjectDirectory(run.path.parents[2]).step_file(run)
+    states = run.kept_step_file, step_file, *run.path.glob("checkpoints/*.npz")
     if has_saved and not any(map(os.path.lexists, states)):
-        problem = f"no state of run {run.run_id} is left: {checkpoints} had checkpoints, and has none"
+        problem = f"no state of run {run.run_id} is left: the checkpoints in {run.path} are gone"
         raise InputError(problem, remedy=f"restore them from a copy, or {NEW_RUN}")
     return False
 
