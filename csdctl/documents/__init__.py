@@ -111,7 +111,7 @@ def open_log(path: Path, say: Say = lambda line: None) -> BinaryIO:
     file = open_regular(path, os.O_RDWR | os.O_APPEND | os.O_CREAT)
     size = os.fstat(file.fileno()).st_size
     if size and os.pread(file.fileno(), 1, size - 1) != b"\n":
-        say(f"warning: {path}: its last line was cut, and is left out")
+        say(f"warning: {path}: its last line was cut")
         file.write(b"\n")
     return file
 

@@ -6,7 +6,7 @@ import json
 import os
 import shlex
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -242,15 +242,23 @@ class RunDirectory:
         return StoredEvents(self.events, nodes)
 
 
-def find_run(project: ProjectDirectory, run_id: str | None, say: Say) -> RunDirectory:
-    """Return the run `run_id`; None and LATEST: the latest one that can be read, and `say` names the others.
+def find_run(
+    project: ProjectDirectory,
+    run_id: str | None,
+    say: Say,
+    read: Callable[[RunDirectory], object] = RunDirectory.load_manifest,
+) -> RunDirectory:
+    """Return the run `run_id`; None and LATEST: the latest one that can be read, and `say` names later ones.
 
     Where none can be read, the latest directory is returned. Raises InputError when there is none.
     """
+    skipped: list[str] = []
     for name in reversed(project.run_ids()) if run_id in (None, LATEST) else ():
-        with skipping(name, say):
+        with skipping(name, skipped.append):
             run = project.find_run(name)
-            run.load_manifest()
+            read(run)
+            for line in skipped:
+                say(line)
             return run
     return project.find_run(run_id)
 

@@ -65,7 +65,7 @@ class StepFile:
 
     def __init__(self, path: Path, variables: list[Any]) -> None:
         """`path`: of states of `variables`."""
-        self._path = path
+        self.path = path
         whole_pages = -(-(self._MARK.size + max_state_bytes(variables)) // mmap.PAGESIZE)
         self._half_bytes = whole_pages * mmap.PAGESIZE
         self._bytes: Array | None = None
@@ -73,7 +73,7 @@ class StepFile:
 
     def write(self, variables: list[Any], position: Position) -> None:
         """Write `variables`, the state at `position`; raises OSError when there can be no such file."""
-        if self._bytes is None or not self._path.exists():  # removed while the run trains
+        if self._bytes is None or not self.path.exists():  # removed while the run trains
             self._bytes = self._open()
         start = self._next * self._half_bytes
         self._mark(self._bytes, start, self._NO_STATE)
@@ -87,13 +87,13 @@ class StepFile:
     def read(self, on_damage: OnDamage = lambda problem: None) -> Array | None:
         """Return the latest intact state, or None; raises OSError unless the file is this user's own."""
         try:
-            descriptor = open_private(self._path)
+            descriptor = open_private(self.path)
         except FileNotFoundError:
             return None
         with os.fdopen(descriptor, "rb") as file:
             size, expected = os.fstat(descriptor).st_size, 2 * self._half_bytes
             if size != expected:
-                on_damage(f"{self._path} is damaged: {size:,} bytes, expected {expected:,}")
+                on_damage(f"{self.path} is damaged: {size:,} bytes, expected {expected:,}")
                 return None
             content = np.fromfile(file, np.uint8, expected)
         found: tuple[int, Array] | None = None
@@ -104,7 +104,7 @@ class StepFile:
             if mark == self._NO_STATE:
                 continue
             if not 0 < used == len(packed) or self._check(number, packed) != check:
-                on_damage(f"{self._path} is damaged: state {half + 1} of 2 has another checksum")
+                on_damage(f"{self.path} is damaged: state {half + 1} of 2 has another checksum")
             elif found is None or number > found[0]:
                 found = (number, packed)
                 self._next = 1 - half
@@ -112,8 +112,8 @@ class StepFile:
 
     def _open(self) -> Array:
         size = 2 * self._half_bytes
-        self._path.parent.mkdir(mode=0o700, exist_ok=True)  # it may have been removed while it was empty
-        descriptor = open_private(self._path, is_creating=True)
+        self.path.parent.mkdir(mode=0o700, exist_ok=True)  # it may have been removed while it was empty
+        descriptor = open_private(self.path, is_creating=True)
         try:
             if os.fstat(descriptor).st_size != size:
                 os.ftruncate(descriptor, 0)
@@ -354,7 +354,7 @@ class Checkpointer:
             try:
                 state = file.read(problems.append)
             except OSError as error:
-                problems.append(f"the step file is not used: {error}")
+                problems.append(f"the step file is not used: {file.path}: {error.strerror or error}")
                 continue
             if state is not None:
                 yield state

@@ -47,12 +47,17 @@ from csdctl.workflows.train.takeover import take_over
 from csdctl.workflows.workspace.workspace import Workspace, open_workspace
 
 
+def find_started(project: ProjectDirectory, run_id: str, say: Say) -> RunDirectory:
+    """Return a run as `find_run`, but the latest one that has started its ranks: it can be resumed."""
+    return find_run(project, run_id, say, lambda run: (run.load_manifest(), load_spec(run)))
+
+
 def find_resumable(project: ProjectDirectory, run_id: str, job: Job, fleet: Fleet, say: Say) -> RunDirectory:
     """Return the run to resume `run_id`, and report nodes that do not take part.
 
     Raises InputError for an unknown run, or the run of another job.
     """
-    run = find_run(project, run_id, say)
+    run = find_started(project, run_id, say)
     plan = _load_manifest(run).plan
     if plan.job != job.name:
         raise InputError(
