@@ -13,6 +13,7 @@ a crash leaves the old one.
 
 import contextlib
 import difflib
+import errno
 import functools
 import json
 import os
@@ -28,6 +29,7 @@ import yaml
 from pydantic import BaseModel, ConfigDict, TypeAdapter, ValidationError
 
 from csdctl.errors import InputError
+from csdctl.notify import Say
 
 MAX_TEXT_BYTES = 2 << 20
 """Size of a file written by people; the plan of 4,000 ranks has a third of it."""
@@ -49,15 +51,10 @@ def load_text(
     `errors` as in `bytes.decode`.
     """
     try:
-        content = _read(path, max_bytes + 1)
+        with open_regular(path, is_pipe_allowed=str(path).startswith(_DESCRIPTORS)) as file:
+            content = file.read(max_bytes + 1)
     except FileNotFoundError:
         raise InputError(f"{path} does not exist", remedy=remedy) from None
-    except IsADirectoryError:
-        what = f"name a file in it, such as {path}/FILE"
-        raise InputError(f"cannot read {path}: it is a directory", remedy=what) from None
-    except (OSError, ValueError) as error:
-        problem = error.strerror if isinstance(error, OSError) else error
-        raise InputError(f"cannot read {path}: {str(problem).lower()}") from None
     if len(content) > max_bytes:
         raise InputError(
             f"{path} has more than {max_bytes:,} bytes, the most that csdctl reads of such a file"
@@ -82,16 +79,48 @@ def split_lines(text: str, name: str) -> list[str]:
     return lines
 
 
-def _read(path: Path, num_bytes: int) -> bytes:
-    is_pipe_allowed = str(path).startswith(_DESCRIPTORS)
-    # Without O_NONBLOCK, opening a named pipe waits for its writer.
-    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | (0 if is_pipe_allowed else os.O_NONBLOCK))
-    mode = os.fstat(descriptor).st_mode
-    if stat.S_ISDIR(mode) or not (is_pipe_allowed or stat.S_ISREG(mode)):
+def open_regular(path: Path, flags: int = os.O_RDONLY, *, is_pipe_allowed: bool = False) -> BinaryIO:
+    """Open a file, unbuffered unless it is to be read; raises FileNotFoundError.
+
+    Raises InputError when it cannot be opened, or is no regular file: others may have put it there, and
+    reading it may block or never end.
+    """
+    is_reading, remedy = flags == os.O_RDONLY, "mend or remove it"
+    try:
+        # Without O_NONBLOCK, opening a named pipe waits for its other end.
+        descriptor = os.open(path, flags | os.O_CLOEXEC | (0 if is_pipe_allowed else os.O_NONBLOCK), 0o600)
+        if is_pipe_allowed or stat.S_ISREG(os.fstat(descriptor).st_mode):
+            return os.fdopen(descriptor, *(("rb", -1) if is_reading else ("a+b", 0)))
         os.close(descriptor)
-        raise IsADirectoryError if stat.S_ISDIR(mode) else ValueError("it is not a regular file")
-    with os.fdopen(descriptor, "rb") as file:
-        return file.read(num_bytes)
+        raise IsADirectoryError if path.is_dir() else ValueError("it is not a regular file")
+    except FileNotFoundError:
+        raise
+    except IsADirectoryError:
+        problem, remedy = "it is a directory", f"name a file in it, such as {path}/FILE"
+    except (OSError, ValueError) as error:
+        problem = str(error.strerror if isinstance(error, OSError) else error).lower()
+    raise InputError(f"cannot {'read' if is_reading else 'write'} {path}: {problem}", remedy=remedy)
+
+
+def open_log(path: Path, say: Say = lambda line: None) -> BinaryIO:
+    """Open a file of lines to append; raises what `open_regular` raises.
+
+    A last line that a power cut or a full disk has cut is said and ended: the next one would be lost too.
+    """
+    make_directory(path.parent)
+    file = open_regular(path, os.O_RDWR | os.O_APPEND | os.O_CREAT)
+    size = os.fstat(file.fileno()).st_size
+    if size and os.pread(file.fileno(), 1, size - 1) != b"\n":
+        say(f"warning: {path}: its last line was cut")
+        file.write(b"\n")
+    return file
+
+
+def append_lines(path: Path, lines: bytes, say: Say = lambda line: None) -> None:
+    """Append whole lines in one write; raises OSError, and what `open_log` raises."""
+    with open_log(path, say) as file:
+        if file.write(lines) != len(lines):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
 
 
 def load_json(path: Path, *, remedy: str = AGAIN) -> Any:

@@ -129,6 +129,16 @@ def is_gone(holder: Holder) -> bool:
     return isinstance(pid, int) and _start_time(pid) != holder.get("started")
 
 
+def is_held(directory: Path, pid: int) -> bool:
+    """Return whether process `pid` has `directory` open, or in its command line; True if that is hidden."""
+    path, process = str(directory.resolve()), Path(f"/proc/{pid}")
+    try:
+        opened = map(os.path.realpath, (process / "fd").iterdir())
+        return path in opened or os.fsencode(path) in (process / "cmdline").read_bytes()
+    except OSError as error:
+        return isinstance(error, PermissionError)  # of another user
+
+
 def read_holder(content: object) -> Holder:
     """Return the known parts of a holder's description that a machine sent; {} without any.
 

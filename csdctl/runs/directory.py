@@ -4,18 +4,19 @@ import contextlib
 import errno
 import json
 import os
+import shlex
 import shutil
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from csdctl.documents import check_values, load_json, make_directory, save_json, write_atomically
+from csdctl.documents import check_values, load_json, make_directory, open_log, save_json, write_atomically
 from csdctl.errors import InputError
-from csdctl.notify import make_printable
+from csdctl.notify import Say, make_printable
 from csdctl.placement.equation1 import Placed
 from csdctl.runs.private import STATE_DIRECTORY, private_memory
 from csdctl.runs.stored_events import StoredEvents
@@ -241,6 +242,38 @@ class RunDirectory:
         return StoredEvents(self.events, nodes)
 
 
+def find_run(
+    project: ProjectDirectory,
+    run_id: str | None,
+    say: Say,
+    read: Callable[[RunDirectory], object] = RunDirectory.load_manifest,
+) -> RunDirectory:
+    """Return the run `run_id`; None and LATEST: the latest one that can be read, and `say` names later ones.
+
+    Where none can be read, the latest directory is returned. Raises InputError when there is none.
+    """
+    skipped: list[str] = []
+    for name in reversed(project.run_ids()) if run_id in (None, LATEST) else ():
+        with skipping(name, skipped.append):
+            run = project.find_run(name)
+            read(run)
+            for line in skipped:
+                say(line)
+            return run
+    return project.find_run(run_id)
+
+
+@contextlib.contextmanager
+def skipping(run_id: str, say: Say) -> Iterator[None]:
+    """Warn instead of raising: a foreign, empty or damaged directory must not hide the other runs."""
+    try:
+        yield
+    except (InputError, OSError) as error:
+        problem = error.message if isinstance(error, InputError) else str(error)
+        remedy = f"mend it, or remove the run: csdctl runs rm {shlex.quote(run_id)}"
+        say(f"warning: {run_id} is skipped: {problem} ({remedy})")
+
+
 def keep_step_file(step_file: Path, kept: Path) -> None:
     """Move the step file of a run that has not finished to disk, as `kept`.
 
@@ -256,8 +289,17 @@ def keep_step_file(step_file: Path, kept: Path) -> None:
         step_file.unlink(missing_ok=True)  # the copy is synced
 
 
+_ID = "%Y%m%d-%H%M%S-%f"
+
+
 def _new_directory(parent: Path) -> RunDirectory:
-    run = RunDirectory(parent / f"{datetime.now(UTC):%Y%m%d-%H%M%S-%f}")
+    """Create a run directory with an id after all others, also where the clock has been set back."""
+    now = datetime.now(UTC).replace(tzinfo=None)
+    for name in sorted(os.listdir(parent), reverse=True) if parent.is_dir() else ():
+        with contextlib.suppress(ValueError, OverflowError):  # a name that is no id
+            now = max(now, datetime.strptime(name, _ID) + timedelta(microseconds=1))
+            break
+    run = RunDirectory(parent / f"{now:{_ID}}")
     make_directory(run.logs)
     return run
 
@@ -278,8 +320,8 @@ class CappedLog:
         self._max_bytes = max_bytes
         self._last_line = f"… further output of {name} is dropped after {max_bytes >> 20} MiB\n".encode()
         self._file = None
-        with contextlib.suppress(OSError):
-            self._file = path.open("ab", buffering=0)
+        with contextlib.suppress(OSError, InputError):
+            self._file = open_log(path)
 
     def write(self, line: bytes) -> None:
         """Write one line, printable; its end is added. Users read logs with `tail -f`."""
@@ -311,12 +353,11 @@ class EventLog:
     rank says so.
     """
 
-    def __init__(self, run: RunDirectory, max_bytes: int = 1 << 30) -> None:
+    def __init__(self, run: RunDirectory, max_bytes: int = 1 << 30, say: Say = lambda line: None) -> None:
+        """`say` tells of a last line that was cut."""
         self._run, self._max_bytes = run, max_bytes
-        self._handle = os.open(run.events, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o600)
-        self._num_bytes = os.fstat(self._handle).st_size
-        if self._num_bytes and os.pread(self._handle, 1, self._num_bytes - 1) != b"\n":
-            os.write(self._handle, b"\n")  # after half a line, of a power cut or a full disk
+        self._file = open_log(run.events, say)
+        self._num_bytes = os.fstat(self._file.fileno()).st_size
         self.unwritten = bytearray()
         """What a full disk has no place for; written once it has."""
         self._limited: set[int] = set()
@@ -342,7 +383,7 @@ class EventLog:
         """Write what is there; raises OSError, for a full disk only when too much is unwritten."""
         try:
             while self.unwritten:
-                del self.unwritten[: os.write(self._handle, self.unwritten)]
+                del self.unwritten[: self._file.write(self.unwritten)]
         except OSError as error:
             if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG) or len(self.unwritten) > 64 << 20:
                 raise
@@ -353,6 +394,6 @@ class EventLog:
             self._write()
             if self.unwritten:
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(self._run.events))
-            os.fsync(self._handle)
+            os.fsync(self._file.fileno())
         finally:
-            os.close(self._handle)
+            self._file.close()

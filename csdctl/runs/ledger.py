@@ -11,12 +11,14 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass
-from functools import partial
 from pathlib import Path
 from typing import Annotated
 
+from csdctl.documents import append_lines
 from csdctl.errors import InputError
+from csdctl.notify import Say
 from csdctl.runs.directory import ProjectDirectory, RunDirectory
+from csdctl.runs.stored_events import read_lines
 from csdctl.worker.protocol.json_codec import Between, Count, ProtocolError, Seconds, ShortText, from_json
 
 MEASURED, STATED = "measured", "stated"
@@ -41,8 +43,9 @@ class LedgerEntry:
 class Ledger:
     """Collects the byte counts of one command and saves them at its end."""
 
-    def __init__(self, path: Path, command: str) -> None:
-        self._path = path
+    def __init__(self, path: Path, command: str, say: Say | None = None) -> None:
+        """`say` tells of a last line that was cut, and in place of an error that `save` has failed."""
+        self._path, self._say = path, say
         self._command = command
         self._bytes: Counter[tuple[str, str, str]] = Counter()
         self.run = ""
@@ -53,7 +56,7 @@ class Ledger:
         self._bytes.update(num_bytes)
 
     def save(self, num_bytes: Mapping[tuple[str, str, str], int] = {}) -> None:
-        """Append the collected counts, and `num_bytes`, to the file; raises OSError."""
+        """Append the collected counts, and `num_bytes`, to the file; raises OSError and InputError."""
         self.add(num_bytes)
         now = round(time.time(), 3)
         lines = [
@@ -63,9 +66,12 @@ class Ledger:
         ]
         self._bytes.clear()
         if lines:
-            self._path.parent.mkdir(parents=True, exist_ok=True)
-            with self._path.open("a", encoding="utf-8") as file:
-                file.write("".join(lines))
+            try:
+                append_lines(self._path, "".join(lines).encode(), self._say or (lambda line: None))
+            except (OSError, InputError) as error:
+                if self._say is None:
+                    raise
+                self._say(f"warning: what {self._command} has sent is not recorded: {error}")
 
 
 def record_traffic(directory: Path, command: str) -> Callable[[Mapping[tuple[str, str, str], int]], None]:
@@ -73,19 +79,20 @@ def record_traffic(directory: Path, command: str) -> Callable[[Mapping[tuple[str
     return lambda sent: Ledger(ProjectDirectory(directory).ledger, command).save(sent)
 
 
-def read_ledger(path: Path) -> Iterator[LedgerEntry]:
-    """Yield all entries in order; raises InputError for a damaged line."""
-    for number, line in _lines(path):
-        try:
-            yield from_json(LedgerEntry, line)
-        except ProtocolError as error:
-            raise InputError(f"{path}:{number} is not a valid ledger entry: {error}") from None
-
-
-def _lines(path: Path) -> Iterator[tuple[int, str]]:
-    """Yield the lines of a file with their numbers, in parts if they are too long; none without the file."""
-    with contextlib.suppress(FileNotFoundError), path.open(encoding="utf-8", errors="replace") as file:
-        yield from enumerate(iter(partial(file.readline, 1 << 16), ""), 1)
+def read_ledger(path: Path, say: Say = lambda line: None) -> Iterator[LedgerEntry]:
+    """Yield all entries in order; `say` tells of the lines that are none, which are left out."""
+    problem, num_damaged = "", 0
+    try:
+        for number, line in enumerate(read_lines(path), 1):
+            try:
+                yield from_json(LedgerEntry, line.decode(errors="replace"))
+            except ProtocolError:
+                num_damaged += 1
+                problem = f"{path}: lines that cannot be read: {num_damaged:,}, the last is line {number:,}"
+    except InputError as error:
+        problem = error.message
+    if problem:
+        say(f"warning: {problem}; what it recorded is missing here")
 
 
 @dataclass(frozen=True)
@@ -108,12 +115,11 @@ class PowerRecord:
 
 def append_power(run: RunDirectory, record: PowerRecord) -> None:
     """Write a record in one piece, as many threads do; raises OSError."""
-    with run.power.open("a", encoding="utf-8") as file:
-        file.write(json.dumps(vars(record)) + "\n")
+    append_lines(run.power, json.dumps(vars(record)).encode() + b"\n")
 
 
 def read_power(run: RunDirectory) -> Iterator[PowerRecord]:
     """Yield the records of a run; lines that are none, such as one cut off, are left out."""
-    for _, line in _lines(run.power):
+    for line in read_lines(run.power):
         with contextlib.suppress(ProtocolError):
-            yield from_json(PowerRecord, line)
+            yield from_json(PowerRecord, line.decode(errors="replace"))

@@ -12,10 +12,11 @@ from typing import Any, Generic, TypeVar
 
 from pydantic import TypeAdapter, ValidationError
 
-from csdctl.documents import make_directory
-from csdctl.errors import CsdctlError
+from csdctl.documents import append_lines
+from csdctl.errors import CsdctlError, InputError
 from csdctl.fleet.hardware import FleetClass, MachineClass
 from csdctl.notify import Say
+from csdctl.runs.stored_events import read_lines
 from csdctl.tuning.measurements import (
     CollectiveMeasurement,
     ModelProperties,
@@ -82,17 +83,16 @@ class MeasurementStore:
         """
         self._path, self._say, self._is_optional = path, say, is_optional
         self._stored: list[Stored[Any, Any]] = []
-        content, num_foreign = b"", 0
+        num_foreign = 0
         try:
-            content = path.read_bytes() if path.exists() and not is_fresh else b""
-        except OSError as error:
+            for line in filter(None, read_lines(path) if not is_fresh else ()):
+                try:
+                    stored = json.loads(line)
+                    self._stored.append(KINDS[stored["kind"]].lines.validate_python(stored))
+                except (ValidationError, ValueError, TypeError, KeyError, RecursionError):
+                    num_foreign += 1
+        except (OSError, InputError) as error:
             self._fail("earlier measurements are not used", error)
-        for line in filter(None, content.split(b"\n")):
-            try:
-                stored = json.loads(line)
-                self._stored.append(KINDS[stored["kind"]].lines.validate_python(stored))
-            except (ValidationError, ValueError, TypeError, KeyError, RecursionError):
-                num_foreign += 1
         if num_foreign:
             say(f"{path}: lines that are damaged or of another version are ignored: {num_foreign}")
 
@@ -107,14 +107,11 @@ class MeasurementStore:
         """Store measurements of one class."""
         added = [Stored(kind.name, model, recipe, of, value) for value in values]
         self._stored += added
-        # A line end comes first: after a line that was cut off, it ends that one.
-        content = "".join(f"\n{json.dumps(kind.lines.dump_python(one))}" for one in added).encode()
         try:
-            make_directory(self._path.parent)
-            with self._path.open("ab", buffering=0) as file:  # in one piece, beside other writers
-                if file.write(content) != len(content):
-                    raise OSError("the disk is full")
-        except OSError as error:
+            append_lines(
+                self._path, "".join(f"{json.dumps(kind.lines.dump_python(one))}\n" for one in added).encode()
+            )
+        except (OSError, InputError) as error:
             self._fail("measurements are not stored", error)
 
     def find(
@@ -132,8 +129,8 @@ class MeasurementStore:
             repeated[kind.repeated_by(value)].append(value)
         return [value for value in found if value in repeated[kind.repeated_by(value)][-NUM_NEWEST:]]
 
-    def _fail(self, failure: str, error: OSError) -> None:
-        message = f"{failure}: {self._path}: {error.strerror or error}"
+    def _fail(self, failure: str, error: OSError | InputError) -> None:
+        message = f"{failure}: {self._path}: {getattr(error, 'strerror', None) or error}"
         if not self._is_optional:
             raise CsdctlError(message, remedy="free some disk space, or fix permissions") from error
         self._say(message)

@@ -1,23 +1,25 @@
 """The events of a run as they were stored: read one by one, since a run of days has millions of them."""
 
 import contextlib
+import os
 import re
 import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from operator import itemgetter
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 from pydantic_core import from_json
 
+from csdctl.documents import open_regular
 from csdctl.errors import InputError
 from csdctl.worker.protocol.events import Event, Progress, check_event, event_from_document
 from csdctl.worker.protocol.json_codec import ProtocolError, parse_json, without_surrogates
 
 MAX_LINE_BYTES = 4 << 20
 """More than any event."""
-CHUNK_BYTES = 1 << 18
+CHUNK_BYTES, MAX_FILE_BYTES = 1 << 18, 16 << 30
 MAX_COUNT, MAX_SECONDS = 1 << 53, 1e9
 
 Spent = tuple[
@@ -56,35 +58,29 @@ class StoredEvents:
         Progress of ranks other than 0, which is most of a log, goes to `on_spent` if it is given: to make an
         event of it takes several times as long.
         """
-        self.num_unreadable = 0
-        try:
-            file = self._path.open("rb")
-        except FileNotFoundError:
+        if not os.path.lexists(self._path):
             raise InputError(
                 f"run {self._path.parent.name} has no events", remedy="the run ended before training started"
-            ) from None
-        with file:
-            yield from self._read(_parts(file), on_spent)
+            )
+        yield from self._read(read_lines(self._path), on_spent)
 
     def skim(self) -> Iterator[tuple[float, Event]]:
         """Yield as `with_times`, without progress of ranks other than 0; nothing when there is no file.
 
         Such lines are not even parsed.
         """
-        self.num_unreadable = 0
-        with contextlib.suppress(FileNotFoundError), self._path.open("rb") as file:
-            yield from self._read(_parts(file), is_skimming=True)
+        yield from self._read(read_lines(self._path), is_skimming=True)
 
     def follow(self, is_over: Callable[[], bool], interval_s: float = 0.25) -> Iterator[tuple[float, Event]]:
         """Yield all events, and those that are added, until `is_over`; waits for a file that is not there."""
-        return self._read(self._added(is_over, interval_s))
+        return self._read(_lines(self._added(is_over, interval_s)))
 
     def _added(self, is_over: Callable[[], bool], interval_s: float) -> Iterator[bytes]:
         """Yield the content of the file and what is added to it, in parts, until `is_over`."""
         position = 0
         while True:
             was_over, part = is_over(), b""
-            with contextlib.suppress(FileNotFoundError), self._path.open("rb") as file:
+            with contextlib.suppress(FileNotFoundError), open_regular(self._path) as file:
                 file.seek(position)
                 part = file.read(CHUNK_BYTES)
             position += len(part)
@@ -97,12 +93,13 @@ class StoredEvents:
 
     def _read(
         self,
-        parts: Iterator[bytes],
+        lines: Iterator[bytes],
         on_spent: Callable[[Spent], object] | None = None,
         *,
         is_skimming: bool = False,
     ) -> Iterator[tuple[float, Event]]:
-        for line in _lines(parts):
+        self.num_unreadable = 0
+        for line in lines:
             if is_skimming and _OF_OTHERS.match(line):
                 continue
             try:
@@ -156,8 +153,15 @@ def _parse(line: bytes) -> tuple[float, dict[str, Any]]:
     return time_s, content
 
 
-def _parts(file: BinaryIO) -> Iterator[bytes]:
-    return iter(partial(file.read, CHUNK_BYTES), b"")
+def read_lines(path: Path) -> Iterator[bytes]:
+    """Yield the lines of a file, one that is too long as b''; nothing without the file.
+
+    Raises InputError for a file that cannot be read, or that is larger than any that csdctl writes.
+    """
+    with contextlib.suppress(FileNotFoundError), open_regular(path) as file:
+        if (num_bytes := os.fstat(file.fileno()).st_size) > MAX_FILE_BYTES:
+            raise InputError(f"cannot read {path}: it has {num_bytes:,} bytes", remedy="remove it")
+        yield from _lines(iter(partial(file.read, CHUNK_BYTES), b""))
 
 
 def _lines(parts: Iterator[bytes]) -> Iterator[bytes]:

@@ -24,7 +24,12 @@ from typing import Any
 RANK_MARKER = "csdctl-run="
 DAEMON_MARKER = "csdctl_run_"
 LOCK = ".csdctl/lock"
-PARTS = (".csdctl/objects/*.part", ".csdctl/trees/.part-*")
+PLACES = ("", "*/", "runs/*/", "runs/*/checkpoints/", "data/*/")
+PARTS = (
+    *(".csdctl/objects/*.part", ".csdctl/trees/.part-*", ".csdctl/tmp????????.*", ".csdctl/runs/*/part-*"),
+    *(f".csdctl/{place}.*.{end}" for place in PLACES for end in ("[a-z0-9_]" * 8, "new")),
+)
+"""What a killed command has not finished, under the names that files have while they are written."""
 FEATURES, PREDICTIONS = ".csdctl/features", ".csdctl/predictions"
 COPIES = ".csdctl/copies"
 """Runs of another server, with their states in memory, as of a project directory."""
@@ -159,7 +164,7 @@ def find_paths(request: "dict[str, Any]") -> "list[str]":
     if request["is_removing_computed"] and not request["is_removing_all"]:
         paths += [FEATURES, PREDICTIONS]
     paths += [*glob.glob(step_files(COPIES)), COPIES]
-    # A sandbox that was killed leaves its directory behind.
+    # A process that was killed leaves its directory behind.
     for path in glob.glob(scratch_directories("*")):
         pid = path.split("-")[-2]
         if pid.isdigit() and not os.path.exists(f"/proc/{pid}"):
@@ -176,8 +181,8 @@ def is_own(path: str) -> bool:
 
 
 def scratch_directories(pid: object) -> str:
-    """Return the pattern of the scratch directories of sandboxes that process `pid` has started."""
-    return os.path.join(glob.escape(tempfile.gettempdir()), f"csdctl-mpi-{pid}-*")
+    """Return the pattern of the directories of process `pid`, and of sandboxes that it has started."""
+    return os.path.join(glob.escape(tempfile.gettempdir()), f"csdctl-*-{pid}-*")
 
 
 def step_files(directory: str = "", run_id: str = "*") -> str:
@@ -191,7 +196,7 @@ def find_linked_trees() -> "dict[str, str]":
     found = {}
     for path in glob.glob(TREES + ".link"):
         tree = path[: -len(".link")]
-        with open(path, "rb") as file, contextlib.suppress(OSError):
+        with contextlib.suppress(OSError), open(os.open(path, os.O_RDONLY | os.O_NONBLOCK), "rb") as file:
             destination = os.fsdecode(file.read())
             if os.path.realpath(os.readlink(destination)) == os.path.realpath(tree):
                 found[tree] = destination

@@ -34,6 +34,7 @@ from csdctl.worker.protocol.events import (
     Progress,
     Ready,
     WaitingFor,
+    Warned,
     check_event,
     event_from_line,
 )
@@ -67,7 +68,8 @@ is stopped arrives at once."""
 CHARS_PER_EVENT = 1000
 """An event of this length counts twice."""
 WAITING_PER_S, MAX_WAITING_AT_ONCE = 1, 100
-"""A worker says every five seconds that it waits; csdctl then tells the user, and asks the other ranks."""
+"""A worker says every five seconds that it waits; csdctl then tells the user, and asks the other ranks.
+It warns more rarely."""
 
 
 class EventValidator:
@@ -102,12 +104,13 @@ class EventValidator:
             raise _violation(
                 event, f"at most {EVENTS_PER_S} events of {CHARS_PER_EVENT} characters per second"
             )
-        if isinstance(event, WaitingFor) and self._waiting_allowance.spend(1, now) > 0:
+        if isinstance(event, WaitingFor | Warned) and self._waiting_allowance.spend(1, now) > 0:
             raise _violation(event, f"at most {WAITING_PER_S} per second")
         check_event(event, self._nodes, self._rank)
         if isinstance(event, FROM_CSDCTL + FROM_MPI):
             raise _violation(event, "an event of a rank that trains")
-        self._check_order(event)
+        if not isinstance(event, Warned):  # it may come at any time
+            self._check_order(event)
 
     def _check_order(self, event: Event) -> None:
         """Raise ProtocolError for an event that cannot follow the events and orders before it."""
@@ -328,7 +331,7 @@ def explain_exit(rank: int, node: str, done: Completed) -> CsdctlError:
     signal = done.exit_code - _SIGNAL if done.exit_code < _NO_CODE else 0
     if signal == 9:
         return OutOfMemoryError(
-            f"rank {rank} was killed by signal 9, most likely out of memory", node=node, remedy=MEMORY_REMEDY
+            f"rank {rank} was killed by signal 9; a guess: out of memory", node=node, remedy=MEMORY_REMEDY
         )
     if signal > 0:
         return NodeError(f"rank {rank} was killed by signal {signal}", node=node)

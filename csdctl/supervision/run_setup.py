@@ -7,6 +7,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from csdctl.errors import DeadlineError, UnreachableError
 from csdctl.fleet.model import HOST_NAME
 from csdctl.launch.leftovers import END_DEADLINE_S, CleanupOptions, clean_machine, relock_machine
 from csdctl.launch.mpi_job import JobOutcome, MpiJob
@@ -105,7 +106,7 @@ class RunSetup:
     """The machine of every rank, in order; rank 0 is on the host."""
     start_rank: StartRank
     restart_rank: StartRank
-    """Start a rank on a machine that was lost: over a new connection, after killing its old processes."""
+    """Start a rank that was lost, after killing its old processes."""
     start_links: Callable[[Sequence[int], int], Links]
     """Start the mpirun of each level for these ranks and this generation."""
     log_directory: Path
@@ -136,6 +137,8 @@ class RankStarter:
     attached: Mapping[str, AttachRank]
     """Machines on which no process is started: the process running there is attached."""
     on_traffic: Callable[[LinkBytes], None]
+    opened: dict[str, ExitStack] = field(default_factory=dict)
+    """What is open to nodes whose connection was lost; closed when that is lost, too."""
     told: dict[int, str] = field(default_factory=dict)
     """By rank, why it could not be restarted, as its log says."""
 
@@ -149,7 +152,7 @@ class RankStarter:
         return self._watch(rank, session, conversation, is_attached=True)
 
     def restart(self, rank: int) -> RankProcess:
-        """Start a rank on a machine that was lost: over a new connection, after ending its old processes."""
+        """Start a lost rank, after ending its old processes; over a new connection if there is none left."""
         try:
             return self._restart(rank)
         except Exception as error:  # every few seconds, for as long as the node is down
@@ -162,19 +165,25 @@ class RankStarter:
 
     def _restart(self, rank: int) -> RankProcess:
         node, fleet = self.spec.ranks[rank].node, self.mpirun.fleet
-        python = fleet.python_of(node)
+        python, session = fleet.python_of(node), self.mpirun.sessions[node]
+        left_there = CleanupOptions(run_id=self.spec.run_id, node=node)
+        try:
+            clean_machine(session, python, left_there, deadline_s=END_DEADLINE_S)
+            return self._start_process(rank, session)
+        except (DeadlineError, UnreachableError):
+            if node == HOST_NAME:
+                raise
+        session.close()
+        self.opened.pop(node, ExitStack()).close()
         with ExitStack() as opened:  # closed again when this attempt fails
-            session = self.mpirun.sessions[node]
-            if node != HOST_NAME:
-                session = opened.enter_context(
-                    open_session(fleet, node, directory=self.directory, on_traffic=self.on_traffic)
-                )
+            session = opened.enter_context(
+                open_session(fleet, node, directory=self.directory, on_traffic=self.on_traffic)
+            )
             opened.enter_context(relock_machine(session, python, doing="train", directory=self.directory))
-            left_there = CleanupOptions(run_id=self.spec.run_id, node=node)
             clean_machine(session, python, left_there, deadline_s=END_DEADLINE_S)
             process = self._start_process(rank, session)
             self.mpirun.sessions[node] = session
-            self.stack.enter_context(opened.pop_all())
+            self.opened[node] = self.stack.enter_context(opened.pop_all())
             return process
 
     def start_links(self, group: Sequence[int], generation: int) -> Links:

@@ -36,6 +36,7 @@ from csdctl.worker.protocol.events import (
     Progress,
     Ready,
     WaitingFor,
+    Warned,
 )
 from csdctl.worker.protocol.orders import STAR, FormGroup, PauseAtEpochEnd, Ping, Stop
 
@@ -142,8 +143,6 @@ class Membership:
         """Losses of each rank since the run last made progress with it."""
         self._position = self._position_at_loss = (0, 0)
         """Epoch and step that rank 0 reported last, and had reported when it was lost last."""
-        self._late_failures: dict[int, CsdctlError] = {}
-        """Errors of ranks after they had reported completion."""
 
     @property
     def losses(self) -> list[CsdctlError]:
@@ -192,27 +191,15 @@ class Membership:
         """Mark `rank` as lost, with the reason as text."""
         self.mark_lost(rank, NodeError(message, node=self.nodes[rank], remedy=remedy))
 
-    def mark_finished(self, rank: int) -> None:
-        """Record that a rank has reported completion; raise RunError if one crashed afterwards.
-
-        Only when rank 0 has finished too is it certain that they had nothing left to do.
-        """
-        self.finished.add(rank)
-        if 0 in self.finished:
-            for error in self._late_failures.values():
-                raise as_run_error(error)
-
-    def note_late_failure(self, rank: int, error: CsdctlError) -> None:
-        """Record what went wrong in a rank after it had reported completion."""
-        self._late_failures.setdefault(rank, error)
-        self.mark_finished(rank)
+    def warn(self, rank: int, problem: str) -> None:
+        """Report what went wrong in a rank that had reported completion: its part of the run is done."""
+        self._record(Warned(rank, self.nodes[rank], f"{problem}, when it had finished its part of the run"))
 
     def withdraw(self, rank: int) -> None:
         """Mark a rank as lost whose completion record is not true, whether it still runs or not."""
         self.finished.discard(rank)
         early = f"rank {rank} reported its completion before the run was complete"
-        error = NodeError(early, node=self.nodes[rank], remedy=CHECK_WORKER)
-        self._lose(rank, self._late_failures.pop(rank, error))
+        self._lose(rank, NodeError(early, node=self.nodes[rank], remedy=CHECK_WORKER))
 
     def _lose(self, rank: int, error: CsdctlError) -> None:
         self._processes.drop(rank)
@@ -255,13 +242,13 @@ class Membership:
         self._record(NodeBack(ready.rank, ready.node))
 
     def handle_exit(self, ended: ProcessEnded) -> None:
-        """Drop a rank that finished, or mark it as lost; raise RunError if it crashed after it finished."""
+        """Drop a rank that finished, or mark it as lost."""
         if ended.rank not in self.finished:
             self.mark_lost(ended.rank, ended.error)
             return
         self._processes.drop(ended.rank)
         if not ended.is_clean:
-            self.note_late_failure(ended.rank, ended.error)
+            self.warn(ended.rank, ended.error.message)
 
 
 USER, CALLBACK = "user", "callback"
@@ -440,7 +427,7 @@ class Supervisor:
     def _lose_failed(self, failed: Failed) -> None:
         """Continue without a rank that failed on its own, unless all ranks would fail for the same reason."""
         if failed.rank in self._membership.finished:
-            self._membership.note_late_failure(failed.rank, as_loss(failed))
+            self._membership.warn(failed.rank, failed.message)
             return
         if failed.rank not in self._group.ranks:  # it has restarted, and the others train without it
             self._membership.mark_lost(failed.rank, as_loss(failed))
@@ -711,7 +698,7 @@ class Supervisor:
         if failed.rank == 0:
             raise as_run_failure(failed, self._setup.log_directory)
         if failed.rank in self._membership.finished:
-            self._membership.note_late_failure(failed.rank, as_loss(failed))
+            self._membership.warn(failed.rank, failed.message)
         self._membership.mark_lost(failed.rank, as_loss(failed))
 
     def _drop(self, suspects: Iterable[int], cause: CsdctlError | None) -> None:
@@ -762,14 +749,15 @@ class Supervisor:
     # Exiting
 
     def _await_exits(self) -> None:
-        """Wait until every rank has exited cleanly: only then is the run complete."""
+        """Wait until every rank has exited. The run is complete, however they do."""
         self._phase = Phase.EXITING
         deadline = time.monotonic() + self._patience.exit_s
         while left := set(self._group.ranks) & self._processes.ranks:
             self._act(self._processes.next(self._patience.poll_s))
             if time.monotonic() > deadline:
-                names = format_node_names(self._nodes_of(left))
-                raise RunError(f"{names} finished but did not exit", remedy=self._logs)
+                for rank in left:
+                    self._membership.warn(rank, f"rank {rank} did not exit")
+                return
 
 
 def _find_suspects(group: GroupState) -> set[int]:
@@ -793,14 +781,14 @@ ACTIONS: Mapping[Phase, Mapping[type[RankMessage], Callable[[Supervisor, Any], N
         WaitingFor: Supervisor._ping_awaited,
         Misbehaved: Supervisor._drop_misbehaving,
         Paused: Supervisor._pause,
-        Finished: lambda run, finished: run._membership.mark_finished(finished.rank),
+        Finished: lambda run, finished: run._membership.finished.add(finished.rank),
     },
     Phase.REGROUPING: {
         ProcessEnded: lambda run, ended: run._membership.handle_exit(ended),
         Failed: Supervisor._leave_out_failed,
         Ready: Supervisor._readmit,
         Misbehaved: Supervisor._drop_misbehaving,
-        Finished: lambda run, finished: run._membership.mark_finished(finished.rank),
+        Finished: lambda run, finished: run._membership.finished.add(finished.rank),
     },
     Phase.EXITING: {ProcessEnded: lambda run, ended: run._membership.handle_exit(ended)},
 }

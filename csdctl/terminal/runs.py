@@ -110,7 +110,8 @@ def show_logs(
             streams.write(line + "\n")
     if is_following:
         with suppress(KeyboardInterrupt):
-            for name, line in follow_lines(run, logs):
+            readable = [(name, path) for name, path in logs if path.is_file()]
+            for name, line in follow_lines(run, readable):
                 streams.write(f"{name}: {line}\n" if len(logs) > 1 else f"{line}\n")
 
 

@@ -55,6 +55,7 @@ from csdctl.worker.protocol.events import (
     Progress,
     Rebalanced,
     WaitingFor,
+    Warned,
     event_document,
 )
 from csdctl.worker.protocol.run_spec import RankSpec, RunSpec
@@ -182,11 +183,11 @@ class TrainingView(FleetView[RankRow]):
         row = self._rows[event.rank]
         if (line := self._bottleneck.add(self._clock(), event)) and self._live is None:
             self._print(line)
-        report = self._tally.add(event)
-        row.take(event, report)
         if isinstance(event, Joined):
             self._show_joined(event)
-        elif isinstance(event, Progress | EpochEnd):
+        report = self._tally.add(event)
+        row.take(event, report)
+        if isinstance(event, Progress | EpochEnd):
             self._show_totals(event, report)
         elif isinstance(event, Rebalanced):
             self._set_batch_sizes(event.batch_sizes)
@@ -202,6 +203,8 @@ class TrainingView(FleetView[RankRow]):
             return self._format_rebalanced(event)
         if isinstance(event, WaitingFor) and event.nodes:
             return f"waiting for {format_node_names(event.nodes)}"
+        if isinstance(event, Warned):
+            return f"warning: {event.node}: {event.message}" + f"\n  → {event.remedy}" * bool(event.remedy)
         if isinstance(event, NodeLost):
             return f"{event.node} is lost: {event.message}"
         if isinstance(event, Exited):
@@ -221,8 +224,13 @@ class TrainingView(FleetView[RankRow]):
         self._steps_per_epoch = max(1, event.steps_per_epoch)
         if event.rank != 0:
             return
-        if event.generation > 1 or event.total_steps:
+        num_repeated = self._tally.steps - event.total_steps
+        if event.generation > 1 or event.total_steps or num_repeated > 0:
             lost = f"; {event.num_lost:,} private samples are not read" if event.num_lost else ""
+            if num_repeated > 0:
+                lost += (
+                    f"; {format_count(num_repeated, 'step')} {'are' if num_repeated > 1 else 'is'} repeated"
+                )
             self._print(
                 f"{len(event.batch_sizes)} ranks continue at epoch {event.epoch}, step {event.step}, "
                 f"global batch {sum(event.batch_sizes.values())}{lost}"

@@ -21,7 +21,6 @@ import errno
 import functools
 import logging
 import math
-import os
 import random
 import socket
 import threading

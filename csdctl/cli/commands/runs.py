@@ -35,12 +35,13 @@ def watch(run: RunArgument = None, json: options.JsonOption = False) -> None:
 
     Ctrl-C ends the view, not the run. Exits with 1 when the run has failed.
     """
+    from csdctl.runs.directory import find_run
     from csdctl.terminal.runs import watch_run
     from csdctl.workflows.runs.manage import follow_run
 
     os.nice(19)  # it computes only when the ranks leave the processor to it
     streams = Streams(is_json=json)
-    followed = follow_run(streams.project.find_run(run))
+    followed = follow_run(find_run(streams.project, run, streams.say))
     if not watch_run(streams, followed):
         raise typer.Exit(ExitCode.FAILED)
 
@@ -58,11 +59,12 @@ def logs(
     lines: Annotated[int, typer.Option("--lines", "-n", min=0, help="Lines from the end of each log.")] = 200,
 ) -> None:
     """Print the logs of a run's ranks and of mpirun."""
+    from csdctl.runs.directory import find_run
     from csdctl.terminal.runs import show_logs
     from csdctl.workflows.runs.manage import find_logs
 
     streams = Streams()
-    found = streams.project.find_run(run)
+    found = find_run(streams.project, run, streams.say)
     show_logs(streams, found, find_logs(found, which), lines, is_following=follow)
 
 
@@ -82,7 +84,7 @@ def stop(
     from csdctl.workflows.runs.manage import stop_run
 
     streams = Streams(is_json=json)
-    show_stopped(streams, stop_run(streams.project, run, timeout))
+    show_stopped(streams, stop_run(streams.project, run, timeout, streams.say))
 
 
 @runs.command()
@@ -147,9 +149,9 @@ def report(
     json: options.JsonOption = False,
 ) -> None:
     """Show the results of a run, or of several side by side."""
+    from csdctl.runs.directory import find_run
     from csdctl.terminal import report as render
     from csdctl.workflows.reporting import report as reporting
-    from csdctl.workflows.runs.manage import find_run
 
     streams = Streams(is_json=json)
     found = [find_run(streams.project, run, streams.say) for run in runs or [options.LATEST]]
@@ -159,7 +161,7 @@ def report(
                 "--privacy shows one run in the terminal; received more runs or a file to write",
                 remedy="pass one run, without --html, --csv and --tensorboard",
             )
-        render.show_privacy(streams, reporting.privacy(streams.project, found[0]))
+        render.show_privacy(streams, reporting.privacy(streams.project, found[0], streams.say))
     elif html or csv or tensorboard:
         written = reporting.write_files(found, html, csv, tensorboard, force=force)
         render.show_files(streams, written)

@@ -83,7 +83,7 @@ def train(
     from csdctl.terminal.train import TrainingScreen, show_training_rehearsal
     from csdctl.worker.protocol.features import FeatureOptions
     from csdctl.workflows.train.spec import TrainOptions
-    from csdctl.workflows.train.train import TrainRequest
+    from csdctl.workflows.train.train import TrainRequest, find_started
 
     streams = call.streams
     if detach and not dry_run:
@@ -91,7 +91,7 @@ def train(
         return
     if resume and call.job_path == options.DEFAULT_JOB:
         with suppress(InputError):  # a run of another server is not here yet
-            job = streams.project.find_run(resume).load_manifest().get("job")
+            job = find_started(streams.project, resume, lambda line: None).load_manifest().get("job")
             call.job_path = (
                 Path(str(job["path"])) if isinstance(job, dict) and "path" in job else call.job_path
             )

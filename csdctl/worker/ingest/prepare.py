@@ -241,7 +241,7 @@ def look(
     spec: LookSpec, *, on_progress: Callable[[PrepareProgress], None] = lambda progress: None
 ) -> DataLook:
     """Return what the data at `spec.prepare.source` is like; raises WorkerError as `prepare` does."""
-    with tempfile.TemporaryDirectory(prefix="csdctl-look-") as scratch:
+    with tempfile.TemporaryDirectory(prefix=f"csdctl-look-{os.getpid()}-") as scratch:
         prepared = replace(spec.prepare, store=scratch)
         tree = read_tree(prepared.source)
         source_format, open_source = detect_format(tree, prepared)

@@ -73,7 +73,7 @@ EARLY_STOPPING, STOPPED, MAX_STEPS, VERIFIED = "early stopping", "asked to stop"
 """Reasons to end a run before its last epoch (`Finished.reason`)."""
 
 MAX_MESSAGE_CHARS = 4000
-"""The rest of a longer message of `Failed` is dropped; the log of the rank has it."""
+"""The rest of a longer message of `Failed` or `Warned` is dropped; the log of the rank has it."""
 
 UNKNOWN_NODE = "?"
 """`Failed.node` of a rank that could not read its spec, and does not know where it is."""
@@ -340,6 +340,14 @@ class Failed(Event):
 
 
 @dataclass(frozen=True)
+class Warned(Event):
+    """What went wrong without an end of the run, such as a damaged checkpoint, and what to do."""
+
+    message: str
+    remedy: str = ""
+
+
+@dataclass(frozen=True)
 class NodeLost(Event):
     """From csdctl: this rank no longer takes part; the other ranks continue."""
 
@@ -383,7 +391,7 @@ def event_from_line(line: str) -> Event | None:
 def event_from_document(content: Any) -> Event:
     """Return the event that `event_document` returned as `content`; raises ProtocolError for any other."""
     event = from_tagged("event", EVENTS, content)
-    if isinstance(event, Failed):
+    if isinstance(event, Failed | Warned):
         event = dataclasses.replace(event, message=_cut(event.message), remedy=_cut(event.remedy))
     return event
 

@@ -8,16 +8,19 @@ servers write a step file too, from which csdctl can resume the run there when r
 """
 
 import contextlib
+import errno
+import fnmatch
 import io
 import itertools
 import json
 import mmap
 import os
+import shutil
 import struct
 import time
 import zipfile
 import zlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -36,13 +39,16 @@ from csdctl.worker.process.files import (
     save_atomically,
     sync_directory,
 )
-from csdctl.worker.protocol.events import CheckpointSaved
+from csdctl.worker.protocol.events import CheckpointSaved, Warned
 from csdctl.worker.protocol.json_codec import to_json
 from csdctl.worker.protocol.run_spec import COPIES, RunSpec, step_file_in_memory
 from csdctl.worker.tasks.progress import Position, Reporter, max_state_bytes, pack, position_of, unpack
 
 _ARCHIVE_BYTES = 1 << 16
 """Largest size of an .npz archive with one array beyond the array."""
+
+
+OnDamage = Callable[[str], object]
 
 
 class StepFile:
@@ -53,11 +59,13 @@ class StepFile:
     """
 
     _MARK = struct.Struct("<qqI")
-    """Before each half: its number if it is complete, bytes used, and the CRC-32 of their first 4 KiB."""
+    """Before each half: its number, the bytes used, and the CRC-32 of both and of these bytes."""
+    _NO_STATE = -1, 0, 0
+    """The mark of a half that has no state, or one that is not complete."""
 
     def __init__(self, path: Path, variables: list[Any]) -> None:
         """`path`: of states of `variables`."""
-        self._path = path
+        self.path = path
         whole_pages = -(-(self._MARK.size + max_state_bytes(variables)) // mmap.PAGESIZE)
         self._half_bytes = whole_pages * mmap.PAGESIZE
         self._bytes: Array | None = None
@@ -65,53 +73,62 @@ class StepFile:
 
     def write(self, variables: list[Any], position: Position) -> None:
         """Write `variables`, the state at `position`; raises OSError when there can be no such file."""
-        if self._bytes is None or not self._path.exists():  # removed while the run trains
+        if self._bytes is None or not self.path.exists():  # removed while the run trains
             self._bytes = self._open()
         start = self._next * self._half_bytes
-        self._mark(self._bytes, start, -1, 0, 0)
+        self._mark(self._bytes, start, self._NO_STATE)
         body = start + self._MARK.size
         packed = pack(variables, position, self._bytes[body : start + self._half_bytes])
         # The state after an epoch follows that after its last step.
         number = 2 * position.total_steps + (position.step == 0)
-        self._mark(self._bytes, start, number, len(packed), zlib.crc32(packed[:4096].tobytes()))
+        self._mark(self._bytes, start, (number, len(packed), self._check(number, packed)))
         self._next = 1 - self._next
 
-    def read(self) -> Array | None:
-        """Return the latest complete state, or None; raises OSError unless the file is this user's own."""
+    def read(self, on_damage: OnDamage = lambda problem: None) -> Array | None:
+        """Return the latest intact state, or None; raises OSError unless the file is this user's own."""
         try:
-            descriptor = open_private(self._path)
+            descriptor = open_private(self.path)
         except FileNotFoundError:
             return None
         with os.fdopen(descriptor, "rb") as file:
-            if os.fstat(descriptor).st_size != 2 * self._half_bytes:
+            size, expected = os.fstat(descriptor).st_size, 2 * self._half_bytes
+            if size != expected:
+                on_damage(f"{self.path} is damaged: {size:,} bytes, expected {expected:,}")
                 return None
-            content = np.fromfile(file, np.uint8, 2 * self._half_bytes)
+            content = np.fromfile(file, np.uint8, expected)
         found: tuple[int, Array] | None = None
         for half, start in enumerate((0, self._half_bytes)):
             body = start + self._MARK.size
-            number, used, check = self._MARK.unpack(content[start:body].tobytes())
+            mark = number, used, check = self._MARK.unpack(content[start:body].tobytes())
             packed = content[body : start + self._half_bytes][: max(0, used)]
-            is_whole = (
-                number >= 0 and used == len(packed) > 0 and zlib.crc32(packed[:4096].tobytes()) == check
-            )
-            if is_whole and (found is None or number > found[0]):
+            if mark == self._NO_STATE:
+                continue
+            if not 0 < used == len(packed) or self._check(number, packed) != check:
+                on_damage(f"{self.path} is damaged: state {half + 1} of 2 has another checksum")
+            elif found is None or number > found[0]:
                 found = (number, packed)
                 self._next = 1 - half
         return found[1] if found else None
 
     def _open(self) -> Array:
         size = 2 * self._half_bytes
-        self._path.parent.mkdir(mode=0o700, exist_ok=True)  # it may have been removed while it was empty
-        descriptor = open_private(self._path, is_creating=True)
+        self.path.parent.mkdir(mode=0o700, exist_ok=True)  # it may have been removed while it was empty
+        descriptor = open_private(self.path, is_creating=True)
         try:
             if os.fstat(descriptor).st_size != size:
                 os.ftruncate(descriptor, 0)
+                os.ftruncate(descriptor, size)
+                for start in (0, self._half_bytes):  # before anything that takes time: without, it is damaged
+                    os.pwrite(descriptor, self._MARK.pack(*self._NO_STATE), start)
                 os.posix_fallocate(descriptor, 0, size)
             return np.frombuffer(mmap.mmap(descriptor, size), np.uint8)
         finally:
             os.close(descriptor)
 
-    def _mark(self, into: Array, start: int, *values: int) -> None:
+    def _check(self, number: int, packed: Array) -> int:
+        return zlib.crc32(packed.data, zlib.crc32(struct.pack("<qq", number, len(packed))))
+
+    def _mark(self, into: Array, start: int, values: tuple[int, int, int]) -> None:
         mark = self._MARK.pack(*values)
         into[start : start + len(mark)] = np.frombuffer(mark, np.uint8)
 
@@ -128,8 +145,9 @@ class Checkpoints:
         self.directory.mkdir(parents=True, exist_ok=True)
         path = self.directory / f"step-{position.total_steps:08d}.npz"
         for other in (*self.directory.glob("step-*.npz"), *self.directory.glob(".step-*")):
-            if other.name > path.name or other.name.startswith("."):  # damaged ones, and parts
-                other.unlink(missing_ok=True)
+            # Damaged ones, and parts.
+            if other.name > path.name or other.name.startswith(".") or other.is_dir():
+                _remove(other)
         save_arrays(path, {"state": packed})
         sync_directory(self.directory)
         if is_best:
@@ -137,11 +155,20 @@ class Checkpoints:
         self._remove_old()
         return path
 
-    def newest_first(self, max_bytes: int) -> Iterator[Array]:
+    def newest_first(self, max_bytes: int, on_damage: OnDamage = lambda problem: None) -> Iterator[Array]:
         """Yield the intact states of at most `max_bytes`; the others are skipped."""
-        for path in sorted(self.directory.glob("step-*.npz"), reverse=True):
-            with contextlib.suppress(*DAMAGED_ARCHIVE):
+        names: list[str] = []
+        try:
+            names = fnmatch.filter(os.listdir(self.directory), "step-*.npz")
+        except FileNotFoundError:
+            pass
+        except OSError as error:
+            on_damage(f"{self.directory} cannot be read: {error.strerror}")
+        for path in map(self.directory.joinpath, sorted(names, reverse=True)):
+            try:
                 yield _read_checkpoint(path, max_bytes)
+            except DAMAGED_ARCHIVE as error:
+                on_damage(f"{path} is damaged: {getattr(error, 'strerror', 0) or describe(error)}")
 
     def _remove_old(self) -> None:
         best = ""
@@ -149,7 +176,11 @@ class Checkpoints:
             best = json.loads((self.directory / "best.json").read_text())["checkpoint"]
         for path in sorted(self.directory.glob("step-*.npz"), reverse=True)[self.num_kept :]:
             if path.name != best:
-                path.unlink(missing_ok=True)
+                _remove(path)
+
+
+def _remove(path: Path) -> None:
+    (shutil.rmtree if path.is_dir() else os.unlink)(path)
 
 
 def _read_checkpoint(path: Path, max_bytes: int) -> Array:
@@ -273,7 +304,7 @@ class Checkpointer:
         except OSError as error:  # as of a full disk: training goes on from the state in memory
             self.write_step_file(position)
             if not self._can_write:
-                raise
+                raise self._as_failure(self._checkpoints.directory, error) from None
             print(f"no checkpoint: {error}", flush=True)
             self._checkpointed_at = time.monotonic()
             return
@@ -284,7 +315,17 @@ class Checkpointer:
         """Save the model as a .keras file, or its weights where that cannot be; returns the path."""
         with self._step.averaged_weights():
             model = assemble(self._spec.head, self._step.model) if self._spec.head else self._step.model
-            return str(save_model(model, Path(self._spec.output_directory) / name))
+            path = Path(self._spec.output_directory) / name
+            try:
+                return str(save_model(model, path))
+            except OSError as error:
+                raise self._as_failure(path, error) from None
+
+    def _as_failure(self, path: Path, error: OSError) -> WorkerError:
+        """Return the error of a run whose state or model cannot be written to `path`."""
+        remedy = "free disk space" if error.errno in (errno.ENOSPC, errno.EDQUOT) else f"make {path} writable"
+        resume = f"then continue the run: csdctl train --resume {self._spec.run_id}"
+        return WorkerError(f"cannot write {path}: {error.strerror or error}", f"{remedy}, {resume}")
 
     def save_last_good(self) -> bool:
         """Save the model of the newest checkpoint: later weights are not finite. False if there is none."""
@@ -295,34 +336,32 @@ class Checkpointer:
         return False
 
     def _restore(self) -> Position | None:
-        """Load the later of step file and newest checkpoint into the model."""
+        """Load the later of step file and newest checkpoint into the model; report what is damaged."""
         problems: list[str] = []
         found = [*self._possible(self._step_states(problems), problems), *self._newest_checkpoint(problems)]
         if found:
+            for problem in problems:
+                self._reporter.emit(Warned, f"{problem}; the newest intact state is used")
             _, latest = max(found, key=lambda one: (one[0].total_steps, one[0].epoch))
             return unpack(latest, self._step.state, self._own)
-        # Even if all are damaged: to begin again would throw away what was trained.
-        if any(self._checkpoints.directory.glob("step-*.npz")):
-            raise WorkerError(
-                f"no checkpoint of this run can be used: {'; '.join(problems) or 'they are damaged'}",
-                remedy="start a new run",
-            )
+        if problems:  # to begin again would throw away what was trained
+            problem = f"no checkpoint of this run can be used: they are damaged: {'; '.join(problems)}"
+            raise WorkerError(problem, remedy="restore one from a copy, or start a new run")
         return None
 
     def _step_states(self, problems: list[str]) -> Iterator[Array]:
         for file in self._step_files:
             try:
-                state = file.read()
+                state = file.read(problems.append)
             except OSError as error:
-                problems.append(str(error))
-                print(f"the step file is not used: {error}", flush=True)
+                problems.append(f"the step file is not used: {file.path}: {error.strerror or error}")
                 continue
             if state is not None:
                 yield state
 
     def _newest_checkpoint(self, problems: list[str]) -> Iterator[tuple[Position, Array]]:
         """Yield the newest checkpoint that is intact and possible in this run, if there is one."""
-        states = self._checkpoints.newest_first(max_state_bytes(self._step.state))
+        states = self._checkpoints.newest_first(max_state_bytes(self._step.state), problems.append)
         return itertools.islice(self._possible(states, problems), 1)
 
     def _possible(self, states: Iterable[Array], problems: list[str]) -> Iterator[tuple[Position, Array]]:

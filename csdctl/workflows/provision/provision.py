@@ -345,7 +345,7 @@ def _play(
     collection = ansible_directory()
     values = {**request.values, "node_prefix": request.prefix, "node_send": False}
     arguments = ["--check"] if request.is_dry_run else []
-    with tempfile.TemporaryDirectory(prefix="csdctl-") as temporary:
+    with tempfile.TemporaryDirectory(prefix=f"csdctl-provision-{os.getpid()}-") as temporary:
         inventory = Path(temporary) / "hosts.yml"
         save_text(inventory, render_ansible(fleet, directory))
         command = build_command(ansible, collection / "playbooks" / playbook, inventory, values, arguments)

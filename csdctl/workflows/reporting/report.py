@@ -10,7 +10,7 @@ from typing import Any
 from csdctl.documents import check_output, save_text
 from csdctl.errors import InputError
 from csdctl.fleet.requirements import explain_extra
-from csdctl.notify import make_printable
+from csdctl.notify import Say, make_printable
 from csdctl.reporting.page import render_page
 from csdctl.reporting.privacy import Flow, Privacy, add_flows, count_passes, list_readers, measure_privacy
 from csdctl.reporting.results import RUNNING, RunResults, read_results
@@ -30,16 +30,16 @@ def render_csv(runs: Sequence[RunResults]) -> str:
     for run in runs:
         for point in run.series.epochs:
             rate = "" if point.learning_rate is None else point.learning_rate
-            fixed = [run.summary.run_id, run.summary.state, run.measured, point.epoch, f"{point.time_s:.3f}"]
+            run_id, state, time_s = as_cell(run.summary.run_id), run.summary.state, f"{point.time_s:.3f}"
             results = [point.results.get(name, "") for name in names]
             throughput = "" if point.samples_per_s is None else f"{point.samples_per_s:.3f}"
-            writer.writerow([*fixed, throughput, rate, *results])
+            writer.writerow([run_id, state, run.measured, point.epoch, time_s, throughput, rate, *results])
     return text.getvalue()
 
 
 def as_cell(name: str) -> str:
-    """Return a job's or node's name as text, also where a spreadsheet would take it for a formula."""
-    return f"'{name}" if name[:1] in ("=", "+", "-", "@", "\t", "\r") else name
+    """Return a name as text, also where a spreadsheet or a terminal would take it for more."""
+    return f"'{make_printable(name)}" if name[:1] in {*"=+-@\t\r\n"} else make_printable(name)
 
 
 @dataclass(frozen=True)
@@ -142,9 +142,12 @@ class PrivacyReport:
     """Where prepared private data can be read by others than its node's user, by node."""
 
 
-def privacy(project: ProjectDirectory, run: RunDirectory) -> PrivacyReport:
-    """Report on a run of `project`; raises InputError for damaged files."""
-    entries = list(read_ledger(project.ledger))
+def privacy(project: ProjectDirectory, run: RunDirectory, say: Say) -> PrivacyReport:
+    """Report on a run of `project`; `say` tells what of the ledger cannot be read.
+
+    Raises InputError for a damaged run.
+    """
+    entries = list(read_ledger(project.ledger, say))
     manifest: Any = run.load_manifest()
     nodes = [rank["node"] for rank in manifest["plan"]["ranks"]]
     events = run.read_events(nodes) if run.events.exists() else ()

@@ -13,19 +13,19 @@ import sys
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from csdctl.documents import load_json
+from csdctl.documents import load_json, open_regular
 from csdctl.errors import CsdctlError, DeadlineError, ExitCode, InputError, RunError
 from csdctl.job.model import flatten
-from csdctl.launch.leftovers import is_elsewhere, is_gone, read_holder, show_holder
+from csdctl.launch.leftovers import is_elsewhere, is_gone, is_held, read_holder, show_holder
 from csdctl.notify import DATED, DETACHED, Say
 from csdctl.placement.equation1 import steps_per_epoch
 from csdctl.reporting.results import RUNNING, RunStatus, load_run_status, read_results
-from csdctl.runs.directory import LATEST, Manifest, ProjectDirectory, RunDirectory
+from csdctl.runs.directory import LATEST, Manifest, ProjectDirectory, RunDirectory, find_run, skipping
 from csdctl.worker.protocol.events import Event
 from csdctl.worker.protocol.run_spec import RunSpec
 from csdctl.workflows.train.train import load_spec
@@ -138,6 +138,11 @@ def interrupt(run: RunDirectory) -> None:
     except ProcessLookupError:
         raise InputError(f"run {run.run_id} has ended") from None
     try:
+        if not is_held(run.path, process.pid):  # the directory may be a copy, or come from others
+            raise InputError(
+                f"process {process.pid}, which {run.process} names, does not train run {run.run_id}",
+                remedy=f"if no csdctl trains it, remove {run.process}",
+            )
         if process_of(run).is_running:
             signal.pidfd_send_signal(handle, _stopping_signal(process.pid))
     except ProcessLookupError:
@@ -163,7 +168,7 @@ def list_runs(project: ProjectDirectory, say: Say) -> list[RunStatus]:
     """Return all runs of the project, the oldest first; `say` names directories that are no run."""
     found = []
     for run_id in project.run_ids():
-        with _skipping(run_id, say):
+        with skipping(run_id, say):
             run = project.find_run(run_id)
             status = look_at(run)
             if not status.num_ranks:
@@ -172,40 +177,21 @@ def list_runs(project: ProjectDirectory, say: Say) -> list[RunStatus]:
     return found
 
 
-def find_run(project: ProjectDirectory, run_id: str | None, say: Say) -> RunDirectory:
-    """Return the run `run_id`; None and LATEST: the latest one, and `say` names directories that are no run.
-
-    Where all are skipped, the latest directory is returned. Raises InputError when there is none.
-    """
-    for name in reversed(project.run_ids()) if run_id in (None, LATEST) else ():
-        with _skipping(name, say):
-            run = project.find_run(name)
-            run.load_manifest()
-            return run
-    return project.find_run(run_id)
-
-
-@contextmanager
-def _skipping(run_id: str, say: Say) -> Iterator[None]:
-    """Warn instead of raising InputError: a foreign, empty or damaged directory must not hide the runs."""
-    try:
-        yield
-    except InputError as error:
-        say(f"warning: {run_id} is skipped: {error.message}")
-
-
 def look_at(run: RunDirectory) -> RunStatus:
     """Return what `run` has come to; its state is RUNNING while its csdctl is at work."""
     status = load_run_status(run)
     return replace(status, state=RUNNING) if process_of(run).is_running else status
 
 
-def stop_run(project: ProjectDirectory, run_id: str | None, deadline_s: float) -> RunStatus:
+def stop_run(
+    project: ProjectDirectory, run_id: str | None, deadline_s: float, say: Say = lambda line: None
+) -> RunStatus:
     """Stop a run as the first Ctrl-C does, and wait for its end.
 
-    Raises InputError for a run that is not running, DeadlineError when it goes on for longer.
+    `say` names runs that cannot be read. Raises InputError for a run that is not running, DeadlineError when
+    it goes on for longer.
     """
-    run = _only_running(project) if run_id is None else project.find_run(run_id)
+    run = _only_running(project, say) if run_id is None else find_run(project, run_id, say)
     interrupt(run)
     end = time.monotonic() + deadline_s
     while process_of(run).is_running:
@@ -218,8 +204,11 @@ def stop_run(project: ProjectDirectory, run_id: str | None, deadline_s: float) -
     return load_run_status(run)
 
 
-def _only_running(project: ProjectDirectory) -> RunDirectory:
-    running = [run for name in project.run_ids() if process_of(run := project.find_run(name)).is_running]
+def _only_running(project: ProjectDirectory, say: Say) -> RunDirectory:
+    running = []
+    for name in project.run_ids():
+        with skipping(name, say):
+            running += [run] if process_of(run := project.find_run(name)).is_running else []
     if len(running) != 1:
         raise InputError(
             f"{len(running)} runs are running" if running else f"no run in {project.runs} is running",
@@ -236,7 +225,8 @@ def remove_runs(
     Raises InputError for a run that does not exist or is running; nothing is removed then.
     """
     runs = list(dict.fromkeys(project.find_run(run_id) for run_id in run_ids))
-    if short := [one for one in run_ids if one != LATEST and len(one) < len("YYYYMMDD-HHMMSS")]:
+    whole = {LATEST, *project.run_ids()}
+    if short := [one for one in run_ids if one not in whole and len(one) < len("YYYYMMDD-HHMMSS")]:
         problem = f"received {short[0]!r}, expected date and time of a run, such as 20260131-120000"
         raise InputError(problem, remedy="csdctl runs list")
     for run in runs:
@@ -295,13 +285,13 @@ def find_logs(run: RunDirectory, which: str | None) -> list[tuple[str, Path]]:
 
     Raises InputError for a log that does not exist.
     """
-    nodes = {}
-    if run.manifest.exists():
-        ranks = run.load_manifest()["plan"]["ranks"]
-        nodes = {number: str(rank["node"]) for number, rank in enumerate(ranks)}
+    try:
+        names = [str(rank["node"]) for rank in run.load_manifest()["plan"]["ranks"]]
+    except InputError:
+        names = [f"rank-{number}" for number, _ in enumerate(run.logs.glob("rank-*.log"))]
     known = {OWN: run.own_log, MPIRUN: run.mpirun_log}
     logs = {name: path for name, path in known.items() if path.exists()}
-    for number, node in nodes.items():
+    for number, node in enumerate(names):
         if which in (str(number), node):
             which = node
         if run.rank_log(number).exists():
@@ -316,10 +306,13 @@ def find_logs(run: RunDirectory, which: str | None) -> list[tuple[str, Path]]:
 
 
 def read_last_lines(path: Path, num_lines: int) -> Sequence[str]:
-    """Return the last lines of a log, of its last MAX_LAST_BYTES."""
-    with path.open("rb") as file:
-        file.seek(-min(MAX_LAST_BYTES, path.stat().st_size), os.SEEK_END)
-        lines = file.read(MAX_LAST_BYTES).decode(errors="replace").removesuffix("\n").split("\n")
+    """Return the last lines of a log, of its last MAX_LAST_BYTES; of one that cannot be read, the reason."""
+    try:
+        with open_regular(path) as file:
+            file.seek(-min(MAX_LAST_BYTES, path.stat().st_size), os.SEEK_END)
+            lines = file.read(MAX_LAST_BYTES).decode(errors="replace").removesuffix("\n").split("\n")
+    except InputError as error:
+        return [error.message]
     return lines[-num_lines:] if num_lines and lines != [""] else []
 
 
@@ -356,7 +349,7 @@ class GrowingLog:
 
     def read_lines(self) -> list[str]:
         """Return the complete lines of the next 1 MiB."""
-        with self._path.open("rb") as file:
+        with open_regular(self._path) as file:
             file.seek(self.position)
             chunk = file.read(1 << 20)
         self.position += len(chunk)

@@ -3,6 +3,7 @@
 Whatever happens, no process of the run is left on any machine: processes with its id are ended over SSH.
 """
 
+import os
 import secrets
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -41,6 +42,8 @@ from csdctl.workflows.workspace.workspace import Workspace
 def record_process(run: RunDirectory, space: Workspace) -> None:
     """Record that this process trains `run` and, once the machines are unlocked, how that ended."""
     holder = describe_holder("train", space.project.root)
+    held = os.open(run.path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)  # tells this process from others
+    space.after.callback(os.close, held)
     save_json(run.process, holder)
 
     def record_end(_kind: object, error: BaseException | None, _trace: object) -> None:
@@ -191,7 +194,7 @@ def run_to_end(
     """
     run = inputs.directory
     observer.on_start(run, inputs.spec, num_steps)
-    log = EventLog(run)
+    log = EventLog(run, say=observer.say)
     is_done = is_interrupted = is_full = False
     with (
         PowerSampler(run, space.fleet, space.sessions, observer.say),
@@ -246,4 +249,5 @@ def settle_step_file(inputs: RunInputs, *, is_done: bool) -> None:
         keep_step_file(step_file, kept)
         return
     for path in (step_file, kept):
-        path.unlink(missing_ok=True)
+        with suppress(OSError):  # the run is complete, whatever is in their place
+            path.unlink(missing_ok=True)

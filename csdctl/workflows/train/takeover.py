@@ -13,7 +13,7 @@ from csdctl.documents import MAX_JSON_BYTES, load_text, make_directory, save_tex
 from csdctl.errors import InputError
 from csdctl.fleet.model import HOST_NAME
 from csdctl.notify import Say
-from csdctl.runs.directory import LATEST, ProjectDirectory, RunDirectory, keep_step_file
+from csdctl.runs.directory import LATEST, ProjectDirectory, RunDirectory, find_run, keep_step_file
 from csdctl.worker.protocol.run_spec import COPIES
 
 FORMER_HOST = "former-host"
@@ -30,7 +30,7 @@ def take_over(project: ProjectDirectory, run_id: str, server: str, state: Path, 
     if not server:
         return
     _move_copy(project, run_id, state)
-    run = project.find_run(run_id)
+    run = find_run(project, run_id, say)
     manifest = run.load_manifest()
     if manifest["server"] != server and any(rank["node"] == server for rank in manifest["plan"]["ranks"]):
         run.save_manifest(with_host(manifest, server))

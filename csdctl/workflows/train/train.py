@@ -5,6 +5,7 @@ resumed from the RunSpec and manifest that it started with.
 """
 
 import dataclasses
+import os
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -18,10 +19,10 @@ from csdctl.notify import Say
 from csdctl.placement.equation1 import steps_per_epoch
 from csdctl.reporting.privacy import check_accountant
 from csdctl.reporting.results import RunSummary, read_results
-from csdctl.runs.directory import NEW_RUN, Manifest, ProjectDirectory, RunDirectory
+from csdctl.runs.directory import NEW_RUN, Manifest, ProjectDirectory, RunDirectory, find_run
 from csdctl.transport.commands import find_state_directory
 from csdctl.tuning.plan import FEATURES, SPLIT, Plan, load_plan
-from csdctl.worker.protocol.events import EARLY_STOPPING, Event, Finished, Joined
+from csdctl.worker.protocol.events import EARLY_STOPPING, CheckpointSaved, Finished, Joined
 from csdctl.worker.protocol.features import KERAS, LITERT, FeatureOptions
 from csdctl.worker.protocol.json_codec import SCHEMA, to_json
 from csdctl.worker.protocol.recipe import Noise
@@ -46,12 +47,17 @@ from csdctl.workflows.train.takeover import take_over
 from csdctl.workflows.workspace.workspace import Workspace, open_workspace
 
 
+def find_started(project: ProjectDirectory, run_id: str, say: Say) -> RunDirectory:
+    """Return a run as `find_run`, but the latest one that has started its ranks: it can be resumed."""
+    return find_run(project, run_id, say, lambda run: (run.load_manifest(), load_spec(run)))
+
+
 def find_resumable(project: ProjectDirectory, run_id: str, job: Job, fleet: Fleet, say: Say) -> RunDirectory:
     """Return the run to resume `run_id`, and report nodes that do not take part.
 
     Raises InputError for an unknown run, or the run of another job.
     """
-    run = project.find_run(run_id)
+    run = find_started(project, run_id, say)
     plan = _load_manifest(run).plan
     if plan.job != job.name:
         raise InputError(
@@ -68,17 +74,26 @@ def find_resumable(project: ProjectDirectory, run_id: str, job: Job, fleet: Flee
 
 
 def is_complete(run: RunDirectory, job: Job) -> bool:
-    """Return whether nothing is left to do: all epochs are done, or early stopping ended the run."""
-    if not run.events.exists():
-        return False
-    last: Event | None = None
-    manifest = run.load_manifest()
-    for event in run.read_events([rank["node"] for rank in manifest["plan"]["ranks"]]):
+    """Return whether nothing is left to do: all epochs are done, or early stopping ended the run.
+
+    Raises InputError for a run that has saved its state, and has none left: it would begin again.
+    """
+    last: Joined | Finished | None = None
+    has_saved = False
+    nodes = [rank.node for rank in _load_manifest(run).plan.ranks]
+    for event in run.read_events(nodes) if os.path.lexists(run.events) else ():
+        has_saved |= isinstance(event, CheckpointSaved)
         if event.rank == 0 and isinstance(event, Joined | Finished):
             last = event
-    if not isinstance(last, Finished):
-        return False
-    return last.reason == EARLY_STOPPING or (not last.reason and last.epochs >= job.recipe.epochs)
+    is_at_end = isinstance(last, Finished) and last.epochs >= job.recipe.epochs and not last.reason
+    if is_at_end or (isinstance(last, Finished) and last.reason == EARLY_STOPPING):
+        return True
+    step_file = ProjectDirectory(run.path.parents[2]).step_file(run)
+    states = run.kept_step_file, step_file, *run.path.glob("checkpoints/*.npz")
+    if has_saved and not any(map(os.path.lexists, states)):
+        problem = f"no state of run {run.run_id} is left: the checkpoints in {run.path} are gone"
+        raise InputError(problem, remedy=f"restore them from a copy, or {NEW_RUN}")
+    return False
 
 
 def resume(
@@ -316,7 +331,7 @@ def rehearse_training(request: TrainRequest, observer: RunObserver) -> Rehearsal
     """Choose plan or run and examine the machines as `run_training` does, without preparing or training."""
     find_mpirun()
     fleet = request.check_files(observer.say)
-    with open_workspace(request.directory, fleet, "train") as space:
+    with open_workspace(request.directory, fleet, "train", say=observer.say) as space:
         run = None
         if request.resume:
             run = find_resumable(space.project, request.resume, request.job, space.fleet, observer.say)

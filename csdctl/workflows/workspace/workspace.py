@@ -105,7 +105,7 @@ def open_workspace(
     if is_too_low:
         raise InputError(f"limits on this machine: {found}, expected {expected}", remedy=RAISE)
     project = ProjectDirectory(directory)
-    ledger = Ledger(project.ledger, command)
+    ledger = Ledger(project.ledger, command, say)
     with (
         contextlib.ExitStack() as after,
         open_sessions(fleet, directory=directory, on_traffic=ledger.save) as opened,

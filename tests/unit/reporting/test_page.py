@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from csdctl.notify import make_printable
 from csdctl.reporting.charts import _shares, sizes_chart
 from csdctl.reporting.page import render_page
 from csdctl.reporting.results import RunResults, read_results, summarize
@@ -40,7 +41,7 @@ MANIFEST: dict[str, Any] = {
 }
 
 
-def results(run_id: str = "20260101-000000-abcd") -> RunResults:
+def results(run_id: str = "=HYPERLINK(1)", cell: str = "=cmd()") -> RunResults:
     events: list[Event] = [
         *(Ready(rank, NODES[rank], 100, 1.0) for rank in (0, 1)),
         Joined(0, "host", 1, 1, 0, 10, 0, {"0": 60, "1": 10}, "star", 0.01),
@@ -50,7 +51,7 @@ def results(run_id: str = "20260101-000000-abcd") -> RunResults:
     for epoch in (1, 2):
         events.append(EpochEnd(1, EVIL, epoch, 10, 100, 9.0, 1.0, 10.0, "hash"))
         end = EpochEnd(0, "host", epoch, 10, 600, 6.0, 3.0, 10.0, "hash", 700, 2.0 / epoch, 0.5)
-        events.append(replace(end, metrics={EVIL: 0.5, "=cmd()": 1.0}))
+        events.append(replace(end, metrics={EVIL: 0.5, cell: 1.0}))
     builder = SeriesBuilder(NODES)
     for number, event in enumerate(events):
         builder.add(1e9 + number, event)
@@ -153,8 +154,13 @@ def test_recipe_is_shown_where_it_differs_from_its_defaults() -> None:
     assert describe_recipe(recipe) == "epochs 5; momentum 0.9; learning_rate 0.015; loss mse"
 
 
-def test_csv_has_a_row_for_each_epoch_and_no_formula() -> None:
-    rows = list(csv.reader(io.StringIO(render_csv([results(), results("b")]))))
+@pytest.mark.parametrize("end", ["", "\x1b[2J", "\u202e"])
+@pytest.mark.parametrize("begin", [*"=+-@\t\r\n"])
+def test_csv_has_a_row_for_each_epoch_and_neither_formula_nor_control_character(begin: str, end: str) -> None:
+    text = render_csv([results(cell=f"{begin}cmd(){end}"), results("b")])
+    rows = list(csv.reader(io.StringIO(text, newline="")))
     assert len(rows) == 5
-    assert "'=cmd()" in rows[0]
+    assert [row[0] for row in rows] == ["run", *["'=HYPERLINK(1)"] * 2, "b", "b"]
+    assert [name for name in rows[0] if "cmd()" in name and not name.startswith("'")] == []
+    assert make_printable(text) == text
     assert rows[1][rows[0].index("loss")] == "2.0"

@@ -56,6 +56,16 @@ class TestFindingRuns:
         with pytest.raises(InputError, match="no run"):
             project.find_run("")
 
+    def test_run_is_the_latest_after_the_clock_was_set_back(self, project: ProjectDirectory) -> None:
+        """A foreign name is no time, and nothing comes after the last time that there is."""
+        for name in ("20260101-000000-000000", "21260101-000000-000009", "99991231-235959-999999", "zzz"):
+            (project.runs / name).mkdir(parents=True)
+        started = [project.new_run().run_id for _ in range(2)]
+        assert started == ["21260101-000000-000010", "21260101-000000-000011"]
+        for name in ("99991231-235959-999999", "zzz"):
+            (project.runs / name).rmdir()
+        assert project.find_run("latest").run_id == started[-1]
+
     @pytest.mark.parametrize("run_id", ["20260101-000000-aaaa", "..", "../plans", "."])
     def test_unknown_run_is_rejected_with_the_known_runs(
         self, project: ProjectDirectory, run: RunDirectory, run_id: str
@@ -183,6 +193,16 @@ class TestEvents:
             assert log.unwritten
         log.close()
         assert list(run.read_events(NODES)) == EVENTS
+
+    def test_event_that_was_cut_is_said_and_costs_no_other(self, run: RunDirectory) -> None:
+        said: list[str] = []
+        for event, num_cut in zip(EVENTS, (20, 0, 0), strict=False):
+            log = EventLog(run, say=said.append)
+            log.append(1.0, event)
+            log.close()
+            os.truncate(run.events, run.events.stat().st_size - num_cut)
+        assert said == [f"warning: {run.events}: its last line was cut"]
+        assert list(run.read_events(NODES)) == EVENTS[1:3]
 
     def test_run_without_events_is_an_error(self, run: RunDirectory) -> None:
         with pytest.raises(InputError, match=f"run {run.run_id} has no events"):

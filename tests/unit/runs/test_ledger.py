@@ -1,10 +1,13 @@
 """The ledger: bytes sent by commands, one line for each link and traffic class."""
 
+import os
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from csdctl.errors import InputError
+from csdctl.notify import Say
 from csdctl.reporting.privacy import Flow, add_flows
 from csdctl.runs.ledger import Ledger, LedgerEntry, read_ledger
 
@@ -24,10 +27,38 @@ def test_commands_append_their_traffic_and_it_round_trips(tmp_path: Path) -> Non
     assert found == [("prepare", "", "host", "csd0", "code", 6), ("train", "r1", "host", "csd0", "code", 71)]
 
 
-def test_damaged_line_is_named(tmp_path: Path) -> None:
-    (tmp_path / "ledger.jsonl").write_text('{"time": 1}\n')
-    with pytest.raises(InputError, match="ledger.jsonl:1 is not a valid ledger entry"):
-        list(read_ledger(tmp_path / "ledger.jsonl"))
+def save(path: Path, count: int, say: Say | None = None) -> None:
+    Ledger(path, "train", say).save({("host", "csd0", "code"): count})
+
+
+@pytest.mark.parametrize("num_cut", [1, 2, 60])
+def test_line_that_was_cut_is_said_and_costs_no_other(tmp_path: Path, num_cut: int) -> None:
+    """Without its end alone, it is whole."""
+    path, said = tmp_path / "ledger.jsonl", list[str]()
+    for count in (1, 2):
+        save(path, count)
+    os.truncate(path, path.stat().st_size - num_cut)
+    save(path, 3, said.append)
+    save(path, 4, said.append)
+    assert said == [f"warning: {path}: its last line was cut"]
+    said.clear()
+    found = [entry.num_bytes for entry in read_ledger(path, said.append)]
+    assert found == ([1, 2, 3, 4] if num_cut == 1 else [1, 3, 4])
+    damaged = f"warning: {path}: lines that cannot be read: 1, the last is line 2"
+    assert [line.partition(";")[0] for line in said] == [damaged] * (num_cut > 1)
+
+
+@pytest.mark.parametrize("put", [Path.mkdir, os.mkfifo], ids=["directory", "pipe"])
+def test_ledger_that_cannot_be_used_is_said_and_ends_no_command(
+    tmp_path: Path, put: Callable[[Path], object]
+) -> None:
+    path, said = tmp_path / "ledger.jsonl", list[str]()
+    put(path)
+    save(path, 1, said.append)
+    assert list(read_ledger(path, said.append)) == []
+    assert [str(path) in line for line in said] == [True, True]
+    with pytest.raises(InputError, match=f"cannot write {path}"):
+        save(path, 1)
 
 
 def test_flows_are_sums_over_commands_of_one_run_or_of_all() -> None:

@@ -27,16 +27,27 @@ from csdctl.worker.protocol.run_spec import COPIES
 
 RUN = f"20260101-000000-{os.getpid() % 1_000_000:06d}"
 """Differs between test sessions on one machine: the ranks of a run are ended wherever they are."""
+UNFINISHED = {
+    ".csdctl/objects/89ab.npy.part": "",
+    ".csdctl/trees/.part-77": "file",
+    ".csdctl/models/.0123.k9_scxb9": "file",
+    ".csdctl/tmpabcdefgh.predict": "file",
+    ".csdctl/.known_hosts.abcdefgh": "",
+    ".csdctl/runs/1/.manifest.json.abcdefgh": "",
+    ".csdctl/runs/1/checkpoints/.step-00000001.npz.new": "",
+    ".csdctl/runs/1/part-model.keras": "",
+}
+"""What commands leave behind that are killed, and what is in it."""
 FILES = [
     ".csdctl/objects/0123.npy",
-    ".csdctl/objects/89ab.npy.part",
-    ".csdctl/trees/.part-77/file",
+    ".csdctl/runs/1/model.keras",
+    ".csdctl/emulated/nodes/a/home/.b.abcdefgh",
+    *(str(Path(path, file)) for path, file in UNFINISHED.items()),
     ".csdctl/features/a/images.npy",
     ".csdctl/predictions/b/images.npy",
     ".csdctl/data/x",
     "own/file",
 ]
-UNFINISHED = {".csdctl/objects/89ab.npy.part", ".csdctl/trees/.part-77"}
 
 
 @pytest.fixture
@@ -63,17 +74,18 @@ def test_what_is_unfinished_and_then_what_is_computed_is_found_and_removed_on_re
     session: LocalSession, home: Path
 ) -> None:
     found = clean_machine(session, sys.executable, CleanupOptions(is_ending=False))
-    assert {*found.paths} == UNFINISHED
-    assert (found.num_bytes, found.features_bytes, found.predictions_bytes) == (10, 5, 5)
+    assert {*found.paths} == {*UNFINISHED}
+    assert (found.num_bytes, found.features_bytes, found.predictions_bytes) == (5 * len(UNFINISHED), 5, 5)
     assert left(home) == {*FILES}
     removed = clean_machine(session, sys.executable, CleanupOptions(is_removing=True))
-    assert {*removed.paths} == UNFINISHED
-    assert left(home) == {name for name in FILES if ".part" not in name}
+    assert {*removed.paths} == {*UNFINISHED}
+    kept = {name for name in FILES if not name.startswith((*UNFINISHED,))}
+    assert left(home) == kept
     options = CleanupOptions(is_removing=True, is_removing_computed=True)
     removed = clean_machine(session, sys.executable, options)
     assert {*removed.paths} == {".csdctl/features", ".csdctl/predictions"}
     assert (removed.features_bytes, removed.predictions_bytes) == (0, 0)
-    assert left(home) == {".csdctl/objects/0123.npy", ".csdctl/data/x", "own/file"}
+    assert left(home) == {name for name in kept if "features" not in name and "predictions" not in name}
 
 
 def test_everything_of_csdctl_is_removed_with_the_links_to_its_trees(

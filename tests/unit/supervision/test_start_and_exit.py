@@ -1,9 +1,20 @@
 """How a run starts and ends, ranks that fail on their own, and mpirun that exits while they are alive."""
 
+from collections.abc import Callable
+
 import pytest
 
 from csdctl.errors import CsdctlError, DeadlineError, ExitCode, InputError, RunError
-from csdctl.worker.protocol.events import Event, Exited, Joined, NodeBack, NodeLost, Progress, event_to_line
+from csdctl.worker.protocol.events import (
+    Event,
+    Exited,
+    Joined,
+    NodeBack,
+    NodeLost,
+    Progress,
+    Warned,
+    event_to_line,
+)
 from tests.patience import scaled
 from tests.unit.supervision.scripted_ranks import Fleet, ScriptedRank, shell
 
@@ -22,26 +33,32 @@ def test_run_is_complete_when_all_ranks_but_absent_ones_have_reported_completion
     assert not fleet.nodes_of(NodeLost)
 
 
-def test_rank_that_finishes_but_does_not_exit_is_named(fleet: Fleet) -> None:
-    def finish_without_exiting(fleet: Fleet) -> None:
-        for rank in fleet.members():
-            rank.finish()
-        fleet.rank(0).exit(is_clean=True)
-
-    fleet.scripts[1] = finish_without_exiting
-    assert "csd0, csd1 finished but did not exit" in fleet.run_to_error().message
+def crash_at_the_very_end(rank: ScriptedRank) -> None:
+    rank.exit("rank exited with code 139", is_clean=rank.rank != 2)
 
 
 @pytest.mark.fault(55)
-def test_rank_that_crashes_after_its_completion_record_fails_the_run(fleet: Fleet) -> None:
-    def crash_at_the_very_end(fleet: Fleet) -> None:
+@pytest.mark.parametrize(
+    ("end", "problems"),
+    [
+        (crash_at_the_very_end, {"csd1": "rank exited with code 139"}),
+        (lambda rank: None, {"csd0": "rank 1 did not exit", "csd1": "rank 2 did not exit"}),
+    ],
+    ids=["crash", "no exit"],
+)
+def test_run_that_all_ranks_have_finished_is_complete_however_they_end(
+    fleet: Fleet, end: Callable[[ScriptedRank], None], problems: dict[str, str]
+) -> None:
+    def finish(fleet: Fleet) -> None:
         for rank in fleet.members():
             rank.finish()
-            rank.exit("rank exited with code 139", is_clean=rank.rank != 2)
+            end(rank) if rank.rank else rank.exit(is_clean=True)
 
-    fleet.scripts[1] = crash_at_the_very_end
-    error = fleet.run_to_error()
-    assert (error.node, error.message) == ("csd1", "rank exited with code 139")
+    fleet.scripts[1] = finish
+    fleet.run()
+    warnings = {event.node: event.message for event in fleet.events if isinstance(event, Warned)}
+    suffix = ", when it had finished its part of the run"
+    assert warnings == {node: problem + suffix for node, problem in problems.items()}
 
 
 def test_ranks_that_do_not_start_in_time_are_named(fleet: Fleet) -> None:

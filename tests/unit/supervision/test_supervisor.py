@@ -53,7 +53,7 @@ OUTCOMES: dict[Phase, dict[type[RankMessage], str]] = {
         Paused: REGROUP,
     },
     Phase.REGROUPING: {ProcessEnded: LOSS, Failed: LOSS, Misbehaved: LOSS, Ready: BACK},
-    Phase.EXITING: {ProcessEnded: END},  # it exited with an error after it had finished
+    Phase.EXITING: {},
 }
 """What is not listed leads to nothing that others notice."""
 
