@@ -49,7 +49,9 @@ ENCODED = [example(image=png(image), label=number) for number, image in enumerat
 
 
 @pytest.mark.parametrize("compression", ["", "GZIP"])
-@pytest.mark.parametrize("names", ["train-00000-of-00002 train-00001-of-00002", "a\udce9.tfrecords", "a.tfrec.gz"])
+@pytest.mark.parametrize(
+    "names", ["train-00000-of-00002 train-00001-of-00002", "a\udce9.tfrecords", "a.tfrec.gz"]
+)
 def test_encoded_images_of_all_shards_are_read_in_order(
     root: Path, spec: PrepareSpec, names: str, compression: str
 ) -> None:
