@@ -2,13 +2,12 @@
 
     make bench ARGS="-k bench_extraction"
 
-EfficientNet-Lite0 up to its last layer, pictures of random numbers at 96×96, one thread; each engine in
-processes of its own. LiteRT takes part where the package ai-edge-litert is installed. CPU time is compared:
-other programs on the machine do not count. Downloads 17 MB.
+EfficientNet-Lite0 up to its last layer, pictures of random numbers at 96×96, one thread; each
+round in a process of its own. CPU time is compared: other programs on the machine do not count. Downloads
+17 MB.
 """
 
 import hashlib
-import importlib.util
 import json
 import shutil
 import subprocess
@@ -28,15 +27,11 @@ NODE_CPU = 0.22
 BUILD = """\
 import keras, pathlib
 import efficientnet_lite0
-from csdctl.worker.compute.forward import convert
 from csdctl.worker.compute.model import save_weights
-from csdctl.worker.protocol.features import ConvertSpec
-from csdctl.worker.protocol.run_spec import Prefix
 whole = efficientnet_lite0.build()
 prefix = keras.Model(whole.input, whole.get_layer("avg_pool").output)
 pathlib.Path("prefix.json").write_text(prefix.to_json())
 save_weights(pathlib.Path("prefix.npz"), prefix.get_weights())
-convert(ConvertSpec(Prefix("prefix.json", "prefix.npz", None), "prefix.tflite"))
 """
 MEASURE = """\
 import json, pathlib, sys, time
@@ -93,10 +88,7 @@ def stored(path: Path) -> str:
     return str(target)
 
 
-@pytest.mark.parametrize("engine", ["keras", "litert"])
-def test_extraction(source: Path, tmp_path: Path, engine: str) -> None:
-    if engine == "litert" and importlib.util.find_spec("ai_edge_litert") is None:
-        pytest.skip("ai-edge-litert is not installed")
+def test_extraction(source: Path, tmp_path: Path) -> None:
     arrays = {name: str(source / f"{name}.npy") for name in ("images", "labels")}
     hashes = {
         f"{name}_sha256": hashlib.sha256(Path(path).read_bytes()).hexdigest() for name, path in arrays.items()
@@ -105,7 +97,6 @@ def test_extraction(source: Path, tmp_path: Path, engine: str) -> None:
         "architecture": stored(source / "prefix.json"),
         "weights": stored(source / "prefix.npz"),
         "input_range": None,
-        "lite": stored(source / "prefix.tflite") if engine == "litert" else "",
     }
     shares = []
     for number in range(ROUNDS):
@@ -113,10 +104,10 @@ def test_extraction(source: Path, tmp_path: Path, engine: str) -> None:
         found = run_program(MEASURE, json.dumps(spec | {"runtime": {"threads": 1}}))
         shares.append(found["forward_s"] / found["extract_s"])
         print(
-            f"\n{engine}: first batch stored after {found['first_cpu_s']:.2f} s of CPU time "
+            f"\nfirst batch stored after {found['first_cpu_s']:.2f} s of CPU time "
             f"({found['first_cpu_s'] / NODE_CPU:.1f} s at {NODE_CPU:.0%}), "
             f"{found['first_peak_bytes'] / 1e6:.0f} MB; at the end {found['peak_bytes'] / 1e6:.0f} MB; "
             f"{1e3 * found['forward_s'] / (NUM_SAMPLES - 32):.2f} ms a sample forward, "
             f"{1e3 * found['extract_s'] / (NUM_SAMPLES - 32):.2f} ms as features: {shares[-1]:.3f}"
         )
-    print(f"{engine}: forward against features, median {np.median(shares):.3f}")
+    print(f"forward against features, median {np.median(shares):.3f}")

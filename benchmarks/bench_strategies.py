@@ -26,7 +26,7 @@ from csdctl.fleet.model import keep_nodes
 from csdctl.job.model import load_job
 from csdctl.tuning.plan import load_plan
 from csdctl.worker.protocol.datasets import PrepareProgress
-from csdctl.worker.protocol.features import FeatureOptions
+from csdctl.worker.protocol.features import FLOAT32
 from csdctl.workflows.data.prepare import prepare_in
 from csdctl.workflows.train.spec import RunContext, plan_reading
 from csdctl.workflows.train.strategies import compute_features
@@ -44,7 +44,6 @@ FULL_STEPS, SKIPPED_REPORTS = 16, 4
 SPLIT_BATCH = 32
 NUM_ALONE = 2000
 CUT = "b4_add"
-LITERT = ("--feature-engine", "litert")
 JOB = """\
 model: efficientnet_lite0.py:{build}
 data:
@@ -127,12 +126,9 @@ def steady_rate(project: Path, report: dict[str, Any]) -> float:
 
 
 def test_features(project: Path) -> None:
-    features = ("--strategy", "features", *LITERT)
+    features = ("--strategy", "features")
     first, first_s = train(project, write_job(project, "frozen"), *features)
     second, second_s = train(project, write_job(project, "faster", rate=0.02), *features)
-    by_keras, keras_s = train(
-        project, write_job(project, "keras"), "--strategy", "features", "--feature-engine", "keras"
-    )
     once = write_job(project, "once", epochs=1)
     whole, whole_s = train(project, once)
     same, _ = train(project, once, *features)
@@ -144,7 +140,6 @@ def test_features(project: Path) -> None:
     full_s = start_s + EPOCHS * NUM_SAMPLES / full_rate
     print(f"\nfeatures, {EPOCHS} epochs: {first_s:.0f} s, accuracy {first['validation_accuracy']:.4f}")
     print(f"again, another rate: {second_s:.0f} s, accuracy {second['validation_accuracy']:.4f}")
-    print(f"features by Keras: {keras_s:.0f} s, accuracy {by_keras['validation_accuracy']:.4f}")
     print(f"frozen, data-parallel: an epoch {whole['training_s']:.0f} s, {EPOCHS} epochs {frozen_s:.0f} s")
     print(f"all layers, data-parallel: {full_rate:.1f} samples/s, {full_s:.0f} s")
     print(f"features {frozen_s / first_s:.1f} and {full_s / first_s:.1f} times as fast as these")
@@ -183,7 +178,7 @@ def test_features_of_public_samples(project: Path) -> None:
             (project / "plan.yaml").write_text(yaml.safe_dump(plan | changed))
             if not name.endswith("again"):
                 csdctl(project, "clean", "--computed", "--yes")
-        report, elapsed_s = train(project, job, *LITERT if trains_on_host is not None else ())
+        report, elapsed_s = train(project, job)
         taken[name] = elapsed_s
         print(f"\n{name}: {elapsed_s:.0f} s, accuracy {report['validation_accuracy']:.4f}")
     frozen_s = elapsed_s + (EPOCHS - 1) * report["training_s"]
@@ -224,7 +219,7 @@ class Watch:
         return sum(rows[-1][1] - rows[0][1] for rows in self.seen.values()) / (last_s - first_s)
 
 
-def extract_on(project: Path, public: str, sizes: dict[str, int], engine: str) -> Watch:
+def extract_on(project: Path, public: str, sizes: dict[str, int]) -> Watch:
     """Compute features of public samples, divided by the batch sizes of the machines."""
     write_job(project, "public-only", epochs=1, public=public, is_validated=False)
     ranks = [{"node": node, "batch_size": size, "threads": 1} for node, size in sizes.items()]
@@ -237,7 +232,7 @@ def extract_on(project: Path, public: str, sizes: dict[str, int], engine: str) -
     with open_workspace(project, chosen, "train", is_locking=True) as space:
         context = RunContext(job, prepare_in(space, job, watch), space, watch)
         inputs = plan_reading(load_plan(project / "plan.yaml"), context)
-        compute_features(inputs, context, FeatureOptions(engine=engine))
+        compute_features(inputs, context, FLOAT32)
     return watch
 
 
@@ -245,18 +240,17 @@ def test_extraction_together(project: Path) -> None:
     """Nodes and host at the same time, against each alone."""
     some = np.load(project / "public.npz")
     np.savez(project / "some.npz", x=some["x"][:NUM_ALONE], y=some["y"][:NUM_ALONE])
-    for engine in ("litert", "keras"):
-        host = extract_on(project, "some.npz", {"host": 64}, engine).rate_of("host")
-        node = extract_on(project, "some.npz", {"host": 0, "csd0": 14}, engine).rate_of("csd0")
-        sizes = {"host": 64} | {f"csd{number}": round(64 * node / host) for number in range(NUM_NODES)}
-        watch = extract_on(project, "public.npz", sizes, engine)
-        alone = host + NUM_NODES * node
-        each = sum(watch.rate_of(name) for name in sizes)
-        print(
-            f"\n{engine}: host alone {host:.0f}, a node alone {node:.0f} samples/s, {alone:.0f} in all; "
-            f"together {each:.0f} ({each / alone:.3f}), to the end of the last {watch.rate:.0f} "
-            f"({watch.rate / alone:.3f})"
-        )
+    host = extract_on(project, "some.npz", {"host": 64}).rate_of("host")
+    node = extract_on(project, "some.npz", {"host": 0, "csd0": 14}).rate_of("csd0")
+    sizes = {"host": 64} | {f"csd{number}": round(64 * node / host) for number in range(NUM_NODES)}
+    watch = extract_on(project, "public.npz", sizes)
+    alone = host + NUM_NODES * node
+    each = sum(watch.rate_of(name) for name in sizes)
+    print(
+        f"\nhost alone {host:.0f}, a node alone {node:.0f} samples/s, {alone:.0f} in all; "
+        f"together {each:.0f} ({each / alone:.3f}), to the end of the last {watch.rate:.0f} "
+        f"({watch.rate / alone:.3f})"
+    )
 
 
 @contextlib.contextmanager

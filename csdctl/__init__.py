@@ -15,7 +15,6 @@ __all__ = [
     "STOP",
     "CsdctlError",
     "EarlyStopping",
-    "FeatureOptions",
     "Fleet",
     "Job",
     "Limits",

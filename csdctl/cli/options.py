@@ -64,7 +64,6 @@ background = partial(typer.Option, rich_help_panel="Background and monitoring")
 """Options of one panel each."""
 Strategy = Literal["auto", "data-parallel", "features", "split"]
 Precision = Literal["float32", "float16"]
-Engine = Literal["keras", "litert"]
 Collective = Literal["auto", "star", "allreduce"]
 
 
@@ -120,9 +119,6 @@ StrategyOption = Annotated[
 CutOption = Annotated[str, strategy(metavar="LAYER", help="split: last layer that nodes compute.")]
 MicroBatchesOption = Annotated[int, strategy(min=1, help="split: micro-batches of each rank's batch.")]
 FeaturePrecisionOption = Annotated[Precision, strategy(help="features: type of stored features.")]
-FeatureEngineOption = Annotated[
-    Engine, strategy(help="features: litert needs the package ai-edge-litert on all machines.")
-]
 SkipDoctorOption = Annotated[
     bool, selection("--skip-doctor", help="Start without checking the machines first.")
 ]

@@ -47,7 +47,6 @@ REQUESTED = {
 ANSWERS = {
     "build": ("compute.model:build", "protocol.model_info:BuildRequest"),
     "augment": ("compute.user_code:try_augment", "protocol.model_info:AugmentTrial"),
-    "convert": ("compute.forward:convert", "protocol.features:ConvertSpec"),
     "sandbox-check": ("sandbox.program:check_sandbox", "protocol.sandbox:SandboxRequest"),
 }
 """Commands that need no samples: the function, the type of the request."""

@@ -80,7 +80,7 @@ class BareNode(LabNode):
         return [
             *("unshare", "--mount", "--uts", "--ipc", "--pid", "--fork", "--kill-child=KILL"),
             *("sh", "-eu", "-c", _BOOT, "boot", self.name, str(self.tree), self._opt_size),
-            "false" if self._is_emulated else "true",  # LiteRT crashes where /sys describes another processor
+            "false" if self._is_emulated else "true",  # /sys describes the processor of the host
             *("/usr/sbin/sshd", "-D", "-e"),
         ]
 

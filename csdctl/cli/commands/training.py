@@ -45,7 +45,6 @@ def train(
     ] = "auto",
     strategy: options.StrategyOption = "auto",
     feature_precision: options.FeaturePrecisionOption = "float32",
-    feature_engine: options.FeatureEngineOption = "keras",
     cut: options.CutOption = "",
     micro_batches: options.MicroBatchesOption = 4,
     checkpoint_seconds: Annotated[
@@ -81,7 +80,6 @@ def train(
     from csdctl.reporting.live_metrics import serve_metrics
     from csdctl.supervision.run_setup import Patience
     from csdctl.terminal.train import TrainingScreen, show_training_rehearsal
-    from csdctl.worker.protocol.features import FeatureOptions
     from csdctl.workflows.train.spec import TrainOptions
     from csdctl.workflows.train.train import TrainRequest, find_started
 
@@ -106,7 +104,7 @@ def train(
         collective,
         callbacks,
         strategy,
-        FeatureOptions(feature_precision, feature_engine),
+        feature_precision,
         cut,
         micro_batches,
     )

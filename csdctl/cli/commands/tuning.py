@@ -190,20 +190,19 @@ def verify(
     cut: options.CutOption = "",
     micro_batches: options.MicroBatchesOption = 4,
     feature_precision: options.FeaturePrecisionOption = "float32",
-    feature_engine: options.FeatureEngineOption = "keras",
 ) -> None:
     """Check that your fleet computes the same gradient of your model as one process."""
     from csdctl.errors import RunError
     from csdctl.terminal.prepare import PreparationScreen
     from csdctl.terminal.tune import describe_features, render_verified, verify_document
-    from csdctl.worker.protocol.features import FeatureOptions
     from csdctl.workflows.train.spec import TrainOptions
     from csdctl.workflows.train.train import TrainRequest
     from csdctl.workflows.train.verify import judge, run_verification
 
     streams = call.streams
-    features = FeatureOptions(feature_precision, feature_engine)
-    options = TrainOptions(strategy=strategy, cut=cut, num_micro_batches=micro_batches, features=features)
+    options = TrainOptions(
+        strategy=strategy, cut=cut, num_micro_batches=micro_batches, feature_precision=feature_precision
+    )
     request = TrainRequest(call.job, call.fleet, call.directory, options, plan, batch_size)
     found = run_verification(request, PreparationScreen(streams))
     verdict = judge(found.result, found.nodes, found.differences)

@@ -1,9 +1,4 @@
-"""A model run over samples, without training: what each machine computes for features and for `predict`.
-
-Features are computed by Keras or by LiteRT, which gives the same numbers but for rounding, starts in a
-quarter of a second and takes 70 MB. The host converts the part, where TensorFlow is; the machine that runs it
-needs the package ai-edge-litert alone.
-"""
+"""A model run over samples, without training: what each machine computes for features and for `predict`."""
 
 import functools
 from collections.abc import Callable, Sequence
@@ -13,14 +8,13 @@ from typing import Any
 
 import numpy as np
 
-from csdctl.worker.compute.backend import keras, load_backend, tf
+from csdctl.worker.compute.backend import keras, tf
 from csdctl.worker.compute.keras_internals import topological_nodes
 from csdctl.worker.compute.model import load
 from csdctl.worker.compute.objective import as_tensors, inputs_of
 from csdctl.worker.data.arrays import Array
-from csdctl.worker.data.file_hash import check_stored
-from csdctl.worker.process.errors import InputError, describe
-from csdctl.worker.protocol.features import SIGMOID, SOFTMAX, ConvertSpec, ResultRule
+from csdctl.worker.process.errors import InputError
+from csdctl.worker.protocol.features import SIGMOID, SOFTMAX, ResultRule
 from csdctl.worker.protocol.run_spec import HeadSpec, Prefix
 
 BATCH_SIZE = 32
@@ -29,25 +23,24 @@ BATCH_SIZE = 32
 
 @dataclass(frozen=True)
 class BatchedPass:
-    """A model that is run over samples in batches of one size, the last one padded."""
+    """A model that is run over samples in batches of `BATCH_SIZE`, the last one padded."""
 
     compute: Callable[[Array], list[Array]]
-    """Returns the outputs of a batch, each of shape (batch_size, …)."""
+    """Returns the outputs of a batch, each of shape (BATCH_SIZE, …)."""
     convert: Callable[[list[Array]], Array]
     """Makes the stored rows of them."""
-    batch_size: int = BATCH_SIZE
 
     def run(self, samples: Array) -> Array:
         """Return a row, shape (n, …), for each of `samples`, shape (n, …)."""
-        size = self.batch_size
-        parts = [self._run_batch(samples[start : start + size]) for start in range(0, len(samples), size)]
+        starts = range(0, len(samples), BATCH_SIZE)
+        parts = [self._run_batch(samples[start : start + BATCH_SIZE]) for start in starts]
         return np.concatenate(parts) if parts else self._run_batch(samples)
 
     def _run_batch(self, samples: Array) -> Array:
-        padded = np.zeros((self.batch_size, *samples.shape[1:]), samples.dtype)
+        padded = np.zeros((BATCH_SIZE, *samples.shape[1:]), samples.dtype)
         padded[: len(samples)] = samples
         outputs = self.compute(padded)
-        if any(output.shape[:1] != (self.batch_size,) for output in outputs):
+        if any(output.shape[:1] != (BATCH_SIZE,) for output in outputs):
             raise InputError(
                 "the model does not compute one row for each sample",
                 "use a model whose outputs have one row for each sample of the batch",
@@ -118,83 +111,9 @@ def _reduce(output: Array, rule: ResultRule) -> list[Array]:
     return [classes.astype(np.int32), values[np.arange(len(values)), classes].astype(np.float32)]
 
 
-PACKAGE = "ai-edge-litert"
-LITE_BATCH_SIZE = 8
-"""Samples that LiteRT computes at a time: as fast as 32 for EfficientNet-Lite0 at 96×96, in 30 MB less."""
-
-
-def lite_pass(part: Prefix, convert: Callable[[list[Array]], Array], threads: int) -> BatchedPass:
-    """Return what runs the LiteRT model of `part`.
-
-    Raises WorkerError if LiteRT is missing here, or cannot run the model.
-    """
-    check_stored(part.lite)
-    try:
-        from ai_edge_litert.interpreter import Interpreter
-    except ImportError as error:
-        raise InputError(
-            f"has no LiteRT: {describe(error)}",
-            f"install the package {PACKAGE} there, or use --feature-engine keras",
-        ) from None
-    try:
-        interpreter = Interpreter(model_path=part.lite, num_threads=threads)
-        (source,) = interpreter.get_input_details()
-        shape = [LITE_BATCH_SIZE, *source["shape"][1:].tolist()]
-        interpreter.resize_tensor_input(source["index"], shape, strict=True)
-        interpreter.allocate_tensors()
-    except (ValueError, RuntimeError) as error:
-        raise InputError(
-            f"LiteRT cannot run the model: {describe(error)}", "use --feature-engine keras"
-        ) from None
-    outputs = interpreter.get_output_details()
-
-    def compute(samples: Array) -> list[Array]:
-        interpreter.set_tensor(source["index"], scale(samples, part.input_range, source["dtype"]))
-        interpreter.invoke()
-        return [interpreter.get_tensor(output["index"]) for output in outputs]
-
-    return BatchedPass(compute, convert, LITE_BATCH_SIZE)
-
-
-def scale(values: Array, input_range: tuple[float, float] | None, dtype: Any) -> Array:
-    """Return values as the model's input, as objective.py's `scale` does with tensors."""
-    if values.dtype == np.uint8 and input_range is not None:
-        low, high = input_range
-        return values.astype(np.float32) * np.float32((high - low) / 255.0) + np.float32(low)
-    return values.astype(dtype)
-
-
-def convert(spec: ConvertSpec) -> None:
-    """Write a part of a model as a LiteRT model in float32.
-
-    Raises WorkerError, exit code 2, for a model that has operations which LiteRT does not have.
-    """
-    load_backend()
-    part = spec.part
-    model = load(Path(part.architecture), Path(part.weights), part.code)
-    try:
-        content = tf.lite.TFLiteConverter.from_keras_model(model).convert()
-    except Exception as error:  # of any of its passes
-        raise InputError(
-            f"the model's frozen part cannot be converted for LiteRT: {describe(error)}",
-            "use --feature-engine keras",
-        ) from None
-    Path(spec.output).write_bytes(content)
-
-
-def feature_pass(prefix: Prefix, threads: int, *, is_keras: bool = False) -> BatchedPass:
-    """Return what computes features: LiteRT where the prefix is there for it, unless `is_keras`.
-
-    Raises WorkerError if the prefix cannot be built here.
-    """
-    dtype = np.dtype(prefix.precision)
-
-    def as_features(outputs: list[Array]) -> Array:
-        return outputs[0].astype(dtype)
-
-    if prefix.lite and not is_keras:
-        return lite_pass(prefix, as_features, threads)
-    return forward_pass(prefix, as_features)
+def feature_pass(prefix: Prefix) -> BatchedPass:
+    """Return what computes features; raises WorkerError if the prefix cannot be built here."""
+    return forward_pass(prefix, lambda outputs: outputs[0].astype(prefix.precision))
 
 
 @functools.lru_cache(maxsize=1)  # to build it takes longer than to save it, and the best epochs do both

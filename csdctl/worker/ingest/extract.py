@@ -21,15 +21,8 @@ from pathlib import Path
 import numpy as np
 
 from csdctl.worker.compute.backend import load_backend
-from csdctl.worker.compute.forward import (
-    BATCH_SIZE,
-    LITE_BATCH_SIZE,
-    PACKAGE,
-    feature_pass,
-    forward_pass,
-    to_results,
-)
-from csdctl.worker.compute.user_code import Augmentation, import_packed
+from csdctl.worker.compute.forward import BATCH_SIZE, feature_pass, forward_pass, to_results
+from csdctl.worker.compute.user_code import Augmentation
 from csdctl.worker.data.arrays import Array, CheckedArray, dtype_from_text
 from csdctl.worker.data.file_hash import check_stored, open_regular
 from csdctl.worker.data.prepared import PreparedSamples, rows_of
@@ -57,7 +50,7 @@ def extract(
 ) -> Extracted:
     """Run the model over the samples, and store what is kept below `spec.store`; nothing if it is there.
 
-    The engine is loaded once, and only if there is something to compute. An interrupted call is resumed.
+    The model is loaded once, and only if there is something to compute. An interrupted call is resumed.
     With `spec.num_checked`, some of what is stored is computed again and compared instead. Raises WorkerError
     if samples or model cannot be read, or the disk fails.
     """
@@ -143,12 +136,11 @@ def _compute_rows(
 
 def load_computation(spec: ExtractSpec) -> Compute:
     """Return what computes the rows to store; raises WorkerError if the model cannot be built here."""
-    if spec.results or not spec.prefix.lite:
-        load_backend(spec.runtime)
+    load_backend(spec.runtime)
     if spec.results:
         forward = forward_pass(spec.prefix, lambda outputs: to_results(outputs, spec.results), spec.layer)
         return lambda samples, labels: (forward.run(samples), np.zeros((len(samples), 0), np.float32))
-    extractor = feature_pass(spec.prefix, spec.runtime.threads)
+    extractor = feature_pass(spec.prefix)
 
     def compute(samples: Array, labels: Array) -> tuple[Array, Array]:
         features = extractor.run(samples)
@@ -173,12 +165,9 @@ def load_augmentation(spec: ExtractSpec) -> Callable[[Array, Array, int, int], t
     Each sample is changed apart, and what is drawn for it depends on the data and its place there alone: an
     interrupted call goes on with the same views.
     """
-    wanted, code = spec.augmented, spec.prefix.code
+    wanted = spec.augmented
     if wanted is None:
         return lambda samples, labels, view, start: (samples, labels)
-    if code and spec.prefix.lite:  # with Keras, the model has been loaded with its code
-        check_stored(code.archive)
-        import_packed(code.archive, code.modules)
     content = f"{spec.source.images_sha256} {spec.source.start}"
     data = int.from_bytes(hashlib.sha256(content.encode()).digest()[:4])
     function = Augmentation(wanted.augment, wanted.seed)
@@ -199,13 +188,11 @@ def fingerprint_of(spec: ExtractSpec) -> str:
     for file in (prefix.architecture, prefix.weights):
         check_stored(file)
     tensorflow = ("tensorflow", "tensorflow-cpu", "tensorflow-intel", "tf-nightly")
-    packages = [(PACKAGE,)] if prefix.lite else [tensorflow, ("keras", "keras-nightly")]
-    batch_size = LITE_BATCH_SIZE if prefix.lite else BATCH_SIZE
-    files = (prefix.architecture, prefix.weights, prefix.lite, code.archive if code else "")
+    files = (prefix.architecture, prefix.weights, code.archive if code else "")
     content = [
         dataclasses.asdict(dataclasses.replace(spec.source, images="", labels="")),
         [*(Path(file).name for file in files), prefix.input_range, prefix.precision],
-        [*(_version_of(*names) for names in packages), batch_size],
+        [_version_of(*tensorflow), _version_of("keras", "keras-nightly"), BATCH_SIZE],
         # FILE.py:NAME; what it does is in the code's archive
         views and [Path(views.augment).name, views.seed, views.num_views],
         [spec.layer, *map(dataclasses.astuple, spec.results)],

@@ -11,10 +11,6 @@ FLOAT32, FLOAT16 = "float32", "float16"
 PRECISIONS = (FLOAT32, FLOAT16)
 """The types that features can be stored in."""
 
-KERAS, LITERT = "keras", "litert"
-ENGINES = (KERAS, LITERT)
-"""The engines for features: Keras, or LiteRT, which starts in a quarter of a second and takes 70 MB."""
-
 FEATURE_STORE, RESULT_STORE = ".csdctl/features", ".csdctl/predictions"
 """The directories, on each machine, of features and of results."""
 
@@ -38,24 +34,6 @@ class ResultRule:
         """The names of the fields of a result."""
         names = ("value",) if self.kind == VALUES else ("class", "probability")
         return tuple(f"{self.name}.{name}" if self.name else name for name in names)
-
-
-@dataclass(frozen=True)
-class FeatureOptions:
-    """The precision and the engine of features."""
-
-    precision: str = FLOAT32
-    """'float32' or 'float16'."""
-    engine: str = KERAS
-
-
-@dataclass(frozen=True)
-class ConvertSpec:
-    """Which model to convert for LiteRT; its inputs are what the model's are."""
-
-    part: Prefix
-    output: str
-    """The file to write."""
 
 
 @dataclass(frozen=True)

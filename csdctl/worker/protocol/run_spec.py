@@ -124,8 +124,6 @@ class Prefix:
     precision: str = "float32"
     """The type that features are stored in."""
     code: UserCode | None = None
-    lite: str = ""
-    """The same part as a LiteRT model, which is run in place of Keras' where it is computed ahead; or ''."""
 
 
 @dataclass(frozen=True)

@@ -224,10 +224,7 @@ class ModelTask:
         """Return the features of samples (n, …), as the model before the head computes them here."""
         if self._extractor is None:
             assert self.spec.head is not None
-            # Rank 0 judges what the others compute, by whatever engine: it computes with Keras.
-            self._extractor = feature_pass(
-                self.spec.head.prefix, self.me.runtime.threads, is_keras=self.is_root
-            )
+            self._extractor = feature_pass(self.spec.head.prefix)
         return self._extractor.run(samples)
 
     def share_hash(self, communicator: Communicator) -> tuple[str, list[int]]:

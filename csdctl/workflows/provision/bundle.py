@@ -5,7 +5,7 @@
 .csdctl/provision/KIND/python.tar.gz     Python itself, for nodes that have none
 
 Wheels for nodes with another processor are downloaded by a lock file with hashes. Files that no rank reads
-are left out; training, extracting, predicting and LiteRT run without them (tests/lab/test_provision.py). The
+are left out; training, extracting, and predicting run without them (tests/lab/test_provision.py). The
 same input gives the same bytes.
 """
 
@@ -56,9 +56,6 @@ _REMOVED = (
     "tensorflow/*/testdata/*",
     "*/tests/*",
     "*/test/data/*",
-    "ai_edge_litert/*Gpu*.so",
-    "ai_edge_litert/vendors/*",
-    "ai_edge_litert/tools/*",
     "mpi4py/include/*",
     "numpy/_core/include/*",
     "numpy/_core/lib/*.a",

@@ -23,7 +23,7 @@ from csdctl.shipping.store import StoredFile
 from csdctl.supervision.event_callbacks import Callback
 from csdctl.supervision.run_setup import Patience
 from csdctl.tuning.plan import DATA_PARALLEL, FEATURES, SPLIT, STRATEGIES, Plan, RankPlan
-from csdctl.worker.protocol.features import ENGINES, PRECISIONS, FeatureOptions
+from csdctl.worker.protocol.features import FLOAT32, PRECISIONS
 from csdctl.worker.protocol.orders import COLLECTIVE_NAMES
 from csdctl.worker.protocol.run_spec import DatasetSlice, RankSpec, RunSpec, SplitSpec
 from csdctl.workflows.data.files import OnDelivery, cut_shards, whole
@@ -59,8 +59,8 @@ class TrainOptions:
     """Called with every event of the run, in threads of their own."""
     strategy: str = AUTO
     """The strategy: 'data-parallel', 'features' or 'split'; 'auto' is that of the plan."""
-    features: FeatureOptions = field(default_factory=FeatureOptions)
-    """For `features`."""
+    feature_precision: str = FLOAT32
+    """For `features`: the type of stored features, 'float32' or 'float16'."""
     cut: str = ""
     """For `split`: the last layer that nodes compute."""
     num_micro_batches: int = SplitSpec.num_micro_batches
@@ -69,8 +69,7 @@ class TrainOptions:
     def __post_init__(self) -> None:
         _check_choice("collective", self.collective, COLLECTIVES)
         check_strategy(self.strategy, self.cut)
-        _check_choice("feature-precision", self.features.precision, PRECISIONS)
-        _check_choice("feature-engine", self.features.engine, ENGINES)
+        _check_choice("feature-precision", self.feature_precision, PRECISIONS)
         if self.strategy != AUTO:
             self.check_strategy_options(self.strategy)
         for name, value, least in (
@@ -90,10 +89,8 @@ class TrainOptions:
 
     def check_strategy_options(self, chosen: str) -> None:
         """Raise InputError for an option of another strategy than `chosen`."""
-        default = FeatureOptions()
         for option, value, unset, strategy in (
-            ("feature-precision", self.features.precision, default.precision, FEATURES),
-            ("feature-engine", self.features.engine, default.engine, FEATURES),
+            ("feature-precision", self.feature_precision, FLOAT32, FEATURES),
             ("micro-batches", self.num_micro_batches, SplitSpec.num_micro_batches, SPLIT),
         ):
             if value != unset and chosen != strategy:

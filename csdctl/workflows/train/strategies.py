@@ -3,10 +3,9 @@
 With `features`, each machine computes the frozen part of the model once for its own samples. Features stay on
 the machine that made them, in a cache by content. What is then trained is the model's head, with the same
 step, on fewer numbers. Where all samples are public, their features may leave the nodes, and the host trains
-the head alone: it then needs no sum, and the nodes no TensorFlow.
+the head alone: it then needs no sum.
 """
 
-import hashlib
 import math
 import tempfile
 import time
@@ -15,28 +14,23 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import ClassVar
 
-from csdctl.documents import build_atomically, save_json
 from csdctl.errors import InputError, RemoteCommandError
 from csdctl.fleet.model import HOST_NAME
 from csdctl.job.model import Job
 from csdctl.reporting.numbers import format_bytes, format_seconds
-from csdctl.shipping.store import StoredFile, hash_file, store_file
+from csdctl.shipping.store import StoredFile
 from csdctl.shipping.worker_calls import fetch_results
 from csdctl.transport.many import run_on_all, values_or_raise
 from csdctl.transport.meter import TrafficClass
-from csdctl.transport.program import Nothing, within
 from csdctl.tuning.plan import DATA_PARALLEL, FEATURES, SPLIT, Plan
 from csdctl.worker.protocol.datasets import DatasetInfo, equals
 from csdctl.worker.protocol.features import (
     FEATURE_STORE,
     FLOAT16,
     FLOAT32,
-    LITERT,
     Augmented,
-    ConvertSpec,
     Extracted,
     ExtractSpec,
-    FeatureOptions,
     Gathered,
     GatheredPart,
     GatherSpec,
@@ -56,7 +50,7 @@ from csdctl.worker.protocol.run_spec import (
     SplitSpec,
     TaskSpec,
 )
-from csdctl.workflows.data.files import BUILD_DEADLINE_S, HASHES, deploy_files, have_hashes, whole
+from csdctl.workflows.data.files import deploy_files, whole
 from csdctl.workflows.data.prepare import Prepared, check_info
 from csdctl.workflows.train.spec import RunContext, RunInputs, ShardFiles, plan_reading
 from csdctl.workflows.workspace.workspace import OnProgress, Workspace, call_machine
@@ -162,7 +156,6 @@ def find_cut(info: ModelInfo, layer: str) -> CutInfo:
 
 
 COMPUTING = "computing features"
-LITE_FILE = "prefix.tflite"
 
 
 class Features(Strategy):
@@ -170,15 +163,15 @@ class Features(Strategy):
 
     name = FEATURES
 
-    def __init__(self, options: FeatureOptions) -> None:
-        self._options = options
+    def __init__(self, precision: str) -> None:
+        self._precision = precision
         self._gathered: FeatureRun | None = None
         """The features that all machines have computed for the host, which trains alone."""
 
     def choose_ranks(self, plan: Plan, context: RunContext) -> Plan:
         """Return the plan with the host alone, if it says so and the job allows it. Raises PartialError."""
         if plan.trains_on_host:
-            plan, self._gathered = leave_to_host(plan, context, self._options)
+            plan, self._gathered = leave_to_host(plan, context, self._precision)
         return plan
 
     def build_inputs(self, inputs: RunInputs, context: RunContext) -> RunInputs:
@@ -186,18 +179,18 @@ class Features(Strategy):
 
         Raises InputError if the model has no frozen part, and PartialError naming the machines that failed.
         """
-        run = compute_features(inputs, context, self._options)
+        run = compute_features(inputs, context, self._precision)
         if self._gathered is None:
             context.observer.say(run.describe())
         made = self._gathered or run
         names = ("layer", "precision", "num_computed", "elapsed_s")
-        content = {name: getattr(made, name) for name in names} | {"engine": self._options.engine}
+        content = {name: getattr(made, name) for name in names}
         inputs.directory.save_manifest(inputs.directory.load_manifest() | {"features": content})
         return RunInputs(inputs.directory, run.spec, run.prepared, {})
 
     def build_verification(self, inputs: RunInputs, context: RunContext) -> RunInputs:
         """Return the run of the model's head, whose ranks compute the features of what they draw."""
-        run = divide(inputs.spec, context, replace(self._options, precision=FLOAT32))
+        run = divide(inputs.spec, context, FLOAT32)
         shards = {name: (*inputs.shards.get(name, ()), *run.files) for name in context.space.fleet.machines}
         return RunInputs(inputs.directory, run.spec, run.prepared, shards)
 
@@ -206,7 +199,7 @@ class Features(Strategy):
 
         Raises InputError if the model has no frozen part, and PartialError naming the machines that failed.
         """
-        run = divide(inputs.spec, context, self._options)
+        run = divide(inputs.spec, context, self._precision)
         machines = _prepare_machines(run, inputs.shards, context, lambda *_: None)
         found = run_on_all(machines, lambda machine: machine.recompute(num_rows=256))
         return values_or_raise(found, "computing stored features again")
@@ -285,7 +278,7 @@ def find_features(prepared: Prepared) -> FeatureInfo:
     return info.features
 
 
-def compute_features(inputs: RunInputs, context: RunContext, options: FeatureOptions) -> FeatureRun:
+def compute_features(inputs: RunInputs, context: RunContext, precision: str) -> FeatureRun:
     """Compute the features of all samples of a run where they are; return the run of the model's head.
 
     Raises InputError if the model has no frozen part, and PartialError naming the machines that failed.
@@ -293,7 +286,7 @@ def compute_features(inputs: RunInputs, context: RunContext, options: FeatureOpt
     began, nodes = time.monotonic(), [rank.node for rank in inputs.spec.ranks]
     find_features(context.prepared)
     with context.observer.preparing(COMPUTING, nodes) as on_progress:
-        run = divide(inputs.spec, context, options)
+        run = divide(inputs.spec, context, precision)
         machines = _prepare_machines(run, inputs.shards, context, on_progress)
         found = values_or_raise(run_on_all(machines, _Machine.extract), COMPUTING)
     ranks = tuple(found[rank.node][0] if rank.node in found else rank for rank in run.spec.ranks)
@@ -306,41 +299,20 @@ def compute_features(inputs: RunInputs, context: RunContext, options: FeatureOpt
     )
 
 
-def divide(spec: RunSpec, context: RunContext, options: FeatureOptions) -> FeatureRun:
-    """Return the run of the model's head, with its frozen part as the engine in `options` takes it.
-
-    Raises InputError if the model has no frozen part.
-    """
+def divide(spec: RunSpec, context: RunContext, precision: str) -> FeatureRun:
+    """Return the run of the model's head; raises InputError if the model has no frozen part."""
     prepared = context.prepared
     features, whole_model = find_features(prepared), prepared.model
     architecture, weights, head_architecture, head_weights = whole_model.parts
     input_range, code = prepared.recipe.input_range, whole_model.user_code
-    prefix = Prefix(architecture.path, weights.path, input_range, options.precision, code)
+    prefix = Prefix(architecture.path, weights.path, input_range, precision, code)
     files = (prepared.worker, architecture, weights, *([whole_model.code] if whole_model.code else []))
-    if options.engine == LITERT:
-        converted = _convert(prefix, prepared.worker, context.space)
-        prefix, files = replace(prefix, lite=converted.path), (*files, converted)
     head = HeadSpec(prefix, whole_model.architecture.path, whole_model.weights.path, features.head_weights)
     return FeatureRun(
         replace(spec, architecture=head_architecture.path, weights=head_weights.path, head=head),
         replace(prepared, model=replace(whole_model, architecture=head_architecture, weights=head_weights)),
         files,
     )
-
-
-def _convert(prefix: Prefix, worker: StoredFile, space: Workspace) -> StoredFile:
-    """Return the prefix as a LiteRT model, converted on the host once for each content."""
-    project = space.project
-    parts = [worker.path, prefix.architecture, prefix.weights, prefix.code.archive if prefix.code else ""]
-    key = hashlib.sha256("\n".join(Path(part).name for part in parts).encode()).hexdigest()[:16]
-    directory = project.models / f"lite-{key}"
-    if not have_hashes(directory, [LITE_FILE]):
-        with build_atomically(directory) as aside:
-            spec, patience = ConvertSpec(prefix, str(aside / LITE_FILE)), within(BUILD_DEADLINE_S)
-            doing = "converting the model for LiteRT"
-            call_machine(space, HOST_NAME, worker, "convert", spec, Nothing, doing=doing, patience=patience)
-            save_json(aside / HASHES, {LITE_FILE: hash_file(aside / LITE_FILE)})
-    return store_file(directory / LITE_FILE, project.root, TrafficClass.MODEL)
 
 
 def _prepare_machines(
@@ -472,7 +444,7 @@ def bytes_for_host(job: Job, prepared: Prepared) -> int | None:
     )
 
 
-def leave_to_host(plan: Plan, context: RunContext, options: FeatureOptions) -> tuple[Plan, FeatureRun | None]:
+def leave_to_host(plan: Plan, context: RunContext, precision: str) -> tuple[Plan, FeatureRun | None]:
     """Return the plan with which the host trains alone, and the features that were computed for it.
 
     These are None if the host has all of them. Where it cannot train alone, the plan is `plan` itself. Raises
@@ -485,12 +457,12 @@ def leave_to_host(plan: Plan, context: RunContext, options: FeatureOptions) -> t
         observer.say(f"all ranks train on their own features, not the host alone: there is {why_not}")
         return plan, None
     alone = plan.for_host_alone()
-    wanted = divide(plan_reading(alone, context).spec, context, options)
+    wanted = divide(plan_reading(alone, context).spec, context, precision)
     num_samples = context.prepared.public.num_samples
     if _gather(wanted, (), context):
         observer.say(f"features of all {num_samples:,} public samples are on the host, which trains alone")
         return alone, None
-    run = compute_features(plan_reading(plan, context), context, options)
+    run = compute_features(plan_reading(plan, context), context, precision)
     observer.say(run.describe())
     began = time.monotonic()
     with tempfile.TemporaryDirectory(".gather", dir=context.space.project.state) as directory:

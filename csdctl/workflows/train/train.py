@@ -23,7 +23,7 @@ from csdctl.runs.directory import NEW_RUN, Manifest, ProjectDirectory, RunDirect
 from csdctl.transport.commands import find_state_directory
 from csdctl.tuning.plan import FEATURES, SPLIT, Plan, load_plan
 from csdctl.worker.protocol.events import EARLY_STOPPING, CheckpointSaved, Finished, Joined
-from csdctl.worker.protocol.features import KERAS, LITERT, FeatureOptions
+from csdctl.worker.protocol.features import FLOAT32
 from csdctl.worker.protocol.json_codec import SCHEMA, to_json
 from csdctl.worker.protocol.recipe import Noise
 from csdctl.worker.protocol.run_spec import DatasetSlice, RunSpec, SplitSpec
@@ -174,8 +174,7 @@ def strategy_of(spec: RunSpec) -> Strategy:
     if spec.split:
         return Split(spec.split.cut, spec.split.num_micro_batches)
     if spec.head:
-        prefix = spec.head.prefix
-        return Features(FeatureOptions(prefix.precision, LITERT if prefix.lite else KERAS))
+        return Features(spec.head.prefix.precision)
     return Strategy()
 
 
@@ -234,14 +233,14 @@ class TrainRequest:
     def __post_init__(self) -> None:
         """Raise InputError for two sources of the batch sizes, or of the strategy, of one run."""
         plan, size, strategy = self.plan_path, self.batch_size, self.options.strategy != AUTO
-        features = self.options.features != FeatureOptions()
+        precision = self.options.feature_precision != FLOAT32
         micro_batches = self.options.num_micro_batches != SplitSpec.num_micro_batches
         why = "a run continues as it began" if self.resume else "a plan has the batch size of each rank"
         for first, other, is_given in (
             ("resume", "plan", self.resume and plan),
             ("resume", "batch-size", self.resume and size),
             ("resume", "strategy", self.resume and strategy),
-            ("resume", "feature-precision and --feature-engine", self.resume and features),
+            ("resume", "feature-precision", self.resume and precision),
             ("resume", "micro-batches", self.resume and micro_batches),
             ("plan", "batch-size", plan and size),
         ):
@@ -311,7 +310,7 @@ def choose_strategy(options: TrainOptions, plan: Plan) -> Strategy:
     if name == SPLIT:
         cut = options.cut or (plan.cut if plan.strategy == SPLIT else "")
         return Split(cut, options.num_micro_batches)
-    return Features(options.features) if name == FEATURES else Strategy()
+    return Features(options.feature_precision) if name == FEATURES else Strategy()
 
 
 @dataclass(frozen=True)

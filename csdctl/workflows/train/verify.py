@@ -129,7 +129,7 @@ def _names(nodes: Sequence[str], positions: Sequence[int]) -> str:
 
 
 FEATURE_TOLERANCE = 1e-5
-"""Maximum difference of the features of one sample, computed twice by the same engine."""
+"""Maximum difference of the features of one sample, computed twice."""
 
 
 @dataclass(frozen=True)
@@ -217,4 +217,4 @@ def verify(plan: Plan, context: RunContext, options: TrainOptions) -> Verificati
     if not judge(results[0], nodes).is_equal:
         facts = collect_all_facts(space.fleet, space.sessions)
         differences = {name: list_differences(one, facts[HOST_NAME]) for name, one in facts.items()}
-    return Verification(nodes, results[0], recomputed, options.features.precision, differences)
+    return Verification(nodes, results[0], recomputed, options.feature_precision, differences)

