@@ -43,14 +43,14 @@ def stored(tmp_path: Path) -> StoredFile:
 
 
 def send(home: Path, stored: StoredFile) -> Delivery:
-    with closing(LocalSession("csd0", home)) as session:
+    with closing(LocalSession("csd0", home, {"HOME": str(home)})) as session:
         return deliver(session, pack_payload([stored]))
 
 
 def lock(home: Path) -> None:
     fleet = Fleet((Node("csd0", "127.0.0.1", python=sys.executable),))
     with (
-        closing(LocalSession("csd0", home)) as session,
+        closing(LocalSession("csd0", home, {"HOME": str(home)})) as session,
         lock_machines({"csd0": session}, fleet, doing="tune", directory=home),
     ):
         pass
@@ -255,7 +255,7 @@ class TestStore:
         (tmp_path / "data" / "sample").write_text("x")
         function.source.write_text("print('the neighbour was here')\ndef load(path):\n    return []\n")
         spec = PrepareSpec("data", "store", function=f"{function.path}:load", is_private=True)
-        with closing(LocalSession("csd0", tmp_path)) as session:
+        with closing(LocalSession("csd0", tmp_path, {"HOME": str(tmp_path)})) as session:
             prepare = build_worker_command(sys.executable, worker.path, ["prepare"])
             done = session.run(prepare, stdin=to_json(spec).encode() + b"\n")
             assert b"has been changed since csdctl sent it" in done.stdout

@@ -83,7 +83,7 @@ def test_python_that_was_damaged_on_the_node_is_sent_again(bundle: Bundle, tmp_p
     home.mkdir()
     damaged = Path(python_directory(str(prefix), bundle.python_id))
     (damaged / "usr").mkdir(parents=True)
-    with contextlib.closing(LocalSession("csd0", home)) as session:
+    with contextlib.closing(LocalSession("csd0", home, {"HOME": str(home)})) as session:
         sent = BundleSender({KIND: bundle}, str(prefix)).send(session, machine())
     assert Path(sent.python).is_symlink()
     assert [path.name for path in damaged.iterdir()] == ["usr"]
