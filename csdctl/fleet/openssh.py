@@ -218,8 +218,7 @@ def list_notes(settings: SshSettings, defaults: SshSettings, keys: Sequence[Path
         for keyword in sorted(_IGNORED)
         if settings.get(keyword) and settings[keyword] != defaults.get(keyword)
     ]
-    stated = settings.get("identityfile", ())
-    if stated and not keys and stated != defaults.get("identityfile"):
+    if not keys and (stated := settings.get("identityfile", ())) not in ((), defaults.get("identityfile")):
         notes.append(f"IdentityFile {stated[0]} does not exist; the agent and the default keys are used")
     return notes
 

@@ -31,7 +31,6 @@ from pathlib import Path
 from typing import Any
 
 import paramiko
-from cryptography.exceptions import UnsupportedAlgorithm
 from cryptography.hazmat.primitives.serialization import SSHCertificate, load_ssh_public_identity
 from paramiko.common import OPEN_FAILED_ADMINISTRATIVELY_PROHIBITED
 
@@ -67,7 +66,7 @@ def choose_algorithms(options: paramiko.transport.SecurityOptions, known_key_typ
     Host keys of types that known_hosts has come first, as in ssh: a server may have keys of several types.
     """
     options.ciphers = [name for name in _CIPHERS if name in options.ciphers]
-    whole = [name for name in options.digests if "md5" not in name and "-96" not in name]
+    whole = (name for name in options.digests if "md5" not in name and "-96" not in name)
     options.digests = sorted(whole, key=lambda name: "-etm@" not in name)
     options.kex = [name for name in options.kex if "group-exchange" not in name]
     types = {name: "ssh-rsa" if name.startswith("rsa-sha2-") else name for name in options.key_types}
@@ -383,8 +382,8 @@ def _blob(key: paramiko.PKey) -> bytes:
 
 def _find_obstacle(key: paramiko.PKey) -> str:
     """Return why no server accepts the certificate of `key` now, or ''."""
-    text = f"{paramiko.Message(_blob(key)).get_text()} {base64.b64encode(_blob(key)).decode()}"
-    with contextlib.suppress(ValueError, UnsupportedAlgorithm):
+    with contextlib.suppress(Exception):  # kinds of keys that the parser does not know
+        text = f"{paramiko.Message(_blob(key)).get_text()} {base64.b64encode(_blob(key)).decode()}"
         found = load_ssh_public_identity(text.encode())
         if isinstance(found, SSHCertificate) and not found.valid_after <= time.time() < found.valid_before:
             end = "expired" if found.valid_before <= time.time() else "not valid yet"
@@ -418,8 +417,7 @@ def _start_transport(node: Node, deadline: Deadline, jumps: JumpHosts) -> Strict
 
 
 def _incompatible(node: Node, transport: StrictTransport, error: Exception) -> UnreachableError:
-    """Return which algorithms the server offers, and what would help."""
-    problem, remedy = f"has no compatible SSH server ({bounded(error)})", "check the port in fleet.yaml"
+    problem = f"has no compatible SSH server ({bounded(error)})"
     offer, own = paramiko.Message(transport.offer[16:]), transport.get_security_options()
     lists = [("KexAlgorithms", own.kex), ("HostKeyAlgorithms", own.key_types)]
     for keyword, known in [*lists, *[("Ciphers", own.ciphers)] * 2, ("MACs", own.digests)]:
@@ -427,9 +425,8 @@ def _incompatible(node: Node, transport: StrictTransport, error: Exception) -> U
         if offered and not {*known} & {*offered}:
             line = f"{keyword} {bounded(','.join(offered))}"
             problem += f": it has {line}; csdctl has {','.join(known)}"
-            remedy = f"write in its sshd_config: {line},{known[1]},{known[-2]}"
-            break
-    return _unreachable(node, problem, remedy)
+            return _unreachable(node, problem, f"write in its sshd_config: {line},{known[1]},{known[-2]}")
+    return _unreachable(node, problem, "check the port in fleet.yaml")
 
 
 def _authenticate(
@@ -471,8 +468,6 @@ def _authenticate(
 
 
 def _load_key(node: Node, path: Path, agent: Iterable[paramiko.PKey]) -> list[paramiko.PKey]:
-    """Return the key at `path`, alone and with the certificate beside it."""
-
     def refused(reason: str, remedy: str) -> NodeError:
         return AuthenticationError(f"the key {path} {reason}", node=node.name, remedy=remedy)
 
@@ -492,7 +487,7 @@ def _load_key(node: Node, path: Path, agent: Iterable[paramiko.PKey]) -> list[pa
     except Exception as error:  # parsers of three libraries, each with its own exceptions
         raise refused(f"is not a private key: {error}", "fix `key:` in the fleet file") from None
     alone = copy.copy(key)
-    alone.public_blob = None
+    alone.public_blob = None  # without its certificate
     return [alone, key] if key.public_blob else [key]
 
 
@@ -677,7 +672,7 @@ def channel_error(transport: StrictTransport, what: str, error: Exception, deadl
         message = f"the SSH server did not start a command within {deadline.seconds:g} s"
         return DeadlineError(message, node=transport.node)
     return RemoteCommandError(
-        f"the SSH server {what} ({bounded(error)})",
+        f"the SSH server {what} ({bounded(getattr(error, 'message', error))})",
         node=transport.node,
         remedy="check MaxSessions and ForceCommand in its sshd_config",
     )

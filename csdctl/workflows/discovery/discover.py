@@ -60,8 +60,7 @@ def fetch_keys(
 
     def fetch(node: Node) -> ShownKey:
         key_type, blob = fetch_host_key(node, jumps, connect_deadline_s=10.0)
-        keys = known.lookup(node.key_address, node.port)
-        is_new = all(key.is_revoked and key.blob != blob for key in keys)
+        is_new = all(key.is_revoked and key.blob != blob for key in known.lookup(node.key_address, node.port))
         if not is_new:
             known.check(node.name, node.key_address, node.port, key_type, blob)
         return ShownKey(node, key_type, blob, "new" if is_new else "known")
