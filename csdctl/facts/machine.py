@@ -189,7 +189,6 @@ def parse_limits(output: str) -> FactValues:
     return {
         "cpu_limit": float(min(cpus)) if cpus else None,
         "memory_limit_bytes": None if memory_bytes is None else int(memory_bytes),
-        "limits": parse_process_limits(output),
     }
 
 
@@ -385,6 +384,7 @@ MACHINE_FACTS = (
     Fact("CPU", "cat /proc/cpuinfo; lscpu", parse_cpuinfo),
     Fact("memory", "cat /proc/meminfo", parse_meminfo),
     Fact("limits", _LIMITS_SCRIPT, parse_limits),
+    Fact("processes", _LIMITS_SCRIPT, lambda text: {"limits": tuple(parse_process_limits(text).items())}),
     Fact("disk", 'df -Pk "$place"', parse_disk_free),
     Fact("NVMe drives", NVME_SCRIPT, parse_nvme),
     Fact("Python", f"\"$1\" -S -c '{_PYTHON_PROGRAM}' 2>&1", parse_python),

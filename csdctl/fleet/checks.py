@@ -120,7 +120,7 @@ def judge_network(addresses: Sequence[str] | None, network: str) -> Judgement:
 
 def _judge_limits(facts: Condition, num_nodes: int) -> Judgement:
     """Check the limits of processes. Whether CPU time is enough, only the job could tell."""
-    found, expected, is_too_low = judge_limits(facts.limits, facts.num_threads, num_nodes)
+    found, expected, is_too_low = judge_limits(dict(facts.limits), facts.num_threads, num_nodes)
     status = Status.FAIL if is_too_low else Status.WARN if found else Status.OK
     return status, found or "enough", expected, RAISE if found else ""
 
@@ -411,7 +411,8 @@ def _judge(name: str, refused: Sequence[ConnectAttempt]) -> Check:
 def check_machines(fleet: Fleet, facts: Iterable[Facts]) -> None:
     """Raise one error that lists all machines without Python, TensorFlow or MPI, and what is missing."""
     unready = {machine.name: machine for machine in facts if not is_ready(machine)}
-    remedies = [f"run {INSTALL}"] if unready.keys() - {HOST_NAME} else []
+    noexec = any(machine.noexec for machine in unready.values())
+    remedies = [REMOUNT if noexec else f"run {INSTALL}"] if unready.keys() - {HOST_NAME} else []
     if HOST_NAME in unready and (packages := _missing(unready[HOST_NAME], NEEDED)):
         where = "on the host, " if remedies else ""
         remedies.insert(0, f"{where}run: {build_install_command(packages)}")

@@ -4,7 +4,7 @@ A machine may answer anything. What its facts can be is said here, by their type
 machine or from the file.
 """
 
-from dataclasses import asdict, field
+from dataclasses import asdict
 from ipaddress import IPv4Address
 from pathlib import Path
 from typing import Annotated
@@ -68,7 +68,7 @@ class Facts:
     memory_bytes: _Memory | None = None
     memory_limit_bytes: _Memory | None = None
     memory_available_bytes: NumBytes | None = None
-    limits: Annotated[dict[_Label, NumBytes], Field(max_length=100)] = field(default_factory=dict)
+    limits: Annotated[tuple[tuple[_Label, NumBytes], ...], Field(max_length=100)] = ()
     """Limits of processes that are not unlimited, by name."""
     disk_free_bytes: NumBytes | None = None
     python_version: _Version | None = None

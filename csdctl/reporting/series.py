@@ -7,9 +7,11 @@ most MAX_POINTS of everything else.
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from operator import itemgetter
 from statistics import median
 from typing import Generic, TypeVar
 
+from csdctl.reporting.numbers import format_bytes
 from csdctl.reporting.tally import Amounts, Tally
 from csdctl.runs.stored_events import Spent
 from csdctl.worker.protocol.events import (
@@ -19,6 +21,7 @@ from csdctl.worker.protocol.events import (
     Failed,
     Finished,
     Joined,
+    LinkFailed,
     LinkLost,
     Misbehaved,
     NodeBack,
@@ -74,6 +77,7 @@ KINDS = (COMPUTE, INPUT, WAIT, COMMUNICATION, OTHER)
 evaluation, checkpoints, comparing weights."""
 MAX_POINTS = 1000
 MAX_FAULTS = 200
+WHAT = {NodeLost: "lost", Failed: "failed", LinkFailed: "all ranks connected again"}
 Point = TypeVar("Point")
 
 
@@ -124,6 +128,8 @@ class RunSeries:
     """Seconds in each interval, by rank and kind."""
     samples: tuple[list[float], ...] = ()
     """Samples in each interval, by rank."""
+    links: dict[int, tuple[float, int]] = field(default_factory=dict)
+    """By rank: seconds for which rank 0 waited longest for its link, and bytes that it carried then."""
     global_samples: list[float] = field(default_factory=list)
     """Samples of all ranks in the steps that rank 0 has reported, in each interval."""
     epochs: tuple[EpochPoint, ...] = ()
@@ -206,6 +212,8 @@ class SeriesBuilder:
         self._generation = 0
         self._stopped_at: float | None = None
         self._since_stop: list[Fault] = []
+        self.stopped_s = 0.0
+        """How long the ranks last stopped to form a group."""
 
     def add(self, time_s: float, event: Event) -> None:
         """Add an event that arrived at `time_s`, in Unix time."""
@@ -213,6 +221,10 @@ class SeriesBuilder:
         report = self.tally.add(event)
         if isinstance(event, Progress) and report:
             self._add_report(time_s, event.rank, report, event.temperature_c)
+            if event.slow_link:
+                rank, link_s, num_bytes = event.slow_link
+                before = self._series.links.get(rank, (0.0, 0))
+                self._series.links[rank] = before[0] + link_s, before[1] + num_bytes
         elif isinstance(event, EpochEnd) and report:
             self._add_report(time_s, event.rank, report, None)
             self._until_s[event.rank] = math.inf
@@ -301,14 +313,12 @@ class SeriesBuilder:
         if isinstance(event, LinkLost | Paused):
             self._stopped_at = time_s if self._stopped_at is None else self._stopped_at
             return
-        if isinstance(event, NodeLost):
-            what = f"lost: {event.message}"
+        if isinstance(event, NodeLost | Failed | LinkFailed):
+            what = f"{WHAT[type(event)]}: {event.message}"
         elif isinstance(event, Exited):
             what = f"its MPI process was killed by signal {event.code - 128}; all ranks connected again"
         elif isinstance(event, NodeBack):
             what = "back"
-        elif isinstance(event, Failed):
-            what = f"failed: {event.message}"
         elif isinstance(event, Misbehaved):
             what = f"reports rank {event.culprit}: {event.message}"
         else:
@@ -318,14 +328,18 @@ class SeriesBuilder:
             return
         fault = Fault(time_s, event.node, what)
         self._series.faults.append(fault)
-        if not isinstance(event, NodeBack) and event.rank in self._members:  # nobody waits for the others
+        if isinstance(event, NodeBack):  # the others stop for it at the end of the epoch
             self._since_stop.append(fault)
+        elif event.rank in self._members:  # nobody waits for the others
+            self._since_stop.insert(0, fault)
             self._stopped_at = time_s if self._stopped_at is None else self._stopped_at
 
     def _end_stop(self, time_s: float) -> None:
         """The ranks train again: what has happened since they stopped took this long, together."""
-        if self._since_stop and time_s >= (began := self._stopped_at or 0.0):  # else the clock was set back
-            self._since_stop[0].stopped_s = time_s - began
+        if self._stopped_at is not None and time_s >= self._stopped_at:  # else the clock was set back
+            self.stopped_s = time_s - self._stopped_at
+            for fault in self._since_stop[:1]:
+                fault.stopped_s = self.stopped_s
         self._stopped_at, self._since_stop = None, []
 
 
@@ -388,7 +402,13 @@ def find_bottleneck(series: RunSeries, *, is_now: bool = False) -> Bottleneck | 
         return None
     if shared_s > sum(lost_s.values()):
         why = f"sums took {shared_s:.1f} s per rank, more than waiting for others; larger batches need fewer"
-        return Bottleneck(None, BY_LINK, 0.0, shared_s, why)
+        slowest, (link_s, num_bytes) = max(series.links.items(), key=itemgetter(1), default=(0, (0.0, 0)))
+        if link_s < shared_s / 2:
+            return Bottleneck(None, BY_LINK, 0.0, shared_s, why)
+        share = min(1.0, shared_s * len(series.nodes) / spent)
+        why = f"it carried {format_bytes(num_bytes / link_s)}/s both ways; sums took {share:.0%} of the time"
+        since = _since(series.spent_s[0][COMMUNICATION], first) * series.interval_s
+        return Bottleneck(slowest, BY_LINK, since, shared_s, why)
     start = _since([lost if holder == rank else 0.0 for holder, lost in holders], first)
     cause, why = _cause(series, rank, start)
     return Bottleneck(rank, cause, start * series.interval_s, lost_s[rank], why)

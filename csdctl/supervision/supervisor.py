@@ -27,6 +27,7 @@ from csdctl.worker.protocol.events import (
     Failed,
     Finished,
     Joined,
+    LinkFailed,
     LinkLost,
     Misbehaved,
     NodeBack,
@@ -615,8 +616,7 @@ class Supervisor:
                 raise self._incomplete(reason)
             return None  # all members were about to finish, and no longer need links
         cause = self._find_cause(outcomes)
-        for link in filter(None, map(find_killed, outcomes)):  # mpirun numbers the members of the group
-            self._record(replace(link, rank=membership.nodes.index(link.node)))
+        self._record_lost_link(outcomes, cause)
         if cause and cause.node:
             suspects = {rank for rank in members if membership.nodes[rank] == cause.node}
         elif not membership.has_trained:
@@ -630,6 +630,16 @@ class Supervisor:
         left = sorted(membership.present(members))
         self._check_num_nodes(left)
         return left
+
+    def _record_lost_link(self, outcomes: Sequence[JobOutcome], cause: CsdctlError | None) -> None:
+        """Record whose link was lost, unless the loss of its rank is recorded."""
+        nodes = self._membership.nodes
+        ended = [link for link in map(find_killed, outcomes) if link]
+        for link in ended:  # mpirun numbers the members of the group
+            self._record(replace(link, rank=nodes.index(link.node)))
+        for rank in self._membership.present(self._group.ranks):
+            if cause and cause.node == nodes[rank] and not ended:
+                self._record(LinkFailed(rank, cause.node, cause.message.removeprefix("lost: ")))
 
     def _settle_completion(self) -> None:
         """Mark the ranks as lost that reported their completion while rank 0 was still training.

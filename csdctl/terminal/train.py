@@ -50,6 +50,7 @@ from csdctl.worker.protocol.events import (
     Exited,
     Finished,
     Joined,
+    LinkFailed,
     NodeBack,
     NodeLost,
     Progress,
@@ -112,7 +113,7 @@ class BottleneckLine:
     def __init__(self, nodes: Sequence[str]) -> None:
         """`nodes` of the ranks, in order."""
         self._nodes = nodes
-        self._series = SeriesBuilder(nodes)
+        self.series = SeriesBuilder(nodes)
         self._start_s = self._looked_at = math.nan
         self._bottleneck: Bottleneck | None = None
         self._said: tuple[int | None, str] | None = None
@@ -121,11 +122,11 @@ class BottleneckLine:
         """Add an event at `now`, in seconds; return a line if another rank, or another cause, is found."""
         if math.isnan(self._start_s):
             self._start_s = self._looked_at = now
-        self._series.add(now, event)
+        self.series.add(now, event)
         if now - self._looked_at < max(INTERVAL_S, INTERVAL_SHARE * (now - self._start_s)):
             return ""
         self._looked_at = now
-        self._bottleneck = find_bottleneck(self._series.build(), is_now=True)
+        self._bottleneck = find_bottleneck(self.series.build(), is_now=True)
         found = self._bottleneck and (self._bottleneck.rank, self._bottleneck.cause)
         if not found or found == self._said:
             return ""
@@ -210,6 +211,8 @@ class TrainingView(FleetView[RankRow]):
         if isinstance(event, Exited):
             killed = f"the MPI process of rank {event.rank} was killed by signal {event.code - 128}"
             return f"{event.node}: {killed}; all ranks connect again"
+        if isinstance(event, LinkFailed):
+            return f"{event.node}: {event.message}; all ranks connect again"
         if isinstance(event, NodeBack):
             return f"{event.node} is back and rejoins at the end of the epoch"
         if isinstance(event, Finished) and event.rank == 0 and event.reason == EARLY_STOPPING:
@@ -231,6 +234,8 @@ class TrainingView(FleetView[RankRow]):
                 lost += (
                     f"; {format_count(num_repeated, 'step')} {'are' if num_repeated > 1 else 'is'} repeated"
                 )
+            stopped_s = self._bottleneck.series.stopped_s
+            lost += f"; they stopped for {format_seconds(stopped_s)}" if stopped_s else ""
             self._print(
                 f"{len(event.batch_sizes)} ranks continue at epoch {event.epoch}, step {event.step}, "
                 f"global batch {sum(event.batch_sizes.values())}{lost}"

@@ -45,7 +45,7 @@ from csdctl.worker.group.values import (
     encode_value,
 )
 from csdctl.worker.protocol.events import TRAFFIC_NAMES, SentBytes
-from csdctl.worker.protocol.json_codec import OneOf, RankNumber
+from csdctl.worker.protocol.json_codec import OneOf, RankNumber, Seconds
 from csdctl.worker.protocol.orders import ALONE, COLLECTIVE_NAMES, STAR
 
 MAX_FAULT_CHARACTERS = 300
@@ -65,6 +65,8 @@ class Communicator:
     def __init__(self, local: Array) -> None:
         """`local`: the buffer where this rank's vector is best written; shape (n,), float32."""
         self.local = local
+        self.waits: list[tuple[int, float]] = []
+        """On rank 0 of a star: each rank that a sum has waited for, and the seconds; others clear it."""
 
     def sum(self, vector: Array, expected: ExpectedTails | None = None) -> Array:
         """Return the sum of `vector` over all ranks, bit-identical on all; valid until the next call.
@@ -168,7 +170,8 @@ class LinkCommunicator(Communicator):
             self.local[:] = vector
         chunks = next(self._next_chunks)
         bf16.pack(self.local, chunks)
-        self._request(Request.SUM, expected.pack() if expected and self.rank == 0 else b"")
+        answer = self._request(Request.SUM, expected.pack() if expected and self.rank == 0 else b"")
+        self.waits += self._read(tuple[tuple[RankNumber, Seconds], ...], answer)
         total: Array = self._vectors.total
         return bf16.unpack(total, chunks, self._unpacked) if chunks else total
 

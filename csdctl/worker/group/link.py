@@ -88,7 +88,9 @@ class _Link:
         self._channel = channel
         self._vectors = local, total
         self._collective: Collective | None = None
-        self._reported_s = 0.0
+        self._reported_s = self._waited_at = 0.0
+        self._missing_s: dict[int, float] = {}
+        """By rank, how long the latest sum has waited for it."""
         self._memory_limit = MemoryLimit(world, memoryview(local).nbytes)
         self._departures: list[Departure] = []
         self._arrivals: list[Arrival] = []
@@ -152,6 +154,9 @@ class _Link:
 
     def _on_wait(self, waited_s: float, find_missing: FindMissing) -> None:
         now = time.monotonic()
+        for rank in find_missing():
+            self._missing_s[rank] = self._missing_s.get(rank, 0.0) + min(waited_s, now - self._waited_at)
+        self._waited_at = now
         if waited_s > WAITING_INTERVAL_S and now - self._reported_s > WAITING_INTERVAL_S:
             self._reported_s = now
             self._channel.send(Answer.WAITING, json.dumps(find_missing()).encode())
@@ -168,8 +173,9 @@ class _Link:
 
     def _sum(self, content: bytearray) -> bytes:
         assert self._collective, "the rank has chosen one"
+        self._missing_s = {}
         self._collective.sum(self._on_wait, ExpectedTails.unpack(content) if content else None)
-        return b""
+        return json.dumps(list(self._missing_s.items())).encode()
 
     def _add(self, content: bytearray) -> bytes:
         assert isinstance(self._collective, Star)

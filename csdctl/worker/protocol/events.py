@@ -151,6 +151,8 @@ class Progress(Event):
     """The memory that the process holds now."""
     temperature_c: Celsius | None = None
     """The temperature of the machine's CPU; None where no sensor tells it."""
+    slow_link: tuple[RankNumber, Seconds, Count] | None = None
+    """The rank for whose link rank 0 waited longest, how long, and the bytes that passed it meanwhile."""
 
 
 @dataclass(frozen=True)
@@ -355,6 +357,13 @@ class NodeLost(Event):
 
 
 @dataclass(frozen=True)
+class LinkFailed(Event):
+    """From csdctl: the link of this rank was lost; all ranks continue, and connect again."""
+
+    message: str
+
+
+@dataclass(frozen=True)
 class NodeBack(Event):
     """From csdctl: this rank has restarted, and joins at the end of the epoch."""
 
@@ -403,11 +412,11 @@ def _cut(text: str) -> str:
 
 FROM_RANK_0 = (Rebalanced, Traffic, Verified, Evaluating, CheckpointSaved, CollectiveTimed)
 """Events that concern all ranks, or something on the host."""
-FROM_CSDCTL = (NodeLost, NodeBack)
+FROM_CSDCTL = (NodeLost, LinkFailed, NodeBack)
 FROM_MPI = (Started, MpiChecked, CollectiveTimed, Exited)
 """Events of ranks and shells that mpirun started, and of no rank of a training."""
 FIELDS_OF_RANK_0 = {
-    Progress: ("global_samples", "loss", "accuracy", "metrics"),
+    Progress: ("global_samples", "loss", "accuracy", "metrics", "slow_link"),
     EpochEnd: (
         *("global_samples", "loss", "accuracy", "metrics", "learning_rate", "num_lost", "stepped_samples"),
         *("validation_loss", "validation_accuracy", "validation_metrics", "noise_scale"),
@@ -465,6 +474,8 @@ def _ranks_in(event: Event) -> Iterable[str]:
         return event.batch_sizes
     if isinstance(event, Misbehaved):
         return [str(event.culprit)]
+    if isinstance(event, Progress):
+        return [str(event.slow_link[0])] if event.slow_link else []
     if isinstance(event, Traffic):
         return [str(rank) for row in event.sent for rank in (row.sender, row.receiver)]
     return []

@@ -338,7 +338,9 @@ class Reporter:
         """Emit an event of this rank with these further fields; may be called from any thread."""
         emit(kind(self._me.rank, self._me.node, *values, **fields))
 
-    def progress(self, position: Position, totals: StepTotals, *, is_over: bool = False) -> None:
+    def progress(
+        self, position: Position, totals: StepTotals, *, is_over: bool = False, slow_link: Any = None
+    ) -> None:
         """Report the steps since the last report; `is_over`: what came after them belongs to no step."""
         fields = totals.local_fields()
         if is_over:
@@ -346,7 +348,7 @@ class Reporter:
         fields |= {"memory_bytes": resident_bytes(), "temperature_c": self._thermometer.read_c()}
         if self._me.rank == 0:
             fields |= global_fields(totals.sums, totals.global_samples, self.metrics(totals.sums))
-        self.emit(Progress, epoch=position.epoch, step=position.step, **fields)
+        self.emit(Progress, epoch=position.epoch, step=position.step, slow_link=slow_link, **fields)
 
     def traffic(self, communicator: Communicator, generation: int, ranks: Sequence[int]) -> None:
         """Report what the ranks of the group have sent to each other; call on all ranks."""

@@ -146,13 +146,27 @@ class Train(ModelTask):
             if self._checkpointer:
                 self._checkpointer.checkpoint_if_due(progress.position)
             if time.monotonic() - self._since_report.started >= self.spec.progress_interval_s:
-                self.reporter.progress(progress.position, self._since_report)
+                slow_link = self._slowest_link(communicator)
+                self.reporter.progress(progress.position, self._since_report, slow_link=slow_link)
                 self._since_report = StepTotals()
             if step.is_stopping:
                 return STOPPED
             if max_steps is not None and progress.position.total_steps >= max_steps:
                 return MAX_STEPS
         return ""
+
+    def _slowest_link(self, communicator: Communicator) -> tuple[int, float, int] | None:
+        """Return `Progress.slow_link`; None if ranks were waited for only until they had computed."""
+        waited: dict[int, list[float]] = {}
+        for place, wait_s in communicator.waits:
+            waited.setdefault(place, []).append(wait_s)
+        communicator.waits, others_s = [], self._since_report.others_s
+        slowest = max(waited, key=lambda place: sum(waited[place]), default=0)
+        if not slowest or others_s is None or sum(waited[slowest]) <= others_s:
+            return None
+        num_bytes = 2 * communicator.local.nbytes * len(waited[slowest])  # vectors up, and sums down
+        share = self.progress.segment.shares[slowest]
+        return share.rank, round(sum(waited[slowest]) - others_s, 6), num_bytes
 
     def _run_step(self, communicator: Communicator) -> StepTotals:
         began = time.perf_counter()
