@@ -501,6 +501,7 @@ SHOWN_EVENTS = (
     events.LinkLost,
     events.NodeLost,
     events.NodeBack,
+    events.Warned,
     events.Finished,
     events.Failed,
 )

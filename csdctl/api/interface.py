@@ -25,7 +25,7 @@ import numpy as np
 import yaml
 from pydantic import InstanceOf
 
-from csdctl.documents import check_values, make_directory, save_text, write_atomically
+from csdctl.documents import check_values, load_json, make_directory, save_text, write_atomically
 from csdctl.errors import CsdctlError, InputError, RunError
 from csdctl.fleet import model as fleets
 from csdctl.job import model as jobs
@@ -524,7 +524,7 @@ def _name_arrays(parts: tuple[Any, ...], name: str) -> dict[str, np.ndarray[Any,
 def _build(run: RunDirectory) -> Any:
     """Return the model of the user's function, with all its weights; raises whatever that raises."""
     project = run.path.parents[2]
-    architecture = json.loads(run.spec.read_text())["architecture"]
+    architecture = load_json(run.spec)["architecture"]
     content = json.loads((project / architecture).read_text())
     if BUILDER not in content:
         raise ProtocolError("no function built it")

@@ -226,9 +226,8 @@ def _step_file(content: bytes, directory: Path) -> None:
 
 
 def _step_seeds() -> list[bytes]:
-    mark = struct.Struct("<qqI")
-    halves = [mark.pack(step, len(_packed()), zlib.crc32(_packed()[:4096])) + _packed() for step in (45, 44)]
-    return [b"".join(halves)]
+    heads = [struct.pack("<qq", step, len(_packed())) for step in (45, 44)]
+    return [b"".join(head + struct.pack("<I", zlib.crc32(head + _packed())) + _packed() for head in heads)]
 
 
 def _best(content: bytes, directory: Path) -> None:

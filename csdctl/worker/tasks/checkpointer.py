@@ -30,6 +30,7 @@ import numpy as np
 from csdctl.worker.compute.custom_step import AnyStep
 from csdctl.worker.compute.forward import assemble
 from csdctl.worker.data.arrays import Array, read_array_header, save_arrays
+from csdctl.worker.data.file_hash import open_regular
 from csdctl.worker.data.schedule import OwnSamples
 from csdctl.worker.process.errors import WorkerError, describe
 from csdctl.worker.process.files import (
@@ -151,7 +152,7 @@ class Checkpoints:
         save_arrays(path, {"state": packed})
         sync_directory(self.directory)
         if is_best:
-            (self.directory / "best.json").write_text(json.dumps({"checkpoint": path.name}))
+            save_atomically(self.directory / "best.json", json.dumps({"checkpoint": path.name}))
         self._remove_old()
         return path
 
@@ -172,8 +173,9 @@ class Checkpoints:
 
     def _remove_old(self) -> None:
         best = ""
-        with contextlib.suppress(OSError, ValueError, LookupError, TypeError, RecursionError):
-            best = json.loads((self.directory / "best.json").read_text())["checkpoint"]
+        unreadable = OSError, ValueError, LookupError, TypeError, RecursionError
+        with contextlib.suppress(*unreadable), open_regular(self.directory / "best.json") as file:
+            best = json.loads(file.read(4096))["checkpoint"]
         for path in sorted(self.directory.glob("step-*.npz"), reverse=True)[self.num_kept :]:
             if path.name != best:
                 _remove(path)

@@ -39,6 +39,7 @@ from csdctl.worker.protocol.events import (
     Ready,
     Traffic,
     WaitingFor,
+    Warned,
     event_to_line,
 )
 from csdctl.worker.protocol.json_codec import ProtocolError
@@ -238,6 +239,7 @@ PROGRESS = Progress(*ME, 1, 1, 1, 8, 0.1, 0.1, 0.2)
 FINISHED = Finished(*ME, 3, 30, "hash", 1)
 FAILED = Failed(*ME, "disk full")
 WAITING = WaitingFor(*ME, ("csd1",))
+WARNED = Warned(*ME, "checkpoints/step-00000072.npz is damaged")
 FIRST, SECOND = FormGroup(1, (0, 1, 2)), FormGroup(2, (0, 1))
 
 
@@ -346,6 +348,11 @@ def test_rank_may_send_much_at_once_and_then_a_limited_number_per_second() -> No
             validator.check(PROGRESS, CHARS_PER_EVENT, now=float(second))
 
 
-def test_rank_that_says_all_the_time_that_it_waits_is_refused() -> None:
-    story = [READY, FIRST, *[WAITING] * (MAX_WAITING_AT_ONCE + 1)]
-    assert refusal(story) == "WaitingFor: expected at most 1 per second"
+@pytest.mark.parametrize("event", [WAITING, WARNED], ids=lambda event: type(event).__name__)
+def test_rank_that_says_all_the_time_that_it_waits_or_warns_is_refused(event: Event) -> None:
+    story = [READY, FIRST, *[event] * (MAX_WAITING_AT_ONCE + 1)]
+    assert refusal(story) == f"{type(event).__name__}: expected at most 1 per second"
+
+
+def test_rank_warns_before_it_is_ready_and_after_it_has_finished() -> None:
+    assert refusal([WARNED, READY, WARNED, FIRST, WARNED, joined(FIRST), FINISHED, WARNED]) == ""

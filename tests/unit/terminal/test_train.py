@@ -6,7 +6,7 @@ import pytest
 
 from csdctl.terminal.train import TrainingView, describe_learning_rate, format_shards
 from csdctl.terminal.view import TRAINING, RankRow, choose_rows, describe_rest, draw_curve
-from csdctl.worker.protocol.events import Joined, LinkLost, NodeLost, Progress
+from csdctl.worker.protocol.events import EpochEnd, Joined, LinkLost, NodeLost, Progress, Warned
 from csdctl.worker.protocol.recipe import Recipe
 from csdctl.worker.protocol.run_spec import RankSpec, Runtime
 from tests.unit.runs.manifests import spec_of
@@ -69,6 +69,28 @@ def test_view_of_four_servers_sums_each_up_and_shows_the_ranks_that_matter() -> 
     first = next(index for index, line in enumerate(lines) if line.startswith("node"))
     shown = [line.split()[0] for line in lines[first + 1 :]]
     assert shown[:3] == ["host", "storage3/csd11", "storage2/csd7"]
+
+
+@pytest.mark.parametrize(
+    ("num_steps", "said"),
+    [(72, ""), (71, "; 1 step is repeated"), (48, "; 24 steps are repeated"), (0, "; 72")],
+)
+def test_group_says_how_many_steps_are_repeated_since_the_state_was_saved(num_steps: int, said: str) -> None:
+    """Those of the run so far, also when it begins again."""
+    end = EpochEnd(0, "host", 3, 72, 72, 1.0, 0.0, 1.0, "hash", 72)
+    spec, screen = spec_of(), terminal((200, 50))
+    view = TrainingView(screen, spec, 24, emulated=False, past=[end])
+    problem = "checkpoints/step-00000072.npz is damaged: empty"
+    for event in (
+        Warned(0, "host", problem, "look at the disk"),
+        Joined(0, "host", 1, 1 + num_steps // 24, 0, 24, num_steps, {"0": 8}, "star", 0.01),
+    ):
+        view.show(event)
+    text = screen.file.getvalue()  # type: ignore[attr-defined]
+    assert f"warning: host: {problem}" in text
+    assert "→ look at the disk" in text
+    assert f"global batch 8{said}" in text
+    assert ("repeated" in text) == bool(said)
 
 
 def test_more_sick_ranks_than_rows_are_named_by_state() -> None:

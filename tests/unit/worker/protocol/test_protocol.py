@@ -69,6 +69,7 @@ EVENT_EXAMPLES = [
     events.Evaluating(0, "host", 256, 10_000),
     events.EpochEnd(1, "csd0", 1, 4, 16, 0.5, 0.25, 0.8, "hash"),
     events.CheckpointSaved(0, "host", 1, 40, "step-00000040.npz", True),
+    events.Warned(0, "host", "step-00000040.npz is damaged", "look at the disk"),
     events.Joined(0, "host", 2, 1, 7, 40, 47, {"0": 32, "1": 4}, "star", 0.01, 500),
     events.LinkLost(1, "csd0", 2, 1, 7),
     events.Misbehaved(0, "host", 1, "sent 20 bytes, expected 100"),

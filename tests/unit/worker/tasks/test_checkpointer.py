@@ -1,8 +1,10 @@
 """The state of a training, saved and restored also after a process or a machine has ended."""
 
 import contextlib
+import os
+import random
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -27,6 +29,7 @@ from csdctl.worker.tasks.progress import (
     pack,
     unpack,
 )
+from tests.full_disk import full_disk
 
 OWN = [OwnSamples(5, 95), OwnSamples(20, 80)]
 SEGMENT = begin_epoch(OWN, {0: 10, 1: 7})
@@ -167,14 +170,62 @@ def test_state_that_cannot_be_written_to_its_end_leaves_the_one_before(
 
 
 @pytest.mark.parametrize("half", [0, 1])
-@pytest.mark.parametrize("place", [12, 17, StepFile._MARK.size + 60])
-def test_half_of_a_step_file_that_is_damaged_is_left_out(path: Path, half: int, place: int) -> None:
-    """In its mark, size or checksum; or in what the checksum covers."""
+@pytest.mark.parametrize("place", [0, 3, 7, 12, 17, *(StepFile._MARK.size + at for at in (60, 5000, 20_000))])
+def test_half_of_a_step_file_that_is_damaged_is_left_out_and_named(path: Path, half: int, place: int) -> None:
+    """In its mark: number, size or checksum; or anywhere in the state."""
     write_steps(path, 45, 46)
     content = bytearray(path.read_bytes())
     content[half * (len(content) // 2) + place] ^= 0x80
     path.write_bytes(content)
-    assert read_step(path) == (46 if half == 0 else 45)
+    problems: list[str] = []
+    assert step_of(StepFile(path, variables()).read(problems.append)) == (46 if half == 0 else 45)
+    assert problems == [f"{path} is damaged: state {half + 1} of 2 has another checksum"]
+
+
+def test_state_that_is_not_complete_is_no_damage(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a process that was killed at its first step, or at a later one."""
+    for steps in ((), (45,)):
+        file = write_steps(path, *steps)
+        with monkeypatch.context() as patch:
+            patch.setattr(checkpointer, "pack", lambda *_: 1 / 0)
+            with pytest.raises(ZeroDivisionError):
+                file.write(variables(), POSITION)
+        problems: list[str] = []
+        assert (StepFile(path, variables()).read(problems.append) is None) == (not steps)
+        assert problems == []
+
+
+def flip(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    for place in range(6000, len(content), 4096):
+        content[place] ^= 1
+    path.write_bytes(content)
+
+
+def in_place(put: Callable[[Path], object]) -> Callable[[Path], None]:
+    def damage(path: Path) -> None:
+        path.unlink()
+        put(path)
+
+    return damage
+
+
+def size_of(path: Path) -> int:
+    return path.stat().st_size
+
+
+DAMAGES: dict[str, Callable[[Path], object]] = {
+    "cut": lambda path: os.truncate(path, size_of(path) // 2),
+    "empty": lambda path: os.truncate(path, 0),
+    "garbage": lambda path: path.write_bytes(random.Random(1).randbytes(size_of(path))),
+    "text": lambda path: path.write_text("not a checkpoint"),
+    "NULs": lambda path: path.write_bytes(bytes(size_of(path))),
+    "longer": lambda path: os.truncate(path, size_of(path) + 1_000_000),
+    "flipped bits": flip,
+    "directory": in_place(lambda path: (path / "sub").mkdir(parents=True)),
+    "pipe": in_place(os.mkfifo),
+    "link to itself": in_place(lambda path: path.symlink_to(path.name)),
+}
 
 
 def load_newest(checkpoints: Checkpoints) -> Array | None:
@@ -195,22 +246,16 @@ class TestCheckpoints:
         assert kept == ["step-00000020.npz", "step-00000040.npz", "step-00000050.npz"]
 
     @pytest.mark.fault(53)
-    @pytest.mark.parametrize("damage", ["cut", "empty", "wrong byte", "text"])
-    def test_damaged_checkpoint_is_skipped_for_the_one_before(self, tmp_path: Path, damage: str) -> None:
+    @pytest.mark.parametrize("damage", DAMAGES)
+    def test_damaged_checkpoint_is_skipped_for_the_one_before_and_later_replaced(
+        self, tmp_path: Path, damage: str
+    ) -> None:
         assert load_newest(Checkpoints(tmp_path / "none")) is None
         checkpoints = self.save(tmp_path, [10, 20])
-        newest = tmp_path / "step-00000020.npz"
-        content = newest.read_bytes()
-        middle = len(content) // 2
-        newest.write_bytes(
-            {
-                "cut": content[:middle],
-                "empty": b"",
-                "wrong byte": content[:middle] + bytes([content[middle] ^ 1]) + content[middle + 1 :],
-                "text": b"not a checkpoint",
-            }[damage]
-        )
+        DAMAGES[damage](tmp_path / "step-00000020.npz")
         assert step_of(load_newest(checkpoints)) == 10
+        for step in (15, 20):
+            assert step_of(load_newest(self.save(tmp_path, [step]))) == step
 
     @pytest.mark.fault(52)
     def test_half_written_checkpoint_is_ignored(self, tmp_path: Path) -> None:
@@ -299,6 +344,30 @@ def test_later_one_of_step_file_and_checkpoint_is_used(run: Run) -> None:
     run.assert_continues_after(20)
 
 
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_newest_intact_state_is_used_and_what_is_damaged_is_named(
+    run: Run, capfd: pytest.CaptureFixture[str], damage: str
+) -> None:
+    """The step file first, kept in the run or in memory; then one checkpoint after the other; then none."""
+    run.train([10, 11, 20, 21], checkpoints=(10, 20))
+    files = [run.memory / "step", run.output / KEPT_STEP_FILE, *map(run.checkpoint, (20, 10))]
+    shutil.copy(files[0], files[1])
+    capfd.readouterr()
+    for number, path in enumerate(files):
+        DAMAGES[damage](path)
+        if number < 3:
+            run.assert_continues_after((21, 20, 10)[number])
+            said = capfd.readouterr().out
+            assert [str(file) in said for file in files] == [at <= number for at in range(4)]
+            assert said.count("the newest intact state is used") >= number + 1
+    with pytest.raises(
+        WorkerError, match="no checkpoint of this run can be used: they are damaged"
+    ) as raised:
+        run.start()
+    assert all(str(path) in raised.value.message for path in files)
+    assert "start a new run" in raised.value.remedy
+
+
 def test_run_of_a_rebooted_host_continues_from_the_newest_checkpoint_or_not_at_all(run: Run) -> None:
     run.train([10, 20, 25], checkpoints=(10, 20))
     run.reboot()
@@ -306,10 +375,32 @@ def test_run_of_a_rebooted_host_continues_from_the_newest_checkpoint_or_not_at_a
     any_step: Any = StateStep()
     with pytest.raises(WorkerError, match="no checkpoint of this run can be used: .*cannot be read"):
         Checkpointer(run.spec, Reporter(ME), any_step, OWN[:1])
-    for number in (10, 20):
-        run.checkpoint(number).write_bytes(b"damaged")
-    with pytest.raises(WorkerError, match="no checkpoint of this run can be used: they are damaged"):
+    shutil.rmtree(run.output / "checkpoints")
+    (run.output / "checkpoints").write_text("a file")
+    with pytest.raises(WorkerError, match=f"{run.output}/checkpoints cannot be read: Not a directory"):
         run.start()
+
+
+@pytest.mark.fault(25)
+@pytest.mark.parametrize(
+    ("name", "save"),
+    [
+        ("checkpoints", lambda found: found.checkpoint(replace(POSITION, total_steps=11))),
+        (LAST_MODEL, lambda found: found.save_model(LAST_MODEL)),
+    ],
+)
+def test_state_or_model_that_has_no_place_is_named_with_the_way_to_continue(
+    run: Run, name: str, save: Callable[[Checkpointer], object]
+) -> None:
+    """The state of the step before is kept, and the run continues from it."""
+    run.train([10], checkpoints=(10,))
+    found, step = run.start()
+    step.state = variables(11)
+    found._can_write = False
+    with full_disk(1), pytest.raises(WorkerError, match=f"cannot write {run.output}/{name}: ") as raised:
+        save(found)
+    assert f"csdctl train --resume {run.spec.run_id}" in raised.value.remedy
+    run.assert_continues_after(10)
 
 
 def test_model_is_saved_with_the_averaged_weights(run: Run) -> None:

@@ -1,9 +1,12 @@
 """Runs of a project, with their files as `csdctl train` writes them, and real processes."""
 
 import json
+import os
+import stat
 import subprocess
 import sys
 import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +15,12 @@ import pytest
 from csdctl.cli.app import run_command
 from csdctl.documents import save_json
 from csdctl.errors import DeadlineError, InputError
+from csdctl.launch.leftovers import describe_holder
 from csdctl.runs.directory import EventLog, ProjectDirectory, RunDirectory
 from csdctl.terminal.streams import Streams
 from csdctl.worker.protocol.events import EpochEnd, Event, Finished, Progress
 from csdctl.worker.protocol.json_codec import to_json
+from csdctl.worker.protocol.processes import load_stat
 from csdctl.worker.protocol.recipe import Recipe
 from csdctl.worker.protocol.run_spec import DatasetSlice
 from csdctl.workflows.runs.manage import (
@@ -29,6 +34,7 @@ from csdctl.workflows.runs.manage import (
     remove_runs,
     stop_run,
 )
+from tests.attacks.other_user import needs_root
 from tests.patience import scaled
 from tests.unit.runs.manifests import manifest_of, spec_of, write_events
 
@@ -100,7 +106,129 @@ class TestList:
         assert stderr.count(" is skipped: ") == len(skipped)
 
 
+def remove(path: Path) -> None:
+    path.unlink(missing_ok=True)
+
+
+def put_directory(path: Path) -> None:
+    remove(path)
+    path.mkdir()
+
+
+def put_pipe(path: Path) -> None:
+    remove(path)
+    os.mkfifo(path)
+
+
+def put_device(path: Path) -> None:
+    remove(path)
+    os.mknod(path, 0o600 | stat.S_IFCHR, os.makedev(1, 5))  # /dev/zero
+
+
+def put_terabyte(path: Path) -> None:
+    os.truncate(path, 1 << 40)
+
+
+DAMAGES = [put_directory, put_pipe, pytest.param(put_device, marks=needs_root), put_terabyte]
+
+
+class TestUnreadable:
+    """What one run has that cannot be read hides no other run, and blocks no command."""
+
+    @pytest.fixture(autouse=True)
+    def runs(self, project: ProjectDirectory, monkeypatch: pytest.MonkeyPatch) -> list[RunDirectory]:
+        monkeypatch.chdir(project.root)
+        return [add_run(project, END, *DONE) for _ in range(2)]
+
+    def say(self, capsys: pytest.CaptureFixture[str], *arguments: str, code: int = 0) -> tuple[str, str]:
+        """Run csdctl; return its standard output and, in one line, all that it prints."""
+        assert run_command(arguments, Streams()) == code
+        stdout, stderr = capsys.readouterr()
+        return stdout, " ".join((stdout + stderr).split())
+
+    @pytest.mark.parametrize("damage", DAMAGES)
+    @pytest.mark.parametrize("name", ["events.jsonl", "manifest.json"])
+    def test_run_is_named_and_the_others_are_listed(
+        self,
+        runs: list[RunDirectory],
+        capsys: pytest.CaptureFixture[str],
+        name: str,
+        damage: Callable[[Path], None],
+    ) -> None:
+        first, latest = runs
+        damage(latest.path / name)
+        stdout, said = self.say(capsys, "runs", "list", "--json")
+        assert [run["run_id"] for run in json.loads(stdout)["runs"]] == [first.run_id]
+        assert f"{latest.run_id} is skipped: " in said
+        assert str(latest.path / name) in said
+        assert f"csdctl runs rm {latest.run_id}" in said
+        self.say(capsys, "runs", "stop", code=2)
+        self.say(capsys, "runs", "rm", latest.run_id, "--yes")
+        assert [path.name for path in latest.path.parent.iterdir()] == [first.run_id]
+
+    @pytest.mark.parametrize("name", ["", "manifest.json"])
+    def test_latest_is_the_latest_run_that_can_be_read(
+        self,
+        project: ProjectDirectory,
+        capsys: pytest.CaptureFixture[str],
+        runs: list[RunDirectory],
+        name: str,
+    ) -> None:
+        """After a kill when the directory had just been made, and with a damaged manifest."""
+        killed = project.new_run()
+        if name:
+            (killed.path / name).write_bytes(bytes(100))
+        for command in ("report", "report --privacy", "runs logs", "runs watch"):
+            _, said = self.say(capsys, *command.split(), code=2 if command == "runs watch" else 0)
+            assert f"{killed.run_id} is skipped: " in said
+        stdout, _ = self.say(capsys, "report", "latest", "--json")
+        assert json.loads(stdout)["run_id"] == runs[-1].run_id
+        self.say(capsys, "runs", "rm", "latest", "--yes")
+        assert not killed.path.exists()
+
+    def test_directory_with_any_name_is_removed_by_it(
+        self, project: ProjectDirectory, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        (project.runs / "zzz").mkdir()
+        _, said = self.say(capsys, "runs", "list")
+        assert "csdctl runs rm zzz" in said
+        self.say(capsys, "runs", "rm", "zzz", "--yes")
+        assert not (project.runs / "zzz").exists()
+
+    @pytest.mark.parametrize("damage", DAMAGES[:3])
+    def test_log_is_named_and_the_others_are_shown(
+        self, runs: list[RunDirectory], capsys: pytest.CaptureFixture[str], damage: Callable[[Path], None]
+    ) -> None:
+        run = runs[-1]
+        run.mpirun_log.write_text("of mpirun\n")
+        damage(run.rank_log(0))
+        run.rank_log(1).write_text("of csd0\n")
+        for options in ((), ("--follow",)):
+            stdout, _ = self.say(capsys, "runs", "logs", *options)
+            _, mpirun, _, host, _, csd0 = stdout.splitlines()
+            assert (mpirun, csd0) == ("of mpirun", "of csd0")
+            assert host.startswith(f"cannot read {run.rank_log(0)}: ")
+        run.manifest.unlink()
+        assert "of csd0" in self.say(capsys, "runs", "logs", run.run_id)[0]
+
+
 class TestStop:
+    def test_process_that_does_not_train_the_run_is_not_signalled(self, project: ProjectDirectory) -> None:
+        """Whatever process.json says: it may be a copy of another run's, or come from others."""
+        run, copy = add_run(project, PROGRESS), add_run(project, PROGRESS)
+        trains = start_process(run)
+        copy.process.write_bytes(run.process.read_bytes())
+        with subprocess.Popen(["sleep", "100000"]) as other:
+            for pid in (trains.pid, other.pid):
+                started = str(load_stat(pid).start_time)  # type: ignore[union-attr]
+                holder = describe_holder("train", project.root) | {"pid": pid, "started": started}
+                save_json(copy.process, holder)
+                with pytest.raises(InputError, match=f"process {pid}.* does not train run {copy.run_id}"):
+                    stop_run(project, copy.run_id, 1.0)
+            assert (trains.poll(), other.poll()) == (None, None)
+            other.kill()
+        trains.kill()
+
     def test_process_is_interrupted_and_awaited(self, project: ProjectDirectory) -> None:
         run = add_run(project, PROGRESS)
         process = start_process(run, end_after_s=0.3)

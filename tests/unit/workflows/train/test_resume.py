@@ -16,7 +16,7 @@ from csdctl.runs.directory import LATEST, Manifest, ProjectDirectory, RunDirecto
 from csdctl.shipping.store import StoredFile
 from csdctl.transport.meter import TrafficClass
 from csdctl.worker.protocol.datasets import DatasetInfo
-from csdctl.worker.protocol.events import EARLY_STOPPING, STOPPED, Event, Finished, Joined
+from csdctl.worker.protocol.events import EARLY_STOPPING, STOPPED, CheckpointSaved, Event, Finished, Joined
 from csdctl.worker.protocol.json_codec import to_json
 from csdctl.worker.protocol.model_info import ModelInfo
 from csdctl.worker.protocol.recipe import Noise
@@ -78,6 +78,38 @@ def test_run_is_complete_when_rank_0_has_finished_all_epochs_or_stopped_early(
     run: RunDirectory, job: Job, events: list[Event], expected: bool
 ) -> None:
     assert is_complete(write_events(run, events), job) is expected
+
+
+def test_latest_run_that_has_started_its_ranks_is_resumed(
+    tmp_path: Path, run: RunDirectory, job: Job
+) -> None:
+    """A kill leaves a directory without manifest or, after minutes of computing features, without spec."""
+    run.spec.write_text(to_json(spec_of(run_id=run.run_id)))
+    project = ProjectDirectory(tmp_path)
+    killed = [project.new_run(), project.new_run()]
+    killed[0].save_manifest(manifest_of(job=job.name))
+    messages: list[str] = []
+    assert find_resumable(project, LATEST, job, FLEET, messages.append) == run
+    for one, file, message in zip(reversed(killed), ("manifest.json", "spec.json"), messages, strict=False):
+        assert f"{one.run_id} is skipped: {one.path / file} does not exist" in message
+
+
+@pytest.mark.parametrize("name", ["step.state", "checkpoints/step-00000010.npz"])
+def test_run_of_which_no_state_is_left_is_refused_unless_it_has_saved_none(
+    run: RunDirectory, job: Job, name: str
+) -> None:
+    saved = CheckpointSaved(0, "host", 1, 10, "a path")
+    write_events(run, [JOINED, saved])
+    with pytest.raises(InputError, match="no state of run .* is left") as refused:
+        is_complete(run, job)
+    assert "restore them from a copy, or start a new run" in refused.value.remedy
+    (run.path / name).parent.mkdir(exist_ok=True)
+    (run.path / name).write_bytes(b"")  # whether it is whole is looked at later
+    assert not is_complete(run, job)
+    (run.path / name).unlink()
+    assert is_complete(write_events(run, [FINISHED]), job)
+    run.events.unlink()
+    assert not is_complete(write_events(run, [JOINED]), job)
 
 
 @pytest.mark.parametrize(
