@@ -14,15 +14,13 @@ from csdctl.shipping.deliver import Delivery
 from csdctl.terminal.console import PrintableConsole
 from csdctl.terminal.streams import Streams
 from csdctl.terminal.view import DONE, SILENT, STARTING, WIDE, Columns, FleetView, Row, draw_bar, show_elapsed
-from csdctl.worker.protocol.datasets import DatasetInfo, PrepareProgress
+from csdctl.worker.protocol.datasets import DatasetInfo, PrepareProgress, list_names
 from csdctl.workflows.data.prepare import Prepared
 from csdctl.workflows.workspace.workspace import OnProgress
 
 SILENT_S = 20.0
 """Seconds without a new sample after which the row says so."""
 WORKING = "working"
-
-_SHOWN_CLASSES = 5
 
 
 @dataclass
@@ -220,9 +218,8 @@ def _remarks(info: DatasetInfo) -> list[str]:
     return remarks
 
 
-def _list(classes: "list[str] | tuple[str, ...]") -> str:
-    more = f" and {len(classes) - _SHOWN_CLASSES} more" if len(classes) > _SHOWN_CLASSES else ""
-    return f"class{'es' if len(classes) > 1 else ''} " + ", ".join(classes[:_SHOWN_CLASSES]) + more
+def _list(classes: Sequence[str]) -> str:
+    return f"class{'es' if len(classes) > 1 else ''} {list_names(classes)}"
 
 
 def prepare_document(prepared: Prepared) -> dict[str, object]:

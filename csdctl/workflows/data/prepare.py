@@ -14,6 +14,7 @@ import time
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Protocol
 
@@ -35,7 +36,7 @@ from csdctl.transport.many import run_on_all, values_or_raise
 from csdctl.transport.meter import TrafficClass
 from csdctl.transport.program import Nothing, within
 from csdctl.transport.session import Session
-from csdctl.worker.protocol.datasets import DatasetInfo, PrepareProgress, PrepareSpec
+from csdctl.worker.protocol.datasets import DatasetInfo, PrepareSpec
 from csdctl.worker.protocol.json_codec import shorten, to_json
 from csdctl.worker.protocol.model_info import AugmentTrial, ModelInfo
 from csdctl.worker.protocol.recipe import Recipe
@@ -288,9 +289,7 @@ class _Preparing:
         return values_or_raise(run_on_all(nodes, on_node), "preparing private data")
 
     def _prepare(self, name: str, machine: str, spec: PrepareSpec) -> DatasetInfo:
-        def note(_: str, progress: PrepareProgress) -> None:
-            self.on_progress(name, progress)
-
+        note = partial(self.on_progress, name)
         info = call_machine(
             self.space, machine, self.worker, "prepare", spec, DatasetInfo, note, doing=_DOING
         )

@@ -17,6 +17,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO
 from urllib.parse import quote
@@ -30,10 +31,10 @@ from csdctl.job.compatibility import LOGITS, plain_name, show_shape
 from csdctl.job.model import Job, check_keras_file, load_job
 from csdctl.reporting.results import FAILED, load_run_status, read_results
 from csdctl.runs.directory import ProjectDirectory, RunDirectory
-from csdctl.shipping.worker_calls import call_worker, fetch_results
+from csdctl.shipping.worker_calls import fetch_results
 from csdctl.transport.many import Outcome, errors_of, run_on_all, values_or_raise
 from csdctl.transport.meter import TrafficClass
-from csdctl.worker.protocol.datasets import DatasetInfo, PrepareProgress
+from csdctl.worker.protocol.datasets import DatasetInfo
 from csdctl.worker.protocol.features import (
     RESULT_STORE,
     SIGMOID,
@@ -49,8 +50,8 @@ from csdctl.worker.protocol.run_spec import Prefix
 from csdctl.workflows.data.files import SerializedModel, deploy_files, whole
 from csdctl.workflows.data.prepare import PreparationObserver, Prepared, check_info, load_prepared, prepare_in
 from csdctl.workflows.train.plan import default_runtime
-from csdctl.workflows.train.strategies import check_parts
-from csdctl.workflows.workspace.workspace import OnProgress, Workspace, open_workspace
+from csdctl.workflows.train.strategies import MAX_HEADER_BYTES, check_parts
+from csdctl.workflows.workspace.workspace import OnProgress, Workspace, call_machine, open_workspace
 
 CSV, PARQUET, NPZ = ".csv", ".parquet", ".npz"
 ROWS_AT_ONCE = 1 << 14
@@ -327,7 +328,6 @@ def check_layer(layer: str, model: SerializedModel) -> None:
 
 
 _DOING = "predicting"
-MAX_HEADER_BYTES = 1 << 16
 
 
 @dataclass
@@ -471,18 +471,17 @@ class _Prediction:
         import numpy as np
 
         request, prepared, space = self.request, self.prepared, self.space
-        session, python = space.sessions[part.machine], space.fleet.python_of(part.machine)
-        model, worker = prepared.model, prepared.worker.path
+        model = prepared.model
         whole_model = Prefix(
             model.architecture.path, model.weights.path, prepared.recipe.input_range, code=model.user_code
         )
         runtime = default_runtime(part.machine, space.fleet, space.facts)
         spec = ExtractSpec(whole(part.info), RESULT_STORE, whole_model, runtime, self.rules, request.layer)
 
-        def note(progress: PrepareProgress) -> None:
-            on_progress(part.label, progress)
-
-        extracted = call_worker(session, python, worker, "extract", spec, Extracted, note, doing=_DOING)
+        note = partial(on_progress, part.label)
+        extracted = call_machine(
+            space, part.machine, prepared.worker, "extract", spec, Extracted, note, doing=_DOING
+        )
         check_parts(extracted, 1, part.machine, _DOING)
         (info,) = extracted.parts
         check_info(info, part.machine, _DOING, may_be_empty=True)
@@ -491,8 +490,9 @@ class _Prediction:
         num_bytes = part.info.num_samples * dtype.itemsize + MAX_HEADER_BYTES
         wanted = SendSpec(Path(info.path).name, info.images_sha256, num_bytes)
         traffic = TrafficClass[request.want.upper()] if part.data == PRIVATE else TrafficClass.PUBLIC
+        session, python = space.sessions[part.machine], space.fleet.python_of(part.machine)
         with target.open("wb") as file:
-            fetch_results(session, python, worker, wanted, file, traffic, doing=_DOING)
+            fetch_results(session, python, prepared.worker.path, wanted, file, traffic, doing=_DOING)
         records = _load(target, part, dtype)
         fields = {name: records[name] for name in records.dtype.names}
         return Block(part.data, part.machine, np.arange(len(records)), fields, extracted.num_computed)

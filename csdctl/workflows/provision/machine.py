@@ -8,17 +8,15 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from csdctl.errors import NodeError, RemoteCommandError
+from csdctl.fleet.checks import MIB, MIN_GLIBC
 from csdctl.transport.session import Completed, bounded
 
 ARCHITECTURES = {"x86_64": "amd64", "aarch64": "arm64"}
 """Those that TensorFlow and Open MPI have wheels for, and Debian's name of each."""
 
-MIN_GLIBC = (2, 28)
 PYTHONS = ("3.11", "3.12", "3.13")
 SENT_PYTHON = "3.11"
 """The Python that is sent to a node without a suitable one."""
-
-MIB = 1 << 20
 
 # A Python counts if it can create virtual environments. Only the nearest existing directory has free space.
 # What an interrupted installation left is removed by the next one; wheels that arrived are not sent again.

@@ -11,6 +11,7 @@ import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import ClassVar
 
@@ -399,7 +400,7 @@ class _Machine:
             num_checked=num_checked,
             num_plain=int(self._validation is not None),
         )
-        worker, note = prepared.worker, self.on_progress
+        worker, note = prepared.worker, partial(self.on_progress, node)
         return call_machine(self.space, node, worker, "extract", spec, Extracted, note, doing=COMPUTING)
 
     def _check(self, info: DatasetInfo, num_samples: int) -> None:
@@ -508,5 +509,6 @@ def _gather(run: FeatureRun, parts: tuple[GatheredPart, ...], context: RunContex
     wanted = ExtractSpec(host.public, FEATURE_STORE, run.prefix, host.runtime)
     with context.observer.preparing(GATHERING, [HOST_NAME]) as on_progress:
         spec, worker, space = GatherSpec(wanted, run.shape, parts), run.prepared.worker, context.space
-        found = call_machine(space, HOST_NAME, worker, "gather", spec, Gathered, on_progress, doing=GATHERING)
+        note = partial(on_progress, HOST_NAME)
+        found = call_machine(space, HOST_NAME, worker, "gather", spec, Gathered, note, doing=GATHERING)
     return found.is_stored

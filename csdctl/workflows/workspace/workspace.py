@@ -71,17 +71,14 @@ def call_machine(
     command: str,
     request: object,
     response: type[ResponseT],
-    on_progress: OnProgress = lambda name, progress: None,
+    on_progress: Callable[[PrepareProgress], None] = lambda progress: None,
     *,
     doing: str,
     patience: Patience = PATIENCE,
 ) -> ResponseT:
     """Run a command of the worker on a machine of `space`; raises what `call_worker` raises."""
-    session, python = space.sessions[machine], space.fleet.python_of(machine)
-    note = partial(on_progress, machine)
-    return call_worker(
-        session, python, worker.path, command, request, response, note, doing=doing, patience=patience
-    )
+    call = partial(call_worker, space.sessions[machine], space.fleet.python_of(machine), worker.path)
+    return call(command, request, response, on_progress, doing=doing, patience=patience)
 
 
 @contextlib.contextmanager
