@@ -478,12 +478,11 @@ def parse_clock_offset(trip: ClockTrip) -> float:
 
 def measure_clock_trip(session: Session, deadline_s: float) -> ClockTrip:
     """Request the time once; raises RemoteCommandError, DeadlineError or UnreachableError."""
-    sent_s, started_s = time.time(), time.perf_counter()
     completed = session.run(("date", "+%s.%N"), deadline_s=deadline_s, needs_state=False)
-    round_trip_s = time.perf_counter() - started_s
+    sent_s = time.time() - completed.duration_s  # without the time that the login shell takes to start
     if completed.exit_code != 0:
         raise RemoteCommandError(f"`date` failed: {completed.last_error_line}", node=session.name)
-    return ClockTrip(sent_s, round_trip_s, completed.output)
+    return ClockTrip(sent_s, completed.duration_s, completed.output)
 
 
 # Free space alone does not reveal quotas, read-only file systems and missing permissions. Other users may

@@ -5,6 +5,7 @@ addresses of its own interfaces for itself. A node with such a name would never 
 on the host.
 """
 
+import contextlib
 import ipaddress
 import re
 import socket
@@ -51,6 +52,13 @@ def has_no_interface(network: str, addresses: Iterable[str]) -> bool:
 def is_checked(network: str) -> bool:
     """Return whether addresses can be checked against `network`: IPv6 networks are not checked."""
     return not network or ipaddress.ip_network(network).version == 4
+
+
+def resolve(address: str) -> str:
+    """Return the IPv4 address of a host name or address, '' without one."""
+    with contextlib.suppress(OSError):
+        return socket.gethostbyname(address)
+    return ""
 
 
 def own_names() -> frozenset[str]:

@@ -179,7 +179,8 @@ def _lock(session: Session, python: str, this_process: Holder) -> tuple[Program,
         if _is_of(holder, this_process) and holder.get("node") != session.name:
             raise InputError(
                 f"{holder.get('node', '?')} and {session.name} are one machine, with one user and home",
-                remedy="list it once in fleet.yaml, or give each name a `state` directory of its own",
+                remedy="list it once in fleet.yaml, or give each name a `state` directory of its own; two "
+                "machines with one home need different host names",
             )
         raise MachineLockedError(session.name, holder)
     except BaseException:

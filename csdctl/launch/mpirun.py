@@ -17,7 +17,7 @@ from csdctl.errors import CsdctlError, InputError
 from csdctl.fleet.checks import Status, judge_network
 from csdctl.fleet.facts import Facts
 from csdctl.fleet.model import HOST_NAME, Fleet, Level
-from csdctl.fleet.network import parse_local_addresses
+from csdctl.fleet.network import parse_local_addresses, resolve
 from csdctl.fleet.requirements import build_repair_command
 from csdctl.launch.mpi_job import REQUEST, MpiJob, host_word
 from csdctl.runs.directory import RunDirectory
@@ -135,24 +135,25 @@ class RankCommand:
 
 
 def build_mpirun_command(
-    mpirun: Path, prefix: str, network: str, ranks: Sequence[RankCommand], run_id: str
+    mpirun: Path, prefix: str, network: str, ranks: Sequence[RankCommand], run_id: str, *, has_ipv4: bool
 ) -> list[str]:
     """Return mpirun's argument list, with one application context per rank, in order of rank.
 
     AGENT is a shell script in mpirun's working directory, which gets what ssh would get: a node, and a
     command. `prefix` is the installation prefix of MPI on the nodes (their virtual environment), `network`
-    the CIDR of the interfaces that MPI may use ('' lets MPI choose).
+    the CIDR of the interfaces that MPI may use ('' lets MPI choose). `has_ipv4`: every machine has IPv4.
     """
     options = [word for option in COMMON_OPTIONS for word in option.split()]
     options += ["--prefix", prefix]
     options += ["--prtemca", "plm_ssh_agent", f"sh {AGENT}"]
     if network:
         options += ["--mca", "btl_tcp_if_include", network]
-        # An interface of an IPv4 network may have IPv6 addresses that are not routed.
+    # Machines may have IPv6 addresses that are not routed, or that others lack.
+    if network or has_ipv4:
         options += ["--mca", "btl_tcp_disable_family", "4" if ":" in network else "6"]
-        # PRRTE never uses the loopback when another interface exists, and fails when it is requested.
-        if not network.startswith("127."):
-            options += ["--prtemca", "prte_if_include", network]
+    # PRRTE never uses the loopback when another interface exists, and fails when it is requested.
+    if network and not network.startswith("127."):
+        options += ["--prtemca", "prte_if_include", network]
     # A parameter that no program reads: mpirun adds it to the command lines of its daemons.
     options += ["--prtemca", f"csdctl_run_{run_id}", "1"]
     contexts: list[str] = []
@@ -216,6 +217,9 @@ class Mpirun:
             network,
             ranks,
             run_id=self.run.run_id,
+            has_ipv4=all(
+                resolve(self.fleet.node(name).address) for name in level.machines if name != HOST_NAME
+            ),
         )
         key = "" if any(rank.node in self.obstacles for rank in ranks) else secrets.token_hex(32)
         remote = {rank.host: rank for rank in ranks if not rank.is_local}

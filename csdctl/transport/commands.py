@@ -161,7 +161,10 @@ class WrappedCommand:
     @property
     def argv(self) -> tuple[str, ...]:
         """The argument list that starts it."""
-        return ("sh", "-c", f'echo {self.token}; IFS= read -r csdctl_line; eval "$csdctl_line"')
+        # A terminal, such as the one of `script` in a ForceCommand, changes what it carries.
+        refuse = "if test -t 0; then echo standard input is a terminal: see ForceCommand of sshd; exit 1; fi"
+        begin = f'echo {self.token}; IFS= read -r csdctl_line; eval "$csdctl_line"'
+        return ("sh", "-c", f"{refuse}; {begin}")
 
     @property
     def command_line(self) -> str:
@@ -271,6 +274,7 @@ class MarkedOutput:
     MAX_PREAMBLE_BYTES = 1 << 16
 
     def __init__(self, token: str, *, max_bytes: int, keep_end: bool = False) -> None:
+        self.token = token
         self._token = token.encode()
         self._max_bytes = max_bytes
         self._keep_end = keep_end

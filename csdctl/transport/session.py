@@ -164,6 +164,7 @@ class Running:
                 if deadline.has_passed:
                     raise TimeoutError
             with contextlib.suppress(OSError):  # it has ended; its output says why
+                self._started_s = time.monotonic()
                 self.process.write_stdin(script, KILL_DEADLINE_S)
             return True
         return False
@@ -219,7 +220,7 @@ class Running:
                 remedy="create it there, or set `state:` in fleet.yaml to a directory that can be written to",
             )
         duration_s = time.monotonic() - self._started_s
-        return Completed(self.command, exit_code, self.stdout.kept, self.stderr.kept, duration_s)
+        return Completed(self.command, exit_code, self._find_output().kept, self.stderr.kept, duration_s)
 
     def kill(self) -> bool:
         """End the command's process group, if its id is known; return whether that worked."""
@@ -227,7 +228,15 @@ class Running:
         deadline = Deadline(LEFTOVER_OUTPUT_S)
         while not self.stderr.has_started and self._stderr_reader.is_alive() and not deadline.has_passed:
             self._stderr_reader.join(0.02)  # the id arrives when the command starts
-        return bool(self.stderr.group) and self.process.kill_group(self.stderr.group)
+        group = self.stderr.group or self._find_output().group
+        return bool(group) and self.process.kill_group(group)
+
+    def _find_output(self) -> MarkedOutput:
+        """Return what was kept of standard output; a start-up file may have merged it with standard error."""
+        merged = MarkedOutput(self.stdout.token, max_bytes=MAX_OUTPUT_BYTES)
+        if not self.stderr.has_started:
+            merged.feed(self.stdout.kept)
+        return merged if merged.has_started else self.stdout
 
     def deadline_error(self, deadline: Deadline, ending: str) -> DeadlineError:
         """Return the error for a `deadline` that passed; `ending` describes the state of the command."""

@@ -38,7 +38,7 @@ from csdctl.fleet.checks import (
 from csdctl.fleet.facts import Condition
 from csdctl.fleet.model import HOST_NAME, Fleet, Level, keep_nodes
 from csdctl.fleet.names import format_node_names
-from csdctl.fleet.network import addresses_in, is_checked
+from csdctl.fleet.network import addresses_in, is_checked, resolve
 from csdctl.launch.leftovers import end_run
 from csdctl.launch.mpi_job import JobOutcome, add_mpirun_traffic, add_rank_traffic, find_cause
 from csdctl.launch.mpirun import Mpirun, find_mpirun, list_peers, mpi_version
@@ -178,7 +178,7 @@ def _listen_address(name: str, level: Level, fleet: Fleet, conditions: Mapping[s
     elif name == head:  # another server, in its tunnel
         address = _nearest_address(peer, own)
     else:
-        address = _resolve(peer)
+        address = resolve(peer)
     return address if address in own else next(iter(addresses_in("", own)), "127.0.0.1")
 
 
@@ -196,12 +196,6 @@ def _nearest_address(address: str, own: Iterable[str]) -> str:
         wanted = int(ipaddress.IPv4Address(address))
         found = addresses_in("", own)
         return min(found, key=lambda one: int(ipaddress.IPv4Address(one)) ^ wanted, default="")
-    return ""
-
-
-def _resolve(address: str) -> str:
-    with contextlib.suppress(OSError):
-        return socket.gethostbyname(address)
     return ""
 
 

@@ -162,7 +162,8 @@ def _note_shared_homes(
     """Say once which nodes share a home, and with whom: prepared private data lies there."""
     new = {name: others for name, others in sharing.items() if set(others) - {*facts[name].home_shared_with}}
     for name, others in new.items():
-        say(f"{name}: shares its home with {', '.join(others)}; each has its own directory there")
+        listed = ", ".join(others)
+        say(f"{name}: shares its home with {listed}, or had this name; each name has its own directory there")
         facts[name] = replace(facts[name], home_shared_with=others)
     if new:
         with contextlib.suppress(OSError, CsdctlError):

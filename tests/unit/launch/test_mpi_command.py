@@ -21,8 +21,11 @@ RANKS = (
 )
 
 
-def build(network: str = "10.1.1.0/24", ranks: tuple[RankCommand, ...] = RANKS) -> list[str]:
-    return build_mpirun_command(Path("/venv/bin/mpirun"), "/opt/venv", network, ranks, run_id="20260101")
+def build(
+    network: str = "10.1.1.0/24", ranks: tuple[RankCommand, ...] = RANKS, *, has_ipv4: bool = True
+) -> list[str]:
+    mpirun = Path("/venv/bin/mpirun")
+    return build_mpirun_command(mpirun, "/opt/venv", network, ranks, run_id="20260101", has_ipv4=has_ipv4)
 
 
 def contexts(command: list[str]) -> list[list[str]]:
@@ -89,6 +92,16 @@ def test_network_is_passed_to_ranks_and_daemons(
     assert after(command, "btl_tcp_if_include") == of_ranks
     assert after(command, "prte_if_include") == of_daemons
     assert "" not in command
+
+
+@pytest.mark.parametrize(
+    ("network", "has_ipv4", "disabled"),
+    [("", True, "6"), ("", False, None), ("10.1.1.0/24", False, "6"), ("fd91::/64", True, "4")],
+)
+def test_ipv6_is_not_used_between_machines_that_reach_each_other_by_ipv4(
+    network: str, has_ipv4: bool, disabled: str | None
+) -> None:
+    assert after(build(network, has_ipv4=has_ipv4), "btl_tcp_disable_family") == disabled
 
 
 def test_network_that_this_host_cannot_use_is_rejected_with_its_addresses_or_a_command_that_helps() -> None:

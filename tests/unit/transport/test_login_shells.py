@@ -59,6 +59,20 @@ def test_any_bytes_arrive(name: str, arguments: list[bytes]) -> None:
     assert run_in(name, list(map(os.fsdecode, arguments)), Path("/")) == arguments
 
 
+@in_every_shell
+def test_terminal_as_standard_input_is_named(name: str) -> None:
+    wrapped = build_wrapped_command(["true"], deadline_s=50)
+    ours, theirs = os.openpty()
+    try:
+        command = [*SHELLS[name], "-c", wrapped.command_line]
+        done = subprocess.run(command, stdin=theirs, capture_output=True, text=True, check=False)
+    finally:
+        os.close(ours)
+        os.close(theirs)
+    assert (done.returncode, wrapped.token in done.stdout) == (1, False)
+    assert "standard input is a terminal" in done.stdout
+
+
 def test_shell_sees_no_character_with_a_meaning_of_its_own() -> None:
     line = build_wrapped_command(
         ["echo", *ARGUMENTS], deadline_s=5, is_users=True, setting=Setting({}, "")

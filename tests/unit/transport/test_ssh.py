@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from csdctl.errors import AuthenticationError, DeadlineError, RemoteCommandError, UnreachableError
+from csdctl.facts.machine import measure_clock_trip
 from csdctl.transport.known_hosts import KnownHosts
 from csdctl.transport.session import Deadline
 from csdctl.transport.ssh import JumpHosts, SshSession, connect, load_keys, open_transport
@@ -101,6 +102,20 @@ def test_start_up_file_that_reads_input_is_named(server: Server, ssh: SshSession
         ssh.run(["cat"], stdin=b"content")
     server.shell_prefix = "sleep 6"
     assert ssh.run(["cat"], stdin=b"content").output == "content"
+
+
+def test_start_up_file_that_merges_outputs_changes_no_output(server: Server, ssh: SshSession) -> None:
+    server.shell_prefix = "echo welcome; exec 2>&1"
+    assert ssh.run(["printf", "x"]).output == "x"
+    assert ssh.run(["true"]).output == ""
+    with pytest.raises(DeadlineError, match="it was ended"):
+        ssh.run(["sleep", "1000"], deadline_s=scaled(2))
+
+
+def test_start_of_the_login_shell_does_not_count_for_the_clock(server: Server, ssh: SshSession) -> None:
+    server.shell_prefix = "sleep 1; date +%s.%N >started"
+    trip = measure_clock_trip(ssh, scaled(30))
+    assert trip.sent_s >= float((server.home / "started").read_text())
 
 
 def test_missing_home_is_named(server: Server) -> None:
