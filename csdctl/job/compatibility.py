@@ -204,7 +204,7 @@ def _match(
 
 def _check_labels(model: ModelInfo, output: OutputInfo, data: DatasetInfo, field: str, which: str) -> None:
     """Check labels of losses that are known: of a sparse one, integers for each vector of the output."""
-    dtype, shape = data.labels[field]
+    _, shape = data.labels[field]
     found = f"the {which} has labels" + (f" of {field}" if field and output.name else "")
     is_sparse = plain_name(output.loss) == _SPARSE
     expected = output.shape[:-1] if is_sparse else output.shape
@@ -227,21 +227,27 @@ def _check_labels(model: ModelInfo, output: OutputInfo, data: DatasetInfo, field
             remedy=remedy,
         )
     if is_sparse and not output.ignores_class:
-        _check_classes(model, output, data.max_labels.get(field, data.max_label), dtype, found)
+        _check_classes(model, output, data, field, found)
 
 
-def _check_classes(model: ModelInfo, output: OutputInfo, largest: int, dtype: str, found: str) -> None:
+def _check_classes(model: ModelInfo, output: OutputInfo, data: DatasetInfo, field: str, found: str) -> None:
+    largest, dtype = data.max_labels.get(field, data.max_label), data.labels[field][0]
     if largest < 0 or dtype.startswith("float"):
+        values = f"below 0 ({dtype})"
+        if dtype.startswith("float"):
+            values = f"of type float or bool, kept as {dtype}"
         raise InputError(
-            f"loss {output.loss} needs integer labels from 0, {found} with other values",
-            remedy="number the classes from 0, or choose another recipe.loss",
+            f"loss {output.loss} needs integer labels from 0, {found} {values}",
+            remedy="number the classes from 0: y.astype('int32'); or choose another recipe.loss",
         )
     if not output.shape or 0 < output.shape[-1] <= largest:
         where = f" in {output.name}" if output.name else ""
-        raise InputError(
-            f"model {model.name} has {show_shape(output.shape)} outputs{where}, {found} up to {largest}",
-            remedy=f"give the model at least {largest + 1} outputs",
-        )
+        problem = f"model {model.name} has {show_shape(output.shape)} outputs{where}, {found} up to {largest}"
+        remedy = f"give the model at least {largest + 1} outputs"
+        if empty := list_names([name for name, count in data.class_counts.items() if not count]):
+            problem += f"; no usable samples are in {empty}"
+            remedy += f", or remove {empty}"
+        raise InputError(problem, remedy=remedy)
 
 
 def show_shape(shape: Sequence[int]) -> str:

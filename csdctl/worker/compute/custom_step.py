@@ -271,7 +271,8 @@ class CustomStep(RankStep):
                 f"{self._name} applies no gradients by a Keras optimizer",
                 "call optimizer.apply(gradients, variables) in it",
             )
-        states = self._metrics.read(weight / self._weight, self._traced.of_batches)
+        count = weight / self._weight
+        states = self._metrics.read((metric, count) for metric in self._traced.of_batches)
         found = self._own_logs(logs)
         self.log_names = list(found)
         numbers = [tf.reshape(tf.cast(value, tf.float32), [1]) * weight for value in found.values()]
@@ -307,7 +308,7 @@ class CustomStep(RankStep):
         found = self._own_logs(logs)
         missing = tf.constant(math.nan)
         numbers = [tf.reshape(tf.cast(found.get(name, missing), tf.float32), [1]) for name in self.log_names]
-        states = self._metrics.read(count, averaged)
+        states = self._metrics.read((metric, count) for metric in averaged)
         return tf.concat([*states, *(one * count for one in numbers), [count]], axis=0) * self._weight
 
     def _call(self, code: Any, samples: Any, labels: Any) -> Any:

@@ -132,7 +132,18 @@ REFUSED: list[tuple[ModelInfo, DatasetInfo, str, str]] = [
         "give the model at least 10 outputs",
     ),
     (MODEL, replace(DATA, max_label=10), "labels up to 10", "at least 11 outputs"),
-    (MODEL, NUMBERS, "needs integer labels from 0", ""),
+    (
+        MODEL,
+        NUMBERS,
+        "needs integer labels from 0, the public data has labels of type float or bool",
+        "int32",
+    ),
+    (MODEL, replace(DATA, max_label=-1), "the public data has labels below 0 (int32)", "number the classes"),
+    (
+        *(one_output((2,), SPARSE_LOSS), replace(DATA, max_label=2, class_counts={"a": 5, "b": 0, "c": 5})),
+        "has 2 outputs, the public data has labels up to 2; no usable samples are in b",
+        "at least 3 outputs, or remove b",
+    ),
     *(
         (
             *(one_output((10,), loss, activation="softmax"), ONE_HOT),
