@@ -63,6 +63,11 @@ def check_compatibility(
                 if output.loss:
                     _check_labels(model, output, data, field, which)
     _check_alike(found, needs_labels=needs_labels)
+    weightless = [which for which, data in found.items() if data.max_values.get(SAMPLE_WEIGHT) == 0]
+    evaluated = "validation data"
+    if needs_labels and (evaluated in weightless or {*found} - {evaluated} <= {*weightless}):
+        problem = f"all weights are 0 in the {' and the '.join(weightless)}"
+        raise InputError(problem, remedy="give some of the samples a weight, or leave out the weights")
     for output in outputs if needs_labels and not model.has_own_step else ():
         _check_logits(model, output)
 
@@ -158,7 +163,12 @@ def _check_inputs(model: ModelInfo, data: DatasetInfo, which: str) -> None:
                 remedy="give the arrays of the data the names of the model's inputs",
             )
         found = dict(zip(expected, found.values(), strict=True))
+    largest = dict(zip(found, (data.max_values.get(name, 0) for name in data.inputs), strict=True))
     for name, shape in expected.items():
+        if largest[name] > model.max_inputs.get(name, largest[name]):
+            problem = f"{_part(model, INPUT, name)} takes integers up to {model.max_inputs[name]}"
+            remedy = "give the input the dtype int64, or number the values from 0"
+            raise InputError(f"{problem}, the {which} has {largest[name]}", remedy=remedy)
         if not takes(shape, found[name][1]):
             raise InputError(
                 f"{_part(model, INPUT, name)} takes samples of shape {show_shape(shape)}, "
@@ -233,9 +243,7 @@ def _check_labels(model: ModelInfo, output: OutputInfo, data: DatasetInfo, field
 def _check_classes(model: ModelInfo, output: OutputInfo, data: DatasetInfo, field: str, found: str) -> None:
     largest, dtype = data.max_labels.get(field, data.max_label), data.labels[field][0]
     if largest < 0 or dtype.startswith("float"):
-        values = f"below 0 ({dtype})"
-        if dtype.startswith("float"):
-            values = f"of type float or bool, kept as {dtype}"
+        values = f"of type float or bool, kept as {dtype}" if dtype.startswith("float") else "below 0"
         raise InputError(
             f"loss {output.loss} needs integer labels from 0, {found} {values}",
             remedy="number the classes from 0: y.astype('int32'); or choose another recipe.loss",

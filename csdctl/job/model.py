@@ -67,7 +67,7 @@ class FreezeEntry(Document):
     until: Annotated[str, Field(min_length=1)]
 
 
-LossName = Annotated[str, Field(min_length=1)]
+_OneLoss = Annotated[str, Field(min_length=1)] | LossEntry
 
 
 class RecipeEntry(Document):
@@ -85,10 +85,8 @@ class RecipeEntry(Document):
     weight_decay: Weight | None = None
     ema: Annotated[float, Field(gt=0, lt=1)] | None = None
     accumulation_steps: Annotated[int, Field(ge=1, le=1 << 20)] = 1
-    # Tried in this order: {name: …} is one loss with its arguments, not that of an output called name.
-    loss: Annotated[
-        LossName | LossEntry | dict[str, LossName | LossEntry] | None, Field(union_mode="left_to_right")
-    ] = None
+    # In this order: {name: …} is one loss with its arguments, not that of an output called name.
+    loss: _OneLoss | dict[str, _OneLoss] | None = Field(None, union_mode="left_to_right")
     from_logits: bool = False
     class_weight: dict[Annotated[str, Field(pattern=r"^[0-9]{1,6}$")], Weight] = {}
     freeze: FreezeEntry | None = None

@@ -16,7 +16,7 @@ from csdctl.transport.program import Nothing, Patience, Program, ProgramEndedErr
 from csdctl.transport.session import Completed, Session
 from csdctl.worker.protocol.datasets import PrepareProgress
 from csdctl.worker.protocol.features import SendSpec
-from csdctl.worker.protocol.json_codec import DATA, RESULT
+from csdctl.worker.protocol.json_codec import DATA, RESULT, to_json
 
 ResponseT = TypeVar("ResponseT")
 
@@ -60,19 +60,12 @@ def call_worker(
     try:
         return WorkerProgram(session, argv, doing, patience).call_once(request, response, on_progress)
     except ProgramEndedError as error:
-        if (name := _users_function(request)) and error.remedy == CHECK_LOAD and error.done.exit_code != 137:
-            error.message += (
-                f"; most likely your function {name}, or a library that it uses, ended the process"
-            )
-            error.remedy = f"call {name} by itself, and fix what crashes or calls os._exit"
+        # The user's function that the command calls, if it calls one.
+        found = re.search(r'"(?:function|reference)":"[^"]*\.py:(\w+)"', to_json(request))
+        if found and error.remedy == CHECK_LOAD and error.done.exit_code != 137:
+            error.message += f"; most likely your function {found[1]}, or a library of it, ended the process"
+            error.remedy = f"call {found[1]} by itself, and fix what crashes or calls os._exit"
         raise
-
-
-def _users_function(request: object) -> str:
-    """Return the name of the user's function that a command calls; '' for none."""
-    parts = (request, getattr(request, "prepare", None), getattr(request, "spec", None))
-    named = (getattr(part, "function", "") or getattr(part, "reference", "") for part in parts)
-    return next((name.rpartition(":")[2] for name in named if ".py:" in name), "")
 
 
 def _remedy(stderr: bytes, node: str) -> str:

@@ -25,13 +25,19 @@ from csdctl.worker.compute.interception import (
     Interception,
     SumLayout,
     is_number,
-    noting_batches,
     recording,
     repeatable_draws,
-    replacing,
 )
 from csdctl.worker.compute.keras_internals import build_symbolically, find_globals
-from csdctl.worker.compute.objective import LOSS, MetricStates, as_tensors, scale, specs_of, symbolic
+from csdctl.worker.compute.objective import (
+    LOSS,
+    MetricStates,
+    as_tensors,
+    noting_batches,
+    scale,
+    specs_of,
+    symbolic,
+)
 from csdctl.worker.compute.statistics import Seeds, Snapshot
 from csdctl.worker.compute.step import RankStep, Step, Sums
 from csdctl.worker.data.arrays import Array
@@ -302,7 +308,7 @@ class CustomStep(RankStep):
     def _evaluate_graph(self, samples: Any, labels: Any) -> Any:
         self._metrics.reset()
         averaged: list[Any] = []
-        with replacing(keras.metrics.Mean, "update_state", noting_batches(averaged)):
+        with noting_batches(averaged):
             logs = self._call(self.model.test_step, samples, labels)
         count = tf.cast(tf.shape(tf.nest.flatten(samples)[0])[0], tf.float32)
         found = self._own_logs(logs)

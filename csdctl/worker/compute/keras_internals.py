@@ -84,14 +84,6 @@ def loss_trackers(model: Any) -> list[Any]:
     return list(model._compile_loss.metrics) if model._compile_loss is not None else []
 
 
-def metric_module(metric: Any) -> str:
-    """Return the module of the function whose values a metric averages; '' for other metrics.
-
-    A user's own may return one number for a batch, those of Keras do not.
-    """
-    return str(getattr(getattr(metric, "_fn", None), "__module__", ""))
-
-
 @contextlib.contextmanager
 def noting_divisors(found: dict[Any, tuple[Any, Any]]) -> Iterator[None]:
     """Note what Keras divides each loss by: unmasked elements, the sum of the weights, or samples.

@@ -8,8 +8,10 @@ that states can be summed over ranks: the result from their sum is that of one p
 """
 
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
+from unittest import mock
 
 import numpy as np
 
@@ -18,7 +20,6 @@ from csdctl.worker.compute.keras_internals import (
     compiled_loss,
     compute_loss,
     loss_trackers,
-    metric_module,
     noting_divisors,
     run_symbolically,
 )
@@ -119,12 +120,11 @@ class Objective:
         self._class_weights = _class_weights(recipe.class_weight)
         self._is_per_sample = is_per_sample
         self.signature = specs_of(example)
-        self.counts_elements = self._build()
+        self.counts_elements = False
         """Whether the loss is not divided by the number of samples, but by a number that varies."""
-        self._trackers = loss_trackers(model)
-        own = [metric for metric in model.metrics if metric.name != LOSS]
-        self._of_batches = self._find_of_batches([one for one in own if one not in self._trackers])
-        self.metrics = MetricStates(own)
+        self._of_batches: list[Any] = []
+        self._build()
+        self.metrics = MetricStates([metric for metric in model.metrics if metric.name != LOSS])
 
     def forward(self, samples: Any, labels: Any, *, training: bool) -> BatchLoss:
         """Compute loss and metrics of one batch; inside a graph."""
@@ -135,7 +135,7 @@ class Objective:
             mean, summed = mean + summed / count, None
         loss_count = count if divisor is None else divisor
         of_batches = [(one, count) for one in self._of_batches]
-        states = self.metrics.read([*of_batches, *((one, loss_count) for one in self._trackers)])
+        states = self.metrics.read([*of_batches, *((one, loss_count) for one in loss_trackers(self._model))])
         return BatchLoss(mean, summed, loss_count, count, states)
 
     def losses(self, batches: Iterable[Sequence[Array]]) -> list[tuple[float, float]]:
@@ -172,14 +172,15 @@ class Objective:
         divisors = [] if self._is_per_sample else [divisor for divisor, _ in found.values()]
         if len(divisors) > 1:
             raise InputError(
-                "the losses of this model are divided by different numbers, such as samples, unmasked "
-                "elements and the sum of the weights: they cannot be summed over ranks",
-                "use one reduction for all losses, and let masks end before the outputs (supports_masking = "
-                "False)",
+                "the losses are divided by different numbers, such as samples, unmasked elements and the sum "
+                "of the weights: they cannot be summed over ranks",
+                "use one reduction for all, and let masks end before the outputs (supports_masking = False)",
             )
         if with_metrics:
             model.compute_metrics(inputs, targets, predictions, weights)
-        return loss, divisors[0] if divisors else None
+        divisor = divisors[0] if divisors else None
+        self.counts_elements = divisor is not None
+        return loss, divisor
 
     def _add_losses(self, compiled: Any) -> tuple[Any, Any]:
         """Return the loss of compile() and of layers as Keras adds them, but whatever types they have.
@@ -236,50 +237,30 @@ class Objective:
         table = tf.constant(self._class_weights)
         return tf.gather(table, tf.clip_by_value(classes, 0, table.shape[0] - 1))
 
-    def _build(self) -> bool:
-        """Create the state of losses and metrics, which Keras does at the first batch.
-
-        Returns whether the loss has a divisor of its own.
-        """
+    def _build(self) -> None:
+        """Create the state of losses and metrics, which Keras does at the first batch."""
         samples, labels = (tf.nest.map_structure(symbolic, part) for part in self.signature)
-        divisors: list[Any] = []
 
         def run(samples: Any, labels: Any) -> Any:
-            loss, divisor = self._run_model(samples, labels, training=False, with_metrics=True)
-            divisors.append(divisor)
-            return loss[0]
+            return self._run_model(samples, labels, training=False, with_metrics=True)[0][0]
 
-        run_symbolically(run, samples, labels)
-        return divisors[-1] is not None
-
-    def _find_of_batches(self, metrics: list[Any]) -> list[Any]:
-        """Return the means whose count is that of batches: their function returns one number for a batch."""
-        means = [mean for mean in _flatten_metrics(metrics) if isinstance(mean, keras.metrics.Mean)]
-        # The functions of Keras return a number for each sample.
-        suspects = [one for one in means if not metric_module(one).startswith("keras.")]
-        if not suspects:
-            return []
-        counts = []
-        for size in (2, 3):
-            for mean in suspects:
-                mean.reset_state()
-            samples, labels = tf.nest.map_structure(
-                lambda spec, size=size: tf.zeros((size, *spec.shape[1:]), spec.dtype), self.signature
-            )
-            if isinstance(labels, dict) and SAMPLE_WEIGHT in labels:
-                labels[SAMPLE_WEIGHT] += 1
-            self._run_model(samples, labels, training=False, with_metrics=True)
-            counts.append([float(mean.count) for mean in suspects])
-        for metric in metrics:
-            metric.reset_state()
-        return [mean for mean, *found in zip(suspects, *counts, strict=True) if found == [1.0, 1.0]]
+        with noting_batches(self._of_batches):
+            run_symbolically(run, samples, labels)
 
 
-def _flatten_metrics(metrics: Iterable[Any]) -> Iterator[Any]:
-    """Yield metrics, and those that they contain, as that of compile() does."""
-    for metric in metrics:
-        yield metric
-        yield from _flatten_metrics(metric.metrics if hasattr(metric, "metrics") else ())
+@contextmanager
+def noting_batches(found: list[Any]) -> Iterator[None]:
+    """Add to `found` the metrics that a number is added to for a whole batch."""
+    original = keras.metrics.Mean.update_state
+
+    def update_state(metric: Any, values: Any, sample_weight: Any = None) -> Any:
+        is_number = sample_weight is None and getattr(values, "shape", ()) == ()
+        if is_number and not any(metric is one for one in found):
+            found.append(metric)
+        return original(metric, values, sample_weight=sample_weight)
+
+    with mock.patch.object(keras.metrics.Mean, "update_state", update_state):
+        yield
 
 
 def inputs_of(model: Any, samples: Any, input_range: tuple[float, float] | None) -> Any:

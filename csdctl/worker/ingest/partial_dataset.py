@@ -36,7 +36,7 @@ from csdctl.worker.data.file_hash import hash_file, open_regular
 from csdctl.worker.ingest.sources.source import Block, Tree, convert_write_errors
 from csdctl.worker.process.errors import InputError, WorkerError
 from csdctl.worker.process.files import open_private, save_atomically, sync_directory, sync_file
-from csdctl.worker.protocol.datasets import LABEL, SKIPPED, DatasetInfo
+from csdctl.worker.protocol.datasets import LABEL, SAMPLE_WEIGHT, SKIPPED, DatasetInfo
 from csdctl.worker.protocol.json_codec import from_json, to_json
 
 PRIVATE_DIRECTORY, PRIVATE_FILE = 0o700, 0o600
@@ -143,6 +143,8 @@ def add_block(info: DatasetInfo, block: Block) -> DatasetInfo:
             counts = np.bincount(array[array < len(class_counts)], minlength=len(class_counts))
             added = zip(class_counts.items(), counts.tolist(), strict=True)
             class_counts = {label: before + more for (label, before), more in added}
+    if (weights := fields_of(labels).get(SAMPLE_WEIGHT)) is not None:
+        max_values[SAMPLE_WEIGHT] = max(int(weights.any()), max_values.get(SAMPLE_WEIGHT, 0))
     for name, array in fields_of(block.samples).items():
         if array.dtype.kind in "iu" and array.dtype != np.uint8 and array.size:
             max_values[name] = max(int(array.max()), max_values.get(name, -1))

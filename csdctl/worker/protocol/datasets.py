@@ -81,7 +81,8 @@ class DatasetInfo:
     max_labels: dict[str, Largest] = field(default_factory=dict)
     """The largest label of each field of integers; '' is the only one."""
     max_values: dict[str, Largest] = field(default_factory=dict)
-    """The largest value of each input of integers, which may be indices; without uint8."""
+    """The largest value of each input of integers, which may be indices; without uint8. Of weights: 1, or 0
+    if all are 0."""
     padded: dict[str, Shape] = field(default_factory=dict)
     """Inputs and outputs whose values had different shapes, and the shape that they were padded to with 0."""
     columns: tuple[str, ...] = ()

@@ -384,10 +384,7 @@ class Train(ModelTask):
         return after_epoch(self.spec.recipe, position.callbacks, position.epoch, monitored)
 
     def _epoch_results(self) -> dict[str, Any]:
-        """Return samples, loss and metrics of the epoch so far, over all ranks, including lost ones.
-
-        Raises WorkerError, exit code 2, if no sample has a weight: nothing was trained.
-        """
+        """Return samples, loss and metrics of the epoch so far, over all ranks, including lost ones."""
         totals = self.progress.position.totals
         if not (totals.weight or self.step.has_noise):
             raise _no_weight(f"epoch {self.progress.position.epoch}")

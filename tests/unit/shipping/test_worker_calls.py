@@ -58,12 +58,7 @@ def test_lines_that_tensorflow_always_prints_are_no_cause() -> None:
 @pytest.mark.parametrize(
     ("function", "exit_code", "message", "remedy"),
     [
-        (
-            "code/1.py:load",
-            3,
-            "most likely your function load, or a library that it uses, ended",
-            "load by itself",
-        ),
+        ("code/1.py:load", 3, "most likely your function load, or a library of it, ended", "load by itself"),
         ("code/1.py:load", 139, "most likely your function load", "fix what crashes or calls os._exit"),
         ("code/1.py:load", 137, r"killed, most likely out of memory \(no message\)$", "check the load"),
         ("", 139, "exit code 139: no message$", "check the load"),

@@ -317,11 +317,9 @@ class RecordFiles(DecodedSource):
 
     def candidates(self) -> Iterator[Candidate]:
         """Yield all examples."""
-        return (
-            (record, f"{path.name}, record {number}")
-            for path in self._paths
-            for number, record in enumerate(self._records(path))
-        )
+        for path in self._paths:
+            for number, record in enumerate(self._records(path)):
+                yield record, f"{path.name}, record {number}"
 
     def place_of(self, candidate: Candidate, number: int) -> str:
         """Return file and record."""

@@ -95,6 +95,14 @@ def test_weights_are_float32_whatever_they_were(root: Path, spec: PrepareSpec, w
     assert stored.dtype == np.float32
 
 
+@pytest.mark.parametrize(("weights", "largest"), [([0, 0, 0], 0), ([0, -0.5, 0], 1)])
+def test_weights_that_are_all_0_are_known(
+    root: Path, spec: PrepareSpec, weights: list[float], largest: int
+) -> None:
+    write(root, y=FEW, sample_weight=np.array(weights))
+    assert prepare(spec).max_values == {"sample_weight": largest}
+
+
 def with_value(value: float, shape: tuple[int, ...] = (3, 2), dtype: Any = np.float64) -> Any:
     array = np.ones(shape, dtype)
     array[1] = value
