@@ -179,7 +179,7 @@ class Objective:
         if with_metrics:
             model.compute_metrics(inputs, targets, predictions, weights)
         divisor = divisors[0] if divisors else None
-        self.counts_elements = divisor is not None
+        self.counts_elements |= divisor is not None
         return loss, divisor
 
     def _add_losses(self, compiled: Any) -> tuple[Any, Any]:
@@ -242,7 +242,7 @@ class Objective:
         samples, labels = (tf.nest.map_structure(symbolic, part) for part in self.signature)
 
         def run(samples: Any, labels: Any) -> Any:
-            return self._run_model(samples, labels, training=False, with_metrics=True)[0][0]
+            return self._run_model(samples, labels, training=True, with_metrics=True)[0][0]
 
         with noting_batches(self._of_batches):
             run_symbolically(run, samples, labels)

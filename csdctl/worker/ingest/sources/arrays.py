@@ -229,7 +229,11 @@ def is_table(file: DataFile, tree: Tree) -> bool:
 def read_columns(path: Path, source: str) -> list[str]:
     """Return the names of the columns of a .csv file; raises WorkerError, exit code 2."""
     with convert_read_errors(source, is_text=True), path.open(newline="", encoding="utf-8-sig") as file:
-        return [name.strip() for name in next(csv.reader(file), [])]
+        columns = [name.strip() for name in next(csv.reader(file), [])]
+    if columns and all(name and not name.strip("+-.0123456789eE") for name in columns):
+        problem = "has a first line of numbers, where the names of the columns are expected"
+        raise data_error(source, problem, "add a line with a name for each column")
+    return columns
 
 
 def open_table(tree: Tree, spec: PrepareSpec) -> ArraySource:
@@ -291,9 +295,6 @@ def _read_header(paths: Sequence[Path], spec: PrepareSpec) -> list[str]:
     columns, *others = [read_columns(path, spec.source) for path in paths] or [[]]
     if not columns:
         raise empty_data_error(spec.source)
-    if all(name and not name.strip("+-.0123456789eE") for name in columns):
-        problem = "has a first line of numbers, where the names of the columns are expected"
-        raise data_error(spec.source, problem, "add a line with a name for each column")
     for path, header in zip(paths, (columns, *others), strict=True):
         if header != columns or len(set(header)) != len(header):
             named = "" if spec.is_private or len(paths) == 1 else f": {paths[0].name} and {path.name}"
@@ -354,9 +355,9 @@ def _rows(
                 except UnusableError as error:
                     where = f"line {rows.line_num + 1}" + (f" of {path.name}" if is_named else "")
                     remedy = (
-                        "leave columns out (data.csv.drop), quote cells with commas, write decimal points, "
+                        "leave columns out (data.csv.drop), write decimal points, quote commas, or "
+                        "turn the rest into numbers in your own function; data.allow_nan: true keeps nan"
                     )
-                    remedy += "or turn the rest into numbers in a function of your own"
                     raise data_error(source, f"has {error}, {where}", remedy) from None
 
 

@@ -236,6 +236,10 @@ CASES = {
     "weights that are negative, divided by their sum": Case(
         pictures, Recipe(losses={"": LossTerm(CROSSENTROPY, OVER_SUM)}, **SGD), weights=WEIGHTS - 0.8
     ),
+    "class weights, divided by their sum": Case(
+        pictures,
+        Recipe(losses={"": LossTerm(CROSSENTROPY, OVER_SUM)}, **SGD, class_weight={"0": 3.0, "2": 0.0}),
+    ),
     "a layer that only compute_loss uses": Case(with_a_layer_of_the_loss, Recipe()),
     "spectral normalization": Case(
         spectral,
