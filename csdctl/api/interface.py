@@ -488,21 +488,23 @@ def _join(parts: Sequence[Any]) -> Any:
 
 def _name_arrays(parts: tuple[Any, ...], name: str) -> dict[str, np.ndarray[Any, Any]]:
     """Return the arrays of x, y and w by name; raises InputError unless they are numbers."""
-    named: dict[str, np.ndarray[Any, Any]] = {}
+    given: dict[str, Any] = {}
     for kind, part in zip(KINDS, parts, strict=False):
         if isinstance(part, Mapping):
-            named |= {f"{kind}/{key}": np.asarray(value) for key, value in part.items()}
+            given |= {f"{kind}/{key}": value for key, value in part.items()}
         elif isinstance(part, tuple | list) and all(hasattr(value, "shape") for value in part):
             position = POSITIONS.get(kind, kind)
-            named |= {
-                f"{kind}/{name_of_position(position, number)}": np.asarray(one)
-                for number, one in enumerate(part)
-            }
+            given |= {f"{kind}/{name_of_position(position, number)}": one for number, one in enumerate(part)}
         elif part is not None:
-            named[kind] = np.asarray(part)
+            given[kind] = part
+    named = {key: np.asarray(one) for key, one in given.items()}
     lengths = {key: len(array) if array.ndim else 0 for key, array in named.items()}
-    if wrong := [f"{key} is {array.dtype}" for key, array in named.items() if array.dtype.kind not in "buif"]:
-        remedy = "convert it: x.astype(np.float32); labels: y = np.unique(y, return_inverse=True)[1]"
+    types = {key: "masked" if np.ma.is_masked(one) else named[key].dtype for key, one in given.items()}
+    if wrong := [
+        f"{key} is {one}" for key, one in types.items() if getattr(one, "kind", "") not in [*"buif"]
+    ]:
+        remedy = "convert it: x.astype(np.float32); labels: y = np.unique(y, return_inverse=True)[1]; "
+        remedy += "masked values: x.filled(0)"
         raise InputError(f"the {name} data is not numbers: {', '.join(wrong)}", remedy=remedy)
     if not all(lengths.values()):
         raise InputError(f"the {name} data is empty", remedy="pass at least one sample")
@@ -512,12 +514,6 @@ def _name_arrays(parts: tuple[Any, ...], name: str) -> dict[str, np.ndarray[Any,
         raise InputError(
             problem, remedy="make them equal; a tf.data.Dataset without batches needs .batch(32)"
         )
-    for key in (key for key, array in named.items() if key[0] == "x" and array.dtype.kind == "f"):
-        array = named[key]
-        if wrong_rows := np.flatnonzero(~np.isfinite(array.reshape(len(array), -1)).all(axis=1)).tolist():
-            found = f"{len(wrong_rows):,} of {len(array):,} samples, first in {wrong_rows[0]}"
-            problem = f"{key} of the {name} data has NaN or infinity in {found}"
-            raise InputError(problem, remedy="remove or replace them")
     return named
 
 

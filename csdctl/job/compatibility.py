@@ -63,6 +63,11 @@ def check_compatibility(
                 if output.loss:
                     _check_labels(model, output, data, field, which)
     _check_alike(found, needs_labels=needs_labels)
+    weightless = [which for which, data in found.items() if data.max_values.get(SAMPLE_WEIGHT) == 0]
+    evaluated = "validation data"
+    if needs_labels and (evaluated in weightless or {*found} - {evaluated} <= {*weightless}):
+        problem = f"all weights are 0 in the {' and the '.join(weightless)}"
+        raise InputError(problem, remedy="give some of the samples a weight, or leave out the weights")
     for output in outputs if needs_labels and not model.has_own_step else ():
         _check_logits(model, output)
 
@@ -158,7 +163,12 @@ def _check_inputs(model: ModelInfo, data: DatasetInfo, which: str) -> None:
                 remedy="give the arrays of the data the names of the model's inputs",
             )
         found = dict(zip(expected, found.values(), strict=True))
+    largest = dict(zip(found, (data.max_values.get(name, 0) for name in data.inputs), strict=True))
     for name, shape in expected.items():
+        if largest[name] > model.max_inputs.get(name, largest[name]):
+            problem = f"{_part(model, INPUT, name)} takes integers up to {model.max_inputs[name]}"
+            remedy = "give the input the dtype int64, or number the values from 0"
+            raise InputError(f"{problem}, the {which} has {largest[name]}", remedy=remedy)
         if not takes(shape, found[name][1]):
             raise InputError(
                 f"{_part(model, INPUT, name)} takes samples of shape {show_shape(shape)}, "
@@ -204,7 +214,7 @@ def _match(
 
 def _check_labels(model: ModelInfo, output: OutputInfo, data: DatasetInfo, field: str, which: str) -> None:
     """Check labels of losses that are known: of a sparse one, integers for each vector of the output."""
-    dtype, shape = data.labels[field]
+    _, shape = data.labels[field]
     found = f"the {which} has labels" + (f" of {field}" if field and output.name else "")
     is_sparse = plain_name(output.loss) == _SPARSE
     expected = output.shape[:-1] if is_sparse else output.shape
@@ -227,21 +237,25 @@ def _check_labels(model: ModelInfo, output: OutputInfo, data: DatasetInfo, field
             remedy=remedy,
         )
     if is_sparse and not output.ignores_class:
-        _check_classes(model, output, data.max_labels.get(field, data.max_label), dtype, found)
+        _check_classes(model, output, data, field, found)
 
 
-def _check_classes(model: ModelInfo, output: OutputInfo, largest: int, dtype: str, found: str) -> None:
+def _check_classes(model: ModelInfo, output: OutputInfo, data: DatasetInfo, field: str, found: str) -> None:
+    largest, dtype = data.max_labels.get(field, data.max_label), data.labels[field][0]
     if largest < 0 or dtype.startswith("float"):
+        values = f"of type float or bool, kept as {dtype}" if dtype.startswith("float") else "below 0"
         raise InputError(
-            f"loss {output.loss} needs integer labels from 0, {found} with other values",
-            remedy="number the classes from 0, or choose another recipe.loss",
+            f"loss {output.loss} needs integer labels from 0, {found} {values}",
+            remedy="number the classes from 0: y.astype('int32'); or choose another recipe.loss",
         )
     if not output.shape or 0 < output.shape[-1] <= largest:
         where = f" in {output.name}" if output.name else ""
-        raise InputError(
-            f"model {model.name} has {show_shape(output.shape)} outputs{where}, {found} up to {largest}",
-            remedy=f"give the model at least {largest + 1} outputs",
-        )
+        problem = f"model {model.name} has {show_shape(output.shape)} outputs{where}, {found} up to {largest}"
+        remedy = f"give the model at least {largest + 1} outputs"
+        if empty := list_names([name for name, count in data.class_counts.items() if not count]):
+            problem += f"; no usable samples are in {empty}"
+            remedy += f", or remove {empty}"
+        raise InputError(problem, remedy=remedy)
 
 
 def show_shape(shape: Sequence[int]) -> str:

@@ -67,7 +67,7 @@ class FreezeEntry(Document):
     until: Annotated[str, Field(min_length=1)]
 
 
-LossName = Annotated[str, Field(min_length=1)]
+_OneLoss = Annotated[str, Field(min_length=1)] | LossEntry
 
 
 class RecipeEntry(Document):
@@ -85,7 +85,8 @@ class RecipeEntry(Document):
     weight_decay: Weight | None = None
     ema: Annotated[float, Field(gt=0, lt=1)] | None = None
     accumulation_steps: Annotated[int, Field(ge=1, le=1 << 20)] = 1
-    loss: LossName | LossEntry | dict[str, LossName | LossEntry] | None = None
+    # In this order: {name: …} is one loss with its arguments, not that of an output called name.
+    loss: _OneLoss | dict[str, _OneLoss] | None = Field(None, union_mode="left_to_right")
     from_logits: bool = False
     class_weight: dict[Annotated[str, Field(pattern=r"^[0-9]{1,6}$")], Weight] = {}
     freeze: FreezeEntry | None = None
@@ -163,6 +164,8 @@ class Reading:
     validation_function: str = ""
     private_function: str = ""
     table: TableSchema | None = None
+    allows_nan: bool = False
+    """Whether samples and labels may have NaN and infinity, which the model or its loss expects."""
 
     @property
     def function_files(self) -> tuple[Path, ...]:
@@ -352,6 +355,7 @@ class DataEntry(Document):
     tfrecord: RecordSchema | None = None
     csv: TableEntry | None = None
     weights: Literal["sample", "data-set"] = "sample"
+    allow_nan: bool = False
     augment: str = ""
 
     @field_validator("classes")
@@ -465,6 +469,7 @@ def _reading(data: DataEntry, job_path: Path) -> Reading:
         validation_function=_function(data.validation.function, job_path) if data.validation else "",
         private_function=_function(data.private.function, job_path) if data.private else "",
         table=TableSchema(tuple(table.labels), table.weight, tuple(table.drop)) if table else None,
+        allows_nan=data.allow_nan,
     )
 
 

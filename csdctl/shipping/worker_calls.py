@@ -12,15 +12,16 @@ from csdctl.fleet.model import HOST_NAME
 from csdctl.fleet.requirements import build_repair_command, find_package
 from csdctl.transport.commands import build_worker_command
 from csdctl.transport.meter import TrafficClass
-from csdctl.transport.program import Nothing, Patience, Program
+from csdctl.transport.program import Nothing, Patience, Program, ProgramEndedError
 from csdctl.transport.session import Completed, Session
 from csdctl.worker.protocol.datasets import PrepareProgress
 from csdctl.worker.protocol.features import SendSpec
-from csdctl.worker.protocol.json_codec import DATA, RESULT
+from csdctl.worker.protocol.json_codec import DATA, RESULT, to_json
 
 ResponseT = TypeVar("ResponseT")
 
 PATIENCE = Patience()
+CHECK_LOAD = "check the load of that machine, then retry"
 MIN_BLOCK_BYTES = 1000
 """The least size of the blocks of a file that a worker sends, on average."""
 
@@ -56,14 +57,22 @@ def call_worker(
     Raises the error that the worker reports, and DeadlineError after `patience`.
     """
     argv = build_worker_command(python, worker_path, [command])
-    return WorkerProgram(session, argv, doing, patience).call_once(request, response, on_progress)
+    try:
+        return WorkerProgram(session, argv, doing, patience).call_once(request, response, on_progress)
+    except ProgramEndedError as error:
+        # The user's function that the command calls, if it calls one.
+        found = re.search(r'"(?:function|reference)":"[^"]*\.py:(\w+)"', to_json(request))
+        if found and error.remedy == CHECK_LOAD and error.done.exit_code != 137:
+            error.message += f"; most likely your function {found[1]}, or a library of it, ended the process"
+            error.remedy = f"call {found[1]} by itself, and fix what crashes or calls os._exit"
+        raise
 
 
 def _remedy(stderr: bytes, node: str) -> str:
     """Return what to do about a worker that ended without an answer: it may not have found its packages."""
     text = stderr.decode(errors="replace")
     if "ImportError" not in text and "ModuleNotFoundError" not in text:
-        return "check the load of that machine, then retry"
+        return CHECK_LOAD
     package = find_package(text)
     if node == HOST_NAME and package:
         return f"run: {build_repair_command(package)}"

@@ -14,7 +14,7 @@ from csdctl.shipping.deliver import Delivery
 from csdctl.terminal.console import PrintableConsole
 from csdctl.terminal.streams import Streams
 from csdctl.terminal.view import DONE, SILENT, STARTING, WIDE, Columns, FleetView, Row, draw_bar, show_elapsed
-from csdctl.worker.protocol.datasets import DatasetInfo, PrepareProgress, list_names
+from csdctl.worker.protocol.datasets import SKIPPED, DatasetInfo, PrepareProgress, list_names
 from csdctl.workflows.data.prepare import Prepared
 from csdctl.workflows.workspace.workspace import OnProgress
 
@@ -207,7 +207,8 @@ def _remarks(info: DatasetInfo) -> list[str]:
     remarks = []
     if info.num_skipped:
         reasons = [f"{count:,} {reason.replace('_', ' ')}" for reason, count in info.num_skipped.items()]
-        remarks.append(f"{sum(info.num_skipped.values()):,} skipped ({', '.join(reasons)})")
+        named = f": {', '.join(info.skipped)}; all in {info.path}/{SKIPPED}" if info.skipped else ""
+        remarks.append(f"{sum(info.num_skipped.values()):,} skipped ({', '.join(reasons)}){named}")
     if info.unusable_classes:
         remarks.append(f"no usable file in {_list(info.unusable_classes)}")
     empty = [

@@ -25,13 +25,19 @@ from csdctl.worker.compute.interception import (
     Interception,
     SumLayout,
     is_number,
-    noting_batches,
     recording,
     repeatable_draws,
-    replacing,
 )
 from csdctl.worker.compute.keras_internals import build_symbolically, find_globals
-from csdctl.worker.compute.objective import LOSS, MetricStates, as_tensors, scale, specs_of, symbolic
+from csdctl.worker.compute.objective import (
+    LOSS,
+    MetricStates,
+    as_tensors,
+    noting_batches,
+    scale,
+    specs_of,
+    symbolic,
+)
 from csdctl.worker.compute.statistics import Seeds, Snapshot
 from csdctl.worker.compute.step import RankStep, Step, Sums
 from csdctl.worker.data.arrays import Array
@@ -271,7 +277,8 @@ class CustomStep(RankStep):
                 f"{self._name} applies no gradients by a Keras optimizer",
                 "call optimizer.apply(gradients, variables) in it",
             )
-        states = self._metrics.read(weight / self._weight, self._traced.of_batches)
+        count = weight / self._weight
+        states = self._metrics.read((metric, count) for metric in self._traced.of_batches)
         found = self._own_logs(logs)
         self.log_names = list(found)
         numbers = [tf.reshape(tf.cast(value, tf.float32), [1]) * weight for value in found.values()]
@@ -301,13 +308,13 @@ class CustomStep(RankStep):
     def _evaluate_graph(self, samples: Any, labels: Any) -> Any:
         self._metrics.reset()
         averaged: list[Any] = []
-        with replacing(keras.metrics.Mean, "update_state", noting_batches(averaged)):
+        with noting_batches(averaged):
             logs = self._call(self.model.test_step, samples, labels)
         count = tf.cast(tf.shape(tf.nest.flatten(samples)[0])[0], tf.float32)
         found = self._own_logs(logs)
         missing = tf.constant(math.nan)
         numbers = [tf.reshape(tf.cast(found.get(name, missing), tf.float32), [1]) for name in self.log_names]
-        states = self._metrics.read(count, averaged)
+        states = self._metrics.read((metric, count) for metric in averaged)
         return tf.concat([*states, *(one * count for one in numbers), [count]], axis=0) * self._weight
 
     def _call(self, code: Any, samples: Any, labels: Any) -> Any:

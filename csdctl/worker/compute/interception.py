@@ -18,6 +18,7 @@ import numpy as np
 
 from csdctl.worker.compute.backend import STATE, keras, tf
 from csdctl.worker.compute.keras_internals import optimizer_classes
+from csdctl.worker.compute.objective import noting_batches
 from csdctl.worker.compute.statistics import pooled_spread
 from csdctl.worker.compute.step import VectorLayout, unflatten
 from csdctl.worker.data.arrays import Array
@@ -283,12 +284,12 @@ class Interception:
     @contextmanager
     def active(self, seed: Any) -> Iterator[None]:
         """Sum gradients where optimizers apply them, and see to random numbers and statistics."""
-        layers, metrics = keras.layers, keras.metrics
+        layers = keras.layers
         with (
             replacing_apply(self._sum_gradients),
             replacing(tf.GradientTape, "gradient", self._noting_sums),
             replacing(layers.BatchNormalization, "call", self._states.normalizing),
-            replacing(metrics.Mean, "update_state", noting_batches(self.of_batches)),
+            noting_batches(self.of_batches),
             repeatable_draws(seed) as drawn,
         ):
             yield
@@ -429,21 +430,6 @@ def replacing(kind: Any, name: str, wrap: Callable[[Any], Any]) -> Iterator[None
         return
     with mock.patch.object(kind, name, wrap(vars(kind)[name])):
         yield
-
-
-def noting_batches(found: list[Any]) -> Callable[[Any], Any]:
-    """Return what takes the place of update_state, and adds to `found` the metrics of whole batches."""
-
-    def wrap(original: Any) -> Any:
-        def update_state(metric: Any, values: Any, sample_weight: Any = None) -> Any:
-            is_number = sample_weight is None and len(getattr(values, "shape", ())) == 0
-            if is_number and not any(metric is one for one in found):
-                found.append(metric)
-            return original(metric, values, sample_weight=sample_weight)
-
-        return update_state
-
-    return wrap
 
 
 @contextmanager

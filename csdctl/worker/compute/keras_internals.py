@@ -5,7 +5,9 @@ Written for Keras 3.15; the tests in tests/unit/worker/compute cover every use.
 
 import contextlib
 import inspect
+from collections.abc import Iterator
 from typing import Any
+from unittest import mock
 
 from csdctl.worker.compute.backend import keras
 from csdctl.worker.protocol.model_info import OwnCompile
@@ -82,12 +84,29 @@ def loss_trackers(model: Any) -> list[Any]:
     return list(model._compile_loss.metrics) if model._compile_loss is not None else []
 
 
-def metric_module(metric: Any) -> str:
-    """Return the module of the function whose values a metric averages; '' for other metrics.
+@contextlib.contextmanager
+def noting_divisors(found: dict[Any, tuple[Any, Any]]) -> Iterator[None]:
+    """Note what Keras divides each loss by: unmasked elements, the sum of the weights, or samples.
 
-    A user's own may return one number for a batch, those of Keras do not.
+    `found` gets a key for each different divisor, and the divisor, None for samples; then its mask, which
+    keeps the key unique. Weights (n,) apply to all elements of a sample, as weights (n, 1) do in fit.
     """
-    return str(getattr(getattr(metric, "_fn", None), "__module__", ""))
+    module = keras.src.losses.loss
+    original = module.reduce_weighted_values
+
+    def reduce(values: Any, sample_weight: Any, mask: Any, reduction: Any, dtype: Any) -> Any:
+        is_weighed = sample_weight is not None and reduction == "mean_with_sample_weight"
+        key = (is_weighed and id(sample_weight), id(mask))
+        if sample_weight is not None:
+            sample_weight = keras.ops.cast(sample_weight, values.dtype)
+            if len(sample_weight.shape) == 1 < len(values.shape):
+                sample_weight = keras.ops.reshape(sample_weight, (-1, *[1] * (len(values.shape) - 1)))
+        counted = module.apply_mask(sample_weight if is_weighed else None, mask, "float32", "sum")
+        found.setdefault(key, (None if counted is None else keras.ops.sum(counted), mask))
+        return original(values, sample_weight, mask, reduction, dtype)
+
+    with mock.patch.object(module, "reduce_weighted_values", reduce):
+        yield
 
 
 def keras_mask(tensor: Any) -> Any:
@@ -98,9 +117,10 @@ def keras_mask(tensor: Any) -> Any:
 def build_symbolically(model: Any, data: Any) -> None:
     """Create the state of losses and metrics of compile(), given a batch of symbolic tensors.
 
-    Nothing is created for a model without call(), which may have its own train_step.
+    Nothing is created for a model without call(), which may have its own train_step. Nor is the optimizer
+    built, which fit does in the first step: train_step may train layers that call() does not use.
     """
-    with contextlib.suppress(Exception):
+    with contextlib.suppress(Exception), mock.patch.object(model, "optimizer", None):
         model._symbolic_build(data_batch=data)
 
 

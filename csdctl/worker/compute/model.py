@@ -81,7 +81,9 @@ def build(request: BuildRequest) -> ModelInfo:
     has_step = has_own_step(model)
     if not _is_built(model):
         if not spec.sample_shapes:
-            return ModelInfo(reference, {}, 0, 0, is_built=False)
+            losses = [term.name for term in recipe.losses.values()] or [name_of(_loss_of(model, None))]
+            outputs = tuple(OutputInfo("", (), "", name, is_known=False) for name in losses)
+            return ModelInfo(reference, {}, 0, 0, outputs=outputs, is_built=False)
         _build_by_call(model, spec)
     if not model.trainable_variables:
         raise InputError(f"{reference}: the model has no trainable variables")
@@ -91,9 +93,12 @@ def build(request: BuildRequest) -> ModelInfo:
     (output / "architecture.json").write_text(with_settings(architecture))
     save_weights(output / "weights.npz", model.get_weights())
     features, no_features = _write_parts(model, architecture, output)
+    inputs = _inputs_of(model)
+    shapes = {name: _shape(tensor) for name, tensor in inputs.items()}
     return ModelInfo(
         name=reference,
-        inputs=_describe_inputs(model, spec),
+        inputs=shapes or {name: tuple(shape) for name, (_, shape) in spec.sample_shapes.items()},
+        max_inputs={name: np.iinfo(one.dtype).max for name, one in inputs.items() if "int" in one.dtype},
         num_parameters=sum(math.prod(variable.shape) for variable in model.weights),
         num_trainable=sum(math.prod(variable.shape) for variable in model.trainable_variables),
         num_operations=0 if has_step else count_flops(model),
@@ -440,17 +445,13 @@ def _check_named(spec: BuildSpec) -> None:
         )
 
 
-def _describe_inputs(model: Any, spec: BuildSpec) -> dict[str, tuple[int, ...]]:
-    """Return the shape of one sample of each input by name, '' for the only one; 0 is any size."""
-    inputs = getattr(model, "inputs", None)
-    if not inputs:
-        return {name: tuple(shape) for name, (_, shape) in spec.sample_shapes.items()}
+def _inputs_of(model: Any) -> dict[str, Any]:
+    """Return the tensor of each input by name, '' for the only one; {} if they are unknown."""
+    inputs = getattr(model, "inputs", None) or []
     structure = getattr(model, "input", None)
     if isinstance(structure, dict):  # a tensor may have another name than the key that fit() takes it by
-        return {name: _shape(tensor) for name, tensor in structure.items()}
-    if len(inputs) == 1:
-        return {"": _shape(inputs[0])}
-    return {tensor.name: _shape(tensor) for tensor in inputs}
+        return structure
+    return {tensor.name if len(inputs) > 1 else "": tensor for tensor in inputs}
 
 
 def _describe_outputs(model: Any) -> tuple[OutputInfo, ...]:

@@ -8,8 +8,10 @@ that states can be summed over ranks: the result from their sum is that of one p
 """
 
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
+from unittest import mock
 
 import numpy as np
 
@@ -17,10 +19,8 @@ from csdctl.worker.compute.backend import keras, tf
 from csdctl.worker.compute.keras_internals import (
     compiled_loss,
     compute_loss,
-    flatten_layers,
-    keras_mask,
     loss_trackers,
-    metric_module,
+    noting_divisors,
     run_symbolically,
 )
 from csdctl.worker.data.arrays import Array, map_fields
@@ -46,16 +46,16 @@ class MetricStates:
         for variable, initial in zip(self._variables, self._initial, strict=True):
             variable.assign(initial)
 
-    def read(self, count: Any, of_batches: Sequence[Any]) -> list[Any]:
-        """Return what a batch of `count` samples added since `reset`, flat, float32; inside a graph.
+    def read(self, of_batches: Iterable[tuple[Any, Any]]) -> list[Any]:
+        """Return what a batch added since `reset`, flat, float32; inside a graph.
 
-        `of_batches`: the metrics that count batches.
+        `of_batches`: the metrics that count batches, and for what the batch counts.
         """
-        weighted = {id(variable) for metric in of_batches for variable in metric.variables}
+        counts = {id(variable): count for metric, count in of_batches for variable in metric.variables}
         added = []
         for variable, initial in zip(self._variables, self._initial, strict=True):
             change = tf.reshape(tf.cast(variable.value - initial, tf.float32), [-1])
-            added.append(change * count if id(variable) in weighted else change)
+            added.append(change * counts.get(id(variable), 1.0))
         return added
 
     def compute(self, state: Sequence[float], *, skip_unchanged: bool = False) -> dict[str, float]:
@@ -118,36 +118,25 @@ class Objective:
         self._model = model
         self._input_range = recipe.input_range
         self._class_weights = _class_weights(recipe.class_weight)
-        self.signature = specs_of(example)
-        self._build()
-        own, trackers = [metric for metric in model.metrics if metric.name != LOSS], loss_trackers(model)
-        of_batches = self._find_of_batches([metric for metric in own if metric not in trackers])
-        self._of_batches = [*trackers, *of_batches]
-        self.metrics = MetricStates(own)
         self._is_per_sample = is_per_sample
-        losses = tf.nest.flatten(model.loss)
-        self._weighs_mean = any(getattr(one, "reduction", "") == "mean_with_sample_weight" for one in losses)
-        """Whether the loss is divided by the sum of the samples' weights."""
-        self._ignored_class = getattr(model.loss, "ignore_class", None)
-        ignores = self._ignored_class is not None
-        has_mask = any(
-            getattr(layer, "mask_zero", False) or type(layer).__name__ == "Masking"
-            for layer in flatten_layers(model)
-        )
-        self.counts_elements = not is_per_sample and (self._weighs_mean or ignores or has_mask)
+        self.signature = specs_of(example)
+        self.counts_elements = False
         """Whether the loss is not divided by the number of samples, but by a number that varies."""
+        self._of_batches: list[Any] = []
+        self._build()
+        self.metrics = MetricStates([metric for metric in model.metrics if metric.name != LOSS])
 
     def forward(self, samples: Any, labels: Any, *, training: bool) -> BatchLoss:
         """Compute loss and metrics of one batch; inside a graph."""
         self.metrics.reset()
-        (mean, summed), predictions, targets, weights = self._run_model(
-            samples, labels, training=training, with_metrics=True
-        )
+        (mean, summed), divisor = self._run_model(samples, labels, training=training, with_metrics=True)
         count = tf.cast(tf.shape(tf.nest.flatten(labels)[0])[0], tf.float32)
         if summed is not None and self._is_per_sample:
             mean, summed = mean + summed / count, None
-        loss_count = self._loss_count(predictions, targets, weights, count) if self.counts_elements else count
-        return BatchLoss(mean, summed, loss_count, count, self.metrics.read(count, self._of_batches))
+        loss_count = count if divisor is None else divisor
+        of_batches = [(one, count) for one in self._of_batches]
+        states = self.metrics.read([*of_batches, *((one, loss_count) for one in loss_trackers(self._model))])
+        return BatchLoss(mean, summed, loss_count, count, states)
 
     def losses(self, batches: Iterable[Sequence[Array]]) -> list[tuple[float, float]]:
         """Return Keras' loss of each batch in training: what is a mean, and what is summed."""
@@ -162,25 +151,36 @@ class Objective:
 
     def loss(self, samples: Any, labels: Any) -> Any:
         """Return the loss of a batch in training, without its metrics; inside a graph."""
-        (mean, summed), _, _, _ = self._run_model(samples, labels, training=True, with_metrics=False)
+        (mean, summed), _ = self._run_model(samples, labels, training=True, with_metrics=False)
         return mean if summed is None else mean + summed
 
     def _run_model(
         self, samples: Any, labels: Any, *, training: bool, with_metrics: bool
-    ) -> tuple[tuple[Any, Any], Any, Any, Any]:
-        """Return the loss as mean and sum, predictions, targets and the samples' weights."""
+    ) -> tuple[tuple[Any, Any], Any]:
+        """Return the loss as mean and sum, and the mean's divisor if that is not the number of samples."""
         model = self._model
         inputs = inputs_of(model, samples, self._input_range)
         predictions = model(inputs, training=training)
         targets, weights = self.targets(labels, predictions, training=training)
-        if type(model).compute_loss is keras.Model.compute_loss:
-            loss = self._add_losses(compiled_loss(model, targets, predictions, weights))
-        else:
-            own = compute_loss(model, inputs, targets, predictions, weights, training=training)
-            loss = keras.ops.cast(own, "float32"), None
+        found: dict[Any, tuple[Any, Any]] = {}
+        with noting_divisors(found):
+            if type(model).compute_loss is keras.Model.compute_loss:
+                loss = self._add_losses(compiled_loss(model, targets, predictions, weights))
+            else:
+                own = compute_loss(model, inputs, targets, predictions, weights, training=training)
+                loss = keras.ops.cast(own, "float32"), None
+        divisors = [] if self._is_per_sample else [divisor for divisor, _ in found.values()]
+        if len(divisors) > 1:
+            raise InputError(
+                "the losses are divided by different numbers, such as samples, unmasked elements and the sum "
+                "of the weights: they cannot be summed over ranks",
+                "use one reduction for all, and let masks end before the outputs (supports_masking = False)",
+            )
         if with_metrics:
             model.compute_metrics(inputs, targets, predictions, weights)
-        return loss, predictions, targets, weights
+        divisor = divisors[0] if divisors else None
+        self.counts_elements |= divisor is not None
+        return loss, divisor
 
     def _add_losses(self, compiled: Any) -> tuple[Any, Any]:
         """Return the loss of compile() and of layers as Keras adds them, but whatever types they have.
@@ -237,66 +237,30 @@ class Objective:
         table = tf.constant(self._class_weights)
         return tf.gather(table, tf.clip_by_value(classes, 0, table.shape[0] - 1))
 
-    def _loss_count(self, predictions: Any, targets: Any, weights: Any, count: Any) -> Any:
-        """Return the number that Keras divides the loss by, relative to the elements of a sample."""
-        outputs = tf.nest.flatten(predictions)
-        mask = keras_mask(outputs[0])
-        if self._weighs_mean and weights is not None:
-            weights = tf.cast(weights, tf.float32)
-            if mask is not None:
-                weights = weights * tf.cast(mask, tf.float32)
-            return tf.reduce_sum(weights)
-        if self._ignored_class is not None:
-            is_counted = tf.not_equal(tf.cast(targets, tf.int64), self._ignored_class)
-            mask = (
-                is_counted if mask is None else tf.reshape(is_counted, tf.shape(mask)) & tf.cast(mask, bool)
-            )
-        if mask is None:
-            return count
-        if len(outputs) > 1:
-            raise InputError(
-                "a model with several outputs and a mask cannot be summed over ranks",
-                "let the mask end before the outputs (supports_masking = False)",
-            )
-        return tf.reduce_sum(tf.cast(mask, tf.float32))
-
     def _build(self) -> None:
         """Create the state of losses and metrics, which Keras does at the first batch."""
         samples, labels = (tf.nest.map_structure(symbolic, part) for part in self.signature)
 
         def run(samples: Any, labels: Any) -> Any:
-            return self._run_model(samples, labels, training=False, with_metrics=True)[1]
+            return self._run_model(samples, labels, training=True, with_metrics=True)[0][0]
 
-        run_symbolically(run, samples, labels)
-
-    def _find_of_batches(self, metrics: list[Any]) -> list[Any]:
-        """Return the means whose count is that of batches: their function returns one number for a batch."""
-        means = [mean for mean in _flatten_metrics(metrics) if isinstance(mean, keras.metrics.Mean)]
-        # The functions of Keras return a number for each sample.
-        suspects = [one for one in means if not metric_module(one).startswith("keras.")]
-        if not suspects:
-            return []
-        counts = []
-        for size in (2, 3):
-            for mean in suspects:
-                mean.reset_state()
-            samples, labels = tf.nest.map_structure(
-                lambda spec, size=size: tf.zeros((size, *spec.shape[1:]), spec.dtype), self.signature
-            )
-            if isinstance(labels, dict) and SAMPLE_WEIGHT in labels:
-                labels[SAMPLE_WEIGHT] += 1
-            self._run_model(samples, labels, training=False, with_metrics=True)
-            counts.append([float(mean.count) for mean in suspects])
-        for metric in metrics:
-            metric.reset_state()
-        return [mean for mean, *found in zip(suspects, *counts, strict=True) if found == [1.0, 1.0]]
+        with noting_batches(self._of_batches):
+            run_symbolically(run, samples, labels)
 
 
-def _flatten_metrics(metrics: Iterable[Any]) -> Iterator[Any]:
-    """Yield metrics, and those that they contain, as that of compile() does."""
-    for metric in metrics:
-        yield metric
-        yield from _flatten_metrics(metric.metrics if hasattr(metric, "metrics") else ())
+@contextmanager
+def noting_batches(found: list[Any]) -> Iterator[None]:
+    """Add to `found` the metrics that a number is added to for a whole batch."""
+    original = keras.metrics.Mean.update_state
+
+    def update_state(metric: Any, values: Any, sample_weight: Any = None) -> Any:
+        is_number = sample_weight is None and getattr(values, "shape", ()) == ()
+        if is_number and not any(metric is one for one in found):
+            found.append(metric)
+        return original(metric, values, sample_weight=sample_weight)
+
+    with mock.patch.object(keras.metrics.Mean, "update_state", update_state):
+        yield
 
 
 def inputs_of(model: Any, samples: Any, input_range: tuple[float, float] | None) -> Any:

@@ -277,7 +277,7 @@ class SplitStep(PrefixStep):
         layout = self.layout
         statistics = self._sums_of_head[: self._head_states.size]
         self._head_states.apply_changes(statistics / total[layout.count])
-        of_head = [summed / total[layout.divisor] for summed in self._gradients]
+        of_head = [tf.math.divide_no_nan(summed, total[layout.divisor]) for summed in self._gradients]
         self.optimizer.apply(self._join(gradients, of_head), self.whole.model.trainable_variables)
 
 

@@ -257,7 +257,7 @@ class RankStep:
     def apply(self, total: Array) -> Sums:
         """Divide the step's part of a summed vector by its counts and take one optimizer step."""
         sums = self.read_sums(total)
-        if total[self.layout.divisor] > 0:
+        if total[self.layout.count] > 0:
             # Without the lookup of a graph by its arguments: a third of the CPU time of a small step.
             if self._applying is None:
                 signature = [tf.TensorSpec((self.layout.step_size,), tf.float32)]
@@ -364,7 +364,8 @@ class RankStep:
     def _apply_graph(self, total: Any) -> None:
         layout = self.layout
         with tf.device(STATE):
-            gradient = total[: layout.num_gradients] / total[layout.divisor]
+            # As in fit, the optimizer steps with a gradient of 0 if nothing has a weight.
+            gradient = tf.math.divide_no_nan(total[: layout.num_gradients], total[layout.divisor])
             if layout.has_summed:  # the part of the loss that is not divided
                 gradient += total[layout.num_gradients : layout.gradients.stop]
             # First what the forward pass did to the weights, as in fit.
@@ -401,9 +402,9 @@ class Step(RankStep):
         """
         super().__init__(model, recipe, rank)
         self.model = model
-        self.optimizer.build(model.trainable_variables)
         self.has_noise = noise is not None
         self.objective = Objective(model, recipe, example, is_per_sample=self.has_noise)
+        self.optimizer.build(model.trainable_variables)  # of which compute_loss may have created some
         self.states = LayerStates(model)
         self.micro_batch_size = micro_batch_size
         self._weight = weight

@@ -17,6 +17,8 @@ from csdctl.worker.protocol.datasets import DatasetInfo
 
 Array = np.ndarray[Any, Any]
 
+OBJECTS = "it has Python objects, not numbers"
+"""The text of the error for an array of dtype object."""
 MAX_HEADER_BYTES = 60_000
 """Room for about a thousand fields; a header of the first version can have 65,535."""
 PREPARE = "run `csdctl prepare`"
@@ -133,7 +135,9 @@ def read_array_header(file: IO[bytes]) -> tuple[tuple[int, ...], bool, np.dtype[
         raise
     except Exception as error:  # numpy parses the header as Python, and passes on all of its errors
         raise ValueError(f"its header cannot be read: {type(error).__name__}") from None
-    if any(type(size) is not int or size < 0 for size in shape) or dtype.hasobject:
+    if dtype.hasobject:
+        raise ValueError(OBJECTS)
+    if any(type(size) is not int or size < 0 for size in shape):
         raise ValueError(f"expected an array of samples, found {dtype} of shape {shape}")
     return shape, is_fortran, dtype
 

@@ -36,12 +36,14 @@ from csdctl.worker.data.file_hash import hash_file, open_regular
 from csdctl.worker.ingest.sources.source import Block, Tree, convert_write_errors
 from csdctl.worker.process.errors import InputError, WorkerError
 from csdctl.worker.process.files import open_private, save_atomically, sync_directory, sync_file
-from csdctl.worker.protocol.datasets import LABEL, DatasetInfo
+from csdctl.worker.protocol.datasets import LABEL, SAMPLE_WEIGHT, SKIPPED, DatasetInfo
 from csdctl.worker.protocol.json_codec import from_json, to_json
 
 PRIVATE_DIRECTORY, PRIVATE_FILE = 0o700, 0o600
 _GROUP_READS, _OTHERS_READ = 0o040, 0o004
 _READ = _GROUP_READS | _OTHERS_READ
+MAX_NAMED = 5
+"""Skipped samples that the description names."""
 SYNC_INTERVAL_S = 5.0
 """Upper limit of the work that is repeated after an interruption."""
 LOCK_DEADLINE_S = 10.0
@@ -118,9 +120,12 @@ def add_block(info: DatasetInfo, block: Block) -> DatasetInfo:
 
     Raises WorkerError if its samples differ in shape or type from earlier ones.
     """
-    skipped = dict(sorted((Counter(info.num_skipped) + block.skipped).items()))
+    reasons = Counter(reason for reason, _ in block.skipped)
+    num_skipped = dict(sorted((Counter(info.num_skipped) + reasons).items()))
+    skipped = (*info.skipped, *(place for _, place in block.skipped))[:MAX_NAMED]
+    info = replace(info, num_skipped=num_skipped, skipped=skipped)
     if not len(block.samples):
-        return replace(info, num_skipped=skipped)
+        return info
     labels = as_labels(block.labels)
     typed = take_types(info, block.samples, labels)
     if info.num_samples and typed != info:
@@ -138,13 +143,14 @@ def add_block(info: DatasetInfo, block: Block) -> DatasetInfo:
             counts = np.bincount(array[array < len(class_counts)], minlength=len(class_counts))
             added = zip(class_counts.items(), counts.tolist(), strict=True)
             class_counts = {label: before + more for (label, before), more in added}
+    if (weights := fields_of(labels).get(SAMPLE_WEIGHT)) is not None:
+        max_values[SAMPLE_WEIGHT] = max(int(weights.any()), max_values.get(SAMPLE_WEIGHT, 0))
     for name, array in fields_of(block.samples).items():
         if array.dtype.kind in "iu" and array.dtype != np.uint8 and array.size:
             max_values[name] = max(int(array.max()), max_values.get(name, -1))
     return replace(
         typed,
         num_samples=info.num_samples + len(block.samples),
-        num_skipped=skipped,
         max_label=max_labels.get(LABEL, max_labels.get("", -1)),
         max_labels=max_labels,
         max_values=max_values,
@@ -207,6 +213,9 @@ class PartialDataset:
                 self._opened.enter_context(os.fdopen(open_private(directory / name, is_creating=True), "r+b"))
                 for name in _ARRAYS
             ]
+            if (names := directory / SKIPPED).exists():
+                lines = names.read_text().splitlines(keepends=True)
+                save_atomically(names, "".join(lines[: sum(self.info.num_skipped.values())]))
             for file, size in zip(self._files, _valid_bytes(self.info), strict=True):
                 file.truncate(size)  # drops what was written after the record
                 file.seek(0, os.SEEK_END)
@@ -236,6 +245,11 @@ class PartialDataset:
                 self.declare(block.samples, labels)
                 for file, array in zip(self._files, (block.samples, labels), strict=True):
                     file.write(np.ascontiguousarray(array).data)
+            if block.skipped:
+                descriptor = open_private(self._directory / SKIPPED, is_creating=True)
+                with os.fdopen(descriptor, "r+b") as names:
+                    names.seek(0, os.SEEK_END)
+                    names.writelines(f"{reason} {place}\n".encode() for reason, place in block.skipped)
             self.info = info
             if time.monotonic() - self._synced_at >= SYNC_INTERVAL_S:
                 self.sync()

@@ -9,6 +9,7 @@ import functools
 import hashlib
 import json
 import os
+import shutil
 import sys
 import tempfile
 from collections.abc import Callable
@@ -16,7 +17,7 @@ from dataclasses import asdict, replace
 from fnmatch import fnmatch
 from pathlib import Path
 
-from csdctl.worker.data.arrays import label_dtype
+from csdctl.worker.data.arrays import is_numeric, label_dtype
 from csdctl.worker.ingest.partial_dataset import (
     PartialDataset,
     add_block,
@@ -36,7 +37,7 @@ from csdctl.worker.ingest.sources.arrays import (
     open_table,
     read_columns,
 )
-from csdctl.worker.ingest.sources.function import call_function
+from csdctl.worker.ingest.sources.function import ENDING, call_function
 from csdctl.worker.ingest.sources.images import ClassFolders, RecordFiles, is_record_file, read_header
 from csdctl.worker.ingest.sources.source import (
     SampleSource,
@@ -115,8 +116,8 @@ def fingerprint_settings(source_format: str, tree: Tree, spec: PrepareSpec) -> s
     if source_format in ("csv", "function"):
         settings["inputs"], settings["table"] = spec.inputs, asdict(spec.table) if spec.table else None
     if source_format == "csv":
-        settings["columns"], settings["is_regression"] = spec.columns, spec.is_regression
-    settings["outputs"] = spec.outputs
+        settings["columns"] = spec.columns
+    settings |= {"is_regression": spec.is_regression, "allows_nan": spec.allows_nan, "outputs": spec.outputs}
     types = {name: dtype for name, (dtype, _) in spec.labels.items()}
     settings["conform"] = [takes_grey(spec), spec.labels if source_format == "function" else types]
     return json.dumps(settings, sort_keys=True)
@@ -163,8 +164,12 @@ def prepare(
             on_progress(PrepareProgress(num_read, source.num_samples, num_read - partial.info.num_samples))
 
         report()
+        reserve = shutil.disk_usage(spec.store).free // 10 if spec.function and not source.num_samples else 0
         for block in source.blocks(partial.info.num_read):
             partial.append(conform(block, spec), is_copied=not is_in_place)
+            # What may never end must not fill the disk.
+            what = f"more than the {partial.info.num_read:,} samples that the function has yielded so far"
+            check_free_space(reserve, spec.store, what, f"let the function end: {ENDING}")
             report()
         info = complete_info(partial.info, source, spec)
         now = read_tree(spec.source, is_private=spec.is_private)
@@ -188,7 +193,8 @@ def _is_as_stored(source: ArraySource, spec: PrepareSpec) -> bool:
     samples, labels = source.inputs[""], source.outputs[""]
     stored = conform(source.rows(0, 0), spec)
     found = (stored.samples.dtype, stored.samples.shape[1:], stored.labels.dtype)
-    return found == (samples.dtype, samples.shape[1:], label_dtype(labels.dtype))
+    is_same = found == (samples.dtype, samples.shape[1:], label_dtype(labels.dtype))
+    return is_same and is_numeric(labels.dtype)
 
 
 def complete_info(info: DatasetInfo, source: SampleSource, spec: PrepareSpec) -> DatasetInfo:
@@ -198,8 +204,9 @@ def complete_info(info: DatasetInfo, source: SampleSource, spec: PrepareSpec) ->
     """
     names = source.class_names or ()
     if info.num_samples == 0:
-        raise _no_usable_samples(info, spec)
-    info = replace(info, padded=source.padded, columns=source.columns)
+        raise _no_usable_samples(info, source.remedy, spec)
+    skipped = () if spec.is_private else info.skipped
+    info = replace(info, padded=source.padded, columns=source.columns, skipped=skipped)
     field = LABEL if LABEL in info.labels else ""
     if not names or field not in info.labels or info.labels[field][1]:
         return replace(info, class_counts={})
@@ -218,9 +225,9 @@ def complete_info(info: DatasetInfo, source: SampleSource, spec: PrepareSpec) ->
     )
 
 
-def _no_usable_samples(info: DatasetInfo, spec: PrepareSpec) -> WorkerError:
+def _no_usable_samples(info: DatasetInfo, remedy: str, spec: PrepareSpec) -> WorkerError:
     reasons = ", ".join(f"{count} {reason.replace('_', ' ')}" for reason, count in info.num_skipped.items())
-    remedy = "fix the data, or data.image and data.tfrecord in job.yaml"
+    remedy = remedy or "fix the data, or data.image and data.tfrecord in job.yaml"
     if set(info.num_skipped) == {"other_format"}:
         # Text, audio or arrays in class folders: nothing in job.yaml makes csdctl read them.
         remedy = (

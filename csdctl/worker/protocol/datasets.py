@@ -47,6 +47,10 @@ Parts = dict[str, tuple[str, Shape]]
 """Type and shape of each field of a sample or a label by name, '' for the only one."""
 
 
+SKIPPED = "skipped.txt"
+"""The file beside prepared data that names all skipped samples."""
+
+
 @dataclass(frozen=True)
 class DatasetInfo:
     """Description of a prepared data set; has no file names and no samples.
@@ -77,11 +81,14 @@ class DatasetInfo:
     max_labels: dict[str, Largest] = field(default_factory=dict)
     """The largest label of each field of integers; '' is the only one."""
     max_values: dict[str, Largest] = field(default_factory=dict)
-    """The largest value of each input of integers, which may be indices; without uint8."""
+    """The largest value of each input of integers, which may be indices; without uint8. Of weights: 1, or 0
+    if all are 0."""
     padded: dict[str, Shape] = field(default_factory=dict)
     """Inputs and outputs whose values had different shapes, and the shape that they were padded to with 0."""
     columns: tuple[str, ...] = ()
     """The columns of a table in the order of a sample's values; empty for private data."""
+    skipped: Annotated[tuple[ShortText, ...], MaxLength(5)] = ()
+    """Where the first skipped samples are in the source; empty for private data."""
 
     @property
     def num_read(self) -> int:
@@ -102,7 +109,7 @@ class DatasetInfo:
     def element_spec(self) -> "DatasetInfo":
         """Shapes and types, which is what computing needs, without classes and skipped samples."""
         return dataclasses.replace(
-            self, num_skipped={}, class_counts={}, unusable_classes=(), padded={}, columns=()
+            self, num_skipped={}, skipped=(), class_counts={}, unusable_classes=(), padded={}, columns=()
         )
 
 
@@ -202,7 +209,9 @@ class PrepareSpec:
     columns: tuple[str, ...] = ()
     """The columns of the job's public data, in whose order a sample has its values; () if unknown."""
     is_regression: bool = False
-    """Whether labels in tables are values, not classes, even if all are integers."""
+    """Whether labels are values, not classes, even if all are integers."""
+    allows_nan: bool = False
+    """Whether samples and labels may have NaN and infinity."""
     code: UserCode | None = None
     """The job's own code that `function` imports."""
 

@@ -3,6 +3,7 @@
 from dataclasses import dataclass, field
 from typing import Any
 
+from csdctl.worker.protocol.datasets import Largest
 from csdctl.worker.protocol.json_codec import Count, Shape
 from csdctl.worker.protocol.recipe import Recipe
 from csdctl.worker.protocol.run_spec import DatasetSlice, UserCode
@@ -130,6 +131,8 @@ class ModelInfo:
     """None: the model was not compiled."""
     has_own_step: bool = False
     """Whether it has its own train_step: it is not divided, and its batches not into micro-batches."""
+    max_inputs: dict[str, Largest] = field(default_factory=dict)
+    """The largest value that each input of integers holds."""
     scaling_layers: tuple[str, ...] = ()
     """Layers that scale what they are given, such as 'rescaling (Rescaling)'."""
 

@@ -19,7 +19,7 @@ from csdctl.worker.data.arrays import Array, fields_of
 from csdctl.worker.data.prepared import PreparedSamples, SyntheticReader, sample_bytes
 from csdctl.worker.group.communicator import Communicator
 from csdctl.worker.group.values import ExpectedTails, LinkLostError, PeerFaultError, is_minority
-from csdctl.worker.process.errors import WorkerError
+from csdctl.worker.process.errors import InputError, WorkerError
 from csdctl.worker.protocol.datasets import DatasetInfo, list_names
 from csdctl.worker.protocol.events import (
     EARLY_STOPPING,
@@ -400,6 +400,8 @@ class Train(ModelTask):
     def _epoch_results(self) -> dict[str, Any]:
         """Return samples, loss and metrics of the epoch so far, over all ranks, including lost ones."""
         totals = self.progress.position.totals
+        if not (totals.weight or self.step.has_noise):
+            raise _no_weight(f"epoch {self.progress.position.epoch}")
         sums = Sums(totals.loss, totals.states, totals.weight)
         return global_fields(sums, totals.samples, self.step.metrics(sums))
 
@@ -434,12 +436,21 @@ def evaluate(
             num_done = min(len(results) * EVALUATION_BATCH, len(validation))
             reporter.emit(Evaluating, num_done, len(validation))
     total = add_sums(results)
+    if not total.count:
+        raise _no_weight("the validation data")
     metrics = step.metrics(total)
     return {
         "validation_loss": total.mean_loss,
         "validation_accuracy": metrics.get("accuracy"),
         "validation_metrics": metrics,
     }
+
+
+def _no_weight(where: str) -> WorkerError:
+    return InputError(
+        f"{where} has no loss: the weights of all samples are 0 or add up to 0, or all of them are masked",
+        "fix the weights (sample_weight, class_weight), or what the model masks (mask_zero, ignore_class)",
+    )
 
 
 class Trial(Train):

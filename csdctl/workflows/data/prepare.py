@@ -368,6 +368,7 @@ def first_spec(job: Job, model: ModelInfo, *, is_checked: bool = False) -> Prepa
         outputs=tuple(output.name for output in model.outputs if output.name),
         table=job.reading.table,
         is_regression=is_regression(model),
+        allows_nan=job.reading.allows_nan,
     )
 
 

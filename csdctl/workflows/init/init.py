@@ -361,9 +361,10 @@ def _line(text: str, comment: str = "", indent: int = 0) -> list[str]:
     return [*(f"{space}# {part}" for part in above), *([f"{space}{text}"] if text else [])]
 
 
-PARTS = {"train", "training", "val", "valid", "validation", "test", "testing"}
-"""Folders that are parts of a data set, not classes."""
 OPTIONS = {
+    "data.public.path:": "--public",
+    "another one as data.validation.path": "--validation for another of them",
+    "set data.allow_nan: true in job.yaml": "set data.allow_nan: true in a job.yaml of your own",
     "add to job.yaml: code: ": "pass each file or package: --code ",
     "data.csv.drop": "--drop",
     "data.csv in job.yaml": "--label and --drop",
@@ -586,7 +587,6 @@ class _Looking:
         if model and takes_any and job.reading.picture.shape is None:
             spec = replace(spec, picture=replace(spec.picture, shape=_picture_shape(model, DEFAULT_SIZE)))
         found = self._look("public", job, replace(spec, names_classes=True), str(job.public_path))
-        _check_classes(str(job.public_path), sorted(found.class_counts))
         if model and takes_any and found.pictures:
             shape = _picture_shape(model, choose_size(found)[0])
             found = replace(found, info=replace(found.info, sample_shape=shape))
@@ -621,13 +621,3 @@ def _picture_shape(model: ModelInfo, size: tuple[int, ...]) -> tuple[int, ...]:
     """Return the shape of pictures for a model that takes any size."""
     channels = model.input_shape[2] if len(model.input_shape) == 3 else 3
     return (*size, channels or 3)
-
-
-def _check_classes(path: str, names: list[str]) -> None:
-    """Raise InputError for folders that are data sets of their own: train, val."""
-    if names and {name.lower() for name in names} <= PARTS:
-        training = next((name for name in names if name.lower().startswith("train")), names[0])
-        raise InputError(
-            f"--public: {path} has the folders {', '.join(names)}, which are data sets, not classes",
-            remedy=f"--public {Path(path) / training}, and --validation for another of them",
-        )

@@ -93,6 +93,10 @@ class TestJob:
                 {"data": (ARRAYS[0], np.array(["a"] * 4))},
                 "y is <U1\n  → convert it: x.astype(np.float32); labels: y = np.unique(",
             ),
+            (
+                {"data": (np.ma.masked_array(np.ones(4), [0, 0, 1, 0]), ARRAYS[1])},
+                "is not numbers: x is masked",
+            ),
             ({"data": [(ARRAYS[0][0], ARRAYS[1][0])]}, "single samples, expected batches"),
             ({"model": SavedModel("__lambda__")}, "nodes cannot import it\n  → write a function or layer"),
         ],

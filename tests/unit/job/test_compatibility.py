@@ -132,7 +132,18 @@ REFUSED: list[tuple[ModelInfo, DatasetInfo, str, str]] = [
         "give the model at least 10 outputs",
     ),
     (MODEL, replace(DATA, max_label=10), "labels up to 10", "at least 11 outputs"),
-    (MODEL, NUMBERS, "needs integer labels from 0", ""),
+    (
+        MODEL,
+        NUMBERS,
+        "needs integer labels from 0, the public data has labels of type float or bool",
+        "int32",
+    ),
+    (MODEL, replace(DATA, max_label=-1), "the public data has labels below 0", "number the classes"),
+    (
+        *(one_output((2,), SPARSE_LOSS), replace(DATA, max_label=2, class_counts={"a": 5, "b": 0, "c": 5})),
+        "has 2 outputs, the public data has labels up to 2; no usable samples are in b",
+        "at least 3 outputs, or remove b",
+    ),
     *(
         (
             *(one_output((10,), loss, activation="softmax"), ONE_HOT),
@@ -219,6 +230,38 @@ def test_data_sets_of_different_types_are_refused(change: dict[str, Any], messag
 
 
 NOISE = Noise(1.0, 8.0, 1e-5)
+
+
+def test_weights_are_refused_if_all_of_a_training_or_of_the_validation_are_0() -> None:
+    some, none = (replace(DATA, label_dtype=WEIGHTED, max_values={"sample_weight": n}) for n in (1, 0))
+    check_compatibility(MODEL, {"public": some, "csd0": none})
+    check_compatibility(MODEL, {"public": none, "csd0": some, "validation": some})
+    check_compatibility(MODEL, {"public": none}, needs_labels=False)
+    for datasets, where in (
+        ({"public": none}, "in the public data"),
+        (
+            {"public": none, "csd0": none, "validation": some},
+            "in the public data and the private data of csd0",
+        ),
+        ({"public": some, "validation": none}, "in the validation data"),
+    ):
+        with pytest.raises(InputError, match=f"all weights are 0 {where}\n"):
+            check_compatibility(MODEL, datasets)
+
+
+def test_integers_that_the_input_does_not_hold_are_refused() -> None:
+    model = replace(MODEL, inputs={"": (4,)}, max_inputs={"": 2**31 - 1})
+    largest = replace(DATA, sample_shape=(4,), dtype="int64", max_values={"": 2**31 - 1})
+    check_compatibility(model, {"public": largest})
+    with pytest.raises(InputError, match="takes integers up to 2147483647, the public data has 2147483648\n"):
+        check_compatibility(model, {"public": replace(largest, max_values={"": 2**31})})
+    two = replace(TWO_INPUTS, max_inputs={"b": 2**31 - 1})
+    placed = replace(DATA, dtype=fields(input_0=("int64", [3]), input_1=("int64", [7, 2])))
+    check_compatibility(two, {"public": replace(placed, max_values={"input_0": 2**40})})
+    with pytest.raises(
+        InputError, match="input b of .* up to 2147483647, the public data has 1099511627776\n"
+    ):
+        check_compatibility(two, {"public": replace(placed, max_values={"input_1": 2**40})})
 
 
 def test_noise_is_refused_with_sample_statistics_or_a_delta_that_permits_publishing_a_sample() -> None:

@@ -184,6 +184,9 @@ class TestRecipe:
         with_arguments = "loss: {name: categorical_crossentropy, label_smoothing: 0.1, weight: 2}"
         expected = LossTerm("categorical_crossentropy", {"label_smoothing": 0.1}, 2.0)
         assert with_recipe(write, with_arguments).recipe.losses == {"": expected}
+        reduced = "loss: {name: mse, reduction: mean_with_sample_weight}"  # no output is meant, called name
+        expected = LossTerm("mse", {"reduction": "mean_with_sample_weight"})
+        assert with_recipe(write, reduced).recipe.losses == {"": expected}
         of_two = with_recipe(write, "loss: {kind: mse, size: {name: mae, weight: 0.5}}").recipe
         assert of_two.losses == {"kind": LossTerm("mse"), "size": LossTerm("mae", {}, 0.5)}
 

@@ -3,6 +3,7 @@
 import base64
 import hashlib
 import io
+import re
 import sys
 import zipfile
 from collections.abc import Sequence
@@ -18,7 +19,7 @@ from csdctl.shipping.worker_zip import pack_worker
 from csdctl.transport.commands import build_worker_command
 from csdctl.transport.local import LocalSession
 from csdctl.transport.meter import TrafficClass
-from csdctl.worker.protocol.datasets import DatasetInfo, PrepareSpec
+from csdctl.worker.protocol.datasets import DatasetInfo, LookSpec, PrepareSpec
 from csdctl.worker.protocol.features import SendSpec
 from csdctl.worker.protocol.json_codec import from_json, to_frame
 from tests.fake_session import FakeSession
@@ -52,6 +53,27 @@ def test_lines_that_tensorflow_always_prints_are_no_cause() -> None:
         )
     assert raised.value.message == "reading data failed with exit code 1: ImportError: libmpi.so"
     assert "reinstall" in raised.value.remedy
+
+
+@pytest.mark.parametrize(
+    ("function", "exit_code", "message", "remedy"),
+    [
+        ("code/1.py:load", 3, "most likely your function load, or a library of it, ended", "load by itself"),
+        ("code/1.py:load", 139, "most likely your function load", "fix what crashes or calls os._exit"),
+        ("code/1.py:load", 137, r"killed, most likely out of memory \(no message\)$", "check the load"),
+        ("", 139, "exit code 139: no message$", "check the load"),
+    ],
+)
+def test_end_of_the_worker_is_explained_by_a_function_that_it_has_called(
+    function: str, exit_code: int, message: str, remedy: str
+) -> None:
+    session = FakeSession("csd2").on("python3", exit_code=exit_code)
+    prepare = PrepareSpec("d", "s", function=function)
+    for command, request in (("prepare", prepare), ("look", LookSpec(prepare))):
+        with pytest.raises(CsdctlError) as raised:
+            call_worker(session, "python3", "w.pyz", command, request, DatasetInfo, doing="preparing data")
+        assert re.search(message, raised.value.message)
+        assert remedy in raised.value.remedy
 
 
 def data_lines(content: bytes, size: int = 500) -> list[str]:

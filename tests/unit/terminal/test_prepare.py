@@ -39,6 +39,16 @@ def test_skipped_samples_and_empty_classes_are_printed() -> None:
     ]
 
 
+def test_skipped_public_samples_are_named() -> None:
+    console = PrintableConsole(file=StringIO(), width=100)
+    skipped = {"num_skipped": {"undecodable": 3}, "skipped": ("ant/[a].png", "bee/b.png", "bee/c.png")}
+    render_prepared(console, replace(PREPARED, public=replace(PUBLIC, **skipped), private={}))
+    assert console.file.getvalue().splitlines()[0] == (  # type: ignore[attr-defined]
+        "public: 3 skipped (3 undecodable): ant/[a].png, bee/b.png, bee/c.png; "
+        "all in /data/public/skipped.txt"
+    )
+
+
 def test_document_has_only_counts_of_private_data() -> None:
     document = prepare_document(PREPARED)
     assert document["private"] == {

@@ -22,13 +22,15 @@ from typing import IO, Any
 
 import numpy as np
 
-from csdctl.worker.data.arrays import Array, as_labels, as_samples, is_numeric, map_array, read_array_header
+from csdctl.worker.data.arrays import OBJECTS, Array, is_numeric, map_array, read_array_header
 from csdctl.worker.ingest.sources.source import (
     BLOCK_BYTES,
     Block,
     DataFile,
     SampleSource,
     Tree,
+    UnusableError,
+    block_at,
     convert_write_errors,
     data_error,
     to_records,
@@ -37,6 +39,12 @@ from csdctl.worker.process.errors import WorkerError
 from csdctl.worker.process.files import DAMAGED_ARCHIVE, BoundedFile
 from csdctl.worker.protocol.datasets import LABEL, SAMPLE_WEIGHT, PrepareSpec, TableSchema, list_names
 
+_NOT_BYTES = "not an IDX file of bytes"
+_EXPLAINED = {
+    OBJECTS: "save it with a type of numbers: array.astype(np.float32)",
+    _NOT_BYTES: "convert its values to bytes, or read it in a function of your own",
+}
+"""Texts of errors of files that are not damaged, and remedies."""
 _DAMAGED: tuple[type[Exception], ...] = (*DAMAGED_ARCHIVE, csv.Error)
 
 
@@ -78,7 +86,7 @@ def read_idx(path: Path, store: str) -> Array:
     with open_file(path, "rb") as file:
         magic = file.read(4)
         if len(magic) < 4 or magic[:3] != b"\0\0\x08":
-            raise ValueError("not an IDX file of bytes")
+            raise ValueError(_NOT_BYTES)
         sizes = np.frombuffer(file.read(4 * magic[3]), ">u4", magic[3]).tolist()
         return _unpack(file, tuple(sizes), np.dtype(np.uint8), store)
 
@@ -113,7 +121,7 @@ class ArraySource(SampleSource):
             raise data_error(spec.source, f"has {samples} samples but {labels} labels")
         if not all(array.dtype.kind == "b" or is_numeric(array.dtype) for array in arrays):
             types = " and ".join(dict.fromkeys(str(array.dtype) for array in arrays))
-            remedy = "turn text into numbers, in a function of your own: data.public.function"
+            remedy = "turn them into numbers, in a function of your own: data.public.function"
             raise data_error(spec.source, f"is not numeric: {types}", remedy)
         self.inputs, self.outputs = inputs, outputs
         self.num_samples = len(next(iter(inputs.values())))
@@ -125,7 +133,7 @@ class ArraySource(SampleSource):
             to_records({name: array[start:stop] for name, array in part.items()}, 1)
             for part in (self.inputs, self.outputs)
         )
-        return Block(as_samples(samples), as_labels(labels))
+        return block_at(start, samples, labels)
 
     def blocks(self, start: int) -> Iterator[Block]:
         """Yield all rows from index `start` on."""
@@ -146,8 +154,9 @@ def convert_read_errors(source: str, *, is_text: bool = False) -> Iterator[None]
     except _DAMAGED as error:
         if is_text and isinstance(error, UnicodeDecodeError):
             raise data_error(source, "is not text in UTF-8", "save it as CSV in UTF-8") from None
-        problem = f"cannot be read: {type(error).__name__}"
-        raise data_error(source, problem, "replace the damaged file") from None
+        reason = type(error).__name__ if str(error) not in _EXPLAINED else str(error)
+        remedy = _EXPLAINED.get(str(error), "replace the damaged file")
+        raise data_error(source, f"cannot be read: {reason}", remedy) from None
 
 
 def open_npy_files(root: Path, spec: PrepareSpec) -> ArraySource:
@@ -220,7 +229,11 @@ def is_table(file: DataFile, tree: Tree) -> bool:
 def read_columns(path: Path, source: str) -> list[str]:
     """Return the names of the columns of a .csv file; raises WorkerError, exit code 2."""
     with convert_read_errors(source, is_text=True), path.open(newline="", encoding="utf-8-sig") as file:
-        return [name.strip() for name in next(csv.reader(file), [])]
+        columns = [name.strip() for name in next(csv.reader(file), [])]
+    if columns and all(name and not name.strip("+-.0123456789eE") for name in columns):
+        problem = "has a first line of numbers, where the names of the columns are expected"
+        raise data_error(source, problem, "add a line with a name for each column")
+    return columns
 
 
 def open_table(tree: Tree, spec: PrepareSpec) -> ArraySource:
@@ -249,7 +262,7 @@ def open_table(tree: Tree, spec: PrepareSpec) -> ArraySource:
     column = dict(zip(used, numbers.T, strict=True))
     inputs = {"": numbers[:, : len(features)]}
     if is_by_name:
-        inputs = {name: column[name].reshape(-1, *spec.inputs[name]) for name in features}
+        inputs = {name: _as_input(column[name]).reshape(-1, *spec.inputs[name]) for name in features}
     outputs = {name: _as_label(column[name], spec) for name in schema.labels}
     if len(outputs) == 1 or not spec.outputs:
         parts = list(outputs.values())
@@ -272,13 +285,21 @@ def _as_label(values: Array, spec: PrepareSpec) -> Array:
     return values.astype(np.int32 if is_integer else np.float32)
 
 
+def _as_input(values: Array) -> Array:
+    """Return a column as int64 if it has integers that float32 does not hold: they may be indices."""
+    is_integer = (np.abs(values) < 1 << 53).all() and (values == np.rint(values)).all()
+    return values.astype(np.int64) if is_integer and (values != values.astype(np.float32)).any() else values
+
+
 def _read_header(paths: Sequence[Path], spec: PrepareSpec) -> list[str]:
     columns, *others = [read_columns(path, spec.source) for path in paths] or [[]]
     if not columns:
         raise empty_data_error(spec.source)
-    if any(header != columns for header in others) or len(set(columns)) != len(columns):
-        problem = "has .csv files with different columns, or a column twice"
-        raise data_error(spec.source, problem, "give all the same header")
+    for path, header in zip(paths, (columns, *others), strict=True):
+        if header != columns or len(set(header)) != len(header):
+            named = "" if spec.is_private or len(paths) == 1 else f": {paths[0].name} and {path.name}"
+            problem = f"has .csv files with different columns, or a column twice{named}"
+            raise data_error(spec.source, problem, "give all the same header")
     return columns
 
 
@@ -308,7 +329,7 @@ def _choose_features(
 def _read_numbers(paths: Sequence[Path], columns: list[str], names: list[str], spec: PrepareSpec) -> Array:
     """Map the numbers of some columns, float64, shape (n, columns), in a nameless file on the store."""
     with tempfile.TemporaryFile(dir=spec.store) as copy:
-        found = _rows(paths, columns, names, spec.source)
+        found = _rows(paths, columns, names, spec)
         with convert_write_errors():
             while rows := list(itertools.islice(found, 256)):
                 copy.write(np.array(rows, np.float64).data)
@@ -318,27 +339,33 @@ def _read_numbers(paths: Sequence[Path], columns: list[str], names: list[str], s
         return np.memmap(copy, np.float64, "r").reshape(-1, len(names))
 
 
-def _rows(paths: Sequence[Path], columns: list[str], names: list[str], source: str) -> Iterator[list[float]]:
+def _rows(
+    paths: Sequence[Path], columns: list[str], names: list[str], spec: PrepareSpec
+) -> Iterator[list[float]]:
+    source, is_named = spec.source, len(paths) > 1 and not spec.is_private
     for path in paths:
         with convert_read_errors(source, is_text=True), path.open(newline="", encoding="utf-8-sig") as file:
             next(csv.reader(file), None)
-            for row in csv.DictReader(file, columns, restkey=MORE_CELLS, restval=""):
-                if MORE_CELLS in row:
-                    raise data_error(
-                        source,
-                        "has a row with more cells than the header",
-                        "quote cells with commas, and write decimal points",
+            rows = csv.DictReader(file, columns, restkey=MORE_CELLS, restval="")
+            for row in rows:
+                try:
+                    if MORE_CELLS in row:
+                        raise UnusableError("a row with more cells than the header")
+                    yield [_number(row[name].strip(), name, spec) for name in names]
+                except UnusableError as error:
+                    where = f"line {rows.line_num + 1}" + (f" of {path.name}" if is_named else "")
+                    remedy = (
+                        "leave columns out (data.csv.drop), write decimal points, quote commas, or "
+                        "turn the rest into numbers in your own function; data.allow_nan: true keeps nan"
                     )
-                yield [_number(row[name].strip(), name, source) for name in names]
+                    raise data_error(source, f"has {error}, {where}", remedy) from None
 
 
-def _number(text: str, name: str, source: str) -> float:
-    try:
+def _number(text: str, name: str, spec: PrepareSpec) -> float:
+    """Return the number in a cell; raises UnusableError."""
+    with contextlib.suppress(ValueError):
         value = float(text)
-    except ValueError:
-        value = math.nan
-    if math.isfinite(value):
-        return value
+        if math.isfinite(value) or spec.allows_nan:
+            return value
     found = "empty cells" if not text else "text, or numbers that are not finite"
-    remedy = "leave the column out (data.csv.drop), or turn it into numbers in a function of your own"
-    raise data_error(source, f"has {found} in column {name}", remedy)
+    raise UnusableError(f"{found} in column {name}")

@@ -3,6 +3,7 @@
 It returns arrays, a tf.data.Dataset, batched or not, a keras.utils.PyDataset, or an iterator of samples.
 """
 
+import dis
 import hashlib
 import random
 import re
@@ -17,11 +18,13 @@ from typing import Any
 import numpy as np
 
 from csdctl.worker.compute.backend import keras, load_backend, tf
-from csdctl.worker.data.arrays import Array, as_labels, as_samples
+from csdctl.worker.data.arrays import Array, as_samples, label_dtype
 from csdctl.worker.data.file_hash import check_stored
 from csdctl.worker.ingest.sources.arrays import ArraySource
 from csdctl.worker.ingest.sources.images import ImageDecoder, known_shape
 from csdctl.worker.ingest.sources.source import (
+    LABELS,
+    SAMPLES,
     Block,
     Candidate,
     DecodedSource,
@@ -38,9 +41,7 @@ from csdctl.worker.process.errors import InputError, WorkerError, describe, find
 from csdctl.worker.protocol.datasets import PrepareSpec, takes
 
 _END = object()
-SAMPLES, LABELS = "samples", "labels"
-"""Names of the only input and the only output in messages."""
-
+ENDING = "yield each sample once, without repeat() or an endless loop: every epoch reads all samples"
 Shape = tuple[int, ...]
 
 
@@ -172,7 +173,7 @@ class Elements(DecodedSource):
             labels = to_records(padded[1], self._axes) if outputs else no_labels(num_samples)
             if num_samples != labels.shape[: self._axes]:
                 raise StructureError(f"yields {len(samples)} samples with {len(labels)} labels")
-            yield as_samples(samples), as_labels(labels)
+            yield samples, labels
 
     def _arrays(self) -> Iterator[tuple[dict[str, Array], dict[str, Array]]]:
         iterator = self._function.guard(self._begin)
@@ -201,13 +202,14 @@ class Elements(DecodedSource):
         shape = known_shape(self._spec.picture)
         takes_images = shape is not None and shape[2] in (1, 3)
         for yielded, label in self._records():
-            sample = yielded
+            sample = as_samples(yielded)
             is_image = takes_images and sample.dtype == np.uint8 and sample.ndim in (2, 3)
             if is_image and sample.ndim == 2:
                 sample = sample[..., np.newaxis]
             if is_image and self._decoder is None:
                 self._decoder = ImageDecoder(self._spec.picture)
-            found = (None if is_image else sample.shape, sample.dtype, label.shape, label.dtype)
+            shapes = None if is_image else sample.shape, label.shape
+            found = shapes, sample.dtype, label_dtype(label.dtype)
             if expected is not None and found != expected:
                 raise StructureError(
                     "yields samples of different shapes or types",
@@ -232,8 +234,6 @@ def named_in_messages(inputs: Mapping[str, Any], outputs: Mapping[str, Any]) -> 
 SHUFFLE_SEED = 0
 """Seed of the random numbers of the user's code while data is prepared."""
 
-_END_IT = "leave out repeat(), or end the data set with take()"
-
 Sizes = tuple[int | None, ...]
 """A shape with None for any size."""
 
@@ -242,7 +242,7 @@ def open_dataset(returned: Any, function: UserFunction, spec: PrepareSpec, threa
     """Return a tf.data.Dataset as a source; raises StructureError or WorkerError."""
     size = int(returned.cardinality())
     if size == tf.data.INFINITE_CARDINALITY:
-        raise StructureError("returned a tf.data.Dataset without an end", _END_IT)
+        raise StructureError("returned a tf.data.Dataset without an end", ENDING)
     inputs, outputs = _spec_parts(returned.element_spec, spec)
     parts = named_in_messages(inputs, outputs)
     shapes = [tuple(part.shape) for _, part in parts]
@@ -328,6 +328,10 @@ def _as_source(returned: Any, function: UserFunction, spec: PrepareSpec, threads
         iterator = iter(returned)
     except TypeError:
         raise StructureError(f"returned a {type(returned).__name__}") from None
+    code = getattr(iterator, "gi_code", None)
+    ends = {"RETURN_VALUE", "RETURN_CONST", "RAISE_VARARGS"}
+    if code and not ends & {one.opname for one in dis.Bytecode(code)}:
+        raise StructureError("returned a generator without an end: `while True`, without break", ENDING)
     return Elements(function, lambda: iterator, spec, threads)
 
 

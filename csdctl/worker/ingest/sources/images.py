@@ -14,7 +14,7 @@ import threading
 import unicodedata
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -60,13 +60,15 @@ def known_shape(rule: ImageRule) -> tuple[int, int, int] | None:
 
 @dataclass(frozen=True)
 class Header:
-    """Format of an image ('png', 'jpeg', 'bmp', 'gif') and its size in pixels."""
+    """Format of an image ('png', 'jpeg', 'bmp', 'gif') and its size in pixels, upright."""
 
     format: str
     width: int
     height: int
     opened: Any = None
     """Pillow's image, not decoded yet; None for a PNG."""
+    orientation: int = 1
+    """That of EXIF, which cameras write; 1 is upright, from 5 on width and height are stored swapped."""
 
 
 def read_header(content: bytes) -> Header | None:
@@ -74,7 +76,8 @@ def read_header(content: bytes) -> Header | None:
     name = next((name for magic, name in _FORMATS.items() if content.startswith(magic)), "")
     if not name:
         return None
-    opened, pillow = None, None if name == "png" else _import_pillow()
+    opened: Any = None
+    orientation, pillow = 1, None if name == "png" else _import_pillow()
     try:
         if pillow is None:  # it refuses a PNG for damage that does not matter, as that of a comment
             kind, width, height = struct.unpack_from(">4sII", content, 12)
@@ -93,7 +96,10 @@ def read_header(content: bytes) -> Header | None:
         raise ValueError(f"{name} is damaged") from None
     if width < 1 or height < 1:
         raise ValueError(f"{name} without pixels")
-    return Header(name, width, height, opened)
+    with suppress(Exception):  # damage of the EXIF data does not matter
+        orientation = int(opened.getexif().get(0x0112, 1)) if name == "jpeg" else 1
+        width, height = (height, width) if 5 <= orientation <= 8 else (width, height)
+    return Header(name, width, height, opened, orientation)
 
 
 def _import_pillow() -> Any:
@@ -150,14 +156,15 @@ class ImageDecoder:
         return np.asarray(fitted).reshape(self._height, self._width, self._channels)
 
     def _decode_format(self, content: bytes, header: Header) -> Array:
-        if header.format == "png":
-            return np.asarray(tf.io.decode_png(content, channels=0))
+        if header.format == "png":  # a colour key becomes a channel only on request
+            has_key = content.find(b"tRNS", 0, content.find(b"IDAT")) > 0
+            return np.asarray(tf.io.decode_png(content, channels=4 if has_key else 0))
         if header.format == "jpeg":
             # The decoder itself reduces the image, which saves most work.
             spare = min(header.height / self._height, header.width / self._width) / SPARE_SCALE
             ratio = next((ratio for ratio in (8, 4, 2) if ratio <= spare), 1)
             jpeg = tf.io.decode_jpeg(content, channels=3, ratio=ratio, dct_method="INTEGER_ACCURATE")
-            return np.asarray(jpeg)
+            return _turn(np.asarray(jpeg), header.orientation)
         if header.format == "bmp":  # its fourth byte is rarely alpha
             return np.asarray(header.opened.convert("RGB"))
         left, top, right, bottom = header.opened.tile[0][1]  # the first frame, within the screen
@@ -190,6 +197,13 @@ class ImageDecoder:
         return padded
 
 
+def _turn(image: Array, orientation: int) -> Array:
+    """Return a picture (h, w, c) upright, given its orientation of EXIF."""
+    image = image.swapaxes(0, 1) if orientation in (5, 6, 7, 8) else image
+    image = image[:, ::-1] if orientation in (2, 3, 6, 7) else image
+    return image[::-1] if orientation in (3, 4, 7, 8) else image
+
+
 class ClassFolders(DecodedSource):
     """Images in class folders, class by class and sorted by path."""
 
@@ -203,7 +217,7 @@ class ClassFolders(DecodedSource):
         names = spec.classes or tuple(sorted(_normalize(name) for name in tree.folders))
         self.class_names = names
         self._label_of = {_normalize(name): label for label, name in enumerate(names)}
-        _check_folders(tree.folders, self._label_of, spec.source)
+        _check_folders(tree.folders, self._label_of, spec)
         self._tree = tree
         self._rule = spec.picture
         self._files = sorted(tree.files, key=self._label)  # stable: sorted by path within a class
@@ -232,7 +246,11 @@ class ClassFolders(DecodedSource):
             content = self._tree.path_of(file).read_bytes()
         except OSError:
             raise UnusableError("unreadable") from None
-        return self._decoder.decode(content), label
+        return self._decoder.decode(content), np.int32(label)
+
+    def place_of(self, candidate: Candidate, number: int) -> str:
+        """Return the path of a file below the root."""
+        return "/".join(candidate[0].parts)
 
 
 def _normalize(folder: str) -> str:
@@ -240,7 +258,17 @@ def _normalize(folder: str) -> str:
     return unicodedata.normalize("NFC", folder)
 
 
-def _check_folders(folders: Sequence[str], label_of: dict[str, int], source: str) -> None:
+PARTS = {"train", "training", "val", "valid", "validation", "test", "testing"}
+"""Folders that are parts of a data set, not classes, unless the job lists them as classes."""
+
+
+def _check_folders(folders: Sequence[str], label_of: dict[str, int], spec: PrepareSpec) -> None:
+    source = spec.source
+    if spec.classes is None and folders and {name.lower() for name in folders} <= PARTS:
+        training = next((name for name in folders if name.lower().startswith("train")), folders[0])
+        problem = f"has the folders {', '.join(folders)}, which are data sets, not classes"
+        remedy = f"data.public.path: {Path(source, training)}; another one as data.validation.path"
+        raise data_error(source, problem, remedy)
     unprintable = [name for name in folders if not name.isprintable()]
     if unprintable:
         problem = f"has a class folder with an unprintable name, {unprintable[0]!a}"
@@ -284,7 +312,13 @@ class RecordFiles(DecodedSource):
 
     def candidates(self) -> Iterator[Candidate]:
         """Yield all examples."""
-        return ((record, None) for path in self._paths for record in self._records(path))
+        for path in self._paths:
+            for number, record in enumerate(self._records(path)):
+                yield record, f"{path.name}, record {number}"
+
+    def place_of(self, candidate: Candidate, number: int) -> str:
+        """Return file and record."""
+        return str(candidate[1])
 
     def _records(self, path: Path) -> Iterator[bytes | None]:
         """Yield the records of a file, and None at the end if the rest of it cannot be read."""
@@ -307,7 +341,7 @@ class RecordFiles(DecodedSource):
             return "GZIP"
         return ""
 
-    def decode(self, content: bytes | None, label: None) -> tuple[Array, Any]:
+    def decode(self, content: bytes | None, label: str) -> tuple[Array, Any]:
         """Return sample and label of an example; raises UnusableError."""
         if content is None:
             raise UnusableError("damaged_file")
@@ -344,10 +378,13 @@ class RecordFiles(DecodedSource):
             raise UnusableError("undecodable") from None
 
     def _label(self, feature: Any) -> Any:
-        """Return an integer label, or the index of a class given by name."""
-        if len(feature.int64_list.value) == 1:
-            return int(feature.int64_list.value[0])
+        """Return an integer label, a float, or the index of a class given by name."""
+        for values in (feature.int64_list.value, feature.float_list.value):
+            if len(values) == 1:
+                return values[0]
         if len(feature.bytes_list.value) == 1:
+            if not self._label_of:
+                self.remedy = "its labels are texts: list the classes as data.classes in job.yaml"
             name = feature.bytes_list.value[0].decode(errors="replace")
             if name in self._label_of:
                 return self._label_of[name]

@@ -10,22 +10,23 @@ import hashlib
 import itertools
 import os
 import sys
-from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from csdctl.worker.data.arrays import Array, as_labels, as_samples, fields_of
+from csdctl.worker.data.arrays import Array, as_samples, fields_of
 from csdctl.worker.data.file_hash import open_regular, remember
 from csdctl.worker.process.errors import InputError, WorkerError
 from csdctl.worker.protocol.datasets import INPUT, LABEL, OUTPUT, SAMPLE_WEIGHT, PrepareSpec, name_of_position
 from csdctl.worker.protocol.file_state import file_state
 
+SAMPLES, LABELS = "samples", "labels"
+"""Names of the only input and the only output in messages."""
 BLOCK_SAMPLES = 256
 BLOCK_BYTES = 32 << 20
 """Memory that a block may take: for encoded samples, and again for decoded ones. The prepared bytes do not
@@ -72,7 +73,7 @@ class Tree:
         states = hashlib.sha256(ascii((max_bytes, self.files)).encode()).hexdigest()
         newest_ns = max((file.state[-1] for file in self.files), default=0)
         content = remember(f"tree {root}", [states], newest_ns, lambda: self._hash_files(max_bytes))
-        return hashlib.sha256(f"6\0{settings}\0{content}\0".encode() + os.fsencode(root)).hexdigest()[:32]
+        return hashlib.sha256(f"7\0{settings}\0{content}\0".encode() + os.fsencode(root)).hexdigest()[:32]
 
     def _hash_files(self, max_bytes: int) -> str:
         def describe(file: DataFile) -> str:
@@ -168,11 +169,14 @@ class UnusableError(Exception):
 
 @dataclass(frozen=True)
 class Block:
-    """Consecutive samples (n, …) and their labels (n, …), and how many among them were skipped, by reason."""
+    """Consecutive samples (n, …) and their labels (n, …)."""
 
     samples: Array
     labels: Array
-    skipped: Counter[str] = field(default_factory=Counter)
+    skipped: Sequence[tuple[str, str]] = ()
+    """Reason and place of each sample among them that was skipped."""
+    place_of: Callable[[int], str] = "sample {}".format
+    """Returns where the sample with this index is in the source; a file comes first, before a comma."""
 
 
 class SampleSource:
@@ -182,6 +186,8 @@ class SampleSource:
     """Samples to process; 0 if unknown in advance."""
     sample_bytes = 0
     """Bytes of one prepared sample; 0 if unknown in advance."""
+    remedy = ""
+    """What to do if no sample is usable, where the source knows it."""
     files_of_class: tuple[int, ...] = ()
     """Number of files of each class; empty for sources without class folders."""
     columns: tuple[str, ...] = ()
@@ -202,9 +208,14 @@ def skip_rows(batches: Iterable[tuple[Array, Array]], start: int) -> Iterator[Bl
     position = 0
     for samples, labels in batches:
         num_skipped = min(len(samples), max(0, start - position))
-        position += len(samples)
         if num_skipped < len(samples):
-            yield Block(samples[num_skipped:], labels[num_skipped:])
+            yield block_at(position + num_skipped, samples[num_skipped:], labels[num_skipped:])
+        position += len(samples)
+
+
+def block_at(start: int, samples: Array, labels: Array) -> Block:
+    """Return rows of arrays, from index `start` on, as a block."""
+    return Block(samples, labels, place_of=lambda row: f"row {start + row}")
 
 
 Candidate = tuple[Any, Any]
@@ -234,13 +245,18 @@ class DecodedSource(SampleSource):
         """Return sample and label; raises UnusableError."""
         raise NotImplementedError
 
+    def place_of(self, candidate: Candidate, number: int) -> str:
+        """Return where a candidate is in the source, given its number."""
+        return f"sample {number}"
+
     def blocks(self, start: int) -> Iterator[Block]:
         """Yield all samples from index `start` on."""
         max_samples = max(1, min(BLOCK_SAMPLES, BLOCK_BYTES // max(1, self.sample_bytes)))
         candidates = itertools.islice(self.candidates(), start, None)
         with ThreadPoolExecutor(self._threads, thread_name_prefix="decode") as pool:
             for group in _groups(candidates, max_samples):
-                yield _as_block(list(pool.map(self._decode_or_reason, group)))
+                yield self._as_block(group, start, list(pool.map(self._decode_or_reason, group)))
+                start += len(group)
 
     def _decode_or_reason(self, candidate: Candidate) -> tuple[Array, Any] | str:
         try:
@@ -248,14 +264,17 @@ class DecodedSource(SampleSource):
         except UnusableError as error:
             return str(error)
 
+    def _as_block(self, group: list[Candidate], start: int, found: list[tuple[Array, Any] | str]) -> Block:
+        def place_of(number: int) -> str:
+            place = self.place_of(group[number], start + number)
+            return (place if place.isprintable() else ascii(place))[-250:]
 
-def _as_block(outcomes: list[tuple[Array, Any] | str]) -> Block:
-    usable = [outcome for outcome in outcomes if not isinstance(outcome, str)]
-    skipped = Counter(outcome for outcome in outcomes if isinstance(outcome, str))
-    if not usable:
-        return Block(np.zeros((0,)), np.zeros((0,)), skipped)
-    samples, labels = zip(*usable, strict=True)
-    return Block(np.stack(samples), np.stack(labels), skipped)
+        usable = [number for number, one in enumerate(found) if not isinstance(one, str)]
+        skipped = [(one, place_of(number)) for number, one in enumerate(found) if isinstance(one, str)]
+        if not usable:
+            return Block(np.zeros((0,)), np.zeros((0,)), skipped)
+        samples, labels = zip(*(found[number] for number in usable), strict=True)
+        return Block(np.stack(samples), np.stack(labels), skipped, lambda row: place_of(usable[row]))
 
 
 def _groups(candidates: Iterable[Candidate], max_samples: int) -> Iterator[list[Candidate]]:
@@ -379,6 +398,8 @@ def to_array(part: Any, name: str) -> Array:
         part = sys.modules["tensorflow"].sparse.to_dense(part)
     elif hasattr(part, "toarray"):
         part = part.toarray()
+    if np.ma.is_masked(part):
+        raise StructureError(f"returned a masked array{_of(name)}", "replace masked values: array.filled(0)")
     try:
         array = np.asarray(part)
     except (TypeError, ValueError):
@@ -432,29 +453,57 @@ def to_records(arrays: Mapping[str, Array], num_axes: int) -> Array:
 def conform(block: Block, spec: PrepareSpec) -> Block:
     """Return a block in the types that are stored, and with what the job's model and public data have.
 
-    Grey images of a model that takes (h, w, 1) get an axis of channels. Samples without weights get 1, and
-    integer labels become float32 where those of the public data are.
+    Grey images of a model that takes (h, w, 1) get an axis of channels. Samples without weights get 1. Raises
+    WorkerError, exit code 2, for NaN, infinity, and values that the types do not hold.
     """
-    for name, label in fields_of(block.labels).items():
-        is_integer = label.dtype.kind in "iu" and label.size
-        if is_integer and max(abs(int(label.min())), int(label.max())) >= 1 << 31:
-            what = f" {name}" if name else ""
-            raise data_error(spec.source, f"has labels{what} beyond ±2³¹", "return them as float32")
-    samples, labels = as_samples(block.samples), as_labels(block.labels)
+    samples, labels = block.samples, fields_of(block.labels)
     if takes_grey(spec) and samples.dtype.names is None and samples.ndim == 3:
         samples = samples[..., np.newaxis]
-    if SAMPLE_WEIGHT in spec.labels and SAMPLE_WEIGHT not in (labels.dtype.names or ()):
-        fields = {name or LABEL: field for name, field in fields_of(labels).items()}
-        shape = (len(labels), *spec.labels[SAMPLE_WEIGHT][1])
-        labels = to_records(fields | {SAMPLE_WEIGHT: np.ones(shape, np.float32)}, 1)
-    fields = fields_of(labels)
-    if fields.keys() == spec.labels.keys():
-        wide = {
-            name: field.astype(np.float32, copy=False) if spec.labels[name][0] == "float32" else field
-            for name, field in fields.items()
-        }
-        labels = to_records(wide, 1)
-    return replace(block, samples=samples, labels=labels)
+    if SAMPLE_WEIGHT in spec.labels and SAMPLE_WEIGHT not in labels:
+        shape = (len(samples), *spec.labels[SAMPLE_WEIGHT][1])
+        labels = {name or LABEL: field for name, field in labels.items()}
+        labels[SAMPLE_WEIGHT] = np.ones(shape, np.float32)
+    with np.errstate(over="ignore"):
+        stored = {name: _store_label(name, field, spec) for name, field in labels.items()}
+        found = replace(block, samples=as_samples(samples), labels=to_records(stored, 1))
+    _check_finite(SAMPLES, fields_of(samples), fields_of(found.samples), block, spec)
+    _check_finite(LABELS, labels, stored, block, spec)
+    return found
+
+
+def _store_label(name: str, field: Array, spec: PrepareSpec) -> Array:
+    """Return labels or weights as float32, and integer labels as int32.
+
+    Integers are float32 where those of the public data are, and wide ones of a regression too: the loss of
+    fit takes them as float32.
+    """
+    is_wide = not np.can_cast(field.dtype, np.int32)
+    dtype, _ = spec.labels.get(name, ("float32" if spec.is_regression and is_wide else "int32", ()))
+    if field.dtype.kind not in "iu" or name == SAMPLE_WEIGHT or dtype == "float32":
+        return field.astype(np.float32, copy=False)
+    if field.size and max(-int(field.min()), int(field.max())) >= 1 << 31:
+        problem = f"has integers beyond ±2³¹ in {name or LABELS}, which are kept as int32"
+        remedy = "number classes from 0; return other values as float32, from a function of your own"
+        raise data_error(spec.source, problem, remedy)
+    return field.astype(np.int32, copy=False)
+
+
+def _check_finite(
+    what: str, given: Mapping[str, Array], stored: Mapping[str, Array], block: Block, spec: PrepareSpec
+) -> None:
+    """Raise WorkerError, exit code 2, if stored values are NaN or infinite."""
+    for name, field in stored.items():
+        if field.dtype.kind != "f" or (spec.allows_nan and name != SAMPLE_WEIGHT) or np.isfinite(field).all():
+            continue
+        row = int(np.argmin(np.isfinite(field.reshape(len(field), -1)).all(axis=1)))
+        place = block.place_of(row)
+        where = f"{name or what}, {place.rpartition(', ')[2] if spec.is_private else place} (counted from 0)"
+        if np.isfinite(given[name][row]).all():
+            raise data_error(spec.source, f"has values beyond the range of float32 in {where}", "scale them")
+        remedy = "remove or replace them"
+        if name != SAMPLE_WEIGHT:
+            remedy += "; if the model or its loss expects them, set data.allow_nan: true in job.yaml"
+        raise data_error(spec.source, f"has NaN or infinity in {where}", remedy)
 
 
 def takes_grey(spec: PrepareSpec) -> bool:

@@ -76,6 +76,44 @@ def two_outputs() -> Any:
     return model
 
 
+def two_losses(*losses: Any) -> Callable[[], Any]:
+    """Return what builds a model with a class and a masked tag for each step, each with a loss."""
+
+    def build() -> Any:
+        layers = keras().layers
+        inputs = keras().Input((12,), dtype="int32")
+        embedded = layers.Embedding(50, 8, mask_zero=True)(inputs)
+        kind = layers.Dense(5, activation="softmax", name="kind")(layers.GlobalAveragePooling1D()(embedded))
+        tags = layers.Dense(4, name="tags")(layers.LSTM(8, return_sequences=True)(embedded))
+        model = keras().Model(inputs, {"kind": kind, "tags": tags})
+        kinds = keras().losses.SparseCategoricalCrossentropy
+        model.compile(loss={name: kinds(**one) for name, one in zip(("kind", "tags"), losses, strict=True)})
+        return model
+
+    return build
+
+
+def with_a_layer_of_the_loss() -> Any:
+    """Return a model whose compute_loss trains a layer that has no weights before."""
+
+    class Teaching(keras().Model):  # type: ignore[misc, name-defined]
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner, self.judge = pictures(), keras().layers.Dense(3, kernel_initializer="ones")
+
+        def call(self, x: Any, training: bool = False) -> Any:
+            return self.inner(x, training=training)
+
+        def compute_loss(self, x: Any, y: Any, y_pred: Any, sample_weight: Any = None) -> Any:
+            judged = keras().ops.mean(keras().ops.square(self.judge(y_pred) - 1))
+            return super().compute_loss(x, y, y_pred, sample_weight) + judged
+
+    model = Teaching()
+    model(IMAGES[:2])
+    model.compile(keras().optimizers.SGD(0.05), CROSSENTROPY)
+    return model
+
+
 def spectral() -> Any:
     layers = keras().layers
     return sequential(layers.SpectralNormalization(layers.Conv2D(8, 3)), layers.Flatten(), layers.Dense(5))
@@ -170,7 +208,9 @@ class Case:
 
 CLIPPED = {"global_clipnorm": 0.1, "weight_decay": 0.01, "use_ema": True}
 OVER_WEIGHTS = {"reduction": "mean_with_sample_weight", "from_logits": True}
+OVER_SUM = {"reduction": "mean_with_sample_weight"}
 IGNORING_0 = {"": LossTerm(CROSSENTROPY, {"ignore_class": 0})}
+IGNORING_OVER_WEIGHTS = {"": LossTerm(CROSSENTROPY, {"ignore_class": 0, **OVER_SUM})}
 SMOOTHED = {"": LossTerm("binary_crossentropy", {"label_smoothing": 0.1})}
 CASES = {
     "a mask and an ignored class": Case(
@@ -190,6 +230,17 @@ CASES = {
     "a mask, divided by the sum of the weights": Case(
         tagger, Recipe(losses={"": LossTerm(CROSSENTROPY, OVER_WEIGHTS)}, **SGD), TOKENS, TAGS, WORD_WEIGHTS
     ),
+    "an ignored class, divided by the sum of the weights": Case(
+        pixels, Recipe(losses=IGNORING_OVER_WEIGHTS, **SGD), labels=MASKS, weights=PIXEL_WEIGHTS
+    ),
+    "weights that are negative, divided by their sum": Case(
+        pictures, Recipe(losses={"": LossTerm(CROSSENTROPY, OVER_SUM)}, **SGD), weights=WEIGHTS - 0.8
+    ),
+    "class weights, divided by their sum": Case(
+        pictures,
+        Recipe(losses={"": LossTerm(CROSSENTROPY, OVER_SUM)}, **SGD, class_weight={"0": 3.0, "2": 0.0}),
+    ),
+    "a layer that only compute_loss uses": Case(with_a_layer_of_the_loss, Recipe()),
     "spectral normalization": Case(
         spectral,
         Recipe(from_logits=True, optimizer="adamw", optimizer_args={"weight_decay": 0.1}, learning_rate=0.01),
@@ -240,6 +291,53 @@ def test_unequal_batches_take_the_steps_of_fit(case: str) -> None:
             assert of_ours == pytest.approx(float(value), rel=TOLERANCE, abs=TOLERANCE), name
     for expected, found in zip(theirs.get_weights(), ours.get_weights(), strict=True):
         np.testing.assert_allclose(expected, found, atol=2 * TOLERANCE)
+
+
+@pytest.mark.parametrize("reduction", ["sum_over_batch_size", "mean_with_sample_weight"])
+def test_weight_of_a_sample_counts_for_each_of_its_steps(reduction: str) -> None:
+    """As weights (n, 1) do in fit, which takes no weights (n,) where each step has a label."""
+    terms = {"": LossTerm(CROSSENTROPY, {"reduction": reduction, "from_logits": True})}
+    keras().utils.set_random_seed(1)
+    model, recipe, some = tagger(), Recipe(losses=terms, **SGD), slice(NUM_SAMPLES)
+    compile_model(model, recipe)
+    expected = model.test_on_batch(TOKENS[some], TAGS[some], WEIGHTS[some, None], return_dict=True)["loss"]
+    records = as_records({"label": TAGS[some]}, WEIGHTS[some])
+    step = make_step(model, recipe, TOKENS, records)
+    sums = step.read_sums(local_sum(step, TOKENS[some], records))
+    assert sums.mean_loss == pytest.approx(float(expected), rel=TOLERANCE)
+
+
+def test_step_in_which_nothing_has_a_weight_is_that_of_fit() -> None:
+    """The optimizer steps with a gradient of 0: its momentum moves the weights."""
+    options = {"optimizer": "sgd", "optimizer_args": {"momentum": 0.9}, "learning_rate": 0.05}
+    recipe = Recipe(losses={"": LossTerm(CROSSENTROPY, OVER_SUM)}, **options)
+    keras().utils.set_random_seed(1)
+    theirs, ours = pixels(), pixels()
+    ours.set_weights(theirs.get_weights())
+    compile_model(theirs, recipe)
+    samples, classes = IMAGES[:NUM_SAMPLES], MASKS[:NUM_SAMPLES]
+    step = make_step(ours, recipe, samples, as_records({"label": classes}, PIXEL_WEIGHTS[:NUM_SAMPLES]))
+    for number, scale in enumerate((1, 0, 1)):
+        weights = PIXEL_WEIGHTS[:NUM_SAMPLES] * np.float32(scale)
+        theirs.train_on_batch(samples, classes, weights)
+        step.set_step(number, 0.05)
+        sums = step.apply(local_sum(step, samples, as_records({"label": classes}, weights)))
+        assert np.isnan(sums.mean_loss) == (scale == 0)
+    for expected, found in zip(theirs.get_weights(), ours.get_weights(), strict=True):
+        np.testing.assert_allclose(expected, found, atol=2 * TOLERANCE)
+
+
+@pytest.mark.parametrize(
+    "losses",
+    [({}, {"from_logits": True}), ({"ignore_class": 0}, {}), (OVER_SUM, {})],
+    ids=["a mask of one output", "an ignored class of one", "weights of one"],
+)
+def test_losses_with_different_divisors_are_refused(losses: Any) -> None:
+    """Their sum over ranks would be divided by one of them."""
+    labels = as_records({"kind": CLASSES, "tags": TAGS}, WEIGHTS)
+    with pytest.raises(WorkerError, match="divided by different numbers, such as samples") as caught:
+        make_step(two_losses(*losses)(), Recipe(**SGD), TOKENS, labels)
+    assert caught.value.exit_code == 2
 
 
 def test_state_of_layers_is_a_mean_over_samples_where_the_loss_is_one_over_elements() -> None:
@@ -293,6 +391,19 @@ def test_validation_is_that_of_keras_evaluate(tmp_path: Path, *, is_weighted: bo
     found = evaluate(step, PreparedSamples(part), reporter, progress_interval_s=3600.0)
     assert found["validation_loss"] == pytest.approx(expected["loss"], rel=TOLERANCE)
     assert found["validation_accuracy"] == pytest.approx(expected["accuracy"], rel=TOLERANCE)
+
+
+def test_validation_without_any_weight_ends_the_run(tmp_path: Path) -> None:
+    recipe = Recipe(losses={"": LossTerm(CROSSENTROPY, OVER_SUM)}, **SGD)
+    samples, records = IMAGES[:4], records_of(CLASSES[:4], np.zeros(4, np.float32))
+    np.save(tmp_path / "images.npy", samples)
+    np.save(tmp_path / "labels.npy", records)
+    step = make_step(pictures(), recipe, samples, records)
+    reporter = Reporter(RankSpec(0, "host", 8, Runtime(), None, None, 0, 0))
+    with pytest.raises(
+        WorkerError, match="the validation data has no loss: the weights of all samples are 0"
+    ):
+        evaluate(step, PreparedSamples(slice_of(tmp_path)), reporter, progress_interval_s=3600.0)
 
 
 @pytest.mark.parametrize("is_one_hot", [False, True])

@@ -173,6 +173,41 @@ def test_ranks_train_as_fit_does_and_all_hold_the_same_bits() -> None:
     assert found[0][0].count == BATCH
 
 
+class Autoencoder(keras.Model):
+    """Calls fewer layers than its train_step trains, none of which has weights before, as a VAE."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        start = keras.initializers.GlorotUniform
+        self.mean, self.spread = (keras.layers.Dense(2, kernel_initializer=start(seed)) for seed in (1, 2))
+        self.decoder = keras.layers.Dense(N_FEATURES, kernel_initializer=start(3))
+
+    def call(self, data: Any) -> Any:
+        return self.decoder(self.mean(data))
+
+    def train_step(self, data: Any) -> dict[str, Any]:
+        with tf.GradientTape() as tape:
+            mean, spread = self.mean(data), self.spread(data)
+            loss = tf.reduce_mean((self.decoder(mean) - data) ** 2 + tf.reduce_mean(tf.exp(spread) - spread))
+        variables = self.trainable_variables
+        self.optimizer.apply_gradients(zip(tape.gradient(loss, variables), variables, strict=True))
+        return {"loss": loss}
+
+
+def test_layer_that_only_train_step_uses_is_trained_as_in_fit() -> None:
+    data = samples(3 * BATCH)
+    models = [Autoencoder() for _ in range(1 + len(SPLITS))]
+    for model in models:
+        model(data[:2])  # as csdctl builds it
+        model.compile(keras.optimizers.SGD(0.05, momentum=0.9))
+    models[0].fit(data, batch_size=BATCH, epochs=1, shuffle=False, verbose=0)
+    ranks = Ranks([make_step(model, rank) for rank, model in enumerate(models[1:])])
+    for number in range(3):
+        ranks.take(number, divide(data[number * BATCH :][:BATCH]))
+    assert models[0].spread.built
+    assert far(models[1], models[0]) < 2e-6
+
+
 def test_lost_sum_leaves_the_state_before_the_step() -> None:
     step = make_step(build())
     step.run(samples(4), NO_LABELS, lambda number, part: part)

@@ -16,11 +16,12 @@ from csdctl.runs.directory import ProjectDirectory
 from csdctl.worker.compute.backend import load_backend
 from csdctl.worker.compute.model import hash_weights
 from csdctl.worker.compute.recipe import compile_model
+from csdctl.worker.compute.step import Sums
 from csdctl.worker.group.communicator import Communicator
 from csdctl.worker.group.values import LinkLostError, PeerFaultError, decode_value, encode_value
 from csdctl.worker.process.errors import WorkerError
 from csdctl.worker.protocol.events import MAX_STEPS, SAMPLES, STOPPED, EpochEnd, Progress, event_from_line
-from csdctl.worker.protocol.recipe import Noise, ReduceOnPlateau
+from csdctl.worker.protocol.recipe import LossTerm, Noise, ReduceOnPlateau
 from csdctl.worker.protocol.run_spec import COPIES, RankSpec, RunSpec, Runtime
 from csdctl.worker.tasks import train
 from csdctl.worker.tasks.checkpointer import BEST_MODEL, LAST_MODEL, Checkpointer
@@ -178,6 +179,14 @@ def test_right_sums_are_applied_and_weights_that_are_not_finite_end_the_run() ->
     group: Any = PlayedGroup(load_task())
     with pytest.raises(WorkerError, match="the weights are no longer finite after epoch 2"):
         task.compare_weights(group)
+
+
+def test_epoch_without_any_weight_ends_the_run() -> None:
+    task = load_task(losses={"": LossTerm("mean_squared_error", {"reduction": "mean_with_sample_weight"})})
+    task.progress.end_step(Sums(0.0, (), 0.0), sum(SIZES))
+    with pytest.raises(WorkerError, match="epoch 1 has no loss: the weights of all samples are 0") as caught:
+        task._epoch_results()
+    assert (caught.value.exit_code, "sample_weight" in caught.value.remedy) == (2, True)
 
 
 def rates_of(task: Train, then: Callable[[list[float]], None] = lambda rates: None) -> list[float]:

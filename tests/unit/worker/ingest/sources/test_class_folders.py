@@ -1,6 +1,7 @@
 """Trees of class folders: matching of class names, unusable files, links."""
 
 import os
+import shutil
 from dataclasses import replace
 from pathlib import Path
 
@@ -9,7 +10,8 @@ import pytest
 
 from csdctl.worker.ingest.prepare import prepare
 from csdctl.worker.process.errors import WorkerError
-from csdctl.worker.protocol.datasets import ImageRule, PrepareSpec
+from csdctl.worker.protocol.datasets import SKIPPED, ImageRule, PrepareSpec
+from csdctl.worker.protocol.json_codec import to_json
 from tests.unit.worker.ingest.prepared_data import SECRET, arrays_of, refusal, spec_below
 from tests.unit.worker.ingest.sources.encoded_images import colours, flat, huge_png, jpeg, png
 
@@ -85,6 +87,40 @@ class TestUnusable:
         assert info.num_skipped == dict(zip(reasons, (1, 1, 2, 3, 1), strict=True))
         assert info.class_counts == {"cat": 1, "dog": 0}
         assert info.unusable_classes == ("dog",)
+        lines = Path(info.path, SKIPPED).read_text().splitlines()
+        assert sorted(lines) == [
+            "no_class readme.txt",
+            "other_format cat/notes.txt",
+            "too_large cat/too large to be read.png",
+            "too_large dog/huge.png",
+            *(f"undecodable {name}" for name in ("cat/b.png", "cat/c.png", "dog/looks.png")),
+            "unreadable cat/gone.png",
+        ]
+        assert info.skipped == tuple(line.partition(" ")[2] for line in lines[:5])
+
+    def test_files_that_are_skipped_are_named_in_one_line_and_private_ones_on_their_node(
+        self, root: Path, spec: PrepareSpec
+    ) -> None:
+        for name in ("a.png", f"{SECRET}.png", "b\nc.png", os.fsdecode(b"\xff.png")):
+            put(root, f"cat/{name}", b"" if name > "a.png" else None)
+        info = prepare(replace(spec, classes=("cat",), is_private=True))
+        assert (info.num_skipped, info.skipped) == ({"undecodable": 3}, ())
+        assert SECRET not in to_json(info)
+        lines = Path(info.path, SKIPPED).read_text().splitlines()
+        names = [r"'cat/b\nc.png'", f"cat/{SECRET}.png", r"'cat/\udcff.png'"]
+        assert lines == [f"undecodable {name}" for name in names]
+
+    def test_folders_of_several_data_sets_are_no_classes_unless_they_are_listed(
+        self, root: Path, spec: PrepareSpec
+    ) -> None:
+        for name in ("Test", "train", "val"):
+            put(root, f"{name}/cat/a.png")
+        remedy = refusal(spec, "the folders Test, train, val, which are data sets, not classes")
+        assert remedy == f"data.public.path: {root}/train; another one as data.validation.path"
+        put(root, "bus/a.png")
+        assert len(prepare(spec).class_counts) == 4
+        shutil.rmtree(root / "bus")
+        assert prepare(replace(spec, classes=("Test", "train", "val"))).num_samples == 3
 
     @pytest.mark.parametrize("content", [None, b"text"])
     def test_data_without_usable_samples_is_bad_input(

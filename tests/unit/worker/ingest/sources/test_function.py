@@ -5,6 +5,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -231,6 +232,11 @@ BATCHES = """
 import keras
 
 
+def endless():
+    while True:
+        yield np.zeros(3), 1
+
+
 class Batches(keras.utils.PyDataset):
     def __len__(self):
         return 3
@@ -275,6 +281,15 @@ REFUSALS = [
         "fix",
     ),
     ("(setattr(Batches, 'num_batches', None), Batches())[1]", "a PyDataset without an end", "__len__"),
+    ("endless()", "a generator without an end: `while True`", "repeat()"),
+    ("np.ma.masked_array(np.zeros((2, 1)), mask=[[0], [1]]), np.zeros(2)", "a masked array$", "filled"),
+    ("np.zeros((2, 1)), np.array([1, 1 << 40])", "integers beyond ±2³¹ in labels", "float32"),
+    (
+        "iter([(np.zeros(3), 1)] * 7 + [(np.full(3, np.nan), 1)])",
+        "infinity in samples, sample 7 ",
+        "allow_nan",
+    ),
+    (f"{DATASET}((x, y / 0)).batch(3)", "infinity in labels, row 0 ", "allow_nan"),
     ("7", "load returned a int", ""),
     ("iter([1, 2])", r"not \(sample, label\)", ""),
     ("np.zeros((3, 4)), np.zeros(2)", "3 samples but 2 labels", ""),
@@ -292,6 +307,17 @@ def test_anything_else_is_refused_with_a_remedy_and_without_data(
 ) -> None:
     spec = write(replace(spec, is_private=True), f"{SLICES}return {returned}", f"{TF}\n{BATCHES}")
     assert remedy in refusal(spec, message)
+
+
+def test_iterator_without_an_end_does_not_fill_the_disk(load: Load, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody can know that it has none."""
+    free = iter(range(1000, 0, -30))
+    monkeypatch.setattr("shutil.disk_usage", lambda path: SimpleNamespace(free=next(free)))
+    with pytest.raises(
+        WorkerError, match=r"more than the [\d,]+ samples that the function .*has yielded"
+    ) as raised:
+        load("return map(lambda one: one, endless())", BATCHES)
+    assert "let the function end: yield each sample once" in raised.value.remedy
 
 
 def test_missing_function_and_errors_of_public_data_are_complete(spec: PrepareSpec, load: Load) -> None:

@@ -1,11 +1,14 @@
 """Decoding and fitting of images in every format, from real files."""
 
+import io
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from PIL import Image, ImageOps
 
-from csdctl.worker.ingest.sources.images import ImageDecoder
+from csdctl.worker.ingest.sources.images import ImageDecoder, read_header
 from csdctl.worker.ingest.sources.source import UnusableError
 from csdctl.worker.process.errors import WorkerError
 from csdctl.worker.protocol.datasets import ImageRule
@@ -75,6 +78,39 @@ class TestFormats:
         half = decode(png(flat(2, 2, 200, 0, 100, 128)), 2, 2, 3)[0, 0]
         assert half.tolist() == [round((c * 128 + 255 * 127) / 255) for c in (200, 0, 100)]
         assert decode(png(flat(2, 2, 10, 0)), 2, 2, 1).max() == 255
+
+    @pytest.mark.parametrize(("channels", "dtype"), [(1, np.uint8), (3, np.uint8), (1, np.uint16)])
+    def test_pixels_of_a_colour_key_become_white(self, channels: int, dtype: type) -> None:
+        """Not those whose upper bits alone are equal."""
+        image = colours(4, 5, channels).astype(dtype) * (257 if dtype == np.uint16 else 1)
+        image[1, 2] = image[3, 4]
+        image[0, 0] = image[3, 4] ^ 1
+        key = tuple(image[3, 4].tolist()) if channels == 3 else int(image[3, 4, 0])
+        plain = decode(png(image), 4, 5, channels)
+        keyed = decode(png(image, transparency=key), 4, 5, channels)
+        assert (keyed[1, 2] == 255).all()
+        assert (keyed[3, 4] == 255).all()
+        is_other = np.ones((4, 5), bool)
+        is_other[1, 2] = is_other[3, 4] = False
+        assert np.array_equal(keyed[is_other], plain[is_other])
+
+    @pytest.mark.parametrize("orientation", range(10))
+    def test_photo_is_turned_upright(self, orientation: int) -> None:
+        photo = Image.fromarray(np.kron(colours(4, 6), np.ones((16, 16, 1), np.uint8)).astype(np.uint8))
+        exif = Image.Exif()
+        exif[0x0112] = orientation
+        content = io.BytesIO()
+        photo.save(content, "JPEG", quality=100, subsampling=0, exif=exif)
+        upright = np.asarray(ImageOps.exif_transpose(Image.open(content)))
+        assert np.array_equal(decode(content.getvalue(), *upright.shape), upright)
+        header = read_header(content.getvalue())
+        assert header is not None
+        assert (header.height, header.width, 3) == upright.shape
+
+    def test_damaged_exif_data_does_not_matter(self) -> None:
+        content = io.BytesIO()
+        Image.fromarray(flat(8, 8, 9, 9, 9)).save(content, "JPEG", exif=b"Exif\0\0MM\0*\0\0\0\x08\xff\xff")
+        assert np.unique(decode(content.getvalue(), 8, 8, 3)).tolist() == [9]
 
 
 class TestUnusable:

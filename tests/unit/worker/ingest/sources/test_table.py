@@ -70,6 +70,9 @@ def test_folder_of_tables_is_read_in_order_of_the_names(spec: PrepareSpec) -> No
         (TableSchema(("a",)), "a,b\n1,\n", "empty cells in column b", "drop"),
         (TableSchema(("a",)), "a,b\n1,nan\n", "not finite in column b", "drop"),
         (TableSchema(("goal", "a")), "a,b\n1,2\n", "has no column goal, but a, b", "data.csv"),
+        (TableSchema(("a",)), "a,b\n1,2\n1,x\n", "text, .* in column b, line 3$", "drop"),
+        (TableSchema(("a",)), "a,b\n1,2\n1,2,3\n", "more cells than the header, line 3$", "commas"),
+        (TableSchema(("a",)), "5.1,-3,1e4\n1,2,3\n", "a first line of numbers", "a name for each column"),
         (TableSchema(("a",)), "a,b,b\n1,2,3\n", "a column twice", "same header"),
         (TableSchema(("a",)), "a\n1\n", "no columns but labels", "data.csv"),
         (TableSchema(("a",)), "", "is empty", "add samples"),
@@ -85,6 +88,20 @@ def test_anything_else_is_refused_with_a_remedy(
     assert remedy in raised.value.remedy
     assert raised.value.exit_code == 2
     assert not any(secret in raised.value.message for secret in (SECRET, "ann", "150.5"))
+
+
+def test_file_and_line_are_named_unless_they_are_private(spec: PrepareSpec) -> None:
+    for name, text in {"a.csv": "x,y\n1,2\n", "b.csv": "x,y\n1,2\n3,\n", "c.csv": "x,z\n1,2\n"}.items():
+        Path(spec.source, name).write_text(text)
+    Path(spec.source, f"{SECRET}.csv").unlink()
+    spec = replace(spec, table=TableSchema(("y",)))
+    for one, end in ((spec, ": a.csv and c.csv$"), (replace(spec, is_private=True), "a column twice$")):
+        refusal(one, f"different columns, .*{end}")
+    Path(spec.source, "c.csv").unlink()
+    for one, end in ((spec, "line 3 of b.csv$"), (replace(spec, is_private=True), "line 3$")):
+        refusal(one, f"empty cells in column y, {end}")
+    Path(spec.source, "b.csv").write_text("x,y\nnan,2\n")
+    assert np.isnan(arrays_of(prepare(replace(spec, allows_nan=True)))[0][1, 0])
 
 
 def test_columns_that_do_not_exist_are_named_and_those_of_private_tables_not(spec: PrepareSpec) -> None:

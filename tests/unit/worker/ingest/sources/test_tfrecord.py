@@ -102,6 +102,28 @@ def test_label_may_be_a_class_name(root: Path, spec: PrepareSpec) -> None:
     assert (info.num_skipped, info.class_counts) == ({"no_label": 1}, {"cat": 1, "dog": 1})
 
 
+def test_label_may_be_a_float(root: Path, spec: PrepareSpec) -> None:
+    write(root / "a.tfrecord", [example(image=png(IMAGES[0]), label=np.array([0.5 + n])) for n in range(3)])
+    info = prepare(spec)
+    assert (info.label_dtype, arrays_of(info)[1].tolist()) == ("float32", [0.5, 1.5, 2.5])
+
+
+def test_texts_as_labels_need_classes(root: Path, spec: PrepareSpec) -> None:
+    write(root / "a.tfrecord", [example(image=png(IMAGES[0]), label=SECRET.encode())])
+    assert refusal(spec, "no usable samples: 1 no label$").startswith(
+        "its labels are texts: list the classes"
+    )
+
+
+def test_nan_is_named_by_file_and_record(root: Path, spec: PrepareSpec) -> None:
+    rows = [np.zeros(3), np.array([0, np.inf, 0])]
+    for number in (1, 2):
+        write(root / f"{number}.tfrecord", [example(image=row, label=1) for row in rows[:number]])
+    spec = replace(spec, records=RecordSchema("image", "label", (3,), "float32"))
+    refusal(spec, "NaN or infinity in samples, 2.tfrecord, record 1 ")
+    refusal(replace(spec, is_private=True), "NaN or infinity in samples, record 1 ")
+
+
 def test_unusable_examples_are_counted_by_reason(root: Path, spec: PrepareSpec) -> None:
     records = [
         *ENCODED,
@@ -115,6 +137,7 @@ def test_unusable_examples_are_counted_by_reason(root: Path, spec: PrepareSpec) 
     info = prepare(spec)
     assert info.num_samples == 5
     assert info.num_skipped == {"no_feature": 1, "no_label": 1, "undecodable": 3}
+    assert info.skipped == tuple(f"a.tfrecord, record {number}" for number in range(5, 10))
 
 
 def test_records_before_the_damage_in_a_file_are_used(root: Path, spec: PrepareSpec) -> None:
