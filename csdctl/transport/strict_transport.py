@@ -361,19 +361,19 @@ class StrictTransport(paramiko.Transport):
         assert self.auth_handler
         return self.auth_handler.wait_for_response(replied)
 
-    def open_session(self, *_: Any, timeout: float | None = None) -> paramiko.Channel:
+    def open_session(self, *_: Any, timeout: float | None = None, **sizes: Any) -> paramiko.Channel:
         """Open a channel for a command, on another connection when the server opens no more on this one."""
         timeout_s = timeout or self.channel_timeout
         for one in (self, *filter(StrictTransport.is_active, self._further)):
             try:
-                return paramiko.Transport.open_session(one, timeout=timeout_s)
+                return paramiko.Transport.open_session(one, timeout=timeout_s, **sizes)
             except paramiko.SSHException as error:  # a ChannelException may have gone to another thread
                 if not self.is_active() or "Timeout" in str(error):
                     raise
         further = self.reconnect(timeout_s)
         further.packetizer.meter = self.packetizer.meter
         try:  # before another thread can take its only channel
-            return paramiko.Transport.open_session(further, timeout=timeout_s)
+            return paramiko.Transport.open_session(further, timeout=timeout_s, **sizes)
         finally:
             self._further.append(further)
 
