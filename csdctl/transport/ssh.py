@@ -282,7 +282,7 @@ def _violation_error(name: str, violation: str) -> UnreachableError:
     return UnreachableError(
         f"the connection was closed, because its SSH server {violation}",
         node=name,
-        remedy="no honest SSH server does that, unless its Banner is above 35 kB: check what runs on the machine",
+        remedy="no honest SSH server does that, except with a Banner above 35 kB: check what runs there",
     )
 
 
