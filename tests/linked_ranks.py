@@ -65,6 +65,9 @@ for request in sys.stdin:
             expected = ExpectedTails(len(memory.local) - 6, (0, 1, 2), (8.0, 8.0, 8.0))
             total = ranks.sum(memory.local, None if ranks.rank else expected)
             print(json.dumps([str(total[0]), *map(float, total[-6:-1])]), flush=True)
+        elif words[0] == "waits":
+            print(json.dumps(ranks.waits), flush=True)
+            ranks.waits = []
         elif words[0] == "not-finite":
             print(json.dumps(ranks.find_not_finite()), flush=True)
         elif words[0] == "allgather":

@@ -69,8 +69,12 @@ csd0
 csdctl-fact:addresses
   |-- 10.1.1.10
      /32 host LOCAL
-csdctl-fact:open files
-1048576
+csdctl-fact:processes
+Max open files            1024                 1048576              files
+pids.max 100
+pids.current 20
+csdctl-fact:mounts
+/opt
 csdctl-fact:places
 place /root
 space /dev/sda1 1000 500 500 50% /

@@ -171,7 +171,7 @@ class LinkCommunicator(Communicator):
         chunks = next(self._next_chunks)
         bf16.pack(self.local, chunks)
         answer = self._request(Request.SUM, expected.pack() if expected and self.rank == 0 else b"")
-        self.waits += self._read(tuple[tuple[RankNumber, Seconds], ...], answer)
+        self.waits += self._read(tuple[tuple[RankNumber, Seconds], ...], answer) if answer else ()
         total: Array = self._vectors.total
         return bf16.unpack(total, chunks, self._unpacked) if chunks else total
 

@@ -213,7 +213,25 @@ def test_machines_with_the_same_hostname_or_another_prefix_than_the_first_are_na
 )
 def test_host_may_open_enough_files_for_its_fleet(limit: int | None, num_nodes: int, verdict: Status) -> None:
     fleet = Fleet(tuple(Node(f"csd{number}", "10.0.0.1") for number in range(num_nodes)))
-    assert judge(fleet, HOST, open_files=limit)["open files"].status == verdict
+    limits = () if limit is None else (("open files", limit),)
+    assert judge(fleet, HOST, limits=limits)["limits"].status == verdict
+    assert judge(fleet, NODE, limits=limits)["limits"].status == Status.OK, "a node needs few"
+
+
+def test_limit_of_cpu_time_warns() -> None:
+    check = judge(limits=(("cpu time", 3600),))["limits"]
+    assert (check.status, check.found) == (Status.WARN, "cpu time 3600 (`ulimit -t`)")
+
+
+def test_file_system_mounted_noexec_is_named_whether_python_runs_or_not() -> None:
+    for changes in ({}, {"python_version": None, "tensorflow_version": None, "mpi_version": None}):
+        check = judge(noexec="/mnt/usb", **changes)["Python"]
+        assert (check.status, check.found) == (Status.FAIL, "/mnt/usb is mounted noexec")
+        facts = replace(NODE, noexec="/mnt/usb", **changes)
+        with pytest.raises(NodeError, match="mounted noexec: /mnt/usb") as raised:
+            check_machines(FLEET, [facts])
+        assert "remount,exec" in check.remedy
+        assert raised.value.remedy == check.remedy
 
 
 MACHINES = ["host", *(f"csd{number}" for number in range(7))]

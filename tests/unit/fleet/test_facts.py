@@ -51,6 +51,8 @@ BAD: list[tuple[str, Any]] = [
     ("has_prted", "yes"),
     ("clock_offset_s", 1e12),
     ("drives", ({"device": "nvme0", "serial": "S"},)),
+    ("limits", (("open files", -1),)),
+    ("noexec", "/" * 5000),
     ("drives", ({"device": "/dev/nvme0", "serial": "S", "size_bytes": -1},)),
 ]
 
@@ -62,7 +64,6 @@ BAD: list[tuple[str, Any]] = [
         ("hostname", "a\nb"),
         ("addresses", ("999.1.1.1",)),
         ("addresses", ("::1",)),
-        ("open_files", -1),
         ("home_space", {"path": "a\x1b"}),
         ("home_space", {"path": "/tmp", "free_bytes": -1}),
         ("home_space", {"path": "/tmp", "free_inodes": 1 << 70}),

@@ -261,6 +261,39 @@ def test_unknown_rank_or_daemon_number_names_no_node(number: int) -> None:
         assert find_cause(JobOutcome([], NODES, stderr_tail=[line])).node == ""
 
 
+HARMLESS = """\
+--------------------------------------------------------------------------
+WARNING: An invalid value was given for oob_tcp_if_include.  This
+value will be ignored.
+
+  Local host: storage
+  Value:      10.1.1.0/24
+  Message:    Did not find interface matching this subnet
+--------------------------------------------------------------------------
+\x00"""
+AGGREGATED = "2 more processes have sent help message help-oob-tcp.txt / invalid if_inexclude\n"
+
+
+@pytest.mark.parametrize("before", [HARMLESS, HARMLESS * 2 + AGGREGATED])
+def test_harmless_warning_is_neither_logged_nor_a_cause(job: Job, before: str) -> None:
+    assert job.print(before).stderr_tail == []
+    assert job.text(None) == ""
+    real = "There are no allocated resources.\nLocal host: storage\n"
+    outcome = job.print(before + real)
+    assert find_cause(outcome).message == "There are no allocated resources."
+    assert job.text(None) == real, "a message that has lines of the same form stays"
+
+
+def test_last_line_of_a_daemon_that_failed_is_part_of_the_cause(job: Job) -> None:
+    lines = ["Traceback (most recent call last):", "OSError: [Errno 27] File too large", "", "-----"]
+    session = LocalSession("csd1", job.directory)
+    program = f"print(*{lines!r}, sep=chr(10)); raise SystemExit(7)"
+    job.start_daemon = lambda host, command: session.converse([sys.executable, "-c", program])  # type: ignore[method-assign]
+    outcome = job.run("print('@csdctl-daemon rank1-csd1 prted')\ntime.sleep(100_000)", scaled(30))
+    assert find_cause(outcome).node == "csd1"
+    assert "exited with 7: OSError: [Errno 27] File too large" in find_cause(outcome).message
+
+
 def test_daemon_that_never_connected_is_named_by_its_node() -> None:
     printed = ["A daemon failed to report back after being spawned. This could", "  Local host:    vm"]
     printed += ["  Remote host:   rank2-csd1", "  Daemon exit status: 213"]

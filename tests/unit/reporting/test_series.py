@@ -18,7 +18,19 @@ from csdctl.reporting.series import (
     SeriesBuilder,
     find_bottleneck,
 )
-from csdctl.worker.protocol.events import EpochEnd, Event, Failed, Joined, LinkLost, NodeLost, Progress, Ready
+from csdctl.worker.protocol.events import (
+    EpochEnd,
+    Event,
+    Failed,
+    Joined,
+    LinkFailed,
+    LinkLost,
+    NodeBack,
+    NodeLost,
+    Paused,
+    Progress,
+    Ready,
+)
 
 NODES = ("host", "csd0")
 
@@ -78,6 +90,25 @@ def test_lost_node_costs_the_time_until_the_ranks_train_again() -> None:
         ("csd0", "lost: no answer", 5.0)
     ]
     assert [change.sizes for change in run.batch_sizes] == [{0: 4, 1: 2}, {0: 4}]
+
+
+def test_lost_link_and_the_return_of_a_node_cost_the_time_that_the_ranks_stop_for_them() -> None:
+    run = series(
+        (100.0, joined(0, {"0": 4, "1": 2})),
+        (110.0, LinkLost(0, "host", 1, 1, 5)),
+        (112.0, LinkFailed(1, "csd0", "its MPI daemon no longer answers")),
+        (115.0, joined(0, {"0": 4, "1": 2})),
+        (120.0, NodeLost(1, "csd0", "no answer")),
+        (121.0, joined(0, {"0": 4})),
+        (130.0, NodeBack(1, "csd0")),
+        (150.0, Paused(0, "host", 3)),
+        (172.0, joined(0, {"0": 4, "1": 2})),
+    )
+    assert [(fault.what.partition(":")[0], fault.stopped_s) for fault in run.faults] == [
+        ("all ranks connected again", 5.0),
+        ("lost", 1.0),
+        ("back", 22.0),
+    ]
 
 
 def test_clock_that_is_set_back_while_the_ranks_are_stopped_leaves_the_cost_unknown() -> None:
@@ -157,6 +188,22 @@ def test_rank_that_held_the_others_back_all_the_time(
     assert (bottleneck.rank, bottleneck.cause, bottleneck.since_s) == (rank, cause, since_s)
     assert bottleneck.lost_s == pytest.approx(lost_s)
     assert why in bottleneck.why
+
+
+def test_link_for_which_most_sums_waited_is_named_with_its_rate() -> None:
+    lost = {**QUICK, "wait": 0.02, "communication": 0.6}
+    run = replace(series_of(*[[lost] * 40] * 3), links={1: (1.0, 50 << 20), 2: (20.0, 5 << 20)})
+    bottleneck = find_bottleneck(run)
+    assert bottleneck is not None
+    assert (bottleneck.rank, bottleneck.cause, bottleneck.lost_s) == (2, "link", pytest.approx(24))
+    assert "256.0 KiB/s both ways; sums took 62% of the time" in bottleneck.why
+    assert (unknown := find_bottleneck(replace(run, links={1: (11.0, 1)})))
+    assert unknown.rank is None, "a link that explains less than half of the time is not the cause"
+
+
+def test_reports_of_the_slowest_link_add_up() -> None:
+    report = replace(progress(0), slow_link=(1, 0.25, 1000))
+    assert series((100.0, report), (101.0, report), (102.0, progress(0))).links == {1: (0.5, 2000)}
 
 
 def test_rank_that_became_slow_is_blamed_since_then() -> None:

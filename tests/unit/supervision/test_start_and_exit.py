@@ -9,6 +9,7 @@ from csdctl.worker.protocol.events import (
     Event,
     Exited,
     Joined,
+    LinkFailed,
     NodeBack,
     NodeLost,
     Progress,
@@ -162,6 +163,16 @@ def test_mpirun_that_exits_is_started_again_and_says_who_was_killed(fleet: Fleet
     fleet.run()
     assert fleet.nodes_of(Exited) == ["csd0"]
     assert fleet.groups == fleet.linked == [(0, 1, 2)] * 2
+
+
+def test_lost_link_of_a_rank_that_answers_is_recorded_and_that_of_a_lost_one_is_not(fleet: Fleet) -> None:
+    fleet.mpirun[1] = shell("echo 'Remote daemon: [prterun-host-1@0,2] on node csd1'; exit 1")
+    fleet.scripts[2] = Fleet.finish
+    fleet.run()
+    assert fleet.groups == [(0, 1, 2)] * 2
+    (failed,) = (event for event in fleet.events if isinstance(event, LinkFailed))
+    assert (failed.rank, failed.node) == (2, "csd1")
+    assert failed.message.startswith("its MPI daemon no longer answers")
 
 
 def test_run_fails_after_too_many_failed_groups_in_a_row(fleet: Fleet) -> None:

@@ -23,6 +23,7 @@ from csdctl.worker.protocol.events import (
     Failed,
     Finished,
     Joined,
+    LinkFailed,
     NodeLost,
     Progress,
     Ready,
@@ -163,6 +164,10 @@ class TestViewWithoutATerminal:
             (
                 [PROGRESS, Joined(0, "host", 2, 1, 6, 12, 6, {"0": 60}, "none", 0.0, 100)],
                 ["1 ranks", "epoch 1, step 6", "global batch 60", "100 private samples"],
+            ),
+            (
+                [LinkFailed(1, "csd0", "its MPI daemon no longer answers")],
+                ["csd0: its MPI daemon no longer answers", "all ranks connect again"],
             ),
         ],
     )

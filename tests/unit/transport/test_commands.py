@@ -33,6 +33,22 @@ def test_wrapper_works_in_every_posix_shell(shell: list[str], is_leader: bool) -
     assert stderr.group > 1
 
 
+@pytest.mark.parametrize("shell", SHELLS, ids=lambda shell: shell[0])
+def test_soft_limits_of_csdctls_programs_are_raised_and_those_of_the_users_commands_kept(
+    shell: list[str],
+) -> None:
+    lowered = ["bash", "-c", 'ulimit -Sn 20; ulimit -Hn 99; ulimit -Sf 8; exec "$@"', "bash", *shell]
+    for is_users, limits in ((False, "99 unlimited"), (True, "20 8")):
+        command = ["bash", "-c", "echo $(ulimit -n) $(ulimit -f)"]
+        wrapped = build_wrapped_command(command, deadline_s=50, is_users=is_users)
+        ended = subprocess.run(
+            [*lowered, *wrapped.argv[1:]], input=wrapped.script, capture_output=True, check=True, text=False
+        )
+        stdout = MarkedOutput(wrapped.token, max_bytes=100)
+        stdout.feed(ended.stdout)
+        assert stdout.kept.decode() == f"{limits}\n"
+
+
 @given(st.lists(st.binary(max_size=20), max_size=8), st.integers(1, 7), st.binary(max_size=30))
 def test_output_is_found_in_chunks_of_any_size(chunks: list[bytes], cut: int, preamble: bytes) -> None:
     content = b"".join(chunks)

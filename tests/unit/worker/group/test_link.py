@@ -74,6 +74,8 @@ def test_late_rank_gets_the_sum_of_all_ranks_and_the_others_say_that_they_wait(g
         answers = [group.answer(rank) for rank in range(SIZE)]
         assert answers == [answers[0]] * SIZE
         assert answers[0][0] == SIZE * (SIZE + 1) / 2
+        waits = dict(group.all("waits")[0])
+        assert not late or max(waits, key=lambda rank: waits[rank]) == late
 
 
 @pytest.mark.fault(44)
