@@ -344,6 +344,7 @@ def test_later_one_of_step_file_and_checkpoint_is_used(run: Run) -> None:
     run.assert_continues_after(20)
 
 
+@pytest.mark.fault(53)
 @pytest.mark.parametrize("damage", DAMAGES)
 def test_newest_intact_state_is_used_and_what_is_damaged_is_named(
     run: Run, capfd: pytest.CaptureFixture[str], damage: str

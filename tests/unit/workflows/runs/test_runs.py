@@ -146,6 +146,7 @@ class TestUnreadable:
         stdout, stderr = capsys.readouterr()
         return stdout, " ".join((stdout + stderr).split())
 
+    @pytest.mark.fault(36)
     @pytest.mark.parametrize("damage", DAMAGES)
     @pytest.mark.parametrize("name", ["events.jsonl", "manifest.json"])
     def test_run_is_named_and_the_others_are_listed(
