@@ -19,7 +19,7 @@ from csdctl.worker.protocol.json_codec import ProtocolError, parse_json, without
 
 MAX_LINE_BYTES = 4 << 20
 """More than any event."""
-CHUNK_BYTES, MAX_FILE_BYTES = 1 << 18, 16 << 30
+CHUNK_BYTES, MAX_DROPPED_BYTES = 1 << 18, 256 << 20
 MAX_COUNT, MAX_SECONDS = 1 << 53, 1e9
 
 Spent = tuple[
@@ -73,7 +73,7 @@ class StoredEvents:
 
     def follow(self, is_over: Callable[[], bool], interval_s: float = 0.25) -> Iterator[tuple[float, Event]]:
         """Yield all events, and those that are added, until `is_over`; waits for a file that is not there."""
-        return self._read(_lines(self._added(is_over, interval_s)))
+        return self._read(_lines(self._added(is_over, interval_s), self._path))
 
     def _added(self, is_over: Callable[[], bool], interval_s: float) -> Iterator[bytes]:
         """Yield the content of the file and what is added to it, in parts, until `is_over`."""
@@ -156,23 +156,25 @@ def _parse(line: bytes) -> tuple[float, dict[str, Any]]:
 def read_lines(path: Path) -> Iterator[bytes]:
     """Yield the lines of a file, one that is too long as b''; nothing without the file.
 
-    Raises InputError for a file that cannot be read, or that is larger than any that csdctl writes.
+    Raises InputError for a file that cannot be read, or that has no lines.
     """
     with contextlib.suppress(FileNotFoundError), open_regular(path) as file:
-        if (num_bytes := os.fstat(file.fileno()).st_size) > MAX_FILE_BYTES:
-            raise InputError(f"cannot read {path}: it has {num_bytes:,} bytes", remedy="remove it")
-        yield from _lines(iter(partial(file.read, CHUNK_BYTES), b""))
+        yield from _lines(iter(partial(file.read, CHUNK_BYTES), b""), path)
 
 
-def _lines(parts: Iterator[bytes]) -> Iterator[bytes]:
-    """Yield the lines, without their ends; an empty one for each that is longer than MAX_LINE_BYTES."""
-    pending, is_too_long = b"", False
+def _lines(parts: Iterator[bytes], path: Path) -> Iterator[bytes]:
+    """Yield the lines of `path`, without their ends; an empty one for each longer than MAX_LINE_BYTES."""
+    pending, num_dropped = b"", 0
     for chunk in parts:
         *lines, rest = (pending + chunk).split(b"\n")
-        if is_too_long and lines:
-            lines[0], is_too_long = b"", False
+        if num_dropped and lines:
+            lines[0], num_dropped = b"", 0
         yield from lines
-        is_too_long = is_too_long or len(rest) > MAX_LINE_BYTES
-        pending = b"" if is_too_long else rest
-    if pending or is_too_long:
+        is_too_long = num_dropped or len(rest) > MAX_LINE_BYTES
+        pending, num_dropped = (b"", num_dropped + len(rest)) if is_too_long else (rest, 0)
+        if num_dropped > MAX_DROPPED_BYTES:  # of a file that has terabytes of NULs
+            raise InputError(
+                f"cannot read {path}: no end of a line in {num_dropped:,} bytes", remedy="remove it"
+            )
+    if pending or num_dropped:
         yield pending

@@ -313,7 +313,7 @@ def read_last_lines(path: Path, num_lines: int) -> Sequence[str]:
             lines = file.read(MAX_LAST_BYTES).decode(errors="replace").removesuffix("\n").split("\n")
     except InputError as error:
         return [error.message]
-    return lines[-num_lines:] if num_lines and lines != [""] else []
+    return [line[:MAX_LINE_BYTES] for line in lines[-num_lines:]] if num_lines and lines != [""] else []
 
 
 def follow_lines(run: RunDirectory, logs: Sequence[tuple[str, Path]]) -> Iterator[tuple[str, str]]:
