@@ -12,15 +12,18 @@ FILES, FILES_PER_NODE = 32, 4
 """Open files that a process needs for itself, and on the host for each node."""
 _MEMORY = "MemoryError|bad_alloc|Cannot allocate memory|failed to map segment|can't start new thread"
 LIMITS = {
-    "open files": ("-n", "Too many open files"),
-    "processes": ("-u", "can't start new thread|[Cc]annot fork|Resource temporarily unavailable"),
-    "file size": ("-f", "File too large"),
-    "address space": ("-v", _MEMORY),
-    "data size": ("-d", _MEMORY),
-    "stack size": ("-s", "$^"),
-    "cpu time": ("-t", "$^"),
+    "open files": ("`ulimit -n`", "Too many open files"),
+    "processes": (
+        "`ulimit -u` or pids.max",
+        "can't start new thread|[Cc]annot fork|Resource temporarily unavailable",
+    ),
+    "file size": ("`ulimit -f`", "File too large"),
+    "address space": ("`ulimit -v`", _MEMORY),
+    "data size": ("`ulimit -d`", _MEMORY),
+    "stack size": ("`ulimit -s`", "$^"),
+    "cpu time": ("`ulimit -t`", "$^"),
 }
-"""By name in /proc/PID/limits: the option of `ulimit`, and what errors say that the limit causes."""
+"""By name in /proc/PID/limits: what shows the limit, and what errors say that it causes."""
 RAISE = (
     "raise it on that machine, where it is set: in a start-up file of the shell, /etc/security/limits.conf, "
     "or the unit or container of its SSH server"
@@ -49,7 +52,7 @@ def judge_limits(limits: Mapping[str, int], num_cores: int, num_nodes: int = 0) 
 def describe_limits(limits: Mapping[str, int]) -> str:
     """Return limits with the command that shows each of them."""
     shown = {name: _in_units(name, value) for name, value in limits.items()}
-    return ", ".join(f"{name} {value} (`ulimit {LIMITS[name][0]}`)" for name, value in shown.items())
+    return ", ".join(f"{name} {value} ({LIMITS[name][0]})" for name, value in shown.items())
 
 
 def _in_units(name: str, value: int) -> str:

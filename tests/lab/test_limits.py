@@ -1,0 +1,162 @@
+"""Limits of machines and faults of links are named with node, value and cost, by doctor and by a run."""
+
+import re
+import signal
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from tests.lab import network
+from tests.lab.machines import INTERFACE, LabNode
+from tests.lab.project import CSDCTL, Project
+from tests.lab.test_main_job import NETWORK, load_events, long_job, start_training
+from tests.patience import communicate, wait_for
+
+pytestmark = pytest.mark.lab
+
+TRAIN = ("--batch-size", "8", "--skip-doctor")
+
+
+@contextmanager
+def node_with(project: Project, start_up: str) -> Iterator[LabNode]:
+    """A fleet of one node with this start-up file."""
+    with project.lab.node("limited", 48, start_up=start_up + "\n") as node:
+        project.use(node, network=NETWORK)
+        yield node
+
+
+@pytest.mark.first(1)
+@pytest.mark.parametrize(
+    ("start_up", "found", "expected"),
+    [
+        ("ulimit -n 20", "open files 20 (`ulimit -n`)", "32"),
+        ("ulimit -v 300000", "address space 300000 (`ulimit -v`)", r"\d{7}"),
+        ("ulimit -f 8", "file size 8 (`ulimit -f`)", "4096"),
+        ("ulimit -d 100000", "data size 100000 (`ulimit -d`)", r"\d{6}"),
+        ("ulimit -u 5", "processes 5 (`ulimit -u` or pids.max)", r"\d\d"),
+    ],
+)
+def test_low_limit_of_a_node_is_named_by_doctor_and_by_the_error_of_a_run(
+    project: Project, job: Path, start_up: str, found: str, expected: str
+) -> None:
+    with node_with(project, start_up):
+        examined = project.csdctl("doctor")
+        trained = project.csdctl("train", str(job), *TRAIN)
+    assert examined.returncode == trained.returncode == 1
+    pattern = re.escape(found) + rf" \(expected {expected}\)"
+    assert re.search(f"red: limited: limits: {pattern}", examined.stdout)
+    assert re.search(f"probably because of this, on limited: limits: {pattern}", trained.stderr)
+    assert "/etc/security/limits.conf" in trained.stderr
+
+
+def test_limits_that_suffice_and_low_soft_limits_stop_nothing_and_mpirun_says_nothing(
+    project: Project, job: Path
+) -> None:
+    """The lab's interfaces have IPv6 addresses, too."""
+    with node_with(project, "ulimit -Sn 16; ulimit -Sf 8; ulimit -Sv 90000; ulimit -Hn 32"):
+        assert "fit to train" in (examined := project.csdctl("doctor")).stdout, examined.stdout
+        trained = project.csdctl("train", str(job), *TRAIN)
+    assert trained.returncode == 0, trained.stderr
+    assert not list(project.path.glob(".csdctl/runs/*/logs/mpirun.log"))
+
+
+def test_doctor_and_train_ask_for_the_same_limit_of_the_host(project: Project, job: Path) -> None:
+    project.use(*project.lab.near[:2], network=NETWORK)
+    for limit, examined, trained in (
+        ("-n 39", "2 nodes need 40 open files", "open files 39 (`ulimit -n`), expected 40"),
+        ("-f 8", "host: limits: file size 8 (`ulimit -f`) (expected 4096)", "file size 8 (`ulimit -f`)"),
+    ):
+        for arguments, said in ((["doctor"], examined), (["train", str(job), *TRAIN], trained)):
+            command = ("bash", "-c", f'ulimit {limit}; exec "$@"', "bash", str(CSDCTL), *arguments)
+            done = project.lab.host.run(*command, cwd=project.path)
+            assert done.returncode
+            assert said in done.stdout + done.stderr
+
+
+@pytest.mark.first(1)
+@pytest.mark.parametrize("place", ["lib/python*/site-packages/tensorflow", "bin", ".."])
+def test_python_on_a_file_system_mounted_noexec_is_named_with_the_mount_point(
+    project: Project, job: Path, place: str
+) -> None:
+    (found,) = Path(sys.prefix).glob(place) if place != ".." else [Path(sys.base_prefix).resolve()]
+    with node_with(project, "") as node:
+        node.run("mount", "-o", "remount,nosuid,bind", "/root")
+        assert project.csdctl("doctor").returncode == 0
+        node.run("mount", "--bind", str(found), str(found))
+        node.run("mount", "-o", "remount,noexec,bind", str(found))
+        examined = project.csdctl("doctor")
+        trained = project.csdctl("train", str(job), *TRAIN)
+    assert f"red: limited: Python: {found} is mounted noexec" in examined.stdout
+    assert trained.returncode == 1
+    assert re.search(rf"mounted noexec: {found}|{found} is mounted noexec", trained.stderr)
+    assert "remount,exec" in trained.stderr
+
+
+@pytest.mark.thorough
+def test_slow_link_is_named_with_its_rate_while_the_run_goes_on_and_in_its_report(
+    project: Project, job: Path
+) -> None:
+    (job.parent / "wide.py").write_text(
+        (job.parent / "small.py").read_text().replace("Conv2D(4, 3)", "Conv2D(512, 3)")
+    )
+    path = job.with_name("wide.yaml")
+    path.write_text(long_job(job).read_text().replace("small.py", "wide.py"))
+    fast, slow, _ = project.lab.near
+    project.use(fast, slow, network=NETWORK)
+    process = project.start("train", str(path), *TRAIN)
+    events = project.path / ".csdctl/runs"
+    wait_for(lambda: any(events.glob("*/checkpoints/*.npz")), process, project.path)
+    network.limit_bandwidth(slow.namespace, INTERFACE, 2)
+    try:
+        (log,) = events.glob("*/events.jsonl")
+        wait_for(
+            lambda: sum(bool(event.get("slow_link")) for event in load_events(log)) > 15,
+            process,
+            project.path,
+        )
+        process.send_signal(signal.SIGINT)
+        printed, _ = communicate(process, project.path)
+    finally:
+        network.clear_link(slow.namespace, INTERFACE)
+    assert re.search(rf"for {slow.name} \(link\): it carried [\d.]+ KiB/s both ways", printed), printed
+    report = project.csdctl("report").stdout
+    assert re.search(rf"held back by +{slow.name} \(rank 2\), link: it carried [\d.]+ KiB/s", report), report
+
+
+@pytest.mark.thorough
+def test_connections_of_mpi_that_are_cut_for_good_are_named_with_node_cause_and_cost(
+    project: Project, job: Path
+) -> None:
+    whole, cut, _ = project.lab.near
+    project.use(whole, cut, network=NETWORK)
+    process = start_training(project, job)
+    drop_connections_of_mpi(cut)
+    (log,) = project.path.glob(".csdctl/runs/*/events.jsonl")
+    joined = lambda: {event["generation"] for event in load_events(log) if event["event"] == "Joined"}  # noqa: E731
+    wait_for(lambda: joined() == {1, 2}, process, project.path)
+    process.send_signal(signal.SIGINT)
+    printed, _ = communicate(process, project.path)
+    network.run_command(*inside(cut), "nft", "delete table inet cut")
+    assert f"{cut.name}: its MPI daemon no longer answers" in printed
+    assert re.search(r"3 ranks continue at .*; they stopped for \d", printed)
+    row = next(line for line in project.csdctl("report").stdout.splitlines() if "its MPI daemon" in line)
+    assert cut.name in row
+    assert "all ranks stopped for" in row
+
+
+def inside(node: LabNode) -> tuple[str, ...]:
+    return "nsenter", f"--net={network.NAMESPACES / node.namespace}"
+
+
+def drop_connections_of_mpi(node: LabNode) -> None:
+    """Drop all packets of the connections that are open now, except those of SSH."""
+    rules = ["add table inet cut"]
+    for hook, end in (("input", "dport"), ("output", "sport")):
+        rules.append(f"add chain inet cut {hook} {{ type filter hook {hook} priority 0; }}")
+        for line in network.run_command(*inside(node), "ss", "-Htn").splitlines():
+            port = line.split()[3].rpartition(":")[2]
+            rules += [f"add rule inet cut {hook} tcp {end} {port} drop"] * (port != "22")
+    network.run_command(*inside(node), "nft", "-f", "-", input_text="\n".join(rules) + "\n")
