@@ -20,10 +20,13 @@ def main() -> None:
     """Take the lock or print its holder; runs in the session's directory."""
     os.umask(0o077)
     make_private(STATE)
+    if os.path.lexists(LOCK):
+        found = os.lstat(LOCK)
+        if found.st_uid != os.geteuid():
+            refuse(f"{os.path.abspath(LOCK)} belongs to another user")
+        if not stat.S_ISREG(found.st_mode):
+            refuse(f"{os.path.abspath(LOCK)} is not a regular file")
     lock = os.open(LOCK, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o600)
-    found = os.fstat(lock)
-    if found.st_uid != os.geteuid() or not stat.S_ISREG(found.st_mode):
-        sys.exit(f"{os.path.abspath(LOCK)} belongs to another user: remove it")
     os.fchmod(lock, 0o600)
     holder = json.loads(sys.stdin.readline())
     try:
@@ -44,18 +47,24 @@ def main() -> None:
     os.execvp("cat", ["cat"])  # waits with a tenth of the memory of Python
 
 
+def refuse(problem: str, remedy: str = "remove it") -> None:
+    """Print why there is no lock, and exit."""
+    print("@csdctl-error " + json.dumps({"message": problem, "remedy": remedy}), flush=True)
+    sys.exit(1)
+
+
 def make_private(directory: str) -> None:
     """Create `directory`, or narrow it; exit if another user can change what is in it."""
     around = os.getcwd()
     while around != "/":
         mode = os.stat(around).st_mode
         if mode & stat.S_IWOTH and not mode & stat.S_ISVTX:
-            sys.exit(f"{around} can be changed by every user: chmod o-w it")
+            refuse(f"{around} can be changed by every user", f"chmod o-w {around}")
         around = os.path.dirname(around)
     with contextlib.suppress(FileExistsError):
         os.mkdir(directory, 0o700)
     if {os.lstat(directory).st_uid, os.stat(directory).st_uid} != {os.geteuid()}:
-        sys.exit(f"{os.path.abspath(directory)} belongs to another user: remove it")
+        refuse(f"{os.path.abspath(directory)} belongs to another user")
     if os.stat(directory).st_mode & 0o077:
         os.chmod(directory, 0o700)
 

@@ -7,7 +7,6 @@ Certificate authorities (`@cert-authority`) are not supported: their lines are n
 
 import base64
 import binascii
-import contextlib
 import fnmatch
 import hashlib
 import hmac
@@ -16,7 +15,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from csdctl.errors import HostKeyError
+from csdctl.documents import open_regular
+from csdctl.errors import HostKeyError, InputError
 
 _LOWER = str.maketrans(string.ascii_uppercase, string.ascii_lowercase)
 
@@ -45,12 +45,16 @@ class KnownHosts:
 
     @classmethod
     def load(cls, paths: Iterable[Path]) -> "KnownHosts":
-        """Read `paths`; files that are missing or unreadable count as empty."""
+        """Read `paths`. What cannot be read in them is named where a key is unknown."""
         known = cls()
         for path in paths:
-            with contextlib.suppress(OSError):
+            try:
                 for number, line in enumerate(load_lines(path), start=1):
                     known._add_line(line, path, number)
+            except FileNotFoundError:
+                continue
+            except (InputError, OSError) as error:
+                known._unsupported.append((("*",), str(error)))
         return known
 
     def lookup(self, address: str, port: int) -> tuple[HostKey, ...]:
@@ -75,7 +79,7 @@ class KnownHosts:
         if not others:
             kind = next((name for name in ("ed25519", "ecdsa", "rsa") if name in key_type), "*")
             name = build_host_name(address, port)
-            ignored = [f"; {what} is ignored" for names, what in self._unsupported if _matches(names, name)]
+            ignored = [f"; {what}" for names, what in self._unsupported if _matches(names, name)]
             raise HostKeyError(
                 f"host key of {address} port {port} is unknown: {shown}{''.join(ignored[:2])}",
                 node=node,
@@ -94,19 +98,23 @@ class KnownHosts:
     def _add_line(self, line: str, path: Path, number: int) -> None:
         fields = [part for part in line.replace("\t", " ").split(" ") if part]
         marker = fields.pop(0) if fields and fields[0].startswith("@") else ""
-        if len(fields) < 3 or fields[0].startswith("#"):
+        if not fields or fields[0].startswith("#") or line.isspace():
+            return
+        if len(fields) < 3:
+            self._unsupported.append((("*",), f"{path}:{number} has no host key"))
             return
         is_hashed = fields[0].startswith("|")
         names = (fields[0],) if is_hashed else tuple(fields[0].translate(_LOWER).split(","))
         if marker not in ("", "@revoked"):
-            self._unsupported.append((names, f"{marker} in {path}:{number}"))
+            self._unsupported.append((names, f"{marker} in {path}:{number} is ignored"))
             return
         try:
             blob = base64.b64decode(fields[2].translate(_IGNORED), validate=True)
         except (binascii.Error, ValueError):
-            return
+            blob = b""
         if not blob.startswith(len(fields[1]).to_bytes(4, "big") + fields[1].encode()):
-            return  # not a key of this type
+            self._unsupported.append((names, f"{path}:{number} has no key of type {fields[1][:40]}"))
+            return
         key = HostKey(fields[1], blob, path, number, is_revoked=bool(marker))
         if is_hashed or any(name.startswith("!") or "*" in name or "?" in name for name in names):
             self._by_pattern.append((names, key))
@@ -116,8 +124,9 @@ class KnownHosts:
 
 
 def load_lines(path: Path) -> list[str]:
-    """Return the lines of a known_hosts file; raises OSError."""
-    text = path.read_bytes().decode(errors="replace")  # reading as text would end lines at \r as well
+    """Return the lines of a known_hosts file; raises OSError, and what `open_regular` raises."""
+    with open_regular(path) as file:
+        text = file.read().decode(errors="replace")  # reading as text would end lines at \r as well
     return text.removesuffix("\n").split("\n") if text else []
 
 

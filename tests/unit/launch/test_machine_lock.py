@@ -55,6 +55,20 @@ def test_second_csdctl_fails_at_once_and_names_the_first(session: LocalSession, 
     assert caught.value.node == "csd0"
 
 
+@pytest.mark.parametrize("kind", ["pipe", "directory", "link"])
+def test_lock_that_is_no_file_is_named_with_its_remedy(
+    session: LocalSession, tmp_path: Path, kind: str
+) -> None:
+    (tmp_path / ".csdctl").mkdir()
+    path = tmp_path / ".csdctl" / "lock"
+    {"pipe": os.mkfifo, "directory": os.mkdir, "link": lambda path: path.symlink_to("other")}[kind](path)
+    with pytest.raises(RemoteCommandError) as caught:
+        lock(session, tmp_path).__enter__()
+    assert caught.value.message == f"{path} is not a regular file"
+    assert caught.value.remedy == "remove it"
+    assert caught.value.node == "csd0"
+
+
 def relock(session: LocalSession, directory: Path) -> Any:
     return relock_machine(session, sys.executable, doing="train", directory=directory)
 

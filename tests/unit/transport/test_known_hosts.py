@@ -1,3 +1,4 @@
+import os
 from pathlib import Path
 
 import asyncssh
@@ -57,6 +58,35 @@ def test_certificate_authority_is_named_where_a_key_is_unknown(
         known.check("csd0", "csd0.lan", 22, key_type, blob)
     ignored = f"@cert-authority in {tmp_path / 'known_hosts'}:2 is ignored"
     assert (ignored in caught.value.message) == is_named
+
+
+@pytest.mark.parametrize(
+    ("damage", "expected"),
+    [
+        ("fifo", "known_hosts: it is not a regular file"),
+        ("directory", "known_hosts: it is a directory"),
+        ("\0\0\0\0\n", "known_hosts:1 has no host key"),
+        ("csd0 ssh-ed25519 AAAAC3Nza*\n", "known_hosts:1 has no key of type ssh-ed25519"),
+        ("csd1 ssh-ed25519 AAAAC3Nza*\n", ""),
+        ("\r\n \n# a comment\n", ""),
+    ],
+)
+def test_what_cannot_be_read_is_named_where_a_key_is_unknown(
+    tmp_path: Path, damage: str, expected: str
+) -> None:
+    path = tmp_path / "known_hosts"
+    if damage == "fifo":
+        os.mkfifo(path)  # it has no writer: opening it as a file would wait for ever
+    elif damage == "directory":
+        path.mkdir()
+    else:
+        path.write_bytes(damage.encode())
+    _, key_type, blob = make_key()
+    known = KnownHosts.load([tmp_path / "missing", path])
+    with pytest.raises(HostKeyError, match="is unknown") as caught:
+        known.check("csd0", "csd0", 22, key_type, blob)
+    assert expected in caught.value.message
+    assert ("known_hosts" in caught.value.message) == bool(expected)
 
 
 def test_key_of_the_usual_port_is_known_at_others_unless_they_have_their_own(tmp_path: Path) -> None:
