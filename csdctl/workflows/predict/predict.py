@@ -29,7 +29,7 @@ from csdctl.fleet.model import HOST_NAME, Fleet
 from csdctl.fleet.requirements import explain_extra
 from csdctl.job.compatibility import LOGITS, plain_name, show_shape
 from csdctl.job.model import Job, check_keras_file, load_job
-from csdctl.reporting.results import FAILED, load_run_status, read_results
+from csdctl.reporting.results import COMPLETED, FAILED, load_run_status, read_results
 from csdctl.runs.directory import ProjectDirectory, RunDirectory
 from csdctl.shipping.worker_calls import fetch_results
 from csdctl.transport.many import Outcome, errors_of, run_on_all, values_or_raise
@@ -255,7 +255,10 @@ def find_model(
     if not run.model.is_file():
         reason, other = "it has not finished", "use another run"
         with suppress(InputError):
-            if load_run_status(run).state == FAILED:
+            state = load_run_status(run).state
+            if state == COMPLETED:
+                reason = "it has completed, but the file is gone"
+            elif state == FAILED:
                 reason = f"it failed: {read_results(run).summary.failures[0]}"
         if named := [name for name in project.run_ids() if RunDirectory(project.runs / name).model.is_file()]:
             other = f"use the latest run with a model: {named[-1]}"

@@ -74,8 +74,9 @@ def find_resumable(project: ProjectDirectory, run_id: str, job: Job, fleet: Flee
 
 
 def is_complete(run: RunDirectory, job: Job) -> bool:
-    """Return whether nothing is left to do: all epochs are done, or early stopping ended the run.
+    """Return whether nothing is left to do: early stopping ended the run, or all epochs are done.
 
+    A run that has lost its model after all epochs saves it again from its state.
     Raises InputError for a run that has saved its state, and has none left: it would begin again.
     """
     last: Joined | Finished | None = None
@@ -86,7 +87,8 @@ def is_complete(run: RunDirectory, job: Job) -> bool:
         if event.rank == 0 and isinstance(event, Joined | Finished):
             last = event
     is_at_end = isinstance(last, Finished) and last.epochs >= job.recipe.epochs and not last.reason
-    if is_at_end or (isinstance(last, Finished) and last.reason == EARLY_STOPPING):
+    has_model = run.model.is_file() or run.model.with_suffix(".weights.h5").is_file()
+    if (is_at_end and has_model) or (isinstance(last, Finished) and last.reason == EARLY_STOPPING):
         return True
     step_file = ProjectDirectory(run.path.parents[2]).step_file(run)
     states = run.kept_step_file, step_file, *run.path.glob("checkpoints/*.npz")

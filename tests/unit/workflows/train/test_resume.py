@@ -1,6 +1,7 @@
 """Finding the run to resume, recognizing one that is complete, and refusing one that has changed."""
 
 import json
+import os
 from contextlib import ExitStack, nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -77,7 +78,17 @@ def test_run_of_another_job_is_rejected(tmp_path: Path, run: RunDirectory, job: 
 def test_run_is_complete_when_rank_0_has_finished_all_epochs_or_stopped_early(
     run: RunDirectory, job: Job, events: list[Event], expected: bool
 ) -> None:
+    run.model.touch()
     assert is_complete(write_events(run, events), job) is expected
+
+
+def test_completed_run_without_its_model_is_resumed_which_saves_it_again(run: RunDirectory, job: Job) -> None:
+    write_events(run, [JOINED, FINISHED])
+    assert not is_complete(run, job)
+    os.mkfifo(run.model)
+    assert not is_complete(run, job)
+    run.model.with_suffix(".weights.h5").touch()
+    assert is_complete(run, job)
 
 
 def test_latest_run_that_has_started_its_ranks_is_resumed(
@@ -107,7 +118,10 @@ def test_run_of_which_no_state_is_left_is_refused_unless_it_has_saved_none(
     (run.path / name).write_bytes(b"")  # whether it is whole is looked at later
     assert not is_complete(run, job)
     (run.path / name).unlink()
-    assert is_complete(write_events(run, [FINISHED]), job)
+    with pytest.raises(InputError, match="no state of run .* is left"):
+        is_complete(write_events(run, [FINISHED]), job)
+    run.model.touch()
+    assert is_complete(run, job)
     run.events.unlink()
     assert not is_complete(write_events(run, [JOINED]), job)
 
