@@ -101,17 +101,9 @@ class Flow:
 
 
 def add_flows(entries: Iterable[LedgerEntry], run_id: str = "") -> list[Flow]:
-    """Return all flows of run `run_id`, or of all commands when it is ''; the largest first per sender.
-
-    Raises InputError for an unknown traffic class.
-    """
+    """Return all flows of run `run_id`, or of all commands when it is ''; the largest first per sender."""
     added: Counter[tuple[str, str, str]] = Counter()
     for entry in entries:
-        if entry.kind not in REMARKS:
-            raise InputError(
-                f"the ledger has an entry of traffic class {entry.kind!r}, expected {', '.join(REMARKS)}",
-                remedy="remove that line of .csdctl/ledger.jsonl",
-            )
         if not run_id or entry.run == run_id:
             added[entry.sender, entry.receiver, entry.kind] += entry.num_bytes
     machines = {machine for sender, receiver, _ in added for machine in (sender, receiver)}
