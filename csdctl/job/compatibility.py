@@ -160,7 +160,7 @@ def _check_inputs(model: ModelInfo, data: DatasetInfo, which: str) -> None:
             raise InputError(
                 f"model {model.name} takes {_names(expected) or 'one input'}, "
                 f"the {which} has {_names(found) or 'one array'}",
-                remedy="give the arrays of the data the names of the model's inputs",
+                remedy="give the arrays the names of the model's inputs; a function returns (inputs, labels)",
             )
         found = dict(zip(expected, found.values(), strict=True))
     largest = dict(zip(found, (data.max_values.get(name, 0) for name in data.inputs), strict=True))
@@ -251,7 +251,8 @@ def _check_classes(model: ModelInfo, output: OutputInfo, data: DatasetInfo, fiel
     if not output.shape or 0 < output.shape[-1] <= largest:
         where = f" in {output.name}" if output.name else ""
         problem = f"model {model.name} has {show_shape(output.shape)} outputs{where}, {found} up to {largest}"
-        remedy = f"give the model at least {largest + 1} outputs"
+        remedy = "number the classes from 0, or " if output.shape[-1:] == (largest,) else ""
+        remedy += f"give the model at least {largest + 1} outputs"
         if empty := list_names([name for name, count in data.class_counts.items() if not count]):
             problem += f"; no usable samples are in {empty}"
             remedy += f", or remove {empty}"

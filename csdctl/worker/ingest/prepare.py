@@ -63,7 +63,7 @@ from csdctl.worker.protocol.datasets import (
 
 SUPPORTED_DATA = (
     "folders named by class that contain PNG, JPEG, BMP or GIF images, TFRecord files, images.npy and "
-    "labels.npy, an .npz file with x and y, a pair of IDX files, or .csv files"
+    "labels.npy, one .npz file with x and y, a pair of IDX files, or .csv files"
 )
 
 Open = Callable[[Tree, PrepareSpec, int], SampleSource]
@@ -83,7 +83,7 @@ def detect_format(tree: Tree, spec: PrepareSpec) -> tuple[str, Open]:
     named = [tree.path_of(file) for file in top if file.parts]
     if {"images.npy", "labels.npy"} & {path.name for path in named}:
         return "npy", lambda tree, spec, _: open_npy_files(tree.root, spec)
-    npz = [path for path in map(tree.path_of, top) if path.suffix == ".npz"]
+    npz = [path for path in map(tree.path_of, top) if path.suffix.lower() == ".npz"]
     if len(npz) == 1:
         return "npz", lambda _, spec, threads: open_npz(npz[0], spec)
     patterns = ("*images-idx*-ubyte*", "*labels-idx1-ubyte*")
@@ -113,7 +113,7 @@ def fingerprint_settings(source_format: str, tree: Tree, spec: PrepareSpec) -> s
         path, _, name = spec.function.rpartition(":")
         settings["function"] = [hashlib.sha256(Path(path).read_bytes()).hexdigest(), name]
         settings["code"] = Path(spec.code.archive).name if spec.code else ""
-    if source_format in ("csv", "function"):
+    if source_format in ("csv", "function", "npz"):
         settings["inputs"], settings["table"] = spec.inputs, asdict(spec.table) if spec.table else None
     if source_format == "csv":
         settings["columns"] = spec.columns

@@ -131,7 +131,12 @@ REFUSED: list[tuple[ModelInfo, DatasetInfo, str, str]] = [
         f"{NAME} has 5 outputs, the public data has labels up to 9",
         "give the model at least 10 outputs",
     ),
-    (MODEL, replace(DATA, max_label=10), "labels up to 10", "at least 11 outputs"),
+    (
+        MODEL,
+        replace(DATA, max_label=10),
+        "labels up to 10",
+        "number the classes from 0, or give the model at",
+    ),
     (
         MODEL,
         NUMBERS,

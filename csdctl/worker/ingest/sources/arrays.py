@@ -180,6 +180,10 @@ def open_npz(path: Path, spec: PrepareSpec) -> ArraySource:
     ):
         names = [name.removesuffix(".npy") for name in archive.namelist() if name.endswith(".npy")]
         chosen = _choose_arrays(names, spec)
+        unread = set(names) - {SAMPLE_WEIGHT}.union(*(part.values() for part in chosen))
+        if all(chosen) and any("weight" in name.lower() for name in unread):
+            problem = f"has weights in an array whose name is not {SAMPLE_WEIGHT}"
+            raise data_error(spec.source, problem, f"rename the array to {SAMPLE_WEIGHT}, or remove it")
         if all(chosen):
             inputs, outputs = (
                 {name: read_member(archive, member, spec.store) for name, member in part.items()}
@@ -200,15 +204,17 @@ def open_npz(path: Path, spec: PrepareSpec) -> ArraySource:
 
 def _choose_arrays(names: list[str], spec: PrepareSpec) -> tuple[dict[str, str], dict[str, str]]:
     """Return the arrays of inputs and of outputs by name, '' for the only one; none if they are not there."""
+    has_inputs = len(spec.inputs) > 1 and set(spec.inputs) <= set(names)
+    has_outputs = bool(spec.outputs) and set(spec.outputs) <= set(names)
     for samples, labels in (("x", "y"), ("images", "labels")):
-        if samples in names and labels in names:
+        if samples in names and labels in names and not has_inputs and not has_outputs:
             return {"": samples}, {"": labels}
     found = [name for name in LABEL_NAMES if name in names]
     outputs = {"": found[0]} if len(found) == 1 else {}
-    if not found and spec.outputs and set(spec.outputs) <= set(names):
+    if has_outputs:
         outputs = {name: name for name in spec.outputs}
-    others = {SAMPLE_WEIGHT, *outputs.values()}
-    return {name: name for name in sorted(names) if name not in others}, outputs
+    inputs = list(spec.inputs) if has_inputs else sorted({*names} - {SAMPLE_WEIGHT, *outputs.values()})
+    return {"" if "" in spec.inputs and len(inputs) == 1 else name: name for name in inputs}, outputs
 
 
 def open_idx_pair(images: Path, labels: Path, spec: PrepareSpec) -> ArraySource:
@@ -364,7 +370,7 @@ def _rows(
 def _number(text: str, name: str, spec: PrepareSpec) -> float:
     """Return the number in a cell; raises UnusableError."""
     with contextlib.suppress(ValueError):
-        value = float(text)
+        value = float(text.replace("_", "text"))  # Python's numbers may have underscores, such as 2024_01
         if math.isfinite(value) or spec.allows_nan:
             return value
     found = "empty cells" if not text else "text, or numbers that are not finite"

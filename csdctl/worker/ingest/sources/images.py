@@ -13,7 +13,7 @@ import struct
 import threading
 import unicodedata
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -217,7 +217,7 @@ class ClassFolders(DecodedSource):
         names = spec.classes or tuple(sorted(_normalize(name) for name in tree.folders))
         self.class_names = names
         self._label_of = {_normalize(name): label for label, name in enumerate(names)}
-        _check_folders(tree.folders, self._label_of, spec)
+        _check_folders(tree, self._label_of, spec)
         self._tree = tree
         self._rule = spec.picture
         self._files = sorted(tree.files, key=self._label)  # stable: sorted by path within a class
@@ -262,13 +262,18 @@ PARTS = {"train", "training", "val", "valid", "validation", "test", "testing"}
 """Folders that are parts of a data set, not classes, unless the job lists them as classes."""
 
 
-def _check_folders(folders: Sequence[str], label_of: dict[str, int], spec: PrepareSpec) -> None:
-    source = spec.source
+def _check_folders(tree: Tree, label_of: dict[str, int], spec: PrepareSpec) -> None:
+    source, folders = spec.source, tree.folders
     if spec.classes is None and folders and {name.lower() for name in folders} <= PARTS:
         training = next((name for name in folders if name.lower().startswith("train")), folders[0])
         problem = f"has the folders {', '.join(folders)}, which are data sets, not classes"
         remedy = f"data.public.path: {Path(source, training)}; another one as data.validation.path"
         raise data_error(source, problem, remedy)
+    num_nested = sum(len(file.parts) > 2 for file in tree.files)
+    if spec.classes is None and len(folders) == 1 and 2 * num_nested > len(tree.files):
+        problem = f"has a single class, {folders[0]}, whose files are in folders of their own"
+        remedy = f"if these are the classes, data.public.path: {Path(source, folders[0])}; "
+        raise data_error(source, problem, f"{remedy}else data.classes: [{folders[0]}]")
     unprintable = [name for name in folders if not name.isprintable()]
     if unprintable:
         problem = f"has a class folder with an unprintable name, {unprintable[0]!a}"

@@ -32,8 +32,11 @@ BLOCK_BYTES = 32 << 20
 """Memory that a block may take: for encoded samples, and again for decoded ones. The prepared bytes do not
 depend on the sizes of blocks."""
 
-IGNORED = ("lost+found", "__MACOSX", "@eaDir", "#recycle", "$RECYCLE.BIN", "System Volume Information")
-"""Directories that systems and archives add; names that begin with a dot are ignored too."""
+IGNORED = {"lost+found", "__MACOSX", "@eaDir", "#recycle", "$RECYCLE.BIN", "System Volume Information"} | {
+    "Thumbs.db",
+    "desktop.ini",
+}
+"""What systems and archives add; names that begin with a dot are ignored too."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -163,6 +163,22 @@ class TestFormats:
         write_npz(root, x=COLOUR, y=np.ones((6, 2)), sample_weight=np.ones((6, 2)))
         assert prepare(spec).labels == {"label": ("float32", (2,)), "sample_weight": ("float32", (2,))}
 
+    def test_names_of_the_model_come_before_x_and_y(self, root: Path, spec: PrepareSpec) -> None:
+        meta = np.zeros((6, 2), np.float32)
+        write_npz(root, images=COLOUR, meta=meta, labels=LABELS, x=GREY)
+        info = prepare(replace(spec, inputs={"images": COLOUR.shape[1:], "meta": (2,)}))
+        assert info.inputs == {"images": ("uint8", COLOUR.shape[1:]), "meta": ("float32", (2,))}
+        assert (info.labels, info.max_label) == ({"": ("int32", ())}, 9)
+        write_npz(root, x=COLOUR, y=LABELS, z=meta)
+        info = prepare(replace(spec, inputs={"": COLOUR.shape[1:]}, outputs=("y", "z")))
+        assert info.inputs == {"": ("uint8", COLOUR.shape[1:])}
+        assert info.labels == {"y": ("int32", ()), "z": ("float32", (2,))}
+
+    def test_weights_under_another_name_are_refused(self, root: Path, spec: PrepareSpec) -> None:
+        write_npz(root, x=COLOUR, y=LABELS, sample_weights=np.ones(6))
+        remedy = refusal(spec, "has weights in an array whose name is not sample_weight")
+        assert remedy == "rename the array to sample_weight, or remove it"
+
     @pytest.mark.parametrize("write", [write_npy, write_idx])
     def test_data_follows_the_public_data(
         self, root: Path, spec: PrepareSpec, write: Callable[[Path], None]

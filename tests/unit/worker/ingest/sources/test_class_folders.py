@@ -30,11 +30,11 @@ def put(root: Path, name: str, content: bytes | None = None) -> None:
 class TestClasses:
     def test_public_folders_sorted_by_name_define_the_classes(self, root: Path, spec: PrepareSpec) -> None:
         """But hidden ones and lost+found."""
-        hidden = ("cat/.thumbnails/a.png", ".git/a.png", "lost+found/a.png")
+        hidden = ("cat/.thumbnails/a.png", ".git/a.png", "lost+found/a.png", "cat/Thumbs.db", "desktop.ini")
         for name in ("dog/b.png", "cat/a.png", "dog/a.jpg", "ant/a.png", *hidden):
             put(root, name, jpeg(colours(8, 8)) if name.endswith("jpg") else None)
         info = prepare(spec)
-        assert info.class_counts == {"ant": 1, "cat": 1, "dog": 2}
+        assert (info.class_counts, info.num_skipped) == ({"ant": 1, "cat": 1, "dog": 2}, {})
         assert arrays_of(info)[1].tolist() == [0, 1, 2, 2]
         assert (info.sample_shape, info.dtype, info.label_shape) == ((4, 4, 3), "uint8", ())
         assert info.max_label == 2
@@ -121,6 +121,16 @@ class TestUnusable:
         assert len(prepare(spec).class_counts) == 4
         shutil.rmtree(root / "bus")
         assert prepare(replace(spec, classes=("Test", "train", "val"))).num_samples == 3
+
+    def test_a_single_folder_of_folders_is_a_class_only_if_it_is_listed(
+        self, root: Path, spec: PrepareSpec
+    ) -> None:
+        """An archive that is unpacked into a folder of its own name has its classes one level deeper."""
+        for name in ("pets/README", "pets/cat/a.png", "pets/dog/a.png", "pets/dog/b.png"):
+            put(root, name)
+        remedy = refusal(spec, "has a single class, pets, whose files are in folders of their own")
+        assert f"data.public.path: {root}/pets; else data.classes: [pets]" in remedy
+        assert prepare(replace(spec, classes=("pets",))).num_samples == 4
 
     @pytest.mark.parametrize("content", [None, b"text"])
     def test_data_without_usable_samples_is_bad_input(

@@ -69,6 +69,7 @@ def test_folder_of_tables_is_read_in_order_of_the_names(spec: PrepareSpec) -> No
         (TableSchema(("target",)), TABLE, "text, or numbers that are not finite in column name", "drop"),
         (TableSchema(("a",)), "a,b\n1,\n", "empty cells in column b", "drop"),
         (TableSchema(("a",)), "a,b\n1,nan\n", "not finite in column b", "drop"),
+        (TableSchema(("a",)), "a,b\n1,2024_01\n", "text, .* in column b", "drop"),
         (TableSchema(("goal", "a")), "a,b\n1,2\n", "has no column goal, but a, b", "data.csv"),
         (TableSchema(("a",)), "a,b\n1,2\n1,x\n", "text, .* in column b, line 3$", "drop"),
         (TableSchema(("a",)), "a,b\n1,2\n1,2,3\n", "more cells than the header, line 3$", "commas"),
