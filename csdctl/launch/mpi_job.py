@@ -52,7 +52,6 @@ _OF_HARMLESS = re.compile(r"value will be ignored\.$|(Local host|Value|Message):
 CHECK_NODE = "check the node and train again"
 MEMORY_REMEDY = "use a smaller batch size (--batch-size, or `csdctl tune`), or a machine with more memory"
 _NO_CAUSE = ("Abort is in progress", "Killed")
-_LAST_LINE = "Its last line: "
 _NOISE = ("All log messages before absl", "oneDNN custom operations are on", "rebuild TensorFlow with")
 _ABORT = re.compile(r"\[\S+\] \*\*\* +(reported by|on a NULL|Unknown error|MPI_ERRORS_ARE|and MPI will)")
 """What MPI prints after the error with which a process ends."""
@@ -108,13 +107,11 @@ def _read_cause(stderr_tail: Sequence[str], rank_nodes: Sequence[str], starter: 
         if by_signal := re.search(r"exited on signal (\d+)", text):
             return node, f"rank {rank} was killed by signal {by_signal[1]}"
         return node, f"rank {rank} was lost, or exited because another rank was lost"
-    if status := re.search(r"Daemon exit status: *(\d+)", text):
+    if status := re.search(r"Daemon exit status: *(\d+)(.*)", text):
         found = re.search(r"Remote host: *rank\d+-(\S+)", text)
         node = next((node for node in remote if found and host_word(node) == found[1]), "")
         whose = "its MPI daemon" if node else "the MPI daemon of a node that mpirun does not name"
-        said = re.search(f"^{_LAST_LINE}(.+)", text, re.MULTILINE)
-        why = f": {said[1]}" if said else ""
-        return node, f"{whose} (prted) did not connect to mpirun and exited with {status[1]}{why}"
+        return node, f"{whose} (prted) did not connect to mpirun and exited with {status[1]}{status[2]}"
     lines = [line for line in stderr_tail if not _BANNER.match(line) and not line.startswith(_NO_CAUSE)]
     return "", lines[0] if lines else "mpirun printed no message"
 
@@ -302,7 +299,6 @@ class Daemons:
         self._lock = threading.Lock()
         self._running: dict[str, Conversation] = {}
         """Daemons by mpirun's name of the machine."""
-        self._last_lines: dict[str, str] = {}
         self._is_closed = False
 
     def request(self, text: str) -> None:
@@ -312,27 +308,29 @@ class Daemons:
 
     def _run(self, host: str, command: str) -> None:
         """Run a daemon; mpirun would wait for ever for one that has failed."""
-        code = 1
+        code, said = 1, ""
         with contextlib.suppress(OSError, ValueError, EOFError):
             try:
-                code = self._read(host, command)
+                code, said = self._read(host, command)
             except CsdctlError as error:
-                self._pass_on(host, str(error))
+                self._on_line(str(error))
         if code:
             time.sleep(1.0)  # mpirun may end by itself
             if not self._is_closed:  # `find_cause` expects what mpirun prints when its ssh fails
                 self._on_line(f"Remote host: {host}")
-                self._on_line(f"Daemon exit status: {code}")
-                self._on_line(_LAST_LINE + self._last_lines.get(host, ""))
+                self._on_line(f"Daemon exit status: {code}{said}")
                 self._on_failure()
 
-    def _read(self, host: str, command: str) -> int:
-        """Start the daemon of `host`, pass on its output, and return its exit code; raises CsdctlError."""
+    def _read(self, host: str, command: str) -> tuple[int, str]:
+        """Start the daemon of `host`, pass on its output; return its exit code, and its last line after ': '.
+
+        Raises CsdctlError.
+        """
         with self._lock:
             if self._is_closed or host in self._running:
                 raise CsdctlError(f"the daemon of {host} has been started already")
             conversation = self._running[host] = self._start(host, command)
-        num_lines = 0
+        num_lines, latest = 0, ""
         while True:
             try:
                 line = conversation.read_line(deadline_s=3600.0)
@@ -342,15 +340,13 @@ class Daemons:
                 break
             num_lines += 1
             if num_lines <= MAX_LINES:
-                self._pass_on(host, line)
+                self._on_line(line)
+                latest = line.strip(" -") or latest
         done = conversation.wait(deadline_s=END_DEADLINE_S)
         for error_line in done.stderr.decode(errors="replace").splitlines()[-MAX_LINES:]:
-            self._pass_on(host, error_line)
-        return done.exit_code
-
-    def _pass_on(self, host: str, line: str) -> None:
-        self._last_lines[host] = line.strip("\0- \t\r\n") or self._last_lines.get(host, "")
-        self._on_line(line)
+            self._on_line(error_line)
+            latest = error_line.strip(" -") or latest
+        return done.exit_code, f": {latest}" if latest else ""
 
     def close(self) -> None:
         """End all daemons, and start no more."""

@@ -21,7 +21,6 @@ from csdctl.worker.protocol.events import (
     Failed,
     Finished,
     Joined,
-    LinkFailed,
     LinkLost,
     Misbehaved,
     NodeBack,
@@ -29,6 +28,7 @@ from csdctl.worker.protocol.events import (
     Paused,
     Progress,
     Rebalanced,
+    Warned,
 )
 
 MAX_INTERVALS = 128
@@ -77,7 +77,7 @@ KINDS = (COMPUTE, INPUT, WAIT, COMMUNICATION, OTHER)
 evaluation, checkpoints, comparing weights."""
 MAX_POINTS = 1000
 MAX_FAULTS = 200
-WHAT = {NodeLost: "lost", Failed: "failed", LinkFailed: "all ranks connected again"}
+WHAT = {NodeLost: "lost: ", Failed: "failed: ", Warned: ""}
 Point = TypeVar("Point")
 
 
@@ -313,8 +313,8 @@ class SeriesBuilder:
         if isinstance(event, LinkLost | Paused):
             self._stopped_at = time_s if self._stopped_at is None else self._stopped_at
             return
-        if isinstance(event, NodeLost | Failed | LinkFailed):
-            what = f"{WHAT[type(event)]}: {event.message}"
+        if isinstance(event, NodeLost | Failed | Warned):
+            what = f"{WHAT[type(event)]}{event.message}"
         elif isinstance(event, Exited):
             what = f"its MPI process was killed by signal {event.code - 128}; all ranks connected again"
         elif isinstance(event, NodeBack):
@@ -328,7 +328,7 @@ class SeriesBuilder:
             return
         fault = Fault(time_s, event.node, what)
         self._series.faults.append(fault)
-        if isinstance(event, NodeBack):  # the others stop for it at the end of the epoch
+        if isinstance(event, NodeBack | Warned):  # the others may stop for it later, or have stopped
             self._since_stop.append(fault)
         elif event.rank in self._members:  # nobody waits for the others
             self._since_stop.insert(0, fault)

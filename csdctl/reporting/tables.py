@@ -46,7 +46,7 @@ ADVICE = {
     BY_COMPUTE: "Measure again with `csdctl tune`; if {node} stays slow, look for other programs there.",
     BY_HEAT: "Cool {node}.",
     BY_INPUT: "Store the prepared data of {node} on a faster drive.",
-    BY_LINK: "Use larger batches, which communicate less often, or faster links.",
+    BY_LINK: "Use larger batches, which communicate less often, or a faster link.",
 }
 
 
@@ -124,8 +124,6 @@ def _advise(run: RunResults, bottleneck: Bottleneck | None) -> str:
     expected = {BY_LINK: summary.emulated, BY_COMPUTE: is_as_planned}  # emulated: it has no links of its own
     if bottleneck and not expected.get(bottleneck.cause):
         node = run.series.nodes[bottleneck.rank] if bottleneck.rank is not None else ""
-        if node and bottleneck.cause == BY_LINK:
-            return f"Check the link of {node}, or train without it: --exclude {node}."
         return ADVICE[bottleneck.cause].replace("{node}", "the host" if node == HOST_NAME else node)
     if predicted and not is_as_planned:  # the plan no longer fits
         reached = format_share(summary.samples_per_s / predicted)

@@ -27,7 +27,6 @@ from csdctl.worker.protocol.events import (
     Failed,
     Finished,
     Joined,
-    LinkFailed,
     LinkLost,
     Misbehaved,
     NodeBack,
@@ -639,7 +638,8 @@ class Supervisor:
             self._record(replace(link, rank=nodes.index(link.node)))
         for rank in self._membership.present(self._group.ranks):
             if cause and cause.node == nodes[rank] and not ended:
-                self._record(LinkFailed(rank, cause.node, cause.message.removeprefix("lost: ")))
+                why = cause.message.removeprefix("lost: ")
+                self._record(Warned(rank, cause.node, f"{why}; all ranks connect again"))
 
     def _settle_completion(self) -> None:
         """Mark the ranks as lost that reported their completion while rank 0 was still training.

@@ -50,7 +50,6 @@ from csdctl.worker.protocol.events import (
     Exited,
     Finished,
     Joined,
-    LinkFailed,
     NodeBack,
     NodeLost,
     Progress,
@@ -211,8 +210,6 @@ class TrainingView(FleetView[RankRow]):
         if isinstance(event, Exited):
             killed = f"the MPI process of rank {event.rank} was killed by signal {event.code - 128}"
             return f"{event.node}: {killed}; all ranks connect again"
-        if isinstance(event, LinkFailed):
-            return f"{event.node}: {event.message}; all ranks connect again"
         if isinstance(event, NodeBack):
             return f"{event.node} is back and rejoins at the end of the epoch"
         if isinstance(event, Finished) and event.rank == 0 and event.reason == EARLY_STOPPING:

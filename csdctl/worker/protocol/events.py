@@ -357,13 +357,6 @@ class NodeLost(Event):
 
 
 @dataclass(frozen=True)
-class LinkFailed(Event):
-    """From csdctl: the link of this rank was lost; all ranks continue, and connect again."""
-
-    message: str
-
-
-@dataclass(frozen=True)
 class NodeBack(Event):
     """From csdctl: this rank has restarted, and joins at the end of the epoch."""
 
@@ -412,7 +405,7 @@ def _cut(text: str) -> str:
 
 FROM_RANK_0 = (Rebalanced, Traffic, Verified, Evaluating, CheckpointSaved, CollectiveTimed)
 """Events that concern all ranks, or something on the host."""
-FROM_CSDCTL = (NodeLost, LinkFailed, NodeBack)
+FROM_CSDCTL = (NodeLost, NodeBack)
 FROM_MPI = (Started, MpiChecked, CollectiveTimed, Exited)
 """Events of ranks and shells that mpirun started, and of no rank of a training."""
 FIELDS_OF_RANK_0 = {

@@ -1,4 +1,4 @@
-"""Limits of processes: how much of each a training needs, and which of them an error is due to.
+"""Limits of processes: what a training needs of each, and which of them an error is due to.
 
 Soft limits do not count: whatever starts a program of csdctl raises them to the hard ones.
 """
@@ -13,17 +13,14 @@ FILES, FILES_PER_NODE = 32, 4
 _MEMORY = "MemoryError|bad_alloc|Cannot allocate memory|failed to map segment|can't start new thread"
 LIMITS = {
     "open files": ("`ulimit -n`", "Too many open files"),
-    "processes": (
-        "`ulimit -u` or pids.max",
-        "can't start new thread|[Cc]annot fork|Resource temporarily unavailable",
-    ),
+    "processes": ("`ulimit -u` or pids.max", "new thread|annot fork|Resource temporarily unavailable"),
     "file size": ("`ulimit -f`", "File too large"),
     "address space": ("`ulimit -v`", _MEMORY),
     "data size": ("`ulimit -d`", _MEMORY),
     "stack size": ("`ulimit -s`", "$^"),
     "cpu time": ("`ulimit -t`", "$^"),
 }
-"""By name in /proc/PID/limits: what shows the limit, and what errors say that it causes."""
+"""By name in /proc/PID/limits: what shows the limit, and what errors say that it causes. Sizes are in KiB."""
 RAISE = (
     "raise it on that machine, where it is set: in a start-up file of the shell, /etc/security/limits.conf, "
     "or the unit or container of its SSH server"
@@ -38,31 +35,26 @@ def judge_limits(limits: Mapping[str, int], num_cores: int, num_nodes: int = 0) 
     needed = {
         "open files": FILES + FILES_PER_NODE * num_nodes,
         "processes": 24 + num_cores + 8 * num_nodes,
-        "file size": 4 << 20,
-        "address space": 1400 + 16 * num_cores + 64 * num_nodes << 20,
-        "data size": 340 + 12 * num_cores << 20,
-        "stack size": 128 << 10,
+        "file size": 4 << 10,
+        "address space": 1400 + 16 * num_cores + 64 * num_nodes << 10,
+        "data size": 340 + 12 * num_cores << 10,
+        "stack size": 128,
         "cpu time": 24 * 3600,
     }
     low = {name: value for name, value in limits.items() if value < needed.get(name, 0)}
-    expected = ", ".join(_in_units(name, needed[name]) for name in low)
+    expected = ", ".join(str(needed[name]) for name in low)
     return describe_limits(low), expected, bool(low.keys() - {"cpu time"})
 
 
 def describe_limits(limits: Mapping[str, int]) -> str:
-    """Return limits with the command that shows each of them."""
-    shown = {name: _in_units(name, value) for name, value in limits.items()}
-    return ", ".join(f"{name} {value} ({LIMITS[name][0]})" for name, value in shown.items())
-
-
-def _in_units(name: str, value: int) -> str:
-    return str(value >> 10 if name.endswith(("size", "space")) else value)
+    """Return limits with what shows them."""
+    return ", ".join(f"{name} {value} ({LIMITS[name][0]})" for name, value in limits.items())
 
 
 def parse_process_limits(text: str) -> dict[str, int]:
     """Return the hard limits in /proc/PID/limits, and how many processes each cgroup still allows."""
-    rows = re.findall(r"^Max (\S+ \S+|processes) +\S+ +(\d+)", text, re.MULTILINE)
-    limits = {name: int(value) for name, value in rows if name in LIMITS}
+    rows = re.findall(r"^Max (\S+ \S+|processes) +\S+ +(\d+) +(bytes|)", text, re.MULTILINE)
+    limits = {name: int(value) >> 10 * bool(unit) for name, value, unit in rows if name in LIMITS}
     for most, used in re.findall(r"^pids.max (\d+)\npids.current (\d+)$", text, re.MULTILINE):
         limits["processes"] = max(0, min(limits.get("processes", int(most)), int(most) - int(used)))
     return limits

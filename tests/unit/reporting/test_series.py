@@ -23,13 +23,13 @@ from csdctl.worker.protocol.events import (
     Event,
     Failed,
     Joined,
-    LinkFailed,
     LinkLost,
     NodeBack,
     NodeLost,
     Paused,
     Progress,
     Ready,
+    Warned,
 )
 
 NODES = ("host", "csd0")
@@ -96,7 +96,7 @@ def test_lost_link_and_the_return_of_a_node_cost_the_time_that_the_ranks_stop_fo
     run = series(
         (100.0, joined(0, {"0": 4, "1": 2})),
         (110.0, LinkLost(0, "host", 1, 1, 5)),
-        (112.0, LinkFailed(1, "csd0", "its MPI daemon no longer answers")),
+        (112.0, Warned(1, "csd0", "its MPI daemon no longer answers: x")),
         (115.0, joined(0, {"0": 4, "1": 2})),
         (120.0, NodeLost(1, "csd0", "no answer")),
         (121.0, joined(0, {"0": 4})),
@@ -105,7 +105,7 @@ def test_lost_link_and_the_return_of_a_node_cost_the_time_that_the_ranks_stop_fo
         (172.0, joined(0, {"0": 4, "1": 2})),
     )
     assert [(fault.what.partition(":")[0], fault.stopped_s) for fault in run.faults] == [
-        ("all ranks connected again", 5.0),
+        ("its MPI daemon no longer answers", 5.0),
         ("lost", 1.0),
         ("back", 22.0),
     ]

@@ -23,7 +23,6 @@ from csdctl.worker.protocol.events import (
     Failed,
     Finished,
     Joined,
-    LinkFailed,
     NodeLost,
     Progress,
     Ready,
@@ -164,10 +163,6 @@ class TestViewWithoutATerminal:
             (
                 [PROGRESS, Joined(0, "host", 2, 1, 6, 12, 6, {"0": 60}, "none", 0.0, 100)],
                 ["1 ranks", "epoch 1, step 6", "global batch 60", "100 private samples"],
-            ),
-            (
-                [LinkFailed(1, "csd0", "its MPI daemon no longer answers")],
-                ["csd0: its MPI daemon no longer answers", "all ranks connect again"],
             ),
         ],
     )

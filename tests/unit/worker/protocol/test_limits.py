@@ -21,7 +21,7 @@ Max realtime timeout      unlimited            unlimited            us
 
 
 def test_hard_limits_count_and_of_processes_what_the_control_groups_still_allow() -> None:
-    board = {"file size": 4 << 30, "processes": 1000, "open files": 1 << 20, "address space": 3 << 30}
+    board = {"file size": 4 << 20, "processes": 1000, "open files": 1 << 20, "address space": 3 << 20}
     assert parse_process_limits(LIMITS_OF_A_BOARD) == board
     groups = "pids.max max\npids.current 9\npids.max 200\npids.current 180\npids.max 4915\npids.current 300\n"
     assert parse_process_limits(LIMITS_OF_A_BOARD + groups) == {**board, "processes": 20}
@@ -33,10 +33,10 @@ def test_hard_limits_count_and_of_processes_what_the_control_groups_still_allow(
     [
         (dict.fromkeys(LIMITS, 1 << 50), "", "", False),
         ({"open files": 31}, "open files 31 (`ulimit -n`)", "32", True),
-        ({"open files": 32, "file size": 8 << 10}, "file size 8 (`ulimit -f`)", "4096", True),
+        ({"open files": 32, "file size": 8}, "file size 8 (`ulimit -f`)", "4096", True),
         ({"cpu time": 60}, "cpu time 60 (`ulimit -t`)", "86400", False),
         ({"cpu time": 60, "processes": 27}, "cpu time 60 (`ulimit -t`), processes 27", "86400, 28", True),
-        ({"address space": 1000 << 20}, "address space 1024000 (`ulimit -v`)", "1499136", True),
+        ({"address space": 1000 << 10}, "address space 1024000 (`ulimit -v`)", "1499136", True),
     ],
 )
 def test_low_limits_are_those_with_which_a_small_model_does_not_train(
@@ -48,7 +48,7 @@ def test_low_limits_are_those_with_which_a_small_model_does_not_train(
 
 
 def test_each_node_takes_files_processes_and_memory_of_the_host() -> None:
-    limits = {"open files": 40, "processes": 44, "address space": 1592 << 20}
+    limits = {"open files": 40, "processes": 44, "address space": 1592 << 10}
     assert judge_limits(limits, 4, num_nodes=2) == ("", "", False)
     assert judge_limits(limits, 4, num_nodes=3)[1] == "44, 52, 1695744"
 

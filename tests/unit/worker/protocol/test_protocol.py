@@ -78,7 +78,6 @@ EVENT_EXAMPLES = [
     events.WaitingFor(0, "host", ("csd0", "csd1")),
     events.Rebalanced(0, "host", 1, 9, "csd0", 1.8, {"0": 34, "1": 2}),
     events.NodeLost(1, "csd0", "killed"),
-    events.LinkFailed(1, "csd0", "its MPI daemon no longer answers"),
     events.NodeBack(1, "csd0"),
     events.Finished(0, "host", 1, 4, "hash", 1 << 30, "model.keras"),
     events.Failed(1, "csd0", "a tab\t, a line\nend, “quotes” and ü", "see the log", 2),
