@@ -307,7 +307,7 @@ class TestNames:
         (source / "ü").write_bytes(b"u")
         payload = pack_payload(trees=[read_tree(TreeRequest(source, "thäre"))])
         command, first = build_receiver(sys.executable, {**payload.manifest, "dry_run": True})
-        environment = {"LC_ALL": "C", "PATH": os.environ["PATH"]}
+        environment = {"LC_ALL": "C", "PATH": os.environ["PATH"], "HOME": str(tmp_path)}
         done = subprocess.run(
             command, input=first, cwd=tmp_path, env=environment, capture_output=True, check=True
         )

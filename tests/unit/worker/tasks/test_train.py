@@ -85,6 +85,7 @@ class PlayedGroup:
         self._progress = task.progress
         self._layout, self._add, self._answer = task.layout, add, answer
         self._not_finite = list(not_finite)
+        self.waits: list[tuple[int, float]] = []
         self.asked: list[Any] = []
         """What this rank has given to the others."""
         self.given: list[tuple[Any, Any]] = []
