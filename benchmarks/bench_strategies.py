@@ -224,8 +224,8 @@ def extract_on(project: Path, public: str, sizes: dict[str, int]) -> Watch:
     write_job(project, "public-only", epochs=1, public=public, is_validated=False)
     ranks = [{"node": node, "batch_size": size, "threads": 1} for node, size in sizes.items()]
     write_plan(project, "public-only.yaml", ranks)
-    for directory in (project, *(project / ".csdctl" / "emulated" / "nodes").glob("*/home")):
-        shutil.rmtree(directory / ".csdctl" / "features", ignore_errors=True)
+    for features in project.rglob("features"):
+        shutil.rmtree(features, ignore_errors=True)
     fleet = load_fleet(project / "fleet.yaml")
     chosen = keep_nodes(fleet, [node for node in sizes if node != "host"])
     watch, job = Watch(), load_job(project / "public-only.yaml")

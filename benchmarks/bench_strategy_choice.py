@@ -137,8 +137,8 @@ def train(project: Path, strategy: dict[str, Any]) -> float:
     cut = ("--cut", strategy["cut"]) if strategy["strategy"] == "split" else ()
     tune(project, "--strategy", strategy["strategy"], *cut)
     shutil.rmtree(project / ".csdctl" / "features", ignore_errors=True)
-    for home in (project / ".csdctl" / "emulated" / "nodes").glob("*/home"):
-        shutil.rmtree(home / ".csdctl" / "features", ignore_errors=True)
+    for features in project.glob(".csdctl/emulated/nodes/*/home/.csdctl/machines/*/.csdctl/features"):
+        shutil.rmtree(features)
     began = time.monotonic()
     csdctl(project, "train", "--skip-doctor", "--no-rebalance")
     return time.monotonic() - began

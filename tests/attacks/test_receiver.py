@@ -181,8 +181,8 @@ def test_process_that_a_lock_only_names_is_not_ended(
 ) -> None:
     """The file of the lock says who holds it; a process is ended only if it has that file open."""
     victim = subprocess.Popen(["sleep", "100000"], start_new_session=True)
-    state = server.home / ".csdctl"
-    state.mkdir(mode=0o700)
+    state = server.state / ".csdctl"
+    state.mkdir(mode=0o700, parents=True)
     false = {"boot": "an earlier one", "holding_pid": victim.pid}
     (state / "lock").write_text(json.dumps(describe_holder("train", tmp_path) | false))
     with subprocess.Popen(["flock", state / "lock", "sleep", "100000"], start_new_session=True) as holding:

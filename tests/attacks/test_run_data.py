@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from tests.emulated.running import emulated, home_of, refuse, succeed
+from tests.emulated.running import emulated, home_of, refuse, state_of, succeed
 from tests.emulated.small_jobs import dense_model, small_job
 from tests.emulated.training import hash_at_the_end
 from tests.unit.worker.ingest.prepared_data import sha256, swap
@@ -64,7 +64,7 @@ def edit_json(path: Path, edit: Callable[[dict[str, Any]], object]) -> None:
 
 
 def test_swapped_data_is_not_trained_on_until_it_is_prepared_again(project: Path) -> None:
-    [directory] = (home_of(project, "csd0") / ".csdctl" / "data").iterdir()
+    [directory] = (state_of(project, "csd0") / ".csdctl" / "data").iterdir()
     path = directory / "images.npy"
     before = sha256(path)
     swap(path)
@@ -83,7 +83,7 @@ def test_swapped_data_is_not_trained_on_until_it_is_prepared_again(project: Path
 
 
 def test_swapped_data_with_its_own_description_is_refused_by_the_host(project: Path) -> None:
-    [directory] = (home_of(project, "csd0") / ".csdctl" / "data").iterdir()
+    [directory] = (state_of(project, "csd0") / ".csdctl" / "data").iterdir()
     swap(directory / "images.npy")
     found = sha256(directory / "images.npy")
     edit_json(directory / "dataset.json", lambda info: info.update(images_sha256=found))

@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from csdctl.transport.commands import find_state_directory
 from tests.json_page import check_document
 from tests.patience import run_command
 
@@ -92,3 +93,8 @@ def emulated(
 
 def home_of(directory: Path, node: str) -> Path:
     return directory / ".csdctl" / "emulated" / "nodes" / node / "home"
+
+
+def state_of(directory: Path, node: str) -> Path:
+    """Return the directory that csdctl's programs start in on a node."""
+    return find_state_directory(str(home_of(directory, node) / ".csdctl"))

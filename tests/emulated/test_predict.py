@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import yaml
 
-from tests.emulated.running import CSDCTL, csdctl, document, emulated, home_of
+from tests.emulated.running import CSDCTL, csdctl, document, emulated, home_of, state_of
 from tests.emulated.small_jobs import ALL_DATA, pausing_layer, small_job
 from tests.emulated.training import of_fleet, processes
 from tests.patience import communicate, wait_for
@@ -170,7 +170,7 @@ def start_and_kill(project: Path, num_before: int) -> int:
 
 def num_stored(project: Path) -> int:
     """Return how many rows the unfinished results of csd1 have, as its record says."""
-    for record in home_of(project, "csd1").glob(".csdctl/predictions/.part-*/record.json"):
+    for record in state_of(project, "csd1").glob(".csdctl/predictions/.part-*/record.json"):
         return int(json.loads(record.read_text())["num_samples"])
     return 0
 
