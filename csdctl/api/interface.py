@@ -514,6 +514,12 @@ def _name_arrays(parts: tuple[Any, ...], name: str) -> dict[str, np.ndarray[Any,
         raise InputError(
             problem, remedy="make them equal; a tf.data.Dataset without batches needs .batch(32)"
         )
+    for key in (key for key, array in named.items() if key[0] == "x" and array.dtype.kind == "f"):
+        array = named[key]
+        if wrong_rows := np.flatnonzero(~np.isfinite(array.reshape(len(array), -1)).all(axis=1)).tolist():
+            found = f"{len(wrong_rows):,} of {len(array):,} samples, first in {wrong_rows[0]}"
+            problem = f"{key} of the {name} data has NaN or infinity in {found}"
+            raise InputError(problem, remedy="remove or replace them")
     return named
 
 

@@ -204,7 +204,7 @@ def complete_info(info: DatasetInfo, source: SampleSource, spec: PrepareSpec) ->
     """
     names = source.class_names or ()
     if info.num_samples == 0:
-        raise _no_usable_samples(info, source.remedy, spec)
+        raise _no_usable_samples(info, spec)
     skipped = () if spec.is_private else info.skipped
     info = replace(info, padded=source.padded, columns=source.columns, skipped=skipped)
     field = LABEL if LABEL in info.labels else ""
@@ -225,9 +225,11 @@ def complete_info(info: DatasetInfo, source: SampleSource, spec: PrepareSpec) ->
     )
 
 
-def _no_usable_samples(info: DatasetInfo, remedy: str, spec: PrepareSpec) -> WorkerError:
+def _no_usable_samples(info: DatasetInfo, spec: PrepareSpec) -> WorkerError:
     reasons = ", ".join(f"{count} {reason.replace('_', ' ')}" for reason, count in info.num_skipped.items())
-    remedy = remedy or "fix the data, or data.image and data.tfrecord in job.yaml"
+    remedy = "fix the data, or data.image and data.tfrecord in job.yaml"
+    if set(info.num_skipped) == {"no_label"} and not spec.classes:
+        remedy = "if its labels are texts, list the classes as data.classes in job.yaml"
     if set(info.num_skipped) == {"other_format"}:
         # Text, audio or arrays in class folders: nothing in job.yaml makes csdctl read them.
         remedy = (

@@ -388,8 +388,6 @@ class RecordFiles(DecodedSource):
             if len(values) == 1:
                 return values[0]
         if len(feature.bytes_list.value) == 1:
-            if not self._label_of:
-                self.remedy = "its labels are texts: list the classes as data.classes in job.yaml"
             name = feature.bytes_list.value[0].decode(errors="replace")
             if name in self._label_of:
                 return self._label_of[name]

@@ -189,8 +189,6 @@ class SampleSource:
     """Samples to process; 0 if unknown in advance."""
     sample_bytes = 0
     """Bytes of one prepared sample; 0 if unknown in advance."""
-    remedy = ""
-    """What to do if no sample is usable, where the source knows it."""
     files_of_class: tuple[int, ...] = ()
     """Number of files of each class; empty for sources without class folders."""
     columns: tuple[str, ...] = ()
@@ -480,8 +478,8 @@ def _store_label(name: str, field: Array, spec: PrepareSpec) -> Array:
     Integers are float32 where those of the public data are, and wide ones of a regression too: the loss of
     fit takes them as float32.
     """
-    is_wide = not np.can_cast(field.dtype, np.int32)
-    dtype, _ = spec.labels.get(name, ("float32" if spec.is_regression and is_wide else "int32", ()))
+    is_value = spec.is_regression and not spec.classes and not np.can_cast(field.dtype, np.int32)
+    dtype, _ = spec.labels.get(name, ("float32" if is_value else "int32", ()))
     if field.dtype.kind not in "iu" or name == SAMPLE_WEIGHT or dtype == "float32":
         return field.astype(np.float32, copy=False)
     if field.size and max(-int(field.min()), int(field.max())) >= 1 << 31:

@@ -79,6 +79,12 @@ def test_other_integers_that_int32_does_not_hold_are_refused(
     refusal(spec, "integers beyond ±2³¹ in labels")
 
 
+def test_classes_of_a_regression_stay_integers(root: Path, spec: PrepareSpec) -> None:
+    write(root, y=FEW)
+    info = prepare(replace(spec, is_regression=True, classes=("a", "b", "c")))
+    assert (info.label_dtype, info.class_counts) == ("int32", {"a": 1, "b": 1, "c": 1})
+
+
 def test_labels_have_the_type_of_the_public_data(root: Path, spec: PrepareSpec) -> None:
     write(root, y=FEW)
     private = replace(spec, is_regression=True, labels={"": ("int32", ())}, is_private=True)
