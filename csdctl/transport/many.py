@@ -254,14 +254,10 @@ def _call(name: str, item: ItemT, function: Callable[[ItemT], ResultT]) -> Outco
 
 
 def allow_open_files(num_connections: int) -> int:
-    """Raise the soft limit of open files as far as needed and allowed; return how many connections fit."""
-    num_needed = FILES + FILES_PER_NODE * num_connections
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if soft == resource.RLIM_INFINITY or soft >= num_needed:
-        return num_connections
-    allowed = num_needed if hard == resource.RLIM_INFINITY else min(num_needed, hard)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (allowed, hard))
-    return max(1, (allowed - FILES) // FILES_PER_NODE)
+    """Raise the soft limit of open files as far as allowed; return how many connections fit."""
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    return num_connections if hard == resource.RLIM_INFINITY else max(1, (hard - FILES) // FILES_PER_NODE)
 
 
 def check_open_files(num_connections: int) -> None:
