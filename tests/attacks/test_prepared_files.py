@@ -28,6 +28,7 @@ def prepare(directory: Path, umask: int = 0o022, **changes: object) -> Path:
     done = subprocess.run(
         build_worker_command(sys.executable, worker.path, ["prepare"]),
         cwd=directory,
+        env={**os.environ, "HOME": str(directory)},
         umask=umask,
         input=to_json(spec) + "\n",
         capture_output=True,

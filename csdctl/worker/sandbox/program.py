@@ -166,8 +166,8 @@ def python_paths() -> list[str]:
 
 CANNOT_START = 125
 _KEPT, _KEPT_PREFIXES = (
-    ("TZ", "PATH", "LD_LIBRARY_PATH"),
-    ("LC_", "PYTHON", "OMPI_", "PRTE_", "PMIX_", "CSDCTL_"),
+    ("TZ", "PATH", "LD_LIBRARY_PATH", "PYTHONHASHSEED", "PYTHONNOUSERSITE", "PYTHONUTF8"),
+    ("LC_", "OMPI_", "PRTE_", "PMIX_", "CSDCTL_"),
 )
 # Where the kernel cannot confine, root stays root, and MPI's daemon refuses to run as root without these.
 _ALLOW_ROOT = {"PRTE_ALLOW_RUN_AS_ROOT": "1", "PRTE_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
