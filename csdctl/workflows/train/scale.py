@@ -38,14 +38,14 @@ class Point:
 def plan_points(training: TrainRequest, kinds: Sequence[str], node_counts: Sequence[int]) -> list[Point]:
     """Return the points of the series with the runs that there are; raises CsdctlError.
 
-    `training` is that of all nodes; each point has the first of them. Without `node_counts`: 0, 1, 2, 4 … and
-    all. `kinds` are of KINDS.
+    `training` is that of all nodes; each point has the first of them. Without `node_counts`: 0 if the host
+    trains, 1, 2, 4 … and all. `kinds` are of KINDS.
     """
     plan, project = _load_plan(training), ProjectDirectory(training.directory)
-    counts = node_counts or choose_counts(len(plan.ranks) - 1)
+    counts = node_counts or choose_counts(len(plan.ranks) - 1)[0 if plan.ranks[0].batch_size else 1 :]
     if len(counts) < 2:
         raise InputError(
-            f"a series needs at least two numbers of nodes, received {counts[0]}", remedy="--nodes 0,1,2"
+            f"a series needs at least two numbers of nodes, received {len(counts)}", remedy="--nodes 0,1,2"
         )
     points = [
         Point(kind, count, plan_point(plan, kind, count, max(counts)), None)

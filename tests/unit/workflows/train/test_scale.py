@@ -1,10 +1,12 @@
 """The plans of a scaling series."""
 
+from types import SimpleNamespace
+
 import pytest
 
 from csdctl.errors import InputError
-from csdctl.tuning.plan import Plan, RankPlan
-from csdctl.workflows.train.scale import STRONG, WEAK, choose_counts, plan_point
+from csdctl.tuning.plan import Plan, RankPlan, save_plan
+from csdctl.workflows.train.scale import STRONG, WEAK, choose_counts, plan_point, plan_points
 
 
 def plan(*sizes, most=None):
@@ -22,6 +24,16 @@ def plan(*sizes, most=None):
 )
 def test_series_doubles_and_ends_with_all_nodes(most, counts):
     assert choose_counts(most) == counts
+
+
+@pytest.mark.parametrize(("host", "counts"), [(10, [0, 1, 2]), (0, [1, 2])])
+def test_series_of_a_host_that_does_not_train_begins_with_one_node(tmp_path, host, counts):
+    save_plan(tmp_path / "plan.yaml", plan(host, 12, 10))
+    fleet = SimpleNamespace(machines={"host": None, "csd0": None, "csd1": None})
+    request = SimpleNamespace(
+        batch_size=None, directory=tmp_path, plan_path=tmp_path / "plan.yaml", fleet=fleet
+    )
+    assert [point.num_nodes for point in plan_points(request, [WEAK], ())] == counts
 
 
 @pytest.mark.parametrize(
