@@ -12,17 +12,17 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
 import pytest
-import yaml
 from PIL import Image
 
-from tests.emulated.running import CSDCTL, csdctl, emulated
-from tests.emulated.small_jobs import ALL_DATA, dense_model, save_arrays, small_job
+from csdctl.fleet.fleet_file import load_fleet
+from tests.emulated.running import CSDCTL, csdctl, emulated, succeed
+from tests.emulated.small_jobs import ALL_DATA, dense_model, frozen_model, save_arrays, small_job
 from tests.lab.lab import open_lab
 from tests.lab.project import Project
 from tests.lab.rack import open_rack, use_rack
@@ -101,9 +101,6 @@ NOT_RUN = {
         if re.match(r"(?:ssh csd1 ')?/opt/csdctl/venv/bin/pip|pip download", line)
     },
     "ssh csd1 /opt/csdctl/venv/bin/mpirun --version": "needs the software of the lines before",
-    'while sleep 2; do echo "$(date +%s),$(curl -s http://plug.lab/status | jq .watts)"; done >>plug.csv': (
-        "needs a smart plug, and never ends"
-    ),
     "csdctl exec --timeout 600 -- apt-get -y upgrade": "changes this machine",
     "csdctl exec --task tasks.py:restart_daemon -- --name sampler --force": (
         "needs systemd; tests/lab/test_exec.py runs tasks"
@@ -151,21 +148,38 @@ def write_own_model(directory: Path) -> None:
     save_arrays(directory / "train", 300, 28, 28, 1, num_classes=10)
 
 
+def write_frozen_model(directory: Path) -> None:
+    small(directory, frozen_model(8, "Conv2D(4, 3)"), 8, 8, 3)
+
+
+def write_model_to_split(directory: Path) -> None:
+    small(directory, frozen_model(8, "Conv2D(4, 3, name='block_6_project_BN')", "Conv2D(4, 3)"), 8, 8, 3)
+    job = (directory / "job.yaml").read_text().replace("model.py:build", "model.py:build_trained")
+    (directory / "job.yaml").write_text(job.replace("~/private.npz", "~/private.npz, activations: may-leave"))
+
+
+def make_demo(directory: Path) -> None:
+    """Leave a run and the fleet's files in demo, as `make demo` does, beside the environment of csdctl."""
+    (directory / ".venv").symlink_to(sys.prefix)
+    demo = directory / "demo"
+    demo.mkdir()
+    succeed(demo, "emulate", "up", "--nodes", "3", "--cpu", "0.25")
+    small(demo)
+    succeed(demo, "train", "--batch-size", "32", "--skip-doctor")
+    succeed(demo, "emulate", "down", "--keep")
+
+
 def write_inventories(directory: Path) -> None:
-    """Write the fleet for Ansible and for OpenSSH, and what a playbook does."""
-    nodes = yaml.safe_load((directory / "fleet.yaml").read_text())["nodes"]
-    hosts, aliases = ["[csds]"], []
-    for node in nodes:
-        hosts.append(
-            f"{node['name']} ansible_host={node['address']} ansible_port={node['port']} "
-            f"ansible_user={node['user']} ansible_ssh_private_key_file={node['key']}"
-        )
-        aliases.append(
-            f"Host {node['name']}\n HostName {node['address']}\n Port {node['port']}\n User {node['user']}\n"
-            f" IdentityFile {node['key']}\n"
-        )
-    (directory / "hosts.ini").write_text("\n".join(hosts) + "\n")
-    (directory / "home/.ssh/config").write_text("".join(aliases))
+    """Write the fleet as Ansible and OpenSSH have it, and a playbook."""
+    hosts, aliases = "[csds]\n", ""
+    for node in load_fleet(directory / "fleet.yaml").nodes:
+        place = f"ansible_host={node.address} ansible_port={node.port} ansible_user={node.user}"
+        hosts += f"{node.name} {place} ansible_ssh_private_key_file={node.key}\n"
+        place = f"HostName {node.address}\nPort {node.port}\nUser {node.user}"
+        aliases += f"Host {node.name}\n{place}\nIdentityFile {node.key}\n"
+    (directory / "hosts.ini").write_text(hosts)
+    (directory / "home/.ssh/config").write_text(aliases)
+    shutil.copy(directory / ".csdctl/emulated/known_hosts", directory / "home/.ssh/known_hosts")
     (directory / "site.yml").write_text("- {hosts: csds, gather_facts: false, tasks: [{raw: echo here}]}\n")
     (directory / "fleet.yaml").unlink()
 
@@ -181,8 +195,10 @@ class Page:
     """What a page describes."""
 
     place: str = "fleet"
-    """'fleet': a directory with four emulated nodes and a job, shared by all such pages; 'own': an empty one;
+    """'fleet': a directory with a job and four emulated nodes, which such pages share; 'own': an empty one;
     'lab': an empty one on the host of a lab with 10.1.1.0/24; 'rack': one with a job and two servers."""
+    nodes: int = 0
+    """Emulated nodes of a directory of its own."""
     prepare: Callable[[Path], None] = lambda directory: None
     before: Mapping[str, str] = field(default_factory=dict)
     """Shell commands for what the page says in words, by the line that follows; '' is for the first."""
@@ -191,11 +207,11 @@ class Page:
     needs: tuple[str, ...] = ()
 
 
-EMULATED = "csdctl emulate up --nodes 4 --cpu 1"
-LONG = "sed -i 's/epochs: 3/epochs: 3000/' job.yaml; csdctl train --detach --skip-doctor"
-SHORT = "sed -i 's/epochs: 3000/epochs: 3/' job.yaml"
+LONG = "sed -i 's/epochs: 3,/epochs: 60,/' job.yaml; csdctl train --detach --skip-doctor"
+SHORT = "sed -i 's/epochs: 60,/epochs: 3,/' job.yaml"
 COPY = "cp -r .csdctl/runs/$(ls .csdctl/runs | tail -1) .csdctl/runs/"
-PYTHON = f"sed -i 's#python: python3#python: {sys.executable}#' fleet.yaml"
+LATEST = "$(ls .csdctl/runs | tail -1)"
+USE_PYTHON = f"sed -i 's#python: python3#python: {sys.executable}#' fleet.yaml"
 PAGES = {
     "README.md": Page(),
     "docs/reference/performance.md": Page(),
@@ -215,38 +231,57 @@ PAGES = {
     "docs/how-to/energy.md": Page(),
     "docs/how-to/follow-a-run.md": Page(
         before={
-            "csdctl runs logs ID csd3 -f": "export ID=$(ls .csdctl/runs | tail -1)",
+            "csdctl runs logs ID csd3 -f": f"export ID={LATEST}",
             "csdctl runs stop": LONG,
-            "csdctl runs diff A B": f"{SHORT}; export A=$ID B=$(ls .csdctl/runs | tail -1)",
+            "csdctl runs diff A B": f"{SHORT}; export A=$ID B={LATEST}",
         }
     ),
-    "docs/how-to/survive-losses.md": Page(
-        before={"": f"{LONG}; csdctl runs stop; sed -i 's/epochs: 3000/epochs: 3001/' job.yaml"}
-    ),
-    "docs/how-to/run-in-production.md": Page(needs=("jq",)),
-    "docs/how-to/keep-a-fleet.md": Page(
-        before={"csdctl clean --failed-from .csdctl/failed.json": "csdctl exec -- test -e private.npz.new"}
-    ),
+    "docs/how-to/survive-losses.md": Page(before={"": f"{LONG}; csdctl runs stop"}),
+    "docs/how-to/run-in-production.md": Page(before={"": SHORT}, needs=("jq",)),
     "docs/how-to/provision.md": Page(needs=("PyPI", "Debian's archive")),
-    "docs/how-to/transfer-learning.md": Page("own", before={"": EMULATED}),
-    "docs/how-to/split.md": Page("own", before={"": EMULATED}),
-    "docs/how-to/bring-your-own-model.md": Page("own", write_own_model, before={"": EMULATED}),
-    "docs/how-to/from-model-fit.md": Page("own", write_example_of_init),
-    "docs/how-to/deploy-trees.md": Page(
-        "own", make_trees, before={"": "csdctl emulate up --nodes 8 --cpu 0.1"}
+    "text between blocks": Page(),
+    "docs/how-to/keep-a-fleet.md": Page(
+        nodes=4,
+        before={
+            "": "sed -i /emulated:/d fleet.yaml",
+            "csdctl clean --failed-from .csdctl/failed.json": "csdctl exec -- false",
+        },
     ),
-    "docs/how-to/use-an-existing-inventory.md": Page("own", write_inventories, needs=("ansible",)),
+    "docs/how-to/transfer-learning.md": Page(nodes=2, prepare=write_frozen_model),
+    "docs/how-to/split.md": Page(nodes=2, prepare=write_model_to_split),
+    "docs/how-to/bring-your-own-model.md": Page(nodes=2, prepare=write_own_model),
+    "docs/how-to/deploy-trees.md": Page(nodes=8, prepare=make_trees),
+    "docs/how-to/use-an-existing-inventory.md": Page(
+        nodes=2,
+        prepare=write_inventories,
+        before={
+            "csdctl discover --ssh-config ~/.ssh/config --limit 'csd*'": "rm fleet.yaml",
+            "csdctl inventory --format ansible > hosts.yml": (
+                "csdctl discover --inventory inventory.json --limit csds --force"
+            ),
+        },
+        needs=("ansible",),
+    ),
+    "docs/how-to/from-model-fit.md": Page(
+        "own",
+        prepare=write_example_of_init,
+        before={
+            line: "rm job.yaml" for line in LINES["docs/how-to/from-model-fit.md"] if "init --model" in line
+        },
+    ),
     "docs/explanation/emulation.md": Page("own"),
-    "docs/tutorials/boards-in-a-drawer.md": Page("own", before={"csdctl trust": EMULATED}),
-    "docs/tutorials/first-run.md": Page("own"),
-    "docs/tutorials/nvme-list-to-a-report.md": Page("lab"),
+    "docs/tutorials/first-run.md": Page("own", prepare=make_demo),
+    "docs/tutorials/boards-in-a-drawer.md": Page(
+        "own", before={"csdctl trust": "csdctl emulate up --nodes 4 --cpu 1"}
+    ),
+    "docs/tutorials/nvme-list-to-a-report.md": Page("lab", before={"csdctl discover": USE_PYTHON}),
     "docs/how-to/add-a-node.md": Page("lab"),
     "docs/how-to/train-on-several-servers.md": Page("rack"),
-    "text between blocks": Page(),
 }
 
 
-PROMPTING = re.compile(r"csdctl (?:trust|runs rm|clean --everything)\b")
+PROMPTING = re.compile(r"csdctl (?:trust|runs rm ID|clean --everything)\b")
+ON_TERMINAL = "import os, pty, sys; sys.exit(os.waitstatus_to_exitcode(pty.spawn(['sh', '-c', sys.argv[1]])))"
 DONE = set[str]()
 """Lines that have run in the directory of the shared fleet."""
 
@@ -258,7 +293,7 @@ def build_script(page: Page, lines: Sequence[str]) -> str:
         called = shlex.quote(re.sub(r"\b(ID|A|B)\b", r"$\1", line))
         call = f"eval {called} </dev/null"
         if PROMPTING.match(line):
-            call = f"script -qec {called} /dev/null < <(echo y)"
+            call = f"{shlex.join([sys.executable, '-c', ON_TERMINAL])} {called} < <(echo y)"
         script += [page.before.get(line, ""), f"echo @@{number}; {call}; echo @@$?"]
     return "\n".join([*script, ""])
 
@@ -271,7 +306,8 @@ def environment(home: Path) -> dict[str, str]:
     dropped = ("CSDCTL_EMULATE", "SSH_")
     kept = {name: value for name, value in os.environ.items() if not name.startswith(dropped)}
     path = f"{CSDCTL.parent}:{os.environ['PATH']}:{SYSTEM_PATH}"
-    return {**kept, "HOME": str(home), "PATH": path, "LC_ALL": "C.UTF-8", "COLUMNS": "200"}
+    own = {"HOME": str(home), "PATH": path, "LC_ALL": "C.UTF-8", "COLUMNS": "200"}
+    return {**kept, **own, "ANSIBLE_SSH_USETTY": "False"}  # emulated nodes have no terminals
 
 
 Run = Callable[[str], "subprocess.CompletedProcess[str]"]
@@ -309,19 +345,18 @@ def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 def opened(page: Page, directory: Path, request: pytest.FixtureRequest) -> Iterator[Run]:
     """Yield what runs a script in what the page describes."""
     if page.place in ("lab", "rack"):
-        front = "10.1.1" if page.place == "lab" else "10.77.0"
-        with opened_lab(directory, front, page.place) as run:
+        with opened_lab(directory, "10.1.1" if page.place == "lab" else "10.77.0", page.place) as run:
             yield run
         return
-    if page.place == "fleet":
-        directory = request.getfixturevalue("fleet")
+    is_shared = page.place == "fleet" and not page.nodes
+    directory = request.getfixturevalue("fleet") if is_shared else directory
     variables = environment(directory / "home")
-    page.prepare(directory)
-    try:
-        yield lambda script: run_command(["bash", "-c", script], cwd=directory, env=variables)
-    finally:
-        if page.place == "own":
-            for state in directory.glob("**/.csdctl/emulated"):
+    with emulated(directory, page.nodes) if page.nodes else nullcontext():
+        page.prepare(directory)
+        try:
+            yield lambda script: run_command(["bash", "-c", script], cwd=directory, env=variables)
+        finally:
+            for state in () if is_shared else directory.glob("**/.csdctl/emulated"):
                 csdctl(state.parents[1], "emulate", "down")
 
 
@@ -332,7 +367,7 @@ def test_command_lines_of_a_page_run_to_their_end(
 ) -> None:
     page = PAGES[name]
     require(*page.needs)
-    done = DONE if page.place == "fleet" else set()
+    done = set() if page.nodes or page.place != "fleet" else DONE
     lines = [line for line in dict.fromkeys(LINES[name]) if line not in {*NOT_RUN, *done}]
     with opened(page, tmp_path, request) as run:
         output = run(build_script(page, lines)).stdout
