@@ -33,7 +33,7 @@ elif "Listen on this machine" in program:
     sys.stdin.read()
 elif " prepare" in program:
     print(PREPARING, flush=True)
-elif "zlib.decompress(code)" in program:
+elif "Receive files on a node" in program:
     print(RECEIVING, flush=True)
 else:
     import os
