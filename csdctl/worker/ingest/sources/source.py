@@ -76,7 +76,7 @@ class Tree:
         states = hashlib.sha256(ascii((max_bytes, self.files)).encode()).hexdigest()
         newest_ns = max((file.state[-1] for file in self.files), default=0)
         content = remember(f"tree {root}", [states], newest_ns, lambda: self._hash_files(max_bytes))
-        return hashlib.sha256(f"7\0{settings}\0{content}\0".encode() + os.fsencode(root)).hexdigest()[:32]
+        return hashlib.sha256(f"8\0{settings}\0{content}\0".encode() + os.fsencode(root)).hexdigest()[:32]
 
     def _hash_files(self, max_bytes: int) -> str:
         def describe(file: DataFile) -> str:
