@@ -45,7 +45,6 @@ from csdctl.workflows.discovery.discover import DiscoverResult
 from csdctl.workflows.predict.predict import PredictResult
 from csdctl.workflows.provision.bundle import Bundle
 from csdctl.workflows.reporting.report import PrivacyReport
-from csdctl.workflows.runs.manage import Difference
 from csdctl.workflows.train.verify import Verification
 
 REFERENCE = Path(__file__).parent / "reference"
@@ -270,11 +269,6 @@ DOCUMENTS = {
     "csdctl.report/1": shown("`csdctl report`, and `csdctl train` as the last line", RunSummary, path=str),
     "csdctl.reports/1": shown(
         "`csdctl report` for several runs", runs=(list, "A `csdctl.report/1` document for each.")
-    ),
-    "csdctl.runs.diff/1": shown(
-        "`csdctl runs diff`",
-        runs=(list[str], "The two ids."),
-        differences=(list[Difference], "Values in which they differ."),
     ),
     "csdctl.runs.rm/1": shown("`csdctl runs rm`", run=str, runs=(list[str], "All runs that were removed.")),
     "csdctl.runs.stop/1": shown("`csdctl runs stop`", RunStatus),

@@ -80,7 +80,7 @@ def list_next(directory: Path, up: str) -> list[str]:
     commands = {
         up: "start the fleet again, with its data",
         "csdctl predict latest": "classify the private images on their nodes",
-        "csdctl train --batch-size 64": "equal batch sizes; then: csdctl runs diff",
+        "csdctl train --batch-size 64": "equal batch sizes; then: csdctl report",
         "" if up else "csdctl emulate down": "stop the fleet",
     }
     lines = [(command.replace("csdctl", program, 1), why) for command, why in commands.items() if command]

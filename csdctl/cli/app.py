@@ -49,7 +49,7 @@ COMMANDS: Mapping[tuple[str, str], Mapping[str, str]] = {
         "scale": "Train with 0, 1, 2 … nodes; show speed-up and efficiency.",
     },
     ("Training", "runs"): {
-        "runs": "List, watch, stop, compare and remove runs.",
+        "runs": "List, watch, stop and remove runs.",
         "report": "Show the results of one or several runs.",
     },
     ("No hardware", "emulation"): {

@@ -642,7 +642,7 @@ def describe_job(job: Job) -> dict[str, Any]:
         },
         "recipe": recipe,
     }
-    return dict(flatten(described))
+    return dict(_flatten(described))
 
 
 def hash_own_files(job: Job) -> dict[str, str]:
@@ -651,11 +651,11 @@ def hash_own_files(job: Job) -> dict[str, str]:
     return {str(file): hashlib.sha256(file.read_bytes()).hexdigest()[:16] for file in own if file}
 
 
-def flatten(value: object, name: str = "") -> Iterator[tuple[str, Any]]:
+def _flatten(value: object, name: str = "") -> Iterator[tuple[str, Any]]:
     """Yield nested values that are set, by a name such as recipe.optimizer_args.momentum."""
     if isinstance(value, Mapping):
         for key, item in value.items():
-            yield from flatten(item, f"{name}.{key}" if name else str(key))
+            yield from _flatten(item, f"{name}.{key}" if name else str(key))
     elif isinstance(value, list | tuple):
         if value:
             yield name, list(value)

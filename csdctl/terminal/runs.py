@@ -12,7 +12,7 @@ from csdctl.terminal.console import build_table
 from csdctl.terminal.streams import Streams
 from csdctl.terminal.train import TrainingView
 from csdctl.worker.protocol.events import event_document
-from csdctl.workflows.runs.manage import Difference, Followed, follow_lines, look_at, read_last_lines
+from csdctl.workflows.runs.manage import Followed, follow_lines, look_at, read_last_lines
 
 STYLES = {RUNNING: "green", FAILED: "red", INTERRUPTED: "red", STOPPED: "yellow"}
 RESUMABLE = (STOPPED, FAILED, INTERRUPTED)
@@ -121,36 +121,3 @@ def show_stopped(streams: Streams, run: RunStatus) -> None:
     if run.state in RESUMABLE:
         streams.say(f"to resume: csdctl train --resume {run.run_id}")
     streams.result({"schema": "csdctl.runs.stop/1", **vars(run)})
-
-
-def show_differences(
-    streams: Streams, first: RunDirectory, second: RunDirectory, differences: Sequence[Difference]
-) -> None:
-    """Print the results of two runs, with the change, and the settings in which they differ."""
-    if streams.is_json:
-        runs = [first.run_id, second.run_id]
-        streams.result({"schema": "csdctl.runs.diff/1", "runs": runs, "differences": differences})
-        return
-    for name in ("results", "settings"):
-        some = [one for one in differences if one.is_result == (name == "results")]
-        if not some:
-            streams.say(f"the {name} are the same")
-            continue
-        rows = [
-            (one.name.replace("_", " "), *map(_text, (one.first, one.second)), _change(one)) for one in some
-        ]
-        columns = (f"~{name}", f"~{first.run_id}", f"~{second.run_id}", ">change" * some[0].is_result)
-        streams.console.print(build_table(columns, rows, gap=2))
-
-
-def _change(one: Difference) -> str:
-    numbers = [value for value in (one.first, one.second) if isinstance(value, int | float) and value]
-    return f"{numbers[1] / numbers[0] - 1:+.1%}" if one.is_result and len(numbers) == 2 else ""
-
-
-def _text(value: object) -> str:
-    if isinstance(value, float):
-        return f"{value:.6g}"
-    if isinstance(value, str) and len(value) == 64:  # a hash
-        return value[:12]
-    return "–" if value is None else str(value)

@@ -230,11 +230,7 @@ PAGES = {
     ),
     "docs/how-to/energy.md": Page(),
     "docs/how-to/follow-a-run.md": Page(
-        before={
-            "csdctl runs logs ID csd3 -f": f"export ID={LATEST}",
-            "csdctl runs stop": LONG,
-            "csdctl runs diff A B": f"{SHORT}; export A=$ID B={LATEST}",
-        }
+        before={"csdctl runs logs ID csd3 -f": f"export ID={LATEST}", "csdctl runs stop": LONG}
     ),
     "docs/how-to/survive-losses.md": Page(before={"": f"{LONG}; csdctl runs stop"}),
     "docs/how-to/run-in-production.md": Page(before={"": SHORT}, needs=("jq",)),

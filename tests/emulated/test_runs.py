@@ -84,10 +84,7 @@ def test_hang_up_of_a_run_with_a_terminal_stops_it_in_order(project: Path) -> No
         assert train.returncode == 130
     (run_id,) = set(runs(project)) - before
     assert runs(project)[run_id]["state"] == "stopped"
-    first = min(before)
-    compared = document(project, "runs", "diff", first, run_id)["differences"]
-    assert [one["name"] for one in compared if not one["is_result"]] == []
-    succeed(project, "runs", "rm", first, "--yes")
+    succeed(project, "runs", "rm", min(before), "--yes")
     assert set(runs(project)) == {run_id}
 
 

@@ -11,12 +11,11 @@ from csdctl.cli import options
 from csdctl.errors import ExitCode, InputError
 from csdctl.terminal.streams import Streams
 
-runs = options.group(help="List, watch, stop, compare and remove runs.")
+runs = options.group(help="List, watch, stop and remove runs.")
 run_argument = partial(typer.Argument, autocompletion=options.complete_runs)
 RunArgument = Annotated[
     str | None, run_argument(help="Run ID, unique prefix or `latest`; default: the latest.")
 ]
-RUN_HELP = "Run ID, unique prefix or `latest`."
 
 
 @runs.command("list")
@@ -104,22 +103,7 @@ def rm(
     streams.result({"schema": "csdctl.runs.rm/1", "run": names[0], "runs": names})
 
 
-@runs.command()
-def diff(
-    first: Annotated[str, run_argument(metavar="RUN", help=RUN_HELP)],
-    second: Annotated[str, run_argument(metavar="OTHER-RUN", help=RUN_HELP)],
-    json: options.JsonOption = False,
-) -> None:
-    """Show where two runs differ (also `compare`)."""
-    from csdctl.terminal.runs import show_differences
-    from csdctl.workflows.runs.manage import compare_runs
-
-    streams = Streams(is_json=json)
-    show_differences(streams, *compare_runs(streams.project, first, second))
-
-
 runs.command("ls", hidden=True)(list_runs)
-runs.command("compare", hidden=True)(diff)
 runs.command("remove", hidden=True)(rm)
 runs.command("delete", hidden=True)(rm)
 

@@ -1,4 +1,4 @@
-"""List, compare, stop, remove and follow runs, each with the csdctl process that trains it.
+"""List, stop, remove and follow runs, each with the csdctl process that trains it.
 
 A run is followed from its files alone: nothing of it waits for who watches. A run in the background is
 `csdctl train` in a session of its own, which outlives its terminal and its login.
@@ -16,78 +16,17 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 from csdctl.documents import load_json, open_regular
 from csdctl.errors import CsdctlError, DeadlineError, ExitCode, InputError, RunError
-from csdctl.job.model import flatten
 from csdctl.launch.leftovers import is_elsewhere, is_gone, is_held, read_holder, show_holder
 from csdctl.notify import DATED, DETACHED, Say
 from csdctl.placement.equation1 import steps_per_epoch
-from csdctl.reporting.results import RUNNING, RunStatus, load_run_status, read_results
+from csdctl.reporting.results import RUNNING, RunStatus, load_run_status
 from csdctl.runs.directory import LATEST, Manifest, ProjectDirectory, RunDirectory, find_run, skipping
 from csdctl.worker.protocol.events import Event
 from csdctl.worker.protocol.run_spec import RunSpec
 from csdctl.workflows.train.train import load_spec
-
-SETTINGS = ("recipe", "strategy", "cut", "features", "noise", "job", "data", "csdctl", "python", "versions")
-"""Keys of manifest.json that are compared, and of each rank of its plan."""
-OF_RANK = ("batch_size", "threads", "inter_threads", "onednn", "device", "micro_batch_size")
-SHOWN = (int, float, str, tuple, type(None))
-"""Types of the results that are compared."""
-NO_RESULTS = {"run_id", "emulated", "method", "num_ranks", "global_batch", "ranks", "strategy", "cut"}
-"""Values of a summary that follow from the settings."""
-
-
-@dataclass(frozen=True)
-class Difference:
-    """One value in which two runs differ; None where a run has none."""
-
-    name: str
-    first: object
-    second: object
-    is_result: bool
-
-
-def compare_runs(
-    project: ProjectDirectory, first: str, second: str
-) -> tuple[RunDirectory, RunDirectory, list[Difference]]:
-    """Return two runs and the values in which they differ, results before settings; raises InputError."""
-    runs = project.find_run(first), project.find_run(second)
-    if runs[0] == runs[1]:
-        raise InputError(f"{first} and {second} are both run {runs[0].run_id}", remedy="csdctl runs list")
-    found = []
-    for read in (_results, _settings):
-        one, other = (read(run) for run in runs)
-        found += [
-            Difference(name, one.get(name), other.get(name), read is _results)
-            for name in dict.fromkeys([*one, *other])
-            if one.get(name) != other.get(name)
-        ]
-    return *runs, found
-
-
-def _settings(run: RunDirectory) -> dict[str, object]:
-    manifest: Mapping[str, Any] = run.load_manifest()
-    ranks, spec = manifest["plan"]["ranks"], load_spec(run) if run.spec.exists() else None
-    size = sum(rank["batch_size"] for rank in ranks)
-    values: dict[str, object] = {"global batch size": size}
-    if spec and spec.recipe.learning_rate and not spec.recipe.schedule:  # whose steps have other rates
-        values["learning rate"] = spec.recipe.scale_rate(spec.recipe.learning_rate, size)
-    values |= {f"{key}.{rank['node']}": rank.get(key) for key in OF_RANK for rank in ranks}
-    values |= dict(flatten({key: manifest.get(key) for key in SETTINGS}))
-    public = spec.public if spec else None
-    if public and public.images_sha256:  # the fingerprint is of the source's path, too
-        values.pop("data.public", None)
-        values |= {"data.public.samples": public.images_sha256, "data.public.labels": public.labels_sha256}
-    return values
-
-
-def _results(run: RunDirectory) -> dict[str, object]:
-    summary = read_results(run).summary if run.events.exists() else None
-    values = {**vars(summary), "state": look_at(run).state}.items() if summary else ()
-    return {name: value for name, value in values if name not in NO_RESULTS and isinstance(value, SHOWN)}
-
 
 POLL_S = 0.2
 

@@ -19,12 +19,8 @@ from csdctl.launch.leftovers import describe_holder
 from csdctl.runs.directory import EventLog, ProjectDirectory, RunDirectory
 from csdctl.terminal.streams import Streams
 from csdctl.worker.protocol.events import EpochEnd, Event, Finished, Progress
-from csdctl.worker.protocol.json_codec import to_json
 from csdctl.worker.protocol.processes import load_stat
-from csdctl.worker.protocol.recipe import Recipe
-from csdctl.worker.protocol.run_spec import DatasetSlice
 from csdctl.workflows.runs.manage import (
-    compare_runs,
     find_logs,
     find_run,
     follow_lines,
@@ -36,7 +32,7 @@ from csdctl.workflows.runs.manage import (
 )
 from tests.attacks.other_user import needs_root
 from tests.patience import scaled
-from tests.unit.runs.manifests import manifest_of, spec_of, write_events
+from tests.unit.runs.manifests import manifest_of, write_events
 
 NODES = ("host", "csd0")
 PROGRESS = Progress(0, "host", 2, 7, 7, 96, 0.5, 0.25, 0.8, 128, 2.5, 0.1)
@@ -303,44 +299,3 @@ def test_last_words_of_a_followed_log_are_shown(project: ProjectDirectory) -> No
         assert next(lines) == ("csd0", "first")
         file.write("é".encode()[-1:])
     assert list(lines) == [("csd0", "killé")]
-
-
-def test_differences_of_two_runs(project: ProjectDirectory) -> None:
-    first = add_run(project, END, *DONE)
-    other = manifest_of(NODES)
-    other["plan"]["ranks"][1]["threads"] = 3
-    second = add_run(project, END, *DONE, plan=other["plan"], recipe={"epochs": 2, "learning_rate": 0.2})
-    *_, found = compare_runs(project, first.run_id, second.run_id)
-    assert {(one.name, one.first, one.second, one.is_result) for one in found} == {
-        ("recipe.learning_rate", 0.1, 0.2, False),
-        ("threads.csd0", 1, 3, False),
-    }
-
-
-def test_same_public_data_elsewhere_has_another_path_and_the_same_content(project: ProjectDirectory) -> None:
-    runs = [
-        add_run(project, data={"public": name * 32, "private": {}, "public_path": f"/{name}"})
-        for name in "abc"
-    ]
-    for run, content in zip(runs, "xxy", strict=True):
-        public = DatasetSlice("images", "labels", images_sha256=content * 64, labels_sha256="0" * 64)
-        run.spec.write_text(to_json(spec_of(public=public)))
-    first, *others = (run.run_id for run in runs)
-    found = [[one.name for one in compare_runs(project, first, other)[2]] for other in others]
-    assert found == [["data.public_path"], ["data.public_path", "data.public.samples"]]
-
-
-@pytest.mark.parametrize(
-    ("schedule", "rates"),
-    [("", [(0.1 * 8 / 32, 0.2 * 8 / 32)]), ('{"class_name": "CosineDecay"}', [])],
-    ids=["constant", "schedule"],
-)
-def test_scaled_learning_rates_differ_unless_a_schedule_sets_that_of_each_step(
-    project: ProjectDirectory, schedule: str, rates: list[tuple[float, float]]
-) -> None:
-    runs = [add_run(project) for _ in range(2)]
-    for run, rate in zip(runs, (0.1, 0.2), strict=True):
-        recipe = Recipe(learning_rate=rate, reference_batch=32, schedule=schedule)
-        run.spec.write_text(to_json(spec_of(recipe=recipe)))
-    *_, found = compare_runs(project, *(run.run_id for run in runs))
-    assert [(one.first, one.second) for one in found if one.name == "learning rate"] == rates
