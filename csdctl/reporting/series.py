@@ -159,10 +159,9 @@ class RunSeries:
         kinds = self.spent_s[rank]
         return [sum(parts) for parts in zip(*(kinds[kind] for kind in KINDS if kind != OTHER), strict=True)]
 
-    def throughputs(self, rank: int | None = None) -> list[float | None]:
-        """Return the throughput in each interval, of all ranks or of one; None where no step was reported."""
-        samples = self.global_samples if rank is None else self.samples[rank]
-        pairs = zip(samples, self.step_s(rank or 0), strict=True)
+    def throughputs(self) -> list[float | None]:
+        """Return the throughput of all ranks in each interval; None where no step was reported."""
+        pairs = zip(self.global_samples, self.step_s(0), strict=True)
         return [count / seconds if count and seconds else None for count, seconds in pairs]
 
 

@@ -56,8 +56,7 @@ def show_files(streams: Streams, paths: Sequence[Path]) -> None:
     """Say which files were written."""
     streams.result({"schema": "csdctl.report-files/1", "files": paths})
     for path in paths:
-        size = "" if path.is_dir() else f" ({format_bytes(path.stat().st_size)})"
-        streams.say(f"wrote {path}{size}")
+        streams.say(f"wrote {path} ({format_bytes(path.stat().st_size)})")
 
 
 def render_report(console: PrintableConsole, run: RunResults) -> None:

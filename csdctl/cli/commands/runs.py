@@ -126,9 +126,6 @@ def report(
     csv: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Write a row for each run and epoch.")
     ] = None,
-    tensorboard: Annotated[
-        Path | None, typer.Option(metavar="DIRECTORY", help="Write event files to DIRECTORY/RUN.")
-    ] = None,
     force: options.ForceOption = False,
     json: options.JsonOption = False,
 ) -> None:
@@ -140,14 +137,14 @@ def report(
     streams = Streams(is_json=json)
     found = [find_run(streams.project, run, streams.say) for run in runs or [options.LATEST]]
     if privacy:
-        if html or csv or tensorboard or len(found) > 1:
+        if html or csv or len(found) > 1:
             raise InputError(
                 "--privacy shows one run in the terminal; received more runs or a file to write",
-                remedy="pass one run, without --html, --csv and --tensorboard",
+                remedy="pass one run, without --html and --csv",
             )
         render.show_privacy(streams, reporting.privacy(streams.project, found[0], streams.say))
-    elif html or csv or tensorboard:
-        written = reporting.write_files(found, html, csv, tensorboard, force=force)
+    elif html or csv:
+        written = reporting.write_files(found, html, csv, force=force)
         render.show_files(streams, written)
     else:
         render.show_reports(streams, [(run, reporting.report(run)) for run in found])

@@ -1,20 +1,17 @@
-"""`report`: what runs have shown, also as HTML, CSV and for TensorBoard."""
+"""`report`: what runs have shown, also as HTML and CSV."""
 
 import csv
 import io
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from csdctl.documents import check_output, save_text
-from csdctl.errors import InputError
-from csdctl.fleet.requirements import explain_extra
 from csdctl.notify import Say, make_printable
 from csdctl.reporting.page import render_page
 from csdctl.reporting.privacy import Flow, Privacy, add_flows, count_passes, list_readers, measure_privacy
 from csdctl.reporting.results import RUNNING, RunResults, read_results
-from csdctl.reporting.tables import describe_run, describe_settings
 from csdctl.runs.directory import ProjectDirectory, RunDirectory
 from csdctl.runs.ledger import read_ledger
 from csdctl.workflows.runs.manage import process_of
@@ -42,61 +39,6 @@ def as_cell(name: str) -> str:
     return f"'{make_printable(name)}" if name[:1] in {*"=+-@\t\r\n"} else make_printable(name)
 
 
-@dataclass(frozen=True)
-class Scalar:
-    """A number of a run at a time."""
-
-    name: str
-    """With `/` between its parts: epoch/loss, rank_3/wait_share."""
-    step: int
-    """The epoch, or the second since the start."""
-    time_s: float
-    """Unix time."""
-    value: float
-
-
-def scalars_of(run: RunResults) -> Iterator[Scalar]:
-    """Yield the results of each epoch, then rates and waiting of each rank over time."""
-    series = run.series
-    for point in series.epochs:
-        speed = {"samples_per_s": point.samples_per_s, "learning_rate": point.learning_rate}
-        for name, value in (point.results | speed).items():
-            if value is not None:
-                yield Scalar(f"epoch/{name}", point.epoch, point.time_s, value)
-    for change in series.batch_sizes:
-        for rank, size in change.sizes.items():
-            second = round(change.time_s - series.start_s)
-            yield Scalar(f"rank_{rank}/batch_size", second, change.time_s, size)
-    for rank, spent in enumerate(series.spent_s):
-        for number, throughput in enumerate(series.throughputs(rank)):
-            since_s = (number + 1) * series.interval_s
-            time_s, second = series.start_s + since_s, round(since_s)
-            if throughput is not None:
-                yield Scalar(f"rank_{rank}/samples_per_s", second, time_s, throughput)
-            for kind, seconds in spent.items():
-                share = min(seconds[number] / series.interval_s, 1.0)
-                yield Scalar(f"rank_{rank}/{kind}_share", second, time_s, share)
-
-
-def write_tensorboard(run: RunResults, directory: Path) -> None:
-    """Write a run to a new event file in `directory`; raises InputError without tensorboardX."""
-    try:
-        from tensorboardX import SummaryWriter
-    except ModuleNotFoundError as error:
-        raise InputError(
-            "TensorBoard's event files need tensorboardX",
-            remedy=f"{explain_extra('tensorboard')}; `csdctl report --csv FILE` needs nothing",
-        ) from error
-    for earlier in directory.glob("events.out.tfevents.*"):  # TensorBoard would show every value twice
-        earlier.unlink()
-    with SummaryWriter(str(directory)) as writer:
-        settings = [("source", run.measured), *describe_run(run.summary), *describe_settings(run)]
-        rows = make_printable("\n".join(f"{name}: {value}" for name, value in settings))
-        writer.add_text("parameters", f"```\n{rows}\n```", 0, walltime=run.series.start_s)
-        for scalar in scalars_of(run):
-            writer.add_scalar(scalar.name, scalar.value, scalar.step, walltime=scalar.time_s)
-
-
 def report(run: RunDirectory) -> RunResults:
     """Add up a run; raises InputError for one without events."""
     found = read_results(run)
@@ -106,27 +48,21 @@ def report(run: RunDirectory) -> RunResults:
 
 
 def write_files(
-    runs: Sequence[RunDirectory], html: Path | None, csv: Path | None, board: Path | None, *, force: bool
+    runs: Sequence[RunDirectory], html: Path | None, csv: Path | None, *, force: bool
 ) -> list[Path]:
-    """Write the report of the runs as HTML, as CSV, and to a directory for TensorBoard; returns the paths.
+    """Write the report of the runs as HTML and as CSV; returns the paths.
 
-    Raises InputError for a path that exists, without `force`, and without tensorboardX.
+    Raises InputError for a path that exists, without `force`.
     """
     for option, path in (("--html", html), ("--csv", csv)):
         if path:
             check_output(path, option, force=force)
-    boards = [board / run.run_id for run in runs] if board else []
-    for path in boards:
-        if path.exists() and not force:
-            raise InputError(f"{path} already exists", remedy="overwrite it with --force")
     found = [report(run) for run in runs]
-    for run, path in zip(found, boards, strict=False):
-        write_tensorboard(run, path)
     wanted = ((html, render_page), (csv, render_csv))
     texts = {path: render(found) for path, render in wanted if path}
     for path, text in texts.items():
         save_text(path, text)
-    return [*boards, *texts]
+    return [*texts]
 
 
 @dataclass(frozen=True)

@@ -10,8 +10,11 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from tensorboard.util.tensor_util import make_ndarray
 
 import csdctl
+from csdctl.worker.compute.backend import load_backend
 from csdctl.worker.protocol.events import EpochEnd, Event, Ready, event_document
 
 PAGE = Path(__file__).parents[3] / "docs" / "how-to" / "follow-a-run.md"
@@ -49,6 +52,19 @@ def test_epochs_as_csv(directory: Path) -> None:
         to_csv(document(event))
     with (directory / "epochs.csv").open(newline="") as file:
         assert list(csv.reader(file)) == [["20261122-100000", "2", "0.5", "0.25"]]
+
+
+def test_epochs_in_tensorboard(directory: Path) -> None:
+    load_backend()  # before the callback imports TensorFlow
+    shown("to_board")(document(END))
+    reader = EventAccumulator(str(directory / "board" / "20261122-100000"))
+    reader.Reload()
+    values = {
+        tag: make_ndarray(event.tensor_proto)
+        for tag in reader.Tags()["tensors"]
+        for event in reader.Tensors(tag)
+    }
+    assert values == {"loss": 0.5, "validation_loss": 0.25, "validation_accuracy": pytest.approx(0.96)}
 
 
 def test_run_is_stopped_when_it_is_good_enough() -> None:
