@@ -46,7 +46,7 @@ def make_events(num_ranks: int) -> Iterator[tuple[float, Event]]:
     """Yield Unix time and event."""
     sizes = {str(rank): BATCH for rank in range(num_ranks)}
     for rank in range(num_ranks):
-        yield START_S, Ready(rank, name_of(rank), 800, 25.0)
+        yield START_S, Ready(rank, name_of(rank), 800)
     for rank in range(num_ranks):
         yield START_S, Joined(rank, name_of(rank), 1, 1, 0, NUM_STEPS, 0, sizes, "star", 0.01)
     for second, rank in itertools.product(range(NUM_EVEN + NUM_HELD), range(num_ranks)):

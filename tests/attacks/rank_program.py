@@ -36,7 +36,7 @@ class Rank:
     def run(self) -> None:
         if self.is_hostile and self.spec["when"] == "start":
             self.attack()
-        self.say("Ready", num_samples=8, setup_s=0.1)
+        self.say("Ready", num_samples=8)
         for line in sys.stdin:
             order = json.loads(line)
             if order["order"] == "Ping":

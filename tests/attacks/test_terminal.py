@@ -133,7 +133,7 @@ def test_terminal_and_logs_get_no_control_code_of_a_worker(machine: HostileMachi
     assert ESCAPED_CLIPBOARD in prepared.plain
     assert prepared.code != 0
 
-    events = [Ready(1, "csd0", 32, 1.0), Failed(1, "csd0", FORGED + HOSTILE, FORGED + HOSTILE, 2)]
+    events = [Ready(1, "csd0", 32), Failed(1, "csd0", FORGED + HOSTILE, FORGED + HOSTILE, 2)]
     printed = "\n".join([HOSTILE, *map(event_to_line, events), ""])
     machine.answer(facts=facts_of_this_machine(), lies=" rank ", output=printed, complaint=HOSTILE)
     trained = on_terminal(project, "train", "--batch-size", "8", "--skip-doctor", "-vv")

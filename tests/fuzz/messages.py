@@ -111,7 +111,7 @@ def _live_event_seeds() -> list[bytes]:
     for rank, node in enumerate(NODES):
         is_root = rank == 0
         events += [
-            Ready(rank, node, 100, 2.5),
+            Ready(rank, node, 100),
             Joined(rank, node, 1, 1, 0, 10, 0, {"0": 4, "1": 4, "2": 4}, "star", 0.1),
             Progress(rank, node, 1, 2, 2, 8, 0.5, 0.1, 0.6, *((24, 1.5, 0.5) if is_root else ())),
             EpochEnd(rank, node, 1, 10, 40, 1.0, 0.1, 1.1, "0" * 64, *((80, 1.5, 0.5) if is_root else ())),

@@ -124,7 +124,6 @@ class Ready(Event):
     """The rank has loaded model and data, and waits for a group."""
 
     num_samples: Count
-    setup_s: Seconds
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,6 @@ task defines what the ranks then do.
 """
 
 import contextlib
-import time
 from collections.abc import Mapping, Sequence
 from functools import partial
 from importlib import import_module
@@ -62,7 +61,6 @@ class RankSession:
 
     def run(self) -> None:
         """Run the task to its end; raises WorkerError."""
-        started = time.monotonic()
         self._task.load()
         size, _ = max(self._task.sum_sizes)
         self._vectors = SharedVectors(size)
@@ -71,7 +69,7 @@ class RankSession:
         spec = self._spec
         with contextlib.closing(Listener(spec.run_id, self._me.rank, spec.link_key)) as listener:
             num_samples = self._me.num_private + self._me.num_public
-            self._reporter.emit(Ready, num_samples, round(time.monotonic() - started, 3))
+            self._reporter.emit(Ready, num_samples)
             while (reason := self._run_in_group(self._orders.next_group(), listener)) is None:
                 pass
             # A link that comes late waits here, as saving a model may take long; refused, mpirun would fail.

@@ -48,7 +48,7 @@ def directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def test_epochs_as_csv(directory: Path) -> None:
     to_csv = shown("to_csv")
-    for event in (Ready(0, "host", 100, 0.1), END, EpochEnd(1, "csd0", 2, 10, 80, 1.0, 0.1, 1.1, "hash")):
+    for event in (Ready(0, "host", 100), END, EpochEnd(1, "csd0", 2, 10, 80, 1.0, 0.1, 1.1, "hash")):
         to_csv(document(event))
     with (directory / "epochs.csv").open(newline="") as file:
         assert list(csv.reader(file)) == [["20261122-100000", "2", "0.5", "0.25"]]
@@ -70,7 +70,7 @@ def test_epochs_in_tensorboard(directory: Path) -> None:
 def test_run_is_stopped_when_it_is_good_enough() -> None:
     when_good_enough = shown("when_good_enough")
     assert when_good_enough(document(END)) is csdctl.STOP
-    assert when_good_enough(document(Ready(0, "host", 100, 0.1))) is None
+    assert when_good_enough(document(Ready(0, "host", 100))) is None
     assert when_good_enough(document(EpochEnd(0, "host", 1, 10, 80, 1.0, 0.1, 1.1, "hash"))) is None
 
 

@@ -41,7 +41,7 @@ from csdctl.worker.protocol.events import (
 from tests.patience import eventually, scaled
 from tests.unit.transport.test_session_contract import is_alive
 
-READY = [Ready(rank, f"csd{rank}", 10, 0.5) for rank in range(2)]
+READY = [Ready(rank, f"csd{rank}", 10) for rank in range(2)]
 FINISHED = [Finished(rank, f"csd{rank}", 1, 4, "hash", 1 << 20) for rank in range(2)]
 TIMED = CollectiveTimed(0, "csd0", 2, 1 << 20, "star", 0.5)
 

@@ -92,7 +92,7 @@ class History:
     def _start(self, ranks: list[int]) -> None:
         self.ranks = {rank: Rank(self.random.randint(1, 6)) for rank in range(len(NODES))}
         for rank in ranks:
-            self._send(Ready(rank, NODES[rank], 100, 1.0))
+            self._send(Ready(rank, NODES[rank], 100))
 
     def _join(self) -> None:
         sizes = {str(rank): self.sizes[rank] for rank in self.members}
@@ -166,7 +166,7 @@ class History:
             self._take_step(without=0)
         self._lose_link(0)
         self.ranks[0] = Rank(self.random.randint(1, 6))
-        self._send(Ready(0, NODES[0], 100, 1.0))
+        self._send(Ready(0, NODES[0], 100))
         self._rejoin()
 
     def _rebalance(self) -> None:

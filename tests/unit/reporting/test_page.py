@@ -43,7 +43,7 @@ MANIFEST: dict[str, Any] = {
 
 def results(run_id: str = "=HYPERLINK(1)", cell: str = "=cmd()") -> RunResults:
     events: list[Event] = [
-        *(Ready(rank, NODES[rank], 100, 1.0) for rank in (0, 1)),
+        *(Ready(rank, NODES[rank], 100) for rank in (0, 1)),
         Joined(0, "host", 1, 1, 0, 10, 0, {"0": 60, "1": 10}, "star", 0.01),
         *(Progress(rank, NODES[rank], 1, 5, 5, 300, 3.0, 1.5, 5.0) for rank in (0, 1)),
         Failed(1, EVIL, EVIL),

@@ -81,7 +81,7 @@ def finished(rank: int) -> Finished:
 
 
 WHOLE: list[Event] = [
-    *(Ready(rank, NODES[rank], 100, 1.0) for rank in range(3)),
+    *(Ready(rank, NODES[rank], 100) for rank in range(3)),
     *(epoch_end(rank, 1) for rank in (2, 0, 1)),
     CheckpointSaved(0, "host", 2, 10, "checkpoints/step-00000010.npz", is_best=True),
     Progress(0, "host", 2, 5, 5, 300, 3.0, 1.5, 5.0, 400, 9.9, 0.9),

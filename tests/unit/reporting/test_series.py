@@ -64,18 +64,18 @@ def series(*events: tuple[float, Event]) -> RunSeries:
 
 
 def test_time_of_a_rank_is_divided_by_kind() -> None:
-    spent = series((100.0, Ready(1, "csd0", 10, 1.0)), (101.5, progress(1))).spent_s[1]
+    spent = series((100.0, Ready(1, "csd0", 10)), (101.5, progress(1))).spent_s[1]
     found = {kind: sum(values) for kind, values in spent.items()}
     assert found == pytest.approx({COMPUTE: 0.4, INPUT: 0.1, WAIT: 0.3, COMMUNICATION: 0.1, OTHER: 0.1})
     assert spent[COMPUTE] == pytest.approx([0.2, 0.2])  # half of it in each second
 
 
 def test_end_of_an_epoch_adds_what_was_not_reported_before() -> None:
-    run = series((100.0, Ready(1, "csd0", 10, 1.0)), (101.0, progress(1)), (102.0, epoch_end(1)))
+    run = series((100.0, Ready(1, "csd0", 10)), (101.0, progress(1)), (102.0, epoch_end(1)))
     assert sum(run.samples[1]) == pytest.approx(100)
     assert sum(run.spent_s[1][WAIT]) == pytest.approx(0.6)
     assert run.cpu_s == pytest.approx({1: 1.5})
-    late = series((100.0, Ready(1, "csd0", 10, 1.0)), (101.0, progress(1)), (109.0, progress(1)))
+    late = series((100.0, Ready(1, "csd0", 10)), (101.0, progress(1)), (109.0, progress(1)))
     assert late.samples[1] == pytest.approx([50, 50, 0]), "a report that arrives late counts when it was made"
 
 

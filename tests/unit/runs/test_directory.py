@@ -22,7 +22,7 @@ from tests.unit.runs.manifests import manifest_of, write_events
 
 NODES = ("host", "csd0")
 EVENTS = [
-    Ready(0, "host", 10, 0.5),
+    Ready(0, "host", 10),
     Progress(0, "host", 1, 2, 3, 96, 0.5, 0.25, 0.8, 128, 2.5, 0.1),
     Failed(1, "csd0", "two\nlines, “quotes”\u2028and a separator", "fix it", 2),
     Finished(0, "host", 1, 4, "hash", 1 << 20),
@@ -115,9 +115,9 @@ class TestEvents:
             '{"time":NaN,"event":"Paused","rank":1,"node":"csd0","generation":1}',
             '{"time":1,"event":5}',
             '{"time":1,"event":"a line of a log"}',
-            '{"time":1,"event":"Ready","rank":7,"node":"csd7","num_samples":1,"setup_s":1}',
-            '{"time":1,"event":"Ready","rank":1,"node":"host","num_samples":1,"setup_s":1}',
-            '{"time":1,"event":"Ready","rank":1,"node":"csd0","num_samples":-1,"setup_s":1}',
+            '{"time":1,"event":"Ready","rank":7,"node":"csd7","num_samples":1}',
+            '{"time":1,"event":"Ready","rank":1,"node":"host","num_samples":1}',
+            '{"time":1,"event":"Ready","rank":1,"node":"csd0","num_samples":-1}',
             '{"time":1,"event":"Paused","rank":1,"node":"csd0","generation":' + "9" * 5000 + "}",
         ],
         ids=lambda line: line[:60],

@@ -109,7 +109,7 @@ class ScriptedRank:
                 self._on_message(message)
 
     def report_ready(self) -> None:
-        self.report(Ready(self.rank, self.node, 100, 0.1))
+        self.report(Ready(self.rank, self.node, 100))
 
     def join(self, group: FormGroup) -> None:
         sizes = {str(rank): 8 for rank in group.ranks}

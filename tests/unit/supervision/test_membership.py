@@ -49,7 +49,7 @@ class Fleet:
         self.processes.ranks.add(rank)
         self.membership.restarting.add(rank)
         self.membership.ready.add(rank)
-        self.membership.readmit(Ready(rank, NODES[rank], 100, 0.1))
+        self.membership.readmit(Ready(rank, NODES[rank], 100))
 
 
 @pytest.fixture

@@ -234,7 +234,7 @@ def test_attached_process_that_has_not_finished_is_ended_on_closing(tmp_path: Pa
 NODES = ("host", "csd0", "csd1")
 NUM_EPOCHS = 3
 ME = (1, "csd0")
-READY = Ready(*ME, 100, 0.1)
+READY = Ready(*ME, 100)
 PROGRESS = Progress(*ME, 1, 1, 1, 8, 0.1, 0.1, 0.2)
 FINISHED = Finished(*ME, 3, 30, "hash", 1)
 FAILED = Failed(*ME, "disk full")
@@ -328,7 +328,7 @@ def test_what_no_worker_sends_is_refused(story: list[Event | Order], expected: s
 
 
 def test_rank_0_is_checked_like_the_others() -> None:
-    ready = Ready(0, "host", 1, 0.1)
+    ready = Ready(0, "host", 1)
     assert refusal([ready, ready], rank=0).startswith("Ready: expected one Ready")
     begun = replace(joined(FIRST), rank=0, node="host")
     assert refusal([ready, FIRST, begun, Traffic(0, "host", 1, ())], rank=0) == ""

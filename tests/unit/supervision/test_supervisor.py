@@ -30,7 +30,7 @@ SIZES = {"0": 8, "1": 8, "2": 8}
 MESSAGES: dict[type[RankMessage], RankMessage] = {
     ProcessEnded: EXIT,
     Failed: Failed(1, "csd0", "disk full", "", 1),
-    Ready: Ready(1, "csd0", 100, 0.1),
+    Ready: Ready(1, "csd0", 100),
     Joined: Joined(1, "csd0", 1, 1, 0, 10, 0, SIZES, "star", 0.001),
     LinkLost: LinkLost(1, "csd0", 1, 1, 3),
     Progress: Progress(1, "csd0", 1, 1, 1, 8, 0.1, 0.1, 0.2),

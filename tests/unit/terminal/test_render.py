@@ -123,7 +123,7 @@ class TestReport:
 
 
 SPEC = spec_of(epochs=2)
-READY = [Ready(0, "host", 600, 1.0), Ready(1, "csd0", 100, 2.0)]
+READY = [Ready(0, "host", 600), Ready(1, "csd0", 100)]
 PROGRESS = Progress(0, "host", 1, 5, 5, 300, 3.0, 1.5, 5.0, 350, 2.0, 0.4)
 EPOCH_END = EpochEnd(0, "host", 1, 10, 600, 6.0, 3.0, 10.0, "hash", 700, 1.5, 0.55)
 EVENTS: list[Event] = [

@@ -60,7 +60,7 @@ EVENT_EXAMPLES = [
     events.Started(1, "csd0", "node-7"),
     events.MpiChecked(1, "csd0", "Open MPI v5.0.11", 1 << 20, 0.0035),
     events.CollectiveTimed(0, "host", 5, 1 << 20, "star", 0.0035),
-    events.Ready(1, "csd0", 100, 3.25),
+    events.Ready(1, "csd0", 100),
     PROGRESS,
     events.Traffic(
         0, "host", 2, (events.SentBytes("sums", 0, 1, 1 << 33), events.SentBytes("samples", 0, 2, 7))
@@ -303,7 +303,7 @@ def test_rank_and_probe_session_refuse_an_invalid_order(line: str) -> None:
 
 
 def test_event_must_be_of_a_rank_of_the_run_and_its_node() -> None:
-    ready = events.Ready(1, "csd0", 1, 0.1)
+    ready = events.Ready(1, "csd0", 1)
     events.check_event(ready, NODES)
     events.check_event(ready, NODES, 1)
     events.check_event(events.Failed(1, events.UNKNOWN_NODE, "no spec"), NODES)  # before it knows its node

@@ -63,7 +63,7 @@ def of_all(*types: type[Event], library: str = "Open MPI v5.0.11") -> list[Event
     """Return events of these types from all machines."""
     make = {
         Started: lambda rank, name: Started(rank, name, name),
-        Ready: lambda rank, name: Ready(rank, name, 0, 1.0),
+        Ready: lambda rank, name: Ready(rank, name, 0),
         MpiChecked: lambda rank, name: MpiChecked(rank, name, library, 1 << 20, 0.003),
         Finished: lambda rank, name: Finished(rank, name, 0, 5, "", 0),
     }
@@ -90,7 +90,7 @@ def test_two_versions_of_mpi_are_red_even_when_they_communicate() -> None:
     [
         (of_all(Started)[:1], "csd0, csd1 never started a rank within 60 s", "prted"),
         pytest.param(
-            [*of_all(Started), Ready(0, "host", 0, 1.0)],
+            [*of_all(Started), Ready(0, "host", 0)],
             "csd0, csd1 started but did not complete MPI_Init within 60 s",
             "network:",
             marks=pytest.mark.fault(50),

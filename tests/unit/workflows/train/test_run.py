@@ -58,7 +58,7 @@ class ScriptedProcess:
     def __init__(self, script: Script) -> None:
         self._script = script
         self._lines: queue.Queue[str | None] = queue.Queue()
-        self._say(Ready(*ME, 100, 0.1))
+        self._say(Ready(*ME, 100))
 
     def _say(self, *events: Event) -> None:
         for event in events:
