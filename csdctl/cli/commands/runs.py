@@ -92,7 +92,7 @@ def rm(
     yes: options.YesOption = False,
     json: options.JsonOption = False,
 ) -> None:
-    """Remove runs and their files (also `remove`, `delete`)."""
+    """Remove runs and their files."""
     from csdctl.workflows.runs.manage import remove_runs
 
     streams = Streams(is_json=json)
@@ -101,11 +101,6 @@ def rm(
         streams.say(f"removed run {run.run_id}")
     names = [run.run_id for run in removed]
     streams.result({"schema": "csdctl.runs.rm/1", "run": names[0], "runs": names})
-
-
-runs.command("ls", hidden=True)(list_runs)
-runs.command("remove", hidden=True)(rm)
-runs.command("delete", hidden=True)(rm)
 
 
 def report(

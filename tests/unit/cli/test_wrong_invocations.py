@@ -155,7 +155,7 @@ IN_PROJECT = [
     ("runs rm latest", "Remove run 20260102-000000-000002? There is no terminal to answer on"),
     ("runs logs latest nope", "run 20260102-000000-000002 has no log 'nope'"),
     ("runs stop latest", "run 20260102-000000-000002 is not running"),
-    ("runs lst", "no such command 'lst'. Did you mean 'list', 'ls'?"),
+    ("runs lst", "no such command 'lst'. Did you mean 'list'?"),
     ("train job.yaml extra", "got unexpected extra argument(s) (extra)"),
     ("train --fleet nope.yaml", "nope.yaml does not exist"),
     ("train --cut dense", "--cut requires --strategy split, received --strategy auto"),
