@@ -85,25 +85,6 @@ class CollectiveCost:
 
 
 @dataclass(frozen=True)
-class RingCost:
-    """Seconds per byte on one link of Horovod's ring (STANNIS paper, section II.B).
-
-    Each rank sends 2 (p − 1) / p of the vector to its neighbour, all at the same time. The cost of one more
-    rank decreases with their number: the paper saw no further slow-down beyond 5 to 6 devices.
-    """
-
-    per_byte_s: float = 0.0
-
-    def at(self, num_bytes: int, num_ranks: int) -> float:
-        """Return the seconds to sum vectors of `num_bytes` over `num_ranks`; 0 for one rank."""
-        return 2 * (num_ranks - 1) / max(1, num_ranks) * num_bytes * self.per_byte_s
-
-
-SumCost = CollectiveCost | RingCost
-"""The cost of a sum over the ranks, by any collective."""
-
-
-@dataclass(frozen=True)
 class RankModel:
     """A rank that may train, and the time of its steps."""
 

@@ -21,7 +21,7 @@ from csdctl.tuning.search import BestPlan
 from csdctl.worker.protocol.run_spec import Runtime
 
 Array = Any
-"""A NumPy array of float64; NumPy is imported where it computes: `forecast --published` does without it."""
+"""A NumPy array of float64; NumPy is imported where it computes: a host that manages a fleet needs none."""
 
 HUBER_K = 1.345
 """Residuals beyond this many standard deviations weigh less; 95% efficient where none is an outlier."""

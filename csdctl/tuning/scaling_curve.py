@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 from itertools import pairwise
 
-from csdctl.perfmodel.prediction import RankModel, SumCost, predict
+from csdctl.perfmodel.prediction import CollectiveCost, RankModel, predict
 from csdctl.perfmodel.spread import Range
 from csdctl.tuning.search import BestPlan, Limits, find_best_ranks
 
@@ -40,7 +40,7 @@ class Power:
 class Costs:
     """The costs of training together, besides the ranks' own steps."""
 
-    sum_cost: SumCost
+    sum_cost: CollectiveCost
     vector_bytes: int = 0
     overhead_factor: float = 1.0
     """As in `predict`; a host alone has none."""

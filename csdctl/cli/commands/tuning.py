@@ -9,7 +9,6 @@ import typer
 from csdctl.cli import options
 from csdctl.cli.call import Call, on_job
 from csdctl.errors import InputError
-from csdctl.perfmodel.published import Network
 from csdctl.tuning.stannis import DEFAULT_BATCH_SIZES, DEFAULT_MARGIN_SCALE, DEFAULT_STEP_DIVISOR
 
 power = partial(typer.Option, rich_help_panel="Power")
@@ -111,10 +110,6 @@ def _parse_sizes(text: str) -> tuple[int, ...]:
 @on_job
 def forecast(
     call: Call,
-    published: Annotated[
-        Network | None,
-        typer.Option(help="Forecast this network from the STANNIS paper, on Newport CSDs, instead of a job."),
-    ] = None,
     nodes: Annotated[
         str | None,
         typer.Option(
@@ -147,28 +142,17 @@ def forecast(
         forecast_job,
         given_power,
         parse_node_counts,
-        published_basis,
     )
-    from csdctl.workflows.forecast.forecast import forecast as forecast_basis
 
     streams = call.streams
-    if published and call.job_path != options.DEFAULT_JOB:
-        raise InputError(
-            f"received both job {call.job_path} and --published {published}", remedy="leave out one of them"
-        )
     request = ForecastRequest(
         parse_node_counts(nodes) if nodes is not None else None,
         epochs,
         samples,
         given_power(host_watts, node_watts, alone_watts),
     )
-    if published:
-        if max_global_batch:
-            raise InputError("the paper's batch sizes are fixed", remedy="leave out --max-global-batch")
-        result = forecast_basis(published_basis(published), request)
-    else:
-        fleet = call.fleet if call.fleet_path.exists() or call.limit or call.exclude else None
-        result = forecast_job(call.job_path, fleet, request, call.directory, streams.say, max_global_batch)
+    fleet = call.fleet if call.fleet_path.exists() or call.limit or call.exclude else None
+    result = forecast_job(call.job_path, fleet, request, call.directory, streams.say, max_global_batch)
     if streams.is_json:
         streams.result(forecast_document(result))
     else:

@@ -1,10 +1,10 @@
 """The forecast: the curve over the number of nodes that follows from a basis, and its verdict.
 
-A `ForecastBasis` holds the figures and their origins: those of the paper, or what `tune` measured for the
-user's own job. For the fleet as it is, the plan predicts the training: its batch sizes, and the result of its
-trial. Other numbers of nodes follow from the stored measurements, with the batch sizes that `tune` would
-choose for them. Without a plan, the measurements are used alone. A forecast is of data-parallel training: it
-does not use the batch sizes of a split. Nothing here connects to a machine.
+A `ForecastBasis` holds the figures that `tune` measured for the user's own job, and their origins. For the
+fleet as it is, the plan predicts the training: its batch sizes, and the result of its trial. Other numbers of
+nodes follow from the stored measurements, with the batch sizes that `tune` would choose for them. Without a
+plan, the measurements are used alone. A forecast is of data-parallel training: it does not use the batch
+sizes of a split. Nothing here connects to a machine.
 """
 
 import math
@@ -23,18 +23,6 @@ from csdctl.fleet.names import format_node_names
 from csdctl.job.model import Job, load_job
 from csdctl.notify import Say
 from csdctl.perfmodel.prediction import CollectiveCost, RankModel, calibrate_overhead
-from csdctl.perfmodel.published import (
-    BYTES_PER_PARAMETER,
-    LARGEST_SPEEDUP,
-    NEWPORT_POWER_W,
-    NEWPORT_RING,
-    NUM_NEWPORTS,
-    NUM_PRIVATE,
-    NUM_PUBLIC,
-    SOURCE,
-    TABLE_1,
-    Network,
-)
 from csdctl.perfmodel.spread import Range, Spread
 from csdctl.reporting.numbers import format_seconds
 from csdctl.reporting.results import list_forecast_errors
@@ -69,7 +57,7 @@ class ForecastBasis:
     """What a forecast is computed from."""
 
     title: str
-    source: Literal["published", "measured", "emulated"]
+    source: Literal["measured", "emulated"]
     host: RankModel
     nodes: tuple[RankModel, ...]
     """The fleet's nodes in order; a larger fleet repeats them."""
@@ -78,14 +66,14 @@ class ForecastBasis:
     costs: Costs
     origins: Mapping[str, str]
     """The origins of `speeds`, `sum`, `power` and more, as sentences; assumptions are marked as such."""
+    choice: Choice
+    """How batch sizes are chosen for other numbers of nodes."""
+    spread: Spread
+    """The error of the forecast."""
     power: Power | None = None
     num_samples: int | None = None
     """Samples of an epoch; None: unknown."""
     epochs: int = 1
-    choice: Choice | None = None
-    """How batch sizes are chosen for other numbers of nodes; None: they are fixed."""
-    spread: Spread | None = None
-    """The error of the forecast; None: unknown."""
     planned_range: Range | None = None
     """The range of the plan for the fleet as it is, from its trial."""
 
@@ -93,41 +81,9 @@ class ForecastBasis:
         """Return the range around the forecast rate with this number of nodes."""
         if self.planned_range and num_nodes == self.num_nodes:
             return self.planned_range
-        if self.spread is None or (self.source == "emulated" and num_nodes != self.num_nodes):
+        if self.source == "emulated" and num_nodes != self.num_nodes:
             return None
         return self.spread.range_of(rate)
-
-
-def published_basis(network: Network) -> ForecastBasis:
-    """Return the paper's host and Newports; its data set is 84,000 images."""
-    row = TABLE_1[network]
-    measured_with = TABLE_1[Network.MOBILENETV2]
-    host_w, node_w, alone_w = NEWPORT_POWER_W
-    sum_origin = f"a ring, fitted to the published speed-up of {LARGEST_SPEEDUP}"
-    power_origin = (
-        f"{host_w:.0f} W and {node_w:.2f} W for each CSD that trains, fitted to the published "
-        f"Table II; the host alone is another server, with 24 ordinary SSDs: {alone_w:.0f} W; "
-        f"assumption: all {NUM_NEWPORTS} CSDs are in the server, however many of them train"
-    )
-    if row is not measured_with:
-        sum_origin += f" of {measured_with.title}; assumption: {row.title} takes the same time per byte"
-        power_origin += f"; measured with {measured_with.title}; almost the same with others (section V.B)"
-    return ForecastBasis(
-        title=f"{row.title} on a server with Newport CSDs",
-        source="published",
-        host=row.host,
-        nodes=(row.node,),
-        num_nodes=NUM_NEWPORTS,
-        costs=Costs(NEWPORT_RING, BYTES_PER_PARAMETER * row.num_parameters),
-        origins={
-            "speeds": f"published, {SOURCE}, Table I; nothing was measured here",
-            "sum": sum_origin,
-            "range": "unknown: the published figures have none",
-            "power": power_origin,
-        },
-        power=Power(host_w, node_w, alone_w),
-        num_samples=NUM_PUBLIC + NUM_PRIVATE,
-    )
 
 
 def tuned_basis(
@@ -310,8 +266,7 @@ def _describe_sums(sums: Sequence[CollectiveMeasurement]) -> str:
 
 def _unknown(reason: str, remedy: str) -> InputError:
     """Return the error for a fleet or job without the measurements that a forecast needs."""
-    published = f"or forecast with the paper's figures: --published {Network.MOBILENETV2}"
-    return InputError(f"cannot forecast: {reason}", remedy=f"{remedy}; {published}")
+    return InputError(f"cannot forecast: {reason}", remedy=remedy)
 
 
 def _find_measurements(
@@ -383,7 +338,7 @@ def parse_node_counts(text: str) -> list[int]:
 
 
 MAX_COUNTS = 60
-"""Numbers of nodes in one forecast: each takes a line, and, if sizes are chosen, a search for them."""
+"""Numbers of nodes in one forecast: each takes a line, and a search for its batch sizes."""
 NUM_JUDGED = 16
 """A verdict on more nodes covers so many numbers of them, evenly, and the powers of two."""
 
@@ -411,13 +366,13 @@ def forecast(basis: ForecastBasis, request: ForecastRequest) -> Forecast:
     if max(counts) and not basis.nodes:
         raise InputError(
             "the fleet has only the host: the gain from nodes is unknown",
-            remedy="run `csdctl tune` with at least one node, or use --published",
+            remedy="run `csdctl tune` with at least one node",
         )
     if len(counts) > MAX_COUNTS:
         shown = f"{MAX_COUNTS} of the {len(counts):,} requested: each is computed separately"
         basis = replace(basis, origins={**basis.origins, "numbers_of_nodes": shown})
         counts = [counts[round(index * (len(counts) - 1) / (MAX_COUNTS - 1))] for index in range(MAX_COUNTS)]
-    searched = sorted({*counts, *_judged(max(counts), MAX_COUNTS if basis.choice else 300)})
+    searched = sorted({*counts, *_judged(max(counts), MAX_COUNTS)})
     points = [
         replace(point, samples_per_s_range=basis.range_of(point.num_nodes, point.samples_per_s))
         for point in predict_curve(basis.host, basis.nodes, searched, basis.costs, basis.choice, basis.power)
@@ -463,10 +418,7 @@ def forecast_job(
 ) -> Forecast:
     """Forecast a job of the project in `directory`; raises what `tuned_basis` raises."""
     if not job_path.exists():
-        raise InputError(
-            f"{job_path} does not exist",
-            remedy=f"pass a job that was tuned, or forecast without a job: --published {Network.MOBILENETV2}",
-        )
+        raise InputError(f"{job_path} does not exist", remedy="pass a job that was tuned")
     job, project = load_job(job_path), ProjectDirectory(directory)
     basis = tuned_basis(job, project, fleet, say, request.num_samples, max_global_batch)
     if fleet and (power := _stated_power(fleet)):

@@ -9,35 +9,36 @@ from typing import Any
 import pytest
 
 from csdctl.perfmodel.prediction import CollectiveCost
-from csdctl.perfmodel.published import Network
-from csdctl.perfmodel.spread import Spread
 from csdctl.terminal.console import PrintableConsole
 from csdctl.terminal.forecast import forecast_document, render_forecast
 from csdctl.terminal.streams import format_json
 from csdctl.tuning.scaling_curve import Costs, Power
-from csdctl.workflows.forecast.forecast import ForecastRequest, forecast, published_basis
+from csdctl.workflows.forecast.forecast import ForecastRequest, forecast
+from tests.unit.perfmodel.published import Network, basis_of
 
 
-def shown(network: Network, request: ForecastRequest, **changes: Any) -> str:
-    file, basis = StringIO(), dataclasses.replace(published_basis(network), **changes)
+def shown(network: Network, num_nodes: int, request: ForecastRequest, **changes: Any) -> str:
+    file, basis = StringIO(), dataclasses.replace(basis_of(network, num_nodes), **changes)
     render_forecast(PrintableConsole(file=file, width=80), forecast(basis, request))
     return file.getvalue()
 
 
-def document(network: Network, request: ForecastRequest) -> Any:
-    return json.loads(format_json(forecast_document(forecast(published_basis(network), request))))
+def document(network: Network, num_nodes: int, request: ForecastRequest) -> Any:
+    return json.loads(format_json(forecast_document(forecast(basis_of(network, num_nodes), request))))
 
 
 @pytest.mark.parametrize(
-    ("network", "request_", "sentences"),
+    ("network", "num_nodes", "request_", "sentences"),
     [
         (
             Network.MOBILENETV2,
+            24,
             ForecastRequest([24]),
-            ["24 nodes: worth it", "worth it from 2 nodes", "published figures"],
+            ["24 nodes: worth it", "worth it from 1 node", "measured figures"],
         ),
         (
             Network.INCEPTIONV3,
+            4,
             ForecastRequest([0, 4]),
             [
                 "4 nodes: NOT worth it",
@@ -47,40 +48,43 @@ def document(network: Network, request: ForecastRequest) -> Any:
         ),
         (
             Network.MOBILENETV2,
+            24,
             ForecastRequest([24], power=Power(300, 40)),
             ["NOT worth it", "no less than on the host alone", "lowest energy per sample with 0 nodes"],
         ),
     ],
 )
-def test_verdict_and_its_reasons(network: Network, request_: ForecastRequest, sentences: list[str]) -> None:
-    text = shown(network, request_)
+def test_verdict_and_its_reasons(
+    network: Network, num_nodes: int, request_: ForecastRequest, sentences: list[str]
+) -> None:
+    text = shown(network, num_nodes, request_)
     assert [sentence for sentence in sentences if sentence not in text] == []
 
 
 def test_nodes_whose_sums_take_what_they_add_are_told() -> None:
     costs = Costs(CollectiveCost(per_rank_s=0.5))
-    assert "node adds less than 10%" in shown(Network.MOBILENETV2, ForecastRequest([100]), costs=costs)
+    assert "node adds less than 10%" in shown(Network.MOBILENETV2, 24, ForecastRequest([100]), costs=costs)
 
 
 def test_ranges_and_energy_fit_into_80_columns() -> None:
-    text = shown(Network.MOBILENETV2, ForecastRequest([24], epochs=99), spread=Spread(0.01, 8))
+    text = shown(Network.MOBILENETV2, 24, ForecastRequest([24], epochs=99))
     assert re.search(r"\n +24 .* to .*:.* J .* MJ", text)
 
 
-def test_thousand_numbers_of_nodes_are_thinned_out() -> None:
-    request = ForecastRequest(range(1, 1001))
-    text = shown(Network.SQUEEZENET, request)
+def test_hundred_numbers_of_nodes_are_thinned_out() -> None:
+    request = ForecastRequest(range(1, 101))
+    text = shown(Network.SQUEEZENET, 24, request)
     assert len(text.splitlines()) < 80
     assert "\n     1 " in text
-    assert "\n  1000 " in text
-    assert "numbers of nodes: 60 of the 1,000 requested" in text
-    assert len(document(Network.SQUEEZENET, request)["curve"]) == 60
+    assert "\n   100 " in text
+    assert "numbers of nodes: 60 of the 100 requested" in text
+    assert len(document(Network.SQUEEZENET, 24, request)["curve"]) == 60
 
 
 def test_document_has_curve_verdict_and_origins() -> None:
-    written = document(Network.NASNET, ForecastRequest([0, 4], epochs=2))
+    written = document(Network.NASNET, 4, ForecastRequest([0, 4], epochs=2))
     assert written["schema"] == "csdctl.forecast/1"
-    assert written["source"] == "published"
+    assert written["source"] == "measured"
     assert (written["epochs"], written["num_samples"]) == (2, 168_000)
     alone, four = written["curve"]
     assert alone["samples_per_s"] == pytest.approx(47.31)

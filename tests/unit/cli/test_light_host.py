@@ -76,7 +76,6 @@ def run(python: Path, project: Path, *words: str) -> "subprocess.CompletedProces
         (["verify"], "mpirun"),
         (["exec", "--host", "--", "uname"], ""),
         (["inventory", "--format", "ansible"], ""),
-        (["forecast", "--published", "mobilenetv2"], ""),
         (["clean", "--dry-run"], ""),
     ],
     ids=lambda words: words[0] if isinstance(words, list) else words,

@@ -98,9 +98,8 @@ BAD_VALUES = [
     ("verify --batch-size -1", "must be greater than or equal to 1"),
     ("exec --timeout -1 -- true", "must be greater than or equal to 0.001"),
     ("inventory --format yaml", "'yaml' is not one of 'ansible', 'json', 'ssh-"),
-    ("forecast --published nope", "'nope' is not one of 'mobilenetv2', 'nasne"),
-    ("forecast --published mobilenetv2 --host-watts -5", "must be greater than or equal to 0"),
-    ("forecast --published mobilenetv2 --epochs 0", "must be greater than or equal to 1"),
+    ("forecast --host-watts -5", "must be greater than or equal to 0"),
+    ("forecast --epochs 0", "must be greater than or equal to 1"),
 ]
 """Command lines with a wrong value of their last option, and what is said of it."""
 WITHOUT_PROJECT = [
@@ -207,9 +206,8 @@ IN_PROJECT = [
     ("discover --ssh-config c --force --failed-from x", "--failed-from selects nodes of a fleet file"),
     ("trust --forget", "Delete the accepted keys of all nodes? There is no terminal to answer on"),
     ("discover --dry-run", "--dry-run and --force apply only when the fleet file is written"),
-    ("forecast nope.yaml --published mobilenetv2", "received both job nope.yaml and --published mobilenetv2"),
-    ("forecast --published mobilenetv2 --max-global-batch 8", "the paper's batch sizes are fixed"),
-    ("forecast --published mobilenetv2 --node-watts 5", "energy requires --host-watts too"),
+    ("forecast nope.yaml", "nope.yaml does not exist"),
+    ("forecast --node-watts 5", "energy requires --host-watts too"),
     ("provision --set nope", "--set 'nope' is not NAME=VALUE"),
     ("provision --collect --kind sparc", "--kind 'sparc' is unknown"),
     ("deploy nope.yaml", "nope.yaml does not exist"),

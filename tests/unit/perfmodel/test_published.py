@@ -8,16 +8,17 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from csdctl.perfmodel.prediction import CollectiveCost, RingCost, SumCost
-from csdctl.perfmodel.published import (
+from csdctl.perfmodel.prediction import CollectiveCost
+from csdctl.tuning.scaling_curve import Costs, CurvePoint, predict_curve
+from tests.unit.perfmodel.published import (
     BYTES_PER_PARAMETER,
     LARGEST_SPEEDUP,
     NEWPORT_POWER_W,
     NEWPORT_RING,
     TABLE_1,
     Network,
+    RingCost,
 )
-from csdctl.tuning.scaling_curve import Costs, CurvePoint, predict_curve
 
 MOBILENET = TABLE_1[Network.MOBILENETV2]
 JOULES = {0: 13.10, 4: 8.30, 8: 6.84, 16: 5.05, 24: 4.02}
@@ -26,14 +27,14 @@ WITH_NEWPORTS = [4, 8, 16, 24]
 PAGE = (Path(__file__).parents[3] / "docs/explanation/the-papers-figures.md").read_text()
 
 
-def points(network: Network, cost: SumCost = NEWPORT_RING) -> list[CurvePoint]:
+def points(network: Network, cost: CollectiveCost = NEWPORT_RING) -> list[CurvePoint]:
     row = TABLE_1[network]
     return predict_curve(
         row.host, [row.node], range(25), Costs(cost, BYTES_PER_PARAMETER * row.num_parameters)
     )
 
 
-def rates(cost: SumCost = NEWPORT_RING) -> dict[int, float]:
+def rates(cost: CollectiveCost = NEWPORT_RING) -> dict[int, float]:
     """Images per second with each of Table II's numbers of CSDs."""
     return {count: points(Network.MOBILENETV2, cost)[count].samples_per_s for count in JOULES}
 
@@ -54,7 +55,7 @@ def test_constants_are_those_that_are_fitted() -> None:
     """The ring is that with which 24 Newports reach the largest speedup."""
     (free,) = predict_curve(MOBILENET.host, [MOBILENET.node], [24], Costs(CollectiveCost()))
     sum_s = free.global_batch / (LARGEST_SPEEDUP * MOBILENET.host_samples_per_s) - free.step_s
-    per_byte_s = sum_s / RingCost(1.0).at(BYTES_PER_PARAMETER * MOBILENET.num_parameters, 25)
+    per_byte_s = sum_s / RingCost(per_byte_s=1.0).at(BYTES_PER_PARAMETER * MOBILENET.num_parameters, 25)
     assert per_byte_s == pytest.approx(NEWPORT_RING.per_byte_s, rel=1e-6)
     pair = fit_power({count: JOULES[count] for count in WITH_NEWPORTS}, rates())
     assert [*pair, 13.10 * 31.05] == pytest.approx(NEWPORT_POWER_W, rel=1e-5)

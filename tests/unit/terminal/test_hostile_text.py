@@ -17,7 +17,6 @@ from csdctl.fleet.checks import Check, Status
 from csdctl.fleet.facts import Drive
 from csdctl.fleet.model import Fleet, Node
 from csdctl.launch.leftovers import Leftovers
-from csdctl.perfmodel.published import Network
 from csdctl.reporting.privacy import Flow
 from csdctl.reporting.results import RunResults
 from csdctl.reporting.series import RunSeries
@@ -46,11 +45,12 @@ from csdctl.worker.protocol.events import (
     WaitingFor,
 )
 from csdctl.workflows.discovery.discover import DiscoverResult, ShownKey
-from csdctl.workflows.forecast.forecast import ForecastRequest, forecast, published_basis
+from csdctl.workflows.forecast.forecast import ForecastRequest, forecast
 from csdctl.workflows.preflight.doctor import Examination
 from csdctl.workflows.reporting.report import PrivacyReport
 from csdctl.workflows.train.verify import judge
 from tests.attacks.hostile_text import HOSTILE, MARKUP
+from tests.unit.perfmodel.published import Network, basis_of
 from tests.unit.terminal.test_console import foreign
 from tests.unit.terminal.test_discover import CSD, result_of
 from tests.unit.terminal.test_prepare import PREPARED
@@ -172,7 +172,7 @@ SCREENS: list[Callable[[PrintableConsole], None]] = [
     show_verified,
     lambda console: render_report(console, RunResults(hostile(SUMMARY), RunSeries((HOSTILE,)), {})),
     lambda console: render_forecast(
-        console, hostile(forecast(published_basis(Network.MOBILENETV2), ForecastRequest([4])))
+        console, hostile(forecast(basis_of(Network.MOBILENETV2), ForecastRequest([4])))
     ),
     lambda console: render_cleaned(
         console, Outcome(HOSTILE, value=Leftovers(1, (HOSTILE,), (HOSTILE,), 1)), is_dry=True

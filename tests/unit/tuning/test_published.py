@@ -8,7 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from csdctl.perfmodel.published import (
+from csdctl.placement.equation1 import Placed, RankLoad, place_shards, steps_per_epoch
+from csdctl.tuning.stannis import tune_stannis
+from tests.unit.perfmodel.published import (
     NUM_NEWPORTS,
     NUM_PRIVATE,
     NUM_PUBLIC,
@@ -16,8 +18,6 @@ from csdctl.perfmodel.published import (
     Network,
     PublishedNetwork,
 )
-from csdctl.placement.equation1 import Placed, RankLoad, place_shards, steps_per_epoch
-from csdctl.tuning.stannis import tune_stannis
 
 PAGE = (Path(__file__).parents[3] / "docs/explanation/the-papers-figures.md").read_text()
 LIST = (5, 10, 15, 16, 20, 25, 30, 40, 50, 60)

@@ -9,9 +9,7 @@ from csdctl.perfmodel.prediction import (
     MIN_OVERHEAD_FACTOR,
     CollectiveCost,
     RankModel,
-    RingCost,
     StepTime,
-    SumCost,
     calibrate_overhead,
 )
 from csdctl.tuning.scaling_curve import (
@@ -40,11 +38,11 @@ DEAR = Costs(CollectiveCost(per_rank_s=5.0), overhead_factor=1.5)
 WITHIN = Choice(lambda num_nodes: Limits(max_global_batch=512))
 
 
-def curve(max_nodes: int, cost: SumCost = NOTHING, power: Power | None = None) -> list[CurvePoint]:
+def curve(max_nodes: int, cost: CollectiveCost = NOTHING, power: Power | None = None) -> list[CurvePoint]:
     return predict_curve(FLAT_HOST, [FLAT_NODE], range(max_nodes + 1), Costs(cost), power=power)
 
 
-def verdict(max_nodes: int, cost: SumCost = NOTHING, power: Power | None = None) -> Verdict:
+def verdict(max_nodes: int, cost: CollectiveCost = NOTHING, power: Power | None = None) -> Verdict:
     return judge(curve(max_nodes, cost, power), [FLAT_NODE])
 
 
@@ -67,11 +65,6 @@ class TestFixedBatchSizes:
         assert (point.samples_per_s, point.power_w, point.joules_per_image) == pytest.approx((200, 400, 2))
         assert curve(10)[10].joules_per_image is None
 
-    def test_ring_sends_at_most_two_vectors_for_any_number_of_ranks(self) -> None:
-        ring = RingCost(per_byte_s=1e-6)
-        sent = [ring.at(1000, ranks) for ranks in (1, 2, 4, 1000)]
-        assert sent == pytest.approx([0, 0.001, 0.0015, 0.002], rel=0.01)
-
 
 class TestVerdict:
     @pytest.mark.parametrize(
@@ -85,7 +78,7 @@ class TestVerdict:
         ],
     )
     def test_reasons_against_nodes(
-        self, num_nodes: int, cost: SumCost, power: Power | None, reasons: tuple[Reason, ...]
+        self, num_nodes: int, cost: CollectiveCost, power: Power | None, reasons: tuple[Reason, ...]
     ) -> None:
         judged = verdict(num_nodes, cost, power)
         assert judged.reasons == reasons

@@ -1,4 +1,4 @@
-"""What `csdctl forecast` is computed from: published figures, or measurements, with a plan or without."""
+"""What `csdctl forecast` is computed from: measurements, with a plan or without."""
 
 import itertools
 import json
@@ -14,8 +14,6 @@ from csdctl.errors import InputError
 from csdctl.fleet.facts import save_facts
 from csdctl.fleet.fleet_file import load_fleet
 from csdctl.fleet.model import HOST_NAME, Node
-from csdctl.perfmodel.published import Network
-from csdctl.perfmodel.spread import Spread
 from csdctl.tuning.plan import Plan, Predicted, RankPlan, StrategyPlan, save_plan
 from csdctl.tuning.scaling_curve import Power
 from csdctl.workflows.forecast.forecast import (
@@ -28,10 +26,10 @@ from csdctl.workflows.forecast.forecast import (
     forecast_job,
     given_power,
     parse_node_counts,
-    published_basis,
     tuned_basis,
 )
 from csdctl.workflows.train.plan import build_fingerprint
+from tests.unit.perfmodel import published
 from tests.unit.workflows.measured_project import (
     OVERHEAD_FACTOR,
     SUMS,
@@ -46,26 +44,18 @@ from tests.unit.workflows.measured_project import (
 
 def test_range_for_an_emulated_fleet_is_of_the_measured_number_of_nodes_alone() -> None:
     """Other numbers of nodes leave the host other cores."""
-    basis = replace(published_basis(Network.MOBILENETV2), num_nodes=3, spread=Spread(0.0025, 10))
+    basis = published.basis_of(published.Network.MOBILENETV2, 3)
     emulated = replace(basis, source="emulated")
-    assert emulated.range_of(3, 1000.0) == basis.range_of(2, 1000.0) == Spread(0.0025, 10).range_of(1000.0)
+    assert emulated.range_of(3, 1000.0) == basis.range_of(2, 1000.0) == basis.spread.range_of(1000.0)
     assert emulated.range_of(2, 1000.0) is None
 
 
-class TestPublished:
-    @pytest.mark.parametrize("network", Network)
-    def test_every_figure_has_an_origin(self, network: Network) -> None:
-        basis = published_basis(network)
-        assert basis.source == "published"
-        assert set(basis.origins) == {"speeds", "sum", "range", "power"}
-        assert ("assumption" in basis.origins["sum"]) == (network is not Network.MOBILENETV2)
-
-    def test_request_replaces_samples_epochs_and_power(self) -> None:
-        request = ForecastRequest([24], epochs=10, num_samples=1_000_000, power=Power(500.0, 12.0))
-        answer = forecast(published_basis(Network.MOBILENETV2), request)
-        assert answer.num_samples == 10_000_000
-        assert answer.points[0].power_w == 500 + 24 * 12
-        assert answer.basis.origins["power"].startswith("assumption")
+def test_request_replaces_samples_epochs_and_power() -> None:
+    request = ForecastRequest([24], epochs=10, num_samples=1_000_000, power=Power(500.0, 12.0))
+    answer = forecast(published.basis_of(published.Network.MOBILENETV2), request)
+    assert answer.num_samples == 10_000_000
+    assert answer.points[0].power_w == 500 + 24 * 12
+    assert answer.basis.origins["power"].startswith("assumption")
 
 
 class TestParsing:
@@ -227,7 +217,6 @@ class TestWithoutAnything:
         with pytest.raises(InputError, match="there are no measurements yet") as raised:
             basis_of(at)
         assert "csdctl tune" in raised.value.remedy
-        assert "--published mobilenetv2" in raised.value.remedy
         assert not at.project.measurements.exists()
 
     def test_machines_without_facts_are_named(self, measured: MeasuredProject) -> None:

@@ -1,17 +1,33 @@
-"""What the STANNIS paper prints about Newport CSDs: its figures, and what they imply; pure.
+"""What the STANNIS paper prints about Newport CSDs: its figures, and what they imply.
 
 HeydariGorji et al., *STANNIS: Low-Power Acceleration of Deep Neural Network Training Using Computational
 Storage Devices*. Which figures are consistent, and which are not: docs/explanation/the-papers-figures.md.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 
-from csdctl.perfmodel.prediction import RankModel, RingCost, StepTime
+from csdctl.perfmodel.prediction import CollectiveCost, RankModel, StepTime
+from csdctl.perfmodel.spread import Spread
+from csdctl.tuning.scaling_curve import Choice, Costs, Power
+from csdctl.tuning.search import Limits
+from csdctl.workflows.forecast.forecast import ForecastBasis
 
-SOURCE = "STANNIS paper (HeydariGorji et al.)"
 BYTES_PER_PARAMETER = 4
 """That every rank gives to a sum: a float32."""
+
+
+@dataclass(frozen=True)
+class RingCost(CollectiveCost):
+    """Horovod's ring (section II.B), with seconds per byte on one of its links.
+
+    Each rank sends 2 (p − 1) / p of the vector to its neighbour, all at the same time. The cost of one more
+    rank decreases with their number: the paper saw no further slow-down beyond 5 to 6 devices.
+    """
+
+    def at(self, num_bytes: int, num_ranks: int) -> float:
+        """Return the seconds to sum vectors of `num_bytes` over `num_ranks`; 0 for one rank."""
+        return 2 * (num_ranks - 1) / max(1, num_ranks) * num_bytes * self.per_byte_s
 
 
 class Network(StrEnum):
@@ -60,9 +76,32 @@ NUM_PUBLIC = 72_000
 NUM_PRIVATE = 12_000
 """Section V: private images, "distributed over all Newport CSDs"."""
 
-# What the paper implies but does not print. tests/unit/perfmodel/test_published.py computes both.
-NEWPORT_RING = RingCost(2.886979e-08)
+# What the paper implies but does not print. test_published.py computes both.
+NEWPORT_RING = RingCost(per_byte_s=2.886979e-08)
 """With this ring, 24 Newports reach LARGEST_SPEEDUP."""
 NEWPORT_POWER_W = (316.7108, 0.8699841, 406.755)
 """Watts of the server, of each Newport that trains, and of the host alone, with 24 ordinary SSDs of 11 TB
 (section V.B: another machine). Fitted to the energies of Table II."""
+
+
+def basis_of(network: Network, num_nodes: int = NUM_NEWPORTS) -> ForecastBasis:
+    """Return a basis of the paper's figures, with `num_nodes` Newports that keep their batch sizes.
+
+    Other numbers of nodes get the best batch sizes whose sum is no larger.
+    """
+    row = TABLE_1[network]
+    host_w, node_w, alone_w = NEWPORT_POWER_W
+    global_batch = row.host_batch_size + num_nodes * row.node_batch_size
+    return ForecastBasis(
+        title=row.title,
+        source="measured",
+        host=row.host,
+        nodes=tuple(replace(row.node, node=f"csd{number}") for number in range(num_nodes)),
+        num_nodes=num_nodes,
+        costs=Costs(NEWPORT_RING, BYTES_PER_PARAMETER * row.num_parameters),
+        origins={"speeds": "Table I"},
+        choice=Choice(lambda count: Limits(global_batch), is_planned=True),
+        spread=Spread(0.0025, 10),
+        power=Power(host_w, node_w, alone_w),
+        num_samples=NUM_PUBLIC + NUM_PRIVATE,
+    )
