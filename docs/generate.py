@@ -465,7 +465,7 @@ PYTHON_HEADER = """\
 
 `import csdctl` loads nothing else; what it offers is loaded when it is used, without TensorFlow. It needs
 Linux. The functions do what the commands of the [command line](cli.md) do, in the current directory, and
-share their files. Output is that of the commands, as plain lines; in a notebook, training has one live table.
+share their files. Output is that of the commands, as plain lines, also in a notebook.
 [A notebook](../tutorials/notebook.md) shows it all.
 """
 ERRORS = """\

@@ -43,7 +43,7 @@ from csdctl.terminal.report import report_of
 from csdctl.terminal.streams import Streams
 from csdctl.terminal.train import TrainingScreen
 from csdctl.terminal.tune import TuningScreen, render_plan, render_verified
-from csdctl.terminal.view import render_bundle
+from csdctl.terminal.view import render_html
 from csdctl.transport.session import MAX_QUOTED_CHARS
 from csdctl.tuning.plan import Plan, load_plan
 from csdctl.tuning.search import Limits as Limits
@@ -672,7 +672,7 @@ class Run:
         return "<Run {run_id}: {state}, epoch {epoch} of {epochs}>".format(**status)
 
     def _repr_html_(self) -> str:
-        return render_bundle(report_of(report_run(self.directory)), width=110)["text/html"]
+        return render_html(report_of(report_run(self.directory)), width=110)
 
 
 def load_run(run_id: str = LATEST, directory: str | Path = ".") -> Run:

@@ -30,8 +30,7 @@ NUMBER, TEXT = ">", "~"
 class PrintableConsole(Console):
     """A Rich console for text of others."""
 
-    is_notebook = False
-    """Whether this process is the kernel of a notebook."""
+    _is_notebook = False
     outlives_its_reader = False
     """Whether the program goes on when nobody reads its output any more, such as `tee` after Ctrl-C."""
 
@@ -43,13 +42,13 @@ class PrintableConsole(Console):
         Rich computes how far to move the cursor before it draws: a line that another thread prints in between
         would be overwritten.
         """
-        self.is_notebook = self.is_jupyter
-        self.is_jupyter = False  # lines are text of the cell; Rich makes an output of each
+        self._is_notebook = self.is_jupyter
+        self.is_jupyter = False  # lines are text of the cell; Rich would make an output of each
 
     @property
     def is_terminal(self) -> bool:
         """Whether the cursor can be moved; a kernel's standard output says so, and is no terminal."""
-        return super().is_terminal and not self.is_notebook
+        return super().is_terminal and not self._is_notebook
 
     def on_broken_pipe(self) -> None:
         """Print nothing from now on; end the program, unless it outlives its reader."""

@@ -146,8 +146,6 @@ class BottleneckLine:
 class TrainingView(FleetView[RankRow]):
     """Shows the events of a run; use it as a context manager around the run."""
 
-    is_in_notebooks = True
-
     def __init__(
         self,
         console: PrintableConsole,

@@ -1,17 +1,14 @@
-"""Live views: drawn while an operation runs, and removed afterwards except in a notebook.
+"""Live views: drawn on a terminal while an operation runs, and removed afterwards.
 
 The base of views of many machines has progress, time left, and a row for each machine. Where the terminal has
 no room for all, machines that fail have rows first, then the slowest. One line names the others by state, so
 that no failing machine is counted among the rest.
 
 Rich must not redirect the standard streams meanwhile: it would keep colours and links of what others write.
-Rich's own display in notebooks needs ipywidgets, and adds an output to the cell for every printed line. Here
-lines are plain text of the cell, and the view is one output with an id, which is replaced in place.
 """
 
 import io
 import math
-import threading
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
@@ -44,69 +41,22 @@ from csdctl.worker.protocol.events import (
     Ready,
 )
 
-MIN_INTERVAL_S, MAX_INTERVAL_S = 0.5, 10.0
-"""Bounds of the interval between two updates of a notebook, which is a hundredth of the time so far: a server
-keeps all updates of a notebook that nobody has open."""
 HTML = "<pre style=\"font-family:Menlo,'DejaVu Sans Mono',consolas,monospace;line-height:1.3\">{code}</pre>"
 
 
-def render_bundle(renderable: RenderableType, width: int) -> dict[str, str]:
-    """Return a renderable as HTML and as plain text, by media type."""
+def render_html(renderable: RenderableType, width: int) -> str:
+    """Return a renderable as HTML."""
     console = PrintableConsole(file=io.StringIO(), record=True, width=width, force_terminal=True)
     console.print(renderable)
-    text = console.export_text(clear=False)
-    return {"text/html": console.export_html(inline_styles=True, code_format=HTML), "text/plain": text}
-
-
-class NotebookLive:
-    """Draws what `render` returns, from a thread of its own, until `stop`; the last drawing stays."""
-
-    def __init__(self, console: PrintableConsole, render: Callable[[], RenderableType]) -> None:
-        self.console = console
-        self._render = render
-        self._shown: dict[str, str] = {}
-        self._output: Any = None
-        self._is_over = threading.Event()
-        self._thread = threading.Thread(target=self._keep_updating, name="notebook view", daemon=True)
-
-    def start(self) -> None:
-        """Add the output to the cell."""
-        from IPython.display import display
-
-        self._shown = render_bundle(self._render(), self.console.width)
-        self._output = display(self._shown, raw=True, display_id=True)
-        self._thread.start()
-
-    def stop(self) -> None:
-        """Draw once more, and end."""
-        self._is_over.set()
-        self._thread.join()
-        self._update()
-
-    def _keep_updating(self) -> None:
-        start = time.monotonic()
-        interval_s = MIN_INTERVAL_S
-        while not self._is_over.wait(interval_s):
-            self._update()
-            interval_s = min(max(MIN_INTERVAL_S, (time.monotonic() - start) / 100), MAX_INTERVAL_S)
-
-    def _update(self) -> None:
-        now = render_bundle(self._render(), self.console.width)
-        if now != self._shown:
-            self._shown = now
-            self._output.update(now, raw=True)
+    return console.export_html(inline_styles=True, code_format=HTML)
 
 
 class View:
     """A context manager around a live display of what `render` returns, as `live_on`."""
 
-    is_in_notebooks = False
-    """Whether the view is drawn in a notebook, where it stays; elsewhere it is removed at the end."""
-
     def __init__(self, console: PrintableConsole, render: Callable[[], RenderableType]) -> None:
         self._console = console
-        is_left_out = console.is_notebook and not self.is_in_notebooks
-        self._live = None if is_left_out else live_on(console, render)
+        self._live = live_on(console, render)
 
     def __enter__(self) -> Self:
         if self._live:
@@ -121,13 +71,11 @@ class View:
         self._console.print(line, soft_wrap=True)
 
 
-def live_on(console: PrintableConsole, render: Callable[[], RenderableType]) -> Live | NotebookLive | None:
-    """Draw what `render` returns once a second on a terminal, or in a notebook; else None.
+def live_on(console: PrintableConsole, render: Callable[[], RenderableType]) -> Live | None:
+    """Draw what `render` returns once a second on a terminal; else None.
 
     A view, or a watcher of a run, must not cost the training anything.
     """
-    if console.is_notebook:
-        return NotebookLive(console, render)
     if not console.is_terminal:
         return None
     live = Live(

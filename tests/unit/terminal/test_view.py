@@ -1,4 +1,4 @@
-"""Lines that are printed while another thread draws a live view; live views in a notebook."""
+"""Lines that are printed while another thread draws a live view, and what a notebook shows of a report."""
 
 import io
 import threading
@@ -10,7 +10,7 @@ from rich.segment import Segment
 from rich.text import Text
 
 from csdctl.terminal.console import PrintableConsole
-from csdctl.terminal.view import live_on, render_bundle
+from csdctl.terminal.view import live_on, render_html
 
 
 class Paused:
@@ -50,23 +50,20 @@ def test_view_is_not_drawn_while_a_line_is_printed() -> None:
     assert "a line" in output.getvalue()
 
 
-def test_bundle_is_html_and_plain_text() -> None:
-    bundle = render_bundle(Text("epoch 1", style="bold"), width=40)
-    assert bundle["text/plain"] == "epoch 1\n"
-    assert bundle["text/html"].startswith("<pre ")
-    assert "font-weight: bold" in bundle["text/html"]
+def test_styles_are_kept_in_html() -> None:
+    html = render_html(Text("epoch 1", style="bold"), width=40)
+    assert html.startswith("<pre ")
+    assert "font-weight: bold" in html
 
 
 def test_text_of_others_is_no_markup_and_no_control_code() -> None:
-    bundle = render_bundle(Text("<script>alert(1)</script> \x1b]8;;x\x1b\\ \u202e"), width=80)
-    assert "<script>" not in bundle["text/html"]
-    assert "&lt;script&gt;" in bundle["text/html"]
-    for text in bundle.values():
-        assert "\x1b" not in text
-        assert "\u202e" not in text
+    html = render_html(Text("<script>alert(1)</script> \x1b]8;;x\x1b\\ \u202e"), width=80)
+    assert "<script>" not in html
+    assert "&lt;script&gt;" in html
+    assert "\x1b" not in html
+    assert "\u202e" not in html
 
 
-def test_no_view_without_notebook_and_terminal() -> None:
+def test_no_view_without_a_terminal() -> None:
     console = PrintableConsole(file=io.StringIO())
-    assert not console.is_notebook
     assert live_on(console, lambda: Text("")) is None
