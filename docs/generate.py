@@ -429,16 +429,14 @@ def render_cli() -> str:
 def _walk(name: str, command: Any) -> Iterator[tuple[str, Any]]:
     yield name, command
     for child in getattr(command, "commands", {}).values():
-        if not child.hidden:
-            yield from _walk(f"{name} {child.name}", child)
+        yield from _walk(f"{name} {child.name}", child)
 
 
 def _render_command(name: str, command: Any) -> str:
     context = typer.Context(command, info_name=name, help_option_names=["-h", "--help"])  # it is kept
     usage = " ".join([name, *command.collect_usage_pieces(context)])
     parts = [f"## {name}", inspect.cleandoc(command.help or ""), f"```text\n{usage}\n```"]
-    children = [child for child in getattr(command, "commands", {}).values() if not child.hidden]
-    if children:
+    if children := getattr(command, "commands", {}).values():
         rows = [
             (f"[`{child.name}`](#{name} {child.name})".lower().replace(" ", "-"), child.help)
             for child in children

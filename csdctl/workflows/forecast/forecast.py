@@ -61,8 +61,6 @@ class ForecastBasis:
     host: RankModel
     nodes: tuple[RankModel, ...]
     """The fleet's nodes in order; a larger fleet repeats them."""
-    num_nodes: int
-    """Number of nodes of the fleet."""
     costs: Costs
     origins: Mapping[str, str]
     """The origins of `speeds`, `sum`, `power` and more, as sentences; assumptions are marked as such."""
@@ -79,9 +77,9 @@ class ForecastBasis:
 
     def range_of(self, num_nodes: int, rate: float) -> Range | None:
         """Return the range around the forecast rate with this number of nodes."""
-        if self.planned_range and num_nodes == self.num_nodes:
+        if self.planned_range and num_nodes == len(self.nodes):
             return self.planned_range
-        if self.source == "emulated" and num_nodes != self.num_nodes:
+        if self.source == "emulated" and num_nodes != len(self.nodes):
             return None
         return self.spread.range_of(rate)
 
@@ -203,7 +201,6 @@ def _measured_basis(
         source="emulated" if fleet.emulated else "measured",
         host=host,
         nodes=tuple(nodes),
-        num_nodes=len(nodes),
         costs=costs,
         origins={
             "speeds": (EMULATED if fleet.emulated else "") + speeds,
@@ -361,7 +358,7 @@ class Forecast:
 
 def forecast(basis: ForecastBasis, request: ForecastRequest) -> Forecast:
     """Forecast what `request` asks for; raises InputError when this basis does not allow it."""
-    counts = range(basis.num_nodes + 1) if request.node_counts is None else request.node_counts
+    counts = range(len(basis.nodes) + 1) if request.node_counts is None else request.node_counts
     basis = _with_request(basis, request, max(counts))
     if max(counts) and not basis.nodes:
         raise InputError(
@@ -372,7 +369,7 @@ def forecast(basis: ForecastBasis, request: ForecastRequest) -> Forecast:
         shown = f"{MAX_COUNTS} of the {len(counts):,} requested: each is computed separately"
         basis = replace(basis, origins={**basis.origins, "numbers_of_nodes": shown})
         counts = [counts[round(index * (len(counts) - 1) / (MAX_COUNTS - 1))] for index in range(MAX_COUNTS)]
-    searched = sorted({*counts, *_judged(max(counts), MAX_COUNTS)})
+    searched = sorted({*counts, *_judged(max(counts))})
     points = [
         replace(point, samples_per_s_range=basis.range_of(point.num_nodes, point.samples_per_s))
         for point in predict_curve(basis.host, basis.nodes, searched, basis.costs, basis.choice, basis.power)
@@ -382,9 +379,9 @@ def forecast(basis: ForecastBasis, request: ForecastRequest) -> Forecast:
     return Forecast(basis, [curve[count] for count in counts], verdict)
 
 
-def _judged(num_nodes: int, most: int) -> set[int]:
-    """Return the numbers of nodes that a verdict on `num_nodes` covers: up to `most`, all of them."""
-    if num_nodes <= most:
+def _judged(num_nodes: int) -> set[int]:
+    """Return the numbers of nodes that a verdict on `num_nodes` covers: up to MAX_COUNTS, all of them."""
+    if num_nodes <= MAX_COUNTS:
         return set(range(num_nodes + 1))
     doubled = {1 << power for power in range(num_nodes.bit_length())}
     return doubled | {round(part * num_nodes / NUM_JUDGED) for part in range(NUM_JUDGED + 1)}
@@ -401,9 +398,9 @@ def _with_request(basis: ForecastBasis, request: ForecastRequest, max_nodes: int
     if request.power is not None:
         origins["power"] = "assumption: as given on the command line"
         basis = replace(basis, power=request.power)
-    if max_nodes > basis.num_nodes:
+    if max_nodes > len(basis.nodes):
         origins["reach"] = (
-            f"assumption: with more nodes than {basis.num_nodes}, speeds, sum and power are extrapolated"
+            f"assumption: with more nodes than {len(basis.nodes)}, speeds, sum and power are extrapolated"
         )
     return replace(basis, origins=origins)
 

@@ -97,7 +97,6 @@ def basis_of(network: Network, num_nodes: int = NUM_NEWPORTS) -> ForecastBasis:
         source="measured",
         host=row.host,
         nodes=tuple(replace(row.node, node=f"csd{number}") for number in range(num_nodes)),
-        num_nodes=num_nodes,
         costs=Costs(NEWPORT_RING, BYTES_PER_PARAMETER * row.num_parameters),
         origins={"speeds": "Table I"},
         choice=Choice(lambda count: Limits(global_batch), is_planned=True),
