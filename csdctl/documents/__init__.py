@@ -294,6 +294,8 @@ def check_values(content: object, expected: type[ValueT], name: str, *, remedy: 
     except ValidationError as error:
         problem = error.errors()[0]
         raise InputError(f"{name}{_describe(problem, None, None)}", remedy=remedy) from None
+    except UnicodeEncodeError as error:  # of a message
+        raise InputError(f"{name}: {error.object[:MAX_SHOWN]!a} is not text", remedy=remedy) from None
 
 
 def load_kept(path: Path, expected: type[ValueT]) -> ValueT | None:

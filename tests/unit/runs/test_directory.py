@@ -218,6 +218,7 @@ class TestEditedManifest:
             ("plan.ranks.1.batch_size", 10**12, "`plan.ranks.1.batch_size`: .*less than or equal to 1048576"),
             ("plan.ranks.0.node", "csd1", "`plan.ranks`: .*first rank is not `host`"),
             ("plan.ranks.1.node", "host", "`plan.ranks`: .*host is listed more than once"),
+            ("placed.1.name", "\ud800", "name of csd0 is .ud800, expected csd0' is not text"),
             ("plan.ranks.1.node", "csd1", "placed: name of csd1 is csd0, expected csd1"),
             ("plan.ranks.1.step_time_s", -1.0, "`plan.ranks.1.step_time_s`"),
             ("plan.ranks.1.batch_size", 5, "placed: batch_size of csd0 is 4, expected 5"),
