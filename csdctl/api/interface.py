@@ -15,7 +15,7 @@ import tempfile
 import zipfile
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, is_dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -50,7 +50,7 @@ from csdctl.tuning.search import Limits as Limits
 from csdctl.worker.protocol.datasets import INPUT, OUTPUT, as_inputs, is_position, name_of_position
 from csdctl.worker.protocol.events import EpochEnd
 from csdctl.worker.protocol.json_codec import BatchSize, ProtocolError, from_dict
-from csdctl.worker.protocol.model_info import BUILDER, BuildSpec
+from csdctl.worker.protocol.model_info import BUILDER, BuildSpec, find_unsaved
 from csdctl.worker.protocol.recipe import EarlyStopping as EarlyStopping
 from csdctl.worker.protocol.recipe import ReduceOnPlateau as ReduceOnPlateau
 from csdctl.workflows.data.prepare import Prepared, prepare_fleet
@@ -291,6 +291,7 @@ class Job:
             draft = Path(new)
             with _revivable(model):
                 save(draft / "model.keras")
+                _check_saved(model)
             _check_importable(draft / "model.keras", files)
             config = importlib.import_module("keras").config
             settings = {name: getattr(config, name)() for name in ("floatx", "epsilon", "image_data_format")}
@@ -343,6 +344,17 @@ def _check_importable(saved: Path, code: Sequence[Path]) -> None:
             problem = f"{what} of the model is defined in the notebook or script: nodes cannot import it"
             remedy = 'write a function or layer to a file (%%writefile my.py), import it, pass code=["my.py"]'
             raise InputError(problem, remedy=remedy)
+
+
+def _check_saved(model: Any) -> None:
+    """Raise InputError for what was set on variables of the model, which no file has."""
+    lost = ""
+    with suppress(Exception):  # of a class that only its own code can make
+        lost = find_unsaved(model, type(model).from_config(model.get_config()))
+    if lost:
+        raise InputError(
+            lost, remedy="pass it to the layer, or write job.yaml with `model: FILE.py:FUNCTION`"
+        )
 
 
 @contextmanager

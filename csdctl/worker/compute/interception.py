@@ -242,6 +242,7 @@ def _move_statistics(layer: Any, starts: Sequence[Any], moved: Any, spread: Any)
     """
     rate = 1.0 - float(layer.momentum)
     mean, variance = _statistics(layer)
+    moved, spread = tf.cast(moved, mean.dtype), tf.cast(spread, mean.dtype)
     pooled = starts[1] + (spread - moved * moved / rate) / rate
     variance.assign(tf.maximum(variance + rate * (pooled - variance), 0.0))
     mean.assign(mean + rate * (starts[0] + moved / rate - mean))

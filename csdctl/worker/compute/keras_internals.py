@@ -1,6 +1,6 @@
 """Every private attribute of Keras that csdctl uses, and why; the cap on Keras in pyproject.toml points here.
 
-Written for Keras 3.15; the tests in tests/unit/worker/compute cover every use.
+Written for Keras 3.15; tests/unit/worker/compute covers every use. protocol/model_info.py has one more.
 """
 
 import contextlib
@@ -193,6 +193,12 @@ def is_its_graph(model: Any) -> bool:
         and kind.compute_loss is plain.compute_loss
         and kind.compute_metrics is plain.compute_metrics
     )
+
+
+def excluding_alike(optimizer: Any, other: Any) -> Any:
+    """Return `optimizer`, which excludes from weight decay what `other` does: no configuration has it."""
+    vars(optimizer).update({k: v for k, v in vars(other).items() if k.startswith("_exclude_from_weight")})
+    return optimizer
 
 
 def topological_nodes(model: Any) -> list[tuple[Any, Any]]:

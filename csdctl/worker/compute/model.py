@@ -55,6 +55,7 @@ from csdctl.worker.protocol.model_info import (
     FeatureInfo,
     ModelInfo,
     OutputInfo,
+    find_unsaved,
 )
 from csdctl.worker.protocol.recipe import Recipe
 from csdctl.worker.protocol.run_spec import UserCode
@@ -87,6 +88,9 @@ def build(request: BuildRequest) -> ModelInfo:
         _build_by_call(model, spec)
     if not model.trainable_variables:
         raise InputError(f"{reference}: the model has no trainable variables")
+    if any(getattr(layer, "stateful", False) for layer in flatten_layers(model)):
+        problem = "a layer has stateful=True, and other ranks have the samples of its last batch"
+        raise InputError(f"{reference}: {problem}", "use stateful=False, with a whole sequence in a sample")
     compiled = describe_compile(model)
     resolved = _compile(model, recipe)
     needs_code, architecture = _to_json(model, spec)
@@ -294,8 +298,9 @@ def _build_again(spec: BuildSpec) -> Any:
 
 
 def save_weights(path: Path, weights: list[Any]) -> None:
-    """Write arrays, in order, so that the file has its name only once it is on the disk."""
-    save_arrays(path, {f"w{number:05d}": np.asarray(array) for number, array in enumerate(weights)})
+    """Write arrays, bfloat16 as float32, so that the file has its name only once it is on the disk."""
+    arrays = (one.astype("f4") if one.dtype.kind == "V" else one for one in map(np.asarray, weights))
+    save_arrays(path, {f"w{number:05d}": array for number, array in enumerate(arrays)})
 
 
 def load_weights(path: Path) -> list[Any]:
@@ -361,7 +366,7 @@ def _load_file(spec: BuildSpec) -> Any:
     except Exception as error:
         raise InputError(
             f"{spec.reference} is not a model that can be loaded safely: {describe(error)}",
-            "list the files of its own layers, losses and metrics in `code` of job.yaml",
+            "list the files with its own layers, losses and metrics, no lambdas, in `code` of job.yaml",
         ) from None
 
 
@@ -399,7 +404,8 @@ def _to_json(model: Any, spec: BuildSpec) -> tuple[bool, str]:
     registered = dict(keras.saving.get_custom_objects())
     keras.saving.get_custom_objects().clear()
     try:  # first as on a node without the user's code
-        _from_json(text, is_trusted=False)
+        if lost := find_unsaved(model, _from_json(text, is_trusted=False)):
+            raise ValueError(lost)
         return False, text
     except Exception as error:
         plain = error
@@ -414,7 +420,8 @@ def _to_json(model: Any, spec: BuildSpec) -> tuple[bool, str]:
     own = find_objects(lambda file: _is_named(Path(file), spec))
     try:
         with keras.saving.custom_object_scope(own):
-            _from_json(text, is_trusted=True)
+            if lost := find_unsaved(model, _from_json(text, is_trusted=True)):
+                raise ValueError(lost)
         return True, text
     except Exception as error:
         return True, _describe_builder(spec, error)

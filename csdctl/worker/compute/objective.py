@@ -37,6 +37,8 @@ class MetricStates:
     def __init__(self, metrics: Sequence[Any]) -> None:
         """`metrics`: built, without the tracker of the whole loss."""
         self._metrics = list(metrics)
+        for metric in metrics:  # a layer may have one, which the call that builds the model adds to
+            metric.reset_state()
         self._variables = [variable for metric in self._metrics for variable in metric.variables]
         self._initial = [np.asarray(variable.value).copy() for variable in self._variables]
         self.size = sum(int(initial.size) for initial in self._initial)
@@ -194,7 +196,7 @@ class Objective:
             has_samples = len(loss.shape) > 0 and loss.shape[0] is None
             (of_samples if has_samples else means).append(loss)
         mean, summed = (
-            sum((ops.sum(ops.cast(loss, "float32")) for loss in losses), start=ops.zeros(()))
+            sum((ops.sum(ops.cast(loss, "float32")) for loss in losses), start=ops.zeros((), "float32"))
             for losses in (means, of_samples)
         )
         return mean, summed if of_samples else None

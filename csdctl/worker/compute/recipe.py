@@ -15,7 +15,7 @@ from typing import Any
 
 from csdctl.worker.compute.backend import keras
 from csdctl.worker.compute.cuts import freeze_until
-from csdctl.worker.compute.keras_internals import compile_arguments, flatten_layers
+from csdctl.worker.compute.keras_internals import compile_arguments, excluding_alike, flatten_layers
 from csdctl.worker.compute.user_code import load_function
 from csdctl.worker.process.errors import InputError, WorkerError, describe
 from csdctl.worker.protocol.recipe import Argument, LossTerm, Recipe
@@ -94,7 +94,7 @@ def _choose_optimizer(recipe: Recipe, own: Any) -> tuple[Any, Recipe]:
     config["learning_rate"] = float(rate)
     recipe = dataclasses.replace(recipe, optimizer=name, learning_rate=float(rate), schedule=schedule)
     if own is not None and name == type(own).__name__:
-        return type(own).from_config(config), recipe
+        return excluding_alike(type(own).from_config(config), own), recipe
     with _making(f"optimizer {name!r} with {config} cannot be created", "optimizer"):
         optimizer = keras.optimizers.get({"class_name": name, "config": config})
         if type(optimizer) is keras.optimizers.Optimizer:

@@ -96,7 +96,7 @@ class LayerStates:
             moved, spread = pooled_spread(mean - next(old), variance - next(old), rate)
             changes += [count * moved, count * spread]
         for variable, value in zip(self.variables, old, strict=True):
-            change = tf.cast(variable, tf.float32) - tf.cast(value, tf.float32)
+            change = tf.cast(variable - value, tf.float32)
             changes.append(tf.reshape(change * count, [-1]))
         for value, variable in zip(before, self._all, strict=True):
             variable.assign(value)
@@ -109,8 +109,10 @@ class LayerStates:
         parts = iter(tf.split(changes, self._sizes))
         for _, mean, variance, rate in self._norms:
             moved, spread = next(parts), next(parts)
-            mean.assign_add(moved)
-            variance.assign(tf.maximum(variance + spread - moved * moved / rate, 0.0))
+            mean.assign_add(tf.cast(moved, mean.dtype))
+            variance.assign(
+                tf.maximum(variance + tf.cast(spread - moved * moved / rate, variance.dtype), 0.0)
+            )
         for variable, change in zip(self.variables, parts, strict=True):
             is_counter = not variable.dtype.is_floating  # which all ranks advance alike
             shaped = tf.reshape(tf.round(change) if is_counter else change, variable.shape)
@@ -119,6 +121,7 @@ class LayerStates:
 
 def pooled_spread(moved: Any, changed: Any, rate: float) -> tuple[Any, Any]:
     """Return the changes of a batch norm's moving mean and variance, whose means over ranks can be pooled."""
+    moved, changed = tf.cast(moved, tf.float32), tf.cast(changed, tf.float32)
     return moved, changed + moved * moved / rate
 
 

@@ -227,6 +227,8 @@ class RankStep:
     """Whether private samples are clipped and get noise."""
     _has_summed = _has_loss_count = False
     """As in the layout, which is known once the graph of the vector is traced."""
+    _unused: frozenset[int] = frozenset()
+    """Ids of the variables that the loss does not depend on: as in fit, no weight decay changes them."""
 
     def __init__(self, model: Any, recipe: Recipe, rank: int) -> None:
         """`model`: whole and compiled; its optimizer is used, and its layers draw random numbers."""
@@ -374,8 +376,10 @@ class RankStep:
 
     def _optimize(self, gradients: list[Any], total: Any) -> None:
         """Take the optimizer step of the model's mean `gradients`; inside a graph."""
-        if gradients:
-            self.optimizer.apply(gradients, self.model.trainable_variables)
+        pairs = zip(gradients, self.model.trainable_variables, strict=True)
+        used = [pair for pair in pairs if id(pair[1]) not in self._unused]
+        if used:
+            self.optimizer.apply_gradients(used)
         else:  # Keras does not count a step without variables, and rank 0's optimizer has others
             self.optimizer.iterations.assign_add(1)
 
@@ -511,9 +515,14 @@ class Step(RankStep):
             parts = [batch.mean] if batch.summed is None else [batch.mean, batch.summed]
             objectives = [self.optimizer.scale_loss(one) if self.has_loss_scaling else one for one in parts]
         self._has_summed = batch.summed is not None
-        values, zero = [variable.value for variable in variables], tf.UnconnectedGradients.ZERO
-        gradients = (tape.gradient(one, values, unconnected_gradients=zero) for one in objectives)
-        means, *summed = ([tf.cast(one, tf.float32) for one in found] for found in gradients)
+        values, zeros = [one.value for one in variables], [tf.zeros(one.shape) for one in variables]
+        gradients = [tape.gradient(one, values) for one in objectives]
+        found = zip(map(id, variables), *gradients, strict=True)
+        self._unused = frozenset(key for key, *parts in found if all(part is None for part in parts))
+        means, *summed = (
+            [tf.cast(zero if one is None else one, tf.float32) for one, zero in zip(part, zeros, strict=True)]
+            for part in gradients
+        )
         return means, summed[0] if summed else [], batch
 
     def _local_graph(self, samples: Any, labels: Any) -> Any:
@@ -530,7 +539,7 @@ class Step(RankStep):
         if summed:
             gradients = [mean + other for mean, other in zip(gradients, summed, strict=True)]
         with tf.device(STATE):
-            self.optimizer.apply(gradients, self.model.trainable_variables)
+            self._optimize(gradients, None)
         return tf.concat(self._tail(batch, with_samples=False), axis=0) * self._weight
 
     def _evaluate_graph(self, samples: Any, labels: Any) -> Any:

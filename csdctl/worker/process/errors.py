@@ -31,6 +31,8 @@ def describe(error: BaseException, file: Path | None = None) -> str:
         lines = str(error).strip().splitlines()
     except Exception:
         lines = []
+    if lines and lines[0] == "Graph execution error:":  # of TensorFlow: the cause stands at the end
+        lines = [line for line in lines if line.strip() and "{{node" not in line][-1:]
     text = f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
     text += explain_error(text)
     running = [one.lineno for one in traceback.extract_tb(error.__traceback__) if one.filename == str(file)]

@@ -1,5 +1,6 @@
 """The requests to build a model and to try `data.augment`, and the properties of a model."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -152,3 +153,20 @@ class AugmentTrial:
     samples: DatasetSlice
     """Prepared public data."""
     seed: int
+
+
+def find_unsaved(model: Any, rebuilt: Any) -> str:
+    """Return what is set on a variable of a Keras model and lost in one rebuilt from its config, or ''."""
+    for variable, its, found in zip(model.weights, _rules(model), _rules(rebuilt), strict=False):
+        if lost := its - found:
+            return f"{variable.path}: {min(lost)} is set on the variable, which Keras does not save"
+    return ""
+
+
+def _rules(model: Any) -> Iterator[set[str]]:
+    optimizer = getattr(model, "optimizer", None)
+    optimizer = getattr(optimizer, "inner_optimizer", optimizer)
+    for one in model.weights:
+        rules = {name: getattr(one, name) for name in ("trainable", "regularizer", "constraint")}
+        rules["decayed"] = not optimizer or optimizer._use_weight_decay(one)
+        yield {f"{k}={v.get_config() if hasattr(v, 'get_config') else v}" for k, v in rules.items()}

@@ -76,6 +76,32 @@ def two_outputs() -> Any:
     return model
 
 
+def with_an_output_without_a_loss() -> Any:
+    """Return a model with an output that fit leaves as it is, whatever its decay and its constraint."""
+    model = two_outputs()
+    model.get_layer("size").kernel.constraint = keras().constraints.UnitNorm()
+    model.compile(keras().optimizers.AdamW(0.01, weight_decay=0.5), {"kind": CROSSENTROPY, "size": None})
+    return model
+
+
+def with_a_metric_of_a_layer() -> Any:
+    """Return a model whose layer has counted the batch that it was called with before training."""
+    layers, metrics = keras().layers, keras().metrics
+
+    class Measured(layers.Flatten):  # type: ignore[misc]
+        def __init__(self) -> None:
+            super().__init__()
+            self.size = metrics.Mean(name="size")
+
+        def call(self, inputs: Any) -> Any:
+            self.size.update_state(keras().ops.mean(inputs))
+            return super().call(inputs)
+
+    model = sequential(Measured(), layers.Dense(5, activation="softmax"))
+    model(9 * IMAGES[:2])
+    return model
+
+
 def two_losses(*losses: Any) -> Callable[[], Any]:
     """Return what builds a model with a class and a masked tag for each step, each with a loss."""
 
@@ -220,6 +246,8 @@ CASES = {
         with_all_of_these, Recipe(), micro_batch_size=12
     ),
     "two outputs, weighted": Case(two_outputs, Recipe(), labels=TWO, weights=WEIGHTS),
+    "an output without a loss": Case(with_an_output_without_a_loss, Recipe(), labels=TWO),
+    "a metric of a layer": Case(with_a_metric_of_a_layer, Recipe(**SGD)),
     "pictures": Case(pictures, Recipe(**SGD)),
     "distillation": Case(distiller, Recipe()),
     "class weights": Case(pictures, Recipe(**SGD, class_weight={"0": 3.0, "2": 0.5})),
@@ -340,13 +368,15 @@ def test_losses_with_different_divisors_are_refused(losses: Any) -> None:
     assert caught.value.exit_code == 2
 
 
-def test_state_of_layers_is_a_mean_over_samples_where_the_loss_is_one_over_elements() -> None:
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+def test_state_of_layers_is_a_mean_over_samples_where_the_loss_is_one_over_elements(dtype: str) -> None:
     """Moving statistics of unequal batches are those of fit, and a counter counts the steps."""
-    layers = keras().layers
+    layers, many = keras().layers, (1 << 25) + 1  # float32 has no such number
 
     class Counting(layers.Layer):  # type: ignore[misc]
         def build(self, shape: Any) -> None:
-            self.count = self.add_weight(shape=(), dtype="int32", initializer="zeros", trainable=False)
+            self.count = self.add_weight(shape=(), dtype="int64", initializer="zeros", trainable=False)
+            self.count.assign(many)
 
         def call(self, inputs: Any, training: bool = False) -> Any:
             if training:
@@ -355,7 +385,7 @@ def test_state_of_layers_is_a_mean_over_samples_where_the_loss_is_one_over_eleme
 
     def build() -> Any:
         last = layers.Conv2D(4, 3, padding="same", activation="softmax")
-        return sequential(layers.BatchNormalization(momentum=0.7), Counting(), last)
+        return sequential(layers.BatchNormalization(momentum=0.7, dtype=dtype), Counting(), last)
 
     recipe, samples = Recipe(losses=IGNORING_0, **SGD), IMAGES[:NUM_SAMPLES]
     labels = np.random.default_rng(2).integers(0, 4, (NUM_SAMPLES, 9, 9))
@@ -367,7 +397,7 @@ def test_state_of_layers_is_a_mean_over_samples_where_the_loss_is_one_over_eleme
     for name in ("moving_mean", "moving_variance"):
         found, expected = (np.asarray(getattr(model.layers[0], name)) for model in (ours, theirs))
         np.testing.assert_allclose(found, expected, rtol=1e-5)
-    assert int(np.asarray(ours.layers[1].count)) == int(np.asarray(theirs.layers[1].count)) == 1
+    assert int(np.asarray(ours.layers[1].count)) == int(np.asarray(theirs.layers[1].count)) == many + 1
 
 
 @pytest.mark.parametrize("is_weighted", [False, True])

@@ -42,7 +42,7 @@ class Pair(keras.Model):
         self.first = keras.Sequential([keras.Input((N_FEATURES,)), *inner])
         self.second = keras.Sequential([keras.Input((N_FEATURES,)), layers.Dense(4, "tanh"), layers.Dense(1)])
         # Without effect on gradients, which are then those of one batch.
-        self.norm = layers.BatchNormalization()
+        self.norm = layers.BatchNormalization(dtype="float64")
         self.norm.build((None, N_FEATURES))
         self.average = keras.models.clone_model(self.first)
         self.average.trainable = False

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+import csdctl
 from csdctl.shipping.worker_zip import pack_code
 from csdctl.worker.compute.model import (
     build,
@@ -23,6 +24,7 @@ from csdctl.worker.compute.model import (
     load_weights,
     save_weights,
 )
+from csdctl.worker.compute.user_code import load_function
 from csdctl.worker.process.errors import WorkerError
 from csdctl.worker.protocol.json_codec import to_json
 from csdctl.worker.protocol.model_info import BuildRequest, BuildSpec, ModelInfo
@@ -96,6 +98,23 @@ class Falling(keras.optimizers.schedules.LearningRateSchedule):
 
     def get_config(self):
         return {}
+
+
+def with_rules_of_variables():
+    model = keras.Sequential([keras.Input((4,)), layers.Dense(3, name="first"), layers.Dense(2, name="last")])
+    first, last = model.layers
+    first.bias.trainable = False
+    first.kernel.regularizer = keras.regularizers.L2(0.5)
+    last.kernel.constraint = keras.constraints.MaxNorm(0.3)
+    optimizer = keras.optimizers.AdamW(0.1, weight_decay=0.5)
+    optimizer.exclude_from_weight_decay(var_list=[last.bias])
+    model.compile(optimizer, "mse")
+    return model
+
+
+def stateful():
+    inputs = keras.Input(batch_shape=(8, 4, 1))
+    return keras.Model(inputs, layers.LSTM(3, stateful=True)(inputs))
 
 
 def scheduled_by_own_class():
@@ -240,6 +259,23 @@ def test_own_code_at_the_top_of_a_file_goes_to_the_nodes(tmp_path: Path) -> None
     assert without == dict.fromkeys(OWN_CODE), "every model needs its code"
 
 
+def test_what_is_set_on_variables_holds_on_the_ranks(tmp_path: Path) -> None:
+    """Keras saves it neither in a configuration nor in a file."""
+    spec = spec_of(f"{tmp_path}/mine.py:with_rules_of_variables", tmp_path, learning_rate=None)
+    assert build(BuildRequest(spec, str(tmp_path))).needs_code
+    ours = load(tmp_path / "architecture.json", tmp_path / "weights.npz")
+    theirs = load_function(f"{tmp_path}/mine.py:with_rules_of_variables")()
+    theirs.set_weights(ours.get_weights())
+    samples, labels = np.random.default_rng(0).random((2, 8, 4), np.float32)
+    for model in (ours, theirs):
+        for _ in range(3):
+            model.train_on_batch(samples, labels[:, :2])
+    for found, expected in zip(ours.get_weights(), theirs.get_weights(), strict=True):
+        np.testing.assert_allclose(found, expected, atol=1e-6)
+    with pytest.raises(csdctl.CsdctlError, match=r"first/kernel: regularizer=.*0.5.* is set on the variable"):
+        csdctl.Job.from_model(theirs, samples, labels[:, :2], directory=tmp_path / "job")
+
+
 def load_on_a_node(directory: Path, code: UserCode | None) -> dict[str, list[str] | None]:
     """Load built models in a process that has nothing of the user's; return the layers of each, or None."""
     program = f"""
@@ -286,6 +322,7 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
     "unknown metric": ("fine", {"metrics": ("nonsense",)}, "'nonsense' can"),
     "unknown loss": ("fine", {"losses": {"": LossTerm("nonsense")}}, "'nonsense' can"),
     "no learning rate": ("fine", {"learning_rate": None}, "recipe.learning_rate is missing"),
+    "state of samples": ("stateful", {}, "has stateful=True"),
     "a sum": ("fine", {"losses": {"": LossTerm("mse", {"reduction": "sum"})}}, "reduction='sum'"),
 }
 
@@ -346,6 +383,16 @@ def test_weights_are_read_back_in_their_order(tmp_path: Path) -> None:
     weights = [np.full((2, number % 3 + 1), number, np.float32) for number in range(120)]
     save_weights(tmp_path / "weights.npz", weights)
     assert all(map(np.array_equal, load_weights(tmp_path / "weights.npz"), weights))
+
+
+def test_weights_of_16_bits_keep_their_values(tmp_path: Path) -> None:
+    layer = keras().layers.Dense(3, dtype="bfloat16")
+    layer.build((None, 4))
+    before = layer.kernel.numpy().astype(np.float32)
+    save_weights(tmp_path / "weights.npz", layer.get_weights())
+    layer.kernel.assign(0 * layer.kernel)
+    layer.set_weights(load_weights(tmp_path / "weights.npz"))
+    assert np.array_equal(layer.kernel.numpy().astype(np.float32), before)
 
 
 def test_pickled_weights_are_not_read(tmp_path: Path) -> None:
