@@ -291,7 +291,7 @@ class Job:
             draft = Path(new)
             with _revivable(model):
                 save(draft / "model.keras")
-                _check_saved(model)
+                _check_saved(model, draft / "model.keras")
             _check_importable(draft / "model.keras", files)
             config = importlib.import_module("keras").config
             settings = {name: getattr(config, name)() for name in ("floatx", "epsilon", "image_data_format")}
@@ -346,15 +346,14 @@ def _check_importable(saved: Path, code: Sequence[Path]) -> None:
             raise InputError(problem, remedy=remedy)
 
 
-def _check_saved(model: Any) -> None:
+def _check_saved(model: Any, saved: Path) -> None:
     """Raise InputError for what was set on variables of the model, which no file has."""
     lost = ""
-    with suppress(Exception):  # of a class that only its own code can make
-        lost = find_unsaved(model, type(model).from_config(model.get_config()))
+    with suppress(Exception):  # of code that Keras does not know here, and lambdas
+        load = importlib.import_module("keras").models.load_model
+        lost = find_unsaved(model, load(saved, compile=False))
     if lost:
-        raise InputError(
-            lost, remedy="pass it to the layer, or write job.yaml with `model: FILE.py:FUNCTION`"
-        )
+        raise InputError(lost, remedy="pass it to the layer, or use job.yaml with `model: FILE.py:FUNCTION`")
 
 
 @contextmanager

@@ -164,9 +164,9 @@ def find_unsaved(model: Any, rebuilt: Any) -> str:
 
 
 def _rules(model: Any) -> Iterator[set[str]]:
-    optimizer = getattr(model, "optimizer", None)
-    optimizer = getattr(optimizer, "inner_optimizer", optimizer)
+    optimizers = [one for one in vars(model).values() if hasattr(one, "_use_weight_decay")]
+    optimizers = [getattr(one, "inner_optimizer", one) for one in optimizers]
     for one in model.weights:
         rules = {name: getattr(one, name) for name in ("trainable", "regularizer", "constraint")}
-        rules["decayed"] = not optimizer or optimizer._use_weight_decay(one)
+        rules["weight_decay"] = all(optimizer._use_weight_decay(one) for optimizer in optimizers)
         yield {f"{k}={v.get_config() if hasattr(v, 'get_config') else v}" for k, v in rules.items()}
