@@ -102,8 +102,8 @@ def test_fabric_task_works_where_a_connection_has_one_session(project: Project) 
     project.use(node)
     (project.path / "fabfile.py").write_text(
         "from fabric import task\n@task\ndef go(c):\n"
-        "    c.put('sent', 'there')\n    assert c.run('cat there', hide=True).stdout == 'text'\n"
-        "    c.get('there', 'back')\n"
+        "    c.put('sent', 'by-fabric')\n    assert c.run('cat by-fabric', hide=True).stdout == 'text'\n"
+        "    c.get('by-fabric', 'back')\n"
     )
     (project.path / "sent").write_text("text")
     with node.with_sshd("MaxSessions 1"):
