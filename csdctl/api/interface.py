@@ -39,11 +39,9 @@ from csdctl.supervision.run_setup import Patience as Patience
 from csdctl.terminal.fleet import render_fleet
 from csdctl.terminal.nodes import CountView
 from csdctl.terminal.prepare import PreparationScreen, render_prepared
-from csdctl.terminal.report import report_of
 from csdctl.terminal.streams import Streams
 from csdctl.terminal.train import TrainingScreen
 from csdctl.terminal.tune import TuningScreen, render_plan, render_verified
-from csdctl.terminal.view import render_html
 from csdctl.transport.session import MAX_QUOTED_CHARS
 from csdctl.tuning.plan import Plan, load_plan
 from csdctl.tuning.search import Limits as Limits
@@ -681,9 +679,6 @@ class Run:
     def __repr__(self) -> str:
         status = vars(look_at(self.directory))
         return "<Run {run_id}: {state}, epoch {epoch} of {epochs}>".format(**status)
-
-    def _repr_html_(self) -> str:
-        return render_html(report_of(report_run(self.directory)), width=110)
 
 
 def load_run(run_id: str = LATEST, directory: str | Path = ".") -> Run:

@@ -7,7 +7,6 @@ that no failing machine is counted among the rest.
 Rich must not redirect the standard streams meanwhile: it would keep colours and links of what others write.
 """
 
-import io
 import math
 import time
 from abc import ABC, abstractmethod
@@ -40,15 +39,6 @@ from csdctl.worker.protocol.events import (
     Progress,
     Ready,
 )
-
-HTML = "<pre style=\"font-family:Menlo,'DejaVu Sans Mono',consolas,monospace;line-height:1.3\">{code}</pre>"
-
-
-def render_html(renderable: RenderableType, width: int) -> str:
-    """Return a renderable as HTML."""
-    console = PrintableConsole(file=io.StringIO(), record=True, width=width, force_terminal=True)
-    console.print(renderable)
-    return console.export_html(inline_styles=True, code_format=HTML)
 
 
 class View:

@@ -272,6 +272,9 @@ class MarkedOutput:
     """
 
     MAX_PREAMBLE_BYTES = 1 << 16
+    """Kept of what comes before the token."""
+    MAX_START_BYTES = 16 << 20
+    """More than start-up files print."""
 
     def __init__(self, token: str, *, max_bytes: int, keep_end: bool = False) -> None:
         self.token = token
@@ -281,6 +284,8 @@ class MarkedOutput:
         self._kept = bytearray()
         self._line_start = 0
         self.preamble = bytearray()
+        self.num_before = 0
+        """Bytes that have arrived before the token."""
         self.has_started = False
         self.group = 0
 
@@ -305,6 +310,7 @@ class MarkedOutput:
         searched once, when it is complete: a server may send it byte by byte.
         """
         searched = len(self.preamble)
+        self.num_before += len(data)
         self.preamble += data
         while end := self.preamble.find(b"\n", searched) + 1:
             before, token, rest = bytes(self.preamble[self._line_start : end]).rpartition(self._token)

@@ -161,6 +161,8 @@ class Running:
                 if not chunk:
                     self.completed(self.process.exit_code(KILL_DEADLINE_S))
                 self.stdout.feed(chunk)
+                if self.stdout.num_before > MarkedOutput.MAX_START_BYTES:
+                    self.process.exit_code(deadline.left_s)  # what more comes ends at the channel's window
                 if deadline.has_passed:
                     raise TimeoutError
             with contextlib.suppress(OSError):  # it has ended; its output says why
@@ -271,7 +273,8 @@ class Running:
         return True
 
     def _read_stderr(self) -> None:
-        while data := self.process.read_stderr():
+        # A server that sends more before the command starts is stopped by the window of its channel.
+        while self.stderr.num_before <= MarkedOutput.MAX_START_BYTES and (data := self.process.read_stderr()):
             self.stderr.feed(data)
 
     def _feed_stdin(self, stdin: bytes, deadline: Deadline) -> None:

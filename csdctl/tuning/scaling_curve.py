@@ -26,13 +26,9 @@ class Power:
     """Independent of the number of nodes that train: the busy host and the rest of its chassis."""
     node_w: float
     """Added by each node that trains."""
-    without_nodes_w: float | None = None
-    """The busy host alone, where that is another machine: with ordinary drives instead of nodes."""
 
     def at(self, num_nodes: int, num_idle: int = 0) -> float:
         """Return the watts of a server with `num_nodes` nodes, of which `num_idle` do not train."""
-        if num_nodes == 0 and self.without_nodes_w is not None:
-            return self.without_nodes_w
         return self.host_w + (num_nodes - num_idle) * self.node_w
 
 

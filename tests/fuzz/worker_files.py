@@ -18,7 +18,7 @@ from csdctl.worker.compute.model import load_weights
 from csdctl.worker.data.arrays import is_numeric, map_array
 from csdctl.worker.data.schedule import Span
 from csdctl.worker.ingest.partial_dataset import PartialDataset, find_stored
-from csdctl.worker.ingest.sources.arrays import ArraySource, open_idx_pair, open_npz
+from csdctl.worker.ingest.sources.arrays import ArraySource, open_npz
 from csdctl.worker.ingest.sources.images import read_header
 from csdctl.worker.ingest.sources.source import Block
 from csdctl.worker.process.errors import WorkerError
@@ -121,12 +121,6 @@ def _npz_header(content: bytes, directory: Path) -> None:
         archive.writestr("x.npy", content)
         archive.writestr("y.npy", content)
     _read(open_npz(directory / "data.npz", _spec(directory)))
-
-
-def _idx(content: bytes, directory: Path) -> None:
-    for name in ("images", "labels"):
-        (directory / name).write_bytes(content)
-    _read(open_idx_pair(directory / "images", directory / "labels", _spec(directory)))
 
 
 def _image_header(content: bytes, directory: Path) -> None:
@@ -244,10 +238,6 @@ def _weights(content: bytes, directory: Path) -> None:
     load_weights(path)
 
 
-IDX = [
-    b"\0\0\x08\x02" + struct.pack(">II", 3, 2) + bytes(6),
-    b"\0\0\x08\x01" + struct.pack(">I", 3) + bytes(3),
-]
 BEST = b'{"checkpoint": "step-00000000.npz"}'
 FILE_ERRORS = (OSError, ValueError, WorkerError)
 REFUSED = (WorkerError,)
@@ -268,7 +258,6 @@ TARGETS = (
     Target("array-header", Form.BINARY, _array_header, FILE_ERRORS, lambda: [*HEADERS], NPY_WORDS),
     Target("npz", Form.BINARY, _npz, REFUSED, _npz_seeds, (*ZIP_WORDS, b"x.npy", b"y.npy")),
     Target("npz-member", Form.BINARY, _npz_header, REFUSED, _npy_seeds, NPY_WORDS),
-    Target("idx", Form.BINARY, _idx, REFUSED, lambda: IDX),
     Target("image-header", Form.BINARY, _image_header, (ValueError, IndexError), _image_seeds),
     Target("prepared-info", Form.JSON, _prepared, (), _info_seeds),
     _resumed("record.json", Form.JSON),

@@ -130,10 +130,6 @@ def forecast(
         float | None, power(min=0, help="Watts that do not depend on the number of nodes.")
     ] = None,
     node_watts: Annotated[float | None, power(min=0, help="Watts that each node adds.")] = None,
-    alone_watts: Annotated[
-        float | None,
-        power(min=0, help="Watts of the host alone, with ordinary drives; default: --host-watts."),
-    ] = None,
 ) -> None:
     """Forecast throughput, time and energy for any number of nodes."""
     from csdctl.terminal.forecast import forecast_document, render_forecast
@@ -149,7 +145,7 @@ def forecast(
         parse_node_counts(nodes) if nodes is not None else None,
         epochs,
         samples,
-        given_power(host_watts, node_watts, alone_watts),
+        given_power(host_watts, node_watts),
     )
     fleet = call.fleet if call.fleet_path.exists() or call.limit or call.exclude else None
     result = forecast_job(call.job_path, fleet, request, call.directory, streams.say, max_global_batch)

@@ -14,7 +14,6 @@ import sys
 import tempfile
 from collections.abc import Callable
 from dataclasses import asdict, replace
-from fnmatch import fnmatch
 from pathlib import Path
 
 from csdctl.worker.data.arrays import is_numeric, label_dtype
@@ -31,7 +30,6 @@ from csdctl.worker.ingest.sources.arrays import (
     ArraySource,
     empty_data_error,
     is_table,
-    open_idx_pair,
     open_npy_files,
     open_npz,
     open_table,
@@ -63,7 +61,7 @@ from csdctl.worker.protocol.datasets import (
 
 SUPPORTED_DATA = (
     "folders named by class that contain PNG, JPEG, BMP or GIF images, TFRecord files, images.npy and "
-    "labels.npy, one .npz file with x and y, a pair of IDX files, or .csv files"
+    "labels.npy, one .npz file with x and y, or .csv files"
 )
 
 Open = Callable[[Tree, PrepareSpec, int], SampleSource]
@@ -86,10 +84,6 @@ def detect_format(tree: Tree, spec: PrepareSpec) -> tuple[str, Open]:
     npz = [path for path in map(tree.path_of, top) if path.suffix.lower() == ".npz"]
     if len(npz) == 1:
         return "npz", lambda _, spec, threads: open_npz(npz[0], spec)
-    patterns = ("*images-idx*-ubyte*", "*labels-idx1-ubyte*")
-    idx = [[path for path in named if fnmatch(path.name, pattern)] for pattern in patterns]
-    if all(len(found) == 1 for found in idx):
-        return "idx", lambda _, spec, threads: open_idx_pair(idx[0][0], idx[1][0], spec)
     if top and all(is_table(file, tree) for file in (tree.files if spec.table or tree.folders else top)):
         return "csv", lambda tree, spec, _: open_table(tree, spec)
     record_files = [file for file in tree.files if is_record_file(file, tree)]

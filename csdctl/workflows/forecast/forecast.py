@@ -301,23 +301,20 @@ class ForecastRequest:
     power: Power | None = None
 
 
-def given_power(
-    host_watts: float | None, node_watts: float | None, alone_watts: float | None
-) -> Power | None:
+def given_power(host_watts: float | None, node_watts: float | None) -> Power | None:
     """Return the powers given on the command line; raises InputError when a value is missing or invalid."""
-    if host_watts is None and node_watts is None and alone_watts is None:
+    if host_watts is None and node_watts is None:
         return None
     if host_watts is None or node_watts is None:
         options = {"--host-watts": host_watts, "--node-watts": node_watts}
         missing = " and ".join(name for name, watts in options.items() if watts is None)
         raise InputError(f"energy requires {missing} too", remedy=f"add {missing}")
-    known = [watts for watts in (host_watts, node_watts, alone_watts) if watts is not None]
-    if not all(math.isfinite(watts) and watts >= 0 for watts in known) or host_watts == 0:
+    if not all(math.isfinite(watts) and watts >= 0 for watts in (host_watts, node_watts)) or host_watts == 0:
         raise InputError(
-            f"invalid power: {', '.join(f'{watts:g} W' for watts in known)}",
+            f"invalid power: {host_watts:g} W, {node_watts:g} W",
             remedy="pass the power during training in watts, as a meter shows it",
         )
-    return Power(host_watts, node_watts, alone_watts)
+    return Power(host_watts, node_watts)
 
 
 def parse_node_counts(text: str) -> list[int]:

@@ -90,7 +90,7 @@ def basis_of(network: Network, num_nodes: int = NUM_NEWPORTS) -> ForecastBasis:
     Other numbers of nodes get the best batch sizes whose sum is no larger.
     """
     row = TABLE_1[network]
-    host_w, node_w, alone_w = NEWPORT_POWER_W
+    host_w, node_w, _ = NEWPORT_POWER_W
     global_batch = row.host_batch_size + num_nodes * row.node_batch_size
     return ForecastBasis(
         title=row.title,
@@ -101,6 +101,6 @@ def basis_of(network: Network, num_nodes: int = NUM_NEWPORTS) -> ForecastBasis:
         origins={"speeds": "Table I"},
         choice=Choice(lambda count: Limits(global_batch), is_planned=True),
         spread=Spread(0.0025, 10),
-        power=Power(host_w, node_w, alone_w),
+        power=Power(host_w, node_w),
         num_samples=NUM_PUBLIC + NUM_PRIVATE,
     )

@@ -10,7 +10,7 @@ from rich.segment import Segment
 from rich.text import Text
 
 from csdctl.terminal.console import PrintableConsole
-from csdctl.terminal.view import live_on, render_html
+from csdctl.terminal.view import live_on
 
 
 class Paused:
@@ -48,20 +48,6 @@ def test_view_is_not_drawn_while_a_line_is_printed() -> None:
         drawing.join()
     assert not is_early
     assert "a line" in output.getvalue()
-
-
-def test_styles_are_kept_in_html() -> None:
-    html = render_html(Text("epoch 1", style="bold"), width=40)
-    assert html.startswith("<pre ")
-    assert "font-weight: bold" in html
-
-
-def test_text_of_others_is_no_markup_and_no_control_code() -> None:
-    html = render_html(Text("<script>alert(1)</script> \x1b]8;;x\x1b\\ \u202e"), width=80)
-    assert "<script>" not in html
-    assert "&lt;script&gt;" in html
-    assert "\x1b" not in html
-    assert "\u202e" not in html
 
 
 def test_no_view_without_a_terminal() -> None:

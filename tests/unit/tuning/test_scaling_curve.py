@@ -124,9 +124,6 @@ class TestChosenBatchSizes:
         assert (pair.num_left_out, pair.sum_s) == (2, 0)
         assert pair.samples_per_s == pytest.approx(alone.samples_per_s)
         assert pair.power_w == alone.power_w == 100.0
-        power = Power(host_w=100.0, node_w=10.0, without_nodes_w=300.0)
-        alone, pair = predict_curve(HOST, NODES, [0, 2], DEAR, WITHIN, power)
-        assert (alone.power_w, pair.power_w) == (300.0, 100.0)
         [point] = predict_curve(HOST, NODES, [2], DEAR, replace(WITHIN, is_required=True))
         assert point.num_left_out == 0
 

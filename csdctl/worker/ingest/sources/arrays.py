@@ -1,4 +1,4 @@
-"""Existing arrays: .npy pairs, .npz archives, pairs of IDX files, and tables: .csv files with a header.
+"""Existing arrays: .npy pairs, .npz archives, and tables: .csv files with a header.
 
 The values of arrays stay unchanged. Tables are of numbers only, and no error contains a value.
 
@@ -8,7 +8,6 @@ Files are mapped, after decompression into a temporary file: memory use does not
 import contextlib
 import csv
 import errno
-import gzip
 import io
 import itertools
 import math
@@ -39,11 +38,7 @@ from csdctl.worker.process.errors import WorkerError
 from csdctl.worker.process.files import DAMAGED_ARCHIVE, BoundedFile
 from csdctl.worker.protocol.datasets import LABEL, SAMPLE_WEIGHT, PrepareSpec, TableSchema, list_names
 
-_NOT_BYTES = "not an IDX file of bytes"
-_EXPLAINED = {
-    OBJECTS: "save it with a type of numbers: array.astype(np.float32)",
-    _NOT_BYTES: "convert its values to bytes, or read it in a function of your own",
-}
+_EXPLAINED = {OBJECTS: "save it with a type of numbers: array.astype(np.float32)"}
 """Texts of errors of files that are not damaged, and remedies."""
 _DAMAGED: tuple[type[Exception], ...] = (*DAMAGED_ARCHIVE, csv.Error)
 
@@ -75,20 +70,6 @@ def _unpack(
         if not num_bytes:  # an empty file cannot be mapped
             return np.empty(shape, dtype, order)
         return np.memmap(copy, dtype, "r", shape=shape, order=order)
-
-
-def read_idx(path: Path, store: str) -> Array:
-    """Map an IDX file of bytes: magic 00 00 08 <dimensions>, big-endian sizes, data.
-
-    Raises ValueError for another format, OSError or EOFError if the file cannot be read.
-    """
-    open_file: Any = gzip.open if path.suffix == ".gz" else open
-    with open_file(path, "rb") as file:
-        magic = file.read(4)
-        if len(magic) < 4 or magic[:3] != b"\0\0\x08":
-            raise ValueError(_NOT_BYTES)
-        sizes = np.frombuffer(file.read(4 * magic[3]), ">u4", magic[3]).tolist()
-        return _unpack(file, tuple(sizes), np.dtype(np.uint8), store)
 
 
 def read_member(archive: zipfile.ZipFile, name: str, store: str) -> Array:
@@ -215,12 +196,6 @@ def _choose_arrays(names: list[str], spec: PrepareSpec) -> tuple[dict[str, str],
         outputs = {name: name for name in spec.outputs}
     inputs = list(spec.inputs) if has_inputs else sorted({*names} - {SAMPLE_WEIGHT, *outputs.values()})
     return {"" if "" in spec.inputs and len(inputs) == 1 else name: name for name in inputs}, outputs
-
-
-def open_idx_pair(images: Path, labels: Path, spec: PrepareSpec) -> ArraySource:
-    """Return an IDX file of images and one of labels as a source."""
-    with convert_read_errors(spec.source):
-        return ArraySource({"": read_idx(images, spec.store)}, {"": read_idx(labels, spec.store)}, spec)
 
 
 MORE_CELLS = "\0"

@@ -1,6 +1,5 @@
 """Every format of data, as real files, prepared or looked at; errors never name a file below the root."""
 
-import gzip
 import json
 import os
 import shutil
@@ -31,18 +30,7 @@ from tests.unit.worker.ingest.sources.encoded_images import bmp, colours, flat
 GREY = np.arange(6 * 4 * 5).reshape(6, 4, 5).astype(np.uint8)
 COLOUR = np.arange(6 * 4 * 5 * 3).reshape(6, 4, 5, 3).astype(np.uint8)
 LABELS = np.array([3, 1, 4, 1, 5, 9], dtype=np.uint8)
-IDX_IMAGES, IDX_LABELS = f"{SECRET}-images-idx3-ubyte", f"{SECRET}-labels-idx1-ubyte"
 NPZ = f"{SECRET}.npz"
-
-
-def idx(array: np.ndarray) -> bytes:
-    header = bytes([0, 0, 8, array.ndim]) + b"".join(size.to_bytes(4) for size in array.shape)
-    return header + array.astype(np.uint8).tobytes()
-
-
-def write_idx(root: Path, suffix: str = "", pack: Callable[[bytes], bytes] = bytes) -> None:
-    (root / f"{IDX_IMAGES}{suffix}").write_bytes(pack(idx(GREY)))
-    (root / f"{IDX_LABELS}{suffix}").write_bytes(pack(idx(LABELS)))
 
 
 def write_npy(root: Path, images: np.ndarray = COLOUR, labels: np.ndarray = LABELS) -> None:
@@ -73,7 +61,6 @@ def grey(value: int) -> np.ndarray:
 SAME_SIZE: dict[str, Callable[[Path, int], Any]] = {
     "npz": lambda root, value: np.savez(root / NPZ, x=grey(value), y=LABELS),
     "npy": lambda root, value: write_npy(root, grey(value)),
-    "idx": lambda root, value: (write_idx(root), (root / IDX_IMAGES).write_bytes(idx(grey(value)))),
     "table": lambda root, value: (root / "t.csv").write_text(f"a,y\n{value},0\n"),
     "class folders": write_folders,
 }
@@ -86,18 +73,6 @@ def spec(tmp_path: Path) -> PrepareSpec:
 
 
 class TestFormats:
-    @pytest.mark.parametrize(("suffix", "pack"), [("", bytes), (".gz", gzip.compress)])
-    def test_pair_of_idx_files(
-        self, root: Path, spec: PrepareSpec, suffix: str, pack: Callable[[bytes], bytes]
-    ) -> None:
-        write_idx(root, suffix, pack)
-        info = prepare(spec)
-        images, labels = arrays_of(info)
-        assert np.array_equal(images, GREY)
-        assert labels.tolist() == LABELS.tolist()
-        assert (info.num_samples, info.sample_shape, info.dtype) == (6, (4, 5), "uint8")
-        assert (info.label_shape, info.max_label) == ((), 9)
-
     @pytest.mark.parametrize(("images", "labels", "source"), [("x", "y", ""), ("images", "labels", NPZ)])
     def test_npz_file_or_directory_with_one(
         self, root: Path, spec: PrepareSpec, images: str, labels: str, source: str
@@ -179,11 +154,8 @@ class TestFormats:
         remedy = refusal(spec, "has weights in an array whose name is not sample_weight")
         assert remedy == "rename the array to sample_weight, or remove it"
 
-    @pytest.mark.parametrize("write", [write_npy, write_idx])
-    def test_data_follows_the_public_data(
-        self, root: Path, spec: PrepareSpec, write: Callable[[Path], None]
-    ) -> None:
-        write(root)
+    def test_data_follows_the_public_data(self, root: Path, spec: PrepareSpec) -> None:
+        write_npy(root)
         weighted = {"label": ("float32", ()), "sample_weight": ("float32", (2,))}
         labels = arrays_of(prepare(replace(spec, labels=weighted)))[1]
         assert (labels["sample_weight"].tolist(), labels["label"].dtype) == ([[1, 1]] * 6, np.float32)
@@ -191,17 +163,17 @@ class TestFormats:
 
 class TestRepeatedCalls:
     def test_second_call_writes_nothing(self, root: Path, spec: PrepareSpec) -> None:
-        write_idx(root)
+        write_npy(root)
         first = prepare(spec)
         before = {path: path.stat().st_mtime_ns for path in Path(spec.store).rglob("*")}
         assert prepare(spec) == first
         assert {path: path.stat().st_mtime_ns for path in Path(spec.store).rglob("*")} == before
 
     def test_changed_or_moved_source_gets_another_fingerprint(self, root: Path, spec: PrepareSpec) -> None:
-        write_idx(root)
+        write_npz(root, x=GREY, y=LABELS)
         first = prepare(spec)
-        (root / IDX_LABELS).write_bytes(idx(LABELS[::-1]))
-        os.utime(root / IDX_LABELS, (1, 1))
+        write_npz(root, x=GREY, y=LABELS[::-1])
+        os.utime(root / NPZ, (1, 1))
         second = prepare(spec)
         assert arrays_of(second)[1].tolist() == LABELS[::-1].tolist()
         assert arrays_of(first)[1].tolist() == LABELS.tolist()
@@ -258,19 +230,6 @@ def cut(path: Path, stop: int) -> None:
 
 
 UNREADABLE: dict[str, Callable[[Path], Any]] = {
-    "truncated idx": lambda root: (write_idx(root), cut(root / IDX_IMAGES, -1)),
-    "idx whose header announces a gibibyte": lambda root: (
-        write_idx(root),
-        (root / IDX_IMAGES).write_bytes(b"\0\0\x08\x01\x40\0\0\0" + bytes(28)),
-    ),
-    "idx of floats": lambda root: (
-        write_idx(root),
-        (root / IDX_LABELS).write_bytes(b"\0\0\x0d\x01" + bytes(28)),
-    ),
-    "garbled gzip": lambda root: (
-        write_idx(root, ".gz", gzip.compress),
-        garble(root / f"{IDX_IMAGES}.gz", 10, 60),
-    ),
     "truncated npy": lambda root: (write_npy(root), cut(root / "images.npy", -1)),
     "pickled npy": lambda root: write_npy(root, labels=np.array([{"a": 1}] * 6, dtype=object)),
     "one number": lambda root: write_npy(root, labels=np.array(3)),
@@ -289,7 +248,6 @@ UNFIT: dict[str, tuple[Callable[[Path], Any], str]] = {
     "number in npz": (lambda root: write_npz(root, x=np.array(1), y=np.array(2)), "single number, not"),
     "picture": (lambda root: (root / f"{SECRET}.jpg").write_bytes(b"jpeg"), "not in a supported format"),
     "nothing": (lambda root: None, "is empty"),
-    "two pairs": (lambda root: (write_idx(root), write_idx(root, ".gz")), "not in a supported format"),
 }
 
 

@@ -76,14 +76,14 @@ class TestParsing:
         assert "1..36" in raised.value.remedy
 
     def test_power_needs_host_and_node(self) -> None:
-        assert given_power(None, None, None) is None
-        assert given_power(300, 10, 250) == Power(300, 10, 250)
-        for powers in ((300, None, None), (None, 10, None), (None, None, 250)):
+        assert given_power(None, None) is None
+        assert given_power(300, 10) == Power(300, 10)
+        for powers in ((300, None), (None, 10)):
             with pytest.raises(InputError, match="requires --"):
                 given_power(*powers)
         for powers in ((0.0, 1.0), (-1.0, 1.0), (300.0, -1.0), (float("nan"), 1.0)):
             with pytest.raises(InputError, match="invalid power"):
-                given_power(*powers, None)
+                given_power(*powers)
 
 
 def basis_of(at: MeasuredProject, **options: Any) -> ForecastBasis:
