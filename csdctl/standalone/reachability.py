@@ -20,6 +20,8 @@ import sys
 import threading
 from collections.abc import Iterable
 
+GREETING_BYTES = 1 << 16  # it fills packets
+
 
 def open_listener(address: str, ports: Iterable[int]) -> socket.socket:
     """Listen on the first free port of `ports`; raises OSError."""
@@ -100,7 +102,7 @@ def main() -> None:
         message = f"no port can be opened at {request['address']}: {error.strerror}"
         respond("error", message=message, remedy="check which ports are in use")
         return
-    greeting = f"{request['token']} {request['name']}{' ' * (1 << 16)}\n".encode()  # fills packets
+    greeting = f"{request['token']} {request['name']}".ljust(GREETING_BYTES - 1).encode() + b"\n"
     for listener in listeners:
         threading.Thread(target=serve, args=(listener, greeting), daemon=True).start()
     respond("result", ports=[listener.getsockname()[1] for listener in listeners])

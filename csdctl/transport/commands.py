@@ -272,9 +272,7 @@ class MarkedOutput:
     """
 
     MAX_PREAMBLE_BYTES = 1 << 16
-    """Kept of what comes before the token."""
-    MAX_START_BYTES = 16 << 20
-    """More than start-up files print."""
+    MAX_START_BYTES = 16 << 20  # more than start-up files print
 
     def __init__(self, token: str, *, max_bytes: int, keep_end: bool = False) -> None:
         self.token = token
@@ -285,7 +283,6 @@ class MarkedOutput:
         self._line_start = 0
         self.preamble = bytearray()
         self.num_before = 0
-        """Bytes that have arrived before the token."""
         self.has_started = False
         self.group = 0
 

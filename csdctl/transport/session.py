@@ -273,7 +273,6 @@ class Running:
         return True
 
     def _read_stderr(self) -> None:
-        # A server that sends more before the command starts is stopped by the window of its channel.
         while self.stderr.num_before <= MarkedOutput.MAX_START_BYTES and (data := self.process.read_stderr()):
             self.stderr.feed(data)
 

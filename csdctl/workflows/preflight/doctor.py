@@ -49,6 +49,7 @@ from csdctl.shipping.payload import pack_payload
 from csdctl.shipping.store import StoredFile, store_bytes
 from csdctl.shipping.worker_calls import call_worker
 from csdctl.shipping.worker_zip import pack_worker
+from csdctl.standalone.reachability import GREETING_BYTES
 from csdctl.transport.commands import build_program_command
 from csdctl.transport.many import Outcome, errors_of, open_sessions, run_on_all
 from csdctl.transport.meter import TrafficClass
@@ -107,6 +108,7 @@ def check_reachability(
     sessions: Mapping[str, Session],
     conditions: Mapping[str, Condition],
     deadline_s: float,
+    ledger: Ledger,
 ) -> list[Check]:
     """Return a check for every machine of `level`: whether the pairs that connect in training can."""
     token = secrets.token_hex(8)
@@ -129,6 +131,8 @@ def check_reachability(
         run_on_all(listeners, lambda listener: listener.program.close())
     errors = errors_of(outcomes) | errors_of(tried)
     attempts = [attempt for outcome in tried.values() for attempt in outcome.value or ()]
+    for tried_pair in (attempt for attempt in attempts if not attempt.reason):
+        ledger.add({(tried_pair.server, tried_pair.client, TrafficClass.CONTROL): GREETING_BYTES})
     judged = judge_attempts(list(listeners), attempts)
     return [judge_error(name, "ports", error) for name, error in errors.items()] + [
         check for check in judged if check.machine not in errors or check.status != Status.OK
@@ -337,11 +341,14 @@ def _examine_machines(
         if not fleet.emulated:
             examination.add(*judge_hostnames(conditions[name] for name in level.machines))
     fit = [name for name in conditions if name not in examination.red]
+    project = ProjectDirectory(directory)
+    ledger = Ledger(project.ledger, "doctor")
     for level in fleet.levels(fit):
         if is_checked(level.network):
             _check_clock(clock, "checking which machines can connect")
             deadline_s = min(20.0, clock.left_s)
-            examination.add(*check_reachability(level, fleet, sessions, conditions, deadline_s))
+            examination.add(*check_reachability(level, fleet, sessions, conditions, deadline_s, ledger))
+    ledger.save()
     if not fleet.nodes:
         return  # the host trains alone
     fit = [name for name in fit if name not in examination.red]
@@ -351,8 +358,6 @@ def _examine_machines(
         return
     _check_clock(clock, "starting the MPI check")
     deadline_s = max(1.0, min(mpi_deadline_s, clock.left_s))
-    project = ProjectDirectory(directory)
-    ledger = Ledger(project.ledger, "doctor")
     space = Workspace(project, keep_nodes(fleet, fit), {**conditions}, {**sessions}, ledger)
     for check in check_mpi(space, deadline_s):
         examination.add(check)
