@@ -272,7 +272,7 @@ class MarkedOutput:
     """
 
     MAX_PREAMBLE_BYTES = 1 << 16
-    MAX_START_BYTES = 16 << 20  # more than start-up files print
+    MAX_START_BYTES = 16 << 20  # more than start-up files print; the channel's window stops the rest
 
     def __init__(self, token: str, *, max_bytes: int, keep_end: bool = False) -> None:
         self.token = token

@@ -157,12 +157,12 @@ class Running:
         deadline = Deadline(wait_s)
         with contextlib.suppress(TimeoutError):
             while not self.stdout.has_started:
+                if self.stdout.num_before > MarkedOutput.MAX_START_BYTES:
+                    self.process.exit_code(deadline.left_s)
                 chunk = self.process.read_stdout(deadline.left_s)
                 if not chunk:
                     self.completed(self.process.exit_code(KILL_DEADLINE_S))
                 self.stdout.feed(chunk)
-                if self.stdout.num_before > MarkedOutput.MAX_START_BYTES:
-                    self.process.exit_code(deadline.left_s)  # what more comes ends at the channel's window
                 if deadline.has_passed:
                     raise TimeoutError
             with contextlib.suppress(OSError):  # it has ended; its output says why

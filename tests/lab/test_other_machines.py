@@ -185,6 +185,7 @@ def test_project_survives_the_cleanup_of_a_host_that_is_a_node(lab: Lab, project
 
 
 @pytest.mark.thorough
+@pytest.mark.fault(63)
 def test_three_nodes_and_the_host_work_in_one_home(lab: Lab, project: Project) -> None:
     """Two projects at once, each on nodes of its own, with the projects in the home that all share."""
     names = ("one", "two", "three")

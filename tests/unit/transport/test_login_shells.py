@@ -48,6 +48,7 @@ def run_in(name: str, arguments: list[str], home: Path, *, is_users: bool = True
 
 @in_every_shell
 @pytest.mark.parametrize("is_users", [True, False])
+@pytest.mark.fault(62)
 def test_arguments_arrive_byte_by_byte(name: str, tmp_path: Path, is_users: bool) -> None:
     assert run_in(name, ARGUMENTS, tmp_path, is_users=is_users) == list(map(os.fsencode, ARGUMENTS))
 
@@ -55,6 +56,7 @@ def test_arguments_arrive_byte_by_byte(name: str, tmp_path: Path, is_users: bool
 @in_every_shell
 @given(st.lists(st.binary(max_size=30).map(lambda content: content.replace(b"\0", b"")), min_size=1))
 @settings(max_examples=20)
+@pytest.mark.fault(62)
 def test_any_bytes_arrive(name: str, arguments: list[bytes]) -> None:
     assert run_in(name, list(map(os.fsdecode, arguments)), Path("/")) == arguments
 
