@@ -28,7 +28,13 @@ ANSWER_S = 60.0
 SOURCES = str(Path(csdctl.__file__).parents[1])
 COMMAND = [sys.executable, "-P", __file__]
 ENVIRONMENT = {"PYTHONPATH": SOURCES}
-LISTENING = {"name": "csd0", "token": "secret", "address": "127.0.0.1", "is_host": False}
+LISTENING = {
+    "name": "csd0",
+    "token": "secret",
+    "address": "127.0.0.1",
+    "is_host": False,
+    "num_bytes": 1 << 16,
+}
 MANIFEST = {"objects": [["0" * 64, 1000, 0o600]], "trees": [], "keep": [0]}
 SANDBOX = ("/bin/sh", "-c", "setsid sleep 3000 & echo inside; sleep 3000")
 RANK = 'mkfifo .csdctl/never; echo begins; exec "$@" rank --rank 0 --spec .csdctl/never'

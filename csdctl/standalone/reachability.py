@@ -3,7 +3,7 @@
 Sent as source and run by `PYTHON -I -S -c`, so it uses the standard library only. A request is a line of
 JSON, a response the frame `@csdctl-result JSON`, or `@csdctl-error JSON`:
 
-    request   {"name": …, "token": …, "address": …, "is_host": …}
+    request   {"name": …, "token": …, "address": …, "is_host": …, "num_bytes": …}
     response  {"ports": [1024, 40123]}
     request   {"listeners": [[NAME, ADDRESS, PORT], …], "deadline_s": …}
     response  {"attempts": [[NAME, PORT, ""], [NAME, PORT, "timed out"], …]}
@@ -19,8 +19,6 @@ import socket
 import sys
 import threading
 from collections.abc import Iterable
-
-GREETING_BYTES = 1 << 16  # it fills packets
 
 
 def open_listener(address: str, ports: Iterable[int]) -> socket.socket:
@@ -102,7 +100,7 @@ def main() -> None:
         message = f"no port can be opened at {request['address']}: {error.strerror}"
         respond("error", message=message, remedy="check which ports are in use")
         return
-    greeting = f"{request['token']} {request['name']}".ljust(GREETING_BYTES - 1).encode() + b"\n"
+    greeting = f"{request['token']} {request['name']}".ljust(request["num_bytes"] - 1).encode() + b"\n"
     for listener in listeners:
         threading.Thread(target=serve, args=(listener, greeting), daemon=True).start()
     respond("result", ports=[listener.getsockname()[1] for listener in listeners])

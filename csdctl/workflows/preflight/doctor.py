@@ -49,7 +49,6 @@ from csdctl.shipping.payload import pack_payload
 from csdctl.shipping.store import StoredFile, store_bytes
 from csdctl.shipping.worker_calls import call_worker
 from csdctl.shipping.worker_zip import pack_worker
-from csdctl.standalone.reachability import GREETING_BYTES
 from csdctl.transport.commands import build_program_command
 from csdctl.transport.many import Outcome, errors_of, open_sessions, run_on_all
 from csdctl.transport.meter import TrafficClass
@@ -73,6 +72,7 @@ from csdctl.worker.protocol.sandbox import SandboxCheck, SandboxRequest
 from csdctl.workflows.workspace.workspace import Workspace
 
 MAX_LISTENERS = 2
+GREETING_BYTES = 1 << 16  # it fills packets
 FIRST_PORT, LAST_PORT = 1024, 65535
 
 Port = Annotated[int, Between(FIRST_PORT, LAST_PORT)]
@@ -149,6 +149,7 @@ def _start_listener(
     program = Program(session, command, "connecting to the other machines", patience, remedy)
     try:
         request = {"name": session.name, "token": token, "address": address, "is_host": is_host}
+        request["num_bytes"] = GREETING_BYTES
         return PortListener(program, address, program.call(request, _Listening).ports)
     except BaseException:
         program.close()

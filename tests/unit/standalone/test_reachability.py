@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 
 import csdctl
-from csdctl.standalone.reachability import GREETING_BYTES
 from tests.patience import scaled
 
+GREETING_BYTES = 1 << 16
 SOURCE = (Path(csdctl.__file__).parent / "standalone" / "reachability.py").read_text()
 
 
@@ -28,7 +28,15 @@ class Program:
             text=True,
         )
         self.name, self.address = name, address
-        self.response = self.request({"name": name, "token": token, "address": address, "is_host": is_host})
+        self.response = self.request(
+            {
+                "name": name,
+                "token": token,
+                "address": address,
+                "is_host": is_host,
+                "num_bytes": GREETING_BYTES,
+            }
+        )
 
     def request(self, request: object) -> dict[str, Any]:
         assert self._process.stdin
