@@ -91,7 +91,7 @@ def measure_parts(project: Project, steps: int) -> dict[str, float]:
     """Return the parts of the mean step in the second half of a run, in ms, and its efficiency.
 
     The ranks' mean time of computing; what the slowest rank needs more on average; what the slowest rank of
-    each step needs more than that one; then communication: an idle sum of the same bytes, and the rest. All
+    each step needs more than that one; then communication. All
     steps are in one epoch.
     """
     options = ("--plan", "plan.yaml", "--skip-doctor", "--max-steps", str(steps), "--json")
@@ -100,7 +100,6 @@ def measure_parts(project: Project, steps: int) -> dict[str, float]:
     assert running.returncode == 0, errors[-2000:]
     report = read_documents(output)[-1]
     events = [json.loads(line) for line in (project.path / report["path"] / "events.jsonl").open()]
-    joined = next(event for event in events if event["event"] == "Joined")
     late = [event for event in events if event["event"] == "Progress" and event["step"] > steps / 2]
     ranks = [[event for event in late if event["rank"] == rank] for rank in range(NUM_NODES + 1)]
 
@@ -114,13 +113,12 @@ def measure_parts(project: Project, steps: int) -> dict[str, float]:
     step = statistics.mean(per_step(own, "compute_s", "wait_s") for own in ranks)
     samples = sum(event["global_samples"] for event in ranks[0]) / sum(event["steps"] for event in ranks[0])
     apart = sum(sum(e["samples"] for e in own) / sum(e["compute_s"] for e in own) for own in ranks)
-    mean, idle = statistics.mean(computing), 1000 * joined["sum_s"]
+    mean = statistics.mean(computing)
     return {
         "efficiency": samples / (step / 1000) / apart,
         "step": step,
         "computing": mean,
         "the slowest on average": max(computing) - mean,
         "the slowest of each step": slowest - max(computing),
-        "an idle sum": idle,
-        "other communication": step - slowest - idle,
+        "communication": step - slowest,
     }

@@ -2,8 +2,8 @@
 
     python tests/add_up_events.py .csdctl/runs/ID/events.jsonl
 
-A rank's events between two `Joined` or `EpochEnd` are a stint. Its `EpochEnd`, or else its `Progress` lines
-together, say what the rank did in it.
+A rank's events since it joined the others, or since its last `EpochEnd`, are a stint. Its `EpochEnd`, or
+else its `Progress` lines together, say what the rank did in it. When the process of rank 0 starts, all join.
 """
 
 import json
@@ -18,7 +18,7 @@ AMOUNTS = ("steps", "samples", "global_samples", "compute_s", "wait_s", "wall_s"
 def add_up(path: Path) -> dict[str, Any]:
     """Return the totals and rates of the run, of each rank, and of each epoch of rank 0."""
     events = [json.loads(line) for line in path.read_text().splitlines()]
-    ranks = sorted({event["rank"] for event in events if event["event"] == "Joined"})
+    ranks = sorted({int(rank) for event in events if is_joined(event) for rank in event["batch_sizes"]})
     stints = {rank: list(stints_of(events, rank)) for rank in ranks}
     of_rank = {rank: total([amounts for _, amounts in stints[rank]]) for rank in ranks}
     steps, samples, ended = read_backwards(events)
@@ -50,19 +50,26 @@ def add_up(path: Path) -> dict[str, Any]:
 def stints_of(events: list[dict[str, Any]], rank: int) -> Any:
     """Yield epoch and amounts of each stint of a rank."""
     lines: list[dict[str, Any]] = []
-    for event in [*(event for event in events if event["rank"] == rank), {"event": "Joined"}]:
-        if event["event"] == "Progress":
-            lines.append(event)
-        elif event["event"] == "EpochEnd":
-            count = event["stepped_samples"]
-            yield event["epoch"], Counter({name: event[name] for name in AMOUNTS} | {"global_samples": count})
-            lines = []
-        elif event["event"] == "Joined":
+    is_member = False
+    for event in [*events, {"event": "Joined", "is_start": True, "batch_sizes": {}}]:
+        if event["event"] == "Joined":
+            was_member = is_member and not event["is_start"] and rank not in dict(event["lost"])
+            is_member = str(rank) in event["batch_sizes"]
+            if was_member or not (is_member or event["is_start"]):
+                continue
             if lines:
                 yield (
                     lines[0]["epoch"],
                     total([Counter({name: line[name] for name in AMOUNTS}) for line in lines]),
                 )
+            lines = []
+        elif event["rank"] != rank:
+            continue
+        elif event["event"] == "Progress":
+            lines.append(event)
+        elif event["event"] == "EpochEnd":
+            count = event["stepped_samples"]
+            yield event["epoch"], Counter({name: event[name] for name in AMOUNTS} | {"global_samples": count})
             lines = []
 
 
@@ -82,7 +89,7 @@ def by_epoch(stints: list[tuple[int, "Counter[str]"]]) -> Any:
 def read_backwards(events: list[dict[str, Any]]) -> tuple[int, int, list[int]]:
     """Return steps and samples of the model at the end, and the epochs that it has behind it.
 
-    What a later `Joined` took back does not count: seen from the end, only epochs before its own do.
+    What a later start took back does not count: seen from the end, only epochs before its own do.
     """
     steps, samples, is_at_joined, has_total = 0, 0, False, False
     first, ended = sys.maxsize, dict[int, int]()
@@ -91,7 +98,7 @@ def read_backwards(events: list[dict[str, Any]]) -> tuple[int, int, list[int]]:
             ended.setdefault(event["epoch"], event["global_samples"])
             first = event["epoch"]
             is_at_joined = True  # what came before belongs to an epoch that has ended
-        elif event["event"] == "Joined":
+        elif is_start(event):
             if not has_total:
                 steps, has_total = steps + event["total_steps"], True
             if not is_at_joined:
@@ -99,14 +106,19 @@ def read_backwards(events: list[dict[str, Any]]) -> tuple[int, int, list[int]]:
             first = min(first, event["epoch"])
         elif event["event"] == "Progress" and not is_at_joined:
             samples += event["global_samples"]
-    joined = max(number for number, event in enumerate(events) if is_of_0(event, "Joined"))
-    steps += sum(amounts["steps"] for _, amounts in stints_of(events[joined:], 0))
+    started = max(number for number, event in enumerate(events) if is_start(event))
+    steps += sum(amounts["steps"] for _, amounts in stints_of(events[started:], 0))
     return steps, samples + sum(ended.values()), sorted(ended)
 
 
-def is_of_0(event: dict[str, Any], kind: str) -> bool:
-    """Return whether an event is of this kind and from rank 0."""
-    return bool(event["rank"] == 0 and event["event"] == kind)
+def is_joined(event: dict[str, Any]) -> bool:
+    """Return whether an event says who takes part."""
+    return bool(event["event"] == "Joined")
+
+
+def is_start(event: dict[str, Any]) -> bool:
+    """Return whether an event is the beginning of a process of rank 0."""
+    return is_joined(event) and bool(event["is_start"])
 
 
 def total(parts: "list[Counter[str]]") -> "Counter[str]":

@@ -156,14 +156,14 @@ def _open_packet_socket() -> None:
 
 
 def _attach_filter() -> None:
-    from csdctl.worker.sandbox.seccomp_supervisor import Program
+    from csdctl.worker.sandbox.seccomp_filter import Program
 
     with socket.socket() as filtered:
         filtered.setsockopt(socket.SOL_SOCKET, SO_ATTACH_FILTER, Program([(0x06, 0, 0, 0)]).header)
 
 
 def _find_lack_of_seccomp() -> str:
-    from csdctl.worker.sandbox.seccomp_supervisor import ARCHITECTURES, MACHINE
+    from csdctl.worker.sandbox.seccomp_filter import ARCHITECTURES, MACHINE
 
     return "" if MACHINE in ARCHITECTURES else f"the filter knows no system calls of {MACHINE}"
 
@@ -237,6 +237,10 @@ NEEDS = {
         _without_permission("SO_ATTACH_FILTER", _attach_filter), (), "run `make test` as root"
     ),
     "seccomp": Need(_find_lack_of_seccomp, (), "run `make test` on x86_64 or aarch64"),
+    "kernel headers": Need(
+        _unless(lambda: os.access("/usr/include/asm-generic/unistd.h", os.R_OK), "no asm-generic/unistd.h"),
+        ("linux-libc-dev",),
+    ),
     "shared memory": Need(
         _unless(lambda: os.access("/dev/shm", os.W_OK), "/dev/shm is not writable"),
         (),

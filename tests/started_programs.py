@@ -4,7 +4,6 @@
 machine; prints `started`, and waits.
 """
 
-import json
 import os
 import subprocess
 import sys
@@ -28,13 +27,6 @@ ANSWER_S = 60.0
 SOURCES = str(Path(csdctl.__file__).parents[1])
 COMMAND = [sys.executable, "-P", __file__]
 ENVIRONMENT = {"PYTHONPATH": SOURCES}
-LISTENING = {
-    "name": "csd0",
-    "token": "secret",
-    "address": "127.0.0.1",
-    "is_host": False,
-    "num_bytes": 1 << 16,
-}
 MANIFEST = {"objects": [["0" * 64, 1000, 0o600]], "trees": [], "keep": [0]}
 SANDBOX = ("/bin/sh", "-c", "setsid sleep 3000 & echo inside; sleep 3000")
 RANK = 'mkfifo .csdctl/never; echo begins; exec "$@" rank --rank 0 --spec .csdctl/never'
@@ -60,7 +52,6 @@ def start_all(session: Session, python: str) -> None:
     worker = ["env", f"PYTHONPATH={SOURCES}", python, "-P", "-u", "-m", "csdctl.worker"]
     policy = SandboxPolicy(SANDBOX, False, "", (), (), (python,), (), {})
     start(standalone("lock"), "{}", "@csdctl-mine")
-    start(standalone("reachability"), json.dumps(LISTENING), "@csdctl-result")
     start(receiver, "", "@csdctl-missing", first)
     start(standalone("leftovers"), "", "")
     start(["sh", "-c", LOOP, "csdctl-power", "sleep 3000", "csd0"], "", "")

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from csdctl.launch.leftovers import describe_holder
 from csdctl.runs.directory import RunDirectory
-from csdctl.worker.protocol.events import Event, Joined, LinkLost, NodeLost, Progress, Ready, event_document
+from csdctl.worker.protocol.events import Event, Joined, NodeLost, Progress, Ready, event_document
 from csdctl.worker.protocol.json_codec import to_json
 from tests.unit.runs.manifests import manifest_of, spec_of
 
@@ -47,8 +47,7 @@ def make_events(num_ranks: int) -> Iterator[tuple[float, Event]]:
     sizes = {str(rank): BATCH for rank in range(num_ranks)}
     for rank in range(num_ranks):
         yield START_S, Ready(rank, name_of(rank), 800)
-    for rank in range(num_ranks):
-        yield START_S, Joined(rank, name_of(rank), 1, 1, 0, NUM_STEPS, 0, sizes, "star", 0.01)
+    yield START_S, Joined(0, name_of(0), 1, 0, NUM_STEPS, 0, sizes, is_start=True)
     for second, rank in itertools.product(range(NUM_EVEN + NUM_HELD), range(num_ranks)):
         is_held = second >= NUM_EVEN
         compute_s = 0.9 if rank == SLOW and is_held else 0.3
@@ -77,4 +76,4 @@ def make_events(num_ranks: int) -> Iterator[tuple[float, Event]]:
         )
     if num_ranks > 30:
         yield START_S + 61, NodeLost(30, name_of(30), "no answer for 30 s")
-        yield START_S + 61, LinkLost(12, name_of(12), 1, 1, 60)
+        yield START_S + 61, NodeLost(12, name_of(12), "killed")

@@ -64,7 +64,6 @@ background = partial(typer.Option, rich_help_panel="Background and monitoring")
 """Options of one panel each."""
 Strategy = Literal["auto", "data-parallel", "features", "split"]
 Precision = Literal["float32", "float16"]
-Collective = Literal["auto", "star", "allreduce"]
 
 
 DEFAULT_FLEET = Path("fleet.yaml")

@@ -505,10 +505,10 @@ _COUNTS = re.compile(r"\s(\d+)\s+\d+\s+(\d+)\s+(?:\d+%|-)\s")
 
 
 def parse_addresses(output: str) -> FactValues:
-    """Parse /proc/net/fib_trie."""
-    if "LOCAL" not in output:
-        raise ValueError("/proc/net/fib_trie lists no address")
-    return {"addresses": tuple(parse_local_addresses(output))}
+    """Parse /proc/net/fib_trie and if_inet6."""
+    if not (addresses := tuple(parse_local_addresses(output))):
+        raise ValueError("/proc/net lists no address")
+    return {"addresses": addresses}
 
 
 def parse_places(output: str) -> FactValues:
@@ -536,6 +536,6 @@ def _parse_space(text: str) -> DirectorySpace:
 CONDITION_FACTS = (
     *MACHINE_FACTS,
     text_fact("hostname", "cat /proc/sys/kernel/hostname"),
-    Fact("addresses", "cat /proc/net/fib_trie", parse_addresses),
+    Fact("addresses", "cat /proc/net/fib_trie /proc/net/if_inet6", parse_addresses),
     Fact("places", _PLACES_SCRIPT, parse_places),
 )

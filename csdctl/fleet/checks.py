@@ -6,19 +6,17 @@ Which properties must agree between machines, and how strictly: docs/how-to/exam
 
 import re
 import shlex
-from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
 
 from csdctl.errors import CsdctlError, NodeError
 from csdctl.fleet.facts import Condition, DirectorySpace, Facts
-from csdctl.fleet.model import HOST_NAME, Fleet, Level, Node
-from csdctl.fleet.names import format_node_names, names_by_value
-from csdctl.fleet.network import NO_INTERFACE_REMEDY, addresses_in, has_no_interface, is_checked
+from csdctl.fleet.model import BETWEEN_SERVERS, HOST_NAME, Fleet, Level, Node
+from csdctl.fleet.names import names_by_value
+from csdctl.fleet.network import NO_INTERFACE_REMEDY, addresses_in, has_no_interface
 from csdctl.fleet.requirements import build_install_command
 from csdctl.worker.protocol.limits import RAISE, judge_limits
-from csdctl.worker.protocol.orders import BETWEEN_SERVERS
 from csdctl.worker.protocol.run_spec import AUTO, GPU
 
 MIN_GLIBC = (2, 28)
@@ -100,9 +98,9 @@ def judge_machine(facts: Condition, host: Facts, fleet: Fleet) -> list[Check]:
 
 
 def judge_network(addresses: Sequence[str] | None, network: str) -> Judgement:
-    """Check whether a machine has an address in `network`; '' lets MPI choose."""
-    if addresses is None or not is_checked(network):
-        return Status.WARN, "addresses unknown", "an IPv4 network", ""
+    """Check whether a machine has an address in `network`; with '', any but the loopback's."""
+    if addresses is None:
+        return Status.WARN, "addresses unknown", "", ""
     inside = addresses_in(network, addresses)
     if network and not inside:
         found = f"no address in {network}, it has {', '.join(addresses) or 'none'}"
@@ -111,10 +109,6 @@ def judge_network(addresses: Sequence[str] | None, network: str) -> Judgement:
     if has_no_interface(network, addresses):
         expected = "another interface, for MPI's daemons"
         return Status.FAIL, "only the loopback", expected, NO_INTERFACE_REMEDY
-    if len(inside) > 1:
-        found = f"several addresses that MPI may use: {', '.join(inside)}"
-        remedy = "set `network:` in the fleet file to the network that all machines share"
-        return Status.WARN, found, "one address", remedy
     return Status.OK, ", ".join(inside) or "only loopback", "", ""
 
 
@@ -123,13 +117,6 @@ def _judge_limits(facts: Condition, num_nodes: int) -> Judgement:
     found, expected, is_too_low = judge_limits(dict(facts.limits), facts.num_threads, num_nodes)
     status = Status.FAIL if is_too_low else Status.WARN if found else Status.OK
     return status, found or "enough", expected, RAISE if found else ""
-
-
-def judge_hostnames(conditions: Iterable[Condition]) -> list[Check]:
-    """Warn about machines with the same hostname: MPI treats them as one machine."""
-    hostnames = ((one.name, one.hostname) for one in conditions if one.hostname)
-    remedy = "give each machine a unique name: `hostnamectl hostname NAME`"
-    return _judge_shared("hostname", hostnames, "a unique name", remedy)
 
 
 def judge_addresses(nodes: Iterable[Node]) -> list[Check]:
@@ -153,23 +140,6 @@ def _judge_shared(check: str, values: Iterable[tuple[str, str]], expected: str, 
         for value, same in names_by_value(values).items()
         if len(same) > 1
         for name in same
-    ]
-
-
-def judge_prefixes(nodes: Iterable[Facts]) -> list[Check]:
-    """Check that all nodes have the same prefix as the first: an mpirun uses one prefix for all."""
-    known = [facts for facts in nodes if facts.prefix]
-    return [
-        Check(
-            facts.name,
-            "prefix",
-            Status.FAIL,
-            f"its Python is at {facts.prefix}",
-            f"{known[0].prefix}, as on {known[0].name}: mpirun uses one path for all nodes",
-            "install the Python environment at the same path on every node, or create a link there",
-        )
-        for facts in known
-        if facts.prefix != known[0].prefix
     ]
 
 
@@ -354,58 +324,6 @@ def _numbers(version: str) -> tuple[int, ...]:
     """Parse the leading numbers of a version: `2.21.0rc1` is (2, 21, 0)."""
     found = re.match(r"\d+(\.\d+)*", version)
     return tuple(map(int, found[0].split("."))) if found else ()
-
-
-@dataclass(frozen=True)
-class ConnectAttempt:
-    """An attempt of `client` to connect to a listener of `server`; `reason` is '' when it succeeded."""
-
-    client: str
-    server: str
-    address: str
-    port: int
-    reason: str = ""
-
-
-def pairs_to_try(machines: Sequence[str]) -> dict[str, list[str]]:
-    """Return the listeners that each machine connects to: the first one and each other, in both directions.
-
-    Sums and all other messages pass rank 0, so that nodes which reach their host alone can train.
-    """
-    first, *others = machines
-    return {first: others, **{other: [first] for other in others}}
-
-
-def judge_attempts(machines: Sequence[str], attempts: Iterable[ConnectAttempt]) -> list[Check]:
-    """Return a check for every machine.
-
-    Every attempt is between the first machine and another. The first one fails its check in place of all
-    others.
-    """
-    first = machines[0]
-    suspects: dict[str, list[ConnectAttempt]] = defaultdict(list)
-    for attempt in attempts:
-        if attempt.reason:
-            suspects[attempt.server if attempt.client == first else attempt.client].append(attempt)
-    if len(suspects) == len(machines) - 1 > 1:
-        suspects = {first: [attempt for refused in suspects.values() for attempt in refused]}
-    return [_judge(name, suspects.get(name, [])) for name in machines]
-
-
-def _judge(name: str, refused: Sequence[ConnectAttempt]) -> Check:
-    if not refused:
-        return Check(name, "ports", Status.OK, "open")
-    first = refused[0]
-    if all(attempt.server == name for attempt in refused):
-        found = f"{format_node_names(attempt.client for attempt in refused)} cannot reach it"
-    else:
-        found = f"cannot reach {format_node_names(attempt.server for attempt in refused)}"
-    found += f" at {first.address} port {first.port}: {first.reason}"
-    remedy = "check routes and addresses; set the shared network as `network:` in the fleet file"
-    if first.reason in ("timed out", "connection refused"):
-        remedy = "let TCP ports 1024 and up through the firewall between these machines"
-    remedy = LARGE_PACKETS if first.reason.startswith("connected") else remedy
-    return Check(name, "ports", Status.FAIL, found, "every machine accepts connections", remedy)
 
 
 def check_machines(fleet: Fleet, facts: Iterable[Facts]) -> None:

@@ -5,7 +5,7 @@ machine or from the file.
 """
 
 from dataclasses import asdict
-from ipaddress import IPv4Address
+from ipaddress import ip_address
 from pathlib import Path
 from typing import Annotated
 
@@ -158,7 +158,7 @@ def list_invalid(error: ValidationError) -> dict[str, str]:
     return described
 
 
-_Address = Annotated[str, AfterValidator(lambda text: str(IPv4Address(text)))]
+_Address = Annotated[str, AfterValidator(lambda text: str(ip_address(text)))]
 
 
 @dataclass(frozen=True)
@@ -180,7 +180,7 @@ class Condition(Facts):
 
     hostname: Annotated[str, Field(pattern=r"^[\x21-\x7e]+$", max_length=253)] | None = None
     addresses: Annotated[tuple[_Address, ...], Field(max_length=1000)] | None = None
-    """The IPv4 addresses of all interfaces."""
+    """The addresses of all interfaces, without link-local ones."""
     home_space: DirectorySpace | None = None
     temporary_space: DirectorySpace | None = None
     """TMPDIR, the directory for temporary files of MPI and Python."""

@@ -18,7 +18,7 @@ from pydantic import AfterValidator, BeforeValidator, Field, field_validator, mo
 
 from csdctl.documents import Document, load_document
 from csdctl.errors import InputError
-from csdctl.fleet.model import SERVER_MARK, Env, Fleet, Host, Node, PowerSource
+from csdctl.fleet.model import HOST_NAME, SERVER_MARK, Env, Fleet, Host, Node, PowerSource
 from csdctl.fleet.names import (
     ADDRESS,
     AN_ADDRESS,
@@ -32,7 +32,7 @@ from csdctl.fleet.names import (
     format_node_names,
     range_ends,
 )
-from csdctl.fleet.network import find_ambiguous, means_host, own_names
+from csdctl.fleet.network import means_host, own_names
 from csdctl.fleet.openssh import MAX_HOPS, parse_jump
 from csdctl.worker.protocol.run_spec import AUTO, Device
 
@@ -288,23 +288,16 @@ def _resolve_keys(settings: NodeSettings, directory: Path) -> dict[str, Any]:
 
 
 def _check_names(path: Path, jump_hosts: Sequence[str], nodes: Sequence[str]) -> None:
-    own = own_names()
     for name, count in Counter([*jump_hosts, *nodes]).items():
-        if means_host(name, own):
+        if name == HOST_NAME:
             raise InputError(
-                f"{path}: {name!r} is not allowed as a node name: csdctl or mpirun would take it for this "
-                f"host, which is {', '.join(sorted(own))}",
+                f"{path}: {name!r} is not allowed as a node name: csdctl calls its own machine so",
                 remedy="give the node another `name`; its `address` may stay",
             )
         if count > 1:
             raise InputError(
                 f"{path}: two nodes have the name {name!r}", remedy="give each node a unique name"
             )
-    for first, other in find_ambiguous(nodes):
-        raise InputError(
-            f"{path}: mpirun would take {first!r} and {other!r} for one node: it reads names up to the dot",
-            remedy=f"write {other.replace('.', '-')!r}, for example",
-        )
 
 
 @dataclass

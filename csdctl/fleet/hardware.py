@@ -173,7 +173,7 @@ class MachineClass:
 
 @dataclass(frozen=True)
 class FleetClass:
-    """Fleets with equal collective times, apart from the number of ranks: same machines and network."""
+    """Fleets whose sums take as long, apart from the number of ranks: same machines and network."""
 
     host: MachineClass
     nodes: tuple[MachineClass, ...]

@@ -14,7 +14,6 @@ from pydantic import Field, model_validator
 from csdctl.documents import Document
 from csdctl.errors import CsdctlError, InputError
 from csdctl.fleet.names import expand_range, format_node_names
-from csdctl.worker.protocol.orders import BETWEEN_SERVERS
 from csdctl.worker.protocol.run_spec import AUTO, CPU, Device
 
 HOST_NAME = "host"
@@ -130,6 +129,10 @@ class Host(Document):
     power: PowerSource | None = None
     device: Device = AUTO
     env: Env = {}
+
+
+BETWEEN_SERVERS = "between servers"
+"""The level of the links of all servers; any other level is that of a server with its nodes."""
 
 
 @dataclass(frozen=True)

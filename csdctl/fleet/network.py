@@ -1,15 +1,9 @@
-"""IPv4 addresses of a machine, and the names that mpirun takes for the machine it runs on.
+"""Addresses of a machine, and the names by which this one knows itself."""
 
-Open MPI compares the names of machines up to the first dot, with the same letter case, and takes the IPv4
-addresses of its own interfaces for itself. A node with such a name would never be reached: its link would run
-on the host.
-"""
-
-import contextlib
 import ipaddress
 import re
 import socket
-from collections.abc import Container, Iterable, Iterator
+from collections.abc import Container, Iterable
 from pathlib import Path
 
 from csdctl.fleet.model import HOST_NAME
@@ -21,15 +15,17 @@ NO_INTERFACE_REMEDY = (
 """PRRTE, which starts the ranks on other machines, never uses the loopback between its daemons."""
 
 
-def parse_local_addresses(fib_trie: str) -> list[str]:
-    """Return the IPv4 addresses of all interfaces, from the content of /proc/net/fib_trie."""
+def parse_local_addresses(tables: str) -> list[str]:
+    """Return the addresses of all interfaces, from /proc/net/fib_trie and if_inet6, but link-local ones."""
     found: dict[str, None] = {}
     address = ""
-    for line in fib_trie.split("\n"):
+    for line in tables.split("\n"):
         if match := re.match(r"\s*\|-- (\d+\.\d+\.\d+\.\d+)$", line):
             address = match[1]
         elif "/32 host LOCAL" in line and address:
             found[address] = None
+        elif match := re.match(r"([0-9a-f]{32}) [0-9a-f]+ [0-9a-f]+ (00|10)", line):
+            found[str(ipaddress.IPv6Address(int(match[1], 16)))] = None
     return list(found)
 
 
@@ -49,18 +45,6 @@ def has_no_interface(network: str, addresses: Iterable[str]) -> bool:
     return all(ipaddress.ip_address(address).is_loopback for address in addresses)
 
 
-def is_checked(network: str) -> bool:
-    """Return whether addresses can be checked against `network`: IPv6 networks are not checked."""
-    return not network or ipaddress.ip_network(network).version == 4
-
-
-def resolve(address: str) -> str:
-    """Return the IPv4 address of a host name or address, '' without one."""
-    with contextlib.suppress(OSError):
-        return socket.gethostbyname(address)
-    return ""
-
-
 def own_names() -> frozenset[str]:
     """Return the names, up to the first dot, and IPv4 addresses by which this host knows itself."""
     try:
@@ -73,15 +57,6 @@ def own_names() -> frozenset[str]:
 def means_host(name: str, own: Container[str]) -> bool:
     """Return whether `name` is one of the host's `own` names, in any letter case and any domain."""
     return _label(name).lower() in own
-
-
-def find_ambiguous(names: Iterable[str]) -> Iterator[tuple[str, str]]:
-    """Yield pairs of different `names` that mpirun takes for one."""
-    first: dict[str, str] = {}
-    for name in names:
-        other = first.setdefault(_label(name), name)
-        if other != name:
-            yield other, name
 
 
 def _label(name: str) -> str:

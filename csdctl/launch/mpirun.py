@@ -8,24 +8,29 @@ import ipaddress
 import secrets
 import shlex
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
-from csdctl.errors import CsdctlError, InputError
-from csdctl.fleet.checks import Status, judge_network
+from csdctl.errors import CsdctlError, NodeError
 from csdctl.fleet.facts import Facts
-from csdctl.fleet.model import HOST_NAME, Fleet, Level
-from csdctl.fleet.network import parse_local_addresses, resolve
+from csdctl.fleet.model import HOST_NAME, Fleet
 from csdctl.fleet.requirements import build_repair_command
-from csdctl.launch.mpi_job import REQUEST, MpiJob, host_word
-from csdctl.runs.directory import RunDirectory
+from csdctl.launch import link_ends
+from csdctl.launch.link_ends import End
+from csdctl.launch.mpi_job import ENDED, REQUEST, MpiJob
+from csdctl.runs.directory import CappedLog, RunDirectory
 from csdctl.transport.commands import build_worker_command
 from csdctl.transport.session import Conversation, Session
-from csdctl.worker.protocol.events import Exited, event_to_line
 from csdctl.worker.protocol.json_codec import to_json
-from csdctl.worker.protocol.sandbox import SandboxPolicy, link_address
+from csdctl.worker.protocol.sandbox import (
+    SandboxCheck,
+    SandboxPolicy,
+    hub_address,
+    link_address,
+    user_of_link,
+)
 
 
 def find_mpirun() -> Path:
@@ -51,34 +56,6 @@ def mpi_version() -> str:
         return ""
 
 
-def choose_prefix(nodes: Sequence[str], facts: Mapping[str, Facts]) -> str:
-    """Return the prefix of MPI on the nodes.
-
-    mpirun takes one prefix for all: raises InputError when the nodes differ.
-    """
-    prefixes = {prefix for name in nodes if name in facts and (prefix := facts[name].prefix)}
-    if len(prefixes) > 1:
-        raise InputError(
-            f"the nodes have Python at different paths: {', '.join(sorted(prefixes))}",
-            remedy="install Python at the same path on every node, and set it in fleet.yaml (python:)",
-        )
-    return prefixes.pop() if prefixes else sys.prefix
-
-
-def check_network(network: str, addresses: Sequence[str] | None = None) -> None:
-    """Raise InputError when MPI cannot run in `network`, a CIDR, on this host ('' allows any).
-
-    `addresses` are the host's. IPv4 only; an IPv6 network is not checked.
-    """
-    if not network:
-        return
-    if addresses is None:
-        addresses = parse_local_addresses(Path("/proc/net/fib_trie").read_text())
-    status, found, expected, remedy = judge_network(addresses, network)
-    if status == Status.FAIL:
-        raise InputError(f"network {network} on this host: {found}, expected {expected}", remedy=remedy)
-
-
 ALLOW_ROOT = {
     "OMPI_ALLOW_RUN_AS_ROOT": "1",
     "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
@@ -97,7 +74,6 @@ _SCRIPT = """host=$1; shift; printf '{}%s %s\\n' "$host" "$*"\n"""
 COMMON_OPTIONS = (
     "--map-by node",
     "--bind-to none",
-    "--output tag",
     "--mca pml ob1",
     "--mca btl tcp,self",
     "--mca coll ^han",
@@ -120,63 +96,64 @@ class RankCommand:
     number: int
     node: str
     command: tuple[str, ...]
-    starter: str = HOST_NAME
-    """The machine of mpirun."""
+    interface: str
+    """The network interface that MPI uses there."""
 
     @property
     def is_local(self) -> bool:
         """Whether the rank runs on the machine of mpirun."""
-        return self.node == self.starter
+        return self.number == 0
 
     @property
     def host(self) -> str:
         """mpirun's name of the machine: never the name of a node alone, which may be the host's name too."""
-        return "localhost" if self.is_local else f"rank{self.number}-{host_word(self.node)}"
+        return "localhost" if self.is_local else f"node{self.number}"
+
+
+DAEMON_INTERFACE = "prte_if_include"
 
 
 def build_mpirun_command(
-    mpirun: Path, prefix: str, network: str, ranks: Sequence[RankCommand], run_id: str, *, has_ipv4: bool
+    mpirun: Path, prefix: str, near: End, ranks: Sequence[RankCommand], run_id: str
 ) -> list[str]:
     """Return mpirun's argument list, with one application context per rank, in order of rank.
 
     AGENT is a shell script in mpirun's working directory, which gets what ssh would get: a node, and a
-    command. `prefix` is the installation prefix of MPI on the nodes (their virtual environment), `network`
-    the CIDR of the interfaces that MPI may use ('' lets MPI choose). `has_ipv4`: every machine has IPv4.
+    command. `prefix` is the installation prefix of MPI on the nodes (their virtual environment), `near` the
+    end of the link on mpirun's machine.
     """
     options = [word for option in COMMON_OPTIONS for word in option.split()]
     options += ["--prefix", prefix]
     options += ["--prtemca", "plm_ssh_agent", f"sh {AGENT}"]
-    if network:
-        options += ["--mca", "btl_tcp_if_include", network]
-    # Machines may have IPv6 addresses that are not routed, or that others lack.
-    if network or has_ipv4:
-        options += ["--mca", "btl_tcp_disable_family", "4" if ":" in network else "6"]
+    options += ["--mca", "btl_tcp_disable_family", "4" if ":" in near.address else "6"]
     # PRRTE never uses the loopback when another interface exists, and fails when it is requested.
-    if network and not network.startswith("127."):
-        options += ["--prtemca", "prte_if_include", network]
+    if not near.is_loopback:
+        options += ["--prtemca", DAEMON_INTERFACE, near.interface]
     # A parameter that no program reads: mpirun adds it to the command lines of its daemons.
     options += ["--prtemca", f"csdctl_run_{run_id}", "1"]
     contexts: list[str] = []
-    for number, rank in enumerate(ranks):
-        contexts += [":"] if number else []
+    for rank in ranks:
+        contexts += [":"] if contexts else []
         contexts += ["--host", f"{rank.host}:1", "-np", "1"]
-        contexts += ["/bin/sh", "-c", _rank_script(number, rank)]
+        contexts += ["/bin/sh", "-c", _rank_script(rank)]
     return [str(mpirun), *options, *contexts]
 
 
-def _rank_script(number: int, rank: RankCommand) -> str:
-    """Return a shell script that enters the machine's home, runs the rank, and reports how it ended.
+def _rank_script(rank: RankCommand) -> str:
+    """Return a shell script that enters the machine's home, runs an end of the link, and prints how it ended.
 
-    mpirun starts every rank in its own working directory, while a node's paths are relative to its home. When
-    a rank is killed, the others abort at once, and mpirun may name one of those instead.
+    mpirun starts both in its own working directory, while a node's paths are relative to its home. When one
+    is killed, the other one aborts at once, and mpirun may name that instead.
     """
-    event = event_to_line(Exited(number, rank.node, 0)).removesuffix("0}")
     enter = "" if rank.is_local else "cd && "
-    report = f"printf '%s%d}}\\n' {shlex.quote(event)} $code"
-    return f"{enter}{shlex.join(rank.command)}; code=$?; [ $code -eq 0 ] || {report}; exit $code"
+    report = f"echo {shlex.quote(ENDED + rank.node)} $code"
+    uses = shlex.join(["env", f"OMPI_MCA_btl_tcp_if_include={rank.interface}", *rank.command])
+    return f"{enter}{uses}; code=$?; [ $code -eq 0 ] || {report}; exit $code"
 
 
-ANY_NETWORK, LOOPBACK = ("0.0.0.0/0", "::/0"), ("127.0.0.0/8", "::1/128")
+BASE_MEMORY_BYTES, STATES = 2 << 30, 8
+"""Memory of a process of MPI: far above its own, and copies of a state on its way."""
+LOOPBACK = ("127.0.0.0/8", "::1/128")
 
 
 @dataclass(frozen=True)
@@ -190,60 +167,54 @@ class Mpirun:
     """To the machines, over which mpirun and its daemons are started; the newest one of each."""
     worker_path: str
     """The worker in every machine's store."""
-    obstacles: Mapping[str, str]
-    """Machines that cannot run a sandbox, and why: there, MPI runs without."""
+    sandboxes: dict[str, SandboxCheck]
+    """What each machine can do for a sandbox, where it is possible, and its interfaces."""
     link_key: str = ""
-    """The link key of the ranks' spec."""
+    """By which ranks on nodes await their links."""
+    hub_key: str = ""
+    """By which hubs do."""
+    state_bytes: int = 0
+    """The size of what a rank gets when it joins, about."""
 
-    def build_job(self, members: Iterable[tuple[int, str, Sequence[str]]], level: Level) -> MpiJob:
-        """Return the job over `members`, in order of rank, not yet started.
+    def build_link(self, rank: int, node: str, starter: str, path: tuple[End, End]) -> MpiJob:
+        """Return the link of a rank, not yet started: mpirun on `starter`, one end there, one on `node`.
 
-        A member has the number of its rank, its machine, and the worker's arguments there. mpirun runs on the
-        first machine of `level`.
-        Raises CsdctlError without a usable mpirun, InputError when the nodes' Python prefixes differ or the
-        host has no interface over which MPI's daemons can connect.
+        `path`: as of `find_paths`. Raises CsdctlError without a usable mpirun.
         """
-        starter, network = level.machines[0], level.network
         is_here = starter == HOST_NAME
-        ranks = [
-            RankCommand(number, node, tuple(self.build_worker_command(node, arguments)), starter)
-            for number, node, arguments in members
+        near, far = path
+        arguments = ["link", "--rank", str(rank)]
+        commands = [
+            RankCommand(number, machine, tuple(self.build_worker_command(machine, arguments)), end.interface)
+            for number, machine, end in ((0, starter, near), (rank, node, far))
         ]
-        if is_here and any(not rank.is_local for rank in ranks):
-            check_network(network)
         command = build_mpirun_command(
-            find_mpirun() if is_here else Path(choose_prefix([starter], self.facts)) / "bin" / "mpirun",
-            choose_prefix([rank.node for rank in ranks if not rank.is_local], self.facts),
-            network,
-            ranks,
+            find_mpirun() if is_here else Path(self.facts[starter].prefix or sys.prefix) / "bin" / "mpirun",
+            self.facts[node].prefix or sys.prefix,
+            near,
+            commands,
             run_id=self.run.run_id,
-            has_ipv4=all(
-                resolve(self.fleet.node(name).address) for name in level.machines if name != HOST_NAME
-            ),
         )
-        key = "" if any(rank.node in self.obstacles for rank in ranks) else secrets.token_hex(32)
-        remote = {rank.host: rank for rank in ranks if not rank.is_local}
+        key = "" if {node, starter} & set(self.obstacles) else secrets.token_hex(32)
+        spec_id = self.run.run_id
 
         def start_daemon(host: str, shell_command: str) -> Conversation:
-            if host not in remote:
-                raise CsdctlError(f"mpirun asked for a daemon on {host[:80]!r}, which has no rank")
-            rank = remote[host]
-            shell = ("/bin/sh", "-c", shell_command)
-            policy = self._build_policy(rank.node, network, shell, key, (self._socket_of(rank.number),))
-            sandbox = self.build_worker_command(rank.node, ["sandbox"])
-            conversation = self.sessions[rank.node].converse(sandbox)
+            # mpirun passes on the name of its own interface.
+            own = shell_command.replace(
+                f'{DAEMON_INTERFACE} "{near.interface}"', f"{DAEMON_INTERFACE} {far.interface}"
+            )
+            shell = ("/bin/sh", "-c", own)
+            sockets = (link_address(spec_id, rank, self.link_key),)
+            policy = self._build_policy(rank, node, far, near, shell, key, sockets)
+            sandbox = self.build_worker_command(node, ["sandbox"])
+            conversation = self.sessions[node].converse(sandbox)
             conversation.send_line(to_json(policy))
             return conversation
 
-        nodes = [rank.node for rank in ranks]
-        own_sockets = tuple(self._socket_of(rank.number) for rank in ranks if rank.is_local)
-
-        def log_path(rank: int | None) -> Path:
-            return self.log_path(None if rank is None else ranks[rank].number)
-
         request = f"{REQUEST}{secrets.token_hex(8)} "
         agent = {AGENT: _SCRIPT.format(request)}
-        policy = self._build_policy(starter, network, command, key, own_sockets, agent)
+        own_socket = (hub_address(spec_id, rank, self.hub_key),)
+        policy = self._build_policy(rank, starter, near, far, command, key, own_socket, agent)
 
         def start() -> Conversation:
             # As root, MPI refuses to run where the kernel cannot confine it.
@@ -254,14 +225,23 @@ class Mpirun:
             conversation.send_line(to_json(policy))
             return conversation
 
-        return MpiJob(start, nodes, log_path, start_daemon, starter=starter, request=request)
+        log = CappedLog(self.run.rank_log(rank), node)
+        return MpiJob(start, log, start_daemon, starter=starter, request=request)
 
-    def log_path(self, rank: int | None) -> Path:
-        """The log file of a rank; with None, the log file of mpirun itself."""
-        return self.run.mpirun_log if rank is None else self.run.rank_log(rank)
+    @property
+    def obstacles(self) -> dict[str, str]:
+        """Machines that cannot run a sandbox, and why."""
+        return {name: check.obstacle for name, check in self.sandboxes.items() if check.obstacle}
 
-    def _socket_of(self, rank: int) -> str:
-        return link_address(self.run.run_id, rank, self.link_key)
+    def find_paths(self, node: str, starter: str) -> list[tuple[End, End]]:
+        """Return the ends of the link between two machines, in the order to try them; raises NodeError."""
+        levels = self.fleet.levels(self.fleet.machines)
+        network = next((level.network for level in levels if {node, starter} <= set(level.machines)), "")
+        for name in (node, starter):
+            if not self.sandboxes[name].interfaces:
+                raise NodeError(f"its addresses are unknown: {self.sandboxes[name].obstacle}", node=name)
+        interfaces = {name: self.sandboxes[name].interfaces for name in (node, starter)}
+        return link_ends.find_paths(node, starter, network, self.fleet.node(node).address, interfaces)
 
     def build_worker_command(self, machine: str, arguments: Sequence[str]) -> list[str]:
         """Return the argument list that runs a command of the worker for this run on a machine."""
@@ -271,8 +251,10 @@ class Mpirun:
 
     def _build_policy(
         self,
+        rank: int,
         machine: str,
-        network: str,
+        own: End,
+        other: End,
         command: Sequence[str],
         key: str,
         sockets: tuple[str, ...],
@@ -282,20 +264,20 @@ class Mpirun:
             tuple(command),
             machine not in self.obstacles,
             key,
-            list_peers(network),
+            _list_peers(own, other),
             sockets,
             (self.fleet.python_of(machine),),
             (self.worker_path,),
             dict(scripts or {}),
+            user_of_link(rank),
+            BASE_MEMORY_BYTES + STATES * self.state_bytes,
         )
 
 
-def list_peers(network: str) -> tuple[str, ...]:
-    """Return the networks in which the ranks of a level with `network` connect to each other."""
-    if not network:
-        return ANY_NETWORK
-    if not ipaddress.ip_network(network).is_loopback:
-        return (network,)
-    # All ranks are on this machine. MPI's daemons use another interface than the loopback if there is one.
-    own = parse_local_addresses(Path("/proc/net/fib_trie").read_text())
-    return (*LOOPBACK, *(f"{address}/32" for address in own))
+def _list_peers(own: End, other: End) -> tuple[str, ...]:
+    """Return the networks that a sandbox at one end of a link connects to."""
+    peers = tuple(f"{address}/{ipaddress.ip_address(address).max_prefixlen}" for address in other.addresses)
+    if not own.is_loopback:
+        return peers
+    # Both ends are on this machine. MPI's daemons use another interface than the loopback if there is one.
+    return (*LOOPBACK, *peers)

@@ -1,6 +1,6 @@
 """The compute time of one machine by batch size, the time of a sum, and the rate of a fleet; pure.
 
-    T = max_k (α_k + β_k b_k) · overhead_factor + T_collective         samples/s = Σ b_k / T
+    T = max_k (α_k + β_k b_k) · overhead_factor + T_sum         samples/s = Σ b_k / T
 
 α is the fixed cost of a step (the graph's overhead, the optimizer), β the time of one more sample. Beyond the
 knee, where a batch no longer fits in memory, samples are computed in micro-batches.
@@ -66,8 +66,8 @@ class CollectiveCost:
 
         seconds = fixed + per_rank · (ranks - 1) + (per_byte + per_rank_byte · (ranks - 1)) · bytes
 
-    A star sends every rank's vector to the host and back: its time grows with ranks × bytes. The time of a
-    collective whose ranks send simultaneously grows with the bytes alone.
+    Every rank's vector goes to the host, and the sum back: where the host's network is the limit, the time
+    grows with ranks × bytes; where each link is, with the bytes alone.
     """
 
     fixed_s: float = 0.0

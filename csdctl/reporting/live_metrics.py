@@ -1,6 +1,7 @@
 """Figures of a run while it trains, served over HTTP for Prometheus (https://prometheus.io)."""
 
 import errno
+import json
 from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
@@ -78,12 +79,13 @@ class _Figures:
         self._serve(self._run)
         kind, is_first = event["event"], event["rank"] == 0
         if kind in COUNTED:  # no other event has steps
-            known = event_from_document({name: event[name] for name in event if name not in ("run", "time")})
-            if report := self._tally.add(known):
+            content = {name: event[name] for name in event if name not in ("run", "time")}
+            # As parsed JSON, which has lists in the place of tuples.
+            if report := self._tally.add(event_from_document(json.loads(json.dumps(content)))):
                 self._add_report(event, report)
         if kind == "NodeLost":
             self._losses.labels(event["node"]).inc()
-        elif kind == "Joined":
+        elif kind == "Ready":
             self._losses.labels(event["node"])  # 0 from the start, so that a loss is an increase
         if kind in ("Joined", "Rebalanced") and is_first:
             self._batch_size.clear()  # of ranks that were lost

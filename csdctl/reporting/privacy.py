@@ -23,18 +23,10 @@ from csdctl.fleet.facts import NETWORK_FILE_SYSTEMS
 from csdctl.fleet.model import SERVER_MARK
 from csdctl.fleet.names import format_node_names, names_by_value
 from csdctl.fleet.requirements import explain_extra
+from csdctl.reporting.tally import members_of, newcomers_of
 from csdctl.runs.ledger import LedgerEntry
 from csdctl.transport.meter import TrafficClass
-from csdctl.worker.protocol.events import (
-    STOPPED,
-    EpochEnd,
-    Event,
-    Finished,
-    Joined,
-    LinkLost,
-    Paused,
-    Progress,
-)
+from csdctl.worker.protocol.events import STOPPED, EpochEnd, Event, Finished, Joined, Progress
 from csdctl.worker.protocol.recipe import Noise
 from csdctl.worker.protocol.run_spec import RunSpec
 
@@ -130,7 +122,6 @@ def list_readers(manifest: Mapping[str, Any]) -> dict[str, str]:
 
 SENSITIVITY = 2.0
 """How far one replaced sample moves a sum, in clipping norms."""
-EPOCH_ENTERED = (Progress, LinkLost)
 """When rank 0 sends one of these after an epoch's end, the next epoch has begun."""
 
 
@@ -215,18 +206,15 @@ def count_passes(events: Iterable[Event], num_ranks: int) -> "PassCounter":
 class PassCounter:
     """Counts, from the events of a run in order, how often each rank began to read its samples, at most.
 
-    The bound follows rank 0, whose events reach csdctl without a network: all members of its group are in
-    the same epoch. An epoch that a new group resumes counts again, because it may have read the samples of
-    one step, or of all steps since a checkpoint, a second time. Where the events break off, what may have
-    followed counts. A group that another rank has reported, but not rank 0 because it was lost first,
-    counts too.
+    The bound follows rank 0, whose events reach csdctl without a network: all ranks that take part are in
+    the same epoch. An epoch counts again for all when rank 0 begins again, because they may read the samples
+    of all steps since a checkpoint a second time; and for a rank that comes back, which reads those of the
+    step in which it was lost a second time. Where the events break off, what may have followed counts.
     """
 
     def __init__(self, num_ranks: int) -> None:
         self._passes = [0] * num_ranks
-        self._unreported_groups = [0] * num_ranks
-        """Groups that a rank has joined according to its own events but not to those of rank 0."""
-        self._members: set[int] = set(range(num_ranks))
+        self._members = frozenset(range(num_ranks))
         self.num_ended = 0
         """Epochs that have ended."""
         self._epoch = 0
@@ -239,46 +227,51 @@ class PassCounter:
     def add(self, event: Event) -> None:
         """Count one event."""
         if event.rank != 0:
-            self._unreported_groups[event.rank] += isinstance(event, Joined)
-        elif isinstance(event, Joined):
+            return
+        if isinstance(event, Joined):
             self._join(event)
         elif isinstance(event, EpochEnd):
             self._count_begun()
             self._epoch, self._is_between = event.epoch, True
             self.num_ended = max(self.num_ended, event.epoch)
-        elif isinstance(event, EPOCH_ENTERED) or (isinstance(event, Finished) and event.reason == STOPPED):
+        elif isinstance(event, Progress) or (isinstance(event, Finished) and event.reason == STOPPED):
             self._epoch += self._is_between
             self._count_begun()
             self._is_open = isinstance(event, Progress)
-        elif isinstance(event, Paused | Finished):
+        elif isinstance(event, Finished):
             self._is_between = self._is_open = False
 
     def finish(self) -> list[int]:
         """Return the counts by rank; call it once, after the last event."""
         self._count_begun()
-        counts = zip(self._passes, self._unreported_groups, strict=True)
-        return [count + max(0, unreported) for count, unreported in counts]
+        return self._passes
 
     def _join(self, event: Joined) -> None:
+        if not event.is_start:
+            if event.step:  # of the epoch, which those have begun who are lost now, too
+                self._count_begun()
+            if not self._is_between:  # else they are counted with the epoch
+                self._count_passes(newcomers_of(event, self._members))
+                self._epoch, self._is_open = event.epoch, True
+            self._members = members_of(event)
+            return
         # csdctl was ended while the ranks continued, or the events of another server are not here
         unreported = (event.epoch - self._epoch) * bool(
             self._is_open or (event.total_steps and not self._epoch)
         )
-        self._count_passes(max(unreported, 1 if self._is_between else 0))
-        self._members = {int(rank) for rank in event.batch_sizes}
-        for rank in self._members:
-            self._unreported_groups[rank] -= 1
+        self._count_passes(self._members, max(unreported, 1 if self._is_between else 0))
+        self._members = members_of(event)
         self._epoch, self._is_between, self._is_open = event.epoch, False, True
-        self._count_passes()
+        self._count_passes(self._members)
 
     def _count_begun(self) -> None:
         """Count the epoch that may have begun after the last one ended."""
         if self._is_between:
-            self._count_passes()
+            self._count_passes(self._members)
         self._is_between = False
 
-    def _count_passes(self, count: int = 1) -> None:
-        for rank in self._members:
+    def _count_passes(self, ranks: Iterable[int], count: int = 1) -> None:
+        for rank in ranks:
             self._passes[rank] += count
 
 

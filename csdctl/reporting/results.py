@@ -15,7 +15,7 @@ from csdctl.perfmodel.spread import Range
 from csdctl.reporting.energy import RunEnergy, add_up_energy
 from csdctl.reporting.privacy import PassCounter, Privacy, measure_privacy
 from csdctl.reporting.series import RunSeries, SeriesBuilder
-from csdctl.reporting.tally import Tally
+from csdctl.reporting.tally import Tally, members_of, newcomers_of
 from csdctl.runs.directory import ProjectDirectory, RunDirectory
 from csdctl.runs.ledger import MEASURED, read_power
 from csdctl.tuning.plan import DATA_PARALLEL, SPLIT
@@ -74,8 +74,8 @@ class RunSummary:
 
     run_id: str
     state: str
-    """'completed' with a completion record from every rank of the last group, 'stopped' when the user stopped
-    it, 'interrupted' when csdctl did not record its end, 'running', else 'failed'."""
+    """'completed' with a completion record from every rank that took part at the end, 'stopped' when the user
+    stopped it, 'interrupted' when csdctl did not record its end, 'running', else 'failed'."""
     emulated: bool
     method: str
     num_ranks: int
@@ -103,7 +103,7 @@ class RunSummary:
     identical_weights: bool
     failures: tuple[str, ...]
     lost_nodes: tuple[str, ...]
-    """Nodes that were lost during the run, including those that rejoined."""
+    """Nodes that were lost during the run, including those that came back."""
     num_private_unread: int
     """Private samples, counted once per epoch, that were not read because their node was absent."""
     num_rebalanced: int
@@ -231,11 +231,10 @@ class _Run:
         self._has_failed = False
         """Whether a rank has failed since the latest steps."""
         self._members = frozenset(range(num_ranks))
-        """The ranks of the latest group."""
         self.finished: dict[int, str] = {}
         """Why it ended before its last epoch, of each rank that has finished."""
-        self._open: dict[int, dict[int, str]] = {}
-        """Epochs that did not end with the same weights on all ranks of the group: the hash of each rank."""
+        self._open: dict[int, tuple[frozenset[int], dict[int, str]]] = {}
+        """Epochs that did not end with the same weights on all ranks: who has to report, and the hashes."""
         self._has_lost_epochs = False
         """Whether more epochs were open than there can be in a run."""
 
@@ -262,8 +261,7 @@ class _Run:
         has_trained = isinstance(event, Progress | EpochEnd)
         self._has_failed = isinstance(event, Failed) or (self._has_failed and not has_trained)
         if isinstance(event, Joined):
-            self._members = frozenset(map(int, event.batch_sizes))
-            self.finished.pop(event.rank, None)  # the run was resumed
+            self._join(event)
         elif isinstance(event, Finished):
             self.finished[event.rank] = event.reason
         elif isinstance(event, EpochEnd):
@@ -283,14 +281,30 @@ class _Run:
             self.lost_nodes[event.node] = None
         self.num_rebalanced += isinstance(event, Rebalanced)
 
+    def _join(self, event: Joined) -> None:
+        newcomers = newcomers_of(event, self._members)
+        self._members = members_of(event)
+        for rank in newcomers:
+            self.finished.pop(rank, None)  # the run was resumed
+        for epoch, (needed, hashes) in [*self._open.items()]:  # not from ranks that were lost since
+            self._close_epoch(epoch, needed & self._members, hashes)
+
     def _compare_weights(self, event: EpochEnd) -> None:
-        """Note the hash that a rank reports; an epoch is forgotten once all ranks of its group agree."""
-        hashes = self._open.pop(event.epoch, {})
+        """Note the hash that a rank reports, before or after rank 0 does."""
+        is_closed = event.epoch == self.last.epoch and event.epoch not in self._open
+        if event.rank and is_closed and event.weights_hash == self.last.weights_hash:
+            return  # of a rank that was lost since
+        needed, hashes = self._open.get(event.epoch, (self._members, {}))
         hashes[event.rank] = event.weights_hash
-        if self._members <= hashes.keys() and len(set(hashes.values())) == 1:
+        self._close_epoch(event.epoch, self._members if event.rank == 0 else needed, hashes)
+
+    def _close_epoch(self, epoch: int, needed: frozenset[int], hashes: dict[int, str]) -> None:
+        """Forget an epoch once all ranks that took part in its end agree."""
+        self._open.pop(epoch, None)
+        if {0, *needed} <= hashes.keys() and len(set(hashes.values())) == 1:
             return
         if len(self._open) < MAX_EPOCHS:
-            self._open[event.epoch] = hashes
+            self._open[epoch] = needed, hashes
         else:
             self._has_lost_epochs = True
 

@@ -12,20 +12,17 @@ from statistics import median
 from typing import Generic, TypeVar
 
 from csdctl.reporting.numbers import format_bytes
-from csdctl.reporting.tally import Amounts, Tally
+from csdctl.reporting.tally import Amounts, Tally, members_of, newcomers_of
 from csdctl.runs.stored_events import Spent
 from csdctl.worker.protocol.events import (
     EpochEnd,
     Event,
-    Exited,
     Failed,
     Finished,
     Joined,
-    LinkLost,
     Misbehaved,
     NodeBack,
     NodeLost,
-    Paused,
     Progress,
     Rebalanced,
     Warned,
@@ -111,7 +108,7 @@ class Fault:
     node: str
     what: str
     stopped_s: float | None = None
-    """Seconds until the ranks trained again; None where none stopped, or they never did."""
+    """Seconds until the ranks trained again; None where the others went on, or none did."""
 
 
 @dataclass
@@ -146,8 +143,8 @@ class RunSeries:
     hottest_c: dict[int, float] = field(default_factory=dict)
     """Highest temperature by rank, of the machines that have a sensor."""
     trained: list[tuple[float, float]] = field(default_factory=list)
-    """From the first group to the latest steps that rank 0 has reported, in Unix time: once for the run, and
-    once more each time that it was resumed."""
+    """From the start of rank 0 to the latest steps that it has reported, in Unix time: once for the run, and
+    once more each time that rank 0 began again."""
 
     @property
     def num_intervals(self) -> int:
@@ -206,13 +203,11 @@ class SeriesBuilder:
         """By rank, when the latest progress within its epoch was reported, in Unix time."""
         self._epochs: Thinned[EpochPoint] = Thinned()
         self._sizes: Thinned[BatchSizes] = Thinned()
-        self._members = frozenset(range(len(nodes)))
-        """The ranks of the latest group."""
-        self._generation = 0
-        self._stopped_at: float | None = None
-        self._since_stop: list[Fault] = []
+        self._members: frozenset[int] = frozenset()
+        self._stop: Fault | None = None
+        """The loss of rank 0, which the others wait for."""
         self.stopped_s = 0.0
-        """How long the ranks last stopped to form a group."""
+        """How long the ranks last waited for rank 0 to begin again."""
 
     def add(self, time_s: float, event: Event) -> None:
         """Add an event that arrived at `time_s`, in Unix time."""
@@ -232,15 +227,14 @@ class SeriesBuilder:
                 self._drop_epochs(event.epoch)
                 self._epochs.append(EpochPoint(event.epoch, time_s, rate, results, event.learning_rate))
         elif isinstance(event, Joined):
-            self._until_s[event.rank] = math.inf
-            if event.rank == 0:
-                if event.generation <= self._generation or not self._generation:
-                    self._series.trained.append((time_s, time_s))
-                self._generation = event.generation
+            for rank in newcomers_of(event, self._members):
+                self._until_s[rank] = math.inf
+            self._members = members_of(event)
+            if event.is_start:
+                self._series.trained.append((time_s, time_s))
                 self._drop_epochs(event.epoch)
                 self._end_stop(time_s)
-                self._add_sizes(time_s, event)
-                self._members = frozenset(map(int, event.batch_sizes))
+            self._add_sizes(time_s, event)
         elif isinstance(event, Rebalanced):
             self._add_sizes(time_s, event)
         elif isinstance(event, Finished):
@@ -309,13 +303,8 @@ class SeriesBuilder:
             self._sizes.append(BatchSizes(time_s, sizes))
 
     def _add_fault(self, time_s: float, event: Event) -> None:
-        if isinstance(event, LinkLost | Paused):
-            self._stopped_at = time_s if self._stopped_at is None else self._stopped_at
-            return
         if isinstance(event, NodeLost | Failed | Warned):
             what = f"{WHAT[type(event)]}{event.message}"
-        elif isinstance(event, Exited):
-            what = f"its MPI process was killed by signal {event.code - 128}; all ranks connected again"
         elif isinstance(event, NodeBack):
             what = "back"
         elif isinstance(event, Misbehaved):
@@ -327,19 +316,15 @@ class SeriesBuilder:
             return
         fault = Fault(time_s, event.node, what)
         self._series.faults.append(fault)
-        if isinstance(event, NodeBack | Warned):  # the others may stop for it later, or have stopped
-            self._since_stop.append(fault)
-        elif event.rank in self._members:  # nobody waits for the others
-            self._since_stop.insert(0, fault)
-            self._stopped_at = time_s if self._stopped_at is None else self._stopped_at
+        if isinstance(event, NodeLost) and event.rank == 0:  # without any other, the ranks go on
+            self._stop = fault
 
     def _end_stop(self, time_s: float) -> None:
-        """The ranks train again: what has happened since they stopped took this long, together."""
-        if self._stopped_at is not None and time_s >= self._stopped_at:  # else the clock was set back
-            self.stopped_s = time_s - self._stopped_at
-            for fault in self._since_stop[:1]:
-                fault.stopped_s = self.stopped_s
-        self._stopped_at, self._since_stop = None, []
+        """Note how long the ranks have waited for rank 0, which begins again."""
+        self.stopped_s = 0.0
+        if self._stop and time_s >= self._stop.time_s:  # else the clock was set back
+            self._stop.stopped_s = self.stopped_s = time_s - self._stop.time_s
+        self._stop = None
 
 
 def epoch_results(event: EpochEnd) -> dict[str, float]:

@@ -188,7 +188,9 @@ def describe_run(summary: RunSummary) -> list[tuple[str, str]]:
             ("lost", format_node_names(summary.lost_nodes) + unread * bool(summary.num_private_unread))
         )
     if summary.num_unreadable:
-        rows.append(("events", f"{summary.num_unreadable:,} unreadable lines were skipped"))
+        rows.append(
+            ("events", f"{summary.num_unreadable:,} lines were skipped: damaged, or of another version")
+        )
     if summary.left_out:
         names = format_node_names(summary.left_out)
         rows.append(("left out", f"{names}: training is faster without them, by the plan"))

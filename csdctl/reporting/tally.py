@@ -1,11 +1,12 @@
 """What the ranks of a run have done, added up from their events; no other code adds up reports.
 
 A rank reports each of its steps once: in a `Progress`, or in the rest of an `EpochEnd`, which holds its steps
-since it joined the group. Steps and samples are those of the model: a step that a restarted rank repeats, or
+since it joined the others. Steps and samples are those of the model: a step that a restarted rank repeats, or
 that was lost with the state, counts once. Seconds and rates are those of all reports.
 """
 
 from collections import defaultdict
+from collections.abc import Set
 from dataclasses import dataclass
 from typing import Any
 
@@ -56,6 +57,17 @@ class Amounts:
         return self.samples / self.step_s if self.step_s else None
 
 
+def members_of(event: Joined) -> frozenset[int]:
+    """Return the ranks that take part from here on."""
+    return frozenset(map(int, event.batch_sizes))
+
+
+def newcomers_of(event: Joined, before: Set[int]) -> frozenset[int]:
+    """Return the ranks that begin to take part here, where the ranks `before` took part until now."""
+    lost = {rank for rank, _ in event.lost}
+    return members_of(event) - (set() if event.is_start else before - lost)
+
+
 class Tally:
     """Adds up the events of a run in order of arrival, and keeps none of them."""
 
@@ -68,6 +80,7 @@ class Tally:
         """Steps of the model."""
         self._since_joined: defaultdict[int, Amounts] = defaultdict(Amounts)
         """By rank, the reports that the next end of an epoch includes."""
+        self._members: frozenset[int] = frozenset()
         self._ended: dict[int, tuple[int, int]] = {}
         """Samples and unread private samples, by epoch that has ended."""
         self._num_missing = 0  # epochs whose end is not in the log: with as many samples as the largest
@@ -121,8 +134,10 @@ class Tally:
         self._since_joined[rank] = Amounts() if is_end else self._since_joined[rank] + report
 
     def _join(self, event: Joined) -> None:
-        self._since_joined[event.rank] = Amounts()
-        if event.rank != 0:
+        for rank in newcomers_of(event, self._members):
+            self._since_joined[rank] = Amounts()
+        self._members = members_of(event)
+        if not event.is_start:
             return
         self.steps = event.total_steps
         # A checkpoint may be older than the end of an epoch; a power failure may take ends from the log.

@@ -210,11 +210,9 @@ class RunDirectory:
     kept_step_file = _Below("step.state")
     """The step file of a run that has not finished; rank 0 reads it when the run is resumed."""
     logs = _Below("logs")
-    """Output of the ranks and mpirun."""
+    """Output of csdctl, and of each rank and its link."""
     own_log = _Below("logs", "csdctl.log")
     """Output of csdctl itself, of a run that was detached from its terminal."""
-    mpirun_log = _Below("logs", "mpirun.log")
-    """Output of mpirun and its daemons."""
     model = _Below("model.keras")
     """The trained model."""
     best_model = _Below("best.keras")

@@ -59,13 +59,13 @@ PROBE = Kind(
     TypeAdapter(Stored[ProbeMeasurement, MachineClass]),
     lambda probe: (probe.settings, probe.batch_size),
 )
-COLLECTIVE = Kind(
-    "collective",
+SUM = Kind(
+    "sum",
     TypeAdapter(Stored[CollectiveMeasurement, FleetClass]),
-    lambda sums: (sums.name, sums.num_ranks, sums.num_bytes),
+    lambda sums: (sums.num_ranks, sums.num_bytes),
 )
 TRIAL = Kind("trial", TypeAdapter(Stored[TrialMeasurement, FleetClass]), lambda trial: ())
-KINDS: dict[str, Kind[Any, Any]] = {kind.name: kind for kind in (PROBE, COLLECTIVE, TRIAL)}
+KINDS: dict[str, Kind[Any, Any]] = {kind.name: kind for kind in (PROBE, SUM, TRIAL)}
 
 
 class MeasurementStore:

@@ -33,8 +33,8 @@ PARTS = (
 FEATURES, PREDICTIONS = ".csdctl/features", ".csdctl/predictions"
 COPIES = ".csdctl/copies"
 """Runs of another server, with their states in memory, as of a project directory."""
-SANDBOX_USER = 1_907_000_000
-"""The user of a sandbox that root has started (worker/sandbox/program.py)."""
+SANDBOX_USERS = range(1_907_000_000, 1_908_000_000)
+"""The users of sandboxes that root has started (worker/protocol/sandbox.py)."""
 TREES, OBJECTS = ".csdctl/trees/*", ".csdctl/objects/*"
 RECEIVE_LOCK = ".csdctl/receive.lock"
 """Held while files arrive (receive.py)."""
@@ -175,7 +175,8 @@ def find_paths(request: "dict[str, Any]") -> "list[str]":
 def is_own(path: str) -> bool:
     """Return whether `path` is this user's or its sandboxes', in a directory where everyone creates names."""
     try:
-        return os.lstat(path).st_uid in (os.geteuid(), SANDBOX_USER if os.geteuid() == 0 else os.geteuid())
+        owner, user = os.lstat(path).st_uid, os.geteuid()
+        return owner == user or (user == 0 and owner in SANDBOX_USERS)
     except OSError:
         return False
 

@@ -9,37 +9,32 @@ import contextlib
 import queue
 import threading
 import time
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from csdctl.errors import CsdctlError, DeadlineError, NodeError, OutOfMemoryError
-from csdctl.launch.mpi_job import CHECK_WORKER, MEMORY_REMEDY, is_noise
 from csdctl.runs.directory import MAX_LOG_BYTES, CappedLog
 from csdctl.transport.meter import TrafficClass
 from csdctl.transport.session import Completed, Conversation, Session
 from csdctl.worker.protocol.events import (
     FROM_CSDCTL,
-    FROM_MPI,
     UNKNOWN_NODE,
     EpochEnd,
     Event,
     Failed,
     Finished,
-    Joined,
-    LinkLost,
-    Misbehaved,
-    Paused,
     Pong,
     Progress,
     Ready,
+    Traffic,
     WaitingFor,
     Warned,
     check_event,
     event_from_line,
 )
 from csdctl.worker.protocol.json_codec import ProtocolError, shorten
-from csdctl.worker.protocol.orders import FormGroup, Order, Ping, Release, order_to_line
+from csdctl.worker.protocol.orders import Order, Ping, Release, order_to_line
 from csdctl.worker.protocol.probe import READY
 
 
@@ -75,28 +70,25 @@ It warns more rarely."""
 class EventValidator:
     """Checks the events of one process of rank `rank`; `nodes` are the machines of all ranks, in order."""
 
-    def __init__(self, rank: int, nodes: Sequence[str], *, num_epochs: int) -> None:
-        """`num_epochs`: of the run."""
+    def __init__(self, rank: int, nodes: Sequence[str], *, num_epochs: int, has_hub: bool = False) -> None:
+        """`num_epochs`: of the run. `has_hub`: whether other ranks are behind this one."""
         self._rank, self._nodes = rank, nodes
-        self._num_epochs = num_epochs
+        self._num_epochs, self._has_hub = num_epochs, has_hub
         self._allowance = Allowance(EVENTS_PER_S, MAX_EVENTS_AT_ONCE)
         self._waiting_allowance = Allowance(WAITING_PER_S, MAX_WAITING_AT_ONCE)
-        self._groups: dict[int, tuple[int, ...]] = {}
-        """The ranks of every group that was ordered, by generation."""
         self._pings: Counter[int] = Counter()
-        self._reported: set[tuple[type[Event], int]] = set()
-        """Events that come once in a process or group, with the generation of the group."""
-        self._must_join = True
-        """Until it reports `Joined` of its first group."""
+        self._is_ready = False
         self._has_finished = self._has_failed = False
         self._epochs_ended = 0
 
     def note_order(self, order: Order) -> None:
         """Take note of an order, before it is sent."""
-        if isinstance(order, FormGroup):
-            self._groups[order.generation] = order.ranks
-        elif isinstance(order, Ping):
+        if isinstance(order, Ping):
             self._pings[order.number] += 1
+
+    def forget_epochs(self) -> None:
+        """Let epochs end once more: rank 0 continues from an earlier state."""
+        self._epochs_ended = 0
 
     def check(self, event: Event, num_chars: int, now: float) -> None:
         """Raise ProtocolError unless the rank may send `event` now; it was a line of `num_chars`."""
@@ -107,8 +99,10 @@ class EventValidator:
         if isinstance(event, WaitingFor | Warned) and self._waiting_allowance.spend(1, now) > 0:
             raise _violation(event, f"at most {WAITING_PER_S} per second")
         check_event(event, self._nodes, self._rank)
-        if isinstance(event, FROM_CSDCTL + FROM_MPI):
+        if isinstance(event, FROM_CSDCTL):
             raise _violation(event, "an event of a rank that trains")
+        if isinstance(event, Traffic) and not self._has_hub:
+            raise _violation(event, "only from a rank with others behind it")
         if not isinstance(event, Warned):  # it may come at any time
             self._check_order(event)
 
@@ -124,50 +118,22 @@ class EventValidator:
             self._has_failed = True
         elif self._has_finished:
             raise _violation(event, "nothing after Finished")
+        elif isinstance(event, Ready) == self._is_ready:
+            raise _violation(event, "Ready once, before anything else")
         elif isinstance(event, Ready):
-            self._check_first(event, 0)
-        elif not self._groups:
-            raise _violation(event, "nothing but Ready before a group is formed")
-        else:
-            self._check_order_in_a_group(event)
-
-    def _check_order_in_a_group(self, event: Event) -> None:
-        """Raise ProtocolError for an event that a rank with a group cannot send now."""
-        if isinstance(event, Joined | LinkLost | Paused):
-            self._check_membership(event)
-        elif self._must_join and not isinstance(event, WaitingFor | Misbehaved):
-            raise _violation(event, "Joined first")
+            self._is_ready = True
         elif isinstance(event, Progress | EpochEnd):
             self._check_epoch(event)
         elif isinstance(event, Finished):
             self._has_finished = True
 
     def _check_epoch(self, event: Progress | EpochEnd) -> None:
-        """Check that epochs follow each other from where the rank joined, each with one end."""
+        """Check that epochs follow each other, each with one end; a rank that comes back skips some."""
         first, last = self._epochs_ended + 1, max(self._num_epochs, self._epochs_ended + 1)
         if not first <= event.epoch <= last:
             raise _violation(event, f"an epoch from {first} to {last}", event.epoch)
         if isinstance(event, EpochEnd):
             self._epochs_ended = event.epoch
-
-    def _check_membership(self, event: Joined | LinkLost | Paused) -> None:
-        """Check what a rank reports once of a group that it was ordered to join."""
-        if event.generation not in self._groups:
-            raise _violation(event, f"generation {max(self._groups)}", event.generation)
-        self._check_first(event, event.generation)
-        if isinstance(event, Joined):
-            ranks = {str(rank) for rank in self._groups[event.generation]}
-            if event.batch_sizes.keys() != ranks:
-                raise _violation(event, "the batch sizes of the ranks of the group", list(event.batch_sizes))
-            self._must_join = False
-            self._epochs_ended = max(0, event.epoch - 1)
-        elif isinstance(event, Paused) and self._must_join:
-            raise _violation(event, "Joined first")
-
-    def _check_first(self, event: Event, generation: int) -> None:
-        if (type(event), generation) in self._reported:
-            raise _violation(event, f"one {type(event).__name__}")
-        self._reported.add((type(event), generation))
 
 
 def _violation(event: Event, expected: str, received: object = None) -> ProtocolError:
@@ -177,6 +143,10 @@ def _violation(event: Event, expected: str, received: object = None) -> Protocol
     )
 
 
+CHECK_WORKER = "check that machine: its worker is damaged or is not csdctl's"
+MEMORY_REMEDY = "use a smaller batch size (--batch-size, or `csdctl tune`), or a machine with more memory"
+_NOISE = ("All log messages before absl", "oneDNN custom operations are on", "rebuild TensorFlow with")
+"""Parts of lines that TensorFlow prints at every start."""
 _READ_S = 3600.0
 """A read without a line is repeated after this long: the supervisor decides how long a rank may be silent."""
 _EXIT_CODE_S = 5.0
@@ -227,7 +197,7 @@ class RankProcess:
         self.rank = rank
         self.node = session.name
         self._meter = session.meter
-        self._validator = validator
+        self.validator = validator
         self._log = log
         self._log_allowance = Allowance(_LOG_BYTES_PER_S, MAX_LOG_BYTES)
         self._is_closed = threading.Event()
@@ -246,7 +216,7 @@ class RankProcess:
         """Send an order; a process that has ended ignores it, as its end is reported anyway."""
         with self._send_lock, contextlib.suppress(EOFError, CsdctlError):
             if not self._is_released:
-                self._validator.note_order(order)
+                self.validator.note_order(order)
                 self._conversation.send_line(order_to_line(order))
             self._is_released |= isinstance(order, Release)
 
@@ -300,7 +270,7 @@ class RankProcess:
             return False
         if isinstance(event, Failed) and event.node == UNKNOWN_NODE:
             event = replace(event, node=self.node)
-        self._validator.check(event, len(line), time.monotonic())
+        self.validator.check(event, len(line), time.monotonic())
         self._on_message(event)
         if self._is_attached and isinstance(event, Finished):
             self.send(Release())
@@ -308,7 +278,7 @@ class RankProcess:
 
     def _handle_output(self, line: str) -> None:
         self._meter.record(TrafficClass.LOG, received=len(line) + 1)
-        if line.strip() and not is_noise(line):
+        if line.strip() and not any(noise in line for noise in _NOISE):
             self._log.write(line.encode(errors="replace"))
         delay_s = self._log_allowance.spend(_LINE_BYTES + len(line), time.monotonic())
         if delay_s:  # the rank's pipe and connection fill, and it waits
@@ -353,41 +323,8 @@ class Restarted:
     rank: int
 
 
-MAX_WAITING = 256
-"""Messages of one process that may wait to be handled; before more are read, its reader waits."""
-
-
-class _Source:
-    """The messages of one process."""
-
-    def __init__(
-        self, process: RankProcess, messages: "queue.Queue[tuple[_Source, RankMessage | None]]"
-    ) -> None:
-        self.process = process
-        self._messages = messages
-        self.room = threading.Semaphore(MAX_WAITING)
-        """For messages that have not been taken out."""
-        self._is_dropped = False
-
-    def put(self, message: RankMessage) -> None:
-        self.room.acquire()
-        if self._is_dropped:
-            self.room.release()  # for the next message, which is dropped too
-        else:
-            self._messages.put((self, message))
-
-    def drop(self) -> None:
-        """Close the process and ignore all further messages; `put` waits no longer."""
-        self._is_dropped = True
-        self.room.release()
-        self.process.close()
-
-
 class RankProcesses:
-    """The processes of all ranks of one run; `close` ends them, whatever happened.
-
-    Messages to handle are postponed messages first, then new ones as they arrive.
-    """
+    """The processes of all ranks of one run; `close` ends them, whatever happened."""
 
     def __init__(
         self,
@@ -401,58 +338,49 @@ class RankProcesses:
         self._restart = restart
         self._restart_interval_s = restart_interval_s
         self._on_arrival = on_arrival
-        self._messages: queue.Queue[tuple[_Source, RankMessage | None]] = queue.Queue()
-        """What arrives; None: the process itself, after a restart."""
-        self._sources: dict[int, _Source] = {}
-        self._postponed: deque[RankMessage] = deque()
+        self._messages: queue.Queue[tuple[RankProcess, RankMessage | None]] = queue.Queue()
+        """What arrives, as often as `EventValidator` allows; None: the process itself, after a restart."""
+        self._running: dict[int, RankProcess] = {}
         self._unhandled: RankMessage | None = None
+        self._again: RankMessage | None = None
+        """A message whose handling was interrupted."""
         self._is_over = threading.Event()
         self._lock = threading.Lock()
 
     @property
     def ranks(self) -> set[int]:
         """The ranks that have a process."""
-        return set(self._sources)
+        return set(self._running)
 
     def start(self, rank: int) -> None:
         """Start a rank; raise CsdctlError if that fails."""
-        source = self._sources[rank] = _Source(self._start(rank), self._messages)
-        source.process.listen(source.put)
+        self._running[rank] = self._start(rank)
+        self._listen(self._running[rank])
+
+    def _listen(self, process: RankProcess) -> None:
+        process.listen(lambda message: self._messages.put((process, message)))
 
     def receive(self, timeout_s: float) -> RankMessage | Restarted | None:
         """Return what arrives next; None if nothing arrives in time, or if its process was dropped."""
         try:
-            source, message = self._messages.get(timeout=timeout_s)
+            process, message = self._messages.get(timeout=timeout_s)
         except queue.Empty:
             return None
-        rank = source.process.rank
         if message is None:
-            self._sources[rank] = source
-            return Restarted(rank)
-        source.room.release()
-        return message if self._sources.get(rank) is source else None
+            self._running[process.rank] = process
+            return Restarted(process.rank)
+        return message if self._running.get(process.rank) is process else None
 
     def next(self, timeout_s: float) -> RankMessage | None:
-        """Return the next message to handle, None when none is available in time."""
-        if not self._postponed:
-            return self.next_new(timeout_s)
-        self._unhandled = self._postponed.popleft()
-        return self._unhandled
-
-    def next_new(self, timeout_s: float) -> RankMessage | None:
-        """Return the next message that arrives, None when none arrives in time."""
+        """Return the next message to handle, None when none arrives in time."""
+        if self._again is not None:
+            self._unhandled, self._again = self._again, None
+            return self._unhandled
         message = self.receive(timeout_s)
-        if isinstance(message, Restarted):
-            self._on_arrival(message)
-            return None
-        self._unhandled = message
+        self._unhandled = message if not isinstance(message, Restarted) else None
         if message is not None:
             self._on_arrival(message)
-        return message
-
-    def postpone(self, message: RankMessage) -> None:
-        """Return `message` from `next` again, after the messages postponed before it."""
-        self._postponed.append(message)
+        return self._unhandled
 
     def mark_handled(self) -> None:
         """Record that the latest message from `next` needs no more handling."""
@@ -463,19 +391,24 @@ class RankProcesses:
 
         An interrupt may come at any point, even before the message was handled.
         """
-        if self._unhandled:
-            self._postponed.appendleft(self._unhandled)
+        self._again = self._unhandled
 
     def send(self, rank: int, order: Order) -> None:
         """Send an order to a rank; do nothing if the rank has no process."""
-        if source := self._sources.get(rank):
-            source.process.send(order)
+        if process := self._running.get(rank):
+            process.send(order)
+
+    def forget_epochs(self) -> None:
+        """Let epochs end once more on all ranks."""
+        for process in self._running.values():
+            process.validator.forget_epochs()
 
     def drop(self, rank: int) -> None:
-        """Close the rank's process and ignore all its messages from now on, postponed ones too."""
-        self._postponed = deque(message for message in self._postponed if message.rank != rank)
-        if source := self._sources.pop(rank, None):
-            source.drop()
+        """Close the rank's process and ignore all its messages from now on."""
+        if self._again is not None and self._again.rank == rank:
+            self._again = None
+        if process := self._running.pop(rank, None):
+            process.close()
 
     def restart(self, rank: int) -> None:
         """Try to restart a dropped rank until it succeeds or the run is over; return at once."""
@@ -485,16 +418,16 @@ class RankProcesses:
     def _keep_restarting(self, rank: int) -> None:
         while not self._is_over.is_set():
             try:
-                source = _Source(self._restart(rank), self._messages)
+                process = self._restart(rank)
             except Exception:  # whatever the cause, the next attempt may succeed
                 self._is_over.wait(self._restart_interval_s)
                 continue
             with self._lock:
                 if not self._is_over.is_set():
-                    self._messages.put((source, None))
+                    self._messages.put((process, None))
                 else:
-                    source.drop()
-            source.process.listen(source.put)
+                    process.close()
+            self._listen(process)
             return
 
     def close(self) -> None:
@@ -503,5 +436,5 @@ class RankProcesses:
             self._is_over.set()
         while not self._messages.empty():
             self.receive(0.0)
-        for source in self._sources.values():
-            source.drop()
+        for process in self._running.values():
+            process.close()

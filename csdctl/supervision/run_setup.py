@@ -7,10 +7,10 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from csdctl.errors import DeadlineError, UnreachableError
+from csdctl.errors import CsdctlError, DeadlineError, UnreachableError
 from csdctl.fleet.model import HOST_NAME
 from csdctl.launch.leftovers import END_DEADLINE_S, CleanupOptions, clean_machine, relock_machine
-from csdctl.launch.mpi_job import JobOutcome, MpiJob
+from csdctl.launch.mpi_job import JobOutcome, MpiJob, explain_link
 from csdctl.launch.mpirun import Mpirun
 from csdctl.runs.directory import CappedLog
 from csdctl.supervision.rank_processes import AttachRank, EventValidator, RankProcess, StartRank
@@ -18,6 +18,7 @@ from csdctl.transport.many import open_session
 from csdctl.transport.meter import LinkBytes
 from csdctl.transport.session import Conversation, Session
 from csdctl.worker.protocol.run_spec import RunSpec
+from csdctl.worker.protocol.sandbox import SandboxCheck
 
 
 @dataclass(frozen=True)
@@ -25,81 +26,83 @@ class Patience:
     """Deadlines and numbers of retries of supervision."""
 
     start_s: float = 300.0
-    """Maximum time until all ranks are ready, and until rank 0 is ready again after a loss."""
+    """Maximum time until all ranks are ready."""
+    link_s: float = 60.0
+    """Maximum time until both ends of a link are connected."""
     silence_s: float = 300.0
-    """Without progress on any rank."""
-    answer_s: float = 8.0
-    """A live rank answers a ping within this time, however busy its machine is."""
-    min_answer_s: float = 3.0
-    """The last rank to answer gets at least this long, even when all others answered at once."""
-    join_s: float = 60.0
-    """For mpirun to connect the ranks of a group, plus `join_per_rank_s` for each rank."""
-    join_per_rank_s: float = 0.5
+    """Without progress of rank 0."""
     stall_s: float = 20.0
     """A rank that others wait for and that does not answer a ping for this long is lost."""
     ping_interval_s: float = 5.0
-    """A rank that keeps finished or paused ranks waiting is pinged after this long without a message."""
+    """Rank 0 is pinged after this long without a message."""
     waiting_ping_s: float = 60.0
-    """Ranks that wait for a group are pinged at this interval; without any order they exit after 600 s."""
-    settle_s: float = 0.5
-    """Losses and failures with the same cause are reported within this time."""
+    """Ranks that take no part are pinged at this interval; without any order they exit after 600 s."""
     poll_s: float = 0.2
-    """mpirun, the limits and the start's deadline are checked at this interval without a message."""
+    """Links, limits and the start's deadline are checked at this interval without a message."""
     exit_s: float = 30.0
     """For all ranks to exit after the last completion record."""
-    mpirun_exit_s: float = 15.0
-    """For the ranks to report why mpirun exited, when it exited with 0."""
     restart_interval_s: float = 10.0
     """Pause between two attempts to restart a lost rank."""
+    cause_s: float = 1.0
+    """For the cause of a loss to be known, after rank 0 has gone on without the rank."""
+    relink_s: float = 1.0
+    """Pause before a link is started again, for each loss before."""
     max_restarts: int = 3
-    """Restarts of one rank without progress in between."""
-    max_attempts: int = 3
-    """Groups in a row that fail without progress before the run fails."""
+    """Restarts of one rank, or of its link, without progress in between."""
+    renew_s: float = 30.0
+    """A rank that has taken part for this long may restart as often again."""
 
 
-class Links:
-    """The mpirun of each level of a group, from their start to the end of all."""
+class Link:
+    """The mpirun of one link, from its start to its end; of several paths, the first that connects."""
 
-    def __init__(self, *jobs: MpiJob) -> None:
-        """Start `jobs`."""
-        self._jobs = jobs
-        self._outcomes: list[JobOutcome] = []
-        """Of those that have exited, in this order."""
-        self._exited: float | None = None
+    def __init__(self, jobs: Sequence[MpiJob], on_connected: Callable[[int], None]) -> None:
+        """Start the first of `jobs`, each of which uses another path; `on_connected` gets its number."""
+        self._jobs, self._on_connected = jobs, on_connected
+        self._number = 0
+        self._is_ended = False
         self.started = time.monotonic()
-        self._threads = [threading.Thread(target=self._watch, args=(job,), daemon=True) for job in jobs]
-        for thread in self._threads:
-            thread.start()
+        self._outcome: JobOutcome | None = None
+        self._thread = threading.Thread(target=self._watch, daemon=True)
+        self._thread.start()
 
-    def _watch(self, job: MpiJob) -> None:
-        # Without a deadline: the ranks report over SSH, not the links.
-        self._outcomes.append(job.run())
+    def _watch(self) -> None:
+        for number, job in enumerate(self._jobs):
+            if self._is_ended:
+                return
+            self._number = number
+            outcome = job.run()
+            if outcome.is_connected:
+                self._on_connected(number)
+                self._outcome = outcome
+                return
+            self._outcome = self._outcome or outcome  # the cause is that of the path that was expected
 
-    def has_failed(self, grace_s: float) -> bool:
-        """Return whether an mpirun has exited although the ranks still need it.
+    @property
+    def has_ended(self) -> bool:
+        """Whether mpirun has ended."""
+        return not self._thread.is_alive()
 
-        mpirun exits with 0 when the ranks have finished, and also when a node is lost. The ranks report
-        which of the two: for `grace_s` after an exit with 0, this returns False.
-        """
-        if all(thread.is_alive() for thread in self._threads):
-            return False
-        self._exited = self._exited or time.monotonic()
-        outcomes = list(self._outcomes)
-        is_clean = bool(outcomes) and all(outcome.exit_code == 0 for outcome in outcomes)
-        return time.monotonic() - self._exited > (grace_s if is_clean else 0.0)
+    @property
+    def is_connected(self) -> bool:
+        """Whether both ends are connected."""
+        return self._jobs[self._number].is_connected
 
-    def end(self) -> list[JobOutcome]:
-        """End every mpirun that still runs, and return how they ended, in this order."""
+    def end(self) -> None:
+        """Let it end, and with it both ends of the link."""
+        self._is_ended = True
         for job in self._jobs:
             job.end()
-        for thread in self._threads:
-            thread.join(timeout=10)
-        return list(self._outcomes)
+
+    def wait(self) -> JobOutcome:
+        """Return how it ended."""
+        self._thread.join(timeout=10)
+        return self._outcome or JobOutcome()
 
 
 @dataclass(frozen=True)
 class RunSetup:
-    """How to start the ranks and their links; the first two callables may raise CsdctlError."""
+    """How to start the ranks and their links; the first three callables may raise CsdctlError."""
 
     run_id: str
     nodes: Sequence[str]
@@ -107,21 +110,27 @@ class RunSetup:
     start_rank: StartRank
     restart_rank: StartRank
     """Start a rank that was lost, after killing its old processes."""
-    start_links: Callable[[Sequence[int], int], Links]
-    """Start the mpirun of each level for these ranks and this generation."""
+    start_link: Callable[[int], Link]
+    """Start the link of a rank with its hub."""
     log_directory: Path
     min_nodes: int
     is_resumable: bool
     """Whether the run keeps its state for `train --resume`."""
     patience: Patience
-    collective: str = ""
-    """One of `protocol.orders.COLLECTIVE_NAMES`; '' lets the ranks measure which is fastest."""
+    hub_key: str = ""
+    """By which hubs await links."""
     absent: tuple[int, ...] = ()
     """Ranks that take no part from the beginning."""
     servers: Sequence[int] = ()
-    """The rank of the server of every rank, without which it cannot train; () for rank 0."""
+    """The rank of the server of every rank, through which others reach it; () for rank 0."""
+    is_check: bool = False
+    """Whether rank 0 begins alone, and what does not start is lost: a check of links."""
     should_stop: Callable[[], bool] = lambda: False
     """Whether to end the run in order, as the first Ctrl-C does."""
+
+    def explain_link(self, outcome: JobOutcome, node: str) -> CsdctlError:
+        """Return why the link of a node has ended."""
+        return explain_link(outcome, node, f"logs: {self.log_directory}")
 
 
 @dataclass(frozen=True)
@@ -137,8 +146,12 @@ class RankStarter:
     attached: Mapping[str, AttachRank]
     """Machines on which no process is started: the process running there is attached."""
     on_traffic: Callable[[LinkBytes], None]
+    examine: Callable[[Session], SandboxCheck]
+    """Called for a machine that was connected to again: it may have other addresses."""
     opened: dict[str, ExitStack] = field(default_factory=dict)
     """What is open to nodes whose connection was lost; closed when that is lost, too."""
+    paths: dict[int, int] = field(default_factory=dict)
+    """By rank, which of the paths of its link has connected."""
     told: dict[int, str] = field(default_factory=dict)
     """By rank, why it could not be restarted, as its log says."""
 
@@ -158,7 +171,7 @@ class RankStarter:
         except Exception as error:  # every few seconds, for as long as the node is down
             if self.told.get(rank) != str(error):
                 self.told[rank] = str(error)
-                log = CappedLog(self.mpirun.log_path(rank), self.spec.ranks[rank].node)
+                log = CappedLog(self.mpirun.run.rank_log(rank), self.spec.ranks[rank].node)
                 log.write(f"cannot be restarted: {error}".encode())
                 log.close()
             raise
@@ -181,24 +194,28 @@ class RankStarter:
             )
             opened.enter_context(relock_machine(session, python, doing="train", directory=self.directory))
             clean_machine(session, python, left_there, deadline_s=END_DEADLINE_S)
+            self.mpirun.sandboxes[node] = self.examine(session)
+            self.paths.pop(rank, None)
             process = self._start_process(rank, session)
             self.mpirun.sessions[node] = session
             self.opened[node] = self.stack.enter_context(opened.pop_all())
             return process
 
-    def start_links(self, group: Sequence[int], generation: int) -> Links:
-        """Start an mpirun for each level of the ranks in `group`, with their links; raises CsdctlError."""
-        ranks = {self.spec.ranks[rank].node: rank for rank in group}
-        jobs = []
-        for level in self.mpirun.fleet.levels(ranks):
-            arguments = ["link", "--run", self.spec.run_id, "--generation", str(generation)]
-            arguments += ["--level", level.name]
-            members = [ranks[level.machines[0]], *sorted(ranks[node] for node in level.machines[1:])]
-            commands = [
-                (rank, self.spec.ranks[rank].node, [*arguments, "--rank", str(rank)]) for rank in members
-            ]
-            jobs.append(self.mpirun.build_job(commands, level))
-        return Links(*jobs)
+    def starter_of(self, rank: int) -> str:
+        """Return the machine on which mpirun starts the link of a rank: that of its server, or the host."""
+        server = self.spec.ranks[rank].server
+        return self.spec.ranks[0 if server == rank else server].node
+
+    def start_link(self, rank: int) -> Link:
+        """Start the link of a rank with the rank of its server, or of a server with rank 0."""
+        node, starter, mpirun = self.spec.ranks[rank].node, self.starter_of(rank), self.mpirun
+        paths = mpirun.find_paths(node, starter)
+        paths = paths[self.paths.get(rank, 0) :][:1] if rank in self.paths else paths
+
+        def note_path(number: int) -> None:
+            self.paths.setdefault(rank, number)
+
+        return Link([mpirun.build_link(rank, node, starter, path) for path in paths], note_path)
 
     def _start_process(self, rank: int, session: Session) -> RankProcess:
         arguments = ["rank", "--spec", self.spec_path, "--rank", str(rank)]
@@ -211,6 +228,7 @@ class RankStarter:
         self, rank: int, session: Session, conversation: Conversation, *, is_attached: bool
     ) -> RankProcess:
         nodes = [other.node for other in self.spec.ranks]
-        validator = EventValidator(rank, nodes, num_epochs=self.spec.recipe.epochs)
-        log = CappedLog(self.mpirun.log_path(rank), nodes[rank])
+        has_hub = rank in {0, *(other.server for other in self.spec.ranks)}
+        validator = EventValidator(rank, nodes, num_epochs=self.spec.recipe.epochs, has_hub=has_hub)
+        log = CappedLog(self.mpirun.run.rank_log(rank), nodes[rank])
         return RankProcess(rank, session, conversation, validator, log, is_attached=is_attached)

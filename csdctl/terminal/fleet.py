@@ -28,12 +28,12 @@ from csdctl.workflows.preflight.doctor import Examination, describe
 
 COLUMNS = {
     "reach": ("reach", "probe", "deploy"),
-    "software": ("Python", "packages", "MPI", "mpirun", "prefix", "glibc"),
-    "system": ("processor", "memory", "clock", "hostname", "limits"),
+    "software": ("Python", "packages", "MPI", "mpirun", "glibc"),
+    "system": ("processor", "memory", "clock", "limits"),
     "disk": ("disk", "TMPDIR"),
-    "network": ("network", "ports", "listeners"),
+    "network": ("network",),
     "sandbox": ("sandbox",),
-    "allreduce": ("allreduce",),
+    "link": ("link", "sum"),
 }
 """The columns of the table, and the checks that each one covers."""
 
@@ -61,7 +61,7 @@ class ExaminationView(View):
         """Print the table, and every check that is not ok with its remedy."""
         self._console.print(self._table())
         shown = [check for check in self._checks if self._is_verbose or check.status != Status.OK]
-        shown += [check for check in self._checks if check.check == "allreduce" and check not in shown]
+        shown += [check for check in self._checks if check.check == "sum" and check not in shown]
         for check, machines in fold(sorted(shown, key=lambda check: _SEVERITY.index(check.status))):
             self._console.print(_COLORS[check.status], end=": ")
             self._print(f"{format_node_names(machines)}: {describe(check)}")

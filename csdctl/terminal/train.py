@@ -47,7 +47,6 @@ from csdctl.worker.protocol.events import (
     EpochEnd,
     Evaluating,
     Event,
-    Exited,
     Finished,
     Joined,
     NodeBack,
@@ -196,7 +195,7 @@ class TrainingView(FleetView[RankRow]):
             self._print(line)
 
     def _format_event(self, event: Event) -> str:
-        """Return what is printed about an event, apart from steps, epochs and groups."""
+        """Return what is printed about an event, apart from steps, epochs and who takes part."""
         if isinstance(event, Rebalanced):
             return self._format_rebalanced(event)
         if isinstance(event, WaitingFor) and event.nodes:
@@ -204,12 +203,9 @@ class TrainingView(FleetView[RankRow]):
         if isinstance(event, Warned):
             return f"warning: {event.node}: {event.message}" + f"\n  → {event.remedy}" * bool(event.remedy)
         if isinstance(event, NodeLost):
-            return f"{event.node} is lost: {event.message}"
-        if isinstance(event, Exited):
-            killed = f"the MPI process of rank {event.rank} was killed by signal {event.code - 128}"
-            return f"{event.node}: {killed}; all ranks connect again"
+            return f"{event.node} is lost: {event.message}" + f"\n  → {event.remedy}" * bool(event.remedy)
         if isinstance(event, NodeBack):
-            return f"{event.node} is back and rejoins at the end of the epoch"
+            return f"{event.node} is back"
         if isinstance(event, Finished) and event.rank == 0 and event.reason == EARLY_STOPPING:
             return f"stopped early, after epoch {event.epochs}"
         if isinstance(event, CheckpointSaved) and self._live is None:
@@ -217,20 +213,20 @@ class TrainingView(FleetView[RankRow]):
         return ""
 
     def _show_joined(self, event: Joined) -> None:
-        """Show that a group of ranks has formed; rank 0 reports for the group."""
+        """Show who takes part from here on."""
         self._set_batch_sizes(event.batch_sizes)
+        for rank in map(int, event.batch_sizes):
+            self._rows[rank].join()
         self._steps_per_epoch = max(1, event.steps_per_epoch)
-        if event.rank != 0:
-            return
         num_repeated = self._tally.steps - event.total_steps
-        if event.generation > 1 or event.total_steps or num_repeated > 0:
+        if not event.is_start or event.total_steps or num_repeated > 0:
             lost = f"; {event.num_lost:,} private samples are not read" if event.num_lost else ""
             if num_repeated > 0:
                 lost += (
                     f"; {format_count(num_repeated, 'step')} {'are' if num_repeated > 1 else 'is'} repeated"
                 )
-            stopped_s = self._bottleneck.series.stopped_s
-            lost += f"; they stopped for {format_seconds(stopped_s)}" if stopped_s else ""
+            stopped_s = self._bottleneck.series.stopped_s * event.is_start
+            lost += f"; they waited for {format_seconds(stopped_s)}" if stopped_s else ""
             self._print(
                 f"{len(event.batch_sizes)} ranks continue at epoch {event.epoch}, step {event.step}, "
                 f"global batch {sum(event.batch_sizes.values())}{lost}"
@@ -271,7 +267,7 @@ class TrainingView(FleetView[RankRow]):
     def _steps_of_an_epoch(self, last: Progress | EpochEnd) -> int:
         """Return the steps of an epoch with the batch sizes of now, given the end of one; 0: not known.
 
-        After a loss in an epoch, the group has more steps in the next ones than it said when it formed.
+        After a loss in an epoch, the next ones have more steps than rank 0 said in its `Joined`.
         """
         size = sum(row.batch_size for row in self._rows.values())
         is_end = isinstance(last, EpochEnd) and last.global_samples
@@ -412,7 +408,7 @@ class TrainingScreen(PreparationScreen):
         return result
 
     def on_preflight(self, examination: Examination) -> None:
-        """Show a line for each amber check, and the MPI check unless something is red."""
+        """Show a line for each amber check, and the times of sums unless something is red."""
         for check, machines in fold(examination.checks):
             if check.status == Status.WARN:
                 self.say(f"amber: {', '.join(machines)}: {describe(check)}")
@@ -421,7 +417,7 @@ class TrainingScreen(PreparationScreen):
         if examination.red or examination.overdue:
             return
         for check in examination.checks:
-            if check.check == "allreduce":
+            if check.check == "sum":
                 self.say(f"preflight: {check.found}")
 
     def on_start(self, run: RunDirectory, spec: RunSpec, num_steps: int) -> None:
@@ -487,7 +483,7 @@ def show_training_rehearsal(streams: Streams, request: TrainRequest) -> None:
         path = str(found.run.manifest if found.run else plan_path)
     render_plan(streams.console, found.plan, path)
     behind = f" after {found.cut}" if found.cut else ""
-    streams.say(f"would train: {found.strategy}{behind}, collective {request.options.collective}")
+    streams.say(f"would train: {found.strategy}{behind}")
     if found.run:
         streams.say(f"would resume run {found.run.run_id}")
     if found.num_samples is None:
@@ -500,7 +496,6 @@ def show_training_rehearsal(streams: Streams, request: TrainRequest) -> None:
         "resume": found.run.run_id if found.run else None,
         "strategy": found.strategy,
         "cut": found.cut,
-        "collective": request.options.collective,
         "num_samples": found.num_samples,
         "plan": plan_document(found.plan, path),
     }

@@ -99,6 +99,9 @@ class TuningView(FleetView[TuneRow]):
         row.take(event, self._tally.add(event))
         if event.rank == 0 and isinstance(event, Joined):
             self._stepping_since = self._clock()
+            for each in self._list_rows():
+                if each.node in self._trial:
+                    each.join()
         elif event.rank == 0 and isinstance(event, Progress | EpochEnd):
             self._step = event.step if isinstance(event, Progress) else self._num_steps
         self._print_headline_if_due()
@@ -298,7 +301,6 @@ def render_verified(
         one_batch = f"of all samples in one process differs by {verified.one_batch.difference:.1e}"
     pairs.append(("one batch", one_batch))
     pairs.append(("weights", f"bit-identical on all ranks ({verified.weights_hash[:16]}…)"))
-    pairs.append(("collective", verified.collective))
     if verdict.is_equal:
         pairs.append(("result", verdict.text))
     console.print(build_pairs(pairs))

@@ -33,7 +33,6 @@ from csdctl.worker.protocol.events import (
     Failed,
     Finished,
     Joined,
-    LinkLost,
     NodeBack,
     NodeLost,
     Progress,
@@ -81,20 +80,19 @@ def live_on(console: PrintableConsole, render: Callable[[], RenderableType]) -> 
 
 
 STARTING, READY, TRAINING, DONE = "starting", "ready", "training", "done"
-LOST, FAILED, BACK, WAITING, SILENT = "lost", "failed", "back", "waiting for others", "silent"
+LOST, FAILED, SILENT = "lost", "failed", "silent"
 STATES: dict[type[Event], str] = {
     Ready: READY,
     Joined: TRAINING,
     Progress: TRAINING,
     EpochEnd: TRAINING,
     Finished: DONE,
-    LinkLost: WAITING,
     NodeLost: LOST,
     Failed: FAILED,
-    NodeBack: BACK,
+    NodeBack: TRAINING,
 }
 """State of a rank after an event about it."""
-SICK = (LOST, FAILED, BACK, WAITING, SILENT)
+SICK = (LOST, FAILED, SILENT)
 """States, or their beginnings, of machines that do not do what they should."""
 BLOCKS = "▁▂▃▄▅▆▇█"
 NUM_GRADES = 20
@@ -148,7 +146,7 @@ class RankRow(Row):
     def take(self, event: Event, report: Amounts | None) -> None:
         """Take what an event about the rank says; `report`: what it adds to the rank's tally."""
         self.state = STATES.get(type(event), self.state)
-        if self.state in (LOST, FAILED, WAITING):  # it takes no steps
+        if self.state in (LOST, FAILED):  # it takes no steps
             self.rate, self.compute_s, self.wait_s = None, 0.0, 0.0
         if report and report.steps:
             self.compute_s, self.wait_s = report.compute_s / report.steps, report.wait_s / report.steps
@@ -156,6 +154,11 @@ class RankRow(Row):
             self.rate = report.own_throughput
         if isinstance(event, Progress):
             self.memory_bytes, self.temperature_c = event.memory_bytes, event.temperature_c
+
+    def join(self) -> None:
+        """Rank 0 names this rank among those that take part; of one that was lost, its return is reported."""
+        if not self.is_sick:
+            self.state = TRAINING
 
     @property
     def held_s(self) -> float:

@@ -87,21 +87,18 @@ def non_negative(columns: Array, wanted: Array) -> list[float]:
 
 
 NUM_NEWEST = 5
-"""Number of newest times used per collective: a fleet changes, and a single time may be an outlier."""
+"""Number of newest times used per sum: a fleet changes, and a single time may be an outlier."""
 
 
 def fit_collective(measured: Sequence[CollectiveMeasurement]) -> CollectiveCost:
-    """Fit the cost of a sum to `measured`, minimizing relative errors; 0 without measurements.
-
-    With several collectives, only the fastest is used, as in training.
-    """
-    fastest = _fastest(measured)
-    if not fastest:
+    """Fit the cost of a sum to `measured`, minimizing relative errors; 0 without measurements."""
+    seconds = _median_times(measured)
+    if not seconds:
         return CollectiveCost()
     import numpy as np
 
-    rows = [[1.0, others := num_ranks - 1, num_bytes, num_bytes * others] for num_ranks, num_bytes in fastest]
-    times = np.array(list(fastest.values()))
+    rows = [[1.0, others := num_ranks - 1, num_bytes, num_bytes * others] for num_ranks, num_bytes in seconds]
+    times = np.array(list(seconds.values()))
     columns = np.array(rows, float) / times[:, np.newaxis]
     # Bytes are millions and seconds thousandths: scale each column for numerical stability.
     sizes = np.abs(columns).max(axis=0)
@@ -110,18 +107,13 @@ def fit_collective(measured: Sequence[CollectiveMeasurement]) -> CollectiveCost:
     return CollectiveCost(*map(float, coefficients))
 
 
-def _fastest(measured: Sequence[CollectiveMeasurement]) -> dict[tuple[int, int], float]:
-    """Return the seconds of the fastest collective, the median of its newest sums, by ranks and bytes."""
-    repeated: dict[tuple[str, int, int], list[float]] = {}
+def _median_times(measured: Sequence[CollectiveMeasurement]) -> dict[tuple[int, int], float]:
+    """Return the median seconds of the newest sums, by ranks and bytes."""
+    repeated: dict[tuple[int, int], list[float]] = {}
     for sample in sorted(measured, key=lambda sample: sample.measured_at):
         if sample.num_ranks > 1 and sample.seconds > 0:  # a single rank has nothing to sum
-            repeated.setdefault((sample.name, sample.num_ranks, sample.num_bytes), []).append(sample.seconds)
-    fastest: dict[tuple[int, int], float] = {}
-    for (_, num_ranks, num_bytes), seconds in repeated.items():
-        median_s = median(seconds[-NUM_NEWEST:])
-        key = (num_ranks, num_bytes)
-        fastest[key] = min(median_s, fastest.get(key, median_s))
-    return fastest
+            repeated.setdefault((sample.num_ranks, sample.num_bytes), []).append(sample.seconds)
+    return {key: median(seconds[-NUM_NEWEST:]) for key, seconds in repeated.items()}
 
 
 RANK_SHARE = 0.9
@@ -210,9 +202,8 @@ class TrialResult:
     """Compute seconds of each rank in a step."""
     wall_s: float
     """Seconds of all steps, including those that are not counted."""
-    collective: str
     sum_s: float
-    """Seconds of one sum of the model's vector over these ranks, measured when the group formed."""
+    """Seconds of the sums of one step over these ranks, measured before the first step."""
     fixed_s: float = 0.0
     """Seconds of the whole trial besides its steps: starting or taking processes, linking them, ending."""
     peak_memory_bytes: tuple[int | None, ...] = ()

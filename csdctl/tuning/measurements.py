@@ -83,8 +83,6 @@ class ProbeMeasurement:
 class CollectiveMeasurement:
     """One timed sum over the ranks of a fleet."""
 
-    name: str
-    """Name of the collective, as in `protocol.orders.COLLECTIVE_NAMES`."""
     num_ranks: int
     num_bytes: int
     """Size of one rank's vector."""

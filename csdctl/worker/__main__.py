@@ -1,7 +1,7 @@
 """The worker's commands, such as build, prepare, look, probe, rank and link; `main` has them all.
 
 A command of `REQUESTED` or `ANSWERS` reads one request from standard input, and answers with a frame: its
-result, or its error. Errors of the others are a `Failed` event (rank, mpi-check) or an error's frame. The
+result, or its error. Errors of the others are a `Failed` event (rank) or an error's frame. The
 exit code is that of the error. A command imports what it needs alone: most processes are small ones.
 """
 
@@ -17,14 +17,8 @@ from pathlib import Path
 from typing import Any
 
 from csdctl.worker.process.errors import WorkerError
-from csdctl.worker.process.output import (
-    GuardedOutput,
-    emit,
-    end_without_reader,
-    event_sinks,
-    exit_with_failure,
-)
-from csdctl.worker.protocol.events import UNKNOWN_NODE, Misbehaved
+from csdctl.worker.process.output import GuardedOutput, end_without_reader, event_sinks, exit_with_failure
+from csdctl.worker.protocol.events import UNKNOWN_NODE
 from csdctl.worker.protocol.json_codec import (
     DATA,
     ERROR,
@@ -50,7 +44,7 @@ ANSWERS = {
     "sandbox-check": ("sandbox.program:check_sandbox", "protocol.sandbox:SandboxRequest"),
 }
 """Commands that need no samples: the function, the type of the request."""
-OF_MPI = ("link", "mpi-check", "sandbox")
+OF_MPI = ("link", "hub", "sandbox")
 """Commands that end in order with MPI or their input; all others end with the reader of their output."""
 
 
@@ -168,24 +162,16 @@ def _redirect_output(run_id: str, rank: int) -> str:
     return path
 
 
-def _link(run: str, rank: str, generation: str, level: str = "", marker: str = "") -> int:
+def _link(rank: str, marker: str = "") -> int:
     from csdctl.worker.group.link import serve_link
 
-    return serve_link(run, int(rank), int(generation), level)
+    return serve_link(int(rank))
 
 
-def _check_mpi(rank: str, size: str, node: str, sums: str = "", marker: str = "") -> int:
-    from csdctl.worker.group.values import PeerFaultError
-    from csdctl.worker.tasks.mpi_check import check_mpi
+def _hub(descriptor: str, marker: str = "") -> int:
+    from csdctl.worker.group.hub import run_hub
 
-    try:
-        check_mpi(int(rank), int(size), node, sums)
-    except PeerFaultError as fault:
-        emit(Misbehaved(int(rank), node, fault.rank, fault.message))
-        os._exit(1)
-    except BaseException as error:  # a rank that fails must not wait for the others in MPI_Finalize
-        exit_with_failure(int(rank), node, error)
-    return 0
+    return run_hub(int(descriptor))
 
 
 def _as_frame(error: WorkerError | ProtocolError) -> tuple[str, int]:
@@ -201,7 +187,7 @@ COMMANDS: dict[str, Callable[..., int]] = {
     "probe": _probe,
     "rank": _rank,
     "link": _link,
-    "mpi-check": _check_mpi,
+    "hub": _hub,
     "sandbox": lambda marker="": int(_import("sandbox.program:run_sandbox")()),
 }
 """The function of each other command, which takes its options; only a search for processes reads `marker`."""

@@ -1,4 +1,4 @@
-"""Ranks whose task holds four weights: what each of them has after a group has formed, it prints.
+"""Ranks whose task holds four weights: what each of them has once all take part, it prints.
 
 Run with a RunSpec, a rank and what this rank claims to hold: weights and steps done.
 """
@@ -8,21 +8,26 @@ import os
 import subprocess
 import sys
 import time
+from contextlib import ExitStack
 from typing import Any
 
 from csdctl.worker.protocol.json_codec import to_json
-from csdctl.worker.protocol.orders import FormGroup, order_to_line
+from csdctl.worker.protocol.orders import Begin, OpenHub, order_to_line
 from csdctl.worker.protocol.recipe import Recipe
 from csdctl.worker.protocol.run_spec import RankSpec, RunSpec, Runtime, TaskSpec
-from tests.linked_ranks import links
+from tests.linked_ranks import HUB_KEY, LINK_KEY, link
 
 PROGRAM = """
 import dataclasses, json, os, sys
 import numpy as np
+import csdctl.worker.group.communicator as communicator
 from csdctl.worker.protocol.json_codec import from_json
 from csdctl.worker.protocol.run_spec import RunSpec
 from csdctl.worker.tasks.session import TASKS, RankSession
-from csdctl.worker.tasks.task import FINISHED
+from csdctl.worker.tasks.task import FINISHED, ModelTask
+
+communicator.build_hub_command = lambda descriptor: [
+    sys.executable, "-m", "csdctl.worker", "hub", "--descriptor", str(descriptor)]
 
 spec, rank, (weight, steps) = from_json(RunSpec, sys.argv[1]), int(sys.argv[2]), json.loads(sys.argv[3])
 
@@ -31,18 +36,19 @@ class Variable:
     def assign(self, value):
         self.value = value
 
-class Holds:
-    is_resumable = True
+class Holds(ModelTask):
     sum_sizes = ((1, 0),)
+    max_message_bytes = 0
     variables = [Variable()]
 
     def __init__(self, context):
-        self.progress = context.progress
+        self.spec, self.me, self.progress = context.spec, context.me, context.progress
+        self.reporter, self.is_root = context.reporter, context.me.rank == 0
 
     def load(self):
         self.progress.position = dataclasses.replace(self.progress.position, total_steps=steps)
 
-    def run(self, group):
+    def run(self, communicator):
         held = [self.variables[0].value.tolist(), self.progress.position.total_steps]
         print(json.dumps({"held": held}), flush=True)
         return FINISHED
@@ -59,13 +65,17 @@ os._exit(0)
 
 
 def hold(claims: list[tuple[float, int]], hostile: str = "") -> list[list[dict[str, Any]]]:
-    """Form a group of ranks that hold these weights and steps; return what each of them printed.
+    """Let ranks that hold these weights and steps take part; return what each of them printed.
 
     `hostile`: code that the last rank runs first.
     """
     run_id = f"attack-{os.getpid()}-{time.monotonic_ns()}"
     rank_specs = [RankSpec(rank, f"m{rank}", 8, Runtime(), None, None, 0, 80) for rank in range(len(claims))]
-    spec = RunSpec(run_id, "", "", Recipe(), tuple(rank_specs), None, None, "", task=TaskSpec("holds"))
+    spec = RunSpec(
+        *(run_id, "", "", Recipe(), tuple(rank_specs), None, None, ""),
+        task=TaskSpec("holds"),
+        link_key=LINK_KEY,
+    )
     ranks = [
         subprocess.Popen(
             [
@@ -78,29 +88,30 @@ def hold(claims: list[tuple[float, int]], hostile: str = "") -> list[list[dict[s
         )
         for rank, claim in enumerate(claims)
     ]
-    outputs: list[list[dict[str, Any]]] = []
+    stdin = ranks[0].stdin
+    assert stdin
+    stdin.write(order_to_line(OpenHub(HUB_KEY)) + "\n")
+    stdin.write(order_to_line(Begin(tuple(range(len(claims))))) + "\n")
+    stdin.flush()
     try:
-        for process in ranks:
-            assert process.stdin
-            assert process.stdout
-            assert "Ready" in process.stdout.readline()
-            process.stdin.write(order_to_line(FormGroup(1, tuple(range(len(claims))), "star")) + "\n")
-            process.stdin.flush()
-        with links(run_id, range(len(claims))):
+        with ExitStack() as links:
             for process in ranks:
-                outputs.append(_read(process))
+                assert process.stdout
+                assert "Ready" in process.stdout.readline()
+            for rank in range(1, len(claims)):
+                links.enter_context(link(run_id, rank))
+            return [_read(process) for process in ranks]
     finally:
         for process in ranks:
             process.kill()
             process.wait()
-    return outputs
 
 
 def _read(process: "subprocess.Popen[str]") -> list[dict[str, Any]]:
-    """Return what a rank prints until it has left the group."""
+    """Return what a rank prints until it says what it holds."""
     assert process.stdout
     found: list[dict[str, Any]] = []
-    while not found or not ({"held"} <= set(found[-1]) or found[-1].get("event") == "LinkLost"):
+    while not found or "held" not in found[-1]:
         line = process.stdout.readline()
         assert line, f"the rank ended after {found}"
         if line.startswith(("{", "@csdctl ")):
@@ -109,7 +120,7 @@ def _read(process: "subprocess.Popen[str]") -> list[dict[str, Any]]:
 
 
 def held(output: list[dict[str, Any]]) -> tuple[float, int]:
-    """Return weight and steps of a rank after the group has formed."""
+    """Return weight and steps of a rank once all take part."""
     weights, steps = output[-1]["held"]
     assert len(set(weights)) == 1
     return weights[0], steps

@@ -1,14 +1,23 @@
-"""Programs in the place of one node's link. Each is csdctl's own, changed in what it sends over MPI."""
+"""Programs in the place of the node's end of a link: csdctl's own, changed in what they send over MPI."""
+
+from textwrap import indent
 
 HEAD = """
-import json, math, os, socket, struct, sys, time
+import json, math, os, struct, sys, time
 import numpy as np
-import csdctl.worker.group.collective as collective
 import csdctl.worker.group.link as link
-run, rank = sys.argv[1], int(sys.argv[2])
+from csdctl.worker.group.channel import NUMBER, Letter
+from csdctl.worker.group.link import BODY, CHUNK, HEAD, RankEnd
+
+def head(letter, size):
+    return struct.pack("<cqq", letter, size, 0).ljust(link.HEAD_BYTES, b"-")
+
+def pass_on(*requests):
+    while not all(request.Test() for request in requests):
+        time.sleep(0.001)
 """
 SERVE = """
-link.serve_link(run, rank, 1)
+link.serve_link(int(sys.argv[1]))
 """
 RUN_COMMAND = """
 class Command(bytes):
@@ -18,37 +27,34 @@ class Command(bytes):
 """Bytes whose pickle runs a command where it is loaded."""
 
 
+def replaces(letter: str, code: str) -> str:
+    """Return a link that runs `code` when its rank sends a message with `letter`, an expression.
+
+    `code` has the memory `vector`, MPI's own `comm`, and `send(letter, content)`; `content` is what is sent
+    then, if it is not None.
+    """
+    return f"""{HEAD}
+honest = RankEnd.handle_local
+def handle_local(self, letter, content):
+    vector, comm, send = np.frombuffer(self._vector, np.float32), self.world._communicator, self.pass_over
+    if letter == {letter}:
+{indent(code.strip(), "        ")}
+    if content is not None:
+        honest(self, letter, content)
+RankEnd.handle_local = handle_local
+{SERVE}"""
+
+
 def sends_value(content: str) -> str:
     """Return a link that sends the bytes `content`, an expression, as its rank's value."""
-    return f"""{HEAD}
-honest = link.allgather
-link.allgather = lambda world, _, **options: honest(world, {content}, 1 << 40, **options)
-{SERVE}"""
+    return replaces("Letter.VALUE", f"content = NUMBER.pack(int(sys.argv[1])) + {content}")
 
 
 def sends_messages(code: str) -> str:
-    """Return a link whose part of a gathering is `code`, which has MPI's own `comm`."""
-    return f"""{HEAD}
-from csdctl.worker.group import messages as tags
-def gather(world, *_, **__):
-    comm = world._communicator
-    {code.strip().replace(chr(10), chr(10) + "    ")}
-    time.sleep(3600)
-link.allgather = gather
-{SERVE}"""
+    """Return a link whose part of a gathering is `code`."""
+    return replaces("Letter.VALUE", f"{code.strip()}\ncontent = None")
 
 
 def sends_vector(code: str) -> str:
     """Return a link that changes its vector by `code` before it is summed, or sends something else."""
-    return f"""{HEAD}
-class Hostile(collective.Star):
-    num_taken = -3  # while a collective is chosen
-    def sum(self, on_wait, expected=None):
-        self.num_taken += 1
-        if self.num_taken <= 0:
-            return super().sum(on_wait)
-        vector, comm = np.frombuffer(self._local, np.float32), self._world._communicator
-        {code.strip().replace(chr(10), chr(10) + "        ")}
-        super().sum(on_wait, expected)
-collective.COLLECTIVES["star"] = Hostile
-{SERVE}"""
+    return replaces("Letter.VECTOR", code)

@@ -25,7 +25,7 @@ MAX_DAEMONS, DAEMON_S = 3, 5.0
 """At a time; a daemon that hangs is ended, to make room for the next."""
 MAX_CONNECTIONS, MAX_RANKS = 400, 4
 CONNECT_S = 0.5
-URI, NUMBER = "prte_hnp_uri", "ess_base_vpid"
+URI, NUMBER, INTERFACE = "prte_hnp_uri", "ess_base_vpid", "prte_if_include"
 LISTENING, SSH = "0A", 22
 
 
@@ -45,7 +45,11 @@ def find_commands() -> "dict[str, list[str]]":
                 start = next(place for place, word in enumerate(words) if word.endswith("prted"))
                 uri = words[words.index(URI) + 1]
                 own_address(uri)  # raises for jobs in other networks of this machine
-                found[uri] = [word for word in words[start + 1 :] if word not in ("--daemonize", ")", "")]
+                arguments = [word for word in words[start + 1 :] if word not in ("--daemonize", ")", "")]
+                if INTERFACE in arguments:  # that of the other machine
+                    place = arguments.index(INTERFACE)
+                    del arguments[place - 1 : place + 2]
+                found[uri] = arguments
     return found
 
 

@@ -1,7 +1,7 @@
 """A rank without a model, which csdctl starts as it starts every rank: an honest one, or a hostile one.
 
 The file that `--spec` names holds the machines of all ranks, the hostile rank, and the lines that it prints
-when its time has come. Honest ranks wait while the hostile rank is in their group, and finish without it.
+when its time has come. Honest ranks wait while the hostile rank takes part, and finish without it.
 """
 
 import json
@@ -23,7 +23,6 @@ class Rank:
     def __init__(self, directory: Path, spec: dict[str, Any], rank: int) -> None:
         self.directory, self.spec, self.rank = directory, spec, rank
         self.is_hostile = rank == spec["hostile"]
-        self.generation = 0
 
     def say(self, event: str, **fields: Any) -> None:
         content = {"event": event, "rank": self.rank, "node": self.spec["nodes"][self.rank], **fields}
@@ -37,25 +36,30 @@ class Rank:
         if self.is_hostile and self.spec["when"] == "start":
             self.attack()
         self.say("Ready", num_samples=8)
+        if self.is_hostile:
+            threading.Thread(target=self.attack_when_it_is_time, daemon=True).start()
+        elif self.rank:
+            threading.Thread(target=self.finish_without_hostile_rank, daemon=True).start()
         for line in sys.stdin:
             order = json.loads(line)
             if order["order"] == "Ping":
                 self.say("Pong", number=order["number"])
-            elif order["order"] == "FormGroup":
-                self.join(order["generation"], order["ranks"])
+            elif order["order"] == "Begin":
+                self.report_members(order["ranks"], is_start=True)
+                threading.Thread(target=self.finish_without_hostile_rank, daemon=True).start()
 
-    def join(self, generation: int, ranks: list[int]) -> None:
-        self.generation = generation
-        if not (self.is_hostile and self.spec["when"] == "group"):
-            sizes = {str(rank): 8 for rank in ranks}
-            self.say("Joined", generation=generation, epoch=1, step=0, steps_per_epoch=1, total_steps=0,
-                     batch_sizes=sizes, collective="star", sum_s=0.01)  # fmt: skip
-        if self.spec["hostile"] not in ranks:
-            self.finish()
-        elif self.is_hostile:
-            threading.Thread(target=self.attack_while_training, daemon=True).start()
-        elif self.rank == 0:
-            threading.Thread(target=self.report_a_lost_link, daemon=True).start()
+    def report_members(self, ranks: list[int], **fields: Any) -> None:
+        """Report, from rank 0, who takes part."""
+        sizes = {str(rank): 8 for rank in ranks}
+        self.say("Joined", epoch=1, step=0, steps_per_epoch=1, total_steps=0, batch_sizes=sizes, **fields)
+
+    def finish_without_hostile_rank(self) -> None:
+        self.wait_for("lost")
+        hostile = self.spec["hostile"]
+        if self.rank == 0:
+            others = [rank for rank in range(len(self.spec["nodes"])) if rank != hostile]
+            self.report_members(others, lost=[[hostile, "its link was lost"]])
+        self.finish()
 
     def finish(self) -> None:
         whole = {"global_samples": 16, "loss": 1.0, "accuracy": 0.5} if self.rank == 0 else {}
@@ -64,8 +68,9 @@ class Rank:
         self.say("Finished", epochs=1, steps=1, weights_hash="h", peak_memory_bytes=1)
         os._exit(0)
 
-    def attack_while_training(self) -> None:
-        self.wait_for("training" if self.spec["when"] == "training" else "")
+    def attack_when_it_is_time(self) -> None:
+        if self.spec["when"] == "training":
+            self.wait_for("training")
         self.attack()
 
     def attack(self) -> None:
@@ -75,10 +80,6 @@ class Rank:
             self.write(self.spec["forever"])
         if self.spec["leaves"]:
             os._exit(0)
-
-    def report_a_lost_link(self) -> None:
-        self.wait_for("finished")
-        self.say("LinkLost", generation=self.generation, epoch=1, step=0)
 
     def wait_for(self, name: str) -> None:
         while not (self.directory / name).exists():

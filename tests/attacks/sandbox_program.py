@@ -1,10 +1,13 @@
 """Attempts of a program in the sandbox; prints the name of each that succeeded.
 
-Arguments: the pid, a port and two Unix sockets of processes outside, and a directory of their user's.
+Arguments: the pid, a port, two Unix sockets and one of datagrams of a process outside, and a directory of its
+user's.
 """
 
 import contextlib
 import ctypes
+import fcntl
+import mmap
 import os
 import signal
 import socket
@@ -15,13 +18,16 @@ from collections.abc import Callable
 from pathlib import Path
 
 PID, PORT, ABSTRACT, PATH = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], sys.argv[4]
-DIRECTORY = Path(sys.argv[5])
+DATAGRAMS, DIRECTORY = sys.argv[5], Path(sys.argv[6])
 PRIVATE, OWNED = DIRECTORY / "private", f"/tmp/csdctl-owned-{os.getpid()}"
 LIBC = ctypes.CDLL(None, use_errno=True)
 IS_X86 = os.uname().machine == "x86_64"
 CLONE_NEWUSER = 0x10000000
 MSG_FASTOPEN = 0x20000000
 PTRACE_SEIZE = 0x4206
+FIOSETOWN = 0x8901
+SCHED_IDLE = 5
+SIGNAL_INFO = struct.pack("=iii112x", signal.SIGURG, 0, -1)
 
 
 def call(number: int, *arguments: object) -> None:
@@ -101,16 +107,51 @@ def connect_while_the_address_changes() -> None:
 
 
 def connect_while_the_socket_changes() -> None:
-    """Another thread puts an inet socket in the place of a netlink one, which may be bound to anything."""
-    inet, netlink = socket.socket(), socket.socket(socket.AF_NETLINK, socket.SOCK_RAW, 0)
-    place = os.dup(netlink.fileno())
+    """Another thread puts an inet socket in the place of a Unix one, to which an address means nothing."""
+    inet, unix = socket.socket(), socket.socket(socket.AF_UNIX)
+    place = os.dup(unix.fileno())
     address = struct.pack("=H", socket.AF_INET) + struct.pack(">H4s8x", PORT, socket.inet_aton("127.0.0.1"))
 
     def attempt() -> bool:
         LIBC.connect(place, address, 16)
         return bool(inet.getpeername())
 
-    connect_while(lambda: [os.dup2(one.fileno(), place) for one in (inet, netlink)], attempt)
+    connect_while(lambda: [os.dup2(one.fileno(), place) for one in (inet, unix)], attempt)
+
+
+def connect_by_a_port_of_its_own() -> None:
+    """Take the service's port at another address of this machine, where it is free."""
+    with socket.socket(socket.AF_INET6) as own:
+        own.bind(("::1", PORT))
+        own.listen()
+        connect(("127.0.0.1", PORT))
+
+
+def bind_low_port() -> None:
+    with socket.socket() as bound:
+        for port in range(1023, 600, -1):
+            try:
+                bound.bind(("127.0.0.1", port))
+            except PermissionError:
+                raise
+            except OSError:
+                continue
+            return
+
+
+def send_to_path() -> None:
+    """A pair of sockets of datagrams is made without `socket`, and sends to any path without `connect`."""
+    one, other = socket.socketpair(socket.AF_UNIX, socket.SOCK_DGRAM)
+    with one, other:
+        other.close()
+        one.sendto(b"x", DATAGRAMS)
+
+
+def own_signals(request: Callable[[int], object]) -> None:
+    """Let the kernel signal the process outside when there is data on a socket."""
+    one, other = socket.socketpair()
+    with one, other:
+        request(one.fileno())
 
 
 def send_datagram() -> None:
@@ -125,7 +166,7 @@ def use_other_protocols() -> None:
         (socket.AF_PACKET, socket.SOCK_RAW, 0),
         (socket.AF_UNIX, socket.SOCK_DGRAM, 0),
         (socket.AF_UNIX, socket.SOCK_SEQPACKET, 0),
-        (socket.AF_NETLINK, socket.SOCK_RAW, 9),  # audit
+        (socket.AF_NETLINK, socket.SOCK_RAW, 0),
     ):
         with contextlib.suppress(OSError):
             socket.socket(family, kind, protocol).close()
@@ -159,11 +200,24 @@ ATTEMPTS: dict[str, Callable[[], object]] = {
     "connect_while_the_socket_changes": connect_while_the_socket_changes,
     "connect_to_abstract_socket": lambda: connect("\0" + ABSTRACT, socket.AF_UNIX),
     "connect_to_socket": lambda: connect(PATH, socket.AF_UNIX),
+    "connect_by_a_port_of_its_own": connect_by_a_port_of_its_own,
+    "bind_low_port": bind_low_port,
+    "send_to_path": send_to_path,
     "send_datagram": send_datagram,
     "use_other_protocols": use_other_protocols,
     "enter_user_namespace": lambda: call(272 if IS_X86 else 97, CLONE_NEWUSER),
     "use_rings": lambda: call(425, 8, ctypes.create_string_buffer(120)),
     "share_memory": lambda: call(29 if IS_X86 else 194, 0, 4096, 0o1600),
+    "queue_signal": lambda: call(129 if IS_X86 else 138, PID, signal.SIGURG, SIGNAL_INFO),
+    "own_signals": lambda: own_signals(lambda number: fcntl.fcntl(number, fcntl.F_SETOWN, PID)),
+    "own_signals_by_ioctl": lambda: own_signals(
+        lambda number: fcntl.ioctl(number, FIOSETOWN, struct.pack("=i", PID))
+    ),
+    "watch_directory": lambda: call(254 if IS_X86 else 27, LIBC.inotify_init(), b"/tmp", 0x100),
+    "schedule_other_process": lambda: call(144 if IS_X86 else 119, PID, SCHED_IDLE, struct.pack("=i", 0)),
+    "bind_other_process_to_a_core": lambda: os.sched_setaffinity(PID, {0}),
+    "share_memory_without_a_file": lambda: mmap.mmap(-1, 4096),
+    "make_memory_file": lambda: os.memfd_create("owned"),
 }
 for name, attempt in ATTEMPTS.items():
     try:

@@ -16,17 +16,18 @@ from csdctl.launch.mpi_job import MpiJob, add_rank_traffic
 from csdctl.launch.mpirun import Mpirun
 from csdctl.reporting.privacy import plan_privacy
 from csdctl.reporting.results import RunSummary
-from csdctl.runs.directory import EventLog, ProjectDirectory, RunDirectory
+from csdctl.runs.directory import CappedLog, EventLog, ProjectDirectory, RunDirectory
 from csdctl.shipping.store import store_bytes
 from csdctl.supervision.rank_processes import OnMessage, ProcessEnded, RankMessage, RankProcess
-from csdctl.supervision.run_setup import Links, Patience, RankStarter, RunSetup
+from csdctl.supervision.run_setup import Link, Patience, RankStarter, RunSetup
 from csdctl.supervision.supervisor import Supervisor
 from csdctl.terminal.console import PrintableConsole
 from csdctl.terminal.train import TrainingView
 from csdctl.transport.local import LocalSession
-from csdctl.worker.protocol.events import Event, Finished, Joined, NodeLost, Traffic
+from csdctl.worker.protocol.events import Event, Failed, Joined, NodeLost, Traffic, Warned
 from csdctl.worker.protocol.recipe import Noise, Recipe
 from csdctl.worker.protocol.run_spec import RankSpec, RunSpec, Runtime
+from csdctl.worker.protocol.sandbox import CONNECTED
 from csdctl.workflows.reporting.report import report
 from tests.patience import scaled
 from tests.unit.runs.manifests import manifest_of
@@ -36,9 +37,7 @@ HOSTILE = 1
 PROGRAM = Path(__file__).with_name("rank_program.py")
 RANKS = tuple(RankSpec(rank, node, 8, Runtime(), None, None, 8, 0) for rank, node in enumerate(NODES))
 SPEC = RunSpec("run", "", "", Recipe(), RANKS, None, None, "", noise=Noise(1.0, 8.0, 1e-5))
-PATIENCE = Patience(
-    start_s=scaled(60), silence_s=scaled(60), answer_s=scaled(20), settle_s=scaled(0.1), max_restarts=0
-)
+PATIENCE = Patience(start_s=scaled(60), silence_s=scaled(60), max_restarts=0)
 MANIFEST = manifest_of(NODES) | {"noise": asdict(SPEC.noise) if SPEC.noise else None}
 
 
@@ -46,7 +45,7 @@ MANIFEST = manifest_of(NODES) | {"noise": asdict(SPEC.noise) if SPEC.noise else 
 class Attack:
     """Lines of the hostile rank, and when it prints them.
 
-    `when` is 'start', 'group' (where it does not join) or 'training' (when all have joined).
+    `when` is 'start', 'ready' or 'training' (when all have joined).
     """
 
     lines: Sequence[str]
@@ -57,8 +56,8 @@ class Attack:
     """The rank exits afterwards, as if it were done."""
 
 
-NO_DAEMONS: Any = None
-"""The program in place of mpirun asks for none."""
+NOTHING: Any = None
+"""The program in place of mpirun asks for none, and no machine is connected to again."""
 
 
 class SmallRun:
@@ -70,7 +69,6 @@ class SmallRun:
         self.run_directory.save_manifest(MANIFEST)
         self.events: list[Event] = []
         self.shown = io.StringIO()
-        self._joined: set[int] = set()
         self._directory = directory
 
     def supervise(self, attack: Attack) -> None:
@@ -84,13 +82,13 @@ class SmallRun:
         mpirun = Mpirun(fleet, {}, self.run_directory, sessions, program, {})
         spec = replace(SPEC, run_id=self.run_directory.run_id)
         with ExitStack() as stack:
-            starter = RankStarter(spec, "spec", mpirun, self._directory, stack, {}, lambda _: None)
+            starter = RankStarter(spec, "spec", mpirun, self._directory, stack, {}, lambda _: None, NOTHING)
             setup = RunSetup(
                 spec.run_id,
                 NODES,
                 partial(self._start, starter),
                 self._do_not_restart,
-                self._start_links,
+                self._start_link,
                 self.run_directory.logs,
                 0,
                 is_resumable=True,
@@ -109,6 +107,9 @@ class SmallRun:
         """Return why the hostile rank is lost."""
         (lost,) = (event for event in self.events if isinstance(event, NodeLost))
         return lost.message
+
+    def warnings(self) -> list[str]:
+        return [event.message for event in self.events if isinstance(event, Warned)]
 
     def log(self, rank: int = HOSTILE) -> str:
         return self.run_directory.rank_log(rank).read_text()
@@ -129,24 +130,20 @@ class SmallRun:
         self._log.append(1.0, event)
         self._view.show(event)
         if isinstance(event, Joined):
-            self._joined.add(event.rank)
-            if len(self._joined) == len(NODES):  # handled before anything that the hostile rank now prints
-                (self._directory / "training").touch()
+            (self._directory / "training").touch()  # handled before anything that the hostile rank now prints
 
     def _start(self, starter: RankStarter, rank: int) -> RankProcess:
-        """Start a rank; rank 0 loses its link when the hostile rank has finished and left.
+        """Start a rank; rank 0 goes on without the hostile one when that has failed or ended, as a hub does.
 
         Not before: nothing orders what two ranks print, and csdctl takes the first reason that it gets.
         """
         process = starter.start(rank)
-        listen, has_finished = process.listen, False
+        listen = process.listen
 
         def pass_on(message: RankMessage, on_message: OnMessage) -> None:
-            nonlocal has_finished
             on_message(message)
-            has_finished |= isinstance(message, Finished)
-            if has_finished and isinstance(message, ProcessEnded):
-                (self._directory / "finished").touch()
+            if isinstance(message, ProcessEnded | Failed):
+                (self._directory / "lost").touch()
 
         if rank == HOSTILE:
             process.listen = lambda on_message: listen(lambda message: pass_on(message, on_message))  # type: ignore[method-assign]
@@ -155,17 +152,9 @@ class SmallRun:
     def _do_not_restart(self, rank: int) -> RankProcess:
         raise UnreachableError("is away", node=NODES[rank])
 
-    def _start_links(self, ranks: Sequence[int], generation: int) -> Links:
-        nodes = [NODES[rank] for rank in ranks]
+    def _start_link(self, rank: int) -> Link:
         session = LocalSession("host", self._directory)
-        job = MpiJob(
-            lambda: session.converse(["/bin/sleep", "100000"]),
-            nodes,
-            self._log_path,
-            NO_DAEMONS,
-            sandbox_s=0.1,
-        )
-        return Links(job)
-
-    def _log_path(self, rank: int | None) -> Path:
-        return self._directory / "links.log"
+        command = ["/bin/sh", "-c", f"echo {CONNECTED}; exec sleep 100000"]
+        log = CappedLog(self._directory / "links.log", NODES[rank])
+        job = MpiJob(lambda: session.converse(command), log, NOTHING, sandbox_s=0.1)
+        return Link([job], lambda _: None)

@@ -24,14 +24,12 @@ pytestmark = pytest.mark.first(1)
 HOST, ME, OTHER = range(3)
 FINISHED = {"epochs": 1, "steps": 1, "weights_hash": "h", "peak_memory_bytes": 1}
 JOINED: dict[str, Any] = {
-    "generation": 1,
     "epoch": 1,
     "step": 0,
     "steps_per_epoch": 1,
     "total_steps": 0,
-    "batch_sizes": {"0": 8, "1": 8, "2": 8},
-    "collective": "star",
-    "sum_s": 0.01,
+    "batch_sizes": {"0": 8, "1": 8},
+    "lost": [[2, "its link was lost"]],
 }
 
 
@@ -45,7 +43,7 @@ def progress(**changes: Any) -> str:
 
 def sent(what: str, sender: int) -> str:
     row = {"what": what, "sender": sender, "receiver": 0, "num_bytes": 1}
-    return event("Traffic", generation=1, sent=[row])
+    return event("Traffic", sent=[row])
 
 
 CRAFTED = {
@@ -54,8 +52,10 @@ CRAFTED = {
     "failure with another node's name": event("Failed", ME, NODES[OTHER], message="disk full"),
     "rank that does not exist": event("Progress", 99, **STEP),
     "loss of another node": event("NodeLost", OTHER, NODES[OTHER], message="gone"),
-    "exit code from a shell": event("Exited", code=1),
     # what only rank 0 knows
+    "who takes part": event("Joined", **JOINED),
+    "seconds of a sum": event("SumTimed", ranks=[0, 1, 2], num_bytes=4, sum_s=1e-9),
+    "traffic of others": sent("sums", 2),
     "batch sizes": event("Rebalanced", epoch=1, step=1, slowest="csd9", slowdown=2, batch_sizes={"99": 1}),
     "traffic of a rank that does not exist": sent("sums", 99),
     "checkpoint": event("CheckpointSaved", epoch=1, step=1, path="/etc/passwd"),
@@ -73,7 +73,6 @@ CRAFTED = {
     "integer of 5000 digits": progress().replace('"samples": 8', '"samples": ' + "9" * 5000),
     "message of 1 MB": event("Failed", message="x" * 10**6),
     # names that do not exist
-    "unknown collective": event("Joined", **JOINED | {"collective": "gossip"}),
     "waiting for an unknown node": event("WaitingFor", nodes=["csd7"]),
     "unknown event": event("Dance"),
     # no event at all
@@ -101,7 +100,7 @@ def test_node_that_sends_an_invalid_event_is_lost_alone(run: SmallRun, name: str
     run.supervise(Attack([CRAFTED[name]]))
     assert_others_went_on(run)
     found = run.why_lost()
-    assert "expected" in found or "left the group without an order" in found
+    assert "expected" in found
     assert len(found) < 1000
     assert found.replace("\n", "").isprintable()
 
@@ -118,28 +117,29 @@ def test_invalid_event_before_training_ends_the_run_and_names_the_node(run: Smal
 
 
 @pytest.mark.attack(9)
-def test_completion_before_joining_ends_the_run_and_names_the_node(run: SmallRun) -> None:
-    with pytest.raises(RunError, match="Finished: expected Joined first") as caught:
-        run.supervise(Attack([event("Finished", **FINISHED)], when="group", leaves=True))
+def test_completion_before_training_ends_the_run_and_names_the_node(run: SmallRun) -> None:
+    with pytest.raises(RunError, match="reported its completion before the run was complete") as caught:
+        run.supervise(Attack([event("Finished", **FINISHED)], when="ready", leaves=True))
     assert caught.value.node == NODES[ME]
 
 
 @pytest.mark.attack(9)
 @pytest.mark.parametrize(
-    ("later", "why"),
+    ("later", "warning"),
     [
-        ([], "reported its completion before the run was complete"),
+        ([], ""),
         ([progress()], "Progress: expected nothing after Finished"),
         ([event("Failed", message="disk full", exit_code=2)], "disk full"),
     ],
     ids=["then leaves", "then a step", "then fails"],
 )
 def test_node_that_reports_its_completion_early_is_lost_alone(
-    run: SmallRun, later: list[str], why: str
+    run: SmallRun, later: list[str], warning: str
 ) -> None:
     run.supervise(Attack([event("Finished", **FINISHED), *later], leaves=True))
     assert_others_went_on(run)
-    assert why in run.why_lost()
+    assert run.why_lost() == "reported its completion before the run was complete"
+    assert [warning in told for told in run.warnings()] == [True] * bool(warning)
 
 
 @pytest.mark.attack(9)

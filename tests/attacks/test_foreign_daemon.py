@@ -11,7 +11,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
-from ipaddress import ip_address, ip_network
+from ipaddress import ip_address
 from pathlib import Path
 from typing import Any
 
@@ -90,13 +90,12 @@ def test_training_goes_on_while_neighbours_on_host_and_node_pretend_to_be_daemon
     events = load_events(path)
     kinds = [event["event"] for event in events]
     assert "NodeLost" not in kinds
-    assert "LinkLost" not in kinds
     finished = {event["rank"]: event["steps"] for event in events if event["event"] == "Finished"}
     assert finished == dict.fromkeys(range(2), STEPS)
     for machine in found.values():
         assert machine["daemons"] > 5, "the attack was not made"
         assert machine["recorded_bytes"] > 0
-        assert machine["connections"] > 100
+        assert machine["connections"] + machine["refused"] > 30
         assert machine["daemons_that_were_content"] == 0
         assert machine["answered"] == 0, machine["answers"]
 
@@ -170,10 +169,10 @@ def test_ports_of_a_run_are_closed_outside_of_its_network(
             for source, target in zip(stranger.outside, machines[1].outside, strict=True):
                 said = try_port(stranger.namespace, source, target, SSH, scaled(20))
                 assert "SSH" in said, "it is not reached at all"
-            for machine, listeners in found:
+            for (machine, listeners), peer in zip(found, reversed(machines), strict=True):
                 print(machine, listeners)
                 assert len(listeners) > 1
-                check_ports(machine, listeners, stranger, several=several)
+                check_ports(machine, listeners, peer, stranger)
         finally:
             process.send_signal(signal.SIGINT)
             stdout, stderr = communicate(process, project.path)
@@ -181,23 +180,17 @@ def test_ports_of_a_run_are_closed_outside_of_its_network(
         assert "is lost" not in stdout + stderr
 
 
-def check_ports(
-    machine: Machine, listeners: set[tuple[str, int]], stranger: Machine, *, several: bool
-) -> None:
-    """Try every port of `machine` from every address of the stranger, who is in the network too."""
-    at_all = {host for host, _ in listeners if ip_address(host).is_unspecified}
-    if not several:
-        assert not at_all
-    for host, port in listeners:
-        address = ip_address(host)
-        assert address.is_loopback or address.is_unspecified or address in ip_network(NETWORK), (host, port)
+def check_ports(machine: Machine, listeners: set[tuple[str, int]], peer: Machine, stranger: Machine) -> None:
+    """Try the ports of `machine` as a stranger, who is in its network too, and as its peer."""
     answers = set()
-    for port in {port for _, port in listeners}:
-        for source, target in zip(stranger.outside, machine.outside, strict=True):
+    for port in {port for host, port in listeners if not ip_address(host).is_loopback}:
+        for source, target in (
+            *zip(stranger.outside, machine.outside, strict=True),
+            *((stranger.inside[0], target) for target in machine.inside),
+        ):
             result = try_port(stranger.namespace, source, target, port, DROPPED_S)
             assert result in ("ConnectionRefusedError", "TimeoutError"), (machine, port, target, result)
-        for target in machine.inside:
-            result = try_port(stranger.namespace, stranger.inside[0], target, port, scaled(20))
-            assert result in ("closed", "ConnectionRefusedError"), (machine, port, target, result)
-            answers.add(result)
-    assert "closed" in answers, "no port was reached inside of the network"
+        result = try_port(peer.namespace, peer.inside[0], machine.inside[0], port, scaled(20))
+        assert result in ("closed", "ConnectionRefusedError"), (machine, port, result)
+        answers.add(result)
+    assert "closed" in answers, "no port was reached from the peer"

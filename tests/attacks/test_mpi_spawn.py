@@ -1,61 +1,82 @@
-"""A compromised node uses what MPI gives every member of a job: it starts commands on the other machines.
+"""A compromised node uses what MPI gives every member of a job: it starts commands on the host.
 
-Whoever controls a node controls its Python. It follows the protocol, with one exception: code of the
-attacker's choice runs in its MPI processes, as that of their link, a member of the job like any other.
+Whoever controls a node controls its Python: its end of the link is a program of the attacker's, a member of
+its MPI job like any other.
 """
 
 import os
 import re
+import struct
 import sys
 from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
-import yaml
 
-from tests.emulated.running import csdctl, emulated
-from tests.patience import scaled
+from csdctl.launch.mpirun import Mpirun
+from csdctl.worker.protocol.sandbox import SandboxPolicy, user_of_link
+from tests.attacks.sandboxed_links import SECRET, Links, sandboxed_links, write_hostile_python
+from tests.patience import eventually
 
-pytestmark = [pytest.mark.emulated, pytest.mark.thorough]
-
-SANDBOX = """
-import dataclasses, sys
-worker = next(place for place, word in enumerate(sys.argv) if word.endswith(".pyz"))
-sys.argv = sys.argv[worker:]
-sys.path.insert(0, sys.argv[0])
-from csdctl.worker.protocol.sandbox import SandboxPolicy
-from csdctl.worker.sandbox import program
-paths, read = program.python_paths, program.from_json
-program.python_paths = lambda: [*paths(), {directory!r}]
-def read_and_change(hint, text):
-    policy = read(hint, text)
-    if hint is not SandboxPolicy:
-        return policy
-    shell, option, command = policy.command
-    command = "PYTHONPATH={directory}/site; export PYTHONPATH; " + command
-    return dataclasses.replace(policy, command=(shell, option, command))
-program.from_json = read_and_change
-sys.exit(program.run_sandbox())
-"""
-PYTHON = """#!/bin/sh
-case "$*" in
-  *" sandbox "*) shift; exec {python} {directory}/sandbox.py "$@" ;;
-  *" link "*|*" mpi-check "*) PYTHONPATH={directory}/site exec {python} "$@" ;;
-  *) exec {python} "$@" ;;
-esac
-"""
+HOSTILE, HONEST = 1, 2
 MEMBER = """
 import os, sys, traceback
-if "mpi-check" in sys.orig_argv:
+if "link" in sys.orig_argv:
     try:
         from mpi4py import MPI
         info = MPI.Info.Create()
         info["map_by"] = "node:OVERSUBSCRIBE"
-        MPI.COMM_SELF.Spawn("/bin/sh", args=["-c", {command!r}], maxprocs={num_machines}, info=info)
+        MPI.COMM_SELF.Spawn("/bin/sh", args={arguments!r}, maxprocs=2, info=info)
     except BaseException:
         traceback.print_exc()
         os._exit(3)
 """
+
+
+@contextmanager
+def attacked(directory: Path, arguments: list[str]) -> Iterator[Links]:
+    """Let a node take part, and another one start a shell on both machines."""
+    python = write_hostile_python(directory / "hostile", MEMBER.format(arguments=arguments))
+    with sandboxed_links({HOSTILE: python}, ranks=[HONEST]) as links:
+        for _ in range(3):
+            assert links.step() == ["sum", "4.0", "0", "2"]
+            assert links.read(0) == ["over"]
+        links.start_link(HOSTILE)
+        assert eventually(lambda: links.printed().count("\nover") + links.printed().count(": over") >= 2)
+        yield links
+
+
+@pytest.mark.attack(2)
+@pytest.mark.attack(20)
+@pytest.mark.parametrize("is_confined", [True, False])
+def test_program_that_a_node_starts_on_the_host_does_not_see_the_gradients_of_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, is_confined: bool
+) -> None:
+    build = Mpirun._build_policy
+
+    def build_policy(mpirun: Mpirun, rank: int, machine: str, *arguments: object) -> SandboxPolicy:
+        policy = build(mpirun, rank, machine, *arguments)  # type: ignore[arg-type]
+        return replace(policy, is_confined=is_confined)
+
+    monkeypatch.setattr(Mpirun, "_build_policy", build_policy)
+    program = Path(__file__).with_name("spying_program.py").read_text()
+    run = ["-c", 'exec "$0" "$@"', sys.executable, "-c", program]  # mpirun asks for a file open to all
+    arguments = [*run, (4 * struct.pack("=f", SECRET)).hex(), str(os.getpid())]
+    with attacked(tmp_path, arguments) as links:
+        printed = links.printed()
+        assert not is_confined or links.step() == ["sum", "4.0", "0", "2"]
+    print(printed)
+    users = set(map(int, re.findall(r"spawned as (\d+)", printed)))
+    reached = set(re.findall(r"reached: (\w+)", printed))
+    if is_confined:
+        assert users == {user_of_link(HOSTILE) if os.getuid() == 0 else os.getuid()}
+        assert reached == set()
+    else:
+        assert reached >= {"memory", "files", "environment", "signal", "signal_csdctl", "links"}
+
+
 COMMAND = """\
 exec 2>&1
 echo "spawned as $(id -u) in $PWD"
@@ -64,36 +85,22 @@ echo owned > {target} && echo wrote
 ls {directory} && echo listed
 kill -0 {pid} && echo signalled
 echo agent=$SSH_AUTH_SOCK
+echo over
 sleep 1
 """
 
 
-@pytest.fixture(scope="module")
-def project(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    with emulated(tmp_path_factory.mktemp("spawn"), 2, cpu=0.5) as directory:
-        yield directory
-
-
 @pytest.mark.attack(2)
-def test_commands_that_a_node_starts_on_all_machines_reach_nothing(project: Path) -> None:
-    private, target = project / "private.txt", project / "owned"
+def test_commands_that_a_node_starts_reach_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SSH_AUTH_SOCK", "/run/agent")
+    private, target, project = tmp_path / "private.txt", tmp_path / "owned", tmp_path / "project"
     private.write_text("samples")
+    project.mkdir()
     command = COMMAND.format(private=private, target=target, directory=project, pid=os.getpid())
-    hostile = project / "hostile"
-    (hostile / "site").mkdir(parents=True)
-    (hostile / "site" / "sitecustomize.py").write_text(MEMBER.format(command=command, num_machines=3))
-    (hostile / "sandbox.py").write_text(SANDBOX.format(directory=str(hostile)))
-    (hostile / "python").write_text(PYTHON.format(python=sys.executable, directory=hostile))
-    (hostile / "python").chmod(0o755)
-    content = yaml.safe_load((project / "fleet.yaml").read_text())
-    content["nodes"][1]["python"] = str(hostile / "python")
-    (project / "hostile.yaml").write_text(yaml.safe_dump(content))
-    options = ("--fleet", "hostile.yaml", "--mpi-timeout", f"{scaled(12):.0f}")
-    done = csdctl(project, "doctor", *options, environment={**os.environ, "SSH_AUTH_SOCK": "/run/agent"})
-    assert "Traceback" not in done.stderr
-    printed = "".join(path.read_text() for path in (project / ".csdctl" / "scratch").rglob("*.log"))
-    print(done.stdout, done.stderr, printed)
-    assert len(re.findall("spawned as [0-9]+ ", printed)) == 3, "the attack was not made on all machines"
+    with attacked(tmp_path, ["-c", command]) as links:
+        printed = links.printed()
+    print(printed)
+    assert len(re.findall("spawned as [0-9]+ ", printed)) == 2, "the attack was not made on both machines"
     assert not target.exists()
     for success in ("samples", "wrote", "listed", "signalled", "agent=/run"):
         assert success not in printed

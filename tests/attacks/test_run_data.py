@@ -19,8 +19,8 @@ from tests.unit.worker.ingest.sources.encoded_images import colours, png
 
 pytestmark = [pytest.mark.emulated, pytest.mark.thorough, pytest.mark.attack(17)]
 
-TRAIN = ("train", "--batch-size", "8", "--collective", "star", "--skip-doctor")
-RESUME = ("train", "--collective", "star", "--skip-doctor", "--resume")
+TRAIN = ("train", "--batch-size", "8", "--skip-doctor")
+RESUME = ("train", "--skip-doctor", "--resume")
 JOB = small_job("epochs: 2, learning_rate: 0.05")
 MODEL = dense_model(8, 8, 3)
 

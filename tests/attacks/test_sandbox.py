@@ -16,18 +16,18 @@ from pathlib import Path
 
 import pytest
 
-from csdctl.launch.mpirun import ANY_NETWORK
 from csdctl.shipping.worker_zip import pack_worker
-from csdctl.worker.sandbox.program import USER_ID
-from csdctl.worker.sandbox.seccomp_supervisor import Program
+from csdctl.worker.protocol.sandbox import user_of_link
+from csdctl.worker.sandbox.seccomp_filter import MACHINE, Program
+from csdctl.worker.sandbox.seccomp_supervisor import MAX_FILES, MAX_TASKS, NUM_THREADS
 from tests.needs import SO_ATTACH_FILTER, SYSTEM_PYTHON, require
 from tests.patience import eventually, scaled
 
 pytestmark = pytest.mark.first(1)
 
-ORDINARY = 12345
+ORDINARY, RANK = 12345, 7
 PROGRAM = Path(__file__).with_name("sandbox_program.py")
-LOCAL_ONLY = ["10.255.255.0/30"]
+LOCAL_ONLY, ANY_NETWORK = ["10.255.255.0/30"], ["0.0.0.0/0", "::/0"]
 
 
 @dataclass(frozen=True)
@@ -82,8 +82,11 @@ class Sandbox:
         key: str = "",
         peers: Sequence[str] = LOCAL_ONLY,
         scripts: dict[str, str] | None = None,
+        memory_bytes: int = 1 << 30,
     ) -> None:
         policy = {
+            "user": user_of_link(RANK),
+            "memory_bytes": memory_bytes,
             "command": [user.python, *command],
             "is_confined": is_confined,
             "key": key,
@@ -131,6 +134,8 @@ def outside(user: User, place: Path) -> Iterator[list[str]]:
         tcp = socket.create_server(("127.0.0.1", 0))
         abstract = socket.socket(socket.AF_UNIX); abstract.bind("\\0" + sys.argv[1]); abstract.listen(500)
         path = socket.socket(socket.AF_UNIX); path.bind(sys.argv[2]); path.listen(500)
+        datagrams = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM); datagrams.bind(sys.argv[3])
+        os.chmod(sys.argv[2], 0o777); os.chmod(sys.argv[3], 0o777)
         import signal; signal.signal(signal.SIGURG, signal.SIG_IGN)
         print(os.getpid(), tcp.getsockname()[1], flush=True)
         def serve():
@@ -138,16 +143,17 @@ def outside(user: User, place: Path) -> Iterator[list[str]]:
         threading.Thread(target=serve, daemon=True).start()
         sys.stdin.read()
     """
-    abstract, path = f"csdctl-test/{secrets.token_hex(4)}", str(place / "socket")
+    abstract = f"csdctl-test/{secrets.token_hex(4)}"
+    path, datagrams = str(place / "socket"), str(place / "datagrams")
     with subprocess.Popen(
-        [*user.prefix, user.python, "-c", code, abstract, path],
+        [*user.prefix, user.python, "-c", code, abstract, path, datagrams],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
     ) as process:
         assert process.stdout
         pid, port = process.stdout.readline().split()
-        yield [pid, port, abstract, path, str(place)]
+        yield [pid, port, abstract, path, datagrams, str(place)]
         process.communicate()
 
 
@@ -160,7 +166,7 @@ def attempts(user: User, place: Path, *, is_confined: bool) -> dict[str, str]:
             printed = sandbox.read_all()
     print(printed)
     found = re.findall(r"^(succeeded|refused): (\w+)", printed, re.MULTILINE)
-    assert len(found) > 25
+    assert len(found) > 35
     return {name: result for result, name in found}
 
 
@@ -171,6 +177,8 @@ NEED_MORE = {
     "connect_while_the_socket_changes",
     "use_rings",
     "read_memory",
+    "bind_low_port",
+    "schedule_other_process",
 }
 """Attempts that a machine may refuse without a sandbox too, and races that may be lost."""
 
@@ -351,16 +359,17 @@ def test_port_does_not_exist_outside_of_the_networks(place: Path) -> None:
 
 
 @pytest.mark.attack(3)
-def test_port_of_a_network_is_opened_at_the_address_in_it_alone(user: User, place: Path) -> None:
-    code = """
-import socket
-for family, host in ((socket.AF_INET, ""), (socket.AF_INET6, "::")):
-    listening = socket.socket(family)
-    listening.bind((host, 0))
-    print(listening.getsockname()[0], flush=True)
-"""
-    with Sandbox(user, place, ["-c", code], peers=["127.0.0.0/29"]) as listening:
-        assert [listening.read_line(), listening.read_line()] == ["127.0.0.1", "::1"]
+def test_connection_from_elsewhere_is_closed_where_the_kernel_does_not_filter(
+    user: User, place: Path
+) -> None:
+    key = secrets.token_hex(32)
+    start = functools.partial(Sandbox, user, place, key=key)
+    with start(["-c", LISTENING], peers=["127.0.0.1/32", "127.0.0.9/32"]) as listening:
+        port = int(listening.read_line())
+        assert not tries_to_connect(port, source="127.0.0.8")
+        with start(["-c", CONNECTING, str(port)], peers=["127.0.0.1/32"]) as peer:
+            assert peer.read_all() == "sent\n"
+        assert listening.read_line() == "accepted 127.0.0.1 hello"
 
 
 REACHING = """
@@ -390,6 +399,39 @@ def test_services_of_this_machine_are_closed_where_any_network_may_connect(
     assert found == [f"{'refused' if is_confined else 'reached'} {host}" for host in THIS_MACHINE]
 
 
+CLOSED_PORT = """
+import socket, sys, time
+with socket.socket() as own:
+    own.bind(("127.0.0.1", 0))
+    port = own.getsockname()[1]
+print(port, flush=True)
+while True:
+    try:
+        socket.create_connection(("127.0.0.1", port)).close()
+    except ConnectionRefusedError:
+        with open("/proc/net/tcp") as table:
+            if f"0100007F:{port:04X} 00000000:0000 0A" in table.read():
+                print("refused", flush=True)
+                break
+        time.sleep(0.01)
+    else:
+        print("reached", flush=True)
+        break
+"""
+
+
+@pytest.mark.attack(2)
+@pytest.mark.parametrize("is_confined", [True, False])
+def test_port_that_the_sandbox_has_given_back_belongs_to_the_service_that_takes_it(
+    user: User, place: Path, *, is_confined: bool
+) -> None:
+    with (
+        Sandbox(user, place, ["-c", CLOSED_PORT], is_confined=is_confined) as sandbox,
+        socket.create_server(("127.0.0.1", int(sandbox.read_line()))),
+    ):
+        assert sandbox.read_line() == ("refused" if is_confined else "reached")
+
+
 @pytest.mark.attack(2)
 @pytest.mark.needs("root")  # to listen at a port below 1024
 def test_low_ports_of_peers_are_closed(user: User, place: Path) -> None:
@@ -407,6 +449,35 @@ def listen_at_one_of(ports: Sequence[int]) -> socket.socket:
         with contextlib.suppress(OSError):
             return socket.create_server(("127.0.0.1", port))
     raise OSError("no port is free")
+
+
+SPYING = """
+import os, sys
+for attempt in (
+    lambda: open(f"/proc/{sys.argv[1]}/mem", "rb"),
+    lambda: open(f"/proc/{sys.argv[1]}/maps").read(1),
+    lambda: open(f"/proc/{sys.argv[1]}/environ").read(1),
+    lambda: os.readlink(f"/proc/{sys.argv[1]}/fd/0"),
+    lambda: os.listdir(f"/proc/{sys.argv[1]}/cwd"),
+    lambda: os.kill(int(sys.argv[1]), 0),
+):
+    try:
+        attempt()
+        print("reached", flush=True)
+    except OSError:
+        print("held", flush=True)
+"""
+
+
+@pytest.mark.attack(20)
+@pytest.mark.parametrize("is_confined", [True, False])
+def test_sandboxes_of_one_user_do_not_see_each_other(user: User, place: Path, *, is_confined: bool) -> None:
+    """As an ordinary user all links are of one user, as are those of two runs."""
+    code = "import os, time; print(os.getpid(), flush=True); time.sleep(600)"
+    with Sandbox(user, place, ["-c", code], is_confined=is_confined) as one:
+        command = ["-c", SPYING, one.read_line()]
+        with Sandbox(user, place, command, is_confined=is_confined) as other:
+            assert set(other.read_all().split()) == {"held" if is_confined else "reached"}
 
 
 def test_sandbox_ends_with_its_input_and_leaves_nothing(user: User, place: Path) -> None:
@@ -439,6 +510,7 @@ def test_environment_of_the_user_stays_outside(
     for name in ("SSH_AUTH_SOCK", "HTTPS_PROXY", "AWS_SECRET_ACCESS_KEY", "HOME", "PYTHONPATH"):
         monkeypatch.setenv(name, "/secret")
     monkeypatch.setenv("OMPI_MCA_x", "7")
+    monkeypatch.setenv("PYTHONNOUSERSITE", "1")  # as csdctl starts it, unless packages are at home
     code = (
         "import os, sys; print(dict(os.environ), os.getuid(), repr(sys.stdin.read()), os.getcwd(), sep='|')"
     )
@@ -449,4 +521,129 @@ def test_environment_of_the_user_stays_outside(
     assert f"'HOME': '{scratch}'" in environment
     assert f"'TMPDIR': '{scratch}'" in environment
     assert read == "''", "nothing is read from csdctl's input"
-    assert int(uid) == (USER_ID if user.name == "me" and os.geteuid() == 0 else int(uid)) != 0
+    assert int(uid) == (user_of_link(RANK) if user.name == "me" and os.geteuid() == 0 else int(uid)) != 0
+
+
+EXHAUSTING = {
+    "memory": """
+        parts = []
+        while len(parts) < 64:
+            parts.append(bytearray(1 << 24))
+    """,
+    "files": """
+        for number in range(500):
+            with open(f"file-{number}", "wb") as file:
+                file.write(bytes(1 << 10))
+    """,
+    "removed files": """
+        kept = []
+        for number in range(500):
+            kept.append(os.open(".", os.O_TMPFILE | os.O_WRONLY) if number % 2 else os.open("x", os.O_CREAT))
+            os.close(kept[-1])
+    """,
+    "directories": """
+        for number in range(500):
+            os.mkdir(f"directory-{number}")
+    """,
+    "file size": """
+        import signal
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+        with open("file", "wb", 0) as file:
+            for _ in range(64):
+                if file.write(bytes(1 << 20)) < 1 << 20:
+                    raise OSError("cut short")
+    """,
+    "open files": """
+        kept = [os.dup(0) for _ in range(500)]
+    """,
+    "processes": """
+        for number in range(300):
+            if os.fork() == 0:
+                time.sleep(600)
+    """,
+    "short processes": """
+        for number in range(300):
+            if os.fork() == 0:
+                os._exit(0)
+            os.wait()
+    """,
+    "threads": """
+        for number in range(300):
+            threading.Thread(target=time.sleep, args=(600,), daemon=True).start()
+    """,
+}
+EXHAUST = """
+import os, threading, time
+try:
+    {code}
+except (OSError, MemoryError, RuntimeError) as error:
+    print("refused", type(error).__name__, flush=True)
+else:
+    print("succeeded", flush=True)
+os._exit(0)
+"""
+
+
+@pytest.mark.attack(19)
+@pytest.mark.parametrize("is_confined", [True, False])
+@pytest.mark.parametrize("name", EXHAUSTING)
+def test_sandbox_cannot_exhaust_the_machine(user: User, place: Path, name: str, *, is_confined: bool) -> None:
+    code = EXHAUST.replace("    {code}", EXHAUSTING[name].replace("\n    ", "\n"))
+    options = {"memory_bytes": 256 << 20, "is_confined": is_confined}
+    with Sandbox(user, place, ["-c", code], **options) as sandbox:  # type: ignore[arg-type]
+        line = sandbox.read_line()
+    assert line.startswith("refused" if is_confined else "succeeded"), line
+
+
+CALLING = """
+import os, socket, threading
+listening, is_over = socket.create_server(("127.0.0.1", 0)), threading.Event()
+def wait():
+    is_over.wait()
+    listening.accept()
+for number in range(100):
+    threading.Thread(target=wait, daemon=True).start()
+print(os.getpid(), flush=True)
+is_over.set()
+threading.Event().wait()
+"""
+ACCEPT = {"x86_64": "288", "aarch64": "242"}
+
+
+def num_calls(pid: str, number: str) -> int:
+    """Return how many threads of a process are in this system call."""
+    tasks = Path(f"/proc/{pid}/task").iterdir()
+    return sum((task / "syscall").read_text().split()[0] == number for task in tasks)
+
+
+@pytest.mark.attack(19)
+def test_supervisor_has_a_bounded_number_of_threads_however_many_calls_wait(user: User, place: Path) -> None:
+    with Sandbox(user, place, ["-c", CALLING]) as sandbox:
+        pid = sandbox.read_line()
+        assert eventually(lambda: num_calls(pid, ACCEPT[MACHINE]) == 100)
+        status = Path(f"/proc/{sandbox.process.pid}/status").read_text()
+        (number,) = re.findall(r"^Threads:\s+(\d+)$", status, re.MULTILINE)
+        assert int(number) <= NUM_THREADS + 1
+
+
+LIMITS = """
+from pathlib import Path
+print(Path("/proc/self/oom_score_adj").read_text().strip())
+try:
+    Path("/proc/self/oom_score_adj").write_text("0")
+except OSError:
+    print("kept")
+"""
+
+
+@pytest.mark.attack(19)
+def test_kernel_that_lacks_memory_ends_the_sandbox_first(user: User, place: Path) -> None:
+    with Sandbox(user, place, ["-c", LIMITS]) as sandbox:
+        assert sandbox.read_all().split() == ["1000", "kept"]
+
+
+@pytest.mark.attack(19)
+def test_link_needs_a_fraction_of_what_it_may_use() -> None:
+    """The limits are far from what is needed, and far from what would exhaust a machine."""
+    assert 10 * 10 <= MAX_TASKS <= 1000
+    assert 5 * 20 <= MAX_FILES <= 1000

@@ -2,11 +2,13 @@
 
 import signal
 import time
+from collections.abc import Mapping, Sequence
 
 from csdctl.worker.compute.step import Sums
+from csdctl.worker.group.communicator import Communicator
 from csdctl.worker.process.output import emit
-from csdctl.worker.protocol.events import EpochEnd
-from csdctl.worker.tasks.task import FINISHED, Group, TaskContext
+from csdctl.worker.protocol.events import EpochEnd, Joined
+from csdctl.worker.tasks.task import FINISHED, TaskContext
 
 STEP_S = 0.05
 HALTED = "halted"
@@ -14,11 +16,11 @@ HALTED = "halted"
 
 
 class Count:
-    """Counts the samples that all ranks read in one epoch."""
+    """Counts the samples that all ranks read in one epoch; a rank that is lost does not come back."""
 
-    is_resumable = True
     sum_sizes = ((1, 0),)
     variables: tuple[object, ...] = ()
+    max_message_bytes = 0
 
     def __init__(self, context: TaskContext) -> None:
         self._me, self._progress, self._reporter = context.me, context.progress, context.reporter
@@ -27,17 +29,36 @@ class Count:
     def load(self) -> None:
         """Do nothing: there is nothing to load."""
 
-    def run(self, group: Group) -> str:
+    def settle(
+        self, communicator: Communicator, before: Sequence[int], hashes: Mapping[int, str] = {}
+    ) -> None:
+        """Divide the rest of the epoch among the ranks that are left."""
+        progress, members = self._progress, communicator.members
+        if members == before:
+            return
+        progress.regroup(members, set(before) - set(communicator.counted))
+        if self._me.rank:
+            return
+        lost = tuple((rank, reason) for rank, reason, _ in communicator.lost)
+        sizes = {str(share.rank): share.batch_size for share in progress.segment.shares}
+        step, stop = progress.position.step, progress.segment.stop_step
+        self._reporter.emit(Joined, 1, step, stop, step, sizes, not before, lost, progress.num_lost())
+        for rank in sorted(communicator.admitted):
+            communicator.give_state(rank, b"")
+
+    def run(self, communicator: Communicator) -> str:
         """Count until the epoch ends."""
-        progress, communicator = self._progress, group.communicator
+        progress = self._progress
         while progress.position.step < progress.segment.stop_step:
             time.sleep(STEP_S)
             if self._is_halted and 2 * progress.position.step >= progress.segment.stop_step:
                 signal.pause()
-            vector = communicator.local
+            vector, members = communicator.local, communicator.members
+            samples = dict(zip(members, progress.step_samples, strict=True))
             vector[:] = progress.share_of(self._me.rank).num_samples
             total = float(communicator.sum(vector)[0])
-            progress.end_step(Sums(0.0, (), total), sum(progress.step_samples))
+            progress.end_step(Sums(0.0, (), total), sum(samples[rank] for rank in communicator.counted))
+            self.settle(communicator, members)
         return FINISHED
 
     def finish(self, reason: str) -> None:

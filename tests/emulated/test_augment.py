@@ -56,7 +56,7 @@ def turn(samples, rng):
 """
 ALONE = ("--exclude", "csd1")
 """Options of runs in which a second node proves nothing more."""
-TRAIN = ("train", "--batch-size", "8", "--skip-doctor", "--no-rebalance", "--collective", "star", "--json")
+TRAIN = ("train", "--batch-size", "8", "--skip-doctor", "--no-rebalance", "--json")
 
 
 @pytest.fixture(scope="module")

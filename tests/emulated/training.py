@@ -11,7 +11,7 @@ from typing import Any
 from tests.emulated.running import CSDCTL
 from tests.patience import communicate, eventually, wait_for
 
-LONG_RUN = ("--batch-size", "8", "--max-steps", "1000000", "--skip-doctor", "--collective", "star")
+LONG_RUN = ("--batch-size", "8", "--max-steps", "1000000", "--skip-doctor")
 
 
 def start_run(demo: Path, *arguments: str, until: str = "Progress") -> tuple[subprocess.Popen[str], Path]:
@@ -36,7 +36,7 @@ def stop_without_csd1(demo: Path, *arguments: str) -> Path:
     """Start a long training, end csd1's rank, and stop the run an epoch later; return the run."""
     process, run = start_run(demo, *LONG_RUN, *arguments, until="EpochEnd")
     kill_rank("csd1")(demo, run)
-    wait_for(lambda: any(event["generation"] == 2 for event in events_of(run, "Joined")), process, demo)
+    wait_for(lambda: find_breaks(run), process, demo)
     before = len(events_of(run, "EpochEnd"))
     # An epoch has the samples that csd1 left.
     wait_for(lambda: len(events_of(run, "EpochEnd")) >= before + 4, process, demo)
@@ -47,14 +47,23 @@ def stop_without_csd1(demo: Path, *arguments: str) -> Path:
     return run
 
 
-def wait_until_regrouped(process: subprocess.Popen[str], run: Path, generation: int) -> None:
-    """Wait until rank 0 has done steps in the group of this number."""
+def wait_until_all_train(process: subprocess.Popen[str], run: Path, num_breaks: int) -> None:
+    """Wait until the run was broken so often, and rank 0 has done steps with all ranks since."""
 
-    def has_trained() -> bool:
-        _, joined, since = (run / "events.jsonl").read_text().partition(f'"generation":{generation},')
-        return bool(joined) and "Progress" in since
+    def all_train() -> bool:
+        joined = events_of(run, "Joined")
+        first, last = (event["batch_sizes"].keys() for event in (joined[0], joined[-1]))
+        if len(find_breaks(run)) < num_breaks or first != last:
+            return False
+        _, _, since = (run / "events.jsonl").read_text().rpartition('"event":"Joined"')
+        return '"event":"Progress","rank":0' in since
 
-    wait_for(has_trained, process, run.parents[2])
+    wait_for(all_train, process, run.parents[2])
+
+
+def find_breaks(run: Path) -> list[dict[str, Any]]:
+    """Return the `Joined` events after a loss: rank 0 has gone on without a rank, or was lost itself."""
+    return [event for event in events_of(run, "Joined")[1:] if event["lost"] or event["is_start"]]
 
 
 def num_lines_with(word: str, run: Path) -> int:
@@ -103,13 +112,18 @@ def kill_rank(node: str) -> Callable[[Path, Path], None]:
 
 
 def kill_host_rank(demo: Path, run: Path) -> None:
-    pids = [pid for pid in processes("rank --spec", f"csdctl-run={run.name}/host") if is_python(pid)]
+    marked = processes("rank --spec", f"csdctl-run={run.name}/host")
+    pids = [pid for pid in marked if program_of(pid).startswith("python")]
     assert len(pids) == 1
     os.kill(pids[0], signal.SIGKILL)
 
 
-def is_python(pid: int) -> bool:
-    return Path(os.readlink(f"/proc/{pid}/exe")).name.startswith("python")
+def program_of(pid: int) -> str:
+    """Return the name of the program that a process runs; '' if it has ended."""
+    try:
+        return Path(os.readlink(f"/proc/{pid}/exe")).name
+    except OSError:
+        return ""
 
 
 def kill_daemon(node: str) -> Callable[[Path, Path], None]:
@@ -122,11 +136,15 @@ def kill_daemon(node: str) -> Callable[[Path, Path], None]:
     return kill
 
 
-def kill_mpirun(demo: Path, run: Path) -> None:
-    pids = processes(f"csdctl-run={run.name}/csd0", f"csdctl-run={run.name}/csd1")
-    assert pids
-    for pid in pids:
-        os.kill(pid, signal.SIGKILL)
+def kill_mpirun(node: str) -> Callable[[Path, Path], None]:
+    def kill(demo: Path, run: Path) -> None:
+        marked = processes(f"csdctl-run={run.name}/{node}")
+        pids = [pid for pid in marked if program_of(pid) == "prterun"]
+        assert pids
+        for pid in pids:
+            os.kill(pid, signal.SIGKILL)
+
+    return kill
 
 
 def nothing_is_left(demo: Path, run: Path) -> bool:
@@ -145,6 +163,17 @@ def events_of(run: Path, event_type: str) -> list[dict[str, Any]]:
     return found
 
 
+def assert_all_read_once(run: Path, num_samples: int) -> None:
+    """Assert that every sample of each epoch was read once, or is counted as lost; that all weights agree."""
+    ends = events_of(run, "EpochEnd")
+    assert ends
+    for end in ends:
+        of_epoch = [other for other in ends if other["epoch"] == end["epoch"]]
+        assert len({other["weights_hash"] for other in of_epoch}) == 1, of_epoch
+        if end["rank"] == 0:
+            assert end["global_samples"] + end["num_lost"] == num_samples, end
+
+
 def hash_at_the_end(run: Path) -> str:
     """Return the hash of the final weights, equal on all ranks."""
     hashes = {event["weights_hash"] for event in events_of(run, "Finished")}
@@ -152,12 +181,12 @@ def hash_at_the_end(run: Path) -> str:
     return hashes.pop()
 
 
-def resumed_from(run: Path, generation: int = 2) -> dict[str, Any]:
-    """Return the `Joined` event of the group of this number; assert that at most one step was lost."""
-    again = next(event for event in events_of(run, "Joined") if event["generation"] == generation)
-    lost = [event for event in events_of(run, "LinkLost") if event["generation"] == generation - 1]
-    places = sorted((event["epoch"], event["step"]) for event in lost)
-    (epoch, step), found = places[-1], (again["epoch"], again["step"])
-    assert found[0] == epoch, f"lost at (epoch, step) {places}, resumed from {found}"
-    assert step - 1 <= found[1] <= step, f"lost at (epoch, step) {places}, resumed from {found}"
+def resumed_from(run: Path, number: int = 1) -> dict[str, Any]:
+    """Return the `Joined` event after a break, from 1; assert that at most one step of any rank was lost."""
+    again = find_breaks(run)[number - 1]
+    events = [json.loads(line) for line in (run / "events.jsonl").read_text().splitlines()]
+    before = [event for event in events[: events.index(again)] if event["event"] == "Progress"]
+    epoch, step = max((event["epoch"], event["step"]) for event in before)
+    resumed = again["epoch"], again["step"]
+    assert resumed >= (epoch, step - 1), f"at {(epoch, step)} before the loss, resumed from {resumed}"
     return again

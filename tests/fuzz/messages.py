@@ -13,31 +13,23 @@ import numpy as np
 from csdctl.errors import RemoteCommandError
 from csdctl.facts.machine import CONDITION_FACTS, ClockTrip, parse_facts
 from csdctl.fleet.facts import Condition
-from csdctl.launch.mpi_job import MpiOutput
+from csdctl.launch.mpi_job import CONNECTED, REQUEST, JobOutput
+from csdctl.runs.directory import CappedLog
 from csdctl.shipping.deliver import ANSWERS, RequestedObjects
 from csdctl.supervision.rank_processes import EventValidator
 from csdctl.transport.program import ReportedError, decode_frame
-from csdctl.worker.group.messages import Counters
-from csdctl.worker.group.values import (
-    ExpectedTails,
-    PeerFaultError,
-    decode_value,
-    decode_values,
-    encode_value,
-)
+from csdctl.worker.group.hub import Lost
+from csdctl.worker.group.values import ExpectedTails, decode_value, encode_value
 from csdctl.worker.protocol.datasets import DatasetInfo
 from csdctl.worker.protocol.events import (
     EVENTS,
     EpochEnd,
     Event,
-    Failed,
     Finished,
     Joined,
-    MpiChecked,
     Pong,
     Progress,
     Ready,
-    Started,
     event_from_line,
     event_to_line,
 )
@@ -51,7 +43,7 @@ from csdctl.worker.protocol.json_codec import (
     to_json,
     to_tagged,
 )
-from csdctl.worker.protocol.orders import FormGroup, Ping, Release, Stop, order_from_line, order_to_line
+from csdctl.worker.protocol.orders import Begin, OpenHub, Ping, Release, Stop, order_from_line, order_to_line
 from csdctl.worker.protocol.probe import ProbeRequest, ProbeResult, ProbeSpec, request_from_line
 from csdctl.worker.protocol.recipe import Recipe
 from csdctl.worker.protocol.run_spec import RunSpec, Runtime
@@ -100,7 +92,6 @@ def _live_events(content: bytes, directory: Path) -> None:
         rank = event.rank % len(NODES)
         if rank not in conducts:
             conducts[rank] = EventValidator(rank, NODES, num_epochs=3)
-            conducts[rank].note_order(FormGroup(1, (0, 1, 2)))
             conducts[rank].note_order(Ping(7))
         conducts[rank].check(event, len(line), float(next(clock)))
         event_to_line(event)
@@ -112,7 +103,7 @@ def _live_event_seeds() -> list[bytes]:
         is_root = rank == 0
         events += [
             Ready(rank, node, 100),
-            Joined(rank, node, 1, 1, 0, 10, 0, {"0": 4, "1": 4, "2": 4}, "star", 0.1),
+            *([Joined(0, node, 1, 0, 10, 0, {"0": 4, "1": 4, "2": 4}, is_start=True)] if is_root else []),
             Progress(rank, node, 1, 2, 2, 8, 0.5, 0.1, 0.6, *((24, 1.5, 0.5) if is_root else ())),
             EpochEnd(rank, node, 1, 10, 40, 1.0, 0.1, 1.1, "0" * 64, *((80, 1.5, 0.5) if is_root else ())),
             Pong(rank, node, 7),
@@ -134,8 +125,7 @@ def _simplest(event_type: type[Event]) -> Event:
         for field in dataclasses.fields(event_type)
         if field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
     }
-    chosen = {"collective": "star"} if "collective" in values else {}
-    return event_type(**{**values, **chosen, "rank": 0, "node": "host"})
+    return event_type(**{**values, "rank": 0, "node": "host"})
 
 
 def _orders(content: bytes, directory: Path) -> None:
@@ -192,11 +182,11 @@ def _spec_seeds() -> list[bytes]:
 
 def _group_values(content: bytes, directory: Path) -> None:
     num_allowed = 0
-    for hint in (type(None), Sha256, Decision | None, Counters, Count):
+    for hint in (type(None), Sha256, Decision | None, Lost, Count):
         try:
-            decode_values(hint, [content])
+            decode_value(hint, bytearray(content))
             num_allowed += 1
-        except PeerFaultError as error:
+        except ValueError as error:
             fault = error
     try:
         value = decode_value(Any, content)
@@ -209,17 +199,18 @@ def _group_values(content: bytes, directory: Path) -> None:
 
 
 def _value_seeds() -> list[bytes]:
-    decision = [dataclasses.asdict(CallbackState(1.5, 1)), True, False]
-    counters = [[["samples", 1, 7]], [["10.1.1.10 1", "10.1.1.11 2", 3, 4]]]
-    return [encode_value(value) for value in (None, "0a" * 32, 7, decision, counters)]
+    decision = [dataclasses.asdict(CallbackState(1.5, 1)), True]
+    values = (None, "0a" * 32, 7, decision, [[2, "its link was lost", False]])
+    return [encode_value(value) for value in values]
 
 
 def _tails(content: bytes, directory: Path) -> None:
-    expected = ExpectedTails(3, (0, 1, 2), (10.0, 20.0, 30.0))
+    expected = ExpectedTails(3, {0: 10.0, 1: 20.0, 2: 30.0})
     vectors = np.frombuffer(content[:72].ljust(72, b"\0"), np.float32).reshape(2, 9)
     with np.errstate(all="ignore"):
-        expected.check(list(vectors))
-        expected.is_count_of(vectors[0])
+        for rank, vector in enumerate(vectors, start=1):
+            expected.find_fault(vector[3:], [rank])
+        expected.is_count_of(vectors[0], (0, 1, 2))
         ExpectedTails.unpack(expected.pack())
 
 
@@ -229,20 +220,20 @@ def _tail_seeds() -> list[bytes]:
 
 
 def _mpi_output(content: bytes, directory: Path) -> None:
-    output = MpiOutput(lambda rank: directory / f"rank-{rank}.log", NODES)
+    log = CappedLog(directory / "rank-1.log", "csd0")
+    output = JobOutput(log, REQUEST, list[str]().append)
     output.feed(content[: 1 << 14])
     output.close()
     str(output.tail)
 
 
 def _mpi_seeds() -> list[bytes]:
-    events = [Started(1, "csd0", "csd0"), MpiChecked(1, "csd0", "Open MPI 5", 1 << 20, 0.1)]
-    lines = [f"[1,1]<stdout>: {event_to_line(event)}" for event in [*events, Failed(1, "csd0", "no", "yes")]]
-    return ["\n".join([*lines, "[1,0]<stderr>: a warning", "prterun: something\n"]).encode()]
+    lines = [CONNECTED, f"{REQUEST}csd0 true", "a warning", "prterun: something", "Remote daemon: [a@0,2]"]
+    return ["\n".join([*lines, ""]).encode()]
 
 
 def _order_seeds() -> list[bytes]:
-    orders = (FormGroup(1, (0, 1)), Ping(7), Stop(), Release())
+    orders = (OpenHub("key"), Begin((0, 1)), Ping(7), Stop(), Release())
     requests = [json.dumps(to_tagged("request", ProbeRequest(8))).encode()]
     requests.append(b'{"request": "AttachRequest", "spec": "spec.json", "rank": 1}')
     return [*(order_to_line(order).encode() for order in orders), *requests]
@@ -264,7 +255,7 @@ TARGETS = (
         lambda: [to_json(INFO).encode()],
     ),
     Target("specs", Form.JSON, _specs, (ProtocolError, UnicodeDecodeError), _spec_seeds),
-    Target("group-values", Form.JSON, _group_values, (PeerFaultError,), _value_seeds),
-    Target("vector-tails", Form.BINARY, _tails, (PeerFaultError,), _tail_seeds),
-    Target("mpirun-output", Form.LINES, _mpi_output, (), _mpi_seeds, (b"[1,0]<stdout>: @csdctl ",)),
+    Target("group-values", Form.JSON, _group_values, (ValueError,), _value_seeds),
+    Target("vector-tails", Form.BINARY, _tails, (), _tail_seeds),
+    Target("mpirun-output", Form.LINES, _mpi_output, (), _mpi_seeds, (REQUEST.encode(), CONNECTED.encode())),
 )

@@ -156,7 +156,7 @@ def doctor(
         typer.Option(
             min=1,
             envvar="CSDCTL_MPI_TIMEOUT",
-            help="Seconds for all machines to start MPI together, and again for their allreduce.",
+            help="Seconds for the link of each machine to start and to add.",
         ),
     ] = 60.0,
 ) -> None:

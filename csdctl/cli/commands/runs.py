@@ -49,15 +49,14 @@ def watch(run: RunArgument = None, json: options.JsonOption = False) -> None:
 def logs(
     run: RunArgument = None,
     which: Annotated[
-        str | None,
-        typer.Argument(help="A rank, a node, mpirun, or csdctl (of a detached run); default: all."),
+        str | None, typer.Argument(help="A rank, a node, or csdctl (of a detached run); default: all.")
     ] = None,
     follow: Annotated[
         bool, typer.Option("--follow", "-f", help="Follow the log until the run ends.")
     ] = False,
     lines: Annotated[int, typer.Option("--lines", "-n", min=0, help="Lines from the end of each log.")] = 200,
 ) -> None:
-    """Print the logs of a run's ranks and of mpirun."""
+    """Print the logs of a run's ranks and of their links."""
     from csdctl.runs.directory import find_run
     from csdctl.terminal.runs import show_logs
     from csdctl.workflows.runs.manage import find_logs

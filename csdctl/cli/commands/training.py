@@ -37,12 +37,6 @@ def train(
             "--rebalance/--no-rebalance", help="Adjust batch sizes when a node's speed changes."
         ),
     ] = True,
-    collective: Annotated[
-        options.Collective,
-        options.strategy(
-            help="How gradients are summed; auto: star, between servers the faster one as measured."
-        ),
-    ] = "auto",
     strategy: options.StrategyOption = "auto",
     feature_precision: options.FeaturePrecisionOption = "float32",
     cut: options.CutOption = "",
@@ -101,7 +95,6 @@ def train(
         rebalance,
         checkpoint_seconds,
         keep,
-        collective,
         callbacks,
         strategy,
         feature_precision,

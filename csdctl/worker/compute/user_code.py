@@ -270,7 +270,7 @@ def try_augment(spec: AugmentTrial) -> None:
     augmentation = Augmentation(spec.reference, spec.seed, is_public=True)
     samples, labels = PreparedSamples(spec.samples).span(0, 8)
     for size, step in itertools.product(dict.fromkeys((len(samples), 1)), STEPS):
-        # Ranks compute the steps of a group in order, a rank that is restarted one of them alone.
+        # Ranks compute the steps of a run in order, a rank that is restarted one of them alone.
         batch = samples[:size], labels[:size]
         first, _, again = (augmentation(*batch, one, 0) for one in (step, step + 1, step))
         parts = zip(first, again, strict=True)

@@ -9,7 +9,7 @@ and none is read twice.
 Every rank computes the same segments from the same numbers, so segments need no communication. Pure.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import ceil
 
@@ -104,6 +104,8 @@ class Segment:
     start_step: Count
     """First step of the segment, counted from 0 within the epoch."""
     shares: tuple[Share, ...]
+    unread: tuple[Span, ...] = ()
+    """Private samples of ranks that are absent, by their own numbers: read when the rank comes back."""
 
     @property
     def stop_step(self) -> int:
@@ -141,31 +143,40 @@ def begin_epoch(own: Sequence[OwnSamples], batch_sizes: Mapping[int, int]) -> Se
         Share(rank, size, 0, own[rank].num_private, 0, own[rank].num_public)
         for rank, size in sorted(batch_sizes.items())
     ]
-    absent = [
-        Span(rank, 0, samples.num_public) for rank, samples in enumerate(own) if rank not in batch_sizes
-    ]
-    return Segment(0, _divide(shares, absent))
+    absent = [rank for rank in range(len(own)) if rank not in batch_sizes]
+    public = [Span(rank, 0, own[rank].num_public) for rank in absent]
+    unread = tuple(Span(rank, 0, own[rank].num_private) for rank in absent)
+    return Segment(0, _divide(shares, public), unread)
 
 
-def change_segment(segment: Segment, step: int, batch_sizes: Mapping[int, int]) -> Segment:
+def change_segment(
+    segment: Segment, step: int, batch_sizes: Mapping[int, int], uncounted: Collection[int] = ()
+) -> Segment:
     """Return the segment from step `step` of the epoch on; a rank without a batch size has left.
 
     No rank reads the private samples of a rank that left; the other members read its public ones. A rank that
-    comes back reads public samples that are left, and its private ones from the next epoch on.
+    comes back reads the private samples that it had left, and public ones that are left. The latest step did
+    not count what the ranks `uncounted` have read in it.
     """
-    left = [share.after(step - segment.start_step) for share in segment.shares]
-    shares = {rank: Share(rank, size, 0, 0, 0, 0) for rank, size in batch_sizes.items()}
+    num_steps = step - segment.start_step
+    left = [share.after(num_steps - (share.rank in uncounted)) for share in segment.shares]
+    own = {span.rank: (span.start, span.stop) for span in segment.unread}
+    shares = {rank: Share(rank, size, *own.get(rank, (0, 0)), 0, 0) for rank, size in batch_sizes.items()}
     shares |= {
         share.rank: replace(share, batch_size=batch_sizes[share.rank])
         for share in left
         if share.rank in batch_sizes
     }
     members = [share for _, share in sorted(shares.items())]
-    absent: list[Span] = []
-    for share in left:
-        if share.rank not in batch_sizes:
-            absent += [Span(share.rank, share.public_start, share.public_stop), *share.reassigned]
-    return Segment(step, _divide(members, absent))
+    gone = [share for share in left if share.rank not in batch_sizes]
+    public = [
+        span
+        for share in gone
+        for span in (Span(share.rank, share.public_start, share.public_stop), *share.reassigned)
+    ]
+    unread = [span for span in segment.unread if span.rank not in batch_sizes]
+    unread += [Span(share.rank, share.private_start, share.private_stop) for share in gone]
+    return Segment(step, _divide(members, public), tuple(unread))
 
 
 def slice_spans(spans: Sequence[Span], start: int, stop: int) -> tuple[Span, ...]:

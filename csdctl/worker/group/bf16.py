@@ -28,16 +28,29 @@ def from_bf16(halves: Array) -> Array:
     return widened
 
 
+def read_chunk(vector: Array, chunk: Chunk) -> Array:
+    """Return a chunk of a vector on the wire as float32."""
+    on_wire = vector[chunk.wire]
+    return from_bf16(on_wire.view(np.uint16)) if chunk.is_halved else on_wire
+
+
+def write_chunk(vector: Array, values: Array, chunk: Chunk) -> None:
+    """Write float32 `values` as a chunk of a vector on the wire."""
+    if chunk.is_halved:
+        to_bf16(values, vector[chunk.wire].view(np.uint16))
+    else:
+        vector[chunk.wire] = values
+
+
 def pack(vector: Array, chunks: Iterable[Chunk]) -> None:
     """Bring the halved ones of `chunks` of a float32 vector into the form of the wire, in place."""
     for chunk in chunks:
         if chunk.is_halved:
-            to_bf16(vector[chunk.elements], vector[chunk.wire].view(np.uint16))
+            write_chunk(vector, vector[chunk.elements], chunk)
 
 
 def unpack(received: Array, chunks: Iterable[Chunk], into: Array) -> Array:
     """Write `chunks` of the vector on the wire as float32 to `into`, and return it."""
     for chunk in chunks:
-        on_wire = received[chunk.wire]
-        into[chunk.elements] = from_bf16(on_wire.view(np.uint16)) if chunk.is_halved else on_wire
+        into[chunk.elements] = read_chunk(received, chunk)
     return into

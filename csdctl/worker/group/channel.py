@@ -1,56 +1,72 @@
-"""A rank and its link on one machine: their channel of messages, and the memory of two vectors.
+"""The channels of messages between the processes of a machine, and the memory of vectors that they share.
 
-The channel is a Unix socket. A message is a letter, a length and that many bytes; the receiver limits the
-length. The rank sends requests, the link answers in order; while the link waits for other ranks it sends
-`WAITING` now and then.
+A rank, its link or its hub, and the links of a hub are connected by Unix sockets. A message is a letter, a
+length and that many bytes; the receiver limits the length. Vectors are in shared memory.
 """
 
 import contextlib
-import fcntl
-import mmap
-import os
 import select
 import socket
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
 
+from csdctl.worker.group.chunks import SumSizes
 from csdctl.worker.group.values import LinkLostError
-from csdctl.worker.protocol.json_codec import Count, Generation, RankNumber, ShortText, from_json
-from csdctl.worker.protocol.processes import is_of_same_user
-from csdctl.worker.protocol.sandbox import SOCKETS_VARIABLE, link_address
+from csdctl.worker.protocol.json_codec import Count
+from csdctl.worker.protocol.processes import is_of_user
 
 
-class Request:
-    """Letters of the rank's requests."""
+class Letter:
+    """The letters of messages. Those in the first group pass a link; the others stay on one machine."""
 
-    CHOOSE, SUM, ALLGATHER, SEND, RECEIVE, CLOSE = b"O", b"S", b"G", b"P", b"R", b"C"
-    CONNECTIONS, NOT_FINITE, EXPECT = b"T", b"N", b"E"
-    ADD, SPREAD, GATHER, SHARE = b"A", b"B", b"H", b"V"
-    """The halves of a sum and of an allgather: to rank 0, and from it to the others."""
+    JOIN, VECTOR, VALUE, DATA, VOIDED, CLOSE = b"J", b"V", b"G", b"P", b"K", b"C"
+    """From a rank: it is ready, its part of a sum or gather, bytes for one rank, a step given up, the end."""
+    TOTAL, VALUES, VOID, AGAIN = b"T", b"H", b"X", b"A"
+    """To a rank: the verdict of a sum, the values of all, a step to give up, all chunks come once more."""
+    OPEN, ADMIT, NOTE, WAITING, TRAFFIC = b"O", b"M", b"N", b"W", b"B"
+    """Between a rank and its hub, and between a hub and a link: settings, who joins, who is lost or waits."""
+    CHUNK = b"D"
+    """Between a hub and a link: the next chunk of a vector has arrived, or that of the sum can leave."""
+    WITH_SENDER = (JOIN, VALUE, DATA, VOIDED, CLOSE)
+    """Messages that begin with the rank that sends them, from there to the hub of the host."""
+    FROM_RANKS = (*WITH_SENDER, VECTOR, NOTE)
+    """What may come from another machine; only a server sends VECTOR and NOTE."""
 
 
-class Answer:
-    """Letters of the link's answers; `FAULT` is its last: another rank has sent what no rank may send."""
+@dataclass(frozen=True)
+class LinkSettings:
+    """What a rank or a hub tells its link, with the descriptors of the vector that it sends or receives, and
+    of the sum."""
 
-    DONE, WAITING, FAULT = b"D", b"W", b"F"
+    sizes: SumSizes
+    max_bytes: Count
+    """The largest message that the other machine may send."""
+    has_parts: bool = False
+    """Whether to report each chunk that has arrived: to a hub."""
 
 
-SEND_HEAD = struct.Struct("<q?")
-"""Head of a `SEND` request: the receiving rank, and whether to answer only when all has left."""
-LIMIT = struct.Struct("<q")
-"""Head of `GATHER` and `SHARE`: the largest size of a rank's part, or of what is shared."""
-MAX_NOTE_BYTES = 1 << 16
-"""Largest size of a greeting, `WAITING` or `FAULT`."""
+NUMBER = struct.Struct("<q")
+"""A rank before the content of DATA, or the length of a part."""
+MAX_NOTE_BYTES = 1 << 20
+"""Largest size of a message whose size depends on nothing."""
+MAX_VALUE_BYTES = 1 << 18
+"""Largest size of one rank's value: several times that of a thousand byte counters."""
+MAX_VALUES_BYTES = 1 << 28
+"""The same of all ranks."""
 _HEAD = struct.Struct("<cQ")
+_READ_BYTES = 1 << 16
+"""A larger buffer would be mapped and unmapped by every call."""
 
 
 class Channel:
-    """A connected socket that carries messages."""
+    """A connected socket that carries messages. `take`, `post` and `flush` never wait; the others do."""
 
-    def __init__(self, connection: socket.socket) -> None:
-        self._connection = connection
+    def __init__(self, connection: socket.socket, max_bytes: int = MAX_NOTE_BYTES) -> None:
+        """A longer message than `max_bytes` ends the channel."""
+        self._connection, self.max_bytes = connection, max_bytes
+        self._received, self.unsent = bytearray(), bytearray()
+        """`unsent`: what waits for `flush`."""
 
     def fileno(self) -> int:
         """Return the file descriptor, for select."""
@@ -59,39 +75,78 @@ class Channel:
     def send(self, letter: bytes, content: bytes | bytearray | memoryview = b"") -> None:
         """Send one message; raises LinkLostError."""
         try:
-            self._connection.sendall(_HEAD.pack(letter, len(content)))
-            if len(content):
-                self._connection.sendall(content)
+            self._connection.sendall(b"".join((_HEAD.pack(letter, len(content)), content)))
         except OSError:
             raise LinkLostError from None
 
-    def receive(
-        self, max_bytes: int = 0, allow: Callable[[int], None] = lambda num_bytes: None
-    ) -> tuple[bytes, bytearray]:
-        """Return the next message; raises LinkLostError at the end.
+    def receive(self) -> tuple[bytes, bytearray]:
+        """Return the next message; raises LinkLostError at the end."""
+        while not (message := self._next_message()):
+            self._read(0)
+        return message
 
-        A message of more than `max_bytes` (and more than a note) is refused in the same way. `allow` is
-        called with its length before memory is allocated.
-        """
-        letter, length = _HEAD.unpack(self._exactly(_HEAD.size))
-        if length > max(max_bytes, MAX_NOTE_BYTES):
-            raise LinkLostError
-        allow(length)
-        return letter, self._exactly(length)
+    def take(self) -> Iterator[tuple[bytes, bytearray]]:
+        """Yield the messages that have arrived; raises LinkLostError at the end."""
+        with contextlib.suppress(BlockingIOError):
+            self._read(socket.MSG_DONTWAIT)
+        while message := self._next_message():
+            yield message
 
-    def send_descriptor(self, descriptor: int) -> None:
-        """Pass a file descriptor to the other side; raises LinkLostError."""
+    def _read(self, flags: int) -> None:
         try:
-            socket.send_fds(self._connection, [b"M"], [descriptor])
+            received = self._connection.recv(_READ_BYTES, flags)
+        except BlockingIOError:
+            raise
+        except OSError:
+            received = b""
+        if not received:
+            raise LinkLostError
+        self._received += received
+
+    def _next_message(self) -> tuple[bytes, bytearray] | None:
+        if len(self._received) < _HEAD.size:
+            return None
+        letter, length = _HEAD.unpack_from(self._received)
+        if length > self.max_bytes:
+            raise LinkLostError
+        end = _HEAD.size + length
+        if end > len(self._received):
+            return None
+        content = self._received[_HEAD.size : end]
+        del self._received[:end]
+        return letter, content
+
+    def post(self, letter: bytes, content: bytes | bytearray | memoryview = b"") -> None:
+        """Let `flush` send one message: several that leave together wake the other side once."""
+        self.unsent += _HEAD.pack(letter, len(content))
+        self.unsent += content
+
+    def flush(self) -> None:
+        """Send what was posted, as far as the other side takes it; after its end, nothing: `take` raises."""
+        try:
+            while self.unsent:
+                del self.unsent[: self._connection.send(self.unsent, socket.MSG_DONTWAIT)]
+        except BlockingIOError:
+            pass
+        except OSError:
+            self.unsent.clear()
+
+    def send_descriptors(self, *descriptors: int) -> None:
+        """Pass file descriptors to the other side; raises LinkLostError."""
+        try:
+            socket.send_fds(self._connection, [b"M"], descriptors)
         except OSError:
             raise LinkLostError from None
 
-    def receive_descriptor(self) -> int:
-        """Return the descriptor that the other side passed; raises LinkLostError."""
-        _, descriptors, _, _ = socket.recv_fds(self._connection, 1, 1)
-        if not descriptors:
+    def receive_descriptors(self, count: int) -> list[int]:
+        """Return the descriptors that the other side passed; raises LinkLostError."""
+        try:
+            _, descriptors, _, _ = socket.recv_fds(self._connection, 1, count)
+        except OSError:
+            raise LinkLostError from None
+        if len(descriptors) != count:
             raise LinkLostError
-        return descriptors[0]
+        return descriptors
 
     def shut(self) -> None:
         """End the stream for both sides; may be called from any thread."""
@@ -102,114 +157,56 @@ class Channel:
         """Close the socket."""
         self._connection.close()
 
-    def _exactly(self, length: int) -> bytearray:
-        content = bytearray(length)
-        view, done = memoryview(content), 0
-        while done < length:
-            try:
-                count = self._connection.recv_into(view[done:])
-            except OSError:
-                count = 0
-            if not count:
-                raise LinkLostError
-            done += count
-        return content
-
-
-def socket_name(run_id: str, rank: int, key: str = "") -> str:
-    """Return the abstract Unix address at which a rank listens; nothing of it is on any disk."""
-    return "\0" + link_address(run_id, rank, key)
-
-
-def find_socket(run_id: str, rank: int) -> str:
-    """Return the same to a link, which knows no key: its environment has the address."""
-    known = os.environ.get(SOCKETS_VARIABLE, "").split()
-    start = link_address(run_id, rank, "")
-    return "\0" + next((name for name in known if name.startswith(start + "/")), start)
-
 
 POLL_S = 0.1
 
 
-@dataclass(frozen=True)
-class LinkGreeting:
-    """The first message of a link: its group and level, and its rank and size in MPI's world."""
-
-    generation: Generation
-    rank: RankNumber
-    size: Count
-    level: ShortText = ""
-
-
 class Listener:
-    """Accepts the links of one rank, one after another."""
+    """Accepts the links of one rank, one after another, at an address that is on no disk."""
 
-    def __init__(self, run_id: str, rank: int, key: str = "") -> None:
+    def __init__(self, address: str, rank: int) -> None:
+        """`rank`: the one behind the link."""
+        self.rank = rank
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        self._socket.bind(socket_name(run_id, rank, key))
+        self._socket.bind("\0" + address)
         self._socket.listen(4)
+
+    def fileno(self) -> int:
+        """Return the file descriptor, for select."""
+        return self._socket.fileno()
 
     def close(self) -> None:
         """Accept no more links."""
         self._socket.close()
 
-    def accept_link(
-        self, generation: int, is_over: Callable[[], bool]
-    ) -> tuple[Channel, LinkGreeting] | None:
-        """Return the link of group `generation`; None as soon as `is_over`.
-
-        Processes of other users, and links of an earlier group, are refused.
-        """
-        while not is_over():
-            if not select.select([self._socket], [], [], POLL_S)[0]:
-                continue
-            connection, _ = self._socket.accept()
-            channel = Channel(connection)
-            with contextlib.suppress(LinkLostError, ValueError):
-                if is_of_same_user(connection):
-                    greeting = from_json(LinkGreeting, channel.receive()[1].decode())
-                    if greeting.generation == generation:
-                        return channel, greeting
-            channel.close()
+    def accept(self) -> Channel | None:
+        """Return a link that has connected; None where that is another user's process."""
+        connection, _ = self._socket.accept()
+        if is_of_user(connection):
+            return Channel(connection)
+        connection.close()
         return None
 
-
-FLOAT_BYTES = 4
-_SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
-
-
-class SharedVectors:
-    """The rank's side: it allocates the memory and passes `descriptor` to the link."""
-
-    def __init__(self, num_elements: int) -> None:
-        import numpy as np
-
-        self.descriptor = os.memfd_create("csdctl-vectors", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-        half = num_elements * FLOAT_BYTES
-        os.posix_fallocate(self.descriptor, 0, 2 * half)
-        # A link that cut the memory short would end the rank by SIGBUS.
-        fcntl.fcntl(self.descriptor, fcntl.F_ADD_SEALS, _SEALS)
-        self._map = mmap.mmap(self.descriptor, 2 * half)
-        self.local = np.frombuffer(self._map, np.float32, num_elements, 0)
-        self.total = np.frombuffer(self._map, np.float32, num_elements, half)
-
-    def close(self) -> None:
-        """Close the descriptor; the memory is freed with the arrays."""
-        os.close(self.descriptor)
+    def await_link(self, check: Callable[[], object]) -> Channel:
+        """Return the next link; raises what `check` raises, which is called now and then."""
+        while True:
+            check()
+            if select.select([self._socket], [], [], POLL_S)[0] and (channel := self.accept()):
+                return channel
 
 
-def map_vectors(descriptor: int, *, is_adding: bool) -> tuple[Any, Any]:
-    """Return (local, total) as the link sees them: numpy arrays where it adds, else memoryviews.
+def join_parts(parts: Sequence[bytes | bytearray]) -> bytes:
+    """Return several byte strings as one."""
+    return b"".join(piece for part in parts for piece in (NUMBER.pack(len(part)), part))
 
-    A link that does not add needs no numpy.
-    """
-    size = os.fstat(descriptor).st_size
-    mapped = mmap.mmap(descriptor, size)
-    os.close(descriptor)
-    if is_adding:
-        import numpy as np
 
-        whole = np.frombuffer(mapped, np.float32)
-        return whole[: len(whole) // 2], whole[len(whole) // 2 :]
-    view = memoryview(mapped).cast("f")
-    return view[: len(view) // 2], view[len(view) // 2 :]
+def split_parts(joined: bytes | bytearray) -> list[bytes]:
+    """Return the byte strings that `join_parts` joined; raises ValueError."""
+    parts, rest = [], memoryview(joined)
+    while rest:
+        size = NUMBER.unpack_from(rest)[0] if len(rest) >= NUMBER.size else -1
+        if not 0 <= size <= len(rest) - NUMBER.size:
+            raise ValueError("cut short")
+        parts.append(bytes(rest[NUMBER.size :][:size]))
+        rest = rest[NUMBER.size + size :]
+    return parts

@@ -1,7 +1,12 @@
 """The chunks of a vector: each is sent as one message, in the same order by all ranks."""
 
 from dataclasses import dataclass
+from typing import Annotated
 
+from csdctl.worker.protocol.json_codec import Count, MaxLength
+
+SumSizes = Annotated[tuple[tuple[Count, Count], ...], MaxLength(1 << 12)]
+"""Of each sum of a step, in their order: its elements, and how many of them are sent as bfloat16."""
 CHUNK_SIZE = 1 << 18
 """Elements of float32 that are sent as one message: 1 MiB, below mpirun's eager limit."""
 

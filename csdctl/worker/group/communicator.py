@@ -1,471 +1,396 @@
-"""The interface to the other ranks of a group: for a rank alone, by a link, and on several servers.
+"""The interface of a rank to the others of its run: by its link, by its hub, or for a rank alone.
 
-A link takes in what other machines send, so its answers are not trusted either: their size is limited, and
-their content is checked.
+Ranks are those of the run. Every operation of several ranks ends with a verdict, the same on all: who took
+part, and who does in the next one. So all know of a loss, or of a rank that has joined, at the same point.
 """
 
 import contextlib
-import json
-import struct
+import select
+import socket
+import subprocess
+import sys
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from itertools import cycle
-from typing import Annotated, Any
-
-import numpy as np
+from collections.abc import Callable, Collection
+from typing import Any
 
 from csdctl.worker.data.arrays import Array
 from csdctl.worker.group import bf16
 from csdctl.worker.group.channel import (
-    LIMIT,
-    SEND_HEAD,
-    Answer,
+    MAX_VALUES_BYTES,
+    NUMBER,
+    POLL_S,
     Channel,
-    LinkGreeting,
-    Request,
-    SharedVectors,
-)
-from csdctl.worker.group.chunks import Chunk, divide
-from csdctl.worker.group.messages import (
-    MAX_VALUE_BYTES,
-    ConnectionRows,
-    NumBytes,
-    gather_traffic,
+    Letter,
+    LinkSettings,
+    Listener,
     join_parts,
-    joined_bytes,
     split_parts,
 )
+from csdctl.worker.group.chunks import SumSizes, divide
+from csdctl.worker.group.hub import REPORT, HubSettings, Lost, Verdict
+from csdctl.worker.group.shared_memory import share_vector
 from csdctl.worker.group.values import (
+    MAX_REASON,
     ExpectedTails,
     LinkLostError,
     PeerFaultError,
-    SumSeconds,
+    RankLostError,
+    StepVoidError,
     decode_value,
-    decode_values,
     encode_value,
 )
-from csdctl.worker.protocol.events import TRAFFIC_NAMES, SentBytes
-from csdctl.worker.protocol.json_codec import OneOf, RankNumber, Seconds
-from csdctl.worker.protocol.orders import ALONE, COLLECTIVE_NAMES, STAR
+from csdctl.worker.protocol.events import STATE, SUMS, SentBytes
+from csdctl.worker.protocol.json_codec import Count, RankNumber, from_json, to_json
 
-MAX_FAULT_CHARACTERS = 300
+NUM_KEPT = 2
+"""Rank 0 keeps so many times the largest message of a rank until it receives them."""
 
 
 class Communicator:
-    """The ranks of one group; `rank` counts within it. This is the group of a rank alone.
+    """The ranks that work together; until `connect`, the rank alone. Calls raise LinkLostError."""
 
-    Every call that needs the others raises LinkLostError when the group is lost, and its subclass
-    PeerFaultError when another rank has sent what no rank may send.
-    """
-
-    rank, size = 0, 1
-    collective, sum_s = ALONE, 0.0
-    """Name of the collective, and the seconds of a step's sums, as measured when the group was formed."""
-
-    def __init__(self, local: Array) -> None:
-        """`local`: the buffer where this rank's vector is best written; shape (n,), float32."""
-        self.local = local
-        self.waits: list[tuple[int, float]] = []
-        """On rank 0 of a star: each rank that a sum has waited for, and the seconds; others clear it."""
-
-    def sum(self, vector: Array, expected: ExpectedTails | None = None) -> Array:
-        """Return the sum of `vector` over all ranks, bit-identical on all; valid until the next call.
-
-        It is as long as the largest sum of a step; elements behind the end of the next sum are not sent.
-
-        `expected`, on rank 0: what the ranks' vectors must end with.
-        """
-        return vector
-
-    def find_not_finite(self) -> list[int]:
-        """Return the other ranks whose latest vectors are not finite, on rank 0; [] where that is unknown."""
-        return []
-
-    def allgather(self, value: Any, hint: Any) -> list[Any]:
-        """Return every rank's `value` (JSON), in order of rank, on all ranks.
-
-        `hint` is the annotation of what a rank may send; anything else is that rank's fault.
-        """
-        return decode_values(hint, [encode_value(value)])
-
-    def send(self, rank: int, content: Any, traffic_class: str, *, is_waiting: bool = True) -> None:
-        """Send bytes to one rank, which must `receive` them; counted as traffic of `traffic_class`.
-
-        Returns when they have left, unless `is_waiting` is False: they take memory of the link until then.
-        """
-        raise ValueError("there is no other rank")
-
-    def expect(self, rank: int, max_bytes: int) -> None:
-        """Let the next bytes that `rank` sends arrive before they are received, with the same `max_bytes`."""
-        raise ValueError("there is no other rank")
-
-    def receive(self, rank: int, max_bytes: int, traffic_class: str) -> bytearray:
-        """Return the bytes that `rank` sends; raises PeerFaultError when they are more than `max_bytes`."""
-        raise ValueError("there is no other rank")
-
-    def relay(self, source: int, target: int, max_bytes: int, traffic_class: str) -> None:
-        """Pass on what `source` sends to `target`, if this rank is the server between them."""
-
-    def traffic(self) -> list[SentBytes]:
-        """Return what the ranks have sent to each other since they joined; call on all ranks."""
-        return []
-
-    def close(self) -> None:
-        """Leave the group, all ranks together."""
-
-    def disconnect(self) -> None:
-        """Leave at once."""
-
-    def interrupt(self) -> None:
-        """Make the call that waits for other ranks raise LinkLostError; for other threads."""
-
-
-def _split(joined: bytes | bytearray, count: int) -> list[bytes]:
-    """Return what a link has joined; one that answers anything else is as good as lost."""
-    try:
-        return split_parts(joined, count)
-    except ValueError:
-        raise LinkLostError from None
-
-
-class LinkCommunicator(Communicator):
-    """The ranks of a group that are reached through a link."""
-
-    def __init__(
-        self,
-        channel: Channel,
-        greeting: LinkGreeting,
-        vectors: SharedVectors,
-        on_waiting: Callable[[list[int]], None],
-    ) -> None:
-        """`on_waiting` gets the ranks that a sum has been waiting for, every few seconds."""
-        super().__init__(vectors.local)
-        self.rank, self.size = greeting.rank, greeting.size
-        self.collective = ""
-        self._channel, self._vectors, self._on_waiting = channel, vectors, on_waiting
-        self._next_chunks: Iterator[Sequence[Chunk]] = cycle([()])
-        """Those of the sums from the next one on, where parts are sent as bfloat16; () if all is float32."""
-        self._unpacked = self.local
-        """The latest sum as float32."""
-        self._messages: Counter[tuple[str, int, int]] = Counter()
-        """Bytes of messages between this rank and another so far, by traffic class, sender and receiver."""
-        channel.send_descriptor(vectors.descriptor)
-
-    def choose_collective(self, wanted: str, sizes: Sequence[tuple[int, int]] = ()) -> None:
-        """Choose the collective, on all ranks together; `wanted` names one instead of measuring.
-
-        `sizes`: of each sum of a step, in their order: its elements, and how many of them are sent as
-        bfloat16, an even number; by default one sum of the whole vector as float32.
-        """
-        if self.rank and any(num_halved for _, num_halved in sizes):
-            self._next_chunks = cycle([divide(*size) for size in sizes])
-            self._unpacked = self.local.copy()
-        hint = tuple[Annotated[str, OneOf(COLLECTIVE_NAMES)], float]
-        content = json.dumps([wanted, list(sizes)]).encode()
-        self.collective, self.sum_s = self._read(hint, self._request(Request.CHOOSE, content))
-
-    def sum(self, vector: Array, expected: ExpectedTails | None = None) -> Array:
-        """Sum in the memory that is shared with the link."""
-        if vector is not self.local:
-            self.local[:] = vector
-        chunks = next(self._next_chunks)
-        bf16.pack(self.local, chunks)
-        answer = self._request(Request.SUM, expected.pack() if expected and self.rank == 0 else b"")
-        self.waits += self._read(tuple[tuple[RankNumber, Seconds], ...], answer) if answer else ()
-        total: Array = self._vectors.total
-        return bf16.unpack(total, chunks, self._unpacked) if chunks else total
-
-    def add(self, expected: ExpectedTails | None) -> Array:
-        """Return, on rank 0, the sum that the others await until `spread`; it may be changed before."""
-        self._request(Request.ADD, expected.pack() if expected else b"")
-        return self._vectors.total
-
-    def spread(self) -> None:
-        """Send the others what is in the array that `add` returned."""
-        self._request(Request.SPREAD)
-
-    def gather(self, content: bytes, max_bytes: int = MAX_VALUE_BYTES) -> list[bytes]:
-        """Return every rank's bytes, at most `max_bytes` each, on rank 0, and [] on the others."""
-        limit_bytes = joined_bytes(self.size, max_bytes)
-        joined = self._request(Request.GATHER, LIMIT.pack(max_bytes) + content, limit_bytes)
-        return _split(joined, 0 if self.rank else self.size)
-
-    def share(self, content: bytes, max_bytes: int) -> bytes:
-        """Return the `content` of rank 0, on all ranks."""
-        received = self._request(Request.SHARE, LIMIT.pack(max_bytes) + content, max_bytes)
-        return bytes(received) if self.rank else content
-
-    def find_not_finite(self) -> list[int]:
-        """Ask the link, which has the vectors on rank 0."""
-        return self._read_ranks(self._request(Request.NOT_FINITE))
-
-    def allgather(self, value: Any, hint: Any) -> list[Any]:
-        """Gather through the link; raises PeerFaultError."""
-        joined = self._request(Request.ALLGATHER, encode_value(value), 2 * self.size * MAX_VALUE_BYTES)
-        return decode_values(hint, _split(joined, self.size))
-
-    def send(self, rank: int, content: Any, traffic_class: str, *, is_waiting: bool = True) -> None:
-        """Send through the link."""
-        packed = memoryview(content).cast("B").tobytes()
-        self._messages[traffic_class, self.rank, rank] += len(packed)
-        self._request(Request.SEND, SEND_HEAD.pack(rank, is_waiting) + packed)
-
-    def expect(self, rank: int, max_bytes: int) -> None:
-        """Announce a message to the link."""
-        self._request(Request.EXPECT, struct.pack("<qq", rank, max_bytes))
-
-    def receive(self, rank: int, max_bytes: int, traffic_class: str) -> bytearray:
-        """Receive through the link."""
-        received = self._request(Request.RECEIVE, struct.pack("<qq", rank, max_bytes), max_bytes)
-        self._messages[traffic_class, rank, self.rank] += len(received)
-        return received
-
-    def traffic(self) -> list[SentBytes]:
-        """Compare the counters of all ranks."""
-        messages = [(*key, count) for key, count in self._messages.items()]
-        connections = self._read(
-            ConnectionRows, self._request(Request.CONNECTIONS, max_bytes=MAX_VALUE_BYTES)
-        )
-        return gather_traffic(self.allgather, messages, connections)
-
-    def close(self) -> None:
-        """Leave MPI, together with all other ranks; the link ends."""
-        with contextlib.suppress(LinkLostError):
-            self._request(Request.CLOSE)
-        self._channel.close()
-
-    def disconnect(self) -> None:
-        """Drop a link that is of no more use; it ends when its channel closes."""
-        self._channel.close()
-
-    def interrupt(self) -> None:
-        """End the channel for both sides."""
-        self._channel.shut()
-
-    def _request(self, letter: bytes, content: bytes = b"", max_bytes: int = 0) -> bytearray:
-        # A link that has ended may have said before which rank's fault it is.
-        with contextlib.suppress(LinkLostError):
-            self._channel.send(letter, content)
-        while True:
-            letter, answer = self._channel.receive(max_bytes)
-            if letter == Answer.DONE:
-                return answer
-            if letter == Answer.WAITING:
-                self._on_waiting(self._read_ranks(answer))
-            elif letter == Answer.FAULT:
-                culprit, message = self._read(tuple[RankNumber, str], answer)
-                self._check_ranks([culprit])
-                raise PeerFaultError(culprit, message[:MAX_FAULT_CHARACTERS])
-            else:
-                raise LinkLostError
-
-    @staticmethod
-    def _read(hint: Any, answer: bytearray) -> Any:
-        """Return the link's answer; a link that answers anything else is as good as lost."""
-        try:
-            return decode_value(hint, answer)
-        except ValueError:
-            raise LinkLostError from None
-
-    def _read_ranks(self, answer: bytearray) -> list[int]:
-        ranks = list(self._read(tuple[RankNumber, ...], answer))
-        self._check_ranks(ranks)
-        return ranks
-
-    def _check_ranks(self, ranks: list[int]) -> None:
-        if any(rank >= self.size for rank in ranks):
-            raise LinkLostError
-
-
-_Row = tuple[Annotated[str, OneOf(TRAFFIC_NAMES)], RankNumber, RankNumber, NumBytes]
-
-
-def by_server(ranks: Sequence[int], servers: Sequence[int]) -> list[list[int]]:
-    """Return the places in a group of the ranks of each server, its own first.
-
-    `ranks` are those of the group, `servers` the rank of the server of every rank of the run.
-    """
-    places: dict[int, list[int]] = {}
-    for place, rank in enumerate(ranks):
-        places.setdefault(servers[rank], []).append(place)
-    return [
-        sorted(members, key=lambda place, server=server: (ranks[place] != server, place))  # type: ignore[misc]
-        for server, members in sorted(places.items())
-    ]
-
-
-class TwoLevelCommunicator(Communicator):
-    """A group of several servers: each sums with its nodes, then the servers sum among themselves.
-
-    A node has a link with its server alone, and each server one with the others in addition. What a node
-    sends is checked by its server, before it goes on to the others (docs/decisions/0044). `rank` and `size`
-    are those of the whole group.
-    """
+    has_hub = False
 
     def __init__(
         self,
         rank: int,
-        servers: Sequence[Sequence[int]],
-        local: Array,
-        tunnel: LinkCommunicator | None,
-        between: LinkCommunicator | None,
+        sizes: SumSizes,
+        max_bytes: int = 0,
+        on_waiting: Callable[[list[int]], object] = list,
+        address: str = "",
     ) -> None:
-        """`servers`: the places of the ranks of each; `tunnel` is None for a server without nodes, `between`
-        for a node."""
-        super().__init__(local)
-        self.rank, self.size = rank, sum(map(len, servers))
-        self._servers = servers
-        self._own = next(members for members in servers if rank in members)
-        self._leaders = [members[0] for members in servers]
-        self._tunnel, self._between = tunnel, between
+        """`sizes`: of the sums of a step. `max_bytes`: the largest message to one rank.
+
+        `on_waiting` gets the ranks that a sum has been waiting for, every few seconds. `address`: at which
+        this rank awaits its link, '' without.
+        """
+        self.rank, self._sizes = rank, sizes
+        self.max_bytes, self._on_waiting = max_bytes, on_waiting
+        self.members: tuple[int, ...] = (rank,)
+        """The ranks of the next operation, in order."""
+        self.counted: tuple[int, ...] = (rank,)
+        """The ranks of the latest operation whose vectors or values are in its result."""
+        self.local, *descriptors = share_vector(max(size for size, _ in sizes))
+        """The buffer where this rank's vector is best written; float32, as long as the largest sum."""
+        self._total, self._descriptors = self.local, descriptors
+        if address or self.has_hub:
+            self._total, descriptor = share_vector(len(self.local))
+            self._descriptors.append(descriptor)
+        self.waits: list[tuple[int, float]] = []
+        """On a hub's rank: each rank that a sum has waited for, and the seconds; others clear it."""
+        self.outliers: dict[int, float] = {}
+        """On a hub's rank: ranks with a gradient that is too large, and how many times; others clear it."""
+        self.lost: list[tuple[int, str, bool]] = []
+        """On rank 0: ranks that were lost, why, and whether it was their fault; others clear it."""
+        self.joining: dict[int, str] = {}
+        """On rank 0: ranks that wait for their turn, with the hash of their state."""
+        self.admitted: set[int] = set()
+        """On rank 0: ranks that were admitted and need the state; others clear it."""
+        has_halves = rank > 0 and any(num_halved for _, num_halved in sizes)
+        self._chunks = [divide(*size) if has_halves else [] for size in sizes]
+        """Those of each sum that arrive as bfloat16; rank 0 has float32."""
+        self._unpacked = self.local.copy() if has_halves else self._total
+        """The latest sum as float32."""
+        self._number = 0
+        self._listener = Listener(address, rank) if address else None
+        self._channel: Channel | None = None
+        self._messages: Counter[tuple[str, int, int]] = Counter()
+        """Bytes of messages between this rank and another so far, by traffic class, sender and receiver."""
+        self._arrived: dict[int, list[bytearray]] = {}
+        """Bytes of single ranks that nobody has received yet."""
+        self._gone: set[int] = set()
+        """On rank 0: members that have been lost since the latest verdict."""
 
     @property
-    def _links(self) -> list[tuple[LinkCommunicator, Sequence[int]]]:
-        """The links of this rank, and the places of the ranks that they connect."""
-        links = (self._tunnel, self._own), (self._between, self._leaders)
-        return [(link, places) for link, places in links if link]
+    def is_alone(self) -> bool:
+        """Whether no other rank takes part."""
+        return len(self.members) == 1
 
-    def choose_collective(self, wanted: str, sizes: Sequence[tuple[int, int]] = ()) -> None:
-        """Choose the collective of the servers; a server and its nodes use a star, which checks each node."""
-        for link, _ in self._links:
-            link.choose_collective(STAR if link is self._tunnel else wanted, sizes)
-            self.collective, self.sum_s = link.collective, self.sum_s + link.sum_s
-        if self._between:  # the servers wait for the slowest tunnel
-            own_s = self._tunnel.sum_s if self._tunnel else 0.0
-            with self._faults_in(self._leaders):
-                slowest_s = max(self._between.allgather(own_s, SumSeconds))
-            self.sum_s = slowest_s + self._between.sum_s
+    def connect(self, check: Callable[[], object]) -> None:
+        """Wait for the link to rank 0; raises what `check` raises, which is called now and then."""
+        assert self._listener
+        settings = LinkSettings(self._sizes, self.max_bytes + MAX_VALUES_BYTES)
+        self._open(self._listener.await_link(check), to_json(settings))
 
-    def sum(self, vector: Array, expected: ExpectedTails | None = None) -> Array:
-        """Sum at each server, then among the servers; the total goes back down."""
+    def _open(self, channel: Channel, settings: str) -> None:
+        channel.max_bytes = self.max_bytes + MAX_VALUES_BYTES
+        channel.send_descriptors(*self._descriptors)
+        channel.send(Letter.OPEN, settings.encode())
+        self._channel, self._number = channel, 0
+        self._arrived.clear()
+
+    def join(self, state_hash: str) -> None:
+        """Tell rank 0 that this rank is ready, and what state it has."""
+        self._send(Letter.JOIN, NUMBER.pack(self.rank) + state_hash.encode())
+
+    def sum(
+        self, vector: Array, expected: ExpectedTails | None = None, *, checks_finite: bool = False
+    ) -> Array:
+        """Return the sum of `vector` over all ranks, bit-identical on all; valid until the next call.
+
+        It is as long as the largest sum of a step; elements behind the end of the next sum are not sent.
+        `expected`: what the vectors must end with; `checks_finite`: whether a vector that is not finite is
+        left out. Both are of ranks with a hub. Raises StepVoidError where the step must be taken anew.
+        """
+        if not self._channel:
+            self.counted = self.members
+            return vector
         if vector is not self.local:
             self.local[:] = vector
-        if self._between is None:
-            with self._faults_in(self._own):
-                return self._up.sum(self.local)
-        partial = self.local
-        if self._tunnel:
-            with self._faults_in(self._own):
-                partial = self._tunnel.add(expected.of(self._own) if expected else None)
-        with self._faults_in(self._leaders):
-            total = self._between.sum(partial, expected.of_servers(self._servers) if expected else None)
-        if self._tunnel is None:
-            return total
-        partial[:] = total
-        self._tunnel.spread()
-        return partial
+        chunks, head = self._chunks[self._number], b""
+        if not self.has_hub:
+            bf16.pack(self.local, chunks)
+        else:
+            head = NUMBER.pack(checks_finite) + (expected.pack() if expected else b"")
+        self._send(Letter.VECTOR, head)
+        verdict: bytes | bytearray = self._await(Letter.TOTAL)
+        if self.has_hub:
+            verdict, report = split_parts(verdict)
+            for rank, wait_s, factor in REPORT.iter_unpack(report):
+                if wait_s > 0:
+                    self.waits.append((rank, wait_s))
+                if factor:
+                    self.outliers[rank] = factor
+        self._apply(verdict[1:])
+        if verdict[:1] == b"\1":
+            self._number = 0
+            raise StepVoidError
+        self._number = (self._number + 1) % len(self._sizes)
+        return bf16.unpack(self._total, chunks, self._unpacked) if chunks else self._total
 
-    def find_not_finite(self) -> list[int]:
-        """Return those of all servers, on rank 0; each server says it of itself and its nodes."""
-        if self._between is None:
-            return []
-        own = self._tunnel.find_not_finite() if self._tunnel else []
-        own += [] if self.rank == 0 or np.isfinite(self.local).all() else [0]
-        with self._faults_in(self._leaders):
-            found = self._between.allgather(own, tuple[RankNumber, ...])
-        pairs = zip(self._servers, found, strict=True)
-        return sorted(members[place] for members, places in pairs for place in places if place < len(members))
+    def gather(self, value: Any, hint: Any) -> dict[int, Any]:
+        """Return the `value` (JSON) of every rank that is present, on all ranks.
 
-    def allgather(self, value: Any, hint: Any) -> list[Any]:
-        """Gather at each server, then among the servers; the values of all go back down."""
-        own, limit_bytes = encode_value(value), joined_bytes(self.size)
-        if self._between is None:
-            self._up.gather(own)
-            return decode_values(hint, _split(self._up.share(b"", limit_bytes), self.size))
-        parts = [own]
-        if self._tunnel:
-            with self._faults_in(self._own):
-                parts = self._tunnel.gather(own)
-                decode_values(hint, parts)
-        with self._faults_in(self._leaders):
-            everything = self._join(self._between.gather(join_parts(parts), limit_bytes))
-            everything = self._between.share(everything, limit_bytes)
-        if self._tunnel:
-            self._tunnel.share(everything, limit_bytes)
-        return decode_values(hint, _split(everything, self.size))
+        `hint` is the annotation of what a rank may send; who sends anything else is left out, and lost.
+        """
+        contents, values = {self.rank: encode_value(value)}, {}
+        if not self._channel:
+            self.counted = self.members
+        else:
+            self._send(Letter.VALUE, NUMBER.pack(self.rank) + contents[self.rank])
+            verdict, *parts = split_parts(self._await(Letter.VALUES))
+            self._apply(verdict)
+            contents = dict(zip(self.counted, parts, strict=True))
+        for rank, content in contents.items():
+            try:
+                values[rank] = decode_value(hint, content)
+            except ValueError as error:
+                self.evict(rank, f"sent an invalid value: {error}")
+        self.counted = tuple(values)
+        return values
 
-    def send(self, rank: int, content: Any, traffic_class: str, *, is_waiting: bool = True) -> None:
-        """Send towards `rank`; the server between must `relay`."""
-        link, place = self._towards(rank)
-        link.send(place, content, traffic_class, is_waiting=is_waiting)
+    def send(self, rank: int, content: Any, traffic_class: str) -> None:
+        """Send bytes to a rank, which must `receive` them; of two ranks, one is rank 0."""
+        packed = memoryview(content).cast("B")
+        self._messages[traffic_class, self.rank, rank] += len(packed)
+        self._send(Letter.DATA, NUMBER.pack(self.rank or rank) + packed)
 
     def receive(self, rank: int, max_bytes: int, traffic_class: str) -> bytearray:
-        """Receive what comes from `rank`."""
-        link, place = self._towards(rank)
-        with self._faults_in(self._own if link is self._tunnel else self._leaders):
-            return link.receive(place, max_bytes, traffic_class)
+        """Return the bytes that `rank` sends.
 
-    def relay(self, source: int, target: int, max_bytes: int, traffic_class: str) -> None:
-        """Pass on what `source` sends to `target`, if this rank is the server between them."""
-        is_between = (source in self._own) != (target in self._own)
-        if self._between and is_between and self.rank not in (source, target):
-            self.send(target, self.receive(source, max_bytes, traffic_class), traffic_class)
+        Raises PeerFaultError when they are more than `max_bytes`, RankLostError when rank 0 waits for a rank
+        that is lost, and StepVoidError when rank 0 has given up the step.
+        """
+        while not self._arrived.get(rank):
+            if rank in self._gone:
+                raise RankLostError(rank)
+            self.await_joining()
+        content = self._arrived[rank].pop(0)
+        if len(content) > max_bytes:
+            raise PeerFaultError(rank, f"sent {len(content)} bytes, expected at most {max_bytes}")
+        self._messages[traffic_class, rank, self.rank] += len(content)
+        return content
+
+    def give_state(self, rank: int, packed: bytes) -> None:
+        """Give a rank that was admitted, on rank 0, who takes part, and the state; b'' if it has that."""
+        self.send(rank, join_parts([encode_value(self.members), packed]), STATE)
+
+    def take_state(self) -> bytes:
+        """Return what rank 0 gives, after `join`."""
+        members, packed = split_parts(self.receive(0, self.max_bytes, STATE))
+        self.members = decode_value(tuple[RankNumber, ...], bytearray(members))
+        return packed
+
+    def admit(self, ranks: Collection[int]) -> None:
+        """Let ranks take part, on rank 0, from the end of the next operation on."""
+        if ranks:
+            self._send(Letter.ADMIT, encode_value(sorted(ranks)))
+            self.admitted |= set(ranks)
+            for rank in ranks:
+                self.joining.pop(rank, None)
+
+    def evict(self, rank: int, reason: str) -> None:
+        """Continue, on rank 0, without a rank that has sent what no rank may send; others rely on rank 0."""
+        if self.rank == 0 and rank:
+            self._send(Letter.NOTE, encode_value([[rank, reason[:MAX_REASON], True]]))
+
+    def give_up_step(self) -> None:
+        """Let all ranks take the step anew; raises StepVoidError. For rank 0."""
+        if not self._channel:
+            raise StepVoidError
+        self._send(Letter.VOID)
+        self._await(Letter.TOTAL)
+
+    def await_joining(self) -> None:
+        """Wait, on rank 0, until another rank joins or is lost, or something else arrives."""
+        self._take(*self._linked.receive())
+
+    def look(self) -> None:
+        """Take note, on rank 0, of ranks that join or are lost, without waiting."""
+        for letter, content in self._channel.take() if self._channel else ():
+            self._take(letter, content)
 
     def traffic(self) -> list[SentBytes]:
-        """Compare the counters at each server and among the servers; rank 0 gets all."""
-        rows: list[_Row] = []
-        for link, places in self._links:
-            with self._faults_in(places):
-                found = link.traffic()
-            rows += [(one.what, places[one.sender], places[one.receiver], one.num_bytes) for one in found]
-        if self._between is None:
+        """Return what a hub's rank and those behind it have sent to each other; nothing of lost links."""
+        if not self.has_hub:
             return []
-        with self._faults_in(self._leaders):
-            gathered = self._between.allgather(rows, tuple[_Row, ...])
-        between = set(self._leaders)
-        return [
-            SentBytes(*row)
-            for members, reported in zip(self._servers, gathered, strict=True)
-            for row in reported
-            # Of what is between the servers, rank 0 believes itself.
-            if {row[1], row[2]} <= set(members) or (members is self._own and {row[1], row[2]} <= between)
-        ]
+        self._send(Letter.TRAFFIC)
+        hint = tuple[tuple[RankNumber, Count, Count], ...]
+        rows = []
+        for rank, num_received, num_sent in decode_value(hint, self._await(Letter.TRAFFIC)):
+            for sender, receiver, num_bytes in ((rank, self.rank, num_sent), (self.rank, rank, num_received)):
+                counts = {key[0]: n for key, n in self._messages.items() if key[1:] == (sender, receiver)}
+                rows += [SentBytes(what, sender, receiver, count) for what, count in counts.items()]
+                if (left := num_bytes - sum(counts.values())) > 0:
+                    rows.append(SentBytes(SUMS, sender, receiver, left))
+        return rows
 
     def close(self) -> None:
-        """Leave the group, all ranks together."""
-        for link, _ in self._links:
-            link.close()
+        """Leave, all ranks together."""
+        if self._channel:
+            with contextlib.suppress(LinkLostError):
+                self._send(Letter.CLOSE, NUMBER.pack(self.rank))
+                self._await(Letter.CLOSE)
+            self._channel.close()
 
     def disconnect(self) -> None:
-        """Leave at once."""
-        for link, _ in self._links:
-            link.disconnect()
+        """Leave at once: the link or the hub ends."""
+        self._linked.close()
 
     def interrupt(self) -> None:
-        """End the channels of both levels."""
-        for link, _ in self._links:
-            link.interrupt()
+        """Make the call that waits for other ranks raise LinkLostError; for other threads."""
+        self._linked.shut()
 
     @property
-    def _up(self) -> LinkCommunicator:
-        """The link of a node with its server."""
-        assert self._tunnel
-        return self._tunnel
+    def _linked(self) -> Channel:
+        if not self._channel:
+            raise LinkLostError
+        return self._channel
 
-    def _towards(self, rank: int) -> tuple[LinkCommunicator, int]:
-        """Return the link on the way to `rank`, and the next rank there."""
-        if self._between is None:
-            return self._up, 0
-        if rank in self._own:
-            return self._up, self._own.index(rank)
-        server = next(place for place, members in enumerate(self._servers) if rank in members)
-        return self._between, server
+    def _send(self, letter: bytes, content: bytes = b"") -> None:
+        self._linked.send(letter, content)
 
-    def _join(self, blocks: Sequence[bytes]) -> bytes:
-        """Return the parts of all ranks, in order of rank, from the block of each server, on rank 0."""
-        parts: dict[int, bytes] = {}
-        for server, block in enumerate(blocks):
-            members = self._servers[server]
-            try:
-                parts.update(zip(members, split_parts(block, len(members)), strict=True))
-            except ValueError as error:
-                raise PeerFaultError(server, f"sent the parts of its nodes {error}") from None
-        return join_parts([parts[place] for place in sorted(parts)])
+    def _await(self, letter: bytes) -> bytearray:
+        """Return the content of the next message with this letter; take the others."""
+        while True:
+            received, content = self._linked.receive()
+            if received == letter:
+                return content
+            self._take(received, content)
 
-    @contextlib.contextmanager
-    def _faults_in(self, places: Sequence[int]) -> Iterator[None]:
-        """Name the rank of the group that is at fault, in place of the rank of a link."""
-        try:
-            yield
-        except PeerFaultError as fault:
-            raise PeerFaultError(places[fault.rank], fault.message) from None
+    def _take(self, letter: bytes, content: bytearray) -> None:
+        """Process a message that nothing waits for; raises StepVoidError."""
+        if letter == Letter.DATA:
+            (rank,) = NUMBER.unpack_from(content)
+            self._keep(0 if self.rank else rank, content[NUMBER.size :])
+        elif letter == Letter.VOID:
+            self._arrived.clear()
+            self._number = 0
+            self._apply(content)
+            self._send(Letter.VOIDED, NUMBER.pack(self.rank))
+            raise StepVoidError
+        elif letter == Letter.WAITING:
+            self._on_waiting(list(decode_value(tuple[RankNumber, ...], content)))
+        elif letter == Letter.JOIN:
+            (rank,) = NUMBER.unpack_from(content)
+            self.joining[rank] = content[NUMBER.size :].decode(errors="replace")
+        elif letter == Letter.NOTE:
+            self._note_losses(decode_value(Lost, content))
+        else:
+            raise LinkLostError
+
+    def _keep(self, rank: int, content: bytearray) -> None:
+        """Keep bytes of a rank until they are received; one that sends on and on is lost."""
+        kept = self._arrived.setdefault(rank, [])
+        if self.rank == 0 and sum(map(len, kept)) > NUM_KEPT * self.max_bytes:
+            self.evict(rank, "sent more bytes than were asked for")
+        else:
+            kept.append(content)
+
+    def _note_losses(self, lost: Lost) -> None:
+        for rank, reason, is_fault in lost:
+            self.lost.append((rank, reason, is_fault))
+            self.joining.pop(rank, None)
+            self.admitted.discard(rank)
+            self._arrived.pop(rank, None)
+            self._gone.add(rank)
+            # Its next link counts its bytes anew.
+            for key in [key for key in self._messages if rank in key[1:]]:
+                del self._messages[key]
+
+    def _apply(self, verdict: bytes | bytearray) -> None:
+        """Take note of who took part, and of who does next."""
+        self._gone.clear()
+        if verdict:
+            decided = from_json(Verdict, bytes(verdict).decode())
+            self.members, self.counted = decided.members, decided.counted
+        else:
+            self.counted = self.members
+
+
+class HubProcess:
+    """The process of a hub, which ends with this one. It starts while this rank loads its model."""
+
+    def __init__(self) -> None:
+        ours, theirs = socket.socketpair()
+        with theirs:
+            descriptor = theirs.fileno()
+            command = build_hub_command(descriptor)
+            self._process = subprocess.Popen(command, pass_fds=[descriptor], stdin=subprocess.DEVNULL)
+        self.channel = Channel(ours)
+
+    def wait(self) -> None:
+        """Wait until it has ended: it does when its channel is closed."""
+        self._process.wait()
+
+
+def build_hub_command(descriptor: int) -> list[str]:
+    """Return the command line of a hub: that of this process, with another command of the worker."""
+    start = sys.orig_argv[: len(sys.orig_argv) - len(sys.argv) + 1]
+    # By the marker, the processes of a run are found.
+    marker = sys.argv[sys.argv.index("--marker") :][:2] if "--marker" in sys.argv else []
+    return [*start, "hub", "--descriptor", str(descriptor), *marker]
+
+
+class HubCommunicator(Communicator):
+    """The communicator of a rank with others behind it: rank 0, or that of a server."""
+
+    has_hub = True
+
+    def __init__(
+        self, hub: HubProcess, settings: HubSettings, on_waiting: Callable[[list[int]], None]
+    ) -> None:
+        """Return when links can connect to the hub; raises LinkLostError."""
+        super().__init__(settings.rank, settings.sizes, settings.max_bytes, on_waiting)
+        self._settings = settings
+        self._start(hub)
+
+    def _start(self, hub: HubProcess) -> None:
+        self._hub, self._is_used = hub, False
+        self._open(hub.channel, to_json(self._settings))
+        self._await(Letter.OPEN)
+
+    def connect(self, check: Callable[[], object]) -> None:
+        """Wait, on a server, until its hub has a link to rank 0; a hub that had one before is replaced."""
+        if self._is_used:
+            self.disconnect()
+            self._start(HubProcess())
+        self._is_used = True
+        while not select.select([self._linked], [], [], POLL_S)[0]:
+            check()
+        self._await(Letter.OPEN)
+
+    def disconnect(self) -> None:
+        """End the hub."""
+        super().disconnect()
+        self._hub.wait()

@@ -1,229 +1,347 @@
-"""The link: a small MPI process beside a rank, which takes part in MPI for it.
+"""The two ends of a link: small MPI processes that pass messages and vectors between a node and its hub.
 
-The rank holds TensorFlow, model and data, and is started by csdctl over SSH; the link is started by mpirun.
-When a node is lost, MPI ends the whole job: the links die, the ranks stay, and a new mpirun joins the
-remaining ranks within seconds (docs/decisions/0012).
+Each link is an MPI job of its own with two ranks (docs/decisions/0052): rank 0 beside the hub, rank 1 beside
+the node's rank. The rank holds TensorFlow, model and data, and is started by csdctl over SSH; the link is
+started by mpirun. When it is lost, the hub goes on without the rank, and a new link brings the rank back.
 """
 
-import json
+import contextlib
 import os
 import select
 import socket
 import struct
 import sys
-import time
-from collections.abc import Callable
+from collections import deque
 from typing import Any
 
-from csdctl.worker.group.channel import (
-    LIMIT,
-    SEND_HEAD,
-    Answer,
-    Channel,
-    LinkGreeting,
-    Request,
-    find_socket,
-    map_vectors,
-)
-from csdctl.worker.group.collective import Collective, Star, choose_collective
-from csdctl.worker.group.messages import (
-    DRAIN_S,
-    Arrival,
-    Bytes,
-    Departure,
-    allgather,
-    gather,
-    join_parts,
-    spread,
-)
-from csdctl.worker.group.mpi import IDLE_S, FindMissing, MemoryLimit, World, init_mpi, ready, wait_sleeping
-from csdctl.worker.group.values import ExpectedTails, LinkLostError, PeerFaultError
+from csdctl.worker.group.channel import MAX_VALUES_BYTES, NUMBER, Channel, Letter, LinkSettings
+from csdctl.worker.group.chunks import divide
+from csdctl.worker.group.mpi import NUM_LOOKS, Incoming, World, init_mpi, limit_memory, ready
+from csdctl.worker.group.shared_memory import map_view
+from csdctl.worker.group.values import LinkLostError, PeerFaultError, encode_value
 from csdctl.worker.process.errors import WorkerError, describe
-from csdctl.worker.protocol.json_codec import to_json
-from csdctl.worker.protocol.processes import is_of_same_user, list_connections
+from csdctl.worker.protocol.json_codec import from_json
+from csdctl.worker.protocol.processes import is_of_user, list_connections
+from csdctl.worker.protocol.sandbox import CONNECTED, SOCKETS_VARIABLE
 
-WAITING_INTERVAL_S = 5.0
-PART_S, SENDING_PART_S = 0.001, 0.0002
-"""Pauses between the parts of messages that arrive while the rank computes, and while a sum leaves."""
-MAX_REQUEST_BYTES = 1 << 40
-"""The link takes what its rank asks it to send: the rank has made it, and runs on the same machine."""
+HEAD, BODY, MEETING, CHUNK = 1, 2, 3, 4
+"""Tags of MPI messages: letter and size of a message, its content, and the chunks of vectors until a step is
+given up; those after it have the next tag."""
+_HEAD = struct.Struct("<cqq")
+"""Letter, size, and the number of chunks that were sent before it."""
+HEAD_BYTES = 64
+INLINE_BYTES = HEAD_BYTES - _HEAD.size
+"""A shorter content is sent with its head."""
+FIRST_SLEEP_S, LONGEST_SLEEP_S, SLEEP_GROWTH = 0.0001, 0.002, 1.3
+"""Sleeps between the parts of a message that is arriving: each wake-up costs a slow node more."""
+IDLE_S, LONGEST_IDLE_S, IDLE_GROWTH = 0.02, 0.2, 1.1
+"""What is on its way is looked at after so long, whether or not a socket was ready."""
+KEEPALIVE = {
+    socket.TCP_KEEPIDLE: 1,
+    socket.TCP_KEEPINTVL: 1,
+    socket.TCP_KEEPCNT: 2,
+    socket.TCP_USER_TIMEOUT: 2500,
+}
+"""A machine whose kernel has acknowledged nothing for 3 s, or no data for 2.5 s, is lost: no power, no cable.
+
+A process that is stopped or throttled does not count as lost, since its kernel answers.
+"""
 
 
-def serve_link(run_id: str, node_rank: int, generation: int, level: str = "") -> int:
-    """Connect to the rank of this machine, enter MPI, and serve requests until the rank closes the link.
+class _Link:
+    """What both ends have in common: messages and chunks, in the order in which they were sent."""
 
-    Exits at once when the rank is gone, or another rank has sent what it must not: mpirun then ends all
-    links, and every rank notices.
+    def __init__(self, world: World, channel: Channel, rank: int) -> None:
+        self.world, self.channel, self._voided = world, channel, NUMBER.pack(rank)
+        """`_voided`: by which the rank says that it has given up a step, and not one behind it."""
+        vector, total = channel.receive_descriptors(2)
+        self._vector, self._total = map_view(vector), map_view(total, is_read_only=world.rank == 0)
+        """The vector of the rank, and the sum."""
+        letter, content = channel.receive()
+        if letter != Letter.OPEN:
+            raise LinkLostError
+        self.settings = from_json(LinkSettings, content.decode())
+        channel.max_bytes = self.settings.max_bytes + MAX_VALUES_BYTES
+        self._chunks = [divide(*size) for size in self.settings.sizes]
+        self._tag = CHUNK - 1
+        self._arrivals: deque[Incoming] = deque()
+        """Chunks that arrive."""
+        self._departures: deque[tuple[Any, Any]] = deque()
+        """Requests of what leaves over MPI, and the memory that they take it from."""
+        self._num_sent = self._num_received = 0
+        """Chunks so far."""
+        self._head, self._is_closing = bytearray(HEAD_BYTES), False
+        limit_memory(4 * sum(size for size, _ in self.settings.sizes), self.settings.max_bytes)
+        self._begin_anew()
+        self._receive_head()
+
+    def _begin_anew(self) -> None:
+        """Begin a step, or one anew that was given up: chunks of what follows have another tag."""
+        for request in self._arrivals:
+            request.cancel()
+        self._arrivals.clear()
+        self._tag += 1
+        self._number = self._place = 0
+        """The sum within the step, and the chunk of it that is next."""
+        self._is_again, self._verdict = False, b""
+        """What was said of the sum: whether all its chunks come once more, and who took part."""
+
+    def serve(self) -> None:
+        """Pass on messages until the end; raises LinkLostError and PeerFaultError."""
+        sleep_s, idle_s, own = FIRST_SLEEP_S, IDLE_S, self.channel.fileno()
+        poll = select.poll()
+        for descriptor in ready:
+            poll.register(descriptor, select.POLLIN)
+        self._take()
+        while True:
+            self.channel.flush()
+            if self._is_closing and not self._departures and not self.channel.unsent:
+                return
+            reading = 0 if self._is_closing else select.POLLIN
+            if wanted := reading | (select.POLLOUT if self.channel.unsent else 0):
+                poll.register(own, wanted)
+            else:
+                with contextlib.suppress(KeyError):  # it is not registered any more
+                    poll.unregister(own)
+            events = poll.poll(1e3 * idle_s)
+            is_own = any(descriptor == own for descriptor, _ in events)
+            if is_own:
+                self._take()
+            if self._look() or is_own:
+                sleep_s, idle_s = FIRST_SLEEP_S, IDLE_S
+            elif not events:
+                idle_s = min(LONGEST_IDLE_S, idle_s * IDLE_GROWTH)
+            else:
+                select.select([self.channel] if reading else [], [], [], sleep_s)
+                sleep_s = min(LONGEST_SLEEP_S, sleep_s * SLEEP_GROWTH)
+
+    def _take(self) -> None:
+        if not self._is_closing:
+            for letter, content in self.channel.take():
+                self.handle_local(letter, content)
+
+    def _look(self) -> bool:
+        """Process what has arrived over MPI, and has left; return whether anything has."""
+        did_any, num_looks = False, NUM_LOOKS
+        while self._process_next(num_looks):
+            did_any, num_looks = True, 1
+        while self._departures and self._departures[0][0].Test():
+            self._departures.popleft()
+            did_any = True
+        return did_any
+
+    def _process_next(self, num_looks: int) -> bool:
+        """Process the chunk or message that was sent next; return False if it has not arrived."""
+        message = self._message or self._read_head(num_looks)
+        has_chunk = bool(self._arrivals) and self._arrivals[0].Test(num_looks if message else 1)
+        if has_chunk:  # then what was sent before it has arrived, too
+            message = message or self._read_head(1)
+        if message and message[2] <= self._num_received:
+            if not self._arriving.Test(num_looks):
+                return False
+            self._receive_head()
+            self.handle_remote(*message[:2])
+        elif has_chunk:
+            self._arrivals.popleft()
+            self._num_received += 1
+            self._handle_chunk()
+        else:
+            return False
+        return True
+
+    def _receive_head(self) -> None:
+        self._message: tuple[bytes, bytearray, int] | None = None
+        """A message whose head has arrived: letter, content, and the chunks before it."""
+        self._arriving = self.world.start_receive(memoryview(self._head), HEAD)
+
+    def _read_head(self, num_looks: int) -> tuple[bytes, bytearray, int] | None:
+        """Return the next message if its head has arrived; its content may still be arriving."""
+        if not self._arriving.Test(num_looks):
+            return None
+        letter, size, num_before = _HEAD.unpack_from(self._head)
+        if not 0 <= size <= self.settings.max_bytes:
+            raise PeerFaultError(1, f"sent {size} bytes, expected at most {self.settings.max_bytes}")
+        content = self._head[_HEAD.size : _HEAD.size + size]
+        if size > INLINE_BYTES:
+            content = bytearray(size)
+            self._arriving = self.world.start_receive(memoryview(content), BODY)
+        self._message = letter, content, num_before
+        return self._message
+
+    def pass_over(self, letter: bytes, content: bytes | bytearray = b"") -> None:
+        """Send a message over MPI."""
+        is_inline = len(content) <= INLINE_BYTES
+        head = _HEAD.pack(letter, len(content), self._num_sent) + (content if is_inline else b"")
+        self._depart(head.ljust(HEAD_BYTES, b"\0"), HEAD)
+        if not is_inline:
+            self._depart(content, BODY)
+
+    def _send_chunk(self, vector: Any, place: int) -> None:
+        self._depart(vector[self._chunks[self._number][place].wire], self._tag)
+        self._num_sent += 1
+
+    def _depart(self, content: Any, tag: int) -> None:
+        self._departures.append((self.world.start_send(content, tag), content))
+
+    def _receive_chunks(self, vector: Any) -> None:
+        for chunk in self._chunks[self._number]:
+            self._arrivals.append(self.world.start_receive(vector[chunk.wire], self._tag))
+
+    def _note(self, letter: bytes, content: bytes | bytearray) -> None:
+        """Take note of what is said of a sum before its last chunk, and of the end."""
+        self._is_closing |= letter == Letter.CLOSE
+        if letter == Letter.AGAIN:
+            self._is_again = True
+        elif letter == Letter.TOTAL:
+            self._verdict = bytes(content)
+
+    def _count_chunk(self) -> bool:
+        """Count a chunk of the sum; return whether that was the last one."""
+        self._place = (self._place + 1) % len(self._chunks[self._number])
+        if self._place or self._is_again:
+            self._is_again &= self._place > 0
+            return False
+        is_void = self._verdict[:1] == b"\1"
+        self._number = 0 if is_void else (self._number + 1) % len(self._chunks)
+        return True
+
+    def handle_local(self, letter: bytes, content: bytearray) -> None:
+        """Process a message of the rank or hub on this machine."""
+        raise NotImplementedError
+
+    def handle_remote(self, letter: bytes, content: bytearray) -> None:
+        """Process a message that came over MPI."""
+        raise NotImplementedError
+
+    def _handle_chunk(self) -> None:
+        """Process the next chunk, which has arrived over MPI."""
+        raise NotImplementedError
+
+
+class HubEnd(_Link):
+    """The end beside the hub: what the node's rank says goes to the hub, and the sum to the node."""
+
+    def _begin_anew(self) -> None:
+        super()._begin_anew()
+        self._receive_chunks(self._vector)
+
+    def handle_remote(self, letter: bytes, content: bytearray) -> None:
+        """Pass it on to the hub."""
+        if letter not in Letter.FROM_RANKS:
+            raise PeerFaultError(1, "sent a message that is not for hubs")
+        if letter == Letter.VOIDED and content == self._voided:  # vectors follow from the first one on
+            self._begin_anew()
+        self.channel.post(letter, content)
+
+    def _handle_chunk(self) -> None:
+        self.channel.post(Letter.CHUNK)
+
+    def handle_local(self, letter: bytes, content: bytearray) -> None:
+        """Send a chunk or a message to the node."""
+        if letter == Letter.CHUNK:
+            self._send_chunk(self._total, self._place)
+            if self._count_chunk():
+                self._verdict = b""
+                self._receive_chunks(self._vector)
+        elif letter == Letter.TRAFFIC:
+            self.channel.post(letter, encode_value(count_bytes()))
+        else:
+            self._note(letter, content)
+            self.pass_over(letter, content)
+
+
+class RankEnd(_Link):
+    """The end beside the node's rank, or a server's hub: its vector goes over MPI, and the sum comes back."""
+
+    def handle_local(self, letter: bytes, content: bytearray) -> None:
+        """Send the vector or a message to the hub."""
+        if letter == Letter.VOIDED and content == self._voided:
+            self._begin_anew()
+        elif letter == Letter.VECTOR:
+            self._receive_chunks(self._total)
+            for place in range(len(self._chunks[self._number])):
+                self._send_chunk(self._vector, place)
+        if letter != Letter.VECTOR or content:  # a node's vector is complete with its last chunk
+            self.pass_over(letter, content)
+
+    def handle_remote(self, letter: bytes, content: bytearray) -> None:
+        """Pass it on to the rank, which gets no part of a sum."""
+        self._note(letter, content)
+        if self.settings.has_parts or letter not in (Letter.AGAIN, Letter.TOTAL):
+            self.channel.post(letter, content)
+
+    def _handle_chunk(self) -> None:
+        if self.settings.has_parts:
+            self.channel.post(Letter.CHUNK)
+        if self._count_chunk():
+            if not self.settings.has_parts:
+                self.channel.post(Letter.TOTAL, self._verdict)
+            self._verdict = b""
+        elif not self._place:
+            self._receive_chunks(self._total)
+
+
+DRAIN_S = 0.3
+"""For the other end to acknowledge what was sent last."""
+not_counted: set[str] = set()
+"""Addresses of this process's connections that are not to the other end."""
+
+
+def count_bytes() -> tuple[int, int]:
+    """Return the bytes that this process has sent to the other end and received."""
+    connections = [tcp for tcp in list_connections(drain_s=DRAIN_S) if tcp.local not in not_counted]
+    return sum(tcp.num_sent for tcp in connections), sum(tcp.num_received for tcp in connections)
+
+
+def watch_connections() -> None:
+    """Let the kernel end MPI's connections when the other machine's kernel is silent."""
+    for name in os.listdir("/proc/self/fd"):
+        try:
+            with socket.socket(fileno=os.dup(int(name))) as tcp:
+                if tcp.type == socket.SOCK_STREAM and tcp.family in (socket.AF_INET, socket.AF_INET6):
+                    tcp.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+                    for option, value in KEEPALIVE.items():
+                        tcp.setsockopt(socket.IPPROTO_TCP, option, value)
+        except OSError:  # no socket
+            continue
+
+
+def serve_link(rank: int) -> int:
+    """Connect to the rank or hub of this machine, enter MPI, and pass messages on until the end.
+
+    `rank`: the one behind the link. Exits at once when one side is gone: mpirun then ends the other end, too.
     """
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-    connection.connect(find_socket(run_id, node_rank))
-    if not is_of_same_user(connection):
-        raise WorkerError(f"rank {node_rank} of run {run_id} is another user's process")
-    world = init_mpi()
-    channel = Channel(connection)
-    greeting = LinkGreeting(generation, world.rank, world.size, level)
+    connection.connect("\0" + os.environ[SOCKETS_VARIABLE])
+    if not is_of_user(connection):
+        raise WorkerError(f"rank {rank} is another user's process")
+    world, channel = init_mpi(), Channel(connection)
+    # So far there are those to MPI's daemon on this machine.
+    not_counted.update(tcp.local for tcp in list_connections())
     try:
-        channel.send(b"H", to_json(greeting).encode())
-        local, total = map_vectors(channel.receive_descriptor(), is_adding=world.rank == 0)
-        _Link(world, channel, local, total).serve()
-        channel.send(Answer.DONE)
+        link = (RankEnd if world.rank else HubEnd)(world, channel, rank)
+        meet(world)
+        watch_connections()
+        if world.rank == 0:
+            print(CONNECTED, flush=True)
+        link.serve()
     except Exception as error:
-        # Any error: a link that stayed in MPI would let all others wait for it.
-        if not isinstance(error, LinkLostError):
-            print(f"the link of rank {node_rank} ends: {describe(error)}", file=sys.stderr, flush=True)
-        os._exit(1)
+        # Any error: an end that stayed in MPI would let the other one wait for it.
+        try:
+            if isinstance(error, PeerFaultError):
+                channel.post(Letter.NOTE, encode_value([[rank, error.message, True]]))
+                channel.flush()
+            elif not isinstance(error, LinkLostError):
+                print(f"the link of rank {rank} ends: {describe(error)}", file=sys.stderr, flush=True)
+        finally:
+            os._exit(1)
     world.finalize()
     return 0
 
 
-_KEEPS_SUM = (Request.SUM, Request.NOT_FINITE, Request.ADD, Request.SPREAD)
-"""Requests that do not wait until the latest sum has left."""
-
-
-class _Link:
-    """Serves the requests of the rank."""
-
-    def __init__(self, world: World, channel: Channel, local: Any, total: Any) -> None:
-        self._world = world
-        self._channel = channel
-        self._vectors = local, total
-        self._collective: Collective | None = None
-        self._reported_s = self._waited_at = 0.0
-        self._missing_s: dict[int, float] = {}
-        """By rank, how long the latest sum has waited for it."""
-        self._memory_limit = MemoryLimit(world, memoryview(local).nbytes)
-        self._departures: list[Departure] = []
-        self._arrivals: list[Arrival] = []
-        """Messages that the rank expects, in order; of one sender, the first is the next."""
-        self._requests: dict[bytes, Callable[[bytearray], Bytes]] = {
-            Request.CHOOSE: self._choose,
-            Request.SUM: self._sum,
-            Request.ALLGATHER: lambda content: join_parts(allgather(world, content, on_wait=self._on_wait)),
-            Request.SEND: self._send,
-            Request.EXPECT: self._expect,
-            Request.RECEIVE: self._receive,
-            Request.CONNECTIONS: lambda _: json.dumps(list_connections(drain_s=DRAIN_S)).encode(),
-            Request.NOT_FINITE: self._find_not_finite,
-            Request.ADD: self._add,
-            Request.SPREAD: self._spread,
-            Request.GATHER: self._gather,
-            Request.SHARE: self._share,
-        }
-
-    def serve(self) -> None:
-        """Answer requests until all ranks close their links; raises LinkLostError."""
-        try:
-            while True:
-                self._progress()
-                letter, content = self._channel.receive(MAX_REQUEST_BYTES, self._allow)
-                if self._collective and letter not in _KEEPS_SUM:
-                    self._collective.flush(self._on_wait)
-                if letter == Request.CLOSE:
-                    allgather(self._world, b"", 0, self._on_wait)
-                    return
-                if letter not in self._requests:
-                    raise LinkLostError
-                self._channel.send(Answer.DONE, self._requests[letter](content))
-        except PeerFaultError as fault:
-            self._channel.send(Answer.FAULT, json.dumps([fault.rank, fault.message]).encode())
-            raise
-
-    def _progress(self) -> None:
-        """Process the other ranks' vectors and messages until the rank sends a request."""
-        collective = self._collective
-        if collective:
-            collective.post_receives()
-        while True:
-            self._departures = [one for one in self._departures if not one.Test()]
-            num_missing = sum(not one.Test() for one in self._arrivals)
-            is_adding = collective is not None and self._world.rank == 0
-            if not is_adding and not self._departures and not num_missing:
-                return
-            watched: list[Any] = [self._channel, *ready]
-            readable = select.select(watched, [], [], IDLE_S)[0]
-            if collective and is_adding:
-                collective.progress()
-            pause_s = SENDING_PART_S if collective and collective.is_sending else PART_S
-            if self._channel in readable or (readable and select.select([self._channel], [], [], pause_s)[0]):
-                return
-
-    def _allow(self, num_bytes: int) -> None:
-        """Allow a message of this size beside those that are on their way."""
-        leaving = sum(one.num_bytes for one in self._departures)
-        self._memory_limit.allow(num_bytes + leaving + sum(one.max_bytes for one in self._arrivals))
-
-    def _on_wait(self, waited_s: float, find_missing: FindMissing) -> None:
-        now = time.monotonic()
-        for rank in find_missing():
-            self._missing_s[rank] = self._missing_s.get(rank, 0.0) + min(waited_s, now - self._waited_at)
-        self._waited_at = now
-        if waited_s > WAITING_INTERVAL_S and now - self._reported_s > WAITING_INTERVAL_S:
-            self._reported_s = now
-            self._channel.send(Answer.WAITING, json.dumps(find_missing()).encode())
-        if select.select([self._channel], [], [], 0)[0]:
-            raise LinkLostError  # a rank that waits sends nothing: it is gone
-
-    def _choose(self, content: bytearray) -> bytes:
-        wanted, found = json.loads(content)
-        sizes = tuple((size, num_halved) for size, num_halved in found)
-        self._collective, name, seconds = choose_collective(
-            self._world, *self._vectors, wanted, sizes, on_wait=self._on_wait
-        )
-        return json.dumps([name, seconds]).encode()
-
-    def _sum(self, content: bytearray) -> bytes:
-        assert self._collective, "the rank has chosen one"
-        self._missing_s = {}
-        self._collective.sum(self._on_wait, ExpectedTails.unpack(content) if content else None)
-        return json.dumps(list(self._missing_s.items())).encode()
-
-    def _add(self, content: bytearray) -> bytes:
-        assert isinstance(self._collective, Star)
-        self._collective.add(self._on_wait, ExpectedTails.unpack(content) if content else None)
-        return b""
-
-    def _spread(self, _: bytearray) -> bytes:
-        assert isinstance(self._collective, Star)
-        self._collective.spread()
-        return b""
-
-    def _gather(self, content: bytearray) -> bytes:
-        (max_bytes,) = LIMIT.unpack_from(content)
-        self._allow(max_bytes * self._world.size)
-        return join_parts(gather(self._world, content[LIMIT.size :], max_bytes, self._on_wait))
-
-    def _share(self, content: bytearray) -> Bytes:
-        (max_bytes,) = LIMIT.unpack_from(content)
-        self._allow(max_bytes)
-        found = spread(self._world, content[LIMIT.size :], max_bytes, self._on_wait)
-        return found if self._world.rank else b""
-
-    def _find_not_finite(self, _: bytearray) -> bytes:
-        found = self._collective.find_not_finite() if self._collective and not self._world.rank else []
-        return json.dumps(found).encode()
-
-    def _send(self, content: bytearray) -> bytes:
-        rank, is_waiting = SEND_HEAD.unpack_from(content)
-        departure = Departure(self._world, rank, memoryview(content)[SEND_HEAD.size :])
-        if is_waiting:
-            wait_sleeping(departure, self._on_wait, lambda: [rank])
-        else:
-            self._departures.append(departure)
-        return b""
-
-    def _expect(self, content: bytearray) -> bytes:
-        rank, max_bytes = struct.unpack("<qq", content)
-        self._allow(max_bytes)
-        self._arrivals.append(Arrival(self._world, rank, max_bytes))
-        return b""
-
-    def _receive(self, content: bytearray) -> bytearray:
-        rank, max_bytes = struct.unpack("<qq", content)
-        arrival = next((one for one in self._arrivals if one.rank == rank), None)
-        if arrival:
-            self._arrivals.remove(arrival)
-        else:
-            self._allow(max_bytes)
-            arrival = Arrival(self._world, rank, max_bytes)
-        wait_sleeping(arrival, self._on_wait, lambda: [rank])
-        return arrival.content
+def meet(world: World) -> None:
+    """Exchange a byte with the other end, so that MPI's connections exist."""
+    own, other = bytearray(1), bytearray(1)
+    requests = world.start_receive(memoryview(other), MEETING), world.start_send(own, MEETING)
+    while not all(request.Test() for request in requests):
+        select.select([], [], [], FIRST_SLEEP_S * 10)

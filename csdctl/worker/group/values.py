@@ -11,27 +11,39 @@ seconds alone.
 
 import json
 import struct
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any
+from typing import Any
 
-from csdctl.worker.protocol.json_codec import Between, parse_json, read_as
+from csdctl.worker.protocol.json_codec import parse_json, read_as
 
-SumSeconds = Annotated[float, Between(0.0, 3600.0)]
-"""Seconds of a timed sum."""
+MAX_REASON = 256
+"""Characters of the reason of a loss."""
 
 
 class LinkLostError(Exception):
-    """The link is lost: MPI ended the job, or the other side closed the channel."""
+    """The link or the hub is lost: MPI ended the job, or the other side closed the channel."""
 
 
-class PeerFaultError(LinkLostError):
-    """Another rank has sent what no rank may send; `rank` is its rank within the group."""
+class PeerFaultError(Exception):
+    """Rank `rank` has sent what no rank may send."""
 
     def __init__(self, rank: int, message: str) -> None:
         super().__init__(f"rank {rank} {message}")
         self.rank = rank
         self.message = message
+
+
+class RankLostError(Exception):
+    """Rank `rank`, from which bytes were awaited, is lost."""
+
+    def __init__(self, rank: int) -> None:
+        super().__init__(f"rank {rank} is lost")
+        self.rank = rank
+
+
+class StepVoidError(Exception):
+    """A rank was lost in a step that then must be taken anew; the ranks that are left are known."""
 
 
 def encode_value(value: Any) -> bytes:
@@ -42,17 +54,6 @@ def encode_value(value: Any) -> bytes:
 def decode_value(hint: Any, content: bytes | bytearray) -> Any:
     """Return a value as the annotation `hint` says; raises ValueError for anything else."""
     return read_as(hint, parse_json(content.decode()))
-
-
-def decode_values(hint: Any, contents: Sequence[bytes]) -> list[Any]:
-    """Return the value of every rank; raises PeerFaultError, which names the first rank at fault."""
-    values = []
-    for rank, content in enumerate(contents):
-        try:
-            values.append(decode_value(hint, content))
-        except ValueError as error:
-            raise PeerFaultError(rank, f"sent an invalid value: {error}") from None
-    return values
 
 
 def is_minority(ranks: Sequence[int], size: int) -> bool:
@@ -68,66 +69,47 @@ TOLERANCE = 1e-3
 
 @dataclass(frozen=True)
 class ExpectedTails:
-    """Required ends of the vectors of one sum; of every rank of the group, rank 0 included."""
+    """Required ends of the vectors of one sum."""
 
     start: int
     """The index of n."""
-    ranks: tuple[int, ...]
-    """The run's rank of each rank of the group: its place among the seconds."""
-    counts: tuple[float, ...]
-    """n of each rank of the group."""
-    stops: tuple[int, ...] = ()
-    """The end of its places among the seconds: one place, more for a server, which sums for its nodes."""
-
-    def __post_init__(self) -> None:
-        if not self.stops:
-            object.__setattr__(self, "stops", tuple(rank + 1 for rank in self.ranks))
+    counts: Mapping[int, float]
+    """n of each rank that takes part."""
+    num_gradients: int = 0
+    """The elements at the start of a vector whose norms are compared."""
 
     def pack(self) -> bytes:
-        """Return this as bytes: it goes from rank 0 to its link before every sum."""
-        size, numbers = len(self.ranks), (*self.ranks, *self.counts, *self.stops)
-        return struct.pack(f"<qq{size}q{size}d{size}q", self.start, size, *numbers)
-
-    @classmethod
-    def unpack(cls, content: bytes | bytearray) -> "ExpectedTails":
-        """Return what `pack` packed."""
-        start, size = struct.unpack_from("<qq", content)
-        numbers = struct.unpack_from(f"<{size}q{size}d{size}q", content, 16)
-        return cls(start, numbers[:size], numbers[size : 2 * size], numbers[2 * size :])
-
-    def of(self, places: Sequence[int]) -> "ExpectedTails":
-        """Return what the ranks at these places of the group send."""
-        ranks = tuple(self.ranks[place] for place in places)
-        return ExpectedTails(self.start, ranks, tuple(self.counts[place] for place in places))
-
-    def of_servers(self, servers: Sequence[Sequence[int]]) -> "ExpectedTails":
-        """Return what servers send that have summed the vectors of the ranks at these places."""
-        parts = [self.of(places) for places in servers]
-        return ExpectedTails(
-            self.start,
-            tuple(min(part.ranks) for part in parts),
-            tuple(sum(part.counts) for part in parts),
-            tuple(max(part.ranks) + 1 for part in parts),
+        """Return this as bytes: it goes from a rank to its hub before every sum."""
+        size = len(self.counts)
+        return struct.pack(
+            f"<qqq{size}q{size}d",
+            *(self.start, self.num_gradients, size),
+            *self.counts,
+            *self.counts.values(),
         )
 
-    def check(self, vectors: Sequence[Any]) -> None:
-        """Raise PeerFaultError unless the `vectors` of ranks 1, 2, … end as expected."""
-        for rank, vector in enumerate(vectors, start=1):
-            tail, expected = vector[self.start :], self.counts[rank]
-            count, stop = float(tail[0]), float(tail[1])
-            own_s = tail[2 + self.ranks[rank] : 2 + self.stops[rank]]
-            num_others = (tail[2:-1] != 0).sum() - (own_s != 0).sum()
-            if not abs(count - expected) <= TOLERANCE * expected:
-                problem = f"sent the gradient of {count:g} samples, expected {expected:g}"
-            elif stop != 0:
-                problem = "asked all ranks to stop, which only rank 0 may do"
-            elif num_others > 0 or not all(0 <= one <= MAX_STEP_S for one in own_s):
-                problem = f"sent {float(own_s[0]):g} s as the time of its step, or the time of another rank"
-            else:
-                continue
-            raise PeerFaultError(rank, problem)
+    @classmethod
+    def unpack(cls, content: bytes | bytearray | memoryview) -> "ExpectedTails":
+        """Return what `pack` packed."""
+        start, num_gradients, size = struct.unpack_from("<qqq", content)
+        numbers = struct.unpack_from(f"<{size}q{size}d", content, 24)
+        return cls(start, dict(zip(numbers[:size], numbers[size:], strict=True)), num_gradients)
 
-    def is_count_of(self, total: Any) -> bool:
-        """Return whether the sum of all vectors has the sum of all counts."""
-        count = sum(self.counts)
+    def find_fault(self, tail: Any, ranks: Collection[int]) -> str:
+        """Return what is wrong with the end, from n on, of the sum of the vectors of `ranks`, or ''."""
+        count, stop, times_s = float(tail[0]), float(tail[1]), tail[2:-1]
+        expected = sum(self.counts[rank] for rank in ranks)
+        own_s = [float(times_s[rank]) for rank in ranks]
+        if not abs(count - expected) <= TOLERANCE * expected:
+            return f"sent the gradient of {count:g} samples, expected {expected:g}"
+        if stop != 0:
+            return "asked all ranks to stop, which only rank 0 may do"
+        num_others = int((times_s != 0).sum()) - sum(map(bool, own_s))
+        if num_others > 0 or not all(0 <= seconds <= MAX_STEP_S for seconds in own_s):
+            return f"sent {own_s[0]:g} s as the time of its step, or the time of another rank"
+        return ""
+
+    def is_count_of(self, total: Any, ranks: Collection[int]) -> bool:
+        """Return whether the sum of the vectors of `ranks` has the sum of their counts."""
+        count = sum(self.counts[rank] for rank in ranks)
         return bool(abs(float(total[self.start]) - count) <= TOLERANCE * count)

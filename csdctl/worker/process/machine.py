@@ -1,11 +1,17 @@
-"""Memory of this process, and the temperature of this machine.
+"""Memory of this process, network interfaces, and the temperature of this machine.
 
 The temperature is that of hwmon's sensors of CPUs, else of thermal zones; an emulated node has none.
 """
 
+import array
+import contextlib
+import fcntl
+import ipaddress
 import mmap
 import os
 import resource
+import socket
+import struct
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -34,6 +40,31 @@ def limit_data(num_bytes: int) -> None:
     _, hard = resource.getrlimit(resource.RLIMIT_DATA)
     wanted = num_bytes if hard == resource.RLIM_INFINITY else min(num_bytes, hard)
     resource.setrlimit(resource.RLIMIT_DATA, (wanted, hard))
+
+
+_SIOCGIFCONF = 0x8912
+_ENTRY = struct.Struct("16s4x4s16x" if struct.calcsize("P") == 8 else "16s4x4s8x")
+"""struct ifreq of netdevice(7) with an IPv4 address."""
+
+
+def list_interfaces() -> list[tuple[str, str]]:
+    """Return name and address of each network interface, IPv4 and IPv6, without link-local addresses."""
+    found = []
+    with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asked:
+        entries = array.array("B", bytes(1000 * _ENTRY.size))
+        place, size = entries.buffer_info()
+        request = struct.pack("iP", size, place)
+        (length, _) = struct.unpack("iP", fcntl.ioctl(asked, _SIOCGIFCONF, request))
+        for name, address in _ENTRY.iter_unpack(entries.tobytes()[:length]):
+            label = name.partition(b"\0")[0].decode()
+            found.append((label.partition(":")[0], socket.inet_ntoa(address)))
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/net/if_inet6").read_text().splitlines():
+            digits, _, _, _, _, name = line.split()
+            address6 = ipaddress.IPv6Address(int(digits, 16))
+            if not address6.is_link_local:
+                found.append((name, str(address6)))
+    return found
 
 
 INTERVAL_S = 10.0

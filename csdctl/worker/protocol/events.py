@@ -15,10 +15,10 @@ from csdctl.worker.protocol.json_codec import (
     Count,
     Epoch,
     ExitCode,
-    Generation,
     Measured,
     NumSteps,
     OneOf,
+    PingNumber,
     ProtocolError,
     RankNumber,
     Seconds,
@@ -29,7 +29,6 @@ from csdctl.worker.protocol.json_codec import (
     to_tagged,
     without_surrogates,
 )
-from csdctl.worker.protocol.orders import CollectiveName
 
 MIN_SHARPNESS = 100.0
 """One sample's effect over the spread, from which on `verify` judges: ten times the spread is tolerated then,
@@ -93,35 +92,17 @@ class Event:
 
 
 @dataclass(frozen=True)
-class Started(Event):
-    """The process of an MPI check has started, and enters MPI next."""
+class SumTimed(Event):
+    """The seconds of a sum of vectors of `num_bytes` over these ranks; from rank 0."""
 
-    hostname: ShortText
-
-
-@dataclass(frozen=True)
-class MpiChecked(Event):
-    """The rank of an MPI check has summed a vector with all others: seconds of the fastest sum."""
-
-    mpi_library: ShortText
-    vector_bytes: Count
-    sum_s: Seconds
-
-
-@dataclass(frozen=True)
-class CollectiveTimed(Event):
-    """The first `num_ranks` ranks have timed the collectives: the fastest, and the seconds of one sum."""
-
-    num_ranks: Count
+    ranks: tuple[RankNumber, ...]
     num_bytes: Count
-    """The size of one rank's vector."""
-    collective: CollectiveName
     sum_s: Seconds
 
 
 @dataclass(frozen=True)
 class Ready(Event):
-    """The rank has loaded model and data, and waits for a group."""
+    """The rank has loaded model and data, and waits until it can take part."""
 
     num_samples: Count
 
@@ -156,17 +137,18 @@ class Progress(Event):
 
 @dataclass(frozen=True)
 class Joined(Event):
-    """The rank has joined a group, whose ranks now hold the same state."""
+    """The ranks that take part from here on; they hold the same state. From rank 0."""
 
-    generation: Generation
     epoch: Epoch
     step: Count
     steps_per_epoch: Count
     total_steps: Count
     batch_sizes: dict[ShortText, Count]
-    """The batch sizes of the group's ranks, by rank number."""
-    collective: CollectiveName
-    sum_s: Measured
+    """The batch sizes of the ranks, by their numbers."""
+    is_start: bool = False
+    """Whether the process of rank 0 begins with this, at the start of a run or after its own loss."""
+    lost: tuple[tuple[RankNumber, ShortText], ...] = ()
+    """Ranks that were lost since the event before, and why."""
     num_lost: Count = 0
     """Private samples of this epoch that are not trained on, because their node is lost."""
     epoch_samples: Count = 0
@@ -174,34 +156,18 @@ class Joined(Event):
 
 
 @dataclass(frozen=True)
-class LinkLost(Event):
-    """The rank has lost its link, and waits for a new group."""
-
-    generation: Generation
-    epoch: Epoch
-    step: Count
-
-
-@dataclass(frozen=True)
 class Misbehaved(Event):
-    """From rank 0, or from the MPI check: rank `culprit` has sent the others what no rank may send."""
+    """From rank 0: rank `culprit` has sent the others what no rank may send."""
 
     culprit: RankNumber
     message: str
 
 
 @dataclass(frozen=True)
-class Paused(Event):
-    """The rank has left its group as ordered, and waits for the next one."""
-
-    generation: Generation
-
-
-@dataclass(frozen=True)
 class Pong(Event):
     """The answer to `Ping`."""
 
-    number: Generation
+    number: PingNumber
 
 
 @dataclass(frozen=True)
@@ -225,7 +191,7 @@ class Rebalanced(Event):
 
 @dataclass(frozen=True)
 class SentBytes:
-    """Bytes that one rank of a group sent to another; `what` is one of TRAFFIC_NAMES."""
+    """Bytes that one rank sent to another; `what` is one of TRAFFIC_NAMES."""
 
     what: Annotated[str, OneOf(TRAFFIC_NAMES)]
     sender: RankNumber
@@ -235,12 +201,11 @@ class SentBytes:
 
 @dataclass(frozen=True)
 class Traffic(Event):
-    """What the ranks of a group have sent to each other over MPI since it formed; from rank 0.
+    """What a rank with a hub and the ranks behind it have sent to each other, since its process began.
 
-    Ranks are numbers of the run; bytes are TCP payload.
+    Bytes are TCP payload.
     """
 
-    generation: Generation
     sent: tuple[SentBytes, ...]
 
 
@@ -267,7 +232,6 @@ class Verified(Event):
     not_one_batch: tuple[ShortText, ...]
     """Why the gradient depends on how samples are divided into batches."""
     weights_hash: ShortText
-    collective: CollectiveName
 
 
 @dataclass(frozen=True)
@@ -353,18 +317,12 @@ class NodeLost(Event):
     """From csdctl: this rank no longer takes part; the other ranks continue."""
 
     message: str
+    remedy: str = ""
 
 
 @dataclass(frozen=True)
 class NodeBack(Event):
-    """From csdctl: this rank has restarted, and joins at the end of the epoch."""
-
-
-@dataclass(frozen=True)
-class Exited(Event):
-    """From the shell that started a rank: its exit code, 128 + signal when it was killed."""
-
-    code: ExitCode
+    """From csdctl: this rank takes part again."""
 
 
 EVENTS: dict[str, type[Event]] = {kind.__name__: kind for kind in Event.__subclasses__()}
@@ -402,11 +360,9 @@ def _cut(text: str) -> str:
     return text if len(text) <= MAX_MESSAGE_CHARS else text[: MAX_MESSAGE_CHARS - 1] + "…"
 
 
-FROM_RANK_0 = (Rebalanced, Traffic, Verified, Evaluating, CheckpointSaved, CollectiveTimed)
+FROM_RANK_0 = (Rebalanced, Verified, Evaluating, CheckpointSaved, Joined, SumTimed)
 """Events that concern all ranks, or something on the host."""
 FROM_CSDCTL = (NodeLost, NodeBack)
-FROM_MPI = (Started, MpiChecked, CollectiveTimed, Exited)
-"""Events of ranks and shells that mpirun started, and of no rank of a training."""
 FIELDS_OF_RANK_0 = {
     Progress: ("global_samples", "loss", "accuracy", "metrics", "slow_link"),
     EpochEnd: (
@@ -458,6 +414,12 @@ def _check_is_own(event: Event) -> None:
         if type(value) is float or value not in _UNSET:
             raise ProtocolError(
                 f"{name}.{name_of_field}: expected only from rank 0, received {shorten(value)}"
+            )
+    for row in event.sent if isinstance(event, Traffic) else ():
+        if event.rank not in (row.sender, row.receiver) or 0 in (row.sender, row.receiver):
+            raise ProtocolError(
+                f"{name}: expected bytes between rank {event.rank} and ranks behind it, "
+                f"received those from {row.sender} to {row.receiver}"
             )
 
 

@@ -66,8 +66,8 @@ Positive = Annotated[float, Bound("a number above 0", lambda value: value > 0)]
 Fraction = Annotated[float, Bound("a number above 0 and below 1", lambda value: 0 < value < 1)]
 BatchSize = Annotated[int, Between(1, 1 << 31)]
 RankNumber = Annotated[int, Between(0, MAX_RANKS - 1)]
-Generation = Annotated[int, Between(0, 1 << 31)]
-"""The number of a group of ranks, from 1; 0 where there is no group."""
+PingNumber = Annotated[int, Between(0, 1 << 31)]
+"""It tells one ping from another: the answer has the same."""
 Epoch = Annotated[int, Between(0, 1 << 31)]
 """From 1; 0 before the first."""
 ExitCode = Annotated[int, Between(0, 255)]

@@ -8,7 +8,7 @@ import re
 from collections.abc import Mapping
 from pathlib import Path
 
-FILES, FILES_PER_NODE = 32, 4
+FILES, FILES_PER_NODE = 32, 8
 """Open files that a process needs for itself, and on the host for each node."""
 _MEMORY = "MemoryError|bad_alloc|Cannot allocate memory|failed to map segment|can't start new thread"
 LIMITS = {
@@ -34,7 +34,7 @@ def judge_limits(limits: Mapping[str, int], num_cores: int, num_nodes: int = 0) 
     """
     needed = {
         "open files": FILES + FILES_PER_NODE * num_nodes,
-        "processes": 24 + num_cores + 8 * num_nodes,
+        "processes": 24 + num_cores + 20 * num_nodes,
         "file size": 4 << 10,
         "address space": 1400 + 16 * num_cores + 64 * num_nodes << 10,
         "data size": 340 + 12 * num_cores << 10,

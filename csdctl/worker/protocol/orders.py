@@ -2,30 +2,15 @@
 
 import json
 from dataclasses import dataclass
-from typing import Annotated
 
 from csdctl.worker.protocol.json_codec import (
-    Generation,
-    OneOf,
+    PingNumber,
     RankNumber,
+    ShortText,
     from_tagged,
     parse_json,
     to_tagged,
 )
-
-STAR, ALLREDUCE = "star", "allreduce"
-COLLECTIVE_NAMES = (STAR, ALLREDUCE)
-"""The collectives that a group can use; group/collective.py implements them."""
-
-MAX_TIMED_SUM_S = 5.0
-"""Sums that would take longer are not timed before training: their time follows from smaller ones."""
-
-FASTEST, ALONE = "", "none"
-"""The ranks measure which is fastest; a group of one rank has nothing to sum."""
-
-BETWEEN_SERVERS = "between servers"
-"""The level of the links of all servers; any other level is that of a server with its nodes."""
-CollectiveName = Annotated[str, OneOf((*COLLECTIVE_NAMES, FASTEST, ALONE))]
 
 
 @dataclass(frozen=True)
@@ -34,18 +19,17 @@ class Order:
 
 
 @dataclass(frozen=True)
-class FormGroup(Order):
-    """Join a group of these ranks; any earlier group is over."""
+class OpenHub(Order):
+    """Await the links of the ranks behind this one, with this key; to rank 0 and those of servers."""
 
-    generation: Generation
-    ranks: tuple[RankNumber, ...]
-    """The run's ranks, in order of MPI rank."""
-    collective: CollectiveName = FASTEST
+    key: ShortText
 
 
 @dataclass(frozen=True)
-class PauseAtEpochEnd(Order):
-    """Leave the group at the end of the epoch: a group with more ranks follows."""
+class Begin(Order):
+    """Begin, on rank 0, as soon as these ranks have joined."""
+
+    ranks: tuple[RankNumber, ...]
 
 
 @dataclass(frozen=True)
@@ -62,7 +46,7 @@ class Release(Order):
 class Ping(Order):
     """Reply with `Pong`."""
 
-    number: Generation
+    number: PingNumber
 
 
 ORDERS: dict[str, type[Order]] = {kind.__name__: kind for kind in Order.__subclasses__()}

@@ -107,11 +107,14 @@ def end_descendants() -> None:
             os.waitpid(-1, 0)
 
 
-def is_of_same_user(connection: socket.socket) -> bool:
-    """Whether the process at the other end of a Unix socket runs as the same user, outside of a sandbox."""
+def is_of_user(connection: socket.socket, user: int | None = None) -> bool:
+    """Whether the process at the other end of a Unix socket runs as `user`; by default as this process does.
+
+    In a sandbox, that is who has started it.
+    """
     peer = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12)
-    _, uid, _ = struct.unpack("3i", peer)
-    return bool(uid == int(os.environ.get(USER_VARIABLE, os.getuid())))
+    _, uid, _ = struct.unpack("3I", peer)
+    return bool(uid == (int(os.environ.get(USER_VARIABLE, os.getuid())) if user is None else user))
 
 
 _COUNTERS = struct.Struct("=QQ")

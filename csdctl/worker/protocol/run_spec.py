@@ -12,11 +12,14 @@ from csdctl.worker.protocol.recipe import Noise, Recipe
 TRAIN, TRAIN_SPLIT = "train", "train-split"
 TRIAL, TRIAL_SPLIT = "trial", "trial-split"
 VERIFY, VERIFY_SPLIT = "verify", "verify-split"
+CHECK = "check"
 """The tasks of csdctl itself; `TASKS` (tasks/session.py) has their implementations."""
 
 STEPPING = (TRAIN, TRAIN_SPLIT, TRIAL, TRIAL_SPLIT)
 """Tasks that report their steps; the ranks of others compute for minutes without a report."""
 
+SUM_BYTES, SUM_RANKS = "sum_bytes", "sum_ranks"
+"""Arguments of a check: the sizes of vectors, and over how many ranks their sums are timed besides all."""
 ELEMENT_SPEC = "element_spec"
 """Argument of a trial: the `DatasetInfo` whose shapes and types its random samples have."""
 

@@ -1,14 +1,25 @@
 """The sandbox of what speaks MPI on one machine: its policy, and what is known of it on both sides."""
 
+import hashlib
 from dataclasses import dataclass, field
+from typing import Annotated
 
-from csdctl.worker.protocol.json_codec import SCHEMA
+from csdctl.worker.protocol.json_codec import SCHEMA, MaxLength, ShortText
+
+FIRST_USER = 1_907_000_000
+"""The first of the users that root becomes: outside of all ranges of accounts and containers."""
 
 USER_VARIABLE = "CSDCTL_SANDBOX_OF"
 """In the environment of a sandbox: the user who started it, as whom the rank runs."""
 
 SOCKETS_VARIABLE = "CSDCTL_SOCKETS"
 """In its environment too, which other users cannot read: the sockets of its policy, separated by spaces."""
+
+
+NO_CONNECTION = "no connection to "
+"""The beginning of what a sandbox prints of a peer that it cannot connect to."""
+CONNECTED = "@csdctl-connected"
+"""What the end of a link beside the hub prints, and nothing else, when both ends are connected."""
 
 
 @dataclass(frozen=True)
@@ -19,9 +30,9 @@ class SandboxPolicy:
     """An absolute path and its arguments."""
     is_confined: bool
     key: str
-    """Hex; connections between the sandboxes of one mpirun begin with a token made from it. '' for none."""
+    """Hex; connections between the two sandboxes of a link begin with a token made from it. '' for none."""
     peers: tuple[str, ...]
-    """The networks, as CIDR, that it may connect to and that may connect to it."""
+    """The addresses of its peer, or the networks that they are in, as CIDR: it has no other connections."""
     sockets: tuple[str, ...] = ()
     """Names of abstract Unix sockets that it may connect to, without the leading NUL."""
     programs: tuple[str, ...] = ()
@@ -30,15 +41,16 @@ class SandboxPolicy:
     """Files that are copied to the same relative paths in its scratch directory."""
     scripts: dict[str, str] = field(default_factory=dict)
     """Files to write there: name and text."""
+    user: int = FIRST_USER
+    """As whom it runs if root starts it; any other user stays who it is."""
+    memory_bytes: int = 2 << 30
+    """The memory of its own, in bytes, that each of its processes may allocate."""
     schema: int = SCHEMA
 
 
 @dataclass(frozen=True)
 class SandboxRequest:
     """The request of a `sandbox-check`."""
-
-    peers: tuple[str, ...] = ()
-    """The networks of the other machines, as CIDR."""
 
 
 @dataclass(frozen=True)
@@ -47,10 +59,20 @@ class SandboxCheck:
 
     obstacle: str
     """The reason why there can be no sandbox."""
-    why_open: str = ""
-    """Why its ports answer at addresses outside of the peers' networks too."""
+    interfaces: Annotated[tuple[tuple[ShortText, ShortText], ...], MaxLength(1000)] = ()
+    """Name and address of each network interface; one with several addresses is there several times."""
+
+
+def user_of_link(rank: int) -> int:
+    """Return as whom the ends of a rank's link run where root starts them."""
+    return FIRST_USER + rank
 
 
 def link_address(run_id: str, rank: int, key: str) -> str:
-    """Return the abstract Unix address, without its leading NUL, at which a rank awaits its link."""
-    return f"csdctl/{run_id}/{rank}" + (f"/{key}" if key else "")
+    """Return the abstract Unix address, without its NUL, at which a rank on a node awaits its link."""
+    return f"csdctl/{run_id}/{rank}/{key}"
+
+
+def hub_address(run_id: str, rank: int, key: str) -> str:
+    """Return the one at which a hub awaits the link of a rank; with it, nobody knows that of another rank."""
+    return f"csdctl/{run_id}/hub/{rank}/{hashlib.sha256(f'{key}/{rank}'.encode()).hexdigest()[:32]}"

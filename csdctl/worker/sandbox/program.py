@@ -1,16 +1,16 @@
 """The program that starts a sandbox, stays outside of it, and ends with it; and how the sandbox is entered.
 
-It serves the seccomp supervisor until all processes in the sandbox have ended, daemons included. A line on
+It runs the seccomp supervisor until all processes in the sandbox have ended, daemons included. A line on
 standard input, or its end, ends the sandbox: csdctl has no more use for it, or is gone. In the sandbox,
-Landlock admits few files, and root becomes another user.
+Landlock admits few files, root becomes another user, and memory and open files are limited.
 """
 
 import contextlib
 import ctypes
 import io
-import ipaddress
 import os
 import re
+import resource
 import select
 import shutil
 import signal
@@ -23,29 +23,20 @@ from collections.abc import Iterable
 from typing import NoReturn
 
 from csdctl.worker.process.errors import describe
+from csdctl.worker.process.machine import list_interfaces
 from csdctl.worker.protocol.json_codec import from_json
-from csdctl.worker.protocol.processes import LIBC, end_descendants, system_call
+from csdctl.worker.protocol.processes import LIBC, duplicate_descriptor, end_descendants, system_call
 from csdctl.worker.protocol.sandbox import (
+    FIRST_USER,
     SOCKETS_VARIABLE,
     USER_VARIABLE,
     SandboxCheck,
     SandboxPolicy,
     SandboxRequest,
 )
-from csdctl.worker.sandbox.seccomp_supervisor import (
-    ARCHITECTURES,
-    MACHINE,
-    PR_SET_CHILD_SUBREAPER,
-    PR_SET_KEEPCAPS,
-    PR_SET_NO_NEW_PRIVS,
-    PR_SET_PDEATHSIG,
-    SeccompSupervisor,
-    install_filter,
-    why_open,
-)
+from csdctl.worker.sandbox.seccomp_filter import ARCHITECTURES, MACHINE, install_filter
+from csdctl.worker.sandbox.seccomp_supervisor import SeccompSupervisor
 
-USER_ID = 1_907_000_000
-"""The user that root becomes: outside of all ranges that systems give to accounts and containers."""
 SYSTEM_PATHS = [
     "/usr",
     "/bin",
@@ -76,9 +67,11 @@ _CHANGE_DIRECTORY = 0b1011110110000
 _OF_A_FILE = _EXECUTE | _WRITE_FILE | _READ_FILE | _TRUNCATE
 READ = _EXECUTE | _READ_FILE | _READ_DIRECTORY
 CHANGE = READ | _WRITE_FILE | _CHANGE_DIRECTORY | _REFER | _TRUNCATE
-_FIRST_SCOPES = 6
-_SCOPES = 0b11
-"""Abstract Unix sockets and signals, since version 6 of Landlock; the supervisor guards both anywhere."""
+_FIRST_NETWORK, _NETWORK = 4, 0b11
+"""`bind` and `connect` of TCP, since version 4 of Landlock: the supervisor, outside, is the only way."""
+_FIRST_SCOPES, _SCOPES = 6, 0b11
+"""Abstract Unix sockets and signals, since version 6; the supervisor guards both anywhere."""
+_PR_SET_PDEATHSIG, _PR_SET_KEEPCAPS, _PR_SET_CHILD_SUBREAPER, _PR_SET_NO_NEW_PRIVS = 1, 8, 36, 38
 _CAP_AMBIENT, _CAP_AMBIENT_RAISE, _DAC_READ_SEARCH = 47, 2, 2
 _CAPABILITY_VERSION = 0x20080522
 
@@ -95,8 +88,8 @@ def restrict_files(readable: Iterable[str], writable: Iterable[str]) -> None:
     version = landlock_version()
     handled = (1 << 12 + min(version, 3)) - 1  # versions 2 and 3 added a right each
     attributes = struct.pack("=Q", handled)
-    if version >= _FIRST_SCOPES:
-        attributes = struct.pack("=QQQ", handled, 0, _SCOPES)
+    attributes += struct.pack("=Q", _NETWORK) if version >= _FIRST_NETWORK else b""
+    attributes += struct.pack("=Q", _SCOPES) if version >= _FIRST_SCOPES else b""
     ruleset = system_call(_CREATE_RULESET, attributes, ctypes.c_size_t(len(attributes)), ctypes.c_uint32(0))
     for paths, rights in ((readable, READ), (writable, CHANGE)):
         for path in paths:
@@ -116,7 +109,26 @@ def _admit(ruleset: int, path: str, rights: int) -> None:
         os.close(place)
 
 
-def become_nobody(readable: Iterable[str]) -> None:
+MAX_OPEN_FILES, MAX_FILE_BYTES = 256, 16 << 20
+"""Of one process, and of one file: MPI's largest describes the machine, a megabyte for many cores."""
+
+
+def limit_resources(memory_bytes: int) -> None:
+    """Limit what each process of the sandbox may use; when memory is short, the kernel ends these first."""
+    for kind, most in (
+        (resource.RLIMIT_DATA, memory_bytes),
+        (resource.RLIMIT_NOFILE, MAX_OPEN_FILES),
+        (resource.RLIMIT_FSIZE, MAX_FILE_BYTES),
+        (resource.RLIMIT_CORE, 0),
+    ):
+        _, hard = resource.getrlimit(kind)
+        limit = most if hard == resource.RLIM_INFINITY else min(most, hard)
+        resource.setrlimit(kind, (limit, limit))
+    with contextlib.suppress(OSError), open("/proc/self/oom_score_adj", "w") as file:
+        file.write("1000")
+
+
+def become_user(user: int, readable: Iterable[str]) -> None:
     """Become a user without an account; raises OSError.
 
     Where other users cannot read some of `readable`, such as a Python in root's home, this user may read
@@ -124,10 +136,10 @@ def become_nobody(readable: Iterable[str]) -> None:
     """
     needs_search = not all(map(_is_open_to_all, readable))
     if needs_search:
-        LIBC.prctl(PR_SET_KEEPCAPS, 1, 0, 0, 0)
+        LIBC.prctl(_PR_SET_KEEPCAPS, 1, 0, 0, 0)
     os.setgroups([])
-    os.setresgid(USER_ID, USER_ID, USER_ID)
-    os.setresuid(USER_ID, USER_ID, USER_ID)
+    os.setresgid(user, user, user)
+    os.setresuid(user, user, user)
     if needs_search:
         capability = 1 << _DAC_READ_SEARCH
         header = struct.pack("=Ii", _CAPABILITY_VERSION, 0)
@@ -174,55 +186,68 @@ _ALLOW_ROOT = {"PRTE_ALLOW_RUN_AS_ROOT": "1", "PRTE_ALLOW_RUN_AS_ROOT_CONFIRM": 
 
 
 def check_sandbox(request: SandboxRequest) -> SandboxCheck:
-    """Return whether this machine can run a sandbox, and close its ports to all but its peers, by trying."""
+    """Return whether this machine can run a sandbox, by trying, and its network interfaces."""
+    return SandboxCheck(_find_obstacle(), tuple(list_interfaces()))
+
+
+def _find_obstacle() -> str:
+    """Return `obstacle` of the answer."""
     if MACHINE not in ARCHITECTURES:
-        return SandboxCheck(f"the system calls of {MACHINE} are not known")
+        return f"the system calls of {MACHINE} are not known"
     if not landlock_version():
-        return SandboxCheck("the kernel has no Landlock (Linux 5.13 or newer has it, if enabled)")
+        return "the kernel has no Landlock (Linux 5.13 or newer has it, if enabled)"
     ours, theirs = socket.socketpair()
     child = os.fork()
     if child == 0:
         _try_sandbox(theirs)
     theirs.close()
-    listener = _receive_listener(ours)
-    code = os.waitstatus_to_exitcode(_serve_until_end(child, listener))
-    if code == _NO_SUCH_USER:
-        return SandboxCheck(f"this container has no user {USER_ID}; run csdctl as an ordinary user")
-    if listener < 0:
-        return SandboxCheck("the kernel or a container refuses seccomp filters with notifications")
-    if code:
+    try:
+        listener = _take_listener(child, ours)
+    except OSError:
         why = "kernel.yama.ptrace_scope, or a container without CAP_SYS_PTRACE"
-        return SandboxCheck(f"a process may not act on sockets of its children ({why})")
-    return SandboxCheck("", why_open([ipaddress.ip_network(peer) for peer in request.peers]))
+        return f"a process may not act on sockets of its children ({why})"
+    finally:
+        code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    if code == _NO_SUCH_USER:
+        return f"this container has no user {FIRST_USER}; run csdctl as an ordinary user"
+    if listener < 0:
+        return "the kernel or a container refuses seccomp filters with notifications"
+    os.close(listener)
+    return ""
 
 
 _NO_SUCH_USER = 2
 
 
 def _try_sandbox(report: socket.socket) -> NoReturn:
-    """Do what a sandbox does, in a child: become another user, and bind a socket that the parent acts on."""
+    """Become another user, and hand over a filter's descriptor, in a child."""
     code = _NO_SUCH_USER
     with contextlib.suppress(BaseException):
         if os.getuid() == 0:
-            become_nobody([])
+            become_user(FIRST_USER, [])
         code = 1
-        LIBC.prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
-        socket.send_fds(report, [b"F"], [install_filter()])
-        with socket.socket() as own:
-            own.bind(("127.0.0.1", 0))
-        code = 0
+        LIBC.prctl(_PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
+        _hand_over_filter(report)
     os._exit(code)
 
 
-def _serve_until_end(child: int, listener: int) -> int:
-    """Answer the notifications of `child` until it ends; return its wait status."""
-    supervisor, poll = SeccompSupervisor(listener, "", (), ()), select.poll()
-    if listener >= 0:
-        poll.register(listener, select.POLLIN)
-    while not (ended := os.waitpid(child, os.WNOHANG))[0]:
-        if any(event & select.POLLIN for _, event in poll.poll(10)):
-            supervisor.serve_one()
-    return ended[1]
+def _hand_over_filter(report: socket.socket) -> None:
+    """Install the filter; return when the other process has its descriptor. Raises OSError."""
+    os.write(report.fileno(), str(install_filter()).encode())
+    if not os.read(report.fileno(), 1):
+        raise OSError("the seccomp supervisor cannot act on this process")
+
+
+def _take_listener(child: int, connection: socket.socket) -> int:
+    """Return the descriptor of the filter that `child` installs, -1 for none; raises OSError."""
+    with connection, contextlib.ExitStack() as stack:
+        if not (number := connection.recv(16)):
+            return -1
+        pidfd = os.pidfd_open(child)
+        stack.callback(os.close, pidfd)
+        listener = duplicate_descriptor(pidfd, int(number))
+        connection.sendall(b"T")
+        return listener
 
 
 def run_sandbox() -> int:
@@ -232,7 +257,7 @@ def run_sandbox() -> int:
     """
     # Without a buffer, not a byte more than the line is read.
     policy = from_json(SandboxPolicy, io.FileIO(0, closefd=False).readline().decode())
-    LIBC.prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+    LIBC.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     woken, wake = os.pipe()
     os.set_blocking(wake, False)
     signal.set_wakeup_fd(wake, warn_on_full_buffer=False)
@@ -243,9 +268,9 @@ def run_sandbox() -> int:
         child, listener = _start(policy, scratch)
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             signal.signal(number, lambda number, _: os.kill(child, number))
-        return _serve(
-            SeccompSupervisor(listener, policy.key, policy.peers, policy.sockets), listener, woken, child
-        )
+        if listener >= 0:
+            SeccompSupervisor(listener, policy.key, policy.peers, policy.sockets).start()
+        return _await_end(woken, child)
     finally:
         end_descendants()
         shutil.rmtree(scratch, ignore_errors=True)
@@ -263,7 +288,7 @@ def _fill(scratch: str, policy: SandboxPolicy) -> None:
     if os.getuid() == 0 and policy.is_confined:
         for directory, _, names in os.walk(scratch):
             for path in (directory, *(os.path.join(directory, name) for name in names)):
-                os.chown(path, USER_ID, USER_ID, follow_symlinks=False)
+                os.chown(path, policy.user, policy.user, follow_symlinks=False)
 
 
 def _start(policy: SandboxPolicy, scratch: str) -> tuple[int, int]:
@@ -283,7 +308,7 @@ def _start(policy: SandboxPolicy, scratch: str) -> tuple[int, int]:
             os.write(2, f"the sandbox cannot be entered: {describe(error)}\n".encode(errors="replace"))
         os._exit(CANNOT_START)
     theirs.close()
-    return child, _receive_listener(ours)
+    return child, _take_listener(child, ours)
 
 
 def _enter(policy: SandboxPolicy, scratch: str, report: socket.socket) -> None:
@@ -294,19 +319,14 @@ def _enter(policy: SandboxPolicy, scratch: str, report: socket.socket) -> None:
     os.chdir(scratch)
     if policy.is_confined:
         readable = [*SYSTEM_PATHS, *python_paths(), *policy.programs]
+        limit_resources(policy.memory_bytes)
         if os.getuid() == 0:
-            become_nobody(readable)
-        LIBC.prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
+            become_user(policy.user, readable)
+        LIBC.prctl(_PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
         restrict_files(readable, [scratch, os.devnull])
-    LIBC.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)  # becoming another user would reset it
+    LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)  # becoming another user would reset it
     if policy.is_confined:
-        socket.send_fds(report, [b"F"], [install_filter()])
-
-
-def _receive_listener(connection: socket.socket) -> int:
-    with connection:
-        _, descriptors, _, _ = socket.recv_fds(connection, 1, 1)
-    return descriptors[0] if descriptors else -1
+        _hand_over_filter(report)
 
 
 def _build_environment(scratch: str) -> dict[str, str]:
@@ -322,22 +342,14 @@ def _build_environment(scratch: str) -> dict[str, str]:
     return {**kept, **own, **_ALLOW_ROOT, USER_VARIABLE: str(os.getuid())}
 
 
-def _serve(supervisor: SeccompSupervisor, listener: int, woken: int, child: int) -> int:
-    """Answer notifications until all processes have ended, or standard input is no longer quiet."""
+def _await_end(woken: int, child: int) -> int:
+    """Wait until all processes have ended, or standard input is no longer quiet; return the exit code."""
     code = CANNOT_START
-    poll = select.poll()
-    for descriptor in (0, woken, *([listener] if listener >= 0 else [])):
-        poll.register(descriptor, select.POLLIN)
     while True:
-        for descriptor, event in poll.poll():
-            if descriptor == 0:
-                return code
-            if descriptor == woken:
-                os.read(woken, 4096)
-            elif event & select.POLLIN:
-                supervisor.serve_one()
-            else:
-                poll.unregister(listener)  # all processes with the filter have ended
+        ready, _, _ = select.select([0, woken], [], [])
+        if 0 in ready:
+            return code
+        os.read(woken, 4096)
         try:
             while (ended := os.waitpid(-1, os.WNOHANG))[0]:
                 if ended[0] == child:

@@ -43,7 +43,7 @@ class Balancer:
         self.forget()
 
     def forget(self) -> None:
-        """Start again: batch sizes or the group have changed."""
+        """Start again: batch sizes or the ranks that take part have changed."""
         self._has_skipped = False
         self._times: dict[Window, list[dict[int, float]]] = {window: [] for window in WINDOWS}
         self._suspects: dict[Window, list[int]] = {window: [] for window in WINDOWS}

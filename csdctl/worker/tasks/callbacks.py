@@ -106,5 +106,5 @@ def _is_gain(value: float, best: float | None, rule: EarlyStopping | ReduceOnPla
     return gain > rule.min_delta
 
 
-Decision = tuple[CallbackState, bool, bool]
-"""The callbacks' new state, whether this epoch's model is the best so far, and whether to pause."""
+Decision = tuple[CallbackState, bool]
+"""The callbacks' new state, and whether this epoch's model is the best so far."""

@@ -8,7 +8,7 @@ import dataclasses
 import hashlib
 import struct
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -188,14 +188,14 @@ class RunProgress:
 
     @property
     def segment(self) -> Segment:
-        """The current segment of the epoch; exists while a group exists."""
+        """The current segment of the epoch; exists while ranks take part."""
         segment = self.position.segment
         assert segment is not None
         return segment
 
     @property
     def step_samples(self) -> list[int]:
-        """Samples of each rank of the group in the next step."""
+        """Samples of each rank that takes part in the next step."""
         return self.segment.samples_by_rank(self.position.step)
 
     def weigh(self, samples: Sequence[int]) -> list[float]:
@@ -224,21 +224,21 @@ class RunProgress:
         left = sum(share.after(self.step_in_segment).num_samples for share in self.segment.shares)
         return sum(own.num_private + own.num_public for own in self.own) - self.position.totals.samples - left
 
-    def regroup(self, ranks: Sequence[int]) -> None:
-        """Divide the rest of the epoch among the ranks of the group."""
+    def regroup(self, ranks: Sequence[int], uncounted: Collection[int] = ()) -> None:
+        """Divide the rest of the epoch among `ranks`; the latest step did not count those `uncounted`."""
         position = self.position
         sizes = {rank: position.batch_sizes[str(rank)] for rank in ranks}
         if not any(sizes.values()):
-            raise WorkerError("no rank of the group trains: the host has batch size 0", remedy="add a node")
+            raise WorkerError("no rank is left that trains: the host has batch size 0", remedy="add a node")
         segment = position.segment
         if segment is None:
             segment = begin_epoch(self.own, sizes)
-        elif {share.rank for share in segment.shares} != set(ranks):
-            segment = change_segment(segment, position.step, sizes)
+        elif uncounted or {share.rank for share in segment.shares} != set(ranks):
+            segment = change_segment(segment, position.step, sizes, uncounted)
         self.position = dataclasses.replace(position, segment=segment)
 
     def change_batch_sizes(self, sizes: Mapping[int, int]) -> None:
-        """Continue the epoch with other batch sizes of the group's ranks."""
+        """Continue the epoch with other batch sizes of the ranks that take part."""
         position = self.position
         self.position = dataclasses.replace(
             position,
@@ -350,14 +350,10 @@ class Reporter:
             fields |= global_fields(totals.sums, totals.global_samples, self.metrics(totals.sums))
         self.emit(Progress, epoch=position.epoch, step=position.step, slow_link=slow_link, **fields)
 
-    def traffic(self, communicator: Communicator, generation: int, ranks: Sequence[int]) -> None:
-        """Report what the ranks of the group have sent to each other; call on all ranks."""
-        sent = tuple(
-            dataclasses.replace(row, sender=ranks[row.sender], receiver=ranks[row.receiver])
-            for row in communicator.traffic()
-        )
-        if self._me.rank == 0 and sent:
-            self.emit(Traffic, generation, sent)
+    def traffic(self, communicator: Communicator) -> None:
+        """Report, from a rank with a hub, what it and the ranks behind it have sent to each other."""
+        if sent := tuple(communicator.traffic()):
+            self.emit(Traffic, sent)
 
     def finished(self, position: Position, weights_hash: str, model_path: str | None, reason: str) -> None:
         """Report the completion record."""

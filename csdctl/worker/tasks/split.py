@@ -19,7 +19,7 @@ from csdctl.worker.compute.split import PrefixStep, SplitStep, micro_batch_sizes
 from csdctl.worker.compute.step import Step
 from csdctl.worker.data.arrays import Array, fields_of
 from csdctl.worker.group.communicator import Communicator
-from csdctl.worker.group.values import PeerFaultError, is_minority
+from csdctl.worker.group.values import PeerFaultError, RankLostError, is_minority
 from csdctl.worker.process.errors import describe
 from csdctl.worker.protocol.events import ACTIVATIONS
 from csdctl.worker.tasks.task import ModelTask
@@ -27,9 +27,6 @@ from csdctl.worker.tasks.train import Train, Trial
 
 Bytes = bytearray | bytes
 _LOSS_COUNT = struct.Struct("<f")
-LARGE_BYTES = 1 << 20
-"""A message above this is announced to the link, so that it arrives while the rank computes. The kernel's
-buffers hold a smaller one, and looking for it would cost a slow node more."""
 
 
 class Exchange:
@@ -49,16 +46,15 @@ class Exchange:
         out[:] = 0
         starts = np.cumsum([0, *sizes])
         awaited = [_LOSS_COUNT.size + self._output_bytes(size) for size in sizes]
-        self._expect(0, awaited)
         for start, size in zip(starts, sizes, strict=False):
             part = slice(start, start + size)
             outputs = shared.forward(samples[part])
             content = outputs.tobytes() + labels[part].tobytes()
             began = time.perf_counter()
-            communicator.send(0, content, ACTIVATIONS, is_waiting=False)
+            communicator.send(0, content, ACTIVATIONS)
             self.waited_s += time.perf_counter() - began
         for number, size in enumerate(sizes):
-            received = self._receive(0, awaited[number:])
+            received = self._receive(0, awaited[number])
             (loss_count,) = _LOSS_COUNT.unpack_from(received)
             gradient = np.frombuffer(received, shared.activation_type, offset=_LOSS_COUNT.size)
             shared.backward(gradient.reshape(size, *self._shape), loss_count, out)
@@ -72,7 +68,10 @@ class Exchange:
         sizes: Sequence[Sequence[int]],
         out: Array,
     ) -> None:
-        """Compute rank 0's vector into `out`; `ranks`, `weights` and `sizes` are those of the group."""
+        """Compute rank 0's vector into `out`; `ranks`, with their `weights` and `sizes`, take part.
+
+        Raises StepVoidError when one of them is lost, or sends what cannot be taken.
+        """
         shared = self._shared
         assert isinstance(shared, SplitStep)
         out[:] = 0
@@ -83,28 +82,32 @@ class Exchange:
             part = slice(*starts[number : number + 2])
             shared.backward(*shared.head(shared.forward(samples[part]), labels[part], weights[0]), out)
 
-        awaited = [list(map(self._message_bytes, parts)) for parts in sizes]
-        for index, following in enumerate(awaited[1:], start=1):
-            self._expect(index, following)
         wrong: set[int] = set()
         for number in range(max(map(len, sizes))):
             if number < len(sizes[0]):
                 shared.as_rank(ranks[0], partial(compute_own, number))
-            for index, parts in enumerate(sizes[1:], start=1):
-                if number < len(parts):
-                    received = self._receive(index, awaited[index][number:])
-                    if not self._part_of(
-                        shared, received, index, parts[number], ranks[index], weights[index]
-                    ):
-                        wrong.add(index)
+            for rank, parts, weight in zip(ranks[1:], sizes[1:], weights[1:], strict=True):
+                if number < len(parts) and not self._add_part(shared, rank, parts[number], weight):
+                    wrong.add(rank)
         if is_minority(sorted(wrong), len(ranks)):  # of most ranks, the training diverges
-            raise PeerFaultError(min(wrong), "sent activations or labels that are not finite")
+            for rank in wrong:
+                self._communicator.evict(rank, "sent activations or labels that are not finite")
+            self._communicator.give_up_step()
         shared.add_sums_to(out)
 
-    def _part_of(
-        self, shared: SplitStep, received: Bytes, index: int, size: int, rank: int, weight: float
-    ) -> bool:
-        """Add the head of a part; return whether what was received is finite."""
+    def _add_part(self, shared: SplitStep, rank: int, size: int, weight: float) -> bool:
+        """Add the head of a rank's next part; return whether what was received is finite."""
+        try:
+            return self._take_part(shared, rank, size, weight)
+        except PeerFaultError as fault:
+            self._communicator.evict(rank, fault.message)
+        except RankLostError:
+            pass
+        self._communicator.give_up_step()
+        raise AssertionError("it was given up")
+
+    def _take_part(self, shared: SplitStep, rank: int, size: int, weight: float) -> bool:
+        received = self._receive(rank, self._message_bytes(size))
         empty, num_bytes = self._empty_labels, self._output_bytes(size)
         outputs = np.frombuffer(memoryview(received)[:num_bytes], shared.activation_type)
         labels = np.frombuffer(received, empty.dtype, offset=num_bytes).reshape(size, *empty.shape[1:])
@@ -115,9 +118,9 @@ class Exchange:
         except (MemoryError, tf.errors.ResourceExhaustedError):
             raise  # of this machine
         except Exception as error:  # such as a class that the model does not have
-            raise PeerFaultError(index, f"sent data that the model cannot take: {describe(error)}") from None
+            raise PeerFaultError(rank, f"sent data that the model cannot take: {describe(error)}") from None
         content = _LOSS_COUNT.pack(loss_count) + gradient.tobytes()
-        self._communicator.send(index, content, ACTIVATIONS, is_waiting=False)
+        self._communicator.send(rank, content, ACTIVATIONS)
         return _are_finite(outputs) and _are_finite(labels)
 
     def _output_bytes(self, size: int) -> int:
@@ -130,18 +133,12 @@ class Exchange:
         empty = self._empty_labels
         return self._output_bytes(size) + size * int(empty.dtype.itemsize) * math.prod(empty.shape[1:])
 
-    def _expect(self, index: int, awaited: Sequence[int]) -> None:
-        """Let the next message of a rank arrive while this rank computes; `awaited`: bytes of all to come."""
-        if awaited and awaited[0] > LARGE_BYTES:
-            self._communicator.expect(index, awaited[0])
-
-    def _receive(self, index: int, awaited: Sequence[int]) -> Bytes:
+    def _receive(self, rank: int, num_bytes: int) -> Bytes:
         began = time.perf_counter()
-        received = self._communicator.receive(index, awaited[0], ACTIVATIONS)
+        received = self._communicator.receive(rank, num_bytes, ACTIVATIONS)
         self.waited_s += time.perf_counter() - began
-        if len(received) != awaited[0]:
-            raise PeerFaultError(index, f"sent {len(received)} bytes of activations, expected {awaited[0]}")
-        self._expect(index, awaited[1:])
+        if len(received) != num_bytes:
+            raise PeerFaultError(rank, f"sent {len(received)} bytes of activations, expected {num_bytes}")
         return received
 
 
@@ -158,6 +155,14 @@ class SplitParts(ModelTask):
     def summed(self) -> Any:
         """The prefix, whose vectors the ranks sum."""
         return self._split
+
+    @property
+    def max_message_bytes(self) -> int:
+        """As of `Task`: what passes the cut for a whole batch, for rank 0 to receive in parts."""
+        cut, labels = self._split.cut.tensor, self.example(0)[1]
+        num_bytes = math.prod(cut.shape[1:]) * self._split.activation_type.itemsize
+        num_bytes += int(labels.dtype.itemsize) * math.prod(labels.shape[1:])
+        return max(super().max_message_bytes, int(self.largest_batch * num_bytes))
 
     @property
     def variables(self) -> list[Any]:
@@ -187,7 +192,7 @@ class SplitParts(ModelTask):
     ) -> float:
         """Compute this rank's vector with the others; returns the seconds in which it waited for them.
 
-        `ranks` and `counts`: those of the group, and their numbers of samples.
+        `ranks` and `counts`: those that take part, and their numbers of samples.
         """
         split = self._split
         split.forget()

@@ -9,10 +9,10 @@ import queue
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 
@@ -21,17 +21,23 @@ from csdctl.worker.compute.custom_step import AnyStep, CustomStep, make_step
 from csdctl.worker.compute.forward import BatchedPass, feature_pass
 from csdctl.worker.compute.model import hash_weights, load
 from csdctl.worker.data.arrays import Array
-from csdctl.worker.data.prepared import EpochReader, SyntheticReader
+from csdctl.worker.data.prepared import EpochReader, SyntheticReader, sample_bytes
 from csdctl.worker.group.communicator import Communicator
 from csdctl.worker.process.errors import WorkerError
+from csdctl.worker.protocol.events import Joined, Misbehaved
 from csdctl.worker.protocol.json_codec import ProtocolError, Sha256
-from csdctl.worker.protocol.orders import FormGroup, PauseAtEpochEnd, Ping, Release, Stop, order_from_line
+from csdctl.worker.protocol.orders import Begin, OpenHub, Order, Ping, Release, Stop, order_from_line
 from csdctl.worker.protocol.recipe import BF16
 from csdctl.worker.protocol.run_spec import RankSpec, RunSpec
-from csdctl.worker.tasks.progress import Reporter, RunProgress
+from csdctl.worker.tasks.progress import Reporter, RunProgress, hash_state, pack
 
+GROWTH_LIMIT = 2
+"""A rank whose memory was not measured gets at most this many times its planned batch size."""
 ORPHAN_S = 600.0
-"""A rank without a group that receives no order for this long exits."""
+"""A rank that takes no part and receives no order for this long exits."""
+
+
+OrderT = TypeVar("OrderT", bound=Order)
 
 
 class Orders:
@@ -40,39 +46,36 @@ class Orders:
     def __init__(self, on_ping: Callable[[int], None]) -> None:
         """`on_ping` is called by the thread with the number of each `Ping`."""
         self.is_stopping = False
-        self.is_pausing = False
-        self.on_group: Callable[[], None] = lambda: None
-        """Called by the thread when a group is ordered: waiting in an earlier group is then pointless."""
-        self._groups: queue.Queue[FormGroup] = queue.Queue()
+        self._hubs: queue.Queue[OpenHub] = queue.Queue()
+        self._begins: queue.Queue[Begin] = queue.Queue()
         self._on_ping = on_ping
         self._heard = time.monotonic()
         self._reader = threading.Thread(target=self._read, daemon=True)
         self._reader.start()
 
-    def next_group(self) -> FormGroup:
-        """Return the latest group ordered; raises WorkerError when no order of any kind comes in time."""
-        group, began = None, time.monotonic()  # a rank that trains may hear nothing for hours
-        while group is None:
-            left_s = max(began, self._heard) + ORPHAN_S - time.monotonic()
-            if left_s <= 0:
-                raise WorkerError(
-                    f"received no order for {ORPHAN_S:g} s: csdctl has exited or is disconnected"
-                )
-            with contextlib.suppress(queue.Empty):
-                group = self._groups.get(timeout=left_s)
-        while not self._groups.empty():
-            group = self._groups.get()
-        self.is_pausing = False
-        return group
+    def await_hub(self) -> OpenHub:
+        """Return how to open the hub; raises WorkerError when no order of any kind comes in time."""
+        return self._await(self._hubs)
+
+    def await_begin(self) -> tuple[int, ...]:
+        """Return the ranks with which the run begins; raises as `await_hub`."""
+        return self._await(self._begins).ranks
+
+    def check_orphaned(self) -> None:
+        """Raise WorkerError when no order of any kind has come for too long."""
+        if time.monotonic() - self._heard > ORPHAN_S:
+            raise WorkerError(f"received no order for {ORPHAN_S:g} s: csdctl has exited or is disconnected")
 
     def await_release(self) -> None:
         """Wait for `Release`: from then on, other code may read the input."""
         self._reader.join()
 
-    @property
-    def has_group(self) -> bool:
-        """Whether a group was ordered that `next_group` has not returned yet."""
-        return not self._groups.empty()
+    def _await(self, orders: "queue.Queue[OrderT]") -> OrderT:
+        self._heard = time.monotonic()  # loading may have taken long
+        while True:
+            self.check_orphaned()
+            with contextlib.suppress(queue.Empty):
+                return orders.get(timeout=1.0)
 
     def _read(self) -> None:
         for line in sys.stdin:
@@ -81,11 +84,10 @@ class Orders:
             except ProtocolError:
                 continue
             self._heard = time.monotonic()
-            if isinstance(order, FormGroup):
-                self._groups.put(order)
-                self.on_group()
-            elif isinstance(order, PauseAtEpochEnd):
-                self.is_pausing = True
+            if isinstance(order, OpenHub):
+                self._hubs.put(order)
+            elif isinstance(order, Begin):
+                self._begins.put(order)
             elif isinstance(order, Stop):
                 self.is_stopping = True
             elif isinstance(order, Release):
@@ -93,16 +95,6 @@ class Orders:
             elif isinstance(order, Ping):
                 self._on_ping(order.number)
         os._exit(1)
-
-
-@dataclass(frozen=True)
-class Group:
-    """The ranks that work together until one of them is lost or joins."""
-
-    generation: int
-    ranks: tuple[int, ...]
-    """The run's ranks, in order of MPI rank."""
-    communicator: Communicator
 
 
 FINISHED = ""
@@ -127,9 +119,6 @@ class Task(Protocol):
 
     def __init__(self, context: TaskContext) -> None: ...
 
-    is_resumable: bool
-    """Whether a new group takes over the state of rank 0 and continues from there."""
-
     @property
     def sum_sizes(self) -> Sequence[tuple[int, int]]:
         """Of each vector that the ranks sum in a step, in their order; known after `load`.
@@ -144,21 +133,31 @@ class Task(Protocol):
     def load(self) -> None:
         """Load what the task needs and reach full speed; raises WorkerError."""
 
-    def run(self, group: Group) -> str | None:
-        """Work with `group` until the task is finished, or pauses and continues in the next group.
+    @property
+    def max_message_bytes(self) -> int:
+        """The largest message between two ranks, in addition to the state; known after `load`."""
 
-        Returns None for a pause, else why the run ends before its last epoch, as in `Finished.reason`. Raises
-        LinkLostError when the group is lost, and WorkerError when the task fails.
+    def settle(
+        self, communicator: Communicator, before: Sequence[int], hashes: Mapping[int, str] = {}
+    ) -> None:
+        """Divide the work anew when other ranks take part than `before`.
+
+        Rank 0 gives its state to those that have joined; not where `hashes` has its hash.
+        """
+
+    def run(self, communicator: Communicator) -> str:
+        """Work with the others until the task is finished.
+
+        Returns why the run ends before its last epoch, as in `Finished.reason`. Raises LinkLostError when the
+        link is lost, and WorkerError when the task fails.
         """
 
     def finish(self, reason: str) -> None:
-        """Report the completion record, after the group has ended."""
+        """Report the completion record, after the ranks have parted."""
 
 
 class ModelTask:
     """Loads data, model and step of one rank, and warms them up."""
-
-    is_resumable = True
 
     def __init__(self, context: TaskContext) -> None:
         self.spec, self.me, self.progress = context.spec, context.me, context.progress
@@ -187,6 +186,50 @@ class ModelTask:
         """Weights and optimizer state, but for the learning rate, which every step sets."""
         rates = {id(rate) for rate in self.step.learning_rates}
         return [variable for variable in self.step.state if id(variable) not in rates]
+
+    @property
+    def max_message_bytes(self) -> int:
+        """As of `Task`."""
+        return self.largest_batch * sample_bytes(*self.reader.first(0))
+
+    @property
+    def largest_batch(self) -> int:
+        """The largest batch that a rank may get when batch sizes are balanced."""
+        return max(rank.max_batch_size or GROWTH_LIMIT * rank.batch_size for rank in self.spec.ranks)
+
+    def settle(
+        self, communicator: Communicator, before: Sequence[int], hashes: Mapping[int, str] = {}
+    ) -> None:
+        """As of `Task`; the latest step did not count the ranks `before` that its verdict does not."""
+        members, counted = communicator.members, communicator.counted
+        joined = sorted((set(members) - set(before)) | communicator.admitted)
+        if not joined and members == tuple(before) == counted:
+            return
+        progress, variables = self.progress, list(self.variables)
+        own = hash_state(variables, progress.position) if hashes else ""
+        progress.regroup(members, set(before) - set(counted))
+        communicator.admitted = set()
+        if not self.is_root:
+            return
+        # First: what a rank does from here on is reported, even if this process ends now.
+        self._report_members(communicator, is_start=bool(hashes) or not before)
+        packed = pack(variables, progress.position).tobytes() if joined else b""
+        for rank in joined:
+            state = b"" if hashes.get(rank) == own and hashes else packed
+            communicator.give_state(rank, state)
+
+    def _report_members(self, communicator: Communicator, *, is_start: bool) -> None:
+        """Report who takes part from here on, where in the run that is, and who was lost."""
+        progress, position, segment = self.progress, self.progress.position, self.progress.segment
+        sizes = {str(share.rank): share.batch_size for share in segment.shares}
+        for rank, reason, is_fault in communicator.lost:
+            if is_fault:
+                self.reporter.emit(Misbehaved, rank, reason)
+        lost = tuple((rank, reason) for rank, reason, _ in communicator.lost)
+        communicator.lost = []
+        steps = position.epoch, position.step, segment.stop_step, position.total_steps
+        samples = progress.num_lost(), position.totals.samples
+        self.reporter.emit(Joined, *steps, sizes, is_start, lost, *samples)
 
     def load(self) -> None:
         """Load data and model, trace the graphs and reach full speed; the weights stay as they were."""
@@ -228,10 +271,10 @@ class ModelTask:
         return self._extractor.run(samples)
 
     def share_hash(self, communicator: Communicator) -> tuple[str, list[int]]:
-        """Return the hash of the weights, and the ranks of the group that have another than rank 0."""
+        """Return the hash of the weights, and the ranks that have another than rank 0."""
         weights_hash = hash_weights(self.summed.model)
-        hashes = communicator.allgather(weights_hash, Sha256)
-        return weights_hash, [rank for rank, found in enumerate(hashes) if found != hashes[0]]
+        hashes = communicator.gather(weights_hash, Sha256)
+        return weights_hash, [rank for rank, found in hashes.items() if found != hashes[0]]
 
     def other_weights(self, when: str, ranks: Iterable[int]) -> WorkerError:
         """Return the error for ranks of the run that have other weights than rank 0."""

@@ -7,6 +7,7 @@ identified and gets smaller batches.
 import dataclasses
 import math
 import time
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -18,7 +19,7 @@ from csdctl.worker.compute.step import GradientNoise, Step, Sums, add_sums
 from csdctl.worker.data.arrays import Array, fields_of
 from csdctl.worker.data.prepared import PreparedSamples, SyntheticReader, sample_bytes
 from csdctl.worker.group.communicator import Communicator
-from csdctl.worker.group.values import ExpectedTails, LinkLostError, PeerFaultError, is_minority
+from csdctl.worker.group.values import ExpectedTails, LinkLostError, StepVoidError, is_minority
 from csdctl.worker.process.errors import InputError, WorkerError
 from csdctl.worker.protocol.datasets import DatasetInfo, list_names
 from csdctl.worker.protocol.events import (
@@ -29,6 +30,8 @@ from csdctl.worker.protocol.events import (
     EpochEnd,
     Evaluating,
     Rebalanced,
+    SumTimed,
+    Warned,
 )
 from csdctl.worker.protocol.json_codec import from_dict
 from csdctl.worker.protocol.run_spec import ELEMENT_SPEC
@@ -36,11 +39,10 @@ from csdctl.worker.tasks.balancer import Balancer
 from csdctl.worker.tasks.callbacks import Decision, after_epoch, check_monitors
 from csdctl.worker.tasks.checkpointer import BEST_MODEL, LAST_MODEL, Checkpointer, keep_copy
 from csdctl.worker.tasks.progress import CallbackState, Reporter, StepTotals, global_fields
-from csdctl.worker.tasks.task import FINISHED, Group, ModelTask
+from csdctl.worker.tasks.task import FINISHED, GROWTH_LIMIT, ModelTask
 
 EVALUATION_BATCH = 256
-GROWTH_LIMIT = 2
-"""A rank whose memory was not measured gets at most this many times its planned batch size."""
+NUM_TIMED_SUMS = 4
 DIVERGED = "lower recipe.learning_rate or lengthen recipe.warmup_epochs"
 LAST_GOOD = "; the model of the last good epoch is in the run directory"
 
@@ -72,6 +74,8 @@ class Train(ModelTask):
         """Whether the norms of the ranks' gradients tell the gradient noise."""
         self._weights_hash = ""
         self._since_report = StepTotals()
+        self._outliers: set[int] = set()
+        """Ranks that were named for a gradient that is too large."""
 
     def restore(self) -> None:
         """Load the state that this rank saved, if any: rank 0, or that of another server, for a copy."""
@@ -82,27 +86,22 @@ class Train(ModelTask):
         if self._checkpointer and self._checkpointer.position:
             self.progress.position = self._checkpointer.position
 
-    def run(self, group: Group) -> str | None:
-        """Train until the end, or until a pause between epochs."""
+    def run(self, communicator: Communicator) -> str:
+        """Train until the end."""
         self._balancer.forget()
         self._apply_s = 0.0
         try:
-            return self._run_epochs(group)
+            return self._run_epochs(communicator)
         finally:
-            if self._since_report.steps:  # the group is lost, or the run is stopped, within an epoch
+            if self._since_report.steps:  # the link is lost, or the run is stopped, within an epoch
                 self.reporter.progress(self.progress.position, self._since_report, is_over=True)
 
-    def _run_epochs(self, group: Group) -> str | None:
-        while not self._is_over:  # it may have been decided in a group that was lost before it finished
-            reason = self._run_epoch(group.communicator)
+    def _run_epochs(self, communicator: Communicator) -> str:
+        while not self._is_over:  # it may have been decided before a link was lost
+            reason = self._run_epoch(communicator)
             if reason:
-                return self._end_early(group, reason)
-            is_pausing = self._end_epoch(group)
-            if self._is_over:
-                break
-            if is_pausing:
-                return None
-            self.progress.regroup(group.ranks)
+                return self._end_early(communicator, reason)
+            self._end_epoch(communicator)
         return EARLY_STOPPING if self.progress.position.callbacks.is_stopping else FINISHED
 
     @property
@@ -121,17 +120,17 @@ class Train(ModelTask):
     def compare_weights(self, communicator: Communicator) -> str:
         """Return the hash of the weights; raises WorkerError unless they are finite.
 
-        A few ranks whose weights differ from rank 0's are at fault (PeerFaultError); of many, rank 0 may be.
+        A few ranks whose weights differ from rank 0's are lost; of many, rank 0 may be at fault.
         """
         epoch = self.progress.position.epoch
         if not all(np.isfinite(weights).all() for weights in self.step.model.get_weights()):
             raise WorkerError(f"the weights are no longer finite after epoch {epoch}", remedy=DIVERGED)
         weights_hash, different = self.share_hash(communicator)
-        if is_minority(different, communicator.size):
-            raise PeerFaultError(different[0], f"has other weights than rank 0 after epoch {epoch}")
-        if different:
-            shares = self.progress.segment.shares
-            raise self.other_weights(f"epoch {epoch}", (shares[rank].rank for rank in different))
+        if is_minority(different, len(communicator.counted)):
+            for rank in different:
+                communicator.evict(rank, f"has other weights than rank 0 after epoch {epoch}")
+        elif different:
+            raise self.other_weights(f"epoch {epoch}", different)
         return weights_hash
 
     def _run_epoch(self, communicator: Communicator) -> str:
@@ -140,7 +139,15 @@ class Train(ModelTask):
         self.reader.set_epoch(progress.position.epoch)
         self._epoch_totals, self._since_report = StepTotals(), StepTotals()
         while progress.position.step < progress.segment.stop_step:
-            step = self._run_step(communicator)
+            before = communicator.members
+            self._admit(communicator)
+            try:
+                step = self._run_step(communicator)
+            except StepVoidError:  # with the ranks that are left, the same step again
+                communicator.counted = before
+                self._settle(communicator, before)
+                continue
+            self._report_outliers(communicator)
             for totals in (self._epoch_totals, self._since_report):
                 totals.add(step)
             if self._checkpointer:
@@ -155,23 +162,53 @@ class Train(ModelTask):
                 return MAX_STEPS
         return ""
 
+    def _admit(self, communicator: Communicator) -> None:
+        """Let ranks that wait for it take part from the next step on."""
+        if self.is_root:
+            communicator.look()
+            communicator.admit([*communicator.joining])
+            if communicator.is_alone and communicator.admitted:
+                communicator.gather(None, type(None))
+                self._settle(communicator, (self.me.rank,))
+
+    def _settle(self, communicator: Communicator, before: Sequence[int]) -> None:
+        """Go on with the ranks that are there, and forget what others have shown of the balance."""
+        if communicator.admitted or not tuple(before) == communicator.members == communicator.counted:
+            self.settle(communicator, before)
+            self._balancer.forget()
+
+    def _report_outliers(self, communicator: Communicator) -> None:
+        """Warn, once, of each node whose gradient is far larger than those of the others."""
+        outliers, communicator.outliers = communicator.outliers, {}
+        if not outliers.keys() <= self._outliers:
+            self._outliers |= outliers.keys()
+            nodes = {self.spec.ranks[rank].node: factor for rank, factor in outliers.items()}
+            named = ", ".join(f"{node} ({factor:.3g} times)" for node, factor in nodes.items())
+            position = self.progress.position
+            self.reporter.emit(
+                Warned,
+                f"the gradient of {named} is far larger than the median of the other nodes, "
+                f"in epoch {position.epoch}, step {position.step}",
+                "look at the samples and labels of the node: their values, and whether they are scaled like "
+                "those of the others; if they are right, test its memory (memtester), which may flip bits",
+            )
+
     def _slowest_link(self, communicator: Communicator) -> tuple[int, float, int] | None:
         """Return `Progress.slow_link`; None if ranks were waited for only until they had computed."""
         waited: dict[int, list[float]] = {}
-        for place, wait_s in communicator.waits:
-            waited.setdefault(place, []).append(wait_s)
+        for rank, wait_s in communicator.waits:
+            waited.setdefault(rank, []).append(wait_s)
         communicator.waits, others_s = [], self._since_report.others_s
-        slowest = max(waited, key=lambda place: sum(waited[place]), default=0)
-        if not slowest or others_s is None or sum(waited[slowest]) <= others_s:
+        slowest = max(waited, key=lambda rank: sum(waited[rank]), default=0)
+        if not (slowest and self.is_root) or others_s is None or sum(waited[slowest]) <= others_s:
             return None
         num_bytes = 2 * communicator.local.nbytes * len(waited[slowest])  # vectors up, and sums down
-        share = self.progress.segment.shares[slowest]
-        return share.rank, round(sum(waited[slowest]) - others_s, 6), num_bytes
+        return slowest, round(sum(waited[slowest]) - others_s, 6), num_bytes
 
     def _run_step(self, communicator: Communicator) -> StepTotals:
         began = time.perf_counter()
-        step_samples = self.progress.step_samples
-        global_samples = sum(step_samples)
+        before = communicator.members
+        samples_by_rank = dict(zip(before, self.progress.step_samples, strict=True))
         share = self.progress.share_of(self.me.rank)
         reassigned = self._exchange_reassigned(communicator)
         received = time.perf_counter()
@@ -179,10 +216,11 @@ class Train(ModelTask):
         input_s = time.perf_counter() - received
         self.step.set_step(self.progress.position.total_steps, self._learning_rate())
         copies = self.reader.private_copies(share) if self.step.has_noise else None
-        if communicator.size == 1:
+        if communicator.is_alone:
             sums = self.step.alone(images, labels, private_copies=copies)
             self._check_finite(sums.loss, sums.loss, communicator, images, labels)
-            self._end_step(sums, global_samples)
+            global_samples = len(images)
+            self._end_step(communicator, before, sums, global_samples)
             alone_s = time.perf_counter() - received, 0.0, input_s, 0.0
             is_stopping = self.orders.is_stopping
             return StepTotals(1, len(images), *alone_s, sums, global_samples, is_stopping=is_stopping)
@@ -203,13 +241,16 @@ class Train(ModelTask):
             sums = self.summed.read_sums(step_total)
             self._check_finite(sums.loss, float(np.add.reduce(step_total)), communicator, images, labels)
             if self.is_root and self._tells_noise:
-                whole, num_parts = self.step.square_norm(step_total), sum(map(bool, step_samples))
+                num_parts = sum(bool(samples_by_rank[rank]) for rank in communicator.counted)
+                whole = self.step.square_norm(step_total)
                 count = float(step_total[layout.count])
                 noise = GradientNoise.estimate(float(tail[-1]), whole, num_parts, count)
             self.summed.apply(step_total)
         is_stopping, times_s = bool(tail[0] > 0), tail[1:-1].astype(float)
-        self._end_step(sums, global_samples)
-        self._balance(times_s)
+        global_samples = sum(samples_by_rank[rank] for rank in communicator.counted)
+        self._end_step(communicator, before, sums, global_samples)
+        if communicator.members == before:
+            self._balance(times_s)
         self._apply_s = time.perf_counter() - summed
         compute_s = computed - received - exchanged_s + self._apply_s
         wait_s = summed - computed + received - began + exchanged_s
@@ -223,23 +264,24 @@ class Train(ModelTask):
         """Sum the vector in `communicator.local` over all ranks; its part of the step is filled in.
 
         `own_s`: the seconds that this rank computed; `norm`: its `square_norm`; `is_last`: of the sums of
-        this step. Raises WorkerError for a sum that cannot be; a star finds the rank at fault before that.
+        this step. Raises WorkerError for a sum that cannot be; the hub finds the rank at fault before that.
         """
         vector = communicator.local
         is_stopping = is_last and self.is_root and self.orders.is_stopping
         tail = vector[layout.stop :][: 2 + len(self.spec.ranks)]
         tail[:] = 0
         tail[0], tail[1 + self.me.rank], tail[-1] = is_stopping, own_s, norm
-        ranks = tuple(share.rank for share in self.progress.segment.shares)
-        counts = tuple(self.progress.weigh(self.progress.step_samples))
-        expected = ExpectedTails(layout.count, ranks, counts)
-        total = communicator.sum(vector, expected)
-        is_own_stop = not self.is_root or total[layout.stop] == is_stopping
-        if not is_own_stop or not expected.is_count_of(total):
+        counts = self.progress.weigh(self.progress.step_samples)
+        expected = ExpectedTails(
+            layout.count, dict(zip(communicator.members, counts, strict=True)), layout.gradients.stop
+        )
+        # With loss scaling, the optimizer skips a gradient that overflowed.
+        total = communicator.sum(vector, expected, checks_finite=not self.step.has_loss_scaling)
+        if not expected.is_count_of(total, communicator.counted):
             raise WorkerError(
-                f"the sum over the ranks is of {total[layout.count]:g} samples, "
-                f"expected {sum(expected.counts):g}, or a node asked all ranks to stop",
-                remedy="train with `--collective star`, which finds the node and continues without it",
+                f"the sum over the ranks is of {total[layout.count]:g} samples, expected "
+                f"{sum(expected.counts[rank] for rank in communicator.counted):g}",
+                remedy="please report it, with the model",
             )
         return total
 
@@ -279,17 +321,14 @@ class Train(ModelTask):
     def _exchange_reassigned(self, communicator: Communicator) -> bytes | bytearray | None:
         """Send, from rank 0, the samples that other ranks read from the host in this step; receive them."""
         progress, received = self.progress, None
-        for index, other in enumerate(progress.segment.shares[1:], start=1):
+        for other in progress.segment.shares[1:]:
             if not other.reassigned or not (batch := other.batch(progress.step_in_segment)).reassigned:
                 continue
             if self.is_root:
-                communicator.send(index, self.reader.pack_reassigned(batch.reassigned), SAMPLES)
-                continue
-            num_bytes = batch.num_reassigned * sample_bytes(*self.reader.first(0))
-            if index == communicator.rank:
+                communicator.send(other.rank, self.reader.pack_reassigned(batch.reassigned), SAMPLES)
+            elif other.rank == self.me.rank:
+                num_bytes = batch.num_reassigned * sample_bytes(*self.reader.first(0))
                 received = communicator.receive(0, num_bytes, SAMPLES)
-            else:
-                communicator.relay(0, index, num_bytes, SAMPLES)
         return received
 
     def _learning_rate(self) -> float:
@@ -298,9 +337,12 @@ class Train(ModelTask):
         rate = learning_rate(self.spec.recipe, progress.segment.global_batch, progress.epochs_done, scheduled)
         return rate * progress.position.callbacks.rate_factor
 
-    def _end_step(self, sums: Sums, global_samples: int) -> None:
-        """Count the step, and write the state where it survives this process."""
+    def _end_step(
+        self, communicator: Communicator, before: Sequence[int], sums: Sums, global_samples: int
+    ) -> None:
+        """Count the step, of the ranks `before`, and write the state where it survives this process."""
         self.progress.end_step(sums, global_samples)
+        self._settle(communicator, before)
         if self._checkpointer:
             has_others = len(self.progress.segment.shares) > 1
             self._checkpointer.after_step(self.progress.position, has_others=has_others)
@@ -326,41 +368,38 @@ class Train(ModelTask):
     def _check_finite(self, loss: float, total: float, communicator: Communicator, *batch: Array) -> None:
         """Raise an error before a non-finite gradient is applied; all ranks see the same sum.
 
-        When only a few ranks sent such a vector, they are at fault (PeerFaultError); otherwise samples of the
-        ranks' own `batch` are the cause, or the training diverges (WorkerError). Rank 0 decides; the others
-        wait until it leaves the group.
+        A few ranks that sent such a vector are left out of the sum by the hub. So samples of the ranks' own
+        `batch` are the cause, or the training diverges (WorkerError). Rank 0 decides; the others wait for its
+        end.
         """
         # With loss scaling, the optimizer skips a gradient that overflowed and lowers the scale.
         if math.isfinite(loss) and (math.isfinite(total) or self.step.has_loss_scaling):
             return
-        wrong = communicator.find_not_finite()  # a server says it of its nodes
-        if self.is_root and is_minority(wrong, communicator.size) and np.isfinite(communicator.local).all():
-            raise PeerFaultError(wrong[0], "sent a gradient that is not finite, as of samples with NaN")
         is_finite = all(np.isfinite(part).all() for one in batch for part in fields_of(one).values())
-        found = zip(self.progress.segment.shares, communicator.allgather(is_finite, bool), strict=True)
+        found = communicator.gather(is_finite, bool)
         if not self.is_root:
-            communicator.allgather(None, type(None))
+            communicator.gather(None, type(None))
             raise LinkLostError
         cause = f"the loss became {loss}" if not math.isfinite(loss) else "the gradient overflowed"
         remedy, position = DIVERGED, self.progress.position
-        if nodes := [self.spec.ranks[share.rank].node for share, is_good in found if not is_good]:
+        if nodes := [self.spec.ranks[rank].node for rank, is_good in found.items() if not is_good]:
             cause = f"samples of {list_names(nodes)} have NaN or infinity: {cause}"
             remedy = "remove or replace them: np.isfinite finds them"
         remedy += LAST_GOOD * (self._checkpointer is not None and self._checkpointer.save_last_good())
         raise WorkerError(f"{cause} in epoch {position.epoch}, step {position.step + 1}", remedy)
 
-    def _end_early(self, group: Group, reason: str) -> str:
+    def _end_early(self, communicator: Communicator, reason: str) -> str:
         """End the run within an epoch."""
-        self._weights_hash = self.compare_weights(group.communicator)
+        self._weights_hash = self.compare_weights(communicator)
         if reason == MAX_STEPS:
-            self._report_epoch_end({}, group)
+            self._report_epoch_end({})
         if self._checkpointer:
             self._checkpointer.checkpoint(self.progress.position)
         return reason
 
-    def _end_epoch(self, group: Group) -> bool:
-        """Compare, evaluate, decide, checkpoint; returns whether to pause for a new group."""
-        communicator = group.communicator
+    def _end_epoch(self, communicator: Communicator) -> None:
+        """Compare, evaluate, decide and checkpoint; begin the next epoch."""
+        before = communicator.members
         self._weights_hash = self.compare_weights(communicator)
         results: dict[str, Any] = {}
         decision: list[Any] | None = None
@@ -368,13 +407,13 @@ class Train(ModelTask):
             if self._validation is not None:
                 results = evaluate(self.step, self._validation, self.reporter, self.spec.progress_interval_s)
             callbacks, is_best = self._decide(results)
-            decision = [dataclasses.asdict(callbacks), is_best, self.orders.is_pausing]
-        self._report_epoch_end(results, group)
+            decision = [dataclasses.asdict(callbacks), is_best]
+        self._report_epoch_end(results)
         # Only what rank 0 decides counts.
-        found = communicator.allgather(decision, Decision | None)[0]
+        found = communicator.gather(decision, Decision | None)[0]
         if found is None:
-            raise PeerFaultError(0, "sent no decision")
-        callbacks, is_best, is_pausing = found
+            raise LinkLostError
+        callbacks, is_best = found
         self.progress.end_epoch(callbacks)
         if self._checkpointer:
             # First: after a loss in between, the end of the epoch is repeated.
@@ -382,10 +421,17 @@ class Train(ModelTask):
                 self._checkpointer.save_model(BEST_MODEL)
             self._checkpointer.checkpoint(self.progress.position, is_best=is_best)
             self._checkpointer.write_step_file(self.progress.position)
-        self.reporter.traffic(communicator, group.generation, group.ranks)
+        self.reporter.traffic(communicator)
+        if self._is_over:
+            return
+        if self.is_root:
+            communicator.look()
+            communicator.admit([*communicator.joining])
         # All ranks wait for rank 0 here, so that this does not count as waiting in the next epoch.
-        communicator.allgather(None, type(None))
-        return bool(is_pausing)
+        communicator.gather(None, type(None))
+        communicator.counted = communicator.members  # of the next step
+        self.progress.regroup(communicator.members)
+        self._settle(communicator, before)
 
     def _decide(self, results: dict[str, Any]) -> tuple[CallbackState, bool]:
         """Return the new state of the callbacks, and whether this epoch's model is the best so far."""
@@ -405,7 +451,7 @@ class Train(ModelTask):
         sums = Sums(totals.loss, totals.states, totals.weight)
         return global_fields(sums, totals.samples, self.step.metrics(sums))
 
-    def _report_epoch_end(self, results: dict[str, Any], group: Group) -> None:
+    def _report_epoch_end(self, results: dict[str, Any]) -> None:
         fields: dict[str, Any] = {}
         if self.is_root:  # a rank that has joined at the end of the epoch has set no rate yet
             latest = self.step.optimizers[0].learning_rate
@@ -467,6 +513,26 @@ class Trial(Train):
         step = self._step_of_probes
         num_indices = find_smallest_embedding(step.model) if step else None
         return SyntheticReader(element_spec, self.me.rank, num_indices)
+
+    def run(self, communicator: Communicator) -> str:
+        """Time the sums of a step, then train."""
+        if not communicator.is_alone:
+            self._time_sums(communicator)
+        return super().run(communicator)
+
+    def _time_sums(self, communicator: Communicator) -> None:
+        """Time the sums of a step alone; rank 0 reports the fastest of several."""
+        seconds = []
+        communicator.local[:] = 0
+        for _ in range(NUM_TIMED_SUMS):
+            communicator.gather(None, type(None))
+            began = time.perf_counter()
+            for _ in self.sum_sizes:
+                communicator.sum(communicator.local)
+            seconds.append(time.perf_counter() - began)
+        if self.is_root:
+            num_bytes = sum(4 * size for size, _ in self.sum_sizes)
+            self.reporter.emit(SumTimed, communicator.members, num_bytes, round(min(seconds), 6))
 
     def compare_weights(self, communicator: Communicator) -> str:
         """Compare nothing: ranks that are probe sessions have different moving statistics."""

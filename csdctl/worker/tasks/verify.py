@@ -9,7 +9,7 @@ The samples are random, drawn from (seed, rank) wherever they are needed: no pri
 0 can repeat the computation of all ranks.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Annotated, Any
 
@@ -23,16 +23,16 @@ from csdctl.worker.compute.statistics import Snapshot
 from csdctl.worker.compute.step import Step
 from csdctl.worker.data.arrays import Array, fields_of
 from csdctl.worker.group.communicator import Communicator
-from csdctl.worker.group.values import PeerFaultError
+from csdctl.worker.group.values import LinkLostError, PeerFaultError, RankLostError, StepVoidError
 from csdctl.worker.process.errors import WorkerError
 from csdctl.worker.process.output import emit
 from csdctl.worker.protocol.datasets import SAMPLE_WEIGHT, list_names
-from csdctl.worker.protocol.events import STATE, VERIFIED, Compared, Verified
+from csdctl.worker.protocol.events import STATE, VERIFIED, Compared, Joined, Verified
 from csdctl.worker.protocol.json_codec import MaxLength
 from csdctl.worker.protocol.recipe import BF16
 from csdctl.worker.protocol.run_spec import RankSpec, RunSpec
 from csdctl.worker.tasks.split import SplitParts
-from csdctl.worker.tasks.task import Group, ModelTask
+from csdctl.worker.tasks.task import ModelTask
 
 ROUNDOFFS = {"float64": 2.0**-53, "float32": 2.0**-24, "float16": 2.0**-11, "bfloat16": 2.0**-8}
 """The largest relative error of rounding to a type; the finest type first."""
@@ -445,7 +445,6 @@ MAX_UPDATE_DIFFERENCE = 0.01
 class Verify(ModelTask):
     """Takes one step, and compares its gradient with that of one process."""
 
-    is_resumable = False
     _weights_hash = ""
     _dtype = ""
     """The coarsest type that a layer of the user's model computes in."""
@@ -455,24 +454,52 @@ class Verify(ModelTask):
         samples, labels = super().example(count)
         return (self.to_features(samples) if self.spec.head else samples), labels
 
-    def run(self, group: Group) -> str:
+    def settle(
+        self, communicator: Communicator, before: Sequence[int], hashes: Mapping[int, str] = {}
+    ) -> None:
+        """Tell those that have joined who takes part; there is no state."""
+        for rank in communicator.admitted if self.is_root else ():
+            communicator.give_state(rank, b"")
+        if self.is_root:
+            self.reporter.emit(Joined, 1, 0, 0, 0, dict.fromkeys(map(str, communicator.members), 0), True)
+
+    def run(self, communicator: Communicator) -> str:
         """Take the step; raises WorkerError when ranks are missing, or hold different weights after it."""
-        if missing := [rank.node for rank in self.spec.ranks if rank.rank not in group.ranks]:
-            raise WorkerError(
-                f"verification needs all ranks of the plan, and {', '.join(missing)} is lost",
-                remedy="check it with `csdctl doctor`, or leave it out with --exclude",
-            )
-        communicator = group.communicator
+        self._check_members(communicator)
         self._sizes = verified_sizes([rank.batch_size for rank in self.spec.ranks])
-        self._ranges = communicator.allgather(self._find_ranges() if self.is_root else {}, Ranges)[0]
+        self._ranges = communicator.gather(self._find_ranges() if self.is_root else {}, Ranges)[0]
         self._start = Snapshot(self.whole_model.variables)
-        verified = self._take_step(communicator)
+        try:
+            verified = self._take_step(communicator)
+        except PeerFaultError as fault:
+            raise WorkerError(f"{self.spec.ranks[fault.rank].node}: {fault}") from None
+        except (RankLostError, StepVoidError):
+            self._check_members(communicator)
+            raise
         self._weights_hash, different = self.share_hash(communicator)
         if different:
             raise self.other_weights("one step", different)
         if verified:
             emit(replace(verified, weights_hash=self._weights_hash))
         return VERIFIED
+
+    def _check_members(self, communicator: Communicator) -> None:
+        """Raise WorkerError unless all ranks of the plan take part; the others wait until rank 0 ends."""
+        missing = [rank.node for rank in self.spec.ranks if rank.rank not in communicator.members]
+        if missing and not self.is_root:
+            communicator.gather(None, type(None))
+            raise LinkLostError
+        if missing:
+            raise WorkerError(
+                f"verification needs all ranks of the plan; lost: {', '.join(missing)}",
+                remedy="check it with `csdctl doctor`, or leave it out with --exclude",
+            )
+
+    def _sum(self, communicator: Communicator, vector: Array) -> Array:
+        """Return the sum of `vector` over all ranks; raises as `_check_members`, and StepVoidError."""
+        total = np.array(communicator.sum(vector))
+        self._check_members(communicator)
+        return total
 
     def finish(self, reason: str) -> None:
         """Report the completion record."""
@@ -493,7 +520,7 @@ class Verify(ModelTask):
         own = np.zeros_like(communicator.local)
         own[self.layout.step] = vector = self._compute()
         after = Snapshot(self.step.model.variables)
-        total = np.array(communicator.sum(own)[self.layout.step])
+        total = self._sum(communicator, own)[self.layout.step]
         self._start.restore()
         reference = self._make_reference() if self.is_root else None
         verified = self._judge(communicator, vector, total, reference)
@@ -511,7 +538,7 @@ class Verify(ModelTask):
             own = np.zeros_like(communicator.local)
             own[step.layouts[number].step] = part
             parts.append(part.copy())
-            totals.append(np.array(communicator.sum(own)[step.layouts[number].step]))
+            totals.append(self._sum(communicator, own)[step.layouts[number].step])
             return totals[-1]
 
         step.run(*self._draw(self.me.rank, self._sizes[self.me.rank]), exchange)
@@ -541,7 +568,7 @@ class Verify(ModelTask):
             exact.add(sent)
             if reference:
                 reference.compare(sent)
-        return self._describe(exact, total, reference, communicator.collective) if reference else None
+        return self._describe(exact, total, reference) if reference else None
 
     def _find_ranges(self) -> Ranges:
         """Return the ranges of the samples, by the first ones of this rank."""
@@ -558,7 +585,7 @@ class Verify(ModelTask):
         self.step.set_step(0, self.spec.recipe.learning_rate or 0.0)
         return np.array(self.step.local(*self._draw(self.me.rank, self._sizes[self.me.rank])))
 
-    def _describe(self, exact: ExactSum, total: Array, reference: Reference, collective: str) -> Verified:
+    def _describe(self, exact: ExactSum, total: Array, reference: Reference) -> Verified:
         """Compare all ranks with one batch of all samples; return the result."""
         reference.compare_one_batch()
         compared_in = compute_type(self.step.model)
@@ -572,7 +599,6 @@ class Verify(ModelTask):
             reference.one_batch,
             reference.not_one_batch,
             "",
-            collective,
         )
 
     def _make_reference(self, totals: Sequence[Array] = ()) -> Reference:
@@ -591,14 +617,10 @@ class Verify(ModelTask):
 def _gather(communicator: Communicator, vector: Array) -> Iterator[Array]:
     """Send `vector` to rank 0, which yields those of all ranks, in their order, its own first."""
     if communicator.rank:
-        for rank in range(1, communicator.size):
-            if rank == communicator.rank:
-                communicator.send(0, vector, STATE)
-            else:
-                communicator.relay(rank, 0, vector.nbytes, STATE)
+        communicator.send(0, vector, STATE)
         return
     yield vector
-    for rank in range(1, communicator.size):
+    for rank in communicator.members[1:]:
         received = communicator.receive(rank, vector.nbytes, STATE)
         if len(received) != vector.nbytes:
             raise PeerFaultError(rank, f"sent {len(received)} bytes, expected {vector.nbytes}")
@@ -627,7 +649,7 @@ class VerifySplit(SplitParts, Verify):
         verified = None
         if reference and isinstance(split, SplitStep):
             reference.sent = split.vector(total).astype(np.float64)
-            verified = self._describe(exact, total[gradients], reference, communicator.collective)
+            verified = self._describe(exact, total[gradients], reference)
         self._start.restore()
         split.apply(total)
         return verified
@@ -641,4 +663,5 @@ class VerifySplit(SplitParts, Verify):
         vector = np.zeros_like(communicator.local)
         ranks = [rank.rank for rank in self.spec.ranks]
         self.exchange(communicator, (samples, labels), ranks, counts, vector[layout.step])
-        return np.array(communicator.sum(vector)[layout.step])
+        total: Array = self._sum(communicator, vector)[layout.step]
+        return total

@@ -181,7 +181,7 @@ def remove_runs(
     return runs
 
 
-MPIRUN, OWN = "mpirun", "csdctl"
+OWN = "csdctl"
 MAX_LAST_BYTES = 16 << 20
 """Bytes read of a log whose last lines are requested."""
 MAX_LINE_BYTES = 64 * 1024
@@ -220,7 +220,7 @@ def follow_run(run: RunDirectory) -> Followed:
 
 
 def find_logs(run: RunDirectory, which: str | None) -> list[tuple[str, Path]]:
-    """Return names and paths of the run's logs: all, or that of a rank, a node, MPIRUN or OWN.
+    """Return names and paths of the run's logs: all, or that of a rank, a node, or OWN.
 
     Raises InputError for a log that does not exist.
     """
@@ -228,8 +228,7 @@ def find_logs(run: RunDirectory, which: str | None) -> list[tuple[str, Path]]:
         names = [str(rank["node"]) for rank in run.load_manifest()["plan"]["ranks"]]
     except InputError:
         names = [f"rank-{number}" for number, _ in enumerate(run.logs.glob("rank-*.log"))]
-    known = {OWN: run.own_log, MPIRUN: run.mpirun_log}
-    logs = {name: path for name, path in known.items() if path.exists()}
+    logs = {OWN: run.own_log} if run.own_log.exists() else {}
     for number, node in enumerate(names):
         if which in (str(number), node):
             which = node

@@ -6,8 +6,8 @@ Whatever happens, no process of the run is left on any machine: processes with i
 import os
 import secrets
 import time
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack, suppress
+from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -15,27 +15,23 @@ from typing import Protocol
 
 from csdctl.documents import save_json
 from csdctl.energy.sampler import PowerSampler
-from csdctl.errors import DeadlineError, InputError, RunError
-from csdctl.fleet.model import HOST_NAME, SERVER_MARK
-from csdctl.launch.leftovers import describe_holder, end_run
-from csdctl.launch.mpi_job import add_mpirun_traffic, add_rank_traffic
-from csdctl.launch.mpirun import Mpirun
+from csdctl.errors import DeadlineError, RunError
+from csdctl.fleet.model import HOST_NAME
+from csdctl.launch.leftovers import describe_holder
 from csdctl.reporting.results import COMPLETED, FAILED, STOPPED, RunSummary, read_results
 from csdctl.runs.directory import EventLog, RunDirectory, keep_step_file
 from csdctl.shipping.store import StoredFile, store_bytes
 from csdctl.supervision.event_callbacks import EventCallbacks
 from csdctl.supervision.rank_processes import AttachRank
-from csdctl.supervision.run_setup import RankStarter, RunSetup
-from csdctl.supervision.supervisor import USER, Supervisor
-from csdctl.worker.protocol.events import Event, Joined, Traffic
+from csdctl.supervision.supervisor import USER
+from csdctl.worker.protocol.events import Event
 from csdctl.worker.protocol.json_codec import to_json
-from csdctl.worker.protocol.orders import ALLREDUCE, STAR
-from csdctl.worker.protocol.recipe import BF16
-from csdctl.worker.protocol.run_spec import STEPPING, RunSpec
+from csdctl.worker.protocol.run_spec import RunSpec
 from csdctl.workflows.data.files import OnDelivery, deploy_files
 from csdctl.workflows.data.prepare import PreparationObserver
-from csdctl.workflows.preflight.doctor import Examination, explain_failure, find_obstacles
-from csdctl.workflows.train.spec import COLLECTIVES, MEASURED, RunInputs, TrainOptions
+from csdctl.workflows.preflight.doctor import Examination, explain_failure
+from csdctl.workflows.preflight.ranks import Conditions, run_spec
+from csdctl.workflows.train.spec import RunInputs, TrainOptions
 from csdctl.workflows.workspace.workspace import Workspace
 
 
@@ -84,82 +80,16 @@ def run_ranks(
     for name in nodes:
         files[name] += for_servers if fleet.server_of(name) == name else []
     deploy_files(files, fleet, space.sessions, on_delivery)
-    sessions = {name: space.sessions[name] for name in (HOST_NAME, *nodes)}
-    obstacles = find_obstacles(fleet, sessions, prepared.worker.path)
-    mpirun = Mpirun(fleet, space.facts, run, sessions, prepared.worker.path, obstacles, spec.link_key)
-    traffic: dict[int, Traffic] = {}
-
-    def handle_event(event: Event) -> None:
-        if isinstance(event, Traffic):
-            traffic[event.generation] = event  # its counts are those of the group so far
-        on_event(event)
-
-    with ExitStack() as stack:
-        starter = RankStarter(
-            spec, stored_spec.path, mpirun, space.project.root, stack, attached or {}, space.ledger.add
-        )
-        setup = replace(_build_setup(inputs, starter, options, nodes), should_stop=should_stop)
-        supervisor = Supervisor(setup, handle_event)
-        is_over = False
-        try:
-            supervisor.run()
-            is_over = True  # what is left of the run is on the disk of this machine
-        finally:
-            # End all processes first: a full disk must not prevent that.
-            end_run(run.run_id, sessions, fleet, is_removing=is_over)
-            space.ledger.run = run.run_id
-            space.ledger.add(add_rank_traffic(traffic.values(), [rank.node for rank in spec.ranks]))
-            space.ledger.add(add_mpirun_traffic(supervisor.outcomes, fleet))
-    return supervisor.stopped_by
-
-
-def _build_setup(
-    inputs: RunInputs, starter: RankStarter, options: TrainOptions, nodes: Sequence[str]
-) -> RunSetup:
-    """Return what the supervisor needs; `nodes` are the nodes that take part."""
-    ranks, patience = inputs.spec.ranks, options.deadlines
-    if inputs.spec.task.name not in STEPPING:
-        patience = replace(patience, silence_s=12 * patience.silence_s)  # an hour in place of 5 minutes
-    return RunSetup(
-        run_id=inputs.directory.run_id,
-        nodes=[rank.node for rank in ranks],
-        start_rank=starter.start,
-        restart_rank=starter.restart,
-        start_links=starter.start_links,
-        log_directory=inputs.directory.logs,
+    conditions = Conditions(
         # A host that sits out cannot continue alone.
-        min_nodes=min(max(options.min_nodes, ranks[0].batch_size == 0), len(nodes)),
-        is_resumable=inputs.spec.num_checkpoints > 0,
-        patience=patience,
-        collective=_choose_collective(inputs, options),
-        servers=[rank.server for rank in ranks],
-        absent=tuple(rank.rank for rank in ranks if rank.node not in (HOST_NAME, *nodes)),
+        min_nodes=min(max(options.min_nodes, spec.ranks[0].batch_size == 0), len(nodes)),
+        is_resumable=spec.num_checkpoints > 0,
+        patience=options.deadlines,
+        should_stop=should_stop,
+        attached=attached or {},
+        model_bytes=prepared.model.weights.size,
     )
-
-
-def _choose_collective(inputs: RunInputs, options: TrainOptions) -> str:
-    """Return the collective to use, '' to measure; a resumed run keeps its own, for identical sums.
-
-    Only between servers are several measured: a star checks what each node sends, and needs no connection
-    between nodes.
-    """
-    if options.collective == ALLREDUCE and inputs.spec.recipe.compression == BF16:
-        raise InputError(
-            f"MPI's {ALLREDUCE} does not add bfloat16, which recipe.compression asks for",
-            remedy=f"train with --collective {STAR}, or remove recipe.compression",
-        )
-    if options.collective != MEASURED:
-        return options.collective
-    nodes = [rank.node for rank in inputs.spec.ranks]
-    default = "" if any(rank.server for rank in inputs.spec.ranks) else STAR
-    # Of several servers, one may have remained: its nodes are still named after it.
-    is_reduced = default == STAR and any(SERVER_MARK in node for node in nodes)
-    if is_reduced or not inputs.directory.events.exists():
-        return default
-    for event in inputs.directory.read_events(nodes):
-        if isinstance(event, Joined) and event.rank == 0:
-            return event.collective if event.collective in COLLECTIVES else default
-    return default
+    return run_spec(spec, stored_spec.path, run, prepared.worker.path, space, on_event, conditions)
 
 
 class RunObserver(PreparationObserver, Protocol):

@@ -16,7 +16,6 @@ from csdctl.errors import InputError
 from csdctl.fleet.model import HOST_NAME, Fleet
 from csdctl.fleet.names import format_node_names
 from csdctl.job.model import Job
-from csdctl.launch.mpirun import check_network
 from csdctl.placement.equation1 import Placed, PlacementError, RankLoad, place_shards
 from csdctl.runs.directory import RunDirectory
 from csdctl.shipping.store import StoredFile
@@ -24,15 +23,11 @@ from csdctl.supervision.event_callbacks import Callback
 from csdctl.supervision.run_setup import Patience
 from csdctl.tuning.plan import DATA_PARALLEL, FEATURES, SPLIT, STRATEGIES, Plan, RankPlan
 from csdctl.worker.protocol.features import FLOAT32, PRECISIONS
-from csdctl.worker.protocol.orders import COLLECTIVE_NAMES
 from csdctl.worker.protocol.run_spec import DatasetSlice, RankSpec, RunSpec, SplitSpec
 from csdctl.workflows.data.files import OnDelivery, cut_shards, whole
 from csdctl.workflows.data.prepare import PreparationObserver, Prepared
 from csdctl.workflows.workspace.workspace import Workspace
 
-MEASURED = "auto"
-"""The ranks measure which collective is faster."""
-COLLECTIVES = (MEASURED, *COLLECTIVE_NAMES)
 AUTO = "auto"
 """The strategy that the plan names: `tune` has compared them."""
 
@@ -53,8 +48,6 @@ class TrainOptions:
     """Time between two checkpoints, besides those after each epoch; None: 600 s, or as the resumed run."""
     num_checkpoints: int | None = None
     """Checkpoints to keep, besides the best; None: 3, or as the resumed run."""
-    collective: str = MEASURED
-    """How gradients are summed, as `csdctl train --collective`."""
     callbacks: tuple[Callback, ...] = ()
     """Called with every event of the run, in threads of their own."""
     strategy: str = AUTO
@@ -67,7 +60,6 @@ class TrainOptions:
     """For `split`: of each rank's batch."""
 
     def __post_init__(self) -> None:
-        _check_choice("collective", self.collective, COLLECTIVES)
         check_strategy(self.strategy, self.cut)
         _check_choice("feature-precision", self.feature_precision, PRECISIONS)
         if self.strategy != AUTO:
@@ -149,7 +141,6 @@ def place_plan(plan: Plan, prepared: Prepared, job: Job, fleet: Fleet) -> list[P
             f"the plan needs {format_node_names(missing)}, not among the selected nodes of {fleet.path}",
             remedy="run `csdctl tune` again for these nodes",
         )
-    check_network(fleet.network)
     try:
         return place_ranks(plan.ranks, prepared, job)
     except PlacementError as error:

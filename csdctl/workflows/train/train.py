@@ -14,7 +14,7 @@ from csdctl.errors import InputError
 from csdctl.fleet.model import Fleet, keep_nodes
 from csdctl.fleet.names import format_node_names
 from csdctl.job.model import Job
-from csdctl.launch.mpirun import check_network, find_mpirun
+from csdctl.launch.mpirun import find_mpirun
 from csdctl.notify import Say
 from csdctl.placement.equation1 import steps_per_epoch
 from csdctl.reporting.privacy import check_accountant
@@ -106,7 +106,6 @@ def resume(
     Ranks on nodes outside the fleet stay absent; the others take over their public samples.
     """
     job, prepared, space = context.job, context.prepared, context.space
-    check_network(space.fleet.network)
     spec, manifest = load_spec(run), _load_manifest(run)
     before = manifest.data
     planned = {rank.node for rank in manifest.plan.ranks}

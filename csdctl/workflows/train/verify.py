@@ -54,7 +54,7 @@ def judge(verified: Verified, nodes: Sequence[str], differences: Mapping[str, st
             False,
             f"the ranks did not get the sum of their vectors: an element is off by "
             f"{verified.sum_difference:.1e} of its terms, and rounding explains {verified.sum_rounding:.1e}",
-            f"the {verified.collective} collective is at fault: please report it, with `csdctl discover`",
+            "the sum is at fault: please report it, with `csdctl discover`",
         )
     if wrong := [at for at, rank in enumerate(found) if rank.is_sharp and rank.difference > rank.tolerance]:
         return _judge_wrong(verified, nodes, wrong, differences or {})

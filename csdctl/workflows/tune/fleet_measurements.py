@@ -16,7 +16,7 @@ from csdctl.fleet.model import HOST_NAME, Fleet
 from csdctl.fleet.names import names_by_value
 from csdctl.job.model import Job, python_files
 from csdctl.perfmodel.prediction import StepTime
-from csdctl.runs.measurements import COLLECTIVE, PROBE, TRIAL, MeasurementStore
+from csdctl.runs.measurements import PROBE, SUM, TRIAL, MeasurementStore
 from csdctl.tuning.fleet_model import (
     ClassModel,
     FleetModel,
@@ -37,7 +37,7 @@ from csdctl.tuning.measurements import (
     compare_trials,
 )
 from csdctl.worker.protocol.datasets import DatasetInfo
-from csdctl.worker.protocol.events import CollectiveTimed
+from csdctl.worker.protocol.events import SumTimed
 from csdctl.worker.protocol.run_spec import Runtime
 from csdctl.workflows.train.plan import default_runtime
 
@@ -101,16 +101,15 @@ class FleetMeasurements:
 
     def collectives(self) -> list[CollectiveMeasurement]:
         """Return the sums that were timed on such a fleet before."""
-        return self._store.find(COLLECTIVE, self._fleet_class.key)
+        return self._store.find(SUM, self._fleet_class.key)
 
-    def store_collectives(self, timed: Sequence[CollectiveTimed]) -> list[CollectiveMeasurement]:
+    def store_collectives(self, timed: Sequence[SumTimed]) -> list[CollectiveMeasurement]:
         """Store new timings of sums, and return them as measurements."""
         now = time.time()
         kept = [
-            CollectiveMeasurement(timing.collective, timing.num_ranks, timing.num_bytes, timing.sum_s, now)
-            for timing in timed
+            CollectiveMeasurement(len(timing.ranks), timing.num_bytes, timing.sum_s, now) for timing in timed
         ]
-        self._store.add(COLLECTIVE, self._fleet_class, kept)
+        self._store.add(SUM, self._fleet_class, kept)
         return kept
 
     def store_probes(self, model: FleetModel, outcomes: Mapping[str, ProbeOutcome]) -> None:
@@ -152,8 +151,8 @@ class FleetMeasurements:
         now, result = time.time(), tried.result
         num_ranks, vector_bytes = len(tried.ranks), self.features.vector_bytes
         if num_ranks > 1:
-            summed = CollectiveMeasurement(result.collective, num_ranks, vector_bytes, result.sum_s, now)
-            self._store.add(COLLECTIVE, self._fleet_class, [summed])
+            summed = CollectiveMeasurement(num_ranks, vector_bytes, result.sum_s, now)
+            self._store.add(SUM, self._fleet_class, [summed])
         ranks = tuple(
             TrialRank(self._machine_classes[rank.node].key, rank.batch_size, rank.runtime)
             for rank in tried.ranks

@@ -5,7 +5,7 @@ same time, as in training: what they share (the host's cores, the tunnel, the po
 measurement.
 
 The speed of single machines does not predict the fleet: ranks wait for the slowest of many noisy steps, and
-for the sum. In a trial, the ranks of a plan take a few steps together, with the links, the collective and the
+for the sum. In a trial, the ranks of a plan take a few steps together, with the links, the sums and the
 processes of a training run, and with random samples. It reads no data, and keeps no output.
 """
 
@@ -32,7 +32,7 @@ from csdctl.transport.program import MAX_PRINTED_LINES, Nothing, Patience, Progr
 from csdctl.transport.session import Conversation, Deadline, Session
 from csdctl.tuning.fleet_model import ProbeOutcome, TrialResult, predict_peak_bytes, rank_memory_bytes
 from csdctl.tuning.plan import RankPlan
-from csdctl.worker.protocol.events import CollectiveTimed, EpochEnd, Event, Finished, Joined
+from csdctl.worker.protocol.events import EpochEnd, Event, Finished, Joined, SumTimed
 from csdctl.worker.protocol.json_codec import RESULT, to_json, to_tagged
 from csdctl.worker.protocol.probe import AttachRequest, ProbeRequest, ProbeResult, ProbeSpec
 from csdctl.worker.protocol.run_spec import (
@@ -139,7 +139,8 @@ def _build_spec(
 
 def read_trial(events: Sequence[Event], nodes: Sequence[str]) -> TrialResult:
     """Sum up the events of the ranks on `nodes`; raises RunError unless all took all steps undisturbed."""
-    joined = [event for event in events if isinstance(event, Joined) and event.rank == 0]
+    joined = [event for event in events if isinstance(event, Joined)]
+    timed = [event.sum_s for event in events if isinstance(event, SumTimed)]
     ended = {event.rank: event for event in events if isinstance(event, EpochEnd)}
     memory = {event.rank: event.peak_memory_bytes for event in events if isinstance(event, Finished)}
     tally, reports = Tally(), defaultdict[int, list[Amounts]](list)
@@ -155,7 +156,7 @@ def read_trial(events: Sequence[Event], nodes: Sequence[str]) -> TrialResult:
         or not done.steps
         or not (done.compute_s > 0 or rank == 0)  # the host may sit out
     ]
-    if missing or len({event.generation for event in joined}) > 1:
+    if missing or len(joined) > 1:
         what = (
             f"ended before {format_node_names(missing)} had done all steps" if missing else "lost its links"
         )
@@ -167,8 +168,7 @@ def read_trial(events: Sequence[Event], nodes: Sequence[str]) -> TrialResult:
         samples_per_s=host.throughput or 0.0,
         compute_s=tuple(done.compute_s / done.steps for done in counted),
         wall_s=ended[0].wall_s,
-        collective=joined[-1].collective,
-        sum_s=joined[-1].sum_s,
+        sum_s=timed[-1] if timed else 0.0,
         peak_memory_bytes=tuple(memory.get(rank) for rank in range(len(nodes))),
         error=standard_error([one.step_s / one.steps for one in _later(reports[0]) if one.steps]),
     )
@@ -300,12 +300,12 @@ class FleetMeasurer:
         found = zip(names, self._pool.map(busy_cores, names), strict=True)
         return {name: round(cores, 1) for name, cores in found if cores >= BUSY_CORES}
 
-    def time_sums(self, sizes: Sequence[tuple[int, int]]) -> list[CollectiveTimed]:
-        """Time sums over (number of ranks, bytes of a rank's vector)."""
+    def time_sums(self, sum_bytes: Sequence[int], sum_ranks: Sequence[int]) -> list[SumTimed]:
+        """Time sums of vectors of each size, over each number of ranks and over all."""
         space = self._space
         for name in space.fleet.machines:
             self._watch.on_machine(name, SUMMING)
-        timed = measure_sums(space, sizes)
+        timed = measure_sums(space, sum_bytes, sum_ranks)
         for name in space.fleet.machines:
             self._watch.on_machine(name, IDLE)
         self.measuring_s += sum(timing.sum_s for timing in timed)

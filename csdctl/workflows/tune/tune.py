@@ -84,7 +84,6 @@ from csdctl.tuning.strategies import (
     spread_cuts,
 )
 from csdctl.worker.protocol.model_info import CutInfo
-from csdctl.worker.protocol.orders import MAX_TIMED_SUM_S
 from csdctl.worker.protocol.probe import PartsSpec, PartTimes, ProbeRequest
 from csdctl.worker.protocol.recipe import BF16
 from csdctl.worker.protocol.run_spec import Prefix, Runtime, SplitSpec
@@ -169,7 +168,7 @@ class TuneOptions:
 
 
 SUM_BYTES = (1 << 16, 1 << 20, 1 << 23)
-"""Sizes of the vectors whose sums are timed, besides the model's own."""
+"""Sizes of the vectors whose sums are timed, besides the model's own, which is the largest."""
 FIRST_TRIAL_S, TRIAL_S = 3.0, 5.0
 """Predicted duration of a trial; the first one after probes, which may lead to a second, is shorter."""
 MIN_STEPS, MAX_STEPS = 2, 1000
@@ -239,12 +238,9 @@ class FitTuner:
         known = self.measurements.collectives()
         if not any(_covers(sums, num_ranks, model.vector_bytes) for sums in known):
             self.say(f"timing sums over {num_ranks} ranks")
-            sizes = [
-                (ranks, size)
-                for ranks in sorted({min(2, num_ranks), num_ranks})
-                for size in sorted({*SUM_BYTES, model.vector_bytes})
-            ]
-            known = [*known, *self.measurements.store_collectives(self.measurer.time_sums(sizes))]
+            smaller = [size for size in SUM_BYTES if size < model.vector_bytes]
+            timed = self.measurer.time_sums([*smaller, model.vector_bytes], [2])
+            known = [*known, *self.measurements.store_collectives(timed)]
         model = replace(model, collective_cost=fit_collective(known))
         self.say(
             f"a sum of the model's {model.vector_bytes / 1e6:.1f} MB over {num_ranks} ranks takes "
@@ -389,9 +385,8 @@ def _rate(tried: TriedPlan) -> float:
 
 
 def _covers(sums: CollectiveMeasurement, num_ranks: int, num_bytes: int) -> bool:
-    """Return whether a sum over the ranks was timed that is as large, or nearly too slow to be timed."""
-    forecast_s = sums.seconds * num_bytes / max(1, sums.num_bytes)
-    return sums.num_ranks == num_ranks and (sums.num_bytes >= num_bytes or forecast_s > MAX_TIMED_SUM_S)
+    """Return whether a sum over the ranks was timed that is as large."""
+    return sums.num_ranks == num_ranks and sums.num_bytes >= num_bytes
 
 
 CONFIRM_DURATION_S = 3.0

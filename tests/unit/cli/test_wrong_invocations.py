@@ -90,7 +90,6 @@ BAD_VALUES = [
     ("train --batch-size x", "must be a whole number (received 'x')"),
     ("train --min-nodes -1", "must be greater than or equal to 0"),
     ("train --strategy nope", "'nope' is not one of 'auto', 'data-parallel"),
-    ("train --collective ring", "'ring' is not one of 'auto', 'star', 'all"),
     ("train --keep 0", "must be greater than or equal to 1"),
     ("train --feature-precision float8", "'float8' is not one of 'float32',"),
     ("tune --method nope", "'nope' is not one of 'fit', 'stannis'"),

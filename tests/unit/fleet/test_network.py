@@ -1,4 +1,4 @@
-"""Names that mpirun takes for its own machine, or for one another."""
+"""Names by which the host knows itself."""
 
 import socket
 from pathlib import Path
@@ -7,24 +7,20 @@ import pytest
 
 from csdctl.errors import InputError
 from csdctl.fleet.fleet_file import load_fleet
-from csdctl.fleet.network import find_ambiguous, means_host, own_names
+from csdctl.fleet.network import means_host, own_names
 
 OWN = frozenset({"host", "localhost", "server", "192.0.2.2", "127.0.0.1"})
 
 
-def test_names_of_the_host_and_equal_names_of_nodes_are_recognized_and_no_others() -> None:
+def test_names_of_the_host_are_recognized_and_no_others() -> None:
     assert {"host", "localhost", "127.0.0.1", socket.gethostname().partition(".")[0].lower()} <= own_names()
     same = ["server", "SERVER", "server.lab", "localhost", "LocalHost.x", "host", "192.0.2.2"]
     other = ["server1", "csd0", "csd0.server", "192.0.2.3", "192", "server-2", "127.0.0.2"]
     assert [name for name in (*same, *other) if means_host(name, OWN)] == same
-    names = ["csd0.a", "csd1.a", "csd0.b", "10.1.1.2", "10.1.1.3", "csd1.a"]
-    assert list(find_ambiguous(names)) == [("csd0.a", "csd0.b")]
 
 
-def test_node_with_the_name_of_the_host_must_be_renamed(tmp_path: Path) -> None:
-    (tmp_path / "fleet.yaml").write_text(
-        f"nodes: [{{name: {socket.gethostname().upper()}, address: 192.0.2.1}}]\n"
-    )
-    with pytest.raises(InputError, match="mpirun would take it for this host") as raised:
+def test_node_with_csdctls_name_of_the_host_must_be_renamed(tmp_path: Path) -> None:
+    (tmp_path / "fleet.yaml").write_text("nodes: [{name: host, address: 192.0.2.1}]\n")
+    with pytest.raises(InputError, match="csdctl calls its own machine so") as raised:
         load_fleet(tmp_path / "fleet.yaml")
     assert raised.value.remedy == "give the node another `name`; its `address` may stay"

@@ -5,27 +5,25 @@ from pathlib import Path
 
 import pytest
 
-from csdctl.errors import InputError
-from csdctl.fleet.facts import Facts
 from csdctl.fleet.model import HOST_NAME
-from csdctl.launch.mpirun import RankCommand, build_mpirun_command, check_network, choose_prefix
-from csdctl.worker.protocol.events import Exited, event_from_line
+from csdctl.launch.link_ends import End
+from csdctl.launch.mpi_job import ENDED
+from csdctl.launch.mpirun import RankCommand, build_mpirun_command
 
 GOLDEN = Path(__file__).parent / "golden" / "mpirun_command"
-RANKS = (
-    RankCommand(0, HOST_NAME, ("/venv/bin/python", "-u", "w.pyz", "rank", "--spec", "s.json")),
-    RankCommand(
-        1, "csd0", ("python3", "-u", "w.pyz", "rank", "--spec", "s.json", "--marker", "csdctl-run=r/csd0")
-    ),
-    RankCommand(2, "csd1", ("/opt/my python/bin/python", "-u", "w.pyz", "rank", "--spec", "it's; $HOME `x`")),
+PYTHON = "/opt/my python/bin/python"
+LINK = ("-u", "w.pyz", "link", "--rank", "3", "--marker", "csdctl-run=r/it's; $HOME `x`")
+ENDS = (
+    RankCommand(0, HOST_NAME, ("/venv/bin/python", *LINK), "eth0"),
+    RankCommand(3, "csd2", (PYTHON, *LINK), "csd"),
 )
 
 
 def build(
-    network: str = "10.1.1.0/24", ranks: tuple[RankCommand, ...] = RANKS, *, has_ipv4: bool = True
+    address: str = "10.1.1.1", ends: tuple[RankCommand, ...] = ENDS, interface: str = "eth0"
 ) -> list[str]:
-    mpirun = Path("/venv/bin/mpirun")
-    return build_mpirun_command(mpirun, "/opt/venv", network, ranks, run_id="20260101", has_ipv4=has_ipv4)
+    near = End(interface, (address,), address)
+    return build_mpirun_command(Path("/venv/bin/mpirun"), "/opt/venv", near, ends, run_id="20260101")
 
 
 def contexts(command: list[str]) -> list[list[str]]:
@@ -57,64 +55,44 @@ def run_context(words: list[str], home: Path) -> "subprocess.CompletedProcess[st
 @pytest.mark.parametrize("argument", ["a b", "it's", "$HOME", "`id`", 'say "x"', "a;b", "a\\b", "*", "ü"])
 def test_special_characters_in_arguments_survive(tmp_path: Path, argument: str) -> None:
     for node in (HOST_NAME, "csd0"):
-        (words,) = contexts(build(ranks=(RankCommand(3, node, ("printf", "%s|", argument, "end")),)))
+        number = int(node != HOST_NAME)
+        (words,) = contexts(build(ends=(RankCommand(number, node, ("printf", "%s|", argument, "end"), "x"),)))
         done = run_context(words, tmp_path)
         assert (done.returncode, done.stdout) == (0, f"{argument}|end|")
 
 
-def test_rank_on_a_node_starts_in_its_home_and_one_on_the_host_in_the_project(tmp_path: Path) -> None:
-    here = run_context(contexts(build(ranks=(RankCommand(0, HOST_NAME, ("pwd",)),)))[0], tmp_path)
-    there = run_context(contexts(build(ranks=(RankCommand(1, "csd0", ("pwd",)),)))[0], tmp_path)
+def test_end_on_a_node_starts_in_its_home_and_the_other_in_the_project(tmp_path: Path) -> None:
+    here = run_context(contexts(build(ends=(RankCommand(0, HOST_NAME, ("pwd",), "x"),)))[0], tmp_path)
+    there = run_context(contexts(build(ends=(RankCommand(1, "csd0", ("pwd",), "x"),)))[0], tmp_path)
     assert here.stdout.strip() == os.getcwd()
     assert there.stdout.strip() == str(tmp_path)
 
 
 @pytest.mark.parametrize(("ending", "code"), [("exit 3", 3), ("kill -9 $$", 137)])
-def test_rank_that_fails_is_reported_with_its_node(tmp_path: Path, ending: str, code: int) -> None:
-    ranks = (RANKS[0], RankCommand(1, "csd-1.a_b", ("sh", "-c", ending)))
-    done = run_context(contexts(build(ranks=ranks))[1], tmp_path)
+def test_end_that_fails_is_reported_with_its_machine(tmp_path: Path, ending: str, code: int) -> None:
+    ends = (ENDS[0], RankCommand(1, "csd-1.a_b", ("sh", "-c", ending), "x"))
+    done = run_context(contexts(build(ends=ends))[1], tmp_path)
     assert done.returncode == code
-    assert event_from_line(done.stdout.strip()) == Exited(1, "csd-1.a_b", code)
+    assert done.stdout == f"{ENDED}csd-1.a_b {code}\n"
+
+
+def test_each_end_uses_the_interface_of_its_own_machine(tmp_path: Path) -> None:
+    show = ("sh", "-c", "echo $OMPI_MCA_btl_tcp_if_include")
+    ends = (RankCommand(0, HOST_NAME, show, "eth0"), RankCommand(1, "csd0", show, "mpi3"))
+    assert [run_context(words, tmp_path).stdout for words in contexts(build(ends=ends))] == [
+        "eth0\n",
+        "mpi3\n",
+    ]
 
 
 @pytest.mark.parametrize(
-    ("network", "of_ranks", "of_daemons"),
-    [
-        ("10.1.1.0/24", "10.1.1.0/24", "10.1.1.0/24"),
-        ("", None, None),
-        ("127.0.0.0/8", "127.0.0.0/8", None),  # PRRTE never uses the loopback
-    ],
+    ("address", "of_daemons", "disabled"),
+    [("10.1.1.1", "eth0", "6"), ("fd91::1", "eth0", "4"), ("127.0.0.1", None, "6"), ("::1", None, "4")],
 )
-def test_network_is_passed_to_ranks_and_daemons(
-    network: str, of_ranks: str | None, of_daemons: str | None
+def test_daemons_use_the_interface_unless_it_is_the_loopback(
+    address: str, of_daemons: str | None, disabled: str
 ) -> None:
-    command = build(network)
-    assert after(command, "btl_tcp_if_include") == of_ranks
+    """PRRTE never uses the loopback."""
+    command = build(address)
     assert after(command, "prte_if_include") == of_daemons
-    assert "" not in command
-
-
-@pytest.mark.parametrize(
-    ("network", "has_ipv4", "disabled"),
-    [("", True, "6"), ("", False, None), ("10.1.1.0/24", False, "6"), ("fd91::/64", True, "4")],
-)
-def test_ipv6_is_not_used_between_machines_that_reach_each_other_by_ipv4(
-    network: str, has_ipv4: bool, disabled: str | None
-) -> None:
-    assert after(build(network, has_ipv4=has_ipv4), "btl_tcp_disable_family") == disabled
-
-
-def test_network_that_this_host_cannot_use_is_rejected_with_its_addresses_or_a_command_that_helps() -> None:
-    with pytest.raises(InputError, match=r"no address in 203\.0\.113\.0/24, it has .*127\.0\.0\.1"):
-        check_network("203.0.113.0/24")
-    with pytest.raises(InputError, match="only the loopback, expected another interface") as caught:
-        check_network("127.0.0.0/8", ["127.0.0.1"])
-    assert "ip link add" in caught.value.remedy
-    check_network("127.0.0.0/8", ["127.0.0.1", "192.0.2.1"])
-
-
-def test_prefixes_of_the_given_nodes_must_agree() -> None:
-    facts = {name: Facts(name, prefix=f"/opt/{name}") for name in ("csd0", "csd1")}
-    assert choose_prefix(["csd0"], facts) == "/opt/csd0"
-    with pytest.raises(InputError, match="/opt/csd0, /opt/csd1"):
-        choose_prefix(["csd0", "csd1"], facts)
+    assert after(command, "btl_tcp_disable_family") == disabled

@@ -13,10 +13,8 @@ from csdctl.worker.protocol.events import (
     Event,
     Finished,
     Joined,
-    LinkLost,
     NodeBack,
     NodeLost,
-    Paused,
     Progress,
     Ready,
     Rebalanced,
@@ -64,17 +62,18 @@ class History:
         self.time_s = 1000.0
         self.sizes = {rank: random.randint(3, 20) for rank in range(len(NODES))}
         self.members = list(range(len(NODES)))
-        self.generation = self.epoch = 1
+        self.epoch = 1
         self.step = self.total_steps = self.epoch_samples = self.samples_before = 0
         self.checkpoints = [(1, 0, 0, 0, 0)]
         self.sessions = 1
         self._start(self.members)
-        self._join()
+        self._begin()
         while self.epoch <= epochs:
             self._take_step()
             if self._breaks > 0 and random.random() < 0.25:
                 self._breaks -= 1
-                random.choice([self._lose_node, self._lose_host, self._rebalance, self._stop, self._vanish])()
+                breaks = self._lose_node, self._return_node, self._lose_host, self._rebalance, self._stop
+                random.choice([*breaks, self._vanish])()
             if self.epoch_samples >= EPOCH_SAMPLES:
                 self._end_epoch()
         for rank in self.members:
@@ -94,20 +93,21 @@ class History:
         for rank in ranks:
             self._send(Ready(rank, NODES[rank], 100))
 
-    def _join(self) -> None:
-        sizes = {str(rank): self.sizes[rank] for rank in self.members}
-        for rank in self.random.sample(self.members, len(self.members)):
+    def _join(self, newcomers: list[int], *lost: int, is_start: bool = False) -> None:
+        """Rank 0 says who takes part; newcomers have reported nothing since."""
+        for rank in newcomers:
             self.ranks[rank].since_report, self.ranks[rank].since_joined = Done(), Done()
-            position = self.generation, self.epoch, self.step, 99, self.total_steps
-            self._send(Joined(rank, NODES[rank], *position, sizes, "star", 0.01, 0, self.epoch_samples))
+        sizes = {str(rank): self.sizes[rank] for rank in self.members}
+        why = tuple((rank, "no answer") for rank in lost)
+        position = self.epoch, self.step, 99, self.total_steps
+        self._send(Joined(0, NODES[0], *position, sizes, is_start, why, 0, self.epoch_samples))
 
-    def _rejoin(self) -> None:
+    def _begin(self) -> None:
         self.time_s += self.random.uniform(1.0, 9.0)
-        self.generation += 1
-        self._join()
+        self._join(self.members, is_start=True)
 
     def _take_step(self, without: int | None = None) -> None:
-        """All members take a step; one of them may be lost before it can count it."""
+        """All members take a step, which one of them may not count: it is lost in it."""
         step_s = self.random.uniform(0.05, 0.5)
         self.time_s += step_s
         count = min(sum(self.sizes[rank] for rank in self.members), EPOCH_SAMPLES - self.epoch_samples)
@@ -138,36 +138,58 @@ class History:
         counts = {name: getattr(done, name) for name in ("steps", "samples", "global_samples")}
         return counts | times
 
-    def _lose_link(self, lost: int | None) -> None:
-        """All members but `lost` report what they did, and that they lost the link."""
-        for rank in self.members:
-            if rank != lost:
-                self._report(rank)
-                self._send(LinkLost(rank, NODES[rank], self.generation, self.epoch, self.step))
-
     def _lose_node(self) -> None:
+        """A node is lost, in a step or between two: with its process, or its link alone."""
         nodes = self.members[1:]
         if not nodes:
             return
         lost = self.random.choice(nodes)
-        self._lose_link(lost)
-        self._send(NodeLost(lost, NODES[lost], "no answer"))
+        if self.random.random() < 0.5 and self.epoch_samples < EPOCH_SAMPLES:
+            self._take_step(without=lost)
+        self._drop_node(lost)
+
+    def _drop_node(self, lost: int) -> None:
+        """The others go on without a node; csdctl may know of it before rank 0 does, or after."""
+        if self.random.random() < 0.5:  # its process lives
+            self._report(lost)
         self.members = [rank for rank in self.members if rank != lost]
-        if self.random.random() < 0.7:
-            self._rejoin()
-            self._send(NodeBack(lost, NODES[lost]))
-        else:
-            self.members = sorted([*self.members, lost])
-            self._rejoin()
+        said = [lambda: self._join([], lost), lambda: self._send(NodeLost(lost, NODES[lost], "no answer"))]
+        for say in self.random.sample(said, 2):
+            say()
+
+    def _return_node(self) -> None:
+        """A lost node takes part again, in the middle of an epoch or at its beginning."""
+        absent = [rank for rank in range(len(NODES)) if rank not in self.members]
+        if not absent:
+            return
+        back = self.random.choice(absent)
+        self.members = sorted([*self.members, back])
+        self._join([back])
+        self._send(NodeBack(back, NODES[back]))
 
     def _lose_host(self) -> None:
-        """The host's rank is killed: after a step that the others have counted, or between two."""
+        """The host's rank is killed: after a step that the others have counted, or between two.
+
+        It begins alone, and the others join it.
+        """
         if self.random.random() < 0.5 and self.epoch_samples < EPOCH_SAMPLES:
             self._take_step(without=0)
-        self._lose_link(0)
+        others = self.members[1:]
+        for rank in others:
+            self._report(rank)
         self.ranks[0] = Rank(self.random.randint(1, 6))
+        self._send(NodeLost(0, NODES[0], "killed"))
         self._send(Ready(0, NODES[0], 100))
-        self._rejoin()
+        self.members = [0]
+        self._begin()
+        self._send(NodeBack(0, NODES[0]))
+        while others:
+            if self.random.random() < 0.3 and self.epoch_samples < EPOCH_SAMPLES:
+                self._take_step()
+            joining = self.random.sample(others, self.random.randint(1, len(others)))
+            others = [rank for rank in others if rank not in joining]
+            self.members = sorted([*self.members, *joining])
+            self._join(joining)
 
     def _rebalance(self) -> None:
         self.sizes = {rank: max(1, size + self.random.randint(-2, 2)) for rank, size in self.sizes.items()}
@@ -195,12 +217,12 @@ class History:
         self.sessions += 1
         self.members = list(range(len(NODES)))
         self._start(self.members)
-        self._rejoin()
+        self._begin()
 
     def _end_epoch(self) -> None:
         self.time_s += 0.3
-        is_lost_there = self.random.random() < 0.2
-        for rank in self.members:
+        lost_there = self.random.choice([0, 1, None, None, None, None])
+        for rank in self.random.sample(self.members, len(self.members)):
             done = self.ranks[rank]
             done.since_joined.wall_s += 0.3  # evaluation
             fields = self._rounded(done.since_joined)
@@ -209,16 +231,16 @@ class History:
             own = overall if rank == 0 else {}
             self._send(EpochEnd(rank, NODES[rank], self.epoch, weights_hash="hash", **fields, **own))
             done.since_report, done.since_joined = Done(), Done()
-        if is_lost_there:  # the end of the epoch is repeated, without steps
-            self._lose_link(None)
-            self._rejoin()
+        if lost_there == 0:  # the end of the epoch is repeated, without steps
+            self._lose_host()
             self._end_epoch()
             return
         self.samples_before += self.epoch_samples
         self.epoch, self.step, self.epoch_samples = self.epoch + 1, 0, 0
         self.checkpoints.append((self.epoch, 0, self.total_steps, 0, self.samples_before))
-        if len(self.members) < len(NODES) and self.epoch <= self.epochs:  # a lost node is back
-            for rank in self.members:
-                self._send(Paused(rank, NODES[rank], self.generation))
-            self.members = list(range(len(NODES)))
-            self._rejoin()
+        if self.epoch > self.epochs:
+            return
+        if lost_there in self.members:
+            self._drop_node(1)
+        elif self.random.random() < 0.5:
+            self._return_node()

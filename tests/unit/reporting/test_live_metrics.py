@@ -8,7 +8,7 @@ import pytest
 
 from csdctl.errors import CsdctlError, ExitCode, InputError
 from csdctl.reporting.live_metrics import serve_metrics
-from csdctl.worker.protocol.events import Event, Joined, NodeLost, Progress, WaitingFor
+from csdctl.worker.protocol.events import Event, Joined, NodeLost, Progress, Ready, WaitingFor
 
 
 def document(event: Event) -> dict[str, object]:
@@ -19,7 +19,8 @@ def test_figures_add_up_and_are_served() -> None:
     with socket.create_server(("127.0.0.1", 0)) as probe:
         port = probe.getsockname()[1]
     update = serve_metrics(str(port))
-    update(document(Joined(2, "csd1", 1, 1, 0, 9, 0, {"0": 64, "1": 8, "2": 8}, "star", 0.001)))
+    update(document(Ready(2, "csd1", 100)))
+    update(document(Joined(0, "host", 1, 0, 9, 0, {"0": 64, "1": 8, "2": 8}, is_start=True)))
     update(document(WaitingFor(0, "host", ("csd0",))))
     for _ in range(2):
         update(document(Progress(1, "csd0", 3, 7, 1, 8, 0.5, 0.25, 1.0)))
@@ -32,6 +33,7 @@ def test_figures_add_up_and_are_served() -> None:
         'csdctl_wait_seconds_total{node="csd0"} 0.5',
         'csdctl_rank_losses_total{node="csd0"} 1.0',
         'csdctl_rank_losses_total{node="csd1"} 0.0',
+        'csdctl_batch_size{rank="2"} 8.0',
         "csdctl_loss 0.125",
         "csdctl_epoch 3.0",
         'csdctl_run_info{run="run-1"} 1.0',

@@ -44,7 +44,7 @@ MANIFEST: dict[str, Any] = {
 def results(run_id: str = "=HYPERLINK(1)", cell: str = "=cmd()") -> RunResults:
     events: list[Event] = [
         *(Ready(rank, NODES[rank], 100) for rank in (0, 1)),
-        Joined(0, "host", 1, 1, 0, 10, 0, {"0": 60, "1": 10}, "star", 0.01),
+        Joined(0, "host", 1, 0, 10, 0, {"0": 60, "1": 10}, is_start=True),
         *(Progress(rank, NODES[rank], 1, 5, 5, 300, 3.0, 1.5, 5.0) for rank in (0, 1)),
         Failed(1, EVIL, EVIL),
     ]
@@ -117,7 +117,7 @@ def test_equal_machines_are_one_row_and_one_line_of_batch_sizes() -> None:
     facts = {node: {"num_cores": 4 if node != "host" else 32} for node in nodes}
     manifest = {"plan": plan, "placed": placed, "fleet": {"facts": facts}}
     sizes = {str(rank): 8 if rank else 60 for rank in range(len(nodes))}
-    events = [Joined(0, "host", 1, 1, 0, 10, 0, sizes, "star", 0.01)]
+    events = [Joined(0, "host", 1, 0, 10, 0, sizes, is_start=True)]
     builder = SeriesBuilder(nodes)
     builder.add(1e9, events[0])
     run = RunResults(summarize("wide", manifest, events, builder.tally), builder.build(), manifest)

@@ -26,8 +26,6 @@ from csdctl.worker.protocol.events import (
     Event,
     Finished,
     Joined,
-    LinkLost,
-    Paused,
     Progress,
 )
 from csdctl.worker.protocol.recipe import Noise
@@ -79,7 +77,13 @@ def test_missing_accountant_is_reported_with_the_command_that_installs_it(
 
 
 def joined(epoch: int, step: int = 0, members: Iterable[int] = (0, 1, 2)) -> Joined:
-    return Joined(0, "host", 1, epoch, step, 10, 0, {str(rank): 4 for rank in members}, "star", 0.1)
+    """Rank 0 begins with these members."""
+    return Joined(0, "host", epoch, step, 10, 0, {str(rank): 4 for rank in members}, is_start=True)
+
+
+def changed(epoch: int, step: int, *members: int, lost: tuple[int, ...] = ()) -> Joined:
+    """Rank 0 goes on with these members."""
+    return replace(joined(epoch, step, members), is_start=False, lost=tuple((rank, "") for rank in lost))
 
 
 def ended(epoch: int) -> EpochEnd:
@@ -90,14 +94,7 @@ def finished(reason: str = "") -> Finished:
     return Finished(0, "host", 1, 10, "hash", 1, reason=reason)
 
 
-def lost(epoch: int) -> LinkLost:
-    return LinkLost(0, "host", 1, epoch, 3)
-
-
 PROGRESS = Progress(0, "host", 1, 1, 1, 1, 1.0, 1.0, 1.0)
-PAUSED = Paused(0, "host", 1)
-WITHOUT_2 = joined(1, 3, (0, 1))
-OF_1, OF_2 = (replace(joined(1), rank=rank) for rank in (1, 2))
 END_3 = [ended(3), finished()]
 
 SEQUENCES: dict[str, tuple[list[Event], int | list[int]]] = {
@@ -107,12 +104,12 @@ SEQUENCES: dict[str, tuple[list[Event], int | list[int]]] = {
     "ended by early stopping": ([joined(1), ended(1), ended(2), finished(EARLY_STOPPING)], 2),
     "ended within an epoch": ([joined(1), ended(1), ended(2), finished(MAX_STEPS)], 2),
     "stopped within the second epoch": ([joined(1), ended(1), finished(STOPPED)], 2),
-    "paused, then with another group": ([joined(1), ended(1), PAUSED, joined(2), ended(2), finished()], 2),
-    "an epoch that a new group resumes": (
-        [joined(1), PROGRESS, lost(1), joined(1, 3), ended(1), finished()],
+    "a new process of rank 0 in an epoch": ([joined(1), PROGRESS, joined(1, 3), ended(1), finished()], 2),
+    "a new one in the second epoch": ([joined(1), ended(1), joined(2, 3), ended(2), finished()], 3),
+    "rank 0 begins alone, and the others join it": (
+        [joined(1), PROGRESS, joined(1, 3, (0,)), changed(1, 3, 0, 1), changed(1, 5, 0, 1, 2), *END_3],
         2,
     ),
-    "lost within the second epoch": ([joined(1), ended(1), lost(2), joined(2, 3), ended(2), finished()], 3),
     "csdctl killed in the second epoch, resumed there": (
         [joined(1), ended(1), PROGRESS, joined(2, 3), ended(2), finished()],
         3,
@@ -123,15 +120,34 @@ SEQUENCES: dict[str, tuple[list[Event], int | list[int]]] = {
         5,
     ),
     "events break off after an epoch": ([joined(1), ended(1)], 2),
-    "an absent node": (
-        [joined(1), lost(1), WITHOUT_2, ended(1), ended(2), PAUSED, joined(3), *END_3],
-        [4, 4, 2],
+    "a node is lost, and comes back between two epochs": (
+        [joined(1), changed(1, 3, 0, 1), ended(1), ended(2), changed(3, 0, 0, 1, 2), *END_3],
+        [3, 3, 2],
+    ),
+    "a node is lost in the first step after an epoch": (
+        [joined(1), ended(1), changed(2, 1, 0, 1), ended(2), finished()],
+        2,
+    ),
+    "a node is lost at the end of an epoch": (
+        [joined(1), ended(1), changed(2, 0, 0, 1), ended(2), finished()],
+        [2, 2, 1],
+    ),
+    "a node comes back in the epoch, and reads the step in which it was lost again": (
+        [joined(1), changed(1, 3, 0, 1), changed(1, 5, 0, 1, 2), ended(1), finished()],
+        [1, 1, 2],
+    ),
+    "a node is lost and back at once": (
+        [joined(1), changed(1, 3, 0, 1, 2, lost=(2,)), ended(1), finished()],
+        [1, 1, 2],
+    ),
+    "a node comes in the second epoch": (
+        [joined(1, 0, (0, 1)), ended(1), changed(2, 3, 0, 1, 2), ended(2), finished()],
+        [2, 2, 1],
     ),
     "resumed on another server, without the events before": (
         [replace(joined(3, 2), total_steps=22), ended(3), finished()],
         4,
     ),
-    "only a node reported the first group": ([OF_2, joined(1), OF_1, OF_2, ended(1), finished()], [1, 1, 2]),
 }
 
 

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from csdctl.documents import save_json
+from csdctl.reporting.page import render_page
 from csdctl.reporting.results import (
     COMPLETED,
     FAILED,
@@ -168,16 +169,38 @@ def test_plan_that_was_tuned_beside_other_work_is_said_to_be_so() -> None:
     assert found["left out"].startswith("csd2: training is faster")
 
 
-def joined(rank: int, *members: int) -> Joined:
-    return Joined(
-        rank, NODES[rank], 2, 2, 0, 10, 10, {str(member): 10 for member in members}, "star", 0.1, 100
-    )
+def joined(*members: int, is_start: bool = False) -> Joined:
+    return Joined(0, "host", 2, 0, 10, 10, {str(rank): 10 for rank in members}, is_start, num_lost=100)
+
+
+OF_AN_EARLIER_VERSION = (
+    '{"event":"Joined","rank":0,"node":"host","generation":1,"epoch":1,"step":0,"steps_per_epoch":10,'
+    '"total_steps":0,"batch_sizes":{"0":60},"collective":"star","sum_s":0.1,"num_lost":0,"epoch_samples":0}',
+    '{"event":"LinkLost","rank":0,"node":"host","generation":1,"epoch":1,"step":5}',
+    '{"event":"Exited","rank":1,"node":"csd0","code":137}',
+    '{"event":"Paused","rank":1,"node":"csd0","generation":2}',
+    '{"event":"Traffic","rank":0,"node":"host","generation":2,"sent":[]}',
+)
+
+
+def test_run_of_an_earlier_version_is_read_and_what_is_not_known_is_counted(tmp_path: Path) -> None:
+    run = ProjectDirectory(tmp_path).new_run()
+    run.save_manifest(manifest_of(NODES))
+    write_events(run, WHOLE, 1_000.0)
+    lines = [line.replace("{", '{"time":1000.0,', 1) for line in OF_AN_EARLIER_VERSION]
+    run.events.write_text("\n".join([*lines, run.events.read_text()]))
+    assert load_run_status(run).state == COMPLETED
+    found = read_results(run)
+    assert (found.summary.state, found.summary.epochs, found.summary.steps) == ("completed", 2, 20)
+    assert found.summary.num_unreadable == len(lines)
+    assert dict(describe_run(found.summary))["events"].startswith("5 lines were skipped: damaged, or of an")
+    assert "5 lines were skipped" in render_page([found])
 
 
 LOST: list[Event] = [
     *(epoch_end(rank, 1) for rank in (0, 1, 2)),
     NodeLost(2, "csd1", "no longer answers"),
-    *(joined(rank, 0, 1) for rank in (0, 1)),
+    joined(0, 1),
     epoch_end(1, 2),
     replace(epoch_end(0, 2), num_lost=100),
     *(finished(rank) for rank in (0, 1)),
@@ -189,6 +212,24 @@ def test_run_that_continued_without_a_node_is_done_and_counts_unread_samples() -
     found = summary(LOST)
     assert (found.state, found.lost_nodes, found.num_private_unread) == ("completed", ("csd1",), 100)
     assert found.identical_weights
+
+
+@pytest.mark.parametrize(
+    ("ends", "is_identical"),
+    [
+        ([epoch_end(0, 1), epoch_end(1, 1), joined(0, 1)], True),
+        ([epoch_end(0, 1), joined(0, 1), epoch_end(1, 1)], True),
+        ([epoch_end(0, 1), epoch_end(1, 1), joined(0, 1), epoch_end(2, 1)], True),
+        ([epoch_end(0, 1), epoch_end(1, 1), joined(0, 1), epoch_end(2, 1, "other")], False),
+        ([epoch_end(0, 1), epoch_end(2, 1, "other"), joined(0, 1), epoch_end(1, 1)], False),
+        ([joined(0, 1), epoch_end(0, 1), joined(0, 1, 2), epoch_end(1, 1)], True),
+        ([joined(0, 1), epoch_end(0, 1), joined(0, 1, 2), epoch_end(1, 1, "other")], False),
+        ([joined(0, 1), epoch_end(0, 1)], False),
+    ],
+)
+def test_weights_are_those_of_the_ranks_that_ended_the_epoch(ends: list[Event], is_identical: bool) -> None:
+    """A rank that was lost in it is not waited for, nor one that joins before the others' reports arrive."""
+    assert summary(ends).identical_weights == is_identical
 
 
 @pytest.mark.parametrize(("global_samples", "num_lost", "epochs"), [(400, 0, 1), (700, 100, 2), (800, 0, 2)])
@@ -203,10 +244,7 @@ def test_epoch_within_which_max_steps_ended_the_run_does_not_count(
 
 
 def test_epochs_whose_ends_a_power_failure_took_from_the_log_count() -> None:
-    resumed = [
-        *(replace(joined(rank, 0, 1, 2), epoch=4, total_steps=30) for rank in (0, 1, 2)),
-        epoch_end(0, 4),
-    ]
+    resumed = [replace(joined(0, 1, 2, is_start=True), epoch=4, total_steps=30), epoch_end(0, 4)]
     tally = Tally()
     for event in [epoch_end(0, 1), *resumed]:
         tally.add(event)
@@ -216,7 +254,7 @@ def test_epochs_whose_ends_a_power_failure_took_from_the_log_count() -> None:
 def test_stopped_run_is_stopped_and_done_after_it_was_resumed() -> None:
     stopped = [*WHOLE[:8], *(replace(finished(rank), reason=ASKED_TO_STOP) for rank in range(3))]
     assert summary(stopped).state == "stopped"
-    resumed = [*stopped, *(joined(rank, 0, 1, 2) for rank in range(3))]
+    resumed = [*stopped, joined(0, 1, 2, is_start=True)]
     assert summary(resumed).state == "interrupted"
     assert summary([*resumed, *(finished(rank) for rank in range(3))]).state == "completed"
 

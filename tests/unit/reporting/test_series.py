@@ -18,19 +18,7 @@ from csdctl.reporting.series import (
     SeriesBuilder,
     find_bottleneck,
 )
-from csdctl.worker.protocol.events import (
-    EpochEnd,
-    Event,
-    Failed,
-    Joined,
-    LinkLost,
-    NodeBack,
-    NodeLost,
-    Paused,
-    Progress,
-    Ready,
-    Warned,
-)
+from csdctl.worker.protocol.events import EpochEnd, Event, Failed, Joined, NodeBack, NodeLost, Progress, Ready
 
 NODES = ("host", "csd0")
 
@@ -52,8 +40,8 @@ def epoch_end(rank: int, epoch: int = 1) -> EpochEnd:
     )
 
 
-def joined(rank: int, sizes: dict[str, int]) -> Joined:
-    return Joined(rank, NODES[rank], 1, 1, 0, 10, 0, sizes, "star", 0.01)
+def joined(sizes: dict[str, int], *, is_start: bool = True) -> Joined:
+    return Joined(0, "host", 1, 0, 10, 0, sizes, is_start)
 
 
 def series(*events: tuple[float, Event]) -> RunSeries:
@@ -79,43 +67,44 @@ def test_end_of_an_epoch_adds_what_was_not_reported_before() -> None:
     assert late.samples[1] == pytest.approx([50, 50, 0]), "a report that arrives late counts when it was made"
 
 
-def test_lost_node_costs_the_time_until_the_ranks_train_again() -> None:
+def test_report_of_a_rank_that_is_back_counts_when_it_was_made() -> None:
+    back = joined({"0": 4, "1": 2}, is_start=False), joined({"0": 4, "1": 2})
+    for again in back:
+        run = series(
+            (100.0, joined({"0": 4, "1": 2})),
+            (101.0, progress(1)),
+            (102.0, joined({"0": 4}, is_start=False)),
+            (107.0, again),
+            (108.0, progress(1)),
+        )
+        assert run.samples[1][:8] == pytest.approx([50, 0, 0, 0, 0, 0, 0, 50])
+
+
+def test_lost_node_costs_the_others_no_time_and_lost_rank_0_all_until_it_begins_again() -> None:
     run = series(
-        (100.0, joined(0, {"0": 4, "1": 2})),
-        (110.0, LinkLost(0, "host", 1, 1, 5)),
+        (100.0, joined({"0": 4, "1": 2})),
         (112.0, NodeLost(1, "csd0", "no answer")),
-        (115.0, joined(0, {"0": 4})),
+        (115.0, joined({"0": 4}, is_start=False)),
+        (130.0, joined({"0": 4, "1": 2}, is_start=False)),
+        (130.5, NodeBack(1, "csd0")),
+        (140.0, NodeLost(0, "host", "killed")),
+        (145.0, joined({"0": 4})),
+        (146.0, joined({"0": 4, "1": 2}, is_start=False)),
     )
     assert [(fault.node, fault.what, fault.stopped_s) for fault in run.faults] == [
-        ("csd0", "lost: no answer", 5.0)
+        ("csd0", "lost: no answer", None),
+        ("csd0", "back", None),
+        ("host", "lost: killed", 5.0),
     ]
-    assert [change.sizes for change in run.batch_sizes] == [{0: 4, 1: 2}, {0: 4}]
+    both, alone = {0: 4, 1: 2}, {0: 4}
+    assert [change.sizes for change in run.batch_sizes] == [both, alone, both, alone, both]
 
 
-def test_lost_link_and_the_return_of_a_node_cost_the_time_that_the_ranks_stop_for_them() -> None:
+def test_clock_that_is_set_back_while_the_ranks_wait_leaves_the_cost_unknown() -> None:
     run = series(
-        (100.0, joined(0, {"0": 4, "1": 2})),
-        (110.0, LinkLost(0, "host", 1, 1, 5)),
-        (112.0, Warned(1, "csd0", "its MPI daemon no longer answers: x")),
-        (115.0, joined(0, {"0": 4, "1": 2})),
-        (120.0, NodeLost(1, "csd0", "no answer")),
-        (121.0, joined(0, {"0": 4})),
-        (130.0, NodeBack(1, "csd0")),
-        (150.0, Paused(0, "host", 3)),
-        (172.0, joined(0, {"0": 4, "1": 2})),
-    )
-    assert [(fault.what.partition(":")[0], fault.stopped_s) for fault in run.faults] == [
-        ("its MPI daemon no longer answers", 5.0),
-        ("lost", 1.0),
-        ("back", 22.0),
-    ]
-
-
-def test_clock_that_is_set_back_while_the_ranks_are_stopped_leaves_the_cost_unknown() -> None:
-    run = series(
-        (5000.0, joined(0, {"0": 4, "1": 2})),
-        (5010.0, NodeLost(1, "csd0", "no answer")),
-        (1415.0, joined(0, {"0": 4, "1": 2})),
+        (5000.0, joined({"0": 4, "1": 2})),
+        (5010.0, NodeLost(0, "host", "no answer")),
+        (1415.0, joined({"0": 4, "1": 2})),
     )
     assert [fault.stopped_s for fault in run.faults] == [None]
     assert [change.sizes for change in run.batch_sizes] == [{0: 4, 1: 2}], "equal sizes are no change"
@@ -126,7 +115,7 @@ def test_evaluation_has_no_throughput() -> None:
     end = replace(
         epoch_end(0), steps=5, samples=50, stepped_samples=50, compute_s=0.500001, wait_s=0.4, wall_s=5.0
     )
-    run = series((100.0, joined(0, {"0": 4})), (101.0, steps), (105.0, end))
+    run = series((100.0, joined({"0": 4})), (101.0, steps), (105.0, end))
     known = [rate for rate in run.throughputs() if rate is not None]
     assert known
     assert min(known) > 50
@@ -134,7 +123,7 @@ def test_evaluation_has_no_throughput() -> None:
 
 
 def test_time_between_the_end_of_a_run_and_its_resume_is_no_training() -> None:
-    first, again = joined(0, {"0": 4}), replace(joined(0, {"0": 4}), generation=2)
+    first, again = joined({"0": 4}), joined({"0": 4}, is_start=False)
     of_first = [(100.0, first), (101.0, progress(0)), (103.0, again), (105.0, progress(0))]
     run = series(*of_first, (900.0, first), (901.0, progress(1)), (902.0, progress(0)))
     assert run.trained == [(100.0, 105.0), (900.0, 902.0)]

@@ -111,14 +111,14 @@ class TestEvents:
         [
             "[" * 100_000,
             "x" * (MAX_EVENT_BYTES + 1),
-            '{"event":"Paused","rank":1,"node":"csd0","generation":1}',
-            '{"time":NaN,"event":"Paused","rank":1,"node":"csd0","generation":1}',
+            '{"event":"Pong","rank":1,"node":"csd0","number":1}',
+            '{"time":NaN,"event":"Pong","rank":1,"node":"csd0","number":1}',
             '{"time":1,"event":5}',
             '{"time":1,"event":"a line of a log"}',
             '{"time":1,"event":"Ready","rank":7,"node":"csd7","num_samples":1}',
             '{"time":1,"event":"Ready","rank":1,"node":"host","num_samples":1}',
             '{"time":1,"event":"Ready","rank":1,"node":"csd0","num_samples":-1}',
-            '{"time":1,"event":"Paused","rank":1,"node":"csd0","generation":' + "9" * 5000 + "}",
+            '{"time":1,"event":"Pong","rank":1,"node":"csd0","number":' + "9" * 5000 + "}",
         ],
         ids=lambda line: line[:60],
     )

@@ -1,5 +1,6 @@
 """The measurements file: reads return what was written, with several processes and unusable files."""
 
+import json
 import subprocess
 import sys
 from dataclasses import replace
@@ -11,7 +12,7 @@ from csdctl.errors import CsdctlError
 from csdctl.fleet.facts import Facts
 from csdctl.fleet.hardware import classify_fleet, classify_machine
 from csdctl.runs.directory import ProjectDirectory
-from csdctl.runs.measurements import COLLECTIVE, NUM_NEWEST, PROBE, TRIAL, MeasurementStore
+from csdctl.runs.measurements import NUM_NEWEST, PROBE, SUM, TRIAL, MeasurementStore
 from csdctl.tuning.measurements import (
     CollectiveMeasurement,
     ModelProperties,
@@ -65,11 +66,11 @@ class TestProbes:
 
 class TestCollectivesAndTrials:
     def test_sums_and_trials_are_read_back(self, store: MeasurementStore) -> None:
-        star = CollectiveMeasurement("star", 5, 1 << 20, 0.25, 2.0)
-        ring = replace(star, name="ring", measured_at=1.0)
-        store.add(COLLECTIVE, FLEET, [star, ring])
-        assert store.find(COLLECTIVE, FLEET.key) == [ring, star]
-        assert store.find(COLLECTIVE, "other") == []
+        later = CollectiveMeasurement(5, 1 << 20, 0.25, 2.0)
+        sooner = replace(later, num_ranks=3, measured_at=1.0)
+        store.add(SUM, FLEET, [later, sooner])
+        assert store.find(SUM, FLEET.key) == [sooner, later]
+        assert store.find(SUM, "other") == []
         earlier = replace(TRIED, predicted_samples_per_s=None, measured_at=1.0)
         store.add(TRIAL, FLEET, [TRIED], MODEL, "recipe")
         store.add(TRIAL, FLEET, [earlier], MODEL, "recipe")
@@ -78,16 +79,26 @@ class TestCollectivesAndTrials:
         assert store.find(TRIAL, FLEET.key, OTHER.hash, "recipe") == []
         assert store.find(TRIAL, SMALL_FLEET.key, MODEL.hash, "recipe") == []
 
+    def test_sums_that_another_version_has_timed_are_not_used(self, path: Path) -> None:
+        """By MPI's allreduce, or by ranks that were members of one MPI job."""
+        MeasurementStore(path).add(SUM, FLEET, [CollectiveMeasurement(5, 1 << 20, 0.25, 2.0)])
+        line = json.loads(path.read_text())
+        line = {**line, "kind": "collective", "value": {**line["value"], "name": "star"}}
+        path.write_text(json.dumps(line) + "\n")
+        said: list[str] = []
+        assert MeasurementStore(path, said.append).find(SUM, FLEET.key) == []
+        assert "damaged or of another version are ignored: 1" in said[0]
+
     def test_only_the_newest_sums_of_a_kind_and_trials_of_a_model_are_used(
         self, store: MeasurementStore
     ) -> None:
-        first = CollectiveMeasurement("star", 5, 1 << 20, 0.25, 0.0)
-        others = [replace(first, name="ring"), replace(first, num_ranks=3), replace(first, num_bytes=8)]
+        first = CollectiveMeasurement(5, 1 << 20, 0.25, 0.0)
+        others = [replace(first, num_ranks=3), replace(first, num_bytes=8)]
         many = [replace(first, measured_at=float(number)) for number in range(NUM_NEWEST + 3)]
-        store.add(COLLECTIVE, FLEET, [*others, *many])
-        store.add(COLLECTIVE, SMALL_FLEET, [first])
-        assert sorted(store.find(COLLECTIVE, FLEET.key), key=repr) == sorted([*others, *many[3:]], key=repr)
-        assert store.find(COLLECTIVE, SMALL_FLEET.key) == [first]
+        store.add(SUM, FLEET, [*others, *many])
+        store.add(SUM, SMALL_FLEET, [first])
+        assert sorted(store.find(SUM, FLEET.key), key=repr) == sorted([*others, *many[3:]], key=repr)
+        assert store.find(SUM, SMALL_FLEET.key) == [first]
         for number in range(NUM_NEWEST + 3):
             store.add(TRIAL, FLEET, [replace(TRIED, measured_at=float(number))], MODEL, "recipe")
         store.add(TRIAL, FLEET, [replace(TRIED, measured_at=0.0)], MODEL, "adam")

@@ -1,68 +1,57 @@
-"""A fleet for supervision without machines: ranks that follow a script, small commands in place of mpirun.
+"""A fleet for supervision without machines: ranks and links that follow a script.
 
 A rank answers an order at once, in the thread that sends it, so a test defines what happens in which order.
+Rank 0 reports what its hub would find: who takes part, and who is lost.
 """
 
-import contextlib
-import os
 import signal
 import threading
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from csdctl.errors import CsdctlError, NodeError, RunError, UnreachableError
-from csdctl.launch.mpi_job import MpiJob
+from csdctl.launch.mpi_job import JobOutcome
 from csdctl.supervision.rank_processes import OnMessage, ProcessEnded, RankMessage
-from csdctl.supervision.run_setup import Links, Patience, RunSetup
+from csdctl.supervision.run_setup import Patience, RunSetup
 from csdctl.supervision.supervisor import Supervisor
-from csdctl.transport.local import LocalSession
 from csdctl.worker.protocol.events import (
     EpochEnd,
     Event,
     Failed,
     Finished,
     Joined,
-    LinkLost,
     Misbehaved,
     NodeLost,
-    Paused,
     Pong,
     Progress,
     Ready,
     WaitingFor,
 )
-from csdctl.worker.protocol.orders import FormGroup, Order, PauseAtEpochEnd, Ping, Stop
+from csdctl.worker.protocol.orders import Begin, Order, Ping, Stop
 from tests.patience import eventually, scaled
 
-SLEEPING = ["/bin/sleep", "100000"]
-"""An mpirun that runs until it is ended."""
-NO_DAEMONS: Any = None
-"""Such an mpirun asks for none."""
 SHORT_PATIENCE = Patience(
     start_s=3600.0,
+    link_s=3600.0,
     silence_s=3600.0,
-    answer_s=scaled(0.6),
-    min_answer_s=scaled(0.3),
     stall_s=scaled(0.3),
     ping_interval_s=0.05,
-    settle_s=scaled(0.05),
     poll_s=0.02,
     exit_s=scaled(0.6),
-    mpirun_exit_s=scaled(0.3),
     restart_interval_s=0.01,
+    cause_s=scaled(0.2),
+    relink_s=0.01,
+    renew_s=3600.0,
 )
 """Scripted ranks do at once what they do. The limits allow for a busy machine, which may hold up the
 supervisor between two messages that have both arrived.
 """
-
-
-def shell(script: str) -> list[str]:
-    """Return the command of an mpirun that runs `script`."""
-    return ["/bin/sh", "-c", script]
 
 
 class ScriptedRank:
@@ -71,11 +60,8 @@ class ScriptedRank:
     def __init__(self, fleet: "Fleet", rank: int) -> None:
         self.fleet, self.rank, self.node = fleet, rank, fleet.nodes[rank]
         self.orders: list[Order] = []
+        self.validator = SimpleNamespace(forget_epochs=lambda: None)
         self.is_closed = self.is_hung = self.has_exited = False
-        self.group: FormGroup | None = None
-        self.has_joined = self.is_pausing = self.is_stopping = False
-        self.answered = 0
-        """The number of the latest ping that was answered."""
 
     def listen(self, on_message: OnMessage) -> None:
         self._on_message = on_message
@@ -85,19 +71,11 @@ class ScriptedRank:
         self.orders.append(order)
         if self.has_exited or self.is_hung:
             return
-        if isinstance(order, FormGroup):
-            self.group, self.has_joined, self.is_pausing = order, False, False
-            if self.rank not in self.fleet.never_join:
-                self.join(order)
-        elif isinstance(order, Ping):
+        if isinstance(order, Ping):
             self.report(Pong(self.rank, self.node, order.number))
-            self.answered = order.number
-        elif isinstance(order, Stop):
-            self.is_stopping = True
-        elif isinstance(order, PauseAtEpochEnd) and self.has_joined:
-            # A rank that has not joined its group yet forgets the pause: every group starts without one.
-            self.is_pausing = True
-        self.fleet.continue_script(self, order)
+        elif isinstance(order, Begin):
+            self.fleet.begin(order.ranks)
+        self.fleet.on_order(self, order)
 
     def close(self) -> None:
         self.is_closed = True
@@ -111,15 +89,8 @@ class ScriptedRank:
     def report_ready(self) -> None:
         self.report(Ready(self.rank, self.node, 100))
 
-    def join(self, group: FormGroup) -> None:
-        sizes = {str(rank): 8 for rank in group.ranks}
-        self.report(Joined(self.rank, self.node, group.generation, 1, 0, 10, 0, sizes, "star", 0.001))
-
     def step(self, number: int = 1) -> None:
         self.report(Progress(self.rank, self.node, 1, number, 1, 8, 0.1, 0.1, 0.2))
-
-    def lose_link(self, generation: int) -> None:
-        self.report(LinkLost(self.rank, self.node, generation, 1, 3))
 
     def wait_for(self, *nodes: str) -> None:
         self.report(WaitingFor(self.rank, self.node, nodes))
@@ -129,10 +100,6 @@ class ScriptedRank:
 
     def end_epoch(self) -> None:
         self.report(EpochEnd(self.rank, self.node, 1, 10, 80, 1.0, 0.1, 1.1, "hash"))
-
-    def pause(self) -> None:
-        assert self.group
-        self.report(Paused(self.rank, self.node, self.group.generation))
 
     def finish(self) -> None:
         self.report(Finished(self.rank, self.node, 1, 10, "hash", 1 << 20))
@@ -146,40 +113,66 @@ class ScriptedRank:
         self.has_exited = True
         error = why(reason or f"rank {self.rank} was killed by signal 15", node=self.node)
         self.report(ProcessEnded(self.rank, self.node, error, is_clean))
+        if not is_clean:
+            self.fleet.leave(self.rank, "its link was lost")
+
+
+@dataclass
+class ScriptedLink:
+    """One link, in place of a `Link`."""
+
+    rank: int
+    is_connected: bool = True
+    has_ended: bool = False
+    is_dropped: bool = False
+    """Whether the hub goes on without it."""
+    started: float = field(default_factory=time.monotonic)
+    lines: list[str] = field(default_factory=list)
+    is_clean: bool = False
+
+    @property
+    def is_usable(self) -> bool:
+        return self.is_connected and not (self.has_ended or self.is_dropped)
+
+    def end(self) -> None:
+        self.has_ended = True
+
+    def wait(self) -> JobOutcome:
+        return JobOutcome(self.lines, self.is_connected, self.is_clean)
 
 
 Script = Callable[["Fleet"], None]
 
 
 class Fleet:
-    """A host and its nodes; `scripts` holds what happens in the group of each generation."""
+    """A host and its nodes; `scripts` holds what happens at each change of those who take part, from 1."""
 
     def __init__(self, directory: Path, num_nodes: int = 2) -> None:
         self.directory = directory
         self.nodes = ["host", *(f"csd{number}" for number in range(num_nodes))]
         self.processes: list[ScriptedRank] = []
+        self.links: list[ScriptedLink] = []
         self.on_start: Callable[[ScriptedRank], None] = ScriptedRank.report_ready
         """What a rank's process does when it is started."""
         self.scripts: dict[int, Script] = {}
         self.on_order: Callable[[ScriptedRank, Order], None] = lambda rank, order: None
         self.on_event: Callable[[Event], None] = lambda event: None
-        self.has_short_epochs = True
-        """Whether an epoch ends as soon as a pause is requested."""
-        self.never_join: set[int] = set()
+        self.never_connect: set[int] = set()
+        """Ranks whose links do not connect from now on."""
         self.reachable: set[int] = set()
         """Ranks with a machine that answers when they are restarted."""
-        self.may_restart: Callable[[int], bool] = self._is_training_without
-        """Whether a reachable rank may be restarted now."""
-        self.mpirun: dict[int, list[str]] = {}
-        self.links_type: type[Links] = Links
-        self.linked: list[tuple[int, ...]] = []
-        """The groups for which mpirun was started."""
+        self.members: set[int] = set()
+        self._begins_with: set[int] = set()
+        self._lost: list[tuple[int, str]] = []
+        self.groups: list[tuple[int, ...]] = []
+        """Those who take part, after each change."""
         self.min_nodes = 0
         self.is_resumable = True
+        self.is_check = False
         self.absent: tuple[int, ...] = ()
         self.servers: tuple[int, ...] = ()
         """The rank of the server of each rank; by default rank 0."""
-        self.should_stop = False
+        self.should_stop: Callable[[], bool] = lambda: False
         self.patience = SHORT_PATIENCE
         self.events: list[Event] = []
 
@@ -190,16 +183,9 @@ class Fleet:
         """Return the newest process of a rank."""
         return next(process for process in reversed(self.processes) if process.rank == rank)
 
-    @property
-    def groups(self) -> list[tuple[int, ...]]:
-        """The groups in the order in which rank 0 was ordered to form them."""
-        of_rank_0 = [process for process in self.processes if process.rank == 0]
-        return [order.ranks for process in of_rank_0 for order in orders_of(process, FormGroup)]
-
-    def members(self) -> list[ScriptedRank]:
-        group = self.rank(0).group
-        assert group
-        return [self.rank(rank) for rank in group.ranks]
+    def link(self, rank: int) -> ScriptedLink:
+        """Return the newest link of a rank."""
+        return next(link for link in reversed(self.links) if link.rank == rank)
 
     def nodes_of(self, event_type: type[Event]) -> list[str]:
         """Return the nodes of all events of this type, in order."""
@@ -208,20 +194,72 @@ class Fleet:
     def lost_messages(self) -> list[str]:
         return [event.message for event in self.events if isinstance(event, NodeLost)]
 
+    # What the hub beside rank 0 does
+
+    def begin(self, ranks: tuple[int, ...]) -> None:
+        """Rank 0 begins as soon as `ranks` have links."""
+        self._begins_with, self.members, self._lost = set(ranks), set(), []
+        self._change()
+        if self.members:
+            self._change()  # those whose links were there before
+
+    def break_link(self, rank: int, *lines: str) -> None:
+        """End the link of a rank, with what mpirun has said; its process stays."""
+        self.link(rank).lines = list(lines)
+        self.link(rank).has_ended = True
+        self.leave(rank, "its link was lost")
+
+    def leave(self, rank: int, reason: str) -> None:
+        """Go on without a rank, and those behind it."""
+        if rank == 0:
+            self._begins_with = self.members = set()
+        elif rank in self.members:
+            gone = {rank, *(other for other, server in enumerate(self.servers) if server == rank)}
+            for other in gone & self.members:
+                self.link(other).is_dropped = True
+            self._lost += [(other, reason) for other in sorted(gone & self.members)]
+            self.members -= gone
+            self._change()
+
+    def _change(self) -> None:
+        usable = (
+            link for link in self.links if link.is_connected and not (link.has_ended or link.is_dropped)
+        )
+        linked = {0, *(link.rank for link in usable)}
+        if not self.members and not self._begins_with <= linked:
+            return
+        present = linked & {process.rank for process in self.processes if not process.has_exited}
+        joined = self.members | (present if self.members else self._begins_with)
+        if joined != self.members or self._lost:
+            is_start, self.members = not self.members, joined
+            self.groups.append(tuple(sorted(self.members)))
+            sizes = {str(rank): 8 for rank in sorted(self.members)}
+            lost, self._lost = tuple(self._lost), []
+            self.rank(0).report(Joined(0, "host", 1, 0, 10, 0, sizes, is_start, lost))
+
+    def finish(self) -> None:
+        """Let all who take part finish and exit."""
+        for rank in sorted(self.members, reverse=True):
+            self.rank(rank).finish()
+            self.rank(rank).exit(is_clean=True)
+
+    # What the supervisor does
+
     def supervise(self) -> Supervisor:
-        setup = RunSetup(
+        setup: Any = RunSetup(
             run_id="20261122-100000",
             nodes=self.nodes,
             start_rank=self._start,
             restart_rank=self._restart,
-            start_links=self._start_links,
+            start_link=self._start_link,
             log_directory=self.directory,
             is_resumable=self.is_resumable,
             min_nodes=self.min_nodes,
             patience=self.patience,
             absent=self.absent,
             servers=self.servers,
-            should_stop=lambda: self.should_stop,
+            is_check=self.is_check,
+            should_stop=lambda: self.should_stop(),  # noqa: PLW0108, a test may set it later
         )
         return Supervisor(setup, self._record)
 
@@ -235,32 +273,11 @@ class Fleet:
         assert type(caught.value) is error_type
         return caught.value
 
-    def continue_script(self, rank: ScriptedRank, order: Order) -> None:
-        """Continue after an order: the script of a group starts when all members know the group."""
-        self.on_order(rank, order)
-        if isinstance(order, FormGroup) and rank.rank == order.ranks[-1]:
-            self.scripts.get(order.generation, lambda fleet: None)(self)
-        if rank.rank == 0 and rank.is_pausing and self.has_short_epochs:
-            self.end_epoch()
-
-    def end_epoch(self) -> None:
-        """End the epoch, and the group with it if rank 0 received a request to pause."""
-        for member in self.members():
-            member.end_epoch()
-        if self.rank(0).is_pausing:
-            for member in self.members():
-                member.pause()
-
-    def finish(self) -> None:
-        """Let all members of the group finish and exit."""
-        for member in self.members():
-            member.finish()
-            member.exit(is_clean=True)
-
     def _record(self, event: Event) -> None:
         self.events.append(event)
         if isinstance(event, Joined):
-            self.rank(event.rank).has_joined = True
+            number = sum(isinstance(other, Joined) for other in self.events)
+            self.scripts.get(number, lambda fleet: None)(self)
         self.on_event(event)
 
     def _start(self, rank: int) -> ScriptedRank:
@@ -269,50 +286,35 @@ class Fleet:
         return process
 
     def _restart(self, rank: int) -> ScriptedRank:
-        if rank not in self.reachable or not self.may_restart(rank):
+        if rank not in self.reachable:
             raise UnreachableError("does not answer", node=self.nodes[rank])
         return self._start(rank)
 
-    def _is_training_without(self, rank: int) -> bool:
-        """Rank 0 restarts at once, as no group trains without it; the others while a group trains."""
-        members = self.members()
-        return rank == 0 or all(member.rank != rank and member.has_joined for member in members)
-
-    def _start_links(self, ranks: Sequence[int], generation: int) -> Links:
-        self.linked.append(tuple(ranks))
-        # As csdctl starts it: one stream of output.
-        command = ["sh", "-c", 'exec "$@" 2>&1', "mpirun", *self.mpirun.get(generation, SLEEPING)]
-        nodes = [self.nodes[rank] for rank in ranks]
-        session = LocalSession("host", self.directory)
-        job = MpiJob(lambda: session.converse(command), nodes, self._log_path, NO_DAEMONS, sandbox_s=0.1)
-        return self.links_type(job)
-
-    def _log_path(self, rank: int | None) -> Path:
-        return self.directory / ("mpirun.log" if rank is None else f"rank-{rank}.log")
+    def _start_link(self, rank: int) -> Any:
+        has_hub = not self.rank(0).has_exited
+        is_connected = rank not in self.never_connect and has_hub
+        self.links.append(ScriptedLink(rank, is_connected, has_ended=not has_hub))
+        if self._begins_with:
+            self._change()
+        return self.links[-1]
 
     def assert_nothing_left(self) -> None:
-        """Check that no process of a rank is open, no restart is attempted and no mpirun runs."""
-        left = [one.rank for one in self.processes if not (one.is_closed or one.has_exited)]
+        """Check that no process of a rank is open, no link has been left, and no restart is attempted."""
+        left = [process.rank for process in self.processes if not (process.is_closed or process.has_exited)]
         assert not left, f"not closed: ranks {left}"
+        assert all(link.has_ended for link in self.links)
         for thread in threading.enumerate():
             if thread.name.startswith("restart rank"):
                 assert eventually(lambda one=thread: not one.is_alive()), "a rank is still being restarted"
-        # Killed processes take a moment to disappear.
-        assert eventually(lambda: not _list_processes(self.directory)), "an mpirun still runs"
 
 
 def orders_of(rank: ScriptedRank, order_type: type[Order]) -> list[Any]:
     return [order for order in rank.orders if isinstance(order, order_type)]
 
 
+def is_told_to_stop(fleet: Fleet) -> bool:
+    return bool(orders_of(fleet.rank(0), Stop))
+
+
 def press_ctrl_c() -> None:
     signal.raise_signal(signal.SIGINT)
-
-
-def _list_processes(directory: Path) -> list[int]:
-    found = []
-    for link in Path("/proc").glob("[0-9]*/cwd"):
-        with contextlib.suppress(OSError):
-            if os.readlink(link) == str(directory):
-                found.append(int(link.parent.name))
-    return found

@@ -15,7 +15,6 @@ from csdctl.supervision.rank_processes import (
     CHARS_PER_EVENT,
     EVENTS_PER_S,
     MAX_EVENTS_AT_ONCE,
-    MAX_WAITING,
     MAX_WAITING_AT_ONCE,
     EventValidator,
     OnMessage,
@@ -32,8 +31,6 @@ from csdctl.worker.protocol.events import (
     Failed,
     Finished,
     Joined,
-    LinkLost,
-    Paused,
     Pong,
     Progress,
     Ready,
@@ -43,10 +40,10 @@ from csdctl.worker.protocol.events import (
     event_to_line,
 )
 from csdctl.worker.protocol.json_codec import ProtocolError
-from csdctl.worker.protocol.orders import FormGroup, Order, Ping, Stop, order_to_line
+from csdctl.worker.protocol.orders import Order, Ping, Stop, order_to_line
 from tests import patience
 from tests.fake_session import FakeConversation, FakeSession
-from tests.patience import eventually, scaled
+from tests.patience import scaled
 
 WAIT_S = scaled(patience.WAIT_S)
 """Only a test that fails waits this long."""
@@ -103,28 +100,6 @@ def processes(machine: Machine) -> Iterator[RankProcesses]:
     assert all(process.closed.is_set() for process in machine.started)
 
 
-def test_process_waits_while_too_many_of_its_messages_are_not_handled(
-    processes: RankProcesses, machine: Machine
-) -> None:
-    processes.start(1)
-    answered: list[int] = []
-
-    def answer() -> None:
-        for number in range(MAX_WAITING + 2):
-            machine.started[0].answer(number)
-            answered.append(number)
-
-    reader = threading.Thread(target=answer, daemon=True)
-    reader.start()
-    assert eventually(lambda: len(answered) == MAX_WAITING)
-    reader.join(0.1)
-    assert reader.is_alive()
-    assert processes.receive(0.0) == Pong(1, "csd0", 0)
-    assert eventually(lambda: len(answered) == MAX_WAITING + 1)
-    processes.drop(1)  # nobody will handle the rest
-    reader.join()
-
-
 def test_no_message_of_a_dropped_process_arrives_or_ends_the_restarted_one(
     processes: RankProcesses, machine: Machine
 ) -> None:
@@ -178,7 +153,7 @@ def test_restarted_process_that_was_never_received_is_closed(
     assert machine.started[0].closed.is_set()
 
 
-BEGUN = Joined(1, "csd0", 1, 1, 0, 10, 0, {"0": 8, "1": 8}, "star", 0.001)
+BEGUN = Ready(1, "csd0", 100)
 DONE = Finished(1, "csd0", 1, 2, "", 3)
 
 
@@ -194,13 +169,13 @@ class AttachedRank:
         log = CappedLog(tmp_path / "log", "csd0")
         self.process = RankProcess(1, session, self.conversation, validator, log, is_attached=True)
         self.process.listen(self.messages.put)
-        self.process.send(FormGroup(1, (0, 1)))
+        self.process.send(Ping(1))
 
     def _reply(self, line: str) -> Iterable[str]:
         order = json.loads(line)["order"]
         if order == "Stop":
             return ["@csdctl {"] if self._is_damaged else [event_to_line(DONE)]
-        if order == "FormGroup":
+        if order == "Ping":
             return [event_to_line(BEGUN)]
         return [probe.READY] if order == "Release" else []
 
@@ -218,7 +193,7 @@ def test_attached_process_is_released_when_it_has_finished(tmp_path: Path) -> No
     rank.process.send(Ping(1))
     rank.process.close()
     sent = [json.loads(line)["order"] for line in rank.conversation.sent]
-    assert sent == ["FormGroup", "Stop", "Release"]  # the worker would take the ping for a probe request
+    assert sent == ["Ping", "Stop", "Release"]  # the worker would take the ping for a probe request
     assert not rank.conversation.is_closed
 
 
@@ -240,25 +215,15 @@ FINISHED = Finished(*ME, 3, 30, "hash", 1)
 FAILED = Failed(*ME, "disk full")
 WAITING = WaitingFor(*ME, ("csd1",))
 WARNED = Warned(*ME, "checkpoints/step-00000072.npz is damaged")
-FIRST, SECOND = FormGroup(1, (0, 1, 2)), FormGroup(2, (0, 1))
-
-
-def joined(order: FormGroup, epoch: int = 1) -> Joined:
-    sizes = {str(rank): 8 for rank in order.ranks}
-    return Joined(*ME, order.generation, epoch, 0, 10, 0, sizes, "star", 0.001)
 
 
 def end_of(epoch: int) -> EpochEnd:
     return EpochEnd(*ME, epoch, 10, 80, 1.0, 0.1, 1.1, "hash")
 
 
-def lost(generation: int) -> LinkLost:
-    return LinkLost(*ME, generation, 1, 3)
-
-
 def refusal(story: Iterable[Event | Order], *, rank: int = 1, num_chars: int = 100) -> str:
     """Return why the last event of a story is refused, '' when it is not; the others must not be."""
-    validator, said = EventValidator(rank, NODES, num_epochs=NUM_EPOCHS), ""
+    validator, said = EventValidator(rank, NODES, num_epochs=NUM_EPOCHS, has_hub=rank == 0), ""
     for item in story:
         assert not said
         try:
@@ -274,18 +239,12 @@ def refusal(story: Iterable[Event | Order], *, rank: int = 1, num_chars: int = 1
 @pytest.mark.parametrize(
     "story",
     [
-        [READY, FIRST, joined(FIRST), PROGRESS, end_of(1), end_of(2), end_of(3), FINISHED],
-        [READY, FIRST, joined(FIRST, epoch=3), end_of(3), FINISHED, Ping(1), Pong(*ME, 1)],
-        [READY, FIRST, WAITING, joined(FIRST), WAITING, WAITING],
-        [READY, FIRST, lost(1), SECOND, joined(SECOND), lost(2)],
-        [READY, FIRST, joined(FIRST), end_of(1), lost(1), SECOND, joined(SECOND), end_of(1), FINISHED],
-        [READY, FIRST, joined(FIRST), end_of(1), Paused(*ME, 1), SECOND, joined(SECOND, 2), end_of(2)],
+        [READY, PROGRESS, end_of(1), end_of(2), end_of(3), FINISHED],
+        [READY, end_of(3), FINISHED, Ping(1), Pong(*ME, 1)],
+        [READY, WAITING, PROGRESS, WAITING, WAITING],
         [READY, Ping(1), Ping(1), Pong(*ME, 1), Pong(*ME, 1)],
         [FAILED],
-        [READY, FIRST, joined(FIRST), FINISHED, FAILED, Ping(1), Pong(*ME, 1)],
-        # Fewer epochs than the run already has were asked for when it was resumed.
-        [READY, FIRST, joined(FIRST, epoch=7), FINISHED],
-        [READY, FIRST, joined(FIRST, epoch=7), end_of(7), FINISHED],
+        [READY, FINISHED, FAILED, Ping(1), Pong(*ME, 1)],
     ],
 )
 def test_what_a_worker_sends_is_accepted(story: list[Event | Order]) -> None:
@@ -295,25 +254,14 @@ def test_what_a_worker_sends_is_accepted(story: list[Event | Order]) -> None:
 @pytest.mark.parametrize(
     ("story", "expected"),
     [
-        ([READY, READY], "Ready: expected one Ready"),
-        ([READY, PROGRESS], "Progress: expected nothing but Ready before a group is formed"),
-        ([READY, joined(FIRST)], "Joined: expected nothing but Ready before a group is formed"),
-        ([READY, FINISHED], "Finished: expected nothing but Ready before a group is formed"),
-        ([READY, FIRST, PROGRESS], "Progress: expected Joined first"),
-        ([READY, FIRST, FINISHED], "Finished: expected Joined first"),
-        ([READY, FIRST, Paused(*ME, 1)], "Paused: expected Joined first"),
-        ([READY, FIRST, joined(SECOND)], "Joined: expected generation 1, received 2"),
-        ([READY, FIRST, joined(FIRST), joined(FIRST)], "Joined: expected one Joined"),
-        ([READY, FIRST, lost(2)], "LinkLost: expected generation 1, received 2"),
-        ([READY, FIRST, lost(1), lost(1)], "LinkLost: expected one LinkLost"),
-        (
-            [READY, SECOND, replace(joined(SECOND), batch_sizes={"0": 8, "1": 8, "2": 8})],
-            "Joined: expected the batch sizes of the ranks of the group",
-        ),
-        ([READY, FIRST, joined(FIRST), end_of(1), end_of(1)], "EpochEnd: expected an epoch from 2 to 3"),
-        ([READY, FIRST, joined(FIRST), end_of(4)], "EpochEnd: expected an epoch from 1 to 3, received 4"),
-        ([READY, FIRST, joined(FIRST, 2), PROGRESS], "Progress: expected an epoch from 2 to 3, received 1"),
-        ([READY, FIRST, joined(FIRST), FINISHED, FINISHED], "Finished: expected nothing after Finished"),
+        ([READY, READY], "Ready: expected Ready once"),
+        ([PROGRESS], "Progress: expected Ready once, before anything else"),
+        ([FINISHED], "Finished: expected Ready once"),
+        ([READY, Joined(*ME, 1, 0, 10, 0, {"0": 8, "1": 8})], "Joined: expected only from rank 0"),
+        ([READY, end_of(1), end_of(1)], "EpochEnd: expected an epoch from 2 to 3"),
+        ([READY, end_of(4)], "EpochEnd: expected an epoch from 1 to 3, received 4"),
+        ([READY, end_of(2), PROGRESS], "Progress: expected an epoch from 3 to 3, received 1"),
+        ([READY, FINISHED, FINISHED], "Finished: expected nothing after Finished"),
         ([FAILED, FAILED], "Failed: expected nothing after Failed"),
         ([FAILED, READY], "Ready: expected nothing after Failed"),
         ([READY, Pong(*ME, 1)], "Pong: expected one answer to each ping"),
@@ -327,17 +275,24 @@ def test_what_no_worker_sends_is_refused(story: list[Event | Order], expected: s
     assert refusal(story).startswith(expected)
 
 
+def test_epochs_end_once_more_when_rank_0_goes_back() -> None:
+    validator = EventValidator(1, NODES, num_epochs=NUM_EPOCHS)
+    for event in (READY, end_of(1)):
+        validator.check(event, 100, now=0.0)
+    validator.forget_epochs()
+    validator.check(end_of(1), 100, now=0.0)
+
+
 def test_rank_0_is_checked_like_the_others() -> None:
     ready = Ready(0, "host", 1)
-    assert refusal([ready, ready], rank=0).startswith("Ready: expected one Ready")
-    begun = replace(joined(FIRST), rank=0, node="host")
-    assert refusal([ready, FIRST, begun, Traffic(0, "host", 1, ())], rank=0) == ""
+    assert refusal([ready, ready], rank=0).startswith("Ready: expected Ready once")
+    begun = Joined(0, "host", 1, 0, 10, 0, {"0": 8, "1": 8})
+    assert refusal([ready, begun, Traffic(0, "host", ())], rank=0) == ""
 
 
 def test_rank_may_send_much_at_once_and_then_a_limited_number_per_second() -> None:
     validator = EventValidator(*ME[:1], NODES, num_epochs=1)
-    validator.note_order(FIRST)
-    validator.check(joined(FIRST), CHARS_PER_EVENT, now=-1.0)
+    validator.check(READY, CHARS_PER_EVENT, now=-1.0)
     cost = 2
     for _ in range(MAX_EVENTS_AT_ONCE // cost):
         validator.check(PROGRESS, CHARS_PER_EVENT, now=0.0)
@@ -350,9 +305,9 @@ def test_rank_may_send_much_at_once_and_then_a_limited_number_per_second() -> No
 
 @pytest.mark.parametrize("event", [WAITING, WARNED], ids=lambda event: type(event).__name__)
 def test_rank_that_says_all_the_time_that_it_waits_or_warns_is_refused(event: Event) -> None:
-    story = [READY, FIRST, *[event] * (MAX_WAITING_AT_ONCE + 1)]
+    story = [READY, *[event] * (MAX_WAITING_AT_ONCE + 1)]
     assert refusal(story) == f"{type(event).__name__}: expected at most 1 per second"
 
 
 def test_rank_warns_before_it_is_ready_and_after_it_has_finished() -> None:
-    assert refusal([WARNED, READY, WARNED, FIRST, WARNED, joined(FIRST), FINISHED, WARNED]) == ""
+    assert refusal([WARNED, READY, WARNED, FINISHED, WARNED]) == ""

@@ -1,22 +1,15 @@
-"""How a run starts and ends, ranks that fail on their own, and mpirun that exits while they are alive."""
+"""How a run starts and ends, ranks that fail on their own, and links that do not connect."""
 
+import threading
 from collections.abc import Callable
 
 import pytest
 
-from csdctl.errors import CsdctlError, DeadlineError, ExitCode, InputError, RunError
-from csdctl.worker.protocol.events import (
-    Event,
-    Exited,
-    Joined,
-    NodeBack,
-    NodeLost,
-    Progress,
-    Warned,
-    event_to_line,
-)
+from csdctl.errors import CsdctlError, DeadlineError, ExitCode, InputError, NodeError, RunError
+from csdctl.worker.protocol.events import Event, NodeBack, NodeLost, Progress, Warned
+from csdctl.worker.protocol.orders import Begin, OpenHub, Stop
 from tests.patience import scaled
-from tests.unit.supervision.scripted_ranks import Fleet, ScriptedRank, shell
+from tests.unit.supervision.scripted_ranks import Fleet, ScriptedRank, is_told_to_stop, orders_of
 
 
 @pytest.mark.parametrize(("absent", "group"), [((), (0, 1, 2)), ((1,), (0, 2)), ((1, 2), (0,))])
@@ -27,10 +20,16 @@ def test_run_is_complete_when_all_ranks_but_absent_ones_have_reported_completion
     fleet.scripts[1] = Fleet.finish
     fleet.run()
     assert fleet.groups == [group]
-    assert fleet.linked == [group] * (len(group) > 1)  # the host alone needs no mpirun
-    assert [process.rank for process in fleet.processes] == [*group]
-    assert fleet.nodes_of(Joined) == [fleet.nodes[rank] for rank in group]
+    assert [link.rank for link in fleet.links] == [*group][1:]
+    assert orders_of(fleet.rank(0), Begin) == [Begin(group)]
     assert not fleet.nodes_of(NodeLost)
+
+
+def test_ranks_with_others_behind_them_are_told_to_open_a_hub(fleet: Fleet) -> None:
+    fleet.servers = (0, 1, 1)
+    fleet.scripts[1] = Fleet.finish
+    fleet.run()
+    assert [bool(orders_of(fleet.rank(rank), OpenHub)) for rank in range(3)] == [True, True, False]
 
 
 def crash_at_the_very_end(rank: ScriptedRank) -> None:
@@ -50,7 +49,8 @@ def test_run_that_all_ranks_have_finished_is_complete_however_they_end(
     fleet: Fleet, end: Callable[[ScriptedRank], None], problems: dict[str, str]
 ) -> None:
     def finish(fleet: Fleet) -> None:
-        for rank in fleet.members():
+        for number in sorted(fleet.members, reverse=True):
+            rank = fleet.rank(number)
             rank.finish()
             end(rank) if rank.rank else rank.exit(is_clean=True)
 
@@ -65,7 +65,7 @@ def test_ranks_that_do_not_start_in_time_are_named(fleet: Fleet) -> None:
     fleet.set_patience(start_s=0.1)
     fleet.on_start = lambda rank: rank.report_ready() if rank.rank == 0 else None
     error = fleet.run_to_error(DeadlineError)
-    assert error.message == "csd0, csd1 did not start in time"
+    assert error.message == "csd0, csd1 did not start within 0.1 s"
     assert error.exit_code == ExitCode.DEADLINE
 
 
@@ -86,152 +86,99 @@ def test_failure_before_all_ranks_are_ready_keeps_its_error_type(
     assert error.exit_code == exit_code
 
 
-@pytest.mark.parametrize("is_ready", [False, True])
-def test_rank_that_exits_before_the_first_group_has_joined_fails_the_run(
-    fleet: Fleet, is_ready: bool
-) -> None:
-    if is_ready:
-        fleet.never_join = {2}
-        fleet.scripts[1] = lambda fleet: fleet.rank(2).exit("no memory")
-    else:
-        fleet.on_start = lambda rank: rank.exit("no memory") if rank.rank == 2 else rank.report_ready()
+def test_rank_that_exits_before_all_take_part_fails_the_run(fleet: Fleet) -> None:
+    fleet.on_start = lambda rank: rank.exit("no memory") if rank.rank == 2 else rank.report_ready()
     error = fleet.run_to_error()
     assert (error.node, error.message) == ("csd1", "no memory")
-    assert fleet.groups == [(0, 1, 2)] * is_ready
 
 
-def test_mpirun_failure_at_the_first_attempt_fails_the_run_with_its_stderr(fleet: Fleet) -> None:
-    fleet.never_join = {0, 1, 2}
-    fleet.mpirun[1] = shell("echo there are no slots >&2; exit 1")
-    assert "there are no slots" in fleet.run_to_error().message
+@pytest.mark.parametrize("is_hung", [False, True])
+def test_link_that_never_connects_fails_the_run_and_is_named(fleet: Fleet, is_hung: bool) -> None:
+    fleet.never_connect = {2}
+    fleet.set_patience(link_s=scaled(0.1) if is_hung else 3600.0)
+    if not is_hung:
+        fleet.on_order = lambda rank, order: isinstance(order, Begin) and break_at_once(fleet)
+
+    def break_at_once(fleet: Fleet) -> None:
+        fleet.link(2).lines = ["Daemon exit status: 7: no route"]
+        fleet.link(2).has_ended = True
+
+    error = fleet.run_to_error()
+    assert error.node == "csd1"
+    assert "its link did not connect: " in error.message
+    assert is_hung or error.message.endswith("exited with 7: no route")
 
 
-def test_failure_that_rank_0_reports_too_fails_the_run(fleet: Fleet) -> None:
-    def diverge(fleet: Fleet) -> None:
-        fleet.rank(1).fail("the loss became nan (csd0)")
-        fleet.rank(0).fail("the loss became nan", remedy="lower it")
+def test_node_without_an_address_fails_the_run_and_is_named(fleet: Fleet) -> None:
+    def start_link(rank: int) -> None:
+        raise NodeError("it has no address in 10.0.0.0/24", node=fleet.nodes[rank])
 
-    fleet.set_patience(settle_s=scaled(10.0))  # for the failure of rank 0, which has been reported
-    fleet.scripts[1] = diverge
+    fleet._start_link = start_link  # type: ignore[method-assign]
+    assert "it has no address" in fleet.run_to_error().message
+
+
+def test_failure_of_rank_0_fails_the_run(fleet: Fleet) -> None:
+    fleet.scripts[1] = lambda fleet: fleet.rank(0).fail("the loss became nan", remedy="lower it")
     error = fleet.run_to_error()
     assert (error.node, error.message, error.remedy) == ("host", "the loss became nan", "lower it")
     assert not fleet.nodes_of(NodeLost)
 
 
-@pytest.mark.parametrize("exit_code", [1, 2])
-def test_node_that_fails_after_its_restart_stays_away(fleet: Fleet, exit_code: int) -> None:
+def test_links_that_end_before_the_completion_records_come_are_not_lost(fleet: Fleet) -> None:
+    """Rank 0 may save its model for long."""
+
+    def end_links(fleet: Fleet) -> None:
+        for rank in (1, 2):
+            fleet.link(rank).is_clean = fleet.link(rank).has_ended = True
+        fleet.rank(0).step()
+
+    def finish_later(event: Event) -> None:
+        if isinstance(event, Progress):
+            threading.Timer(0.1, fleet.finish).start()
+
+    fleet.set_patience(cause_s=scaled(30.0))
+    fleet.scripts[1], fleet.on_event = end_links, finish_later
+    fleet.run()
+    assert fleet.nodes_of(NodeLost) == []
+    assert len(fleet.links) == 2
+
+
+def test_node_that_reports_its_completion_early_changes_nothing_for_the_others(fleet: Fleet) -> None:
+    """Their losses are still noted, and they are restarted."""
+
+    def finish_early(fleet: Fleet) -> None:
+        fleet.rank(1).finish()
+        fleet.rank(2).exit()
+
+    fleet.reachable = {2}
+    fleet.scripts = {1: finish_early, 3: Fleet.finish}
+    fleet.run()
+    assert fleet.nodes_of(NodeLost) == fleet.nodes_of(NodeBack) == ["csd1"]
+
+
+def test_check_goes_on_without_what_does_not_start_or_connect(fleet: Fleet) -> None:
+    """Rank 0 begins alone; the run ends when every node has either taken part or been lost."""
+    fleet.nodes = ["host", "csd0", "csd1", "csd2", "csd3"]
+    fleet.is_check = True
+    fleet.set_patience(start_s=scaled(0.1), link_s=scaled(0.1), max_restarts=0)
+    fleet.never_connect = {3}
+
     def start(rank: ScriptedRank) -> None:
-        if len(fleet.processes) == 4:
-            fleet.reachable = set()
-            rank.fail("the shard is gone", exit_code=exit_code)
-        else:
+        if rank.rank == 2:
+            rank.exit("no memory")
+        elif rank.rank != 4:
             rank.report_ready()
 
-    def finish_without_it(event: Event) -> None:
-        if isinstance(event, NodeLost) and len(fleet.processes) == 4:
-            fleet.finish()
+    def is_over() -> bool:
+        return {1, *map(fleet.nodes.index, fleet.nodes_of(NodeLost))} >= {1, 2, 3, 4} and 1 in fleet.members
 
-    fleet.on_start, fleet.on_event = start, finish_without_it
-    fleet.reachable = {1}
-    fleet.scripts[1] = lambda fleet: fleet.rank(1).exit()
+    fleet.on_start, fleet.should_stop = start, is_over
+    fleet.on_order = lambda rank, order: fleet.finish() if isinstance(order, Stop) else None
     fleet.run()
-    assert fleet.groups == [(0, 1, 2), (0, 2)]
-    assert "the shard is gone" in fleet.lost_messages()[1]
-
-
-def test_no_message_is_lost_while_a_failure_is_investigated(fleet: Fleet) -> None:
-    def report_ready_after_a_failure(event: Event) -> None:
-        if isinstance(event, Progress):
-            fleet.rank(1).fail("disk full")
-            fleet.rank(2).report_ready()
-
-    fleet.on_start = lambda rank: rank.step() if len(fleet.processes) == 4 else rank.report_ready()
-    fleet.on_event = report_ready_after_a_failure
-    fleet.reachable = {2}
-    fleet.scripts = {1: lambda fleet: fleet.rank(2).exit(), 4: Fleet.finish}
-    fleet.run()
-    assert fleet.groups == [(0, 1, 2), (0, 1), (0,), (0, 2)]
-    assert fleet.nodes_of(NodeBack) == ["csd1"]
-
-
-@pytest.mark.parametrize("exit_code", [0, 1])
-def test_mpirun_that_exits_is_started_again_and_says_who_was_killed(fleet: Fleet, exit_code: int) -> None:
-    killed = event_to_line(Exited(1, "csd0", 137))
-    fleet.mpirun[1] = shell(f"echo '[1,1]<stdout>: {killed}'; exit {exit_code}")
-    fleet.scripts[2] = Fleet.finish
-    fleet.run()
-    assert fleet.nodes_of(Exited) == ["csd0"]
-    assert fleet.groups == fleet.linked == [(0, 1, 2)] * 2
-
-
-def test_lost_link_of_a_rank_that_answers_is_recorded_and_that_of_a_lost_one_is_not(fleet: Fleet) -> None:
-    fleet.mpirun[1] = shell("echo 'Remote daemon: [prterun-host-1@0,2] on node csd1'; exit 1")
-    fleet.scripts[2] = Fleet.finish
-    fleet.run()
-    assert fleet.groups == [(0, 1, 2)] * 2
-    (warned,) = (event for event in fleet.events if isinstance(event, Warned))
-    assert (warned.rank, warned.node) == (2, "csd1")
-    assert warned.message.startswith("its MPI daemon no longer answers")
-
-
-def test_run_fails_after_too_many_failed_groups_in_a_row(fleet: Fleet) -> None:
-    fleet.mpirun = dict.fromkeys(range(1, 9), shell("echo no route >&2; exit 1"))
-    assert "no route" in fleet.run_to_error().message
-    assert len(fleet.groups) == 1 + fleet.patience.max_attempts
-
-
-@pytest.mark.parametrize("reporter", [0, 1])
-def test_step_that_rank_0_reports_and_no_other_resets_the_count_of_failed_groups(
-    fleet: Fleet, reporter: int
-) -> None:
-    def step_and_break(fleet: Fleet) -> None:
-        fleet.rank(reporter).step()
-        fleet.rank(0).lose_link(len(fleet.groups))
-
-    num_groups = 1 + fleet.patience.max_attempts
-    fleet.scripts = dict.fromkeys(range(1, num_groups + 3), step_and_break)
-    fleet.scripts[num_groups + 3] = Fleet.finish
-    if reporter == 0:
-        fleet.run()
-        assert len(fleet.groups) == num_groups + 3
-    else:
-        fleet.run_to_error()
-        assert len(fleet.groups) == num_groups
-
-
-@pytest.mark.parametrize(("rank", "group"), [(1, (0, 2)), (0, (0, 1, 2))])
-def test_node_that_mpirun_blames_repeatedly_is_left_out_and_the_host_is_restarted(
-    fleet: Fleet, rank: int, group: tuple[int, ...]
-) -> None:
-    killed = f"process rank {rank} with PID 7 on node {fleet.nodes[rank]} exited on signal 9 (Killed)."
-    blaming = shell(f"echo 'prterun noticed that {killed}' >&2; exit 1")
-    fleet.mpirun = dict.fromkeys((1, 2, 3), blaming)
-    fleet.reachable = {0}
-    fleet.scripts[4] = Fleet.finish
-    fleet.run()
-    assert fleet.groups == [(0, 1, 2)] * 3 + [group]
-    assert fleet.nodes_of(NodeLost) == [fleet.nodes[rank]]
-    assert fleet.nodes_of(NodeBack) == ["host"] * (rank == 0)
-
-
-def test_failed_run_does_not_blame_a_node_lost_long_ago(fleet: Fleet) -> None:
-    fleet.scripts = {1: lambda fleet: fleet.rank(1).exit(), 2: lambda fleet: fleet.rank(0).step()}
-    fleet.mpirun = dict.fromkeys(range(2, 9), shell("echo no route >&2; exit 1"))
-    error = fleet.run_to_error()
-    assert "no route" in error.message
-    assert error.node == ""
-
-
-def test_restarting_rank_is_not_dropped_for_its_earlier_loss(fleet: Fleet) -> None:
-    def lose_link(fleet: Fleet) -> None:
-        fleet.rank(0).lose_link(len(fleet.groups))
-
-    fleet.on_start = lambda rank: rank.report_ready() if len(fleet.processes) <= 3 else None
-    fleet.reachable = {1}
-    fleet.may_restart = lambda rank: True
-    fleet.scripts = dict.fromkeys(range(1, fleet.patience.max_attempts), lose_link)
-    fleet.scripts[fleet.patience.max_attempts] = lambda fleet: fleet.rank(1).exit()
-    fleet.scripts[fleet.patience.max_attempts + 1] = Fleet.finish
-    fleet.run()
-    assert len(fleet.processes) == 4
-    assert fleet.nodes_of(NodeLost) == ["csd0"]
+    assert orders_of(fleet.rank(0), Begin) == [Begin((0,))]
+    assert is_told_to_stop(fleet)
+    told = dict(zip(fleet.nodes_of(NodeLost), fleet.lost_messages(), strict=True))
+    assert set(told) == {"csd1", "csd2", "csd3"}
+    assert (told["csd1"], "did not connect" in told["csd2"]) == ("no memory", True)
+    assert "did not start within" in told["csd3"]
+    assert len(fleet.processes) == 5, "nothing is restarted"

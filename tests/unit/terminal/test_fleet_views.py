@@ -122,8 +122,8 @@ def test_tune_names_who_is_waited_for_and_shows_the_trial_as_training(
     assert "8 s" in line
     view.on_probes({"host": ProbeOutcome(16, 0.1, 3)})
     view.on_trial(40, dict.fromkeys(nodes(count), 16))
-    for rank, name in enumerate(nodes(count)):
-        view.on_event(Joined(rank, name, 1, 1, 0, 40, 0, {}, "star", 0.01))
+    view.on_event(Joined(0, "host", 1, 0, 40, 0, {}, is_start=True))
+    assert "joining" not in "".join(screen(view, size))
     clock.now += 5
     for rank, name in enumerate(nodes(count)):
         compute_s = 4.5 if name == "csd2" else 2.0

@@ -76,10 +76,10 @@ def hostile(value: Any) -> Any:
 
 def show_training(console: PrintableConsole) -> None:
     more = [
-        Joined(0, "host", 2, 1, 6, 12, 6, {"0": 60}, "none", 0.0, 100),
+        Joined(0, "host", 1, 6, 12, 6, {"0": 60}, False, ((1, "x"),), 100),
         Rebalanced(0, "host", 1, 7, "csd0", 1.84, {"0": 65, "1": 5}),
         WaitingFor(0, "host", ("csd0",)),
-        NodeLost(1, "csd0", "killed"),
+        NodeLost(1, "csd0", "killed", "see its log"),
         NodeBack(1, "csd0"),
     ]
     with TrainingView(console, hostile(SPEC), 10, emulated=True) as view:
@@ -154,7 +154,7 @@ def show_keys(console: PrintableConsole) -> None:
 def show_verified(console: PrintableConsole) -> None:
     ranks = (Compared(1e-7, 1e-7, 0.1),) * 2
     sums = HOSTILE, 1e-7, 1e-7, f"{HOSTILE}2"
-    told = 1e-7, None, (HOSTILE,), HOSTILE, HOSTILE
+    told = 1e-7, None, (HOSTILE,), HOSTILE
     verified = Verified(0, HOSTILE, 16, (8, 8), *sums, ranks, *told)
     nodes = [HOSTILE, HOSTILE]
     render_verified(console, verified, judge(verified, nodes), nodes, emulated=False)

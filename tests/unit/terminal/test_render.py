@@ -161,7 +161,7 @@ class TestViewWithoutATerminal:
             ),
             ([NodeLost(1, "csd0", "killed")], ["csd0", "killed"]),
             (
-                [PROGRESS, Joined(0, "host", 2, 1, 6, 12, 6, {"0": 60}, "none", 0.0, 100)],
+                [PROGRESS, Joined(0, "host", 1, 6, 12, 6, {"0": 60}, num_lost=100)],
                 ["1 ranks", "epoch 1, step 6", "global batch 60", "100 private samples"],
             ),
         ],

@@ -6,7 +6,7 @@ import pytest
 
 from csdctl.terminal.train import TrainingView, describe_learning_rate, format_shards
 from csdctl.terminal.view import TRAINING, RankRow, choose_rows, describe_rest, draw_curve
-from csdctl.worker.protocol.events import EpochEnd, Joined, LinkLost, NodeLost, Progress, Warned
+from csdctl.worker.protocol.events import EpochEnd, Joined, NodeBack, NodeLost, Progress, Ready, Warned
 from csdctl.worker.protocol.recipe import Recipe
 from csdctl.worker.protocol.run_spec import RankSpec, Runtime
 from tests.unit.runs.manifests import spec_of
@@ -58,8 +58,8 @@ def test_view_of_four_servers_sums_each_up_and_shows_the_ranks_that_matter() -> 
     size = (80, 24)
     view = TrainingView(terminal(size), spec, 100, emulated=True)
     sizes = {str(rank): 8 for rank in range(144)}
+    view.show(Joined(0, "host", 1, 0, 100, 0, sizes, is_start=True))
     for rank, name in enumerate(names):
-        view.show(Joined(rank, name, 1, 1, 0, 100, 0, sizes, "star", 0.01))
         compute_s = 0.9 if name == "storage2/csd7" else 0.5
         view.show(Progress(rank, name, 1, 1, 1, 8, compute_s, 1 - compute_s, 1.0, 1152))
     view.show(NodeLost(120, names[120], "does not answer"))
@@ -75,7 +75,9 @@ def test_view_of_four_servers_sums_each_up_and_shows_the_ranks_that_matter() -> 
     ("num_steps", "said"),
     [(72, ""), (71, "; 1 step is repeated"), (48, "; 24 steps are repeated"), (0, "; 72")],
 )
-def test_group_says_how_many_steps_are_repeated_since_the_state_was_saved(num_steps: int, said: str) -> None:
+def test_resumed_run_says_how_many_steps_are_repeated_since_the_state_was_saved(
+    num_steps: int, said: str
+) -> None:
     """Those of the run so far, also when it begins again."""
     end = EpochEnd(0, "host", 3, 72, 72, 1.0, 0.0, 1.0, "hash", 72)
     spec, screen = spec_of(), terminal((200, 50))
@@ -83,7 +85,7 @@ def test_group_says_how_many_steps_are_repeated_since_the_state_was_saved(num_st
     problem = "checkpoints/step-00000072.npz is damaged: empty"
     for event in (
         Warned(0, "host", problem, "look at the disk"),
-        Joined(0, "host", 1, 1 + num_steps // 24, 0, 24, num_steps, {"0": 8}, "star", 0.01),
+        Joined(0, "host", 1 + num_steps // 24, 0, 24, num_steps, {"0": 8}, is_start=True),
     ):
         view.show(event)
     text = screen.file.getvalue()  # type: ignore[attr-defined]
@@ -133,12 +135,51 @@ def test_long_silence_shows_how_long_and_who_stands_still() -> None:
     assert screen(view, (80, 24))[1].startswith("epoch 1/1")
     clock.now += 16
     assert screen(view, (80, 24))[1].startswith("no step for 25 s  epoch 1/1  step 60/100")
-    view.show(LinkLost(2, "csd1", 1, 1, 60))
+    view.show(NodeLost(2, "csd1", "killed"))
     lines = screen(view, (80, 24))
     assert lines[1].startswith("no step for 25 s (csd1)")
-    assert next(line for line in lines if line.startswith("csd1 ")).split() == [
-        *("csd1", "waiting", "for", "others", "8", "–")
-    ]
+    assert next(line for line in lines if line.startswith("csd1 ")).split() == ["csd1", "lost", "8", "–"]
+
+
+def test_state_of_a_rank_is_what_rank_0_and_csdctl_say_last() -> None:
+    view = make_view(4, (80, 24), Clock())
+
+    def states() -> list[str]:
+        lines = screen(view, (80, 24))
+        found = dict(line.split()[:2] for line in lines if line.startswith(("host ", "csd")))
+        return [found[name_of(rank)] for rank in range(4)]
+
+    def joined(*ranks: int, is_start: bool = False) -> Joined:
+        return Joined(0, "host", 1, 5, 100, 5, {str(rank): 8 for rank in ranks}, is_start)
+
+    for rank in range(3):
+        view.show(Ready(rank, name_of(rank), 8))
+    assert states() == ["ready", "ready", "ready", "starting"]
+    view.show(joined(0, 1, 2, is_start=True))
+    assert states() == ["training", "training", "training", "starting"]
+    view.show(joined(0, 1, 2, 3))
+    assert states() == ["training"] * 4
+    view.show(NodeLost(2, "csd1", "killed"))  # before rank 0 knows of it
+    view.show(joined(0, 1, 2))
+    assert states() == ["training", "training", "lost", "training"]
+    view.show(joined(0, 1))
+    view.show(joined(0, 1, 2))
+    view.show(NodeBack(2, "csd1"))
+    assert states() == ["training"] * 4
+
+
+def test_wait_for_rank_0_is_said_where_it_begins_again() -> None:
+    clock, to = Clock(), terminal((200, 50))
+    view = TrainingView(to, spec_of(), 24, emulated=False, clock=clock)
+    again = Joined(0, "host", 1, 5, 24, 5, {"0": 8}, is_start=True)
+    view.show(replace(again, step=0, total_steps=0))
+    view.show(NodeLost(0, "host", "killed"))
+    clock.now += 4
+    view.show(again)
+    clock.now += 60
+    view.show(replace(again, batch_sizes={"0": 8, "1": 8}, is_start=False))
+    said = [line for line in to.file.getvalue().splitlines() if "continue" in line]  # type: ignore[attr-defined]
+    assert [line.partition("; ")[2] for line in said] == ["they waited for 4.0 s", ""]
 
 
 def rank(number: int, node: str, batch_size: int, private: int, public: int, **more: float) -> RankSpec:

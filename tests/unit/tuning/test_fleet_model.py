@@ -87,7 +87,7 @@ def tried(model: FleetModel, factors: dict[str, float], overhead_factor: float =
     step_times = model.machine_step_times()
     times = [step_times[name].at(size) * factors.get(name, 1.0) for name, size in best.batch_sizes.items()]
     step_s = max(times) * overhead_factor + SUM_S
-    result = TrialResult(5, step_s, 200 / step_s, tuple(times), 5 * step_s, "star", SUM_S)
+    result = TrialResult(5, step_s, 200 / step_s, tuple(times), 5 * step_s, SUM_S)
     return TriedPlan(best, plan_ranks(model, best), result)
 
 
@@ -224,10 +224,8 @@ def test_one_size_gives_a_line_through_the_origin_and_shorter_steps_still_a_step
 PLACES = [(ranks, size) for ranks in (2, 5) for size in (1 << 16, 1 << 20, 1 << 23)]
 
 
-def timed(cost: CollectiveCost, name: str = "star", factor: float = 1.0) -> list[CollectiveMeasurement]:
-    return [
-        CollectiveMeasurement(name, ranks, size, factor * cost.at(size, ranks), 0.0) for ranks, size in PLACES
-    ]
+def timed(cost: CollectiveCost, factor: float = 1.0) -> list[CollectiveMeasurement]:
+    return [CollectiveMeasurement(ranks, size, factor * cost.at(size, ranks), 0.0) for ranks, size in PLACES]
 
 
 @given(
@@ -247,13 +245,12 @@ def test_cost_is_found_from_exact_sums(
 
 COST = CollectiveCost(0.001, 0.0, 1e-9, 1e-9)
 NEWER = [replace(measurement, measured_at=1.0) for measurement in timed(COST)]
-ALONE = CollectiveMeasurement("star", 1, 1 << 20, 0.0, 0.0)
+ALONE = CollectiveMeasurement(1, 1 << 20, 0.0, 0.0)
 
 
 @pytest.mark.parametrize(
     "measured",
     [
-        [*timed(COST, "allreduce", 3.0), *timed(COST)],  # the faster of two collectives counts
         [*timed(COST), *timed(COST, factor=0.2), *timed(COST)],  # one lucky sum does not
         [*(NEWER * 5), *(timed(COST, factor=0.2) * 20)],  # the network has become slower
         [*timed(COST), ALONE],
@@ -265,10 +262,7 @@ def test_sums_that_count(measured: list[CollectiveMeasurement]) -> None:
 
 
 def test_noise_gives_no_negative_time_and_no_sums_none() -> None:
-    noisy = [
-        CollectiveMeasurement("star", 2, 1 << 16, 0.004, 0.0),
-        CollectiveMeasurement("star", 5, 1 << 23, 0.001, 0.0),
-    ]
+    noisy = [CollectiveMeasurement(2, 1 << 16, 0.004, 0.0), CollectiveMeasurement(5, 1 << 23, 0.001, 0.0)]
     found = fit_collective(noisy)
     assert min(found.at(1 << 10, 2), found.at(1 << 26, 40)) >= 0
     assert fit_collective([]) == CollectiveCost()

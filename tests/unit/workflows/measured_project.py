@@ -15,7 +15,7 @@ from csdctl.fleet.model import HOST_NAME, Fleet, Node
 from csdctl.job.model import Job, load_job
 from csdctl.perfmodel.prediction import CollectiveCost, StepTime
 from csdctl.runs.directory import ProjectDirectory
-from csdctl.runs.measurements import COLLECTIVE, PROBE, TRIAL, MeasurementStore
+from csdctl.runs.measurements import PROBE, SUM, TRIAL, MeasurementStore
 from csdctl.shipping.store import store_bytes
 from csdctl.shipping.worker_zip import pack_worker
 from csdctl.tuning.measurements import (
@@ -154,12 +154,12 @@ def remember_probes(at: MeasuredProject) -> None:
 def remember_sums(at: MeasuredProject) -> None:
     """Store sums over 2 and 3 ranks."""
     sums = [
-        CollectiveMeasurement("star", ranks, size, SUMS.at(size, ranks), 1000.0)
+        CollectiveMeasurement(ranks, size, SUMS.at(size, ranks), 1000.0)
         for ranks in (2, 3)
         for size in (1 << 16, 1 << 20, at.features.vector_bytes)
     ]
     store = MeasurementStore(at.project.measurements)
-    store.add(COLLECTIVE, fleet_class(), sums)
+    store.add(SUM, fleet_class(), sums)
 
 
 def remember_trial(at: MeasuredProject, sizes: Sequence[int] = (128, 16, 16)) -> None:
@@ -185,7 +185,7 @@ def remember_all(at: MeasuredProject) -> None:
 
 def prepared(at: MeasuredProject) -> Any:
     """In place of `prepare.Prepared`, for code that only passes files on."""
-    file = SimpleNamespace(path="file", sha256=at.features.hash)
+    file = SimpleNamespace(path="file", sha256=at.features.hash, size=1000)
     described = {"user_code": None, "describe": lambda: at.features}
     model = SimpleNamespace(info=MODEL, architecture=file, weights=file, **described)
     return SimpleNamespace(

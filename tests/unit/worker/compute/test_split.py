@@ -1,6 +1,7 @@
 """A model in two parts computes what the whole one does: ranks as threads, messages through queues."""
 
 import queue
+import re
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -13,7 +14,8 @@ import pytest
 from csdctl.worker.compute.recipe import compile_model
 from csdctl.worker.compute.split import PrefixStep, SplitStep, micro_batch_size, micro_batch_sizes, time_parts
 from csdctl.worker.compute.step import Step
-from csdctl.worker.group.values import PeerFaultError
+from csdctl.worker.group.communicator import Communicator
+from csdctl.worker.group.values import RankLostError, StepVoidError
 from csdctl.worker.process.errors import WorkerError
 from csdctl.worker.protocol.datasets import SAMPLE_WEIGHT, DatasetInfo
 from csdctl.worker.protocol.probe import PartsSpec
@@ -41,7 +43,7 @@ class QueueCommunicator:
     def __init__(self, rank: int, queues: dict[tuple[int, int], "queue.Queue[bytes]"]) -> None:
         self.rank, self._queues = rank, queues
 
-    def send(self, rank: int, content: Any, traffic_class: str, *, is_waiting: bool) -> None:
+    def send(self, rank: int, content: Any, traffic_class: str) -> None:
         self._queues[self.rank, rank].put(bytes(content))
 
     def receive(self, rank: int, max_bytes: int, traffic_class: str) -> bytes:
@@ -208,17 +210,24 @@ def test_parts_take_the_steps_of_the_whole_model(name: str) -> None:
 EXAMPLE = np.zeros((0, 9, 9, 3), np.float32), np.zeros(0, np.int32)
 
 
-class Sends:
-    """Ranks that send `contents`, whatever is asked for."""
+class Sends(Communicator):
+    """Ranks that send `contents`, whatever is asked for; those without any are lost."""
 
     def __init__(self, *contents: bytes) -> None:
+        super().__init__(0, ((1, 0),))
         self._contents = contents
+        self.evicted: list[tuple[int, str]] = []
 
-    def receive(self, rank: int, max_bytes: int, traffic_class: str) -> bytes:
-        return self._contents[rank - 1]
+    def receive(self, rank: int, max_bytes: int, traffic_class: str) -> bytearray:
+        if not self._contents[rank - 1]:
+            raise RankLostError(rank)
+        return bytearray(self._contents[rank - 1])
 
-    def send(self, *_: object, **__: object) -> None:
+    def send(self, rank: int, content: Any, traffic_class: str) -> None:
         pass
+
+    def evict(self, rank: int, reason: str) -> None:
+        self.evicted.append((rank, reason))
 
 
 def sent(value: float, label: int, size: int) -> bytes:
@@ -228,7 +237,7 @@ def sent(value: float, label: int, size: int) -> bytes:
 @pytest.mark.parametrize(
     ("value", "label", "size", "reason"),
     [
-        (np.nan, 1, 2, "activations or labels that are not finite"),
+        (np.nan, 1, 2, "sent activations or labels that are not finite"),
         (1.0, 99, 2, "sent data that the model cannot take: InvalidArgumentError"),
         (1.0, 1, 3, r"sent \d+ bytes of activations, expected \d+"),
     ],
@@ -236,16 +245,27 @@ def sent(value: float, label: int, size: int) -> bytes:
 def test_what_a_rank_sends_is_its_own_fault(value: float, label: int, size: int, reason: str) -> None:
     model = compiled(pictures, SGD)
     host = SplitStep(Step(model, SGD, EXAMPLE), "join", SGD, EXAMPLE)
-    exchange = Exchange(host, Sends(sent(value, label, size), sent(1.0, 1, 2)), EXAMPLE[1])  # type: ignore[arg-type]
+    ranks = Sends(sent(value, label, size), sent(1.0, 1, 2))
     out = np.zeros(host.layout.step_size, np.float32)
-    with pytest.raises(PeerFaultError, match=reason) as fault:
-        exchange.on_host(*EXAMPLE, [0, 1, 2], [1.0] * 3, [[], [2], [2]], out)
-    assert fault.value.rank == 1
+    with pytest.raises(StepVoidError):
+        Exchange(host, ranks, EXAMPLE[1]).on_host(*EXAMPLE, [0, 1, 2], [1.0] * 3, [[], [2], [2]], out)
+    ((rank, why),) = ranks.evicted
+    assert rank == 1
+    assert re.match(reason, why)
+
+
+def test_step_is_void_when_a_rank_is_lost_whose_activations_are_awaited() -> None:
+    host = SplitStep(Step(compiled(pictures, SGD), SGD, EXAMPLE), "join", SGD, EXAMPLE)
+    ranks = Sends(sent(1.0, 1, 2), b"")
+    out = np.zeros(host.layout.step_size, np.float32)
+    with pytest.raises(StepVoidError):
+        Exchange(host, ranks, EXAMPLE[1]).on_host(*EXAMPLE, [0, 1, 2], [1.0] * 3, [[], [2], [2]], out)
+    assert ranks.evicted == []
 
 
 def test_diverging_training_is_no_ranks_fault() -> None:
     host = SplitStep(Step(compiled(pictures, SGD), SGD, EXAMPLE), "join", SGD, EXAMPLE)
-    exchange = Exchange(host, Sends(*[sent(np.inf, 1, 2)] * 2), EXAMPLE[1])  # type: ignore[arg-type]
+    exchange = Exchange(host, Sends(*[sent(np.inf, 1, 2)] * 2), EXAMPLE[1])
     out = np.zeros(host.layout.step_size, np.float32)
     exchange.on_host(*EXAMPLE, [0, 1, 2], [1.0] * 3, [[], [2], [2]], out)
     assert not np.isfinite(host.vector(out)).all(), "the sum shows it"

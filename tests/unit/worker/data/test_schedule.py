@@ -97,19 +97,24 @@ def test_rank_with_batch_size_0_stays_without_samples_when_batch_sizes_change() 
     assert [share.num_samples for share in changed.shares] == [0, 10, 50]
 
 
-def test_rank_that_comes_back_in_an_epoch_reads_public_samples_that_are_left() -> None:
+def test_rank_that_comes_back_in_an_epoch_reads_its_private_samples_and_public_ones_that_are_left() -> None:
     own = [OwnSamples(0, 40), OwnSamples(20, 40), OwnSamples(20, 40)]
     without = change_segment(begin_epoch(own, {0: 10, 1: 10, 2: 10}), 2, {0: 10, 2: 10})
     again = change_segment(without, 3, {0: 10, 1: 10, 2: 10})
     assert [share.rank for share in again.shares] == [0, 1, 2]
-    assert again.shares[1].num_private == again.shares[1].num_public == 0
+    assert again.shares[1].num_private == 20 - 7, "those that it had not read before"
+    assert again.shares[1].num_public == 0
     seen = Seen()
     read(without, [2], seen)
     read(again, range(3, again.stop_step), seen)
     left = sum(share.num_samples - share.num_private for share in without.shares)
     assert sum(key[0] == "public" for key in seen.elements()) == left
     assert set(seen.values()) == {1}
-    # With nothing left, it waits for the next epoch.
+
+
+def test_rank_that_comes_back_when_all_else_is_read_prolongs_the_epoch_by_its_private_samples() -> None:
+    own = [OwnSamples(0, 40), OwnSamples(20, 40), OwnSamples(20, 40)]
+    without = change_segment(begin_epoch(own, {0: 10, 1: 10, 2: 10}), 2, {0: 10, 2: 10})
     at_end = change_segment(without, without.stop_step, {0: 10, 1: 10, 2: 10})
-    assert at_end.stop_step == without.stop_step
-    assert at_end.shares[1].num_samples == 0
+    assert [share.num_samples for share in at_end.shares] == [0, 13, 0]
+    assert at_end.stop_step == without.stop_step + 2

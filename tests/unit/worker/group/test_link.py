@@ -1,327 +1,222 @@
-"""A rank and its link: two real processes, MPI included; and which ranks Open MPI really connects."""
+"""Ranks, hubs and links: real processes, MPI included, on one server and on several."""
 
-import contextlib
-import json
-import os
-import re
-import socket
-import subprocess
-import sys
-import time
 from collections.abc import Iterator
-from pathlib import Path
-from typing import Any
 
 import pytest
 
-from csdctl.fleet.checks import pairs_to_try
-from csdctl.launch.mpirun import ALLOW_ROOT, COMMON_OPTIONS, EAGER_LIMIT_BYTES
-from csdctl.worker.group.channel import Answer, Channel, LinkGreeting, Listener, SharedVectors, socket_name
-from csdctl.worker.group.communicator import LinkCommunicator
-from csdctl.worker.group.values import LinkLostError, PeerFaultError
-from csdctl.worker.protocol.orders import BETWEEN_SERVERS, COLLECTIVE_NAMES
-from tests.attacks.hostile_link import HEAD, SERVE
-from tests.linked_ranks import NUM_ELEMENTS, SIZE, Group, links
-from tests.patience import run_command
+from tests.linked_ranks import NUM_ELEMENTS, Group, expect_sum
+from tests.patience import eventually
 
 pytestmark = pytest.mark.first(2)
 
+SERVERS = (0, 0, 0, 3, 3, 3, 6)
+"""A host with two nodes, a server with two, and one without."""
+NUM_HALVED = 262_000
+SIZES = ((3000, 0), (NUM_ELEMENTS, 0))
+"""Two sums of a step; the larger one is sent in chunks."""
+
 
 @pytest.fixture
-def group() -> Iterator[Group]:
-    started = Group(f"test-{os.getpid()}-{time.monotonic_ns()}")
+def group(request: pytest.FixtureRequest) -> Iterator[Group]:
+    """Ranks that take part; three of one server where the test has no others."""
+    options = getattr(request, "param", {})
+    started = Group(**options)
+    started.begin()
     yield started
     started.end()
 
 
-def traffic_of(group: Group) -> dict[tuple[str, int, int], int]:
-    """Return what has been sent, which all ranks say alike."""
-    of_host, *others = group.all("traffic")
-    assert others == [of_host] * (SIZE - 1)
-    return {(what, sender, receiver): count for what, sender, receiver, count in of_host}
+def close(group: Group) -> None:
+    """Let all ranks that are left end; their mpiruns have no error."""
+
+    assert group.all("close") == [None] * len(group.servers)
+    assert [mpirun.wait() for mpirun in group.mpiruns.values()] == [0] * len(group.mpiruns)
 
 
-@pytest.mark.parametrize("collective", [*COLLECTIVE_NAMES, ""])
-def test_ranks_sum_allgather_send_and_close(group: Group, collective: str) -> None:
-    factor = SIZE * (SIZE + 1) / 2
-    (chosen,) = set(group.all(f"choose {collective}"))
-    assert chosen in ({collective} if collective else set(COLLECTIVE_NAMES))
-    answers = group.all("sum")
-    assert answers[0][:2] == [factor, factor * (NUM_ELEMENTS - 1)]
-    assert answers == [answers[0]] * SIZE
-    assert group.all("allgather") == [[{"rank": 0}, {"rank": 1}, {"rank": 2}]] * SIZE
-    group.send(0, "send 2")
-    group.send(2, "receive 0 5000")
-    assert (group.answer(0), group.answer(2)) == (1, 35_000)
-    assert group.all("sum") == [answers[0]] * SIZE
-    assert group.all("close") == [1] * SIZE
-    assert group.mpirun.wait() == 0
+def traffic_of(group: Group, server: int = 0) -> dict[tuple[str, int, int], int]:
+    """Return what a rank with others behind it has sent to them, and they to it."""
+    return {(what, *ends): count for what, *ends, count in group.call(server, "traffic")}
 
 
-def test_late_rank_gets_the_sum_of_all_ranks_and_the_others_say_that_they_wait(group: Group) -> None:
-    """A rank's link takes in what arrives before its own rank has anything to add."""
-    group.all("choose star")
-    for late in (0, 2, 0):
-        others = [rank for rank in range(SIZE) if rank != late]
-        for rank in others:
-            group.send(rank, "sum")
-        if late:
-            while (said := group.receive(0)) != {"missing": [late]}:
-                assert said["missing"] == [1, 2]  # rank 1 was slow
-        else:
-            time.sleep(0.3)
-        group.send(late, "sum")
-        answers = [group.answer(rank) for rank in range(SIZE)]
-        assert answers == [answers[0]] * SIZE
-        assert answers[0][0] == SIZE * (SIZE + 1) / 2
-        waits = dict(group.all("waits")[0])
-        assert not late or max(waits, key=lambda rank: waits[rank]) == late
+def test_ranks_sum_gather_send_and_close(group: Group) -> None:
+    for seed in range(3):
+        assert group.sum(seed)["sha"] == expect_sum(seed, group.servers)
+    values = {"0": "value", "1": "value", "2": "value"}
+    assert [answer["values"] for answer in group.all("gather", "value")] == [values] * 3
+    before = traffic_of(group)
+    group.call(0, "send", 2, 5000)
+    group.call(1, "send", 0, 700_000)
+    assert group.call(2, "receive", 0, 5000) == 35_000
+    assert group.call(0, "receive", 1, 700_000) == 4_900_000
+    assert group.sum(4)["sha"] == expect_sum(4, group.servers)
+    after = traffic_of(group)
+    assert after["samples", 0, 2] == 5000
+    assert after["samples", 1, 0] == 700_000
+    for pair in ((0, 1), (1, 0), (0, 2), (2, 0)):
+        assert 4 * NUM_ELEMENTS <= after["sums", *pair] - before["sums", *pair] <= 4.04 * NUM_ELEMENTS
+    close(group)
+
+
+@pytest.mark.parametrize(
+    "group",
+    [{"servers": SERVERS}, {"servers": SERVERS, "sizes": ((NUM_ELEMENTS, NUM_HALVED),)}],
+    ids=["float32", "bfloat16"],
+    indirect=True,
+)
+def test_servers_and_their_nodes_sum_gather_send_and_close(group: Group) -> None:
+    for seed in range(3):
+        assert group.sum(seed)["sha"] == expect_sum(seed, SERVERS, group.sizes[0])
+    everyone = range(len(SERVERS))
+    values = {str(rank): "value" for rank in everyone}
+    assert [answer["values"] for answer in group.all("gather", "value")] == [values] * len(SERVERS)
+    for rank in everyone[1:]:
+        group.call(0, "send", rank, 1000 * rank)
+        assert group.call(rank, "receive", 0, 1000 * rank) == 7000 * rank
+        group.call(rank, "send", 0, 10 * rank)
+        assert group.call(0, "receive", rank, 10 * rank) == 70 * rank
+    pairs = {(sender, receiver) for _, sender, receiver in traffic_of(group)}
+    assert pairs == {pair for rank in (1, 2, 3, 6) for pair in ((0, rank), (rank, 0))}
+    pairs = {(sender, receiver) for _, sender, receiver in traffic_of(group, 3)}
+    assert pairs == {pair for rank in (4, 5) for pair in ((3, rank), (rank, 3))}
+    close(group)
+
+
+@pytest.mark.parametrize("group", [{"sizes": ((NUM_ELEMENTS, NUM_HALVED),)}], indirect=True)
+def test_sum_of_bfloat16_has_the_same_bits_on_all_ranks_and_half_the_bytes(group: Group) -> None:
+    before = traffic_of(group)
+    for seed in range(3):
+        assert group.sum(seed)["sha"] == expect_sum(seed, group.servers, group.sizes[0])
+    after = traffic_of(group)
+    sent_bytes = 3 * (4 * NUM_ELEMENTS - 2 * NUM_HALVED)
+    for pair in ((0, 1), (1, 0)):
+        assert sent_bytes <= after["sums", *pair] - before["sums", *pair] <= 1.02 * sent_bytes
+
+
+@pytest.mark.parametrize(
+    "group", [{"sizes": SIZES}, {"servers": (0, 0, 2, 2), "sizes": SIZES}], ids=["one", "two"], indirect=True
+)
+def test_sums_of_a_step_are_sent_with_their_own_sizes_and_a_step_can_be_given_up(group: Group) -> None:
+    others = range(1, len(group.servers))
+    for seed in range(2):
+        for number in (0, 1):
+            summed = group.sum(seed, number)
+            assert summed["sha"] == expect_sum(seed, group.servers, SIZES[number])
+        # Some have sent their first vectors, others wait for bytes of rank 0.
+        group.send(1, "sum_up", 9, 0)
+        for rank in others[1:]:
+            group.send(rank, "receive", 0, 1)
+        void = {"void": list(range(len(group.servers)))}
+        assert [group.call(0, "give_up_step"), *map(group.answer, others)] == [void] * len(group.servers)
+    for number in (0, 1):
+        assert group.sum(5, number)["sha"] == expect_sum(5, group.servers, SIZES[number])
+    # A step that is given up after its first sum is taken anew from that on.
+    group.sum(6, 0)
+    group.send(1, "sum_up", 9, 1)
+    for rank in others[1:]:
+        group.send(rank, "receive", 0, 1)
+    assert [group.call(0, "give_up_step"), *map(group.answer, others)] == [void] * len(group.servers)
+    for number in (0, 1):
+        assert group.sum(7, number)["sha"] == expect_sum(7, group.servers, SIZES[number])
+    close(group)
+
+
+def kill_rank(group: Group) -> None:
+    group.ranks[1].kill()
+
+
+def kill_mpirun(group: Group) -> None:
+    group.mpiruns[1].kill()
 
 
 @pytest.mark.fault(44)
-def test_every_rank_notices_at_once_that_one_is_lost(group: Group) -> None:
-    group.all("choose star")
-    group.send(0, "sum")
-    group.send(1, "sum")
-    group.ranks[2].kill()
-    assert [group.answer(0), group.answer(1)] == ["lost", "lost"]
-
-
-def test_link_of_another_group_is_turned_away() -> None:
-    run_id = f"test-{os.getpid()}-turned-away"
-    listener = Listener(run_id, 0)
-    connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-    connection.connect(socket_name(run_id, 0))
-    Channel(connection).send(b"H", json.dumps({"generation": 1, "rank": 0, "size": 1}).encode())
-    began = time.monotonic()
-    assert listener.accept_link(2, lambda: time.monotonic() > began + 0.5) is None
-    with pytest.raises(LinkLostError):
-        Channel(connection).receive()
-
-
-SIZES = (3000, NUM_ELEMENTS)
-"""Elements of the two sums of a step; the larger one is sent in chunks."""
-
-
-@pytest.mark.parametrize("collective", COLLECTIVE_NAMES)
-def test_each_sum_of_a_step_is_sent_with_its_own_size_and_counted_apart_from_messages(
-    group: Group, collective: str
-) -> None:
-    factor = SIZE * (SIZE + 1) / 2
-    group.all(f"choose {collective} {SIZES[0]} {SIZES[1]}")
-    before = traffic_of(group)
-    for _ in range(3):
-        for size in SIZES:
-            answers = group.all(f"part {size}")
-            assert answers[0][0] == factor * (size - 1)
-            assert answers == [answers[0]] * SIZE
-    group.send(0, "send 2")
-    group.send(2, "receive 0 5000")
-    assert (group.answer(0), group.answer(2)) == (1, 35_000)
-    after = traffic_of(group)
-    assert [after.pop(key) for key in [*after] if key[0] == "samples"] == [5000]
-    sent = {key[1:]: (number - before[key]) / (3 * 4 * sum(SIZES)) for key, number in after.items()}
-    # Both collectives send each vector of two ranks, and the sum to two ranks.
-    assert 4 <= sum(sent.values()) <= 4.04
-    if collective == "star":
-        assert all(1 <= sent[pair] <= 1.01 for pair in ((0, 1), (1, 0), (0, 2), (2, 0)))
-
-
-SWAPS = f"""{HEAD}
-class Swapped(collective.Star):
-    def __init__(self, world, local, total, sizes):
-        super().__init__(world, local, total, sizes[::-1])
-collective.COLLECTIVES["star"] = Swapped
-{SERVE}"""
-
-
-ORDERS = {
-    "said": ("", f"sums {NUM_ELEMENTS}, 3000 elements in a step"),
-    "sent": (SWAPS, "sent more than the 12000 bytes expected"),
-}
-
-
-@pytest.mark.parametrize(("link", "said"), ORDERS.values(), ids=ORDERS)
-def test_rank_whose_step_has_its_sums_in_another_order_is_refused(link: str, said: str) -> None:
-    group = Group(f"test-{os.getpid()}-order-{len(link)}", {1: link} if link else {})
-    try:
-        for rank in range(SIZE):
-            sizes = SIZES[::-1] if rank == 1 and not link else SIZES
-            group.send(rank, f"choose star {sizes[0]} {sizes[1]}")
-        fault = group.answer(0)
-        assert fault["culprit"] == 1
-        assert said in fault["message"]
-    finally:
-        group.end()
-
-
-@pytest.mark.parametrize("size", [5000, EAGER_LIMIT_BYTES + 1])
-@pytest.mark.parametrize("is_expected", [False, True])
-def test_ranks_that_post_to_each_other_wait_for_no_receive(
-    group: Group, size: int, *, is_expected: bool
-) -> None:
-    """A message above mpirun's eager limit leaves when its receiver asks for it."""
-    group.all("choose star")
-    for request in (f"expect {{}} {size}",) * is_expected + (f"post {{}} {size}", f"receive {{}} {size}"):
-        for rank, other in ((0, 1), (1, 0)):
-            group.send(rank, request.format(other))
-        expected = 7 * size if request.startswith("receive") else 1
-        assert [group.answer(rank) for rank in (0, 1)] == [expected] * 2
-    assert group.all("close") == [1] * SIZE
-    assert group.mpirun.wait() == 0
-
-
-NUM_RANKS = 7
-PROGRAM = """
-import numpy as np
-from csdctl.worker.group.collective import choose_collective
-from csdctl.worker.group.mpi import init_mpi
-from csdctl.worker.group.messages import allgather
-world = init_mpi()
-if world.rank < 5:
-    choose_collective(world.first(5), np.ones(1 << 18, np.float32), np.ones(1 << 18, np.float32), "star")
-choose_collective(world, np.ones(1 << 18, np.float32), np.ones(1 << 18, np.float32), "star")
-allgather(world, b"x" * (10 + world.rank))
-allgather(world, b"y" * 200_000)
-"""
-CONNECTS = re.compile(r"\[1,(\d+)\]<stderr>:.*attempting to connect\(\) to \[\[\d+,1\],(\d+)\]")
-
-
-@pytest.mark.fault(50)
-def test_pairs_that_must_connect_are_those_that_open_mpi_connects() -> None:
-    options = [word for option in COMMON_OPTIONS for word in option.split() if "node" not in option]
-    options += ["--map-by", ":OVERSUBSCRIBE", "--mca", "btl_tcp_if_include", "127.0.0.0/8"]
-    done = run_command(
-        [
-            *(str(Path(sys.prefix) / "bin" / "mpirun"), *options, "--mca", "btl_base_verbose", "100"),
-            *("-np", str(NUM_RANKS), sys.executable, "-c", PROGRAM),
-        ],
-        env={**os.environ, **ALLOW_ROOT},
+@pytest.mark.parametrize("kill", [kill_rank, kill_mpirun])
+def test_others_have_their_sum_without_a_rank_that_is_killed_and_it_comes_back(group: Group, kill) -> None:  # type: ignore[no-untyped-def]
+    assert group.sum(1)["counted"] == [0, 1, 2]
+    for rank in (0, 2):
+        group.send(rank, "sum_up", 2)
+    kill(group)
+    answers = [group.answer(rank) for rank in (0, 2)]
+    assert (
+        answers == [{"sha": expect_sum(2, (0, 0, 0), ranks=(0, 2)), "counted": [0, 2], "members": [0, 2]}] * 2
     )
-    assert done.returncode == 0, done.stderr[-3000:]
-    # Open MPI's own messages come on the standard error of the rank, which mpirun passes on.
-    connected = {tuple(sorted(map(int, pair))) for pair in CONNECTS.findall(done.stderr + done.stdout)}
-    tried = pairs_to_try([str(rank) for rank in range(NUM_RANKS)])
-    pairs = {tuple(sorted((int(one), int(other)))) for one, others in tried.items() for other in others}
-    assert connected == pairs
+    assert group.call(0, "note", "lost") == [[1, "its link was lost", False]]
+    assert group.sum(3, ranks=(0, 2))["counted"] == [0, 2]
+    group.restart_rank(1)
+    assert eventually(lambda: 1 in map(int, group.call(0, "look")["joining"]))
+    group.call(0, "admit", [1])
+    summed = group.sum(4, ranks=(0, 2))
+    assert (summed["counted"], summed["members"]) == ([0, 2], [0, 1, 2])
+    assert group.call(0, "give", [1]) == group.answer(1) == [0, 1, 2]
+    assert group.sum(5)["sha"] == expect_sum(5, group.servers)
+    close(group)
 
 
-SERVERS = [0, 0, 0, 3, 3, 3]
-LINKS = [(0, 1), (0, 2), (3, 4), (3, 5), (0, 3)]
-LEVEL_ELEMENTS = (1 << 18) + 1 + 2 + len(SERVERS)
-"""The last ones are [n, stop, seconds of each rank]: more than one chunk."""
-RANK_OF_A_SERVER = """
-import json, sys
-import numpy as np
-from csdctl.worker.group.channel import Listener, SharedVectors
-from csdctl.worker.group.communicator import LinkCommunicator
-from csdctl.worker.group.communicator import TwoLevelCommunicator, by_server
-from csdctl.worker.group.values import ExpectedTails, LinkLostError, PeerFaultError
-from csdctl.worker.protocol.orders import BETWEEN_SERVERS
-run, rank, num_elements, collective, deviation = sys.argv[1], *json.loads(sys.argv[2])
-servers = by_server(range(6), [0, 0, 0, 3, 3, 3])
-own = [members for members in servers if rank in members][0]
-listener, memories, found = Listener(run, rank), [], {}
-print("listening", flush=True)
-while len(found) < 1 + (rank == own[0]):
-    channel, greeting = listener.accept_link(1, lambda: False)
-    memories.append(SharedVectors(num_elements))
-    is_between = greeting.level == BETWEEN_SERVERS
-    found[is_between] = LinkCommunicator(channel, greeting, memories[-1], lambda missing: None)
-group = TwoLevelCommunicator(rank, servers, found[False].local, found[False], found.get(True))
+@pytest.mark.parametrize("group", [{"servers": (0, 0, 2, 2, 2)}], indirect=True)
+def test_loss_of_a_node_of_a_server_is_nobody_elses_and_that_of_a_server_is_its_nodes(group: Group) -> None:
+    """Both come back."""
+    servers, left = (0, 0, 2, 2, 2), (0, 1, 2, 4)
+    assert group.sum(1)["sha"] == expect_sum(1, servers)
+    for rank in left:
+        group.send(rank, "sum_up", 2)
+    group.ranks[3].kill()
+    answers = [group.answer(rank) for rank in left]
+    assert answers == [answers[0]] * 4
+    assert answers[0]["sha"] == expect_sum(2, servers, ranks=left)
+    assert answers[0]["members"] == list(left)
+    assert group.call(0, "note", "lost") == [[3, "its link was lost", False]]
+    group.restart_rank(3)
+    assert eventually(lambda: "3" in group.call(0, "look")["joining"])
+    group.call(0, "admit", [3])
+    assert group.sum(3, ranks=left)["members"] == [0, 1, 2, 3, 4]
+    assert group.call(0, "give", [3]) == group.answer(3) == [0, 1, 2, 3, 4]
+    assert group.sum(4)["sha"] == expect_sum(4, servers)
 
-def sum_once(count, value):
-    group.local[:] = np.linspace(0, 1, num_elements) * value
-    group.local[-8:] = 0
-    group.local[-8], group.local[-6 + rank] = count, 0.5
-    total = group.sum(group.local, ExpectedTails(num_elements - 8, tuple(range(6)), (2.0,) * 6))
-    return [float(total[1000]), *map(float, total[-8:]), int(total.view(np.uint32).sum())]
-
-answers = {}
-try:
-    group.choose_collective(collective)
-    answers["collective"] = group.collective
-    answers["sum_s"] = group.sum_s
-    answers["tunnel_s"] = found[False].sum_s
-    answers["first"] = sum_once(2, rank + 1)
-    answers["second"] = sum_once(2, 10 * (rank + 1))
-    answers["values"] = group.allgather({"rank": rank}, dict[str, int])
-    for other in range(1, 6):
-        if rank == 0:
-            group.send(other, bytes([other]) * 1000, "samples")
-        elif rank == other:
-            answers["received"] = sum(group.receive(0, 1000, "samples"))
-        else:
-            group.relay(0, other, 1000, "samples")
-    group.local[:] = np.nan if deviation == "nan" and rank == 4 else 1
-    group.sum(group.local) if deviation == "nan" else sum_once(99 if deviation and rank == 4 else 2, 1)
-    answers["not finite"] = group.find_not_finite()
-    answers["traffic"] = [[r.what, r.sender, r.receiver, r.num_bytes] for r in group.traffic()]
-    group.close()
-except PeerFaultError as fault:
-    answers["culprit"] = [fault.rank, fault.message]
-    group.disconnect()
-except LinkLostError:
-    answers["lost"] = True
-print(json.dumps(answers), flush=True)
-"""
+    for rank in (0, 1, 3, 4):
+        group.send(rank, "sum_up", 5)
+    group.end_link(2)
+    answers = [group.answer(rank) for rank in (0, 1)]
+    assert answers == [answers[0]] * 2
+    assert answers[0]["sha"] == expect_sum(5, servers, ranks=(0, 1))
+    assert sorted(rank for rank, _, _ in group.call(0, "note", "lost")) == [2, 3, 4]
+    assert [group.answer(rank) for rank in (3, 4)] == ["link lost"] * 2
+    assert group.call(2, "gather", "x") == "link lost"
+    for rank in (2, 3, 4):
+        group.end_link(rank)
+        group.start_link(rank)
+    assert eventually(lambda: sorted(group.call(0, "look")["joining"]) == ["2", "3", "4"])
+    group.call(0, "admit", [2, 3, 4])
+    assert group.sum(6, ranks=(0, 1))["members"] == [0, 1, 2, 3, 4]
+    everyone = [0, 1, 2, 3, 4]
+    assert group.call(0, "give", [2, 3, 4]) == everyone
+    assert [group.answer(rank) for rank in (2, 3, 4)] == [everyone] * 3
+    assert group.sum(7)["sha"] == expect_sum(7, servers)
+    close(group)
 
 
-def run_group(collective: str, deviation: str = "") -> list[dict[str, Any]]:
-    """Return what each rank has found."""
-    run = f"test-{os.getpid()}-{time.monotonic_ns()}"
-    with contextlib.ExitStack() as stack:
-        ranks = []
-        for rank in range(len(SERVERS)):
-            arguments = json.dumps([rank, LEVEL_ELEMENTS, collective, deviation])
-            command = [sys.executable, "-c", RANK_OF_A_SERVER, run, arguments]
-            ranks.append(subprocess.Popen(command, stdout=subprocess.PIPE, text=True))
-            stack.callback(ranks[-1].wait)
-            stack.callback(ranks[-1].kill)
-        for process in ranks:
-            assert process.stdout
-            assert process.stdout.readline() == "listening\n"
-        stack.enter_context(links(run, [0, 1, 2], level="host"))
-        stack.enter_context(links(run, [3, 4, 5], level="storage2"))
-        stack.enter_context(links(run, [0, 3], level=BETWEEN_SERVERS))
-        return [json.loads(process.communicate()[0]) for process in ranks]
+def test_rank_waits_for_a_late_one_and_says_so(group: Group) -> None:
+    for rank in (0, 2):
+        group.send(rank, "sum_up", 1)
+    assert group.receive(0) == {"missing": [1]}
+    group.send(1, "sum_up", 1)
+    answers = [group.answer(rank) for rank in range(3)]
+    assert answers == [answers[0]] * 3
+    assert max(group.call(0, "note", "waits"), key=lambda wait: wait[1])[0] == 1
 
 
-@pytest.mark.first(1)  # the next test has the other one
-@pytest.mark.parametrize("collective", ["star", "allreduce"])
-def test_two_servers_sum_gather_and_pass_on(collective: str) -> None:
-    answers = run_group(collective)
-    first = answers[0]["first"]
-    assert first[0] == pytest.approx(21 * 1000 / (LEVEL_ELEMENTS - 1), rel=1e-5)
-    assert first[1:9] == [12, 0, *[0.5] * 6]
-    for rank, answer in enumerate(answers):
-        assert answer["first"] == first, rank
-        assert answer["second"] == answers[0]["second"], rank
-        assert answer["values"] == [{"rank": other} for other in range(6)]
-        assert answer.get("received", 0) == 1000 * rank
-        assert answer["not finite"] == []
-    assert [answer["collective"] for answer in answers] == 2 * [collective, "star", "star"]
-    assert answers[0]["sum_s"] > max(answers[0]["tunnel_s"], answers[3]["tunnel_s"])
-    assert answers[1]["traffic"] == answers[4]["traffic"] == []
-    sent = {(what, sender, receiver): count for what, sender, receiver, count in answers[0]["traffic"]}
-    pairs = {(sender, receiver) for _, sender, receiver in sent}
-    assert pairs == {pair for one, other in LINKS for pair in ((one, other), (other, one))}
-    assert sent["samples", 0, 3] == 3000
-    assert sent["samples", 3, 5] == 1000
+@pytest.mark.parametrize("group", [{"servers": (0, 0, 2, 2, 2)}], indirect=True)
+def test_node_of_a_server_that_sends_what_no_rank_may_send_is_lost_alone(group: Group) -> None:
+    for number, code in enumerate(("vector[7] = np.nan", "vector[-8] = 1e30")):
+        culprit, honest = 3 + number, [0, 1, 2, *([4] if number == 0 else [])]
+        group.send(culprit, "sum_up", number, 0, code)
+        summed = group.sum(number, ranks=honest)
+        assert summed["sha"] == expect_sum(number, group.servers, ranks=honest)
+        assert summed["members"] == honest
+        ((rank, _, is_fault),) = group.call(0, "note", "lost")
+        assert (rank, is_fault) == (culprit, True)
 
 
-def test_server_finds_the_node_that_claims_more_samples_or_sends_what_is_not_finite() -> None:
-    answers = run_group("allreduce", "claims")
-    assert answers[3]["culprit"] == [4, "sent the gradient of 99 samples, expected 2"]
-    assert "culprit" not in answers[0]
-    assert run_group("star", "nan")[0]["not finite"] == [4]
-
-
-def test_fault_that_a_link_found_before_it_was_asked_is_reported() -> None:
-    ours, theirs = socket.socketpair()
-    group = LinkCommunicator(Channel(ours), LinkGreeting(1, 0, 3), SharedVectors(8), lambda missing: None)
-    os.close(Channel(theirs).receive_descriptor())
-    Channel(theirs).send(Answer.FAULT, b'[2, "sent more"]')
-    theirs.close()
-    with pytest.raises(PeerFaultError, match="rank 2 sent more"):
-        group.sum(group.local)
+@pytest.mark.parametrize("group", [{"servers": (0, 0, 2, 2)}], indirect=True)
+def test_rank_0_can_evict_a_node_of_a_server(group: Group) -> None:
+    group.call(0, "evict", 3, "has other weights than rank 0")
+    assert group.await_lost(3) == ("has other weights than rank 0", True)
+    assert group.sum(1, ranks=(0, 1, 2))["members"] == [0, 1, 2]

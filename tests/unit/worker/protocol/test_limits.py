@@ -48,9 +48,9 @@ def test_low_limits_are_those_with_which_a_small_model_does_not_train(
 
 
 def test_each_node_takes_files_processes_and_memory_of_the_host() -> None:
-    limits = {"open files": 40, "processes": 44, "address space": 1592 << 10}
+    limits = {"open files": 48, "processes": 68, "address space": 1592 << 10}
     assert judge_limits(limits, 4, num_nodes=2) == ("", "", False)
-    assert judge_limits(limits, 4, num_nodes=3)[1] == "44, 52, 1695744"
+    assert judge_limits(limits, 4, num_nodes=3)[1] == "56, 88, 1695744"
 
 
 ERRORS = {

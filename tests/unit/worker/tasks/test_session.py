@@ -4,54 +4,58 @@ import os
 import subprocess
 import sys
 import threading
+import time
+from collections.abc import Callable, Iterator
 
 import pytest
 
-from csdctl.worker.protocol.events import Joined, Ready, event_from_line
+from csdctl.worker.process.errors import WorkerError
+from csdctl.worker.protocol.events import Finished, Ready, event_from_line
 from csdctl.worker.protocol.json_codec import to_json
-from csdctl.worker.protocol.orders import FormGroup, Order, Release, order_to_line
+from csdctl.worker.protocol.orders import Begin, OpenHub, Order, Ping, Release, order_to_line
 from csdctl.worker.protocol.recipe import Recipe
 from csdctl.worker.protocol.run_spec import RankSpec, RunSpec, Runtime, TaskSpec
 from csdctl.worker.tasks.task import ORPHAN_S, Orders
+from tests.patience import eventually
 
 PROGRAM = """
-import os, socket, sys
-from csdctl.worker.group.channel import socket_name
+import os, sys
+from csdctl.worker.protocol.events import Finished
 from csdctl.worker.protocol.json_codec import from_json
 from csdctl.worker.protocol.run_spec import RunSpec
 from csdctl.worker.tasks.session import TASKS, RankSession
 from csdctl.worker.tasks.task import FINISHED
 
-class Connects:
-    is_resumable = False
+class Alone:
     sum_sizes = ((1, 0),)
     variables = ()
+    max_message_bytes = 0
 
     def __init__(self, context):
-        self.run_id = context.spec.run_id
+        self.reporter = context.reporter
 
     def load(self):
-        pass
+        print("loaded", flush=True)
 
-    def run(self, group):
-        print("ran in", group.ranks, flush=True)
+    def settle(self, communicator, before, hashes):
+        print("begins with", communicator.members, "after", before, flush=True)
+
+    def run(self, communicator):
+        print("runs with", communicator.members, flush=True)
         return FINISHED
 
     def finish(self, reason):
-        with socket.socket(socket.AF_UNIX) as link:
-            link.connect(socket_name(self.run_id, 0))
-        print("a late link was accepted", flush=True)
+        self.reporter.emit(Finished, 1, 0, "", 0)
 
-TASKS["connects"] = "__main__:Connects"
+TASKS["alone"] = "__main__:Alone"
 RankSession(from_json(RunSpec, sys.argv[1]), 0).run()
 os._exit(0)
 """
 
 
-def test_links_are_accepted_until_the_task_has_finished() -> None:
+def test_rank_alone_begins_when_it_is_told_to_and_needs_no_hub() -> None:
     ranks = (RankSpec(0, "host", 8, Runtime(), None, None, 0, 80),)
-    run_id, task = f"session-test-{os.getpid()}", TaskSpec("connects")
-    spec = RunSpec(run_id, "", "", Recipe(), ranks, None, None, "", task=task)
+    spec = RunSpec("alone", "", "", Recipe(), ranks, None, None, "", task=TaskSpec("alone"))
     with subprocess.Popen(
         [sys.executable, "-c", PROGRAM, to_json(spec)],
         stdin=subprocess.PIPE,
@@ -62,29 +66,45 @@ def test_links_are_accepted_until_the_task_has_finished() -> None:
         assert process.stdin
         assert process.stdout
         assert process.stderr
+        lines = [process.stdout.readline().strip() for _ in range(2)]
         # The input stays open: a rank exits when it ends.
-        process.stdin.write(order_to_line(FormGroup(1, (0,))) + "\n")
+        process.stdin.write(order_to_line(Begin((0,))) + "\n")
         process.stdin.flush()
-        lines = process.stdout.read().splitlines()
+        lines += process.stdout.read().splitlines()
         errors = process.stderr.read()
         assert process.wait() == 0, errors
-    assert [type(event_from_line(line)) for line in lines[:2]] == [Ready, Joined]
-    assert lines[2:] == ["ran in (0,)", "a late link was accepted"]
+    shown = [type(event_from_line(line)) if line.startswith("@") else line for line in lines]
+    assert shown == ["loaded", Ready, "begins with (0,) after ()", "runs with (0,)", Finished]
 
 
-def test_rank_that_trained_for_long_without_an_order_waits_for_the_next_group(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+@pytest.fixture
+def send(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[Order], None]]:
     receiving, sending = os.pipe()
     monkeypatch.setattr(sys, "stdin", os.fdopen(receiving))
+    yield lambda order: os.write(sending, order_to_line(order).encode() + b"\n")  # type: ignore[func-returns-value]
+    os.close(sending)
 
-    def send(order: Order) -> None:
-        os.write(sending, order_to_line(order).encode() + b"\n")
 
+def test_rank_that_has_loaded_for_long_waits_for_its_orders(send: Callable[[Order], None]) -> None:
+    """Whichever comes first."""
     orders = Orders(lambda number: None)
     orders._heard -= 2 * ORPHAN_S
-    threading.Timer(0.2, send, [FormGroup(2, (0, 1))]).start()
-    assert orders.next_group().generation == 2
+    threading.Timer(0.2, send, [Begin((0, 1))]).start()
+    threading.Timer(0.3, send, [OpenHub("key")]).start()
+    assert orders.await_hub().key == "key"
+    assert orders.await_begin() == (0, 1)
     send(Release())
     orders.await_release()
-    os.close(sending)
+
+
+def test_rank_that_waits_without_any_order_is_an_orphan(send: Callable[[Order], None]) -> None:
+    orders = Orders(lambda number: None)
+    orders.check_orphaned()
+    orders._heard -= 2 * ORPHAN_S
+    with pytest.raises(WorkerError, match="received no order for 600 s: csdctl has exited"):
+        orders.check_orphaned()
+    send(Ping(1))
+    assert eventually(lambda: time.monotonic() - orders._heard < ORPHAN_S)
+    orders.check_orphaned()
+    send(Release())
+    orders.await_release()

@@ -15,11 +15,13 @@ import pytest
 from csdctl.worker.compute.backend import load_backend
 from csdctl.worker.compute.statistics import Snapshot
 from csdctl.worker.compute.step import Step
-from csdctl.worker.group.values import decode_value, encode_value
+from csdctl.worker.group.communicator import Communicator
+from csdctl.worker.group.values import RankLostError, decode_value, encode_value
+from csdctl.worker.process.errors import WorkerError
 from csdctl.worker.protocol.events import Verified, event_from_line
 from csdctl.worker.protocol.run_spec import RunSpec
 from csdctl.worker.tasks.progress import Reporter, RunProgress
-from csdctl.worker.tasks.task import Group, TaskContext
+from csdctl.worker.tasks.task import TaskContext
 from csdctl.worker.tasks.verify import MAX_SAMPLES, Reference, Verify, draw_samples
 from csdctl.workflows.train.verify import Verdict, judge
 from tests.patience import run_command
@@ -113,27 +115,38 @@ OTHER_STATES = Engine(replaced("another rank's random states"))
 """Wrong for a model that draws random numbers."""
 
 
-class PlayedGroup:
-    """A group of this process and of ranks whose vectors are known: implements what `Verify` needs."""
+class PlayedRanks(Communicator):
+    """This process, and ranks whose vectors are known. `lost` are lost in the sum, `lost_then` after it."""
 
-    rank, size, collective = 0, len(SIZES), "star"
-
-    def __init__(self, engine: Engine, saved: Vectors, num_elements: int) -> None:
-        self.local = np.zeros(num_elements, np.float32)
+    def __init__(
+        self,
+        engine: Engine,
+        saved: Vectors,
+        num_elements: int,
+        lost: tuple[int, ...] = (),
+        lost_then: tuple[int, ...] = (),
+    ) -> None:
+        super().__init__(0, ((num_elements, 0),))
+        self.members = tuple(range(len(SIZES)))
+        self._lost, self._lost_then = lost, lost_then
         self._engine, self._saved = engine, saved
-        self._sent = engine.send([saved[f"rank {rank}"] for rank in range(self.size)], saved)
+        self._sent = engine.send([saved[f"rank {rank}"] for rank in self.members], saved)
 
-    def sum(self, vector: np.ndarray) -> np.ndarray:
+    def sum(self, vector: np.ndarray, *_: Any, **__: Any) -> np.ndarray:
+        self.members = tuple(rank for rank in self.members if rank not in self._lost)
         total = np.zeros_like(vector)
         self._sent[0] = vector[: len(self._sent[0])]
         total[: len(self._sent[0])] = self._engine.add(self._sent, self._saved)
         return total
 
-    def receive(self, rank: int, max_bytes: int, traffic_class: str) -> bytes:
-        return self._sent[rank].tobytes()
+    def receive(self, rank: int, max_bytes: int, traffic_class: str) -> bytearray:
+        if rank in self._lost_then:
+            self.members = tuple(other for other in self.members if other != rank)
+            raise RankLostError(rank)
+        return bytearray(self._sent[rank].tobytes())
 
-    def allgather(self, value: Any, hint: Any) -> list[Any]:
-        return [decode_value(hint, encode_value(value))] * self.size
+    def gather(self, value: Any, hint: Any) -> dict[int, Any]:
+        return dict.fromkeys(self.members, decode_value(hint, encode_value(value)))
 
 
 class RememberingReference(Reference):
@@ -194,8 +207,7 @@ def load_task(row: Row, kind: type[Step] = Step) -> Verify:
 def verify(task: Verify, engine: Engine, saved: Vectors, capsys: Any) -> Verified:
     """Run the task with other ranks whose vectors are `saved`; return what it reports."""
     capsys.readouterr()
-    played: Any = PlayedGroup(engine, saved, max(task.sum_sizes)[0])
-    task.run(Group(1, tuple(range(len(SIZES))), played))
+    task.run(PlayedRanks(engine, saved, max(task.sum_sizes)[0]))
     verified = event_from_line(capsys.readouterr().out.strip())
     assert isinstance(verified, Verified)
     return verified
@@ -236,6 +248,26 @@ def test_step_that_is_wrong_on_host_and_ranks_alike_is_not_taken_for_a_coupled_m
     verdict = judge(verified, NODES)
     assert not verdict.is_equal
     assert "the gradient of one batch of all samples differs" in verdict.text
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"lost": (1, 2)}, "verification needs all ranks of the plan; lost: csd0, csd1"),
+        ({"lost_then": (2,)}, "verification needs all ranks of the plan; lost: csd1"),
+        ({}, r"csd0: rank 1 sent 4 bytes, expected \d+"),
+    ],
+)
+def test_verification_without_the_vector_of_a_rank_is_an_error(
+    options: dict[str, tuple[int, ...]], message: str
+) -> None:
+    task = load_task(ROWS["all weights 0"])
+    vectors = {f"rank {rank}": np.zeros(task.layout.step_size, np.float32) for rank in range(len(SIZES))}
+    if not options:
+        vectors["rank 1"] = vectors["rank 1"][:1]
+    right = Engine(add=lambda sent, _: sent[0])
+    with pytest.raises(WorkerError, match=message):
+        task.run(PlayedRanks(right, vectors, max(task.sum_sizes)[0], **options))
 
 
 @pytest.mark.parametrize("name", ROWS)

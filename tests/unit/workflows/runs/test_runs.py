@@ -21,6 +21,7 @@ from csdctl.terminal.streams import Streams
 from csdctl.worker.protocol.events import EpochEnd, Event, Finished, Progress
 from csdctl.worker.protocol.processes import load_stat
 from csdctl.workflows.runs.manage import (
+    OWN,
     find_logs,
     find_run,
     follow_lines,
@@ -197,13 +198,13 @@ class TestUnreadable:
         self, runs: list[RunDirectory], capsys: pytest.CaptureFixture[str], damage: Callable[[Path], None]
     ) -> None:
         run = runs[-1]
-        run.mpirun_log.write_text("of mpirun\n")
+        run.own_log.write_text("of csdctl\n")
         damage(run.rank_log(0))
         run.rank_log(1).write_text("of csd0\n")
         for options in ((), ("--follow",)):
             stdout, _ = self.say(capsys, "runs", "logs", *options)
-            _, mpirun, _, host, _, csd0 = stdout.splitlines()
-            assert (mpirun, csd0) == ("of mpirun", "of csd0")
+            _, own, _, host, _, csd0 = stdout.splitlines()
+            assert (own, csd0) == ("of csdctl", "of csd0")
             assert host.startswith(f"cannot read {run.rank_log(0)}: ")
         run.manifest.unlink()
         assert "of csd0" in self.say(capsys, "runs", "logs", run.run_id)[0]
@@ -279,8 +280,8 @@ def test_followed_events_come_as_they_are_written(project: ProjectDirectory) -> 
 def test_logs_are_found_by_rank_and_node(project: ProjectDirectory) -> None:
     run = add_run(project)
     run.rank_log(1).write_text("first\nsecond\nthird\n")
-    run.mpirun_log.write_text("mpirun\n")
-    assert [name for name, _ in find_logs(run, None)] == ["mpirun", "csd0"]
+    run.own_log.write_text("csdctl\n")
+    assert [name for name, _ in find_logs(run, None)] == [OWN, "csd0"]
     assert find_logs(run, "1") == find_logs(run, "csd0") == [("csd0", run.rank_log(1))]
     assert read_last_lines(run.rank_log(1), 2) == ["second", "third"]
     assert list(follow_lines(run, find_logs(run, "1"))) == []

@@ -30,7 +30,7 @@ from tests.unit.runs.manifests import manifest_of, spec_of, write_events
 from tests.unit.workflows.measured_project import write_job
 
 FLEET = Fleet((Node("csd0", "10.1.1.2"), Node("csd1", "10.1.1.3")))
-JOINED = Joined(0, "host", 1, 1, 0, 10, 0, {"0": 4}, "star", 0.1)
+JOINED = Joined(0, "host", 1, 0, 10, 0, {"0": 4}, is_start=True)
 FINISHED = Finished(0, "host", 3, 30, "hash", 1)
 
 

@@ -1,4 +1,4 @@
-"""The ledger of a run, however often its ranks form groups and however it ends.
+"""The ledger of a run, whichever ranks take part in it and however it ends.
 
 The host's rank is scripted: a process that runs already, and says what a rank would say.
 """
@@ -28,14 +28,13 @@ from csdctl.worker.protocol.events import (
     Failed,
     Finished,
     Joined,
-    LinkLost,
     Pong,
     Ready,
     SentBytes,
     Traffic,
     event_to_line,
 )
-from csdctl.worker.protocol.orders import FormGroup, Ping, Release, order_from_line
+from csdctl.worker.protocol.orders import Begin, Ping, Release, order_from_line
 from csdctl.worker.protocol.probe import READY
 from csdctl.workflows.runs.manage import process_of
 from csdctl.workflows.train import run as run_module
@@ -49,11 +48,11 @@ from tests.unit.workflows.measured_project import MeasuredProject, prepared
 ME = (0, HOST_NAME)
 NODES = (HOST_NAME, "csd0", "csd1")
 FINISHED = Finished(*ME, 1, 10, "hash", 1 << 20)
-Script = dict[int, Sequence[Event]]
+Script = Sequence[Event]
 
 
 class ScriptedProcess:
-    """Implements `session.Conversation`: the process of the host's rank, with its events in each group."""
+    """Implements `session.Conversation`: the process of the host's rank, with its events."""
 
     def __init__(self, script: Script) -> None:
         self._script = script
@@ -66,9 +65,8 @@ class ScriptedProcess:
 
     def send_line(self, line: str) -> None:
         order = order_from_line(line)
-        if isinstance(order, FormGroup):
-            group = order.generation
-            self._say(Joined(*ME, group, 1, 0, 10, 0, {"0": 8}, "none", 0.0), *self._script[group])
+        if isinstance(order, Begin):
+            self._say(*self._script)
         elif isinstance(order, Ping):
             self._say(Pong(*ME, order.number))
         elif isinstance(order, Release):
@@ -90,10 +88,17 @@ class ScriptedProcess:
         self._lines.put(None)
 
 
-def traffic(generation: int, num_summed: int, num_samples: int = 0) -> Traffic:
-    """Return the bytes that a group has sent so far: csd0 to the host, and the host to csd1."""
+def joined(*ranks: int, is_start: bool = False) -> Joined:
+    return Joined(*ME, 1, 0, 10, 0, {str(rank): 8 for rank in ranks}, is_start)
+
+
+START = joined(0, 1, 2, is_start=True)
+
+
+def traffic(num_summed: int, num_samples: int = 0) -> Traffic:
+    """Return the bytes that links have sent so far: csd0 to the host, and the host to csd1."""
     sent = [SentBytes(SUMS, 1, 0, num_summed), SentBytes(SAMPLES, 0, 2, num_samples)]
-    return Traffic(*ME, generation, tuple(one for one in sent if one.num_bytes))
+    return Traffic(*ME, tuple(one for one in sent if one.num_bytes))
 
 
 Run = Callable[[Script], dict[tuple[str, str, str], int]]
@@ -133,12 +138,23 @@ def run(at: MeasuredProject) -> Run:
     return run_script
 
 
-def test_ledger_has_what_the_ranks_sent_in_every_group(run: Run) -> None:
-    """Of each group, the last count: it is that of the group so far."""
-    first = [traffic(1, 1000, 5), traffic(1, 3000, 5), LinkLost(*ME, 1, 1, 3)]
-    assert run({1: first, 2: [traffic(2, 700), FINISHED]}) == {
-        ("csd0", "host", TrafficClass.GRADIENT): 3700,
-        ("host", "csd1", TrafficClass.PUBLIC): 5,
+@pytest.mark.parametrize(
+    ("script", "num_summed", "num_samples"),
+    [
+        ([], 3000, 5),
+        ([joined(0, 2)], 3000, 5),
+        ([joined(0, 2), traffic(0, 8), joined(0, 1, 2), traffic(700, 9)], 3700, 9),
+        ([joined(0, 1, 2, is_start=True), traffic(4000, 6)], 7000, 11),
+        ([joined(0, is_start=True), joined(0, 1, 2), traffic(10), joined(0, 2)], 3010, 5),
+    ],
+)
+def test_ledger_has_what_every_link_has_sent(
+    run: Run, script: list[Event], num_summed: int, num_samples: int
+) -> None:
+    """Of each link, the last count: it is of the link since its rank has joined."""
+    assert run([START, traffic(1000, 5), traffic(3000, 5), *script, FINISHED]) == {
+        ("csd0", "host", TrafficClass.GRADIENT): num_summed,
+        ("host", "csd1", TrafficClass.PUBLIC): num_samples,
     }
 
 
@@ -172,7 +188,7 @@ def test_other_servers_get_the_manifest_and_their_nodes_do_not(
 
 def test_ledger_has_what_the_ranks_sent_before_a_run_failed(run: Run, at: MeasuredProject) -> None:
     with pytest.raises(RunError, match="disk full"):
-        run({1: [traffic(1, 1000), Failed(*ME, "disk full")]})
+        run([START, traffic(1000), Failed(*ME, "disk full")])
     (entry,) = read_ledger(at.project.ledger)
     assert (entry.sender, entry.kind, entry.num_bytes) == ("csd0", TrafficClass.GRADIENT, 1000)
     assert entry.run == at.project.find_run(None).run_id

@@ -22,7 +22,6 @@ RIGHT = Verified(
     one_batch=SAME,
     not_one_batch=(),
     weights_hash="hash",
-    collective="star",
 )
 
 

@@ -12,7 +12,7 @@ from csdctl.errors import RemoteCommandError, RunError
 from csdctl.fleet.model import HOST_NAME
 from csdctl.tuning.fleet_model import ProbeOutcome
 from csdctl.tuning.plan import RankPlan
-from csdctl.worker.protocol.events import EpochEnd, Event, Finished, Joined, Progress
+from csdctl.worker.protocol.events import EpochEnd, Event, Finished, Joined, Progress, SumTimed
 from csdctl.worker.protocol.json_codec import RESULT, from_json, to_frame
 from csdctl.worker.protocol.probe import READY, ProbeRequest, ProbeResult, ProbeSpec
 from csdctl.worker.protocol.recipe import Noise
@@ -224,8 +224,7 @@ def test_each_machine_is_shown_while_it_loads_and_measures(fleet: Fleet) -> None
 NODES = ("host", "csd0")
 
 
-def joined(rank: int, generation: int = 1) -> Joined:
-    return Joined(rank, NODES[rank], generation, 1, 0, 20, 0, {"0": 30, "1": 10}, "star", 0.02)
+JOINED = Joined(0, "host", 1, 0, 20, 0, {"0": 30, "1": 10}, is_start=True)
 
 
 def first_progress(rank: int) -> Progress:
@@ -246,7 +245,8 @@ def epoch_end(rank: int, steps: int = 20) -> EpochEnd:
 
 def test_first_steps_of_many_do_not_count_and_few_steps_all_count() -> None:
     events: list[Event] = [
-        *(joined(rank) for rank in (0, 1)),
+        JOINED,
+        SumTimed(0, "host", (0, 1), 1 << 20, 0.02),
         *(first_progress(rank) for rank in (0, 1)),
         *(epoch_end(rank) for rank in (0, 1)),
         *(Finished(rank, NODES[rank], 1, 20, "", (1 + rank) << 20) for rank in (1, 0)),
@@ -256,14 +256,15 @@ def test_first_steps_of_many_do_not_count_and_few_steps_all_count() -> None:
     assert (result.num_steps, result.step_s) == (18, pytest.approx(0.1))
     assert result.samples_per_s == pytest.approx(400)
     assert result.compute_s == pytest.approx((0.09, 0.08))
-    assert (result.wall_s, result.collective, result.sum_s) == (9.0, "star", 0.02)
-    few = [joined(0), joined(1), first_progress(0), epoch_end(0, 9), epoch_end(1, 9)]
+    assert (result.wall_s, result.sum_s) == (9.0, 0.02)
+    few = [JOINED, first_progress(0), epoch_end(0, 9), epoch_end(1, 9)]
     assert read_trial(few, NODES).num_steps == 9
     assert read_trial(few, NODES).peak_memory_bytes == (None, None)
 
 
-def test_trial_that_lost_its_links_is_an_error() -> None:
-    events: list[Event] = [joined(0), joined(1), joined(0, 2), joined(1, 2), epoch_end(0), epoch_end(1)]
+@pytest.mark.parametrize("again", [JOINED, replace(JOINED, is_start=False)])
+def test_trial_that_lost_its_links_is_an_error(again: Joined) -> None:
+    events: list[Event] = [JOINED, again, epoch_end(0), epoch_end(1)]
     with pytest.raises(RunError, match="lost its links"):
         read_trial(events, NODES)
 
@@ -281,7 +282,7 @@ def test_trial_that_lost_its_links_is_an_error() -> None:
 )
 def test_node_with_missing_or_impossible_steps_is_named(of_node: list[Event]) -> None:
     with pytest.raises(RunError, match="before csd0 had done all steps"):
-        read_trial([joined(0), joined(1), *of_node[:1], epoch_end(0), *of_node[1:]], NODES)
+        read_trial([JOINED, *of_node[:1], epoch_end(0), *of_node[1:]], NODES)
 
 
 @pytest.mark.parametrize("noise", [None, Noise(1.0, 1.1, 1e-5)])

@@ -18,7 +18,7 @@ from csdctl.tuning.plan import DATA_PARALLEL, SPLIT, Plan, RankPlan, load_plan, 
 from csdctl.tuning.plan_choice import confirmed_prediction
 from csdctl.tuning.search import Limits
 from csdctl.tuning.stannis import TuningError
-from csdctl.worker.protocol.events import CollectiveTimed
+from csdctl.worker.protocol.events import SumTimed
 from csdctl.worker.protocol.model_info import CutInfo
 from csdctl.worker.protocol.probe import CutTimes, PartTimes, ProbeRequest
 from csdctl.worker.protocol.run_spec import Runtime
@@ -61,7 +61,7 @@ def trial_of(ranks: Sequence[RankPlan], node_speedup: float = 1.0, step_factor: 
     times = (host_s, *(seconds / node_speedup for seconds in nodes_s))
     step_s = (max(times) + SUM_S) * step_factor
     total = sum(rank.batch_size for rank in ranks)
-    return TrialResult(5, step_s, total / step_s, times, 5 * step_s, "star", SUM_S)
+    return TrialResult(5, step_s, total / step_s, times, 5 * step_s, SUM_S)
 
 
 @dataclass
@@ -73,20 +73,19 @@ class ScriptedMeasurer:
     """Settings that change the time of a step, by this factor."""
     num_probes: int = 0
     measuring_s: float = 0.0
-    max_sum_bytes: int = 1 << 40
-    """Of larger ones, the time would be too long to be measured."""
+    num_ranks: int = 3
     sum_s: Callable[[int, int], float] = SUMS.at
     sums: list[tuple[int, int]] = field(default_factory=list)
     rounds: list[Mapping[str, ProbeRequest]] = field(default_factory=list)
     trials: list[Sequence[RankPlan]] = field(default_factory=list)
     settings: dict[str, Runtime] = field(default_factory=dict)
 
-    def time_sums(self, wanted: Sequence[tuple[int, int]]) -> list[CollectiveTimed]:
+    def time_sums(self, sum_bytes: Sequence[int], sum_ranks: Sequence[int]) -> list[SumTimed]:
+        wanted = [(ranks, size) for ranks in (*sum_ranks, self.num_ranks) for size in sum_bytes]
         self.sums += wanted
         return [
-            CollectiveTimed(0, HOST_NAME, num_ranks, num_bytes, "star", self.sum_s(num_bytes, num_ranks))
-            for num_ranks, num_bytes in wanted
-            if num_bytes <= self.max_sum_bytes
+            SumTimed(0, HOST_NAME, tuple(range(ranks)), size, self.sum_s(size, ranks))
+            for ranks, size in wanted
         ]
 
     def measure(self, requests: Mapping[str, ProbeRequest]) -> dict[str, ProbeOutcome]:
@@ -127,7 +126,8 @@ def at_once(rank: RankPlan) -> int:
 def test_first_tuning_times_sums_probes_every_class_and_tries_the_plan(at: MeasuredProject) -> None:
     measurer = ScriptedMeasurer()
     tuned = tune(at, measurer)
-    sizes = {*SUM_BYTES, at.features.vector_bytes}
+    vector_bytes = at.features.vector_bytes
+    sizes = {vector_bytes, *(size for size in SUM_BYTES if size < vector_bytes)}
     assert set(measurer.sums) == {(num_ranks, size) for num_ranks in (2, 3) for size in sizes}
     assert {name for requests in measurer.rounds for name in requests} == {"host", "csd0", "csd1"}
     assert sum(tuned.tried.best.batch_sizes.values()) == LIMITS.global_batch
@@ -136,12 +136,8 @@ def test_first_tuning_times_sums_probes_every_class_and_tries_the_plan(at: Measu
     assert tuned.gain is None, "a gain that was not measured"
 
 
-def test_sums_of_a_slow_link_are_timed_once(at: MeasuredProject) -> None:
-    """Although the model's own vector was too large for it."""
-    slow = ScriptedMeasurer(
-        max_sum_bytes=1 << 16, sum_s=lambda num_bytes, num_ranks: num_ranks * num_bytes / 1e4
-    )
-    tune(at, slow)
+def test_sums_are_timed_once(at: MeasuredProject) -> None:
+    tune(at, ScriptedMeasurer())
     again = ScriptedMeasurer()
     tune(at, again)
     assert again.sums == []
@@ -250,7 +246,7 @@ def test_all_nodes_are_tried_before_some_are_left_out(at: MeasuredProject, facto
     def trial(ranks: Sequence[RankPlan]) -> TrialResult:
         return trial_of(ranks, step_factor=factor if len(ranks) > 1 else 1.0)
 
-    measurer = ScriptedMeasurer(trial, sum_s=lambda num_ranks, _: 9.0 * (num_ranks - 1))
+    measurer = ScriptedMeasurer(trial, sum_s=lambda _, num_ranks: 9.0 * (num_ranks - 1))
     tuned = tune(at, measurer)
     assert [len(ranks) for ranks in measurer.trials] == [1, 1, 3]
     is_left_out = factor > 1

@@ -1,0 +1,748 @@
+"""The hub of a machine: it adds the vectors of the ranks behind it, and knows who is present.
+
+A rank with others behind it, rank 0 or that of a server, has a hub: a process of its own, which the link of
+each node connects to (link.py). The hub takes each vector as it arrives, adds in order of rank, and hands the
+sum back with a verdict: which ranks it counts, and which take part next. A rank whose link is lost is left
+out of the sum; no other rank waits for it, connects again or takes its step anew.
+
+The hub of a server has a link to the hub of the host, its parent: it sends the sum of its ranks there as its
+vector, and passes on what comes back. So servers and nodes are a tree.
+
+What links send is not trusted: sizes are limited, the end of every vector is compared with what it must be,
+and a vector that is not finite is left out. A rank that breaks a rule is lost, and no other.
+"""
+
+import contextlib
+import functools
+import math
+import os
+import select
+import socket
+import statistics
+import struct
+import time
+from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from csdctl.worker.data.arrays import Array
+from csdctl.worker.group.bf16 import read_chunk, write_chunk
+from csdctl.worker.group.channel import (
+    MAX_NOTE_BYTES,
+    MAX_VALUE_BYTES,
+    MAX_VALUES_BYTES,
+    NUMBER,
+    Channel,
+    Letter,
+    LinkSettings,
+    Listener,
+    join_parts,
+    split_parts,
+)
+from csdctl.worker.group.chunks import Chunk, SumSizes, divide
+from csdctl.worker.group.shared_memory import map_array, open_read_only, share_vector
+from csdctl.worker.group.values import (
+    MAX_REASON,
+    ExpectedTails,
+    LinkLostError,
+    decode_value,
+    encode_value,
+    is_minority,
+)
+from csdctl.worker.protocol.json_codec import Count, RankNumber, ShortText, from_json, to_json
+from csdctl.worker.protocol.sandbox import hub_address, link_address
+
+WAITING_INTERVAL_S = 5.0
+NUM_TAIL = 3
+"""Elements at the end of a vector, besides the seconds of each rank."""
+COMPARED_STEPS = 16
+"""The gradients of one in so many steps are compared, which takes more than half as long as adding them."""
+OUTLIER_FACTOR = 100.0
+MAX_FACTOR = 1e19
+"""That of a norm whose square is more than float32 has."""
+MAX_HELD_BYTES = 64 << 20
+"""What has arrived for the rank and waits for it; links are not read meanwhile."""
+
+
+@dataclass(frozen=True)
+class HubSettings:
+    """What a rank tells its hub, with the descriptors of its vector and of the sum."""
+
+    run_id: str
+    rank: RankNumber
+    key: str
+    """By which it awaits the links of those behind it."""
+    node_key: str
+    """By which a server awaits its link to the host."""
+    servers: tuple[RankNumber, ...]
+    """The rank of the server of every rank of the run."""
+    sizes: SumSizes
+    max_bytes: Count
+    """The largest message to one rank."""
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """Who took part in an operation, and who does in the next one."""
+
+    members: tuple[RankNumber, ...]
+    """The ranks of the next operation, in order."""
+    counted: tuple[RankNumber, ...]
+    """The ranks whose vectors are in the sum, or whose values are there."""
+
+
+Lost = tuple[tuple[RankNumber, ShortText, bool], ...]
+"""Ranks that are lost, why, and whether they have sent what no rank may send."""
+REPORT = struct.Struct("<qdd")
+"""Of a sum, to the rank of a hub: a rank, the seconds that it was waited for, and how many times larger its
+gradient is than the median of the others if that is too much, or 0."""
+
+
+@dataclass
+class _Child:
+    """A link of the hub, and the rank behind it, with those behind that."""
+
+    rank: int
+    channel: Channel
+    behind: tuple[int, ...]
+    is_server: bool
+    vector: Array
+    """Its latest vector, as it is on the wire."""
+    tail: Array
+    """The end of that as it was added: the process of the link can write to the vector at any time."""
+    num_parts: int = 0
+    """Chunks of its vector that have arrived."""
+    ranks: tuple[int, ...] = ()
+    """The ranks in its vector, once that is complete."""
+    completed_s: float = 0.0
+    """When that was, on the clock of `time.monotonic`."""
+    is_voided: bool = False
+    """Whether its vector belongs to a step that was given up."""
+    traffic: tuple[int, int] | None = None
+    """Bytes that its link has sent and received, once it has said so."""
+
+
+class Hub:
+    """Serves one rank and the links of those behind it, until the rank ends.
+
+    The hub of a server, which has a parent, sends its sum there in the place of `_end_sum`, and the answer of
+    the parent ends the sum.
+    """
+
+    def __init__(self, rank: Channel, settings: HubSettings, local: int, total: int) -> None:
+        """`local`, `total`: descriptors of the rank's vector and of the sum."""
+        self._rank, self._settings, self._me = rank, settings, settings.rank
+        rank.max_bytes = settings.max_bytes + MAX_VALUES_BYTES
+        self._local, self._total = map_array(local), map_array(total)
+        self._partials = np.empty_like(self._local), np.empty_like(self._local)
+        """Sums of the vectors of nodes, and of servers; they arrive while the rank may still read `total`."""
+        self._chunks = [divide(*size) for size in settings.sizes]
+        self._wire, wire = self._total, total
+        """The sum of this machine as it is on the wire: of the host to links, of a server to its parent."""
+        if self._me or any(num_halved for _, num_halved in settings.sizes):
+            self._wire, wire = share_vector(len(self._total))
+        self._up_descriptors, self._down_descriptor = (wire, total), total if self._me else wire
+        self._listeners = [
+            Listener(hub_address(settings.run_id, other, settings.key), other)
+            for other, server in enumerate(settings.servers)
+            if other != self._me and (server == self._me or (self._me == 0 and server == other))
+        ]
+        self._parent: Channel | None = None
+        self._above = [rank]
+        """The channels whose end is the end of the hub; what concerns the run goes to the last one."""
+        self._children: dict[int, _Child] = {}
+        self._present: list[_Child] = []
+        """The links whose ranks take part: nodes in order of rank, then servers."""
+        self._members: set[int] = {self._me}
+        self._joined: set[int] = set()
+        """Ranks that are ready to take part."""
+        self._told: tuple[int, ...] = (self._me,)
+        """The members of the latest verdict."""
+        self._admitted: set[int] = set()
+        """Ranks that take part from the next operation on."""
+        self._dropped: set[int] = set()
+        """On a server, ranks lost since the latest verdict, which may not know it."""
+        self._voided: set[int] = set()
+        """On the host, ranks whose messages belong to a step that was given up."""
+        self._values: dict[int, tuple[bytes, bytes]] = {}
+        """On the host, values of ranks, or their end, that belong to no operation yet."""
+        self._request: tuple[bytes, bytearray] | None = None
+        """What the rank asks for."""
+        self._requested_s = self._reported_s = 0.0
+        self._has_passed = self._is_voided = False
+        """On a server: whether the parent has this machine's part of what the rank asks for, and whether what
+        the rank asks for belongs to a step that was given up."""
+        self._verdict = b""
+        """On a server: what the parent has said of the sum."""
+        self._number = self._num_published = 0
+        """The sum within the step, and its chunks that have left."""
+        self._is_stale = False
+        """Whether all must leave once more."""
+        self._num_steps, self._counted = 0, [self._me]
+        """Steps so far, and the ranks in the sum before this one in the step."""
+        self._outliers: dict[int, float] = {}
+        """Of this sum: ranks whose gradients are too large, and how many times."""
+        self._poll = select.epoll()
+        self._sources: dict[int, tuple[Any, Callable[[], None]]] = {}
+        """What is read, by its descriptor, and what reads it."""
+
+    def await_parent(self) -> None:
+        """Wait, on a server, for the link to the host; raises LinkLostError when the rank ends."""
+        settings, rank = self._settings, self._rank
+
+        def check() -> None:
+            if select.select([rank], [], [], 0)[0]:
+                raise LinkLostError
+
+        address = link_address(settings.run_id, settings.rank, settings.node_key)
+        with contextlib.closing(Listener(address, settings.rank)) as listener:
+            rank.send(Letter.OPEN)
+            parent = self._parent = listener.await_link(check)
+        parent.max_bytes = settings.max_bytes + MAX_VALUES_BYTES
+        parent.send_descriptors(*self._up_descriptors)
+        parent.send(Letter.OPEN, to_json(LinkSettings(settings.sizes, parent.max_bytes, True)).encode())
+        self._above.append(parent)
+        self._watch(parent, lambda: self._take_above(parent, self._process_parent))
+
+    def serve(self) -> None:
+        """Serve until the rank has closed its channel."""
+        self._begin_vector(0)
+        self._watch(self._rank, lambda: self._take_above(self._rank, self._process_rank))
+        for listener in self._listeners:
+            self._watch(listener, functools.partial(self._accept, listener))
+        with contextlib.suppress(LinkLostError):
+            while True:
+                self._wait()
+                self._advance()
+
+    def _watch(self, source: Any, read: Callable[[], None]) -> None:
+        self._sources[source.fileno()] = source, read
+        self._poll.register(source, select.EPOLLIN)
+
+    def _wait(self) -> None:
+        """Take what has arrived; wait for it if nothing has. Raises LinkLostError at the end of the rank."""
+        links = [child.channel for child in self._children.values()]
+        for channel in (*self._above, *links):
+            channel.flush()
+        is_full = any(len(channel.unsent) > MAX_HELD_BYTES for channel in self._above)
+        blocked = [channel for channel in (*self._above, *links) if channel.unsent]
+        special = {*blocked, *links} if is_full else blocked
+        for channel in special:
+            reading = 0 if is_full and channel not in self._above else select.EPOLLIN
+            self._poll.modify(channel, reading | (select.EPOLLOUT if channel.unsent else 0))
+        events = self._poll.poll(WAITING_INTERVAL_S if self._request else None)
+        for channel in special:
+            self._poll.modify(channel, select.EPOLLIN)
+        for descriptor, _ in events:
+            if descriptor in self._sources:  # it may have been lost meanwhile
+                self._sources[descriptor][1]()
+        if self._request and time.monotonic() - self._reported_s > WAITING_INTERVAL_S:
+            self._reported_s = time.monotonic()
+            if missing := self._find_missing(self._request[0]):
+                self._rank.post(Letter.WAITING, encode_value(missing))
+
+    def _find_missing(self, letter: bytes) -> list[int]:
+        if letter == Letter.VECTOR:
+            return [child.rank for child in self._present if not child.ranks and not self._has_passed]
+        return sorted(self._members - {self._me, *self._values})
+
+    # Links
+
+    def _accept(self, listener: Listener) -> None:
+        channel = listener.accept()
+        if channel is None:
+            return
+        settings, rank = self._settings, listener.rank
+        behind = tuple(other for other, server in enumerate(settings.servers) if rank in (other, server))
+        vector, descriptor = share_vector(len(self._local))
+        if rank in self._children:
+            self._lose(self._children[rank], "its link was started again")
+        sent = open_read_only(self._down_descriptor)
+        channel.max_bytes = settings.max_bytes + MAX_NOTE_BYTES
+        with contextlib.suppress(LinkLostError):  # `take` finds its end
+            channel.send_descriptors(descriptor, sent)
+        channel.post(Letter.OPEN, to_json(LinkSettings(settings.sizes, channel.max_bytes, True)).encode())
+        os.close(sent)
+        os.close(descriptor)
+        tail = np.zeros(NUM_TAIL + len(settings.servers), np.float32)
+        child = _Child(rank, channel, behind, settings.servers[rank] == rank, vector, tail)
+        self._children[rank] = child
+        self._watch(channel, functools.partial(self._take, child))
+
+    def _take(self, child: _Child) -> None:
+        """Process what a link has sent; one that breaks a rule is lost."""
+        try:
+            for letter, content in child.channel.take():
+                if self._children.get(child.rank) is child:  # it may have said that it is lost
+                    self._process(child, letter, content)
+        except LinkLostError:
+            self._lose(child, "its link was lost")
+        except ValueError as error:
+            self._lose(child, f"sent an invalid message: {error}", is_fault=True)
+
+    def _process(self, child: _Child, letter: bytes, content: bytearray) -> None:
+        """Process one message; raises ValueError for what no link may send."""
+        if letter == Letter.TRAFFIC:
+            child.traffic = decode_value(tuple[Count, Count], content)
+        elif letter == Letter.NOTE:
+            self._note_losses(child, decode_value(Lost, content))
+        elif letter in Letter.WITH_SENDER:
+            self._process_sent(child, letter, content)
+        elif child.is_voided:
+            return
+        elif letter == Letter.CHUNK:
+            child.num_parts += 1
+            if child.num_parts > len(self._chunks[self._number]):
+                raise ValueError("more of a vector than there is")
+            if child.num_parts == len(self._chunks[self._number]) and not child.is_server:
+                self._complete_vector(child, (child.rank,))
+        elif letter == Letter.VECTOR and child.is_server:
+            self._complete_vector(child, decode_value(tuple[RankNumber, ...], content))
+        else:
+            raise ValueError("a message out of turn")
+
+    def _process_sent(self, child: _Child, letter: bytes, content: bytearray) -> None:
+        """Process a message of a rank, which begins with its number."""
+        (sender,) = NUMBER.unpack_from(content) if len(content) >= NUMBER.size else (-1,)
+        if sender not in child.behind:
+            raise ValueError("bytes of another rank")
+        if letter == Letter.JOIN:
+            if sender in self._members:
+                raise ValueError("a second start of its rank")
+            self._joined.add(sender)
+        elif sender == child.rank and letter == Letter.VOIDED:
+            if not child.is_voided:
+                raise ValueError("it gave up a step that rank 0 did not")
+            child.is_voided = False
+        elif sender == child.rank and child.is_voided:
+            return
+        elif letter != Letter.DATA and len(content) > NUMBER.size + MAX_VALUE_BYTES:
+            raise ValueError(f"a value of {len(content) - NUMBER.size} bytes")
+        if self._parent:
+            self._parent.post(letter, content)
+        else:
+            self._process_on_host(sender, letter, content)
+
+    def _process_on_host(self, sender: int, letter: bytes, content: bytearray) -> None:
+        if letter == Letter.VOIDED:
+            self._voided.discard(sender)
+        elif letter == Letter.JOIN or (letter == Letter.DATA and sender not in self._voided):
+            self._rank.post(letter, content)
+        elif sender not in self._voided:
+            if sender in self._values or sender not in self._members:
+                self._evict(sender, "sent an invalid message: a message out of turn")
+            else:
+                self._values[sender] = letter, bytes(content[NUMBER.size :])
+
+    def _complete_vector(self, child: _Child, ranks: Sequence[int]) -> None:
+        if child.ranks or child.num_parts < len(self._chunks[self._number]) or child.rank not in ranks:
+            raise ValueError("a vector out of turn, that is not complete, or of other ranks")
+        if not set(ranks) <= self._members & set(child.behind):
+            raise ValueError("a vector of ranks that take no part")
+        child.ranks, child.completed_s = tuple(sorted(set(ranks))), time.monotonic()
+
+    def _note_losses(self, child: _Child, lost: Lost) -> None:
+        """Continue without what a link, or a server, says that is lost behind it."""
+        for rank, reason, is_fault in lost:
+            if rank == child.rank:
+                self._lose(child, reason, is_fault=is_fault)
+            elif rank in child.behind:
+                self._drop((rank,), reason, is_fault=is_fault)
+            else:
+                raise ValueError("the loss of another rank")
+
+    def _lose(self, child: _Child, reason: str, *, is_fault: bool = False) -> None:
+        """Continue without a link, and without what its vector has brought to a sum that is not complete."""
+        if self._children.get(child.rank) is child:
+            del self._children[child.rank]
+            del self._sources[child.channel.fileno()]
+            child.channel.close()
+        if not self._has_passed:
+            self._begin_adding()
+        self._drop(child.behind, reason, is_fault=is_fault)
+
+    def _drop(self, ranks: Collection[int], reason: str, *, is_fault: bool) -> None:
+        present = (self._members | self._joined) & set(ranks)
+        lost = [(rank, reason[:MAX_REASON], is_fault) for rank in sorted(present)]
+        for ranks_of_a_kind in (self._members, self._joined, self._admitted, self._voided):
+            ranks_of_a_kind.difference_update(present)
+        for rank in present:
+            self._values.pop(rank, None)
+        self._dropped |= present
+        self._arrange()
+        if lost:
+            self._above[-1].post(Letter.NOTE, encode_value(lost))
+
+    def _send(self, target: int, letter: bytes, content: bytes | bytearray) -> None:
+        """Send a message towards a rank."""
+        if target == self._me:
+            self._rank.post(letter, content)
+        for child in self._children.values():
+            if target in child.behind:
+                child.channel.post(letter, content)
+
+    def _arrange(self) -> None:
+        present = [child for child in self._children.values() if child.rank in self._members]
+        self._present = sorted(present, key=lambda child: (child.is_server, child.rank))
+
+    # Requests of the rank, and answers of the parent
+
+    def _take_above(self, channel: Channel, process: Callable[[bytes, bytearray], None]) -> None:
+        for letter, content in channel.take():
+            process(letter, content)
+
+    def _process_rank(self, letter: bytes, content: bytearray) -> None:
+        """Do what the rank asks for, or keep it until its turn."""
+        if self._parent and letter in Letter.WITH_SENDER:
+            self._is_voided &= letter != Letter.VOIDED
+            self._parent.post(letter, content)
+        elif letter == Letter.ADMIT:
+            self._admitted |= set(decode_value(tuple[RankNumber, ...], content)) & self._joined
+        elif letter in (Letter.DATA, Letter.NOTE):
+            self._pass_down(letter, content)
+        elif letter == Letter.VOID:
+            self._void(self._present, self._decide(()))
+        elif letter != Letter.VOIDED and not self._is_voided:
+            self._request = letter, content
+            self._requested_s = self._reported_s = time.monotonic()
+            if letter == Letter.TRAFFIC:
+                for child in self._children.values():
+                    child.traffic = None
+                    child.channel.post(letter)
+
+    def _pass_down(self, letter: bytes, content: bytearray) -> None:
+        """Pass on bytes for a rank, or do without ranks in which rank 0 has found a fault."""
+        if letter == Letter.DATA:
+            return self._send(NUMBER.unpack_from(content)[0], letter, content)
+        for rank, reason, _ in decode_value(Lost, content):
+            self._evict(rank, reason)
+
+    def _evict(self, rank: int, reason: str) -> None:
+        """Continue without a rank that has sent what no rank may send."""
+        if rank in self._children:
+            self._lose(self._children[rank], reason, is_fault=True)
+        else:  # its server loses it, and says so
+            self._send(rank, Letter.NOTE, encode_value([[rank, reason, True]]))
+
+    def _process_parent(self, letter: bytes, content: bytearray) -> None:
+        """Pass on what the parent says, and who takes part next."""
+        present = self._present
+        if letter == Letter.CHUNK:
+            self._pass_chunk(present)
+        elif letter == Letter.AGAIN:
+            self._is_stale = True
+            for child in present:
+                child.channel.post(letter)
+        elif letter == Letter.TOTAL:
+            self._verdict = bytes(content)
+        elif letter == Letter.VALUES:
+            self._take_members(split_parts(content)[0])
+            self._deliver_values(present, content)
+        elif letter == Letter.VOID:
+            self._take_members(content)
+            self._is_voided = True
+            self._void(present, bytes(content))
+        elif letter == Letter.ADMIT:
+            self._set_members(decode_value(tuple[RankNumber, ...], content))
+        elif letter == Letter.CLOSE:
+            self._close()
+        else:
+            self._pass_down(letter, content)
+
+    def _pass_chunk(self, present: Sequence[_Child]) -> None:
+        """Pass on a chunk of the sum; the last one ends the sum unless all come once more."""
+        if self._num_published + 1 < len(self._chunks[self._number]):
+            self._publish(present)
+        elif self._is_stale:
+            self._publish(present)
+            self._num_published, self._is_stale = 0, False
+        else:
+            self._take_members(self._verdict[1:])
+            self._end_sum(present, self._verdict)
+
+    def _take_members(self, verdict: bytes | bytearray) -> None:
+        if verdict:
+            self._set_members(from_json(Verdict, bytes(verdict).decode()).members)
+        self._dropped = set()
+
+    def _set_members(self, members: Sequence[int]) -> None:
+        """Take note of who takes part next, in the whole run."""
+        self._told = tuple(members)
+        self._members = set(members) & {self._me, *self._children} - self._dropped
+        self._joined -= self._members
+        self._arrange()
+
+    def _advance(self) -> None:
+        """Do what can be done of the operation that the rank asks for."""
+        while not self._has_passed:  # then the parent has it
+            self._add()
+            if not self._request or not self._do(*self._request):
+                return
+
+    def _do(self, letter: bytes, content: bytearray) -> bool:
+        """Do this machine's part of a request; return False while something is missing."""
+        if letter == Letter.VECTOR:
+            return self._sum(content)
+        if letter == Letter.TRAFFIC:
+            return self._count_traffic(self._present)
+        for rank in [rank for rank, (sent, _) in self._values.items() if sent != letter]:
+            del self._values[rank]
+            self._evict(rank, "sent a message out of turn")
+        if not self._members <= {self._me, *self._values}:
+            return False
+        if letter == Letter.CLOSE:
+            self._close()
+            return True
+        self._values[self._me] = letter, bytes(content[NUMBER.size :])
+        values, present = dict(sorted(self._values.items())), self._present
+        self._values.clear()
+        decided = self._decide(values)
+        self._deliver_values(present, join_parts([decided, *(value for _, value in values.values())]))
+        return True
+
+    def _end_request(self) -> None:
+        self._request, self._has_passed = None, False
+
+    def _decide(self, counted: Iterable[int], *, is_end: bool = True) -> bytes:
+        """Return, as it is sent, who took part and who does next; b'' if all do, as before.
+
+        `is_end`: whether no sum of the step follows, so that others can take part.
+        """
+        before, admitted = self._told, self._admitted if is_end else set()
+        self._members |= admitted
+        self._arrange()
+        self._joined -= admitted
+        self._admitted = self._admitted - admitted
+        ranks, self._told = tuple(sorted(counted)), tuple(sorted(self._members))
+        for child in self._children.values():
+            if child.is_server and child.rank in admitted:  # its rank gets this with the state
+                child.channel.post(Letter.ADMIT, encode_value(self._told))
+        return b"" if ranks == before == self._told else to_json(Verdict(self._told, ranks)).encode()
+
+    # Sums
+
+    def _begin_vector(self, number: int) -> None:
+        self._number, self._verdict = number, b""
+        self._num_published = 0
+        for child in self._children.values():
+            child.ranks, child.num_parts = (), 0
+        self._begin_adding()
+
+    def _begin_adding(self) -> None:
+        """Add the chunks from the first one on; what was sent of the sum is wrong."""
+        self._next_chunk, self._next_child, self._is_finite = 0, 0, True
+        self._is_stale = self._num_published > 0
+
+    def _add(self) -> None:
+        """Add the chunks that have arrived, in order, as far as all links before have theirs."""
+        chunks, present = self._chunks[self._number], self._present
+        while self._next_chunk < len(chunks):
+            chunk = chunks[self._next_chunk]
+            while self._next_child < len(present):
+                child = present[self._next_child]
+                if child.num_parts <= self._next_chunk:
+                    return
+                is_first = not self._next_child or present[self._next_child - 1].is_server < child.is_server
+                partial = self._partials[child.is_server][chunk.elements]
+                arrived = read_chunk(child.vector, chunk)
+                if chunk.elements.stop > chunks[-1].elements.stop - len(child.tail):
+                    arrived = self._copy_tail(child, chunk, arrived)
+                if is_first:
+                    partial[:] = arrived
+                else:
+                    np.add(partial, arrived, out=partial)
+                self._next_child += 1
+            # Only then does the rank no longer read the latest sum. Nor do the others, which have sent this.
+            if not self._request or self._request[0] != Letter.VECTOR:
+                return
+            self._complete(chunk, {child.is_server for child in present})
+            # Before the ends of all vectors are checked, no rank has the whole sum.
+            if not self._parent and self._num_published == self._next_chunk < len(chunks) - 1:
+                self._publish(present)
+            self._next_chunk, self._next_child = self._next_chunk + 1, 0
+
+    def _copy_tail(self, child: _Child, chunk: Chunk, arrived: Array) -> Array:
+        """Return a copy of a chunk with an end of a vector; the end that is checked is taken from it."""
+        copied, num_left = arrived.copy(), self._chunks[self._number][-1].elements.stop - chunk.elements.stop
+        places = np.arange(len(child.tail) - num_left)[-len(copied) :]
+        child.tail[places] = copied[-len(places) :]
+        return copied
+
+    def _complete(self, chunk: Chunk, parts: Collection[bool]) -> None:
+        """Add the rank's own vector to a chunk of those of its nodes, then those of servers.
+
+        `parts`: those of `_partials` that are in the sum.
+        """
+        into = (self._partials[False] if self._parent else self._total)[chunk.elements]
+        summed = self._local[chunk.elements]
+        for part in sorted(parts):
+            summed = np.add(self._partials[part][chunk.elements], summed, out=into)
+        if summed is not into:
+            into[:] = summed
+        self._is_finite &= math.isfinite(float(np.add.reduce(into)))
+        if self._wire is not self._total:
+            write_chunk(self._wire, into, chunk)
+            if not self._parent:
+                into[:] = read_chunk(self._wire, chunk)  # rounded as for the others
+
+    def _publish(self, present: Sequence[_Child]) -> None:
+        """Send the next chunk of the sum."""
+        self._num_published += 1
+        for child in present:
+            child.channel.post(Letter.CHUNK)
+
+    def _sum(self, content: bytearray) -> bool:
+        if not self._is_added(content):
+            return False
+        present, num_chunks = self._present, len(self._chunks[self._number])
+        counted = sorted([self._me, *(rank for child in present for rank in child.ranks)])
+        if self._parent:
+            self._has_passed = True
+            self._parent.post(Letter.VECTOR, encode_value(counted))
+            return True
+        if self._is_stale:
+            for child in present:
+                child.channel.post(Letter.AGAIN)
+            for _ in range(num_chunks):
+                self._publish(present)
+        # Several sums of one step are of the same ranks, or the step is void.
+        is_void = self._number > 0 and counted != self._counted
+        self._counted = counted
+        is_end = is_void or self._number + 1 == len(self._chunks)
+        decided = self._decide(counted, is_end=is_end)
+        self._end_sum(present, bytes([is_void]) + decided if is_void or decided else b"")
+        return True
+
+    def _is_added(self, content: bytearray) -> bool:
+        """Return whether all vectors are added; links whose vector no rank may send are lost."""
+        present = self._present
+        if self._next_chunk < len(self._chunks[self._number]) or not all(child.ranks for child in present):
+            return False
+        (checks_finite,) = NUMBER.unpack_from(content)
+        packed = memoryview(content)[NUMBER.size :]
+        expected = ExpectedTails.unpack(packed) if packed else None
+        found = [(child, expected.find_fault(child.tail, child.ranks)) for child in present if expected]
+        faults = [(child, reason) for child, reason in found if reason]
+        if not faults and checks_finite:
+            faults = self._find_not_finite(present)
+        for child, reason in faults:
+            self._lose(child, reason, is_fault=True)
+        if faults:
+            self._add()
+            return self._is_added(content)
+        if expected and self._num_steps % COMPARED_STEPS == 0:
+            self._outliers = self._find_outliers(present, expected)
+        return True
+
+    def _find_outliers(self, present: Sequence[_Child], expected: ExpectedTails) -> dict[int, float]:
+        """Return links, or this rank, whose gradients are too large, and how many times.
+
+        The norm of a gradient, which is a sum over samples, grows with their number n, or with its root
+        where the noise is larger than the mean: the smaller factor counts.
+        """
+        chunks, size = self._chunks[self._number], expected.num_gradients
+
+        def square_norm(vector: Array) -> float:
+            parts = [read_chunk(vector, chunk)[: max(0, size - chunk.elements.start)] for chunk in chunks]
+            return sum(float(np.dot(part, part)) for part in parts)
+
+        own = self._local[:size]
+        squares = {self._me: float(np.dot(own, own))}
+        counts = {self._me: expected.counts[self._me]}
+        for child in present:
+            squares[child.rank] = square_norm(child.vector)
+            counts[child.rank] = sum(expected.counts[rank] for rank in child.ranks)
+        ranks = [rank for rank, count in counts.items() if count > 0]
+        outliers = {}
+        for rank in ranks if len(ranks) > 2 else ():
+            factors = []
+            for power in (1, 2):
+                scaled = {other: squares[other] / counts[other] ** power for other in ranks}
+                median = statistics.median(scaled[other] for other in ranks if other != rank)
+                factors.append(scaled[rank] / median if median else 0.0)
+            if (factor := math.sqrt(min(*factors, MAX_FACTOR**2))) >= OUTLIER_FACTOR:
+                outliers[rank] = factor
+        return outliers
+
+    def _find_not_finite(self, present: Sequence[_Child]) -> list[tuple[_Child, str]]:
+        """Return a minority of links whose vectors are not finite, if the sum is not; of more, [].
+
+        Then the training diverges, or the machine of this rank is at fault.
+        """
+        chunks = self._chunks[self._number]
+        size = chunks[-1].elements.stop
+        if self._is_finite or not np.isfinite(self._local[:size]).all():
+            return []
+        wrong = [
+            child
+            for child in present
+            if not all(np.isfinite(read_chunk(child.vector, chunk)).all() for chunk in chunks)
+        ]
+        ranks = [rank for child in wrong for rank in child.ranks]
+        reason = "sent a gradient that is not finite, as of samples with NaN"
+        return [(child, reason) for child in wrong] if is_minority(ranks, len(self._told)) else []
+
+    def _end_sum(self, present: Sequence[_Child], verdict: bytes) -> None:
+        """Give all the last chunk of the sum, after a verdict: whether the step is void, and `Verdict`."""
+        for child in present:
+            if verdict:
+                child.channel.post(Letter.TOTAL, verdict)
+            child.channel.post(Letter.CHUNK)
+        waits = [(child.rank, max(0.0, child.completed_s - self._requested_s), 0.0) for child in present]
+        factors = [(rank, 0.0, factor) for rank, factor in self._outliers.items()]
+        report = b"".join(REPORT.pack(*row) for row in waits + factors)
+        self._rank.post(Letter.TOTAL, join_parts([verdict, report]))
+        number = 0 if verdict[:1] == b"\1" else (self._number + 1) % len(self._chunks)
+        self._num_steps, self._outliers = self._num_steps + (number == 0), {}
+        self._begin_vector(number)
+        self._end_request()
+
+    # Values, traffic, and the end
+
+    def _deliver_values(self, present: Sequence[_Child], joined: bytes | bytearray) -> None:
+        for channel in (self._rank, *(child.channel for child in present)):
+            channel.post(Letter.VALUES, joined)
+        self._end_request()
+
+    def _void(self, present: Sequence[_Child], verdict: bytes) -> None:
+        """Let all give up the step; what they have sent of it is dropped."""
+        for child in present:
+            child.channel.post(Letter.VOID, verdict)
+            child.is_voided = True
+        self._voided = self._members - {self._me}
+        self._values.clear()
+        self._begin_vector(0)
+        self._rank.post(Letter.VOID, verdict)
+        self._end_request()
+
+    def _count_traffic(self, present: Sequence[_Child]) -> bool:
+        """Give the rank the bytes that each link has sent and received, once all have said it."""
+        if any(child.traffic is None for child in present):
+            return False
+        counted = [[child.rank, *(child.traffic or ())] for child in present]
+        self._rank.post(Letter.TRAFFIC, encode_value(counted))
+        self._end_request()
+        return True
+
+    def _close(self) -> None:
+        """End all links, once all ranks have reached the end."""
+        for channel in (self._rank, *(child.channel for child in self._children.values())):
+            channel.post(Letter.CLOSE)
+        self._end_request()
+
+
+def run_hub(descriptor: int) -> int:
+    """Serve the rank at the other end of a socket, until it ends."""
+    channel = Channel(socket.socket(fileno=descriptor))
+    with contextlib.suppress(LinkLostError):
+        local, total = channel.receive_descriptors(2)
+        _, content = channel.receive()
+        settings = from_json(HubSettings, content.decode())
+        hub = Hub(channel, settings, local, total)
+        if settings.rank:
+            hub.await_parent()
+        channel.send(Letter.OPEN)
+        hub.serve()
+    return 0

@@ -1,0 +1,137 @@
+"""The check of links: ranks without a model join one after another, and time sums."""
+
+import contextlib
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from csdctl.worker.data.arrays import Array
+from csdctl.worker.group.communicator import Communicator
+from csdctl.worker.group.values import StepVoidError
+from csdctl.worker.process.errors import WorkerError
+from csdctl.worker.process.machine import peak_memory_bytes
+from csdctl.worker.protocol.events import Finished, Joined, SumTimed
+from csdctl.worker.protocol.run_spec import SUM_BYTES, SUM_RANKS
+from csdctl.worker.tasks.task import FINISHED, TaskContext
+
+NUM_SUMS = 5
+LONG_SUMS_S = 5.0
+"""Sums that together take longer are timed once."""
+POLL_S = 0.05
+ADMIT, SUM, END = "admit", "sum", "end"
+"""What the ranks do next."""
+
+
+class Check:
+    """Sums vectors of the sizes in the task's argument `sum_bytes`, over all ranks that have joined.
+
+    They are also timed when as many ranks have joined as the argument `sum_ranks` says. Rank 0 begins alone,
+    admits each rank that joins, and ends when it is asked to stop.
+    """
+
+    variables: Sequence[Any] = ()
+    max_message_bytes = 0
+
+    def __init__(self, context: TaskContext) -> None:
+        self._me, self._reporter, self._orders = context.me, context.reporter, context.orders
+        arguments = context.spec.task.arguments
+        self._sizes = [max(1, int(num_bytes) // 4) for num_bytes in arguments[SUM_BYTES]]
+        self._stages = {int(num_ranks) for num_ranks in arguments.get(SUM_RANKS, ())}
+        self._num_timed = 1
+        """The ranks over which sums were timed last."""
+
+    @property
+    def sum_sizes(self) -> list[tuple[int, int]]:
+        """As of `Task`."""
+        return [(size, 0) for size in self._sizes]
+
+    def load(self) -> None:
+        """There is nothing to load."""
+
+    def settle(
+        self, communicator: Communicator, before: Sequence[int], hashes: Mapping[int, str] = {}
+    ) -> None:
+        """Report, on rank 0, who takes part now, and who is lost; those that have joined get no state."""
+        if self._me.rank:
+            return
+        for rank in sorted(communicator.admitted):
+            communicator.give_state(rank, b"")
+        communicator.admitted = set()
+        members = {str(rank): 1 for rank in communicator.members}
+        lost = tuple((rank, reason) for rank, reason, _ in communicator.lost)
+        communicator.lost = []
+        self._reporter.emit(Joined, 1, 0, 1, 0, members, not before, lost)
+
+    def run(self, communicator: Communicator) -> str:
+        """Admit, sum and end as rank 0 decides; raises WorkerError for a sum that is wrong."""
+        while True:
+            before = communicator.members
+            action = communicator.gather(self._decide(communicator), str)[0]
+            if action == SUM:
+                with contextlib.suppress(StepVoidError):  # a rank was lost: again without it
+                    self._time_sums(communicator)
+            if before != communicator.members or communicator.admitted or communicator.lost:
+                self.settle(communicator, before)
+            if action == END:
+                return FINISHED
+
+    def _decide(self, communicator: Communicator) -> str:
+        """Return, on rank 0, what is to be done next, once there is something."""
+        while self._me.rank == 0:
+            communicator.look()
+            num_ranks = len(communicator.members)
+            if num_ranks in self._stages and num_ranks > self._num_timed:
+                return SUM
+            if communicator.joining:
+                limit = min((stage for stage in self._stages if stage > num_ranks), default=None)
+                communicator.admit(sorted(communicator.joining)[: limit and limit - num_ranks])
+                return ADMIT
+            if self._orders.is_stopping:
+                return SUM if num_ranks > self._num_timed else END
+            if communicator.lost:
+                return ADMIT
+            time.sleep(POLL_S)
+        return ""
+
+    def _time_sums(self, communicator: Communicator) -> None:
+        """Time the sums of a step; rank 0 reports the fastest ones, if all were over the same ranks.
+
+        Raises StepVoidError.
+        """
+        members = communicator.members
+        fastest_s = [float("inf")] * len(self._sizes)
+        total_s = 0.0
+        for number in range(NUM_SUMS):
+            is_over = bool(number) and total_s > LONG_SUMS_S
+            if communicator.gather(is_over, bool)[0]:
+                break
+            for at, size in enumerate(self._sizes):
+                communicator.local[:size] = self._me.rank + 1
+                began = time.perf_counter()
+                total = communicator.sum(communicator.local)
+                elapsed_s = time.perf_counter() - began
+                self._check_sum(total[:size], communicator.counted)
+                fastest_s[at] = min(fastest_s[at], elapsed_s)
+                total_s += elapsed_s
+        if communicator.members != members:
+            return
+        self._num_timed = len(members)
+        if self._me.rank == 0:
+            for size, seconds in zip(self._sizes, fastest_s, strict=True):
+                self._reporter.emit(SumTimed, members, 4 * size, round(seconds, 6))
+
+    def _check_sum(self, total: Array, ranks: Sequence[int]) -> None:
+        expected = np.float32(sum(rank + 1 for rank in ranks))
+        if not (total == expected).all():
+            wrong = total[total != expected]
+            raise WorkerError(
+                f"a sum over ranks is {wrong[0]:g} in {len(wrong)} of {len(total)} elements, "
+                f"expected {expected:g}",
+                remedy="check memory and network there",
+            )
+
+    def finish(self, reason: str) -> None:
+        """Report the completion record."""
+        self._reporter.emit(Finished, 1, 0, "", peak_memory_bytes())

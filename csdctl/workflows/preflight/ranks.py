@@ -1,0 +1,168 @@
+"""Run the ranks of a spec: examine the sandboxes, start, supervise, end, and add up what was sent.
+
+Whatever happens, no process of the run is left on any machine: processes with its id are ended over SSH.
+"""
+
+import secrets
+from collections import Counter
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass, field, replace
+from functools import partial
+
+from csdctl.fleet.model import HOST_NAME, Fleet
+from csdctl.launch.leftovers import end_run
+from csdctl.launch.mpi_job import TRAFFIC_CLASSES, add_mpirun_traffic, add_rank_traffic
+from csdctl.launch.mpirun import Mpirun
+from csdctl.reporting.tally import members_of, newcomers_of
+from csdctl.runs.directory import RunDirectory
+from csdctl.shipping.worker_calls import call_worker
+from csdctl.supervision.rank_processes import AttachRank
+from csdctl.supervision.run_setup import Patience, RankStarter, RunSetup
+from csdctl.supervision.supervisor import Supervisor
+from csdctl.transport.many import run_on_all
+from csdctl.transport.meter import TrafficClass
+from csdctl.transport.program import within
+from csdctl.transport.session import Session
+from csdctl.worker.protocol.events import Event, Joined, SentBytes, Traffic
+from csdctl.worker.protocol.run_spec import CHECK, STEPPING, RunSpec
+from csdctl.worker.protocol.sandbox import SandboxCheck, SandboxRequest
+from csdctl.workflows.workspace.workspace import Workspace
+
+
+@dataclass(frozen=True)
+class Conditions:
+    """When the ranks of a run start, end and are given up."""
+
+    min_nodes: int = 0
+    """The run ends when fewer nodes are left."""
+    is_resumable: bool = False
+    """Whether the run keeps its state for `train --resume`."""
+    patience: Patience = field(default_factory=Patience)
+    should_stop: Callable[[], bool] = lambda: False
+    """Whether to end the run in order, as the first Ctrl-C does."""
+    on_sandboxes: Callable[[Mapping[str, SandboxCheck]], None] = lambda checks: None
+    """Called with what each machine can do for a sandbox."""
+    attached: Mapping[str, AttachRank] = field(default_factory=dict)
+    """Machines on which no process is started: the process running there takes part, and keeps running."""
+    model_bytes: int = 0
+    """The size of the model's weights."""
+    traffic_classes: Mapping[str, TrafficClass] = field(default_factory=lambda: TRAFFIC_CLASSES)
+
+
+class TrafficCount:
+    """Adds up what the ranks of a run report to have sent: each link counts anew when its rank joins."""
+
+    def __init__(self) -> None:
+        self._earlier: Counter[tuple[str, int, int]] = Counter()
+        self._latest: dict[tuple[str, int, int], int] = {}
+        """Since the ranks have joined: bytes by class, sender and receiver."""
+        self._members: frozenset[int] = frozenset()
+
+    def add(self, event: Event) -> None:
+        """Add an event of the run; only some change the count."""
+        if isinstance(event, Traffic):
+            self._latest |= {(row.what, row.sender, row.receiver): row.num_bytes for row in event.sent}
+        elif isinstance(event, Joined):
+            newcomers, self._members = newcomers_of(event, self._members), members_of(event)
+            for row in [row for row in self._latest if newcomers & set(row[1:])]:
+                self._earlier[row] += self._latest.pop(row)
+
+    @property
+    def total(self) -> Traffic:
+        """What all ranks have sent so far."""
+        counts = self._earlier + Counter(self._latest)
+        return Traffic(0, HOST_NAME, tuple(SentBytes(*row, count) for row, count in counts.items()))
+
+
+def run_spec(
+    spec: RunSpec,
+    path: str,
+    run: RunDirectory,
+    worker_path: str,
+    space: Workspace,
+    on_event: Callable[[Event], None],
+    conditions: Conditions,
+) -> str:
+    """Run the ranks of `spec`, which every machine has at `path`; return who stopped them.
+
+    That is `Supervisor.stopped_by`. Raises RunError, DeadlineError or InputError.
+    """
+    fleet, patience = space.fleet, conditions.patience
+    present = set(fleet.machines)
+    nodes = [rank.node for rank in spec.ranks if rank.node in present and rank.node != HOST_NAME]
+    sessions = {name: space.sessions[name] for name in (HOST_NAME, *nodes)}
+    sandboxes = check_sandboxes(fleet, sessions, worker_path)
+    conditions.on_sandboxes(sandboxes)
+    hub_key = secrets.token_hex(16)  # unlike the spec, no node has it
+    keys, state_bytes = (spec.link_key, hub_key), 3 * conditions.model_bytes
+    mpirun = Mpirun(fleet, space.facts, run, sessions, worker_path, sandboxes, *keys, state_bytes)
+    traffic = TrafficCount()
+
+    def handle_event(event: Event) -> None:
+        traffic.add(event)
+        on_event(event)
+
+    if spec.task.name not in STEPPING:  # no report for minutes: an hour in place of 5 minutes
+        patience = replace(patience, silence_s=12 * patience.silence_s)
+    with ExitStack() as stack:
+        examine = partial(check_sandbox, fleet, worker_path=worker_path)
+        starter = RankStarter(
+            spec, path, mpirun, space.project.root, stack, conditions.attached, space.ledger.add, examine
+        )
+        setup = RunSetup(
+            run_id=spec.run_id,
+            nodes=[rank.node for rank in spec.ranks],
+            start_rank=starter.start,
+            restart_rank=starter.restart,
+            start_link=starter.start_link,
+            log_directory=run.logs,
+            min_nodes=conditions.min_nodes,
+            is_resumable=conditions.is_resumable,
+            patience=patience,
+            hub_key=hub_key,
+            servers=[rank.server for rank in spec.ranks],
+            absent=tuple(rank.rank for rank in spec.ranks if rank.node not in (HOST_NAME, *nodes)),
+            should_stop=conditions.should_stop,
+            is_check=spec.task.name == CHECK,
+        )
+        if not setup.is_check:  # before TensorFlow starts
+            for rank in range(1, len(spec.ranks)):
+                if rank not in setup.absent:
+                    mpirun.find_paths(spec.ranks[rank].node, starter.starter_of(rank))
+        supervisor = Supervisor(setup, handle_event)
+        is_over = False
+        try:
+            supervisor.run()
+            is_over = True  # what is left of the run is on the disk of this machine
+        finally:
+            # End all processes first: a full disk must not prevent that.
+            end_run(spec.run_id, sessions, fleet, is_removing=is_over)
+            names = [rank.node for rank in spec.ranks]
+            if conditions.is_resumable:
+                space.ledger.run = spec.run_id
+            space.ledger.add(add_rank_traffic([traffic.total], names, conditions.traffic_classes))
+            space.ledger.add(add_mpirun_traffic(supervisor.outcomes, fleet))
+    return supervisor.stopped_by
+
+
+def check_sandboxes(
+    fleet: Fleet, sessions: Mapping[str, Session], worker_path: str
+) -> dict[str, SandboxCheck]:
+    """Return what each machine of `sessions` can do for a sandbox; the worker must have been delivered."""
+    outcomes = run_on_all(sessions, lambda session: check_sandbox(fleet, session, worker_path))
+    return {name: outcome.value or SandboxCheck(str(outcome.error)) for name, outcome in outcomes.items()}
+
+
+def check_sandbox(fleet: Fleet, session: Session, worker_path: str) -> SandboxCheck:
+    """Return what the machine of `session` can do for a sandbox; raises CsdctlError."""
+    return call_worker(
+        session,
+        fleet.python_of(session.name),
+        worker_path,
+        "sandbox-check",
+        SandboxRequest(),
+        SandboxCheck,
+        doing="checking the sandbox",
+        patience=within(30.0),
+    )

@@ -1,0 +1,375 @@
+"""The hub: what it adds and in which order, whom it counts, and its answer to a link that breaks a rule."""
+
+import contextlib
+import json
+import select
+import struct
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from csdctl.worker.group.channel import MAX_VALUE_BYTES, NUMBER, Letter
+from csdctl.worker.group.communicator import NUM_KEPT
+from csdctl.worker.group.hub import MAX_HELD_BYTES
+from csdctl.worker.group.values import RankLostError, StepVoidError
+from tests.linked_ranks import add
+from tests.patience import eventually
+from tests.unit.worker.group.scripted_links import SIZE, ScriptedGroup, ScriptedLink
+
+
+@pytest.fixture
+def group() -> Iterator[ScriptedGroup]:
+    """Four ranks of one server."""
+    started = ScriptedGroup()
+    yield started
+    started.end()
+
+
+def assert_sum(group: ScriptedGroup, summed: Any, links: Sequence[ScriptedLink], seed: int = 1) -> None:
+    """Let the links take the sum, which must be that of their ranks and rank 0."""
+    size = len(summed)
+    vectors = [group.make(rank, seed, size) for rank in (*sorted(link.rank for link in links), 0)]
+    assert summed.tobytes() == add(vectors).tobytes()
+    for link in links:
+        link.await_sum(size)
+        assert link.received[:size].tobytes() == summed.tobytes()
+
+
+def test_vectors_are_added_in_order_of_rank_and_rank_0_last_whatever_arrives_first(
+    group: ScriptedGroup,
+) -> None:
+    links = group.begin([1, 2, 3])
+    for seed in range(3):
+        summed = group.sum(seed) if seed == 1 else None
+        for link in reversed(links):
+            link.send_parts(group.make(link.rank, seed))
+        assert_sum(group, (summed or group.sum(seed)).result(), links, seed)
+    # Another order has other bits.
+    vectors = [group.make(rank, 2) for rank in (0, 1, 2, 3)]
+    assert add(vectors).tobytes() != links[0].received.tobytes()
+
+
+def test_servers_are_added_among_themselves_and_then_to_the_sum_of_the_host() -> None:
+    group = ScriptedGroup((0, 0, 2, 3))
+    try:
+        node, *servers = group.begin([1, 2, 3])
+        for link in (*servers, node):
+            link.send_parts(group.make(link.rank))
+            if link is not node:
+                link.send(Letter.VECTOR, json.dumps([link.rank]).encode())
+        expected = add([group.make(2), group.make(3)]) + add([group.make(1), group.make(0)])
+        assert group.sum().result().tobytes() == expected.tobytes()
+    finally:
+        group.end()
+
+
+def test_vector_that_is_cut_off_is_left_out_and_what_was_sent_with_it_is_sent_again(
+    group: ScriptedGroup,
+) -> None:
+    first, lost, third = group.begin([1, 2, 3])
+    summed = group.sum()
+    first.send_parts(group.make(1))
+    third.send_parts(group.make(3))
+    lost.send_parts(group.make(2), [0])
+    first.await_letter(Letter.CHUNK)
+    assert first.received[0] == add([group.make(rank)[:1] for rank in (1, 2, 3, 0)])[0]
+    lost.close()
+    assert_sum(group, summed.result(), [first, third])
+    assert first.has_again
+    assert group.host.counted == group.host.members == (0, 1, 3)
+    assert group.host.lost == [(2, "its link was lost", False)]
+
+
+def test_complete_vector_of_a_rank_that_is_lost_is_left_out_too(group: ScriptedGroup) -> None:
+    first, lost, third = group.begin([1, 2, 3])
+    for link in (first, lost, third):
+        link.send_parts(group.make(link.rank))
+    lost.close()
+    assert eventually(lambda: group.host.look() or group.host.lost)
+    assert_sum(group, group.sum().result(), [first, third])
+
+
+def test_step_of_several_sums_is_void_when_a_rank_is_lost_between_them() -> None:
+    group = ScriptedGroup((0, 0, 0), (40, SIZE))
+    try:
+        left, lost = group.begin([1, 2])
+        for link in (left, lost):
+            link.send_parts(group.make(link.rank, 1, 40), [0])
+        assert_sum(group, group.sum(1, 40).result(), [left, lost])
+        lost.close()
+        summed = group.sum()
+        left.send_parts(group.make(1))
+        with pytest.raises(StepVoidError):
+            summed.result()
+        assert left.await_sum()[0] == 1
+        assert group.host.members == (0, 1)
+        for size in (40, SIZE):  # the step is taken anew from its first sum
+            left.send_parts(group.make(1, 3, size), range(1 + (size == SIZE)))
+            assert_sum(group, group.sum(3, size).result(), [left], 3)
+    finally:
+        group.end()
+
+
+def test_rank_that_joins_takes_part_after_the_last_sum_of_the_step() -> None:
+    group = ScriptedGroup((0, 0, 0), (40, 40))
+    try:
+        (first,) = group.begin([1])
+        late = group.connect(2)
+        group.host.admit([2])
+        for _ in range(2):
+            assert group.host.members == (0, 1)
+            first.send_parts(group.make(1, 1, 40), [0])
+            assert_sum(group, group.sum(1, 40).result(), [first])
+        assert group.host.members == (0, 1, 2)
+        for link in (first, late):
+            link.send_parts(group.make(link.rank, 1, 40), [0])
+        assert_sum(group, group.sum(1, 40).result(), [first, late])
+    finally:
+        group.end()
+
+
+def test_rank_that_is_lost_before_it_takes_part_is_not_admitted(group: ScriptedGroup) -> None:
+    first, second = group.begin([1, 2])
+    group.connect(3).close()
+    assert eventually(lambda: group.host.look() or 3 not in group.host.joining)
+    group.host.admit([3])  # as if rank 0 did not know it yet
+    for link in (first, second):
+        link.send_parts(group.make(link.rank))
+    assert_sum(group, group.sum().result(), [first, second])
+    assert group.host.members == (0, 1, 2)
+
+
+def test_step_that_is_given_up_is_taken_anew_and_what_was_sent_of_it_is_dropped(group: ScriptedGroup) -> None:
+    first, second, third = group.begin([1, 2, 3])
+    first.send_parts(group.make(1, 7))
+    second.send_parts(group.make(2, 7), [0])
+    with pytest.raises(StepVoidError):
+        group.host.give_up_step()
+    for link in (first, second, third):
+        link.await_letter(Letter.VOID)
+        link.send(Letter.VOIDED, NUMBER.pack(link.rank))
+        link.send_parts(group.make(link.rank))
+    assert_sum(group, group.sum().result(), [first, second, third])
+
+
+def test_values_of_all_ranks_reach_all_and_an_invalid_one_is_left_out(group: ScriptedGroup) -> None:
+    links = group.begin([1, 2, 3])
+    gathered = group.later(group.host.gather, "of 0", str)
+    for link, value in zip(links, (b'"of 1"', b"[2]", b'"of 3"'), strict=True):
+        link.send(Letter.VALUE, NUMBER.pack(link.rank) + value)
+    assert gathered.result() == {0: "of 0", 1: "of 1", 3: "of 3"}
+    assert links[0].await_letter(Letter.VALUES) == links[2].await_letter(Letter.VALUES)
+    assert eventually(lambda: group.host.look() or group.host.lost)
+    assert group.host.lost[0][0::2] == (2, True)
+    assert "sent an invalid value" in group.host.lost[0][1]
+
+
+def test_rank_that_waits_for_bytes_of_a_lost_rank_learns_it(group: ScriptedGroup) -> None:
+    first, *_ = group.begin([1, 2, 3])
+    first.send(Letter.DATA, NUMBER.pack(1) + b"content")
+    assert group.host.receive(1, 7, "samples") == b"content"
+    first.close()
+    with pytest.raises(RankLostError):
+        group.host.receive(1, 7, "samples")
+
+
+def test_waits_are_those_for_ranks_that_came_after_rank_0(group: ScriptedGroup) -> None:
+    first, second, third = group.begin([1, 2, 3])
+    first.send_parts(group.make(1))
+    second.send_parts(group.make(2))
+    first.send(Letter.DATA, NUMBER.pack(1))  # behind it, the hub has the vector
+    second.send(Letter.DATA, NUMBER.pack(2))
+    group.host.receive(1, 0, "samples")
+    group.host.receive(2, 0, "samples")
+    summed = group.sum()
+    third.send_parts(group.make(3), [0])
+    first.await_letter(Letter.CHUNK)  # rank 0 has asked for the sum
+    third.send_parts(group.make(3), [1])
+    assert_sum(group, summed.result(), [first, second, third])
+    assert [rank for rank, _ in group.host.waits] == [3]
+
+
+def change(place: int, value: float) -> Callable[[ScriptedGroup, ScriptedLink], None]:
+    """Return what sends a vector with one other element."""
+
+    def send(group: ScriptedGroup, link: ScriptedLink) -> None:
+        vector = group.make(link.rank)
+        vector[place] = value
+        link.send_parts(vector)
+
+    return send
+
+
+def post(letter: bytes, content: bytes = b"", num_parts: int = 0) -> Callable[..., None]:
+    """Return what sends a message, after chunks of its vector."""
+
+    def send(group: ScriptedGroup, link: ScriptedLink) -> None:
+        link.send_parts(group.make(link.rank), range(num_parts))
+        link.send(letter, content)
+
+    return send
+
+
+def send_three(group: ScriptedGroup, link: ScriptedLink) -> None:
+    """Say at once that three chunks have arrived."""
+    link.connection.sendall(3 * struct.pack("<cQ", Letter.CHUNK, 0))
+
+
+def announce(group: ScriptedGroup, link: ScriptedLink) -> None:
+    """Announce a terabyte."""
+    link.connection.sendall(struct.pack("<cQ", Letter.DATA, 1 << 40))
+
+
+FAULTS = {
+    "more samples": (change(-7, 1e30), "sent the gradient of 1e+30 samples, expected 8"),
+    "samples that are no number": (change(-7, np.nan), "sent the gradient of nan samples, expected 8"),
+    "a stop of all": (change(-6, 1), "asked all ranks to stop"),
+    "the time of another rank": (change(-5, 30), "the time of another rank"),
+    "no time": (change(-3, np.nan), "as the time of its step"),
+    "not finite": (change(7, np.nan), "sent a gradient that is not finite"),
+    "too many chunks": (send_three, "more of a vector than there is"),
+    "a vector of its own making": (post(Letter.VECTOR, b"[2]"), "a message out of turn"),
+    "a value that is too large": (
+        post(Letter.VALUE, NUMBER.pack(2) + bytes(MAX_VALUE_BYTES + 1)),
+        "a value of",
+    ),
+    "a rank of another link": (post(Letter.JOIN, NUMBER.pack(1)), "bytes of another rank"),
+    "a second start": (post(Letter.JOIN, NUMBER.pack(2)), "a second start of its rank"),
+    "bytes of another rank": (post(Letter.DATA, NUMBER.pack(1)), "bytes of another rank"),
+    "bytes of no rank": (post(Letter.DATA, b"123"), "bytes of another rank"),
+    "the loss of another rank": (post(Letter.NOTE, b'[[1,"",true]]'), "the loss of another rank"),
+    "a loss that is none": (post(Letter.NOTE, b"[1]"), "sent an invalid message"),
+    "counters that are none": (post(Letter.TRAFFIC, b"[-1,0]"), "sent an invalid message"),
+    "a step that it gives up": (post(Letter.VOIDED, NUMBER.pack(2)), "it gave up a step that rank 0 did not"),
+    "a message that is for ranks": (post(Letter.TOTAL, b"\0"), "a message out of turn"),
+    "a letter that is none": (post(b"?"), "a message out of turn"),
+    "a terabyte announced": (announce, "its link was lost"),
+}
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_link_that_breaks_a_rule_is_lost_alone_and_its_rank_is_named(group: ScriptedGroup, name: str) -> None:
+    send, words = FAULTS[name]
+    first, hostile, third = group.begin([1, 2, 3])
+    summed = group.sum()
+    for link in (first, third):
+        link.send_parts(group.make(link.rank))
+    send(group, hostile)
+    assert_sum(group, summed.result(), [first, third])
+    assert group.host.counted == group.host.members == (0, 1, 3)
+    ((rank, reason, is_fault),) = group.host.lost
+    assert rank == 2
+    assert words in reason
+    assert is_fault == (reason != "its link was lost")
+
+
+def test_value_in_place_of_a_vector_is_lost_when_the_others_go_on(group: ScriptedGroup) -> None:
+    first, hostile, third = group.begin([1, 2, 3])
+    hostile.send(Letter.CLOSE, NUMBER.pack(2))
+    gathered = group.later(group.host.gather, 0, int)
+    first.send(Letter.VALUE, NUMBER.pack(1) + b"1")
+    third.send(Letter.VALUE, NUMBER.pack(3) + b"3")
+    assert gathered.result() == {0: 0, 1: 1, 3: 3}
+    assert group.host.lost == [(2, "sent a message out of turn", True)]
+
+
+def test_gradients_of_most_ranks_that_are_not_finite_are_summed(group: ScriptedGroup) -> None:
+    """Then the training diverges."""
+    first, second, third = group.begin([1, 2, 3])
+    summed = group.sum()
+    for link in (first, second):
+        change(7, np.nan)(group, link)
+    third.send_parts(group.make(3))
+    assert np.isnan(summed.result()[7])
+    assert group.host.members == (0, 1, 2, 3)
+
+
+def scale(factor: float, name: int = 2) -> Callable[[ScriptedGroup, ScriptedLink], None]:
+    """Send a vector whose gradient is larger."""
+
+    def send(group: ScriptedGroup, link: ScriptedLink) -> None:
+        vector = group.make(link.rank)
+        vector[:-7] *= factor if link.rank == name else 1
+        link.send_parts(vector)
+
+    return send
+
+
+@pytest.mark.parametrize(("factor", "names"), [(90, []), (110, [2]), (1e30, [2])])
+def test_gradient_a_hundred_times_as_large_as_the_median_of_the_others_is_named_and_counts(
+    group: ScriptedGroup, factor: float, names: list[int]
+) -> None:
+    links = group.begin([1, 2, 3])
+    summed = group.sum()
+    for link in links:
+        scale(factor)(group, link)
+    summed.result()
+    assert [*group.host.outliers] == names
+    if names:
+        assert group.host.outliers[2] == pytest.approx(min(factor, 1e19), rel=0.05)
+    assert group.host.members == (0, 1, 2, 3)
+
+
+def test_end_of_a_vector_that_is_changed_behind_its_check_is_the_one_that_was_checked(
+    group: ScriptedGroup,
+) -> None:
+    """A link of the host that another one controls can write to its vector at any time."""
+    first, second, third = group.begin([1, 2, 3])
+    summed = group.sum()
+    for link in (first, second):
+        link.send_parts(group.make(link.rank))
+    third.send_parts(group.make(3), [0])
+    first.await_letter(Letter.CHUNK)
+    second.send(Letter.DATA, NUMBER.pack(2))  # behind it, the hub has added the vector
+    assert eventually(lambda: group.host._arrived)
+    second.vector[SIZE - 7 : SIZE] = 1e30
+    third.send_parts(group.make(3), [1])
+    assert_sum(group, summed.result(), [first, second, third])
+
+
+BLOCKED_S = 1.0
+"""A hub that takes nothing for so long takes no more."""
+
+
+def resident_bytes(pid: int) -> int:
+    """Return the memory of a process that is its own."""
+    fields = dict(line.split(":") for line in Path(f"/proc/{pid}/status").read_text().splitlines())
+    return int(fields["RssAnon"].split()[0]) << 10
+
+
+def test_bytes_that_rank_0_does_not_take_do_not_fill_the_hub(group: ScriptedGroup) -> None:
+    hostile, *_ = group.begin([1, 2, 3])
+    content = NUMBER.pack(1) + bytes(1 << 15)
+    message = struct.pack("<cQ", Letter.DATA, len(content)) + content
+    hub = group.host._hub._process.pid
+    before = resident_bytes(hub)
+    hostile.connection.setblocking(False)
+    with contextlib.suppress(BlockingIOError):
+        for _ in range(8 * MAX_HELD_BYTES // len(message)):
+            select.select([], [hostile.connection], [], BLOCKED_S)
+            rest = memoryview(message)
+            while rest:
+                rest = rest[hostile.connection.send(rest) :]
+    assert resident_bytes(hub) - before < 3 * MAX_HELD_BYTES
+
+
+def test_rank_that_sends_on_and_on_is_lost(group: ScriptedGroup) -> None:
+    hostile, *_ = group.begin([1, 2, 3])
+    for _ in range(NUM_KEPT + 2):
+        hostile.send(Letter.DATA, NUMBER.pack(1) + bytes(1 << 16))
+    assert eventually(lambda: group.host.look() or group.host.lost)
+    assert group.host.lost == [(1, "sent more bytes than were asked for", True)]
+
+
+def test_all_leave_together(group: ScriptedGroup) -> None:
+    links = group.begin([1, 2, 3])
+    closed = group.later(group.host.close)
+    for link in links:
+        link.send(Letter.CLOSE, NUMBER.pack(link.rank))
+        assert not closed.done() or link is links[-1]
+    for link in links:
+        link.await_letter(Letter.CLOSE)
+    closed.result()
