@@ -269,7 +269,7 @@ class Mpirun:
             (self.fleet.python_of(machine),),
             (self.worker_path,),
             dict(scripts or {}),
-            user_of_link(rank),
+            user_of_link(self.run.run_id, rank),
             BASE_MEMORY_BYTES + STATES * self.state_bytes,
         )
 

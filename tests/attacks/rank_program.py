@@ -1,7 +1,8 @@
 """A rank without a model, which csdctl starts as it starts every rank: an honest one, or a hostile one.
 
 The file that `--spec` names holds the machines of all ranks, the hostile rank, and the lines that it prints
-when its time has come. Honest ranks wait while the hostile rank takes part, and finish without it.
+when its time has come. Honest ranks wait while the hostile rank takes part, and finish without it. Where it
+attacks before training, training does not begin.
 """
 
 import json
@@ -44,7 +45,7 @@ class Rank:
             order = json.loads(line)
             if order["order"] == "Ping":
                 self.say("Pong", number=order["number"])
-            elif order["order"] == "Begin":
+            elif order["order"] == "Begin" and self.spec["when"] == "training":
                 self.report_members(order["ranks"], is_start=True)
                 threading.Thread(target=self.finish_without_hostile_rank, daemon=True).start()
 

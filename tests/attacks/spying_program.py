@@ -1,6 +1,6 @@
 """A program that a node starts on the host: it looks for vectors of other nodes, and prints what it reaches.
 
-Arguments: the secret, as hexadecimal bytes, and a process of csdctl's user.
+Arguments: the secret, as hexadecimal bytes, and csdctl's process. Other runs are left alone.
 """
 
 import contextlib
@@ -19,20 +19,25 @@ IS_X86 = os.uname().machine == "x86_64"
 PTRACE_SEIZE, MAX_BYTES = 0x4206, 1 << 26
 
 
-def find_others() -> list[int]:
-    """Return the processes outside of this sandbox, its supervisor among them."""
+def find_processes() -> tuple[list[int], list[int]]:
+    """Return csdctl's processes, and which are outside of this sandbox, its supervisor among them."""
     parents, commands = {}, {}
     for pid in (int(name) for name in os.listdir("/proc") if name.isdigit()):
         with contextlib.suppress(OSError):
             parents[pid] = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
             commands[pid] = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
+
+    def descendants(ancestor: int) -> list[int]:
+        family = [ancestor]
+        for one in family:  # grows during the iteration
+            family += [pid for pid, parent in parents.items() if parent == one]
+        return family
+
     supervisor = os.getpid()
     while b"sandbox" not in commands[supervisor]:
         supervisor = parents[supervisor]
-    inside = [supervisor]
-    for one in inside:  # grows during the iteration
-        inside += [pid for pid, parent in parents.items() if parent == one]
-    return [pid for pid in parents if pid == supervisor or pid not in inside]
+    processes, inside = descendants(PID), descendants(supervisor)[1:]
+    return processes, [pid for pid in processes if pid not in inside]
 
 
 def call(number: int, *arguments: object) -> int:
@@ -88,10 +93,13 @@ def reach_any(reach: Callable[[int], object]) -> bool:
 
 
 def connect_to_links() -> bool:
+    own = os.environ["CSDCTL_SOCKETS"]
     with open("/proc/net/unix") as table:
         names = set(re.findall(r"@(csdctl/\S+)", table.read()))
     num_connected = 0
-    for name in names - {os.environ["CSDCTL_SOCKETS"]}:
+    for name in names - {own}:
+        if name.split("/")[1] != own.split("/")[1]:
+            continue
         with socket.socket(socket.AF_UNIX) as connecting, contextlib.suppress(OSError):
             connecting.connect("\0" + name)
             num_connected += 1
@@ -101,7 +109,7 @@ def connect_to_links() -> bool:
 def write_the_sum() -> bool:
     """Open the memory of the sum, which a link may read, for writing; the sum is that of all ranks."""
     written = False
-    for pid in (int(name) for name in os.listdir("/proc") if name.isdigit()):
+    for pid in PROCESSES:
         with contextlib.suppress(OSError):
             for name in os.listdir(f"/proc/{pid}/fd"):
                 path = f"/proc/{pid}/fd/{name}"
@@ -116,7 +124,7 @@ def write_the_sum() -> bool:
     return written
 
 
-OTHERS = find_others()
+PROCESSES, OTHERS = find_processes()
 print(f"spawned as {os.getuid()}", flush=True)
 for name, attempt in {
     "memory": lambda: find_secret(memory_of),

@@ -71,7 +71,7 @@ def test_program_that_a_node_starts_on_the_host_does_not_see_the_gradients_of_ot
     users = set(map(int, re.findall(r"spawned as (\d+)", printed)))
     reached = set(re.findall(r"reached: (\w+)", printed))
     if is_confined:
-        assert users == {user_of_link(HOSTILE) if os.getuid() == 0 else os.getuid()}
+        assert users == {user_of_link(links.mpirun.run.run_id, HOSTILE) if os.getuid() == 0 else os.getuid()}
         assert reached == set()
     else:
         assert reached >= {"memory", "files", "environment", "signal", "signal_csdctl", "links"}

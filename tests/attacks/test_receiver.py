@@ -19,12 +19,11 @@ from csdctl.shipping.deliver import deliver
 from csdctl.shipping.payload import pack_payload
 from csdctl.shipping.store import store_bytes
 from csdctl.shipping.worker_calls import call_worker
-from csdctl.transport.program import Patience, Program, within
+from csdctl.transport.program import Patience
 from csdctl.transport.ssh import SshSession, connect
 from csdctl.worker.protocol.datasets import DatasetInfo, PrepareSpec
 from csdctl.worker.protocol.json_codec import to_frame
 from csdctl.worker.protocol.probe import ProbeRequest
-from csdctl.workflows.preflight.doctor import PortListener, _connect, _start_listener
 from csdctl.workflows.tune.probing import Prober
 from tests.attacks.hostile_python import write_hostile_python
 from tests.patience import eventually, scaled
@@ -121,8 +120,7 @@ def test_receiver_that_reads_a_byte_a_second_is_left(
 ANY_ANSWER = ["", "5", "[" * 100_000]
 FOUND: dict[str, Any] = {"num_processes": 0, "runs": [], "paths": [], "num_bytes": 0}
 ASK: dict[str, Callable[[SshSession, str], object]] = {
-    "leftovers": lambda session, python: clean_machine(session, python, CleanupOptions()),
-    "listeners": lambda session, python: _start_listener(session, python, "127.0.0.1", "token", scaled(20)),
+    "leftovers": lambda session, python: clean_machine(session, python, CleanupOptions())
 }
 ANSWERS = [
     *((what, answer) for answer in ANY_ANSWER for what in ASK),
@@ -138,7 +136,6 @@ ANSWERS = [
             {"paths": ["x" * 5_000_000]},
         )
     ),
-    *(("listeners", f'{{"ports": [{ports}]}}') for ports in ("22", "70000", "1024, 1025, 1026")),
 ]
 
 
@@ -246,18 +243,3 @@ def test_measurement_of_a_node_is_typed_and_in_range(
     prober = Prober(session, [hostile(PROBES[name]), "probe"], None)
     with closing(prober), refused():
         prober.measure(ProbeRequest(8))
-
-
-def test_attempts_to_connect_must_be_those_that_were_wanted(
-    session: SshSession, hostile: Callable[[str], str]
-) -> None:
-    for attempts in ("5", "[[1, 2, 3]]", '[["csd0", 1, ""]]', '[["csd0", 1025, {}]]'):
-        python = hostile(f"sys.stdin.readline(); say('result', attempts={attempts})")
-        program = Program(session, [python], "connecting", within(scaled(20)))
-        with closing(program), pytest.raises(RemoteCommandError):
-            _connect(
-                "csd1",
-                PortListener(program, "127.0.0.1", (1024,)),
-                {"csd0": PortListener(program, "127.0.0.1", (1025,))},
-                scaled(20),
-            )

@@ -85,7 +85,7 @@ class Sandbox:
         memory_bytes: int = 1 << 30,
     ) -> None:
         policy = {
-            "user": user_of_link(RANK),
+            "user": user_of_link("run", RANK),
             "memory_bytes": memory_bytes,
             "command": [user.python, *command],
             "is_confined": is_confined,
@@ -521,7 +521,9 @@ def test_environment_of_the_user_stays_outside(
     assert f"'HOME': '{scratch}'" in environment
     assert f"'TMPDIR': '{scratch}'" in environment
     assert read == "''", "nothing is read from csdctl's input"
-    assert int(uid) == (user_of_link(RANK) if user.name == "me" and os.geteuid() == 0 else int(uid)) != 0
+    assert (
+        int(uid) == (user_of_link("run", RANK) if user.name == "me" and os.geteuid() == 0 else int(uid)) != 0
+    )
 
 
 EXHAUSTING = {

@@ -1,13 +1,16 @@
 """The sandbox of what speaks MPI on one machine: its policy, and what is known of it on both sides."""
 
 import hashlib
+import zlib
 from dataclasses import dataclass, field
 from typing import Annotated
 
-from csdctl.worker.protocol.json_codec import SCHEMA, MaxLength, ShortText
+from csdctl.worker.protocol.json_codec import MAX_RANKS, SCHEMA, MaxLength, ShortText
 
 FIRST_USER = 1_907_000_000
 """The first of the users that root becomes: outside of all ranges of accounts and containers."""
+NUM_RUNS = 3600
+"""So many runs have MAX_RANKS users each, below 2³¹."""
 
 USER_VARIABLE = "CSDCTL_SANDBOX_OF"
 """In the environment of a sandbox: the user who started it, as whom the rank runs."""
@@ -63,9 +66,9 @@ class SandboxCheck:
     """Name and address of each network interface; one with several addresses is there several times."""
 
 
-def user_of_link(rank: int) -> int:
-    """Return as whom the ends of a rank's link run where root starts them."""
-    return FIRST_USER + rank
+def user_of_link(run_id: str, rank: int) -> int:
+    """Return as whom the ends of a rank's link run where root starts them; those of other runs differ."""
+    return FIRST_USER + zlib.crc32(run_id.encode()) % NUM_RUNS * MAX_RANKS + rank
 
 
 def link_address(run_id: str, rank: int, key: str) -> str:

@@ -298,6 +298,7 @@ def scale(factor: float, name: int = 2) -> Callable[[ScriptedGroup, ScriptedLink
     return send
 
 
+@pytest.mark.fault(64)
 @pytest.mark.parametrize(("factor", "names"), [(90, []), (110, [2]), (1e30, [2])])
 def test_gradient_a_hundred_times_as_large_as_the_median_of_the_others_is_named_and_counts(
     group: ScriptedGroup, factor: float, names: list[int]

@@ -198,6 +198,7 @@ def test_right_sums_are_applied_and_weights_that_are_not_finite_end_the_run() ->
         task.compare_weights(PlayedRanks(load_task()))
 
 
+@pytest.mark.fault(64)
 def test_node_with_a_gradient_that_is_too_large_is_named_once(capsys: pytest.CaptureFixture[str]) -> None:
     task = load_task()
     ranks = PlayedRanks(task, add=lambda total, layout: ranks.outliers.update({1: 250.4}))
