@@ -76,7 +76,7 @@ for tag in range(20):
     link = "import os" + RUN_COMMAND.format(marker=marker) + sends_messages(code)
     with group_with(link) as group:
         gather(group)
-        assert_lost_alone(group, "sent more than the 64 bytes")
+        assert_lost_alone(group, "sent ", " bytes")  # of a head or of a chunk, whichever is seen first
         assert not marker.exists()
 
 

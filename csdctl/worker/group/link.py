@@ -122,26 +122,27 @@ class _Link:
 
     def _look(self) -> bool:
         """Process what has arrived over MPI, and has left; return whether anything has."""
-        did_any, num_looks = False, NUM_LOOKS
-        while self._process_next(num_looks):
-            did_any, num_looks = True, 1
+        did_any = False
         while self._departures and self._departures[0][0].Test():
             self._departures.popleft()
             did_any = True
+        # Last: whatever a call takes from the sockets, the one after it must look at. They are ready no more.
+        while self._process_next():
+            did_any = True
         return did_any
 
-    def _process_next(self, num_looks: int) -> bool:
+    def _process_next(self) -> bool:
         """Process the chunk or message that was sent next; return False if it has not arrived."""
-        message = self._message or self._read_head(num_looks)
-        has_chunk = bool(self._arrivals) and self._arrivals[0].Test(num_looks if message else 1)
-        if has_chunk:  # then what was sent before it has arrived, too
-            message = message or self._read_head(1)
+        if self._message is None:
+            self._arriving.Test(1 if self._arrivals else NUM_LOOKS)
+        has_chunk = bool(self._arrivals) and self._arrivals[0].Test(NUM_LOOKS)
+        message = self._message or self._read_head()
         if message and message[2] <= self._num_received:
-            if not self._arriving.Test(num_looks):
+            if not self._arriving.Test(NUM_LOOKS):
                 return False
             self._receive_head()
             self.handle_remote(*message[:2])
-        elif has_chunk:
+        elif has_chunk:  # what was sent before it has arrived, too
             self._arrivals.popleft()
             self._num_received += 1
             self._handle_chunk()
@@ -152,11 +153,13 @@ class _Link:
     def _receive_head(self) -> None:
         self._message: tuple[bytes, bytearray, int] | None = None
         """A message whose head has arrived: letter, content, and the chunks before it."""
+        self._head[0] = 0
         self._arriving = self.world.start_receive(memoryview(self._head), HEAD)
 
-    def _read_head(self, num_looks: int) -> tuple[bytes, bytearray, int] | None:
+    def _read_head(self) -> tuple[bytes, bytearray, int] | None:
         """Return the next message if its head has arrived; its content may still be arriving."""
-        if not self._arriving.Test(num_looks):
+        # MPI is not asked again for a head that is not there: it would take more from the sockets.
+        if not (self._head[0] or self._arriving.is_complete) or not self._arriving.Test(NUM_LOOKS):
             return None
         letter, size, num_before = _HEAD.unpack_from(self._head)
         if not 0 <= size <= self.settings.max_bytes:
