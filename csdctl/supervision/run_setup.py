@@ -120,7 +120,9 @@ class RunSetup:
     hub_key: str = ""
     """By which hubs await links."""
     absent: tuple[int, ...] = ()
-    """Ranks that take no part from the beginning."""
+    """Ranks that take no part."""
+    late: Mapping[int, CsdctlError] = field(default_factory=dict)
+    """Ranks whose nodes cannot be reached yet, and why: they join once they can."""
     servers: Sequence[int] = ()
     """The rank of the server of every rank, through which others reach it; () for rank 0."""
     is_check: bool = False
@@ -131,6 +133,10 @@ class RunSetup:
     def explain_link(self, outcome: JobOutcome, node: str) -> CsdctlError:
         """Return why the link of a node has ended."""
         return explain_link(outcome, node, f"logs: {self.log_directory}")
+
+
+PrepareNode = Callable[[Session], str]
+"""Deliver to a machine what its rank needs; return the path of the spec there. Raises CsdctlError."""
 
 
 @dataclass(frozen=True)
@@ -148,6 +154,10 @@ class RankStarter:
     on_traffic: Callable[[LinkBytes], None]
     examine: Callable[[Session], SandboxCheck]
     """Called for a machine that was connected to again: it may have other addresses."""
+    prepare_late_node: PrepareNode | None = None
+    """Called once for a machine that could not be reached when the run began."""
+    spec_paths: dict[str, str] = field(default_factory=dict)
+    """The spec on those machines."""
     opened: dict[str, ExitStack] = field(default_factory=dict)
     """What is open to nodes whose connection was lost; closed when that is lost, too."""
     paths: dict[int, int] = field(default_factory=dict)
@@ -178,15 +188,15 @@ class RankStarter:
 
     def _restart(self, rank: int) -> RankProcess:
         node, fleet = self.spec.ranks[rank].node, self.mpirun.fleet
-        python, session = fleet.python_of(node), self.mpirun.sessions[node]
-        left_there = CleanupOptions(run_id=self.spec.run_id, node=node)
-        try:
-            clean_machine(session, python, left_there, deadline_s=END_DEADLINE_S)
-            return self._start_process(rank, session)
-        except (DeadlineError, UnreachableError):
-            if node == HOST_NAME:
-                raise
-        session.close()
+        python, left_there = fleet.python_of(node), CleanupOptions(run_id=self.spec.run_id, node=node)
+        if before := self.mpirun.sessions.get(node):
+            try:
+                clean_machine(before, python, left_there, deadline_s=END_DEADLINE_S)
+                return self._start_process(rank, before)
+            except (DeadlineError, UnreachableError):
+                if node == HOST_NAME:
+                    raise
+            before.close()
         self.opened.pop(node, ExitStack()).close()
         with ExitStack() as opened:  # closed again when this attempt fails
             session = opened.enter_context(
@@ -194,6 +204,8 @@ class RankStarter:
             )
             opened.enter_context(relock_machine(session, python, doing="train", directory=self.directory))
             clean_machine(session, python, left_there, deadline_s=END_DEADLINE_S)
+            if not before and self.prepare_late_node:
+                self.spec_paths[node] = self.prepare_late_node(session)
             self.mpirun.sandboxes[node] = self.examine(session)
             self.paths.pop(rank, None)
             process = self._start_process(rank, session)
@@ -218,7 +230,8 @@ class RankStarter:
         return Link([mpirun.build_link(rank, node, starter, path) for path in paths], note_path)
 
     def _start_process(self, rank: int, session: Session) -> RankProcess:
-        arguments = ["rank", "--spec", self.spec_path, "--rank", str(rank)]
+        path = self.spec_paths.get(session.name, self.spec_path)
+        arguments = ["rank", "--spec", path, "--rank", str(rank)]
         command = self.mpirun.build_worker_command(session.name, arguments)
         # Merge both streams, in the order in which they are written.
         conversation = session.converse(["sh", "-c", 'exec "$@" 2>&1', "csdctl", *command])

@@ -165,7 +165,10 @@ class Supervisor:
 
     def _start(self) -> None:
         """Start all ranks and their links, until all take part; before that every failure is fatal."""
-        for rank in self._ranks:
+        for rank, error in self._setup.late.items():
+            self._note_loss(rank, error)
+            self._processes.restart(rank)
+        for rank in self._ranks.keys() - self._setup.late.keys():
             self._processes.start(rank)
             self._open_hub(rank)
         deadline = time.monotonic() + self._patience.start_s
@@ -194,13 +197,14 @@ class Supervisor:
 
     def _begin(self) -> None:
         """Let rank 0 begin with all ranks once they are ready; alone in a check, or after its own loss."""
-        ready = [rank for rank, state in self._ranks.items() if state.is_ready]
-        if self._has_begun or 0 not in ready or (len(ready) < len(self._ranks) and not self._has_trained):
+        there = [rank for rank, state in self._ranks.items() if not state.loss]
+        is_ready = all(self._ranks[rank].is_ready for rank in (there if not self._has_trained else [0]))
+        if self._has_begun or not is_ready:
             return
         self._has_begun = True
         if self.stopped_by:  # rank 0 may be a new process, which has not received the order
             self._processes.send(0, Stop())
-        self._processes.send(0, Begin(tuple(ready) if not self._has_trained else (0,)))
+        self._processes.send(0, Begin(tuple(there) if not self._has_trained else (0,)))
 
     # Turns
 
@@ -282,19 +286,21 @@ class Supervisor:
 
         Raises the error of the run before any training, and when too few nodes are left.
         """
-        state = self._ranks[rank]
-        node = self._setup.nodes[rank]
         if rank in self._finished:
             self._warn(rank, error.message)
-        elif state.loss is None:
-            state.loss, state.is_member, state.left = error, False, None
-            state.num_losses += 1
-            self._record(NodeLost(rank, node, error.message, error.remedy))
-        if not self._has_trained and rank not in self._finished:
-            raise as_run_error(error)
+        elif self._ranks[rank].loss is None:
+            self._note_loss(rank, error)
+            if not self._has_trained:
+                raise as_run_error(error)
         if is_restarting:
             self._drop(rank)
         self._check_num_nodes()
+
+    def _note_loss(self, rank: int, error: CsdctlError) -> None:
+        state = self._ranks[rank]
+        state.loss, state.is_member, state.left = error, False, None
+        state.num_losses += 1
+        self._record(NodeLost(rank, self._setup.nodes[rank], error.message, error.remedy))
 
     def _drop(self, rank: int) -> None:
         """End the process of a rank and its link; start the process again, unless that failed too often."""
@@ -382,7 +388,7 @@ class Supervisor:
 
     def _note_failure(self, failed: Failed) -> None:
         """Continue without a rank that failed on its own; rank 0 fails for all."""
-        if failed.rank == 0 or not self._has_trained:
+        if failed.rank == 0 or not (self._has_trained or self._ranks[failed.rank].loss):
             raise as_run_failure(failed, self._setup.log_directory)
         self._lose(failed.rank, NodeError(failed.message, node=failed.node, remedy=failed.remedy))
 

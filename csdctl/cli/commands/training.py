@@ -29,8 +29,13 @@ def train(
         ),
     ] = None,
     min_nodes: Annotated[
-        int, options.resuming(min=0, help="Continue without lost nodes while at least this many remain.")
-    ] = 1,
+        int | None,
+        options.resuming(
+            min=0,
+            help="Begin with at least this many nodes, others join once they can be reached; end when fewer "
+            "are left. Default: begin with all, end when none is left.",
+        ),
+    ] = None,
     rebalance: Annotated[
         bool,
         options.resuming(

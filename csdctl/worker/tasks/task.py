@@ -202,7 +202,7 @@ class ModelTask:
     ) -> None:
         """As of `Task`; the latest step did not count the ranks `before` that its verdict does not."""
         members, counted = communicator.members, communicator.counted
-        joined = sorted((set(members) - set(before)) | communicator.admitted)
+        joined = sorted((set(members) - set(before) | communicator.admitted) - {communicator.rank})
         if not joined and members == tuple(before) == counted:
             return
         progress, variables = self.progress, list(self.variables)

@@ -11,7 +11,7 @@ and no file names.
 import hashlib
 import re
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -31,6 +31,7 @@ from csdctl.runs.directory import ProjectDirectory
 from csdctl.shipping.deliver import Delivery, deliver
 from csdctl.shipping.payload import pack_payload
 from csdctl.shipping.store import StoredFile, store_bytes, store_file
+from csdctl.shipping.worker_calls import call_worker
 from csdctl.shipping.worker_zip import pack_code
 from csdctl.transport.many import run_on_all, values_or_raise
 from csdctl.transport.meter import TrafficClass
@@ -77,12 +78,13 @@ def save_prepared(
     job: Job,
     datasets: Mapping[str, DatasetInfo],
     private: Mapping[str, DatasetInfo],
+    absent: Mapping[str, "Recorded"] | None = None,
 ) -> None:
     """Save the record of `job`; `datasets` are those of the host, 'public' among them."""
     record = PreparedData(
         _key(job),
         datasets["public"].element_spec,
-        {name: info.num_samples for name, info in private.items()},
+        count_samples(private, absent or {}),
         _load_digests(project, job) | {name: _digest(info) for name, info in {**datasets, **private}.items()},
     )
     save_text(project.prepared(job.name), to_json(record) + "\n")
@@ -114,6 +116,17 @@ def load_prepared(project: ProjectDirectory, job: Job) -> PreparedData | None:
     if record is None or record.key != _key(job):
         return None
     return record if min(record.public.num_samples, *record.num_private.values(), 0) >= 0 else None
+
+
+def load_absent(project: ProjectDirectory, job: Job, nodes: Collection[str]) -> dict[str, "Recorded"]:
+    """Return what is recorded of the private data of `nodes`, as far as it was ever prepared."""
+    if (record := load_prepared(project, job)) is None:
+        return {}
+    return {
+        name: Recorded(number, record.digests.get(name, "").partition(" ")[0])
+        for name, number in record.num_private.items()
+        if name in nodes
+    }
 
 
 def _key(job: Job) -> str:
@@ -155,6 +168,20 @@ MAX_AGAIN_S = 10.0
 
 
 @dataclass(frozen=True)
+class Recorded:
+    """What is known of the private data of a node that cannot be reached."""
+
+    num_samples: int
+    fingerprint: str
+
+
+def count_samples(private: Mapping[str, DatasetInfo], absent: Mapping[str, Recorded]) -> dict[str, int]:
+    """Return the private samples of each node."""
+    counts = {name: info.num_samples for name, info in private.items()}
+    return counts | {name: known.num_samples for name, known in absent.items()}
+
+
+@dataclass(frozen=True)
 class Prepared:
     """The artifacts of a job that tuning and training need: worker, model, and prepared data."""
 
@@ -164,6 +191,10 @@ class Prepared:
     validation: DatasetInfo | None
     private: dict[str, DatasetInfo]
     """Private data by node; empty when the job has none."""
+    absent: dict[str, Recorded] = field(default_factory=dict)
+    """By node that cannot be reached, its private data as it was recorded."""
+    prepare_node: Callable[[Session], DatasetInfo] | None = None
+    """Prepare private data on a node that can be reached later; raises CsdctlError."""
     elapsed_s: float = 0.0
     """Seconds until all of this was there; most of them pass on machines that look at what they have."""
 
@@ -175,7 +206,7 @@ class Prepared:
     @property
     def num_private(self) -> dict[str, int]:
         """Private samples by node."""
-        return {name: info.num_samples for name, info in self.private.items()}
+        return count_samples(self.private, self.absent)
 
     @property
     def files(self) -> list[StoredFile]:
@@ -228,10 +259,15 @@ def prepare_job(
         say(f"validation data: {job.validation_path}")
         function = job.reading.validation_function
         validation = preparing.on_host("validation", job.validation_path, function)
-    private = {}
+    private: dict[str, DatasetInfo] = {}
+    absent: dict[str, Recorded] = {}
+    prepare_node = None
     if job.private_path:
+        absent = load_absent(project, job, space.unreachable)
+        prepare_node = preparing.node_preparer(job.private_path)
         say(f"private data: {job.private_path} on {format_count(space.fleet.names_without_servers, 'node')}")
-        private = preparing.on_nodes(job.private_path)
+        nodes = {name: space.sessions[name] for name in space.fleet.names_without_servers}
+        private = values_or_raise(run_on_all(nodes, prepare_node), "preparing private data")
     datasets = {"public": public, "validation": validation, **private}
     check_compatibility(model.info, datasets, needs_labels=needs_labels)
     if job.noise:
@@ -248,8 +284,8 @@ def prepare_job(
                 node=name if name in private else "",
             )
         say(f"{name}: the prepared data had changed and was prepared again")
-    save_prepared(project, job, of_host, private)
-    return Prepared(worker, model, public, validation, private)
+    save_prepared(project, job, of_host, private, absent)
+    return Prepared(worker, model, public, validation, private, absent, prepare_node)
 
 
 @dataclass
@@ -269,31 +305,30 @@ class _Preparing:
         spec = replace(
             spec, source=str(path), store=store, names_classes=name == "public", is_shared=store != DATA_STORE
         )
-        return self._prepare(name, HOST_NAME, spec)
+        return self._prepare(name, self.space.sessions[HOST_NAME], spec)
 
-    def on_nodes(self, path: str) -> dict[str, DatasetInfo]:
-        """Prepare private data on each node; a node without data or with a failure is an error.
+    def node_preparer(self, path: str) -> Callable[[Session], DatasetInfo]:
+        """Return what prepares private data on a node; a node without data or with a failure is an error.
 
         A server has none, as the host has none.
         """
-        function, fleet = self.job.reading.private_function, self.space.fleet
+        function, fleet = self.job.reading.private_function, self.space.whole
         spec, files = add_function(self.spec, self.job, function, self.space.project)
         spec = replace(spec, source=path, is_private=True)
         payload = pack_payload([self.worker, *files])
 
         def on_node(session: Session) -> DatasetInfo:
             deliver(session, payload, python=fleet.python_of(session.name))
-            return self._prepare(session.name, session.name, spec)
+            return self._prepare(session.name, session, spec)
 
-        nodes = {name: self.space.sessions[name] for name in fleet.names_without_servers}
-        return values_or_raise(run_on_all(nodes, on_node), "preparing private data")
+        return on_node
 
-    def _prepare(self, name: str, machine: str, spec: PrepareSpec) -> DatasetInfo:
-        note = partial(self.on_progress, name)
-        info = call_machine(
-            self.space, machine, self.worker, "prepare", spec, DatasetInfo, note, doing=_DOING
+    def _prepare(self, name: str, session: Session, spec: PrepareSpec) -> DatasetInfo:
+        python, note = self.space.whole.python_of(session.name), partial(self.on_progress, name)
+        info = call_worker(
+            session, python, self.worker.path, "prepare", spec, DatasetInfo, note, doing=_DOING
         )
-        check_info(info, machine, _DOING)
+        check_info(info, session.name, _DOING)
         return info
 
 

@@ -370,16 +370,11 @@ def predict(request: PredictRequest, observer: PreparationObserver) -> PredictRe
     Raises InputError if model and data do not fit, CsdctlError if there is no row at all.
     """
     began = time.monotonic()
-    absent: dict[str, CsdctlError] = {}
-
-    def on_absent(errors: Mapping[str, CsdctlError]) -> None:
-        absent.update(errors)
-        observer.say(f"continuing without {', '.join(errors)}, which cannot be reached")
-
     say, root = observer.say, request.directory
-    with open_workspace(
-        root, request.fleet, "predict", is_locking=True, say=say, on_absent=on_absent
-    ) as space:
+    with open_workspace(root, request.fleet, "predict", is_locking=True, say=say, min_nodes=1) as space:
+        absent = space.unreachable
+        if absent:
+            say(f"continuing without {', '.join(absent)}, which cannot be reached")
         record = load_prepared(space.project, request.job)
         num_private = dict(record.num_private) if record else {}
         prepared = prepare_in(space, request.model_job, observer, needs_labels=False)

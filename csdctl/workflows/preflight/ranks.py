@@ -18,7 +18,7 @@ from csdctl.reporting.tally import members_of, newcomers_of
 from csdctl.runs.directory import RunDirectory
 from csdctl.shipping.worker_calls import call_worker
 from csdctl.supervision.rank_processes import AttachRank
-from csdctl.supervision.run_setup import Patience, RankStarter, RunSetup
+from csdctl.supervision.run_setup import Patience, PrepareNode, RankStarter, RunSetup
 from csdctl.supervision.supervisor import Supervisor
 from csdctl.transport.many import run_on_all
 from csdctl.transport.meter import TrafficClass
@@ -47,6 +47,8 @@ class Conditions:
     """Machines on which no process is started: the process running there takes part, and keeps running."""
     model_bytes: int = 0
     """The size of the model's weights."""
+    prepare_late_node: PrepareNode | None = None
+    """Of nodes that cannot be reached yet, whose ranks join once they can."""
     traffic_classes: Mapping[str, TrafficClass] = field(default_factory=lambda: TRAFFIC_CLASSES)
 
 
@@ -88,10 +90,10 @@ def run_spec(
 
     That is `Supervisor.stopped_by`. Raises RunError, DeadlineError or InputError.
     """
-    fleet, patience = space.fleet, conditions.patience
-    present = set(fleet.machines)
-    nodes = [rank.node for rank in spec.ranks if rank.node in present and rank.node != HOST_NAME]
-    sessions = {name: space.sessions[name] for name in (HOST_NAME, *nodes)}
+    fleet, patience = space.whole, conditions.patience
+    nodes = [rank.node for rank in spec.ranks]
+    sessions = {name: space.sessions[name] for name in nodes if name in space.fleet.machines}
+    late = {rank: space.unreachable[name] for rank, name in enumerate(nodes) if name in space.unreachable}
     sandboxes = check_sandboxes(fleet, sessions, worker_path)
     conditions.on_sandboxes(sandboxes)
     hub_key = secrets.token_hex(16)  # unlike the spec, no node has it
@@ -108,11 +110,19 @@ def run_spec(
     with ExitStack() as stack:
         examine = partial(check_sandbox, fleet, worker_path=worker_path)
         starter = RankStarter(
-            spec, path, mpirun, space.project.root, stack, conditions.attached, space.ledger.add, examine
+            spec,
+            path,
+            mpirun,
+            space.project.root,
+            stack,
+            conditions.attached,
+            space.ledger.add,
+            examine,
+            conditions.prepare_late_node,
         )
         setup = RunSetup(
             run_id=spec.run_id,
-            nodes=[rank.node for rank in spec.ranks],
+            nodes=nodes,
             start_rank=starter.start,
             restart_rank=starter.restart,
             start_link=starter.start_link,
@@ -122,13 +132,14 @@ def run_spec(
             patience=patience,
             hub_key=hub_key,
             servers=[rank.server for rank in spec.ranks],
-            absent=tuple(rank.rank for rank in spec.ranks if rank.node not in (HOST_NAME, *nodes)),
+            absent=tuple(rank for rank, name in enumerate(nodes) if name not in fleet.machines),
+            late=late,
             should_stop=conditions.should_stop,
             is_check=spec.task.name == CHECK,
         )
         if not setup.is_check:  # before TensorFlow starts
             for rank in range(1, len(spec.ranks)):
-                if rank not in setup.absent:
+                if nodes[rank] in sessions:
                     mpirun.find_paths(spec.ranks[rank].node, starter.starter_of(rank))
         supervisor = Supervisor(setup, handle_event)
         is_over = False
@@ -138,10 +149,9 @@ def run_spec(
         finally:
             # End all processes first: a full disk must not prevent that.
             end_run(spec.run_id, sessions, fleet, is_removing=is_over)
-            names = [rank.node for rank in spec.ranks]
             if conditions.is_resumable:
                 space.ledger.run = spec.run_id
-            space.ledger.add(add_rank_traffic([traffic.total], names, conditions.traffic_classes))
+            space.ledger.add(add_rank_traffic([traffic.total], nodes, conditions.traffic_classes))
             space.ledger.add(add_mpirun_traffic(supervisor.outcomes, fleet))
     return supervisor.stopped_by
 

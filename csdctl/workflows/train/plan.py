@@ -89,7 +89,7 @@ def resolve_plan(
     Raises InputError for a plan that is missing or does not fit.
     """
     if batch_size:
-        return build_equal_plan(job, space.fleet, space.facts, batch_size)
+        return build_equal_plan(job, space.whole, space.facts, batch_size)
     return load_checked_plan(path or space.project.plan(job.name), job, space, say)
 
 
@@ -99,8 +99,8 @@ def load_checked_plan(path: Path, job: Job, space: Workspace, say: Say = lambda 
     Ranks on machines that are not selected are left out, and then the plan predicts nothing.
     """
     plan = load_plan(path)
-    check_plan(plan, job, space.fleet, space.facts)
-    ranks = [rank for rank in plan.ranks if rank.node in space.fleet.machines]
+    check_plan(plan, job, space.whole, space.facts)
+    ranks = [rank for rank in plan.ranks if rank.node in space.whole.machines]
     if not any(rank.batch_size for rank in ranks):
         raise InputError("no selected machine trains in the plan", remedy=RETUNE)
     if absent := [rank.node for rank in plan.ranks if rank not in ranks]:

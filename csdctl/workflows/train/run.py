@@ -31,6 +31,7 @@ from csdctl.workflows.data.files import OnDelivery, deploy_files
 from csdctl.workflows.data.prepare import PreparationObserver
 from csdctl.workflows.preflight.doctor import Examination, explain_failure
 from csdctl.workflows.preflight.ranks import Conditions, run_spec
+from csdctl.workflows.train.late import prepare_late_node
 from csdctl.workflows.train.spec import RunInputs, TrainOptions
 from csdctl.workflows.workspace.workspace import Workspace
 
@@ -65,7 +66,8 @@ def run_ranks(
     """Run the ranks to their end; return who stopped them (`Supervisor.stopped_by`).
 
     On machines in `attached` no process is started: the process running there takes part, and keeps running.
-    Raises RunError, DeadlineError, InputError or PartialError.
+    Ranks of nodes that cannot be reached join once they can. Raises RunError, DeadlineError, InputError or
+    PartialError.
     """
     prepared, run, fleet = inputs.prepared, inputs.directory, space.fleet
     spec = replace(inputs.spec, link_key=secrets.token_hex(16))
@@ -80,14 +82,16 @@ def run_ranks(
     for name in nodes:
         files[name] += for_servers if fleet.server_of(name) == name else []
     deploy_files(files, fleet, space.sessions, on_delivery)
+    least = 1 if options.min_nodes is None else options.min_nodes
     conditions = Conditions(
         # A host that sits out cannot continue alone.
-        min_nodes=min(max(options.min_nodes, spec.ranks[0].batch_size == 0), len(nodes)),
+        min_nodes=min(max(least, spec.ranks[0].batch_size == 0), len(nodes)),
         is_resumable=spec.num_checkpoints > 0,
         patience=options.deadlines,
         should_stop=should_stop,
         attached=attached or {},
         model_bytes=prepared.model.weights.size,
+        prepare_late_node=prepare_late_node(inputs, spec, space),
     )
     return run_spec(spec, stored_spec.path, run, prepared.worker.path, space, on_event, conditions)
 

@@ -40,8 +40,9 @@ class TrainOptions:
     """The longest silence allowed until all ranks are ready, and after that."""
     max_steps: int | None = None
     """Stop after this many steps."""
-    min_nodes: int = 1
-    """The run ends when fewer nodes are left; it can be resumed."""
+    min_nodes: int | None = None
+    """The run begins with so many nodes, others join once they can be reached, and it ends when fewer are
+    left. None: it begins with all, and ends without any."""
     is_balanced: bool = True
     """Whether batch sizes are adjusted when a node's speed changes."""
     checkpoint_interval_s: float | None = None
@@ -318,5 +319,6 @@ def fingerprint_data(prepared: Prepared) -> dict[str, Any]:
     """Return the fingerprints of the data, by which `resume` detects a change."""
     return {
         "public": prepared.public.fingerprint,
-        "private": {name: info.fingerprint for name, info in prepared.private.items()},
+        "private": {name: info.fingerprint for name, info in prepared.private.items()}
+        | {name: known.fingerprint for name, known in prepared.absent.items()},
     }

@@ -30,6 +30,7 @@ from csdctl.worker.protocol.run_spec import DatasetSlice, RunSpec, SplitSpec
 from csdctl.workflows.data.files import whole
 from csdctl.workflows.data.prepare import Prepared, load_prepared, prepare_in
 from csdctl.workflows.preflight.doctor import examine
+from csdctl.workflows.train.late import check_late
 from csdctl.workflows.train.plan import check_plan, find_left_out, resolve_plan
 from csdctl.workflows.train.run import RunObserver, record_process, run_to_end
 from csdctl.workflows.train.spec import (
@@ -288,13 +289,19 @@ def run_training(request: TrainRequest, observer: RunObserver) -> TrainResult:
     fleet = request.check_files(observer.say)
     if request.job.noise:
         check_accountant()
-    with open_workspace(request.directory, fleet, "train", is_locking=True, say=observer.say) as space:
+    min_nodes = request.options.min_nodes
+    with open_workspace(
+        request.directory, fleet, "train", is_locking=True, say=observer.say, min_nodes=min_nodes
+    ) as space:
         if request.resume:
-            run = find_resumable(space.project, request.resume, request.job, space.fleet, observer.say)
+            run = find_resumable(space.project, request.resume, request.job, space.whole, observer.say)
             if is_complete(run, request.job):
                 return TrainResult(run, read_results(run).summary, was_complete=True)
+            strategy = strategy_of(load_spec(run))
         else:
             plan = resolve_plan(request.job, space, observer.say, request.plan_path, request.batch_size)
+            strategy = choose_strategy(request.options, plan)
+        check_late(request.job, strategy, space, observer.say)
         _examine(request, space, observer)
         prepared = prepare_in(space, request.job, observer)
         context = RunContext(request.job, prepared, space, observer, observer.on_delivery)
@@ -331,14 +338,16 @@ def rehearse_training(request: TrainRequest, observer: RunObserver) -> Rehearsal
     """Choose plan or run and examine the machines as `run_training` does, without preparing or training."""
     find_mpirun()
     fleet = request.check_files(observer.say)
-    with open_workspace(request.directory, fleet, "train", say=observer.say) as space:
+    min_nodes = request.options.min_nodes
+    with open_workspace(request.directory, fleet, "train", say=observer.say, min_nodes=min_nodes) as space:
         run = None
         if request.resume:
-            run = find_resumable(space.project, request.resume, request.job, space.fleet, observer.say)
+            run = find_resumable(space.project, request.resume, request.job, space.whole, observer.say)
             plan, strategy = Manifest.model_validate(run.load_manifest()).plan, strategy_of(load_spec(run))
         else:
             plan = resolve_plan(request.job, space, observer.say, request.plan_path, request.batch_size)
             strategy = choose_strategy(request.options, plan)
+        check_late(request.job, strategy, space, observer.say)
         _examine(request, space, observer)
         recorded = load_prepared(space.project, request.job)
     recipe = request.job.recipe
@@ -365,12 +374,12 @@ def train(plan: Plan, context: RunContext, options: TrainOptions, observer: RunO
     job, prepared, space = context.job, context.prepared, context.space
     strategy = choose_strategy(options, plan)
     plan = strategy.choose_ranks(plan, context)
-    placed = place_plan(plan, prepared, job, space.fleet)
+    placed = place_plan(plan, prepared, job, space.whole)
     for shard in placed:
         if (size := shard.batch_size) > shard.num_samples:
             larger = f"its batch size {size:,}, to which the learning rate is scaled, is larger"
             observer.say(f"{shard.name} has {shard.num_samples:,} samples: {larger}")
-    if 1 < len(placed) <= options.min_nodes:
+    if options.min_nodes is not None and 1 < len(placed) <= options.min_nodes:
         problem = f"--min-nodes {options.min_nodes}, but {len(placed) - 1} nodes take part"
         raise InputError(problem, remedy="pass a smaller number")
     run = space.project.new_run()

@@ -49,14 +49,24 @@ class Workspace:
 
     project: ProjectDirectory
     fleet: Fleet
+    """The host and the nodes that can be reached."""
     facts: dict[str, Facts]
     sessions: dict[str, Session]
     ledger: Ledger
     """Records what the command sends besides its sessions; saved when the workspace closes."""
     opening_s: float = 0.0
     """Seconds until all of this was ready."""
+    unreachable: dict[str, CsdctlError] = field(default_factory=dict)
+    """The nodes that cannot be reached, and why."""
+    selected: Fleet | None = None
+    """The fleet with those nodes; None: there are none."""
     after: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)
     """Its callbacks run when the machines are unlocked and the sessions closed."""
+
+    @property
+    def whole(self) -> Fleet:
+        """The fleet with the nodes that cannot be reached."""
+        return self.selected or self.fleet
 
 
 OnProgress = Callable[[str, PrepareProgress], None]
@@ -89,13 +99,13 @@ def open_workspace(
     *,
     is_locking: bool = False,
     say: Say = lambda line: None,
-    on_absent: Callable[[Mapping[str, CsdctlError]], None] | None = None,
+    min_nodes: int | None = None,
 ) -> Iterator[Workspace]:
     """Connect to the host and all nodes of `fleet`; raises CsdctlError or NoNodeReachableError.
 
     With `is_locking`, lock all machines for `command`, after ending processes that a killed csdctl has left;
-    raises MachineLockedError where another csdctl is running. With `on_absent`, which gets the errors of
-    nodes that cannot be reached, the workspace has the others alone.
+    raises MachineLockedError where another csdctl is running. Without `min_nodes`, all nodes must be
+    reachable; with it, so many of them, and at least one.
     """
     started = time.monotonic()
     found, expected, is_too_low = judge_limits(own_limits(), len(os.sched_getaffinity(0)), len(fleet.nodes))
@@ -103,14 +113,14 @@ def open_workspace(
         raise InputError(f"limits on this machine: {found}, expected {expected}", remedy=RAISE)
     project = ProjectDirectory(directory)
     ledger = Ledger(project.ledger, command, say)
+    selected = fleet
     with (
         contextlib.ExitStack() as after,
         open_sessions(fleet, directory=directory, on_traffic=ledger.save) as opened,
     ):
         if opened.failed:
-            if on_absent is None or len(opened.failed) == len(fleet.nodes):
-                raise _unreachable(fleet, opened.failed)
-            on_absent(opened.failed)
+            if min_nodes is None or len(fleet.nodes) - len(opened.failed) < max(1, min_nodes):
+                raise unreachable_error(fleet, opened.failed)
             fleet = keep_nodes(fleet, opened.reachable)
         sessions = dict(opened.reachable)
         facts = _load_or_collect_facts(fleet, sessions, is_saving=is_locking)
@@ -120,7 +130,8 @@ def open_workspace(
                 locks = lock_machines(sessions, fleet, doing=command, directory=directory)
                 _note_shared_homes(fleet, facts, stack.enter_context(locks), say)
             opening_s = time.monotonic() - started
-            yield Workspace(project, fleet, facts, sessions, ledger, opening_s, after)
+            failed = dict(opened.failed)
+            yield Workspace(project, fleet, facts, sessions, ledger, opening_s, failed, selected, after)
 
 
 def _end_leftovers(sessions: Mapping[str, Session], fleet: Fleet, say: Say) -> None:
@@ -170,7 +181,8 @@ def _note_shared_homes(
             save_facts(fleet, facts)
 
 
-def _unreachable(fleet: Fleet, failed: dict[str, CsdctlError]) -> CsdctlError:
+def unreachable_error(fleet: Fleet, failed: Mapping[str, CsdctlError]) -> CsdctlError:
+    """Return the error of a command that needs nodes of `fleet` that cannot be reached."""
     listed = "\n".join(f"  {error}" for error in failed.values())
     names = ",".join(failed)
     if len(failed) == len(fleet.nodes):

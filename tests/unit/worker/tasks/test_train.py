@@ -210,6 +210,14 @@ def test_node_with_a_gradient_that_is_too_large_is_named_once(capsys: pytest.Cap
     assert "memory" in warning.remedy
 
 
+def test_state_is_given_to_other_ranks_alone_and_to_none_where_there_is_none() -> None:
+    task = load_task()
+    ranks = PlayedRanks(task)
+    task.settle(ranks, ())
+    assert [rank for rank, _ in ranks.states] == [*ranks.members[1:]] != []
+    load_task().settle(Communicator(0, tuple(task.sum_sizes)), ())
+
+
 def test_epoch_without_any_weight_ends_the_run() -> None:
     task = load_task(losses={"": LossTerm("mean_squared_error", {"reduction": "mean_with_sample_weight"})})
     task.progress.end_step(Sums(0.0, (), 0.0), sum(SIZES))

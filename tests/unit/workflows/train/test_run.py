@@ -113,13 +113,8 @@ def run(at: MeasuredProject) -> Run:
         spec = spec_of(NODES, run_id=directory.run_id)
         ledger = Ledger(at.project.ledger, "train")
         # The nodes are away: of them, nothing is sent or started.
-        space: Any = SimpleNamespace(
-            project=at.project,
-            fleet=Fleet((), path=at.fleet.path),
-            facts={},
-            sessions={HOST_NAME: FakeSession(HOST_NAME)},
-            ledger=ledger,
-        )
+        sessions: Any = {HOST_NAME: FakeSession(HOST_NAME)}
+        space = Workspace(at.project, Fleet((), path=at.fleet.path), {}, sessions, ledger)
         inputs = RunInputs(directory, spec, prepared(at), {})
         process = ScriptedProcess(script)
         try:
