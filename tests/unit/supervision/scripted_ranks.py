@@ -170,6 +170,7 @@ class Fleet:
         self.is_resumable = True
         self.is_check = False
         self.absent: tuple[int, ...] = ()
+        self.late: dict[int, CsdctlError] = {}
         self.servers: tuple[int, ...] = ()
         """The rank of the server of each rank; by default rank 0."""
         self.should_stop: Callable[[], bool] = lambda: False
@@ -257,6 +258,7 @@ class Fleet:
             min_nodes=self.min_nodes,
             patience=self.patience,
             absent=self.absent,
+            late=self.late,
             servers=self.servers,
             is_check=self.is_check,
             should_stop=lambda: self.should_stop(),  # noqa: PLW0108, a test may set it later

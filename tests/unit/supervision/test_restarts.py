@@ -2,6 +2,7 @@
 
 import pytest
 
+from csdctl.errors import UnreachableError
 from csdctl.worker.protocol.events import EpochEnd, Event, NodeBack, NodeLost, Progress
 from csdctl.worker.protocol.orders import Begin
 from tests.patience import scaled
@@ -110,3 +111,25 @@ def test_node_that_fails_after_its_restart_stays_lost(fleet: Fleet) -> None:
     fleet.run()
     assert fleet.groups == [(0, 1, 2), (0, 2)]
     assert fleet.nodes_of(NodeLost) == ["csd0"]
+
+
+@pytest.mark.parametrize("is_soon", [True, False], ids=["before the others", "when they train"])
+def test_rank_whose_node_could_not_be_reached_joins_a_run_that_began_without_it(
+    fleet: Fleet, *, is_soon: bool
+) -> None:
+    """Whatever fails there until then ends nothing."""
+    fleet.late = {1: UnreachableError("does not answer", node="csd0")}
+    fleet.reachable = {1} if is_soon else set()
+    fleet.never_connect = {1}
+
+    def let_it_connect(fleet: Fleet) -> None:
+        fleet.reachable, fleet.never_connect = {1}, set()
+        for link in fleet.links:
+            link.has_ended |= not link.is_connected
+
+    fleet.scripts = {1: let_it_connect, 2: Fleet.finish}
+    fleet.run()
+    assert orders_of(fleet.rank(0), Begin) == [Begin((0, 2))]
+    assert fleet.groups == [(0, 2), (0, 1, 2)]
+    assert fleet.nodes_of(NodeLost) == fleet.nodes_of(NodeBack) == ["csd0"]
+    assert fleet.lost_messages() == ["does not answer"]
