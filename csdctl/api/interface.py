@@ -618,7 +618,7 @@ def verify(job: JobOrPath, fleet: FleetOrPath = "fleet.yaml") -> Verification:
 
 @dataclass(frozen=True, repr=False)
 class Run:
-    """One training run. A notebook shows it as the report of `csdctl report`."""
+    """One training run; `report` has its figures, as `csdctl report` shows them."""
 
     directory: RunDirectory
 

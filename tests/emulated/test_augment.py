@@ -1,12 +1,12 @@
 """`data.augment`, and a missing module of it, over SSH and MPI on an emulated host and two nodes."""
 
 import json
-import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from tests.emulated.running import csdctl, document, emulated, home_of, refuse, succeed
 from tests.emulated.small_jobs import save_arrays
@@ -118,17 +118,19 @@ def test_failure_on_a_node_is_named_and_its_message_stays_there(project: Path) -
 
 
 @pytest.fixture
-def on_host_alone(project: Path, tmp_path: Path) -> dict[str, str]:
-    """The environment of csdctl in which the host's Python alone finds the module `rare_module`."""
+def on_host_alone(project: Path, tmp_path: Path) -> str:
+    """A fleet file in which the host's Python alone finds the module `rare_module`."""
     (tmp_path / "rare_module.py").write_text("")
-    before = os.environ.get("PYTHONPATH", "")
-    return {**os.environ, "PYTHONPATH": f"{tmp_path}:{before}" if before else str(tmp_path)}
+    content = yaml.safe_load((project / "fleet.yaml").read_text())
+    content["host"] = {**content.get("host", {}), "env": {"PYTHONPATH": str(tmp_path)}}
+    (project / "rare-fleet.yaml").write_text(yaml.safe_dump(content))
+    return "rare-fleet.yaml"
 
 
-def test_module_that_a_node_lacks_is_named_by_its_rank(project: Path, on_host_alone: dict[str, str]) -> None:
+def test_module_that_a_node_lacks_is_named_by_its_rank(project: Path, on_host_alone: str) -> None:
     (project / "rare.py").write_text("import rare_module\n\ndef flip(*all):\n    return all[:2]\n")
     job = write_job(project, "rare.yaml", **{"augment.py:flip": "rare.py:flip"})
-    done = csdctl(project, *TRAIN, job, *ALONE, environment=on_host_alone)
+    done = csdctl(project, *TRAIN, job, *ALONE, "--fleet", on_host_alone)
     assert done.returncode != 0
     assert "csd0: importing rare of the job's code fails: " in done.stderr
     assert "No module named 'rare_module'" in done.stderr
