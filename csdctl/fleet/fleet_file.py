@@ -291,7 +291,7 @@ def _check_names(path: Path, jump_hosts: Sequence[str], nodes: Sequence[str]) ->
     for name, count in Counter([*jump_hosts, *nodes]).items():
         if name == HOST_NAME:
             raise InputError(
-                f"{path}: {name!r} is not allowed as a node name: csdctl calls its own machine so",
+                f"{path}: {name!r} is not allowed as a node name: csdctl uses this name for its own machine",
                 remedy="give the node another `name`; its `address` may stay",
             )
         if count > 1:

@@ -11,7 +11,7 @@ from csdctl.fleet.model import HOST_NAME
 from csdctl.fleet.network import addresses_in
 
 Interfaces = Sequence[tuple[str, str]]
-"""Name and address of each interface of a machine; one with several addresses is there several times."""
+"""Name and address of each interface of a machine. One with several addresses has several entries."""
 
 
 @dataclass(frozen=True)

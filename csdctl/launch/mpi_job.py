@@ -76,7 +76,7 @@ def _find_cause(outcome: JobOutcome) -> str:
         return f"its MPI daemon (prted) did not connect to mpirun and exited with {found[1]}{found[2]}"
     if "Remote daemon:" in text:
         return "its MPI daemon no longer answers (node down, link cut, or prted killed)"
-    return others[0] if others else "mpirun said nothing"
+    return others[0] if others else "mpirun printed nothing"
 
 
 class JobOutput:

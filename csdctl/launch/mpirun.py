@@ -170,9 +170,9 @@ class Mpirun:
     sandboxes: dict[str, SandboxCheck]
     """What each machine can do for a sandbox, where it is possible, and its interfaces."""
     link_key: str = ""
-    """By which ranks on nodes await their links."""
+    """The secret in the socket addresses of ranks on nodes."""
     hub_key: str = ""
-    """By which hubs do."""
+    """The secret in the socket addresses of hubs."""
     state_bytes: int = 0
     """The size of what a rank gets when it joins, about."""
 
@@ -245,7 +245,7 @@ class Mpirun:
 
     def build_worker_command(self, machine: str, arguments: Sequence[str]) -> list[str]:
         """Return the argument list that runs a command of the worker for this run on a machine."""
-        # By this, the processes of a run are found: standalone/leftovers.py.
+        # standalone/leftovers.py finds the processes of a run by this.
         marker = ["--marker", f"csdctl-run={self.run.run_id}/{machine}"]
         return build_worker_command(self.fleet.python_of(machine), self.worker_path, [*arguments, *marker])
 

@@ -30,7 +30,7 @@ class Patience:
     link_s: float = 60.0
     """Maximum time until both ends of a link are connected."""
     silence_s: float = 300.0
-    """Without progress of rank 0."""
+    """Maximum time without progress of rank 0."""
     stall_s: float = 20.0
     """A rank that others wait for and that does not answer a ping for this long is lost."""
     ping_interval_s: float = 5.0
@@ -44,13 +44,13 @@ class Patience:
     restart_interval_s: float = 10.0
     """Pause between two attempts to restart a lost rank."""
     cause_s: float = 1.0
-    """For the cause of a loss to be known, after rank 0 has gone on without the rank."""
+    """Maximum time to find the cause of a loss, after rank 0 has continued without the rank."""
     relink_s: float = 1.0
     """Pause before a link is started again, for each loss before."""
     max_restarts: int = 3
     """Restarts of one rank, or of its link, without progress in between."""
     renew_s: float = 30.0
-    """A rank that has taken part for this long may restart as often again."""
+    """After a rank has taken part for this long, its restarts are counted from 0."""
 
 
 class Link:
@@ -118,7 +118,7 @@ class RunSetup:
     """Whether the run keeps its state for `train --resume`."""
     patience: Patience
     hub_key: str = ""
-    """By which hubs await links."""
+    """The secret in the socket addresses of hubs."""
     absent: tuple[int, ...] = ()
     """Ranks that take no part."""
     late: Mapping[int, CsdctlError] = field(default_factory=dict)

@@ -320,7 +320,7 @@ class Supervisor:
 
     def _warn(self, rank: int, problem: str) -> None:
         """Report what went wrong in a rank that had finished: its part of the run is done."""
-        text = f"{problem}, when it had finished its part of the run"
+        text = f"{problem}, after the rank had finished"
         self._record(Warned(rank, self._setup.nodes[rank], text))
 
     def _check_num_nodes(self) -> None:
@@ -347,7 +347,7 @@ class Supervisor:
         self._ranks[ready.rank].is_ready = True
 
     def _note_members(self, joined: Joined) -> None:
-        """Note who takes part, as rank 0 says, who is back, and who is lost."""
+        """Record the members that rank 0 reports, and the ranks that are back or lost."""
         members = {int(rank) for rank in joined.batch_sizes}
         for rank, reason in joined.lost:
             state = self._ranks.get(rank)
@@ -393,7 +393,7 @@ class Supervisor:
         self._lose(failed.rank, NodeError(failed.message, node=failed.node, remedy=failed.remedy))
 
     def _note_fault(self, report: Misbehaved) -> None:
-        """Restart the rank that rank 0 has found at fault. Any other rank could name whomever it likes."""
+        """Restart the rank that rank 0 has found at fault. Another rank could accuse any rank."""
         if report.rank == 0 and report.culprit in self._ranks and report.culprit:
             remedy = (
                 "look for NaN in the samples, then for failing memory, another TensorFlow, or an intruder"
@@ -408,7 +408,7 @@ class Supervisor:
         self._finished.add(finished.rank)
 
     def _note_waiting(self, message: WaitingFor) -> None:
-        """Ask those for whom rank 0 waits, or a server for its nodes, whether they live."""
+        """Ping the ranks that rank 0 or their server waits for."""
         for node in message.nodes:
             rank = self._setup.nodes.index(node)
             if message.rank in (0, self._servers[rank]):

@@ -1,4 +1,4 @@
-"""A node whose link sends what no rank may send: over real MPI, between real processes.
+"""A node whose link violates the protocol: over real MPI, between real processes.
 
 Each time, that rank alone is lost and named, and the others have a complete sum.
 """
@@ -115,10 +115,13 @@ VALUES = {
     ),
     "the start of another rank": (
         sends_messages("send(Letter.JOIN, NUMBER.pack(1))"),
-        "bytes of another rank",
+        "in the name of another rank",
     ),
-    "bytes of another rank": (sends_messages("send(Letter.DATA, NUMBER.pack(1))"), "bytes of another rank"),
-    "a step that it gives up": (sends_messages("send(Letter.VOIDED, NUMBER.pack(2))"), "it gave up a step"),
+    "bytes of another rank": (
+        sends_messages("send(Letter.DATA, NUMBER.pack(1))"),
+        "in the name of another rank",
+    ),
+    "a step that it gives up": (sends_messages("send(Letter.VOIDED, NUMBER.pack(2))"), "an abort of a step"),
     "a verdict": (sends_messages("send(Letter.TOTAL, bytes(1))"), "a message that is not for hubs"),
     "a part that has not arrived": (sends_messages("send(Letter.CHUNK)"), "not for hubs"),
 }
@@ -144,7 +147,7 @@ VECTORS = {
     "the time of another rank": ("vector[-3] = 30", "the time of another rank"),
     "the vectors of other ranks": (
         "honest(self, letter, content)\nsend(Letter.VECTOR, b'[1,2]')\ncontent = None",
-        "a message out of turn",
+        "an unexpected message",
     ),
     "not finite": ("vector[7] = math.nan", "a gradient that is not finite"),
     "hidden by the next vector": (

@@ -98,7 +98,7 @@ def test_losses_leave_nothing_open_and_a_process_that_dies_when_all_is_done_is_a
     process.send_signal(signal.SIGINT)
     output, _ = communicate(process, project)
     assert process.returncode == 130, output
-    assert re.search("warning: csd0: rank 1 .*killed.*, when it had finished its part of the run", output)
+    assert re.search("warning: csd0: rank 1 .*killed.*, after the rank had finished", output)
     assert nothing_is_left(project, run)
     assert csdctl(project, "runs", "list", "--json").stdout.count('"stopped"') == 1
 

@@ -156,7 +156,7 @@ def doctor(
         typer.Option(
             min=1,
             envvar="CSDCTL_MPI_TIMEOUT",
-            help="Seconds for the link of each machine to start and to add.",
+            help="Timeout in seconds for each rank to start and for each link to connect.",
         ),
     ] = 60.0,
 ) -> None:

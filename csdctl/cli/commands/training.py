@@ -32,8 +32,8 @@ def train(
         int | None,
         options.resuming(
             min=0,
-            help="Begin with at least this many nodes, others join once they can be reached; end when fewer "
-            "are left. Default: begin with all, end when none is left.",
+            help="Start with at least this many nodes; others join when they become reachable. End when "
+            "fewer are left. Default: start with all, end when none is left.",
         ),
     ] = None,
     rebalance: Annotated[

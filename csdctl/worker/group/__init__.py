@@ -1,1 +1,1 @@
-"""The other ranks of a group: communicator, link and collectives."""
+"""Communication between ranks: communicator, links and hub."""

@@ -49,11 +49,11 @@ class LinkSettings:
 NUMBER = struct.Struct("<q")
 """A rank before the content of DATA, or the length of a part."""
 MAX_NOTE_BYTES = 1 << 20
-"""Largest size of a message whose size depends on nothing."""
+"""Largest size of a message without vectors, values or state."""
 MAX_VALUE_BYTES = 1 << 18
 """Largest size of one rank's value: several times that of a thousand byte counters."""
 MAX_VALUES_BYTES = 1 << 28
-"""The same of all ranks."""
+"""Largest total size of the values of all ranks."""
 _HEAD = struct.Struct("<cQ")
 _READ_BYTES = 1 << 16
 """A larger buffer would be mapped and unmapped by every call."""

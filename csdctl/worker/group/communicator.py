@@ -43,7 +43,7 @@ from csdctl.worker.protocol.events import STATE, SUMS, SentBytes
 from csdctl.worker.protocol.json_codec import Count, RankNumber, from_json, to_json
 
 NUM_KEPT = 2
-"""Rank 0 keeps so many times the largest message of a rank until it receives them."""
+"""Rank 0 buffers at most this many messages of the largest size from each rank."""
 
 
 class Communicator:
@@ -220,12 +220,12 @@ class Communicator:
                 self.joining.pop(rank, None)
 
     def evict(self, rank: int, reason: str) -> None:
-        """Continue, on rank 0, without a rank that has sent what no rank may send; others rely on rank 0."""
+        """Continue, on rank 0, without a rank that has violated the protocol; others rely on rank 0."""
         if self.rank == 0 and rank:
             self._send(Letter.NOTE, encode_value([[rank, reason[:MAX_REASON], True]]))
 
     def give_up_step(self) -> None:
-        """Let all ranks take the step anew; raises StepVoidError. For rank 0."""
+        """Make all ranks repeat the step; raises StepVoidError. Only on rank 0."""
         if not self._channel:
             raise StepVoidError
         self._send(Letter.VOID)
@@ -324,7 +324,7 @@ class Communicator:
             self.admitted.discard(rank)
             self._arrived.pop(rank, None)
             self._gone.add(rank)
-            # Its next link counts its bytes anew.
+            # Its next link counts bytes from 0.
             for key in [key for key in self._messages if rank in key[1:]]:
                 del self._messages[key]
 
@@ -357,7 +357,7 @@ class HubProcess:
 def build_hub_command(descriptor: int) -> list[str]:
     """Return the command line of a hub: that of this process, with another command of the worker."""
     start = sys.orig_argv[: len(sys.orig_argv) - len(sys.argv) + 1]
-    # By the marker, the processes of a run are found.
+    # csdctl finds the processes of a run by the marker.
     marker = sys.argv[sys.argv.index("--marker") :][:2] if "--marker" in sys.argv else []
     return [*start, "hub", "--descriptor", str(descriptor), *marker]
 

@@ -1,9 +1,9 @@
-"""The hub of a machine: it adds the vectors of the ranks behind it, and knows who is present.
+"""The hub of a machine: it adds the vectors of the ranks behind it and tracks membership.
 
 A rank with others behind it, rank 0 or that of a server, has a hub: a process of its own, which the link of
 each node connects to (link.py). The hub takes each vector as it arrives, adds in order of rank, and hands the
 sum back with a verdict: which ranks it counts, and which take part next. A rank whose link is lost is left
-out of the sum; no other rank waits for it, connects again or takes its step anew.
+out of the sum; no other rank waits for it, reconnects or repeats its step.
 
 The hub of a server has a link to the hub of the host, its parent: it sends the sum of its ranks there as its
 vector, and passes on what comes back. So servers and nodes are a tree.
@@ -57,13 +57,13 @@ from csdctl.worker.protocol.sandbox import hub_address, link_address
 WAITING_INTERVAL_S = 5.0
 NUM_TAIL = 3
 """Elements at the end of a vector, besides the seconds of each rank."""
-COMPARED_STEPS = 16
-"""The gradients of one in so many steps are compared, which takes more than half as long as adding them."""
+NORM_CHECK_INTERVAL = 16
+"""Steps between two comparisons of gradient norms, each of which takes 60% of the time of a sum."""
 OUTLIER_FACTOR = 100.0
 MAX_FACTOR = 1e19
-"""That of a norm whose square is more than float32 has."""
+"""The reported factor of a norm whose square overflows float32."""
 MAX_HELD_BYTES = 64 << 20
-"""What has arrived for the rank and waits for it; links are not read meanwhile."""
+"""Limit of unsent bytes to the rank or the parent; above it, links are not read."""
 
 
 @dataclass(frozen=True)
@@ -73,9 +73,9 @@ class HubSettings:
     run_id: str
     rank: RankNumber
     key: str
-    """By which it awaits the links of those behind it."""
+    """The secret in the socket addresses for links of the ranks behind this hub."""
     node_key: str
-    """By which a server awaits its link to the host."""
+    """The secret in the socket address for a server's link to the host."""
     servers: tuple[RankNumber, ...]
     """The rank of the server of every rank of the run."""
     sizes: SumSizes
@@ -85,7 +85,7 @@ class HubSettings:
 
 @dataclass(frozen=True)
 class Verdict:
-    """Who took part in an operation, and who does in the next one."""
+    """The ranks that took part in an operation, and the ranks of the next operation."""
 
     members: tuple[RankNumber, ...]
     """The ranks of the next operation, in order."""
@@ -94,7 +94,7 @@ class Verdict:
 
 
 Lost = tuple[tuple[RankNumber, ShortText, bool], ...]
-"""Ranks that are lost, why, and whether they have sent what no rank may send."""
+"""Ranks that are lost, why, and whether they have violated the protocol."""
 REPORT = struct.Struct("<qdd")
 """Of a sum, to the rank of a hub: a rank, the seconds that it was waited for, and how many times larger its
 gradient is than the median of the others if that is too much, or 0."""
@@ -102,7 +102,7 @@ gradient is than the median of the others if that is too much, or 0."""
 
 @dataclass
 class _Child:
-    """A link of the hub, and the rank behind it, with those behind that."""
+    """A link of the hub, the rank at its other end, and the ranks behind that rank."""
 
     rank: int
     channel: Channel
@@ -117,11 +117,11 @@ class _Child:
     ranks: tuple[int, ...] = ()
     """The ranks in its vector, once that is complete."""
     completed_s: float = 0.0
-    """When that was, on the clock of `time.monotonic`."""
+    """Monotonic time at which its vector was complete."""
     is_voided: bool = False
     """Whether its vector belongs to a step that was given up."""
     traffic: tuple[int, int] | None = None
-    """Bytes that its link has sent and received, once it has said so."""
+    """Bytes that the link has sent and received; None until it reports them."""
 
 
 class Hub:
@@ -179,7 +179,7 @@ class Hub:
         self._number = self._num_published = 0
         """The sum within the step, and its chunks that have left."""
         self._is_stale = False
-        """Whether all must leave once more."""
+        """Whether all chunks must be sent again."""
         self._num_steps, self._counted = 0, [self._me]
         """Steps so far, and the ranks in the sum before this one in the step."""
         self._outliers: dict[int, float] = {}
@@ -258,7 +258,7 @@ class Hub:
         behind = tuple(other for other, server in enumerate(settings.servers) if rank in (other, server))
         vector, descriptor = share_vector(len(self._local))
         if rank in self._children:
-            self._lose(self._children[rank], "its link was started again")
+            self._lose(self._children[rank], "its link was restarted")
         sent = open_read_only(self._down_descriptor)
         channel.max_bytes = settings.max_bytes + MAX_NOTE_BYTES
         with contextlib.suppress(LinkLostError):  # `take` finds its end
@@ -295,26 +295,26 @@ class Hub:
         elif letter == Letter.CHUNK:
             child.num_parts += 1
             if child.num_parts > len(self._chunks[self._number]):
-                raise ValueError("more of a vector than there is")
+                raise ValueError("more chunks than the vector has")
             if child.num_parts == len(self._chunks[self._number]) and not child.is_server:
                 self._complete_vector(child, (child.rank,))
         elif letter == Letter.VECTOR and child.is_server:
             self._complete_vector(child, decode_value(tuple[RankNumber, ...], content))
         else:
-            raise ValueError("a message out of turn")
+            raise ValueError("an unexpected message")
 
     def _process_sent(self, child: _Child, letter: bytes, content: bytearray) -> None:
         """Process a message of a rank, which begins with its number."""
         (sender,) = NUMBER.unpack_from(content) if len(content) >= NUMBER.size else (-1,)
         if sender not in child.behind:
-            raise ValueError("bytes of another rank")
+            raise ValueError("a message in the name of another rank")
         if letter == Letter.JOIN:
             if sender in self._members:
-                raise ValueError("a second start of its rank")
+                raise ValueError("a second JOIN of a member")
             self._joined.add(sender)
         elif sender == child.rank and letter == Letter.VOIDED:
             if not child.is_voided:
-                raise ValueError("it gave up a step that rank 0 did not")
+                raise ValueError("an abort of a step that rank 0 did not abort")
             child.is_voided = False
         elif sender == child.rank and child.is_voided:
             return
@@ -332,15 +332,15 @@ class Hub:
             self._rank.post(letter, content)
         elif sender not in self._voided:
             if sender in self._values or sender not in self._members:
-                self._evict(sender, "sent an invalid message: a message out of turn")
+                self._evict(sender, "sent an invalid message: an unexpected message")
             else:
                 self._values[sender] = letter, bytes(content[NUMBER.size :])
 
     def _complete_vector(self, child: _Child, ranks: Sequence[int]) -> None:
         if child.ranks or child.num_parts < len(self._chunks[self._number]) or child.rank not in ranks:
-            raise ValueError("a vector out of turn, that is not complete, or of other ranks")
+            raise ValueError("a vector that is unexpected, incomplete or of other ranks")
         if not set(ranks) <= self._members & set(child.behind):
-            raise ValueError("a vector of ranks that take no part")
+            raise ValueError("a vector of ranks that are not members")
         child.ranks, child.completed_s = tuple(sorted(set(ranks))), time.monotonic()
 
     def _note_losses(self, child: _Child, lost: Lost) -> None:
@@ -413,14 +413,14 @@ class Hub:
                     child.channel.post(letter)
 
     def _pass_down(self, letter: bytes, content: bytearray) -> None:
-        """Pass on bytes for a rank, or do without ranks in which rank 0 has found a fault."""
+        """Forward bytes to a rank, or evict the ranks that rank 0 reports as faulty."""
         if letter == Letter.DATA:
             return self._send(NUMBER.unpack_from(content)[0], letter, content)
         for rank, reason, _ in decode_value(Lost, content):
             self._evict(rank, reason)
 
     def _evict(self, rank: int, reason: str) -> None:
-        """Continue without a rank that has sent what no rank may send."""
+        """Continue without a rank that has violated the protocol."""
         if rank in self._children:
             self._lose(self._children[rank], reason, is_fault=True)
         else:  # its server loses it, and says so
@@ -489,7 +489,7 @@ class Hub:
             return self._count_traffic(self._present)
         for rank in [rank for rank, (sent, _) in self._values.items() if sent != letter]:
             del self._values[rank]
-            self._evict(rank, "sent a message out of turn")
+            self._evict(rank, "sent an unexpected message")
         if not self._members <= {self._me, *self._values}:
             return False
         if letter == Letter.CLOSE:
@@ -632,7 +632,7 @@ class Hub:
         if faults:
             self._add()
             return self._is_added(content)
-        if expected and self._num_steps % COMPARED_STEPS == 0:
+        if expected and self._num_steps % NORM_CHECK_INTERVAL == 0:
             self._outliers = self._find_outliers(present, expected)
         return True
 
@@ -685,7 +685,7 @@ class Hub:
         return [(child, reason) for child in wrong] if is_minority(ranks, len(self._told)) else []
 
     def _end_sum(self, present: Sequence[_Child], verdict: bytes) -> None:
-        """Give all the last chunk of the sum, after a verdict: whether the step is void, and `Verdict`."""
+        """Send the last chunk of the sum to all, after the verdict and whether the step is void."""
         for child in present:
             if verdict:
                 child.channel.post(Letter.TOTAL, verdict)
@@ -707,7 +707,7 @@ class Hub:
         self._end_request()
 
     def _void(self, present: Sequence[_Child], verdict: bytes) -> None:
-        """Let all give up the step; what they have sent of it is dropped."""
+        """Abort the step on all ranks, and drop their messages of it."""
         for child in present:
             child.channel.post(Letter.VOID, verdict)
             child.is_voided = True

@@ -35,7 +35,7 @@ INLINE_BYTES = HEAD_BYTES - _HEAD.size
 FIRST_SLEEP_S, LONGEST_SLEEP_S, SLEEP_GROWTH = 0.0001, 0.002, 1.3
 """Sleeps between the parts of a message that is arriving: each wake-up costs a slow node more."""
 IDLE_S, LONGEST_IDLE_S, IDLE_GROWTH = 0.02, 0.2, 1.1
-"""What is on its way is looked at after so long, whether or not a socket was ready."""
+"""Maximum time between two tests of pending MPI requests, even if no socket is ready."""
 KEEPALIVE = {
     socket.TCP_KEEPIDLE: 1,
     socket.TCP_KEEPINTVL: 1,
@@ -53,7 +53,7 @@ class _Link:
 
     def __init__(self, world: World, channel: Channel, rank: int) -> None:
         self.world, self.channel, self._voided = world, channel, NUMBER.pack(rank)
-        """`_voided`: by which the rank says that it has given up a step, and not one behind it."""
+        """`_voided`: content of a VOIDED message of this rank, not of a rank behind it."""
         vector, total = channel.receive_descriptors(2)
         self._vector, self._total = map_view(vector), map_view(total, is_read_only=world.rank == 0)
         """The vector of the rank, and the sum."""
@@ -76,7 +76,7 @@ class _Link:
         self._receive_head()
 
     def _begin_anew(self) -> None:
-        """Begin a step, or one anew that was given up: chunks of what follows have another tag."""
+        """Begin a step, or repeat an aborted one: its chunks have a new tag."""
         for request in self._arrivals:
             request.cancel()
         self._arrivals.clear()
@@ -84,7 +84,7 @@ class _Link:
         self._number = self._place = 0
         """The sum within the step, and the chunk of it that is next."""
         self._is_again, self._verdict = False, b""
-        """What was said of the sum: whether all its chunks come once more, and who took part."""
+        """Whether all chunks of the sum are sent again, and its verdict."""
 
     def serve(self) -> None:
         """Pass on messages until the end; raises LinkLostError and PeerFaultError."""
@@ -191,7 +191,7 @@ class _Link:
             self._arrivals.append(self.world.start_receive(vector[chunk.wire], self._tag))
 
     def _note(self, letter: bytes, content: bytes | bytearray) -> None:
-        """Take note of what is said of a sum before its last chunk, and of the end."""
+        """Record the messages before the last chunk of a sum, and the end of the link."""
         self._is_closing |= letter == Letter.CLOSE
         if letter == Letter.AGAIN:
             self._is_again = True

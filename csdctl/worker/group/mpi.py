@@ -33,7 +33,7 @@ def _find_epoll() -> list[int]:
 
 
 NUM_LOOKS = 2
-"""Open MPI looks at its sockets in most calls, not in all."""
+"""Open MPI does not poll its sockets in every call."""
 
 
 class Incoming:
@@ -99,7 +99,7 @@ def init_mpi() -> World:
     mpi4py.rc.thread_level = "funneled"
     from mpi4py import MPI
 
-    # Should a lowercase call come in all the same. mpi4py has no other way to set this.
+    # A second safeguard against lowercase calls. mpi4py has no other way to set this.
     MPI.pickle.__init__(loads=_refuse_pickle)  # type: ignore[misc]
     ready[:] = _find_epoll()
     return World(MPI, MPI.COMM_WORLD)
@@ -110,13 +110,13 @@ def _refuse_pickle(*_: Any, **__: Any) -> NoReturn:
 
 
 BASE_BYTES, NUM_VECTORS = 1 << 29, 4
-"""Far above what is needed: MPI's buffers, and vectors that nobody has asked for yet."""
+"""Far above the need: MPI's buffers, and unexpected messages."""
 
 
 def limit_memory(vector_bytes: int, max_bytes: int) -> None:
     """Limit what this process may allocate from now on, for sums of `vector_bytes`, messages of `max_bytes`.
 
-    MPI keeps every message that nobody has asked for. Without a limit, an end that sends on and on would fill
+    MPI buffers every unexpected message. Without a limit, an end that sends on and on would fill
     the memory of the other machine; with it, the process that receives ends, and its link alone is lost.
     """
     limit_data(data_bytes() + BASE_BYTES + NUM_VECTORS * (vector_bytes + max_bytes))

@@ -3,7 +3,7 @@
 Values are JSON. What another rank has sent is not trusted: it is read by an annotation that states its types
 and bounds (protocol/json_codec.py), and anything else is that rank's fault.
 
-A vector ends with [n, stop, seconds of each rank of the run, norm] (compute/step.py), which rank 0 checks
+A vector ends with [n, stop, seconds of each rank of the run, norm] (compute/step.py), which the hub checks
 before any rank has the whole sum. Its gradient and its norm cannot be checked: only the node knows its
 samples. Its end can: n follows from the schedule, only rank 0 may ask to stop, and a rank knows its own
 seconds alone.
@@ -26,7 +26,7 @@ class LinkLostError(Exception):
 
 
 class PeerFaultError(Exception):
-    """Rank `rank` has sent what no rank may send."""
+    """Rank `rank` has violated the protocol."""
 
     def __init__(self, rank: int, message: str) -> None:
         super().__init__(f"rank {rank} {message}")
@@ -43,7 +43,7 @@ class RankLostError(Exception):
 
 
 class StepVoidError(Exception):
-    """A rank was lost in a step that then must be taken anew; the ranks that are left are known."""
+    """A rank was lost during the step. The remaining ranks repeat the step."""
 
 
 def encode_value(value: Any) -> bytes:
@@ -62,7 +62,7 @@ def is_minority(ranks: Sequence[int], size: int) -> bool:
 
 
 MAX_STEP_S = 3600.0
-"""A longer step is none: the run would have ended for its silence."""
+"""Maximum compute time of a step: a run without progress for this long has already failed."""
 TOLERANCE = 1e-3
 """Relative, of n: a sum of weights in float32."""
 

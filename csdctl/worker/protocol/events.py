@@ -157,7 +157,7 @@ class Joined(Event):
 
 @dataclass(frozen=True)
 class Misbehaved(Event):
-    """From rank 0: rank `culprit` has sent the others what no rank may send."""
+    """From rank 0: rank `culprit` has violated the protocol."""
 
     culprit: RankNumber
     message: str
@@ -284,7 +284,7 @@ class CheckpointSaved(Event):
 
 @dataclass(frozen=True)
 class Finished(Event):
-    """The completion record of a rank. A run is done only when every rank has sent one."""
+    """The completion record of a rank. A run is complete when all ranks at its end have sent it."""
 
     epochs: Epoch
     steps: Count

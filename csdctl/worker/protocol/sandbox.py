@@ -10,7 +10,7 @@ from csdctl.worker.protocol.json_codec import MAX_RANKS, SCHEMA, MaxLength, Shor
 FIRST_USER = 1_907_000_000
 """The first of the users that root becomes: outside of all ranges of accounts and containers."""
 NUM_RUNS = 3600
-"""So many runs have MAX_RANKS users each, below 2³¹."""
+"""Number of user ID ranges, with MAX_RANKS IDs each; all IDs are below 2³¹."""
 
 USER_VARIABLE = "CSDCTL_SANDBOX_OF"
 """In the environment of a sandbox: the user who started it, as whom the rank runs."""
@@ -45,7 +45,7 @@ class SandboxPolicy:
     scripts: dict[str, str] = field(default_factory=dict)
     """Files to write there: name and text."""
     user: int = FIRST_USER
-    """As whom it runs if root starts it; any other user stays who it is."""
+    """Its user ID if root starts it; otherwise the user does not change."""
     memory_bytes: int = 2 << 30
     """The memory of its own, in bytes, that each of its processes may allocate."""
     schema: int = SCHEMA
@@ -58,16 +58,16 @@ class SandboxRequest:
 
 @dataclass(frozen=True)
 class SandboxCheck:
-    """The obstacles to a sandbox on a machine; '' for none."""
+    """Whether a machine can run a sandbox, and its network interfaces."""
 
     obstacle: str
     """The reason why there can be no sandbox."""
     interfaces: Annotated[tuple[tuple[ShortText, ShortText], ...], MaxLength(1000)] = ()
-    """Name and address of each network interface; one with several addresses is there several times."""
+    """Name and address of each network interface; an interface with several addresses has several entries."""
 
 
 def user_of_link(run_id: str, rank: int) -> int:
-    """Return as whom the ends of a rank's link run where root starts them; those of other runs differ."""
+    """Return the user ID of both ends of a rank's link if root starts them; chosen by run and rank."""
     return FIRST_USER + zlib.crc32(run_id.encode()) % NUM_RUNS * MAX_RANKS + rank
 
 
@@ -77,5 +77,5 @@ def link_address(run_id: str, rank: int, key: str) -> str:
 
 
 def hub_address(run_id: str, rank: int, key: str) -> str:
-    """Return the one at which a hub awaits the link of a rank; with it, nobody knows that of another rank."""
+    """Return the address at which a hub accepts the link of a rank; it reveals no address of another rank."""
     return f"csdctl/{run_id}/hub/{rank}/{hashlib.sha256(f'{key}/{rank}'.encode()).hexdigest()[:32]}"

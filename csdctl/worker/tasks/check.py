@@ -129,7 +129,7 @@ class Check:
             raise WorkerError(
                 f"a sum over ranks is {wrong[0]:g} in {len(wrong)} of {len(total)} elements, "
                 f"expected {expected:g}",
-                remedy="check memory and network there",
+                remedy="check the memory and the network of the machines",
             )
 
     def finish(self, reason: str) -> None:

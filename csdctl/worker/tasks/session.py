@@ -107,7 +107,7 @@ class RankSession:
         os._exit(1)
 
     def _report_waiting(self, ranks: list[int]) -> None:
-        """Report whom this rank waits for."""
+        """Report the nodes that this rank waits for."""
         self._reporter.emit(WaitingFor, tuple(self._spec.ranks[rank].node for rank in ranks))
 
     def _take_part(self) -> str:

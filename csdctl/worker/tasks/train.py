@@ -189,8 +189,8 @@ class Train(ModelTask):
                 Warned,
                 f"the gradient of {named} is far larger than the median of the other nodes, "
                 f"in epoch {position.epoch}, step {position.step}",
-                "look at the samples and labels of the node: their values, and whether they are scaled like "
-                "those of the others; if they are right, test its memory (memtester), which may flip bits",
+                "check the values and the scaling of the node's samples and labels; if they are correct, "
+                "test the memory of the node for bit flips (memtester)",
             )
 
     def _slowest_link(self, communicator: Communicator) -> tuple[int, float, int] | None:

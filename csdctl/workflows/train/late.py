@@ -35,8 +35,8 @@ def check_late(job: Job, strategy: Strategy, space: Workspace, say: Say) -> None
     if not (is_known and is_possible and late.keys() <= space.facts.keys()):
         raise unreachable_error(space.whole, late)
     for error in late.values():
-        say(f"{error}")
-    say(f"beginning without {', '.join(late)}, which can take part as soon as they are reached")
+        say(str(error))
+    say(f"starting without {', '.join(late)}; they join when they become reachable")
 
 
 def prepare_late_node(inputs: RunInputs, spec: RunSpec, space: Workspace) -> PrepareNode:

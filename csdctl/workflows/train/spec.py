@@ -41,8 +41,8 @@ class TrainOptions:
     max_steps: int | None = None
     """Stop after this many steps."""
     min_nodes: int | None = None
-    """The run begins with so many nodes, others join once they can be reached, and it ends when fewer are
-    left. None: it begins with all, and ends without any."""
+    """Start with at least this many nodes; others join when they become reachable. End when fewer are left.
+    None: start with all, end when none is left."""
     is_balanced: bool = True
     """Whether batch sizes are adjusted when a node's speed changes."""
     checkpoint_interval_s: float | None = None

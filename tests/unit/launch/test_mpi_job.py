@@ -177,8 +177,8 @@ class TestDaemon:
         (["x", "  Remote host:   node1", "  Daemon exit status: 213"], "exited with 213"),
         (["  Remote daemon: [prterun-host-1@0,1] on node n"], "its MPI daemon no longer answers"),
         (["there are no slots", f"{ENDED}csd0 1"], ": there are no slots"),
-        ([f"{ENDED}host 1", f"{ENDED}csd0 143"], "mpirun said nothing"),
-        ([], "mpirun said nothing"),
+        ([f"{ENDED}host 1", f"{ENDED}csd0 143"], "mpirun printed nothing"),
+        ([], "mpirun printed nothing"),
     ],
 )
 @pytest.mark.parametrize("is_connected", [True, False])

@@ -57,7 +57,7 @@ def test_run_that_all_ranks_have_finished_is_complete_however_they_end(
     fleet.scripts[1] = finish
     fleet.run()
     warnings = {event.node: event.message for event in fleet.events if isinstance(event, Warned)}
-    suffix = ", when it had finished its part of the run"
+    suffix = ", after the rank had finished"
     assert warnings == {node: problem + suffix for node, problem in problems.items()}
 
 

@@ -230,22 +230,22 @@ FAULTS = {
     "the time of another rank": (change(-5, 30), "the time of another rank"),
     "no time": (change(-3, np.nan), "as the time of its step"),
     "not finite": (change(7, np.nan), "sent a gradient that is not finite"),
-    "too many chunks": (send_three, "more of a vector than there is"),
-    "a vector of its own making": (post(Letter.VECTOR, b"[2]"), "a message out of turn"),
+    "too many chunks": (send_three, "more chunks than the vector has"),
+    "a vector of its own making": (post(Letter.VECTOR, b"[2]"), "an unexpected message"),
     "a value that is too large": (
         post(Letter.VALUE, NUMBER.pack(2) + bytes(MAX_VALUE_BYTES + 1)),
         "a value of",
     ),
-    "a rank of another link": (post(Letter.JOIN, NUMBER.pack(1)), "bytes of another rank"),
-    "a second start": (post(Letter.JOIN, NUMBER.pack(2)), "a second start of its rank"),
-    "bytes of another rank": (post(Letter.DATA, NUMBER.pack(1)), "bytes of another rank"),
-    "bytes of no rank": (post(Letter.DATA, b"123"), "bytes of another rank"),
+    "a rank of another link": (post(Letter.JOIN, NUMBER.pack(1)), "a message in the name of another rank"),
+    "a second start": (post(Letter.JOIN, NUMBER.pack(2)), "a second JOIN of a member"),
+    "bytes of another rank": (post(Letter.DATA, NUMBER.pack(1)), "a message in the name of another rank"),
+    "bytes of no rank": (post(Letter.DATA, b"123"), "a message in the name of another rank"),
     "the loss of another rank": (post(Letter.NOTE, b'[[1,"",true]]'), "the loss of another rank"),
     "a loss that is none": (post(Letter.NOTE, b"[1]"), "sent an invalid message"),
     "counters that are none": (post(Letter.TRAFFIC, b"[-1,0]"), "sent an invalid message"),
-    "a step that it gives up": (post(Letter.VOIDED, NUMBER.pack(2)), "it gave up a step that rank 0 did not"),
-    "a message that is for ranks": (post(Letter.TOTAL, b"\0"), "a message out of turn"),
-    "a letter that is none": (post(b"?"), "a message out of turn"),
+    "a step that it gives up": (post(Letter.VOIDED, NUMBER.pack(2)), "an abort of a step"),
+    "a message that is for ranks": (post(Letter.TOTAL, b"\0"), "an unexpected message"),
+    "a letter that is none": (post(b"?"), "an unexpected message"),
     "a terabyte announced": (announce, "its link was lost"),
 }
 
@@ -273,7 +273,7 @@ def test_value_in_place_of_a_vector_is_lost_when_the_others_go_on(group: Scripte
     first.send(Letter.VALUE, NUMBER.pack(1) + b"1")
     third.send(Letter.VALUE, NUMBER.pack(3) + b"3")
     assert gathered.result() == {0: 0, 1: 1, 3: 3}
-    assert group.host.lost == [(2, "sent a message out of turn", True)]
+    assert group.host.lost == [(2, "sent an unexpected message", True)]
 
 
 def test_gradients_of_most_ranks_that_are_not_finite_are_summed(group: ScriptedGroup) -> None:
