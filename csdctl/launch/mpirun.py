@@ -231,7 +231,7 @@ class Mpirun:
     @property
     def obstacles(self) -> dict[str, str]:
         """Machines that cannot run a sandbox, and why."""
-        return {name: check.obstacle for name, check in self.sandboxes.items() if check.obstacle}
+        return {name: check.obstacle for name, check in list(self.sandboxes.items()) if check.obstacle}
 
     def find_paths(self, node: str, starter: str) -> list[tuple[End, End]]:
         """Return the ends of the link between two machines, in the order to try them; raises NodeError."""

@@ -344,6 +344,8 @@ class RankProcesses:
         self._unhandled: RankMessage | None = None
         self._again: RankMessage | None = None
         """A message whose handling was interrupted."""
+        self._restarting: set[int] = set()
+        """Ranks whose next process has not arrived yet."""
         self._is_over = threading.Event()
         self._lock = threading.Lock()
 
@@ -367,6 +369,7 @@ class RankProcesses:
         except queue.Empty:
             return None
         if message is None:
+            self._restarting.discard(process.rank)
             self._running[process.rank] = process
             return Restarted(process.rank)
         return message if self._running.get(process.rank) is process else None
@@ -412,6 +415,9 @@ class RankProcesses:
 
     def restart(self, rank: int) -> None:
         """Try to restart a dropped rank until it succeeds or the run is over; return at once."""
+        if rank in self._restarting:
+            return
+        self._restarting.add(rank)
         name = f"restart rank {rank}"
         threading.Thread(target=self._keep_restarting, args=(rank,), name=name, daemon=True).start()
 

@@ -7,7 +7,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from csdctl.errors import CsdctlError, DeadlineError, UnreachableError
+from csdctl.errors import CsdctlError, DeadlineError, NodeError, UnreachableError
 from csdctl.fleet.model import HOST_NAME
 from csdctl.launch.leftovers import END_DEADLINE_S, CleanupOptions, clean_machine, relock_machine
 from csdctl.launch.mpi_job import JobOutcome, MpiJob, explain_link
@@ -162,6 +162,8 @@ class RankStarter:
     """What is open to nodes whose connection was lost; closed when that is lost, too."""
     paths: dict[int, int] = field(default_factory=dict)
     """By rank, which of the paths of its link has connected."""
+    over: threading.Event = field(default_factory=threading.Event)
+    """Set when the run is over: nothing is opened any more."""
     told: dict[int, str] = field(default_factory=dict)
     """By rank, why it could not be restarted, as its log says."""
 
@@ -208,6 +210,8 @@ class RankStarter:
                 self.spec_paths[node] = self.prepare_late_node(session)
             self.mpirun.sandboxes[node] = self.examine(session)
             self.paths.pop(rank, None)
+            if self.over.is_set():
+                raise NodeError("the run is over", node=node)
             process = self._start_process(rank, session)
             self.mpirun.sessions[node] = session
             self.opened[node] = self.stack.enter_context(opened.pop_all())

@@ -39,6 +39,8 @@ USER, CALLBACK = "user", "callback"
 """Who has stopped a run (`Supervisor.stopped_by`)."""
 STOPPED_S = 5.0
 """A wait for a message that is longer by this much: csdctl itself was stopped, and messages are late."""
+MAX_PAUSES = 10
+"""Pauses of `Patience.relink_s` before a link is started again, at most."""
 EARLY = "reported its completion before the run was complete"
 PROGRESS = (Ready, Joined, Progress, Evaluating, EpochEnd, Finished)
 """Events of rank 0 that show that the run does not hang."""
@@ -241,13 +243,12 @@ class Supervisor:
             return
         if state.link and state.link.has_ended:
             outcome = self._close_link(rank)
-            state.link_after = time.monotonic() + self._patience.relink_s * min(state.num_losses, 5)
             error = self._setup.explain_link(outcome, self._setup.nodes[rank])
             if outcome.is_clean and state.is_member:
                 # Maybe the run is over, and the completion record follows.
                 state.left = time.monotonic(), error.message
             elif state.is_ready:
-                self._lose(rank, error, is_restarting=False)
+                self._lose_link(rank, error)
         elif state.link and not state.link.is_connected:
             if time.monotonic() - state.link.started > self._patience.link_s:
                 state.link.end()
@@ -259,12 +260,13 @@ class Supervisor:
 
     def _start_link(self, rank: int) -> None:
         """Start the link of a rank, unless it is too soon, or was lost too often."""
-        if time.monotonic() < self._ranks[rank].link_after or self._is_exhausted(rank):
+        state = self._ranks[rank]
+        if time.monotonic() < state.link_after:
             return
         try:
-            self._ranks[rank].link = self._setup.start_link(rank)
+            state.link = self._setup.start_link(rank)
         except CsdctlError as error:
-            self._lose(rank, error, is_restarting=False)
+            self._lose_link(rank, error)
 
     def _close_link(self, rank: int) -> JobOutcome:
         state = self._ranks[rank]
@@ -292,9 +294,19 @@ class Supervisor:
             self._note_loss(rank, error)
             if not self._has_trained:
                 raise as_run_error(error)
+        else:
+            self._ranks[rank].num_losses += 1
         if is_restarting:
             self._drop(rank)
         self._check_num_nodes()
+
+    def _lose_link(self, rank: int, error: CsdctlError) -> None:
+        """Note the loss of a link, which is started again after a pause, however often it is lost."""
+        server = self._servers[rank] if self._servers[rank] != rank else 0
+        if self._ranks[rank].loss is None or server == 0 or self._ranks[server].is_member:
+            self._lose(rank, error, is_restarting=False)
+        pause_s = self._patience.relink_s * min(self._ranks[rank].num_losses, MAX_PAUSES)
+        self._ranks[rank].link_after = time.monotonic() + pause_s
 
     def _note_loss(self, rank: int, error: CsdctlError) -> None:
         state = self._ranks[rank]
@@ -324,9 +336,12 @@ class Supervisor:
         self._record(Warned(rank, self._setup.nodes[rank], text))
 
     def _check_num_nodes(self) -> None:
-        # A rank that waits for another link is not gone: all do when rank 0 is lost.
+        # A rank that waits for another link is not gone: all do when rank 0 is lost. A run that cannot be
+        # resumed, such as a trial, goes on with nobody who comes back.
         waiting = {
-            rank for rank, state in self._ranks.items() if state.is_ready and not self._is_exhausted(rank)
+            rank
+            for rank, state in self._ranks.items()
+            if self._setup.is_resumable and state.is_ready and not self._is_exhausted(rank)
         }
         left = [rank for rank, state in self._ranks.items() if rank and (not state.loss or rank in waiting)]
         if len(left) >= self._setup.min_nodes or 0 in self._finished:
@@ -384,6 +399,7 @@ class Supervisor:
         elif self._ranks[ended.rank].loss is None or self._ranks[ended.rank].is_ready:
             self._lose(ended.rank, ended.error)
         else:
+            self._ranks[ended.rank].num_losses += 1
             self._drop(ended.rank)
 
     def _note_failure(self, failed: Failed) -> None:

@@ -27,7 +27,7 @@ from csdctl.worker.group.channel import (
     split_parts,
 )
 from csdctl.worker.group.chunks import SumSizes, divide
-from csdctl.worker.group.hub import REPORT, HubSettings, Lost, Verdict
+from csdctl.worker.group.hub import REPORT, WAITING_INTERVAL_S, HubSettings, Lost, Verdict
 from csdctl.worker.group.shared_memory import share_vector
 from csdctl.worker.group.values import (
     MAX_REASON,
@@ -191,10 +191,14 @@ class Communicator:
         Raises PeerFaultError when they are more than `max_bytes`, RankLostError when rank 0 waits for a rank
         that is lost, and StepVoidError when rank 0 has given up the step.
         """
+        self.look()
         while not self._arrived.get(rank):
             if rank in self._gone:
                 raise RankLostError(rank)
-            self.await_joining()
+            is_ready = select.select([self._linked], [], [], WAITING_INTERVAL_S)[0]
+            if self.has_hub and not is_ready:
+                self._on_waiting([rank])
+            self.look()
         content = self._arrived[rank].pop(0)
         if len(content) > max_bytes:
             raise PeerFaultError(rank, f"sent {len(content)} bytes, expected at most {max_bytes}")

@@ -21,6 +21,7 @@ import socket
 import statistics
 import struct
 import time
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -118,8 +119,8 @@ class _Child:
     """The ranks in its vector, once that is complete."""
     completed_s: float = 0.0
     """Monotonic time at which its vector was complete."""
-    is_voided: bool = False
-    """Whether its vector belongs to a step that was given up."""
+    num_voided: int = 0
+    """Aborted steps that it has not confirmed yet: until then, its messages belong to them."""
     traffic: tuple[int, int] | None = None
     """Bytes that the link has sent and received; None until it reports them."""
 
@@ -130,6 +131,9 @@ class Hub:
     The hub of a server, which has a parent, sends its sum there in the place of `_end_sum`, and the answer of
     the parent ends the sum.
     """
+
+    _held: dict[int, bytes | bytearray] | None = None
+    """JOIN of ranks behind a server, until its own rank has joined; None on the host, and after that."""
 
     def __init__(self, rank: Channel, settings: HubSettings, local: int, total: int) -> None:
         """`local`, `total`: descriptors of the rank's vector and of the sum."""
@@ -164,16 +168,16 @@ class Hub:
         """Ranks that take part from the next operation on."""
         self._dropped: set[int] = set()
         """On a server, ranks lost since the latest verdict, which may not know it."""
-        self._voided: set[int] = set()
-        """On the host, ranks whose messages belong to a step that was given up."""
+        self._voided: Counter[int] = Counter()
+        """On the host, how many aborted steps each rank has not confirmed yet."""
         self._values: dict[int, tuple[bytes, bytes]] = {}
         """On the host, values of ranks, or their end, that belong to no operation yet."""
         self._request: tuple[bytes, bytearray] | None = None
         """What the rank asks for."""
         self._requested_s = self._reported_s = 0.0
-        self._has_passed = self._is_voided = False
-        """On a server: whether the parent has this machine's part of what the rank asks for, and whether what
-        the rank asks for belongs to a step that was given up."""
+        self._has_passed, self._num_voided = False, 0
+        """On a server: whether the parent has this machine's part of what the rank asks for, and the aborted
+        steps that the rank has not confirmed yet."""
         self._verdict = b""
         """On a server: what the parent has said of the sum."""
         self._number = self._num_published = 0
@@ -201,6 +205,7 @@ class Hub:
             rank.send(Letter.OPEN)
             parent = self._parent = listener.await_link(check)
         parent.max_bytes = settings.max_bytes + MAX_VALUES_BYTES
+        self._held = {}
         parent.send_descriptors(*self._up_descriptors)
         parent.send(Letter.OPEN, to_json(LinkSettings(settings.sizes, parent.max_bytes, True)).encode())
         self._above.append(parent)
@@ -290,7 +295,7 @@ class Hub:
             self._note_losses(child, decode_value(Lost, content))
         elif letter in Letter.WITH_SENDER:
             self._process_sent(child, letter, content)
-        elif child.is_voided:
+        elif child.num_voided:
             return
         elif letter == Letter.CHUNK:
             child.num_parts += 1
@@ -313,24 +318,26 @@ class Hub:
                 raise ValueError("a second JOIN of a member")
             self._joined.add(sender)
         elif sender == child.rank and letter == Letter.VOIDED:
-            if not child.is_voided:
+            if not child.num_voided:
                 raise ValueError("an abort of a step that rank 0 did not abort")
-            child.is_voided = False
-        elif sender == child.rank and child.is_voided:
+            child.num_voided -= 1
+        elif sender == child.rank and child.num_voided:
             return
         elif letter != Letter.DATA and len(content) > NUMBER.size + MAX_VALUE_BYTES:
             raise ValueError(f"a value of {len(content) - NUMBER.size} bytes")
-        if self._parent:
+        if letter == Letter.JOIN and self._held is not None:
+            self._held[sender] = content
+        elif self._parent:
             self._parent.post(letter, content)
         else:
             self._process_on_host(sender, letter, content)
 
     def _process_on_host(self, sender: int, letter: bytes, content: bytearray) -> None:
         if letter == Letter.VOIDED:
-            self._voided.discard(sender)
-        elif letter == Letter.JOIN or (letter == Letter.DATA and sender not in self._voided):
+            self._voided[sender] -= 1
+        elif letter == Letter.JOIN or (letter == Letter.DATA and not self._voided[sender]):
             self._rank.post(letter, content)
-        elif sender not in self._voided:
+        elif not self._voided[sender]:
             if sender in self._values or sender not in self._members:
                 self._evict(sender, "sent an invalid message: an unexpected message")
             else:
@@ -366,10 +373,11 @@ class Hub:
     def _drop(self, ranks: Collection[int], reason: str, *, is_fault: bool) -> None:
         present = (self._members | self._joined) & set(ranks)
         lost = [(rank, reason[:MAX_REASON], is_fault) for rank in sorted(present)]
-        for ranks_of_a_kind in (self._members, self._joined, self._admitted, self._voided):
+        for ranks_of_a_kind in (self._members, self._joined, self._admitted):
             ranks_of_a_kind.difference_update(present)
         for rank in present:
-            self._values.pop(rank, None)
+            for of_ranks in (self._values, self._voided, self._held or {}):
+                of_ranks.pop(rank, None)
         self._dropped |= present
         self._arrange()
         if lost:
@@ -396,15 +404,22 @@ class Hub:
     def _process_rank(self, letter: bytes, content: bytearray) -> None:
         """Do what the rank asks for, or keep it until its turn."""
         if self._parent and letter in Letter.WITH_SENDER:
-            self._is_voided &= letter != Letter.VOIDED
+            self._num_voided -= letter == Letter.VOIDED
             self._parent.post(letter, content)
+            if letter == Letter.JOIN:  # a node takes part after its server
+                for held in (self._held or {}).values():
+                    self._parent.post(letter, held)
+                self._held = None
         elif letter == Letter.ADMIT:
             self._admitted |= set(decode_value(tuple[RankNumber, ...], content)) & self._joined
         elif letter in (Letter.DATA, Letter.NOTE):
             self._pass_down(letter, content)
         elif letter == Letter.VOID:
-            self._void(self._present, self._decide(()))
-        elif letter != Letter.VOIDED and not self._is_voided:
+            present = self._present
+            # Not those that are admitted now: they get no VOID.
+            self._voided.update(self._members & {rank for child in present for rank in child.behind})
+            self._void(present, self._decide(()))
+        elif letter != Letter.VOIDED and not self._num_voided:
             self._request = letter, content
             self._requested_s = self._reported_s = time.monotonic()
             if letter == Letter.TRAFFIC:
@@ -442,7 +457,7 @@ class Hub:
             self._deliver_values(present, content)
         elif letter == Letter.VOID:
             self._take_members(content)
-            self._is_voided = True
+            self._num_voided += 1
             self._void(present, bytes(content))
         elif letter == Letter.ADMIT:
             self._set_members(decode_value(tuple[RankNumber, ...], content))
@@ -710,8 +725,7 @@ class Hub:
         """Abort the step on all ranks, and drop their messages of it."""
         for child in present:
             child.channel.post(Letter.VOID, verdict)
-            child.is_voided = True
-        self._voided = self._members - {self._me}
+            child.num_voided += 1
         self._values.clear()
         self._begin_vector(0)
         self._rank.post(Letter.VOID, verdict)

@@ -139,8 +139,8 @@ class Train(ModelTask):
         self.reader.set_epoch(progress.position.epoch)
         self._epoch_totals, self._since_report = StepTotals(), StepTotals()
         while progress.position.step < progress.segment.stop_step:
-            before = communicator.members
             self._admit(communicator)
+            before = communicator.members
             try:
                 step = self._run_step(communicator)
             except StepVoidError:  # with the ranks that are left, the same step again

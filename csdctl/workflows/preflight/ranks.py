@@ -148,7 +148,8 @@ def run_spec(
             is_over = True  # what is left of the run is on the disk of this machine
         finally:
             # End all processes first: a full disk must not prevent that.
-            end_run(spec.run_id, sessions, fleet, is_removing=is_over)
+            starter.over.set()
+            end_run(spec.run_id, dict(sessions), fleet, is_removing=is_over)
             if conditions.is_resumable:
                 space.ledger.run = spec.run_id
             space.ledger.add(add_rank_traffic([traffic.total], nodes, conditions.traffic_classes))

@@ -8,6 +8,7 @@ have got, and joins the run between two steps.
 from dataclasses import replace
 
 from csdctl.errors import InputError
+from csdctl.job.compatibility import check_compatibility
 from csdctl.job.model import Job
 from csdctl.notify import Say
 from csdctl.shipping.deliver import deliver
@@ -52,6 +53,7 @@ def prepare_late_node(inputs: RunInputs, spec: RunSpec, space: Workspace) -> Pre
             info = prepared.prepare_node(session)
             if info.fingerprint != prepared.absent[name].fingerprint:
                 raise InputError("its private data has changed since it was prepared", node=name)
+            check_compatibility(prepared.model.info, {"public": prepared.public, name: info})
             ranks = [replace(r, private=whole(info)) if r.node == name else r for r in spec.ranks]
             own = replace(spec, ranks=tuple(ranks))
         stored = store_bytes(to_json(own).encode(), ".json", space.project.root)

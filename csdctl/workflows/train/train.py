@@ -253,14 +253,15 @@ class TrainRequest:
     def check_files(self, say: Say = lambda line: None) -> Fleet:
         """Check run and plan as far as that needs no machine: before any is contacted.
 
-        Returns the fleet without the nodes that the plan leaves out, after telling of them. Raises InputError
-        for a run or plan that does not exist, or does not fit job and fleet.
+        Returns the fleet without the nodes that take no part, after telling of them. Raises InputError for a
+        run or plan that does not exist, or does not fit job and fleet.
         """
         project = ProjectDirectory(self.directory)
         if self.resume is not None:
-            run = find_resumable(project, self.resume, self.job, self.fleet, lambda line: None)
+            run = find_resumable(project, self.resume, self.job, self.fleet, say)
             plan = _load_manifest(run).plan
-        elif not self.batch_size:
+            return keep_nodes(self.fleet, {rank.node for rank in plan.ranks})
+        if not self.batch_size:
             plan = load_plan(self.plan_path or project.plan(self.job.name))
             check_plan(plan, self.job, self.fleet, {})
         else:
@@ -294,7 +295,7 @@ def run_training(request: TrainRequest, observer: RunObserver) -> TrainResult:
         request.directory, fleet, "train", is_locking=True, say=observer.say, min_nodes=min_nodes
     ) as space:
         if request.resume:
-            run = find_resumable(space.project, request.resume, request.job, space.whole, observer.say)
+            run = find_resumable(space.project, request.resume, request.job, space.whole, lambda line: None)
             if is_complete(run, request.job):
                 return TrainResult(run, read_results(run).summary, was_complete=True)
             strategy = strategy_of(load_spec(run))
@@ -342,7 +343,7 @@ def rehearse_training(request: TrainRequest, observer: RunObserver) -> Rehearsal
     with open_workspace(request.directory, fleet, "train", say=observer.say, min_nodes=min_nodes) as space:
         run = None
         if request.resume:
-            run = find_resumable(space.project, request.resume, request.job, space.whole, observer.say)
+            run = find_resumable(space.project, request.resume, request.job, space.whole, lambda line: None)
             plan, strategy = Manifest.model_validate(run.load_manifest()).plan, strategy_of(load_spec(run))
         else:
             plan = resolve_plan(request.job, space, observer.say, request.plan_path, request.batch_size)

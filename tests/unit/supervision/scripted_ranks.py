@@ -157,6 +157,7 @@ class Fleet:
         self.scripts: dict[int, Script] = {}
         self.on_order: Callable[[ScriptedRank, Order], None] = lambda rank, order: None
         self.on_event: Callable[[Event], None] = lambda event: None
+        self.on_link: Callable[[ScriptedLink], None] = lambda link: None
         self.never_connect: set[int] = set()
         """Ranks whose links do not connect from now on."""
         self.reachable: set[int] = set()
@@ -296,6 +297,7 @@ class Fleet:
         has_hub = not self.rank(0).has_exited
         is_connected = rank not in self.never_connect and has_hub
         self.links.append(ScriptedLink(rank, is_connected, has_ended=not has_hub))
+        self.on_link(self.links[-1])
         if self._begins_with:
             self._change()
         return self.links[-1]

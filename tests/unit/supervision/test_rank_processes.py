@@ -125,6 +125,20 @@ def test_restart_that_fails_is_retried(
     assert not machine.failures
 
 
+def test_rank_that_is_being_restarted_is_started_once(processes: RankProcesses, machine: Machine) -> None:
+    may_start = threading.Event()
+    machine.on_start = lambda process: may_start.wait()
+    processes.restart(1)
+    processes.restart(1)
+    may_start.set()
+    assert processes.receive(WAIT_S) == Restarted(1)
+    assert processes.receive(0.1) is None
+    assert len(machine.started) == 1
+    processes.drop(1)
+    processes.restart(1)
+    assert processes.receive(WAIT_S) == Restarted(1)
+
+
 def test_process_that_starts_after_the_run_is_over_is_closed(
     processes: RankProcesses, machine: Machine
 ) -> None:

@@ -133,3 +133,40 @@ def test_rank_whose_node_could_not_be_reached_joins_a_run_that_began_without_it(
     assert fleet.groups == [(0, 2), (0, 1, 2)]
     assert fleet.nodes_of(NodeLost) == fleet.nodes_of(NodeBack) == ["csd0"]
     assert fleet.lost_messages() == ["does not answer"]
+
+
+def test_node_whose_link_never_connects_again_does_not_count_as_left(fleet: Fleet) -> None:
+    """Its process answers over SSH, and the host would train alone for ever."""
+    fleet.min_nodes = 2
+
+    def break_for_good(fleet: Fleet) -> None:
+        fleet.never_connect = {1}
+        fleet.break_link(1)
+
+    fleet.scripts[1] = break_for_good
+    fleet.on_link = lambda link: setattr(link, "has_ended", not link.is_connected)
+    error = fleet.run_to_error()
+    assert "nodes left: 1, but --min-nodes is 2" in error.message
+    assert len([link for link in fleet.links if link.rank == 1]) >= fleet.patience.max_restarts
+
+
+def test_process_that_ends_whenever_it_starts_is_not_restarted_for_ever(fleet: Fleet) -> None:
+    def start(rank: ScriptedRank) -> None:
+        if len(fleet.processes) <= 3:
+            rank.report_ready()
+        else:
+            rank.exit("no memory")
+            if len(fleet.processes) == 3 + fleet.patience.max_restarts:
+                fleet.finish()
+
+    fleet.on_start = start
+    fleet.reachable = {1}
+    fleet.scripts[1] = lambda fleet: fleet.rank(1).exit()
+    fleet.run()
+    assert [process.rank for process in fleet.processes[3:]] == [1] * fleet.patience.max_restarts
+
+
+def test_trial_ends_with_the_first_link_that_is_lost(fleet: Fleet) -> None:
+    fleet.is_resumable, fleet.min_nodes = False, 2
+    fleet.scripts[1] = lambda fleet: fleet.break_link(1, "cut")
+    assert "its link was lost: cut" in fleet.run_to_error().message

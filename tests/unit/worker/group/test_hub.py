@@ -3,6 +3,7 @@
 import contextlib
 import json
 import select
+import socket
 import struct
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -11,10 +12,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from csdctl.worker.group.channel import MAX_VALUE_BYTES, NUMBER, Letter
-from csdctl.worker.group.communicator import NUM_KEPT
-from csdctl.worker.group.hub import MAX_HELD_BYTES
+from csdctl.worker.group import communicator
+from csdctl.worker.group.channel import MAX_VALUE_BYTES, NUMBER, Channel, Letter
+from csdctl.worker.group.communicator import NUM_KEPT, HubCommunicator, HubProcess
+from csdctl.worker.group.hub import MAX_HELD_BYTES, HubSettings
 from csdctl.worker.group.values import RankLostError, StepVoidError
+from csdctl.worker.protocol.sandbox import link_address
 from tests.linked_ranks import add
 from tests.patience import eventually
 from tests.unit.worker.group.scripted_links import SIZE, ScriptedGroup, ScriptedLink
@@ -153,6 +156,83 @@ def test_step_that_is_given_up_is_taken_anew_and_what_was_sent_of_it_is_dropped(
         link.send(Letter.VOIDED, NUMBER.pack(link.rank))
         link.send_parts(group.make(link.rank))
     assert_sum(group, group.sum().result(), [first, second, third])
+
+
+def test_rank_that_confirms_two_aborted_steps_one_after_the_other_is_not_at_fault(
+    group: ScriptedGroup,
+) -> None:
+    """It is slow: what it sends between its two answers belongs to the second of these steps."""
+    links = group.begin([1, 2, 3])
+    for _ in range(2):
+        with pytest.raises(StepVoidError):
+            group.host.give_up_step()
+    for number in (7, 8):
+        for link in links:
+            link.await_letter(Letter.VOID)
+            link.send(Letter.VOIDED, NUMBER.pack(link.rank))
+            if number == 7:
+                link.send(Letter.DATA, NUMBER.pack(link.rank) + b"of the aborted step")
+                link.send_parts(group.make(link.rank, number))
+    for link in links:
+        link.send(Letter.DATA, NUMBER.pack(link.rank) + b"new")
+        link.send_parts(group.make(link.rank))
+    assert [group.host.receive(link.rank, 100, "samples") for link in links] == [b"new"] * 3
+    assert_sum(group, group.sum().result(), links)
+
+
+def test_rank_that_is_admitted_by_an_aborted_step_is_heard(group: ScriptedGroup) -> None:
+    first, second = group.begin([1, 2])
+    third = group.connect(3)
+    group.host.admit([3])
+    with pytest.raises(StepVoidError):
+        group.host.give_up_step()
+    for link in (first, second):
+        link.await_letter(Letter.VOID)
+        link.send(Letter.VOIDED, NUMBER.pack(link.rank))
+    assert group.host.members == (0, 1, 2, 3)
+    third.send(Letter.DATA, NUMBER.pack(3) + b"content")
+    assert group.host.receive(3, 7, "samples") == b"content"
+
+
+def test_rank_0_says_which_rank_it_waits_for_bytes_of(
+    group: ScriptedGroup, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(communicator, "WAITING_INTERVAL_S", 0.01)
+    first, *_ = group.begin([1, 2, 3])
+    waited: list[list[int]] = []
+
+    def note(ranks: list[int]) -> None:
+        waited.append(ranks)
+        if len(waited) == 2:
+            first.send(Letter.DATA, NUMBER.pack(1) + b"content")
+
+    monkeypatch.setattr(group.host, "_on_waiting", note)
+    assert group.host.receive(1, 7, "samples") == b"content"
+    assert waited[:2] == [[1], [1]]
+
+
+def test_node_behind_a_server_joins_after_it() -> None:
+    """Else rank 0 could admit the node alone, and its server would know nothing of it."""
+    settings = HubSettings("joining", 1, "key", "node-key", (0, 1, 1), ((SIZE, 0),), 1 << 16)
+    server = HubCommunicator(HubProcess(), settings, lambda missing: None)
+    with contextlib.closing(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)) as host:
+        host.connect("\0" + link_address("joining", 1, "node-key"))
+        above = Channel(host)
+        above.receive_descriptors(2)
+        node = ScriptedLink("joining", 2)
+        node.join()
+        server.connect(lambda: None)
+        node.send(Letter.DATA, NUMBER.pack(2) + b"after its JOIN")
+        received = []
+        while not received or received[-1] != (Letter.DATA, 2):
+            letter, content = above.receive()
+            if letter != Letter.OPEN:
+                received.append((letter, NUMBER.unpack_from(content)[0]))
+        assert received == [(Letter.DATA, 2)]
+        server.join("hash")
+        assert [NUMBER.unpack_from(above.receive()[1])[0] for _ in range(2)] == [1, 2]
+    node.close()
+    server.disconnect()
 
 
 def test_values_of_all_ranks_reach_all_and_an_invalid_one_is_left_out(group: ScriptedGroup) -> None:
