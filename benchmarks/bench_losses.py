@@ -3,8 +3,8 @@
     make bench ARGS="-k losses"
 
 Five nodes with 22% of a core, each behind a cable of its own, and SSH over another network. Each kind of
-loss is caused NUM_LOSSES times in one training (variables CSDCTL_LOSSES and CSDCTL_LOSS_KINDS). A step of rank 0 is seen by its step
-file, which is written after each. Prints figures, asserts no limits.
+loss is caused NUM_LOSSES times in one training (variables CSDCTL_LOSSES and CSDCTL_LOSS_KINDS). A step of
+rank 0 is seen by its step file, which is written after each. Prints figures, asserts no limits.
 """
 
 import json
