@@ -305,7 +305,7 @@ class Supervisor:
         server = self._servers[rank] if self._servers[rank] != rank else 0
         if self._ranks[rank].loss is None or server == 0 or self._ranks[server].is_member:
             self._lose(rank, error, is_restarting=False)
-        pause_s = self._patience.relink_s * min(self._ranks[rank].num_losses, MAX_PAUSES)
+        pause_s = self._patience.relink_s * min(max(0, self._ranks[rank].num_losses - 1), MAX_PAUSES)
         self._ranks[rank].link_after = time.monotonic() + pause_s
 
     def _note_loss(self, rank: int, error: CsdctlError) -> None:
