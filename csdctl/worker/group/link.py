@@ -40,9 +40,10 @@ KEEPALIVE = {
     socket.TCP_KEEPIDLE: 1,
     socket.TCP_KEEPINTVL: 1,
     socket.TCP_KEEPCNT: 2,
-    socket.TCP_USER_TIMEOUT: 2500,
+    socket.TCP_USER_TIMEOUT: 1900,
 }
-"""A machine whose kernel has acknowledged nothing for 3 s, or no data for 2.5 s, is lost: no power, no cable.
+"""A machine whose kernel has acknowledged nothing for about 2 s is lost: no power, no cable. With less than the
+time of two probes, the second one decides.
 
 A process that is stopped or throttled does not count as lost, since its kernel answers.
 """
