@@ -42,8 +42,8 @@ KEEPALIVE = {
     socket.TCP_KEEPCNT: 2,
     socket.TCP_USER_TIMEOUT: 1900,
 }
-"""A machine whose kernel has acknowledged nothing for about 2 s is lost: no power, no cable. The time is below
-that of two probes, so that the second probe decides.
+"""A machine whose kernel has acknowledged nothing for about 2 s is lost: no power, no cable. It is less than
+the time of two probes, so that the second probe decides.
 
 A process that is stopped or throttled does not count as lost, since its kernel answers.
 """
