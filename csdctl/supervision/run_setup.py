@@ -46,9 +46,9 @@ class Patience:
     cause_s: float = 1.0
     """Maximum time to find the cause of a loss, after rank 0 has continued without the rank."""
     relink_s: float = 1.0
-    """Pause before a link is started again, for each loss before."""
+    """Pause before a link is started again, for each loss of it before."""
     max_restarts: int = 3
-    """Restarts of one rank, or of its link, without progress in between."""
+    """Restarts of the process of a rank without progress in between; a link is restarted for ever."""
     renew_s: float = 30.0
     """After a rank has taken part for this long, its restarts are counted from 0."""
 

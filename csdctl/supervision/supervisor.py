@@ -79,7 +79,9 @@ class RankState:
     left: tuple[float, str] | None = None
     """When rank 0 went on without it, in monotonic seconds, and why, until a better cause is known."""
     num_losses: int = 0
-    """Losses since the run made progress with it, which counts at the end of an epoch or after a while."""
+    """Losses of its process since the run made progress with it: the end of an epoch, or a while."""
+    num_link_losses: int = 0
+    """The same of its link."""
     pinged: float | None = None
     """When it was pinged, until it answers."""
     heard: float = 0.0
@@ -280,7 +282,7 @@ class Supervisor:
     # Losses
 
     def _is_exhausted(self, rank: int) -> bool:
-        """Return whether `rank` was lost too often, without progress in between, to be restarted again."""
+        """Return whether the process of `rank` was lost too often to be restarted again."""
         return self._ranks[rank].num_losses > self._patience.max_restarts
 
     def _lose(self, rank: int, error: CsdctlError, *, is_restarting: bool = True) -> None:
@@ -290,28 +292,27 @@ class Supervisor:
         """
         if rank in self._finished:
             self._warn(rank, error.message)
-        elif self._ranks[rank].loss is None:
-            self._note_loss(rank, error)
-            if not self._has_trained:
-                raise as_run_error(error)
         else:
-            self._ranks[rank].num_losses += 1
+            self._ranks[rank].num_losses += is_restarting
+            if self._ranks[rank].loss is None:
+                self._note_loss(rank, error)
+                if not self._has_trained:
+                    raise as_run_error(error)
         if is_restarting:
             self._drop(rank)
         self._check_num_nodes()
 
     def _lose_link(self, rank: int, error: CsdctlError) -> None:
         """Note the loss of a link, which is started again after a pause, however often it is lost."""
-        server = self._servers[rank] if self._servers[rank] != rank else 0
-        if self._ranks[rank].loss is None or server == 0 or self._ranks[server].is_member:
-            self._lose(rank, error, is_restarting=False)
-        pause_s = self._patience.relink_s * min(max(0, self._ranks[rank].num_losses - 1), MAX_PAUSES)
-        self._ranks[rank].link_after = time.monotonic() + pause_s
+        state, server = self._ranks[rank], self._servers[rank] if self._servers[rank] != rank else 0
+        pause_s = self._patience.relink_s * min(state.num_link_losses, MAX_PAUSES)
+        state.link_after = time.monotonic() + pause_s
+        state.num_link_losses += server == 0 or self._ranks[server].is_member
+        self._lose(rank, error, is_restarting=False)
 
     def _note_loss(self, rank: int, error: CsdctlError) -> None:
         state = self._ranks[rank]
         state.loss, state.is_member, state.left = error, False, None
-        state.num_losses += 1
         self._record(NodeLost(rank, self._setup.nodes[rank], error.message, error.remedy))
 
     def _drop(self, rank: int) -> None:
@@ -338,10 +339,11 @@ class Supervisor:
     def _check_num_nodes(self) -> None:
         # A rank that waits for another link is not gone: all do when rank 0 is lost. A run that cannot be
         # resumed, such as a trial, goes on with nobody who comes back.
+        max_losses = self._patience.max_restarts if self._setup.is_resumable else -1
         waiting = {
             rank
             for rank, state in self._ranks.items()
-            if self._setup.is_resumable and state.is_ready and not self._is_exhausted(rank)
+            if state.is_ready and max(state.num_losses, state.num_link_losses) <= max_losses
         }
         left = [rank for rank, state in self._ranks.items() if rank and (not state.loss or rank in waiting)]
         if len(left) >= self._setup.min_nodes or 0 in self._finished:
@@ -389,7 +391,7 @@ class Supervisor:
             is_end = isinstance(report, EpochEnd)
             for state in self._ranks.values():
                 if state.is_member and (is_end or time.monotonic() - state.since > self._patience.renew_s):
-                    state.num_losses = 0
+                    state.num_losses = state.num_link_losses = 0
 
     def _note_exit(self, ended: ProcessEnded) -> None:
         if ended.rank in self._finished:

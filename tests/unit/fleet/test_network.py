@@ -21,6 +21,6 @@ def test_names_of_the_host_are_recognized_and_no_others() -> None:
 
 def test_node_with_csdctls_name_of_the_host_must_be_renamed(tmp_path: Path) -> None:
     (tmp_path / "fleet.yaml").write_text("nodes: [{name: host, address: 192.0.2.1}]\n")
-    with pytest.raises(InputError, match="csdctl calls its own machine so") as raised:
+    with pytest.raises(InputError, match="csdctl uses this name for its own machine") as raised:
         load_fleet(tmp_path / "fleet.yaml")
     assert raised.value.remedy == "give the node another `name`; its `address` may stay"

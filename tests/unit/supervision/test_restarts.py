@@ -6,7 +6,7 @@ from csdctl.errors import UnreachableError
 from csdctl.worker.protocol.events import EpochEnd, Event, NodeBack, NodeLost, Progress
 from csdctl.worker.protocol.orders import Begin
 from tests.patience import scaled
-from tests.unit.supervision.scripted_ranks import Fleet, ScriptedRank, orders_of
+from tests.unit.supervision.scripted_ranks import Fleet, ScriptedLink, ScriptedRank, orders_of
 
 
 @pytest.mark.parametrize("num_failed", [0, 1])
@@ -170,3 +170,24 @@ def test_trial_ends_with_the_first_link_that_is_lost(fleet: Fleet) -> None:
     fleet.is_resumable, fleet.min_nodes = False, 2
     fleet.scripts[1] = lambda fleet: fleet.break_link(1, "cut")
     assert "its link was lost: cut" in fleet.run_to_error().message
+
+
+def test_links_that_fail_while_a_node_is_off_do_not_count_against_its_process(fleet: Fleet) -> None:
+    """Its connection is found to be dead later, and its process is then restarted."""
+
+    def switch_off(fleet: Fleet) -> None:
+        fleet.never_connect = {1}
+        fleet.on_link = fail_often
+        fleet.break_link(1)
+
+    def fail_often(link: ScriptedLink) -> None:
+        link.has_ended = not link.is_connected
+        num_failed = sum(not each.is_connected for each in fleet.links)
+        if link.has_ended and num_failed == 2 * fleet.patience.max_restarts:
+            fleet.never_connect, fleet.reachable = set(), {1}
+            fleet.rank(1).exit()
+
+    fleet.scripts = {1: switch_off, 3: Fleet.finish}
+    fleet.run()
+    assert fleet.groups == [(0, 1, 2), (0, 2), (0, 1, 2)]
+    assert [process.rank for process in fleet.processes] == [0, 1, 2, 1]
