@@ -231,7 +231,8 @@ class Supervisor:
             if rank in self._finished or not state.left:
                 continue
             if time.monotonic() - state.left[0] > self._patience.cause_s:
-                error = NodeError(state.left[1], node=self._setup.nodes[rank])
+                remedy = f"check the node and its network; {self._logs}"
+                error = NodeError(state.left[1], node=self._setup.nodes[rank], remedy=remedy)
                 self._lose(rank, error, is_restarting=False)
         self._begin()
         self._ping_waiting_ranks()
