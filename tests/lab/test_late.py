@@ -64,7 +64,7 @@ def test_node_that_is_off_when_a_training_begins_joins_it_and_no_sample_is_lost(
     process.send_signal(signal.SIGINT)
     stdout, stderr = communicate(process, project.path)
     assert process.returncode == 130, stdout + stderr
-    assert "beginning without csd1" in stdout, stdout
+    assert "starting without csd1" in stdout, stdout
     assert "csd1 is back" in stdout
     public, private = 96, 2 * NUM_PRIVATE
     ends = [event for event in load_events(events) if event["event"] == "EpochEnd" and event["rank"] == 0]

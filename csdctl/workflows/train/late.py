@@ -37,7 +37,7 @@ def check_late(job: Job, strategy: Strategy, space: Workspace, say: Say) -> None
         raise unreachable_error(space.whole, late)
     for error in late.values():
         say(str(error))
-    say(f"starting without {', '.join(late)}; they join when they become reachable")
+    say(f"starting without {', '.join(late)}: a node joins when it becomes reachable")
 
 
 def prepare_late_node(inputs: RunInputs, spec: RunSpec, space: Workspace) -> PrepareNode:
