@@ -33,7 +33,7 @@ PARTS = (
 FEATURES, PREDICTIONS = ".csdctl/features", ".csdctl/predictions"
 COPIES = ".csdctl/copies"
 """Runs of another server, with their states in memory, as of a project directory."""
-SANDBOX_USERS = range(1_907_000_000, 1_908_000_000)
+SANDBOX_USERS = range(1_907_000_000, 1_907_000_000 + 3600 * 65_536)
 """The users of sandboxes that root has started (worker/protocol/sandbox.py)."""
 TREES, OBJECTS = ".csdctl/trees/*", ".csdctl/objects/*"
 RECEIVE_LOCK = ".csdctl/receive.lock"

@@ -132,7 +132,9 @@ def run_spec(
             patience=patience,
             hub_key=hub_key,
             servers=[rank.server for rank in spec.ranks],
-            absent=tuple(rank for rank, name in enumerate(nodes) if name not in fleet.machines),
+            absent=tuple(
+                rank for rank, name in enumerate(nodes) if name not in sessions and rank not in late
+            ),
             late=late,
             should_stop=conditions.should_stop,
             is_check=spec.task.name == CHECK,

@@ -101,20 +101,21 @@ def traffic(num_summed: int, num_samples: int = 0) -> Traffic:
     return Traffic(*ME, tuple(one for one in sent if one.num_bytes))
 
 
-Run = Callable[[Script], dict[tuple[str, str, str], int]]
+Run = Callable[..., dict[tuple[str, str, str], int]]
 
 
 @pytest.fixture
 def run(at: MeasuredProject) -> Run:
     """Run a script to its end; return the bytes in the ledger by sender, receiver and class."""
 
-    def run_script(script: Script) -> dict[tuple[str, str, str], int]:
+    def run_script(script: Script, selected: Fleet | None = None) -> dict[tuple[str, str, str], int]:
         directory = at.project.new_run()
         spec = spec_of(NODES, run_id=directory.run_id)
         ledger = Ledger(at.project.ledger, "train")
         # The nodes are away: of them, nothing is sent or started.
         sessions: Any = {HOST_NAME: FakeSession(HOST_NAME)}
-        space = Workspace(at.project, Fleet((), path=at.fleet.path), {}, sessions, ledger)
+        fleet = Fleet((), path=at.fleet.path)
+        space = Workspace(at.project, fleet, {}, sessions, ledger, selected=selected)
         inputs = RunInputs(directory, spec, prepared(at), {})
         process = ScriptedProcess(script)
         try:
@@ -179,6 +180,12 @@ def test_other_servers_get_the_manifest_and_their_nodes_do_not(
         (stored,) = given["storage1/csd0"]
         assert bool(json.loads(stored.source.read_bytes())["manifest"]) == bool(with_manifest)
         given.clear()
+
+
+def test_machine_that_a_command_does_without_takes_no_part_though_its_fleet_has_it(run: Run) -> None:
+    """As a node to which `tune` could not deliver the check of links."""
+    selected = Fleet(tuple(Node(name, name) for name in NODES[1:]))
+    assert run([START, traffic(1000, 5), FINISHED], selected) == run([START, traffic(1000, 5), FINISHED])
 
 
 def test_ledger_has_what_the_ranks_sent_before_a_run_failed(run: Run, at: MeasuredProject) -> None:
