@@ -60,7 +60,7 @@ def means_host(name: str, own: Container[str]) -> bool:
 
 
 def _label(name: str) -> str:
-    """Return the part of `name` that mpirun compares."""
+    """Return an IPv4 address as it is, and of another name the part up to the first dot."""
     try:
         return str(ipaddress.IPv4Address(name))
     except ValueError:

@@ -241,7 +241,7 @@ class Supervisor:
 
     def _look_after_link(self, rank: int) -> None:
         """Start the link of a rank that is ready, and note the end of one."""
-        state, server = self._ranks[rank], self._servers[rank] if self._servers[rank] != rank else 0
+        state, server = self._ranks[rank], self._hub_of(rank)
         if rank == 0 or self._finished & {0, rank}:
             return
         if state.link and state.link.has_ended:
@@ -257,6 +257,10 @@ class Supervisor:
                 state.link.end()
         elif state.is_ready and not (state.link or state.left) and self._is_ready(server):
             self._start_link(rank)
+
+    def _hub_of(self, rank: int) -> int:
+        """Return the rank whose hub the link of `rank` leads to."""
+        return self._servers[rank] if self._servers[rank] != rank else 0
 
     def _is_ready(self, rank: int) -> bool:
         return rank in self._ranks and self._ranks[rank].is_ready
@@ -305,7 +309,7 @@ class Supervisor:
 
     def _lose_link(self, rank: int, error: CsdctlError) -> None:
         """Note the loss of a link, which is started again after a pause, however often it is lost."""
-        state, server = self._ranks[rank], self._servers[rank] if self._servers[rank] != rank else 0
+        state, server = self._ranks[rank], self._hub_of(rank)
         pause_s = self._patience.relink_s * min(state.num_link_losses, MAX_PAUSES)
         state.link_after = time.monotonic() + pause_s
         state.num_link_losses += server == 0 or self._ranks[server].is_member

@@ -134,7 +134,7 @@ def examine(
     """Examine the host and all nodes of `fleet`; red checks are in the result, not raised.
 
     `sessions` that are open to all of them; None: they are opened, which is a check too. Deadlines are of the
-    whole examination, of one connection, and of the MPI check.
+    whole examination, of one connection, and of the start of a link.
     """
     examination = Examination(fleet, on_check)
     clock = Deadline(deadline_s)
@@ -175,7 +175,7 @@ def _examine_machines(
     mpi_deadline_s: float,
     clock: Deadline,
 ) -> None:
-    """Examine each machine, then pairs, then all; raises DeadlineError that names the unfinished part."""
+    """Examine each machine, then the links; raises DeadlineError that names the unfinished part."""
     fleet = examination.fleet
     conditions = _measure(examination, sessions, clock)
     examination.add(*judge_addresses(node for node in fleet.nodes if node.name in conditions))

@@ -20,7 +20,7 @@ from csdctl.tuning.plan import DATA_PARALLEL
 from csdctl.worker.protocol.json_codec import to_json
 from csdctl.worker.protocol.run_spec import RunSpec
 from csdctl.workflows.data.files import whole
-from csdctl.workflows.data.prepare import load_prepared
+from csdctl.workflows.data.prepare import load_absent
 from csdctl.workflows.train.spec import RunInputs
 from csdctl.workflows.train.strategies import Strategy
 from csdctl.workflows.workspace.workspace import Workspace, unreachable_error
@@ -30,8 +30,7 @@ def check_late(job: Job, strategy: Strategy, space: Workspace, say: Say) -> None
     """Raise the error of nodes that cannot be reached unless they can join a run later; tell of them."""
     if not (late := space.unreachable):
         return
-    record = load_prepared(space.project, job)
-    is_known = not job.private_path or (record is not None and late.keys() <= record.num_private.keys())
+    is_known = not job.private_path or late.keys() == load_absent(space.project, job, late).keys()
     is_possible = strategy.name == DATA_PARALLEL and not space.whole.networks
     if not (is_known and is_possible and late.keys() <= space.facts.keys()):
         raise unreachable_error(space.whole, late)

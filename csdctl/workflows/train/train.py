@@ -295,7 +295,7 @@ def run_training(request: TrainRequest, observer: RunObserver) -> TrainResult:
         request.directory, fleet, "train", is_locking=True, say=observer.say, min_nodes=min_nodes
     ) as space:
         if request.resume:
-            run = find_resumable(space.project, request.resume, request.job, space.whole, lambda line: None)
+            run = find_started(space.project, request.resume, lambda line: None)
             if is_complete(run, request.job):
                 return TrainResult(run, read_results(run).summary, was_complete=True)
             strategy = strategy_of(load_spec(run))
@@ -343,7 +343,7 @@ def rehearse_training(request: TrainRequest, observer: RunObserver) -> Rehearsal
     with open_workspace(request.directory, fleet, "train", say=observer.say, min_nodes=min_nodes) as space:
         run = None
         if request.resume:
-            run = find_resumable(space.project, request.resume, request.job, space.whole, lambda line: None)
+            run = find_started(space.project, request.resume, lambda line: None)
             plan, strategy = Manifest.model_validate(run.load_manifest()).plan, strategy_of(load_spec(run))
         else:
             plan = resolve_plan(request.job, space, observer.say, request.plan_path, request.batch_size)
