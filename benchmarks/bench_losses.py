@@ -17,6 +17,7 @@ import struct
 import subprocess
 import threading
 import time
+from bisect import bisect
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from itertools import pairwise
@@ -37,7 +38,8 @@ KINDS_TO_CAUSE = os.environ.get("CSDCTL_LOSS_KINDS", "rank,link,mpirun,daemon,ca
 NUM_NODES, CPU = 5, 0.22
 WINDOW_S = 8.0
 BACK_S = 180.0
-DURATION_S, QUIET_S = 600.0, 200.0
+NUM_MINUTES, QUIET_S = 10, 30.0
+THROTTLED_S = 600.0
 MODEL = """\
 import keras
 
@@ -80,9 +82,9 @@ def write_job(directory: Path) -> None:
 class Steps:
     """When rank 0 has completed its steps, in Unix seconds."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, run: Path) -> None:
         self.times: list[float] = []
-        self._path, self._is_over = path, False
+        self._path, self._is_over = Path(json.loads((run / "spec.json").read_text())["step_file"]), False
         threading.Thread(target=self._watch, daemon=True).start()
 
     def _watch(self) -> None:
@@ -212,8 +214,7 @@ def test_losses(lab: Lab, project: Project) -> None:
     with five_nodes(lab) as nodes:
         project.use(*nodes, network="10.92.0.0/16")
         with training(project) as (run, _):
-            spec = json.loads((run / "spec.json").read_text())
-            steps = Steps(Path(spec["step_file"]))
+            steps = Steps(run)
             time.sleep(5.0)
             gaps = [b - a for a, b in pairwise(steps.times)]
             print(f"\nstep: median {1000 * statistics.median(gaps):.0f} ms, longest {max(gaps):.3f} s")
@@ -247,32 +248,43 @@ def test_throttled_nodes_are_not_lost(lab: Lab, project: Project) -> None:
     with five_nodes(lab, 0.10) as nodes:
         project.use(*nodes, network="10.92.0.0/16")
         with training(project) as (run, running):
-            time.sleep(DURATION_S)
+            time.sleep(THROTTLED_S)
             assert running.poll() is None
             names = ("Joined", "NodeLost", "Warned", "EpochEnd")
             print("\nnodes at 10% of a core:", {name: count(run, name) for name in names})
 
 
-def samples_in(run: Path, since: float) -> int:
-    ends = (event for event in events_of(run) if event["event"] == "EpochEnd" and event["rank"] == 0)
-    return sum(int(str(end["global_samples"])) for end in ends if float(str(end["time"])) > since)
+def samples_in(run: Path, steps: Steps, since: float) -> int:
+    """Return the samples of the steps since then: those of all ranks that took part at the time."""
+    joined = [event for event in events_of(run) if event["event"] == "Joined" and event["rank"] == 0]
+    times = [float(str(event["time"])) for event in joined]
+    sizes = [sum(dict(event["batch_sizes"]).values()) for event in joined]  # type: ignore[call-overload]
+    return sum(sizes[bisect(times, moment) - 1] for moment in steps.times if moment > since)
 
 
 def test_goodput_with_a_loss_each_minute(lab: Lab, project: Project) -> None:
+    """Compare each minute with the half minute before it: the speed of a machine drifts."""
     write_job(project.path)
     draw = random.Random(7)
     with five_nodes(lab) as nodes:
         project.use(*nodes, network="10.92.0.0/16")
         with training(project) as (run, _):
+            steps = Steps(run)
             time.sleep(5.0)
-            rates = []
-            for is_disturbed in (False, True):
-                since, duration_s = time.time(), DURATION_S if is_disturbed else QUIET_S
-                while (elapsed_s := time.time() - since) < duration_s:
-                    if is_disturbed:
-                        rank = draw.randrange(1, NUM_NODES + 1)
-                        kind = draw.choice(["rank", "link", "mpirun", "daemon"])
-                        KINDS[kind](lab, nodes[rank - 1], rank)
-                    time.sleep(min(60.0, duration_s - elapsed_s))
-                rates.append(samples_in(run, since) / (time.time() - since))
-            print(f"\n{rates[0]:.0f} samples/s, with losses {rates[1]:.0f}: {rates[1] / rates[0]:.3f}")
+            done, expected = 0.0, 0.0
+            for _ in range(NUM_MINUTES):
+                since = time.time()
+                time.sleep(QUIET_S)
+                rate = samples_in(run, steps, since) / (time.time() - since)
+                since = time.time()
+                rank = draw.randrange(1, NUM_NODES + 1)
+                kind = draw.choice(["rank", "link", "mpirun", "daemon"])
+                KINDS[kind](lab, nodes[rank - 1], rank)
+                time.sleep(60.0)
+                samples, elapsed_s = samples_in(run, steps, since), time.time() - since
+                done, expected = done + samples, expected + rate * elapsed_s
+                print(
+                    f"\n{kind}: {samples / elapsed_s / rate:.3f} of {rate:.0f} samples/s", end="", flush=True
+                )
+            steps.end()
+            print(f"\nsamples with a loss each minute: {done / expected:.3f} of those without")

@@ -215,8 +215,8 @@ def make_servers(num_servers: int, num_each: int) -> list[int]:
 
 @pytest.mark.parametrize(
     ("num_servers", "num_each"),
-    [(1, 6), (1, 13), (1, 37), (4, 9)],
-    ids=["links5", "links12", "links36", "servers4"],
+    [(1, 6), (1, 13), (1, 37), (4, 9), (4, 36)],
+    ids=["links5", "links12", "links36", "servers36", "servers144"],
 )
 @pytest.mark.parametrize("size", [*SIZES, *LARGE])
 def test_sums(num_servers: int, num_each: int, size: str) -> None:
