@@ -21,7 +21,7 @@ from csdctl.launch import link_ends
 from csdctl.launch.link_ends import End
 from csdctl.launch.mpi_job import ENDED, REQUEST, MpiJob
 from csdctl.runs.directory import CappedLog, RunDirectory
-from csdctl.transport.commands import build_worker_command
+from csdctl.transport.commands import MERGE_STREAMS, build_worker_command
 from csdctl.transport.session import Conversation, Session
 from csdctl.worker.protocol.json_codec import to_json
 from csdctl.worker.protocol.sandbox import (
@@ -196,7 +196,7 @@ class Mpirun:
             run_id=self.run.run_id,
         )
         key = "" if {node, starter} & set(self.obstacles) else secrets.token_hex(32)
-        spec_id = self.run.run_id
+        run_id = self.run.run_id
 
         def start_daemon(host: str, shell_command: str) -> Conversation:
             # mpirun passes on the name of its own interface.
@@ -204,29 +204,28 @@ class Mpirun:
                 f'{DAEMON_INTERFACE} "{near.interface}"', f"{DAEMON_INTERFACE} {far.interface}"
             )
             shell = ("/bin/sh", "-c", own)
-            sockets = (link_address(spec_id, rank, self.link_key),)
-            policy = self._build_policy(rank, node, far, near, shell, key, sockets)
-            sandbox = self.build_worker_command(node, ["sandbox"])
-            conversation = self.sessions[node].converse(sandbox)
-            conversation.send_line(to_json(policy))
-            return conversation
+            sockets = (link_address(run_id, rank, self.link_key),)
+            return self._start_sandbox(node, self._build_policy(rank, node, far, near, shell, key, sockets))
 
         request = f"{REQUEST}{secrets.token_hex(8)} "
         agent = {AGENT: _SCRIPT.format(request)}
-        own_socket = (hub_address(spec_id, rank, self.hub_key),)
+        own_socket = (hub_address(run_id, rank, self.hub_key),)
         policy = self._build_policy(rank, starter, near, far, command, key, own_socket, agent)
 
         def start() -> Conversation:
             # As root, MPI refuses to run where the kernel cannot confine it.
             allowed = ["env", *(f"{name}={value}" for name, value in ALLOW_ROOT.items())]
-            sandbox = self.build_worker_command(starter, ["sandbox"])
-            merged = ["sh", "-c", 'exec "$@" 2>&1', "csdctl", *allowed, *sandbox]
-            conversation = self.sessions[starter].converse(merged)
-            conversation.send_line(to_json(policy))
-            return conversation
+            return self._start_sandbox(starter, policy, [*MERGE_STREAMS, *allowed])
 
         log = CappedLog(self.run.rank_log(rank), node)
         return MpiJob(start, log, start_daemon, starter=starter, request=request)
+
+    def _start_sandbox(self, machine: str, policy: SandboxPolicy, before: Sequence[str] = ()) -> Conversation:
+        """Start a command in a sandbox; `before`: words in front of the command line of the sandbox."""
+        sandbox = self.build_worker_command(machine, ["sandbox"])
+        conversation = self.sessions[machine].converse([*before, *sandbox])
+        conversation.send_line(to_json(policy))
+        return conversation
 
     @property
     def obstacles(self) -> dict[str, str]:

@@ -14,6 +14,7 @@ from csdctl.launch.mpi_job import JobOutcome, MpiJob, explain_link
 from csdctl.launch.mpirun import Mpirun
 from csdctl.runs.directory import CappedLog
 from csdctl.supervision.rank_processes import AttachRank, EventValidator, RankProcess, StartRank
+from csdctl.transport.commands import MERGE_STREAMS
 from csdctl.transport.many import open_session
 from csdctl.transport.meter import LinkBytes
 from csdctl.transport.session import Conversation, Session
@@ -237,8 +238,7 @@ class RankStarter:
         path = self.spec_paths.get(session.name, self.spec_path)
         arguments = ["rank", "--spec", path, "--rank", str(rank)]
         command = self.mpirun.build_worker_command(session.name, arguments)
-        # Merge both streams, in the order in which they are written.
-        conversation = session.converse(["sh", "-c", 'exec "$@" 2>&1', "csdctl", *command])
+        conversation = session.converse([*MERGE_STREAMS, *command])
         return self._watch(rank, session, conversation, is_attached=False)
 
     def _watch(

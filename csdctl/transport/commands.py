@@ -37,6 +37,9 @@ MAX_ARGUMENT_BYTES = 120_000
 WATCHDOG_GRACE_S = 2
 """Time after csdctl's deadline at which the node ends the command on its own."""
 
+MERGE_STREAMS = ("sh", "-c", 'exec "$@" 2>&1', "csdctl")
+"""Before a command: its errors come in its output, in the order in which both are written."""
+
 KEPT_VARIABLES = (
     "HOME USER LOGNAME SHELL PATH TMPDIR TZ CUDA_VISIBLE_DEVICES NVIDIA_VISIBLE_DEVICES CSDCTL_CPU_LIMIT "
     "CSDCTL_MEMORY_LIMIT CSDCTL_EMULATED_FLEET CSDCTL_EMULATED_NODE"
