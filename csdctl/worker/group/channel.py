@@ -148,11 +148,6 @@ class Channel:
             raise LinkLostError
         return descriptors
 
-    def shut(self) -> None:
-        """End the stream for both sides; may be called from any thread."""
-        with contextlib.suppress(OSError):
-            self._connection.shutdown(socket.SHUT_RDWR)
-
     def close(self) -> None:
         """Close the socket."""
         self._connection.close()

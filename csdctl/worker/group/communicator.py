@@ -271,10 +271,6 @@ class Communicator:
         """Leave at once: the link or the hub ends."""
         self._linked.close()
 
-    def interrupt(self) -> None:
-        """Make the call that waits for other ranks raise LinkLostError; for other threads."""
-        self._linked.shut()
-
     @property
     def _linked(self) -> Channel:
         if not self._channel:

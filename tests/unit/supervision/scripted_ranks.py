@@ -130,10 +130,6 @@ class ScriptedLink:
     lines: list[str] = field(default_factory=list)
     is_clean: bool = False
 
-    @property
-    def is_usable(self) -> bool:
-        return self.is_connected and not (self.has_ended or self.is_dropped)
-
     def end(self) -> None:
         self.has_ended = True
 

@@ -148,7 +148,7 @@ class ScriptedGroup:
         return self.later(sum_up)
 
     def end(self) -> None:
-        self.host.interrupt()
+        self.host._hub._process.kill()  # a sum that waits ends
         self._thread.shutdown()
         for link in self.links.values():
             link.close()
