@@ -14,7 +14,6 @@ import random
 import signal
 import statistics
 import struct
-import subprocess
 import threading
 import time
 from bisect import bisect
@@ -110,14 +109,16 @@ class Steps:
         self._is_over = True
 
 
-def pids_of(node: LabNode, words: str) -> list[int]:
+def pids_of(namespace: str, words: str, programs: tuple[str, ...] = ()) -> list[int]:
+    """Return the processes with `words` in their command line, of `programs` alone if given; no shells."""
     found = []
-    for pid in list_processes(node.namespace):
+    for pid in list_processes(namespace):
         try:
             line = Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
         except OSError:
             continue
-        if words in line and not line.startswith(("sh ", "/bin/sh")):
+        is_wanted = line.partition(" ")[0].endswith(programs) if programs else True
+        if words in line and is_wanted and not line.startswith(("sh ", "/bin/sh")):
             found.append(pid)
     return found
 
@@ -131,28 +132,13 @@ def kill(pids: list[int]) -> None:
             continue
 
 
-def mpirun_of(lab: Lab, rank: int) -> list[int]:
-    """Return mpirun of the link of a rank, on the host."""
-    found = []
-    for pid in list_processes(lab.host.namespace):
-        try:
-            line = Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
-        except OSError:
-            continue
-        if line.partition(" ")[0].endswith(("mpirun", "prterun")) and f"link --rank {rank} " in line:
-            found.append(pid)
-    return found
-
-
-def pull(lab: Lab, node: LabNode) -> None:
+def pull(node: LabNode) -> None:
     run_ip(node.namespace, "link set mpi down")
     time.sleep(6.0)
-    number = int(node.name.removeprefix("slow"))
     run_ip(node.namespace, "link set mpi up")
-    assert number >= 0
 
 
-def power_cycle(lab: Lab, node: LabNode) -> None:
+def power_cycle(node: LabNode) -> None:
     run_ip(node.namespace, "link set mpi down")
     node.power_off()
     time.sleep(6.0)
@@ -160,13 +146,14 @@ def power_cycle(lab: Lab, node: LabNode) -> None:
     run_ip(node.namespace, "link set mpi up")
 
 
+MPIRUN = "mpirun", "prterun"
 KINDS: dict[str, Callable[[Lab, LabNode, int], object]] = {
-    "rank": lambda lab, node, rank: kill(pids_of(node, "rank --spec")),
-    "link": lambda lab, node, rank: kill(pids_of(node, f"link --rank {rank} ")),
-    "mpirun": lambda lab, node, rank: kill(mpirun_of(lab, rank)),
-    "daemon": lambda lab, node, rank: kill(pids_of(node, "bin/prted")),
-    "cable": lambda lab, node, rank: pull(lab, node),
-    "node": lambda lab, node, rank: power_cycle(lab, node),
+    "rank": lambda lab, node, rank: kill(pids_of(node.namespace, "rank --spec")),
+    "link": lambda lab, node, rank: kill(pids_of(node.namespace, f"link --rank {rank} ")),
+    "mpirun": lambda lab, node, rank: kill(pids_of(lab.host.namespace, f"link --rank {rank} ", MPIRUN)),
+    "daemon": lambda lab, node, rank: kill(pids_of(node.namespace, "bin/prted")),
+    "cable": lambda lab, node, rank: pull(node),
+    "node": lambda lab, node, rank: power_cycle(node),
 }
 
 
@@ -190,17 +177,22 @@ def await_back(run: Path, since: float) -> float:
 
 
 @contextmanager
-def training(project: Project, *options: str) -> Iterator[tuple[Path, "subprocess.Popen[str]"]]:
-    running = project.start("train", "--batch-size", "8", "--skip-doctor", *options)
-    try:
-        runs = project.path / ".csdctl" / "runs"
-        while not any(runs.glob("*/events.jsonl")) or not count(next(runs.glob("*")), "Joined"):
-            assert running.poll() is None, running.communicate()
-            time.sleep(0.5)
-        yield next(runs.glob("*")), running
-    finally:
-        running.send_signal(signal.SIGINT)
-        running.communicate(timeout=120)
+def training(lab: Lab, project: Project, cpu: float = CPU) -> Iterator[tuple[list[LabNode], Path]]:
+    """Train with five nodes; yield them and the run directory once all take part."""
+    write_job(project.path)
+    with five_nodes(lab, cpu) as nodes:
+        project.use(*nodes, network="10.92.0.0/16")
+        running = project.start("train", "--batch-size", "8", "--skip-doctor")
+        try:
+            runs = project.path / ".csdctl" / "runs"
+            while not any(runs.glob("*/events.jsonl")) or not count(next(runs.glob("*")), "Joined"):
+                assert running.poll() is None, running.communicate()
+                time.sleep(0.5)
+            yield nodes, next(runs.glob("*"))
+            assert running.poll() is None
+        finally:
+            running.send_signal(signal.SIGINT)
+            running.communicate(timeout=120)
 
 
 @pytest.fixture
@@ -209,49 +201,41 @@ def project(lab: Lab, tmp_path: Path) -> Project:
 
 
 def test_losses(lab: Lab, project: Project) -> None:
-    write_job(project.path)
     draw = random.Random(7)
-    with five_nodes(lab) as nodes:
-        project.use(*nodes, network="10.92.0.0/16")
-        with training(project) as (run, _):
-            steps = Steps(run)
-            time.sleep(5.0)
-            gaps = [b - a for a, b in pairwise(steps.times)]
-            print(f"\nstep: median {1000 * statistics.median(gaps):.0f} ms, longest {max(gaps):.3f} s")
-            for kind in KINDS_TO_CAUSE:
-                cause = KINDS[kind]
-                waits, backs = [], []
-                for _ in range(NUM_LOSSES):
-                    rank = draw.randrange(1, NUM_NODES + 1)
-                    num_lost = count(run, "NodeLost")
-                    began = time.time()
-                    cause(lab, nodes[rank - 1], rank)
-                    time.sleep(max(0.0, began + WINDOW_S - time.time()))
-                    waits.append(steps.longest_gap(began))
-                    backs.append(await_back(run, began))
-                    if count(run, "NodeLost") != num_lost + 1:
-                        print(f"{kind}: {count(run, 'NodeLost') - num_lost} losses in place of one")
-                    time.sleep(1.0)
-                print(
-                    f"{kind}: next step after {statistics.median(waits):.3f} s, worst {max(waits):.3f} s; "
-                    f"back after {statistics.median(backs):.1f} s, worst {max(backs):.1f} s",
-                    flush=True,
-                )
-            steps.end()
-            joined = [event for event in events_of(run) if event["event"] == "Joined"]
-            print(f"events Joined: {len(joined)}, lost samples at last: {joined[-1]['num_lost']}")
+    with training(lab, project) as (nodes, run):
+        steps = Steps(run)
+        time.sleep(5.0)
+        gaps = [b - a for a, b in pairwise(steps.times)]
+        print(f"\nstep: median {1000 * statistics.median(gaps):.0f} ms, longest {max(gaps):.3f} s")
+        for kind in KINDS_TO_CAUSE:
+            waits, backs = [], []
+            for _ in range(NUM_LOSSES):
+                rank = draw.randrange(1, NUM_NODES + 1)
+                num_lost = count(run, "NodeLost")
+                began = time.time()
+                KINDS[kind](lab, nodes[rank - 1], rank)
+                time.sleep(max(0.0, began + WINDOW_S - time.time()))
+                waits.append(steps.longest_gap(began))
+                backs.append(await_back(run, began))
+                if count(run, "NodeLost") != num_lost + 1:
+                    print(f"{kind}: {count(run, 'NodeLost') - num_lost} losses in place of one")
+                time.sleep(1.0)
+            print(
+                f"{kind}: next step after {statistics.median(waits):.3f} s, worst {max(waits):.3f} s; "
+                f"back after {statistics.median(backs):.1f} s, worst {max(backs):.1f} s",
+                flush=True,
+            )
+        steps.end()
+        joined = [event for event in events_of(run) if event["event"] == "Joined"]
+        print(f"events Joined: {len(joined)}, lost samples at last: {joined[-1]['num_lost']}")
 
 
 def test_throttled_nodes_are_not_lost(lab: Lab, project: Project) -> None:
     """Ten minutes with 10% of a core for each node: the kernel stops them most of the time."""
-    write_job(project.path)
-    with five_nodes(lab, 0.10) as nodes:
-        project.use(*nodes, network="10.92.0.0/16")
-        with training(project) as (run, running):
-            time.sleep(THROTTLED_S)
-            assert running.poll() is None
-            names = ("Joined", "NodeLost", "Warned", "EpochEnd")
-            print("\nnodes at 10% of a core:", {name: count(run, name) for name in names})
+    with training(lab, project, 0.10) as (_, run):
+        time.sleep(THROTTLED_S)
+        names = ("Joined", "NodeLost", "Warned", "EpochEnd")
+        print("\nnodes at 10% of a core:", {name: count(run, name) for name in names})
 
 
 def samples_in(run: Path, steps: Steps, since: float) -> int:
@@ -264,27 +248,22 @@ def samples_in(run: Path, steps: Steps, since: float) -> int:
 
 def test_goodput_with_a_loss_each_minute(lab: Lab, project: Project) -> None:
     """Compare each minute with the half minute before it: the speed of a machine drifts."""
-    write_job(project.path)
     draw = random.Random(7)
-    with five_nodes(lab) as nodes:
-        project.use(*nodes, network="10.92.0.0/16")
-        with training(project) as (run, _):
-            steps = Steps(run)
-            time.sleep(5.0)
-            done, expected = 0.0, 0.0
-            for _ in range(NUM_MINUTES):
-                since = time.time()
-                time.sleep(QUIET_S)
-                rate = samples_in(run, steps, since) / (time.time() - since)
-                since = time.time()
-                rank = draw.randrange(1, NUM_NODES + 1)
-                kind = draw.choice(["rank", "link", "mpirun", "daemon"])
-                KINDS[kind](lab, nodes[rank - 1], rank)
-                time.sleep(60.0)
-                samples, elapsed_s = samples_in(run, steps, since), time.time() - since
-                done, expected = done + samples, expected + rate * elapsed_s
-                print(
-                    f"\n{kind}: {samples / elapsed_s / rate:.3f} of {rate:.0f} samples/s", end="", flush=True
-                )
-            steps.end()
-            print(f"\nsamples with a loss each minute: {done / expected:.3f} of those without")
+    with training(lab, project) as (nodes, run):
+        steps = Steps(run)
+        time.sleep(5.0)
+        done, expected = 0.0, 0.0
+        for _ in range(NUM_MINUTES):
+            since = time.time()
+            time.sleep(QUIET_S)
+            rate = samples_in(run, steps, since) / (time.time() - since)
+            since = time.time()
+            rank = draw.randrange(1, NUM_NODES + 1)
+            kind = draw.choice(["rank", "link", "mpirun", "daemon"])
+            KINDS[kind](lab, nodes[rank - 1], rank)
+            time.sleep(60.0)
+            samples, elapsed_s = samples_in(run, steps, since), time.time() - since
+            done, expected = done + samples, expected + rate * elapsed_s
+            print(f"\n{kind}: {samples / elapsed_s / rate:.3f} of {rate:.0f} samples/s", end="", flush=True)
+        steps.end()
+        print(f"\nsamples with a loss each minute: {done / expected:.3f} of those without")
