@@ -1,0 +1,1 @@
+"""Runs compiled graphs: TensorFlow's C library, without Python's TensorFlow and without Keras."""

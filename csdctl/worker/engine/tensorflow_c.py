@@ -1,0 +1,305 @@
+"""A graph in a session of TensorFlow's C library, called by ctypes.
+
+The library is that of the installed wheel. Python's TensorFlow is not imported: that takes six times the CPU
+time of loading the library.
+"""
+
+import ctypes
+import importlib.util
+import itertools
+import os
+from collections.abc import Callable, Iterable, Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from csdctl.worker.data.arrays import Array
+from csdctl.worker.process.errors import WorkerError
+from csdctl.worker.protocol.run_spec import CPU, Runtime
+
+POINTER = ctypes.c_void_p
+TYPES = {
+    "float32": 1,
+    "float64": 2,
+    "int32": 3,
+    "uint8": 4,
+    "int16": 5,
+    "int8": 6,
+    "complex64": 8,
+    "int64": 9,
+    "bool": 10,
+    "bfloat16": 14,
+    "uint16": 17,
+    "complex128": 18,
+    "float16": 19,
+    "uint32": 22,
+    "uint64": 23,
+}
+"""Values of TF_DataType by numpy's names."""
+BFLOAT16 = np.dtype([("bfloat16", np.uint16)])
+"""The bits of bfloat16, which numpy does not have; of an array, shape (…)."""
+NUMPY_TYPES = {number: BFLOAT16 if name == "bfloat16" else np.dtype(name) for name, number in TYPES.items()}
+CPU_DEVICES = b"\x0a\x07\x0a\x03GPU\x10\x00"
+"""`device_count {key: "GPU" value: 0}` of a ConfigProto."""
+DEALLOCATE = ctypes.CFUNCTYPE(None, POINTER, ctypes.c_size_t, POINTER)
+
+
+class Output(ctypes.Structure):
+    """TF_Output: an output of an operation."""
+
+    _fields_ = (("operation", POINTER), ("index", ctypes.c_int))
+
+
+class Library:
+    """The functions of TensorFlow's C API, and arrays that its tensors refer to."""
+
+    def __init__(self) -> None:
+        """Load the library; raises WorkerError if TensorFlow is not installed."""
+        found = importlib.util.find_spec("tensorflow")  # imports nothing
+        places = [Path(place) for place in (found.submodule_search_locations or ())] if found else []
+        files = [place / f"libtensorflow_{name}.so.2" for place in places for name in ("framework", "cc")]
+        if not files or not all(file.exists() for file in files):
+            raise WorkerError(
+                "TensorFlow's libraries are not installed", remedy="install tensorflow-cpu: `csdctl provision`"
+            )
+        self._libraries = [ctypes.CDLL(str(file), mode=ctypes.RTLD_GLOBAL) for file in files]
+        size, status = ctypes.c_size_t, self._declare("TF_NewStatus", POINTER)
+        self._status = status()
+        self._code = self._declare("TF_GetCode", ctypes.c_int, POINTER)
+        self._message = self._declare("TF_Message", ctypes.c_char_p, POINTER)
+        self.delete_tensor = self._declare("TF_DeleteTensor", None, POINTER)
+        self.tensor_data = self._declare("TF_TensorData", POINTER, POINTER)
+        self.tensor_size = self._declare("TF_TensorByteSize", size, POINTER)
+        self.tensor_type = self._declare("TF_TensorType", ctypes.c_int, POINTER)
+        self.num_dims = self._declare("TF_NumDims", ctypes.c_int, POINTER)
+        self.dim = self._declare("TF_Dim", ctypes.c_int64, POINTER, ctypes.c_int)
+        self._new_tensor = self._declare(
+            "TF_NewTensor",
+            POINTER,
+            *(ctypes.c_int, POINTER, ctypes.c_int, POINTER, size, DEALLOCATE, POINTER),
+        )
+        self._kept: dict[int, Array] = {}
+        """Arrays that tensors refer to, by number."""
+        self._numbers = itertools.count(1)
+        self._deallocate = DEALLOCATE(self._release)
+
+    def _release(self, data: int, length: int, number: int) -> None:
+        del self._kept[number]
+
+    def _declare(self, name: str, result: Any, *arguments: Any) -> Callable[..., Any]:
+        library = next(one for one in reversed(self._libraries) if hasattr(one, name))
+        function = getattr(library, name)
+        function.restype, function.argtypes = result, arguments
+        return function
+
+    def call(self, name: str, result: Any, *arguments: tuple[Any, Any]) -> Any:
+        """Call a function with pairs of type and value, and with the status; raises WorkerError."""
+        types, values = zip(*arguments, strict=True)
+        returned = self._declare(name, result, *types, POINTER)(*values, self._status)
+        self.check()
+        return returned
+
+    def declare_checked(self, name: str, *arguments: Any) -> Callable[..., None]:
+        """Return a function whose last argument is the status; it raises WorkerError."""
+        function, status = self._declare(name, None, *arguments, POINTER), self._status
+
+        def call(*values: Any) -> None:
+            function(*values, status)
+            if self._code(status):
+                self.check()
+
+        return call
+
+    def create(self, name: str, *arguments: tuple[Any, Any]) -> Any:
+        """Return what a function without a status returns, a pointer."""
+        types, values = zip(*arguments, strict=True) if arguments else ((), ())
+        return self._declare(name, POINTER, *types)(*values)
+
+    def delete(self, name: str, pointer: Any) -> None:
+        """Call a function that deletes an object."""
+        self._declare(name, None, POINTER)(pointer)
+
+    def check(self) -> None:
+        """Raise WorkerError with TensorFlow's message if the last call has failed."""
+        if self._code(self._status):
+            message = self._message(self._status).decode(errors="replace")
+            raise WorkerError(f"TensorFlow: {message}")
+
+    def tensor(self, array: Array) -> int:
+        """Return a tensor of an array; its memory is used, not copied, where it is aligned to 64 bytes."""
+        array = np.ascontiguousarray(array).reshape(array.shape)  # it would make a scalar one-dimensional
+        number = next(self._numbers)
+        self._kept[number] = array
+        dims = (ctypes.c_int64 * array.ndim)(*array.shape)
+        kind = TYPES["bfloat16" if array.dtype == BFLOAT16 else array.dtype.name]
+        made: int = self._new_tensor(
+            kind, dims, array.ndim, array.ctypes.data, array.nbytes, self._deallocate, number
+        )
+        return made
+
+
+@cache
+def load_library(onednn: bool = True) -> Library:
+    """Return the library, loaded once; `onednn`: whether it uses oneDNN's kernels."""
+    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
+    if not onednn:
+        os.environ["TF_ENABLE_ONEDNN_OPTS"] = "0"
+    return Library()
+
+
+class Tensors:
+    """Tensors that TensorFlow has allocated; they are deleted with this object and its arrays."""
+
+    def __init__(self, library: Library, pointers: Any) -> None:
+        """`pointers`: a ctypes array of TF_Tensor*."""
+        self._library, self.pointers = library, pointers
+
+    def __len__(self) -> int:
+        return len(self.pointers)
+
+    def __del__(self) -> None:
+        delete = self._library.delete_tensor
+        for pointer in self.pointers:
+            if pointer:
+                delete(pointer)
+
+    def array(self, place: int) -> Array:
+        """Return a tensor as an array that shares its memory; it must not be written to."""
+        library, pointer = self._library, self.pointers[place]
+        shape = [library.dim(pointer, axis) for axis in range(library.num_dims(pointer))]
+        dtype, num_bytes = NUMPY_TYPES[library.tensor_type(pointer)], library.tensor_size(pointer)
+        if not num_bytes:
+            return np.zeros(shape, dtype)
+        memory = (ctypes.c_char * num_bytes).from_address(library.tensor_data(pointer))
+        memory.owner = self  # type: ignore[attr-defined]
+        array = np.frombuffer(memory, dtype).reshape(shape)
+        array.flags.writeable = False
+        return array
+
+    def arrays(self) -> list[Array]:
+        """Return all tensors as arrays."""
+        return list(map(self.array, range(len(self))))
+
+
+def as_tensors(library: Library, arrays: Iterable[Array]) -> Tensors:
+    """Return tensors with the values of arrays; see `Library.tensor`."""
+    pointers = [library.tensor(array) for array in arrays]
+    return Tensors(library, (POINTER * len(pointers))(*pointers))
+
+
+def _varint(value: int) -> bytes:
+    encoded = bytearray()
+    while value > 0x7F:
+        encoded.append(value & 0x7F | 0x80)
+        value >>= 7
+    return bytes([*encoded, value])
+
+
+def encode_config(runtime: Runtime) -> bytes:
+    """Return a serialized ConfigProto: the threads of `runtime`, and no optimization of the graph."""
+    rewrite = b"\x98\x01\x01"  # disable_meta_optimizer
+    optimizer = b"\x18" + b"\xff" * 9 + b"\x01"  # opt_level: L0
+    options = b"\x1a" + _varint(len(optimizer)) + optimizer + b"\x52" + _varint(len(rewrite)) + rewrite
+    threads = b"\x10" + _varint(runtime.threads) + b"\x28" + _varint(runtime.inter_threads)
+    devices = CPU_DEVICES if runtime.device == CPU else b""
+    return devices + threads + b"\x52" + _varint(len(options)) + options
+
+
+class GraphSession:
+    """A graph that is run with the threads of a `Runtime`."""
+
+    def __init__(self, content: bytes, runtime: Runtime) -> None:
+        """`content`: a serialized GraphDef. Raises WorkerError if TensorFlow cannot run it."""
+        self.library = library = load_library(runtime.onednn)
+        self._graph = library.create("TF_NewGraph")
+        size = ctypes.c_size_t
+        buffer = library.create(
+            "TF_NewBufferFromString", (ctypes.c_char_p, content), (size, len(content))
+        )
+        importing = library.create("TF_NewImportGraphDefOptions")
+        try:
+            library.call(
+                "TF_GraphImportGraphDef",
+                None,
+                *((POINTER, one) for one in (self._graph, buffer, importing)),
+            )
+        finally:
+            library.delete("TF_DeleteImportGraphDefOptions", importing)
+            library.delete("TF_DeleteBuffer", buffer)
+        options, config = library.create("TF_NewSessionOptions"), encode_config(runtime)
+        try:
+            library.call(
+                "TF_SetConfig", None, (POINTER, options), (ctypes.c_char_p, config), (size, len(config))
+            )
+            self._session = library.call(
+                "TF_NewSession", POINTER, (POINTER, self._graph), (POINTER, options)
+            )
+        finally:
+            library.delete("TF_DeleteSessionOptions", options)
+        self.run = library.declare_checked(
+            "TF_SessionRun",
+            POINTER,
+            *(POINTER, POINTER, POINTER, ctypes.c_int),
+            *(POINTER, POINTER, ctypes.c_int),
+            *(POINTER, ctypes.c_int),
+            POINTER,
+        )
+        self._find = library._declare("TF_GraphOperationByName", POINTER, POINTER, ctypes.c_char_p)
+
+    def function(
+        self, feeds: Sequence[str], fetches: Sequence[str], targets: Sequence[str] = ()
+    ) -> "Function":
+        """Return the part of the graph from `feeds` to `fetches`, names such as `loss:0`, and `targets`."""
+        operations = (POINTER * len(targets))(*map(self._operation, targets))
+        return Function(self, self._outputs(feeds), self._outputs(fetches), operations)
+
+    def run_function(self, inputs: Any, feeds: Any, fetches: Any, outputs: Any, targets: Any) -> None:
+        """Run a part of the graph; writes pointers of tensors to `outputs`."""
+        self.run(
+            self._session,
+            None,
+            *(feeds, inputs, len(feeds)),
+            *(fetches, outputs, len(fetches)),
+            *(targets, len(targets)),
+            None,
+        )
+
+    def _outputs(self, names: Sequence[str]) -> Any:
+        parts = [name.partition(":") for name in names]
+        outputs = [Output(self._operation(name), int(index or 0)) for name, _, index in parts]
+        return (Output * len(outputs))(*outputs)
+
+    def _operation(self, name: str) -> int:
+        found: int | None = self._find(self._graph, name.encode())
+        if found is None:
+            raise WorkerError(f"the compiled graph has no operation {name}", "run `csdctl prepare` again")
+        return found
+
+
+class Function:
+    """A part of a graph: a function of its feeds."""
+
+    def __init__(self, session: GraphSession, feeds: Any, fetches: Any, targets: Any) -> None:
+        self._session, self._feeds, self._fetches, self._targets = session, feeds, fetches, targets
+
+    def __call__(self, *inputs: Tensors | Array) -> Tensors:
+        """Return the fetches for the feeds, given in their order; an item may stand for several."""
+        library = self._session.library
+        pointers: list[Any] = []
+        made: list[Any] = []
+        for one in inputs:
+            if isinstance(one, Tensors):
+                pointers += one.pointers
+            else:
+                made.append(library.tensor(one))
+                pointers.append(made[-1])
+        outputs = (POINTER * len(self._fetches))()
+        try:
+            fed = (POINTER * len(self._feeds))(*pointers)
+            self._session.run_function(fed, self._feeds, self._fetches, outputs, self._targets)
+        finally:
+            for pointer in made:
+                library.delete_tensor(pointer)
+        return Tensors(library, outputs)
