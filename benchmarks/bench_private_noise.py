@@ -13,9 +13,9 @@ PROGRAM = """
 import json, sys, time
 import numpy as np
 from csdctl.worker.compute.backend import load_backend
-from csdctl.worker.compute.step import secret_normal
+from csdctl.worker.engine.step import secret_normal
 from csdctl.worker.compute.recipe import compile_model
-from csdctl.worker.compute.step import Step
+from csdctl.worker.compute.compile import Step
 from csdctl.worker.process.machine import peak_memory_bytes
 from csdctl.worker.protocol.recipe import Noise, Recipe
 name, count, has_noise = sys.argv[1], int(sys.argv[2]), sys.argv[3] == "noise"

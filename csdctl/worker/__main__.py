@@ -40,6 +40,7 @@ REQUESTED = {
 """Commands that read samples, which may be private: what they do, the function, the type of the request."""
 ANSWERS = {
     "build": ("compute.model:build", "protocol.model_info:BuildRequest"),
+    "compile": ("compute.compile:compile_step", "protocol.model_info:CompileRequest"),
     "augment": ("compute.user_code:try_augment", "protocol.model_info:AugmentTrial"),
     "sandbox-check": ("sandbox.program:check_sandbox", "protocol.sandbox:SandboxRequest"),
 }
@@ -123,13 +124,10 @@ def _send() -> int:
 
 
 def _probe(spec: str) -> int:
-    from csdctl.worker.compute.backend import load_backend
     from csdctl.worker.protocol.probe import ProbeSpec
     from csdctl.worker.tasks.probe import serve_probes
 
-    probe = from_json(ProbeSpec, spec)
-    load_backend(probe.runtime)
-    serve_probes(probe)
+    serve_probes(from_json(ProbeSpec, spec))
     return 0
 
 

@@ -4,7 +4,7 @@ import signal
 import time
 from collections.abc import Mapping, Sequence
 
-from csdctl.worker.compute.step import Sums
+from csdctl.worker.engine.layout import Sums
 from csdctl.worker.group.communicator import Communicator
 from csdctl.worker.process.output import emit
 from csdctl.worker.protocol.events import EpochEnd, Joined

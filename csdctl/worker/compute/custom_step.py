@@ -39,11 +39,12 @@ from csdctl.worker.compute.objective import (
     symbolic,
 )
 from csdctl.worker.compute.statistics import Seeds, Snapshot
-from csdctl.worker.compute.step import RankStep, Step, Sums
+from csdctl.worker.compute.step import RankStep
 from csdctl.worker.data.arrays import Array
+from csdctl.worker.engine.layout import Sums
 from csdctl.worker.process.errors import InputError, WorkerError, describe
 from csdctl.worker.protocol.datasets import INPUT, OUTPUT, SAMPLE_WEIGHT, is_position
-from csdctl.worker.protocol.recipe import Noise, Recipe
+from csdctl.worker.protocol.recipe import Recipe
 
 
 def has_own_step(model: Any) -> bool:
@@ -384,29 +385,6 @@ class CustomStep(RankStep):
         # `loss`, else the first name with it, else the first of all.
         name = min(found, key=lambda name: (name != LOSS, LOSS not in name), default="")
         return Sums(found.get(name, math.nan) * count, tuple(states), count)
-
-
-AnyStep = Step | CustomStep
-
-
-def make_step(
-    model: Any,
-    recipe: Recipe,
-    example: tuple[Array, Array],
-    *,
-    rank: int = 0,
-    weight: float = 1.0,
-    noise: Noise | None = None,
-) -> AnyStep:
-    """Return the step of a compiled model, which may have its own train_step; arguments as of `Step`."""
-    if not has_own_step(model):
-        return Step(model, recipe, example, rank=rank, weight=weight, noise=noise)
-    if noise:
-        raise InputError(
-            f"{type(model).__name__} has its own train_step: csdctl cannot clip the gradient of each sample",
-            "train without data.private.noise",
-        )
-    return CustomStep(model, recipe, example, rank=rank, weight=weight)
 
 
 class _Held:

@@ -20,8 +20,9 @@ from csdctl.worker.compute.backend import STATE, keras, tf
 from csdctl.worker.compute.keras_internals import optimizer_classes
 from csdctl.worker.compute.objective import noting_batches
 from csdctl.worker.compute.statistics import pooled_spread
-from csdctl.worker.compute.step import VectorLayout, unflatten
+from csdctl.worker.compute.trace import unflatten
 from csdctl.worker.data.arrays import Array
+from csdctl.worker.engine.layout import VectorLayout
 from csdctl.worker.process.errors import InputError
 
 DRAWING = (

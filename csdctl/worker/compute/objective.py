@@ -60,6 +60,24 @@ class MetricStates:
             added.append(change * counts.get(id(variable), 1.0))
         return added
 
+    def results(self, states: Any) -> dict[str, Any]:
+        """Return the results by name for a summed state, a tensor of shape (size,); inside a graph."""
+        sizes = [initial.size for initial in self._initial]
+        parts = zip(tf.split(states, sizes), self._variables, self._initial, strict=True)
+        found: dict[str, Any] = {}
+        with keras.StatelessScope():
+            for part, variable, initial in parts:
+                value = tf.reshape(part, initial.shape) + tf.cast(initial, tf.float32)
+                variable.assign(tf.cast(value, variable.dtype))
+            for metric in self._metrics:
+                result = metric.result()
+                for name, value in (result if isinstance(result, dict) else {metric.name: result}).items():
+                    value = tf.convert_to_tensor(value)
+                    is_one = value.shape.rank == 0
+                    parts = [value] if is_one else tf.unstack(tf.reshape(value, [-1])[:64])
+                    found |= {name if is_one else f"{name}_{place}": one for place, one in enumerate(parts)}
+        return found
+
     def compute(self, state: Sequence[float], *, skip_unchanged: bool = False) -> dict[str, float]:
         """Return the results by name for a summed state, shape (size,).
 

@@ -171,6 +171,11 @@ class Seeds:
             generator.state.value.assign(state, read_value=False)
 
     @property
+    def generators(self) -> list[tuple[str, Any]]:
+        """The generators, with the names of their layers."""
+        return self._generators
+
+    @property
     def states(self) -> list[Any]:
         """The variables that hold the random states."""
         return [generator.state for _, generator in self._generators]

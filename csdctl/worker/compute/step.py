@@ -25,7 +25,6 @@ import math
 import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -36,6 +35,7 @@ from csdctl.worker.compute.objective import BatchLoss, Objective, as_tensors
 from csdctl.worker.compute.statistics import LayerStates, Seeds, Snapshot
 from csdctl.worker.compute.user_code import Augmentation
 from csdctl.worker.data.arrays import Array
+from csdctl.worker.engine.layout import Sums, VectorLayout
 from csdctl.worker.process.errors import InputError
 from csdctl.worker.protocol.recipe import Noise, Recipe
 
@@ -127,92 +127,6 @@ def secret_normal(count: int) -> Array:
     return np.concatenate([radius * np.cos(angle), radius * np.sin(angle)])[:count]
 
 
-class VectorLayout:
-    """Where the parts of a summed vector are."""
-
-    def __init__(
-        self,
-        num_gradients: int,
-        num_statistics: int,
-        num_states: int,
-        *,
-        has_loss_count: bool = False,
-        divides_gradients: bool = False,
-        has_summed: bool = False,
-    ) -> None:
-        """`num_states`: elements of the metrics' states.
-
-        `has_loss_count`: whether the loss is divided by a count of its own, which stands before n;
-        `divides_gradients`: whether gradients are divided by that count too, otherwise by n; `has_summed`:
-        whether a part of the loss is a sum over samples, not a mean, with a gradient of its own.
-        """
-        self.num_gradients, self.has_summed = num_gradients, has_summed
-        self.num_sums = 2 + has_summed + num_states + has_loss_count
-        """Elements of the step's part behind gradients and statistics: loss, metrics' states and counts."""
-        self.gradients = slice(0, num_gradients * (1 + has_summed))
-        """The summed gradients of all trainable variables, flat, in the model's order."""
-        self.statistics = slice(self.gradients.stop, self.gradients.stop + num_statistics)
-        """The changes of the state that layers keep, times n."""
-        self.step_size = self.statistics.stop + self.num_sums
-        """Elements of the step's part."""
-        self.step = slice(0, self.step_size)
-        """The step's part."""
-        self.sums = slice(self.statistics.stop, self.step_size - has_loss_count)
-        """Loss, metrics' states, and the count that the loss is divided by."""
-        self.count = self.step_size - 1
-        """The index of n."""
-        self.divisor = self.count - divides_gradients
-        """The index of the count that gradients are divided by."""
-        self.stop = self.step_size
-        """The index of the stop request: above 0 when a stop was requested."""
-
-
-@dataclass(frozen=True)
-class GradientNoise:
-    """Unbiased estimates from one step, or their sums over several (McCandlish et al. 2018, appendix A.1)."""
-
-    variance: float = 0.0
-    """The trace of the covariance of one sample's gradient."""
-    square: float = 0.0
-    """The squared norm of the true gradient; noise can make an estimate negative."""
-
-    @classmethod
-    def estimate(cls, parts: float, whole: float, num_parts: int, count: float) -> "GradientNoise":
-        """Estimate both from the `square_norm` of the gradients of parts of a batch, added, and of the whole.
-
-        Mean gradients of n_i samples each, n = Σ n_i, have E|g_i|² = |G|² + V/n_i, and their weighted mean g
-        has E|g|² = |G|² + V/n. So V = (Σ n_i |g_i|² - n |g|²) / (parts - 1), for unequal n_i, too.
-        """
-        if num_parts < 2 or not math.isfinite(parts + whole):
-            return cls()
-        variance = (parts - whole) / (num_parts - 1)
-        return cls(variance, (whole - variance) / count)
-
-    def __add__(self, other: "GradientNoise") -> "GradientNoise":
-        return GradientNoise(self.variance + other.variance, self.square + other.square)
-
-    @property
-    def scale(self) -> float | None:
-        """The gradient noise scale in samples, variance / square; None where it is not known."""
-        return self.variance / self.square if self.variance > 0 and self.square > 0 else None
-
-
-@dataclass(frozen=True)
-class Sums:
-    """Loss and metrics summed over samples, of one rank or of all."""
-
-    loss: float
-    states: tuple[float, ...]
-    """Summed states of the metrics (objective.py)."""
-    count: float
-    """Divisor of the loss: samples, each counted with its weight, or unmasked elements."""
-
-    @property
-    def mean_loss(self) -> float:
-        """The loss as fit reports it; nan without samples."""
-        return self.loss / self.count if self.count else math.nan
-
-
 class RankStep:
     """A rank's step without the computation of its vector, for the whole model or a part of it."""
 
@@ -243,6 +157,32 @@ class RankStep:
     def state(self) -> list[Any]:
         """The variables that training changes, in a fixed order: weights, then those of the optimizer."""
         return [*self.model.weights, *self.optimizer.variables]
+
+    @property
+    def weights(self) -> list[Array]:
+        """The model's weights."""
+        weights: list[Array] = self.model.get_weights()
+        return weights
+
+    @property
+    def rate(self) -> float:
+        """The learning rate of the latest step."""
+        return float(self.optimizers[0].learning_rate)
+
+    @property
+    def values(self) -> list[Array]:
+        """The values of the state, without learning rates, which every step sets."""
+        return [np.asarray(one.value) for one in self._kept]
+
+    @values.setter
+    def values(self, values: Sequence[Array]) -> None:
+        for variable, value in zip(self._kept, values, strict=True):
+            variable.assign(value)
+
+    @property
+    def _kept(self) -> list[Any]:
+        rates = {id(rate) for rate in self.learning_rates}
+        return [variable for variable in self.state if id(variable) not in rates]
 
     def set_step(self, step: int, learning_rate: float) -> None:
         """Set the learning rate and the random states of the run's step `step`, counted from 0."""
@@ -551,13 +491,3 @@ def unflatten(vector: Any, variables: Sequence[Any]) -> list[Any]:
     """Return the parts of a vector in the shapes of the variables; inside a graph or outside."""
     parts = tf.split(vector, [math.prod(variable.shape) for variable in variables]) if variables else []
     return [tf.reshape(part, variable.shape) for part, variable in zip(parts, variables, strict=True)]
-
-
-def add_sums(sums: Sequence[Sums]) -> Sums:
-    """Return the sum of several; a sum over nothing has no states yet."""
-    columns = zip(*(part.states for part in sums if part.states), strict=True)
-    return Sums(
-        sum(part.loss for part in sums),
-        tuple(sum(column) for column in columns),
-        sum(part.count for part in sums),
-    )

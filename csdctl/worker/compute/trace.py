@@ -13,8 +13,8 @@ from unittest import mock
 
 import numpy as np
 
-from csdctl.worker.compute.backend import STATE, keras, tf
-from csdctl.worker.process.errors import InputError, WorkerError, describe
+from csdctl.worker.compute.backend import keras, tf
+from csdctl.worker.process.errors import WorkerError
 
 PYTHON_OPERATIONS = ("PyFunc", "PyFuncStateless", "EagerPyFunc")
 """Operations that call Python."""
@@ -55,6 +55,8 @@ class GraphBuilder:
         self.graph = tf.Graph()
         self._placeholders: dict[str, Any] = {}
         self._outside: dict[str, str] = {}
+        self.traced: dict[str, Any] = {}
+        """The functions as Python's TensorFlow calls them."""
         self.functions: dict[str, tuple[list[str], list[str], list[str]]] = {}
         """Names of feeds, fetches and targets by function."""
 
@@ -64,7 +66,7 @@ class GraphBuilder:
         `code` returns tensors or lists of them. Raises CannotCompileError.
         """
         function = tf.function(code, autograph=False).get_concrete_function(*arguments.values())
-        traced = function.graph
+        self.traced[name], traced = function, function.graph
         mapped = {}
         with self.graph.as_default():
             for captured, inner in traced.captures:
@@ -75,9 +77,6 @@ class GraphBuilder:
             definition = traced.as_graph_def()
             for node in definition.node:  # of a function without state, the order has no effect
                 node.input[:] = [one for one in node.input if not one.startswith("^")]
-            operations = [*definition.node, *(one for each in definition.library.function for one in each.node_def)]
-            if calling := sorted({one.name for one in operations if one.op in PYTHON_OPERATIONS}):
-                raise CannotCompileError(f"{name} calls Python ({', '.join(calling[:3])})")
             wanted = [one.name for one in traced.outputs]
             wanted += [one.name for one in traced.control_outputs if one.type == "Assert"]
             found = tf.graph_util.import_graph_def(
@@ -121,7 +120,63 @@ class GraphBuilder:
         meta = tf.compat.v1.train.export_meta_graph(graph=self.graph, graph_def=self.graph.as_graph_def())
         meta.collection_def["train_op"].node_list.value.extend(sorted(keep))
         optimized = tf_optimizer.OptimizeGraph(config, meta)
+        inner = (one for function in optimized.library.function for one in function.node_def)
+        for node in (*optimized.node, *inner):
+            if node.op in PYTHON_OPERATIONS:
+                raise CannotCompileError(f"{node.name} calls Python ({node.op})")
         if outside := [self._outside[node.name] for node in optimized.node if node.name in self._outside]:
             raise CannotCompileError(f"a layer keeps state outside of Keras' variables: {outside[0]}")
         content: bytes = optimized.SerializeToString(deterministic=True)
         return content
+
+
+class PythonTensors:
+    """Tensors of Python's TensorFlow, as engine.step.TensorList."""
+
+    def __init__(self, tensors: Sequence[Any]) -> None:
+        self.tensors = list(tensors)
+
+    def __len__(self) -> int:
+        return len(self.tensors)
+
+    def array(self, place: int) -> Any:
+        """As of TensorList."""
+        return np.asarray(self.tensors[place])
+
+    def arrays(self) -> list[Any]:
+        """As of TensorList."""
+        return list(map(self.array, range(len(self))))
+
+    def tail(self, start: int) -> "PythonTensors":
+        """As of TensorList."""
+        moved, self.tensors[start:] = self.tensors[start:], []
+        return PythonTensors(moved)
+
+
+class PythonSession:
+    """Runs functions that were traced in this process, as engine.step.Session."""
+
+    def __init__(self, builder: GraphBuilder) -> None:
+        self._traced = builder.traced
+
+    def find(self, name: str, info: Any) -> Callable[..., PythonTensors]:
+        """As of Session."""
+        function = self._traced[name]
+
+        def call(*inputs: Any) -> PythonTensors:
+            flat: list[Any] = []
+            for one in inputs:
+                flat += one.tensors if isinstance(one, PythonTensors) else [tf.convert_to_tensor(one)]
+            return PythonTensors(tf.nest.flatten(function(*flat)))
+
+        return call
+
+    def tensors(self, arrays: Sequence[Any]) -> PythonTensors:
+        """As of Session."""
+        return PythonTensors(list(map(tf.constant, arrays)))
+
+
+def unflatten(vector: Any, variables: Sequence[Any]) -> list[Any]:
+    """Return the parts of a vector in the shapes of the variables."""
+    parts = tf.split(vector, [math.prod(variable.shape) for variable in variables]) if variables else []
+    return [tf.reshape(part, variable.shape) for part, variable in zip(parts, variables, strict=True)]

@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 
 from csdctl.worker.data.arrays import Array
+from csdctl.worker.engine.step import FunctionInfo
 from csdctl.worker.process.errors import WorkerError
 from csdctl.worker.protocol.run_spec import CPU, Runtime
 
@@ -62,7 +63,8 @@ class Library:
         files = [place / f"libtensorflow_{name}.so.2" for place in places for name in ("framework", "cc")]
         if not files or not all(file.exists() for file in files):
             raise WorkerError(
-                "TensorFlow's libraries are not installed", remedy="install tensorflow-cpu: `csdctl provision`"
+                "TensorFlow's libraries are not installed",
+                remedy="install tensorflow-cpu: `csdctl provision`",
             )
         self._libraries = [ctypes.CDLL(str(file), mode=ctypes.RTLD_GLOBAL) for file in files]
         size, status = ctypes.c_size_t, self._declare("TF_NewStatus", POINTER)
@@ -165,6 +167,12 @@ class Tensors:
             if pointer:
                 delete(pointer)
 
+    def tail(self, start: int) -> "Tensors":
+        """Move the tensors from `start` on to another object, and return it."""
+        moved = (POINTER * (len(self) - start))(*self.pointers[start:])
+        self.pointers[start:] = [None] * len(moved)
+        return Tensors(self._library, moved)
+
     def array(self, place: int) -> Array:
         """Return a tensor as an array that shares its memory; it must not be written to."""
         library, pointer = self._library, self.pointers[place]
@@ -181,12 +189,6 @@ class Tensors:
     def arrays(self) -> list[Array]:
         """Return all tensors as arrays."""
         return list(map(self.array, range(len(self))))
-
-
-def as_tensors(library: Library, arrays: Iterable[Array]) -> Tensors:
-    """Return tensors with the values of arrays; see `Library.tensor`."""
-    pointers = [library.tensor(array) for array in arrays]
-    return Tensors(library, (POINTER * len(pointers))(*pointers))
 
 
 def _varint(value: int) -> bytes:
@@ -215,15 +217,11 @@ class GraphSession:
         self.library = library = load_library(runtime.onednn)
         self._graph = library.create("TF_NewGraph")
         size = ctypes.c_size_t
-        buffer = library.create(
-            "TF_NewBufferFromString", (ctypes.c_char_p, content), (size, len(content))
-        )
+        buffer = library.create("TF_NewBufferFromString", (ctypes.c_char_p, content), (size, len(content)))
         importing = library.create("TF_NewImportGraphDefOptions")
         try:
             library.call(
-                "TF_GraphImportGraphDef",
-                None,
-                *((POINTER, one) for one in (self._graph, buffer, importing)),
+                "TF_GraphImportGraphDef", None, *((POINTER, one) for one in (self._graph, buffer, importing))
             )
         finally:
             library.delete("TF_DeleteImportGraphDefOptions", importing)
@@ -233,9 +231,7 @@ class GraphSession:
             library.call(
                 "TF_SetConfig", None, (POINTER, options), (ctypes.c_char_p, config), (size, len(config))
             )
-            self._session = library.call(
-                "TF_NewSession", POINTER, (POINTER, self._graph), (POINTER, options)
-            )
+            self._session = library.call("TF_NewSession", POINTER, (POINTER, self._graph), (POINTER, options))
         finally:
             library.delete("TF_DeleteSessionOptions", options)
         self.run = library.declare_checked(
@@ -248,12 +244,15 @@ class GraphSession:
         )
         self._find = library._declare("TF_GraphOperationByName", POINTER, POINTER, ctypes.c_char_p)
 
-    def function(
-        self, feeds: Sequence[str], fetches: Sequence[str], targets: Sequence[str] = ()
-    ) -> "Function":
-        """Return the part of the graph from `feeds` to `fetches`, names such as `loss:0`, and `targets`."""
-        operations = (POINTER * len(targets))(*map(self._operation, targets))
-        return Function(self, self._outputs(feeds), self._outputs(fetches), operations)
+    def find(self, name: str, info: FunctionInfo) -> "Function":
+        """Return a function of the graph; raises WorkerError if the graph does not have it."""
+        targets = (POINTER * len(info.targets))(*map(self._operation, info.targets))
+        return Function(self, self._outputs(info.feeds), self._outputs(info.fetches), targets)
+
+    def tensors(self, arrays: Iterable[Array]) -> Tensors:
+        """Return tensors with the values of arrays; see `Library.tensor`."""
+        pointers = [self.library.tensor(array) for array in arrays]
+        return Tensors(self.library, (POINTER * len(pointers))(*pointers))
 
     def run_function(self, inputs: Any, feeds: Any, fetches: Any, outputs: Any, targets: Any) -> None:
         """Run a part of the graph; writes pointers of tensors to `outputs`."""

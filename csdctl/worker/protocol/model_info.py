@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from csdctl.worker.protocol.datasets import Largest
+from csdctl.worker.protocol.datasets import DatasetInfo, Largest
 from csdctl.worker.protocol.json_codec import Count, Shape
 from csdctl.worker.protocol.recipe import Recipe
 from csdctl.worker.protocol.run_spec import DatasetSlice, UserCode
@@ -41,6 +41,30 @@ class BuildRequest:
     spec: BuildSpec
     output: str
     """The directory to write the model to."""
+
+
+@dataclass(frozen=True)
+class CompileRequest:
+    """The request to compile the step of a model that was built."""
+
+    architecture: str
+    weights: str
+    recipe: Recipe
+    data: DatasetInfo
+    """The public data set, whose shapes and types samples and labels have."""
+    output: str
+    """The directory to write the files of a `CompiledStep` to."""
+    code: UserCode | None = None
+    has_noise: bool = False
+    """Whether gradients of samples are clipped."""
+
+
+@dataclass(frozen=True)
+class Compiled:
+    """The answer to a `CompileRequest`."""
+
+    reason: str = ""
+    """Why the step needs Python's TensorFlow, and nothing was written; '' for a compiled step."""
 
 
 @dataclass(frozen=True)

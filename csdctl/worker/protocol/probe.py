@@ -17,7 +17,7 @@ from csdctl.worker.protocol.json_codec import (
     parse_json,
 )
 from csdctl.worker.protocol.recipe import Noise, Recipe
-from csdctl.worker.protocol.run_spec import Prefix, Runtime, UserCode
+from csdctl.worker.protocol.run_spec import CompiledStep, Prefix, Runtime, UserCode
 
 PartSeconds = Annotated[float, Between(0, 1e6)]
 
@@ -85,6 +85,8 @@ class ProbeSpec:
     """The code that the model needs to be rebuilt, beside Keras."""
     noise: Noise | None = None
     """The noise on the job's private samples."""
+    compiled: CompiledStep | None = None
+    """The model's step; None if it cannot be compiled."""
     is_private: bool = False
     """With noise: measure the step for private samples."""
     schema: int = SCHEMA

@@ -117,6 +117,18 @@ class RankSpec:
 
 
 @dataclass(frozen=True)
+class CompiledStep:
+    """A step that needs neither Keras nor Python's TensorFlow, as files in the store."""
+
+    graph: str
+    """A serialized GraphDef."""
+    info: str
+    """The `StepInfo` of the graph."""
+    state: str
+    """The variables' values at the beginning (.npz)."""
+
+
+@dataclass(frozen=True)
 class Prefix:
     """The frozen part of a model, from its inputs to the cut, as files in the store."""
 
@@ -185,6 +197,8 @@ class RunSpec:
     """The task of the ranks."""
     code: UserCode | None = None
     """The code that the model needs to be rebuilt, beside Keras."""
+    compiled: CompiledStep | None = None
+    """The model's step; None if it cannot be compiled."""
     head: HeadSpec | None = None
     """If the model is the head of a larger one; samples and validation data are features, `public` is not."""
     split: SplitSpec | None = None

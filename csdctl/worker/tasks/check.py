@@ -3,7 +3,6 @@
 import contextlib
 import time
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import numpy as np
 
@@ -31,7 +30,7 @@ class Check:
     admits each rank that joins, and ends when it is asked to stop.
     """
 
-    variables: Sequence[Any] = ()
+    values: Sequence[Array] = ()
     max_message_bytes = 0
 
     def __init__(self, context: TaskContext) -> None:

@@ -21,13 +21,14 @@ import time
 import zipfile
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from csdctl.worker.compute.custom_step import AnyStep
+from csdctl.worker.compute.compile import AnyStep
 from csdctl.worker.compute.forward import assemble
 from csdctl.worker.data.arrays import Array, read_array_header, save_arrays
 from csdctl.worker.data.file_hash import open_regular
@@ -64,22 +65,22 @@ class StepFile:
     _NO_STATE = -1, 0, 0
     """The mark of a half that has no state, or one that is not complete."""
 
-    def __init__(self, path: Path, variables: list[Any]) -> None:
-        """`path`: of states of `variables`."""
+    def __init__(self, path: Path, values: Sequence[Array]) -> None:
+        """`path`: of states with the shapes and types of `values`."""
         self.path = path
-        whole_pages = -(-(self._MARK.size + max_state_bytes(variables)) // mmap.PAGESIZE)
+        whole_pages = -(-(self._MARK.size + max_state_bytes(values)) // mmap.PAGESIZE)
         self._half_bytes = whole_pages * mmap.PAGESIZE
         self._bytes: Array | None = None
         self._next = 0
 
-    def write(self, variables: list[Any], position: Position) -> None:
-        """Write `variables`, the state at `position`; raises OSError when there can be no such file."""
+    def write(self, values: Sequence[Array], position: Position) -> None:
+        """Write `values`, the state at `position`; raises OSError when there can be no such file."""
         if self._bytes is None or not self.path.exists():  # removed while the run trains
             self._bytes = self._open()
         start = self._next * self._half_bytes
         self._mark(self._bytes, start, self._NO_STATE)
         body = start + self._MARK.size
-        packed = pack(variables, position, self._bytes[body : start + self._half_bytes])
+        packed = pack(values, position, self._bytes[body : start + self._half_bytes])
         # The state after an epoch follows that after its last step.
         number = 2 * position.total_steps + (position.step == 0)
         self._mark(self._bytes, start, (number, len(packed), self._check(number, packed)))
@@ -255,16 +256,24 @@ def keep_copy(spec: RunSpec) -> RunSpec:
 class Checkpointer:
     """Saves the state and the models of one run."""
 
-    def __init__(self, spec: RunSpec, reporter: Reporter, step: AnyStep, own: Sequence[OwnSamples]) -> None:
+    def __init__(
+        self,
+        spec: RunSpec,
+        reporter: Reporter,
+        step: AnyStep,
+        own: Sequence[OwnSamples],
+        trained_model: Callable[[], AbstractContextManager[Any]],
+    ) -> None:
         """Restore what an earlier process of this run saved: see `position`.
 
-        `own`: the samples of each rank. Raises WorkerError when a state was saved and none can be used.
+        `own`: the samples of each rank; `trained_model` holds the Keras model with the weights of `step`. Raises WorkerError when a state was saved and none can be used.
         """
         self._spec, self._reporter, self._step, self._own = spec, reporter, step, own
+        self._trained_model = trained_model
         output = Path(spec.output_directory)
         self._checkpoints = Checkpoints(output / "checkpoints", spec.num_checkpoints)
         paths = [Path(spec.step_file), output / KEPT_STEP_FILE] if spec.step_file else []
-        self._step_files = [StepFile(path, step.state) for path in paths]
+        self._step_files = [StepFile(path, step.values) for path in paths]
         self._can_write = bool(self._step_files)
         self._cost_s = 0.0
         self._written_at = self._checkpointed_at = time.monotonic()
@@ -290,7 +299,7 @@ class Checkpointer:
             return
         began = time.monotonic()
         try:
-            self._step_files[0].write(self._step.state, position)
+            self._step_files[0].write(self._step.values, position)
         except OSError as error:  # there are checkpoints
             print(f"no step file: {error}", flush=True)
             self._can_write = False
@@ -302,7 +311,7 @@ class Checkpointer:
         if not self._spec.num_checkpoints:
             return
         try:
-            path = self._checkpoints.save(pack(self._step.state, position), position, is_best=is_best)
+            path = self._checkpoints.save(pack(self._step.values, position), position, is_best=is_best)
         except OSError as error:  # as of a full disk: training goes on from the state in memory
             self.write_step_file(position)
             if not self._can_write:
@@ -315,8 +324,8 @@ class Checkpointer:
 
     def save_model(self, name: str) -> str:
         """Save the model as a .keras file, or its weights where that cannot be; returns the path."""
-        with self._step.averaged_weights():
-            model = assemble(self._spec.head, self._step.model) if self._spec.head else self._step.model
+        with self._trained_model() as model:
+            model = assemble(self._spec.head, model) if self._spec.head else model
             path = Path(self._spec.output_directory) / name
             try:
                 return str(save_model(model, path))
@@ -332,7 +341,7 @@ class Checkpointer:
     def save_last_good(self) -> bool:
         """Save the model of the newest checkpoint: later weights are not finite. False if there is none."""
         for _, state in self._newest_checkpoint([]):
-            unpack(state, self._step.state, self._own)
+            _, self._step.values = unpack(state, self._step.values, self._own)
             self.save_model(LAST_MODEL)
             return True
         return False
@@ -345,7 +354,8 @@ class Checkpointer:
             for problem in problems:
                 self._reporter.emit(Warned, f"{problem}; the newest intact state is used")
             _, latest = max(found, key=lambda one: (one[0].total_steps, one[0].epoch))
-            return unpack(latest, self._step.state, self._own)
+            position, self._step.values = unpack(latest, self._step.values, self._own)
+            return position
         if problems:  # to begin again would throw away what was trained
             problem = f"no checkpoint of this run can be used: they are damaged: {'; '.join(problems)}"
             raise WorkerError(problem, remedy="restore one from a copy, or start a new run")
@@ -363,7 +373,7 @@ class Checkpointer:
 
     def _newest_checkpoint(self, problems: list[str]) -> Iterator[tuple[Position, Array]]:
         """Yield the newest checkpoint that is intact and possible in this run, if there is one."""
-        states = self._checkpoints.newest_first(max_state_bytes(self._step.state), problems.append)
+        states = self._checkpoints.newest_first(max_state_bytes(self._step.values), problems.append)
         return itertools.islice(self._possible(states, problems), 1)
 
     def _possible(self, states: Iterable[Array], problems: list[str]) -> Iterator[tuple[Position, Array]]:

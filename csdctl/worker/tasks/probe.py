@@ -11,28 +11,37 @@ from pathlib import Path
 
 import numpy as np
 
-from csdctl.worker.compute.backend import STATE, tf
-from csdctl.worker.compute.custom_step import AnyStep, make_step
+from csdctl.worker.compute.backend import STATE, load_backend, tf
+from csdctl.worker.compute.compile import AnyStep, make_step
 from csdctl.worker.compute.keras_internals import find_smallest_embedding
 from csdctl.worker.compute.model import load
 from csdctl.worker.compute.split import measure_time
 from csdctl.worker.data.arrays import Array, random_batch
+from csdctl.worker.engine.load import load_engine
 from csdctl.worker.process.machine import peak_memory_bytes
 from csdctl.worker.process.output import exit_with_failure
 from csdctl.worker.protocol.events import UNKNOWN_NODE
 from csdctl.worker.protocol.json_codec import RESULT, from_json, to_frame
 from csdctl.worker.protocol.probe import READY, AttachRequest, ProbeResult, ProbeSpec, request_from_line
-from csdctl.worker.protocol.run_spec import RunSpec
+from csdctl.worker.protocol.run_spec import RankSpec, RunSpec
 from csdctl.worker.tasks.session import RankSession
 
 
 def serve_probes(spec: ProbeSpec) -> None:
     """Answer requests until standard input ends."""
-    with tf.device(STATE):
-        model = load(Path(spec.architecture), Path(spec.weights), spec.code)
-        generator, num_indices = np.random.default_rng(0), find_smallest_embedding(model)
+    generator = np.random.default_rng(0)
+    if spec.compiled:
+        me = RankSpec(0, "", 0, spec.runtime, None, None, 0, 0)
+        step: AnyStep = load_engine(spec.compiled, me, spec.recipe, spec.noise, spec.code)
+        num_indices = step.info.num_indices
         example = random_batch(generator, spec.data, 1, num_indices)
-        step = make_step(model, spec.recipe, example, noise=spec.noise)
+    else:
+        load_backend(spec.runtime)
+        with tf.device(STATE):
+            model = load(Path(spec.architecture), Path(spec.weights), spec.code)
+            num_indices = find_smallest_embedding(model)
+            example = random_batch(generator, spec.data, 1, num_indices)
+            step = make_step(model, spec.recipe, example, noise=spec.noise)
     step.set_step(0, 0.0)
     # The first step traces the graphs, which is part of starting and not of a measurement.
     step.take(*example, private_copies=_copies(step, spec, 1))

@@ -1,7 +1,7 @@
 """The progress of a run, the state from which it resumes bit by bit, and what a rank reports of its work.
 
-`pack` turns variables and `Position` into one array of bytes, for files (checkpointer.py) and for other
-ranks. `unpack` checks all of it before it changes a variable.
+`pack` turns the values of variables and `Position` into one array of bytes, for files (checkpointer.py) and
+for other ranks. `unpack` checks all of it.
 """
 
 import dataclasses
@@ -14,9 +14,9 @@ from typing import Any
 
 import numpy as np
 
-from csdctl.worker.compute.step import GradientNoise, Sums, add_sums
 from csdctl.worker.data.arrays import Array
 from csdctl.worker.data.schedule import OwnSamples, Segment, Share, Span, begin_epoch, change_segment
+from csdctl.worker.engine.layout import GradientNoise, Sums, add_sums
 from csdctl.worker.group.communicator import Communicator
 from csdctl.worker.process.errors import WorkerError
 from csdctl.worker.process.machine import Thermometer, peak_memory_bytes, resident_bytes
@@ -79,9 +79,9 @@ class Position:
     schema: int = SCHEMA
 
 
-def pack(variables: list[Any], position: Position, out: Array | None = None) -> Array:
-    """Return variables and position as one array of bytes, uint8; at the start of `out` when given."""
-    arrays = _arrays_of(variables)
+def pack(values: Sequence[Array], position: Position, out: Array | None = None) -> Array:
+    """Return values and position as one array of bytes, uint8; at the start of `out` when given."""
+    arrays = [np.asarray(value, order="C") for value in values]
     text = to_json(position).encode()
     size = _HEAD.size + len(text) + sum(array.nbytes for array in arrays)
     packed = np.empty(size, np.uint8) if out is None else out[:size]
@@ -96,40 +96,39 @@ def pack(variables: list[Any], position: Position, out: Array | None = None) -> 
     return packed
 
 
-def max_state_bytes(variables: list[Any]) -> int:
-    """Return the largest size of what `pack` returns for these variables."""
-    return _HEAD.size + MAX_POSITION_BYTES + sum(array.nbytes for array in _arrays_of(variables))
+def max_state_bytes(values: Sequence[Array]) -> int:
+    """Return the largest size of what `pack` returns for values of these shapes and types."""
+    return _HEAD.size + MAX_POSITION_BYTES + sum(array.nbytes for array in values)
 
 
-def hash_state(variables: list[Any], position: Position) -> str:
-    """Return the SHA-256, in hex, of variables and position."""
+def hash_state(values: Sequence[Array], position: Position) -> str:
+    """Return the SHA-256, in hex, of values and position."""
     digest = hashlib.sha256(to_json(position).encode())
-    for array in _arrays_of(variables):
+    for array in values:
         digest.update(array.tobytes())
     return digest.hexdigest()
 
 
-def unpack(packed: Array, variables: list[Any], own: Sequence[OwnSamples]) -> Position:
-    """Set `variables` from what `pack` returned; raises WorkerError, and sets none, unless all of it fits.
+def unpack(packed: Array, like: Sequence[Array], own: Sequence[OwnSamples]) -> tuple[Position, list[Array]]:
+    """Return what was packed; raises WorkerError unless the values have the shapes and types of `like`.
 
     `own`: the samples of each rank of the run.
     """
     position = position_of(packed, own)
     length, _, form = _HEAD.unpack(packed[: _HEAD.size].tobytes())
-    arrays = _arrays_of(variables)
     place = _HEAD.size + length
-    expected = place + sum(array.nbytes for array in arrays)
-    if len(packed) != expected or form != _hash_form(arrays):
+    expected = place + sum(array.nbytes for array in like)
+    if len(packed) != expected or form != _hash_form(like):
         raise WorkerError(
             f"the saved state has {len(packed)} bytes, expected {expected} for this model, "
             "with the shapes and types of its variables",
             remedy="the model or the optimizer has changed since; start a new run",
         )
-    for variable, array in zip(variables, arrays, strict=True):
-        chunk = packed[place : place + array.nbytes].copy().view(array.dtype).reshape(array.shape)
-        variable.assign(chunk)
+    values = []
+    for array in like:
+        values.append(packed[place : place + array.nbytes].copy().view(array.dtype).reshape(array.shape))
         place += array.nbytes
-    return position
+    return position, values
 
 
 def position_of(packed: Array, own: Sequence[OwnSamples]) -> Position:
@@ -147,11 +146,7 @@ def position_of(packed: Array, own: Sequence[OwnSamples]) -> Position:
     return position
 
 
-def _arrays_of(variables: list[Any]) -> list[Array]:
-    return [np.asarray(variable.value, order="C") for variable in variables]
-
-
-def _hash_form(arrays: list[Array]) -> bytes:
+def _hash_form(arrays: Sequence[Array]) -> bytes:
     return hashlib.sha256(repr([(array.dtype.str, array.shape) for array in arrays]).encode()).digest()
 
 

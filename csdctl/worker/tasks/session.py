@@ -13,7 +13,7 @@ from typing import NoReturn
 
 import numpy as np
 
-from csdctl.worker.compute.custom_step import AnyStep
+from csdctl.worker.compute.compile import AnyStep
 from csdctl.worker.group.communicator import Communicator, HubCommunicator, HubProcess
 from csdctl.worker.group.hub import HubSettings
 from csdctl.worker.group.values import LinkLostError
@@ -91,7 +91,7 @@ class RankSession:
 
     def _connect(self) -> Communicator:
         spec, sizes = self._spec, tuple(self._task.sum_sizes)
-        max_bytes = max(self._task.max_message_bytes, max_state_bytes(list(self._task.variables)))
+        max_bytes = max(self._task.max_message_bytes, max_state_bytes(self._task.values))
         if self._hub is None:
             address = link_address(spec.run_id, self._me.rank, spec.link_key) if self._me.rank else ""
             return Communicator(self._me.rank, sizes, max_bytes, self._report_waiting, address)
@@ -134,10 +134,10 @@ class RankSession:
 
     def _join(self) -> None:
         """Connect to rank 0, and take over its state; raises LinkLostError."""
-        communicator, variables = self._communicator, list(self._task.variables)
+        communicator, values = self._communicator, self._task.values
         communicator.connect(self._orders.check_orphaned)
-        communicator.join(hash_state(variables, self._progress.position))
+        communicator.join(hash_state(values, self._progress.position))
         if packed := communicator.take_state():
             state = np.frombuffer(packed, np.uint8)
-            self._progress.position = unpack(state, variables, self._progress.own)
+            self._progress.position, self._task.values = unpack(state, values, self._progress.own)
         self._progress.regroup(communicator.members)

@@ -165,8 +165,17 @@ class SplitParts(ModelTask):
         return max(super().max_message_bytes, int(self.largest_batch * num_bytes))
 
     @property
-    def variables(self) -> list[Any]:
+    def values(self) -> list[Array]:
         """Weights of the prefix and the state of their optimizer."""
+        return [np.asarray(one.value) for one in self._variables]
+
+    @values.setter
+    def values(self, values: Sequence[Array]) -> None:
+        for variable, value in zip(self._variables, values, strict=True):
+            variable.assign(value)
+
+    @property
+    def _variables(self) -> list[Any]:
         step = self._split
         state = step.prefix_state() if isinstance(step, SplitStep) else step.state
         return [variable for variable in state if variable is not step.optimizer.learning_rate]

@@ -9,7 +9,8 @@ import queue
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
@@ -17,11 +18,13 @@ from typing import Any, Protocol, TypeVar
 import numpy as np
 
 from csdctl.worker.compute.backend import STATE, load_backend, tf
-from csdctl.worker.compute.custom_step import AnyStep, CustomStep, make_step
+from csdctl.worker.compute.compile import AnyStep, make_step
+from csdctl.worker.compute.custom_step import CustomStep
 from csdctl.worker.compute.forward import BatchedPass, feature_pass
-from csdctl.worker.compute.model import hash_weights, load
+from csdctl.worker.compute.model import load
 from csdctl.worker.data.arrays import Array
 from csdctl.worker.data.prepared import EpochReader, SyntheticReader, sample_bytes
+from csdctl.worker.engine.load import hash_arrays, load_engine
 from csdctl.worker.group.communicator import Communicator
 from csdctl.worker.process.errors import WorkerError
 from csdctl.worker.protocol.events import Joined, Misbehaved
@@ -126,9 +129,8 @@ class Task(Protocol):
         Its elements, and how many of them are sent as bfloat16.
         """
 
-    @property
-    def variables(self) -> Sequence[Any]:
-        """The variables that a rank takes over from rank 0, in addition to the progress, when they differ."""
+    values: Sequence[Array]
+    """The state that a rank takes over from rank 0, in addition to the progress, when it differs."""
 
     def load(self) -> None:
         """Load what the task needs and reach full speed; raises WorkerError."""
@@ -164,8 +166,9 @@ class ModelTask:
         self.reporter, self.orders, self.is_root = context.reporter, context.orders, context.me.rank == 0
         self._step_of_probes = context.step
         self._extractor: BatchedPass | None = None
+        self._whole: Any = None
         # Importing TensorFlow is not part of the set-up time that the rank reports.
-        if context.step is None:
+        if context.step is None and not self.spec.compiled:
             load_backend(context.me.runtime)
 
     @property
@@ -182,10 +185,13 @@ class ModelTask:
         ]
 
     @property
-    def variables(self) -> list[Any]:
-        """Weights and optimizer state, but for the learning rate, which every step sets."""
-        rates = {id(rate) for rate in self.step.learning_rates}
-        return [variable for variable in self.step.state if id(variable) not in rates]
+    def values(self) -> Sequence[Array]:
+        """Weights and the state of the optimizer."""
+        return self.step.values
+
+    @values.setter
+    def values(self, values: Sequence[Array]) -> None:
+        self.step.values = values
 
     @property
     def max_message_bytes(self) -> int:
@@ -205,15 +211,15 @@ class ModelTask:
         joined = sorted((set(members) - set(before) | communicator.admitted) - {communicator.rank})
         if not joined and members == tuple(before) == counted:
             return
-        progress, variables = self.progress, list(self.variables)
-        own = hash_state(variables, progress.position) if hashes else ""
+        progress, values = self.progress, self.values
+        own = hash_state(values, progress.position) if hashes else ""
         progress.regroup(members, set(before) - set(counted))
         communicator.admitted = set()
         if not self.is_root:
             return
         # First: what a rank does from here on is reported, even if this process ends now.
         self._report_members(communicator, is_start=bool(hashes) or not before)
-        packed = pack(variables, progress.position).tobytes() if joined else b""
+        packed = pack(values, progress.position).tobytes() if joined else b""
         for rank in joined:
             state = b"" if hashes.get(rank) == own and hashes else packed
             communicator.give_state(rank, state)
@@ -234,8 +240,7 @@ class ModelTask:
     def load(self) -> None:
         """Load data and model, trace the graphs and reach full speed; the weights stay as they were."""
         self.reader = self.open_reader()
-        with tf.device(STATE):
-            self.step = self._step_of_probes or self._load_step()
+        self.step = self._step_of_probes or self._load_step()
         self.step.micro_batch_size = self.me.micro_batch_size
         self.layout = self.summed.layout
         self.reporter.metrics = self.step.metrics
@@ -272,7 +277,7 @@ class ModelTask:
 
     def share_hash(self, communicator: Communicator) -> tuple[str, list[int]]:
         """Return the hash of the weights, and the ranks that have another than rank 0."""
-        weights_hash = hash_weights(self.summed.model)
+        weights_hash = hash_arrays(self.summed.weights)
         hashes = communicator.gather(weights_hash, Sha256)
         return weights_hash, [rank for rank, found in hashes.items() if found != hashes[0]]
 
@@ -291,14 +296,31 @@ class ModelTask:
 
     def _load_step(self) -> Any:
         spec, me = self.spec, self.me
-        return make_step(
-            self.load_model(),
-            replace(spec.recipe, augment="") if spec.head else spec.recipe,
-            self.example(0),
-            rank=me.rank,
-            weight=me.weight,
-            noise=spec.noise,
-        )
+        recipe = replace(spec.recipe, augment="") if spec.head else spec.recipe
+        if spec.compiled:
+            return load_engine(spec.compiled, me, recipe, spec.noise, spec.code)
+        with tf.device(STATE):
+            return make_step(
+                self.load_model(), recipe, self.example(0), rank=me.rank, weight=me.weight, noise=spec.noise
+            )
+
+    @contextmanager
+    def trained_model(self) -> Iterator[Any]:
+        """Hold the Keras model that has been trained: with moving averages, where an optimizer keeps some."""
+        step = self.step
+        if isinstance(step, CustomStep):
+            with step.averaged_weights():
+                yield step.model
+            return
+        load_backend(self.me.runtime)
+        from csdctl.worker.compute.compile import find_variables
+
+        if self._whole is None:
+            self._whole = self.load_model()
+        for variable, value in zip(find_variables(self._whole), step.averaged_values(), strict=True):
+            variable.assign(value)
+        self._whole.optimizer.learning_rate = float(step.rate)
+        yield self._whole
 
     def _warm_up(self) -> None:
         images, labels = self.example(self.me.batch_size)

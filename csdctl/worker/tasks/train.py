@@ -12,12 +12,15 @@ from typing import Any
 
 import numpy as np
 
-from csdctl.worker.compute.custom_step import AnyStep, CustomStep
+from csdctl.worker.compute.compile import AnyStep
+from csdctl.worker.compute.custom_step import CustomStep
 from csdctl.worker.compute.keras_internals import find_smallest_embedding
 from csdctl.worker.compute.recipe import learning_rate, make_schedule
-from csdctl.worker.compute.step import GradientNoise, Step, Sums, add_sums
 from csdctl.worker.data.arrays import Array, fields_of
 from csdctl.worker.data.prepared import PreparedSamples, SyntheticReader, sample_bytes
+from csdctl.worker.engine.layout import GradientNoise, Sums, add_sums
+from csdctl.worker.engine.load import are_finite
+from csdctl.worker.engine.step import StepEngine
 from csdctl.worker.group.communicator import Communicator
 from csdctl.worker.group.values import ExpectedTails, LinkLostError, StepVoidError, is_minority
 from csdctl.worker.process.errors import InputError, WorkerError
@@ -64,7 +67,7 @@ class Train(ModelTask):
         self._balancer = Balancer(limits)
         schedule = self.spec.recipe.schedule
         self._schedule = make_schedule(schedule) if schedule else None
-        is_plain = isinstance(self.step, Step) and not (
+        is_plain = not isinstance(self.step, CustomStep) and not (
             self.spec.split
             or self.step.has_noise
             or self.step.layout.has_summed
@@ -82,7 +85,9 @@ class Train(ModelTask):
         own, spec = self.progress.own, self.spec if self.is_root else None
         if self.spec.manifest and not self.is_root and self.me.server == self.me.rank:
             spec = keep_copy(self.spec)
-        self._checkpointer = Checkpointer(spec, self.reporter, self.step, own) if spec else None
+        self._checkpointer = (
+            Checkpointer(spec, self.reporter, self.step, own, self.trained_model) if spec else None
+        )
         if self._checkpointer and self._checkpointer.position:
             self.progress.position = self._checkpointer.position
 
@@ -123,7 +128,7 @@ class Train(ModelTask):
         A few ranks whose weights differ from rank 0's are lost; of many, rank 0 may be at fault.
         """
         epoch = self.progress.position.epoch
-        if not all(np.isfinite(weights).all() for weights in self.step.model.get_weights()):
+        if not all(map(are_finite, self.step.weights)):
             raise WorkerError(f"the weights are no longer finite after epoch {epoch}", remedy=DIVERGED)
         weights_hash, different = self.share_hash(communicator)
         if is_minority(different, len(communicator.counted)):
@@ -454,8 +459,7 @@ class Train(ModelTask):
     def _report_epoch_end(self, results: dict[str, Any]) -> None:
         fields: dict[str, Any] = {}
         if self.is_root:  # a rank that has joined at the end of the epoch has set no rate yet
-            latest = self.step.optimizers[0].learning_rate
-            rate = float(latest) if self._epoch_totals.steps else self._learning_rate()
+            rate = float(self.step.rate) if self._epoch_totals.steps else self._learning_rate()
             fields = {
                 **self._epoch_results(),
                 "learning_rate": rate,
@@ -502,16 +506,18 @@ def _no_weight(where: str) -> WorkerError:
 class Trial(Train):
     """Trains on random samples of the form in the task's argument `element_spec`; saves nothing."""
 
-    @property
-    def variables(self) -> list[Any]:
-        """None: the weights of a trial teach nothing, and differ between probe sessions."""
-        return []
+    values: Sequence[Array] = ()
+    """None: the weights of a trial teach nothing, and differ between probe sessions."""
 
     def open_reader(self) -> SyntheticReader:
         """Return a reader of random samples."""
         element_spec = from_dict(DatasetInfo, self.spec.task.arguments[ELEMENT_SPEC])
         step = self._step_of_probes
-        num_indices = find_smallest_embedding(step.model) if step else None
+        num_indices = (
+            (step.info.num_indices if isinstance(step, StepEngine) else find_smallest_embedding(step.model))
+            if step
+            else None
+        )
         return SyntheticReader(element_spec, self.me.rank, num_indices)
 
     def run(self, communicator: Communicator) -> str:

@@ -16,7 +16,8 @@ from typing import Annotated, Any
 import numpy as np
 
 from csdctl.worker.compute.backend import keras
-from csdctl.worker.compute.custom_step import AnyStep, CustomStep
+from csdctl.worker.compute.compile import AnyStep
+from csdctl.worker.compute.custom_step import CustomStep
 from csdctl.worker.compute.keras_internals import find_smallest_embedding, flatten_layers
 from csdctl.worker.compute.split import SplitStep, micro_batch_size
 from csdctl.worker.compute.statistics import Snapshot

@@ -54,7 +54,7 @@ from csdctl.worker.protocol.datasets import DatasetInfo
 from csdctl.worker.protocol.file_state import file_state
 from csdctl.worker.protocol.json_codec import from_json, to_json
 from csdctl.worker.protocol.model_info import BuildRequest, BuildSpec, ModelInfo
-from csdctl.worker.protocol.run_spec import DatasetSlice, UserCode
+from csdctl.worker.protocol.run_spec import CompiledStep, DatasetSlice, UserCode
 
 MODEL_FILES = ("info.json", "architecture.json", "weights.npz")
 PART_FILES = ("prefix.json", "prefix.npz", "head.json", "head.npz")
@@ -81,6 +81,15 @@ class SerializedModel:
     """The files and packages in it."""
     parts: tuple[StoredFile, ...] = ()
     """PART_FILES; none if the model has no frozen part at its beginning."""
+    compiled: tuple[StoredFile, ...] = ()
+    """Graph, info and state of the compiled step."""
+    not_compiled: str = ""
+    """Why there are none, once that has been tried."""
+
+    @property
+    def step(self) -> CompiledStep | None:
+        """The compiled step as the ranks are told of it."""
+        return CompiledStep(*(file.path for file in self.compiled)) if self.compiled else None
 
     def describe(self) -> ModelProperties:
         """Return the features that identify the model in measurements."""
@@ -96,7 +105,7 @@ class SerializedModel:
     @property
     def files(self) -> list[StoredFile]:
         """Files of the model that every machine needs."""
-        return [self.architecture, self.weights, *([self.code] if self.code else [])]
+        return [self.architecture, self.weights, *([self.code] if self.code else []), *self.compiled]
 
 
 def store_worker(project: ProjectDirectory) -> StoredFile:
@@ -201,7 +210,8 @@ def have_hashes(directory: Path, names: Sequence[str]) -> bool:
         hashes = {name: hash_file(directory / name) for name in names}
     except OSError:
         return False
-    return hashes == load_kept(directory / HASHES, dict[str, str])
+    known = load_kept(directory / HASHES, dict[str, str]) or {}
+    return all(known.get(name) == found for name, found in hashes.items())
 
 
 def _files_of(directory: Path) -> list[str]:

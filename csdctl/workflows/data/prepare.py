@@ -42,6 +42,7 @@ from csdctl.worker.protocol.json_codec import shorten, to_json
 from csdctl.worker.protocol.model_info import AugmentTrial, ModelInfo
 from csdctl.worker.protocol.recipe import Recipe
 from csdctl.worker.protocol.run_spec import UserCode
+from csdctl.workflows.data.compile import compile_step
 from csdctl.workflows.data.files import (
     SerializedModel,
     describe_code,
@@ -285,6 +286,7 @@ def prepare_job(
             )
         say(f"{name}: the prepared data had changed and was prepared again")
     save_prepared(project, job, of_host, private, absent)
+    model = compile_step(job, model, public, worker, space, say)
     return Prepared(worker, model, public, validation, private, absent, prepare_node)
 
 

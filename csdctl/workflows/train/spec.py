@@ -226,6 +226,7 @@ def build_spec(
         weights=prepared.model.weights.path,
         recipe=prepared.recipe,
         code=prepared.model.user_code,
+        compiled=prepared.model.step,
         ranks=with_servers(build_rank_specs(ranks, placed, prepared, shards, job), context.space.fleet),
         public=whole(prepared.public),
         validation=whole(prepared.validation) if prepared.validation else None,

@@ -107,7 +107,8 @@ class Split(Strategy):
         found = find_cut(context.prepared.model.info, self.cut)
         split = SplitSpec(found.layer, self.num_micro_batches)
         task = TaskSpec(VERIFY_SPLIT if inputs.spec.task.name == VERIFY else TRAIN_SPLIT)
-        return replace(inputs, spec=replace(inputs.spec, task=task, split=split, is_balanced=False))
+        spec = replace(inputs.spec, task=task, split=split, is_balanced=False, compiled=None)
+        return replace(inputs, spec=spec)
 
     build_verification = build_inputs
 
@@ -310,7 +311,9 @@ def divide(spec: RunSpec, context: RunContext, precision: str) -> FeatureRun:
     files = (prepared.worker, architecture, weights, *([whole_model.code] if whole_model.code else []))
     head = HeadSpec(prefix, whole_model.architecture.path, whole_model.weights.path, features.head_weights)
     return FeatureRun(
-        replace(spec, architecture=head_architecture.path, weights=head_weights.path, head=head),
+        replace(
+            spec, architecture=head_architecture.path, weights=head_weights.path, compiled=None, head=head
+        ),
         replace(prepared, model=replace(whole_model, architecture=head_architecture, weights=head_weights)),
         files,
     )

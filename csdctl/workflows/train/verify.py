@@ -197,7 +197,9 @@ def verify(plan: Plan, context: RunContext, options: TrainOptions) -> Verificati
     placed = place_plan(plan, context.prepared, context.job, space.fleet)
     run = space.project.new_scratch()
     inputs = build_inputs(run, plan.ranks, placed, context)
-    spec = dataclasses.replace(inputs.spec, validation=None, task=TaskSpec(VERIFY), num_checkpoints=0)
+    spec = dataclasses.replace(
+        inputs.spec, validation=None, compiled=None, task=TaskSpec(VERIFY), num_checkpoints=0
+    )
     inputs = dataclasses.replace(inputs, spec=spec)
     strategy = choose_strategy(options, plan)
     recomputed = strategy.recompute_stored(inputs, context)

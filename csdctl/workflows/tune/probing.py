@@ -219,6 +219,7 @@ def build_probe_command(name: str, context: RunContext, runtime: Runtime) -> lis
         prepared.public.element_spec,  # the whole description is too long for a command line
         code=prepared.model.user_code,
         noise=context.job.noise,
+        compiled=prepared.model.step,
         is_private=name in prepared.private,
     )
     return build_worker_command(python, prepared.worker.path, ["probe", "--spec", to_json(spec)])

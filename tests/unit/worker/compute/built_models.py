@@ -6,9 +6,9 @@ from typing import Any
 import numpy as np
 
 from csdctl.worker.compute.backend import load_backend
+from csdctl.worker.compute.compile import Step
 from csdctl.worker.compute.model import save_weights, with_settings
 from csdctl.worker.compute.recipe import compile_model
-from csdctl.worker.compute.step import Step
 from csdctl.worker.protocol.recipe import Recipe
 
 

@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 
+from csdctl.worker.compute.compile import Step
 from csdctl.worker.compute.recipe import compile_model, learning_rate
-from csdctl.worker.compute.step import Step
 from csdctl.worker.data.prepared import PreparedSamples
 from csdctl.worker.process.errors import WorkerError
 from csdctl.worker.protocol.recipe import LossTerm, Recipe

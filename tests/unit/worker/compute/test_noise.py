@@ -6,7 +6,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from csdctl.worker.compute.step import Step, secret_normal
+from csdctl.worker.compute.compile import Step
+from csdctl.worker.engine.step import secret_normal
 from csdctl.worker.protocol.recipe import Noise, Recipe
 from tests.unit.worker.compute.built_models import keras, make_step
 

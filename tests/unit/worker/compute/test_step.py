@@ -11,7 +11,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from csdctl.worker.compute.step import GradientNoise, Step
+from csdctl.worker.compute.compile import Step
+from csdctl.worker.engine.layout import GradientNoise
 from csdctl.worker.process.errors import describe
 from csdctl.worker.protocol.recipe import LossTerm, Recipe
 from tests.unit.worker.compute.built_models import keras, make_step

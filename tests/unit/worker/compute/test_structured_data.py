@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from csdctl.worker.compute.backend import load_backend
-from csdctl.worker.compute.step import Step
+from csdctl.worker.compute.compile import Step
 from csdctl.worker.protocol.recipe import Recipe
 from tests.unit.worker.compute.built_models import as_records
 

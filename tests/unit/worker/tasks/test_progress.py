@@ -2,7 +2,7 @@
 
 import pytest
 
-from csdctl.worker.compute.step import Sums
+from csdctl.worker.engine.layout import Sums
 from csdctl.worker.protocol.recipe import Recipe
 from csdctl.worker.protocol.run_spec import RankSpec, RunSpec, Runtime
 from csdctl.worker.tasks.progress import CallbackState, EpochTotals, RunProgress

@@ -16,7 +16,7 @@ from csdctl.runs.directory import ProjectDirectory
 from csdctl.worker.compute.backend import load_backend
 from csdctl.worker.compute.model import hash_weights
 from csdctl.worker.compute.recipe import compile_model
-from csdctl.worker.compute.step import Sums
+from csdctl.worker.engine.layout import Sums
 from csdctl.worker.group.communicator import Communicator
 from csdctl.worker.group.values import LinkLostError, StepVoidError, decode_value, encode_value
 from csdctl.worker.process.errors import WorkerError

@@ -1,0 +1,347 @@
+"""A rank's step: a compiled graph, the state of the model, and the random states of a step.
+
+State goes into a function of the graph, and a vector or a new state comes out. Nothing is changed that would
+have to be set back: a step can be computed again, and what it returns is used or not.
+"""
+
+import os
+import zlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+
+from csdctl.worker.data.arrays import Array, fields_of
+from csdctl.worker.engine.layout import Sums, VectorLayout
+from csdctl.worker.protocol.json_codec import Shape
+from csdctl.worker.protocol.recipe import Noise
+
+LOCAL, APPLY, ALONE, EVALUATE, METRICS, NOISY = "local", "apply", "alone", "evaluate", "metrics", "noisy"
+"""The functions of a graph; `StepInfo.functions` has their arguments and results."""
+CHUNK = 1 << 18
+"""Elements of the vector that receive noise at a time: a slow node has little memory."""
+
+
+@dataclass(frozen=True)
+class FunctionInfo:
+    """The names of a function's arguments and results in the graph."""
+
+    feeds: tuple[str, ...]
+    fetches: tuple[str, ...]
+    targets: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Slice:
+    """A part of a vector, such as what one layer or one metric has there."""
+
+    name: str
+    start: int
+    stop: int
+
+
+@dataclass(frozen=True)
+class VariableInfo:
+    """A variable of the state."""
+
+    shape: Shape
+    dtype: str
+    is_zero: bool = False
+    """Whether its first value is 0; then it is not in the file of the state."""
+
+
+@dataclass(frozen=True)
+class StepInfo:
+    """What a rank must know of a compiled step beside its graph."""
+
+    functions: dict[str, FunctionInfo]
+    variables: tuple[VariableInfo, ...]
+    num_weights: int
+    """The first variables of the state are the model's weights; those of the optimizer follow."""
+    num_trainable: int
+    num_gradients: int
+    """Elements of all trainable variables together."""
+    num_statistics: int
+    num_states: int
+    """Elements of the metrics' states."""
+    has_loss_count: bool
+    divides_gradients: bool
+    has_summed: bool
+    has_loss_scaling: bool
+    """Whether the optimizer skips gradients that are not finite, and scales the loss (mixed_float16)."""
+    seeds: tuple[str, ...]
+    """The layer of each generator of random numbers."""
+    normalizing: tuple[Slice, ...]
+    """The layers that normalize by their batch, and where their statistics' changes are."""
+    metrics: tuple[str, ...]
+    """The names of the metrics' results."""
+    averages: tuple[tuple[int, int], ...] = ()
+    """Pairs of variables: a trained one, and the moving average that takes its place in a saved model."""
+    num_indices: int | None = None
+    """The size of the smallest embedding; None without."""
+
+
+class TensorList(Protocol):
+    """Tensors that a function has returned."""
+
+    def __len__(self) -> int: ...
+
+    def array(self, place: int) -> Array:
+        """Return a tensor as an array that must not be written to."""
+
+    def arrays(self) -> list[Array]:
+        """Return all tensors as arrays."""
+
+    def tail(self, start: int) -> "TensorList":
+        """Move the tensors from `start` on to another list, and return it."""
+
+
+class Session(Protocol):
+    """Runs the functions of a graph."""
+
+    def find(self, name: str, info: FunctionInfo) -> Callable[..., TensorList]:
+        """Return a function, which takes TensorLists and arrays in the order of its feeds."""
+
+    def tensors(self, arrays: Sequence[Array]) -> TensorList:
+        """Return tensors with the values of arrays, which must not be written to afterwards."""
+
+
+class StepEngine:
+    """Computes a rank's vector and applies the summed one; has the state of model and optimizer."""
+
+    def __init__(
+        self,
+        info: StepInfo,
+        session: Session,
+        state: Sequence[Array],
+        seed: int,
+        *,
+        rank: int = 0,
+        micro_batch_size: int | None = None,
+        weight: float = 1.0,
+        noise: Noise | None = None,
+        augmentation: Any = None,
+    ) -> None:
+        """`state`: the values of all variables, as `StepInfo.num_weights` says.
+
+        A batch larger than `micro_batch_size` is computed in micro-batches whose vectors are added: the same
+        gradient in less memory. `weight` is the weight of each of the rank's samples in the mean of all
+        ranks. `augmentation` changes the samples of every batch.
+        """
+        self.info, self.augmentation = info, augmentation
+        self.layout = VectorLayout(
+            info.num_gradients,
+            info.num_statistics,
+            info.num_states,
+            has_loss_count=info.has_loss_count,
+            divides_gradients=info.divides_gradients,
+            has_summed=info.has_summed,
+        )
+        self.micro_batch_size = micro_batch_size
+        self.rate = np.zeros((), np.float32)
+        self.position = (0, rank)
+        """The step and the rank whose random numbers are drawn."""
+        self._session, self._noise = session, noise
+        self._functions = {name: session.find(name, one) for name, one in info.functions.items()}
+        self._state = session.tensors(state)
+        self._seed, self._rank, self._weight = seed, rank, np.float32(weight)
+
+    @property
+    def has_noise(self) -> bool:
+        """Whether private samples are clipped and get noise."""
+        return self._noise is not None
+
+    @property
+    def values(self) -> list[Array]:
+        """The values of all variables that training changes, in a fixed order."""
+        return self._state.arrays()
+
+    @values.setter
+    def values(self, values: Sequence[Array]) -> None:
+        self._state = self._session.tensors(values)
+
+    @property
+    def weights(self) -> list[Array]:
+        """The model's weights, as `Model.get_weights` has them."""
+        return [self._state.array(place) for place in range(self.info.num_weights)]
+
+    def averaged_values(self) -> list[Array]:
+        """Return the values of the trained model: with moving averages, where the optimizer keeps some."""
+        values = self.values
+        for trained, average in self.info.averages:
+            values[trained] = values[average]
+        return values
+
+    @property
+    def metric_names(self) -> list[str]:
+        """Names of the results of `metrics`."""
+        return list(self.info.metrics)
+
+    @property
+    def has_loss_scaling(self) -> bool:
+        """As in `StepInfo`."""
+        return self.info.has_loss_scaling
+
+    def set_step(self, step: int, learning_rate: float, rank: int | None = None) -> None:
+        """Set the learning rate and the random states of the run's step `step`, counted from 0."""
+        self.position = (step, self._rank if rank is None else rank)
+        self.rate = np.array(learning_rate, np.float32)
+
+    @property
+    def seeds(self) -> Array:
+        """The random states of the step, shape (generators, 2), int64.
+
+        They follow from seed, rank and step: a run that resumes draws the same numbers as one that was never
+        interrupted.
+        """
+        step, rank = self.position
+        keys = [
+            zlib.crc32(f"{self._seed}/{rank}/{number}".encode()) for number in range(len(self.info.seeds))
+        ]
+        # A layer draws a few times in a step; shifting keeps the counters of consecutive steps apart.
+        counters = [(step << 10) & 0xFFFFFFFF] * len(keys)
+        return np.array([keys, counters], np.int64).T.copy()
+
+    def local(
+        self, images: Array, labels: Array, out: Array | None = None, *, private_copies: Array | None = None
+    ) -> Array:
+        """Return this rank's vector, shape (layout.step_size,), float32, sums rather than means.
+
+        It is written to `out` when given. With noise, `private_copies`, shape (p,), says that the first p
+        samples are private, and how often each of them occurs among these.
+        """
+        count = len(private_copies) if private_copies is not None and self.has_noise else 0
+        images, labels = self.augment(images, labels, count)
+        vector = np.zeros(self.layout.step_size, np.float32) if out is None else out
+        self._add_plain(images[count:], labels[count:], vector)
+        if count:
+            # Once per step, whatever the micro-batch size: each further noisy sum would reveal more.
+            self._add_noisy(images[:count], labels[:count], private_copies, vector)
+        return vector
+
+    def augment(self, images: Array, labels: Array, num_single: int = 0) -> tuple[Array, Array]:
+        """Return the batch that is trained on; the first `num_single` samples do not depend on others."""
+        if self.augmentation is None:
+            return images, labels
+        augmented: tuple[Array, Array] = self.augmentation(images, labels, *self.position, num_single)
+        return augmented
+
+    def _add_plain(self, images: Array, labels: Array, vector: Array) -> None:
+        size = max(1, self.micro_batch_size or len(images))
+        if len(images) == 0:
+            vector[:] = 0
+        for start in range(0, len(images), size):
+            batch = slice(start, start + size)
+            part = self._run(LOCAL, self.seeds, self._weight, images[batch], labels[batch]).array(0)
+            if start:
+                np.add(vector, part, out=vector)
+            else:
+                np.copyto(vector, part)
+
+    def _add_noisy(self, images: Array, labels: Array, copies: Any, vector: Array) -> None:
+        """Add the sum of clipped gradients with noise, times the weight: DP-SGD (Abadi et al. 2016).
+
+        `copies`, shape (n,), has how often each sample occurs in this batch: the norm limits all its copies
+        together. Only the node must be trusted, not the host or the other ranks: noise is added before any
+        other code can read the sum. It comes from the kernel's random bytes. The recipe's seed is not
+        suitable: the host knows it and could subtract the noise. The known weakness of Gaussian samples in
+        floating point remains (Mironov 2012).
+        """
+        assert self._noise
+        clip, gradients = self._noise.l2_norm_clip, vector[self.layout.gradients]
+        sums = self._run(NOISY, self.seeds, (clip / copies).astype(np.float32), images, labels).array(0)
+        for start in range(0, len(gradients), CHUNK):
+            part = slice(start, start + CHUNK)
+            noise = secret_normal(len(gradients[part])) * (self._noise.noise_multiplier * clip)
+            gradients[part] += (self._weight * (sums[part] + noise)).astype(np.float32)
+        vector[self.layout.count] += len(images) * self._weight
+
+    def alone(self, images: Array, labels: Array, *, private_copies: Array | None = None) -> Sums:
+        """Run `local` and `apply` of a rank without other ranks, in one graph."""
+        if self.has_noise or (self.micro_batch_size and len(images) > self.micro_batch_size):
+            return self.apply(self.local(images, labels, private_copies=private_copies))
+        batch = self.augment(images, labels)
+        tail, *_ = self._take(ALONE, self.seeds, self._weight, self.rate, *batch)
+        return self._sums(tail)
+
+    def apply(self, total: Array) -> Sums:
+        """Divide the step's part of a summed vector by its counts and take one optimizer step."""
+        sums = self.read_sums(total)
+        if total[self.layout.count] > 0:
+            self._take(APPLY, self.rate, total)
+        return sums
+
+    def take(self, images: Array, labels: Array, private_copies: Array | None = None) -> None:
+        """Take a step without other ranks, as a rank among others takes it."""
+        self.apply(self.local(images, labels, private_copies=private_copies))
+
+    def read_sums(self, total: Array) -> Sums:
+        """Return loss sum, metric sums and count of a summed vector."""
+        return self._sums(total[self.layout.sums])
+
+    def square_norm(self, vector: Array) -> float:
+        """Return the count of the samples of a vector times the squared norm of their mean gradient."""
+        gradient, count = vector[self.layout.gradients], float(vector[self.layout.count])
+        return float(np.dot(gradient, gradient)) / count if count > 0 else 0.0
+
+    def evaluate(self, images: Array, labels: Array) -> Sums:
+        """Return loss sum, metric sums and count of one batch, without training."""
+        return self._sums(self._run(EVALUATE, images, labels).array(0))
+
+    def metrics(self, sums: Sums) -> dict[str, float]:
+        """Return the metrics of all samples of `sums` by name."""
+        if not sums.states or METRICS not in self._functions:
+            return {}
+        values = self._functions[METRICS](np.array(sums.states, np.float32)).array(0)
+        return dict(zip(self.info.metrics, map(float, values), strict=True))
+
+    def find_normalizing(self, changes: Array) -> list[str]:
+        """Return the names of the layers that normalized by their batch, by its changes of statistics.
+
+        Only such a layer moves its statistics, and not one that is called with training=False.
+        """
+        return [one.name for one in self.info.normalizing if changes[one.start : one.stop].any()]
+
+    def rehearse(self, images: Array, labels: Array, private_copies: Array | None, *, is_alone: bool) -> None:
+        """Reach full speed; what is computed is not kept. `is_alone`: of a rank without other ranks."""
+        before = self._state
+        vector = self.local(images, labels)
+        if private_copies is not None:
+            self.local(images, labels, private_copies=private_copies)
+        if is_alone:
+            self.alone(images, labels)
+        vector[[self.layout.divisor, self.layout.count]] = 1
+        self.apply(vector)
+        self._state = before
+
+    def _run(self, name: str, *arguments: Array) -> TensorList:
+        flat = [field for argument in arguments for field in fields_of(argument).values()]
+        return self._functions[name](self._state, *flat)
+
+    def _take(self, name: str, *arguments: Array) -> list[Array]:
+        """Run a function that returns a new state behind other results; return these."""
+        results = self._run(name, *arguments)
+        num_others = len(results) - len(self._state)
+        others = [results.array(place) for place in range(num_others)]
+        self._state = results.tail(num_others)
+        return others
+
+    def _sums(self, tail: Array) -> Sums:
+        loss, *states, count = (float(value) for value in tail)
+        if self.info.has_summed:
+            loss += states.pop(0) * count
+        return Sums(loss, tuple(states), count)
+
+
+def secret_normal(count: int) -> Array:
+    """Return standard normal numbers, shape (count,), float64, that cannot be reproduced (Box, Muller 1958).
+
+    From `os.urandom`, the kernel's cryptographic generator: the state of numpy's and TensorFlow's generators
+    could be recovered from their output.
+    """
+    pairs = (count + 1) // 2
+    bits = np.frombuffer(os.urandom(16 * pairs), np.uint64).reshape(2, pairs) >> np.uint64(11)
+    radius = np.sqrt(-2.0 * np.log((bits[0] + 1.0) / 2**53))  # of 0 < u ≤ 1
+    angle = bits[1] * (2.0 * np.pi / 2**53)
+    return np.concatenate([radius * np.cos(angle), radius * np.sin(angle)])[:count]
