@@ -474,7 +474,7 @@ def make_step(
     weight: float = 1.0,
     noise: Noise | None = None,
 ) -> AnyStep:
-    """Return the step of a model in this process, which may have its own train_step; arguments as of `Step`."""
+    """Return the step of a model in this process, which may have a train_step of its own; see `Step`."""
     if not has_own_step(model):
         return Step(model, recipe, example, rank=rank, weight=weight, noise=noise)
     if noise:

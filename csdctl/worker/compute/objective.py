@@ -72,10 +72,13 @@ class MetricStates:
             for metric in self._metrics:
                 result = metric.result()
                 for name, value in (result if isinstance(result, dict) else {metric.name: result}).items():
-                    value = tf.convert_to_tensor(value)
-                    is_one = value.shape.rank == 0
-                    parts = [value] if is_one else tf.unstack(tf.reshape(value, [-1])[:64])
-                    found |= {name if is_one else f"{name}_{place}": one for place, one in enumerate(parts)}
+                    tensor = tf.convert_to_tensor(value)
+                    if tensor.shape.rank == 0:
+                        found[name] = tensor
+                        continue
+                    # It may have one for each of a thousand classes.
+                    several = tf.unstack(tf.reshape(tensor, [-1])[:64])
+                    found |= {f"{name}_{place}": one for place, one in enumerate(several)}
         return found
 
     def compute(self, state: Sequence[float], *, skip_unchanged: bool = False) -> dict[str, float]:

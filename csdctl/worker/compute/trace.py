@@ -49,7 +49,7 @@ def in_scope(variables: Sequence[Any], values: Sequence[Any]) -> Any:
 
 
 class GraphBuilder:
-    """Joins traced functions into one graph, in which their arguments of the same name are one placeholder."""
+    """Joins traced functions into one graph; arguments of the same name are one placeholder."""
 
     def __init__(self) -> None:
         self.graph = tf.Graph()

@@ -17,7 +17,7 @@ from csdctl.worker.protocol.run_spec import CompiledStep, RankSpec, Runtime, Use
 
 
 def load_compiled(files: CompiledStep, runtime: Runtime) -> tuple[StepInfo, GraphSession, list[Array]]:
-    """Return a step's info, session and first state; raises WorkerError for a file that csdctl did not send."""
+    """Return a step's info, session and first state; raises WorkerError if a file is not what was sent."""
     for path in (files.graph, files.info, files.state):
         check_stored(path)
     try:

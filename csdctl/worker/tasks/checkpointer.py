@@ -266,7 +266,8 @@ class Checkpointer:
     ) -> None:
         """Restore what an earlier process of this run saved: see `position`.
 
-        `own`: the samples of each rank; `trained_model` holds the Keras model with the weights of `step`. Raises WorkerError when a state was saved and none can be used.
+        `own`: the samples of each rank; `trained_model` holds the Keras model with the weights of `step`.
+        Raises WorkerError when a state was saved and none can be used.
         """
         self._spec, self._reporter, self._step, self._own = spec, reporter, step, own
         self._trained_model = trained_model
@@ -324,8 +325,8 @@ class Checkpointer:
 
     def save_model(self, name: str) -> str:
         """Save the model as a .keras file, or its weights where that cannot be; returns the path."""
-        with self._trained_model() as model:
-            model = assemble(self._spec.head, model) if self._spec.head else model
+        with self._trained_model() as trained:
+            model = assemble(self._spec.head, trained) if self._spec.head else trained
             path = Path(self._spec.output_directory) / name
             try:
                 return str(save_model(model, path))
