@@ -171,10 +171,11 @@ class StepCompiler:
             num_batch = len(batch) if batch.keys() <= named.keys() else 0
 
             def call(*given: Any) -> Any:
-                others = given[count : len(given) - num_batch]
-                fields = given[len(given) - num_batch :]
-                parts = [_pack(samples, fields[:num_fields]), _pack(labels, fields[num_fields:])]
-                return code(given[:count], *others, *(parts if num_batch else ()))
+                if not num_batch:
+                    return code(given[:count], *given[count:])
+                fields = given[-num_batch:]
+                parts = _pack(samples, fields[:num_fields]), _pack(labels, fields[num_fields:])
+                return code(given[:count], *given[count:-num_batch], *parts)
 
             return builder.add(name, call, named)
 
@@ -453,6 +454,7 @@ class Step(StepEngine):
             noise=noise,
             augmentation=Augmentation(recipe.augment, recipe.seed) if recipe.augment else None,
         )
+        self.rate = np.array(float(model.optimizer.learning_rate), np.float32)
 
     @property
     def model(self) -> Any:
@@ -511,3 +513,37 @@ def _zeros_for_none(gradients: Iterable[Any], values: Sequence[Any]) -> list[Any
         tf.zeros(value.shape) if one is None else tf.cast(tf.convert_to_tensor(one), tf.float32)
         for one, value in zip(gradients, values, strict=True)
     ]
+
+
+def write_template(model: Any, output: Path, seed: int = 0) -> dict[str, tuple[str, ...]] | None:
+    """Write a file of Keras for `model`, which is not usable any more; return where it has the variables.
+
+    They are numbered as by `find_variables`; the learning rate comes last. None if the file does not have all
+    of them as they are. The file is .keras, or .weights.h5 for a model that Keras cannot save.
+    """
+    variables = [*find_variables(model), model.optimizer.learning_rate]
+    path = output / "template.keras"
+    try:
+        model.save(path)
+    except Exception:  # of the user's classes
+        path.unlink(missing_ok=True)
+        path = output / "template.weights.h5"
+        model.built = True
+        model.save_weights(path)
+    generator = np.random.default_rng(seed)
+    for variable in variables:
+        kind = np.dtype(variable.dtype).kind
+        if kind in "iub":
+            mark = generator.integers(0, 2 if kind == "b" else 100, variable.shape)
+        else:
+            mark = generator.standard_normal(variable.shape)
+        variable.assign(tf.cast(mark, variable.dtype))
+    marked = output / f"marked{''.join(path.suffixes)}"
+    (model.save if path.suffix == ".keras" else model.save_weights)(marked)
+    if path.suffix == ".keras":
+        with zipfile.ZipFile(marked) as archive:
+            content = archive.read(WEIGHTS)
+    else:
+        content = marked.read_bytes()
+    marked.unlink()
+    return find_places(content, [np.asarray(variable.value) for variable in variables])

@@ -35,8 +35,27 @@ def assigning_in_scope() -> Iterator[None]:
     own = [name for name in vars(kind) if name in vars(base) and not name.startswith("__")]
     replaced = {name: getattr(base, name) for name in own if name not in KEPT}
     replaced["_var_key"] = lambda optimizer, variable: variable._value._unique_id
-    with mock.patch.multiple(kind, **replaced):
+    with mock.patch.multiple(kind, **replaced), mock.patch.object(keras.src.ops, "cond", _select):
         yield
+
+
+def _select(condition: Any, if_true: Callable[[], Any], if_false: Callable[[], Any]) -> Any:
+    """Return the result of one of two functions, of which both are computed; select what they assign, too.
+
+    A condition of TensorFlow would keep the values that are assigned within it.
+    """
+    scope = keras.src.backend.common.stateless_scope.get_stateless_scope()
+    before, results, assigned = dict(scope.state_mapping), [], []
+    for function in (if_true, if_false):
+        scope.state_mapping = dict(before)
+        results.append(function())
+        assigned.append(scope.state_mapping)
+    chosen, other = assigned
+    scope.state_mapping = {
+        key: value if value is other[key] else tf.where(condition, value, other[key])
+        for key, value in chosen.items()
+    }
+    return keras.tree.map_structure(lambda one, its: tf.where(condition, one, its), *results)
 
 
 KEPT = ("add_variable_from_reference", "_clip_by_norm")

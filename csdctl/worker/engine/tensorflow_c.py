@@ -60,8 +60,9 @@ class Library:
         """Load the library; raises WorkerError if TensorFlow is not installed."""
         found = importlib.util.find_spec("tensorflow")  # imports nothing
         places = [Path(place) for place in (found.submodule_search_locations or ())] if found else []
-        files = [place / f"libtensorflow_{name}.so.2" for place in places for name in ("framework", "cc")]
-        if not files or not all(file.exists() for file in files):
+        names = [f"libtensorflow_{name}.so.2" for name in ("framework", "cc")]
+        files = [place / name for place in places for name in names if (place / name).exists()]
+        if len(files) != len(names):
             raise WorkerError(
                 "TensorFlow's libraries are not installed",
                 remedy="install tensorflow-cpu: `csdctl provision`",

@@ -317,7 +317,7 @@ def test_unequal_batches_take_the_steps_of_fit(case: str) -> None:
         for name, value in expected.items():
             of_ours = ours_named[name.rstrip("_0123456789")]
             assert of_ours == pytest.approx(float(value), rel=TOLERANCE, abs=TOLERANCE), name
-    for expected, found in zip(theirs.get_weights(), ours.get_weights(), strict=True):
+    for expected, found in zip(theirs.get_weights(), step.weights, strict=True):
         np.testing.assert_allclose(expected, found, atol=2 * TOLERANCE)
 
 
@@ -351,7 +351,7 @@ def test_step_in_which_nothing_has_a_weight_is_that_of_fit() -> None:
         step.set_step(number, 0.05)
         sums = step.apply(local_sum(step, samples, as_records({"label": classes}, weights)))
         assert np.isnan(sums.mean_loss) == (scale == 0)
-    for expected, found in zip(theirs.get_weights(), ours.get_weights(), strict=True):
+    for expected, found in zip(theirs.get_weights(), step.weights, strict=True):
         np.testing.assert_allclose(expected, found, atol=2 * TOLERANCE)
 
 
@@ -395,7 +395,7 @@ def test_state_of_layers_is_a_mean_over_samples_where_the_loss_is_one_over_eleme
     theirs.train_on_batch(samples, labels)
     step.apply(local_sum(step, samples, labels))
     for name in ("moving_mean", "moving_variance"):
-        found, expected = (np.asarray(getattr(model.layers[0], name)) for model in (ours, theirs))
+        found, expected = (np.asarray(getattr(model.layers[0], name)) for model in (step.model, theirs))
         np.testing.assert_allclose(found, expected, rtol=1e-5)
     assert int(np.asarray(ours.layers[1].count)) == int(np.asarray(theirs.layers[1].count)) == many + 1
 
@@ -465,11 +465,10 @@ def test_average_of_the_weights_is_held_where_the_model_is_saved() -> None:
     for number in range(3):
         step.set_step(number, 0.5)
         step.apply(np.array(step.local(IMAGES[:8], CLASSES[:8])))
-    trained = [np.array(weights) for weights in model.get_weights()]
-    with step.averaged_weights():
-        averaged = [np.array(weights) for weights in model.get_weights()]
+    trained, averaged = step.weights, step.averaged_values()[: len(step.weights)]
     assert any(not np.array_equal(one, its) for one, its in zip(trained, averaged, strict=True))
-    assert all(np.array_equal(one, its) for one, its in zip(trained, model.get_weights(), strict=True))
+    model.optimizer.finalize_variable_values(step.model.trainable_variables)
+    assert all(np.array_equal(one, its) for one, its in zip(averaged, model.get_weights(), strict=True))
 
 
 def test_kernel_that_a_forward_pass_normalizes_is_changed_by_the_step_alone() -> None:
@@ -477,11 +476,11 @@ def test_kernel_that_a_forward_pass_normalizes_is_changed_by_the_step_alone() ->
     keras().utils.set_random_seed(1)
     model = spectral()
     step = make_step(model, Recipe(from_logits=True, **SGD), IMAGES, CLASSES)
-    before = [np.array(weights) for weights in model.get_weights()]
+    before = [np.array(weights) for weights in step.weights]
     vector = np.array(step.local(IMAGES[:8], CLASSES[:8]))
-    assert all(np.array_equal(one, its) for one, its in zip(before, model.get_weights(), strict=True))
+    assert all(np.array_equal(one, its) for one, its in zip(before, step.weights, strict=True))
     step.apply(vector)
-    assert np.abs(model.get_weights()[0] - before[0]).max() > 0.01
+    assert np.abs(step.weights[0] - before[0]).max() > 0.01
 
 
 def test_layer_that_writes_its_trainable_weight_is_refused() -> None:

@@ -267,7 +267,7 @@ def test_measured_step_includes_the_function(reference: str) -> None:
 def test_evaluation_is_not_augmented_and_rank_0_can_take_the_random_states_of_others(reference: str) -> None:
     plain, own = own_step(""), own_step(reference)
     assert own.evaluate(SAMPLES, CLASSES) == plain.evaluate(SAMPLES, CLASSES)
-    own.seeds.set_step(6, 0)
+    own.set_step(6, 0.5, 0)
     expected = plain.local(*Augmentation(reference, 9)(SAMPLES, CLASSES, 6, 0))
     assert np.allclose(own.local(SAMPLES, CLASSES), expected, rtol=1e-5, atol=1e-6)
 

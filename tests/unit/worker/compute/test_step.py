@@ -30,7 +30,7 @@ def own_step(**options: Any) -> Step:
 
 
 def state_of(step: Step) -> list[np.ndarray[Any, Any]]:
-    return [np.asarray(variable.value).copy() for variable in step.state]
+    return [value.copy() for value in step.values]
 
 
 def is_same(one: list[Any], other: list[Any]) -> bool:
@@ -50,12 +50,12 @@ def test_sum_over_no_samples_changes_nothing() -> None:
 @pytest.mark.parametrize(
     "rehearse",
     [
-        Step.rehearse_apply,
-        lambda step: step.rehearse_alone(SAMPLES, CLASSES),
+        lambda step: step.rehearse(SAMPLES, CLASSES, None, is_alone=False),
+        lambda step: step.rehearse(SAMPLES, CLASSES, None, is_alone=True),
         lambda step: step.evaluate(SAMPLES, CLASSES),
         lambda step: step.local(SAMPLES, CLASSES),
     ],
-    ids=["apply", "alone", "evaluate", "local"],
+    ids=["among others", "alone", "evaluate", "local"],
 )
 def test_rehearsal_leaves_weights_statistics_and_optimizer_as_they_were(
     rehearse: Callable[[Step], Any],
@@ -67,7 +67,7 @@ def test_rehearsal_leaves_weights_statistics_and_optimizer_as_they_were(
         before = state_of(step)
         rehearse(step)
         assert is_same(state_of(step), before)
-    assert int(step.optimizer.iterations) == 2
+    assert int(step.model.optimizer.iterations) == 2
 
 
 @pytest.mark.parametrize("count", [0, 2, 7])

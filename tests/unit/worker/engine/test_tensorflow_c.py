@@ -1,0 +1,173 @@
+"""The contract of TensorFlow's C API, as csdctl uses it: types, memory, errors, threads."""
+
+import gc
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from csdctl.worker.engine.step import FunctionInfo
+from csdctl.worker.engine.tensorflow_c import BFLOAT16, TYPES, GraphSession, Library, load_library
+from csdctl.worker.process.errors import WorkerError
+from csdctl.worker.protocol.run_spec import Runtime
+
+IDENTITY = FunctionInfo(("x:0",), ("y:0",))
+NUM_STEPS = 10_000
+
+
+@pytest.fixture(scope="module")
+def library() -> Library:
+    return load_library()
+
+
+def doubling(dtype: tf.DType, shape: list[int | None] | None = None) -> GraphSession:
+    """y = x + x, or x where it cannot be added."""
+    graph = tf.Graph()
+    with graph.as_default():
+        x = tf.compat.v1.placeholder(dtype, shape, name="x")
+        if dtype == tf.bool:
+            tf.math.logical_not(x, name="y")
+        else:
+            tf.add(x, x, name="y")
+    return GraphSession(graph.as_graph_def().SerializeToString(), Runtime())
+
+
+@pytest.mark.parametrize("name", TYPES)
+def test_every_type_goes_in_and_comes_out(name: str) -> None:
+    values = np.arange(12).reshape(3, 4)
+    if name == "bfloat16":
+        bits = (values.astype(np.float32).view(np.uint32) >> 16).astype(np.uint16)
+        (found,) = doubling(tf.bfloat16).find("double", IDENTITY)(bits.view(BFLOAT16)).arrays()
+        assert found.dtype == BFLOAT16
+        wide = (found["bfloat16"].astype(np.uint32) << 16).view(np.float32)
+        assert wide.tolist() == (2 * values).tolist()
+        return
+    array = values.astype(name)
+    (found,) = doubling(tf.as_dtype(name)).find("double", IDENTITY)(array).arrays()
+    assert found.dtype == name
+    assert found.tolist() == (~array if name == "bool" else array + array).tolist()
+
+
+@pytest.mark.parametrize("shape", [(), (0,), (0, 5), (1,), (2, 3, 4), (1, 1, 1, 1, 1, 1, 1)])
+def test_shapes(shape: tuple[int, ...]) -> None:
+    array = np.ones(shape, np.float32)
+    (found,) = doubling(tf.float32).find("double", IDENTITY)(array).arrays()
+    assert found.shape == shape
+    assert (found == 2).all()
+
+
+def test_arrays_without_order_in_memory() -> None:
+    array = np.arange(24, dtype=np.float32).reshape(4, 6)
+    double = doubling(tf.float32).find("double", IDENTITY)
+    for changed in (array.T, array[::2], array[:, ::-1], np.asfortranarray(array)):
+        assert double(changed).array(0).tolist() == (changed + changed).tolist()
+
+
+def test_large_tensor_is_not_copied(library: Library) -> None:
+    memory = np.zeros((1 << 20) + 16, np.float32)
+    aligned = memory[(-memory.ctypes.data % 64) // 4 :][: 1 << 20]
+    pointer = library.tensor(aligned)
+    try:
+        assert library.tensor_data(pointer) == aligned.ctypes.data
+    finally:
+        library.delete_tensor(pointer)
+    results = doubling(tf.float32).find("double", IDENTITY)(aligned)
+    assert results.array(0).ctypes.data == library.tensor_data(results.pointers[0])
+
+
+def test_results_live_as_long_as_their_arrays() -> None:
+    double = doubling(tf.float32).find("double", IDENTITY)
+    arrays = [double(np.full(1000, number, np.float32)).array(0) for number in range(50)]
+    gc.collect()
+    assert all((array == 2 * number).all() for number, array in enumerate(arrays))
+    with pytest.raises(ValueError, match="read-only"):
+        arrays[0][0] = 1
+
+
+def test_inputs_live_as_long_as_results_that_share_their_memory() -> None:
+    graph = tf.Graph()
+    with graph.as_default():
+        tf.identity(tf.compat.v1.placeholder(tf.float32, [None], name="x"), name="y")
+    session = GraphSession(graph.as_graph_def().SerializeToString(), Runtime())
+    same = session.find("same", IDENTITY)
+    arrays = [same(np.full(1 << 16, number, np.float32)).array(0) for number in range(20)]
+    gc.collect()
+    assert all((array == number).all() for number, array in enumerate(arrays))
+    del arrays
+    gc.collect()
+    assert not session.library._kept
+
+
+def test_errors_have_the_message_of_tensorflow() -> None:
+    with pytest.raises(WorkerError, match="Op type not registered 'Nothing'"):
+        definition = tf.compat.v1.GraphDef()
+        definition.node.add(name="x", op="Nothing")
+        GraphSession(definition.SerializeToString(), Runtime())
+    with pytest.raises(WorkerError, match="TensorFlow: "):
+        GraphSession(b"no graph", Runtime())
+    session = doubling(tf.float32, [2])
+    with pytest.raises(WorkerError, match="has no operation z"):
+        session.find("double", FunctionInfo(("x:0",), ("z:0",)))
+    double = session.find("double", IDENTITY)
+    with pytest.raises(WorkerError, match="to be float but int32 is provided"):
+        double(np.zeros(2, np.int32))
+    assert double(np.ones(2, np.float32)).array(0).tolist() == [2, 2]
+
+
+def test_nothing_is_left_of_many_steps() -> None:
+    double = doubling(tf.float32).find("double", IDENTITY)
+    state = np.ones(1 << 12, np.float32)
+
+    def step() -> None:
+        double(state).array(0)
+
+    for _ in range(100):
+        step()
+    before = resident_bytes()
+    for _ in range(NUM_STEPS):
+        step()
+    assert resident_bytes() - before < NUM_STEPS * state.nbytes / 100
+    assert not load_library()._kept
+
+
+def resident_bytes() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGESIZE")
+
+
+PROGRAM = """
+import sys
+from pathlib import Path
+import numpy as np
+from csdctl.worker.engine.step import FunctionInfo
+from csdctl.worker.engine.tensorflow_c import GraphSession
+from csdctl.worker.protocol.run_spec import Runtime
+before = len(list(Path("/proc/self/task").iterdir()))
+session = GraphSession(Path(sys.argv[1]).read_bytes(), Runtime(threads=int(sys.argv[2])))
+multiply = session.find("multiply", FunctionInfo(("x:0",), ("y:0",)))
+multiply(np.ones((512, 512), np.float32))
+print(len(list(Path("/proc/self/task").iterdir())) - before, "tensorflow" in sys.modules)
+"""
+
+
+@pytest.mark.parametrize("threads", [1, 4])
+def test_threads_are_those_of_the_plan(tmp_path: Path, threads: int) -> None:
+    graph = tf.Graph()
+    with graph.as_default():
+        x = tf.compat.v1.placeholder(tf.float32, [None, None], name="x")
+        tf.matmul(x, x, name="y")
+    (tmp_path / "graph.pb").write_bytes(graph.as_graph_def().SerializeToString())
+    command = [sys.executable, "-c", PROGRAM, str(tmp_path / "graph.pb"), str(threads)]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    started, is_imported = done.stdout.split()
+    assert is_imported == "False"
+    assert int(started) <= threads + 3
+
+
+def test_missing_libraries_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(WorkerError, match="TensorFlow's libraries are not installed"):
+        Library()
