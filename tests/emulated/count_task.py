@@ -19,7 +19,7 @@ class Count:
     """Counts the samples that all ranks read in one epoch; a rank that is lost does not come back."""
 
     sum_sizes = ((1, 0),)
-    variables: tuple[object, ...] = ()
+    values: tuple[object, ...] = ()
     max_message_bytes = 0
 
     def __init__(self, context: TaskContext) -> None:

@@ -28,7 +28,7 @@ from csdctl.worker.protocol.json_codec import to_json
 from csdctl.worker.tasks.checkpointer import Checkpoints, StepFile
 from csdctl.worker.tasks.progress import _HEAD, max_state_bytes, pack, unpack
 from tests.fuzz.target import Form, Target
-from tests.unit.worker.tasks.test_checkpointer import OWN, POSITION, Variable
+from tests.unit.worker.tasks.test_checkpointer import OWN, POSITION
 
 FINGERPRINT = "f" * 32
 NPY_WORDS = (
@@ -42,14 +42,13 @@ ZIP_WORDS = (b"PK\x01\x02", b"PK\x03\x04", b"PK\x05\x06", b"PK\x06\x06", b"PK\x0
 
 
 @cache
-def _variables() -> list[Any]:
-    values = np.zeros((3, 4), np.float32), np.int64(0), np.zeros(50, np.float32)
-    return [Variable(value) for value in values]
+def _values() -> list[Any]:
+    return [np.zeros((3, 4), np.float32), np.array(0), np.zeros(50, np.float32)]
 
 
 @cache
 def _packed() -> bytes:
-    return pack(_variables(), POSITION).tobytes()
+    return pack(_values(), POSITION).tobytes()
 
 
 def _npy(array: Any) -> bytes:
@@ -182,12 +181,12 @@ def _resume(directory: Path, changed: str, content: bytes) -> None:
 
 def _checkpoint(content: bytes, directory: Path) -> None:
     (directory / "step-00000001.npz").write_bytes(content)
-    for state in Checkpoints(directory).newest_first(max_state_bytes(_variables())):
-        unpack(state, _variables(), OWN)
+    for state in Checkpoints(directory).newest_first(max_state_bytes(_values())):
+        unpack(state, _values(), OWN)
 
 
 def _state(content: bytes, directory: Path) -> None:
-    unpack(np.frombuffer(content, np.uint8), _variables(), OWN)
+    unpack(np.frombuffer(content, np.uint8), _values(), OWN)
 
 
 def _position(content: bytes, directory: Path) -> None:
@@ -195,8 +194,8 @@ def _position(content: bytes, directory: Path) -> None:
     length, total, form = _HEAD.unpack(_packed()[: _HEAD.size])
     rest = _packed()[_HEAD.size + length :]
     head = _HEAD.pack(len(content), total - length + len(content), form)
-    position = unpack(np.frombuffer(head + content + rest, np.uint8), _variables(), OWN)
-    pack(_variables(), position)
+    position, _ = unpack(np.frombuffer(head + content + rest, np.uint8), _values(), OWN)
+    pack(_values(), position)
     if position.segment:
         for share in position.segment.shares:
             str((share.num_steps, share.batch(0), share.after(2), [Span(0, 0, 1)]))
@@ -205,7 +204,7 @@ def _position(content: bytes, directory: Path) -> None:
 def _step_file(content: bytes, directory: Path) -> None:
     """Take the beginnings of both halves of a step file, of equal lengths."""
     path = directory / "step"
-    size = 2 * StepFile(path, _variables())._half_bytes
+    size = 2 * StepFile(path, _values())._half_bytes
     half = len(content) // 2
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o600)
     try:
@@ -214,9 +213,9 @@ def _step_file(content: bytes, directory: Path) -> None:
         os.pwrite(descriptor, content[half:], size // 2)
     finally:
         os.close(descriptor)
-    state = StepFile(path, _variables()).read()
+    state = StepFile(path, _values()).read()
     if state is not None:
-        unpack(state, _variables(), OWN)
+        unpack(state, _values(), OWN)
 
 
 def _step_seeds() -> list[bytes]:

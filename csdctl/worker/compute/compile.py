@@ -1,13 +1,15 @@
 """Compiles the step of a model: functions without state, and what a rank must know to run them."""
 
 import math
+import zipfile
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from csdctl.worker.compute.backend import keras, load_backend, tf
+from csdctl.worker.compute.backend import STATE, keras, load_backend, tf
 from csdctl.worker.compute.custom_step import CustomStep, has_own_step
 from csdctl.worker.compute.keras_internals import (
     find_smallest_embedding,
@@ -28,6 +30,7 @@ from csdctl.worker.compute.trace import (
 )
 from csdctl.worker.compute.user_code import Augmentation
 from csdctl.worker.data.arrays import Array, random_batch, save_arrays
+from csdctl.worker.engine.keras_file import WEIGHTS, find_places
 from csdctl.worker.engine.step import (
     ALONE,
     APPLY,
@@ -299,7 +302,8 @@ class StepCompiler:
             gradients, summed, batch = self._gradients(samples, labels)
             if summed:
                 gradients = [mean + other for mean, other in zip(gradients, summed, strict=True)]
-            self._optimize(gradients)
+            with tf.device(STATE):
+                self._optimize(gradients)
             tail = tf.concat(self._tail(batch, weight, with_samples=False), axis=0)
             return [tail, *map(scope.get_current_value, self.variables)]
 
@@ -312,7 +316,7 @@ class StepCompiler:
         num_gradients = sum(math.prod(one.shape) for one in self.model.trainable_variables)
         place = num_gradients * (1 + self._has_summed)
         divisor = total[-2] if self.objective.counts_elements and not self._has_noise else total[-1]
-        with self._scope(state, rate=rate) as scope:
+        with tf.device(STATE), self._scope(state, rate=rate) as scope:
             # As in fit, the optimizer steps with a gradient of 0 if nothing has a weight.
             gradient = tf.math.divide_no_nan(total[:num_gradients], divisor)
             if self._has_summed:  # the part of the loss that is not divided
@@ -416,9 +420,10 @@ def compile_step(request: CompileRequest) -> Compiled:
         (output / GRAPH).write_bytes(builder.optimize())
     except CannotCompileError as error:
         return Compiled(error.message)
-    (output / INFO).write_text(to_json(info))
     kept = (value for value, one in zip(compiler.values, info.variables, strict=True) if not one.is_zero)
     save_arrays(output / STATE_FILE, {f"v{place:05d}": value for place, value in enumerate(kept)})
+    info = replace(info, places=write_template(model, output))
+    (output / INFO).write_text(to_json(info))
     return Compiled()
 
 
@@ -515,10 +520,10 @@ def _zeros_for_none(gradients: Iterable[Any], values: Sequence[Any]) -> list[Any
     ]
 
 
-def write_template(model: Any, output: Path, seed: int = 0) -> dict[str, tuple[str, ...]] | None:
-    """Write a file of Keras for `model`, which is not usable any more; return where it has the variables.
+def write_template(model: Any, output: Path, seed: int = 0) -> dict[str, tuple[str, ...]]:
+    """Write a file of Keras for `model`, whose weights then change; return where it has the variables.
 
-    They are numbered as by `find_variables`; the learning rate comes last. None if the file does not have all
+    They are numbered as by `find_variables`; the learning rate comes last. {} if the file does not have all
     of them as they are. The file is .keras, or .weights.h5 for a model that Keras cannot save.
     """
     variables = [*find_variables(model), model.optimizer.learning_rate]
@@ -534,7 +539,8 @@ def write_template(model: Any, output: Path, seed: int = 0) -> dict[str, tuple[s
     for variable in variables:
         kind = np.dtype(variable.dtype).kind
         if kind in "iub":
-            mark = generator.integers(0, 2 if kind == "b" else 100, variable.shape)
+            highest = 1 if kind == "b" else np.iinfo(variable.dtype).max
+            mark = generator.integers(0, highest, variable.shape, endpoint=True, dtype=np.uint64)
         else:
             mark = generator.standard_normal(variable.shape)
         variable.assign(tf.cast(mark, variable.dtype))

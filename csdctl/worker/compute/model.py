@@ -10,6 +10,7 @@ import hashlib
 import inspect
 import json
 import math
+import os
 import zipfile
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -45,6 +46,7 @@ from csdctl.worker.compute.user_code import (
 from csdctl.worker.data.arrays import save_arrays
 from csdctl.worker.data.file_hash import check_stored
 from csdctl.worker.process.errors import InputError, WorkerError, describe
+from csdctl.worker.process.files import sync_directory
 from csdctl.worker.protocol.datasets import as_inputs
 from csdctl.worker.protocol.json_codec import from_dict, to_json
 from csdctl.worker.protocol.model_info import (
@@ -307,6 +309,31 @@ def load_weights(path: Path) -> list[Any]:
     """Return the arrays that `save_weights` wrote, in order."""
     with np.load(path, allow_pickle=False) as archive:
         return [archive[name] for name in sorted(archive.files)]
+
+
+def save_model(model: Any, path: Path) -> Path:
+    """Save `model` to `path`; returns that, or the path of a .weights.h5 beside it.
+
+    Keras cannot save a model whose class has no get_config, which its function builds on every rank.
+    """
+    aside = path.with_name(f"part-{path.name}")
+    try:
+        model.save(aside)
+    except OSError:
+        aside.unlink(missing_ok=True)
+        raise
+    except Exception as error:  # of the user's classes
+        aside.unlink(missing_ok=True)
+        path = path.with_suffix(".weights.h5")
+        print(f"only the weights are saved: {describe(error)}", flush=True)
+        aside = path.with_name(f"part-{path.name}")
+        model.built = True  # it has been trained, though its own train_step may never call it
+        model.save_weights(aside)
+    with aside.open("rb+") as file:
+        os.fsync(file.fileno())
+    os.replace(aside, path)
+    sync_directory(path.parent)
+    return path
 
 
 def hash_weights(model: Any) -> str:

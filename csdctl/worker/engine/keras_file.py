@@ -4,7 +4,6 @@ import io
 import os
 import zipfile
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -17,31 +16,27 @@ WEIGHTS = "model.weights.h5"
 """The member of a .keras file with all variables."""
 
 
-@dataclass(frozen=True)
-class KerasFile:
-    """A file of Keras, .keras or .weights.h5, and where it has the variables of a state."""
-
-    path: str
-    places: dict[str, tuple[str, ...]]
-    """By number of the variable, its datasets in the HDF5 file."""
+Places = Mapping[str, tuple[str, ...]]
+"""By number of a variable, the datasets of an HDF5 file that have it."""
 
 
-def save_like(template: KerasFile, values: Mapping[int, Array], path: Path) -> None:
-    """Write the file `path` as `template`, with other values of variables; raises OSError.
+def save_like(template: str, places: Places, values: Sequence[Array], path: Path) -> Path:
+    """Write `path`, or a .weights.h5 beside it, as `template` with other values; return the path.
 
-    It has its name only once it is on the disk.
+    It has its name only once it is on the disk. Raises OSError.
     """
+    if template.endswith(".h5"):
+        path = path.with_suffix(".weights.h5")
     aside = path.with_name(f"part-{path.name}")
     try:
         if path.suffix == ".keras":
-            with zipfile.ZipFile(template.path) as source, zipfile.ZipFile(aside, "w") as target:
+            with zipfile.ZipFile(template) as source, zipfile.ZipFile(aside, "w") as target:
                 for member in source.infolist():
                     content = source.read(member)
-                    target.writestr(
-                        member, _replace(content, template, values) if member.filename == WEIGHTS else content
-                    )
+                    is_changed = member.filename == WEIGHTS
+                    target.writestr(member, _replace(content, places, values) if is_changed else content)
         else:
-            aside.write_bytes(_replace(Path(template.path).read_bytes(), template, values))
+            aside.write_bytes(_replace(Path(template).read_bytes(), places, values))
         with aside.open("rb+") as file:
             os.fsync(file.fileno())
     except OSError:
@@ -49,23 +44,24 @@ def save_like(template: KerasFile, values: Mapping[int, Array], path: Path) -> N
         raise
     os.replace(aside, path)
     sync_directory(path.parent)
+    return path
 
 
-def _replace(content: bytes, template: KerasFile, values: Mapping[int, Array]) -> bytes:
+def _replace(content: bytes, places: Places, values: Sequence[Array]) -> bytes:
     """Return an HDF5 file with other values."""
     import h5py
 
     buffer = io.BytesIO(content)
     with h5py.File(buffer, "r+") as file:
-        for number, names in template.places.items():
+        for number, names in places.items():
             value = values[int(number)]
             for name in names:
                 file[name][...] = value["bfloat16"] if value.dtype == BFLOAT16 else value
     return buffer.getvalue()
 
 
-def find_places(content: bytes, marks: Sequence[Array]) -> dict[str, tuple[str, ...]] | None:
-    """Return where an HDF5 file has arrays with the values `marks`, by their number; None if one is missing.
+def find_places(content: bytes, marks: Sequence[Array]) -> dict[str, tuple[str, ...]]:
+    """Return where an HDF5 file has arrays with the values `marks`, by their number; {} if one is missing.
 
     `marks`: random values, each unlike all others.
     """
@@ -80,7 +76,7 @@ def find_places(content: bytes, marks: Sequence[Array]) -> dict[str, tuple[str, 
 
     with h5py.File(io.BytesIO(content)) as file:
         file.visititems(look)
-    return places if len(places) == len(marks) else None
+    return places if len(places) == len(marks) else {}
 
 
 def _key(array: Array) -> tuple[tuple[int, ...], bytes]:

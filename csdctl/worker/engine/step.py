@@ -7,7 +7,7 @@ have to be set back: a step can be computed again, and what it returns is used o
 import os
 import zlib
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import numpy as np
@@ -78,6 +78,8 @@ class StepInfo:
     """The names of the metrics' results."""
     averages: tuple[tuple[int, int], ...] = ()
     """Pairs of variables: a trained one, and the moving average that takes its place in a saved model."""
+    places: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    """By number of a variable, and last the learning rate, its datasets in a saved model; {}: unknown."""
     num_indices: int | None = None
     """The size of the smallest embedding; None without."""
 

@@ -126,6 +126,8 @@ class CompiledStep:
     """The `StepInfo` of the graph."""
     state: str
     """The variables' values at the beginning (.npz)."""
+    template: str = ""
+    """A file of Keras with the model, on the host alone; '' for none."""
 
 
 @dataclass(frozen=True)

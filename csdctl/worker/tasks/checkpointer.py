@@ -21,15 +21,12 @@ import time
 import zipfile
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
 from csdctl.worker.compute.compile import AnyStep
-from csdctl.worker.compute.forward import assemble
 from csdctl.worker.data.arrays import Array, read_array_header, save_arrays
 from csdctl.worker.data.file_hash import open_regular
 from csdctl.worker.data.schedule import OwnSamples
@@ -212,31 +209,6 @@ KEPT_STEP_FILE = "step.state"
 """Name of the step file of a failed run, which csdctl has moved from memory to the run directory."""
 
 
-def save_model(model: Any, path: Path) -> Path:
-    """Save `model` to `path`; returns that, or the path of a .weights.h5 beside it.
-
-    Keras cannot save a model whose class has no get_config, which its function builds on every rank.
-    """
-    aside = path.with_name(f"part-{path.name}")
-    try:
-        model.save(aside)
-    except OSError:
-        aside.unlink(missing_ok=True)
-        raise
-    except Exception as error:  # of the user's classes
-        aside.unlink(missing_ok=True)
-        path = path.with_suffix(".weights.h5")
-        print(f"only the weights are saved: {describe(error)}", flush=True)
-        aside = path.with_name(f"part-{path.name}")
-        model.built = True  # it has been trained, though its own train_step may never call it
-        model.save_weights(aside)
-    with aside.open("rb+") as file:
-        os.fsync(file.fileno())
-    os.replace(aside, path)
-    sync_directory(path.parent)
-    return path
-
-
 def keep_copy(spec: RunSpec) -> RunSpec:
     """Keep on this server what resuming the run here needs; return the spec for saving the state to it.
 
@@ -262,15 +234,15 @@ class Checkpointer:
         reporter: Reporter,
         step: AnyStep,
         own: Sequence[OwnSamples],
-        trained_model: Callable[[], AbstractContextManager[Any]],
+        save_trained: Callable[[Path], Path],
     ) -> None:
         """Restore what an earlier process of this run saved: see `position`.
 
-        `own`: the samples of each rank; `trained_model` holds the Keras model with the weights of `step`.
+        `own`: the samples of each rank; `save_trained` saves the trained model and returns the path.
         Raises WorkerError when a state was saved and none can be used.
         """
         self._spec, self._reporter, self._step, self._own = spec, reporter, step, own
-        self._trained_model = trained_model
+        self._save_trained = save_trained
         output = Path(spec.output_directory)
         self._checkpoints = Checkpoints(output / "checkpoints", spec.num_checkpoints)
         paths = [Path(spec.step_file), output / KEPT_STEP_FILE] if spec.step_file else []
@@ -325,13 +297,11 @@ class Checkpointer:
 
     def save_model(self, name: str) -> str:
         """Save the model as a .keras file, or its weights where that cannot be; returns the path."""
-        with self._trained_model() as trained:
-            model = assemble(self._spec.head, trained) if self._spec.head else trained
-            path = Path(self._spec.output_directory) / name
-            try:
-                return str(save_model(model, path))
-            except OSError as error:
-                raise self._as_failure(path, error) from None
+        path = Path(self._spec.output_directory) / name
+        try:
+            return str(self._save_trained(path))
+        except OSError as error:
+            raise self._as_failure(path, error) from None
 
     def _as_failure(self, path: Path, error: OSError) -> WorkerError:
         """Return the error of a run whose state or model cannot be written to `path`."""

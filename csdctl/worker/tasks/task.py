@@ -9,8 +9,7 @@ import queue
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
@@ -18,13 +17,15 @@ from typing import Any, Protocol, TypeVar
 import numpy as np
 
 from csdctl.worker.compute.backend import STATE, load_backend, tf
-from csdctl.worker.compute.compile import AnyStep, make_step
+from csdctl.worker.compute.compile import AnyStep, find_variables, make_step
 from csdctl.worker.compute.custom_step import CustomStep
-from csdctl.worker.compute.forward import BatchedPass, feature_pass
-from csdctl.worker.compute.model import load
+from csdctl.worker.compute.forward import BatchedPass, assemble, feature_pass
+from csdctl.worker.compute.model import load, save_model
 from csdctl.worker.data.arrays import Array
 from csdctl.worker.data.prepared import EpochReader, SyntheticReader, sample_bytes
+from csdctl.worker.engine.keras_file import save_like
 from csdctl.worker.engine.load import hash_arrays, load_engine
+from csdctl.worker.engine.step import StepEngine
 from csdctl.worker.group.communicator import Communicator
 from csdctl.worker.process.errors import WorkerError
 from csdctl.worker.protocol.events import Joined, Misbehaved
@@ -304,23 +305,25 @@ class ModelTask:
                 self.load_model(), recipe, self.example(0), rank=me.rank, weight=me.weight, noise=spec.noise
             )
 
-    @contextmanager
-    def trained_model(self) -> Iterator[Any]:
-        """Hold the Keras model that has been trained: with moving averages, where an optimizer keeps some."""
-        step = self.step
-        if isinstance(step, CustomStep):
-            with step.averaged_weights():
-                yield step.model
-            return
-        load_backend(self.me.runtime)
-        from csdctl.worker.compute.compile import find_variables
+    def save_trained(self, path: Path) -> Path:
+        """Save the trained model as .keras, or its weights where Keras cannot save it; return the path.
 
+        It has moving averages of the weights, where an optimizer keeps some. Raises OSError.
+        """
+        step = self.step
+        if not isinstance(step, StepEngine):
+            with step.averaged_weights():
+                return save_model(step.model, path)
+        values = [*step.averaged_values(), np.asarray(step.rate)]
+        if self.spec.compiled and step.info.places:
+            return save_like(self.spec.compiled.template, step.info.places, values, path)
+        load_backend(self.me.runtime)
         if self._whole is None:
             self._whole = self.load_model()
-        for variable, value in zip(find_variables(self._whole), step.averaged_values(), strict=True):
+        for variable, value in zip(find_variables(self._whole), values, strict=True):
             variable.assign(value)
-        self._whole.optimizer.learning_rate = float(step.rate)
-        yield self._whole
+        whole = assemble(self.spec.head, self._whole) if self.spec.head else self._whole
+        return save_model(whole, path)
 
     def _warm_up(self) -> None:
         images, labels = self.example(self.me.batch_size)

@@ -86,7 +86,7 @@ class Train(ModelTask):
         if self.spec.manifest and not self.is_root and self.me.server == self.me.rank:
             spec = keep_copy(self.spec)
         self._checkpointer = (
-            Checkpointer(spec, self.reporter, self.step, own, self.trained_model) if spec else None
+            Checkpointer(spec, self.reporter, self.step, own, self.save_trained) if spec else None
         )
         if self._checkpointer and self._checkpointer.position:
             self.progress.position = self._checkpointer.position

@@ -21,6 +21,8 @@ from csdctl.workflows.data.files import HASHES, SerializedModel, have_hashes
 from csdctl.workflows.workspace.workspace import Workspace
 
 FILES = ("graph.pb", "info.json", "state.npz")
+TEMPLATES = ("template.keras", "template.weights.h5")
+"""The model as Keras saves it; only the host needs it."""
 REASON = "reason.json"
 DEADLINE_S = 600.0
 
@@ -63,11 +65,13 @@ def compile_step(
                 patience=within(DEADLINE_S),
             )
             save_json(aside / REASON, compiled.reason)
-            names = (REASON,) if compiled.reason else (REASON, *FILES)
+            names = [name for name in (REASON, *FILES, *TEMPLATES) if (aside / name).exists()]
             save_json(aside / HASHES, {name: hash_file(aside / name) for name in names})
     reason = load_kept(directory / REASON, str) or ""
     if reason:
         say(f"the step runs with Python's TensorFlow: {reason}")
         return replace(model, not_compiled=reason)
     files = (store_file(directory / name, project.root, TrafficClass.MODEL) for name in FILES)
-    return replace(model, compiled=tuple(files))
+    found = [directory / name for name in TEMPLATES if (directory / name).exists()]
+    template = str(found[0].relative_to(project.root)) if found else ""
+    return replace(model, compiled=tuple(files), template=template)

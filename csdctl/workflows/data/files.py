@@ -83,13 +83,16 @@ class SerializedModel:
     """PART_FILES; none if the model has no frozen part at its beginning."""
     compiled: tuple[StoredFile, ...] = ()
     """Graph, info and state of the compiled step."""
+    template: str = ""
+    """Path, relative to the project, of a file of Keras with the model; '' for none."""
     not_compiled: str = ""
     """Why there are none, once that has been tried."""
 
     @property
     def step(self) -> CompiledStep | None:
         """The compiled step as the ranks are told of it."""
-        return CompiledStep(*(file.path for file in self.compiled)) if self.compiled else None
+        paths = [file.path for file in self.compiled]
+        return CompiledStep(*paths, self.template) if paths else None
 
     def describe(self) -> ModelProperties:
         """Return the features that identify the model in measurements."""

@@ -8,10 +8,9 @@ import pytest
 
 import csdctl
 from csdctl.errors import InputError
-from csdctl.worker.compute.model import build
+from csdctl.worker.compute.model import build, save_model
 from csdctl.worker.protocol.model_info import BuildRequest, BuildSpec
 from csdctl.worker.protocol.recipe import Recipe
-from csdctl.worker.tasks.checkpointer import save_model
 
 TEXT = """
 import keras

@@ -12,12 +12,11 @@ from csdctl.worker.compute.custom_step import CustomStep
 from csdctl.worker.compute.interception import StepGraph
 from csdctl.worker.compute.keras_internals import find_optimizers
 from csdctl.worker.compute.model import build as build_model
-from csdctl.worker.compute.model import load
+from csdctl.worker.compute.model import load, save_model
 from csdctl.worker.compute.user_code import import_file
 from csdctl.worker.process.errors import WorkerError
 from csdctl.worker.protocol.model_info import BuildRequest, BuildSpec
 from csdctl.worker.protocol.recipe import Recipe
-from csdctl.worker.tasks.checkpointer import save_model
 
 tf, keras = load_backend()
 

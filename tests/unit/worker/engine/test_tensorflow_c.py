@@ -103,9 +103,9 @@ def test_inputs_live_as_long_as_results_that_share_their_memory() -> None:
 
 
 def test_errors_have_the_message_of_tensorflow() -> None:
+    definition = tf.compat.v1.GraphDef()
+    definition.node.add(name="x", op="Nothing")
     with pytest.raises(WorkerError, match="Op type not registered 'Nothing'"):
-        definition = tf.compat.v1.GraphDef()
-        definition.node.add(name="x", op="Nothing")
         GraphSession(definition.SerializeToString(), Runtime())
     with pytest.raises(WorkerError, match="TensorFlow: "):
         GraphSession(b"no graph", Runtime())

@@ -1,11 +1,10 @@
 """The state of a training, saved and restored also after a process or a machine has ended."""
 
-import contextlib
 import os
 import random
 import shutil
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -38,43 +37,29 @@ POSITION = Position(
 )
 
 
-@dataclass
-class Variable:
-    """A variable as the state uses it."""
-
-    value: Any
-
-    def assign(self, value: Any) -> None:
-        self.value = value
-
-
-def variables(fill: float = 0.0) -> list[Any]:
-    return [
-        Variable(np.full((3, 4), fill, np.float32)),
-        Variable(np.int64(fill)),
-        Variable(np.full(5000, fill, np.float32)),
-    ]
+def values(fill: float = 0.0) -> list[Array]:
+    return [np.full((3, 4), fill, np.float32), np.array(fill, np.int64), np.full(5000, fill, np.float32)]
 
 
 def test_state_is_restored_bit_by_bit() -> None:
-    into = variables()
-    assert unpack(pack(variables(7), POSITION), into, OWN) == POSITION
-    assert all(np.array_equal(one.value, its.value) for one, its in zip(into, variables(7), strict=True))
-    assert [np.asarray(one.value).dtype for one in into] == [np.float32, np.int64, np.float32]
+    position, found = unpack(pack(values(7), POSITION), values(), OWN)
+    assert position == POSITION
+    assert all(np.array_equal(one, its) for one, its in zip(found, values(7), strict=True))
+    assert [one.dtype for one in found] == [np.float32, np.int64, np.float32]
 
 
 @pytest.mark.parametrize(
     ("others", "message"),
     [
         pytest.param([], r"expected \d+ for this model", id="other size"),
-        pytest.param([np.zeros((4, 3), np.float32), np.int64(0)], "shapes and types", id="other shape"),
-        pytest.param([np.zeros((3, 4), np.int32), np.int64(0)], "shapes and types", id="other type"),
+        pytest.param([np.zeros((4, 3), np.float32), np.array(0)], "shapes and types", id="other shape"),
+        pytest.param([np.zeros((3, 4), np.int32), np.array(0)], "shapes and types", id="other type"),
     ],
 )
 def test_state_of_another_model_is_refused(others: list[Any], message: str) -> None:
-    packed = pack(variables()[:2], POSITION)
+    packed = pack(values()[:2], POSITION)
     with pytest.raises(WorkerError, match=message):
-        unpack(packed, [Variable(array) for array in others], OWN)
+        unpack(packed, others, OWN)
 
 
 def changed_share(**changes: Any) -> Position:
@@ -106,11 +91,9 @@ IMPOSSIBLE = {
 
 
 @pytest.mark.parametrize("name", IMPOSSIBLE)
-def test_impossible_position_is_refused_before_any_variable_changes(name: str) -> None:
-    into = variables()
+def test_impossible_position_is_refused(name: str) -> None:
     with pytest.raises(WorkerError, match="saved state cannot be read"):
-        unpack(pack(variables(7), IMPOSSIBLE[name]), into, OWN)
-    assert all((np.asarray(one.value) == 0).all() for one in into)
+        unpack(pack(values(7), IMPOSSIBLE[name]), values(), OWN)
 
 
 @pytest.fixture
@@ -120,24 +103,23 @@ def path(tmp_path: Path) -> Path:
 
 def write_steps(path: Path, *steps: int) -> StepFile:
     """Write a state after each step, full of the number of the step."""
-    file = StepFile(path, variables())
+    file = StepFile(path, values())
     file.read()
     for step in steps:
-        file.write(variables(step), replace(POSITION, total_steps=step))
+        file.write(values(step), replace(POSITION, total_steps=step))
     return file
 
 
 def step_of(packed: Array | None) -> int:
     """Return the steps of a state, which is full of this number."""
     assert packed is not None
-    into = variables()
-    steps = unpack(packed, into, OWN).total_steps
-    assert all((np.asarray(one.value) == steps).all() for one in into)
-    return steps
+    position, found = unpack(packed, values(), OWN)
+    assert all((one == position.total_steps).all() for one in found)
+    return position.total_steps
 
 
 def read_step(path: Path) -> int:
-    return step_of(StepFile(path, variables()).read())
+    return step_of(StepFile(path, values()).read())
 
 
 def test_step_file_exists_from_the_first_step_on_and_returns_the_latest_state(path: Path) -> None:
@@ -155,7 +137,7 @@ def test_state_that_cannot_be_written_to_its_end_leaves_the_one_before(
 ) -> None:
     """Also by a process that was started again: it writes over the older state first."""
 
-    def write_half(variables: Any, position: Position, out: Array) -> Array:
+    def write_half(written: Any, position: Position, out: Array) -> Array:
         out[: len(out) // 2] = 7
         raise InterruptedError
 
@@ -165,7 +147,7 @@ def test_state_that_cannot_be_written_to_its_end_leaves_the_one_before(
         with monkeypatch.context() as patch:
             patch.setattr(checkpointer, "pack", write_half)
             with pytest.raises(InterruptedError):
-                started_again.write(variables(), POSITION)
+                started_again.write(values(), POSITION)
         assert read_step(path) == steps[-1]
 
 
@@ -178,7 +160,7 @@ def test_half_of_a_step_file_that_is_damaged_is_left_out_and_named(path: Path, h
     content[half * (len(content) // 2) + place] ^= 0x80
     path.write_bytes(content)
     problems: list[str] = []
-    assert step_of(StepFile(path, variables()).read(problems.append)) == (46 if half == 0 else 45)
+    assert step_of(StepFile(path, values()).read(problems.append)) == (46 if half == 0 else 45)
     assert problems == [f"{path} is damaged: state {half + 1} of 2 has another checksum"]
 
 
@@ -189,9 +171,9 @@ def test_state_that_is_not_complete_is_no_damage(path: Path, monkeypatch: pytest
         with monkeypatch.context() as patch:
             patch.setattr(checkpointer, "pack", lambda *_: 1 / 0)
             with pytest.raises(ZeroDivisionError):
-                file.write(variables(), POSITION)
+                file.write(values(), POSITION)
         problems: list[str] = []
-        assert (StepFile(path, variables()).read(problems.append) is None) == (not steps)
+        assert (StepFile(path, values()).read(problems.append) is None) == (not steps)
         assert problems == []
 
 
@@ -229,7 +211,7 @@ DAMAGES: dict[str, Callable[[Path], object]] = {
 
 
 def load_newest(checkpoints: Checkpoints) -> Array | None:
-    return next(checkpoints.newest_first(max_state_bytes(variables())), None)
+    return next(checkpoints.newest_first(max_state_bytes(values())), None)
 
 
 class TestCheckpoints:
@@ -237,7 +219,7 @@ class TestCheckpoints:
         checkpoints = Checkpoints(directory, num_kept=2)
         for step in steps:
             position = replace(POSITION, total_steps=step)
-            checkpoints.save(pack(variables(step), position), position, is_best=step == best)
+            checkpoints.save(pack(values(step), position), position, is_best=step == best)
         return checkpoints
 
     def test_newest_checkpoints_and_the_best_are_kept(self, tmp_path: Path) -> None:
@@ -268,24 +250,20 @@ ME = RankSpec(0, "host", 10, Runtime(), None, None, 0, 100)
 
 
 class StateStep:
-    """Stands in for a step: what the checkpointer needs of it is the state and a model that can be saved."""
+    """Stands in for a step: what the checkpointer needs of it is the state."""
 
     def __init__(self) -> None:
-        self.state = variables()
-        self.model = self
+        self.values = values()
 
     @property
     def fill(self) -> int:
         """The number that the state is full of."""
-        assert all((np.asarray(one.value) == self.state[1].value).all() for one in self.state)
-        return int(self.state[1].value)
+        assert all((one == self.values[1]).all() for one in self.values)
+        return int(self.values[1])
 
-    @contextlib.contextmanager
-    def averaged_weights(self) -> Iterator[None]:
-        yield
-
-    def save(self, path: Path) -> None:
+    def save(self, path: Path) -> Path:
         path.write_text(str(self.fill))
+        return path
 
 
 class Run:
@@ -302,13 +280,13 @@ class Run:
     def start(self) -> tuple[Checkpointer, Any]:
         """Start rank 0 anew; return its checkpointer and its step."""
         step: Any = StateStep()
-        return Checkpointer(self.spec, Reporter(ME), step, OWN), step
+        return Checkpointer(self.spec, Reporter(ME), step, OWN, step.save), step
 
     def train(self, steps: list[int], *, checkpoints: tuple[int, ...] = ()) -> None:
         """Save the state after `steps` to the step file, after those in `checkpoints` also to disk."""
         checkpointer, step = self.start()
         for number in steps:
-            step.state = variables(number)
+            step.values = values(number)
             position = replace(POSITION, total_steps=number)
             checkpointer.write_step_file(position)
             if number in checkpoints:
@@ -340,7 +318,7 @@ def test_later_one_of_step_file_and_checkpoint_is_used(run: Run) -> None:
     (run.memory / "step").rename(run.output / KEPT_STEP_FILE)
     run.assert_continues_after(12)
     later = replace(POSITION, total_steps=20)
-    Checkpoints(run.output / "checkpoints").save(pack(variables(20), later), later)
+    Checkpoints(run.output / "checkpoints").save(pack(values(20), later), later)
     run.assert_continues_after(20)
 
 
@@ -375,7 +353,7 @@ def test_run_of_a_rebooted_host_continues_from_the_newest_checkpoint_or_not_at_a
     run.assert_continues_after(20)
     any_step: Any = StateStep()
     with pytest.raises(WorkerError, match="no checkpoint of this run can be used: .*cannot be read"):
-        Checkpointer(run.spec, Reporter(ME), any_step, OWN[:1])
+        Checkpointer(run.spec, Reporter(ME), any_step, OWN[:1], any_step.save)
     shutil.rmtree(run.output / "checkpoints")
     (run.output / "checkpoints").write_text("a file")
     with pytest.raises(WorkerError, match=f"{run.output}/checkpoints cannot be read: Not a directory"):
@@ -396,28 +374,12 @@ def test_state_or_model_that_has_no_place_is_named_with_the_way_to_continue(
     """The state of the step before is kept, and the run continues from it."""
     run.train([10], checkpoints=(10,))
     found, step = run.start()
-    step.state = variables(11)
+    step.values = values(11)
     found._can_write = False
     with full_disk(1), pytest.raises(WorkerError, match=f"cannot write {run.output}/{name}: ") as raised:
         save(found)
     assert f"csdctl train --resume {run.spec.run_id}" in raised.value.remedy
     run.assert_continues_after(10)
-
-
-def test_model_is_saved_with_the_averaged_weights(run: Run) -> None:
-    """For the time of saving only: training goes on with its own."""
-    checkpointer, step = run.start()
-
-    @contextlib.contextmanager
-    def averaged_weights() -> Iterator[None]:
-        trained, step.state = step.state, variables(77)
-        yield
-        step.state = trained
-
-    step.averaged_weights = averaged_weights
-    assert Path(checkpointer.save_model(LAST_MODEL)).read_text() == "77"
-    assert step.fill == 0
-    assert [path.name for path in run.output.iterdir()] == [LAST_MODEL]
 
 
 class Clock:

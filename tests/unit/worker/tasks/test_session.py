@@ -28,7 +28,7 @@ from csdctl.worker.tasks.task import FINISHED
 
 class Alone:
     sum_sizes = ((1, 0),)
-    variables = ()
+    values = ()
     max_message_bytes = 0
 
     def __init__(self, context):

@@ -660,7 +660,7 @@ def test_rank_that_joins_takes_over_the_state_after_the_step_and_takes_part_in_t
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     host, joiner = load_task(), load_task(2)
-    joiner.step.model.set_weights([weights + 1 for weights in weights_of(joiner)])
+    joiner.values = [value + 1 for value in joiner.values]
     host.progress.regroup((0, 1))
     ranks = PlayedRanks(host, joining={1: (2,)})
     taken: list[Any] = []
@@ -669,8 +669,8 @@ def test_rank_that_joins_takes_over_the_state_after_the_step_and_takes_part_in_t
     def take_over(rank: int, packed: bytes) -> None:
         assert rank == 2
         said.append(capsys.readouterr().out)
-        joiner.progress.position = unpack(
-            np.frombuffer(packed, np.uint8), list(joiner.variables), joiner.progress.own
+        joiner.progress.position, joiner.values = unpack(
+            np.frombuffer(packed, np.uint8), joiner.values, joiner.progress.own
         )
         taken.append((joiner.progress.position, weights_of(joiner)))
 
