@@ -320,7 +320,8 @@ class ModelTask:
         load_backend(self.me.runtime)
         if self._whole is None:
             self._whole = self.load_model()
-        for variable, value in zip(find_variables(self._whole), values, strict=True):
+        variables = [*find_variables(self._whole), self._whole.optimizer.learning_rate]
+        for variable, value in zip(variables, values, strict=True):
             variable.assign(value)
         whole = assemble(self.spec.head, self._whole) if self.spec.head else self._whole
         return save_model(whole, path)
