@@ -19,6 +19,7 @@ from csdctl.worker.compute.keras_internals import (
 )
 from csdctl.worker.compute.model import load
 from csdctl.worker.compute.objective import BatchLoss, Objective
+from csdctl.worker.compute.recipe import make_schedule
 from csdctl.worker.compute.statistics import Seeds, pooled_spread
 from csdctl.worker.compute.trace import (
     CannotCompileError,
@@ -28,7 +29,7 @@ from csdctl.worker.compute.trace import (
     in_scope,
     unflatten,
 )
-from csdctl.worker.compute.user_code import Augmentation
+from csdctl.worker.compute.user_code import load_augmentation
 from csdctl.worker.data.arrays import Array, random_batch, save_arrays
 from csdctl.worker.engine.keras_file import WEIGHTS, find_places
 from csdctl.worker.engine.step import (
@@ -38,6 +39,7 @@ from csdctl.worker.engine.step import (
     LOCAL,
     METRICS,
     NOISY,
+    SCHEDULE,
     FunctionInfo,
     Slice,
     StepEngine,
@@ -152,7 +154,7 @@ class StepCompiler:
         self._rate = self.optimizer.learning_rate
         self.variables = find_variables(model)
         """The state, as Keras' variables."""
-        self._has_noise = has_noise
+        self._has_noise, self._schedule = has_noise, recipe.schedule
         self._has_summed = False
         self._is_scaling = hasattr(self.optimizer, "inner_optimizer")
         self._unused: set[int] = set()
@@ -195,6 +197,9 @@ class StepCompiler:
         if size := self.objective.metrics.size:
             found = builder.add(METRICS, self._metrics(names), {"states": tf.TensorSpec((size,), tf.float32)})
             assert len(names) == found.outputs[0].shape[0]
+        if self._schedule:
+            schedule = make_schedule(self._schedule)
+            builder.add(SCHEDULE, schedule, {"step": tf.TensorSpec((), tf.int64)})
         trainable = self.model.trainable_variables
         return StepInfo(
             {name: FunctionInfo(*map(tuple, parts)) for name, parts in builder.functions.items()},
@@ -457,7 +462,7 @@ class Step(StepEngine):
             micro_batch_size=micro_batch_size,
             weight=weight,
             noise=noise,
-            augmentation=Augmentation(recipe.augment, recipe.seed) if recipe.augment else None,
+            augmentation=load_augmentation(recipe.augment, recipe.seed, None),
         )
         self.rate = np.array(float(model.optimizer.learning_rate), np.float32)
 

@@ -27,6 +27,7 @@ from csdctl.worker.data.arrays import Array, map_fields
 from csdctl.worker.data.prepared import PreparedSamples
 from csdctl.worker.process.errors import InputError, WorkerError, describe, find_remedy
 from csdctl.worker.protocol.model_info import AugmentTrial
+from csdctl.worker.protocol.run_spec import UserCode
 
 _PACKED: dict[str, ModuleType] = {}
 """Modules of the job's code, which take the place of the user's files on a rank."""
@@ -147,6 +148,15 @@ def imported_beside(directory: Path) -> list[Path]:
 
 _AUGMENT = 2
 """The last element of the seed: it keeps these numbers apart from the order of samples (prepared.py)."""
+
+
+def load_augmentation(reference: str, seed: int, code: UserCode | None) -> "Augmentation | None":
+    """Return the function `FILE.py:NAME` of the job's code, None for ''; raises WorkerError without it."""
+    if not reference:
+        return None
+    if code:
+        import_packed(code.archive, code.modules)
+    return Augmentation(reference, seed)
 
 
 class Augmentation:

@@ -3,6 +3,7 @@
 import hashlib
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -13,7 +14,7 @@ from csdctl.worker.engine.tensorflow_c import BFLOAT16, GraphSession
 from csdctl.worker.process.errors import WorkerError
 from csdctl.worker.protocol.json_codec import from_json
 from csdctl.worker.protocol.recipe import Noise, Recipe
-from csdctl.worker.protocol.run_spec import CompiledStep, RankSpec, Runtime, UserCode
+from csdctl.worker.protocol.run_spec import CompiledStep, RankSpec, Runtime
 
 
 def load_compiled(files: CompiledStep, runtime: Runtime) -> tuple[StepInfo, GraphSession, list[Array]]:
@@ -37,15 +38,9 @@ def load_compiled(files: CompiledStep, runtime: Runtime) -> tuple[StepInfo, Grap
 
 
 def load_engine(
-    files: CompiledStep, me: RankSpec, recipe: Recipe, noise: Noise | None, code: UserCode | None
+    files: CompiledStep, me: RankSpec, recipe: Recipe, noise: Noise | None, augmentation: Any = None
 ) -> StepEngine:
     """Return the compiled step of a rank; raises WorkerError if it cannot be run here."""
-    augmentation = None
-    if recipe.augment and code:
-        from csdctl.worker.compute.user_code import Augmentation, import_packed
-
-        import_packed(code.archive, code.modules)
-        augmentation = Augmentation(recipe.augment, recipe.seed)
     return StepEngine(
         *load_compiled(files, me.runtime),
         recipe.seed,

@@ -17,7 +17,8 @@ from csdctl.worker.engine.layout import Sums, VectorLayout
 from csdctl.worker.protocol.json_codec import Shape
 from csdctl.worker.protocol.recipe import Noise
 
-LOCAL, APPLY, ALONE, EVALUATE, METRICS, NOISY = "local", "apply", "alone", "evaluate", "metrics", "noisy"
+LOCAL, APPLY, ALONE, EVALUATE, NOISY = "local", "apply", "alone", "evaluate", "noisy"
+METRICS, SCHEDULE = "metrics", "schedule"
 """The functions of a graph; `StepInfo.functions` has their arguments and results."""
 CHUNK = 1 << 18
 """Elements of the vector that receive noise at a time: a slow node has little memory."""
@@ -147,7 +148,7 @@ class StepEngine:
         self._session, self._noise = session, noise
         self._functions = {name: session.find(name, one) for name, one in info.functions.items()}
         self._state = session.tensors(state)
-        self._seed, self._rank, self._weight = seed, rank, np.float32(weight)
+        self._seed, self._rank, self._weight = seed, rank, np.array(weight, np.float32)
 
     @property
     def has_noise(self) -> bool:
@@ -277,6 +278,12 @@ class StepEngine:
     def take(self, images: Array, labels: Array, private_copies: Array | None = None) -> None:
         """Take a step without other ranks, as a rank among others takes it."""
         self.apply(self.local(images, labels, private_copies=private_copies))
+
+    def scheduled_rate(self, step: int) -> float | None:
+        """Return the learning rate of the recipe's schedule after `step` steps; None without a schedule."""
+        if SCHEDULE not in self._functions:
+            return None
+        return float(self._functions[SCHEDULE](np.array(step, np.int64)).array(0))
 
     def read_sums(self, total: Array) -> Sums:
         """Return loss sum, metric sums and count of a summed vector."""

@@ -18,7 +18,7 @@ import numpy as np
 from csdctl.worker.data.arrays import Array
 from csdctl.worker.engine.step import FunctionInfo
 from csdctl.worker.process.errors import WorkerError
-from csdctl.worker.protocol.run_spec import CPU, Runtime
+from csdctl.worker.protocol.run_spec import CPU, GPU, Runtime
 
 POINTER = ctypes.c_void_p
 TYPES = {
@@ -44,6 +44,8 @@ BFLOAT16 = np.dtype([("bfloat16", np.uint16)])
 NUMPY_TYPES = {number: BFLOAT16 if name == "bfloat16" else np.dtype(name) for name, number in TYPES.items()}
 CPU_DEVICES = b"\x0a\x07\x0a\x03GPU\x10\x00"
 """`device_count {key: "GPU" value: 0}` of a ConfigProto."""
+FIRST_GPU = b"\x32\x05\x20\x01\x2a\x010"
+"""`gpu_options {allow_growth: true visible_device_list: "0"}` of a ConfigProto."""
 DEALLOCATE = ctypes.CFUNCTYPE(None, POINTER, ctypes.c_size_t, POINTER)
 
 
@@ -68,17 +70,17 @@ class Library:
                 remedy="install tensorflow-cpu: `csdctl provision`",
             )
         self._libraries = [ctypes.CDLL(str(file), mode=ctypes.RTLD_GLOBAL) for file in files]
-        size, status = ctypes.c_size_t, self._declare("TF_NewStatus", POINTER)
-        self._status = status()
-        self._code = self._declare("TF_GetCode", ctypes.c_int, POINTER)
-        self._message = self._declare("TF_Message", ctypes.c_char_p, POINTER)
-        self.delete_tensor = self._declare("TF_DeleteTensor", None, POINTER)
-        self.tensor_data = self._declare("TF_TensorData", POINTER, POINTER)
-        self.tensor_size = self._declare("TF_TensorByteSize", size, POINTER)
-        self.tensor_type = self._declare("TF_TensorType", ctypes.c_int, POINTER)
-        self.num_dims = self._declare("TF_NumDims", ctypes.c_int, POINTER)
-        self.dim = self._declare("TF_Dim", ctypes.c_int64, POINTER, ctypes.c_int)
-        self._new_tensor = self._declare(
+        size, status = ctypes.c_size_t, self.declare("TF_NewStatus", POINTER)
+        self.status = status()
+        self._code = self.declare("TF_GetCode", ctypes.c_int, POINTER)
+        self._message = self.declare("TF_Message", ctypes.c_char_p, POINTER)
+        self.delete_tensor = self.declare("TF_DeleteTensor", None, POINTER)
+        self.tensor_data = self.declare("TF_TensorData", POINTER, POINTER)
+        self.tensor_size = self.declare("TF_TensorByteSize", size, POINTER)
+        self.tensor_type = self.declare("TF_TensorType", ctypes.c_int, POINTER)
+        self.num_dims = self.declare("TF_NumDims", ctypes.c_int, POINTER)
+        self.dim = self.declare("TF_Dim", ctypes.c_int64, POINTER, ctypes.c_int)
+        self._new_tensor = self.declare(
             "TF_NewTensor",
             POINTER,
             *(ctypes.c_int, POINTER, ctypes.c_int, POINTER, size, DEALLOCATE, POINTER),
@@ -91,22 +93,23 @@ class Library:
     def _release(self, data: int, length: int, number: int) -> None:
         del self._kept[number]
 
-    def _declare(self, name: str, result: Any, *arguments: Any) -> Callable[..., Any]:
+    def declare(self, name: str, result: Any, *arguments: Any) -> Callable[..., Any]:
+        """Return a function of the library with the types of its result and its arguments."""
         library = next(one for one in reversed(self._libraries) if hasattr(one, name))
-        function = getattr(library, name)
-        function.restype, function.argtypes = result, arguments
+        function: Callable[..., Any] = getattr(library, name)
+        function.restype, function.argtypes = result, arguments  # type: ignore[attr-defined]
         return function
 
     def call(self, name: str, result: Any, *arguments: tuple[Any, Any]) -> Any:
         """Call a function with pairs of type and value, and with the status; raises WorkerError."""
         types, values = zip(*arguments, strict=True)
-        returned = self._declare(name, result, *types, POINTER)(*values, self._status)
+        returned = self.declare(name, result, *types, POINTER)(*values, self.status)
         self.check()
         return returned
 
     def declare_checked(self, name: str, *arguments: Any) -> Callable[..., None]:
         """Return a function whose last argument is the status; it raises WorkerError."""
-        function, status = self._declare(name, None, *arguments, POINTER), self._status
+        function, status = self.declare(name, None, *arguments, POINTER), self.status
 
         def call(*values: Any) -> None:
             function(*values, status)
@@ -118,16 +121,16 @@ class Library:
     def create(self, name: str, *arguments: tuple[Any, Any]) -> Any:
         """Return what a function without a status returns, a pointer."""
         types, values = zip(*arguments, strict=True) if arguments else ((), ())
-        return self._declare(name, POINTER, *types)(*values)
+        return self.declare(name, POINTER, *types)(*values)
 
     def delete(self, name: str, pointer: Any) -> None:
         """Call a function that deletes an object."""
-        self._declare(name, None, POINTER)(pointer)
+        self.declare(name, None, POINTER)(pointer)
 
     def check(self) -> None:
         """Raise WorkerError with TensorFlow's message if the last call has failed."""
-        if self._code(self._status):
-            message = self._message(self._status).decode(errors="replace")
+        if self._code(self.status):
+            message = self._message(self.status).decode(errors="replace")
             raise WorkerError(f"TensorFlow: {message}")
 
     def tensor(self, array: Array) -> int:
@@ -147,6 +150,7 @@ class Library:
 def load_library(onednn: bool = True) -> Library:
     """Return the library, loaded once; `onednn`: whether it uses oneDNN's kernels."""
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
+    os.environ["NVIDIA_TF32_OVERRIDE"] = "0"  # it has 10 bits of precision
     if not onednn:
         os.environ["TF_ENABLE_ONEDNN_OPTS"] = "0"
     return Library()
@@ -182,7 +186,7 @@ class Tensors:
         if not num_bytes:
             return np.zeros(shape, dtype)
         memory = (ctypes.c_char * num_bytes).from_address(library.tensor_data(pointer))
-        memory.owner = self  # type: ignore[attr-defined]
+        memory.owner = self
         array = np.frombuffer(memory, dtype).reshape(shape)
         array.flags.writeable = False
         return array
@@ -206,7 +210,7 @@ def encode_config(runtime: Runtime) -> bytes:
     optimizer = b"\x18" + b"\xff" * 9 + b"\x01"  # opt_level: L0
     options = b"\x1a" + _varint(len(optimizer)) + optimizer + b"\x52" + _varint(len(rewrite)) + rewrite
     threads = b"\x10" + _varint(runtime.threads) + b"\x28" + _varint(runtime.inter_threads)
-    devices = CPU_DEVICES if runtime.device == CPU else b""
+    devices = CPU_DEVICES if runtime.device == CPU else FIRST_GPU
     return devices + threads + b"\x52" + _varint(len(options)) + options
 
 
@@ -235,7 +239,13 @@ class GraphSession:
             self._session = library.call("TF_NewSession", POINTER, (POINTER, self._graph), (POINTER, options))
         finally:
             library.delete("TF_DeleteSessionOptions", options)
-        self.run = library.declare_checked(
+        if runtime.device == GPU and not any(kind == b"GPU" for kind in self._list_devices()):
+            raise WorkerError(
+                "TensorFlow sees no GPU; the fleet file has `device: gpu`",
+                "check the driver there (`nvidia-smi` lists the GPU), install tensorflow[and-cuda] in place of "
+                "tensorflow-cpu; or set `device: auto`",
+            )
+        self._run = library.declare_checked(
             "TF_SessionRun",
             POINTER,
             *(POINTER, POINTER, POINTER, ctypes.c_int),
@@ -243,7 +253,7 @@ class GraphSession:
             *(POINTER, ctypes.c_int),
             POINTER,
         )
-        self._find = library._declare("TF_GraphOperationByName", POINTER, POINTER, ctypes.c_char_p)
+        self._find = library.declare("TF_GraphOperationByName", POINTER, POINTER, ctypes.c_char_p)
 
     def find(self, name: str, info: FunctionInfo) -> "Function":
         """Return a function of the graph; raises WorkerError if the graph does not have it."""
@@ -257,7 +267,7 @@ class GraphSession:
 
     def run_function(self, inputs: Any, feeds: Any, fetches: Any, outputs: Any, targets: Any) -> None:
         """Run a part of the graph; writes pointers of tensors to `outputs`."""
-        self.run(
+        self._run(
             self._session,
             None,
             *(feeds, inputs, len(feeds)),
@@ -265,6 +275,17 @@ class GraphSession:
             *(targets, len(targets)),
             None,
         )
+
+    def _list_devices(self) -> list[bytes]:
+        """Return the type of each device, such as b"CPU"."""
+        library, size = self.library, ctypes.c_int
+        devices = library.call("TF_SessionListDevices", POINTER, (POINTER, self._session))
+        try:
+            count = library.declare("TF_DeviceListCount", size, POINTER)(devices)
+            kind = library.declare("TF_DeviceListType", ctypes.c_char_p, POINTER, size, POINTER)
+            return [kind(devices, place, library.status) for place in range(count)]
+        finally:
+            library.delete("TF_DeleteDeviceList", devices)
 
     def _outputs(self, names: Sequence[str]) -> Any:
         parts = [name.partition(":") for name in names]

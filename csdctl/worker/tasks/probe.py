@@ -16,6 +16,7 @@ from csdctl.worker.compute.compile import AnyStep, make_step
 from csdctl.worker.compute.keras_internals import find_smallest_embedding
 from csdctl.worker.compute.model import load
 from csdctl.worker.compute.split import measure_time
+from csdctl.worker.compute.user_code import load_augmentation
 from csdctl.worker.data.arrays import Array, random_batch
 from csdctl.worker.engine.load import load_engine
 from csdctl.worker.process.machine import peak_memory_bytes
@@ -32,8 +33,10 @@ def serve_probes(spec: ProbeSpec) -> None:
     generator = np.random.default_rng(0)
     if spec.compiled:
         me = RankSpec(0, "", 0, spec.runtime, None, None, 0, 0)
-        step: AnyStep = load_engine(spec.compiled, me, spec.recipe, spec.noise, spec.code)
-        num_indices = step.info.num_indices
+        augmentation = load_augmentation(spec.recipe.augment, spec.recipe.seed, spec.code)
+        engine = load_engine(spec.compiled, me, spec.recipe, spec.noise, augmentation)
+        step: AnyStep = engine
+        num_indices = engine.info.num_indices
         example = random_batch(generator, spec.data, 1, num_indices)
     else:
         load_backend(spec.runtime)

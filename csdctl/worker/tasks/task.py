@@ -21,6 +21,7 @@ from csdctl.worker.compute.compile import AnyStep, find_variables, make_step
 from csdctl.worker.compute.custom_step import CustomStep
 from csdctl.worker.compute.forward import BatchedPass, assemble, feature_pass
 from csdctl.worker.compute.model import load, save_model
+from csdctl.worker.compute.user_code import load_augmentation
 from csdctl.worker.data.arrays import Array
 from csdctl.worker.data.prepared import EpochReader, SyntheticReader, sample_bytes
 from csdctl.worker.engine.keras_file import save_like
@@ -299,7 +300,8 @@ class ModelTask:
         spec, me = self.spec, self.me
         recipe = replace(spec.recipe, augment="") if spec.head else spec.recipe
         if spec.compiled:
-            return load_engine(spec.compiled, me, recipe, spec.noise, spec.code)
+            augmentation = load_augmentation(recipe.augment, recipe.seed, spec.code)
+            return load_engine(spec.compiled, me, recipe, spec.noise, augmentation)
         with tf.device(STATE):
             return make_step(
                 self.load_model(), recipe, self.example(0), rank=me.rank, weight=me.weight, noise=spec.noise

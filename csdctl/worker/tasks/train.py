@@ -65,8 +65,8 @@ class Train(ModelTask):
             rank.rank: rank.max_batch_size or GROWTH_LIMIT * rank.batch_size for rank in self.spec.ranks
         }
         self._balancer = Balancer(limits)
-        schedule = self.spec.recipe.schedule
-        self._schedule = make_schedule(schedule) if schedule else None
+        schedule, is_compiled = self.spec.recipe.schedule, isinstance(self.step, StepEngine)
+        self._schedule = make_schedule(schedule) if schedule and not is_compiled else None
         is_plain = not isinstance(self.step, CustomStep) and not (
             self.spec.split
             or self.step.has_noise
@@ -338,7 +338,11 @@ class Train(ModelTask):
 
     def _learning_rate(self) -> float:
         progress = self.progress
-        scheduled = float(self._schedule(progress.position.total_steps)) if self._schedule else None
+        done, scheduled = progress.position.total_steps, None
+        if self._schedule:
+            scheduled = float(self._schedule(done))
+        elif isinstance(self.step, StepEngine):
+            scheduled = self.step.scheduled_rate(done)
         rate = learning_rate(self.spec.recipe, progress.segment.global_batch, progress.epochs_done, scheduled)
         return rate * progress.position.callbacks.rate_factor
 

@@ -91,8 +91,10 @@ class SerializedModel:
     @property
     def step(self) -> CompiledStep | None:
         """The compiled step as the ranks are told of it."""
-        paths = [file.path for file in self.compiled]
-        return CompiledStep(*paths, self.template) if paths else None
+        if not self.compiled:
+            return None
+        graph, info, state = (file.path for file in self.compiled)
+        return CompiledStep(graph, info, state, self.template)
 
     def describe(self) -> ModelProperties:
         """Return the features that identify the model in measurements."""

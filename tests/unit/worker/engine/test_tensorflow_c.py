@@ -171,3 +171,13 @@ def test_missing_libraries_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(WorkerError, match="TensorFlow's libraries are not installed"):
         Library()
+
+
+def test_missing_gpu_is_an_error_where_the_fleet_file_asks_for_one() -> None:
+    graph = tf.Graph()
+    with graph.as_default():
+        tf.identity(tf.compat.v1.placeholder(tf.float32, [None], name="x"), name="y")
+    content = graph.as_graph_def().SerializeToString()
+    assert GraphSession(content, Runtime(device="auto")).find("y", IDENTITY)(np.ones(2, np.float32))
+    with pytest.raises(WorkerError, match="TensorFlow sees no GPU"):
+        GraphSession(content, Runtime(device="gpu"))
