@@ -242,8 +242,8 @@ class GraphSession:
         if runtime.device == GPU and not any(kind == b"GPU" for kind in self._list_devices()):
             raise WorkerError(
                 "TensorFlow sees no GPU; the fleet file has `device: gpu`",
-                "check the driver there (`nvidia-smi` lists the GPU), install tensorflow[and-cuda] in place of "
-                "tensorflow-cpu; or set `device: auto`",
+                "check the driver there (`nvidia-smi` lists the GPU), install tensorflow[and-cuda] in place "
+                "of tensorflow-cpu; or set `device: auto`",
             )
         self._run = library.declare_checked(
             "TF_SessionRun",
