@@ -329,14 +329,17 @@ class Interception:
         own = tf.concat([*flat[0], *flat[1], *flat[2], tf.zeros([0])], axis=0)
         own = tf.where(weight > 0, own, tf.zeros_like(own))
         own = tf.concat([own, tf.reshape(weight, [1])], axis=0)
-        total = tf.numpy_function(
-            lambda part: np.array(self._exchange(number, part), np.float32), [own], tf.float32, stateful=True
-        )
+        total = self._exchange_in_graph(own, number)
         self._states.sums.add(total.op.name)
         total.set_shape(own.shape)
         with tf.device(STATE):
             update((total / total[-1])[layout.statistics])
         return total
+
+    def _exchange_in_graph(self, own: Any, number: int) -> Any:
+        return tf.numpy_function(
+            lambda part: np.array(self._exchange(number, part), np.float32), [own], tf.float32, stateful=True
+        )
 
     def _sum_gradients(self, optimizer: Any, gradients: list[Any], variables: list[Any]) -> list[Any]:
         """Return the mean gradients of all ranks' samples, with None where a variable has none."""
