@@ -33,7 +33,6 @@ from csdctl.worker.compute.user_code import load_augmentation
 from csdctl.worker.data.arrays import Array, random_batch, save_arrays
 from csdctl.worker.engine.keras_file import WEIGHTS, find_places
 from csdctl.worker.engine.step import (
-    ALONE,
     APPLY,
     EVALUATE,
     LOCAL,
@@ -190,8 +189,6 @@ class StepCompiler:
         add(APPLY, self._apply, rate, total)
         if self._has_noise:
             add(NOISY, self._noisy, seeds, {"limits": tf.TensorSpec((None,), tf.float32)}, batch)
-        else:
-            add(ALONE, self._alone, seeds, {"weight": scalar}, rate, batch)
         add(EVALUATE, self._evaluate, batch)
         names: list[str] = []
         if size := self.objective.metrics.size:
@@ -301,16 +298,6 @@ class StepCompiler:
             gradients = [*(mean * factor for mean in means), *(one * weight for one in summed)]
             flat = [tf.reshape(gradient, [-1]) for gradient in gradients]
             return tf.concat([*flat, *changes, *self._tail(batch, weight, with_samples=True)], axis=0)
-
-    def _alone(self, state: Any, seeds: Any, weight: Any, rate: Any, samples: Any, labels: Any) -> list[Any]:
-        with self._scope(state, seeds, rate) as scope:
-            gradients, summed, batch = self._gradients(samples, labels)
-            if summed:
-                gradients = [mean + other for mean, other in zip(gradients, summed, strict=True)]
-            with tf.device(STATE):
-                self._optimize(gradients)
-            tail = tf.concat(self._tail(batch, weight, with_samples=False), axis=0)
-            return [tail, *map(scope.get_current_value, self.variables)]
 
     def _evaluate(self, state: Any, samples: Any, labels: Any) -> Any:
         with self._scope(state):

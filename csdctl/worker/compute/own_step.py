@@ -6,15 +6,13 @@ sum, from there to the second, and after the last one to the new state.
 """
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
-from csdctl.worker.compute.backend import STATE, keras, tf
-from csdctl.worker.compute.custom_step import CustomStep
-from csdctl.worker.compute.interception import Interception, SumLayout, is_number, repeatable_draws, replacing
+from csdctl.worker.compute.backend import keras, tf
+from csdctl.worker.compute.interception import Interception, is_number, replacing
 from csdctl.worker.compute.statistics import pooled_spread
-from csdctl.worker.compute.trace import CannotCompileError, GraphBuilder, assigning_in_scope, in_scope
 from csdctl.worker.process.errors import InputError
 
 OWN = "own"
@@ -70,7 +68,9 @@ class ScopeStates:
 
         def update(mean: Any) -> None:
             parts = iter(tf.split(mean, [math.prod(one.shape) for one in changes]) if changes else ())
-            starts = {id(layer): (layer.moving_mean.value, layer.moving_variance.value) for layer, *_ in norms}
+            starts = {
+                id(layer): (layer.moving_mean.value, layer.moving_variance.value) for layer, *_ in norms
+            }
             for layer, *moves in norms:
                 moved, spread = (tf.reshape(next(parts), move.shape) for move in moves)
                 _move_statistics(layer, starts[id(layer)], moved, spread)

@@ -136,6 +136,8 @@ class GraphBuilder:
         for part in ("remapping", "layout_optimizer", "auto_mixed_precision", "pin_to_host_optimization"):
             setattr(rewriting, part, off)  # they depend on the processor
         rewriting.meta_optimizer_timeout_ms = -1
+        # A second pass takes as long as the first, and leaves 1% fewer operations.
+        rewriting.meta_optimizer_iterations = rewriter_config_pb2.RewriterConfig.ONE
         meta = tf.compat.v1.train.export_meta_graph(graph=self.graph, graph_def=self.graph.as_graph_def())
         meta.collection_def["train_op"].node_list.value.extend(sorted(keep))
         optimized = tf_optimizer.OptimizeGraph(config, meta)

@@ -17,7 +17,7 @@ from csdctl.worker.engine.layout import Sums, VectorLayout
 from csdctl.worker.protocol.json_codec import Shape
 from csdctl.worker.protocol.recipe import Noise
 
-LOCAL, APPLY, ALONE, EVALUATE, NOISY = "local", "apply", "alone", "evaluate", "noisy"
+LOCAL, APPLY, EVALUATE, NOISY = "local", "apply", "evaluate", "noisy"
 METRICS, SCHEDULE = "metrics", "schedule"
 """The functions of a graph; `StepInfo.functions` has their arguments and results."""
 CHUNK = 1 << 18
@@ -261,12 +261,8 @@ class StepEngine:
         vector[self.layout.count] += len(images) * self._weight
 
     def alone(self, images: Array, labels: Array, *, private_copies: Array | None = None) -> Sums:
-        """Run `local` and `apply` of a rank without other ranks, in one graph."""
-        if self.has_noise or (self.micro_batch_size and len(images) > self.micro_batch_size):
-            return self.apply(self.local(images, labels, private_copies=private_copies))
-        batch = self.augment(images, labels)
-        tail, *_ = self._take(ALONE, self.seeds, self._weight, self.rate, *batch)
-        return self._sums(tail)
+        """Take a step without other ranks."""
+        return self.apply(self.local(images, labels, private_copies=private_copies))
 
     def apply(self, total: Array) -> Sums:
         """Divide the step's part of a summed vector by its counts and take one optimizer step."""
@@ -274,10 +270,6 @@ class StepEngine:
         if total[self.layout.count] > 0:
             self._take(APPLY, self.rate, total)
         return sums
-
-    def take(self, images: Array, labels: Array, private_copies: Array | None = None) -> None:
-        """Take a step without other ranks, as a rank among others takes it."""
-        self.apply(self.local(images, labels, private_copies=private_copies))
 
     def scheduled_rate(self, step: int) -> float | None:
         """Return the learning rate of the recipe's schedule after `step` steps; None without a schedule."""

@@ -47,7 +47,7 @@ def serve_probes(spec: ProbeSpec) -> None:
             step = make_step(model, spec.recipe, example, noise=spec.noise)
     step.set_step(0, 0.0)
     # The first step traces the graphs, which is part of starting and not of a measurement.
-    step.take(*example, private_copies=_copies(step, spec, 1))
+    step.alone(*example, private_copies=_copies(step, spec, 1))
     print(f"\n{READY}", flush=True)  # other output may lack a line end
     for line in sys.stdin:
         request = request_from_line(line)
@@ -59,7 +59,7 @@ def serve_probes(spec: ProbeSpec) -> None:
         batch = random_batch(generator, spec.data, request.batch_size, num_indices)
         copies = _copies(step, spec, request.batch_size)
         step_s, num_steps = measure_time(
-            partial(step.take, *batch, private_copies=copies),
+            partial(step.alone, *batch, private_copies=copies),
             request.min_duration_s,
             num_warm_ups=request.warm_up_steps,
             min_count=request.min_steps,

@@ -260,7 +260,7 @@ def test_rank_without_others_trains_on_the_same_batch(reference: str) -> None:
 
 def test_measured_step_includes_the_function(reference: str) -> None:
     step = own_step(reference)
-    measure_time(lambda: step.take(SAMPLES, CLASSES), 0.0, num_warm_ups=2, min_count=5)
+    measure_time(lambda: step.alone(SAMPLES, CLASSES), 0.0, num_warm_ups=2, min_count=5)
     assert Path(reference.rpartition(":")[0] + ".sizes").read_text().split() == ["7"] * 7
 
 
