@@ -23,7 +23,6 @@ from unittest import mock
 import numpy as np
 
 from csdctl.worker.compute.backend import KerasSettings, keras, load_backend
-from csdctl.worker.compute.custom_step import constant_rate, has_own_step
 from csdctl.worker.compute.cuts import NoCutError, count_flops, describe_cuts, frozen_cut, split_at
 from csdctl.worker.compute.keras_internals import (
     compile_arguments,
@@ -33,6 +32,7 @@ from csdctl.worker.compute.keras_internals import (
     flatten_layers,
     own_state,
 )
+from csdctl.worker.compute.own_step import constant_rate, has_own_step
 from csdctl.worker.compute.recipe import compile_model, is_own, name_of
 from csdctl.worker.compute.user_code import (
     find_objects,

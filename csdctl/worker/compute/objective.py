@@ -7,6 +7,7 @@ A Keras metric is a state that batches add to (mean, accuracy, AUC, precision, r
 that states can be summed over ranks: the result from their sum is that of one process on all samples.
 """
 
+import math
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -24,11 +25,10 @@ from csdctl.worker.compute.keras_internals import (
     run_symbolically,
 )
 from csdctl.worker.data.arrays import Array, map_fields
+from csdctl.worker.engine.step import LOSS, Slice
 from csdctl.worker.process.errors import InputError
 from csdctl.worker.protocol.datasets import INPUT, SAMPLE_WEIGHT, as_inputs, is_position
 from csdctl.worker.protocol.recipe import Recipe
-
-LOSS = "loss"
 
 
 class MetricStates:
@@ -39,13 +39,14 @@ class MetricStates:
         self._metrics = list(metrics)
         for metric in metrics:  # a layer may have one, which the call that builds the model adds to
             metric.reset_state()
-        self._variables = [variable for metric in self._metrics for variable in metric.variables]
-        self._initial = [np.asarray(variable.value).copy() for variable in self._variables]
+        self.variables = [variable for metric in self._metrics for variable in metric.variables]
+        """Keras' variables of the states."""
+        self._initial = [np.asarray(variable.value).copy() for variable in self.variables]
         self.size = sum(int(initial.size) for initial in self._initial)
 
     def reset(self) -> None:
         """Set the initial state; inside a graph."""
-        for variable, initial in zip(self._variables, self._initial, strict=True):
+        for variable, initial in zip(self.variables, self._initial, strict=True):
             variable.assign(initial)
 
     def read(self, of_batches: Iterable[tuple[Any, Any]]) -> list[Any]:
@@ -55,64 +56,32 @@ class MetricStates:
         """
         counts = {id(variable): count for metric, count in of_batches for variable in metric.variables}
         added = []
-        for variable, initial in zip(self._variables, self._initial, strict=True):
+        for variable, initial in zip(self.variables, self._initial, strict=True):
             change = tf.reshape(tf.cast(variable.value - initial, tf.float32), [-1])
             added.append(change * counts.get(id(variable), 1.0))
         return added
 
-    def results(self, states: Any) -> dict[str, Any]:
-        """Return the results by name for a summed state, a tensor of shape (size,); inside a graph."""
-        sizes = [initial.size for initial in self._initial]
-        parts = zip(tf.split(states, sizes), self._variables, self._initial, strict=True)
-        found: dict[str, Any] = {}
-        with keras.StatelessScope():
-            for part, variable, initial in parts:
-                value = tf.reshape(part, initial.shape) + tf.cast(initial, tf.float32)
-                variable.assign(tf.cast(value, variable.dtype))
-            for metric in self._metrics:
-                result = metric.result()
-                for name, value in (result if isinstance(result, dict) else {metric.name: result}).items():
-                    tensor = tf.convert_to_tensor(value)
-                    if tensor.shape.rank == 0:
-                        found[name] = tensor
-                        continue
-                    # It may have one for each of a thousand classes.
-                    several = tf.unstack(tf.reshape(tensor, [-1])[:64])
-                    found |= {f"{name}_{place}": one for place, one in enumerate(several)}
-        return found
+    def results(self, states: Any) -> list[tuple[Slice, Any]]:
+        """Return the results for a summed state, a tensor of shape (size,); inside a graph.
 
-    def compute(self, state: Sequence[float], *, skip_unchanged: bool = False) -> dict[str, float]:
-        """Return the results by name for a summed state, shape (size,).
-
-        With `skip_unchanged`, those of metrics that nothing was added to are left out.
+        With the name of each, at most 64 of one metric, and where its metric has its state.
         """
-        position = 0
-        values = np.asarray(state, np.float64)
-        for variable, initial in zip(self._variables, self._initial, strict=True):
-            part = values[position : position + initial.size].reshape(initial.shape)
-            variable.assign((initial + part).astype(initial.dtype))
-            position += initial.size
-        results: dict[str, float] = {}
-        changed = {
-            id(variable)
-            for variable, initial in zip(self._variables, self._initial, strict=True)
-            if not np.array_equal(np.asarray(variable.value), initial)
-        }
+        sizes = [initial.size for initial in self._initial]
+        parts = zip(tf.split(states, sizes), self.variables, self._initial, strict=True)
+        for part, variable, initial in parts:
+            value = tf.reshape(part, initial.shape) + tf.cast(initial, tf.float32)
+            variable.assign(tf.cast(value, variable.dtype))
+        results: list[tuple[Slice, Any]] = []
+        stop = 0
         for metric in self._metrics:
-            if skip_unchanged and not any(id(variable) in changed for variable in metric.variables):
-                continue
-            found = metric.result()
-            named = found if isinstance(found, dict) else {metric.name: found}
-            for name, value in named.items():
-                results |= _flatten(name, np.asarray(value))
+            start, stop = stop, stop + sum(math.prod(one.shape) for one in metric.variables)
+            result = metric.result()
+            for name, value in (result if isinstance(result, dict) else {metric.name: result}).items():
+                tensor = tf.convert_to_tensor(value)
+                several = tf.unstack(tf.reshape(tensor, [-1])[:64])  # a value for each of many classes
+                names = [f"{name}_{place}" for place in range(len(several))] if tensor.shape.rank else [name]
+                results += [(Slice(one, start, stop), part) for one, part in zip(names, several, strict=True)]
         return results
-
-
-def _flatten(name: str, value: Array) -> dict[str, float]:
-    """Return the values of a metric by name, at most 64: it may have one for each of a thousand classes."""
-    if value.ndim == 0:
-        return {name: float(value)}
-    return {f"{name}_{number}": float(one) for number, one in enumerate(value.ravel()[:64])}
 
 
 @dataclass(frozen=True)

@@ -1,17 +1,8 @@
-"""Model state that gradients do not train: moving statistics, other state of layers, random seeds of dropout.
+"""Model state that gradients do not train: moving statistics, other state of layers, random seeds of dropout."""
 
-State travels with the gradient, so that after every step each rank has that of the pooled batch
-(docs/explanation/exact-gradients.md). For the moving statistics of batch norm:
-
-    μ = Σ n_k μ_k / N,  σ² = Σ n_k (σ_k² + (μ_k − μ)²) / N
-
-Ranks exchange Δ_k = (1 − m)(μ_k − moving mean), with m the layer's momentum: sums of small differences keep
-their precision, sums of squares would lose it. Of any other layer they exchange the change itself: the mean
-over all samples is exact for moving averages of batch means, and for state that does not depend on samples.
-"""
-
+import math
 import zlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -23,6 +14,7 @@ from csdctl.worker.compute.keras_internals import (
     own_state,
     seed_generators,
 )
+from csdctl.worker.engine.step import Slice
 
 UNTRACKED = "a layer without its own seed generator"
 
@@ -43,90 +35,78 @@ class Snapshot:
         return all(np.array_equal(value, np.asarray(variable.value)) for variable, value in self._values)
 
 
-class LayerStates:
-    """All state that a forward pass changes, flat: moving statistics, then the state of other layers."""
-
-    def __init__(self, model: Any) -> None:
-        layers = [
-            layer
-            for layer in flatten_layers(model)
-            if isinstance(layer, keras.layers.BatchNormalization) and layer.trainable and layer.momentum < 1
-        ]
-        self._norms = [
-            (layer.name, layer.moving_mean.value, layer.moving_variance.value, 1.0 - float(layer.momentum))
-            for layer in layers
-        ]
-        self.variables = changing_state(model)
-        """State of layers other than batch norm; restored after a forward pass."""
-        self._all = [one for _, mean, variance, _ in self._norms for one in (mean, variance)]
-        self._all += self.variables
-        self._sizes = [int(tf.size(variable)) for variable in self._all]
-        self.size = sum(self._sizes)
-
-    def split(self, changes: Any) -> dict[int, Any]:
-        """Return the parts of `changes`, shape (size,), by the id of the variable that they are of."""
-        parts = np.split(np.asarray(changes), np.cumsum(self._sizes)[:-1]) if self._all else []
-        return {id(variable): part for variable, part in zip(self._all, parts, strict=True)}
-
-    def join(self, *found: dict[int, Any]) -> Any:
-        """Return the sum of changes that other `LayerStates` of these layers have split, shape (size,)."""
-        parts = [sum(parts[id(one)] for parts in found if id(one) in parts) for one in self._all]
-        return np.concatenate([np.zeros(0, np.float32), *parts])
-
-    def find_normalizing(self, changes: Any) -> list[str]:
-        """Return the names of the layers that normalized by their batch, by its `changes`, shape (size,).
-
-        Only such a layer moves its statistics, and not one that is called with training=False.
-        """
-        parts = self.split(changes)
-        return [
-            name
-            for name, mean, variance, _ in self._norms
-            if parts[id(mean)].any() or parts[id(variance)].any()
-        ]
-
-    def read(self) -> list[Any]:
-        """Return the current state, for `take_changes`; inside a graph."""
-        return [tf.identity(variable) for variable in self._all]
-
-    def take_changes(self, before: list[Any], count: Any) -> list[Any]:
-        """Return the changes by a forward pass, times `count`, and restore the state; inside a graph."""
-        changes, old = [], iter(before)
-        for _, mean, variance, rate in self._norms:
-            moved, spread = pooled_spread(mean - next(old), variance - next(old), rate)
-            changes += [count * moved, count * spread]
-        for variable, value in zip(self.variables, old, strict=True):
-            change = tf.cast(variable - value, tf.float32)
-            changes.append(tf.reshape(change * count, [-1]))
-        for value, variable in zip(before, self._all, strict=True):
-            variable.assign(value)
-        return changes
-
-    def apply_changes(self, changes: Any) -> None:
-        """Update the state by the mean `changes` of all ranks, shape (size,); inside a graph."""
-        if not self._all:
-            return
-        parts = iter(tf.split(changes, self._sizes))
-        for _, mean, variance, rate in self._norms:
-            moved, spread = next(parts), next(parts)
-            mean.assign_add(tf.cast(moved, mean.dtype))
-            variance.assign(
-                tf.maximum(variance + tf.cast(spread - moved * moved / rate, variance.dtype), 0.0)
-            )
-        for variable, change in zip(self.variables, parts, strict=True):
-            is_counter = not variable.dtype.is_floating  # which all ranks advance alike
-            shaped = tf.reshape(tf.round(change) if is_counter else change, variable.shape)
-            variable.assign_add(tf.cast(shaped, variable.dtype))
-
-
 def pooled_spread(moved: Any, changed: Any, rate: float) -> tuple[Any, Any]:
     """Return the changes of a batch norm's moving mean and variance, whose means over ranks can be pooled."""
     moved, changed = tf.cast(moved, tf.float32), tf.cast(changed, tf.float32)
     return moved, changed + moved * moved / rate
 
 
+class Statistics:
+    """The state of layers that a forward pass changes, flat: moving statistics, then that of other layers.
+
+    State travels with the gradient, so that after every step each rank has that of the pooled batch
+    (docs/explanation/exact-gradients.md). For the moving statistics of batch norm:
+
+        μ = Σ n_k μ_k / N,  σ² = Σ n_k (σ_k² + (μ_k − μ)²) / N
+
+    Ranks exchange Δ_k = (1 − m)(μ_k − moving mean), with m the layer's momentum: sums of small differences
+    keep their precision, sums of squares would lose it. Of any other layer they exchange the change itself:
+    the mean over all samples is exact for moving averages of batch means, and for state that does not depend
+    on samples.
+    """
+
+    def __init__(self, model: Any) -> None:
+        self.norms = [
+            (layer.name, layer.moving_mean, layer.moving_variance, 1.0 - float(layer.momentum))
+            for layer in flatten_layers(model)
+            if isinstance(layer, keras.layers.BatchNormalization) and layer.trainable and layer.momentum < 1
+        ]
+        self._others = changing_state(model)
+        self.variables = [one for _, *pair, _ in self.norms for one in pair] + self._others
+        """Keras' variables."""
+        self.sizes = [math.prod(one.shape) for one in self.variables]
+
+    @property
+    def normalizing(self) -> tuple[Slice, ...]:
+        """The layers that normalize by their batch, and where their changes are."""
+        ends = np.cumsum([0, *self.sizes])[: 2 * len(self.norms) + 1]
+        pairs = zip(ends[:-1:2], ends[2::2], strict=True)
+        return tuple(
+            Slice(name, int(start), int(stop))
+            for (name, *_), (start, stop) in zip(self.norms, pairs, strict=True)
+        )
+
+    def read(self) -> list[Any]:
+        """Return the state now, for `changes`."""
+        return [tf.convert_to_tensor(one.value) for one in self.variables]
+
+    def changes(self, before: Sequence[Any], weight: Any) -> list[Any]:
+        """Return the changes since `before`, times `weight`, flat."""
+        changes, old = [], iter(before)
+        for _, mean, variance, rate in self.norms:
+            moved = pooled_spread(mean - next(old), variance - next(old), rate)
+            changes += [weight * one for one in moved]
+        for variable, value in zip(self._others, old, strict=True):
+            change = tf.cast(variable - value, tf.float32)
+            changes.append(tf.reshape(change * weight, [-1]))
+        return changes
+
+    def apply(self, changes: Any) -> None:
+        """Update the state by the mean `changes` of all ranks, shape (Σ sizes,)."""
+        parts = iter(tf.split(changes, self.sizes) if self.variables else ())
+        for _, mean, variance, rate in self.norms:
+            moved, spread = next(parts), next(parts)
+            mean.assign(mean + tf.cast(moved, mean.dtype))
+            spread = tf.cast(spread - moved * moved / rate, variance.dtype)
+            variance.assign(tf.maximum(variance + spread, 0.0))
+        for variable, change in zip(self._others, parts, strict=True):
+            is_counter = "float" not in variable.dtype  # which all ranks advance alike
+            shaped = tf.reshape(tf.round(change) if is_counter else change, variable.shape)
+            variable.assign(variable + tf.cast(shaped, variable.dtype))
+
+
 def changing_state(model: Any) -> list[Any]:
-    """Return the state of layers other than batch norm, as tf.Variables.
+    """Return the state of layers other than batch norm, as Keras' variables.
 
     Layers do not declare what changes it: only the constants of Keras' own preprocessing are left out. A
     SpectralNormalization writes the kernel that it wraps.
@@ -138,8 +118,8 @@ def changing_state(model: Any) -> list[Any]:
         state = [] if isinstance(layer, constant) else own_state(layer)
         if isinstance(layer, layers.SpectralNormalization):
             state.append(layer.kernel)
-        found |= {id(variable): variable.value for variable in state}
-    return [value for value in found.values() if value.dtype.is_floating or value.dtype.is_integer]
+        found |= {id(one): one for one in state if "float" in one.dtype or "int" in one.dtype}
+    return list(found.values())
 
 
 class Seeds:
@@ -183,17 +163,6 @@ class Seeds:
     def key_of(self, rank: int) -> int:
         """Return a number for random operations without a state, of 32 bits."""
         return zlib.crc32(f"{self._seed}/{rank}".encode())
-
-    def find_drawing(self, step: int) -> list[str]:
-        """Return the names of the layers that have drawn random numbers since `set_step(step)`.
-
-        A layer may have a seed generator and never use it, as an LSTM without dropout.
-        """
-        return [
-            name
-            for name, generator in self._generators
-            if int(np.asarray(generator.state)[1]) != _first_counter(step)
-        ]
 
 
 def _first_counter(step: int) -> int:

@@ -1,20 +1,22 @@
 """Functions of a step, traced once and joined into one graph without state.
 
-The variables of model and optimizer are arguments, and their new values are results (`keras.StatelessScope`),
-so that a function changes nothing and nothing depends on the order in which operations write. The graph is
-optimized here, on the host, without passes that depend on its processor.
+The variables of model and optimizer are arguments, and their new values are results (`Values`), so that a
+function changes nothing and nothing depends on the order in which operations write. A function that needs a
+sum over the ranks is cut there, into stages. The graph is optimized here, on the host, without passes that
+depend on its processor.
 """
 
+import itertools
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from typing import Any
 from unittest import mock
 
-import numpy as np
-
 from csdctl.worker.compute.backend import keras, tf
-from csdctl.worker.process.errors import WorkerError
+from csdctl.worker.engine.step import FunctionInfo
+from csdctl.worker.process.errors import InputError, WorkerError
 
 PYTHON_OPERATIONS = ("PyFunc", "PyFuncStateless", "EagerPyFunc")
 """Operations that call Python."""
@@ -24,47 +26,153 @@ class CannotCompileError(WorkerError):
     """A model's step cannot run without Python; the message says what it needs."""
 
 
+class Values:
+    """The values of variables while a function is traced, in place of the variables themselves.
+
+    Layers, optimizers and the user's code read and write tf.Variables, Keras' too, as ever. A variable that
+    was not known before the trace becomes an argument as well; see `unknown`.
+    """
+
+    def __init__(self, graph: Any) -> None:
+        """`graph`: the FuncGraph that is traced."""
+        self._graph, self._values = graph, dict[int, Any]()
+        self.unknown: dict[int, Any] = {}
+        """Variables whose value was not given, with the placeholder of it, by id."""
+
+    @contextmanager
+    def given(self, variables: Iterable[Any], values: Iterable[Any]) -> Iterator[None]:
+        """Give Keras' variables values, which are tensors; they have those from before again afterwards."""
+        before = self._values
+        self._values = before | {
+            id(variable.value): tf.cast(value, variable.value.dtype)
+            for variable, value in zip(variables, values, strict=True)
+        }
+        try:
+            yield
+        finally:
+            self._values = before
+
+    def get(self, variable: Any) -> Any:
+        """Return the value of a tf.Variable, a tensor of this graph or of one inside of it."""
+        if id(variable) not in self._values:
+            with self._graph.as_default():
+                placeholder = tf.compat.v1.placeholder(variable.dtype, variable.shape)
+            self.unknown[id(variable)] = variable, placeholder
+            self._values[id(variable)] = placeholder
+        return self._values[id(variable)]
+
+    def set(self, variable: Any, value: Any) -> Any:
+        """Give a tf.Variable a new value; return the variable."""
+        self.get(variable)  # it may be unknown
+        value = tf.convert_to_tensor(value, dtype=variable.dtype)
+        self._values[id(variable)] = tf.ensure_shape(value, variable.shape)
+        return variable
+
+    def read(self, variable: Any) -> Any:
+        """Return the value, with a gradient towards the variable on all tapes, as TensorFlow's read has."""
+        from tensorflow.python.eager import record
+        from tensorflow.python.ops.resource_variable_ops import variable_accessed
+
+        variable_accessed(variable)  # for tapes, which watch what is trained
+        value = self.get(variable)
+        with value.graph.as_default():  # a loop captures what it reads, and gradients go through that
+            result = tf.identity(value)
+            record.record_operation("ReadVariableOp", [result], [variable.handle], lambda one: [one])
+        return result
+
+    def check(self, variables: Iterable[Any]) -> None:
+        """Raise InputError for a variable whose value is one inside of a loop or function."""
+        for variable in variables:
+            if self.get(variable.value).graph is not self._graph:
+                raise InputError(
+                    f"{variable.path} is assigned inside of a loop or a function of TensorFlow",
+                    "assign it outside: use loops and functions of Python",
+                )
+
+    def choose(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        """Return what takes the place of a condition: one that also chooses among assigned values."""
+
+        def cond(pred: Any, true_fn: Any = None, false_fn: Any = None, *args: Any, **options: Any) -> Any:
+            before, assigned = dict(self._values), list[dict[int, Any]]()
+
+            def branch(function: Callable[[], Any]) -> Any:
+                self._values = dict(before)
+                result = function()
+                assigned.append(self._values)
+                self._values = before
+                return result
+
+            result = original(pred, lambda: branch(true_fn), lambda: branch(false_fn), *args, **options)
+            if all(value is before.get(key, value) for one in assigned for key, value in one.items()):
+                return result
+            assigned = []  # each value is that of a branch, which nothing outside can use: both are computed
+            results = [branch(function) for function in (true_fn, false_fn)]
+            chosen, other = assigned
+            keys = [*before, *(key for key in chosen if key not in before)]
+            self._values = {
+                key: chosen[key] if chosen[key] is other.get(key) else self._where(pred, chosen, other, key)
+                for key in keys
+            }
+            return keras.tree.map_structure(
+                lambda one, its: one if one is None else tf.where(pred, one, its), *results
+            )
+
+        return cond
+
+    def _where(self, pred: Any, chosen: Mapping[int, Any], other: Mapping[int, Any], key: int) -> Any:
+        return tf.where(pred, chosen[key], other.get(key, chosen[key]))
+
+
 @contextmanager
-def assigning_in_scope() -> Iterator[None]:
-    """Let optimizers assign to Keras' variables, which a StatelessScope replaces, not to TensorFlow's.
+def replacing_variables(values: Values) -> Iterator[None]:
+    """Let tf.Variables read and write `values` where graphs are built."""
+    from tensorflow.python.ops.resource_variable_ops import ResourceVariable, UninitializedVariable
 
-    TensorFlow's optimizers differ from those of other backends only for tf.distribute.
-    """
-    kind = keras.src.backend.tensorflow.optimizer.TFOptimizer
-    base = keras.src.optimizers.base_optimizer.BaseOptimizer
-    own = [name for name in vars(kind) if name in vars(base) and not name.startswith("__")]
-    replaced = {name: getattr(base, name) for name in own if name not in KEPT}
-    replaced["_var_key"] = lambda optimizer, variable: variable._value._unique_id
-    with mock.patch.multiple(kind, **replaced), mock.patch.object(keras.src.ops, "cond", _select):
-        yield
+    def read(variable: Any, no_copy: bool = False) -> Any:
+        return values.read(variable)
 
+    def assign(variable: Any, value: Any, *_: Any, **__: Any) -> Any:
+        return values.set(variable, value)
 
-def _select(condition: Any, if_true: Callable[[], Any], if_false: Callable[[], Any]) -> Any:
-    """Return the result of one of two functions, of which both are computed; select what they assign, too.
+    def changing(change: Callable[..., Any]) -> Callable[..., Any]:
+        def call(variable: Any, *what: Any, **_: Any) -> Any:
+            return values.set(variable, change(values.get(variable), *what))
 
-    A condition of TensorFlow would keep the values that are assigned within it.
-    """
-    scope = keras.src.backend.common.stateless_scope.get_stateless_scope()
-    before, results, assigned = dict(scope.state_mapping), [], []
-    for function in (if_true, if_false):
-        scope.state_mapping = dict(before)
-        results.append(function())
-        assigned.append(scope.state_mapping)
-    chosen, other = assigned
-    scope.state_mapping = {
-        key: value if value is other[key] else tf.where(condition, value, other[key])
-        for key, value in chosen.items()
+        return call
+
+    def of_slices(change: Callable[..., Any]) -> Callable[..., Any]:
+        return changing(lambda value, delta, *_: change(value, delta.indices[:, None], delta.values))
+
+    add, sub, update = (getattr(tf, f"tensor_scatter_nd_{name}") for name in ("add", "sub", "update"))
+    replaced = {
+        "_read_variable_op": read,
+        "sparse_read": lambda variable, indices, name=None: tf.gather(values.read(variable), indices),
+        "gather_nd": lambda variable, indices, name=None: tf.gather_nd(values.read(variable), indices),
+        "assign": assign,
+        "assign_add": changing(lambda value, delta, *_: value + tf.cast(delta, value.dtype)),
+        "assign_sub": changing(lambda value, delta, *_: value - tf.cast(delta, value.dtype)),
+        "scatter_add": of_slices(add),
+        "scatter_sub": of_slices(sub),
+        "scatter_update": of_slices(update),
+        "scatter_nd_add": changing(add),
+        "scatter_nd_sub": changing(sub),
+        "scatter_nd_update": changing(update),
     }
-    return keras.tree.map_structure(lambda one, its: tf.where(condition, one, its), *results)
 
+    def in_graphs(kind: Any, name: str) -> Callable[..., Any]:
+        original, other = getattr(kind, name), replaced[name]
 
-KEPT = ("add_variable_from_reference", "_clip_by_norm")
-"""Methods of TensorFlow's optimizers that a StatelessScope does not affect."""
+        def call(variable: Any, *args: Any, **options: Any) -> Any:
+            return (original if tf.executing_eagerly() else other)(variable, *args, **options)
 
+        return call
 
-def in_scope(variables: Sequence[Any], values: Sequence[Any]) -> Any:
-    """Return the scope in which Keras' `variables` have these values, tensors."""
-    return keras.StatelessScope(list(zip(variables, values, strict=True)), collect_losses=True)
+    with ExitStack() as stack:
+        for kind, name in itertools.product((ResourceVariable, UninitializedVariable), replaced):
+            stack.enter_context(mock.patch.object(kind, name, in_graphs(kind, name)))
+        for place in (sys.modules["tensorflow"], keras.src.ops, keras.ops):
+            stack.enter_context(mock.patch.object(place, "cond", values.choose(place.cond)))
+        yield
 
 
 class GraphBuilder:
@@ -74,18 +182,42 @@ class GraphBuilder:
         self.graph = tf.Graph()
         self._placeholders: dict[str, Any] = {}
         self._outside: dict[str, str] = {}
-        self.traced: dict[str, Any] = {}
-        """The functions as Python's TensorFlow calls them."""
-        self.functions: dict[str, tuple[list[str], list[str], list[str]]] = {}
-        """Names of feeds, fetches and targets by function."""
+        self.functions: dict[str, FunctionInfo] = {}
+        self.unknown: list[Any] = []
+        """Variables that functions read or write, and that are none of their arguments, as tf.Variables."""
+        self._cuts: list[tuple[list[Any], list[Any]]] = []
+        """Of the function that is traced: what each cut gives, and the placeholders of what it receives."""
 
-    def add(self, name: str, code: Callable[..., Any], arguments: Mapping[str, Any]) -> Any:
-        """Trace `code`, whose positional `arguments` have these names and specs; return its FuncGraph.
+    def cut(self, gives: Sequence[Any], receives: Sequence[tuple[Any, Any]]) -> list[Any]:
+        """Cut the function that is traced; return what it receives there, tensors of these (dtype, shape).
 
-        `code` returns tensors or lists of them. Raises CannotCompileError.
+        What comes behind the cut and needs them belongs to the next stage.
         """
-        function = tf.function(code, autograph=False).get_concrete_function(*arguments.values())
-        self.traced[name], traced = function, function.graph
+        received = [tf.compat.v1.placeholder(dtype, shape) for dtype, shape in receives]
+        self._cuts.append(([*map(tf.identity, gives)], received))
+        return received
+
+    def add(
+        self, names: Sequence[str], code: Callable[..., Any], arguments: Mapping[str, Any]
+    ) -> Sequence[Any]:
+        """Trace `code`, whose positional `arguments`, after `Values`, have these names and specs.
+
+        `code` returns tensors or lists of them. `names` has one for each of its stages, or one and a format
+        for all, such as "own_{}". A stage takes the arguments, then, for each stage before it, what that cut
+        receives and what that stage keeps for others; it returns what its cut gives, or the result, and then
+        what it keeps. Returns the tensors of the result, as they were traced. Raises CannotCompileError.
+        """
+
+        def call(*given: Any) -> Any:
+            self._cuts = []  # TensorFlow may trace again
+            values = Values(tf.compat.v1.get_default_graph())
+            with replacing_variables(values):
+                result = code(values, *given)
+            self._unknown = [*values.unknown.values()]
+            return result
+
+        function = tf.function(call, autograph=False).get_concrete_function(*arguments.values())
+        traced = function.graph
         mapped = {}
         with self.graph.as_default():
             for captured, inner in traced.captures:
@@ -93,18 +225,43 @@ class GraphBuilder:
             own = [one for one in traced.inputs if one.name not in mapped]
             for argument, inner in zip(arguments, own, strict=True):
                 mapped[inner.name] = self._placeholder(argument, arguments[argument])
-            definition = traced.as_graph_def()
-            for node in definition.node:  # of a function without state, the order has no effect
-                node.input[:] = [one for one in node.input if not one.startswith("^")]
-            wanted = [one.name for one in traced.outputs]
-            wanted += [one.name for one in traced.control_outputs if one.type == "Assert"]
+            for variable, inner in self._unknown:
+                if not any(variable is one for one in self.unknown):
+                    self.unknown.append(variable)
+                mapped[inner.name] = self._placeholder(f"unknown_{id(variable)}", inner)
+            feeds = [f"{argument}:0" for argument in arguments]
+            self._import_stages(names, traced, mapped, feeds)
+        return traced.outputs
+
+    def _import_stages(
+        self, names: Sequence[str], traced: Any, mapped: dict[str, Any], feeds: list[str]
+    ) -> None:
+        """Add the stages of a traced function to the graph, each with what it needs alone."""
+        definition = traced.as_graph_def()
+        for node in definition.node:  # of a function without state, the order has no effect
+            node.input[:] = [one for one in node.input if not one.startswith("^")]
+            node.attr.pop("_class", None)  # it names the placeholders of variables
+        asserted = [one for one in traced.control_outputs if one.type == "Assert"]
+        wanted = [[one.name for one in gives] for gives, _ in self._cuts]
+        wanted.append([one.name for one in traced.outputs])
+        stages = _Stages(definition, wanted, [[one.name for one in got] for _, got in self._cuts], asserted)
+        for number, results in enumerate(wanted):
+            name = names[min(number, len(names) - 1)].format(number)
+            targets, kept = stages.targets[number], stages.kept[number]
             found = tf.graph_util.import_graph_def(
-                definition, input_map=mapped, return_elements=wanted, name=name
+                stages.definition_of(number),
+                input_map={key: value for key, value in mapped.items() if key in stages.inputs[number]},
+                return_elements=[*results, *kept, *targets],
+                name=name,
             )
-        fetches = [one.name for one in found[: len(traced.outputs)]]
-        targets = [one.name for one in found[len(traced.outputs) :]]
-        self.functions[name] = (list(map("{}:0".format, arguments)), fetches, targets)
-        return traced
+            tensors = [one.name for one in found[: len(results) + len(kept)]]
+            operations = [one.name for one in found[len(tensors) :]]
+            self.functions[name] = FunctionInfo(tuple(feeds), tuple(tensors), tuple(operations))
+            received = self._cuts[number][1] if number < len(self._cuts) else []
+            passed = [traced.get_tensor_by_name(one) for one in (*(one.name for one in received), *kept)]
+            for place, tensor in enumerate(passed):
+                mapped[tensor.name] = self._placeholder(f"{name}_passes_{place}", tensor)
+                feeds.append(mapped[tensor.name].name)
 
     def _placeholder(self, name: str, spec: Any) -> Any:
         if name not in self._placeholders:
@@ -120,15 +277,18 @@ class GraphBuilder:
             value = captured.numpy()
         return tf.constant(value)
 
-    def optimize(self) -> bytes:
-        """Return the graph, optimized, as a serialized GraphDef."""
+    def optimize(self, *, has_python: bool = False) -> bytes:
+        """Return the graph, optimized, as a serialized GraphDef.
+
+        Raises CannotCompileError for operations that call Python, but not in a process that `has_python`.
+        """
         from tensorflow.core.protobuf import config_pb2, rewriter_config_pb2
         from tensorflow.python.grappler import tf_optimizer
 
         keep = {
             name.partition(":")[0]
-            for feeds, fetches, targets in self.functions.values()
-            for name in (*feeds, *fetches, *targets)
+            for info in self.functions.values()
+            for name in (*info.feeds, *info.fetches, *info.targets)
         }
         config = config_pb2.ConfigProto()
         rewriting = config.graph_options.rewrite_options
@@ -142,59 +302,73 @@ class GraphBuilder:
         meta.collection_def["train_op"].node_list.value.extend(sorted(keep))
         optimized = tf_optimizer.OptimizeGraph(config, meta)
         inner = (one for function in optimized.library.function for one in function.node_def)
-        for node in (*optimized.node, *inner):
+        for node in () if has_python else (*optimized.node, *inner):
             if node.op in PYTHON_OPERATIONS:
                 raise CannotCompileError(f"{node.name} calls Python ({node.op})")
         if outside := [self._outside[node.name] for node in optimized.node if node.name in self._outside]:
-            raise CannotCompileError(f"a layer keeps state outside of Keras' variables: {outside[0]}")
+            raise CannotCompileError(f"a layer keeps state outside of variables: {outside[0]}")
         content: bytes = optimized.SerializeToString(deterministic=True)
         return content
 
 
-class PythonTensors:
-    """Tensors of Python's TensorFlow, as engine.step.TensorList."""
+class _Stages:
+    """The nodes of each stage of a function, and the tensors that pass from one to others."""
 
-    def __init__(self, tensors: Sequence[Any]) -> None:
-        self.tensors = list(tensors)
+    def __init__(
+        self, definition: Any, wanted: Sequence[list[str]], received: Sequence[list[str]], asserted: Any
+    ) -> None:
+        """`wanted`, `received`: names of the tensors that stages give, and that they get behind a cut.
 
-    def __len__(self) -> int:
-        return len(self.tensors)
+        `asserted`: operations, each of which belongs to the first stage that has what it checks.
+        """
+        self._definition = definition
+        self._nodes = {node.name: node for node in definition.node}
+        level = {name.partition(":")[0]: at for at, names in enumerate(received, start=1) for name in names}
+        levels: dict[str, int] = {}
+        for node in definition.node:  # in topological order
+            inputs = (levels[one.partition(":")[0]] for one in node.input)
+            levels[node.name] = level.get(node.name, max(inputs, default=0))
+        self.targets: list[list[str]] = [[] for _ in wanted]
+        for operation in asserted:
+            self.targets[levels[operation.name]].append(operation.name)
+        self._members: list[set[str]] = []
+        self.inputs: list[set[str]] = []
+        """Names of the tensors that each stage takes, of arguments too."""
+        crossing: list[dict[str, None]] = []
+        owner: dict[str, int] = {}
+        for number, names in enumerate(wanted):
+            members, inputs, waiting = set[str](), dict[str, None](), [*names, *self.targets[number]]
+            while waiting:
+                tensor = waiting.pop()
+                name = tensor.partition(":")[0]
+                node = self._nodes[name]
+                is_given = node.op == "Placeholder" or owner.get(name, number) != number
+                if is_given and node.op != "Const":
+                    inputs[tensor if ":" in tensor else f"{tensor}:0"] = None
+                elif name not in members:
+                    members.add(name)
+                    waiting += node.input
+            for name in members:
+                owner.setdefault(name, number)
+            self._members.append(members)
+            self.inputs.append(set(inputs))
+            crossing.append(inputs)
+        self.kept: list[list[str]] = [
+            sorted({one for inputs in crossing for one in inputs if owner.get(one.partition(":")[0]) == number})
+            for number in range(len(wanted))
+        ]
 
-    def array(self, place: int) -> Any:
-        """As of TensorList."""
-        return np.asarray(self.tensors[place])
-
-    def arrays(self) -> list[Any]:
-        """As of TensorList."""
-        return list(map(self.array, range(len(self))))
-
-    def tail(self, start: int) -> "PythonTensors":
-        """As of TensorList."""
-        moved, self.tensors[start:] = self.tensors[start:], []
-        return PythonTensors(moved)
-
-
-class PythonSession:
-    """Runs functions that were traced in this process, as engine.step.Session."""
-
-    def __init__(self, builder: GraphBuilder) -> None:
-        self._traced = builder.traced
-
-    def find(self, name: str, info: Any) -> Callable[..., PythonTensors]:
-        """As of Session."""
-        function = self._traced[name]
-
-        def call(*inputs: Any) -> PythonTensors:
-            flat: list[Any] = []
-            for one in inputs:
-                flat += one.tensors if isinstance(one, PythonTensors) else [tf.convert_to_tensor(one)]
-            return PythonTensors(tf.nest.flatten(function(*flat)))
-
-        return call
-
-    def tensors(self, arrays: Sequence[Any]) -> PythonTensors:
-        """As of Session."""
-        return PythonTensors(list(map(tf.constant, arrays)))
+    def definition_of(self, number: int) -> Any:
+        """Return the definition of the nodes of a stage, and the placeholders that it takes."""
+        names = self._members[number] | {one.partition(":")[0] for one in self.inputs[number]}
+        part = type(self._definition)(versions=self._definition.versions, library=self._definition.library)
+        for node in self._definition.node:
+            if node.name in self._members[number]:
+                part.node.append(node)
+            elif node.name in names:  # its inputs are not here
+                placeholder = part.node.add(name=node.name, op="Placeholder")
+                placeholder.attr["dtype"].type = tf.float32.as_datatype_enum
+        return part
 
 
 def unflatten(vector: Any, variables: Sequence[Any]) -> list[Any]:

@@ -4,6 +4,7 @@ State goes into a function of the graph, and a vector or a new state comes out. 
 have to be set back: a step can be computed again, and what it returns is used or not.
 """
 
+import math
 import os
 import zlib
 from collections.abc import Callable, Sequence
@@ -18,8 +19,11 @@ from csdctl.worker.protocol.json_codec import Shape
 from csdctl.worker.protocol.recipe import Noise
 
 LOCAL, APPLY, EVALUATE, NOISY = "local", "apply", "evaluate", "noisy"
-METRICS, SCHEDULE = "metrics", "schedule"
-"""The functions of a graph; `StepInfo.functions` has their arguments and results."""
+METRICS, SCHEDULE, OWN = "metrics", "schedule", "own_{}"
+"""The functions of a graph; `StepInfo.functions` has their arguments and results. OWN has a number."""
+LOSS = "loss"
+Exchange = Callable[[int, Array], Array]
+"""Sums this rank's part over the ranks, given the number of the sum within the step."""
 CHUNK = 1 << 18
 """Elements of the vector that receive noise at a time: a slow node has little memory."""
 
@@ -53,6 +57,20 @@ class VariableInfo:
 
 
 @dataclass(frozen=True)
+class SumInfo:
+    """One of the sums of a step: gradients, changes of state, others, and n."""
+
+    name: str
+    """What is summed, for messages."""
+    num_gradients: int
+    num_states: int
+    num_others: int
+    """Elements of metrics' states, and numbers that train_step returns."""
+    is_summed: bool = False
+    """Whether the gradients are those of a sum over the samples, not of a mean."""
+
+
+@dataclass(frozen=True)
 class StepInfo:
     """What a rank must know of a compiled step beside its graph."""
 
@@ -70,17 +88,25 @@ class StepInfo:
     divides_gradients: bool
     has_summed: bool
     has_loss_scaling: bool
-    """Whether the optimizer skips gradients that are not finite, and scales the loss (mixed_float16)."""
+    """Whether an optimizer skips gradients that are not finite, and scales the loss (mixed_float16)."""
     seeds: tuple[str, ...]
     """The layer of each generator of random numbers."""
     normalizing: tuple[Slice, ...]
     """The layers that normalize by their batch, and where their statistics' changes are."""
-    metrics: tuple[str, ...]
-    """The names of the metrics' results."""
+    metrics: tuple[Slice, ...]
+    """The metrics' results, and where the state of each metric is."""
+    drawing: tuple[str, ...] = ()
+    """The layers that draw random numbers in a step."""
+    sums: tuple[SumInfo, ...] = ()
+    """The sums of a user's own train_step, in their order; none for a step with the one of `layout`."""
+    logs: tuple[str, ...] = ()
+    """The names of the numbers that a user's own train_step returns; they are behind the metrics' states."""
+    rate_factors: tuple[float, ...] = (1.0,)
+    """How many times the recipe's learning rate each optimizer has that follows it."""
     averages: tuple[tuple[int, int], ...] = ()
     """Pairs of variables: a trained one, and the moving average that takes its place in a saved model."""
     places: dict[str, tuple[str, ...]] = field(default_factory=dict)
-    """By number of a variable, and last the learning rate, its datasets in a saved model; {}: unknown."""
+    """By number of a variable, and last the learning rates, its datasets in a saved model; {}: unknown."""
     num_indices: int | None = None
     """The size of the smallest embedding; None without."""
 
@@ -141,6 +167,11 @@ class StepEngine:
             divides_gradients=info.divides_gradients,
             has_summed=info.has_summed,
         )
+        """Of all sums of a step together."""
+        self.layouts = [
+            VectorLayout(one.num_gradients, one.num_states, one.num_others - 1) for one in info.sums
+        ] or [self.layout]
+        """Of each sum of a step, in their order."""
         self.micro_batch_size = micro_batch_size
         self.rate = np.zeros((), np.float32)
         self.position = (0, rank)
@@ -177,9 +208,14 @@ class StepEngine:
         return values
 
     @property
+    def rates(self) -> list[Array]:
+        """The learning rates of the optimizers that follow the recipe's."""
+        return [np.asarray(self.rate * factor, np.float32) for factor in self.info.rate_factors]
+
+    @property
     def metric_names(self) -> list[str]:
         """Names of the results of `metrics`."""
-        return list(self.info.metrics)
+        return list(dict.fromkeys([*(one.name for one in self.info.metrics), *self.info.logs]))
 
     @property
     def has_loss_scaling(self) -> bool:
@@ -198,13 +234,13 @@ class StepEngine:
         They follow from seed, rank and step: a run that resumes draws the same numbers as one that was never
         interrupted.
         """
-        step, rank = self.position
-        keys = [
-            zlib.crc32(f"{self._seed}/{rank}/{number}".encode()) for number in range(len(self.info.seeds))
-        ]
+        keys = [self._key(f"/{number}") for number in range(len(self.info.seeds))]
         # A layer draws a few times in a step; shifting keeps the counters of consecutive steps apart.
-        counters = [(step << 10) & 0xFFFFFFFF] * len(keys)
+        counters = [(self.position[0] << 10) & 0xFFFFFFFF] * len(keys)
         return np.array([keys, counters], np.int64).T.copy()
+
+    def _key(self, what: str = "") -> int:
+        return zlib.crc32(f"{self._seed}/{self.position[1]}{what}".encode())
 
     def local(
         self, images: Array, labels: Array, out: Array | None = None, *, private_copies: Array | None = None
@@ -260,9 +296,74 @@ class StepEngine:
             gradients[part] += (self._weight * (sums[part] + noise)).astype(np.float32)
         vector[self.layout.count] += len(images) * self._weight
 
+    def run(
+        self,
+        images: Array,
+        labels: Array,
+        exchange: Exchange,
+        out: Array | None = None,
+        *,
+        private_copies: Array | None = None,
+    ) -> Sums:
+        """Take a step on this rank's batch, of n samples; n may be 0. Returns the sums of all ranks.
+
+        Raises what `exchange` raises; the state is then that before the step.
+        """
+        if not self.info.sums:
+            return self.apply(exchange(0, self.local(images, labels, out, private_copies=private_copies)))
+        self._state, total = self._walk(images, labels, exchange, out)
+        return self._sums(total[self.layouts[-1].sums.start :])
+
+    def local_sums(self, images: Array, labels: Array, totals: Sequence[Array] = ()) -> Array:
+        """Return this rank's parts of all sums of a step, joined as `layout` says; nothing is changed.
+
+        `totals`: the sums over all ranks of the same step; without them the rank is alone.
+        """
+        parts: list[Array] = []
+
+        def exchange(number: int, part: Array) -> Array:
+            parts.append(part.copy())
+            return totals[number] if len(totals) else part
+
+        if not self.info.sums:
+            return self.local(images, labels)
+        self._walk(images, labels, exchange)
+        return self.join(parts)
+
+    def join(self, parts: Sequence[Array]) -> Array:
+        """Return a step's parts of all sums as one vector, as `layout` says."""
+        pairs = list(zip(self.layouts, parts, strict=True))
+        gradients = [part[layout.gradients] for layout, part in pairs]
+        states = [part[layout.statistics] for layout, part in pairs]
+        last, layout = parts[-1], self.layouts[-1]
+        return np.concatenate([*gradients, *states, last[layout.sums.start : layout.step_size]])
+
+    def _walk(
+        self, images: Array, labels: Array, exchange: Exchange, out: Array | None = None
+    ) -> tuple[TensorList, Array]:
+        """Go through a step of several sums; return the state behind it, and the last sum."""
+        count = np.array(len(images), np.float32)
+        if len(images):
+            images, labels = self.augment(images, labels)
+        else:  # the step is taken all the same, for its sums
+            images, labels = (np.zeros((1, *part.shape[1:]), part.dtype) for part in (images, labels))
+        draw = np.array([self.position[0] & 0x7FFFFFFF, self._key() & 0x7FFFFFFF], np.int32)
+        inputs: list[Any] = [self._state, self.seeds, draw, self.rate, self._weight, count]
+        inputs += [*fields_of(images).values(), *fields_of(labels).values()]
+        total = np.zeros(0, np.float32)
+        for number, layout in enumerate(self.layouts):
+            results = self._functions[OWN.format(number)](*inputs)
+            part = results.array(0)
+            if out is not None:
+                out[layout.step] = part
+                part = out[layout.step]
+            total = exchange(number, part)[layout.step].astype(np.float32)  # a copy: the next sum is to come
+            inputs += [total, results.tail(1)]
+        return self._functions[OWN.format(len(self.layouts))](*inputs), total
+
     def alone(self, images: Array, labels: Array, *, private_copies: Array | None = None) -> Sums:
         """Take a step without other ranks."""
-        return self.apply(self.local(images, labels, private_copies=private_copies))
+        return self.run(images, labels, lambda _, part: part, private_copies=private_copies)
 
     def apply(self, total: Array) -> Sums:
         """Divide the step's part of a summed vector by its counts and take one optimizer step."""
@@ -291,11 +392,29 @@ class StepEngine:
         return self._sums(self._run(EVALUATE, images, labels).array(0))
 
     def metrics(self, sums: Sums) -> dict[str, float]:
-        """Return the metrics of all samples of `sums` by name."""
-        if not sums.states or METRICS not in self._functions:
-            return {}
-        values = self._functions[METRICS](np.array(sums.states, np.float32)).array(0)
-        return dict(zip(self.info.metrics, map(float, values), strict=True))
+        """Return the metrics of all samples of `sums` by name.
+
+        Of an own train_step, neither the loss nor metrics that nothing was added to.
+        """
+        results = self._results(sums.states, sums.count) if sums.states else {}
+        if not self.info.sums:
+            return results
+        return {name: value for name, value in results.items() if name != LOSS and not math.isnan(value)}
+
+    def _results(self, states: Sequence[float], count: float) -> dict[str, float]:
+        """Return the results of the metrics, then the logs."""
+        info, size = self.info, len(states) - len(self.info.logs)
+        added = np.array(states[:size], np.float32)
+        values = self._functions[METRICS](added).array(0) if info.metrics else ()
+        results = {
+            one.name: float(value)
+            for one, value in zip(info.metrics, values, strict=True)
+            if not info.sums or added[one.start : one.stop].any()
+        }
+        logs = {name: value / count for name, value in zip(info.logs, states[size:], strict=True) if count}
+        named = {one.name for one in info.metrics}
+        # A metric that nothing was added to has 0, as Keras' own for the loss where train_step computes it.
+        return {name: value for name, value in logs.items() if value or name not in named} | results
 
     def find_normalizing(self, changes: Array) -> list[str]:
         """Return the names of the layers that normalized by their batch, by its changes of statistics.
@@ -304,14 +423,15 @@ class StepEngine:
         """
         return [one.name for one in self.info.normalizing if changes[one.start : one.stop].any()]
 
-    def rehearse(self, images: Array, labels: Array, private_copies: Array | None, *, is_alone: bool) -> None:
-        """Reach full speed; what is computed is not kept. `is_alone`: of a rank without other ranks."""
+    def rehearse(self, images: Array, labels: Array, private_copies: Array | None) -> None:
+        """Reach full speed; what is computed is not kept."""
         before = self._state
+        if self.info.sums:
+            self.local_sums(images, labels)
+            return
         vector = self.local(images, labels)
         if private_copies is not None:
             self.local(images, labels, private_copies=private_copies)
-        if is_alone:
-            self.alone(images, labels)
         vector[[self.layout.divisor, self.layout.count]] = 1
         self.apply(vector)
         self._state = before
@@ -329,10 +449,17 @@ class StepEngine:
         return others
 
     def _sums(self, tail: Array) -> Sums:
-        loss, *states, count = (float(value) for value in tail)
-        if self.info.has_summed:
-            loss += states.pop(0) * count
-        return Sums(loss, tuple(states), count)
+        values = [float(value) for value in tail]
+        if not self.info.sums:
+            loss, *states, count = values
+            if self.info.has_summed:
+                loss += states.pop(0) * count
+            return Sums(loss, tuple(states), count)
+        *states, count = values
+        results = (self._results(states, count) if count else {}) or {"": 0.0}
+        # `loss`, else the first name with it, else the first of all.
+        name = min(results, key=lambda name: (name != LOSS, LOSS not in name), default="")
+        return Sums(results.get(name, math.nan) * count, tuple(states), count)
 
 
 def secret_normal(count: int) -> Array:

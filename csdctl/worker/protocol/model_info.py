@@ -57,6 +57,7 @@ class CompileRequest:
     code: UserCode | None = None
     has_noise: bool = False
     """Whether gradients of samples are clipped."""
+    has_validation: bool = False
 
 
 @dataclass(frozen=True)

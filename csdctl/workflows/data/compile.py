@@ -45,6 +45,7 @@ def compile_step(
         "",
         model.user_code if model.info.needs_code else None,
         has_noise=job.noise is not None,
+        has_validation=job.validation_path is not None,
     )
     described = [to_json(request), worker.sha256, *map(version, ("keras", "numpy"))]
     key = hashlib.sha256(json.dumps(described).encode()).hexdigest()[:32]
