@@ -9,23 +9,27 @@ from typing import Any
 import numpy as np
 
 from csdctl.worker.compute.backend import DEFAULT, load_backend, tf
-from csdctl.worker.compute.model import load
+from csdctl.worker.compute.forward import assemble
+from csdctl.worker.compute.model import load, save_model
 from csdctl.worker.compute.own_step import OwnStepCompiler, has_own_step
+from csdctl.worker.compute.split import SplitCompiler
 from csdctl.worker.compute.step_compiler import Compiler, StepCompiler
 from csdctl.worker.compute.trace import CannotCompileError, GraphBuilder
 from csdctl.worker.compute.user_code import load_augmentation
 from csdctl.worker.data.arrays import Array, random_batch, save_arrays
 from csdctl.worker.engine.keras_file import WEIGHTS, find_places
-from csdctl.worker.engine.step import StepEngine, StepInfo
+from csdctl.worker.engine.step import BFLOAT16, StepEngine, StepInfo
 from csdctl.worker.engine.tensorflow_c import GraphSession
 from csdctl.worker.process.errors import InputError
 from csdctl.worker.protocol.json_codec import to_json
 from csdctl.worker.protocol.model_info import Compiled, CompileRequest
 from csdctl.worker.protocol.recipe import Noise, Recipe
-from csdctl.worker.protocol.run_spec import Runtime
+from csdctl.worker.protocol.run_spec import RankSpec, RunSpec, Runtime
 
 GRAPH, INFO, STATE_FILE = "graph.pb", "info.json", "state.npz"
 """The files of a compiled step."""
+OF_RANKS = "ranks"
+"""The directory with the step of the ranks that have the first part of a model."""
 
 
 def compile_step(request: CompileRequest) -> Compiled:
@@ -39,14 +43,26 @@ def compile_step(request: CompileRequest) -> Compiled:
     )
     try:
         info, builder = trace(compiler)
-        (output / GRAPH).write_bytes(builder.optimize())
+        if request.cut:
+            parts = SplitCompiler(compiler, request.cut, example)
+            info = parts.add_to(builder, info)
+            of_ranks = GraphBuilder()
+            _write(parts.of_ranks, parts.describe_ranks(of_ranks, info), of_ranks, output / OF_RANKS)
+        _write(compiler, info, builder, output)
     except CannotCompileError as error:
         return Compiled(error.message)
-    kept = (value for value, one in zip(compiler.values, info.variables, strict=True) if not one.is_zero)
-    save_arrays(output / STATE_FILE, {f"v{place:05d}": value for place, value in enumerate(kept)})
     info = replace(info, places=write_template(compiler, output))
     (output / INFO).write_text(to_json(info))
     return Compiled()
+
+
+def _write(compiler: Compiler, info: StepInfo, builder: GraphBuilder, output: Path) -> None:
+    """Write the files of a step; raises CannotCompileError."""
+    output.mkdir(exist_ok=True)
+    (output / GRAPH).write_bytes(builder.optimize())
+    kept = (value for value, one in zip(compiler.values, info.variables, strict=True) if not one.is_zero)
+    save_arrays(output / STATE_FILE, {f"v{place:05d}": value for place, value in enumerate(kept)})
+    (output / INFO).write_text(to_json(info))
 
 
 def make_compiler(
@@ -90,6 +106,62 @@ class OtherVariable:
         self.shape, self.dtype, self.path = variable.shape, variable.dtype.name, variable.name
 
 
+def make_engine(
+    compiler: Compiler, info: StepInfo, builder: GraphBuilder, runtime: Runtime = DEFAULT, **options: Any
+) -> StepEngine:
+    """Return the engine of a step that was traced here, whose operations may call Python.
+
+    `options` as of StepEngine.
+    """
+    session = GraphSession(builder.optimize(has_python=True), runtime)
+    return StepEngine(info, session, compiler.values, compiler.recipe.seed, **options)
+
+
+def build_engine(spec: RunSpec, me: RankSpec, recipe: Recipe, example: tuple[Array, Array]) -> StepEngine:
+    """Return the step of a rank whose model is traced here; `example` as of `make_compiler`."""
+    model = load(Path(spec.architecture), Path(spec.weights), spec.code)
+    compiler = make_compiler(
+        model,
+        recipe,
+        example,
+        has_noise=spec.noise is not None,
+        has_validation=spec.validation is not None,
+    )
+    info, builder = trace(compiler)
+    if spec.split:
+        parts = SplitCompiler(compiler, spec.split.cut, example)
+        info = parts.add_to(builder, info)
+        if me.rank:
+            compiler = parts.of_ranks
+            info = parts.describe_ranks(builder := GraphBuilder(), info)
+    return make_engine(
+        compiler,
+        info,
+        builder,
+        me.runtime,
+        rank=me.rank,
+        weight=me.weight,
+        noise=spec.noise,
+        augmentation=load_augmentation(recipe.augment, recipe.seed, spec.code),
+    )
+
+
+def save_with_keras(
+    spec: RunSpec, example: tuple[Array, Array], values: Sequence[Array], path: Path
+) -> Path:
+    """Save the model of a run with the values of its state, then of its learning rates; return the path.
+
+    The file is .keras, or has the weights alone where Keras cannot save the model. Raises OSError.
+    """
+    model = load(Path(spec.architecture), Path(spec.weights), spec.code)
+    compiler = make_compiler(model, spec.recipe, example)
+    num_rates = len(compiler.rates)
+    rates = zip(compiler.rates, values[len(values) - num_rates :], strict=True)
+    for variable, value in [*zip(compiler.variables, values, strict=False), *rates]:
+        assign(variable, value)
+    return save_model(assemble(spec.head, model) if spec.head else model, path)
+
+
 class Step(StepEngine):
     """A step of a model in this process, whose operations may call Python."""
 
@@ -99,14 +171,12 @@ class Step(StepEngine):
         recipe: Recipe,
         example: tuple[Array, Array],
         *,
-        rank: int = 0,
-        micro_batch_size: int | None = None,
-        weight: float = 1.0,
         noise: Noise | None = None,
         runtime: Runtime = DEFAULT,
         has_validation: bool = False,
+        **options: Any,
     ) -> None:
-        """`model`: compiled; `example` as of `make_compiler`, the others as of StepEngine."""
+        """`model`: compiled; `example` as of `make_compiler`; `options` as of StepEngine."""
         self.compiler = make_compiler(
             model, recipe, example, has_noise=noise is not None, has_validation=has_validation
         )
@@ -116,24 +186,22 @@ class Step(StepEngine):
             GraphSession(builder.optimize(has_python=True), runtime),
             self.compiler.values,
             recipe.seed,
-            rank=rank,
-            micro_batch_size=micro_batch_size,
-            weight=weight,
             noise=noise,
             augmentation=load_augmentation(recipe.augment, recipe.seed, None),
+            **options,
         )
 
     @property
     def model(self) -> Any:
         """The model, with the weights of this step and the state of its optimizer."""
-        assign(self.compiler.variables, self.values)
+        for variable, value in zip(self.compiler.variables, self.values, strict=True):
+            assign(variable, value)
         return self.compiler.model
 
 
-def assign(variables: Sequence[Any], values: Sequence[Array]) -> None:
-    """Give variables of a model the values that an engine has."""
-    for variable, value in zip(variables, values, strict=True):
-        variable.assign(value["bfloat16"].view(variable.value.numpy().dtype) if value.dtype.names else value)
+def assign(variable: Any, value: Array) -> None:
+    """Give a variable of a model the value that an engine has."""
+    variable.assign(tf.bitcast(value["bfloat16"], tf.bfloat16) if value.dtype == BFLOAT16 else value)
 
 
 def write_template(compiler: Compiler, output: Path, seed: int = 0) -> dict[str, tuple[str, ...]]:

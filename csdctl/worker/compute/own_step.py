@@ -101,11 +101,11 @@ class OwnStepCompiler(Compiler):
         draw = {"draw": tf.TensorSpec((2,), tf.int32)}
         self._builder = builder
         with self._explaining():
-            self._add(builder, (OWN,), self._step, seeds, draw, scalars, BATCH)
+            self._add(builder, (OWN,), self._step, seeds, draw, scalars, *BATCH)
         if self._has_validation:
             remedy = "define test_step, compile the model with a loss, or leave out data.validation"
             with explaining(f"test_step of {type(self.model).__name__} fails", remedy):
-                self._add(builder, (EVALUATE,), self._evaluate, BATCH)
+                self._add(builder, (EVALUATE,), self._evaluate, *BATCH)
         parts, place, normalizing = self._states.parts, 0, list[Slice]()
         for name, size in parts:
             if name:
@@ -211,7 +211,7 @@ class OwnStepCompiler(Compiler):
 
     def _unpack(self, samples: Any, labels: Any) -> Any:
         """Return the batch as fit passes it: x, (x, y) or (x, y, sample_weight)."""
-        return unpack(samples, labels, self._recipe.input_range)
+        return unpack(samples, labels, self.recipe.input_range)
 
     def _own_logs(self, logs: Any) -> dict[str, Any]:
         """Return the numbers of what a step returned, results of the model's metrics included."""

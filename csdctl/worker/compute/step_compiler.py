@@ -39,7 +39,7 @@ class Compiler:
     metric_states: MetricStates
 
     def __init__(self, model: Any, recipe: Recipe) -> None:
-        self.model, self._recipe = model, recipe
+        self.model, self.recipe = model, recipe
         self._values: Values
         self._rates: list[tuple[Any, float]] = []
         """The learning rates that follow the recipe's, and how many times that they are."""
@@ -92,29 +92,23 @@ class Compiler:
     def _add(
         self, builder: GraphBuilder, names: Sequence[str], code: Callable[..., Any], *arguments: Any
     ) -> Sequence[Any]:
-        """Trace `code`, which takes the state, then `arguments`, a spec or a dict of specs by name each.
+        """Trace `code`, which takes the state, then `arguments`: dicts of specs by name, SAMPLES, LABELS.
 
-        True among the arguments stands for the batch, which comes as two structures.
+        The tensors of samples and of labels are passed as they are structured in the data.
         """
-        samples, labels = self.signature
-        parts = [_fields("samples", samples), _fields("labels", labels)]
+        specs = dict(zip(BATCH, self.signature, strict=True))
         state = {f"state_{place}": _spec(one) for place, one in enumerate(self.variables)}
-        named = dict(state)
-        for one in arguments:
-            named |= parts[0] | parts[1] if one is BATCH else one
+        groups = [_fields(one, specs[one]) if isinstance(one, str) else one for one in arguments]
 
         def call(values: Values, *given: Any) -> Any:
-            self._values, rest = values, list(given[len(state) :])
+            self._values, rest = values, iter(given[len(state) :])
             passed: list[Any] = []
-            for one in arguments:
-                if one is not BATCH:
-                    passed += [rest.pop(0) for _ in one]
-                    continue
-                for spec, fields in zip((samples, labels), parts, strict=True):
-                    passed.append(_pack(spec, [rest.pop(0) for _ in fields]))
+            for one, group in zip(arguments, groups, strict=True):
+                tensors = [next(rest) for _ in group]
+                passed += [_pack(specs[one], tensors)] if isinstance(one, str) else tensors
             return code(given[: len(state)], *passed)
 
-        return builder.add(names, call, named)
+        return builder.add(names, call, {k: v for group in (state, *groups) for k, v in group.items()})
 
     def _given(self, state: Sequence[Any], seeds: Any = None, rate: Any = None) -> Any:
         """Return the scope in which variables have the values of the state, random states and rates too."""
@@ -153,8 +147,8 @@ class Compiler:
         return tuple(results)
 
 
-BATCH: dict[str, Any] = {}
-"""Stands for samples and labels among the arguments of a function."""
+BATCH = SAMPLES, LABELS = "samples", "labels"
+"""The parts of a batch, as arguments of a function."""
 
 
 class StepCompiler(Compiler):
@@ -171,11 +165,10 @@ class StepCompiler(Compiler):
         self.optimizer = model.optimizer
         self.objective = Objective(model, recipe, example, is_per_sample=has_noise)
         self.signature, self.metric_states = self.objective.signature, self.objective.metrics
-        self.optimizer.build(model.trainable_variables)  # of which compute_loss may have created some
         self._statistics = Statistics(model)
         self.seeds = Seeds(model, recipe.seed, 0)
         self._rates = [(self.optimizer.learning_rate, 1.0)]
-        self.variables = find_variables(model)
+        self.variables = find_variables(model, self.optimizer)
         self._has_noise = has_noise
         self._has_summed = False
         self._is_scaling = hasattr(self.optimizer, "inner_optimizer")
@@ -186,16 +179,16 @@ class StepCompiler(Compiler):
         """Trace all functions; raises WorkerError, exit code 2, for a step that ranks cannot take."""
         scalar = tf.TensorSpec((), tf.float32)
         seeds = {"seeds": tf.TensorSpec((len(self.seeds.states), 2), tf.int64)}
-        (vector,) = self._add(builder, (LOCAL,), self._local, seeds, {"weight": scalar}, BATCH)
+        (vector,) = self._add(builder, (LOCAL,), self._local, seeds, {"weight": scalar}, *BATCH)
         self._check_writes()
         total = {"total": tf.TensorSpec(vector.shape, tf.float32)}
         self._add(builder, (APPLY,), self._apply, {"rate": scalar}, total)
         if self._has_noise:
             limits = {"limits": tf.TensorSpec((None,), tf.float32)}
-            self._add(builder, (NOISY,), self._noisy, seeds, limits, BATCH)
-        self._add(builder, (EVALUATE,), self._evaluate, BATCH)
-        if self._recipe.schedule:
-            schedule = make_schedule(self._recipe.schedule)
+            self._add(builder, (NOISY,), self._noisy, seeds, limits, *BATCH)
+        self._add(builder, (EVALUATE,), self._evaluate, *BATCH)
+        if self.recipe.schedule:
+            schedule = make_schedule(self.recipe.schedule)
             builder.add((SCHEDULE,), lambda _, step: schedule(step), {"step": tf.TensorSpec((), tf.int64)})
         return self._describe(
             builder,
@@ -242,7 +235,7 @@ class StepCompiler(Compiler):
         gradients = [tape.gradient(one, trained) for one in objectives]
         pairs = zip(map(id, variables), *gradients, strict=True)
         self._unused = {key for key, *each in pairs if all(one is None for one in each)}
-        means, *summed = (_zeros_for_none(part, variables) for part in gradients)
+        means, *summed = (zeros_for_none(part, variables) for part in gradients)
         return means, summed[0] if summed else [], batch
 
     def _local(self, state: Any, seeds: Any, weight: Any, samples: Any, labels: Any) -> Any:
@@ -316,7 +309,7 @@ class StepCompiler(Compiler):
                 one = tf.nest.map_structure(lambda array: array[sample], (samples, labels))
                 loss, penalty = self.objective.loss(*one), self._penalty()
                 loss = loss if penalty is None else loss - penalty
-            gradients = _zeros_for_none(tape.gradient(loss, trained), variables)
+            gradients = zeros_for_none(tape.gradient(loss, trained), variables)
             norm = tf.linalg.global_norm(gradients)
             # A gradient that is not finite must not be visible in the sum either: it counts as zero.
             factor = tf.where(tf.math.is_finite(norm), tf.minimum(1.0, limits[number] / norm), 0.0)
@@ -332,7 +325,7 @@ class StepCompiler(Compiler):
             penalty = self._penalty()
         if penalty is not None:
             scale, of_penalty = tf.cast(count, tf.float32), tape.gradient(penalty, trained)
-            pairs = zip(total, _zeros_for_none(of_penalty, variables), strict=True)
+            pairs = zip(total, zeros_for_none(of_penalty, variables), strict=True)
             total = [gradient + scale * other for gradient, other in pairs]
         return tf.concat([tf.reshape(gradient, [-1]) for gradient in total], axis=0)
 
@@ -343,9 +336,8 @@ class StepCompiler(Compiler):
         return tf.add_n([tf.cast(one, tf.float32) for one in penalties]) if penalties else None
 
 
-def find_variables(model: Any) -> list[Any]:
-    """Return Keras' variables of the state of a compiled model: all but the learning rate."""
-    optimizer = model.optimizer
+def find_variables(model: Any, optimizer: Any) -> list[Any]:
+    """Return Keras' variables of the state of a model and its optimizer: all but the learning rate."""
     optimizer.build(model.trainable_variables)
     return [*model.weights, *(one for one in optimizer.variables if one is not optimizer.learning_rate)]
 
@@ -367,7 +359,7 @@ def _pack(spec: Any, fields: Sequence[Any]) -> Any:
     return dict(zip(spec, fields, strict=True)) if isinstance(spec, dict) else fields[0]
 
 
-def _zeros_for_none(gradients: Iterable[Any], variables: Sequence[Any]) -> list[Any]:
+def zeros_for_none(gradients: Iterable[Any], variables: Sequence[Any]) -> list[Any]:
     """Return dense gradients in float32, with the shapes of the variables."""
     return [
         tf.zeros(variable.shape) if one is None else tf.cast(tf.convert_to_tensor(one), tf.float32)

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 
 from csdctl.worker.data.arrays import Array
-from csdctl.worker.engine.tensorflow_c import BFLOAT16
+from csdctl.worker.engine.step import BFLOAT16
 from csdctl.worker.process.files import sync_directory
 
 WEIGHTS = "model.weights.h5"

@@ -9,8 +9,8 @@ import numpy as np
 
 from csdctl.worker.data.arrays import Array
 from csdctl.worker.data.file_hash import check_stored
-from csdctl.worker.engine.step import StepEngine, StepInfo
-from csdctl.worker.engine.tensorflow_c import BFLOAT16, GraphSession
+from csdctl.worker.engine.step import BFLOAT16, StepEngine, StepInfo
+from csdctl.worker.engine.tensorflow_c import GraphSession
 from csdctl.worker.process.errors import WorkerError
 from csdctl.worker.protocol.json_codec import from_json
 from csdctl.worker.protocol.recipe import Noise, Recipe

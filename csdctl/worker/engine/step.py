@@ -20,8 +20,11 @@ from csdctl.worker.protocol.recipe import Noise
 
 LOCAL, APPLY, EVALUATE, NOISY = "local", "apply", "evaluate", "noisy"
 METRICS, SCHEDULE, OWN = "metrics", "schedule", "own_{}"
+PREFIX, BACKWARD, HEAD = "prefix", "backward", "head"
 """The functions of a graph; `StepInfo.functions` has their arguments and results. OWN has a number."""
 LOSS = "loss"
+BFLOAT16 = np.dtype([("bfloat16", np.uint16)])
+"""The bits of bfloat16, which numpy does not have; of an array, shape (…)."""
 Exchange = Callable[[int, Array], Array]
 """Sums this rank's part over the ranks, given the number of the sum within the step."""
 CHUNK = 1 << 18
@@ -71,6 +74,35 @@ class SumInfo:
 
 
 @dataclass(frozen=True)
+class Piece:
+    """A part of the gradients and statistics of a whole model that is cut in two."""
+
+    size: int
+    in_prefix: int = -1
+    """Where it begins among those of the prefix; -1: the prefix has none."""
+    in_head: int = -1
+
+
+@dataclass(frozen=True)
+class SplitInfo:
+    """A model that is cut in two."""
+
+    shape: Shape
+    """The shape of one sample's output of the prefix."""
+    dtype: str
+    num_gradients: int
+    num_statistics: int
+    """Of the prefix."""
+    head_shapes: tuple[Shape, ...]
+    """The shapes of the head's trainable variables, then of its statistics and sums as one vector."""
+    num_head_statistics: int
+    pieces: tuple[Piece, ...]
+    """The gradients and statistics of the whole model, in their order."""
+    state: tuple[int, ...]
+    """The variables of the whole model's state that the other ranks have, in their order."""
+
+
+@dataclass(frozen=True)
 class StepInfo:
     """What a rank must know of a compiled step beside its graph."""
 
@@ -86,6 +118,7 @@ class StepInfo:
     """Elements of the metrics' states."""
     has_loss_count: bool
     divides_gradients: bool
+    """As in `VectorLayout`."""
     has_summed: bool
     has_loss_scaling: bool
     """Whether an optimizer skips gradients that are not finite, and scales the loss (mixed_float16)."""
@@ -105,6 +138,8 @@ class StepInfo:
     """How many times the recipe's learning rate each optimizer has that follows it."""
     averages: tuple[tuple[int, int], ...] = ()
     """Pairs of variables: a trained one, and the moving average that takes its place in a saved model."""
+    split: SplitInfo | None = None
+    """If the model is cut in two; on rank 0, which has the whole."""
     places: dict[str, tuple[str, ...]] = field(default_factory=dict)
     """By number of a variable, and last the learning rates, its datasets in a saved model; {}: unknown."""
     num_indices: int | None = None
@@ -227,14 +262,14 @@ class StepEngine:
         self.position = (step, self._rank if rank is None else rank)
         self.rate = np.array(learning_rate, np.float32)
 
-    @property
-    def seeds(self) -> Array:
-        """The random states of the step, shape (generators, 2), int64.
+    def seeds(self, part: int = 0) -> Array:
+        """Return the random states of a micro-batch of the step, shape (generators, 2), int64.
 
-        They follow from seed, rank and step: a run that resumes draws the same numbers as one that was never
-        interrupted.
+        They follow from seed, rank, step and the micro-batch's number: a run that resumes draws the same
+        numbers as one that was never interrupted.
         """
-        keys = [self._key(f"/{number}") for number in range(len(self.info.seeds))]
+        of_part = f"/{part}" if part else ""
+        keys = [self._key(f"/{number}{of_part}") for number in range(len(self.info.seeds))]
         # A layer draws a few times in a step; shifting keeps the counters of consecutive steps apart.
         counters = [(self.position[0] << 10) & 0xFFFFFFFF] * len(keys)
         return np.array([keys, counters], np.int64).T.copy()
@@ -270,9 +305,9 @@ class StepEngine:
         size = max(1, self.micro_batch_size or len(images))
         if len(images) == 0:
             vector[:] = 0
-        for start in range(0, len(images), size):
+        for number, start in enumerate(range(0, len(images), size)):
             batch = slice(start, start + size)
-            part = self._run(LOCAL, self.seeds, self._weight, images[batch], labels[batch]).array(0)
+            part = self.call(LOCAL, self.seeds(number), self._weight, images[batch], labels[batch]).array(0)
             if start:
                 np.add(vector, part, out=vector)
             else:
@@ -289,7 +324,7 @@ class StepEngine:
         """
         assert self._noise
         clip, gradients = self._noise.l2_norm_clip, vector[self.layout.gradients]
-        sums = self._run(NOISY, self.seeds, (clip / copies).astype(np.float32), images, labels).array(0)
+        sums = self.call(NOISY, self.seeds(), (clip / copies).astype(np.float32), images, labels).array(0)
         for start in range(0, len(gradients), CHUNK):
             part = slice(start, start + CHUNK)
             noise = secret_normal(len(gradients[part])) * (self._noise.noise_multiplier * clip)
@@ -348,7 +383,7 @@ class StepEngine:
         else:  # the step is taken all the same, for its sums
             images, labels = (np.zeros((1, *part.shape[1:]), part.dtype) for part in (images, labels))
         draw = np.array([self.position[0] & 0x7FFFFFFF, self._key() & 0x7FFFFFFF], np.int32)
-        inputs: list[Any] = [self._state, self.seeds, draw, self.rate, self._weight, count]
+        inputs: list[Any] = [self._state, self.seeds(), draw, self.rate, self._weight, count]
         inputs += [*fields_of(images).values(), *fields_of(labels).values()]
         total = np.zeros(0, np.float32)
         for number, layout in enumerate(self.layouts):
@@ -378,9 +413,9 @@ class StepEngine:
             return None
         return float(self._functions[SCHEDULE](np.array(step, np.int64)).array(0))
 
-    def read_sums(self, total: Array) -> Sums:
-        """Return loss sum, metric sums and count of a summed vector."""
-        return self._sums(total[self.layout.sums])
+    def read_sums(self, total: Array, layout: VectorLayout | None = None) -> Sums:
+        """Return loss sum, metric sums and count of a summed vector; `layout`: if it has another one."""
+        return self._sums(total[(layout or self.layout).sums])
 
     def square_norm(self, vector: Array) -> float:
         """Return the count of the samples of a vector times the squared norm of their mean gradient."""
@@ -389,7 +424,7 @@ class StepEngine:
 
     def evaluate(self, images: Array, labels: Array) -> Sums:
         """Return loss sum, metric sums and count of one batch, without training."""
-        return self._sums(self._run(EVALUATE, images, labels).array(0))
+        return self._sums(self.call(EVALUATE, images, labels).array(0))
 
     def metrics(self, sums: Sums) -> dict[str, float]:
         """Return the metrics of all samples of `sums` by name.
@@ -436,13 +471,21 @@ class StepEngine:
         self.apply(vector)
         self._state = before
 
-    def _run(self, name: str, *arguments: Array) -> TensorList:
-        flat = [field for argument in arguments for field in fields_of(argument).values()]
+    def call(self, name: str, *arguments: Any) -> TensorList:
+        """Return what a function returns of the state and of arguments, arrays or TensorLists."""
+        flat: list[Any] = []
+        for one in arguments:
+            is_whole = not isinstance(one, np.ndarray) or one.dtype == BFLOAT16
+            flat += [one] if is_whole else fields_of(one).values()
         return self._functions[name](self._state, *flat)
+
+    def tensors(self, arrays: Sequence[Array]) -> TensorList:
+        """As of Session."""
+        return self._session.tensors(arrays)
 
     def _take(self, name: str, *arguments: Array) -> list[Array]:
         """Run a function that returns a new state behind other results; return these."""
-        results = self._run(name, *arguments)
+        results = self.call(name, *arguments)
         num_others = len(results) - len(self._state)
         others = [results.array(place) for place in range(num_others)]
         self._state = results.tail(num_others)

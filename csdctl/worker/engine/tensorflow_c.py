@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from csdctl.worker.data.arrays import Array
-from csdctl.worker.engine.step import FunctionInfo
+from csdctl.worker.engine.step import BFLOAT16, FunctionInfo
 from csdctl.worker.process.errors import WorkerError
 from csdctl.worker.protocol.run_spec import CPU, GPU, Runtime
 
@@ -39,8 +39,6 @@ TYPES = {
     "uint64": 23,
 }
 """Values of TF_DataType by numpy's names."""
-BFLOAT16 = np.dtype([("bfloat16", np.uint16)])
-"""The bits of bfloat16, which numpy does not have; of an array, shape (…)."""
 NUMPY_TYPES = {number: BFLOAT16 if name == "bfloat16" else np.dtype(name) for name, number in TYPES.items()}
 CPU_DEVICES = b"\x0a\x07\x0a\x03GPU\x10\x00"
 """`device_count {key: "GPU" value: 0}` of a ConfigProto."""

@@ -1,4 +1,4 @@
-"""Memory of this process, network interfaces, and the temperature of this machine.
+"""Memory and times of this process, network interfaces, and the temperature of this machine.
 
 The temperature is that of hwmon's sensors of CPUs, else of thermal zones; an emulated node has none.
 """
@@ -13,7 +13,7 @@ import resource
 import socket
 import struct
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 
@@ -117,3 +117,21 @@ def _read_c(path: Path) -> float | None:
     except ValueError:
         return None
     return celsius if MIN_C <= celsius <= MAX_C else None
+
+
+def measure_time(
+    compute: Callable[[], object], min_duration_s: float, *, num_warm_ups: int = 1, min_count: int = 2
+) -> tuple[float, int]:
+    """Return the mean seconds of `compute` over at least `min_duration_s`, and how often it ran.
+
+    The mean rather than the median: a machine limited to a share of a core works in bursts, where most steps
+    are fast and a few take all the time.
+    """
+    for _ in range(num_warm_ups):
+        compute()
+    started, count, elapsed_s = time.perf_counter(), 0, 0.0
+    while count < min_count or elapsed_s < min_duration_s:
+        compute()
+        count += 1
+        elapsed_s = time.perf_counter() - started
+    return elapsed_s / count, count

@@ -58,6 +58,8 @@ class CompileRequest:
     has_noise: bool = False
     """Whether gradients of samples are clipped."""
     has_validation: bool = False
+    cut: str = ""
+    """The layer behind which the model is cut in two; '' for a whole model."""
 
 
 @dataclass(frozen=True)

@@ -163,6 +163,8 @@ class SplitSpec:
     """The last layer before the cut."""
     num_micro_batches: BatchSize = 4
     """Micro-batches of each rank's batch: while some are with the host, the rank computes others."""
+    compiled: CompiledStep | None = None
+    """The step of the ranks on nodes, if it is compiled."""
 
 
 @dataclass(frozen=True)

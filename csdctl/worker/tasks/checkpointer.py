@@ -26,7 +26,7 @@ from pathlib import Path
 
 import numpy as np
 
-from csdctl.worker.compute.compile import AnyStep
+from csdctl.worker.engine.step import StepEngine
 from csdctl.worker.data.arrays import Array, read_array_header, save_arrays
 from csdctl.worker.data.file_hash import open_regular
 from csdctl.worker.data.schedule import OwnSamples
@@ -232,7 +232,7 @@ class Checkpointer:
         self,
         spec: RunSpec,
         reporter: Reporter,
-        step: AnyStep,
+        step: StepEngine,
         own: Sequence[OwnSamples],
         save_trained: Callable[[Path], Path],
     ) -> None:

@@ -11,15 +11,10 @@ from pathlib import Path
 
 import numpy as np
 
-from csdctl.worker.compute.backend import STATE, load_backend, tf
-from csdctl.worker.compute.compile import AnyStep, make_step
-from csdctl.worker.compute.keras_internals import find_smallest_embedding
-from csdctl.worker.compute.model import load
-from csdctl.worker.compute.split import measure_time
 from csdctl.worker.compute.user_code import load_augmentation
 from csdctl.worker.data.arrays import Array, random_batch
 from csdctl.worker.engine.load import load_engine
-from csdctl.worker.process.machine import peak_memory_bytes
+from csdctl.worker.process.machine import measure_time, peak_memory_bytes
 from csdctl.worker.process.output import exit_with_failure
 from csdctl.worker.protocol.events import UNKNOWN_NODE
 from csdctl.worker.protocol.json_codec import RESULT, from_json, to_frame
@@ -31,20 +26,19 @@ from csdctl.worker.tasks.session import RankSession
 def serve_probes(spec: ProbeSpec) -> None:
     """Answer requests until standard input ends."""
     generator = np.random.default_rng(0)
+    empty = random_batch(generator, spec.data, 0)
+    me = RankSpec(0, "", 0, spec.runtime, None, None, 0, 0)
     if spec.compiled:
-        me = RankSpec(0, "", 0, spec.runtime, None, None, 0, 0)
         augmentation = load_augmentation(spec.recipe.augment, spec.recipe.seed, spec.code)
-        engine = load_engine(spec.compiled, me, spec.recipe, spec.noise, augmentation)
-        step: AnyStep = engine
-        num_indices = engine.info.num_indices
-        example = random_batch(generator, spec.data, 1, num_indices)
+        step = load_engine(spec.compiled, me, spec.recipe, spec.noise, augmentation)
     else:
+        from csdctl.worker.compute.backend import load_backend
+        from csdctl.worker.compute.compile import build_engine
+
         load_backend(spec.runtime)
-        with tf.device(STATE):
-            model = load(Path(spec.architecture), Path(spec.weights), spec.code)
-            num_indices = find_smallest_embedding(model)
-            example = random_batch(generator, spec.data, 1, num_indices)
-            step = make_step(model, spec.recipe, example, noise=spec.noise)
+        step = build_engine(spec, me, spec.recipe, empty)
+    num_indices = step.info.num_indices
+    example = random_batch(generator, spec.data, 1, num_indices)
     step.set_step(0, 0.0)
     # The first step traces the graphs, which is part of starting and not of a measurement.
     step.alone(*example, private_copies=_copies(step, spec, 1))
@@ -68,11 +62,11 @@ def serve_probes(spec: ProbeSpec) -> None:
         print(f"\n{to_frame(RESULT, result)}", flush=True)
 
 
-def _copies(step: AnyStep, spec: ProbeSpec, batch_size: int) -> Array | None:
+def _copies(step: StepEngine, spec: ProbeSpec, batch_size: int) -> Array | None:
     return np.ones(batch_size, np.int64) if step.has_noise and spec.is_private else None
 
 
-def _take_part(request: AttachRequest, step: AnyStep) -> None:
+def _take_part(request: AttachRequest, step: StepEngine) -> None:
     """Be a rank, with the graphs that are already traced."""
     node = UNKNOWN_NODE
     try:

@@ -13,7 +13,7 @@ from typing import NoReturn
 
 import numpy as np
 
-from csdctl.worker.compute.compile import AnyStep
+from csdctl.worker.engine.step import StepEngine
 from csdctl.worker.group.communicator import Communicator, HubCommunicator, HubProcess
 from csdctl.worker.group.hub import HubSettings
 from csdctl.worker.group.values import LinkLostError
@@ -47,7 +47,7 @@ TASKS = {
 class RankSession:
     """Runs the task of `spec` on rank `rank`."""
 
-    def __init__(self, spec: RunSpec, rank: int, step: AnyStep | None = None) -> None:
+    def __init__(self, spec: RunSpec, rank: int, step: StepEngine | None = None) -> None:
         """`step`: of a probe session that takes part as a rank; it has the same model, recipe and noise."""
         self._spec = spec
         self._me = spec.ranks[rank]

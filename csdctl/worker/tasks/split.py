@@ -9,21 +9,21 @@ import math
 import struct
 import time
 from collections.abc import Sequence
-from functools import partial
 from typing import Any
 
 import numpy as np
 
-from csdctl.worker.compute.backend import tf
-from csdctl.worker.compute.split import PrefixStep, SplitStep, micro_batch_sizes
-from csdctl.worker.compute.step import Step
 from csdctl.worker.data.arrays import Array, fields_of
+from csdctl.worker.engine.layout import Sums
+from csdctl.worker.engine.load import are_finite
+from csdctl.worker.engine.split import PrefixStep, SplitStep, micro_batch_sizes
+from csdctl.worker.engine.step import StepEngine
 from csdctl.worker.group.communicator import Communicator
 from csdctl.worker.group.values import PeerFaultError, RankLostError, is_minority
-from csdctl.worker.process.errors import describe
+from csdctl.worker.process.errors import WorkerError
 from csdctl.worker.protocol.events import ACTIVATIONS
 from csdctl.worker.tasks.task import ModelTask
-from csdctl.worker.tasks.train import Train, Trial
+from csdctl.worker.tasks.train import StepSums, Train, Trial
 
 Bytes = bytearray | bytes
 _LOSS_COUNT = struct.Struct("<f")
@@ -36,7 +36,7 @@ class Exchange:
         """`labels`: zero or more of them, for their shape and type."""
         self._shared, self._communicator = shared, communicator
         self._empty_labels = labels[:0]
-        self._shape = tuple(shared.cut.tensor.shape[1:])
+        self._shape = shared.split.shape
         self.waited_s = 0.0
         """Seconds in which this rank waited for others."""
 
@@ -46,9 +46,9 @@ class Exchange:
         out[:] = 0
         starts = np.cumsum([0, *sizes])
         awaited = [_LOSS_COUNT.size + self._output_bytes(size) for size in sizes]
-        for start, size in zip(starts, sizes, strict=False):
+        for number, (start, size) in enumerate(zip(starts, sizes, strict=False)):
             part = slice(start, start + size)
-            outputs = shared.forward(samples[part])
+            outputs = shared.forward(samples[part], number)
             content = outputs.tobytes() + labels[part].tobytes()
             began = time.perf_counter()
             communicator.send(0, content, ACTIVATIONS)
@@ -80,14 +80,15 @@ class Exchange:
 
         def compute_own(number: int) -> None:
             part = slice(*starts[number : number + 2])
-            shared.backward(*shared.head(shared.forward(samples[part]), labels[part], weights[0]), out)
+            outputs = shared.forward(samples[part], number)
+            shared.backward(*shared.head(outputs, labels[part], weights[0], ranks[0], number), out)
 
         wrong: set[int] = set()
         for number in range(max(map(len, sizes))):
             if number < len(sizes[0]):
-                shared.as_rank(ranks[0], partial(compute_own, number))
+                compute_own(number)
             for rank, parts, weight in zip(ranks[1:], sizes[1:], weights[1:], strict=True):
-                if number < len(parts) and not self._add_part(shared, rank, parts[number], weight):
+                if number < len(parts) and not self._add_part(shared, rank, number, parts[number], weight):
                     wrong.add(rank)
         if is_minority(sorted(wrong), len(ranks)):  # of most ranks, the training diverges
             for rank in wrong:
@@ -95,10 +96,10 @@ class Exchange:
             self._communicator.give_up_step()
         shared.add_sums_to(out)
 
-    def _add_part(self, shared: SplitStep, rank: int, size: int, weight: float) -> bool:
-        """Add the head of a rank's next part; return whether what was received is finite."""
+    def _add_part(self, shared: SplitStep, rank: int, number: int, size: int, weight: float) -> bool:
+        """Add the head of a rank's part with this number; return whether what was received is finite."""
         try:
-            return self._take_part(shared, rank, size, weight)
+            return self._take_part(shared, rank, number, size, weight)
         except PeerFaultError as fault:
             self._communicator.evict(rank, fault.message)
         except RankLostError:
@@ -106,22 +107,21 @@ class Exchange:
         self._communicator.give_up_step()
         raise AssertionError("it was given up")
 
-    def _take_part(self, shared: SplitStep, rank: int, size: int, weight: float) -> bool:
+    def _take_part(self, shared: SplitStep, rank: int, number: int, size: int, weight: float) -> bool:
         received = self._receive(rank, self._message_bytes(size))
         empty, num_bytes = self._empty_labels, self._output_bytes(size)
         outputs = np.frombuffer(memoryview(received)[:num_bytes], shared.activation_type)
         labels = np.frombuffer(received, empty.dtype, offset=num_bytes).reshape(size, *empty.shape[1:])
         try:
-            gradient, loss_count = shared.as_rank(
-                rank, lambda: shared.head(outputs.reshape(size, *self._shape), labels, weight)
-            )
-        except (MemoryError, tf.errors.ResourceExhaustedError):
-            raise  # of this machine
-        except Exception as error:  # such as a class that the model does not have
-            raise PeerFaultError(rank, f"sent data that the model cannot take: {describe(error)}") from None
+            shaped = outputs.reshape(size, *self._shape)
+            gradient, loss_count = shared.head(shaped, labels, weight, rank, number)
+        except WorkerError as error:  # such as a class that the model does not have
+            if "OOM" in error.message:
+                raise  # of this machine
+            raise PeerFaultError(rank, f"sent data that the model cannot take: {error.message}") from None
         content = _LOSS_COUNT.pack(loss_count) + gradient.tobytes()
         self._communicator.send(rank, content, ACTIVATIONS)
-        return _are_finite(outputs) and _are_finite(labels)
+        return all(map(are_finite, (outputs, *fields_of(labels).values())))
 
     def _output_bytes(self, size: int) -> int:
         """Return the size of the prefix's output, or its gradient, of `size` samples."""
@@ -142,12 +142,6 @@ class Exchange:
         return received
 
 
-def _are_finite(values: Array) -> bool:
-    """Return whether all numbers of an array are finite, of each of its fields if it has several."""
-    fields = [field for field in fields_of(values).values() if field.dtype.kind not in "iub"]
-    return all(np.isfinite(field.astype(np.float32)).all() for field in fields)
-
-
 class SplitParts(ModelTask):
     """Methods that the tasks have in common whose model is cut in two."""
 
@@ -159,31 +153,19 @@ class SplitParts(ModelTask):
     @property
     def max_message_bytes(self) -> int:
         """As of `Task`: what passes the cut for a whole batch, for rank 0 to receive in parts."""
-        cut, labels = self._split.cut.tensor, self.example(0)[1]
-        num_bytes = math.prod(cut.shape[1:]) * self._split.activation_type.itemsize
+        labels = self.example(0)[1]
+        num_bytes = math.prod(self._split.split.shape) * self._split.activation_type.itemsize
         num_bytes += int(labels.dtype.itemsize) * math.prod(labels.shape[1:])
         return max(super().max_message_bytes, int(self.largest_batch * num_bytes))
 
     @property
-    def values(self) -> list[Array]:
+    def values(self) -> Sequence[Array]:
         """Weights of the prefix and the state of their optimizer."""
-        return [np.asarray(one.value) for one in self._variables]
+        return self._split.values
 
     @values.setter
     def values(self, values: Sequence[Array]) -> None:
-        for variable, value in zip(self._variables, values, strict=True):
-            variable.assign(value)
-
-    @property
-    def _variables(self) -> list[Any]:
-        step = self._split
-        state = step.prefix_state() if isinstance(step, SplitStep) else step.state
-        return [variable for variable in state if variable is not step.optimizer.learning_rate]
-
-    @property
-    def whole_model(self) -> Any:
-        """The model before it was cut."""
-        return self._split.whole_model
+        self._split.values = values
 
     def sizes_of(self, rank: int, count: int) -> list[int]:
         """Return the sizes of the micro-batches of `count` samples on a rank."""
@@ -206,7 +188,7 @@ class SplitParts(ModelTask):
         split = self._split
         split.forget()
         exchange = Exchange(split, communicator, batch[1])
-        samples, labels = split.augment(*batch)
+        samples, labels = self.step.augment(*batch)
         if not self.is_root:
             exchange.on_node(samples, labels, self.sizes_of(self.me.rank, len(samples)), out)
             return exchange.waited_s
@@ -215,51 +197,50 @@ class SplitParts(ModelTask):
         exchange.on_host(samples, labels, ranks, weights, sizes, out)
         return exchange.waited_s
 
-    def _load_step(self) -> Any:
-        spec, me = self.spec, self.me
-        assert spec.split
-        if self.is_root:
-            whole: Step = super()._load_step()
-            self._split: PrefixStep = SplitStep(
-                whole, spec.split.cut, spec.recipe, self.example(0), weight=me.weight
-            )
-            return whole
-        self._split = PrefixStep(
-            self.load_model(), *(spec.split.cut, spec.recipe, self.example(0)), rank=me.rank, weight=me.weight
-        )
-        return self._split
+    def _load_step(self) -> StepEngine:
+        engine = super()._load_step()
+        kind = SplitStep if self.is_root else PrefixStep
+        self._split: PrefixStep = kind(engine, weight=self.me.weight)
+        return engine
 
     def _warm_up(self) -> None:
-        """Compute a micro-batch twice, and take an optimizer step that is undone."""
-        split = self._split
+        """Compute a micro-batch, and take an optimizer step that is not kept."""
+        split, engine = self._split, self.step
+        before = engine.values
         out = np.zeros(split.layout.step_size, np.float32)
         samples, labels = self.example(max(self.sizes_of(self.me.rank, self.me.batch_size), default=0))
         # The head of a micro-batch of the largest size, whatever rank it is from.
         size = max(max(self.sizes_of(rank.rank, rank.batch_size), default=0) for rank in self.spec.ranks)
-        of_cut = np.zeros((size, *split.cut.tensor.shape[1:]), split.activation_type)
+        of_cut = np.zeros((size, *split.split.shape), split.activation_type)
         of_labels = np.zeros((size, *labels.shape[1:]), labels.dtype)
-        split.set_step(0, 0.0)
-        for _ in range(2):
-            outputs = split.forward(samples) if len(samples) else None
-            if isinstance(split, SplitStep):
-                split.begin()
-                split.head(of_cut, of_labels, 1.0)
-            if outputs is not None:
-                split.backward(np.zeros_like(outputs), 1.0, out)
-        split.rehearse_apply()
-        if len(self.spec.ranks) == 1:
-            assert isinstance(self.step, Step)
-            self.step.rehearse_alone(samples, labels)
+        engine.set_step(0, 0.0)
+        outputs = split.forward(samples) if len(samples) else None
+        if isinstance(split, SplitStep):
+            split.begin()
+            split.head(of_cut, of_labels, 1.0, 0, 0)
+        if outputs is not None:
+            split.backward(np.zeros_like(outputs), 1.0, out)
+        out[[split.layout.divisor, split.layout.count]] = 1
+        split.apply(out)
+        engine.values = before
 
 
 class Split(SplitParts, Train):
     """Trains the model in two parts, as the run's `split` says."""
 
-    def _compute(
-        self, communicator: Communicator, samples: Array, labels: Array, copies: Array | None, out: Array
-    ) -> float:
+    def _take(
+        self,
+        communicator: Communicator,
+        samples: Array,
+        labels: Array,
+        copies: Array | None,
+        sums: StepSums,
+    ) -> Sums:
         ranks = [share.rank for share in self.progress.segment.shares]
-        return self.exchange(communicator, (samples, labels), ranks, self.progress.step_samples, out)
+        out = communicator.local[self.layout.step]
+        batch = samples, labels
+        sums.waited_s += self.exchange(communicator, batch, ranks, self.progress.step_samples, out)
+        return self._split.apply(sums(0, out))
 
 
 class SplitTrial(Split, Trial):

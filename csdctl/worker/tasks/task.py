@@ -16,11 +16,8 @@ from typing import Any, Protocol, TypeVar
 
 import numpy as np
 
-from csdctl.worker.compute.backend import STATE, load_backend, tf
-from csdctl.worker.compute.compile import AnyStep, find_variables, make_step
-from csdctl.worker.compute.custom_step import CustomStep
-from csdctl.worker.compute.forward import BatchedPass, assemble, feature_pass
-from csdctl.worker.compute.model import load, save_model
+from csdctl.worker.compute.backend import load_backend
+from csdctl.worker.compute.forward import BatchedPass, feature_pass
 from csdctl.worker.compute.user_code import load_augmentation
 from csdctl.worker.data.arrays import Array
 from csdctl.worker.data.prepared import EpochReader, SyntheticReader, sample_bytes
@@ -33,7 +30,7 @@ from csdctl.worker.protocol.events import Joined, Misbehaved
 from csdctl.worker.protocol.json_codec import ProtocolError, Sha256
 from csdctl.worker.protocol.orders import Begin, OpenHub, Order, Ping, Release, Stop, order_from_line
 from csdctl.worker.protocol.recipe import BF16
-from csdctl.worker.protocol.run_spec import RankSpec, RunSpec
+from csdctl.worker.protocol.run_spec import CompiledStep, RankSpec, RunSpec
 from csdctl.worker.tasks.progress import Reporter, RunProgress, hash_state, pack
 
 GROWTH_LIMIT = 2
@@ -115,7 +112,7 @@ class TaskContext:
     progress: RunProgress
     reporter: Reporter
     orders: Orders
-    step: AnyStep | None = None
+    step: StepEngine | None = None
     """The step of a probe session, when the rank is one: same model, recipe and noise."""
 
 
@@ -168,22 +165,20 @@ class ModelTask:
         self.reporter, self.orders, self.is_root = context.reporter, context.orders, context.me.rank == 0
         self._step_of_probes = context.step
         self._extractor: BatchedPass | None = None
-        self._whole: Any = None
         # Importing TensorFlow is not part of the set-up time that the rank reports.
-        if context.step is None and not self.spec.compiled:
+        if context.step is None and not self._compiled:
             load_backend(context.me.runtime)
 
     @property
     def sum_sizes(self) -> list[tuple[int, int]]:
         """As of `Task`."""
-        layouts = self.step.layouts if isinstance(self.step, CustomStep) else [self.layout]
         is_halved = self.spec.recipe.compression == BF16
         return [
             (
                 int(layout.step_size + 2 + len(self.spec.ranks)),
                 int(layout.gradients.stop) // 2 * 2 if is_halved else 0,
             )
-            for layout in layouts
+            for layout in self.summed.layouts
         ]
 
     @property
@@ -254,11 +249,6 @@ class ModelTask:
         """What computes the vectors that the ranks sum, and applies their sum."""
         return self.step
 
-    @property
-    def whole_model(self) -> Any:
-        """The model whose samples and labels the ranks have."""
-        return self.step.model
-
     def restore(self) -> None:
         """Load the state of an earlier process of this run; tasks without a state have none."""
 
@@ -291,46 +281,39 @@ class ModelTask:
             remedy="check for failing memory or different TensorFlow versions: `csdctl discover`",
         )
 
-    def load_model(self) -> Any:
-        """Return the run's model, compiled."""
-        spec = self.spec
-        return load(Path(spec.architecture), Path(spec.weights), spec.code)
+    @property
+    def _compiled(self) -> CompiledStep | None:
+        """The step that this rank runs; None if Python's TensorFlow computes it here."""
+        split = self.spec.split
+        return split.compiled if split and self.me.rank else self.spec.compiled
 
-    def _load_step(self) -> Any:
+    def _load_step(self) -> StepEngine:
         spec, me = self.spec, self.me
         recipe = replace(spec.recipe, augment="") if spec.head else spec.recipe
-        if spec.compiled:
+        if self._compiled:
             augmentation = load_augmentation(recipe.augment, recipe.seed, spec.code)
-            return load_engine(spec.compiled, me, recipe, spec.noise, augmentation)
-        with tf.device(STATE):
-            return make_step(
-                self.load_model(), recipe, self.example(0), rank=me.rank, weight=me.weight, noise=spec.noise
-            )
+            return load_engine(self._compiled, me, recipe, spec.noise, augmentation)
+        from csdctl.worker.compute.compile import build_engine
+
+        return build_engine(spec, me, recipe, self.example(0))
 
     def save_trained(self, path: Path) -> Path:
         """Save the trained model as .keras, or its weights where Keras cannot save it; return the path.
 
         It has moving averages of the weights, where an optimizer keeps some. Raises OSError.
         """
-        step = self.step
-        if not isinstance(step, StepEngine):
-            with step.averaged_weights():
-                return save_model(step.model, path)
-        values = [*step.averaged_values(), np.asarray(step.rate)]
-        if self.spec.compiled and step.info.places:
-            return save_like(self.spec.compiled.template, step.info.places, values, path)
+        step, spec = self.step, self.spec
+        values = [*step.averaged_values(), *step.rates]
+        if spec.compiled and step.info.places:
+            return save_like(spec.compiled.template, step.info.places, values, path)
+        from csdctl.worker.compute.compile import save_with_keras
+
         load_backend(self.me.runtime)
-        if self._whole is None:
-            self._whole = self.load_model()
-        variables = [*find_variables(self._whole), self._whole.optimizer.learning_rate]
-        for variable, value in zip(variables, values, strict=True):
-            variable.assign(value)
-        whole = assemble(self.spec.head, self._whole) if self.spec.head else self._whole
-        return save_model(whole, path)
+        return save_with_keras(spec, self.example(0), values, path)
 
     def _warm_up(self) -> None:
         images, labels = self.example(self.me.batch_size)
         self.step.set_step(0, 0.0)
         is_private = self.step.has_noise and self.me.num_private
         copies = np.ones(len(images), np.int64) if is_private else None
-        self.step.rehearse(images, labels, copies, is_alone=len(self.spec.ranks) == 1)
+        self.step.rehearse(images, labels, copies)

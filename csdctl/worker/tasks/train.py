@@ -12,10 +12,6 @@ from typing import Any
 
 import numpy as np
 
-from csdctl.worker.compute.compile import AnyStep
-from csdctl.worker.compute.custom_step import CustomStep
-from csdctl.worker.compute.keras_internals import find_smallest_embedding
-from csdctl.worker.compute.recipe import learning_rate, make_schedule
 from csdctl.worker.data.arrays import Array, fields_of
 from csdctl.worker.data.prepared import PreparedSamples, SyntheticReader, sample_bytes
 from csdctl.worker.engine.layout import GradientNoise, Sums, add_sums
@@ -37,6 +33,7 @@ from csdctl.worker.protocol.events import (
     Warned,
 )
 from csdctl.worker.protocol.json_codec import from_dict
+from csdctl.worker.protocol.recipe import learning_rate
 from csdctl.worker.protocol.run_spec import ELEMENT_SPEC
 from csdctl.worker.tasks.balancer import Balancer
 from csdctl.worker.tasks.callbacks import Decision, after_epoch, check_monitors
@@ -50,6 +47,47 @@ DIVERGED = "lower recipe.learning_rate or lengthen recipe.warmup_epochs"
 LAST_GOOD = "; the model of the last good epoch is in the run directory"
 
 
+class StepSums:
+    """The sums of one step, and when they were; this rank's parts are in the communicator's `local`.
+
+    Raises what `Train.sum_step` and `Train.check_finite` raise.
+    """
+
+    def __init__(
+        self, train: "Train", communicator: Communicator, started: float, batch: tuple[Array, Array]
+    ) -> None:
+        """`started`: when this rank began to compute."""
+        self._train, self._communicator, self._batch, self._started = train, communicator, batch, started
+        self.waited_s = 0.0
+        """Seconds in other sums than the last, or in which this rank waited for others to compute."""
+        self.began = self.ended = started
+        """When the latest sum began and ended."""
+        self.tail: Array = np.zeros(0)
+        """The end of the latest sum, from the stop request on."""
+        self.noise = GradientNoise()
+        """Of the gradient, on rank 0."""
+
+    def __call__(self, number: int, part: Array) -> Array:
+        """Return the sum of the vectors in `local`."""
+        train, communicator = self._train, self._communicator
+        self.waited_s += self.ended - self.began
+        layout, is_last = train.summed.layouts[number], number == len(train.summed.layouts) - 1
+        before = dict(zip(communicator.members, train.progress.step_samples, strict=True))
+        norm = train.step.square_norm(communicator.local[layout.step]) if train.tells_noise else 0.0
+        self.began = time.perf_counter()
+        own_s = train.apply_s + self.began - self._started - self.waited_s if is_last else 0.0
+        total = train.sum_step(communicator, layout, own_s, norm, is_last=is_last)
+        self.ended, step_total = time.perf_counter(), total[layout.step]
+        self.tail = total[layout.stop :][: 2 + len(train.spec.ranks)].copy()
+        loss = 0.0 if train.step.info.sums else train.summed.read_sums(step_total).loss
+        train.check_finite(loss, float(np.add.reduce(step_total)), communicator, *self._batch)
+        if train.is_root and train.tells_noise:
+            num_parts = sum(bool(before[rank]) for rank in communicator.counted)
+            whole, count = train.step.square_norm(step_total), float(step_total[layout.count])
+            self.noise = GradientNoise.estimate(float(self.tail[-1]), whole, num_parts, count)
+        return step_total
+
+
 class Train(ModelTask):
     """Trains the model on the run's data."""
 
@@ -58,22 +96,19 @@ class Train(ModelTask):
         validation = self.spec.validation
         self._validation = PreparedSamples(validation) if validation and self.is_root else None
         super().load()
-        if self._validation and isinstance(self.step, CustomStep):
-            self.step.trace_evaluation()
         check_monitors(self.spec.recipe, self.step.metric_names)
         limits = {
             rank.rank: rank.max_batch_size or GROWTH_LIMIT * rank.batch_size for rank in self.spec.ranks
         }
         self._balancer = Balancer(limits)
-        schedule, is_compiled = self.spec.recipe.schedule, isinstance(self.step, StepEngine)
-        self._schedule = make_schedule(schedule) if schedule and not is_compiled else None
-        is_plain = not isinstance(self.step, CustomStep) and not (
+        is_plain = not (
             self.spec.split
+            or self.step.info.sums
             or self.step.has_noise
             or self.step.layout.has_summed
             or self.step.has_loss_scaling
         )
-        self._tells_noise = is_plain and all(rank.weight == 1.0 for rank in self.spec.ranks)
+        self.tells_noise = is_plain and all(rank.weight == 1.0 for rank in self.spec.ranks)
         """Whether the norms of the ranks' gradients tell the gradient noise."""
         self._weights_hash = ""
         self._since_report = StepTotals()
@@ -94,7 +129,7 @@ class Train(ModelTask):
     def run(self, communicator: Communicator) -> str:
         """Train until the end."""
         self._balancer.forget()
-        self._apply_s = 0.0
+        self.apply_s = 0.0
         try:
             return self._run_epochs(communicator)
         finally:
@@ -223,47 +258,40 @@ class Train(ModelTask):
         copies = self.reader.private_copies(share) if self.step.has_noise else None
         if communicator.is_alone:
             sums = self.step.alone(images, labels, private_copies=copies)
-            self._check_finite(sums.loss, sums.loss, communicator, images, labels)
+            self.check_finite(sums.loss, sums.loss, communicator, images, labels)
             global_samples = len(images)
             self._end_step(communicator, before, sums, global_samples)
             alone_s = time.perf_counter() - received, 0.0, input_s, 0.0
             is_stopping = self.orders.is_stopping
             return StepTotals(1, len(images), *alone_s, sums, global_samples, is_stopping=is_stopping)
-        layout, noise = self.layout, GradientNoise()
-        if isinstance(self.step, CustomStep):
-            sums, tail, times = self._take_custom(communicator, self.step, images, labels, received)
-            self._check_finite(sums.loss, 0.0, communicator, images, labels)
-            computed, exchanged_s, summed = times
-        else:
-            out = communicator.local[layout.step]
-            exchanged_s = self._compute(communicator, images, labels, copies, out)
-            norm = self.step.square_norm(out) if self._tells_noise else 0.0
-            computed = time.perf_counter()
-            own_s = self._apply_s + computed - received - exchanged_s
-            total = self._sum(communicator, layout, own_s, norm)
-            summed = time.perf_counter()
-            step_total, tail = total[layout.step], total[layout.stop :]
-            sums = self.summed.read_sums(step_total)
-            self._check_finite(sums.loss, float(np.add.reduce(step_total)), communicator, images, labels)
-            if self.is_root and self._tells_noise:
-                num_parts = sum(bool(samples_by_rank[rank]) for rank in communicator.counted)
-                whole = self.step.square_norm(step_total)
-                count = float(step_total[layout.count])
-                noise = GradientNoise.estimate(float(tail[-1]), whole, num_parts, count)
-            self.summed.apply(step_total)
+        summed = StepSums(self, communicator, received, (images, labels))
+        sums = self._take(communicator, images, labels, copies, summed)
+        self.check_finite(sums.loss, 0.0, communicator, images, labels)
+        tail = summed.tail
         is_stopping, times_s = bool(tail[0] > 0), tail[1:-1].astype(float)
         global_samples = sum(samples_by_rank[rank] for rank in communicator.counted)
         self._end_step(communicator, before, sums, global_samples)
         if communicator.members == before:
             self._balance(times_s)
-        self._apply_s = time.perf_counter() - summed
-        compute_s = computed - received - exchanged_s + self._apply_s
-        wait_s = summed - computed + received - began + exchanged_s
+        self.apply_s = time.perf_counter() - summed.ended
+        compute_s = summed.began - received - summed.waited_s + self.apply_s
+        wait_s = summed.ended - summed.began + received - began + summed.waited_s
         others_s = None if self.spec.split else float(times_s.max() - times_s[self.me.rank])
         spent_s = compute_s, wait_s, input_s, others_s
-        return StepTotals(1, len(images), *spent_s, sums, global_samples, noise, is_stopping)
+        return StepTotals(1, len(images), *spent_s, sums, global_samples, summed.noise, is_stopping)
 
-    def _sum(
+    def _take(
+        self,
+        communicator: Communicator,
+        images: Array,
+        labels: Array,
+        copies: Array | None,
+        sums: "StepSums",
+    ) -> Sums:
+        """Take a step with the others; return the sums of all ranks."""
+        return self.step.run(images, labels, sums, communicator.local, private_copies=copies)
+
+    def sum_step(
         self, communicator: Communicator, layout: Any, own_s: float, norm: float = 0, *, is_last: bool = True
     ) -> Array:
         """Sum the vector in `communicator.local` over all ranks; its part of the step is filled in.
@@ -290,39 +318,6 @@ class Train(ModelTask):
             )
         return total
 
-    def _take_custom(
-        self, communicator: Communicator, step: CustomStep, images: Array, labels: Array, began: float
-    ) -> tuple[Sums, Array, tuple[float, float, float]]:
-        """Take a step of several sums; returns its sums, and the end of the last vector, from the stop on.
-
-        Then when the last sum began, the seconds of the sums before it, and when it ended.
-        """
-        tail: Array = np.zeros(0)
-        waited_s, summing, summed = 0.0, began, began
-
-        def exchange(number: int, part: Array) -> Array:
-            nonlocal tail, waited_s, summing, summed
-            waited_s += summed - summing
-            summing, layout = time.perf_counter(), step.layouts[number]
-            is_last = number == len(step.layouts) - 1
-            communicator.local[layout.step] = part
-            own_s = self._apply_s + summing - began - waited_s if is_last else 0.0
-            total = self._sum(communicator, layout, own_s, is_last=is_last)
-            result = total[layout.step].copy()
-            self._check_finite(0.0, float(np.add.reduce(result)), communicator, images, labels)
-            tail, summed = total[layout.stop :][: 2 + len(self.spec.ranks)].copy(), time.perf_counter()
-            return result
-
-        sums = step.run(images, labels, exchange)
-        return sums, tail, (summing, waited_s, summed)
-
-    def _compute(
-        self, communicator: Communicator, images: Array, labels: Array, copies: Array | None, out: Array
-    ) -> float:
-        """Compute this rank's vector into `out`; returns the seconds in which it waited for other ranks."""
-        self.step.local(images, labels, out, private_copies=copies)
-        return 0.0
-
     def _exchange_reassigned(self, communicator: Communicator) -> bytes | bytearray | None:
         """Send, from rank 0, the samples that other ranks read from the host in this step; receive them."""
         progress, received = self.progress, None
@@ -338,11 +333,7 @@ class Train(ModelTask):
 
     def _learning_rate(self) -> float:
         progress = self.progress
-        done, scheduled = progress.position.total_steps, None
-        if self._schedule:
-            scheduled = float(self._schedule(done))
-        elif isinstance(self.step, StepEngine):
-            scheduled = self.step.scheduled_rate(done)
+        scheduled = self.step.scheduled_rate(progress.position.total_steps)
         rate = learning_rate(self.spec.recipe, progress.segment.global_batch, progress.epochs_done, scheduled)
         return rate * progress.position.callbacks.rate_factor
 
@@ -374,7 +365,7 @@ class Train(ModelTask):
         self._balancer.forget()
         progress.change_batch_sizes(proposal)
 
-    def _check_finite(self, loss: float, total: float, communicator: Communicator, *batch: Array) -> None:
+    def check_finite(self, loss: float, total: float, communicator: Communicator, *batch: Array) -> None:
         """Raise an error before a non-finite gradient is applied; all ranks see the same sum.
 
         A few ranks that sent such a vector are left out of the sum by the hub. So samples of the ranks' own
@@ -463,7 +454,7 @@ class Train(ModelTask):
     def _report_epoch_end(self, results: dict[str, Any]) -> None:
         fields: dict[str, Any] = {}
         if self.is_root:  # a rank that has joined at the end of the epoch has set no rate yet
-            rate = float(self.step.rate) if self._epoch_totals.steps else self._learning_rate()
+            rate = float(self.step.rates[0]) if self.step.rates and self._epoch_totals.steps else self._learning_rate()
             fields = {
                 **self._epoch_results(),
                 "learning_rate": rate,
@@ -478,7 +469,7 @@ class Train(ModelTask):
 
 
 def evaluate(
-    step: AnyStep, validation: PreparedSamples, reporter: Reporter, progress_interval_s: float
+    step: StepEngine, validation: PreparedSamples, reporter: Reporter, progress_interval_s: float
 ) -> dict[str, Any]:
     """Return mean loss and metrics over `validation` as fields of an EpochEnd; emit progress meanwhile."""
     results: list[Sums] = []
@@ -517,11 +508,7 @@ class Trial(Train):
         """Return a reader of random samples."""
         element_spec = from_dict(DatasetInfo, self.spec.task.arguments[ELEMENT_SPEC])
         step = self._step_of_probes
-        num_indices = (
-            (step.info.num_indices if isinstance(step, StepEngine) else find_smallest_embedding(step.model))
-            if step
-            else None
-        )
+        num_indices = step.info.num_indices if step else None
         return SyntheticReader(element_spec, self.me.rank, num_indices)
 
     def run(self, communicator: Communicator) -> str:

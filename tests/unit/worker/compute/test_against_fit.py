@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 
 from csdctl.worker.compute.compile import Step
-from csdctl.worker.compute.recipe import compile_model, learning_rate
+from csdctl.worker.compute.recipe import compile_model
 from csdctl.worker.data.prepared import PreparedSamples
 from csdctl.worker.process.errors import WorkerError
-from csdctl.worker.protocol.recipe import LossTerm, Recipe
+from csdctl.worker.protocol.recipe import LossTerm, Recipe, learning_rate
 from csdctl.worker.protocol.run_spec import RankSpec, Runtime
 from csdctl.worker.tasks.progress import Reporter
 from csdctl.worker.tasks.train import EVALUATION_BATCH, evaluate
