@@ -1,0 +1,162 @@
+"""Pictures, records and examples as Python's TensorFlow reads them."""
+
+import io
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from PIL import Image
+
+from csdctl.worker.engine.tensorflow_c import TensorFlowError
+from csdctl.worker.ingest.sources.tensorflow_io import (
+    JPEG_RATIOS,
+    PNG,
+    RGBA,
+    RecordReader,
+    load_decoders,
+    parse_example,
+)
+from tests.unit.worker.ingest.sources.encoded_images import (
+    CMYK_RED_JPEG,
+    colours,
+    encode,
+    jpeg,
+    png,
+    tensorflow,
+)
+from tests.unit.worker.ingest.sources.test_tfrecord import ENCODED, write
+
+WIDE = (colours(9, 7, 1).astype(np.uint16) << 8) + 255
+PNGS = {
+    "grey": png(colours(9, 7, 1)),
+    "grey and alpha": png(colours(9, 7, 2)),
+    "rgb": png(colours(9, 7)),
+    "rgba": png(colours(9, 7, 4)),
+    "palette": png(np.arange(12).reshape(3, 4) % 4),
+    "palette with a transparent colour": png(np.arange(12).reshape(3, 4) % 4, transparency=2),
+    "16 bit": png(WIDE),
+    "16 bit with a colour key": png(WIDE, transparency=int(WIDE[0, 0, 0])),
+    "colour key": png(colours(9, 7), transparency=tuple(colours(9, 7)[1, 1].tolist())),
+    "1 bit": encode(np.array([[[0], [255]]], np.uint8), "PNG", bits=1),
+}
+
+
+@pytest.mark.parametrize("name", PNGS)
+@pytest.mark.parametrize(("decoder", "channels"), [(PNG, 0), (RGBA, 4)])
+def test_pngs_have_the_pixels_of_tensorflow(name: str, decoder: str, channels: int) -> None:
+    expected = tensorflow().io.decode_png(PNGS[name], channels=channels).numpy()
+    found = load_decoders()[decoder](PNGS[name]).array(0)
+    assert found.dtype == np.uint8
+    assert np.array_equal(found, expected)
+
+
+def picture(mode: str, **options: Any) -> bytes:
+    file = io.BytesIO()
+    smooth = Image.fromarray(colours(12, 9)).resize((150, 203), Image.Resampling.BICUBIC)
+    smooth.convert(mode).save(file, "JPEG", **options)
+    return file.getvalue()
+
+
+JPEGS = [jpeg(colours(64, 48)), picture("RGB"), picture("RGB", progressive=True), picture("L"), CMYK_RED_JPEG]
+
+
+@pytest.mark.parametrize("number", range(len(JPEGS)))
+@pytest.mark.parametrize("ratio", JPEG_RATIOS)
+def test_jpegs_have_the_pixels_of_tensorflow(ratio: int, number: int) -> None:
+    content, exact = JPEGS[number], "INTEGER_ACCURATE"
+    expected = tensorflow().io.decode_jpeg(content, channels=3, ratio=ratio, dct_method=exact).numpy()
+    assert np.array_equal(load_decoders()[JPEG_RATIOS[ratio]](content).array(0), expected)
+
+
+def test_errors_stay_in_their_thread() -> None:
+    whole, damaged = PNGS["rgb"], PNGS["rgb"][:-40]
+
+    def decode(number: int) -> bool:
+        try:
+            found = load_decoders()[PNG](damaged if number % 2 else whole)
+        except TensorFlowError:
+            return False
+        assert np.array_equal(found.array(0), colours(9, 7))
+        return True
+
+    with ThreadPoolExecutor(4) as pool:
+        assert list(pool.map(decode, range(2000))) == [True, False] * 1000
+
+
+@pytest.mark.parametrize("compression", ["", "GZIP"])
+def test_records_before_the_damage_are_those_of_tensorflow(tmp_path: Path, compression: str) -> None:
+    """Whatever byte is damaged, and wherever the file ends."""
+    path = tmp_path / "a.tfrecord"
+    write(path, [b"", b"a" * 3, bytes(70), b"\xff" * 9], compression)
+    whole, reader = path.read_bytes(), RecordReader()
+    changed = [whole[:place] + bytes([whole[place] ^ 8]) + whole[place + 1 :] for place in range(len(whole))]
+    for content in (whole, *changed, *(whole[:place] for place in range(len(whole)))):
+        path.write_bytes(content)
+        theirs = (one.numpy() for one in tensorflow().data.TFRecordDataset(str(path), compression))
+        assert drain(reader.read(path, compression)) == drain(theirs)
+
+
+def drain(records: Any) -> list[bytes | None]:
+    found: list[bytes | None] = []
+    try:
+        for record in records:
+            found.append(record)
+    except (TensorFlowError, tensorflow().errors.OpError):
+        found.append(None)
+    return found
+
+
+TEXTS = st.lists(st.binary(max_size=200), max_size=3)
+FLOATS = st.lists(st.floats(width=32, allow_nan=False), max_size=5)
+INTEGERS = st.lists(st.integers(-(1 << 63), (1 << 63) - 1), max_size=5)
+
+
+@settings(deadline=None)
+@given(st.dictionaries(st.text(max_size=5), st.tuples(st.sampled_from("bfi"), TEXTS, FLOATS, INTEGERS)))
+def test_examples_are_parsed_as_by_protobuf(drawn: dict[str, Any]) -> None:
+    train = tensorflow().train
+    made = {
+        "b": lambda texts, floats, integers: train.Feature(bytes_list=train.BytesList(value=texts)),
+        "f": lambda texts, floats, integers: train.Feature(float_list=train.FloatList(value=floats)),
+        "i": lambda texts, floats, integers: train.Feature(int64_list=train.Int64List(value=integers)),
+    }
+    features = {name: made[kind](*values) for name, (kind, *values) in drawn.items()}
+    content = train.Example(features=train.Features(feature=features)).SerializeToString()
+    expected = {
+        name: (list(one.bytes_list.value), list(one.float_list.value), list(one.int64_list.value))
+        for name, one in features.items()
+    }
+    found = parse_example(content)
+    assert {name: (one.texts, one.floats, one.integers) for name, one in found.items()} == expected
+
+
+PROGRAM = """
+import sys
+from csdctl.worker.ingest.prepare import prepare
+from csdctl.worker.protocol.datasets import ImageRule, PrepareSpec, RecordSchema
+source, store, kind = sys.argv[1:]
+records = RecordSchema("image", "label") if kind == "records" else None
+rule = ImageRule((6, 6, 3))
+info = prepare(PrepareSpec(source, store, rule, records=records, names_classes=kind == "folders"))
+print(info.num_samples, sorted({"tensorflow", "keras", "h5py", "google.protobuf"} & set(sys.modules)))
+"""
+
+
+@pytest.mark.parametrize("kind", ["folders", "records"])
+def test_nothing_of_pythons_tensorflow_is_imported(tmp_path: Path, kind: str) -> None:
+    source = tmp_path / "data"
+    (source / "one").mkdir(parents=True)
+    if kind == "records":
+        write(source / "a.tfrecord", ENCODED)
+    else:
+        for number, content in enumerate((*PNGS.values(), *JPEGS)):
+            (source / "one" / f"{number}.picture").write_bytes(content)
+    command = [sys.executable, "-c", PROGRAM, str(source), str(tmp_path / "store"), kind]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == f"{5 if kind == 'records' else len(PNGS) + len(JPEGS)} []"
