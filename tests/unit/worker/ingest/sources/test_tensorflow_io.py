@@ -1,8 +1,6 @@
 """Pictures, records and examples as Python's TensorFlow reads them."""
 
 import io
-import subprocess
-import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -30,7 +28,7 @@ from tests.unit.worker.ingest.sources.encoded_images import (
     png,
     tensorflow,
 )
-from tests.unit.worker.ingest.sources.test_tfrecord import ENCODED, write
+from tests.unit.worker.ingest.sources.test_tfrecord import write
 
 WIDE = (colours(9, 7, 1).astype(np.uint16) << 8) + 255
 PNGS = {
@@ -134,29 +132,3 @@ def test_examples_are_parsed_as_by_protobuf(drawn: dict[str, Any]) -> None:
     }
     found = parse_example(content)
     assert {name: (one.texts, one.floats, one.integers) for name, one in found.items()} == expected
-
-
-PROGRAM = """
-import sys
-from csdctl.worker.ingest.prepare import prepare
-from csdctl.worker.protocol.datasets import ImageRule, PrepareSpec, RecordSchema
-source, store, kind = sys.argv[1:]
-records = RecordSchema("image", "label") if kind == "records" else None
-rule = ImageRule((6, 6, 3))
-info = prepare(PrepareSpec(source, store, rule, records=records, names_classes=kind == "folders"))
-print(info.num_samples, sorted({"tensorflow", "keras", "h5py", "google.protobuf"} & set(sys.modules)))
-"""
-
-
-@pytest.mark.parametrize("kind", ["folders", "records"])
-def test_nothing_of_pythons_tensorflow_is_imported(tmp_path: Path, kind: str) -> None:
-    source = tmp_path / "data"
-    (source / "one").mkdir(parents=True)
-    if kind == "records":
-        write(source / "a.tfrecord", ENCODED)
-    else:
-        for number, content in enumerate((*PNGS.values(), *JPEGS)):
-            (source / "one" / f"{number}.picture").write_bytes(content)
-    command = [sys.executable, "-c", PROGRAM, str(source), str(tmp_path / "store"), kind]
-    done = subprocess.run(command, capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == f"{5 if kind == 'records' else len(PNGS) + len(JPEGS)} []"
