@@ -74,6 +74,7 @@ TENSORFLOW = ("tensorflow", "tensorflow-cpu")
 _LIBRARIES = (
     "tensorflow/libtensorflow_framework.so.2",
     "tensorflow/libtensorflow_cc.so.2",
+    "tensorflow/THIRD_PARTY_NOTICES.txt",
     *(f"*.dist-info/{name}" for name in ("METADATA", "WHEEL", "RECORD")),
 )
 """What is left of TensorFlow's wheel without Keras. Of libraries, they need only those of C and C++."""
