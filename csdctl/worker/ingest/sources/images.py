@@ -312,6 +312,8 @@ class RecordFiles(DecodedSource):
         self._schema: RecordSchema = spec.records
         self._paths = [tree.path_of(file) for file in tree.files if is_record_file(file, tree)]
         self._reader = RecordReader()
+        if self._schema.shape is None:
+            load_decoders()
         is_image = self._schema.shape is None or (
             self._schema.dtype == "uint8" and len(self._schema.shape) == 3 and known_shape(spec.picture)
         )

@@ -2,6 +2,7 @@
 
 import io
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +29,7 @@ from tests.unit.worker.ingest.sources.encoded_images import (
     png,
     tensorflow,
 )
-from tests.unit.worker.ingest.sources.test_tfrecord import write
+from tests.unit.worker.ingest.sources.test_tfrecord import ENCODED, write
 
 WIDE = (colours(9, 7, 1).astype(np.uint16) << 8) + 255
 PNGS = {
@@ -108,6 +109,15 @@ def drain(records: Any) -> list[bytes | None]:
     except (TensorFlowError, tensorflow().errors.OpError):
         found.append(None)
     return found
+
+
+@given(st.sampled_from(ENCODED), st.data())
+def test_damaged_examples_are_an_error_or_examples(whole: bytes, data: st.DataObject) -> None:
+    changed = bytearray(whole[: data.draw(st.integers(1, len(whole)))])
+    for _ in range(data.draw(st.integers(0, 3))):
+        changed[data.draw(st.integers(0, len(changed) - 1))] = data.draw(st.integers(0, 255))
+    with suppress(ValueError):
+        parse_example(bytes(changed))
 
 
 TEXTS = st.lists(st.binary(max_size=200), max_size=3)
