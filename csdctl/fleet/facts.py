@@ -74,10 +74,7 @@ class Facts:
     python_version: _Version | None = None
     tensorflow_version: _Version | None = None
     keras_version: _Version | None = None
-    keras_sha256: Annotated[str, Field(pattern="^[0-9a-f]{64}$")] | None = None
-    """Of Keras' source, as a rank imports it; it is the same on all architectures."""
-    modules: Annotated[tuple[tuple[_Word, PathText], ...], Field(max_length=10)] = ()
-    """The directories from which a rank imports modules, by name."""
+    """A node needs Keras only for a step that cannot be compiled."""
     dropped: Annotated[tuple[_Word, ...], Field(max_length=1000)] = ()
     """Variables of the environment that training does not get."""
     numpy_version: _Version | None = None

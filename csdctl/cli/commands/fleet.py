@@ -210,6 +210,14 @@ def provision(
     lock: Annotated[
         Path | None, typer.Option(help="Your own lock file of Python packages, with hashes.")
     ] = None,
+    with_keras: Annotated[
+        bool,
+        typer.Option(
+            "--with-keras",
+            help="Also install Python's TensorFlow and Keras, for a step that cannot be compiled "
+            "and for your functions that import them.",
+        ),
+    ] = False,
     set_: Annotated[
         list[str] | None,
         typer.Option(
@@ -232,6 +240,7 @@ def provision(
         (bundles or streams.project.state / "provision").absolute(),
         prefix.rstrip("/"),
         lock or LOCK,
+        with_keras,
         is_dry_run=dry_run,
         sends_only=send,
         values=_parse_values(set_ or ()),

@@ -8,6 +8,7 @@ import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields
 from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -42,12 +43,24 @@ def load_backend(runtime: Runtime = DEFAULT) -> tuple[Any, Any]:
         return tf, import_keras()
 
 
+def has_libraries_only() -> bool:
+    """Return whether TensorFlow's libraries are here without its modules, as `csdctl provision` does it."""
+    found = find_spec("tensorflow")
+    return found is not None and found.origin is None
+
+
 def load_tensorflow(runtime: Runtime = DEFAULT) -> Any:
     """Import TensorFlow and return the module.
 
-    Must be called before anything else in the process imports TensorFlow or Keras. Raises WorkerError without
-    the GPU that `runtime` requires.
+    Must be called before anything else in the process imports TensorFlow or Keras. Raises WorkerError where
+    only its libraries are, and without the GPU that `runtime` requires.
     """
+    if has_libraries_only():
+        raise WorkerError(
+            "this machine has TensorFlow's libraries, but not Python's TensorFlow and Keras; a step that "
+            "cannot be compiled needs them, and so does your code that imports them",
+            remedy="install them: `csdctl provision --with-keras`",
+        )
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
     os.environ["KERAS_BACKEND"] = "tensorflow"
     if runtime.device == CPU:

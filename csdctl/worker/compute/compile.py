@@ -1,4 +1,4 @@
-"""Compiles the step of a model that `build` wrote: the worker's command `compile`, and steps in its process."""
+"""Compiles the step of a model that `build` wrote, for other processes or for this one."""
 
 import zipfile
 from collections.abc import Sequence
@@ -12,6 +12,7 @@ from csdctl.worker.compute.backend import DEFAULT, load_backend, tf
 from csdctl.worker.compute.forward import assemble
 from csdctl.worker.compute.model import load, save_model
 from csdctl.worker.compute.own_step import OwnStepCompiler, has_own_step
+from csdctl.worker.compute.precision import compute_type, widen
 from csdctl.worker.compute.split import SplitCompiler
 from csdctl.worker.compute.step_compiler import Compiler, StepCompiler
 from csdctl.worker.compute.trace import CannotCompileError, GraphBuilder
@@ -24,7 +25,7 @@ from csdctl.worker.process.errors import InputError
 from csdctl.worker.protocol.json_codec import to_json
 from csdctl.worker.protocol.model_info import Compiled, CompileRequest
 from csdctl.worker.protocol.recipe import Noise, Recipe
-from csdctl.worker.protocol.run_spec import RankSpec, RunSpec, Runtime
+from csdctl.worker.protocol.run_spec import VERIFY, RankSpec, RunSpec, Runtime
 
 GRAPH, INFO, STATE_FILE = "graph.pb", "info.json", "state.npz"
 """The files of a compiled step."""
@@ -36,6 +37,9 @@ def compile_step(request: CompileRequest) -> Compiled:
     """Compile a step, and write it to the request's `output`; raises WorkerError if ranks cannot take it."""
     load_backend()
     model = load(Path(request.architecture), Path(request.weights), request.code)
+    model_type = compute_type(model)
+    if request.is_wide:
+        widen(model)
     example = random_batch(np.random.default_rng(0), request.data, 0)
     output = Path(request.output)
     compiler = make_compiler(
@@ -51,7 +55,7 @@ def compile_step(request: CompileRequest) -> Compiled:
         _write(compiler, info, builder, output)
     except CannotCompileError as error:
         return Compiled(error.message)
-    info = replace(info, places=write_template(compiler, output))
+    info = replace(info, places=write_template(compiler, output), model_type=model_type)
     (output / INFO).write_text(to_json(info))
     return Compiled()
 
@@ -88,7 +92,7 @@ def make_compiler(
 
 
 def trace(compiler: Compiler) -> tuple[StepInfo, GraphBuilder]:
-    """Trace a step; again with the variables that its code has, and that neither model nor optimizer knows."""
+    """Trace a step; again if its code has variables that neither model nor optimizer knows."""
     builder = GraphBuilder()
     info = compiler.trace(builder)
     of_metrics = {id(one.value) for one in compiler.metric_states.variables}  # which start anew
@@ -120,12 +124,11 @@ def make_engine(
 def build_engine(spec: RunSpec, me: RankSpec, recipe: Recipe, example: tuple[Array, Array]) -> StepEngine:
     """Return the step of a rank whose model is traced here; `example` as of `make_compiler`."""
     model = load(Path(spec.architecture), Path(spec.weights), spec.code)
+    model_type = compute_type(model)
+    if spec.task.name == VERIFY:
+        widen(model)
     compiler = make_compiler(
-        model,
-        recipe,
-        example,
-        has_noise=spec.noise is not None,
-        has_validation=spec.validation is not None,
+        model, recipe, example, has_noise=spec.noise is not None, has_validation=spec.validation is not None
     )
     info, builder = trace(compiler)
     if spec.split:
@@ -136,7 +139,7 @@ def build_engine(spec: RunSpec, me: RankSpec, recipe: Recipe, example: tuple[Arr
             info = parts.describe_ranks(builder := GraphBuilder(), info)
     return make_engine(
         compiler,
-        info,
+        replace(info, model_type=model_type),
         builder,
         me.runtime,
         rank=me.rank,
@@ -146,9 +149,7 @@ def build_engine(spec: RunSpec, me: RankSpec, recipe: Recipe, example: tuple[Arr
     )
 
 
-def save_with_keras(
-    spec: RunSpec, example: tuple[Array, Array], values: Sequence[Array], path: Path
-) -> Path:
+def save_with_keras(spec: RunSpec, example: tuple[Array, Array], values: Sequence[Array], path: Path) -> Path:
     """Save the model of a run with the values of its state, then of its learning rates; return the path.
 
     The file is .keras, or has the weights alone where Keras cannot save the model. Raises OSError.

@@ -33,6 +33,7 @@ from csdctl.worker.compute.keras_internals import (
     own_state,
 )
 from csdctl.worker.compute.own_step import constant_rate, has_own_step
+from csdctl.worker.compute.precision import compute_type
 from csdctl.worker.compute.recipe import compile_model, is_own, name_of
 from csdctl.worker.compute.user_code import (
     find_objects,
@@ -114,6 +115,7 @@ def build(request: BuildRequest) -> ModelInfo:
         recipe=resolved,
         needs_code=needs_code,
         compiled=compiled,
+        has_16_bits="16" in compute_type(model),
         scaling_layers=find_scaling_layers(model),
         features=features,
         no_features=no_features,

@@ -73,9 +73,9 @@ class OwnStepCompiler(Compiler):
     def __init__(
         self, model: Any, recipe: Recipe, example: tuple[Array, Array], *, has_validation: bool = False
     ) -> None:
-        """`example` as of StepCompiler; raises WorkerError, exit code 2, for a step that ranks cannot take."""
+        """`example` as of StepCompiler. Raises WorkerError, exit code 2, if ranks cannot take the step."""
         super().__init__(model, recipe)
-        self.seeds = Seeds(model, recipe.seed, 0, find_globals(model))
+        self.seeds = Seeds(model, recipe.seed, find_globals(model))
         self.signature = specs_of(example)
         self._has_validation = has_validation
         self._name = f"{getattr(model.train_step, '__name__', 'train_step')} of {type(model).__name__}"
@@ -95,7 +95,7 @@ class OwnStepCompiler(Compiler):
         self._optimizers = optimizers
 
     def trace(self, builder: GraphBuilder) -> StepInfo:
-        """As of StepCompiler."""
+        """As of Compiler."""
         scalars = {name: tf.TensorSpec((), tf.float32) for name in ("rate", "weight", "count")}
         seeds = {"seeds": tf.TensorSpec((len(self.seeds.states), 2), tf.int64)}
         draw = {"draw": tf.TensorSpec((2,), tf.int32)}
@@ -122,6 +122,19 @@ class OwnStepCompiler(Compiler):
             averages=self._averages(self._optimizers),
             sums=sums,
             logs=tuple(self._logs),
+            updated=self._updated(),
+        )
+
+    def _updated(self) -> tuple[tuple[int, ...], ...]:
+        places = {id(one): place for place, one in enumerate(self.variables)}
+        applied = self._traced.applied
+        optimizers = {id(one): one for one, _ in applied}.values()
+        groups = [
+            [one for _, variables in applied for one in variables],
+            *(one.variables for one in optimizers),
+        ]
+        return tuple(
+            tuple(sorted({places[id(one)] for one in group if id(one) in places})) for group in groups
         )
 
     # --- functions ---
@@ -352,8 +365,9 @@ class BatchStates:
         A change that does not depend on batch or random numbers, but for a sum over the ranks, is the same on
         every rank, such as that of a moving average of the weights.
         """
-        others = [variable for variable, _ in self._values.unknown.values()]
-        self._bases |= {id(one): inner for one, inner in self._values.unknown.values() if id(one) not in self._bases}
+        unknown = self._values.unknown
+        self._bases = {key: inner for key, (_, inner) in unknown.items()} | self._bases
+        others = [variable for variable, _ in unknown.values()]
         left_out = trained | self._passing
         differing = [
             one
@@ -405,8 +419,8 @@ class Interception:
         self._states, self._builder, self._weight, self._of_sample = states, builder, weight, of_sample
         self._of_sums: dict[int, Any] = {}
         """Gradients of losses with a value for each sample, which TensorFlow adds, by their ids."""
-        self._applied: list[Any] = []
-        """The variables of the optimizers, and those that they train."""
+        self.applied: list[tuple[Any, list[Any]]] = []
+        """The optimizers, and the variables that they train."""
         self.sums: list[SumInfo] = []
         """The sums, in their order."""
         self.of_batches: list[Any] = []
@@ -452,9 +466,11 @@ class Interception:
         """
         weight = self._weight
         # The last sum also has what the step itself has written to variables that it trains.
-        states, update = self._states.take(weight, self._applied if gradients else ())
+        trained = [one for each, variables in self.applied for one in (*variables, *each.variables)]
+        states, update = self._states.take(weight, trained if gradients else ())
         flat = [[tf.reshape(one, [-1]) for one in part] for part in (gradients, states, others)]
-        info = SumInfo(name, *(sum(int(one.shape[0]) for one in part) for part in flat))
+        of_gradients, of_states, of_others = (sum(int(one.shape[0]) for one in part) for part in flat)
+        info = SumInfo(name, of_gradients, of_states, of_others)
         self.sums.append(info)
         own = tf.concat([*flat[0], *flat[1], *flat[2], tf.zeros([0])], axis=0)
         own = tf.where(weight > 0, own, tf.zeros_like(own))
@@ -469,7 +485,7 @@ class Interception:
         self._check_graph()
         dense = [tf.convert_to_tensor(one) for one in gradients if one is not None]
         trained = [one for one, gradient in zip(variables, gradients, strict=True) if gradient is not None]
-        self._applied += [*variables, *optimizer.variables]
+        self.applied.append((optimizer, variables))
         if not dense:
             return gradients
         are_sums = {self._of_sums.pop(id(one), None) is not None for one in gradients if one is not None}

@@ -8,7 +8,6 @@ up, capped and decayed.
 import dataclasses
 import inspect
 import json
-import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -220,4 +219,3 @@ def make_metric(name: str) -> Any:
         if name in ("accuracy", "acc", "crossentropy", "ce"):
             return name  # compile() chooses by loss and output
         return keras.metrics.get(name)
-

@@ -12,13 +12,7 @@ from csdctl.worker.compute.cuts import Cut, find_cuts, split_at
 from csdctl.worker.compute.keras_internals import compile_arguments
 from csdctl.worker.compute.objective import Objective, inputs_of
 from csdctl.worker.compute.statistics import Statistics
-from csdctl.worker.compute.step_compiler import (
-    LABELS,
-    SAMPLES,
-    StepCompiler,
-    find_variables,
-    zeros_for_none,
-)
+from csdctl.worker.compute.step_compiler import LABELS, SAMPLES, StepCompiler, find_variables, zeros_for_none
 from csdctl.worker.compute.trace import GraphBuilder
 from csdctl.worker.data.arrays import Array
 from csdctl.worker.engine.step import APPLY, BACKWARD, HEAD, PREFIX, Piece, SplitInfo, StepInfo
@@ -53,16 +47,22 @@ class PrefixCompiler(StepCompiler):
         vars(self).update(vars(whole))
         self.model, self.optimizer = prefix, optimizer
         self._rates = [(optimizer.learning_rate, 1.0)]
-        self._statistics = Statistics(prefix)
+        self.statistics = Statistics(prefix)
         self.variables = find_variables(prefix, optimizer)
 
     def trace(self, builder: GraphBuilder) -> StepInfo:
-        """As of StepCompiler."""
+        """As of Compiler."""
         self.add_prefix(builder)
-        size = self.num_gradients + sum(self._statistics.sizes) + self.num_sums
+        size = self.num_gradients + sum(self.statistics.sizes) + self.num_sums
         total = {"total": tf.TensorSpec((size,), tf.float32)}
         self._add(builder, (APPLY,), self._apply, {"rate": tf.TensorSpec((), tf.float32)}, total)
-        return self._describe(builder)
+        return self._describe(
+            builder,
+            num_statistics=sum(self.statistics.sizes),
+            num_states=self.metric_states.size,
+            has_loss_scaling=False,
+            normalizing=(),
+        )
 
     @property
     def num_gradients(self) -> int:
@@ -83,7 +83,7 @@ class PrefixCompiler(StepCompiler):
     def _prefix(self, state: Any, seeds: Any, samples: Any) -> Any:
         trained = [one.value for one in self.model.trainable_variables]
         with self._given(state, seeds):
-            before = self._statistics.read()
+            before = self.statistics.read()
             with tf.GradientTape(watch_accessed_variables=False) as tape:
                 tape.watch(trained)
                 output = self.model(inputs_of(self.model, samples, self.recipe.input_range), training=True)
@@ -94,7 +94,7 @@ class PrefixCompiler(StepCompiler):
                     penalties.append(tf.reduce_sum(tf.cast(loss, tf.float32)))
                 penalty = tf.add_n(penalties)
             count = tf.cast(tf.shape(output)[0], tf.float32)
-            changes = self._statistics.changes(before, count)
+            changes = self.statistics.changes(before, count)
             scalar = tf.float32, ()
             spec = output.dtype, output.shape
             gradient, loss_count, weight = self._builder.cut([output], [spec, scalar, scalar])
@@ -109,7 +109,10 @@ class SplitCompiler:
     """The functions of rank 0, which has the whole model, and those of the other ranks."""
 
     def __init__(self, whole: Any, layer: str, example: tuple[Array, Array]) -> None:
-        """`whole`: a StepCompiler that was traced; it is cut behind `layer`. Raises WorkerError, exit code 2, if it cannot be."""
+        """`whole`: a StepCompiler that was traced; its model is cut behind `layer`.
+
+        Raises WorkerError, exit code 2, for a model that cannot be cut.
+        """
         model = whole.model
         if hasattr(model.optimizer, "inner_optimizer"):
             raise split_error("optimizer scales the loss (mixed_float16)", "use mixed_bfloat16, or ")
@@ -163,21 +166,21 @@ class SplitCompiler:
 
     def _complete(self, builder: GraphBuilder, info: StepInfo, shapes: Sequence[Any]) -> StepInfo:
         prefix, whole = self._on_host, self._whole
-        of_prefix = _places(prefix.model.trainable_variables, prefix._statistics, prefix.num_gradients)
+        of_prefix = _places(prefix.model.trainable_variables, prefix.statistics, prefix.num_gradients)
         num_of_head = sum(math.prod(one.shape) for one in self._head.trainable_variables)
         of_head = _places(self._head.trainable_variables, self._statistics, num_of_head)
         pieces = [
             Piece(math.prod(one.shape), parts[0].get(id(one), -1), parts[1].get(id(one), -1))
             for one, parts in [
                 *((one, (of_prefix[0], of_head[0])) for one in whole.model.trainable_variables),
-                *((one, (of_prefix[1], of_head[1])) for one in whole._statistics.variables),
+                *((one, (of_prefix[1], of_head[1])) for one in whole.statistics.variables),
             ]
         ]
         split = SplitInfo(
             tuple(self._cut.tensor.shape[1:]),
             self._cut.tensor.dtype,
             prefix.num_gradients,
-            sum(prefix._statistics.sizes),
+            sum(prefix.statistics.sizes),
             tuple(shapes),
             sum(self._statistics.sizes),
             tuple(pieces),
@@ -188,15 +191,11 @@ class SplitCompiler:
     def describe_ranks(self, builder: GraphBuilder, info: StepInfo) -> StepInfo:
         """Trace the functions of the other ranks; return their info. `info`: of rank 0."""
         assert info.split
-        found = self.of_ranks.trace(builder)
+        of_ranks = self.of_ranks.trace(builder)
         return replace(
-            found,
-            num_gradients=info.split.num_gradients,
-            num_statistics=info.split.num_statistics,
-            num_states=info.num_states,
+            of_ranks,
             has_loss_count=info.has_loss_count,
             divides_gradients=info.divides_gradients,
-            metrics=info.metrics,
             split=info.split,
         )
 

@@ -1,4 +1,4 @@
-"""Model state that gradients do not train: moving statistics, other state of layers, random seeds of dropout."""
+"""Model state that gradients do not train: moving statistics, other state of layers, random states."""
 
 import math
 import zlib
@@ -128,7 +128,7 @@ class Seeds:
     A run that resumes at a step draws the same numbers as one that was never interrupted.
     """
 
-    def __init__(self, model: Any, seed: int, rank: int, others: Iterable[Any] = ()) -> None:
+    def __init__(self, model: Any, seed: int, others: Iterable[Any] = ()) -> None:
         """`others`: values of which layers and seed generators belong to the step, too."""
         found = seed_generators(model)
         for one in others:
@@ -138,17 +138,14 @@ class Seeds:
                 found.append((UNTRACKED, one))
         found.append((UNTRACKED, global_seed_generator()))
         self._generators = list({id(pair[1]): pair for pair in reversed(found)}.values())[::-1]
-        self._seed, self._rank = seed, rank
-        self.position = (0, rank)
-        """The step and the rank whose random states are set."""
+        self._seed = seed
 
-    def set_step(self, step: int, rank: int | None = None) -> None:
-        """Set the random states for step `step` of the run, counted from 0; of another rank when given."""
-        self.position = (step, self._rank if rank is None else rank)
+    def set_step(self, step: int, rank: int, part: int = 0) -> None:
+        """Set the random states as `StepEngine.seeds` returns them, for a step of the run, from 0."""
+        of_part = f"/{part}" if part else ""
         for number, (_, generator) in enumerate(self._generators):
-            key = zlib.crc32(f"{self._seed}/{self.position[1]}/{number}".encode())
-            state = np.array([key, _first_counter(step)], generator.state.dtype)
-            generator.state.value.assign(state, read_value=False)
+            key = zlib.crc32(f"{self._seed}/{rank}/{number}{of_part}".encode())
+            generator.state.assign(np.array([key, step << 10 & 0xFFFFFFFF], generator.state.dtype))
 
     @property
     def generators(self) -> list[tuple[str, Any]]:
@@ -159,12 +156,3 @@ class Seeds:
     def states(self) -> list[Any]:
         """The variables that hold the random states."""
         return [generator.state for _, generator in self._generators]
-
-    def key_of(self, rank: int) -> int:
-        """Return a number for random operations without a state, of 32 bits."""
-        return zlib.crc32(f"{self._seed}/{rank}".encode())
-
-
-def _first_counter(step: int) -> int:
-    # A layer draws a few times in a step; shifting keeps the counters of consecutive steps apart.
-    return (step << 10) & 0xFFFFFFFF

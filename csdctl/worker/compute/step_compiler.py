@@ -1,7 +1,8 @@
-"""The functions of a step without state, for a model that Keras trains: see engine/layout.py for the vector."""
+"""The functions of a step without state, of a model that Keras trains; engine/layout.py has the vector."""
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -9,6 +10,7 @@ import numpy as np
 from csdctl.worker.compute.backend import STATE, tf
 from csdctl.worker.compute.keras_internals import find_smallest_embedding, regularization_losses
 from csdctl.worker.compute.objective import BatchLoss, MetricStates, Objective
+from csdctl.worker.compute.precision import compute_type
 from csdctl.worker.compute.recipe import make_schedule
 from csdctl.worker.compute.statistics import Seeds, Statistics
 from csdctl.worker.compute.trace import GraphBuilder, Values, unflatten
@@ -28,7 +30,7 @@ from csdctl.worker.process.errors import InputError
 from csdctl.worker.protocol.recipe import Recipe
 
 
-class Compiler:
+class Compiler(ABC):
     """What functions of a step have in common: the state, the batch, and random numbers as arguments."""
 
     variables: list[Any]
@@ -45,6 +47,10 @@ class Compiler:
         """The learning rates that follow the recipe's, and how many times that they are."""
         self.drawing: dict[str, None] = {}
         """The layers that draw random numbers in a step."""
+
+    @abstractmethod
+    def trace(self, builder: GraphBuilder) -> StepInfo:
+        """Trace all functions; raises WorkerError, exit code 2, for a step that ranks cannot take."""
 
     @property
     def rates(self) -> list[Any]:
@@ -75,6 +81,8 @@ class Compiler:
             drawing=tuple(self.drawing),
             metrics=self._add_metrics(builder),
             num_indices=find_smallest_embedding(self.model),
+            output_sizes=tuple(int(one.shape[-1] or 0) for one in getattr(self.model, "outputs", None) or ()),
+            compute_type=compute_type(self.model),
             rate_factors=tuple(factor for _, factor in self._rates),
             **common | fields,
         )
@@ -91,7 +99,7 @@ class Compiler:
 
     def _add(
         self, builder: GraphBuilder, names: Sequence[str], code: Callable[..., Any], *arguments: Any
-    ) -> Sequence[Any]:
+    ) -> Any:
         """Trace `code`, which takes the state, then `arguments`: dicts of specs by name, SAMPLES, LABELS.
 
         The tensors of samples and of labels are passed as they are structured in the data.
@@ -165,8 +173,8 @@ class StepCompiler(Compiler):
         self.optimizer = model.optimizer
         self.objective = Objective(model, recipe, example, is_per_sample=has_noise)
         self.signature, self.metric_states = self.objective.signature, self.objective.metrics
-        self._statistics = Statistics(model)
-        self.seeds = Seeds(model, recipe.seed, 0)
+        self.statistics = Statistics(model)
+        self.seeds = Seeds(model, recipe.seed)
         self._rates = [(self.optimizer.learning_rate, 1.0)]
         self.variables = find_variables(model, self.optimizer)
         self._has_noise = has_noise
@@ -176,7 +184,7 @@ class StepCompiler(Compiler):
         """Ids of the variables that the loss does not depend on: as in fit, no weight decay changes them."""
 
     def trace(self, builder: GraphBuilder) -> StepInfo:
-        """Trace all functions; raises WorkerError, exit code 2, for a step that ranks cannot take."""
+        """As of Compiler."""
         scalar = tf.TensorSpec((), tf.float32)
         seeds = {"seeds": tf.TensorSpec((len(self.seeds.states), 2), tf.int64)}
         (vector,) = self._add(builder, (LOCAL,), self._local, seeds, {"weight": scalar}, *BATCH)
@@ -192,13 +200,13 @@ class StepCompiler(Compiler):
             builder.add((SCHEDULE,), lambda _, step: schedule(step), {"step": tf.TensorSpec((), tf.int64)})
         return self._describe(
             builder,
-            num_statistics=sum(self._statistics.sizes),
+            num_statistics=sum(self.statistics.sizes),
             num_states=self.metric_states.size,
             has_loss_count=self._has_loss_count,
             divides_gradients=self.objective.counts_elements and not self._has_noise,
             has_summed=self._has_summed,
             has_loss_scaling=self._is_scaling,
-            normalizing=self._statistics.normalizing,
+            normalizing=self.statistics.normalizing,
             averages=self._averages([self.optimizer]),
         )
 
@@ -208,7 +216,7 @@ class StepCompiler(Compiler):
 
     def _check_writes(self) -> None:
         """Raise WorkerError, exit code 2, if a layer writes what is trained: each rank its own."""
-        restored = {id(one) for one in self._statistics.variables}
+        restored = {id(one) for one in self.statistics.variables}
         for variable in self.model.trainable_variables:
             if id(variable) in self._written and id(variable) not in restored:
                 raise InputError(
@@ -241,13 +249,13 @@ class StepCompiler(Compiler):
     def _local(self, state: Any, seeds: Any, weight: Any, samples: Any, labels: Any) -> Any:
         with self._given(state, seeds):
             drawn = [self._now(one) for one in self.seeds.states]
-            before = self._statistics.read()
+            before = self.statistics.read()
             trained = [self._now(one) for one in self.model.trainable_variables]
             means, summed, batch = self._gradients(samples, labels)
             pairs = zip(self.model.trainable_variables, trained, strict=True)
             self._written = {id(one) for one, value in pairs if self._now(one) is not value}
             self._note_draws(drawn)
-            changes = self._statistics.changes(before, batch.samples * weight)
+            changes = self.statistics.changes(before, batch.samples * weight)
             factor = batch.loss_count * weight
             gradients = [*(mean * factor for mean in means), *(one * weight for one in summed)]
             flat = [tf.reshape(gradient, [-1]) for gradient in gradients]
@@ -268,7 +276,7 @@ class StepCompiler(Compiler):
             if self._has_summed:  # the part of the loss that is not divided
                 gradient += total[num_gradients:place]
             # First what the forward pass did to the weights, as in fit.
-            self._statistics.apply(total[place : place + sum(self._statistics.sizes)] / total[-1])
+            self.statistics.apply(total[place : place + sum(self.statistics.sizes)] / total[-1])
             self._optimize(unflatten(gradient, self.model.trainable_variables))
             return self._new_state()
 

@@ -144,7 +144,7 @@ def replacing_variables(values: Values) -> Iterator[None]:
         return changing(lambda value, delta, *_: change(value, delta.indices[:, None], delta.values))
 
     add, sub, update = (getattr(tf, f"tensor_scatter_nd_{name}") for name in ("add", "sub", "update"))
-    replaced = {
+    replaced: dict[str, Callable[..., Any]] = {
         "_read_variable_op": read,
         "sparse_read": lambda variable, indices, name=None: tf.gather(values.read(variable), indices),
         "gather_nd": lambda variable, indices, name=None: tf.gather_nd(values.read(variable), indices),
@@ -197,9 +197,7 @@ class GraphBuilder:
         self._cuts.append(([*map(tf.identity, gives)], received))
         return received
 
-    def add(
-        self, names: Sequence[str], code: Callable[..., Any], arguments: Mapping[str, Any]
-    ) -> Sequence[Any]:
+    def add(self, names: Sequence[str], code: Callable[..., Any], arguments: Mapping[str, Any]) -> Any:
         """Trace `code`, whose positional `arguments`, after `Values`, have these names and specs.
 
         `code` returns tensors or lists of them. `names` has one for each of its stages, or one and a format
@@ -326,8 +324,8 @@ class _Stages:
         level = {name.partition(":")[0]: at for at, names in enumerate(received, start=1) for name in names}
         levels: dict[str, int] = {}
         for node in definition.node:  # in topological order
-            inputs = (levels[one.partition(":")[0]] for one in node.input)
-            levels[node.name] = level.get(node.name, max(inputs, default=0))
+            of_inputs = (levels[one.partition(":")[0]] for one in node.input)
+            levels[node.name] = level.get(node.name, max(of_inputs, default=0))
         self.targets: list[list[str]] = [[] for _ in wanted]
         for operation in asserted:
             self.targets[levels[operation.name]].append(operation.name)
@@ -337,7 +335,9 @@ class _Stages:
         crossing: list[dict[str, None]] = []
         owner: dict[str, int] = {}
         for number, names in enumerate(wanted):
-            members, inputs, waiting = set[str](), dict[str, None](), [*names, *self.targets[number]]
+            members: set[str] = set()
+            inputs: dict[str, None] = {}
+            waiting = [*names, *self.targets[number]]
             while waiting:
                 tensor = waiting.pop()
                 name = tensor.partition(":")[0]
@@ -353,9 +353,9 @@ class _Stages:
             self._members.append(members)
             self.inputs.append(set(inputs))
             crossing.append(inputs)
-        self.kept: list[list[str]] = [
-            sorted({one for inputs in crossing for one in inputs if owner.get(one.partition(":")[0]) == number})
-            for number in range(len(wanted))
+        needed = {one: owner.get(one.partition(":")[0]) for inputs in crossing for one in inputs}
+        self.kept = [
+            sorted(one for one, at in needed.items() if at == number) for number in range(len(wanted))
         ]
 
     def definition_of(self, number: int) -> Any:

@@ -49,7 +49,7 @@ def save_like(template: str, places: Places, values: Sequence[Array], path: Path
 
 def _replace(content: bytes, places: Places, values: Sequence[Array]) -> bytes:
     """Return an HDF5 file with other values."""
-    import h5py
+    import h5py  # type: ignore[import-untyped]
 
     buffer = io.BytesIO(content)
     with h5py.File(buffer, "r+") as file:

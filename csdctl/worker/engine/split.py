@@ -62,7 +62,7 @@ class PrefixStep:
 
     @property
     def values(self) -> Sequence[Array]:
-        """The values of the variables that all ranks have: weights of the prefix, state of their optimizer."""
+        """The values of the variables that all ranks have: weights of the prefix, then their optimizer's."""
         return self.engine.values
 
     @values.setter

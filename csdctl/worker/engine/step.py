@@ -23,6 +23,8 @@ METRICS, SCHEDULE, OWN = "metrics", "schedule", "own_{}"
 PREFIX, BACKWARD, HEAD = "prefix", "backward", "head"
 """The functions of a graph; `StepInfo.functions` has their arguments and results. OWN has a number."""
 LOSS = "loss"
+ROUNDOFFS = {"float64": 2.0**-53, "float32": 2.0**-24, "float16": 2.0**-11, "bfloat16": 2.0**-8}
+"""The largest relative error of rounding to a type; the finest type first."""
 BFLOAT16 = np.dtype([("bfloat16", np.uint16)])
 """The bits of bfloat16, which numpy does not have; of an array, shape (…)."""
 Exchange = Callable[[int, Array], Array]
@@ -138,12 +140,20 @@ class StepInfo:
     """How many times the recipe's learning rate each optimizer has that follows it."""
     averages: tuple[tuple[int, int], ...] = ()
     """Pairs of variables: a trained one, and the moving average that takes its place in a saved model."""
+    updated: tuple[tuple[int, ...], ...] = ()
+    """Of an own train_step: the variables that optimizers train, then those of each optimizer."""
     split: SplitInfo | None = None
     """If the model is cut in two; on rank 0, which has the whole."""
     places: dict[str, tuple[str, ...]] = field(default_factory=dict)
     """By number of a variable, and last the learning rates, its datasets in a saved model; {}: unknown."""
     num_indices: int | None = None
     """The size of the smallest embedding; None without."""
+    output_sizes: tuple[int, ...] = ()
+    """The last dimension of each output; () if they are known only by calling the model."""
+    compute_type: str = "float32"
+    """The coarsest type that a layer with weights computes in."""
+    model_type: str = "float32"
+    """The same of the user's model: `compute_type` is wider if the step was compiled for `verify`."""
 
 
 class TensorList(Protocol):
@@ -274,6 +284,11 @@ class StepEngine:
         counters = [(self.position[0] << 10) & 0xFFFFFFFF] * len(keys)
         return np.array([keys, counters], np.int64).T.copy()
 
+    @property
+    def draw(self) -> Array:
+        """What the numbers of tf.random follow from in this step, shape (2,), int32."""
+        return np.array([self.position[0] & 0x7FFFFFFF, self._key() & 0x7FFFFFFF], np.int32)
+
     def _key(self, what: str = "") -> int:
         return zlib.crc32(f"{self._seed}/{self.position[1]}{what}".encode())
 
@@ -382,8 +397,7 @@ class StepEngine:
             images, labels = self.augment(images, labels)
         else:  # the step is taken all the same, for its sums
             images, labels = (np.zeros((1, *part.shape[1:]), part.dtype) for part in (images, labels))
-        draw = np.array([self.position[0] & 0x7FFFFFFF, self._key() & 0x7FFFFFFF], np.int32)
-        inputs: list[Any] = [self._state, self.seeds(), draw, self.rate, self._weight, count]
+        inputs: list[Any] = [self._state, self.seeds(), self.draw, self.rate, self._weight, count]
         inputs += [*fields_of(images).values(), *fields_of(labels).values()]
         total = np.zeros(0, np.float32)
         for number, layout in enumerate(self.layouts):

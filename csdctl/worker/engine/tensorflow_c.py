@@ -8,6 +8,7 @@ import ctypes
 import importlib.util
 import itertools
 import os
+import threading
 from collections.abc import Callable, Iterable, Sequence
 from functools import cache
 from pathlib import Path
@@ -16,6 +17,7 @@ from typing import Any
 import numpy as np
 
 from csdctl.worker.data.arrays import Array
+from csdctl.worker.engine.protobuf import encode_field
 from csdctl.worker.engine.step import BFLOAT16, FunctionInfo
 from csdctl.worker.process.errors import WorkerError
 from csdctl.worker.protocol.run_spec import CPU, GPU, Runtime
@@ -40,6 +42,14 @@ TYPES = {
 }
 """Values of TF_DataType by numpy's names."""
 NUMPY_TYPES = {number: BFLOAT16 if name == "bfloat16" else np.dtype(name) for name, number in TYPES.items()}
+STRING = 7
+"""TF_DataType of bytes."""
+VIEW = 3
+"""The type of a TF_TString that refers to bytes of others: in the lower two bits of its size."""
+OUT_OF_RANGE = 11
+"""TF_Code of what has no more elements."""
+IN_CALLER = encode_field(3, -1)
+"""`inter_op_thread_pool: -1` of RunOptions."""
 CPU_DEVICES = b"\x0a\x07\x0a\x03GPU\x10\x00"
 """`device_count {key: "GPU" value: 0}` of a ConfigProto."""
 FIRST_GPU = b"\x32\x05\x20\x01\x2a\x010"
@@ -51,6 +61,21 @@ class Output(ctypes.Structure):
     """TF_Output: an output of an operation."""
 
     _fields_ = (("operation", POINTER), ("index", ctypes.c_int))
+
+
+class TensorFlowError(WorkerError):
+    """TensorFlow's own error; `code` is its TF_Code."""
+
+    def __init__(self, message: str, code: int) -> None:
+        super().__init__(f"TensorFlow: {message}")
+        self.code = code
+
+
+class _Status(threading.local):
+    """A TF_Status for each thread, which sees no other thread's errors; its 8 bytes are never freed."""
+
+    def __init__(self, create: Callable[[], int]) -> None:
+        self.pointer = create()
 
 
 class Library:
@@ -68,14 +93,16 @@ class Library:
                 remedy="install tensorflow-cpu: `csdctl provision`",
             )
         self._libraries = [ctypes.CDLL(str(file), mode=ctypes.RTLD_GLOBAL) for file in files]
-        size, status = ctypes.c_size_t, self.declare("TF_NewStatus", POINTER)
-        self.status = status()
+        size = ctypes.c_size_t
+        self._status = _Status(self.declare("TF_NewStatus", POINTER))
         self._code = self.declare("TF_GetCode", ctypes.c_int, POINTER)
         self._message = self.declare("TF_Message", ctypes.c_char_p, POINTER)
         self.delete_tensor = self.declare("TF_DeleteTensor", None, POINTER)
         self.tensor_data = self.declare("TF_TensorData", POINTER, POINTER)
         self.tensor_size = self.declare("TF_TensorByteSize", size, POINTER)
         self.tensor_type = self.declare("TF_TensorType", ctypes.c_int, POINTER)
+        self.string_data = self.declare("TF_StringGetDataPointer", POINTER, POINTER)
+        self.string_size = self.declare("TF_StringGetSize", size, POINTER)
         self.num_dims = self.declare("TF_NumDims", ctypes.c_int, POINTER)
         self.dim = self.declare("TF_Dim", ctypes.c_int64, POINTER, ctypes.c_int)
         self._new_tensor = self.declare(
@@ -83,13 +110,18 @@ class Library:
             POINTER,
             *(ctypes.c_int, POINTER, ctypes.c_int, POINTER, size, DEALLOCATE, POINTER),
         )
-        self._kept: dict[int, Array] = {}
-        """Arrays that tensors refer to, by number."""
+        self._kept: dict[int, object] = {}
+        """Arrays and bytes that tensors refer to, by number."""
         self._numbers = itertools.count(1)
         self._deallocate = DEALLOCATE(self._release)
 
     def _release(self, data: int, length: int, number: int) -> None:
         del self._kept[number]
+
+    @property
+    def status(self) -> int:
+        """The TF_Status of this thread."""
+        return self._status.pointer
 
     def declare(self, name: str, result: Any, *arguments: Any) -> Callable[..., Any]:
         """Return a function of the library with the types of its result and its arguments."""
@@ -107,9 +139,10 @@ class Library:
 
     def declare_checked(self, name: str, *arguments: Any) -> Callable[..., None]:
         """Return a function whose last argument is the status; it raises WorkerError."""
-        function, status = self.declare(name, None, *arguments, POINTER), self.status
+        function, statuses = self.declare(name, None, *arguments, POINTER), self._status
 
         def call(*values: Any) -> None:
+            status = statuses.pointer
             function(*values, status)
             if self._code(status):
                 self.check()
@@ -126,20 +159,26 @@ class Library:
         self.declare(name, None, POINTER)(pointer)
 
     def check(self) -> None:
-        """Raise WorkerError with TensorFlow's message if the last call has failed."""
-        if self._code(self.status):
-            message = self._message(self.status).decode(errors="replace")
-            raise WorkerError(f"TensorFlow: {message}")
+        """Raise TensorFlowError with its message if the last call of this thread has failed."""
+        if code := self._code(self.status):
+            raise TensorFlowError(self._message(self.status).decode(errors="replace"), code)
 
-    def tensor(self, array: Array) -> int:
-        """Return a tensor of an array; its memory is used, not copied, where it is aligned to 64 bytes."""
-        array = np.ascontiguousarray(array).reshape(array.shape)  # it would make a scalar one-dimensional
-        number = next(self._numbers)
-        self._kept[number] = array
-        dims = (ctypes.c_int64 * array.ndim)(*array.shape)
-        kind = TYPES["bfloat16" if array.dtype == BFLOAT16 else array.dtype.name]
+    def tensor(self, value: Array | bytes) -> int:
+        """Return a tensor of an array, or a scalar of bytes.
+
+        Its memory is used, not copied; that of an array where it is aligned to 64 bytes.
+        """
+        number, shape = next(self._numbers), getattr(value, "shape", ())
+        if isinstance(value, bytes):
+            place = ctypes.cast(ctypes.c_char_p(value), POINTER).value
+            array, kind = np.array([len(value) << 2 | VIEW, place, 0], np.uint64), STRING
+        else:
+            array = np.ascontiguousarray(value)  # of a scalar, it is one-dimensional
+            kind = TYPES["bfloat16" if array.dtype == BFLOAT16 else array.dtype.name]
+        self._kept[number] = array, value
+        dims = (ctypes.c_int64 * len(shape))(*shape)
         made: int = self._new_tensor(
-            kind, dims, array.ndim, array.ctypes.data, array.nbytes, self._deallocate, number
+            kind, dims, len(shape), array.ctypes.data, array.nbytes, self._deallocate, number
         )
         return made
 
@@ -189,33 +228,29 @@ class Tensors:
         array.flags.writeable = False
         return array
 
+    def string(self, place: int) -> bytes:
+        """Return a copy of a scalar of bytes."""
+        data = self._library.tensor_data(self.pointers[place])
+        return ctypes.string_at(self._library.string_data(data), self._library.string_size(data))
+
     def arrays(self) -> list[Array]:
         """Return all tensors as arrays."""
         return list(map(self.array, range(len(self))))
 
 
-def _varint(value: int) -> bytes:
-    encoded = bytearray()
-    while value > 0x7F:
-        encoded.append(value & 0x7F | 0x80)
-        value >>= 7
-    return bytes([*encoded, value])
-
-
 def encode_config(runtime: Runtime) -> bytes:
     """Return a serialized ConfigProto: the threads of `runtime`, and no optimization of the graph."""
-    rewrite = b"\x98\x01\x01"  # disable_meta_optimizer
-    optimizer = b"\x18" + b"\xff" * 9 + b"\x01"  # opt_level: L0
-    options = b"\x1a" + _varint(len(optimizer)) + optimizer + b"\x52" + _varint(len(rewrite)) + rewrite
-    threads = b"\x10" + _varint(runtime.threads) + b"\x28" + _varint(runtime.inter_threads)
+    optimizer = encode_field(3, encode_field(3, -1))  # opt_level: L0
+    rewrite = encode_field(10, encode_field(19, 1))  # disable_meta_optimizer
+    threads = encode_field(2, runtime.threads) + encode_field(5, runtime.inter_threads)
     devices = CPU_DEVICES if runtime.device == CPU else FIRST_GPU
-    return devices + threads + b"\x52" + _varint(len(options)) + options
+    return devices + threads + encode_field(10, optimizer + rewrite)
 
 
 class GraphSession:
-    """A graph that is run with the threads of a `Runtime`."""
+    """A graph that is run with the threads of a `Runtime`, or in those that call it; thread-safe."""
 
-    def __init__(self, content: bytes, runtime: Runtime) -> None:
+    def __init__(self, content: bytes, runtime: Runtime, *, in_caller: bool = False) -> None:
         """`content`: a serialized GraphDef. Raises WorkerError if TensorFlow cannot run it."""
         self.library = library = load_library(runtime.onednn)
         self._graph = library.create("TF_NewGraph")
@@ -243,6 +278,10 @@ class GraphSession:
                 "check the driver there (`nvidia-smi` lists the GPU), install tensorflow[and-cuda] in place "
                 "of tensorflow-cpu; or set `device: auto`",
             )
+        self._options = None
+        if in_caller:
+            buffer = (ctypes.c_char_p, IN_CALLER), (size, len(IN_CALLER))
+            self._options = library.create("TF_NewBufferFromString", *buffer)
         self._run = library.declare_checked(
             "TF_SessionRun",
             POINTER,
@@ -267,7 +306,7 @@ class GraphSession:
         """Run a part of the graph; writes pointers of tensors to `outputs`."""
         self._run(
             self._session,
-            None,
+            self._options,
             *(feeds, inputs, len(feeds)),
             *(fetches, outputs, len(fetches)),
             *(targets, len(targets)),
@@ -303,7 +342,7 @@ class Function:
     def __init__(self, session: GraphSession, feeds: Any, fetches: Any, targets: Any) -> None:
         self._session, self._feeds, self._fetches, self._targets = session, feeds, fetches, targets
 
-    def __call__(self, *inputs: Tensors | Array) -> Tensors:
+    def __call__(self, *inputs: Tensors | Array | bytes) -> Tensors:
         """Return the fetches for the feeds, given in their order; an item may stand for several."""
         library = self._session.library
         pointers: list[Any] = []

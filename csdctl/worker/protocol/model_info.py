@@ -58,6 +58,8 @@ class CompileRequest:
     has_noise: bool = False
     """Whether gradients of samples are clipped."""
     has_validation: bool = False
+    is_wide: bool = False
+    """Whether layers that compute in 16 bits compute in 32, for `verify`."""
     cut: str = ""
     """The layer behind which the model is cut in two; '' for a whole model."""
 
@@ -161,6 +163,8 @@ class ModelInfo:
     """Whether it has its own train_step: it is not divided, and its batches not into micro-batches."""
     max_inputs: dict[str, Largest] = field(default_factory=dict)
     """The largest value that each input of integers holds."""
+    has_16_bits: bool = False
+    """Whether layers compute in 16 bits."""
     scaling_layers: tuple[str, ...] = ()
     """Layers that scale what they are given, such as 'rescaling (Rescaling)'."""
 

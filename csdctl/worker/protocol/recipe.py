@@ -1,5 +1,6 @@
 """The recipe: how to train."""
 
+import math
 from dataclasses import dataclass, field
 from typing import Annotated
 

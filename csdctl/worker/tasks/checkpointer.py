@@ -26,10 +26,10 @@ from pathlib import Path
 
 import numpy as np
 
-from csdctl.worker.engine.step import StepEngine
 from csdctl.worker.data.arrays import Array, read_array_header, save_arrays
 from csdctl.worker.data.file_hash import open_regular
 from csdctl.worker.data.schedule import OwnSamples
+from csdctl.worker.engine.step import StepEngine
 from csdctl.worker.process.errors import WorkerError, describe
 from csdctl.worker.process.files import (
     DAMAGED_ARCHIVE,

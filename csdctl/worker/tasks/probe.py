@@ -14,6 +14,7 @@ import numpy as np
 from csdctl.worker.compute.user_code import load_augmentation
 from csdctl.worker.data.arrays import Array, random_batch
 from csdctl.worker.engine.load import load_engine
+from csdctl.worker.engine.step import StepEngine
 from csdctl.worker.process.machine import measure_time, peak_memory_bytes
 from csdctl.worker.process.output import exit_with_failure
 from csdctl.worker.protocol.events import UNKNOWN_NODE
@@ -36,7 +37,9 @@ def serve_probes(spec: ProbeSpec) -> None:
         from csdctl.worker.compute.compile import build_engine
 
         load_backend(spec.runtime)
-        step = build_engine(spec, me, spec.recipe, empty)
+        own, code, noise = (spec.architecture, spec.weights, spec.recipe), spec.code, spec.noise
+        run = RunSpec("", *own, (me,), None, None, "", code=code, noise=noise)
+        step = build_engine(run, me, spec.recipe, empty)
     num_indices = step.info.num_indices
     example = random_batch(generator, spec.data, 1, num_indices)
     step.set_step(0, 0.0)

@@ -229,12 +229,7 @@ class Split(SplitParts, Train):
     """Trains the model in two parts, as the run's `split` says."""
 
     def _take(
-        self,
-        communicator: Communicator,
-        samples: Array,
-        labels: Array,
-        copies: Array | None,
-        sums: StepSums,
+        self, communicator: Communicator, samples: Array, labels: Array, copies: Array | None, sums: StepSums
     ) -> Sums:
         ranks = [share.rank for share in self.progress.segment.shares]
         out = communicator.local[self.layout.step]

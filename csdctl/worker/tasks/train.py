@@ -77,7 +77,8 @@ class StepSums:
         self.began = time.perf_counter()
         own_s = train.apply_s + self.began - self._started - self.waited_s if is_last else 0.0
         total = train.sum_step(communicator, layout, own_s, norm, is_last=is_last)
-        self.ended, step_total = time.perf_counter(), total[layout.step]
+        self.ended = time.perf_counter()
+        step_total: Array = total[layout.step]
         self.tail = total[layout.stop :][: 2 + len(train.spec.ranks)].copy()
         loss = 0.0 if train.step.info.sums else train.summed.read_sums(step_total).loss
         train.check_finite(loss, float(np.add.reduce(step_total)), communicator, *self._batch)
@@ -281,12 +282,7 @@ class Train(ModelTask):
         return StepTotals(1, len(images), *spent_s, sums, global_samples, summed.noise, is_stopping)
 
     def _take(
-        self,
-        communicator: Communicator,
-        images: Array,
-        labels: Array,
-        copies: Array | None,
-        sums: "StepSums",
+        self, communicator: Communicator, images: Array, labels: Array, copies: Array | None, sums: "StepSums"
     ) -> Sums:
         """Take a step with the others; return the sums of all ranks."""
         return self.step.run(images, labels, sums, communicator.local, private_copies=copies)
@@ -454,7 +450,8 @@ class Train(ModelTask):
     def _report_epoch_end(self, results: dict[str, Any]) -> None:
         fields: dict[str, Any] = {}
         if self.is_root:  # a rank that has joined at the end of the epoch has set no rate yet
-            rate = float(self.step.rates[0]) if self.step.rates and self._epoch_totals.steps else self._learning_rate()
+            rates = self.step.rates if self._epoch_totals.steps else []
+            rate = float(rates[0]) if rates else self._learning_rate()
             fields = {
                 **self._epoch_results(),
                 "learning_rate": rate,

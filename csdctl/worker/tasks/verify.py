@@ -1,28 +1,26 @@
-"""Verification: one step of all ranks against one process, on the user's own model and fleet.
+"""Verification: one step of all ranks against Keras, on the user's own model and fleet.
 
-Two questions are answered apart from each other. Is the sum that the ranks apply the sum of what each of them
-computed? Each rank also sends its vector to rank 0, which adds them in float64. And has each rank computed
-what one process computes from the same samples? Rank 0 does that, with each rank's random states
-(`Reference`). Layers that compute in 16 bits compute in float32 here: rounding to 16 bits hides a sample.
+Three questions are answered apart from each other. Is the sum that the ranks apply the sum of what each of
+them computed? Each rank also sends its vector to rank 0, which adds them in float64. Has each rank computed
+what Keras computes from the same samples? Rank 0 takes each rank's step by the model's own train_step,
+eagerly, without any graph of csdctl's, with the rank's random states (`Reference`). And is the state behind
+the step the one that Keras' optimizer makes of the sum? Layers that compute in 16 bits compute in float32
+here: rounding to 16 bits hides a sample. All weights are moved before: a compiled step that does not read
+them would be right at the initial ones.
 
 The samples are random, drawn from (seed, rank) wherever they are needed: no private sample is sent, and rank
 0 can repeat the computation of all ranks.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import numpy as np
 
-from csdctl.worker.compute.backend import keras
-from csdctl.worker.compute.compile import AnyStep
-from csdctl.worker.compute.custom_step import CustomStep
-from csdctl.worker.compute.keras_internals import find_smallest_embedding, flatten_layers
-from csdctl.worker.compute.split import SplitStep, micro_batch_size
-from csdctl.worker.compute.statistics import Snapshot
-from csdctl.worker.compute.step import Step
 from csdctl.worker.data.arrays import Array, fields_of
+from csdctl.worker.engine.split import SplitStep, micro_batch_size
+from csdctl.worker.engine.step import BFLOAT16, ROUNDOFFS, StepEngine, StepInfo
 from csdctl.worker.group.communicator import Communicator
 from csdctl.worker.group.values import LinkLostError, PeerFaultError, RankLostError, StepVoidError
 from csdctl.worker.process.errors import WorkerError
@@ -35,37 +33,8 @@ from csdctl.worker.protocol.run_spec import RankSpec, RunSpec
 from csdctl.worker.tasks.split import SplitParts
 from csdctl.worker.tasks.task import ModelTask
 
-ROUNDOFFS = {"float64": 2.0**-53, "float32": 2.0**-24, "float16": 2.0**-11, "bfloat16": 2.0**-8}
-"""The largest relative error of rounding to a type; the finest type first."""
-
-
-def compute_type(model: Any) -> str:
-    """Return the coarsest type that a layer with weights computes in."""
-    found = {layer.compute_dtype for layer in flatten_layers(model) if layer.weights} & set(ROUNDOFFS)
-    coarsest: str = max(found or {model.compute_dtype}, key=ROUNDOFFS.__getitem__)
-    return coarsest
-
-
-def widen(model: Any) -> None:
-    """Let layers that compute in 16 bits compute in float32 from now on; the weights keep their type.
-
-    In 16 bits, kernels differ by as much as a sample: some add in 16 bits, others in 32.
-    """
-    for layer in (model, *flatten_layers(model)):
-        if layer.compute_dtype in ("float16", "bfloat16"):
-            layer.dtype_policy = _make_policy("float32", layer.dtype_policy.variable_dtype)
-
-
-def _make_policy(dtype: str, variable_dtype: str) -> Any:
-    """Return the policy of a layer that computes in `dtype` with weights of another type."""
-
-    class Policy(keras.DTypePolicy):  # type: ignore[misc]
-        @property
-        def variable_dtype(self) -> str:
-            return variable_dtype
-
-    return Policy(dtype)
-
+if TYPE_CHECKING:
+    from csdctl.worker.compute.keras_step import KerasStep
 
 NUM_DRAWS = 3
 """Number of random roundings of the weights; the spread is their largest effect."""
@@ -74,6 +43,8 @@ NEAR = 8.0
 LOSS_ROUNDING = 1e-5
 """Relative difference of the loss of one batch and of its parts that rounding in float32 explains."""
 COUPLED = "a layer or loss that compares samples of a batch: the loss of its parts is off by {:.0e}"
+UPDATE_ROUNDINGS = 8
+"""Roundings of a variable's own type between two computations of its new value."""
 SMALLEST = 2.0**-126
 """The smallest float32 that every processor adds; some take smaller ones for 0."""
 
@@ -114,7 +85,7 @@ class ExactSum:
 
 
 class Reference:
-    """Computes the vectors of all `ranks` in this process, with each rank's samples and random states.
+    """Computes the vectors of all `ranks` by Keras, with each rank's samples and random states.
 
     Every comparison comes with two measures of what it is worth, both from this model and these samples:
 
@@ -122,36 +93,35 @@ class Reference:
       its layer computes in. Kernels of other processors and other numbers of threads round as differently;
     - one sample: how far the vector moves when one sample of the batch is another one. A difference of this
       size is a sample that was lost or counted twice, and must be far outside of the spread to be visible.
-
-    Starts from the weights as they are when it is created, and leaves them in any state.
     """
 
     def __init__(
         self,
-        step: AnyStep,
+        step: "KerasStep",
         seed: int,
         ranks: Sequence[RankSpec],
         sizes: Sequence[int],
         draw: Callable[[int, int], tuple[Array, Array]],
         weight: float = 1.0,
+        totals: Sequence[Array] = (),
     ) -> None:
-        """`sizes`: the batch size of each of the ranks; `weight`: of each sample in this step's vectors.
+        """`sizes`: the batch size of each of the ranks; `weight`: of each sample in the engine's vectors.
 
-        `draw` returns the samples of a rank, given their number.
+        `draw` returns the samples of a rank, given their number; `totals`: of an own train_step, the sums of
+        the step over all ranks. The engine's state is that before the step.
         """
-        self._draw = draw
-        self._step, self._seed = step, seed
-        self._ranks, self._sizes = ranks, sizes
-        self._weight = weight
-        self._start = Snapshot(step.model.variables if isinstance(step, Step) else step.state)
-        self._weights = [weight for weight in step.model.weights if str(weight.dtype) in ROUNDOFFS]
-        types = {"float32", *(str(weight.dtype) for weight in self._weights)}
-        self._roundoff = max(ROUNDOFFS[dtype] for dtype in types)
+        self._draw, self._totals = draw, totals
+        self._step, self._engine, self._seed = step, step.engine, seed
+        self._ranks, self._sizes, self._weight = ranks, sizes, weight
+        self._start = self._engine.values
+        info = self._engine.info
+        types = {one.dtype for one in info.variables[: info.num_weights]} & set(ROUNDOFFS)
+        self._roundoff = max(ROUNDOFFS[dtype] for dtype in {"float32", *types})
         """Rounding of gradients, which have the type of their weights and are summed in float32."""
-        self.drawing: list[str] = []
-        """The layers that have drawn random numbers for the latest vector."""
-        self.sent, self._own = np.zeros(step.layout.step_size), np.zeros(step.layout.step_size)
-        """The sum of what the ranks have sent so far, and of what this process has computed."""
+        self.sent = np.zeros(self._engine.layout.step_size)
+        """The sum of what the ranks have sent so far."""
+        self._sent, self._own = np.zeros(step.layout.step_size), np.zeros(step.layout.step_size)
+        """The same as Keras has it, and the sum of what this process has computed."""
         self.of_ranks: list[Compared] = []
         """The comparisons so far."""
         self.one_batch: Compared | None = None
@@ -162,7 +132,7 @@ class Reference:
     @property
     def by_parts(self) -> float:
         """Relative difference of all ranks' gradient from that of their batches in turn."""
-        return _relative(self.sent - self._own, self._own, self._step.layout.gradients)
+        return _relative(self._sent - self._own, self._own, self._step.layout.gradients)
 
     def samples(self, number: int) -> tuple[Array, Array]:
         """Return the samples of the rank with this number among the ranks, and one more."""
@@ -171,9 +141,12 @@ class Reference:
 
     def compare(self, sent: Array) -> None:
         """Compare the vector `sent` of the next rank with that of this process."""
-        own, spread, one_sample = self.measure(len(self.of_ranks))
-        self.of_ranks.append(Compared(self._relative(sent - own, own), spread, one_sample))
+        number = len(self.of_ranks)
+        own, spread, one_sample = self.measure(number)
+        as_keras = self._step.as_keras(sent)
+        self.of_ranks.append(Compared(self._relative(as_keras - own, own), spread, one_sample))
         self._own += own
+        self._sent += as_keras
         self.sent += sent
 
     def measure(self, number: int) -> tuple[Array, float, float]:
@@ -181,70 +154,104 @@ class Reference:
         columns, n = self.samples(number), self._sizes[number]
         if n == 0:
             return np.zeros(self._step.layout.step_size), self._roundoff, 1.0
-        batch = [column[:-1] for column in columns]
-        own = self._compute(number, batch)
-        moves = [self._compute(number, batch, draw=draw) - own for draw in range(NUM_DRAWS)]
-        other = self._compute(number, [np.concatenate([column[-1:], column[1:-1]]) for column in columns])
-        one_sample = self._relative(other - own, own)
+        batch = columns[0][:-1], columns[1][:-1]
+        own = self._by_keras(number, *batch)
+        # The engine is faster, and as good for this.
+        whole = self._by_engine(number, *batch)
+        moves = [self._by_engine(number, *batch, draw=draw) - whole for draw in range(NUM_DRAWS)]
+        others = [np.concatenate([column[-1:], column[1:-1]]) for column in columns]
+        one_sample = self._relative(self._by_engine(number, others[0], others[1]) - whole, whole)
         # Where all weights are 0, moving them changes nothing; the terms of the sum are rounded all the same.
         floor = self._roundoff * (1 + n * one_sample)
-        return own, max(floor, *(self._relative(move, own) for move in moves)), one_sample
+        return own, max(floor, *(self._relative(move, whole) for move in moves)), one_sample
 
     def compare_one_batch(self) -> None:
         """Compare what all ranks have sent with one batch of all their samples; after `compare` of each."""
         self.not_one_batch = self._find_reasons()
         if self.not_one_batch:
             return
-        own = self.measure_one_batch()
+        own, sent = self.measure_one_batch(), self._step.as_keras(self.sent)
         shares = [
             one.one_sample * n / sum(self._sizes)
             for one, n in zip(self.of_ranks, self._sizes, strict=True)
             if n
         ]
-        difference = _relative(self.sent - own, own, self._step.layout.gradients)
-        found = Compared(difference, max(one.spread for one in self.of_ranks), min(shares))
-        is_apart = not found.difference <= NEAR * found.spread
-        if is_apart and (reason := self._find_coupling()):
+        difference = _relative(sent - own, own, self._step.layout.gradients)
+        compared = Compared(difference, max(one.spread for one in self.of_ranks), min(shares))
+        is_apart = not compared.difference <= NEAR * compared.spread
+        if is_apart and (reason := self._find_coupling(own)):
             self.not_one_batch = (reason,)
         else:
-            self.one_batch = found
+            self.one_batch = compared
 
     def measure_one_batch(self) -> Array:
         """Return the vector of one batch of all ranks' samples, float64."""
         columns = zip(*(self.samples(number) for number in range(len(self._ranks))), strict=True)
-        return self._compute(0, [np.concatenate([part[:-1] for part in column]) for column in columns])
+        samples, labels = (np.concatenate([part[:-1] for part in column]) for column in columns)
+        return self._by_keras(0, samples, labels)
 
-    def _find_coupling(self) -> str:
+    def measure_update(self, after: Sequence[Array], total: Array) -> float:
+        """Return how far the state `after` the step is off that of Keras, relative to what the step changes.
+
+        `total`: the summed vector; of an own train_step, Keras takes the whole step of rank 0's batch, and
+        what its optimizers train and keep is compared. Infinite if an optimizer did not step as often.
+        """
+        info, sizes = self._engine.info, self._sizes
+        if info.sums:
+            first = next(number for number, size in enumerate(sizes) if size)
+            self._by_keras(first, *(column[:-1] for column in self.samples(first)))
+            own, groups = self._step.values, info.updated
+        else:
+            own = self._step.apply(self._start, total)
+            groups = tuple((place,) for place in range(len(own)))
+        rows = [
+            (_wide(start), _wide(mine), _wide(its), ROUNDOFFS.get(one.dtype, 0.0))
+            for one, start, mine, its in zip(info.variables, self._start, own, after, strict=True)
+        ]
+        return max(_change_apart([rows[place] for place in group]) for group in groups)
+
+    def _find_coupling(self, own: Array) -> str:
         """Return how the samples of a batch depend on each other, by Keras' losses; '' if not.
 
         Of a loss that is not divided by samples nothing is known: csdctl itself counts what it is divided by.
         """
-        assert isinstance(self._step, Step)
-        if self._step.objective.counts_elements:
+        info = self._engine.info
+        if info.sums:
+            return self._find_unequal_sums(own)
+        if info.divides_gradients:
             return ""
         ranks = [number for number, size in enumerate(self._sizes) if size]
         batches = [[part[:-1] for part in self.samples(number)] for number in ranks]
         whole = [np.concatenate(column) for column in zip(*batches, strict=True)]
-        (mean, summed), *parts = self._step.objective.losses(self._from_start([whole, *batches]))
+        (mean, summed), *parts = self._step.losses(self._start, [whole, *batches])
         shares = [self._sizes[number] / sum(self._sizes) for number in ranks]
         together = sum(part[0] * share + part[1] for part, share in zip(parts, shares, strict=True))
         apart = abs(together - mean - summed) / max(abs(mean + summed), SMALLEST)
         return COUPLED.format(apart) if apart > LOSS_ROUNDING else ""
 
-    def _from_start(self, batches: Iterable[list[Array]]) -> Iterator[list[Array]]:
-        """Yield batches, each with the weights of the beginning."""
-        for batch in batches:
-            self._start.restore()
-            yield batch
+    def _find_unequal_sums(self, own: Array) -> str:
+        """Return which sums of an own train_step differ from those of one batch, and by how much."""
+        wrong, position = [], 0
+        spread = max(one.spread for one in self.of_ranks)
+        for number, part in enumerate(self._engine.info.sums[:-1], start=1):
+            at = slice(position, position := position + part.num_gradients)
+            apart = _relative(self.sent - own, own, at)
+            if apart > NEAR * spread:
+                wrong.append(f"{number}, {part.name}, by {apart:.0e}")
+        if not wrong:
+            return ""
+        why = "a loss that is not a mean over the samples of the batch, or compares them"
+        return f"{why}: the gradient of one batch of all samples differs in sum {'; '.join(wrong)}"
 
     def _find_reasons(self) -> tuple[str, ...]:
         """Return why the gradient depends on how samples are divided into batches."""
-        normalizing = self._step.find_normalizing(self._own[self._step.layout.statistics])
-        named = {"random numbers": self.drawing, "normalization by the batch": normalizing}
+        engine = self._engine
+        normalizing = engine.find_normalizing(self._own[self._step.layout.statistics])
+        named = {"random numbers": engine.info.drawing, "normalization by the batch": normalizing}
         reasons = [
             f"{what} in {list_names(list(dict.fromkeys(names)), 3)}" for what, names in named.items() if names
         ]
-        if augmentation := self._step.augmentation:
+        if augmentation := engine.augmentation:
             reasons.append(f"augmentation by {augmentation.name}")
         if len({rank.weight for rank in self._ranks}) > 1:
             reasons.append("samples of different weight on different ranks")
@@ -252,88 +259,77 @@ class Reference:
 
     def _relative(self, change: Array, whole: Array) -> float:
         layout = self._step.layout
-        count = slice(layout.count, layout.count + 1)
-        return _relative(change, whole, layout.gradients, layout.statistics, count)
+        parts = [layout.gradients, layout.statistics, slice(layout.count, layout.count + 1)]
+        if not self._engine.info.sums:  # the loss
+            parts.append(slice(layout.sums.start, layout.sums.start + 1))
+        return _relative(change, whole, *parts)
 
-    def _compute(self, number: int, batch: Iterable[Array], draw: int | None = None) -> Array:
+    def _by_keras(self, number: int, samples: Array, labels: Array) -> Array:
+        """Return the vector of a rank, float64."""
+        self._begin(number)
+        return self._step.vector(self._start, samples, labels, self._totals) * self._ranks[number].weight
+
+    def _by_engine(self, number: int, samples: Array, labels: Array, draw: int | None = None) -> Array:
         """Return the vector of a rank, float64; with `draw`, of weights that moved by their rounding."""
-        rank, step = self._ranks[number], self._step
-        self._start.restore()
+        engine, rank = self._engine, self._begin(number)
         if draw is not None:
-            self._round_otherwise(np.random.default_rng([self._seed, rank.rank, draw]))
-        step.seeds.set_step(0, rank.rank)
-        step.micro_batch_size = rank.micro_batch_size
-        vector = self._vector(*batch)
-        self.drawing = step.seeds.find_drawing(0) + ["tf.random"] * getattr(step, "has_draws", False)
+            roundoff = ROUNDOFFS[engine.info.compute_type]
+            generator = np.random.default_rng([self._seed, rank.rank, draw])
+            engine.values = move_weights(engine, self._start, generator, 2 * roundoff)
+        vector = self._step.as_keras(engine.local_sums(samples, labels, self._totals))
+        engine.values = self._start
         return vector * (rank.weight / self._weight)
 
-    def _vector(self, samples: Array, labels: Array) -> Array:
-        return np.array(self._step.local(samples, labels), np.float64)
+    def _begin(self, number: int) -> RankSpec:
+        rank, engine = self._ranks[number], self._engine
+        engine.position = 0, rank.rank
+        engine.micro_batch_size = rank.micro_batch_size
+        return rank
 
-    def _round_otherwise(self, generator: np.random.Generator) -> None:
-        roundoff = np.float32(ROUNDOFFS[compute_type(self._step.model)])
-        for variable in self._weights:
-            value = np.asarray(variable).astype(np.float32)
+
+def move_weights(
+    engine: StepEngine, values: Sequence[Array], generator: np.random.Generator, most: float
+) -> list[Array]:
+    """Return the values of a state with other weights: each moves by up to `most` of itself."""
+    moved = list(values)
+    for place, one in enumerate(engine.info.variables[: engine.info.num_weights]):
+        if one.dtype in ROUNDOFFS:
             # Two roundings wide: half of the weights that are stored in this type become a neighbour.
-            moves = generator.random(value.shape, np.float32) * np.float32(4) - np.float32(2)
-            variable.assign(value * (1 + moves * roundoff))
+            moves = generator.random(one.shape, np.float32) * np.float32(2 * most) - np.float32(most)
+            moved[place] = _like(_wide(values[place]) * (1 + moves), values[place])
+    return moved
 
 
-class CustomReference(Reference):
-    """The same of a model with its own train_step: Keras computes the gradients without csdctl's graph."""
-
-    _step: CustomStep
-
-    def __init__(self, *arguments: Any, totals: Sequence[Array]) -> None:
-        """`totals`: the sums of the step over all ranks, which later sums of the same step depend on."""
-        super().__init__(*arguments)
-        self._totals = totals
-
-    def measure_update(self, after: Sequence[Array]) -> float:
-        """Return how far what the optimizers changed is off `after` the ranks' step, relative to its changes.
-
-        The trained variables count as one, and the variables of each optimizer, as Adam's first step hardly
-        depends on the scale of the gradient. Infinite if an optimizer did not step once for each of its sums.
-        """
-        step = self._step
-        self._start.restore()
-        start = [np.asarray(one.value).astype(np.float64) for one in step.state]
-        self._compute(0, [column[:-1] for column in self.samples(0)])
-        own = [np.asarray(one.value).astype(np.float64) for one in step.state]
-        rows = {id(one): row for one, *row in zip(step.state, start, own, after, strict=True)}
-        optimizers = [optimizer for optimizer, _ in step.applied]
-        for optimizer in optimizers:
-            first, _, found = rows.get(id(optimizer.iterations), (0, 0, optimizers.count(optimizer)))
-            if found - first != optimizers.count(optimizer):
-                return float(np.inf)
-        groups = [[one for _, variables in step.applied for one in variables]]
-        groups += [[one for one in each.variables if one is not each.iterations] for each in optimizers]
-        return max(_change_apart([rows[id(one)] for one in group if id(one) in rows]) for group in groups)
-
-    def _vector(self, samples: Array, labels: Array) -> Array:
-        return self._step.replay(samples, labels, self._totals)
-
-    def _find_coupling(self) -> str:
-        """Return which of the sums differ from those of one batch, and by how much."""
-        own, layout, position, wrong = self.measure_one_batch(), self._step.layout, 0, []
-        spread = max(one.spread for one in self.of_ranks)
-        for number, part in enumerate(self._step.layouts[:-1], start=1):
-            at = slice(position, position := position + part.num_gradients)
-            apart = _relative(self.sent - own, own, at)
-            if apart > NEAR * spread:
-                wrong.append(f"{number}, {part.name}, by {apart:.0e}")
-        assert layout.gradients.stop == position
-        if not wrong:
-            return ""
-        why = "a loss that is not a mean over the samples of the batch, or compares them"
-        return f"{why}: the gradient of one batch of all samples differs in sum {'; '.join(wrong)}"
+def _wide(value: Array) -> Array:
+    """Return numbers as float64, of bfloat16 too; integers as they are."""
+    if value.dtype == BFLOAT16:
+        value = (value["bfloat16"].astype(np.uint32) << 16).view(np.float32)
+    return value if value.dtype.kind in "iub" else value.astype(np.float64)
 
 
-def _change_apart(rows: Sequence[Sequence[Array]]) -> float:
-    """Return how far variables are off after their change, relative to it; rows of (before, after, found)."""
-    size = np.sqrt(sum(float(np.sum((after - before) ** 2)) for before, after, _ in rows))
-    apart = np.sqrt(sum(float(np.sum((found - after) ** 2)) for _, after, found in rows))
-    return float(apart / size) if size else float(np.inf if apart else 0.0)
+def _like(value: Array, other: Array) -> Array:
+    """Return numbers in the type of `other`; in bfloat16, rounded to the nearest."""
+    if other.dtype != BFLOAT16:
+        return value.astype(other.dtype)
+    bits = value.astype(np.float32).view(np.uint32)
+    rounded = ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype(np.uint16)
+    return np.ascontiguousarray(rounded).view(BFLOAT16).reshape(value.shape)
+
+
+def _change_apart(rows: Sequence[tuple[Array, Array, Array, float]]) -> float:
+    """Return how far variables are off after their change, relative to it, beyond their rounding.
+
+    Rows: before, after, what was found, and the rounding of the type. Infinite for an integer that is wrong,
+    such as the number of an optimizer's steps.
+    """
+    size = apart = 0.0
+    for before, after, found, roundoff in rows:
+        if not roundoff and (found != after).any():
+            return float(np.inf)
+        of_rounding = UPDATE_ROUNDINGS * roundoff * np.maximum(np.abs(before), np.abs(after))
+        size += float(np.sum((after - before) ** 2)) if roundoff else 0.0
+        apart += float(np.sum(np.maximum(np.abs(found - after) - of_rounding, 0) ** 2)) if roundoff else 0.0
+    return float(np.sqrt(apart / size)) if size else float(np.inf if apart else 0.0)
 
 
 def _relative(change: Array, whole: Array, *parts: slice) -> float:
@@ -351,7 +347,8 @@ MAX_INTEGER = 128
 """Integers are drawn below this and below the size of every embedding, where nothing is known of the data."""
 MAX_COLUMNS = 1024
 """Largest number of columns of a table whose columns have ranges of their own."""
-Ranges = dict[str, Annotated[tuple[tuple[float, float], ...], MaxLength(MAX_COLUMNS, 1)]]
+Range = Annotated[tuple[tuple[float, float], ...], MaxLength(MAX_COLUMNS, 1)]
+Ranges = dict[str, Range]
 """The smallest and largest value of each column, or of all, by field of the samples ('' without fields)."""
 
 
@@ -381,7 +378,12 @@ def find_ranges(samples: Array) -> Ranges:
 
 
 def draw_samples(
-    seed: int, rank: int, count: int, example: tuple[Array, Array], model: Any, ranges: Ranges | None = None
+    seed: int,
+    rank: int,
+    count: int,
+    example: tuple[Array, Array],
+    info: StepInfo,
+    ranges: Ranges | None = None,
 ) -> tuple[Array, Array]:
     """Return the first `count` random samples of rank `rank`, the same on every machine.
 
@@ -389,8 +391,8 @@ def draw_samples(
     nearly the same gradient, so that one could be taken for another, and with balanced classes the gradients
     of an untrained model cancel.
     """
-    limit = min(MAX_INTEGER, find_smallest_embedding(model) or MAX_INTEGER)
-    sizes = [max(2, int(output.shape[-1] or 0)) for output in getattr(model, "outputs", None) or ()]
+    limit = min(MAX_INTEGER, info.num_indices or MAX_INTEGER)
+    sizes = [max(2, size) for size in info.output_sizes]
     samples, labels = (np.empty((count, *array.shape[1:]), array.dtype) for array in example)
     for number in range(count):
         generator = np.random.default_rng([seed, rank, number])
@@ -400,7 +402,7 @@ def draw_samples(
 
 
 def _draw_sample(
-    generator: np.random.Generator, sample: Array, limit: int, find_range: Callable[[str], Any]
+    generator: np.random.Generator, sample: Array, limit: int, find_range: Callable[[str], Range | None]
 ) -> None:
     """Fill in `sample`: in the range of the data; of fields without one, in [0, `limit`) or [0, 1).
 
@@ -441,14 +443,16 @@ def _draw_labels(generator: np.random.Generator, labels: Array, sizes: Sequence[
 
 MAX_UPDATE_DIFFERENCE = 0.01
 """Largest difference of what one step changes that rounding explains; a sum applied twice makes 1."""
+MAX_EVALUATION_DIFFERENCE = 1e-3
+"""Largest relative difference of the loss in evaluation that rounding explains."""
+MOVED = 1 / 16
+"""By how much of themselves weights are moved at most before the step."""
 
 
 class Verify(ModelTask):
     """Takes one step, and compares its gradient with that of one process."""
 
     _weights_hash = ""
-    _dtype = ""
-    """The coarsest type that a layer of the user's model computes in."""
 
     def example(self, count: int) -> tuple[Array, Array]:
         """Return at most `count` samples; of the head of a model, features."""
@@ -469,7 +473,9 @@ class Verify(ModelTask):
         self._check_members(communicator)
         self._sizes = verified_sizes([rank.batch_size for rank in self.spec.ranks])
         self._ranges = communicator.gather(self._find_ranges() if self.is_root else {}, Ranges)[0]
-        self._start = Snapshot(self.whole_model.variables)
+        self._start = self._move_weights()
+        self.step.values = self._start
+        self.step.set_step(0, self.spec.recipe.learning_rate or 0.0)
         try:
             verified = self._take_step(communicator)
         except PeerFaultError as fault:
@@ -483,6 +489,11 @@ class Verify(ModelTask):
         if verified:
             emit(replace(verified, weights_hash=self._weights_hash))
         return VERIFIED
+
+    def _move_weights(self) -> list[Array]:
+        """Return the state before the step, the same on all ranks."""
+        generator = np.random.default_rng(self.spec.recipe.seed)
+        return move_weights(self.step, self.step.values, generator, MOVED)
 
     def _check_members(self, communicator: Communicator) -> None:
         """Raise WorkerError unless all ranks of the plan take part; the others wait until rank 0 ends."""
@@ -506,34 +517,9 @@ class Verify(ModelTask):
         """Report the completion record."""
         self.reporter.finished(self.progress.position, self._weights_hash, None, reason)
 
-    def load_model(self) -> Any:
-        """Return the run's model, whose layers compute in 32 bits at least, unless it is split."""
-        model = super().load_model()
-        self._dtype = compute_type(model)
-        if not self.spec.split:
-            widen(model)
-        return model
-
     def _take_step(self, communicator: Communicator) -> Verified | None:
         """Take the step; return what is found on rank 0, without the hash of the weights."""
-        if isinstance(self.step, CustomStep):
-            return self._take_custom(communicator, self.step)
-        own = np.zeros_like(communicator.local)
-        own[self.layout.step] = vector = self._compute()
-        after = Snapshot(self.step.model.variables)
-        total = self._sum(communicator, own)[self.layout.step]
-        self._start.restore()
-        reference = self._make_reference() if self.is_root else None
-        verified = self._judge(communicator, vector, total, reference)
-        after.restore()
-        self.step.apply(total)
-        return verified
-
-    def _take_custom(self, communicator: Communicator, step: CustomStep) -> Verified | None:
-        """Take a step of several sums; raises WorkerError if optimizers made something else of them."""
-        # Learning rates are part of the state, and were 0 while the step reached full speed.
-        step.set_step(0, self.spec.recipe.learning_rate or 0.0)
-        start, parts, totals = Snapshot(step.state), list[Array](), list[Array]()
+        step, parts, totals = self.step, list[Array](), list[Array]()
 
         def exchange(number: int, part: Array) -> Array:
             own = np.zeros_like(communicator.local)
@@ -543,22 +529,24 @@ class Verify(ModelTask):
             return totals[-1]
 
         step.run(*self._draw(self.me.rank, self._sizes[self.me.rank]), exchange)
-        after = Snapshot(step.state)
-        values = [np.asarray(one.value).astype(np.float64) for one in step.state]
-        start.restore()
-        reference = self._make_reference(totals) if self.is_root else None
-        verified = self._judge(communicator, step.join(parts), step.join(totals), reference)
-        if isinstance(reference, CustomReference):
-            update = reference.measure_update(values)
-            if not update <= MAX_UPDATE_DIFFERENCE:
-                raise WorkerError(
-                    f"the optimizers changed the weights differently from one process with the same "
-                    f"gradients: the change is off by {update:.0e}, expected at most "
-                    f"{MAX_UPDATE_DIFFERENCE:.0e}",
-                    remedy="please report it, with the model",
-                )
-        after.restore()
+        after = step.values
+        step.values = self._start
+        reference = self._make_reference(totals if step.info.sums else ()) if self.is_root else None
+        vector, total = (step.join(one) if step.info.sums else one[0] for one in (parts, totals))
+        verified = self._judge(communicator, vector, total, reference)
+        if reference:
+            self._check_update(reference.measure_update(after, total))
+        step.values = after
         return verified
+
+    def _check_update(self, difference: float) -> None:
+        """Raise WorkerError for a state behind the step that is not Keras', or another loss in evaluation."""
+        if not difference <= MAX_UPDATE_DIFFERENCE:
+            raise WorkerError(
+                f"the step changed weights or optimizer differently from Keras with the same gradients: the "
+                f"change is off by {difference:.0e}, expected at most {MAX_UPDATE_DIFFERENCE:.0e}",
+                remedy="please report it, with the model",
+            )
 
     def _judge(
         self, communicator: Communicator, vector: Array, total: Array, reference: Reference | None
@@ -578,29 +566,30 @@ class Verify(ModelTask):
     def _draw(self, rank: int, count: int) -> tuple[Array, Array]:
         """Return the random samples of a rank; of the head of a model, their features."""
         seed, example = self.spec.recipe.seed, self.reader.first(0)
-        samples, labels = draw_samples(seed, rank, count, example, self.whole_model, self._ranges)
+        samples, labels = draw_samples(seed, rank, count, example, self.step.info, self._ranges)
         return (self.to_features(samples) if self.spec.head else samples), labels
-
-    def _compute(self) -> Array:
-        """Return this rank's vector."""
-        self.step.set_step(0, self.spec.recipe.learning_rate or 0.0)
-        return np.array(self.step.local(*self._draw(self.me.rank, self._sizes[self.me.rank])))
 
     def _describe(self, exact: ExactSum, total: Array, reference: Reference) -> Verified:
         """Compare all ranks with one batch of all samples; return the result."""
         reference.compare_one_batch()
-        compared_in = compute_type(self.step.model)
+        info = self.step.info
         return Verified(
-            *(self.me.rank, self.me.node, sum(self._sizes), tuple(self._sizes), self._dtype or compared_in),
+            *(self.me.rank, self.me.node, sum(self._sizes), tuple(self._sizes), info.model_type),
             exact.difference(total),
             exact.rounding,
-            compared_in,
+            info.compute_type,
             tuple(reference.of_ranks),
             reference.by_parts,
             reference.one_batch,
             reference.not_one_batch,
             "",
         )
+
+    def _load_reference(self) -> "KerasStep":
+        """Return Keras' own step of the model."""
+        from csdctl.worker.compute.keras_step import load_keras_step
+
+        return load_keras_step(self.spec, self.me, self.step, self.example(0))
 
     def _make_reference(self, totals: Sequence[Array] = ()) -> Reference:
         ranks: Sequence[RankSpec] = self.spec.ranks
@@ -611,8 +600,8 @@ class Verify(ModelTask):
             )
             ranks = [replace(rank, micro_batch_size=size) for rank, size in zip(ranks, sizes, strict=True)]
         # The vectors of a split step have every rank's own weight; those of the whole model rank 0's.
-        arguments = self.step, self.spec.recipe.seed, ranks, self._sizes, self._draw, self.me.weight
-        return CustomReference(*arguments, totals=totals) if totals else Reference(*arguments)
+        seed, weight = self.spec.recipe.seed, self.me.weight
+        return Reference(self._load_reference(), seed, ranks, self._sizes, self._draw, weight, totals)
 
 
 def _gather(communicator: Communicator, vector: Array) -> Iterator[Array]:
@@ -645,21 +634,24 @@ class VerifySplit(SplitParts, Verify):
             total = self._sum_of(communicator, counts)
             exact.add(total[gradients])
             if reference and isinstance(split, SplitStep):
-                reference.compare(split.vector(total).astype(np.float64))
+                reference.compare(split.vector(total))
         total = self._sum_of(communicator, self._sizes)
-        verified = None
+        verified, whole = None, total
         if reference and isinstance(split, SplitStep):
-            reference.sent = split.vector(total).astype(np.float64)
+            reference.sent = whole = split.vector(total)
             verified = self._describe(exact, total[gradients], reference)
-        self._start.restore()
+        self.step.position = 0, self.me.rank
         split.apply(total)
+        if reference:
+            after = self.step.values
+            self._check_update(reference.measure_update(after, whole))
+            self.step.values = after
         return verified
 
     def _sum_of(self, communicator: Communicator, counts: list[int]) -> Array:
         """Return the summed vector of a step from the beginning, in which the ranks have `counts` samples."""
-        recipe, me, layout = self.spec.recipe, self.me, self.layout
-        self._start.restore()
-        self._split.set_step(0, recipe.learning_rate or 0.0)
+        me, layout = self.me, self.layout
+        self.step.position = 0, me.rank
         samples, labels = (part[: counts[me.rank]] for part in self._draw(me.rank, counts[me.rank]))
         vector = np.zeros_like(communicator.local)
         ranks = [rank.rank for rank in self.spec.ranks]

@@ -5,8 +5,9 @@
 .csdctl/provision/KIND/python.tar.gz     Python itself, for nodes that have none
 
 Wheels for nodes with another processor are downloaded by a lock file with hashes. Files that no rank reads
-are left out; training, extracting, and predicting run without them (tests/lab/test_provision.py). The
-same input gives the same bytes.
+are left out; training, extracting, and predicting run without them (tests/lab/test_provision.py). Without
+`with_keras`, so are Keras and all of TensorFlow but its libraries, which run compiled steps and read data
+(docs/decisions/0053). The same input gives the same bytes.
 """
 
 import base64
@@ -15,6 +16,7 @@ import gzip
 import hashlib
 import json
 import os
+import re
 import shutil
 import struct
 import subprocess
@@ -44,7 +46,7 @@ _TAGS = (
     *("manylinux2014", "manylinux2010", "manylinux1"),
 )
 
-TRIM_VERSION = 3
+TRIM_VERSION = 4
 """Part of a bundle's id: change it with the rules below."""
 
 UNUSED_PACKAGES = ("libclang", "grpcio")
@@ -67,6 +69,15 @@ _REMOVED = (
     "*.pxd",
 )
 _RECORD = ".dist-info/RECORD"
+
+TENSORFLOW = ("tensorflow", "tensorflow-cpu")
+_LIBRARIES = (
+    "tensorflow/libtensorflow_framework.so.2",
+    "tensorflow/libtensorflow_cc.so.2",
+    "tensorflow/THIRD_PARTY_NOTICES.txt",
+    *(f"*.dist-info/{name}" for name in ("METADATA", "WHEEL", "RECORD")),
+)
+"""What is left of TensorFlow's wheel without Keras. Of libraries, they need only those of C and C++."""
 
 
 def find_program(name: str) -> str:
@@ -100,7 +111,7 @@ def run_program(
         raise CsdctlError(f"{doing} failed: {cause}", remedy=remedy)
 
 
-def select_locked(lock: str, kind: Kind) -> list[str]:
+def select_locked(lock: str, kind: Kind, *, with_keras: bool) -> list[str]:
     """Return the lines of a lock file that apply to `kind`, without markers; pure.
 
     Raises InputError for a line without a hash.
@@ -114,6 +125,7 @@ def select_locked(lock: str, kind: Kind) -> list[str]:
         "sys_platform": "linux",
         "platform_system": "Linux",
     }
+    unused = {*UNUSED_PACKAGES} if with_keras else {*UNUSED_PACKAGES, *_find_packages_of_keras(lock)}
     selected = []
     for line in lock.replace("\\\n", " ").splitlines():
         if not line.strip() or line.lstrip().startswith("#"):
@@ -129,9 +141,23 @@ def select_locked(lock: str, kind: Kind) -> list[str]:
                 remedy="write it with `uv pip compile --generate-hashes` or `pip-compile --generate-hashes`",
             )
         is_applied = requirement.marker is None or requirement.marker.evaluate(environment)
-        if is_applied and requirement.name not in UNUSED_PACKAGES:
+        if is_applied and requirement.name not in unused:
             selected.append(f"{requirement.name}{requirement.specifier} --hash={' '.join(hashes.split())}")
     return selected
+
+
+def _find_packages_of_keras(lock: str) -> set[str]:
+    """Return Keras and what only Keras and TensorFlow need, by the comments of a lock file (`# via NAME`)."""
+    users: dict[str, set[str]] = {}
+    for line in lock.splitlines():
+        if found := re.match(r"([\w.-]+)==", line):
+            name = found[1]
+        elif found := re.match(r"\s+#\s+(?:via\s+)?(?!-c |via$)(\S+)", line):
+            users.setdefault(name, set()).add(found[1])
+    unneeded = {"keras", *TENSORFLOW}
+    while more := {name for name, needing in users.items() if needing <= unneeded} - unneeded:
+        unneeded |= more
+    return unneeded - {*TENSORFLOW}
 
 
 def build_download_command(requirements: Path, kind: Kind, directory: Path) -> list[str]:
@@ -147,13 +173,13 @@ def build_download_command(requirements: Path, kind: Kind, directory: Path) -> l
     ]
 
 
-def download_wheels(lock: Path, kind: Kind, directory: Path) -> list[Path]:
-    """Download the wheels of `lock` for `kind` into `directory`; return them by name.
+def download_wheels(locked: Sequence[str], kind: Kind, directory: Path) -> list[Path]:
+    """Download the wheels of `locked`, lines of a lock file, into `directory`; return them by name.
 
     Raises CsdctlError with pip's own message.
     """
     requirements = directory / "requirements.txt"
-    save_text(requirements, "\n".join(select_locked(load_text(lock), kind)) + "\n")
+    save_text(requirements, "\n".join(locked) + "\n")
     command = build_download_command(requirements, kind, directory)
     doing = f"downloading the wheels for {kind.architecture} and Python {kind.python}"
     remedy = "check that this host reaches the package index; or collect elsewhere, and copy --bundles"
@@ -161,13 +187,16 @@ def download_wheels(lock: Path, kind: Kind, directory: Path) -> list[Path]:
     return sorted(directory.glob("*.whl"))
 
 
-def is_removed(name: str) -> bool:
-    """Return whether the file `name` of a wheel is left out."""
-    return any(fnmatch.fnmatchcase(name, pattern) for pattern in _REMOVED)
+def is_removed(name: str, kept: Sequence[str]) -> bool:
+    """Return whether the file `name` of a wheel is left out; all are that match no pattern of `kept`."""
+    is_kept = any(fnmatch.fnmatchcase(name, pattern) for pattern in kept)
+    return not is_kept or any(fnmatch.fnmatchcase(name, pattern) for pattern in _REMOVED)
 
 
-def trim_wheel(source: Path, target: Path) -> int:
+def trim_wheel(source: Path, target: Path, *, with_keras: bool) -> int:
     """Write the wheel `source` to `target` without files that no rank reads; return the unpacked bytes."""
+    is_tensorflow = source.name.split("-")[0].replace("_", "-") in TENSORFLOW
+    kept = _LIBRARIES if is_tensorflow and not with_keras else ("*",)
     num_bytes = 0
     changed: dict[str, bytes] = {}
     with (
@@ -176,13 +205,13 @@ def trim_wheel(source: Path, target: Path) -> int:
     ):
         entries = wheel.infolist()
         for entry in sorted(entries, key=lambda one: one.filename.endswith(_RECORD)):
-            if is_removed(entry.filename):
+            if is_removed(entry.filename, kept):
                 continue
             original = content = wheel.read(entry)
             if content.startswith(b"\x7fELF"):
                 content = strip_elf(content)
             elif entry.filename.endswith(_RECORD):
-                content = _correct_record(content, changed)
+                content = _correct_record(content, changed, kept)
             if content is not original:
                 changed[entry.filename] = content
             copied = zipfile.ZipInfo(entry.filename, (1980, 1, 1, 0, 0, 0))
@@ -215,7 +244,7 @@ def strip_elf(content: bytes) -> bytes:
     return bytes(stripped)
 
 
-def _correct_record(record: bytes, changed: Mapping[str, bytes]) -> bytes:
+def _correct_record(record: bytes, changed: Mapping[str, bytes], kept: Sequence[str]) -> bytes:
     """Remove the lines of removed files, and correct those of changed ones."""
     lines = []
     for line in record.decode().splitlines():
@@ -223,7 +252,7 @@ def _correct_record(record: bytes, changed: Mapping[str, bytes]) -> bytes:
         if name in changed:
             digest = base64.urlsafe_b64encode(hashlib.sha256(changed[name]).digest()).rstrip(b"=").decode()
             lines.append(f"{name},sha256={digest},{len(changed[name])}\n")
-        elif not is_removed(name):
+        elif not is_removed(name, kept):
             lines.append(f"{line}\n")
     return "".join(lines).encode()
 
@@ -308,19 +337,22 @@ class Bundle:
         return pack_payload(trees=[read_tree(TreeRequest(self.directory / "wheels", WHEELS))])
 
 
-def collect_bundle(kind: Kind, *, lock: Path, prefix: str, directory: Path, say: Say) -> Bundle:
+def collect_bundle(
+    kind: Kind, *, lock: Path, prefix: str, directory: Path, say: Say, with_keras: bool = False
+) -> Bundle:
     """Return the bundle of `kind` below `directory`; download what is needed if there is none yet.
 
     Raises InputError for an unusable lock file, CsdctlError when something cannot be downloaded.
     """
-    recipe = _recipe(kind, select_locked(load_text(lock), kind), prefix)
-    target = directory / kind.name
+    locked = select_locked(load_text(lock), kind, with_keras=with_keras)
+    recipe = _recipe(kind, locked, prefix, with_keras=with_keras)
+    target = directory / (kind.name + "-keras" * with_keras)
     known = load_bundle(target) if (target / "bundle.json").exists() else None
     if known and known.recipe == recipe:
         return known
     say(f"{kind.name}: collecting wheels{' and Python' if kind.sends_python else ''}")
     with build_atomically(target) as new:
-        bundle = _build(kind, recipe, lock, prefix, new)
+        bundle = _build(kind, recipe, locked, prefix, new, with_keras=with_keras)
         content = {name: value for name, value in asdict(bundle).items() if name != "directory"}
         save_json(new / "bundle.json", {"schema": SCHEMA, **content})
     unpacked_bytes = sum(file.unpacked_bytes for file in bundle.files)
@@ -340,12 +372,16 @@ def load_bundle(directory: Path) -> Bundle:
     return check_values({"directory": str(directory), **content}, Bundle, str(path))
 
 
-def _build(kind: Kind, recipe: str, lock: Path, prefix: str, new: Path) -> Bundle:
+def _build(
+    kind: Kind, recipe: str, locked: Sequence[str], prefix: str, new: Path, *, with_keras: bool
+) -> Bundle:
     wheels = new / "wheels"
     wheels.mkdir()
     with tempfile.TemporaryDirectory(dir=new.parent, prefix=".collecting-") as temporary:
-        downloaded = download_wheels(lock, kind, Path(temporary))
-        files = [_describe(wheels / path.name, trim_wheel(path, wheels / path.name)) for path in downloaded]
+        files = []
+        for path in download_wheels(locked, kind, Path(temporary)):
+            unpacked_bytes = trim_wheel(path, wheels / path.name, with_keras=with_keras)
+            files.append(_describe(wheels / path.name, unpacked_bytes))
         save_text(wheels / "requirements.txt", _pin(files))
         (wheels / "requirements.txt").chmod(0o600)
         bundle = Bundle(new, kind, recipe, tuple(files))
@@ -371,9 +407,9 @@ def _pin(files: Sequence[BundleFile]) -> str:
     return "".join(lines)
 
 
-def _recipe(kind: Kind, locked: Sequence[str], prefix: str) -> str:
+def _recipe(kind: Kind, locked: Sequence[str], prefix: str, *, with_keras: bool) -> str:
     versions = [TRIM_VERSION, *([ARCHIVE_VERSION, prefix] if kind.sends_python else [])]
-    made_from = [SCHEMA, asdict(kind), sorted(locked), versions]
+    made_from = [SCHEMA, asdict(kind), sorted(locked), versions, with_keras]
     return hashlib.sha256(json.dumps(made_from).encode()).hexdigest()
 
 

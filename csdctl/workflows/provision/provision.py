@@ -231,6 +231,8 @@ class ProvisionRequest:
     """The directory of the bundles on the host."""
     prefix: str = "/opt/csdctl"
     lock: Path = LOCK
+    with_keras: bool = False
+    """Whether nodes get Python's TensorFlow and Keras, too."""
     is_dry_run: bool = False
     sends_only: bool = False
     """Whether to stop after sending; then Ansible is not needed."""
@@ -323,7 +325,14 @@ def uninstall(
 
 def collect_kind(request: ProvisionRequest, kind: Kind, say: Say) -> Bundle:
     """Return the bundle of `kind`, collected now if there is none yet."""
-    return collect_bundle(kind, lock=request.lock, prefix=request.prefix, directory=request.bundles, say=say)
+    return collect_bundle(
+        kind,
+        lock=request.lock,
+        prefix=request.prefix,
+        directory=request.bundles,
+        say=say,
+        with_keras=request.with_keras,
+    )
 
 
 def _look(fleet: Fleet, prefix: str, directory: Path, *, installs: bool) -> dict[str, Outcome[BareMachine]]:

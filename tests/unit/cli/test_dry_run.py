@@ -77,10 +77,11 @@ def bundles(tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = tmp_path_factory.mktemp("bundles")
     session = LocalSession("csd0", directory)
     kind = parse_machine("csd0", session.run(build_probe(PREFIX))).kind
+    locked = select_locked(LOCK.read_text(), kind, with_keras=False)
     content = {
         "schema": SCHEMA,
         "kind": {"architecture": kind.architecture, "python": kind.python, "sends_python": False},
-        "recipe": _recipe(kind, select_locked(LOCK.read_text(), kind), PREFIX),
+        "recipe": _recipe(kind, locked, PREFIX, with_keras=False),
         "wheels": [],
     }
     write(directory / kind.name / "wheels/requirements.txt", "")

@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from csdctl.worker.compute.backend import keras, load_backend, tf
+from csdctl.worker.compute.backend import has_libraries_only, keras, load_backend, tf
 from csdctl.worker.data.arrays import Array, as_samples, label_dtype
 from csdctl.worker.data.file_hash import check_stored
 from csdctl.worker.ingest.sources.arrays import ArraySource
@@ -59,7 +59,7 @@ class UserFunction:
     def call(self, root: Path) -> Any:
         """Return what the function returns for the data at `root`; raises WorkerError.
 
-        TensorFlow is loaded first if the user's code does that: its threads must be set before it starts.
+        TensorFlow is loaded first if the user's code mentions it: its threads must be set before it starts.
         Random numbers are the same in every call, so that the same data gives the same bytes.
         """
         source = self._path.read_bytes()
@@ -76,7 +76,10 @@ class UserFunction:
         self._words = set(re.findall(r"\w+", b" ".join(sources).decode(errors="replace")))
         random.seed(SHUFFLE_SEED)
         np.random.seed(SHUFFLE_SEED)
-        if any(re.search(rb"tensorflow|keras", one) for one in sources):
+        named = rb"tensorflow|keras"
+        if has_libraries_only():  # then what only mentions it may run
+            named = rb"(?m)^\s*(?:import|from)\b.*(?:tensorflow|keras)"
+        if any(re.search(named, one) for one in sources):
             load_backend()
             keras.utils.set_random_seed(SHUFFLE_SEED)
         return self.guard(lambda: self._load(source)(str(root)))

@@ -7,7 +7,6 @@ of their errors or messages can name a file.
 
 import io
 import math
-import os
 import re
 import struct
 import threading
@@ -21,8 +20,8 @@ from typing import Any
 
 import numpy as np
 
-from csdctl.worker.compute.backend import load_tensorflow, tf
 from csdctl.worker.data.arrays import Array
+from csdctl.worker.engine.tensorflow_c import TensorFlowError
 from csdctl.worker.ingest.sources.source import (
     Candidate,
     DataFile,
@@ -30,6 +29,15 @@ from csdctl.worker.ingest.sources.source import (
     Tree,
     UnusableError,
     data_error,
+)
+from csdctl.worker.ingest.sources.tensorflow_io import (
+    JPEG_RATIOS,
+    PNG,
+    RGBA,
+    Feature,
+    RecordReader,
+    load_decoders,
+    parse_example,
 )
 from csdctl.worker.process.errors import InputError, describe
 from csdctl.worker.protocol.datasets import ImageRule, PrepareSpec, RecordSchema, list_names
@@ -142,7 +150,7 @@ class ImageDecoder:
                 raise UnusableError("too_large")
             with self._large_image if num_pixels > LARGE_PIXELS else nullcontext():
                 return self.fit(self._decode_format(content, header))
-        except (tf.errors.OpError, *_DECODER_ERRORS):
+        except (TensorFlowError, *_DECODER_ERRORS):
             raise UnusableError("undecodable") from None
 
     def fit(self, image: Array) -> Array:
@@ -158,13 +166,12 @@ class ImageDecoder:
     def _decode_format(self, content: bytes, header: Header) -> Array:
         if header.format == "png":  # a colour key becomes a channel only on request
             has_key = content.find(b"tRNS", 0, content.find(b"IDAT")) > 0
-            return np.asarray(tf.io.decode_png(content, channels=4 if has_key else 0))
+            return load_decoders()[RGBA if has_key else PNG](content).array(0)
         if header.format == "jpeg":
             # The decoder itself reduces the image, which saves most work.
             spare = min(header.height / self._height, header.width / self._width) / SPARE_SCALE
-            ratio = next((ratio for ratio in (8, 4, 2) if ratio <= spare), 1)
-            jpeg = tf.io.decode_jpeg(content, channels=3, ratio=ratio, dct_method="INTEGER_ACCURATE")
-            return _turn(np.asarray(jpeg), header.orientation)
+            ratio = max((ratio for ratio in JPEG_RATIOS if ratio <= spare), default=1)
+            return _turn(load_decoders()[JPEG_RATIOS[ratio]](content).array(0), header.orientation)
         if header.format == "bmp":  # its fourth byte is rarely alpha
             return np.asarray(header.opened.convert("RGB"))
         left, top, right, bottom = header.opened.tile[0][1]  # the first frame, within the screen
@@ -224,7 +231,7 @@ class ClassFolders(DecodedSource):
         counts = Counter(map(self._label, self._files))
         self.files_of_class = tuple(counts[label] for label in range(len(names)))
         self.num_samples = len(self._files)
-        load_tensorflow()
+        load_decoders()  # here, as an error of one picture would not be raised
         self._decoder = ImageDecoder(spec.picture)
         self.sample_bytes = self._decoder.sample_bytes
 
@@ -304,7 +311,9 @@ class RecordFiles(DecodedSource):
         self._label_of = {name: label for label, name in enumerate(spec.classes or ())}
         self._schema: RecordSchema = spec.records
         self._paths = [tree.path_of(file) for file in tree.files if is_record_file(file, tree)]
-        load_tensorflow()
+        self._reader = RecordReader()
+        if self._schema.shape is None:
+            load_decoders()
         is_image = self._schema.shape is None or (
             self._schema.dtype == "uint8" and len(self._schema.shape) == 3 and known_shape(spec.picture)
         )
@@ -328,11 +337,8 @@ class RecordFiles(DecodedSource):
     def _records(self, path: Path) -> Iterator[bytes | None]:
         """Yield the records of a file, and None at the end if the rest of it cannot be read."""
         try:
-            for record in tf.data.TFRecordDataset(
-                os.fsencode(path), compression_type=self._compression(path)
-            ):
-                yield record.numpy()
-        except (tf.errors.OpError, OSError):
+            yield from self._reader.read(path, self._compression(path))
+        except (TensorFlowError, OSError):
             yield None
 
     def _compression(self, path: Path) -> str:
@@ -341,8 +347,8 @@ class RecordFiles(DecodedSource):
             if file.read(3) != b"\x1f\x8b\x08":
                 return ""
         try:
-            next(iter(tf.data.TFRecordDataset(os.fsencode(path))))
-        except (tf.errors.OpError, StopIteration):
+            next(self._reader.read(path))
+        except (TensorFlowError, StopIteration):
             return "GZIP"
         return ""
 
@@ -351,44 +357,42 @@ class RecordFiles(DecodedSource):
         if content is None:
             raise UnusableError("damaged_file")
         try:
-            example = tf.train.Example.FromString(content)
-        except Exception:  # protobuf's own error, which TensorFlow does not export
+            features = parse_example(content)
+        except ValueError:
             raise UnusableError("undecodable") from None
-        features = example.features.feature
         if self._schema.image not in features or self._schema.label not in features:
             raise UnusableError("no_feature")
         return self._sample(features[self._schema.image]), self._label(features[self._schema.label])
 
-    def _sample(self, feature: Any) -> Array:
+    def _sample(self, feature: Feature) -> Array:
         if self._schema.shape is None:
             assert self._decoder is not None
-            if len(feature.bytes_list.value) != 1:
+            if len(feature.texts) != 1:
                 raise UnusableError("undecodable")
-            return self._decoder.decode(feature.bytes_list.value[0])
+            return self._decoder.decode(feature.texts[0])
         raw = self._raw_values(feature, self._schema.shape)
         return self._decoder.fit(raw) if self._decoder else raw
 
-    def _raw_values(self, feature: Any, shape: tuple[int, ...]) -> Array:
+    def _raw_values(self, feature: Feature, shape: tuple[int, ...]) -> Array:
         try:
-            if feature.bytes_list.value:
-                flat = np.frombuffer(feature.bytes_list.value[0], self._schema.dtype)
+            if feature.texts:
+                flat = np.frombuffer(feature.texts[0], self._schema.dtype)
             else:
-                floats = feature.float_list.value
-                if floats and np.dtype(self._schema.dtype).kind != "f":
+                if feature.floats and np.dtype(self._schema.dtype).kind != "f":
                     problem = f"has floats in {self._schema.image}, not {self._schema.dtype}"
                     raise data_error(self._source, problem, "set data.tfrecord.dtype: float32")
-                flat = np.asarray(floats or feature.int64_list.value, self._schema.dtype)
+                flat = np.asarray(feature.floats or feature.integers, self._schema.dtype)
             return flat.reshape(shape)
         except (ValueError, OverflowError):
             raise UnusableError("undecodable") from None
 
-    def _label(self, feature: Any) -> Any:
+    def _label(self, feature: Feature) -> Any:
         """Return an integer label, a float, or the index of a class given by name."""
-        for values in (feature.int64_list.value, feature.float_list.value):
+        for values in (feature.integers, feature.floats):
             if len(values) == 1:
                 return values[0]
-        if len(feature.bytes_list.value) == 1:
-            name = feature.bytes_list.value[0].decode(errors="replace")
+        if len(feature.texts) == 1:
+            name = feature.texts[0].decode(errors="replace")
             if name in self._label_of:
                 return self._label_of[name]
         raise UnusableError("no_label")

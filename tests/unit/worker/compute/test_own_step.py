@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from csdctl.worker.compute.backend import load_backend
-from csdctl.worker.compute.compile import Step, make_compiler, trace
+from csdctl.worker.compute.compile import Step, make_compiler
 from csdctl.worker.compute.keras_internals import find_optimizers
 from csdctl.worker.compute.model import build as build_model
 from csdctl.worker.compute.model import load, save_model

@@ -11,9 +11,12 @@ from typing import Any
 import numpy as np
 import pytest
 
+from csdctl.worker.compute.compile import Step, make_compiler, make_engine, trace
+from csdctl.worker.compute.parts import time_parts
 from csdctl.worker.compute.recipe import compile_model
-from csdctl.worker.compute.split import PrefixStep, SplitStep, micro_batch_size, micro_batch_sizes, time_parts
-from csdctl.worker.compute.step import Step
+from csdctl.worker.compute.split import SplitCompiler
+from csdctl.worker.compute.trace import GraphBuilder
+from csdctl.worker.engine.split import PrefixStep, SplitStep, micro_batch_size, micro_batch_sizes
 from csdctl.worker.group.communicator import Communicator
 from csdctl.worker.group.values import RankLostError, StepVoidError
 from csdctl.worker.process.errors import WorkerError
@@ -168,6 +171,24 @@ def compiled(build: Callable[[], Any], recipe: Recipe) -> Any:
     return model
 
 
+def divided(
+    build: Callable[[], Any], layer: str, recipe: Recipe, example: tuple[Array, Array]
+) -> tuple[SplitStep, list[PrefixStep]]:
+    """Return the steps of rank 0 and of the others."""
+    compiler = make_compiler(compiled(build, recipe), recipe, example)
+    info, builder = trace(compiler)
+    parts = SplitCompiler(compiler, layer, example)
+    info = parts.add_to(builder, info)
+    host = SplitStep(make_engine(compiler, info, builder, weight=WEIGHTS[0]), weight=WEIGHTS[0])
+    of_ranks = GraphBuilder()
+    of_rank = parts.describe_ranks(of_ranks, info)
+    nodes = []
+    for rank in range(1, len(PARTS)):
+        engine = make_engine(parts.of_ranks, of_rank, of_ranks, rank=rank)
+        nodes.append(PrefixStep(engine, weight=WEIGHTS[rank]))
+    return host, nodes
+
+
 @pytest.mark.first(2)
 @pytest.mark.parametrize("name", CASES)
 def test_parts_take_the_steps_of_the_whole_model(name: str) -> None:
@@ -175,36 +196,32 @@ def test_parts_take_the_steps_of_the_whole_model(name: str) -> None:
     generator = np.random.default_rng(0)
     samples = [samples_of(name, generator, size) for size in PARTS]
     example = samples[0][:0], labels_of(name, generator, 0)
-    whole, single = (Step(compiled(build, recipe), recipe, example) for _ in range(2))
-    host = SplitStep(whole, layer, recipe, example, weight=WEIGHTS[0])
-    nodes = [
-        PrefixStep(*(compiled(build, recipe), layer, recipe, example), rank=rank, weight=WEIGHTS[rank])
-        for rank in range(1, len(PARTS))
-    ]
+    single = Step(compiled(build, recipe), recipe, example)
+    host, nodes = divided(build, layer, recipe, example)
     tolerance = 2e-2 if name == "bfloat16" else TOLERANCE
     for step in range(3):
         batches = [(part, labels_of(name, generator, len(part))) for part in samples]
-        for rank in (whole, *nodes, single):  # as the training loop does, which knows the whole model's
+        for rank in (host.engine, *(node.engine for node in nodes), single):
             rank.set_step(step, 0.01)
+        host.begin()
         total = step_of_all([host, *nodes], batches)
         expected = np.zeros(single.layout.step_size, np.float32)
-        for rank, batch in enumerate(batches):
-            single.seeds.set_step(step, rank)
+        for number, batch in enumerate(batches):
+            single.position = step, number
             single.micro_batch_size = micro_batch_size(len(batch[0]), NUM_MICRO_BATCHES)
-            expected += WEIGHTS[rank] * np.asarray(single.local(*batch))
-        found = host.vector(total)
+            expected += WEIGHTS[number] * np.asarray(single.local(*batch))
+        vector = host.vector(total)
         layout = single.layout
         for part in (layout.gradients, layout.statistics, slice(layout.statistics.stop, None)):
             norm = float(np.linalg.norm(expected[part])) or 1.0
-            assert np.linalg.norm(found[part] - expected[part]) / norm < tolerance
-        for rank in (host, *nodes):
-            rank.apply(total)
-        single.apply(found)
-        for mine, theirs in zip(single.state, whole.state, strict=True):
-            assert np.array_equal(np.asarray(mine.value), np.asarray(theirs.value)), mine.path
+            assert np.linalg.norm(vector[part] - expected[part]) / norm < tolerance
+        for one in (host, *nodes):
+            one.apply(total)
+        single.apply(vector)
+        assert all(map(np.array_equal, single.values, host.engine.values))
         for node in nodes:
-            for mine, theirs in zip(node.state, host.prefix_state(), strict=True):
-                assert np.array_equal(np.asarray(mine.value), np.asarray(theirs.value)), mine.path
+            assert all(map(np.array_equal, node.values, host.values))
+            assert len(node.values) == len(host.values)
 
 
 EXAMPLE = np.zeros((0, 9, 9, 3), np.float32), np.zeros(0, np.int32)
@@ -238,13 +255,12 @@ def sent(value: float, label: int, size: int) -> bytes:
     ("value", "label", "size", "reason"),
     [
         (np.nan, 1, 2, "sent activations or labels that are not finite"),
-        (1.0, 99, 2, "sent data that the model cannot take: InvalidArgumentError"),
+        (1.0, 99, 2, "sent data that the model cannot take: TensorFlow: "),
         (1.0, 1, 3, r"sent \d+ bytes of activations, expected \d+"),
     ],
 )
 def test_what_a_rank_sends_is_its_own_fault(value: float, label: int, size: int, reason: str) -> None:
-    model = compiled(pictures, SGD)
-    host = SplitStep(Step(model, SGD, EXAMPLE), "join", SGD, EXAMPLE)
+    host, _ = divided(pictures, "join", SGD, EXAMPLE)
     ranks = Sends(sent(value, label, size), sent(1.0, 1, 2))
     out = np.zeros(host.layout.step_size, np.float32)
     with pytest.raises(StepVoidError):
@@ -255,7 +271,7 @@ def test_what_a_rank_sends_is_its_own_fault(value: float, label: int, size: int,
 
 
 def test_step_is_void_when_a_rank_is_lost_whose_activations_are_awaited() -> None:
-    host = SplitStep(Step(compiled(pictures, SGD), SGD, EXAMPLE), "join", SGD, EXAMPLE)
+    host, _ = divided(pictures, "join", SGD, EXAMPLE)
     ranks = Sends(sent(1.0, 1, 2), b"")
     out = np.zeros(host.layout.step_size, np.float32)
     with pytest.raises(StepVoidError):
@@ -264,7 +280,7 @@ def test_step_is_void_when_a_rank_is_lost_whose_activations_are_awaited() -> Non
 
 
 def test_diverging_training_is_no_ranks_fault() -> None:
-    host = SplitStep(Step(compiled(pictures, SGD), SGD, EXAMPLE), "join", SGD, EXAMPLE)
+    host, _ = divided(pictures, "join", SGD, EXAMPLE)
     exchange = Exchange(host, Sends(*[sent(np.inf, 1, 2)] * 2), EXAMPLE[1])
     out = np.zeros(host.layout.step_size, np.float32)
     exchange.on_host(*EXAMPLE, [0, 1, 2], [1.0] * 3, [[], [2], [2]], out)
@@ -282,7 +298,7 @@ def test_micro_batches_are_of_one_size_but_the_last(sizes: tuple[int, ...], expe
 
 def test_cut_that_does_not_exist_names_those_that_do() -> None:
     with pytest.raises(WorkerError, match="cannot be cut after 'nowhere'; its cuts: stem, "):
-        PrefixStep(compiled(pictures, SGD), "nowhere", SGD, EXAMPLE)
+        divided(pictures, "nowhere", SGD, EXAMPLE)
 
 
 DATA = DatasetInfo("d", 100, (24, 24, 3), "uint8", (), 3, "f" * 32)

@@ -102,6 +102,19 @@ def test_inputs_live_as_long_as_results_that_share_their_memory() -> None:
     assert not session.library._kept
 
 
+@pytest.mark.parametrize("size", [0, 22, 23, 1 << 20])
+def test_bytes_go_in_and_come_out(library: Library, size: int) -> None:
+    graph = tf.Graph()
+    with graph.as_default():
+        tf.strings.join([tf.compat.v1.placeholder(tf.string, [], name="x"), "."], name="y")
+    join = GraphSession(graph.as_graph_def().SerializeToString(), Runtime(), in_caller=True).find(
+        "y", IDENTITY
+    )
+    content = os.urandom(size)
+    assert join(content).string(0) == content + b"."
+    assert not library._kept
+
+
 def test_errors_have_the_message_of_tensorflow() -> None:
     definition = tf.compat.v1.GraphDef()
     definition.node.add(name="x", op="Nothing")

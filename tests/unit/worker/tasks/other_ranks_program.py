@@ -13,7 +13,7 @@ import numpy as np
 
 from csdctl.worker.compute.backend import load_backend
 from csdctl.worker.protocol.run_spec import Runtime
-from csdctl.worker.tasks.verify import draw_samples
+from csdctl.worker.tasks.verify import MOVED, draw_samples, move_weights
 from tests.unit.worker.tasks.verified_models import ROWS, SEED, SIZES, WRONG, make_step
 
 _, keras = load_backend(Runtime(threads=2, onednn=False))
@@ -23,16 +23,14 @@ def save_vectors(name: str, path: Path) -> None:
     row = ROWS[name]
     example = row.samples, row.labels
     step = make_step(row, keras)
-    start = [np.array(variable) for variable in step.model.variables]
+    step.values = move_weights(step, step.values, np.random.default_rng(SEED), MOVED)
 
     def vector(rank: int, samples: np.ndarray, labels: np.ndarray) -> np.ndarray:
-        for variable, value in zip(step.model.variables, start, strict=True):
-            variable.assign(value)
-        step.seeds.set_step(0, rank)
+        step.position = 0, rank
         return np.array(step.local(samples, labels))
 
     drawn = [
-        draw_samples(SEED, rank, size, example, step.model, row.ranges) for rank, size in enumerate(SIZES)
+        draw_samples(SEED, rank, size, example, step.info, row.ranges) for rank, size in enumerate(SIZES)
     ]
     size = SIZES[WRONG]
     first_again = np.r_[0, 0, 2:size]
@@ -40,7 +38,7 @@ def save_vectors(name: str, path: Path) -> None:
     found["one sample twice"] = vector(WRONG, *(column[first_again] for column in drawn[WRONG]))
     found["one sample more"] = vector(WRONG, *(np.r_[column[:1], column] for column in drawn[WRONG]))
     found["another rank's random states"] = vector(0, *drawn[WRONG])
-    found["stale"] = vector(WRONG, *draw_samples(SEED + 1, WRONG, size, example, step.model, row.ranges))
+    found["stale"] = vector(WRONG, *draw_samples(SEED + 1, WRONG, size, example, step.info, row.ranges))
     np.savez(path, **found)
 
 

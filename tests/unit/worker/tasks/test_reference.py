@@ -7,24 +7,24 @@ from typing import Any
 import numpy as np
 import pytest
 
-from csdctl.worker.compute.interception import Interception
-from csdctl.worker.compute.statistics import Snapshot
+from csdctl.worker.compute.keras_step import KerasStep
+from csdctl.worker.compute.own_step import Interception
+from csdctl.worker.compute.precision import compute_type, widen
+from csdctl.worker.engine.step import StepInfo
 from csdctl.worker.group.values import decode_value, encode_value
 from csdctl.worker.protocol.json_codec import ProtocolError, read_as
 from csdctl.worker.tasks.verify import (
     MAX_SAMPLES,
     NEAR,
-    CustomReference,
     ExactSum,
     Ranges,
-    compute_type,
+    Reference,
     draw_samples,
     find_ranges,
     verified_sizes,
-    widen,
 )
 from tests.unit.worker.compute.built_models import keras
-from tests.unit.worker.compute.test_custom_step import (
+from tests.unit.worker.compute.test_own_step import (
     Engine,
     Pair,
     Ranks,
@@ -93,6 +93,13 @@ class TestSizes:
         assert max(verified) <= MAX_SAMPLES
 
 
+def info_of(output_sizes: tuple[int, ...], num_indices: int | None = None) -> StepInfo:
+    none: Any = {"normalizing": (), "metrics": (), "seeds": (), "has_loss_scaling": False}
+    none |= dict.fromkeys(("has_loss_count", "divides_gradients", "has_summed"), False)
+    sizes = dict.fromkeys(("num_weights", "num_trainable", "num_gradients", "num_statistics", "num_states"), 0)
+    return StepInfo({}, (), output_sizes=output_sizes, num_indices=num_indices, **sizes, **none)
+
+
 class TestSamples:
     """Random samples in the range that the model takes."""
 
@@ -108,8 +115,7 @@ class TestSamples:
             "kind": ((0.0, 6.0),),
             "table": ((-9.0, -8.0), (240.0, 300.0)),
         }
-        model = keras().Sequential([keras().Input((4,)), keras().layers.Dense(7)])
-        drawn, _ = draw_samples(3, 0, 300, (data[:0], np.zeros(0, np.int32)), model, ranges)
+        drawn, _ = draw_samples(3, 0, 300, (data[:0], np.zeros(0, np.int32)), info_of((7,)), ranges)
         assert (drawn["kind"].min(), drawn["kind"].max()) == (0, 6)
         assert drawn["picture"].max() > 200
         assert (drawn["table"].min(axis=0) >= [-9, 240]).all()
@@ -118,25 +124,18 @@ class TestSamples:
 
     def test_an_embedding_of_few_kinds_does_not_limit_other_inputs(self) -> None:
         """Samples of the same few values would be alike, and one could not be told from another."""
-        layers, fields = keras().layers, [("words", np.int32, (24,)), ("kinds", np.int32, (24,))]
-        words, kinds = (keras().Input((24,), dtype="int32", name=name) for name, _, _ in fields)
-        both = layers.Embedding(200, 4)(words) + layers.Embedding(2, 4)(kinds)
-        model = keras().Model([words, kinds], layers.Dense(3)(layers.Flatten()(both)))
+        fields = [("words", np.int32, (24,)), ("kinds", np.int32, (24,))]
         data = np.zeros(2, fields)
         data["words"][0], data["kinds"][0] = 199, 1
         example = data[:0], np.zeros(0, np.int32)
-        drawn, _ = draw_samples(3, 0, 50, example, model, find_ranges(data))
+        drawn, _ = draw_samples(3, 0, 50, example, info_of((3,), num_indices=2), find_ranges(data))
         assert drawn["words"].max() > 190
         assert drawn["kinds"].max() == 1
         assert len({row.tobytes() for row in drawn["words"]}) == 50
 
     def test_class_without_outputs_before_it_is_called_gets_two_classes(self) -> None:
-        class Own(keras().Model):  # type: ignore[misc]
-            def call(self, inputs: Any) -> Any:
-                return inputs
-
         example = np.zeros((0, 4), np.float32), np.zeros((0, 5), np.int32)
-        samples, labels = draw_samples(1, 0, 20, example, Own())
+        samples, labels = draw_samples(1, 0, 20, example, info_of(()))
         assert (samples.shape, labels.max()) == ((20, 4), 1)
 
     @pytest.mark.parametrize("sent", [None, {"a": 0}, {"a": [[1.0]]}, {"a": [[1.0, math.inf]]}, {"a": []}])
@@ -158,19 +157,22 @@ class Judged:
     def __init__(self, model: Callable[[], Any], collective: Engine) -> None:
         steps = [make_step(model(), rank) for rank in range(2)]
         step, ranks = steps[0], Ranks(steps, collective)
-        start = [np.asarray(one.value).copy() for one in step.state]
+        start = step.values
         ranks.take(0, [draw(rank, size)[0] for rank, size in enumerate(SIZES)])
-        self.after = [np.asarray(one.value).astype(np.float64) for one in step.state]
-        for one, value in zip(step.state, start, strict=True):
-            one.assign(value)
-        self.reference = CustomReference(step, 5, specs_of(SIZES), SIZES, draw, totals=ranks.totals)
+        self.after = step.values
+        step.values = start
+        example = samples(1)[:0], np.zeros((0, 0), np.float32)
+        keras_step = KerasStep(step.compiler.model, step.compiler.recipe, step, example)
+        ranks_of = specs_of(SIZES)
+        self.reference = Reference(keras_step, 5, ranks_of, SIZES, draw, totals=ranks.totals)
         exact = ExactSum(step.layout.step_size)
         for own in zip(*ranks.parts, strict=True):
             exact.add(step.join(own))
             self.reference.compare(step.join(own))
         self.reference.compare_one_batch()
-        self.update = self.reference.measure_update(self.after)
-        self.is_sum = exact.difference(step.join(ranks.totals)) <= exact.rounding
+        self.total = step.join(ranks.totals)
+        self.update = self.reference.measure_update(self.after, self.total)
+        self.is_sum = exact.difference(self.total) <= exact.rounding
 
     @property
     def are_ranks_right(self) -> bool:
@@ -256,12 +258,8 @@ def test_means_are_equal_to_one_batch_and_a_reference_that_changes_nothing_does_
     one_batch = found.reference.one_batch
     assert one_batch is not None
     assert one_batch.difference <= NEAR * one_batch.spread
-    step = found.reference._step
-    found.reference._start.restore()
-    for rate in step.learning_rates:
-        rate.assign(0.0)
-    found.reference._start = Snapshot(step.state)
-    assert found.reference.measure_update(found.after) == np.inf
+    found.reference._engine.rate = np.zeros((), np.float32)
+    assert found.reference.measure_update(found.after, found.total) == np.inf
 
 
 def test_loss_that_is_no_mean_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 
 from csdctl.worker.compute.backend import load_backend
-from csdctl.worker.compute.statistics import Snapshot
-from csdctl.worker.compute.step import Step
+from csdctl.worker.compute.compile import Step
+from csdctl.worker.compute.keras_step import KerasStep
 from csdctl.worker.group.communicator import Communicator
 from csdctl.worker.group.values import RankLostError, decode_value, encode_value
 from csdctl.worker.process.errors import WorkerError
@@ -158,9 +158,8 @@ class RememberingReference(Reference):
 
     def measure(self, number: int) -> Any:
         if number not in self._known:
-            self._known[number] = super().measure(number), self.drawing
-        measured, self.drawing = self._known[number]
-        return measured
+            self._known[number] = super().measure(number)
+        return self._known[number]
 
     def measure_one_batch(self) -> Any:
         if "one batch" not in self._known:
@@ -177,18 +176,21 @@ class RowVerify(Verify):
         self._known: dict[Any, Any] = {}
 
     def open_reader(self) -> Any:
-        return RowReader(self._row, self._step_of_probes.model)
+        return RowReader(self._row, self._step_of_probes.info)
 
     def _find_ranges(self) -> Any:
         return self._row.ranges
 
-    def _compute(self) -> Any:
-        if "own" not in self._known:
-            self._known["own"] = super()._compute()
-        return self._known["own"]
+    def _load_reference(self) -> KerasStep:
+        step = self._step_of_probes
+        recipe = dataclasses.replace(self._row.recipe, seed=SEED)
+        return KerasStep(step.compiler.model, recipe, step, (self._row.samples, self._row.labels))
 
-    def _make_reference(self) -> Reference:
-        return RememberingReference(self._known, self.step, SEED, self.spec.ranks, SIZES, self._draw, 1.0)
+    def _make_reference(self, totals: Any = ()) -> Reference:
+        if "reference" not in self._known:
+            self._known["reference"] = self._load_reference()
+        step = self._known["reference"]
+        return RememberingReference(self._known, step, SEED, self.spec.ranks, SIZES, self._draw, 1.0)
 
 
 def load_task(row: Row, kind: type[Step] = Step) -> Verify:
@@ -234,20 +236,17 @@ class PlainMeanStep(Step):
         return vector
 
 
-def test_step_that_is_wrong_on_host_and_ranks_alike_is_not_taken_for_a_coupled_model(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_step_that_is_wrong_on_host_and_ranks_alike_is_found(capsys: pytest.CaptureFixture[str]) -> None:
     task = load_task(ROWS["convolutions"], PlainMeanStep)
-    example, start, saved = task.reader.first(0), Snapshot(task.step.model.variables), {}
+    example, saved = task.reader.first(0), {}
+    task.step.values = task._move_weights()
     for rank, size in enumerate(SIZES):
-        task.step.seeds.set_step(0, rank)
-        samples = draw_samples(SEED, rank, size, example, task.step.model)
-        saved[f"rank {rank}"] = np.array(task.step.local(*samples))
-        start.restore()
-    verified = verify(task, Engine(), saved, capsys)
-    verdict = judge(verified, NODES)
+        task.step.position = 0, rank
+        saved[f"rank {rank}"] = task.step.local(*draw_samples(SEED, rank, size, example, task.step.info))
+    task = load_task(ROWS["convolutions"], PlainMeanStep)
+    verdict = judge(verify(task, Engine(), saved, capsys), NODES)
     assert not verdict.is_equal
-    assert "the gradient of one batch of all samples differs" in verdict.text
+    assert "the gradient differs" in verdict.text
 
 
 @pytest.mark.parametrize(
@@ -276,10 +275,10 @@ def test_right_engine_passes_and_every_wrong_one_fails(
 ) -> None:
     row, saved = ROWS[name], dict(np.load(other_ranks / f"{name}.npz"))
     task = load_task(row)
-    start = Snapshot(task.step.state)
+    start = task.step.values
 
     def judged(engine: Engine) -> tuple[Verified, Verdict]:
-        start.restore()
+        task.step.values = start
         verified = verify(task, engine, saved, capsys)
         return verified, judge(verified, NODES)
 

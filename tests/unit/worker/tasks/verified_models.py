@@ -6,11 +6,13 @@ from typing import Any
 
 import numpy as np
 
+from csdctl.worker.compute.compile import Step
+from csdctl.worker.compute.precision import widen
 from csdctl.worker.compute.recipe import compile_model
-from csdctl.worker.compute.step import Step
+from csdctl.worker.engine.step import StepInfo
 from csdctl.worker.protocol.recipe import LossTerm, Recipe
 from csdctl.worker.protocol.run_spec import RankSpec, Runtime
-from csdctl.worker.tasks.verify import Ranges, draw_samples, widen
+from csdctl.worker.tasks.verify import Ranges, draw_samples
 
 SIZES = (16, 12, 5)
 """The batch sizes of the ranks."""
@@ -186,14 +188,14 @@ def specs_of(sizes: Sequence[int], num_steps: int = 1) -> tuple[RankSpec, ...]:
 class RowReader:
     """Stands in for a reader of files: draws what the row's model takes."""
 
-    def __init__(self, row: Row, model: Any) -> None:
-        self._example, self._model, self._ranges = (row.samples, row.labels), model, row.ranges
+    def __init__(self, row: Row, info: StepInfo) -> None:
+        self._example, self._info, self._ranges = (row.samples, row.labels), info, row.ranges
 
     def set_epoch(self, epoch: int) -> None:
         pass
 
     def first(self, count: int) -> tuple[Any, Any]:
-        return draw_samples(0, 0, count, self._example, self._model, self._ranges)
+        return draw_samples(0, 0, count, self._example, self._info, self._ranges)
 
     def read(self, share: Any, reassigned: Any = None) -> tuple[Any, Any]:
         return self.first(share.num_samples)

@@ -1,0 +1,163 @@
+"""What TensorFlow reads, by its C library: PNG, JPEG, and the records and examples of TFRecord files."""
+
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from csdctl.worker.engine.protobuf import BYTES, FIXED32, VARINT, encode_field, parse_fields, parse_int64s
+from csdctl.worker.engine.step import FunctionInfo
+from csdctl.worker.engine.tensorflow_c import (
+    OUT_OF_RANGE,
+    STRING,
+    TYPES,
+    Function,
+    GraphSession,
+    TensorFlowError,
+)
+from csdctl.worker.protocol.run_spec import Runtime
+
+PNG, RGBA = "png", "rgba"
+JPEG_RATIOS = {ratio: f"jpeg_{ratio}" for ratio in (1, 2, 4, 8)}
+"""Names of the decoders that reduce a picture by a factor."""
+BUFFER_BYTES = 256 << 10
+"""What is read of a TFRecord file at once, as by tf.data.TFRecordDataset."""
+
+
+def _node(name: str, operation: str, inputs: Sequence[str], **attributes: bytes) -> bytes:
+    """Return a node of a GraphDef; `attributes` are messages of the type AttrValue."""
+    texts = ((1, name), (2, operation), *((3, one) for one in inputs))
+    fields = [encode_field(number, text.encode()) for number, text in texts]
+    for key, value in attributes.items():
+        fields.append(encode_field(5, encode_field(1, key.encode()) + encode_field(2, value)))
+    return encode_field(1, b"".join(fields))
+
+
+def _bytes(value: bytes) -> bytes:
+    return encode_field(2, value)
+
+
+def _int(value: int) -> bytes:
+    return encode_field(3, value)
+
+
+def _type(number: int) -> bytes:
+    return encode_field(6, number)
+
+
+def _placeholder(name: str, number: int = STRING) -> bytes:
+    return _node(name, "Placeholder", (), dtype=_type(number))
+
+
+def _open(nodes: Sequence[bytes]) -> GraphSession:
+    """Return a session that computes in the threads of its callers, as many as they have."""
+    return GraphSession(b"".join(nodes), Runtime(), in_caller=True)
+
+
+@cache
+def load_decoders() -> dict[str, Function]:
+    """Return thread-safe functions of encoded bytes: PNG, RGBA for a PNG with alpha, and of JPEG_RATIOS.
+
+    They return pixels (h, w, c), uint8: c as in the file, 4 of RGBA, 3 of a JPEG. They raise TensorFlowError
+    for a damaged picture. Raises WorkerError without TensorFlow's libraries.
+    """
+    content, exact = ("content",), _bytes(b"INTEGER_ACCURATE")
+    nodes = {name: _node(name, "DecodePng", content, channels=_int(n)) for name, n in ((PNG, 0), (RGBA, 4))}
+    for ratio, name in JPEG_RATIOS.items():
+        options = {"channels": _int(3), "ratio": _int(ratio), "dct_method": exact}
+        nodes[name] = _node(name, "DecodeJpeg", content, **options)
+    session = _open([_placeholder(*content), *nodes.values()])
+    return {name: session.find(name, FunctionInfo(content, (name,))) for name in nodes}
+
+
+class RecordReader:
+    """Reads TFRecord files, one after the other."""
+
+    def __init__(self) -> None:
+        """Raise WorkerError without TensorFlow's libraries."""
+        elements = {
+            "output_types": encode_field(1, _type(STRING)),
+            "output_shapes": encode_field(1, encode_field(7, b"")),  # scalars
+        }
+        feeds, empty = ("filename", "compression", "buffer_bytes"), _bytes(b"")
+        session = _open(
+            [
+                *map(_placeholder, feeds[:2]),
+                _placeholder(feeds[2], TYPES["int64"]),
+                _node("records", "TFRecordDataset", feeds),
+                _node("iterator", "IteratorV2", (), shared_name=empty, container=empty, **elements),
+                _node("begin", "MakeIterator", ["records", "iterator"]),
+                _node("next", "IteratorGetNext", ["iterator"], **elements),
+            ]
+        )
+        self._begin = session.find("begin", FunctionInfo(feeds, (), ("begin",)))
+        self._next = session.find("next", FunctionInfo((), ("next",)))
+
+    def read(self, path: Path, compression: str = "") -> Iterator[bytes]:
+        """Yield the records of a file, `compression` '' or 'GZIP'; raises TensorFlowError for damage."""
+        self._begin(os.fsencode(path), compression.encode(), np.array(BUFFER_BYTES, np.int64))
+        while True:
+            try:
+                record = self._next().string(0)
+            except TensorFlowError as error:
+                if error.code == OUT_OF_RANGE:
+                    return
+                raise
+            yield record
+
+
+@dataclass
+class Feature:
+    """A tf.train.Feature: values of one kind."""
+
+    texts: list[bytes] = field(default_factory=list)
+    floats: list[float] = field(default_factory=list)
+    integers: list[int] = field(default_factory=list)
+
+
+def parse_example(content: bytes) -> dict[str, Feature]:
+    """Return the features of a serialized tf.train.Example by name; raises ValueError for anything else."""
+    features = {}
+    for number, kind, message in parse_fields(memoryview(content)):
+        for inner, inner_kind, entry in parse_fields(message) if (number, kind) == (1, BYTES) else ():
+            if (inner, inner_kind) == (1, BYTES):
+                name, feature = _parse_entry(entry)
+                features[name] = feature
+    return features
+
+
+def _parse_entry(content: memoryview) -> tuple[str, Feature]:
+    name, feature = "", Feature()
+    for number, kind, value in parse_fields(content):
+        if (number, kind) == (1, BYTES):
+            name = str(value, "utf-8")
+        elif (number, kind) == (2, BYTES):
+            feature = _parse_feature(value)
+    return name, feature
+
+
+def _parse_feature(content: memoryview) -> Feature:
+    feature, last = Feature(), 0
+    for number, kind, message in parse_fields(content):
+        if kind != BYTES or number not in (1, 2, 3):
+            continue
+        if number != last:  # a feature has values of one kind, the last one
+            feature, last = Feature(), number
+        for _, inner_kind, value in (one for one in parse_fields(message) if one[0] == 1):
+            _add_values(feature, number, inner_kind, value)
+    return feature
+
+
+def _add_values(feature: Feature, number: int, kind: int, value: Any) -> None:
+    if number == 1 and kind == BYTES:
+        feature.texts.append(bytes(value))
+    elif number == 2 and kind in (BYTES, FIXED32):
+        feature.floats += np.frombuffer(value, "<f4").tolist() if value else []
+    elif number == 3 and kind == BYTES:
+        feature.integers += parse_int64s(value)
+    elif number == 3 and kind == VARINT:
+        feature.integers.append(value - (value >> 63 << 64))
