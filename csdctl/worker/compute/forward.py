@@ -1,68 +1,115 @@
-"""A model run over samples, without training: what each machine computes for features and for `predict`."""
+"""Forward passes, compiled or computed by Keras where they cannot be; the whole model of a head."""
 
 import functools
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from csdctl.worker.compute.backend import keras, tf
+from csdctl.worker.compute.backend import keras, load_backend, tf
+from csdctl.worker.compute.compile import GRAPH, INFO, STATE_FILE, compile_step
 from csdctl.worker.compute.keras_internals import topological_nodes
 from csdctl.worker.compute.model import load
-from csdctl.worker.compute.objective import as_tensors, inputs_of
-from csdctl.worker.data.arrays import Array
+from csdctl.worker.compute.objective import as_tensors, inputs_of, specs_of
+from csdctl.worker.compute.trace import CannotCompileError, GraphBuilder, in_scope
+from csdctl.worker.data.arrays import Array, dtype_from_text, save_arrays
+from csdctl.worker.engine.forward import BATCH_SIZE, FORWARD, BatchedPass, Compute, ForwardInfo, load_forward
+from csdctl.worker.engine.step import FunctionInfo, VariableInfo
 from csdctl.worker.process.errors import InputError
-from csdctl.worker.protocol.features import SIGMOID, SOFTMAX, ResultRule
-from csdctl.worker.protocol.run_spec import HeadSpec, Prefix
+from csdctl.worker.protocol.json_codec import to_json
+from csdctl.worker.protocol.model_info import (
+    AllCompiled,
+    Compiled,
+    CompileRequest,
+    CompileRequests,
+    ForwardRequest,
+)
+from csdctl.worker.protocol.run_spec import HeadSpec, Prefix, Runtime
 
-BATCH_SIZE = 32
-"""Samples of a forward pass. Always as many: a kernel may round differently for another number."""
-
-
-@dataclass(frozen=True)
-class BatchedPass:
-    """A model that is run over samples in batches of `BATCH_SIZE`, the last one padded."""
-
-    compute: Callable[[Array], list[Array]]
-    """Returns the outputs of a batch, each of shape (BATCH_SIZE, …)."""
-    convert: Callable[[list[Array]], Array]
-    """Makes the stored rows of them."""
-
-    def run(self, samples: Array) -> Array:
-        """Return a row, shape (n, …), for each of `samples`, shape (n, …)."""
-        starts = range(0, len(samples), BATCH_SIZE)
-        parts = [self._run_batch(samples[start : start + BATCH_SIZE]) for start in starts]
-        return np.concatenate(parts) if parts else self._run_batch(samples)
-
-    def _run_batch(self, samples: Array) -> Array:
-        padded = np.zeros((BATCH_SIZE, *samples.shape[1:]), samples.dtype)
-        padded[: len(samples)] = samples
-        outputs = self.compute(padded)
-        if any(output.shape[:1] != (BATCH_SIZE,) for output in outputs):
-            raise InputError(
-                "the model does not compute one row for each sample",
-                "use a model whose outputs have one row for each sample of the batch",
-            )
-        return self.convert(outputs)[: len(samples)]
+MAX_CONSTANT_BYTES = 1 << 27
+"""Weights up to this size are constants of the graph: those of batch norm become a part of convolutions'.
+Larger ones are arguments, for a graph is in memory three times while it is loaded."""
 
 
-def forward_pass(part: Prefix, convert: Callable[[list[Array]], Array], layer: str = "") -> BatchedPass:
-    """Return what runs a Keras model with one thread pool, that of the process.
+def compile_all(requests: CompileRequests) -> AllCompiled:
+    """Compile forward passes and steps; raises WorkerError if ranks cannot take a step."""
+    load_backend()
+    forwards = map(compile_forward, requests.forwards)
+    return AllCompiled((*forwards, *map(_compile_step, requests.steps)))
+
+
+def _compile_step(request: CompileRequest) -> Compiled:
+    if not all(request.data.sample_shape):  # of a head whose features are only known by computing them
+        return Compiled("the size of its samples is not fixed")
+    return compile_step(request)
+
+
+def compile_forward(request: ForwardRequest) -> Compiled:
+    """Compile a forward pass, and write it to the request's `output`; raises WorkerError as `load`."""
+    model = load(Path(request.architecture), Path(request.weights), request.code)
+    output, builder = Path(request.output), GraphBuilder()
+    computed = _up_to(model, request.layer)
+    values = [np.asarray(one.value) for one in computed.weights]
+    arguments = values if sum(one.nbytes for one in values) > MAX_CONSTANT_BYTES else []
+    empty = np.empty((BATCH_SIZE, *request.sample_shape), dtype_from_text(request.dtype))
+    (samples,) = specs_of([empty], BATCH_SIZE)
+    fields = samples if isinstance(samples, dict) else {"": samples}
+    count = len(arguments)
+
+    def forward(*given: Any) -> list[Any]:
+        state, batch = (
+            given[:count] or map(tf.constant, values),
+            dict(zip(fields, given[count:], strict=True)),
+        )
+        with in_scope(computed.weights, list(state)):
+            inputs = inputs_of(model, batch if isinstance(samples, dict) else batch[""], request.input_range)
+            outputs = keras.tree.flatten(computed(inputs, training=False))
+            return [tf.cast(one, tf.float32) for one in outputs]
+
+    specs = {f"state_{place}": tf.TensorSpec(one.shape, one.dtype) for place, one in enumerate(arguments)}
+    specs |= {f"samples_{place}": one for place, one in enumerate(fields.values())}
+    try:
+        builder.add(FORWARD, forward, specs)
+        (output / GRAPH).write_bytes(builder.optimize())
+    except CannotCompileError as error:
+        return Compiled(error.message)
+    save_arrays(output / STATE_FILE, {f"v{place:05d}": one for place, one in enumerate(arguments)})
+    variables = tuple(VariableInfo(one.shape, one.dtype.name) for one in arguments)
+    info = ForwardInfo(FunctionInfo(*map(tuple, builder.functions[FORWARD])), variables)
+    (output / INFO).write_text(to_json(info))
+    return Compiled()
+
+
+def forward_pass(
+    part: Prefix, convert: Callable[[list[Array]], Array], runtime: Runtime, layer: str = ""
+) -> BatchedPass:
+    """Return what runs a model with the threads of `runtime`: its graph or, where it has none, Keras.
 
     `convert` makes the stored rows of the model's outputs, or of the output of `layer`. Raises WorkerError if
-    the model cannot be built here, or has no such layer.
+    the model cannot be run here, or has no such layer.
     """
+    if part.compiled:
+        return BatchedPass(load_forward(part.compiled, runtime), convert)
+    load_backend(runtime)
+    return BatchedPass(_keras_pass(part, layer), convert)
+
+
+def _keras_pass(part: Prefix, layer: str) -> Compute:
     model = load(Path(part.architecture), Path(part.weights), part.code)
-    computed = keras.Model(model.inputs, output_of(model, layer)) if layer else model
+    computed = _up_to(model, layer)
 
     def forward(samples: Any) -> Any:
         outputs = computed(inputs_of(model, samples, part.input_range), training=False)
         return keras.tree.flatten(outputs)
 
     graph = tf.function(forward, autograph=False, reduce_retracing=True)
-    return BatchedPass(lambda samples: list(map(np.asarray, graph(as_tensors(samples)))), convert)
+    return lambda samples: list(map(np.asarray, graph(as_tensors(samples))))
+
+
+def _up_to(model: Any, layer: str) -> Any:
+    """Return the model, or the part of it that computes `layer`."""
+    return keras.Model(model.inputs, output_of(model, layer)) if layer else model
 
 
 def output_of(model: Any, layer: str) -> Any:
@@ -76,44 +123,9 @@ def output_of(model: Any, layer: str) -> Any:
     )
 
 
-def to_results(outputs: Sequence[Array], rules: Sequence[ResultRule]) -> Array:
-    """Return the records that are kept of a batch's outputs, each of shape (n, …)."""
-    if len(outputs) != len(rules):
-        raise InputError(
-            f"the model has {len(outputs)} outputs, expected {len(rules)}",
-            "use a model whose outputs are known before it is called",
-        )
-    fields = [
-        field
-        for output, rule in zip(outputs, rules, strict=True)
-        for field in zip(rule.fields, _reduce(output, rule), strict=True)
-    ]
-    records = np.empty(len(outputs[0]), [(name, array.dtype, array.shape[1:]) for name, array in fields])
-    for name, array in fields:
-        records[name] = array
-    return records
-
-
-def _reduce(output: Array, rule: ResultRule) -> list[Array]:
-    """Return what is kept of one output, shape (n, …): class and probability, or all values."""
-    output = output.astype(np.float32)
-    if rule.kind not in (SOFTMAX, SIGMOID):
-        return [output]
-    values = output.reshape(len(output), -1)
-    if rule.from_logits and rule.kind == SOFTMAX:
-        powers = np.exp(values - values.max(axis=1, keepdims=True))
-        values = powers / powers.sum(axis=1, keepdims=True)
-    elif rule.from_logits:
-        values = 0.5 * (1 + np.tanh(values / 2))
-    if values.shape[1] == 1:  # the probability of the second of two classes
-        values = np.concatenate([1 - values, values], axis=1)
-    classes = values.argmax(axis=1)
-    return [classes.astype(np.int32), values[np.arange(len(values)), classes].astype(np.float32)]
-
-
-def feature_pass(prefix: Prefix) -> BatchedPass:
-    """Return what computes features; raises WorkerError if the prefix cannot be built here."""
-    return forward_pass(prefix, lambda outputs: outputs[0].astype(prefix.precision))
+def feature_pass(prefix: Prefix, runtime: Runtime) -> BatchedPass:
+    """Return what computes features; raises WorkerError if the prefix cannot be run here."""
+    return forward_pass(prefix, lambda outputs: outputs[0].astype(prefix.precision), runtime)
 
 
 @functools.lru_cache(maxsize=1)  # to build it takes longer than to save it, and the best epochs do both

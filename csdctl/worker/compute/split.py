@@ -291,7 +291,7 @@ def time_parts(spec: PartsSpec, **_: Any) -> PartTimes:
         example = (batch[0][:1], batch[1][:1])
         step = Step(model, spec.recipe, example)
     step.set_step(0, 0.0)
-    features = feature_pass(spec.prefix) if spec.prefix else None
+    features = feature_pass(spec.prefix, spec.runtime) if spec.prefix else None
     duration_s = spec.min_duration_s
     cuts, why_not = [], ""
     for layer in spec.cuts:

@@ -19,14 +19,15 @@ import numpy as np
 from csdctl.worker.compute.backend import STATE, load_backend, tf
 from csdctl.worker.compute.compile import AnyStep, find_variables, make_step
 from csdctl.worker.compute.custom_step import CustomStep
-from csdctl.worker.compute.forward import BatchedPass, assemble, feature_pass
+from csdctl.worker.compute.forward import assemble, feature_pass
 from csdctl.worker.compute.model import load, save_model
 from csdctl.worker.compute.user_code import load_augmentation
 from csdctl.worker.data.arrays import Array
 from csdctl.worker.data.prepared import EpochReader, SyntheticReader, sample_bytes
-from csdctl.worker.engine.keras_file import save_like
-from csdctl.worker.engine.load import hash_arrays, load_engine
-from csdctl.worker.engine.step import StepEngine
+from csdctl.worker.engine.forward import BatchedPass
+from csdctl.worker.engine.keras_file import Places, places_of_head, save_like
+from csdctl.worker.engine.load import hash_arrays, load_engine, load_info
+from csdctl.worker.engine.step import StepEngine, StepInfo
 from csdctl.worker.group.communicator import Communicator
 from csdctl.worker.process.errors import WorkerError
 from csdctl.worker.protocol.events import Joined, Misbehaved
@@ -274,7 +275,7 @@ class ModelTask:
         """Return the features of samples (n, …), as the model before the head computes them here."""
         if self._extractor is None:
             assert self.spec.head is not None
-            self._extractor = feature_pass(self.spec.head.prefix)
+            self._extractor = feature_pass(self.spec.head.prefix, self.me.runtime)
         return self._extractor.run(samples)
 
     def share_hash(self, communicator: Communicator) -> tuple[str, list[int]]:
@@ -317,8 +318,9 @@ class ModelTask:
             with step.averaged_weights():
                 return save_model(step.model, path)
         values = [*step.averaged_values(), np.asarray(step.rate)]
-        if self.spec.compiled and step.info.places:
-            return save_like(self.spec.compiled.template, step.info.places, values, path)
+        template, places = self._template(step.info)
+        if places:
+            return save_like(template, places, values, path)
         load_backend(self.me.runtime)
         if self._whole is None:
             self._whole = self.load_model()
@@ -327,6 +329,16 @@ class ModelTask:
             variable.assign(value)
         whole = assemble(self.spec.head, self._whole) if self.spec.head else self._whole
         return save_model(whole, path)
+
+    def _template(self, info: StepInfo) -> tuple[str, Places]:
+        """Return a file of Keras with the whole model, and where it has the step's variables; {}: unknown."""
+        head, compiled = self.spec.head, self.spec.compiled
+        whole = head.compiled if head else compiled
+        if not compiled or not whole:
+            return "", {}
+        if not head:
+            return whole.template, info.places
+        return whole.template, places_of_head(info, load_info(whole, StepInfo), head.head_weights)
 
     def _warm_up(self) -> None:
         images, labels = self.example(self.me.batch_size)
