@@ -19,7 +19,8 @@ import numpy as np
 from csdctl.worker.compute.backend import STATE, load_backend, tf
 from csdctl.worker.compute.compile import AnyStep, find_variables, make_step
 from csdctl.worker.compute.custom_step import CustomStep
-from csdctl.worker.compute.forward import assemble, feature_pass
+from csdctl.worker.compute.forward import feature_pass
+from csdctl.worker.compute.keras_forward import assemble
 from csdctl.worker.compute.model import load, save_model
 from csdctl.worker.compute.user_code import load_augmentation
 from csdctl.worker.data.arrays import Array
