@@ -83,10 +83,12 @@ from csdctl.tuning.strategies import (
     share_by_flops,
     spread_cuts,
 )
+from csdctl.worker.protocol.features import FLOAT32
 from csdctl.worker.protocol.model_info import CutInfo
 from csdctl.worker.protocol.probe import PartsSpec, PartTimes, ProbeRequest
 from csdctl.worker.protocol.recipe import BF16
 from csdctl.worker.protocol.run_spec import Runtime, SplitSpec
+from csdctl.workflows.data.compile import as_prefix, compile_parts
 from csdctl.workflows.data.files import deploy_files
 from csdctl.workflows.data.prepare import PreparationObserver, prepare_in
 from csdctl.workflows.train.plan import build_fingerprint, default_runtime
