@@ -333,9 +333,9 @@ class ModelTask:
 
     def _template(self, info: StepInfo) -> tuple[str, Places]:
         """Return a file of Keras with the whole model, and where it has the step's variables; {}: unknown."""
-        head, compiled = self.spec.head, self.spec.compiled
-        whole = head.compiled if head else compiled
-        if not compiled or not whole:
+        head = self.spec.head
+        whole = head.compiled if head else self.spec.compiled
+        if not whole:
             return "", {}
         if not head:
             return whole.template, info.places

@@ -12,7 +12,7 @@ import pytest
 from csdctl.worker.compute.compile import compile_step
 from csdctl.worker.compute.cuts import frozen_cut, split_at
 from csdctl.worker.compute.forward import forward_pass
-from csdctl.worker.compute.keras_forward import assemble, compile_forward
+from csdctl.worker.compute.keras_forward import assemble, compile_all, compile_forward
 from csdctl.worker.compute.keras_internals import compile_arguments
 from csdctl.worker.compute.model import load, save_weights, with_settings
 from csdctl.worker.data.arrays import Array, dtype_to_text
@@ -23,7 +23,7 @@ from csdctl.worker.ingest.extract import extract
 from csdctl.worker.protocol.datasets import DatasetInfo
 from csdctl.worker.protocol.features import VALUES, ExtractSpec, ResultRule
 from csdctl.worker.protocol.json_codec import to_json
-from csdctl.worker.protocol.model_info import CompileRequest, ForwardRequest
+from csdctl.worker.protocol.model_info import CompileRequest, CompileRequests, ForwardRequest
 from csdctl.worker.protocol.recipe import Recipe
 from csdctl.worker.protocol.run_spec import CompiledStep, HeadSpec, Prefix, RankSpec, Runtime
 from tests.unit.worker.compute.built_models import as_records, carry, keras
@@ -151,6 +151,13 @@ def test_model_that_calls_python_says_so(tmp_path: Path) -> None:
     assert "calls Python" in compile_forward(request).reason
     found = forward_pass(prefix, lambda outputs: outputs[0], Runtime()).run(ROWS)
     np.testing.assert_allclose(found, model.predict(ROWS, verbose=0), rtol=1e-5)
+
+
+def test_head_of_features_whose_size_is_not_known_runs_by_keras(tmp_path: Path) -> None:
+    data = DatasetInfo("", 0, (0, 0, 8), "float32", (), 3, "")
+    request = CompileRequest("", "", RECIPE, data, str(tmp_path))
+    (answer,) = compile_all(CompileRequests((), (request,))).answers
+    assert answer.reason == "the size of its samples is not fixed"
 
 
 PROGRAM = """
