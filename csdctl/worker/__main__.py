@@ -40,7 +40,7 @@ REQUESTED = {
 """Commands that read samples, which may be private: what they do, the function, the type of the request."""
 ANSWERS = {
     "build": ("compute.model:build", "protocol.model_info:BuildRequest"),
-    "compile": ("compute.compile:compile_step", "protocol.model_info:CompileRequest"),
+    "compile": ("compute.keras_forward:compile_all", "protocol.model_info:CompileRequests"),
     "augment": ("compute.user_code:try_augment", "protocol.model_info:AugmentTrial"),
     "sandbox-check": ("sandbox.program:check_sandbox", "protocol.sandbox:SandboxRequest"),
 }

@@ -13,7 +13,7 @@ import pytest
 from csdctl.job.model import load_job
 from csdctl.tuning.plan import Plan, RankPlan, save_plan
 from tests.emulated.running import document, emulated, home_of, succeed
-from tests.emulated.small_jobs import ALL_DATA, frozen_model, small_job
+from tests.emulated.small_jobs import ALL_DATA, frozen_model, pausing_layer, small_job
 from tests.emulated.training import events_of, find_breaks, stop_without_csd1
 
 pytestmark = [pytest.mark.emulated, pytest.mark.thorough]
@@ -129,16 +129,35 @@ def test_host_trains_alone_on_features_of_all_public_samples(project: Path) -> N
     assert resumed["samples"] == 7 * 24  # --max-steps counts those before the run was resumed
 
 
-def test_views_are_features_of_augmented_samples(project: Path) -> None:
+def test_views_are_features_of_augmented_samples(project: Path, by_features: dict[str, Any]) -> None:
     (project / "changes.py").write_text(AUGMENT)
     text = (JOB % 0.01).replace("validation:", "augment: changes.py:darken\n  validation:")
     (project / "views.yaml").write_text(text.replace("epochs: 2", "epochs: 3, views: 2"))
     report = train(project, "views.yaml", "--strategy", "features", "--batch-size", "8")
-    # Two views of public and private samples, and the validation samples as they are.
-    assert report["features"]["num_computed"] == (2 * 3 + 1) * NUM_SAMPLES
+    # Two views of public and private samples; validation samples have none, and their features are there.
+    assert by_features["features"]["num_computed"] == 4 * NUM_SAMPLES
+    assert report["features"]["num_computed"] == 2 * 3 * NUM_SAMPLES
     assert report["samples"] == 3 * 3 * NUM_SAMPLES
     again = train(project, "views.yaml", "--strategy", "features", "--batch-size", "8")
     assert again["features"]["num_computed"] == 0
+
+
+def test_frozen_part_that_calls_python_is_run_by_keras(project: Path) -> None:
+    (project / "layer.py").write_text(pausing_layer(0))
+    pooling = "        layers.GlobalAveragePooling2D(),\n"
+    content = f"import layer\n{MODEL}".replace(pooling, f"        layer.Pause(),\n{pooling}")
+    (project / "pausing.py").write_text(content)
+    (project / "pausing.yaml").write_text(
+        (JOB % 0.01).replace("model.py:build", "pausing.py:build\ncode: [layer.py]")
+    )
+    done = succeed(
+        project, "train", "pausing.yaml", "--strategy", "features", "--batch-size", "8", "--skip-doctor"
+    )
+    said = " ".join((done.stdout + done.stderr).split())
+    assert "the frozen part runs with Python's TensorFlow: " in said
+    assert "the step of the head runs" not in said
+    report = json.loads(succeed(project, "report", "latest", "--json").stdout)
+    assert Path(report["path"], "model.keras").is_file()
 
 
 def test_verify_compares_features_and_head(project: Path, by_features: dict[str, Any]) -> None:

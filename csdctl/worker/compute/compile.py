@@ -1,7 +1,6 @@
 """Compiles the step of a model that `build` wrote, for other processes or for this one."""
 
 import zipfile
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -9,8 +8,7 @@ from typing import Any
 import numpy as np
 
 from csdctl.worker.compute.backend import DEFAULT, load_backend, tf
-from csdctl.worker.compute.forward import assemble
-from csdctl.worker.compute.model import load, save_model
+from csdctl.worker.compute.model import load
 from csdctl.worker.compute.own_step import OwnStepCompiler, has_own_step
 from csdctl.worker.compute.precision import compute_type, widen
 from csdctl.worker.compute.split import SplitCompiler
@@ -147,20 +145,6 @@ def build_engine(spec: RunSpec, me: RankSpec, recipe: Recipe, example: tuple[Arr
         noise=spec.noise,
         augmentation=load_augmentation(recipe.augment, recipe.seed, spec.code),
     )
-
-
-def save_with_keras(spec: RunSpec, example: tuple[Array, Array], values: Sequence[Array], path: Path) -> Path:
-    """Save the model of a run with the values of its state, then of its learning rates; return the path.
-
-    The file is .keras, or has the weights alone where Keras cannot save the model. Raises OSError.
-    """
-    model = load(Path(spec.architecture), Path(spec.weights), spec.code)
-    compiler = make_compiler(model, spec.recipe, example)
-    num_rates = len(compiler.rates)
-    rates = zip(compiler.rates, values[len(values) - num_rates :], strict=True)
-    for variable, value in [*zip(compiler.variables, values, strict=False), *rates]:
-        assign(variable, value)
-    return save_model(assemble(spec.head, model) if spec.head else model, path)
 
 
 class Step(StepEngine):

@@ -273,10 +273,10 @@ def inputs_of(model: Any, samples: Any, input_range: tuple[float, float] | None)
     return tf.nest.map_structure(lambda tensor: pick(tensor, tensor.name), structure)
 
 
-def specs_of(example: Iterable[Array]) -> list[Any]:
-    """Return the signature of batches of any size like `example`, samples and labels."""
+def specs_of(example: Iterable[Array], batch_size: int | None = None) -> list[Any]:
+    """Return the signature of batches like `example`, samples and labels; None: of any size."""
     return [
-        map_fields(lambda field: tf.TensorSpec((None, *field.shape[1:]), field.dtype), array)
+        map_fields(lambda field: tf.TensorSpec((batch_size, *field.shape[1:]), field.dtype), array)
         for array in example
     ]
 

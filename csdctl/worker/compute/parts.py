@@ -29,7 +29,7 @@ def time_parts(spec: PartsSpec, **_: Any) -> PartTimes:
     info, builder = trace(compiler)
     batch = random_batch(np.random.default_rng(0), spec.data, spec.batch_size, info.num_indices)
     engine = make_engine(compiler, info, builder, spec.runtime)
-    features = feature_pass(spec.prefix) if spec.prefix else None
+    features = feature_pass(spec.prefix, spec.runtime) if spec.prefix else None
     duration_s = spec.min_duration_s
     cuts, why_not = [], ""
     for layer in spec.cuts:

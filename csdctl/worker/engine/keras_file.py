@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 
 from csdctl.worker.data.arrays import Array
-from csdctl.worker.engine.step import BFLOAT16
+from csdctl.worker.engine.step import BFLOAT16, StepInfo
 from csdctl.worker.process.files import sync_directory
 
 WEIGHTS = "model.weights.h5"
@@ -58,6 +58,20 @@ def _replace(content: bytes, places: Places, values: Sequence[Array]) -> bytes:
             for name in names:
                 file[name][...] = value["bfloat16"] if value.dtype == BFLOAT16 else value
     return buffer.getvalue()
+
+
+def places_of_head(head: StepInfo, whole: StepInfo, weights: Sequence[int]) -> Places:
+    """Return where a file with the whole model has the variables of its head's step; {}: unknown.
+
+    `weights`: the number of each of the head's weights in the whole model. Their optimizers have the same
+    variables, for the head has all that is trained; the learning rate comes last.
+    """
+    own, all_variables = len(head.variables) - head.num_weights, len(whole.variables)
+    numbers = [*weights, *range(whole.num_weights, all_variables + 1)]
+    if not whole.places or own != all_variables - whole.num_weights:
+        return {}
+    pairs = [(str(place), str(number)) for place, number in enumerate(numbers)]
+    return {place: whole.places[number] for place, number in pairs if number in whole.places}
 
 
 def find_places(content: bytes, marks: Sequence[Array]) -> dict[str, tuple[str, ...]]:

@@ -3,13 +3,13 @@
 import hashlib
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 
 from csdctl.worker.data.arrays import Array
 from csdctl.worker.data.file_hash import check_stored
-from csdctl.worker.engine.step import BFLOAT16, StepEngine, StepInfo
+from csdctl.worker.engine.step import BFLOAT16, StepEngine, StepInfo, VariableInfo
 from csdctl.worker.engine.tensorflow_c import GraphSession
 from csdctl.worker.process.errors import WorkerError
 from csdctl.worker.protocol.json_codec import from_json
@@ -17,24 +17,49 @@ from csdctl.worker.protocol.recipe import Noise, Recipe
 from csdctl.worker.protocol.run_spec import CompiledStep, RankSpec, Runtime
 
 
-def load_compiled(files: CompiledStep, runtime: Runtime) -> tuple[StepInfo, GraphSession, list[Array]]:
-    """Return a step's info, session and first state; raises WorkerError if a file is not what was sent."""
-    for path in (files.graph, files.info, files.state):
+class Info(Protocol):
+    """What is known of a graph: `StepInfo` or `ForwardInfo`."""
+
+    @property
+    def variables(self) -> tuple[VariableInfo, ...]:
+        """The variables of the state."""
+
+
+InfoT = TypeVar("InfoT", bound=Info)
+
+
+def load_compiled(
+    files: CompiledStep, kind: type[InfoT], runtime: Runtime
+) -> tuple[InfoT, GraphSession, list[Array]]:
+    """Return info, session and first state of a graph; raises WorkerError if a file is not what was sent."""
+    info = load_info(files, kind)
+    for path in (files.graph, files.state):
         check_stored(path)
     try:
-        info = from_json(StepInfo, Path(files.info).read_text())
         content = Path(files.graph).read_bytes()
         with np.load(files.state, allow_pickle=False) as archive:
             kept = (archive[name] for name in sorted(archive.files))
+            types = (BFLOAT16 if one.dtype == "bfloat16" else np.dtype(one.dtype) for one in info.variables)
             state = [
-                np.zeros(one.shape, BFLOAT16 if one.dtype == "bfloat16" else one.dtype)
-                if one.is_zero
-                else next(kept)
-                for one in info.variables
+                np.zeros(one.shape, dtype) if one.is_zero else next(kept).view(dtype)
+                for one, dtype in zip(info.variables, types, strict=True)
             ]
     except OSError as error:
-        raise WorkerError(f"the model cannot be read: {error}", remedy="run `csdctl deploy` again") from None
+        raise _unreadable(error) from None
     return info, GraphSession(content, runtime), state
+
+
+def load_info(files: CompiledStep, kind: type[InfoT]) -> InfoT:
+    """Return what is known of a graph; raises WorkerError if the file is not what was sent."""
+    check_stored(files.info)
+    try:
+        return from_json(kind, Path(files.info).read_text())
+    except OSError as error:
+        raise _unreadable(error) from None
+
+
+def _unreadable(error: OSError) -> WorkerError:
+    return WorkerError(f"the model cannot be read: {error}", remedy="run `csdctl deploy` again")
 
 
 def load_engine(
@@ -42,7 +67,7 @@ def load_engine(
 ) -> StepEngine:
     """Return the compiled step of a rank; raises WorkerError if it cannot be run here."""
     return StepEngine(
-        *load_compiled(files, me.runtime),
+        *load_compiled(files, StepInfo, me.runtime),
         recipe.seed,
         rank=me.rank,
         weight=me.weight,

@@ -20,12 +20,12 @@ from pathlib import Path
 
 import numpy as np
 
-from csdctl.worker.compute.backend import load_backend
-from csdctl.worker.compute.forward import BATCH_SIZE, feature_pass, forward_pass, to_results
-from csdctl.worker.compute.user_code import Augmentation
+from csdctl.worker.compute.forward import feature_pass, forward_pass
+from csdctl.worker.compute.user_code import Augmentation, import_packed
 from csdctl.worker.data.arrays import Array, CheckedArray, dtype_from_text
 from csdctl.worker.data.file_hash import check_stored, open_regular
 from csdctl.worker.data.prepared import PreparedSamples, rows_of
+from csdctl.worker.engine.forward import BATCH_SIZE, to_results
 from csdctl.worker.ingest.partial_dataset import PartialDataset, check_free_space, find_stored, make_store
 from csdctl.worker.ingest.sources.source import Block
 from csdctl.worker.process.errors import InputError, WorkerError
@@ -135,12 +135,13 @@ def _compute_rows(
 
 
 def load_computation(spec: ExtractSpec) -> Compute:
-    """Return what computes the rows to store; raises WorkerError if the model cannot be built here."""
-    load_backend(spec.runtime)
+    """Return what computes the rows to store; raises WorkerError if the model cannot be run here."""
     if spec.results:
-        forward = forward_pass(spec.prefix, lambda outputs: to_results(outputs, spec.results), spec.layer)
+        forward = forward_pass(
+            spec.prefix, lambda outputs: to_results(outputs, spec.results), spec.runtime, spec.layer
+        )
         return lambda samples, labels: (forward.run(samples), np.zeros((len(samples), 0), np.float32))
-    extractor = feature_pass(spec.prefix)
+    extractor = feature_pass(spec.prefix, spec.runtime)
 
     def compute(samples: Array, labels: Array) -> tuple[Array, Array]:
         features = extractor.run(samples)
@@ -170,6 +171,8 @@ def load_augmentation(spec: ExtractSpec) -> Callable[[Array, Array, int, int], t
         return lambda samples, labels, view, start: (samples, labels)
     content = f"{spec.source.images_sha256} {spec.source.start}"
     data = int.from_bytes(hashlib.sha256(content.encode()).digest()[:4])
+    if code := spec.prefix.code:
+        import_packed(code.archive, code.modules)
     function = Augmentation(wanted.augment, wanted.seed)
 
     def make(samples: Array, labels: Array, view: int, start: int) -> tuple[Array, Array]:
@@ -184,17 +187,17 @@ def load_augmentation(spec: ExtractSpec) -> Callable[[Array, Array, int, int], t
 
 def fingerprint_of(spec: ExtractSpec) -> str:
     """Return a hash of everything that the stored rows depend on."""
-    prefix, code, views = spec.prefix, spec.prefix.code, spec.augmented
-    for file in (prefix.architecture, prefix.weights):
+    prefix, views = spec.prefix, spec.augmented
+    for file in prefix.files:
         check_stored(file)
     tensorflow = ("tensorflow", "tensorflow-cpu", "tensorflow-intel", "tf-nightly")
-    files = (prefix.architecture, prefix.weights, code.archive if code else "")
+    code = prefix.code.archive if prefix.code and views else ""
     content = [
         dataclasses.asdict(dataclasses.replace(spec.source, images="", labels="")),
-        [*(Path(file).name for file in files), prefix.input_range, prefix.precision],
-        [_version_of(*tensorflow), _version_of("keras", "keras-nightly"), BATCH_SIZE],
+        [*(Path(file).name for file in prefix.files), prefix.input_range, prefix.precision],
+        [_version_of(*tensorflow), not prefix.compiled and _version_of("keras", "keras-nightly"), BATCH_SIZE],
         # FILE.py:NAME; what it does is in the code's archive
-        views and [Path(views.augment).name, views.seed, views.num_views],
+        views and [Path(code).name, Path(views.augment).name, views.seed, views.num_views],
         [spec.layer, *map(dataclasses.astuple, spec.results)],
     ]
     return hashlib.sha256(json.dumps(content).encode()).hexdigest()

@@ -65,11 +65,44 @@ class CompileRequest:
 
 
 @dataclass(frozen=True)
+class ForwardRequest:
+    """The request to compile the forward pass of a model that was built, or of a part of it."""
+
+    architecture: str
+    weights: str
+    input_range: tuple[float, float] | None
+    """As in the recipe: what 0…255 becomes."""
+    dtype: str
+    """As in `DatasetInfo`."""
+    sample_shape: Shape
+    output: str
+    """The directory to write the files of a `CompiledStep` to."""
+    code: UserCode | None = None
+    layer: str = ""
+    """The layer whose output is computed in place of the model's; '' for none."""
+
+
+@dataclass(frozen=True)
+class CompileRequests:
+    """The request to compile forward passes and steps in one process."""
+
+    forwards: tuple[ForwardRequest, ...]
+    steps: tuple[CompileRequest, ...]
+
+
+@dataclass(frozen=True)
 class Compiled:
-    """The answer to a `CompileRequest`."""
+    """The answer to a `CompileRequest` or `ForwardRequest`."""
 
     reason: str = ""
-    """Why the step needs Python's TensorFlow, and nothing was written; '' for a compiled step."""
+    """Why it needs Python's TensorFlow, and nothing was written; '' for what is compiled."""
+
+
+@dataclass(frozen=True)
+class AllCompiled:
+    """The answers to `CompileRequests`: to forward passes, then to steps."""
+
+    answers: tuple[Compiled, ...]
 
 
 @dataclass(frozen=True)

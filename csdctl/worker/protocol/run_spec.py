@@ -118,12 +118,12 @@ class RankSpec:
 
 @dataclass(frozen=True)
 class CompiledStep:
-    """A step that needs neither Keras nor Python's TensorFlow, as files in the store."""
+    """A step, or a forward pass, that needs neither Keras nor Python's TensorFlow, as files in the store."""
 
     graph: str
     """A serialized GraphDef."""
     info: str
-    """The `StepInfo` of the graph."""
+    """The `StepInfo` of the graph, or the `ForwardInfo`."""
     state: str
     """The variables' values at the beginning (.npz)."""
     template: str = ""
@@ -132,15 +132,25 @@ class CompiledStep:
 
 @dataclass(frozen=True)
 class Prefix:
-    """The frozen part of a model, from its inputs to the cut, as files in the store."""
+    """The frozen part of a model, from its inputs to the cut, or a whole model, as files in the store."""
 
     architecture: str
+    """With `weights` and `code` only on machines that need them, because nothing is `compiled`."""
     weights: str
     input_range: tuple[float, float] | None
     """As in the recipe: what 0…255 becomes."""
     precision: str = "float32"
     """The type that features are stored in."""
     code: UserCode | None = None
+    compiled: CompiledStep | None = None
+    """Its forward pass; None if it cannot be compiled."""
+
+    @property
+    def files(self) -> tuple[str, ...]:
+        """The files that its outputs depend on."""
+        if self.compiled:
+            return (self.compiled.graph, self.compiled.info, self.compiled.state)
+        return (self.architecture, self.weights, *([self.code.archive] if self.code else []))
 
 
 @dataclass(frozen=True)
@@ -153,6 +163,8 @@ class HeadSpec:
     weights: str
     head_weights: tuple[Count, ...]
     """The place of each of the head's weights among those of the whole model."""
+    compiled: CompiledStep | None = None
+    """The step of the whole model, which has the template to save it by; None if it cannot be compiled."""
 
 
 @dataclass(frozen=True)

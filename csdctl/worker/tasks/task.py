@@ -17,13 +17,14 @@ from typing import Any, Protocol, TypeVar
 import numpy as np
 
 from csdctl.worker.compute.backend import load_backend
-from csdctl.worker.compute.forward import BatchedPass, feature_pass
+from csdctl.worker.compute.forward import feature_pass
 from csdctl.worker.compute.user_code import load_augmentation
 from csdctl.worker.data.arrays import Array
 from csdctl.worker.data.prepared import EpochReader, SyntheticReader, sample_bytes
-from csdctl.worker.engine.keras_file import save_like
-from csdctl.worker.engine.load import hash_arrays, load_engine
-from csdctl.worker.engine.step import StepEngine
+from csdctl.worker.engine.forward import BatchedPass
+from csdctl.worker.engine.keras_file import Places, places_of_head, save_like
+from csdctl.worker.engine.load import hash_arrays, load_engine, load_info
+from csdctl.worker.engine.step import StepEngine, StepInfo
 from csdctl.worker.group.communicator import Communicator
 from csdctl.worker.process.errors import WorkerError
 from csdctl.worker.protocol.events import Joined, Misbehaved
@@ -264,7 +265,7 @@ class ModelTask:
         """Return the features of samples (n, …), as the model before the head computes them here."""
         if self._extractor is None:
             assert self.spec.head is not None
-            self._extractor = feature_pass(self.spec.head.prefix)
+            self._extractor = feature_pass(self.spec.head.prefix, self.me.runtime)
         return self._extractor.run(samples)
 
     def share_hash(self, communicator: Communicator) -> tuple[str, list[int]]:
@@ -302,14 +303,25 @@ class ModelTask:
 
         It has moving averages of the weights, where an optimizer keeps some. Raises OSError.
         """
-        step, spec = self.step, self.spec
+        step = self.step
         values = [*step.averaged_values(), *step.rates]
-        if spec.compiled and step.info.places:
-            return save_like(spec.compiled.template, step.info.places, values, path)
-        from csdctl.worker.compute.compile import save_with_keras
+        template, places = self._template(step.info)
+        if places:
+            return save_like(template, places, values, path)
+        from csdctl.worker.compute.keras_forward import save_with_keras
 
         load_backend(self.me.runtime)
-        return save_with_keras(spec, self.example(0), values, path)
+        return save_with_keras(self.spec, self.example(0), values, path)
+
+    def _template(self, info: StepInfo) -> tuple[str, Places]:
+        """Return a file of Keras with the whole model, and where it has the step's variables; {}: unknown."""
+        head = self.spec.head
+        whole = head.compiled if head else self.spec.compiled
+        if not whole:
+            return "", {}
+        if not head:
+            return whole.template, info.places
+        return whole.template, places_of_head(info, load_info(whole, StepInfo), head.head_weights)
 
     def _warm_up(self) -> None:
         images, labels = self.example(self.me.batch_size)

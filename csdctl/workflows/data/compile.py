@@ -1,10 +1,13 @@
-"""Compiles the step of a job's model in a worker process on the host; the result is cached by content."""
+"""Compiles a job's model in a worker process on the host; the results are cached by content."""
 
 import hashlib
 import json
 import sys
+from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 from importlib.metadata import version
+from pathlib import Path
 
 from csdctl.documents import build_atomically, load_kept, save_json
 from csdctl.fleet.model import HOST_NAME
@@ -15,8 +18,10 @@ from csdctl.shipping.worker_calls import call_worker
 from csdctl.transport.meter import TrafficClass
 from csdctl.transport.program import within
 from csdctl.worker.protocol.datasets import DatasetInfo
+from csdctl.worker.protocol.features import FLOAT32
 from csdctl.worker.protocol.json_codec import to_json
-from csdctl.worker.protocol.model_info import Compiled, CompileRequest
+from csdctl.worker.protocol.model_info import AllCompiled, CompileRequest, CompileRequests, ForwardRequest
+from csdctl.worker.protocol.run_spec import Prefix
 from csdctl.workflows.data.files import HASHES, SerializedModel, have_hashes
 from csdctl.workflows.workspace.workspace import Workspace
 
@@ -26,53 +31,157 @@ TEMPLATES = ("template.keras", "template.weights.h5")
 REASON = "reason.json"
 DEADLINE_S = 600.0
 
+Wanted = tuple[SerializedModel, CompileRequest | ForwardRequest, str]
+"""A model, the request to compile it, and what that is, in words."""
 
-def compile_step(
+
+def compile_model(
     job: Job, model: SerializedModel, public: DatasetInfo, worker: StoredFile, space: Workspace, say: Say
 ) -> SerializedModel:
     """Return the model with its compiled step, or with why it cannot be compiled.
 
-    `public`: the prepared data, whose shapes and types count. Raises InputError for a model that ranks cannot
-    train together.
+    Of a model with a frozen part, what `compile_parts` returns is compiled by the same process. `public`: the
+    prepared data, whose shapes and types count. Raises InputError for a model that ranks cannot train
+    together.
     """
-    project = space.project
-    data = replace(public.element_spec, path="", fingerprint="", num_samples=0)
-    request = CompileRequest(
-        model.architecture.path,
-        model.weights.path,
+    wanted: list[Wanted] = [(model, _step_of(job, model, _form_of(public)), "the step")]
+    if model.info.features:
+        wanted += _parts_of(job, model, public, FLOAT32)
+    return _compile(wanted, worker, space, say)[0]
+
+
+def compile_parts(
+    job: Job,
+    model: SerializedModel,
+    public: DatasetInfo,
+    precision: str,
+    worker: StoredFile,
+    space: Workspace,
+) -> tuple[SerializedModel, SerializedModel]:
+    """Return the frozen part and the head of a model, each compiled or with why it cannot be.
+
+    The head's samples are features of the type `precision`.
+    """
+    prefix, head = _compile(_parts_of(job, model, public, precision), worker, space, lambda _: None)
+    return prefix, head
+
+
+def compile_forward(
+    model: SerializedModel, public: DatasetInfo, layer: str, worker: StoredFile, space: Workspace, say: Say
+) -> SerializedModel:
+    """Return the model with its compiled forward pass up to `layer`, or with why it cannot be compiled."""
+    return _compile([(model, _forward_of(model, public, layer), "the model")], worker, space, say)[0]
+
+
+def as_prefix(model: SerializedModel, precision: str = FLOAT32, *, has_views: bool = False) -> Prefix:
+    """Return how machines are told of a model with a compiled forward pass, or of one without."""
+    paths, compiled = (model.architecture.path, model.weights.path), model.step
+    code = model.user_code if has_views or not compiled else None
+    return Prefix(*paths, model.info.recipe.input_range, precision, code, compiled)
+
+
+def files_of(model: SerializedModel, *, has_views: bool = False) -> list[StoredFile]:
+    """Return the files that a machine needs for what `as_prefix` returns."""
+    if not model.compiled:
+        return model.files
+    return [*model.compiled, *([model.code] if model.code and has_views else [])]
+
+
+def _form_of(data: DatasetInfo) -> DatasetInfo:
+    """Return shapes and types alone."""
+    form = replace(data.element_spec, path="", fingerprint="", num_samples=0)
+    return replace(form, images_sha256="", labels_sha256="")
+
+
+def _step_of(job: Job, model: SerializedModel, data: DatasetInfo) -> CompileRequest:
+    paths, code = (model.architecture.path, model.weights.path), model.user_code
+    return CompileRequest(
+        *paths,
         model.info.recipe,
         data,
         "",
-        model.user_code if model.info.needs_code else None,
+        code if model.info.needs_code else None,
         has_noise=job.noise is not None,
         has_validation=job.validation_path is not None,
     )
-    described = [to_json(request), worker.sha256, *map(version, ("keras", "numpy"))]
-    key = hashlib.sha256(json.dumps(described).encode()).hexdigest()[:32]
-    directory = project.models / f"step-{key}"
-    if not have_hashes(directory, (REASON,)) or (
-        not load_kept(directory / REASON, str) and not have_hashes(directory, (REASON, *FILES))
-    ):
-        say("compiling the step")
-        with build_atomically(directory) as aside:
-            compiled = call_worker(
-                space.sessions[HOST_NAME],
-                sys.executable,
-                worker.path,
-                "compile",
-                replace(request, output=str(aside)),
-                Compiled,
-                doing="compiling the step",
-                patience=within(DEADLINE_S),
-            )
-            save_json(aside / REASON, compiled.reason)
+
+
+def _forward_of(model: SerializedModel, public: DatasetInfo, layer: str = "") -> ForwardRequest:
+    paths, form = (model.architecture.path, model.weights.path), (public.dtype, public.sample_shape)
+    code = model.user_code if model.info.needs_code else None
+    return ForwardRequest(*paths, model.info.recipe.input_range, *form, "", code, layer)
+
+
+def _parts_of(job: Job, model: SerializedModel, public: DatasetInfo, precision: str) -> list[Wanted]:
+    assert model.info.features
+    files, recipe = model.parts, replace(model.info.recipe, augment="")
+    prefix = replace(model, architecture=files[0], weights=files[1], compiled=(), template="")
+    head = replace(prefix, architecture=files[2], weights=files[3], info=replace(model.info, recipe=recipe))
+    shape = model.info.features.shape
+    data = replace(_form_of(public), sample_shape=shape, dtype=precision, max_values={})
+    step = _step_of(job, head, data)
+    return [(prefix, _forward_of(prefix, public), "the frozen part"), (head, step, "the step of the head")]
+
+
+def _compile(
+    wanted: Sequence[Wanted], worker: StoredFile, space: Workspace, say: Say
+) -> list[SerializedModel]:
+    """Return the models with what is compiled; all that is not in the cache is compiled by one process."""
+    known = [worker.sha256, *map(version, ("keras", "numpy"))]
+    described = [json.dumps([to_json(request), *known]) for _, request, _ in wanted]
+    keys = [hashlib.sha256(one.encode()).hexdigest()[:32] for one in described]
+    directories = [space.project.models / f"step-{key}" for key in keys]
+    pairs = zip([request for _, request, _ in wanted], directories, strict=True)
+    missing = [pair for pair in pairs if not _is_compiled(pair[1])]
+    if missing:
+        say("compiling the model")
+        _compile_missing(missing, worker, space)
+    found = zip(wanted, directories, strict=True)
+    return [_with_files(model, what, directory, space, say) for (model, _, what), directory in found]
+
+
+def _is_compiled(directory: Path) -> bool:
+    if not have_hashes(directory, (REASON,)):
+        return False
+    return bool(load_kept(directory / REASON, str)) or have_hashes(directory, (REASON, *FILES))
+
+
+def _compile_missing(
+    missing: Sequence[tuple[CompileRequest | ForwardRequest, Path]], worker: StoredFile, space: Workspace
+) -> None:
+    with ExitStack() as stack:
+        requests: list[CompileRequest | ForwardRequest] = [
+            replace(request, output=str(stack.enter_context(build_atomically(directory))))
+            for request, directory in missing
+        ]
+        forwards = [one for one in requests if isinstance(one, ForwardRequest)]
+        steps = [one for one in requests if isinstance(one, CompileRequest)]
+        compiled = call_worker(
+            space.sessions[HOST_NAME],
+            sys.executable,
+            worker.path,
+            "compile",
+            CompileRequests(tuple(forwards), tuple(steps)),
+            AllCompiled,
+            doing="compiling the model",
+            patience=within(DEADLINE_S),
+        )
+        in_order: list[CompileRequest | ForwardRequest] = [*forwards, *steps]
+        for request, answer in zip(in_order, compiled.answers, strict=True):
+            aside = Path(request.output)
+            save_json(aside / REASON, answer.reason)
             names = [name for name in (REASON, *FILES, *TEMPLATES) if (aside / name).exists()]
             save_json(aside / HASHES, {name: hash_file(aside / name) for name in names})
-    reason = load_kept(directory / REASON, str) or ""
+
+
+def _with_files(
+    model: SerializedModel, what: str, directory: Path, space: Workspace, say: Say
+) -> SerializedModel:
+    root, reason = space.project.root, load_kept(directory / REASON, str) or ""
     if reason:
-        say(f"the step runs with Python's TensorFlow: {reason}")
+        say(f"{what} runs with Python's TensorFlow: {reason}")
         return replace(model, not_compiled=reason)
-    files = (store_file(directory / name, project.root, TrafficClass.MODEL) for name in FILES)
+    files = (store_file(directory / name, root, TrafficClass.MODEL) for name in FILES)
     found = [directory / name for name in TEMPLATES if (directory / name).exists()]
-    template = str(found[0].relative_to(project.root)) if found else ""
+    template = str(found[0].relative_to(root)) if found else ""
     return replace(model, compiled=tuple(files), template=template)

@@ -42,7 +42,7 @@ from csdctl.worker.protocol.json_codec import shorten, to_json
 from csdctl.worker.protocol.model_info import AugmentTrial, ModelInfo
 from csdctl.worker.protocol.recipe import Recipe
 from csdctl.worker.protocol.run_spec import UserCode
-from csdctl.workflows.data.compile import compile_step
+from csdctl.workflows.data.compile import compile_model
 from csdctl.workflows.data.files import (
     SerializedModel,
     describe_code,
@@ -227,14 +227,14 @@ def prepare_job(
     on_progress: OnProgress = lambda data, progress: None,
     *,
     is_checked: bool = False,
-    needs_labels: bool = True,
+    is_trained: bool = True,
 ) -> Prepared:
     """Prepare model, public and private data of `job`; raises InputError when they are incompatible.
 
     Class names come from the job or the folders of the public data, so that all machines number them alike.
     `on_progress` gets 'public', 'validation' or a node's name, from any thread. With `is_checked`, data that
     was prepared before is compared with its hashes, and prepared again if it differs; without, it is an
-    InputError when it is described differently than then. Without `needs_labels`, the labels may be any.
+    InputError when it is described differently than then. Unless it `is_trained`, the labels may be any.
     """
     project, host = space.project, space.sessions[HOST_NAME]
     worker = store_worker(project)
@@ -270,12 +270,10 @@ def prepare_job(
         nodes = {name: space.sessions[name] for name in space.fleet.names_without_servers}
         private = values_or_raise(run_on_all(nodes, prepare_node), "preparing private data")
     datasets = {"public": public, "validation": validation, **private}
-    check_compatibility(model.info, datasets, needs_labels=needs_labels)
+    check_compatibility(model.info, datasets, needs_labels=is_trained)
     if job.noise:
         check_noise(job.noise, model.info, private)
-    for name, info in datasets.items():
-        for part, shape in info.padded.items() if info else ():
-            say(f"{name}: different lengths were padded with 0: {part} to {show_shape(shape)}")
+    _tell_padded(datasets, say)
     of_host = {"public": public} | ({"validation": validation} if validation else {})
     for name in find_changed(project, job, of_host | private):
         if not is_checked:
@@ -286,8 +284,15 @@ def prepare_job(
             )
         say(f"{name}: the prepared data had changed and was prepared again")
     save_prepared(project, job, of_host, private, absent)
-    model = compile_step(job, model, public, worker, space, say)
+    if is_trained:
+        model = compile_model(job, model, public, worker, space, say)
     return Prepared(worker, model, public, validation, private, absent, prepare_node)
+
+
+def _tell_padded(datasets: Mapping[str, DatasetInfo | None], say: Say) -> None:
+    for name, info in datasets.items():
+        for part, shape in info.padded.items() if info else ():
+            say(f"{name}: different lengths were padded with 0: {part} to {show_shape(shape)}")
 
 
 @dataclass

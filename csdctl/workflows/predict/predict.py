@@ -46,7 +46,7 @@ from csdctl.worker.protocol.features import (
     SendSpec,
 )
 from csdctl.worker.protocol.model_info import ModelInfo, OutputInfo
-from csdctl.worker.protocol.run_spec import Prefix
+from csdctl.workflows.data.compile import as_prefix, compile_forward, files_of
 from csdctl.workflows.data.files import SerializedModel, deploy_files, whole
 from csdctl.workflows.data.prepare import PreparationObserver, Prepared, check_info, load_prepared, prepare_in
 from csdctl.workflows.train.plan import default_runtime
@@ -377,11 +377,15 @@ def predict(request: PredictRequest, observer: PreparationObserver) -> PredictRe
             say(f"continuing without {', '.join(absent)}, which cannot be reached")
         record = load_prepared(space.project, request.job)
         num_private = dict(record.num_private) if record else {}
-        prepared = prepare_in(space, request.model_job, observer, needs_labels=False)
+        prepared = prepare_in(space, request.model_job, observer, is_trained=False)
         num_private |= prepared.num_private
         rules = build_rules(prepared.model.info, request.want)
         if request.layer:
             check_layer(request.layer, prepared.model)
+        model = compile_forward(
+            prepared.model, prepared.public, request.layer, prepared.worker, space, observer.say
+        )
+        prepared = replace(prepared, model=model)
         with tempfile.TemporaryDirectory(".predict", dir=space.project.state) as directory:
             prediction = _Prediction(request, prepared, space, rules, Path(directory), observer)
             found, failed = prediction.run(list_parts(request, prepared))
@@ -455,7 +459,7 @@ class _Prediction:
 
             def on_machine(name: str) -> list[Block]:
                 if name != HOST_NAME:
-                    files = {name: self.prepared.files}
+                    files = {name: [self.prepared.worker, *files_of(self.prepared.model)]}
                     deploy_files(files, fleet, sessions, self.observer.on_delivery)
                 return [self._predict(part, on_progress) for part in by_machine[name]]
 
@@ -469,12 +473,8 @@ class _Prediction:
         import numpy as np
 
         request, prepared, space = self.request, self.prepared, self.space
-        model = prepared.model
-        whole_model = Prefix(
-            model.architecture.path, model.weights.path, prepared.recipe.input_range, code=model.user_code
-        )
-        runtime = default_runtime(part.machine, space.fleet, space.facts)
-        spec = ExtractSpec(whole(part.info), RESULT_STORE, whole_model, runtime, self.rules, request.layer)
+        runtime, model = default_runtime(part.machine, space.fleet, space.facts), as_prefix(prepared.model)
+        spec = ExtractSpec(whole(part.info), RESULT_STORE, model, runtime, self.rules, request.layer)
 
         note = partial(on_progress, part.label)
         extracted = call_machine(

@@ -51,6 +51,7 @@ from csdctl.worker.protocol.run_spec import (
     SplitSpec,
     TaskSpec,
 )
+from csdctl.workflows.data.compile import as_prefix, compile_parts, files_of
 from csdctl.workflows.data.files import deploy_files, whole
 from csdctl.workflows.data.prepare import Prepared, check_info
 from csdctl.workflows.train.spec import RunContext, RunInputs, ShardFiles, plan_reading
@@ -193,6 +194,7 @@ class Features(Strategy):
     def build_verification(self, inputs: RunInputs, context: RunContext) -> RunInputs:
         """Return the run of the model's head, whose ranks compute the features of what they draw."""
         run = divide(inputs.spec, context, FLOAT32)
+        run = replace(run, spec=replace(run.spec, compiled=None))
         shards = {name: (*inputs.shards.get(name, ()), *run.files) for name in context.space.fleet.machines}
         return RunInputs(inputs.directory, run.spec, run.prepared, shards)
 
@@ -304,18 +306,23 @@ def compute_features(inputs: RunInputs, context: RunContext, precision: str) -> 
 def divide(spec: RunSpec, context: RunContext, precision: str) -> FeatureRun:
     """Return the run of the model's head; raises InputError if the model has no frozen part."""
     prepared = context.prepared
-    features, whole_model = find_features(prepared), prepared.model
-    architecture, weights, head_architecture, head_weights = whole_model.parts
-    input_range, code = prepared.recipe.input_range, whole_model.user_code
-    prefix = Prefix(architecture.path, weights.path, input_range, precision, code)
-    files = (prepared.worker, architecture, weights, *([whole_model.code] if whole_model.code else []))
-    head = HeadSpec(prefix, whole_model.architecture.path, whole_model.weights.path, features.head_weights)
+    features, model, has_views = find_features(prepared), prepared.model, bool(prepared.recipe.views)
+    frozen, head = compile_parts(
+        context.job, model, prepared.public, precision, prepared.worker, context.space
+    )
+    prefix = as_prefix(frozen, precision, has_views=has_views)
+    paths = model.architecture.path, model.weights.path
+    head_spec = HeadSpec(prefix, *paths, features.head_weights, model.step)
     return FeatureRun(
         replace(
-            spec, architecture=head_architecture.path, weights=head_weights.path, compiled=None, head=head
+            spec,
+            architecture=head.architecture.path,
+            weights=head.weights.path,
+            compiled=head.step,
+            head=head_spec,
         ),
-        replace(prepared, model=replace(whole_model, architecture=head_architecture, weights=head_weights)),
-        files,
+        replace(prepared, model=replace(head, info=model.info)),
+        (prepared.worker, *files_of(frozen, has_views=has_views)),
     )
 
 

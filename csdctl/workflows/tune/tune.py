@@ -83,10 +83,12 @@ from csdctl.tuning.strategies import (
     share_by_flops,
     spread_cuts,
 )
+from csdctl.worker.protocol.features import FLOAT32
 from csdctl.worker.protocol.model_info import CutInfo
 from csdctl.worker.protocol.probe import PartsSpec, PartTimes, ProbeRequest
 from csdctl.worker.protocol.recipe import BF16
-from csdctl.worker.protocol.run_spec import Prefix, Runtime, SplitSpec
+from csdctl.worker.protocol.run_spec import Runtime, SplitSpec
+from csdctl.workflows.data.compile import as_prefix, compile_parts
 from csdctl.workflows.data.files import deploy_files
 from csdctl.workflows.data.prepare import PreparationObserver, prepare_in
 from csdctl.workflows.train.plan import build_fingerprint, default_runtime
@@ -712,10 +714,10 @@ class StrategyChooser:
         prepared, model = self.context.prepared, self.context.prepared.model
         prefix = None
         if feature_layer:
-            architecture, weights, *_ = model.parts
-            prefix = Prefix(
-                architecture.path, weights.path, prepared.recipe.input_range, code=model.user_code
+            parts = compile_parts(
+                self.context.job, model, prepared.public, FLOAT32, prepared.worker, self.context.space
             )
+            prefix = as_prefix(parts[0])
         layers = tuple(dict.fromkeys([*([feature_layer] if feature_layer else []), *cuts]))
         self.context.observer.say(f"timing parts of the model on the host: {', '.join(layers)}")
         host = self.plan.ranks[0]

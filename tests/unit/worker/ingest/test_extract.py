@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from csdctl.worker.compute.forward import to_results
 from csdctl.worker.data.prepared import rows_of
+from csdctl.worker.engine.forward import to_results
 from csdctl.worker.ingest.extract import LINE_BYTES, extract, fingerprint_of, gather, of_sources, send
 from csdctl.worker.process.errors import WorkerError
 from csdctl.worker.protocol.datasets import PrepareProgress
@@ -158,7 +158,7 @@ class TestResults:
         np.testing.assert_allclose(stored(found)["probability"], scores.max(axis=1), rtol=1e-6)
         assert found.label_shape == (0,)  # labels are not a part of results
         # What is stored is found without TensorFlow.
-        monkeypatch.setattr("csdctl.worker.ingest.extract.load_backend", lambda _: pytest.fail("computed"))
+        monkeypatch.setattr("csdctl.worker.compute.keras_forward.load", lambda *_: pytest.fail("computed"))
         assert extract(spec).parts == (found,)
 
     @pytest.mark.parametrize(

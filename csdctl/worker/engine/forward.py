@@ -1,0 +1,98 @@
+"""A model run over samples, without training: what each machine computes for features and for `predict`."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from csdctl.worker.data.arrays import Array, fields_of
+from csdctl.worker.engine.load import load_compiled
+from csdctl.worker.engine.step import FunctionInfo, VariableInfo
+from csdctl.worker.process.errors import InputError
+from csdctl.worker.protocol.features import SIGMOID, SOFTMAX, ResultRule
+from csdctl.worker.protocol.run_spec import CompiledStep, Runtime
+
+FORWARD = "forward"
+"""The function of a graph, from the state and the fields of a batch to the outputs, in float32."""
+BATCH_SIZE = 32
+"""Samples of a forward pass. Always as many: a kernel may round differently for another number."""
+
+Compute = Callable[[Array], list[Array]]
+"""Returns the outputs of a batch, each of shape (BATCH_SIZE, …)."""
+
+
+@dataclass(frozen=True)
+class ForwardInfo:
+    """What a machine must know of a compiled forward pass beside its graph."""
+
+    function: FunctionInfo
+    variables: tuple[VariableInfo, ...] = ()
+    """The weights that are arguments; none if all are constants of the graph."""
+
+
+def load_forward(files: CompiledStep, runtime: Runtime) -> Compute:
+    """Return a compiled forward pass; raises WorkerError if it cannot be run here."""
+    info, session, state = load_compiled(files, ForwardInfo, runtime)
+    function, weights = session.find(FORWARD, info.function), session.tensors(state)
+    return lambda samples: function(weights, *fields_of(samples).values()).arrays()
+
+
+@dataclass(frozen=True)
+class BatchedPass:
+    """A model that is run over samples in batches of `BATCH_SIZE`, the last one padded."""
+
+    compute: Compute
+    convert: Callable[[list[Array]], Array]
+    """Makes the stored rows of the outputs."""
+
+    def run(self, samples: Array) -> Array:
+        """Return a row, shape (n, …), for each of `samples`, shape (n, …)."""
+        starts = range(0, len(samples), BATCH_SIZE)
+        parts = [self._run_batch(samples[start : start + BATCH_SIZE]) for start in starts]
+        return np.concatenate(parts) if parts else self._run_batch(samples)
+
+    def _run_batch(self, samples: Array) -> Array:
+        padded = np.zeros((BATCH_SIZE, *samples.shape[1:]), samples.dtype)
+        padded[: len(samples)] = samples
+        outputs = self.compute(padded)
+        if any(output.shape[:1] != (BATCH_SIZE,) for output in outputs):
+            raise InputError(
+                "the model does not compute one row for each sample",
+                "use a model whose outputs have one row for each sample of the batch",
+            )
+        return self.convert(outputs)[: len(samples)]
+
+
+def to_results(outputs: Sequence[Array], rules: Sequence[ResultRule]) -> Array:
+    """Return the records that are kept of a batch's outputs, each of shape (n, …)."""
+    if len(outputs) != len(rules):
+        raise InputError(
+            f"the model has {len(outputs)} outputs, expected {len(rules)}",
+            "use a model whose outputs are known before it is called",
+        )
+    fields = [
+        field
+        for output, rule in zip(outputs, rules, strict=True)
+        for field in zip(rule.fields, _reduce(output, rule), strict=True)
+    ]
+    records = np.empty(len(outputs[0]), [(name, array.dtype, array.shape[1:]) for name, array in fields])
+    for name, array in fields:
+        records[name] = array
+    return records
+
+
+def _reduce(output: Array, rule: ResultRule) -> list[Array]:
+    """Return what is kept of one output, shape (n, …): class and probability, or all values."""
+    output = output.astype(np.float32)
+    if rule.kind not in (SOFTMAX, SIGMOID):
+        return [output]
+    values = output.reshape(len(output), -1)
+    if rule.from_logits and rule.kind == SOFTMAX:
+        powers = np.exp(values - values.max(axis=1, keepdims=True))
+        values = powers / powers.sum(axis=1, keepdims=True)
+    elif rule.from_logits:
+        values = 0.5 * (1 + np.tanh(values / 2))
+    if values.shape[1] == 1:  # the probability of the second of two classes
+        values = np.concatenate([1 - values, values], axis=1)
+    classes = values.argmax(axis=1)
+    return [classes.astype(np.int32), values[np.arange(len(values)), classes].astype(np.float32)]

@@ -1,0 +1,143 @@
+"""Which graphs are compiled again, what machines get of them, and what is said where there is none."""
+
+from collections.abc import Iterator
+from contextlib import closing
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from csdctl.fleet.model import HOST_NAME, Fleet
+from csdctl.job.model import Job
+from csdctl.runs.directory import ProjectDirectory
+from csdctl.runs.ledger import Ledger
+from csdctl.shipping.store import StoredFile, store_bytes
+from csdctl.transport.local import LocalSession
+from csdctl.worker.protocol.datasets import DatasetInfo
+from csdctl.worker.protocol.model_info import (
+    AllCompiled,
+    Compiled,
+    CompileRequest,
+    CompileRequests,
+    FeatureInfo,
+    ModelInfo,
+)
+from csdctl.worker.protocol.recipe import Recipe
+from csdctl.workflows.data.compile import (
+    FILES,
+    as_prefix,
+    compile_forward,
+    compile_model,
+    compile_parts,
+    files_of,
+)
+from csdctl.workflows.data.files import SerializedModel
+from csdctl.workflows.workspace.workspace import Workspace
+
+DATA = DatasetInfo("data", 40, (12, 12, 3), "uint8", (), 3, "f", images_sha256="a" * 64)
+RECIPE = Recipe(learning_rate=0.1)
+
+
+class Compiling:
+    """Stands for the worker: writes files, or says why not."""
+
+    def __init__(self, root: Path, session: LocalSession) -> None:
+        project = ProjectDirectory(root)
+        fleet, ledger = Fleet(()), Ledger(project.ledger, "train")
+        self.space = Workspace(project, fleet, {}, {HOST_NAME: session}, ledger)
+        self.job = Job(root / "job.yaml", "model.py:build", {}, root, None, None, RECIPE)
+        self.requests: list[str] = []
+        self.said: list[str] = []
+        self.reason = ""
+        names = ("model", "weights", "prefix", "prefix weights", "head", "head weights")
+        self.files = [self.store(name) for name in names]
+        self.worker = self.store("worker")
+
+    def store(self, name: str) -> StoredFile:
+        return store_bytes(name.encode(), ".json", self.space.project.root)
+
+    def answer(self, *arguments: Any, **_: Any) -> AllCompiled:
+        requests: CompileRequests = arguments[4]
+        for request in (*requests.forwards, *requests.steps):
+            size = request.data.sample_shape if isinstance(request, CompileRequest) else request.sample_shape
+            self.requests.append(f"{type(request).__name__} {'×'.join(map(str, size))}")
+            for name in FILES if not self.reason else ():
+                Path(request.output, name).write_text(f"{request.architecture} {name}")
+        count = len(requests.forwards) + len(requests.steps)
+        return AllCompiled((Compiled(self.reason),) * count)
+
+    def model(self, recipe: Recipe = RECIPE) -> SerializedModel:
+        features = FeatureInfo("base", (8,), (0, 1))
+        info = ModelInfo("model.py:build", {"": (12, 12, 3)}, 10, 4, recipe=recipe, features=features)
+        return SerializedModel(info, *self.files[:2], parts=tuple(self.files[2:]))
+
+    def prepare(self, recipe: Recipe = RECIPE, data: DatasetInfo = DATA) -> tuple[SerializedModel, list[str]]:
+        """Return the compiled model, and what was compiled."""
+        before = len(self.requests)
+        model = compile_model(self.job, self.model(recipe), data, self.worker, self.space, self.said.append)
+        return model, self.requests[before:]
+
+    def divide(self, model: SerializedModel, precision: str) -> tuple[SerializedModel, SerializedModel]:
+        return compile_parts(self.job, model, DATA, precision, self.worker, self.space)
+
+
+@pytest.fixture
+def compiling(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Compiling]:
+    with closing(LocalSession(HOST_NAME, tmp_path)) as session:
+        found = Compiling(tmp_path, session)
+        monkeypatch.setattr("csdctl.workflows.data.compile.call_worker", found.answer)
+        yield found
+
+
+ALL = ["ForwardRequest 12×12×3", "CompileRequest 12×12×3", "CompileRequest 8"]
+
+
+def test_only_what_has_changed_is_compiled_again(compiling: Compiling) -> None:
+    model, compiled = compiling.prepare()
+    assert compiled == ALL
+    prefix, head = compiling.divide(model, "float32")
+    other_data = replace(DATA, images_sha256="b" * 64, num_samples=50, fingerprint="g")
+    assert compiling.prepare(data=other_data) == (model, [])
+    assert len(compiling.requests) == len(ALL)
+    _, compiled = compiling.prepare(replace(RECIPE, learning_rate=0.2))
+    assert compiled == ALL[1:]  # the frozen part does not depend on the recipe
+    assert compiling.divide(model, "float16")[0] == prefix
+    assert compiling.requests[-1] == "CompileRequest 8"
+    assert compiling.prepare(data=replace(DATA, sample_shape=(16, 16, 3)))[1][0] == "ForwardRequest 16×16×3"
+    assert prefix.compiled != head.compiled != model.compiled
+
+
+def test_damaged_graph_is_compiled_again(compiling: Compiling) -> None:
+    model, _ = compiling.prepare()
+    for graph in compiling.space.project.models.glob("step-*/graph.pb"):
+        graph.write_text("damaged")
+    assert compiling.prepare() == (model, ALL)
+
+
+def test_machines_get_the_graph_alone(compiling: Compiling) -> None:
+    code = compiling.store("code")
+    model = replace(compiling.model(), code=code, code_roots=(Path("own.py"),))
+    found = compile_forward(model, DATA, "", compiling.worker, compiling.space, compiling.said.append)
+    assert compiling.requests == ALL[:1]
+    assert files_of(found) == [*found.compiled]
+    assert [file.path for file in found.compiled] == [*as_prefix(found).files]
+    assert as_prefix(found).code is None
+    # Views are made by the job's code.
+    assert files_of(found, has_views=True) == [*found.compiled, code]
+    assert as_prefix(found, has_views=True).code == model.user_code
+
+
+def test_model_without_a_graph_is_sent_whole_and_the_reason_is_said(compiling: Compiling) -> None:
+    compiling.reason = "py_func calls Python (PyFunc)"
+    found = compile_forward(
+        compiling.model(), DATA, "", compiling.worker, compiling.space, compiling.said.append
+    )
+    assert compiling.said[-1] == f"the model runs with Python's TensorFlow: {compiling.reason}"
+    assert files_of(found) == compiling.files[:2]
+    assert as_prefix(found).compiled is None
+    compiling.prepare()
+    whats = ("the step", "the frozen part", "the step of the head")
+    assert compiling.said[-3:] == [
+        f"{one} runs with Python's TensorFlow: {compiling.reason}" for one in whats
+    ]
