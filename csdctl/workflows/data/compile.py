@@ -28,6 +28,8 @@ from csdctl.workflows.workspace.workspace import Workspace
 FILES = ("graph.pb", "info.json", "state.npz")
 TEMPLATES = ("template.keras", "template.weights.h5")
 """The model as Keras saves it; only the host needs it."""
+OF_RANKS = tuple(f"ranks/{name}" for name in FILES)
+"""The step of the ranks that compute the first part of a model, which is cut in two."""
 REASON = "reason.json"
 DEADLINE_S = 600.0
 
@@ -48,6 +50,36 @@ def compile_model(
     if model.info.features:
         wanted += _parts_of(job, model, public, FLOAT32)
     return _compile(wanted, worker, space, say)[0]
+
+
+def compile_wide(
+    job: Job, model: SerializedModel, public: DatasetInfo, worker: StoredFile, space: Workspace, say: Say
+) -> SerializedModel:
+    """Return the model with a step that computes in 32 bits at least."""
+    request = replace(_step_of(job, model, _form_of(public)), is_wide=model.info.has_16_bits)
+    return _compile([(model, request, "the step")], worker, space, say)[0]
+
+
+def compile_split(
+    job: Job,
+    model: SerializedModel,
+    public: DatasetInfo,
+    cut: str,
+    worker: StoredFile,
+    space: Workspace,
+    say: Say,
+) -> tuple[SerializedModel, SerializedModel]:
+    """Return the model with its step on the host and on the nodes, which compute what is before `cut`.
+
+    Raises InputError for a model that cannot be divided there.
+    """
+    request = replace(_step_of(job, model, _form_of(public)), cut=cut)
+    (on_host,) = _compile([(model, request, "the divided step")], worker, space, say)
+    if not on_host.compiled:
+        return on_host, on_host
+    directory = on_host.compiled[0].source.parent
+    files = (store_file(directory / name, space.project.root, TrafficClass.MODEL) for name in OF_RANKS)
+    return on_host, replace(on_host, compiled=tuple(files), template="")
 
 
 def compile_parts(
@@ -170,7 +202,7 @@ def _compile_missing(
         for request, answer in zip(in_order, compiled.answers, strict=True):
             aside = Path(request.output)
             save_json(aside / REASON, answer.reason)
-            names = [name for name in (REASON, *FILES, *TEMPLATES) if (aside / name).exists()]
+            names = [name for name in (REASON, *FILES, *OF_RANKS, *TEMPLATES) if (aside / name).exists()]
             save_json(aside / HASHES, {name: hash_file(aside / name) for name in names})
 
 

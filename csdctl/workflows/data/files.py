@@ -109,8 +109,10 @@ class SerializedModel:
 
     @property
     def files(self) -> list[StoredFile]:
-        """Files of the model that every machine needs."""
-        return [self.architecture, self.weights, *([self.code] if self.code else []), *self.compiled]
+        """Files of the model that every machine needs; of a compiled one, neither the model nor its code."""
+        files = [*self.compiled] or [self.architecture, self.weights]
+        has_code = self.code and (self.info.recipe.augment or not self.compiled)
+        return [*files, *([self.code] if self.code and has_code else [])]
 
 
 def store_worker(project: ProjectDirectory) -> StoredFile:

@@ -51,7 +51,7 @@ from csdctl.worker.protocol.run_spec import (
     SplitSpec,
     TaskSpec,
 )
-from csdctl.workflows.data.compile import as_prefix, compile_parts, files_of
+from csdctl.workflows.data.compile import as_prefix, compile_parts, compile_split, files_of
 from csdctl.workflows.data.files import deploy_files, whole
 from csdctl.workflows.data.prepare import Prepared, check_info
 from csdctl.workflows.train.spec import RunContext, RunInputs, ShardFiles, plan_reading
@@ -105,13 +105,24 @@ class Split(Strategy):
         Raises InputError where the job does not allow that, or the model has no such cut.
         """
         check_split(context)
-        found = find_cut(context.prepared.model.info, self.cut)
-        split = SplitSpec(found.layer, self.num_micro_batches)
+        cut = find_cut(context.prepared.model.info, self.cut)
         task = TaskSpec(VERIFY_SPLIT if inputs.spec.task.name == VERIFY else TRAIN_SPLIT)
-        spec = replace(inputs.spec, task=task, split=split, is_balanced=False, compiled=None)
-        return replace(inputs, spec=spec)
+        inputs = replace(inputs, spec=replace(inputs.spec, task=task, is_balanced=False))
+        return cut_model(inputs, context, cut.layer, self.num_micro_batches)
 
     build_verification = build_inputs
+
+
+def cut_model(
+    inputs: RunInputs, context: RunContext, layer: str, num_micro_batches: int = SplitSpec.num_micro_batches
+) -> RunInputs:
+    """Return a run whose model is cut behind `layer`; raises InputError if it cannot be."""
+    prepared = context.prepared
+    files, data = (prepared.worker, context.space), (prepared.public, layer)
+    on_host, on_nodes = compile_split(context.job, prepared.model, *data, *files, context.observer.say)
+    split = SplitSpec(layer, num_micro_batches, on_nodes.step)
+    spec = replace(inputs.spec, split=split, compiled=on_host.step)
+    return replace(inputs, spec=spec, prepared=replace(prepared, model=on_nodes))
 
 
 def check_split(context: RunContext) -> None:

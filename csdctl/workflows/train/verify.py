@@ -11,10 +11,11 @@ from csdctl.fleet.checks import list_differences
 from csdctl.fleet.model import HOST_NAME
 from csdctl.fleet.names import format_node_names
 from csdctl.launch.mpirun import find_mpirun
-from csdctl.tuning.plan import Plan
+from csdctl.tuning.plan import DATA_PARALLEL, Plan
 from csdctl.worker.protocol.events import MIN_SHARPNESS, Event, Verified
 from csdctl.worker.protocol.features import FLOAT16, FLOAT32, Recomputed
 from csdctl.worker.protocol.run_spec import VERIFY, TaskSpec
+from csdctl.workflows.data.compile import compile_wide
 from csdctl.workflows.data.prepare import PreparationObserver, prepare_in
 from csdctl.workflows.discovery.discover import collect_all_facts
 from csdctl.workflows.train.plan import build_equal_plan, load_checked_plan
@@ -196,12 +197,15 @@ def verify(plan: Plan, context: RunContext, options: TrainOptions) -> Verificati
     space = context.space
     placed = place_plan(plan, context.prepared, context.job, space.fleet)
     run = space.project.new_scratch()
+    strategy, prepared = choose_strategy(options, plan), context.prepared
+    if strategy.name == DATA_PARALLEL:
+        model = compile_wide(
+            context.job, prepared.model, prepared.public, prepared.worker, space, context.observer.say
+        )
+        context = dataclasses.replace(context, prepared=dataclasses.replace(prepared, model=model))
     inputs = build_inputs(run, plan.ranks, placed, context)
-    spec = dataclasses.replace(
-        inputs.spec, validation=None, compiled=None, task=TaskSpec(VERIFY), num_checkpoints=0
-    )
+    spec = dataclasses.replace(inputs.spec, validation=None, task=TaskSpec(VERIFY), num_checkpoints=0)
     inputs = dataclasses.replace(inputs, spec=spec)
-    strategy = choose_strategy(options, plan)
     recomputed = strategy.recompute_stored(inputs, context)
     inputs = strategy.build_verification(inputs, context)
     results: list[Verified] = []

@@ -35,18 +35,11 @@ from csdctl.tuning.plan import RankPlan
 from csdctl.worker.protocol.events import EpochEnd, Event, Finished, Joined, SumTimed
 from csdctl.worker.protocol.json_codec import RESULT, to_json, to_tagged
 from csdctl.worker.protocol.probe import AttachRequest, ProbeRequest, ProbeResult, ProbeSpec
-from csdctl.worker.protocol.run_spec import (
-    ELEMENT_SPEC,
-    TRIAL,
-    TRIAL_SPLIT,
-    RunSpec,
-    Runtime,
-    SplitSpec,
-    TaskSpec,
-)
+from csdctl.worker.protocol.run_spec import ELEMENT_SPEC, TRIAL, TRIAL_SPLIT, RunSpec, Runtime, TaskSpec
 from csdctl.workflows.preflight.doctor import measure_sums
 from csdctl.workflows.train.run import run_ranks
 from csdctl.workflows.train.spec import RunContext, RunInputs, TrainOptions, build_spec, place_ranks
+from csdctl.workflows.train.strategies import cut_model
 
 SKIPPING_FROM = 10
 """In a trial of at least this many steps, those before a rank's first progress event do not count: the first
@@ -58,18 +51,18 @@ def run_trial(
     context: RunContext,
     num_steps: int,
     attach: Mapping[str, AttachRank] | None = None,
-    split: SplitSpec | None = None,
+    cut: str = "",
     on_event: Callable[[Event], None] = lambda event: None,
 ) -> TrialResult:
     """Take `num_steps` steps; machines in `attach` use a process that is already running.
 
-    `split`: where the model is cut in two, if it is.
+    `cut`: the last layer on the nodes of a model that is cut in two; '' for a whole one.
 
     Raises what `train` raises, and KeyboardInterrupt when it is stopped.
     """
     started = time.monotonic()
     run = context.space.project.new_scratch()
-    spec = _build_spec(run, ranks, context, num_steps, split)
+    spec = _build_spec(run, ranks, context, num_steps, is_split=bool(cut))
     events: list[Event] = []
 
     def take(event: Event) -> None:
@@ -79,6 +72,7 @@ def run_trial(
     options = TrainOptions(min_nodes=len(ranks) - 1)
     try:
         inputs = RunInputs(run, spec, context.prepared, shards={})
+        inputs = cut_model(inputs, context, cut) if cut else inputs
         is_stopped = run_ranks(inputs, context.space, options, lambda *_: None, take, attach)
     finally:
         Path(spec.step_file).unlink(missing_ok=True)
@@ -91,7 +85,7 @@ def run_trial(
 
 
 def _build_spec(
-    run: RunDirectory, ranks: Sequence[RankPlan], context: RunContext, num_steps: int, split: SplitSpec | None
+    run: RunDirectory, ranks: Sequence[RankPlan], context: RunContext, num_steps: int, *, is_split: bool
 ) -> RunSpec:
     """Return a run of random samples, as many of them private as in training."""
     prepared = context.prepared
@@ -132,8 +126,9 @@ def _build_spec(
         step_file=str(context.space.project.step_file(run)),
         num_checkpoints=0,
         is_balanced=False,
-        task=TaskSpec(TRIAL_SPLIT if split else TRIAL, {ELEMENT_SPEC: asdict(prepared.public.element_spec)}),
-        split=split,
+        task=TaskSpec(
+            TRIAL_SPLIT if is_split else TRIAL, {ELEMENT_SPEC: asdict(prepared.public.element_spec)}
+        ),
     )
 
 

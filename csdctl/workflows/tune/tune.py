@@ -87,7 +87,7 @@ from csdctl.worker.protocol.features import FLOAT32
 from csdctl.worker.protocol.model_info import CutInfo
 from csdctl.worker.protocol.probe import PartsSpec, PartTimes, ProbeRequest
 from csdctl.worker.protocol.recipe import BF16
-from csdctl.worker.protocol.run_spec import Runtime, SplitSpec
+from csdctl.worker.protocol.run_spec import Runtime
 from csdctl.workflows.data.compile import as_prefix, compile_parts
 from csdctl.workflows.data.files import deploy_files
 from csdctl.workflows.data.prepare import PreparationObserver, prepare_in
@@ -794,7 +794,7 @@ class StrategyChooser:
         self.watch.on_trial(num_steps, chosen.batch_sizes)
         try:
             result = run_trial(
-                plan.ranks, self.context, num_steps, split=SplitSpec(chosen.cut), on_event=self.watch.on_event
+                plan.ranks, self.context, num_steps, cut=chosen.cut, on_event=self.watch.on_event
             )
         except CsdctlError as error:
             if self.request.strategy == SPLIT:
