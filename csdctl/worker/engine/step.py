@@ -357,10 +357,12 @@ class StepEngine:
     ) -> Sums:
         """Take a step on this rank's batch, of n samples; n may be 0. Returns the sums of all ranks.
 
+        `out`, for the part of each sum, has at least as many elements.
         Raises what `exchange` raises; the state is then that before the step.
         """
         if not self.info.sums:
-            return self.apply(exchange(0, self.local(images, labels, out, private_copies=private_copies)))
+            into = out if out is None else out[self.layout.step]
+            return self.apply(exchange(0, self.local(images, labels, into, private_copies=private_copies)))
         self._state, total = self._walk(images, labels, exchange, out)
         return self._sums(total[self.layouts[-1].sums.start :])
 

@@ -7,7 +7,7 @@ identified and gets smaller batches.
 import dataclasses
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -54,10 +54,16 @@ class StepSums:
     """
 
     def __init__(
-        self, train: "Train", communicator: Communicator, started: float, batch: tuple[Array, Array]
+        self,
+        train: "Train",
+        communicator: Communicator,
+        started: float,
+        batch: tuple[Array, Array],
+        samples_by_rank: Mapping[int, int],
     ) -> None:
         """`started`: when this rank began to compute."""
         self._train, self._communicator, self._batch, self._started = train, communicator, batch, started
+        self._samples_by_rank = samples_by_rank
         self.waited_s = 0.0
         """Seconds in other sums than the last, or in which this rank waited for others to compute."""
         self.began = self.ended = started
@@ -72,7 +78,6 @@ class StepSums:
         train, communicator = self._train, self._communicator
         self.waited_s += self.ended - self.began
         layout, is_last = train.summed.layouts[number], number == len(train.summed.layouts) - 1
-        before = dict(zip(communicator.members, train.progress.step_samples, strict=True))
         norm = train.step.square_norm(communicator.local[layout.step]) if train.tells_noise else 0.0
         self.began = time.perf_counter()
         own_s = train.apply_s + self.began - self._started - self.waited_s if is_last else 0.0
@@ -83,7 +88,7 @@ class StepSums:
         loss = 0.0 if train.step.info.sums else train.summed.read_sums(step_total).loss
         train.check_finite(loss, float(np.add.reduce(step_total)), communicator, *self._batch)
         if train.is_root and train.tells_noise:
-            num_parts = sum(bool(before[rank]) for rank in communicator.counted)
+            num_parts = sum(bool(self._samples_by_rank[rank]) for rank in communicator.counted)
             whole, count = train.step.square_norm(step_total), float(step_total[layout.count])
             self.noise = GradientNoise.estimate(float(self.tail[-1]), whole, num_parts, count)
         return step_total
@@ -265,7 +270,7 @@ class Train(ModelTask):
             alone_s = time.perf_counter() - received, 0.0, input_s, 0.0
             is_stopping = self.orders.is_stopping
             return StepTotals(1, len(images), *alone_s, sums, global_samples, is_stopping=is_stopping)
-        summed = StepSums(self, communicator, received, (images, labels))
+        summed = StepSums(self, communicator, received, (images, labels), samples_by_rank)
         sums = self._take(communicator, images, labels, copies, summed)
         self.check_finite(sums.loss, 0.0, communicator, images, labels)
         tail = summed.tail

@@ -56,7 +56,7 @@ def compile_wide(
     job: Job, model: SerializedModel, public: DatasetInfo, worker: StoredFile, space: Workspace, say: Say
 ) -> SerializedModel:
     """Return the model with a step that computes in 32 bits at least."""
-    request = replace(_step_of(job, model, _form_of(public)), is_wide=model.info.has_16_bits)
+    request = _step_of(job, model, _form_of(public), is_wide=True)
     return _compile([(model, request, "the step")], worker, space, say)[0]
 
 
@@ -77,7 +77,7 @@ def compile_split(
     (on_host,) = _compile([(model, request, "the divided step")], worker, space, say)
     if not on_host.compiled:
         return on_host, on_host
-    directory = on_host.compiled[0].source.parent
+    directory = _directory_of(request, worker, space)
     files = (store_file(directory / name, space.project.root, TrafficClass.MODEL) for name in OF_RANKS)
     return on_host, replace(on_host, compiled=tuple(files), template="")
 
@@ -89,12 +89,15 @@ def compile_parts(
     precision: str,
     worker: StoredFile,
     space: Workspace,
+    *,
+    is_wide: bool = False,
 ) -> tuple[SerializedModel, SerializedModel]:
     """Return the frozen part and the head of a model, each compiled or with why it cannot be.
 
-    The head's samples are features of the type `precision`.
+    The head's samples are features of the type `precision`. `is_wide`: it computes in 32 bits at least.
     """
-    prefix, head = _compile(_parts_of(job, model, public, precision), worker, space, lambda _: None)
+    wanted = _parts_of(job, model, public, precision, is_wide=is_wide)
+    prefix, head = _compile(wanted, worker, space, lambda _: None)
     return prefix, head
 
 
@@ -125,7 +128,7 @@ def _form_of(data: DatasetInfo) -> DatasetInfo:
     return replace(form, images_sha256="", labels_sha256="")
 
 
-def _step_of(job: Job, model: SerializedModel, data: DatasetInfo) -> CompileRequest:
+def _step_of(job: Job, model: SerializedModel, data: DatasetInfo, *, is_wide: bool = False) -> CompileRequest:
     paths, code = (model.architecture.path, model.weights.path), model.user_code
     return CompileRequest(
         *paths,
@@ -135,6 +138,7 @@ def _step_of(job: Job, model: SerializedModel, data: DatasetInfo) -> CompileRequ
         code if model.info.needs_code else None,
         has_noise=job.noise is not None,
         has_validation=job.validation_path is not None,
+        is_wide=is_wide and model.info.has_16_bits,
     )
 
 
@@ -144,14 +148,16 @@ def _forward_of(model: SerializedModel, public: DatasetInfo, layer: str = "") ->
     return ForwardRequest(*paths, model.info.recipe.input_range, *form, "", code, layer)
 
 
-def _parts_of(job: Job, model: SerializedModel, public: DatasetInfo, precision: str) -> list[Wanted]:
+def _parts_of(
+    job: Job, model: SerializedModel, public: DatasetInfo, precision: str, *, is_wide: bool = False
+) -> list[Wanted]:
     assert model.info.features
     files, recipe = model.parts, replace(model.info.recipe, augment="")
     prefix = replace(model, architecture=files[0], weights=files[1], compiled=(), template="")
     head = replace(prefix, architecture=files[2], weights=files[3], info=replace(model.info, recipe=recipe))
     shape = model.info.features.shape
     data = replace(_form_of(public), sample_shape=shape, dtype=precision, max_values={})
-    step = _step_of(job, head, data)
+    step = _step_of(job, head, data, is_wide=is_wide)
     return [(prefix, _forward_of(prefix, public), "the frozen part"), (head, step, "the step of the head")]
 
 
@@ -159,10 +165,7 @@ def _compile(
     wanted: Sequence[Wanted], worker: StoredFile, space: Workspace, say: Say
 ) -> list[SerializedModel]:
     """Return the models with what is compiled; all that is not in the cache is compiled by one process."""
-    known = [worker.sha256, *map(version, ("keras", "numpy"))]
-    described = [json.dumps([to_json(request), *known]) for _, request, _ in wanted]
-    keys = [hashlib.sha256(one.encode()).hexdigest()[:32] for one in described]
-    directories = [space.project.models / f"step-{key}" for key in keys]
+    directories = [_directory_of(request, worker, space) for _, request, _ in wanted]
     pairs = zip([request for _, request, _ in wanted], directories, strict=True)
     missing = [pair for pair in pairs if not _is_compiled(pair[1])]
     if missing:
@@ -170,6 +173,12 @@ def _compile(
         _compile_missing(missing, worker, space)
     found = zip(wanted, directories, strict=True)
     return [_with_files(model, what, directory, space, say) for (model, _, what), directory in found]
+
+
+def _directory_of(request: CompileRequest | ForwardRequest, worker: StoredFile, space: Workspace) -> Path:
+    """Return where the files are, by all that they follow from."""
+    described = json.dumps([to_json(request), worker.sha256, *map(version, ("keras", "numpy"))])
+    return space.project.models / f"step-{hashlib.sha256(described.encode()).hexdigest()[:32]}"
 
 
 def _is_compiled(directory: Path) -> bool:

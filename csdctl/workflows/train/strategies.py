@@ -204,8 +204,7 @@ class Features(Strategy):
 
     def build_verification(self, inputs: RunInputs, context: RunContext) -> RunInputs:
         """Return the run of the model's head, whose ranks compute the features of what they draw."""
-        run = divide(inputs.spec, context, FLOAT32)
-        run = replace(run, spec=replace(run.spec, compiled=None))
+        run = divide(inputs.spec, context, FLOAT32, is_wide=True)
         shards = {name: (*inputs.shards.get(name, ()), *run.files) for name in context.space.fleet.machines}
         return RunInputs(inputs.directory, run.spec, run.prepared, shards)
 
@@ -314,13 +313,15 @@ def compute_features(inputs: RunInputs, context: RunContext, precision: str) -> 
     )
 
 
-def divide(spec: RunSpec, context: RunContext, precision: str) -> FeatureRun:
-    """Return the run of the model's head; raises InputError if the model has no frozen part."""
+def divide(spec: RunSpec, context: RunContext, precision: str, *, is_wide: bool = False) -> FeatureRun:
+    """Return the run of the model's head; `is_wide`: it computes in 32 bits at least.
+
+    Raises InputError if the model has no frozen part.
+    """
     prepared = context.prepared
     features, model, has_views = find_features(prepared), prepared.model, bool(prepared.recipe.views)
-    frozen, head = compile_parts(
-        context.job, model, prepared.public, precision, prepared.worker, context.space
-    )
+    files = prepared.worker, context.space
+    frozen, head = compile_parts(context.job, model, prepared.public, precision, *files, is_wide=is_wide)
     prefix = as_prefix(frozen, precision, has_views=has_views)
     paths = model.architecture.path, model.weights.path
     head_spec = HeadSpec(prefix, *paths, features.head_weights, model.step)
