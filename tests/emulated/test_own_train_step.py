@@ -24,7 +24,7 @@ from tests.emulated.training import (
 
 pytestmark = [pytest.mark.emulated, pytest.mark.thorough]
 
-NUM_SAMPLES, NUM_FEATURES, EPOCHS = 1200, 16, 6
+NUM_SAMPLES, NUM_FEATURES, EPOCHS = 1200, 16, 40
 JOB = f"""\
 model: gan.py:build
 data:

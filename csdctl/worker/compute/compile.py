@@ -175,6 +175,8 @@ class Step(StepEngine):
             augmentation=load_augmentation(recipe.augment, recipe.seed, None),
             **options,
         )
+        for rate, factor in zip(self.compiler.rates, info.rate_factors, strict=True):
+            self.rate = np.asarray(rate.value, np.float32) / np.float32(factor)
 
     @property
     def model(self) -> Any:

@@ -46,6 +46,8 @@ STRING = 7
 """TF_DataType of bytes."""
 VIEW = 3
 """The type of a TF_TString that refers to bytes of others: in the lower two bits of its size."""
+OUT_OF_MEMORY = 8
+"""TF_Code of memory that cannot be allocated."""
 OUT_OF_RANGE = 11
 """TF_Code of what has no more elements."""
 IN_CALLER = encode_field(3, -1)
@@ -63,11 +65,11 @@ class Output(ctypes.Structure):
     _fields_ = (("operation", POINTER), ("index", ctypes.c_int))
 
 
-class TensorFlowError(WorkerError):
-    """TensorFlow's own error; `code` is its TF_Code."""
+class TensorFlowError(Exception):
+    """TensorFlow's own error, whose message may have values of samples; `code` is its TF_Code."""
 
     def __init__(self, message: str, code: int) -> None:
-        super().__init__(f"TensorFlow: {message}")
+        super().__init__(message)
         self.code = code
 
 
@@ -131,14 +133,14 @@ class Library:
         return function
 
     def call(self, name: str, result: Any, *arguments: tuple[Any, Any]) -> Any:
-        """Call a function with pairs of type and value, and with the status; raises WorkerError."""
+        """Call a function with pairs of type and value, and with the status; raises TensorFlowError."""
         types, values = zip(*arguments, strict=True)
         returned = self.declare(name, result, *types, POINTER)(*values, self.status)
         self.check()
         return returned
 
     def declare_checked(self, name: str, *arguments: Any) -> Callable[..., None]:
-        """Return a function whose last argument is the status; it raises WorkerError."""
+        """Return a function whose last argument is the status; it raises TensorFlowError."""
         function, statuses = self.declare(name, None, *arguments, POINTER), self._status
 
         def call(*values: Any) -> None:
@@ -251,7 +253,7 @@ class GraphSession:
     """A graph that is run with the threads of a `Runtime`, or in those that call it; thread-safe."""
 
     def __init__(self, content: bytes, runtime: Runtime, *, in_caller: bool = False) -> None:
-        """`content`: a serialized GraphDef. Raises WorkerError if TensorFlow cannot run it."""
+        """`content`: a serialized GraphDef. Raises TensorFlowError for one that cannot be run."""
         self.library = library = load_library(runtime.onednn)
         self._graph = library.create("TF_NewGraph")
         size = ctypes.c_size_t

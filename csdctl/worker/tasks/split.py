@@ -18,9 +18,10 @@ from csdctl.worker.engine.layout import Sums
 from csdctl.worker.engine.load import are_finite
 from csdctl.worker.engine.split import PrefixStep, SplitStep, micro_batch_sizes
 from csdctl.worker.engine.step import StepEngine
+from csdctl.worker.engine.tensorflow_c import OUT_OF_MEMORY, TensorFlowError
 from csdctl.worker.group.communicator import Communicator
 from csdctl.worker.group.values import PeerFaultError, RankLostError, is_minority
-from csdctl.worker.process.errors import WorkerError
+from csdctl.worker.process.errors import describe
 from csdctl.worker.protocol.events import ACTIVATIONS
 from csdctl.worker.tasks.task import ModelTask
 from csdctl.worker.tasks.train import StepSums, Train, Trial
@@ -115,10 +116,10 @@ class Exchange:
         try:
             shaped = outputs.reshape(size, *self._shape)
             gradient, loss_count = shared.head(shaped, labels, weight, rank, number)
-        except WorkerError as error:  # such as a class that the model does not have
-            if "OOM" in error.message:
-                raise  # of this machine
-            raise PeerFaultError(rank, f"sent data that the model cannot take: {error.message}") from None
+        except TensorFlowError as error:  # such as a class that the model does not have
+            if error.code == OUT_OF_MEMORY:
+                raise
+            raise PeerFaultError(rank, f"sent data that the model cannot take: {describe(error)}") from None
         content = _LOSS_COUNT.pack(loss_count) + gradient.tobytes()
         self._communicator.send(rank, content, ACTIVATIONS)
         return all(map(are_finite, (outputs, *fields_of(labels).values())))

@@ -146,7 +146,7 @@ def test_noise_has_the_stated_standard_deviation_and_differs_in_every_step() -> 
 def test_noise_has_the_weight_of_the_samples_and_is_drawn_once_for_each_element_of_a_step(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("csdctl.worker.compute.step.CHUNK", 100)  # the vector is longer
+    monkeypatch.setattr("csdctl.worker.engine.step.CHUNK", 100)  # the vector is longer
     light = build_step(MULTIPLIER, weight=0.25, micro_batch_size=2)
     of_samples = 0.25 * clipped()
     found = np.stack([(private(light) - of_samples)[: light.layout.num_gradients] for _ in range(100)])

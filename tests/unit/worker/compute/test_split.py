@@ -255,7 +255,7 @@ def sent(value: float, label: int, size: int) -> bytes:
     ("value", "label", "size", "reason"),
     [
         (np.nan, 1, 2, "sent activations or labels that are not finite"),
-        (1.0, 99, 2, "sent data that the model cannot take: TensorFlow: "),
+        (1.0, 99, 2, "sent data that the model cannot take: TensorFlowError: "),
         (1.0, 1, 3, r"sent \d+ bytes of activations, expected \d+"),
     ],
 )

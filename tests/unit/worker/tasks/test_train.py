@@ -14,9 +14,11 @@ import pytest
 
 from csdctl.runs.directory import ProjectDirectory
 from csdctl.worker.compute.backend import load_backend
-from csdctl.worker.compute.model import hash_weights
+from csdctl.worker.compute.compile import Step
+from csdctl.worker.compute.model import save_model
 from csdctl.worker.compute.recipe import compile_model
 from csdctl.worker.engine.layout import Sums
+from csdctl.worker.engine.load import hash_arrays
 from csdctl.worker.group.communicator import Communicator
 from csdctl.worker.group.values import LinkLostError, StepVoidError, decode_value, encode_value
 from csdctl.worker.process.errors import WorkerError
@@ -64,11 +66,17 @@ def dense(keras: Any) -> Any:
 ROW = Row(dense, TABLE, NUMBERS, SQUARES)
 
 
+INFO: Any = SimpleNamespace(num_indices=None, output_sizes=(1,))
+
+
 class RandomTrain(Train):
     """The training loop without files."""
 
     def open_reader(self) -> Any:
-        return RowReader(ROW, self._step_of_probes.model if self._step_of_probes else None)
+        return RowReader(ROW, INFO)
+
+    def save_trained(self, path: Path) -> Path:
+        return save_model(self.step.model, path)
 
 
 class PlayedRanks(Communicator):
@@ -179,7 +187,12 @@ def load_task(
 
 
 def weights_of(task: Train) -> list[Any]:
-    return [np.array(weights) for weights in task.step.model.get_weights()]
+    return [np.array(weights) for weights in task.step.weights]
+
+
+def fill_weights(task: Train, value: float) -> None:
+    weights = [np.full_like(one, value) for one in task.step.weights]
+    task.step.values = [*weights, *task.step.values[len(weights) :]]
 
 
 def assert_nothing_applied(task: Train, before: list[Any]) -> None:
@@ -193,7 +206,7 @@ def test_right_sums_are_applied_and_weights_that_are_not_finite_end_the_run() ->
     assert task.run(PlayedRanks(task)) == FINISHED
     assert task.progress.position.total_steps == NUM_STEPS
     assert not np.array_equal(before[0], weights_of(task)[0])
-    task.step.model.set_weights([np.full_like(weights, np.inf) for weights in before])
+    fill_weights(task, np.inf)
     with pytest.raises(WorkerError, match="the weights are no longer finite after epoch 2"):
         task.compare_weights(PlayedRanks(load_task()))
 
@@ -233,7 +246,7 @@ def rates_of(
     rates: list[float] = []
 
     def note(total: np.ndarray, layout: Any) -> None:
-        rates.append(float(np.asarray(task.step.optimizer.learning_rate.value)))
+        rates.append(float(task.step.rate))
         then(rates)
 
     with contextlib.suppress(LinkLostError):
@@ -507,7 +520,7 @@ def test_model_of_the_last_good_epoch_is_saved_when_a_training_diverges(tmp_path
 
 def test_no_other_rank_is_at_fault_when_rank_0_has_no_finite_gradient_either() -> None:
     task = load_task()
-    task.step.model.set_weights([np.full_like(weights, np.nan) for weights in weights_of(task)])
+    fill_weights(task, np.nan)
     with pytest.raises(WorkerError, match="the loss became nan"):
         task.run(PlayedRanks(task))
 
@@ -564,14 +577,14 @@ class PrivateTrain(Train):
     """One rank alone, which loads its model itself."""
 
     def open_reader(self) -> Any:
-        return PrivateReader(ROW, self.load_model())
+        return PrivateReader(ROW, INFO)
 
-    def load_model(self) -> Any:
+    def _load_step(self) -> Step:
         keras = load_backend()[1]
         keras.utils.set_random_seed(1)
         model = dense(keras)
         compile_model(model, self.spec.recipe)
-        return model
+        return Step(model, self.spec.recipe, self.example(0), noise=self.spec.noise)
 
 
 def hash_of_a_run_alone(noise: Noise | None) -> str:
@@ -584,7 +597,7 @@ def hash_of_a_run_alone(noise: Noise | None) -> str:
     task.progress.regroup((0,))
     task.run(Communicator(0, tuple(task.sum_sizes)))
     assert task.step.has_noise is (noise is not None)
-    return hash_weights(task.step.model)
+    return hash_arrays(task.step.weights)
 
 
 def test_noise_of_a_run_makes_its_weights_others_each_time() -> None:
