@@ -76,6 +76,11 @@ def compile_arguments(model: Any) -> dict[str, Any]:
     return dict(compiled.config) if model.compiled and compiled is not None else {}
 
 
+def loss_of(model: Any) -> float:
+    """Return the mean loss of the batches since `reset_metrics`; `get_metrics_result` lacks it in a step."""
+    return float(model._loss_tracker.result())
+
+
 def loss_trackers(model: Any) -> list[Any]:
     """Return the metrics that average the loss of each output; those of one output have none.
 

@@ -11,7 +11,7 @@ import numpy as np
 
 from csdctl.worker.compute.backend import load_backend, tf
 from csdctl.worker.compute.compile import assign, make_compiler, trace
-from csdctl.worker.compute.keras_internals import noting_divisors
+from csdctl.worker.compute.keras_internals import loss_of, noting_divisors
 from csdctl.worker.compute.model import load
 from csdctl.worker.compute.objective import as_tensors, inputs_of
 from csdctl.worker.compute.own_step import OwnStepCompiler, repeatable_draws, replacing_apply, unpack
@@ -117,7 +117,7 @@ class KerasStep:
         vector[layout.gradients] = np.concatenate([one.ravel() for one in flat]) * count
         changes = [np.asarray(one).ravel() for one in statistics.changes(before, float(len(images)))]
         vector[layout.statistics] = np.concatenate([np.zeros(0), *changes])
-        vector[layout.sums.start] = float(model._loss_tracker.result()) * count
+        vector[layout.sums.start] = loss_of(model) * count
         vector[[layout.divisor, layout.count]] = count, len(images)
         return vector
 
@@ -161,7 +161,7 @@ class KerasStep:
         predictions = self.model(inputs, training=False)
         targets, weights = self._compiler.objective.targets(as_tensors(labels), predictions, training=False)
         self.model.test_step((inputs, targets, weights))
-        return float(self.model._loss_tracker.result())
+        return loss_of(self.model)
 
     def _take_own(
         self,

@@ -210,6 +210,14 @@ class Reference:
         ]
         return max(_change_apart([rows[place] for place in group]) for group in groups)
 
+    def measure_evaluation(self) -> float:
+        """Return the relative difference of the loss of rank 0's batch in evaluation; 0 of own train_steps."""
+        samples, labels = (column[:-1] for column in self.samples(0))
+        if self._engine.info.sums or not len(samples):
+            return 0.0
+        own = self._step.evaluate(self._start, samples, labels)
+        return abs(self._engine.evaluate(samples, labels).mean_loss - own) / max(abs(own), SMALLEST)
+
     def _find_coupling(self, own: Array) -> str:
         """Return how the samples of a batch depend on each other, by Keras' losses; '' if not.
 
@@ -441,10 +449,11 @@ def _draw_labels(generator: np.random.Generator, labels: Array, sizes: Sequence[
             values[...] = generator.random(values.shape)
 
 
-MAX_UPDATE_DIFFERENCE = 0.01
-"""Largest difference of what one step changes that rounding explains; a sum applied twice makes 1."""
-MAX_EVALUATION_DIFFERENCE = 1e-3
-"""Largest relative difference of the loss in evaluation that rounding explains."""
+MAX_DIFFERENCES = 0.01, 1e-3
+"""Largest differences of what a step changes, and of the loss in evaluation, that rounding explains.
+
+A sum that is applied twice makes 1.
+"""
 MOVED = 1 / 16
 """By how much of themselves weights are moved at most before the step."""
 
@@ -535,18 +544,20 @@ class Verify(ModelTask):
         vector, total = (step.join(one) if step.info.sums else one[0] for one in (parts, totals))
         verified = self._judge(communicator, vector, total, reference)
         if reference:
-            self._check_update(reference.measure_update(after, total))
+            self._check_against_keras(reference, after, total)
         step.values = after
         return verified
 
-    def _check_update(self, difference: float) -> None:
-        """Raise WorkerError for a state behind the step that is not Keras', or another loss in evaluation."""
-        if not difference <= MAX_UPDATE_DIFFERENCE:
-            raise WorkerError(
-                f"the step changed weights or optimizer differently from Keras with the same gradients: the "
-                f"change is off by {difference:.0e}, expected at most {MAX_UPDATE_DIFFERENCE:.0e}",
-                remedy="please report it, with the model",
-            )
+    def _check_against_keras(self, reference: Reference, after: Sequence[Array], total: Array) -> None:
+        """Raise WorkerError for a state behind the step, or a loss in evaluation, that is not Keras'."""
+        what = "the change of weights and optimizer by one step", "the loss in evaluation"
+        found = reference.measure_update(after, total), reference.measure_evaluation()
+        for name, difference, most in zip(what, found, MAX_DIFFERENCES, strict=True):
+            if not difference <= most:
+                raise WorkerError(
+                    f"{name} differs from Keras' by {difference:.0e}, expected at most {most:.0e}",
+                    remedy="please report it, with the model",
+                )
 
     def _judge(
         self, communicator: Communicator, vector: Array, total: Array, reference: Reference | None
@@ -644,7 +655,7 @@ class VerifySplit(SplitParts, Verify):
         split.apply(total)
         if reference:
             after = self.step.values
-            self._check_update(reference.measure_update(after, whole))
+            self._check_against_keras(reference, after, whole)
             self.step.values = after
         return verified
 
