@@ -36,8 +36,9 @@ def build():
     keras = load_backend()[1]
     layers = keras.layers
     if network == "cnn":
-        inner = [layers.Conv2D(32, 3, activation="relu"), layers.MaxPool2D(), layers.Conv2D(64, 3), layers.MaxPool2D()]
-        model = keras.Sequential([keras.Input(shape), *inner, layers.Flatten(), layers.Dropout(0.5), layers.Dense(10)])
+        inner = [layers.Conv2D(32, 3, activation="relu"), layers.MaxPool2D(), layers.Conv2D(64, 3)]
+        last = [layers.MaxPool2D(), layers.Flatten(), layers.Dropout(0.5), layers.Dense(10)]
+        model = keras.Sequential([keras.Input(shape), *inner, *last])
     elif network == "lstm":
         inner = [layers.Embedding(1000, 32, mask_zero=True), layers.Bidirectional(layers.LSTM(32))]
         model = keras.Sequential([keras.Input(shape), *inner, layers.Dense(200)])
@@ -61,21 +62,16 @@ def report(began, loss):
     private = sum(int(rollup[rollup.index(name) + 1]) for name in ("Private_Clean:", "Private_Dirty:"))
     dirty = int(rollup[rollup.index("Private_Dirty:") + 1])
     print(json.dumps({
-        "cpu_s": time.process_time(), "wall_s": time.time() - began, "peak_mib": int(status[status.index("VmHWM:") + 1]) >> 10,
+        "cpu_s": time.process_time(), "wall_s": time.time() - began,
+        "peak_mib": int(status[status.index("VmHWM:") + 1]) >> 10,
         "private_mib": private >> 10, "written_mib": dirty >> 10, "loss": float(loss)}))
 """
 COMPILE = """
 from pathlib import Path
-from csdctl.worker.compute.compile import StepCompiler, GraphBuilder, GRAPH, INFO, STATE_FILE
-from csdctl.worker.data.arrays import save_arrays
-from csdctl.worker.protocol.json_codec import to_json
-output, builder = Path(directory), GraphBuilder()
-compiler = StepCompiler(build(), recipe, (samples[:0], labels[:0]))
-info = compiler.trace(builder)
-(output / GRAPH).write_bytes(builder.optimize())
-(output / INFO).write_text(to_json(info))
-kept = (value for value, one in zip(compiler.values, info.variables) if not one.is_zero)
-save_arrays(output / STATE_FILE, {f"v{place:05d}": value for place, value in enumerate(kept)})
+from csdctl.worker.compute.compile import make_compiler, trace, write_step
+output = Path(directory)
+compiler = make_compiler(build(), recipe, (samples[:0], labels[:0]))
+write_step(compiler, *trace(compiler), output)
 np.savez(output / "batch.npz", samples=samples, labels=labels)
 print(json.dumps({"cpu_s": time.process_time()}))
 """
@@ -94,10 +90,14 @@ vector = engine.local(batch["samples"], batch["labels"])
 """
 PYTHON = """
 began = time.time()
-from csdctl.worker.compute.step import Step
-step = Step(build(), recipe, (samples[:0], labels[:0]))
-vector = step.local(samples, labels)
-report(began, vector[step.layout.sums][0])
+tf, _ = load_backend()
+model = build()
+@tf.function
+def step(samples, labels):
+    with tf.GradientTape() as tape:
+        loss = model.compute_loss(y=labels, y_pred=model(samples, training=True))
+    return loss, tape.gradient(loss, model.trainable_variables)
+report(began, step(samples, labels)[0] * 16)
 """
 REPORT = BUILD[BUILD.index("def report") :] + "report(began, vector[engine.layout.sums][0])\n"
 

@@ -49,8 +49,8 @@ def compile_step(request: CompileRequest) -> Compiled:
             parts = SplitCompiler(compiler, request.cut, example)
             info = parts.add_to(builder, info)
             of_ranks = GraphBuilder()
-            _write(parts.of_ranks, parts.describe_ranks(of_ranks, info), of_ranks, output / OF_RANKS)
-        _write(compiler, info, builder, output)
+            write_step(parts.of_ranks, parts.describe_ranks(of_ranks, info), of_ranks, output / OF_RANKS)
+        write_step(compiler, info, builder, output)
     except CannotCompileError as error:
         return Compiled(error.message)
     info = replace(info, places=write_template(compiler, output), model_type=model_type)
@@ -58,7 +58,7 @@ def compile_step(request: CompileRequest) -> Compiled:
     return Compiled()
 
 
-def _write(compiler: Compiler, info: StepInfo, builder: GraphBuilder, output: Path) -> None:
+def write_step(compiler: Compiler, info: StepInfo, builder: GraphBuilder, output: Path) -> None:
     """Write the files of a step; raises CannotCompileError."""
     output.mkdir(exist_ok=True)
     (output / GRAPH).write_bytes(builder.optimize())

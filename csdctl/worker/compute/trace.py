@@ -322,10 +322,7 @@ class _Stages:
         self._definition = definition
         self._nodes = {node.name: node for node in definition.node}
         level = {name.partition(":")[0]: at for at, names in enumerate(received, start=1) for name in names}
-        levels: dict[str, int] = {}
-        for node in definition.node:  # in topological order
-            of_inputs = (levels[one.partition(":")[0]] for one in node.input)
-            levels[node.name] = level.get(node.name, max(of_inputs, default=0))
+        levels = self._find_levels(level)
         self.targets: list[list[str]] = [[] for _ in wanted]
         for operation in asserted:
             self.targets[levels[operation.name]].append(operation.name)
@@ -357,6 +354,20 @@ class _Stages:
         self.kept = [
             sorted(one for one, at in needed.items() if at == number) for number in range(len(wanted))
         ]
+
+    def _find_levels(self, received: Mapping[str, int]) -> dict[str, int]:
+        """Return the first stage that can compute each node; `received`: that of what comes at the cuts."""
+        levels: dict[str, int] = {}
+        waiting = list(self._nodes)
+        while waiting:
+            name = waiting[-1]
+            inputs = {one.partition(":")[0] for one in self._nodes[name].input}
+            if missing := inputs - levels.keys():
+                waiting += missing
+                continue
+            levels[name] = received.get(name, max((levels[one] for one in inputs), default=0))
+            waiting.pop()
+        return levels
 
     def definition_of(self, number: int) -> Any:
         """Return the definition of the nodes of a stage, and the placeholders that it takes."""

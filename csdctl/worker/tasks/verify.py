@@ -211,7 +211,7 @@ class Reference:
         return max(_change_apart([rows[place] for place in group]) for group in groups)
 
     def measure_evaluation(self) -> float:
-        """Return the relative difference of the loss of rank 0's batch in evaluation; 0 of own train_steps."""
+        """Return the relative difference of rank 0's loss in evaluation; 0 of an own train_step."""
         samples, labels = (column[:-1] for column in self.samples(0))
         if self._engine.info.sums or not len(samples):
             return 0.0

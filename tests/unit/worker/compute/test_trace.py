@@ -1,0 +1,125 @@
+"""Functions without state: what code reads, writes and differentiates while it is traced; stages."""
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+from csdctl.worker.compute.backend import load_backend
+from csdctl.worker.compute.trace import CannotCompileError, GraphBuilder, Values
+from csdctl.worker.engine.tensorflow_c import GraphSession
+from csdctl.worker.process.errors import InputError
+from csdctl.worker.protocol.run_spec import Runtime
+
+tf, keras = load_backend()
+SCALAR = tf.TensorSpec((), tf.float32)
+
+
+def run(code: Callable[[Values, Any, Any], Any], variable: Any, *values: float) -> list[float]:
+    """Return what code returns of (values, x, the new value) with the variable at the first of `values`."""
+    builder = GraphBuilder()
+
+    def call(scope: Values, value: Any, given: Any) -> Any:
+        with scope.given([variable], [value]):
+            result = code(scope, variable, given)
+            scope.check([variable])
+            return [tf.cast(result, tf.float32), scope.get(variable.value)]
+
+    builder.add(("f",), call, {"value": SCALAR, "given": SCALAR})
+    session = GraphSession(builder.optimize(), Runtime())
+    function = session.find("f", builder.functions["f"])
+    return [float(one) for one in function(*(np.array(one, np.float32) for one in values)).arrays()]
+
+
+def slope(scope: Values, variable: Any, x: Any) -> Any:
+    with tf.GradientTape() as tape:
+        y = x * variable * variable
+    return tape.gradient(y, variable)
+
+
+def slope_in_a_loop(scope: Values, variable: Any, x: Any) -> Any:
+    with tf.GradientTape() as tape:
+        y = tf.while_loop(lambda n, _: n < 3, lambda n, y: (n + 1, y * variable), (tf.constant(0), x))[1]
+    return tape.gradient(y, variable)
+
+
+def slope_after_a_write(scope: Values, variable: Any, x: Any) -> Any:
+    with tf.GradientTape() as tape:
+        y = x * variable
+        variable.assign_add(1.0)
+        y += variable * variable
+    return tape.gradient(y, variable)
+
+
+def chosen(scope: Values, variable: Any, x: Any) -> Any:
+    tf.cond(x > 1.0, lambda: variable.assign_add(x), lambda: variable.assign(0.0 * variable))
+    return variable * 2.0
+
+
+def sliced(scope: Values, variable: Any, x: Any) -> Any:
+    variable.value.assign(tf.gather(tf.reshape(variable, [1]), 0) + x)
+    return keras.ops.add(variable, 1.0)
+
+
+CASES: dict[str, tuple[Callable[[Values, Any, Any], Any], list[float], list[float]]] = {
+    "gradient": (slope, [3.0, 2.0], [12.0, 3.0]),
+    "gradient through a loop": (slope_in_a_loop, [2.0, 5.0], [60.0, 2.0]),
+    "gradient after a write": (slope_after_a_write, [2.0, 5.0], [11.0, 3.0]),
+    "condition, true": (chosen, [3.0, 2.0], [10.0, 5.0]),
+    "condition, false": (chosen, [3.0, 0.5], [0.0, 0.0]),
+    "TensorFlow's and Keras' interface": (sliced, [3.0, 2.0], [6.0, 5.0]),
+}
+
+
+@pytest.mark.parametrize(("code", "values", "expected"), CASES.values(), ids=CASES)
+def test_function_computes_what_eager_code_does_and_changes_nothing(
+    code: Any, values: list[float], expected: list[float]
+) -> None:
+    variable = keras.Variable(7.0)
+    assert run(code, variable, *values) == pytest.approx(expected)
+    assert float(variable) == 7.0
+    eager = keras.Variable(values[0])
+    found = float(code(None, eager, tf.constant(values[1])))
+    assert [found, float(eager)] == pytest.approx(expected)
+
+
+def test_write_inside_of_a_loop_is_refused() -> None:
+    def loop(scope: Values, variable: Any, x: Any) -> Any:
+        return tf.while_loop(
+            lambda n: n < 3, lambda n: n + tf.cast(variable.assign_add(x) * 0, tf.int32) + 1, [tf.constant(0)]
+        )[0]
+
+    with pytest.raises(InputError, match="is assigned inside of a loop"):
+        run(loop, keras.Variable(7.0), 1.0, 2.0)
+
+
+def test_stages_of_a_function_take_what_comes_behind_their_cut() -> None:
+    """Each sum is computed from what the one before has come back as; nothing is computed twice."""
+    builder, calls = GraphBuilder(), list[int]()
+
+    def count(value: Any) -> Any:
+        calls.append(1)
+        return value
+
+    def code(scope: Values, x: Any) -> Any:
+        y = tf.numpy_function(count, [x * 2], tf.float32)
+        y.set_shape(())
+        (first,) = builder.cut([y + 1], [(tf.float32, ())])
+        (second,) = builder.cut([first * y], [(tf.float32, ())])
+        return [first + second + y]
+
+    builder.add(("stage_{}",), code, {"x": SCALAR})
+    with pytest.raises(CannotCompileError, match="calls Python"):
+        builder.optimize()
+    session = GraphSession(builder.optimize(has_python=True), Runtime())
+    stages = [session.find(f"stage_{number}", builder.functions[f"stage_{number}"]) for number in range(3)]
+    inputs: list[Any] = [np.array(3, np.float32)]
+    given = []
+    for total in (10.0, 100.0):
+        results = stages[len(given)](*inputs)
+        given.append(float(results.array(0)))
+        inputs += [np.array(total, np.float32), results.tail(1)]
+    assert given == [7.0, 60.0]
+    assert float(stages[2](*inputs).array(0)) == 116.0
+    assert calls == [1]
