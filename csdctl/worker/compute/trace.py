@@ -29,8 +29,7 @@ class CannotCompileError(WorkerError):
 class Values:
     """The values of variables while a function is traced, in place of the variables themselves.
 
-    Layers, optimizers and the user's code read and write tf.Variables, Keras' too, as ever. A variable that
-    was not known before the trace becomes an argument as well; see `unknown`.
+    Layers, optimizers and the user's code read and write tf.Variables, Keras' too, as ever.
     """
 
     def __init__(self, graph: Any) -> None:
@@ -38,6 +37,8 @@ class Values:
         self._graph, self._values = graph, dict[int, Any]()
         self.unknown: dict[int, Any] = {}
         """Variables whose value was not given, with the placeholder of it, by id."""
+        self.written: set[int] = set()
+        """The ids of those that were written."""
 
     @contextmanager
     def given(self, variables: Iterable[Any], values: Iterable[Any]) -> Iterator[None]:
@@ -64,6 +65,7 @@ class Values:
     def set(self, variable: Any, value: Any) -> Any:
         """Give a tf.Variable a new value; return the variable."""
         self.get(variable)  # it may be unknown
+        self.written.add(id(variable))
         value = tf.convert_to_tensor(value, dtype=variable.dtype)
         self._values[id(variable)] = tf.ensure_shape(value, variable.shape)
         return variable
@@ -184,7 +186,7 @@ class GraphBuilder:
         self._outside: dict[str, str] = {}
         self.functions: dict[str, FunctionInfo] = {}
         self.unknown: list[Any] = []
-        """Variables that functions read or write, and that are none of their arguments, as tf.Variables."""
+        """Variables that functions write, and that are none of their arguments, as tf.Variables."""
         self._cuts: list[tuple[list[Any], list[Any]]] = []
         """Of the function that is traced: what each cut gives, and the placeholders of what it receives."""
 
@@ -211,11 +213,12 @@ class GraphBuilder:
             values = Values(tf.compat.v1.get_default_graph())
             with replacing_variables(values):
                 result = code(values, *given)
-            self._unknown = [*values.unknown.values()]
+            self._values = values
             return result
 
         function = tf.function(call, autograph=False).get_concrete_function(*arguments.values())
-        traced = function.graph
+        traced, unknown = function.graph, self._values.unknown.values()
+        constants = {inner.name: variable.numpy() for variable, inner in unknown}
         mapped = {}
         with self.graph.as_default():
             for captured, inner in traced.captures:
@@ -223,12 +226,12 @@ class GraphBuilder:
             own = [one for one in traced.inputs if one.name not in mapped]
             for argument, inner in zip(arguments, own, strict=True):
                 mapped[inner.name] = self._placeholder(argument, arguments[argument])
-            for variable, inner in self._unknown:
-                if not any(variable is one for one in self.unknown):
-                    self.unknown.append(variable)
-                mapped[inner.name] = self._placeholder(f"unknown_{id(variable)}", inner)
+            mapped |= {name: tf.constant(value) for name, value in constants.items()}
             feeds = [f"{argument}:0" for argument in arguments]
             self._import_stages(names, traced, mapped, feeds)
+        known = set(map(id, self.unknown))
+        written = self._values.written - known
+        self.unknown += [variable for variable, _ in unknown if id(variable) in written]
         return traced.outputs
 
     def _import_stages(
@@ -271,9 +274,7 @@ class GraphBuilder:
             name = f"outside_{len(self._outside)}"
             self._outside[name] = str(captured)
             return tf.raw_ops.VarHandleOp(dtype=tf.float32, shape=[], name=name)
-        with tf.init_scope():
-            value = captured.numpy()
-        return tf.constant(value)
+        return tf.constant(captured.numpy())
 
     def optimize(self, *, has_python: bool = False) -> bytes:
         """Return the graph, optimized, as a serialized GraphDef.

@@ -22,7 +22,7 @@ def test_zip_is_the_worker_and_the_version_in_the_same_bytes_in_another_process(
     with zipfile.ZipFile(io.BytesIO(packed)) as archive:
         assert archive.testzip() is None
         assert archive.namelist() == sorted(expected)
-        path = "csdctl/worker/compute/step.py"
+        path = "csdctl/worker/engine/step.py"
         assert archive.read(path) == (ROOT.parent / path).read_bytes()
 
 

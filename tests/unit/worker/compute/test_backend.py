@@ -1,8 +1,7 @@
-"""What a rank computes on, where TensorFlow sees no GPU, and where a second logical CPU stands in for one."""
+"""What a rank computes on, where TensorFlow sees no GPU."""
 
 import json
 import os
-import re
 import subprocess
 import sys
 from pathlib import Path
@@ -79,78 +78,6 @@ def test_first_gpu_is_used_in_float32_with_memory_as_needed() -> None:
         "set_memory_growth": ("GPU:0", True),
         "enable_tensor_float_32_execution": (False,),
     }
-
-
-PLACED = """
-import json, sys
-from types import SimpleNamespace
-import numpy as np
-from csdctl.worker.compute.backend import load_backend
-tf, keras = load_backend()
-tf.debugging.set_log_device_placement(True)
-cpu = tf.config.list_physical_devices("CPU")[0]
-tf.config.set_logical_device_configuration(cpu, [tf.config.LogicalDeviceConfiguration()] * 2)
-from csdctl.worker.compute.recipe import compile_model
-from csdctl.worker.protocol.recipe import Recipe
-from csdctl.worker.protocol.run_spec import RankSpec, RunSpec, Runtime
-from csdctl.worker.tasks.progress import Reporter, RunProgress
-from csdctl.worker.tasks.task import TaskContext
-from csdctl.worker.tasks.train import Train
-
-samples = np.random.default_rng(4).random((7, 6), np.float32)
-labels = np.array([0, 2, 1, 0, 0, 1, 2], np.int32)
-
-class Own(keras.Model):
-    def train_step(self, batch):
-        samples, labels = batch
-        with tf.GradientTape() as tape:
-            loss = tf.reduce_mean(self.compute_loss(samples, labels, self(samples, training=True)))
-        self.optimizer.apply(tape.gradient(loss, self.trainable_variables), self.trainable_variables)
-        self(samples, training=True)  # moves statistics after the last gradients
-        return {"loss": loss}
-
-class Task(Train):
-    def open_reader(self):
-        return SimpleNamespace(first=lambda count: (samples[:count], labels[:count]))
-
-    def load_model(self):
-        keras.utils.set_random_seed(2)
-        inputs = keras.Input((6,))
-        hidden = keras.layers.BatchNormalization()(keras.layers.Dense(5)(inputs))
-        kind = Own if sys.argv[1] == "own" else keras.Model
-        model = kind(inputs, keras.layers.Dense(3, activation="softmax")(hidden))
-        compile_model(model, self.spec.recipe)
-        return model
-
-def train(device):
-    with tf.device(device):
-        me = RankSpec(0, "host", 4, Runtime(), None, None, 0, 7)
-        recipe = Recipe(optimizer="adam", learning_rate=0.1)
-        spec = RunSpec("run", "", "", recipe, (me,), None, None, "", num_checkpoints=0)
-        task = Task(TaskContext(spec, me, RunProgress(spec), Reporter(me), None))
-        task.load()
-        for number in range(2):
-            task.step.set_step(number, 0.1)
-            task.step.alone(samples, labels)
-    return task.step.model.get_weights()
-
-elsewhere = train("CPU:1")
-print("END", flush=True)
-# On some processors the last bit differs, as TensorFlow computes some of it in another order.
-print(json.dumps(all(np.allclose(*pair, 1e-5, 1e-6) for pair in zip(elsewhere, train("CPU:0")))))
-"""
-
-
-@pytest.mark.parametrize("kind", ["keras", "own"])
-def test_gradients_are_computed_elsewhere_but_weights_are_held_and_changed_on_the_cpu(kind: str) -> None:
-    """CPU:1 takes the place of a GPU; that TensorFlow prefers a GPU by itself is not shown."""
-    printed = printed_by(PLACED, kind)
-    found = re.findall(r"\((\w+)\): /job:.*:CPU:(\d)$", printed.partition("\nEND\n")[0], re.MULTILINE)
-    places = {operation: {place for other, place in found if other == operation} for operation, _ in found}
-    assert places["MatMul"] == places["SparseSoftmaxCrossEntropyWithLogits"] == {"1"}
-    # Adam has the square root, the update of statistics a maximum.
-    assert places["Sqrt"] == places["Maximum"] == {"0"}
-    assert printed.splitlines()[-1] == "true"
 
 
 SETTINGS = {"floatx": "float64", "epsilon": 0.01, "image_data_format": "channels_first"}

@@ -11,7 +11,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from csdctl.worker.compute.compile import Step
+from csdctl.worker.compute.backend import tf
+from csdctl.worker.compute.compile import Step, make_compiler, trace
+from csdctl.worker.compute.recipe import compile_model
 from csdctl.worker.engine.layout import GradientNoise
 from csdctl.worker.engine.tensorflow_c import TensorFlowError
 from csdctl.worker.process.errors import describe
@@ -186,3 +188,31 @@ def test_samples_read_twice_at_half_weight_count_once() -> None:
     once, twice = vector_of(np.arange(10)), vector_of(np.tile(np.arange(10), 2), 0.5)
     assert relative_difference(twice, once) <= TOLERANCE
     assert twice[-1] == 10
+
+
+class Own(keras().Model):  # type: ignore[misc]
+    """Moves statistics after its last gradients."""
+
+    def train_step(self, batch: Any) -> Any:
+        samples, labels = batch
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_mean(self.compute_loss(samples, labels, self(samples, training=True)))
+        self.optimizer.apply(tape.gradient(loss, self.trainable_variables), self.trainable_variables)
+        self(samples, training=True)
+        return {"loss": loss}
+
+
+@pytest.mark.parametrize("kind", [keras().Model, Own])
+def test_gradients_may_be_computed_on_a_gpu_but_weights_are_changed_on_the_cpu(kind: Any) -> None:
+    inputs = keras().Input((6,))
+    hidden = keras().layers.BatchNormalization()(keras().layers.Dense(5)(inputs))
+    model = kind(inputs, keras().layers.Dense(3, activation="softmax")(hidden))
+    recipe = compile_model(model, Recipe(optimizer="adam", learning_rate=0.1))
+    empty = np.zeros((0, 6), np.float32), np.zeros(0, np.int32)
+    _, builder = trace(make_compiler(model, recipe, empty))
+    places: dict[str, set[str]] = {}
+    for operation in builder.graph.get_operations():
+        places.setdefault(operation.type, set()).add(operation.device)
+    assert places["MatMul"] == places["SparseSoftmaxCrossEntropyWithLogits"] == {""}
+    # Adam has the square root, the update of statistics a maximum.
+    assert places["Sqrt"] == places["Maximum"] == {"/device:CPU:0"}

@@ -294,7 +294,7 @@ def test_trial_adds_the_noise_of_the_job_to_its_private_share(
     ranks = [RankPlan(node=name, batch_size=10, threads=1) for name in (HOST_NAME, "csd0")]
     space = workspace(at, {rank.node: FakeSession(rank.node) for rank in ranks})
     context = run_context(replace(at, job=replace(at.job, noise=noise)), space, data)
-    spec = _build_spec(at.project.new_scratch(), ranks, context, 20, None)
+    spec = _build_spec(at.project.new_scratch(), ranks, context, 20, is_split=False)
     assert spec.noise == noise
     host, csd0 = spec.ranks
     assert host.num_private == 0 < csd0.num_private
