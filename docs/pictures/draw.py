@@ -129,11 +129,11 @@ RANK, LINK = "rank", "link"
 STEP = (
     ("tasks/train.py:Train._exchange_reassigned", RANK, "samples that the host reads for others"),
     ("data/prepared.py:EpochReader.read", RANK, "samples of this rank's share"),
-    ("compute/step.py:Step.local", RANK, "gradients, statistics, loss and n in one vector"),
+    ("engine/step.py:StepEngine.local", RANK, "gradients, statistics, loss and n in one vector"),
     ("group/communicator.py:Communicator.sum", RANK, "shared memory, then the link"),
     ("group/link.py:serve_link", LINK, "two processes of an MPI job: node and host"),
     ("group/hub.py:Hub.serve", LINK, "adds in order of rank, and hands the sum back"),
-    ("compute/step.py:RankStep.apply", RANK, "divided by n, one optimizer step"),
+    ("engine/step.py:StepEngine.apply", RANK, "divided by n, one optimizer step"),
     ("tasks/checkpointer.py:Checkpointer.after_step", RANK, "state that survives the process"),
     ("tasks/balancer.py:Balancer.propose", RANK, "batch sizes, from every rank's compute seconds"),
 )
