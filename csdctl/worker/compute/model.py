@@ -6,7 +6,6 @@ found in the job's code, which is sent only when the model needs it. A model tha
 its configuration is built on every rank as on the host, by the user's function.
 """
 
-import hashlib
 import inspect
 import json
 import math
@@ -336,14 +335,6 @@ def save_model(model: Any, path: Path) -> Path:
     os.replace(aside, path)
     sync_directory(path.parent)
     return path
-
-
-def hash_weights(model: Any) -> str:
-    """Return the SHA-256, in hex, of all variables of the model: trainable ones and statistics."""
-    digest = hashlib.sha256()
-    for variable in model.weights:
-        digest.update(np.ascontiguousarray(np.asarray(variable.value)).tobytes())
-    return digest.hexdigest()
 
 
 def _find(spec: BuildSpec) -> Any:

@@ -130,17 +130,6 @@ class Objective:
         states = self.metrics.read([*of_batches, *((one, loss_count) for one in loss_trackers(self._model))])
         return BatchLoss(mean, summed, loss_count, count, states)
 
-    def losses(self, batches: Iterable[Sequence[Array]]) -> list[tuple[float, float]]:
-        """Return Keras' loss of each batch in training: what is a mean, and what is summed."""
-
-        def run(samples: Any, labels: Any) -> tuple[Any, Any]:
-            batch = self.forward(samples, labels, training=True)
-            return batch.mean, tf.zeros(()) if batch.summed is None else batch.summed
-
-        traced = tf.function(run, autograph=False, input_signature=self.signature)
-        found = (traced(*map(as_tensors, batch)) for batch in batches)
-        return [(float(mean), float(summed)) for mean, summed in found]
-
     def loss(self, samples: Any, labels: Any) -> Any:
         """Return the loss of a batch in training, without its metrics; inside a graph."""
         (mean, summed), _ = self._run_model(samples, labels, training=True, with_metrics=False)

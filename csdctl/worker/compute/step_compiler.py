@@ -65,7 +65,6 @@ class Compiler(ABC):
     def _describe(self, builder: GraphBuilder, **fields: Any) -> StepInfo:
         trainable = self.model.trainable_variables
         common: dict[str, Any] = {
-            "num_trainable": len(trainable),
             "num_gradients": sum(math.prod(one.shape) for one in trainable),
             "has_loss_count": False,
             "divides_gradients": False,

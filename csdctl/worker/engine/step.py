@@ -112,7 +112,6 @@ class StepInfo:
     variables: tuple[VariableInfo, ...]
     num_weights: int
     """The first variables of the state are the model's weights; those of the optimizer follow."""
-    num_trainable: int
     num_gradients: int
     """Elements of all trainable variables together."""
     num_statistics: int

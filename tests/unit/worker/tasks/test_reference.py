@@ -96,9 +96,7 @@ class TestSizes:
 def info_of(output_sizes: tuple[int, ...], num_indices: int | None = None) -> StepInfo:
     none: Any = {"normalizing": (), "metrics": (), "seeds": (), "has_loss_scaling": False}
     none |= dict.fromkeys(("has_loss_count", "divides_gradients", "has_summed"), False)
-    sizes = dict.fromkeys(
-        ("num_weights", "num_trainable", "num_gradients", "num_statistics", "num_states"), 0
-    )
+    sizes = dict.fromkeys(("num_weights", "num_gradients", "num_statistics", "num_states"), 0)
     return StepInfo({}, (), output_sizes=output_sizes, num_indices=num_indices, **sizes, **none)
 
 
