@@ -41,7 +41,7 @@ from csdctl.terminal.nodes import CountView
 from csdctl.terminal.prepare import PreparationScreen, render_prepared
 from csdctl.terminal.streams import Streams
 from csdctl.terminal.train import TrainingScreen
-from csdctl.terminal.tune import TuningScreen, render_plan, render_verified
+from csdctl.terminal.tune import render_plan, render_verified
 from csdctl.transport.session import MAX_QUOTED_CHARS
 from csdctl.tuning.plan import Plan, load_plan
 from csdctl.tuning.search import Limits as Limits
@@ -592,8 +592,7 @@ def tune(job: JobOrPath, fleet: FleetOrPath = "fleet.yaml", options: TuneOptions
     options = check_values(options or TuneOptions(), InstanceOf[TuneOptions], "options", remedy="")
     loaded, chosen = as_job(job).load(), as_fleet(fleet)
     with open_session() as streams:
-        screen = TuningScreen(streams)
-        plan = of_tune.tune_job(loaded, chosen, streams.directory, options, screen)
+        plan = of_tune.tune_job(loaded, chosen, streams.directory, options, PreparationScreen(streams))
         path = streams.project.plan(loaded.name)
         render_plan(streams.console, plan, str(path.relative_to(streams.directory)))
     return plan

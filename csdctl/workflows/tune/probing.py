@@ -13,16 +13,17 @@ import math
 import shutil
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from csdctl.errors import DeadlineError, OutOfMemoryError, RunError
 from csdctl.fleet.model import HOST_NAME
 from csdctl.fleet.names import format_node_names
 from csdctl.perfmodel.spread import standard_error
+from csdctl.reporting.numbers import format_count, format_rate, format_seconds
 from csdctl.reporting.tally import Amounts, Tally
 from csdctl.runs.directory import RunDirectory
 from csdctl.shipping.worker_calls import WorkerProgram
@@ -59,7 +60,6 @@ def run_trial(
     num_steps: int,
     attach: Mapping[str, AttachRank] | None = None,
     split: SplitSpec | None = None,
-    on_event: Callable[[Event], None] = lambda event: None,
 ) -> TrialResult:
     """Take `num_steps` steps; machines in `attach` use a process that is already running.
 
@@ -72,14 +72,10 @@ def run_trial(
     spec = _build_spec(run, ranks, context, num_steps, split)
     events: list[Event] = []
 
-    def take(event: Event) -> None:
-        events.append(event)
-        on_event(event)
-
     options = TrainOptions(min_nodes=len(ranks) - 1)
     try:
         inputs = RunInputs(run, spec, context.prepared, shards={})
-        is_stopped = run_ranks(inputs, context.space, options, lambda *_: None, take, attach)
+        is_stopped = run_ranks(inputs, context.space, options, lambda *_: None, events.append, attach)
     finally:
         Path(spec.step_file).unlink(missing_ok=True)
     shutil.rmtree(run.path, ignore_errors=True)
@@ -180,27 +176,6 @@ def _later(reports: Sequence[Amounts]) -> Sequence[Amounts]:
     return reports[num_steps >= SKIPPING_FROM and reports[0].steps < num_steps :]
 
 
-LOADING, IDLE, SUMMING = "loading", "idle", "timing sums"
-MEASURING, MEASURED, TOO_LARGE = "measuring", "measured", "out of memory"
-"""States of a machine while it is measured."""
-
-
-class TuneWatch(Protocol):
-    """Is told what the machines do; may be called from any thread."""
-
-    def on_machine(self, name: str, doing: str, batch_size: int = ..., samples_per_s: float = ..., /) -> None:
-        """Machine `name` does this now: one of the words above."""
-
-    def on_probes(self, outcomes: Mapping[str, ProbeOutcome], /) -> None:
-        """A round of probes is over: outcomes by machine."""
-
-    def on_trial(self, num_steps: int, batch_sizes: Mapping[str, int], /) -> None:
-        """All machines in `batch_sizes` take `num_steps` steps together."""
-
-    def on_event(self, event: Event, /) -> None:
-        """A rank of the trial has reported this."""
-
-
 START_DEADLINE_S, PROBE_DEADLINE_S = 300.0, 600.0
 ALIVE_INTERVAL_S = 10.0
 OUT_OF_MEMORY_CODE = 137
@@ -249,10 +224,9 @@ class FleetMeasurer:
     TensorFlow starts on the machines with the first request.
     """
 
-    def __init__(self, context: RunContext, runtimes: Mapping[str, Runtime], watch: TuneWatch) -> None:
+    def __init__(self, context: RunContext, runtimes: Mapping[str, Runtime]) -> None:
         """`runtimes` of every machine that trains."""
         self._context, self._space, self._say = context, context.space, context.observer.say
-        self._watch = watch
         self.probers: dict[str, Prober] = {}
         self._runtimes: dict[str, Runtime] = {}
         self.switch(runtimes)
@@ -303,12 +277,7 @@ class FleetMeasurer:
 
     def time_sums(self, sum_bytes: Sequence[int], sum_ranks: Sequence[int]) -> list[SumTimed]:
         """Time sums of vectors of each size, over each number of ranks and over all."""
-        space = self._space
-        for name in space.fleet.machines:
-            self._watch.on_machine(name, SUMMING)
-        timed = measure_sums(space, sum_bytes, sum_ranks)
-        for name in space.fleet.machines:
-            self._watch.on_machine(name, IDLE)
+        timed = measure_sums(self._space, sum_bytes, sum_ranks)
         self.measuring_s += sum(timing.sum_s for timing in timed)
         return timed
 
@@ -320,9 +289,8 @@ class FleetMeasurer:
         # A host that does not train has a worker with fewer threads, which the trial starts.
         attach = self.prepare_trial({rank.node: rank.runtime for rank in ranks if rank.batch_size})
         self._say(f"trying the plan: {num_steps} steps of all {len(ranks)} ranks")
-        self._watch.on_trial(num_steps, {rank.node: rank.batch_size for rank in ranks})
         try:
-            result = run_trial(ranks, self._context, num_steps, attach, on_event=self._watch.on_event)
+            result = run_trial(ranks, self._context, num_steps, attach)
         except OutOfMemoryError:
             self.end_sessions()  # the other ranks ended with the one that was killed
             raise
@@ -344,35 +312,33 @@ class FleetMeasurer:
         """Measure one round, all machines at once."""
         self._start(self.probers)
         started = time.monotonic()
-        found = self._pool.map(self._measure, requests, requests.values())
+        found = self._pool.map(lambda name: self.probers[name].measure(requests[name]), requests)
         results = dict(zip(requests, found, strict=True))
         self.measuring_s += time.monotonic() - started
         self.num_probes += len(results)
-        self._watch.on_probes(results)
+        self._say(describe_probes(results))
         return results
-
-    def _measure(self, name: str, request: ProbeRequest) -> ProbeOutcome:
-        self._watch.on_machine(name, MEASURING, request.batch_size)
-        outcome = self.probers[name].measure(request)
-        if rate := outcome.samples_per_s:
-            self._watch.on_machine(name, MEASURED, request.batch_size, rate)
-        else:
-            self._watch.on_machine(name, TOO_LARGE, request.batch_size)
-        return outcome
 
     def _start(self, names: Iterable[str]) -> None:
         waiting = [prober for name in names if not (prober := self.probers[name]).is_running]
         if not waiting:
             return
-        self._say(f"starting TensorFlow on {len(waiting)} machine" + ("s" if len(waiting) > 1 else ""))
+        self._say(f"starting TensorFlow on {format_count(waiting, 'machine')}")
         started = time.monotonic()
-        list(self._pool.map(self._start_one, waiting))
+        list(self._pool.map(Prober.start, waiting))
         self.start_s = max(self.start_s, time.monotonic() - started)
 
-    def _start_one(self, prober: "Prober") -> None:
-        self._watch.on_machine(prober.name, LOADING)
-        prober.start()
-        self._watch.on_machine(prober.name, IDLE)
+
+def describe_probes(outcomes: Mapping[str, ProbeOutcome]) -> str:
+    """Return one line for one round of probes on all machines."""
+    shown = [
+        f"{name} {outcome.batch_size}: {format_seconds(outcome.step_time_s)}, "
+        f"{format_rate(outcome.samples_per_s)}/s"
+        if outcome.step_time_s
+        else f"{name}: does not fit in memory"
+        for name, outcome in outcomes.items()
+    ]
+    return "  " + "  |  ".join(shown)
 
 
 class Prober:

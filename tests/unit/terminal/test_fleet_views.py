@@ -1,4 +1,4 @@
-"""The live views of `prepare`, `extract`, `predict` and `tune` on several terminals, with 4 and 37 nodes."""
+"""The live views of `prepare`, `extract` and `predict` on several terminals, with 4 and 37 nodes."""
 
 import io
 from typing import Any
@@ -8,12 +8,8 @@ import pytest
 from csdctl.terminal.console import PrintableConsole
 from csdctl.terminal.prepare import SILENT_S, PreparationScreen, PreparingView
 from csdctl.terminal.streams import Streams
-from csdctl.terminal.tune import TuningScreen, TuningView
 from csdctl.terminal.view import FleetView
-from csdctl.tuning.fleet_model import ProbeOutcome
 from csdctl.worker.protocol.datasets import PrepareProgress
-from csdctl.worker.protocol.events import Joined, NodeLost, Progress
-from csdctl.workflows.tune.probing import IDLE, LOADING, MEASURED, MEASURING
 
 SIZES = [(80, 24), (120, 40), (200, 50)]
 
@@ -92,57 +88,9 @@ def test_samples_that_were_found_do_not_make_a_rate() -> None:
     assert "10.0 samples/s  3.0 s left" in screen(view, (80, 24))[1]
 
 
-def measure(count: int, size: tuple[int, int], clock: Clock) -> TuningView:
-    """Show machines that have measured, but for one."""
-    view = TuningView(terminal(size), nodes(count), clock=clock)
-    for name in nodes(count):
-        view.on_machine(name, LOADING)
-    clock.now += 25
-    for name in nodes(count):
-        view.on_machine(name, IDLE)
-    for number, name in enumerate(nodes(count)):
-        view.on_machine(name, MEASURING, 16)
-        if name != "csd2":
-            view.on_machine(name, MEASURED, 16, 100.0 + number)
-    clock.now += 8
-    return view
-
-
-@pytest.mark.parametrize("size", SIZES)
-@pytest.mark.parametrize("count", [4, 37])
-def test_tune_names_who_is_waited_for_and_shows_the_trial_as_training(
-    count: int, size: tuple[int, int]
-) -> None:
-    clock = Clock()
-    view = measure(count, size, clock)
-    lines = screen(view, size)
-    assert lines[1] == "csd2: measuring batch sizes (8 s)  33 s so far"
-    (line,) = [line for line in lines if line.startswith("csd2 ")]
-    assert "measuring" in line
-    assert "8 s" in line
-    view.on_probes({"host": ProbeOutcome(16, 0.1, 3)})
-    view.on_trial(40, dict.fromkeys(nodes(count), 16))
-    view.on_event(Joined(0, "host", 1, 0, 40, 0, {}, is_start=True))
-    assert "joining" not in "".join(screen(view, size))
-    clock.now += 5
-    for rank, name in enumerate(nodes(count)):
-        compute_s = 4.5 if name == "csd2" else 2.0
-        view.on_event(Progress(rank, name, 1, 10, 10, 160, compute_s, 5 - compute_s, 5.0, 600))
-    view.on_event(NodeLost(1, "csd0", "gone"))
-    lines = screen(view, size)
-    assert "trial of the plan: step 10/40  15.0 s left  1 probes in 1 rounds" in lines[1]
-    first = next(number for number, line in enumerate(lines) if line.startswith("node"))
-    assert lines[first + 2].startswith("csd0 ")
-    assert "lost" in lines[first + 2]
-    assert lines[first + 3].startswith("csd2 ")
-    assert "10%" in lines[first + 3]
-
-
 def test_quiet_has_no_view_and_no_lines() -> None:
     out = io.StringIO()
     streams = Streams(stdout=out, is_quiet=True)
     with PreparationScreen(streams).preparing("computing features", nodes(2)) as show:
         show("host", PrepareProgress(10, 100))
-    with TuningScreen(streams).measuring(nodes(2)) as watch:
-        watch.on_probes({"host": ProbeOutcome(16, 0.1, 3)})
     assert out.getvalue() == ""
