@@ -5,6 +5,9 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 
+from rich.console import Group, RenderableType
+from rich.progress_bar import ProgressBar
+from rich.table import Table
 from rich.text import Text
 
 from csdctl.fleet.checks import Status, fold
@@ -36,10 +39,13 @@ from csdctl.terminal.view import (
     WIDE,
     WIDER,
     Columns,
-    FleetView,
     RankRow,
+    View,
+    choose_rows,
+    describe_rest,
     draw_curve,
     show_elapsed,
+    tabulate,
 )
 from csdctl.worker.protocol.events import (
     EARLY_STOPPING,
@@ -142,8 +148,8 @@ class BottleneckLine:
         return f"others waited {lost_s} for {node} ({bottleneck.cause}): {bottleneck.why}"
 
 
-class TrainingView(FleetView[RankRow]):
-    """Shows the events of a run; use it as a context manager around the run."""
+class TrainingView(View):
+    """Shows the events of a run: a live table on a terminal, lines elsewhere; a context manager."""
 
     def __init__(
         self,
@@ -172,8 +178,10 @@ class TrainingView(FleetView[RankRow]):
         self._evaluating = ""
         self._step_at = clock()
         self._bottleneck = BottleneckLine([rank.node for rank in spec.ranks])
-        title = f"run {spec.run_id}" + (" (emulated fleet)" if emulated else "")
-        super().__init__(console, title, clock=clock)
+        self._title = f"run {spec.run_id}" + (" (emulated fleet)" if emulated else "")
+        self._clock = clock
+        self._start = self._printed_at = clock()
+        super().__init__(console, self._render)
 
     def show(self, event: Event) -> None:
         """Show one event."""
@@ -261,8 +269,9 @@ class TrainingView(FleetView[RankRow]):
         self._add_points(event)
         if isinstance(event, EpochEnd):
             self._print(_format_epoch(event, self._spec.recipe.epochs, self._tally.epoch))
-        else:
-            self._print_headline_if_due()
+        elif self._live is None and self._clock() - self._printed_at >= INTERVAL_S:
+            self._printed_at = self._clock()
+            self._print(self._headline())
 
     def _steps_of_an_epoch(self, last: Progress | EpochEnd) -> int:
         """Return the steps of an epoch with the batch sizes of now, given the end of one; 0: not known.
@@ -283,7 +292,7 @@ class TrainingView(FleetView[RankRow]):
         if self._last is None:
             starting = [row.node for row in self._rows.values() if row.state == STARTING]
             waiting = f"{format_node_names(starting)} loading TensorFlow" if starting else "first step"
-            return f"{waiting} ({show_elapsed(self._elapsed_s)})"
+            return f"{waiting} ({show_elapsed(self._clock() - self._start)})"
         done, total = self._done()
         reported = self._tally.ranks[0]
         left = max(0.0, total - done) * reported.wall_s / max(1, reported.steps)
@@ -312,7 +321,23 @@ class TrainingView(FleetView[RankRow]):
         ended = (self._last.epoch - 1) * self._steps_per_epoch if self._last else 0
         return ended + self._last_step, self._steps_per_epoch * self._spec.recipe.epochs
 
+    def _render(self) -> RenderableType:
+        width, height = self._console.size
+        done, total = self._done()
+        bar = Table.grid()
+        bar.add_row(ProgressBar(total=total, completed=done, width=min(width, 100)))
+        details = self._details(width)
+        num_lines = sum(max(1, math.ceil(line.cell_len / width)) for line in details)
+        # Beside the rows: title, headline, bar, names of the columns, and two lines that stay free below.
+        rows, rest = choose_rows(list(self._rows.values()), max(3, height - 6 - num_lines))
+        lines = [self._title, self._headline(), describe_rest(rest)]
+        title, headline, others = (Text(line, no_wrap=True, overflow="ellipsis") for line in lines)
+        title.stylize("bold")
+        table = tabulate(rows, self._columns(width), width)
+        return Group(title, headline, bar, *details, *table, *([others] if rest else []))
+
     def _details(self, width: int) -> list[Text]:
+        """Return lines between the bar and the rows."""
         line = self._bottleneck.describe()
         held = [Text(line, style="yellow")] if line else []
         return [*self._render_curves(width), *self._describe_servers(), *held]
@@ -342,8 +367,9 @@ class TrainingView(FleetView[RankRow]):
         parts = [f"{name} {draw_curve(points, room)} {points[-1]:.4g}" for name, points in shown.items()]
         return [Text("   ".join(parts), no_wrap=True)] if parts else []
 
-    def _columns(self, width: int) -> Columns[RankRow]:
-        rows = self._list_rows()
+    def _columns(self, width: int) -> Columns:
+        """Return the columns after node and state, for a terminal of `width`."""
+        rows = self._rows.values()
         columns: dict[str, Callable[[RankRow], str | Text]] = {
             ">batch": lambda row: str(row.batch_size or "–"),
             ">samples/s": lambda row: format_rate(row.rate),

@@ -1,17 +1,42 @@
 """The live view of a run on terminals of several sizes, and its shards as text."""
 
+import io
 from dataclasses import replace
 
 import pytest
 
+from csdctl.terminal.console import PrintableConsole
 from csdctl.terminal.train import TrainingView, describe_learning_rate, format_shards
 from csdctl.terminal.view import TRAINING, RankRow, choose_rows, describe_rest, draw_curve
 from csdctl.worker.protocol.events import EpochEnd, Joined, NodeBack, NodeLost, Progress, Ready, Warned
 from csdctl.worker.protocol.recipe import Recipe
 from csdctl.worker.protocol.run_spec import RankSpec, Runtime
 from tests.unit.runs.manifests import spec_of
-from tests.unit.terminal.test_fleet_views import SIZES, Clock, screen, terminal
 from tests.watched_run import make_events, name_of
+
+SIZES = [(80, 24), (120, 40), (200, 50)]
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def terminal(size: tuple[int, int], *, is_terminal: bool = True) -> PrintableConsole:
+    return PrintableConsole(file=io.StringIO(), force_terminal=is_terminal, width=size[0], height=size[1])
+
+
+def screen(view: TrainingView, size: tuple[int, int]) -> list[str]:
+    plain = PrintableConsole(file=io.StringIO(), width=size[0], height=size[1])
+    with plain.capture() as captured:
+        plain.print(view._render())
+    lines = [line.rstrip() for line in captured.get().splitlines()]
+    assert len(lines) <= size[1] - 2
+    assert max(map(len, lines)) <= size[0]
+    return lines
 
 
 def make_view(num_ranks: int, size: tuple[int, int], clock: Clock) -> TrainingView:
