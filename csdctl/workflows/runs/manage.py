@@ -182,10 +182,8 @@ def remove_runs(
 
 
 OWN = "csdctl"
-MAX_LAST_BYTES = 16 << 20
-"""Bytes read of a log whose last lines are requested."""
 MAX_LINE_BYTES = 64 * 1024
-"""Longest line of a followed log: a rank that writes no newline must not fill the memory."""
+"""Longest line of a log that is read: a program that writes no newline must not fill the memory."""
 
 
 @dataclass(frozen=True)
@@ -228,11 +226,11 @@ def find_logs(run: RunDirectory, which: str | None) -> list[tuple[str, Path]]:
         names = [str(rank["node"]) for rank in run.load_manifest()["plan"]["ranks"]]
     except InputError:
         names = [f"rank-{number}" for number, _ in enumerate(run.logs.glob("rank-*.log"))]
-    logs = {OWN: run.own_log} if run.own_log.exists() else {}
+    logs = {OWN: run.own_log} if run.own_log.is_file() else {}
     for number, node in enumerate(names):
         if which in (str(number), node):
             which = node
-        if run.rank_log(number).exists():
+        if run.rank_log(number).is_file():
             logs[node] = run.rank_log(number)
     if which is None:
         return list(logs.items())
@@ -243,38 +241,15 @@ def find_logs(run: RunDirectory, which: str | None) -> list[tuple[str, Path]]:
     return [(which, logs[which])]
 
 
-def read_last_lines(path: Path, num_lines: int) -> Sequence[str]:
-    """Return the last lines of a log, of its last MAX_LAST_BYTES; of one that cannot be read, the reason."""
-    try:
-        with open_regular(path) as file:
-            file.seek(-min(MAX_LAST_BYTES, path.stat().st_size), os.SEEK_END)
-            lines = file.read(MAX_LAST_BYTES).decode(errors="replace").removesuffix("\n").split("\n")
-    except InputError as error:
-        return [error.message]
-    return [line[:MAX_LINE_BYTES] for line in lines[-num_lines:]] if num_lines and lines != [""] else []
+def print_logs(run: RunDirectory, paths: Sequence[Path], num_lines: int, *, is_following: bool) -> None:
+    """Print the ends of logs, under their paths if there are several, and then what is added to them.
 
-
-def follow_lines(run: RunDirectory, logs: Sequence[tuple[str, Path]]) -> Iterator[tuple[str, str]]:
-    """Yield name and line of what is added to `logs` from now on, until the run's csdctl ends.
-
-    A last line without an end is yielded then. A line of more than MAX_LINE_BYTES comes in parts.
+    csdctl writes only printable text to logs. Following ends with the run's csdctl.
     """
-    return _follow_lines(run, {name: GrowingLog(path, path.stat().st_size) for name, path in logs})
-
-
-def _follow_lines(run: RunDirectory, logs: Mapping[str, "GrowingLog"]) -> Iterator[tuple[str, str]]:
-    while True:
-        was_over = not process_of(run).is_running
-        is_quiet = True
-        for name, log in logs.items():
-            before = log.position
-            yield from ((name, line) for line in log.read_lines())
-            is_quiet &= log.position == before
-        if was_over and is_quiet:
-            yield from ((name, line) for name, log in logs.items() for line in log.read_rest())
-            return
-        if is_quiet:
-            time.sleep(POLL_S)
+    process = process_of(run)
+    following = ["-f", f"--pid={process.pid}"] if is_following and process.is_running else []
+    with suppress(KeyboardInterrupt):
+        subprocess.run(["tail", "-n", str(num_lines), *following, "--", *paths], check=False)
 
 
 class GrowingLog:
