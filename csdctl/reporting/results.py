@@ -332,7 +332,7 @@ def read_results(run: RunDirectory) -> RunResults:
     builder, events = SeriesBuilder(nodes), run.read_events(nodes)
 
     def passing() -> Iterator[Event]:
-        for time_s, event in events.with_times(builder.add_spent):
+        for time_s, event in events.with_times():
             builder.add(time_s, event)
             yield event
 

@@ -2,6 +2,7 @@
 
 import math
 import time
+from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 
@@ -24,7 +25,7 @@ from csdctl.reporting.numbers import (
 )
 from csdctl.reporting.privacy import Privacy, describe_privacy, plan_privacy
 from csdctl.reporting.results import STOPPED, RunSummary
-from csdctl.reporting.series import Bottleneck, SeriesBuilder, Thinned, find_bottleneck
+from csdctl.reporting.series import MAX_POINTS, Bottleneck, SeriesBuilder, find_bottleneck
 from csdctl.reporting.tables import describe_result
 from csdctl.reporting.tally import Amounts, Tally
 from csdctl.runs.directory import RunDirectory
@@ -171,7 +172,7 @@ class TrainingView(View):
         for event in past:
             self._tally.add(event)
         self._rows = {rank.rank: RankRow(rank.node, batch_size=rank.batch_size) for rank in spec.ranks}
-        self._curves: dict[str, Thinned[float]] = {}
+        self._curves: dict[str, deque[float]] = {}
         self._last: Progress | EpochEnd | None = None
         self._last_step = 0
         self._rate: float | None = None
@@ -286,7 +287,7 @@ class TrainingView(View):
         metrics = list(name_metrics(event.accuracy, event.metrics).items())
         for name, value in (("loss", event.loss), *metrics[:1]):
             if value is not None and math.isfinite(value):
-                self._curves.setdefault(name, Thinned()).append(value)
+                self._curves.setdefault(name, deque(maxlen=MAX_POINTS)).append(value)
 
     def _headline(self) -> str:
         if self._last is None:
@@ -361,8 +362,7 @@ class TrainingView(View):
         return lines
 
     def _render_curves(self, width: int) -> list[Text]:
-        curves = {name: curve.all() for name, curve in self._curves.items()}
-        shown = {name: points for name, points in curves.items() if len(points) > 1}
+        shown = {name: [*points] for name, points in self._curves.items() if len(points) > 1}
         room = max(10, min(60, width // max(1, len(shown)) - 22))
         parts = [f"{name} {draw_curve(points, room)} {points[-1]:.4g}" for name, points in shown.items()]
         return [Text("   ".join(parts), no_wrap=True)] if parts else []
