@@ -21,7 +21,7 @@ STEPS = (
     "csdctl discover",
     "python examples/sample_data.py fashion-mnist",
     "csdctl prepare",
-    "csdctl tune --no-explore",
+    "csdctl tune",
     "csdctl train",
     "csdctl report",
 )
