@@ -33,20 +33,15 @@ def render_page(runs: Sequence[RunResults]) -> str:
         *([learnt] if len(runs) > 1 else []),
     ]
     for name, run in zip(names, runs, strict=True):
-        sizes = [charts.sizes_chart(run)] if run.series.batch_sizes else []
         sections += [
             _section(f"{name}Ranks", tables.tabulate_ranks(run.summary)),
             *([learnt] if len(runs) == 1 else []),
-            _section(f"{name}Time and batch sizes", charts.lanes_chart(run), *sizes),
+            _section(f"{name}Time", charts.lanes_chart(run)),
             _section(f"{name}Faults and downtime", tables.tabulate_faults(run)),
             _section(f"{name}Energy", tables.tabulate_energy(run)),
         ]
     settings = tables.compare(runs, [tables.describe_settings(run) for run in runs])
     sections.append(_section("Job, data and files", settings))
-    machines = [
-        _section(f"{name}Machines", tables.tabulate_machines(run))
-        for name, run in zip(names, runs, strict=True)
-    ]
     headlines = [_headline(run, run.summary.run_id if len(runs) > 1 else "") for run in runs]
     parts = [
         '<!doctype html><html lang="en"><head><meta charset="utf-8">',
@@ -57,7 +52,6 @@ def render_page(runs: Sequence[RunResults]) -> str:
         *headlines,
         '</header><main id="content">',
         *sections,
-        *machines,
         "</main></body></html>",
     ]
     return "\n".join(parts)

@@ -412,38 +412,30 @@ def load_run_status(run: RunDirectory) -> RunStatus:
     except InputError:
         return RunStatus(run.run_id, INTERRUPTED)
     nodes = [rank["node"] for rank in manifest["plan"]["ranks"]]
-    tally, found = Tally(), dict[str, Any]()
-    finished: dict[int, Finished] = {}
-    failed, last_s = False, None
-    for time_s, event in run.read_events(nodes).skim():
-        last_s = time_s
+    tally, followed, last_s = Tally(), _Run(len(nodes)), None
+    last: Progress | EpochEnd = followed.last
+    for last_s, event in run.read_events(nodes).skim():  # noqa: B007
         tally.add(event)
+        followed.add(event)
         if isinstance(event, Progress | EpochEnd) and event.rank == 0:
-            failed, finished = False, {}  # a resumed run goes on after its end
-            found |= {"epoch": event.epoch, "loss": event.loss, "accuracy": event.accuracy}
-            found["step"] = event.step if isinstance(event, Progress) else 0
-            if isinstance(event, EpochEnd):
-                found["validation_loss"] = event.validation_loss
-                found["validation_accuracy"] = event.validation_accuracy
-        elif isinstance(event, Finished):
-            finished[event.rank] = event
-        elif isinstance(event, Failed):
-            failed = True
-    state = FAILED if failed else INTERRUPTED
-    if 0 in finished:
-        found["reason"] = finished[0].reason
-        state = STOPPED if finished[0].reason == ASKED_TO_STOP else COMPLETED
+            last = event
     recipe, job = manifest.get("recipe"), manifest.get("job")  # both may have been edited
     epochs = recipe.get("epochs") if isinstance(recipe, dict) else 0
     return RunStatus(
         run.run_id,
-        read_end(run)[0] or state,
+        read_end(run)[0] or followed.state,
         job=str(job.get("path", "")) if isinstance(job, dict) else "",
         strategy=str(manifest.get("strategy", DATA_PARALLEL)),
         num_ranks=len(nodes),
         epochs=epochs if type(epochs) is int else 0,
+        epoch=last.epoch,
+        step=last.step if isinstance(last, Progress) else 0,
+        loss=last.loss,
+        accuracy=last.accuracy,
+        validation_loss=followed.last.validation_loss,
+        validation_accuracy=followed.last.validation_accuracy,
+        reason=followed.finished.get(0, ""),
         samples_per_s=tally.ranks[0].throughput,
         last_event_s=last_s,
         emulated=bool(manifest["plan"].get("emulated")),
-        **found,
     )

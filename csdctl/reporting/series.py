@@ -17,13 +17,11 @@ from csdctl.worker.protocol.events import (
     EpochEnd,
     Event,
     Failed,
-    Finished,
     Joined,
     Misbehaved,
     NodeBack,
     NodeLost,
     Progress,
-    Rebalanced,
     Warned,
 )
 
@@ -91,14 +89,6 @@ class EpochPoint:
     learning_rate: float | None
 
 
-@dataclass(frozen=True)
-class BatchSizes:
-    """Batch sizes from `time_s` on, by rank."""
-
-    time_s: float
-    sizes: dict[int, int]
-
-
 @dataclass
 class Fault:
     """A node or rank that failed, was lost, or came back."""
@@ -129,11 +119,8 @@ class RunSeries:
     global_samples: list[float] = field(default_factory=list)
     """Samples of all ranks in the steps that rank 0 has reported, in each interval."""
     epochs: tuple[EpochPoint, ...] = ()
-    batch_sizes: tuple[BatchSizes, ...] = ()
     faults: list[Fault] = field(default_factory=list)
     num_more_faults: int = 0
-    peak_memory_bytes: dict[int, int] = field(default_factory=dict)
-    """Peak memory of the ranks that finished, by rank."""
     cpu_s: dict[int, float] = field(default_factory=dict)
     """CPU seconds of each rank's process, of the ranks that reported them."""
     is_wait_divided: bool = True
@@ -178,7 +165,6 @@ class SeriesBuilder:
         self._until_s = [math.inf for _ in nodes]
         """By rank, when the latest progress within its epoch was reported, in Unix time."""
         self._epochs: list[EpochPoint] = []
-        self._sizes: list[BatchSizes] = []
         self._members: frozenset[int] = frozenset()
         self._stop: Fault | None = None
         """The loss of rank 0, which the others wait for."""
@@ -210,11 +196,6 @@ class SeriesBuilder:
                 self._series.trained.append((time_s, time_s))
                 self._drop_epochs(event.epoch)
                 self._end_stop(time_s)
-            self._add_sizes(time_s, event)
-        elif isinstance(event, Rebalanced):
-            self._add_sizes(time_s, event)
-        elif isinstance(event, Finished):
-            self._series.peak_memory_bytes[event.rank] = event.peak_memory_bytes
         else:
             self._add_fault(time_s, event)
 
@@ -227,7 +208,7 @@ class SeriesBuilder:
         series.samples = tuple(rows[len(KINDS)] for rows in amounts)
         series.global_samples = amounts[0][-1] if amounts else []
         series.cpu_s = {rank: done.cpu_s for rank, done in self.tally.ranks.items() if done.cpu_s}
-        series.epochs, series.batch_sizes = thin(self._epochs), thin(self._sizes)
+        series.epochs = thin(self._epochs)
         return series
 
     def _new_timeline(self, start_s: float) -> Timeline:
@@ -266,11 +247,6 @@ class SeriesBuilder:
         """Forget the epochs from `first` on: a run that continues from a checkpoint repeats them."""
         while self._epochs and self._epochs[-1].epoch >= first:
             self._epochs.pop()
-
-    def _add_sizes(self, time_s: float, event: Joined | Rebalanced) -> None:
-        sizes = {int(rank): size for rank, size in event.batch_sizes.items()}
-        if sizes not in [latest.sizes for latest in self._sizes[-1:]]:
-            self._sizes.append(BatchSizes(time_s, sizes))
 
     def _add_fault(self, time_s: float, event: Event) -> None:
         if isinstance(event, NodeLost | Failed | Warned):

@@ -2,7 +2,6 @@
 
 import math
 import time
-from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 
@@ -21,11 +20,10 @@ from csdctl.reporting.numbers import (
     format_range,
     format_rate,
     format_seconds,
-    name_metrics,
 )
 from csdctl.reporting.privacy import Privacy, describe_privacy, plan_privacy
 from csdctl.reporting.results import STOPPED, RunSummary
-from csdctl.reporting.series import MAX_POINTS, Bottleneck, SeriesBuilder, find_bottleneck
+from csdctl.reporting.series import Bottleneck, SeriesBuilder, find_bottleneck
 from csdctl.reporting.tables import describe_result
 from csdctl.reporting.tally import Amounts, Tally
 from csdctl.runs.directory import RunDirectory
@@ -36,7 +34,6 @@ from csdctl.terminal.streams import Streams
 from csdctl.terminal.tune import plan_document, render_plan
 from csdctl.terminal.view import (
     STARTING,
-    TRAINING,
     WIDE,
     WIDER,
     Columns,
@@ -44,7 +41,6 @@ from csdctl.terminal.view import (
     View,
     choose_rows,
     describe_rest,
-    draw_curve,
     show_elapsed,
     tabulate,
 )
@@ -172,7 +168,6 @@ class TrainingView(View):
         for event in past:
             self._tally.add(event)
         self._rows = {rank.rank: RankRow(rank.node, batch_size=rank.batch_size) for rank in spec.ranks}
-        self._curves: dict[str, deque[float]] = {}
         self._last: Progress | EpochEnd | None = None
         self._last_step = 0
         self._rate: float | None = None
@@ -267,7 +262,6 @@ class TrainingView(View):
         self._last_step = self._steps_per_epoch if isinstance(event, EpochEnd) else event.step
         if report and report.steps:
             self._rate = report.throughput
-        self._add_points(event)
         if isinstance(event, EpochEnd):
             self._print(_format_epoch(event, self._spec.recipe.epochs, self._tally.epoch))
         elif self._live is None and self._clock() - self._printed_at >= INTERVAL_S:
@@ -282,12 +276,6 @@ class TrainingView(View):
         size = sum(row.batch_size for row in self._rows.values())
         is_end = isinstance(last, EpochEnd) and last.global_samples
         return math.ceil(last.global_samples / size) if is_end and size else 0
-
-    def _add_points(self, event: Progress | EpochEnd) -> None:
-        metrics = list(name_metrics(event.accuracy, event.metrics).items())
-        for name, value in (("loss", event.loss), *metrics[:1]):
-            if value is not None and math.isfinite(value):
-                self._curves.setdefault(name, deque(maxlen=MAX_POINTS)).append(value)
 
     def _headline(self) -> str:
         if self._last is None:
@@ -327,7 +315,7 @@ class TrainingView(View):
         done, total = self._done()
         bar = Table.grid()
         bar.add_row(ProgressBar(total=total, completed=done, width=min(width, 100)))
-        details = self._details(width)
+        details = self._details()
         num_lines = sum(max(1, math.ceil(line.cell_len / width)) for line in details)
         # Beside the rows: title, headline, bar, names of the columns, and two lines that stay free below.
         rows, rest = choose_rows(list(self._rows.values()), max(3, height - 6 - num_lines))
@@ -337,35 +325,10 @@ class TrainingView(View):
         table = tabulate(rows, self._columns(width), width)
         return Group(title, headline, bar, *details, *table, *([others] if rest else []))
 
-    def _details(self, width: int) -> list[Text]:
+    def _details(self) -> list[Text]:
         """Return lines between the bar and the rows."""
         line = self._bottleneck.describe()
-        held = [Text(line, style="yellow")] if line else []
-        return [*self._render_curves(width), *self._describe_servers(), *held]
-
-    def _describe_servers(self) -> list[Text]:
-        """Return a line for each of several servers: how many of its ranks train, and how fast."""
-        rows_by_server: dict[str, list[RankRow]] = {}
-        for rank in self._spec.ranks:
-            rows = rows_by_server.setdefault(self._spec.ranks[rank.server].node, [])
-            rows.append(self._rows[rank.rank])
-        if len(rows_by_server) == 1:
-            return []
-        lines = []
-        for server, rows in rows_by_server.items():
-            training = [row for row in rows if row.state == TRAINING]
-            rate = format_rate(sum(row.rate or 0.0 for row in training))
-            line = f"{server}: {len(training)} of {len(rows)} ranks training, {rate} samples/s"
-            sick = [row for row in rows if row.is_sick]
-            style = "yellow" if sick else "none"
-            lines.append(Text(line, style=style, no_wrap=True, overflow="ellipsis"))
-        return lines
-
-    def _render_curves(self, width: int) -> list[Text]:
-        shown = {name: [*points] for name, points in self._curves.items() if len(points) > 1}
-        room = max(10, min(60, width // max(1, len(shown)) - 22))
-        parts = [f"{name} {draw_curve(points, room)} {points[-1]:.4g}" for name, points in shown.items()]
-        return [Text("   ".join(parts), no_wrap=True)] if parts else []
+        return [Text(line, style="yellow")] if line else []
 
     def _columns(self, width: int) -> Columns:
         """Return the columns after node and state, for a terminal of `width`."""

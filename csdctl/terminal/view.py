@@ -9,8 +9,6 @@ Rich must not redirect the standard streams meanwhile: it would keep colours and
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
-from statistics import fmean
 from typing import Self
 
 from rich.console import RenderableType
@@ -87,7 +85,6 @@ STATES: dict[type[Event], str] = {
     NodeBack: TRAINING,
 }
 """State of a rank after an event about it."""
-BLOCKS = "▁▂▃▄▅▆▇█"
 NUM_GRADES = 20
 """Grades of slowness: rows of one grade keep their order, so that the view does not flicker."""
 WIDE, WIDER = 100, 120
@@ -179,16 +176,6 @@ def describe_rest(rest: Sequence[RankRow]) -> str:
     by_state = names_by_value((row.node, row.state) for row in sorted(rest, key=lambda row: not row.is_sick))
     states = (f"{','.join(fold_names(names))} {state}" for state, names in by_state.items())
     return f"{len(rest)} more: {'; '.join(states)}" if rest else ""
-
-
-def draw_curve(values: Sequence[float], width: int) -> str:
-    """Return values as a curve of `width` characters at most; the latest are at the right."""
-    if len(values) > width:  # means of as many values each
-        bounds = [round(index * len(values) / width) for index in range(width + 1)]
-        values = [fmean(values[start:stop]) for start, stop in pairwise(bounds)]
-    low, high = min(values), max(values)
-    step = high - low or 1.0
-    return "".join(BLOCKS[round((value - low) / step * (len(BLOCKS) - 1))] for value in values)
 
 
 def show_elapsed(seconds: float) -> str:

@@ -16,8 +16,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import TextIO
 
-from csdctl.documents import load_json, open_regular
+from csdctl.documents import load_json
 from csdctl.errors import CsdctlError, DeadlineError, ExitCode, InputError, RunError
 from csdctl.launch.leftovers import is_elsewhere, is_gone, is_held, read_holder, show_holder
 from csdctl.notify import DATED, DETACHED, Say
@@ -182,8 +183,6 @@ def remove_runs(
 
 
 OWN = "csdctl"
-MAX_LINE_BYTES = 64 * 1024
-"""Longest line of a log that is read: a program that writes no newline must not fill the memory."""
 
 
 @dataclass(frozen=True)
@@ -252,32 +251,6 @@ def print_logs(run: RunDirectory, paths: Sequence[Path], num_lines: int, *, is_f
         subprocess.run(["tail", "-n", str(num_lines), *following, "--", *paths], check=False)
 
 
-class GrowingLog:
-    """Reads the lines that are added to a log behind `position`."""
-
-    def __init__(self, path: Path, position: int = 0) -> None:
-        self.position = position
-        self._path = path
-        self._pending = b""  # bytes: a character may be written in two parts
-
-    def read_lines(self) -> list[str]:
-        """Return the complete lines of the next 1 MiB."""
-        with open_regular(self._path) as file:
-            file.seek(self.position)
-            chunk = file.read(1 << 20)
-        self.position += len(chunk)
-        *lines, self._pending = (self._pending + chunk).split(b"\n")
-        if len(self._pending) > MAX_LINE_BYTES:
-            lines.append(self._pending)
-            self._pending = b""
-        return [line.decode(errors="replace") for line in lines]
-
-    def read_rest(self) -> list[str]:
-        """Return the last line, if it has no end."""
-        rest, self._pending = self._pending, b""
-        return [rest.decode(errors="replace")] if rest else []
-
-
 def start_detached(project: ProjectDirectory, arguments: Sequence[str], say: Say) -> RunDirectory | None:
     """Run csdctl with `arguments` in the background; return its run once that trains.
 
@@ -297,7 +270,8 @@ def start_detached(project: ProjectDirectory, arguments: Sequence[str], say: Say
             env={**os.environ, DETACHED: "1"},
         )
     try:
-        run = _wait_for_run(project, process, GrowingLog(log), say)
+        with log.open(errors="replace") as lines:
+            run = _wait_for_run(project, process, lines, say)
     except KeyboardInterrupt:
         process.send_signal(signal.SIGTERM)
         process.wait()
@@ -311,14 +285,14 @@ def start_detached(project: ProjectDirectory, arguments: Sequence[str], say: Say
 
 
 def _wait_for_run(
-    project: ProjectDirectory, process: "subprocess.Popen[bytes]", log: GrowingLog, say: Say
+    project: ProjectDirectory, process: "subprocess.Popen[bytes]", log: TextIO, say: Say
 ) -> RunDirectory | None:
     before = set(project.run_ids())
     said: deque[str] = deque(maxlen=5)  # of its output, which its error repeats
     while True:
         code = process.poll()
-        for line in log.read_lines() if code is None else [*log.read_lines(), *log.read_rest()]:
-            said.append(DATED.sub("", line, count=1))
+        for line in log:
+            said.append(DATED.sub("", line.rstrip("\n"), count=1))
             say(said[-1])
         for name in project.run_ids():
             run = RunDirectory(project.runs / name)
