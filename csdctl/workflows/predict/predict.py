@@ -6,7 +6,6 @@ of numbers: of private samples neither the samples nor their names.
 
 import csv
 import difflib
-import importlib.util
 import io
 import json
 import math
@@ -26,7 +25,6 @@ from csdctl import documents
 from csdctl.documents import MAX_JSON_BYTES, load_text, write_atomically
 from csdctl.errors import CsdctlError, InputError, PartialError, RemoteCommandError
 from csdctl.fleet.model import HOST_NAME, Fleet
-from csdctl.fleet.requirements import explain_extra
 from csdctl.job.compatibility import LOGITS, plain_name, show_shape
 from csdctl.job.model import Job, check_keras_file, load_job
 from csdctl.reporting.results import COMPLETED, FAILED, load_run_status, read_results
@@ -53,7 +51,7 @@ from csdctl.workflows.train.plan import default_runtime
 from csdctl.workflows.train.strategies import MAX_HEADER_BYTES, check_parts
 from csdctl.workflows.workspace.workspace import OnProgress, Workspace, call_machine, open_workspace
 
-CSV, PARQUET, NPZ = ".csv", ".parquet", ".npz"
+CSV, NPZ = ".csv", ".npz"
 ROWS_AT_ONCE = 1 << 14
 
 
@@ -75,17 +73,12 @@ class Block:
 
 
 def check_output(path: Path, *, force: bool = True) -> None:
-    """Raise InputError for a file that cannot be written, its suffix, or a package that is missing for it."""
+    """Raise InputError for a file that cannot be written, or its suffix."""
     if path.suffix not in WRITERS:
         raise InputError(
             f"--output {path} ends in {path.suffix or 'nothing'!r}", remedy=f"one of {', '.join(WRITERS)}"
         )
     documents.check_output(path, "--output", force=force)
-    if path.suffix == PARQUET and importlib.util.find_spec("pyarrow") is None:
-        raise InputError(
-            "Parquet files need the package pyarrow, which is not installed",
-            remedy=f"{explain_extra('parquet')}; or choose another --output: .csv, .npz",
-        )
 
 
 def write_results(path: Path, blocks: Sequence[Block], names: Sequence[str]) -> None:
@@ -148,22 +141,8 @@ def _write_npz(file: BinaryIO, blocks: Sequence[Block], names: Sequence[str]) ->
     np.savez(file, **arrays)
 
 
-def _write_parquet(file: BinaryIO, blocks: Sequence[Block], names: Sequence[str]) -> None:
-    import pyarrow
-    from pyarrow import parquet
-
-    writer = None
-    for columns in _chunks(blocks, names):
-        table = pyarrow.table(columns) if writer is None else pyarrow.table(columns, schema=writer.schema)
-        writer = writer or parquet.ParquetWriter(file, table.schema)
-        writer.write_table(table)
-    if writer:
-        writer.close()
-
-
 WRITERS: dict[str, Callable[[BinaryIO, Sequence[Block], Sequence[str]], None]] = {
     CSV: _write_csv,
-    PARQUET: _write_parquet,
     NPZ: _write_npz,
 }
 
