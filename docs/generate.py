@@ -409,7 +409,7 @@ CLI_HEADER = """\
 See also: [exit codes](exit-codes.md), [file formats](files.md).
 
 `csdctl --install-completion` sets up completion for the shell that runs it: bash, zsh or fish. Open a new
-shell afterwards. It completes commands, options and their values, nodes, runs, plans and models.
+shell afterwards. It completes commands, options and their values, nodes, runs and models.
 `csdctl --show-completion` prints the script instead.
 """
 

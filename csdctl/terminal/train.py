@@ -2,7 +2,7 @@
 
 import math
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 
 from rich.console import Group, RenderableType
@@ -60,7 +60,7 @@ from csdctl.worker.protocol.events import (
     Warned,
     event_document,
 )
-from csdctl.worker.protocol.run_spec import RankSpec, RunSpec
+from csdctl.worker.protocol.run_spec import RunSpec
 from csdctl.workflows.preflight.doctor import Examination, describe
 from csdctl.workflows.train.run import RunStopped
 from csdctl.workflows.train.scale import Point
@@ -72,14 +72,10 @@ INTERVAL_S, INTERVAL_SHARE = 5.0, 1 / 64
 figures of a long run change slowly, and a new watcher reads all of its events."""
 
 
-def format_shards(spec: RunSpec) -> list[str]:
-    """Describe the shards, and how often private samples are read."""
-    if len(spec.ranks) <= MAX_NAMED:
-        lines = [f"shards: {'; '.join(_describe_shard(rank) for rank in spec.ranks)}"]
-    else:
-        sizes = [rank.num_private + rank.num_public for rank in spec.ranks]
-        lines = [f"shards: {min(sizes):,} to {max(sizes):,} samples per rank"]
+def describe_repeats(spec: RunSpec) -> list[str]:
+    """Return how often nodes read their private samples, if more than once an epoch."""
     repeating = [rank for rank in spec.ranks if rank.num_repeated]
+    lines = []
     for rank in repeating[:MAX_NAMED]:
         different = rank.num_private - rank.num_repeated
         weight = f", each with weight {rank.weight:.2f}" if rank.weight != 1.0 else ""
@@ -92,11 +88,6 @@ def format_shards(spec: RunSpec) -> list[str]:
     return lines
 
 
-def _describe_shard(rank: RankSpec) -> str:
-    parts = [(rank.num_private, "private"), (rank.num_public, "public")]
-    return f"{rank.node} {', '.join(f'{count:,} {name}' for count, name in parts if count) or 'nothing'}"
-
-
 def describe_learning_rate(spec: RunSpec) -> str:
     """Return the learning rate after the warm-up, and what it follows from; '' with a schedule."""
     recipe, size = spec.recipe, sum(rank.batch_size for rank in spec.ranks)
@@ -106,43 +97,6 @@ def describe_learning_rate(spec: RunSpec) -> str:
     reason = f"{recipe.learning_rate:g} × {size}/{recipe.reference_batch}"
     shown = "recipe.max_learning_rate" if limit is None else f"{limit:g}"
     return f"learning rate {rate:.2g} ({reason}; limit: {shown})"
-
-
-class BottleneckLine:
-    """Takes the events of a run, and tells whom the others wait for, and why."""
-
-    def __init__(self, nodes: Sequence[str]) -> None:
-        """`nodes` of the ranks, in order."""
-        self._nodes = nodes
-        self.series = SeriesBuilder(nodes)
-        self._start_s = self._looked_at = math.nan
-        self._bottleneck: Bottleneck | None = None
-        self._said: tuple[int | None, str] | None = None
-
-    def add(self, now: float, event: Event) -> str:
-        """Add an event at `now`, in seconds; return a line if another rank, or another cause, is found."""
-        if math.isnan(self._start_s):
-            self._start_s = self._looked_at = now
-        self.series.add(now, event)
-        if now - self._looked_at < max(INTERVAL_S, INTERVAL_SHARE * (now - self._start_s)):
-            return ""
-        self._looked_at = now
-        self._bottleneck = find_bottleneck(self.series.build(), is_now=True)
-        found = self._bottleneck and (self._bottleneck.rank, self._bottleneck.cause)
-        if not found or found == self._said:
-            return ""
-        self._said = found
-        return self.describe()
-
-    def describe(self) -> str:
-        """Return whom the others have lately waited for, as a line; nothing where they did not wait."""
-        bottleneck = self._bottleneck
-        if bottleneck is None:
-            return ""
-        if bottleneck.rank is None:
-            return f"link: {bottleneck.why}"
-        node, lost_s = self._nodes[bottleneck.rank], format_seconds(bottleneck.lost_s)
-        return f"others waited {lost_s} for {node} ({bottleneck.cause}): {bottleneck.why}"
 
 
 class TrainingView(View):
@@ -173,7 +127,9 @@ class TrainingView(View):
         self._rate: float | None = None
         self._evaluating = ""
         self._step_at = clock()
-        self._bottleneck = BottleneckLine([rank.node for rank in spec.ranks])
+        self._series = SeriesBuilder([rank.node for rank in spec.ranks])
+        self._first_event_s = self._looked_at = math.nan
+        self._bottleneck: Bottleneck | None = None
         self._title = f"run {spec.run_id}" + (" (emulated fleet)" if emulated else "")
         self._clock = clock
         self._start = self._printed_at = clock()
@@ -182,8 +138,7 @@ class TrainingView(View):
     def show(self, event: Event) -> None:
         """Show one event."""
         row = self._rows[event.rank]
-        if (line := self._bottleneck.add(self._clock(), event)) and self._live is None:
-            self._print(line)
+        self._find_bottleneck(event)
         if isinstance(event, Joined):
             self._show_joined(event)
         report = self._tally.add(event)
@@ -197,6 +152,28 @@ class TrainingView(View):
             self._step_at = self._clock()
         if line := self._format_event(event):
             self._print(line)
+
+    def _find_bottleneck(self, event: Event) -> None:
+        """Look for whom the others wait now and then; without a terminal, print what has changed."""
+        now = self._clock()
+        if math.isnan(self._first_event_s):
+            self._first_event_s = self._looked_at = now
+        self._series.add(now, event)
+        if now - self._looked_at < max(INTERVAL_S, INTERVAL_SHARE * (now - self._first_event_s)):
+            return
+        self._looked_at, before = now, self._bottleneck
+        self._bottleneck = found = find_bottleneck(self._series.build(), is_now=True)
+        is_same = before and found and (before.rank, before.cause) == (found.rank, found.cause)
+        if found and not is_same and self._live is None:
+            self._print(self._describe_bottleneck())
+
+    def _describe_bottleneck(self) -> str:
+        """Return whom the others have lately waited for, as a line; nothing where they did not wait."""
+        bottleneck = self._bottleneck
+        if bottleneck is None or bottleneck.rank is None:
+            return f"link: {bottleneck.why}" if bottleneck else ""
+        node, lost_s = self._spec.ranks[bottleneck.rank].node, format_seconds(bottleneck.lost_s)
+        return f"others waited {lost_s} for {node} ({bottleneck.cause}): {bottleneck.why}"
 
     def _format_event(self, event: Event) -> str:
         """Return what is printed about an event, apart from steps, epochs and who takes part."""
@@ -229,7 +206,7 @@ class TrainingView(View):
                 lost += (
                     f"; {format_count(num_repeated, 'step')} {'are' if num_repeated > 1 else 'is'} repeated"
                 )
-            stopped_s = self._bottleneck.series.stopped_s * event.is_start
+            stopped_s = self._series.stopped_s * event.is_start
             lost += f"; they waited for {format_seconds(stopped_s)}" if stopped_s else ""
             self._print(
                 f"{len(event.batch_sizes)} ranks continue at epoch {event.epoch}, step {event.step}, "
@@ -327,7 +304,7 @@ class TrainingView(View):
 
     def _details(self) -> list[Text]:
         """Return lines between the bar and the rows."""
-        line = self._bottleneck.describe()
+        line = self._describe_bottleneck()
         return [Text(line, style="yellow")] if line else []
 
     def _columns(self, width: int) -> Columns:
@@ -410,7 +387,7 @@ class TrainingScreen(PreparationScreen):
                 self.say(f"preflight: {check.found}")
 
     def on_start(self, run: RunDirectory, spec: RunSpec, num_steps: int) -> None:
-        """Show the run and its shards, and open the live view."""
+        """Show the run, and open the live view."""
         self.run = run
         self._streams.result_line({"schema": "csdctl.train/1", "run": run.run_id, "path": str(run.path)})
         self.say(f"run {run.run_id}: {format_count(spec.ranks, 'rank')}, {num_steps:,} steps per epoch")
@@ -419,7 +396,7 @@ class TrainingScreen(PreparationScreen):
             busy = manifest["plan"].get("busy")
             doubt = f"; {format_node_names(busy)} had other work during tuning" if busy else ""
             self.say(f"9 of 10 such runs are expected to reach {format_range(rates)} samples/s{doubt}")
-        for line in filter(None, (*format_shards(spec), describe_learning_rate(spec))):
+        for line in filter(None, (*describe_repeats(spec), describe_learning_rate(spec))):
             self.say(line)
         past = run.read_events([rank.node for rank in spec.ranks]) if run.events.exists() else ()
         if planned := plan_privacy(spec, past):

@@ -156,10 +156,7 @@ def verify(
     call: Call,
     plan: Annotated[
         Path | None,
-        typer.Option(
-            help="Plan; default: the job's plan from `tune`, or batch size 16 on all ranks.",
-            autocompletion=options.complete_plans,
-        ),
+        typer.Option(help="Plan; default: the job's plan from `tune`, or batch size 16 on all ranks."),
     ] = None,
     batch_size: options.BatchSizeOption = None,
     strategy: options.StrategyOption = "auto",

@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 
 from csdctl.terminal.console import PrintableConsole
-from csdctl.terminal.train import TrainingView, describe_learning_rate, format_shards
+from csdctl.terminal.train import TrainingView, describe_learning_rate, describe_repeats
 from csdctl.terminal.view import TRAINING, RankRow, choose_rows, describe_rest
 from csdctl.worker.protocol.events import EpochEnd, Joined, NodeBack, NodeLost, Progress, Ready, Warned
 from csdctl.worker.protocol.recipe import Recipe
@@ -181,19 +181,14 @@ HOST = rank(0, "host", 100, 0, 5000)
 @pytest.mark.parametrize(
     ("ranks", "line"),
     [
-        ([HOST, rank(1, "csd0", 10, 400, 100)], "shards: host 5,000 public; csd0 400 private, 100 public"),
         (
             [HOST, rank(1, "csd0", 10, 500, 0, num_repeated=150, weight=0.7)],
             "csd0: 350 private samples are read 1.43 times an epoch, each with weight 0.70",
-        ),
-        (
-            [rank(number, f"csd{number}", 10, 10 * number, 100) for number in range(1, 12)],
-            "shards: 110 to 210 samples per rank",
-        ),
+        )
     ],
 )
-def test_shards_and_what_is_unusual_about_them_are_lines(ranks: list[RankSpec], line: str) -> None:
-    assert line in format_shards(spec_of(ranks=tuple(ranks)))
+def test_private_samples_that_are_read_more_than_once_are_lines(ranks: list[RankSpec], line: str) -> None:
+    assert line in describe_repeats(spec_of(ranks=tuple(ranks)))
 
 
 @pytest.mark.parametrize(
