@@ -122,8 +122,6 @@ class RunSummary:
     """Gradient noise scale in samples, the median of all epochs; None: not known."""
     energy: RunEnergy | None = None
     """None: no power source is configured in fleet.yaml."""
-    busy: tuple[str, ...] = ()
-    """Machines on which other work ran when the plan was tuned."""
     best_epoch: int = 0
     """The epoch of best.keras: by what early stopping monitors, else by validation loss; 0: none."""
     best_validation_loss: float | None = None
@@ -195,7 +193,6 @@ def summarize(run_id: str, manifest: dict[str, Any], events: Iterable[Event], ta
         privacy=measure_privacy(manifest, run.passes),
         strategy=strategy,
         cut=manifest.get("cut", ""),
-        busy=tuple(plan.get("busy", ())),
         noise_scale=median(run.noise_scales) if run.noise_scales else None,
         best_epoch=run.best.epoch if run.best.validation_loss is not None else 0,
         best_validation_loss=run.best.validation_loss,

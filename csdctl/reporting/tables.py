@@ -218,7 +218,6 @@ def _describe_speed(summary: RunSummary) -> str:
     if summary.predicted_samples_per_s is not None:
         text += f"; predicted {format_rate(summary.predicted_samples_per_s)}"
         text += f" ({format_range(summary.predicted_range)})" if summary.predicted_range else ""
-        text += f", while {format_node_names(summary.busy)} had other work" if summary.busy else ""
     if host := summary.host_samples_per_s:
         text += f"; {summary.samples_per_s / host:.2f} × the host alone ({format_rate(host)}, predicted)"
     return text

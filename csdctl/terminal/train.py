@@ -13,7 +13,6 @@ from rich.text import Text
 from csdctl.fleet.checks import Status, fold
 from csdctl.fleet.names import format_node_names
 from csdctl.reporting.numbers import (
-    format_bytes,
     format_count,
     format_loss,
     format_metrics,
@@ -35,7 +34,6 @@ from csdctl.terminal.tune import plan_document, render_plan
 from csdctl.terminal.view import (
     STARTING,
     WIDE,
-    WIDER,
     Columns,
     RankRow,
     View,
@@ -231,8 +229,6 @@ class TrainingView(View):
         self._evaluating, self._step_at = "", self._clock()
         if event.rank != 0:
             return
-        if isinstance(event, Progress) and self._last and event.epoch > self._last.epoch:
-            self._steps_per_epoch = self._steps_of_an_epoch(self._last) or self._steps_per_epoch
         self._last = event
         if isinstance(event, Progress):
             self._steps_per_epoch = max(self._steps_per_epoch, event.step)
@@ -244,15 +240,6 @@ class TrainingView(View):
         elif self._live is None and self._clock() - self._printed_at >= INTERVAL_S:
             self._printed_at = self._clock()
             self._print(self._headline())
-
-    def _steps_of_an_epoch(self, last: Progress | EpochEnd) -> int:
-        """Return the steps of an epoch with the batch sizes of now, given the end of one; 0: not known.
-
-        After a loss in an epoch, the next ones have more steps than rank 0 said in its `Joined`.
-        """
-        size = sum(row.batch_size for row in self._rows.values())
-        is_end = isinstance(last, EpochEnd) and last.global_samples
-        return math.ceil(last.global_samples / size) if is_end and size else 0
 
     def _headline(self) -> str:
         if self._last is None:
@@ -309,16 +296,11 @@ class TrainingView(View):
 
     def _columns(self, width: int) -> Columns:
         """Return the columns after node and state, for a terminal of `width`."""
-        rows = self._rows.values()
         columns: dict[str, Callable[[RankRow], str | Text]] = {
             ">batch": lambda row: str(row.batch_size or "–"),
             ">samples/s": lambda row: format_rate(row.rate),
             "waiting": lambda row: row.draw_waiting(20 if width >= WIDE else 12),
         }
-        if width >= WIDER and any(row.memory_bytes for row in rows):
-            columns[">memory"] = lambda row: format_bytes(row.memory_bytes)
-        if width >= WIDER and any(row.temperature_c for row in rows):  # where there is a sensor
-            columns[">°C"] = lambda row: "–" if row.temperature_c is None else f"{row.temperature_c:.0f}"
         if width >= WIDE:
             columns[">compute"] = lambda row: format_seconds(row.compute_s or None)
             columns[">wait"] = lambda row: format_seconds(row.held_s or None)
@@ -391,11 +373,8 @@ class TrainingScreen(PreparationScreen):
         self.run = run
         self._streams.result_line({"schema": "csdctl.train/1", "run": run.run_id, "path": str(run.path)})
         self.say(f"run {run.run_id}: {format_count(spec.ranks, 'rank')}, {num_steps:,} steps per epoch")
-        manifest = run.load_manifest()
-        if rates := manifest["predicted_range"]:
-            busy = manifest["plan"].get("busy")
-            doubt = f"; {format_node_names(busy)} had other work during tuning" if busy else ""
-            self.say(f"9 of 10 such runs are expected to reach {format_range(rates)} samples/s{doubt}")
+        if rates := run.load_manifest()["predicted_range"]:
+            self.say(f"9 of 10 such runs are expected to reach {format_range(rates)} samples/s")
         for line in filter(None, (*describe_repeats(spec), describe_learning_rate(spec))):
             self.say(line)
         past = run.read_events([rank.node for rank in spec.ranks]) if run.events.exists() else ()

@@ -109,10 +109,6 @@ def _lines(plan: Plan) -> Iterator[str]:
     yield f"global batch size {plan.global_batch}: {rate} samples/s, {shown} ({measured})"
     if rates := plan.predicted_range:
         yield f"9 of 10 runs are expected to reach {format_range(rates)} samples/s"
-    if plan.busy:
-        names, most = format_node_names(plan.busy), max(plan.busy.values())
-        busy = f"up to {most:.1f} cores were busy on {names}"
-        yield f"other work ran during the measurement, so the range may not hold: {busy}"
     yield (
         f"rank time: {format_share(predicted.compute_share)} computing, "
         f"{format_share(predicted.imbalance_share)} waiting for the slowest, "

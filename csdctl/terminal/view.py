@@ -87,7 +87,7 @@ STATES: dict[type[Event], str] = {
 """State of a rank after an event about it."""
 NUM_GRADES = 20
 """Grades of slowness: rows of one grade keep their order, so that the view does not flicker."""
-WIDE, WIDER = 100, 120
+WIDE = 100
 """Columns of a terminal from which on rows have more values."""
 
 
@@ -106,8 +106,6 @@ class RankRow:
     """The part of wait_s until the slowest rank had computed; None: unknown."""
     rate: float | None = None
     """Rate in samples/s."""
-    memory_bytes: int | None = None
-    temperature_c: float | None = None
 
     @property
     def is_sick(self) -> bool:
@@ -123,8 +121,6 @@ class RankRow:
             self.compute_s, self.wait_s = report.compute_s / report.steps, report.wait_s / report.steps
             self.others_s = None if report.others_s is None else report.others_s / report.steps
             self.rate = report.own_throughput
-        if isinstance(event, Progress):
-            self.memory_bytes, self.temperature_c = event.memory_bytes, event.temperature_c
 
     def join(self) -> None:
         """Rank 0 names this rank among those that take part; of one that was lost, its return is reported."""

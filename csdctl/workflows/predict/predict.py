@@ -13,10 +13,11 @@ import os
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import repeat
 from pathlib import Path
 from typing import Any, BinaryIO
 from urllib.parse import quote
@@ -52,7 +53,6 @@ from csdctl.workflows.train.strategies import MAX_HEADER_BYTES, check_parts
 from csdctl.workflows.workspace.workspace import OnProgress, Workspace, call_machine, open_workspace
 
 CSV, NPZ = ".csv", ".npz"
-ROWS_AT_ONCE = 1 << 14
 
 
 @dataclass(frozen=True)
@@ -93,38 +93,33 @@ def write_results(path: Path, blocks: Sequence[Block], names: Sequence[str]) -> 
 def _write_csv(file: BinaryIO, blocks: Sequence[Block], names: Sequence[str]) -> None:
     text = io.TextIOWrapper(file, encoding="utf-8", newline="")
     writer = csv.writer(text, lineterminator="\n")
-    for number, columns in enumerate(_chunks(blocks, names)):
+    for number, block in enumerate(blocks):
+        columns = _columns(block, names)
         if not number:
             writer.writerow(columns)
-        writer.writerows(zip(*columns.values(), strict=True))
+        writer.writerows(zip(*columns.values(), strict=False))
     text.detach()
 
 
-def _chunks(blocks: Sequence[Block], names: Sequence[str]) -> Iterator[dict[str, list[Any]]]:
-    """Yield columns of plain values by name, some rows at a time; vectors have a column for each number."""
-    parts = ((block, start) for block in blocks for start in range(0, max(1, len(block)), ROWS_AT_ONCE))
-    for block, start in parts:
-        part = slice(start, start + ROWS_AT_ONCE)
-        rows = block.rows[part]
-        columns: dict[str, list[Any]] = {
-            "data": [block.data] * len(rows),
-            "node": [block.node] * len(rows),
-            "row": rows.tolist(),
-        }
-        for name, array in block.fields.items():
-            values = array[part].reshape(len(rows), math.prod(array.shape[1:]))
-            # The shortest float that float32 reads as the same.
-            convert: Callable[[Any], Any] = int if values.dtype.kind == "i" else lambda one: float(str(one))
-            lists = [[convert(value) for value in column] for column in values.T]
-            if array.ndim == 1:
-                columns[name] = lists[0]
-                if names and name.rpartition(".")[2] == "class":
-                    # A model may have more classes than the data.
-                    named = dict(enumerate(names))
-                    columns[f"{name}_name"] = [named.get(number, "") for number in lists[0]]
-            else:
-                columns |= {f"{name}_{number}": column for number, column in enumerate(lists)}
-        yield columns
+def _columns(block: Block, names: Sequence[str]) -> dict[str, Iterable[Any]]:
+    """Return columns of plain values by name, as endless as `repeat`; vectors have one for each number."""
+    columns: dict[str, Iterable[Any]] = {
+        "data": repeat(block.data),
+        "node": repeat(block.node),
+        "row": block.rows,
+    }
+    for name, array in block.fields.items():
+        values = array.reshape(len(block), math.prod(array.shape[1:]))
+        # The shortest float that float32 reads as the same.
+        convert: Callable[[Any], Any] = int if values.dtype.kind == "i" else lambda one: float(str(one))
+        if array.ndim > 1:
+            columns |= {f"{name}_{number}": map(convert, column) for number, column in enumerate(values.T)}
+            continue
+        columns[name] = map(convert, array)
+        if names and name.rpartition(".")[2] == "class":
+            named = dict(enumerate(names))  # a model may have more classes than the data
+            columns[f"{name}_name"] = [named.get(int(number), "") for number in array]
+    return columns
 
 
 def _write_npz(file: BinaryIO, blocks: Sequence[Block], names: Sequence[str]) -> None:

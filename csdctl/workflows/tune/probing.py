@@ -200,24 +200,6 @@ def build_probe_command(name: str, context: RunContext, runtime: Runtime) -> lis
     return build_worker_command(python, prepared.worker.path, ["probe", "--spec", to_json(spec)])
 
 
-CPU_TIMES = "cat /proc/uptime; head -n 1 /proc/stat; sleep 1; cat /proc/uptime; head -n 1 /proc/stat"
-BUSY_CORES = 0.2
-
-
-def count_busy_cores(text: str) -> float:
-    """Return the cores that were busy between the two measurements of CPU_TIMES; 0.0 where it is unknown.
-
-    The first line is seconds since boot. The other is CPU time in jiffies of 10 ms: user, nice, system,
-    idle, iowait, irq, softirq, steal (proc(5)).
-    """
-    try:
-        before_s, before, after_s, after = (line.split() for line in text.splitlines())
-        spent = [int(b) - int(a) for a, b in zip(before[1:9], after[1:9], strict=True)]
-        return (sum(spent) - spent[3] - spent[4]) / 100 / (float(after_s[0]) - float(before_s[0]))
-    except (ValueError, IndexError, ZeroDivisionError):
-        return 0.0
-
-
 class FleetMeasurer:
     """Measures the machines of a workspace: probes on all at once, sums, trials; a context manager.
 
@@ -254,20 +236,6 @@ class FleetMeasurer:
         """End all sessions; the next request starts them again."""
         for prober in self.probers.values():
             prober.close()
-
-    def find_other_work(self) -> dict[str, float]:
-        """Return the cores that are busy now, of machines where they are BUSY_CORES or more.
-
-        Call it before the first measurement: nothing of csdctl computes then.
-        """
-
-        def busy_cores(name: str) -> float:
-            done = self._space.sessions[name].run(["sh", "-c", CPU_TIMES], deadline_s=ALIVE_INTERVAL_S)
-            return count_busy_cores(done.stdout.decode(errors="replace"))
-
-        names = list(self.probers)
-        found = zip(names, self._pool.map(busy_cores, names), strict=True)
-        return {name: round(cores, 1) for name, cores in found if cores >= BUSY_CORES}
 
     def time_sums(self, sum_bytes: Sequence[int], sum_ranks: Sequence[int]) -> list[SumTimed]:
         """Time sums of vectors of each size, over each number of ranks and over all."""

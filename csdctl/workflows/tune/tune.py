@@ -467,7 +467,6 @@ def tune_by_fit(context: RunContext, options: TuneOptions, noise_scale: float | 
     model = replace(model, private_shares={name: count / num_samples for name, count in private.items()})
     runtimes = {name: model.class_of(name).settings for name in model.machines}
     with FleetMeasurer(context, runtimes) as measurer:
-        busy = measurer.find_other_work()
         how = options.probe_duration_s, noise_scale, job.recipe.reference_batch
         tuned = FitTuner(measurer, measurements, limits, say, *how).tune(model)
     errors = measurements.forecast_errors()
@@ -487,7 +486,6 @@ def tune_by_fit(context: RunContext, options: TuneOptions, noise_scale: float | 
             predict_host_samples_per_s(tuned.model, tuned.limits),
             tuned.gain_without_nodes,
         ),
-        busy=busy,
         left_out=list(tuned.tried.best.left_out),
         ranks=[
             rank.with_step(rank.batch_size, tuned.tried.compute_s[rank.node]) for rank in tuned.tried.ranks

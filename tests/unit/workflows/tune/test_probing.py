@@ -16,14 +16,7 @@ from csdctl.worker.protocol.json_codec import RESULT, from_json, to_frame
 from csdctl.worker.protocol.probe import READY, ProbeRequest, ProbeResult, ProbeSpec
 from csdctl.worker.protocol.recipe import Noise
 from csdctl.worker.protocol.run_spec import Runtime
-from csdctl.workflows.tune.probing import (
-    FleetMeasurer,
-    Prober,
-    _build_spec,
-    build_probe_command,
-    count_busy_cores,
-    read_trial,
-)
+from csdctl.workflows.tune.probing import FleetMeasurer, Prober, _build_spec, build_probe_command, read_trial
 from tests.fake_session import FakeConversation, FakeSession
 from tests.unit.workflows.measured_project import (
     PUBLIC,
@@ -100,20 +93,6 @@ def test_noise_is_measured_on_nodes_with_private_samples(at: MeasuredProject, no
         command = build_probe_command(name, context, Runtime())
         spec = from_json(ProbeSpec, command[command.index("--spec") + 1])
         assert (spec.noise, spec.is_private) == (noise, is_private)
-
-
-@pytest.mark.parametrize(
-    ("text", "cores"),
-    [
-        ("10.00 9\ncpu 100 0 50 900 7 0 0 0 0 0\n11.00 9\ncpu 220 0 80 950 9 0 0 0 0 0\n", 1.5),
-        ("10.00 9\ncpu 100 0 50 900 7 0 0 0\n11.00 9\ncpu 100 0 50 1100 7 0 0 0\n", 0.0),
-        ("", 0.0),
-        ("10.00 9\ncpu x\n10.00 9\ncpu y\n", 0.0),
-        ("10.00 9\ncpu 1 1 1 1 1 1 1 1\n10.00 9\ncpu 1 1 1 1 1 1 1 1\n", 0.0),
-    ],
-)
-def test_busy_cores_are_counted_from_the_kernels_times(text: str, cores: float) -> None:
-    assert count_busy_cores(text) == pytest.approx(cores)
 
 
 USUAL = Runtime(4)

@@ -237,9 +237,7 @@ def test_nodes_with_private_data_are_in_every_plan_and_public_data_limit_the_hos
         def tune(self, model: Any) -> None:
             raise TuningError(f"{sorted(model.required)} {model.private_shares}")
 
-    monkeypatch.setattr(
-        tune_module, "FleetMeasurer", lambda *_: nullcontext(SimpleNamespace(find_other_work=dict))
-    )
+    monkeypatch.setattr(tune_module, "FleetMeasurer", lambda *_: nullcontext(SimpleNamespace()))
     monkeypatch.setattr(tune_module, "FitTuner", Search)
     at = make_project(tmp_path, num_nodes=3)
     data = prepared(at)
