@@ -133,18 +133,6 @@ WIDTH_IN, HEIGHT_IN, LANE_IN = 4.2, 2.5, 0.2
 LABEL_CHARS = 24
 INK, GRID = "#1d2733", "#d5dbe1"
 SERIES = ("#0b63b5", "#c2570c", "#d9a400", "#7a3ea1", "#8a96a3", "#0f8a6a", "#c0246a", "#5c4b37")
-DARK = ("#5aa9f0", "#f08a45", "#e8bd3a", "#b98be0", "#8594a3", "#45c3a0", "#f06fa8", "#b39b80")
-"""The same for a dark page."""
-LIGHT_COLORS = {"ink": INK, "grid": GRID} | {f"k{n}": color for n, color in enumerate(SERIES)}
-DARK_COLORS = {"ink": "#e3e9ef", "grid": "#3a4652"} | {f"k{n}": color for n, color in enumerate(DARK)}
-
-
-def write_palette(light: Mapping[str, str], dark: Mapping[str, str]) -> str:
-    """Return CSS that defines colours by name, and others where the reader prefers a dark page."""
-    first, second = (
-        "".join(f"--{name}:{color};" for name, color in colors.items()) for colors in (light, dark)
-    )
-    return f":root{{{first}}}@media(prefers-color-scheme:dark){{:root{{{second}}}}}"
 
 
 STYLE: Any = {
@@ -229,10 +217,4 @@ def _drawn(draw: Callable[[Any], None], height_in: float) -> str:
         draw(figure.add_subplot())
         text = io.BytesIO()
         figure.savefig(text, format="svg", metadata={"Date": None, "Creator": None})
-    svg = text.getvalue().decode()
-    for name, color in LIGHT_COLORS.items():
-        svg = svg.replace(color, f"var(--{name})")
-    # A picture in a page follows the reader's preference by itself.
-    palette = f"<style>{write_palette(LIGHT_COLORS, DARK_COLORS)}</style>"
-    svg = svg.replace("<defs>", f"{palette}<defs>", 1)
-    return f"data:image/svg+xml;base64,{base64.b64encode(svg.encode()).decode()}"
+    return f"data:image/svg+xml;base64,{base64.b64encode(text.getvalue()).decode()}"
