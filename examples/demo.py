@@ -21,7 +21,7 @@ STEPS = (
     "csdctl discover",
     "python examples/sample_data.py fashion-mnist",
     "csdctl prepare",
-    "csdctl tune",
+    "csdctl tune --no-explore",
     "csdctl train",
     "csdctl report",
 )

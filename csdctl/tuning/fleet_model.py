@@ -438,11 +438,15 @@ RecalledTrial = tuple[Sequence[tuple[StepTime, int]], float]
 """Step time and batch size of each rank, the host first, and the seconds of a step."""
 
 
-def recall_class(blank: ClassModel, known: Sequence[ProbeMeasurement]) -> ClassModel:
+def recall_class(blank: ClassModel, known: Sequence[ProbeMeasurement], threads: int = 0) -> ClassModel:
     """Return `blank` with the `known` probes of this model, recipe and machine class, oldest first.
 
-    Probes with other settings do not count.
+    Settings are those of the newest trial, with `threads` if the user set that (0: not set). Probes with
+    other settings do not count.
     """
+    known = [probe for probe in known if probe.settings.device == blank.settings.device]
+    tried = [probe for probe in known if probe.is_from_trial and threads in (0, probe.settings.threads)]
+    blank = replace(blank, settings=tried[-1].settings) if tried else blank
     known = [probe for probe in known if probe.settings == blank.settings]
     too_large, peaks = _recall_memory(known)
     points = [

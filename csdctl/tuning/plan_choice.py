@@ -3,20 +3,24 @@
 Machines of one class may probe different batch sizes in a round. The first round uses small sizes, which are
 quick. Then the fits give the batch sizes of the best plan, and the next rounds probe at most half of those,
 until every class was measured there: large steps take long, and the trial measures them.
+
+Other settings are compared at a batch size that was measured with the usual settings.
 """
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, replace
 from math import ceil
+from statistics import median
 
 from csdctl.fleet.model import HOST_NAME
 from csdctl.perfmodel.prediction import RankModel, StepTime, predict
 from csdctl.tuning.fleet_model import MAX_PROBES, ClassModel, FleetModel, TrialResult
-from csdctl.tuning.measurements import ForecastErrors
+from csdctl.tuning.measurements import ForecastErrors, Point
 from csdctl.tuning.plan import MAX_BATCH_SIZE, Predicted, RankPlan
 from csdctl.tuning.search import BestPlan, Limits, best_equal, find_best, find_best_ranks
 from csdctl.tuning.stannis import TuningError
+from csdctl.worker.protocol.run_spec import Runtime
 
 GOODPUT_SIZES = 20
 """Global batches to compare, each √2 of the next smaller one."""
@@ -255,3 +259,62 @@ def _first_sizes(known: ClassModel, count: int) -> list[int]:
         return [max(1, known.too_large // MAX_GROWTH)]
     sizes = FIRST_SIZES[min(count, max(FIRST_SIZES))]
     return list(dict.fromkeys(known.cap(size) for size in sizes))
+
+
+MIN_SETTINGS_GAIN = 0.15
+"""Other settings are used when a step takes at least this share less time; less may be noise."""
+COMPARABLE_FACTOR = 4
+"""Other settings are probed with at least 1/COMPARABLE_FACTOR of the planned batch, where one was measured:
+with few samples, different settings may be faster."""
+MANY_THREADS = 4
+
+SettingsSearch = Mapping[str, tuple[int, Sequence[Runtime]]]
+"""What to compare, by class: the batch size, and the settings, most promising first."""
+
+
+def plan_settings_search(model: FleetModel, limits: Limits) -> SettingsSearch:
+    """Return what to compare for classes without an earlier trial; raises what `choose_plan` raises."""
+    planned = choose_class_sizes(model, limits, model.step_times())
+    search = {}
+    for name, known in model.classes.items():
+        measured = [size for size in known.sizes if size <= planned.get(name, 0)]
+        if measured and not known.trial_sizes:
+            comparable = [size for size in measured if size * COMPARABLE_FACTOR >= planned[name]]
+            search[name] = min(comparable, default=max(measured)), _variants(known.settings)
+    return search
+
+
+def next_settings(
+    model: FleetModel, search: SettingsSearch
+) -> tuple[dict[str, tuple[Runtime, int]], SettingsSearch]:
+    """Return settings and batch size of the machines of one round, and what is left to compare after it.
+
+    As many probes are left for each class as it needs to be known with other settings.
+    """
+    probes: dict[str, tuple[Runtime, int]] = {}
+    left: dict[str, tuple[int, Sequence[Runtime]]] = {}
+    for name, (size, variants) in search.items():
+        known = model.classes[name]
+        count = max(0, min(len(known.machines), MAX_PROBES - MIN_SIZES - known.num_new_probes))
+        if others := variants[:count]:
+            left[name] = size, variants[count:]
+            usual = [known.settings] * (count - len(others))
+            for machine, settings in zip(known.machines[:count], [*others, *usual], strict=True):
+                probes[machine] = settings, size
+    return probes, left
+
+
+def settings_gain(known: ClassModel, probed: Point) -> float | None:
+    """Return the share of a step's time that a probe with other settings took less; None: not enough."""
+    usual_s = median(point.step_time_s for point in known.points if point.batch_size == probed.batch_size)
+    gain = 1 - probed.step_time_s / usual_s
+    return gain if gain > MIN_SETTINGS_GAIN else None
+
+
+def _variants(settings: Runtime) -> list[Runtime]:
+    variants = [replace(settings, onednn=not settings.onednn)]
+    if settings.threads >= MANY_THREADS:  # two hardware threads share the units of one core
+        variants.append(replace(settings, threads=settings.threads // 2))
+    if settings.threads > 1 and settings.inter_threads == 1:
+        variants.append(replace(settings, inter_threads=2))
+    return variants

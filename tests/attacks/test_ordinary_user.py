@@ -20,7 +20,7 @@ COMMANDS = {
     "discover": (),
     "doctor": (),
     "prepare": (),
-    "tune": ("--max-global-batch=12", "--probe-seconds=0.1"),
+    "tune": ("--max-global-batch=12", "--probe-seconds=0.1", "--no-explore"),
     "train": ("--skip-doctor", "--json"),
     "report": ("--json",),
     "inventory": ("--output", "hosts.ini"),

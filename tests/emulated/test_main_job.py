@@ -79,7 +79,7 @@ def project(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         for command in (
             ["discover"],
             ["prepare"],
-            ["tune", "--probe-seconds", "0.1", "--max-global-batch", str(MAX_GLOBAL_BATCH)],
+            ["tune", "--no-explore", "--probe-seconds", "0.1", "--max-global-batch", str(MAX_GLOBAL_BATCH)],
             ["train", *PLANNED],
         ):
             succeed(directory, *command)

@@ -83,7 +83,7 @@ def test_second_tune_probes_nothing_and_confirms_with_one_trial(
 def test_fresh_tune_without_the_host_plans_an_exact_global_batch_which_is_trained(
     project: Path, first: tuple[dict[str, Any], str]
 ) -> None:
-    options = ("--no-host", "--global-batch=100", "--fresh", "--probe-seconds=0.1")
+    options = ("--no-host", "--global-batch=100", "--fresh", "--no-explore", "--probe-seconds=0.1")
     plan, stderr = tune(project, *options)
     assert plan["num_probes"] > 0
     assert "timing sums" in stderr

@@ -41,6 +41,10 @@ def tune(
     ] = None,
     global_batch: Annotated[int | None, of_fit(min=1, help="Exact global batch size.")] = None,
     fresh: Annotated[bool, of_fit("--fresh", help="Ignore earlier measurements.")] = False,
+    explore: Annotated[
+        bool,
+        of_fit("--explore/--no-explore", help="Also probe threads and oneDNN, and use the faster settings."),
+    ] = True,
     host: Annotated[
         bool,
         typer.Option(
@@ -76,6 +80,7 @@ def tune(
         method=method,
         limits=Limits(max_global_batch, global_batch),
         is_fresh=fresh,
+        is_exploring=explore,
         is_host_training=host,
         batch_sizes=_parse_sizes(batch_sizes),
         step_divisor=step_divisor,

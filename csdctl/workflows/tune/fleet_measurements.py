@@ -38,6 +38,7 @@ from csdctl.tuning.measurements import (
 )
 from csdctl.worker.protocol.datasets import DatasetInfo
 from csdctl.worker.protocol.events import SumTimed
+from csdctl.worker.protocol.run_spec import Runtime
 from csdctl.workflows.train.plan import default_runtime
 
 
@@ -117,7 +118,6 @@ class FleetMeasurements:
         A size that was only predicted not to fit in memory is not stored: more may be free next time.
         Nor is a size at which a process was killed although a larger size fitted.
         """
-        now = time.time()
         for class_model in model.classes.values():
             measured = [outcomes[name] for name in class_model.machines if name in outcomes]
             peaks = [class_model.peaks, *(outcome.peaks for outcome in measured)]
@@ -127,19 +127,24 @@ class FleetMeasurements:
                 for outcome in measured
                 if outcome.step_time_s is not None or (outcome.is_oom_kill and outcome.batch_size > largest)
             ]
-            probes = [
-                ProbeMeasurement(
-                    class_model.settings,
-                    outcome.batch_size,
-                    now,
-                    outcome.step_time_s,
-                    outcome.num_steps,
-                    outcome.peak_memory_bytes,
-                )
-                for outcome in kept
-            ]
-            if probes:
-                self._add_probes(class_model.machines[0], probes)
+            self.store_class_probes(class_model.machines[0], class_model.settings, kept)
+
+    def store_class_probes(self, machine: str, settings: Runtime, outcomes: Sequence[ProbeOutcome]) -> None:
+        """Store probes of machines of the class of `machine`, all with these settings."""
+        now = time.time()
+        probes = [
+            ProbeMeasurement(
+                settings,
+                outcome.batch_size,
+                now,
+                outcome.step_time_s,
+                outcome.num_steps,
+                outcome.peak_memory_bytes,
+            )
+            for outcome in outcomes
+        ]
+        if probes:
+            self._add_probes(machine, probes)
 
     def store_trial(self, model: FleetModel, tried: TriedPlan) -> None:
         """Store a trial that `model` includes; outliers are stored with the step time of their class."""
@@ -168,7 +173,8 @@ class FleetMeasurements:
         is_divisible = self.features.is_divisible
         blank = ClassModel(tuple(machines), settings, memory_bytes=memory_bytes, is_divisible=is_divisible)
         key = self._machine_classes[machines[0]].key
-        return recall_class(blank, self._store.find(PROBE, key, self.features.hash, self._recipe))
+        threads = self._fleet.host.threads if machines[0] == HOST_NAME else 0
+        return recall_class(blank, self._store.find(PROBE, key, self.features.hash, self._recipe), threads)
 
     def _trials(self) -> list[TrialMeasurement]:
         return self._store.find(TRIAL, self._fleet_class.key, self.features.hash, self._recipe)

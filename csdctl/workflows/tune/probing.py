@@ -209,14 +209,9 @@ class FleetMeasurer:
     def __init__(self, context: RunContext, runtimes: Mapping[str, Runtime]) -> None:
         """`runtimes` of every machine that trains."""
         self._context, self._space, self._say = context, context.space, context.observer.say
-        self.probers = {
-            name: Prober(
-                self._space.sessions[name],
-                build_probe_command(name, context, runtime),
-                self._space.facts[name].usable_memory_bytes,
-            )
-            for name, runtime in runtimes.items()
-        }
+        self.probers: dict[str, Prober] = {}
+        self._runtimes: dict[str, Runtime] = {}
+        self.switch(runtimes)
         self._pool = ThreadPoolExecutor(len(self.probers))
         self.num_probes = 0
         """Probes so far, on all machines."""
@@ -237,6 +232,17 @@ class FleetMeasurer:
         for prober in self.probers.values():
             prober.close()
 
+    def switch(self, runtimes: Mapping[str, Runtime]) -> None:
+        """Measure these machines with these settings from the next round on."""
+        for name, runtime in runtimes.items():
+            if self._runtimes.get(name) != runtime:
+                if name in self.probers:
+                    self.probers[name].close()
+                command = build_probe_command(name, self._context, runtime)
+                usable_bytes = self._space.facts[name].usable_memory_bytes
+                self.probers[name] = Prober(self._space.sessions[name], command, usable_bytes)
+                self._runtimes[name] = runtime
+
     def time_sums(self, sum_bytes: Sequence[int], sum_ranks: Sequence[int]) -> list[SumTimed]:
         """Time sums of vectors of each size, over each number of ranks and over all."""
         timed = measure_sums(self._space, sum_bytes, sum_ranks)
@@ -244,12 +250,12 @@ class FleetMeasurer:
         return timed
 
     def run_trial(self, ranks: Sequence[RankPlan], num_steps: int) -> TrialResult:
-        """Take steps with all ranks, in the processes that measured.
+        """Take steps with all ranks, in the processes that measured where their settings agree.
 
         Raises OutOfMemoryError for a rank that was killed.
         """
         # A host that does not train has a worker with fewer threads, which the trial starts.
-        attach = self.prepare_trial([rank.node for rank in ranks if rank.batch_size])
+        attach = self.prepare_trial({rank.node: rank.runtime for rank in ranks if rank.batch_size})
         self._say(f"trying the plan: {num_steps} steps of all {len(ranks)} ranks")
         try:
             result = run_trial(ranks, self._context, num_steps, attach)
@@ -259,15 +265,16 @@ class FleetMeasurer:
         self.measuring_s += result.wall_s
         return result
 
-    def prepare_trial(self, names: Sequence[str]) -> dict[str, AttachRank]:
-        """Keep one session on each of these machines; return how to attach it.
+    def prepare_trial(self, runtimes: Mapping[str, Runtime]) -> dict[str, AttachRank]:
+        """Keep one session with these settings per machine; return how to attach each.
 
         The host's ends if it does not train: its rank 0 only sums, and starts a process of its own.
         """
-        if HOST_NAME in self.probers.keys() - {*names}:
+        self.switch(runtimes)
+        if HOST_NAME in self.probers.keys() - runtimes.keys():
             self.probers[HOST_NAME].close()
-        self._start(names)
-        return {name: self.probers[name].attach for name in names}
+        self._start(runtimes)
+        return {name: self.probers[name].attach for name in runtimes}
 
     def measure(self, requests: Mapping[str, ProbeRequest]) -> dict[str, ProbeOutcome]:
         """Measure one round, all machines at once."""

@@ -22,8 +22,21 @@ from csdctl.reporting.numbers import format_seconds
 from csdctl.reporting.results import list_forecast_errors, read_results
 from csdctl.runs.directory import ProjectDirectory
 from csdctl.runs.measurements import MeasurementStore
-from csdctl.tuning.fleet_model import FleetModel, TriedPlan, fit_collective, learn_probes, learn_trial
-from csdctl.tuning.measurements import HALVED_BYTES, CollectiveMeasurement, ForecastErrors, Point
+from csdctl.tuning.fleet_model import (
+    FleetModel,
+    ProbeOutcome,
+    TriedPlan,
+    fit_collective,
+    learn_probes,
+    learn_trial,
+)
+from csdctl.tuning.measurements import (
+    HALVED_BYTES,
+    CollectiveMeasurement,
+    ForecastErrors,
+    Point,
+    describe_runtime,
+)
 from csdctl.tuning.plan import (
     DATA_PARALLEL,
     FEATURES,
@@ -42,9 +55,12 @@ from csdctl.tuning.plan_choice import (
     limit_for_goodput,
     limit_sizes,
     next_probes,
+    next_settings,
     plan_ranks,
+    plan_settings_search,
     predict_host_samples_per_s,
     predict_samples_per_s,
+    settings_gain,
 )
 from csdctl.tuning.search import BestPlan, Limits, default_limits
 from csdctl.tuning.stannis import (
@@ -97,6 +113,8 @@ class TuneOptions:
     """Of the global batch."""
     is_fresh: bool = False
     """Ignore earlier measurements."""
+    is_exploring: bool = True
+    """Probe other runtime settings too."""
     is_host_training: bool = True
     """False: the host only sums gradients and serves data to the nodes."""
     batch_sizes: tuple[int, ...] = DEFAULT_BATCH_SIZES
@@ -187,6 +205,7 @@ class FitTuner:
     measurements: FleetMeasurements
     limits: Limits
     say: Say
+    is_exploring: bool = True
     probe_duration_s: float = 1.0
     noise_scale: float | None = None
     """Gradient noise scale in samples, to choose the global batch size by goodput; None: by throughput."""
@@ -200,6 +219,8 @@ class FitTuner:
         """
         model = self._measure_collectives(model)
         model = self._measure_steps(limit_sizes(model, self.limits))
+        if self.is_exploring:
+            model = self._measure_steps(self._explore_settings(model))
         if recalled := self.measurements.recall_trial(model.step_times()):
             ranks, step_s = recalled
             factor = calibrate_overhead(ranks, step_s, model.sum_s(len(ranks)))
@@ -235,18 +256,53 @@ class FitTuner:
             known |= sizes
             if self.measurements.is_emulated:  # its host is slower while nodes compute, as they will
                 sizes = known
-            # A new size costs one step to allocate memory and choose kernels; the next one shows its time.
-            outcomes = self.measurer.measure(
-                {
-                    name: ProbeRequest(
-                        size, min_steps=1, min_duration_s=self.probe_duration_s, warm_up_steps=1
-                    )
-                    for name, size in sizes.items()
-                }
+            outcomes = self._probe(
+                {name: (model.class_of(name).settings, sizes.get(name)) for name in model.machines}
             )
             self.measurements.store_probes(model, outcomes)
             model = learn_probes(model, outcomes)
         return model
+
+    def _probe(self, probes: Mapping[str, tuple[Runtime, int | None]]) -> dict[str, ProbeOutcome]:
+        """Start machines with the settings, and measure those with a batch size."""
+        self.measurer.switch({name: settings for name, (settings, _) in probes.items()})
+        # A new size costs one step to allocate memory and choose kernels; the next one shows its time.
+        return self.measurer.measure(
+            {
+                name: ProbeRequest(size, min_steps=1, min_duration_s=self.probe_duration_s, warm_up_steps=1)
+                for name, (_, size) in probes.items()
+                if size
+            }
+        )
+
+    def _explore_settings(self, model: FleetModel) -> FleetModel:
+        """Probe other runtime settings of new classes, and select those that are clearly faster."""
+        search = plan_settings_search(model, self.limits)
+        while True:
+            probes, search = next_settings(model, search)
+            if not probes:
+                return model
+            outcomes = self._probe(probes)
+            others = [name for name in probes if probes[name][0] != model.class_of(name).settings]
+            usual = {name: outcome for name, outcome in outcomes.items() if name not in others}
+            self.measurements.store_probes(model, usual)
+            model = learn_probes(model, usual)
+            for name in others:
+                model = self._compare_settings(model, name, probes[name][0], outcomes[name])
+
+    def _compare_settings(
+        self, model: FleetModel, machine: str, settings: Runtime, outcome: ProbeOutcome
+    ) -> FleetModel:
+        """Return the model after a probe with other settings, which the class takes if they are faster."""
+        known = model.class_of(machine)
+        known = replace(known, num_new_probes=known.num_new_probes + 1)
+        if outcome.step_time_s is not None:
+            self.measurements.store_class_probes(machine, settings, [outcome])
+            probed = Point(outcome.batch_size, outcome.step_time_s)
+            if gain := settings_gain(known, probed):
+                self.say(f"{machine}: {describe_runtime(settings)}: takes {gain:.0%} less time: selected")
+                known = replace(known, settings=settings, points=(probed,))
+        return model.with_class(model.class_name(machine), known)
 
     def _confirm(self, model: FleetModel) -> TunedFleet:
         """Try the best plan, and another plan when the trial predicts a gain; return the better one."""
@@ -467,7 +523,7 @@ def tune_by_fit(context: RunContext, options: TuneOptions, noise_scale: float | 
     model = replace(model, private_shares={name: count / num_samples for name, count in private.items()})
     runtimes = {name: model.class_of(name).settings for name in model.machines}
     with FleetMeasurer(context, runtimes) as measurer:
-        how = options.probe_duration_s, noise_scale, job.recipe.reference_batch
+        how = options.is_exploring, options.probe_duration_s, noise_scale, job.recipe.reference_batch
         tuned = FitTuner(measurer, measurements, limits, say, *how).tune(model)
     errors = measurements.forecast_errors()
     plan = Plan(

@@ -95,7 +95,7 @@ def test_noise_is_measured_on_nodes_with_private_samples(at: MeasuredProject, no
         assert (spec.noise, spec.is_private) == (noise, is_private)
 
 
-USUAL = Runtime(4)
+USUAL, OTHER = Runtime(4), Runtime(4, onednn=False)
 PEAK = 1 << 30
 
 
@@ -142,7 +142,7 @@ def fleet(tmp_path: Path) -> Iterator[Fleet]:
 
 def test_trial_takes_the_sessions_that_measured(fleet: Fleet) -> None:
     fleet.probe()
-    attach = fleet.rounds.prepare_trial(["host", "csd0"])
+    attach = fleet.rounds.prepare_trial({"host": USUAL, "csd0": USUAL})
     assert attach["csd0"]("spec.json", 1) is fleet.of_node()[0]
     assert json.loads(fleet.of_node()[0].sent[-1]) == {
         "request": "AttachRequest",
@@ -152,9 +152,22 @@ def test_trial_takes_the_sessions_that_measured(fleet: Fleet) -> None:
     assert len(fleet.of_node()) == 1
 
 
+@pytest.mark.parametrize("taken", [USUAL, OTHER])
+def test_machine_has_one_session_with_the_settings_that_are_measured(fleet: Fleet, taken: Runtime) -> None:
+    fleet.probe()
+    fleet.rounds.switch({"csd0": OTHER})
+    fleet.probe()
+    assert fleet.of_node()[0].is_closed
+    attach = fleet.rounds.prepare_trial({"csd0": taken})
+    used = attach["csd0"]("spec.json", 0)
+    still_open = [conversation for conversation in fleet.of_node() if not conversation.is_closed]
+    assert still_open == [used]
+    assert len(fleet.of_node()) == (2 if taken == OTHER else 3)
+
+
 def test_machine_outside_the_trial_has_no_session(fleet: Fleet) -> None:
     fleet.probe()
-    fleet.rounds.prepare_trial(["csd0"])
+    fleet.rounds.prepare_trial({"csd0": USUAL})
     assert all(conversation.is_closed for conversation in fleet.sessions["host"].conversations)
 
 

@@ -21,6 +21,7 @@ from csdctl.tuning.stannis import TuningError
 from csdctl.worker.protocol.events import SumTimed
 from csdctl.worker.protocol.model_info import CutInfo
 from csdctl.worker.protocol.probe import CutTimes, PartTimes, ProbeRequest
+from csdctl.worker.protocol.run_spec import Runtime
 from csdctl.workflows.tune import tune as tune_module
 from csdctl.workflows.tune.tune import (
     MAX_OOM_RETRIES,
@@ -36,6 +37,7 @@ from tests.unit.workflows.measured_project import (
     STEPS,
     SUMS,
     MeasuredProject,
+    facts_of,
     make_project,
     measurements_of,
     prepared,
@@ -67,6 +69,8 @@ class ScriptedMeasurer:
     """Machines as functions; `trial` decides the result of a trial."""
 
     trial: Callable[[Sequence[RankPlan]], TrialResult] = trial_of
+    gain: Mapping[Runtime, float] = field(default_factory=dict)
+    """Settings that change the time of a step, by this factor."""
     num_probes: int = 0
     measuring_s: float = 0.0
     num_ranks: int = 3
@@ -74,6 +78,7 @@ class ScriptedMeasurer:
     sums: list[tuple[int, int]] = field(default_factory=list)
     rounds: list[Mapping[str, ProbeRequest]] = field(default_factory=list)
     trials: list[Sequence[RankPlan]] = field(default_factory=list)
+    settings: dict[str, Runtime] = field(default_factory=dict)
 
     def time_sums(self, sum_bytes: Sequence[int], sum_ranks: Sequence[int]) -> list[SumTimed]:
         wanted = [(ranks, size) for ranks in (*sum_ranks, self.num_ranks) for size in sum_bytes]
@@ -89,8 +94,11 @@ class ScriptedMeasurer:
         return {name: self._outcome(name, request.batch_size) for name, request in requests.items()}
 
     def _outcome(self, name: str, size: int) -> ProbeOutcome:
-        step_s = step_time_of(name).at(size)
+        step_s = step_time_of(name).at(size) * self.gain.get(self.settings[name], 1.0)
         return ProbeOutcome(size, step_s, 3, {size: size << 20})
+
+    def switch(self, settings: Mapping[str, Runtime]) -> None:
+        self.settings |= settings
 
     def run_trial(self, ranks: Sequence[RankPlan], num_steps: int) -> TrialResult:
         self.trials.append(ranks)
@@ -102,11 +110,12 @@ def tune(
     measurer: ScriptedMeasurer,
     messages: list[str] | None = None,
     *,
+    is_exploring: bool = False,
     limits: Limits = LIMITS,
 ) -> TunedFleet:
     measurements = measurements_of(at)
     lines: list[str] = [] if messages is None else messages
-    tuner = FitTuner(measurer, measurements, limits, lines.append)
+    tuner = FitTuner(measurer, measurements, limits, lines.append, is_exploring)
     return tuner.tune(measurements.recall_fleet())
 
 
@@ -132,6 +141,24 @@ def test_sums_are_timed_once(at: MeasuredProject) -> None:
     again = ScriptedMeasurer()
     tune(at, again)
     assert again.sums == []
+
+
+@pytest.mark.parametrize("factor", [0.5, 0.9])
+def test_clearly_faster_settings_are_taken_and_kept(at: MeasuredProject, factor: float) -> None:
+    usual = Runtime(facts_of("csd0").num_threads)
+    expected = replace(usual, onednn=False) if factor == 0.5 else usual
+    messages: list[str] = []
+    measurer = ScriptedMeasurer(gain={replace(usual, onednn=False): factor})
+    host, *nodes = tune(at, measurer, messages, is_exploring=True).tried.ranks
+    assert host.onednn
+    assert [rank.runtime for rank in nodes] == [expected] * 2
+    assert any("takes 50% less time: selected" in line for line in messages) == (expected != usual)
+    known = measurements_of(at).recall_fleet().class_of("csd1")
+    assert known.settings == expected
+    assert len(known.sizes) > 1
+    again = ScriptedMeasurer(gain=measurer.gain)
+    tune(at, again, is_exploring=True)
+    assert again.num_probes == 0
 
 
 @pytest.mark.parametrize("better", [0, 1])
