@@ -376,14 +376,15 @@ def _line_of(node: yaml.Node | None, location: Sequence[str | int]) -> int | Non
     return line
 
 
-MAX_VALUES = 100_000
-"""Keys and values of a document."""
+MAX_SIZE = 4 << 20
+"""Characters of all keys and values of a document, aliases expanded; each counts as `VALUE_SIZE` more."""
+VALUE_SIZE = 40
 MAX_DIGITS = 18
 """Digits of an integer: it fits in 64 bits, as in other languages that read JSON."""
 MAX_SCALAR = 4096
 """Characters of one key or value; no path may be longer."""
 MAX_DEPTH = 40
-"""Levels of nesting."""
+"""Levels of nesting, aliases expanded."""
 
 _TAG = "tag:yaml.org,2002:"
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udc7f\udd00-\udfff]")
@@ -391,7 +392,7 @@ _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udc7f\udd00-\udfff]"
 
 
 class _Loader(yaml.SafeLoader):
-    """Safe loader with limits, which are checked before any value is built."""
+    """Safe loader with limits. Aliases count as often as they are used, before any value is built."""
 
     yaml_implicit_resolvers = {}
     yaml_constructors = {
@@ -401,29 +402,42 @@ class _Loader(yaml.SafeLoader):
 
     def __init__(self, text: str) -> None:
         super().__init__(text)
-        self._num_values = self._level = 0
+        self._size = self._level = self._deepest = 0
+        self._complete: dict[int, tuple[int, int]] = {}
+        """Size and depth by the id of a node."""
 
     def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
         """Compose the next node; raises MarkedYAMLError as soon as a limit is exceeded."""
         event = self.peek_event()  # type: ignore[no-untyped-call]
         if isinstance(event, yaml.AliasEvent):
-            _refuse(event, f"aliases (`*{event.anchor}`) are not supported: write the value itself")
+            node = super().compose_node(parent, index)
+            if id(node) not in self._complete:
+                _refuse(event, f"alias `*{event.anchor}` is part of what it stands for")
+            self._add(event, *self._complete[id(node)])
+            return node
         text = event.value if isinstance(event, yaml.ScalarEvent) else ""
         if len(text) > MAX_SCALAR:
             _refuse(event, f"a value of {len(text):,} characters, expected at most {MAX_SCALAR:,}")
         if found := _CONTROL.search(text):
             _refuse(event, f"character U+{ord(found[0]):04X} is not allowed")
-        self._num_values += 1
+        size_before, deepest_before, self._deepest = self._size, self._deepest, 0
+        self._add(event, VALUE_SIZE + len(text), 1)
         self._level += 1
-        if self._num_values > MAX_VALUES:
-            _refuse(event, f"more than {MAX_VALUES:,} keys and values")
-        if self._level > MAX_DEPTH:
-            _refuse(event, f"{self._level} levels of nesting, expected at most {MAX_DEPTH}")
         node = super().compose_node(parent, index)
         self._level -= 1
+        self._complete[id(node)] = self._size - size_before, self._deepest - self._level
+        self._deepest = max(self._deepest, deepest_before)
         if node and node.tag == _TAG + "int" and len(text) > MAX_DIGITS + 1:
             _refuse(event, f"a number of {len(text):,} digits, expected at most {MAX_DIGITS}")
         return node
+
+    def _add(self, event: yaml.Event, size: int, depth: int) -> None:
+        self._size += size
+        self._deepest = max(self._deepest, self._level + depth)
+        if self._size > MAX_SIZE:
+            _refuse(event, f"with all aliases expanded, its values have more than {MAX_SIZE:,} characters")
+        if self._deepest > MAX_DEPTH:
+            _refuse(event, f"{self._deepest} levels of nesting, expected at most {MAX_DEPTH}")
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         """Build a mapping; raises MarkedYAMLError for a key that is not text, or is there twice."""

@@ -15,8 +15,9 @@ from csdctl.documents import (
     MAX_DEPTH,
     MAX_PROBLEMS,
     MAX_SCALAR,
+    MAX_SIZE,
     MAX_TEXT_BYTES,
-    MAX_VALUES,
+    VALUE_SIZE,
     Document,
     check_values,
     load_json,
@@ -67,11 +68,25 @@ def refused(text: str, model: type[Document] = Open) -> str:
     return raised.value.message
 
 
+def bomb(levels: int, first: str = "[x, x, x]") -> str:
+    """Aliases of aliases, nine times as large with every level."""
+    lines = [f"  a0: &a0 {first}"]
+    lines += [f"  a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 9)}]" for n in range(1, levels)]
+    return "args:\n" + "\n".join(lines)
+
+
 class TestLimits:
-    def test_number_of_values_is_bounded(self) -> None:
-        message = f"more than {MAX_VALUES:,} keys and values"
-        assert message in refused("args: {a: [" + "0," * MAX_VALUES + "]}")
-        assert len(parse("args: {a: [" + "0," * (MAX_VALUES - 6) + "]}").args["a"]) == MAX_VALUES - 6
+    @pytest.mark.parametrize(
+        "text",
+        [
+            bomb(10),
+            f"args:\n  a: &a {'x' * MAX_SCALAR}\n  b: [{', '.join(['*a'] * (MAX_SIZE // MAX_SCALAR))}]",
+            "args: {a: [" + "0," * (MAX_SIZE // VALUE_SIZE) + "]}",
+        ],
+    )
+    def test_size_is_bounded_with_aliases_expanded(self, text: str) -> None:
+        assert len(parse(bomb(4)).args["a3"]) == 9
+        assert f"expanded, its values have more than {MAX_SIZE:,} characters" in refused(text)
 
     def test_depth_is_bounded(self) -> None:
         levels = MAX_DEPTH - 1  # besides the document and `args`
@@ -130,7 +145,7 @@ class TestValues:
     @pytest.mark.parametrize(
         ("text", "message"),
         [
-            ("args: {b: &a [1], c: *a}", "aliases (`*a`) are not supported"),
+            ("args: {b: &a [[{c: *a}]]}", "alias `*a` is part of what it stands for"),
             (f"args: {{a: {'x' * (MAX_SCALAR + 1)}}}", "expected at most 4,096"),
             (f"? {'x' * (MAX_SCALAR + 1)}\n: 1", "expected at most 4,096"),
             *((f"rate: {number}", "must be a finite number") for number in (".nan", "-.inf", "1.0e+999")),
