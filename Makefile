@@ -90,7 +90,7 @@ lowest: $(LOWEST)/.installed ## run the unit tests with the lowest versions that
 newest: ## run the unit tests with the newest versions that pyproject.toml allows, whatever is locked
 	@$(PYTHON) -m venv --clear $(NEWEST)
 	$(NEWEST)/bin/python $(PIP_INSTALL) --quiet --upgrade pip
-	$(NEWEST)/bin/python $(PIP_INSTALL) --quiet --group test -e '.[privacy,parquet,metrics]'
+	$(NEWEST)/bin/python $(PIP_INSTALL) --quiet --group test -e '.[privacy,metrics]'
 	$(NEWEST)/bin/pytest -n $(WORKERS) -q tests/unit $(ARGS) \
 	  --deselect tests/unit/requirements/test_licences.py::TestPage # these depend on the versions of others
 
@@ -116,7 +116,7 @@ lock: $(UV) ## resolve requirements/*.txt (newer versions: make lock ARGS=--upgr
 	echo "requirements/runtime.txt: csdctl"
 	run pyproject.toml --output-file requirements/runtime.txt
 	echo "requirements/dev.txt: csdctl, its extras and the development tools"
-	run pyproject.toml --output-file requirements/dev.txt --extra metrics --extra privacy --extra parquet --extra provision --extra report --group dev --constraints requirements/runtime.txt
+	run pyproject.toml --output-file requirements/dev.txt --extra metrics --extra privacy --extra provision --extra report --group dev --constraints requirements/runtime.txt
 	echo "requirements/docs.txt: the site generator"
 	run --group docs --output-file requirements/docs.txt
 	echo "requirements/audit.txt: pip-audit"
@@ -126,7 +126,7 @@ lock: $(UV) ## resolve requirements/*.txt (newer versions: make lock ARGS=--upgr
 	echo "csdctl/workflows/provision/node.lock: what is sent to nodes"
 	run --group node --output-file csdctl/workflows/provision/node.lock --constraints requirements/dev.txt
 	echo "requirements/lowest.txt: the lowest versions that pyproject.toml allows"
-	run pyproject.toml --output-file requirements/lowest.txt --resolution lowest-direct --extra metrics --extra privacy --extra parquet --extra provision --extra report --group test
+	run pyproject.toml --output-file requirements/lowest.txt --resolution lowest-direct --extra metrics --extra privacy --extra provision --extra report --group test
 
 build: $(STAMP) ## build the wheel and the source distribution in dist/
 	@rm -rf dist

@@ -409,7 +409,7 @@ CLI_HEADER = """\
 See also: [exit codes](exit-codes.md), [file formats](files.md).
 
 `csdctl --install-completion` sets up completion for the shell that runs it: bash, zsh or fish. Open a new
-shell afterwards. It completes commands, options and their values, nodes, runs, plans and models.
+shell afterwards. It completes commands, options and their values, nodes, runs and models.
 `csdctl --show-completion` prints the script instead.
 """
 
@@ -427,15 +427,21 @@ def render_cli() -> str:
 
 def _walk(name: str, command: Any) -> Iterator[tuple[str, Any]]:
     yield name, command
-    for child in getattr(command, "commands", {}).values():
+    for child in _children(command):
         yield from _walk(f"{name} {child.name}", child)
+
+
+def _children(command: Any) -> list[Any]:
+    """Return the commands of a group, none for a command."""
+    names = command.list_commands(None) if hasattr(command, "list_commands") else ()
+    return [command.get_command(None, name) for name in names]
 
 
 def _render_command(name: str, command: Any) -> str:
     context = typer.Context(command, info_name=name, help_option_names=["-h", "--help"])  # it is kept
     usage = " ".join([name, *command.collect_usage_pieces(context)])
     parts = [f"## {name}", inspect.cleandoc(command.help or ""), f"```text\n{usage}\n```"]
-    if children := getattr(command, "commands", {}).values():
+    if children := _children(command):
         rows = [
             (f"[`{child.name}`](#{name} {child.name})".lower().replace(" ", "-"), child.help)
             for child in children

@@ -6,7 +6,7 @@ import functools
 import os
 import signal
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from importlib import import_module
 from types import FrameType
 from typing import Annotated, Any
@@ -66,19 +66,6 @@ EXEC_REMEDY = "put `--` before the command and its options, such as csdctl exec 
 MODULES = {name: module for (_, module), section in COMMANDS.items() for name in section}
 
 
-class LazyCommands(Mapping[str, Any]):
-    """Commands by name; each is imported from csdctl.cli.commands when it is looked up, not when listed."""
-
-    def __getitem__(self, name: str) -> Any:
-        return _build(name)
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(MODULES)
-
-    def __len__(self) -> int:
-        return len(MODULES)
-
-
 class CommandGroup(TyperGroup):
     """The commands of csdctl, listed under their headings as plain text.
 
@@ -87,7 +74,11 @@ class CommandGroup(TyperGroup):
 
     def __init__(self, **settings: Any) -> None:
         super().__init__(**settings)
-        self.commands: Any = LazyCommands()
+        self.commands: Any = MODULES  # of which typer only takes the names
+
+    def get_command(self, ctx: Any, cmd_name: str) -> Any:
+        """Return a command, imported from csdctl.cli.commands when it is looked up; None: unknown."""
+        return _build(cmd_name) if cmd_name in MODULES else None
 
     def list_commands(self, ctx: Any) -> list[str]:
         """Return the names of all commands."""

@@ -4,7 +4,6 @@ Options of a panel are listed under its name, after the others.
 """
 
 import glob
-import os
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Literal
@@ -35,18 +34,6 @@ def complete_runs(incomplete: str) -> list[str]:
 def complete_models(incomplete: str) -> list[str]:
     """Return the runs of this project, and the .keras files of this directory."""
     return [*complete_runs(incomplete), *_names(".", f"{glob.escape(incomplete)}*.keras")]
-
-
-def complete_plans(incomplete: str) -> list[str]:
-    """Return the plans that `tune` has written.
-
-    fish hides what begins with a dot until one is typed: it gets absolute paths.
-    """
-    is_hidden = not incomplete and os.environ.get("_CSDCTL_COMPLETE") == "complete_fish"
-    plans = [str(Path(STATE_DIRECTORY, "plans", name)) for name in _names(STATE_DIRECTORY, "plans", "*.yaml")]
-    if is_hidden or incomplete.startswith("/"):
-        plans = [os.path.abspath(path) for path in plans]
-    return [path for path in plans if path.startswith(incomplete)]
 
 
 def _names(*pattern: str) -> list[str]:
@@ -98,10 +85,7 @@ JsonOption = Annotated[
 ForceOption = Annotated[bool, typer.Option("--force", help="Overwrite existing files.")]
 DryRunOption = Annotated[bool, typer.Option("--dry-run", help="Show what would be done, without doing it.")]
 YesOption = Annotated[bool, typer.Option("--yes", "-y", help="Do not ask for confirmation.")]
-PlanOption = Annotated[
-    Path | None,
-    typer.Option(help="Plan; default: the job's plan from `tune`.", autocompletion=complete_plans),
-]
+PlanOption = Annotated[Path | None, typer.Option(help="Plan; default: the job's plan from `tune`.")]
 BatchSizeOption = Annotated[
     int | None, typer.Option(min=1, help="Use this batch size on every rank instead of a plan.")
 ]

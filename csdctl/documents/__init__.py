@@ -151,21 +151,6 @@ def save_bytes(path: Path, content: bytes) -> None:
 
 
 @contextlib.contextmanager
-def replacing(path: Path, text: str) -> Iterator[None]:
-    """Write `text` to `path`; after an error in the block, `path` is again as it was, or absent."""
-    before = path.read_bytes() if path.exists() else None
-    save_text(path, text)
-    try:
-        yield
-    except BaseException:
-        if before is None:
-            path.unlink(missing_ok=True)
-        else:
-            save_bytes(path, before)
-        raise
-
-
-@contextlib.contextmanager
 def write_atomically(path: Path) -> Iterator[BinaryIO]:
     """Yield a temporary file, synced and renamed to `path` on exit; after an error `path` is unchanged."""
     make_directory(path.parent)

@@ -2,21 +2,17 @@
 
 import base64
 import io
-import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from csdctl.errors import InputError
-from csdctl.fleet.names import format_node_names, names_by_value
 from csdctl.fleet.requirements import explain_extra
 from csdctl.reporting.numbers import format_rate, format_seconds, format_share
 from csdctl.reporting.results import RunResults
 from csdctl.reporting.series import COMMUNICATION, COMPUTE, INPUT, KINDS, OTHER, WAIT
 from csdctl.reporting.tables import DataTable
 
-MAX_LINES = 16
-"""Lines of a chart; the table has all."""
 SHOWN_KINDS = {
     COMPUTE: "compute",
     INPUT: "input",
@@ -132,54 +128,11 @@ def _shares(spent: Mapping[str, Sequence[float]], kind: str, interval_s: float) 
     return [seconds / whole for seconds, whole in zip(spent[kind], wholes, strict=True)]
 
 
-def sizes_chart(run: RunResults) -> Chart:
-    """Return the batch sizes over time, a line for all ranks whose sizes are equal; there must be some."""
-    series, changes = run.series, run.series.batch_sizes
-    x = [*(change.time_s - series.start_s for change in changes), series.end_s - series.start_s]
-    sizes = {
-        node: tuple(change.sizes.get(rank, 0) for change in changes) for rank, node in enumerate(series.nodes)
-    }
-    groups = {format_node_names(nodes): values for values, nodes in names_by_value(sizes.items()).items()}
-    lines: dict[str, tuple[list[float], list[float]]] = {
-        name: (x, [float(size) for size in (*values, values[-1])])
-        for name, values in itertools.islice(groups.items(), MAX_LINES)
-    }
-    rows = [
-        (f"{second:.0f}", format_node_names(nodes), str(size))
-        for number, second in enumerate(x[:-1])
-        for size, nodes in names_by_value((node, values[number]) for node, values in sizes.items()).items()
-    ]
-    more = f" The first {MAX_LINES} of {len(groups)} lines are drawn." if len(groups) > MAX_LINES else ""
-    times = len(changes) - 1
-    changed = f"Changed {'once' if times == 1 else f'{times} times'}." if times else "They did not change."
-    return Chart(
-        "Batch sizes",
-        f"Samples of each rank per step; 0 while it is lost. {changed}{more}",
-        lambda: draw_lines(
-            lines, "seconds since the start", "samples per step", from_zero=True, in_steps=True
-        ),
-        DataTable(("second", "machines", "batch size"), tuple(rows)),
-        tuple(lines),
-    )
-
-
 # Pictures are SVG by matplotlib, with text, in the page's own bytes: no script, no request.
 WIDTH_IN, HEIGHT_IN, LANE_IN = 4.2, 2.5, 0.2
 LABEL_CHARS = 24
 INK, GRID = "#1d2733", "#d5dbe1"
 SERIES = ("#0b63b5", "#c2570c", "#d9a400", "#7a3ea1", "#8a96a3", "#0f8a6a", "#c0246a", "#5c4b37")
-DARK = ("#5aa9f0", "#f08a45", "#e8bd3a", "#b98be0", "#8594a3", "#45c3a0", "#f06fa8", "#b39b80")
-"""The same for a dark page."""
-LIGHT_COLORS = {"ink": INK, "grid": GRID} | {f"k{n}": color for n, color in enumerate(SERIES)}
-DARK_COLORS = {"ink": "#e3e9ef", "grid": "#3a4652"} | {f"k{n}": color for n, color in enumerate(DARK)}
-
-
-def write_palette(light: Mapping[str, str], dark: Mapping[str, str]) -> str:
-    """Return CSS that defines colours by name, and others where the reader prefers a dark page."""
-    first, second = (
-        "".join(f"--{name}:{color};" for name, color in colors.items()) for colors in (light, dark)
-    )
-    return f":root{{{first}}}@media(prefers-color-scheme:dark){{:root{{{second}}}}}"
 
 
 STYLE: Any = {
@@ -205,20 +158,15 @@ Lines = Mapping[str, tuple[Sequence[float], Sequence[float]]]
 """x and y by name."""
 
 
-def draw_lines(
-    lines: Lines, x_label: str, y_label: str, *, from_zero: bool = False, in_steps: bool = False
-) -> str:
-    """Draw a line for each name; `in_steps`: of values that hold until the next. One point is a dot."""
+def draw_lines(lines: Lines, x_label: str, y_label: str, *, from_zero: bool = False) -> str:
+    """Draw a line for each name. One point is a dot."""
 
     def draw(axes: Any) -> None:
         for number, (x, y) in enumerate(lines.values()):
             # Colours repeat after 8 lines, and come back dashed; short lines show their points.
             style = DASHES[number // len(SERIES) % len(DASHES)]
             color = SERIES[number % len(SERIES)]
-            marker = "o" if len(x) <= 30 and not in_steps else None
-            drawstyle = "steps-post" if in_steps else "default"
-            shape = {"marker": marker, "markersize": 3, "drawstyle": drawstyle, "lw": 1.6}
-            axes.plot(x, y, style, color=color, **shape)
+            axes.plot(x, y, style, color=color, marker="o" if len(x) <= 30 else None, markersize=3, lw=1.6)
         axes.set(xlabel=x_label, ylabel=_short(y_label))
         if all(float(value).is_integer() for x, _ in lines.values() for value in x):
             axes.locator_params(axis="x", integer=True)  # no half epochs, no half nodes
@@ -269,10 +217,4 @@ def _drawn(draw: Callable[[Any], None], height_in: float) -> str:
         draw(figure.add_subplot())
         text = io.BytesIO()
         figure.savefig(text, format="svg", metadata={"Date": None, "Creator": None})
-    svg = text.getvalue().decode()
-    for name, color in LIGHT_COLORS.items():
-        svg = svg.replace(color, f"var(--{name})")
-    # A picture in a page follows the reader's preference by itself.
-    palette = f"<style>{write_palette(LIGHT_COLORS, DARK_COLORS)}</style>"
-    svg = svg.replace("<defs>", f"{palette}<defs>", 1)
-    return f"data:image/svg+xml;base64,{base64.b64encode(svg.encode()).decode()}"
+    return f"data:image/svg+xml;base64,{base64.b64encode(text.getvalue()).decode()}"

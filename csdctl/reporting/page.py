@@ -33,20 +33,15 @@ def render_page(runs: Sequence[RunResults]) -> str:
         *([learnt] if len(runs) > 1 else []),
     ]
     for name, run in zip(names, runs, strict=True):
-        sizes = [charts.sizes_chart(run)] if run.series.batch_sizes else []
         sections += [
             _section(f"{name}Ranks", tables.tabulate_ranks(run.summary)),
             *([learnt] if len(runs) == 1 else []),
-            _section(f"{name}Time and batch sizes", charts.lanes_chart(run), *sizes),
+            _section(f"{name}Time", charts.lanes_chart(run)),
             _section(f"{name}Faults and downtime", tables.tabulate_faults(run)),
             _section(f"{name}Energy", tables.tabulate_energy(run)),
         ]
     settings = tables.compare(runs, [tables.describe_settings(run) for run in runs])
     sections.append(_section("Job, data and files", settings))
-    machines = [
-        _section(f"{name}Machines", tables.tabulate_machines(run))
-        for name, run in zip(names, runs, strict=True)
-    ]
     headlines = [_headline(run, run.summary.run_id if len(runs) > 1 else "") for run in runs]
     parts = [
         '<!doctype html><html lang="en"><head><meta charset="utf-8">',
@@ -57,7 +52,6 @@ def render_page(runs: Sequence[RunResults]) -> str:
         *headlines,
         '</header><main id="content">',
         *sections,
-        *machines,
         "</main></body></html>",
     ]
     return "\n".join(parts)
@@ -134,15 +128,12 @@ def _text(text: object) -> str:
     return html.escape(make_printable(shown))
 
 
-LIGHT = {"paper": "#fff", "soft": "#5a6775", "panel": "#f6f8fa", "shade": "#0003", "accent": "#0b63b5"}
-DARK = {"paper": "#14191f", "soft": "#a3b0bd", "panel": "#1c232b", "shade": "#fff4", "accent": "#5aa9f0"}
 STYLE = (
-    charts.write_palette(charts.LIGHT_COLORS | LIGHT, charts.DARK_COLORS | DARK)
-    + "".join(f".k{number}{{--k:var(--k{number})}}" for number in range(len(charts.SERIES)))
+    f":root{{--ink:{charts.INK};--grid:{charts.GRID};--soft:#5a6775;--panel:#f6f8fa;--accent:#0b63b5}}"
+    + "".join(f".k{number}{{--k:{color}}}" for number, color in enumerate(charts.SERIES))
     + """
-:root{color-scheme:light dark}
 *{box-sizing:border-box}
-body{margin:0 auto;padding:1.2rem;max-width:82rem;background:var(--paper);color:var(--ink);
+body{margin:0 auto;padding:1.2rem;max-width:82rem;color:var(--ink);
 font:15px/1.5 system-ui,"Segoe UI",Roboto,"Liberation Sans",sans-serif;overflow-wrap:anywhere}
 h1{font-size:1.6rem;margin:0 0 .3rem}
 h2{font-size:1.2rem;margin:2rem 0 .6rem;border-bottom:1px solid var(--grid)}
@@ -151,12 +142,12 @@ dl{margin:.6rem 0 1rem;padding:.8rem 1rem;background:var(--panel);border-left:4p
 display:grid;grid-template-columns:max-content 1fr;gap:.3rem 1rem;font-size:1.05rem}
 dt{color:var(--soft)}dd{margin:0}dt:first-of-type+dd{font-weight:600}
 code{font-size:.92em;background:var(--grid);padding:.05em .3em;border-radius:3px}
-.badge{display:inline-block;padding:0 .6em;border:1px solid;border-radius:1em;color:var(--k1);
+.badge{display:inline-block;padding:0 .6em;border:1px solid;border-radius:1em;color:#c2570c;
 font-size:.82rem;font-weight:600}
 figcaption p{font-size:.87rem}
 .parts{display:grid;grid-template-columns:repeat(auto-fit,minmax(min(100%,22rem),1fr));gap:1rem;align-items:start}
 .parts>.scroll{grid-column:1/-1}
-figure{margin:0;padding:.9rem;background:var(--panel);--paper:var(--panel);border-radius:6px;min-width:0}
+figure{margin:0;padding:.9rem;background:var(--panel);border-radius:6px;min-width:0}
 figure ul{margin:0 0 .4rem;padding:0;list-style:none;display:flex;flex-wrap:wrap;gap:.1rem 1rem;
 font-size:.82rem}
 li::before{content:"";display:inline-block;width:1.3em;border-top:.3em solid var(--k);margin-right:.4em;
@@ -164,11 +155,7 @@ vertical-align:middle}
 li.d1::before{border-top-style:dashed}li.d2::before{border-top-style:dotted}
 
 img{display:block;width:100%;height:auto;max-width:30rem}
-.scroll{overflow:auto;max-width:100%;width:fit-content;scrollbar-width:thin;background:
-linear-gradient(90deg,var(--paper) 1.5rem,#0000) 0/3rem 100% local,
-linear-gradient(-90deg,var(--paper) 1.5rem,#0000) 100%/3rem 100% local,
-linear-gradient(90deg,var(--shade),#0000) 0/.9rem 100%,
-linear-gradient(-90deg,var(--shade),#0000) 100%/.9rem 100%;background-repeat:no-repeat}
+.scroll{overflow:auto;max-width:100%;width:fit-content}
 details .scroll{max-height:28rem}
 table{border-collapse:collapse;font-size:.87rem;font-variant-numeric:tabular-nums}
 th,td{padding:.25rem .7rem;text-align:left;vertical-align:top;border-bottom:1px solid var(--grid);

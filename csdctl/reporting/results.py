@@ -122,8 +122,6 @@ class RunSummary:
     """Gradient noise scale in samples, the median of all epochs; None: not known."""
     energy: RunEnergy | None = None
     """None: no power source is configured in fleet.yaml."""
-    busy: tuple[str, ...] = ()
-    """Machines on which other work ran when the plan was tuned."""
     best_epoch: int = 0
     """The epoch of best.keras: by what early stopping monitors, else by validation loss; 0: none."""
     best_validation_loss: float | None = None
@@ -195,7 +193,6 @@ def summarize(run_id: str, manifest: dict[str, Any], events: Iterable[Event], ta
         privacy=measure_privacy(manifest, run.passes),
         strategy=strategy,
         cut=manifest.get("cut", ""),
-        busy=tuple(plan.get("busy", ())),
         noise_scale=median(run.noise_scales) if run.noise_scales else None,
         best_epoch=run.best.epoch if run.best.validation_loss is not None else 0,
         best_validation_loss=run.best.validation_loss,
@@ -332,7 +329,7 @@ def read_results(run: RunDirectory) -> RunResults:
     builder, events = SeriesBuilder(nodes), run.read_events(nodes)
 
     def passing() -> Iterator[Event]:
-        for time_s, event in events.with_times(builder.add_spent):
+        for time_s, event in events.with_times():
             builder.add(time_s, event)
             yield event
 
@@ -412,38 +409,30 @@ def load_run_status(run: RunDirectory) -> RunStatus:
     except InputError:
         return RunStatus(run.run_id, INTERRUPTED)
     nodes = [rank["node"] for rank in manifest["plan"]["ranks"]]
-    tally, found = Tally(), dict[str, Any]()
-    finished: dict[int, Finished] = {}
-    failed, last_s = False, None
-    for time_s, event in run.read_events(nodes).skim():
-        last_s = time_s
+    tally, followed, last_s = Tally(), _Run(len(nodes)), None
+    last: Progress | EpochEnd = followed.last
+    for last_s, event in run.read_events(nodes).skim():  # noqa: B007
         tally.add(event)
+        followed.add(event)
         if isinstance(event, Progress | EpochEnd) and event.rank == 0:
-            failed, finished = False, {}  # a resumed run goes on after its end
-            found |= {"epoch": event.epoch, "loss": event.loss, "accuracy": event.accuracy}
-            found["step"] = event.step if isinstance(event, Progress) else 0
-            if isinstance(event, EpochEnd):
-                found["validation_loss"] = event.validation_loss
-                found["validation_accuracy"] = event.validation_accuracy
-        elif isinstance(event, Finished):
-            finished[event.rank] = event
-        elif isinstance(event, Failed):
-            failed = True
-    state = FAILED if failed else INTERRUPTED
-    if 0 in finished:
-        found["reason"] = finished[0].reason
-        state = STOPPED if finished[0].reason == ASKED_TO_STOP else COMPLETED
+            last = event
     recipe, job = manifest.get("recipe"), manifest.get("job")  # both may have been edited
     epochs = recipe.get("epochs") if isinstance(recipe, dict) else 0
     return RunStatus(
         run.run_id,
-        read_end(run)[0] or state,
+        read_end(run)[0] or followed.state,
         job=str(job.get("path", "")) if isinstance(job, dict) else "",
         strategy=str(manifest.get("strategy", DATA_PARALLEL)),
         num_ranks=len(nodes),
         epochs=epochs if type(epochs) is int else 0,
+        epoch=last.epoch,
+        step=last.step if isinstance(last, Progress) else 0,
+        loss=last.loss,
+        accuracy=last.accuracy,
+        validation_loss=followed.last.validation_loss,
+        validation_accuracy=followed.last.validation_accuracy,
+        reason=followed.finished.get(0, ""),
         samples_per_s=tally.ranks[0].throughput,
         last_event_s=last_s,
         emulated=bool(manifest["plan"].get("emulated")),
-        **found,
     )

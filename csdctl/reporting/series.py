@@ -1,30 +1,27 @@
 """What changes during a run, from its events, one by one: time of each rank, epochs, batch sizes, faults.
 
-Memory is bounded, however many events there are: times in a fixed number of intervals (`timeline`), and at
-most MAX_POINTS of everything else.
+Times are in a fixed number of intervals (`timeline`), however many events there are, and a series has at most
+MAX_POINTS of everything else.
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from operator import itemgetter
 from statistics import median
-from typing import Generic, TypeVar
+from typing import TypeVar
 
 from csdctl.reporting.numbers import format_bytes
 from csdctl.reporting.tally import Amounts, Tally, members_of, newcomers_of
-from csdctl.runs.stored_events import Spent
 from csdctl.worker.protocol.events import (
     EpochEnd,
     Event,
     Failed,
-    Finished,
     Joined,
     Misbehaved,
     NodeBack,
     NodeLost,
     Progress,
-    Rebalanced,
     Warned,
 )
 
@@ -92,14 +89,6 @@ class EpochPoint:
     learning_rate: float | None
 
 
-@dataclass(frozen=True)
-class BatchSizes:
-    """Batch sizes from `time_s` on, by rank."""
-
-    time_s: float
-    sizes: dict[int, int]
-
-
 @dataclass
 class Fault:
     """A node or rank that failed, was lost, or came back."""
@@ -130,11 +119,8 @@ class RunSeries:
     global_samples: list[float] = field(default_factory=list)
     """Samples of all ranks in the steps that rank 0 has reported, in each interval."""
     epochs: tuple[EpochPoint, ...] = ()
-    batch_sizes: tuple[BatchSizes, ...] = ()
     faults: list[Fault] = field(default_factory=list)
     num_more_faults: int = 0
-    peak_memory_bytes: dict[int, int] = field(default_factory=dict)
-    """Peak memory of the ranks that finished, by rank."""
     cpu_s: dict[int, float] = field(default_factory=dict)
     """CPU seconds of each rank's process, of the ranks that reported them."""
     is_wait_divided: bool = True
@@ -162,33 +148,10 @@ class RunSeries:
         return [count / seconds if count and seconds else None for count, seconds in pairs]
 
 
-class Thinned(Generic[Point]):
-    """A list that keeps at most `MAX_POINTS`, evenly spaced, and always the latest."""
-
-    def __init__(self) -> None:
-        self._points: list[Point] = []
-        self._every, self._count = 1, 0
-        self._last: Point | None = None
-
-    def append(self, point: Point) -> None:
-        """Add a point."""
-        if self._count % self._every == 0:
-            self._points.append(point)
-            self._last = None
-        else:
-            self._last = point
-        self._count += 1
-        if len(self._points) > MAX_POINTS:
-            del self._points[1::2]
-            self._every *= 2
-
-    def keep(self, is_kept: Callable[[Point], bool]) -> None:
-        """Remove all other points."""
-        self._points, self._last = [*filter(is_kept, self.all())], None
-
-    def all(self) -> tuple[Point, ...]:
-        """Return the points that are kept."""
-        return (*self._points, *([self._last] if self._last is not None else []))
+def thin(points: Sequence[Point]) -> tuple[Point, ...]:
+    """Return at most MAX_POINTS of `points`, evenly spaced, and always the latest."""
+    every = max(1, math.ceil(len(points) / MAX_POINTS))
+    return (*points[:-1:every], *points[-1:])
 
 
 class SeriesBuilder:
@@ -201,8 +164,7 @@ class SeriesBuilder:
         self._timeline: Timeline | None = None
         self._until_s = [math.inf for _ in nodes]
         """By rank, when the latest progress within its epoch was reported, in Unix time."""
-        self._epochs: Thinned[EpochPoint] = Thinned()
-        self._sizes: Thinned[BatchSizes] = Thinned()
+        self._epochs: list[EpochPoint] = []
         self._members: frozenset[int] = frozenset()
         self._stop: Fault | None = None
         """The loss of rank 0, which the others wait for."""
@@ -234,11 +196,6 @@ class SeriesBuilder:
                 self._series.trained.append((time_s, time_s))
                 self._drop_epochs(event.epoch)
                 self._end_stop(time_s)
-            self._add_sizes(time_s, event)
-        elif isinstance(event, Rebalanced):
-            self._add_sizes(time_s, event)
-        elif isinstance(event, Finished):
-            self._series.peak_memory_bytes[event.rank] = event.peak_memory_bytes
         else:
             self._add_fault(time_s, event)
 
@@ -251,14 +208,8 @@ class SeriesBuilder:
         series.samples = tuple(rows[len(KINDS)] for rows in amounts)
         series.global_samples = amounts[0][-1] if amounts else []
         series.cpu_s = {rank: done.cpu_s for rank, done in self.tally.ranks.items() if done.cpu_s}
-        series.epochs, series.batch_sizes = self._epochs.all(), self._sizes.all()
+        series.epochs = thin(self._epochs)
         return series
-
-    def add_spent(self, progress: Spent) -> None:
-        """Add the progress of a rank: millions in a run of days, so this makes no event of it."""
-        time_s, rank, celsius = progress[0], progress[1], progress[-1]
-        self._open_timeline(time_s)
-        self._add_report(time_s, rank, self.tally.add_spent(progress), celsius)
 
     def _new_timeline(self, start_s: float) -> Timeline:
         return Timeline(len(self._until_s), len(KINDS) + 2, start_s)
@@ -294,13 +245,8 @@ class SeriesBuilder:
 
     def _drop_epochs(self, first: int) -> None:
         """Forget the epochs from `first` on: a run that continues from a checkpoint repeats them."""
-        if self._epochs.all() and self._epochs.all()[-1].epoch >= first:
-            self._epochs.keep(lambda point: point.epoch < first)
-
-    def _add_sizes(self, time_s: float, event: Joined | Rebalanced) -> None:
-        sizes = {int(rank): size for rank, size in event.batch_sizes.items()}
-        if sizes not in [latest.sizes for latest in self._sizes.all()[-1:]]:
-            self._sizes.append(BatchSizes(time_s, sizes))
+        while self._epochs and self._epochs[-1].epoch >= first:
+            self._epochs.pop()
 
     def _add_fault(self, time_s: float, event: Event) -> None:
         if isinstance(event, NodeLost | Failed | Warned):

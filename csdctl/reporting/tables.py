@@ -11,10 +11,9 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from csdctl.fleet.model import HOST_NAME
-from csdctl.fleet.names import format_node_names, names_by_value
+from csdctl.fleet.names import format_node_names
 from csdctl.reporting.energy import MachineEnergy, describe_energy, describe_machine
 from csdctl.reporting.numbers import (
-    format_bytes,
     format_count,
     format_loss,
     format_metrics,
@@ -219,7 +218,6 @@ def _describe_speed(summary: RunSummary) -> str:
     if summary.predicted_samples_per_s is not None:
         text += f"; predicted {format_rate(summary.predicted_samples_per_s)}"
         text += f" ({format_range(summary.predicted_range)})" if summary.predicted_range else ""
-        text += f", while {format_node_names(summary.busy)} had other work" if summary.busy else ""
     if host := summary.host_samples_per_s:
         text += f"; {summary.samples_per_s / host:.2f} × the host alone ({format_rate(host)}, predicted)"
     return text
@@ -347,47 +345,6 @@ def tabulate_energy(run: RunResults) -> DataTable:
         return DataTable((), ())
     rows = [(machine.machine, describe_machine(machine)) for machine in energy.machines]
     return DataTable(("machine", "energy"), (*rows, ("all", describe_energy(energy)[-1])))
-
-
-FACTS = {
-    "processor": "cpu_model",
-    "architecture": "architecture",
-    "cores": "num_cores",
-    "CPU limit": "cpu_limit",
-    "memory": "memory_bytes",
-    "memory limit": "memory_limit_bytes",
-    "Python": "python_version",
-    "TensorFlow": "tensorflow_version",
-    "Keras": "keras_version",
-    "MPI": "mpi_version",
-}
-"""Columns of `tabulate_machines`, and the fields of the facts that they show."""
-
-
-def tabulate_machines(run: RunResults) -> DataTable:
-    """Return the hardware and software of the machines, equal ones in a row, and the memory they used."""
-    facts = _mapping(_mapping(run.manifest.get("fleet")).get("facts"))
-    groups = names_by_value(
-        (node, tuple(_show_fact(field, _mapping(facts.get(node)).get(field)) for field in FACTS.values()))
-        for node in run.series.nodes
-    )
-    peaks = {node: run.series.peak_memory_bytes.get(rank) for rank, node in enumerate(run.series.nodes)}
-    rows = [
-        (
-            format_node_names(nodes),
-            *cells,
-            format_bytes(max(filter(None, map(peaks.get, nodes)), default=None)),
-        )
-        for cells, nodes in groups.items()
-    ]
-    header = ("machine", *FACTS, "peak memory")
-    return DataTable(header, tuple(rows)).without_empty_columns()
-
-
-def _show_fact(field: str, value: object) -> str:
-    if field.endswith("_bytes") and isinstance(value, int | float):
-        return format_bytes(value)
-    return "–" if value is None else str(value)
 
 
 KINDS = {

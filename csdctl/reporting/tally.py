@@ -10,7 +10,6 @@ from collections.abc import Set
 from dataclasses import dataclass
 from typing import Any
 
-from csdctl.runs.stored_events import Spent
 from csdctl.worker.protocol.events import EpochEnd, Event, Joined, Progress
 
 
@@ -117,21 +116,12 @@ class Tally:
         report, rank = Amounts(event.steps, event.samples, count, *times), event.rank
         if isinstance(event, EpochEnd):
             report = report.without(self._since_joined[rank])
-        self._add(rank, report, is_end=isinstance(event, EpochEnd))
+        self.ranks[rank] += report
+        is_end = isinstance(event, EpochEnd)
+        self._since_joined[rank] = Amounts() if is_end else self._since_joined[rank] + report
         if rank == 0:
             self._follow(event, report)
         return report
-
-    def add_spent(self, spent: Spent) -> Amounts:
-        """Add the progress of a rank other than 0, as the reader of stored events passes it."""
-        _, rank, steps, samples, *_ = spent
-        report = Amounts(steps, samples, 0, *spent[4:10])
-        self._add(rank, report, is_end=False)
-        return report
-
-    def _add(self, rank: int, report: Amounts, *, is_end: bool) -> None:
-        self.ranks[rank] += report
-        self._since_joined[rank] = Amounts() if is_end else self._since_joined[rank] + report
 
     def _join(self, event: Joined) -> None:
         for rank in newcomers_of(event, self._members):

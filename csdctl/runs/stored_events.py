@@ -6,7 +6,6 @@ import re
 import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -14,24 +13,12 @@ from pydantic_core import from_json
 
 from csdctl.documents import open_regular
 from csdctl.errors import InputError
-from csdctl.worker.protocol.events import Event, Progress, check_event, event_from_document
+from csdctl.worker.protocol.events import Event, check_event, event_from_document
 from csdctl.worker.protocol.json_codec import ProtocolError, parse_json, without_surrogates
 
 MAX_LINE_BYTES = 4 << 20
 """More than any event."""
 CHUNK_BYTES, MAX_DROPPED_BYTES = 1 << 18, 256 << 20
-MAX_COUNT, MAX_SECONDS = 1 << 53, 1e9
-
-Spent = tuple[
-    float, int, int, int, float, float, float, float | None, float | None, float | None, float | None
-]
-"""Unix time of arrival, rank, steps, samples; seconds: compute, wait, wall, and, where known, input, others,
-CPU; degrees Celsius, where known."""
-
-_SPENT = itemgetter(
-    *("rank", "node", "steps", "samples", "compute_s", "wait_s", "wall_s", "input_s", "others_s", "cpu_s"),
-    "temperature_c",
-)
 _OF_OTHERS = re.compile(rb'\{"time":[\d.]+,"event":"Progress","rank":[1-9]')
 """The beginning of a line with progress of a rank other than 0, as `EventLog` writes it."""
 
@@ -49,27 +36,24 @@ class StoredEvents:
         """Lines that the latest iteration has left out so far."""
 
     def __iter__(self) -> Iterator[Event]:
-        """Iterate over all events but progress of ranks other than 0, without their times."""
-        return (event for _, event in self.with_times(lambda spent: None))
+        """Iterate over all events, without their times."""
+        return (event for _, event in self.with_times())
 
-    def with_times(self, on_spent: Callable[[Spent], object] | None = None) -> Iterator[tuple[float, Event]]:
-        """Yield the Unix time of arrival and the event; raises InputError when there is no file.
-
-        Progress of ranks other than 0, which is most of a log, goes to `on_spent` if it is given: to make an
-        event of it takes several times as long.
-        """
+    def with_times(self) -> Iterator[tuple[float, Event]]:
+        """Yield the Unix time of arrival and the event; raises InputError when there is no file."""
         if not os.path.lexists(self._path):
             raise InputError(
                 f"run {self._path.parent.name} has no events", remedy="the run ended before training started"
             )
-        yield from self._read(read_lines(self._path), on_spent)
+        yield from self._read(read_lines(self._path))
 
     def skim(self) -> Iterator[tuple[float, Event]]:
-        """Yield as `with_times`, without progress of ranks other than 0; nothing when there is no file.
+        """Yield as `with_times`, without progress of ranks other than 0: most of a log, which is not parsed.
 
-        Such lines are not even parsed.
+        Nothing when there is no file.
         """
-        yield from self._read(read_lines(self._path), is_skimming=True)
+        lines = (line for line in read_lines(self._path) if not _OF_OTHERS.match(line))
+        yield from self._read(lines)
 
     def follow(self, is_over: Callable[[], bool], interval_s: float = 0.25) -> Iterator[tuple[float, Event]]:
         """Yield all events, and those that are added, until `is_over`; waits for a file that is not there."""
@@ -91,54 +75,17 @@ class StoredEvents:
             else:
                 time.sleep(interval_s)
 
-    def _read(
-        self,
-        lines: Iterator[bytes],
-        on_spent: Callable[[Spent], object] | None = None,
-        *,
-        is_skimming: bool = False,
-    ) -> Iterator[tuple[float, Event]]:
+    def _read(self, lines: Iterator[bytes]) -> Iterator[tuple[float, Event]]:
         self.num_unreadable = 0
         for line in lines:
-            if is_skimming and _OF_OTHERS.match(line):
-                continue
             try:
                 time_s, content = _parse(line)
-                if on_spent and (spent := self._spent(time_s, content)):
-                    on_spent(spent)
-                    continue
                 event = event_from_document(content)
                 check_event(event, self._nodes)
             except ProtocolError:
                 self.num_unreadable += 1
                 continue
             yield time_s, event
-
-    def _spent(self, time_s: float, content: dict[str, Any]) -> Spent | None:
-        """Return what a rank other than 0 spent its time on; None for any other line."""
-        if content.get("event") != Progress.__name__:
-            return None
-        try:
-            rank, node, steps, samples, compute_s, wait_s, wall_s, input_s, others_s, cpu_s, celsius = _SPENT(
-                content
-            )
-            is_valid = (
-                0 < rank < len(self._nodes)
-                and self._nodes[rank] == node
-                and 0 <= steps <= MAX_COUNT
-                and 0 <= samples <= MAX_COUNT
-                and 0.0 <= compute_s <= MAX_SECONDS
-                and 0.0 <= wait_s <= MAX_SECONDS
-                and 0.0 <= wall_s <= MAX_SECONDS
-                and (input_s is None or 0.0 <= input_s <= MAX_SECONDS)
-                and (others_s is None or 0.0 <= others_s <= MAX_SECONDS)
-                and (cpu_s is None or 0.0 <= cpu_s <= MAX_SECONDS)
-                and (celsius is None or -100.0 <= celsius <= 1000.0)
-            )
-        except (KeyError, TypeError):
-            return None
-        times = compute_s, wait_s, wall_s, input_s, others_s, cpu_s
-        return (time_s, rank, steps, samples, *times, celsius) if is_valid else None
 
 
 def _parse(line: bytes) -> tuple[float, dict[str, Any]]:

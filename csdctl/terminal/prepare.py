@@ -1,105 +1,29 @@
 """Work on data while it runs, with a row for each data set or machine, and the results of `prepare`."""
 
-import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 
+from rich.console import Group
+from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 from rich.text import Text
 
-from csdctl.fleet.names import format_node_names
-from csdctl.reporting.numbers import format_bytes, format_count, format_rate, format_seconds, format_share
+from csdctl.reporting.numbers import format_bytes, format_count
 from csdctl.shipping.deliver import Delivery
 from csdctl.terminal.console import PrintableConsole
 from csdctl.terminal.streams import Streams
-from csdctl.terminal.view import DONE, SILENT, STARTING, WIDE, Columns, FleetView, Row, draw_bar, show_elapsed
+from csdctl.terminal.view import View
 from csdctl.worker.protocol.datasets import SKIPPED, DatasetInfo, PrepareProgress, list_names
 from csdctl.workflows.data.prepare import Prepared
 from csdctl.workflows.workspace.workspace import OnProgress
 
-SILENT_S = 20.0
-"""Seconds without a new sample after which the row says so."""
-WORKING = "working"
+INTERVAL_S = 5.0
+"""Seconds between two lines where there is no terminal."""
+MAX_NAMED = 8
 
 
-@dataclass
-class WorkRow(Row):
-    """The samples of one data set, or of one machine."""
-
-    changed_s: float = 0.0
-    """When the number of samples last changed."""
-    num_done: int = 0
-    num_total: int = 0
-    """Number of samples; 0: unknown."""
-    num_skipped: int = 0
-    num_found: int = 0
-    """Samples that were done before."""
-    began_s: float = 0.0
-    """When num_total was known."""
-    first: tuple[float, int] | None = None
-    """Time and number of samples when the first ones were done: the rate leaves out the start before."""
-
-    @property
-    def share(self) -> float:
-        """Share of the samples that are done, 0…1."""
-        return min(1.0, self.num_done / self.num_total) if self.num_total else float(self.state == DONE)
-
-    @property
-    def slowness(self) -> float:
-        """Slowness, 0…1: the share that is left, as all began together."""
-        return 1.0 - self.share
-
-    @property
-    def rate(self) -> float | None:
-        """Rate in samples/s up to the latest report; None: unknown."""
-        begun = self.began_s, self.num_found
-        begun_s, found = self.first if self.first and self.num_done > self.first[1] else begun
-        spent_s, computed = self.changed_s - begun_s, self.num_done - found
-        return computed / spent_s if spent_s > 0 and computed > 0 else None
-
-    @property
-    def left_s(self) -> float | None:
-        """Seconds left, if that is known."""
-        if self.num_total and self.num_done >= self.num_total:
-            return 0.0
-        return (self.num_total - self.num_done) / self.rate if self.rate and self.num_total else None
-
-    def take(self, progress: PrepareProgress, now: float) -> None:
-        """Take what the machine reports, each second, whether or not there is more."""
-        if self.state == STARTING and (progress.num_total or progress.num_done):
-            self.state, self.began_s, self.num_found = WORKING, now, progress.num_done
-            self.changed_s = now
-        elif progress.num_done != self.num_done:
-            self.state, self.changed_s = WORKING, now
-            self.first = self.first or (now, progress.num_done)
-        self.num_done, self.num_total = progress.num_done, progress.num_total
-        self.num_skipped = progress.num_skipped
-        if self.num_total and self.num_done >= self.num_total:
-            self.state = DONE
-
-    def draw_done(self, width: int) -> Text:
-        """Return a bar of the samples that are done; empty as long as their number is unknown."""
-        if not self.num_total:
-            return Text()
-        return draw_bar([self.share], width, f" {format_share(math.floor(self.share * 100) / 100)}")
-
-    def count(self, *, is_whole: bool) -> str:
-        """Return the number of samples that are done, and with `is_whole` of how many."""
-        done = f"{self.num_done:,}" if self.num_total or self.num_done else ""
-        return f"{done} of {self.num_total:,}" if is_whole and self.num_total else done
-
-    def look(self, now: float) -> None:
-        """Notice a long silence."""
-        silent_s = now - self.changed_s
-        if (self.state == WORKING or self.is_sick) and silent_s >= SILENT_S:
-            self.state = f"{SILENT} for {show_elapsed(silent_s)}"
-
-
-class PreparingView(FleetView[WorkRow]):
-    """Rows of data sets or machines on a terminal, a line now and then elsewhere; a context manager."""
-
-    is_first_on_top = False
+class PreparingView(View):
+    """A bar for each data set or machine on a terminal, a line now and then elsewhere; a context manager."""
 
     def __init__(
         self,
@@ -109,60 +33,41 @@ class PreparingView(FleetView[WorkRow]):
         expected: Sequence[str] = (),
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`expected`: names that have a row before they report."""
-        self._rows: dict[str, WorkRow] = {name: WorkRow(name, changed_s=clock()) for name in expected}
-        super().__init__(console, what, clock=clock)
+        """`expected`: names that have a bar before they report."""
+        self._what, self._clock, self._printed_at = what, clock, clock()
+        self._progress = Progress(
+            TextColumn("{task.description}", markup=False),
+            BarColumn(),
+            TextColumn("{task.fields[samples]}", markup=False),
+            TimeRemainingColumn(),
+            TextColumn("{task.fields[skipped]}", style="yellow", markup=False),
+            get_time=clock,
+        )
+        super().__init__(console, lambda: Group(Text(what, style="bold"), self._progress))
+        self._tasks = {name: self._add(name) for name in expected}
+
+    def _add(self, name: str) -> TaskID:
+        return self._progress.add_task(name, total=None, samples="starting", skipped="")
 
     def show(self, data: str, progress: PrepareProgress) -> None:
         """Show the progress of the data set or machine `data`; may be called from any thread."""
-        now = self._clock()
-        row = self._rows.setdefault(data, WorkRow(data, changed_s=now))
-        row.take(progress, now)
-        self._print_headline_if_due()
-
-    def _list_rows(self) -> Sequence[WorkRow]:
-        rows, now = super()._list_rows(), self._clock()
-        for row in rows:
-            row.look(now)
-        return rows
-
-    def _done(self) -> tuple[float, float | None]:
-        rows = self._list_rows()
-        is_known = all(row.num_total or row.state == STARTING for row in rows)
-        total = sum(row.num_total for row in rows)
-        return sum(row.num_done for row in rows), (total if is_known and total else None)
-
-    def _headline(self) -> str:
-        rows = self._list_rows()
-        elapsed = show_elapsed(self._elapsed_s)
-        starting = [row.node for row in rows if row.state == STARTING]
-        if len(starting) == len(rows):
-            return f"waiting for {format_node_names(starting) or 'the first machine'} to start ({elapsed})"
-        done, total = self._done()
-        parts = [f"{done:,} of {total:,} samples" if total else f"{done:,} samples"]
-        if rate := sum(row.rate or 0.0 for row in rows if row.state != DONE):
-            parts.append(f"{format_rate(rate)} samples/s")
-        left = [row.left_s for row in rows]
-        known = [value for value in left if value is not None]
-        if len(known) == len(left):
-            parts.append(f"{format_seconds(max(known))} left")
-        parts.append(f"{elapsed} so far")
-        if starting:
-            parts.append(f"waiting for {format_node_names(starting, at_most=2)}")
-        return "  ".join(parts)
-
-    def _columns(self, width: int) -> Columns[WorkRow]:
-        columns: dict[str, Callable[[WorkRow], str | Text]] = {
-            "done": lambda row: row.draw_done(20 if width >= WIDE else 12),
-            ">samples": lambda row: row.count(is_whole=width >= WIDE),
-            ">samples/s": lambda row: format_rate(row.rate),
-            ">left": lambda row: "" if row.left_s == 0 else format_seconds(row.left_s),
-        }
-        if any(row.num_skipped for row in self._list_rows()):
-            columns[""] = lambda row: Text(
-                f"{row.num_skipped:,} skipped" if row.num_skipped else "", "yellow"
-            )
-        return columns
+        if data not in self._tasks:
+            self._tasks[data] = self._add(data)
+        done, total = progress.num_done, progress.num_total
+        self._progress.update(
+            self._tasks[data],
+            completed=done,
+            total=total or None,
+            samples=f"{done:,} of {total:,} samples" if total else f"{done:,} samples",
+            skipped=f"{progress.num_skipped:,} skipped" if progress.num_skipped else "",
+        )
+        if self._live is None and self._clock() - self._printed_at >= INTERVAL_S:
+            self._printed_at = self._clock()
+            tasks = [
+                f"{task.description} {task.fields['samples']}" for task in self._progress.tasks[:MAX_NAMED]
+            ]
+            more = len(self._progress.tasks) - len(tasks)
+            self._print(f"{self._what}: {', '.join(tasks)}" + (f" and {more} more" if more else ""))
 
 
 class PreparationScreen:

@@ -2,17 +2,14 @@
 
 import time
 from collections.abc import Sequence
-from contextlib import suppress
-from pathlib import Path
 
 from csdctl.reporting.numbers import format_loss, format_rate, format_seconds
 from csdctl.reporting.results import COMPLETED, FAILED, INTERRUPTED, RUNNING, STOPPED, RunStatus
-from csdctl.runs.directory import RunDirectory
 from csdctl.terminal.console import build_table
 from csdctl.terminal.streams import Streams
 from csdctl.terminal.train import TrainingView
 from csdctl.worker.protocol.events import event_document
-from csdctl.workflows.runs.manage import Followed, follow_lines, look_at, read_last_lines
+from csdctl.workflows.runs.manage import Followed, look_at
 
 STYLES = {RUNNING: "green", FAILED: "red", INTERRUPTED: "red", STOPPED: "yellow"}
 RESUMABLE = (STOPPED, FAILED, INTERRUPTED)
@@ -90,29 +87,6 @@ class _EventClock:
 
     def __call__(self) -> float:
         return self._event_s + time.monotonic() - self._read_s
-
-
-def show_logs(
-    streams: Streams,
-    run: RunDirectory,
-    logs: Sequence[tuple[str, Path]],
-    num_lines: int,
-    *,
-    is_following: bool,
-) -> None:
-    """Print the ends of logs, under their names if there are several, and then what is added to them."""
-    if not logs:
-        streams.say(f"run {run.run_id} has no logs yet")
-    for name, path in logs:
-        if len(logs) > 1:
-            streams.say(f"==> {name} <==")
-        for line in read_last_lines(path, num_lines):
-            streams.write(line + "\n")
-    if is_following:
-        with suppress(KeyboardInterrupt):
-            readable = [(name, path) for name, path in logs if path.is_file()]
-            for name, line in follow_lines(run, readable):
-                streams.write(f"{name}: {line}\n" if len(logs) > 1 else f"{line}\n")
 
 
 def show_stopped(streams: Streams, run: RunStatus) -> None:

@@ -2,26 +2,27 @@
 
 import math
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 
+from rich.console import Group, RenderableType
+from rich.progress_bar import ProgressBar
+from rich.table import Table
 from rich.text import Text
 
 from csdctl.fleet.checks import Status, fold
 from csdctl.fleet.names import format_node_names
 from csdctl.reporting.numbers import (
-    format_bytes,
     format_count,
     format_loss,
     format_metrics,
     format_range,
     format_rate,
     format_seconds,
-    name_metrics,
 )
 from csdctl.reporting.privacy import Privacy, describe_privacy, plan_privacy
 from csdctl.reporting.results import STOPPED, RunSummary
-from csdctl.reporting.series import Bottleneck, SeriesBuilder, Thinned, find_bottleneck
+from csdctl.reporting.series import Bottleneck, SeriesBuilder, find_bottleneck
 from csdctl.reporting.tables import describe_result
 from csdctl.reporting.tally import Amounts, Tally
 from csdctl.runs.directory import RunDirectory
@@ -32,14 +33,14 @@ from csdctl.terminal.streams import Streams
 from csdctl.terminal.tune import plan_document, render_plan
 from csdctl.terminal.view import (
     STARTING,
-    TRAINING,
     WIDE,
-    WIDER,
     Columns,
-    FleetView,
     RankRow,
-    draw_curve,
+    View,
+    choose_rows,
+    describe_rest,
     show_elapsed,
+    tabulate,
 )
 from csdctl.worker.protocol.events import (
     EARLY_STOPPING,
@@ -57,7 +58,7 @@ from csdctl.worker.protocol.events import (
     Warned,
     event_document,
 )
-from csdctl.worker.protocol.run_spec import RankSpec, RunSpec
+from csdctl.worker.protocol.run_spec import RunSpec
 from csdctl.workflows.preflight.doctor import Examination, describe
 from csdctl.workflows.train.run import RunStopped
 from csdctl.workflows.train.scale import Point
@@ -69,14 +70,10 @@ INTERVAL_S, INTERVAL_SHARE = 5.0, 1 / 64
 figures of a long run change slowly, and a new watcher reads all of its events."""
 
 
-def format_shards(spec: RunSpec) -> list[str]:
-    """Describe the shards, and how often private samples are read."""
-    if len(spec.ranks) <= MAX_NAMED:
-        lines = [f"shards: {'; '.join(_describe_shard(rank) for rank in spec.ranks)}"]
-    else:
-        sizes = [rank.num_private + rank.num_public for rank in spec.ranks]
-        lines = [f"shards: {min(sizes):,} to {max(sizes):,} samples per rank"]
+def describe_repeats(spec: RunSpec) -> list[str]:
+    """Return how often nodes read their private samples, if more than once an epoch."""
     repeating = [rank for rank in spec.ranks if rank.num_repeated]
+    lines = []
     for rank in repeating[:MAX_NAMED]:
         different = rank.num_private - rank.num_repeated
         weight = f", each with weight {rank.weight:.2f}" if rank.weight != 1.0 else ""
@@ -87,11 +84,6 @@ def format_shards(spec: RunSpec) -> list[str]:
     if len(repeating) > MAX_NAMED:
         lines.append(f"and {len(repeating) - MAX_NAMED} more nodes read private samples more than once")
     return lines
-
-
-def _describe_shard(rank: RankSpec) -> str:
-    parts = [(rank.num_private, "private"), (rank.num_public, "public")]
-    return f"{rank.node} {', '.join(f'{count:,} {name}' for count, name in parts if count) or 'nothing'}"
 
 
 def describe_learning_rate(spec: RunSpec) -> str:
@@ -105,45 +97,8 @@ def describe_learning_rate(spec: RunSpec) -> str:
     return f"learning rate {rate:.2g} ({reason}; limit: {shown})"
 
 
-class BottleneckLine:
-    """Takes the events of a run, and tells whom the others wait for, and why."""
-
-    def __init__(self, nodes: Sequence[str]) -> None:
-        """`nodes` of the ranks, in order."""
-        self._nodes = nodes
-        self.series = SeriesBuilder(nodes)
-        self._start_s = self._looked_at = math.nan
-        self._bottleneck: Bottleneck | None = None
-        self._said: tuple[int | None, str] | None = None
-
-    def add(self, now: float, event: Event) -> str:
-        """Add an event at `now`, in seconds; return a line if another rank, or another cause, is found."""
-        if math.isnan(self._start_s):
-            self._start_s = self._looked_at = now
-        self.series.add(now, event)
-        if now - self._looked_at < max(INTERVAL_S, INTERVAL_SHARE * (now - self._start_s)):
-            return ""
-        self._looked_at = now
-        self._bottleneck = find_bottleneck(self.series.build(), is_now=True)
-        found = self._bottleneck and (self._bottleneck.rank, self._bottleneck.cause)
-        if not found or found == self._said:
-            return ""
-        self._said = found
-        return self.describe()
-
-    def describe(self) -> str:
-        """Return whom the others have lately waited for, as a line; nothing where they did not wait."""
-        bottleneck = self._bottleneck
-        if bottleneck is None:
-            return ""
-        if bottleneck.rank is None:
-            return f"link: {bottleneck.why}"
-        node, lost_s = self._nodes[bottleneck.rank], format_seconds(bottleneck.lost_s)
-        return f"others waited {lost_s} for {node} ({bottleneck.cause}): {bottleneck.why}"
-
-
-class TrainingView(FleetView[RankRow]):
-    """Shows the events of a run; use it as a context manager around the run."""
+class TrainingView(View):
+    """Shows the events of a run: a live table on a terminal, lines elsewhere; a context manager."""
 
     def __init__(
         self,
@@ -165,21 +120,23 @@ class TrainingView(FleetView[RankRow]):
         for event in past:
             self._tally.add(event)
         self._rows = {rank.rank: RankRow(rank.node, batch_size=rank.batch_size) for rank in spec.ranks}
-        self._curves: dict[str, Thinned[float]] = {}
         self._last: Progress | EpochEnd | None = None
         self._last_step = 0
         self._rate: float | None = None
         self._evaluating = ""
         self._step_at = clock()
-        self._bottleneck = BottleneckLine([rank.node for rank in spec.ranks])
-        title = f"run {spec.run_id}" + (" (emulated fleet)" if emulated else "")
-        super().__init__(console, title, clock=clock)
+        self._series = SeriesBuilder([rank.node for rank in spec.ranks])
+        self._first_event_s = self._looked_at = math.nan
+        self._bottleneck: Bottleneck | None = None
+        self._title = f"run {spec.run_id}" + (" (emulated fleet)" if emulated else "")
+        self._clock = clock
+        self._start = self._printed_at = clock()
+        super().__init__(console, self._render)
 
     def show(self, event: Event) -> None:
         """Show one event."""
         row = self._rows[event.rank]
-        if (line := self._bottleneck.add(self._clock(), event)) and self._live is None:
-            self._print(line)
+        self._find_bottleneck(event)
         if isinstance(event, Joined):
             self._show_joined(event)
         report = self._tally.add(event)
@@ -193,6 +150,28 @@ class TrainingView(FleetView[RankRow]):
             self._step_at = self._clock()
         if line := self._format_event(event):
             self._print(line)
+
+    def _find_bottleneck(self, event: Event) -> None:
+        """Look for whom the others wait now and then; without a terminal, print what has changed."""
+        now = self._clock()
+        if math.isnan(self._first_event_s):
+            self._first_event_s = self._looked_at = now
+        self._series.add(now, event)
+        if now - self._looked_at < max(INTERVAL_S, INTERVAL_SHARE * (now - self._first_event_s)):
+            return
+        self._looked_at, before = now, self._bottleneck
+        self._bottleneck = found = find_bottleneck(self._series.build(), is_now=True)
+        is_same = before and found and (before.rank, before.cause) == (found.rank, found.cause)
+        if found and not is_same and self._live is None:
+            self._print(self._describe_bottleneck())
+
+    def _describe_bottleneck(self) -> str:
+        """Return whom the others have lately waited for, as a line; nothing where they did not wait."""
+        bottleneck = self._bottleneck
+        if bottleneck is None or bottleneck.rank is None:
+            return f"link: {bottleneck.why}" if bottleneck else ""
+        node, lost_s = self._spec.ranks[bottleneck.rank].node, format_seconds(bottleneck.lost_s)
+        return f"others waited {lost_s} for {node} ({bottleneck.cause}): {bottleneck.why}"
 
     def _format_event(self, event: Event) -> str:
         """Return what is printed about an event, apart from steps, epochs and who takes part."""
@@ -225,7 +204,7 @@ class TrainingView(FleetView[RankRow]):
                 lost += (
                     f"; {format_count(num_repeated, 'step')} {'are' if num_repeated > 1 else 'is'} repeated"
                 )
-            stopped_s = self._bottleneck.series.stopped_s * event.is_start
+            stopped_s = self._series.stopped_s * event.is_start
             lost += f"; they waited for {format_seconds(stopped_s)}" if stopped_s else ""
             self._print(
                 f"{len(event.batch_sizes)} ranks continue at epoch {event.epoch}, step {event.step}, "
@@ -250,40 +229,23 @@ class TrainingView(FleetView[RankRow]):
         self._evaluating, self._step_at = "", self._clock()
         if event.rank != 0:
             return
-        if isinstance(event, Progress) and self._last and event.epoch > self._last.epoch:
-            self._steps_per_epoch = self._steps_of_an_epoch(self._last) or self._steps_per_epoch
         self._last = event
         if isinstance(event, Progress):
             self._steps_per_epoch = max(self._steps_per_epoch, event.step)
         self._last_step = self._steps_per_epoch if isinstance(event, EpochEnd) else event.step
         if report and report.steps:
             self._rate = report.throughput
-        self._add_points(event)
         if isinstance(event, EpochEnd):
             self._print(_format_epoch(event, self._spec.recipe.epochs, self._tally.epoch))
-        else:
-            self._print_headline_if_due()
-
-    def _steps_of_an_epoch(self, last: Progress | EpochEnd) -> int:
-        """Return the steps of an epoch with the batch sizes of now, given the end of one; 0: not known.
-
-        After a loss in an epoch, the next ones have more steps than rank 0 said in its `Joined`.
-        """
-        size = sum(row.batch_size for row in self._rows.values())
-        is_end = isinstance(last, EpochEnd) and last.global_samples
-        return math.ceil(last.global_samples / size) if is_end and size else 0
-
-    def _add_points(self, event: Progress | EpochEnd) -> None:
-        metrics = list(name_metrics(event.accuracy, event.metrics).items())
-        for name, value in (("loss", event.loss), *metrics[:1]):
-            if value is not None and math.isfinite(value):
-                self._curves.setdefault(name, Thinned()).append(value)
+        elif self._live is None and self._clock() - self._printed_at >= INTERVAL_S:
+            self._printed_at = self._clock()
+            self._print(self._headline())
 
     def _headline(self) -> str:
         if self._last is None:
             starting = [row.node for row in self._rows.values() if row.state == STARTING]
             waiting = f"{format_node_names(starting)} loading TensorFlow" if starting else "first step"
-            return f"{waiting} ({show_elapsed(self._elapsed_s)})"
+            return f"{waiting} ({show_elapsed(self._clock() - self._start)})"
         done, total = self._done()
         reported = self._tally.ranks[0]
         left = max(0.0, total - done) * reported.wall_s / max(1, reported.steps)
@@ -312,47 +274,33 @@ class TrainingView(FleetView[RankRow]):
         ended = (self._last.epoch - 1) * self._steps_per_epoch if self._last else 0
         return ended + self._last_step, self._steps_per_epoch * self._spec.recipe.epochs
 
-    def _details(self, width: int) -> list[Text]:
-        line = self._bottleneck.describe()
-        held = [Text(line, style="yellow")] if line else []
-        return [*self._render_curves(width), *self._describe_servers(), *held]
+    def _render(self) -> RenderableType:
+        width, height = self._console.size
+        done, total = self._done()
+        bar = Table.grid()
+        bar.add_row(ProgressBar(total=total, completed=done, width=min(width, 100)))
+        details = self._details()
+        num_lines = sum(max(1, math.ceil(line.cell_len / width)) for line in details)
+        # Beside the rows: title, headline, bar, names of the columns, and two lines that stay free below.
+        rows, rest = choose_rows(list(self._rows.values()), max(3, height - 6 - num_lines))
+        lines = [self._title, self._headline(), describe_rest(rest)]
+        title, headline, others = (Text(line, no_wrap=True, overflow="ellipsis") for line in lines)
+        title.stylize("bold")
+        table = tabulate(rows, self._columns(width), width)
+        return Group(title, headline, bar, *details, *table, *([others] if rest else []))
 
-    def _describe_servers(self) -> list[Text]:
-        """Return a line for each of several servers: how many of its ranks train, and how fast."""
-        rows_by_server: dict[str, list[RankRow]] = {}
-        for rank in self._spec.ranks:
-            rows = rows_by_server.setdefault(self._spec.ranks[rank.server].node, [])
-            rows.append(self._rows[rank.rank])
-        if len(rows_by_server) == 1:
-            return []
-        lines = []
-        for server, rows in rows_by_server.items():
-            training = [row for row in rows if row.state == TRAINING]
-            rate = format_rate(sum(row.rate or 0.0 for row in training))
-            line = f"{server}: {len(training)} of {len(rows)} ranks training, {rate} samples/s"
-            sick = [row for row in rows if row.is_sick]
-            style = "yellow" if sick else "none"
-            lines.append(Text(line, style=style, no_wrap=True, overflow="ellipsis"))
-        return lines
+    def _details(self) -> list[Text]:
+        """Return lines between the bar and the rows."""
+        line = self._describe_bottleneck()
+        return [Text(line, style="yellow")] if line else []
 
-    def _render_curves(self, width: int) -> list[Text]:
-        curves = {name: curve.all() for name, curve in self._curves.items()}
-        shown = {name: points for name, points in curves.items() if len(points) > 1}
-        room = max(10, min(60, width // max(1, len(shown)) - 22))
-        parts = [f"{name} {draw_curve(points, room)} {points[-1]:.4g}" for name, points in shown.items()]
-        return [Text("   ".join(parts), no_wrap=True)] if parts else []
-
-    def _columns(self, width: int) -> Columns[RankRow]:
-        rows = self._list_rows()
+    def _columns(self, width: int) -> Columns:
+        """Return the columns after node and state, for a terminal of `width`."""
         columns: dict[str, Callable[[RankRow], str | Text]] = {
             ">batch": lambda row: str(row.batch_size or "–"),
             ">samples/s": lambda row: format_rate(row.rate),
             "waiting": lambda row: row.draw_waiting(20 if width >= WIDE else 12),
         }
-        if width >= WIDER and any(row.memory_bytes for row in rows):
-            columns[">memory"] = lambda row: format_bytes(row.memory_bytes)
-        if width >= WIDER and any(row.temperature_c for row in rows):  # where there is a sensor
-            columns[">°C"] = lambda row: "–" if row.temperature_c is None else f"{row.temperature_c:.0f}"
         if width >= WIDE:
             columns[">compute"] = lambda row: format_seconds(row.compute_s or None)
             columns[">wait"] = lambda row: format_seconds(row.held_s or None)
@@ -421,16 +369,13 @@ class TrainingScreen(PreparationScreen):
                 self.say(f"preflight: {check.found}")
 
     def on_start(self, run: RunDirectory, spec: RunSpec, num_steps: int) -> None:
-        """Show the run and its shards, and open the live view."""
+        """Show the run, and open the live view."""
         self.run = run
         self._streams.result_line({"schema": "csdctl.train/1", "run": run.run_id, "path": str(run.path)})
         self.say(f"run {run.run_id}: {format_count(spec.ranks, 'rank')}, {num_steps:,} steps per epoch")
-        manifest = run.load_manifest()
-        if rates := manifest["predicted_range"]:
-            busy = manifest["plan"].get("busy")
-            doubt = f"; {format_node_names(busy)} had other work during tuning" if busy else ""
-            self.say(f"9 of 10 such runs are expected to reach {format_range(rates)} samples/s{doubt}")
-        for line in filter(None, (*format_shards(spec), describe_learning_rate(spec))):
+        if rates := run.load_manifest()["predicted_range"]:
+            self.say(f"9 of 10 such runs are expected to reach {format_range(rates)} samples/s")
+        for line in filter(None, (*describe_repeats(spec), describe_learning_rate(spec))):
             self.say(line)
         past = run.read_events([rank.node for rank in spec.ranks]) if run.events.exists() else ()
         if planned := plan_privacy(spec, past):

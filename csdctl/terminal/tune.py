@@ -1,169 +1,23 @@
-"""Before training: measuring as it goes on, the plan, and the result of `verify`, as tables and as JSON."""
+"""Before training: the plan, and the result of `verify`, as tables and as JSON."""
 
-import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
-
-from rich.text import Text
 
 from csdctl.fleet.names import format_node_names
 from csdctl.reporting.numbers import format_bytes, format_range, format_rate, format_seconds, format_share
-from csdctl.reporting.tally import Tally
 from csdctl.terminal.console import PrintableConsole, build_pairs, build_table
-from csdctl.terminal.prepare import PreparationScreen
-from csdctl.terminal.view import WIDE, Columns, FleetView, RankRow, show_elapsed
-from csdctl.tuning.fleet_model import ProbeOutcome
 from csdctl.tuning.plan import DATA_PARALLEL, FEATURES, SPLIT, Plan, RankPlan
-from csdctl.worker.protocol.events import EpochEnd, Event, Joined, Progress, Verified
+from csdctl.worker.protocol.events import Verified
 from csdctl.worker.protocol.features import Recomputed
 from csdctl.worker.protocol.run_spec import CPU
 from csdctl.workflows.train.verify import Verdict
-from csdctl.workflows.tune.probing import IDLE, LOADING, MEASURING, SUMMING, TuneWatch
 
-WAITED_FOR = {LOADING: "loading TensorFlow", SUMMING: "timing sums", MEASURING: "measuring batch sizes"}
-"""States that the others wait for, and their names in the headline."""
 LEAVES = {
     DATA_PARALLEL: "sums of gradients",
     FEATURES: "sums of gradients of the head",
     SPLIT: "activations and labels of its samples, and sums of gradients",
 }
 FEATURES_LEAVE = "features of its public samples, once; the host trains alone"
-
-
-@dataclass
-class TuneRow(RankRow):
-    """What one machine does."""
-
-    since_s: float = 0.0
-    """When the machine entered its state."""
-
-    @property
-    def slowness(self) -> float:
-        """Slowness, 0…1: 1 where the others wait for the machine; in the trial, the share of computing."""
-        return 1.0 if self.state in WAITED_FOR else super().slowness
-
-
-class TuningView(FleetView[TuneRow]):
-    """Shows what machines do; a context manager around the measurements, called from any thread."""
-
-    def __init__(
-        self,
-        console: PrintableConsole,
-        machines: Sequence[str],
-        *,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
-        now = clock()
-        self._rows = {name: TuneRow(name, IDLE, since_s=now) for name in machines}
-        self._num_probes = self._num_rounds = 0
-        self._num_active = len(machines)
-        self._trial: Mapping[str, int] = {}
-        self._tally = Tally()
-        self._step, self._num_steps = 0, 0
-        self._stepping_since = now
-        super().__init__(console, "tuning", clock=clock)
-
-    def on_machine(self, name: str, doing: str, batch_size: int = 0, samples_per_s: float = 0.0) -> None:
-        """Show what machine `name` does."""
-        row = self._rows[name]
-        self._trial = {}
-        row.compute_s = row.wait_s = 0.0
-        row.state, row.batch_size, row.since_s = doing, batch_size, self._clock()
-        row.rate = samples_per_s or None
-        self._num_active = max(self._num_active, len(self._waited_for()))
-        self._print_headline_if_due()
-
-    def on_probes(self, outcomes: Mapping[str, ProbeOutcome]) -> None:
-        """Print the outcomes of one round of probes, and count it."""
-        self._num_probes += len(outcomes)
-        self._num_rounds += 1
-        self._num_active = 0
-        render_probes(self._console, outcomes)
-
-    def on_trial(self, num_steps: int, batch_sizes: Mapping[str, int]) -> None:
-        """Show the steps that all machines take together."""
-        self._trial, self._num_steps, self._step = batch_sizes, num_steps, 0
-        self._tally = Tally()
-        self._stepping_since = now = self._clock()
-        for row in self._list_rows():
-            row.state, row.since_s = ("joining" if row.node in batch_sizes else IDLE), now
-            row.batch_size, row.rate = batch_sizes.get(row.node, 0), None
-
-    def on_event(self, event: Event) -> None:
-        """Show an event of the trial."""
-        row = self._rows.get(event.node)
-        if row is None:
-            return
-        row.take(event, self._tally.add(event))
-        if event.rank == 0 and isinstance(event, Joined):
-            self._stepping_since = self._clock()
-            for each in self._list_rows():
-                if each.node in self._trial:
-                    each.join()
-        elif event.rank == 0 and isinstance(event, Progress | EpochEnd):
-            self._step = event.step if isinstance(event, Progress) else self._num_steps
-        self._print_headline_if_due()
-
-    def _waited_for(self) -> list[TuneRow]:
-        return [row for row in self._list_rows() if row.state in WAITED_FOR]
-
-    def _done(self) -> tuple[float, float | None]:
-        if self._trial:
-            return self._step, self._num_steps
-        return self._num_active - len(self._waited_for()), self._num_active or None
-
-    def _headline(self) -> str:
-        now, waited_for = self._clock(), self._waited_for()
-        parts = []
-        if self._trial:
-            parts.append(f"trial of the plan: step {self._step}/{self._num_steps}")
-            if self._step:
-                spent_s = now - self._stepping_since
-                left_s = spent_s * (self._num_steps - self._step) / self._step
-                parts.append(f"{format_seconds(left_s)} left")
-        elif waited_for:
-            longest = min(waited_for, key=lambda row: row.since_s)
-            names = format_node_names(row.node for row in waited_for if row.state == longest.state)
-            parts.append(f"{names}: {WAITED_FOR[longest.state]} ({show_elapsed(now - longest.since_s)})")
-        else:
-            parts.append("choosing what to measure next")
-        if self._num_probes:
-            parts.append(f"{self._num_probes} probes in {self._num_rounds} rounds")
-        parts.append(f"{show_elapsed(self._elapsed_s)} so far")
-        return "  ".join(parts)
-
-    def _columns(self, width: int) -> Columns[TuneRow]:
-        now = self._clock()
-        columns: dict[str, Callable[[TuneRow], str | Text]] = {
-            ">for": lambda row: show_elapsed(now - row.since_s),
-            ">batch": lambda row: str(row.batch_size or "–"),
-            ">samples/s": lambda row: format_rate(row.rate),
-        }
-        if self._trial:
-            columns["waiting"] = lambda row: row.draw_waiting(20 if width >= WIDE else 12)
-        return columns
-
-
-class TuningScreen(PreparationScreen):
-    """Shows one tuning run."""
-
-    def measuring(self, machines: Sequence[str]) -> AbstractContextManager[TuneWatch]:
-        """Open a view of what the machines do."""
-        return TuningView(self._streams.views, machines)
-
-
-def render_probes(console: PrintableConsole, outcomes: Mapping[str, ProbeOutcome]) -> None:
-    """Print one line for one round of probes on all machines."""
-    shown = [
-        f"{name} {outcome.batch_size}: {format_seconds(outcome.step_time_s)}, "
-        f"{format_rate(outcome.samples_per_s)}/s"
-        if outcome.step_time_s
-        else f"{name}: does not fit in memory"
-        for name, outcome in outcomes.items()
-    ]
-    console.print("  " + "  |  ".join(shown), soft_wrap=True)
 
 
 def render_plan(console: PrintableConsole, plan: Plan, path: str) -> None:
@@ -255,10 +109,6 @@ def _lines(plan: Plan) -> Iterator[str]:
     yield f"global batch size {plan.global_batch}: {rate} samples/s, {shown} ({measured})"
     if rates := plan.predicted_range:
         yield f"9 of 10 runs are expected to reach {format_range(rates)} samples/s"
-    if plan.busy:
-        names, most = format_node_names(plan.busy), max(plan.busy.values())
-        busy = f"up to {most:.1f} cores were busy on {names}"
-        yield f"other work ran during the measurement, so the range may not hold: {busy}"
     yield (
         f"rank time: {format_share(predicted.compute_share)} computing, "
         f"{format_share(predicted.imbalance_share)} waiting for the slowest, "

@@ -1,25 +1,18 @@
 """Live views: drawn on a terminal while an operation runs, and removed afterwards.
 
-The base of views of many machines has progress, time left, and a row for each machine. Where the terminal has
-no room for all, machines that fail have rows first, then the slowest. One line names the others by state, so
-that no failing machine is counted among the rest.
+Where the terminal has no room for all ranks, those that fail have rows first, then the slowest. One line
+names the others by state, so that no failing rank is counted among the rest.
 
 Rich must not redirect the standard streams meanwhile: it would keep colours and links of what others write.
 """
 
 import math
-import time
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import accumulate, pairwise
-from statistics import fmean
-from typing import Any, Generic, Self, TypeVar
+from typing import Self
 
-from rich.console import Group, RenderableType
+from rich.console import RenderableType
 from rich.live import Live
-from rich.progress_bar import ProgressBar
-from rich.table import Table
 from rich.text import Text
 
 from csdctl.fleet.names import fold_names, names_by_value
@@ -80,7 +73,7 @@ def live_on(console: PrintableConsole, render: Callable[[], RenderableType]) -> 
 
 
 STARTING, READY, TRAINING, DONE = "starting", "ready", "training", "done"
-LOST, FAILED, SILENT = "lost", "failed", "silent"
+LOST, FAILED = "lost", "failed"
 STATES: dict[type[Event], str] = {
     Ready: READY,
     Joined: TRAINING,
@@ -92,45 +85,18 @@ STATES: dict[type[Event], str] = {
     NodeBack: TRAINING,
 }
 """State of a rank after an event about it."""
-SICK = (LOST, FAILED, SILENT)
-"""States, or their beginnings, of machines that do not do what they should."""
-BLOCKS = "▁▂▃▄▅▆▇█"
 NUM_GRADES = 20
 """Grades of slowness: rows of one grade keep their order, so that the view does not flicker."""
-WIDE, WIDER = 100, 120
+WIDE = 100
 """Columns of a terminal from which on rows have more values."""
 
 
 @dataclass
-class Row:
-    """What one machine does."""
+class RankRow:
+    """What one rank does."""
 
     node: str
     state: str = STARTING
-
-    @property
-    def is_sick(self) -> bool:
-        """Whether the machine does not do what it should."""
-        return self.state.startswith(SICK)
-
-    @property
-    def slowness(self) -> float:
-        """Slowness, 0…1; rows are ordered by it, the slowest first."""
-        return 0.0
-
-    def show_state(self) -> Text:
-        """Return the state, coloured if it is not well."""
-        style = "red" if self.state in (LOST, FAILED) else "yellow" if self.is_sick else "none"
-        return Text(self.state, style)
-
-
-RowT = TypeVar("RowT", bound=Row)
-
-
-@dataclass
-class RankRow(Row):
-    """What one rank does."""
-
     batch_size: int = 0
     compute_s: float = 0.0
     """Seconds of computing in a step."""
@@ -140,20 +106,21 @@ class RankRow(Row):
     """The part of wait_s until the slowest rank had computed; None: unknown."""
     rate: float | None = None
     """Rate in samples/s."""
-    memory_bytes: int | None = None
-    temperature_c: float | None = None
+
+    @property
+    def is_sick(self) -> bool:
+        """Whether the rank does not do what it should."""
+        return self.state in (LOST, FAILED)
 
     def take(self, event: Event, report: Amounts | None) -> None:
         """Take what an event about the rank says; `report`: what it adds to the rank's tally."""
         self.state = STATES.get(type(event), self.state)
-        if self.state in (LOST, FAILED):  # it takes no steps
+        if self.is_sick:  # it takes no steps
             self.rate, self.compute_s, self.wait_s = None, 0.0, 0.0
         if report and report.steps:
             self.compute_s, self.wait_s = report.compute_s / report.steps, report.wait_s / report.steps
             self.others_s = None if report.others_s is None else report.others_s / report.steps
             self.rate = report.own_throughput
-        if isinstance(event, Progress):
-            self.memory_bytes, self.temperature_c = event.memory_bytes, event.temperature_c
 
     def join(self) -> None:
         """Rank 0 names this rank among those that take part; of one that was lost, its return is reported."""
@@ -184,51 +151,27 @@ class RankRow(Row):
         step_s = self.compute_s + self.wait_s
         if step_s <= 0:
             return Text()
-        shares = self.compute_s / step_s, self.held_s / step_s
-        return draw_bar(shares, width, f" {format_share(1 - shares[0])}", ("green", "yellow"))
+        computing, held = self.compute_s / step_s, self.held_s / step_s
+        first, second = round(computing * width), round(min(1.0, computing + held) * width)
+        parts = ("█" * first, "green"), ("▒" * (second - first), "yellow"), ("░" * (width - second), "dim")
+        return Text.assemble(*parts, f" {format_share(1 - computing)}")
 
 
-def choose_rows(
-    rows: Sequence[RowT], capacity: int, *, is_first_on_top: bool = True
-) -> tuple[list[RowT], list[RowT]]:
+def choose_rows(rows: Sequence[RankRow], capacity: int) -> tuple[list[RankRow], list[RankRow]]:
     """Return the rows to show, of which there are fewer than `capacity` unless all fit, and the others."""
-    top = rows[:1] if is_first_on_top else ()
     others = sorted(
-        rows[len(top) :], key=lambda row: (0, 0) if row.is_sick else (1, -round(row.slowness * NUM_GRADES))
+        rows[1:], key=lambda row: (0, 0) if row.is_sick else (1, -round(row.slowness * NUM_GRADES))
     )
-    ordered = [*top, *others]
+    ordered = [*rows[:1], *others]
     num_shown = len(rows) if len(rows) <= capacity else capacity - 1
     return ordered[:num_shown], ordered[num_shown:]
 
 
-def describe_rest(rest: Sequence[Row]) -> str:
-    """Return the number and names of machines by state, the sick ones first; '' for none."""
+def describe_rest(rest: Sequence[RankRow]) -> str:
+    """Return the number and names of ranks by state, the sick ones first; '' for none."""
     by_state = names_by_value((row.node, row.state) for row in sorted(rest, key=lambda row: not row.is_sick))
     states = (f"{','.join(fold_names(names))} {state}" for state, names in by_state.items())
     return f"{len(rest)} more: {'; '.join(states)}" if rest else ""
-
-
-def draw_curve(values: Sequence[float], width: int) -> str:
-    """Return values as a curve of `width` characters at most; the latest are at the right."""
-    if len(values) > width:  # means of as many values each
-        bounds = [round(index * len(values) / width) for index in range(width + 1)]
-        values = [fmean(values[start:stop]) for start, stop in pairwise(bounds)]
-    low, high = min(values), max(values)
-    step = high - low or 1.0
-    return "".join(BLOCKS[round((value - low) / step * (len(BLOCKS) - 1))] for value in values)
-
-
-def draw_bar(
-    shares: Sequence[float], width: int, after: str = "", styles: Sequence[str] = ("green",)
-) -> Text:
-    """Return a bar of `width`: its parts in `styles`, what is left of 1 dimmed, and the text `after` it.
-
-    Parts differ without colours, too.
-    """
-    ends = [round(min(1.0, share) * width) for share in accumulate(shares)]
-    parts = [stop - start for start, stop in pairwise([0, *ends])]
-    drawn = [(mark * count, style) for mark, count, style in zip("█▒", parts, styles, strict=False)]
-    return Text.assemble(*drawn, ("░" * (width - ends[-1]), "dim"), after)
 
 
 def show_elapsed(seconds: float) -> str:
@@ -236,79 +179,19 @@ def show_elapsed(seconds: float) -> str:
     return format_seconds(seconds) if seconds >= 100 else f"{math.floor(seconds)} s"
 
 
-Columns = Mapping[str, Callable[[RowT], str | Text]]
+Columns = Mapping[str, Callable[[RankRow], str | Text]]
 """What the rows show after node and state, by the name of the column; numbers as in `build_table`."""
 
 
-class FleetView(View, ABC, Generic[RowT]):
-    """A live table on a terminal, plain lines elsewhere; a context manager."""
-
-    _rows: Mapping[Any, RowT]
-    """The machines, by what their reports name them by."""
-    is_first_on_top = True
-
-    def __init__(
-        self, console: PrintableConsole, title: str, *, clock: Callable[[], float] = time.monotonic
-    ) -> None:
-        """`clock`: seconds, in which all that is shown is measured."""
-        self._clock = clock
-        self._title = title
-        self._start = self._printed_at = self._clock()
-        super().__init__(console, self._render)
-
-    def _list_rows(self) -> Sequence[RowT]:
-        """Return all machines, in order; other threads may add some."""
-        return list(self._rows.values())
-
-    @abstractmethod
-    def _headline(self) -> str:
-        """Return what is being done, and the time left."""
-
-    @abstractmethod
-    def _done(self) -> tuple[float, float | None]:
-        """Return how much is done, and of how much; None: unknown."""
-
-    @abstractmethod
-    def _columns(self, width: int) -> Columns[RowT]:
-        """Return the columns after node and state, for a terminal of `width`."""
-
-    def _details(self, width: int) -> list[Text]:
-        """Return lines between the bar and the rows."""
-        return []
-
-    @property
-    def _elapsed_s(self) -> float:
-        return self._clock() - self._start
-
-    def _print_headline_if_due(self) -> None:
-        if self._live is None and self._clock() - self._printed_at >= 5.0:
-            self._printed_at = self._clock()
-            self._print(self._headline())
-
-    def _render(self) -> RenderableType:
-        width, height = self._console.size
-        completed, total = self._done()
-        bar = Table.grid()
-        bar.add_row(ProgressBar(total=total, completed=completed, width=min(width, 100), pulse=total is None))
-        details = self._details(width)
-        num_lines = sum(max(1, math.ceil(line.cell_len / width)) for line in details)
-        # Beside the rows: title, headline, bar, names of the columns, and two lines that stay free below.
-        capacity = max(3, height - 6 - num_lines)
-        rows, rest = choose_rows(self._list_rows(), capacity, is_first_on_top=self.is_first_on_top)
-        lines = [self._title, self._headline(), describe_rest(rest)]
-        title, headline, others = (Text(line, no_wrap=True, overflow="ellipsis") for line in lines)
-        title.stylize("bold")
-        table = _tabulate(rows, self._columns(width), width) if rows else []
-        return Group(title, headline, bar, *details, *table, *([others] if rest else []))
-
-
-def _tabulate(rows: Sequence[RowT], columns: Columns[RowT], width: int) -> list[Text]:
+def tabulate(rows: Sequence[RankRow], columns: Columns, width: int) -> list[Text]:
     """Return the names of the columns and the rows, a line each; Rich's table takes four times as long."""
     table = [[Text(name.lstrip(NUMBER)) for name in ("node", "state", *columns)]]
     for row in rows:
         cells = [cell(row) for cell in columns.values()]
         shown = [cell if isinstance(cell, Text) else Text(cell) for cell in cells]
-        table.append([Text(make_printable(row.node)), row.show_state(), *shown])
+        table.append(
+            [Text(make_printable(row.node)), Text(row.state, "red" if row.is_sick else "none"), *shown]
+        )
     widths = [max(cell.cell_len for cell in column) for column in zip(*table, strict=True)]
     widths[0] = min(widths[0], max(10, width - sum(widths[1:]) - len(widths)))
     for line in table:

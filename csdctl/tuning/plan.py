@@ -220,8 +220,6 @@ class Plan(Document):
     """For `features`, of public samples alone: all machines compute them, the host trains on all of them."""
     strategies: list[StrategyPlan] = []
     """The strategies that were compared."""
-    busy: dict[Machine, float] = {}
-    """Cores that other work occupied just before the measurements, of machines where it was noticeable."""
     left_out: list[str] = []
     """Nodes that would cost more time than they save."""
     made_for: PlanFingerprint | None = None

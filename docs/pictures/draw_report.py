@@ -1,4 +1,4 @@
-"""Draws the HTML report in a browser, at two widths, light and dark: report-*.png beside this.
+"""Draws the HTML report in a browser, at two widths: report-*.png beside this.
 
     python docs/pictures/draw_report.py [DIRECTORY]
 
@@ -34,8 +34,6 @@ MAX_HEIGHT = 7000
 """Of the window; a picture ends with its page."""
 MARGIN = 24
 """Pixels below the last line."""
-SCHEMES = {"light": 1, "dark": 0}
-"""Chromium's numbers of the preferred colour schemes."""
 COLORS = 160
 """Of a PNG, which is then small."""
 
@@ -65,7 +63,7 @@ def with_short_paths(run: RunResults, directory: Path) -> RunResults:
     )
 
 
-def draw_page(page: Path, picture: Path, width: int, scheme: str) -> None:
+def draw_page(page: Path, picture: Path, width: int) -> None:
     """Write a picture of a page, as a visitor sees it."""
     with tempfile.TemporaryDirectory() as profile:
         target = Path(profile, "page.png")
@@ -73,8 +71,7 @@ def draw_page(page: Path, picture: Path, width: int, scheme: str) -> None:
             [
                 *("chromium", "--headless=new", "--no-sandbox", "--disable-gpu"),
                 *(f"--user-data-dir={profile}", f"--window-size={width},{MAX_HEIGHT}"),
-                *(f"--blink-settings=preferredColorScheme={SCHEMES[scheme]}", f"--screenshot={target}"),
-                page.as_uri(),
+                *(f"--screenshot={target}", page.as_uri()),
             ],
             check=True,
             capture_output=True,
@@ -96,10 +93,9 @@ def draw(directory: Path | None) -> None:
             page = Path(project, f"{name}.html")
             page.write_text(text)
             for width in WIDTHS:
-                for scheme in SCHEMES:
-                    picture = (directory or PICTURES) / f"{name}-{width}-{scheme}.png"
-                    draw_page(page, picture, width, scheme)
-                    print(f"{picture} ({picture.stat().st_size >> 10} KiB)")
+                picture = (directory or PICTURES) / f"{name}-{width}.png"
+                draw_page(page, picture, width)
+                print(f"{picture} ({picture.stat().st_size >> 10} KiB)")
 
 
 if __name__ == "__main__":

@@ -58,12 +58,14 @@ def logs(
 ) -> None:
     """Print the logs of a run's ranks and of their links."""
     from csdctl.runs.directory import find_run
-    from csdctl.terminal.runs import show_logs
-    from csdctl.workflows.runs.manage import find_logs
+    from csdctl.workflows.runs.manage import find_logs, print_logs
 
     streams = Streams()
     found = find_run(streams.project, run, streams.say)
-    show_logs(streams, found, find_logs(found, which), lines, is_following=follow)
+    if logs := find_logs(found, which):
+        print_logs(found, [path for _, path in logs], lines, is_following=follow)
+    else:
+        streams.say(f"run {found.run_id} has no logs yet")
 
 
 @runs.command()

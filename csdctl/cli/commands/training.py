@@ -159,8 +159,7 @@ def predict(
         str, typer.Option(metavar="NAME", help="Layer whose output is returned as embeddings.")
     ] = "",
     output: Annotated[
-        Path,
-        typer.Option("--output", "-o", metavar="FILE", help="Write to this .csv, .parquet or .npz file."),
+        Path, typer.Option("--output", "-o", metavar="FILE", help="Write to this .csv or .npz file.")
     ] = Path("predictions.csv"),
     force: options.ForceOption = False,
 ) -> None:

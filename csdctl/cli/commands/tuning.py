@@ -70,7 +70,8 @@ def tune(
     ] = DEFAULT_MARGIN_SCALE,
 ) -> None:
     """Measure the machines and write the plan with the highest throughput."""
-    from csdctl.terminal.tune import TuningScreen, plan_document, render_plan
+    from csdctl.terminal.prepare import PreparationScreen
+    from csdctl.terminal.tune import plan_document, render_plan
     from csdctl.tuning.search import Limits
     from csdctl.workflows.tune.tune import TuneOptions, tune_job
 
@@ -89,7 +90,7 @@ def tune(
         cut=cut,
         goal=goal,
     )
-    plan = tune_job(call.job, call.fleet, call.directory, tune_options, TuningScreen(streams))
+    plan = tune_job(call.job, call.fleet, call.directory, tune_options, PreparationScreen(streams))
     path = streams.project.plan(call.job.name)
     render_plan(streams.console, plan, str(path.relative_to(call.directory)))
     streams.result(plan_document(plan, str(path)))
@@ -160,10 +161,7 @@ def verify(
     call: Call,
     plan: Annotated[
         Path | None,
-        typer.Option(
-            help="Plan; default: the job's plan from `tune`, or batch size 16 on all ranks.",
-            autocompletion=options.complete_plans,
-        ),
+        typer.Option(help="Plan; default: the job's plan from `tune`, or batch size 16 on all ranks."),
     ] = None,
     batch_size: options.BatchSizeOption = None,
     strategy: options.StrategyOption = "auto",

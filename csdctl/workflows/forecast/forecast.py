@@ -29,7 +29,7 @@ from csdctl.reporting.results import list_forecast_errors
 from csdctl.runs.directory import ProjectDirectory
 from csdctl.runs.measurements import MeasurementStore
 from csdctl.tuning.fleet_model import RecalledTrial, fit_collective
-from csdctl.tuning.measurements import CollectiveMeasurement, ForecastErrors
+from csdctl.tuning.measurements import CollectiveMeasurement
 from csdctl.tuning.plan import DATA_PARALLEL, SPLIT, Plan, load_plan
 from csdctl.tuning.scaling_curve import (
     Choice,
@@ -117,10 +117,6 @@ def tuned_basis(
         private = sum(data.num_private.values())
         where = f" and {private:,} private on {len(data.num_private)} nodes" if data.num_private else ""
         notes["samples"] = f"{data.public.num_samples:,} public{where}, as last prepared"
-    if fleet.emulated:
-        notes["range"] = (
-            f"{basis.origins['range']}; unknown for other numbers of nodes, which share the cores"
-        )
     return replace(basis, origins={**basis.origins, **notes}, num_samples=data.num_samples if data else None)
 
 
@@ -185,7 +181,7 @@ def _measured_basis(
 
     sum_cost = fit_collective(sums)
     trial = measured.recall_trial(known.step_times())
-    overhead_factor, in_step = _overhead_factor(plan, trial, ranks, sum_cost, known.vector_bytes)
+    overhead_factor = _overhead_factor(plan, trial, ranks, sum_cost, known.vector_bytes)
     costs = Costs(sum_cost, known.vector_bytes, overhead_factor)
     host, *nodes = ranks
     if plan:
@@ -204,10 +200,7 @@ def _measured_basis(
         costs=costs,
         origins={
             "speeds": (EMULATED if fleet.emulated else "") + speeds,
-            "batch_sizes": _describe_choice(choice, len(nodes)),
             "sum": _describe_sums(sums),
-            "in_step": in_step,
-            "range": _describe_spread(errors, plan),
             "power": "unknown (--host-watts, --node-watts)",
         },
         epochs=job.recipe.epochs,
@@ -223,34 +216,12 @@ def _overhead_factor(
     ranks: Sequence[RankModel],
     sum_cost: CollectiveCost,
     vector_bytes: int,
-) -> tuple[float, str]:
-    """Return the ratio of a step without the sum to the slowest rank's step alone, and its origin."""
-    source = "the newest trial of this model on such a fleet"
+) -> float:
+    """Return the ratio of a step without the sum to the slowest rank's step alone, by the latest trial."""
     if plan and (prediction := plan.prediction):
         step_times = {rank.node: rank.step_time for rank in ranks}
         tried = [(step_times[rank.node], rank.batch_size) for rank in plan.ranks], prediction.step_s
-        source = "the plan's trial"
-    if tried is None:
-        return 1.0, "no trial of all ranks: no overhead is counted"
-    factor = calibrate_overhead(*tried, sum_cost.at(vector_bytes, len(tried[0])))
-    took = f"a step of all ranks takes {factor:.2f} times as long as the slowest rank alone"
-    return factor, f"{took}, by {source}"
-
-
-def _describe_spread(errors: ForecastErrors, plan: Plan | None) -> str:
-    """Return what the ranges are from."""
-    seen = f"{len(errors.modelled)} forecasts of this model on such a fleet"
-    text = f"9 of 10 runs; by errors of {seen}, of {len(errors.tried)} trials and runs, and an assumed one"
-    return text + (f"; {', '.join(plan.busy)} had other work" if plan and plan.busy else "")
-
-
-def _describe_choice(choice: Choice, num_nodes: int) -> str:
-    limits = choice.limits(num_nodes)
-    at_most = "" if limits.global_batch else "at most "
-    best = f"the best with a global batch of {at_most}{limits.largest_global_batch:,}"
-    if choice.is_planned:
-        return f"for {num_nodes} nodes those of the plan, for others {best}"
-    return f"for each number of nodes {best}"
+    return calibrate_overhead(*tried, sum_cost.at(vector_bytes, len(tried[0]))) if tried else 1.0
 
 
 def _describe_sums(sums: Sequence[CollectiveMeasurement]) -> str:
@@ -332,9 +303,7 @@ def parse_node_counts(text: str) -> list[int]:
 
 
 MAX_COUNTS = 60
-"""Numbers of nodes in one forecast: each takes a line, and a search for its batch sizes."""
-NUM_JUDGED = 16
-"""A verdict on more nodes covers so many numbers of them, evenly, and the powers of two."""
+"""Numbers of nodes in one forecast, evenly: each takes a line, and a search for its batch sizes."""
 
 
 @dataclass(frozen=True)
@@ -343,7 +312,7 @@ class Forecast:
 
     basis: ForecastBasis
     points: list[CurvePoint]
-    """For each number of nodes that was requested, or MAX_COUNTS of them."""
+    """For each number of nodes that was requested, or about MAX_COUNTS up to the largest."""
     verdict: Verdict | None
     """On the largest number of nodes; None for a host alone."""
 
@@ -362,11 +331,11 @@ def forecast(basis: ForecastBasis, request: ForecastRequest) -> Forecast:
             "the fleet has only the host: the gain from nodes is unknown",
             remedy="run `csdctl tune` with at least one node",
         )
+    most = max(counts)
     if len(counts) > MAX_COUNTS:
-        shown = f"{MAX_COUNTS} of the {len(counts):,} requested: each is computed separately"
-        basis = replace(basis, origins={**basis.origins, "numbers_of_nodes": shown})
-        counts = [counts[round(index * (len(counts) - 1) / (MAX_COUNTS - 1))] for index in range(MAX_COUNTS)]
-    searched = sorted({*counts, *_judged(max(counts))})
+        counts = [round(part * most / MAX_COUNTS) for part in range(MAX_COUNTS + 1)]
+    judged = {round(part * most / MAX_COUNTS) for part in range(MAX_COUNTS + 1)}
+    searched = sorted({*counts, *judged})
     points = [
         replace(point, samples_per_s_range=basis.range_of(point.num_nodes, point.samples_per_s))
         for point in predict_curve(basis.host, basis.nodes, searched, basis.costs, basis.choice, basis.power)
@@ -374,14 +343,6 @@ def forecast(basis: ForecastBasis, request: ForecastRequest) -> Forecast:
     curve = {point.num_nodes: point for point in points}
     verdict = judge(list(curve.values()), basis.nodes) if max(counts) else None
     return Forecast(basis, [curve[count] for count in counts], verdict)
-
-
-def _judged(num_nodes: int) -> set[int]:
-    """Return the numbers of nodes that a verdict on `num_nodes` covers: up to MAX_COUNTS, all of them."""
-    if num_nodes <= MAX_COUNTS:
-        return set(range(num_nodes + 1))
-    doubled = {1 << power for power in range(num_nodes.bit_length())}
-    return doubled | {round(part * num_nodes / NUM_JUDGED) for part in range(NUM_JUDGED + 1)}
 
 
 def _with_request(basis: ForecastBasis, request: ForecastRequest, max_nodes: int) -> ForecastBasis:

@@ -16,7 +16,7 @@ from typing import Any
 
 import yaml
 
-from csdctl.documents import check_output, parse_document, replacing, save_text
+from csdctl.documents import check_output, parse_document, save_text
 from csdctl.errors import InputError
 from csdctl.fleet.model import HOST_NAME
 from csdctl.job.compatibility import LOGITS, check_compatibility, plain_name, show_shape
@@ -37,7 +37,7 @@ from csdctl.worker.protocol.datasets import (
 from csdctl.worker.protocol.model_info import ModelInfo, OutputInfo, OwnCompile
 from csdctl.workflows.data.files import SerializedModel, serialize_model, shapes_of, store_worker
 from csdctl.workflows.data.prepare import add_function, first_spec, follow
-from csdctl.workflows.init.script import LiftedScript, lift_script, trains_on_import
+from csdctl.workflows.init.script import WRITTEN, LiftedScript, lift_script, trains_on_import
 from csdctl.workflows.workspace.workspace import OnProgress
 
 DEFAULT_SIZE = (224, 224)
@@ -418,12 +418,19 @@ def init_job(request: InitRequest, directory: Path, say: Say, on_progress: OnPro
     problem is in the result.
     """
     lifted = lift_script(request.script, request.options) if request.script else None
-    for path in (request.output, *([request.functions] if request.script else [])):
-        check_output(path, "--output", force=request.is_overwriting)
-    if not lifted:
-        return _write_job(request, None, directory, say, on_progress)
-    with replacing(request.functions, lifted.text):  # the worker reads this file
-        return _write_job(_request_of(request, lifted), lifted, directory, say, on_progress)
+    check_output(request.output, "--output", force=request.is_overwriting)
+    if lifted:
+        check_output(
+            request.functions, "--output", force=request.is_overwriting or _is_own(request.functions)
+        )
+        save_text(request.functions, lifted.text)  # the worker reads this file
+        request = _request_of(request, lifted)
+    return _write_job(request, lifted, directory, say, on_progress)
+
+
+def _is_own(functions: Path) -> bool:
+    """Return whether `init` has written this file of functions, and nobody else."""
+    return functions.is_file() and functions.read_text(errors="replace").split("\n")[0].endswith(WRITTEN)
 
 
 def _write_job(
@@ -441,12 +448,7 @@ def _write_job(
             remedy = error.remedy
             for key, option in OPTIONS.items():
                 remedy = remedy.replace(key, option)
-            message = error.message
-            if lifted and request.script:  # the file of its functions does not stay
-                remedy = remedy.replace("fix its file", f"fix {request.script}")
-                message = lifted.name_line(message, request.script)
-                message = message.replace(str(request.functions.resolve()), str(request.script))
-            raise InputError(message, remedy=remedy) from None
+            raise InputError(error.message, remedy=remedy) from None
         misfit = looking.check(sources, looks)
     save_text(request.output, render_job(sources, looks, misfit.message if misfit else ""))
     return Written(request.output, looks, lifted.notes if lifted else (), misfit)

@@ -80,6 +80,7 @@ SPLIT = """\
     return training, validation"""
 
 
+WRITTEN = 'written by `csdctl init`."""'
 FUNCTIONS = ("build", "load", "training_data", "validation_data")
 
 
@@ -92,18 +93,8 @@ class LiftedScript:
     has_validation: bool
     notes: tuple[tuple[int, str], ...]
     """What was not taken over, by line."""
-    fit_line: int
     functions: tuple[str, ...] = FUNCTIONS
     """The names of the functions that return the model, all data, training data and validation data."""
-
-    def name_line(self, message: str, script: Path) -> str:
-        """Return an error message with a line of the script for that of `text`: that of fit if no other."""
-        found = re.search(r" \(line (\d+)\)$", message)
-        line = self.text.splitlines()[int(found[1]) - 1].strip() if found else None
-        written = enumerate(script.read_text().splitlines(), 1)
-        numbers = [number for number, text in written if text.strip() == line]
-        reason = message[: found.start()] if found else message
-        return f"{reason} ({script}, line {(numbers or [self.fit_line])[0]})"
 
 
 def lift_script(path: Path, options: Sequence[str] = ()) -> LiftedScript:
@@ -303,7 +294,7 @@ class _Script:
         has_validation = bool(validation or share)
         text = self._render(ast.unparse(model), result, building, loading, has_validation=has_validation)
         notes = tuple(sorted(set(self.notes)))
-        return LiftedScript(text, recipe, has_validation, notes, fit.lineno, self._functions)
+        return LiftedScript(text, recipe, has_validation, notes, self._functions)
 
     @cached_property
     def _functions(self) -> tuple[str, ...]:
@@ -610,7 +601,7 @@ class _Script:
     ) -> str:
         top = self._top_level([*building, *loading], set(re.findall(r"\w+", f"{model} {result}")))
         late = {name for one in top for name in one.late}
-        lines = [f'"""Model and data of {self.path.name}, written by `csdctl init`."""', ""]
+        lines = [f'"""Model and data of {self.path.name}, {WRITTEN}', ""]
         texts = [self._text(one) for one in top]
         lines += [text for text in texts if text.startswith("from __future__")]
         if "__file__" in self.source:

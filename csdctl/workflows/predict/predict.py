@@ -6,7 +6,6 @@ of numbers: of private samples neither the samples nor their names.
 
 import csv
 import difflib
-import importlib.util
 import io
 import json
 import math
@@ -14,10 +13,11 @@ import os
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import repeat
 from pathlib import Path
 from typing import Any, BinaryIO
 from urllib.parse import quote
@@ -26,7 +26,6 @@ from csdctl import documents
 from csdctl.documents import MAX_JSON_BYTES, load_text, write_atomically
 from csdctl.errors import CsdctlError, InputError, PartialError, RemoteCommandError
 from csdctl.fleet.model import HOST_NAME, Fleet
-from csdctl.fleet.requirements import explain_extra
 from csdctl.job.compatibility import LOGITS, plain_name, show_shape
 from csdctl.job.model import Job, check_keras_file, load_job
 from csdctl.reporting.results import COMPLETED, FAILED, load_run_status, read_results
@@ -53,8 +52,7 @@ from csdctl.workflows.train.plan import default_runtime
 from csdctl.workflows.train.strategies import MAX_HEADER_BYTES, check_parts
 from csdctl.workflows.workspace.workspace import OnProgress, Workspace, call_machine, open_workspace
 
-CSV, PARQUET, NPZ = ".csv", ".parquet", ".npz"
-ROWS_AT_ONCE = 1 << 14
+CSV, NPZ = ".csv", ".npz"
 
 
 @dataclass(frozen=True)
@@ -75,17 +73,12 @@ class Block:
 
 
 def check_output(path: Path, *, force: bool = True) -> None:
-    """Raise InputError for a file that cannot be written, its suffix, or a package that is missing for it."""
+    """Raise InputError for a file that cannot be written, or its suffix."""
     if path.suffix not in WRITERS:
         raise InputError(
             f"--output {path} ends in {path.suffix or 'nothing'!r}", remedy=f"one of {', '.join(WRITERS)}"
         )
     documents.check_output(path, "--output", force=force)
-    if path.suffix == PARQUET and importlib.util.find_spec("pyarrow") is None:
-        raise InputError(
-            "Parquet files need the package pyarrow, which is not installed",
-            remedy=f"{explain_extra('parquet')}; or choose another --output: .csv, .npz",
-        )
 
 
 def write_results(path: Path, blocks: Sequence[Block], names: Sequence[str]) -> None:
@@ -100,38 +93,33 @@ def write_results(path: Path, blocks: Sequence[Block], names: Sequence[str]) -> 
 def _write_csv(file: BinaryIO, blocks: Sequence[Block], names: Sequence[str]) -> None:
     text = io.TextIOWrapper(file, encoding="utf-8", newline="")
     writer = csv.writer(text, lineterminator="\n")
-    for number, columns in enumerate(_chunks(blocks, names)):
+    for number, block in enumerate(blocks):
+        columns = _columns(block, names)
         if not number:
             writer.writerow(columns)
-        writer.writerows(zip(*columns.values(), strict=True))
+        writer.writerows(zip(*columns.values(), strict=False))
     text.detach()
 
 
-def _chunks(blocks: Sequence[Block], names: Sequence[str]) -> Iterator[dict[str, list[Any]]]:
-    """Yield columns of plain values by name, some rows at a time; vectors have a column for each number."""
-    parts = ((block, start) for block in blocks for start in range(0, max(1, len(block)), ROWS_AT_ONCE))
-    for block, start in parts:
-        part = slice(start, start + ROWS_AT_ONCE)
-        rows = block.rows[part]
-        columns: dict[str, list[Any]] = {
-            "data": [block.data] * len(rows),
-            "node": [block.node] * len(rows),
-            "row": rows.tolist(),
-        }
-        for name, array in block.fields.items():
-            values = array[part].reshape(len(rows), math.prod(array.shape[1:]))
-            # The shortest float that float32 reads as the same.
-            convert: Callable[[Any], Any] = int if values.dtype.kind == "i" else lambda one: float(str(one))
-            lists = [[convert(value) for value in column] for column in values.T]
-            if array.ndim == 1:
-                columns[name] = lists[0]
-                if names and name.rpartition(".")[2] == "class":
-                    # A model may have more classes than the data.
-                    named = dict(enumerate(names))
-                    columns[f"{name}_name"] = [named.get(number, "") for number in lists[0]]
-            else:
-                columns |= {f"{name}_{number}": column for number, column in enumerate(lists)}
-        yield columns
+def _columns(block: Block, names: Sequence[str]) -> dict[str, Iterable[Any]]:
+    """Return columns of plain values by name, as endless as `repeat`; vectors have one for each number."""
+    columns: dict[str, Iterable[Any]] = {
+        "data": repeat(block.data),
+        "node": repeat(block.node),
+        "row": block.rows,
+    }
+    for name, array in block.fields.items():
+        values = array.reshape(len(block), math.prod(array.shape[1:]))
+        # The shortest float that float32 reads as the same.
+        convert: Callable[[Any], Any] = int if values.dtype.kind == "i" else lambda one: float(str(one))
+        if array.ndim > 1:
+            columns |= {f"{name}_{number}": map(convert, column) for number, column in enumerate(values.T)}
+            continue
+        columns[name] = map(convert, array)
+        if names and name.rpartition(".")[2] == "class":
+            named = dict(enumerate(names))  # a model may have more classes than the data
+            columns[f"{name}_name"] = [named.get(int(number), "") for number in array]
+    return columns
 
 
 def _write_npz(file: BinaryIO, blocks: Sequence[Block], names: Sequence[str]) -> None:
@@ -148,22 +136,8 @@ def _write_npz(file: BinaryIO, blocks: Sequence[Block], names: Sequence[str]) ->
     np.savez(file, **arrays)
 
 
-def _write_parquet(file: BinaryIO, blocks: Sequence[Block], names: Sequence[str]) -> None:
-    import pyarrow
-    from pyarrow import parquet
-
-    writer = None
-    for columns in _chunks(blocks, names):
-        table = pyarrow.table(columns) if writer is None else pyarrow.table(columns, schema=writer.schema)
-        writer = writer or parquet.ParquetWriter(file, table.schema)
-        writer.write_table(table)
-    if writer:
-        writer.close()
-
-
 WRITERS: dict[str, Callable[[BinaryIO, Sequence[Block], Sequence[str]], None]] = {
     CSV: _write_csv,
-    PARQUET: _write_parquet,
     NPZ: _write_npz,
 }
 

@@ -16,8 +16,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import TextIO
 
-from csdctl.documents import load_json, open_regular
+from csdctl.documents import load_json
 from csdctl.errors import CsdctlError, DeadlineError, ExitCode, InputError, RunError
 from csdctl.launch.leftovers import is_elsewhere, is_gone, is_held, read_holder, show_holder
 from csdctl.notify import DATED, DETACHED, Say
@@ -182,10 +183,6 @@ def remove_runs(
 
 
 OWN = "csdctl"
-MAX_LAST_BYTES = 16 << 20
-"""Bytes read of a log whose last lines are requested."""
-MAX_LINE_BYTES = 64 * 1024
-"""Longest line of a followed log: a rank that writes no newline must not fill the memory."""
 
 
 @dataclass(frozen=True)
@@ -228,11 +225,11 @@ def find_logs(run: RunDirectory, which: str | None) -> list[tuple[str, Path]]:
         names = [str(rank["node"]) for rank in run.load_manifest()["plan"]["ranks"]]
     except InputError:
         names = [f"rank-{number}" for number, _ in enumerate(run.logs.glob("rank-*.log"))]
-    logs = {OWN: run.own_log} if run.own_log.exists() else {}
+    logs = {OWN: run.own_log} if run.own_log.is_file() else {}
     for number, node in enumerate(names):
         if which in (str(number), node):
             which = node
-        if run.rank_log(number).exists():
+        if run.rank_log(number).is_file():
             logs[node] = run.rank_log(number)
     if which is None:
         return list(logs.items())
@@ -243,64 +240,15 @@ def find_logs(run: RunDirectory, which: str | None) -> list[tuple[str, Path]]:
     return [(which, logs[which])]
 
 
-def read_last_lines(path: Path, num_lines: int) -> Sequence[str]:
-    """Return the last lines of a log, of its last MAX_LAST_BYTES; of one that cannot be read, the reason."""
-    try:
-        with open_regular(path) as file:
-            file.seek(-min(MAX_LAST_BYTES, path.stat().st_size), os.SEEK_END)
-            lines = file.read(MAX_LAST_BYTES).decode(errors="replace").removesuffix("\n").split("\n")
-    except InputError as error:
-        return [error.message]
-    return [line[:MAX_LINE_BYTES] for line in lines[-num_lines:]] if num_lines and lines != [""] else []
+def print_logs(run: RunDirectory, paths: Sequence[Path], num_lines: int, *, is_following: bool) -> None:
+    """Print the ends of logs, under their paths if there are several, and then what is added to them.
 
-
-def follow_lines(run: RunDirectory, logs: Sequence[tuple[str, Path]]) -> Iterator[tuple[str, str]]:
-    """Yield name and line of what is added to `logs` from now on, until the run's csdctl ends.
-
-    A last line without an end is yielded then. A line of more than MAX_LINE_BYTES comes in parts.
+    csdctl writes only printable text to logs. Following ends with the run's csdctl.
     """
-    return _follow_lines(run, {name: GrowingLog(path, path.stat().st_size) for name, path in logs})
-
-
-def _follow_lines(run: RunDirectory, logs: Mapping[str, "GrowingLog"]) -> Iterator[tuple[str, str]]:
-    while True:
-        was_over = not process_of(run).is_running
-        is_quiet = True
-        for name, log in logs.items():
-            before = log.position
-            yield from ((name, line) for line in log.read_lines())
-            is_quiet &= log.position == before
-        if was_over and is_quiet:
-            yield from ((name, line) for name, log in logs.items() for line in log.read_rest())
-            return
-        if is_quiet:
-            time.sleep(POLL_S)
-
-
-class GrowingLog:
-    """Reads the lines that are added to a log behind `position`."""
-
-    def __init__(self, path: Path, position: int = 0) -> None:
-        self.position = position
-        self._path = path
-        self._pending = b""  # bytes: a character may be written in two parts
-
-    def read_lines(self) -> list[str]:
-        """Return the complete lines of the next 1 MiB."""
-        with open_regular(self._path) as file:
-            file.seek(self.position)
-            chunk = file.read(1 << 20)
-        self.position += len(chunk)
-        *lines, self._pending = (self._pending + chunk).split(b"\n")
-        if len(self._pending) > MAX_LINE_BYTES:
-            lines.append(self._pending)
-            self._pending = b""
-        return [line.decode(errors="replace") for line in lines]
-
-    def read_rest(self) -> list[str]:
-        """Return the last line, if it has no end."""
-        rest, self._pending = self._pending, b""
-        return [rest.decode(errors="replace")] if rest else []
+    process = process_of(run)
+    following = ["-f", f"--pid={process.pid}"] if is_following and process.is_running else []
+    with suppress(KeyboardInterrupt):
+        subprocess.run(["tail", "-n", str(num_lines), *following, "--", *paths], check=False)
 
 
 def start_detached(project: ProjectDirectory, arguments: Sequence[str], say: Say) -> RunDirectory | None:
@@ -322,7 +270,8 @@ def start_detached(project: ProjectDirectory, arguments: Sequence[str], say: Say
             env={**os.environ, DETACHED: "1"},
         )
     try:
-        run = _wait_for_run(project, process, GrowingLog(log), say)
+        with log.open(errors="replace") as lines:
+            run = _wait_for_run(project, process, lines, say)
     except KeyboardInterrupt:
         process.send_signal(signal.SIGTERM)
         process.wait()
@@ -336,14 +285,14 @@ def start_detached(project: ProjectDirectory, arguments: Sequence[str], say: Say
 
 
 def _wait_for_run(
-    project: ProjectDirectory, process: "subprocess.Popen[bytes]", log: GrowingLog, say: Say
+    project: ProjectDirectory, process: "subprocess.Popen[bytes]", log: TextIO, say: Say
 ) -> RunDirectory | None:
     before = set(project.run_ids())
     said: deque[str] = deque(maxlen=5)  # of its output, which its error repeats
     while True:
         code = process.poll()
-        for line in log.read_lines() if code is None else [*log.read_lines(), *log.read_rest()]:
-            said.append(DATED.sub("", line, count=1))
+        for line in log:
+            said.append(DATED.sub("", line.rstrip("\n"), count=1))
             say(said[-1])
         for name in project.run_ids():
             run = RunDirectory(project.runs / name)

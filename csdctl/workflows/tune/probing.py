@@ -13,16 +13,17 @@ import math
 import shutil
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from csdctl.errors import DeadlineError, OutOfMemoryError, RunError
 from csdctl.fleet.model import HOST_NAME
 from csdctl.fleet.names import format_node_names
 from csdctl.perfmodel.spread import standard_error
+from csdctl.reporting.numbers import format_count, format_rate, format_seconds
 from csdctl.reporting.tally import Amounts, Tally
 from csdctl.runs.directory import RunDirectory
 from csdctl.shipping.worker_calls import WorkerProgram
@@ -52,7 +53,6 @@ def run_trial(
     num_steps: int,
     attach: Mapping[str, AttachRank] | None = None,
     cut: str = "",
-    on_event: Callable[[Event], None] = lambda event: None,
 ) -> TrialResult:
     """Take `num_steps` steps; machines in `attach` use a process that is already running.
 
@@ -65,15 +65,11 @@ def run_trial(
     spec = _build_spec(run, ranks, context, num_steps, is_split=bool(cut))
     events: list[Event] = []
 
-    def take(event: Event) -> None:
-        events.append(event)
-        on_event(event)
-
     options = TrainOptions(min_nodes=len(ranks) - 1)
     try:
         inputs = RunInputs(run, spec, context.prepared, shards={})
         inputs = cut_model(inputs, context, cut) if cut else inputs
-        is_stopped = run_ranks(inputs, context.space, options, lambda *_: None, take, attach)
+        is_stopped = run_ranks(inputs, context.space, options, lambda *_: None, events.append, attach)
     finally:
         Path(spec.step_file).unlink(missing_ok=True)
     shutil.rmtree(run.path, ignore_errors=True)
@@ -175,27 +171,6 @@ def _later(reports: Sequence[Amounts]) -> Sequence[Amounts]:
     return reports[num_steps >= SKIPPING_FROM and reports[0].steps < num_steps :]
 
 
-LOADING, IDLE, SUMMING = "loading", "idle", "timing sums"
-MEASURING, MEASURED, TOO_LARGE = "measuring", "measured", "out of memory"
-"""States of a machine while it is measured."""
-
-
-class TuneWatch(Protocol):
-    """Is told what the machines do; may be called from any thread."""
-
-    def on_machine(self, name: str, doing: str, batch_size: int = ..., samples_per_s: float = ..., /) -> None:
-        """Machine `name` does this now: one of the words above."""
-
-    def on_probes(self, outcomes: Mapping[str, ProbeOutcome], /) -> None:
-        """A round of probes is over: outcomes by machine."""
-
-    def on_trial(self, num_steps: int, batch_sizes: Mapping[str, int], /) -> None:
-        """All machines in `batch_sizes` take `num_steps` steps together."""
-
-    def on_event(self, event: Event, /) -> None:
-        """A rank of the trial has reported this."""
-
-
 START_DEADLINE_S, PROBE_DEADLINE_S = 300.0, 600.0
 ALIVE_INTERVAL_S = 10.0
 OUT_OF_MEMORY_CODE = 137
@@ -220,34 +195,15 @@ def build_probe_command(name: str, context: RunContext, runtime: Runtime) -> lis
     return build_worker_command(python, prepared.worker.path, ["probe", "--spec", to_json(spec)])
 
 
-CPU_TIMES = "cat /proc/uptime; head -n 1 /proc/stat; sleep 1; cat /proc/uptime; head -n 1 /proc/stat"
-BUSY_CORES = 0.2
-
-
-def count_busy_cores(text: str) -> float:
-    """Return the cores that were busy between the two measurements of CPU_TIMES; 0.0 where it is unknown.
-
-    The first line is seconds since boot. The other is CPU time in jiffies of 10 ms: user, nice, system,
-    idle, iowait, irq, softirq, steal (proc(5)).
-    """
-    try:
-        before_s, before, after_s, after = (line.split() for line in text.splitlines())
-        spent = [int(b) - int(a) for a, b in zip(before[1:9], after[1:9], strict=True)]
-        return (sum(spent) - spent[3] - spent[4]) / 100 / (float(after_s[0]) - float(before_s[0]))
-    except (ValueError, IndexError, ZeroDivisionError):
-        return 0.0
-
-
 class FleetMeasurer:
     """Measures the machines of a workspace: probes on all at once, sums, trials; a context manager.
 
     TensorFlow starts on the machines with the first request.
     """
 
-    def __init__(self, context: RunContext, runtimes: Mapping[str, Runtime], watch: TuneWatch) -> None:
+    def __init__(self, context: RunContext, runtimes: Mapping[str, Runtime]) -> None:
         """`runtimes` of every machine that trains."""
         self._context, self._space, self._say = context, context.space, context.observer.say
-        self._watch = watch
         self.probers: dict[str, Prober] = {}
         self._runtimes: dict[str, Runtime] = {}
         self.switch(runtimes)
@@ -282,28 +238,9 @@ class FleetMeasurer:
                 self.probers[name] = Prober(self._space.sessions[name], command, usable_bytes)
                 self._runtimes[name] = runtime
 
-    def find_other_work(self) -> dict[str, float]:
-        """Return the cores that are busy now, of machines where they are BUSY_CORES or more.
-
-        Call it before the first measurement: nothing of csdctl computes then.
-        """
-
-        def busy_cores(name: str) -> float:
-            done = self._space.sessions[name].run(["sh", "-c", CPU_TIMES], deadline_s=ALIVE_INTERVAL_S)
-            return count_busy_cores(done.stdout.decode(errors="replace"))
-
-        names = list(self.probers)
-        found = zip(names, self._pool.map(busy_cores, names), strict=True)
-        return {name: round(cores, 1) for name, cores in found if cores >= BUSY_CORES}
-
     def time_sums(self, sum_bytes: Sequence[int], sum_ranks: Sequence[int]) -> list[SumTimed]:
         """Time sums of vectors of each size, over each number of ranks and over all."""
-        space = self._space
-        for name in space.fleet.machines:
-            self._watch.on_machine(name, SUMMING)
-        timed = measure_sums(space, sum_bytes, sum_ranks)
-        for name in space.fleet.machines:
-            self._watch.on_machine(name, IDLE)
+        timed = measure_sums(self._space, sum_bytes, sum_ranks)
         self.measuring_s += sum(timing.sum_s for timing in timed)
         return timed
 
@@ -315,9 +252,8 @@ class FleetMeasurer:
         # A host that does not train has a worker with fewer threads, which the trial starts.
         attach = self.prepare_trial({rank.node: rank.runtime for rank in ranks if rank.batch_size})
         self._say(f"trying the plan: {num_steps} steps of all {len(ranks)} ranks")
-        self._watch.on_trial(num_steps, {rank.node: rank.batch_size for rank in ranks})
         try:
-            result = run_trial(ranks, self._context, num_steps, attach, on_event=self._watch.on_event)
+            result = run_trial(ranks, self._context, num_steps, attach)
         except OutOfMemoryError:
             self.end_sessions()  # the other ranks ended with the one that was killed
             raise
@@ -339,35 +275,33 @@ class FleetMeasurer:
         """Measure one round, all machines at once."""
         self._start(self.probers)
         started = time.monotonic()
-        found = self._pool.map(self._measure, requests, requests.values())
+        found = self._pool.map(lambda name: self.probers[name].measure(requests[name]), requests)
         results = dict(zip(requests, found, strict=True))
         self.measuring_s += time.monotonic() - started
         self.num_probes += len(results)
-        self._watch.on_probes(results)
+        self._say(describe_probes(results))
         return results
-
-    def _measure(self, name: str, request: ProbeRequest) -> ProbeOutcome:
-        self._watch.on_machine(name, MEASURING, request.batch_size)
-        outcome = self.probers[name].measure(request)
-        if rate := outcome.samples_per_s:
-            self._watch.on_machine(name, MEASURED, request.batch_size, rate)
-        else:
-            self._watch.on_machine(name, TOO_LARGE, request.batch_size)
-        return outcome
 
     def _start(self, names: Iterable[str]) -> None:
         waiting = [prober for name in names if not (prober := self.probers[name]).is_running]
         if not waiting:
             return
-        self._say(f"starting TensorFlow on {len(waiting)} machine" + ("s" if len(waiting) > 1 else ""))
+        self._say(f"starting TensorFlow on {format_count(waiting, 'machine')}")
         started = time.monotonic()
-        list(self._pool.map(self._start_one, waiting))
+        list(self._pool.map(Prober.start, waiting))
         self.start_s = max(self.start_s, time.monotonic() - started)
 
-    def _start_one(self, prober: "Prober") -> None:
-        self._watch.on_machine(prober.name, LOADING)
-        prober.start()
-        self._watch.on_machine(prober.name, IDLE)
+
+def describe_probes(outcomes: Mapping[str, ProbeOutcome]) -> str:
+    """Return one line for one round of probes on all machines."""
+    shown = [
+        f"{name} {outcome.batch_size}: {format_seconds(outcome.step_time_s)}, "
+        f"{format_rate(outcome.samples_per_s)}/s"
+        if outcome.step_time_s
+        else f"{name}: does not fit in memory"
+        for name, outcome in outcomes.items()
+    ]
+    return "  " + "  |  ".join(shown)
 
 
 class Prober:

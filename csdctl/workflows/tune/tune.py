@@ -7,11 +7,10 @@ starts from the file: it needs no probe, and one trial confirms its plan.
 """
 
 from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager, suppress
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Protocol
 
 from csdctl.errors import CsdctlError, InputError, NodeError, OutOfMemoryError
 from csdctl.fleet.model import HOST_NAME, Fleet
@@ -95,7 +94,7 @@ from csdctl.workflows.train.plan import build_fingerprint, default_runtime
 from csdctl.workflows.train.spec import AUTO, RunContext, check_strategy
 from csdctl.workflows.train.strategies import bytes_for_host, check_split, find_cut, find_features
 from csdctl.workflows.tune.fleet_measurements import FleetMeasurements, hash_recipe
-from csdctl.workflows.tune.probing import PROBE_DEADLINE_S, FleetMeasurer, TuneWatch, run_trial
+from csdctl.workflows.tune.probing import PROBE_DEADLINE_S, FleetMeasurer, run_trial
 from csdctl.workflows.workspace.workspace import call_machine, open_workspace
 
 TUNING_HELP = "see `csdctl tune --help`"
@@ -394,12 +393,12 @@ def _covers(sums: CollectiveMeasurement, num_ranks: int, num_bytes: int) -> bool
 CONFIRM_DURATION_S = 3.0
 
 
-def tune_by_algorithm_1(context: RunContext, options: TuneOptions, watch: TuneWatch) -> Plan:
+def tune_by_algorithm_1(context: RunContext, options: TuneOptions) -> Plan:
     """Return the plan of Algorithm 1; raises TuningError, NodeError, and what probes raise."""
     job, space = context.job, context.space
     machines = space.fleet.machines
     runtimes = {name: default_runtime(name, space.fleet, space.facts) for name in machines}
-    with FleetMeasurer(context, runtimes, watch) as rounds:
+    with FleetMeasurer(context, runtimes) as rounds:
 
         def step_times(sizes: Mapping[str, int], duration_s: float) -> dict[str, float | None]:
             requests = {name: ProbeRequest(size, min_duration_s=duration_s) for name, size in sizes.items()}
@@ -449,14 +448,9 @@ def _rank_plan(
     return rank.with_step(size, step_time_s)
 
 
-class TuneObserver(PreparationObserver, Protocol):
-    """Shows one `csdctl tune`."""
-
-    def measuring(self, machines: Sequence[str], /) -> AbstractContextManager[TuneWatch]:
-        """Open a view of what the machines do; lines of text may be shown meanwhile."""
-
-
-def tune_job(job: Job, fleet: Fleet, directory: Path, options: TuneOptions, observer: TuneObserver) -> Plan:
+def tune_job(
+    job: Job, fleet: Fleet, directory: Path, options: TuneOptions, observer: PreparationObserver
+) -> Plan:
     """Prepare `job`, deploy what probes need, tune, and save the plan in the project of `directory`.
 
     Raises InputError, TuningError, NodeError, and what opening, preparing, probes and a trial raise.
@@ -476,11 +470,10 @@ def tune_job(job: Job, fleet: Fleet, directory: Path, options: TuneOptions, obse
         deploy_files(files, space.fleet, space.sessions, lambda *_: None)
         context = RunContext(job, prepared, space, observer)
         check_possible(options, context)
-        with observer.measuring(space.fleet.machines) as watch:
-            if options.method == STANNIS:
-                plan = tune_by_algorithm_1(context, options, watch)
-            else:
-                plan = tune_by_fit(context, options, watch, noise_scale)
+        if options.method == STANNIS:
+            plan = tune_by_algorithm_1(context, options)
+        else:
+            plan = tune_by_fit(context, options, noise_scale)
         plan = plan.model_copy(update={"made_for": build_fingerprint(plan, job, space.facts)})
         save_plan(space.project.plan(job.name), plan)
     return plan
@@ -502,9 +495,7 @@ def find_noise_scale(project: ProjectDirectory, job: str) -> float:
     )
 
 
-def tune_by_fit(
-    context: RunContext, options: TuneOptions, watch: TuneWatch, noise_scale: float | None = None
-) -> Plan:
+def tune_by_fit(context: RunContext, options: TuneOptions, noise_scale: float | None = None) -> Plan:
     """Return the best plan within `options.limits`: of the highest throughput, or of the best goodput.
 
     `noise_scale`: gradient noise scale in samples, for goodput. Raises TuningError when no plan is possible,
@@ -531,8 +522,7 @@ def tune_by_fit(
     model = measurements.recall_fleet(required=list(private))
     model = replace(model, private_shares={name: count / num_samples for name, count in private.items()})
     runtimes = {name: model.class_of(name).settings for name in model.machines}
-    with FleetMeasurer(context, runtimes, watch) as measurer:
-        busy = measurer.find_other_work()
+    with FleetMeasurer(context, runtimes) as measurer:
         how = options.is_exploring, options.probe_duration_s, noise_scale, job.recipe.reference_batch
         tuned = FitTuner(measurer, measurements, limits, say, *how).tune(model)
     errors = measurements.forecast_errors()
@@ -552,7 +542,6 @@ def tune_by_fit(
             predict_host_samples_per_s(tuned.model, tuned.limits),
             tuned.gain_without_nodes,
         ),
-        busy=busy,
         left_out=list(tuned.tried.best.left_out),
         ranks=[
             rank.with_step(rank.batch_size, tuned.tried.compute_s[rank.node]) for rank in tuned.tried.ranks
@@ -562,7 +551,7 @@ def tune_by_fit(
         return plan
     start_s = space.opening_s + prepared.again_s + measurer.start_s + tuned.tried.result.fixed_s
     known = tuned.model, tuned.limits, errors, tuned.tried.result.error, start_s, measurer.start_s
-    return StrategyChooser(options, context, plan, *known, watch).choose()
+    return StrategyChooser(options, context, plan, *known).choose()
 
 
 MAX_CUTS = 5
@@ -598,7 +587,6 @@ class StrategyChooser:
     """Seconds of a training besides its epochs."""
     process_s: float
     """The part of `start_s` until TensorFlow has started on all machines."""
-    watch: TuneWatch
     impossible: dict[Strategy, str] = field(default_factory=dict)
     """Strategies that are not possible, and why."""
 
@@ -791,11 +779,8 @@ class StrategyChooser:
         self.context.observer.say(
             f"trying the split after {chosen.cut}: {num_steps} steps of all {len(plan.ranks)} ranks"
         )
-        self.watch.on_trial(num_steps, chosen.batch_sizes)
         try:
-            result = run_trial(
-                plan.ranks, self.context, num_steps, cut=chosen.cut, on_event=self.watch.on_event
-            )
+            result = run_trial(plan.ranks, self.context, num_steps, cut=chosen.cut)
         except CsdctlError as error:
             if self.request.strategy == SPLIT:
                 raise

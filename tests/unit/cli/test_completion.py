@@ -31,7 +31,6 @@ def project(tmp_path: Path) -> Path:
         ("train --fleet lab.yaml --exclude c", ["csd7"]),
         ("train --fleet none.yaml --limit c", []),
         ("train --resume 2", ["20250102-b", "20250101-a"]),
-        ("train --plan .", [".csdctl/plans/job.yaml"]),
         ("train --strategy f", ["features"]),
         ("predict t", ["trained.keras"]),
     ],
@@ -40,9 +39,6 @@ def test_names_of_this_directory_are_completed(project: Path, line: str, expecte
     words = ["csdctl", *line.split()]
     asked = {"COMP_WORDS": " ".join(words), "COMP_CWORD": str(len(words) - 1)}
     assert complete(project, "complete_bash", asked) == expected
-    # fish hides names with a leading dot.
-    asked = {"_TYPER_COMPLETE_ARGS": "csdctl train --plan ", "_TYPER_COMPLETE_FISH_ACTION": "get-args"}
-    assert complete(project, "complete_fish", asked) == [str(project / ".csdctl/plans/job.yaml")]
 
 
 SHELLS = {

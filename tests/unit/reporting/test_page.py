@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 
 from csdctl.notify import make_printable
-from csdctl.reporting.charts import _shares, sizes_chart
+from csdctl.reporting.charts import _shares
 from csdctl.reporting.page import render_page
 from csdctl.reporting.results import RunResults, read_results, summarize
 from csdctl.reporting.series import KINDS, SeriesBuilder
-from csdctl.reporting.tables import describe_recipe, tabulate_machines
+from csdctl.reporting.tables import describe_recipe
 from csdctl.worker.protocol.events import EpochEnd, Event, Failed, Joined, Progress, Ready
 from csdctl.workflows.reporting.report import render_csv
 from tests.watched_run import write_run
@@ -95,7 +95,7 @@ def test_text_of_nodes_and_jobs_makes_no_tag_and_no_attribute_and_the_page_refer
 def test_each_chart_has_a_text_and_its_data(text: str) -> None:
     page = Page(text)
     charts = page.tags.count("img")
-    assert charts == 7  # loss, accuracy, two metrics; speed, lanes, batch sizes
+    assert charts == 6  # loss, accuracy, two metrics; speed, lanes
     assert page.tags.count("figure") == page.tags.count("details") == charts
     assert len([1 for name, value in page.attributes if name == "alt" and value]) == charts
 
@@ -108,23 +108,6 @@ def test_page_begins_with_its_headline_and_leaves_out_what_is_empty(text: str) -
     assert "<h2>Faults" in text
     assert "TensorFlow" not in text  # of no machine
     assert text.count("emulated fleet") == 1
-
-
-def test_equal_machines_are_one_row_and_one_line_of_batch_sizes() -> None:
-    nodes = ("host", *(f"csd{number}" for number in range(50)))
-    plan = {"method": "fit", "ranks": [{"node": node, "batch_size": 8} for node in nodes]}
-    placed = [{"num_private": 0, "public_start": 0, "public_stop": 0}] * len(nodes)
-    facts = {node: {"num_cores": 4 if node != "host" else 32} for node in nodes}
-    manifest = {"plan": plan, "placed": placed, "fleet": {"facts": facts}}
-    sizes = {str(rank): 8 if rank else 60 for rank in range(len(nodes))}
-    events = [Joined(0, "host", 1, 0, 10, 0, sizes, is_start=True)]
-    builder = SeriesBuilder(nodes)
-    builder.add(1e9, events[0])
-    run = RunResults(summarize("wide", manifest, events, builder.tally), builder.build(), manifest)
-    assert [row[0] for row in tabulate_machines(run).rows] == ["host", "csd[0-49]"]
-    chart = sizes_chart(run)
-    assert chart.legend == ("host", "csd[0-49]")
-    assert chart.data.rows == (("0", "host", "60"), ("0", "csd[0-49]", "8"))
 
 
 def test_reports_that_overlap_in_time_stay_in_their_lane() -> None:

@@ -25,7 +25,7 @@ from csdctl.workflows.reporting.report import render_csv
 from tests.add_up_events import add_up
 from tests.unit.reporting.scripted_history import NODES, History
 from tests.unit.runs.manifests import manifest_of, spec_of
-from tests.unit.terminal.test_fleet_views import terminal
+from tests.unit.terminal.test_train import terminal
 
 NEAR = {"rel": 1e-4, "abs": 1e-4}
 """Times in events are rounded to microseconds."""

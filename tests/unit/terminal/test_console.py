@@ -28,6 +28,7 @@ ALLOWED = {
     "app.py": {"typer.echo"},  # the version
     "streams.py": {"self.stdout.write"},
     "nodes.py": {"TextColumn", "Progress"},  # without markup; drawn by view.py
+    "prepare.py": {"TextColumn", "Progress"},
     "view.py": {"Live"},  # without redirected streams
 }
 

@@ -29,7 +29,7 @@ from csdctl.terminal.prepare import PreparingView, render_prepared
 from csdctl.terminal.report import render_privacy, render_report
 from csdctl.terminal.streams import Streams
 from csdctl.terminal.train import TrainingScreen, TrainingView
-from csdctl.terminal.tune import render_plan, render_probes, render_verified
+from csdctl.terminal.tune import render_plan, render_verified
 from csdctl.transport.many import Outcome
 from csdctl.transport.meter import TrafficClass
 from csdctl.tuning.fleet_model import ProbeOutcome
@@ -49,6 +49,7 @@ from csdctl.workflows.forecast.forecast import ForecastRequest, forecast
 from csdctl.workflows.preflight.doctor import Examination
 from csdctl.workflows.reporting.report import PrivacyReport
 from csdctl.workflows.train.verify import judge
+from csdctl.workflows.tune.probing import describe_probes
 from tests.attacks.hostile_text import HOSTILE, MARKUP
 from tests.unit.perfmodel.published import Network, basis_of
 from tests.unit.terminal.test_console import foreign
@@ -134,7 +135,9 @@ def show_plan(console: PrintableConsole) -> None:
         "strategies": [*strategies, StrategyPlan(strategy="features", why_not=HOSTILE)],
     }
     render_plan(console, plan.model_copy(update=changes), HOSTILE)
-    render_probes(console, {HOSTILE: ProbeOutcome(32, 0.25, 4), f"{HOSTILE}2": ProbeOutcome(64, None)})
+    console.print(
+        describe_probes({HOSTILE: ProbeOutcome(32, 0.25, 4), f"{HOSTILE}2": ProbeOutcome(64, None)})
+    )
 
 
 def show_privacy(console: PrintableConsole) -> None:

@@ -186,8 +186,8 @@ def remember_all(at: MeasuredProject) -> None:
 def prepared(at: MeasuredProject) -> Any:
     """In place of `prepare.Prepared`, for code that only passes files on."""
     file = SimpleNamespace(path="file", sha256=at.features.hash, size=1000)
-    described = {"user_code": None, "describe": lambda: at.features}
-    model = SimpleNamespace(info=MODEL, architecture=file, weights=file, step=None, **described)
+    described = {"user_code": None, "step": None, "describe": lambda: at.features}
+    model = SimpleNamespace(info=MODEL, architecture=file, weights=file, **described)
     return SimpleNamespace(
         worker=file, model=model, public=PUBLIC, validation=None, private={}, num_private={}, recipe=Recipe()
     )

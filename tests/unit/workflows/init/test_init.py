@@ -51,9 +51,8 @@ def test_paths_are_relative_to_the_job_file_and_imports_are_found(project: Path)
         assert parse_sources(request).private == expected
 
 
-@pytest.mark.parametrize("before", [None, "earlier"])
-def test_functions_of_a_script_are_kept_only_with_its_job_file(
-    before: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_functions_of_a_script_stay_and_are_written_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "a.py").write_text(
         "import keras\n"
@@ -62,20 +61,19 @@ def test_functions_of_a_script_are_kept_only_with_its_job_file(
         "model.fit([[1, 2]], [1], epochs=1)\n"
     )
     functions = tmp_path / "a_functions.py"
-    if before:
-        functions.write_text(before)
-    seen = []
 
     def refuse(self: object, sources: object) -> None:
-        seen.append(functions.read_text())
         raise InputError(f"{functions} fails")
 
     monkeypatch.setattr(_Looking, "look", refuse)
-    request = InitRequest(tmp_path / "job.yaml", script=tmp_path / "a.py", is_overwriting=True)
-    with pytest.raises(InputError, match=f"{tmp_path}/a.py fails"):
+    request = InitRequest(tmp_path / "job.yaml", script=tmp_path / "a.py")
+    for _ in range(2):
+        with pytest.raises(InputError, match=f"{functions} fails"):
+            init_job(request, tmp_path, print, print)
+        assert "def build" in functions.read_text()
+    functions.write_text("mine")
+    with pytest.raises(InputError, match="already exists"):
         init_job(request, tmp_path, print, print)
-    assert "def build" in seen[0]
-    assert (functions.read_text() if functions.exists() else None) == before
     assert not request.output.exists()
 
 

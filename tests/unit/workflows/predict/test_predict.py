@@ -18,7 +18,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from pyarrow import parquet
 
 from csdctl.errors import CsdctlError, InputError
 from csdctl.fleet.model import HOST_NAME, Fleet, Node
@@ -364,11 +363,6 @@ def test_classes_have_names_where_these_are_known(tmp_path: Path) -> None:
     assert read(tmp_path / "more.csv")[1][3:5] == ["2", ""]
     write_results(tmp_path / "plain.csv", blocks, [])
     assert read(tmp_path / "plain.csv")[0] == ["data", "node", "row", "class", "probability"]
-    write_results(tmp_path / "named.parquet", blocks, NAMES)
-    table = parquet.read_table(tmp_path / "named.parquet").to_pydict()
-    assert table["node"] == ["csd0", "csd1", "csd1"]
-    assert table["class_name"] == ["dog", "cat", "dog"]
-    assert table["row"] == [0, 0, 1]
 
 
 def test_vectors_have_a_column_for_each_number(tmp_path: Path) -> None:

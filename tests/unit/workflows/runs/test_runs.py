@@ -24,10 +24,9 @@ from csdctl.workflows.runs.manage import (
     OWN,
     find_logs,
     find_run,
-    follow_lines,
     interrupt,
     list_runs,
-    read_last_lines,
+    print_logs,
     remove_runs,
     stop_run,
 )
@@ -194,20 +193,19 @@ class TestUnreadable:
         assert not (project.runs / "zzz").exists()
 
     @pytest.mark.parametrize("damage", DAMAGES[:3])
-    def test_log_is_named_and_the_others_are_shown(
-        self, runs: list[RunDirectory], capsys: pytest.CaptureFixture[str], damage: Callable[[Path], None]
+    def test_logs_that_can_be_read_are_shown(
+        self, runs: list[RunDirectory], capfd: pytest.CaptureFixture[str], damage: Callable[[Path], None]
     ) -> None:
         run = runs[-1]
         run.own_log.write_text("of csdctl\n")
         damage(run.rank_log(0))
         run.rank_log(1).write_text("of csd0\n")
         for options in ((), ("--follow",)):
-            stdout, _ = self.say(capsys, "runs", "logs", *options)
-            _, own, _, host, _, csd0 = stdout.splitlines()
-            assert (own, csd0) == ("of csdctl", "of csd0")
-            assert host.startswith(f"cannot read {run.rank_log(0)}: ")
+            stdout, _ = self.say(capfd, "runs", "logs", *options)
+            assert "of csdctl" in stdout
+            assert "of csd0" in stdout
         run.manifest.unlink()
-        assert "of csd0" in self.say(capsys, "runs", "logs", run.run_id)[0]
+        assert "of csd0" in self.say(capfd, "runs", "logs", run.run_id)[0]
 
 
 class TestStop:
@@ -277,26 +275,15 @@ def test_followed_events_come_as_they_are_written(project: ProjectDirectory) -> 
     assert list(following) == []
 
 
-def test_logs_are_found_by_rank_and_node(project: ProjectDirectory) -> None:
+def test_logs_are_found_by_rank_and_node(
+    project: ProjectDirectory, capfd: pytest.CaptureFixture[str]
+) -> None:
     run = add_run(project)
     run.rank_log(1).write_text("first\nsecond\nthird\n")
     run.own_log.write_text("csdctl\n")
     assert [name for name, _ in find_logs(run, None)] == [OWN, "csd0"]
     assert find_logs(run, "1") == find_logs(run, "csd0") == [("csd0", run.rank_log(1))]
-    assert read_last_lines(run.rank_log(1), 2) == ["second", "third"]
-    assert list(follow_lines(run, find_logs(run, "1"))) == []
+    print_logs(run, [run.rank_log(1)], 2, is_following=True)
+    assert capfd.readouterr().out == "second\nthird\n"
     with pytest.raises(InputError, match="no log 'csd7'"):
         find_logs(run, "csd7")
-
-
-def test_last_words_of_a_followed_log_are_shown(project: ProjectDirectory) -> None:
-    run = add_run(project)
-    log = run.path / "rank.log"
-    log.write_bytes(b"before\n")
-    lines = follow_lines(run, [("csd0", log)])
-    with log.open("ab") as file:
-        file.write("first\nkillé".encode()[:-1])
-        file.flush()
-        assert next(lines) == ("csd0", "first")
-        file.write("é".encode()[-1:])
-    assert list(lines) == [("csd0", "killé")]

@@ -1,7 +1,7 @@
 """Sessions with machines that are probed, which of them a trial takes, and the result of a trial."""
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
@@ -10,26 +10,13 @@ import pytest
 
 from csdctl.errors import RemoteCommandError, RunError
 from csdctl.fleet.model import HOST_NAME
-from csdctl.tuning.fleet_model import ProbeOutcome
 from csdctl.tuning.plan import RankPlan
 from csdctl.worker.protocol.events import EpochEnd, Event, Finished, Joined, Progress, SumTimed
 from csdctl.worker.protocol.json_codec import RESULT, from_json, to_frame
 from csdctl.worker.protocol.probe import READY, ProbeRequest, ProbeResult, ProbeSpec
 from csdctl.worker.protocol.recipe import Noise
 from csdctl.worker.protocol.run_spec import Runtime
-from csdctl.workflows.tune.probing import (
-    IDLE,
-    LOADING,
-    MEASURED,
-    MEASURING,
-    FleetMeasurer,
-    Prober,
-    TuneWatch,
-    _build_spec,
-    build_probe_command,
-    count_busy_cores,
-    read_trial,
-)
+from csdctl.workflows.tune.probing import FleetMeasurer, Prober, _build_spec, build_probe_command, read_trial
 from tests.fake_session import FakeConversation, FakeSession
 from tests.unit.workflows.measured_project import (
     PUBLIC,
@@ -108,20 +95,6 @@ def test_noise_is_measured_on_nodes_with_private_samples(at: MeasuredProject, no
         assert (spec.noise, spec.is_private) == (noise, is_private)
 
 
-@pytest.mark.parametrize(
-    ("text", "cores"),
-    [
-        ("10.00 9\ncpu 100 0 50 900 7 0 0 0 0 0\n11.00 9\ncpu 220 0 80 950 9 0 0 0 0 0\n", 1.5),
-        ("10.00 9\ncpu 100 0 50 900 7 0 0 0\n11.00 9\ncpu 100 0 50 1100 7 0 0 0\n", 0.0),
-        ("", 0.0),
-        ("10.00 9\ncpu x\n10.00 9\ncpu y\n", 0.0),
-        ("10.00 9\ncpu 1 1 1 1 1 1 1 1\n10.00 9\ncpu 1 1 1 1 1 1 1 1\n", 0.0),
-    ],
-)
-def test_busy_cores_are_counted_from_the_kernels_times(text: str, cores: float) -> None:
-    assert count_busy_cores(text) == pytest.approx(cores)
-
-
 USUAL, OTHER = Runtime(4), Runtime(4, onednn=False)
 PEAK = 1 << 30
 
@@ -135,33 +108,17 @@ def answer(line: str) -> list[str]:
     )
 
 
-class Watch(TuneWatch):
-    """Keeps what each machine was said to do."""
-
-    def __init__(self) -> None:
-        self.doings: dict[str, list[str]] = {"host": [], "csd0": []}
-
-    def on_machine(self, name: str, doing: str, batch_size: int = 0, samples_per_s: float = 0.0) -> None:
-        self.doings[name].append(doing)
-
-    def on_probes(self, outcomes: Mapping[str, ProbeOutcome]) -> None:
-        pass
-
-
 class Fleet:
     """A host and a node with workers that respond at once."""
 
     def __init__(self, directory: Path) -> None:
         at = make_project(directory, num_nodes=1)
-        self.watch = Watch()
         self.sessions = {
             name: FakeSession(name).on(stdout=f"a model prints\n{READY}\n", replies=answer)
             for name in at.fleet.machines
         }
         self.rounds = FleetMeasurer(
-            run_context(at, workspace(at, self.sessions, 2 * PEAK)),
-            dict.fromkeys(self.sessions, USUAL),
-            self.watch,
+            run_context(at, workspace(at, self.sessions, 2 * PEAK)), dict.fromkeys(self.sessions, USUAL)
         )
 
     def of_node(self) -> list[FakeConversation]:
@@ -212,13 +169,6 @@ def test_machine_outside_the_trial_has_no_session(fleet: Fleet) -> None:
     fleet.probe()
     fleet.rounds.prepare_trial({"csd0": USUAL})
     assert all(conversation.is_closed for conversation in fleet.sessions["host"].conversations)
-
-
-def test_each_machine_is_shown_while_it_loads_and_measures(fleet: Fleet) -> None:
-    fleet.probe()
-    fleet.probe()
-    assert fleet.watch.doings["csd0"] == [LOADING, IDLE, MEASURING, MEASURED, MEASURING, MEASURED]
-    assert fleet.watch.doings["host"] == fleet.watch.doings["csd0"]
 
 
 NODES = ("host", "csd0")

@@ -264,16 +264,14 @@ def test_nodes_with_private_data_are_in_every_plan_and_public_data_limit_the_hos
         def tune(self, model: Any) -> None:
             raise TuningError(f"{sorted(model.required)} {model.private_shares}")
 
-    monkeypatch.setattr(
-        tune_module, "FleetMeasurer", lambda *_: nullcontext(SimpleNamespace(find_other_work=dict))
-    )
+    monkeypatch.setattr(tune_module, "FleetMeasurer", lambda *_: nullcontext(SimpleNamespace()))
     monkeypatch.setattr(tune_module, "FitTuner", Search)
     at = make_project(tmp_path, num_nodes=3)
     data = prepared(at)
     data.num_private = {"csd1": 3 * PUBLIC.num_samples}
     space = workspace(at, {name: FakeSession(name) for name in at.fleet.machines})
     with pytest.raises(TuningError, match=r"\['csd1', 'host'\] {'csd1': 0.75}"):
-        tune_module.tune_by_fit(run_context(at, space, data), TuneOptions(), None)  # type: ignore[arg-type]
+        tune_module.tune_by_fit(run_context(at, space, data), TuneOptions())
 
 
 def test_plan_of_a_split_has_the_memory_and_the_spread_of_its_own_trial(
@@ -289,8 +287,7 @@ def test_plan_of_a_split_has_the_memory_and_the_spread_of_its_own_trial(
     data.recipe, data.again_s = replace(data.recipe, epochs=2), 1.0
     space = workspace(at, {})
     space.opening_s = 1.0
-    watch: Any = SimpleNamespace(on_trial=lambda *_: None, on_event=None)
-    arguments = plan, tuned.model, tuned.limits, ForecastErrors(), 0.01, 20.0, 10.0, watch
+    arguments = plan, tuned.model, tuned.limits, ForecastErrors(), 0.01, 20.0, 10.0
     chooser = StrategyChooser(TuneOptions(strategy=SPLIT), run_context(at, space, data), *arguments)
     times = PartTimes(
         0.1, 0.04, 0.0, (CutTimes("block", 0.02, 0.04, 0.04), CutTimes("later", 0.03, 0.05, 0.02))
