@@ -88,10 +88,7 @@ def cpu_time_s(pid: int) -> float:
 
 
 def anonymous_bytes(pid: int, *, is_divided: bool = False) -> int:
-    """Return the memory of `pid` without a backing file, in bytes; 0 if ended.
-
-    `is_divided`: a page counts in equal parts for the processes that share it, which takes longer to find.
-    """
+    """Return the memory of `pid` without a file, 0 if ended; `is_divided`: shared pages in equal parts."""
     lines = _load(f"/proc/{pid}/{'smaps_rollup' if is_divided else 'status'}").splitlines()
     names = ("RssAnon:", "RssShmem:", "Pss_Anon:", "Pss_Shmem:")
     found = sum(int(line.split()[1]) << 10 for line in lines if line.startswith(names))
@@ -344,10 +341,7 @@ def cgroup_prefix(fleet_id: str) -> str:
 
 
 def open_cpu_limit(mechanism: str, fleet_id: str, node: str, cpu: float) -> CpuLimit:
-    """Limit the descendants of this process to `cpu` cores.
-
-    `mechanism` is "duty" or "auto" (control groups if they are writable).
-    """
+    """Limit the descendants of this process by `mechanism` "duty", or "auto": a control group if possible."""
     cgroup = open_cgroup(cgroup_prefix(fleet_id) + node, cpu) if mechanism == "auto" else None
     return cgroup or DutyCycle(os.getpid(), cpu)
 

@@ -70,10 +70,7 @@ def build_command(facts: Sequence[Fact], python: str, place: str = ".") -> list[
 
 
 def parse_outputs(facts: Sequence[Fact], output: str, machine: str) -> tuple[dict[str, object], list[str]]:
-    """Return the values of all `facts`, and a note for each fact with unusable output.
-
-    Raises RemoteCommandError when the output has no marker at all.
-    """
+    """Return all values, and a note for each unusable output; raises RemoteCommandError without marker."""
     parts = re.split(rf"^{_MARKER}(.*)\n", output, flags=re.MULTILINE)
     texts = dict(zip(parts[1::2], parts[2::2], strict=True))
     if not texts:
@@ -403,10 +400,7 @@ def collect_facts(session: Session, python: str) -> Facts:
 def collect(
     session: Session, python: str, facts: Sequence[Fact], kind: type[FactsT], deadline_s: float
 ) -> FactsT:
-    """Return `facts` of the machine of `session`.
-
-    Raises RemoteCommandError, DeadlineError or UnreachableError.
-    """
+    """Return `facts` of the machine; raises RemoteCommandError, DeadlineError or UnreachableError."""
     place = "." if session.setting.state is None else session.setting.state
     command = build_command(facts, python, place)
     completed = session.run(command, deadline_s=deadline_s, needs_state=False)
@@ -418,10 +412,7 @@ def collect(
 def parse_facts(
     name: str, output: str, trips: Sequence[ClockTrip], facts: Sequence[Fact], kind: type[FactsT]
 ) -> FactsT:
-    """Parse machine `name` from the output of `facts`, without the values that `kind` does not allow; pure.
-
-    What is unknown or ignored has a note.
-    """
+    """Return what `kind` allows of the output of `facts`, with notes on what is unknown or ignored; pure."""
     values, notes = parse_outputs(facts, output, name)
     notes += values.pop("notes", ())  # type: ignore[arg-type]
     if values.get("file_system") in NETWORK_FILE_SYSTEMS:
@@ -521,7 +512,6 @@ def _parse_space(text: str) -> DirectorySpace:
 
 CONDITION_FACTS = (
     *MACHINE_FACTS,
-    text_fact("hostname", "cat /proc/sys/kernel/hostname"),
     Fact("addresses", "cat /proc/net/fib_trie /proc/net/if_inet6", parse_addresses),
     Fact("places", _PLACES_SCRIPT, parse_places),
 )

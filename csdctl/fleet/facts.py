@@ -53,11 +53,7 @@ class Drive:
 
 @dataclass(frozen=True, config=FINITE)
 class Facts:
-    """Facts about one machine; None means unknown.
-
-    `cpu_limit` and `memory_limit_bytes` are limits set by a container, a cgroup or the environment
-    (CSDCTL_CPU_LIMIT, CSDCTL_MEMORY_LIMIT).
-    """
+    """Facts about one machine; None means unknown. Limits are of a container, a cgroup or CSDCTL_*_LIMIT."""
 
     name: str
     architecture: _Word | None = None
@@ -160,10 +156,7 @@ _Address = Annotated[str, AfterValidator(lambda text: str(ip_address(text)))]
 
 @dataclass(frozen=True)
 class DirectorySpace:
-    """Free space of a directory that ranks write to; None means unknown.
-
-    `refusal` is why a test file could not be written there; '' on success.
-    """
+    """Free space of a directory of ranks; `refusal`: why a test file could not be written, '' on success."""
 
     path: Annotated[str, Field(pattern=r"^[^\x00-\x1f\x7f-\x9f]+$", max_length=4096)]
     free_bytes: NumBytes | None = None
@@ -175,7 +168,6 @@ class DirectorySpace:
 class Condition(Facts):
     """The facts of one machine, with those of the moment that only `doctor` needs."""
 
-    hostname: Annotated[str, Field(pattern=r"^[\x21-\x7e]+$", max_length=253)] | None = None
     addresses: Annotated[tuple[_Address, ...], Field(max_length=1000)] | None = None
     """The addresses of all interfaces, without link-local ones."""
     home_space: DirectorySpace | None = None

@@ -190,9 +190,8 @@ def load_fleet(path: Path) -> Fleet:
     directory = path.parent
     if file.servers:
         return _load_servers(path, file, directory)
-    of_jump_hosts = NodeSettings(
-        **{name: getattr(file.defaults, name) for name in ("user", "key", "offers_agent")}
-    )
+    shared = ("user", "key", "offers_agent")
+    of_jump_hosts = NodeSettings(**{name: getattr(file.defaults, name) for name in shared})
     jump_hosts = [_nodes(entry, of_jump_hosts, directory)[0] for entry in file.jump_hosts]
     nodes = [node for entry in file.nodes for node in _nodes(entry, file.defaults, directory)]
     _check_names(path, [node.name for node, _ in jump_hosts], [node.name for node, _ in nodes])
@@ -255,11 +254,8 @@ def _nodes(
     entry: NodeEntry | JumpHostEntry | ServerEntry, defaults: NodeSettings, directory: Path
 ) -> list[tuple[Node, str]]:
     """Return the nodes of `entry` without their jump hosts, each with the value of its `jump`."""
-    own = {
-        key: value
-        for key in entry.model_fields_set & NodeSettings.model_fields.keys()
-        if (value := getattr(entry, key)) is not None
-    }
+    stated = entry.model_fields_set & NodeSettings.model_fields.keys()
+    own = {key: getattr(entry, key) for key in stated if getattr(entry, key) is not None}
     settings = defaults.model_copy(update=own)
     return [
         (
@@ -347,10 +343,7 @@ YamlMapping = dict[str, object]
 
 
 def render_fleet(fleet: Fleet, *, origin: str) -> str:
-    """Return fleet.yaml for `fleet`; `origin` is written to its first line.
-
-    Settings that all nodes have are in `defaults`. Raises InputError for a fleet without nodes.
-    """
+    """Return fleet.yaml with `origin` in its first line; raises InputError for a fleet without nodes."""
     if not fleet.nodes:
         raise InputError("a fleet needs at least one node")
     names = _name_jump_hosts(fleet.nodes)
@@ -369,7 +362,7 @@ def render_fleet(fleet: Fleet, *, origin: str) -> str:
     host: YamlMapping = {
         "threads": fleet.host.threads,
         "power": render_power(fleet.host.power),
-        "device": _render_device(fleet.host.device),
+        "device": fleet.host.device.replace(AUTO, ""),
         "env": fleet.host.env,
     }
     content: YamlMapping = {
@@ -384,10 +377,6 @@ def render_fleet(fleet: Fleet, *, origin: str) -> str:
         _without_empty(content), sort_keys=False, allow_unicode=True, default_flow_style=None, width=200
     )
     return f"# {' '.join(origin.split())}; change it as you like.\n{text}"
-
-
-def _render_device(device: str) -> str:
-    return "" if device == AUTO else device
 
 
 def _without_empty(content: YamlMapping, defaults: Mapping[str, object] = {}) -> YamlMapping:
@@ -430,7 +419,7 @@ def _settings(node: Node, jump_names: Mapping[Node, str]) -> YamlMapping:
         "group": node.groups[0] if len(node.groups) == 1 else list(node.groups),
         "jump": jump_names[_as_jump_host(node.jump)] if node.jump else "",
         "power": render_power(node.power),
-        "device": _render_device(node.device),
+        "device": node.device.replace(AUTO, ""),
         "env": dict(node.env),
         "state": node.state,
     }

@@ -63,27 +63,20 @@ def group_machines(machines: Iterable[Facts]) -> list[EqualMachines]:
 
 
 def find_differences(groups: Sequence[EqualMachines]) -> list[tuple[EqualMachines, str]]:
-    """Describe how nodes differ from the majority: a text for each group except the largest.
-
-    Return an empty list when no group has more than half of the nodes.
-    """
+    """Describe how each group differs from the one with more than half of the nodes, if there is one."""
     nodes = [group for group in groups if HOST_NAME not in group.names]
     most = max(nodes, key=lambda group: len(group.names), default=None)
     if most is None or 2 * len(most.names) <= sum(len(group.names) for group in nodes):
         return []
     usual = _describe(most.first)
-    return [
-        (
-            group,
-            ", ".join(
-                f"{name} {value} instead of {usual[name]}"
-                for name, value in _describe(group.first).items()
-                if value != usual[name]
-            ),
-        )
-        for group in nodes
-        if group is not most
-    ]
+    found = []
+    for group in nodes:
+        other = [(name, value) for name, value in _describe(group.first).items() if value != usual[name]]
+        if group is not most:
+            found.append(
+                (group, ", ".join(f"{name} {value} instead of {usual[name]}" for name, value in other))
+            )
+    return found
 
 
 def _describe(facts: Facts) -> dict[str, str]:

@@ -80,11 +80,7 @@ def names_by_value(values: Iterable[tuple[str, ValueT]]) -> dict[ValueT, list[st
 
 
 def fold_names(names: Iterable[str]) -> list[str]:
-    """Fold `names` to ranges: csd0, csd1, csd2, jetson become csd[0-2], jetson.
-
-    Ranges are in the order of their first names. `expand_range` of the result gives the same names without
-    duplicates.
-    """
+    """Fold `names` to ranges, in order of their first names: csd0, csd1, jetson become csd[0-1], jetson."""
     groups: dict[tuple[str, str], list[tuple[str, int]]] = defaultdict(list)
     for name in dict.fromkeys(names):
         head, tail, digits = _split(name)

@@ -71,10 +71,7 @@ _MAX_FILES = 200
 
 
 def list_aliases(path: Path) -> list[str]:
-    """Return every literal name (no pattern) of the Host lines of `path` and included files, in their order.
-
-    Raises InputError.
-    """
+    """Return every literal name of the Host lines of `path` and included files; raises InputError."""
     aliases: dict[str, None] = {}
     pending, num_read = [path], 0
     while pending:
@@ -189,10 +186,7 @@ def parse_proxy_command(command: str) -> tuple[str, tuple[str, ...]] | None:
 
 
 def build_node(target: Target, settings: SshSettings, keys: Sequence[Path], jump: Node | None) -> Node:
-    """Build the node of `target`.
-
-    Raises InputError for an address or user that a fleet file may not have.
-    """
+    """Build the node of `target`; raises InputError for an address or user that no fleet file may have."""
     address, user = settings["hostname"][0], settings["user"][0]
     for text, pattern, what in ((address, ADDRESS, AN_ADDRESS), (user, USER, "user name")):
         if not pattern.fullmatch(text):
@@ -224,10 +218,7 @@ def list_notes(settings: SshSettings, defaults: SshSettings, keys: Sequence[Path
 
 
 def list_keys(settings: SshSettings, defaults: SshSettings, home: Path) -> list[Path]:
-    """Return the key files of `settings` that exist, without those of `defaults`, which every ssh tries.
-
-    `ssh -G` does not expand their tokens. The public key of a key in the agent stands for its file.
-    """
+    """Return the key files of `settings` that exist, or whose public key does, but those of `defaults`."""
     texts = settings.get("identityfile", ())
     if texts == defaults.get("identityfile") and settings["identitiesonly"] != ["yes"]:
         return []

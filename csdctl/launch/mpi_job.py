@@ -153,10 +153,7 @@ class MpiJob:
         starter: str = HOST_NAME,
         request: str = REQUEST,
     ) -> None:
-        """`start` starts mpirun on machine `starter`.
-
-        Its standard input stays open until it is to end: it also ends with csdctl.
-        """
+        """`start` starts mpirun on `starter`, which ends when its standard input does, as csdctl with it."""
         self._start, self._start_daemon, self._starter = start, start_daemon, starter
         self._sandbox_s = sandbox_s
         self._output = JobOutput(log, request, self._request_daemon)
@@ -213,10 +210,7 @@ class MpiJob:
         return True
 
     def _finish(self, conversation: Conversation, outcome: JobOutcome) -> None:
-        """End mpirun's sandbox, and read what is left; kill what does not end.
-
-        mpirun itself would wait for a daemon that no longer answers.
-        """
+        """End mpirun's sandbox, as mpirun would wait for a lost daemon; read what is left, and kill it."""
         with contextlib.suppress(CsdctlError, EOFError, ValueError):
             conversation.send_line("")
         with contextlib.suppress(CsdctlError, OSError, ValueError):
@@ -282,10 +276,7 @@ def _end(conversation: Conversation) -> None:
 
 
 def _sample_connections(session_id: int, outcome: JobOutcome) -> None:
-    """Record the bytes on the connections of mpirun; the kernel drops them when it ends.
-
-    These are to the daemons on nodes. Ranks report their own traffic.
-    """
+    """Record the bytes on mpirun's connections to daemons; the kernel drops them when it ends."""
     for pid, stat in load_all().items():
         is_daemon = stat.session == session_id and stat.name in ("mpirun", "prterun")
         for tcp in list_connections(pid) if is_daemon else ():
@@ -312,10 +303,7 @@ def add_rank_traffic(
 
 
 def add_mpirun_traffic(outcomes: Iterable[JobOutcome], fleet: Fleet) -> LinkBytes:
-    """Add up the bytes on the connections of the host's mpiruns.
-
-    Nodes that share an address (an emulated fleet) differ in their SSH ports alone.
-    """
+    """Add up the bytes on the connections of the host's mpiruns."""
     added: Counter[tuple[str, str, str]] = Counter()
     for outcome in outcomes:
         for (_, peer), (num_sent, num_received) in outcome.connection_bytes.items():

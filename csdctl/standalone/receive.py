@@ -141,10 +141,7 @@ def check_destination(destination: bytes) -> bytes:
 
 
 def tree_at(destination: bytes) -> bytes:
-    """Return the directory that the destination links to; empty if csdctl did not create it.
-
-    Another machine with the same home may have created it, in its own state directory.
-    """
+    """Return the tree that the destination links to, maybe of a machine with the same home, or b''."""
     target = os.readlink(destination) if os.path.islink(destination) else b""
     trees = os.path.realpath(TREES).split(b"/")
     found = os.path.dirname(target).split(b"/")
@@ -189,10 +186,7 @@ def hash_of(handle: int, num_bytes: int) -> Any:
 
 
 def read_input(num_bytes: int) -> Iterator[bytes]:
-    """Yield the next `num_bytes` from the host in chunks; raises BrokenPipeError when it no longer sends.
-
-    Parts are kept for the next deploy then.
-    """
+    """Yield the next `num_bytes` from the host in chunks; raises BrokenPipeError when it no longer sends."""
     while num_bytes:
         is_readable = select.select([0], [], [], SILENCE_S)[0]
         chunk = os.read(0, min(num_bytes, 1 << 17)) if is_readable else b""
@@ -250,10 +244,7 @@ class Receiver:
         ]
 
     def receive(self, missing: list[int]) -> None:
-        """Receive the objects `missing`, verify and sync them, and rename them to their final names.
-
-        After a full disk, nothing of them remains; after a lost connection, their parts remain.
-        """
+        """Receive, verify, sync and rename objects; after a full disk, no part of them remains."""
         make_private(OBJECTS)
         arrived = missing
         offsets = {number: self.resume_offset(self.objects[number]) for number in missing}
@@ -298,10 +289,7 @@ class Receiver:
 
 
 def report_missing(missing: list[int], offsets: dict[int, int]) -> list[int]:
-    """Report the objects to send, as ranges of numbers in reading order; return their numbers.
-
-    The last of very many ranges includes what lies between: that is sent again.
-    """
+    """Report the objects to send as ranges, the last with what lies between; return all numbers."""
     ranges: list[list[int]] = []
     for number in missing:
         if ranges and (ranges[-1][1] == number - 1 or len(ranges) == 20_000):  # lines of a megabyte at most

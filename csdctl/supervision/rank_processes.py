@@ -47,10 +47,7 @@ class Allowance:
         self._updated: float | None = None
 
     def spend(self, amount: float, now: float) -> float:
-        """Spend `amount` at the time `now`, in monotonic seconds; return the seconds until it is available.
-
-        0.0: it was available at once.
-        """
+        """Spend `amount` at the monotonic time `now`; return the seconds until it is available, or 0.0."""
         elapsed_s = now - self._updated if self._updated is not None else 0.0
         self._updated = now
         self._left = min(self._burst, self._left + elapsed_s * self._per_s) - amount
@@ -390,10 +387,7 @@ class RankProcesses:
         self._unhandled = None
 
     def requeue_unhandled(self) -> None:
-        """Return the latest message from `next` once more, before all others, unless it was handled.
-
-        An interrupt may come at any point, even before the message was handled.
-        """
+        """Return the latest message from `next` again, unless handled: an interrupt comes at any time."""
         self._again = self._unhandled
 
     def send(self, rank: int, order: Order) -> None:

@@ -115,10 +115,7 @@ class Supervisor:
         """Of each link's mpirun."""
 
     def run(self) -> None:
-        """Train to the end; raise RunError, DeadlineError or InputError.
-
-        A second Ctrl-C raises KeyboardInterrupt.
-        """
+        """Train to the end; raise RunError, DeadlineError, InputError; KeyboardInterrupt for the second."""
         try:
             self._start()
             while 0 not in self._finished:

@@ -171,10 +171,7 @@ class WrappedCommand:
 
     @property
     def command_line(self) -> str:
-        """The argument list as a line for any login shell: without backslash, `!`, newline or second quote.
-
-        No `exec`, which restricted shells refuse.
-        """
+        """The argument list as a line for any login shell: no backslash, `!`, newline or `exec`."""
         return shlex.join(self.argv)
 
 
@@ -268,11 +265,7 @@ def build_kill_command(group: int) -> WrappedCommand:
 
 
 class MarkedOutput:
-    """The bounded output of a command on one stream, from the wrapper's token on.
-
-    Keeps the beginning, or with `keep_end` the end. `group` is the process group printed after the token, or
-    0.
-    """
+    """The bounded output of a command on one stream, from its token on: its beginning, or its end."""
 
     MAX_PREAMBLE_BYTES = 1 << 16
     MAX_START_BYTES = 16 << 20  # more than start-up files print; the channel's window stops the rest
@@ -345,10 +338,7 @@ def build_program_command(python: str, module: str, arguments: Sequence[str] = (
 
 
 def build_child_command(command: Sequence[str], parent: int) -> list[str]:
-    """Return the argument list that runs a program of this host that ends with process `parent`.
-
-    The thread that starts it must wait for it: for the kernel, that thread is the parent.
-    """
+    """Return what runs a program of this host that ends with process `parent`, in effect with its thread."""
     return build_program_command(sys.executable, "child", [str(parent), *command])
 
 
@@ -382,8 +372,5 @@ _RUN_CHECKED = IMPORT_SITE + (
 
 
 def build_worker_command(python: str, worker_path: str, arguments: Sequence[str]) -> list[str]:
-    """Return the argument list that runs the worker's command `arguments[0]`.
-
-    `worker_path` is a file of the store. It is run only with the content that its name states.
-    """
+    """Return what runs the worker's command `arguments[0]`, from the store, with the content of its name."""
     return [python, *PYTHON_FLAGS, "-c", _RUN_CHECKED, worker_path, *arguments]

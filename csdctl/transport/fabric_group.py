@@ -44,10 +44,7 @@ class FleetLink:
 
 
 class FleetConnection(fabric.Connection):  # type: ignore[misc]
-    """A fabric.Connection to a node of a fleet; `node` has its entry of the fleet file.
-
-    `printed` are the streams that its commands print to, `out` and `err`; by default Python's.
-    """
+    """A fabric.Connection to a node; `printed` are the streams `out` and `err` that its commands print to."""
 
     # Fabric stores an attribute that the class lacks as a key of its configuration.
     node: Node = None  # type: ignore[assignment]
@@ -115,10 +112,7 @@ class FleetConnection(fabric.Connection):  # type: ignore[misc]
 
 
 def _redirect(runner: Any) -> None:
-    """Let a command print to the streams of its connection, unless the task names a stream.
-
-    An `out_stream` of c.run would also get the output that the task hides.
-    """
+    """Let a command print to its connection's streams; an `out_stream` would also get what the task hides."""
     for name, default in (("out", sys.stdout), ("err", sys.stderr)):
         if runner.streams[name] is default:
             runner.streams[name] = runner.context.printed.get(name, default)
@@ -223,10 +217,7 @@ class FleetRemote(Remote):  # type: ignore[misc]
 
 
 class FleetGroup(fabric.ThreadingGroup):  # type: ignore[misc]
-    """A Fabric group of the nodes of a fleet; use it as a context manager.
-
-    A node that fails does not stop the others: the GroupException has the results of all.
-    """
+    """A Fabric group of the nodes of a fleet, a context manager; GroupException has the results of all."""
 
     link: FleetLink
 

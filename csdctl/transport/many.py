@@ -201,10 +201,7 @@ def open_sessions(
     on_done: Callable[[Outcome[Session]], None] = lambda outcome: None,
     on_traffic: OnTraffic = lambda sent: None,
 ) -> Iterator[Sessions]:
-    """Open one session to each node of `fleet`, and one to the host in `directory`; close all at exit.
-
-    `on_traffic` gets the byte counts at the end. Raises InputError when the system allows too few open files.
-    """
+    """Open one session to each node of `fleet`, and one to the host in `directory`; close all at exit."""
     check_open_files(len(fleet.nodes))
     nodes = {node.name: node for node in fleet.nodes}
     with _Connections(fleet, directory, connect_deadline_s, on_traffic) as connections:

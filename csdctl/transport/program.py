@@ -85,10 +85,7 @@ class ProgramEndedError(RemoteCommandError):
 
 
 def decode_frame(line: str, messages: Mapping[str, type]) -> tuple[str, Any] | None:
-    """Return kind and message of a line, by the type of its kind (bytes for base64); None for other text.
-
-    Raises ProtocolError for a kind that is not among `messages`, or another content.
-    """
+    """Return kind and message of a line, None for other text; raises ProtocolError if not of `messages`."""
     if not line.startswith(FRAME_PREFIX):
         return None
     kind, _, text = line.removeprefix(FRAME_PREFIX).partition(" ")

@@ -150,10 +150,7 @@ class Running:
         self._stderr_reader.start()
 
     def has_begun(self, script: bytes, wait_s: float) -> bool:
-        """Wait for the login shell, then send the command's script; return False when it takes longer.
-
-        Raises RemoteCommandError when the shell ends instead.
-        """
+        """Wait for the login shell, then send the script; return False when it takes longer."""
         deadline = Deadline(wait_s)
         with contextlib.suppress(TimeoutError):
             while not self.stdout.has_started:
@@ -200,10 +197,7 @@ class Running:
             self.process.release()
 
     def completed(self, exit_code: int) -> Completed:
-        """Return the result, given the exit code.
-
-        Raises RemoteCommandError when it never started, UnreachableError when its session was closed.
-        """
+        """Return the result; raises RemoteCommandError if it never started, UnreachableError if closed."""
         self._stderr_reader.join(LEFTOVER_OUTPUT_S)
         if exit_code and self._is_killed:  # a session that is closed first ends its commands
             raise UnreachableError("the connection was closed", node=self.name)
@@ -404,10 +398,7 @@ class Session(ABC):
     def __init__(
         self, name: str, meter: Meter, host_key_fingerprint: str = "", setting: Setting = HERE
     ) -> None:
-        """`meter` counts the bytes sent and received; the SHA256 `host_key_fingerprint` is '' without SSH.
-
-        `setting` is that of csdctl's own programs.
-        """
+        """`setting`: of csdctl's own programs; `host_key_fingerprint`: SHA256, '' without SSH."""
         self.name = name
         self.meter = meter
         self.host_key_fingerprint = host_key_fingerprint
@@ -449,10 +440,7 @@ class Session(ABC):
         return Conversation(running, lambda: self._forget(running))
 
     def close(self) -> None:
-        """End running commands, and close the connection.
-
-        A command that another thread is starting is waited for and ended too: its machine may already run it.
-        """
+        """End running commands, also one that another thread is starting, and close the connection."""
         with self._starting:
             self._is_closed = True
             self._starting.wait_for(lambda: self._num_starting == 0, KILL_DEADLINE_S)

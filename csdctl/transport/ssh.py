@@ -61,10 +61,7 @@ _CIPHERS = ("aes128-gcm@openssh.com", "aes256-gcm@openssh.com", "aes128-ctr", "a
 
 
 def choose_algorithms(options: paramiko.transport.SecurityOptions, known_key_types: Collection[str]) -> None:
-    """Restrict `options` of a new connection.
-
-    Host keys of types that known_hosts has come first, as in ssh: a server may have keys of several types.
-    """
+    """Restrict `options` of a new connection; as in ssh, types of known host keys come first."""
     options.ciphers = [name for name in _CIPHERS if name in options.ciphers]
     whole = (name for name in options.digests if "md5" not in name and "-96" not in name)
     options.digests = sorted(whole, key=lambda name: "-etm@" not in name)
@@ -74,10 +71,7 @@ def choose_algorithms(options: paramiko.transport.SecurityOptions, known_key_typ
 
 
 class JumpHosts:
-    """The known host keys and open connections to jump hosts of one command. The caller closes it.
-
-    Jump hosts connect on first use; nested jump hosts share their connections too.
-    """
+    """The known host keys and the shared connections to jump hosts of one command. The caller closes it."""
 
     def __init__(self, known_hosts: KnownHosts) -> None:
         self.known_hosts = known_hosts
@@ -88,10 +82,7 @@ class JumpHosts:
         """Every connection that was started, to jump hosts and to nodes, including failed ones."""
 
     def open_channel(self, node: Node, deadline: Deadline) -> paramiko.Channel:
-        """Open a channel from the jump host to the address of `node`, to be used as a socket.
-
-        Raises JumpHostError for problems of the jump host, UnreachableError for problems of the node.
-        """
+        """Open a channel from the jump host to `node`; raises JumpHostError or UnreachableError."""
         assert node.jump
         jump = node.jump
         transport = self._connected(node, jump, deadline)
@@ -148,10 +139,7 @@ KEEPALIVE_INTERVAL_S = 3.0
 
 
 def watch_peer(transport: paramiko.Transport) -> None:
-    """Close `transport` when its peer does not reply for DEAD_PEER_S.
-
-    For connections through a jump host: TCP keepalive covers only the first hop.
-    """
+    """Close a connection through a jump host, beyond TCP keepalive, if there is no reply for DEAD_PEER_S."""
     requested_s: list[float] = []
 
     def request() -> None:
@@ -202,10 +190,7 @@ class _ConnectionDropped(Exception):
 
 
 def fetch_host_key(node: Node, jumps: JumpHosts, *, connect_deadline_s: float) -> tuple[str, bytes]:
-    """Return type and blob of the host key of `node`, unchecked; its jump host's key is checked.
-
-    Raises UnreachableError.
-    """
+    """Return type and blob of the unchecked host key of `node`; raises UnreachableError."""
     with _started(node, Deadline(connect_deadline_s), jumps) as transport:
         key = transport.get_remote_server_key()
         transport.close()
@@ -213,10 +198,7 @@ def fetch_host_key(node: Node, jumps: JumpHosts, *, connect_deadline_s: float) -
 
 
 def open_transport(node: Node, deadline: Deadline, jumps: JumpHosts) -> StrictTransport:
-    """Return an authenticated connection to `node`, through its jump host if it has one.
-
-    Raises UnreachableError, HostKeyError or AuthenticationError, within `deadline`.
-    """
+    """Return an authenticated connection; raises UnreachableError, HostKeyError or AuthenticationError."""
     keys: list[paramiko.PKey] | None = None
     while True:
         with _started(node, deadline, jumps) as transport:
@@ -349,10 +331,7 @@ def _resolve(node: Node, deadline: Deadline) -> list[tuple[int, tuple[Any, ...]]
 
 
 def load_keys(node: Node) -> tuple[list[paramiko.PKey], list[str]]:
-    """Return the keys to offer, in the order of ssh, and what is wrong with some of them or with others.
-
-    What the agent has comes first. Raises AuthenticationError without any key.
-    """
+    """Return the keys to offer, the agent's first, and what is wrong with keys; or AuthenticationError."""
     agent: list[Any] = []
     with contextlib.suppress(paramiko.SSHException, OSError):
         agent.extend(paramiko.Agent().get_keys())

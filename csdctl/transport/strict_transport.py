@@ -378,10 +378,7 @@ class StrictTransport(paramiko.Transport):
             self._further.append(further)
 
     def get_exception(self) -> Exception | None:
-        """Return and forget why the connection ended: SSHException, EOFError or OSError.
-
-        paramiko also keeps what its parsers raise for damaged messages, such as KeyError or UnicodeError.
-        """
+        """Return and forget why the connection ended; what paramiko's parsers raise becomes SSHException."""
         error = super().get_exception()
         if error is None or isinstance(error, EOFError | OSError | paramiko.SSHException):
             return error
@@ -456,10 +453,7 @@ class StrictTransport(paramiko.Transport):
 
 
 def request_exec(channel: Any, command_line: bytes, timeout_s: float) -> None:
-    """Do what `Channel.exec_command` does, with a timeout for the server's reply; raises SSHException.
-
-    paramiko's own method waits for the reply without a limit.
-    """
+    """Do what `Channel.exec_command` does, with a limit of the wait for the reply; raises SSHException."""
     request = paramiko.Message()
     request.add_byte(common.cMSG_CHANNEL_REQUEST)
     request.add_int(channel.remote_chanid)

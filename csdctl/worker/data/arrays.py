@@ -103,10 +103,7 @@ class CheckedArray:
 
 
 def map_file(file: BufferedReader) -> Array:
-    """Map an open .npy file, without ever unpickling.
-
-    Raises OSError if it cannot be read, and ValueError if it is not exactly one array of samples.
-    """
+    """Map an open .npy file without unpickling; raises OSError, or ValueError if it is not one array."""
     file.seek(0)
     shape, is_fortran, dtype = read_array_header(file)
     if not shape:
@@ -121,10 +118,7 @@ def map_file(file: BufferedReader) -> Array:
 
 
 def read_array_header(file: IO[bytes]) -> tuple[tuple[int, ...], bool, np.dtype[Any]]:
-    """Return the shape of the .npy array that begins here, whether it is in Fortran's order, and its type.
-
-    Raises OSError, and ValueError for anything else than the header of an array that needs no unpickling.
-    """
+    """Return shape, Fortran's order and type of the .npy array that begins here; or OSError, ValueError."""
     try:
         version = np.lib.format.read_magic(file)
         read = {(1, 0): np.lib.format.read_array_header_1_0, (2, 0): np.lib.format.read_array_header_2_0}[

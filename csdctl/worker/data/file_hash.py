@@ -41,10 +41,7 @@ def open_regular(path: str | Path) -> BufferedReader:
 
 
 def hash_file(file: BufferedReader, name: str, remembered: Path = REMEMBERED) -> str:
-    """Return the SHA-256, in hex, of an open file; raises WorkerError if it changes meanwhile.
-
-    `name` identifies the file in messages.
-    """
+    """Return the SHA-256 of an open file, `name` in messages; raises WorkerError if it changes meanwhile."""
     state = file_state(os.fstat(file.fileno()))
 
     def compute() -> str:

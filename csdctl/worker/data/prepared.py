@@ -76,10 +76,7 @@ class EpochReader:
     """
 
     def __init__(self, spec: RunSpec, rank: int, convert: Callable[[Array], Array] | None = None) -> None:
-        """Raise WorkerError if data is missing.
-
-        `convert` makes of public samples, as the host has them, what the other data has: features.
-        """
+        """`convert` makes features of the host's public samples. Raises WorkerError if data is missing."""
         me = spec.ranks[rank]
         self._spec = spec
         self._rank = rank
@@ -107,10 +104,7 @@ class EpochReader:
         self._orders = {}
 
     def read(self, share: Share, reassigned: bytes | bytearray | None = None) -> tuple[Array, Array]:
-        """Return the samples of one step, private ones first, reassigned ones last.
-
-        `reassigned` has the packed samples that rank 0 sent; rank 0 reads its own from the public data.
-        """
+        """Return a step's samples, private ones first, `reassigned` ones last, which rank 0 reads itself."""
         batches = []
         if share.num_private and self._private:
             batches.append(self._private.read(self._private_indices(share)))

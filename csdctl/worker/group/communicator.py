@@ -159,10 +159,7 @@ class Communicator:
         return bf16.unpack(self._total, chunks, self._unpacked) if chunks else self._total
 
     def gather(self, value: Any, hint: Any) -> dict[int, Any]:
-        """Return the `value` (JSON) of every rank that is present, on all ranks.
-
-        `hint` is the annotation of what a rank may send; who sends anything else is left out, and lost.
-        """
+        """Return the JSON `value` of every rank that is present; who sends anything but `hint` is lost."""
         contents, values = {self.rank: encode_value(value)}, {}
         if not self._channel:
             self.counted = self.members

@@ -521,10 +521,7 @@ class Hub:
         self._request, self._has_passed = None, False
 
     def _decide(self, counted: Iterable[int], *, is_end: bool = True) -> bytes:
-        """Return, as it is sent, who took part and who does next; b'' if all do, as before.
-
-        `is_end`: whether no sum of the step follows, so that others can take part.
-        """
+        """Return who took part, and who does next if the step ends (`is_end`); b'' if all do, as before."""
         before, admitted = self._told, self._admitted if is_end else set()
         self._members |= admitted
         self._arrange()
@@ -586,10 +583,7 @@ class Hub:
         return copied
 
     def _complete(self, chunk: Chunk, parts: Collection[bool]) -> None:
-        """Add the rank's own vector to a chunk of those of its nodes, then those of servers.
-
-        `parts`: those of `_partials` that are in the sum.
-        """
+        """Add the rank's vector to a chunk of its nodes, then of servers: those of `_partials` in `parts`."""
         into = (self._partials[False] if self._parent else self._total)[chunk.elements]
         summed = self._local[chunk.elements]
         for part in sorted(parts):
@@ -682,10 +676,7 @@ class Hub:
         return outliers
 
     def _find_not_finite(self, present: Sequence[_Child]) -> list[tuple[_Child, str]]:
-        """Return a minority of links whose vectors are not finite, if the sum is not; of more, [].
-
-        Then the training diverges, or the machine of this rank is at fault.
-        """
+        """Return a minority of links whose vectors are not finite; [] for more: the training diverges."""
         chunks = self._chunks[self._number]
         size = chunks[-1].elements.stop
         if self._is_finite or not np.isfinite(self._local[:size]).all():

@@ -47,10 +47,7 @@ class Incoming:
         """Whether the latest `Test` has found that it has arrived."""
 
     def Test(self, num_looks: int = 1) -> bool:
-        """Return whether the message has arrived; raises PeerFaultError when it has another size.
-
-        `num_looks`: how often MPI is asked, `NUM_LOOKS` to take what its sockets have.
-        """
+        """Return whether the message has arrived, asking MPI `num_looks` times; raises PeerFaultError."""
         test, status = self._request.Test, self._status
         try:
             while not self.is_complete and num_looks:

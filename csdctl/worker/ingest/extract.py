@@ -251,10 +251,7 @@ GATHERED_ROWS = 4096
 def gather(
     spec: GatherSpec, *, on_progress: Callable[[PrepareProgress], None] = lambda progress: None
 ) -> Gathered:
-    """Store the features of `spec.parts` as those of all samples, unless they are stored.
-
-    Raises WorkerError for parts that are not the features of all samples, or if the disk fails.
-    """
+    """Store the features of `spec.parts` as those of all samples; raises WorkerError for anything else."""
     if not spec.parts:
         return Gathered(is_stored=find_stored(_target_of(spec.wanted)) is not None)
     _store_rows(spec.wanted, functools.partial(_merge, spec), on_progress)
@@ -296,10 +293,7 @@ LINE_BYTES = 48 << 10
 
 
 def send(spec: SendSpec, write: Callable[[str], None], *, home: Path = Path()) -> None:
-    """Write the stored numbers as lines of base64; raises WorkerError if they are not there.
-
-    The host compares what arrives with what it has asked for.
-    """
+    """Write the stored numbers as lines of base64; raises WorkerError if they are not there."""
     try:
         with open_regular(home / spec.store / spec.fingerprint / "images.npy") as file:
             while block := file.read(LINE_BYTES):

@@ -52,10 +52,7 @@ LOCK_DEADLINE_S = 10.0
 
 @convert_write_errors()
 def make_store(store: Path, source: Path, *, is_shared: bool) -> None:
-    """Create the directory of prepared data sets; raises WorkerError where another user could change them.
-
-    On a shared file system it may belong to the owner of the source, who can change the samples anyway.
-    """
+    """Create the store; raises WorkerError where others could change it, but the source's owner."""
     store.mkdir(mode=PRIVATE_DIRECTORY, parents=True, exist_ok=True)
     owners = {os.geteuid(), *({0, source.stat().st_uid} if is_shared else ())}
     found = store.stat()
@@ -73,10 +70,7 @@ def make_store(store: Path, source: Path, *, is_shared: bool) -> None:
 
 
 def set_access(directory: Path, tree: Tree, *, is_shared: bool) -> None:
-    """Let only those read the data set in `directory` who may read every file of its source.
-
-    Private without `is_shared`. Also narrows a data set of an earlier call.
-    """
+    """Let only those read the data set who may read its source, or with `is_shared` False, this user."""
     if directory.stat().st_uid != os.geteuid():
         return
     readers = _readers(tree) if is_shared else 0
@@ -116,10 +110,7 @@ def empty_info(fingerprint: str, class_names: Sequence[str] = ()) -> DatasetInfo
 
 
 def add_block(info: DatasetInfo, block: Block) -> DatasetInfo:
-    """Return `info` with the number of samples of one more block, and their shapes, types and ranges.
-
-    Raises WorkerError if its samples differ in shape or type from earlier ones.
-    """
+    """Return `info` with one more block; raises WorkerError if its shapes or types are others."""
     reasons = Counter(reason for reason, _ in block.skipped)
     num_skipped = dict(sorted((Counter(info.num_skipped) + reasons).items()))
     skipped = (*info.skipped, *(place for _, place in block.skipped))[:MAX_NAMED]
@@ -200,10 +191,7 @@ class PartialDataset:
     """The directory of an unfinished data set, locked by one process at a time."""
 
     def __init__(self, directory: Path, fingerprint: str, class_names: Sequence[str] = ()) -> None:
-        """Resume the work of an earlier call with the same `fingerprint`, or start from scratch.
-
-        Raises WorkerError if another process has the lock, or the disk fails.
-        """
+        """Resume an earlier call with this `fingerprint`, or begin; raises WorkerError."""
         self._directory = directory
         self._opened = ExitStack()
         with convert_write_errors():
@@ -234,10 +222,7 @@ class PartialDataset:
             self.close()
 
     def append(self, block: Block, *, is_copied: bool = True) -> None:
-        """Add a block; raises WorkerError if its samples differ in shape or type from earlier ones.
-
-        Without `is_copied`, the files of the source are used: the block is only described.
-        """
+        """Add a block, described only without `is_copied`; raises WorkerError for other shapes."""
         info = add_block(self.info, block)
         with convert_write_errors():
             if len(block.samples) and is_copied:
@@ -255,10 +240,7 @@ class PartialDataset:
                 self.sync()
 
     def declare(self, samples: Array, labels: Array) -> None:
-        """Take shapes and types from samples (n, …) and labels (n, …), unless there are some.
-
-        Only headers are written, as long as those of any number of rows: the data set may stay empty.
-        """
+        """Take shapes and types, and write headers, unless there are some: the data set may stay empty."""
         if self.info.num_samples:
             return
         self.info = take_types(self.info, samples, as_labels(labels))
@@ -278,10 +260,7 @@ class PartialDataset:
     def finish(
         self, target: Path, info: DatasetInfo | None = None, source: Path | None = None
     ) -> DatasetInfo:
-        """Rename the directory to `target`, with `info` as dataset.json; return it with path and hashes.
-
-        `source` is the directory of the arrays if they were not copied.
-        """
+        """Rename the directory to `target`; return `info` with hashes and path, of `source` if not copied."""
         with convert_write_errors():
             for name, file, (header, _) in zip(_ARRAYS, self._files, _headers(self.info), strict=True):
                 if source:
@@ -384,10 +363,7 @@ def _lock_directory(directory: Path) -> int:
 
 
 def _load_record(directory: Path, fingerprint: str) -> DatasetInfo | None:
-    """Return the record of an earlier call: the description of the samples that were processed.
-
-    None if the data or the job has changed since, or the files do not hold what it states.
-    """
+    """Return the record of an earlier call, None if data or job has changed, or the files are shorter."""
     with suppress(OSError, ValueError, WorkerError):  # a ProtocolError is a ValueError
         info = from_json(DatasetInfo, (directory / _RECORD).read_text())
         found = [(directory / name).stat().st_size for name in _ARRAYS]

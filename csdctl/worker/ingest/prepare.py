@@ -69,10 +69,7 @@ Open = Callable[[Tree, PrepareSpec, int], SampleSource]
 
 
 def detect_format(tree: Tree, spec: PrepareSpec) -> tuple[str, Open]:
-    """Return the name of the format and what opens it. Renaming one prepares its data again.
-
-    Raises WorkerError, exit code 2, if the data is empty or not supported.
-    """
+    """Return the name of the format, and what opens it; raises WorkerError, exit code 2."""
     if spec.function:
         return "function", call_function
     if not tree.files and not tree.folders:
@@ -192,10 +189,7 @@ def _is_as_stored(source: ArraySource, spec: PrepareSpec) -> bool:
 
 
 def complete_info(info: DatasetInfo, source: SampleSource, spec: PrepareSpec) -> DatasetInfo:
-    """Return the description with what `source` knows of its classes and of padded arrays.
-
-    Raises WorkerError, exit code 2, if it is empty or does not fit the classes.
-    """
+    """Return the description with classes and padding of `source`; raises WorkerError, exit code 2."""
     names = source.class_names or ()
     if info.num_samples == 0:
         raise _no_usable_samples(info, spec)

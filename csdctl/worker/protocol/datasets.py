@@ -53,10 +53,7 @@ SKIPPED = "skipped.txt"
 
 @dataclass(frozen=True)
 class DatasetInfo:
-    """Description of a prepared data set; has no file names and no samples.
-
-    `path` is the directory of its images.npy and labels.npy, absolute or relative to the session's home.
-    """
+    """Description of a prepared data set, whose arrays are in `path`; without names of files and samples."""
 
     path: str
     num_samples: Count

@@ -201,10 +201,7 @@ class SentBytes:
 
 @dataclass(frozen=True)
 class Traffic(Event):
-    """What a rank with a hub and the ranks behind it have sent to each other, since its process began.
-
-    Bytes are TCP payload.
-    """
+    """TCP payload that a rank with a hub and those behind it sent to each other since its process began."""
 
     sent: tuple[SentBytes, ...]
 
@@ -376,10 +373,7 @@ _UNSET: tuple[object, ...] = (None, 0, {})
 
 
 def check_event(event: Event, nodes: Sequence[str], sender: int | None = None) -> None:
-    """Raise ProtocolError unless a rank of the run whose ranks are on `nodes` may have sent `event`.
-
-    `sender`: the rank that it came from, if that is known.
-    """
+    """Raise ProtocolError unless a rank of the run on `nodes`, `sender` if known, may have sent `event`."""
     name = type(event).__name__
     rank = event.rank if sender is None else sender
     is_lost = sender is None and isinstance(event, Failed) and event.node == UNKNOWN_NODE

@@ -319,10 +319,7 @@ _PLAIN: dict[Any, Bound] = {
 
 
 def without_surrogates(content: Any) -> Any:
-    """Return parsed JSON without the parts of text that no terminal and no file can take.
-
-    JSON can name half of a character (a lone surrogate), and the name of a file that is not UTF-8 has some.
-    """
+    """Return parsed JSON without half characters (lone surrogates), which no terminal and file can take."""
     if isinstance(content, str):
         return content.encode(errors="replace").decode()
     if isinstance(content, list):

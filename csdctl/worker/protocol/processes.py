@@ -85,10 +85,7 @@ def find_descendants(pid: int, stats: Mapping[int, ProcessStat]) -> list[int]:
 
 
 def list_descendants() -> list[int]:
-    """Return the processes that this one has started, and what they have started.
-
-    Orphans among them become children of this process if it is a subreaper.
-    """
+    """Return what this process has started, and what that has started; of a subreaper, orphans too."""
     return find_descendants(os.getpid(), load_all())
 
 
@@ -108,10 +105,7 @@ def end_descendants() -> None:
 
 
 def is_of_user(connection: socket.socket, user: int | None = None) -> bool:
-    """Whether the process at the other end of a Unix socket runs as `user`; by default as this process does.
-
-    In a sandbox, that is who has started it.
-    """
+    """Whether the other end of a Unix socket runs as `user`; by default as this process, or its sandbox."""
     peer = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12)
     _, uid, _ = struct.unpack("3I", peer)
     return bool(uid == (int(os.environ.get(USER_VARIABLE, os.getuid())) if user is None else user))

@@ -161,10 +161,7 @@ def _is_open_to_all(path: str) -> bool:
 
 
 def python_paths() -> list[str]:
-    """Return the parts of this Python, of environments whose packages it uses, and directories of modules.
-
-    Never a whole prefix, nor a directory that contains a home: somebody's files may be there.
-    """
+    """Return the parts of this Python and its environments, and modules; never a directory with a home."""
     executables = {sys.executable, os.path.realpath(sys.executable)}
     prefixes = {os.path.dirname(os.path.dirname(path)) for path in executables}
     prefixes |= {sys.prefix, sys.base_prefix, sys.exec_prefix, sys.base_exec_prefix}
@@ -251,10 +248,7 @@ def _take_listener(child: int, connection: socket.socket) -> int:
 
 
 def run_sandbox() -> int:
-    """Run the sandbox whose policy is the next line of standard input; return the exit code of its command.
-
-    Raises ProtocolError.
-    """
+    """Run the sandbox whose policy is the next line of input; return its exit code. Raises ProtocolError."""
     # Without a buffer, not a byte more than the line is read.
     policy = from_json(SandboxPolicy, io.FileIO(0, closefd=False).readline().decode())
     LIBC.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)

@@ -103,10 +103,7 @@ def list_listeners(port: int) -> Iterator[tuple[IpAddress, int]]:
 
 
 def _attach_filter(bound: socket.socket, networks: Sequence[IpNetwork]) -> None:
-    """Let the kernel drop packets from outside of `networks`: for others, the port does not exist.
-
-    Raises PermissionError.
-    """
+    """Let the kernel drop packets from outside of `networks`; raises PermissionError."""
     program = Program(build_source_filter(networks))
     bound.setsockopt(socket.SOL_SOCKET, _SO_ATTACH_FILTER, program.header)
     bound.setsockopt(socket.SOL_SOCKET, _SO_LOCK_FILTER, 1)

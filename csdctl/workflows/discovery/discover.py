@@ -216,10 +216,7 @@ def find_shared_addresses(fleet: Fleet) -> tuple[str, ...]:
 
 
 def find_shared_host_keys(fingerprints: Mapping[str, str]) -> tuple[str, ...]:
-    """Return a warning for each host key of several nodes: one machine listed twice, or a copied disk image.
-
-    `fingerprints` are by node.
-    """
+    """Return a warning for each host key, by node in `fingerprints`, of several nodes."""
     return _find_shared("host key", fingerprints.items(), "one machine listed twice, or a copied disk image")
 
 

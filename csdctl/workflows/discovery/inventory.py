@@ -40,10 +40,7 @@ MAX_ADDRESSES = 4096
 
 
 def expand_addresses(cidr: str) -> list[str]:
-    """Return every host address of `cidr`, such as 10.1.2.0/24 or fd00::/120.
-
-    Raises InputError for an invalid network or more than MAX_ADDRESSES addresses.
-    """
+    """Return every host address of `cidr`; raises InputError if invalid, or above MAX_ADDRESSES."""
     try:
         network = ipaddress.ip_network(cidr, strict=False)
     except ValueError:
@@ -61,10 +58,7 @@ def expand_addresses(cidr: str) -> list[str]:
 def scan(
     cidrs: Sequence[str], *, user: str, key: Path | None = None, port: int = 22, banner_timeout_s: float = 3.0
 ) -> tuple[Node, ...]:
-    """Return the machines of `cidrs` with an SSH server at `port`, except this one, as nodes csd0, csd1, ….
-
-    Raises InputError for an invalid range, NoNodeReachableError when no server responds.
-    """
+    """Return other machines with an SSH server at `port`; raises InputError, NoNodeReachableError."""
     addresses = list(dict.fromkeys(address for cidr in cidrs for address in expand_addresses(cidr)))
     outcomes = run_on_all(
         {address: address for address in addresses},
@@ -103,10 +97,7 @@ FoundNodes = tuple[tuple[Node, ...], tuple[str, ...]]
 
 
 def resolve_targets(targets: Sequence[Target], warnings: Mapping[str, list[str]]) -> FoundNodes:
-    """Return the nodes for `targets`, and combined notes on where csdctl deviates from ssh.
-
-    `warnings` are earlier notes. Raises InputError for unsupported settings.
-    """
+    """Return the nodes of `targets`, and notes on what csdctl ignores; raises InputError."""
     resolver = _Resolver()
     resolver.notes.update(warnings)
     outcomes = run_on_all(
@@ -241,10 +232,7 @@ class NodeSource:
 def address_ranges(
     cidrs: Sequence[str], user: str = "root", key: Path | None = None, port: int = 22
 ) -> NodeSource:
-    """Machines with an SSH server in `cidrs`; a single range also becomes the network of the fleet.
-
-    Raises InputError for an invalid range, user or key.
-    """
+    """Machines with an SSH server in `cidrs`, a single one the fleet's network; raises InputError."""
     name = ", ".join(cidrs)
     for cidr in cidrs:
         expand_addresses(cidr)  # raises InputError
@@ -305,11 +293,7 @@ def import_fleet(
     force: bool = False,
     is_dry_run: bool = False,
 ) -> FoundFleet:
-    """Find the nodes of `source`, and write them to the fleet file `path` unless it is a dry run.
-
-    Raises InputError or NoNodeReachableError; a file that exists is an error without `force`, before the
-    search for nodes starts.
-    """
+    """Find the nodes of `source` and write them to `path`; raises InputError, NoNodeReachableError."""
     if path.exists() and not force and not is_dry_run:
         raise InputError(
             f"{path} already exists", remedy="use another file with --fleet, or overwrite it with --force"

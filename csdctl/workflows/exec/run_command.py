@@ -95,10 +95,7 @@ def run_command(
     options: ExecOptions = ExecOptions(),
     on_done: Callable[[Outcome[Answer]], None] = lambda outcome: None,
 ) -> ExecResult:
-    """Run `command` on all nodes of `fleet`, in the login directory; errors of machines are in the result.
-
-    Several arguments are a program and what it gets; one argument is a line for the shell of the machine.
-    """
+    """Run a program, or one argument as a shell line, on all nodes; errors are in the result."""
     argv = parse_command(command)
 
     def visit(session: Session) -> Answer:

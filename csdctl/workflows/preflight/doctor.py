@@ -356,10 +356,7 @@ def judge_links(machines: Iterable[str], found: LinkCheck) -> Iterator[Check]:
 
 
 def measure_sums(space: Workspace, sum_bytes: Sequence[int], sum_ranks: Sequence[int]) -> list[SumTimed]:
-    """Time sums of vectors of each size, over each number of ranks and over all.
-
-    Raises RunError when a machine fails, and CsdctlError.
-    """
+    """Time sums of each size, over each number of ranks and all; raises RunError when a machine fails."""
     found = run_link_check(space, sum_bytes, sum_ranks, SUMS_DEADLINE_S)
     for loss in found.lost.values():
         raise RunError(f"sums could not be timed: {loss.message}", node=loss.node, remedy=loss.remedy)

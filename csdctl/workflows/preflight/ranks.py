@@ -86,10 +86,7 @@ def run_spec(
     on_event: Callable[[Event], None],
     conditions: Conditions,
 ) -> str:
-    """Run the ranks of `spec`, which every machine has at `path`; return who stopped them.
-
-    That is `Supervisor.stopped_by`. Raises RunError, DeadlineError or InputError.
-    """
+    """Run the ranks of `spec`, at `path` everywhere; return who stopped them (`Supervisor.stopped_by`)."""
     fleet, patience = space.whole, conditions.patience
     nodes = [rank.node for rank in spec.ranks]
     sessions = {name: space.sessions[name] for name in nodes if name in space.fleet.machines}

@@ -89,10 +89,7 @@ def find_program(name: str) -> str:
 def run_program(
     command: Sequence[str], doing: str, deadline_s: float, remedy: str, cwd: Path | None = None
 ) -> None:
-    """Run a program of the host, which ends with csdctl.
-
-    Raises CsdctlError after the deadline, and with the program's own message when it fails.
-    """
+    """Run a program that ends with csdctl; raises CsdctlError after the deadline, or with its message."""
     try:
         done = subprocess.run(
             build_child_command(command, os.getpid()),
@@ -112,10 +109,7 @@ def run_program(
 
 
 def select_locked(lock: str, kind: Kind, *, with_keras: bool) -> list[str]:
-    """Return the lines of a lock file that apply to `kind`, without markers; pure.
-
-    Raises InputError for a line without a hash.
-    """
+    """Return the lines of a lock file for `kind`, without markers; raises InputError without a hash; pure."""
     from packaging.requirements import InvalidRequirement, Requirement
 
     environment = {
@@ -174,10 +168,7 @@ def build_download_command(requirements: Path, kind: Kind, directory: Path) -> l
 
 
 def download_wheels(locked: Sequence[str], kind: Kind, directory: Path) -> list[Path]:
-    """Download the wheels of `locked`, lines of a lock file, into `directory`; return them by name.
-
-    Raises CsdctlError with pip's own message.
-    """
+    """Download the wheels of lines of a lock file into `directory`; raises CsdctlError with pip's message."""
     requirements = directory / "requirements.txt"
     save_text(requirements, "\n".join(locked) + "\n")
     command = build_download_command(requirements, kind, directory)
@@ -340,10 +331,7 @@ class Bundle:
 def collect_bundle(
     kind: Kind, *, lock: Path, prefix: str, directory: Path, say: Say, with_keras: bool = False
 ) -> Bundle:
-    """Return the bundle of `kind` below `directory`; download what is needed if there is none yet.
-
-    Raises InputError for an unusable lock file, CsdctlError when something cannot be downloaded.
-    """
+    """Return the bundle of `kind`, downloaded if there is none yet; raises InputError, CsdctlError."""
     locked = select_locked(load_text(lock), kind, with_keras=with_keras)
     recipe = _recipe(kind, locked, prefix, with_keras=with_keras)
     target = directory / (kind.name + "-keras" * with_keras)
@@ -484,10 +472,7 @@ def _apt_options(root: Path, architecture: str) -> list[str]:
 
 
 def _bind_to(tree: Path, architecture: str, directory: str) -> None:
-    """Write the loader and the library paths of `directory` into the program.
-
-    DT_RPATH, unlike DT_RUNPATH, also holds for the libraries that extension modules load.
-    """
+    """Write loader and library paths into the program; DT_RPATH also holds for libraries of extensions."""
     libraries = f"usr/lib/{architecture}-linux-gnu"
     # All below sys.base_prefix: a sandboxed Python may read and start nothing else.
     for source in (tree / "lib" / f"{architecture}-linux-gnu").iterdir():

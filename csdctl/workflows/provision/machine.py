@@ -174,11 +174,7 @@ def check_root(machine: BareMachine) -> None:
 
 
 def check_space(machine: BareMachine, unpacked_bytes: int, wheel_bytes: int, prefix: str) -> None:
-    """Raise NodeError when the disk is too small.
-
-    `unpacked_bytes` are needed on the file system of `prefix`, `wheel_bytes` on that of the home. What an
-    earlier provisioning left counts.
-    """
+    """Raise NodeError if the disk of prefix or home is too small, beside what an earlier call left."""
     missing_bytes = max(0, wheel_bytes - machine.arrived_bytes)
     needed_bytes = unpacked_bytes - machine.unfinished_bytes
     if machine.home_free_bytes is None:

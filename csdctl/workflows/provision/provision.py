@@ -124,10 +124,7 @@ def build_environment(base: Mapping[str, str], collection: Path, num_nodes: int)
 
 
 def run_playbook(command: Sequence[str], environment: Mapping[str, str], on_task: OnTask) -> PlaybookResult:
-    """Run ansible-playbook to its end; ends it with its processes on Ctrl-C.
-
-    Raises CsdctlError when it fails before any node, with its last lines.
-    """
+    """Run ansible-playbook, ended on Ctrl-C; raises CsdctlError if it fails before any node."""
     process = subprocess.Popen(
         command,
         env=dict(environment),
@@ -266,10 +263,7 @@ def provision(
     on_sent: Callable[[Outcome[Sent]], None] = lambda outcome: None,
     on_task: OnTask = lambda result: None,
 ) -> dict[str, Outcome[Provisioned]]:
-    """Prepare every node of `fleet`; a node that fails is in the result, not raised.
-
-    Raises InputError without Ansible or with an unusable lock file, CsdctlError when the host cannot collect.
-    """
+    """Prepare every node; one that fails is in the result. Raises InputError, CsdctlError for the host."""
     if fleet.emulated:
         raise InputError(f"{fleet.path} is an emulated fleet", remedy="its nodes use this machine's Python")
     ansible = "" if request.sends_only else find_ansible()
@@ -413,10 +407,7 @@ class BundleSender:
         dry_run: bool = False,
         on_progress: OnDeliveryProgress = lambda progress: None,
     ) -> Sent:
-        """Send `machine` what it lacks.
-
-        Raises NodeError for a disk that is too small, and what `deliver` raises.
-        """
+        """Send `machine` what it lacks; raises NodeError for a small disk, and what `deliver` raises."""
         bundle = self._bundles[machine.kind]
         python = machine.python
         if machine.kind.sends_python:

@@ -202,10 +202,7 @@ def choose_fleet(
     may_be_empty: bool = False,
     with_servers: bool = True,
 ) -> Fleet:
-    """Return the fleet of file `path`, with the nodes that the options select; raises InputError.
-
-    `may_be_empty`: --exclude may leave the host alone. `with_servers` as in `select_nodes`.
-    """
+    """Return the selected nodes of file `path`, as `select_nodes` does; raises InputError."""
     fleet = load_fleet(path)
     if failed_from:
         fleet = select_nodes(fleet, [load_failed(failed_from)], with_servers=with_servers)

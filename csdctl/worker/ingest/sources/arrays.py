@@ -73,10 +73,7 @@ def _unpack(
 
 
 def read_member(archive: zipfile.ZipFile, name: str, store: str) -> Array:
-    """Map one array of an .npz file, without ever unpickling.
-
-    Raises ValueError, OSError or an error of zipfile if it cannot be read.
-    """
+    """Map an array of an .npz file without unpickling; raises ValueError, OSError or an error of zipfile."""
     with archive.open(f"{name}.npy") as file:
         shape, is_fortran, dtype = read_array_header(file)
         return _unpack(file, shape, dtype, store, is_fortran=is_fortran)
@@ -150,10 +147,7 @@ def open_npy_files(root: Path, spec: PrepareSpec) -> ArraySource:
 
 
 def open_npz(path: Path, spec: PrepareSpec) -> ArraySource:
-    """Return arrays x and y, or images and labels, of an .npz file; or y and an array for each input.
-
-    An array `sample_weight` has the weights. Instead of y, there may be an array for each of several outputs.
-    """
+    """Return x and y, images and labels, or y and arrays by input, of an .npz; with `sample_weight`."""
     with (
         convert_read_errors(spec.source),
         BoundedFile(io.FileIO(path)) as whole,
@@ -218,10 +212,7 @@ def read_columns(path: Path, source: str) -> list[str]:
 
 
 def open_table(tree: Tree, spec: PrepareSpec) -> ArraySource:
-    """Return the rows of .csv files, in order of their paths: a vector of numbers, or an input by column.
-
-    Raises WorkerError, exit code 2, for columns that are missing or have anything but numbers.
-    """
+    """Return the rows of .csv files as vectors, or as inputs by column; raises WorkerError, exit code 2."""
     if spec.table is None:
         problem = "consists of .csv files, but the job does not describe them"
         raise data_error(spec.source, problem, "set data.csv in job.yaml: {label: COLUMN}")

@@ -147,10 +147,7 @@ class Elements(DecodedSource):
             yield from skip_rows(self._records(), start) if self._axes else super().blocks(start)
 
     def pad_to_longest(self, names: Collection[str]) -> None:
-        """Pad the inputs and outputs `names`, as in messages, with 0: all to one shape.
-
-        It is the one that the model or the public data have; without one, all elements are read once more.
-        """
+        """Pad `names` with 0 to the shape of model or public data, or of the longest sample."""
         known = {name or SAMPLES: shape for name, shape in self._spec.inputs.items()}
         known |= {name or LABELS: shape for name, (_, shape) in self._spec.labels.items()}
         self._targets = {name: known[name] for name in names if name in known and all(known[name])}
@@ -305,10 +302,7 @@ _MODULE = "csdctl_users_data"
 
 
 def call_function(tree: Tree, spec: PrepareSpec, threads: int) -> SampleSource:
-    """Call the user's function and return its result as a source.
-
-    Raises WorkerError, exit code 2, if it fails or returns something else.
-    """
+    """Call the user's function, and return its result as a source; raises WorkerError, exit code 2."""
     function = UserFunction(spec)
     returned = function.call(tree.root)
     with function.checking():

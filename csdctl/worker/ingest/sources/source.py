@@ -229,10 +229,7 @@ def num_threads() -> int:
 
 
 class DecodedSource(SampleSource):
-    """Samples that are decoded one by one; those that raise UnusableError are counted and skipped.
-
-    Samples and their order do not depend on the number of threads.
-    """
+    """Samples that are decoded one by one, in threads, in order; unusable ones are counted and skipped."""
 
     def __init__(self, spec: PrepareSpec, threads: int) -> None:
         super().__init__(spec)
@@ -313,10 +310,7 @@ class StructureError(Exception):
 
 
 def name_parts(element: Any, spec: PrepareSpec) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return inputs and outputs by their names in the model; raises StructureError.
-
-    Without labels, for a model whose layers have the loss (add_loss), there are only samples: not a tuple.
-    """
+    """Return inputs and outputs, {} without labels, by their names in the model; raises StructureError."""
     if isinstance(element, Mapping) or getattr(element, "shape", ()) not in ((), None):
         element = (element, None)
     if not (isinstance(element, tuple | list) and len(element) in (2, 3)):
@@ -419,10 +413,7 @@ def _of(name: str) -> str:
 
 
 def to_arrays(parts: Mapping[str, Any], num_axes: int) -> dict[str, Array]:
-    """Return the parts as arrays of numbers, with weights as float32; raises StructureError.
-
-    `num_axes` is 1 for several samples, 0 for a single one.
-    """
+    """Return parts as arrays of numbers, 1 axis of several samples or 0; raises StructureError."""
     arrays = {name: to_array(part, name) for name, part in parts.items()}
     if SAMPLE_WEIGHT in arrays:
         weights = arrays[SAMPLE_WEIGHT]
