@@ -1,11 +1,8 @@
 """An emulated fleet: its specification, files and saved state; start, inspect and stop it.
 
 The id of a fleet is derived from its directory, so that a fleet without its state is still found: by the
-marker in the environment of its processes and by the names of its control groups. All its files are in its
-directory, except its fleet.yaml, its control groups and a directory with a short path for the TMPDIRs. The
-first line of fleet.yaml names the writer, the fleet, and the hash of the rest: a file that the user has
-changed is not removed. A fleet may belong to a process: one of its own processes watches that, and then stops
-it.
+marker in the environment of its processes and by the names of its control groups. The first line of
+fleet.yaml has a hash of the rest: a file that the user has changed is not removed.
 """
 
 import contextlib
@@ -97,7 +94,6 @@ class FleetPaths:
         self.key = self.directory / "id_ed25519"
         self.default_fleet = self.directory / "fleet.yaml"
         self.short_tmp = self.directory / "tmp"
-        """A link to the directory of the nodes' TMPDIRs."""
         self.short_tmp_prefix = f"csd-{self.fleet_id[:8]}-"
         """The name of that directory begins with this; the rest is random, so that nobody can take it."""
         self.known_hosts = self.directory / "known_hosts"
@@ -156,7 +152,6 @@ class FleetState:
     fleet_id: str
     spec: EmulatedSpec
     cpu_mechanism: str
-    """The requested mechanism: auto, cgroup or duty."""
     fleet_path: Path
     nodes: tuple[NodeState, ...] = ()
     owner: Owner | None = None

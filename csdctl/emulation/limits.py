@@ -1,9 +1,7 @@
 """The processes of a node, as /proc describes them, and their limits: a share of the CPU, and memory.
 
-The CPU is limited by control groups or by stopping processes. Control groups are version 1 or 2, where they
-are writable. A command is started by a shell that first moves itself into the group, so that no child can be
-outside. The groups are named after the fleet, so that they can be found without a state file. Processes that
-exceed the memory limit are killed, as by the kernel's OOM killer.
+The CPU is limited by control groups, where they are writable, or by stopping processes. A shell moves itself
+into the group before it becomes a command, so that no child is outside.
 """
 
 import asyncio

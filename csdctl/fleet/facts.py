@@ -21,7 +21,6 @@ SCHEMA = 1
 DISCOVER = "run `csdctl discover` again"
 
 MAX_SHOWN = 80
-"""Characters of an answer that a message shows."""
 
 NETWORK_FILE_SYSTEMS = ("nfs", "smb", "smb2", "cifs", "v9fs", "fuse", "fuseblk", "lustre", "ceph", "gpfs")
 """As `stat -f` names those that other machines may read."""
@@ -72,16 +71,13 @@ class Facts:
     keras_version: _Version | None = None
     """A node needs Keras only for a step that cannot be compiled."""
     dropped: Annotated[tuple[_Word, ...], Field(max_length=1000)] = ()
-    """Variables of the environment that training does not get."""
     numpy_version: _Version | None = None
     mpi_version: _Version | None = None
     mpi4py_version: _Version | None = None
     glibc_version: _Version | None = None
     accelerator: _Label | None = None
-    """The name of the first NVIDIA GPU."""
     accelerator_memory_bytes: _Memory | None = None
     driver_version: _Version | None = None
-    """Of NVIDIA's driver."""
     has_cuda: Annotated[bool, Field(strict=True)] | None = None
     """Whether CUDA for TensorFlow is installed as packages; None: it may be the system's."""
     noexec: Annotated[str, Field(max_length=4096)] = ""
@@ -91,7 +87,6 @@ class Facts:
     has_prted: Annotated[bool, Field(strict=True)] | None = None
     home: PathText | None = None
     file_system: _Label | None = None
-    """The type of the file system of csdctl's directory there."""
     home_shared_with: Annotated[tuple[_Label, ...], Field(max_length=1000)] = ()
     """Other machines that have kept csdctl's files in the same home, by their directories' names."""
     clock_offset_s: _Seconds | None = None

@@ -126,7 +126,6 @@ class MachineClass:
     """A short hash of the instruction sets of the CPU."""
     num_cores: int
     cpu_limit: float | None
-    """CPU limit in cores; None: unlimited."""
     memory_bytes: int
     """Memory available to a rank at most, rounded up to 1, 1.25, 1.5 or 1.75 times a power of two."""
     python: str
@@ -172,7 +171,6 @@ class FleetClass:
     nodes: tuple[MachineClass, ...]
     """Each class once, in the order of their keys."""
     network: str
-    """The network in fleet.yaml: a CIDR, or '' if MPI chooses."""
 
     @property
     def key(self) -> str:

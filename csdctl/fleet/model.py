@@ -36,11 +36,8 @@ class PowerSource(Document):
 
     source: Literal["rapl", "constant", "command"]
     watts: Watts | None = None
-    """Power of a constant source."""
     command: Annotated[str, Field(pattern=r"^[^\x00]*$", max_length=2000)] = ""
-    """A command line of `sh` that prints powers or energy counters."""
     on_host: bool = False
-    """Whether `command` runs on the host, not on the machine."""
     idle_watts: Watts | None = None
     """Power of the machine when nothing is trained, as stated by the user."""
     includes_nodes: bool = False
@@ -81,11 +78,9 @@ class Node:
     jump: "Node | None" = None
     """The jump host of the connection, which may have a jump host itself."""
     power: PowerSource | None = None
-    """None: its power is not read."""
     server: str = ""
     """The server that it belongs to: for a server its own name; '' for the machine that csdctl runs on."""
     device: str = AUTO
-    """What its rank computes on, as `Device`."""
     env: tuple[tuple[str, str], ...] = ()
     """Variables of the environment of csdctl's programs there, and their values."""
     state: str = ""
@@ -157,7 +152,6 @@ class Fleet:
     here: str = ""
     """The server on which csdctl runs; '' for one server alone, or a machine beside the servers."""
     here_state: str = ""
-    """`state` of that server."""
 
     @property
     def machines(self) -> tuple[str, ...]:

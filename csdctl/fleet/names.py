@@ -24,7 +24,6 @@ ValueT = TypeVar("ValueT", bound=Hashable)
 MAX_RANGE = 100_000
 
 MAX_PATTERN = 300
-"""Characters of a pattern."""
 
 _RANGE = re.compile(r"\[([0-9]+)-([0-9]+)\]")
 _LAST_NUMBER = re.compile(r"(.*?)([0-9]*)([^0-9]*)", re.DOTALL)

@@ -1,11 +1,8 @@
 """OpenSSH: its aliases, jump hosts, arguments and settings (`ssh -G`), and nodes that are made of them.
 
-A jump host is an entry of `jump_hosts`, a node, or `[user@]address[:port]` as in OpenSSH's ProxyJump, with an
-IPv6 address in brackets. Several hops are separated by commas, the first hop first. Of an ssh_config, only
-names are read here; OpenSSH itself resolves their settings.
-
-Programs that start `ssh` themselves get the fleet as an ssh_config, or as options of the command line. Both
-check the same host keys and offer the same user keys as csdctl's own connections, and never prompt.
+Of an ssh_config, only names are read here; OpenSSH itself resolves their settings. Programs that start `ssh`
+get the fleet as an ssh_config or as options, which check the same host keys and offer the same user keys as
+csdctl's own connections, and never prompt.
 """
 
 import getopt

@@ -1,8 +1,7 @@
 """One csdctl at a time on every machine of a fleet; find, end and remove what an earlier one left there.
 
-A small program on each machine holds a lock while its session lasts, so the lock of a csdctl that was killed
-is released. A node keeps the lock only when the host disappears without closing its connections (power cut).
-The next csdctl on that host detects that the holder is gone, and ends its program.
+A program on each machine holds a lock while its session lasts. A node keeps it only when the host disappears
+without closing connections (power cut); the next csdctl there detects that, and ends the program.
 """
 
 import contextlib
@@ -226,15 +225,12 @@ class Leftovers:
 
     num_processes: Count
     runs: tuple[ShortText, ...]
-    """Ids of the runs that the processes belonged to."""
     paths: tuple[Annotated[str, MaxLength(4096)], ...]
     num_bytes: Count
     num_unused: Count = 0
     """Unused files that were removed from the store, if that was requested."""
     features_bytes: Count = 0
-    """The size of the features that stay there."""
     predictions_bytes: Count = 0
-    """The size of the predictions that stay there."""
 
 
 @dataclass(frozen=True)

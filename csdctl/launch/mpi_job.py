@@ -43,9 +43,7 @@ class JobOutcome:
     """How a link has ended."""
 
     lines: list[str] = field(default_factory=list)
-    """The last lines that mpirun and its daemon printed."""
     is_connected: bool = False
-    """Whether both ends of the link were connected."""
     is_clean: bool = False
     """Whether mpirun has exited with 0 and said nothing: both ends have left in order."""
     connection_bytes: dict[tuple[str, str], tuple[int, int]] = field(default_factory=dict)
@@ -86,7 +84,6 @@ class JobOutput:
         """`request` as `REQUEST`; `on_request` gets mpirun's name of the machine and a command."""
         self._log, self._request, self._on_request = log, request, on_request
         self.is_connected = False
-        """Whether both ends are connected, as they say."""
         self.tail: deque[str] = deque(maxlen=MAX_TAIL_LINES)
         self._pending = bytearray()
         self._lock = threading.Lock()
@@ -133,7 +130,6 @@ MAX_SAMPLE_INTERVAL_S, SAMPLE_INTERVAL_SHARE = 2.0, 0.1
 SANDBOX_S = 2.0
 """The time for the sandbox to kill its processes and remove its files."""
 MAX_LINES = 1000
-"""The limit of the daemon's lines that are passed on."""
 END_DEADLINE_S = 3.0
 """The time for a sandbox to end its processes; what is left then is killed."""
 StartDaemon = Callable[[str, str], Conversation]
@@ -159,7 +155,6 @@ class MpiJob:
         self._output = JobOutput(log, request, self._request_daemon)
         self._daemon: threading.Thread | None = None
         self._conversation: Conversation | None = None
-        """With the daemon."""
         self._is_ended = False
 
     @property

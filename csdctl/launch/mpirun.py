@@ -94,7 +94,6 @@ class RankCommand:
     node: str
     command: tuple[str, ...]
     interface: str
-    """The network interface that MPI uses there."""
 
     @property
     def is_local(self) -> bool:
@@ -163,7 +162,6 @@ class Mpirun:
     sessions: dict[str, Session]
     """To the machines, over which mpirun and its daemons are started; the newest one of each."""
     worker_path: str
-    """The worker in every machine's store."""
     sandboxes: dict[str, SandboxCheck]
     """What each machine can do for a sandbox, where it is possible, and its interfaces."""
     link_key: str = ""

@@ -43,7 +43,6 @@ class Missing:
     ranges: Annotated[tuple[tuple[Count, Count], ...], MaxLength(MAX_RANGES)]
     """First and last number of the objects, ascending."""
     resume: dict[ShortText, Count]
-    """Bytes by number of the object."""
 
 
 @dataclass(frozen=True)
@@ -54,7 +53,6 @@ class Damaged:
 
 
 ANSWERS: dict[str, type] = {PROGRESS: Nothing, "missing": Missing, "damaged": Damaged, RESULT: Nothing}
-"""The answers of a receiver; `missing` requests objects."""
 
 
 class RequestedObjects:

@@ -1,10 +1,7 @@
-"""The desired content of a machine as one message: objects of the store, and trees of them.
+"""The desired content of many machines as one message: objects of the store, and trees of them.
 
-The same payload goes to many machines.
-
-A tree is read from a directory of the host. It includes hidden files, empty directories, permissions, and
-symbolic links that stay inside. Anything that cannot be deployed is an error that names it, unless it is
-ignored.
+A tree is a directory of the host, with hidden files, empty directories, permissions, and symbolic links that
+stay inside. Anything else is an error that names it, unless it is ignored.
 """
 
 import fnmatch
@@ -32,7 +29,6 @@ class FileTree:
     """Name and mode, parents first."""
     files: tuple[tuple[str, StoredFile], ...] = ()
     links: tuple[tuple[str, str], ...] = ()
-    """Name and target of each symbolic link."""
 
     @cached_property
     def num_bytes(self) -> int:

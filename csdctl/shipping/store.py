@@ -31,7 +31,6 @@ class StoredFile:
     size: int
     mode: int = PLAIN_MODE
     traffic_class: TrafficClass = TrafficClass.CONTROL
-    """The traffic class in the ledger."""
 
     @property
     def sha256(self) -> str:

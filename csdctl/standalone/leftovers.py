@@ -1,11 +1,8 @@
 """Find processes and files that an earlier csdctl left on a machine; end and remove them on request.
 
-Sent as source, so it uses the standard library only. Runs in the session's directory. Reads one JSON
-object, the fields of `CleanupOptions` (launch/leftovers.py), writes one as the frame `@csdctl-result JSON`:
-
-- `holder`: the csdctl that currently holds the lock, else null; with a holder, nothing is changed
-  unless forced
-- `left`: the other fields of `Leftovers` (launch/leftovers.py)
+Sent as source, so it uses the standard library only. Runs in the session's directory. Reads a line of JSON,
+the fields of `CleanupOptions` (launch/leftovers.py), and writes the frame `@csdctl-result JSON`: `holder` of
+the lock, else null (with a holder, nothing is changed unless forced), and `left`, as `Leftovers` there.
 """
 
 import contextlib
@@ -37,7 +34,6 @@ SANDBOX_USERS = range(1_907_000_000, 1_907_000_000 + 3600 * 65_536)
 """The users of sandboxes that root has started (worker/protocol/sandbox.py)."""
 TREES, OBJECTS = ".csdctl/trees/*", ".csdctl/objects/*"
 RECEIVE_LOCK = ".csdctl/receive.lock"
-"""Held while files arrive (receive.py)."""
 
 
 def main() -> None:

@@ -83,7 +83,6 @@ class _EventCallback:
         self._is_over = threading.Event()
         self._num_dropped = self._num_failed = 0
         self._current = ""
-        """The type of the event that the function is handling."""
         self.has_stopped = False
         self._thread = threading.Thread(target=self._run, name=self._name, daemon=True)
         self._thread.start()

@@ -1,8 +1,7 @@
 """The processes of a run's ranks, at most one for each rank: start, receive, drop, restart, close.
 
-One thread calls all methods. Restarts run in separate threads, since a lost machine may respond slowly; a
-restarted process arrives as a message, before anything it sends. All messages make one sequence, in which one
-whose handling is interrupted is not lost.
+One thread calls all methods. A process that was restarted in another thread arrives as a message, before what
+it sends.
 """
 
 import contextlib
@@ -150,11 +149,9 @@ _EXIT_CODE_S = 5.0
 """Maximum wait for the exit code after the output has ended."""
 _SIGNAL = 128
 _NO_CODE = 255
-"""SSH returned no exit code."""
 _LOG_BYTES_PER_S = 1 << 20
 """A rank that prints more waits, once it has printed MAX_LOG_BYTES: its output must not occupy the host."""
 _LINE_BYTES = 100
-"""Cost of a line besides its length."""
 
 
 @dataclass(frozen=True)
@@ -310,7 +307,6 @@ def explain_exit(rank: int, node: str, done: Completed) -> CsdctlError:
 
 
 StartRank = Callable[[int], RankProcess]
-"""Start a rank. May raise CsdctlError."""
 
 
 @dataclass(frozen=True)

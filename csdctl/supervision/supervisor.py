@@ -73,7 +73,6 @@ class RankState:
     """Since when, in monotonic seconds."""
     link: Link | None = None
     link_after: float = 0.0
-    """When to start its link again, in monotonic seconds."""
     loss: CsdctlError | None = None
     """Why it is lost, until it takes part again."""
     left: tuple[float, str] | None = None
@@ -81,7 +80,6 @@ class RankState:
     num_losses: int = 0
     """Losses of its process since the run made progress with it: the end of an epoch, or a while."""
     num_link_losses: int = 0
-    """The same of its link."""
     pinged: float | None = None
     """When it was pinged, until it answers."""
     heard: float = 0.0
@@ -112,7 +110,6 @@ class Supervisor:
         self.stopped_by = ""
         """USER or CALLBACK, who has asked for the end of the run; '' if nobody has."""
         self.outcomes: list[JobOutcome] = []
-        """Of each link's mpirun."""
 
     def run(self) -> None:
         """Train to the end; raise RunError, DeadlineError, InputError; KeyboardInterrupt for the second."""

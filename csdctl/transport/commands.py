@@ -1,20 +1,14 @@
 """How a program starts on a machine: its command line, environment, directory and process group; pure.
 
-A login shell may be any program (csh, fish, a restricted shell), and its start-up files may print. It gets
-one command line, the same for every command but for a random token, of characters that all shells leave
-alone. That starts a POSIX `sh`, which prints the token and reads one line of ASCII from standard input: the
-script of this module with the command's arguments. Output before the token is dropped.
+A login shell, which may be any program, gets one command line of characters that all shells leave alone. That
+starts a POSIX `sh`, which prints a token and reads one line from standard input: the script of this module
+with the command's arguments (docs/decisions/0051). Output before the token is dropped.
 
-The script runs the command in its own process group, prints the group's id, ends the group when the command
-ends, and ends it shortly after the deadline even without csdctl, so that nothing stays behind when the
-connection or csdctl is lost. It needs only a POSIX `sh`: `setsid` is used only where the SSH server did not
-make the shell a group leader.
+The script runs the command in its own process group, prints the group's id, and ends the group when the
+command ends, or shortly after the deadline even without csdctl. `setsid` is for SSH servers that did not make
+the shell a group leader.
 
-csdctl's own programs get an environment of few variables, and start in the machine's state directory. What
-else a machine or a user sets does not reach them, unless `env` in fleet.yaml names it.
-
-The programs of csdctl/standalone run on a machine before anything is installed there. They need only Python.
-`-I -S` keeps the user's modules out and halves the start-up time.
+The programs of csdctl/standalone need only Python. `-I -S` halves their start-up time.
 """
 
 import base64
@@ -60,7 +54,6 @@ class Setting:
     """Where csdctl's own programs start on a machine, and what they see besides of its environment."""
 
     variables: Mapping[str, str]
-    """`env` of fleet.yaml."""
     state: str | None
     """The directory with the state directories of machines, '' for ~/.csdctl; None: stay where it starts."""
 

@@ -29,7 +29,6 @@ from csdctl.worker.protocol.json_codec import (
 )
 
 END_DEADLINE_S = 30.0
-"""Time between a program's result and its end."""
 
 MAX_LINES_PER_S = 10.0
 """A program at work prints about one line per second."""
@@ -114,7 +113,6 @@ class Program:
         self.node = session.name
         self.conversation = session.converse(command)
         self.last_line = ""
-        """The line of the last message."""
         self._doing = doing
         self._patience = patience
         self._remedy = remedy

@@ -1,13 +1,10 @@
 """A session: an open connection to one machine, over which commands run to completion or exchange lines.
 
-The host itself is one (`local`), a node over SSH another (`ssh`). A transport provides a `Process`: pipes, an
-exit code and a way to end a process group. What all transports guarantee is here: both output streams are
-drained concurrently and bounded, every wait has a deadline, and a command that is ended early takes its
-process group with it.
+A transport (`local`, `ssh`) provides a `Process`. What all guarantee is here: output is drained and bounded,
+every wait has a deadline, and a command that is ended early takes its process group with it.
 
-csdctl's own programs start in the session's directory: the state directory of a node, or the project
-directory of the host. A relative path such as `.csdctl/objects/…` thus has the same meaning on every machine.
-The user's own commands start where a login does.
+csdctl's own programs start in the state directory of a node, or the project directory of the host: a path
+such as `.csdctl/objects/…` means the same on every machine. The user's commands start where a login does.
 """
 
 import contextlib

@@ -1,17 +1,12 @@
 """One SSH connection, from its socket to the login, and a node as a session: commands and files over it.
 
-A connection opens within one connect deadline. There are no prompts: an unknown host key, or a key with a
-passphrase that no agent holds, is an error with a remedy. There is one connection per jump host, shared by
-all nodes behind it within a command. A jump host's key is checked as strictly as a node's. When a jump host
-is down, every node behind it gets the same error message.
+A connection opens within one deadline, without prompts. Nodes behind a jump host share its connection, and
+its error when it is down.
 
-The algorithms that are offered are those of OpenSSH 9, as far as paramiko has them. Not offered: group
-exchange, whose numbers a server chooses: Python calculates with 8192 bits for seconds, and no other thread
-runs meanwhile. MD5, truncated MACs, CBC and compression, which OpenSSH does not offer either. paramiko 5 has
-neither ssh-dss nor signatures with SHA-1.
+The algorithms are those of OpenSSH 9, as far as paramiko has them, without group exchange, whose numbers a
+server chooses: Python calculates with 8192 bits for seconds, and no other thread runs meanwhile.
 
-Commands run under the shell script of `commands`. Files go through the standard input of a command instead of
-SFTP (`shipping.deliver`), so servers without SFTP (dropbear) work.
+Files go through the standard input of a command (`shipping.deliver`): servers without SFTP (dropbear) work.
 """
 
 import base64

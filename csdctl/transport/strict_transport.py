@@ -1,15 +1,8 @@
 """A paramiko connection that does not poll, keeps to the protocol when it closes, and trusts no server.
 
-paramiko wakes the reading thread of each connection ten times a second, starts a timer thread for every
-handshake, and makes two system calls per packet. For a hundred nodes that is half of all the work. Here,
-closing a connection wakes its thread, callers have their own deadlines, and all available bytes are read at
-once. Only opening a channel polls, until the server replies.
+docs/decisions/0010 says why. paramiko may send on a channel after its close, because it checks and sends in
+two steps; a server then drops the whole connection, and every node behind a jump host.
 
-paramiko also checks whether a channel is open and sends on it in two steps, without a lock: data or a window
-adjustment may be sent after the channel's close. A server that has forgotten the channel by then drops the
-whole connection ("nonexistent channel"), and with it every other command, or every node behind a jump host.
-
-A server may be hostile: it can ignore the window of a channel, send anything at any time, and stop reading.
 `GreedyPacketizer` bounds packets, lines and writes in size and time; `ServerRules` bounds messages, and the
 data of a channel that nobody has read. paramiko itself answers, ignores or signs whatever arrives.
 
@@ -79,7 +72,6 @@ class GreedyPacketizer(Packetizer):
         self.greeting = ""
         """The last line before the key exchange: the server's version, or why it refuses a connection."""
         self.before_read: Callable[[], None] = lambda: None
-        """Called before the next message is awaited."""
         self.check: Callable[[int, paramiko.Message], None] = lambda kind, message: None
         """Called with every message before paramiko handles it; may call `refuse`."""
 

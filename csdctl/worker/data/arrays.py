@@ -18,7 +18,6 @@ from csdctl.worker.protocol.datasets import DatasetInfo
 Array = np.ndarray[Any, Any]
 
 OBJECTS = "it has Python objects, not numbers"
-"""The text of the error for an array of dtype object."""
 MAX_HEADER_BYTES = 60_000
 """Room for about a thousand fields; a header of the first version can have 65,535."""
 PREPARE = "run `csdctl prepare`"

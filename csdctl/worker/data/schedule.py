@@ -1,12 +1,8 @@
 """Which rank reads which samples of an epoch, step by step, even when batch sizes or members change midway.
 
-Every rank has its own samples: private ones, which no other rank may read, and public ones. An epoch is a
-sequence of segments; batch sizes are constant within a segment. When they change, the remaining public
-samples are divided again by equation 1: the end of a rank's public part is reassigned to other ranks. The
-host, which has all public samples, reads them for ranks that do not have them on disk. No sample is skipped
-and none is read twice.
-
-Every rank computes the same segments from the same numbers, so segments need no communication. Pure.
+An epoch is a sequence of segments with constant batch sizes. When they change, equation 1 divides the public
+samples that are left: the end of a rank's part is reassigned to others, and the host reads it for them. No
+sample is skipped, none is read twice. All ranks compute the same segments without communication. Pure.
 """
 
 from collections.abc import Collection, Mapping, Sequence
@@ -102,7 +98,6 @@ class Segment:
     """Consecutive steps of an epoch during which batch sizes and members are constant."""
 
     start_step: Count
-    """First step of the segment, counted from 0 within the epoch."""
     shares: tuple[Share, ...]
     unread: tuple[Span, ...] = ()
     """Private samples of ranks that are absent, by their own numbers: read when the rank comes back."""

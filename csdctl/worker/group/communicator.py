@@ -90,7 +90,6 @@ class Communicator:
         self._chunks = [divide(*size) if has_halves else [] for size in sizes]
         """Those of each sum that arrive as bfloat16; rank 0 has float32."""
         self._unpacked = self.local.copy() if has_halves else self._total
-        """The latest sum as float32."""
         self._number = 0
         self._listener = Listener(address, rank) if address else None
         self._channel: Channel | None = None

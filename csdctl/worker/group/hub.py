@@ -1,12 +1,10 @@
 """The hub of a machine: it adds the vectors of the ranks behind it and tracks membership.
 
-A rank with others behind it, rank 0 or that of a server, has a hub: a process of its own, which the link of
-each node connects to (link.py). The hub takes each vector as it arrives, adds in order of rank, and hands the
-sum back with a verdict: which ranks it counts, and which take part next. A rank whose link is lost is left
-out of the sum; no other rank waits for it, reconnects or repeats its step.
+It is a process of its own beside rank 0, or the rank of a server, to which the link of each node connects
+(link.py). It adds vectors in order of rank, and hands the sum back with a verdict: which ranks it counts, and
+which take part next. A rank whose link is lost is left out of the sum; no other rank waits for it.
 
-The hub of a server has a link to the hub of the host, its parent: it sends the sum of its ranks there as its
-vector, and passes on what comes back. So servers and nodes are a tree.
+The hub of a server sends its sum as a vector to the hub of the host, its parent, and passes the answer on.
 
 What links send is not trusted: sizes are limited, the end of every vector is compared with what it must be,
 and a vector that is not finite is left out. A rank that breaks a rule is lost, and no other.
@@ -78,10 +76,8 @@ class HubSettings:
     node_key: str
     """The secret in the socket address for a server's link to the host."""
     servers: tuple[RankNumber, ...]
-    """The rank of the server of every rank of the run."""
     sizes: SumSizes
     max_bytes: Count
-    """The largest message to one rank."""
 
 
 @dataclass(frozen=True)
@@ -89,7 +85,6 @@ class Verdict:
     """The ranks that took part in an operation, and the ranks of the next operation."""
 
     members: tuple[RankNumber, ...]
-    """The ranks of the next operation, in order."""
     counted: tuple[RankNumber, ...]
     """The ranks whose vectors are in the sum, or whose values are there."""
 
@@ -114,11 +109,9 @@ class _Child:
     tail: Array
     """The end of that as it was added: the process of the link can write to the vector at any time."""
     num_parts: int = 0
-    """Chunks of its vector that have arrived."""
     ranks: tuple[int, ...] = ()
     """The ranks in its vector, once that is complete."""
     completed_s: float = 0.0
-    """Monotonic time at which its vector was complete."""
     num_voided: int = 0
     """Aborted steps that it has not confirmed yet: until then, its messages belong to them."""
     traffic: tuple[int, int] | None = None
@@ -161,11 +154,8 @@ class Hub:
         """The links whose ranks take part: nodes in order of rank, then servers."""
         self._members: set[int] = {self._me}
         self._joined: set[int] = set()
-        """Ranks that are ready to take part."""
         self._told: tuple[int, ...] = (self._me,)
-        """The members of the latest verdict."""
         self._admitted: set[int] = set()
-        """Ranks that take part from the next operation on."""
         self._dropped: set[int] = set()
         """On a server, ranks lost since the latest verdict, which may not know it."""
         self._voided: Counter[int] = Counter()
@@ -173,7 +163,6 @@ class Hub:
         self._values: dict[int, tuple[bytes, bytes]] = {}
         """On the host, values of ranks, or their end, that belong to no operation yet."""
         self._request: tuple[bytes, bytearray] | None = None
-        """What the rank asks for."""
         self._requested_s = self._reported_s = 0.0
         self._has_passed, self._num_voided = False, 0
         """On a server: whether the parent has this machine's part of what the rank asks for, and the aborted
@@ -183,7 +172,6 @@ class Hub:
         self._number = self._num_published = 0
         """The sum within the step, and its chunks that have left."""
         self._is_stale = False
-        """Whether all chunks must be sent again."""
         self._num_steps, self._counted = 0, [self._me]
         """Steps so far, and the ranks in the sum before this one in the step."""
         self._outliers: dict[int, float] = {}

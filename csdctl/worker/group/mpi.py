@@ -1,11 +1,10 @@
 """Entering MPI, the few of its calls that csdctl uses, and a limit to their memory.
 
-mpi4py's lowercase calls (`allgather`, `bcast`, `recv`, …) unpickle what another rank sends, which runs
-whatever code that rank wants. So this is the only module that imports mpi4py, and `World` offers calls that
-move plain memory alone; ruff and a test hold both.
+mpi4py's lowercase calls (`allgather`, `bcast`, `recv`, …) unpickle what another rank sends, which runs its
+code. So only this module imports mpi4py, and `World` moves plain memory alone; ruff and a test hold both.
 
-MPI's blocking calls poll without pause and burn the core that a slow node needs. Here a waiting process
-sleeps until one of MPI's sockets is ready, then tests the request (docs/decisions/0003).
+Blocking calls burn the core that a slow node needs: a waiting process sleeps until one of MPI's sockets is
+ready, then tests the request (docs/decisions/0003).
 """
 
 import contextlib

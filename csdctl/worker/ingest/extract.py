@@ -1,10 +1,8 @@
 """`extract`: runs a model over prepared samples, on the machine that has them; `gather` and `send`.
 
-What it computes is a prepared data set of its own: features, with the labels of the samples, or the results
-that `predict` asks for, without. It is stored by what it depends on: samples, model, and what is kept of its
-outputs. The same is computed once, and `num_checked` compares some of it with what is computed now. `gather`
-puts features together that several machines have computed of public samples, as this machine would compute
-them alone; `send` sends them.
+What it computes is a prepared data set: features with labels, or the results that `predict` asks for. It is
+stored by what it depends on: samples, model, and what is kept of its outputs. `gather` puts features of
+several machines together, as this machine would compute them alone.
 """
 
 import base64
@@ -245,7 +243,6 @@ def _compare(spec: ExtractSpec, info: DatasetInfo, compute: Compute, num_batches
 
 
 GATHERED_ROWS = 4096
-"""Rows that are stored at a time."""
 
 
 def gather(

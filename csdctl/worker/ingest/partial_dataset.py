@@ -43,7 +43,6 @@ PRIVATE_DIRECTORY, PRIVATE_FILE = 0o700, 0o600
 _GROUP_READS, _OTHERS_READ = 0o040, 0o004
 _READ = _GROUP_READS | _OTHERS_READ
 MAX_NAMED = 5
-"""Skipped samples that the description names."""
 SYNC_INTERVAL_S = 5.0
 """Upper limit of the work that is repeated after an interruption."""
 LOCK_DEADLINE_S = 10.0

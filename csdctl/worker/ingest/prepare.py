@@ -229,9 +229,7 @@ def _no_usable_samples(info: DatasetInfo, spec: PrepareSpec) -> WorkerError:
 
 MAX_PICTURES = 512
 MAX_BYTES = 64 << 20
-"""Limit for the bytes of samples that are read."""
 LABELS = ("label", "labels", "target", "targets", "y", "class", "outcome", "category")
-"""Names of a column with the label."""
 
 
 def look(

@@ -74,7 +74,6 @@ MIN_C, MAX_C = 1.0, 150.0
 CPU_CHIPS = ("coretemp", "k10temp", "zenpower", "cpu_thermal", "cputemp", "soc_thermal")
 CPU_ZONES = ("cpu", "x86_pkg_temp", "soc", "core", "acpitz")
 EMULATED = "CSDCTL_EMULATED_FLEET"
-"""Environment variable of the processes of an emulated node."""
 
 
 class Thermometer:

@@ -14,7 +14,6 @@ INPUT, OUTPUT = "input", "output"
 LABEL = "label"
 """The field of labels that have no name of their own, beside the samples' weights."""
 SAMPLE_WEIGHT = "sample_weight"
-"""The field of the labels with the weight of each sample."""
 
 
 def name_of_position(kind: str, number: int) -> str:
@@ -71,7 +70,6 @@ class DatasetInfo:
     unusable_classes: tuple[str, ...] = ()
     """Classes that have files here, none of which is usable."""
     images_sha256: str = ""
-    """The SHA-256 of images.npy, as it was prepared."""
     labels_sha256: str = ""
     label_dtype: str = ""
     """As `dtype`; several outputs, and weights of samples, are fields. '' in those of earlier versions."""
@@ -142,7 +140,6 @@ class ImageRule:
     fit: str = "stretch"
     """'stretch', 'crop' (to the centre) or 'pad' (with white bars), for images of another aspect ratio."""
     max_pixels: Count = 100_000_000
-    """Images with more pixels are skipped without decoding."""
 
     @property
     def max_bytes(self) -> int:
@@ -172,7 +169,6 @@ class TableSchema:
 
     labels: tuple[str, ...]
     weight: str = ""
-    """'' for none."""
     dropped: tuple[str, ...] = ()
 
 
@@ -208,9 +204,7 @@ class PrepareSpec:
     is_regression: bool = False
     """Whether labels are values, not classes, even if all are integers."""
     allows_nan: bool = False
-    """Whether samples and labels may have NaN and infinity."""
     code: UserCode | None = None
-    """The job's own code that `function` imports."""
 
 
 @dataclass(frozen=True)
@@ -231,7 +225,6 @@ class LookSpec:
     label: str = ""
     """The column of a table with the label; '': the one whose name says so."""
     dropped: tuple[str, ...] = ()
-    """Columns of a table that are no features."""
 
 
 @dataclass(frozen=True)
@@ -239,9 +232,7 @@ class PictureSizes:
     """Formats and sizes of the encoded pictures that were looked at, by their headers."""
 
     formats: tuple[str, ...]
-    """'png', 'jpeg', …, sorted."""
     smallest: Shape
-    """(height, width) of the picture with the fewest pixels."""
     largest: Shape
 
 
@@ -256,10 +247,7 @@ class DataLook:
     num_samples: Count
     """Number of samples of the whole data set; 0 if unknown."""
     is_whole: bool
-    """Whether all samples were read."""
     pictures: PictureSizes | None = None
     """None for data that is not encoded pictures in files."""
     class_counts: dict[str, Count] = field(default_factory=dict)
-    """Files in each class folder of the whole data set."""
     table: TableSchema | None = None
-    """The columns that were chosen."""

@@ -128,9 +128,7 @@ class Progress(Event):
     """The part of wait_s until the slowest rank had computed; the rest is communication."""
     cpu_s: Seconds | None = None
     memory_bytes: Count | None = None
-    """The memory that the process holds now."""
     temperature_c: Celsius | None = None
-    """The temperature of the machine's CPU; None where no sensor tells it."""
     slow_link: tuple[RankNumber, Seconds, Count] | None = None
     """The rank for whose link rank 0 waited longest, how long, and the bytes that passed it meanwhile."""
 
@@ -144,11 +142,9 @@ class Joined(Event):
     steps_per_epoch: Count
     total_steps: Count
     batch_sizes: dict[ShortText, Count]
-    """The batch sizes of the ranks, by their numbers."""
     is_start: bool = False
     """Whether the process of rank 0 begins with this, at the start of a run or after its own loss."""
     lost: tuple[tuple[RankNumber, ShortText], ...] = ()
-    """Ranks that were lost since the event before, and why."""
     num_lost: Count = 0
     """Private samples of this epoch that are not trained on, because their node is lost."""
     epoch_samples: Count = 0

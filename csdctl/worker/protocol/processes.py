@@ -26,13 +26,11 @@ class ProcessStat:
     """Fields of /proc/PID/stat; `start_time` in clock ticks since boot."""
 
     name: str
-    """The short name of the program."""
     state: str
     parent: int
     group: int
     session: int
     children_cpu_s: float
-    """CPU time of the children that were reaped."""
     start_time: int
 
     @property

@@ -85,7 +85,6 @@ class Recipe:
     """Keras' name of the optimizer; '': the compiled model's, else sgd."""
     optimizer_args: dict[str, Argument] = field(default_factory=dict)
     learning_rate: float | None = None
-    """None: the compiled model's."""
     reference_batch: int = 256
     warmup_epochs: float = 0.0
     losses: dict[str, LossTerm] = field(default_factory=dict)

@@ -1,12 +1,8 @@
 """The seccomp supervisor performs the calls that the filter hands over, or counts and allows them.
 
-The sandbox's sockets stay its own; the supervisor acts on the same sockets, through pidfd_getfd(2), so that
-another thread of the sandbox cannot change what was checked.
-
-A sandbox has one peer: the machine at the other end of its link. Packets of others are dropped, as far as the
-kernel lets this user filter them, and their connections closed. Another user of the peer's machine, or
-whoever has taken its address, lacks the token with which connections begin. The kernel reports a connection
-when its token has arrived (TCP_DEFER_ACCEPT).
+It acts on the sandbox's own sockets, through pidfd_getfd(2), so that another thread of the sandbox cannot
+change what was checked. Packets of others than the peer are dropped, as far as the kernel lets this user
+filter them. A connection is reported when its token has arrived (TCP_DEFER_ACCEPT).
 """
 
 import contextlib
@@ -161,7 +157,6 @@ class Tokens:
 
 
 _RECEIVE, _SEND, _IS_VALID, _ADD_DESCRIPTOR = 0xC0502100, 0xC0182101, 0x40082102, 0x40182103
-"""SECCOMP_IOCTL_NOTIF_*."""
 _NOTIFICATION, _ANSWER, _DESCRIPTOR = (
     struct.Struct("=QIIiIQ6Q"),
     struct.Struct("=QqiI"),

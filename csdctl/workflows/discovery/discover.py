@@ -1,8 +1,7 @@
 """`discover`: collect facts of all machines of a fleet and save them beside fleet.yaml, with problems.
 
-`trust`: the user reviews and accepts host keys, for many nodes at once. Keys are stored in csdctl's own
-known_hosts, in plain text. A changed key is never replaced here: the user must first remove it, by name.
-Machines behind a jump host are contacted through it, so jump hosts come first.
+`trust`: the user accepts host keys, for many nodes at once, jump hosts first. A changed key is never replaced
+here: the user must first remove it, by name.
 """
 
 import base64

@@ -125,7 +125,6 @@ class _Resolver:
     notes: defaultdict[str, list[str]] = field(default_factory=lambda: defaultdict(list))
     _defaults: SshSettings = field(init=False)
     _cache: dict[tuple[str, ...], SshSettings] = field(default_factory=dict)
-    """A cache: many nodes are behind one jump host."""
 
     def __post_init__(self) -> None:
         self._defaults = self._query(Target("", "localhost", ("-F", "none")))
@@ -218,9 +217,7 @@ class NodeSource:
     """A source of nodes."""
 
     name: str
-    """The name in messages."""
     origin: str
-    """The first line of the fleet file created from it."""
     find: Callable[[Path, Sequence[str], Sequence[str]], FoundNodes]
     """Returns the nodes that --limit and --exclude select, given csdctl's directory, and warnings.
 

@@ -84,7 +84,6 @@ class ExecOptions:
     timeout_s: float = 60.0
     connect_deadline_s: float = 10.0
     has_host: bool = False
-    """Whether it runs on the host too."""
 
 
 def run_command(

@@ -267,7 +267,6 @@ class LinkCheck:
     """What the links of a fleet have shown."""
 
     joined: set[str] = field(default_factory=set)
-    """Machines whose ranks have taken part."""
     lost: dict[str, NodeLost] = field(default_factory=dict)
     sums: list[SumTimed] = field(default_factory=list)
     sandboxes: dict[str, SandboxCheck] = field(default_factory=dict)

@@ -35,18 +35,13 @@ class Conditions:
     """When the ranks of a run start, end and are given up."""
 
     min_nodes: int = 0
-    """The run ends when fewer nodes are left."""
     is_resumable: bool = False
-    """Whether the run keeps its state for `train --resume`."""
     patience: Patience = field(default_factory=Patience)
     should_stop: Callable[[], bool] = lambda: False
-    """Whether to end the run in order, as the first Ctrl-C does."""
     on_sandboxes: Callable[[Mapping[str, SandboxCheck]], None] = lambda checks: None
-    """Called with what each machine can do for a sandbox."""
     attached: Mapping[str, AttachRank] = field(default_factory=dict)
     """Machines on which no process is started: the process running there takes part, and keeps running."""
     model_bytes: int = 0
-    """The size of the model's weights."""
     prepare_late_node: PrepareNode | None = None
     """Of nodes that cannot be reached yet, whose ranks join once they can."""
     traffic_classes: Mapping[str, TrafficClass] = field(default_factory=lambda: TRAFFIC_CLASSES)

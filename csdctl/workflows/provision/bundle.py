@@ -4,10 +4,8 @@
 .csdctl/provision/KIND/wheels/           trimmed wheels, and requirements.txt with their hashes
 .csdctl/provision/KIND/python.tar.gz     Python itself, for nodes that have none
 
-Wheels for nodes with another processor are downloaded by a lock file with hashes. Files that no rank reads
-are left out; training, extracting, and predicting run without them (tests/lab/test_provision.py). Without
-`with_keras`, so are Keras and all of TensorFlow but its libraries, which run compiled steps and read data
-(docs/decisions/0053). The same input gives the same bytes.
+Files that no rank reads are left out (tests/lab/test_provision.py); without `with_keras`, so are Keras and
+all of TensorFlow but its libraries (docs/decisions/0053). The same input gives the same bytes.
 """
 
 import base64

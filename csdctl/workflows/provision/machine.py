@@ -64,11 +64,8 @@ class Kind:
     """The properties of a node that its wheels depend on. Nodes of one kind get the same files."""
 
     architecture: str
-    """As `uname -m` prints it."""
     python: str
-    """Major and minor version."""
     sends_python: bool
-    """Whether Python itself is sent."""
 
     @property
     def name(self) -> str:
@@ -95,11 +92,9 @@ class BareMachine:
     home_free_bytes: int | None = None
     """Free on the file system of its home; None if that is also the file system of the prefix."""
     arrived_bytes: int = 0
-    """Wheels that are there already."""
     unfinished_bytes: int = 0
     """Bytes that an interrupted installation left below the prefix."""
     foreign: tuple[str, ...] = ()
-    """What others have in the prefix."""
 
 
 def build_probe(prefix: str, user: str = "") -> list[str]:

@@ -212,7 +212,6 @@ class Sent:
     """The files that one node was sent, or would be."""
 
     python: str
-    """The path of the Python on which the packages are installed."""
     bundle_id: str
     num_files: int
     num_bytes: int
@@ -225,7 +224,6 @@ class ProvisionRequest:
     """The request of one `csdctl provision`."""
 
     bundles: Path
-    """The directory of the bundles on the host."""
     prefix: str = "/opt/csdctl"
     lock: Path = LOCK
     with_keras: bool = False
@@ -234,7 +232,6 @@ class ProvisionRequest:
     sends_only: bool = False
     """Whether to stop after sending; then Ansible is not needed."""
     values: Mapping[str, str | bool] = field(default_factory=dict)
-    """Variables of the playbook, by name."""
 
     def __post_init__(self) -> None:
         if not self.prefix.startswith("/") or ".." in self.prefix.split("/") or not self.prefix.strip("/"):
@@ -250,7 +247,6 @@ class Provisioned:
     machine: BareMachine | None = None
     sent: Sent | None = None
     summary: NodeSummary | None = None
-    """None where no playbook ran."""
 
 
 def provision(

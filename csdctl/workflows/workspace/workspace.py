@@ -1,8 +1,6 @@
 """The start of most commands: fleet, facts, and an open session to every machine; and their end.
 
-A node that is down is an error that names it; --exclude leaves the node out. When some nodes of a command on
-many failed, their names are kept in `.csdctl/failed.json`. `--failed-from` reads this file, and also the
-output of the same command with --json.
+`.csdctl/failed.json` has the nodes that failed in a command on many; `--failed-from` reads it.
 """
 
 import contextlib
@@ -55,9 +53,7 @@ class Workspace:
     ledger: Ledger
     """Records what the command sends besides its sessions; saved when the workspace closes."""
     opening_s: float = 0.0
-    """Seconds until all of this was ready."""
     unreachable: dict[str, CsdctlError] = field(default_factory=dict)
-    """The nodes that cannot be reached, and why."""
     selected: Fleet | None = None
     """The fleet with those nodes; None: there are none."""
     after: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)

@@ -193,7 +193,6 @@ def _choose_arrays(names: list[str], spec: PrepareSpec) -> tuple[dict[str, str],
 
 
 MORE_CELLS = "\0"
-"""Key of the cells beyond the header, which no column has."""
 
 
 def is_table(file: DataFile, tree: Tree) -> bool:

@@ -235,7 +235,6 @@ SHUFFLE_SEED = 0
 """Seed of the random numbers of the user's code while data is prepared."""
 
 Sizes = tuple[int | None, ...]
-"""A shape with None for any size."""
 
 
 def open_dataset(returned: Any, function: UserFunction, spec: PrepareSpec, threads: int) -> Elements:

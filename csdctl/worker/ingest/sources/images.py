@@ -135,7 +135,6 @@ class ImageDecoder:
         self._pillow = _import_pillow()
         self._height, self._width, self._channels = shape
         self.sample_bytes = math.prod(shape)
-        """Bytes of one converted image."""
         self._rule = rule
         self._large_image = threading.Lock()
 

@@ -60,7 +60,6 @@ class Tree:
     root: Path
     files: tuple[DataFile, ...]
     folders: tuple[str, ...]
-    """Names of the folders directly below the root."""
 
     def path_of(self, file: DataFile) -> Path:
         """Return the path of `file`."""
@@ -186,9 +185,7 @@ class SampleSource:
     """Samples in an order that is determined by the source's files and the job alone."""
 
     num_samples = 0
-    """Samples to process; 0 if unknown in advance."""
     sample_bytes = 0
-    """Bytes of one prepared sample; 0 if unknown in advance."""
     files_of_class: tuple[int, ...] = ()
     """Number of files of each class; empty for sources without class folders."""
     columns: tuple[str, ...] = ()
