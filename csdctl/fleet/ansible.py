@@ -181,8 +181,6 @@ def _target(settings: "_HostVariables", host: str, groups: Sequence[str]) -> tup
 
 
 class _HostVariables:
-    """The variables of one host."""
-
     def __init__(self, variables: Variables, host: str, source: str) -> None:
         self.variables = variables
         self.where = f"{source}: {host}"

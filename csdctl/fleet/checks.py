@@ -223,7 +223,6 @@ def list_differences(facts: Facts, host: Facts) -> str:
 
 
 def _how_to_install(facts: Facts, packages: Sequence[str]) -> str:
-    """Return the remedy for missing packages: on the host, the command."""
     return f"run: {build_install_command(packages)}" if facts.name == HOST_NAME else INSTALL
 
 

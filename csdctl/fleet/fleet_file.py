@@ -380,7 +380,6 @@ def render_fleet(fleet: Fleet, *, origin: str) -> str:
 
 
 def _without_empty(content: YamlMapping, defaults: Mapping[str, object] = {}) -> YamlMapping:
-    """Return `content` without what is empty or in `defaults`."""
     return {
         key: value
         for key, value in content.items()

@@ -222,7 +222,6 @@ def round_memory_up(num_bytes: int) -> int:
 
 
 def _shorten(cpu_model: str) -> str:
-    """Remove trademark signs and the word CPU."""
     return " ".join(re.sub(r"\((?:R|TM|C)\)|\bCPU\b", " ", cpu_model, flags=re.IGNORECASE).split())
 
 

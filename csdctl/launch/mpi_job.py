@@ -197,7 +197,6 @@ class MpiJob:
                     return  # mpirun was killed, and a process it started keeps its output open
 
     def _read(self, conversation: Conversation) -> bool:
-        """Handle the next output; return False at its end."""
         with contextlib.suppress(DeadlineError):
             chunk = conversation.read_bytes(deadline_s=0.2)
             self._output.feed(chunk)
@@ -220,7 +219,6 @@ class MpiJob:
             kill_session(conversation.running.stderr.group)  # local ranks have process groups of their own
 
     def _request_daemon(self, text: str) -> None:
-        """Start the daemon that mpirun asks for; there is one."""
         if self._daemon is None:
             host, _, command = text.partition(" ")
             self._daemon = threading.Thread(target=self._run_daemon, args=(host, command), daemon=True)
@@ -262,7 +260,6 @@ class MpiJob:
 
 
 def _end(conversation: Conversation) -> None:
-    """Let a sandbox end its processes and remove its files; kill it if it does not."""
     with contextlib.suppress(CsdctlError, EOFError, OSError, ValueError):
         conversation.send_line("")
         conversation.wait(deadline_s=END_DEADLINE_S)

@@ -196,7 +196,6 @@ class _Exchange:
                 return Delivery(num_sent, self.bytes_sent, len(objects) - num_sent)
 
     def _send_missing(self, missing: dict[StoredFile, int]) -> None:
-        """Send each object of `missing` from its byte on; in a dry run only count them."""
         self.sent |= missing.keys()
         if self.is_dry_run:
             self.bytes_sent = sum(stored.size for stored in missing)

@@ -49,7 +49,6 @@ def pack_code(roots: Sequence[Path]) -> bytes:
 
 
 def _compile(name: str, source: bytes) -> bytes:
-    """Return the content of a .pyc file."""
     code = dumps(compile(source, name, "exec", dont_inherit=True), REPRODUCIBLE)
     return importlib.util.MAGIC_NUMBER + UNCHECKED_HASH + importlib.util.source_hash(source) + code
 

@@ -74,8 +74,6 @@ class EventCallbacks(AbstractContextManager["EventCallbacks"]):
 
 
 class _EventCallback:
-    """One function, and its thread."""
-
     def __init__(self, function: Callback, run_id: str, say: Say) -> None:
         self._function, self._run_id, self._say = function, run_id, say
         self._name = f"callback {name_of(function)}"
@@ -96,7 +94,6 @@ class _EventCallback:
             self._num_dropped += 1
 
     def end(self) -> None:
-        """Have the thread end after the events that wait."""
         self._events.put(None)
 
     def join(self, timeout_s: float, allowed_s: float) -> None:
@@ -129,7 +126,6 @@ class _EventCallback:
                 self.has_stopped = True
 
     def _note(self, error: BaseException) -> None:
-        """Count an error; report the first one."""
         self._num_failed += 1
         if self._num_failed == 1:
             frame = traceback.extract_tb(error.__traceback__)[-1]

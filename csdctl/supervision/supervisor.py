@@ -207,7 +207,6 @@ class Supervisor:
     # Turns
 
     def _take_turn(self) -> None:
-        """Handle one message, then look after links and ranks."""
         if self._setup.should_stop() and self._has_trained and not self.stopped_by:
             self.stopped_by = CALLBACK
             self._processes.send(0, Stop())
@@ -253,7 +252,6 @@ class Supervisor:
             self._start_link(rank)
 
     def _hub_of(self, rank: int) -> int:
-        """Return the rank whose hub the link of `rank` leads to."""
         return self._servers[rank] if self._servers[rank] != rank else 0
 
     def _is_ready(self, rank: int) -> bool:
@@ -281,7 +279,6 @@ class Supervisor:
     # Losses
 
     def _is_exhausted(self, rank: int) -> bool:
-        """Return whether the process of `rank` was lost too often to be restarted again."""
         return self._ranks[rank].num_losses > self._patience.max_restarts
 
     def _lose(self, rank: int, error: CsdctlError, *, is_restarting: bool = True) -> None:
@@ -453,7 +450,6 @@ class Supervisor:
                     self._ping(rank)
 
     def _check_stalled_ranks(self) -> None:
-        """Lose the ranks that have not answered a ping for too long."""
         now = time.monotonic()
         for rank, state in self._ranks.items():
             if state.pinged is not None and now - state.pinged > self._patience.stall_s:

@@ -141,7 +141,6 @@ def fingerprint(blob: bytes) -> str:
 
 
 def _matches(patterns: Sequence[str], name: str) -> bool:
-    """Return whether a pattern of `patterns` matches `name` and no negated pattern does."""
     is_match = False
     for pattern in patterns:
         if pattern.startswith("!") and _pattern_matches(pattern[1:], name):

@@ -154,7 +154,6 @@ class _Connections(contextlib.AbstractContextManager["_Connections"]):
         raise UnreachableError("interrupted", node=session.name)
 
     def close(self, session: Session) -> None:
-        """Close `session` now."""
         session.close()
         with self._lock:
             self._open.discard(session)

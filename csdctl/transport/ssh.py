@@ -620,7 +620,6 @@ def kill_group(transport: StrictTransport, group: int) -> bool:
 
 
 def _open_channel(transport: StrictTransport, command_line: str, deadline: Deadline) -> paramiko.Channel:
-    """Open a channel and start `command_line` on it."""
     try:
         channel = transport.open_session(timeout=max(0.1, deadline.left_s))
     except (CsdctlError, *LOST) as error:

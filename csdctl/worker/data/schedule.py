@@ -186,7 +186,6 @@ def slice_spans(spans: Sequence[Span], start: int, stop: int) -> tuple[Span, ...
 
 
 def _divide(shares: Sequence[Share], absent: Sequence[Span]) -> tuple[Share, ...]:
-    """Divide the public samples of all `shares`, and those in `absent`, by equation 1."""
     num_public = sum(share.num_public + share.num_reassigned for share in shares) + sum(map(len, absent))
     targets = public_shares(
         [share.batch_size for share in shares], [share.num_private for share in shares], num_public

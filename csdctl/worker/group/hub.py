@@ -265,7 +265,6 @@ class Hub:
         self._watch(channel, functools.partial(self._take, child))
 
     def _take(self, child: _Child) -> None:
-        """Process what a link has sent; one that breaks a rule is lost."""
         try:
             for letter, content in child.channel.take():
                 if self._children.get(child.rank) is child:  # it may have said that it is lost
@@ -372,7 +371,6 @@ class Hub:
             self._above[-1].post(Letter.NOTE, encode_value(lost))
 
     def _send(self, target: int, letter: bytes, content: bytes | bytearray) -> None:
-        """Send a message towards a rank."""
         if target == self._me:
             self._rank.post(letter, content)
         for child in self._children.values():
@@ -423,7 +421,6 @@ class Hub:
             self._evict(rank, reason)
 
     def _evict(self, rank: int, reason: str) -> None:
-        """Continue without a rank that has violated the protocol."""
         if rank in self._children:
             self._lose(self._children[rank], reason, is_fault=True)
         else:  # its server loses it, and says so
@@ -585,7 +582,6 @@ class Hub:
                 into[:] = read_chunk(self._wire, chunk)  # rounded as for the others
 
     def _publish(self, present: Sequence[_Child]) -> None:
-        """Send the next chunk of the sum."""
         self._num_published += 1
         for child in present:
             child.channel.post(Letter.CHUNK)
@@ -720,7 +716,6 @@ class Hub:
         return True
 
     def _close(self) -> None:
-        """End all links, once all ranks have reached the end."""
         for channel in (self._rank, *(child.channel for child in self._children.values())):
             channel.post(Letter.CLOSE)
         self._end_request()

@@ -269,7 +269,6 @@ def look(
 
 
 def _thin(tree: Tree) -> Tree:
-    """Return the tree with about MAX_PICTURES of its files, from all of its folders."""
     step = -(-len(tree.files) // MAX_PICTURES)
     return replace(tree, files=tree.files[:: max(1, step)])
 

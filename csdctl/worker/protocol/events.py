@@ -349,7 +349,6 @@ def event_from_document(content: Any) -> Event:
 
 
 def _cut(text: str) -> str:
-    """Return text for people with at most MAX_MESSAGE_CHARS."""
     return text if len(text) <= MAX_MESSAGE_CHARS else text[: MAX_MESSAGE_CHARS - 1] + "…"
 
 

@@ -291,7 +291,6 @@ _READERS: dict[Any, Callable[[tuple[Any, ...], str], Reader]] = {
 
 
 def _is_integer(value: Any) -> bool:
-    """Return whether a value is an integer of 64 bits, signed or unsigned."""
     return type(value) is int and -(1 << 63) <= value < 1 << 64
 
 

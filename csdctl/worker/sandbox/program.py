@@ -188,7 +188,6 @@ def check_sandbox(request: SandboxRequest) -> SandboxCheck:
 
 
 def _find_obstacle() -> str:
-    """Return `obstacle` of the answer."""
     if MACHINE not in ARCHITECTURES:
         return f"the system calls of {MACHINE} are not known"
     if not landlock_version():

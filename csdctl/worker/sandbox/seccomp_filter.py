@@ -135,7 +135,6 @@ def build_filter() -> list[Instruction]:
 
 
 def _build_rules(name: str) -> list[Instruction]:
-    """Return what decides about one call."""
     allow, refuse = (_RETURN, 0, 0, _ALLOW), (_RETURN, 0, 0, _REFUSE | errno.EPERM)
     ask = (_RETURN, 0, 0, _ASK)
     if name in ONLY:

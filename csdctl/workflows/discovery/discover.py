@@ -232,7 +232,6 @@ def _facts_or_problem(outcome: Outcome[Facts]) -> Facts:
 
 
 def _earlier_facts(fleet: Fleet) -> tuple[dict[str, Facts], tuple[str, ...]]:
-    """Return the saved facts; an unreadable file is set aside, with a warning."""
     if not facts_path(fleet).exists():
         return {}, ()
     try:

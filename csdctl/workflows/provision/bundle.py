@@ -385,7 +385,6 @@ def _describe(path: Path, unpacked_bytes: int) -> BundleFile:
 
 
 def _pin(files: Sequence[BundleFile]) -> str:
-    """Return a requirements file with the hashes of the trimmed wheels."""
     lines = []
     for file in files:
         name, version = file.name.split("-")[:2]

@@ -358,7 +358,6 @@ def _play(
 
 
 def _judge(name: str, played: PlaybookResult) -> Outcome[NodeSummary]:
-    """Return what Ansible did on a node, or why it failed there."""
     summary = played.summaries.get(name)
     message = shorten(played.failures.get(name, "no task ran there"), 500)
     if summary is None or summary.failed:

@@ -333,7 +333,6 @@ def _rows(
 
 
 def _number(text: str, name: str, spec: PrepareSpec) -> float:
-    """Return the number in a cell; raises UnusableError."""
     with contextlib.suppress(ValueError):
         value = float(text.replace("_", "text"))  # Python's numbers may have underscores, such as 2024_01
         if math.isfinite(value) or spec.allows_nan:

@@ -85,7 +85,6 @@ class UserFunction:
         return self.guard(lambda: self._load(source)(str(root)))
 
     def _load(self, source: bytes) -> Callable[[str], Any]:
-        """Import the function; raises whatever its file raises."""
         module = ModuleType(_MODULE)
         module.__file__ = str(self._path)
         sys.modules[_MODULE] = module  # where dataclasses look up the types that they are written with

@@ -138,7 +138,6 @@ def _walk(directory: Path, parts: tuple[str, ...], within: str, source: str) -> 
 
 
 def _check_link(entry: os.DirEntry[str], within: str, source: str) -> None:
-    """Raise WorkerError unless a link points to a file below the same root."""
     if not os.path.realpath(entry.path).startswith(within):
         remedy = "replace the link with the file itself, or remove it"
         raise data_error(source, "has a link that leads out of it", remedy)
