@@ -242,7 +242,7 @@ class _Found:
 
 
 def clean_machine(
-    session: Session, python: str, options: CleanupOptions, *, deadline_s: float = 120.0
+    session: Session, python: str, options: CleanupOptions, deadline_s: float = 120.0
 ) -> Leftovers:
     """Find, end and remove leftovers as `options` request; raises MachineLockedError, RemoteCommandError."""
     command = build_program_command(python, "leftovers")
@@ -259,11 +259,10 @@ def clean_machine(
 def end_run(run_id: str, sessions: Mapping[str, Session], fleet: Fleet, *, is_removing: bool = False) -> None:
     """End all processes of the run that can be reached; `is_removing`: also copies of its state."""
     options = CleanupOptions(run_id=run_id, is_removing=is_removing)
-
-    def clean(session: Session) -> Leftovers:
-        return clean_machine(session, fleet.python_of(session.name), options, deadline_s=END_DEADLINE_S)
-
-    run_on_all(sessions, clean)
+    run_on_all(
+        sessions,
+        lambda session: clean_machine(session, fleet.python_of(session.name), options, END_DEADLINE_S),
+    )
 
 
 def clean(

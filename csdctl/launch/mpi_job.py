@@ -226,7 +226,7 @@ class MpiJob:
 
     def _run_daemon(self, host: str, command: str) -> None:
         """Run the daemon; mpirun would wait for ever for one that has failed."""
-        code, latest, said = 1, "", 0
+        code, latest, num_left = 1, "", MAX_LINES
         with contextlib.suppress(OSError, ValueError, EOFError):
             try:
                 conversation = self._conversation = self._start_daemon(host, command)
@@ -234,12 +234,14 @@ class MpiJob:
                     while True:
                         with contextlib.suppress(DeadlineError):
                             line = conversation.read_line(deadline_s=3600.0)
-                            said += 1
-                            latest = self._pass_on(line, said) or latest
+                            if (num_left := num_left - 1) >= 0:
+                                self._output.log(line.strip("\0 \t\r\n"))
+                                latest = line.strip(" -") or latest
                 done = conversation.wait(deadline_s=END_DEADLINE_S)
                 code = done.exit_code
                 for line in done.stderr.decode(errors="replace").splitlines()[-MAX_LINES:]:
-                    latest = self._pass_on(line, 0) or latest
+                    self._output.log(line.strip("\0 \t\r\n"))
+                    latest = line.strip(" -") or latest
             except CsdctlError as error:
                 self._output.log(str(error))
         if code:
@@ -247,15 +249,8 @@ class MpiJob:
             self._output.log(f"Daemon exit status: {code}{latest and ': ' + latest}")
             self.end()
 
-    def _pass_on(self, line: str, number: int) -> str:
-        if number <= MAX_LINES:
-            self._output.log(line.strip("\0 \t\r\n"))
-            return line.strip(" -")
-        return ""
-
     def _end_daemon(self) -> None:
-        """Let the daemon's sandbox end its processes; that of a lost node is not waited for."""
-        if self._conversation:
+        if self._conversation:  # that of a lost node is not waited for
             threading.Thread(target=_end, args=(self._conversation,), daemon=True).start()
 
 
@@ -288,9 +283,8 @@ def add_rank_traffic(
 ) -> LinkBytes:
     """Add up what the ranks sent to each other; `nodes` by rank."""
     added: Counter[tuple[str, str, str]] = Counter()
-    for event in traffic:
-        for row in event.sent:
-            added[nodes[row.sender], nodes[row.receiver], classes[row.what]] += row.num_bytes
+    for row in (row for event in traffic for row in event.sent):
+        added[nodes[row.sender], nodes[row.receiver], classes[row.what]] += row.num_bytes
     return dict(added)
 
 

@@ -174,7 +174,7 @@ class Mpirun:
     def build_link(self, rank: int, node: str, starter: str, path: tuple[End, End]) -> MpiJob:
         """Return the link of a rank along a path of `find_paths`, not started; raises CsdctlError."""
         is_here = starter == HOST_NAME
-        near, far = path
+        (near, far), run_id = path, self.run.run_id
         arguments = ["link", "--rank", str(rank)]
         commands = [
             RankCommand(number, machine, tuple(self.build_worker_command(machine, arguments)), end.interface)
@@ -185,10 +185,9 @@ class Mpirun:
             self.facts[node].prefix or sys.prefix,
             near,
             commands,
-            run_id=self.run.run_id,
+            run_id,
         )
         key = "" if {node, starter} & set(self.obstacles) else secrets.token_hex(32)
-        run_id = self.run.run_id
 
         def start_daemon(host: str, shell_command: str) -> Conversation:
             # mpirun passes on the name of its own interface.

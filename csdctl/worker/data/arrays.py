@@ -119,11 +119,9 @@ def map_file(file: BufferedReader) -> Array:
 def read_array_header(file: IO[bytes]) -> tuple[tuple[int, ...], bool, np.dtype[Any]]:
     """Return shape, Fortran's order and type of the .npy array that begins here; or OSError, ValueError."""
     try:
-        version = np.lib.format.read_magic(file)
-        read = {(1, 0): np.lib.format.read_array_header_1_0, (2, 0): np.lib.format.read_array_header_2_0}[
-            version
-        ]
-        shape, is_fortran, dtype = read(file, max_header_size=MAX_HEADER_BYTES)
+        formats = np.lib.format
+        read = {(1, 0): formats.read_array_header_1_0, (2, 0): formats.read_array_header_2_0}
+        shape, is_fortran, dtype = read[formats.read_magic(file)](file, max_header_size=MAX_HEADER_BYTES)
     except OSError:
         raise
     except Exception as error:  # numpy parses the header as Python, and passes on all of its errors
@@ -173,8 +171,7 @@ def random_batch(
     Floats are in [0, 1). Integers are in [0, 128), or up to the largest of the data set: they may be indices.
     `num_indices`: of the model's smallest embedding. The columns of one input may be indices of several.
     """
-    info = element_spec
-    dtype = dtype_from_text(info.dtype)
+    info, dtype = element_spec, dtype_from_text(element_spec.dtype)
     largest = dict(info.max_values)
     if num_indices is not None:
         for name in dtype.names or [""]:

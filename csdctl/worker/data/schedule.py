@@ -157,20 +157,15 @@ def change_segment(
     left = [share.after(num_steps - (share.rank in uncounted)) for share in segment.shares]
     own = {span.rank: (span.start, span.stop) for span in segment.unread}
     shares = {rank: Share(rank, size, *own.get(rank, (0, 0)), 0, 0) for rank, size in batch_sizes.items()}
-    shares |= {
-        share.rank: replace(share, batch_size=batch_sizes[share.rank])
-        for share in left
-        if share.rank in batch_sizes
-    }
-    members = [share for _, share in sorted(shares.items())]
-    gone = [share for share in left if share.rank not in batch_sizes]
-    public = [
-        span
-        for share in gone
-        for span in (Span(share.rank, share.public_start, share.public_stop), *share.reassigned)
-    ]
+    public: list[Span] = []
     unread = [span for span in segment.unread if span.rank not in batch_sizes]
-    unread += [Span(share.rank, share.private_start, share.private_stop) for share in gone]
+    for share in left:
+        if share.rank in batch_sizes:
+            shares[share.rank] = replace(share, batch_size=batch_sizes[share.rank])
+        else:
+            public += [Span(share.rank, share.public_start, share.public_stop), *share.reassigned]
+            unread.append(Span(share.rank, share.private_start, share.private_stop))
+    members = [share for _, share in sorted(shares.items())]
     return Segment(step, _divide(members, public), tuple(unread))
 
 
@@ -187,9 +182,8 @@ def slice_spans(spans: Sequence[Span], start: int, stop: int) -> tuple[Span, ...
 
 def _divide(shares: Sequence[Share], absent: Sequence[Span]) -> tuple[Share, ...]:
     num_public = sum(share.num_public + share.num_reassigned for share in shares) + sum(map(len, absent))
-    targets = public_shares(
-        [share.batch_size for share in shares], [share.num_private for share in shares], num_public
-    )
+    sizes, num_private = zip(*((share.batch_size, share.num_private) for share in shares), strict=True)
+    targets = public_shares(sizes, num_private, num_public)
     kept, free = [], list(absent)
     for share, target in zip(shares, targets, strict=True):
         # Own samples are on the rank's own disk: it returns reassigned samples first.

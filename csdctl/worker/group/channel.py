@@ -138,10 +138,9 @@ class Channel:
 
     def receive_descriptors(self, count: int) -> list[int]:
         """Return the descriptors that the other side passed; raises LinkLostError."""
-        try:
+        descriptors: list[int] = []
+        with contextlib.suppress(OSError):
             _, descriptors, _, _ = socket.recv_fds(self._connection, 1, count)
-        except OSError:
-            raise LinkLostError from None
         if len(descriptors) != count:
             raise LinkLostError
         return descriptors

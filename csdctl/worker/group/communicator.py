@@ -145,11 +145,9 @@ class Communicator:
         verdict: bytes | bytearray = self._await(Letter.TOTAL)
         if self.has_hub:
             verdict, report = split_parts(verdict)
-            for rank, wait_s, factor in REPORT.iter_unpack(report):
-                if wait_s > 0:
-                    self.waits.append((rank, wait_s))
-                if factor:
-                    self.outliers[rank] = factor
+            rows = list(REPORT.iter_unpack(report))
+            self.waits += [(rank, wait_s) for rank, wait_s, _ in rows if wait_s > 0]
+            self.outliers |= {rank: factor for rank, _, factor in rows if factor}
         self._apply(verdict[1:])
         if verdict[:1] == b"\1":
             self._number = 0
@@ -327,11 +325,10 @@ class Communicator:
     def _apply(self, verdict: bytes | bytearray) -> None:
         """Take note of who took part, and of who does next."""
         self._gone.clear()
+        self.counted = self.members
         if verdict:
             decided = from_json(Verdict, bytes(verdict).decode())
             self.members, self.counted = decided.members, decided.counted
-        else:
-            self.counted = self.members
 
 
 class HubProcess:

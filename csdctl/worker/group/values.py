@@ -76,13 +76,8 @@ class ExpectedTails:
 
     def pack(self) -> bytes:
         """Return this as bytes: it goes from a rank to its hub before every sum."""
-        size = len(self.counts)
-        return struct.pack(
-            f"<qqq{size}q{size}d",
-            *(self.start, self.num_gradients, size),
-            *self.counts,
-            *self.counts.values(),
-        )
+        size, numbers = len(self.counts), (*self.counts, *self.counts.values())
+        return struct.pack(f"<qqq{size}q{size}d", self.start, self.num_gradients, size, *numbers)
 
     @classmethod
     def unpack(cls, content: bytes | bytearray | memoryview) -> "ExpectedTails":

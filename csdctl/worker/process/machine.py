@@ -104,18 +104,16 @@ def find_sensors(sys: Path) -> Sequence[Path]:
 
 
 def _text(path: Path) -> str:
-    try:
+    with contextlib.suppress(OSError):  # also where a sensor is off
         return path.read_text(errors="replace").strip()
-    except OSError:  # also where a sensor is off
-        return ""
+    return ""
 
 
 def _read_c(path: Path) -> float | None:
-    try:
+    with contextlib.suppress(ValueError):
         celsius = int(_text(path)) / 1000
-    except ValueError:
-        return None
-    return celsius if MIN_C <= celsius <= MAX_C else None
+        return celsius if MIN_C <= celsius <= MAX_C else None
+    return None
 
 
 def measure_time(

@@ -44,8 +44,6 @@ Largest = Annotated[int, Between(-1, 1 << 64)]
 """The largest of several integers from 0; -1 if there are others among them."""
 Parts = dict[str, tuple[str, Shape]]
 """Type and shape of each field of a sample or a label by name, '' for the only one."""
-
-
 SKIPPED = "skipped.txt"
 """The file beside prepared data that names all skipped samples."""
 
@@ -110,9 +108,8 @@ class DatasetInfo:
 
 def equals(expected: Sequence[int], shape: Sequence[int | None]) -> bool:
     """Return whether shapes are equal; 0 and None are any size."""
-    return len(expected) == len(shape) and all(
-        a == b or not a or not b for a, b in zip(expected, shape, strict=True)
-    )
+    pairs = zip(expected, shape, strict=False)
+    return len(expected) == len(shape) and all(a == b or not a or not b for a, b in pairs)
 
 
 def takes(expected: Sequence[int], shape: Sequence[int | None]) -> bool:

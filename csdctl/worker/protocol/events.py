@@ -335,9 +335,7 @@ def event_from_line(line: str) -> Event | None:
     """Return the event in `line`, None for any other line; raises ProtocolError when it is not valid."""
     if not line.startswith(EVENT_PREFIX):
         return None
-    text = line.removeprefix(EVENT_PREFIX)
-    content = parse_json(text)
-    return event_from_document(without_surrogates(content) if "\\u" in text else content)
+    return event_from_document(without_surrogates(parse_json(line.removeprefix(EVENT_PREFIX))))
 
 
 def event_from_document(content: Any) -> Event:
@@ -373,12 +371,10 @@ def check_event(event: Event, nodes: Sequence[str], sender: int | None = None) -
     rank = event.rank if sender is None else sender
     is_lost = sender is None and isinstance(event, Failed) and event.node == UNKNOWN_NODE
     if event.rank != rank or rank >= len(nodes) or not (event.node == nodes[rank] or is_lost):
-        expected = (
-            f"one of {len(nodes)} ranks and its node" if sender is None else f"rank {rank} on {nodes[rank]}"
-        )
-        raise ProtocolError(
-            f"{name}: expected {expected}, received rank {event.rank} on {shorten(event.node)}"
-        )
+        known = f"one of {len(nodes)} ranks and its node"
+        expected = known if sender is None else f"rank {rank} on {nodes[rank]}"
+        received = f"rank {event.rank} on {shorten(event.node)}"
+        raise ProtocolError(f"{name}: expected {expected}, received {received}")
     if event.rank != 0:
         _check_is_own(event)
     if isinstance(event, Verified) and {len(event.batch_sizes), len(event.of_ranks)} != {len(nodes)}:
@@ -388,8 +384,7 @@ def check_event(event: Event, nodes: Sequence[str], sender: int | None = None) -
         named = (event.slowest,)
     if len(named) > len(nodes) or not set(named) <= set(nodes):
         raise ProtocolError(f"{name}: expected nodes of the run, received {shorten(named)}")
-    ranks = set(_ranks_in(event))
-    if ranks and (unknown := ranks - set(map(str, range(len(nodes))))):
+    if unknown := set(_ranks_in(event)) - set(map(str, range(len(nodes)))):
         raise ProtocolError(f"{name}: expected ranks of the run, received {shorten(sorted(unknown))}")
 
 
@@ -398,12 +393,10 @@ def _check_is_own(event: Event) -> None:
     name = type(event).__name__
     if isinstance(event, FROM_RANK_0):
         raise ProtocolError(f"{name}: expected only from rank 0")
-    for name_of_field in FIELDS_OF_RANK_0.get(type(event), ()):
-        value = getattr(event, name_of_field)
+    for field_name in FIELDS_OF_RANK_0.get(type(event), ()):
+        value = getattr(event, field_name)
         if type(value) is float or value not in _UNSET:
-            raise ProtocolError(
-                f"{name}.{name_of_field}: expected only from rank 0, received {shorten(value)}"
-            )
+            raise ProtocolError(f"{name}.{field_name}: expected only from rank 0, received {shorten(value)}")
     for row in event.sent if isinstance(event, Traffic) else ():
         if event.rank not in (row.sender, row.receiver) or 0 in (row.sender, row.receiver):
             raise ProtocolError(

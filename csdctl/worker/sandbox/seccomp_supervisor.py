@@ -21,9 +21,9 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from csdctl.worker.protocol.processes import duplicate_descriptor, list_descendants, load_all
+from csdctl.worker.protocol.processes import duplicate_descriptor, is_of_user, list_descendants, load_all
 from csdctl.worker.protocol.sandbox import NO_CONNECTION
-from csdctl.worker.sandbox.seccomp_filter import ASKED, Instruction, Program, number_of
+from csdctl.worker.sandbox.seccomp_filter import Instruction, Program, number_of
 
 IpNetwork = ipaddress.IPv4Network | ipaddress.IPv6Network
 IpAddress = ipaddress.IPv4Address | ipaddress.IPv6Address
@@ -157,11 +157,7 @@ class Tokens:
 
 
 _RECEIVE, _SEND, _IS_VALID, _ADD_DESCRIPTOR = 0xC0502100, 0xC0182101, 0x40082102, 0x40182103
-_NOTIFICATION, _ANSWER, _DESCRIPTOR = (
-    struct.Struct("=QIIiIQ6Q"),
-    struct.Struct("=QqiI"),
-    struct.Struct("=QIIII"),
-)
+_NOTIFICATION, _ANSWER, _DESCRIPTOR = map(struct.Struct, ("=QIIiIQ6Q", "=QqiI", "=QIIII"))
 _CONTINUE = 1
 
 
@@ -266,18 +262,16 @@ class SeccompSupervisor:
         self._bound: set[int] = set()
         """Inodes of TCP sockets that the sandbox has bound."""
         self._num_tasks = self._num_files = 0
-        answers: dict[str, Callable[[Call], None]] = {
-            "socket": self._socket,
-            "bind": self._bind,
-            "connect": self._connect,
-            "accept": self._accept,
-            "accept4": self._accept,
-            "kill": self._kill,
-            "tgkill": self._kill,
-            **dict.fromkeys(("clone", "fork", "vfork"), self._start_task),
-            **dict.fromkeys(("mkdir", "mkdirat", "open", "openat"), self._make_file),
+        answers: dict[Callable[[Call], None], tuple[str, ...]] = {
+            self._socket: ("socket",),
+            self._bind: ("bind",),
+            self._connect: ("connect",),
+            self._accept: ("accept", "accept4"),
+            self._kill: ("kill", "tgkill"),
+            self._start_task: ("clone", "fork", "vfork"),
+            self._make_file: ("mkdir", "mkdirat", "open", "openat"),
         }
-        self._answers = {number_of(name): answers[name] for name in ASKED}
+        self._answers = {number_of(name): answer for answer, names in answers.items() for name in names}
 
     def start(self) -> None:
         """Answer all calls from now on, in threads of their own, as some take time."""
@@ -363,8 +357,7 @@ class SeccompSupervisor:
         if name not in self._sockets:
             raise refusal(errno.ECONNREFUSED)
         connecting.connect(name)
-        _, user, _ = struct.unpack("3i", connecting.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
-        if user != os.getuid():  # abstract names belong to whoever binds them first
+        if not is_of_user(connecting, os.getuid()):  # abstract names belong to whoever binds them first
             connecting.shutdown(socket.SHUT_RDWR)
             raise refusal(errno.ECONNREFUSED)
 
@@ -383,9 +376,8 @@ class SeccompSupervisor:
         except OSError as error:
             number = errno.ETIMEDOUT if isinstance(error, TimeoutError) else error.errno or errno.EIO
             # csdctl shows it as the cause of a link that does not connect.
-            print(
-                f"{NO_CONNECTION}{address[0]} port {port}: {os.strerror(number)}", file=sys.stderr, flush=True
-            )
+            message = f"{NO_CONNECTION}{address[0]} port {port}: {os.strerror(number)}"
+            print(message, file=sys.stderr, flush=True)
             raise refusal(number) from None
         finally:
             os.set_blocking(connecting.fileno(), is_blocking)
