@@ -20,7 +20,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import yaml
 from pydantic import Field
@@ -278,9 +278,8 @@ def start_fleet(
     paths = FleetPaths(directory)
     with locked(paths):
         if paths.is_foreign:
-            raise InputError(
-                f"{paths.directory} contains other files; an emulated fleet needs a separate directory"
-            )
+            other = "contains other files; an emulated fleet needs a separate directory"
+            raise InputError(f"{paths.directory} {other}")
         state = load_state(paths)
         if state is not None and _is_alive(state):
             _check_same(paths, state, spec, fleet_path)
@@ -323,14 +322,9 @@ def fleet_status(directory: Path) -> list[NodeStatus]:
     for node in state.nodes:
         running = is_running(node.pid, node.start_time)
         pids = list_descendants(node.pid) if running else []
-        found.append(
-            NodeStatus(
-                *(node.name, node.port, node.pid, running, len(pids)),
-                *(state.spec.cpu, state.spec.memory_bytes),
-                sum(anonymous_bytes(pid, is_divided=True) for pid in pids),
-                node.cpu_mechanism,
-            )
-        )
+        used_bytes = sum(anonymous_bytes(pid, is_divided=True) for pid in pids)
+        limits = state.spec.cpu, state.spec.memory_bytes, used_bytes, node.cpu_mechanism
+        found.append(NodeStatus(node.name, node.port, node.pid, running, len(pids), *limits))
     return found
 
 
@@ -339,12 +333,11 @@ def _check_same(paths: FleetPaths, state: FleetState, spec: EmulatedSpec, fleet_
     what = "kept" if state.is_kept else "running"
     again = f"csdctl emulate up --nodes {state.spec.num_nodes} --cpu {state.spec.cpu:g}"
     if state.spec != spec or not same_path:
+        restart = f"start it again: `{again}`, or remove it: `csdctl emulate down`"
         raise InputError(
             f"another emulated fleet is {what} in {paths.directory}: {state.spec.num_nodes} nodes with "
             f"{state.spec.cpu:g} cores and {state.spec.memory_bytes >> 20} MiB each, in {state.fleet_path}",
-            remedy=f"start it again: `{again}`, or remove it: `csdctl emulate down`"
-            if state.is_kept
-            else "stop it first: `csdctl emulate down`",
+            remedy=restart if state.is_kept else "stop it first: `csdctl emulate down`",
         )
 
 
@@ -399,21 +392,14 @@ def _launch(paths: FleetPaths, timeout_s: float) -> tuple[NodeState, ...]:
         FLEET_VARIABLE: paths.fleet_id,
         "TMPDIR": tempfile.gettempdir(),  # where a server has to look for the short directory
     }
+    streams: dict[str, Any] = {"stdin": subprocess.DEVNULL, "capture_output": True}
     try:
-        ended = subprocess.run(
-            command,
-            env=environment,
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            check=False,
-            timeout=timeout_s,
-        )
+        ended = subprocess.run(command, env=environment, check=False, timeout=timeout_s, **streams)
     except subprocess.TimeoutExpired:
         raise DeadlineError(f"the emulated fleet did not start within {timeout_s:g} s") from None
     if ended.returncode != 0:
-        raise CsdctlError(
-            f"the emulated fleet did not start: {ended.stderr.decode(errors='replace').strip()}"
-        )
+        why = ended.stderr.decode(errors="replace").strip()
+        raise CsdctlError(f"the emulated fleet did not start: {why}")
     nodes = [NodeState(**json.loads(line)) for line in ended.stdout.splitlines()]
     return tuple(sorted(nodes, key=lambda node: int(node.name.removeprefix("csd"))))
 
@@ -437,9 +423,8 @@ def stop_fleet(directory: Path, *, keep: bool = False) -> StoppedFleet:
         return remove_fleet(paths)
     with locked(paths):
         if paths.is_foreign:
-            raise InputError(
-                f"{paths.directory} is not the directory of an emulated fleet; it is left unchanged"
-            )
+            other = "is not the directory of an emulated fleet; it is left unchanged"
+            raise InputError(f"{paths.directory} {other}")
         state = load_state(paths)
         return keep_fleet(paths, state) if keep and state else remove_fleet(paths)
 
@@ -459,9 +444,8 @@ def remove_fleet(paths: FleetPaths) -> StoppedFleet:
     state = load_state(paths)
     ended = _end_processes(paths)
     candidates = [paths.default_fleet, paths.directory.parent.parent / "fleet.yaml"]  # without a state
-    written = (
-        [state.fleet_path] if state else [one for one in candidates if is_unchanged(one, paths.fleet_id)]
-    )
+    unchanged = [path for path in candidates if is_unchanged(path, paths.fleet_id)]
+    written = [state.fleet_path] if state else unchanged
     kept = [path for path in written if not remove_fleet_file(path, paths.fleet_id)]
     _remove_short_tmp(paths)
     if paths.is_ours:

@@ -79,10 +79,9 @@ def list_ancestors(pid: int) -> list[int]:
 def cpu_time_s(pid: int) -> float:
     """Return the CPU seconds of all threads of `pid`, to the nanosecond; 0 if it has ended."""
     # The same number as clock_getcpuclockid(3), which Python only has for threads.
-    try:
+    with contextlib.suppress(OSError):
         return time.clock_gettime((~pid << 3) | 2)
-    except OSError:
-        return 0.0
+    return 0.0
 
 
 def anonymous_bytes(pid: int, *, is_divided: bool = False) -> int:
@@ -94,11 +93,9 @@ def anonymous_bytes(pid: int, *, is_divided: bool = False) -> int:
 
 
 def _load(path: str) -> str:
-    try:
-        with open(path, encoding="utf-8", errors="replace") as file:
-            return file.read()
-    except OSError:  # the process ended meanwhile
-        return ""
+    with contextlib.suppress(OSError), open(path, encoding="utf-8", errors="replace") as file:
+        return file.read()
+    return ""  # the process ended meanwhile
 
 
 @cache
@@ -131,13 +128,8 @@ class CgroupLimit:
 
     def build_command(self, command: list[str]) -> list[str]:
         """Return the argument list that runs `command` inside the group."""
-        return [
-            "/bin/sh",
-            "-c",
-            'echo 0 > "$0" || exit 125; exec "$@"',
-            str(self.path / "cgroup.procs"),
-            *command,
-        ]
+        enter = 'echo 0 > "$0" || exit 125; exec "$@"'
+        return ["/bin/sh", "-c", enter, str(self.path / "cgroup.procs"), *command]
 
     def close(self) -> None:
         """End every process in the group and remove it."""
@@ -189,10 +181,7 @@ def list_cgroups(prefix: str) -> list[Path]:
 
 def list_members(path: Path) -> list[int]:
     """Return the pids in the control group `path`."""
-    try:
-        return [int(pid) for pid in (path / "cgroup.procs").read_text().split()]
-    except OSError:
-        return []
+    return [int(pid) for pid in _load(str(path / "cgroup.procs")).split()]
 
 
 def remove_cgroup(path: Path) -> None:
@@ -316,12 +305,8 @@ class DutyCycle:
             running = self._stoppable(list_descendants(self._root_pid))
 
     def _stoppable(self, pids: list[int]) -> set[int]:
-        found = set()
-        for pid in set(pids) - self._stopped:
-            stat = load_stat(pid)
-            if stat and not stat.has_ended and stat.state not in "Tt":
-                found.add(pid)
-        return found
+        stats = {pid: load_stat(pid) for pid in set(pids) - self._stopped}
+        return {pid for pid, stat in stats.items() if stat and stat.state not in "ZXTt"}
 
     def _resume(self) -> None:
         stopped, self._stopped = self._stopped, set()
@@ -360,13 +345,8 @@ def end_largest_above(limit_bytes: int, used_bytes: dict[int, int]) -> int | Non
         return None
     largest = max(used_bytes, key=lambda pid: used_bytes[pid])
     stat = load_stat(largest)
-    log.warning(
-        "out of memory: killed %s (pid %d, %d MiB); the node uses %d of %d MiB",
-        stat.name if stat else "",
-        largest,
-        used_bytes[largest] >> 20,
-        total_bytes >> 20,
-        limit_bytes >> 20,
-    )
+    sizes = used_bytes[largest] >> 20, total_bytes >> 20, limit_bytes >> 20
+    text = "out of memory: killed %s (pid %d, %d MiB); the node uses %d of %d MiB"
+    log.warning(text, stat.name if stat else "", largest, *sizes)
     send_signal([largest], signal.SIGKILL)
     return largest

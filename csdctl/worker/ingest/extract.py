@@ -73,11 +73,9 @@ def extract(
 def of_sources(spec: ExtractSpec) -> list[ExtractSpec]:
     """Return what to compute of each source; validation samples have no views."""
     sources = [spec.source, *spec.others]
-    num_training = len(sources) - spec.num_plain
-    return [
-        dataclasses.replace(spec, source=source, augmented=spec.augmented if number < num_training else None)
-        for number, source in enumerate(sources)
-    ]
+    views = [spec.augmented] * (len(sources) - spec.num_plain) + [None] * spec.num_plain
+    pairs = zip(sources, views, strict=True)
+    return [dataclasses.replace(spec, source=source, augmented=augmented) for source, augmented in pairs]
 
 
 def _store_rows(
@@ -120,11 +118,9 @@ def _compute_rows(
     compute, augment = load(), load_augmentation(spec)
     partial.declare(*compute(*samples.read(np.arange(0))))
     row_bytes = math.prod(partial.info.sample_shape) * dtype_from_text(partial.info.dtype).itemsize
-    what, other = (
-        ("results", "ask for classes only")
-        if spec.results
-        else ("features", "train without --strategy features")
-    )
+    what, other = "features", "train without --strategy features"
+    if spec.results:
+        what, other = "results", "ask for classes only"
     num_rows = len(samples) * num_views(spec.augmented)
     check_free_space((num_rows - partial.info.num_samples) * row_bytes, spec.store, what, other)
     while partial.info.num_samples < num_rows:
@@ -144,10 +140,8 @@ def load_computation(spec: ExtractSpec) -> Compute:
     def compute(samples: Array, labels: Array) -> tuple[Array, Array]:
         features = extractor.run(samples)
         if not np.isfinite(features).all():
-            raise InputError(
-                "the model's frozen part computes values that are not finite",
-                "check its weights and recipe.input_range, or store features in float32",
-            )
+            remedy = "check its weights and recipe.input_range, or store features in float32"
+            raise InputError("the model's frozen part computes values that are not finite", remedy)
         return features, labels
 
     return compute
@@ -174,10 +168,8 @@ def load_augmentation(spec: ExtractSpec) -> Callable[[Array, Array, int, int], t
     function = Augmentation(wanted.augment, wanted.seed)
 
     def make(samples: Array, labels: Array, view: int, start: int) -> tuple[Array, Array]:
-        parts = [
-            function(samples[n : n + 1], labels[n : n + 1], view, data ^ (start + n))
-            for n in range(len(samples))
-        ]
+        rows = [slice(n, n + 1) for n in range(len(samples))]
+        parts = [function(samples[row], labels[row], view, data ^ (start + row.start)) for row in rows]
         return np.concatenate([part for part, _ in parts]), np.concatenate([part for _, part in parts])
 
     return make
@@ -258,30 +250,27 @@ def gather(
 def _merge(spec: GatherSpec, partial: PartialDataset, samples: PreparedSamples) -> Iterator[Block]:
     """Yield the features of all samples, in the order of the samples; raises WorkerError."""
     num_samples, seed = len(samples), spec.wanted.source.permutation_seed
+    dtype = spec.wanted.prefix.precision
     parts = [CheckedArray(part.path, part.sha256).array for part in spec.parts]
     owners, places = np.full(num_samples, -1), np.zeros(num_samples, np.int64)
     for number, (part, features) in enumerate(zip(spec.parts, parts, strict=True)):
         rows = rows_of(DatasetSlice("", "", part.start, part.stop, seed), num_samples)
-        dtype, expected = spec.wanted.prefix.precision, (len(rows), *spec.shape)
+        expected = len(rows), *spec.shape
         if (features.dtype.name, features.shape) != (dtype, expected):
-            raise WorkerError(
-                f"{part.node} sent {features.dtype} of shape {features.shape}, "
-                f"expected {dtype} of {expected}",
-                remedy=f"examine {part.node}",
-            )
+            sent = f"{part.node} sent {features.dtype} of shape {features.shape}"
+            raise WorkerError(f"{sent}, expected {dtype} of {expected}", remedy=f"examine {part.node}")
         owners[rows], places[rows] = number, np.arange(len(rows))
     if missing := int((owners < 0).sum()):
         raise WorkerError(f"the features of {missing} of {num_samples} samples are missing")
     for row in range(partial.info.num_samples, num_samples, GATHERED_ROWS):
         rows = np.arange(row, min(num_samples, row + GATHERED_ROWS))
-        found = np.empty((len(rows), *spec.shape), spec.wanted.prefix.precision)
+        found = np.empty((len(rows), *spec.shape), dtype)
         for number, (part, features) in enumerate(zip(spec.parts, parts, strict=True)):
             is_here = owners[rows] == number
             found[is_here] = features[places[rows[is_here]]]
             if not np.isfinite(found[is_here]).all():
-                raise WorkerError(
-                    f"{part.node} sent features that are not finite", remedy=f"examine {part.node}"
-                )
+                problem = f"{part.node} sent features that are not finite"
+                raise WorkerError(problem, remedy=f"examine {part.node}")
         yield Block(found, samples.labels(rows))
 
 

@@ -56,9 +56,7 @@ def make_store(store: Path, source: Path, *, is_shared: bool) -> None:
     owners = {os.geteuid(), *({0, source.stat().st_uid} if is_shared else ())}
     found = store.stat()
     if not {store.lstat().st_uid, found.st_uid} <= owners:
-        raise WorkerError(
-            f"{store} belongs to another user, who could change prepared data", remedy="remove it"
-        )
+        raise WorkerError(f"{store} belongs to another user, who could change prepared data", "remove it")
     if found.st_uid == os.geteuid():
         # Each data set in a shared store has its own permissions: here only names are seen.
         readers = store.parent.stat().st_mode & (_READ | _READ >> 2) if is_shared else 0
@@ -119,10 +117,8 @@ def add_block(info: DatasetInfo, block: Block) -> DatasetInfo:
     labels = as_labels(block.labels)
     typed = take_types(info, block.samples, labels)
     if info.num_samples and typed != info:
-        raise InputError(
-            "the data has samples or labels of different shapes or types",
-            "give all samples the same shape and type",
-        )
+        remedy = "give all samples the same shape and type"
+        raise InputError("the data has samples or labels of different shapes or types", remedy)
     max_labels, max_values, class_counts = dict(info.max_labels), dict(info.max_values), info.class_counts
     for name, array in fields_of(labels).items():
         if array.dtype.kind != "i" or not array.size:
@@ -170,10 +166,8 @@ def _headers(info: DatasetInfo) -> list[tuple[bytes, int]]:
         dtype = dtype_from_text(text)
         described = np.lib.format.dtype_to_descr(dtype)
         if len(repr(described)) > MAX_HEADER_BYTES - _SPARE_HEADER_BYTES:
-            raise InputError(
-                f"the data has too many inputs or outputs: {len(dtype.names or ()):,}",
-                "combine inputs: one vector instead of single numbers",
-            )
+            problem = f"the data has too many inputs or outputs: {len(dtype.names or ()):,}"
+            raise InputError(problem, "combine inputs: one vector instead of single numbers")
         content = {"descr": described, "fortran_order": False, "shape": (info.num_samples, *shape)}
         file = io.BytesIO()
         np.lib.format.write_array_header_1_0(file, content)
@@ -268,9 +262,8 @@ class PartialDataset:
                 file.seek(0)
                 file.write(header)
                 sync_file(file)
-            info = hash_arrays(
-                replace(info or self.info, path=str(source or target)), source or self._directory
-            )
+            described = replace(info or self.info, path=str(source or target))
+            info = hash_arrays(described, source or self._directory)
             save_atomically(self._directory / _DESCRIPTION, to_json(info))
             (self._directory / _RECORD).unlink(missing_ok=True)
             shutil.rmtree(target, ignore_errors=True)  # without a dataset.json: damaged, or not csdctl's
@@ -326,11 +319,9 @@ def check_free_space(needed_bytes: int, store: str, what: str, remedy: str = "")
     """Raise WorkerError if the disk of `store` is too small for `what`, before hours of work are wasted."""
     free_bytes = shutil.disk_usage(store).free
     if needed_bytes > free_bytes:
-        raise WorkerError(
-            f"{what} cannot be written: {needed_bytes / 1e9:.1f} GB are needed, "
-            f"{free_bytes / 1e9:.1f} GB are free",
-            remedy="free disk space" + (f", or {remedy}" if remedy else ""),
-        )
+        needed = f"{needed_bytes / 1e9:.1f} GB are needed, {free_bytes / 1e9:.1f} GB are free"
+        remedy = "free disk space" + (f", or {remedy}" if remedy else "")
+        raise WorkerError(f"{what} cannot be written: {needed}", remedy)
 
 
 def _lock_directory(directory: Path) -> int:
@@ -355,9 +346,7 @@ def _lock_directory(directory: Path) -> int:
                 shutil.rmtree(directory)
         os.close(lock)
         if time.monotonic() > deadline:
-            raise WorkerError(
-                "another csdctl is preparing the same data", remedy="wait until it has finished"
-            )
+            raise WorkerError("another csdctl is preparing the same data", "wait until it has finished")
         time.sleep(0.1)
 
 

@@ -32,9 +32,9 @@ BLOCK_BYTES = 32 << 20
 """Memory that a block may take: for encoded samples, and again for decoded ones. The prepared bytes do not
 depend on the sizes of blocks."""
 
-IGNORED = {"lost+found", "__MACOSX", "@eaDir", "#recycle", "$RECYCLE.BIN", "System Volume Information"} | {
-    "Thumbs.db",
-    "desktop.ini",
+IGNORED = {
+    *("lost+found", "__MACOSX", "@eaDir", "#recycle", "$RECYCLE.BIN", "System Volume Information"),
+    *("Thumbs.db", "desktop.ini"),
 }
 """What systems and archives add; names that begin with a dot are ignored too."""
 
@@ -346,9 +346,8 @@ def _name_outputs(labels: Any, weights: Any, spec: PrepareSpec) -> dict[str, Any
         return parts
     weight_parts = _parts_of(weights, OUTPUT)
     if len(weight_parts) > 1:
-        raise StructureError(
-            "returned weights for each output", "return one weight for each sample, or weigh losses instead"
-        )
+        remedy = "return one weight for each sample, or weigh losses instead"
+        raise StructureError("returned weights for each output", remedy)
     if "" in parts:
         parts = {LABEL: parts[""]}
     return parts | {SAMPLE_WEIGHT: next(iter(weight_parts.values()))}
@@ -359,10 +358,8 @@ def _parts_of(structure: Any, kind: str) -> dict[str, Any]:
         parts = dict(structure)
         good = (name for name in parts if isinstance(name, str) and name.isascii() and name.isprintable())
         if bad := parts.keys() - {name for name in good if 0 < len(name) <= _MAX_NAME}:
-            raise StructureError(
-                f"returned the name {str(bad.pop())[:_MAX_NAME]!r}",
-                f"name inputs and outputs with up to {_MAX_NAME} printable ASCII characters",
-            )
+            remedy = f"name inputs and outputs with up to {_MAX_NAME} printable ASCII characters"
+            raise StructureError(f"returned the name {str(bad.pop())[:_MAX_NAME]!r}", remedy)
     elif isinstance(structure, tuple | list) and structure and all(map(_is_part, structure)):
         parts = {name_of_position(kind, number): part for number, part in enumerate(structure)}
         if len(parts) == 1:
@@ -370,9 +367,8 @@ def _parts_of(structure: Any, kind: str) -> dict[str, Any]:
     else:
         parts = {"": structure}
     if not parts or any(isinstance(part, Mapping) for part in parts.values()):
-        raise StructureError(
-            "returned nested structures", "give each input and output one array, under its own name"
-        )
+        remedy = "give each input and output one array, under its own name"
+        raise StructureError("returned nested structures", remedy)
     return parts
 
 
@@ -383,6 +379,7 @@ def _is_part(value: Any) -> bool:
 
 def to_array(part: Any, name: str) -> Array:
     """Return an array or tensor as an array of numbers, ragged ones padded with 0; raises StructureError."""
+    where = f" as {name}" if name else ""
     if hasattr(part, "to_tensor"):
         part = part.to_tensor()
     elif hasattr(part, "dense_shape"):
@@ -390,22 +387,18 @@ def to_array(part: Any, name: str) -> Array:
     elif hasattr(part, "toarray"):
         part = part.toarray()
     if np.ma.is_masked(part):
-        raise StructureError(f"returned a masked array{_of(name)}", "replace masked values: array.filled(0)")
+        raise StructureError(f"returned a masked array{where}", "replace masked values: array.filled(0)")
     try:
         array = np.asarray(part)
     except (TypeError, ValueError):
-        raise StructureError(f"returned lists of different lengths{_of(name)}", _NUMBERS) from None
+        raise StructureError(f"returned lists of different lengths{where}", _NUMBERS) from None
     if array.dtype.name == "bfloat16":
         array = array.astype(np.float32)
     if array.dtype.kind in "OSU":
-        raise StructureError(f"returned text or Python objects{_of(name)}", _NUMBERS)
+        raise StructureError(f"returned text or Python objects{where}", _NUMBERS)
     if array.dtype.kind not in "uifb":
-        raise StructureError(f"returned values of type {array.dtype}{_of(name)}", "convert them to numbers")
+        raise StructureError(f"returned values of type {array.dtype}{where}", "convert them to numbers")
     return array
-
-
-def _of(name: str) -> str:
-    return f" as {name}" if name else ""
 
 
 def to_arrays(parts: Mapping[str, Any], num_axes: int) -> dict[str, Array]:
@@ -416,10 +409,8 @@ def to_arrays(parts: Mapping[str, Any], num_axes: int) -> dict[str, Array]:
         if weights.ndim == num_axes + 1 and weights.shape[-1] == 1:
             weights = weights[..., 0]
         if weights.ndim < num_axes:
-            raise StructureError(
-                "returned a single weight for all samples",
-                "return weights of shape (n,), or with the further axes of the labels, such as (n, steps)",
-            )
+            remedy = "return weights of shape (n,), or with further axes of the labels, such as (n, steps)"
+            raise StructureError("returned a single weight for all samples", remedy)
         arrays[SAMPLE_WEIGHT] = weights.astype(np.float32, copy=False)
     return arrays
 
