@@ -73,12 +73,11 @@ def fetch_keys(
 
 def accept_keys(keys: Iterable[ShownKey], project: ProjectDirectory) -> None:
     """Add `keys` to csdctl's own known_hosts."""
-    lines = [
-        f"{build_host_name(key.node.key_address, key.node.port)} "
-        f"{key.type} {base64.b64encode(key.blob).decode()}"
-        for key in keys
-    ]
-    save_text(project.known_hosts, "".join(f"{line}\n" for line in [*_own_lines(project), *lines]))
+    lines = list(_own_lines(project))
+    for key in keys:
+        name = build_host_name(key.node.key_address, key.node.port)
+        lines.append(f"{name} {key.type} {base64.b64encode(key.blob).decode()}")
+    save_text(project.known_hosts, "".join(f"{line}\n" for line in lines))
 
 
 def keep_named(fleet: Fleet, limit: Sequence[str]) -> Fleet:

@@ -9,6 +9,7 @@ import subprocess
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 
@@ -44,9 +45,8 @@ def expand_addresses(cidr: str) -> list[str]:
     try:
         network = ipaddress.ip_network(cidr, strict=False)
     except ValueError:
-        raise InputError(
-            f"{cidr!r} is not an address range", remedy="write it as ADDRESS/BITS, such as 10.1.2.0/24"
-        ) from None
+        remedy = "write it as ADDRESS/BITS, such as 10.1.2.0/24"
+        raise InputError(f"{cidr!r} is not an address range", remedy=remedy) from None
     if network.num_addresses > MAX_ADDRESSES:
         raise InputError(
             f"{cidr} has {network.num_addresses} addresses, but at most {MAX_ADDRESSES} are scanned",
@@ -109,12 +109,10 @@ def resolve_targets(targets: Sequence[Target], warnings: Mapping[str, list[str]]
         note = "jump host of others; it becomes a node that trains, unless --exclude leaves it out"
         resolver.notes[note].append(name)
     order = {target.name: number for number, target in enumerate(targets)}
-    folded = [
-        f"{format_node_names(sorted(set(names), key=lambda name: order.get(name, 0)))}: {note}"
-        if names
-        else note
-        for note, names in resolver.notes.items()
-    ]
+    folded = []
+    for note, names in resolver.notes.items():
+        listed = format_node_names(sorted(set(names), key=lambda name: order.get(name, 0)))
+        folded.append(f"{listed}: {note}" if names else note)
     return nodes, tuple(folded)
 
 
@@ -172,15 +170,9 @@ class _Resolver:
         return self._cache[command]
 
     def _run_ssh(self, target: Target, command: tuple[str, ...]) -> SshSettings:
+        run = partial(subprocess.run, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False)
         try:
-            printed = subprocess.run(
-                command,
-                stdin=subprocess.DEVNULL,
-                capture_output=True,
-                text=True,
-                timeout=QUERY_DEADLINE_S,
-                check=False,
-            )
+            printed = run(command, timeout=QUERY_DEADLINE_S)
         except FileNotFoundError:
             raise InputError("`ssh` is not installed here", remedy="install the OpenSSH client") from None
         except subprocess.TimeoutExpired:
@@ -263,9 +255,8 @@ def ssh_config(path: Path) -> NodeSource:
     def find(directory: Path, limit: Sequence[str], exclude: Sequence[str]) -> FoundNodes:
         aliases = list_aliases(path)
         chosen = select_names(dict.fromkeys(aliases, ()), limit, exclude, where=str(path))
-        usable = [
-            alias for alias in chosen if NAME.fullmatch(alias) and alias not in (HOST_NAME, "localhost")
-        ]
+        own = (HOST_NAME, "localhost")
+        usable = [alias for alias in chosen if NAME.fullmatch(alias) and alias not in own]
         if not usable:
             raise InputError(f"{path}: {', '.join(chosen)} is not a valid node name")
         skipped = [alias for alias in chosen if alias not in usable]
@@ -292,9 +283,8 @@ def import_fleet(
 ) -> FoundFleet:
     """Find the nodes of `source` and write them to `path`; raises InputError, NoNodeReachableError."""
     if path.exists() and not force and not is_dry_run:
-        raise InputError(
-            f"{path} already exists", remedy="use another file with --fleet, or overwrite it with --force"
-        )
+        remedy = "use another file with --fleet, or overwrite it with --force"
+        raise InputError(f"{path} already exists", remedy=remedy)
     nodes, warnings = source.find(directory, limit, exclude)
     fleet = Fleet(nodes, network=source.network, path=path)
     text = render_fleet(fleet, origin=source.origin)

@@ -77,16 +77,13 @@ class Examination:
     def check(self) -> None:
         """Raise the error that determines the exit code; do nothing when no check is red."""
         nodes = [node.name for node in self.fleet.nodes]
-        unreachable = [
-            check.machine for check in self.checks if check.check == "reach" and check.status == Status.FAIL
-        ]
-        if set(nodes) <= set(unreachable):
+        failed = [check for check in self.checks if check.status == Status.FAIL]
+        if set(nodes) <= {check.machine for check in failed if check.check == "reach"}:
             names = format_node_names(nodes)
             raise NoNodeReachableError(f"cannot reach {names} of {self.fleet.path}", remedy=REPAIR)
         if self.overdue:
-            raise DeadlineError(
-                f"the deadline passed while {self.overdue}", remedy="raise --timeout, or check fewer nodes"
-            )
+            remedy = "raise --timeout, or check fewer nodes"
+            raise DeadlineError(f"the deadline passed while {self.overdue}", remedy=remedy)
         red = [name for name in nodes if name in self.red]
         if self.red.keys() - {*red} or (red and len(red) == len(nodes)):  # the host, all nodes, or MPI
             raise CsdctlError(f"not fit to train: {format_node_names(self.red)}", remedy=REPAIR)
@@ -102,18 +99,17 @@ class Examination:
         if len(red) == 1 and red[0].machine != FLEET_NAME:
             raise NodeError(describe(red[0]), node=red[0].machine, remedy=red[0].remedy)
         if red:
-            listed = "\n".join(
-                f"  {check.machine}: {describe(check)}" + (f"\n    → {check.remedy}" if check.remedy else "")
-                for check in red
-            )
+            listed = ""
+            for check in red:
+                listed += f"\n  {check.machine}: {describe(check)}"
+                listed += f"\n    → {check.remedy}" if check.remedy else ""
             raise CsdctlError(
-                f"the preflight found problems that would make the run fail:\n{listed}",
+                f"the preflight found problems that would make the run fail:{listed}",
                 remedy="fix them, leave nodes out with --exclude, or train anyway with --skip-doctor",
             )
         if self.overdue:
-            raise DeadlineError(
-                f"the preflight's deadline passed while {self.overdue}", remedy="--skip-doctor"
-            )
+            problem = f"the preflight's deadline passed while {self.overdue}"
+            raise DeadlineError(problem, remedy="--skip-doctor")
 
 
 def describe(check: Check) -> str:
@@ -251,10 +247,8 @@ def judge_sandbox(machine: str, check: SandboxCheck) -> Check:
     """Return the check of one machine: a warning when it cannot run a sandbox."""
     if not check.obstacle:
         return Check(machine, "sandbox", Status.OK, "MPI is sandboxed")
-    remedy = (
-        "exclude the machine, or accept the risk: without a sandbox, MPI there accepts connections from "
-        "anyone who can reach its ports"
-    )
+    risk = "without a sandbox, MPI there accepts connections from anyone who can reach its ports"
+    remedy = f"exclude the machine, or accept the risk: {risk}"
     return Check(machine, "sandbox", Status.WARN, check.obstacle, "MPI in a sandbox", remedy)
 
 
@@ -308,12 +302,10 @@ def run_link_check(
     stored = store_bytes(to_json(spec).encode(), ".json", space.project.root)
     payload = pack_payload([worker, stored])
 
-    def send(session: Session) -> None:
-        deliver(session, payload, python=fleet.python_of(session.name))
-
     found = LinkCheck()
     sessions = {name: space.sessions[name] for name in nodes if name != HOST_NAME}
-    for name, error in errors_of(run_on_all(sessions, send)).items():
+    outcomes = run_on_all(sessions, lambda one: deliver(one, payload, python=fleet.python_of(one.name)))
+    for name, error in errors_of(outcomes).items():
         found.lost[name] = NodeLost(nodes.index(name), name, error.message, error.remedy)
     conditions = Conditions(
         patience=Patience(start_s=deadline_s, link_s=deadline_s, max_restarts=0),

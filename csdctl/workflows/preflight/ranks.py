@@ -101,17 +101,8 @@ def run_spec(
         patience = replace(patience, silence_s=12 * patience.silence_s)
     with ExitStack() as stack:
         examine = partial(check_sandbox, fleet, worker_path=worker_path)
-        starter = RankStarter(
-            spec,
-            path,
-            mpirun,
-            space.project.root,
-            stack,
-            conditions.attached,
-            space.ledger.add,
-            examine,
-            conditions.prepare_late_node,
-        )
+        opening = space.project.root, stack, conditions.attached, space.ledger.add, examine
+        starter = RankStarter(spec, path, mpirun, *opening, conditions.prepare_late_node)
         setup = RunSetup(
             run_id=spec.run_id,
             nodes=nodes,

@@ -327,7 +327,7 @@ class Bundle:
 
 
 def collect_bundle(
-    kind: Kind, *, lock: Path, prefix: str, directory: Path, say: Say, with_keras: bool = False
+    kind: Kind, lock: Path, prefix: str, directory: Path, say: Say, *, with_keras: bool = False
 ) -> Bundle:
     """Return the bundle of `kind`, downloaded if there is none yet; raises InputError, CsdctlError."""
     locked = select_locked(load_text(lock), kind, with_keras=with_keras)
@@ -351,10 +351,8 @@ def load_bundle(directory: Path) -> Bundle:
     path = directory / "bundle.json"
     content = load_json(path)
     if not isinstance(content, dict) or content.pop("schema", "") != SCHEMA:
-        raise InputError(
-            f"{path} is not as it was collected",
-            remedy=f"remove {path.parent} and run `csdctl provision --collect` again",
-        )
+        remedy = f"remove {path.parent} and run `csdctl provision --collect` again"
+        raise InputError(f"{path} is not as it was collected", remedy=remedy)
     return check_values({"directory": str(directory), **content}, Bundle, str(path))
 
 
@@ -374,9 +372,8 @@ def _build(
         if not kind.sends_python:
             return bundle
         archive = new / "python.tar.gz"
-        python_id, unpacked_bytes = build_python(
-            kind.architecture, prefix, Path(temporary) / "python", archive
-        )
+        work = Path(temporary) / "python"
+        python_id, unpacked_bytes = build_python(kind.architecture, prefix, work, archive)
     return replace(bundle, python=_describe(archive, unpacked_bytes), python_id=python_id)
 
 
@@ -406,23 +403,19 @@ def python_directory(prefix: str, archive_id: str) -> str:
 def build_python(architecture: str, prefix: str, work: Path, archive: Path) -> tuple[str, int]:
     """Collect Python for nodes of `architecture` that install below `prefix`, as `archive`.
 
-    It consists of Debian's packages of the node's architecture. apt downloads and verifies them in `work`,
-    without root and without changing this host. The archive has its own C library and loader, so that it runs
-    whatever the glibc of the node is. Its path is fixed: the loader's path is written into the program.
+    apt downloads and verifies Debian's packages in `work`, without root. The archive has its own C library
+    and loader, whose path is written into the program: it runs whatever the glibc of the node is.
 
-    Return its id and the bytes of the unpacked files. Raises CsdctlError when a program is missing on this
-    host, or apt fails.
+    Return its id and unpacked bytes. Raises CsdctlError when a program is missing on this host, or apt fails.
     """
-    for program, package in (("apt-get", "apt"), ("dpkg-deb", "dpkg"), ("patchelf", "patchelf")):
-        if not find_program(program):
-            raise CsdctlError(
-                f"{program} is needed to collect Python for nodes that have none, and is not installed",
-                remedy=f"`apt-get install {package}`, or install Python {SENT_PYTHON} on those nodes",
-            )
+    needed = {"apt-get": "apt", "dpkg-deb": "dpkg", "patchelf": "patchelf"}
+    missing = {program: package for program, package in needed.items() if not find_program(program)}
     if not KEYRING.exists():
+        missing[str(KEYRING)] = "debian-archive-keyring"
+    for needed_name, package in missing.items():
         raise CsdctlError(
-            f"Debian's keys, {KEYRING}, are needed to collect Python for nodes that have none",
-            remedy=f"`apt-get install debian-archive-keyring`, or install Python {SENT_PYTHON} there",
+            f"{needed_name} is needed to collect Python for nodes that have none, and is not installed",
+            remedy=f"`apt-get install {package}`, or install Python {SENT_PYTHON} on those nodes",
         )
     packages = _download(ARCHITECTURES[architecture], work)
     made_from = f"{ARCHIVE_VERSION} {prefix} {sorted(packages.items())}"

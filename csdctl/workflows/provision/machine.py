@@ -114,9 +114,8 @@ def parse_machine(name: str, completed: Completed) -> BareMachine:
 
     if completed.exit_code or not first("architecture"):
         cause = completed.last_error_line or f"exit code {completed.exit_code}"
-        raise RemoteCommandError(
-            f"the machine could not be inspected: {cause}", node=name, remedy="run `uname -m` there"
-        )
+        problem = f"the machine could not be inspected: {cause}"
+        raise RemoteCommandError(problem, node=name, remedy="run `uname -m` there")
     architecture, is_32_bit = first("architecture"), first("bits") == "32"
     if architecture not in ARCHITECTURES or is_32_bit:
         raise NodeError(
@@ -172,24 +171,16 @@ def check_space(machine: BareMachine, unpacked_bytes: int, wheel_bytes: int, pre
     """Raise NodeError if the disk of prefix or home is too small, beside what an earlier call left."""
     missing_bytes = max(0, wheel_bytes - machine.arrived_bytes)
     needed_bytes = unpacked_bytes - machine.unfinished_bytes
+    places = [(prefix, machine.free_bytes, needed_bytes, ", or install elsewhere: --prefix")]
     if machine.home_free_bytes is None:
-        needed_bytes += missing_bytes
-    elif machine.home_free_bytes < missing_bytes:
-        raise NodeError(
-            _describe_space(machine.home_free_bytes, machine.home, missing_bytes),
-            node=machine.name,
-            remedy=f"free space there: `df -h {shlex.quote(machine.home)}`",
-        )
-    if machine.free_bytes < needed_bytes:
-        raise NodeError(
-            _describe_space(machine.free_bytes, prefix, needed_bytes),
-            node=machine.name,
-            remedy=f"free space there (`df -h {shlex.quote(prefix)}`), or install elsewhere: --prefix",
-        )
-
-
-def _describe_space(free_bytes: int, place: str, needed_bytes: int) -> str:
-    return f"{free_bytes // MIB} MiB are free at {place}, and {needed_bytes // MIB} MiB are needed"
+        places = [(prefix, machine.free_bytes, needed_bytes + missing_bytes, places[0][3])]
+    else:
+        places.insert(0, (machine.home, machine.home_free_bytes, missing_bytes, ""))
+    for place, free_bytes, bytes_there, otherwise in places:
+        if free_bytes < bytes_there:
+            problem = f"{free_bytes // MIB} MiB are free at {place}, and {bytes_there // MIB} MiB are needed"
+            remedy = f"free space there (`df -h {shlex.quote(place)}`){otherwise}"
+            raise NodeError(problem, node=machine.name, remedy=remedy)
 
 
 def _add_up(kib: Iterable[str]) -> int:

@@ -149,9 +149,8 @@ def run_playbook(command: Sequence[str], environment: Mapping[str, str], on_task
         _end(process)
         raise
     if process.returncode and not result.summaries:
-        raise CsdctlError(
-            "ansible-playbook failed:\n" + "\n".join(f"  {line}" for line in others[-NUM_KEPT:])
-        )
+        shown = "".join(f"\n  {line}" for line in others[-NUM_KEPT:])
+        raise CsdctlError(f"ansible-playbook failed:{shown}")
     return result
 
 
@@ -235,9 +234,13 @@ class ProvisionRequest:
 
     def __post_init__(self) -> None:
         if not self.prefix.startswith("/") or ".." in self.prefix.split("/") or not self.prefix.strip("/"):
-            raise InputError(
-                f"--prefix {self.prefix!r} cannot be used", remedy="use an absolute path, such as /opt/csdctl"
-            )
+            remedy = "use an absolute path, such as /opt/csdctl"
+            raise InputError(f"--prefix {self.prefix!r} cannot be used", remedy=remedy)
+
+    def collect(self, kind: Kind, say: Say) -> Bundle:
+        """Return the bundle of `kind`, collected now if there is none yet."""
+        fixed = self.lock, self.prefix, self.bundles, say
+        return collect_bundle(kind, *fixed, with_keras=self.with_keras)
 
 
 @dataclass(frozen=True)
@@ -265,8 +268,7 @@ def provision(
     ansible = "" if request.sends_only else find_ansible()
     machines = _look(fleet, request.prefix, directory, installs=not request.sends_only)
     kinds = dict.fromkeys(outcome.value.kind for outcome in machines.values() if outcome.value)
-    bundles = {kind: collect_kind(request, kind, say) for kind in kinds}
-    sender = BundleSender(bundles, request.prefix)
+    sender = BundleSender({kind: request.collect(kind, say) for kind in kinds}, request.prefix)
     failed = errors_of(machines)
 
     def send(session: Session) -> Sent:
@@ -289,17 +291,12 @@ def provision(
     if ready and not request.sends_only:
         played = _play(request, keep_nodes(fleet, ready), "nodes.yml", ansible, directory, on_task)
     failed |= errors_of(played)
-    return {
-        name: Outcome(name, error=failed[name])
-        if name in failed
-        else Outcome(
-            name,
-            Provisioned(
-                machines[name].value, sent[name].value, played[name].value if name in played else None
-            ),
-        )
-        for name in machines
-    }
+    done = {}
+    for name, machine in machines.items():
+        summary = played[name].value if name in played else None
+        value = None if name in failed else Provisioned(machine.value, sent[name].value, summary)
+        done[name] = Outcome(name, value, failed.get(name))
+    return done
 
 
 def uninstall(
@@ -311,18 +308,6 @@ def uninstall(
         name: Outcome(name, Provisioned(summary=outcome.value) if outcome.value else None, outcome.error)
         for name, outcome in played.items()
     }
-
-
-def collect_kind(request: ProvisionRequest, kind: Kind, say: Say) -> Bundle:
-    """Return the bundle of `kind`, collected now if there is none yet."""
-    return collect_bundle(
-        kind,
-        lock=request.lock,
-        prefix=request.prefix,
-        directory=request.bundles,
-        say=say,
-        with_keras=request.with_keras,
-    )
 
 
 def _look(fleet: Fleet, prefix: str, directory: Path, *, installs: bool) -> dict[str, Outcome[BareMachine]]:
@@ -349,11 +334,11 @@ def _play(
         save_text(inventory, render_ansible(fleet, directory))
         command = build_command(ansible, collection / "playbooks" / playbook, inventory, values, arguments)
         environment = build_environment(os.environ, collection, len(fleet.nodes))
-        environment |= {
+        places = {
             "ANSIBLE_LOCAL_TEMP": f"{temporary}/local",
             "ANSIBLE_SSH_CONTROL_PATH_DIR": f"{temporary}/cp",
         }
-        played = run_playbook(command, environment, on_task)
+        played = run_playbook(command, environment | places, on_task)
     return {node.name: _judge(node.name, played) for node in fleet.nodes}
 
 
@@ -378,11 +363,9 @@ def _choose_remedy(message: str) -> str:
 
 def collect_fleet(request: ProvisionRequest, fleet: Fleet, directory: Path, say: Say) -> list[Bundle]:
     """Collect for every kind of node in `fleet`; raises one error for the nodes that cannot be asked."""
-    machines = values_or_raise(
-        _look(fleet, request.prefix, directory, installs=False), "inspecting the nodes"
-    )
-    kinds = dict.fromkeys(machine.kind for machine in machines.values())
-    return [collect_kind(request, kind, say) for kind in kinds]
+    outcomes = _look(fleet, request.prefix, directory, installs=False)
+    machines = values_or_raise(outcomes, "inspecting the nodes")
+    return [request.collect(kind, say) for kind in dict.fromkeys(one.kind for one in machines.values())]
 
 
 class BundleSender:
@@ -431,12 +414,8 @@ class BundleSender:
             check_root(machine)
         check_space(machine, needed_bytes, bundle.wheel_bytes, self._prefix)
         if archive and not dry_run:
-            as_root = [] if machine.is_root else ["sudo", "-n"]
-            done = session.run(
-                [*as_root, "sh", "-c", _UNPACK, *arguments],
-                stdin=self._read(machine.kind)[1],
-                deadline_s=1800.0,
-            )
+            unpack = [*([] if machine.is_root else ["sudo", "-n"]), "sh", "-c", _UNPACK, *arguments]
+            done = session.run(unpack, stdin=self._read(machine.kind)[1], deadline_s=1800.0)
             done.check(session.name, doing="unpacking Python", remedy="check its disk: `df -h`, `mount`")
         return archive.num_bytes if archive else 0
 
