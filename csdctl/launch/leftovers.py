@@ -140,10 +140,8 @@ def read_holder(content: object) -> Holder:
     if not isinstance(content, dict):
         return {}
     texts = {key: content[key][:200] for key in _TEXTS if isinstance(content.get(key), str)}
-    pids = {
-        key: content[key] for key in _PIDS if type(content.get(key)) is int and content[key] in _PID_RANGE
-    }
-    return {**texts, **pids}
+    numbers = {key: content[key] for key in _PIDS if type(content.get(key)) is int}
+    return texts | {key: number for key, number in numbers.items() if number in _PID_RANGE}
 
 
 @dataclass(frozen=True)

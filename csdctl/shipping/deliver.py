@@ -147,10 +147,8 @@ def deliver(
 ) -> Delivery:
     """Send the machine the missing part of `payload`; with `dry_run`, only determine that part.
 
-    Raises InputError for a source that changes meanwhile or an occupied destination, RemoteCommandError with
-    the machine's own message when it cannot write, or for an answer that breaks the rules, UnreachableError,
-    and DeadlineError after `patience`. The next deploy then continues partial objects; an incomplete object
-    never has its final name.
+    Raises InputError for a source that changes meanwhile or an occupied destination, RemoteCommandError when
+    the machine cannot write or answers otherwise, UnreachableError, and DeadlineError after `patience`.
     """
     if not payload.objects and not payload.trees:
         return Delivery(0, 0, 0)
@@ -185,9 +183,8 @@ class _Exchange:
         while True:
             kind, answer = self.program.read(ANSWERS)
             if kind == "missing":
-                self._send_missing(
-                    {objects[number]: start for number, start in requested.add(answer).items()}
-                )
+                starts = requested.add(answer)
+                self._send_missing({objects[number]: start for number, start in starts.items()})
             elif kind == "damaged":
                 raise self._damaged(answer)
             elif kind == RESULT:

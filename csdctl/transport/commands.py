@@ -174,10 +174,7 @@ def build_wrapped_command(
     """Wrap `command`; with `deadline_s` None it runs until it is ended.
 
     It runs in `setting`, what it creates is for the user alone, and what it leaves in the background is ended
-    with it; unless it `is_users`, the user's own command: that one runs as after a login.
-
-    Raises InputError for an empty command, or an argument that is too long, has a NUL byte, or a character
-    that is no text.
+    with it, unless it `is_users`: that runs as after a login. Raises InputError for what is no command.
     """
     if not command or not command[0] or command[0].startswith("-"):
         raise InputError(f"not a command: {list(command)!r}")
@@ -212,16 +209,13 @@ def _build_script(words: Sequence[str], program: str) -> bytes:
         if b"\0" in content:
             raise InputError(f"an argument of `{program}` contains a NUL byte: {word!r}")
         if len(content) > MAX_ARGUMENT_BYTES:
-            raise InputError(
-                f"an argument of `{program}` is longer than {MAX_ARGUMENT_BYTES} bytes",
-                remedy="send the long part as standard input",
-            )
+            problem = f"an argument of `{program}` is longer than {MAX_ARGUMENT_BYTES} bytes"
+            raise InputError(problem, remedy="send the long part as standard input")
         if _PLAIN.fullmatch(word):
             quoted.append(shlex.quote(word))
             continue
-        escaped = "".join(
-            chr(byte) if 32 <= byte < 127 and byte not in b"-%\\'" else f"\\{byte:03o}" for byte in content
-        )
+        plain = {byte for byte in range(32, 127) if byte not in b"-%\\'"}
+        escaped = "".join(chr(byte) if byte in plain else f"\\{byte:03o}" for byte in content)
         # The substitution drops newlines at the end, so another character ends it.
         name = f"csdctl_{number}"
         statements.append(f"{name}=$(printf '{escaped}_'); {name}=${{{name}%_}}; ")
@@ -288,9 +282,7 @@ class MarkedOutput:
         return data
 
     def _find_marker(self, data: bytes) -> tuple[int, int]:
-        """Add `data` to the preamble; return start and end of the token and its line's rest.
-
-        Both are 0 when it is missing.
+        """Add `data` to the preamble; return start and end of the token and its line's rest, or 0 and 0.
 
         A shell that traces commands (`set -x`) prints the token too, followed by other text. Each line is
         searched once, when it is complete: a server may send it byte by byte.

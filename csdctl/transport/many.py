@@ -171,9 +171,8 @@ def run_on_nodes(
 ) -> dict[str, Outcome[ResultT]]:
     """Connect to each node of `fleet`, call `function` with its session, and close the session.
 
-    For fleets of any size: at most MAX_WORKERS connections are open at a time. `on_done` is that of
-    `run_on_all`; `on_traffic` gets the byte counts at the end. With `has_host`, `function` is called with a
-    session of the host in `directory` too. Ctrl-C ends what runs on the machines.
+    At most MAX_WORKERS connections are open at a time. `on_done` is that of `run_on_all`; `on_traffic` gets
+    the byte counts at the end; `has_host`: also the host. Ctrl-C ends what runs on the machines.
     """
     nodes = {node.name: node for node in fleet.nodes}
     num_at_once = min(len(nodes), MAX_WORKERS, allow_open_files(len(nodes)))

@@ -87,11 +87,9 @@ class JumpHosts:
             )
         except paramiko.ChannelException as error:
             if error.code == OPEN_FAILED_ADMINISTRATIVELY_PROHIBITED:
-                raise JumpHostError(
-                    f"jump host {jump.name} does not forward connections ({bounded(error.text)})",
-                    node=node.name,
-                    remedy=f"allow it in {jump.name}'s sshd_config: AllowTcpForwarding, PermitOpen",
-                ) from None
+                problem = f"jump host {jump.name} does not forward connections ({bounded(error.text)})"
+                remedy = f"allow it in {jump.name}'s sshd_config: AllowTcpForwarding, PermitOpen"
+                raise JumpHostError(problem, node=node.name, remedy=remedy) from None
             problem = f"cannot be reached through {jump.name} ({bounded(error.text)})"
             remedy = "check that the machine is on, its address and port, and the network behind it"
             raise _unreachable(node, problem, remedy) from None
@@ -100,9 +98,8 @@ class JumpHosts:
                 raise _timed_out(node, jump, deadline) from None
             violation = transport.packetizer.violation
             reason = f" (its SSH server {violation})" if violation else ""
-            raise JumpHostError(
-                f"the connection to jump host {jump.name} was lost{reason}", node=node.name
-            ) from None
+            problem = f"the connection to jump host {jump.name} was lost{reason}"
+            raise JumpHostError(problem, node=node.name) from None
 
     def close(self) -> None:
         """Close the connections to all jump hosts, and with them the connections that they forward."""
@@ -160,12 +157,9 @@ def _behind(node: Node, jump: Node, error: CsdctlError) -> CsdctlError:
 
 
 def _timed_out(node: Node, jump: Node, deadline: Deadline) -> JumpHostError:
-    return JumpHostError(
-        f"jump host {jump.name} did not connect to {node.address} port {node.port} "
-        f"within {deadline.seconds:g} s",
-        node=node.name,
-        remedy=f"check that the machine is on, and the load of {jump.name}",
-    )
+    target = f"{node.address} port {node.port} within {deadline.seconds:g} s"
+    remedy = f"check that the machine is on, and the load of {jump.name}"
+    return JumpHostError(f"jump host {jump.name} did not connect to {target}", node=node.name, remedy=remedy)
 
 
 MAX_TRIES = 3
@@ -224,10 +218,8 @@ def _started(node: Node, deadline: Deadline, jumps: JumpHosts) -> Iterator[Stric
             pause_s = random.uniform(0.1, 0.4) * 2**num_drops
             if num_drops == MAX_TRIES or pause_s > deadline.left_s:
                 times = "once" if num_drops == 1 else f"{num_drops} times"
-                problem = f"dropped the connection {times} ({dropped})"
-                remedy = (
-                    "check the port, and sshd's log: it may be overloaded (MaxStartups) or refuse this host"
-                )
+                problem, why = f"dropped the connection {times} ({dropped})", "overloaded (MaxStartups)"
+                remedy = f"check the port, and sshd's log: it may be {why} or refuse this host"
                 raise _unreachable(node, problem, remedy) from None
             time.sleep(pause_s)
     try:
@@ -445,10 +437,9 @@ def _load_key(node: Node, path: Path, agent: Iterable[paramiko.PKey]) -> list[pa
     def refused(reason: str, remedy: str) -> NodeError:
         return AuthenticationError(f"the key {path} {reason}", node=node.name, remedy=remedy)
 
+    files = (path, Path(f"{path}-cert.pub"))
     try:
-        key = _read_key(
-            path, *(file_state(one.stat()) for one in (path, Path(f"{path}-cert.pub")) if one.exists())
-        )
+        key = _read_key(path, *(file_state(file.stat()) for file in files if file.exists()))
     except (FileNotFoundError, paramiko.PasswordRequiredException, TypeError) as error:
         if keys := _find_in_agent(path, agent):
             return keys
@@ -512,11 +503,8 @@ class SshSession(Session):
 
     def _start(self, wrapped: WrappedCommand, deadline: Deadline) -> Running:
         if not self._free_channels.acquire(timeout=deadline.left_s):
-            raise DeadlineError(
-                f"`{wrapped.command[0]}` could not start within {deadline.seconds:g} s: "
-                f"{MAX_CHANNELS} commands are running there already",
-                node=self.name,
-            )
+            problem = f"`{wrapped.command[0]}` could not start within {deadline.seconds:g} s"
+            raise DeadlineError(f"{problem}: {MAX_CHANNELS} commands run there already", node=self.name)
         try:
             return super()._start(wrapped, deadline)
         except BaseException:
