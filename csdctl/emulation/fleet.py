@@ -268,10 +268,9 @@ def start_fleet(
 ) -> Path:
     """Start the servers, detached, and return the path of the fleet.yaml that describes them.
 
-    The fleet is taken down when process `owner_pid` ends; without one, it stays up. A running fleet with the
-    same spec is left as it is, with its owner; one that was stopped with `keep`, or of which a server has
-    ended, starts again with its files. Raises InputError when another fleet is running or kept there, when
-    fleet.yaml was not written by the emulator, or when no process has the id `owner_pid`.
+    It ends with process `owner_pid`, if that is given. A running fleet with the same spec is left as it is;
+    one that was kept, or has lost a server, starts again with its files. Raises InputError for another fleet,
+    a fleet.yaml that the emulator did not write, or no process `owner_pid`.
     """
     check_spec(spec)
     owner = None if owner_pid is None else find_owner(owner_pid)

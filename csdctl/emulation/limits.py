@@ -227,11 +227,8 @@ class DutyCycle:
     """Limit the descendants of process `root_pid` (this process) to `cpu` cores, in a thread, unprivileged.
 
     Time adds the node's share of CPU seconds to a bucket; the CPU time of the node's processes drains it.
-    Processes are stopped (SIGSTOP) when the bucket is empty, and continued (SIGCONT) when it has the share of
-    a period again, so that an idle node is never stopped.
-
-    A process that another process has stopped stays stopped, unless that happens while it is stopped here:
-    then it is continued with the node.
+    Processes are stopped when the bucket is empty, and continued when it has the share of a period again, so
+    that an idle node is never stopped. What others have stopped stays stopped.
     """
 
     mechanism = "duty"

@@ -164,10 +164,8 @@ def _target(settings: "_HostVariables", host: str, groups: Sequence[str]) -> tup
     if connection not in _SSH:
         return None, [f"uses `{connection}`, not SSH: skipped"]
     if not NAME.fullmatch(host):
-        raise InputError(
-            f"{settings.where} is not a valid node name",
-            remedy=f"use a name of letters, digits, '.', '_', '-': csd0 ansible_host={host}",
-        )
+        remedy = f"use a name of letters, digits, '.', '_', '-': csd0 ansible_host={host}"
+        raise InputError(f"{settings.where} is not a valid node name", remedy=remedy)
     has_password = not settings.variables.keys().isdisjoint(_PASSWORDS)
     notes = ["uses a password in Ansible; csdctl uses keys"] if has_password else []
     notes += [f"group {name!r} is skipped: not a valid name" for name in groups if not GROUP.fullmatch(name)]
@@ -193,10 +191,8 @@ class _HostVariables:
             value = value["__ansible_unsafe"]
         text = "" if value is None else str(value)
         if isinstance(value, list | dict) or "{{" in text or "{%" in text:
-            raise InputError(
-                f"{self.where}: {name} is a template, a list, or encrypted: {text[:80]!r}",
-                remedy="write the value itself",
-            )
+            problem = f"{self.where}: {name} is a template, a list, or encrypted: {text[:80]!r}"
+            raise InputError(problem, remedy="write the value itself")
         return text
 
     def arguments(self) -> tuple[str, ...]:
@@ -249,8 +245,6 @@ def _variables(node: Node, ssh_options: Sequence[str]) -> dict[str, object]:
         variables["node_state"] = node.state
     for key, value in variables.items():
         if isinstance(value, str) and any(sign in value for sign in ("{{", "{%", "{#")):
-            raise InputError(
-                f"{key} of {node.name} would be interpreted by Ansible as a template: {value!r}",
-                remedy="rename the path",
-            )
+            problem = f"{key} of {node.name} would be interpreted by Ansible as a template: {value!r}"
+            raise InputError(problem, remedy="rename the path")
     return variables

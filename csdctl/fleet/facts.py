@@ -117,10 +117,8 @@ def facts_path(fleet: Fleet) -> Path:
 
 def save_facts(fleet: Fleet, facts: dict[str, Facts]) -> Path:
     """Write `facts`, by machine name, next to the fleet file."""
-    path = facts_path(fleet)
-    save_json(
-        path, {"schema": SCHEMA, "machines": {name: asdict(machine) for name, machine in facts.items()}}
-    )
+    path, machines = facts_path(fleet), {name: asdict(machine) for name, machine in facts.items()}
+    save_json(path, {"schema": SCHEMA, "machines": machines})
     return path
 
 

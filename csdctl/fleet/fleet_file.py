@@ -130,10 +130,9 @@ class NodeEntry(NodeSettings):
     def _have_equal_lengths(self) -> Self:
         num_names, num_addresses = count_range(self.name), count_range(self.address)
         if num_names != num_addresses:
-            raise ValueError(
-                f"name {self.name!r} expands to {num_names} nodes, but address {self.address!r} "
-                f"to {num_addresses}; expected equal numbers"
-            )
+            names = f"name {self.name!r} expands to {num_names} nodes"
+            addresses = f"address {self.address!r} to {num_addresses}"
+            raise ValueError(f"{names}, but {addresses}; expected equal numbers")
         return self
 
 
@@ -167,9 +166,8 @@ class FleetFile(Document):
     @model_validator(mode="after")
     def _has_not_too_many_nodes(self) -> Self:
         if self.nodes and self.servers:
-            raise ValueError(
-                "received both `nodes` and `servers`; expected the nodes of each server in its entry"
-            )
+            expected = "the nodes of each server in its entry"
+            raise ValueError(f"received both `nodes` and `servers`; expected {expected}")
         if len({server.name for server in self.servers}) < len(self.servers):
             raise ValueError("two of `servers` have one name")
         entries = (*self.nodes, *(entry for server in self.servers for entry in server.nodes))
@@ -184,9 +182,8 @@ def load_fleet(path: Path) -> Fleet:
     remedy = "write it with `csdctl discover --cidr` or `csdctl emulate up`, or use another one with --fleet"
     file = load_document(path, FleetFile, remedy=remedy)
     if not file.nodes and not file.servers:
-        raise InputError(
-            f"{path}: the fleet is empty", remedy="add nodes, or find them with `csdctl discover --cidr`"
-        )
+        remedy = "add nodes, or find them with `csdctl discover --cidr`"
+        raise InputError(f"{path}: the fleet is empty", remedy=remedy)
     directory = path.parent
     if file.servers:
         return _load_servers(path, file, directory)
@@ -228,9 +225,8 @@ def _load_servers(path: Path, file: FleetFile, directory: Path) -> Fleet:
         _check_names(path, [], [node.name for node, _ in entries])
         [(machine, jump)] = _nodes(server, file.defaults, directory)
         if jump or any(jump for _, jump in entries):
-            raise InputError(
-                f"{path}: received `jump` in server {server.name!r}; its nodes are reached through it"
-            )
+            problem = f"received `jump` in server {server.name!r}; its nodes are reached through it"
+            raise InputError(f"{path}: {problem}")
         machine = replace(machine, groups=(*machine.groups, server.name), server=server.name)
         nodes += [machine] if server in others else []
         here_state = here_state if server in others else machine.state
@@ -286,23 +282,17 @@ def _resolve_keys(settings: NodeSettings, directory: Path) -> dict[str, Any]:
 def _check_names(path: Path, jump_hosts: Sequence[str], nodes: Sequence[str]) -> None:
     for name, count in Counter([*jump_hosts, *nodes]).items():
         if name == HOST_NAME:
-            raise InputError(
-                f"{path}: {name!r} is not allowed as a node name: csdctl uses this name for its own machine",
-                remedy="give the node another `name`; its `address` may stay",
-            )
+            problem = f"{name!r} is not allowed as a node name: csdctl uses this name for its own machine"
+            remedy = "give the node another `name`; its `address` may stay"
+            raise InputError(f"{path}: {problem}", remedy=remedy)
         if count > 1:
-            raise InputError(
-                f"{path}: two nodes have the name {name!r}", remedy="give each node a unique name"
-            )
+            problem = f"{path}: two nodes have the name {name!r}"
+            raise InputError(problem, remedy="give each node a unique name")
 
 
 @dataclass
 class _Jumps:
-    """Resolves the chains of jump hosts of nodes.
-
-    `machines` are the possible jump hosts by name, each with the value of its own `jump`; `user` and `keys`
-    are for jump hosts given as an address.
-    """
+    """Resolves jump hosts of nodes: `machines`, with their own `jump`; addresses get `user` and `keys`."""
 
     machines: Mapping[str, tuple[Node, str]]
     user: str

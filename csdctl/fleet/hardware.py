@@ -88,11 +88,7 @@ def _describe(facts: Facts) -> dict[str, str]:
 
 
 def match_drives(facts: Mapping[str, Facts]) -> dict[str, Drive]:
-    """Return the host's drive of each node that is a drive, by node.
-
-    A serial number that is empty, reported by two nodes, or shared by two drives of the host is ignored. So
-    is a node that reports several of the host's drives: it sees the host's own devices.
-    """
+    """Return the host's drive of each node that is a drive: that with a serial number of these two alone."""
     own = {
         (drive.serial, drive.model): drive
         for drive in reversed(facts[HOST_NAME].drives)

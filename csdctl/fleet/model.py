@@ -184,11 +184,8 @@ class Fleet:
             server = node.server or HOST_NAME
             if node.name in present and node.name != server and server in servers:
                 servers[server].append(node.name)
-        tunnels = [
-            Level(server, tuple(members), networks[server])
-            for server, members in servers.items()
-            if len(members) > 1
-        ]
+        several = {server: tuple(members) for server, members in servers.items() if len(members) > 1}
+        tunnels = [Level(server, members, networks[server]) for server, members in several.items()]
         between = [Level(BETWEEN_SERVERS, tuple(servers), self.between)] if len(servers) > 1 else []
         return (*tunnels, *between)
 
@@ -229,9 +226,8 @@ def select_nodes(
     server, and excluded with it.
     """
     names, where = {node.name for node in fleet.nodes}, str(fleet.path)
-    groups = {
-        node.name: (*node.groups, *({jump.name for jump in node.jumps} - names)) for node in fleet.nodes
-    }
+    jumps = {node.name: {jump.name for jump in node.jumps} - names for node in fleet.nodes}
+    groups = {node.name: (*node.groups, *jumps[node.name]) for node in fleet.nodes}
     if with_servers:
         present = select_names(groups, (), exclude, where=where, may_be_empty=True)
         servers = {node.server for node in fleet.nodes} & groups.keys()
@@ -255,9 +251,7 @@ def select_names(
     if limit:
         wanted = {name for pattern in _split(limit) for name in _matching(groups, pattern, "--limit", where)}
         kept = [name for name in kept if name in wanted]
-    unwanted = {
-        name for pattern in _split(exclude) for name in _matching(groups, pattern, "--exclude", where)
-    }
+    unwanted = {name for one in _split(exclude) for name in _matching(groups, one, "--exclude", where)}
     kept = [name for name in kept if name not in unwanted]
     if not kept and not may_be_empty:
         raise InputError(f"--limit and --exclude leave no node of {where}", remedy="select at least one node")

@@ -90,10 +90,8 @@ def list_aliases(path: Path) -> list[str]:
                     included += [Path(match) for full in patterns for match in sorted(glob.glob(str(full)))]
         pending = included + pending
     if not aliases:
-        raise InputError(
-            f"{path} has no Host line with a name",
-            remedy="patterns such as `Host csd*` do not name a machine",
-        )
+        remedy = "patterns such as `Host csd*` do not name a machine"
+        raise InputError(f"{path} has no Host line with a name", remedy=remedy)
     return list(aliases)
 
 

@@ -104,10 +104,8 @@ def find_lock_processes(holder: "dict[str, Any] | None") -> "list[int]":
 def find_processes(home: str, run_id: str, node: str) -> "dict[int, str]":
     """Return the processes of run `run_id`, or without one all of csdctl started in `home`, with their runs.
 
-    With `node`, only the run's ranks and links of that node: other nodes may be on the same machine.
-
-    Command lines identify them: ranks, MPI daemons and the ssh that starts them contain the run's id; other
-    processes of csdctl run a file of its store.
+    With `node`, only those of that node. Command lines identify them: ranks and MPI daemons have the run's
+    id; other processes of csdctl run a file of its store.
     """
     found = {}
     for pid in filter(str.isdigit, os.listdir("/proc")):

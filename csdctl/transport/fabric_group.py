@@ -236,11 +236,7 @@ def open_group(
     folder: Path | None = None,
     printed: Mapping[str, Mapping[str, TextIO]] | None = None,
 ) -> FleetGroup:
-    """Return a group of the nodes of `fleet`; each connects when it is first used.
-
-    `folder` has the user's Fabric configuration, `printed` the streams of each node's connection.
-    Raises InputError when the system allows too few open files.
-    """
+    """Return a group of the nodes of `fleet`, with the user's settings in `folder`; raises InputError."""
     check_open_files(len(fleet.nodes))
     jumps = JumpHosts(KnownHosts.load(fleet_known_hosts_paths(fleet, directory)))
     link = FleetLink(jumps, connect_deadline_s, command_deadline_s)

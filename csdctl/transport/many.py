@@ -97,11 +97,7 @@ def errors_of(outcomes: Mapping[str, Outcome[ResultT]]) -> dict[str, CsdctlError
 
 
 def values_or_raise(outcomes: Mapping[str, Outcome[ResultT]], doing: str) -> dict[str, ResultT]:
-    """Return all values; if machines failed, raise one error for all of them.
-
-    Raises InputError when all errors are InputErrors, NoNodeReachableError when no machine could be reached,
-    PartialError when some machines succeeded, CsdctlError when none did.
-    """
+    """Return all values; if machines failed, raise one error of the kind that all of them have."""
     errors = [outcome.error for outcome in outcomes.values() if outcome.error]
     if not errors:
         return {name: outcome.get() for name, outcome in outcomes.items()}

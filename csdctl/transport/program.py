@@ -129,11 +129,7 @@ class Program:
             self.conversation.send_line(line)
 
     def read(self, messages: Mapping[str, type]) -> tuple[str, Any]:
-        """Return kind and content of the next frame, by the dataclass of its kind.
-
-        Raises the error that the program reports, ProgramEndedError, RemoteCommandError for anything else
-        than `messages`, and DeadlineError.
-        """
+        """Return kind and content of the next frame; raises the errors of a program, and DeadlineError."""
         while True:
             self.last_line = self._read_line()
             try:

@@ -478,11 +478,7 @@ MAX_CHANNELS = 8
 def connect(
     node: Node, known_hosts: JumpHosts | Iterable[Path], *, connect_deadline_s: float = 10.0
 ) -> "SshSession":
-    """Open a session to `node`.
-
-    `known_hosts` are files, or the connections to jump hosts that it shares with other nodes.
-    Raises UnreachableError, HostKeyError or AuthenticationError within the deadline.
-    """
+    """Open a session; raises UnreachableError, HostKeyError or AuthenticationError within the deadline."""
     jumps = known_hosts if isinstance(known_hosts, JumpHosts) else JumpHosts(KnownHosts.load(known_hosts))
     return SshSession(node, open_transport(node, Deadline(connect_deadline_s), jumps))
 
@@ -520,11 +516,7 @@ class SshSession(Session):
 
 
 class _ChannelProcess:
-    """A command at the other end of an SSH channel; implements `session.Process`.
-
-    Waits for each stream and for the exit without polling, which paramiko's documented interface cannot do:
-    hence the undocumented attributes `in_buffer`, `in_stderr_buffer` and `status_event` of Channel.
-    """
+    """A command on an SSH channel, without polling: hence attributes that paramiko does not document."""
 
     def __init__(self, channel: paramiko.Channel) -> None:
         self._transport: Any = channel.get_transport()

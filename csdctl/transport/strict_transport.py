@@ -148,11 +148,7 @@ class GreedyPacketizer(Packetizer):
         return self.greeting
 
     def read_all(self, n: int, check_rekey: bool = False) -> bytes:
-        """Return `n` bytes; raises EOFError, or NeedRekeyException when idle and a rekey is due.
-
-        paramiko asks for the rest of a packet as soon as it has read the length, for every kind of cipher:
-        here a length is refused, before any of the packet is awaited.
-        """
+        """Return `n` bytes; refuses a length before any of its packet. EOFError, NeedRekeyException."""
         if n > self.max_packet_bytes + self.get_mac_size_in():
             self.refuse(f"sent a packet of more than {self.max_packet_bytes} bytes")
         if n < 0:

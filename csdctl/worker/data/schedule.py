@@ -149,9 +149,8 @@ def change_segment(
 ) -> Segment:
     """Return the segment from step `step` of the epoch on; a rank without a batch size has left.
 
-    No rank reads the private samples of a rank that left; the other members read its public ones. A rank that
-    comes back reads the private samples that it had left, and public ones that are left. The latest step did
-    not count what the ranks `uncounted` have read in it.
+    The other members read the public samples of a rank that left. One that comes back reads the private
+    samples that it had left. The latest step did not count what the ranks `uncounted` have read in it.
     """
     num_steps = step - segment.start_step
     left = [share.after(num_steps - (share.rank in uncounted)) for share in segment.shares]

@@ -59,11 +59,7 @@ class Communicator:
         on_waiting: Callable[[list[int]], object] = list,
         address: str = "",
     ) -> None:
-        """`sizes`: of the sums of a step. `max_bytes`: the largest message to one rank.
-
-        `on_waiting` gets the ranks that a sum has been waiting for, every few seconds. `address`: at which
-        this rank awaits its link, '' without.
-        """
+        """`sizes`: of a step's sums. `on_waiting` gets ranks. `address`: where it awaits its link, or ''."""
         self.rank, self._sizes = rank, sizes
         self.max_bytes, self._on_waiting = max_bytes, on_waiting
         self.members: tuple[int, ...] = (rank,)
@@ -180,11 +176,7 @@ class Communicator:
         self._send(Letter.DATA, NUMBER.pack(self.rank or rank) + packed)
 
     def receive(self, rank: int, max_bytes: int, traffic_class: str) -> bytearray:
-        """Return the bytes that `rank` sends.
-
-        Raises PeerFaultError when they are more than `max_bytes`, RankLostError when rank 0 waits for a rank
-        that is lost, and StepVoidError when rank 0 has given up the step.
-        """
+        """Return the bytes that `rank` sends; raises PeerFaultError, RankLostError, StepVoidError."""
         self.look()
         while not self._arrived.get(rank):
             if rank in self._gone:

@@ -119,11 +119,7 @@ class _Child:
 
 
 class Hub:
-    """Serves one rank and the links of those behind it, until the rank ends.
-
-    The hub of a server, which has a parent, sends its sum there in the place of `_end_sum`, and the answer of
-    the parent ends the sum.
-    """
+    """Serves one rank and the links of those behind it, until the rank ends; of a server, with a parent."""
 
     _held: dict[int, bytes | bytearray] | None = None
     """JOIN of ranks behind a server, until its own rank has joined; None on the host, and after that."""

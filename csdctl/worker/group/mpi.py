@@ -110,9 +110,5 @@ BASE_BYTES, NUM_VECTORS = 1 << 29, 4
 
 
 def limit_memory(vector_bytes: int, max_bytes: int) -> None:
-    """Limit what this process may allocate from now on, for sums of `vector_bytes`, messages of `max_bytes`.
-
-    MPI buffers every unexpected message. Without a limit, an end that sends on and on would fill
-    the memory of the other machine; with it, the process that receives ends, and its link alone is lost.
-    """
+    """Limit memory, for vectors and messages of so many bytes: MPI buffers every unexpected message."""
     limit_data(data_bytes() + BASE_BYTES + NUM_VECTORS * (vector_bytes + max_bytes))

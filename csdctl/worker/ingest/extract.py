@@ -48,9 +48,8 @@ def extract(
 ) -> Extracted:
     """Run the model over the samples, and store what is kept below `spec.store`; nothing if it is there.
 
-    The model is loaded once, and only if there is something to compute. An interrupted call is resumed.
-    With `spec.num_checked`, some of what is stored is computed again and compared instead. Raises WorkerError
-    if samples or model cannot be read, or the disk fails.
+    An interrupted call is resumed. With `spec.num_checked`, some of what is stored is computed again and
+    compared instead. Raises WorkerError if samples or model cannot be read, or the disk fails.
     """
     if spec.num_checked:
         return _recompute(spec)
@@ -153,11 +152,7 @@ def num_views(augmented: Augmented | None) -> int:
 
 
 def load_augmentation(spec: ExtractSpec) -> Callable[[Array, Array, int, int], tuple[Array, Array]]:
-    """Return what makes a view of samples and labels, given its number and that of the first sample.
-
-    Each sample is changed apart, and what is drawn for it depends on the data and its place there alone: an
-    interrupted call goes on with the same views.
-    """
+    """Return what makes a view of samples, by its number and that of the first sample, always the same."""
     wanted = spec.augmented
     if wanted is None:
         return lambda samples, labels, view, start: (samples, labels)

@@ -156,11 +156,7 @@ def take_types(info: DatasetInfo, samples: Array, labels: Array) -> DatasetInfo:
 
 
 def _headers(info: DatasetInfo) -> list[tuple[bytes, int]]:
-    """Return the .npy header of samples and of labels, and the bytes of both files that are valid.
-
-    A header is as long for any number of rows: numpy pads it so that it can grow. Raises ValueError if there
-    can be no such arrays.
-    """
+    """Return headers and valid bytes of samples and of labels; a header is as long for any number of rows."""
     found = []
     for shape, text in ((info.sample_shape, info.dtype), (info.label_shape, info.label_dtype)):
         dtype = dtype_from_text(text)
@@ -295,11 +291,7 @@ def hash_arrays(info: DatasetInfo, directory: Path) -> DatasetInfo:
 def find_stored(
     target: Path, places: Collection[Path] = (), *, is_checked: bool = True
 ) -> DatasetInfo | None:
-    """Return the description of a data set that was stored before; None if it is missing, damaged or edited.
-
-    Its arrays must be in `target` or one of `places`; with `is_checked`, they are compared with their hashes.
-    Data that another user could change does not count.
-    """
+    """Return the description of a stored data set; None if missing, damaged, edited, or open to others."""
     try:
         modes = [path.lstat().st_mode for path in (target, *target.iterdir())]
         if any(mode & (stat.S_IWGRP | stat.S_IWOTH) and not stat.S_ISLNK(mode) for mode in modes):

@@ -37,11 +37,7 @@ and one sample is ten times as much."""
 
 @dataclass(frozen=True)
 class Compared:
-    """A gradient against the one that rank 0 computes from the same samples.
-
-    All numbers are relative to the latter, in the Euclidean norm. A rank's moving statistics and number of
-    samples are part of its gradient here.
-    """
+    """A gradient against that of rank 0 from the same samples, relative to it, in the Euclidean norm."""
 
     difference: Measured
     spread: Measured

@@ -124,11 +124,7 @@ class Connection(NamedTuple):
 
 
 def list_connections(pid: int = 0, *, drain_s: float = 0.0) -> list[Connection]:
-    """Return the open TCP connections of process `pid` (0: this process); none without permission.
-
-    The kernel counts as sent what the peer has acknowledged. Wait up to `drain_s`, for all connections
-    together, until nothing is on its way any more.
-    """
+    """Return the TCP connections of `pid`, 0: this process, after `drain_s` at most, until all is sent."""
     found, end_s = [], time.monotonic() + drain_s
     directory = f"/proc/{pid or 'self'}/fd"
     with contextlib.suppress(OSError), contextlib.ExitStack() as opened:

@@ -44,11 +44,7 @@ class TaskSpec:
 
 @dataclass(frozen=True)
 class DatasetSlice:
-    """Rows of one prepared data set that a rank reads; `images` and `labels` are .npy files.
-
-    All rows when `stop` is None; else rows[start:stop] of the permutation of `permutation_seed`, the
-    same on every machine.
-    """
+    """Rows start…stop of the permutation of a prepared data set, the same everywhere; None: all rows."""
 
     images: str
     labels: str

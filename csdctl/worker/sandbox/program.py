@@ -129,11 +129,7 @@ def limit_resources(memory_bytes: int) -> None:
 
 
 def become_user(user: int, readable: Iterable[str]) -> None:
-    """Become a user without an account; raises OSError.
-
-    Where other users cannot read some of `readable`, such as a Python in root's home, this user may read
-    everything: Landlock alone then decides what.
-    """
+    """Become a user without an account, who may search all if `readable` needs it; raises OSError."""
     needs_search = not all(map(_is_open_to_all, readable))
     if needs_search:
         LIBC.prctl(_PR_SET_KEEPCAPS, 1, 0, 0, 0)

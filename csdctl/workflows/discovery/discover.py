@@ -130,12 +130,7 @@ Raises InputError unless the new keys may be accepted.
 def review_keys(
     fleet: Fleet, project: ProjectDirectory, on_layer: OnLayer, *, is_dry_run: bool = False
 ) -> int:
-    """Accept the new host keys of `fleet`, layer by layer, and return their number.
-
-    A machine behind a jump host is reached only after the key of the jump host is accepted, so jump hosts
-    come first. Machines that fail are shown, not raised. A dry run accepts none, so it asks no machine behind
-    one with a new key.
-    """
+    """Accept the new host keys of `fleet`, jump hosts first, a layer at a time; return their number."""
     closed: set[str] = set()
     num_accepted = 0
     for layer in list_layers(fleet):
@@ -171,11 +166,7 @@ class DiscoverResult:
 def discover(
     fleet: Fleet, *, directory: Path, on_done: Callable[[Facts], None] = lambda facts: None
 ) -> DiscoverResult:
-    """Collect facts of the host and all nodes of `fleet`, and save them beside the fleet file.
-
-    `fleet` may hold a subset of the file's nodes; facts of the other nodes are kept. Errors of nodes are in
-    the result, not raised. `on_done` gets the facts of each machine as it finishes.
-    """
+    """Collect facts of host and nodes, save them with those of other nodes; errors are in the result."""
     host_keys: dict[str, str] = {}
 
     def visit(session: Session) -> Facts:

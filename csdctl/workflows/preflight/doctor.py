@@ -127,11 +127,7 @@ def examine(
     connect_deadline_s: float = 10.0,
     mpi_deadline_s: float = 60.0,
 ) -> Examination:
-    """Examine the host and all nodes of `fleet`; red checks are in the result, not raised.
-
-    `sessions` that are open to all of them; None: they are opened, which is a check too. Deadlines are of the
-    whole examination, of one connection, and of the start of a link.
-    """
+    """Examine host and nodes over `sessions`, or ones that are opened; red checks are in the result."""
     examination = Examination(fleet, on_check)
     clock = Deadline(deadline_s)
     try:
@@ -278,12 +274,7 @@ class LinkCheck:
 def run_link_check(
     space: Workspace, sum_bytes: Sequence[int], sum_ranks: Sequence[int], deadline_s: float
 ) -> LinkCheck:
-    """Start a rank on every machine of `space` and its link, as training does, and time sums.
-
-    `sum_bytes`: sizes of the vectors; `sum_ranks`: over how many ranks, besides all. `deadline_s` limits the
-    start of a rank, and of a link. A machine that fails is in `lost`. No process is left running. Raises
-    CsdctlError.
-    """
+    """Start a rank and a link everywhere, time sums of sizes and numbers of ranks; failures are in `lost`."""
     fleet, run = space.fleet, space.project.new_scratch()
     nodes = list(fleet.machines)
     worker = store_bytes(pack_worker(), ".pyz", space.project.root, TrafficClass.CODE)

@@ -99,9 +99,8 @@ def open_workspace(
 ) -> Iterator[Workspace]:
     """Connect to the host and all nodes of `fleet`; raises CsdctlError or NoNodeReachableError.
 
-    With `is_locking`, lock all machines for `command`, after ending processes that a killed csdctl has left;
-    raises MachineLockedError where another csdctl is running. Without `min_nodes`, all nodes must be
-    reachable; with it, so many of them, and at least one.
+    With `is_locking`, lock all machines for `command`, after ending what a killed csdctl has left; raises
+    MachineLockedError. Without `min_nodes`, all nodes must be reachable; with it, so many, at least one.
     """
     started = time.monotonic()
     found, expected, is_too_low = judge_limits(own_limits(), len(os.sched_getaffinity(0)), len(fleet.nodes))
@@ -243,9 +242,8 @@ def conclude(
 ) -> None:
     """End a command that ran on `machines`: save the failed ones, and raise one error for them.
 
-    Raises NoNodeReachableError when no node could be reached, PartialError when some machines succeeded,
-    DeadlineError when none ended in time, CsdctlError when none succeeded. `retry`: the command line that
-    repeats it where it failed.
+    Raises NoNodeReachableError, PartialError when some machines succeeded, DeadlineError or CsdctlError.
+    `retry`: the command line that repeats it where it failed.
     """
     record_failed(project, command, machines, failed)
     if not failed:

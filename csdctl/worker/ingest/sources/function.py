@@ -57,11 +57,7 @@ class UserFunction:
         """The words of the code, which the host has too."""
 
     def call(self, root: Path) -> Any:
-        """Return what the function returns for the data at `root`; raises WorkerError.
-
-        TensorFlow is loaded first if the user's code mentions it: its threads must be set before it starts.
-        Random numbers are the same in every call, so that the same data gives the same bytes.
-        """
+        """Call the function, with TensorFlow if its code mentions it, and with the same random numbers."""
         source = self._path.read_bytes()
         stated = re.match(r"[0-9a-f]{64}", self._path.name)  # the name of a file in the store
         if stated and stated[0] != hashlib.sha256(source).hexdigest():
@@ -114,11 +110,7 @@ class UserFunction:
 
 
 class Elements(DecodedSource):
-    """Samples that a function yields, from an iterator, a tf.data.Dataset or a keras.utils.PyDataset.
-
-    They come one by one or in batches of any size. Single uint8 images are converted to the job's shape;
-    all others stay unchanged, but for arrays that `pad_to_longest` pads.
-    """
+    """Samples from an iterator, a tf.data.Dataset or a keras.utils.PyDataset, one by one or in batches."""
 
     def __init__(
         self,

@@ -66,11 +66,7 @@ class Tree:
         return self.root.joinpath(*file.parts)
 
     def fingerprint(self, settings: str, max_bytes: int) -> str:
-        """Return a hash of `settings`, the root's path, and the name and the content of each file.
-
-        While all states are the same, no file is read again. Of a file of more than `max_bytes`, which nobody
-        reads, the state counts.
-        """
+        """Return a hash of `settings`, root, names and content; of files above `max_bytes`, the state."""
         root = self.root.resolve()
         states = hashlib.sha256(ascii((max_bytes, self.files)).encode()).hexdigest()
         newest_ns = max((file.state[-1] for file in self.files), default=0)
@@ -93,11 +89,7 @@ class Tree:
 
 
 def read_tree(source: str, *, is_private: bool = False) -> Tree:
-    """List the files at `source`, a path as written in the job.
-
-    Raises WorkerError if nothing exists there, or a link leads out of it or to a directory; exit code 2, but
-    1 for private data that does not exist: its disk may not be mounted.
-    """
+    """List the files at `source`; raises WorkerError, exit code 2, or 1 for missing private data."""
     try:
         root = Path.home() / Path(source).expanduser()
     except RuntimeError:
@@ -451,11 +443,7 @@ def conform(block: Block, spec: PrepareSpec) -> Block:
 
 
 def _store_label(name: str, field: Array, spec: PrepareSpec) -> Array:
-    """Return labels or weights as float32, and integer labels as int32.
-
-    Integers are float32 where those of the public data are, and wide ones of a regression too: the loss of
-    fit takes them as float32.
-    """
+    """Return labels as int32, or float32 as the public data's, or wide integers of a regression."""
     is_value = spec.is_regression and not spec.classes and not np.can_cast(field.dtype, np.int32)
     dtype, _ = spec.labels.get(name, ("float32" if is_value else "int32", ()))
     if field.dtype.kind not in "iu" or name == SAMPLE_WEIGHT or dtype == "float32":
