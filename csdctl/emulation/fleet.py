@@ -71,10 +71,8 @@ def parse_size(text: str) -> int:
     """Parse `2G`, `512M` or `1.5GiB` as bytes (K, M, G and T are powers of 1024); raises InputError."""
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]?)(?:i?B)?", text.strip(), re.IGNORECASE)
     if not match:
-        raise InputError(
-            f"received {text!r} as a size, expected a number and a unit such as 512M or 2G",
-            remedy="for example --memory 2G",
-        )
+        problem = f"received {text!r} as a size, expected a number and a unit such as 512M or 2G"
+        raise InputError(problem, remedy="for example --memory 2G")
     return int(float(match[1]) * _UNITS[match[2].upper()])
 
 
@@ -202,11 +200,8 @@ def save_fleet_file(paths: FleetPaths, state: FleetState, python: str) -> None:
         "nodes": [{"name": node.name, "address": "127.0.0.1", "port": node.port} for node in state.nodes],
     }
     body = yaml.safe_dump(content, sort_keys=False)
-    header = (
-        f"# Written by csdctl emulate up for fleet {state.fleet_id}, content {_hash(body)}; "
-        "`csdctl emulate down` removes it.\n"
-    )
-    save_text(state.fleet_path, header + body)
+    origin = f"# Written by csdctl emulate up for fleet {state.fleet_id}, content {_hash(body)}"
+    save_text(state.fleet_path, f"{origin}; `csdctl emulate down` removes it.\n{body}")
 
 
 def is_unchanged(path: Path, fleet_id: str) -> bool:
@@ -222,10 +217,9 @@ def is_unchanged(path: Path, fleet_id: str) -> bool:
 def check_may_write(path: Path, fleet_id: str) -> None:
     """Raise InputError when `path` exists and was not written by the emulator for this fleet."""
     if path.exists() and not is_unchanged(path, fleet_id):
-        raise InputError(
-            f"{path} is not as `csdctl emulate up` writes it for this fleet, or was edited; it is unchanged",
-            remedy="move it away and add your settings to the new one, or use another file with --fleet",
-        )
+        problem = "is not as `csdctl emulate up` writes it for this fleet, or was edited; it is unchanged"
+        remedy = "move it away and add your settings to the new one, or use another file with --fleet"
+        raise InputError(f"{path} {problem}", remedy=remedy)
 
 
 def remove_fleet_file(path: Path, fleet_id: str) -> bool:
@@ -480,10 +474,8 @@ def _end_processes(paths: FleetPaths) -> set[int]:
             told |= pids
             time.sleep(0.02)
     if pids:
-        raise CsdctlError(
-            f"processes of the emulated fleet do not end: {sorted(pids)}",
-            remedy="check them with `ps`, then run `csdctl emulate down` again",
-        )
+        remedy = "check them with `ps`, then run `csdctl emulate down` again"
+        raise CsdctlError(f"processes of the emulated fleet do not end: {sorted(pids)}", remedy=remedy)
     for cgroup in list_cgroups(cgroup_prefix(paths.fleet_id)):
         remove_cgroup(cgroup)
     return ended
@@ -511,11 +503,9 @@ def find_owner(pid: int) -> Owner:
     """Return the running process `pid` as an owner; raises InputError if there is none."""
     started = start_time(pid) if pid > 0 else None
     if started is None:
-        raise InputError(
-            f"received {pid} as the process that the emulated fleet ends with, "
-            "expected the id of a running process",
-            remedy="pass one, such as --pid $$ for the shell, or leave it out: the fleet then stays up",
-        )
+        received = f"received {pid} as the process that the emulated fleet ends with"
+        remedy = "pass one, such as --pid $$ for the shell, or leave it out: the fleet then stays up"
+        raise InputError(f"{received}, expected the id of a running process", remedy=remedy)
     return Owner(pid, started)
 
 

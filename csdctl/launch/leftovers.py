@@ -257,10 +257,8 @@ def clean_machine(
 def end_run(run_id: str, sessions: Mapping[str, Session], fleet: Fleet, *, is_removing: bool = False) -> None:
     """End all processes of the run that can be reached; `is_removing`: also copies of its state."""
     options = CleanupOptions(run_id=run_id, is_removing=is_removing)
-    run_on_all(
-        sessions,
-        lambda session: clean_machine(session, fleet.python_of(session.name), options, END_DEADLINE_S),
-    )
+    limits = options, END_DEADLINE_S
+    run_on_all(sessions, lambda one: clean_machine(one, fleet.python_of(one.name), *limits))
 
 
 def clean(

@@ -62,10 +62,8 @@ def find_paths(
         remedy = "bring the link's interface up, or set `network:` in the fleet file"
         raise NodeError(f"{starter} has no route to {', '.join(candidates)}", node=node, remedy=remedy)
     pairs.sort(key=lambda pair: (pair[1] not in named, -_shared_bits(*pair)))
-    return [
-        (_end(towards, interfaces[starter]), _end(address, interfaces[node]))
-        for towards, address in pairs[:MAX_PATHS]
-    ]
+    near, far = interfaces[starter], interfaces[node]
+    return [(_end(towards, near), _end(address, far)) for towards, address in pairs[:MAX_PATHS]]
 
 
 def _end(address: str, interfaces: Interfaces) -> End:

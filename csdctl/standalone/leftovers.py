@@ -150,12 +150,10 @@ def end_all(pids: "list[int]") -> None:
 
 def find_paths(request: "dict[str, Any]") -> "list[str]":
     """Return the paths to remove: what is unfinished, what was computed, or all that csdctl wrote here."""
-    paths = (
-        [*find_linked_trees().values(), ".csdctl", *glob.glob(step_files())]
-        if request["is_removing_all"]
-        else [path for pattern in PARTS for path in glob.glob(pattern)]
-    )
-    if request["is_removing_computed"] and not request["is_removing_all"]:
+    paths = [path for pattern in PARTS for path in glob.glob(pattern)]
+    if request["is_removing_all"]:
+        paths = [*find_linked_trees().values(), ".csdctl", *glob.glob(step_files())]
+    elif request["is_removing_computed"]:
         paths += [FEATURES, PREDICTIONS]
     paths += [*glob.glob(step_files(COPIES)), COPIES]
     # A process that was killed leaves its directory behind.

@@ -130,10 +130,8 @@ def check_destination(destination: bytes) -> bytes:
         raise RefusedError(f"{printable(destination)} is inside another tree or csdctl's own directory")
     is_empty = os.path.isdir(destination) and not os.path.islink(destination) and not os.listdir(destination)
     if os.path.lexists(destination) and not is_empty and not tree_at(destination):
-        raise RefusedError(
-            f"{printable(destination)} already exists and was not created by `csdctl deploy`",
-            "move it away, or use another destination",
-        )
+        message = f"{printable(destination)} already exists and was not created by `csdctl deploy`"
+        raise RefusedError(message, "move it away, or use another destination")
     return destination
 
 

@@ -93,11 +93,9 @@ class FleetConnection(fabric.Connection):  # type: ignore[misc]
         try:
             client: paramiko.SFTPClient = super().sftp()
         except LOST as error:
-            raise RemoteCommandError(
-                f"its SSH server offers no SFTP, which `put` and `get` need ({bounded(error)})",
-                node=self.node.name,
-                remedy="add `Subsystem sftp internal-sftp` to its sshd_config, or use csdctl deploy",
-            ) from None
+            problem = f"its SSH server offers no SFTP, which `put` and `get` need ({bounded(error)})"
+            remedy = "add `Subsystem sftp internal-sftp` to its sshd_config, or use csdctl deploy"
+            raise RemoteCommandError(problem, node=self.node.name, remedy=remedy) from None
         client.get_channel().settimeout(SFTP_DEADLINE_S)  # type: ignore[union-attr]
         return client
 

@@ -240,19 +240,14 @@ def lost_connection_error(transport: StrictTransport, when: str = "") -> Unreach
     """Return the error for a connection that has ended, with what the server did against the protocol."""
     if violation := transport.packetizer.violation:
         return _violation_error(transport.node, violation)
-    return UnreachableError(
-        f"the connection was lost{when}",
-        node=transport.node,
-        remedy=f"check its power and network, it may have restarted; if it responds, {LARGE_PACKETS}",
-    )
+    remedy = f"check its power and network, it may have restarted; if it responds, {LARGE_PACKETS}"
+    return UnreachableError(f"the connection was lost{when}", node=transport.node, remedy=remedy)
 
 
 def _violation_error(name: str, violation: str) -> UnreachableError:
-    return UnreachableError(
-        f"the connection was closed, because its SSH server {violation}",
-        node=name,
-        remedy="no honest SSH server does that, except with a Banner above 35 kB: check what runs there",
-    )
+    problem = f"the connection was closed, because its SSH server {violation}"
+    remedy = "no honest SSH server does that, except with a Banner above 35 kB: check what runs there"
+    return UnreachableError(problem, node=name, remedy=remedy)
 
 
 def open_socket(node: Node, deadline: Deadline) -> socket.socket:
@@ -624,8 +619,6 @@ def channel_error(transport: StrictTransport, what: str, error: Exception, deadl
     if deadline.left_s < 0.1:
         message = f"the SSH server did not start a command within {deadline.seconds:g} s"
         return DeadlineError(message, node=transport.node)
-    return RemoteCommandError(
-        f"the SSH server {what} ({bounded(getattr(error, 'message', error))})",
-        node=transport.node,
-        remedy="check MaxSessions and ForceCommand in its sshd_config",
-    )
+    problem = f"the SSH server {what} ({bounded(getattr(error, 'message', error))})"
+    remedy = "check MaxSessions and ForceCommand in its sshd_config"
+    return RemoteCommandError(problem, node=transport.node, remedy=remedy)

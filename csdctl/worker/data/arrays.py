@@ -94,11 +94,8 @@ class CheckedArray:
         """Raise WorkerError if the file is not the one that was prepared; fast if nobody touched it."""
         found = hash_file(self._file, self._path)
         if found != self._sha256:
-            raise WorkerError(
-                f"{self._path} is not what was prepared: expected SHA-256 {self._sha256 or 'of nothing'}, "
-                f"found {found}",
-                remedy=PREPARE,
-            )
+            hashes = f"expected SHA-256 {self._sha256 or 'of nothing'}, found {found}"
+            raise WorkerError(f"{self._path} is not what was prepared: {hashes}", remedy=PREPARE)
 
 
 def map_file(file: BufferedReader) -> Array:

@@ -85,10 +85,8 @@ def check_stored(path: str) -> None:
     except (OSError, ValueError) as error:
         raise WorkerError(f"{path} cannot be read: {error}", remedy="run `csdctl deploy`") from None
     if found != stated[0]:
-        raise WorkerError(
-            f"{path} is not what csdctl sent: expected SHA-256 {stated[0]}, found {found}",
-            remedy="run `csdctl deploy`, and check who can write there",
-        )
+        problem = f"{path} is not what csdctl sent: expected SHA-256 {stated[0]}, found {found}"
+        raise WorkerError(problem, remedy="run `csdctl deploy`, and check who can write there")
 
 
 def _load(path: Path) -> dict[str, list[Any]]:

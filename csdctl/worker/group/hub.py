@@ -661,11 +661,11 @@ class Hub:
         size = chunks[-1].elements.stop
         if self._is_finite or not np.isfinite(self._local[:size]).all():
             return []
-        wrong = [
-            child
-            for child in present
-            if not all(np.isfinite(read_chunk(child.vector, chunk)).all() for chunk in chunks)
-        ]
+
+        def is_finite(vector: Array) -> bool:
+            return all(np.isfinite(read_chunk(vector, chunk)).all() for chunk in chunks)
+
+        wrong = [child for child in present if not is_finite(child.vector)]
         ranks = [rank for child in wrong for rank in child.ranks]
         reason = "sent a gradient that is not finite, as of samples with NaN"
         return [(child, reason) for child in wrong] if is_minority(ranks, len(self._told)) else []

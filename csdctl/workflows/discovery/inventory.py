@@ -48,10 +48,8 @@ def expand_addresses(cidr: str) -> list[str]:
         remedy = "write it as ADDRESS/BITS, such as 10.1.2.0/24"
         raise InputError(f"{cidr!r} is not an address range", remedy=remedy) from None
     if network.num_addresses > MAX_ADDRESSES:
-        raise InputError(
-            f"{cidr} has {network.num_addresses} addresses, but at most {MAX_ADDRESSES} are scanned",
-            remedy="use a smaller range, or run several scans",
-        )
+        problem = f"{cidr} has {network.num_addresses} addresses, but at most {MAX_ADDRESSES} are scanned"
+        raise InputError(problem, remedy="use a smaller range, or run several scans")
     return [str(address) for address in network.hosts()]
 
 
@@ -67,10 +65,8 @@ def scan(
     )
     found = [address for address, outcome in outcomes.items() if outcome.value]
     if not found:
-        raise NoNodeReachableError(
-            f"none of {len(addresses)} addresses in {', '.join(cidrs)} has an SSH server at port {port}",
-            remedy="check the range and --port, and that the machines are on",
-        )
+        problem = f"none of {len(addresses)} addresses in {', '.join(cidrs)} has an SSH server at port {port}"
+        raise NoNodeReachableError(problem, remedy="check the range and --port, and that the machines are on")
     return tuple(
         Node(f"csd{number}", address, port=port, user=user, key=key) for number, address in enumerate(found)
     )
@@ -147,10 +143,8 @@ class _Resolver:
         if command not in ("", "none"):
             forwarded = parse_proxy_command(command)
             if not forwarded:
-                raise InputError(
-                    f"{name}: ProxyCommand {command!r} is not supported",
-                    remedy="write it as ProxyJump, or skip the node with --exclude",
-                )
+                remedy = "write it as ProxyJump, or skip the node with --exclude"
+                raise InputError(f"{name}: ProxyCommand {command!r} is not supported", remedy=remedy)
             host, arguments = forwarded
             return self._resolve(Target(Hop(host).name, host, arguments), hops_left, name)
         text = settings.get("proxyjump", ["none"])[0]
@@ -176,10 +170,9 @@ class _Resolver:
         except FileNotFoundError:
             raise InputError("`ssh` is not installed here", remedy="install the OpenSSH client") from None
         except subprocess.TimeoutExpired:
-            raise CsdctlError(
-                f"{target.name}: `ssh -G {target.host}` did not finish within {QUERY_DEADLINE_S:.0f} s",
-                remedy="a `Match exec` in an ssh_config may hang",
-            ) from None
+            problem = f"`ssh -G {target.host}` did not finish within {QUERY_DEADLINE_S:.0f} s"
+            remedy = "a `Match exec` in an ssh_config may hang"
+            raise CsdctlError(f"{target.name}: {problem}", remedy=remedy) from None
         if printed.returncode:
             lines = printed.stderr.strip().splitlines()[:1] or ["no message"]
             raise InputError(f"{target.name}: `ssh -G {target.host}` failed: {lines[0]}")

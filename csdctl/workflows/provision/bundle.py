@@ -128,10 +128,8 @@ def select_locked(lock: str, kind: Kind, *, with_keras: bool) -> list[str]:
         except InvalidRequirement as error:
             raise InputError(f"the lock file has {written.strip()[:80]!r}: {error}") from None
         if not hashes:
-            raise InputError(
-                f"the lock file has no hash for {requirement.name}",
-                remedy="write it with `uv pip compile --generate-hashes` or `pip-compile --generate-hashes`",
-            )
+            remedy = "write it with `uv pip compile --generate-hashes` or `pip-compile --generate-hashes`"
+            raise InputError(f"the lock file has no hash for {requirement.name}", remedy=remedy)
         is_applied = requirement.marker is None or requirement.marker.evaluate(environment)
         if is_applied and requirement.name not in unused:
             selected.append(f"{requirement.name}{requirement.specifier} --hash={' '.join(hashes.split())}")

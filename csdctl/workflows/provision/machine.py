@@ -148,23 +148,19 @@ def parse_machine(name: str, completed: Completed) -> BareMachine:
 def check_prefix(machine: BareMachine, prefix: str) -> None:
     """Raise NodeError when the directory of the installation has files of others."""
     if machine.foreign:
-        raise NodeError(
-            f"{prefix} has files that are not csdctl's: {', '.join(machine.foreign[:3])}",
-            node=machine.name,
-            remedy=f"install into a directory of its own: --prefix {prefix}/csdctl",
-        )
+        problem = f"{prefix} has files that are not csdctl's: {', '.join(machine.foreign[:3])}"
+        remedy = f"install into a directory of its own: --prefix {prefix}/csdctl"
+        raise NodeError(problem, node=machine.name, remedy=remedy)
 
 
 def check_root(machine: BareMachine) -> None:
     """Raise NodeError when its user may not install anything outside of its home."""
     if machine.not_root:
         user = machine.user or "USER"
-        raise NodeError(
-            f"user {user} is not root there and has no passwordless sudo ({machine.not_root})",
-            node=machine.name,
-            remedy=f"allow it, with `{user} ALL=(ALL) NOPASSWD: ALL` in /etc/sudoers.d/csdctl there, "
-            "or set `user: root` in the fleet file",
-        )
+        problem = f"user {user} is not root there and has no passwordless sudo ({machine.not_root})"
+        rule = f"`{user} ALL=(ALL) NOPASSWD: ALL` in /etc/sudoers.d/csdctl there"
+        remedy = f"allow it, with {rule}, or set `user: root` in the fleet file"
+        raise NodeError(problem, node=machine.name, remedy=remedy)
 
 
 def check_space(machine: BareMachine, unpacked_bytes: int, wheel_bytes: int, prefix: str) -> None:
@@ -192,14 +188,10 @@ def _check_glibc(name: str, answer: str) -> None:
     numbers = words[-1].split(".")[:2] if words else []
     expected = ".".join(map(str, MIN_GLIBC))
     if len(numbers) != 2 or not all(number.isdigit() for number in numbers):
-        raise NodeError(
-            f"its C library is not glibc ({bounded(answer) or 'no answer'}), expected {expected} or newer",
-            node=name,
-            remedy="install a system with glibc there, or leave the node out: --exclude",
-        )
+        problem = f"is not glibc ({bounded(answer) or 'no answer'}), expected {expected} or newer"
+        remedy = "install a system with glibc there, or leave the node out: --exclude"
+        raise NodeError(f"its C library {problem}", node=name, remedy=remedy)
     if tuple(map(int, numbers)) < MIN_GLIBC:
-        raise NodeError(
-            f"its C library is glibc {'.'.join(numbers)}; the wheels of Open MPI need {expected} or newer",
-            node=name,
-            remedy="install a newer system there (Debian 10, RHEL 8), or leave it out: --exclude",
-        )
+        problem = f"is glibc {'.'.join(numbers)}; the wheels of Open MPI need {expected} or newer"
+        remedy = "install a newer system there (Debian 10, RHEL 8), or leave it out: --exclude"
+        raise NodeError(f"its C library {problem}", node=name, remedy=remedy)

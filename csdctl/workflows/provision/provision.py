@@ -91,10 +91,8 @@ def find_ansible() -> str:
     """Return the path of ansible-playbook; raises InputError without one."""
     found = find_program("ansible-playbook")
     if not found:
-        raise InputError(
-            "`ansible-playbook` is not installed",
-            remedy=f"{explain_extra('provision')}; or only send what nodes need: csdctl provision --send",
-        )
+        remedy = f"{explain_extra('provision')}; or only send what nodes need: csdctl provision --send"
+        raise InputError("`ansible-playbook` is not installed", remedy=remedy)
     return found
 
 
@@ -282,11 +280,8 @@ def provision(
         sent = run_on_nodes(usable, send, directory=directory, on_done=on_sent, on_traffic=on_traffic)
     failed |= errors_of(sent)
     # In a dry run, Ansible can run only where everything was sent before.
-    ready = [
-        name
-        for name, outcome in sent.items()
-        if outcome.value and (not request.is_dry_run or outcome.value.is_installed)
-    ]
+    arrived = {name: outcome.value for name, outcome in sent.items() if outcome.value}
+    ready = [name for name, one in arrived.items() if one.is_installed or not request.is_dry_run]
     played: dict[str, Outcome[NodeSummary]] = {}
     if ready and not request.sends_only:
         played = _play(request, keep_nodes(fleet, ready), "nodes.yml", ansible, directory, on_task)

@@ -182,10 +182,8 @@ def unreachable_error(fleet: Fleet, failed: Mapping[str, CsdctlError]) -> Csdctl
     names = ",".join(failed)
     if len(failed) == len(fleet.nodes):
         return NoNodeReachableError(f"no node of {fleet.path} can be reached:\n{listed}")
-    return UnreachableError(
-        f"{len(failed)} of {len(fleet.nodes)} nodes cannot be reached:\n{listed}",
-        remedy=f"fix them, or continue without them: --exclude {names}",
-    )
+    problem = f"{len(failed)} of {len(fleet.nodes)} nodes cannot be reached:\n{listed}"
+    return UnreachableError(problem, remedy=f"fix them, or continue without them: --exclude {names}")
 
 
 def choose_fleet(
@@ -198,12 +196,11 @@ def choose_fleet(
     with_servers: bool = True,
 ) -> Fleet:
     """Return the selected nodes of file `path`, as `select_nodes` does; raises InputError."""
+    select = partial(select_nodes, with_servers=with_servers)
     fleet = load_fleet(path)
     if failed_from:
-        fleet = select_nodes(fleet, [load_failed(failed_from)], with_servers=with_servers)
-    return select_nodes(
-        fleet, limit or (), exclude or (), may_be_empty=may_be_empty, with_servers=with_servers
-    )
+        fleet = select(fleet, [load_failed(failed_from)])
+    return select(fleet, limit or (), exclude or (), may_be_empty=may_be_empty)
 
 
 def load_failed(path: Path) -> str:
@@ -212,10 +209,9 @@ def load_failed(path: Path) -> str:
     try:
         names = [str(name) for name in content["failed"] if name not in (HOST_NAME, FLEET_NAME)]
     except (KeyError, TypeError):
-        raise InputError(
-            f"{path} does not list the nodes that a command failed on",
-            remedy="pass .csdctl/failed.json, or the output of a command with --json",
-        ) from None
+        remedy = "pass .csdctl/failed.json, or the output of a command with --json"
+        problem = f"{path} does not list the nodes that a command failed on"
+        raise InputError(problem, remedy=remedy) from None
     if not names:
         raise InputError(f"no failed nodes are recorded in {path}", remedy="leave out --failed-from")
     return ",".join(names)
