@@ -1,11 +1,8 @@
 """An emulated fleet: its specification, files and saved state; start, inspect and stop it.
 
 The id of a fleet is derived from its directory, so that a fleet without its state is still found: by the
-marker in the environment of its processes and by the names of its control groups. All its files are in its
-directory, except its fleet.yaml, its control groups and a directory with a short path for the TMPDIRs. The
-first line of fleet.yaml names the writer, the fleet, and the hash of the rest: a file that the user has
-changed is not removed. A fleet may belong to a process: one of its own processes watches that, and then stops
-it.
+marker in the environment of its processes and by the names of its control groups. The first line of
+fleet.yaml has a hash of the rest: a file that the user has changed is not removed.
 """
 
 import contextlib
@@ -23,7 +20,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import yaml
 from pydantic import Field
@@ -66,29 +63,16 @@ class EmulatedSpec:
 
 def check_spec(spec: EmulatedSpec) -> None:
     """Raise InputError for a fleet that this machine cannot emulate."""
-    if spec.memory_bytes < MIN_MEMORY_BYTES:
-        least = f"{MIN_MEMORY_BYTES >> 20}M"
-        raise InputError(
-            f"received {spec.memory_bytes:,} bytes as the memory of a node, expected at least {least}",
-            remedy=f"for example --memory {least}; a node that trains needs about 1G",
-        )
-    cores = os.cpu_count() or 1
-    if not MIN_CPU <= spec.cpu <= cores:
-        raise InputError(
-            f"received {spec.cpu:g} as the CPU share of a node, expected {MIN_CPU} to {cores} cores",
-            remedy="for example --cpu 0.25",
-        )
-    check_values(asdict(spec), EmulatedSpec, "emulated fleet", remedy="choose a value of this range")
+    remedy = "for example --nodes 4 --cpu 0.25 --memory 2G; a node that trains needs about 1G"
+    check_values(asdict(spec), EmulatedSpec, "emulated fleet", remedy=remedy)
 
 
 def parse_size(text: str) -> int:
     """Parse `2G`, `512M` or `1.5GiB` as bytes (K, M, G and T are powers of 1024); raises InputError."""
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]?)(?:i?B)?", text.strip(), re.IGNORECASE)
     if not match:
-        raise InputError(
-            f"received {text!r} as a size, expected a number and a unit such as 512M or 2G",
-            remedy="for example --memory 2G",
-        )
+        problem = f"received {text!r} as a size, expected a number and a unit such as 512M or 2G"
+        raise InputError(problem, remedy="for example --memory 2G")
     return int(float(match[1]) * _UNITS[match[2].upper()])
 
 
@@ -108,7 +92,6 @@ class FleetPaths:
         self.key = self.directory / "id_ed25519"
         self.default_fleet = self.directory / "fleet.yaml"
         self.short_tmp = self.directory / "tmp"
-        """A link to the directory of the nodes' TMPDIRs."""
         self.short_tmp_prefix = f"csd-{self.fleet_id[:8]}-"
         """The name of that directory begins with this; the rest is random, so that nobody can take it."""
         self.known_hosts = self.directory / "known_hosts"
@@ -167,7 +150,6 @@ class FleetState:
     fleet_id: str
     spec: EmulatedSpec
     cpu_mechanism: str
-    """The requested mechanism: auto, cgroup or duty."""
     fleet_path: Path
     nodes: tuple[NodeState, ...] = ()
     owner: Owner | None = None
@@ -218,11 +200,8 @@ def save_fleet_file(paths: FleetPaths, state: FleetState, python: str) -> None:
         "nodes": [{"name": node.name, "address": "127.0.0.1", "port": node.port} for node in state.nodes],
     }
     body = yaml.safe_dump(content, sort_keys=False)
-    header = (
-        f"# Written by csdctl emulate up for fleet {state.fleet_id}, content {_hash(body)}; "
-        "`csdctl emulate down` removes it.\n"
-    )
-    save_text(state.fleet_path, header + body)
+    origin = f"# Written by csdctl emulate up for fleet {state.fleet_id}, content {_hash(body)}"
+    save_text(state.fleet_path, f"{origin}; `csdctl emulate down` removes it.\n{body}")
 
 
 def is_unchanged(path: Path, fleet_id: str) -> bool:
@@ -238,10 +217,9 @@ def is_unchanged(path: Path, fleet_id: str) -> bool:
 def check_may_write(path: Path, fleet_id: str) -> None:
     """Raise InputError when `path` exists and was not written by the emulator for this fleet."""
     if path.exists() and not is_unchanged(path, fleet_id):
-        raise InputError(
-            f"{path} is not as `csdctl emulate up` writes it for this fleet, or was edited; it is unchanged",
-            remedy="move it away and add your settings to the new one, or use another file with --fleet",
-        )
+        problem = "is not as `csdctl emulate up` writes it for this fleet, or was edited; it is unchanged"
+        remedy = "move it away and add your settings to the new one, or use another file with --fleet"
+        raise InputError(f"{path} {problem}", remedy=remedy)
 
 
 def remove_fleet_file(path: Path, fleet_id: str) -> bool:
@@ -284,19 +262,17 @@ def start_fleet(
 ) -> Path:
     """Start the servers, detached, and return the path of the fleet.yaml that describes them.
 
-    The fleet is taken down when process `owner_pid` ends; without one, it stays up. A running fleet with the
-    same spec is left as it is, with its owner; one that was stopped with `keep`, or of which a server has
-    ended, starts again with its files. Raises InputError when another fleet is running or kept there, when
-    fleet.yaml was not written by the emulator, or when no process has the id `owner_pid`.
+    It ends with process `owner_pid`, if that is given. A running fleet with the same spec is left as it is;
+    one that was kept, or has lost a server, starts again with its files. Raises InputError for another fleet,
+    a fleet.yaml that the emulator did not write, or no process `owner_pid`.
     """
     check_spec(spec)
     owner = None if owner_pid is None else find_owner(owner_pid)
     paths = FleetPaths(directory)
     with locked(paths):
         if paths.is_foreign:
-            raise InputError(
-                f"{paths.directory} contains other files; an emulated fleet needs a separate directory"
-            )
+            other = "contains other files; an emulated fleet needs a separate directory"
+            raise InputError(f"{paths.directory} {other}")
         state = load_state(paths)
         if state is not None and _is_alive(state):
             _check_same(paths, state, spec, fleet_path)
@@ -339,14 +315,9 @@ def fleet_status(directory: Path) -> list[NodeStatus]:
     for node in state.nodes:
         running = is_running(node.pid, node.start_time)
         pids = list_descendants(node.pid) if running else []
-        found.append(
-            NodeStatus(
-                *(node.name, node.port, node.pid, running, len(pids)),
-                *(state.spec.cpu, state.spec.memory_bytes),
-                sum(anonymous_bytes(pid, is_divided=True) for pid in pids),
-                node.cpu_mechanism,
-            )
-        )
+        used_bytes = sum(anonymous_bytes(pid, is_divided=True) for pid in pids)
+        limits = state.spec.cpu, state.spec.memory_bytes, used_bytes, node.cpu_mechanism
+        found.append(NodeStatus(node.name, node.port, node.pid, running, len(pids), *limits))
     return found
 
 
@@ -355,12 +326,11 @@ def _check_same(paths: FleetPaths, state: FleetState, spec: EmulatedSpec, fleet_
     what = "kept" if state.is_kept else "running"
     again = f"csdctl emulate up --nodes {state.spec.num_nodes} --cpu {state.spec.cpu:g}"
     if state.spec != spec or not same_path:
+        restart = f"start it again: `{again}`, or remove it: `csdctl emulate down`"
         raise InputError(
             f"another emulated fleet is {what} in {paths.directory}: {state.spec.num_nodes} nodes with "
             f"{state.spec.cpu:g} cores and {state.spec.memory_bytes >> 20} MiB each, in {state.fleet_path}",
-            remedy=f"start it again: `{again}`, or remove it: `csdctl emulate down`"
-            if state.is_kept
-            else "stop it first: `csdctl emulate down`",
+            remedy=restart if state.is_kept else "stop it first: `csdctl emulate down`",
         )
 
 
@@ -415,21 +385,14 @@ def _launch(paths: FleetPaths, timeout_s: float) -> tuple[NodeState, ...]:
         FLEET_VARIABLE: paths.fleet_id,
         "TMPDIR": tempfile.gettempdir(),  # where a server has to look for the short directory
     }
+    streams: dict[str, Any] = {"stdin": subprocess.DEVNULL, "capture_output": True}
     try:
-        ended = subprocess.run(
-            command,
-            env=environment,
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            check=False,
-            timeout=timeout_s,
-        )
+        ended = subprocess.run(command, env=environment, check=False, timeout=timeout_s, **streams)
     except subprocess.TimeoutExpired:
         raise DeadlineError(f"the emulated fleet did not start within {timeout_s:g} s") from None
     if ended.returncode != 0:
-        raise CsdctlError(
-            f"the emulated fleet did not start: {ended.stderr.decode(errors='replace').strip()}"
-        )
+        why = ended.stderr.decode(errors="replace").strip()
+        raise CsdctlError(f"the emulated fleet did not start: {why}")
     nodes = [NodeState(**json.loads(line)) for line in ended.stdout.splitlines()]
     return tuple(sorted(nodes, key=lambda node: int(node.name.removeprefix("csd"))))
 
@@ -447,18 +410,14 @@ class StoppedFleet:
 
 
 def stop_fleet(directory: Path, *, keep: bool = False) -> StoppedFleet:
-    """End the fleet and remove everything of it, even after a crash; do nothing without a fleet.
-
-    With `keep`, the files of its nodes, its keys and its fleet.yaml stay, and `start_fleet` uses them again.
-    """
+    """End the fleet and remove it, even after a crash; `keep`: all but processes stays for `start_fleet`."""
     paths = FleetPaths(directory)
     if not paths.directory.parent.exists():  # removed manually; its processes may still run
         return remove_fleet(paths)
     with locked(paths):
         if paths.is_foreign:
-            raise InputError(
-                f"{paths.directory} is not the directory of an emulated fleet; it is left unchanged"
-            )
+            other = "is not the directory of an emulated fleet; it is left unchanged"
+            raise InputError(f"{paths.directory} {other}")
         state = load_state(paths)
         return keep_fleet(paths, state) if keep and state else remove_fleet(paths)
 
@@ -478,9 +437,8 @@ def remove_fleet(paths: FleetPaths) -> StoppedFleet:
     state = load_state(paths)
     ended = _end_processes(paths)
     candidates = [paths.default_fleet, paths.directory.parent.parent / "fleet.yaml"]  # without a state
-    written = (
-        [state.fleet_path] if state else [one for one in candidates if is_unchanged(one, paths.fleet_id)]
-    )
+    unchanged = [path for path in candidates if is_unchanged(path, paths.fleet_id)]
+    written = [state.fleet_path] if state else unchanged
     kept = [path for path in written if not remove_fleet_file(path, paths.fleet_id)]
     _remove_short_tmp(paths)
     if paths.is_ours:
@@ -496,10 +454,7 @@ def remove_fleet(paths: FleetPaths) -> StoppedFleet:
 
 
 def _end_processes(paths: FleetPaths) -> set[int]:
-    """End all processes with SIGTERM, then kill the rest, and remove their control groups.
-
-    Returns the pids of all that were found.
-    """
+    """End all processes by SIGTERM, then SIGKILL, and remove their control groups; return their pids."""
     own = set(list_ancestors(os.getpid()))
     ended: set[int] = set()
 
@@ -519,10 +474,8 @@ def _end_processes(paths: FleetPaths) -> set[int]:
             told |= pids
             time.sleep(0.02)
     if pids:
-        raise CsdctlError(
-            f"processes of the emulated fleet do not end: {sorted(pids)}",
-            remedy="check them with `ps`, then run `csdctl emulate down` again",
-        )
+        remedy = "check them with `ps`, then run `csdctl emulate down` again"
+        raise CsdctlError(f"processes of the emulated fleet do not end: {sorted(pids)}", remedy=remedy)
     for cgroup in list_cgroups(cgroup_prefix(paths.fleet_id)):
         remove_cgroup(cgroup)
     return ended
@@ -550,11 +503,9 @@ def find_owner(pid: int) -> Owner:
     """Return the running process `pid` as an owner; raises InputError if there is none."""
     started = start_time(pid) if pid > 0 else None
     if started is None:
-        raise InputError(
-            f"received {pid} as the process that the emulated fleet ends with, "
-            "expected the id of a running process",
-            remedy="pass one, such as --pid $$ for the shell, or leave it out: the fleet then stays up",
-        )
+        received = f"received {pid} as the process that the emulated fleet ends with"
+        remedy = "pass one, such as --pid $$ for the shell, or leave it out: the fleet then stays up"
+        raise InputError(f"{received}, expected the id of a running process", remedy=remedy)
     return Owner(pid, started)
 
 

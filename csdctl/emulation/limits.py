@@ -1,9 +1,7 @@
 """The processes of a node, as /proc describes them, and their limits: a share of the CPU, and memory.
 
-The CPU is limited by control groups or by stopping processes. Control groups are version 1 or 2, where they
-are writable. A command is started by a shell that first moves itself into the group, so that no child can be
-outside. The groups are named after the fleet, so that they can be found without a state file. Processes that
-exceed the memory limit are killed, as by the kernel's OOM killer.
+The CPU is limited by control groups, where they are writable, or by stopping processes. A shell moves itself
+into the group before it becomes a command, so that no child is outside.
 """
 
 import asyncio
@@ -81,17 +79,13 @@ def list_ancestors(pid: int) -> list[int]:
 def cpu_time_s(pid: int) -> float:
     """Return the CPU seconds of all threads of `pid`, to the nanosecond; 0 if it has ended."""
     # The same number as clock_getcpuclockid(3), which Python only has for threads.
-    try:
+    with contextlib.suppress(OSError):
         return time.clock_gettime((~pid << 3) | 2)
-    except OSError:
-        return 0.0
+    return 0.0
 
 
 def anonymous_bytes(pid: int, *, is_divided: bool = False) -> int:
-    """Return the memory of `pid` without a backing file, in bytes; 0 if ended.
-
-    `is_divided`: a page counts in equal parts for the processes that share it, which takes longer to find.
-    """
+    """Return the memory of `pid` without a file, 0 if ended; `is_divided`: shared pages in equal parts."""
     lines = _load(f"/proc/{pid}/{'smaps_rollup' if is_divided else 'status'}").splitlines()
     names = ("RssAnon:", "RssShmem:", "Pss_Anon:", "Pss_Shmem:")
     found = sum(int(line.split()[1]) << 10 for line in lines if line.startswith(names))
@@ -99,11 +93,9 @@ def anonymous_bytes(pid: int, *, is_divided: bool = False) -> int:
 
 
 def _load(path: str) -> str:
-    try:
-        with open(path, encoding="utf-8", errors="replace") as file:
-            return file.read()
-    except OSError:  # the process ended meanwhile
-        return ""
+    with contextlib.suppress(OSError), open(path, encoding="utf-8", errors="replace") as file:
+        return file.read()
+    return ""  # the process ended meanwhile
 
 
 @cache
@@ -136,13 +128,8 @@ class CgroupLimit:
 
     def build_command(self, command: list[str]) -> list[str]:
         """Return the argument list that runs `command` inside the group."""
-        return [
-            "/bin/sh",
-            "-c",
-            'echo 0 > "$0" || exit 125; exec "$@"',
-            str(self.path / "cgroup.procs"),
-            *command,
-        ]
+        enter = 'echo 0 > "$0" || exit 125; exec "$@"'
+        return ["/bin/sh", "-c", enter, str(self.path / "cgroup.procs"), *command]
 
     def close(self) -> None:
         """End every process in the group and remove it."""
@@ -194,10 +181,7 @@ def list_cgroups(prefix: str) -> list[Path]:
 
 def list_members(path: Path) -> list[int]:
     """Return the pids in the control group `path`."""
-    try:
-        return [int(pid) for pid in (path / "cgroup.procs").read_text().split()]
-    except OSError:
-        return []
+    return [int(pid) for pid in _load(str(path / "cgroup.procs")).split()]
 
 
 def remove_cgroup(path: Path) -> None:
@@ -243,11 +227,8 @@ class DutyCycle:
     """Limit the descendants of process `root_pid` (this process) to `cpu` cores, in a thread, unprivileged.
 
     Time adds the node's share of CPU seconds to a bucket; the CPU time of the node's processes drains it.
-    Processes are stopped (SIGSTOP) when the bucket is empty, and continued (SIGCONT) when it has the share of
-    a period again, so that an idle node is never stopped.
-
-    A process that another process has stopped stays stopped, unless that happens while it is stopped here:
-    then it is continued with the node.
+    Processes are stopped when the bucket is empty, and continued when it has the share of a period again, so
+    that an idle node is never stopped. What others have stopped stays stopped.
     """
 
     mechanism = "duty"
@@ -321,12 +302,8 @@ class DutyCycle:
             running = self._stoppable(list_descendants(self._root_pid))
 
     def _stoppable(self, pids: list[int]) -> set[int]:
-        found = set()
-        for pid in set(pids) - self._stopped:
-            stat = load_stat(pid)
-            if stat and not stat.has_ended and stat.state not in "Tt":
-                found.add(pid)
-        return found
+        stats = {pid: load_stat(pid) for pid in set(pids) - self._stopped}
+        return {pid for pid, stat in stats.items() if stat and stat.state not in "ZXTt"}
 
     def _resume(self) -> None:
         stopped, self._stopped = self._stopped, set()
@@ -344,10 +321,7 @@ def cgroup_prefix(fleet_id: str) -> str:
 
 
 def open_cpu_limit(mechanism: str, fleet_id: str, node: str, cpu: float) -> CpuLimit:
-    """Limit the descendants of this process to `cpu` cores.
-
-    `mechanism` is "duty" or "auto" (control groups if they are writable).
-    """
+    """Limit the descendants of this process by `mechanism` "duty", or "auto": a control group if possible."""
     cgroup = open_cgroup(cgroup_prefix(fleet_id) + node, cpu) if mechanism == "auto" else None
     return cgroup or DutyCycle(os.getpid(), cpu)
 
@@ -368,13 +342,8 @@ def end_largest_above(limit_bytes: int, used_bytes: dict[int, int]) -> int | Non
         return None
     largest = max(used_bytes, key=lambda pid: used_bytes[pid])
     stat = load_stat(largest)
-    log.warning(
-        "out of memory: killed %s (pid %d, %d MiB); the node uses %d of %d MiB",
-        stat.name if stat else "",
-        largest,
-        used_bytes[largest] >> 20,
-        total_bytes >> 20,
-        limit_bytes >> 20,
-    )
+    sizes = used_bytes[largest] >> 20, total_bytes >> 20, limit_bytes >> 20
+    text = "out of memory: killed %s (pid %d, %d MiB); the node uses %d of %d MiB"
+    log.warning(text, stat.name if stat else "", largest, *sizes)
     send_signal([largest], signal.SIGKILL)
     return largest

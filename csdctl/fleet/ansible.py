@@ -110,10 +110,7 @@ def _below(name: str, groups: Mapping[str, _Group]) -> set[str]:
 
 
 def load_config(directory: Path, environment: Mapping[str, str] = os.environ) -> Variables:
-    """Return the variables set by the first ansible.cfg that Ansible finds when called in `directory`.
-
-    Raises InputError for a file that cannot be read.
-    """
+    """Return the variables of the first ansible.cfg that Ansible finds in `directory`; raises InputError."""
     named = environment.get("ANSIBLE_CONFIG")
     candidates = [Path(named)] if named else []
     candidates += [directory, Path.home() / ".ansible.cfg", Path("/etc/ansible/ansible.cfg")]
@@ -141,10 +138,7 @@ def load_config(directory: Path, environment: Mapping[str, str] = os.environ) ->
 def list_targets(
     inventory: Inventory, defaults: Variables, limit: Sequence[str] = (), exclude: Sequence[str] = ()
 ) -> tuple[list[Target], dict[str, list[str]]]:
-    """Return the hosts selected by `limit` and `exclude`, and warnings with the hosts concerned.
-
-    Raises InputError for a value that only Ansible can evaluate.
-    """
+    """Return the selected hosts, and warnings with the hosts concerned; raises InputError."""
     name = inventory.name
     if not inventory.groups:
         raise InputError(f"{name} has no host", remedy="pass the inventory that Ansible uses")
@@ -170,10 +164,8 @@ def _target(settings: "_HostVariables", host: str, groups: Sequence[str]) -> tup
     if connection not in _SSH:
         return None, [f"uses `{connection}`, not SSH: skipped"]
     if not NAME.fullmatch(host):
-        raise InputError(
-            f"{settings.where} is not a valid node name",
-            remedy=f"use a name of letters, digits, '.', '_', '-': csd0 ansible_host={host}",
-        )
+        remedy = f"use a name of letters, digits, '.', '_', '-': csd0 ansible_host={host}"
+        raise InputError(f"{settings.where} is not a valid node name", remedy=remedy)
     has_password = not settings.variables.keys().isdisjoint(_PASSWORDS)
     notes = ["uses a password in Ansible; csdctl uses keys"] if has_password else []
     notes += [f"group {name!r} is skipped: not a valid name" for name in groups if not GROUP.fullmatch(name)]
@@ -187,27 +179,20 @@ def _target(settings: "_HostVariables", host: str, groups: Sequence[str]) -> tup
 
 
 class _HostVariables:
-    """The variables of one host."""
-
     def __init__(self, variables: Variables, host: str, source: str) -> None:
         self.variables = variables
         self.where = f"{source}: {host}"
 
     def text(self, *names: str) -> str:
-        """Return the last of the variables `names` that is set as text, or ''.
-
-        Raises InputError for a value that only Ansible can evaluate.
-        """
+        """Return the last of `names` that is set, or ''; raises InputError for templates and lists."""
         name = next((name for name in reversed(names) if name in self.variables), "")
         value = self.variables.get(name)
         if isinstance(value, dict) and "__ansible_unsafe" in value:
             value = value["__ansible_unsafe"]
         text = "" if value is None else str(value)
         if isinstance(value, list | dict) or "{{" in text or "{%" in text:
-            raise InputError(
-                f"{self.where}: {name} is a template, a list, or encrypted: {text[:80]!r}",
-                remedy="write the value itself",
-            )
+            problem = f"{self.where}: {name} is a template, a list, or encrypted: {text[:80]!r}"
+            raise InputError(problem, remedy="write the value itself")
         return text
 
     def arguments(self) -> tuple[str, ...]:
@@ -218,25 +203,16 @@ class _HostVariables:
         ]
         if key := self.text("ansible_private_key_file", "ansible_ssh_private_key_file"):
             own += ["-i", key]
-        words = [self._split(name) for name in _ARGUMENTS]
+        texts = [self.text(name) for name in _ARGUMENTS]
         try:
+            words = [shlex.split(text) for text in texts]
             return read_arguments([*words[0], *own, *words[1], *words[2]])[0]
         except ValueError as error:
             raise InputError(f"{self.where}: its arguments of ssh cannot be read: {error}") from None
 
-    def _split(self, name: str) -> list[str]:
-        text = self.text(name)
-        try:
-            return shlex.split(text)
-        except ValueError as error:
-            raise InputError(f"{self.where}: {name} {text!r} cannot be read: {error}") from None
-
 
 def render_inventory(fleet: Fleet, ssh_options: Mapping[str, Sequence[str]]) -> str:
-    """Return the inventory of `fleet`; `ssh_options` are the ssh options of each node, by name.
-
-    Raises InputError for a text that Ansible would interpret as a template.
-    """
+    """Return the inventory of `fleet`, with ssh options by node; raises InputError for a template."""
     hosts = {
         node.name: _variables(node, ssh_options[node.name])
         | {"node_network": ",".join(fleet.networks_of(node.name))}
@@ -269,8 +245,6 @@ def _variables(node: Node, ssh_options: Sequence[str]) -> dict[str, object]:
         variables["node_state"] = node.state
     for key, value in variables.items():
         if isinstance(value, str) and any(sign in value for sign in ("{{", "{%", "{#")):
-            raise InputError(
-                f"{key} of {node.name} would be interpreted by Ansible as a template: {value!r}",
-                remedy="rename the path",
-            )
+            problem = f"{key} of {node.name} would be interpreted by Ansible as a template: {value!r}"
+            raise InputError(problem, remedy="rename the path")
     return variables

@@ -6,7 +6,7 @@ Which properties must agree between machines, and how strictly: docs/how-to/exam
 
 import re
 import shlex
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
 
@@ -121,26 +121,13 @@ def _judge_limits(facts: Condition, num_nodes: int) -> Judgement:
 
 def judge_addresses(nodes: Iterable[Node]) -> list[Check]:
     """Warn about nodes with the same address and port, which are one machine with several ranks."""
-    addresses = ((node.name, node.endpoint) for node in nodes)
     remedy = "fix the addresses in the fleet file, or remove one of the nodes"
-    return _judge_shared("address", addresses, "one machine for each node", remedy)
-
-
-def _judge_shared(check: str, values: Iterable[tuple[str, str]], expected: str, remedy: str) -> list[Check]:
-    """Warn about machines with a value that another one has."""
-    return [
-        Check(
-            name,
-            check,
-            Status.WARN,
-            f"{value}, same as {', '.join(other for other in same if other != name)}",
-            expected,
-            remedy,
-        )
-        for value, same in names_by_value(values).items()
-        if len(same) > 1
-        for name in same
-    ]
+    found = []
+    for endpoint, same in names_by_value((node.name, node.endpoint) for node in nodes).items():
+        for name in same if len(same) > 1 else ():
+            shared = f"{endpoint}, same as {', '.join(other for other in same if other != name)}"
+            found.append(Check(name, "address", Status.WARN, shared, "one machine for each node", remedy))
+    return found
 
 
 def judge_error(name: str, check: str, error: CsdctlError) -> Check:
@@ -148,10 +135,9 @@ def judge_error(name: str, check: str, error: CsdctlError) -> Check:
     return Check(name, check, Status.FAIL, error.message, remedy=error.remedy)
 
 
-def fold(checks: Iterable[Check]) -> Iterator[tuple[Check, list[str]]]:
-    """Combine equal checks of several machines; yield each with the names of the machines."""
-    shared = names_by_value((check.machine, replace(check, machine="")) for check in checks)
-    yield from shared.items()
+def fold(checks: Iterable[Check]) -> Iterable[tuple[Check, list[str]]]:
+    """Combine equal checks of several machines; return each with the names of the machines."""
+    return names_by_value((check.machine, replace(check, machine="")) for check in checks).items()
 
 
 def _judge_python(version: str, host_version: str) -> Judgement:
@@ -188,23 +174,15 @@ def _list(versions: Mapping[str, str]) -> str:
 
 
 def _judge_packages(facts: Facts, host: Facts) -> Judgement:
-    """Check package versions; others than TensorFlow's only warn.
-
-    A compiled graph has the operations of one minor release. The host compiles it, with Keras, which a node
-    needs only for a step that cannot be compiled.
-    """
+    """Check versions; a compiled graph needs TensorFlow's minor release, others only warn."""
     names = ["tensorflow", "numpy"]
     if facts.keras_version or facts.name == HOST_NAME:
         names.insert(1, "keras")
     if missing := _missing(facts, names):
         return Status.FAIL, f"{', '.join(missing)} missing", "installed", _how_to_install(facts, missing)
     versions, wanted = _versions(facts, names), _versions(host, names)
-    other = {
-        name: wanted[name]
-        for name in names
-        if wanted[name] and _numbers(versions[name])[:2] != _numbers(wanted[name])[:2]
-    }
-    if other:
+    is_other = {name: _numbers(versions[name])[:2] != _numbers(wanted[name])[:2] for name in names}
+    if other := {name: wanted[name] for name in names if wanted[name] and is_other[name]}:
         status = Status.FAIL if "tensorflow" in other else Status.WARN
         return status, _list(_versions(facts, other)), f"{_list(other)}, as on the host", INSTALL
     return Status.OK, _list(versions), "", ""
@@ -245,7 +223,6 @@ def list_differences(facts: Facts, host: Facts) -> str:
 
 
 def _how_to_install(facts: Facts, packages: Sequence[str]) -> str:
-    """Return the remedy for missing packages: on the host, the command."""
     return f"run: {build_install_command(packages)}" if facts.name == HOST_NAME else INSTALL
 
 

@@ -21,7 +21,6 @@ SCHEMA = 1
 DISCOVER = "run `csdctl discover` again"
 
 MAX_SHOWN = 80
-"""Characters of an answer that a message shows."""
 
 NETWORK_FILE_SYSTEMS = ("nfs", "smb", "smb2", "cifs", "v9fs", "fuse", "fuseblk", "lustre", "ceph", "gpfs")
 """As `stat -f` names those that other machines may read."""
@@ -53,11 +52,7 @@ class Drive:
 
 @dataclass(frozen=True, config=FINITE)
 class Facts:
-    """Facts about one machine; None means unknown.
-
-    `cpu_limit` and `memory_limit_bytes` are limits set by a container, a cgroup or the environment
-    (CSDCTL_CPU_LIMIT, CSDCTL_MEMORY_LIMIT).
-    """
+    """Facts about one machine; None means unknown. Limits are of a container, a cgroup or CSDCTL_*_LIMIT."""
 
     name: str
     architecture: _Word | None = None
@@ -76,16 +71,13 @@ class Facts:
     keras_version: _Version | None = None
     """A node needs Keras only for a step that cannot be compiled."""
     dropped: Annotated[tuple[_Word, ...], Field(max_length=1000)] = ()
-    """Variables of the environment that training does not get."""
     numpy_version: _Version | None = None
     mpi_version: _Version | None = None
     mpi4py_version: _Version | None = None
     glibc_version: _Version | None = None
     accelerator: _Label | None = None
-    """The name of the first NVIDIA GPU."""
     accelerator_memory_bytes: _Memory | None = None
     driver_version: _Version | None = None
-    """Of NVIDIA's driver."""
     has_cuda: Annotated[bool, Field(strict=True)] | None = None
     """Whether CUDA for TensorFlow is installed as packages; None: it may be the system's."""
     noexec: Annotated[str, Field(max_length=4096)] = ""
@@ -95,7 +87,6 @@ class Facts:
     has_prted: Annotated[bool, Field(strict=True)] | None = None
     home: PathText | None = None
     file_system: _Label | None = None
-    """The type of the file system of csdctl's directory there."""
     home_shared_with: Annotated[tuple[_Label, ...], Field(max_length=1000)] = ()
     """Other machines that have kept csdctl's files in the same home, by their directories' names."""
     clock_offset_s: _Seconds | None = None
@@ -126,10 +117,8 @@ def facts_path(fleet: Fleet) -> Path:
 
 def save_facts(fleet: Fleet, facts: dict[str, Facts]) -> Path:
     """Write `facts`, by machine name, next to the fleet file."""
-    path = facts_path(fleet)
-    save_json(
-        path, {"schema": SCHEMA, "machines": {name: asdict(machine) for name, machine in facts.items()}}
-    )
+    path, machines = facts_path(fleet), {name: asdict(machine) for name, machine in facts.items()}
+    save_json(path, {"schema": SCHEMA, "machines": machines})
     return path
 
 
@@ -160,10 +149,7 @@ _Address = Annotated[str, AfterValidator(lambda text: str(ip_address(text)))]
 
 @dataclass(frozen=True)
 class DirectorySpace:
-    """Free space of a directory that ranks write to; None means unknown.
-
-    `refusal` is why a test file could not be written there; '' on success.
-    """
+    """Free space of a directory of ranks; `refusal`: why a test file could not be written, '' on success."""
 
     path: Annotated[str, Field(pattern=r"^[^\x00-\x1f\x7f-\x9f]+$", max_length=4096)]
     free_bytes: NumBytes | None = None
@@ -175,7 +161,6 @@ class DirectorySpace:
 class Condition(Facts):
     """The facts of one machine, with those of the moment that only `doctor` needs."""
 
-    hostname: Annotated[str, Field(pattern=r"^[\x21-\x7e]+$", max_length=253)] | None = None
     addresses: Annotated[tuple[_Address, ...], Field(max_length=1000)] | None = None
     """The addresses of all interfaces, without link-local ones."""
     home_space: DirectorySpace | None = None

@@ -130,10 +130,9 @@ class NodeEntry(NodeSettings):
     def _have_equal_lengths(self) -> Self:
         num_names, num_addresses = count_range(self.name), count_range(self.address)
         if num_names != num_addresses:
-            raise ValueError(
-                f"name {self.name!r} expands to {num_names} nodes, but address {self.address!r} "
-                f"to {num_addresses}; expected equal numbers"
-            )
+            names = f"name {self.name!r} expands to {num_names} nodes"
+            addresses = f"address {self.address!r} to {num_addresses}"
+            raise ValueError(f"{names}, but {addresses}; expected equal numbers")
         return self
 
 
@@ -167,9 +166,8 @@ class FleetFile(Document):
     @model_validator(mode="after")
     def _has_not_too_many_nodes(self) -> Self:
         if self.nodes and self.servers:
-            raise ValueError(
-                "received both `nodes` and `servers`; expected the nodes of each server in its entry"
-            )
+            expected = "the nodes of each server in its entry"
+            raise ValueError(f"received both `nodes` and `servers`; expected {expected}")
         if len({server.name for server in self.servers}) < len(self.servers):
             raise ValueError("two of `servers` have one name")
         entries = (*self.nodes, *(entry for server in self.servers for entry in server.nodes))
@@ -184,15 +182,13 @@ def load_fleet(path: Path) -> Fleet:
     remedy = "write it with `csdctl discover --cidr` or `csdctl emulate up`, or use another one with --fleet"
     file = load_document(path, FleetFile, remedy=remedy)
     if not file.nodes and not file.servers:
-        raise InputError(
-            f"{path}: the fleet is empty", remedy="add nodes, or find them with `csdctl discover --cidr`"
-        )
+        remedy = "add nodes, or find them with `csdctl discover --cidr`"
+        raise InputError(f"{path}: the fleet is empty", remedy=remedy)
     directory = path.parent
     if file.servers:
         return _load_servers(path, file, directory)
-    of_jump_hosts = NodeSettings(
-        **{name: getattr(file.defaults, name) for name in ("user", "key", "offers_agent")}
-    )
+    shared = ("user", "key", "offers_agent")
+    of_jump_hosts = NodeSettings(**{name: getattr(file.defaults, name) for name in shared})
     jump_hosts = [_nodes(entry, of_jump_hosts, directory)[0] for entry in file.jump_hosts]
     nodes = [node for entry in file.nodes for node in _nodes(entry, file.defaults, directory)]
     _check_names(path, [node.name for node, _ in jump_hosts], [node.name for node, _ in nodes])
@@ -229,9 +225,8 @@ def _load_servers(path: Path, file: FleetFile, directory: Path) -> Fleet:
         _check_names(path, [], [node.name for node, _ in entries])
         [(machine, jump)] = _nodes(server, file.defaults, directory)
         if jump or any(jump for _, jump in entries):
-            raise InputError(
-                f"{path}: received `jump` in server {server.name!r}; its nodes are reached through it"
-            )
+            problem = f"received `jump` in server {server.name!r}; its nodes are reached through it"
+            raise InputError(f"{path}: {problem}")
         machine = replace(machine, groups=(*machine.groups, server.name), server=server.name)
         nodes += [machine] if server in others else []
         here_state = here_state if server in others else machine.state
@@ -255,11 +250,8 @@ def _nodes(
     entry: NodeEntry | JumpHostEntry | ServerEntry, defaults: NodeSettings, directory: Path
 ) -> list[tuple[Node, str]]:
     """Return the nodes of `entry` without their jump hosts, each with the value of its `jump`."""
-    own = {
-        key: value
-        for key in entry.model_fields_set & NodeSettings.model_fields.keys()
-        if (value := getattr(entry, key)) is not None
-    }
+    stated = entry.model_fields_set & NodeSettings.model_fields.keys()
+    own = {key: getattr(entry, key) for key in stated if getattr(entry, key) is not None}
     settings = defaults.model_copy(update=own)
     return [
         (
@@ -290,23 +282,17 @@ def _resolve_keys(settings: NodeSettings, directory: Path) -> dict[str, Any]:
 def _check_names(path: Path, jump_hosts: Sequence[str], nodes: Sequence[str]) -> None:
     for name, count in Counter([*jump_hosts, *nodes]).items():
         if name == HOST_NAME:
-            raise InputError(
-                f"{path}: {name!r} is not allowed as a node name: csdctl uses this name for its own machine",
-                remedy="give the node another `name`; its `address` may stay",
-            )
+            problem = f"{name!r} is not allowed as a node name: csdctl uses this name for its own machine"
+            remedy = "give the node another `name`; its `address` may stay"
+            raise InputError(f"{path}: {problem}", remedy=remedy)
         if count > 1:
-            raise InputError(
-                f"{path}: two nodes have the name {name!r}", remedy="give each node a unique name"
-            )
+            problem = f"{path}: two nodes have the name {name!r}"
+            raise InputError(problem, remedy="give each node a unique name")
 
 
 @dataclass
 class _Jumps:
-    """Resolves the chains of jump hosts of nodes.
-
-    `machines` are the possible jump hosts by name, each with the value of its own `jump`; `user` and `keys`
-    are for jump hosts given as an address.
-    """
+    """Resolves jump hosts of nodes: `machines`, with their own `jump`; addresses get `user` and `keys`."""
 
     machines: Mapping[str, tuple[Node, str]]
     user: str
@@ -347,10 +333,7 @@ YamlMapping = dict[str, object]
 
 
 def render_fleet(fleet: Fleet, *, origin: str) -> str:
-    """Return fleet.yaml for `fleet`; `origin` is written to its first line.
-
-    Settings that all nodes have are in `defaults`. Raises InputError for a fleet without nodes.
-    """
+    """Return fleet.yaml with `origin` in its first line; raises InputError for a fleet without nodes."""
     if not fleet.nodes:
         raise InputError("a fleet needs at least one node")
     names = _name_jump_hosts(fleet.nodes)
@@ -369,7 +352,7 @@ def render_fleet(fleet: Fleet, *, origin: str) -> str:
     host: YamlMapping = {
         "threads": fleet.host.threads,
         "power": render_power(fleet.host.power),
-        "device": _render_device(fleet.host.device),
+        "device": fleet.host.device.replace(AUTO, ""),
         "env": fleet.host.env,
     }
     content: YamlMapping = {
@@ -386,12 +369,7 @@ def render_fleet(fleet: Fleet, *, origin: str) -> str:
     return f"# {' '.join(origin.split())}; change it as you like.\n{text}"
 
 
-def _render_device(device: str) -> str:
-    return "" if device == AUTO else device
-
-
 def _without_empty(content: YamlMapping, defaults: Mapping[str, object] = {}) -> YamlMapping:
-    """Return `content` without what is empty or in `defaults`."""
     return {
         key: value
         for key, value in content.items()
@@ -430,7 +408,7 @@ def _settings(node: Node, jump_names: Mapping[Node, str]) -> YamlMapping:
         "group": node.groups[0] if len(node.groups) == 1 else list(node.groups),
         "jump": jump_names[_as_jump_host(node.jump)] if node.jump else "",
         "power": render_power(node.power),
-        "device": _render_device(node.device),
+        "device": node.device.replace(AUTO, ""),
         "env": dict(node.env),
         "state": node.state,
     }

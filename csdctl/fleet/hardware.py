@@ -63,27 +63,20 @@ def group_machines(machines: Iterable[Facts]) -> list[EqualMachines]:
 
 
 def find_differences(groups: Sequence[EqualMachines]) -> list[tuple[EqualMachines, str]]:
-    """Describe how nodes differ from the majority: a text for each group except the largest.
-
-    Return an empty list when no group has more than half of the nodes.
-    """
+    """Describe how each group differs from the one with more than half of the nodes, if there is one."""
     nodes = [group for group in groups if HOST_NAME not in group.names]
     most = max(nodes, key=lambda group: len(group.names), default=None)
     if most is None or 2 * len(most.names) <= sum(len(group.names) for group in nodes):
         return []
     usual = _describe(most.first)
-    return [
-        (
-            group,
-            ", ".join(
-                f"{name} {value} instead of {usual[name]}"
-                for name, value in _describe(group.first).items()
-                if value != usual[name]
-            ),
-        )
-        for group in nodes
-        if group is not most
-    ]
+    found = []
+    for group in nodes:
+        other = [(name, value) for name, value in _describe(group.first).items() if value != usual[name]]
+        if group is not most:
+            found.append(
+                (group, ", ".join(f"{name} {value} instead of {usual[name]}" for name, value in other))
+            )
+    return found
 
 
 def _describe(facts: Facts) -> dict[str, str]:
@@ -95,11 +88,7 @@ def _describe(facts: Facts) -> dict[str, str]:
 
 
 def match_drives(facts: Mapping[str, Facts]) -> dict[str, Drive]:
-    """Return the host's drive of each node that is a drive, by node.
-
-    A serial number that is empty, reported by two nodes, or shared by two drives of the host is ignored. So
-    is a node that reports several of the host's drives: it sees the host's own devices.
-    """
+    """Return the host's drive of each node that is a drive: that with a serial number of these two alone."""
     own = {
         (drive.serial, drive.model): drive
         for drive in reversed(facts[HOST_NAME].drives)
@@ -133,7 +122,6 @@ class MachineClass:
     """A short hash of the instruction sets of the CPU."""
     num_cores: int
     cpu_limit: float | None
-    """CPU limit in cores; None: unlimited."""
     memory_bytes: int
     """Memory available to a rank at most, rounded up to 1, 1.25, 1.5 or 1.75 times a power of two."""
     python: str
@@ -179,7 +167,6 @@ class FleetClass:
     nodes: tuple[MachineClass, ...]
     """Each class once, in the order of their keys."""
     network: str
-    """The network in fleet.yaml: a CIDR, or '' if MPI chooses."""
 
     @property
     def key(self) -> str:
@@ -231,7 +218,6 @@ def round_memory_up(num_bytes: int) -> int:
 
 
 def _shorten(cpu_model: str) -> str:
-    """Remove trademark signs and the word CPU."""
     return " ".join(re.sub(r"\((?:R|TM|C)\)|\bCPU\b", " ", cpu_model, flags=re.IGNORECASE).split())
 
 

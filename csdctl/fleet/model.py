@@ -36,11 +36,8 @@ class PowerSource(Document):
 
     source: Literal["rapl", "constant", "command"]
     watts: Watts | None = None
-    """Power of a constant source."""
     command: Annotated[str, Field(pattern=r"^[^\x00]*$", max_length=2000)] = ""
-    """A command line of `sh` that prints powers or energy counters."""
     on_host: bool = False
-    """Whether `command` runs on the host, not on the machine."""
     idle_watts: Watts | None = None
     """Power of the machine when nothing is trained, as stated by the user."""
     includes_nodes: bool = False
@@ -55,11 +52,6 @@ class PowerSource(Document):
             value = {"source": "constant", "watts": watts[1]} if watts else {"source": value}
         elif isinstance(value, int | float) and not isinstance(value, bool):
             value = {"source": "constant", "watts": value}
-        if isinstance(value, dict) and value.get("source") in ("ipmi", "hwmon", "csv"):
-            raise ValueError(
-                f"source {value['source']} no longer exists: write `source: command`, with a `command` from "
-                "docs/how-to/energy.md"
-            )
         return value
 
     @model_validator(mode="after")
@@ -86,11 +78,9 @@ class Node:
     jump: "Node | None" = None
     """The jump host of the connection, which may have a jump host itself."""
     power: PowerSource | None = None
-    """None: its power is not read."""
     server: str = ""
     """The server that it belongs to: for a server its own name; '' for the machine that csdctl runs on."""
     device: str = AUTO
-    """What its rank computes on, as `Device`."""
     env: tuple[tuple[str, str], ...] = ()
     """Variables of the environment of csdctl's programs there, and their values."""
     state: str = ""
@@ -162,7 +152,6 @@ class Fleet:
     here: str = ""
     """The server on which csdctl runs; '' for one server alone, or a machine beside the servers."""
     here_state: str = ""
-    """`state` of that server."""
 
     @property
     def machines(self) -> tuple[str, ...]:
@@ -195,11 +184,8 @@ class Fleet:
             server = node.server or HOST_NAME
             if node.name in present and node.name != server and server in servers:
                 servers[server].append(node.name)
-        tunnels = [
-            Level(server, tuple(members), networks[server])
-            for server, members in servers.items()
-            if len(members) > 1
-        ]
+        several = {server: tuple(members) for server, members in servers.items() if len(members) > 1}
+        tunnels = [Level(server, members, networks[server]) for server, members in several.items()]
         between = [Level(BETWEEN_SERVERS, tuple(servers), self.between)] if len(servers) > 1 else []
         return (*tunnels, *between)
 
@@ -240,9 +226,8 @@ def select_nodes(
     server, and excluded with it.
     """
     names, where = {node.name for node in fleet.nodes}, str(fleet.path)
-    groups = {
-        node.name: (*node.groups, *({jump.name for jump in node.jumps} - names)) for node in fleet.nodes
-    }
+    jumps = {node.name: {jump.name for jump in node.jumps} - names for node in fleet.nodes}
+    groups = {node.name: (*node.groups, *jumps[node.name]) for node in fleet.nodes}
     if with_servers:
         present = select_names(groups, (), exclude, where=where, may_be_empty=True)
         servers = {node.server for node in fleet.nodes} & groups.keys()
@@ -266,9 +251,7 @@ def select_names(
     if limit:
         wanted = {name for pattern in _split(limit) for name in _matching(groups, pattern, "--limit", where)}
         kept = [name for name in kept if name in wanted]
-    unwanted = {
-        name for pattern in _split(exclude) for name in _matching(groups, pattern, "--exclude", where)
-    }
+    unwanted = {name for one in _split(exclude) for name in _matching(groups, one, "--exclude", where)}
     kept = [name for name in kept if name not in unwanted]
     if not kept and not may_be_empty:
         raise InputError(f"--limit and --exclude leave no node of {where}", remedy="select at least one node")

@@ -24,7 +24,6 @@ ValueT = TypeVar("ValueT", bound=Hashable)
 MAX_RANGE = 100_000
 
 MAX_PATTERN = 300
-"""Characters of a pattern."""
 
 _RANGE = re.compile(r"\[([0-9]+)-([0-9]+)\]")
 _LAST_NUMBER = re.compile(r"(.*?)([0-9]*)([^0-9]*)", re.DOTALL)
@@ -80,20 +79,12 @@ def names_by_value(values: Iterable[tuple[str, ValueT]]) -> dict[ValueT, list[st
 
 
 def fold_names(names: Iterable[str]) -> list[str]:
-    """Fold `names` to ranges: csd0, csd1, csd2, jetson become csd[0-2], jetson.
-
-    Ranges are in the order of their first names. `expand_range` of the result gives the same names without
-    duplicates.
-    """
-    groups: dict[tuple[str, str], list[tuple[str, int]]] = defaultdict(list)
+    """Fold `names` to ranges, in order of their first names: csd0, csd1, jetson become csd[0-1], jetson."""
+    groups: dict[tuple[str, str], list[str]] = defaultdict(list)
     for name in dict.fromkeys(names):
-        head, tail, digits = _split(name)
-        groups[head, tail].append((name, int(digits or -1)))
-    return [
-        folded
-        for group in groups.values()
-        for (folded,) in fold_rows([(name,) for name, _ in sorted(group, key=lambda pair: pair[1])])
-    ]
+        groups[_split(name)[:2]].append(name)
+    ordered = [sorted(group, key=lambda name: int(_split(name)[2] or -1)) for group in groups.values()]
+    return [folded for group in ordered for (folded,) in fold_rows([(name,) for name in group])]
 
 
 def format_node_names(names: Iterable[str], *, at_most: int = 8) -> str:

@@ -35,7 +35,7 @@ def addresses_in(network: str, addresses: Iterable[str]) -> list[str]:
     if not network:
         return [str(address) for address in found if not address.is_loopback]
     parsed = ipaddress.ip_network(network)
-    return [str(address) for address in found if address.version == parsed.version and address in parsed]
+    return [str(address) for address in found if address in parsed]
 
 
 def has_no_interface(network: str, addresses: Iterable[str]) -> bool:

@@ -1,11 +1,8 @@
 """OpenSSH: its aliases, jump hosts, arguments and settings (`ssh -G`), and nodes that are made of them.
 
-A jump host is an entry of `jump_hosts`, a node, or `[user@]address[:port]` as in OpenSSH's ProxyJump, with an
-IPv6 address in brackets. Several hops are separated by commas, the first hop first. Of an ssh_config, only
-names are read here; OpenSSH itself resolves their settings.
-
-Programs that start `ssh` themselves get the fleet as an ssh_config, or as options of the command line. Both
-check the same host keys and offer the same user keys as csdctl's own connections, and never prompt.
+Of an ssh_config, only names are read here; OpenSSH itself resolves their settings. Programs that start `ssh`
+get the fleet as an ssh_config or as options, which check the same host keys and offer the same user keys as
+csdctl's own connections, and never prompt.
 """
 
 import getopt
@@ -71,10 +68,7 @@ _MAX_FILES = 200
 
 
 def list_aliases(path: Path) -> list[str]:
-    """Return every literal name (no pattern) of the Host lines of `path` and included files, in their order.
-
-    Raises InputError.
-    """
+    """Return every literal name of the Host lines of `path` and included files; raises InputError."""
     aliases: dict[str, None] = {}
     pending, num_read = [path], 0
     while pending:
@@ -96,10 +90,8 @@ def list_aliases(path: Path) -> list[str]:
                     included += [Path(match) for full in patterns for match in sorted(glob.glob(str(full)))]
         pending = included + pending
     if not aliases:
-        raise InputError(
-            f"{path} has no Host line with a name",
-            remedy="patterns such as `Host csd*` do not name a machine",
-        )
+        remedy = "patterns such as `Host csd*` do not name a machine"
+        raise InputError(f"{path} has no Host line with a name", remedy=remedy)
     return list(aliases)
 
 
@@ -189,10 +181,7 @@ def parse_proxy_command(command: str) -> tuple[str, tuple[str, ...]] | None:
 
 
 def build_node(target: Target, settings: SshSettings, keys: Sequence[Path], jump: Node | None) -> Node:
-    """Build the node of `target`.
-
-    Raises InputError for an address or user that a fleet file may not have.
-    """
+    """Build the node of `target`; raises InputError for an address or user that no fleet file may have."""
     address, user = settings["hostname"][0], settings["user"][0]
     for text, pattern, what in ((address, ADDRESS, AN_ADDRESS), (user, USER, "user name")):
         if not pattern.fullmatch(text):
@@ -224,10 +213,7 @@ def list_notes(settings: SshSettings, defaults: SshSettings, keys: Sequence[Path
 
 
 def list_keys(settings: SshSettings, defaults: SshSettings, home: Path) -> list[Path]:
-    """Return the key files of `settings` that exist, without those of `defaults`, which every ssh tries.
-
-    `ssh -G` does not expand their tokens. The public key of a key in the agent stands for its file.
-    """
+    """Return the key files of `settings` that exist, or whose public key does, but those of `defaults`."""
     texts = settings.get("identityfile", ())
     if texts == defaults.get("identityfile") and settings["identitiesonly"] != ["yes"]:
         return []

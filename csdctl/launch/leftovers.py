@@ -1,8 +1,7 @@
 """One csdctl at a time on every machine of a fleet; find, end and remove what an earlier one left there.
 
-A small program on each machine holds a lock while its session lasts, so the lock of a csdctl that was killed
-is released. A node keeps the lock only when the host disappears without closing its connections (power cut).
-The next csdctl on that host detects that the holder is gone, and ends its program.
+A program on each machine holds a lock while its session lasts. A node keeps it only when the host disappears
+without closing connections (power cut); the next csdctl there detects that, and ends the program.
 """
 
 import contextlib
@@ -69,10 +68,7 @@ def lock_machines(
 
 @contextlib.contextmanager
 def relock_machine(session: Session, python: str, *, doing: str, directory: Path) -> Iterator[None]:
-    """Lock a machine again whose lock may have been released since this csdctl began.
-
-    Raises MachineLockedError when another csdctl has locked it in between.
-    """
+    """Lock a machine again whose lock may have been released; raises MachineLockedError if another has it."""
     this_process = describe_holder(doing, directory)
     with contextlib.ExitStack() as stack:
         try:
@@ -140,17 +136,12 @@ def is_held(directory: Path, pid: int) -> bool:
 
 
 def read_holder(content: object) -> Holder:
-    """Return the known parts of a holder's description that a machine sent; {} without any.
-
-    A description is input: a value of another type, or a process id that cannot be one, is left out.
-    """
+    """Return the parts of a holder's description that are of their type and in range; {} without any."""
     if not isinstance(content, dict):
         return {}
     texts = {key: content[key][:200] for key in _TEXTS if isinstance(content.get(key), str)}
-    pids = {
-        key: content[key] for key in _PIDS if type(content.get(key)) is int and content[key] in _PID_RANGE
-    }
-    return {**texts, **pids}
+    numbers = {key: content[key] for key in _PIDS if type(content.get(key)) is int}
+    return texts | {key: number for key, number in numbers.items() if number in _PID_RANGE}
 
 
 @dataclass(frozen=True)
@@ -232,15 +223,12 @@ class Leftovers:
 
     num_processes: Count
     runs: tuple[ShortText, ...]
-    """Ids of the runs that the processes belonged to."""
     paths: tuple[Annotated[str, MaxLength(4096)], ...]
     num_bytes: Count
     num_unused: Count = 0
     """Unused files that were removed from the store, if that was requested."""
     features_bytes: Count = 0
-    """The size of the features that stay there."""
     predictions_bytes: Count = 0
-    """The size of the predictions that stay there."""
 
 
 @dataclass(frozen=True)
@@ -252,12 +240,9 @@ class _Found:
 
 
 def clean_machine(
-    session: Session, python: str, options: CleanupOptions, *, deadline_s: float = 120.0
+    session: Session, python: str, options: CleanupOptions, deadline_s: float = 120.0
 ) -> Leftovers:
-    """Find the leftovers on the machine of `session`; end and remove them as `options` request.
-
-    Raises MachineLockedError where another csdctl is running, RemoteCommandError when the program fails.
-    """
+    """Find, end and remove leftovers as `options` request; raises MachineLockedError, RemoteCommandError."""
     command = build_program_command(python, "leftovers")
     program = Program(session, command, "looking for leftovers", within(deadline_s))
     found = program.call_once(options, _Found)
@@ -270,17 +255,10 @@ def clean_machine(
 
 
 def end_run(run_id: str, sessions: Mapping[str, Session], fleet: Fleet, *, is_removing: bool = False) -> None:
-    """End all processes of the run on every machine, as far as it can be reached.
-
-    The processes on a lost machine end through MPI's own keepalive. With `is_removing`, remove also the
-    copies of its state on other servers.
-    """
+    """End all processes of the run that can be reached; `is_removing`: also copies of its state."""
     options = CleanupOptions(run_id=run_id, is_removing=is_removing)
-
-    def clean(session: Session) -> Leftovers:
-        return clean_machine(session, fleet.python_of(session.name), options, deadline_s=END_DEADLINE_S)
-
-    run_on_all(sessions, clean)
+    limits = options, END_DEADLINE_S
+    run_on_all(sessions, lambda one: clean_machine(one, fleet.python_of(one.name), *limits))
 
 
 def clean(
@@ -290,11 +268,7 @@ def clean(
     directory: Path,
     on_done: Callable[[Outcome[Leftovers]], None] = lambda outcome: None,
 ) -> dict[str, Outcome[Leftovers]]:
-    """Clean the host and all nodes of `fleet`; failures are in the result, not raised.
-
-    On the host only unfinished files are removed, and features and predictions on request: plans, runs and
-    models stay, whatever the options.
-    """
+    """Clean host and nodes; failures are in the result. Plans, runs and models of the host stay."""
     on_host = replace(options, is_removing_all=False, is_pruning=False)
 
     def visit(session: Session) -> Leftovers:

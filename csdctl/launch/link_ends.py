@@ -49,27 +49,21 @@ def find_paths(
     else:  # an address that both have is that of a bridge within each machine
         candidates = list(dict.fromkeys([*named, *(address for address in usable if address not in own)]))
     if not candidates:
-        raise NodeError(
-            f"it has no address in {network or 'a network of ' + starter}: {', '.join(known) or 'none'}",
-            node=node,
-            remedy="set `network:` in the fleet file to the network that MPI uses",
-        )
+        where = network or f"a network of {starter}"
+        problem = f"it has no address in {where}: {', '.join(known) or 'none'}"
+        remedy = "set `network:` in the fleet file to the network that MPI uses"
+        raise NodeError(problem, node=node, remedy=remedy)
     pairs = [
         (towards, address)
         for address in candidates
         if (towards := _route(address) if starter == HOST_NAME else _nearest(address, own)) in own
     ]
     if not pairs:
-        raise NodeError(
-            f"{starter} has no route to {', '.join(candidates)}",
-            node=node,
-            remedy="bring the link's interface up, or set `network:` in the fleet file",
-        )
+        remedy = "bring the link's interface up, or set `network:` in the fleet file"
+        raise NodeError(f"{starter} has no route to {', '.join(candidates)}", node=node, remedy=remedy)
     pairs.sort(key=lambda pair: (pair[1] not in named, -_shared_bits(*pair)))
-    return [
-        (_end(towards, interfaces[starter]), _end(address, interfaces[node]))
-        for towards, address in pairs[:MAX_PATHS]
-    ]
+    near, far = interfaces[starter], interfaces[node]
+    return [(_end(towards, near), _end(address, far)) for towards, address in pairs[:MAX_PATHS]]
 
 
 def _end(address: str, interfaces: Interfaces) -> End:

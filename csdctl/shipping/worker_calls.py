@@ -52,10 +52,7 @@ def call_worker(
     doing: str,
     patience: Patience = PATIENCE,
 ) -> ResponseT:
-    """Run a command of the worker: send `request`, report progress, return its response.
-
-    Raises the error that the worker reports, and DeadlineError after `patience`.
-    """
+    """Send `request` to a command of the worker, return its response; raises what `Program.read` raises."""
     argv = build_worker_command(python, worker_path, [command])
     try:
         return WorkerProgram(session, argv, doing, patience).call_once(request, response, on_progress)
@@ -89,11 +86,7 @@ def fetch_results(
     *,
     doing: str,
 ) -> None:
-    """Write the file that `spec` describes to `target`; record its bytes as `traffic_class`.
-
-    Raises the error that the worker reports, RemoteCommandError for another file than described, and
-    DeadlineError.
-    """
+    """Write the described file to `target`; raises what `Program.read` raises, and for any other content."""
     digest, num_bytes = hashlib.sha256(), 0
     argv = build_worker_command(python, worker_path, ["send"])
     patience = Patience(spare_lines=1000 + spec.num_bytes // MIN_BLOCK_BYTES)

@@ -22,11 +22,7 @@ REPRODUCIBLE = 2
 
 @cache  # compiling takes a quarter of a second, and a command may need the zip for its checks and its run
 def pack_worker() -> bytes:
-    """Return the zip: csdctl/__init__.py, csdctl/worker/ and a __main__ that starts the worker.
-
-    Every module is there as bytecode too: a node compiles the sources only if its Python is another version
-    than the host's. On a slow node, that is a tenth of the start of a process.
-    """
+    """Return the zip with `__main__`, and bytecode, a tenth of the start of a process on a slow node."""
     root = resources.files("csdctl")
     entries = {"__main__.py": MAIN.encode(), "csdctl/__init__.py": (root / "__init__.py").read_bytes()}
     for name, file in _python_files(root / "worker", "csdctl/worker"):
@@ -49,7 +45,6 @@ def pack_code(roots: Sequence[Path]) -> bytes:
 
 
 def _compile(name: str, source: bytes) -> bytes:
-    """Return the content of a .pyc file."""
     code = dumps(compile(source, name, "exec", dont_inherit=True), REPRODUCIBLE)
     return importlib.util.MAGIC_NUMBER + UNCHECKED_HASH + importlib.util.source_hash(source) + code
 

@@ -1,11 +1,8 @@
 """Find processes and files that an earlier csdctl left on a machine; end and remove them on request.
 
-Sent as source, so it uses the standard library only. Runs in the session's directory. Reads one JSON
-object, the fields of `CleanupOptions` (launch/leftovers.py), writes one as the frame `@csdctl-result JSON`:
-
-- `holder`: the csdctl that currently holds the lock, else null; with a holder, nothing is changed
-  unless forced
-- `left`: the other fields of `Leftovers` (launch/leftovers.py)
+Sent as source, so it uses the standard library only. Runs in the session's directory. Reads a line of JSON,
+the fields of `CleanupOptions` (launch/leftovers.py), and writes the frame `@csdctl-result JSON`: `holder` of
+the lock, else null (with a holder, nothing is changed unless forced), and `left`, as `Leftovers` there.
 """
 
 import contextlib
@@ -37,7 +34,6 @@ SANDBOX_USERS = range(1_907_000_000, 1_907_000_000 + 3600 * 65_536)
 """The users of sandboxes that root has started (worker/protocol/sandbox.py)."""
 TREES, OBJECTS = ".csdctl/trees/*", ".csdctl/objects/*"
 RECEIVE_LOCK = ".csdctl/receive.lock"
-"""Held while files arrive (receive.py)."""
 
 
 def main() -> None:
@@ -108,10 +104,8 @@ def find_lock_processes(holder: "dict[str, Any] | None") -> "list[int]":
 def find_processes(home: str, run_id: str, node: str) -> "dict[int, str]":
     """Return the processes of run `run_id`, or without one all of csdctl started in `home`, with their runs.
 
-    With `node`, only the run's ranks and links of that node: other nodes may be on the same machine.
-
-    Command lines identify them: ranks, MPI daemons and the ssh that starts them contain the run's id; other
-    processes of csdctl run a file of its store.
+    With `node`, only those of that node. Command lines identify them: ranks and MPI daemons have the run's
+    id; other processes of csdctl run a file of its store.
     """
     found = {}
     for pid in filter(str.isdigit, os.listdir("/proc")):
@@ -156,12 +150,10 @@ def end_all(pids: "list[int]") -> None:
 
 def find_paths(request: "dict[str, Any]") -> "list[str]":
     """Return the paths to remove: what is unfinished, what was computed, or all that csdctl wrote here."""
-    paths = (
-        [*find_linked_trees().values(), ".csdctl", *glob.glob(step_files())]
-        if request["is_removing_all"]
-        else [path for pattern in PARTS for path in glob.glob(pattern)]
-    )
-    if request["is_removing_computed"] and not request["is_removing_all"]:
+    paths = [path for pattern in PARTS for path in glob.glob(pattern)]
+    if request["is_removing_all"]:
+        paths = [*find_linked_trees().values(), ".csdctl", *glob.glob(step_files())]
+    elif request["is_removing_computed"]:
         paths += [FEATURES, PREDICTIONS]
     paths += [*glob.glob(step_files(COPIES)), COPIES]
     # A process that was killed leaves its directory behind.
@@ -205,10 +197,7 @@ def find_linked_trees() -> "dict[str, str]":
 
 
 def prune() -> int:
-    """Remove trees that no destination links to, and objects of no tree; return the number of removed names.
-
-    Files sent for training (the worker, models, shards) are removed too: the next deploy sends them again.
-    """
+    """Remove trees without a link, and objects of no tree, the worker's too; return their number."""
     if not is_own(".csdctl"):  # another user could lead elsewhere
         return 0
     flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK

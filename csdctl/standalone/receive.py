@@ -41,12 +41,8 @@ STATE = b".csdctl"
 OBJECTS = STATE + b"/objects"
 TREES = STATE + b"/trees"
 LOCK = STATE + b"/receive.lock"
-
-
 SILENCE_S = 120.0
 """The longest silence of the host before this command ends on its own."""
-
-
 NO_LINK = (errno.EMLINK, errno.EPERM, errno.EXDEV, errno.EOPNOTSUPP, errno.ENOSYS, errno.EACCES)
 REMEDIES = {
     errno.ENOSPC: "free disk space there: `df -h`, `csdctl clean`",
@@ -117,11 +113,12 @@ class ManifestTree:
         directory = tree_at(self.destination)
         if not os.path.basename(directory).startswith(self.id.encode()):
             return False
+        directory += b"/"
         return (
-            all(os.path.isdir(directory + b"/" + name) for name, _ in self.directories)
-            and all(os.path.islink(directory + b"/" + name) for name, _ in self.links)
-            and all(os.readlink(directory + b"/" + name) == target for name, target in self.links)
-            and all(matches(directory + b"/" + name, expected) for name, expected in self.files)
+            all(os.path.isdir(directory + name) for name, _ in self.directories)
+            and all(os.path.islink(directory + name) for name, _ in self.links)
+            and all(os.readlink(directory + name) == target for name, target in self.links)
+            and all(matches(directory + name, expected) for name, expected in self.files)
         )
 
 
@@ -133,18 +130,13 @@ def check_destination(destination: bytes) -> bytes:
         raise RefusedError(f"{printable(destination)} is inside another tree or csdctl's own directory")
     is_empty = os.path.isdir(destination) and not os.path.islink(destination) and not os.listdir(destination)
     if os.path.lexists(destination) and not is_empty and not tree_at(destination):
-        raise RefusedError(
-            f"{printable(destination)} already exists and was not created by `csdctl deploy`",
-            "move it away, or use another destination",
-        )
+        message = f"{printable(destination)} already exists and was not created by `csdctl deploy`"
+        raise RefusedError(message, "move it away, or use another destination")
     return destination
 
 
 def tree_at(destination: bytes) -> bytes:
-    """Return the directory that the destination links to; empty if csdctl did not create it.
-
-    Another machine with the same home may have created it, in its own state directory.
-    """
+    """Return the tree that the destination links to, maybe of a machine with the same home, or b''."""
     target = os.readlink(destination) if os.path.islink(destination) else b""
     trees = os.path.realpath(TREES).split(b"/")
     found = os.path.dirname(target).split(b"/")
@@ -154,20 +146,13 @@ def tree_at(destination: bytes) -> bytes:
 
 def matches(path: bytes, expected: ManifestObject) -> bool:
     """Return whether the file at `path` has the expected content and mode."""
-    try:
-        handle = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
-    except OSError:
-        return False
-    try:
-        found = os.fstat(handle)
-        if not is_own_file(found) or found.st_size != expected.size:
-            return False
-        has_mode = stat.S_IMODE(found.st_mode) == expected.mode
-        return has_mode and hash_of(handle, expected.size).hexdigest() == expected.sha256
-    except OSError:
-        return False
-    finally:
-        os.close(handle)
+    flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+    with contextlib.suppress(OSError), open(os.open(path, flags), "rb", buffering=0) as file:
+        found = os.fstat(file.fileno())
+        has_size = is_own_file(found) and found.st_size == expected.size
+        if has_size and stat.S_IMODE(found.st_mode) == expected.mode:
+            return bool(hash_of(file.fileno(), expected.size).hexdigest() == expected.sha256)
+    return False
 
 
 def is_own_file(found: os.stat_result) -> bool:
@@ -189,10 +174,7 @@ def hash_of(handle: int, num_bytes: int) -> Any:
 
 
 def read_input(num_bytes: int) -> Iterator[bytes]:
-    """Yield the next `num_bytes` from the host in chunks; raises BrokenPipeError when it no longer sends.
-
-    Parts are kept for the next deploy then.
-    """
+    """Yield the next `num_bytes` from the host in chunks; raises BrokenPipeError when it no longer sends."""
     while num_bytes:
         is_readable = select.select([0], [], [], SILENCE_S)[0]
         chunk = os.read(0, min(num_bytes, 1 << 17)) if is_readable else b""
@@ -243,17 +225,11 @@ class Receiver:
         """Return the numbers of the objects that are needed and missing."""
         self.stale = [tree for tree in self.trees if not tree.is_complete()]
         needed = {*self.keep, *(expected for tree in self.stale for _, expected in tree.files)}
-        return [
-            number
-            for number, expected in enumerate(self.objects)
-            if expected in needed and not matches(expected.path, expected)
-        ]
+        objects = enumerate(self.objects)
+        return [n for n, expected in objects if expected in needed and not matches(expected.path, expected)]
 
     def receive(self, missing: list[int]) -> None:
-        """Receive the objects `missing`, verify and sync them, and rename them to their final names.
-
-        After a full disk, nothing of them remains; after a lost connection, their parts remain.
-        """
+        """Receive, verify, sync and rename objects; after a full disk, no part of them remains."""
         make_private(OBJECTS)
         arrived = missing
         offsets = {number: self.resume_offset(self.objects[number]) for number in missing}
@@ -298,10 +274,7 @@ class Receiver:
 
 
 def report_missing(missing: list[int], offsets: dict[int, int]) -> list[int]:
-    """Report the objects to send, as ranges of numbers in reading order; return their numbers.
-
-    The last of very many ranges includes what lies between: that is sent again.
-    """
+    """Report the objects to send as ranges, the last with what lies between; return all numbers."""
     ranges: list[list[int]] = []
     for number in missing:
         if ranges and (ranges[-1][1] == number - 1 or len(ranges) == 20_000):  # lines of a megabyte at most
@@ -320,10 +293,8 @@ def receive_object(expected: ManifestObject, offset: int) -> bool:
         with contextlib.suppress(FileNotFoundError):
             os.unlink(expected.part)
     with open(os.open(expected.part, flags, 0o600), "r+b") as part:
-        digest = hashlib.sha256()
-        if offset:
-            digest = hash_of(part.fileno(), offset)
-            part.seek(offset)
+        digest = hash_of(part.fileno(), offset)
+        part.seek(offset)
         num_written = 0
         for chunk in read_input(expected.size - offset):
             digest.update(chunk)
@@ -401,9 +372,7 @@ def fill_tree(tree: ManifestTree, directory: bytes) -> None:
 
 def switch(destination: bytes, directory: bytes) -> None:
     """Make `destination` a link to `directory`, atomically."""
-    parent = os.path.dirname(destination)
-    if parent:
-        os.makedirs(parent, exist_ok=True)
+    os.makedirs(os.path.dirname(destination), exist_ok=True)
     if os.path.isdir(destination) and not os.path.islink(destination):
         os.rmdir(destination)  # only empty directories pass the check; rmdir would refuse others
     aside = destination + b".csdctl-" + os.urandom(4).hex().encode()
@@ -427,9 +396,8 @@ def locked() -> Iterator[None]:
                 break
             except BlockingIOError:
                 if time.monotonic() > end_s:
-                    raise RefusedError(
-                        "another csdctl is deploying here and does not finish", "wait for it"
-                    ) from None
+                    message = "another csdctl is deploying here and does not finish"
+                    raise RefusedError(message, "wait for it") from None
             time.sleep(0.05)
             beat()
         yield

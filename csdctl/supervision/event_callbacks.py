@@ -63,7 +63,7 @@ class EventCallbacks(AbstractContextManager["EventCallbacks"]):
         """Wait until the functions have had all events, for `end_wait_s` at most."""
         deadline = time.monotonic() + self._end_wait_s
         for callback in self._callbacks:
-            callback.end()
+            callback.events.put(None)
         for callback in self._callbacks:
             callback.join(max(0.0, deadline - time.monotonic()), self._end_wait_s)
         self._show_messages()
@@ -74,16 +74,13 @@ class EventCallbacks(AbstractContextManager["EventCallbacks"]):
 
 
 class _EventCallback:
-    """One function, and its thread."""
-
     def __init__(self, function: Callback, run_id: str, say: Say) -> None:
         self._function, self._run_id, self._say = function, run_id, say
         self._name = f"callback {name_of(function)}"
-        self._events: queue.SimpleQueue[tuple[float, Event] | None] = queue.SimpleQueue()
+        self.events: queue.SimpleQueue[tuple[float, Event] | None] = queue.SimpleQueue()
         self._is_over = threading.Event()
         self._num_dropped = self._num_failed = 0
         self._current = ""
-        """The type of the event that the function is handling."""
         self.has_stopped = False
         self._thread = threading.Thread(target=self._run, name=self._name, daemon=True)
         self._thread.start()
@@ -91,21 +88,17 @@ class _EventCallback:
     def put(self, time_s: float, event: Event) -> None:
         """Queue an event, or count it as dropped; one thread calls this."""
         limit = MAX_WAITING // 2 if isinstance(event, FREQUENT) else MAX_WAITING
-        if self._events.qsize() < limit:
-            self._events.put((time_s, event))
+        if self.events.qsize() < limit:
+            self.events.put((time_s, event))
         else:
             self._num_dropped += 1
-
-    def end(self) -> None:
-        """Have the thread end after the events that wait."""
-        self._events.put(None)
 
     def join(self, timeout_s: float, allowed_s: float) -> None:
         """Wait for the thread, and tell what the function has missed; it had `allowed_s` in all."""
         self._thread.join(timeout_s)
         self._is_over.set()
         if self._thread.is_alive():
-            left = f" and {waiting} more events" if (waiting := self._events.qsize() - 1) > 0 else ""
+            left = f" and {waiting} more events" if (waiting := self.events.qsize() - 1) > 0 else ""
             self._say(
                 f"{self._name} did not finish {self._current}{left} within {allowed_s:g} s of the end of the "
                 "run; csdctl no longer waits for it"
@@ -116,27 +109,24 @@ class _EventCallback:
             self._say(f"{self._name} is slower than the run and missed {self._num_dropped:,} events")
 
     def _run(self) -> None:
-        while (item := self._events.get()) is not None and not self._is_over.is_set():
+        while (item := self.events.get()) is not None and not self._is_over.is_set():
             time_s, event = item
             self._current = type(event).__name__
             document = {"run": self._run_id, "time": round(time_s, 4), **event_document(event)}
             try:
                 answer = self._function(document)
             except BaseException as error:  # such as SystemExit: only this thread would end, without a word
-                self._note(error)
+                self._num_failed += 1
+                if self._num_failed == 1:
+                    frame = traceback.extract_tb(error.__traceback__)[-1]
+                    what = shorten(f"{type(error).__name__}: {error}", MAX_ERROR_CHARS)
+                    where = f"{Path(frame.filename).name}, line {frame.lineno}"
+                    where = f"{self._current}, and the run continues: {what} ({where})"
+                    self._say(f"{self._name} failed at {where}")
                 continue
             if answer is STOP and not self.has_stopped:
                 self._say(f"{self._name} stops the run at {self._current}")
                 self.has_stopped = True
-
-    def _note(self, error: BaseException) -> None:
-        """Count an error; report the first one."""
-        self._num_failed += 1
-        if self._num_failed == 1:
-            frame = traceback.extract_tb(error.__traceback__)[-1]
-            what = shorten(f"{type(error).__name__}: {error}", MAX_ERROR_CHARS)
-            where = f"{Path(frame.filename).name}, line {frame.lineno}"
-            self._say(f"{self._name} failed at {self._current}, and the run continues: {what} ({where})")
 
 
 def name_of(function: Callback) -> str:

@@ -1,8 +1,7 @@
 """The processes of a run's ranks, at most one for each rank: start, receive, drop, restart, close.
 
-One thread calls all methods. Restarts run in separate threads, since a lost machine may respond slowly; a
-restarted process arrives as a message, before anything it sends. All messages make one sequence, in which one
-whose handling is interrupted is not lost.
+One thread calls all methods. A process that was restarted in another thread arrives as a message, before what
+it sends.
 """
 
 import contextlib
@@ -47,10 +46,7 @@ class Allowance:
         self._updated: float | None = None
 
     def spend(self, amount: float, now: float) -> float:
-        """Spend `amount` at the time `now`, in monotonic seconds; return the seconds until it is available.
-
-        0.0: it was available at once.
-        """
+        """Spend `amount` at the monotonic time `now`; return the seconds until it is available, or 0.0."""
         elapsed_s = now - self._updated if self._updated is not None else 0.0
         self._updated = now
         self._left = min(self._burst, self._left + elapsed_s * self._per_s) - amount
@@ -93,9 +89,8 @@ class EventValidator:
     def check(self, event: Event, num_chars: int, now: float) -> None:
         """Raise ProtocolError unless the rank may send `event` now; it was a line of `num_chars`."""
         if self._allowance.spend(1 + num_chars / CHARS_PER_EVENT, now) > 0:
-            raise _violation(
-                event, f"at most {EVENTS_PER_S} events of {CHARS_PER_EVENT} characters per second"
-            )
+            most = f"at most {EVENTS_PER_S} events of {CHARS_PER_EVENT} characters per second"
+            raise _violation(event, most)
         if isinstance(event, WaitingFor | Warned) and self._waiting_allowance.spend(1, now) > 0:
             raise _violation(event, f"at most {WAITING_PER_S} per second")
         check_event(event, self._nodes, self._rank)
@@ -128,19 +123,16 @@ class EventValidator:
             self._has_finished = True
 
     def _check_epoch(self, event: Progress | EpochEnd) -> None:
-        """Check that epochs follow each other, each with one end; a rank that comes back skips some."""
         first, last = self._epochs_ended + 1, max(self._num_epochs, self._epochs_ended + 1)
-        if not first <= event.epoch <= last:
+        if not first <= event.epoch <= last:  # a rank that comes back skips some epochs
             raise _violation(event, f"an epoch from {first} to {last}", event.epoch)
         if isinstance(event, EpochEnd):
             self._epochs_ended = event.epoch
 
 
 def _violation(event: Event, expected: str, received: object = None) -> ProtocolError:
-    name = type(event).__name__
-    return ProtocolError(
-        f"{name}: expected {expected}" + (f", received {shorten(received)}" if received else "")
-    )
+    found = f", received {shorten(received)}" if received else ""
+    return ProtocolError(f"{type(event).__name__}: expected {expected}{found}")
 
 
 CHECK_WORKER = "check that machine: its worker is damaged or is not csdctl's"
@@ -153,11 +145,9 @@ _EXIT_CODE_S = 5.0
 """Maximum wait for the exit code after the output has ended."""
 _SIGNAL = 128
 _NO_CODE = 255
-"""SSH returned no exit code."""
 _LOG_BYTES_PER_S = 1 << 20
 """A rank that prints more waits, once it has printed MAX_LOG_BYTES: its output must not occupy the host."""
 _LINE_BYTES = 100
-"""Cost of a line besides its length."""
 
 
 @dataclass(frozen=True)
@@ -210,7 +200,7 @@ class RankProcess:
     def listen(self, on_message: OnMessage) -> None:
         """Call `on_message` in one thread with every event, in order, and with the end of the process."""
         self._on_message = on_message
-        threading.Thread(target=self._read, daemon=True).start()
+        threading.Thread(target=self._read_lines, daemon=True).start()
 
     def send(self, order: Order) -> None:
         """Send an order; a process that has ended ignores it, as its end is reported anyway."""
@@ -228,40 +218,33 @@ class RankProcess:
         with contextlib.suppress(CsdctlError):
             self._conversation.close()
 
-    def _read(self) -> None:
-        with contextlib.closing(self._log):
-            self._read_lines()
-
     def _read_lines(self) -> None:
-        error: CsdctlError
-        is_clean = False
-        while True:
-            try:
-                line = self._conversation.read_line(deadline_s=_READ_S)
-                if self._handle_event(line):
+        ended: tuple[CsdctlError, bool] | None = None
+        with contextlib.closing(self._log):
+            while not ended:
+                try:
+                    ended = self._handle_line(self._conversation.read_line(deadline_s=_READ_S))
+                except DeadlineError:
                     continue
-            except DeadlineError:
-                continue
-            except EOFError:
-                error, is_clean = self._read_exit()
-                break
-            except CsdctlError as failure:
-                error = failure
-                break
-            except ProtocolError as violation:
-                text = f"sent an invalid event: {violation}"
-                error = NodeError(text, node=self.node, remedy=CHECK_WORKER)
-                break
-            except (OSError, ValueError) as failure:  # closed by `close`, most likely
-                error = NodeError(f"its output cannot be read: {failure}", node=self.node)
-                break
-            if self._is_released and line == READY:
-                error = NodeError(f"rank {self.rank} has been released", node=self.node)
-                self._on_message(ProcessEnded(self.rank, self.node, error, is_clean=True))
-                return
-            self._handle_output(line)
+                except EOFError:
+                    ended = self._read_exit()
+                except CsdctlError as failure:
+                    ended = failure, False
+                except ProtocolError as violation:
+                    text = f"sent an invalid event: {violation}"
+                    ended = NodeError(text, node=self.node, remedy=CHECK_WORKER), False
+                except (OSError, ValueError) as failure:  # closed by `close`, most likely
+                    ended = NodeError(f"its output cannot be read: {failure}", node=self.node), False
         if not self._is_closed.is_set():
-            self._on_message(ProcessEnded(self.rank, self.node, error, is_clean))
+            self._on_message(ProcessEnded(self.rank, self.node, *ended))
+
+    def _handle_line(self, line: str) -> tuple[CsdctlError, bool] | None:
+        """Pass on an event, or log another line; return why and how a rank has ended that was released."""
+        if not self._handle_event(line):
+            if self._is_released and line == READY:
+                return NodeError(f"rank {self.rank} has been released", node=self.node), True
+            self._handle_output(line)
+        return None
 
     def _handle_event(self, line: str) -> bool:
         """Pass on the event in `line`; return False when `line` holds none. Raises ProtocolError."""
@@ -313,7 +296,6 @@ def explain_exit(rank: int, node: str, done: Completed) -> CsdctlError:
 
 
 StartRank = Callable[[int], RankProcess]
-"""Start a rank. May raise CsdctlError."""
 
 
 @dataclass(frozen=True)
@@ -390,10 +372,7 @@ class RankProcesses:
         self._unhandled = None
 
     def requeue_unhandled(self) -> None:
-        """Return the latest message from `next` once more, before all others, unless it was handled.
-
-        An interrupt may come at any point, even before the message was handled.
-        """
+        """Return the latest message from `next` again, unless handled: an interrupt comes at any time."""
         self._again = self._unhandled
 
     def send(self, rank: int, order: Order) -> None:
@@ -418,8 +397,7 @@ class RankProcesses:
         if rank in self._restarting:
             return
         self._restarting.add(rank)
-        name = f"restart rank {rank}"
-        threading.Thread(target=self._keep_restarting, args=(rank,), name=name, daemon=True).start()
+        threading.Thread(target=self._keep_restarting, args=(rank,), daemon=True).start()
 
     def _keep_restarting(self, rank: int) -> None:
         while not self._is_over.is_set():

@@ -27,11 +27,8 @@ class Patience:
     """Deadlines and numbers of retries of supervision."""
 
     start_s: float = 300.0
-    """Maximum time until all ranks are ready."""
     link_s: float = 60.0
-    """Maximum time until both ends of a link are connected."""
     silence_s: float = 300.0
-    """Maximum time without progress of rank 0."""
     stall_s: float = 20.0
     """A rank that others wait for and that does not answer a ping for this long is lost."""
     ping_interval_s: float = 5.0
@@ -43,7 +40,6 @@ class Patience:
     exit_s: float = 30.0
     """For all ranks to exit after the last completion record."""
     restart_interval_s: float = 10.0
-    """Pause between two attempts to restart a lost rank."""
     cause_s: float = 1.0
     """Maximum time to find the cause of a loss, after rank 0 has continued without the rank."""
     relink_s: float = 1.0
@@ -112,16 +108,13 @@ class RunSetup:
     restart_rank: StartRank
     """Start a rank that was lost, after killing its old processes."""
     start_link: Callable[[int], Link]
-    """Start the link of a rank with its hub."""
     log_directory: Path
     min_nodes: int
     is_resumable: bool
     """Whether the run keeps its state for `train --resume`."""
     patience: Patience
     hub_key: str = ""
-    """The secret in the socket addresses of hubs."""
     absent: tuple[int, ...] = ()
-    """Ranks that take no part."""
     late: Mapping[int, CsdctlError] = field(default_factory=dict)
     """Ranks whose nodes cannot be reached yet, and why: they join once they can."""
     servers: Sequence[int] = ()

@@ -8,7 +8,7 @@ the others go on without it; here it is restarted, and rank 0 lets it in again (
 """
 
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -73,7 +73,6 @@ class RankState:
     """Since when, in monotonic seconds."""
     link: Link | None = None
     link_after: float = 0.0
-    """When to start its link again, in monotonic seconds."""
     loss: CsdctlError | None = None
     """Why it is lost, until it takes part again."""
     left: tuple[float, str] | None = None
@@ -81,7 +80,6 @@ class RankState:
     num_losses: int = 0
     """Losses of its process since the run made progress with it: the end of an epoch, or a while."""
     num_link_losses: int = 0
-    """The same of its link."""
     pinged: float | None = None
     """When it was pinged, until it answers."""
     heard: float = 0.0
@@ -112,13 +110,9 @@ class Supervisor:
         self.stopped_by = ""
         """USER or CALLBACK, who has asked for the end of the run; '' if nobody has."""
         self.outcomes: list[JobOutcome] = []
-        """Of each link's mpirun."""
 
     def run(self) -> None:
-        """Train to the end; raise RunError, DeadlineError or InputError.
-
-        A second Ctrl-C raises KeyboardInterrupt.
-        """
+        """Train to the end; raise RunError, DeadlineError, InputError; KeyboardInterrupt for the second."""
         try:
             self._start()
             while 0 not in self._finished:
@@ -162,9 +156,6 @@ class Supervisor:
     def _logs(self) -> str:
         return f"logs: {self._setup.log_directory}"
 
-    def _nodes_of(self, ranks: Iterable[int]) -> list[str]:
-        return [self._setup.nodes[rank] for rank in sorted(ranks)]
-
     # Starting
 
     def _start(self) -> None:
@@ -188,7 +179,7 @@ class Supervisor:
         """Raise DeadlineError for ranks that are not ready in time; in a check, continue without them."""
         limit, remedy = f"within {self._patience.start_s:g} s", "raise the timeout, or check the rank's log"
         if not self._setup.is_check or 0 in late:
-            names = format_node_names(self._nodes_of(late))
+            names = format_node_names(self._setup.nodes[rank] for rank in sorted(late))
             raise DeadlineError(f"{names} did not start {limit}", remedy=f"{remedy}; {self._logs}")
         for rank in late:
             error = NodeError(f"its rank did not start {limit}", node=self._setup.nodes[rank], remedy=remedy)
@@ -213,7 +204,6 @@ class Supervisor:
     # Turns
 
     def _take_turn(self) -> None:
-        """Handle one message, then look after links and ranks."""
         if self._setup.should_stop() and self._has_trained and not self.stopped_by:
             self.stopped_by = CALLBACK
             self._processes.send(0, Stop())
@@ -255,23 +245,17 @@ class Supervisor:
         elif state.link and not state.link.is_connected:
             if time.monotonic() - state.link.started > self._patience.link_s:
                 state.link.end()
-        elif state.is_ready and not (state.link or state.left) and self._is_ready(server):
-            self._start_link(rank)
+        elif state.is_ready and not (state.link or state.left):
+            is_server_ready = server in self._ranks and self._ranks[server].is_ready
+            if is_server_ready and time.monotonic() >= state.link_after:
+                self._start_link(rank)
 
     def _hub_of(self, rank: int) -> int:
-        """Return the rank whose hub the link of `rank` leads to."""
         return self._servers[rank] if self._servers[rank] != rank else 0
 
-    def _is_ready(self, rank: int) -> bool:
-        return rank in self._ranks and self._ranks[rank].is_ready
-
     def _start_link(self, rank: int) -> None:
-        """Start the link of a rank, unless it is too soon, or was lost too often."""
-        state = self._ranks[rank]
-        if time.monotonic() < state.link_after:
-            return
         try:
-            state.link = self._setup.start_link(rank)
+            self._ranks[rank].link = self._setup.start_link(rank)
         except CsdctlError as error:
             self._lose_link(rank, error)
 
@@ -285,10 +269,6 @@ class Supervisor:
         return self.outcomes[-1]
 
     # Losses
-
-    def _is_exhausted(self, rank: int) -> bool:
-        """Return whether the process of `rank` was lost too often to be restarted again."""
-        return self._ranks[rank].num_losses > self._patience.max_restarts
 
     def _lose(self, rank: int, error: CsdctlError, *, is_restarting: bool = True) -> None:
         """Note the loss of a rank or of its link; restart its process, or keep it and restart the link alone.
@@ -331,15 +311,13 @@ class Supervisor:
             self._has_begun = False
         if rank in self._finished:
             return
-        if not self._is_exhausted(rank):
+        if state.num_losses <= self._patience.max_restarts:
             self._processes.restart(rank)
         elif rank == 0:
             raise as_run_error(state.loss or RunError("rank 0 cannot be restarted"))
 
     def _warn(self, rank: int, problem: str) -> None:
-        """Report what went wrong in a rank that had finished: its part of the run is done."""
-        text = f"{problem}, after the rank had finished"
-        self._record(Warned(rank, self._setup.nodes[rank], text))
+        self._record(Warned(rank, self._setup.nodes[rank], f"{problem}, after the rank had finished"))
 
     def _check_num_nodes(self) -> None:
         # A rank that waits for another link is not gone: all do when rank 0 is lost. A run that cannot be
@@ -418,10 +396,8 @@ class Supervisor:
     def _note_fault(self, report: Misbehaved) -> None:
         """Restart the rank that rank 0 has found at fault. Another rank could accuse any rank."""
         if report.rank == 0 and report.culprit in self._ranks and report.culprit:
-            remedy = (
-                "look for NaN in the samples, then for failing memory, another TensorFlow, or an intruder"
-            )
             node = self._setup.nodes[report.culprit]
+            remedy = "look for NaN in the samples, failing memory, another TensorFlow, then for an intruder"
             self._lose(report.culprit, NodeError(report.message, node=node, remedy=remedy))
 
     def _note_completion(self, finished: Finished) -> None:
@@ -459,7 +435,6 @@ class Supervisor:
                     self._ping(rank)
 
     def _check_stalled_ranks(self) -> None:
-        """Lose the ranks that have not answered a ping for too long."""
         now = time.monotonic()
         for rank, state in self._ranks.items():
             if state.pinged is not None and now - state.pinged > self._patience.stall_s:

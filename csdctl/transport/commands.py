@@ -1,20 +1,14 @@
 """How a program starts on a machine: its command line, environment, directory and process group; pure.
 
-A login shell may be any program (csh, fish, a restricted shell), and its start-up files may print. It gets
-one command line, the same for every command but for a random token, of characters that all shells leave
-alone. That starts a POSIX `sh`, which prints the token and reads one line of ASCII from standard input: the
-script of this module with the command's arguments. Output before the token is dropped.
+A login shell, which may be any program, gets one command line of characters that all shells leave alone. That
+starts a POSIX `sh`, which prints a token and reads one line from standard input: the script of this module
+with the command's arguments (docs/decisions/0051). Output before the token is dropped.
 
-The script runs the command in its own process group, prints the group's id, ends the group when the command
-ends, and ends it shortly after the deadline even without csdctl, so that nothing stays behind when the
-connection or csdctl is lost. It needs only a POSIX `sh`: `setsid` is used only where the SSH server did not
-make the shell a group leader.
+The script runs the command in its own process group, prints the group's id, and ends the group when the
+command ends, or shortly after the deadline even without csdctl. `setsid` is for SSH servers that did not make
+the shell a group leader.
 
-csdctl's own programs get an environment of few variables, and start in the machine's state directory. What
-else a machine or a user sets does not reach them, unless `env` in fleet.yaml names it.
-
-The programs of csdctl/standalone run on a machine before anything is installed there. They need only Python.
-`-I -S` keeps the user's modules out and halves the start-up time.
+The programs of csdctl/standalone need only Python. `-I -S` halves their start-up time.
 """
 
 import base64
@@ -60,7 +54,6 @@ class Setting:
     """Where csdctl's own programs start on a machine, and what they see besides of its environment."""
 
     variables: Mapping[str, str]
-    """`env` of fleet.yaml."""
     state: str | None
     """The directory with the state directories of machines, '' for ~/.csdctl; None: stay where it starts."""
 
@@ -171,10 +164,7 @@ class WrappedCommand:
 
     @property
     def command_line(self) -> str:
-        """The argument list as a line for any login shell: without backslash, `!`, newline or second quote.
-
-        No `exec`, which restricted shells refuse.
-        """
+        """The argument list as a line for any login shell: no backslash, `!`, newline or `exec`."""
         return shlex.join(self.argv)
 
 
@@ -184,10 +174,7 @@ def build_wrapped_command(
     """Wrap `command`; with `deadline_s` None it runs until it is ended.
 
     It runs in `setting`, what it creates is for the user alone, and what it leaves in the background is ended
-    with it; unless it `is_users`, the user's own command: that one runs as after a login.
-
-    Raises InputError for an empty command, or an argument that is too long, has a NUL byte, or a character
-    that is no text.
+    with it, unless it `is_users`: that runs as after a login. Raises InputError for what is no command.
     """
     if not command or not command[0] or command[0].startswith("-"):
         raise InputError(f"not a command: {list(command)!r}")
@@ -222,16 +209,13 @@ def _build_script(words: Sequence[str], program: str) -> bytes:
         if b"\0" in content:
             raise InputError(f"an argument of `{program}` contains a NUL byte: {word!r}")
         if len(content) > MAX_ARGUMENT_BYTES:
-            raise InputError(
-                f"an argument of `{program}` is longer than {MAX_ARGUMENT_BYTES} bytes",
-                remedy="send the long part as standard input",
-            )
+            problem = f"an argument of `{program}` is longer than {MAX_ARGUMENT_BYTES} bytes"
+            raise InputError(problem, remedy="send the long part as standard input")
         if _PLAIN.fullmatch(word):
             quoted.append(shlex.quote(word))
             continue
-        escaped = "".join(
-            chr(byte) if 32 <= byte < 127 and byte not in b"-%\\'" else f"\\{byte:03o}" for byte in content
-        )
+        plain = {byte for byte in range(32, 127) if byte not in b"-%\\'"}
+        escaped = "".join(chr(byte) if byte in plain else f"\\{byte:03o}" for byte in content)
         # The substitution drops newlines at the end, so another character ends it.
         name = f"csdctl_{number}"
         statements.append(f"{name}=$(printf '{escaped}_'); {name}=${{{name}%_}}; ")
@@ -268,11 +252,7 @@ def build_kill_command(group: int) -> WrappedCommand:
 
 
 class MarkedOutput:
-    """The bounded output of a command on one stream, from the wrapper's token on.
-
-    Keeps the beginning, or with `keep_end` the end. `group` is the process group printed after the token, or
-    0.
-    """
+    """The bounded output of a command on one stream, from its token on: its beginning, or its end."""
 
     MAX_PREAMBLE_BYTES = 1 << 16
     MAX_START_BYTES = 16 << 20  # more than start-up files print; the channel's window stops the rest
@@ -302,9 +282,7 @@ class MarkedOutput:
         return data
 
     def _find_marker(self, data: bytes) -> tuple[int, int]:
-        """Add `data` to the preamble; return start and end of the token and its line's rest.
-
-        Both are 0 when it is missing.
+        """Add `data` to the preamble; return start and end of the token and its line's rest, or 0 and 0.
 
         A shell that traces commands (`set -x`) prints the token too, followed by other text. Each line is
         searched once, when it is complete: a server may send it byte by byte.
@@ -345,10 +323,7 @@ def build_program_command(python: str, module: str, arguments: Sequence[str] = (
 
 
 def build_child_command(command: Sequence[str], parent: int) -> list[str]:
-    """Return the argument list that runs a program of this host that ends with process `parent`.
-
-    The thread that starts it must wait for it: for the kernel, that thread is the parent.
-    """
+    """Return what runs a program of this host that ends with process `parent`, in effect with its thread."""
     return build_program_command(sys.executable, "child", [str(parent), *command])
 
 
@@ -382,8 +357,5 @@ _RUN_CHECKED = IMPORT_SITE + (
 
 
 def build_worker_command(python: str, worker_path: str, arguments: Sequence[str]) -> list[str]:
-    """Return the argument list that runs the worker's command `arguments[0]`.
-
-    `worker_path` is a file of the store. It is run only with the content that its name states.
-    """
+    """Return what runs the worker's command `arguments[0]`, from the store, with the content of its name."""
     return [python, *PYTHON_FLAGS, "-c", _RUN_CHECKED, worker_path, *arguments]

@@ -44,10 +44,7 @@ class FleetLink:
 
 
 class FleetConnection(fabric.Connection):  # type: ignore[misc]
-    """A fabric.Connection to a node of a fleet; `node` has its entry of the fleet file.
-
-    `printed` are the streams that its commands print to, `out` and `err`; by default Python's.
-    """
+    """A fabric.Connection to a node; `printed` are the streams `out` and `err` that its commands print to."""
 
     # Fabric stores an attribute that the class lacks as a key of its configuration.
     node: Node = None  # type: ignore[assignment]
@@ -96,11 +93,9 @@ class FleetConnection(fabric.Connection):  # type: ignore[misc]
         try:
             client: paramiko.SFTPClient = super().sftp()
         except LOST as error:
-            raise RemoteCommandError(
-                f"its SSH server offers no SFTP, which `put` and `get` need ({bounded(error)})",
-                node=self.node.name,
-                remedy="add `Subsystem sftp internal-sftp` to its sshd_config, or use csdctl deploy",
-            ) from None
+            problem = f"its SSH server offers no SFTP, which `put` and `get` need ({bounded(error)})"
+            remedy = "add `Subsystem sftp internal-sftp` to its sshd_config, or use csdctl deploy"
+            raise RemoteCommandError(problem, node=self.node.name, remedy=remedy) from None
         client.get_channel().settimeout(SFTP_DEADLINE_S)  # type: ignore[union-attr]
         return client
 
@@ -115,10 +110,7 @@ class FleetConnection(fabric.Connection):  # type: ignore[misc]
 
 
 def _redirect(runner: Any) -> None:
-    """Let a command print to the streams of its connection, unless the task names a stream.
-
-    An `out_stream` of c.run would also get the output that the task hides.
-    """
+    """Let a command print to its connection's streams; an `out_stream` would also get what the task hides."""
     for name, default in (("out", sys.stdout), ("err", sys.stderr)):
         if runner.streams[name] is default:
             runner.streams[name] = runner.context.printed.get(name, default)
@@ -223,10 +215,7 @@ class FleetRemote(Remote):  # type: ignore[misc]
 
 
 class FleetGroup(fabric.ThreadingGroup):  # type: ignore[misc]
-    """A Fabric group of the nodes of a fleet; use it as a context manager.
-
-    A node that fails does not stop the others: the GroupException has the results of all.
-    """
+    """A Fabric group of the nodes of a fleet, a context manager; GroupException has the results of all."""
 
     link: FleetLink
 
@@ -245,11 +234,7 @@ def open_group(
     folder: Path | None = None,
     printed: Mapping[str, Mapping[str, TextIO]] | None = None,
 ) -> FleetGroup:
-    """Return a group of the nodes of `fleet`; each connects when it is first used.
-
-    `folder` has the user's Fabric configuration, `printed` the streams of each node's connection.
-    Raises InputError when the system allows too few open files.
-    """
+    """Return a group of the nodes of `fleet`, with the user's settings in `folder`; raises InputError."""
     check_open_files(len(fleet.nodes))
     jumps = JumpHosts(KnownHosts.load(fleet_known_hosts_paths(fleet, directory)))
     link = FleetLink(jumps, connect_deadline_s, command_deadline_s)

@@ -141,13 +141,9 @@ def fingerprint(blob: bytes) -> str:
 
 
 def _matches(patterns: Sequence[str], name: str) -> bool:
-    """Return whether a pattern of `patterns` matches `name` and no negated pattern does."""
-    is_match = False
-    for pattern in patterns:
-        if pattern.startswith("!") and _pattern_matches(pattern[1:], name):
-            return False
-        is_match = is_match or _pattern_matches(pattern, name)
-    return is_match
+    negated = [pattern[1:] for pattern in patterns if pattern.startswith("!")]
+    is_refused = any(_pattern_matches(pattern, name) for pattern in negated)
+    return not is_refused and any(_pattern_matches(pattern, name) for pattern in patterns)
 
 
 def _pattern_matches(pattern: str, name: str) -> bool:

@@ -97,11 +97,7 @@ def errors_of(outcomes: Mapping[str, Outcome[ResultT]]) -> dict[str, CsdctlError
 
 
 def values_or_raise(outcomes: Mapping[str, Outcome[ResultT]], doing: str) -> dict[str, ResultT]:
-    """Return all values; if machines failed, raise one error for all of them.
-
-    Raises InputError when all errors are InputErrors, NoNodeReachableError when no machine could be reached,
-    PartialError when some machines succeeded, CsdctlError when none did.
-    """
+    """Return all values; if machines failed, raise one error of the kind that all of them have."""
     errors = [outcome.error for outcome in outcomes.values() if outcome.error]
     if not errors:
         return {name: outcome.get() for name, outcome in outcomes.items()}
@@ -154,7 +150,6 @@ class _Connections(contextlib.AbstractContextManager["_Connections"]):
         raise UnreachableError("interrupted", node=session.name)
 
     def close(self, session: Session) -> None:
-        """Close `session` now."""
         session.close()
         with self._lock:
             self._open.discard(session)
@@ -172,9 +167,8 @@ def run_on_nodes(
 ) -> dict[str, Outcome[ResultT]]:
     """Connect to each node of `fleet`, call `function` with its session, and close the session.
 
-    For fleets of any size: at most MAX_WORKERS connections are open at a time. `on_done` is that of
-    `run_on_all`; `on_traffic` gets the byte counts at the end. With `has_host`, `function` is called with a
-    session of the host in `directory` too. Ctrl-C ends what runs on the machines.
+    At most MAX_WORKERS connections are open at a time. `on_done` is that of `run_on_all`; `on_traffic` gets
+    the byte counts at the end; `has_host`: also the host. Ctrl-C ends what runs on the machines.
     """
     nodes = {node.name: node for node in fleet.nodes}
     num_at_once = min(len(nodes), MAX_WORKERS, allow_open_files(len(nodes)))
@@ -201,10 +195,7 @@ def open_sessions(
     on_done: Callable[[Outcome[Session]], None] = lambda outcome: None,
     on_traffic: OnTraffic = lambda sent: None,
 ) -> Iterator[Sessions]:
-    """Open one session to each node of `fleet`, and one to the host in `directory`; close all at exit.
-
-    `on_traffic` gets the byte counts at the end. Raises InputError when the system allows too few open files.
-    """
+    """Open one session to each node of `fleet`, and one to the host in `directory`; close all at exit."""
     check_open_files(len(fleet.nodes))
     nodes = {node.name: node for node in fleet.nodes}
     with _Connections(fleet, directory, connect_deadline_s, on_traffic) as connections:

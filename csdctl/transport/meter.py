@@ -68,10 +68,7 @@ LinkBytes = Mapping[tuple[str, str, str], int]
 
 
 def add_up(opened: Iterable[tuple[Node, Meter]]) -> LinkBytes:
-    """Add up the bytes of connections to nodes and jump hosts, for every link on the way.
-
-    Bytes forwarded by a jump host are part of the connection to it; they are not counted twice.
-    """
+    """Add up the bytes of connections, for every link on the way; what a jump host forwards counts once."""
     connections = [(node, meter.by_class()) for node, meter in opened]
     forwarded: Counter[tuple[str, str]] = Counter()
     for node, by_class in connections:

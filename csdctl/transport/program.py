@@ -29,7 +29,6 @@ from csdctl.worker.protocol.json_codec import (
 )
 
 END_DEADLINE_S = 30.0
-"""Time between a program's result and its end."""
 
 MAX_LINES_PER_S = 10.0
 """A program at work prints about one line per second."""
@@ -85,10 +84,7 @@ class ProgramEndedError(RemoteCommandError):
 
 
 def decode_frame(line: str, messages: Mapping[str, type]) -> tuple[str, Any] | None:
-    """Return kind and message of a line, by the type of its kind (bytes for base64); None for other text.
-
-    Raises ProtocolError for a kind that is not among `messages`, or another content.
-    """
+    """Return kind and message of a line, None for other text; raises ProtocolError if not of `messages`."""
     if not line.startswith(FRAME_PREFIX):
         return None
     kind, _, text = line.removeprefix(FRAME_PREFIX).partition(" ")
@@ -117,7 +113,6 @@ class Program:
         self.node = session.name
         self.conversation = session.converse(command)
         self.last_line = ""
-        """The line of the last message."""
         self._doing = doing
         self._patience = patience
         self._remedy = remedy
@@ -134,11 +129,7 @@ class Program:
             self.conversation.send_line(line)
 
     def read(self, messages: Mapping[str, type]) -> tuple[str, Any]:
-        """Return kind and content of the next frame, by the dataclass of its kind.
-
-        Raises the error that the program reports, ProgramEndedError, RemoteCommandError for anything else
-        than `messages`, and DeadlineError.
-        """
+        """Return kind and content of the next frame; raises the errors of a program, and DeadlineError."""
         while True:
             self.last_line = self._read_line()
             try:

@@ -1,13 +1,10 @@
 """A session: an open connection to one machine, over which commands run to completion or exchange lines.
 
-The host itself is one (`local`), a node over SSH another (`ssh`). A transport provides a `Process`: pipes, an
-exit code and a way to end a process group. What all transports guarantee is here: both output streams are
-drained concurrently and bounded, every wait has a deadline, and a command that is ended early takes its
-process group with it.
+A transport (`local`, `ssh`) provides a `Process`. What all guarantee is here: output is drained and bounded,
+every wait has a deadline, and a command that is ended early takes its process group with it.
 
-csdctl's own programs start in the session's directory: the state directory of a node, or the project
-directory of the host. A relative path such as `.csdctl/objects/…` thus has the same meaning on every machine.
-The user's own commands start where a login does.
+csdctl's own programs start in the state directory of a node, or the project directory of the host: a path
+such as `.csdctl/objects/…` means the same on every machine. The user's commands start where a login does.
 """
 
 import contextlib
@@ -73,9 +70,8 @@ class Completed:
         cause = self.last_error_line or "no message"
         if self.exit_code == 137:
             cause = f"killed, most likely out of memory ({cause})"
-        raise RemoteCommandError(
-            f"{doing} failed with exit code {self.exit_code}: {cause}", node=node, remedy=remedy
-        )
+        problem = f"{doing} failed with exit code {self.exit_code}: {cause}"
+        raise RemoteCommandError(problem, node=node, remedy=remedy)
 
 
 SLICE_BYTES = 256 * 1024
@@ -150,10 +146,7 @@ class Running:
         self._stderr_reader.start()
 
     def has_begun(self, script: bytes, wait_s: float) -> bool:
-        """Wait for the login shell, then send the command's script; return False when it takes longer.
-
-        Raises RemoteCommandError when the shell ends instead.
-        """
+        """Wait for the login shell, then send the script; return False when it takes longer."""
         deadline = Deadline(wait_s)
         with contextlib.suppress(TimeoutError):
             while not self.stdout.has_started:
@@ -187,10 +180,8 @@ class Running:
                     raise TimeoutError
             return self.completed(self.process.exit_code(deadline.left_s))
         except TimeoutError:
-            ending = (
-                "it was ended" if self.kill() else "it could not be stopped and may run for some more seconds"
-            )
-            raise self.deadline_error(deadline, ending) from None
+            going_on = "it could not be stopped and may run for some more seconds"
+            raise self.deadline_error(deadline, "it was ended" if self.kill() else going_on) from None
         except BaseException:
             self.kill()
             raise
@@ -200,21 +191,14 @@ class Running:
             self.process.release()
 
     def completed(self, exit_code: int) -> Completed:
-        """Return the result, given the exit code.
-
-        Raises RemoteCommandError when it never started, UnreachableError when its session was closed.
-        """
+        """Return the result; raises RemoteCommandError if it never started, UnreachableError if closed."""
         self._stderr_reader.join(LEFTOVER_OUTPUT_S)
         if exit_code and self._is_killed:  # a session that is closed first ends its commands
             raise UnreachableError("the connection was closed", node=self.name)
         if not self.stdout.has_started:
             said = last_line(bytes(self.stderr.preamble + self.stdout.preamble)) or "no output"
-            raise RemoteCommandError(
-                f"the login shell ended with exit code {exit_code} before `{self.command[0]}` started: "
-                f"{said}",
-                node=self.name,
-                remedy=CHECK_SHELL,
-            )
+            problem = f"ended with exit code {exit_code} before `{self.command[0]}` started: {said}"
+            raise RemoteCommandError(f"the login shell {problem}", node=self.name, remedy=CHECK_SHELL)
         if exit_code == CANNOT_ENTER:
             raise RemoteCommandError(
                 f"it has no directory for csdctl's files: {last_line(self.stderr.kept)}",
@@ -308,10 +292,8 @@ class Conversation:
             for chunk in _slices(data):
                 self.running.process.write_stdin(chunk, self.SEND_DEADLINE_S)
         except TimeoutError:
-            raise DeadlineError(
-                f"`{self.running.command[0]}` did not read its input within {self.SEND_DEADLINE_S:g} s",
-                node=self.running.name,
-            ) from None
+            problem = f"did not read its input within {self.SEND_DEADLINE_S:g} s"
+            raise DeadlineError(f"`{self.running.command[0]}` {problem}", node=self.running.name) from None
         except OSError as error:
             raise EOFError(f"`{self.running.command[0]}` on {self.running.name} has ended") from error
 
@@ -381,16 +363,12 @@ class Conversation:
             self._lines.append(self._partial)
             self._partial = bytearray()
         if len(self._partial) > MAX_OUTPUT_BYTES:
-            raise RemoteCommandError(
-                f"`{self.running.command[0]}` wrote a line of more than {MAX_OUTPUT_BYTES} bytes",
-                node=self.running.name,
-            )
+            problem = f"`{self.running.command[0]}` wrote a line of more than {MAX_OUTPUT_BYTES} bytes"
+            raise RemoteCommandError(problem, node=self.running.name)
 
     def _no_response(self, deadline: Deadline) -> DeadlineError:
-        return DeadlineError(
-            f"`{self.running.command[0]}` did not respond within {deadline.seconds:g} s",
-            node=self.running.name,
-        )
+        problem = f"`{self.running.command[0]}` did not respond within {deadline.seconds:g} s"
+        return DeadlineError(problem, node=self.running.name)
 
 
 def _slices(data: bytes) -> Iterator[bytes]:
@@ -404,10 +382,7 @@ class Session(ABC):
     def __init__(
         self, name: str, meter: Meter, host_key_fingerprint: str = "", setting: Setting = HERE
     ) -> None:
-        """`meter` counts the bytes sent and received; the SHA256 `host_key_fingerprint` is '' without SSH.
-
-        `setting` is that of csdctl's own programs.
-        """
+        """`setting`: of csdctl's own programs; `host_key_fingerprint`: SHA256, '' without SSH."""
         self.name = name
         self.meter = meter
         self.host_key_fingerprint = host_key_fingerprint
@@ -428,10 +403,9 @@ class Session(ABC):
     ) -> Completed:
         """Run `command` (an argument list, quoted by the transport) to completion.
 
-        A command that `is_users`, the user's own, runs as after a login: with its directory, environment and
-        umask, and what it leaves in the background stays. Without `needs_state`, csdctl's program starts
-        there too, and the state directory need not exist.
-        Raises DeadlineError (and ends the command on the machine) or UnreachableError.
+        `is_users`: the user's own runs as after a login, and what it leaves in the background stays. Without
+        `needs_state`, csdctl's program starts there too. Raises DeadlineError (and ends the command) or
+        UnreachableError.
         """
         deadline = Deadline(deadline_s)
         setting = self.setting if needs_state else replace(self.setting, state=None)
@@ -449,10 +423,7 @@ class Session(ABC):
         return Conversation(running, lambda: self._forget(running))
 
     def close(self) -> None:
-        """End running commands, and close the connection.
-
-        A command that another thread is starting is waited for and ended too: its machine may already run it.
-        """
+        """End running commands, also one that another thread is starting, and close the connection."""
         with self._starting:
             self._is_closed = True
             self._starting.wait_for(lambda: self._num_starting == 0, KILL_DEADLINE_S)
@@ -489,19 +460,15 @@ class Session(ABC):
         reads_input = not deadline.has_passed and self._reads_input(wrapped)
         if running.has_begun(wrapped.script, 0.0 if reads_input else min(START_S, deadline.left_s)):
             return
+        problem = f"the login shell did not start {name}"
         if reads_input:
-            raise RemoteCommandError(
-                f"the login shell did not start {name}: a start-up file of it reads standard input, or "
-                "starts another shell",
-                node=self.name,
-                remedy="let the start-up files (~/.bashrc, ~/.profile, /etc/profile, …) do that only in a "
-                "terminal: if [ -t 0 ]",
-            )
+            why = "a start-up file of it reads standard input, or starts another shell"
+            files = "the start-up files (~/.bashrc, ~/.profile, /etc/profile, …)"
+            remedy = f"let {files} do that only in a terminal: if [ -t 0 ]"
+            raise RemoteCommandError(f"{problem}: {why}", node=self.name, remedy=remedy)
         if deadline.has_passed:
             raise running.deadline_error(deadline, "")
-        raise DeadlineError(
-            f"the login shell did not start {name} within {START_S:g} s", node=self.name, remedy=CHECK_SHELL
-        )
+        raise DeadlineError(f"{problem} within {START_S:g} s", node=self.name, remedy=CHECK_SHELL)
 
     def _reads_input(self, wrapped: WrappedCommand) -> bool:
         """Return whether a login shell starts a command once its input ends, and not before."""

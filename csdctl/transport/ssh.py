@@ -1,17 +1,12 @@
 """One SSH connection, from its socket to the login, and a node as a session: commands and files over it.
 
-A connection opens within one connect deadline. There are no prompts: an unknown host key, or a key with a
-passphrase that no agent holds, is an error with a remedy. There is one connection per jump host, shared by
-all nodes behind it within a command. A jump host's key is checked as strictly as a node's. When a jump host
-is down, every node behind it gets the same error message.
+A connection opens within one deadline, without prompts. Nodes behind a jump host share its connection, and
+its error when it is down.
 
-The algorithms that are offered are those of OpenSSH 9, as far as paramiko has them. Not offered: group
-exchange, whose numbers a server chooses: Python calculates with 8192 bits for seconds, and no other thread
-runs meanwhile. MD5, truncated MACs, CBC and compression, which OpenSSH does not offer either. paramiko 5 has
-neither ssh-dss nor signatures with SHA-1.
+The algorithms are those of OpenSSH 9, as far as paramiko has them, without group exchange, whose numbers a
+server chooses: Python calculates with 8192 bits for seconds, and no other thread runs meanwhile.
 
-Commands run under the shell script of `commands`. Files go through the standard input of a command instead of
-SFTP (`shipping.deliver`), so servers without SFTP (dropbear) work.
+Files go through the standard input of a command (`shipping.deliver`): servers without SFTP (dropbear) work.
 """
 
 import base64
@@ -61,10 +56,7 @@ _CIPHERS = ("aes128-gcm@openssh.com", "aes256-gcm@openssh.com", "aes128-ctr", "a
 
 
 def choose_algorithms(options: paramiko.transport.SecurityOptions, known_key_types: Collection[str]) -> None:
-    """Restrict `options` of a new connection.
-
-    Host keys of types that known_hosts has come first, as in ssh: a server may have keys of several types.
-    """
+    """Restrict `options` of a new connection; as in ssh, types of known host keys come first."""
     options.ciphers = [name for name in _CIPHERS if name in options.ciphers]
     whole = (name for name in options.digests if "md5" not in name and "-96" not in name)
     options.digests = sorted(whole, key=lambda name: "-etm@" not in name)
@@ -74,10 +66,7 @@ def choose_algorithms(options: paramiko.transport.SecurityOptions, known_key_typ
 
 
 class JumpHosts:
-    """The known host keys and open connections to jump hosts of one command. The caller closes it.
-
-    Jump hosts connect on first use; nested jump hosts share their connections too.
-    """
+    """The known host keys and the shared connections to jump hosts of one command. The caller closes it."""
 
     def __init__(self, known_hosts: KnownHosts) -> None:
         self.known_hosts = known_hosts
@@ -88,10 +77,7 @@ class JumpHosts:
         """Every connection that was started, to jump hosts and to nodes, including failed ones."""
 
     def open_channel(self, node: Node, deadline: Deadline) -> paramiko.Channel:
-        """Open a channel from the jump host to the address of `node`, to be used as a socket.
-
-        Raises JumpHostError for problems of the jump host, UnreachableError for problems of the node.
-        """
+        """Open a channel from the jump host to `node`; raises JumpHostError or UnreachableError."""
         assert node.jump
         jump = node.jump
         transport = self._connected(node, jump, deadline)
@@ -101,11 +87,9 @@ class JumpHosts:
             )
         except paramiko.ChannelException as error:
             if error.code == OPEN_FAILED_ADMINISTRATIVELY_PROHIBITED:
-                raise JumpHostError(
-                    f"jump host {jump.name} does not forward connections ({bounded(error.text)})",
-                    node=node.name,
-                    remedy=f"allow it in {jump.name}'s sshd_config: AllowTcpForwarding, PermitOpen",
-                ) from None
+                problem = f"jump host {jump.name} does not forward connections ({bounded(error.text)})"
+                remedy = f"allow it in {jump.name}'s sshd_config: AllowTcpForwarding, PermitOpen"
+                raise JumpHostError(problem, node=node.name, remedy=remedy) from None
             problem = f"cannot be reached through {jump.name} ({bounded(error.text)})"
             remedy = "check that the machine is on, its address and port, and the network behind it"
             raise _unreachable(node, problem, remedy) from None
@@ -114,9 +98,8 @@ class JumpHosts:
                 raise _timed_out(node, jump, deadline) from None
             violation = transport.packetizer.violation
             reason = f" (its SSH server {violation})" if violation else ""
-            raise JumpHostError(
-                f"the connection to jump host {jump.name} was lost{reason}", node=node.name
-            ) from None
+            problem = f"the connection to jump host {jump.name} was lost{reason}"
+            raise JumpHostError(problem, node=node.name) from None
 
     def close(self) -> None:
         """Close the connections to all jump hosts, and with them the connections that they forward."""
@@ -148,10 +131,7 @@ KEEPALIVE_INTERVAL_S = 3.0
 
 
 def watch_peer(transport: paramiko.Transport) -> None:
-    """Close `transport` when its peer does not reply for DEAD_PEER_S.
-
-    For connections through a jump host: TCP keepalive covers only the first hop.
-    """
+    """Close a connection through a jump host, beyond TCP keepalive, if there is no reply for DEAD_PEER_S."""
     requested_s: list[float] = []
 
     def request() -> None:
@@ -177,12 +157,9 @@ def _behind(node: Node, jump: Node, error: CsdctlError) -> CsdctlError:
 
 
 def _timed_out(node: Node, jump: Node, deadline: Deadline) -> JumpHostError:
-    return JumpHostError(
-        f"jump host {jump.name} did not connect to {node.address} port {node.port} "
-        f"within {deadline.seconds:g} s",
-        node=node.name,
-        remedy=f"check that the machine is on, and the load of {jump.name}",
-    )
+    target = f"{node.address} port {node.port} within {deadline.seconds:g} s"
+    remedy = f"check that the machine is on, and the load of {jump.name}"
+    return JumpHostError(f"jump host {jump.name} did not connect to {target}", node=node.name, remedy=remedy)
 
 
 MAX_TRIES = 3
@@ -202,10 +179,7 @@ class _ConnectionDropped(Exception):
 
 
 def fetch_host_key(node: Node, jumps: JumpHosts, *, connect_deadline_s: float) -> tuple[str, bytes]:
-    """Return type and blob of the host key of `node`, unchecked; its jump host's key is checked.
-
-    Raises UnreachableError.
-    """
+    """Return type and blob of the unchecked host key of `node`; raises UnreachableError."""
     with _started(node, Deadline(connect_deadline_s), jumps) as transport:
         key = transport.get_remote_server_key()
         transport.close()
@@ -213,10 +187,7 @@ def fetch_host_key(node: Node, jumps: JumpHosts, *, connect_deadline_s: float) -
 
 
 def open_transport(node: Node, deadline: Deadline, jumps: JumpHosts) -> StrictTransport:
-    """Return an authenticated connection to `node`, through its jump host if it has one.
-
-    Raises UnreachableError, HostKeyError or AuthenticationError, within `deadline`.
-    """
+    """Return an authenticated connection; raises UnreachableError, HostKeyError or AuthenticationError."""
     keys: list[paramiko.PKey] | None = None
     while True:
         with _started(node, deadline, jumps) as transport:
@@ -247,10 +218,8 @@ def _started(node: Node, deadline: Deadline, jumps: JumpHosts) -> Iterator[Stric
             pause_s = random.uniform(0.1, 0.4) * 2**num_drops
             if num_drops == MAX_TRIES or pause_s > deadline.left_s:
                 times = "once" if num_drops == 1 else f"{num_drops} times"
-                problem = f"dropped the connection {times} ({dropped})"
-                remedy = (
-                    "check the port, and sshd's log: it may be overloaded (MaxStartups) or refuse this host"
-                )
+                problem, why = f"dropped the connection {times} ({dropped})", "overloaded (MaxStartups)"
+                remedy = f"check the port, and sshd's log: it may be {why} or refuse this host"
                 raise _unreachable(node, problem, remedy) from None
             time.sleep(pause_s)
     try:
@@ -271,19 +240,14 @@ def lost_connection_error(transport: StrictTransport, when: str = "") -> Unreach
     """Return the error for a connection that has ended, with what the server did against the protocol."""
     if violation := transport.packetizer.violation:
         return _violation_error(transport.node, violation)
-    return UnreachableError(
-        f"the connection was lost{when}",
-        node=transport.node,
-        remedy=f"check its power and network, it may have restarted; if it responds, {LARGE_PACKETS}",
-    )
+    remedy = f"check its power and network, it may have restarted; if it responds, {LARGE_PACKETS}"
+    return UnreachableError(f"the connection was lost{when}", node=transport.node, remedy=remedy)
 
 
 def _violation_error(name: str, violation: str) -> UnreachableError:
-    return UnreachableError(
-        f"the connection was closed, because its SSH server {violation}",
-        node=name,
-        remedy="no honest SSH server does that, except with a Banner above 35 kB: check what runs there",
-    )
+    problem = f"the connection was closed, because its SSH server {violation}"
+    remedy = "no honest SSH server does that, except with a Banner above 35 kB: check what runs there"
+    return UnreachableError(problem, node=name, remedy=remedy)
 
 
 def open_socket(node: Node, deadline: Deadline) -> socket.socket:
@@ -349,10 +313,7 @@ def _resolve(node: Node, deadline: Deadline) -> list[tuple[int, tuple[Any, ...]]
 
 
 def load_keys(node: Node) -> tuple[list[paramiko.PKey], list[str]]:
-    """Return the keys to offer, in the order of ssh, and what is wrong with some of them or with others.
-
-    What the agent has comes first. Raises AuthenticationError without any key.
-    """
+    """Return the keys to offer, the agent's first, and what is wrong with keys; or AuthenticationError."""
     agent: list[Any] = []
     with contextlib.suppress(paramiko.SSHException, OSError):
         agent.extend(paramiko.Agent().get_keys())
@@ -471,10 +432,9 @@ def _load_key(node: Node, path: Path, agent: Iterable[paramiko.PKey]) -> list[pa
     def refused(reason: str, remedy: str) -> NodeError:
         return AuthenticationError(f"the key {path} {reason}", node=node.name, remedy=remedy)
 
+    files = (path, Path(f"{path}-cert.pub"))
     try:
-        key = _read_key(
-            path, *(file_state(one.stat()) for one in (path, Path(f"{path}-cert.pub")) if one.exists())
-        )
+        key = _read_key(path, *(file_state(file.stat()) for file in files if file.exists()))
     except (FileNotFoundError, paramiko.PasswordRequiredException, TypeError) as error:
         if keys := _find_in_agent(path, agent):
             return keys
@@ -513,11 +473,7 @@ MAX_CHANNELS = 8
 def connect(
     node: Node, known_hosts: JumpHosts | Iterable[Path], *, connect_deadline_s: float = 10.0
 ) -> "SshSession":
-    """Open a session to `node`.
-
-    `known_hosts` are files, or the connections to jump hosts that it shares with other nodes.
-    Raises UnreachableError, HostKeyError or AuthenticationError within the deadline.
-    """
+    """Open a session; raises UnreachableError, HostKeyError or AuthenticationError within the deadline."""
     jumps = known_hosts if isinstance(known_hosts, JumpHosts) else JumpHosts(KnownHosts.load(known_hosts))
     return SshSession(node, open_transport(node, Deadline(connect_deadline_s), jumps))
 
@@ -538,11 +494,8 @@ class SshSession(Session):
 
     def _start(self, wrapped: WrappedCommand, deadline: Deadline) -> Running:
         if not self._free_channels.acquire(timeout=deadline.left_s):
-            raise DeadlineError(
-                f"`{wrapped.command[0]}` could not start within {deadline.seconds:g} s: "
-                f"{MAX_CHANNELS} commands are running there already",
-                node=self.name,
-            )
+            problem = f"`{wrapped.command[0]}` could not start within {deadline.seconds:g} s"
+            raise DeadlineError(f"{problem}: {MAX_CHANNELS} commands run there already", node=self.name)
         try:
             return super()._start(wrapped, deadline)
         except BaseException:
@@ -558,11 +511,7 @@ class SshSession(Session):
 
 
 class _ChannelProcess:
-    """A command at the other end of an SSH channel; implements `session.Process`.
-
-    Waits for each stream and for the exit without polling, which paramiko's documented interface cannot do:
-    hence the undocumented attributes `in_buffer`, `in_stderr_buffer` and `status_event` of Channel.
-    """
+    """A command on an SSH channel, without polling: hence attributes that paramiko does not document."""
 
     def __init__(self, channel: paramiko.Channel) -> None:
         self._transport: Any = channel.get_transport()
@@ -646,7 +595,6 @@ def kill_group(transport: StrictTransport, group: int) -> bool:
 
 
 def _open_channel(transport: StrictTransport, command_line: str, deadline: Deadline) -> paramiko.Channel:
-    """Open a channel and start `command_line` on it."""
     try:
         channel = transport.open_session(timeout=max(0.1, deadline.left_s))
     except (CsdctlError, *LOST) as error:
@@ -671,8 +619,6 @@ def channel_error(transport: StrictTransport, what: str, error: Exception, deadl
     if deadline.left_s < 0.1:
         message = f"the SSH server did not start a command within {deadline.seconds:g} s"
         return DeadlineError(message, node=transport.node)
-    return RemoteCommandError(
-        f"the SSH server {what} ({bounded(getattr(error, 'message', error))})",
-        node=transport.node,
-        remedy="check MaxSessions and ForceCommand in its sshd_config",
-    )
+    problem = f"the SSH server {what} ({bounded(getattr(error, 'message', error))})"
+    remedy = "check MaxSessions and ForceCommand in its sshd_config"
+    return RemoteCommandError(problem, node=transport.node, remedy=remedy)

@@ -1,15 +1,8 @@
 """A paramiko connection that does not poll, keeps to the protocol when it closes, and trusts no server.
 
-paramiko wakes the reading thread of each connection ten times a second, starts a timer thread for every
-handshake, and makes two system calls per packet. For a hundred nodes that is half of all the work. Here,
-closing a connection wakes its thread, callers have their own deadlines, and all available bytes are read at
-once. Only opening a channel polls, until the server replies.
+docs/decisions/0010 says why. paramiko may send on a channel after its close, because it checks and sends in
+two steps; a server then drops the whole connection, and every node behind a jump host.
 
-paramiko also checks whether a channel is open and sends on it in two steps, without a lock: data or a window
-adjustment may be sent after the channel's close. A server that has forgotten the channel by then drops the
-whole connection ("nonexistent channel"), and with it every other command, or every node behind a jump host.
-
-A server may be hostile: it can ignore the window of a channel, send anything at any time, and stop reading.
 `GreedyPacketizer` bounds packets, lines and writes in size and time; `ServerRules` bounds messages, and the
 data of a channel that nobody has read. paramiko itself answers, ignores or signs whatever arrives.
 
@@ -79,7 +72,6 @@ class GreedyPacketizer(Packetizer):
         self.greeting = ""
         """The last line before the key exchange: the server's version, or why it refuses a connection."""
         self.before_read: Callable[[], None] = lambda: None
-        """Called before the next message is awaited."""
         self.check: Callable[[int, paramiko.Message], None] = lambda kind, message: None
         """Called with every message before paramiko handles it; may call `refuse`."""
 
@@ -156,11 +148,7 @@ class GreedyPacketizer(Packetizer):
         return self.greeting
 
     def read_all(self, n: int, check_rekey: bool = False) -> bytes:
-        """Return `n` bytes; raises EOFError, or NeedRekeyException when idle and a rekey is due.
-
-        paramiko asks for the rest of a packet as soon as it has read the length, for every kind of cipher:
-        here a length is refused, before any of the packet is awaited.
-        """
+        """Return `n` bytes; refuses a length before any of its packet. EOFError, NeedRekeyException."""
         if n > self.max_packet_bytes + self.get_mac_size_in():
             self.refuse(f"sent a packet of more than {self.max_packet_bytes} bytes")
         if n < 0:
@@ -378,10 +366,7 @@ class StrictTransport(paramiko.Transport):
             self._further.append(further)
 
     def get_exception(self) -> Exception | None:
-        """Return and forget why the connection ended: SSHException, EOFError or OSError.
-
-        paramiko also keeps what its parsers raise for damaged messages, such as KeyError or UnicodeError.
-        """
+        """Return and forget why the connection ended; what paramiko's parsers raise becomes SSHException."""
         error = super().get_exception()
         if error is None or isinstance(error, EOFError | OSError | paramiko.SSHException):
             return error
@@ -456,10 +441,7 @@ class StrictTransport(paramiko.Transport):
 
 
 def request_exec(channel: Any, command_line: bytes, timeout_s: float) -> None:
-    """Do what `Channel.exec_command` does, with a timeout for the server's reply; raises SSHException.
-
-    paramiko's own method waits for the reply without a limit.
-    """
+    """Do what `Channel.exec_command` does, with a limit of the wait for the reply; raises SSHException."""
     request = paramiko.Message()
     request.add_byte(common.cMSG_CHANNEL_REQUEST)
     request.add_int(channel.remote_chanid)

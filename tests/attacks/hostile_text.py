@@ -35,7 +35,6 @@ def hostile_facts(text: str) -> str:
         "glibc": f"glibc {text}",
         "home": f"/{text}",
         "NVMe drives": f"begin\ncontroller {text}\nserial {text}\nmodel {text}\nsectors 1000",
-        "hostname": text,
         "addresses": f" |-- {text}\n /32 host LOCAL",
         "open files": text,
         "places": f"place /{text}\nrefused sh: {text}\nplace {text}\nspace {text} 1 1 1 1% /",

@@ -56,8 +56,6 @@ from tests.fuzz.target import Form, Target
 
 CAPTURES = Path(__file__).parents[1] / "unit" / "facts" / "captures"
 CONDITION = b"""\
-csdctl-fact:hostname
-csd0
 csdctl-fact:addresses
   |-- 10.1.1.10
      /32 host LOCAL

@@ -254,7 +254,7 @@ def provision(
         )
     if collect:
         found = (
-            [workflow.collect_kind(request, one, streams.say) for one in _parse_kinds(kind)]
+            [request.collect(one, streams.say) for one in _parse_kinds(kind)]
             if kind
             else workflow.collect_fleet(request, call.fleet, call.directory, streams.say)
         )

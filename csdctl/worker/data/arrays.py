@@ -18,7 +18,6 @@ from csdctl.worker.protocol.datasets import DatasetInfo
 Array = np.ndarray[Any, Any]
 
 OBJECTS = "it has Python objects, not numbers"
-"""The text of the error for an array of dtype object."""
 MAX_HEADER_BYTES = 60_000
 """Room for about a thousand fields; a header of the first version can have 65,535."""
 PREPARE = "run `csdctl prepare`"
@@ -95,18 +94,12 @@ class CheckedArray:
         """Raise WorkerError if the file is not the one that was prepared; fast if nobody touched it."""
         found = hash_file(self._file, self._path)
         if found != self._sha256:
-            raise WorkerError(
-                f"{self._path} is not what was prepared: expected SHA-256 {self._sha256 or 'of nothing'}, "
-                f"found {found}",
-                remedy=PREPARE,
-            )
+            hashes = f"expected SHA-256 {self._sha256 or 'of nothing'}, found {found}"
+            raise WorkerError(f"{self._path} is not what was prepared: {hashes}", remedy=PREPARE)
 
 
 def map_file(file: BufferedReader) -> Array:
-    """Map an open .npy file, without ever unpickling.
-
-    Raises OSError if it cannot be read, and ValueError if it is not exactly one array of samples.
-    """
+    """Map an open .npy file without unpickling; raises OSError, or ValueError if it is not one array."""
     file.seek(0)
     shape, is_fortran, dtype = read_array_header(file)
     if not shape:
@@ -121,16 +114,11 @@ def map_file(file: BufferedReader) -> Array:
 
 
 def read_array_header(file: IO[bytes]) -> tuple[tuple[int, ...], bool, np.dtype[Any]]:
-    """Return the shape of the .npy array that begins here, whether it is in Fortran's order, and its type.
-
-    Raises OSError, and ValueError for anything else than the header of an array that needs no unpickling.
-    """
+    """Return shape, Fortran's order and type of the .npy array that begins here; or OSError, ValueError."""
     try:
-        version = np.lib.format.read_magic(file)
-        read = {(1, 0): np.lib.format.read_array_header_1_0, (2, 0): np.lib.format.read_array_header_2_0}[
-            version
-        ]
-        shape, is_fortran, dtype = read(file, max_header_size=MAX_HEADER_BYTES)
+        formats = np.lib.format
+        read = {(1, 0): formats.read_array_header_1_0, (2, 0): formats.read_array_header_2_0}
+        shape, is_fortran, dtype = read[formats.read_magic(file)](file, max_header_size=MAX_HEADER_BYTES)
     except OSError:
         raise
     except Exception as error:  # numpy parses the header as Python, and passes on all of its errors
@@ -180,8 +168,7 @@ def random_batch(
     Floats are in [0, 1). Integers are in [0, 128), or up to the largest of the data set: they may be indices.
     `num_indices`: of the model's smallest embedding. The columns of one input may be indices of several.
     """
-    info = element_spec
-    dtype = dtype_from_text(info.dtype)
+    info, dtype = element_spec, dtype_from_text(element_spec.dtype)
     largest = dict(info.max_values)
     if num_indices is not None:
         for name in dtype.names or [""]:

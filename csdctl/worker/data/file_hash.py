@@ -41,10 +41,7 @@ def open_regular(path: str | Path) -> BufferedReader:
 
 
 def hash_file(file: BufferedReader, name: str, remembered: Path = REMEMBERED) -> str:
-    """Return the SHA-256, in hex, of an open file; raises WorkerError if it changes meanwhile.
-
-    `name` identifies the file in messages.
-    """
+    """Return the SHA-256 of an open file, `name` in messages; raises WorkerError if it changes meanwhile."""
     state = file_state(os.fstat(file.fileno()))
 
     def compute() -> str:
@@ -88,10 +85,8 @@ def check_stored(path: str) -> None:
     except (OSError, ValueError) as error:
         raise WorkerError(f"{path} cannot be read: {error}", remedy="run `csdctl deploy`") from None
     if found != stated[0]:
-        raise WorkerError(
-            f"{path} is not what csdctl sent: expected SHA-256 {stated[0]}, found {found}",
-            remedy="run `csdctl deploy`, and check who can write there",
-        )
+        problem = f"{path} is not what csdctl sent: expected SHA-256 {stated[0]}, found {found}"
+        raise WorkerError(problem, remedy="run `csdctl deploy`, and check who can write there")
 
 
 def _load(path: Path) -> dict[str, list[Any]]:

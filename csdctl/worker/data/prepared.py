@@ -33,10 +33,8 @@ class PreparedSamples:
 
     def __init__(self, part: DatasetSlice) -> None:
         """Raise WorkerError if the files cannot be read, or are not those that were prepared."""
-        self._files = (
-            CheckedArray(part.images, part.images_sha256),
-            CheckedArray(part.labels, part.labels_sha256),
-        )
+        parts = (part.images, part.images_sha256), (part.labels, part.labels_sha256)
+        self._files = [CheckedArray(path, digest) for path, digest in parts]
         self._samples, self._labels = (file.array for file in self._files)
         self._num_distinct, self._num_views = len(self._samples) // part.num_views, part.num_views
         self._rows = rows_of(part, self._num_distinct)
@@ -76,13 +74,8 @@ class EpochReader:
     """
 
     def __init__(self, spec: RunSpec, rank: int, convert: Callable[[Array], Array] | None = None) -> None:
-        """Raise WorkerError if data is missing.
-
-        `convert` makes of public samples, as the host has them, what the other data has: features.
-        """
-        me = spec.ranks[rank]
-        self._spec = spec
-        self._rank = rank
+        """`convert` makes features of the host's public samples. Raises WorkerError if data is missing."""
+        self._spec, self._rank, me = spec, rank, spec.ranks[rank]
         parts = (me.private, me.public, spec.public if rank == 0 else None)
         self._files = [PreparedSamples(part) if part else None for part in parts]
         self._private, self._public, self._all_public = self._files
@@ -107,10 +100,7 @@ class EpochReader:
         self._orders = {}
 
     def read(self, share: Share, reassigned: bytes | bytearray | None = None) -> tuple[Array, Array]:
-        """Return the samples of one step, private ones first, reassigned ones last.
-
-        `reassigned` has the packed samples that rank 0 sent; rank 0 reads its own from the public data.
-        """
+        """Return a step's samples, private ones first, `reassigned` ones last, which rank 0 reads itself."""
         batches = []
         if share.num_private and self._private:
             batches.append(self._private.read(self._private_indices(share)))
@@ -118,13 +108,10 @@ class EpochReader:
             order = self._order(self._rank, _PUBLIC)
             batches.append(self._public.read(order[share.public_start : share.public_stop]))
         if share.num_reassigned:
-            batches.append(
-                self.read_reassigned(share.reassigned) if reassigned is None else self._unpack(reassigned)
-            )
-        if not batches:
-            return self.first(0)
-        if len(batches) == 1:
-            return batches[0]
+            own = None if reassigned is None else self._unpack(reassigned)
+            batches.append(own or self.read_reassigned(share.reassigned))
+        if len(batches) < 2:
+            return batches[0] if batches else self.first(0)
         samples, labels = zip(*batches, strict=True)
         return np.concatenate(samples), np.concatenate(labels)
 

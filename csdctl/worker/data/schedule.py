@@ -1,12 +1,8 @@
 """Which rank reads which samples of an epoch, step by step, even when batch sizes or members change midway.
 
-Every rank has its own samples: private ones, which no other rank may read, and public ones. An epoch is a
-sequence of segments; batch sizes are constant within a segment. When they change, the remaining public
-samples are divided again by equation 1: the end of a rank's public part is reassigned to other ranks. The
-host, which has all public samples, reads them for ranks that do not have them on disk. No sample is skipped
-and none is read twice.
-
-Every rank computes the same segments from the same numbers, so segments need no communication. Pure.
+An epoch is a sequence of segments with constant batch sizes. When they change, equation 1 divides the public
+samples that are left: the end of a rank's part is reassigned to others, and the host reads it for them. No
+sample is skipped, none is read twice. All ranks compute the same segments without communication. Pure.
 """
 
 from collections.abc import Collection, Mapping, Sequence
@@ -102,7 +98,6 @@ class Segment:
     """Consecutive steps of an epoch during which batch sizes and members are constant."""
 
     start_step: Count
-    """First step of the segment, counted from 0 within the epoch."""
     shares: tuple[Share, ...]
     unread: tuple[Span, ...] = ()
     """Private samples of ranks that are absent, by their own numbers: read when the rank comes back."""
@@ -154,28 +149,22 @@ def change_segment(
 ) -> Segment:
     """Return the segment from step `step` of the epoch on; a rank without a batch size has left.
 
-    No rank reads the private samples of a rank that left; the other members read its public ones. A rank that
-    comes back reads the private samples that it had left, and public ones that are left. The latest step did
-    not count what the ranks `uncounted` have read in it.
+    The other members read the public samples of a rank that left. One that comes back reads the private
+    samples that it had left. The latest step did not count what the ranks `uncounted` have read in it.
     """
     num_steps = step - segment.start_step
     left = [share.after(num_steps - (share.rank in uncounted)) for share in segment.shares]
     own = {span.rank: (span.start, span.stop) for span in segment.unread}
     shares = {rank: Share(rank, size, *own.get(rank, (0, 0)), 0, 0) for rank, size in batch_sizes.items()}
-    shares |= {
-        share.rank: replace(share, batch_size=batch_sizes[share.rank])
-        for share in left
-        if share.rank in batch_sizes
-    }
-    members = [share for _, share in sorted(shares.items())]
-    gone = [share for share in left if share.rank not in batch_sizes]
-    public = [
-        span
-        for share in gone
-        for span in (Span(share.rank, share.public_start, share.public_stop), *share.reassigned)
-    ]
+    public: list[Span] = []
     unread = [span for span in segment.unread if span.rank not in batch_sizes]
-    unread += [Span(share.rank, share.private_start, share.private_stop) for share in gone]
+    for share in left:
+        if share.rank in batch_sizes:
+            shares[share.rank] = replace(share, batch_size=batch_sizes[share.rank])
+        else:
+            public += [Span(share.rank, share.public_start, share.public_stop), *share.reassigned]
+            unread.append(Span(share.rank, share.private_start, share.private_stop))
+    members = [share for _, share in sorted(shares.items())]
     return Segment(step, _divide(members, public), tuple(unread))
 
 
@@ -191,11 +180,9 @@ def slice_spans(spans: Sequence[Span], start: int, stop: int) -> tuple[Span, ...
 
 
 def _divide(shares: Sequence[Share], absent: Sequence[Span]) -> tuple[Share, ...]:
-    """Divide the public samples of all `shares`, and those in `absent`, by equation 1."""
     num_public = sum(share.num_public + share.num_reassigned for share in shares) + sum(map(len, absent))
-    targets = public_shares(
-        [share.batch_size for share in shares], [share.num_private for share in shares], num_public
-    )
+    sizes, num_private = zip(*((share.batch_size, share.num_private) for share in shares), strict=True)
+    targets = public_shares(sizes, num_private, num_public)
     kept, free = [], list(absent)
     for share, target in zip(shares, targets, strict=True):
         # Own samples are on the rank's own disk: it returns reassigned samples first.

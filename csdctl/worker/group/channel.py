@@ -41,7 +41,6 @@ class LinkSettings:
 
     sizes: SumSizes
     max_bytes: Count
-    """The largest message that the other machine may send."""
     has_parts: bool = False
     """Whether to report each chunk that has arrived: to a hub."""
 
@@ -53,7 +52,6 @@ MAX_NOTE_BYTES = 1 << 20
 MAX_VALUE_BYTES = 1 << 18
 """Largest size of one rank's value: several times that of a thousand byte counters."""
 MAX_VALUES_BYTES = 1 << 28
-"""Largest total size of the values of all ranks."""
 _HEAD = struct.Struct("<cQ")
 _READ_BYTES = 1 << 16
 """A larger buffer would be mapped and unmapped by every call."""
@@ -140,10 +138,9 @@ class Channel:
 
     def receive_descriptors(self, count: int) -> list[int]:
         """Return the descriptors that the other side passed; raises LinkLostError."""
-        try:
+        descriptors: list[int] = []
+        with contextlib.suppress(OSError):
             _, descriptors, _, _ = socket.recv_fds(self._connection, 1, count)
-        except OSError:
-            raise LinkLostError from None
         if len(descriptors) != count:
             raise LinkLostError
         return descriptors

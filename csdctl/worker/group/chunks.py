@@ -16,9 +16,7 @@ class Chunk:
     """A part of a vector that is sent as one message."""
 
     elements: slice
-    """Its place in the vector."""
     is_halved: bool = False
-    """Whether it is sent as bfloat16."""
 
     @property
     def wire(self) -> slice:

@@ -59,11 +59,7 @@ class Communicator:
         on_waiting: Callable[[list[int]], object] = list,
         address: str = "",
     ) -> None:
-        """`sizes`: of the sums of a step. `max_bytes`: the largest message to one rank.
-
-        `on_waiting` gets the ranks that a sum has been waiting for, every few seconds. `address`: at which
-        this rank awaits its link, '' without.
-        """
+        """`sizes`: of a step's sums. `on_waiting` gets ranks. `address`: where it awaits its link, or ''."""
         self.rank, self._sizes = rank, sizes
         self.max_bytes, self._on_waiting = max_bytes, on_waiting
         self.members: tuple[int, ...] = (rank,)
@@ -90,7 +86,6 @@ class Communicator:
         self._chunks = [divide(*size) if has_halves else [] for size in sizes]
         """Those of each sum that arrive as bfloat16; rank 0 has float32."""
         self._unpacked = self.local.copy() if has_halves else self._total
-        """The latest sum as float32."""
         self._number = 0
         self._listener = Listener(address, rank) if address else None
         self._channel: Channel | None = None
@@ -146,11 +141,9 @@ class Communicator:
         verdict: bytes | bytearray = self._await(Letter.TOTAL)
         if self.has_hub:
             verdict, report = split_parts(verdict)
-            for rank, wait_s, factor in REPORT.iter_unpack(report):
-                if wait_s > 0:
-                    self.waits.append((rank, wait_s))
-                if factor:
-                    self.outliers[rank] = factor
+            rows = list(REPORT.iter_unpack(report))
+            self.waits += [(rank, wait_s) for rank, wait_s, _ in rows if wait_s > 0]
+            self.outliers |= {rank: factor for rank, _, factor in rows if factor}
         self._apply(verdict[1:])
         if verdict[:1] == b"\1":
             self._number = 0
@@ -159,10 +152,7 @@ class Communicator:
         return bf16.unpack(self._total, chunks, self._unpacked) if chunks else self._total
 
     def gather(self, value: Any, hint: Any) -> dict[int, Any]:
-        """Return the `value` (JSON) of every rank that is present, on all ranks.
-
-        `hint` is the annotation of what a rank may send; who sends anything else is left out, and lost.
-        """
+        """Return the JSON `value` of every rank that is present; who sends anything but `hint` is lost."""
         contents, values = {self.rank: encode_value(value)}, {}
         if not self._channel:
             self.counted = self.members
@@ -186,11 +176,7 @@ class Communicator:
         self._send(Letter.DATA, NUMBER.pack(self.rank or rank) + packed)
 
     def receive(self, rank: int, max_bytes: int, traffic_class: str) -> bytearray:
-        """Return the bytes that `rank` sends.
-
-        Raises PeerFaultError when they are more than `max_bytes`, RankLostError when rank 0 waits for a rank
-        that is lost, and StepVoidError when rank 0 has given up the step.
-        """
+        """Return the bytes that `rank` sends; raises PeerFaultError, RankLostError, StepVoidError."""
         self.look()
         while not self._arrived.get(rank):
             if rank in self._gone:
@@ -331,11 +317,10 @@ class Communicator:
     def _apply(self, verdict: bytes | bytearray) -> None:
         """Take note of who took part, and of who does next."""
         self._gone.clear()
+        self.counted = self.members
         if verdict:
             decided = from_json(Verdict, bytes(verdict).decode())
             self.members, self.counted = decided.members, decided.counted
-        else:
-            self.counted = self.members
 
 
 class HubProcess:

@@ -1,12 +1,10 @@
 """The hub of a machine: it adds the vectors of the ranks behind it and tracks membership.
 
-A rank with others behind it, rank 0 or that of a server, has a hub: a process of its own, which the link of
-each node connects to (link.py). The hub takes each vector as it arrives, adds in order of rank, and hands the
-sum back with a verdict: which ranks it counts, and which take part next. A rank whose link is lost is left
-out of the sum; no other rank waits for it, reconnects or repeats its step.
+It is a process of its own beside rank 0, or the rank of a server, to which the link of each node connects
+(link.py). It adds vectors in order of rank, and hands the sum back with a verdict: which ranks it counts, and
+which take part next. A rank whose link is lost is left out of the sum; no other rank waits for it.
 
-The hub of a server has a link to the hub of the host, its parent: it sends the sum of its ranks there as its
-vector, and passes on what comes back. So servers and nodes are a tree.
+The hub of a server sends its sum as a vector to the hub of the host, its parent, and passes the answer on.
 
 What links send is not trusted: sizes are limited, the end of every vector is compared with what it must be,
 and a vector that is not finite is left out. A rank that breaks a rule is lost, and no other.
@@ -78,10 +76,8 @@ class HubSettings:
     node_key: str
     """The secret in the socket address for a server's link to the host."""
     servers: tuple[RankNumber, ...]
-    """The rank of the server of every rank of the run."""
     sizes: SumSizes
     max_bytes: Count
-    """The largest message to one rank."""
 
 
 @dataclass(frozen=True)
@@ -89,7 +85,6 @@ class Verdict:
     """The ranks that took part in an operation, and the ranks of the next operation."""
 
     members: tuple[RankNumber, ...]
-    """The ranks of the next operation, in order."""
     counted: tuple[RankNumber, ...]
     """The ranks whose vectors are in the sum, or whose values are there."""
 
@@ -114,11 +109,9 @@ class _Child:
     tail: Array
     """The end of that as it was added: the process of the link can write to the vector at any time."""
     num_parts: int = 0
-    """Chunks of its vector that have arrived."""
     ranks: tuple[int, ...] = ()
     """The ranks in its vector, once that is complete."""
     completed_s: float = 0.0
-    """Monotonic time at which its vector was complete."""
     num_voided: int = 0
     """Aborted steps that it has not confirmed yet: until then, its messages belong to them."""
     traffic: tuple[int, int] | None = None
@@ -126,11 +119,7 @@ class _Child:
 
 
 class Hub:
-    """Serves one rank and the links of those behind it, until the rank ends.
-
-    The hub of a server, which has a parent, sends its sum there in the place of `_end_sum`, and the answer of
-    the parent ends the sum.
-    """
+    """Serves one rank and the links of those behind it, until the rank ends; of a server, with a parent."""
 
     _held: dict[int, bytes | bytearray] | None = None
     """JOIN of ranks behind a server, until its own rank has joined; None on the host, and after that."""
@@ -161,11 +150,8 @@ class Hub:
         """The links whose ranks take part: nodes in order of rank, then servers."""
         self._members: set[int] = {self._me}
         self._joined: set[int] = set()
-        """Ranks that are ready to take part."""
         self._told: tuple[int, ...] = (self._me,)
-        """The members of the latest verdict."""
         self._admitted: set[int] = set()
-        """Ranks that take part from the next operation on."""
         self._dropped: set[int] = set()
         """On a server, ranks lost since the latest verdict, which may not know it."""
         self._voided: Counter[int] = Counter()
@@ -173,7 +159,6 @@ class Hub:
         self._values: dict[int, tuple[bytes, bytes]] = {}
         """On the host, values of ranks, or their end, that belong to no operation yet."""
         self._request: tuple[bytes, bytearray] | None = None
-        """What the rank asks for."""
         self._requested_s = self._reported_s = 0.0
         self._has_passed, self._num_voided = False, 0
         """On a server: whether the parent has this machine's part of what the rank asks for, and the aborted
@@ -183,7 +168,6 @@ class Hub:
         self._number = self._num_published = 0
         """The sum within the step, and its chunks that have left."""
         self._is_stale = False
-        """Whether all chunks must be sent again."""
         self._num_steps, self._counted = 0, [self._me]
         """Steps so far, and the ranks in the sum before this one in the step."""
         self._outliers: dict[int, float] = {}
@@ -277,7 +261,6 @@ class Hub:
         self._watch(channel, functools.partial(self._take, child))
 
     def _take(self, child: _Child) -> None:
-        """Process what a link has sent; one that breaks a rule is lost."""
         try:
             for letter, content in child.channel.take():
                 if self._children.get(child.rank) is child:  # it may have said that it is lost
@@ -384,7 +367,6 @@ class Hub:
             self._above[-1].post(Letter.NOTE, encode_value(lost))
 
     def _send(self, target: int, letter: bytes, content: bytes | bytearray) -> None:
-        """Send a message towards a rank."""
         if target == self._me:
             self._rank.post(letter, content)
         for child in self._children.values():
@@ -435,7 +417,6 @@ class Hub:
             self._evict(rank, reason)
 
     def _evict(self, rank: int, reason: str) -> None:
-        """Continue without a rank that has violated the protocol."""
         if rank in self._children:
             self._lose(self._children[rank], reason, is_fault=True)
         else:  # its server loses it, and says so
@@ -521,10 +502,7 @@ class Hub:
         self._request, self._has_passed = None, False
 
     def _decide(self, counted: Iterable[int], *, is_end: bool = True) -> bytes:
-        """Return, as it is sent, who took part and who does next; b'' if all do, as before.
-
-        `is_end`: whether no sum of the step follows, so that others can take part.
-        """
+        """Return who took part, and who does next if the step ends (`is_end`); b'' if all do, as before."""
         before, admitted = self._told, self._admitted if is_end else set()
         self._members |= admitted
         self._arrange()
@@ -586,10 +564,7 @@ class Hub:
         return copied
 
     def _complete(self, chunk: Chunk, parts: Collection[bool]) -> None:
-        """Add the rank's own vector to a chunk of those of its nodes, then those of servers.
-
-        `parts`: those of `_partials` that are in the sum.
-        """
+        """Add the rank's vector to a chunk of its nodes, then of servers: those of `_partials` in `parts`."""
         into = (self._partials[False] if self._parent else self._total)[chunk.elements]
         summed = self._local[chunk.elements]
         for part in sorted(parts):
@@ -603,7 +578,6 @@ class Hub:
                 into[:] = read_chunk(self._wire, chunk)  # rounded as for the others
 
     def _publish(self, present: Sequence[_Child]) -> None:
-        """Send the next chunk of the sum."""
         self._num_published += 1
         for child in present:
             child.channel.post(Letter.CHUNK)
@@ -682,19 +656,16 @@ class Hub:
         return outliers
 
     def _find_not_finite(self, present: Sequence[_Child]) -> list[tuple[_Child, str]]:
-        """Return a minority of links whose vectors are not finite, if the sum is not; of more, [].
-
-        Then the training diverges, or the machine of this rank is at fault.
-        """
+        """Return a minority of links whose vectors are not finite; [] for more: the training diverges."""
         chunks = self._chunks[self._number]
         size = chunks[-1].elements.stop
         if self._is_finite or not np.isfinite(self._local[:size]).all():
             return []
-        wrong = [
-            child
-            for child in present
-            if not all(np.isfinite(read_chunk(child.vector, chunk)).all() for chunk in chunks)
-        ]
+
+        def is_finite(vector: Array) -> bool:
+            return all(np.isfinite(read_chunk(vector, chunk)).all() for chunk in chunks)
+
+        wrong = [child for child in present if not is_finite(child.vector)]
         ranks = [rank for child in wrong for rank in child.ranks]
         reason = "sent a gradient that is not finite, as of samples with NaN"
         return [(child, reason) for child in wrong] if is_minority(ranks, len(self._told)) else []
@@ -741,7 +712,6 @@ class Hub:
         return True
 
     def _close(self) -> None:
-        """End all links, once all ranks have reached the end."""
         for channel in (self._rank, *(child.channel for child in self._children.values())):
             channel.post(Letter.CLOSE)
         self._end_request()

@@ -57,7 +57,6 @@ class _Link:
         """`_voided`: content of a VOIDED message of this rank, not of a rank behind it."""
         vector, total = channel.receive_descriptors(2)
         self._vector, self._total = map_view(vector), map_view(total, is_read_only=world.rank == 0)
-        """The vector of the rank, and the sum."""
         letter, content = channel.receive()
         if letter != Letter.OPEN:
             raise LinkLostError
@@ -66,11 +65,9 @@ class _Link:
         self._chunks = [divide(*size) for size in self.settings.sizes]
         self._tag = CHUNK - 1
         self._arrivals: deque[Incoming] = deque()
-        """Chunks that arrive."""
         self._departures: deque[tuple[Any, Any]] = deque()
         """Requests of what leaves over MPI, and the memory that they take it from."""
         self._num_sent = self._num_received = 0
-        """Chunks so far."""
         self._head, self._is_closing = bytearray(HEAD_BYTES), False
         limit_memory(4 * sum(size for size, _ in self.settings.sizes), self.settings.max_bytes)
         self._begin_anew()

@@ -1,11 +1,10 @@
 """Entering MPI, the few of its calls that csdctl uses, and a limit to their memory.
 
-mpi4py's lowercase calls (`allgather`, `bcast`, `recv`, …) unpickle what another rank sends, which runs
-whatever code that rank wants. So this is the only module that imports mpi4py, and `World` offers calls that
-move plain memory alone; ruff and a test hold both.
+mpi4py's lowercase calls (`allgather`, `bcast`, `recv`, …) unpickle what another rank sends, which runs its
+code. So only this module imports mpi4py, and `World` moves plain memory alone; ruff and a test hold both.
 
-MPI's blocking calls poll without pause and burn the core that a slow node needs. Here a waiting process
-sleeps until one of MPI's sockets is ready, then tests the request (docs/decisions/0003).
+Blocking calls burn the core that a slow node needs: a waiting process sleeps until one of MPI's sockets is
+ready, then tests the request (docs/decisions/0003).
 """
 
 import contextlib
@@ -47,10 +46,7 @@ class Incoming:
         """Whether the latest `Test` has found that it has arrived."""
 
     def Test(self, num_looks: int = 1) -> bool:
-        """Return whether the message has arrived; raises PeerFaultError when it has another size.
-
-        `num_looks`: how often MPI is asked, `NUM_LOOKS` to take what its sockets have.
-        """
+        """Return whether the message has arrived, asking MPI `num_looks` times; raises PeerFaultError."""
         test, status = self._request.Test, self._status
         try:
             while not self.is_complete and num_looks:
@@ -114,9 +110,5 @@ BASE_BYTES, NUM_VECTORS = 1 << 29, 4
 
 
 def limit_memory(vector_bytes: int, max_bytes: int) -> None:
-    """Limit what this process may allocate from now on, for sums of `vector_bytes`, messages of `max_bytes`.
-
-    MPI buffers every unexpected message. Without a limit, an end that sends on and on would fill
-    the memory of the other machine; with it, the process that receives ends, and its link alone is lost.
-    """
+    """Limit memory, for vectors and messages of so many bytes: MPI buffers every unexpected message."""
     limit_data(data_bytes() + BASE_BYTES + NUM_VECTORS * (vector_bytes + max_bytes))

@@ -1,12 +1,10 @@
 """Values that the ranks of a group exchange, and the checks before any of it is used.
 
-Values are JSON. What another rank has sent is not trusted: it is read by an annotation that states its types
-and bounds (protocol/json_codec.py), and anything else is that rank's fault.
+What another rank has sent is read by an annotation that states its types and bounds (protocol/json_codec.py).
 
 A vector ends with [n, stop, seconds of each rank of the run, norm] (compute/step.py), which the hub checks
-before any rank has the whole sum. Its gradient and its norm cannot be checked: only the node knows its
-samples. Its end can: n follows from the schedule, only rank 0 may ask to stop, and a rank knows its own
-seconds alone.
+before any rank has the whole sum. n follows from the schedule, only rank 0 may ask to stop, and a rank knows
+its own seconds alone. Gradient and norm cannot be checked: only the node knows its samples.
 """
 
 import json
@@ -18,7 +16,6 @@ from typing import Any
 from csdctl.worker.protocol.json_codec import parse_json, read_as
 
 MAX_REASON = 256
-"""Characters of the reason of a loss."""
 
 
 class LinkLostError(Exception):
@@ -72,7 +69,6 @@ class ExpectedTails:
     """Required ends of the vectors of one sum."""
 
     start: int
-    """The index of n."""
     counts: Mapping[int, float]
     """n of each rank that takes part."""
     num_gradients: int = 0
@@ -80,13 +76,8 @@ class ExpectedTails:
 
     def pack(self) -> bytes:
         """Return this as bytes: it goes from a rank to its hub before every sum."""
-        size = len(self.counts)
-        return struct.pack(
-            f"<qqq{size}q{size}d",
-            *(self.start, self.num_gradients, size),
-            *self.counts,
-            *self.counts.values(),
-        )
+        size, numbers = len(self.counts), (*self.counts, *self.counts.values())
+        return struct.pack(f"<qqq{size}q{size}d", self.start, self.num_gradients, size, *numbers)
 
     @classmethod
     def unpack(cls, content: bytes | bytearray | memoryview) -> "ExpectedTails":

@@ -1,10 +1,8 @@
 """`extract`: runs a model over prepared samples, on the machine that has them; `gather` and `send`.
 
-What it computes is a prepared data set of its own: features, with the labels of the samples, or the results
-that `predict` asks for, without. It is stored by what it depends on: samples, model, and what is kept of its
-outputs. The same is computed once, and `num_checked` compares some of it with what is computed now. `gather`
-puts features together that several machines have computed of public samples, as this machine would compute
-them alone; `send` sends them.
+What it computes is a prepared data set: features with labels, or the results that `predict` asks for. It is
+stored by what it depends on: samples, model, and what is kept of its outputs. `gather` puts features of
+several machines together, as this machine would compute them alone.
 """
 
 import base64
@@ -50,9 +48,8 @@ def extract(
 ) -> Extracted:
     """Run the model over the samples, and store what is kept below `spec.store`; nothing if it is there.
 
-    The model is loaded once, and only if there is something to compute. An interrupted call is resumed.
-    With `spec.num_checked`, some of what is stored is computed again and compared instead. Raises WorkerError
-    if samples or model cannot be read, or the disk fails.
+    An interrupted call is resumed. With `spec.num_checked`, some of what is stored is computed again and
+    compared instead. Raises WorkerError if samples or model cannot be read, or the disk fails.
     """
     if spec.num_checked:
         return _recompute(spec)
@@ -75,11 +72,9 @@ def extract(
 def of_sources(spec: ExtractSpec) -> list[ExtractSpec]:
     """Return what to compute of each source; validation samples have no views."""
     sources = [spec.source, *spec.others]
-    num_training = len(sources) - spec.num_plain
-    return [
-        dataclasses.replace(spec, source=source, augmented=spec.augmented if number < num_training else None)
-        for number, source in enumerate(sources)
-    ]
+    views = [spec.augmented] * (len(sources) - spec.num_plain) + [None] * spec.num_plain
+    pairs = zip(sources, views, strict=True)
+    return [dataclasses.replace(spec, source=source, augmented=augmented) for source, augmented in pairs]
 
 
 def _store_rows(
@@ -122,11 +117,9 @@ def _compute_rows(
     compute, augment = load(), load_augmentation(spec)
     partial.declare(*compute(*samples.read(np.arange(0))))
     row_bytes = math.prod(partial.info.sample_shape) * dtype_from_text(partial.info.dtype).itemsize
-    what, other = (
-        ("results", "ask for classes only")
-        if spec.results
-        else ("features", "train without --strategy features")
-    )
+    what, other = "features", "train without --strategy features"
+    if spec.results:
+        what, other = "results", "ask for classes only"
     num_rows = len(samples) * num_views(spec.augmented)
     check_free_space((num_rows - partial.info.num_samples) * row_bytes, spec.store, what, other)
     while partial.info.num_samples < num_rows:
@@ -146,10 +139,8 @@ def load_computation(spec: ExtractSpec) -> Compute:
     def compute(samples: Array, labels: Array) -> tuple[Array, Array]:
         features = extractor.run(samples)
         if not np.isfinite(features).all():
-            raise InputError(
-                "the model's frozen part computes values that are not finite",
-                "check its weights and recipe.input_range, or store features in float32",
-            )
+            remedy = "check its weights and recipe.input_range, or store features in float32"
+            raise InputError("the model's frozen part computes values that are not finite", remedy)
         return features, labels
 
     return compute
@@ -161,11 +152,7 @@ def num_views(augmented: Augmented | None) -> int:
 
 
 def load_augmentation(spec: ExtractSpec) -> Callable[[Array, Array, int, int], tuple[Array, Array]]:
-    """Return what makes a view of samples and labels, given its number and that of the first sample.
-
-    Each sample is changed apart, and what is drawn for it depends on the data and its place there alone: an
-    interrupted call goes on with the same views.
-    """
+    """Return what makes a view of samples, by its number and that of the first sample, always the same."""
     wanted = spec.augmented
     if wanted is None:
         return lambda samples, labels, view, start: (samples, labels)
@@ -176,10 +163,8 @@ def load_augmentation(spec: ExtractSpec) -> Callable[[Array, Array, int, int], t
     function = Augmentation(wanted.augment, wanted.seed)
 
     def make(samples: Array, labels: Array, view: int, start: int) -> tuple[Array, Array]:
-        parts = [
-            function(samples[n : n + 1], labels[n : n + 1], view, data ^ (start + n))
-            for n in range(len(samples))
-        ]
+        rows = [slice(n, n + 1) for n in range(len(samples))]
+        parts = [function(samples[row], labels[row], view, data ^ (start + row.start)) for row in rows]
         return np.concatenate([part for part, _ in parts]), np.concatenate([part for _, part in parts])
 
     return make
@@ -245,16 +230,12 @@ def _compare(spec: ExtractSpec, info: DatasetInfo, compute: Compute, num_batches
 
 
 GATHERED_ROWS = 4096
-"""Rows that are stored at a time."""
 
 
 def gather(
     spec: GatherSpec, *, on_progress: Callable[[PrepareProgress], None] = lambda progress: None
 ) -> Gathered:
-    """Store the features of `spec.parts` as those of all samples, unless they are stored.
-
-    Raises WorkerError for parts that are not the features of all samples, or if the disk fails.
-    """
+    """Store the features of `spec.parts` as those of all samples; raises WorkerError for anything else."""
     if not spec.parts:
         return Gathered(is_stored=find_stored(_target_of(spec.wanted)) is not None)
     _store_rows(spec.wanted, functools.partial(_merge, spec), on_progress)
@@ -264,30 +245,27 @@ def gather(
 def _merge(spec: GatherSpec, partial: PartialDataset, samples: PreparedSamples) -> Iterator[Block]:
     """Yield the features of all samples, in the order of the samples; raises WorkerError."""
     num_samples, seed = len(samples), spec.wanted.source.permutation_seed
+    dtype = spec.wanted.prefix.precision
     parts = [CheckedArray(part.path, part.sha256).array for part in spec.parts]
     owners, places = np.full(num_samples, -1), np.zeros(num_samples, np.int64)
     for number, (part, features) in enumerate(zip(spec.parts, parts, strict=True)):
         rows = rows_of(DatasetSlice("", "", part.start, part.stop, seed), num_samples)
-        dtype, expected = spec.wanted.prefix.precision, (len(rows), *spec.shape)
+        expected = len(rows), *spec.shape
         if (features.dtype.name, features.shape) != (dtype, expected):
-            raise WorkerError(
-                f"{part.node} sent {features.dtype} of shape {features.shape}, "
-                f"expected {dtype} of {expected}",
-                remedy=f"examine {part.node}",
-            )
+            sent = f"{part.node} sent {features.dtype} of shape {features.shape}"
+            raise WorkerError(f"{sent}, expected {dtype} of {expected}", remedy=f"examine {part.node}")
         owners[rows], places[rows] = number, np.arange(len(rows))
     if missing := int((owners < 0).sum()):
         raise WorkerError(f"the features of {missing} of {num_samples} samples are missing")
     for row in range(partial.info.num_samples, num_samples, GATHERED_ROWS):
         rows = np.arange(row, min(num_samples, row + GATHERED_ROWS))
-        found = np.empty((len(rows), *spec.shape), spec.wanted.prefix.precision)
+        found = np.empty((len(rows), *spec.shape), dtype)
         for number, (part, features) in enumerate(zip(spec.parts, parts, strict=True)):
             is_here = owners[rows] == number
             found[is_here] = features[places[rows[is_here]]]
             if not np.isfinite(found[is_here]).all():
-                raise WorkerError(
-                    f"{part.node} sent features that are not finite", remedy=f"examine {part.node}"
-                )
+                problem = f"{part.node} sent features that are not finite"
+                raise WorkerError(problem, remedy=f"examine {part.node}")
         yield Block(found, samples.labels(rows))
 
 
@@ -296,10 +274,7 @@ LINE_BYTES = 48 << 10
 
 
 def send(spec: SendSpec, write: Callable[[str], None], *, home: Path = Path()) -> None:
-    """Write the stored numbers as lines of base64; raises WorkerError if they are not there.
-
-    The host compares what arrives with what it has asked for.
-    """
+    """Write the stored numbers as lines of base64; raises WorkerError if they are not there."""
     try:
         with open_regular(home / spec.store / spec.fingerprint / "images.npy") as file:
             while block := file.read(LINE_BYTES):

@@ -43,7 +43,6 @@ PRIVATE_DIRECTORY, PRIVATE_FILE = 0o700, 0o600
 _GROUP_READS, _OTHERS_READ = 0o040, 0o004
 _READ = _GROUP_READS | _OTHERS_READ
 MAX_NAMED = 5
-"""Skipped samples that the description names."""
 SYNC_INTERVAL_S = 5.0
 """Upper limit of the work that is repeated after an interruption."""
 LOCK_DEADLINE_S = 10.0
@@ -52,17 +51,12 @@ LOCK_DEADLINE_S = 10.0
 
 @convert_write_errors()
 def make_store(store: Path, source: Path, *, is_shared: bool) -> None:
-    """Create the directory of prepared data sets; raises WorkerError where another user could change them.
-
-    On a shared file system it may belong to the owner of the source, who can change the samples anyway.
-    """
+    """Create the store; raises WorkerError where others could change it, but the source's owner."""
     store.mkdir(mode=PRIVATE_DIRECTORY, parents=True, exist_ok=True)
     owners = {os.geteuid(), *({0, source.stat().st_uid} if is_shared else ())}
     found = store.stat()
     if not {store.lstat().st_uid, found.st_uid} <= owners:
-        raise WorkerError(
-            f"{store} belongs to another user, who could change prepared data", remedy="remove it"
-        )
+        raise WorkerError(f"{store} belongs to another user, who could change prepared data", "remove it")
     if found.st_uid == os.geteuid():
         # Each data set in a shared store has its own permissions: here only names are seen.
         readers = store.parent.stat().st_mode & (_READ | _READ >> 2) if is_shared else 0
@@ -73,10 +67,7 @@ def make_store(store: Path, source: Path, *, is_shared: bool) -> None:
 
 
 def set_access(directory: Path, tree: Tree, *, is_shared: bool) -> None:
-    """Let only those read the data set in `directory` who may read every file of its source.
-
-    Private without `is_shared`. Also narrows a data set of an earlier call.
-    """
+    """Let only those read the data set who may read its source, or with `is_shared` False, this user."""
     if directory.stat().st_uid != os.geteuid():
         return
     readers = _readers(tree) if is_shared else 0
@@ -116,10 +107,7 @@ def empty_info(fingerprint: str, class_names: Sequence[str] = ()) -> DatasetInfo
 
 
 def add_block(info: DatasetInfo, block: Block) -> DatasetInfo:
-    """Return `info` with the number of samples of one more block, and their shapes, types and ranges.
-
-    Raises WorkerError if its samples differ in shape or type from earlier ones.
-    """
+    """Return `info` with one more block; raises WorkerError if its shapes or types are others."""
     reasons = Counter(reason for reason, _ in block.skipped)
     num_skipped = dict(sorted((Counter(info.num_skipped) + reasons).items()))
     skipped = (*info.skipped, *(place for _, place in block.skipped))[:MAX_NAMED]
@@ -129,10 +117,8 @@ def add_block(info: DatasetInfo, block: Block) -> DatasetInfo:
     labels = as_labels(block.labels)
     typed = take_types(info, block.samples, labels)
     if info.num_samples and typed != info:
-        raise InputError(
-            "the data has samples or labels of different shapes or types",
-            "give all samples the same shape and type",
-        )
+        remedy = "give all samples the same shape and type"
+        raise InputError("the data has samples or labels of different shapes or types", remedy)
     max_labels, max_values, class_counts = dict(info.max_labels), dict(info.max_values), info.class_counts
     for name, array in fields_of(labels).items():
         if array.dtype.kind != "i" or not array.size:
@@ -170,20 +156,14 @@ def take_types(info: DatasetInfo, samples: Array, labels: Array) -> DatasetInfo:
 
 
 def _headers(info: DatasetInfo) -> list[tuple[bytes, int]]:
-    """Return the .npy header of samples and of labels, and the bytes of both files that are valid.
-
-    A header is as long for any number of rows: numpy pads it so that it can grow. Raises ValueError if there
-    can be no such arrays.
-    """
+    """Return headers and valid bytes of samples and of labels; a header is as long for any number of rows."""
     found = []
     for shape, text in ((info.sample_shape, info.dtype), (info.label_shape, info.label_dtype)):
         dtype = dtype_from_text(text)
         described = np.lib.format.dtype_to_descr(dtype)
         if len(repr(described)) > MAX_HEADER_BYTES - _SPARE_HEADER_BYTES:
-            raise InputError(
-                f"the data has too many inputs or outputs: {len(dtype.names or ()):,}",
-                "combine inputs: one vector instead of single numbers",
-            )
+            problem = f"the data has too many inputs or outputs: {len(dtype.names or ()):,}"
+            raise InputError(problem, "combine inputs: one vector instead of single numbers")
         content = {"descr": described, "fortran_order": False, "shape": (info.num_samples, *shape)}
         file = io.BytesIO()
         np.lib.format.write_array_header_1_0(file, content)
@@ -200,10 +180,7 @@ class PartialDataset:
     """The directory of an unfinished data set, locked by one process at a time."""
 
     def __init__(self, directory: Path, fingerprint: str, class_names: Sequence[str] = ()) -> None:
-        """Resume the work of an earlier call with the same `fingerprint`, or start from scratch.
-
-        Raises WorkerError if another process has the lock, or the disk fails.
-        """
+        """Resume an earlier call with this `fingerprint`, or begin; raises WorkerError."""
         self._directory = directory
         self._opened = ExitStack()
         with convert_write_errors():
@@ -234,10 +211,7 @@ class PartialDataset:
             self.close()
 
     def append(self, block: Block, *, is_copied: bool = True) -> None:
-        """Add a block; raises WorkerError if its samples differ in shape or type from earlier ones.
-
-        Without `is_copied`, the files of the source are used: the block is only described.
-        """
+        """Add a block, described only without `is_copied`; raises WorkerError for other shapes."""
         info = add_block(self.info, block)
         with convert_write_errors():
             if len(block.samples) and is_copied:
@@ -255,10 +229,7 @@ class PartialDataset:
                 self.sync()
 
     def declare(self, samples: Array, labels: Array) -> None:
-        """Take shapes and types from samples (n, …) and labels (n, …), unless there are some.
-
-        Only headers are written, as long as those of any number of rows: the data set may stay empty.
-        """
+        """Take shapes and types, and write headers, unless there are some: the data set may stay empty."""
         if self.info.num_samples:
             return
         self.info = take_types(self.info, samples, as_labels(labels))
@@ -278,10 +249,7 @@ class PartialDataset:
     def finish(
         self, target: Path, info: DatasetInfo | None = None, source: Path | None = None
     ) -> DatasetInfo:
-        """Rename the directory to `target`, with `info` as dataset.json; return it with path and hashes.
-
-        `source` is the directory of the arrays if they were not copied.
-        """
+        """Rename the directory to `target`; return `info` with hashes and path, of `source` if not copied."""
         with convert_write_errors():
             for name, file, (header, _) in zip(_ARRAYS, self._files, _headers(self.info), strict=True):
                 if source:
@@ -290,9 +258,8 @@ class PartialDataset:
                 file.seek(0)
                 file.write(header)
                 sync_file(file)
-            info = hash_arrays(
-                replace(info or self.info, path=str(source or target)), source or self._directory
-            )
+            described = replace(info or self.info, path=str(source or target))
+            info = hash_arrays(described, source or self._directory)
             save_atomically(self._directory / _DESCRIPTION, to_json(info))
             (self._directory / _RECORD).unlink(missing_ok=True)
             shutil.rmtree(target, ignore_errors=True)  # without a dataset.json: damaged, or not csdctl's
@@ -324,11 +291,7 @@ def hash_arrays(info: DatasetInfo, directory: Path) -> DatasetInfo:
 def find_stored(
     target: Path, places: Collection[Path] = (), *, is_checked: bool = True
 ) -> DatasetInfo | None:
-    """Return the description of a data set that was stored before; None if it is missing, damaged or edited.
-
-    Its arrays must be in `target` or one of `places`; with `is_checked`, they are compared with their hashes.
-    Data that another user could change does not count.
-    """
+    """Return the description of a stored data set; None if missing, damaged, edited, or open to others."""
     try:
         modes = [path.lstat().st_mode for path in (target, *target.iterdir())]
         if any(mode & (stat.S_IWGRP | stat.S_IWOTH) and not stat.S_ISLNK(mode) for mode in modes):
@@ -348,11 +311,9 @@ def check_free_space(needed_bytes: int, store: str, what: str, remedy: str = "")
     """Raise WorkerError if the disk of `store` is too small for `what`, before hours of work are wasted."""
     free_bytes = shutil.disk_usage(store).free
     if needed_bytes > free_bytes:
-        raise WorkerError(
-            f"{what} cannot be written: {needed_bytes / 1e9:.1f} GB are needed, "
-            f"{free_bytes / 1e9:.1f} GB are free",
-            remedy="free disk space" + (f", or {remedy}" if remedy else ""),
-        )
+        needed = f"{needed_bytes / 1e9:.1f} GB are needed, {free_bytes / 1e9:.1f} GB are free"
+        remedy = "free disk space" + (f", or {remedy}" if remedy else "")
+        raise WorkerError(f"{what} cannot be written: {needed}", remedy)
 
 
 def _lock_directory(directory: Path) -> int:
@@ -377,17 +338,12 @@ def _lock_directory(directory: Path) -> int:
                 shutil.rmtree(directory)
         os.close(lock)
         if time.monotonic() > deadline:
-            raise WorkerError(
-                "another csdctl is preparing the same data", remedy="wait until it has finished"
-            )
+            raise WorkerError("another csdctl is preparing the same data", "wait until it has finished")
         time.sleep(0.1)
 
 
 def _load_record(directory: Path, fingerprint: str) -> DatasetInfo | None:
-    """Return the record of an earlier call: the description of the samples that were processed.
-
-    None if the data or the job has changed since, or the files do not hold what it states.
-    """
+    """Return the record of an earlier call, None if data or job has changed, or the files are shorter."""
     with suppress(OSError, ValueError, WorkerError):  # a ProtocolError is a ValueError
         info = from_json(DatasetInfo, (directory / _RECORD).read_text())
         found = [(directory / name).stat().st_size for name in _ARRAYS]

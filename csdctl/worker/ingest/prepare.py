@@ -5,6 +5,7 @@ messages may name classes, but no file below the root. `look` reads samples as `
 data set of the host is like, and keeps nothing.
 """
 
+import contextlib
 import functools
 import hashlib
 import json
@@ -69,10 +70,7 @@ Open = Callable[[Tree, PrepareSpec, int], SampleSource]
 
 
 def detect_format(tree: Tree, spec: PrepareSpec) -> tuple[str, Open]:
-    """Return the name of the format and what opens it. Renaming one prepares its data again.
-
-    Raises WorkerError, exit code 2, if the data is empty or not supported.
-    """
+    """Return the name of the format, and what opens it; raises WorkerError, exit code 2."""
     if spec.function:
         return "function", call_function
     if not tree.files and not tree.folders:
@@ -192,10 +190,7 @@ def _is_as_stored(source: ArraySource, spec: PrepareSpec) -> bool:
 
 
 def complete_info(info: DatasetInfo, source: SampleSource, spec: PrepareSpec) -> DatasetInfo:
-    """Return the description with what `source` knows of its classes and of padded arrays.
-
-    Raises WorkerError, exit code 2, if it is empty or does not fit the classes.
-    """
+    """Return the description with classes and padding of `source`; raises WorkerError, exit code 2."""
     names = source.class_names or ()
     if info.num_samples == 0:
         raise _no_usable_samples(info, spec)
@@ -205,10 +200,8 @@ def complete_info(info: DatasetInfo, source: SampleSource, spec: PrepareSpec) ->
     if not names or field not in info.labels or info.labels[field][1]:
         return replace(info, class_counts={})
     if not 0 <= info.max_label < len(names):
-        problem = (
-            f"has labels that are not classes: the job has {len(names)} classes, "
-            f"so labels must be integers from 0 to {len(names) - 1}"
-        )
+        expected = f"the job has {len(names)} classes, so labels must be integers from 0 to {len(names) - 1}"
+        problem = f"has labels that are not classes: {expected}"
         raise data_error(spec.source, problem, "fix the labels, or data.classes in job.yaml")
     counted = zip(names, info.class_counts.values(), source.files_of_class, strict=False)
     return replace(
@@ -226,18 +219,14 @@ def _no_usable_samples(info: DatasetInfo, spec: PrepareSpec) -> WorkerError:
         remedy = "if its labels are texts, list the classes as data.classes in job.yaml"
     if set(info.num_skipped) == {"other_format"}:
         # Text, audio or arrays in class folders: nothing in job.yaml makes csdctl read them.
-        remedy = (
-            "its files are not PNG, JPEG, BMP or GIF: read them with your own function "
-            "(docs/how-to/prepare-data.md, `Your own function`)"
-        )
+        page = "docs/how-to/prepare-data.md, `Your own function`"
+        remedy = f"its files are not PNG, JPEG, BMP or GIF: read them with your own function ({page})"
     return data_error(spec.source, "has no usable samples" + (f": {reasons}" if reasons else ""), remedy)
 
 
 MAX_PICTURES = 512
 MAX_BYTES = 64 << 20
-"""Limit for the bytes of samples that are read."""
 LABELS = ("label", "labels", "target", "targets", "y", "class", "outcome", "category")
-"""Names of a column with the label."""
 
 
 def look(
@@ -277,7 +266,6 @@ def look(
 
 
 def _thin(tree: Tree) -> Tree:
-    """Return the tree with about MAX_PICTURES of its files, from all of its folders."""
     step = -(-len(tree.files) // MAX_PICTURES)
     return replace(tree, files=tree.files[:: max(1, step)])
 
@@ -285,11 +273,9 @@ def _thin(tree: Tree) -> Tree:
 def _measure_pictures(tree: Tree) -> PictureSizes | None:
     headers = []
     for file in tree.files:
-        try:
+        with contextlib.suppress(OSError, ValueError):  # which is counted as skipped
             header = read_header(tree.path_of(file).read_bytes())
-        except (OSError, ValueError):  # which is counted as skipped
-            continue
-        headers += [header] if header else []
+            headers += [header] if header else []
     if not headers:
         return None
     by_size = sorted((header.height * header.width, header.height, header.width) for header in headers)
@@ -308,7 +294,6 @@ def _choose_label(tree: Tree, spec: LookSpec) -> str:
         found = names
     if len(found) == 1:
         return found[0]
-    raise InputError(
-        f"which column of {spec.prepare.source} is the label? It has {list_names(names, 20) or 'none'}",
-        "name it: --label COLUMN",
-    )
+    listed = list_names(names, 20) or "none"
+    problem = f"which column of {spec.prepare.source} is the label? It has {listed}"
+    raise InputError(problem, "name it: --label COLUMN")

@@ -1,6 +1,7 @@
 """The errors that a worker raises deliberately, and a description for unexpected ones."""
 
 import traceback
+from contextlib import suppress
 from pathlib import Path
 
 from csdctl.worker.protocol.limits import explain_error
@@ -27,10 +28,9 @@ def describe(error: BaseException, file: Path | None = None) -> str:
     """Return type and first line of an error, without the stack of Keras, and which line of `file` ran."""
     while isinstance(error, ImportError) and error.__cause__:  # numpy raises a page of advice
         error = error.__cause__
-    try:
+    lines: list[str] = []
+    with suppress(Exception):
         lines = str(error).strip().splitlines()
-    except Exception:
-        lines = []
     if lines and lines[0] == "Graph execution error:":  # of TensorFlow: the cause stands at the end
         lines = [line for line in lines if line.strip() and "{{node" not in line][-1:]
     text = f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__

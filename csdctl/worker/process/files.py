@@ -66,11 +66,7 @@ def sync_directory(directory: Path) -> None:
 
 
 def open_private(path: Path, *, is_creating: bool = False) -> int:
-    """Return a descriptor of the file at `path`, for reading and writing, which only this user can have made.
-
-    Raises OSError unless it is a regular file of this user, with one name and mode 0600, in a directory that
-    no other user may write to. What is checked is what was opened, whatever happens to the path meanwhile.
-    """
+    """Return a descriptor of a file that only this user can have made or changed; raises OSError."""
     directory = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY)
     try:
         _check_own(directory, path.parent, stat.S_IWGRP | stat.S_IWOTH)

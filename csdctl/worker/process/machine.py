@@ -74,7 +74,6 @@ MIN_C, MAX_C = 1.0, 150.0
 CPU_CHIPS = ("coretemp", "k10temp", "zenpower", "cpu_thermal", "cputemp", "soc_thermal")
 CPU_ZONES = ("cpu", "x86_pkg_temp", "soc", "core", "acpitz")
 EMULATED = "CSDCTL_EMULATED_FLEET"
-"""Environment variable of the processes of an emulated node."""
 
 
 class Thermometer:
@@ -105,18 +104,16 @@ def find_sensors(sys: Path) -> Sequence[Path]:
 
 
 def _text(path: Path) -> str:
-    try:
+    with contextlib.suppress(OSError):  # also where a sensor is off
         return path.read_text(errors="replace").strip()
-    except OSError:  # also where a sensor is off
-        return ""
+    return ""
 
 
 def _read_c(path: Path) -> float | None:
-    try:
+    with contextlib.suppress(ValueError):
         celsius = int(_text(path)) / 1000
-    except ValueError:
-        return None
-    return celsius if MIN_C <= celsius <= MAX_C else None
+        return celsius if MIN_C <= celsius <= MAX_C else None
+    return None
 
 
 def measure_time(

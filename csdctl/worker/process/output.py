@@ -65,12 +65,9 @@ def exit_with_failure(rank: int, node: str, error: BaseException, private_log: s
     """Report why this rank fails and exit immediately; private details go to `private_log` only."""
     if not isinstance(error, WorkerError):
         traceback.print_exc()  # logged on this node, where it exposes nothing
-        message, remedy = describe(error), "see this rank's log"
-        if private_log:
-            kind = type(error).__name__
-            message = f"{kind}; its message may contain private data and stays on the node"
-            remedy = f"see {private_log} on that node"
-        error = WorkerError(message, remedy=remedy)
+        hidden = f"{type(error).__name__}; its message may contain private data and stays on the node"
+        remedy = f"see {private_log} on that node" if private_log else "see this rank's log"
+        error = WorkerError(hidden if private_log else describe(error), remedy=remedy)
     emit(Failed(rank, node, error.message, error.remedy, error.exit_code))
     sys.stderr.flush()
     os._exit(error.exit_code)

@@ -14,7 +14,6 @@ INPUT, OUTPUT = "input", "output"
 LABEL = "label"
 """The field of labels that have no name of their own, beside the samples' weights."""
 SAMPLE_WEIGHT = "sample_weight"
-"""The field of the labels with the weight of each sample."""
 
 
 def name_of_position(kind: str, number: int) -> str:
@@ -45,18 +44,13 @@ Largest = Annotated[int, Between(-1, 1 << 64)]
 """The largest of several integers from 0; -1 if there are others among them."""
 Parts = dict[str, tuple[str, Shape]]
 """Type and shape of each field of a sample or a label by name, '' for the only one."""
-
-
 SKIPPED = "skipped.txt"
 """The file beside prepared data that names all skipped samples."""
 
 
 @dataclass(frozen=True)
 class DatasetInfo:
-    """Description of a prepared data set; has no file names and no samples.
-
-    `path` is the directory of its images.npy and labels.npy, absolute or relative to the session's home.
-    """
+    """Description of a prepared data set, whose arrays are in `path`; without names of files and samples."""
 
     path: str
     num_samples: Count
@@ -74,7 +68,6 @@ class DatasetInfo:
     unusable_classes: tuple[str, ...] = ()
     """Classes that have files here, none of which is usable."""
     images_sha256: str = ""
-    """The SHA-256 of images.npy, as it was prepared."""
     labels_sha256: str = ""
     label_dtype: str = ""
     """As `dtype`; several outputs, and weights of samples, are fields. '' in those of earlier versions."""
@@ -115,9 +108,8 @@ class DatasetInfo:
 
 def equals(expected: Sequence[int], shape: Sequence[int | None]) -> bool:
     """Return whether shapes are equal; 0 and None are any size."""
-    return len(expected) == len(shape) and all(
-        a == b or not a or not b for a, b in zip(expected, shape, strict=True)
-    )
+    pairs = zip(expected, shape, strict=False)
+    return len(expected) == len(shape) and all(a == b or not a or not b for a, b in pairs)
 
 
 def takes(expected: Sequence[int], shape: Sequence[int | None]) -> bool:
@@ -145,7 +137,6 @@ class ImageRule:
     fit: str = "stretch"
     """'stretch', 'crop' (to the centre) or 'pad' (with white bars), for images of another aspect ratio."""
     max_pixels: Count = 100_000_000
-    """Images with more pixels are skipped without decoding."""
 
     @property
     def max_bytes(self) -> int:
@@ -175,7 +166,6 @@ class TableSchema:
 
     labels: tuple[str, ...]
     weight: str = ""
-    """'' for none."""
     dropped: tuple[str, ...] = ()
 
 
@@ -211,9 +201,7 @@ class PrepareSpec:
     is_regression: bool = False
     """Whether labels are values, not classes, even if all are integers."""
     allows_nan: bool = False
-    """Whether samples and labels may have NaN and infinity."""
     code: UserCode | None = None
-    """The job's own code that `function` imports."""
 
 
 @dataclass(frozen=True)
@@ -234,7 +222,6 @@ class LookSpec:
     label: str = ""
     """The column of a table with the label; '': the one whose name says so."""
     dropped: tuple[str, ...] = ()
-    """Columns of a table that are no features."""
 
 
 @dataclass(frozen=True)
@@ -242,9 +229,7 @@ class PictureSizes:
     """Formats and sizes of the encoded pictures that were looked at, by their headers."""
 
     formats: tuple[str, ...]
-    """'png', 'jpeg', …, sorted."""
     smallest: Shape
-    """(height, width) of the picture with the fewest pixels."""
     largest: Shape
 
 
@@ -259,10 +244,7 @@ class DataLook:
     num_samples: Count
     """Number of samples of the whole data set; 0 if unknown."""
     is_whole: bool
-    """Whether all samples were read."""
     pictures: PictureSizes | None = None
     """None for data that is not encoded pictures in files."""
     class_counts: dict[str, Count] = field(default_factory=dict)
-    """Files in each class folder of the whole data set."""
     table: TableSchema | None = None
-    """The columns that were chosen."""

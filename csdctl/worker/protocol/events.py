@@ -37,11 +37,7 @@ and one sample is ten times as much."""
 
 @dataclass(frozen=True)
 class Compared:
-    """A gradient against the one that rank 0 computes from the same samples.
-
-    All numbers are relative to the latter, in the Euclidean norm. A rank's moving statistics and number of
-    samples are part of its gradient here.
-    """
+    """A gradient against that of rank 0 from the same samples, relative to it, in the Euclidean norm."""
 
     difference: Measured
     spread: Measured
@@ -128,9 +124,7 @@ class Progress(Event):
     """The part of wait_s until the slowest rank had computed; the rest is communication."""
     cpu_s: Seconds | None = None
     memory_bytes: Count | None = None
-    """The memory that the process holds now."""
     temperature_c: Celsius | None = None
-    """The temperature of the machine's CPU; None where no sensor tells it."""
     slow_link: tuple[RankNumber, Seconds, Count] | None = None
     """The rank for whose link rank 0 waited longest, how long, and the bytes that passed it meanwhile."""
 
@@ -144,11 +138,9 @@ class Joined(Event):
     steps_per_epoch: Count
     total_steps: Count
     batch_sizes: dict[ShortText, Count]
-    """The batch sizes of the ranks, by their numbers."""
     is_start: bool = False
     """Whether the process of rank 0 begins with this, at the start of a run or after its own loss."""
     lost: tuple[tuple[RankNumber, ShortText], ...] = ()
-    """Ranks that were lost since the event before, and why."""
     num_lost: Count = 0
     """Private samples of this epoch that are not trained on, because their node is lost."""
     epoch_samples: Count = 0
@@ -201,10 +193,7 @@ class SentBytes:
 
 @dataclass(frozen=True)
 class Traffic(Event):
-    """What a rank with a hub and the ranks behind it have sent to each other, since its process began.
-
-    Bytes are TCP payload.
-    """
+    """TCP payload that a rank with a hub and those behind it sent to each other since its process began."""
 
     sent: tuple[SentBytes, ...]
 
@@ -342,9 +331,7 @@ def event_from_line(line: str) -> Event | None:
     """Return the event in `line`, None for any other line; raises ProtocolError when it is not valid."""
     if not line.startswith(EVENT_PREFIX):
         return None
-    text = line.removeprefix(EVENT_PREFIX)
-    content = parse_json(text)
-    return event_from_document(without_surrogates(content) if "\\u" in text else content)
+    return event_from_document(without_surrogates(parse_json(line.removeprefix(EVENT_PREFIX))))
 
 
 def event_from_document(content: Any) -> Event:
@@ -356,7 +343,6 @@ def event_from_document(content: Any) -> Event:
 
 
 def _cut(text: str) -> str:
-    """Return text for people with at most MAX_MESSAGE_CHARS."""
     return text if len(text) <= MAX_MESSAGE_CHARS else text[: MAX_MESSAGE_CHARS - 1] + "…"
 
 
@@ -376,20 +362,15 @@ _UNSET: tuple[object, ...] = (None, 0, {})
 
 
 def check_event(event: Event, nodes: Sequence[str], sender: int | None = None) -> None:
-    """Raise ProtocolError unless a rank of the run whose ranks are on `nodes` may have sent `event`.
-
-    `sender`: the rank that it came from, if that is known.
-    """
+    """Raise ProtocolError unless a rank of the run on `nodes`, `sender` if known, may have sent `event`."""
     name = type(event).__name__
     rank = event.rank if sender is None else sender
     is_lost = sender is None and isinstance(event, Failed) and event.node == UNKNOWN_NODE
     if event.rank != rank or rank >= len(nodes) or not (event.node == nodes[rank] or is_lost):
-        expected = (
-            f"one of {len(nodes)} ranks and its node" if sender is None else f"rank {rank} on {nodes[rank]}"
-        )
-        raise ProtocolError(
-            f"{name}: expected {expected}, received rank {event.rank} on {shorten(event.node)}"
-        )
+        known = f"one of {len(nodes)} ranks and its node"
+        expected = known if sender is None else f"rank {rank} on {nodes[rank]}"
+        received = f"rank {event.rank} on {shorten(event.node)}"
+        raise ProtocolError(f"{name}: expected {expected}, received {received}")
     if event.rank != 0:
         _check_is_own(event)
     if isinstance(event, Verified) and {len(event.batch_sizes), len(event.of_ranks)} != {len(nodes)}:
@@ -399,8 +380,7 @@ def check_event(event: Event, nodes: Sequence[str], sender: int | None = None) -
         named = (event.slowest,)
     if len(named) > len(nodes) or not set(named) <= set(nodes):
         raise ProtocolError(f"{name}: expected nodes of the run, received {shorten(named)}")
-    ranks = set(_ranks_in(event))
-    if ranks and (unknown := ranks - set(map(str, range(len(nodes))))):
+    if unknown := set(_ranks_in(event)) - set(map(str, range(len(nodes)))):
         raise ProtocolError(f"{name}: expected ranks of the run, received {shorten(sorted(unknown))}")
 
 
@@ -409,12 +389,10 @@ def _check_is_own(event: Event) -> None:
     name = type(event).__name__
     if isinstance(event, FROM_RANK_0):
         raise ProtocolError(f"{name}: expected only from rank 0")
-    for name_of_field in FIELDS_OF_RANK_0.get(type(event), ()):
-        value = getattr(event, name_of_field)
+    for field_name in FIELDS_OF_RANK_0.get(type(event), ()):
+        value = getattr(event, field_name)
         if type(value) is float or value not in _UNSET:
-            raise ProtocolError(
-                f"{name}.{name_of_field}: expected only from rank 0, received {shorten(value)}"
-            )
+            raise ProtocolError(f"{name}.{field_name}: expected only from rank 0, received {shorten(value)}")
     for row in event.sent if isinstance(event, Traffic) else ():
         if event.rank not in (row.sender, row.receiver) or 0 in (row.sender, row.receiver):
             raise ProtocolError(

@@ -9,7 +9,6 @@ from csdctl.worker.protocol.run_spec import DatasetSlice, Prefix, Runtime
 
 FLOAT32, FLOAT16 = "float32", "float16"
 PRECISIONS = (FLOAT32, FLOAT16)
-"""The types that features can be stored in."""
 
 FEATURE_STORE, RESULT_STORE = ".csdctl/features", ".csdctl/predictions"
 """The directories, on each machine, of features and of results."""
@@ -23,9 +22,7 @@ class ResultRule:
     """The results that are kept of one output of the model."""
 
     name: str
-    """'' for the only one."""
     kind: str
-    """SOFTMAX, SIGMOID or VALUES."""
     from_logits: bool = False
     """Whether probabilities must be computed from the output."""
 
@@ -41,7 +38,6 @@ class Augmented:
     """Views of samples: what `data.augment` makes of each, so many times."""
 
     augment: str
-    """As in the recipe."""
     seed: int
     num_views: BatchSize
 
@@ -51,11 +47,8 @@ class ExtractSpec:
     """A request to compute features or results on one machine; the first line of its standard input."""
 
     source: DatasetSlice
-    """Prepared samples."""
     store: str
-    """The directory of the machine's features, or of its results."""
     prefix: Prefix
-    """The model, or its frozen part."""
     runtime: Runtime
     results: tuple[ResultRule, ...] = ()
     """The results that are kept of the model's outputs; none: features, beside the samples' labels."""
@@ -87,7 +80,6 @@ class Extracted:
 
     parts: tuple[DatasetInfo, ...]
     num_computed: Count
-    """Samples that were not there before."""
     checked: Recomputed | None = None
     """If that was asked for; then there are no parts."""
 
@@ -110,7 +102,6 @@ class GatheredPart:
     """Features of some of the samples, as a file on the host."""
 
     node: ShortText
-    """The machine that computed them."""
     path: str
     sha256: str
     start: Count
@@ -125,7 +116,6 @@ class GatherSpec:
     wanted: ExtractSpec
     """The request that would compute them on the host alone."""
     shape: Shape
-    """The shape of one sample's features."""
     parts: tuple[GatheredPart, ...] = ()
     """Together all samples; none: only look whether the features are stored."""
 
@@ -135,4 +125,3 @@ class Gathered:
     """The answer to a `GatherSpec`."""
 
     is_stored: bool
-    """Whether the features of all samples are stored on the host."""

@@ -6,8 +6,7 @@ import os
 def file_state(status: os.stat_result) -> tuple[int, ...]:
     """Return device, inode, size, mtime and ctime: one differs after each change of content.
 
-    A copy can have the size and the mtime of the file that it replaces; nobody can set ctime. The state must
-    be older than a tick of the file system's clock before what was read is kept for it: another change within
-    the tick leaves the same state.
+    Nobody can set ctime. The state must be older than a tick of the file system's clock before what was read
+    is kept for it: another change within the tick leaves the same state.
     """
     return (status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns)

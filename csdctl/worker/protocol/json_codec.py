@@ -7,6 +7,7 @@ types, lengths and ranges that the annotations of the dataclass state: `Annotate
 
 import contextlib
 import dataclasses
+import itertools
 import json
 import math
 import re
@@ -137,15 +138,8 @@ def parse_json(text: str) -> Any:
 
 
 def _is_too_deep(text: str) -> bool:
-    depth = 0
-    for token in _TOKENS.finditer(text):
-        if token[0] in "[{":
-            depth += 1
-            if depth > MAX_DEPTH:
-                return True
-        elif token[0] in "]}":
-            depth -= 1
-    return False
+    steps = ((token[0] in "[{") - (token[0] in "]}") for token in _TOKENS.finditer(text))
+    return any(depth > MAX_DEPTH for depth in itertools.accumulate(steps))
 
 
 def shorten(value: Any) -> str:
@@ -157,9 +151,8 @@ def from_json(message_type: type[MessageT], text: str) -> MessageT:
     """Parse the `message_type` that `to_json` wrote; raises ProtocolError for other text."""
     content = parse_json(text)
     if isinstance(content, dict) and content.get("schema", SCHEMA) != SCHEMA:
-        raise ProtocolError(
-            f"{message_type.__name__}: received schema {shorten(content['schema'])}, expected {SCHEMA}"
-        )
+        received = shorten(content["schema"])
+        raise ProtocolError(f"{message_type.__name__}: received schema {received}, expected {SCHEMA}")
     result: MessageT = from_dict(message_type, content)
     return result
 
@@ -210,11 +203,8 @@ Reader = Callable[[Any], Any]
 def _readers_of(message_type: Any) -> tuple[dict[str, Reader], frozenset[str]]:
     """Return the readers of a dataclass's fields, by name, and the names of those without a default."""
     hints = typing.get_type_hints(message_type, include_extras=True)
-    required = {
-        field.name
-        for field in dataclasses.fields(message_type)
-        if field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
-    }
+    missing, fields = dataclasses.MISSING, dataclasses.fields(message_type)
+    required = {one.name for one in fields if one.default is missing and one.default_factory is missing}
     name = message_type.__name__
     return {field: _reader(hint, f"{name}.{field}") for field, hint in hints.items()}, frozenset(required)
 
@@ -270,9 +260,7 @@ def _tuple_reader(hints: tuple[Any, ...], where: str) -> Reader:
     readers = [_reader(hint, where) for hint in hints]
     number = Bound(f"{len(readers)} items", lambda items: len(items) == len(readers))
     read_items = _checked(read_list, [number], where)
-    return lambda value: tuple(
-        read_item(item) for read_item, item in zip(readers, read_items(value), strict=True)
-    )
+    return lambda value: tuple(read(item) for read, item in zip(readers, read_items(value), strict=True))
 
 
 def _dict_reader(hints: tuple[Any, ...], where: str) -> Reader:
@@ -291,7 +279,6 @@ _READERS: dict[Any, Callable[[tuple[Any, ...], str], Reader]] = {
 
 
 def _is_integer(value: Any) -> bool:
-    """Return whether a value is an integer of 64 bits, signed or unsigned."""
     return type(value) is int and -(1 << 63) <= value < 1 << 64
 
 
@@ -319,10 +306,7 @@ _PLAIN: dict[Any, Bound] = {
 
 
 def without_surrogates(content: Any) -> Any:
-    """Return parsed JSON without the parts of text that no terminal and no file can take.
-
-    JSON can name half of a character (a lone surrogate), and the name of a file that is not UTF-8 has some.
-    """
+    """Return parsed JSON without half characters (lone surrogates), which no terminal and file can take."""
     if isinstance(content, str):
         return content.encode(errors="replace").decode()
     if isinstance(content, list):

@@ -25,7 +25,6 @@ class BuildSpec:
     arguments: dict[str, Any]
     recipe: Recipe
     directory: str
-    """The directory of the job file."""
     code_roots: tuple[str, ...] = ()
     """The user's Python files and packages, which are sent to the nodes when the model needs them."""
     sample_shapes: dict[str, tuple[str, Shape]] = field(default_factory=dict)
@@ -40,7 +39,6 @@ class BuildRequest:
 
     spec: BuildSpec
     output: str
-    """The directory to write the model to."""
 
 
 @dataclass(frozen=True)
@@ -56,7 +54,6 @@ class CompileRequest:
     """The directory to write the files of a `CompiledStep` to."""
     code: UserCode | None = None
     has_noise: bool = False
-    """Whether gradients of samples are clipped."""
     has_validation: bool = False
     is_wide: bool = False
     """Whether layers that compute in 16 bits compute in 32, for `verify`."""
@@ -71,9 +68,7 @@ class ForwardRequest:
     architecture: str
     weights: str
     input_range: tuple[float, float] | None
-    """As in the recipe: what 0…255 becomes."""
     dtype: str
-    """As in `DatasetInfo`."""
     sample_shape: Shape
     output: str
     """The directory to write the files of a `CompiledStep` to."""
@@ -110,7 +105,6 @@ class OutputInfo:
     """One output of a model, and its loss."""
 
     name: str
-    """'' for the only one."""
     shape: Shape
     activation: str
     """The activation of its last layer: 'softmax', 'linear', …; '' if unknown."""
@@ -119,7 +113,6 @@ class OutputInfo:
     is_known: bool = True
     """False: the model is a subclass, whose outputs are known only by calling it."""
     from_logits: bool = False
-    """Whether the loss takes logits."""
     ignores_class: bool = False
     """Whether the loss leaves out labels of a certain value (`ignore_class`)."""
 
@@ -142,13 +135,10 @@ class CutInfo:
     """A place where a model can be divided: one tensor, through which everything passes."""
 
     layer: str
-    """The last layer before it."""
     num_bytes: Count
     """The bytes of one sample's activations; 0 if the size varies."""
     num_operations: Count
-    """FLOPs before it for one sample, as in `ModelInfo`."""
     num_trainable: Count
-    """Parameters before it that are trained."""
 
 
 @dataclass(frozen=True)
@@ -156,9 +146,7 @@ class FeatureInfo:
     """A model's frozen part, whose output each sample needs only once."""
 
     layer: str
-    """The last layer of the frozen part."""
     shape: Shape
-    """The shape of one sample's features."""
     head_weights: tuple[Count, ...]
     """The place of each of the head's weights among those of the whole model."""
 
@@ -178,7 +166,6 @@ class ModelInfo:
     stateful_layers: tuple[str, ...] = ()
     """Layers that keep state of the samples they train on, such as batch norm."""
     outputs: tuple[OutputInfo, ...] = ()
-    """The outputs in the model's order."""
     recipe: Recipe = field(default_factory=Recipe)
     """The job's recipe, with what the compiled model adds."""
     needs_code: bool = False
@@ -191,13 +178,10 @@ class ModelInfo:
     is_built: bool = True
     """False: it is a subclass that gets its weights by being called; nothing but its name is known."""
     compiled: OwnCompile | None = None
-    """None: the model was not compiled."""
     has_own_step: bool = False
     """Whether it has its own train_step: it is not divided, and its batches not into micro-batches."""
     max_inputs: dict[str, Largest] = field(default_factory=dict)
-    """The largest value that each input of integers holds."""
     has_16_bits: bool = False
-    """Whether layers compute in 16 bits."""
     scaling_layers: tuple[str, ...] = ()
     """Layers that scale what they are given, such as 'rescaling (Rescaling)'."""
 
@@ -212,10 +196,8 @@ class AugmentTrial:
     """A request to try `data.augment`, in the same way as a rank runs it."""
 
     reference: str
-    """`FILE.py:NAME`"""
     code: UserCode
     samples: DatasetSlice
-    """Prepared public data."""
     seed: int
 
 

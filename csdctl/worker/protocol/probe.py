@@ -34,12 +34,10 @@ class PartsSpec:
     """The public data set: random samples of its shape and type are used."""
     batch_size: BatchSize
     cuts: tuple[str, ...] = ()
-    """The layers behind which the model is cut."""
     prefix: Prefix | None = None
     """The frozen part whose output is computed ahead, if any."""
     code: UserCode | None = None
     min_duration_s: Seconds = 0.5
-    """The least duration of each measurement."""
 
 
 @dataclass(frozen=True)
@@ -48,11 +46,8 @@ class CutTimes:
 
     layer: str
     forward_s: PartSeconds
-    """The seconds of the prefix."""
     backward_s: PartSeconds
-    """The seconds of the prefix."""
     head_s: PartSeconds
-    """Forward and backward pass of the head."""
 
 
 @dataclass(frozen=True)
@@ -66,7 +61,6 @@ class PartTimes:
     features_s: PartSeconds
     """The seconds of the frozen part, as features are computed; 0 if there is none."""
     cuts: tuple[CutTimes, ...]
-    """The times of the cuts at which the model can be divided."""
     why_not: str = ""
     """Why it cannot be divided at the others."""
 
@@ -84,7 +78,6 @@ class ProbeSpec:
     code: UserCode | None = None
     """The code that the model needs to be rebuilt, beside Keras."""
     noise: Noise | None = None
-    """The noise on the job's private samples."""
     compiled: CompiledStep | None = None
     """The model's step; None if it cannot be compiled."""
     is_private: bool = False

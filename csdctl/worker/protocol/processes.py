@@ -26,13 +26,11 @@ class ProcessStat:
     """Fields of /proc/PID/stat; `start_time` in clock ticks since boot."""
 
     name: str
-    """The short name of the program."""
     state: str
     parent: int
     group: int
     session: int
     children_cpu_s: float
-    """CPU time of the children that were reaped."""
     start_time: int
 
     @property
@@ -85,10 +83,7 @@ def find_descendants(pid: int, stats: Mapping[int, ProcessStat]) -> list[int]:
 
 
 def list_descendants() -> list[int]:
-    """Return the processes that this one has started, and what they have started.
-
-    Orphans among them become children of this process if it is a subreaper.
-    """
+    """Return what this process has started, and what that has started; of a subreaper, orphans too."""
     return find_descendants(os.getpid(), load_all())
 
 
@@ -108,10 +103,7 @@ def end_descendants() -> None:
 
 
 def is_of_user(connection: socket.socket, user: int | None = None) -> bool:
-    """Whether the process at the other end of a Unix socket runs as `user`; by default as this process does.
-
-    In a sandbox, that is who has started it.
-    """
+    """Whether the other end of a Unix socket runs as `user`; by default as this process, or its sandbox."""
     peer = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12)
     _, uid, _ = struct.unpack("3I", peer)
     return bool(uid == (int(os.environ.get(USER_VARIABLE, os.getuid())) if user is None else user))
@@ -132,11 +124,7 @@ class Connection(NamedTuple):
 
 
 def list_connections(pid: int = 0, *, drain_s: float = 0.0) -> list[Connection]:
-    """Return the open TCP connections of process `pid` (0: this process); none without permission.
-
-    The kernel counts as sent what the peer has acknowledged. Wait up to `drain_s`, for all connections
-    together, until nothing is on its way any more.
-    """
+    """Return the TCP connections of `pid`, 0: this process, after `drain_s` at most, until all is sent."""
     found, end_s = [], time.monotonic() + drain_s
     directory = f"/proc/{pid or 'self'}/fd"
     with contextlib.suppress(OSError), contextlib.ExitStack() as opened:

@@ -85,7 +85,6 @@ class Recipe:
     """Keras' name of the optimizer; '': the compiled model's, else sgd."""
     optimizer_args: dict[str, Argument] = field(default_factory=dict)
     learning_rate: float | None = None
-    """None: the compiled model's."""
     reference_batch: int = 256
     warmup_epochs: float = 0.0
     losses: dict[str, LossTerm] = field(default_factory=dict)
@@ -129,11 +128,8 @@ def learning_rate(
 ) -> float:
     """Return the rate after `epochs_done` epochs, such as 1.25, at `global_batch` samples per step.
 
-    `scheduled` takes the place of the recipe's rate: that of its schedule at this step.
-
-    Linear scaling lr · N / reference_batch, ramped up from lr during the warm-up (Goyal et al. 2017, 2.1–2.2;
-    paper, section IV), capped at the recipe's maximum, and decayed to zero as the recipe's `decay` says
-    (cosine: Loshchilov and Hutter 2017, equation 5, without restarts).
+    `scheduled`: that of the recipe's schedule at this step, in place of its rate. Linear scaling and warm-up:
+    Goyal et al. 2017, 2.1–2.2; paper, section IV. Cosine: Loshchilov and Hutter 2017, equation 5.
     """
     initial = recipe.learning_rate if scheduled is None else scheduled
     assert initial is not None, "the recipe has been resolved with its model"

@@ -44,11 +44,7 @@ class TaskSpec:
 
 @dataclass(frozen=True)
 class DatasetSlice:
-    """Rows of one prepared data set that a rank reads; `images` and `labels` are .npy files.
-
-    All rows when `stop` is None; else rows[start:stop] of the permutation of `permutation_seed`, the
-    same on every machine.
-    """
+    """Rows start…stop of the permutation of a prepared data set, the same everywhere; None: all rows."""
 
     images: str
     labels: str
@@ -68,7 +64,6 @@ class UserCode:
 
     archive: str
     modules: tuple[str, ...]
-    """Modules and packages that a rank imports."""
 
 
 AUTO, CPU, GPU = DEVICES = "auto", "cpu", "gpu"
@@ -81,11 +76,8 @@ class Runtime:
     """TensorFlow's runtime settings in a rank."""
 
     threads: Count = 1
-    """Within an operation (intra-op)."""
     inter_threads: Count = 1
-    """Across operations (inter-op)."""
     onednn: bool = True
-    """Whether oneDNN kernels are used."""
     device: Device = CPU
 
 
@@ -109,7 +101,6 @@ class RankSpec:
     num_repeated: Count = 0
     """Number of samples among `num_private` that are read again in the same epoch."""
     weight: float = 1.0
-    """The weight of each of its samples."""
     micro_batch_size: BatchSize | None = None
     """A larger batch is computed in micro-batches of this size: the same gradient in less memory."""
     server: RankNumber = 0
@@ -121,7 +112,6 @@ class CompiledStep:
     """A step, or a forward pass, that needs neither Keras nor Python's TensorFlow, as files in the store."""
 
     graph: str
-    """A serialized GraphDef."""
     info: str
     """The `StepInfo` of the graph, or the `ForwardInfo`."""
     state: str
@@ -138,9 +128,7 @@ class Prefix:
     """With `weights` and `code` only on machines that need them, because nothing is `compiled`."""
     weights: str
     input_range: tuple[float, float] | None
-    """As in the recipe: what 0…255 becomes."""
     precision: str = "float32"
-    """The type that features are stored in."""
     code: UserCode | None = None
     compiled: CompiledStep | None = None
     """Its forward pass; None if it cannot be compiled."""
@@ -159,7 +147,6 @@ class HeadSpec:
 
     prefix: Prefix
     architecture: str
-    """The architecture of the whole model, as `RunSpec.architecture`."""
     weights: str
     head_weights: tuple[Count, ...]
     """The place of each of the head's weights among those of the whole model."""
@@ -172,7 +159,6 @@ class SplitSpec:
     """Where a model is cut in two: nodes compute what is before, the host what is behind."""
 
     cut: str
-    """The last layer before the cut."""
     num_micro_batches: BatchSize = 4
     """Micro-batches of each rank's batch: while some are with the host, the rank computes others."""
     compiled: CompiledStep | None = None
@@ -190,9 +176,7 @@ class RunSpec:
     """Path of the model's initial weights (.npz), relative to the session's home."""
     recipe: Recipe
     ranks: tuple[RankSpec, ...]
-    """Rank 0 is on the host."""
     public: DatasetSlice | None
-    """All public samples, as the host reads them."""
     validation: DatasetSlice | None
     output_directory: str
     """Where rank 0 writes checkpoints and model.keras."""
@@ -210,7 +194,6 @@ class RunSpec:
     max_steps: Count | None = None
     """End after this many steps of the whole run, for measuring."""
     task: TaskSpec = field(default_factory=TaskSpec)
-    """The task of the ranks."""
     code: UserCode | None = None
     """The code that the model needs to be rebuilt, beside Keras."""
     compiled: CompiledStep | None = None
@@ -220,7 +203,6 @@ class RunSpec:
     split: SplitSpec | None = None
     """If the model is cut in two (task `split`)."""
     noise: Noise | None = None
-    """The noise on every rank's private samples."""
     link_key: str = ""
     """Random, part of the address at which a rank awaits its link: other users cannot take it first."""
     schema: int = SCHEMA

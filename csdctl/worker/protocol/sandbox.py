@@ -30,7 +30,6 @@ class SandboxPolicy:
     """The rights of a sandbox; without `is_confined` the command lives as long, but is not confined."""
 
     command: tuple[str, ...]
-    """An absolute path and its arguments."""
     is_confined: bool
     key: str
     """Hex; connections between the two sandboxes of a link begin with a token made from it. '' for none."""
@@ -43,7 +42,6 @@ class SandboxPolicy:
     files: tuple[str, ...] = ()
     """Files that are copied to the same relative paths in its scratch directory."""
     scripts: dict[str, str] = field(default_factory=dict)
-    """Files to write there: name and text."""
     user: int = FIRST_USER
     """Its user ID if root starts it; otherwise the user does not change."""
     memory_bytes: int = 2 << 30

@@ -129,11 +129,7 @@ def limit_resources(memory_bytes: int) -> None:
 
 
 def become_user(user: int, readable: Iterable[str]) -> None:
-    """Become a user without an account; raises OSError.
-
-    Where other users cannot read some of `readable`, such as a Python in root's home, this user may read
-    everything: Landlock alone then decides what.
-    """
+    """Become a user without an account, who may search all if `readable` needs it; raises OSError."""
     needs_search = not all(map(_is_open_to_all, readable))
     if needs_search:
         LIBC.prctl(_PR_SET_KEEPCAPS, 1, 0, 0, 0)
@@ -161,10 +157,7 @@ def _is_open_to_all(path: str) -> bool:
 
 
 def python_paths() -> list[str]:
-    """Return the parts of this Python, of environments whose packages it uses, and directories of modules.
-
-    Never a whole prefix, nor a directory that contains a home: somebody's files may be there.
-    """
+    """Return the parts of this Python and its environments, and modules; never a directory with a home."""
     executables = {sys.executable, os.path.realpath(sys.executable)}
     prefixes = {os.path.dirname(os.path.dirname(path)) for path in executables}
     prefixes |= {sys.prefix, sys.base_prefix, sys.exec_prefix, sys.base_exec_prefix}
@@ -191,7 +184,6 @@ def check_sandbox(request: SandboxRequest) -> SandboxCheck:
 
 
 def _find_obstacle() -> str:
-    """Return `obstacle` of the answer."""
     if MACHINE not in ARCHITECTURES:
         return f"the system calls of {MACHINE} are not known"
     if not landlock_version():
@@ -251,10 +243,7 @@ def _take_listener(child: int, connection: socket.socket) -> int:
 
 
 def run_sandbox() -> int:
-    """Run the sandbox whose policy is the next line of standard input; return the exit code of its command.
-
-    Raises ProtocolError.
-    """
+    """Run the sandbox whose policy is the next line of input; return its exit code. Raises ProtocolError."""
     # Without a buffer, not a byte more than the line is read.
     policy = from_json(SandboxPolicy, io.FileIO(0, closefd=False).readline().decode())
     LIBC.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)

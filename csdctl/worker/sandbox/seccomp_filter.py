@@ -101,10 +101,7 @@ def number_of(name: str) -> int | None:
 
 
 def install_filter() -> int:
-    """Filter the calls of this process and its children, for good; return the descriptor for notifications.
-
-    Raises OSError where the kernel or a container does not allow it.
-    """
+    """Filter the calls of this process for good; return the notifications' descriptor. Raises OSError."""
     program = Program(build_filter())
     number = _SECCOMP[MACHINE != "x86_64"]
     return system_call(number, ctypes.c_uint(_FILTER_MODE), ctypes.c_uint(_NEW_LISTENER), program.header)
@@ -138,7 +135,6 @@ def build_filter() -> list[Instruction]:
 
 
 def _build_rules(name: str) -> list[Instruction]:
-    """Return what decides about one call."""
     allow, refuse = (_RETURN, 0, 0, _ALLOW), (_RETURN, 0, 0, _REFUSE | errno.EPERM)
     ask = (_RETURN, 0, 0, _ASK)
     if name in ONLY:

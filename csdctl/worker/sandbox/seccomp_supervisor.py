@@ -1,12 +1,8 @@
 """The seccomp supervisor performs the calls that the filter hands over, or counts and allows them.
 
-The sandbox's sockets stay its own; the supervisor acts on the same sockets, through pidfd_getfd(2), so that
-another thread of the sandbox cannot change what was checked.
-
-A sandbox has one peer: the machine at the other end of its link. Packets of others are dropped, as far as the
-kernel lets this user filter them, and their connections closed. Another user of the peer's machine, or
-whoever has taken its address, lacks the token with which connections begin. The kernel reports a connection
-when its token has arrived (TCP_DEFER_ACCEPT).
+It acts on the sandbox's own sockets, through pidfd_getfd(2), so that another thread of the sandbox cannot
+change what was checked. Packets of others than the peer are dropped, as far as the kernel lets this user
+filter them. A connection is reported when its token has arrived (TCP_DEFER_ACCEPT).
 """
 
 import contextlib
@@ -25,9 +21,9 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from csdctl.worker.protocol.processes import duplicate_descriptor, list_descendants, load_all
+from csdctl.worker.protocol.processes import duplicate_descriptor, is_of_user, list_descendants, load_all
 from csdctl.worker.protocol.sandbox import NO_CONNECTION
-from csdctl.worker.sandbox.seccomp_filter import ASKED, Instruction, Program, number_of
+from csdctl.worker.sandbox.seccomp_filter import Instruction, Program, number_of
 
 IpNetwork = ipaddress.IPv4Network | ipaddress.IPv6Network
 IpAddress = ipaddress.IPv4Address | ipaddress.IPv6Address
@@ -103,10 +99,7 @@ def list_listeners(port: int) -> Iterator[tuple[IpAddress, int]]:
 
 
 def _attach_filter(bound: socket.socket, networks: Sequence[IpNetwork]) -> None:
-    """Let the kernel drop packets from outside of `networks`: for others, the port does not exist.
-
-    Raises PermissionError.
-    """
+    """Let the kernel drop packets from outside of `networks`; raises PermissionError."""
     program = Program(build_source_filter(networks))
     bound.setsockopt(socket.SOL_SOCKET, _SO_ATTACH_FILTER, program.header)
     bound.setsockopt(socket.SOL_SOCKET, _SO_LOCK_FILTER, 1)
@@ -164,12 +157,7 @@ class Tokens:
 
 
 _RECEIVE, _SEND, _IS_VALID, _ADD_DESCRIPTOR = 0xC0502100, 0xC0182101, 0x40082102, 0x40182103
-"""SECCOMP_IOCTL_NOTIF_*."""
-_NOTIFICATION, _ANSWER, _DESCRIPTOR = (
-    struct.Struct("=QIIiIQ6Q"),
-    struct.Struct("=QqiI"),
-    struct.Struct("=QIIII"),
-)
+_NOTIFICATION, _ANSWER, _DESCRIPTOR = map(struct.Struct, ("=QIIiIQ6Q", "=QqiI", "=QIIII"))
 _CONTINUE = 1
 
 
@@ -274,18 +262,16 @@ class SeccompSupervisor:
         self._bound: set[int] = set()
         """Inodes of TCP sockets that the sandbox has bound."""
         self._num_tasks = self._num_files = 0
-        answers: dict[str, Callable[[Call], None]] = {
-            "socket": self._socket,
-            "bind": self._bind,
-            "connect": self._connect,
-            "accept": self._accept,
-            "accept4": self._accept,
-            "kill": self._kill,
-            "tgkill": self._kill,
-            **dict.fromkeys(("clone", "fork", "vfork"), self._start_task),
-            **dict.fromkeys(("mkdir", "mkdirat", "open", "openat"), self._make_file),
+        answers: dict[Callable[[Call], None], tuple[str, ...]] = {
+            self._socket: ("socket",),
+            self._bind: ("bind",),
+            self._connect: ("connect",),
+            self._accept: ("accept", "accept4"),
+            self._kill: ("kill", "tgkill"),
+            self._start_task: ("clone", "fork", "vfork"),
+            self._make_file: ("mkdir", "mkdirat", "open", "openat"),
         }
-        self._answers = {number_of(name): answers[name] for name in ASKED}
+        self._answers = {number_of(name): answer for answer, names in answers.items() for name in names}
 
     def start(self) -> None:
         """Answer all calls from now on, in threads of their own, as some take time."""
@@ -371,8 +357,7 @@ class SeccompSupervisor:
         if name not in self._sockets:
             raise refusal(errno.ECONNREFUSED)
         connecting.connect(name)
-        _, user, _ = struct.unpack("3i", connecting.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
-        if user != os.getuid():  # abstract names belong to whoever binds them first
+        if not is_of_user(connecting, os.getuid()):  # abstract names belong to whoever binds them first
             connecting.shutdown(socket.SHUT_RDWR)
             raise refusal(errno.ECONNREFUSED)
 
@@ -391,9 +376,8 @@ class SeccompSupervisor:
         except OSError as error:
             number = errno.ETIMEDOUT if isinstance(error, TimeoutError) else error.errno or errno.EIO
             # csdctl shows it as the cause of a link that does not connect.
-            print(
-                f"{NO_CONNECTION}{address[0]} port {port}: {os.strerror(number)}", file=sys.stderr, flush=True
-            )
+            message = f"{NO_CONNECTION}{address[0]} port {port}: {os.strerror(number)}"
+            print(message, file=sys.stderr, flush=True)
             raise refusal(number) from None
         finally:
             os.set_blocking(connecting.fileno(), is_blocking)

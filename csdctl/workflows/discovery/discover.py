@@ -1,8 +1,7 @@
 """`discover`: collect facts of all machines of a fleet and save them beside fleet.yaml, with problems.
 
-`trust`: the user reviews and accepts host keys, for many nodes at once. Keys are stored in csdctl's own
-known_hosts, in plain text. A changed key is never replaced here: the user must first remove it, by name.
-Machines behind a jump host are contacted through it, so jump hosts come first.
+`trust`: the user accepts host keys, for many nodes at once, jump hosts first. A changed key is never replaced
+here: the user must first remove it, by name.
 """
 
 import base64
@@ -74,12 +73,11 @@ def fetch_keys(
 
 def accept_keys(keys: Iterable[ShownKey], project: ProjectDirectory) -> None:
     """Add `keys` to csdctl's own known_hosts."""
-    lines = [
-        f"{build_host_name(key.node.key_address, key.node.port)} "
-        f"{key.type} {base64.b64encode(key.blob).decode()}"
-        for key in keys
-    ]
-    save_text(project.known_hosts, "".join(f"{line}\n" for line in [*_own_lines(project), *lines]))
+    lines = list(_own_lines(project))
+    for key in keys:
+        name = build_host_name(key.node.key_address, key.node.port)
+        lines.append(f"{name} {key.type} {base64.b64encode(key.blob).decode()}")
+    save_text(project.known_hosts, "".join(f"{line}\n" for line in lines))
 
 
 def keep_named(fleet: Fleet, limit: Sequence[str]) -> Fleet:
@@ -132,12 +130,7 @@ Raises InputError unless the new keys may be accepted.
 def review_keys(
     fleet: Fleet, project: ProjectDirectory, on_layer: OnLayer, *, is_dry_run: bool = False
 ) -> int:
-    """Accept the new host keys of `fleet`, layer by layer, and return their number.
-
-    A machine behind a jump host is reached only after the key of the jump host is accepted, so jump hosts
-    come first. Machines that fail are shown, not raised. A dry run accepts none, so it asks no machine behind
-    one with a new key.
-    """
+    """Accept the new host keys of `fleet`, jump hosts first, a layer at a time; return their number."""
     closed: set[str] = set()
     num_accepted = 0
     for layer in list_layers(fleet):
@@ -173,11 +166,7 @@ class DiscoverResult:
 def discover(
     fleet: Fleet, *, directory: Path, on_done: Callable[[Facts], None] = lambda facts: None
 ) -> DiscoverResult:
-    """Collect facts of the host and all nodes of `fleet`, and save them beside the fleet file.
-
-    `fleet` may hold a subset of the file's nodes; facts of the other nodes are kept. Errors of nodes are in
-    the result, not raised. `on_done` gets the facts of each machine as it finishes.
-    """
+    """Collect facts of host and nodes, save them with those of other nodes; errors are in the result."""
     host_keys: dict[str, str] = {}
 
     def visit(session: Session) -> Facts:
@@ -216,10 +205,7 @@ def find_shared_addresses(fleet: Fleet) -> tuple[str, ...]:
 
 
 def find_shared_host_keys(fingerprints: Mapping[str, str]) -> tuple[str, ...]:
-    """Return a warning for each host key of several nodes: one machine listed twice, or a copied disk image.
-
-    `fingerprints` are by node.
-    """
+    """Return a warning for each host key, by node in `fingerprints`, of several nodes."""
     return _find_shared("host key", fingerprints.items(), "one machine listed twice, or a copied disk image")
 
 
@@ -236,7 +222,6 @@ def _facts_or_problem(outcome: Outcome[Facts]) -> Facts:
 
 
 def _earlier_facts(fleet: Fleet) -> tuple[dict[str, Facts], tuple[str, ...]]:
-    """Return the saved facts; an unreadable file is set aside, with a warning."""
     if not facts_path(fleet).exists():
         return {}, ()
     try:

@@ -9,6 +9,7 @@ import subprocess
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 
@@ -40,31 +41,22 @@ MAX_ADDRESSES = 4096
 
 
 def expand_addresses(cidr: str) -> list[str]:
-    """Return every host address of `cidr`, such as 10.1.2.0/24 or fd00::/120.
-
-    Raises InputError for an invalid network or more than MAX_ADDRESSES addresses.
-    """
+    """Return every host address of `cidr`; raises InputError if invalid, or above MAX_ADDRESSES."""
     try:
         network = ipaddress.ip_network(cidr, strict=False)
     except ValueError:
-        raise InputError(
-            f"{cidr!r} is not an address range", remedy="write it as ADDRESS/BITS, such as 10.1.2.0/24"
-        ) from None
+        remedy = "write it as ADDRESS/BITS, such as 10.1.2.0/24"
+        raise InputError(f"{cidr!r} is not an address range", remedy=remedy) from None
     if network.num_addresses > MAX_ADDRESSES:
-        raise InputError(
-            f"{cidr} has {network.num_addresses} addresses, but at most {MAX_ADDRESSES} are scanned",
-            remedy="use a smaller range, or run several scans",
-        )
+        problem = f"{cidr} has {network.num_addresses} addresses, but at most {MAX_ADDRESSES} are scanned"
+        raise InputError(problem, remedy="use a smaller range, or run several scans")
     return [str(address) for address in network.hosts()]
 
 
 def scan(
     cidrs: Sequence[str], *, user: str, key: Path | None = None, port: int = 22, banner_timeout_s: float = 3.0
 ) -> tuple[Node, ...]:
-    """Return the machines of `cidrs` with an SSH server at `port`, except this one, as nodes csd0, csd1, ….
-
-    Raises InputError for an invalid range, NoNodeReachableError when no server responds.
-    """
+    """Return other machines with an SSH server at `port`; raises InputError, NoNodeReachableError."""
     addresses = list(dict.fromkeys(address for cidr in cidrs for address in expand_addresses(cidr)))
     outcomes = run_on_all(
         {address: address for address in addresses},
@@ -73,10 +65,8 @@ def scan(
     )
     found = [address for address, outcome in outcomes.items() if outcome.value]
     if not found:
-        raise NoNodeReachableError(
-            f"none of {len(addresses)} addresses in {', '.join(cidrs)} has an SSH server at port {port}",
-            remedy="check the range and --port, and that the machines are on",
-        )
+        problem = f"none of {len(addresses)} addresses in {', '.join(cidrs)} has an SSH server at port {port}"
+        raise NoNodeReachableError(problem, remedy="check the range and --port, and that the machines are on")
     return tuple(
         Node(f"csd{number}", address, port=port, user=user, key=key) for number, address in enumerate(found)
     )
@@ -103,10 +93,7 @@ FoundNodes = tuple[tuple[Node, ...], tuple[str, ...]]
 
 
 def resolve_targets(targets: Sequence[Target], warnings: Mapping[str, list[str]]) -> FoundNodes:
-    """Return the nodes for `targets`, and combined notes on where csdctl deviates from ssh.
-
-    `warnings` are earlier notes. Raises InputError for unsupported settings.
-    """
+    """Return the nodes of `targets`, and notes on what csdctl ignores; raises InputError."""
     resolver = _Resolver()
     resolver.notes.update(warnings)
     outcomes = run_on_all(
@@ -118,12 +105,10 @@ def resolve_targets(targets: Sequence[Target], warnings: Mapping[str, list[str]]
         note = "jump host of others; it becomes a node that trains, unless --exclude leaves it out"
         resolver.notes[note].append(name)
     order = {target.name: number for number, target in enumerate(targets)}
-    folded = [
-        f"{format_node_names(sorted(set(names), key=lambda name: order.get(name, 0)))}: {note}"
-        if names
-        else note
-        for note, names in resolver.notes.items()
-    ]
+    folded = []
+    for note, names in resolver.notes.items():
+        listed = format_node_names(sorted(set(names), key=lambda name: order.get(name, 0)))
+        folded.append(f"{listed}: {note}" if names else note)
     return nodes, tuple(folded)
 
 
@@ -134,7 +119,6 @@ class _Resolver:
     notes: defaultdict[str, list[str]] = field(default_factory=lambda: defaultdict(list))
     _defaults: SshSettings = field(init=False)
     _cache: dict[tuple[str, ...], SshSettings] = field(default_factory=dict)
-    """A cache: many nodes are behind one jump host."""
 
     def __post_init__(self) -> None:
         self._defaults = self._query(Target("", "localhost", ("-F", "none")))
@@ -159,10 +143,8 @@ class _Resolver:
         if command not in ("", "none"):
             forwarded = parse_proxy_command(command)
             if not forwarded:
-                raise InputError(
-                    f"{name}: ProxyCommand {command!r} is not supported",
-                    remedy="write it as ProxyJump, or skip the node with --exclude",
-                )
+                remedy = "write it as ProxyJump, or skip the node with --exclude"
+                raise InputError(f"{name}: ProxyCommand {command!r} is not supported", remedy=remedy)
             host, arguments = forwarded
             return self._resolve(Target(Hop(host).name, host, arguments), hops_left, name)
         text = settings.get("proxyjump", ["none"])[0]
@@ -182,22 +164,15 @@ class _Resolver:
         return self._cache[command]
 
     def _run_ssh(self, target: Target, command: tuple[str, ...]) -> SshSettings:
+        run = partial(subprocess.run, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False)
         try:
-            printed = subprocess.run(
-                command,
-                stdin=subprocess.DEVNULL,
-                capture_output=True,
-                text=True,
-                timeout=QUERY_DEADLINE_S,
-                check=False,
-            )
+            printed = run(command, timeout=QUERY_DEADLINE_S)
         except FileNotFoundError:
             raise InputError("`ssh` is not installed here", remedy="install the OpenSSH client") from None
         except subprocess.TimeoutExpired:
-            raise CsdctlError(
-                f"{target.name}: `ssh -G {target.host}` did not finish within {QUERY_DEADLINE_S:.0f} s",
-                remedy="a `Match exec` in an ssh_config may hang",
-            ) from None
+            problem = f"`ssh -G {target.host}` did not finish within {QUERY_DEADLINE_S:.0f} s"
+            remedy = "a `Match exec` in an ssh_config may hang"
+            raise CsdctlError(f"{target.name}: {problem}", remedy=remedy) from None
         if printed.returncode:
             lines = printed.stderr.strip().splitlines()[:1] or ["no message"]
             raise InputError(f"{target.name}: `ssh -G {target.host}` failed: {lines[0]}")
@@ -227,9 +202,7 @@ class NodeSource:
     """A source of nodes."""
 
     name: str
-    """The name in messages."""
     origin: str
-    """The first line of the fleet file created from it."""
     find: Callable[[Path, Sequence[str], Sequence[str]], FoundNodes]
     """Returns the nodes that --limit and --exclude select, given csdctl's directory, and warnings.
 
@@ -241,10 +214,7 @@ class NodeSource:
 def address_ranges(
     cidrs: Sequence[str], user: str = "root", key: Path | None = None, port: int = 22
 ) -> NodeSource:
-    """Machines with an SSH server in `cidrs`; a single range also becomes the network of the fleet.
-
-    Raises InputError for an invalid range, user or key.
-    """
+    """Machines with an SSH server in `cidrs`, a single one the fleet's network; raises InputError."""
     name = ", ".join(cidrs)
     for cidr in cidrs:
         expand_addresses(cidr)  # raises InputError
@@ -278,9 +248,8 @@ def ssh_config(path: Path) -> NodeSource:
     def find(directory: Path, limit: Sequence[str], exclude: Sequence[str]) -> FoundNodes:
         aliases = list_aliases(path)
         chosen = select_names(dict.fromkeys(aliases, ()), limit, exclude, where=str(path))
-        usable = [
-            alias for alias in chosen if NAME.fullmatch(alias) and alias not in (HOST_NAME, "localhost")
-        ]
+        own = (HOST_NAME, "localhost")
+        usable = [alias for alias in chosen if NAME.fullmatch(alias) and alias not in own]
         if not usable:
             raise InputError(f"{path}: {', '.join(chosen)} is not a valid node name")
         skipped = [alias for alias in chosen if alias not in usable]
@@ -305,15 +274,10 @@ def import_fleet(
     force: bool = False,
     is_dry_run: bool = False,
 ) -> FoundFleet:
-    """Find the nodes of `source`, and write them to the fleet file `path` unless it is a dry run.
-
-    Raises InputError or NoNodeReachableError; a file that exists is an error without `force`, before the
-    search for nodes starts.
-    """
+    """Find the nodes of `source` and write them to `path`; raises InputError, NoNodeReachableError."""
     if path.exists() and not force and not is_dry_run:
-        raise InputError(
-            f"{path} already exists", remedy="use another file with --fleet, or overwrite it with --force"
-        )
+        remedy = "use another file with --fleet, or overwrite it with --force"
+        raise InputError(f"{path} already exists", remedy=remedy)
     nodes, warnings = source.find(directory, limit, exclude)
     fleet = Fleet(nodes, network=source.network, path=path)
     text = render_fleet(fleet, origin=source.origin)

@@ -8,7 +8,7 @@ from csdctl.errors import CsdctlError, InputError, RemoteCommandError
 from csdctl.fleet.model import Fleet
 from csdctl.fleet.names import names_by_value
 from csdctl.runs.ledger import record_traffic
-from csdctl.transport.many import Outcome, run_on_nodes
+from csdctl.transport.many import Outcome, errors_of, run_on_nodes
 from csdctl.transport.session import Session, bounded, last_line
 
 MAX_KEPT_BYTES = 64 * 1024
@@ -68,13 +68,9 @@ class ExecResult:
     @property
     def failed(self) -> dict[str, CsdctlError]:
         """The error of every machine that did not answer, or whose command failed."""
-        errors = {
-            name: outcome.value.as_error(name)
-            if outcome.value and outcome.value.has_failed
-            else outcome.error
-            for name, outcome in self.outcomes.items()
-        }
-        return {name: error for name, error in errors.items() if error}
+        failed = {name: answer.as_error(name) for name, answer in self.answers.items() if answer.has_failed}
+        errors = errors_of(self.outcomes) | failed
+        return {name: errors[name] for name in self.outcomes if name in errors}
 
 
 @dataclass(frozen=True)
@@ -84,7 +80,6 @@ class ExecOptions:
     timeout_s: float = 60.0
     connect_deadline_s: float = 10.0
     has_host: bool = False
-    """Whether it runs on the host too."""
 
 
 def run_command(
@@ -95,10 +90,7 @@ def run_command(
     options: ExecOptions = ExecOptions(),
     on_done: Callable[[Outcome[Answer]], None] = lambda outcome: None,
 ) -> ExecResult:
-    """Run `command` on all nodes of `fleet`, in the login directory; errors of machines are in the result.
-
-    Several arguments are a program and what it gets; one argument is a line for the shell of the machine.
-    """
+    """Run a program, or one argument as a shell line, on all nodes; errors are in the result."""
     argv = parse_command(command)
 
     def visit(session: Session) -> Answer:
@@ -120,8 +112,7 @@ def run_command(
 def parse_command(command: Sequence[str]) -> tuple[str, ...]:
     """Return the argument list of what the user wrote after `--`; raises InputError for nothing."""
     if not command or not command[0].strip():
-        raise InputError(
-            "no command to run", remedy="write it after `--`: csdctl exec -- df -h, or use --task"
-        )
+        remedy = "write it after `--`: csdctl exec -- df -h, or use --task"
+        raise InputError("no command to run", remedy=remedy)
     is_line = any(character.isspace() or character in "|&;<>()$`*?[]{}~\"'" for character in command[0])
     return ("sh", "-c", command[0]) if len(command) == 1 and is_line else tuple(command)

@@ -36,10 +36,7 @@ from csdctl.workflows.exec.run_command import Answer, ExecOptions, ExecResult, b
 def run_task(
     fleet: Fleet, spec: str, words: Sequence[str], *, directory: Path, options: ExecOptions
 ) -> ExecResult:
-    """Run task `FILE.py:NAME` with arguments `words` on all nodes of `fleet`; errors are in the result.
-
-    Each command of the task has the deadline of `options`. Raises InputError.
-    """
+    """Run task `FILE.py:NAME` on all nodes; errors of nodes are in the result. Raises InputError."""
     if options.has_host:
         raise InputError("--host applies to commands only", remedy="a task has c.local for the host")
     printed = {node.name: {"out": Printed(), "err": Printed()} for node in fleet.nodes}
@@ -155,10 +152,7 @@ class LoadedTask:
 
 
 def load_task(spec: str, words: Sequence[str], directory: Path) -> LoadedTask:
-    """Return the task `FILE.py:NAME` with its arguments, which are written as for `fab`; raises InputError.
-
-    The file's folder is on the module path while it is loaded and afterwards, as with `fab`.
-    """
+    """Return the task `FILE.py:NAME` with arguments as for `fab`; raises InputError."""
     file, _, name = spec.rpartition(":")
     if not file or not name:
         raise InputError(f"--task {spec!r} is not FILE.py:TASK", remedy="such as --task tasks.py:restart")

@@ -77,16 +77,13 @@ class Examination:
     def check(self) -> None:
         """Raise the error that determines the exit code; do nothing when no check is red."""
         nodes = [node.name for node in self.fleet.nodes]
-        unreachable = [
-            check.machine for check in self.checks if check.check == "reach" and check.status == Status.FAIL
-        ]
-        if set(nodes) <= set(unreachable):
+        failed = [check for check in self.checks if check.status == Status.FAIL]
+        if set(nodes) <= {check.machine for check in failed if check.check == "reach"}:
             names = format_node_names(nodes)
             raise NoNodeReachableError(f"cannot reach {names} of {self.fleet.path}", remedy=REPAIR)
         if self.overdue:
-            raise DeadlineError(
-                f"the deadline passed while {self.overdue}", remedy="raise --timeout, or check fewer nodes"
-            )
+            remedy = "raise --timeout, or check fewer nodes"
+            raise DeadlineError(f"the deadline passed while {self.overdue}", remedy=remedy)
         red = [name for name in nodes if name in self.red]
         if self.red.keys() - {*red} or (red and len(red) == len(nodes)):  # the host, all nodes, or MPI
             raise CsdctlError(f"not fit to train: {format_node_names(self.red)}", remedy=REPAIR)
@@ -102,18 +99,17 @@ class Examination:
         if len(red) == 1 and red[0].machine != FLEET_NAME:
             raise NodeError(describe(red[0]), node=red[0].machine, remedy=red[0].remedy)
         if red:
-            listed = "\n".join(
-                f"  {check.machine}: {describe(check)}" + (f"\n    → {check.remedy}" if check.remedy else "")
-                for check in red
-            )
+            listed = ""
+            for check in red:
+                listed += f"\n  {check.machine}: {describe(check)}"
+                listed += f"\n    → {check.remedy}" if check.remedy else ""
             raise CsdctlError(
-                f"the preflight found problems that would make the run fail:\n{listed}",
+                f"the preflight found problems that would make the run fail:{listed}",
                 remedy="fix them, leave nodes out with --exclude, or train anyway with --skip-doctor",
             )
         if self.overdue:
-            raise DeadlineError(
-                f"the preflight's deadline passed while {self.overdue}", remedy="--skip-doctor"
-            )
+            problem = f"the preflight's deadline passed while {self.overdue}"
+            raise DeadlineError(problem, remedy="--skip-doctor")
 
 
 def describe(check: Check) -> str:
@@ -131,11 +127,7 @@ def examine(
     connect_deadline_s: float = 10.0,
     mpi_deadline_s: float = 60.0,
 ) -> Examination:
-    """Examine the host and all nodes of `fleet`; red checks are in the result, not raised.
-
-    `sessions` that are open to all of them; None: they are opened, which is a check too. Deadlines are of the
-    whole examination, of one connection, and of the start of a link.
-    """
+    """Examine host and nodes over `sessions`, or ones that are opened; red checks are in the result."""
     examination = Examination(fleet, on_check)
     clock = Deadline(deadline_s)
     try:
@@ -251,10 +243,8 @@ def judge_sandbox(machine: str, check: SandboxCheck) -> Check:
     """Return the check of one machine: a warning when it cannot run a sandbox."""
     if not check.obstacle:
         return Check(machine, "sandbox", Status.OK, "MPI is sandboxed")
-    remedy = (
-        "exclude the machine, or accept the risk: without a sandbox, MPI there accepts connections from "
-        "anyone who can reach its ports"
-    )
+    risk = "without a sandbox, MPI there accepts connections from anyone who can reach its ports"
+    remedy = f"exclude the machine, or accept the risk: {risk}"
     return Check(machine, "sandbox", Status.WARN, check.obstacle, "MPI in a sandbox", remedy)
 
 
@@ -267,7 +257,6 @@ class LinkCheck:
     """What the links of a fleet have shown."""
 
     joined: set[str] = field(default_factory=set)
-    """Machines whose ranks have taken part."""
     lost: dict[str, NodeLost] = field(default_factory=dict)
     sums: list[SumTimed] = field(default_factory=list)
     sandboxes: dict[str, SandboxCheck] = field(default_factory=dict)
@@ -285,12 +274,7 @@ class LinkCheck:
 def run_link_check(
     space: Workspace, sum_bytes: Sequence[int], sum_ranks: Sequence[int], deadline_s: float
 ) -> LinkCheck:
-    """Start a rank on every machine of `space` and its link, as training does, and time sums.
-
-    `sum_bytes`: sizes of the vectors; `sum_ranks`: over how many ranks, besides all. `deadline_s` limits the
-    start of a rank, and of a link. A machine that fails is in `lost`. No process is left running. Raises
-    CsdctlError.
-    """
+    """Start a rank and a link everywhere, time sums of sizes and numbers of ranks; failures are in `lost`."""
     fleet, run = space.fleet, space.project.new_scratch()
     nodes = list(fleet.machines)
     worker = store_bytes(pack_worker(), ".pyz", space.project.root, TrafficClass.CODE)
@@ -309,12 +293,10 @@ def run_link_check(
     stored = store_bytes(to_json(spec).encode(), ".json", space.project.root)
     payload = pack_payload([worker, stored])
 
-    def send(session: Session) -> None:
-        deliver(session, payload, python=fleet.python_of(session.name))
-
     found = LinkCheck()
     sessions = {name: space.sessions[name] for name in nodes if name != HOST_NAME}
-    for name, error in errors_of(run_on_all(sessions, send)).items():
+    outcomes = run_on_all(sessions, lambda one: deliver(one, payload, python=fleet.python_of(one.name)))
+    for name, error in errors_of(outcomes).items():
         found.lost[name] = NodeLost(nodes.index(name), name, error.message, error.remedy)
     conditions = Conditions(
         patience=Patience(start_s=deadline_s, link_s=deadline_s, max_restarts=0),
@@ -356,10 +338,7 @@ def judge_links(machines: Iterable[str], found: LinkCheck) -> Iterator[Check]:
 
 
 def measure_sums(space: Workspace, sum_bytes: Sequence[int], sum_ranks: Sequence[int]) -> list[SumTimed]:
-    """Time sums of vectors of each size, over each number of ranks and over all.
-
-    Raises RunError when a machine fails, and CsdctlError.
-    """
+    """Time sums of each size, over each number of ranks and all; raises RunError when a machine fails."""
     found = run_link_check(space, sum_bytes, sum_ranks, SUMS_DEADLINE_S)
     for loss in found.lost.values():
         raise RunError(f"sums could not be timed: {loss.message}", node=loss.node, remedy=loss.remedy)

@@ -35,18 +35,13 @@ class Conditions:
     """When the ranks of a run start, end and are given up."""
 
     min_nodes: int = 0
-    """The run ends when fewer nodes are left."""
     is_resumable: bool = False
-    """Whether the run keeps its state for `train --resume`."""
     patience: Patience = field(default_factory=Patience)
     should_stop: Callable[[], bool] = lambda: False
-    """Whether to end the run in order, as the first Ctrl-C does."""
     on_sandboxes: Callable[[Mapping[str, SandboxCheck]], None] = lambda checks: None
-    """Called with what each machine can do for a sandbox."""
     attached: Mapping[str, AttachRank] = field(default_factory=dict)
     """Machines on which no process is started: the process running there takes part, and keeps running."""
     model_bytes: int = 0
-    """The size of the model's weights."""
     prepare_late_node: PrepareNode | None = None
     """Of nodes that cannot be reached yet, whose ranks join once they can."""
     traffic_classes: Mapping[str, TrafficClass] = field(default_factory=lambda: TRAFFIC_CLASSES)
@@ -86,10 +81,7 @@ def run_spec(
     on_event: Callable[[Event], None],
     conditions: Conditions,
 ) -> str:
-    """Run the ranks of `spec`, which every machine has at `path`; return who stopped them.
-
-    That is `Supervisor.stopped_by`. Raises RunError, DeadlineError or InputError.
-    """
+    """Run the ranks of `spec`, at `path` everywhere; return who stopped them (`Supervisor.stopped_by`)."""
     fleet, patience = space.whole, conditions.patience
     nodes = [rank.node for rank in spec.ranks]
     sessions = {name: space.sessions[name] for name in nodes if name in space.fleet.machines}
@@ -109,17 +101,8 @@ def run_spec(
         patience = replace(patience, silence_s=12 * patience.silence_s)
     with ExitStack() as stack:
         examine = partial(check_sandbox, fleet, worker_path=worker_path)
-        starter = RankStarter(
-            spec,
-            path,
-            mpirun,
-            space.project.root,
-            stack,
-            conditions.attached,
-            space.ledger.add,
-            examine,
-            conditions.prepare_late_node,
-        )
+        opening = space.project.root, stack, conditions.attached, space.ledger.add, examine
+        starter = RankStarter(spec, path, mpirun, *opening, conditions.prepare_late_node)
         setup = RunSetup(
             run_id=spec.run_id,
             nodes=nodes,

@@ -4,10 +4,8 @@
 .csdctl/provision/KIND/wheels/           trimmed wheels, and requirements.txt with their hashes
 .csdctl/provision/KIND/python.tar.gz     Python itself, for nodes that have none
 
-Wheels for nodes with another processor are downloaded by a lock file with hashes. Files that no rank reads
-are left out; training, extracting, and predicting run without them (tests/lab/test_provision.py). Without
-`with_keras`, so are Keras and all of TensorFlow but its libraries, which run compiled steps and read data
-(docs/decisions/0053). The same input gives the same bytes.
+Files that no rank reads are left out (tests/lab/test_provision.py); without `with_keras`, so are Keras and
+all of TensorFlow but its libraries (docs/decisions/0053). The same input gives the same bytes.
 """
 
 import base64
@@ -89,10 +87,7 @@ def find_program(name: str) -> str:
 def run_program(
     command: Sequence[str], doing: str, deadline_s: float, remedy: str, cwd: Path | None = None
 ) -> None:
-    """Run a program of the host, which ends with csdctl.
-
-    Raises CsdctlError after the deadline, and with the program's own message when it fails.
-    """
+    """Run a program that ends with csdctl; raises CsdctlError after the deadline, or with its message."""
     try:
         done = subprocess.run(
             build_child_command(command, os.getpid()),
@@ -112,10 +107,7 @@ def run_program(
 
 
 def select_locked(lock: str, kind: Kind, *, with_keras: bool) -> list[str]:
-    """Return the lines of a lock file that apply to `kind`, without markers; pure.
-
-    Raises InputError for a line without a hash.
-    """
+    """Return the lines of a lock file for `kind`, without markers; raises InputError without a hash; pure."""
     from packaging.requirements import InvalidRequirement, Requirement
 
     environment = {
@@ -136,10 +128,8 @@ def select_locked(lock: str, kind: Kind, *, with_keras: bool) -> list[str]:
         except InvalidRequirement as error:
             raise InputError(f"the lock file has {written.strip()[:80]!r}: {error}") from None
         if not hashes:
-            raise InputError(
-                f"the lock file has no hash for {requirement.name}",
-                remedy="write it with `uv pip compile --generate-hashes` or `pip-compile --generate-hashes`",
-            )
+            remedy = "write it with `uv pip compile --generate-hashes` or `pip-compile --generate-hashes`"
+            raise InputError(f"the lock file has no hash for {requirement.name}", remedy=remedy)
         is_applied = requirement.marker is None or requirement.marker.evaluate(environment)
         if is_applied and requirement.name not in unused:
             selected.append(f"{requirement.name}{requirement.specifier} --hash={' '.join(hashes.split())}")
@@ -174,10 +164,7 @@ def build_download_command(requirements: Path, kind: Kind, directory: Path) -> l
 
 
 def download_wheels(locked: Sequence[str], kind: Kind, directory: Path) -> list[Path]:
-    """Download the wheels of `locked`, lines of a lock file, into `directory`; return them by name.
-
-    Raises CsdctlError with pip's own message.
-    """
+    """Download the wheels of lines of a lock file into `directory`; raises CsdctlError with pip's message."""
     requirements = directory / "requirements.txt"
     save_text(requirements, "\n".join(locked) + "\n")
     command = build_download_command(requirements, kind, directory)
@@ -338,12 +325,9 @@ class Bundle:
 
 
 def collect_bundle(
-    kind: Kind, *, lock: Path, prefix: str, directory: Path, say: Say, with_keras: bool = False
+    kind: Kind, lock: Path, prefix: str, directory: Path, say: Say, *, with_keras: bool = False
 ) -> Bundle:
-    """Return the bundle of `kind` below `directory`; download what is needed if there is none yet.
-
-    Raises InputError for an unusable lock file, CsdctlError when something cannot be downloaded.
-    """
+    """Return the bundle of `kind`, downloaded if there is none yet; raises InputError, CsdctlError."""
     locked = select_locked(load_text(lock), kind, with_keras=with_keras)
     recipe = _recipe(kind, locked, prefix, with_keras=with_keras)
     target = directory / (kind.name + "-keras" * with_keras)
@@ -365,10 +349,8 @@ def load_bundle(directory: Path) -> Bundle:
     path = directory / "bundle.json"
     content = load_json(path)
     if not isinstance(content, dict) or content.pop("schema", "") != SCHEMA:
-        raise InputError(
-            f"{path} is not as it was collected",
-            remedy=f"remove {path.parent} and run `csdctl provision --collect` again",
-        )
+        remedy = f"remove {path.parent} and run `csdctl provision --collect` again"
+        raise InputError(f"{path} is not as it was collected", remedy=remedy)
     return check_values({"directory": str(directory), **content}, Bundle, str(path))
 
 
@@ -388,9 +370,8 @@ def _build(
         if not kind.sends_python:
             return bundle
         archive = new / "python.tar.gz"
-        python_id, unpacked_bytes = build_python(
-            kind.architecture, prefix, Path(temporary) / "python", archive
-        )
+        work = Path(temporary) / "python"
+        python_id, unpacked_bytes = build_python(kind.architecture, prefix, work, archive)
     return replace(bundle, python=_describe(archive, unpacked_bytes), python_id=python_id)
 
 
@@ -399,7 +380,6 @@ def _describe(path: Path, unpacked_bytes: int) -> BundleFile:
 
 
 def _pin(files: Sequence[BundleFile]) -> str:
-    """Return a requirements file with the hashes of the trimmed wheels."""
     lines = []
     for file in files:
         name, version = file.name.split("-")[:2]
@@ -421,23 +401,19 @@ def python_directory(prefix: str, archive_id: str) -> str:
 def build_python(architecture: str, prefix: str, work: Path, archive: Path) -> tuple[str, int]:
     """Collect Python for nodes of `architecture` that install below `prefix`, as `archive`.
 
-    It consists of Debian's packages of the node's architecture. apt downloads and verifies them in `work`,
-    without root and without changing this host. The archive has its own C library and loader, so that it runs
-    whatever the glibc of the node is. Its path is fixed: the loader's path is written into the program.
+    apt downloads and verifies Debian's packages in `work`, without root. The archive has its own C library
+    and loader, whose path is written into the program: it runs whatever the glibc of the node is.
 
-    Return its id and the bytes of the unpacked files. Raises CsdctlError when a program is missing on this
-    host, or apt fails.
+    Return its id and unpacked bytes. Raises CsdctlError when a program is missing on this host, or apt fails.
     """
-    for program, package in (("apt-get", "apt"), ("dpkg-deb", "dpkg"), ("patchelf", "patchelf")):
-        if not find_program(program):
-            raise CsdctlError(
-                f"{program} is needed to collect Python for nodes that have none, and is not installed",
-                remedy=f"`apt-get install {package}`, or install Python {SENT_PYTHON} on those nodes",
-            )
+    needed = {"apt-get": "apt", "dpkg-deb": "dpkg", "patchelf": "patchelf"}
+    missing = {program: package for program, package in needed.items() if not find_program(program)}
     if not KEYRING.exists():
+        missing[str(KEYRING)] = "debian-archive-keyring"
+    for needed_name, package in missing.items():
         raise CsdctlError(
-            f"Debian's keys, {KEYRING}, are needed to collect Python for nodes that have none",
-            remedy=f"`apt-get install debian-archive-keyring`, or install Python {SENT_PYTHON} there",
+            f"{needed_name} is needed to collect Python for nodes that have none, and is not installed",
+            remedy=f"`apt-get install {package}`, or install Python {SENT_PYTHON} on those nodes",
         )
     packages = _download(ARCHITECTURES[architecture], work)
     made_from = f"{ARCHIVE_VERSION} {prefix} {sorted(packages.items())}"
@@ -484,10 +460,7 @@ def _apt_options(root: Path, architecture: str) -> list[str]:
 
 
 def _bind_to(tree: Path, architecture: str, directory: str) -> None:
-    """Write the loader and the library paths of `directory` into the program.
-
-    DT_RPATH, unlike DT_RUNPATH, also holds for the libraries that extension modules load.
-    """
+    """Write loader and library paths into the program; DT_RPATH also holds for libraries of extensions."""
     libraries = f"usr/lib/{architecture}-linux-gnu"
     # All below sys.base_prefix: a sandboxed Python may read and start nothing else.
     for source in (tree / "lib" / f"{architecture}-linux-gnu").iterdir():

@@ -64,11 +64,8 @@ class Kind:
     """The properties of a node that its wheels depend on. Nodes of one kind get the same files."""
 
     architecture: str
-    """As `uname -m` prints it."""
     python: str
-    """Major and minor version."""
     sends_python: bool
-    """Whether Python itself is sent."""
 
     @property
     def name(self) -> str:
@@ -95,11 +92,9 @@ class BareMachine:
     home_free_bytes: int | None = None
     """Free on the file system of its home; None if that is also the file system of the prefix."""
     arrived_bytes: int = 0
-    """Wheels that are there already."""
     unfinished_bytes: int = 0
     """Bytes that an interrupted installation left below the prefix."""
     foreign: tuple[str, ...] = ()
-    """What others have in the prefix."""
 
 
 def build_probe(prefix: str, user: str = "") -> list[str]:
@@ -119,9 +114,8 @@ def parse_machine(name: str, completed: Completed) -> BareMachine:
 
     if completed.exit_code or not first("architecture"):
         cause = completed.last_error_line or f"exit code {completed.exit_code}"
-        raise RemoteCommandError(
-            f"the machine could not be inspected: {cause}", node=name, remedy="run `uname -m` there"
-        )
+        problem = f"the machine could not be inspected: {cause}"
+        raise RemoteCommandError(problem, node=name, remedy="run `uname -m` there")
     architecture, is_32_bit = first("architecture"), first("bits") == "32"
     if architecture not in ARCHITECTURES or is_32_bit:
         raise NodeError(
@@ -154,51 +148,35 @@ def parse_machine(name: str, completed: Completed) -> BareMachine:
 def check_prefix(machine: BareMachine, prefix: str) -> None:
     """Raise NodeError when the directory of the installation has files of others."""
     if machine.foreign:
-        raise NodeError(
-            f"{prefix} has files that are not csdctl's: {', '.join(machine.foreign[:3])}",
-            node=machine.name,
-            remedy=f"install into a directory of its own: --prefix {prefix}/csdctl",
-        )
+        problem = f"{prefix} has files that are not csdctl's: {', '.join(machine.foreign[:3])}"
+        remedy = f"install into a directory of its own: --prefix {prefix}/csdctl"
+        raise NodeError(problem, node=machine.name, remedy=remedy)
 
 
 def check_root(machine: BareMachine) -> None:
     """Raise NodeError when its user may not install anything outside of its home."""
     if machine.not_root:
         user = machine.user or "USER"
-        raise NodeError(
-            f"user {user} is not root there and has no passwordless sudo ({machine.not_root})",
-            node=machine.name,
-            remedy=f"allow it, with `{user} ALL=(ALL) NOPASSWD: ALL` in /etc/sudoers.d/csdctl there, "
-            "or set `user: root` in the fleet file",
-        )
+        problem = f"user {user} is not root there and has no passwordless sudo ({machine.not_root})"
+        rule = f"`{user} ALL=(ALL) NOPASSWD: ALL` in /etc/sudoers.d/csdctl there"
+        remedy = f"allow it, with {rule}, or set `user: root` in the fleet file"
+        raise NodeError(problem, node=machine.name, remedy=remedy)
 
 
 def check_space(machine: BareMachine, unpacked_bytes: int, wheel_bytes: int, prefix: str) -> None:
-    """Raise NodeError when the disk is too small.
-
-    `unpacked_bytes` are needed on the file system of `prefix`, `wheel_bytes` on that of the home. What an
-    earlier provisioning left counts.
-    """
+    """Raise NodeError if the disk of prefix or home is too small, beside what an earlier call left."""
     missing_bytes = max(0, wheel_bytes - machine.arrived_bytes)
     needed_bytes = unpacked_bytes - machine.unfinished_bytes
+    places = [(prefix, machine.free_bytes, needed_bytes, ", or install elsewhere: --prefix")]
     if machine.home_free_bytes is None:
-        needed_bytes += missing_bytes
-    elif machine.home_free_bytes < missing_bytes:
-        raise NodeError(
-            _describe_space(machine.home_free_bytes, machine.home, missing_bytes),
-            node=machine.name,
-            remedy=f"free space there: `df -h {shlex.quote(machine.home)}`",
-        )
-    if machine.free_bytes < needed_bytes:
-        raise NodeError(
-            _describe_space(machine.free_bytes, prefix, needed_bytes),
-            node=machine.name,
-            remedy=f"free space there (`df -h {shlex.quote(prefix)}`), or install elsewhere: --prefix",
-        )
-
-
-def _describe_space(free_bytes: int, place: str, needed_bytes: int) -> str:
-    return f"{free_bytes // MIB} MiB are free at {place}, and {needed_bytes // MIB} MiB are needed"
+        places = [(prefix, machine.free_bytes, needed_bytes + missing_bytes, places[0][3])]
+    else:
+        places.insert(0, (machine.home, machine.home_free_bytes, missing_bytes, ""))
+    for place, free_bytes, bytes_there, otherwise in places:
+        if free_bytes < bytes_there:
+            problem = f"{free_bytes // MIB} MiB are free at {place}, and {bytes_there // MIB} MiB are needed"
+            remedy = f"free space there (`df -h {shlex.quote(place)}`){otherwise}"
+            raise NodeError(problem, node=machine.name, remedy=remedy)
 
 
 def _add_up(kib: Iterable[str]) -> int:
@@ -210,14 +188,10 @@ def _check_glibc(name: str, answer: str) -> None:
     numbers = words[-1].split(".")[:2] if words else []
     expected = ".".join(map(str, MIN_GLIBC))
     if len(numbers) != 2 or not all(number.isdigit() for number in numbers):
-        raise NodeError(
-            f"its C library is not glibc ({bounded(answer) or 'no answer'}), expected {expected} or newer",
-            node=name,
-            remedy="install a system with glibc there, or leave the node out: --exclude",
-        )
+        problem = f"is not glibc ({bounded(answer) or 'no answer'}), expected {expected} or newer"
+        remedy = "install a system with glibc there, or leave the node out: --exclude"
+        raise NodeError(f"its C library {problem}", node=name, remedy=remedy)
     if tuple(map(int, numbers)) < MIN_GLIBC:
-        raise NodeError(
-            f"its C library is glibc {'.'.join(numbers)}; the wheels of Open MPI need {expected} or newer",
-            node=name,
-            remedy="install a newer system there (Debian 10, RHEL 8), or leave it out: --exclude",
-        )
+        problem = f"is glibc {'.'.join(numbers)}; the wheels of Open MPI need {expected} or newer"
+        remedy = "install a newer system there (Debian 10, RHEL 8), or leave it out: --exclude"
+        raise NodeError(f"its C library {problem}", node=name, remedy=remedy)

@@ -91,10 +91,8 @@ def find_ansible() -> str:
     """Return the path of ansible-playbook; raises InputError without one."""
     found = find_program("ansible-playbook")
     if not found:
-        raise InputError(
-            "`ansible-playbook` is not installed",
-            remedy=f"{explain_extra('provision')}; or only send what nodes need: csdctl provision --send",
-        )
+        remedy = f"{explain_extra('provision')}; or only send what nodes need: csdctl provision --send"
+        raise InputError("`ansible-playbook` is not installed", remedy=remedy)
     return found
 
 
@@ -124,10 +122,7 @@ def build_environment(base: Mapping[str, str], collection: Path, num_nodes: int)
 
 
 def run_playbook(command: Sequence[str], environment: Mapping[str, str], on_task: OnTask) -> PlaybookResult:
-    """Run ansible-playbook to its end; ends it with its processes on Ctrl-C.
-
-    Raises CsdctlError when it fails before any node, with its last lines.
-    """
+    """Run ansible-playbook, ended on Ctrl-C; raises CsdctlError if it fails before any node."""
     process = subprocess.Popen(
         command,
         env=dict(environment),
@@ -152,9 +147,8 @@ def run_playbook(command: Sequence[str], environment: Mapping[str, str], on_task
         _end(process)
         raise
     if process.returncode and not result.summaries:
-        raise CsdctlError(
-            "ansible-playbook failed:\n" + "\n".join(f"  {line}" for line in others[-NUM_KEPT:])
-        )
+        shown = "".join(f"\n  {line}" for line in others[-NUM_KEPT:])
+        raise CsdctlError(f"ansible-playbook failed:{shown}")
     return result
 
 
@@ -215,7 +209,6 @@ class Sent:
     """The files that one node was sent, or would be."""
 
     python: str
-    """The path of the Python on which the packages are installed."""
     bundle_id: str
     num_files: int
     num_bytes: int
@@ -228,7 +221,6 @@ class ProvisionRequest:
     """The request of one `csdctl provision`."""
 
     bundles: Path
-    """The directory of the bundles on the host."""
     prefix: str = "/opt/csdctl"
     lock: Path = LOCK
     with_keras: bool = False
@@ -237,13 +229,16 @@ class ProvisionRequest:
     sends_only: bool = False
     """Whether to stop after sending; then Ansible is not needed."""
     values: Mapping[str, str | bool] = field(default_factory=dict)
-    """Variables of the playbook, by name."""
 
     def __post_init__(self) -> None:
         if not self.prefix.startswith("/") or ".." in self.prefix.split("/") or not self.prefix.strip("/"):
-            raise InputError(
-                f"--prefix {self.prefix!r} cannot be used", remedy="use an absolute path, such as /opt/csdctl"
-            )
+            remedy = "use an absolute path, such as /opt/csdctl"
+            raise InputError(f"--prefix {self.prefix!r} cannot be used", remedy=remedy)
+
+    def collect(self, kind: Kind, say: Say) -> Bundle:
+        """Return the bundle of `kind`, collected now if there is none yet."""
+        fixed = self.lock, self.prefix, self.bundles, say
+        return collect_bundle(kind, *fixed, with_keras=self.with_keras)
 
 
 @dataclass(frozen=True)
@@ -253,7 +248,6 @@ class Provisioned:
     machine: BareMachine | None = None
     sent: Sent | None = None
     summary: NodeSummary | None = None
-    """None where no playbook ran."""
 
 
 def provision(
@@ -266,17 +260,13 @@ def provision(
     on_sent: Callable[[Outcome[Sent]], None] = lambda outcome: None,
     on_task: OnTask = lambda result: None,
 ) -> dict[str, Outcome[Provisioned]]:
-    """Prepare every node of `fleet`; a node that fails is in the result, not raised.
-
-    Raises InputError without Ansible or with an unusable lock file, CsdctlError when the host cannot collect.
-    """
+    """Prepare every node; one that fails is in the result. Raises InputError, CsdctlError for the host."""
     if fleet.emulated:
         raise InputError(f"{fleet.path} is an emulated fleet", remedy="its nodes use this machine's Python")
     ansible = "" if request.sends_only else find_ansible()
     machines = _look(fleet, request.prefix, directory, installs=not request.sends_only)
     kinds = dict.fromkeys(outcome.value.kind for outcome in machines.values() if outcome.value)
-    bundles = {kind: collect_kind(request, kind, say) for kind in kinds}
-    sender = BundleSender(bundles, request.prefix)
+    sender = BundleSender({kind: request.collect(kind, say) for kind in kinds}, request.prefix)
     failed = errors_of(machines)
 
     def send(session: Session) -> Sent:
@@ -290,26 +280,18 @@ def provision(
         sent = run_on_nodes(usable, send, directory=directory, on_done=on_sent, on_traffic=on_traffic)
     failed |= errors_of(sent)
     # In a dry run, Ansible can run only where everything was sent before.
-    ready = [
-        name
-        for name, outcome in sent.items()
-        if outcome.value and (not request.is_dry_run or outcome.value.is_installed)
-    ]
+    arrived = {name: outcome.value for name, outcome in sent.items() if outcome.value}
+    ready = [name for name, one in arrived.items() if one.is_installed or not request.is_dry_run]
     played: dict[str, Outcome[NodeSummary]] = {}
     if ready and not request.sends_only:
         played = _play(request, keep_nodes(fleet, ready), "nodes.yml", ansible, directory, on_task)
     failed |= errors_of(played)
-    return {
-        name: Outcome(name, error=failed[name])
-        if name in failed
-        else Outcome(
-            name,
-            Provisioned(
-                machines[name].value, sent[name].value, played[name].value if name in played else None
-            ),
-        )
-        for name in machines
-    }
+    done = {}
+    for name, machine in machines.items():
+        summary = played[name].value if name in played else None
+        value = None if name in failed else Provisioned(machine.value, sent[name].value, summary)
+        done[name] = Outcome(name, value, failed.get(name))
+    return done
 
 
 def uninstall(
@@ -321,18 +303,6 @@ def uninstall(
         name: Outcome(name, Provisioned(summary=outcome.value) if outcome.value else None, outcome.error)
         for name, outcome in played.items()
     }
-
-
-def collect_kind(request: ProvisionRequest, kind: Kind, say: Say) -> Bundle:
-    """Return the bundle of `kind`, collected now if there is none yet."""
-    return collect_bundle(
-        kind,
-        lock=request.lock,
-        prefix=request.prefix,
-        directory=request.bundles,
-        say=say,
-        with_keras=request.with_keras,
-    )
 
 
 def _look(fleet: Fleet, prefix: str, directory: Path, *, installs: bool) -> dict[str, Outcome[BareMachine]]:
@@ -359,16 +329,15 @@ def _play(
         save_text(inventory, render_ansible(fleet, directory))
         command = build_command(ansible, collection / "playbooks" / playbook, inventory, values, arguments)
         environment = build_environment(os.environ, collection, len(fleet.nodes))
-        environment |= {
+        places = {
             "ANSIBLE_LOCAL_TEMP": f"{temporary}/local",
             "ANSIBLE_SSH_CONTROL_PATH_DIR": f"{temporary}/cp",
         }
-        played = run_playbook(command, environment, on_task)
+        played = run_playbook(command, environment | places, on_task)
     return {node.name: _judge(node.name, played) for node in fleet.nodes}
 
 
 def _judge(name: str, played: PlaybookResult) -> Outcome[NodeSummary]:
-    """Return what Ansible did on a node, or why it failed there."""
     summary = played.summaries.get(name)
     message = shorten(played.failures.get(name, "no task ran there"), 500)
     if summary is None or summary.failed:
@@ -389,11 +358,9 @@ def _choose_remedy(message: str) -> str:
 
 def collect_fleet(request: ProvisionRequest, fleet: Fleet, directory: Path, say: Say) -> list[Bundle]:
     """Collect for every kind of node in `fleet`; raises one error for the nodes that cannot be asked."""
-    machines = values_or_raise(
-        _look(fleet, request.prefix, directory, installs=False), "inspecting the nodes"
-    )
-    kinds = dict.fromkeys(machine.kind for machine in machines.values())
-    return [collect_kind(request, kind, say) for kind in kinds]
+    outcomes = _look(fleet, request.prefix, directory, installs=False)
+    machines = values_or_raise(outcomes, "inspecting the nodes")
+    return [request.collect(kind, say) for kind in dict.fromkeys(one.kind for one in machines.values())]
 
 
 class BundleSender:
@@ -413,10 +380,7 @@ class BundleSender:
         dry_run: bool = False,
         on_progress: OnDeliveryProgress = lambda progress: None,
     ) -> Sent:
-        """Send `machine` what it lacks.
-
-        Raises NodeError for a disk that is too small, and what `deliver` raises.
-        """
+        """Send `machine` what it lacks; raises NodeError for a small disk, and what `deliver` raises."""
         bundle = self._bundles[machine.kind]
         python = machine.python
         if machine.kind.sends_python:
@@ -445,12 +409,8 @@ class BundleSender:
             check_root(machine)
         check_space(machine, needed_bytes, bundle.wheel_bytes, self._prefix)
         if archive and not dry_run:
-            as_root = [] if machine.is_root else ["sudo", "-n"]
-            done = session.run(
-                [*as_root, "sh", "-c", _UNPACK, *arguments],
-                stdin=self._read(machine.kind)[1],
-                deadline_s=1800.0,
-            )
+            unpack = [*([] if machine.is_root else ["sudo", "-n"]), "sh", "-c", _UNPACK, *arguments]
+            done = session.run(unpack, stdin=self._read(machine.kind)[1], deadline_s=1800.0)
             done.check(session.name, doing="unpacking Python", remedy="check its disk: `df -h`, `mount`")
         return archive.num_bytes if archive else 0
 

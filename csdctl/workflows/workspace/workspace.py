@@ -1,8 +1,6 @@
 """The start of most commands: fleet, facts, and an open session to every machine; and their end.
 
-A node that is down is an error that names it; --exclude leaves the node out. When some nodes of a command on
-many failed, their names are kept in `.csdctl/failed.json`. `--failed-from` reads this file, and also the
-output of the same command with --json.
+`.csdctl/failed.json` has the nodes that failed in a command on many; `--failed-from` reads it.
 """
 
 import contextlib
@@ -55,9 +53,7 @@ class Workspace:
     ledger: Ledger
     """Records what the command sends besides its sessions; saved when the workspace closes."""
     opening_s: float = 0.0
-    """Seconds until all of this was ready."""
     unreachable: dict[str, CsdctlError] = field(default_factory=dict)
-    """The nodes that cannot be reached, and why."""
     selected: Fleet | None = None
     """The fleet with those nodes; None: there are none."""
     after: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)
@@ -103,9 +99,8 @@ def open_workspace(
 ) -> Iterator[Workspace]:
     """Connect to the host and all nodes of `fleet`; raises CsdctlError or NoNodeReachableError.
 
-    With `is_locking`, lock all machines for `command`, after ending processes that a killed csdctl has left;
-    raises MachineLockedError where another csdctl is running. Without `min_nodes`, all nodes must be
-    reachable; with it, so many of them, and at least one.
+    With `is_locking`, lock all machines for `command`, after ending what a killed csdctl has left; raises
+    MachineLockedError. Without `min_nodes`, all nodes must be reachable; with it, so many, at least one.
     """
     started = time.monotonic()
     found, expected, is_too_low = judge_limits(own_limits(), len(os.sched_getaffinity(0)), len(fleet.nodes))
@@ -187,10 +182,8 @@ def unreachable_error(fleet: Fleet, failed: Mapping[str, CsdctlError]) -> Csdctl
     names = ",".join(failed)
     if len(failed) == len(fleet.nodes):
         return NoNodeReachableError(f"no node of {fleet.path} can be reached:\n{listed}")
-    return UnreachableError(
-        f"{len(failed)} of {len(fleet.nodes)} nodes cannot be reached:\n{listed}",
-        remedy=f"fix them, or continue without them: --exclude {names}",
-    )
+    problem = f"{len(failed)} of {len(fleet.nodes)} nodes cannot be reached:\n{listed}"
+    return UnreachableError(problem, remedy=f"fix them, or continue without them: --exclude {names}")
 
 
 def choose_fleet(
@@ -202,16 +195,12 @@ def choose_fleet(
     may_be_empty: bool = False,
     with_servers: bool = True,
 ) -> Fleet:
-    """Return the fleet of file `path`, with the nodes that the options select; raises InputError.
-
-    `may_be_empty`: --exclude may leave the host alone. `with_servers` as in `select_nodes`.
-    """
+    """Return the selected nodes of file `path`, as `select_nodes` does; raises InputError."""
+    select = partial(select_nodes, with_servers=with_servers)
     fleet = load_fleet(path)
     if failed_from:
-        fleet = select_nodes(fleet, [load_failed(failed_from)], with_servers=with_servers)
-    return select_nodes(
-        fleet, limit or (), exclude or (), may_be_empty=may_be_empty, with_servers=with_servers
-    )
+        fleet = select(fleet, [load_failed(failed_from)])
+    return select(fleet, limit or (), exclude or (), may_be_empty=may_be_empty)
 
 
 def load_failed(path: Path) -> str:
@@ -220,10 +209,9 @@ def load_failed(path: Path) -> str:
     try:
         names = [str(name) for name in content["failed"] if name not in (HOST_NAME, FLEET_NAME)]
     except (KeyError, TypeError):
-        raise InputError(
-            f"{path} does not list the nodes that a command failed on",
-            remedy="pass .csdctl/failed.json, or the output of a command with --json",
-        ) from None
+        remedy = "pass .csdctl/failed.json, or the output of a command with --json"
+        problem = f"{path} does not list the nodes that a command failed on"
+        raise InputError(problem, remedy=remedy) from None
     if not names:
         raise InputError(f"no failed nodes are recorded in {path}", remedy="leave out --failed-from")
     return ",".join(names)
@@ -250,9 +238,8 @@ def conclude(
 ) -> None:
     """End a command that ran on `machines`: save the failed ones, and raise one error for them.
 
-    Raises NoNodeReachableError when no node could be reached, PartialError when some machines succeeded,
-    DeadlineError when none ended in time, CsdctlError when none succeeded. `retry`: the command line that
-    repeats it where it failed.
+    Raises NoNodeReachableError, PartialError when some machines succeeded, DeadlineError or CsdctlError.
+    `retry`: the command line that repeats it where it failed.
     """
     record_failed(project, command, machines, failed)
     if not failed:

@@ -120,8 +120,8 @@ WITHOUT_PROJECT = [
     ("discover", "fleet.yaml does not exist"),
     ("forecast", "job.yaml does not exist"),
     ("emulate up --memory lots", "received 'lots' as a size, expected a number and a unit such as 512M"),
-    ("emulate up --memory 1K", "received 1,024 bytes as the memory of a node, expected at least 16M"),
-    ("emulate up --cpu 0", "received 0 as the CPU share of a node, expected 0.01 to"),
+    ("emulate up --memory 1K", "`memory_bytes`: must be greater than or equal to 16777216 (received 1024)"),
+    ("emulate up --cpu 0", "emulated fleet: `cpu`: must be greater than or equal to 0.01 (received 0.0)"),
     ("emulate up --pid 99999999", "received 99999999 as the process that the emulated fleet ends with"),
     ("emulate stop", "no such command 'stop'"),
 ]

@@ -145,7 +145,6 @@ def test_this_machine_has_facts_and_a_condition(tmp_path: Path) -> None:
     assert condition.disk_free_bytes
     assert abs(condition.clock_offset_s or 99) < 5
     assert condition.has_prted is True
-    assert condition.hostname == os.uname().nodename
     assert "127.0.0.1" in (condition.addresses or ())
     assert condition.home_space is not None
     assert condition.home_space.path == str(tmp_path)
@@ -235,8 +234,6 @@ def test_wrong_python_is_noted_and_other_facts_are_kept(tmp_path: Path, python: 
         ("GPU", "L4, 1, \x1b[2J", "driver_version", "driver version is "),
         ("home", "/a\x1b[2J", "home", "home is '/a"),
         ("NVMe drives", "begin\ncontroller \x1b[2J\nserial S", "drives", "NVMe drives unknown: device is"),
-        ("hostname", "h" * 900_000, "hostname", "hostname is 'hhh"),
-        ("hostname", "a\x1b[2J", "hostname", "hostname is 'a"),
         ("addresses", " |-- 999.1.1.1\n /32 host LOCAL", "addresses", "addresses is"),
         ("processes", f"Max open files 1 {'9' * 4000} files", "limits", "limits is "),
         ("processes", f"Max open files 1 {'9' * 5000} files", "limits", "processes unknown"),

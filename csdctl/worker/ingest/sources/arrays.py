@@ -40,6 +40,10 @@ from csdctl.worker.protocol.datasets import LABEL, SAMPLE_WEIGHT, PrepareSpec, T
 
 _EXPLAINED = {OBJECTS: "save it with a type of numbers: array.astype(np.float32)"}
 """Texts of errors of files that are not damaged, and remedies."""
+_MEND_TABLE = (
+    "leave columns out (data.csv.drop), write decimal points, quote commas, or turn the rest into numbers in "
+    "your own function; data.allow_nan: true keeps nan"
+)
 _DAMAGED: tuple[type[Exception], ...] = (*DAMAGED_ARCHIVE, csv.Error)
 
 
@@ -73,10 +77,7 @@ def _unpack(
 
 
 def read_member(archive: zipfile.ZipFile, name: str, store: str) -> Array:
-    """Map one array of an .npz file, without ever unpickling.
-
-    Raises ValueError, OSError or an error of zipfile if it cannot be read.
-    """
+    """Map an array of an .npz file without unpickling; raises ValueError, OSError or an error of zipfile."""
     with archive.open(f"{name}.npy") as file:
         shape, is_fortran, dtype = read_array_header(file)
         return _unpack(file, shape, dtype, store, is_fortran=is_fortran)
@@ -150,10 +151,7 @@ def open_npy_files(root: Path, spec: PrepareSpec) -> ArraySource:
 
 
 def open_npz(path: Path, spec: PrepareSpec) -> ArraySource:
-    """Return arrays x and y, or images and labels, of an .npz file; or y and an array for each input.
-
-    An array `sample_weight` has the weights. Instead of y, there may be an array for each of several outputs.
-    """
+    """Return x and y, images and labels, or y and arrays by input, of an .npz; with `sample_weight`."""
     with (
         convert_read_errors(spec.source),
         BoundedFile(io.FileIO(path)) as whole,
@@ -175,12 +173,9 @@ def open_npz(path: Path, spec: PrepareSpec) -> ArraySource:
                 outputs[SAMPLE_WEIGHT] = read_member(archive, SAMPLE_WEIGHT, spec.store)
             return ArraySource(inputs, outputs, spec)
     found = "" if spec.is_private else f"; it has {list_names(names, 10) or 'none'}"
-    raise data_error(
-        spec.source,
-        f"has no arrays x and y (or images and labels){found}",
-        "name a function that returns them, FILE.py:NAME; "
-        "for a model with several inputs: y, and an array for each input under its name",
-    )
+    several = "for a model with several inputs: y, and an array for each input under its name"
+    remedy = f"name a function that returns them, FILE.py:NAME; {several}"
+    raise data_error(spec.source, f"has no arrays x and y (or images and labels){found}", remedy)
 
 
 def _choose_arrays(names: list[str], spec: PrepareSpec) -> tuple[dict[str, str], dict[str, str]]:
@@ -199,7 +194,6 @@ def _choose_arrays(names: list[str], spec: PrepareSpec) -> tuple[dict[str, str],
 
 
 MORE_CELLS = "\0"
-"""Key of the cells beyond the header, which no column has."""
 
 
 def is_table(file: DataFile, tree: Tree) -> bool:
@@ -218,10 +212,7 @@ def read_columns(path: Path, source: str) -> list[str]:
 
 
 def open_table(tree: Tree, spec: PrepareSpec) -> ArraySource:
-    """Return the rows of .csv files, in order of their paths: a vector of numbers, or an input by column.
-
-    Raises WorkerError, exit code 2, for columns that are missing or have anything but numbers.
-    """
+    """Return the rows of .csv files as vectors, or as inputs by column; raises WorkerError, exit code 2."""
     if spec.table is None:
         problem = "consists of .csv files, but the job does not describe them"
         raise data_error(spec.source, problem, "set data.csv in job.yaml: {label: COLUMN}")
@@ -230,11 +221,8 @@ def open_table(tree: Tree, spec: PrepareSpec) -> ArraySource:
     paths = [tree.path_of(file) for file in tree.files if is_table(file, tree)]
     columns = _read_header(paths, spec)
     features = _choose_features(columns, schema, spec, expected)
-    if (
-        not is_by_name
-        and expected
-        and (others := set(columns) - {*expected, *schema.labels, schema.weight, *schema.dropped})
-    ):
+    others = set(columns) - {*expected, *schema.labels, schema.weight, *schema.dropped}
+    if others and expected and not is_by_name:
         named = "" if spec.is_private else f": {list_names(sorted(others))}"
         problem = f"has columns that the public data does not have{named}"
         raise data_error(spec.source, problem, "remove them from its file")
@@ -258,12 +246,8 @@ def open_table(tree: Tree, spec: PrepareSpec) -> ArraySource:
 
 def _as_label(values: Array, spec: PrepareSpec) -> Array:
     """Return a column of labels as int32 if it has integers only, and may have classes."""
-    is_integer = (
-        not spec.is_regression
-        and (values == np.rint(values)).all()
-        and np.abs(values).max(initial=0) < 1 << 31
-    )
-    return values.astype(np.int32 if is_integer else np.float32)
+    is_integer = (values == np.rint(values)).all() and np.abs(values).max(initial=0) < 1 << 31
+    return values.astype(np.int32 if is_integer and not spec.is_regression else np.float32)
 
 
 def _as_input(values: Array) -> Array:
@@ -292,9 +276,8 @@ def _choose_features(
     features = [name for name in columns if name not in others]
     if missing := [name for name in others if name not in columns]:
         known = "" if spec.is_private else f", but {list_names(columns)}"
-        raise data_error(
-            spec.source, f"has no column {list_names(missing)}{known}", "fix data.csv in job.yaml"
-        )
+        problem = f"has no column {list_names(missing)}{known}"
+        raise data_error(spec.source, problem, "fix data.csv in job.yaml")
     if missing := [name for name in by_name if name not in features]:
         problem = f"has no column {list_names(missing)} for the model's inputs"
         remedy = "name inputs after columns, or let the model have one input for all"
@@ -335,15 +318,10 @@ def _rows(
                     yield [_number(row[name].strip(), name, spec) for name in names]
                 except UnusableError as error:
                     where = f"line {rows.line_num + 1}" + (f" of {path.name}" if is_named else "")
-                    remedy = (
-                        "leave columns out (data.csv.drop), write decimal points, quote commas, or "
-                        "turn the rest into numbers in your own function; data.allow_nan: true keeps nan"
-                    )
-                    raise data_error(source, f"has {error}, {where}", remedy) from None
+                    raise data_error(source, f"has {error}, {where}", _MEND_TABLE) from None
 
 
 def _number(text: str, name: str, spec: PrepareSpec) -> float:
-    """Return the number in a cell; raises UnusableError."""
     with contextlib.suppress(ValueError):
         value = float(text.replace("_", "text"))  # Python's numbers may have underscores, such as 2024_01
         if math.isfinite(value) or spec.allows_nan:

@@ -57,11 +57,7 @@ class UserFunction:
         """The words of the code, which the host has too."""
 
     def call(self, root: Path) -> Any:
-        """Return what the function returns for the data at `root`; raises WorkerError.
-
-        TensorFlow is loaded first if the user's code mentions it: its threads must be set before it starts.
-        Random numbers are the same in every call, so that the same data gives the same bytes.
-        """
+        """Call the function, with TensorFlow if its code mentions it, and with the same random numbers."""
         source = self._path.read_bytes()
         stated = re.match(r"[0-9a-f]{64}", self._path.name)  # the name of a file in the store
         if stated and stated[0] != hashlib.sha256(source).hexdigest():
@@ -85,7 +81,6 @@ class UserFunction:
         return self.guard(lambda: self._load(source)(str(root)))
 
     def _load(self, source: bytes) -> Callable[[str], Any]:
-        """Import the function; raises whatever its file raises."""
         module = ModuleType(_MODULE)
         module.__file__ = str(self._path)
         sys.modules[_MODULE] = module  # where dataclasses look up the types that they are written with
@@ -115,11 +110,7 @@ class UserFunction:
 
 
 class Elements(DecodedSource):
-    """Samples that a function yields, from an iterator, a tf.data.Dataset or a keras.utils.PyDataset.
-
-    They come one by one or in batches of any size. Single uint8 images are converted to the job's shape;
-    all others stay unchanged, but for arrays that `pad_to_longest` pads.
-    """
+    """Samples from an iterator, a tf.data.Dataset or a keras.utils.PyDataset, one by one or in batches."""
 
     def __init__(
         self,
@@ -147,10 +138,7 @@ class Elements(DecodedSource):
             yield from skip_rows(self._records(), start) if self._axes else super().blocks(start)
 
     def pad_to_longest(self, names: Collection[str]) -> None:
-        """Pad the inputs and outputs `names`, as in messages, with 0: all to one shape.
-
-        It is the one that the model or the public data have; without one, all elements are read once more.
-        """
+        """Pad `names` with 0 to the shape of model or public data, or of the longest sample."""
         known = {name or SAMPLES: shape for name, shape in self._spec.inputs.items()}
         known |= {name or LABELS: shape for name, (_, shape) in self._spec.labels.items()}
         self._targets = {name: known[name] for name in names if name in known and all(known[name])}
@@ -189,11 +177,9 @@ class Elements(DecodedSource):
         if target is None or shape == target or len(shape) != len(target):
             return array
         if any(size > most for size, most in zip(shape, target, strict=True)):
-            raise StructureError(
-                f"yields {name} of shape {shape}, longer than {target} of the model or the public data",
-                "pad or cut all data to one length in the function, "
-                "such as padded_batch(…, padded_shapes=…) or to_tensor(shape=…)",
-            )
+            how = "such as padded_batch(…, padded_shapes=…) or to_tensor(shape=…)"
+            problem = f"yields {name} of shape {shape}, longer than {target} of the model or the public data"
+            raise StructureError(problem, f"pad or cut all data to one length in the function, {how}")
         self.padded[name] = target
         padded = np.zeros((*array.shape[: self._axes], *target), array.dtype)
         padded[tuple(map(slice, array.shape))] = array
@@ -214,10 +200,8 @@ class Elements(DecodedSource):
             shapes = None if is_image else sample.shape, label.shape
             found = shapes, sample.dtype, label_dtype(label.dtype)
             if expected is not None and found != expected:
-                raise StructureError(
-                    "yields samples of different shapes or types",
-                    "give all samples one shape and type, or return a tf.data.Dataset, which is padded",
-                )
+                remedy = "give all samples one shape and type, or return a tf.data.Dataset, which is padded"
+                raise StructureError("yields samples of different shapes or types", remedy)
             expected = found
             yield sample, label
 
@@ -228,17 +212,14 @@ class Elements(DecodedSource):
 
 def named_in_messages(inputs: Mapping[str, Any], outputs: Mapping[str, Any]) -> list[tuple[str, Any]]:
     """Return inputs and outputs with the names that they have in messages."""
-    return [
-        *((name or SAMPLES, part) for name, part in inputs.items()),
-        *((name or LABELS, part) for name, part in outputs.items()),
-    ]
+    kinds = (SAMPLES, inputs), (LABELS, outputs)
+    return [(name or kind, part) for kind, parts in kinds for name, part in parts.items()]
 
 
 SHUFFLE_SEED = 0
 """Seed of the random numbers of the user's code while data is prepared."""
 
 Sizes = tuple[int | None, ...]
-"""A shape with None for any size."""
 
 
 def open_dataset(returned: Any, function: UserFunction, spec: PrepareSpec, threads: int) -> Elements:
@@ -250,14 +231,9 @@ def open_dataset(returned: Any, function: UserFunction, spec: PrepareSpec, threa
     parts = named_in_messages(inputs, outputs)
     shapes = [tuple(part.shape) for _, part in parts]
     is_batched = _is_batched({name: tuple(part.shape) for name, part in inputs.items()}, shapes, spec)
-    source = Elements(
-        function,
-        lambda: iter(returned),
-        spec,
-        threads,
-        is_batched=is_batched,
-        num_samples=0 if is_batched else max(0, size),
-    )
+    num_samples = 0 if is_batched else max(0, size)
+    fixed = function, lambda: iter(returned), spec, threads
+    source = Elements(*fixed, is_batched=is_batched, num_samples=num_samples)
     if not is_batched and list(inputs) == [""] and inputs[""].dtype == tf.uint8:
         del parts[0]  # images, which are converted to one shape
     source.pad_to_longest([name for name, part in parts if None in part.shape[int(is_batched) :]])
@@ -280,10 +256,8 @@ def _spec_parts(element_spec: Any, spec: PrepareSpec) -> tuple[dict[str, Any], d
     inputs, outputs = name_parts(element_spec, spec)
     for name, part in (inputs | outputs).items():
         if getattr(part, "shape", None) is None or part.shape.rank is None:
-            raise StructureError(
-                f"returned a tf.data.Dataset without a known rank of {name or 'samples or labels'}",
-                "set it in map(), with tf.ensure_shape or set_shape",
-            )
+            problem = f"returned a tf.data.Dataset without a known rank of {name or 'samples or labels'}"
+            raise StructureError(problem, "set it in map(), with tf.ensure_shape or set_shape")
     return inputs, outputs
 
 
@@ -292,9 +266,8 @@ def _is_batched(inputs: dict[str, Sizes], shapes: list[Sizes], spec: PrepareSpec
     if any(not shape for shape in shapes):
         return False
     if set(inputs) == set(spec.inputs):
-        fits = [
-            all(takes(spec.inputs[name], shape[axes:]) for name, shape in inputs.items()) for axes in (0, 1)
-        ]
+        sizes_of = [(spec.inputs[name], shape) for name, shape in inputs.items()]
+        fits = [all(takes(expected, shape[axes:]) for expected, shape in sizes_of) for axes in (0, 1)]
         if fits[0] != fits[1]:
             return fits[1]
     sizes = {shape[0] for shape in shapes}
@@ -305,10 +278,7 @@ _MODULE = "csdctl_users_data"
 
 
 def call_function(tree: Tree, spec: PrepareSpec, threads: int) -> SampleSource:
-    """Call the user's function and return its result as a source.
-
-    Raises WorkerError, exit code 2, if it fails or returns something else.
-    """
+    """Call the user's function, and return its result as a source; raises WorkerError, exit code 2."""
     function = UserFunction(spec)
     returned = function.call(tree.root)
     with function.checking():
@@ -345,10 +315,8 @@ def _open_arrays(returned: Any, spec: PrepareSpec) -> ArraySource:
     arrays = [to_arrays(parts, 1) for parts in (inputs, outputs)]
     lengths = {array.shape[:1] for part in arrays for array in part.values()}
     if len(lengths) > 1 and isinstance(returned, tuple) and all(isinstance(part, tuple) for part in returned):
-        raise StructureError(
-            "returned arrays of different lengths, as (train, test) of load_data() has",
-            "return one pair, and write a function for each",
-        )
+        problem = "returned arrays of different lengths, as (train, test) of load_data() has"
+        raise StructureError(problem, "return one pair, and write a function for each")
     source = ArraySource(arrays[0], arrays[1] or {"": no_labels(next(iter(lengths)))}, spec)
     parts = zip(named_in_messages(inputs, outputs), named_in_messages(*arrays), strict=True)
     source.padded = {

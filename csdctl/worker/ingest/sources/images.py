@@ -58,12 +58,9 @@ _FORMATS = {
 _DECODER_ERRORS = (OSError, SyntaxError, ValueError, LookupError, EOFError, OverflowError, TypeError)
 
 
-def known_shape(rule: ImageRule) -> tuple[int, int, int] | None:
+def known_shape(rule: ImageRule) -> tuple[int, ...] | None:
     """Return the rule's (height, width, channels) if it has all three, else None."""
-    if rule.shape is None or len(rule.shape) != 3 or 0 in rule.shape:
-        return None
-    height, width, channels = rule.shape
-    return height, width, channels
+    return rule.shape if rule.shape and len(rule.shape) == 3 and 0 not in rule.shape else None
 
 
 @dataclass(frozen=True)
@@ -115,9 +112,8 @@ def _import_pillow() -> Any:
         import PIL
         from PIL import BmpImagePlugin, GifImagePlugin, Image, JpegImagePlugin  # noqa: F401
     except ImportError as error:
-        raise InputError(
-            f"has no Pillow, which reads images: {describe(error)}", "install the package pillow there"
-        ) from None
+        problem = f"has no Pillow, which reads images: {describe(error)}"
+        raise InputError(problem, "install the package pillow there") from None
     return PIL
 
 
@@ -128,14 +124,11 @@ class ImageDecoder:
         """Raise WorkerError, exit code 2, for a shape that images cannot have; `fit` needs no TensorFlow."""
         shape = known_shape(rule)
         if shape is None or shape[2] not in (1, 3):
-            raise InputError(
-                f"images cannot be converted to samples of shape {rule.shape}",
-                "set data.image.shape in job.yaml: [height, width, 1 or 3]",
-            )
+            problem = f"images cannot be converted to samples of shape {rule.shape}"
+            raise InputError(problem, "set data.image.shape in job.yaml: [height, width, 1 or 3]")
         self._pillow = _import_pillow()
         self._height, self._width, self._channels = shape
         self.sample_bytes = math.prod(shape)
-        """Bytes of one converted image."""
         self._rule = rule
         self._large_image = threading.Lock()
 
@@ -314,15 +307,11 @@ class RecordFiles(DecodedSource):
         self._reader = RecordReader()
         if self._schema.shape is None:
             load_decoders()
-        is_image = self._schema.shape is None or (
-            self._schema.dtype == "uint8" and len(self._schema.shape) == 3 and known_shape(spec.picture)
-        )
+        shape, dtype = self._schema.shape, self._schema.dtype
+        is_image = shape is None or (dtype == "uint8" and len(shape) == 3 and known_shape(spec.picture))
         self._decoder = ImageDecoder(spec.picture) if is_image else None
-        self.sample_bytes = (
-            self._decoder.sample_bytes
-            if self._decoder
-            else int(np.prod(self._schema.shape or ())) * np.dtype(self._schema.dtype).itemsize
-        )
+        raw_bytes = math.prod(shape or ()) * np.dtype(dtype).itemsize
+        self.sample_bytes = self._decoder.sample_bytes if self._decoder else raw_bytes
 
     def candidates(self) -> Iterator[Candidate]:
         """Yield all examples."""
@@ -346,11 +335,10 @@ class RecordFiles(DecodedSource):
         with path.open("rb") as file:
             if file.read(3) != b"\x1f\x8b\x08":
                 return ""
-        try:
+        with suppress(TensorFlowError, StopIteration):
             next(self._reader.read(path))
-        except (TensorFlowError, StopIteration):
-            return "GZIP"
-        return ""
+            return ""
+        return "GZIP"
 
     def decode(self, content: bytes | None, label: str) -> tuple[Array, Any]:
         """Return sample and label of an example; raises UnusableError."""

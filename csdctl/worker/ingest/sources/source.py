@@ -32,9 +32,9 @@ BLOCK_BYTES = 32 << 20
 """Memory that a block may take: for encoded samples, and again for decoded ones. The prepared bytes do not
 depend on the sizes of blocks."""
 
-IGNORED = {"lost+found", "__MACOSX", "@eaDir", "#recycle", "$RECYCLE.BIN", "System Volume Information"} | {
-    "Thumbs.db",
-    "desktop.ini",
+IGNORED = {
+    *("lost+found", "__MACOSX", "@eaDir", "#recycle", "$RECYCLE.BIN", "System Volume Information"),
+    *("Thumbs.db", "desktop.ini"),
 }
 """What systems and archives add; names that begin with a dot are ignored too."""
 
@@ -60,18 +60,13 @@ class Tree:
     root: Path
     files: tuple[DataFile, ...]
     folders: tuple[str, ...]
-    """Names of the folders directly below the root."""
 
     def path_of(self, file: DataFile) -> Path:
         """Return the path of `file`."""
         return self.root.joinpath(*file.parts)
 
     def fingerprint(self, settings: str, max_bytes: int) -> str:
-        """Return a hash of `settings`, the root's path, and the name and the content of each file.
-
-        While all states are the same, no file is read again. Of a file of more than `max_bytes`, which nobody
-        reads, the state counts.
-        """
+        """Return a hash of `settings`, root, names and content; of files above `max_bytes`, the state."""
         root = self.root.resolve()
         states = hashlib.sha256(ascii((max_bytes, self.files)).encode()).hexdigest()
         newest_ns = max((file.state[-1] for file in self.files), default=0)
@@ -94,11 +89,7 @@ class Tree:
 
 
 def read_tree(source: str, *, is_private: bool = False) -> Tree:
-    """List the files at `source`, a path as written in the job.
-
-    Raises WorkerError if nothing exists there, or a link leads out of it or to a directory; exit code 2, but
-    1 for private data that does not exist: its disk may not be mounted.
-    """
+    """List the files at `source`; raises WorkerError, exit code 2, or 1 for missing private data."""
     try:
         root = Path.home() / Path(source).expanduser()
     except RuntimeError:
@@ -139,7 +130,6 @@ def _walk(directory: Path, parts: tuple[str, ...], within: str, source: str) -> 
 
 
 def _check_link(entry: os.DirEntry[str], within: str, source: str) -> None:
-    """Raise WorkerError unless a link points to a file below the same root."""
     if not os.path.realpath(entry.path).startswith(within):
         remedy = "replace the link with the file itself, or remove it"
         raise data_error(source, "has a link that leads out of it", remedy)
@@ -186,9 +176,7 @@ class SampleSource:
     """Samples in an order that is determined by the source's files and the job alone."""
 
     num_samples = 0
-    """Samples to process; 0 if unknown in advance."""
     sample_bytes = 0
-    """Bytes of one prepared sample; 0 if unknown in advance."""
     files_of_class: tuple[int, ...] = ()
     """Number of files of each class; empty for sources without class folders."""
     columns: tuple[str, ...] = ()
@@ -229,10 +217,7 @@ def num_threads() -> int:
 
 
 class DecodedSource(SampleSource):
-    """Samples that are decoded one by one; those that raise UnusableError are counted and skipped.
-
-    Samples and their order do not depend on the number of threads.
-    """
+    """Samples that are decoded one by one, in threads, in order; unusable ones are counted and skipped."""
 
     def __init__(self, spec: PrepareSpec, threads: int) -> None:
         super().__init__(spec)
@@ -313,10 +298,7 @@ class StructureError(Exception):
 
 
 def name_parts(element: Any, spec: PrepareSpec) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return inputs and outputs by their names in the model; raises StructureError.
-
-    Without labels, for a model whose layers have the loss (add_loss), there are only samples: not a tuple.
-    """
+    """Return inputs and outputs, {} without labels, by their names in the model; raises StructureError."""
     if isinstance(element, Mapping) or getattr(element, "shape", ()) not in ((), None):
         element = (element, None)
     if not (isinstance(element, tuple | list) and len(element) in (2, 3)):
@@ -356,9 +338,8 @@ def _name_outputs(labels: Any, weights: Any, spec: PrepareSpec) -> dict[str, Any
         return parts
     weight_parts = _parts_of(weights, OUTPUT)
     if len(weight_parts) > 1:
-        raise StructureError(
-            "returned weights for each output", "return one weight for each sample, or weigh losses instead"
-        )
+        remedy = "return one weight for each sample, or weigh losses instead"
+        raise StructureError("returned weights for each output", remedy)
     if "" in parts:
         parts = {LABEL: parts[""]}
     return parts | {SAMPLE_WEIGHT: next(iter(weight_parts.values()))}
@@ -369,10 +350,8 @@ def _parts_of(structure: Any, kind: str) -> dict[str, Any]:
         parts = dict(structure)
         good = (name for name in parts if isinstance(name, str) and name.isascii() and name.isprintable())
         if bad := parts.keys() - {name for name in good if 0 < len(name) <= _MAX_NAME}:
-            raise StructureError(
-                f"returned the name {str(bad.pop())[:_MAX_NAME]!r}",
-                f"name inputs and outputs with up to {_MAX_NAME} printable ASCII characters",
-            )
+            remedy = f"name inputs and outputs with up to {_MAX_NAME} printable ASCII characters"
+            raise StructureError(f"returned the name {str(bad.pop())[:_MAX_NAME]!r}", remedy)
     elif isinstance(structure, tuple | list) and structure and all(map(_is_part, structure)):
         parts = {name_of_position(kind, number): part for number, part in enumerate(structure)}
         if len(parts) == 1:
@@ -380,9 +359,8 @@ def _parts_of(structure: Any, kind: str) -> dict[str, Any]:
     else:
         parts = {"": structure}
     if not parts or any(isinstance(part, Mapping) for part in parts.values()):
-        raise StructureError(
-            "returned nested structures", "give each input and output one array, under its own name"
-        )
+        remedy = "give each input and output one array, under its own name"
+        raise StructureError("returned nested structures", remedy)
     return parts
 
 
@@ -393,6 +371,7 @@ def _is_part(value: Any) -> bool:
 
 def to_array(part: Any, name: str) -> Array:
     """Return an array or tensor as an array of numbers, ragged ones padded with 0; raises StructureError."""
+    where = f" as {name}" if name else ""
     if hasattr(part, "to_tensor"):
         part = part.to_tensor()
     elif hasattr(part, "dense_shape"):
@@ -400,39 +379,30 @@ def to_array(part: Any, name: str) -> Array:
     elif hasattr(part, "toarray"):
         part = part.toarray()
     if np.ma.is_masked(part):
-        raise StructureError(f"returned a masked array{_of(name)}", "replace masked values: array.filled(0)")
+        raise StructureError(f"returned a masked array{where}", "replace masked values: array.filled(0)")
     try:
         array = np.asarray(part)
     except (TypeError, ValueError):
-        raise StructureError(f"returned lists of different lengths{_of(name)}", _NUMBERS) from None
+        raise StructureError(f"returned lists of different lengths{where}", _NUMBERS) from None
     if array.dtype.name == "bfloat16":
         array = array.astype(np.float32)
     if array.dtype.kind in "OSU":
-        raise StructureError(f"returned text or Python objects{_of(name)}", _NUMBERS)
+        raise StructureError(f"returned text or Python objects{where}", _NUMBERS)
     if array.dtype.kind not in "uifb":
-        raise StructureError(f"returned values of type {array.dtype}{_of(name)}", "convert them to numbers")
+        raise StructureError(f"returned values of type {array.dtype}{where}", "convert them to numbers")
     return array
 
 
-def _of(name: str) -> str:
-    return f" as {name}" if name else ""
-
-
 def to_arrays(parts: Mapping[str, Any], num_axes: int) -> dict[str, Array]:
-    """Return the parts as arrays of numbers, with weights as float32; raises StructureError.
-
-    `num_axes` is 1 for several samples, 0 for a single one.
-    """
+    """Return parts as arrays of numbers, 1 axis of several samples or 0; raises StructureError."""
     arrays = {name: to_array(part, name) for name, part in parts.items()}
     if SAMPLE_WEIGHT in arrays:
         weights = arrays[SAMPLE_WEIGHT]
         if weights.ndim == num_axes + 1 and weights.shape[-1] == 1:
             weights = weights[..., 0]
         if weights.ndim < num_axes:
-            raise StructureError(
-                "returned a single weight for all samples",
-                "return weights of shape (n,), or with the further axes of the labels, such as (n, steps)",
-            )
+            remedy = "return weights of shape (n,), or with further axes of the labels, such as (n, steps)"
+            raise StructureError("returned a single weight for all samples", remedy)
         arrays[SAMPLE_WEIGHT] = weights.astype(np.float32, copy=False)
     return arrays
 
@@ -473,11 +443,7 @@ def conform(block: Block, spec: PrepareSpec) -> Block:
 
 
 def _store_label(name: str, field: Array, spec: PrepareSpec) -> Array:
-    """Return labels or weights as float32, and integer labels as int32.
-
-    Integers are float32 where those of the public data are, and wide ones of a regression too: the loss of
-    fit takes them as float32.
-    """
+    """Return labels as int32, or float32 as the public data's, or wide integers of a regression."""
     is_value = spec.is_regression and not spec.classes and not np.can_cast(field.dtype, np.int32)
     dtype, _ = spec.labels.get(name, ("float32" if is_value else "int32", ()))
     if field.dtype.kind not in "iu" or name == SAMPLE_WEIGHT or dtype == "float32":

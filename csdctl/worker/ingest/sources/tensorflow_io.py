@@ -60,11 +60,7 @@ def _open(nodes: Sequence[bytes]) -> GraphSession:
 
 @cache
 def load_decoders() -> dict[str, Function]:
-    """Return thread-safe functions of encoded bytes: PNG, RGBA for a PNG with alpha, and of JPEG_RATIOS.
-
-    They return pixels (h, w, c), uint8: c as in the file, 4 of RGBA, 3 of a JPEG. They raise TensorFlowError
-    for a damaged picture. Raises WorkerError without TensorFlow's libraries.
-    """
+    """Return thread-safe functions of encoded bytes that return pixels (h, w, c) or raise TensorFlowError."""
     content, exact = ("content",), _bytes(b"INTEGER_ACCURATE")
     nodes = {name: _node(name, "DecodePng", content, channels=_int(n)) for name, n in ((PNG, 0), (RGBA, 4))}
     for ratio, name in JPEG_RATIOS.items():
