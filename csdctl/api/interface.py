@@ -42,9 +42,10 @@ from csdctl.terminal.prepare import PreparationScreen, render_prepared
 from csdctl.terminal.streams import Streams
 from csdctl.terminal.train import TrainingScreen
 from csdctl.terminal.tune import render_plan, render_verified
+from csdctl.transport.session import MAX_QUOTED_CHARS
 from csdctl.tuning.plan import Plan, load_plan
 from csdctl.tuning.search import Limits as Limits
-from csdctl.worker.protocol.datasets import INPUT, OUTPUT, as_inputs, name_of_position
+from csdctl.worker.protocol.datasets import INPUT, OUTPUT, as_inputs, is_position, name_of_position
 from csdctl.worker.protocol.events import EpochEnd
 from csdctl.worker.protocol.json_codec import BatchSize, ProtocolError, from_dict
 from csdctl.worker.protocol.model_info import BUILDER, BuildSpec, find_unsaved
@@ -273,7 +274,8 @@ class Job:
         if not callable(save):
             raise InputError(f"received {type(model).__name__} as model, expected a Keras model")
         given = {"train": data if y is None else (data, y), "validation": validation}
-        parts = {name: _check_data(part, name) for name, part in given.items() if part is not None}
+        judged = None if "loss" in recipe else model
+        parts = {name: _check_data(part, name, judged) for name, part in given.items() if part is not None}
         entries = {name.replace("train", "public"): entry for name, (entry, _) in parts.items()}
         content: dict[str, Any] = {
             "name": path.resolve().name or "job",
@@ -413,15 +415,50 @@ def _plain(value: Any, name: str) -> Any:
     )
 
 
-def _check_data(data: Any, name: str) -> tuple[dict[str, str], dict[str, np.ndarray[Any, Any]]]:
-    """Return an entry of job.yaml, and arrays, {} for a path."""
+def _check_data(data: Any, name: str, model: Any) -> tuple[dict[str, str], dict[str, np.ndarray[Any, Any]]]:
+    """Return an entry of job.yaml, and arrays with which the model has a loss, {} for a path."""
     if isinstance(data, str | Path):
         path = Path(data).expanduser().resolve()
         if not path.exists():
             raise InputError(f"the {name} data {path} does not exist", remedy="pass a path, or arrays")
         return {"path": str(path)}, {}
     arrays = _name_arrays(_collect(data), name)
+    _check_loss(model, arrays, name)
     return {"path": f"{name}.npz", "function": "data.py:load"}, arrays
+
+
+def _check_loss(model: Any, arrays: Mapping[str, np.ndarray[Any, Any]], name: str) -> None:
+    """Raise InputError when the model has no loss of the samples with the extreme values of each array.
+
+    Shapes that do not fit and labels that are no class are found now, not when training starts. A model that
+    is not compiled, or whose own train_step takes the batch, is not judged.
+    """
+    base = getattr(sys.modules.get("keras"), "Model", None)
+    is_plain = base and isinstance(model, base) and type(model).train_step is base.train_step
+    if not is_plain or not model.compiled or not model.loss:
+        return
+    if not any(key[0] == "y" for key in arrays):
+        raise InputError(f"the {name} data has no labels, which the loss needs", remedy="pass (x, y)")
+    places = [(one.size // len(one), (one.argmin(), one.argmax())) for one in arrays.values() if one.size]
+    rows = sorted({int(at) // size for size, both in places for at in both})
+    few = {key: one[rows].astype("f4" if one.dtype == "u1" else one.dtype) for key, one in arrays.items()}
+    batch = []
+    for kind in KINDS:
+        parts = {key.partition("/")[2]: one for key, one in few.items() if key[0] == kind}
+        is_list = all(is_position(part, POSITIONS.get(kind, kind)) for part in parts)
+        batch.append(list(parts.values()) if parts and is_list else parts.get("", parts or None))
+    try:
+        model.test_on_batch(*batch)
+    except Exception as error:
+        model.test_function = None  # of a first call that failed, Keras can make no second one
+        told = re.sub(r"\x1b\[\d*m| \[\[.*", "", " ".join(str(error).partition("Arguments rec")[0].split()))
+        told = told.rpartition("most recent call last): ")[2][-MAX_QUOTED_CHARS:]
+        raise InputError(
+            f"Keras cannot compute the loss of the {name} data: {told}",
+            remedy="model.evaluate(x, y) must work; fix the data, the model or its loss",
+        ) from error
+    finally:
+        model.reset_metrics()
 
 
 def _collect(data: Any) -> tuple[Any, ...]:
