@@ -59,7 +59,7 @@ def test_commands(lab: Lab, tmp_path: Path, fleet: str) -> None:
             for number, cpu in enumerate(shares)
         ]
         write_fleet(project, nodes)
-        project.know(*nodes)
+        project.trust(*nodes)
         for name, work in works.items():
             write_job(project, name, work, 2_000)
             total_s = measure(project, "prepare", f"{name}.yaml")

@@ -104,7 +104,7 @@ def project(lab: Lab, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Proj
             ]
             write_fleet(project, nodes, FLEET_FILES[name])
             all_nodes += nodes
-        project.know(*all_nodes)
+        project.trust(*all_nodes)
         for name, work in WORKS.items():
             write_job(project, name, work, NUM_IMAGES[name])
         yield project

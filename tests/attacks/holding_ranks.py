@@ -31,15 +31,10 @@ communicator.build_hub_command = lambda descriptor: [
 
 spec, rank, (weight, steps) = from_json(RunSpec, sys.argv[1]), int(sys.argv[2]), json.loads(sys.argv[3])
 
-class Variable:
-    value = np.full(4, weight, np.float32)
-    def assign(self, value):
-        self.value = value
-
 class Holds(ModelTask):
     sum_sizes = ((1, 0),)
     max_message_bytes = 0
-    variables = [Variable()]
+    values = [np.full(4, weight, np.float32)]
 
     def __init__(self, context):
         self.spec, self.me, self.progress = context.spec, context.me, context.progress
@@ -49,7 +44,7 @@ class Holds(ModelTask):
         self.progress.position = dataclasses.replace(self.progress.position, total_steps=steps)
 
     def run(self, communicator):
-        held = [self.variables[0].value.tolist(), self.progress.position.total_steps]
+        held = [self.values[0].tolist(), self.progress.position.total_steps]
         print(json.dumps({"held": held}), flush=True)
         return FINISHED
 

@@ -19,7 +19,6 @@ from csdctl.worker.tasks.checkpointer import Checkpoints, StepFile
 from csdctl.worker.tasks.progress import Position, max_state_bytes, pack, unpack
 from tests.attacks.holding_ranks import held, hold
 from tests.attacks.other_user import give, needs_root
-from tests.unit.worker.tasks.test_checkpointer import Variable
 
 HOST = (1.0, 40)
 
@@ -41,10 +40,8 @@ def test_all_ranks_get_what_the_host_has(
 
 LIE = """
 from csdctl.worker.tasks import session
-honest, Variable = session.hash_state, type(Holds.variables[0])
-class Hosts(Variable):
-    value = np.full(4, 1.0, np.float32)
-session.hash_state = lambda _, position: honest([Hosts()], dataclasses.replace(position, total_steps=40))
+honest, values = session.hash_state, [np.full(4, 1.0, np.float32)]
+session.hash_state = lambda _, position: honest(values, dataclasses.replace(position, total_steps=40))
 """
 
 
@@ -63,7 +60,7 @@ def test_node_that_sends_no_hash_gets_what_the_host_has(answer: str) -> None:
 
 
 def variables(fill: float) -> list[Any]:
-    return [Variable(np.full(1000, fill, np.float32))]
+    return [np.full(1000, fill, np.float32)]
 
 
 OWN = [OwnSamples(0, 80)]
