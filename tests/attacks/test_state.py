@@ -148,7 +148,7 @@ def load_saved(directory: Path) -> list[int]:
     state = StepFile(directory / "step.state", variables(0)).read()
     limit = max_state_bytes(variables(0))
     states = [*([] if state is None else [state]), *Checkpoints(directory).newest_first(limit)]
-    return [unpack(state, variables(0), OWN).total_steps for state in states]
+    return [unpack(state, variables(0), OWN)[0].total_steps for state in states]
 
 
 def steps_and_growth(directory: Path) -> tuple[str, int]:
