@@ -95,7 +95,7 @@ def trace(compiler: Compiler) -> tuple[StepInfo, GraphBuilder]:
     info = compiler.trace(builder)
     of_metrics = {id(one.value) for one in compiler.metric_states.variables}  # which start anew
     if others := [one for one in builder.unknown if id(one) not in of_metrics]:
-        compiler.variables += map(OtherVariable, others)
+        compiler.add_state([*map(OtherVariable, others)])
         info = compiler.trace(builder := GraphBuilder())
     return info, builder
 
@@ -104,8 +104,12 @@ class OtherVariable:
     """A tf.Variable with the interface of Keras' variables."""
 
     def __init__(self, variable: Any) -> None:
-        self.value, self.assign = variable, variable.assign
-        self.shape, self.dtype, self.path = variable.shape, variable.dtype.name, variable.name
+        self.value, self.path = variable, variable.name
+        self.shape, self.dtype = variable.shape, variable.dtype.name
+
+    def assign(self, value: Any) -> None:
+        """Give it a value."""
+        self.value.assign(value)
 
 
 def make_engine(

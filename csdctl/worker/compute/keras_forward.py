@@ -76,7 +76,7 @@ def compile_forward(request: ForwardRequest) -> Compiled:
         return Compiled(error.message)
     save_arrays(output / STATE_FILE, {f"v{place:05d}": one for place, one in enumerate(arguments)})
     variables = tuple(VariableInfo(one.shape, one.dtype.name) for one in arguments)
-    info = ForwardInfo(builder.functions[FORWARD], variables)
+    info = ForwardInfo(builder.functions, variables)
     (output / INFO).write_text(to_json(info))
     return Compiled()
 

@@ -20,7 +20,7 @@ from csdctl.worker.compute.step_compiler import StepCompiler
 from csdctl.worker.compute.trace import unflatten
 from csdctl.worker.data.arrays import Array
 from csdctl.worker.engine.layout import VectorLayout
-from csdctl.worker.engine.step import StepEngine
+from csdctl.worker.engine.step import EVALUATE, StepEngine
 from csdctl.worker.protocol.recipe import Recipe
 from csdctl.worker.protocol.run_spec import RankSpec, RunSpec
 
@@ -31,7 +31,10 @@ class KerasStep:
     def __init__(self, model: Any, recipe: Recipe, engine: StepEngine, example: tuple[Array, Array]) -> None:
         """`engine`: of the same model, whose random states and rate are used; `example`: n may be 0."""
         self.engine, self._recipe = engine, recipe
-        self._compiler = make_compiler(model, recipe, example, has_noise=engine.has_noise)
+        has_validation = EVALUATE in engine.info.functions
+        self._compiler = make_compiler(
+            model, recipe, example, has_noise=engine.has_noise, has_validation=has_validation
+        )
         if len(self._compiler.variables) < len(engine.info.variables):
             trace(self._compiler)  # which finds variables that neither model nor optimizer knows
         self.model, self._variables = model, self._compiler.variables

@@ -17,7 +17,6 @@ follow (seed, rank, step), as those of layers do.
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from typing import Any
@@ -30,7 +29,7 @@ from csdctl.worker.compute.keras_internals import build_symbolically, find_globa
 from csdctl.worker.compute.objective import MetricStates, noting_batches, scale, specs_of, symbolic
 from csdctl.worker.compute.statistics import Seeds, pooled_spread
 from csdctl.worker.compute.step_compiler import BATCH, Compiler
-from csdctl.worker.compute.trace import GraphBuilder, unflatten
+from csdctl.worker.compute.trace import GraphBuilder, run_eagerly, unflatten
 from csdctl.worker.data.arrays import Array
 from csdctl.worker.engine.step import EVALUATE, OWN, Slice, StepInfo, SumInfo
 from csdctl.worker.process.errors import InputError, WorkerError, describe
@@ -94,6 +93,12 @@ class OwnStepCompiler(Compiler):
         self.variables = [one for one in state if id(one) not in left_out]
         self._optimizers = optimizers
 
+    def add_state(self, variables: Sequence[Any]) -> None:
+        """As of Compiler."""
+        seeds = [one for one in variables if "seed_generator_state" in one.path]
+        self.seeds.add(seeds)
+        super().add_state([one for one in variables if not any(one is seed for seed in seeds)])
+
     def trace(self, builder: GraphBuilder) -> StepInfo:
         """As of Compiler."""
         scalars = {name: tf.TensorSpec((), tf.float32) for name in ("rate", "weight", "count")}
@@ -105,7 +110,7 @@ class OwnStepCompiler(Compiler):
         if self._has_validation:
             remedy = "define test_step, compile the model with a loss, or leave out data.validation"
             with explaining(f"test_step of {type(self.model).__name__} fails", remedy):
-                self._add(builder, (EVALUATE,), self._evaluate, *BATCH)
+                self._add(builder, (EVALUATE,), self._evaluate, seeds, *BATCH)
         parts, place, normalizing = self._states.parts, 0, list[Slice]()
         for name, size in parts:
             if name:
@@ -200,9 +205,9 @@ class OwnStepCompiler(Compiler):
                 "draw with keras.random, or with tf.random.normal, uniform or categorical",
             )
 
-    def _evaluate(self, state: Any, samples: Any, labels: Any) -> Any:
+    def _evaluate(self, state: Any, seeds: Any, samples: Any, labels: Any) -> Any:
         averaged: list[Any] = []
-        with self._given(state), noting_batches(averaged):
+        with self._given(state, seeds), noting_batches(averaged):
             self.metric_states.reset()
             logs = self._own_logs(self._call(self.model.test_step, samples, labels))
             count = tf.cast(tf.shape(tf.nest.flatten(samples)[0])[0], tf.float32)
@@ -281,12 +286,6 @@ def explaining(problem: str, remedy: str) -> Iterator[None]:
 def is_number(tensor: Any) -> bool:
     """Return whether a tensor has numbers, which can be averaged."""
     return bool(tensor.dtype.is_floating or tensor.dtype.is_integer)
-
-
-def run_eagerly(code: Callable[[], Any]) -> Any:
-    """Return what `code` returns outside of the graph that is being traced: graphs belong to their thread."""
-    with ThreadPoolExecutor(1) as thread:
-        return thread.submit(code).result()
 
 
 class BatchStates:

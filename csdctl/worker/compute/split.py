@@ -119,6 +119,8 @@ class SplitCompiler:
         if getattr(model.optimizer, "global_clipnorm", None):
             problem = "optimizer clips by the norm of the whole gradient"
             raise split_error(problem, "clip each variable's gradient (clipnorm), or ")
+        if len(whole.statistics.variables) > len(Statistics(model).variables):
+            raise split_error("layers write a tf.Variable", "create it with add_weight, or ")
         self._whole, self._cut = whole, find_cut(model, layer)
         prefix, self._head = split_at(self._cut)
         optimizer = type(model.optimizer).from_config(model.optimizer.get_config())

@@ -3,6 +3,7 @@
 import math
 import zlib
 from collections.abc import Iterable, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -61,10 +62,18 @@ class Statistics:
             for layer in flatten_layers(model)
             if isinstance(layer, keras.layers.BatchNormalization) and layer.trainable and layer.momentum < 1
         ]
-        self._others = changing_state(model)
-        self.variables = [one for _, *pair, _ in self.norms for one in pair] + self._others
+        self._others: list[Any] = []
+        self.variables = [one for _, *pair, _ in self.norms for one in pair]
         """Keras' variables."""
         self.sizes = [math.prod(one.shape) for one in self.variables]
+        self.add(changing_state(model))
+
+    def add(self, variables: Iterable[Any]) -> None:
+        """Add other state, of numbers or booleans, that a forward pass changes."""
+        added = [one for one in variables if is_state(one)]
+        self._others += added
+        self.variables += added
+        self.sizes += [math.prod(one.shape) for one in added]
 
     @property
     def normalizing(self) -> tuple[Slice, ...]:
@@ -87,8 +96,9 @@ class Statistics:
             moved = pooled_spread(mean - next(old), variance - next(old), rate)
             changes += [weight * one for one in moved]
         for variable, value in zip(self._others, old, strict=True):
-            change = tf.cast(variable - value, tf.float32)
-            changes.append(tf.reshape(change * weight, [-1]))
+            pair = variable.value, value
+            new, old_value = (tf.cast(one, tf.int32) for one in pair) if variable.dtype == "bool" else pair
+            changes.append(tf.reshape(tf.cast(new - old_value, tf.float32) * weight, [-1]))
         return changes
 
     def apply(self, changes: Any) -> None:
@@ -100,9 +110,13 @@ class Statistics:
             spread = tf.cast(spread - moved * moved / rate, variance.dtype)
             variance.assign(tf.maximum(variance + spread, 0.0))
         for variable, change in zip(self._others, parts, strict=True):
-            is_counter = "float" not in variable.dtype  # which all ranks advance alike
-            shaped = tf.reshape(tf.round(change) if is_counter else change, variable.shape)
-            variable.assign(variable + tf.cast(shaped, variable.dtype))
+            shaped = tf.reshape(change, variable.shape)
+            if "float" in variable.dtype:
+                variable.assign(variable.value + tf.cast(shaped, variable.dtype))
+            elif variable.dtype == "bool":
+                variable.assign(tf.cast(variable.value, tf.float32) + shaped > 0.5)
+            else:  # a counter, which all ranks advance alike
+                variable.assign(variable.value + tf.cast(tf.round(shaped), variable.dtype))
 
 
 def changing_state(model: Any) -> list[Any]:
@@ -118,8 +132,13 @@ def changing_state(model: Any) -> list[Any]:
         state = [] if isinstance(layer, constant) else own_state(layer)
         if isinstance(layer, layers.SpectralNormalization):
             state.append(layer.kernel)
-        found |= {id(one): one for one in state if "float" in one.dtype or "int" in one.dtype}
+        found |= {id(one): one for one in state}
     return list(found.values())
+
+
+def is_state(variable: Any) -> bool:
+    """Return whether a variable has what can be averaged over samples: numbers or booleans."""
+    return any(kind in variable.dtype for kind in ("float", "int", "bool"))
 
 
 class Seeds:
@@ -146,6 +165,10 @@ class Seeds:
         for number, (_, generator) in enumerate(self._generators):
             key = zlib.crc32(f"{self._seed}/{rank}/{number}{of_part}".encode())
             generator.state.assign(np.array([key, step << 10 & 0xFFFFFFFF], generator.state.dtype))
+
+    def add(self, states: Iterable[Any]) -> None:
+        """Add random states of generators that no layer has as an attribute."""
+        self._generators += [(UNTRACKED, SimpleNamespace(state=one)) for one in states]
 
     @property
     def generators(self) -> list[tuple[str, Any]]:

@@ -52,6 +52,10 @@ class Compiler(ABC):
     def trace(self, builder: GraphBuilder) -> StepInfo:
         """Trace all functions; raises WorkerError, exit code 2, for a step that ranks cannot take."""
 
+    def add_state(self, variables: Sequence[Any]) -> None:
+        """Let variables that neither model nor optimizer knows be part of the state."""
+        self.variables += variables
+
     @property
     def rates(self) -> list[Any]:
         """The learning rates that every step sets, as Keras' variables."""
@@ -137,7 +141,6 @@ class Compiler(ABC):
         return self._values.get(variable.value)
 
     def _new_state(self) -> list[Any]:
-        self._values.check(self.variables)
         return [self._now(one) for one in self.variables]
 
     def _add_metrics(self, builder: GraphBuilder) -> tuple[Slice, ...]:
@@ -193,7 +196,7 @@ class StepCompiler(Compiler):
         if self._has_noise:
             limits = {"limits": tf.TensorSpec((None,), tf.float32)}
             self._add(builder, (NOISY,), self._noisy, seeds, limits, *BATCH)
-        self._add(builder, (EVALUATE,), self._evaluate, *BATCH)
+        self._add(builder, (EVALUATE,), self._evaluate, seeds, *BATCH)
         if self.recipe.schedule:
             schedule = make_schedule(self.recipe.schedule)
             builder.add((SCHEDULE,), lambda _, step: schedule(step), {"step": tf.TensorSpec((), tf.int64)})
@@ -208,6 +211,14 @@ class StepCompiler(Compiler):
             normalizing=self.statistics.normalizing,
             averages=self._averages([self.optimizer]),
         )
+
+    def add_state(self, variables: Sequence[Any]) -> None:
+        """As of Compiler; what a forward pass writes is a mean over all ranks' samples, as of layers."""
+        seeds = [one for one in variables if "seed_generator_state" in one.path]
+        others = [one for one in variables if not any(one is seed for seed in seeds)]
+        self.seeds.add(seeds)
+        self.statistics.add(others)
+        super().add_state(others)
 
     @property
     def _has_loss_count(self) -> bool:
@@ -260,8 +271,8 @@ class StepCompiler(Compiler):
             flat = [tf.reshape(gradient, [-1]) for gradient in gradients]
             return tf.concat([*flat, *changes, *self._tail(batch, weight, with_samples=True)], axis=0)
 
-    def _evaluate(self, state: Any, samples: Any, labels: Any) -> Any:
-        with self._given(state):
+    def _evaluate(self, state: Any, seeds: Any, samples: Any, labels: Any) -> Any:
+        with self._given(state, seeds):
             batch = self.objective.forward(samples, labels, training=False)
             return tf.concat(self._tail(batch, tf.ones(()), with_samples=False), axis=0)
 

@@ -6,20 +6,26 @@ sum over the ranks is cut there, into stages. The graph is optimized here, on th
 depend on its processor.
 """
 
+import gc
 import itertools
 import math
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from typing import Any
 from unittest import mock
 
 from csdctl.worker.compute.backend import keras, tf
-from csdctl.worker.engine.step import FunctionInfo
+from csdctl.worker.engine.step import LOAD, FunctionInfo
 from csdctl.worker.process.errors import InputError, WorkerError
 
 PYTHON_OPERATIONS = ("PyFunc", "PyFuncStateless", "EagerPyFunc")
 """Operations that call Python."""
+
+
+WRITES = ("Assign", "ResourceScatter", "ResourceApply", "LookupTableInsert", "LookupTableRemove")
+"""How the types of operations begin that write what no function has as an argument."""
 
 
 class CannotCompileError(WorkerError):
@@ -38,34 +44,37 @@ class Values:
         self.unknown: dict[int, Any] = {}
         """Variables whose value was not given, with the placeholder of it, by id."""
         self.written: set[int] = set()
-        """The ids of those that were written."""
+        """The ids of all variables that were written."""
+        self.names: dict[int, str] = {}
+        """Their names."""
 
     @contextmanager
     def given(self, variables: Iterable[Any], values: Iterable[Any]) -> Iterator[None]:
         """Give Keras' variables values, which are tensors; they have those from before again afterwards."""
-        before = self._values
+        before, graph = self._values, tf.compat.v1.get_default_graph()
         self._values = before | {
             id(variable.value): tf.cast(value, variable.value.dtype)
             for variable, value in zip(variables, values, strict=True)
         }
         try:
             yield
+            self._check(graph)
         finally:
             self._values = before
 
     def get(self, variable: Any) -> Any:
         """Return the value of a tf.Variable, a tensor of this graph or of one inside of it."""
-        if id(variable) not in self._values:
+        key = id(variable)
+        if key not in self._values and key not in self.unknown:
             with self._graph.as_default():
-                placeholder = tf.compat.v1.placeholder(variable.dtype, variable.shape)
-            self.unknown[id(variable)] = variable, placeholder
-            self._values[id(variable)] = placeholder
-        return self._values[id(variable)]
+                self.unknown[key] = variable, tf.compat.v1.placeholder(variable.dtype, variable.shape)
+        return self._now(self._values, key)
 
     def set(self, variable: Any, value: Any) -> Any:
         """Give a tf.Variable a new value; return the variable."""
         self.get(variable)  # it may be unknown
         self.written.add(id(variable))
+        self.names[id(variable)] = variable.name.partition(":")[0]
         value = tf.convert_to_tensor(value, dtype=variable.dtype)
         self._values[id(variable)] = tf.ensure_shape(value, variable.shape)
         return variable
@@ -82,38 +91,38 @@ class Values:
             record.record_operation("ReadVariableOp", [result], [variable.handle], lambda one: [one])
         return result
 
-    def check(self, variables: Iterable[Any]) -> None:
-        """Raise InputError for a variable whose value is one inside of a loop or function."""
-        for variable in variables:
-            if self.get(variable.value).graph is not self._graph:
+    def _check(self, graph: Any) -> None:
+        """Raise InputError for a variable that was written in a function that `graph` calls."""
+        for key, value in self._values.items():
+            if value.graph not in (graph, self._graph):
                 raise InputError(
-                    f"{variable.path} is assigned inside of a loop or a function of TensorFlow",
-                    "assign it outside: use loops and functions of Python",
+                    f"{self.names[key]} is written inside of a function of TensorFlow",
+                    "write variables, and draw random numbers, outside of tf.switch_case and tf.case",
                 )
 
     def choose(self, original: Callable[..., Any]) -> Callable[..., Any]:
         """Return what takes the place of a condition: one that also chooses among assigned values."""
 
         def cond(pred: Any, true_fn: Any = None, false_fn: Any = None, *args: Any, **options: Any) -> Any:
-            before, assigned = dict(self._values), list[dict[int, Any]]()
+            before, written = self._values, list[dict[int, Any]]()
 
             def branch(function: Callable[[], Any]) -> Any:
                 self._values = dict(before)
                 result = function()
-                assigned.append(self._values)
+                written.append(self._changed(before))
                 self._values = before
                 return result
 
             result = original(pred, lambda: branch(true_fn), lambda: branch(false_fn), *args, **options)
-            if all(value is before.get(key, value) for one in assigned for key, value in one.items()):
+            if not any(written):
                 return result
-            assigned = []  # each value is that of a branch, which nothing outside can use: both are computed
+            written = []  # each value is that of a branch, which nothing outside can use: both are computed
             results = [branch(function) for function in (true_fn, false_fn)]
-            chosen, other = assigned
-            keys = [*before, *(key for key in chosen if key not in before)]
-            self._values = {
-                key: chosen[key] if chosen[key] is other.get(key) else self._where(pred, chosen, other, key)
-                for key in keys
+            chosen, other = written
+            pairs = {key: (chosen.get(key), other.get(key)) for key in chosen | other}
+            self._values = before | {
+                key: tf.where(pred, *(self._now(before, key) if one is None else one for one in pair))
+                for key, pair in pairs.items()
             }
             return keras.tree.map_structure(
                 lambda one, its: one if one is None else tf.where(pred, one, its), *results
@@ -121,13 +130,63 @@ class Values:
 
         return cond
 
-    def _where(self, pred: Any, chosen: Mapping[int, Any], other: Mapping[int, Any], key: int) -> Any:
-        return tf.where(pred, chosen[key], other.get(key, chosen[key]))
+    def carry(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        """Return what takes the place of a loop: its variables include all that the body writes."""
+
+        def loop(cond: Any, body: Any, loop_vars: Any, shape_invariants: Any = None, **options: Any) -> Any:
+            before, written = self._values, dict[int, Any]()
+
+            def run(function: Callable[..., Any], given: Sequence[Any], *args: Any) -> Any:
+                nonlocal written
+                self._values = before | dict(zip(written, given, strict=True))
+                result = function(*args)
+                changed = self._changed(before)
+                self._values = before
+                return result, changed
+
+            def trial(*args: Any) -> Any:
+                nonlocal written
+                result, written = run(body, (), *args)
+                return result
+
+            result = original(cond, trial, loop_vars, shape_invariants, **options)
+            if not written:
+                return result
+            first = [self._now(before, key) for key in written]
+            count, keys = len(loop_vars), list(written)
+
+            def carrying(*args: Any) -> Any:
+                result, changed = run(body, args[count:], *args[:count])
+                rows = result if tf.nest.is_nested(result) and len(result) == count else [result]
+                return [*rows, *(changed[key] for key in keys)]
+
+            if shape_invariants is not None:
+                shape_invariants = [*shape_invariants, *(one.shape for one in first)]
+            results = original(
+                lambda *args: run(cond, args[count:], *args[:count])[0],
+                carrying,
+                [*loop_vars, *first],
+                shape_invariants,
+                **options,
+            )
+            self._values = before | dict(zip(keys, results[count:], strict=True))
+            rows = results[:count]
+            is_single = count == 1 and not options.get("return_same_structure", True)
+            return rows[0] if is_single else tf.nest.pack_sequence_as(loop_vars, tf.nest.flatten(rows))
+
+        return loop
+
+    def _changed(self, before: Mapping[int, Any]) -> dict[int, Any]:
+        return {key: one for key, one in self._values.items() if one is not self._now(before, key)}
+
+    def _now(self, values: Mapping[int, Any], key: int) -> Any:
+        return values[key] if key in values else self.unknown[key][1]
 
 
 @contextmanager
 def replacing_variables(values: Values) -> Iterator[None]:
     """Let tf.Variables read and write `values` where graphs are built."""
+    from tensorflow.python.ops import cond_v2, while_v2
     from tensorflow.python.ops.resource_variable_ops import ResourceVariable, UninitializedVariable
 
     def read(variable: Any, no_copy: bool = False) -> Any:
@@ -156,6 +215,8 @@ def replacing_variables(values: Values) -> Iterator[None]:
         "scatter_add": of_slices(add),
         "scatter_sub": of_slices(sub),
         "scatter_update": of_slices(update),
+        "scatter_max": of_slices(tf.tensor_scatter_nd_max),
+        "scatter_min": of_slices(tf.tensor_scatter_nd_min),
         "scatter_nd_add": changing(add),
         "scatter_nd_sub": changing(sub),
         "scatter_nd_update": changing(update),
@@ -170,10 +231,33 @@ def replacing_variables(values: Values) -> Iterator[None]:
         return call
 
     with ExitStack() as stack:
+        stack.enter_context(running_functions_inline())
         for kind, name in itertools.product((ResourceVariable, UninitializedVariable), replaced):
             stack.enter_context(mock.patch.object(kind, name, in_graphs(kind, name)))
-        for place in (sys.modules["tensorflow"], keras.src.ops, keras.ops):
-            stack.enter_context(mock.patch.object(place, "cond", values.choose(place.cond)))
+        stack.enter_context(mock.patch.object(cond_v2, "cond_v2", values.choose(cond_v2.cond_v2)))
+        stack.enter_context(mock.patch.object(while_v2, "while_loop", values.carry(while_v2.while_loop)))
+        yield
+
+
+@contextmanager
+def running_functions_inline() -> Iterator[None]:
+    """Run a tf.function in the graph that calls it: one traced before read the variables themselves."""
+    from tensorflow.python.autograph.core.ag_ctx import ControlStatusCtx, Status
+    from tensorflow.python.eager.polymorphic_function.autograph_util import py_func_from_autograph
+    from tensorflow.python.eager.polymorphic_function.polymorphic_function import Function
+
+    original = Function.__call__
+
+    def call(function: Any, *args: Any, **options: Any) -> Any:
+        if tf.executing_eagerly():
+            return original(function, *args, **options)
+        code = function.python_function
+        if not function._autograph:
+            return code(*args, **options)
+        with ControlStatusCtx(Status.ENABLED):
+            return py_func_from_autograph(code)(*args, **options)
+
+    with mock.patch.object(Function, "__call__", call):
         yield
 
 
@@ -184,6 +268,7 @@ class GraphBuilder:
         self.graph = tf.Graph()
         self._placeholders: dict[str, Any] = {}
         self._outside: dict[str, str] = {}
+        self._tables: dict[int, tuple[Any, Any]] = {}
         self.functions: dict[str, FunctionInfo] = {}
         self.unknown: list[Any] = []
         """Variables that functions write, and that are none of their arguments, as tf.Variables."""
@@ -218,6 +303,12 @@ class GraphBuilder:
 
         function = tf.function(call, autograph=False).get_concrete_function(*arguments.values())
         traced, unknown = function.graph, self._values.unknown.values()
+        for operation in traced.get_operations():
+            if operation.type.startswith(WRITES):
+                raise InputError(
+                    f"{operation.name} writes a variable or a table by {operation.type}",
+                    "use assign, assign_add or assign_sub of the variable",
+                )
         constants = {inner.name: variable.numpy() for variable, inner in unknown}
         mapped = {}
         with self.graph.as_default():
@@ -242,7 +333,9 @@ class GraphBuilder:
         for node in definition.node:  # of a function without state, the order has no effect
             node.input[:] = [one for one in node.input if not one.startswith("^")]
             node.attr.pop("_class", None)  # it names the placeholders of variables
-        asserted = [one for one in traced.control_outputs if one.type == "Assert"]
+        asserted = [
+            one for one in traced.control_outputs if one.type == "Assert" or "AssertGuard" in one.name
+        ]
         wanted = [[one.name for one in gives] for gives, _ in self._cuts]
         wanted.append([one.name for one in traced.outputs])
         stages = _Stages(definition, wanted, [[one.name for one in got] for _, got in self._cuts], asserted)
@@ -271,10 +364,31 @@ class GraphBuilder:
 
     def _constant(self, captured: Any) -> Any:
         if captured.dtype == tf.resource:  # it may be read for a result that nobody uses
+            if (table := find_table(captured)) is not None:
+                return self._copy_table(table)
             name = f"outside_{len(self._outside)}"
             self._outside[name] = str(captured)
             return tf.raw_ops.VarHandleOp(dtype=tf.float32, shape=[], name=name)
         return tf.constant(captured.numpy())
+
+    def _copy_table(self, table: Any) -> Any:
+        """Return the handle of a table in the graph with the content of a lookup table, once it is loaded."""
+        if id(table) not in self._tables:
+            with tf.init_scope():
+                keys, values = (one.numpy() for one in run_eagerly(table.export))
+            number = len(self._tables)
+            types = {"key_dtype": table.key_dtype, "value_dtype": table.value_dtype}
+            handle = tf.raw_ops.HashTableV2(shared_name=f"table_{number}", name=f"table_{number}", **types)
+            fill = tf.raw_ops.LookupTableImportV2(
+                table_handle=handle,
+                keys=tf.constant(keys, table.key_dtype),
+                values=tf.constant(values, table.value_dtype),
+                name=f"fill_{number}",
+            )
+            self._tables[id(table)] = table, handle
+            before = self.functions.get(LOAD, FunctionInfo((), ()))
+            self.functions[LOAD] = FunctionInfo((), (), (*before.targets, fill.name))
+        return self._tables[id(table)][1]
 
     def optimize(self, *, has_python: bool = False) -> bytes:
         """Return the graph, optimized, as a serialized GraphDef.
@@ -294,6 +408,8 @@ class GraphBuilder:
         off = rewriter_config_pb2.RewriterConfig.OFF
         for part in ("remapping", "layout_optimizer", "auto_mixed_precision", "pin_to_host_optimization"):
             setattr(rewriting, part, off)  # they depend on the processor
+        # It merges functions of keras.ops.scan that are not equal: the graph cannot be imported.
+        rewriting.common_subgraph_elimination = off
         rewriting.meta_optimizer_timeout_ms = -1
         # A second pass takes as long as the first, and leaves 1% fewer operations.
         rewriting.meta_optimizer_iterations = rewriter_config_pb2.RewriterConfig.ONE
@@ -381,6 +497,19 @@ class _Stages:
                 placeholder = part.node.add(name=node.name, op="Placeholder")
                 placeholder.attr["dtype"].type = tf.float32.as_datatype_enum
         return part
+
+
+def find_table(handle: Any) -> Any:
+    """Return the lookup table with this resource handle, or None."""
+    kind = sys.modules["tensorflow"].lookup.experimental.DenseHashTable.__mro__[1]
+    tables = (one for one in gc.get_objects() if isinstance(one, kind))
+    return next((one for one in tables if one.resource_handle is handle), None)
+
+
+def run_eagerly(code: Callable[[], Any]) -> Any:
+    """Return what `code` returns outside of the graph that is being built: graphs belong to their thread."""
+    with ThreadPoolExecutor(1) as thread:
+        return thread.submit(code).result()
 
 
 def unflatten(vector: Any, variables: Sequence[Any]) -> list[Any]:

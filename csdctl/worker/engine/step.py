@@ -21,7 +21,9 @@ from csdctl.worker.protocol.recipe import Noise
 LOCAL, APPLY, EVALUATE, NOISY = "local", "apply", "evaluate", "noisy"
 METRICS, SCHEDULE, OWN = "metrics", "schedule", "own_{}"
 PREFIX, BACKWARD, HEAD = "prefix", "backward", "head"
-"""The functions of a graph; `StepInfo.functions` has their arguments and results. OWN has a number."""
+LOAD = "load"
+"""The functions of a graph; `StepInfo.functions` has their arguments and results. OWN has a number; LOAD
+fills lookup tables, once."""
 LOSS = "loss"
 ROUNDOFFS = {"float64": 2.0**-53, "float32": 2.0**-24, "float16": 2.0**-11, "bfloat16": 2.0**-8}
 """The largest relative error of rounding to a type; the finest type first."""
@@ -222,6 +224,8 @@ class StepEngine:
         """The step and the rank whose random numbers are drawn."""
         self._session, self._noise = session, noise
         self._functions = {name: session.find(name, one) for name, one in info.functions.items()}
+        if LOAD in self._functions:
+            self._functions[LOAD]()
         self._state = session.tensors(state)
         self._seed, self._rank, self._weight = seed, rank, np.array(weight, np.float32)
 
@@ -437,9 +441,12 @@ class StepEngine:
         gradient, count = vector[self.layout.gradients], float(vector[self.layout.count])
         return float(np.dot(gradient, gradient)) / count if count > 0 else 0.0
 
-    def evaluate(self, images: Array, labels: Array) -> Sums:
-        """Return loss sum, metric sums and count of one batch, without training."""
-        return self._sums(self.call(EVALUATE, images, labels).array(0))
+    def evaluate(self, images: Array, labels: Array, number: int = 0) -> Sums:
+        """Return loss sum, metric sums and count of one batch, without training.
+
+        `number`: of the batch; layers that draw random numbers in evaluation draw others for each.
+        """
+        return self._sums(self.call(EVALUATE, self.seeds(number), images, labels).array(0))
 
     def metrics(self, sums: Sums) -> dict[str, float]:
         """Return the metrics of all samples of `sums` by name.

@@ -175,7 +175,8 @@ class Library:
             place = ctypes.cast(ctypes.c_char_p(value), POINTER).value
             array, kind = np.array([len(value) << 2 | VIEW, place, 0], np.uint64), STRING
         else:
-            array = np.ascontiguousarray(value)  # of a scalar, it is one-dimensional
+            native = value.astype(value.dtype.newbyteorder("="), copy=False)
+            array = np.ascontiguousarray(native)  # of a scalar, it is one-dimensional
             kind = TYPES["bfloat16" if array.dtype == BFLOAT16 else array.dtype.name]
         self._kept[number] = array, value
         dims = (ctypes.c_int64 * len(shape))(*shape)

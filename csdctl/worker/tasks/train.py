@@ -477,7 +477,8 @@ def evaluate(
     results: list[Sums] = []
     reported = time.monotonic()
     for start in range(0, len(validation), EVALUATION_BATCH):
-        results.append(step.evaluate(*validation.span(start, EVALUATION_BATCH)))
+        batch = validation.span(start, EVALUATION_BATCH)
+        results.append(step.evaluate(*batch, start // EVALUATION_BATCH))
         if time.monotonic() - reported >= progress_interval_s:
             reported = time.monotonic()
             num_done = min(len(results) * EVALUATION_BATCH, len(validation))

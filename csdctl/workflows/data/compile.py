@@ -4,9 +4,9 @@ import hashlib
 import json
 import sys
 from collections.abc import Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import replace
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from csdctl.documents import build_atomically, load_kept, save_json
@@ -177,8 +177,16 @@ def _compile(
 
 def _directory_of(request: CompileRequest | ForwardRequest, worker: StoredFile, space: Workspace) -> Path:
     """Return where the files are, by all that they follow from."""
-    described = json.dumps([to_json(request), worker.sha256, *map(version, ("keras", "numpy"))])
+    versions = [find_version(name) for name in ("tensorflow", "tensorflow-cpu", "keras", "numpy")]
+    described = json.dumps([to_json(request), worker.sha256, *versions])
     return space.project.models / f"step-{hashlib.sha256(described.encode()).hexdigest()[:32]}"
+
+
+def find_version(package: str) -> str:
+    """Return the version of an installed package, or ""."""
+    with suppress(PackageNotFoundError):
+        return version(package)
+    return ""
 
 
 def _is_compiled(directory: Path) -> bool:

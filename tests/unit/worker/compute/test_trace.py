@@ -23,7 +23,6 @@ def run(code: Callable[[Values, Any, Any], Any], variable: Any, *values: float) 
     def call(scope: Values, value: Any, given: Any) -> Any:
         with scope.given([variable], [value]):
             result = code(scope, variable, given)
-            scope.check([variable])
             return [tf.cast(result, tf.float32), scope.get(variable.value)]
 
     builder.add(("f",), call, {"value": SCALAR, "given": SCALAR})
@@ -62,12 +61,39 @@ def sliced(scope: Values, variable: Any, x: Any) -> Any:
     return keras.ops.add(variable, 1.0)
 
 
+def written_in_a_loop(scope: Values, variable: Any, x: Any) -> Any:
+    def body(number: Any, total: Any) -> Any:
+        variable.assign(variable * 0.5)
+        tf.cond(number > 1, lambda: variable.assign_add(1.0), lambda: variable.value)
+        return number + 1, total + variable
+
+    return tf.while_loop(lambda n, _: tf.cast(n, tf.float32) < variable, body, (tf.constant(0), x))[1]
+
+
+def written_while_mapping(scope: Values, variable: Any, x: Any) -> Any:
+    return tf.reduce_sum(tf.map_fn(lambda one: one * variable.assign_add(1.0), tf.stack([x, x, x])))
+
+
+def of_a_tf_function(scope: Values, variable: Any, x: Any) -> Any:
+    @tf.function
+    def triple(value: Any) -> Any:
+        if value > 1.0:  # AutoGraph makes a condition of it
+            variable.assign_add(value)
+        return variable * 3.0
+
+    return triple(x)
+
+
 CASES: dict[str, tuple[Callable[[Values, Any, Any], Any], list[float], list[float]]] = {
     "gradient": (slope, [3.0, 2.0], [12.0, 3.0]),
     "gradient through a loop": (slope_in_a_loop, [2.0, 5.0], [60.0, 2.0]),
     "gradient after a write": (slope_after_a_write, [2.0, 5.0], [11.0, 3.0]),
     "condition, true": (chosen, [3.0, 2.0], [10.0, 5.0]),
     "condition, false": (chosen, [3.0, 0.5], [0.0, 0.0]),
+    "write in a loop": (written_in_a_loop, [16.0, 1.0], [16.0, 3.0]),
+    "write in a function that is mapped": (written_while_mapping, [3.0, 2.0], [30.0, 6.0]),
+    "condition of a tf.function, true": (of_a_tf_function, [3.0, 2.0], [15.0, 5.0]),
+    "condition of a tf.function, false": (of_a_tf_function, [3.0, 0.5], [9.0, 3.0]),
     "TensorFlow's and Keras' interface": (sliced, [3.0, 2.0], [6.0, 5.0]),
 }
 
@@ -84,14 +110,22 @@ def test_function_computes_what_eager_code_does_and_changes_nothing(
     assert [found, float(eager)] == pytest.approx(expected)
 
 
-def test_write_inside_of_a_loop_is_refused() -> None:
-    def loop(scope: Values, variable: Any, x: Any) -> Any:
-        return tf.while_loop(
-            lambda n: n < 3, lambda n: n + tf.cast(variable.assign_add(x) * 0, tf.int32) + 1, [tf.constant(0)]
-        )[0]
+def switched(scope: Values, variable: Any, x: Any) -> Any:
+    return tf.switch_case(tf.cast(x, tf.int32), [lambda: variable.assign_add(1.0) * 1.0, lambda: x])
 
-    with pytest.raises(InputError, match="is assigned inside of a loop"):
-        run(loop, keras.Variable(7.0), 1.0, 2.0)
+
+def written_by_an_operation(scope: Values, variable: Any, x: Any) -> Any:
+    tf.raw_ops.AssignAddVariableOp(resource=variable.value.handle, value=x)
+    return x
+
+
+@pytest.mark.parametrize(
+    ("code", "words"),
+    [(switched, "inside of a function of TensorFlow"), (written_by_an_operation, "AssignAddVariableOp")],
+)
+def test_write_that_would_be_lost_is_refused(code: Any, words: str) -> None:
+    with pytest.raises(InputError, match=words):
+        run(code, keras.Variable(7.0), 1.0, 2.0)
 
 
 def test_stages_of_a_function_take_what_comes_behind_their_cut() -> None:

@@ -121,9 +121,9 @@ FAULTS: dict[str, tuple[Any, str, Fault]] = {
         StepCompiler,
         "_evaluate",
         lambda _: (
-            lambda self, state, *batch: self._local(
-                state, np.ones((len(self.seeds.states), 2), np.int64), 1.0, *batch
-            )[-len(self.metric_states.variables) - 2 :]
+            lambda self, state, seeds, *batch: self._local(state, seeds, 1.0, *batch)[
+                -len(self.metric_states.variables) - 2 :
+            ]
         ),
     ),
     "divisor of the loss": (Objective, "forward", first_count),
