@@ -61,11 +61,18 @@ def two_inputs() -> Any:
     return keras().Model({"rows": rows, "tokens": tokens}, outputs)
 
 
+def looked_up() -> Any:
+    layers, tokens = keras().layers, keras().Input((7,), dtype="int32")
+    one_hot = layers.IntegerLookup(vocabulary=list(range(1, 40)), output_mode="multi_hot")(tokens)
+    return keras().Model(tokens, layers.Dense(3)(one_hot))
+
+
 BOTH = as_records({"rows": ROWS, "tokens": TOKENS})
 MODELS = {
     "pictures": (pictures, PICTURES, SCALED, RANGE, 1e-5),
     "bfloat16": (lambda: pictures("bfloat16"), PICTURES, SCALED, RANGE, 2e-2),
     "mixed_float16": (lambda: pictures("mixed_float16"), PICTURES, SCALED, RANGE, 2e-3),
+    "a lookup table": (looked_up, TOKENS, TOKENS, None, 1e-5),
     "two inputs and outputs": (two_inputs, BOTH, {"rows": ROWS, "tokens": TOKENS}, None, 1e-5),
 }
 
