@@ -107,7 +107,7 @@ def render_privacy(console: PrintableConsole, found: PrivacyReport) -> None:
         for key in ((flow.sender, flow.receiver, flow.kind),)
     ]
     title = f"sent: run {found.run_id}, and all commands so far"
-    console.print(build_table(("~from", "~to", "~what", ">this run", ">all"), rows, title=title))
+    console.print(build_table(("from", "to", "what", ">this run", ">all"), rows, title=title))
     between = [flow for flow in found.of_run if flow.is_between_servers]
     for traffic_class in dict.fromkeys(flow.kind for flow in between):
         num_bytes = sum(flow.num_bytes for flow in between if flow.kind == traffic_class)
@@ -167,5 +167,5 @@ def show_points(streams: Streams, points: Sequence[Point]) -> None:
 
 
 def _table(title: str, data: DataTable) -> Table:
-    columns = [f"~{name}" if name in TEXTS else f">{name}" for name in data.header]
+    columns = [name if name in TEXTS else f">{name}" for name in data.header]
     return build_table(columns, data.rows, title=title)
