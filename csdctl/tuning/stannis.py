@@ -90,10 +90,10 @@ def check_arguments(batch_sizes: Sequence[int], step_divisor: float, margin_scal
 def _larger(
     done: Point, anchor: Point, margin_scale: float, step_divisor: float, too_large: int | None
 ) -> int | None:
-    """Return the next size of the while loop, None at its end; sizes from `too_large` on do not fit in memory.
+    """Return the next size of the while loop, None at its end; `too_large` does not fit in memory.
 
-    BS += BS × (final time − time) / C, times in units of the slowest engine's time. The difference is at least
-    the margin; otherwise it would vanish before the loop ends.
+    BS += BS × (final time − time) / C, times in units of the slowest engine's time. The difference is at
+    least the margin; otherwise it would vanish before the loop ends.
     """
     margin_s = anchor.step_time_s / margin_scale
     missing_s = anchor.step_time_s + margin_s - done.step_time_s
