@@ -16,7 +16,7 @@ import zipfile
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass, is_dataclass, replace
+from dataclasses import dataclass, is_dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, Self, get_type_hints
@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Any, Self, get_type_hints
 import numpy as np
 import yaml
 from pydantic import InstanceOf
+from pydantic_core import to_jsonable_python
 
 from csdctl.documents import check_values, load_json, make_directory, save_text, write_atomically
 from csdctl.errors import CsdctlError, InputError, RunError
@@ -399,20 +400,16 @@ def _arguments(model: Any, method: str, known: Mapping[str, Any]) -> dict[str, A
 
 def _plain(value: Any, name: str) -> Any:
     """Return a value of the recipe as YAML can hold it; raises InputError for objects."""
-    if is_dataclass(value) and not isinstance(value, type):
-        value = asdict(value)
-    if isinstance(value, Mapping):
-        return {str(key): _plain(item, f"{name}.{key}") for key, item in value.items()}
-    if isinstance(value, tuple | list):
-        return [_plain(item, f"{name}[{number}]") for number, item in enumerate(value)]
-    if isinstance(value, np.generic):
-        return value.item()
-    if value is None or isinstance(value, bool | int | float | str):
-        return value
-    raise InputError(
-        f"received {type(value).__name__} as {name}, expected a value of job.yaml",
-        remedy="pass loss, optimizer and metrics to model.compile(), csdctl.EarlyStopping for that of Keras",
-    )
+
+    def convert(other: Any) -> Any:
+        if isinstance(other, np.generic):
+            return other.item()
+        raise InputError(
+            f"received {type(other).__name__} as {name}, expected a value of job.yaml",
+            remedy="pass loss, optimizer, metrics to model.compile(), csdctl.EarlyStopping for that of Keras",
+        )
+
+    return to_jsonable_python(value, fallback=convert)
 
 
 def _check_data(data: Any, name: str, model: Any) -> tuple[dict[str, str], dict[str, np.ndarray[Any, Any]]]:

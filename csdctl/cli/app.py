@@ -262,17 +262,7 @@ def take_global_options(arguments: Sequence[str]) -> list[str]:
     if {*QUIET} & {*own} and {*VERBOSE} & {*own}:
         raise InputError("-q and -v contradict each other", remedy="use only one of them")
     rest = [word for word in own if word not in (*VERBOSE, *QUIET)]
-    if own[:1] != [EXEC]:  # its words are for the nodes
-        rest = [_expand_home(word) for word in rest]
     return [*rest, *arguments[len(own) :]]
-
-
-def _expand_home(word: str) -> str:
-    """Return `--option=~/path` with the home directory: shells expand it only at the start of a word."""
-    option, equals, value = word.partition("=")
-    if option.startswith("--") and value.startswith("~"):
-        return f"{option}{equals}{os.path.expanduser(value)}"
-    return word
 
 
 def _interrupt(_signal: int, _frame: FrameType | None) -> None:

@@ -64,17 +64,11 @@ def _headline(run: RunResults, name: str) -> str:
     model = job.get("model", "") if isinstance(job, dict) else ""
     named = ", ".join(filter(None, [name, str(model)]))
     badge = " <strong class=badge>emulated fleet: not the speed of real devices</strong>"
-    lines = "".join(f"<dt>{name}<dd>{_code(text)}" for name, text in write_headline(run).items())
+    lines = "".join(f"<dt>{name}<dd>{_text(text)}" for name, text in write_headline(run).items())
     return (
         f"<p>{_text(named)}{', ' if named else ''}started {started:%Y-%m-%d %H:%M:%S} UTC"
         f"{badge if run.summary.emulated else ''}</p><dl>{lines}</dl>"
     )
-
-
-def _code(text: str) -> str:
-    """Return text in which what stands between backquotes is code."""
-    parts = _text(text).split("`")
-    return "".join(f"<code>{part}</code>" if number % 2 else part for number, part in enumerate(parts))
 
 
 def _section(title: str, *parts: Chart | DataTable) -> str:
@@ -141,7 +135,6 @@ h3{font-size:1rem;margin:0}header p,figcaption p{margin:.1rem 0 .5rem;color:var(
 dl{margin:.6rem 0 1rem;padding:.8rem 1rem;background:var(--panel);border-left:4px solid var(--accent);
 display:grid;grid-template-columns:max-content 1fr;gap:.3rem 1rem;font-size:1.05rem}
 dt{color:var(--soft)}dd{margin:0}dt:first-of-type+dd{font-weight:600}
-code{font-size:.92em;background:var(--grid);padding:.05em .3em;border-radius:3px}
 .badge{display:inline-block;padding:0 .6em;border:1px solid;border-radius:1em;color:#c2570c;
 font-size:.82rem;font-weight:600}
 figcaption p{font-size:.87rem}

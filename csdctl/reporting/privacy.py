@@ -122,7 +122,6 @@ def list_readers(manifest: Mapping[str, Any]) -> dict[str, str]:
 
 SENSITIVITY = 2.0
 """How far one replaced sample moves a sum, in clipping norms."""
-"""When rank 0 sends one of these after an epoch's end, the next epoch has begun."""
 
 
 @dataclass(frozen=True)

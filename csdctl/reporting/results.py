@@ -185,7 +185,7 @@ def summarize(run_id: str, manifest: dict[str, Any], events: Iterable[Event], ta
         efficiency=speed / all_alone if all_alone and speed else None,
         **{name: getattr(run.last, name) for name in RESULTS},
         identical_weights=run.has_identical_weights,
-        failures=run.failures,
+        failures=tuple(run.failures),
         lost_nodes=tuple(run.lost_nodes),
         num_private_unread=tally.num_private_unread,
         num_rebalanced=run.num_rebalanced,
@@ -223,8 +223,8 @@ class _Run:
         self.noise_scales: deque[float] = deque(maxlen=MAX_EPOCHS)
         """Of each epoch in which it is known."""
         self.lost_nodes: dict[str, None] = {}
-        self._failures: list[str] = []
-        self._num_failures = 0
+        self.failures: list[str] = []
+        """The first 100."""
         self._has_failed = False
         """Whether a rank has failed since the latest steps."""
         self._members = frozenset(range(num_ranks))
@@ -247,12 +247,6 @@ class _Run:
         """As in `RunSummary.identical_weights`."""
         return self._has_ended_epochs and not self._has_lost_epochs and not self._open
 
-    @property
-    def failures(self) -> tuple[str, ...]:
-        """The first 100 failures, and the number of the others."""
-        more = self._num_failures - len(self._failures)
-        return (*self._failures, *([f"and {more} more"] if more else []))
-
     def add(self, event: Event) -> None:
         self.passes.add(event)
         has_trained = isinstance(event, Progress | EpochEnd)
@@ -269,9 +263,8 @@ class _Run:
                 if event.noise_scale is not None:
                     self.noise_scales.append(event.noise_scale)
         elif isinstance(event, Failed):
-            self._num_failures += 1
-            if self._num_failures <= 100:
-                self._failures.append(f"{event.node}: {event.message}")
+            if len(self.failures) < 100:
+                self.failures.append(f"{event.node}: {event.message}")
         elif isinstance(event, CheckpointSaved) and event.is_best and event.rank == 0:
             self.best = self.last  # the event names the epoch that begins
         elif isinstance(event, NodeLost):

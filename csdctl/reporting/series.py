@@ -120,7 +120,6 @@ class RunSeries:
     """Samples of all ranks in the steps that rank 0 has reported, in each interval."""
     epochs: tuple[EpochPoint, ...] = ()
     faults: list[Fault] = field(default_factory=list)
-    num_more_faults: int = 0
     cpu_s: dict[int, float] = field(default_factory=dict)
     """CPU seconds of each rank's process, of the ranks that reported them."""
     is_wait_divided: bool = True
@@ -258,7 +257,6 @@ class SeriesBuilder:
         else:
             return
         if len(self._series.faults) >= MAX_FAULTS:
-            self._series.num_more_faults += 1
             return
         fault = Fault(time_s, event.node, what)
         self._series.faults.append(fault)

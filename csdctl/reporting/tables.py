@@ -175,7 +175,7 @@ def describe_run(summary: RunSummary) -> list[tuple[str, str]]:
             f"{summary.steps:,} steps of {summary.global_batch}, {summary.samples:,} samples in "
             f"{format_seconds(summary.training_s)}",
         ),
-        *([("gradient noise", _describe_noise(summary))] if summary.noise_scale else []),
+        *([("gradient noise scale", f"{summary.noise_scale:,.0f} samples")] if summary.noise_scale else []),
         ("strategy", f"{summary.strategy}{cut}, {sizes}"),
         ("weights", IDENTICAL if summary.identical_weights else "not compared"),
     ]
@@ -201,16 +201,6 @@ def describe_run(summary: RunSummary) -> list[tuple[str, str]]:
 def _both(validation: float | None, training: float | None) -> str:
     known = {"validation": validation, "training": training}
     return ", ".join(f"{format_loss(value)} {name}" for name, value in known.items() if value is not None)
-
-
-def _describe_noise(summary: RunSummary) -> str:
-    """Return the noise scale, and what it means (McCandlish et al. 2018, section 2)."""
-    assert summary.noise_scale
-    share = format_share(1 / (1 + summary.global_batch / summary.noise_scale))
-    return (
-        f"{summary.noise_scale:,.0f} samples: with a learning rate that fits, a sample in steps of "
-        f"{summary.global_batch} contributes {share} of one in small steps"
-    )
 
 
 def _describe_speed(summary: RunSummary) -> str:
@@ -333,8 +323,6 @@ def tabulate_faults(run: RunResults) -> DataTable:
         )
         for fault in series.faults
     ]
-    if series.num_more_faults:
-        rows.append(("", "", f"and {series.num_more_faults:,} more", ""))
     return DataTable(("after", "node", "what", "cost"), tuple(rows))
 
 

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from rich.box import SIMPLE_HEAD
-from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
+from rich.console import Console, ConsoleOptions, JustifyMethod, RenderableType
 from rich.segment import Segment
 from rich.table import Table
 from rich.text import Text
@@ -23,8 +23,7 @@ MAX_PRINTED = 20_000
 """Characters of one printed string: enough for the names of a thousand machines."""
 MAX_CELL = 500
 """Characters of a string inside of something, such as the cell or the title of a table."""
-MIN_TEXT = 12
-NUMBER, TEXT = ">", "~"
+NUMBER = ">"
 
 
 class PrintableConsole(Console):
@@ -80,31 +79,6 @@ def _as_text(text: str) -> Text:
     return Text(make_printable(shorten(text, MAX_PRINTED)).replace("\n", "\n  "))
 
 
-class FittingTable(Table):
-    """A table that a terminal too narrow for its columns shows as a list: each row as names and values."""
-
-    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        """Render the table, or the list."""
-        if self._needed_width(console, options) <= options.max_width:
-            yield from super().__rich_console__(console, options)
-            return
-        if self.title:
-            yield Text(str(self.title), style="bold")
-        names = [" ".join(str(column.header).split()) for column in self.columns]
-        for first, *cells in zip(*(column.cells for column in self.columns), strict=True):
-            yield first if isinstance(first, Text) else Text(str(first), style="bold")
-            pairs = [(f"  {name}", cell) for name, cell in zip(names[1:], cells, strict=True) if str(cell)]
-            yield build_pairs(pairs)
-
-    def _needed_width(self, console: Console, options: ConsoleOptions) -> int:
-        """Return the width in which no header is cut; text columns need MIN_TEXT characters at most."""
-        wide, needed = options.update_width(MAX_CELL), self._extra_width
-        for column in self.columns:
-            width = self._measure_column(console, wide, column).maximum
-            needed += width if column.no_wrap else min(width, MIN_TEXT)
-        return needed
-
-
 def build_table(
     columns: Iterable[str],
     rows: Iterable[Sequence[str | Text]],
@@ -115,9 +89,9 @@ def build_table(
 ) -> Table:
     """Return a table; `styles` are those of its rows. With a `gap` between columns, it has no lines.
 
-    A name of a column that begins with NUMBER is right-justified, one that begins with TEXT wraps.
+    A name of a column that begins with NUMBER is right-justified.
     """
-    table = (Table if gap else FittingTable)(
+    table = Table(
         title=title or None,
         title_justify="left",
         title_style="bold",
@@ -127,13 +101,8 @@ def build_table(
         pad_edge=not gap,
     )
     for column in columns:
-        wraps = column.startswith(TEXT)
-        table.add_column(
-            column.lstrip(NUMBER + TEXT),
-            justify="right" if column.startswith(NUMBER) else "left",
-            no_wrap=not wraps,
-            overflow="fold" if wraps else "ellipsis",
-        )
+        justify: JustifyMethod = "right" if column.startswith(NUMBER) else "left"
+        table.add_column(column.lstrip(NUMBER), justify=justify, overflow="fold")
     for number, row in enumerate(rows):
         table.add_row(*row, style=styles[number] if styles else None)
     return table

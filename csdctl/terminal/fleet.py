@@ -211,7 +211,7 @@ def _tabulate_facts(title: str, groups: Sequence[EqualMachines]) -> Table:
         for group in groups
         for facts in (group.first,)
     ]
-    columns = ("~machines", "~CPU", ">cores", ">memory", ">disk", "Python", "Tensor\nFlow", "MPI")
+    columns = ("machines", "CPU", ">cores", ">memory", ">disk", "Python", "Tensor\nFlow", "MPI")
     table = build_table(columns, rows, title=title)
     longest = max((len(row[0]) for row in rows), default=0)
     table.columns[0].min_width = max(len("machines"), min(longest, 15))  # fits 80 columns
@@ -337,7 +337,7 @@ def render_nodes(console: PrintableConsole, nodes: Iterable[NodeStatus]) -> None
         )
         for node in nodes
     ]
-    columns = ("node", "port", "state", "processes", "~CPU limit", "~memory")
+    columns = ("node", "port", "state", "processes", "CPU limit", "memory")
     console.print(build_table(columns, rows, title="emulated"))
 
 

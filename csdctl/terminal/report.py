@@ -4,9 +4,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from rich.console import Group
 from rich.table import Table
-from rich.text import Text
 
 from csdctl.reporting.energy import energy_document
 from csdctl.reporting.numbers import format_bytes
@@ -61,21 +59,16 @@ def show_files(streams: Streams, paths: Sequence[Path]) -> None:
 
 def render_report(console: PrintableConsole, run: RunResults) -> None:
     """Print the headline, a row for each rank, the totals and the failures."""
-    console.print(report_of(run))
+    console.print(
+        f"run {run.summary.run_id}" + (" (emulated fleet)" if run.summary.emulated else ""), style="bold"
+    )
+    console.print(build_pairs(write_headline(run).items()))
+    for table in (tabulate_ranks(run.summary), tabulate_faults(run)):
+        if table.rows:
+            console.print(_table("", table))
+    console.print(build_pairs(describe_run(run.summary)))
     for failure in run.summary.failures:
         console.print(f"failed: {failure}", style="red")
-
-
-def report_of(run: RunResults) -> Group:
-    """Return the headline and the tables of a report."""
-    title = f"run {run.summary.run_id}" + (" (emulated fleet)" if run.summary.emulated else "")
-    tables = [table for table in (tabulate_ranks(run.summary), tabulate_faults(run)) if table.rows]
-    return Group(
-        Text(title, style="bold"),
-        build_pairs(write_headline(run).items()),
-        *(_table("", table) for table in tables),
-        build_pairs(describe_run(run.summary)),
-    )
 
 
 def report_document(summary: RunSummary, run_path: str) -> dict[str, Any]:
@@ -107,7 +100,7 @@ def render_privacy(console: PrintableConsole, found: PrivacyReport) -> None:
         for key in ((flow.sender, flow.receiver, flow.kind),)
     ]
     title = f"sent: run {found.run_id}, and all commands so far"
-    console.print(build_table(("~from", "~to", "~what", ">this run", ">all"), rows, title=title))
+    console.print(build_table(("from", "to", "what", ">this run", ">all"), rows, title=title))
     between = [flow for flow in found.of_run if flow.is_between_servers]
     for traffic_class in dict.fromkeys(flow.kind for flow in between):
         num_bytes = sum(flow.num_bytes for flow in between if flow.kind == traffic_class)
@@ -167,5 +160,5 @@ def show_points(streams: Streams, points: Sequence[Point]) -> None:
 
 
 def _table(title: str, data: DataTable) -> Table:
-    columns = [f"~{name}" if name in TEXTS else f">{name}" for name in data.header]
+    columns = [name if name in TEXTS else f">{name}" for name in data.header]
     return build_table(columns, data.rows, title=title)

@@ -64,7 +64,6 @@ from csdctl.workflows.train.run import RunStopped
 from csdctl.workflows.train.scale import Point
 from csdctl.workflows.train.train import TrainRequest, TrainResult, rehearse_training, run_training
 
-MAX_NAMED = 8
 INTERVAL_S, INTERVAL_SHARE = 5.0, 1 / 64
 """Minimum interval between two searches for a bottleneck, and the same as a share of the run so far. The
 figures of a long run change slowly, and a new watcher reads all of its events."""
@@ -72,17 +71,14 @@ figures of a long run change slowly, and a new watcher reads all of its events."
 
 def describe_repeats(spec: RunSpec) -> list[str]:
     """Return how often nodes read their private samples, if more than once an epoch."""
-    repeating = [rank for rank in spec.ranks if rank.num_repeated]
     lines = []
-    for rank in repeating[:MAX_NAMED]:
+    for rank in (rank for rank in spec.ranks if rank.num_repeated):
         different = rank.num_private - rank.num_repeated
         weight = f", each with weight {rank.weight:.2f}" if rank.weight != 1.0 else ""
         lines.append(
             f"{rank.node}: {different:,} private samples are read "
             f"{rank.num_private / different:.2f} times an epoch{weight}"
         )
-    if len(repeating) > MAX_NAMED:
-        lines.append(f"and {len(repeating) - MAX_NAMED} more nodes read private samples more than once")
     return lines
 
 

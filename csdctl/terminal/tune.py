@@ -36,7 +36,7 @@ def render_plan(console: PrintableConsole, plan: Plan, path: str) -> None:
         for number, rank in enumerate(plan.ranks)
     ]
     numbers = (">batch size", ">threads", ">step", ">compute samples/s", ">peak memory")
-    console.print(build_table((">rank", "~node", *numbers), rows, title=title))
+    console.print(build_table((">rank", "node", *numbers), rows, title=title))
     for line in _lines(plan):
         console.print(line, soft_wrap=True)
     _render_strategies(console, plan)
@@ -58,7 +58,7 @@ def _render_strategies(console: PrintableConsole, plan: Plan) -> None:
         ]
         chosen = [one.strategy == plan.strategy and plan.cut in ("", one.cut) for one in compared]
         styles = ["bold" if is_chosen else "" for is_chosen in chosen]
-        columns = ("strategy", "~cut", ">first run", ">next", ">epoch", ">sent")
+        columns = ("strategy", "cut", ">first run", ">next", ">epoch", ">sent")
         console.print(build_table(columns, rows, title="strategies", styles=styles))
         named = {f"{one.strategy} {one.cut}".strip(): one for one in compared}
         tried = [name for name, one in named.items() if one.is_confirmed]

@@ -18,8 +18,6 @@ from csdctl.tuning.stannis import TuningError
 
 NUM_TIMES = 96
 """Step times to try, evenly on a logarithmic scale."""
-NUM_TIMES_COARSE = 8
-"""Step times to try when sets of ranks are only compared."""
 NUM_CUTS = 12
 """Sets of ranks to try, each without some of the slowest nodes."""
 MIN_GAIN_WITHOUT_NODES = 0.02
@@ -87,15 +85,13 @@ def find_best(
     if not candidates:
         raise TuningError("no machine to tune")
 
-    def best_of(members: Sequence[RankModel], num_times: int) -> BestPlan | None:
+    def best_of(members: Sequence[RankModel]) -> BestPlan | None:
         is_lone = len(members) == 1
         own_factor = lone_overhead_factor if is_lone and lone_overhead_factor is not None else overhead_factor
-        return _best_of(members, limits, collective_s(len(members)), own_factor, num_times)
+        return _best_of(members, limits, collective_s(len(members)), own_factor)
 
     fleets = {len(members): members for members in _fleets(candidates, limits)}
-    compared = {
-        size: found for size, members in fleets.items() if (found := best_of(members, NUM_TIMES_COARSE))
-    }
+    compared = {size: found for size, members in fleets.items() if (found := best_of(members))}
     if not compared:
         given = ", ".join(f"{name.replace('_', ' ')} {value}" for name, value in limits.given.items())
         options = " or ".join(f"another {OPTIONS[name]}" for name in limits.given)
@@ -104,11 +100,11 @@ def find_best(
             remedy=f"tune with {options}, or with fewer nodes",
         )
     fastest = max(compared, key=lambda size: compared[size].prediction.samples_per_s)
-    best = best_of(fleets[fastest], NUM_TIMES) or compared[fastest]
-    if fastest < len(candidates) and len(candidates) in compared:
-        whole = best_of(candidates, NUM_TIMES) or compared[len(candidates)]
-        if best.prediction.samples_per_s < whole.prediction.samples_per_s * (1 + MIN_GAIN_WITHOUT_NODES):
-            return whole
+    best, whole = compared[fastest], compared.get(len(candidates))
+    if whole and best.prediction.samples_per_s < whole.prediction.samples_per_s * (
+        1 + MIN_GAIN_WITHOUT_NODES
+    ):
+        return whole
     left_out = tuple(candidate.node for candidate in candidates if candidate.node not in best.batch_sizes)
     return BestPlan(best.batch_sizes, best.prediction, left_out)
 
@@ -166,7 +162,7 @@ def _fleets(candidates: Sequence[RankModel], limits: Limits) -> Iterable[Sequenc
 
 
 def _best_of(
-    members: Sequence[RankModel], limits: Limits, collective_s: float, overhead_factor: float, num_times: int
+    members: Sequence[RankModel], limits: Limits, collective_s: float, overhead_factor: float
 ) -> BestPlan | None:
     """Return the best plan in which all `members` train; None when the limits allow none."""
     most = limits.largest_global_batch
@@ -194,7 +190,7 @@ def _best_of(
     possible = sum(count * (one.largest or most) for one, count in counts.items())
     below_s, most_s = _longest_times(min(most, possible), least_s, total)
     # An exact global batch, or all of a limit, is cut from the shortest T that reaches it.
-    times = [] if limits.global_batch else _times(least_s, below_s, num_times)
+    times = [] if limits.global_batch else _times(least_s, below_s, NUM_TIMES)
 
     rates: list[tuple[float, float]] = []
     for time_s in (*times, most_s):

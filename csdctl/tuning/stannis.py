@@ -48,32 +48,28 @@ def tune_stannis(
     anchor = best[slowest]
     tuned = {engine: batch for engine in engines if (batch := _similar(lists[engine], anchor, margin_scale))}
     tuned[slowest] = anchor
-    growing = {
-        engine: _Growth(
-            _start(lists[engine], anchor),
-            anchor.step_time_s,
-            margin_scale,
-            step_divisor,
-            too_large.get(engine),
-        )
-        for engine in engines
-        if engine not in tuned
-    }
+    grown = {engine: _start(lists[engine], anchor) for engine in engines if engine not in tuned}
     for _ in range(MAX_ROUNDS):
-        waiting = {engine: growth for engine, growth in growing.items() if growth.next_size is not None}
-        if not waiting:
+        next_sizes = {
+            engine: size
+            for engine, done in grown.items()
+            if (size := _larger(done, anchor, margin_scale, step_divisor, too_large.get(engine)))
+        }
+        if not next_sizes:
             break
-        sizes = {engine: batch.batch_size for engine, batch in tuned.items()}
-        sizes |= {engine: growth.next_size or growth.done.batch_size for engine, growth in growing.items()}
-        times = measure(sizes)
-        for engine, growth in waiting.items():
-            growth.learn(times[engine])
+        times = measure({engine: done.batch_size for engine, done in (tuned | grown).items()} | next_sizes)
+        for engine, size in next_sizes.items():
+            time_s = times[engine]
+            if time_s is None:
+                too_large[engine] = size
+            else:
+                grown[engine] = Point(size, time_s)
     else:
         raise TuningError(
             f"C = {step_divisor} makes the steps too small: not finished after {MAX_ROUNDS} rounds",
             remedy="use a smaller --step-divisor",
         )
-    tuned |= {engine: growth.done for engine, growth in growing.items()}
+    tuned |= grown
     return {engine: tuned[engine] for engine in engines}
 
 
@@ -91,46 +87,23 @@ def check_arguments(batch_sizes: Sequence[int], step_divisor: float, margin_scal
             )
 
 
-class _Growth:
-    """The while loop of Algorithm 1 for one engine, one measurement at a time."""
+def _larger(
+    done: Point, anchor: Point, margin_scale: float, step_divisor: float, too_large: int | None
+) -> int | None:
+    """Return the next size of the while loop, None at its end; `too_large` does not fit in memory.
 
-    def __init__(
-        self,
-        start: Point,
-        anchor_time_s: float,
-        margin_scale: float,
-        step_divisor: float,
-        too_large: int | None,
-    ) -> None:
-        self._anchor_time_s = anchor_time_s
-        self._margin_s = anchor_time_s / margin_scale
-        self._final_time_s = anchor_time_s + self._margin_s
-        self._step_divisor = step_divisor
-        self._too_large = too_large
-        self.done = start
-        self.next_size = self._larger()
-
-    def learn(self, time_s: float | None) -> None:
-        """Record the step time at `next_size` (None: out of memory) and choose the next size (None: done)."""
-        assert self.next_size is not None
-        if time_s is None:
-            self._too_large = self.next_size
-        else:
-            self.done = Point(self.next_size, time_s)
-        self.next_size = self._larger()
-
-    def _larger(self) -> int | None:
-        """BS += BS × (final time − time) / C, times in units of the slowest engine's time.
-
-        The difference is at least the margin; otherwise it would vanish before the loop ends.
-        """
-        if self.done.step_time_s >= self._final_time_s:
-            return None
-        missing = max(self._final_time_s - self.done.step_time_s, self._margin_s) / self._anchor_time_s
-        larger = self.done.batch_size + max(1, round(self.done.batch_size * missing / self._step_divisor))
-        if self._too_large is not None:
-            larger = min(larger, (self.done.batch_size + self._too_large) // 2)
-        return larger if larger > self.done.batch_size else None
+    BS += BS × (final time − time) / C, times in units of the slowest engine's time. The difference is at
+    least the margin; otherwise it would vanish before the loop ends.
+    """
+    margin_s = anchor.step_time_s / margin_scale
+    missing_s = anchor.step_time_s + margin_s - done.step_time_s
+    if missing_s <= 0:
+        return None
+    missing = max(missing_s, margin_s) / anchor.step_time_s
+    larger = done.batch_size + max(1, round(done.batch_size * missing / step_divisor))
+    if too_large is not None:
+        larger = min(larger, (done.batch_size + too_large) // 2)
+    return larger if larger > done.batch_size else None
 
 
 def _measure_list(

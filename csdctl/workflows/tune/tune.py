@@ -11,6 +11,7 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
+from typing import Final, Literal
 
 from csdctl.errors import CsdctlError, InputError, NodeError, OutOfMemoryError
 from csdctl.fleet.model import HOST_NAME, Fleet
@@ -98,16 +99,17 @@ from csdctl.workflows.tune.probing import PROBE_DEADLINE_S, FleetMeasurer, run_t
 from csdctl.workflows.workspace.workspace import call_machine, open_workspace
 
 TUNING_HELP = "see `csdctl tune --help`"
-GOALS = THROUGHPUT, TIME_TO_ACCURACY = "throughput", "time-to-accuracy"
-FIT, STANNIS = "fit", "stannis"
-METHODS = (FIT, STANNIS)
+THROUGHPUT: Final = "throughput"
+TIME_TO_ACCURACY: Final = "time-to-accuracy"
+FIT: Final = "fit"
+STANNIS: Final = "stannis"
 
 
 @dataclass(frozen=True)
 class TuneOptions:
     """The method, the limits of a plan, and how to measure; raises InputError for invalid values."""
 
-    method: str = FIT
+    method: Literal["fit", "stannis"] = FIT
     """'fit', or 'stannis' for Algorithm 1."""
     limits: Limits = field(default_factory=Limits)
     """Of the global batch."""
@@ -127,7 +129,7 @@ class TuneOptions:
     """The shortest time of one measurement."""
     strategy: str = AUTO
     """The strategy: 'data-parallel', 'features' or 'split'; 'auto' compares all."""
-    goal: str = THROUGHPUT
+    goal: Literal["throughput", "time-to-accuracy"] = THROUGHPUT
     """What the plan has the most of: 'throughput', or with 'time-to-accuracy' progress per second."""
     cut: str = ""
     """With the strategy `split`: the only cut."""
@@ -139,9 +141,6 @@ class TuneOptions:
                 f"--strategy {self.strategy} needs --method {FIT}, and a host that trains",
                 remedy="leave out --method and --no-host, or the strategy",
             )
-        for name, value, known in (("method", self.method, METHODS), ("goal", self.goal, GOALS)):
-            if value not in known:
-                raise InputError(f"unknown {name} {value!r}", remedy=f"one of {', '.join(known)}")
         if self.method != FIT and self.limits.given:
             raise InputError(
                 f"{self.method} takes no limits, received {', '.join(self.limits.given)}",

@@ -136,7 +136,7 @@ def from_model(directory: Path, **given: Any) -> csdctl.Job:
     [
         (csdctl.TrainOptions, {"min_nodes": -1}, "min_nodes must be at least 0, received -1"),
         (csdctl.TrainOptions, {"num_checkpoints": 0}, "num_checkpoints must be at least 1, received 0"),
-        (csdctl.TuneOptions, {"goal": "accuracy"}, "unknown goal 'accuracy'"),
+        (csdctl.TuneOptions, {"goal": "accuracy"}, "goal: must be 'throughput' or"),
         (csdctl.TrainOptions, {"max_steps": 0}, "max_steps must be at least 1, received 0"),
         (csdctl.TrainOptions, {"max_steps": "ten"}, "max_steps: must be a whole number (received 'ten')"),
         (csdctl.TrainOptions, {"callbacks": (csdctl.EarlyStopping(),)}, "callbacks: `0`: must be callable"),

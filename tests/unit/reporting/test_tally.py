@@ -18,7 +18,7 @@ from csdctl.reporting.numbers import format_rate, format_seconds
 from csdctl.reporting.page import render_page
 from csdctl.reporting.results import RunResults, load_run_status, read_results
 from csdctl.runs.directory import EventLog, ProjectDirectory, RunDirectory
-from csdctl.terminal.report import report_document, report_of
+from csdctl.terminal.report import render_report, report_document
 from csdctl.terminal.train import TrainingView
 from csdctl.worker.protocol.events import Joined, event_document
 from csdctl.workflows.reporting.report import render_csv
@@ -84,7 +84,7 @@ def check_report(found: RunResults, expected: dict[str, Any]) -> None:
         for name in ("samples_per_s", "compute_s", "wait_s"):
             assert document["ranks"][rank][name] == pytest.approx(one[name] or 0.0, **NEAR)
     console = terminal((200, 100))
-    console.print(report_of(found))
+    render_report(console, found)
     text = console.file.getvalue()  # type: ignore[attr-defined]
     count = f"{expected['epochs']} epochs, {expected['steps']:,} steps of 16, {expected['samples']:,} samples"
     trained = f"{count} in {format_seconds(expected['training_s'])}"

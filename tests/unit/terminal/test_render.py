@@ -108,11 +108,10 @@ class TestReport:
         assert [word for word in shown if word not in text] == []
         assert [word for word in absent if word in text] == []
 
-    def test_terminal_that_is_too_narrow_for_the_columns_gets_a_list_with_whole_headers(self) -> None:
+    def test_terminal_that_is_too_narrow_for_the_columns_cuts_nothing(self) -> None:
         text = report(SUMMARY, width=50)
-        lines = [" ".join(line.split()) for line in text.splitlines()]
         assert "…" not in text
-        assert {"1 csd0", "batch size 10", "standalone 15.0", "waiting 10%"} <= set(lines)
+        assert {"batch", "15.0", "10%"} <= set(text.split())
 
     def test_document_is_json_with_a_schema(self) -> None:
         document = json.loads(format_json(report_document(SUMMARY, "/project/run")))
