@@ -272,7 +272,7 @@ import numpy as np
 from csdctl.worker.compute.backend import load_backend
 tf, keras = load_backend()
 from csdctl.worker.compute.recipe import compile_model
-from csdctl.worker.compute.compile import Step
+from tests.unit.worker.compute.built_models import Step
 from csdctl.worker.protocol.recipe import Recipe
 
 SIZE, STEPS, ROUNDS = 32, 12, 9

@@ -15,7 +15,7 @@ import numpy as np
 from csdctl.worker.compute.backend import load_backend
 from csdctl.worker.engine.step import secret_normal
 from csdctl.worker.compute.recipe import compile_model
-from csdctl.worker.compute.compile import Step
+from tests.unit.worker.compute.built_models import Step
 from csdctl.worker.process.machine import peak_memory_bytes
 from csdctl.worker.protocol.recipe import Noise, Recipe
 name, count, has_noise = sys.argv[1], int(sys.argv[2]), sys.argv[3] == "noise"

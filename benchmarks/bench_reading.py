@@ -17,7 +17,7 @@ import hashlib, json, re, sys, time
 from pathlib import Path
 from csdctl.worker.compute.backend import load_backend
 from csdctl.worker.compute.recipe import compile_model
-from csdctl.worker.compute.compile import Step
+from tests.unit.worker.compute.built_models import Step
 from csdctl.worker.data.prepared import EpochReader
 from csdctl.worker.data.schedule import OwnSamples, begin_epoch
 from csdctl.worker.protocol.recipe import Recipe

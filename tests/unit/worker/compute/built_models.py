@@ -5,11 +5,55 @@ from typing import Any
 
 import numpy as np
 
-from csdctl.worker.compute.backend import load_backend
-from csdctl.worker.compute.compile import Step
+from csdctl.worker.compute.backend import DEFAULT, load_backend
+from csdctl.worker.compute.compile import assign, make_compiler, trace
 from csdctl.worker.compute.model import save_weights, with_settings
 from csdctl.worker.compute.recipe import compile_model
-from csdctl.worker.protocol.recipe import Recipe
+from csdctl.worker.compute.user_code import load_augmentation
+from csdctl.worker.data.arrays import Array
+from csdctl.worker.engine.step import StepEngine
+from csdctl.worker.engine.tensorflow_c import GraphSession
+from csdctl.worker.protocol.recipe import Noise, Recipe
+from csdctl.worker.protocol.run_spec import Runtime
+
+
+class Step(StepEngine):
+    """A step of a model in this process, whose operations may call Python."""
+
+    def __init__(
+        self,
+        model: Any,
+        recipe: Recipe,
+        example: tuple[Array, Array],
+        *,
+        noise: Noise | None = None,
+        runtime: Runtime = DEFAULT,
+        has_validation: bool = False,
+        **options: Any,
+    ) -> None:
+        """`model`: compiled; `example` as of `make_compiler`; `options` as of StepEngine."""
+        self.compiler = make_compiler(
+            model, recipe, example, has_noise=noise is not None, has_validation=has_validation
+        )
+        info, builder = trace(self.compiler)
+        super().__init__(
+            info,
+            GraphSession(builder.optimize(has_python=True), runtime),
+            self.compiler.values,
+            recipe.seed,
+            noise=noise,
+            augmentation=load_augmentation(recipe.augment, recipe.seed, None),
+            **options,
+        )
+        for rate, factor in zip(self.compiler.rates, info.rate_factors, strict=True):
+            self.rate = np.asarray(rate.value, np.float32) / np.float32(factor)
+
+    @property
+    def model(self) -> Any:
+        """The model, with the weights of this step and the state of its optimizer."""
+        for variable, value in zip(self.compiler.variables, self.values, strict=True):
+            assign(variable, value)
+        return self.compiler.model
 
 
 def keras() -> Any:

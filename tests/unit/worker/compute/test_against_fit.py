@@ -8,7 +8,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from csdctl.worker.compute.compile import Step
 from csdctl.worker.compute.recipe import compile_model
 from csdctl.worker.data.prepared import PreparedSamples
 from csdctl.worker.process.errors import WorkerError
@@ -16,7 +15,7 @@ from csdctl.worker.protocol.recipe import LossTerm, Recipe, learning_rate
 from csdctl.worker.protocol.run_spec import RankSpec, Runtime
 from csdctl.worker.tasks.progress import Reporter
 from csdctl.worker.tasks.train import EVALUATION_BATCH, evaluate
-from tests.unit.worker.compute.built_models import as_records, keras, make_step
+from tests.unit.worker.compute.built_models import Step, as_records, keras, make_step
 from tests.unit.worker.ingest.prepared_data import slice_of
 
 pytestmark = pytest.mark.first(6)

@@ -11,14 +11,13 @@ import pytest
 
 from csdctl.shipping.worker_zip import pack_code
 from csdctl.worker.compute.backend import load_backend
-from csdctl.worker.compute.compile import Step
 from csdctl.worker.compute.user_code import Augmentation, try_augment
 from csdctl.worker.process.errors import WorkerError
 from csdctl.worker.process.machine import measure_time
 from csdctl.worker.protocol.model_info import AugmentTrial
 from csdctl.worker.protocol.recipe import Noise, Recipe
 from csdctl.worker.protocol.run_spec import UserCode
-from tests.unit.worker.compute.built_models import keras, make_step
+from tests.unit.worker.compute.built_models import Step, keras, make_step
 from tests.unit.worker.ingest.prepared_data import slice_of
 
 Make = Callable[[str], Augmentation]

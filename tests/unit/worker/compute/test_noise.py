@@ -6,10 +6,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from csdctl.worker.compute.compile import Step
 from csdctl.worker.engine.step import secret_normal
 from csdctl.worker.protocol.recipe import Noise, Recipe
-from tests.unit.worker.compute.built_models import keras, make_step
+from tests.unit.worker.compute.built_models import Step, keras, make_step
 
 NUM_SUMS = 5
 """Loss, accuracy, number of public samples, number of samples, at the end of a vector with noise."""

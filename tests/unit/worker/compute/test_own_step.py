@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from csdctl.worker.compute.backend import load_backend
-from csdctl.worker.compute.compile import Step, make_compiler
+from csdctl.worker.compute.compile import make_compiler
 from csdctl.worker.compute.keras_internals import find_optimizers
 from csdctl.worker.compute.model import build as build_model
 from csdctl.worker.compute.model import load, save_model
@@ -16,6 +16,7 @@ from csdctl.worker.compute.user_code import import_file
 from csdctl.worker.process.errors import WorkerError
 from csdctl.worker.protocol.model_info import BuildRequest, BuildSpec
 from csdctl.worker.protocol.recipe import Recipe
+from tests.unit.worker.compute.built_models import Step
 
 tf, keras = load_backend()
 

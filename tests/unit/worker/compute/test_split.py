@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from csdctl.worker.compute.compile import Step, make_compiler, make_engine, trace
+from csdctl.worker.compute.compile import make_compiler, make_engine, trace
 from csdctl.worker.compute.parts import time_parts
 from csdctl.worker.compute.recipe import compile_model
 from csdctl.worker.compute.split import SplitCompiler
@@ -26,7 +26,7 @@ from csdctl.worker.protocol.recipe import LossTerm, Recipe
 from csdctl.worker.protocol.run_spec import Prefix, Runtime
 from csdctl.worker.tasks.split import Exchange
 from tests.patience import STALL_S, scaled
-from tests.unit.worker.compute.built_models import carry, keras
+from tests.unit.worker.compute.built_models import Step, carry, keras
 
 pytestmark = pytest.mark.first(3)
 

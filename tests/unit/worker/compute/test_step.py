@@ -12,13 +12,13 @@ import numpy as np
 import pytest
 
 from csdctl.worker.compute.backend import tf
-from csdctl.worker.compute.compile import Step, make_compiler, trace
+from csdctl.worker.compute.compile import make_compiler, trace
 from csdctl.worker.compute.recipe import compile_model
 from csdctl.worker.engine.layout import GradientNoise
 from csdctl.worker.engine.tensorflow_c import TensorFlowError
 from csdctl.worker.process.errors import describe
 from csdctl.worker.protocol.recipe import LossTerm, Recipe
-from tests.unit.worker.compute.built_models import keras, make_step
+from tests.unit.worker.compute.built_models import Step, keras, make_step
 
 RECIPE = Recipe(optimizer="adam", learning_rate=0.1, metrics=("accuracy",))
 SAMPLES = np.random.default_rng(4).random((7, 6), np.float32)

@@ -6,9 +6,8 @@ import numpy as np
 import pytest
 
 from csdctl.worker.compute.backend import load_backend
-from csdctl.worker.compute.compile import Step
 from csdctl.worker.protocol.recipe import Recipe
-from tests.unit.worker.compute.built_models import as_records
+from tests.unit.worker.compute.built_models import Step, as_records
 
 tf, keras = load_backend()
 

@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 
 from csdctl.worker.compute.backend import tf
-from csdctl.worker.compute.compile import Step
 from csdctl.worker.compute.objective import Objective
 from csdctl.worker.compute.statistics import Statistics
 from csdctl.worker.compute.step_compiler import Compiler, StepCompiler
@@ -19,7 +18,7 @@ from csdctl.worker.process.errors import WorkerError
 from csdctl.worker.protocol.recipe import Recipe
 from csdctl.worker.tasks.verify import draw_samples
 from csdctl.workflows.train.verify import judge
-from tests.unit.worker.compute.built_models import keras
+from tests.unit.worker.compute.built_models import Step, keras
 from tests.unit.worker.tasks.test_verify import NODES, Engine, load_task, verify
 from tests.unit.worker.tasks.verified_models import CLASSES, SEED, SIZES, Row
 

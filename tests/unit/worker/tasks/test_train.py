@@ -14,7 +14,6 @@ import pytest
 
 from csdctl.runs.directory import ProjectDirectory
 from csdctl.worker.compute.backend import load_backend
-from csdctl.worker.compute.compile import Step
 from csdctl.worker.compute.model import save_model
 from csdctl.worker.compute.recipe import compile_model
 from csdctl.worker.engine.layout import Sums
@@ -40,6 +39,7 @@ from csdctl.worker.tasks.progress import EpochTotals, Position, Reporter, RunPro
 from csdctl.worker.tasks.task import FINISHED, TaskContext
 from csdctl.worker.tasks.train import DIVERGED, LAST_GOOD, Train
 from csdctl.workflows.train.train import load_spec
+from tests.unit.worker.compute.built_models import Step
 from tests.unit.worker.tasks.verified_models import (
     NUMBERS,
     SQUARES,

@@ -13,7 +13,6 @@ import numpy as np
 import pytest
 
 from csdctl.worker.compute.backend import load_backend
-from csdctl.worker.compute.compile import Step
 from csdctl.worker.compute.keras_step import KerasStep
 from csdctl.worker.group.communicator import Communicator
 from csdctl.worker.group.values import RankLostError, decode_value, encode_value
@@ -25,6 +24,7 @@ from csdctl.worker.tasks.task import TaskContext
 from csdctl.worker.tasks.verify import MAX_SAMPLES, Reference, Verify, draw_samples
 from csdctl.workflows.train.verify import Verdict, judge
 from tests.patience import run_command
+from tests.unit.worker.compute.built_models import Step
 from tests.unit.worker.tasks.verified_models import (
     ROWS,
     SEED,

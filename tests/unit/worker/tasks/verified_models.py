@@ -6,13 +6,13 @@ from typing import Any
 
 import numpy as np
 
-from csdctl.worker.compute.compile import Step
 from csdctl.worker.compute.precision import widen
 from csdctl.worker.compute.recipe import compile_model
 from csdctl.worker.engine.step import StepInfo
 from csdctl.worker.protocol.recipe import LossTerm, Recipe
 from csdctl.worker.protocol.run_spec import RankSpec, Runtime
 from csdctl.worker.tasks.verify import Ranges, draw_samples
+from tests.unit.worker.compute.built_models import Step
 
 SIZES = (16, 12, 5)
 """The batch sizes of the ranks."""
