@@ -22,8 +22,8 @@ from csdctl.launch.mpi_job import ENDED, REQUEST, MpiJob
 from csdctl.runs.directory import CappedLog, RunDirectory
 from csdctl.transport.commands import MERGE_STREAMS, build_worker_command
 from csdctl.transport.session import Conversation, Session
-from csdctl.worker.process.machine import find_version
 from csdctl.worker.protocol.json_codec import to_json
+from csdctl.worker.protocol.packages import find_version
 from csdctl.worker.protocol.sandbox import (
     SandboxCheck,
     SandboxPolicy,

@@ -43,10 +43,8 @@ class Values:
         self._graph, self._values = graph, dict[int, Any]()
         self.unknown: dict[int, Any] = {}
         """Variables whose value was not given, with the placeholder of it, by id."""
-        self.written: set[int] = set()
-        """The ids of all variables that were written."""
-        self.names: dict[int, str] = {}
-        """Their names."""
+        self.written: dict[int, str] = {}
+        """The names of all variables that were written, by id."""
 
     @contextmanager
     def given(self, variables: Iterable[Any], values: Iterable[Any]) -> Iterator[None]:
@@ -73,8 +71,7 @@ class Values:
     def set(self, variable: Any, value: Any) -> Any:
         """Give a tf.Variable a new value; return the variable."""
         self.get(variable)  # it may be unknown
-        self.written.add(id(variable))
-        self.names[id(variable)] = variable.name.partition(":")[0]
+        self.written[id(variable)] = variable.name.partition(":")[0]
         value = tf.convert_to_tensor(value, dtype=variable.dtype)
         self._values[id(variable)] = tf.ensure_shape(value, variable.shape)
         return variable
@@ -96,7 +93,7 @@ class Values:
         for key, value in self._values.items():
             if value.graph not in (graph, self._graph):
                 raise InputError(
-                    f"{self.names[key]} is written inside of a function of TensorFlow",
+                    f"{self.written[key]} is written inside of a function of TensorFlow",
                     "write variables, and draw random numbers, outside of tf.switch_case and tf.case",
                 )
 
@@ -321,7 +318,7 @@ class GraphBuilder:
             feeds = [f"{argument}:0" for argument in arguments]
             self._import_stages(names, traced, mapped, feeds)
         known = set(map(id, self.unknown))
-        written = self._values.written - known
+        written = self._values.written.keys() - known
         self.unknown += [variable for variable, _ in unknown if id(variable) in written]
         return traced.outputs
 

@@ -25,7 +25,6 @@ from csdctl.worker.engine.forward import BATCH_SIZE, to_results
 from csdctl.worker.ingest.partial_dataset import PartialDataset, check_free_space, find_stored, make_store
 from csdctl.worker.ingest.sources.source import Block
 from csdctl.worker.process.errors import InputError, WorkerError
-from csdctl.worker.process.machine import TENSORFLOW, find_version
 from csdctl.worker.protocol.datasets import DatasetInfo, PrepareProgress
 from csdctl.worker.protocol.features import (
     Augmented,
@@ -36,6 +35,7 @@ from csdctl.worker.protocol.features import (
     Recomputed,
     SendSpec,
 )
+from csdctl.worker.protocol.packages import TENSORFLOW, find_version
 from csdctl.worker.protocol.run_spec import DatasetSlice
 
 Compute = Callable[[Array, Array], tuple[Array, Array]]

@@ -1,4 +1,4 @@
-"""Memory, times and packages of this process, network interfaces, and the temperature of this machine.
+"""Memory and times of this process, network interfaces, and the temperature of this machine.
 
 The temperature is that of hwmon's sensors of CPUs, else of thermal zones; an emulated node has none.
 """
@@ -16,9 +16,6 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-TENSORFLOW = "tensorflow", "tensorflow-cpu", "tensorflow-intel", "tf-nightly"
-"""The packages that have TensorFlow's libraries."""
-
 
 def peak_memory_bytes() -> int:
     """Return the peak resident set size of this process."""
@@ -33,16 +30,6 @@ def resident_bytes() -> int:
 def data_bytes() -> int:
     """Return the size of this process's own writable memory: what `limit_data` counts."""
     return int(Path("/proc/self/statm").read_text().split()[5]) * mmap.PAGESIZE
-
-
-def find_version(*packages: str) -> str:
-    """Return the version of the first of these packages that is installed; '' without one."""
-    from importlib.metadata import PackageNotFoundError, version
-
-    for package in packages:
-        with contextlib.suppress(PackageNotFoundError):
-            return version(package)
-    return ""
 
 
 def limit_data(num_bytes: int) -> None:

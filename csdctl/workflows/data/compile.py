@@ -16,11 +16,11 @@ from csdctl.shipping.store import StoredFile, hash_file, store_file
 from csdctl.shipping.worker_calls import call_worker
 from csdctl.transport.meter import TrafficClass
 from csdctl.transport.program import within
-from csdctl.worker.process.machine import TENSORFLOW, find_version
 from csdctl.worker.protocol.datasets import DatasetInfo
 from csdctl.worker.protocol.features import FLOAT32
 from csdctl.worker.protocol.json_codec import to_json
 from csdctl.worker.protocol.model_info import AllCompiled, CompileRequest, CompileRequests, ForwardRequest
+from csdctl.worker.protocol.packages import TENSORFLOW, find_version
 from csdctl.worker.protocol.run_spec import Prefix
 from csdctl.workflows.data.files import HASHES, SerializedModel, have_hashes
 from csdctl.workflows.workspace.workspace import Workspace

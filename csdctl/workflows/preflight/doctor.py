@@ -38,9 +38,9 @@ from csdctl.supervision.run_setup import Patience
 from csdctl.transport.many import Outcome, errors_of, open_sessions, run_on_all
 from csdctl.transport.meter import TrafficClass
 from csdctl.transport.session import Deadline, Session
-from csdctl.worker.process.machine import find_version
 from csdctl.worker.protocol.events import SUMS, Event, Joined, NodeLost, SumTimed
 from csdctl.worker.protocol.json_codec import to_json
+from csdctl.worker.protocol.packages import find_version
 from csdctl.worker.protocol.recipe import Recipe
 from csdctl.worker.protocol.run_spec import CHECK, SUM_BYTES, SUM_RANKS, RankSpec, RunSpec, Runtime, TaskSpec
 from csdctl.worker.protocol.sandbox import SandboxCheck

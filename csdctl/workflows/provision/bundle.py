@@ -33,6 +33,7 @@ from csdctl.reporting.numbers import format_bytes
 from csdctl.shipping.payload import Payload, TreeRequest, pack_payload, read_tree
 from csdctl.shipping.store import hash_file
 from csdctl.transport.commands import build_child_command
+from csdctl.worker.protocol.packages import TENSORFLOW
 from csdctl.workflows.provision.machine import ARCHITECTURES, SENT_PYTHON, Kind
 
 LOCK = Path(__file__).with_name("node.lock")
@@ -68,7 +69,6 @@ _REMOVED = (
 )
 _RECORD = ".dist-info/RECORD"
 
-TENSORFLOW = ("tensorflow", "tensorflow-cpu")
 _LIBRARIES = (
     "tensorflow/libtensorflow_framework.so.2",
     "tensorflow/libtensorflow_cc.so.2",
