@@ -389,7 +389,7 @@ def test_rows_of_another_version_of_keras_are_computed_anew(monkeypatch: pytest.
     found, packages = set(), ("tensorflow", "keras")
     for updated in ("", *packages):
         versions = dict.fromkeys(packages, "1.0") | {updated: "2.0"}
-        monkeypatch.setattr("csdctl.worker.ingest.extract.version", versions.__getitem__)
+        monkeypatch.setattr("csdctl.worker.protocol.packages.version", versions.__getitem__)
         found.add(fingerprint_of(SPEC))
     assert len(found) == 1 + len(packages)
 
