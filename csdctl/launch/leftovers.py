@@ -13,7 +13,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Annotated, Any
 
-from csdctl.errors import ExitCode, InputError, RunError
+from csdctl.errors import CsdctlError, ExitCode, InputError, RunError
 from csdctl.fleet.model import HOST_NAME, Fleet
 from csdctl.fleet.names import format_node_names
 from csdctl.runs.ledger import record_traffic
@@ -24,6 +24,8 @@ from csdctl.transport.session import Session
 from csdctl.worker.protocol.json_codec import Count, MaxLength, ShortText
 from csdctl.worker.protocol.processes import load_stat
 
+UNLOCK_S = 3.0
+"""The time for a lock to end in order; then its program is killed."""
 _TEXTS = ("node", "command", "host", "machine", "boot", "started", "directory", "since", "ended")
 _PIDS = ("pid", "holding_pid")
 _PID_RANGE = range(2, 1 << 22)
@@ -54,16 +56,23 @@ def lock_machines(
     process to other csdctl processes that find a machine locked.
     """
     this_process = describe_holder(doing, directory)
-    with contextlib.ExitStack() as stack:
+    programs: dict[str, Program] = {}
 
-        def lock(session: Session) -> tuple[str, ...]:
-            program, others = _lock(session, fleet.python_of(session.name), this_process)
-            stack.callback(program.close)
-            return others
+    def lock(session: Session) -> tuple[str, ...]:
+        programs[session.name], others = _lock(session, fleet.python_of(session.name), this_process)
+        return others
 
+    try:
         outcomes = run_on_all(sessions, lock)
         raise_if_locked(outcomes.values())
         yield values_or_raise(outcomes, "locking")
+    finally:
+        run_on_all(programs, _unlock)
+
+
+def _unlock(program: Program) -> None:
+    with contextlib.closing(program), contextlib.suppress(CsdctlError):
+        program.conversation.wait(deadline_s=UNLOCK_S)  # its input ends
 
 
 @contextlib.contextmanager
@@ -72,7 +81,7 @@ def relock_machine(session: Session, python: str, *, doing: str, directory: Path
     this_process = describe_holder(doing, directory)
     with contextlib.ExitStack() as stack:
         try:
-            stack.callback(_lock(session, python, this_process)[0].close)
+            stack.callback(_unlock, _lock(session, python, this_process)[0])
         except MachineLockedError as error:
             if not _is_of(error.holder, this_process):
                 raise

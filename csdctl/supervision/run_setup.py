@@ -123,6 +123,8 @@ class RunSetup:
     """Whether rank 0 begins alone, and what does not start is lost: a check of links."""
     should_stop: Callable[[], bool] = lambda: False
     """Whether to end the run in order, as the first Ctrl-C does."""
+    check_links: Callable[[], None] = lambda: None
+    """Called while the ranks load what they need; raises CsdctlError if a link cannot be started."""
 
     def explain_link(self, outcome: JobOutcome, node: str) -> CsdctlError:
         """Return why the link of a node has ended."""

@@ -18,7 +18,6 @@ from typing import Any
 
 from csdctl.worker.process.errors import WorkerError
 from csdctl.worker.process.output import GuardedOutput, end_without_reader, event_sinks, exit_with_failure
-from csdctl.worker.protocol.events import UNKNOWN_NODE
 from csdctl.worker.protocol.json_codec import (
     DATA,
     ERROR,
@@ -132,6 +131,7 @@ def _probe(spec: str) -> int:
 
 
 def _rank(spec: str, rank: str, marker: str = "") -> int:
+    from csdctl.worker.protocol.events import UNKNOWN_NODE
     from csdctl.worker.protocol.run_spec import RunSpec
 
     node, private_log = UNKNOWN_NODE, ""

@@ -94,7 +94,7 @@ class Library:
                 "TensorFlow's libraries are not installed",
                 remedy="install tensorflow-cpu: `csdctl provision`",
             )
-        self._libraries = [ctypes.CDLL(str(file), mode=ctypes.RTLD_GLOBAL) for file in files]
+        self._libraries = list(map(open_lazily, files))
         size = ctypes.c_size_t
         self._status = _Status(self.declare("TF_NewStatus", POINTER))
         self._code = self.declare("TF_GetCode", ctypes.c_int, POINTER)
@@ -184,6 +184,15 @@ class Library:
             kind, dims, len(shape), array.ctypes.data, array.nbytes, self._deallocate, number
         )
         return made
+
+
+def open_lazily(file: Path) -> ctypes.CDLL:
+    """Return a shared library whose functions are found as they are called; ctypes would find all at once."""
+    dlopen = ctypes.CDLL(None).dlopen
+    dlopen.restype, dlopen.argtypes = ctypes.c_void_p, (ctypes.c_char_p, ctypes.c_int)
+    handle = dlopen(bytes(file), os.RTLD_LAZY | os.RTLD_GLOBAL)
+    # Where that fails, ctypes says why.
+    return ctypes.CDLL(str(file), mode=ctypes.RTLD_GLOBAL, handle=handle)
 
 
 @cache

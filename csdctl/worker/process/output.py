@@ -11,10 +11,12 @@ import threading
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from typing import NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 from csdctl.worker.process.errors import WorkerError, describe
-from csdctl.worker.protocol.events import Event, Failed, event_to_line
+
+if TYPE_CHECKING:  # to import it takes longer than the start of Python, and most processes send no events
+    from csdctl.worker.protocol.events import Event
 
 
 class GuardedOutput:
@@ -56,8 +58,10 @@ class GuardedOutput:
             thread.join()
 
 
-def emit(event: Event) -> None:
+def emit(event: "Event") -> None:
     """Print `event` in a single write, so that lines of two threads never mix."""
+    from csdctl.worker.protocol.events import event_to_line
+
     event_sinks[-1](event_to_line(event))
 
 
@@ -68,6 +72,8 @@ def exit_with_failure(rank: int, node: str, error: BaseException, private_log: s
         hidden = f"{type(error).__name__}; its message may contain private data and stays on the node"
         remedy = f"see {private_log} on that node" if private_log else "see this rank's log"
         error = WorkerError(hidden if private_log else describe(error), remedy=remedy)
+    from csdctl.worker.protocol.events import Failed
+
     emit(Failed(rank, node, error.message, error.remedy, error.exit_code))
     sys.stderr.flush()
     os._exit(error.exit_code)

@@ -86,8 +86,7 @@ def run_spec(
     nodes = [rank.node for rank in spec.ranks]
     sessions = {name: space.sessions[name] for name in nodes if name in space.fleet.machines}
     late = {rank: space.unreachable[name] for rank, name in enumerate(nodes) if name in space.unreachable}
-    sandboxes = check_sandboxes(fleet, sessions, worker_path)
-    conditions.on_sandboxes(sandboxes)
+    sandboxes: dict[str, SandboxCheck] = {}
     hub_key = secrets.token_hex(16)  # unlike the spec, no node has it
     keys, state_bytes = (spec.link_key, hub_key), 3 * conditions.model_bytes
     mpirun = Mpirun(fleet, space.facts, run, sessions, worker_path, sandboxes, *keys, state_bytes)
@@ -103,6 +102,14 @@ def run_spec(
         examine = partial(check_sandbox, fleet, worker_path=worker_path)
         opening = space.project.root, stack, conditions.attached, space.ledger.add, examine
         starter = RankStarter(spec, path, mpirun, *opening, conditions.prepare_late_node)
+
+        def check_links() -> None:
+            sandboxes.update(check_sandboxes(fleet, sessions, worker_path))
+            conditions.on_sandboxes(sandboxes)
+            for rank in range(1, len(spec.ranks) if spec.task.name != CHECK else 0):
+                if nodes[rank] in sessions:
+                    mpirun.find_paths(spec.ranks[rank].node, starter.starter_of(rank))
+
         setup = RunSetup(
             run_id=spec.run_id,
             nodes=nodes,
@@ -121,11 +128,8 @@ def run_spec(
             late=late,
             should_stop=conditions.should_stop,
             is_check=spec.task.name == CHECK,
+            check_links=check_links,
         )
-        if not setup.is_check:  # before TensorFlow starts
-            for rank in range(1, len(spec.ranks)):
-                if nodes[rank] in sessions:
-                    mpirun.find_paths(spec.ranks[rank].node, starter.starter_of(rank))
         supervisor = Supervisor(setup, handle_event)
         is_over = False
         try:
