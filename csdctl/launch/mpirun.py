@@ -154,8 +154,8 @@ class Mpirun:
     sessions: dict[str, Session]
     """To the machines, over which mpirun and its daemons are started; the newest one of each."""
     worker_path: str
-    sandboxes: dict[str, SandboxCheck]
-    """What each machine can do for a sandbox, where it is possible, and its interfaces."""
+    sandboxes: Mapping[str, SandboxCheck]
+    """What each machine can do for a sandbox, and its interfaces, once its rank is ready."""
     link_key: str = ""
     """The secret in the socket addresses of ranks on nodes."""
     hub_key: str = ""
@@ -221,7 +221,7 @@ class Mpirun:
         network = next((level.network for level in levels if {node, starter} <= set(level.machines)), "")
         for name in (node, starter):
             if not self.sandboxes[name].interfaces:
-                raise NodeError(f"its addresses are unknown: {self.sandboxes[name].obstacle}", node=name)
+                raise NodeError("it has no network interface with an IP address", node=name)
         interfaces = {name: self.sandboxes[name].interfaces for name in (node, starter)}
         return link_ends.find_paths(node, starter, network, self.fleet.node(node).address, interfaces)
 

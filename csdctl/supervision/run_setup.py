@@ -19,7 +19,6 @@ from csdctl.transport.many import open_session
 from csdctl.transport.meter import LinkBytes
 from csdctl.transport.session import Conversation, Session
 from csdctl.worker.protocol.run_spec import RunSpec
-from csdctl.worker.protocol.sandbox import SandboxCheck
 
 
 @dataclass(frozen=True)
@@ -123,8 +122,6 @@ class RunSetup:
     """Whether rank 0 begins alone, and what does not start is lost: a check of links."""
     should_stop: Callable[[], bool] = lambda: False
     """Whether to end the run in order, as the first Ctrl-C does."""
-    check_links: Callable[[], None] = lambda: None
-    """Called while the ranks load what they need; raises CsdctlError if a link cannot be started."""
 
     def explain_link(self, outcome: JobOutcome, node: str) -> CsdctlError:
         """Return why the link of a node has ended."""
@@ -148,8 +145,6 @@ class RankStarter:
     attached: Mapping[str, AttachRank]
     """Machines on which no process is started: the process running there is attached."""
     on_traffic: Callable[[LinkBytes], None]
-    examine: Callable[[Session], SandboxCheck]
-    """Called for a machine that was connected to again: it may have other addresses."""
     prepare_late_node: PrepareNode | None = None
     """Called once for a machine that could not be reached when the run began."""
     spec_paths: dict[str, str] = field(default_factory=dict)
@@ -204,7 +199,6 @@ class RankStarter:
             clean_machine(session, python, left_there, deadline_s=END_DEADLINE_S)
             if not before and self.prepare_late_node:
                 self.spec_paths[node] = self.prepare_late_node(session)
-            self.mpirun.sandboxes[node] = self.examine(session)
             self.paths.pop(rank, None)
             if self.over.is_set():
                 raise NodeError("the run is over", node=node)

@@ -166,7 +166,6 @@ class Supervisor:
         for rank in self._ranks.keys() - self._setup.late.keys():
             self._processes.start(rank)
             self._open_hub(rank)
-        self._setup.check_links()
         deadline = time.monotonic() + self._patience.start_s
         while 0 not in self._finished:
             self._take_turn()

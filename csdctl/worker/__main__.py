@@ -41,7 +41,6 @@ ANSWERS = {
     "build": ("compute.model:build", "protocol.model_info:BuildRequest"),
     "compile": ("compute.keras_forward:compile_all", "protocol.model_info:CompileRequests"),
     "augment": ("compute.user_code:try_augment", "protocol.model_info:AugmentTrial"),
-    "sandbox-check": ("sandbox.program:check_sandbox", "protocol.sandbox:SandboxRequest"),
 }
 """Commands that need no samples: the function, the type of the request."""
 OF_MPI = ("link", "hub", "sandbox")
@@ -199,8 +198,8 @@ def run() -> None:
     code = 1
 
     def leave() -> None:
-        """Skip the teardown of TensorFlow, which takes a second; MPI needs its own."""
-        if "tensorflow" in sys.modules and "mpi4py" not in sys.modules:
+        """Skip the teardown of TensorFlow's libraries, which takes up to a second; MPI needs its own."""
+        if "mpi4py" not in sys.modules:
             with contextlib.suppress(OSError, ValueError):
                 sys.stdout.flush()
                 sys.stderr.flush()

@@ -29,6 +29,7 @@ from csdctl.worker.protocol.json_codec import (
     to_tagged,
     without_surrogates,
 )
+from csdctl.worker.protocol.sandbox import SandboxCheck
 
 MIN_SHARPNESS = 100.0
 """One sample's effect over the spread, from which on `verify` judges: ten times the spread is tolerated then,
@@ -101,6 +102,7 @@ class Ready(Event):
     """The rank has loaded model and data, and waits until it can take part."""
 
     num_samples: Count
+    sandbox: SandboxCheck = field(default_factory=SandboxCheck)
 
 
 @dataclass(frozen=True)

@@ -50,15 +50,10 @@ class SandboxPolicy:
 
 
 @dataclass(frozen=True)
-class SandboxRequest:
-    """The request of a `sandbox-check`."""
-
-
-@dataclass(frozen=True)
 class SandboxCheck:
     """Whether a machine can run a sandbox, and its network interfaces."""
 
-    obstacle: str
+    obstacle: str = ""
     """The reason why there can be no sandbox."""
     interfaces: Annotated[tuple[tuple[ShortText, ShortText], ...], MaxLength(1000)] = ()
     """Name and address of each network interface; an interface with several addresses has several entries."""

@@ -20,6 +20,7 @@ import struct
 import sys
 import tempfile
 from collections.abc import Iterable
+from functools import cache
 from typing import NoReturn
 
 from csdctl.worker.process.errors import describe
@@ -32,7 +33,6 @@ from csdctl.worker.protocol.sandbox import (
     USER_VARIABLE,
     SandboxCheck,
     SandboxPolicy,
-    SandboxRequest,
 )
 from csdctl.worker.sandbox.seccomp_filter import ARCHITECTURES, MACHINE, install_filter
 from csdctl.worker.sandbox.seccomp_supervisor import SeccompSupervisor
@@ -178,8 +178,12 @@ _KEPT, _KEPT_PREFIXES = (
 _ALLOW_ROOT = {"PRTE_ALLOW_RUN_AS_ROOT": "1", "PRTE_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
 
 
-def check_sandbox(request: SandboxRequest) -> SandboxCheck:
-    """Return whether this machine can run a sandbox, by trying, and its network interfaces."""
+@cache
+def check_sandbox() -> SandboxCheck:
+    """Return whether this machine can run a sandbox, by trying, and its network interfaces.
+
+    The first call forks this process, which should be small then and have one thread.
+    """
     return SandboxCheck(_find_obstacle(), tuple(list_interfaces()))
 
 

@@ -21,11 +21,13 @@ from csdctl.worker.protocol.events import UNKNOWN_NODE
 from csdctl.worker.protocol.json_codec import RESULT, from_json, to_frame
 from csdctl.worker.protocol.probe import READY, AttachRequest, ProbeResult, ProbeSpec, request_from_line
 from csdctl.worker.protocol.run_spec import RankSpec, RunSpec
+from csdctl.worker.sandbox.program import check_sandbox
 from csdctl.worker.tasks.session import RankSession
 
 
 def serve_probes(spec: ProbeSpec) -> None:
     """Answer requests until standard input ends."""
+    check_sandbox()  # while this process is small: it may become a rank
     generator = np.random.default_rng(0)
     empty = random_batch(generator, spec.data, 0)
     me = RankSpec(0, "", 0, spec.runtime, None, None, 0, 0)

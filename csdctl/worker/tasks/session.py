@@ -29,6 +29,7 @@ from csdctl.worker.protocol.run_spec import (
     RunSpec,
 )
 from csdctl.worker.protocol.sandbox import link_address
+from csdctl.worker.sandbox.program import check_sandbox
 from csdctl.worker.tasks.progress import Reporter, RunProgress, hash_state, max_state_bytes, unpack
 from csdctl.worker.tasks.task import Orders, Task, TaskContext
 
@@ -49,6 +50,7 @@ class RankSession:
 
     def __init__(self, spec: RunSpec, rank: int, step: StepEngine | None = None) -> None:
         """`step`: of a probe session that takes part as a rank; it has the same model, recipe and noise."""
+        self._sandbox = check_sandbox()
         self._spec = spec
         self._me = spec.ranks[rank]
         self._servers = tuple(each.server for each in spec.ranks)
@@ -68,17 +70,15 @@ class RankSession:
             self._communicator = self._connect()
         except LinkLostError:  # the hub ended while the task was loading
             self._end_without_hub()
-        num_samples = self._me.num_private + self._me.num_public
+        self._reporter.emit(Ready, self._me.num_private + self._me.num_public, self._sandbox)
         reason: str | None = None
         if self._me.rank == 0:
-            self._reporter.emit(Ready, num_samples)
             try:
                 self._begin(self._orders.await_begin())
                 reason = self._take_part()
             except LinkLostError:
                 self._end_without_hub()
         else:
-            self._reporter.emit(Ready, num_samples)
             while reason is None:
                 with contextlib.suppress(LinkLostError):
                     self._join()

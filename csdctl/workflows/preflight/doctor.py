@@ -38,7 +38,7 @@ from csdctl.supervision.run_setup import Patience
 from csdctl.transport.many import Outcome, errors_of, open_sessions, run_on_all
 from csdctl.transport.meter import TrafficClass
 from csdctl.transport.session import Deadline, Session
-from csdctl.worker.protocol.events import SUMS, Event, Joined, NodeLost, SumTimed
+from csdctl.worker.protocol.events import SUMS, Event, Joined, NodeLost, Ready, SumTimed
 from csdctl.worker.protocol.json_codec import to_json
 from csdctl.worker.protocol.packages import find_version
 from csdctl.worker.protocol.recipe import Recipe
@@ -266,6 +266,8 @@ class LinkCheck:
         """Note an event of the run; `nodes` by rank."""
         if isinstance(event, Joined):
             self.joined |= {nodes[int(rank)] for rank in event.batch_sizes}
+        elif isinstance(event, Ready):
+            self.sandboxes[event.node] = event.sandbox
         elif isinstance(event, NodeLost):
             self.lost.setdefault(event.node, event)
         elif isinstance(event, SumTimed):
@@ -301,7 +303,6 @@ def run_link_check(
         found.lost[name] = NodeLost(nodes.index(name), name, error.message, error.remedy)
     conditions = Conditions(
         patience=Patience(start_s=deadline_s, link_s=deadline_s, max_restarts=0),
-        on_sandboxes=found.sandboxes.update,
         should_stop=lambda: found.joined | {*found.lost} >= {*nodes},
         traffic_classes={**TRAFFIC_CLASSES, SUMS: TrafficClass.TEST_SUMS},
     )

@@ -1,4 +1,4 @@
-"""Run the ranks of a spec: examine the sandboxes, start, supervise, end, and add up what was sent.
+"""Run the ranks of a spec: start, supervise, end, and add up what was sent.
 
 Whatever happens, no process of the run is left on any machine: processes with its id are ended over SSH.
 """
@@ -8,25 +8,20 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
-from functools import partial
 
-from csdctl.fleet.model import HOST_NAME, Fleet
+from csdctl.fleet.model import HOST_NAME
 from csdctl.launch.leftovers import end_run
 from csdctl.launch.mpi_job import TRAFFIC_CLASSES, add_mpirun_traffic, add_rank_traffic
 from csdctl.launch.mpirun import Mpirun
 from csdctl.reporting.tally import members_of, newcomers_of
 from csdctl.runs.directory import RunDirectory
-from csdctl.shipping.worker_calls import call_worker
 from csdctl.supervision.rank_processes import AttachRank
 from csdctl.supervision.run_setup import Patience, PrepareNode, RankStarter, RunSetup
 from csdctl.supervision.supervisor import Supervisor
-from csdctl.transport.many import run_on_all
 from csdctl.transport.meter import TrafficClass
-from csdctl.transport.program import within
-from csdctl.transport.session import Session
-from csdctl.worker.protocol.events import Event, Joined, SentBytes, Traffic
+from csdctl.worker.protocol.events import Event, Joined, Ready, SentBytes, Traffic
 from csdctl.worker.protocol.run_spec import CHECK, STEPPING, RunSpec
-from csdctl.worker.protocol.sandbox import SandboxCheck, SandboxRequest
+from csdctl.worker.protocol.sandbox import SandboxCheck
 from csdctl.workflows.workspace.workspace import Workspace
 
 
@@ -38,7 +33,6 @@ class Conditions:
     is_resumable: bool = False
     patience: Patience = field(default_factory=Patience)
     should_stop: Callable[[], bool] = lambda: False
-    on_sandboxes: Callable[[Mapping[str, SandboxCheck]], None] = lambda checks: None
     attached: Mapping[str, AttachRank] = field(default_factory=dict)
     """Machines on which no process is started: the process running there takes part, and keeps running."""
     model_bytes: int = 0
@@ -93,23 +87,16 @@ def run_spec(
     traffic = TrafficCount()
 
     def handle_event(event: Event) -> None:
+        if isinstance(event, Ready):
+            sandboxes[event.node] = event.sandbox
         traffic.add(event)
         on_event(event)
 
     if spec.task.name not in STEPPING:  # no report for minutes: an hour in place of 5 minutes
         patience = replace(patience, silence_s=12 * patience.silence_s)
     with ExitStack() as stack:
-        examine = partial(check_sandbox, fleet, worker_path=worker_path)
-        opening = space.project.root, stack, conditions.attached, space.ledger.add, examine
+        opening = space.project.root, stack, conditions.attached, space.ledger.add
         starter = RankStarter(spec, path, mpirun, *opening, conditions.prepare_late_node)
-
-        def check_links() -> None:
-            sandboxes.update(check_sandboxes(fleet, sessions, worker_path))
-            conditions.on_sandboxes(sandboxes)
-            for rank in range(1, len(spec.ranks) if spec.task.name != CHECK else 0):
-                if nodes[rank] in sessions:
-                    mpirun.find_paths(spec.ranks[rank].node, starter.starter_of(rank))
-
         setup = RunSetup(
             run_id=spec.run_id,
             nodes=nodes,
@@ -128,7 +115,6 @@ def run_spec(
             late=late,
             should_stop=conditions.should_stop,
             is_check=spec.task.name == CHECK,
-            check_links=check_links,
         )
         supervisor = Supervisor(setup, handle_event)
         is_over = False
@@ -144,25 +130,3 @@ def run_spec(
             space.ledger.add(add_rank_traffic([traffic.total], nodes, conditions.traffic_classes))
             space.ledger.add(add_mpirun_traffic(supervisor.outcomes, fleet))
     return supervisor.stopped_by
-
-
-def check_sandboxes(
-    fleet: Fleet, sessions: Mapping[str, Session], worker_path: str
-) -> dict[str, SandboxCheck]:
-    """Return what each machine of `sessions` can do for a sandbox; the worker must have been delivered."""
-    outcomes = run_on_all(sessions, lambda session: check_sandbox(fleet, session, worker_path))
-    return {name: outcome.value or SandboxCheck(str(outcome.error)) for name, outcome in outcomes.items()}
-
-
-def check_sandbox(fleet: Fleet, session: Session, worker_path: str) -> SandboxCheck:
-    """Return what the machine of `session` can do for a sandbox; raises CsdctlError."""
-    return call_worker(
-        session,
-        fleet.python_of(session.name),
-        worker_path,
-        "sandbox-check",
-        SandboxRequest(),
-        SandboxCheck,
-        doing="checking the sandbox",
-        patience=within(30.0),
-    )

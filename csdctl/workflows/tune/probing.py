@@ -224,8 +224,7 @@ class FleetMeasurer:
 
     def end_sessions(self) -> None:
         """End all sessions; the next request starts them again."""
-        for prober in self.probers.values():
-            prober.close()
+        list(self._pool.map(Prober.close, self.probers.values()))
 
     def switch(self, runtimes: Mapping[str, Runtime]) -> None:
         """Measure these machines with these settings from the next round on."""
