@@ -103,6 +103,7 @@ class Ready(Event):
 
     num_samples: Count
     sandbox: SandboxCheck = field(default_factory=SandboxCheck)
+    """Whether its machine can run a sandbox for its link, and its network interfaces."""
 
 
 @dataclass(frozen=True)
