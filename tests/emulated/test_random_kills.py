@@ -34,13 +34,16 @@ NUM_KILLS = 30
 MAX_PAUSE_S = 4.0
 """Shorter than the restart of a rank."""
 JOB = small_job("epochs: 1000000, optimizer: adam, learning_rate: 0.001", ".npz")
-MODEL = f"""\
-{pausing_layer(0.05)}
+BUILD = """
 
 def build():
-    layers = [Pause(), keras.layers.Flatten(), keras.layers.Dense(3, activation="softmax")]
+    layers = [%s, keras.layers.Flatten(), keras.layers.Dense(3, activation="softmax")]
     return keras.Sequential([keras.Input((8, 8, 1)), *layers])
 """
+MODELS = {
+    "compiled": "import keras\n" + BUILD % 'keras.layers.Conv2D(256, 3, activation="relu")',
+    "by Python's TensorFlow": pausing_layer(0.05) + BUILD % "Pause()",
+}
 
 
 def write_samples(path: Path, count: int) -> None:
@@ -49,13 +52,14 @@ def write_samples(path: Path, count: int) -> None:
     np.savez(path, x=pictures, y=np.arange(count) % 3)
 
 
-@pytest.fixture
-def project(tmp_path: Path) -> Iterator[Path]:
-    with emulated(tmp_path, len(NODES), {"job.yaml": JOB, "model.py": MODEL}):
+@pytest.fixture(params=MODELS)
+def project(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Path]:
+    with emulated(tmp_path, len(NODES), {"job.yaml": JOB, "model.py": MODELS[request.param]}):
         write_samples(tmp_path / "public.npz", NUM_PUBLIC)
         for node in NODES:
             write_samples(home_of(tmp_path, node) / "private.npz", NUM_PRIVATE)
-        succeed(tmp_path, "prepare")
+        prepared = succeed(tmp_path, "prepare").stdout
+        assert ("is not compiled" in prepared) == (request.param != "compiled")
         yield tmp_path
 
 

@@ -67,6 +67,10 @@ class Compiler(ABC):
         return [np.asarray(one.value) for one in self.variables]
 
     def _describe(self, builder: GraphBuilder, **fields: Any) -> StepInfo:
+        """Add the functions that every step has; return the description of the whole."""
+        if self.recipe.schedule:
+            schedule = make_schedule(self.recipe.schedule)
+            builder.add((SCHEDULE,), lambda _, step: schedule(step), {"step": tf.TensorSpec((), tf.int64)})
         trainable = self.model.trainable_variables
         common: dict[str, Any] = {
             "num_gradients": sum(math.prod(one.shape) for one in trainable),
@@ -197,9 +201,6 @@ class StepCompiler(Compiler):
             limits = {"limits": tf.TensorSpec((None,), tf.float32)}
             self._add(builder, (NOISY,), self._noisy, seeds, limits, *BATCH)
         self._add(builder, (EVALUATE,), self._evaluate, seeds, *BATCH)
-        if self.recipe.schedule:
-            schedule = make_schedule(self.recipe.schedule)
-            builder.add((SCHEDULE,), lambda _, step: schedule(step), {"step": tf.TensorSpec((), tf.int64)})
         return self._describe(
             builder,
             num_statistics=sum(self.statistics.sizes),

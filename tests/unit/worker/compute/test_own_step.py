@@ -1,5 +1,6 @@
 """Models with their own train_step: ranks together against Keras' fit in one process; what a step writes."""
 
+import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -206,6 +207,13 @@ def test_layer_that_only_train_step_uses_is_trained_as_in_fit() -> None:
         ranks.take(number, divide(data[number * BATCH :][:BATCH]))
     assert models[0].spread.built
     assert far(ranks.steps[0].model, models[0]) < 2e-6
+
+
+def test_own_step_follows_the_schedule_of_its_recipe() -> None:
+    halving = keras.optimizers.schedules.ExponentialDecay(0.08, 2, 0.5, staircase=True)
+    recipe = Recipe(schedule=json.dumps(keras.optimizers.schedules.serialize(halving)), learning_rate=0.08)
+    step = Step(build(), recipe, (samples(0), NO_LABELS[:0]))
+    assert [step.scheduled_rate(number) for number in range(4)] == pytest.approx([0.08, 0.08, 0.04, 0.04])
 
 
 def test_lost_sum_leaves_the_state_before_the_step() -> None:

@@ -1,5 +1,6 @@
 """A model in two parts computes what the whole one does: ranks as threads, messages through queues."""
 
+import json
 import queue
 import re
 from collections.abc import Callable
@@ -225,6 +226,14 @@ def test_parts_take_the_steps_of_the_whole_model(name: str) -> None:
 
 
 EXAMPLE = np.zeros((0, 9, 9, 3), np.float32), np.zeros(0, np.int32)
+
+
+def test_both_parts_follow_the_schedule() -> None:
+    halving = keras().optimizers.schedules.ExponentialDecay(0.08, 2, 0.5, staircase=True)
+    schedule = json.dumps(keras().optimizers.schedules.serialize(halving))
+    host, nodes = divided(pictures, "join", Recipe(learning_rate=0.08, schedule=schedule), EXAMPLE)
+    for part in (host, *nodes):
+        assert [part.engine.scheduled_rate(step) for step in range(3)] == pytest.approx([0.08, 0.08, 0.04])
 
 
 class Sends(Communicator):
