@@ -58,7 +58,7 @@ lab: $(STAMP) ## run only the tests with network namespaces and OpenSSH servers;
 test-provision: $(STAMP) $(PROVISION)/.installed ## provision bare nodes of the lab, train on them, uninstall; root on Debian, minutes
 	@PATH="$$PATH:$(CURDIR)/$(PROVISION)/bin" $(BIN)/pytest tests/provision $(ARGS)
 
-test-aarch64: $(STAMP) $(PROVISION)/.installed ## the same for an emulated Cortex-A53, with this host in one job; half an hour
+test-aarch64: $(STAMP) $(PROVISION)/.installed ## the same for an emulated Cortex-A53, with this host in one job; a quarter of an hour
 	@PATH="$$PATH:$(CURDIR)/$(PROVISION)/bin" $(BIN)/pytest -s tests/aarch64 $(ARGS)
 
 lint-ansible: $(PROVISION)/.installed ## check ansible/ against ansible-lint's production profile
