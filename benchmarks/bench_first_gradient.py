@@ -76,8 +76,9 @@ np.savez(output / "batch.npz", samples=samples, labels=labels)
 print(json.dumps({"cpu_s": time.process_time()}))
 """
 COMPILED = """
-import json, sys, time
+import json, os, sys, time
 began = time.time()
+os.environ["OPENBLAS_NUM_THREADS"] = "1"  # as of a worker
 import numpy as np
 from csdctl.worker.engine.load import load_engine
 from csdctl.worker.protocol.recipe import Recipe

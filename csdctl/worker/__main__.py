@@ -46,6 +46,9 @@ ANSWERS = {
 OF_MPI = ("link", "hub", "sandbox")
 """Commands that end in order with MPI or their input; all others end with the reader of their output."""
 
+OF_USERS = ("prepare", "look", "augment")
+"""Commands that may spend their time in a user's functions."""
+
 
 def main(arguments: list[str]) -> int:
     """Run one command; return the exit code."""
@@ -195,6 +198,8 @@ def run() -> None:
     os.umask(0o077)  # whatever a worker writes may hold data: for this user alone
     if not {*sys.argv[1:2]} & {*OF_MPI}:
         end_without_reader()
+    if not {*sys.argv[1:2]} & {*OF_USERS}:  # numpy's own threads spin: 0.1 s of CPU when it is imported
+        os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
     code = 1
 
     def leave() -> None:

@@ -1,6 +1,7 @@
 """Forward passes of Keras models: compiled, and computed here where they cannot be; the model of a head."""
 
 import functools
+import gc
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -35,6 +36,7 @@ Larger ones are arguments, for a graph is in memory three times while it is load
 def compile_all(requests: CompileRequests) -> AllCompiled:
     """Compile forward passes and steps; raises WorkerError if ranks cannot take a step."""
     load_backend()
+    gc.disable()  # nothing is freed, and it would visit the growing graphs again and again
     forwards = map(compile_forward, requests.forwards)
     return AllCompiled((*forwards, *map(_compile_step, requests.steps)))
 

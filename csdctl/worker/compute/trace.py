@@ -476,7 +476,7 @@ class _Stages:
         while waiting:
             name = waiting[-1]
             inputs = {one.partition(":")[0] for one in self._nodes[name].input}
-            if missing := inputs - levels.keys():
+            if missing := [one for one in inputs if one not in levels]:
                 waiting += missing
                 continue
             levels[name] = received.get(name, max((levels[one] for one in inputs), default=0))

@@ -169,7 +169,7 @@ class TuneOptions:
 
 SUM_BYTES = (1 << 16, 1 << 20, 1 << 23)
 """Sizes of the vectors whose sums are timed, besides the model's own, which is the largest."""
-FIRST_TRIAL_S, TRIAL_S = 3.0, 5.0
+FIRST_TRIAL_S, TRIAL_S = 2.0, 3.0
 """Predicted duration of a trial; the first one after probes, which may lead to a second, is shorter."""
 MIN_STEPS, MAX_STEPS = 2, 1000
 """Limits of the number of steps of a trial."""
