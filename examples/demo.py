@@ -44,8 +44,8 @@ def run_demo(directory: Path, nodes: int, cpu: float, *, is_transfer: bool, is_k
     find_mpirun()
     copy_example("transfer_learning" if is_transfer else "fashion_mnist", directory)
     os.chdir(directory)
-    emulated, is_done = ProjectDirectory(Path.cwd()).emulated, False
-    stop_fleet(emulated)
+    emulated = ProjectDirectory(Path.cwd()).emulated
+    stop_fleet(emulated, keep=True)  # its nodes have data that sample_data.py does not write again
     streams.say(
         f"The demo runs in {Path.cwd()}. The fleet is emulated: its timings do not represent real nodes."
     )
@@ -61,10 +61,9 @@ def run_demo(directory: Path, nodes: int, cpu: float, *, is_transfer: bool, is_k
             words += ["--pid", str(os.getpid())] if step == up and not is_keeping else []
             if code := run_command(words[1:], Streams()):
                 return code
-        is_done = True
     finally:
         if not is_keeping:
-            stop_fleet(emulated, keep=is_done)
+            stop_fleet(emulated, keep=True)
     streams.say("")
     streams.say(f"The demo took {format_seconds(time.monotonic() - start)}. To continue:")
     for line in list_next(directory, "" if is_keeping else up):
