@@ -45,7 +45,8 @@ ANSWERS = {
 """Commands that need no samples: the function, the type of the request."""
 OF_MPI = ("link", "hub", "sandbox")
 """Commands that end in order with MPI or their input; all others end with the reader of their output."""
-
+LOADING = ("tensorflow", "csdctl.worker.engine.tensorflow_c")
+"""Modules that load TensorFlow's libraries."""
 OF_USERS = ("prepare", "look", "augment")
 """Commands that may spend their time in a user's functions."""
 
@@ -204,7 +205,7 @@ def run() -> None:
 
     def leave() -> None:
         """Skip the teardown of TensorFlow's libraries, which takes up to a second; MPI needs its own."""
-        if "mpi4py" not in sys.modules:
+        if {*LOADING} & {*sys.modules} and "mpi4py" not in sys.modules:
             with contextlib.suppress(OSError, ValueError):
                 sys.stdout.flush()
                 sys.stderr.flush()

@@ -42,6 +42,8 @@ NUM_NODES = len(NODES)
 CPU = 0.9
 NUM_PUBLIC, NUM_PRIVATE, NUM_VALIDATION = 600, 96, 100
 MAX_GLOBAL_BATCH = 24
+PAUSE = "pause"
+"""A file; while it exists, steps take longer."""
 PLANNED = ("--no-rebalance",)
 """All runs of the plan with these are the same to the bit."""
 JOB = small_job(
@@ -49,8 +51,7 @@ JOB = small_job(
     model="small.py:build",
     data=ALL_DATA,
 )
-MODEL = f"""\
-{pausing_layer(0.05, 'os.path.exists(os.path.expanduser("~/pause"))')}
+BUILD = """
 
 def build():
     layers = [Pause(), keras.layers.Conv2D(4, 3), keras.layers.Flatten()]
@@ -71,7 +72,8 @@ def project(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """A directory in which every command has run once; the fleet runs until the module ends."""
     directory = tmp_path_factory.mktemp("main") / "a name with spaces"
     directory.mkdir()
-    with emulated(directory, NUM_NODES, {"job.yaml": JOB, "small.py": MODEL}, cpu=CPU):
+    model = pausing_layer(0.05, f"os.path.exists({str(directory / PAUSE)!r})") + BUILD
+    with emulated(directory, NUM_NODES, {"job.yaml": JOB, "small.py": model}, cpu=CPU):
         write_samples(directory / "public.npz", NUM_PUBLIC, 0)
         write_samples(directory / "validation.npz", NUM_VALIDATION, 1)
         for number, node in enumerate(NODES, 2):
@@ -157,8 +159,8 @@ def expected_hash(project: Path) -> str:
 
 @pytest.fixture
 def paused(project: Path) -> Iterator[None]:
-    """Every step takes 50 ms: its run waits to be broken, without the processor."""
-    pause = home_of(project, "csd0") / "pause"
+    """Every step of every rank takes 50 ms: its run waits to be broken, without the processor."""
+    pause = project / PAUSE
     pause.touch()
     yield
     pause.unlink()
