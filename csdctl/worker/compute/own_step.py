@@ -93,12 +93,6 @@ class OwnStepCompiler(Compiler):
         self.variables = [one for one in state if id(one) not in left_out]
         self._optimizers = optimizers
 
-    def add_state(self, variables: Sequence[Any]) -> None:
-        """As of Compiler."""
-        seeds = [one for one in variables if "seed_generator_state" in one.path]
-        self.seeds.add(seeds)
-        super().add_state([one for one in variables if not any(one is seed for seed in seeds)])
-
     def trace(self, builder: GraphBuilder) -> StepInfo:
         """As of Compiler."""
         scalars = {name: tf.TensorSpec((), tf.float32) for name in ("rate", "weight", "count")}

@@ -52,9 +52,12 @@ class Compiler(ABC):
     def trace(self, builder: GraphBuilder) -> StepInfo:
         """Trace all functions; raises WorkerError, exit code 2, for a step that ranks cannot take."""
 
-    def add_state(self, variables: Sequence[Any]) -> None:
-        """Let variables that neither model nor optimizer knows be part of the state."""
-        self.variables += variables
+    def add_state(self, variables: Sequence[Any]) -> list[Any]:
+        """Let variables that neither model nor optimizer knows be state; return all but random states."""
+        others = [one for one in variables if "seed_generator_state" not in one.path]
+        self.seeds.add(one for one in variables if "seed_generator_state" in one.path)
+        self.variables += others
+        return others
 
     @property
     def rates(self) -> list[Any]:
@@ -213,13 +216,11 @@ class StepCompiler(Compiler):
             averages=self._averages([self.optimizer]),
         )
 
-    def add_state(self, variables: Sequence[Any]) -> None:
+    def add_state(self, variables: Sequence[Any]) -> list[Any]:
         """As of Compiler; what a forward pass writes is a mean over all ranks' samples, as of layers."""
-        seeds = [one for one in variables if "seed_generator_state" in one.path]
-        others = [one for one in variables if not any(one is seed for seed in seeds)]
-        self.seeds.add(seeds)
+        others = super().add_state(variables)
         self.statistics.add(others)
-        super().add_state(others)
+        return others
 
     @property
     def _has_loss_count(self) -> bool:

@@ -7,7 +7,7 @@ import numpy as np
 
 from csdctl.worker.data.arrays import Array, fields_of
 from csdctl.worker.engine.load import load_compiled
-from csdctl.worker.engine.step import LOAD, FunctionInfo, VariableInfo
+from csdctl.worker.engine.step import FunctionInfo, VariableInfo, find_functions
 from csdctl.worker.process.errors import InputError
 from csdctl.worker.protocol.features import SIGMOID, SOFTMAX, ResultRule
 from csdctl.worker.protocol.run_spec import CompiledStep, Runtime
@@ -33,10 +33,7 @@ class ForwardInfo:
 def load_forward(files: CompiledStep, runtime: Runtime) -> Compute:
     """Return a compiled forward pass; raises WorkerError if it cannot be run here."""
     info, session, state = load_compiled(files, ForwardInfo, runtime)
-    functions = {name: session.find(name, one) for name, one in info.functions.items()}
-    if LOAD in functions:
-        functions[LOAD]()
-    function, weights = functions[FORWARD], session.tensors(state)
+    function, weights = find_functions(session, info.functions)[FORWARD], session.tensors(state)
     return lambda samples: function(weights, *fields_of(samples).values()).arrays()
 
 

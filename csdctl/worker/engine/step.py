@@ -7,7 +7,7 @@ have to be set back: a step can be computed again, and what it returns is used o
 import math
 import os
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -182,6 +182,16 @@ class Session(Protocol):
         """Return tensors with the values of arrays, which must not be written to afterwards."""
 
 
+def find_functions(
+    session: Session, functions: Mapping[str, FunctionInfo]
+) -> dict[str, Callable[..., TensorList]]:
+    """Return functions of a graph, whose lookup tables are filled."""
+    found = {name: session.find(name, one) for name, one in functions.items()}
+    if LOAD in found:
+        found[LOAD]()
+    return found
+
+
 class StepEngine:
     """Computes a rank's vector and applies the summed one; has the state of model and optimizer."""
 
@@ -223,9 +233,7 @@ class StepEngine:
         self.position = (0, rank)
         """The step and the rank whose random numbers are drawn."""
         self._session, self._noise = session, noise
-        self._functions = {name: session.find(name, one) for name, one in info.functions.items()}
-        if LOAD in self._functions:
-            self._functions[LOAD]()
+        self._functions = find_functions(session, info.functions)
         self._state = session.tensors(state)
         self._seed, self._rank, self._weight = seed, rank, np.array(weight, np.float32)
 
