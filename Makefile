@@ -44,7 +44,7 @@ setup: $(STAMP) ## create .venv with csdctl and its locked dependencies
 demo: $(STAMP) ## train on an emulated fleet
 	@$(BIN)/csdctl demo $(ARGS)
 
-test: $(STAMP) ## run the tests, in parallel, without the thorough ones: ten minutes
+test: $(STAMP) ## run the tests, in parallel, without the thorough ones: a quarter of an hour
 	@$(COMPILE)
 	$(BIN)/pytest $(if $(ARGS),$(ARGS),$(IN_PARALLEL))
 
