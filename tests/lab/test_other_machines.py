@@ -151,7 +151,8 @@ def ssh_server_on_the_host(lab: Lab, home: Path) -> Iterator[str]:
     )
     others = Path("/etc/passwd").read_text().partition("\n")[2]
     (place / "passwd").write_text(f"root:x:0:0:root:{home}:/bin/bash\n{others}")
-    script = f"mount --bind {place}/passwd /etc/passwd; exec /usr/sbin/sshd -D -e -f {place}/config"
+    mount = f"mkdir -p /run/sshd; mount --bind {place}/passwd /etc/passwd"
+    script = f"{mount}; exec /usr/sbin/sshd -D -e -f {place}/config"
     server = lab.host.start("unshare", "--mount", "sh", "-c", script, cwd=Path("/"))
     try:
         assert server.stderr

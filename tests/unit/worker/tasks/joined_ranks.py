@@ -31,7 +31,7 @@ class JoinedRanks:
         self.said: list[tuple[int, Any]] = []
         """Events and other lines of each rank, in order of arrival."""
         self._processes: dict[int, subprocess.Popen[str]] = {}
-        self._readers: list[threading.Thread] = []
+        self._readers: list[tuple[int, threading.Thread]] = []
         self._links: dict[int, contextlib.ExitStack] = {}
         (directory / "spec.json").write_text(to_json(spec))
         self.allow(0)
@@ -42,7 +42,7 @@ class JoinedRanks:
     def __exit__(self, *_: object) -> None:
         for rank in [*self._processes]:
             self.kill(rank)
-        for reader in self._readers:
+        for _, reader in self._readers:
             reader.join()
 
     def allow(self, num_steps: int) -> None:
@@ -67,8 +67,9 @@ class JoinedRanks:
             text=True,
         )
         self._processes[rank] = process
-        self._readers.append(threading.Thread(target=self._read, args=(rank, process.stdout)))
-        self._readers[-1].start()
+        reader = threading.Thread(target=self._read, args=(rank, process.stdout))
+        self._readers.append((rank, reader))
+        reader.start()
         if rank == 0:
             self.order(0, OpenHub(HUB_KEY))
         self.until(lambda: any(isinstance(event, Ready) for event in self.of(rank, num_before)))
@@ -121,6 +122,9 @@ class JoinedRanks:
         assert eventually(condition, lambda: len(self.said)), self.said[-20:]
 
     def until_exit(self, ranks: Sequence[int]) -> list[int]:
-        """Wait until these processes have ended; return their exit codes."""
+        """Wait until these processes have ended, and what they said is read; return their exit codes."""
         self.until(lambda: all(self._processes[rank].poll() is not None for rank in ranks))
+        for rank, reader in self._readers:
+            if rank in ranks:
+                reader.join()
         return [self._processes[rank].returncode for rank in ranks]
