@@ -254,7 +254,7 @@ def clean_machine(
     """Find, end and remove leftovers as `options` request; raises MachineLockedError, RemoteCommandError."""
     command = build_program_command(python, "leftovers")
     program = Program(session, command, "looking for leftovers", within(deadline_s))
-    found = program.call_once(options, _Found)
+    found = program.call(options, _Found)
     if found.holder is not None and not options.is_forced:
         described = read_holder(found.holder)
         if not is_gone(described):

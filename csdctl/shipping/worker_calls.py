@@ -55,7 +55,7 @@ def call_worker(
     """Send `request` to a command of the worker, return its response; raises what `Program.read` raises."""
     argv = build_worker_command(python, worker_path, [command])
     try:
-        return WorkerProgram(session, argv, doing, patience).call_once(request, response, on_progress)
+        return WorkerProgram(session, argv, doing, patience).call(request, response, on_progress)
     except ProgramEndedError as error:
         # The user's function that the command calls, if it calls one.
         found = re.search(r'"(?:function|reference)":"[^"]*\.py:(\w+)"', to_json(request))

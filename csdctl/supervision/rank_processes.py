@@ -33,8 +33,7 @@ from csdctl.worker.protocol.events import (
     event_from_line,
 )
 from csdctl.worker.protocol.json_codec import ProtocolError, shorten
-from csdctl.worker.protocol.orders import Order, Ping, Release, order_to_line
-from csdctl.worker.protocol.probe import READY
+from csdctl.worker.protocol.orders import Order, Ping, order_to_line
 
 
 class Allowance:
@@ -162,8 +161,6 @@ class ProcessEnded:
 
 RankMessage = Event | ProcessEnded
 OnMessage = Callable[[RankMessage], None]
-AttachRank = Callable[[str, int], Conversation]
-"""Make a probe session the given rank of the run in the given file on its machine, until `Release`."""
 
 
 class RankProcess:
@@ -176,13 +173,10 @@ class RankProcess:
         conversation: Conversation,
         validator: EventValidator,
         log: CappedLog,
-        *,
-        is_attached: bool = False,
     ) -> None:
         """Communicate with the process through `conversation`, which `session` opened; call `listen` once.
 
-        `validator` judges its events, `log` gets its other output. A process that `is_attached` ends as a
-        rank when it has finished, and its conversation stays open.
+        `validator` judges its events, `log` gets its other output.
         """
         self.rank = rank
         self.node = session.name
@@ -191,9 +185,6 @@ class RankProcess:
         self._log = log
         self._log_allowance = Allowance(_LOG_BYTES_PER_S, MAX_LOG_BYTES)
         self._is_closed = threading.Event()
-        self._is_attached = is_attached
-        self._is_released = False
-        """Whether the process no longer reads its lines as orders to a rank."""
         self._send_lock = threading.Lock()
         self._conversation = conversation
 
@@ -205,15 +196,11 @@ class RankProcess:
     def send(self, order: Order) -> None:
         """Send an order; a process that has ended ignores it, as its end is reported anyway."""
         with self._send_lock, contextlib.suppress(EOFError, CsdctlError):
-            if not self._is_released:
-                self.validator.note_order(order)
-                self._conversation.send_line(order_to_line(order))
-            self._is_released |= isinstance(order, Release)
+            self.validator.note_order(order)
+            self._conversation.send_line(order_to_line(order))
 
     def close(self) -> None:
-        """End the process and everything it started, unless it was released."""
-        if self._is_released:
-            return
+        """End the process and everything it started."""
         self._is_closed.set()
         with contextlib.suppress(CsdctlError):
             self._conversation.close()
@@ -223,7 +210,7 @@ class RankProcess:
         with contextlib.closing(self._log):
             while not ended:
                 try:
-                    ended = self._handle_line(self._conversation.read_line(deadline_s=_READ_S))
+                    self._handle_line(self._conversation.read_line(deadline_s=_READ_S))
                 except DeadlineError:
                     continue
                 except EOFError:
@@ -238,26 +225,16 @@ class RankProcess:
         if not self._is_closed.is_set():
             self._on_message(ProcessEnded(self.rank, self.node, *ended))
 
-    def _handle_line(self, line: str) -> tuple[CsdctlError, bool] | None:
-        """Pass on an event, or log another line; return why and how a rank has ended that was released."""
-        if not self._handle_event(line):
-            if self._is_released and line == READY:
-                return NodeError(f"rank {self.rank} has been released", node=self.node), True
-            self._handle_output(line)
-        return None
-
-    def _handle_event(self, line: str) -> bool:
-        """Pass on the event in `line`; return False when `line` holds none. Raises ProtocolError."""
+    def _handle_line(self, line: str) -> None:
+        """Pass on the event in `line`, or log a line that has none; raises ProtocolError."""
         event = event_from_line(line)
         if event is None:
-            return False
+            self._handle_output(line)
+            return
         if isinstance(event, Failed) and event.node == UNKNOWN_NODE:
             event = replace(event, node=self.node)
         self.validator.check(event, len(line), time.monotonic())
         self._on_message(event)
-        if self._is_attached and isinstance(event, Finished):
-            self.send(Release())
-        return True
 
     def _handle_output(self, line: str) -> None:
         self._meter.record(TrafficClass.LOG, received=len(line) + 1)
@@ -273,9 +250,6 @@ class RankProcess:
             done = self._conversation.wait(deadline_s=_EXIT_CODE_S)
         except CsdctlError as error:
             return error, False
-        if done.stderr:  # of an attached process; the others write it to stdout
-            for line in done.stderr.splitlines():
-                self._log.write(line)
         return explain_exit(self.rank, self.node, done), done.exit_code == 0
 
 

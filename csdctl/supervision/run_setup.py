@@ -13,11 +13,12 @@ from csdctl.launch.leftovers import END_DEADLINE_S, CleanupOptions, clean_machin
 from csdctl.launch.mpi_job import JobOutcome, MpiJob, explain_link
 from csdctl.launch.mpirun import Mpirun
 from csdctl.runs.directory import CappedLog
-from csdctl.supervision.rank_processes import AttachRank, EventValidator, RankProcess, StartRank
+from csdctl.supervision.rank_processes import EventValidator, RankProcess, StartRank
 from csdctl.transport.commands import MERGE_STREAMS
 from csdctl.transport.many import open_session
 from csdctl.transport.meter import LinkBytes
-from csdctl.transport.session import Conversation, Session
+from csdctl.transport.session import Session
+from csdctl.worker.protocol.orders import Order
 from csdctl.worker.protocol.run_spec import RunSpec
 
 
@@ -122,6 +123,8 @@ class RunSetup:
     """Whether rank 0 begins alone, and what does not start is lost: a check of links."""
     should_stop: Callable[[], bool] = lambda: False
     """Whether to end the run in order, as the first Ctrl-C does."""
+    next_order: Callable[[], Order | None] = lambda: None
+    """What rank 0 is to do next; None: nothing new. May raise KeyboardInterrupt, as Ctrl-C does."""
 
     def explain_link(self, outcome: JobOutcome, node: str) -> CsdctlError:
         """Return why the link of a node has ended."""
@@ -142,8 +145,6 @@ class RankStarter:
     mpirun: Mpirun
     directory: Path
     stack: ExitStack
-    attached: Mapping[str, AttachRank]
-    """Machines on which no process is started: the process running there is attached."""
     on_traffic: Callable[[LinkBytes], None]
     prepare_late_node: PrepareNode | None = None
     """Called once for a machine that could not be reached when the run began."""
@@ -159,13 +160,8 @@ class RankStarter:
     """By rank, why it could not be restarted, as its log says."""
 
     def start(self, rank: int) -> RankProcess:
-        """Start a rank, or attach the process that is already running on its machine; raises CsdctlError."""
-        node = self.spec.ranks[rank].node
-        session = self.mpirun.sessions[node]
-        if node not in self.attached:
-            return self._start_process(rank, session)
-        conversation = self.attached[node](self.spec_path, rank)
-        return self._watch(rank, session, conversation, is_attached=True)
+        """Start a rank; raises CsdctlError."""
+        return self._start_process(rank, self.mpirun.sessions[self.spec.ranks[rank].node])
 
     def restart(self, rank: int) -> RankProcess:
         """Start a lost rank, after ending its old processes; over a new connection if there is none left."""
@@ -228,13 +224,8 @@ class RankStarter:
         arguments = ["rank", "--spec", path, "--rank", str(rank)]
         command = self.mpirun.build_worker_command(session.name, arguments)
         conversation = session.converse([*MERGE_STREAMS, *command])
-        return self._watch(rank, session, conversation, is_attached=False)
-
-    def _watch(
-        self, rank: int, session: Session, conversation: Conversation, *, is_attached: bool
-    ) -> RankProcess:
         nodes = [other.node for other in self.spec.ranks]
         has_hub = rank in {0, *(other.server for other in self.spec.ranks)}
         validator = EventValidator(rank, nodes, num_epochs=self.spec.recipe.epochs, has_hub=has_hub)
         log = CappedLog(self.mpirun.run.rank_log(rank), nodes[rank])
-        return RankProcess(rank, session, conversation, validator, log, is_attached=is_attached)
+        return RankProcess(rank, session, conversation, validator, log)

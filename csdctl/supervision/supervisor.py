@@ -207,6 +207,9 @@ class Supervisor:
         if self._setup.should_stop() and self._has_trained and not self.stopped_by:
             self.stopped_by = CALLBACK
             self._processes.send(0, Stop())
+        while order := self._setup.next_order():
+            self._processes.send(0, order)
+            self._last_progress = time.monotonic()  # what is ordered may take as long as a step
         began = time.monotonic()
         message = self._processes.next(self._patience.poll_s)
         if (now := time.monotonic()) - began > self._patience.poll_s + STOPPED_S:

@@ -2,7 +2,7 @@
 
 import math
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 
 from rich.console import Group, RenderableType
@@ -10,7 +10,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from csdctl.fleet.checks import Status, fold
+from csdctl.fleet.checks import Check, Status, fold
 from csdctl.fleet.names import format_node_names
 from csdctl.reporting.numbers import (
     format_count,
@@ -53,13 +53,14 @@ from csdctl.worker.protocol.events import (
     NodeBack,
     NodeLost,
     Progress,
+    Ready,
     Rebalanced,
     WaitingFor,
     Warned,
     event_document,
 )
 from csdctl.worker.protocol.run_spec import RunSpec
-from csdctl.workflows.preflight.doctor import Examination, describe
+from csdctl.workflows.preflight.doctor import Examination, describe, judge_sandbox
 from csdctl.workflows.train.run import RunStopped
 from csdctl.workflows.train.scale import Point
 from csdctl.workflows.train.train import TrainRequest, TrainResult, rehearse_training, run_training
@@ -328,6 +329,8 @@ class TrainingScreen(PreparationScreen):
         self._emulated = emulated
         self._stack = ExitStack()
         self._view: TrainingView | None = None
+        self._amber: set[tuple[str, str]] = set()
+        """Machines that were warned of, and what was found."""
         self.run: RunDirectory | None = None
         """The run; None before it has started."""
 
@@ -355,14 +358,18 @@ class TrainingScreen(PreparationScreen):
         """Show a line for each amber check, and the times of sums unless something is red."""
         for check, machines in fold(examination.checks):
             if check.status == Status.WARN:
-                self.say(f"amber: {', '.join(machines)}: {describe(check)}")
-                if check.remedy:
-                    self.say(f"  → {check.remedy}")
+                self._say_amber(machines, check)
         if examination.red or examination.overdue:
             return
         for check in examination.checks:
             if check.check == "sum":
                 self.say(f"preflight: {check.found}")
+
+    def _say_amber(self, machines: Sequence[str], check: Check) -> None:
+        self._amber |= {(machine, check.found) for machine in machines}
+        self.say(f"amber: {', '.join(machines)}: {describe(check)}")
+        if check.remedy:
+            self.say(f"  → {check.remedy}")
 
     def on_start(self, run: RunDirectory, spec: RunSpec, num_steps: int) -> None:
         """Show the run, and open the live view."""
@@ -383,6 +390,10 @@ class TrainingScreen(PreparationScreen):
     def on_event(self, event: Event) -> None:
         """Show one event."""
         self._streams.result_line(event_document(event))
+        if isinstance(event, Ready) and event.sandbox.obstacle:
+            check = judge_sandbox(event.node, event.sandbox)
+            if (event.node, check.found) not in self._amber:
+                self._say_amber([event.node], check)
         if self._view:
             self._view.show(event)
 

@@ -116,14 +116,17 @@ class Program:
         self._doing = doing
         self._patience = patience
         self._remedy = remedy
-        self._whole = Deadline(patience.whole_s)
-        self._standstill = Deadline(patience.standstill_s)
+        self._num_done = self._num_lines = 0
+        self._start_clock()
+
+    def _start_clock(self) -> None:
+        self._whole = Deadline(self._patience.whole_s)
+        self._standstill = Deadline(self._patience.standstill_s)
         self._started_s = time.monotonic()
-        self._num_done = 0
-        self._num_lines = 0
 
     def send(self, request: object) -> None:
         """Send a dataclass, or a dict, as a request; a program that has ended says why when it is read."""
+        self._start_clock()  # it may have been started ahead
         line = to_json(request) if is_dataclass(request) else json.dumps(request)
         with suppress(EOFError):
             self.conversation.send_line(line)
@@ -154,25 +157,16 @@ class Program:
         result: type[ResultT],
         on_progress: Callable[[PrepareProgress], None] = lambda progress: None,
     ) -> ResultT:
-        """Send a request and return its result; raises the errors of `read`."""
-        self.send(request)
-        while True:
-            kind, message = self.read({PROGRESS: PrepareProgress, RESULT: result})
-            if kind == RESULT:
-                found: ResultT = message
-                return found
-            on_progress(message)
-
-    def call_once(
-        self,
-        request: object,
-        result: type[ResultT],
-        on_progress: Callable[[PrepareProgress], None] = lambda progress: None,
-    ) -> ResultT:
-        """Do what `call` does for the program's only request, wait for its end, and close it."""
+        """Send the program's only request, return its result, and close it; raises the errors of `read`."""
         with closing(self):
-            found = self.call(request, result, on_progress)
+            self.send(request)
+            while True:
+                kind, message = self.read({PROGRESS: PrepareProgress, RESULT: result})
+                if kind == RESULT:
+                    break
+                on_progress(message)
             self.finish()
+        found: ResultT = message
         return found
 
     def finish(self) -> None:

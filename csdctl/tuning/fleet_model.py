@@ -204,8 +204,6 @@ class TrialResult:
     """Seconds of all steps, including those that are not counted."""
     sum_s: float
     """Seconds of the sums of one step over these ranks, measured before the first step."""
-    fixed_s: float = 0.0
-    """Seconds of the whole trial besides its steps: starting or taking processes, linking them, ending."""
     peak_memory_bytes: tuple[int | None, ...] = ()
     """Peak memory of each rank's process; None where it was not reported."""
     error: float = 0.0

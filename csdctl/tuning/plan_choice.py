@@ -172,8 +172,8 @@ def confirmed_prediction(
     )
 
 
-FIRST_SIZES = {1: (32,), 2: (8, 32), 3: (4, 12, 32)}
-"""Batch sizes of the first round, by number of machines that measure."""
+FIRST_SIZES = {1: (16,), 2: (4, 16), 3: (2, 6, 16)}
+"""Batch sizes of the first round, by number of machines that measure; a slow node takes seconds for them."""
 MAX_GROWTH = 4
 """Limit of a probe's batch, relative to the largest that fitted: memory may be exhausted in between."""
 NEAR = 2.5

@@ -33,6 +33,7 @@ REQUESTED = {
     "prepare": ("preparing", "ingest.prepare:prepare", "protocol.datasets:PrepareSpec"),
     "extract": ("running the model", "ingest.extract:extract", "protocol.features:ExtractSpec"),
     "gather": ("gathering features", "ingest.extract:gather", "protocol.features:GatherSpec"),
+    "probe": ("measuring", "tasks.probe:probe", "protocol.probe:ProbeSpec"),
     "parts": ("timing the model's parts", "compute.parts:time_parts", "protocol.probe:PartsSpec"),
     "look": ("inspecting the data", "ingest.prepare:look", "protocol.datasets:LookSpec"),
 }
@@ -77,6 +78,8 @@ def _read_request() -> str:
 
 
 def _answer(function: str, kind: str) -> int:
+    if function == "compute.keras_forward:compile_all":  # it needs Keras whatever the request
+        _import("compute.backend:load_backend")()
     request = _read_request()
     found = _import(function)(from_json(_import(kind), request))
     print(f"\n{to_frame(RESULT, found or {})}", flush=True)  # a user's model may print too
@@ -123,14 +126,6 @@ def _send() -> int:
         send(spec, lambda text: output.write_line(f"{FRAME_PREFIX}{DATA} {text}"))
 
     return _guard("sending", send_lines)
-
-
-def _probe(spec: str) -> int:
-    from csdctl.worker.protocol.probe import ProbeSpec
-    from csdctl.worker.tasks.probe import serve_probes
-
-    serve_probes(from_json(ProbeSpec, spec))
-    return 0
 
 
 def _rank(spec: str, rank: str, marker: str = "") -> int:
@@ -185,7 +180,6 @@ def _as_frame(error: WorkerError | ProtocolError) -> tuple[str, int]:
 
 COMMANDS: dict[str, Callable[..., int]] = {
     "send": _send,
-    "probe": _probe,
     "rank": _rank,
     "link": _link,
     "hub": _hub,

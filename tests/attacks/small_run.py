@@ -82,7 +82,7 @@ class SmallRun:
         mpirun = Mpirun(fleet, {}, self.run_directory, sessions, program, {})
         spec = replace(SPEC, run_id=self.run_directory.run_id)
         with ExitStack() as stack:
-            starter = RankStarter(spec, "spec", mpirun, self._directory, stack, {}, lambda _: None, NOTHING)
+            starter = RankStarter(spec, "spec", mpirun, self._directory, stack, lambda _: None, NOTHING)
             setup = RunSetup(
                 spec.run_id,
                 NODES,

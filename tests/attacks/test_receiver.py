@@ -23,8 +23,7 @@ from csdctl.transport.program import Patience
 from csdctl.transport.ssh import SshSession, connect
 from csdctl.worker.protocol.datasets import DatasetInfo, PrepareSpec
 from csdctl.worker.protocol.json_codec import to_frame
-from csdctl.worker.protocol.probe import ProbeRequest
-from csdctl.workflows.tune.probing import Prober
+from csdctl.worker.protocol.probe import ProbeRequest, ProbeResult
 from tests.attacks.hostile_python import write_hostile_python
 from tests.patience import eventually, scaled
 
@@ -224,14 +223,14 @@ def test_worker_that_prepares_for_ever_is_left(
 
 def measured(**wrong: float) -> str:
     content = {"batch_size": 8, "step_time_s": 0.1, "num_steps": 5, "peak_memory_bytes": 1000, **wrong}
-    return f"say('ready'); sys.stdin.readline(); print({to_frame('result', content)!r}, flush=True)"
+    return f"print({to_frame('result', content)!r}, flush=True)"
 
 
 PROBES = {
-    "a bomb": f"say('ready'); {BOMB}",
+    "a bomb": BOMB,
     "a time that is negative": measured(step_time_s=-1.0),
     "not a number": measured(step_time_s=float("nan")),
-    "no steps": measured(num_steps=0),
+    "no steps": measured(num_steps=-1),
     "memory without end": measured(peak_memory_bytes=1 << 80),
 }
 
@@ -240,6 +239,10 @@ PROBES = {
 def test_measurement_of_a_node_is_typed_and_in_range(
     session: SshSession, hostile: Callable[[str], str], name: str
 ) -> None:
-    prober = Prober(session, [hostile(PROBES[name]), "probe"], None)
-    with closing(prober), refused():
-        prober.measure(ProbeRequest(8))
+    request = ProbeRequest(8)
+    with refused():
+        call_worker(
+            *(session, hostile(PROBES[name]), "worker.pyz", "probe", request, ProbeResult),
+            doing="measuring",
+            patience=STEADY,
+        )

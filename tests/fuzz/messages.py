@@ -33,20 +33,10 @@ from csdctl.worker.protocol.events import (
     event_from_line,
     event_to_line,
 )
-from csdctl.worker.protocol.json_codec import (
-    DATA,
-    ERROR,
-    Count,
-    ProtocolError,
-    Sha256,
-    from_json,
-    to_json,
-    to_tagged,
-)
-from csdctl.worker.protocol.orders import Begin, OpenHub, Ping, Release, Stop, order_from_line, order_to_line
-from csdctl.worker.protocol.probe import ProbeRequest, ProbeResult, ProbeSpec, request_from_line
-from csdctl.worker.protocol.recipe import Recipe
-from csdctl.worker.protocol.run_spec import RunSpec, Runtime
+from csdctl.worker.protocol.json_codec import DATA, ERROR, Count, ProtocolError, Sha256, from_json, to_json
+from csdctl.worker.protocol.orders import Begin, OpenHub, Ping, Probe, Stop, order_from_line, order_to_line
+from csdctl.worker.protocol.probe import ProbeRequest, ProbeResult, ProbeSpec
+from csdctl.worker.protocol.run_spec import RunSpec
 from csdctl.worker.protocol.sandbox import SandboxPolicy
 from csdctl.worker.tasks.callbacks import Decision
 from csdctl.worker.tasks.progress import CallbackState
@@ -128,10 +118,7 @@ def _simplest(event_type: type[Event]) -> Event:
 
 def _orders(content: bytes, directory: Path) -> None:
     for line in _lines(content):
-        if '"order"' in line:
-            order_to_line(order_from_line(line))
-        else:
-            request_from_line(line)
+        order_to_line(order_from_line(line))
 
 
 def _frames(content: bytes, directory: Path) -> None:
@@ -167,14 +154,14 @@ def _worker_answers(content: bytes, directory: Path) -> None:
 
 def _specs(content: bytes, directory: Path) -> None:
     text = content.decode()
-    kinds: dict[str, Any] = {'"is_confined"': SandboxPolicy, '"data"': ProbeSpec, "_time_s": ProbeResult}
-    kind = next((kind for word, kind in kinds.items() if word in text and '"run_id"' not in text), RunSpec)
+    kinds: dict[str, Any] = {'"is_confined"': SandboxPolicy, '"request"': ProbeSpec, "_time_s": ProbeResult}
+    kind = next((kind for word, kind in kinds.items() if word in text), RunSpec)
     to_json(from_json(kind, text))
 
 
 def _spec_seeds() -> list[bytes]:
     policy = SandboxPolicy(("/bin/sh", "-c", "true"), True, "ab" * 16, ("10.0.0.0/8",), ("csdctl/x/0",))
-    probe = ProbeSpec("a.json", "a.npz", Recipe(), Runtime(), INFO)
+    probe = ProbeSpec(run_spec(), 0, ProbeRequest(8))
     return [to_json(each).encode() for each in (run_spec(), policy, probe, ProbeResult(8, 0.5, 3, 1 << 30))]
 
 
@@ -231,10 +218,8 @@ def _mpi_seeds() -> list[bytes]:
 
 
 def _order_seeds() -> list[bytes]:
-    orders = (OpenHub("key"), Begin((0, 1)), Ping(7), Stop(), Release())
-    requests = [json.dumps(to_tagged("request", ProbeRequest(8))).encode()]
-    requests.append(b'{"request": "AttachRequest", "spec": "spec.json", "rank": 1}')
-    return [*(order_to_line(order).encode() for order in orders), *requests]
+    orders = (OpenHub("key"), Begin((0, 1)), Ping(7), Stop(), Probe({"1": ProbeRequest(8)}))
+    return [order_to_line(order).encode() for order in orders]
 
 
 MARKS = tuple(f"csdctl-fact:{fact.name}\n".encode() for fact in CONDITION_FACTS)

@@ -183,16 +183,17 @@ def sample_bytes(*arrays: Array) -> int:
 class SyntheticReader:
     """Stands in for `EpochReader`: returns random samples, the same ones for every request."""
 
-    def __init__(self, element_spec: DatasetInfo, rank: int, num_indices: int | None = None) -> None:
-        """`num_indices` as in `random_batch`."""
-        self._element_spec, self._num_indices = element_spec, num_indices
+    def __init__(self, element_spec: DatasetInfo, rank: int) -> None:
+        self._element_spec = element_spec
+        self.num_indices: int | None = None
+        """As in `random_batch`, of samples that are drawn from now on."""
         self._generator = np.random.default_rng(rank)
-        self._batch: tuple[Array, Array] = random_batch(self._generator, element_spec, 0, num_indices)
+        self._batch: tuple[Array, Array] = random_batch(self._generator, element_spec, 0)
 
     def first(self, count: int) -> tuple[Array, Array]:
         """Return `count` samples and their labels."""
         if len(self._batch[0]) < count:
-            self._batch = random_batch(self._generator, self._element_spec, count, self._num_indices)
+            self._batch = random_batch(self._generator, self._element_spec, count, self.num_indices)
         samples, labels = self._batch
         return samples[:count], labels[:count]
 

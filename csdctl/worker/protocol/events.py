@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Annotated, Any
 
 from csdctl.worker.protocol.json_codec import (
+    Between,
     Celsius,
     Count,
     Epoch,
@@ -95,6 +96,18 @@ class SumTimed(Event):
     ranks: tuple[RankNumber, ...]
     num_bytes: Count
     sum_s: Seconds
+
+
+@dataclass(frozen=True)
+class Probed(Event):
+    """What a rank has measured, as `Probe` orders, or its memory after the steps that `TakeSteps` orders."""
+
+    batch_size: Count
+    step_time_s: Annotated[float, Between(1e-9, 1e6)] | None
+    """Mean seconds of forward, backward and apply for one batch; None: no memory, or steps of all ranks."""
+    num_steps: Count
+    peak_memory_bytes: Count
+    """Of the process so far."""
 
 
 @dataclass(frozen=True)

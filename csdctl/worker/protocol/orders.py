@@ -4,6 +4,8 @@ import json
 from dataclasses import dataclass
 
 from csdctl.worker.protocol.json_codec import (
+    BatchSize,
+    Count,
     PingNumber,
     RankNumber,
     ShortText,
@@ -11,6 +13,7 @@ from csdctl.worker.protocol.json_codec import (
     parse_json,
     to_tagged,
 )
+from csdctl.worker.protocol.probe import ProbeRequest
 
 
 @dataclass(frozen=True)
@@ -38,8 +41,29 @@ class Stop(Order):
 
 
 @dataclass(frozen=True)
-class Release(Order):
-    """The run has ended for this rank: later lines on its standard input are not orders."""
+class Probe(Order):
+    """Measure, in a tuning run, the step of each of these ranks alone, all at once; the others wait."""
+
+    requests: dict[ShortText, ProbeRequest]
+    """By rank."""
+
+
+@dataclass(frozen=True)
+class TrialRank:
+    """What a rank has in the steps of a trial."""
+
+    batch_size: Count
+    micro_batch_size: BatchSize | None
+    num_private: Count
+    """Samples in all steps."""
+    num_public: Count
+
+
+@dataclass(frozen=True)
+class TakeSteps(Order):
+    """Train, in a tuning run, as long as the samples of these ranks last; in order of rank."""
+
+    ranks: tuple[TrialRank, ...]
 
 
 @dataclass(frozen=True)

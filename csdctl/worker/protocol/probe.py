@@ -1,23 +1,12 @@
-"""Measurements of a model on one machine: probe sessions, and the times of parts."""
+"""Measurements of a model on one machine: of a step, and of parts."""
 
 from dataclasses import dataclass
 from typing import Annotated
 
 from csdctl.worker.protocol.datasets import DatasetInfo
-from csdctl.worker.protocol.json_codec import (
-    FRAME_PREFIX,
-    SCHEMA,
-    BatchSize,
-    Between,
-    Count,
-    NumSteps,
-    RankNumber,
-    Seconds,
-    from_tagged,
-    parse_json,
-)
-from csdctl.worker.protocol.recipe import Noise, Recipe
-from csdctl.worker.protocol.run_spec import CompiledStep, Prefix, Runtime, UserCode
+from csdctl.worker.protocol.json_codec import BatchSize, Between, Count, NumSteps, RankNumber, Seconds
+from csdctl.worker.protocol.recipe import Recipe
+from csdctl.worker.protocol.run_spec import Prefix, RunSpec, Runtime, UserCode
 
 PartSeconds = Annotated[float, Between(0, 1e6)]
 
@@ -66,26 +55,6 @@ class PartTimes:
 
 
 @dataclass(frozen=True)
-class ProbeSpec:
-    """The subject of a probe session: a model, and how it is trained."""
-
-    architecture: str
-    weights: str
-    recipe: Recipe
-    runtime: Runtime
-    data: DatasetInfo
-    """The public data set: probes use random samples of its shape and type."""
-    code: UserCode | None = None
-    """The code that the model needs to be rebuilt, beside Keras."""
-    noise: Noise | None = None
-    compiled: CompiledStep | None = None
-    """The model's step; None if it cannot be compiled."""
-    is_private: bool = False
-    """With noise: measure the step for private samples."""
-    schema: int = SCHEMA
-
-
-@dataclass(frozen=True)
 class ProbeRequest:
     """Measure one batch size, for at least `min_steps` steps and `min_duration_s` seconds."""
 
@@ -97,14 +66,12 @@ class ProbeRequest:
 
 
 @dataclass(frozen=True)
-class AttachRequest:
-    """Take part in a trial as rank `rank` of the run in file `spec`, then return to probes.
+class ProbeSpec:
+    """A request to measure a step as a rank of a tuning run would, in a process of its own."""
 
-    Until it has finished and received `Release`, the process sends events and receives orders as a rank.
-    """
-
-    spec: str
+    run: RunSpec
     rank: RankNumber
+    request: ProbeRequest
 
 
 @dataclass(frozen=True)
@@ -112,19 +79,7 @@ class ProbeResult:
     """The measured step: mean seconds of forward, backward and apply for one batch."""
 
     batch_size: BatchSize
-    step_time_s: Annotated[float, Between(1e-9, 1e6)]
-    num_steps: NumSteps
+    step_time_s: Annotated[float, Between(1e-9, 1e6)] | None
+    """None: the batch does not fit into memory."""
+    num_steps: Count
     peak_memory_bytes: Count
-
-
-READY = f"{FRAME_PREFIX}ready {{}}"
-"""The frame that a probe session prints when it waits for requests."""
-
-
-Request = ProbeRequest | AttachRequest
-REQUESTS: dict[str, type[Request]] = {"ProbeRequest": ProbeRequest, "AttachRequest": AttachRequest}
-
-
-def request_from_line(line: str) -> Request:
-    """Return the request in a line of a probe session's input; raises ProtocolError."""
-    return from_tagged("request", REQUESTS, parse_json(line))

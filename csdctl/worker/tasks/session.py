@@ -13,7 +13,6 @@ from typing import NoReturn
 
 import numpy as np
 
-from csdctl.worker.engine.step import StepEngine
 from csdctl.worker.group.communicator import Communicator, HubCommunicator, HubProcess
 from csdctl.worker.group.hub import HubSettings
 from csdctl.worker.group.values import LinkLostError
@@ -36,9 +35,9 @@ from csdctl.worker.tasks.task import Orders, Task, TaskContext
 TASKS = {
     CHECK: "csdctl.worker.tasks.check:Check",
     TRAIN_SPLIT: "csdctl.worker.tasks.split:Split",
-    TRIAL_SPLIT: "csdctl.worker.tasks.split:SplitTrial",
+    TRIAL_SPLIT: "csdctl.worker.tasks.trial:SplitTrial",
     TRAIN: "csdctl.worker.tasks.train:Train",
-    TRIAL: "csdctl.worker.tasks.train:Trial",
+    TRIAL: "csdctl.worker.tasks.trial:Trial",
     VERIFY: "csdctl.worker.tasks.verify:Verify",
     VERIFY_SPLIT: "csdctl.worker.tasks.verify:VerifySplit",
 }
@@ -48,8 +47,7 @@ TASKS = {
 class RankSession:
     """Runs the task of `spec` on rank `rank`."""
 
-    def __init__(self, spec: RunSpec, rank: int, step: StepEngine | None = None) -> None:
-        """`step`: of a probe session that takes part as a rank; it has the same model, recipe and noise."""
+    def __init__(self, spec: RunSpec, rank: int) -> None:
         self._sandbox = check_sandbox()
         self._spec = spec
         self._me = spec.ranks[rank]
@@ -60,7 +58,7 @@ class RankSession:
         self._orders = Orders(lambda number: self._reporter.emit(Pong, number))
         self._progress = RunProgress(spec)
         module, _, name = TASKS[spec.task.name].partition(":")
-        context = TaskContext(spec, self._me, self._progress, self._reporter, self._orders, step)
+        context = TaskContext(spec, self._me, self._progress, self._reporter, self._orders)
         self._task: Task = getattr(import_module(module), name)(context)
 
     def run(self) -> None:
@@ -84,10 +82,6 @@ class RankSession:
                     self._join()
                     reason = self._take_part()
         self._task.finish(reason)
-
-    def await_release(self) -> None:
-        """Wait until this rank receives no more orders, so that the process can do other work."""
-        self._orders.await_release()
 
     def _connect(self) -> Communicator:
         spec, sizes = self._spec, tuple(self._task.sum_sizes)

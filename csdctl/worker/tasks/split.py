@@ -24,7 +24,7 @@ from csdctl.worker.group.values import PeerFaultError, RankLostError, is_minorit
 from csdctl.worker.process.errors import describe
 from csdctl.worker.protocol.events import ACTIVATIONS
 from csdctl.worker.tasks.task import ModelTask
-from csdctl.worker.tasks.train import StepSums, Train, Trial
+from csdctl.worker.tasks.train import StepSums, Train
 
 Bytes = bytearray | bytes
 _LOSS_COUNT = struct.Struct("<f")
@@ -237,7 +237,3 @@ class Split(SplitParts, Train):
         batch = samples, labels
         sums.waited_s += self.exchange(communicator, batch, ranks, self.progress.step_samples, out)
         return self._split.apply(sums(0, out))
-
-
-class SplitTrial(Split, Trial):
-    """Trains a model in two parts on random samples of the form in the task's argument `element_spec`."""

@@ -29,7 +29,7 @@ from csdctl.worker.group.communicator import Communicator
 from csdctl.worker.process.errors import WorkerError
 from csdctl.worker.protocol.events import Joined, Misbehaved
 from csdctl.worker.protocol.json_codec import ProtocolError, Sha256
-from csdctl.worker.protocol.orders import Begin, OpenHub, Order, Ping, Release, Stop, order_from_line
+from csdctl.worker.protocol.orders import Begin, OpenHub, Order, Ping, Probe, Stop, TakeSteps, order_from_line
 from csdctl.worker.protocol.recipe import BF16
 from csdctl.worker.protocol.run_spec import CompiledStep, RankSpec, RunSpec
 from csdctl.worker.tasks.progress import Reporter, RunProgress, hash_state, pack
@@ -49,6 +49,8 @@ class Orders:
     def __init__(self, on_ping: Callable[[int], None]) -> None:
         """`on_ping` is called by the thread with the number of each `Ping`."""
         self.is_stopping = False
+        self.measurements: queue.Queue[Probe | TakeSteps] = queue.Queue()
+        """What a tuning run is to measure next."""
         self._hubs: queue.Queue[OpenHub] = queue.Queue()
         self._begins: queue.Queue[Begin] = queue.Queue()
         self._on_ping = on_ping
@@ -68,10 +70,6 @@ class Orders:
         """Raise WorkerError when no order of any kind has come for too long."""
         if time.monotonic() - self._heard > ORPHAN_S:
             raise WorkerError(f"received no order for {ORPHAN_S:g} s: csdctl has exited or is disconnected")
-
-    def await_release(self) -> None:
-        """Wait for `Release`: from then on, other code may read the input."""
-        self._reader.join()
 
     def _await(self, orders: "queue.Queue[OrderT]") -> OrderT:
         self._heard = time.monotonic()  # loading may have taken long
@@ -93,8 +91,8 @@ class Orders:
                 self._begins.put(order)
             elif isinstance(order, Stop):
                 self.is_stopping = True
-            elif isinstance(order, Release):
-                return
+            elif isinstance(order, Probe | TakeSteps):
+                self.measurements.put(order)
             elif isinstance(order, Ping):
                 self._on_ping(order.number)
         os._exit(1)
@@ -113,8 +111,6 @@ class TaskContext:
     progress: RunProgress
     reporter: Reporter
     orders: Orders
-    step: StepEngine | None = None
-    """The step of a probe session, when the rank is one: same model, recipe and noise."""
 
 
 class Task(Protocol):
@@ -164,10 +160,9 @@ class ModelTask:
     def __init__(self, context: TaskContext) -> None:
         self.spec, self.me, self.progress = context.spec, context.me, context.progress
         self.reporter, self.orders, self.is_root = context.reporter, context.orders, context.me.rank == 0
-        self._step_of_probes = context.step
         self._extractor: BatchedPass | None = None
         # Importing TensorFlow is not part of the set-up time that the rank reports.
-        if context.step is None and not self._compiled:
+        if not self._compiled:
             load_backend(context.me.runtime)
 
     @property
@@ -238,7 +233,7 @@ class ModelTask:
     def load(self) -> None:
         """Load data and model, trace the graphs and reach full speed; the weights stay as they were."""
         self.reader = self.open_reader()
-        self.step = self._step_of_probes or self._load_step()
+        self.step = self._load_step()
         self.step.micro_batch_size = self.me.micro_batch_size
         self.layout = self.summed.layout
         self.reporter.metrics = self.step.metrics

@@ -13,14 +13,14 @@ from typing import Any
 import numpy as np
 
 from csdctl.worker.data.arrays import Array, fields_of
-from csdctl.worker.data.prepared import PreparedSamples, SyntheticReader, sample_bytes
+from csdctl.worker.data.prepared import PreparedSamples, sample_bytes
 from csdctl.worker.engine.layout import GradientNoise, Sums, add_sums
 from csdctl.worker.engine.load import are_finite
 from csdctl.worker.engine.step import StepEngine
 from csdctl.worker.group.communicator import Communicator
 from csdctl.worker.group.values import ExpectedTails, LinkLostError, StepVoidError, is_minority
 from csdctl.worker.process.errors import InputError, WorkerError
-from csdctl.worker.protocol.datasets import DatasetInfo, list_names
+from csdctl.worker.protocol.datasets import list_names
 from csdctl.worker.protocol.events import (
     EARLY_STOPPING,
     MAX_STEPS,
@@ -29,12 +29,9 @@ from csdctl.worker.protocol.events import (
     EpochEnd,
     Evaluating,
     Rebalanced,
-    SumTimed,
     Warned,
 )
-from csdctl.worker.protocol.json_codec import from_dict
 from csdctl.worker.protocol.recipe import learning_rate
-from csdctl.worker.protocol.run_spec import ELEMENT_SPEC
 from csdctl.worker.tasks.balancer import Balancer
 from csdctl.worker.tasks.callbacks import Decision, after_epoch, check_monitors
 from csdctl.worker.tasks.checkpointer import BEST_MODEL, LAST_MODEL, Checkpointer, keep_copy
@@ -42,7 +39,6 @@ from csdctl.worker.tasks.progress import CallbackState, Reporter, StepTotals, gl
 from csdctl.worker.tasks.task import FINISHED, GROWTH_LIMIT, ModelTask
 
 EVALUATION_BATCH = 256
-NUM_TIMED_SUMS = 4
 DIVERGED = "lower recipe.learning_rate or lengthen recipe.warmup_epochs"
 LAST_GOOD = "; the model of the last good epoch is in the run directory"
 
@@ -499,45 +495,3 @@ def _no_weight(where: str) -> WorkerError:
         f"{where} has no loss: the weights of all samples are 0 or add up to 0, or all of them are masked",
         "fix the weights (sample_weight, class_weight), or what the model masks (mask_zero, ignore_class)",
     )
-
-
-class Trial(Train):
-    """Trains on random samples of the form in the task's argument `element_spec`; saves nothing."""
-
-    values: Sequence[Array] = ()
-    """None: the weights of a trial teach nothing, and differ between probe sessions."""
-
-    def open_reader(self) -> SyntheticReader:
-        """Return a reader of random samples."""
-        element_spec = from_dict(DatasetInfo, self.spec.task.arguments[ELEMENT_SPEC])
-        step = self._step_of_probes
-        num_indices = step.info.num_indices if step else None
-        return SyntheticReader(element_spec, self.me.rank, num_indices)
-
-    def run(self, communicator: Communicator) -> str:
-        """Time the sums of a step, then train."""
-        if not communicator.is_alone:
-            self._time_sums(communicator)
-        return super().run(communicator)
-
-    def _time_sums(self, communicator: Communicator) -> None:
-        """Time the sums of a step alone; rank 0 reports the fastest of several."""
-        seconds = []
-        communicator.local[:] = 0
-        for _ in range(NUM_TIMED_SUMS):
-            communicator.gather(None, type(None))
-            began = time.perf_counter()
-            for _ in self.sum_sizes:
-                communicator.sum(communicator.local)
-            seconds.append(time.perf_counter() - began)
-        if self.is_root:
-            num_bytes = sum(4 * size for size, _ in self.sum_sizes)
-            self.reporter.emit(SumTimed, communicator.members, num_bytes, round(min(seconds), 6))
-
-    def compare_weights(self, communicator: Communicator) -> str:
-        """Compare nothing: ranks that are probe sessions have different moving statistics."""
-        return ""
-
-    def save_model(self) -> str | None:
-        """Save nothing."""
-        return None

@@ -2,8 +2,9 @@
 
 Three questions are answered apart from each other. Is the sum that the ranks apply the sum of what each of
 them computed? Each rank also sends its vector to rank 0, which adds them in float64. Has each rank computed
-what Keras computes from the same samples? Rank 0 takes each rank's step by the model's own train_step,
-eagerly, without any graph of csdctl's, with the rank's random states (`Reference`). And is the state behind
+what Keras computes from the same samples? Rank 0 takes the steps of some ranks by the model's own train_step,
+eagerly, without any graph of csdctl's, with the rank's random states (`Reference`). It takes those of the
+others by the compiled step, which has computed what Keras computes. And is the state behind
 the step the one that Keras' optimizer makes of the sum? Layers that compute in 16 bits compute in float32
 here: rounding to 16 bits hides a sample. All weights are moved before: a compiled step that does not read
 them would be right at the initial ones.
@@ -37,7 +38,8 @@ if TYPE_CHECKING:
     from csdctl.worker.compute.keras_step import KerasStep
 
 NUM_DRAWS = 3
-"""Number of random roundings of the weights; the spread is their largest effect."""
+"""Number of random roundings of the weights, for ranks whose step Keras takes; the spread is their largest
+effect."""
 NEAR = 8.0
 """Distance from one batch of all samples, in spreads, that needs no explanation."""
 LOSS_ROUNDING = 1e-5
@@ -85,7 +87,7 @@ class ExactSum:
 
 
 class Reference:
-    """Computes the vectors of all `ranks` by Keras, with each rank's samples and random states.
+    """Computes the vectors of all `ranks`, of some by Keras, with each rank's samples and random states.
 
     Every comparison comes with two measures of what it is worth, both from this model and these samples:
 
@@ -113,6 +115,10 @@ class Reference:
         self._draw, self._totals = draw, totals
         self._step, self._engine, self._seed = step, step.engine, seed
         self._ranks, self._sizes, self._weight = ranks, sizes, weight
+        takers = [number for number, size in enumerate(sizes) if size]
+        kinds = {(ranks[number].weight, ranks[number].micro_batch_size): number for number in takers}
+        self._by_keras_too = {*takers[:1], *kinds.values()}
+        """The ranks whose steps Keras takes: the first, and the last of each kind of step."""
         self._start = self._engine.values
         info = self._engine.info
         types = {one.dtype for one in info.variables[: info.num_weights]} & set(ROUNDOFFS)
@@ -155,10 +161,11 @@ class Reference:
         if n == 0:
             return np.zeros(self._step.layout.step_size), self._roundoff, 1.0
         batch = columns[0][:-1], columns[1][:-1]
-        own = self._by_keras(number, *batch)
-        # The engine is faster, and as good for this.
         whole = self._by_engine(number, *batch)
-        moves = [self._by_engine(number, *batch, draw=draw) - whole for draw in range(NUM_DRAWS)]
+        is_by_keras = number in self._by_keras_too
+        own = self._by_keras(number, *batch) if is_by_keras else whole
+        draws = range(NUM_DRAWS if is_by_keras else 1)
+        moves = [self._by_engine(number, *batch, draw=draw) - whole for draw in draws]
         others = [np.concatenate([column[-1:], column[1:-1]]) for column in columns]
         one_sample = self._relative(self._by_engine(number, others[0], others[1]) - whole, whole)
         # Where all weights are 0, moving them changes nothing; the terms of the sum are rounded all the same.

@@ -5,7 +5,7 @@ import json
 import sys
 from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from csdctl.documents import build_atomically, load_kept, save_json
@@ -13,7 +13,8 @@ from csdctl.fleet.model import HOST_NAME
 from csdctl.job.model import Job
 from csdctl.notify import Say
 from csdctl.shipping.store import StoredFile, hash_file, store_file
-from csdctl.shipping.worker_calls import call_worker
+from csdctl.shipping.worker_calls import WorkerProgram
+from csdctl.transport.commands import build_worker_command
 from csdctl.transport.meter import TrafficClass
 from csdctl.transport.program import within
 from csdctl.worker.protocol.datasets import DatasetInfo
@@ -37,75 +38,129 @@ Wanted = tuple[SerializedModel, CompileRequest | ForwardRequest, str]
 """A model, the request to compile it, and what that is, in words."""
 
 
-def compile_model(
-    job: Job, model: SerializedModel, public: DatasetInfo, worker: StoredFile, space: Workspace, say: Say
-) -> SerializedModel:
-    """Return the model with its compiled step, or with why it cannot be compiled.
-
-    Of a model with a frozen part, what `compile_parts` returns is compiled by the same process. `public`: the
-    prepared data, whose shapes and types count. Raises InputError for a model that ranks cannot train
-    together.
-    """
-    wanted: list[Wanted] = [(model, _step_of(job, model, _form_of(public)), "the step")]
-    if model.info.features:
-        wanted += _parts_of(job, model, public, FLOAT32)
-    return _compile(wanted, worker, space, say)[0]
+def start_compiling(worker: StoredFile, space: Workspace) -> WorkerProgram:
+    """Start the process that compiles, which loads TensorFlow before it reads its request."""
+    argv = build_worker_command(sys.executable, worker.path, ["compile"])
+    program = WorkerProgram(space.sessions[HOST_NAME], argv, "compiling the model", within(DEADLINE_S))
+    space.after.callback(program.close)
+    return program
 
 
-def compile_wide(
-    job: Job, model: SerializedModel, public: DatasetInfo, worker: StoredFile, space: Workspace, say: Say
-) -> SerializedModel:
-    """Return the model with a step that computes in 32 bits at least."""
-    request = _step_of(job, model, _form_of(public), is_wide=True)
-    return _compile([(model, request, "the step")], worker, space, say)[0]
+@dataclass(frozen=True)
+class ModelCompiler:
+    """Compiles a job's model; all that is not in the cache is compiled by one process."""
 
+    job: Job
+    model: SerializedModel
+    public: DatasetInfo
+    """The prepared data, whose shapes and types count."""
+    worker: StoredFile
+    space: Workspace
+    say: Say = lambda line: None
 
-def compile_split(
-    job: Job,
-    model: SerializedModel,
-    public: DatasetInfo,
-    cut: str,
-    worker: StoredFile,
-    space: Workspace,
-    say: Say,
-) -> tuple[SerializedModel, SerializedModel]:
-    """Return the model with its step on the host and on the nodes, which compute what is before `cut`.
+    def step(self, program: WorkerProgram | None = None, *, is_wide: bool = False) -> SerializedModel:
+        """Return the model with its compiled step, or with why it cannot be compiled.
 
-    Raises InputError for a model that cannot be divided there.
-    """
-    request = replace(_step_of(job, model, _form_of(public)), cut=cut)
-    (on_host,) = _compile([(model, request, "the divided step")], worker, space, say)
-    if not on_host.compiled:
-        return on_host, on_host
-    directory = _directory_of(request, worker, space)
-    files = (store_file(directory / name, space.project.root, TrafficClass.MODEL) for name in OF_RANKS)
-    return on_host, replace(on_host, compiled=tuple(files), template="")
+        Of a model with a frozen part, what `parts` returns is compiled by the same process. `program`: if it
+        was started ahead. `is_wide`: the step computes in 32 bits at least. Raises InputError for a model
+        that ranks cannot train together.
+        """
+        request = self._step_of(self.model, self.public, is_wide=is_wide)
+        wanted: list[Wanted] = [(self.model, request, "the step")]
+        if self.model.info.features and not is_wide:
+            wanted += self._parts_of(FLOAT32)
+        return self._compile(wanted, program)[0]
 
+    def split(self, cut: str) -> tuple[SerializedModel, SerializedModel]:
+        """Return the model with its step on the host and on the nodes, which compute what is before `cut`.
 
-def compile_parts(
-    job: Job,
-    model: SerializedModel,
-    public: DatasetInfo,
-    precision: str,
-    worker: StoredFile,
-    space: Workspace,
-    *,
-    is_wide: bool = False,
-) -> tuple[SerializedModel, SerializedModel]:
-    """Return the frozen part and the head of a model, each compiled or with why it cannot be.
+        Raises InputError for a model that cannot be divided there.
+        """
+        request = replace(self._step_of(self.model, self.public), cut=cut)
+        (on_host,) = self._compile([(self.model, request, "the divided step")])
+        if not on_host.compiled:
+            return on_host, on_host
+        directory, root = self._directory_of(request), self.space.project.root
+        files = (store_file(directory / name, root, TrafficClass.MODEL) for name in OF_RANKS)
+        return on_host, replace(on_host, compiled=tuple(files), template="")
 
-    The head's samples are features of the type `precision`. `is_wide`: it computes in 32 bits at least.
-    """
-    wanted = _parts_of(job, model, public, precision, is_wide=is_wide)
-    prefix, head = _compile(wanted, worker, space, lambda _: None)
-    return prefix, head
+    def parts(self, precision: str, *, is_wide: bool = False) -> tuple[SerializedModel, SerializedModel]:
+        """Return the frozen part and the head of a model, each compiled or with why it cannot be.
 
+        The head's samples are features of the type `precision`. `is_wide`: as of `step`.
+        """
+        wanted = self._parts_of(precision, is_wide=is_wide)
+        prefix, head = replace(self, say=lambda line: None)._compile(wanted)
+        return prefix, head
 
-def compile_forward(
-    model: SerializedModel, public: DatasetInfo, layer: str, worker: StoredFile, space: Workspace, say: Say
-) -> SerializedModel:
-    """Return the model with its compiled forward pass up to `layer`, or with why it cannot be compiled."""
-    return _compile([(model, _forward_of(model, public, layer), "the model")], worker, space, say)[0]
+    def forward(self, layer: str) -> SerializedModel:
+        """Return the model with its compiled forward pass up to `layer`, or with why it is not compiled."""
+        return self._compile([(self.model, self._forward_of(self.model, layer), "the model")])[0]
+
+    def _step_of(self, model: SerializedModel, data: DatasetInfo, *, is_wide: bool = False) -> CompileRequest:
+        form = replace(data.element_spec, path="", fingerprint="", num_samples=0)  # shapes and types alone
+        return CompileRequest(
+            model.architecture.path,
+            model.weights.path,
+            model.info.recipe,
+            replace(form, images_sha256="", labels_sha256=""),
+            "",
+            model.user_code if model.info.needs_code else None,
+            has_noise=self.job.noise is not None,
+            has_validation=self.job.validation_path is not None,
+            is_wide=is_wide and model.info.has_16_bits,
+        )
+
+    def _forward_of(self, model: SerializedModel, layer: str = "") -> ForwardRequest:
+        paths, form = (
+            (model.architecture.path, model.weights.path),
+            (self.public.dtype, self.public.sample_shape),
+        )
+        code = model.user_code if model.info.needs_code else None
+        return ForwardRequest(*paths, model.info.recipe.input_range, *form, "", code, layer)
+
+    def _parts_of(self, precision: str, *, is_wide: bool = False) -> list[Wanted]:
+        model = self.model
+        assert model.info.features
+        files, recipe = model.parts, replace(model.info.recipe, augment="")
+        prefix = replace(model, architecture=files[0], weights=files[1], compiled=(), template="")
+        head = replace(
+            prefix, architecture=files[2], weights=files[3], info=replace(model.info, recipe=recipe)
+        )
+        shape = model.info.features.shape
+        data = replace(self.public, sample_shape=shape, dtype=precision, max_values={})
+        step = self._step_of(head, data, is_wide=is_wide)
+        return [(prefix, self._forward_of(prefix), "the frozen part"), (head, step, "the step of the head")]
+
+    def _compile(
+        self, wanted: Sequence[Wanted], program: WorkerProgram | None = None
+    ) -> list[SerializedModel]:
+        directories = [self._directory_of(request) for _, request, _ in wanted]
+        pairs = zip([request for _, request, _ in wanted], directories, strict=True)
+        missing = [pair for pair in pairs if not _is_compiled(pair[1])]
+        if missing:
+            self.say("compiling the model")
+            _compile_missing(missing, program or start_compiling(self.worker, self.space))
+        elif program:
+            program.close()
+        found = zip(wanted, directories, strict=True)
+        return [self._with_files(model, what, directory) for (model, _, what), directory in found]
+
+    def _directory_of(self, request: CompileRequest | ForwardRequest) -> Path:
+        """Return where the files are, by all that they follow from."""
+        versions = [find_version(*names) for names in (TENSORFLOW, ("keras",), ("numpy",))]
+        described = json.dumps([to_json(request), self.worker.sha256, *versions])
+        return self.space.project.models / f"step-{hashlib.sha256(described.encode()).hexdigest()[:32]}"
+
+    def _with_files(self, model: SerializedModel, what: str, directory: Path) -> SerializedModel:
+        root, reason = self.space.project.root, load_kept(directory / REASON, str) or ""
+        if reason:
+            self.say(f"{what} runs with Python's TensorFlow: {reason}")
+            return replace(model, not_compiled=reason)
+        files = (store_file(directory / name, root, TrafficClass.MODEL) for name in FILES)
+        found = [directory / name for name in TEMPLATES if (directory / name).exists()]
+        template = str(found[0].relative_to(root)) if found else ""
+        return replace(model, compiled=tuple(files), template=template)
 
 
 def as_prefix(model: SerializedModel, precision: str = FLOAT32, *, has_views: bool = False) -> Prefix:
@@ -122,66 +177,6 @@ def files_of(model: SerializedModel, *, has_views: bool = False) -> list[StoredF
     return [*model.compiled, *([model.code] if model.code and has_views else [])]
 
 
-def _form_of(data: DatasetInfo) -> DatasetInfo:
-    """Return shapes and types alone."""
-    form = replace(data.element_spec, path="", fingerprint="", num_samples=0)
-    return replace(form, images_sha256="", labels_sha256="")
-
-
-def _step_of(job: Job, model: SerializedModel, data: DatasetInfo, *, is_wide: bool = False) -> CompileRequest:
-    paths, code = (model.architecture.path, model.weights.path), model.user_code
-    return CompileRequest(
-        *paths,
-        model.info.recipe,
-        data,
-        "",
-        code if model.info.needs_code else None,
-        has_noise=job.noise is not None,
-        has_validation=job.validation_path is not None,
-        is_wide=is_wide and model.info.has_16_bits,
-    )
-
-
-def _forward_of(model: SerializedModel, public: DatasetInfo, layer: str = "") -> ForwardRequest:
-    paths, form = (model.architecture.path, model.weights.path), (public.dtype, public.sample_shape)
-    code = model.user_code if model.info.needs_code else None
-    return ForwardRequest(*paths, model.info.recipe.input_range, *form, "", code, layer)
-
-
-def _parts_of(
-    job: Job, model: SerializedModel, public: DatasetInfo, precision: str, *, is_wide: bool = False
-) -> list[Wanted]:
-    assert model.info.features
-    files, recipe = model.parts, replace(model.info.recipe, augment="")
-    prefix = replace(model, architecture=files[0], weights=files[1], compiled=(), template="")
-    head = replace(prefix, architecture=files[2], weights=files[3], info=replace(model.info, recipe=recipe))
-    shape = model.info.features.shape
-    data = replace(_form_of(public), sample_shape=shape, dtype=precision, max_values={})
-    step = _step_of(job, head, data, is_wide=is_wide)
-    return [(prefix, _forward_of(prefix, public), "the frozen part"), (head, step, "the step of the head")]
-
-
-def _compile(
-    wanted: Sequence[Wanted], worker: StoredFile, space: Workspace, say: Say
-) -> list[SerializedModel]:
-    """Return the models with what is compiled; all that is not in the cache is compiled by one process."""
-    directories = [_directory_of(request, worker, space) for _, request, _ in wanted]
-    pairs = zip([request for _, request, _ in wanted], directories, strict=True)
-    missing = [pair for pair in pairs if not _is_compiled(pair[1])]
-    if missing:
-        say("compiling the model")
-        _compile_missing(missing, worker, space)
-    found = zip(wanted, directories, strict=True)
-    return [_with_files(model, what, directory, space, say) for (model, _, what), directory in found]
-
-
-def _directory_of(request: CompileRequest | ForwardRequest, worker: StoredFile, space: Workspace) -> Path:
-    """Return where the files are, by all that they follow from."""
-    versions = [find_version(*names) for names in (TENSORFLOW, ("keras",), ("numpy",))]
-    described = json.dumps([to_json(request), worker.sha256, *versions])
-    return space.project.models / f"step-{hashlib.sha256(described.encode()).hexdigest()[:32]}"
-
-
 def _is_compiled(directory: Path) -> bool:
     if not have_hashes(directory, (REASON,)):
         return False
@@ -189,7 +184,7 @@ def _is_compiled(directory: Path) -> bool:
 
 
 def _compile_missing(
-    missing: Sequence[tuple[CompileRequest | ForwardRequest, Path]], worker: StoredFile, space: Workspace
+    missing: Sequence[tuple[CompileRequest | ForwardRequest, Path]], compiler: WorkerProgram
 ) -> None:
     with ExitStack() as stack:
         requests: list[CompileRequest | ForwardRequest] = [
@@ -198,32 +193,10 @@ def _compile_missing(
         ]
         forwards = [one for one in requests if isinstance(one, ForwardRequest)]
         steps = [one for one in requests if isinstance(one, CompileRequest)]
-        compiled = call_worker(
-            space.sessions[HOST_NAME],
-            sys.executable,
-            worker.path,
-            "compile",
-            CompileRequests(tuple(forwards), tuple(steps)),
-            AllCompiled,
-            doing="compiling the model",
-            patience=within(DEADLINE_S),
-        )
+        compiled = compiler.call(CompileRequests(tuple(forwards), tuple(steps)), AllCompiled)
         in_order: list[CompileRequest | ForwardRequest] = [*forwards, *steps]
         for request, answer in zip(in_order, compiled.answers, strict=True):
             aside = Path(request.output)
             save_json(aside / REASON, answer.reason)
             names = [name for name in (REASON, *FILES, *OF_RANKS, *TEMPLATES) if (aside / name).exists()]
             save_json(aside / HASHES, {name: hash_file(aside / name) for name in names})
-
-
-def _with_files(
-    model: SerializedModel, what: str, directory: Path, space: Workspace, say: Say
-) -> SerializedModel:
-    root, reason = space.project.root, load_kept(directory / REASON, str) or ""
-    if reason:
-        say(f"{what} runs with Python's TensorFlow: {reason}")
-        return replace(model, not_compiled=reason)
-    files = (store_file(directory / name, root, TrafficClass.MODEL) for name in FILES)
-    found = [directory / name for name in TEMPLATES if (directory / name).exists()]
-    template = str(found[0].relative_to(root)) if found else ""
-    return replace(model, compiled=tuple(files), template=template)

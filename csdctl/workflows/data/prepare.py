@@ -31,7 +31,7 @@ from csdctl.runs.directory import ProjectDirectory
 from csdctl.shipping.deliver import Delivery, deliver
 from csdctl.shipping.payload import pack_payload
 from csdctl.shipping.store import StoredFile, store_bytes, store_file
-from csdctl.shipping.worker_calls import call_worker
+from csdctl.shipping.worker_calls import WorkerProgram, call_worker
 from csdctl.shipping.worker_zip import pack_code
 from csdctl.transport.many import run_on_all, values_or_raise
 from csdctl.transport.meter import TrafficClass
@@ -42,7 +42,7 @@ from csdctl.worker.protocol.json_codec import shorten, to_json
 from csdctl.worker.protocol.model_info import AugmentTrial, ModelInfo
 from csdctl.worker.protocol.recipe import Recipe
 from csdctl.worker.protocol.run_spec import UserCode
-from csdctl.workflows.data.compile import compile_model
+from csdctl.workflows.data.compile import ModelCompiler, start_compiling
 from csdctl.workflows.data.files import (
     SerializedModel,
     describe_code,
@@ -239,7 +239,12 @@ def prepare_job(
     project, host = space.project, space.sessions[HOST_NAME]
     worker = store_worker(project)
     say("model: " + job.model)
-    model = serialize_model(job, worker, host, project)
+    ahead: list[WorkerProgram] = []
+
+    def start_ahead() -> None:
+        ahead.append(start_compiling(worker, space))
+
+    model = serialize_model(job, worker, host, project, None, start_ahead if is_trained else lambda: None)
     spec = first_spec(job, model.info, is_checked=is_checked)
     preparing = _Preparing(job, spec, space, worker, on_progress)
     say(f"public data: {job.public_path}")
@@ -285,7 +290,7 @@ def prepare_job(
         say(f"{name}: the prepared data had changed and was prepared again")
     save_prepared(project, job, of_host, private, absent)
     if is_trained:
-        model = compile_model(job, model, public, worker, space, say)
+        model = ModelCompiler(job, model, public, worker, space, say).step(*ahead[:1])
     return Prepared(worker, model, public, validation, private, absent, prepare_node)
 
 

@@ -45,7 +45,7 @@ from csdctl.worker.protocol.features import (
     SendSpec,
 )
 from csdctl.worker.protocol.model_info import ModelInfo, OutputInfo
-from csdctl.workflows.data.compile import as_prefix, compile_forward, files_of
+from csdctl.workflows.data.compile import ModelCompiler, as_prefix, files_of
 from csdctl.workflows.data.files import SerializedModel, deploy_files, whole
 from csdctl.workflows.data.prepare import PreparationObserver, Prepared, check_info, load_prepared, prepare_in
 from csdctl.workflows.train.plan import default_runtime
@@ -356,9 +356,8 @@ def predict(request: PredictRequest, observer: PreparationObserver) -> PredictRe
         rules = build_rules(prepared.model.info, request.want)
         if request.layer:
             check_layer(request.layer, prepared.model)
-        model = compile_forward(
-            prepared.model, prepared.public, request.layer, prepared.worker, space, observer.say
-        )
+        files = prepared.model, prepared.public, prepared.worker
+        model = ModelCompiler(request.model_job, *files, space, observer.say).forward(request.layer)
         prepared = replace(prepared, model=model)
         with tempfile.TemporaryDirectory(".predict", dir=space.project.state) as directory:
             prediction = _Prediction(request, prepared, space, rules, Path(directory), observer)

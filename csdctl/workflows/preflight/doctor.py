@@ -127,6 +127,7 @@ def examine(
     deadline_s: float = 180.0,
     connect_deadline_s: float = 10.0,
     mpi_deadline_s: float = 60.0,
+    with_links: bool = True,
 ) -> Examination:
     """Examine host and nodes over `sessions`, or ones that are opened; red checks are in the result."""
     examination = Examination(fleet, on_check)
@@ -155,35 +156,41 @@ def examine(
                     on_traffic=record_traffic(directory, "doctor"),
                 )
                 sessions = stack.enter_context(connections).reachable
-            _examine_machines(examination, sessions, directory, mpi_deadline_s, clock)
+            fit = _examine_machines(examination, sessions, clock)
+            if with_links and fleet.nodes:  # a host alone has none
+                _examine_links(examination, fit, sessions, directory, mpi_deadline_s, clock)
     except DeadlineError as error:
         examination.overdue = error.message
     return examination
 
 
 def _examine_machines(
+    examination: Examination, sessions: Mapping[str, Session], clock: Deadline
+) -> dict[str, Condition]:
+    """Return the machines that are fit so far."""
+    conditions = _measure(examination, sessions, clock)
+    examination.add(*judge_addresses(node for node in examination.fleet.nodes if node.name in conditions))
+    return {name: one for name, one in conditions.items() if name not in examination.red}
+
+
+def _examine_links(
     examination: Examination,
+    fit: Mapping[str, Condition],
     sessions: Mapping[str, Session],
     directory: Path,
     mpi_deadline_s: float,
     clock: Deadline,
 ) -> None:
-    """Examine each machine, then the links; raises DeadlineError that names the unfinished part."""
-    fleet = examination.fleet
-    conditions = _measure(examination, sessions, clock)
-    examination.add(*judge_addresses(node for node in fleet.nodes if node.name in conditions))
-    fit = [name for name in conditions if name not in examination.red]
-    project = ProjectDirectory(directory)
-    ledger = Ledger(project.ledger, "doctor")
-    if not fleet.nodes:
-        return  # the host trains alone
+    """Raises DeadlineError that names the unfinished part."""
     if HOST_NAME not in fit or len(fit) == 1:
         why = "not tried: " + ("the host is red" if HOST_NAME not in fit else "no node is fit")
         examination.add(Check(FLEET_NAME, "sum", Status.WARN, why, remedy=REPAIR))
         return
+    project = ProjectDirectory(directory)
+    ledger = Ledger(project.ledger, "doctor")
     _check_clock(clock, "starting the links")
     deadline_s = max(1.0, min(mpi_deadline_s, clock.left_s))
-    space = Workspace(project, keep_nodes(fleet, fit), {**conditions}, {**sessions}, ledger)
+    space = Workspace(project, keep_nodes(examination.fleet, [*fit]), {**fit}, {**sessions}, ledger)
     for check in check_links(space, deadline_s):
         examination.add(check)
     ledger.save()

@@ -15,11 +15,11 @@ from csdctl.launch.mpi_job import TRAFFIC_CLASSES, add_mpirun_traffic, add_rank_
 from csdctl.launch.mpirun import Mpirun
 from csdctl.reporting.tally import members_of, newcomers_of
 from csdctl.runs.directory import RunDirectory
-from csdctl.supervision.rank_processes import AttachRank
 from csdctl.supervision.run_setup import Patience, PrepareNode, RankStarter, RunSetup
 from csdctl.supervision.supervisor import Supervisor
 from csdctl.transport.meter import TrafficClass
 from csdctl.worker.protocol.events import Event, Joined, Ready, SentBytes, Traffic
+from csdctl.worker.protocol.orders import Order
 from csdctl.worker.protocol.run_spec import CHECK, STEPPING, RunSpec
 from csdctl.worker.protocol.sandbox import SandboxCheck
 from csdctl.workflows.workspace.workspace import Workspace
@@ -33,8 +33,8 @@ class Conditions:
     is_resumable: bool = False
     patience: Patience = field(default_factory=Patience)
     should_stop: Callable[[], bool] = lambda: False
-    attached: Mapping[str, AttachRank] = field(default_factory=dict)
-    """Machines on which no process is started: the process running there takes part, and keeps running."""
+    next_order: Callable[[], Order | None] = lambda: None
+    """As in `RunSetup`."""
     model_bytes: int = 0
     prepare_late_node: PrepareNode | None = None
     """Of nodes that cannot be reached yet, whose ranks join once they can."""
@@ -95,7 +95,7 @@ def run_spec(
     if spec.task.name not in STEPPING:  # no report for minutes: an hour in place of 5 minutes
         patience = replace(patience, silence_s=12 * patience.silence_s)
     with ExitStack() as stack:
-        opening = space.project.root, stack, conditions.attached, space.ledger.add
+        opening = space.project.root, stack, space.ledger.add
         starter = RankStarter(spec, path, mpirun, *opening, conditions.prepare_late_node)
         setup = RunSetup(
             run_id=spec.run_id,
@@ -114,6 +114,7 @@ def run_spec(
             ),
             late=late,
             should_stop=conditions.should_stop,
+            next_order=conditions.next_order,
             is_check=spec.task.name == CHECK,
         )
         supervisor = Supervisor(setup, handle_event)

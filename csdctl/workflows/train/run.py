@@ -6,7 +6,7 @@ Whatever happens, no process of the run is left on any machine: processes with i
 import os
 import secrets
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
 from datetime import UTC, datetime
@@ -22,10 +22,10 @@ from csdctl.reporting.results import COMPLETED, FAILED, STOPPED, RunSummary, rea
 from csdctl.runs.directory import EventLog, RunDirectory, keep_step_file
 from csdctl.shipping.store import StoredFile, store_bytes
 from csdctl.supervision.event_callbacks import EventCallbacks
-from csdctl.supervision.rank_processes import AttachRank
 from csdctl.supervision.supervisor import USER
 from csdctl.worker.protocol.events import Event
 from csdctl.worker.protocol.json_codec import to_json
+from csdctl.worker.protocol.orders import Order
 from csdctl.worker.protocol.run_spec import RunSpec
 from csdctl.workflows.data.files import OnDelivery, deploy_files
 from csdctl.workflows.data.prepare import PreparationObserver
@@ -60,12 +60,11 @@ def run_ranks(
     options: TrainOptions,
     on_delivery: OnDelivery,
     on_event: Callable[[Event], None],
-    attached: Mapping[str, AttachRank] | None = None,
     should_stop: Callable[[], bool] = lambda: False,
+    next_order: Callable[[], Order | None] = lambda: None,
 ) -> str:
     """Run the ranks to their end; return who stopped them (`Supervisor.stopped_by`).
 
-    On machines in `attached` no process is started: the process running there takes part, and keeps running.
     Ranks of nodes that cannot be reached join once they can. Raises RunError, DeadlineError, InputError or
     PartialError.
     """
@@ -89,7 +88,7 @@ def run_ranks(
         is_resumable=spec.num_checkpoints > 0,
         patience=options.deadlines,
         should_stop=should_stop,
-        attached=attached or {},
+        next_order=next_order,
         model_bytes=prepared.model.weights.size,
         prepare_late_node=prepare_late_node(inputs, spec, space),
     )

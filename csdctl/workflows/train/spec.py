@@ -24,6 +24,7 @@ from csdctl.supervision.run_setup import Patience
 from csdctl.tuning.plan import DATA_PARALLEL, FEATURES, SPLIT, STRATEGIES, Plan, RankPlan
 from csdctl.worker.protocol.features import FLOAT32, PRECISIONS
 from csdctl.worker.protocol.run_spec import DatasetSlice, RankSpec, RunSpec, SplitSpec
+from csdctl.workflows.data.compile import ModelCompiler
 from csdctl.workflows.data.files import OnDelivery, cut_shards, whole
 from csdctl.workflows.data.prepare import PreparationObserver, Prepared
 from csdctl.workflows.workspace.workspace import Workspace
@@ -120,6 +121,12 @@ class RunContext:
     space: Workspace
     observer: PreparationObserver
     on_delivery: OnDelivery = lambda *_: None
+
+    @property
+    def compiler(self) -> ModelCompiler:
+        """What compiles the model for the prepared data."""
+        prepared, space, say = self.prepared, self.space, self.observer.say
+        return ModelCompiler(self.job, prepared.model, prepared.public, prepared.worker, space, say)
 
 
 @dataclass(frozen=True)

@@ -51,7 +51,7 @@ from csdctl.worker.protocol.run_spec import (
     SplitSpec,
     TaskSpec,
 )
-from csdctl.workflows.data.compile import as_prefix, compile_parts, compile_split, files_of
+from csdctl.workflows.data.compile import as_prefix, files_of
 from csdctl.workflows.data.files import deploy_files, whole
 from csdctl.workflows.data.prepare import Prepared, check_info
 from csdctl.workflows.train.spec import RunContext, RunInputs, ShardFiles, plan_reading
@@ -117,12 +117,10 @@ def cut_model(
     inputs: RunInputs, context: RunContext, layer: str, num_micro_batches: int = SplitSpec.num_micro_batches
 ) -> RunInputs:
     """Return a run whose model is cut behind `layer`; raises InputError if it cannot be."""
-    prepared = context.prepared
-    files, data = (prepared.worker, context.space), (prepared.public, layer)
-    on_host, on_nodes = compile_split(context.job, prepared.model, *data, *files, context.observer.say)
+    on_host, on_nodes = context.compiler.split(layer)
     split = SplitSpec(layer, num_micro_batches, on_nodes.step)
     spec = replace(inputs.spec, split=split, compiled=on_host.step)
-    return replace(inputs, spec=spec, prepared=replace(prepared, model=on_nodes))
+    return replace(inputs, spec=spec, prepared=replace(context.prepared, model=on_nodes))
 
 
 def check_split(context: RunContext) -> None:
@@ -320,8 +318,7 @@ def divide(spec: RunSpec, context: RunContext, precision: str, *, is_wide: bool 
     """
     prepared = context.prepared
     features, model, has_views = find_features(prepared), prepared.model, bool(prepared.recipe.views)
-    files = prepared.worker, context.space
-    frozen, head = compile_parts(context.job, model, prepared.public, precision, *files, is_wide=is_wide)
+    frozen, head = context.compiler.parts(precision, is_wide=is_wide)
     prefix = as_prefix(frozen, precision, has_views=has_views)
     paths = model.architecture.path, model.weights.path
     head_spec = HeadSpec(prefix, *paths, features.head_weights, model.step)

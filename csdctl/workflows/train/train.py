@@ -303,7 +303,8 @@ def run_training(request: TrainRequest, observer: RunObserver) -> TrainResult:
             plan = resolve_plan(request.job, space, observer.say, request.plan_path, request.batch_size)
             strategy = choose_strategy(request.options, plan)
         check_late(request.job, strategy, space, observer.say)
-        _examine(request, space, observer)
+        # Before data is prepared for hours; otherwise the run itself links the machines at once.
+        _examine(request, space, observer, with_links=load_prepared(space.project, request.job) is None)
         prepared = prepare_in(space, request.job, observer)
         context = RunContext(request.job, prepared, space, observer, observer.on_delivery)
         if request.resume:
@@ -359,9 +360,12 @@ def rehearse_training(request: TrainRequest, observer: RunObserver) -> Rehearsal
     return Rehearsal(plan, strategy.name, strategy.cut, run, recorded.num_samples if recorded else None)
 
 
-def _examine(request: TrainRequest, space: Workspace, observer: RunObserver) -> None:
+def _examine(
+    request: TrainRequest, space: Workspace, observer: RunObserver, *, with_links: bool = True
+) -> None:
     if not request.is_preflight_skipped:
-        examination = examine(space.fleet, space.project.root, sessions=space.sessions)
+        root, sessions = space.project.root, space.sessions
+        examination = examine(space.fleet, root, sessions=sessions, with_links=with_links)
         observer.on_preflight(examination)
         examination.check_before_training()
 

@@ -15,7 +15,6 @@ from csdctl.tuning.plan import DATA_PARALLEL, Plan
 from csdctl.worker.protocol.events import MIN_SHARPNESS, Event, Verified
 from csdctl.worker.protocol.features import FLOAT16, FLOAT32, Recomputed
 from csdctl.worker.protocol.run_spec import VERIFY, TaskSpec
-from csdctl.workflows.data.compile import compile_wide
 from csdctl.workflows.data.prepare import PreparationObserver, prepare_in
 from csdctl.workflows.discovery.discover import collect_all_facts
 from csdctl.workflows.train.plan import build_equal_plan, load_checked_plan
@@ -199,9 +198,7 @@ def verify(plan: Plan, context: RunContext, options: TrainOptions) -> Verificati
     run = space.project.new_scratch()
     strategy, prepared = choose_strategy(options, plan), context.prepared
     if strategy.name == DATA_PARALLEL:
-        model = compile_wide(
-            context.job, prepared.model, prepared.public, prepared.worker, space, context.observer.say
-        )
+        model = context.compiler.step(is_wide=True)
         context = dataclasses.replace(context, prepared=dataclasses.replace(prepared, model=model))
     inputs = build_inputs(run, plan.ranks, placed, context)
     spec = dataclasses.replace(inputs.spec, validation=None, task=TaskSpec(VERIFY), num_checkpoints=0)

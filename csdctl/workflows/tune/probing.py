@@ -1,131 +1,222 @@
 """What is measured on the machines: probes of batch sizes, and trials of plans.
 
-A probe session is one worker per machine, which measures batch sizes on request. All machines compute at the
-same time, as in training: what they share (the host's cores, the tunnel, the power limit) then shows in the
-measurement.
+One run measures a fleet: its ranks load the model once, and measure what they are told. In a probe, each rank
+takes steps alone, all at the same time: what machines share in training (the host's cores, the tunnel, the
+power limit) then shows in the measurement. In a trial, the ranks take a few steps together.
 
 The speed of single machines does not predict the fleet: ranks wait for the slowest of many noisy steps, and
-for the sum. In a trial, the ranks of a plan take a few steps together, with the links, the sums and the
-processes of a training run, and with random samples. It reads no data, and keeps no output.
+for the sum. Trials have the links, the sums and the processes of a training run. Samples are random; no data
+is read, and no output is kept.
 """
 
-import math
+import queue
 import shutil
+import threading
 import time
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from csdctl.errors import DeadlineError, OutOfMemoryError, RunError
-from csdctl.fleet.model import HOST_NAME
+from csdctl.errors import CsdctlError, NodeError, OutOfMemoryError, RunError
 from csdctl.fleet.names import format_node_names
 from csdctl.perfmodel.spread import standard_error
 from csdctl.reporting.numbers import format_count, format_rate, format_seconds
 from csdctl.reporting.tally import Amounts, Tally
 from csdctl.runs.directory import RunDirectory
-from csdctl.shipping.worker_calls import WorkerProgram
-from csdctl.supervision.rank_processes import AttachRank
-from csdctl.transport.commands import build_worker_command
-from csdctl.transport.program import MAX_PRINTED_LINES, Nothing, Patience, ProgramEndedError
-from csdctl.transport.session import Conversation, Deadline, Session
+from csdctl.supervision.rank_processes import CHECK_WORKER
+from csdctl.supervision.run_setup import Patience
+from csdctl.transport.program import ProgramEndedError, within
 from csdctl.tuning.fleet_model import ProbeOutcome, TrialResult, predict_peak_bytes, rank_memory_bytes
+from csdctl.tuning.measurements import describe_runtime
 from csdctl.tuning.plan import RankPlan
-from csdctl.worker.protocol.events import EpochEnd, Event, Finished, Joined, SumTimed
-from csdctl.worker.protocol.json_codec import RESULT, to_json, to_tagged
-from csdctl.worker.protocol.probe import AttachRequest, ProbeRequest, ProbeResult, ProbeSpec
-from csdctl.worker.protocol.run_spec import ELEMENT_SPEC, TRIAL, TRIAL_SPLIT, RunSpec, Runtime, TaskSpec
+from csdctl.worker.protocol.events import EpochEnd, Event, Joined, Probed, SumTimed
+from csdctl.worker.protocol.orders import Order, Probe, Stop, TakeSteps, TrialRank
+from csdctl.worker.protocol.probe import ProbeRequest, ProbeResult, ProbeSpec
+from csdctl.worker.protocol.run_spec import (
+    ELEMENT_SPEC,
+    TRIAL,
+    TRIAL_SPLIT,
+    RankSpec,
+    RunSpec,
+    Runtime,
+    TaskSpec,
+)
 from csdctl.workflows.preflight.doctor import measure_sums
+from csdctl.workflows.train.plan import default_runtime
 from csdctl.workflows.train.run import run_ranks
-from csdctl.workflows.train.spec import RunContext, RunInputs, TrainOptions, build_spec, place_ranks
+from csdctl.workflows.train.spec import (
+    RunContext,
+    RunInputs,
+    TrainOptions,
+    build_spec,
+    place_ranks,
+    with_servers,
+)
 from csdctl.workflows.train.strategies import cut_model
+from csdctl.workflows.workspace.workspace import call_machine
 
+OUT_OF_MEMORY_CODE = 137
 SKIPPING_FROM = 10
 """In a trial of at least this many steps, those before a rank's first progress event do not count: the first
 step is slow. A trial of fewer has long steps, without a slow first one."""
+PROBE_DEADLINE_S = 600.0
+"""The longest time of a probe."""
+PATIENCE = Patience(silence_s=2 * PROBE_DEADLINE_S, poll_s=0.05, max_restarts=0)
+
+
+class TuningRun:
+    """Ranks that measure what they are told; a context manager, which ends them.
+
+    Calls raise what `train` raises for a run that fails: OutOfMemoryError for a rank that was killed, …
+    """
+
+    def __init__(self, ranks: Sequence[RankPlan], context: RunContext, cut: str = "") -> None:
+        """Start the ranks, which load batches of the sizes in `ranks`.
+
+        `cut`: the last layer on the nodes of a model that is cut in two; '' for a whole one.
+        """
+        self.ranks, self._context = ranks, context
+        run = context.space.project.new_scratch()
+        self.spec = self._build_spec(run, TRIAL_SPLIT if cut else TRIAL)
+        inputs = RunInputs(run, self.spec, context.prepared, shards={})
+        self._inputs = cut_model(inputs, context, cut) if cut else inputs
+        self._orders: queue.SimpleQueue[Order] = queue.SimpleQueue()
+        self._events: queue.SimpleQueue[Event | BaseException] = queue.SimpleQueue()
+        self._is_aborted = threading.Event()
+        self._thread = threading.Thread(target=self._supervise, daemon=True)
+        began = time.monotonic()
+        self._thread.start()
+        try:
+            self._await(Joined, [0])
+        except BaseException as error:
+            self.__exit__(error)
+            raise
+        self.start_s = time.monotonic() - began
+        """Seconds until all ranks were linked."""
+
+    def __enter__(self) -> "TuningRun":
+        return self
+
+    def __exit__(self, error: object, *_: object) -> None:
+        if error is not None:
+            self._is_aborted.set()
+        else:
+            self._orders.put(Stop())
+        self._thread.join()
+
+    def probe(self, requests: Mapping[str, ProbeRequest]) -> dict[str, Probed]:
+        """Measure steps of these machines, all at the same time; return what each has measured."""
+        nodes = enumerate(rank.node for rank in self.ranks)
+        by_rank = {str(rank): requests[node] for rank, node in nodes if node in requests}
+        self._orders.put(Probe(by_rank))
+        events = self._await(Probed, [int(rank) for rank in by_rank])
+        probed = {event.node: event for event in events if isinstance(event, Probed)}
+        for node, result in probed.items():
+            expected = requests[node].batch_size if node in requests else "nothing"
+            if result.batch_size != expected or (result.step_time_s or 0.0) > PROBE_DEADLINE_S:
+                received = f"{result.step_time_s} s for {result.batch_size} samples"
+                raise NodeError(f"measured {received}, expected {expected}", node=node, remedy=CHECK_WORKER)
+        return probed
+
+    def take_steps(self, ranks: Sequence[RankPlan], num_steps: int) -> TrialResult:
+        """Take steps with all ranks, whose batch sizes are those of `ranks`, on the same nodes."""
+        placed = place_ranks(ranks, self._context.prepared, self._context.job)
+        sizes = []
+        for rank, shard in zip(ranks, placed, strict=True):
+            num_samples = rank.batch_size * num_steps
+            # Matters only with noise, when each private sample has a gradient of its own.
+            num_private = num_samples * shard.num_private // max(1, shard.num_samples)
+            num_public = num_samples - num_private
+            sizes.append(TrialRank(rank.batch_size, rank.micro_batch_size, num_private, num_public))
+        self._orders.put(TakeSteps(tuple(sizes)))
+        return read_trial(self._await(Probed, range(len(ranks))), [rank.node for rank in ranks])
+
+    def _await(self, kind: type[Event], ranks: Sequence[int]) -> list[Event]:
+        """Return all events until each of `ranks` has sent one of this kind, the last from a rank."""
+        self.events = events = list[Event]()
+        waiting = {*ranks}
+        while waiting:
+            event = self._events.get()
+            if isinstance(event, BaseException):
+                self._events.put(event)  # for whoever asks next
+                raise event
+            events.append(event)
+            if isinstance(event, kind):
+                waiting.discard(event.rank)
+        return events
+
+    def _supervise(self) -> None:
+        options = TrainOptions(deadlines=PATIENCE, min_nodes=len(self.ranks) - 1)
+        space, on_event, next_order = self._context.space, self._events.put, self._next_order
+        try:
+            run_ranks(self._inputs, space, options, lambda *_: None, on_event, next_order=next_order)
+            shutil.rmtree(self._inputs.directory.path, ignore_errors=True)
+            self._events.put(RunError("the ranks have ended before they had measured what was asked for"))
+        except BaseException as error:  # raised again by the thread that waits for events
+            self._events.put(error)
+        finally:
+            Path(self.spec.step_file).unlink(missing_ok=True)
+
+    def _build_spec(self, run: RunDirectory, task: str) -> RunSpec:
+        """Return a run of random samples, in which nothing is learned, saved or balanced."""
+        context, prepared, project = self._context, self._context.prepared, self._context.space.project
+        ranks = [
+            RankSpec(
+                number,
+                rank.node,
+                rank.batch_size,
+                rank.runtime,
+                None,
+                None,
+                num_private=int(rank.node in prepared.private),
+                num_public=0,
+                max_batch_size=rank.max_batch_size,
+                micro_batch_size=rank.micro_batch_size,
+            )
+            for number, rank in enumerate(self.ranks)
+        ]
+        spec = build_spec(run, [], [], {}, context)
+        return replace(
+            spec,
+            # Random labels teach nothing: a learning rate of 0 keeps the weights, and keeps them finite.
+            recipe=replace(
+                prepared.recipe,
+                epochs=1,
+                learning_rate=0.0,
+                schedule="",
+                early_stopping=None,
+                reduce_on_plateau=None,
+            ),
+            ranks=with_servers(ranks, context.space.fleet),
+            public=None,
+            validation=None,
+            # As in a training run, rank 0 saves the state of every step, which takes time.
+            step_file=str(project.step_file(run)),
+            num_checkpoints=0,
+            is_balanced=False,
+            progress_interval_s=max(0.5, len(ranks) / 100),
+            task=TaskSpec(task, {ELEMENT_SPEC: asdict(prepared.public.element_spec)}),
+        )
+
+    def _next_order(self) -> Order | None:
+        if self._is_aborted.is_set():
+            raise KeyboardInterrupt
+        with suppress(queue.Empty):
+            return self._orders.get_nowait()
+        return None
 
 
 def run_trial(
-    ranks: Sequence[RankPlan],
-    context: RunContext,
-    num_steps: int,
-    attach: Mapping[str, AttachRank] | None = None,
-    cut: str = "",
-) -> TrialResult:
-    """Take `num_steps` steps; machines in `attach` use a process that is already running.
-
-    `cut`: the last layer on the nodes of a model that is cut in two; '' for a whole one.
-
-    Raises what `train` raises, and KeyboardInterrupt when it is stopped.
-    """
-    started = time.monotonic()
-    run = context.space.project.new_scratch()
-    spec = _build_spec(run, ranks, context, num_steps, is_split=bool(cut))
-    events: list[Event] = []
-
-    options = TrainOptions(min_nodes=len(ranks) - 1)
-    try:
-        inputs = RunInputs(run, spec, context.prepared, shards={})
-        inputs = cut_model(inputs, context, cut) if cut else inputs
-        is_stopped = run_ranks(inputs, context.space, options, lambda *_: None, events.append, attach)
-    finally:
-        Path(spec.step_file).unlink(missing_ok=True)
-    shutil.rmtree(run.path, ignore_errors=True)
-    if is_stopped:
-        raise KeyboardInterrupt
-    result = read_trial(events, [rank.node for rank in ranks])
-    steps_s = result.step_s * num_steps
-    return replace(result, fixed_s=max(0.0, time.monotonic() - started - steps_s))
-
-
-def _build_spec(
-    run: RunDirectory, ranks: Sequence[RankPlan], context: RunContext, num_steps: int, *, is_split: bool
-) -> RunSpec:
-    """Return a run of random samples, as many of them private as in training."""
-    prepared = context.prepared
-    placed = place_ranks(ranks, prepared, context.job)
-    spec = build_spec(run, ranks, placed, {}, context)
-    specs = []
-    for rank, shard in zip(spec.ranks, placed, strict=True):
-        num_samples = rank.batch_size * num_steps
-        # Matters only with noise, when each private sample has a gradient of its own.
-        num_private = num_samples * shard.num_private // max(1, shard.num_samples)
-        specs.append(
-            replace(
-                rank,
-                private=None,
-                public=None,
-                num_private=num_private,
-                num_public=num_samples - num_private,
-                public_start=0,
-                num_repeated=0,
-                weight=1.0,
-            )
-        )
-    return replace(
-        spec,
-        # Random labels teach nothing: a learning rate of 0 keeps the weights, and keeps them finite.
-        recipe=replace(
-            prepared.recipe,
-            epochs=1,
-            learning_rate=0.0,
-            schedule="",
-            early_stopping=None,
-            reduce_on_plateau=None,
-        ),
-        ranks=tuple(specs),
-        public=None,
-        validation=None,
-        # As in a training run, rank 0 saves the state of every step, which takes time.
-        step_file=str(context.space.project.step_file(run)),
-        num_checkpoints=0,
-        is_balanced=False,
-        task=TaskSpec(
-            TRIAL_SPLIT if is_split else TRIAL, {ELEMENT_SPEC: asdict(prepared.public.element_spec)}
-        ),
-    )
+    ranks: Sequence[RankPlan], context: RunContext, num_steps: int, cut: str = ""
+) -> tuple[TrialResult, float]:
+    """Return the result of `num_steps` steps in a run of their own, and the seconds of its start."""
+    with TuningRun(ranks, context, cut) as run:
+        return run.take_steps(ranks, num_steps), run.start_s
 
 
 def read_trial(events: Sequence[Event], nodes: Sequence[str]) -> TrialResult:
@@ -133,7 +224,7 @@ def read_trial(events: Sequence[Event], nodes: Sequence[str]) -> TrialResult:
     joined = [event for event in events if isinstance(event, Joined)]
     timed = [event.sum_s for event in events if isinstance(event, SumTimed)]
     ended = {event.rank: event for event in events if isinstance(event, EpochEnd)}
-    memory = {event.rank: event.peak_memory_bytes for event in events if isinstance(event, Finished)}
+    memory = {event.rank: event.peak_memory_bytes for event in events if isinstance(event, Probed)}
     tally, reports = Tally(), defaultdict[int, list[Amounts]](list)
     for event in events:
         if report := tally.add(event):
@@ -147,7 +238,7 @@ def read_trial(events: Sequence[Event], nodes: Sequence[str]) -> TrialResult:
         or not done.steps
         or not (done.compute_s > 0 or rank == 0)  # the host may sit out
     ]
-    if missing or len(joined) > 1:
+    if missing or joined:
         what = (
             f"ended before {format_node_names(missing)} had done all steps" if missing else "lost its links"
         )
@@ -171,71 +262,46 @@ def _later(reports: Sequence[Amounts]) -> Sequence[Amounts]:
     return reports[num_steps >= SKIPPING_FROM and reports[0].steps < num_steps :]
 
 
-START_DEADLINE_S, PROBE_DEADLINE_S = 300.0, 600.0
-ALIVE_INTERVAL_S = 10.0
-OUT_OF_MEMORY_CODE = 137
-PATIENCE = Patience(ALIVE_INTERVAL_S, math.inf, math.inf, MAX_PRINTED_LINES)
-MAX_MEMORY_BYTES = 1 << 50
-
-
-def build_probe_command(name: str, context: RunContext, runtime: Runtime) -> list[str]:
-    """Build the command of a probe session on machine `name`."""
-    prepared, python = context.prepared, context.space.fleet.python_of(name)
-    spec = ProbeSpec(
-        prepared.model.architecture.path,
-        prepared.model.weights.path,
-        prepared.recipe,
-        runtime,
-        prepared.public.element_spec,  # the whole description is too long for a command line
-        code=prepared.model.user_code,
-        noise=context.job.noise,
-        compiled=prepared.model.step,
-        is_private=name in prepared.private,
-    )
-    return build_worker_command(python, prepared.worker.path, ["probe", "--spec", to_json(spec)])
-
-
 class FleetMeasurer:
-    """Measures the machines of a workspace: probes on all at once, sums, trials; a context manager.
+    """Measures the machines of a workspace: sums, probes on all at once, trials; a context manager.
 
-    TensorFlow starts on the machines with the first request.
+    One run of all machines serves probes and trials. It starts with the first request, and again where other
+    settings or other machines are asked for.
     """
 
     def __init__(self, context: RunContext, runtimes: Mapping[str, Runtime]) -> None:
         """`runtimes` of every machine that trains."""
         self._context, self._space, self._say = context, context.space, context.observer.say
-        self.probers: dict[str, Prober] = {}
-        self._runtimes: dict[str, Runtime] = {}
-        self.switch(runtimes)
-        self._pool = ThreadPoolExecutor(len(self.probers))
+        self._names = list(self._space.fleet.machines)
+        of_all = {name: default_runtime(name, self._space.fleet, self._space.facts) for name in self._names}
+        self._runtimes = of_all | {**runtimes}
+        self._run: TuningRun | None = None
+        self.peaks: dict[str, dict[int, int]] = {name: {} for name in runtimes}
+        """Peak memory of each machine's process in bytes, by batch size, for sizes larger than all before."""
         self.num_probes = 0
         """Probes so far, on all machines."""
         self.measuring_s = 0.0
         """Seconds spent on probes, sums and trials so far."""
         self.start_s = 0.0
-        """The longest time in which TensorFlow has started on the machines."""
+        """The longest time in which the ranks have started, with their links."""
 
     def __enter__(self) -> "FleetMeasurer":
         return self
 
-    def __exit__(self, *_: object) -> None:
-        self.end_sessions()
-        self._pool.shutdown()
+    def __exit__(self, *error: Any) -> None:
+        run, self._run = self._run, None
+        if run:
+            run.__exit__(*error)
 
-    def end_sessions(self) -> None:
-        """End all sessions; the next request starts them again."""
-        list(self._pool.map(Prober.close, self.probers.values()))
+    def end_run(self) -> None:
+        """End the ranks; the next request starts them again."""
+        self.__exit__(None, None, None)
 
     def switch(self, runtimes: Mapping[str, Runtime]) -> None:
-        """Measure these machines with these settings from the next round on."""
+        """Measure these machines with these settings from now on."""
         for name, runtime in runtimes.items():
-            if self._runtimes.get(name) != runtime:
-                if name in self.probers:
-                    self.probers[name].close()
-                command = build_probe_command(name, self._context, runtime)
-                usable_bytes = self._space.facts[name].usable_memory_bytes
-                self.probers[name] = Prober(self._space.sessions[name], command, usable_bytes)
-                self._runtimes[name] = runtime
+            if self._runtimes[name] != runtime:
+                self._runtimes[name], self.peaks[name] = runtime, {}
 
     def time_sums(self, sum_bytes: Sequence[int], sum_ranks: Sequence[int]) -> list[SumTimed]:
         """Time sums of vectors of each size, over each number of ranks and over all."""
@@ -244,51 +310,103 @@ class FleetMeasurer:
         return timed
 
     def run_trial(self, ranks: Sequence[RankPlan], num_steps: int) -> TrialResult:
-        """Take steps with all ranks, in the processes that measured where their settings agree.
-
-        Raises OutOfMemoryError for a rank that was killed.
-        """
-        # A host that does not train has a worker with fewer threads, which the trial starts.
-        attach = self.prepare_trial({rank.node: rank.runtime for rank in ranks if rank.batch_size})
+        """Take steps with the ranks of a plan; raises OutOfMemoryError for a rank that was killed."""
+        self.switch({rank.node: rank.runtime for rank in ranks if rank.batch_size})
+        run = self._start([rank.node for rank in ranks])
         self._say(f"trying the plan: {num_steps} steps of all {len(ranks)} ranks")
         try:
-            result = run_trial(ranks, self._context, num_steps, attach)
-        except OutOfMemoryError:
-            self.end_sessions()  # the other ranks ended with the one that was killed
+            result = run.take_steps(ranks, num_steps)
+        except CsdctlError:
+            self.end_run()
             raise
         self.measuring_s += result.wall_s
         return result
 
-    def prepare_trial(self, runtimes: Mapping[str, Runtime]) -> dict[str, AttachRank]:
-        """Keep one session with these settings per machine; return how to attach each.
-
-        The host's ends if it does not train: its rank 0 only sums, and starts a process of its own.
-        """
-        self.switch(runtimes)
-        if HOST_NAME in self.probers.keys() - runtimes.keys():
-            self.probers[HOST_NAME].close()
-        self._start(runtimes)
-        return {name: self.probers[name].attach for name in runtimes}
-
-    def measure(self, requests: Mapping[str, ProbeRequest]) -> dict[str, ProbeOutcome]:
-        """Measure one round, all machines at once."""
-        self._start(self.probers)
+    def measure(self, requests: Mapping[str, tuple[Runtime, ProbeRequest]]) -> dict[str, ProbeOutcome]:
+        """Measure one round, all machines at once; those with other settings in a process of their own."""
+        run = self._start(self._names)
         started = time.monotonic()
-        found = self._pool.map(lambda name: self.probers[name].measure(requests[name]), requests)
-        results = dict(zip(requests, found, strict=True))
+        outcomes = {
+            name: ProbeOutcome(request.batch_size, None, peaks=dict(self.peaks[name]))
+            for name, (_, request) in requests.items()
+            if not self._fits(name, request.batch_size)
+        }
+        others = {name: probe for name, probe in requests.items() if probe[0] != self._runtimes[name]}
+        own = {name: request for name, (_, request) in requests.items() if name not in others}
+        with ThreadPoolExecutor(max(1, len(others))) as pool:
+            results = {name: pool.submit(self._measure_apart, run, name, *others[name]) for name in others}
+            while left := {name: own[name] for name in own.keys() - outcomes.keys()}:
+                try:
+                    outcomes |= {name: self._note(probed) for name, probed in run.probe(left).items()}
+                except OutOfMemoryError as error:
+                    self.end_run()
+                    if error.node not in requests:
+                        raise
+                    done = [event for event in run.events if isinstance(event, Probed)]
+                    outcomes |= {event.node: self._note(event) for event in done if event.node in left}
+                    if error.node in left:  # otherwise, the process beside the rank needed the memory
+                        size, peaks = left[error.node].batch_size, dict(self.peaks[error.node])
+                        outcomes[error.node] = ProbeOutcome(size, None, peaks=peaks, is_oom_kill=True)
+                    run = self._start(self._names)
+        outcomes |= {name: result.result() for name, result in results.items()}
         self.measuring_s += time.monotonic() - started
-        self.num_probes += len(results)
-        self._say(describe_probes(results))
-        return results
+        self.num_probes += len(outcomes)
+        outcomes = {name: outcomes[name] for name in requests}
+        self._say(describe_probes(outcomes))
+        return outcomes
 
-    def _start(self, names: Iterable[str]) -> None:
-        waiting = [prober for name in names if not (prober := self.probers[name]).is_running]
-        if not waiting:
-            return
-        self._say(f"starting TensorFlow on {format_count(waiting, 'machine')}")
-        started = time.monotonic()
-        list(self._pool.map(Prober.start, waiting))
-        self.start_s = max(self.start_s, time.monotonic() - started)
+    def _fits(self, name: str, size: int, copies: int = 1) -> bool:
+        """Return whether a batch may fit into a machine's memory; `copies`: processes that hold the model."""
+        usable_bytes = rank_memory_bytes(self._space.facts[name].usable_memory_bytes)
+        peaks = self.peaks[name]
+        if not usable_bytes or (size <= max(peaks, default=0) and copies == 1):
+            return True
+        predicted = predict_peak_bytes(peaks, size) or (copies - 1) * max(peaks.values(), default=0)
+        return not predicted or predicted * copies <= usable_bytes
+
+    def _note(self, probed: Probed) -> ProbeOutcome:
+        """Return the outcome of a probe; raises NodeError for one that cannot be."""
+        size, peaks = probed.batch_size, self.peaks[probed.node]
+        if probed.step_time_s is None:
+            return ProbeOutcome(size, None, peaks=dict(peaks), is_oom_kill=True)
+        # The peak of a process never falls: only a size larger than all before shows its own.
+        if size > max(peaks, default=0):
+            peaks[size] = probed.peak_memory_bytes
+        return ProbeOutcome(size, probed.step_time_s, probed.num_steps, dict(peaks))
+
+    def _measure_apart(
+        self, run: TuningRun, name: str, runtime: Runtime, request: ProbeRequest
+    ) -> ProbeOutcome:
+        size = request.batch_size
+        if not self._fits(name, size, copies=2):  # the rank on that machine stays in memory
+            return ProbeOutcome(size, None)
+        ranks = [replace(rank, runtime=runtime) for rank in run.spec.ranks]  # of which it is one
+        number = next(rank.rank for rank in ranks if rank.node == name)
+        spec = ProbeSpec(replace(run.spec, ranks=tuple(ranks), step_file=""), number, request)
+        worker = self._context.prepared.worker
+        call = partial(call_machine, self._space, name, worker, "probe", spec, ProbeResult)
+        patience = within(PROBE_DEADLINE_S)
+        try:
+            result = call(doing=f"measuring with {describe_runtime(runtime)}", patience=patience)
+        except ProgramEndedError as error:
+            if error.done.exit_code != OUT_OF_MEMORY_CODE:
+                raise
+            return ProbeOutcome(size, None)
+        return ProbeOutcome(size, result.step_time_s, result.num_steps, {size: result.peak_memory_bytes})
+
+    def _start(self, names: Sequence[str]) -> TuningRun:
+        """Return a run of these machines with the current settings."""
+        ranks = [
+            RankPlan(node=name, batch_size=int(name in self.peaks), **asdict(self._runtimes[name]))
+            for name in names
+        ]
+        if self._run and self._run.ranks != ranks:
+            self.end_run()
+        if not self._run:
+            self._say(f"starting TensorFlow on {format_count(names, 'machine')}")
+            self._run = TuningRun(ranks, self._context)
+            self.start_s = max(self.start_s, self._run.start_s)
+        return self._run
 
 
 def describe_probes(outcomes: Mapping[str, ProbeOutcome]) -> str:
@@ -301,87 +419,3 @@ def describe_probes(outcomes: Mapping[str, ProbeOutcome]) -> str:
         for name, outcome in outcomes.items()
     ]
     return "  " + "  |  ".join(shown)
-
-
-class Prober:
-    """One machine's probe session; restarts the worker after it was killed for memory."""
-
-    def __init__(self, session: Session, command: Sequence[str], usable_bytes: int | None) -> None:
-        """`command` starts the worker."""
-        self.name = session.name
-        self._session = session
-        self._command = command
-        self._memory_bytes = rank_memory_bytes(usable_bytes)
-        """Memory that a rank may fill; None: unknown."""
-        self._program: WorkerProgram | None = None
-        self.peaks: dict[int, int] = {}
-        """Peak memory of the worker in bytes, by batch size, for sizes larger than all before."""
-
-    @property
-    def is_running(self) -> bool:
-        """Whether a worker is running; a killed one is restarted when it is needed."""
-        return self._program is not None
-
-    def close(self) -> None:
-        """End the worker if it is running."""
-        if self._program:
-            self._program.close()
-            self._program = None
-
-    def start(self) -> None:
-        """Start the worker, and wait until it is ready for requests; raises CsdctlError."""
-        self._program = WorkerProgram(self._session, self._command, "measuring", PATIENCE)
-        self._read({"ready": Nothing}, START_DEADLINE_S)
-
-    def attach(self, spec: str, rank: int) -> Conversation:
-        """Make the running worker rank `rank` of the run in file `spec`, until that has finished."""
-        assert self._program is not None
-        self._program.send(to_tagged("request", AttachRequest(spec, rank)))
-        return self._program.conversation
-
-    def measure(self, request: ProbeRequest) -> ProbeOutcome:
-        """Measure one batch size, unless it is predicted not to fit in memory."""
-        size = request.batch_size
-        if self._memory_bytes and size > max(self.peaks, default=0):
-            predicted = predict_peak_bytes(self.peaks, size)
-            if predicted and predicted > self._memory_bytes:
-                return ProbeOutcome(size, None, peaks=dict(self.peaks))
-        if self._program is None:
-            self.start()
-        assert self._program is not None
-        try:
-            self._program.send(to_tagged("request", request))
-            result: ProbeResult = self._read({RESULT: ProbeResult}, PROBE_DEADLINE_S)
-        except ProgramEndedError as ended:
-            if ended.done.exit_code == OUT_OF_MEMORY_CODE or b"OOM when allocating" in ended.done.stderr:
-                self.close()
-                return ProbeOutcome(size, None, peaks=dict(self.peaks), is_oom_kill=True)
-            raise
-        if (
-            result.batch_size != size
-            or result.step_time_s > PROBE_DEADLINE_S
-            or result.peak_memory_bytes > MAX_MEMORY_BYTES
-        ):
-            problem = f"received {str(result)[:200]} for batch size {size}"
-            raise self._program.error(problem)
-        # The peak of a process never falls: only a size larger than all before shows its own.
-        if size > max(self.peaks, default=0):
-            self.peaks[size] = result.peak_memory_bytes
-        return ProbeOutcome(size, result.step_time_s, result.num_steps, dict(self.peaks))
-
-    def _read(self, messages: Mapping[str, type], deadline_s: float) -> Any:
-        """Return the worker's next answer; raises DeadlineError early when the machine's SSH server hangs."""
-        assert self._program is not None
-        deadline = Deadline(deadline_s)
-        while True:
-            try:
-                return self._program.read(messages)[1]
-            except DeadlineError:
-                if deadline.has_passed:
-                    raise DeadlineError(
-                        f"no measurement within {deadline_s:g} s",
-                        node=self.name,
-                        remedy="check what else runs on that machine, or leave it out: --exclude",
-                    ) from None
-            # A hanging server keeps its connection open; only a response shows that it is alive.
-            self._session.run(["true"], deadline_s=ALIVE_INTERVAL_S)

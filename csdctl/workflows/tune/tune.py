@@ -88,7 +88,7 @@ from csdctl.worker.protocol.model_info import CutInfo
 from csdctl.worker.protocol.probe import PartsSpec, PartTimes, ProbeRequest
 from csdctl.worker.protocol.recipe import BF16
 from csdctl.worker.protocol.run_spec import Runtime
-from csdctl.workflows.data.compile import as_prefix, compile_parts
+from csdctl.workflows.data.compile import as_prefix
 from csdctl.workflows.data.files import deploy_files
 from csdctl.workflows.data.prepare import PreparationObserver, prepare_in
 from csdctl.workflows.train.plan import build_fingerprint, default_runtime
@@ -251,6 +251,7 @@ class FitTuner:
     def _measure_steps(self, model: FleetModel) -> FleetModel:
         """Probe until the step time of every class is known where it matters."""
         known: dict[str, int] = {}
+        self.measurer.switch({name: model.class_of(name).settings for name in model.machines})
         while sizes := next_probes(model, partial(choose_class_sizes, model, self.limits)):
             known |= sizes
             if self.measurements.is_emulated:  # its host is slower while nodes compute, as they will
@@ -263,13 +264,15 @@ class FitTuner:
         return model
 
     def _probe(self, probes: Mapping[str, tuple[Runtime, int | None]]) -> dict[str, ProbeOutcome]:
-        """Start machines with the settings, and measure those with a batch size."""
-        self.measurer.switch({name: settings for name, (settings, _) in probes.items()})
+        """Measure the machines that have a batch size, with these settings."""
         # A new size costs one step to allocate memory and choose kernels; the next one shows its time.
         return self.measurer.measure(
             {
-                name: ProbeRequest(size, min_steps=1, min_duration_s=self.probe_duration_s, warm_up_steps=1)
-                for name, (_, size) in probes.items()
+                name: (
+                    settings,
+                    ProbeRequest(size, min_steps=1, min_duration_s=self.probe_duration_s, warm_up_steps=1),
+                )
+                for name, (settings, size) in probes.items()
                 if size
             }
         )
@@ -283,7 +286,8 @@ class FitTuner:
                 return model
             outcomes = self._probe(probes)
             others = [name for name in probes if probes[name][0] != model.class_of(name).settings]
-            usual = {name: outcome for name, outcome in outcomes.items() if name not in others}
+            # What was measured beside a rank may not have had the memory that the rank will have.
+            usual = {name: one for name, one in outcomes.items() if name not in others and one.step_time_s}
             self.measurements.store_probes(model, usual)
             model = learn_probes(model, usual)
             for name in others:
@@ -400,7 +404,10 @@ def tune_by_algorithm_1(context: RunContext, options: TuneOptions) -> Plan:
     with FleetMeasurer(context, runtimes) as rounds:
 
         def step_times(sizes: Mapping[str, int], duration_s: float) -> dict[str, float | None]:
-            requests = {name: ProbeRequest(size, min_duration_s=duration_s) for name, size in sizes.items()}
+            requests = {
+                name: (runtimes[name], ProbeRequest(size, min_duration_s=duration_s))
+                for name, size in sizes.items()
+            }
             return {name: outcome.step_time_s for name, outcome in rounds.measure(requests).items()}
 
         tuned = tune_stannis(
@@ -414,7 +421,7 @@ def tune_by_algorithm_1(context: RunContext, options: TuneOptions) -> Plan:
         context.observer.say("confirming the chosen batch sizes")
         confirmed = step_times({name: batch.batch_size for name, batch in tuned.items()}, CONFIRM_DURATION_S)
         ranks = [
-            _rank_plan(name, batch, confirmed[name], runtimes[name], rounds.probers[name].peaks)
+            _rank_plan(name, batch, confirmed[name], runtimes[name], rounds.peaks[name])
             for name, batch in tuned.items()
         ]
     return Plan(
@@ -461,8 +468,7 @@ def tune_job(
     noise_scale = None
     if options.goal == TIME_TO_ACCURACY:
         noise_scale = find_noise_scale(ProjectDirectory(directory), job.name)
-    if options.method == FIT:
-        find_mpirun()  # the plan is tried with MPI
+    find_mpirun()  # probes and trials are those of linked ranks
     with open_workspace(directory, fleet, "tune", is_locking=True, say=observer.say) as space:
         prepared = prepare_in(space, job, observer)
         files = {node.name: prepared.files for node in space.fleet.nodes}
@@ -548,11 +554,13 @@ def tune_by_fit(context: RunContext, options: TuneOptions, noise_scale: float | 
     )
     if not options.is_host_training or len(plan.ranks) == 1:
         return plan
-    start_s = space.opening_s + prepared.again_s + measurer.start_s + tuned.tried.result.fixed_s
+    start_s = space.opening_s + prepared.again_s + measurer.start_s
     known = tuned.model, tuned.limits, errors, tuned.tried.result.error, start_s, measurer.start_s
     return StrategyChooser(options, context, plan, *known).choose()
 
 
+MIN_PROMISE = 0.1
+"""Cuts are timed if FLOPs promise that they take less time by this share; less is within their error."""
 MAX_CUTS = 5
 """Cuts whose parts are timed: those that FLOPs promise most of."""
 SPLIT_TRIAL_S, MIN_SPLIT_STEPS, MAX_SPLIT_STEPS = 8.0, 4, 200
@@ -585,7 +593,7 @@ class StrategyChooser:
     start_s: float
     """Seconds of a training besides its epochs."""
     process_s: float
-    """The part of `start_s` until TensorFlow has started on all machines."""
+    """The part of `start_s` in which the ranks start, with their links."""
     impossible: dict[Strategy, str] = field(default_factory=dict)
     """Strategies that are not possible, and why."""
 
@@ -648,7 +656,7 @@ class StrategyChooser:
             (cut for cut in info.cuts if cut.layer in promised), key=lambda cut: promised[cut.layer]
         )
         if self.request.strategy == AUTO:
-            cuts = [cut for cut in cuts if promised[cut.layer] < whole.epoch_s]
+            cuts = [cut for cut in cuts if promised[cut.layer] < (1 - MIN_PROMISE) * whole.epoch_s]
         cuts = spread_cuts(cuts, info.num_operations)[:MAX_CUTS]
         if not cuts:
             self.impossible[SPLIT] = "no cut is expected to be faster, by FLOPs and bytes"
@@ -701,10 +709,7 @@ class StrategyChooser:
         prepared, model = self.context.prepared, self.context.prepared.model
         prefix = None
         if feature_layer:
-            parts = compile_parts(
-                self.context.job, model, prepared.public, FLOAT32, prepared.worker, self.context.space
-            )
-            prefix = as_prefix(parts[0])
+            prefix = as_prefix(self.context.compiler.parts(FLOAT32)[0])
         layers = tuple(dict.fromkeys([*([feature_layer] if feature_layer else []), *cuts]))
         self.context.observer.say(f"timing parts of the model on the host: {', '.join(layers)}")
         host = self.plan.ranks[0]
@@ -779,7 +784,7 @@ class StrategyChooser:
             f"trying the split after {chosen.cut}: {num_steps} steps of all {len(plan.ranks)} ranks"
         )
         try:
-            result = run_trial(plan.ranks, self.context, num_steps, cut=chosen.cut)
+            result, start_s = run_trial(plan.ranks, self.context, num_steps, cut=chosen.cut)
         except CsdctlError as error:
             if self.request.strategy == SPLIT:
                 raise
@@ -791,9 +796,8 @@ class StrategyChooser:
             f"a step takes {format_seconds(result.step_s)}, forecast {format_seconds(expected_s)}: "
             f"{result.samples_per_s:.1f} samples/s"
         )
-        # The trial started TensorFlow itself.
-        before_s = self.context.space.opening_s + self.context.prepared.again_s
-        training = replace(self._training, start_s=before_s + result.fixed_s)
+        start_s += self.context.space.opening_s + self.context.prepared.again_s
+        training = replace(self._training, start_s=start_s)
         of_steps = self.errors.after_trial(result.error)
         tried = add_range(training.correct(chosen, ratio).model_copy(update={"is_confirmed": True}), of_steps)
         rest = [one for one in found if one.strategy != SPLIT]

@@ -36,7 +36,7 @@ def test_zip_runs_without_an_installed_csdctl(tmp_path: Path) -> None:
 
     helped = run("--help")
     assert (helped.returncode, helped.stderr) == (0, "")
-    assert re.search(r"prepare.*build.*probe.*rank", helped.stdout)
+    assert re.search(r"prepare.*build.*rank", helped.stdout)
     assert run("unheard").returncode == 2
 
 

@@ -171,6 +171,7 @@ class Fleet:
         self.servers: tuple[int, ...] = ()
         """The rank of the server of each rank; by default rank 0."""
         self.should_stop: Callable[[], bool] = lambda: False
+        self.next_order: Callable[[], Order | None] = lambda: None
         self.patience = SHORT_PATIENCE
         self.events: list[Event] = []
 
@@ -259,6 +260,7 @@ class Fleet:
             servers=self.servers,
             is_check=self.is_check,
             should_stop=lambda: self.should_stop(),  # noqa: PLW0108, a test may set it later
+            next_order=lambda: self.next_order(),  # noqa: PLW0108
         )
         return Supervisor(setup, self._record)
 

@@ -1,5 +1,6 @@
 """Ranks and links that are lost during training, hang or are slow: the others go on."""
 
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -7,7 +8,7 @@ import pytest
 
 from csdctl.errors import DeadlineError, OutOfMemoryError
 from csdctl.worker.protocol.events import Event, Finished, NodeBack, NodeLost, Progress, Warned
-from csdctl.worker.protocol.orders import Ping
+from csdctl.worker.protocol.orders import Order, Ping, Probe
 from tests.patience import scaled
 from tests.unit.supervision.scripted_ranks import Fleet, Script, ScriptedRank, orders_of
 
@@ -179,6 +180,27 @@ def test_run_without_steps_of_rank_0_fails_at_the_silence_deadline(
     error = fleet.run_to_error(DeadlineError)
     assert "no rank has completed a step for too long" in error.message
     assert "logs:" in error.remedy
+
+
+def test_silence_counts_from_the_latest_order(fleet: Fleet) -> None:
+    """A tuning orders one probe after another, and no step in between."""
+    silence_s = scaled(1.0)
+    fleet.set_patience(silence_s=silence_s)
+    ordered: list[float] = []
+
+    def next_order() -> Order | None:
+        now = time.monotonic()
+        if len(ordered) == 4:
+            fleet.finish()
+            fleet.next_order = lambda: None
+        elif not ordered or now - ordered[-1] > silence_s / 2:
+            ordered.append(now)
+            return Probe({})
+        return None
+
+    fleet.scripts[1] = lambda fleet: setattr(fleet, "next_order", next_order)
+    fleet.run()
+    assert len(orders_of(fleet.rank(0), Probe)) == len(ordered) == 4
 
 
 @pytest.mark.parametrize(

@@ -1,16 +1,12 @@
-"""A rank's process that is dropped and replaced, one that is attached for a run, what each may report."""
+"""A rank's process that is dropped and replaced, what each may report."""
 
-import json
-import queue
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 
 from csdctl.errors import NodeError, UnreachableError
-from csdctl.runs.directory import CappedLog
 from csdctl.supervision.rank_processes import (
     CHARS_PER_EVENT,
     EVENTS_PER_S,
@@ -19,12 +15,9 @@ from csdctl.supervision.rank_processes import (
     EventValidator,
     OnMessage,
     ProcessEnded,
-    RankMessage,
-    RankProcess,
     RankProcesses,
     Restarted,
 )
-from csdctl.worker.protocol import probe
 from csdctl.worker.protocol.events import (
     EpochEnd,
     Event,
@@ -37,12 +30,10 @@ from csdctl.worker.protocol.events import (
     Traffic,
     WaitingFor,
     Warned,
-    event_to_line,
 )
 from csdctl.worker.protocol.json_codec import ProtocolError
-from csdctl.worker.protocol.orders import Order, Ping, Stop, order_to_line
+from csdctl.worker.protocol.orders import Order, Ping
 from tests import patience
-from tests.fake_session import FakeConversation, FakeSession
 from tests.patience import scaled
 
 WAIT_S = scaled(patience.WAIT_S)
@@ -165,59 +156,6 @@ def test_restarted_process_that_was_never_received_is_closed(
             thread.join()
     processes.close()
     assert machine.started[0].closed.is_set()
-
-
-BEGUN = Ready(1, "csd0", 100)
-DONE = Finished(1, "csd0", 1, 2, "", 3)
-
-
-class AttachedRank:
-    """A rank on a fake worker: finishes when ordered to stop, and is ready for probes once released."""
-
-    def __init__(self, tmp_path: Path, *, is_damaged: bool = False) -> None:
-        self._is_damaged = is_damaged
-        self.messages: queue.Queue[RankMessage] = queue.Queue()
-        session = FakeSession("csd0").on("python", replies=self._reply)
-        self.conversation: FakeConversation = session.converse(["python"])
-        validator = EventValidator(1, ("host", "csd0"), num_epochs=1)
-        log = CappedLog(tmp_path / "log", "csd0")
-        self.process = RankProcess(1, session, self.conversation, validator, log, is_attached=True)
-        self.process.listen(self.messages.put)
-        self.process.send(Ping(1))
-
-    def _reply(self, line: str) -> Iterable[str]:
-        order = json.loads(line)["order"]
-        if order == "Stop":
-            return ["@csdctl {"] if self._is_damaged else [event_to_line(DONE)]
-        if order == "Ping":
-            return [event_to_line(BEGUN)]
-        return [probe.READY] if order == "Release" else []
-
-    def next(self) -> RankMessage:
-        return self.messages.get(timeout=WAIT_S)
-
-
-def test_attached_process_is_released_when_it_has_finished(tmp_path: Path) -> None:
-    rank = AttachedRank(tmp_path)
-    rank.process.send(Stop())
-    assert [rank.next(), rank.next()] == [BEGUN, DONE]
-    ended = rank.next()
-    assert isinstance(ended, ProcessEnded)
-    assert ended.is_clean
-    rank.process.send(Ping(1))
-    rank.process.close()
-    sent = [json.loads(line)["order"] for line in rank.conversation.sent]
-    assert sent == ["Ping", "Stop", "Release"]  # the worker would take the ping for a probe request
-    assert not rank.conversation.is_closed
-
-
-@pytest.mark.parametrize("order", [Stop(), Ping(1)])
-def test_attached_process_that_has_not_finished_is_ended_on_closing(tmp_path: Path, order: Order) -> None:
-    rank = AttachedRank(tmp_path, is_damaged=True)
-    rank.process.send(order)
-    rank.process.close()
-    assert rank.conversation.is_closed
-    assert rank.conversation.sent[1:] == [order_to_line(order)]
 
 
 NODES = ("host", "csd0", "csd1")

@@ -25,7 +25,7 @@ class Sum:
 
 def call(**answer: Any) -> Sum:
     session = FakeSession("csd2").on("python3", **answer)
-    return Program(session, ["python3"], "adding", within(1.0)).call_once({"terms": [1, 2]}, Sum)
+    return Program(session, ["python3"], "adding", within(1.0)).call({"terms": [1, 2]}, Sum)
 
 
 def failure(**answer: Any) -> CsdctlError:

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from csdctl.worker.protocol import datasets, events, json_codec, orders, probe
-from csdctl.worker.protocol.json_codec import SCHEMA, ProtocolError, from_json, to_json, to_tagged
+from csdctl.worker.protocol.json_codec import SCHEMA, ProtocolError, from_json, to_json
 from csdctl.worker.protocol.model_info import ModelInfo
 from csdctl.worker.protocol.recipe import EarlyStopping, Noise, Recipe, ReduceOnPlateau
 from csdctl.worker.protocol.run_spec import DatasetSlice, RankSpec, RunSpec, Runtime
@@ -47,7 +47,7 @@ VALUES = [
     ModelInfo("keras.applications:MobileNetV2", {"": (0, 0, 3)}, 100, 90),
     RUN,
     dataclasses.replace(RUN, validation=None, noise=Noise(1.0, 8.0, 1e-5), recipe=Recipe(input_range=None)),
-    probe.ProbeSpec("a", "w", RECIPE, Runtime(4, 2, False), INFO),
+    probe.ProbeSpec(RUN, 1, probe.ProbeRequest(8)),
     RESULT,
 ]
 PROGRESS = events.Progress(0, "host", 1, 2, 3, 96, 0.5, 0.25, 0.8, 128, 2.5, 0.1)
@@ -59,6 +59,7 @@ VERIFIED = events.Verified(
 EVENT_EXAMPLES = [
     events.SumTimed(0, "host", (0, 1, 2), 1 << 20, 0.0035),
     events.Ready(1, "csd0", 100),
+    events.Probed(1, "csd0", 8, 0.25, 4, 1 << 30),
     PROGRESS,
     events.Traffic(
         0, "host", (events.SentBytes("sums", 0, 1, 1 << 33), events.SentBytes("samples", 0, 2, 7))
@@ -82,7 +83,8 @@ ORDER_EXAMPLES = [
     orders.OpenHub("key"),
     orders.Begin((0, 2)),
     orders.Stop(),
-    orders.Release(),
+    orders.Probe({"1": probe.ProbeRequest(32)}),
+    orders.TakeSteps((orders.TrialRank(32, 16, 10, 22), orders.TrialRank(4, None, 0, 4))),
     orders.Ping(4),
 ]
 
@@ -92,7 +94,7 @@ MESSAGES: list[Any] = [
     *events.EVENTS.values(),
     *orders.ORDERS.values(),
     *(datasets.DatasetInfo, datasets.PrepareProgress, datasets.PrepareSpec),
-    *(ModelInfo, RunSpec, probe.ProbeSpec, probe.ProbeRequest, probe.AttachRequest, probe.ProbeResult),
+    *(ModelInfo, RunSpec, probe.ProbeSpec, probe.ProbeRequest, probe.ProbeResult),
 ]
 
 
@@ -104,7 +106,7 @@ def test_written_value_is_read_back_unchanged(value: object) -> None:
     assert repr(read) == repr(value), "tuples are tuples again, not lists"
 
 
-def test_orders_events_and_requests_are_lines_and_are_read_back_unchanged() -> None:
+def test_orders_and_events_are_lines_and_are_read_back_unchanged() -> None:
     assert {type(event).__name__ for event in EVENT_EXAMPLES} == set(events.EVENTS)
     for event in EVENT_EXAMPLES:
         line = events.event_to_line(event)
@@ -115,8 +117,6 @@ def test_orders_events_and_requests_are_lines_and_are_read_back_unchanged() -> N
         line = orders.order_to_line(order)
         assert "\n" not in line
         assert orders.order_from_line(line) == order
-    for request in (probe.ProbeRequest(32), probe.AttachRequest('a"spec":.json', 1)):
-        assert probe.request_from_line(json.dumps(to_tagged("request", request))) == request
 
 
 @given(st.text(max_size=200), st.sampled_from([math.nan, math.inf, -math.inf]))
@@ -299,10 +299,9 @@ def test_impossible_measurement_and_data_set_are_refused(valid: Any, change: dic
     ],
     ids=lambda line: line[:40],
 )
-def test_rank_and_probe_session_refuse_an_invalid_order(line: str) -> None:
-    for read in (orders.order_from_line, probe.request_from_line):
-        with pytest.raises(ProtocolError):
-            read(line)
+def test_rank_refuses_an_invalid_order(line: str) -> None:
+    with pytest.raises(ProtocolError):
+        orders.order_from_line(line)
 
 
 def test_event_must_be_of_a_rank_of_the_run_and_its_node() -> None:

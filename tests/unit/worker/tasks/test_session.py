@@ -12,11 +12,11 @@ import pytest
 from csdctl.worker.process.errors import WorkerError
 from csdctl.worker.protocol.events import Finished, Ready, event_from_line
 from csdctl.worker.protocol.json_codec import to_json
-from csdctl.worker.protocol.orders import Begin, OpenHub, Order, Ping, Release, order_to_line
+from csdctl.worker.protocol.orders import Begin, OpenHub, Order, Ping, order_to_line
 from csdctl.worker.protocol.recipe import Recipe
 from csdctl.worker.protocol.run_spec import RankSpec, RunSpec, Runtime, TaskSpec
 from csdctl.worker.tasks.task import ORPHAN_S, Orders
-from tests.patience import eventually
+from tests.patience import WAIT_S, eventually
 
 PROGRAM = """
 import os, sys
@@ -79,10 +79,14 @@ def test_rank_alone_begins_when_it_is_told_to_and_needs_no_hub() -> None:
 
 @pytest.fixture
 def send(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[Order], None]]:
+    """Send orders to a rank, which exits when its input ends."""
     receiving, sending = os.pipe()
+    exited = threading.Event()
     monkeypatch.setattr(sys, "stdin", os.fdopen(receiving))
+    monkeypatch.setattr(os, "_exit", lambda code: exited.set())
     yield lambda order: os.write(sending, order_to_line(order).encode() + b"\n")  # type: ignore[func-returns-value]
     os.close(sending)
+    assert exited.wait(WAIT_S)
 
 
 def test_rank_that_has_loaded_for_long_waits_for_its_orders(send: Callable[[Order], None]) -> None:
@@ -93,8 +97,6 @@ def test_rank_that_has_loaded_for_long_waits_for_its_orders(send: Callable[[Orde
     threading.Timer(0.3, send, [OpenHub("key")]).start()
     assert orders.await_hub().key == "key"
     assert orders.await_begin() == (0, 1)
-    send(Release())
-    orders.await_release()
 
 
 def test_rank_that_waits_without_any_order_is_an_orphan(send: Callable[[Order], None]) -> None:
@@ -106,5 +108,3 @@ def test_rank_that_waits_without_any_order_is_an_orphan(send: Callable[[Order], 
     send(Ping(1))
     assert eventually(lambda: time.monotonic() - orders._heard < ORPHAN_S)
     orders.check_orphaned()
-    send(Release())
-    orders.await_release()

@@ -72,8 +72,13 @@ INFO: Any = SimpleNamespace(num_indices=None, output_sizes=(1,))
 class RandomTrain(Train):
     """The training loop without files."""
 
+    loaded: Any
+
     def open_reader(self) -> Any:
         return RowReader(ROW, INFO)
+
+    def _load_step(self) -> Any:
+        return self.loaded
 
     def save_trained(self, path: Path) -> Path:
         return save_model(self.step.model, path)
@@ -180,7 +185,8 @@ def load_task(
     )
     step = make_step(dataclasses.replace(ROW, recipe=recipe), load_backend()[1])
     me = ranks[rank]
-    task = RandomTrain(TaskContext(spec, me, RunProgress(spec), Reporter(me), NO_ORDERS, step))
+    task = RandomTrain(TaskContext(spec, me, RunProgress(spec), Reporter(me), NO_ORDERS))
+    task.loaded = step
     task.load()
     task.progress.regroup((0, 1, 2))
     return task

@@ -170,19 +170,22 @@ class RememberingReference(Reference):
 class RowVerify(Verify):
     """Rank 0's task with the model of a row, and without files."""
 
-    def __init__(self, context: TaskContext, row: Row) -> None:
+    def __init__(self, context: TaskContext, row: Row, step: Step) -> None:
         super().__init__(context)
-        self._row = row
+        self._row, self._loaded = row, step
         self._known: dict[Any, Any] = {}
 
     def open_reader(self) -> Any:
-        return RowReader(self._row, self._step_of_probes.info)
+        return RowReader(self._row, self._loaded.info)
+
+    def _load_step(self) -> Step:
+        return self._loaded
 
     def _find_ranges(self) -> Any:
         return self._row.ranges
 
     def _load_reference(self) -> KerasStep:
-        step = self._step_of_probes
+        step = self._loaded
         recipe = dataclasses.replace(self._row.recipe, seed=SEED)
         return KerasStep(step.compiler.model, recipe, step, (self._row.samples, self._row.labels))
 
@@ -200,8 +203,8 @@ def load_task(row: Row, kind: type[Step] = Step) -> Verify:
     spec = RunSpec("verify-matrix", "", "", recipe, ranks, None, None, "")
     no_orders: Any = None
     step = make_step(row, load_backend()[1], kind)
-    context = TaskContext(spec, ranks[0], RunProgress(spec), Reporter(ranks[0]), no_orders, step)
-    task = RowVerify(context, row)
+    context = TaskContext(spec, ranks[0], RunProgress(spec), Reporter(ranks[0]), no_orders)
+    task = RowVerify(context, row, step)
     task.load()
     return task
 

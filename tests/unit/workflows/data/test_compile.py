@@ -4,7 +4,6 @@ from collections.abc import Iterator
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -24,14 +23,7 @@ from csdctl.worker.protocol.model_info import (
     ModelInfo,
 )
 from csdctl.worker.protocol.recipe import Recipe
-from csdctl.workflows.data.compile import (
-    FILES,
-    as_prefix,
-    compile_forward,
-    compile_model,
-    compile_parts,
-    files_of,
-)
+from csdctl.workflows.data.compile import FILES, ModelCompiler, as_prefix, files_of
 from csdctl.workflows.data.files import SerializedModel
 from csdctl.workflows.workspace.workspace import Workspace
 
@@ -57,8 +49,7 @@ class Compiling:
     def store(self, name: str) -> StoredFile:
         return store_bytes(name.encode(), ".json", self.space.project.root)
 
-    def answer(self, *arguments: Any, **_: Any) -> AllCompiled:
-        requests: CompileRequests = arguments[4]
+    def call(self, requests: CompileRequests, response: type[AllCompiled]) -> AllCompiled:
         for request in (*requests.forwards, *requests.steps):
             size = request.data.sample_shape if isinstance(request, CompileRequest) else request.sample_shape
             self.requests.append(f"{type(request).__name__} {'×'.join(map(str, size))}")
@@ -75,18 +66,21 @@ class Compiling:
     def prepare(self, recipe: Recipe = RECIPE, data: DatasetInfo = DATA) -> tuple[SerializedModel, list[str]]:
         """Return the compiled model, and what was compiled."""
         before = len(self.requests)
-        model = compile_model(self.job, self.model(recipe), data, self.worker, self.space, self.said.append)
+        model = self.compiler(self.model(recipe), data).step()
         return model, self.requests[before:]
 
+    def compiler(self, model: SerializedModel, data: DatasetInfo = DATA) -> ModelCompiler:
+        return ModelCompiler(self.job, model, data, self.worker, self.space, self.said.append)
+
     def divide(self, model: SerializedModel, precision: str) -> tuple[SerializedModel, SerializedModel]:
-        return compile_parts(self.job, model, DATA, precision, self.worker, self.space)
+        return self.compiler(model).parts(precision)
 
 
 @pytest.fixture
 def compiling(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Compiling]:
     with closing(LocalSession(HOST_NAME, tmp_path)) as session:
         found = Compiling(tmp_path, session)
-        monkeypatch.setattr("csdctl.workflows.data.compile.call_worker", found.answer)
+        monkeypatch.setattr("csdctl.workflows.data.compile.start_compiling", lambda *_: found)
         yield found
 
 
@@ -118,7 +112,7 @@ def test_damaged_graph_is_compiled_again(compiling: Compiling) -> None:
 def test_machines_get_the_graph_alone(compiling: Compiling) -> None:
     code = compiling.store("code")
     model = replace(compiling.model(), code=code, code_roots=(Path("own.py"),))
-    found = compile_forward(model, DATA, "", compiling.worker, compiling.space, compiling.said.append)
+    found = compiling.compiler(model).forward("")
     assert compiling.requests == ALL[:1]
     assert files_of(found) == [*found.compiled]
     assert [file.path for file in found.compiled] == [*as_prefix(found).files]
@@ -130,9 +124,7 @@ def test_machines_get_the_graph_alone(compiling: Compiling) -> None:
 
 def test_model_without_a_graph_is_sent_whole_and_the_reason_is_said(compiling: Compiling) -> None:
     compiling.reason = "py_func calls Python (PyFunc)"
-    found = compile_forward(
-        compiling.model(), DATA, "", compiling.worker, compiling.space, compiling.said.append
-    )
+    found = compiling.compiler(compiling.model()).forward("")
     assert compiling.said[-1] == f"the model runs with Python's TensorFlow: {compiling.reason}"
     assert files_of(found) == compiling.files[:2]
     assert as_prefix(found).compiled is None

@@ -34,8 +34,7 @@ from csdctl.worker.protocol.events import (
     Traffic,
     event_to_line,
 )
-from csdctl.worker.protocol.orders import Begin, Ping, Release, order_from_line
-from csdctl.worker.protocol.probe import READY
+from csdctl.worker.protocol.orders import Begin, Ping, order_from_line
 from csdctl.workflows.runs.manage import process_of
 from csdctl.workflows.train import run as run_module
 from csdctl.workflows.train.run import RunInputs, record_process, run_ranks, settle_step_file
@@ -67,10 +66,9 @@ class ScriptedProcess:
         order = order_from_line(line)
         if isinstance(order, Begin):
             self._say(*self._script)
+            self._lines.put(None)  # the process exits
         elif isinstance(order, Ping):
             self._say(Pong(*ME, order.number))
-        elif isinstance(order, Release):
-            self._lines.put(READY)
 
     def send_bytes(self, data: bytes) -> None:
         raise AssertionError("ranks read lines")
@@ -86,6 +84,17 @@ class ScriptedProcess:
 
     def close(self) -> None:
         self._lines.put(None)
+
+
+class ScriptedHost(FakeSession):
+    """The host, whose rank is `process`."""
+
+    def __init__(self, process: ScriptedProcess) -> None:
+        super().__init__(HOST_NAME)
+        self._process: Any = process
+
+    def converse(self, command: Sequence[str]) -> Any:
+        return self._process
 
 
 def joined(*ranks: int, is_start: bool = False) -> Joined:
@@ -113,20 +122,13 @@ def run(at: MeasuredProject) -> Run:
         spec = spec_of(NODES, run_id=directory.run_id)
         ledger = Ledger(at.project.ledger, "train")
         # The nodes are away: of them, nothing is sent or started.
-        sessions: Any = {HOST_NAME: FakeSession(HOST_NAME)}
+        host = ScriptedHost(ScriptedProcess(script))
+        sessions: Any = {HOST_NAME: host}
         fleet = Fleet((), path=at.fleet.path)
         space = Workspace(at.project, fleet, {}, sessions, ledger, selected=selected)
         inputs = RunInputs(directory, spec, prepared(at), {})
-        process = ScriptedProcess(script)
         try:
-            run_ranks(
-                inputs,
-                space,
-                TrainOptions(min_nodes=0),
-                lambda *_: None,
-                lambda event: None,
-                {HOST_NAME: lambda spec_path, rank: process},
-            )
+            run_ranks(inputs, space, TrainOptions(min_nodes=0), lambda *_: None, lambda event: None)
         finally:
             ledger.save()
         return {(one.sender, one.receiver, one.kind): one.num_bytes for one in read_ledger(at.project.ledger)}

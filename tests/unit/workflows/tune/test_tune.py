@@ -76,7 +76,7 @@ class ScriptedMeasurer:
     num_ranks: int = 3
     sum_s: Callable[[int, int], float] = SUMS.at
     sums: list[tuple[int, int]] = field(default_factory=list)
-    rounds: list[Mapping[str, ProbeRequest]] = field(default_factory=list)
+    rounds: list[Mapping[str, tuple[Runtime, ProbeRequest]]] = field(default_factory=list)
     trials: list[Sequence[RankPlan]] = field(default_factory=list)
     settings: dict[str, Runtime] = field(default_factory=dict)
 
@@ -88,13 +88,14 @@ class ScriptedMeasurer:
             for ranks, size in wanted
         ]
 
-    def measure(self, requests: Mapping[str, ProbeRequest]) -> dict[str, ProbeOutcome]:
+    def measure(self, requests: Mapping[str, tuple[Runtime, ProbeRequest]]) -> dict[str, ProbeOutcome]:
         self.num_probes += len(requests)
         self.rounds.append(requests)
-        return {name: self._outcome(name, request.batch_size) for name, request in requests.items()}
+        return {name: self._outcome(name, *probe) for name, probe in requests.items()}
 
-    def _outcome(self, name: str, size: int) -> ProbeOutcome:
-        step_s = step_time_of(name).at(size) * self.gain.get(self.settings[name], 1.0)
+    def _outcome(self, name: str, settings: Runtime, request: ProbeRequest) -> ProbeOutcome:
+        size = request.batch_size
+        step_s = step_time_of(name).at(size) * self.gain.get(settings, 1.0)
         return ProbeOutcome(size, step_s, 3, {size: size << 20})
 
     def switch(self, settings: Mapping[str, Runtime]) -> None:
@@ -298,7 +299,7 @@ def test_plan_of_a_split_has_the_memory_and_the_spread_of_its_own_trial(
 
     def plan_after(error: float) -> Plan:
         result = replace(trial_of(plan.ranks), peak_memory_bytes=tuple(peaks), error=error)
-        monkeypatch.setattr(tune_module, "run_trial", lambda *_, **__: result)
+        monkeypatch.setattr(tune_module, "run_trial", lambda *_, **__: (result, 1.0))
         path = tmp_path / "plan.yaml"
         save_plan(path, chooser._try_split(chosen, found, times))
         return load_plan(path)

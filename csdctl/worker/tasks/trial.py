@@ -1,0 +1,136 @@
+"""The ranks of a tuning run measure what csdctl orders: batch sizes alone, or steps of a plan together.
+
+One run serves a whole tuning: processes start once, and so do their links. Samples are random, because the
+time of a step does not depend on them. Nothing is saved.
+"""
+
+import queue
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import astuple, replace
+from functools import partial
+
+import numpy as np
+
+from csdctl.worker.data.arrays import Array
+from csdctl.worker.data.prepared import SyntheticReader
+from csdctl.worker.data.schedule import OwnSamples
+from csdctl.worker.engine.step import StepEngine
+from csdctl.worker.engine.tensorflow_c import OUT_OF_MEMORY, TensorFlowError
+from csdctl.worker.group.communicator import Communicator
+from csdctl.worker.process.machine import measure_time, peak_memory_bytes
+from csdctl.worker.protocol.datasets import DatasetInfo
+from csdctl.worker.protocol.events import STOPPED, Probed, SumTimed
+from csdctl.worker.protocol.json_codec import from_dict
+from csdctl.worker.protocol.orders import Probe, TakeSteps, order_from_line, order_to_line
+from csdctl.worker.protocol.probe import ProbeRequest, ProbeResult
+from csdctl.worker.protocol.run_spec import ELEMENT_SPEC
+from csdctl.worker.tasks.progress import EpochTotals
+from csdctl.worker.tasks.split import Split
+from csdctl.worker.tasks.train import Train
+
+NUM_TIMED_SUMS = 4
+POLL_S = 0.05
+
+
+class Trial(Train):
+    """Measures on random samples of the form in the task's argument `element_spec`."""
+
+    reader: SyntheticReader
+    values: Sequence[Array] = ()
+    """None: the weights of a trial teach nothing, and differ between ranks after probes."""
+
+    def open_reader(self) -> SyntheticReader:
+        """Return a reader of random samples; how many indices the model has is known once it is loaded."""
+        return SyntheticReader(from_dict(DatasetInfo, self.spec.task.arguments[ELEMENT_SPEC]), self.me.rank)
+
+    def _load_step(self) -> StepEngine:
+        step = super()._load_step()
+        self.reader.num_indices = step.info.num_indices
+        return step
+
+    def run(self, communicator: Communicator) -> str:
+        """Do what is ordered until `Stop`."""
+        while line := communicator.gather(self._next_order(communicator), str)[0]:
+            order = order_from_line(line)
+            if isinstance(order, Probe):
+                if request := order.requests.get(str(self.me.rank)):
+                    self.reporter.emit(Probed, *astuple(self.measure(request)))
+                communicator.gather(None, type(None))  # a rank that hangs is waited for, and named
+            elif isinstance(order, TakeSteps):
+                self._take_steps(communicator, order)
+        return STOPPED
+
+    def _next_order(self, communicator: Communicator) -> str:
+        """Return, on rank 0, the next order as a line; '' for `Stop`."""
+        while self.is_root and not self.orders.is_stopping:
+            communicator.look()
+            with suppress(queue.Empty):
+                return order_to_line(self.orders.measurements.get(timeout=POLL_S))
+        return ""
+
+    def measure(self, request: ProbeRequest) -> ProbeResult:
+        """Return the mean time of forward, backward and apply of one batch."""
+        step, size = self.step, request.batch_size
+        step.micro_batch_size = None
+        step.set_step(0, 0.0)
+        # The step of private samples, with noise, takes longer.
+        copies = np.ones(size, np.int64) if step.has_noise and self.me.num_private else None
+        measured: tuple[float | None, int] = None, 0
+        try:
+            measured = measure_time(
+                partial(step.alone, *self.example(size), private_copies=copies),
+                request.min_duration_s,
+                num_warm_ups=request.warm_up_steps,
+                min_count=request.min_steps,
+            )
+        except (TensorFlowError, MemoryError) as error:
+            if isinstance(error, TensorFlowError) and error.code != OUT_OF_MEMORY:
+                raise
+        return ProbeResult(size, *measured, peak_memory_bytes())
+
+    def _take_steps(self, communicator: Communicator, order: TakeSteps) -> None:
+        """Train for an epoch of the steps in `order`, after the sums of a step were timed."""
+        progress, me = self.progress, order.ranks[self.me.rank]
+        self.step.micro_batch_size = me.micro_batch_size
+        progress.own = [OwnSamples(rank.num_private, rank.num_public) for rank in order.ranks]
+        progress.position = replace(
+            progress.position,
+            step=0,
+            segment=None,
+            totals=EpochTotals(),
+            batch_sizes={str(number): rank.batch_size for number, rank in enumerate(order.ranks)},
+        )
+        progress.regroup(communicator.members)
+        self.example(me.batch_size)
+        if not communicator.is_alone:
+            self._time_sums(communicator)
+        self.apply_s = 0.0
+        self._run_epoch(communicator)
+        self._report_epoch_end({})
+        progress.position = replace(progress.position, epoch=progress.position.epoch + 1)
+        self.reporter.traffic(communicator)
+        self.reporter.emit(Probed, me.batch_size, None, 0, peak_memory_bytes())
+
+    def _time_sums(self, communicator: Communicator) -> None:
+        """Time the sums of a step alone; rank 0 reports the fastest of several."""
+        seconds = []
+        communicator.local[:] = 0
+        for _ in range(NUM_TIMED_SUMS):
+            communicator.gather(None, type(None))
+            began = time.perf_counter()
+            for _ in self.sum_sizes:
+                communicator.sum(communicator.local)
+            seconds.append(time.perf_counter() - began)
+        if self.is_root:
+            num_bytes = sum(4 * size for size, _ in self.sum_sizes)
+            self.reporter.emit(SumTimed, communicator.members, num_bytes, round(min(seconds), 6))
+
+    def finish(self, reason: str) -> None:
+        """Report the completion record; there is no model to save."""
+        self.reporter.finished(self.progress.position, "", None, reason)
+
+
+class SplitTrial(Split, Trial):
+    """The same with a model that is cut in two."""
