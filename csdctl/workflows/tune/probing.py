@@ -276,6 +276,7 @@ class FleetMeasurer:
         of_all = {name: default_runtime(name, self._space.fleet, self._space.facts) for name in self._names}
         self._runtimes = of_all | {**runtimes}
         self._run: TuningRun | None = None
+        self._pool = ThreadPoolExecutor(len(self._names))
         self.peaks: dict[str, dict[int, int]] = {name: {} for name in runtimes}
         """Peak memory of each machine's process in bytes, by batch size, for sizes larger than all before."""
         self.num_probes = 0
@@ -289,13 +290,14 @@ class FleetMeasurer:
         return self
 
     def __exit__(self, *error: Any) -> None:
+        self.end_run(*error)
+        self._pool.shutdown(wait=False)  # its processes end with the sessions
+
+    def end_run(self, *error: Any) -> None:
+        """End the ranks; the next request starts them again."""
         run, self._run = self._run, None
         if run:
-            run.__exit__(*error)
-
-    def end_run(self) -> None:
-        """End the ranks; the next request starts them again."""
-        self.__exit__(None, None, None)
+            run.__exit__(*error or (None,))
 
     def switch(self, runtimes: Mapping[str, Runtime]) -> None:
         """Measure these machines with these settings from now on."""
@@ -333,21 +335,20 @@ class FleetMeasurer:
         }
         others = {name: probe for name, probe in requests.items() if probe[0] != self._runtimes[name]}
         own = {name: request for name, (_, request) in requests.items() if name not in others}
-        with ThreadPoolExecutor(max(1, len(others))) as pool:
-            results = {name: pool.submit(self._measure_apart, run, name, *others[name]) for name in others}
-            while left := {name: own[name] for name in own.keys() - outcomes.keys()}:
-                try:
-                    outcomes |= {name: self._note(probed) for name, probed in run.probe(left).items()}
-                except OutOfMemoryError as error:
-                    self.end_run()
-                    if error.node not in requests:
-                        raise
-                    done = [event for event in run.events if isinstance(event, Probed)]
-                    outcomes |= {event.node: self._note(event) for event in done if event.node in left}
-                    if error.node in left:  # otherwise, the process beside the rank needed the memory
-                        size, peaks = left[error.node].batch_size, dict(self.peaks[error.node])
-                        outcomes[error.node] = ProbeOutcome(size, None, peaks=peaks, is_oom_kill=True)
-                    run = self._start(self._names)
+        results = {name: self._pool.submit(self._measure_apart, run, name, *others[name]) for name in others}
+        while left := {name: own[name] for name in own.keys() - outcomes.keys()}:
+            try:
+                outcomes |= {name: self._note(probed) for name, probed in run.probe(left).items()}
+            except OutOfMemoryError as error:
+                self.end_run()
+                if error.node not in requests:
+                    raise
+                done = [event for event in run.events if isinstance(event, Probed)]
+                outcomes |= {event.node: self._note(event) for event in done if event.node in left}
+                if error.node in left:  # otherwise, the process beside the rank needed the memory
+                    size, peaks = left[error.node].batch_size, dict(self.peaks[error.node])
+                    outcomes[error.node] = ProbeOutcome(size, None, peaks=peaks, is_oom_kill=True)
+                run = self._start(self._names)
         outcomes |= {name: result.result() for name, result in results.items()}
         self.measuring_s += time.monotonic() - started
         self.num_probes += len(outcomes)
