@@ -13,7 +13,7 @@ from csdctl.fleet.requirements import build_repair_command, find_package
 from csdctl.transport.commands import build_worker_command
 from csdctl.transport.meter import TrafficClass
 from csdctl.transport.program import Nothing, Patience, Program, ProgramEndedError
-from csdctl.transport.session import Completed, Session
+from csdctl.transport.session import OUT_OF_MEMORY_CODE, Completed, Session
 from csdctl.worker.protocol.datasets import PrepareProgress
 from csdctl.worker.protocol.features import SendSpec
 from csdctl.worker.protocol.json_codec import DATA, RESULT, to_json
@@ -59,7 +59,7 @@ def call_worker(
     except ProgramEndedError as error:
         # The user's function that the command calls, if it calls one.
         found = re.search(r'"(?:function|reference)":"[^"]*\.py:(\w+)"', to_json(request))
-        if found and error.remedy == CHECK_LOAD and error.done.exit_code != 137:
+        if found and error.remedy == CHECK_LOAD and error.done.exit_code != OUT_OF_MEMORY_CODE:
             error.message += f"; most likely your function {found[1]}, or a library of it, ended the process"
             error.remedy = f"call {found[1]} by itself, and fix what crashes or calls os._exit"
         raise

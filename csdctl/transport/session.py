@@ -27,6 +27,8 @@ from csdctl.transport.commands import (
 )
 from csdctl.transport.meter import Meter
 
+OUT_OF_MEMORY_CODE = 137
+"""Exit code of a program that signal 9 has ended, as the kernel does when memory is exhausted."""
 MAX_OUTPUT_BYTES = 1 << 20
 
 MAX_QUOTED_CHARS = 300
@@ -68,7 +70,7 @@ class Completed:
         if self.exit_code == 0:
             return self
         cause = self.last_error_line or "no message"
-        if self.exit_code == 137:
+        if self.exit_code == OUT_OF_MEMORY_CODE:
             cause = f"killed, most likely out of memory ({cause})"
         problem = f"{doing} failed with exit code {self.exit_code}: {cause}"
         raise RemoteCommandError(problem, node=node, remedy=remedy)

@@ -56,7 +56,7 @@ class ModelCompiler:
     """The prepared data, whose shapes and types count."""
     worker: StoredFile
     space: Workspace
-    say: Say = lambda line: None
+    say: Say
 
     def step(self, program: WorkerProgram | None = None, *, is_wide: bool = False) -> SerializedModel:
         """Return the model with its compiled step, or with why it cannot be compiled.

@@ -18,7 +18,6 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import asdict, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +30,7 @@ from csdctl.runs.directory import RunDirectory
 from csdctl.supervision.rank_processes import CHECK_WORKER
 from csdctl.supervision.run_setup import Patience
 from csdctl.transport.program import ProgramEndedError, within
+from csdctl.transport.session import OUT_OF_MEMORY_CODE
 from csdctl.tuning.fleet_model import ProbeOutcome, TrialResult, predict_peak_bytes, rank_memory_bytes
 from csdctl.tuning.measurements import describe_runtime
 from csdctl.tuning.plan import RankPlan
@@ -60,7 +60,6 @@ from csdctl.workflows.train.spec import (
 from csdctl.workflows.train.strategies import cut_model
 from csdctl.workflows.workspace.workspace import call_machine
 
-OUT_OF_MEMORY_CODE = 137
 SKIPPING_FROM = 10
 """In a trial of at least this many steps, those before a rank's first progress event do not count: the first
 step is slow. A trial of fewer has long steps, without a slow first one."""
@@ -328,13 +327,13 @@ class FleetMeasurer:
         """Measure one round, all machines at once; those with other settings in a process of their own."""
         run = self._start(self._names)
         started = time.monotonic()
-        outcomes = {
-            name: ProbeOutcome(request.batch_size, None, peaks=dict(self.peaks[name]))
-            for name, (_, request) in requests.items()
-            if not self._fits(name, request.batch_size)
-        }
         others = {name: probe for name, probe in requests.items() if probe[0] != self._runtimes[name]}
         own = {name: request for name, (_, request) in requests.items() if name not in others}
+        outcomes = {
+            name: ProbeOutcome(request.batch_size, None, peaks=dict(self.peaks[name]))
+            for name, request in own.items()
+            if not self._fits(name, request.batch_size)
+        }
         results = {name: self._pool.submit(self._measure_apart, run, name, *others[name]) for name in others}
         while left := {name: own[name] for name in own.keys() - outcomes.keys()}:
             try:
@@ -366,7 +365,7 @@ class FleetMeasurer:
         return not predicted or predicted * copies <= usable_bytes
 
     def _note(self, probed: Probed) -> ProbeOutcome:
-        """Return the outcome of a probe; raises NodeError for one that cannot be."""
+        """Return the outcome of a probe, and note the memory that it took."""
         size, peaks = probed.batch_size, self.peaks[probed.node]
         if probed.step_time_s is None:
             return ProbeOutcome(size, None, peaks=dict(peaks), is_oom_kill=True)
@@ -384,11 +383,10 @@ class FleetMeasurer:
         ranks = [replace(rank, runtime=runtime) for rank in run.spec.ranks]  # of which it is one
         number = next(rank.rank for rank in ranks if rank.node == name)
         spec = ProbeSpec(replace(run.spec, ranks=tuple(ranks), step_file=""), number, request)
-        worker = self._context.prepared.worker
-        call = partial(call_machine, self._space, name, worker, "probe", spec, ProbeResult)
-        patience = within(PROBE_DEADLINE_S)
+        call = self._space, name, self._context.prepared.worker, "probe", spec, ProbeResult
+        doing, patience = f"measuring with {describe_runtime(runtime)}", within(PROBE_DEADLINE_S)
         try:
-            result = call(doing=f"measuring with {describe_runtime(runtime)}", patience=patience)
+            result = call_machine(*call, doing=doing, patience=patience)
         except ProgramEndedError as error:
             if error.done.exit_code != OUT_OF_MEMORY_CODE:
                 raise
