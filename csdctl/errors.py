@@ -15,7 +15,7 @@ CsdctlError                 1  something failed
 └── RunError                1  a training run failed
     └── OutOfMemoryError    1  a rank was killed, most likely because memory was exhausted
 
-A message says what was received, what was expected and what to do about it; `node` names the
+A message says what was received, what was expected and what to do about it. `node` names the
 machine. The command line prints message and remedy, and a traceback only with `-vv`.
 """
 
@@ -23,7 +23,7 @@ from enum import IntEnum
 
 
 class ExitCode(IntEnum):
-    """The exit code of the process; documented in docs/reference/exit-codes.md."""
+    """The exit code of the process. Documented in docs/reference/exit-codes.md."""
 
     DONE = 0
     FAILED = 1
@@ -75,7 +75,7 @@ class UnreachableError(NodeError):
 
 
 class JumpHostError(UnreachableError):
-    """The jump host of a node cannot be used; the same message for every node behind it."""
+    """The jump host of a node cannot be used. The same message for every node behind it."""
 
 
 class HostKeyError(NodeError):

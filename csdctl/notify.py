@@ -2,7 +2,7 @@
 
 What a node, a file or a server says may hold characters that a terminal obeys: they move the cursor, write to
 the clipboard, reverse the direction of text. `make_printable` replaces them with escapes. The command line
-does so with everything that it writes (csdctl/terminal/streams.py and console.py); what writes a log does it
+does so with everything that it writes (csdctl/terminal/streams.py and console.py). What writes a log does it
 itself.
 """
 
@@ -26,6 +26,10 @@ _ORDINARY = re.compile(
 """Text that needs no further look: Latin letters, punctuation, arrows, mathematics, the frames of tables."""
 
 
+DATED = re.compile(r"^\d{4}-\d\d-\d\dT\S+ ")
+DETACHED = "CSDCTL_DETACHED"
+
+
 def make_printable(text: str) -> str:
     """Return `text` with an escape such as \\x1b or \\u202e in place of each character that shows no shape.
 
@@ -44,9 +48,7 @@ def make_printable(text: str) -> str:
     return "".join(shown)
 
 
-DATED = re.compile(r"^\d{4}-\d\d-\d\dT\S+ ")
 """The time of a line, as ISO 8601, in the log of a csdctl without a terminal."""
-DETACHED = "CSDCTL_DETACHED"
 """The environment variable with which csdctl dates the lines that it writes."""
 
 

@@ -84,9 +84,33 @@ ARGUMENTS = {
 """Arguments in Python by the option of the command line, where the name is another one."""
 
 
+LOADER = '''"""Reads the arrays of a job that was made in Python."""
+
+import numpy as np
+
+
+def _part(arrays, kind):
+    names = [name for name in arrays.files if name == kind or name.startswith(kind + "/")]
+    if names == [kind]:
+        return arrays[kind]
+    return {name.partition("/")[2]: arrays[name] for name in names}
+
+
+def load(path):
+    with np.load(path, allow_pickle=False) as arrays:
+        parts = [_part(arrays, kind) for kind in ("x", "y", "w")]
+    parts = [part for part in parts if len(part)]
+    return tuple(parts) if len(parts) > 1 else parts[0]
+'''
+KINDS = ("x", "y", "w")
+POSITIONS = {"x": INPUT, "y": OUTPUT}
+FROM_MODEL = "# Written by csdctl.Job.from_model.\n"
+OF_FIT = {"validation_data": "use validation=(x, y)", "batch_size": "pass it to csdctl.train"}
+
+
 @contextmanager
 def python_errors() -> Iterator[None]:
-    """Let errors name arguments in Python; command lines in backquotes stay as they are."""
+    """Let errors name arguments in Python. Command lines in backquotes stay as they are."""
     try:
         yield
     except CsdctlError as error:
@@ -105,7 +129,7 @@ def _in_python(text: str) -> str:
 
 
 class _Options:
-    """Checks the types of all fields; its errors name arguments."""
+    """Checks the types of all fields. Its errors name arguments."""
 
     def __post_init__(self) -> None:
         with python_errors():
@@ -120,28 +144,28 @@ class _Options:
 
 
 class TrainOptions(_Options, of_train.TrainOptions):
-    """Options of one run; raises InputError for invalid values."""
+    """Options of one run. Raises InputError for invalid values."""
 
 
 class TuneOptions(_Options, of_tune.TuneOptions):
-    """The method, the limits of a plan, and how to measure; raises InputError for invalid values."""
+    """The method, the limits of a plan, and how to measure. Raises InputError for invalid values."""
 
 
 class Fleet(fleets.Fleet):
     """The host and its nodes, as written in fleet.yaml.
 
-    `nodes` have `name`, `address`, `port`, `user`, `key`, `python`, `groups` and `jump`; `machines` are all
-    names, the host first; `node(name)` returns one node; `network`, `emulated`, `path` are those of the file.
+    `nodes` have `name`, `address`, `port`, `user`, `key`, `python`, `groups` and `jump`. `machines` are all
+    names, the host first. `node(name)` returns one node. `network`, `emulated`, `path` are those of the file.
     """
 
     def connections(
         self, *, command_deadline_s: float | None = 600.0, connect_deadline_s: float = 10.0
     ) -> "FleetGroup":
-        """Return a Fabric ThreadingGroup of the nodes; use it as a context manager.
+        """Return a Fabric ThreadingGroup of the nodes. Use it as a context manager.
 
         Connections open when they are first used, with the addresses, keys, jump hosts and accepted host keys
         of csdctl. A command is ended, with its processes, after `command_deadline_s` seconds unless
-        `run(…, timeout=…)` says otherwise; an output is kept up to 1 MiB.
+        `run(…, timeout=…)` says otherwise. An output is kept up to 1 MiB.
         """
         from csdctl.transport.fabric_group import open_group
 
@@ -171,7 +195,7 @@ def open_session() -> Iterator[Streams]:
 
 
 def as_job(job: "JobOrPath") -> "Job":
-    """Return a job as it is, or that of a file; raises InputError."""
+    """Return a job as it is, or that of a file. Raises InputError."""
     if not isinstance(job, Job | str | Path):
         problem = f"received {type(job).__name__} as job, expected a path or a csdctl.Job"
         raise InputError(problem, remedy="make a job of a model: csdctl.Job.from_model(model, x, y)")
@@ -179,7 +203,7 @@ def as_job(job: "JobOrPath") -> "Job":
 
 
 def _as_list(given: Any) -> list[Any]:
-    """Return the elements of a sequence; a text, a path or a function is one element."""
+    """Return the elements of a sequence. A text, a path or a function is one element."""
     return [given] if isinstance(given, str | Path) or callable(given) else list(given)
 
 
@@ -199,28 +223,6 @@ def load_fleet(
     with python_errors():
         chosen = choose_fleet(Path(path).expanduser(), _as_list(limit), _as_list(exclude))
         return Fleet(**vars(chosen))
-
-
-LOADER = '''"""Reads the arrays of a job that was made in Python."""
-
-import numpy as np
-
-
-def _part(arrays, kind):
-    names = [name for name in arrays.files if name == kind or name.startswith(kind + "/")]
-    if names == [kind]:
-        return arrays[kind]
-    return {name.partition("/")[2]: arrays[name] for name in names}
-
-
-def load(path):
-    with np.load(path, allow_pickle=False) as arrays:
-        parts = [_part(arrays, kind) for kind in ("x", "y", "w")]
-    parts = [part for part in parts if len(part)]
-    return tuple(parts) if len(parts) > 1 else parts[0]
-'''
-KINDS = ("x", "y", "w")
-POSITIONS = {"x": INPUT, "y": OUTPUT}
 
 
 @dataclass(frozen=True)
@@ -246,17 +248,17 @@ class Job:
         input_range: tuple[float, float] | None = None,
         **recipe: Any,
     ) -> Self:
-        """Write model, data and job.yaml to `directory`, and return the job; (model, x, y) does as well.
+        """Write model, data and job.yaml to `directory`, and return the job. (model, x, y) does as well.
 
-        `model`: a Keras model; loss, optimizer and metrics of its compile() are used, and its train_step. The
+        `model`: a Keras model. Loss, optimizer and metrics of its compile() are used, and its train_step. The
         arguments of its own constructor and compile() must be attributes with the same names. `data` and
         `validation`: x, (x, y) or (x, y, sample_weight), each an array, or a dict, list or tuple of arrays
-        for several inputs or outputs; an iterable of such batches, as a tf.data.Dataset; or the path of data
+        for several inputs or outputs. An iterable of such batches, as a tf.data.Dataset, or the path of data
         as job.yaml takes it. All of it is public: for private data, write job.yaml. `directory`: a second job
         needs another one. `code`: files and packages with the model's own layers, losses and metrics.
-        `input_range`: scales uint8 arrays; None leaves them as they are. `recipe`: as in job.yaml, such as
-        epochs=5 or early_stopping=csdctl.EarlyStopping(patience=3); without it, one epoch. The learning rate
-        is that of compile() times the global batch size / `reference_batch` (256); pass the batch size that
+        `input_range`: scales uint8 arrays. None leaves them as they are. `recipe`: as in job.yaml, such as
+        epochs=5 or early_stopping=csdctl.EarlyStopping(patience=3). Without it, one epoch. The learning rate
+        is that of compile() times the global batch size / `reference_batch` (256). Pass the batch size that
         it was chosen for, such as reference_batch=32. The command line takes the job too:
         `csdctl train csdctl-job/job.yaml`.
 
@@ -318,13 +320,11 @@ class Job:
         return cls(written)
 
     def load(self) -> jobs.Job:
-        """Return the job as the workflows take it; raises InputError."""
+        """Return the job as the workflows take it. Raises InputError."""
         return jobs.load_job(self.path)
 
 
 JobOrPath = Job | str | Path
-FROM_MODEL = "# Written by csdctl.Job.from_model.\n"
-OF_FIT = {"validation_data": "use validation=(x, y)", "batch_size": "pass it to csdctl.train"}
 OF_FIT["validation_split"] = "divide the arrays: (x[:n], y[:n]) as data, validation=(x[n:], y[n:])"
 OF_FIT["callbacks"] = "use early_stopping=csdctl.EarlyStopping(); functions: csdctl.train(callbacks=…)"
 """What to do instead of arguments of Keras' fit."""
@@ -399,7 +399,7 @@ def _arguments(model: Any, method: str, known: Mapping[str, Any]) -> dict[str, A
 
 
 def _plain(value: Any, name: str) -> Any:
-    """Return a value of the recipe as YAML can hold it; raises InputError for objects."""
+    """Return a value of the recipe as YAML can hold it. Raises InputError for objects."""
 
     def convert(other: Any) -> Any:
         if isinstance(other, np.generic):
@@ -459,7 +459,7 @@ def _check_loss(model: Any, arrays: Mapping[str, np.ndarray[Any, Any]], name: st
 
 
 def _collect(data: Any) -> tuple[Any, ...]:
-    """Return (x,), (x, y) or (x, y, sample_weight) of all samples; batches are joined."""
+    """Return (x,), (x, y) or (x, y, sample_weight) of all samples. Batches are joined."""
     if isinstance(data, tuple | list) and len(data) in (2, 3):
         return tuple(data)
     if isinstance(data, Mapping) or hasattr(data, "shape"):
@@ -493,7 +493,7 @@ def _join(parts: Sequence[Any]) -> Any:
 
 
 def _name_arrays(parts: tuple[Any, ...], name: str) -> dict[str, np.ndarray[Any, Any]]:
-    """Return the arrays of x, y and w by name; raises InputError unless they are numbers."""
+    """Return the arrays of x, y and w by name. Raises InputError unless they are numbers."""
     given: dict[str, Any] = {}
     for kind, part in zip(KINDS, parts, strict=False):
         if isinstance(part, Mapping):
@@ -530,7 +530,7 @@ def _name_arrays(parts: tuple[Any, ...], name: str) -> dict[str, np.ndarray[Any,
 
 
 def _build(run: RunDirectory) -> Any:
-    """Return the model of the user's function, with all its weights; raises whatever that raises."""
+    """Return the model of the user's function, with all its weights. Raises whatever that raises."""
     project = run.path.parents[2]
     architecture = load_json(run.spec)["architecture"]
     content = json.loads((project / architecture).read_text())
@@ -546,7 +546,7 @@ def _build(run: RunDirectory) -> Any:
 
 
 def _import_file(path: Path) -> Any:
-    """Import the user's file with the modules beside it; once, so that its classes stay the same."""
+    """Import the user's file with the modules beside it. Once, so that its classes stay the same."""
     loaded = sys.modules.get(path.stem)
     if loaded is not None and Path(getattr(loaded, "__file__", None) or ".").resolve() == path.resolve():
         return loaded
@@ -560,8 +560,8 @@ def _import_file(path: Path) -> Any:
 def discover(fleet: FleetOrPath = "fleet.yaml") -> DiscoverResult:
     """Collect the hardware and software of all machines, show and save it.
 
-    `.facts` of the result has it by machine, `.failed` the errors of the machines that could not be reached;
-    they are not raised.
+    `.facts` of the result has it by machine, `.failed` the errors of the machines that could not be reached.
+    They are not raised.
     """
     chosen = as_fleet(fleet)
     with open_session() as streams:
@@ -572,7 +572,7 @@ def discover(fleet: FleetOrPath = "fleet.yaml") -> DiscoverResult:
 
 
 def prepare(job: JobOrPath, fleet: FleetOrPath = "fleet.yaml") -> Prepared:
-    """Convert model and data of `job` where they are stored; compare the hashes of what is prepared already.
+    """Convert model and data of `job` where they are stored. Compare the hashes of what is prepared already.
 
     `tune`, `train` and `verify` prepare what is missing by themselves. Raises InputError when model and data
     do not fit together.
@@ -614,7 +614,7 @@ def verify(job: JobOrPath, fleet: FleetOrPath = "fleet.yaml") -> Verification:
 
 @dataclass(frozen=True, repr=False)
 class Run:
-    """One training run; `report` has its figures, as `csdctl report` shows them."""
+    """One training run. `report` has its figures, as `csdctl report` shows them."""
 
     directory: RunDirectory
 
@@ -639,11 +639,11 @@ class Run:
         return dict(history)
 
     def model(self, custom_objects: dict[str, Any] | None = None, *, best: bool = False) -> Any:
-        """Return the trained model, compiled; `custom_objects` as keras.models.load_model takes them.
+        """Return the trained model, compiled. `custom_objects` as keras.models.load_model takes them.
 
         A model that Keras could not save is built by the job's function, from its file as it is now, and
         gets the weights of the run. `best`: the model of the best epoch, by validation loss or by what early
-        stopping monitors; only runs with validation data have it. Raises InputError when the run has no such
+        stopping monitors. Only runs with validation data have it. Raises InputError when the run has no such
         model, or when it cannot be built again.
         """
         path = self.directory.best_model if best else self.directory.model
@@ -695,10 +695,10 @@ def train(
     callbacks: Sequence[Callback] = (),
     options: TrainOptions | None = None,
 ) -> Run:
-    """Train `job` on `fleet` and return the run; without `batch_size` and a plan that fits it, tune first.
+    """Train `job` on `fleet` and return the run. Without `batch_size` and a plan that fits it, tune first.
 
     `batch_size`: of every rank, in place of a plan. `resume`: the id of a run to continue, or "latest".
-    `callbacks`: functions that get every event of the run as a dict, each in a thread of its own; one that
+    `callbacks`: functions that get every event of the run as a dict, each in a thread of its own. One that
     returns `csdctl.STOP` ends the run cleanly, and `train` returns it.
 
     Raises CsdctlError, and RunStopped, which is a KeyboardInterrupt, when it is interrupted: the ranks finish

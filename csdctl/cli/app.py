@@ -64,6 +64,15 @@ OF_RECIPE = {"--epochs": "epochs", "--lr": "learning_rate", "--learning-rate": "
 """Options that other programs have for what the recipe says here."""
 EXEC_REMEDY = "put `--` before the command and its options, such as csdctl exec -- df"
 MODULES = {name: module for (_, module), section in COMMANDS.items() for name in section}
+JSON = "--json"
+LINES = {"train", "scale", "watch"}
+DISK_REMEDIES = {
+    errno.ENOSPC: "free disk space",
+    errno.EDQUOT: "free disk space, or ask for a larger quota",
+    errno.EROFS: "choose a path on another file system: this one is read-only",
+    errno.EACCES: "fix the permissions, or choose another path",
+    errno.EPERM: "fix the permissions, or choose another path",
+}
 
 
 class CommandGroup(TyperGroup):
@@ -77,7 +86,7 @@ class CommandGroup(TyperGroup):
         self.commands: Any = MODULES  # of which typer only takes the names
 
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
-        """Return a command, imported from csdctl.cli.commands when it is looked up; None: unknown."""
+        """Return a command, imported from csdctl.cli.commands when it is looked up. None: unknown."""
         return _build(cmd_name) if cmd_name in MODULES else None
 
     def list_commands(self, ctx: Any) -> list[str]:
@@ -85,7 +94,7 @@ class CommandGroup(TyperGroup):
         return list(MODULES)
 
     def format_commands(self, ctx: Any, formatter: Any) -> None:
-        """Write the list of commands of `csdctl --help`; it fits on a screen with all else."""
+        """Write the list of commands of `csdctl --help`. It fits on a screen with all else."""
         above = ""
         for (heading, _), section in COMMANDS.items():
             if heading != above:
@@ -100,7 +109,7 @@ class PlainCommand(TyperCommand):
     """A command whose options are listed by their `rich_help_panel`, as plain text."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> Any:
-        """Parse the command line; raises InputError for `exec df -h`, which would only print this help."""
+        """Parse the command line. Raises InputError for `exec df -h`, which would only print this help."""
         own = own_arguments(args)
         if self.name == EXEC and len(own) > 1 and {*HELP_OPTIONS} & {*own}:
             raise InputError("received -h beside other arguments", remedy=f"{EXEC_REMEDY} -h")
@@ -122,7 +131,7 @@ class PlainCommand(TyperCommand):
 
 @functools.cache
 def _build(name: str) -> Any:
-    """Return a command, or a group of commands; raises KeyError for an unknown name."""
+    """Return a command, or a group of commands. Raises KeyError for an unknown name."""
     found = getattr(import_module(f"csdctl.cli.commands.{MODULES[name]}"), name)
     if not isinstance(found, typer.Typer):
         app = typer.Typer(add_completion=False, rich_markup_mode=None)
@@ -159,7 +168,7 @@ def _main(
         typer.Option("--version", "-V", callback=_version, is_eager=True, help="Show the version and exit."),
     ] = False,
 ) -> None:
-    """Do nothing; the commands do the work."""
+    """Do nothing. The commands do the work."""
 
 
 def explain_usage(error: Any) -> InputError | None:
@@ -199,16 +208,7 @@ def _nearest_options(error: Any) -> list[str]:
     return difflib.get_close_matches(written, ["--quiet", *known], n=2, cutoff=0.75)
 
 
-JSON = "--json"
-LINES = {"train", "scale", "watch"}
 """Commands that write JSON lines: an error is one more."""
-DISK_REMEDIES = {
-    errno.ENOSPC: "free disk space",
-    errno.EDQUOT: "free disk space, or ask for a larger quota",
-    errno.EROFS: "choose a path on another file system: this one is read-only",
-    errno.EACCES: "fix the permissions, or choose another path",
-    errno.EPERM: "fix the permissions, or choose another path",
-}
 
 
 def main() -> None:
@@ -222,7 +222,7 @@ def main() -> None:
 
 
 def run_command(arguments: Sequence[str], streams: Streams) -> int:  # noqa: C901
-    """Run one command line and return its exit code; every error becomes a message here."""
+    """Run one command line and return its exit code. Every error becomes a message here."""
     typed[:] = arguments
     try:
         check_private(streams.directory / STATE_DIRECTORY)
@@ -255,7 +255,7 @@ def run_command(arguments: Sequence[str], streams: Streams) -> int:  # noqa: C90
 
 
 def take_global_options(arguments: Sequence[str]) -> list[str]:
-    """Return `arguments` without the options of every command; raises InputError for -q with -v."""
+    """Return `arguments` without the options of every command. Raises InputError for -q with -v."""
     own = own_arguments(arguments)
     if own[:1] == [EXEC] and own[1:2] and not own[1].startswith("-") and {*VERBOSE, *QUIET} & {*own}:
         raise InputError("received -v or -q beside the command of exec", remedy=EXEC_REMEDY)

@@ -20,15 +20,18 @@ if TYPE_CHECKING:
     from csdctl.transport.many import Outcome
 
 Command = Callable[..., None]
+FIELDS = {"job": "job_path", "fleet": "fleet_path", "json": "is_json"}
+ON_EACH_NODE = {"discover", "trust", "provision", "exec", "inventory", "clean", "deploy"}
+SELECTING = ("--limit", "--exclude", "--failed-from")
 
 
 def on_fleet(command: Command) -> Command:
-    """Add the options of a command that visits all nodes of a fleet; it gets them as a Call."""
+    """Add the options of a command that visits all nodes of a fleet. It gets them as a Call."""
     return _add_options(command, ["fleet", "limit", "exclude", "failed_from", "json"])
 
 
 def on_job(command: Command) -> Command:
-    """Add the options of a command for a job on a fleet; it gets them as a Call."""
+    """Add the options of a command for a job on a fleet. It gets them as a Call."""
     return _add_options(command, ["job", "fleet", "limit", "exclude", "json"])
 
 
@@ -43,9 +46,7 @@ def _shared(
 
 
 SHARED = inspect.signature(_shared).parameters
-FIELDS = {"job": "job_path", "fleet": "fleet_path", "json": "is_json"}
 """Parameters that are other fields of a Call."""
-ON_EACH_NODE = {"discover", "trust", "provision", "exec", "inventory", "clean", "deploy"}
 """Commands that act on each selected node alone; the others need the servers between them, too."""
 
 
@@ -68,7 +69,6 @@ def _add_options(command: Command, names: list[str]) -> Command:
 
 typed: list[str] = []
 """The arguments of this csdctl, as they were typed."""
-SELECTING = ("--limit", "--exclude", "--failed-from")
 
 
 def retry_line(arguments: Sequence[str]) -> str:
@@ -103,14 +103,14 @@ class Call:
 
     @cached_property
     def job(self) -> "Job":
-        """The job; raises InputError."""
+        """The job. Raises InputError."""
         from csdctl.job.model import load_job
 
         return load_job(self.job_path)
 
     @cached_property
     def fleet(self) -> "Fleet":
-        """The fleet with the selected nodes; only training may be without any. Raises InputError."""
+        """The fleet with the selected nodes. Only training may be without any. Raises InputError."""
         from csdctl.workflows.workspace.workspace import choose_fleet
 
         return choose_fleet(
@@ -130,7 +130,7 @@ class Call:
         schema: str = "",
         is_dry: bool = False,
     ) -> None:
-        """Report the machines that failed, then `conclude`; `schema` is of a document of the results."""
+        """Report the machines that failed, then `conclude`. `schema` is of a document of the results."""
         from csdctl.terminal.nodes import render_failed
         from csdctl.transport.many import errors_of
 

@@ -13,9 +13,14 @@ import typer
 from csdctl.errors import CsdctlError
 from csdctl.runs.private import STATE_DIRECTORY
 
+LATEST = "latest"
+SELECTION = "Nodes and preflight"
+DEFAULT_FLEET = Path("fleet.yaml")
+DEFAULT_JOB = Path("job.yaml")
+
 
 def complete_nodes(context: typer.Context, incomplete: str) -> list[str]:
-    """Return the names of nodes in the fleet file of the command line; none where it cannot be read."""
+    """Return the names of nodes in the fleet file of the command line. None where it cannot be read."""
     from csdctl.fleet.fleet_file import load_fleet
 
     try:
@@ -42,8 +47,6 @@ def _names(*pattern: str) -> list[str]:
 
 group = partial(typer.Typer, add_completion=False, rich_markup_mode=None, no_args_is_help=True)
 """A command that has commands."""
-LATEST = "latest"
-SELECTION = "Nodes and preflight"
 selection = partial(typer.Option, rich_help_panel=SELECTION)
 strategy = partial(typer.Option, rich_help_panel="Strategy")
 resuming = partial(typer.Option, rich_help_panel="Losses, checkpoints and time limits")
@@ -52,9 +55,6 @@ background = partial(typer.Option, rich_help_panel="Background and monitoring")
 Strategy = Literal["auto", "data-parallel", "features", "split"]
 Precision = Literal["float32", "float16"]
 
-
-DEFAULT_FLEET = Path("fleet.yaml")
-DEFAULT_JOB = Path("job.yaml")
 
 FleetOption = Annotated[Path, typer.Option(envvar="CSDCTL_FLEET", help="Path of the fleet file.")]
 JobArgument = Annotated[Path, typer.Argument(help="Path of the job file.")]

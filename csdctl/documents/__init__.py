@@ -43,10 +43,36 @@ _DESCRIPTORS = ("/dev/fd/", "/dev/stdin", "/proc/self/fd/")
 """Where the shell puts the output of `<(command)`."""
 
 
+MAX_PROBLEMS = 20
+MAX_SHOWN = 60
+_KINDS = {
+    type(None): "an empty file",
+    list: "a list",
+    int: "a number",
+    float: "a number",
+    bool: "true or false",
+}
+_PLAIN = {
+    "a valid dictionary": "keys with values, such as {key: value}",
+    "a valid integer": "a whole number",
+    "a valid boolean": "true or false",
+    "a valid string": "text",
+    "a valid list": "a list",
+    "a valid number": "a number",
+}
+MAX_SIZE = 4 << 20
+VALUE_SIZE = 40
+MAX_DIGITS = 18
+MAX_SCALAR = 4096
+MAX_DEPTH = 40
+_TAG = "tag:yaml.org,2002:"
+_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udc7f\udd00-\udfff]")
+
+
 def load_text(
     path: Path, *, max_bytes: int = MAX_TEXT_BYTES, remedy: str = "", errors: str = "strict"
 ) -> str:
-    """Read a UTF-8 text file; raises InputError if it is missing, no regular file, too large or no text.
+    """Read a UTF-8 text file. Raises InputError if it is missing, no regular file, too large or no text.
 
     `errors` as in `bytes.decode`.
     """
@@ -68,7 +94,7 @@ def load_text(
 
 
 def split_lines(text: str, name: str) -> list[str]:
-    """Return the lines of `text`, which end at line feeds alone; raises InputError for a very long line.
+    """Return the lines of `text`, which end at line feeds alone. Raises InputError for a very long line.
 
     `name` identifies the text in messages.
     """
@@ -80,7 +106,7 @@ def split_lines(text: str, name: str) -> list[str]:
 
 
 def open_regular(path: Path, flags: int = os.O_RDONLY, *, is_pipe_allowed: bool = False) -> BinaryIO:
-    """Open a file, unbuffered unless it is to be read; raises FileNotFoundError.
+    """Open a file, unbuffered unless it is to be read. Raises FileNotFoundError.
 
     Raises InputError when it cannot be opened, or is no regular file: others may have put it there, and
     reading it may block or never end.
@@ -103,7 +129,7 @@ def open_regular(path: Path, flags: int = os.O_RDONLY, *, is_pipe_allowed: bool 
 
 
 def open_log(path: Path, say: Say = lambda line: None) -> BinaryIO:
-    """Open a file of lines to append; raises what `open_regular` raises.
+    """Open a file of lines to append. Raises what `open_regular` raises.
 
     A last line that a power cut or a full disk has cut is said and ended: the next one would be lost too.
     """
@@ -117,21 +143,21 @@ def open_log(path: Path, say: Say = lambda line: None) -> BinaryIO:
 
 
 def append_lines(path: Path, lines: bytes, say: Say = lambda line: None) -> None:
-    """Append whole lines in one write; raises OSError, and what `open_log` raises."""
+    """Append whole lines in one write. Raises OSError, and what `open_log` raises."""
     with open_log(path, say) as file:
         if file.write(lines) != len(lines):
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
 
 
 def load_json(path: Path, *, remedy: str = AGAIN) -> Any:
-    """Read a JSON file written by csdctl; raises InputError when it is missing, damaged or too large."""
+    """Read a JSON file written by csdctl. Raises InputError when it is missing, damaged or too large."""
     return parse_json_document(
         load_text(path, max_bytes=MAX_JSON_BYTES, remedy=remedy), str(path), remedy=remedy
     )
 
 
 def parse_json_document(text: str, name: str, *, remedy: str = AGAIN) -> Any:
-    """Parse JSON `text`; `name` identifies it in the InputError for text that is damaged."""
+    """Parse JSON `text`. `name` identifies it in the InputError for text that is damaged."""
     try:
         return json.loads(text)
     except (ValueError, RecursionError) as error:
@@ -140,7 +166,7 @@ def parse_json_document(text: str, name: str, *, remedy: str = AGAIN) -> Any:
 
 
 def save_text(path: Path, text: str) -> None:
-    """Write `text` to `path` atomically and sync it; bytes of paths that are not UTF-8 stay as they are."""
+    """Write `text` to `path` atomically and sync it. Bytes of paths that are not UTF-8 stay as they are."""
     save_bytes(path, text.encode(errors="surrogateescape"))
 
 
@@ -152,7 +178,7 @@ def save_bytes(path: Path, content: bytes) -> None:
 
 @contextlib.contextmanager
 def write_atomically(path: Path) -> Iterator[BinaryIO]:
-    """Yield a temporary file, synced and renamed to `path` on exit; after an error `path` is unchanged."""
+    """Yield a temporary file, synced and renamed to `path` on exit. After an error `path` is unchanged."""
     make_directory(path.parent)
     try:
         handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
@@ -224,9 +250,7 @@ def save_json(path: Path, content: object) -> None:
     save_text(path, json.dumps(content, indent=2, sort_keys=True) + "\n")
 
 
-MAX_PROBLEMS = 20
 """Number of problems that are reported of one document."""
-MAX_SHOWN = 60
 """Characters of a key or a value in a message."""
 
 
@@ -241,7 +265,7 @@ ValueT = TypeVar("ValueT")
 
 
 def load_document(path: Path, model: type[DocumentT], *, remedy: str = "") -> DocumentT:
-    """Read the YAML file `path` as `model`; raises InputError with file, line and remedy.
+    """Read the YAML file `path` as `model`. Raises InputError with file, line and remedy.
 
     `remedy` is for a file that does not exist.
     """
@@ -251,7 +275,7 @@ def load_document(path: Path, model: type[DocumentT], *, remedy: str = "") -> Do
 
 
 def parse_document(text: str, model: type[DocumentT], *, name: str) -> DocumentT:
-    """Parse YAML `text` as `model`; `name` identifies it in error messages."""
+    """Parse YAML `text` as `model`. `name` identifies it in error messages."""
     tree, content = parse_yaml(text, name)
     if not isinstance(content, dict):
         raise InputError(
@@ -269,7 +293,7 @@ def parse_document(text: str, model: type[DocumentT], *, name: str) -> DocumentT
 
 
 def check_values(content: object, expected: type[ValueT], name: str, *, remedy: str = AGAIN) -> ValueT:
-    """Return parsed JSON as `expected`, a dataclass or model; raises InputError naming the first wrong value.
+    """Return parsed JSON as `expected`, a dataclass or model. Raises InputError naming the first wrong value.
 
     `name` identifies the content in messages.
     """
@@ -284,7 +308,7 @@ def check_values(content: object, expected: type[ValueT], name: str, *, remedy: 
 
 
 def load_kept(path: Path, expected: type[ValueT]) -> ValueT | None:
-    """Return what csdctl keeps at `path` to save work; None where it is missing, or not as `expected`."""
+    """Return what csdctl keeps at `path` to save work. None where it is missing, or not as `expected`."""
     try:
         return check_values(load_json(path), expected, str(path))
     except InputError:
@@ -292,13 +316,6 @@ def load_kept(path: Path, expected: type[ValueT]) -> ValueT | None:
 
 
 _adapter = functools.cache(TypeAdapter)
-_KINDS = {
-    type(None): "an empty file",
-    list: "a list",
-    int: "a number",
-    float: "a number",
-    bool: "true or false",
-}
 """What a document is that has no keys."""
 
 
@@ -343,16 +360,6 @@ def describe_value_problem(problem: Any) -> str:
     return message
 
 
-_PLAIN = {
-    "a valid dictionary": "keys with values, such as {key: value}",
-    "a valid integer": "a whole number",
-    "a valid boolean": "true or false",
-    "a valid string": "text",
-    "a valid list": "a list",
-    "a valid number": "a number",
-}
-
-
 def _shorten(text: str, most: int = MAX_SHOWN) -> str:
     return text if len(text) <= most else f"{text[:most]}…"
 
@@ -376,18 +383,11 @@ def _line_of(node: yaml.Node | None, location: Sequence[str | int]) -> int | Non
     return line
 
 
-MAX_SIZE = 4 << 20
 """Characters of all keys and values of a document, aliases expanded; each counts as `VALUE_SIZE` more."""
-VALUE_SIZE = 40
-MAX_DIGITS = 18
 """Digits of an integer: it fits in 64 bits, as in other languages that read JSON."""
-MAX_SCALAR = 4096
 """Characters of one key or value; no path may be longer."""
-MAX_DEPTH = 40
 """Levels of nesting, aliases expanded."""
 
-_TAG = "tag:yaml.org,2002:"
-_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udc7f\udd00-\udfff]")
 """Surrogates that stand for the bytes of a path (PEP 383) are allowed."""
 
 
@@ -407,7 +407,7 @@ class _Loader(yaml.SafeLoader):
         """Size and depth by the id of a node."""
 
     def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
-        """Compose the next node; raises MarkedYAMLError as soon as a limit is exceeded."""
+        """Compose the next node. Raises MarkedYAMLError as soon as a limit is exceeded."""
         event = self.peek_event()  # type: ignore[no-untyped-call]
         if isinstance(event, yaml.AliasEvent):
             node = super().compose_node(parent, index)
@@ -440,7 +440,7 @@ class _Loader(yaml.SafeLoader):
             _refuse(event, f"{self._deepest} levels of nesting, expected at most {MAX_DEPTH}")
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        """Build a mapping; raises MarkedYAMLError for a key that is not text, or is there twice."""
+        """Build a mapping. Raises MarkedYAMLError for a key that is not text, or is there twice."""
         names = set()
         for key, _ in node.value:
             if key.tag != _TAG + "str":
@@ -469,7 +469,7 @@ for _name, _pattern, _first in (
 
 
 def parse_yaml(text: str, name: str) -> tuple[yaml.Node | None, Any]:
-    """Return nodes and value of a YAML document, None if it is empty; raises InputError with the line.
+    """Return nodes and value of a YAML document, None if it is empty. Raises InputError with the line.
 
     `name` identifies the text in messages.
     """

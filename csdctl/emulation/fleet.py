@@ -1,4 +1,4 @@
-"""An emulated fleet: its specification, files and saved state; start, inspect and stop it.
+"""An emulated fleet: its specification, files and saved state. Start, inspect and stop it.
 
 The id of a fleet is derived from its directory, so that a fleet without its state is still found: by the
 marker in the environment of its processes and by the names of its control groups. The first line of
@@ -50,6 +50,10 @@ MIN_CPU = 0.01
 MIN_MEMORY_BYTES = 16 << 20
 
 _UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
+USER = "csd"
+_HEADER = re.compile(
+    r"# Written by csdctl emulate up for fleet (\w+), content (\w+); `csdctl emulate down` removes it\.\n"
+)
 
 
 @dataclass(frozen=True)
@@ -68,7 +72,7 @@ def check_spec(spec: EmulatedSpec) -> None:
 
 
 def parse_size(text: str) -> int:
-    """Parse `2G`, `512M` or `1.5GiB` as bytes (K, M, G and T are powers of 1024); raises InputError."""
+    """Parse `2G`, `512M` or `1.5GiB` as bytes (K, M, G and T are powers of 1024). Raises InputError."""
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]?)(?:i?B)?", text.strip(), re.IGNORECASE)
     if not match:
         problem = f"received {text!r} as a size, expected a number and a unit such as 512M or 2G"
@@ -76,7 +80,6 @@ def parse_size(text: str) -> int:
     return int(float(match[1]) * _UNITS[match[2].upper()])
 
 
-USER = "csd"
 """The name that the nodes' servers are asked for; they take any."""
 
 
@@ -126,7 +129,7 @@ class NodePaths:
 
 @dataclass(frozen=True)
 class NodeState:
-    """One server; `start_time` in clock ticks since boot detects a reused pid."""
+    """One server. `start_time` in clock ticks since boot detects a reused pid."""
 
     name: str
     pid: int
@@ -137,7 +140,7 @@ class NodeState:
 
 @dataclass(frozen=True)
 class Owner:
-    """The process that the fleet ends with; `start_time` as that of a server."""
+    """The process that the fleet ends with. `start_time` as that of a server."""
 
     pid: int
     start_time: int
@@ -170,7 +173,7 @@ def save_state(paths: FleetPaths, state: FleetState) -> None:
 
 
 def load_state(paths: FleetPaths) -> FleetState | None:
-    """Read state.json; return None when it is missing, truncated, or of another version."""
+    """Read state.json. Return None when it is missing, truncated, or of another version."""
     return load_kept(paths.state, FleetState)
 
 
@@ -184,11 +187,6 @@ def locked(paths: FleetPaths) -> Iterator[None]:
         yield
     finally:
         os.close(handle)
-
-
-_HEADER = re.compile(
-    r"# Written by csdctl emulate up for fleet (\w+), content (\w+); `csdctl emulate down` removes it\.\n"
-)
 
 
 def save_fleet_file(paths: FleetPaths, state: FleetState, python: str) -> None:
@@ -223,7 +221,7 @@ def check_may_write(path: Path, fleet_id: str) -> None:
 
 
 def remove_fleet_file(path: Path, fleet_id: str) -> bool:
-    """Remove fleet.yaml and its facts; if the user has changed it, leave it and return False."""
+    """Remove fleet.yaml and its facts. If the user has changed it, leave it and return False."""
     if not path.exists():
         return True
     if not is_unchanged(path, fleet_id):
@@ -239,7 +237,7 @@ def _hash(body: str) -> str:
 
 @dataclass(frozen=True)
 class NodeStatus:
-    """The current state of one node; `cpu_limit` in cores."""
+    """The current state of one node. `cpu_limit` in cores."""
 
     name: str
     port: int
@@ -262,8 +260,8 @@ def start_fleet(
 ) -> Path:
     """Start the servers, detached, and return the path of the fleet.yaml that describes them.
 
-    It ends with process `owner_pid`, if that is given. A running fleet with the same spec is left as it is;
-    one that was kept, or has lost a server, starts again with its files. Raises InputError for another fleet,
+    It ends with process `owner_pid`, if that is given. A running fleet with the same spec is left as it is.
+    One that was kept, or has lost a server, starts again with its files. Raises InputError for another fleet,
     a fleet.yaml that the emulator did not write, or no process `owner_pid`.
     """
     check_spec(spec)
@@ -307,7 +305,7 @@ def is_up(directory: Path) -> bool:
 
 
 def fleet_status(directory: Path) -> list[NodeStatus]:
-    """Return the current state of every node; none without an emulated fleet."""
+    """Return the current state of every node. none without an emulated fleet."""
     state = load_state(FleetPaths(directory))
     if state is None:
         return []
@@ -375,7 +373,7 @@ def _create_nodes(paths: FleetPaths, state: FleetState) -> None:
 
 
 def _launch(paths: FleetPaths, timeout_s: float) -> tuple[NodeState, ...]:
-    """Start the servers and what watches the owner; return the servers that listen."""
+    """Start the servers and what watches the owner. Return the servers that listen."""
     command = [sys.executable, "-P", "-m", "csdctl.emulation.server", str(paths.directory)]
     environment = {
         "PATH": os.defpath,
@@ -403,14 +401,14 @@ def _is_alive(state: FleetState) -> bool:
 
 @dataclass(frozen=True)
 class StoppedFleet:
-    """Number of ended processes; `kept_fleet_path` is a fleet.yaml changed by the user."""
+    """Number of ended processes. `kept_fleet_path` is a fleet.yaml changed by the user."""
 
     num_processes: int = 0
     kept_fleet_path: Path | None = None
 
 
 def stop_fleet(directory: Path, *, keep: bool = False) -> StoppedFleet:
-    """End the fleet and remove it, even after a crash; `keep`: all but processes stays for `start_fleet`."""
+    """End the fleet and remove it, even after a crash. `keep`: all but processes stays for `start_fleet`."""
     paths = FleetPaths(directory)
     if not paths.directory.parent.exists():  # removed manually; its processes may still run
         return remove_fleet(paths)
@@ -423,7 +421,7 @@ def stop_fleet(directory: Path, *, keep: bool = False) -> StoppedFleet:
 
 
 def keep_fleet(paths: FleetPaths, state: FleetState) -> StoppedFleet:
-    """End every process of the fleet except this one; remove its control groups and temporary files."""
+    """End every process of the fleet except this one. Remove its control groups and temporary files."""
     ended = _end_processes(paths)
     _remove_short_tmp(paths)
     for link in (paths.short_tmp, *(paths.node(name).tmp for name in state.node_names)):
@@ -454,7 +452,7 @@ def remove_fleet(paths: FleetPaths) -> StoppedFleet:
 
 
 def _end_processes(paths: FleetPaths) -> set[int]:
-    """End all processes by SIGTERM, then SIGKILL, and remove their control groups; return their pids."""
+    """End all processes by SIGTERM, then SIGKILL, and remove their control groups. Return their pids."""
     own = set(list_ancestors(os.getpid()))
     ended: set[int] = set()
 
@@ -500,7 +498,7 @@ def _remove_tree(path: Path) -> None:
 
 
 def find_owner(pid: int) -> Owner:
-    """Return the running process `pid` as an owner; raises InputError if there is none."""
+    """Return the running process `pid` as an owner. Raises InputError if there is none."""
     started = start_time(pid) if pid > 0 else None
     if started is None:
         received = f"received {pid} as the process that the emulated fleet ends with"

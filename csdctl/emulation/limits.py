@@ -21,10 +21,14 @@ from csdctl.worker.protocol.processes import find_descendants, load_all, load_st
 
 FLEET_VARIABLE = "CSDCTL_EMULATED_FLEET"
 NODE_VARIABLE = "CSDCTL_EMULATED_NODE"
+PERIOD_US = 6_000
+MIN_QUOTA_US = 1_000
+PERIOD_S = 0.020
+MAX_STOP_S = 0.5
 
 
 def start_time(pid: int) -> int | None:
-    """Return the start time of `pid` in clock ticks since boot; None if it has ended."""
+    """Return the start time of `pid` in clock ticks since boot. None if it has ended."""
     stat = load_stat(pid)
     return None if stat is None or stat.has_ended else stat.start_time
 
@@ -77,7 +81,7 @@ def list_ancestors(pid: int) -> list[int]:
 
 
 def cpu_time_s(pid: int) -> float:
-    """Return the CPU seconds of all threads of `pid`, to the nanosecond; 0 if it has ended."""
+    """Return the CPU seconds of all threads of `pid`, to the nanosecond. 0 if it has ended."""
     # The same number as clock_getcpuclockid(3), which Python only has for threads.
     with contextlib.suppress(OSError):
         return time.clock_gettime((~pid << 3) | 2)
@@ -85,7 +89,7 @@ def cpu_time_s(pid: int) -> float:
 
 
 def anonymous_bytes(pid: int, *, is_divided: bool = False) -> int:
-    """Return the memory of `pid` without a file, 0 if ended; `is_divided`: shared pages in equal parts."""
+    """Return the memory of `pid` without a file, 0 if ended. `is_divided`: shared pages in equal parts."""
     lines = _load(f"/proc/{pid}/{'smaps_rollup' if is_divided else 'status'}").splitlines()
     names = ("RssAnon:", "RssShmem:", "Pss_Anon:", "Pss_Shmem:")
     found = sum(int(line.split()[1]) << 10 for line in lines if line.startswith(names))
@@ -104,23 +108,19 @@ def _has_children_files() -> bool:
     return os.path.exists(f"/proc/{os.getpid()}/task/{os.getpid()}/children")
 
 
-PERIOD_US = 6_000
 """A short period gives steady step times: at a quarter of a core, 1.5 ms of every 6 ms.
 
 With 20 ms, a step of 70 ms varies by up to 15 ms, and all ranks wait for the slowest.
 """
-MIN_QUOTA_US = 1_000
 """The minimum that the kernel accepts."""
 
-PERIOD_S = 0.020
-MAX_STOP_S = 0.5
 """Limits the debt, for instance after a late check: a node that stops for seconds is considered dead."""
 
 log = logging.getLogger(__name__)
 
 
 class CgroupLimit:
-    """One node's control group. Created by `open_cgroup`; `close` ends its processes and removes it."""
+    """One node's control group. Created by `open_cgroup`. `close` ends its processes and removes it."""
 
     def __init__(self, path: Path, version: int) -> None:
         self.path = path
@@ -143,7 +143,7 @@ def plan_quota(cpu: float) -> tuple[int, int]:
 
 
 def open_cgroup(name: str, cpu: float) -> CgroupLimit | None:
-    """Create a control group limited to `cpu` cores; return None if that is impossible."""
+    """Create a control group limited to `cpu` cores. Return None if that is impossible."""
     if not (hierarchy := find_hierarchy()):
         return None
     version, root = hierarchy
@@ -185,7 +185,7 @@ def list_members(path: Path) -> list[int]:
 
 
 def remove_cgroup(path: Path) -> None:
-    """End every process in the control group and remove it; raises CsdctlError on failure."""
+    """End every process in the control group and remove it. Raises CsdctlError on failure."""
     deadline = time.monotonic() + 5.0
     while path.exists():
         send_signal(list_members(path), signal.SIGKILL)
@@ -202,7 +202,7 @@ def remove_cgroup(path: Path) -> None:
 
 
 def _create(path: Path, version: int, cpu: float) -> bool:
-    """Create the group, set its share and try to enter it; remove it on failure."""
+    """Create the group, set its share and try to enter it. Remove it on failure."""
     try:
         path.mkdir()
     except OSError:
@@ -226,7 +226,7 @@ def _create(path: Path, version: int, cpu: float) -> bool:
 class DutyCycle:
     """Limit the descendants of process `root_pid` (this process) to `cpu` cores, in a thread, unprivileged.
 
-    Time adds the node's share of CPU seconds to a bucket; the CPU time of the node's processes drains it.
+    Time adds the node's share of CPU seconds to a bucket. The CPU time of the node's processes drains it.
     Processes are stopped when the bucket is empty, and continued when it has the share of a period again, so
     that an idle node is never stopped. What others have stopped stays stopped.
     """
@@ -266,7 +266,7 @@ class DutyCycle:
             self._resume()
 
     def _step(self, now: float) -> float:
-        """Check the node once; return the seconds until the next check."""
+        """Check the node once. Return the seconds until the next check."""
         pids = list_descendants(self._root_pid)
         # A process that is being reaped is missing for a moment: the sum never really decreases.
         used_s = max(self._used_s, self._measure_used_s(pids))
@@ -327,7 +327,7 @@ def open_cpu_limit(mechanism: str, fleet_id: str, node: str, cpu: float) -> CpuL
 
 
 async def watch_memory(limit_bytes: int) -> None:
-    """Limit the descendants of this process to `limit_bytes` of anonymous memory; never returns."""
+    """Limit the descendants of this process to `limit_bytes` of anonymous memory. Never returns."""
     while True:
         await asyncio.sleep(0.25)
         pids = list_descendants(os.getpid())

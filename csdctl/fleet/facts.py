@@ -42,7 +42,7 @@ PathText = Annotated[str, Field(pattern=r"^/[^\x00-\x1f\x7f-\x9f]*$", max_length
 
 @dataclass(frozen=True)
 class Drive:
-    """An NVMe drive as a machine reports it; `size_bytes` None: no namespace is visible."""
+    """An NVMe drive as a machine reports it. `size_bytes` None: no namespace is visible."""
 
     device: PathText
     serial: _Label
@@ -52,7 +52,7 @@ class Drive:
 
 @dataclass(frozen=True, config=FINITE)
 class Facts:
-    """Facts about one machine; None means unknown. Limits are of a container, a cgroup or CSDCTL_*_LIMIT."""
+    """Facts about one machine. None means unknown. Limits are of a container, a cgroup or CSDCTL_*_LIMIT."""
 
     name: str
     architecture: _Word | None = None
@@ -123,7 +123,7 @@ def save_facts(fleet: Fleet, facts: dict[str, Facts]) -> Path:
 
 
 def load_facts(fleet: Fleet) -> dict[str, Facts]:
-    """Read the facts saved by `discover`; raises InputError if there are none."""
+    """Read the facts saved by `discover`. Raises InputError if there are none."""
     path = facts_path(fleet)
     content = load_json(path, remedy=DISCOVER)
     if not isinstance(content, dict) or content.get("schema") != SCHEMA:
@@ -149,7 +149,7 @@ _Address = Annotated[str, AfterValidator(lambda text: str(ip_address(text)))]
 
 @dataclass(frozen=True)
 class DirectorySpace:
-    """Free space of a directory of ranks; `refusal`: why a test file could not be written, '' on success."""
+    """Free space of a directory of ranks. `refusal`: why a test file could not be written, '' on success."""
 
     path: Annotated[str, Field(pattern=r"^[^\x00-\x1f\x7f-\x9f]+$", max_length=4096)]
     free_bytes: NumBytes | None = None

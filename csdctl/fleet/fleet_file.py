@@ -36,9 +36,11 @@ from csdctl.fleet.network import means_host, own_names
 from csdctl.fleet.openssh import MAX_HOPS, parse_jump
 from csdctl.worker.protocol.run_spec import AUTO, Device
 
+_A_NAME = "name (letters, digits, '.', '_', '-')"
+
 
 def render_power(power: PowerSource | None) -> object:
-    """Return `power` as fleet.yaml has it; '' for none."""
+    """Return `power` as fleet.yaml has it. '' for none."""
     if power is None:
         return ""
     content = power.model_dump(exclude_defaults=True)
@@ -62,7 +64,6 @@ def _ends(value: str) -> tuple[str, str]:
         raise ValueError("; ".join(part for part in (error.message, error.remedy) if part)) from None
 
 
-_A_NAME = "name (letters, digits, '.', '_', '-')"
 Name = Annotated[str, _matching(NAME, _A_NAME)]
 Address = Annotated[str, _matching(ADDRESS, AN_ADDRESS)]
 Groups = Annotated[
@@ -121,7 +122,7 @@ class NodeSettings(Connection):
 
 
 class NodeEntry(NodeSettings):
-    """An entry of `nodes` in fleet.yaml; `csd[0-35]` with as many addresses is a range of nodes."""
+    """An entry of `nodes` in fleet.yaml. `csd[0-35]` with as many addresses is a range of nodes."""
 
     name: Annotated[str, _matching(NAME, _A_NAME, ranges=True)]
     address: Annotated[str, _matching(ADDRESS, AN_ADDRESS, ranges=True)]
@@ -178,7 +179,7 @@ class FleetFile(Document):
 
 
 def load_fleet(path: Path) -> Fleet:
-    """Read fleet.yaml; raises InputError for invalid content, no nodes, duplicate names or cyclic jumps."""
+    """Read fleet.yaml. Raises InputError for invalid content, no nodes, duplicate names or cyclic jumps."""
     remedy = "write it with `csdctl discover --cidr` or `csdctl emulate up`, or use another one with --fleet"
     file = load_document(path, FleetFile, remedy=remedy)
     if not file.nodes and not file.servers:
@@ -202,7 +203,7 @@ def load_fleet(path: Path) -> Fleet:
 
 
 def _load_servers(path: Path, file: FleetFile, directory: Path) -> Fleet:
-    """Return the fleet of several servers; csdctl runs on one of them, whose rank is the host's.
+    """Return the fleet of several servers. csdctl runs on one of them, whose rank is the host's.
 
     A host that does not train may be another machine. Raises InputError when none or several servers have an
     address of this machine, or two machines have one name.
@@ -292,7 +293,7 @@ def _check_names(path: Path, jump_hosts: Sequence[str], nodes: Sequence[str]) ->
 
 @dataclass
 class _Jumps:
-    """Resolves jump hosts of nodes: `machines`, with their own `jump`; addresses get `user` and `keys`."""
+    """Resolves jump hosts of nodes: `machines`, with their own `jump`. Addresses get `user` and `keys`."""
 
     machines: Mapping[str, tuple[Node, str]]
     user: str
@@ -300,7 +301,7 @@ class _Jumps:
     _found: dict[str, Node | None] = field(default_factory=dict)
 
     def resolve(self, jump: str, passed: tuple[str, ...]) -> Node | None:
-        """Return the chain of `jump` behind `passed`; raises ValueError for a cycle or a long chain."""
+        """Return the chain of `jump` behind `passed`. Raises ValueError for a cycle or a long chain."""
         if jump in self._found:
             return self._found[jump]
         before: Node | None = None
@@ -333,7 +334,7 @@ YamlMapping = dict[str, object]
 
 
 def render_fleet(fleet: Fleet, *, origin: str) -> str:
-    """Return fleet.yaml with `origin` in its first line; raises InputError for a fleet without nodes."""
+    """Return fleet.yaml with `origin` in its first line. Raises InputError for a fleet without nodes."""
     if not fleet.nodes:
         raise InputError("a fleet needs at least one node")
     names = _name_jump_hosts(fleet.nodes)
@@ -378,7 +379,7 @@ def _without_empty(content: YamlMapping, defaults: Mapping[str, object] = {}) ->
 
 
 def _name_jump_hosts(nodes: Sequence[Node]) -> dict[Node, str]:
-    """Return a unique name of each jump host; one that is also a node has the name of the node."""
+    """Return a unique name of each jump host. One that is also a node has the name of the node."""
     names = {_as_jump_host(node): node.name for node in nodes}
     taken, jumps = {node.name for node in nodes}, {}
     for jump in (_as_jump_host(jump) for node in nodes for jump in node.jumps):

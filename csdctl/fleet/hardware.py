@@ -1,4 +1,4 @@
-"""Machines with equal hardware and software: groups, outliers, and classes that share measurements; pure.
+"""Machines with equal hardware and software: groups, outliers, and classes that share measurements. Pure.
 
 Nodes that are drives are matched to drives of the host by the serial number that both report.
 """
@@ -28,11 +28,12 @@ _KEYS: Mapping[str, str] = {
     "mpi4py_version": "mpi4py",
     "glibc_version": "glibc",
 }
+_UNKNOWN = "?"
 
 
 @dataclass(frozen=True)
 class EqualMachines:
-    """Machines with equal hardware and software; the host is always alone."""
+    """Machines with equal hardware and software. The host is always alone."""
 
     machines: tuple[Facts, ...]
 
@@ -80,7 +81,7 @@ def find_differences(groups: Sequence[EqualMachines]) -> list[tuple[EqualMachine
 
 
 def _describe(facts: Facts) -> dict[str, str]:
-    """Return what equal machines have in common; they report slightly different amounts of memory."""
+    """Return what equal machines have in common. They report slightly different amounts of memory."""
     size = facts.memory_limit_bytes or facts.memory_bytes
     memory = f"{round_memory_up(size) / 2**30:g} GiB" if size else None
     values = {name: getattr(facts, key) for key, name in _KEYS.items()} | {"memory": memory}
@@ -107,9 +108,6 @@ def match_drives(facts: Mapping[str, Facts]) -> dict[str, Drive]:
         for identity in found
         if len(found) == len(nodes[identity]) == serials.count(identity[0]) == 1
     }
-
-
-_UNKNOWN = "?"
 
 
 @dataclass(frozen=True)
@@ -145,7 +143,7 @@ class MachineClass:
 
     @property
     def name(self) -> str:
-        """A name for display: "aarch64 Cortex-A53, 4 cores, 6 GiB"; not unique."""
+        """A name for display: "aarch64 Cortex-A53, 4 cores, 6 GiB". Not unique."""
         cores = f"{self.num_cores or _UNKNOWN} core" + ("" if self.num_cores == 1 else "s")
         parts = [f"{self.architecture or _UNKNOWN} {_shorten(self.cpu_model)}".rstrip(), cores]
         if self.cpu_limit is not None:
@@ -175,7 +173,7 @@ class FleetClass:
 
 
 def classify_machine(facts: Facts, *, num_emulated: int = 0, is_host: bool = False) -> MachineClass:
-    """Return the class of a machine; `num_emulated` is the number of nodes of an emulated fleet."""
+    """Return the class of a machine. `num_emulated` is the number of nodes of an emulated fleet."""
     sizes = [size for size in (facts.memory_bytes, facts.memory_limit_bytes) if size]
     features = " ".join(sorted(set(facts.cpu_features)))
     return MachineClass(
@@ -196,14 +194,14 @@ def classify_machine(facts: Facts, *, num_emulated: int = 0, is_host: bool = Fal
 
 
 def choose_device(fleet: Fleet, facts: Facts) -> str:
-    """Return the `device` of a machine's rank; `auto` is the CPU unless TensorFlow may see a GPU there."""
+    """Return the `device` of a machine's rank. `auto` is the CPU unless TensorFlow may see a GPU there."""
     device = fleet.device_of(facts.name)
     has_gpu = facts.accelerator and facts.has_cuda is not False
     return device if has_gpu or device != AUTO else CPU
 
 
 def classify_fleet(host: MachineClass, nodes: Iterable[MachineClass], network: str) -> FleetClass:
-    """Return the class of a fleet; order and number of the nodes do not matter."""
+    """Return the class of a fleet. Order and number of the nodes do not matter."""
     return FleetClass(host, tuple(sorted(set(nodes), key=lambda node: node.key)), network)
 
 

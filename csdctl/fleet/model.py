@@ -1,4 +1,4 @@
-"""The fleet as frozen dataclasses, which `fleet_file` creates from fleet.yaml; selection of its nodes."""
+"""The fleet as frozen dataclasses, which `fleet_file` creates from fleet.yaml. Selection of its nodes."""
 
 import fnmatch
 import re
@@ -29,10 +29,12 @@ Env = Annotated[
 ]
 """Variables of the environment of csdctl's programs on a machine, and their values."""
 Watts = Annotated[float, Field(ge=0, le=1_000_000)]
+BETWEEN_SERVERS = "between servers"
+_ADDRESS = "\0"
 
 
 class PowerSource(Document):
-    """The source of the power of one machine; watts of the whole machine, or of the part that it covers."""
+    """The source of the power of one machine. Watts of the whole machine, or of the part that it covers."""
 
     source: Literal["rapl", "constant", "command"]
     watts: Watts | None = None
@@ -99,7 +101,7 @@ class Node:
 
     @property
     def key_address(self) -> str:
-        """The address under which its host key is known; its name where other servers use its address too."""
+        """The address under which its host key is known. Its name where other servers use its address too."""
         return self.name if SERVER_MARK in self.name else self.address
 
     @property
@@ -114,7 +116,7 @@ class Node:
 
 
 class Host(Document):
-    """The machine that csdctl runs on, as a rank; `threads` 0 means all cores."""
+    """The machine that csdctl runs on, as a rank. `threads` 0 means all cores."""
 
     threads: Annotated[int, Field(ge=0, le=1024)] = 0
     trains: bool = True
@@ -124,7 +126,6 @@ class Host(Document):
     env: Env = {}
 
 
-BETWEEN_SERVERS = "between servers"
 """The level of the links of all servers; any other level is that of a server with its nodes."""
 
 
@@ -173,7 +174,7 @@ class Fleet:
         return tuple(filter(None, [own, self.between if machine == server else ""]))
 
     def server_of(self, machine: str) -> str:
-        """Return the server that `machine` belongs to, or is; HOST_NAME for the one that csdctl runs on."""
+        """Return the server that `machine` belongs to, or is. HOST_NAME for the one that csdctl runs on."""
         return HOST_NAME if machine == HOST_NAME else self.node(machine).server or HOST_NAME
 
     def levels(self, machines: Iterable[str]) -> tuple[Level, ...]:
@@ -197,7 +198,7 @@ class Fleet:
         return self.host.power if machine == HOST_NAME else self.node(machine).power
 
     def device_of(self, machine: str) -> str:
-        """Return the `device` of `machine`; emulated machines share one GPU, and use none."""
+        """Return the `device` of `machine`. Emulated machines share one GPU, and use none."""
         stated = self.host.device if machine == HOST_NAME else self.node(machine).device
         return CPU if self.emulated else stated
 
@@ -206,7 +207,7 @@ class Fleet:
         return sys.executable if machine == HOST_NAME else self.node(machine).python
 
     def node(self, name: str) -> Node:
-        """Return node `name`; raises InputError if it does not exist."""
+        """Return node `name`. Raises InputError if it does not exist."""
         for node in self.nodes:
             if node.name == name:
                 return node
@@ -224,8 +225,8 @@ def select_nodes(
     """Return the fleet with the nodes that match `limit` (all when empty) and not `exclude`.
 
     A pattern is a name with wildcards or a range (`csd[0-7]`), a group, `all`, or a jump host, for the nodes
-    behind it; several may be joined by commas. Raises InputError for a pattern without a match, or when no
-    node remains; `may_be_empty`: the host alone is enough. `with_servers`: a node is selected with its
+    behind it. Several may be joined by commas. Raises InputError for a pattern without a match, or when no
+    node remains. `may_be_empty`: the host alone is enough. `with_servers`: a node is selected with its
     server, and excluded with it.
     """
     names, where = {node.name for node in fleet.nodes}, str(fleet.path)
@@ -249,7 +250,7 @@ def select_names(
     where: str,
     may_be_empty: bool = False,
 ) -> list[str]:
-    """Select names as `select_nodes` does, given the groups of each name; `where` names their file."""
+    """Select names as `select_nodes` does, given the groups of each name. `where` names their file."""
     kept: Iterable[str] = groups
     if limit:
         wanted = {name for pattern in _split(limit) for name in _matching(groups, pattern, "--limit", where)}
@@ -262,7 +263,7 @@ def select_names(
 
 
 def keep_nodes(fleet: Fleet, names: Container[str]) -> Fleet:
-    """Return the fleet with only the nodes in `names`; possibly without nodes."""
+    """Return the fleet with only the nodes in `names`. Possibly without nodes."""
     nodes = tuple(node for node in fleet.nodes if node.name in names)
     servers = {node.server for node in nodes}
     return replace(fleet, nodes=nodes, networks=tuple(one for one in fleet.networks if one[0] in servers))
@@ -297,9 +298,6 @@ def _matching(groups: Mapping[str, Sequence[str]], pattern: str, option: str, wh
     return found
 
 
-_ADDRESS = "\0"
-
-
 @dataclass(frozen=True)
 class Problem:
     """A problem that occurred on all machines in `names`."""
@@ -310,7 +308,7 @@ class Problem:
 
 
 def fold_problems(failed: Mapping[str, CsdctlError], fleet: Fleet) -> list[Problem]:
-    """Group the errors of `failed`; messages that differ only in the node's address are one problem."""
+    """Group the errors of `failed`. Messages that differ only in the node's address are one problem."""
     addresses = {node.name: node.address for node in fleet.nodes}
     grouped: dict[tuple[type, str], list[str]] = defaultdict(list)
     for name, error in failed.items():

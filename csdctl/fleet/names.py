@@ -1,4 +1,4 @@
-"""Names of nodes: which are allowed in ssh_config and command lines, and ranges of them; pure.
+"""Names of nodes: which are allowed in ssh_config and command lines, and ranges of them. Pure.
 
 `csd[0-35]` stands for 36 names, and names are shown as such ranges. Numbers with leading zeros keep their
 width: `dpu[08-10]` is dpu08, dpu09, dpu10.
@@ -30,7 +30,7 @@ _LAST_NUMBER = re.compile(r"(.*?)([0-9]*)([^0-9]*)", re.DOTALL)
 
 
 def count_range(pattern: str) -> int:
-    """Return how many names `expand_range` returns; raises InputError for an invalid or large range."""
+    """Return how many names `expand_range` returns. Raises InputError for an invalid or large range."""
     if len(pattern) > MAX_PATTERN:
         raise InputError(f"a name of {len(pattern):,} characters, expected at most {MAX_PATTERN}")
     count = 1
@@ -47,7 +47,7 @@ def count_range(pattern: str) -> int:
 
 
 def expand_range(pattern: str) -> list[str]:
-    """Expand `csd[0-2]` to csd0, csd1, csd2; several ranges multiply. Raises what `count_range` raises."""
+    """Expand `csd[0-2]` to csd0, csd1, csd2. Several ranges multiply. Raises what `count_range` raises."""
     count_range(pattern)
     head, *rest = _RANGE.split(pattern)
     names = [head]
@@ -114,7 +114,7 @@ def fold_rows(rows: Sequence[tuple[str, ...]]) -> Iterator[tuple[str, ...]]:
 
 
 def _add(name: str, distance: int) -> str | None:
-    """Return `name` with its last number increased; None without a number."""
+    """Return `name` with its last number increased. None without a number."""
     head, tail, digits = _split(name)
     return f"{head}{_padded(int(digits) + distance, digits)}{tail}" if digits else None
 

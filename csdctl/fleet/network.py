@@ -30,7 +30,7 @@ def parse_local_addresses(tables: str) -> list[str]:
 
 
 def addresses_in(network: str, addresses: Iterable[str]) -> list[str]:
-    """Return the addresses in `network`, a CIDR; with '', those that are not loopback addresses."""
+    """Return the addresses in `network`, a CIDR. With '', those that are not loopback addresses."""
     found = [ipaddress.ip_address(address) for address in addresses]
     if not network:
         return [str(address) for address in found if not address.is_loopback]

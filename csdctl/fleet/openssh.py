@@ -1,6 +1,6 @@
 """OpenSSH: its aliases, jump hosts, arguments and settings (`ssh -G`), and nodes that are made of them.
 
-Of an ssh_config, only names are read here; OpenSSH itself resolves their settings. Programs that start `ssh`
+Of an ssh_config, only names are read here. OpenSSH itself resolves their settings. Programs that start `ssh`
 get the fleet as an ssh_config or as options, which check the same host keys and offer the same user keys as
 csdctl's own connections, and never prompt.
 """
@@ -24,11 +24,21 @@ from csdctl.fleet.names import ADDRESS, AN_ADDRESS, USER
 MAX_HOPS = 8
 
 _HOP = re.compile(r"(?:(?P<user>[^@]*)@)?(?:\[(?P<v6>[^\]]*)\]|(?P<address>[^:]*))(?::(?P<port>\d{1,5}))?")
+_MAX_FILES = 200
+_LETTERS = "1246ab:c:e:fgi:kl:m:no:p:qstvxAB:CD:E:F:GI:J:KL:MNO:P:Q:R:S:TVw:W:XYy"
+_KEPT = {"-4", "-6", "-b", "-B", "-c", "-F", "-I", "-i", "-J", "-l", "-m", "-o", "-p"}
+_READ = {"hostname", "identitiesonly", "identityfile", "port", "proxycommand", "proxyjump", "user"}
+_IGNORED = {
+    *("addressfamily", "bindaddress", "bindinterface", "certificatefile", "ciphers", "forwardagent"),
+    *("hostkeyalgorithms", "hostkeyalias", "identityagent", "kexalgorithms", "knownhostscommand", "macs"),
+    *("permitlocalcommand", "pkcs11provider", "pubkeyacceptedalgorithms", "pubkeyauthentication"),
+    *("remotecommand", "requiredrsasize", "revokedhostkeys", "securitykeyprovider", "setenv"),
+}
 
 
 @dataclass(frozen=True)
 class Hop:
-    """A hop of a ProxyJump as written; missing parts are None."""
+    """A hop of a ProxyJump as written. Missing parts are None."""
 
     address: str
     user: str | None = None
@@ -42,7 +52,7 @@ class Hop:
 
 
 def parse_jump(text: str) -> tuple[Hop, ...]:
-    """Parse the hops of `text`, the first hop first; raises ValueError for an invalid ProxyJump."""
+    """Parse the hops of `text`, the first hop first. Raises ValueError for an invalid ProxyJump."""
     if text == "none" or not text:
         return ()
     hops = tuple(_parse_hop(part.strip().removeprefix("ssh://")) for part in text.split(","))
@@ -64,11 +74,8 @@ def _parse_hop(text: str) -> Hop:
     return Hop(address, found["user"], port)
 
 
-_MAX_FILES = 200
-
-
 def list_aliases(path: Path) -> list[str]:
-    """Return every literal name of the Host lines of `path` and included files; raises InputError."""
+    """Return every literal name of the Host lines of `path` and included files. Raises InputError."""
     aliases: dict[str, None] = {}
     pending, num_read = [path], 0
     while pending:
@@ -95,17 +102,8 @@ def list_aliases(path: Path) -> list[str]:
     return list(aliases)
 
 
-_LETTERS = "1246ab:c:e:fgi:kl:m:no:p:qstvxAB:CD:E:F:GI:J:KL:MNO:P:Q:R:S:TVw:W:XYy"
-_KEPT = {"-4", "-6", "-b", "-B", "-c", "-F", "-I", "-i", "-J", "-l", "-m", "-o", "-p"}
 """Arguments that define how a machine is reached; the others define what to do there."""
 
-_READ = {"hostname", "identitiesonly", "identityfile", "port", "proxycommand", "proxyjump", "user"}
-_IGNORED = {
-    *("addressfamily", "bindaddress", "bindinterface", "certificatefile", "ciphers", "forwardagent"),
-    *("hostkeyalgorithms", "hostkeyalias", "identityagent", "kexalgorithms", "knownhostscommand", "macs"),
-    *("permitlocalcommand", "pkcs11provider", "pubkeyacceptedalgorithms", "pubkeyauthentication"),
-    *("remotecommand", "requiredrsasize", "revokedhostkeys", "securitykeyprovider", "setenv"),
-}
 """Settings that csdctl warns about. Others are of terminals, forwarding, passwords and known_hosts."""
 
 
@@ -145,14 +143,14 @@ def read_arguments(words: Sequence[str]) -> tuple[tuple[str, ...], str, list[str
 
 
 def quote_value(text: str) -> str:
-    """Quote `text` as a value of an ssh_config; raises ValueError if that is impossible."""
+    """Quote `text` as a value of an ssh_config. Raises ValueError if that is impossible."""
     if any(part in text for part in ('"', "\\", "\n", "\r", "${")):
         raise ValueError(f"{text!r} cannot be written in an ssh_config")
     return f'"{text}"'
 
 
 def build_query(target: Target) -> list[str]:
-    """Return the command that prints the settings of `target`; raises InputError for an invalid address."""
+    """Return the command that prints the settings of `target`. Raises InputError for an invalid address."""
     if not ADDRESS.fullmatch(target.host):
         raise InputError(f"{target.name}: {target.host!r} is not a valid {AN_ADDRESS}")
     return ["ssh", "-G", *target.arguments, "--", target.host]
@@ -168,7 +166,7 @@ def parse_settings(output: str) -> SshSettings:
 
 
 def parse_proxy_command(command: str) -> tuple[str, tuple[str, ...]] | None:
-    """Parse `ssh -W %h:%p [user@]gateway` to gateway and arguments; None for any other ProxyCommand."""
+    """Parse `ssh -W %h:%p [user@]gateway` to gateway and arguments. None for any other ProxyCommand."""
     try:
         program, *words = shlex.split(command.removeprefix("exec "))
         kept, forwards_to, rest = read_arguments(words)
@@ -181,7 +179,7 @@ def parse_proxy_command(command: str) -> tuple[str, tuple[str, ...]] | None:
 
 
 def build_node(target: Target, settings: SshSettings, keys: Sequence[Path], jump: Node | None) -> Node:
-    """Build the node of `target`; raises InputError for an address or user that no fleet file may have."""
+    """Build the node of `target`. Raises InputError for an address or user that no fleet file may have."""
     address, user = settings["hostname"][0], settings["user"][0]
     for text, pattern, what in ((address, ADDRESS, AN_ADDRESS), (user, USER, "user name")):
         if not pattern.fullmatch(text):
@@ -201,7 +199,7 @@ def build_node(target: Target, settings: SshSettings, keys: Sequence[Path], jump
 
 
 def list_notes(settings: SshSettings, defaults: SshSettings, keys: Sequence[Path]) -> list[str]:
-    """List the `settings` that csdctl ignores, one line each; `defaults` are those of plain `ssh`."""
+    """List the `settings` that csdctl ignores, one line each. `defaults` are those of plain `ssh`."""
     notes = [
         f"{keyword} {' '.join(settings[keyword])} is ignored"
         for keyword in sorted(_IGNORED)
@@ -230,7 +228,7 @@ def list_keys(settings: SshSettings, defaults: SshSettings, home: Path) -> list[
 
 
 def build_ssh_config(nodes: Iterable[Node], known_hosts: Sequence[Path]) -> str:
-    """Return an ssh_config with an alias for each of `nodes`; raises what `build_ssh_options` raises."""
+    """Return an ssh_config with an alias for each of `nodes`. Raises what `build_ssh_options` raises."""
     blocks = []
     for node in nodes:
         # A percent sign starts a token, even in HostName, where an IPv6 zone may contain one (fe80::1%eth0).
@@ -241,7 +239,7 @@ def build_ssh_config(nodes: Iterable[Node], known_hosts: Sequence[Path]) -> str:
 
 
 def build_ssh_options(node: Node, known_hosts: Sequence[Path]) -> list[str]:
-    """Return `-o` options of `ssh` besides address, port and user; `known_hosts` alone have host keys.
+    """Return `-o` options of `ssh` besides address, port and user. `known_hosts` alone have host keys.
 
     A jump host becomes a ProxyCommand, because OpenSSH's ProxyJump passes on neither key nor known_hosts.
     Raises InputError for a path that ssh_config cannot represent.

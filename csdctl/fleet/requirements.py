@@ -1,6 +1,6 @@
 """What csdctl's Python needs for training, and the command that installs or repairs it.
 
-A host without some of it can still look after a fleet; commands that need it name it with this command.
+A host without some of it can still look after a fleet. Commands that need it name it with this command.
 """
 
 import platform
@@ -68,7 +68,7 @@ def _distribution(package: str) -> str:
 
 
 def _requirement(name: str) -> str:
-    """Return `name` with the releases of csdctl's own metadata; only the name when there is none."""
+    """Return `name` with the releases of csdctl's own metadata. Only the name when there is none."""
     for line in _listed():
         if re.match(r"[\w.-]+", line)[0] == name and "extra ==" not in line:  # type: ignore[index]
             return line.partition(";")[0].strip()
@@ -76,7 +76,7 @@ def _requirement(name: str) -> str:
 
 
 def _listed() -> list[str]:
-    """Return the requirements in csdctl's own metadata; none where it is not installed."""
+    """Return the requirements in csdctl's own metadata. None where it is not installed."""
     try:
         return requires("csdctl") or []
     except PackageNotFoundError:

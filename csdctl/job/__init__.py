@@ -1,1 +1,1 @@
-"""The job: model reference, data sets and which ranks may read them, recipe; job.yaml."""
+"""The job: model reference, data sets and which ranks may read them, recipe. job.yaml."""

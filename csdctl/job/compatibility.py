@@ -73,7 +73,7 @@ def check_compatibility(
 
 
 def inputs_of(model: ModelInfo) -> dict[str, Shape]:
-    """Return the shape of each of the model's inputs by name, '' for the only one; {} if they are unknown."""
+    """Return the shape of each of the model's inputs by name, '' for the only one. {} if they are unknown."""
     is_known = list(model.inputs) != [""] or all(output.is_known for output in model.outputs)
     return model.inputs if is_known else {}
 
@@ -129,7 +129,7 @@ def _describe(parts: Parts) -> str:
 
 
 def _part(model: ModelInfo, kind: str, name: str) -> str:
-    """Return an input or output as messages name it; the only one is the model itself."""
+    """Return an input or output as messages name it. The only one is the model itself."""
     return f"{kind} {name} of model {model.name}" if name else f"model {model.name}"
 
 
@@ -184,7 +184,7 @@ def _names(parts: Mapping[str, object]) -> str:
 def _match(
     model: ModelInfo, outputs: tuple[OutputInfo, ...], data: DatasetInfo, which: str
 ) -> list[tuple[OutputInfo, str]]:
-    """Return each output with the field of its labels, by name or in order; raises InputError."""
+    """Return each output with the field of its labels, by name or in order. Raises InputError."""
     needed = [output.name for output in outputs if output.loss]
     if data.label_shape == (0,):
         if not needed:

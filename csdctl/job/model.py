@@ -20,10 +20,15 @@ from csdctl.worker.protocol.recipe import Argument, EarlyStopping, LossTerm, Noi
 
 Weight = Annotated[float, Field(ge=0)]
 MonitorT = TypeVar("MonitorT", EarlyStopping, ReduceOnPlateau)
+OF_FIT = {
+    "recipe.early_stopping.restore_best_weights": "best.keras is always saved: remove the key",
+    "recipe.batch_size": "batch sizes come from `csdctl tune`, or `csdctl train --batch-size N`; "
+    "recipe.reference_batch is for the learning rate",
+}
 
 
 def _own_name(entry: MonitorT) -> MonitorT:
-    """Return `entry` with our name of its metric; Keras calls that of the validation data val_accuracy."""
+    """Return `entry` with our name of its metric. Keras calls that of the validation data val_accuracy."""
     keras, metric = entry.monitor[:4], entry.monitor[4:]
     return replace(entry, monitor=f"validation_{metric}") if keras == "val_" else entry
 
@@ -109,7 +114,7 @@ class RecipeEntry(Document):
 def build_recipe(
     entry: RecipeEntry, input_range: tuple[float, float] | None, own: Callable[[str], str]
 ) -> Recipe:
-    """Return the recipe; `own` completes the paths of the user's own losses and metrics."""
+    """Return the recipe. `own` completes the paths of the user's own losses and metrics."""
     names = {field.name for field in fields(Recipe)} & RecipeEntry.model_fields.keys()
     losses = entry.loss if isinstance(entry.loss, dict) else {"": entry.loss} if entry.loss else {}
     return replace(
@@ -155,7 +160,7 @@ def _schedule(entry: ScheduleEntry | None) -> str:
 
 @dataclass(frozen=True)
 class Reading:
-    """How the data of a job is read. Functions are `FILE.py:NAME`, with an absolute path; '' for none."""
+    """How the data of a job is read. Functions are `FILE.py:NAME`, with an absolute path. '' for none."""
 
     picture: ImageRule = field(default_factory=ImageRule)
     classes: tuple[str, ...] | None = None
@@ -300,7 +305,7 @@ def python_files(roots: Iterable[Path]) -> tuple[Path, ...]:
 
 
 def parse_python(file: Path) -> ast.Module | None:
-    """Return the syntax tree of a Python file; None if it cannot be parsed."""
+    """Return the syntax tree of a Python file. None if it cannot be parsed."""
     try:
         return ast.parse(file.read_bytes())
     except (OSError, SyntaxError, ValueError, RecursionError):
@@ -308,7 +313,7 @@ def parse_python(file: Path) -> ast.Module | None:
 
 
 def _imports_of(file: Path) -> set[str]:
-    """Return the top-level names that a Python file imports; none if it cannot be parsed."""
+    """Return the top-level names that a Python file imports. None if it cannot be parsed."""
     names: set[str] = set()
     module = parse_python(file)
     for node in ast.walk(module) if module else ():
@@ -344,7 +349,7 @@ class ValidationData(PublicData):
 
 
 class DataEntry(Document):
-    """The data sets of a job. `input_range`: uint8 pixels 0…255 are scaled to it; null keeps them."""
+    """The data sets of a job. `input_range`: uint8 pixels 0…255 are scaled to it. Null keeps them."""
 
     public: PublicData
     private: PrivateData | None = None
@@ -399,16 +404,11 @@ class ModelArguments(Document):
     model_args: Arguments = {}
 
 
-OF_FIT = {
-    "recipe.early_stopping.restore_best_weights": "best.keras is always saved: remove the key",
-    "recipe.batch_size": "batch sizes come from `csdctl tune`, or `csdctl train --batch-size N`; "
-    "recipe.reference_batch is for the learning rate",
-}
 """Keys that users of Keras expect, and what there is in their place."""
 
 
 def load_job(path: Path) -> Job:
-    """Read job.yaml; its paths are relative to it. Raises InputError."""
+    """Read job.yaml. Its paths are relative to it. Raises InputError."""
     remedy = "write it with `csdctl init`, or use another job file"
     try:
         file = load_document(path, JobFile, remedy=remedy)
@@ -420,7 +420,7 @@ def load_job(path: Path) -> Job:
 
 
 def build_job(file: JobFile, path: Path) -> Job:
-    """Return the job of a job.yaml that was read from `path`, or will be written there; raises InputError."""
+    """Return the job of a job.yaml that was read from `path`, or will be written there. Raises InputError."""
     data, private = file.data, file.data.private
 
     def own(written: str) -> str:
@@ -501,7 +501,7 @@ def _check_private(job: Job, data: DataEntry) -> None:
 
 
 def _overlap(first: str, second: str) -> bool:
-    """Return whether two paths are equal or nested; a relative and an absolute path never overlap."""
+    """Return whether two paths are equal or nested. A relative and an absolute path never overlap."""
     if os.path.isabs(first) != os.path.isabs(second):
         return False
     return os.path.commonpath([first, second]) in (first, second)
@@ -513,7 +513,7 @@ def _function(
     what: str = "function",
     expected: str = "PATH.py:FUNCTION, with a path relative to the job file",
 ) -> str:
-    """Return FILE.py:NAME with an absolute path, '' for ''; raises InputError if it is invalid or missing."""
+    """Return FILE.py:NAME with an absolute path, '' for ''. Raises InputError if it is invalid or missing."""
     if not written:
         return ""
     file, _, name = written.rpartition(":")
@@ -525,7 +525,7 @@ def _function(
 
 
 def _find_file(file: str, job_path: Path, what: str, written: str) -> Path:
-    """Return the absolute path of a file that `written` names; raises InputError if it does not exist.
+    """Return the absolute path of a file that `written` names. Raises InputError if it does not exist.
 
     Nor may a link lead to another kind of file: functions are sent to the nodes.
     """
@@ -544,7 +544,7 @@ def _find_file(file: str, job_path: Path, what: str, written: str) -> Path:
 
 
 def _resolve(written: Path, job_path: Path) -> Path:
-    """Return `written`, relative to the job file, as an absolute path; raises InputError if invalid."""
+    """Return `written`, relative to the job file, as an absolute path. Raises InputError if invalid."""
     try:
         return (job_path.parent / written.expanduser()).resolve()
     except (RuntimeError, ValueError, OSError) as error:
@@ -555,7 +555,7 @@ def _resolve(written: Path, job_path: Path) -> Path:
 
 
 def _code_root(written: Path, job_path: Path) -> Path:
-    """Return a file or package of `code` with an absolute path; raises InputError for anything else."""
+    """Return a file or package of `code` with an absolute path. Raises InputError for anything else."""
     path = _resolve(written, job_path)
     is_module = path.suffix == ".py" and os.path.isfile(path)
     if not is_module and not (os.path.isdir(path) and any(path.rglob("*.py"))):
@@ -567,7 +567,7 @@ def _code_root(written: Path, job_path: Path) -> Path:
 
 
 def model_reference(written: str, job_path: Path) -> str:
-    """Return `written` with an absolute path; raises InputError if it is invalid or missing."""
+    """Return `written` with an absolute path. Raises InputError if it is invalid or missing."""
     if re.fullmatch(r"keras\.applications:[A-Za-z]\w*", written, re.ASCII):
         return written
     if written.endswith(".keras"):
@@ -599,7 +599,7 @@ def check_keras_file(path: Path) -> None:
 
 
 def defined_names(file: Path) -> list[str] | None:
-    """Return the names that a Python file may define at its top level; None: they cannot be told."""
+    """Return the names that a Python file may define at its top level. None: they cannot be told."""
     names: dict[str, None] = {}
     if not (module := parse_python(file)):
         return None
@@ -616,7 +616,7 @@ def defined_names(file: Path) -> list[str] | None:
 
 
 def describe_job(job: Job) -> dict[str, Any]:
-    """Return the inputs of `Job.fingerprint`, except file content; unset values are omitted.
+    """Return the inputs of `Job.fingerprint`, except file content. Unset values are omitted.
 
     Values are YAML values: text, numbers, booleans, and lists of them.
     """

@@ -1,7 +1,7 @@
-"""One csdctl at a time on every machine of a fleet; find, end and remove what an earlier one left there.
+"""One csdctl at a time on every machine of a fleet. Find, end and remove what an earlier one left there.
 
 A program on each machine holds a lock while its session lasts. A node keeps it only when the host disappears
-without closing connections (power cut); the next csdctl there detects that, and ends the program.
+without closing connections (power cut). The next csdctl there detects that, and ends the program.
 """
 
 import contextlib
@@ -30,6 +30,7 @@ _TEXTS = ("node", "command", "host", "machine", "boot", "started", "directory", 
 _PIDS = ("pid", "holding_pid")
 _PID_RANGE = range(2, 1 << 22)
 Holder = Mapping[str, object]
+END_DEADLINE_S = 30.0
 
 
 class MachineLockedError(RunError):
@@ -50,7 +51,7 @@ class MachineLockedError(RunError):
 def lock_machines(
     sessions: Mapping[str, Session], fleet: Fleet, *, doing: str, directory: Path
 ) -> Iterator[dict[str, tuple[str, ...]]]:
-    """Lock every machine of `sessions`; yield the machines with which each shares its home.
+    """Lock every machine of `sessions`. Yield the machines with which each shares its home.
 
     Raises MachineLockedError at once where another csdctl is running. `doing` and `directory` describe this
     process to other csdctl processes that find a machine locked.
@@ -77,7 +78,7 @@ def _unlock(program: Program) -> None:
 
 @contextlib.contextmanager
 def relock_machine(session: Session, python: str, *, doing: str, directory: Path) -> Iterator[None]:
-    """Lock a machine again whose lock may have been released; raises MachineLockedError if another has it."""
+    """Lock a machine again whose lock may have been released. Raises MachineLockedError if another has it."""
     this_process = describe_holder(doing, directory)
     with contextlib.ExitStack() as stack:
         try:
@@ -119,7 +120,7 @@ def show_holder(holder: Holder) -> str:
 
 
 def is_elsewhere(holder: Holder) -> bool:
-    """Return whether `holder` is on another machine; clones, and containers of one image, have one id."""
+    """Return whether `holder` is on another machine. Clones, and containers of one image, have one id."""
     this_process = describe_holder("", Path())
     return any(holder.get(key) != this_process[key] for key in ("machine", "host"))
 
@@ -135,7 +136,7 @@ def is_gone(holder: Holder) -> bool:
 
 
 def is_held(directory: Path, pid: int) -> bool:
-    """Return whether process `pid` has `directory` open, or in its command line; True if that is hidden."""
+    """Return whether process `pid` has `directory` open, or in its command line. True if that is hidden."""
     path, process = str(directory.resolve()), Path(f"/proc/{pid}")
     try:
         opened = map(os.path.realpath, (process / "fd").iterdir())
@@ -145,7 +146,7 @@ def is_held(directory: Path, pid: int) -> bool:
 
 
 def read_holder(content: object) -> Holder:
-    """Return the parts of a holder's description that are of their type and in range; {} without any."""
+    """Return the parts of a holder's description that are of their type and in range. {} without any."""
     if not isinstance(content, dict):
         return {}
     texts = {key: content[key][:200] for key in _TEXTS if isinstance(content.get(key), str)}
@@ -199,12 +200,9 @@ def _read(path: str) -> str:
 
 
 def _start_time(pid: int) -> str:
-    """Return when the process began, in clock ticks; '' when it does not exist. Detects reused ids."""
+    """Return when the process began, in clock ticks. '' when it does not exist. Detects reused ids."""
     stat = load_stat(pid)
     return str(stat.start_time) if stat else ""
-
-
-END_DEADLINE_S = 30.0
 
 
 @dataclass(frozen=True)
@@ -228,7 +226,7 @@ class CleanupOptions:
 
 @dataclass(frozen=True)
 class Leftovers:
-    """Leftovers found on one machine; with `CleanupOptions.is_ending` and `is_removing`, what was removed."""
+    """Leftovers found on one machine. With `CleanupOptions.is_ending` and `is_removing`, what was removed."""
 
     num_processes: Count
     runs: tuple[ShortText, ...]
@@ -251,7 +249,7 @@ class _Found:
 def clean_machine(
     session: Session, python: str, options: CleanupOptions, deadline_s: float = 120.0
 ) -> Leftovers:
-    """Find, end and remove leftovers as `options` request; raises MachineLockedError, RemoteCommandError."""
+    """Find, end and remove leftovers as `options` request. Raises MachineLockedError, RemoteCommandError."""
     command = build_program_command(python, "leftovers")
     program = Program(session, command, "looking for leftovers", within(deadline_s))
     found = program.call(options, _Found)
@@ -264,7 +262,7 @@ def clean_machine(
 
 
 def end_run(run_id: str, sessions: Mapping[str, Session], fleet: Fleet, *, is_removing: bool = False) -> None:
-    """End all processes of the run that can be reached; `is_removing`: also copies of its state."""
+    """End all processes of the run that can be reached. `is_removing`: also copies of its state."""
     options = CleanupOptions(run_id=run_id, is_removing=is_removing)
     limits = options, END_DEADLINE_S
     run_on_all(sessions, lambda one: clean_machine(one, fleet.python_of(one.name), *limits))
@@ -277,7 +275,7 @@ def clean(
     directory: Path,
     on_done: Callable[[Outcome[Leftovers]], None] = lambda outcome: None,
 ) -> dict[str, Outcome[Leftovers]]:
-    """Clean host and nodes; failures are in the result. Plans, runs and models of the host stay."""
+    """Clean host and nodes. Failures are in the result. Plans, runs and models of the host stay."""
     on_host = replace(options, is_removing_all=False, is_pruning=False)
 
     def visit(session: Session) -> Leftovers:

@@ -14,6 +14,9 @@ Interfaces = Sequence[tuple[str, str]]
 """Name and address of each interface of a machine. One with several addresses has several entries."""
 
 
+MAX_PATHS = 4
+
+
 @dataclass(frozen=True)
 class End:
     """One end of a link."""
@@ -30,16 +33,13 @@ class End:
         return ipaddress.ip_address(self.address).is_loopback
 
 
-MAX_PATHS = 4
-
-
 def find_paths(
     node: str, starter: str, network: str, reached_at: str, interfaces: Mapping[str, Interfaces]
 ) -> list[tuple[End, End]]:
     """Return the ends of the link between `starter` and `node`, in the order in which to try them.
 
     `network`: a CIDR that has both addresses, or ''. `reached_at`: the name or address of the node in the
-    fleet file; MPI uses it first, unless SSH passes a jump host or a forwarded port. Raises NodeError.
+    fleet file. MPI uses it first, unless SSH passes a jump host or a forwarded port. Raises NodeError.
     """
     known, own = ([address for _, address in interfaces[machine]] for machine in (node, starter))
     named = [address for address in _resolve(reached_at) if address in known]
@@ -78,7 +78,7 @@ def _end(address: str, interfaces: Interfaces) -> End:
 
 
 def _resolve(name: str) -> list[str]:
-    """Return the addresses of a host name or address, IPv4 first; [] for an unknown one."""
+    """Return the addresses of a host name or address, IPv4 first. [] for an unknown one."""
     with contextlib.suppress(OSError, UnicodeError):
         found = socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)
         return sorted({str(entry[4][0]) for entry in found}, key=lambda one: (":" in one, one))
@@ -86,7 +86,7 @@ def _resolve(name: str) -> list[str]:
 
 
 def _route(address: str) -> str:
-    """Return this machine's own address on the route to `address`, '' without a route; sends nothing."""
+    """Return this machine's own address on the route to `address`, '' without a route. Sends nothing."""
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     with contextlib.suppress(OSError), socket.socket(family, socket.SOCK_DGRAM) as unsent:
         unsent.connect((address, 9))

@@ -36,6 +36,15 @@ A job's own request ends with a secret: mpirun also prints messages of its daemo
 CHECK_LINK = "check firewalls and routes between the machine and the host, and `network:` in the fleet file"
 MAX_LINE_BYTES = 1 << 20
 MAX_TAIL_LINES, MAX_TAIL_LINE_BYTES = 60, 1 << 12
+SANDBOX_S = 2.0
+MAX_LINES = 1000
+END_DEADLINE_S = 3.0
+TRAFFIC_CLASSES = {
+    SUMS: TrafficClass.GRADIENT,
+    SAMPLES: TrafficClass.PUBLIC,
+    STATE: TrafficClass.MODEL,
+    ACTIVATIONS: TrafficClass.ACTIVATIONS,
+}
 
 
 @dataclass
@@ -81,7 +90,7 @@ class JobOutput:
     """Reads what mpirun and its daemon print, line by line, into the log of the node's rank."""
 
     def __init__(self, log: CappedLog, request: str, on_request: Callable[[str], None]) -> None:
-        """`request` as `REQUEST`; `on_request` gets mpirun's name of the machine and a command."""
+        """`request` as `REQUEST`. `on_request` gets mpirun's name of the machine and a command."""
         self._log, self._request, self._on_request = log, request, on_request
         self.is_connected = False
         self.tail: deque[str] = deque(maxlen=MAX_TAIL_LINES)
@@ -113,7 +122,7 @@ class JobOutput:
                 self._log.write(f"link: {line}".encode(errors="replace"))
 
     def close(self) -> None:
-        """Close the log; later lines are dropped."""
+        """Close the log. Later lines are dropped."""
         self.feed(b"\n")
         with self._lock:
             self._is_closed = True
@@ -127,17 +136,14 @@ def kill_session(session_id: int) -> None:
 
 MAX_SAMPLE_INTERVAL_S, SAMPLE_INTERVAL_SHARE = 2.0, 0.1
 """Connections are sampled each time another tenth of the elapsed time has passed, at least this often."""
-SANDBOX_S = 2.0
 """The time for the sandbox to kill its processes and remove its files."""
-MAX_LINES = 1000
-END_DEADLINE_S = 3.0
 """The time for a sandbox to end its processes; what is left then is killed."""
 StartDaemon = Callable[[str, str], Conversation]
 """Start the daemon in a sandbox, from mpirun's name of the machine and a command; raises CsdctlError."""
 
 
 class MpiJob:
-    """One mpirun, from start to end. Call `run` once; `end` may be called from any thread."""
+    """One mpirun, from start to end. Call `run` once. `end` may be called from any thread."""
 
     def __init__(
         self,
@@ -204,7 +210,7 @@ class MpiJob:
         return True
 
     def _finish(self, conversation: Conversation, outcome: JobOutcome) -> None:
-        """End mpirun's sandbox, as mpirun would wait for a lost daemon; read what is left, and kill it."""
+        """End mpirun's sandbox, as mpirun would wait for a lost daemon. Read what is left, and kill it."""
         with contextlib.suppress(CsdctlError, EOFError, ValueError):
             conversation.send_line("")
         with contextlib.suppress(CsdctlError, OSError, ValueError):
@@ -225,7 +231,7 @@ class MpiJob:
             self._daemon.start()
 
     def _run_daemon(self, host: str, command: str) -> None:
-        """Run the daemon; mpirun would wait for ever for one that has failed."""
+        """Run the daemon. mpirun would wait for ever for one that has failed."""
         code, latest, num_left = 1, "", MAX_LINES
         with contextlib.suppress(OSError, ValueError, EOFError):
             try:
@@ -263,25 +269,17 @@ def _end(conversation: Conversation) -> None:
 
 
 def _sample_connections(session_id: int, outcome: JobOutcome) -> None:
-    """Record the bytes on mpirun's connections to daemons; the kernel drops them when it ends."""
+    """Record the bytes on mpirun's connections to daemons. The kernel drops them when it ends."""
     for pid, stat in load_all().items():
         is_daemon = stat.session == session_id and stat.name in ("mpirun", "prterun")
         for tcp in list_connections(pid) if is_daemon else ():
             outcome.connection_bytes[tcp.local, tcp.peer] = tcp.num_sent, tcp.num_received
 
 
-TRAFFIC_CLASSES = {
-    SUMS: TrafficClass.GRADIENT,
-    SAMPLES: TrafficClass.PUBLIC,
-    STATE: TrafficClass.MODEL,
-    ACTIVATIONS: TrafficClass.ACTIVATIONS,
-}
-
-
 def add_rank_traffic(
     traffic: Iterable[Traffic], nodes: Sequence[str], classes: Mapping[str, TrafficClass] = TRAFFIC_CLASSES
 ) -> LinkBytes:
-    """Add up what the ranks sent to each other; `nodes` by rank."""
+    """Add up what the ranks sent to each other. `nodes` by rank."""
     added: Counter[tuple[str, str, str]] = Counter()
     for row in (row for event in traffic for row in event.sent):
         added[nodes[row.sender], nodes[row.receiver], classes[row.what]] += row.num_bytes
@@ -300,7 +298,7 @@ def add_mpirun_traffic(outcomes: Iterable[JobOutcome], fleet: Fleet) -> LinkByte
 
 
 def _find_machine(peer: str, fleet: Fleet) -> str:
-    """Return the node, or its jump host, with this 'address port'; '' for an unknown or ambiguous address."""
+    """Return the node, or its jump host, with this 'address port'. '' for an unknown or ambiguous address."""
     address, _, port = peer.partition(" ")
     reached = [node for node in fleet.nodes if node.server in ("", node.name)]
     machines = [node.jump or node for node in reached] + reached

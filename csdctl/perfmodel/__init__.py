@@ -1,1 +1,1 @@
-"""Pure: step time, sums over the ranks, energy; prediction from them."""
+"""Pure: step time, sums over the ranks, energy. Prediction from them."""

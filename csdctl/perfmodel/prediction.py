@@ -1,4 +1,4 @@
-"""The compute time of one machine by batch size, the time of a sum, and the rate of a fleet; pure.
+"""The compute time of one machine by batch size, the time of a sum, and the rate of a fleet. Pure.
 
     T = max_k (α_k + β_k b_k) · overhead_factor + T_sum         samples/s = Σ b_k / T
 
@@ -12,6 +12,8 @@ is slower than their mean. It is measured (a trial's steps against this model), 
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+
+MIN_OVERHEAD_FACTOR = 0.5
 
 
 @dataclass(frozen=True)
@@ -33,14 +35,14 @@ class StepTime:
             raise ValueError(f"a step cannot take {self.fixed_s} s + {self.per_sample_s} s per sample")
 
     def at(self, batch_size: int) -> float:
-        """Return the seconds for `batch_size` samples; 0 for none."""
+        """Return the seconds for `batch_size` samples. 0 for none."""
         if batch_size <= 0:
             return 0.0
         before = min(batch_size, self.knee)
         return self.fixed_s + self.per_sample_s * before + self.above_knee_s * (batch_size - before)
 
     def largest_within(self, time_s: float) -> int:
-        """Return the largest batch that takes at most `time_s`; 0 when one sample takes longer."""
+        """Return the largest batch that takes at most `time_s`. 0 when one sample takes longer."""
         if time_s < self.at(1):
             return 0
         left = time_s - self.fixed_s
@@ -57,9 +59,6 @@ class StepTime:
         return StepTime(*times, self.largest)
 
 
-MIN_OVERHEAD_FACTOR = 0.5
-
-
 @dataclass(frozen=True)
 class CollectiveCost:
     """The coefficients of a sum on a fleet, all at least 0.
@@ -67,7 +66,7 @@ class CollectiveCost:
         seconds = fixed + per_rank · (ranks - 1) + (per_byte + per_rank_byte · (ranks - 1)) · bytes
 
     Every rank's vector goes to the host, and the sum back: where the host's network is the limit, the time
-    grows with ranks × bytes; where each link is, with the bytes alone.
+    grows with ranks × bytes. Where each link is, with the bytes alone.
     """
 
     fixed_s: float = 0.0
@@ -76,7 +75,7 @@ class CollectiveCost:
     per_rank_byte_s: float = 0.0
 
     def at(self, num_bytes: int, num_ranks: int) -> float:
-        """Return the seconds to sum vectors of `num_bytes` over `num_ranks`; 0 for one rank."""
+        """Return the seconds to sum vectors of `num_bytes` over `num_ranks`. 0 for one rank."""
         if num_ranks < 2:
             return 0.0
         others = num_ranks - 1
@@ -121,7 +120,7 @@ class Prediction:
 def predict(
     ranks: Sequence[RankModel], batch_sizes: Sequence[int], collective_s: float, overhead_factor: float = 1.0
 ) -> Prediction:
-    """Predict a step of `ranks`, the host first, with these batch sizes; `collective_s` for one sum.
+    """Predict a step of `ranks`, the host first, with these batch sizes. `collective_s` for one sum.
 
     Raises ValueError when every batch size is 0.
     """
@@ -138,7 +137,7 @@ def predict(
 def calibrate_overhead(ranks: Sequence[tuple[StepTime, int]], step_s: float, sum_s: float) -> float:
     """Return the overhead factor with which ranks of these step times and batch sizes take `step_s` together.
 
-    Below 1 when they were faster than alone; limited to MIN_OVERHEAD_FACTOR, as `sum_s` must be wrong below
+    Below 1 when they were faster than alone. Limited to MIN_OVERHEAD_FACTOR, as `sum_s` must be wrong below
     it.
     """
     slowest_s = max(step_time.at(size) for step_time, size in ranks)

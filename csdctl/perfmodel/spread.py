@@ -1,10 +1,10 @@
-"""How far a forecast may be off: the range that holds the throughput of 9 runs of 10; pure.
+"""How far a forecast may be off: the range that holds the throughput of 9 runs of 10. Pure.
 
 The error of a forecast is the logarithm of the achieved rate over the forecast one. It is taken as normal
 with mean 0 and an unknown variance, which has two sources:
 
 - what was seen: n errors e of earlier forecasts of the same kind, and an assumption that counts as much as
-  PRIOR_WEIGHT of them: v = (PRIOR_WEIGHT · prior² + Σ e²) / (PRIOR_WEIGHT + n);
+  PRIOR_WEIGHT of them: v = (PRIOR_WEIGHT · prior² + Σ e²) / (PRIOR_WEIGHT + n).
 - the noise of the trial itself, whose mean step has the relative standard error s: v + s².
 
 With a scaled inverse-χ² prior for the variance, the error then has Student's t distribution with
@@ -52,7 +52,7 @@ def estimate_spread(errors: Sequence[float], prior_sigma: float, trial_error: fl
 
 
 def standard_error(values: Sequence[float]) -> float:
-    """Return the relative standard error of the mean of `values`, in order of time; 0 with less than two.
+    """Return the relative standard error of the mean of `values`, in order of time. 0 with less than two.
 
     Neighbours that resemble each other tell less than independent ones: their correlation widens it, as for
     an autoregressive process of the first order.

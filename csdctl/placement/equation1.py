@@ -2,8 +2,8 @@
 
     steps per epoch = dataset_k / batchsize_k, the same for every rank k
 
-Private samples stay on their node and are counted first; public samples fill the rest of the shard. A rank
-whose private samples need more steps makes the epoch longer; the last steps of the other ranks are then
+Private samples stay on their node and are counted first. Public samples fill the rest of the shard. A rank
+whose private samples need more steps makes the epoch longer. The last steps of the other ranks are then
 empty, which the exact weighted step supports.
 
 Nodes with few private samples get more public samples (top-up), or repeat their own until their ratio of
@@ -48,7 +48,7 @@ class Placed:
 
     @property
     def weight(self) -> float:
-        """The weight of each sample read, so that repeated samples count once in total; 0…1."""
+        """The weight of each sample read, so that repeated samples count once in total. 0…1."""
         return 1.0 - self.num_repeated / self.num_samples if self.num_samples else 1.0
 
     @property
@@ -68,7 +68,7 @@ class Placed:
 
 
 def place_shards(ranks: Sequence[RankLoad], num_public: int, *, is_repeating: bool = False) -> list[Placed]:
-    """Assign every public sample to exactly one rank, and private samples to their own; in order of `ranks`.
+    """Assign every public sample to exactly one rank, and private samples to their own. In order of `ranks`.
 
     `is_repeating`: ranks with few private samples repeat them instead of getting more public samples. Raises
     PlacementError for batch size 0 with private samples, when no rank trains, or when there are no samples.

@@ -20,6 +20,9 @@ SHOWN_KINDS = {
     COMMUNICATION: "communication",
     OTHER: "evaluation, checkpoints",
 }
+LABEL_CHARS = 24
+SERIES = ("#0b63b5", "#c2570c", "#d9a400", "#7a3ea1", "#8a96a3", "#0f8a6a", "#c0246a", "#5c4b37")
+DASHES = ("-", "--", ":")
 
 
 @dataclass(frozen=True)
@@ -123,16 +126,14 @@ def lanes_chart(run: RunResults) -> Chart:
 
 
 def _shares(spent: Mapping[str, Sequence[float]], kind: str, interval_s: float) -> list[float]:
-    """Return the share of each interval; overlapping reports never make it exceed 1."""
+    """Return the share of each interval. Overlapping reports never make it exceed 1."""
     wholes = [max(interval_s, sum(seconds)) for seconds in zip(*spent.values(), strict=True)]
     return [seconds / whole for seconds, whole in zip(spent[kind], wholes, strict=True)]
 
 
 # Pictures are SVG by matplotlib, with text, in the page's own bytes: no script, no request.
 WIDTH_IN, HEIGHT_IN, LANE_IN = 4.2, 2.5, 0.2
-LABEL_CHARS = 24
 INK, GRID = "#1d2733", "#d5dbe1"
-SERIES = ("#0b63b5", "#c2570c", "#d9a400", "#7a3ea1", "#8a96a3", "#0f8a6a", "#c0246a", "#5c4b37")
 
 
 STYLE: Any = {
@@ -153,7 +154,6 @@ STYLE: Any = {
     "savefig.transparent": True,
     "svg.hashsalt": "csdctl",  # the same ids in every report
 }
-DASHES = ("-", "--", ":")
 Lines = Mapping[str, tuple[Sequence[float], Sequence[float]]]
 """x and y by name."""
 
@@ -199,7 +199,7 @@ def draw_lanes(
 
 
 def _short(name: str) -> str:
-    """Return a name that leaves room for the chart; its table has the whole."""
+    """Return a name that leaves room for the chart. Its table has the whole."""
     return name if len(name) <= LABEL_CHARS else name[: LABEL_CHARS - 1] + "…"
 
 

@@ -1,4 +1,4 @@
-"""The energy of a run from its power.jsonl: per machine and whole, in total and above idle; pure.
+"""The energy of a run from its power.jsonl: per machine and whole, in total and above idle. Pure.
 
 Nothing is extrapolated: energy per sample is given only where the energy of the whole training is known.
 """
@@ -14,6 +14,9 @@ from csdctl.runs.ledger import MEASURED, STATED, PowerRecord
 
 ENOUGH = 0.98
 """The share of the training whose energy must be known; the rest is the first and the last second."""
+
+
+COMPUTED = ("coverage", "mean_watts", "above_idle_joules", "joules_per_sample")
 
 
 @dataclass
@@ -48,12 +51,12 @@ class MachineEnergy:
 
     @property
     def above_idle_joules(self) -> float | None:
-        """Energy without that of the idle machine; None where its idle power is not known."""
+        """Energy without that of the idle machine. None where its idle power is not known."""
         return None if self.idle_watts is None else self.joules - self.idle_watts * self.seconds
 
     @property
     def joules_per_sample(self) -> float | None:
-        """Energy for each sample that was computed; None unless that of the whole training is known."""
+        """Energy for each sample that was computed. None unless that of the whole training is known."""
         return self.joules / self.samples if self.coverage >= ENOUGH and self.samples else None
 
 
@@ -129,11 +132,8 @@ def add_up_energy(
     return RunEnergy(machines, whole, ())
 
 
-COMPUTED = ("coverage", "mean_watts", "above_idle_joules", "joules_per_sample")
-
-
 def energy_document(energy: RunEnergy) -> dict[str, Any]:
-    """Return the energy of a run as JSON has it; null for what is not known."""
+    """Return the energy of a run as JSON has it. Null for what is not known."""
 
     def show(machine: MachineEnergy) -> dict[str, Any]:
         return asdict(machine) | {name: getattr(machine, name) for name in COMPUTED}

@@ -16,9 +16,9 @@ COUNTED = ("Joined", "Progress", "EpochEnd")
 
 
 def serve_metrics(address: str) -> Callable[[dict[str, Any]], None]:
-    """Serve http://ADDRESS/metrics; return the callback of events that updates the figures.
+    """Serve http://ADDRESS/metrics. Return the callback of events that updates the figures.
 
-    `address`: PORT, or HOST:PORT; without a host, only this machine can connect. The server ends with the
+    `address`: PORT, or HOST:PORT. Without a host, only this machine can connect. The server ends with the
     process. Raises InputError if the package is missing or the address is wrong, CsdctlError if it is in use.
     """
     try:
@@ -41,7 +41,7 @@ def serve_metrics(address: str) -> Callable[[dict[str, Any]], None]:
 
 
 class _Figures:
-    """Counters and gauges of one run; a callback of its events."""
+    """Counters and gauges of one run. A callback of its events."""
 
     def __init__(self, registry: Any) -> None:
         from prometheus_client import Counter, Gauge, Info

@@ -11,7 +11,7 @@ MAX_METRICS = 3
 
 
 def format_range(rates: Sequence[float] | None) -> str:
-    """Format the range of a forecast, in samples/s; '' for none."""
+    """Format the range of a forecast, in samples/s. '' for none."""
     return f"{format_rate(rates[0])} to {format_rate(rates[1])}" if rates else ""
 
 
@@ -71,7 +71,7 @@ def format_joules(energy_joules: float | None) -> str:
 
 
 def format_loss(loss: float | None) -> str:
-    """Format a loss or a metric, such as an accuracy 0…1; whole numbers above 1 are counts."""
+    """Format a loss or a metric, such as an accuracy 0…1. Whole numbers above 1 are counts."""
     number = math.nan if loss is None else _float(loss)
     digits = 0 if number > 1 and number.is_integer() else 4
     return "–" if loss is None else f"{number:.{digits}f}"
@@ -83,7 +83,7 @@ def name_metrics(accuracy: float | None, metrics: Mapping[str, float]) -> dict[s
 
 
 def format_metrics(accuracy: float | None, metrics: Mapping[str, float]) -> str:
-    """Format the first metrics with their names, each behind a comma, and … for others; '' for none."""
+    """Format the first metrics with their names, each behind a comma, and … for others. '' for none."""
     named = list(name_metrics(accuracy, metrics).items())
     shown = "".join(f", {name} {format_loss(value)}" for name, value in named[:MAX_METRICS])
     return shown + ", …" * (len(named) > MAX_METRICS)
@@ -96,7 +96,7 @@ def format_count(items: Sized | int, word: str) -> str:
 
 
 def _float(number: float) -> float:
-    """Return `number`; an integer above all floats is infinite."""
+    """Return `number`. An integer above all floats is infinite."""
     try:
         return float(number)
     except OverflowError:

@@ -1,7 +1,7 @@
 """What left each machine and may be learnt from it, and what noise on private samples guarantees.
 
 The guarantee is ε at δ, for the worst sample of each node. A sample enters one noisy sum of its node each
-time it is read. Every sum is a Gaussian mechanism; k of them on one sample equal one with 1/√k of the noise
+time it is read. Every sum is a Gaussian mechanism. K of them on one sample equal one with 1/√k of the noise
 (Dong, Roth, Su, 2022), also when each depends on the results of the earlier ones. ε comes from the accountant
 dp-accounting, by the exact formula of Balle and Wang (2018).
 
@@ -72,6 +72,7 @@ BATCH_NORM = (
     "If the model has batch normalization, its moving statistics are sent with the gradient: means and "
     "variances of a node's activations."
 )
+SENSITIVITY = 2.0
 
 
 def remarks_on(*, has_noise: bool) -> dict[str, str]:
@@ -93,7 +94,7 @@ class Flow:
 
 
 def add_flows(entries: Iterable[LedgerEntry], run_id: str = "") -> list[Flow]:
-    """Return all flows of run `run_id`, or of all commands when it is ''; the largest first per sender."""
+    """Return all flows of run `run_id`, or of all commands when it is ''. The largest first per sender."""
     added: Counter[tuple[str, str, str]] = Counter()
     for entry in entries:
         if not run_id or entry.run == run_id:
@@ -120,7 +121,6 @@ def list_readers(manifest: Mapping[str, Any]) -> dict[str, str]:
     return found
 
 
-SENSITIVITY = 2.0
 """How far one replaced sample moves a sum, in clipping norms."""
 
 
@@ -139,7 +139,7 @@ class NodePrivacy:
 
 @dataclass(frozen=True)
 class Privacy:
-    """The guarantees of one run; `nodes` are those with private samples."""
+    """The guarantees of one run. `nodes` are those with private samples."""
 
     l2_norm_clip: float
     noise_multiplier: float
@@ -172,7 +172,7 @@ def compute_epsilon(noise: Noise, num_releases: int) -> float:
 
 
 def plan_privacy(spec: RunSpec, events: Iterable[Event]) -> Privacy | None:
-    """Return the guarantee at the end of a run that has sent `events` so far; None without noise."""
+    """Return the guarantee at the end of a run that has sent `events` so far. None without noise."""
     if spec.noise is None:
         return None
     counter = count_passes(events, len(spec.ranks))
@@ -183,7 +183,7 @@ def plan_privacy(spec: RunSpec, events: Iterable[Event]) -> Privacy | None:
 
 
 def measure_privacy(manifest: Mapping[str, Any], passes: "PassCounter") -> Privacy | None:
-    """Return the guarantee of a run so far; `manifest` is its manifest.json. None without noise.
+    """Return the guarantee of a run so far. `manifest` is its manifest.json. None without noise.
 
     `passes` has counted the events of the run.
     """
@@ -207,7 +207,7 @@ class PassCounter:
 
     The bound follows rank 0, whose events reach csdctl without a network: all ranks that take part are in
     the same epoch. An epoch counts again for all when rank 0 begins again, because they may read the samples
-    of all steps since a checkpoint a second time; and for a rank that comes back, which reads those of the
+    of all steps since a checkpoint a second time, and for a rank that comes back, which reads those of the
     step in which it was lost a second time. Where the events break off, what may have followed counts.
     """
 
@@ -241,7 +241,7 @@ class PassCounter:
             self._is_between = self._is_open = False
 
     def finish(self) -> list[int]:
-        """Return the counts by rank; call it once, after the last event."""
+        """Return the counts by rank. Call it once, after the last event."""
         self._count_begun()
         return self._passes
 

@@ -135,7 +135,7 @@ class RunSummary:
 
 
 def summarize(run_id: str, manifest: dict[str, Any], events: Iterable[Event], tally: Tally) -> RunSummary:
-    """Add up a run; `manifest` is its manifest.json, and `tally` has the events at the end, too."""
+    """Add up a run. `manifest` is its manifest.json, and `tally` has the events at the end, too."""
     plan = manifest["plan"]
     run = _Run(len(plan["ranks"]))
     for event in events:
@@ -202,7 +202,7 @@ def summarize(run_id: str, manifest: dict[str, Any], events: Iterable[Event], ta
 
 
 def _reachable(strategy: str, ranks: Sequence[RankSummary], steps_s: float, speed: float) -> float | None:
-    """Return the rate that `efficiency` is relative to; None where it was not measured."""
+    """Return the rate that `efficiency` is relative to. None where it was not measured."""
     if strategy == SPLIT:
         busiest_s = max(rank.compute_s for rank in ranks)
         return speed * steps_s / busiest_s if busiest_s else None
@@ -316,7 +316,7 @@ class RunResults:
 
 
 def read_results(run: RunDirectory) -> RunResults:
-    """Add up the events of a run in one pass; raises InputError for a run without any."""
+    """Add up the events of a run in one pass. Raises InputError for a run without any."""
     manifest: Any = run.load_manifest()
     nodes = [rank["node"] for rank in manifest["plan"]["ranks"]]
     builder, events = SeriesBuilder(nodes), run.read_events(nodes)
@@ -361,7 +361,7 @@ def list_forecast_errors(project: ProjectDirectory) -> tuple[float, ...]:
 
 
 def read_end(run: RunDirectory) -> tuple[str, str]:
-    """Return FAILED or STOPPED and the error with which the csdctl of `run` ended; '' without an error."""
+    """Return FAILED or STOPPED and the error with which the csdctl of `run` ended. '' without an error."""
     end = load_kept(run.process, dict[str, Any]) or {}
     return str(end.get("state", "")), str(end.get("error", ""))
 
@@ -396,7 +396,7 @@ class RunStatus:
 
 
 def load_run_status(run: RunDirectory) -> RunStatus:
-    """Return what is known of `run`; one whose files cannot be read has only its state."""
+    """Return what is known of `run`. One whose files cannot be read has only its state."""
     try:
         manifest: Any = run.load_manifest()
     except InputError:

@@ -28,16 +28,21 @@ from csdctl.worker.protocol.events import (
 MAX_INTERVALS = 128
 """A run with more has its intervals merged in pairs, and then half as many of twice the length."""
 FIRST_INTERVAL_S = 1.0
+MAX_POINTS = 1000
+MAX_FAULTS = 200
+WHAT = {NodeLost: "lost: ", Failed: "failed: ", Warned: ""}
+MIN_SHARE = 0.05
+SLOWER = 1.15
 
 
 class Timeline:
-    """Adds up quantities over time; memory does not depend on the length of the run.
+    """Adds up quantities over time. Memory does not depend on the length of the run.
 
     `amounts[series][quantity][interval]` is the sum of what fell into that interval.
     """
 
     def __init__(self, num_series: int, num_quantities: int, start_s: float) -> None:
-        """`start_s`: the Unix time at which the first interval begins; what came before counts in it."""
+        """`start_s`: the Unix time at which the first interval begins. What came before counts in it."""
         import numpy as np  # here, so that commands which only look after a fleet do without it
 
         self.start_s, self.interval_s = start_s, FIRST_INTERVAL_S
@@ -69,15 +74,12 @@ COMPUTE, INPUT, WAIT, COMMUNICATION, OTHER = "compute", "input", "wait", "commun
 KINDS = (COMPUTE, INPUT, WAIT, COMMUNICATION, OTHER)
 """What a rank spends its time on. `wait`: for slower ranks; `communication`: the rest of a sum; `other`:
 evaluation, checkpoints, comparing weights."""
-MAX_POINTS = 1000
-MAX_FAULTS = 200
-WHAT = {NodeLost: "lost: ", Failed: "failed: ", Warned: ""}
 Point = TypeVar("Point")
 
 
 @dataclass(frozen=True)
 class EpochPoint:
-    """The end of an epoch, over all ranks; metrics by name, those of validation with the prefix `val_`."""
+    """The end of an epoch, over all ranks. Metrics by name, those of validation with the prefix `val_`."""
 
     epoch: int
     time_s: float
@@ -142,7 +144,7 @@ class RunSeries:
         return [sum(parts) for parts in zip(*(kinds[kind] for kind in KINDS if kind != OTHER), strict=True)]
 
     def throughputs(self) -> list[float | None]:
-        """Return the throughput of all ranks in each interval; None where no step was reported."""
+        """Return the throughput of all ranks in each interval. None where no step was reported."""
         pairs = zip(self.global_samples, self.step_s(0), strict=True)
         return [count / seconds if count and seconds else None for count, seconds in pairs]
 
@@ -219,7 +221,7 @@ class SeriesBuilder:
         self._series.end_s = max(self._series.end_s, time_s)
 
     def _add_report(self, time_s: float, rank: int, report: Amounts, celsius: float | None) -> None:
-        """Add a report that arrived at `time_s`; some arrive late.
+        """Add a report that arrived at `time_s`. Some arrive late.
 
         Within an epoch, every report begins where the one before ended.
         """
@@ -284,11 +286,9 @@ def epoch_results(event: EpochEnd) -> dict[str, float]:
     return {name: value for name, value in found.items() if value is not None}
 
 
-MIN_SHARE = 0.05
 """Share of the time of all ranks; less waiting than that has no bottleneck."""
 LATEST, MIN_LATEST = 0.25, 4
 """Share of the run's intervals that counts as now, and the least number of them."""
-SLOWER = 1.15
 """Compute time per sample over its own at the beginning."""
 BY_COMPUTE, BY_INPUT, BY_LINK, BY_HEAT = "compute", "input", "link", "heat"
 
@@ -309,7 +309,7 @@ class Bottleneck:
 
 
 def find_bottleneck(series: RunSeries, *, is_now: bool = False) -> Bottleneck | None:
-    """Return the rank that held the others back most; None where none did, or it was not recorded.
+    """Return the rank that held the others back most. None where none did, or it was not recorded.
 
     With `is_now`, only the latest part of the run counts: who holds the others back now, and since when.
     """

@@ -2,7 +2,7 @@
 
 First the headline of a run: its result, what held it back, and what to do next. Last, runs of one model with
 0, 1, 2 … nodes: speed-up, efficiency and energy per image. Speed-up is the rate of the steps over that of the
-host alone, as in figure 6 of the STANNIS paper; efficiency is that rate over the sum of what the ranks reach
+host alone, as in figure 6 of the STANNIS paper. Efficiency is that rate over the sum of what the ranks reach
 alone, so that 100% loses nothing to waiting and communication.
 """
 
@@ -46,6 +46,17 @@ ADVICE = {
     BY_HEAT: "Cool {node}.",
     BY_INPUT: "Store the prepared data of {node} on a faster drive.",
     BY_LINK: "Use larger batches, which communicate less often, or a faster link.",
+}
+MAX_EFFICIENCY = 1.02
+UNDER_LOAD = "standalone throughput was measured under load: tune again"
+REACHABLE = {
+    DATA_PARALLEL: "the sum of the ranks' standalone throughput",
+    SPLIT: "the throughput if the busiest rank never waited",
+}
+IDENTICAL = "identical on all ranks at the end of every epoch"
+KINDS = {
+    "weak": "weak scaling: the global batch grows with the ranks",
+    "strong": "strong scaling: the global batch stays",
 }
 
 
@@ -128,15 +139,6 @@ def _advise(run: RunResults, bottleneck: Bottleneck | None) -> str:
         reached = format_share(summary.samples_per_s / predicted)
         return f"Measure again with `csdctl tune`: the run reached {reached} of the predicted throughput."
     return f"Use the model: `csdctl predict {summary.run_id}`."
-
-
-MAX_EFFICIENCY = 1.02
-UNDER_LOAD = "standalone throughput was measured under load: tune again"
-REACHABLE = {
-    DATA_PARALLEL: "the sum of the ranks' standalone throughput",
-    SPLIT: "the throughput if the busiest rank never waited",
-}
-IDENTICAL = "identical on all ranks at the end of every epoch"
 
 
 @dataclass(frozen=True)
@@ -225,7 +227,7 @@ def _describe_efficiency(summary: RunSummary) -> str:
 
 
 def compare(runs: Sequence[RunResults], described: Sequence[Sequence[tuple[str, str]]]) -> DataTable:
-    """Return what is described of runs side by side, a column for each; a single one needs no header."""
+    """Return what is described of runs side by side, a column for each. A single one needs no header."""
     found: list[dict[str, str]] = [{} for _ in runs]
     for texts, pairs in zip(found, described, strict=True):
         for name, text in pairs:
@@ -335,12 +337,6 @@ def tabulate_energy(run: RunResults) -> DataTable:
     return DataTable(("machine", "energy"), (*rows, ("all", describe_energy(energy)[-1])))
 
 
-KINDS = {
-    "weak": "weak scaling: the global batch grows with the ranks",
-    "strong": "strong scaling: the global batch stays",
-}
-
-
 @dataclass(frozen=True)
 class ScalingPoint:
     """One run."""
@@ -379,7 +375,7 @@ class ScalingSeries:
 
 
 def build_scaling(runs: Sequence[RunResults], kind: str) -> ScalingSeries:
-    """Put runs of one job, each with another number of nodes, in order; `kind` is one of KINDS."""
+    """Put runs of one job, each with another number of nodes, in order. `kind` is one of KINDS."""
     without = [run.summary.samples_per_s for run in runs if _num_nodes(run) == 0]
     tuned = [run.summary.host_samples_per_s for run in runs]
     host = next(filter(None, [*without, *tuned]), None)

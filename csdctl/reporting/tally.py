@@ -1,4 +1,4 @@
-"""What the ranks of a run have done, added up from their events; no other code adds up reports.
+"""What the ranks of a run have done, added up from their events. No other code adds up reports.
 
 A rank reports each of its steps once: in a `Progress`, or in the rest of an `EpochEnd`, which holds its steps
 since it joined the others. Steps and samples are those of the model: a step that a restarted rank repeats, or
@@ -15,7 +15,7 @@ from csdctl.worker.protocol.events import EpochEnd, Event, Joined, Progress
 
 @dataclass(frozen=True)
 class Amounts:
-    """One report of a rank, or the sum of several; times in seconds. None: one of them does not say."""
+    """One report of a rank, or the sum of several. Times in seconds. None: one of them does not say."""
 
     steps: int = 0
     samples: int = 0
@@ -47,12 +47,12 @@ class Amounts:
 
     @property
     def throughput(self) -> float | None:
-        """Samples per second of step time over all ranks, of reports of rank 0; None without a step."""
+        """Samples per second of step time over all ranks, of reports of rank 0. None without a step."""
         return self.global_samples / self.step_s if self.step_s else None
 
     @property
     def own_throughput(self) -> float | None:
-        """Samples per second of step time of the rank itself; None without a step."""
+        """Samples per second of step time of the rank itself. None without a step."""
         return self.samples / self.step_s if self.step_s else None
 
 
@@ -104,7 +104,7 @@ class Tally:
         return sum(unread for _, unread in self._ended.values())
 
     def add(self, event: Event) -> Amounts | None:
-        """Add an event; return what it reports that was not reported before. None: nothing of steps."""
+        """Add an event. Return what it reports that was not reported before. None: nothing of steps."""
         if isinstance(event, Joined):
             self._join(event)
         if not isinstance(event, Progress | EpochEnd):

@@ -26,16 +26,22 @@ from csdctl.worker.protocol.recipe import Noise
 from csdctl.worker.protocol.run_spec import step_file_in_memory
 
 MAX_SAMPLES = 10**15
+NEW_RUN = "start a new run"
+LATEST = "latest"
+_ID = "%Y%m%d-%H%M%S-%f"
+MAX_LOG_BYTES = 16 << 20
+MAX_LINE_BYTES = 1 << 16
+FREQUENT = (Progress, WaitingFor)
 
 
 class _Part(BaseModel):
-    """A part of the manifest; keys that nothing reads may be there too."""
+    """A part of the manifest. Keys that nothing reads may be there too."""
 
     model_config = ConfigDict(frozen=True, allow_inf_nan=False)
 
 
 class DataFingerprints(_Part):
-    """Fingerprints of the prepared data; private data by node."""
+    """Fingerprints of the prepared data. Private data by node."""
 
     public: str
     private: dict[str, str] = {}
@@ -88,8 +94,6 @@ def check_links(directory: Path) -> None:
                 )
 
 
-NEW_RUN = "start a new run"
-LATEST = "latest"
 """What users write for the latest run."""
 
 
@@ -106,7 +110,7 @@ class _Below:
 
 @dataclass(frozen=True)
 class ProjectDirectory:
-    """The working directory of csdctl; it writes all its files below `.csdctl/`."""
+    """The working directory of csdctl. It writes all its files below `.csdctl/`."""
 
     root: Path
 
@@ -163,7 +167,7 @@ class ProjectDirectory:
         return sorted(path.name for path in self.runs.iterdir() if path.is_dir())
 
     def find_run(self, run_id: str | None) -> "RunDirectory":
-        """Return the run whose id is, or alone begins with, `run_id`; None and LATEST: the latest run.
+        """Return the run whose id is, or alone begins with, `run_id`. None and LATEST: the latest run.
 
         Raises InputError if it does not exist, or has a link.
         """
@@ -227,7 +231,7 @@ class RunDirectory:
         save_json(self.manifest, content)
 
     def load_manifest(self) -> dict[str, Any]:
-        """Read manifest.json; raises InputError when it is missing, or its values do not belong together.
+        """Read manifest.json. Raises InputError when it is missing, or its values do not belong together.
 
         The values that csdctl reads are those of `Manifest`, with its types and defaults.
         """
@@ -246,7 +250,7 @@ def find_run(
     say: Say,
     read: Callable[[RunDirectory], object] = RunDirectory.load_manifest,
 ) -> RunDirectory:
-    """Return the run `run_id`; None and LATEST: the latest one that can be read, and `say` names later ones.
+    """Return the run `run_id`. None and LATEST: the latest one that can be read, and `say` names later ones.
 
     Where none can be read, the latest directory is returned. Raises InputError when there is none.
     """
@@ -287,9 +291,6 @@ def keep_step_file(step_file: Path, kept: Path) -> None:
         step_file.unlink(missing_ok=True)  # the copy is synced
 
 
-_ID = "%Y%m%d-%H%M%S-%f"
-
-
 def _new_directory(parent: Path) -> RunDirectory:
     """Create a run directory with an id after all others, also where the clock has been set back."""
     now = datetime.now(UTC).replace(tzinfo=None)
@@ -300,10 +301,6 @@ def _new_directory(parent: Path) -> RunDirectory:
     run = RunDirectory(parent / f"{now:{_ID}}")
     make_directory(run.logs)
     return run
-
-
-MAX_LOG_BYTES = 16 << 20
-MAX_LINE_BYTES = 1 << 16
 
 
 class CappedLog:
@@ -322,7 +319,7 @@ class CappedLog:
             self._file = open_log(path)
 
     def write(self, line: bytes) -> None:
-        """Write one line, printable; its end is added. Users read logs with `tail -f`."""
+        """Write one line, printable. Its end is added. Users read logs with `tail -f`."""
         if self._file is None:
             return
         with contextlib.suppress(OSError):
@@ -340,14 +337,13 @@ class CappedLog:
             self._file.close()
 
 
-FREQUENT = (Progress, WaitingFor)
 """Events that come again and again; only those of rank 0 are needed to tell how far a run came."""
 
 
 class EventLog:
     """Appends events to events.jsonl, one per line: `time` (Unix time of arrival), `event` and its fields.
 
-    Once the file has `max_bytes`, frequent events of ranks other than 0 are no longer stored; the log of the
+    Once the file has `max_bytes`, frequent events of ranks other than 0 are no longer stored. The log of the
     rank says so.
     """
 
@@ -362,7 +358,7 @@ class EventLog:
         """Ranks whose frequent events are no longer stored."""
 
     def append(self, time_s: float, event: Event) -> None:
-        """Write one event; `time_s` is Unix time."""
+        """Write one event. `time_s` is Unix time."""
         if self._num_bytes >= self._max_bytes and event.rank != 0 and isinstance(event, FREQUENT):
             if event.rank not in self._limited:
                 self._limited.add(event.rank)
@@ -378,7 +374,7 @@ class EventLog:
         self._write()
 
     def _write(self) -> None:
-        """Write what is there; raises OSError, for a full disk only when too much is unwritten."""
+        """Write what is there. Raises OSError, for a full disk only when too much is unwritten."""
         try:
             while self.unwritten:
                 del self.unwritten[: self._file.write(self.unwritten)]
@@ -387,7 +383,7 @@ class EventLog:
                 raise
 
     def close(self) -> None:
-        """Write, sync and close the file; raises OSError."""
+        """Write, sync and close the file. Raises OSError."""
         try:
             self._write()
             if self.unwritten:

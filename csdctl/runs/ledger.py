@@ -56,7 +56,7 @@ class Ledger:
         self._bytes.update(num_bytes)
 
     def save(self, num_bytes: Mapping[tuple[str, str, str], int] = {}) -> None:
-        """Append the collected counts, and `num_bytes`, to the file; raises OSError and InputError."""
+        """Append the collected counts, and `num_bytes`, to the file. Raises OSError and InputError."""
         self.add(num_bytes)
         now = round(time.time(), 3)
         lines = [
@@ -80,7 +80,7 @@ def record_traffic(directory: Path, command: str) -> Callable[[Mapping[tuple[str
 
 
 def read_ledger(path: Path, say: Say = lambda line: None) -> Iterator[LedgerEntry]:
-    """Yield all entries in order; `say` tells of the lines that are none, which are left out."""
+    """Yield all entries in order. `say` tells of the lines that are none, which are left out."""
     problem, num_damaged = "", 0
     try:
         for number, line in enumerate(read_lines(path), 1):
@@ -97,7 +97,7 @@ def read_ledger(path: Path, say: Say = lambda line: None) -> Iterator[LedgerEntr
 
 @dataclass(frozen=True)
 class PowerRecord:
-    """`seconds` that ended at `time`; without `joules`: the `error` of a source."""
+    """`seconds` that ended at `time`. Without `joules`: the `error` of a source."""
 
     time: Annotated[float, Between(0.0, 1e11)]
     """Unix time."""
@@ -114,12 +114,12 @@ class PowerRecord:
 
 
 def append_power(run: RunDirectory, record: PowerRecord) -> None:
-    """Write a record in one piece, as many threads do; raises OSError."""
+    """Write a record in one piece, as many threads do. Raises OSError."""
     append_lines(run.power, json.dumps(vars(record)).encode() + b"\n")
 
 
 def read_power(run: RunDirectory) -> Iterator[PowerRecord]:
-    """Yield the records of a run; lines that are none, such as one cut off, are left out."""
+    """Yield the records of a run. Lines that are none, such as one cut off, are left out."""
     for line in read_lines(run.power):
         with contextlib.suppress(ProtocolError):
             yield from_json(PowerRecord, line.decode(errors="replace"))

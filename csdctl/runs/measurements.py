@@ -1,6 +1,6 @@
 """Stored measurements, by model, recipe, machine class and settings, for the next tuning run: JSON lines.
 
-Values in and out are those of tuning/measurements.py; the caller gives the time.
+Values in and out are those of tuning/measurements.py. The caller gives the time.
 """
 
 import json
@@ -69,7 +69,7 @@ KINDS: dict[str, Kind[Any, Any]] = {kind.name: kind for kind in (PROBE, SUM, TRI
 
 
 class MeasurementStore:
-    """The measurements in a file. Its failures raise CsdctlError; if it is optional, they are said instead.
+    """The measurements in a file. Its failures raise CsdctlError. If it is optional, they are said instead.
 
     Tuning works without earlier measurements, and goes on when new ones cannot be stored.
     """
@@ -77,7 +77,7 @@ class MeasurementStore:
     def __init__(
         self, path: Path, say: Say = lambda line: None, *, is_optional: bool = False, is_fresh: bool = False
     ) -> None:
-        """Read the file at `path`, if there is one; `say` tells of lines that are left out.
+        """Read the file at `path`, if there is one. `say` tells of lines that are left out.
 
         With `is_fresh`, earlier measurements are not read, but new ones are stored.
         """

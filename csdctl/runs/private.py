@@ -16,7 +16,7 @@ SHARED_MEMORY = Path("/dev/shm")
 
 
 def check_private(directory: Path) -> None:
-    """Narrow `directory` to this user, if it exists; raises InputError where another user could change it.
+    """Narrow `directory` to this user, if it exists. Raises InputError where another user could change it.
 
     Its files are trusted: accepted host keys, prepared data, plans, and the worker that runs.
     """
@@ -39,7 +39,7 @@ def check_private(directory: Path) -> None:
 
 
 def private_memory(parent: Path = SHARED_MEMORY) -> Path | None:
-    """Return this user's own directory in the machine's memory, created when it is missing; None without one.
+    """Return this user's own directory in the machine's memory, created when it is missing. None without one.
 
     Every user may create files in /dev/shm. A directory that another user has put in this one's place, or may
     write to, is not used.

@@ -24,7 +24,7 @@ _OF_OTHERS = re.compile(rb'\{"time":[\d.]+,"event":"Progress","rank":[1-9]')
 
 
 class StoredEvents:
-    """The events in a file, in order of arrival; every iteration reads the file from its beginning.
+    """The events in a file, in order of arrival. Every iteration reads the file from its beginning.
 
     A line that is no event of the run (truncated by a crash, damaged, foreign) is left out and counted.
     """
@@ -40,7 +40,7 @@ class StoredEvents:
         return (event for _, event in self.with_times())
 
     def with_times(self) -> Iterator[tuple[float, Event]]:
-        """Yield the Unix time of arrival and the event; raises InputError when there is no file."""
+        """Yield the Unix time of arrival and the event. Raises InputError when there is no file."""
         if not os.path.lexists(self._path):
             raise InputError(
                 f"run {self._path.parent.name} has no events", remedy="the run ended before training started"
@@ -56,7 +56,7 @@ class StoredEvents:
         yield from self._read(lines)
 
     def follow(self, is_over: Callable[[], bool], interval_s: float = 0.25) -> Iterator[tuple[float, Event]]:
-        """Yield all events, and those that are added, until `is_over`; waits for a file that is not there."""
+        """Yield all events, and those that are added, until `is_over`. Waits for a file that is not there."""
         return self._read(_lines(self._added(is_over, interval_s), self._path))
 
     def _added(self, is_over: Callable[[], bool], interval_s: float) -> Iterator[bytes]:
@@ -89,7 +89,7 @@ class StoredEvents:
 
 
 def _parse(line: bytes) -> tuple[float, dict[str, Any]]:
-    """Return the time and the event in a line that `EventLog` wrote; raises ProtocolError for any other."""
+    """Return the time and the event in a line that `EventLog` wrote. Raises ProtocolError for any other."""
     try:
         content = from_json(line)  # three times as fast as the standard library
     except ValueError:  # also for half of a character, which text from a node may name
@@ -101,7 +101,7 @@ def _parse(line: bytes) -> tuple[float, dict[str, Any]]:
 
 
 def read_lines(path: Path) -> Iterator[bytes]:
-    """Yield the lines of a file, one that is too long as b''; nothing without the file.
+    """Yield the lines of a file, one that is too long as b''. Nothing without the file.
 
     Raises InputError for a file that cannot be read, or that has no lines.
     """
@@ -110,7 +110,7 @@ def read_lines(path: Path) -> Iterator[bytes]:
 
 
 def _lines(parts: Iterator[bytes], path: Path) -> Iterator[bytes]:
-    """Yield the lines of `path`, without their ends; an empty one for each longer than MAX_LINE_BYTES."""
+    """Yield the lines of `path`, without their ends. An empty one for each longer than MAX_LINE_BYTES."""
     pending, num_dropped = b"", 0
     for chunk in parts:
         *lines, rest = (pending + chunk).split(b"\n")

@@ -34,6 +34,16 @@ MAX_ROUNDS = 2
 
 MAX_RANGES = 20_000
 MAX_DAMAGED = 100
+# A node gets its first files before its own Python is installed; until then python3 is used.
+_START = 'command -v -- "$1" >/dev/null 2>&1 || { shift; set -- python3 "$@"; }; exec "$@"'
+SEND_BYTES = 256 * 1024
+_DOING = "receiving files"
+_REMEDY = (
+    "check its disk and its network, and its Python (3.8 or newer: `python:` in fleet.yaml), or --exclude it"
+)
+RESPONSE_S = 60.0
+WHOLE_S = 900.0
+BYTES_PER_S = 128 * 1024
 
 
 @dataclass(frozen=True)
@@ -66,7 +76,7 @@ class RequestedObjects:
         """Numbers that may be requested in this round: those of the round before."""
 
     def add(self, request: Missing) -> dict[int, int]:
-        """Return the bytes to start from by number of the object; raises ProtocolError."""
+        """Return the bytes to start from by number of the object. Raises ProtocolError."""
         if not self._rounds_left:
             raise ProtocolError("received another request for objects after the last one")
         numbers: list[int] = []
@@ -89,10 +99,6 @@ class RequestedObjects:
         return offsets
 
 
-# A node gets its first files before its own Python is installed; until then python3 is used.
-_START = 'command -v -- "$1" >/dev/null 2>&1 || { shift; set -- python3 "$@"; }; exec "$@"'
-
-
 def build_receiver(python: str, request: Mapping[str, Any]) -> tuple[list[str], bytes]:
     """Return the argument list that serves `request` on a machine, and that request, packed."""
     packed = zlib.compress(json.dumps(request, separators=(",", ":")).encode(), 1)
@@ -100,18 +106,8 @@ def build_receiver(python: str, request: Mapping[str, Any]) -> tuple[list[str], 
     return ["sh", "-c", _START, "csdctl-receive", *program], packed
 
 
-SEND_BYTES = 256 * 1024
-
-_DOING = "receiving files"
-_REMEDY = (
-    "check its disk and its network, and its Python (3.8 or newer: `python:` in fleet.yaml), or --exclude it"
-)
-
-RESPONSE_S = 60.0
 """The deadline of one answer: a receiver sends a heartbeat every second, so this detects one that hangs."""
-WHOLE_S = 900.0
 """The deadline of a delivery: more than the receiver waits for another deploy to end (LOCK_WAIT_S there)."""
-BYTES_PER_S = 128 * 1024
 """Added to the whole: the time for all bytes at this rate, which is slower than a usable link or disk."""
 
 
@@ -126,7 +122,7 @@ class Delivery:
 
 @dataclass(frozen=True)
 class DeliveryProgress:
-    """The progress of one machine; `bytes_total` is the size of its missing objects."""
+    """The progress of one machine. `bytes_total` is the size of its missing objects."""
 
     node: str
     bytes_sent: int
@@ -145,7 +141,7 @@ def deliver(
     on_progress: OnDeliveryProgress = lambda progress: None,
     patience: Patience | None = None,
 ) -> Delivery:
-    """Send the machine the missing part of `payload`; with `dry_run`, only determine that part.
+    """Send the machine the missing part of `payload`. With `dry_run`, only determine that part.
 
     Raises InputError for a source that changes meanwhile or an occupied destination, RemoteCommandError when
     the machine cannot write or answers otherwise, UnreachableError, and DeadlineError after `patience`.
@@ -177,7 +173,7 @@ class _Exchange:
     bytes_sent: int = 0
 
     def serve(self) -> Delivery:
-        """Serve the receiver's requests until it is done; raises ProtocolError."""
+        """Serve the receiver's requests until it is done. Raises ProtocolError."""
         objects = self.payload.objects
         requested = RequestedObjects([one.size for one in objects], is_dry_run=self.is_dry_run)
         while True:
@@ -221,7 +217,7 @@ class _Exchange:
         yield bytes(gathered)
 
     def send(self, content: Iterator[bytes], report: Callable[[int], None] = lambda sent: None) -> int:
-        """Send `content`; return its bytes. A receiver that ends early says why in its next response."""
+        """Send `content`. Return its bytes. A receiver that ends early says why in its next response."""
         sent = 0
         with suppress(EOFError):
             for chunk in content:

@@ -19,10 +19,12 @@ from typing import Any
 from csdctl.errors import InputError
 from csdctl.shipping.store import StoredFile, hash_source, unreadable
 
+DEFAULT_IGNORED = (".git/", "__pycache__/", ".csdctl/")
+
 
 @dataclass(frozen=True)
 class FileTree:
-    """The desired content of the directory `destination`; all names are relative to it."""
+    """The desired content of the directory `destination`. All names are relative to it."""
 
     destination: str
     directories: tuple[tuple[str, int], ...] = ()
@@ -46,7 +48,7 @@ class Payload:
 
 
 def pack_payload(objects: Sequence[StoredFile] = (), trees: Sequence[FileTree] = ()) -> Payload:
-    """Pack `objects` and `trees`; raises InputError for trees with overlapping destinations."""
+    """Pack `objects` and `trees`. Raises InputError for trees with overlapping destinations."""
     for first, second in pairwise(sorted(tree.destination.rstrip("/") + "/" for tree in trees)):
         if second.startswith(first):
             raise InputError(
@@ -76,9 +78,6 @@ def _describe(tree: FileTree, numbers: dict[str, int]) -> dict[str, Any]:
     return {"id": identity, "destination": tree.destination, **content}
 
 
-DEFAULT_IGNORED = (".git/", "__pycache__/", ".csdctl/")
-
-
 @dataclass(frozen=True)
 class TreeRequest:
     """A directory of the host, and its destination on the nodes."""
@@ -88,7 +87,7 @@ class TreeRequest:
 
 
 def parse_tree(written: str) -> TreeRequest:
-    """Parse SOURCE[:DESTINATION], separated by the last colon; raises InputError."""
+    """Parse SOURCE[:DESTINATION], separated by the last colon. Raises InputError."""
     source, colon, destination = written.rpartition(":")
     if not colon:
         source, destination = written, ""
@@ -105,7 +104,7 @@ def parse_tree(written: str) -> TreeRequest:
 
 
 def read_tree(request: TreeRequest, ignored: Sequence[str] = DEFAULT_IGNORED) -> FileTree:
-    """Read and hash a directory, without `ignored` as in .gitignore; raises InputError."""
+    """Read and hash a directory, without `ignored` as in .gitignore. Raises InputError."""
     root = str(request.source)
     directories: list[tuple[str, int]] = []
     files: list[tuple[str, StoredFile]] = []
@@ -145,8 +144,8 @@ def _walk(root: str, prefix: str, ignored: Sequence[str]) -> Iterator[tuple[str,
 def is_ignored(name: str, patterns: Sequence[str], *, is_directory: bool) -> bool:
     """Return whether one of `patterns` matches `name`, a path inside the tree.
 
-    A pattern without a slash matches a name at any depth; a pattern with a slash matches the path from the
-    top of the tree; a slash at its end restricts it to directories.
+    A pattern without a slash matches a name at any depth. A pattern with a slash matches the path from the
+    top of the tree. A slash at its end restricts it to directories.
     """
     for pattern in (one for one in patterns if is_directory or not one.endswith("/")):
         stripped = pattern.rstrip("/")
@@ -157,7 +156,7 @@ def is_ignored(name: str, patterns: Sequence[str], *, is_directory: bool) -> boo
 
 
 def _check_link(root: str, entry: os.DirEntry[str]) -> str:
-    """Return the target of a symbolic link; raises InputError when it points outside the tree."""
+    """Return the target of a symbolic link. Raises InputError when it points outside the tree."""
     target = os.readlink(entry.path)
     inside = os.path.realpath(entry.path)
     if target.startswith("/") or os.path.commonpath([root, inside]) != root:

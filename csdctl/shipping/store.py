@@ -80,7 +80,7 @@ def stored_as(name: str, source: Path, traffic_class: TrafficClass) -> StoredFil
 
 
 def hash_source(path: Path) -> StoredFile:
-    """Hash a file of a tree; its name depends on content and mode. Raises InputError."""
+    """Hash a file of a tree. Its name depends on content and mode. Raises InputError."""
     try:
         with open(path, "rb", buffering=0, opener=_open_regular) as file:
             digest = hashlib.file_digest(file, "sha256")
@@ -93,7 +93,7 @@ def hash_source(path: Path) -> StoredFile:
 
 
 def read_chunk(stored: StoredFile, start: int) -> bytes:
-    """Return the chunk at `start`, a multiple of CHUNK_BYTES; raises InputError if the source is shorter."""
+    """Return the chunk at `start`, a multiple of CHUNK_BYTES. Raises InputError if the source is shorter."""
     path, num_bytes = stored.source, min(CHUNK_BYTES, stored.size - start)
     try:
         with open(path, "rb", opener=_open_regular) as file:

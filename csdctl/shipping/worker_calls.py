@@ -30,7 +30,7 @@ _NOISE = re.compile(rb"[IW]\d{4} |WARNING: All log messages before absl")
 
 
 class WorkerProgram(Program):
-    """A command of the worker; its end may be explained by packages that it lacks."""
+    """A command of the worker. Its end may be explained by packages that it lacks."""
 
     def explain_end(self, done: Completed) -> CsdctlError:
         """Return why the worker has ended without a result."""
@@ -52,7 +52,7 @@ def call_worker(
     doing: str,
     patience: Patience = PATIENCE,
 ) -> ResponseT:
-    """Send `request` to a command of the worker, return its response; raises what `Program.read` raises."""
+    """Send `request` to a command of the worker, return its response. Raises what `Program.read` raises."""
     argv = build_worker_command(python, worker_path, [command])
     try:
         return WorkerProgram(session, argv, doing, patience).call(request, response, on_progress)
@@ -86,7 +86,7 @@ def fetch_results(
     *,
     doing: str,
 ) -> None:
-    """Write the described file to `target`; raises what `Program.read` raises, and for any other content."""
+    """Write the described file to `target`. Raises what `Program.read` raises, and for any other content."""
     digest, num_bytes = hashlib.sha256(), 0
     argv = build_worker_command(python, worker_path, ["send"])
     patience = Patience(spare_lines=1000 + spec.num_bytes // MIN_BLOCK_BYTES)

@@ -1,4 +1,4 @@
-"""Find processes and files that an earlier csdctl left on a machine; end and remove them on request.
+"""Find processes and files that an earlier csdctl left on a machine. End and remove them on request.
 
 Sent as source, so it uses the standard library only. Runs in the session's directory. Reads a line of JSON,
 the fields of `CleanupOptions` (launch/leftovers.py), and writes the frame `@csdctl-result JSON`: `holder` of
@@ -74,7 +74,7 @@ def main() -> None:
 
 
 def find_holder() -> "dict[str, Any] | None":
-    """Return the description of the lock's holder; {} if it is unreadable, None if there is no holder."""
+    """Return the description of the lock's holder. {} if it is unreadable, None if there is no holder."""
     try:
         # To write: NFS locks no file that is open for reading alone.
         lock = os.fdopen(os.open(LOCK, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK), "r+")
@@ -105,7 +105,7 @@ def find_processes(home: str, run_id: str, node: str) -> "dict[int, str]":
     """Return the processes of run `run_id`, or without one all of csdctl started in `home`, with their runs.
 
     With `node`, only those of that node. Command lines identify them: ranks and MPI daemons have the run's
-    id; other processes of csdctl run a file of its store.
+    id. Other processes of csdctl run a file of its store.
     """
     found = {}
     for pid in filter(str.isdigit, os.listdir("/proc")):
@@ -185,7 +185,7 @@ def step_files(directory: str = "", run_id: str = "*") -> str:
 
 
 def find_linked_trees() -> "dict[str, str]":
-    """Return deployed trees with the destinations that link to them; the user may have put others there."""
+    """Return deployed trees with the destinations that link to them. The user may have put others there."""
     found = {}
     for path in glob.glob(TREES + ".link"):
         tree = path[: -len(".link")]
@@ -197,7 +197,7 @@ def find_linked_trees() -> "dict[str, str]":
 
 
 def prune() -> int:
-    """Remove trees without a link, and objects of no tree, the worker's too; return their number."""
+    """Remove trees without a link, and objects of no tree, the worker's too. Return their number."""
     if not is_own(".csdctl"):  # another user could lead elsewhere
         return 0
     flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK

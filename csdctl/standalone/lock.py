@@ -2,7 +2,7 @@
 
 Sent as source, so it uses the standard library only. The first line of input describes the csdctl that wants
 the lock. The response is `mine`, with the other machines of the home, and the lock is kept until the input
-ends, in whatever way that csdctl exits; or `held`, with a description of the current holder.
+ends, in whatever way that csdctl exits, or `held`, with a description of the current holder.
 """
 
 import contextlib
@@ -17,7 +17,7 @@ LOCK = STATE + "/lock"
 
 
 def main() -> None:
-    """Take the lock or print its holder; runs in the session's directory."""
+    """Take the lock or print its holder. Runs in the session's directory."""
     os.umask(0o077)
     make_private(STATE)
     if os.path.lexists(LOCK):
@@ -54,7 +54,7 @@ def refuse(problem: str, remedy: str = "remove it") -> None:
 
 
 def make_private(directory: str) -> None:
-    """Create `directory`, or narrow it; exit if another user can change what is in it."""
+    """Create `directory`, or narrow it. Exit if another user can change what is in it."""
     around = os.getcwd()
     while around != "/":
         mode = os.stat(around).st_mode

@@ -8,16 +8,16 @@ exactly their bytes in that order, and reports when everything is in place. Resp
 
     missing {"ranges": [[first, last], …], "resume": {"7": 4096}}
                                                                    send these, number 7 from byte 4096 on
-    progress {}                                                    heartbeat; expects no reply
+    progress {}                                                    heartbeat. Expects no reply
     result {…}    error {…}    damaged {…}                         the end
 
 The host has checked the names in the manifest (shipping/payload.py). Existing files are compared by content,
 never only by time or size.
 
-    .csdctl/objects/NAME            a file, addressed by content; NAME begins with its SHA-256
-    .csdctl/objects/NAME.part       its received part; continued by the next deploy
-    .csdctl/trees/ID-xxxxxxxx/      a tree, of hard links to objects; its destination is a link to it
-    .csdctl/trees/ID-xxxxxxxx.link  its destination; the tree is in use while that links to it
+    .csdctl/objects/NAME            a file, addressed by content. NAME begins with its SHA-256
+    .csdctl/objects/NAME.part       its received part. Continued by the next deploy
+    .csdctl/trees/ID-xxxxxxxx/      a tree, of hard links to objects. Its destination is a link to it
+    .csdctl/trees/ID-xxxxxxxx.link  its destination. The tree is in use while that links to it
 """
 
 from __future__ import annotations
@@ -52,10 +52,11 @@ REMEDIES = {
     errno.EPERM: "fix the permissions there, or deploy as another user",
     errno.EIO: "the disk there reports errors: check `dmesg`",
 }
+LAST_BEAT_S = [time.monotonic()]
 
 
 class RefusedError(Exception):
-    """The request must not be served; `remedy` says what to do."""
+    """The request must not be served. `remedy` says what to do."""
 
     def __init__(self, message: str, remedy: str = "") -> None:
         super().__init__(message)
@@ -66,9 +67,6 @@ def respond(kind: str, **response: Any) -> None:
     """Send one frame to the host."""
     sys.stdout.write("@csdctl-" + kind + " " + json.dumps(response) + "\n")
     sys.stdout.flush()
-
-
-LAST_BEAT_S = [time.monotonic()]
 
 
 def beat() -> None:
@@ -89,7 +87,7 @@ def printable(path: bytes) -> str:
 
 
 class ManifestObject:
-    """An object of the manifest; its name begins with its SHA-256."""
+    """An object of the manifest. Its name begins with its SHA-256."""
 
     def __init__(self, name: str, size: int, mode: int) -> None:
         self.path = OBJECTS + b"/" + name.encode()
@@ -123,7 +121,7 @@ class ManifestTree:
 
 
 def check_destination(destination: bytes) -> bytes:
-    """Return the normalized `destination`; raises RefusedError if it is occupied."""
+    """Return the normalized `destination`. Raises RefusedError if it is occupied."""
     destination = os.path.normpath(os.path.join(os.fsencode(os.environ["HOME"]), destination))
     place = os.path.join(os.path.realpath(os.path.dirname(destination)), os.path.basename(destination), b"")
     if place.startswith(os.path.realpath(STATE) + b"/"):
@@ -174,7 +172,7 @@ def hash_of(handle: int, num_bytes: int) -> Any:
 
 
 def read_input(num_bytes: int) -> Iterator[bytes]:
-    """Yield the next `num_bytes` from the host in chunks; raises BrokenPipeError when it no longer sends."""
+    """Yield the next `num_bytes` from the host in chunks. Raises BrokenPipeError when it no longer sends."""
     while num_bytes:
         is_readable = select.select([0], [], [], SILENCE_S)[0]
         chunk = os.read(0, min(num_bytes, 1 << 17)) if is_readable else b""
@@ -185,7 +183,7 @@ def read_input(num_bytes: int) -> Iterator[bytes]:
 
 
 def check_store() -> None:
-    """Narrow what exists of the store to this user; refuse one that another user could change."""
+    """Narrow what exists of the store to this user. Refuse one that another user could change."""
     around = os.getcwd()
     while around != "/":
         mode = os.stat(around).st_mode
@@ -198,7 +196,7 @@ def check_store() -> None:
 
 
 def check_own(directory: bytes) -> None:
-    """Narrow a directory to this user; refuse another user's, and a link of another user."""
+    """Narrow a directory to this user. Refuse another user's, and a link of another user."""
     if {os.lstat(directory).st_uid, os.stat(directory).st_uid} != {os.geteuid()}:
         raise RefusedError(f"{printable(os.path.abspath(directory))} belongs to another user", "remove it")
     if os.stat(directory).st_mode & 0o077:
@@ -229,7 +227,7 @@ class Receiver:
         return [n for n, expected in objects if expected in needed and not matches(expected.path, expected)]
 
     def receive(self, missing: list[int]) -> None:
-        """Receive, verify, sync and rename objects; after a full disk, no part of them remains."""
+        """Receive, verify, sync and rename objects. After a full disk, no part of them remains."""
         make_private(OBJECTS)
         arrived = missing
         offsets = {number: self.resume_offset(self.objects[number]) for number in missing}
@@ -256,7 +254,7 @@ class Receiver:
             os.replace(self.objects[number].part, self.objects[number].path)
 
     def resume_offset(self, expected: ManifestObject) -> int:
-        """Return the size of the part from an interrupted deploy; its hash is checked at the end."""
+        """Return the size of the part from an interrupted deploy. Its hash is checked at the end."""
         try:
             handle = os.open(expected.part, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
         except OSError:  # none, a link, or nothing that can be read: it is replaced
@@ -274,7 +272,7 @@ class Receiver:
 
 
 def report_missing(missing: list[int], offsets: dict[int, int]) -> list[int]:
-    """Report the objects to send as ranges, the last with what lies between; return all numbers."""
+    """Report the objects to send as ranges, the last with what lies between. Return all numbers."""
     ranges: list[list[int]] = []
     for number in missing:
         if ranges and (ranges[-1][1] == number - 1 or len(ranges) == 20_000):  # lines of a megabyte at most
@@ -286,7 +284,7 @@ def report_missing(missing: list[int], offsets: dict[int, int]) -> list[int]:
 
 
 def receive_object(expected: ManifestObject, offset: int) -> bool:
-    """Read an object from `offset` on into its part; return whether its hash is right."""
+    """Read an object from `offset` on into its part. Return whether its hash is right."""
     flags = os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC
     if not offset:
         flags |= os.O_CREAT | os.O_EXCL
@@ -328,7 +326,7 @@ def sync(paths: list[bytes]) -> None:
 
 
 def build_tree(tree: ManifestTree) -> bytes:
-    """Build the tree in a new directory and return its path; leave nothing after a failure."""
+    """Build the tree in a new directory and return its path. Leave nothing after a failure."""
     name = tree.id.encode() + b"-" + os.urandom(4).hex().encode()
     directory = os.path.realpath(TREES) + b"/" + name
     make_private(TREES)
@@ -386,7 +384,7 @@ def switch(destination: bytes, directory: bytes) -> None:
 
 @contextlib.contextmanager
 def locked() -> Iterator[None]:
-    """Hold the store's lock, which serializes deploys; a dead process holds no lock."""
+    """Hold the store's lock, which serializes deploys. A dead process holds no lock."""
     make_private(STATE)
     with open(os.open(LOCK, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK, 0o600), "r+") as file:
         end_s = time.monotonic() + 600.0
@@ -422,7 +420,7 @@ def serve(request: dict[str, Any]) -> None:
 
 
 def main() -> int:
-    """Serve the request that the host sends; report errors as one line."""
+    """Serve the request that the host sends. Report errors as one line."""
     os.umask(0o077)
     try:
         check_store()

@@ -38,7 +38,7 @@ Callback = Callable[[dict[str, Any]], object]
 
 
 class EventCallbacks(AbstractContextManager["EventCallbacks"]):
-    """Passes the events of one run to `functions`, by name; a context manager."""
+    """Passes the events of one run to `functions`, by name. A context manager."""
 
     def __init__(
         self, functions: Sequence[Callback], run_id: str, say: Say, end_wait_s: float = END_WAIT_S
@@ -54,7 +54,7 @@ class EventCallbacks(AbstractContextManager["EventCallbacks"]):
         return any(callback.has_stopped for callback in self._callbacks)
 
     def put(self, time_s: float, event: Event) -> None:
-        """Pass on an event; `time_s` is Unix time. Returns at once."""
+        """Pass on an event. `time_s` is Unix time. Returns at once."""
         for callback in self._callbacks:
             callback.put(time_s, event)
         self._show_messages()
@@ -86,7 +86,7 @@ class _EventCallback:
         self._thread.start()
 
     def put(self, time_s: float, event: Event) -> None:
-        """Queue an event, or count it as dropped; one thread calls this."""
+        """Queue an event, or count it as dropped. One thread calls this."""
         limit = MAX_WAITING // 2 if isinstance(event, FREQUENT) else MAX_WAITING
         if self.events.qsize() < limit:
             self.events.put((time_s, event))
@@ -94,7 +94,7 @@ class _EventCallback:
             self._num_dropped += 1
 
     def join(self, timeout_s: float, allowed_s: float) -> None:
-        """Wait for the thread, and tell what the function has missed; it had `allowed_s` in all."""
+        """Wait for the thread, and tell what the function has missed. It had `allowed_s` in all."""
         self._thread.join(timeout_s)
         self._is_over.set()
         if self._thread.is_alive():

@@ -35,6 +35,17 @@ from csdctl.worker.protocol.events import (
 from csdctl.worker.protocol.json_codec import ProtocolError, shorten
 from csdctl.worker.protocol.orders import Order, Ping, order_to_line
 
+CHARS_PER_EVENT = 1000
+CHECK_WORKER = "check that machine: its worker is damaged or is not csdctl's"
+MEMORY_REMEDY = "use a smaller batch size (--batch-size, or `csdctl tune`), or a machine with more memory"
+_NOISE = ("All log messages before absl", "oneDNN custom operations are on", "rebuild TensorFlow with")
+_READ_S = 3600.0
+_EXIT_CODE_S = 5.0
+_SIGNAL = 128
+_NO_CODE = 255
+_LOG_BYTES_PER_S = 1 << 20
+_LINE_BYTES = 100
+
 
 class Allowance:
     """An amount that grows with time, up to `burst`, and that is spent."""
@@ -45,7 +56,7 @@ class Allowance:
         self._updated: float | None = None
 
     def spend(self, amount: float, now: float) -> float:
-        """Spend `amount` at the monotonic time `now`; return the seconds until it is available, or 0.0."""
+        """Spend `amount` at the monotonic time `now`. Return the seconds until it is available, or 0.0."""
         elapsed_s = now - self._updated if self._updated is not None else 0.0
         self._updated = now
         self._left = min(self._burst, self._left + elapsed_s * self._per_s) - amount
@@ -55,7 +66,6 @@ class Allowance:
 EVENTS_PER_S, MAX_EVENTS_AT_ONCE = 100, 10_000
 """A worker sends two in a second, and several at the end of an epoch; what waits in a connection while csdctl
 is stopped arrives at once."""
-CHARS_PER_EVENT = 1000
 """An event of this length counts twice."""
 WAITING_PER_S, MAX_WAITING_AT_ONCE = 1, 100
 """A worker says every five seconds that it waits; csdctl then tells the user, and asks the other ranks.
@@ -63,7 +73,7 @@ It warns more rarely."""
 
 
 class EventValidator:
-    """Checks the events of one process of rank `rank`; `nodes` are the machines of all ranks, in order."""
+    """Checks the events of one process of rank `rank`. `nodes` are the machines of all ranks, in order."""
 
     def __init__(self, rank: int, nodes: Sequence[str], *, num_epochs: int, has_hub: bool = False) -> None:
         """`num_epochs`: of the run. `has_hub`: whether other ranks are behind this one."""
@@ -86,7 +96,7 @@ class EventValidator:
         self._epochs_ended = 0
 
     def check(self, event: Event, num_chars: int, now: float) -> None:
-        """Raise ProtocolError unless the rank may send `event` now; it was a line of `num_chars`."""
+        """Raise ProtocolError unless the rank may send `event` now. It was a line of `num_chars`."""
         if self._allowance.spend(1 + num_chars / CHARS_PER_EVENT, now) > 0:
             most = f"at most {EVENTS_PER_S} events of {CHARS_PER_EVENT} characters per second"
             raise _violation(event, most)
@@ -134,24 +144,15 @@ def _violation(event: Event, expected: str, received: object = None) -> Protocol
     return ProtocolError(f"{type(event).__name__}: expected {expected}{found}")
 
 
-CHECK_WORKER = "check that machine: its worker is damaged or is not csdctl's"
-MEMORY_REMEDY = "use a smaller batch size (--batch-size, or `csdctl tune`), or a machine with more memory"
-_NOISE = ("All log messages before absl", "oneDNN custom operations are on", "rebuild TensorFlow with")
 """Parts of lines that TensorFlow prints at every start."""
-_READ_S = 3600.0
 """A read without a line is repeated after this long: the supervisor decides how long a rank may be silent."""
-_EXIT_CODE_S = 5.0
 """Maximum wait for the exit code after the output has ended."""
-_SIGNAL = 128
-_NO_CODE = 255
-_LOG_BYTES_PER_S = 1 << 20
 """A rank that prints more waits, once it has printed MAX_LOG_BYTES: its output must not occupy the host."""
-_LINE_BYTES = 100
 
 
 @dataclass(frozen=True)
 class ProcessEnded:
-    """A rank's process has ended; `error` holds the reason, `is_clean` whether it exited with 0."""
+    """A rank's process has ended. `error` holds the reason, `is_clean` whether it exited with 0."""
 
     rank: int
     node: str
@@ -164,7 +165,7 @@ OnMessage = Callable[[RankMessage], None]
 
 
 class RankProcess:
-    """One rank; `send` may be called until the process has ended, `close` always."""
+    """One rank. `send` may be called until the process has ended, `close` always."""
 
     def __init__(
         self,
@@ -174,7 +175,7 @@ class RankProcess:
         validator: EventValidator,
         log: CappedLog,
     ) -> None:
-        """Communicate with the process through `conversation`, which `session` opened; call `listen` once.
+        """Communicate with the process through `conversation`, which `session` opened. Call `listen` once.
 
         `validator` judges its events, `log` gets its other output.
         """
@@ -194,7 +195,7 @@ class RankProcess:
         threading.Thread(target=self._read_lines, daemon=True).start()
 
     def send(self, order: Order) -> None:
-        """Send an order; a process that has ended ignores it, as its end is reported anyway."""
+        """Send an order. A process that has ended ignores it, as its end is reported anyway."""
         with self._send_lock, contextlib.suppress(EOFError, CsdctlError):
             self.validator.note_order(order)
             self._conversation.send_line(order_to_line(order))
@@ -226,7 +227,7 @@ class RankProcess:
             self._on_message(ProcessEnded(self.rank, self.node, *ended))
 
     def _handle_line(self, line: str) -> None:
-        """Pass on the event in `line`, or log a line that has none; raises ProtocolError."""
+        """Pass on the event in `line`, or log a line that has none. Raises ProtocolError."""
         event = event_from_line(line)
         if event is None:
             self._handle_output(line)
@@ -280,7 +281,7 @@ class Restarted:
 
 
 class RankProcesses:
-    """The processes of all ranks of one run; `close` ends them, whatever happened."""
+    """The processes of all ranks of one run. `close` ends them, whatever happened."""
 
     def __init__(
         self,
@@ -311,7 +312,7 @@ class RankProcesses:
         return set(self._running)
 
     def start(self, rank: int) -> None:
-        """Start a rank; raise CsdctlError if that fails."""
+        """Start a rank. Raise CsdctlError if that fails."""
         self._running[rank] = self._start(rank)
         self._listen(self._running[rank])
 
@@ -319,7 +320,7 @@ class RankProcesses:
         process.listen(lambda message: self._messages.put((process, message)))
 
     def receive(self, timeout_s: float) -> RankMessage | Restarted | None:
-        """Return what arrives next; None if nothing arrives in time, or if its process was dropped."""
+        """Return what arrives next. None if nothing arrives in time, or if its process was dropped."""
         try:
             process, message = self._messages.get(timeout=timeout_s)
         except queue.Empty:
@@ -350,7 +351,7 @@ class RankProcesses:
         self._again = self._unhandled
 
     def send(self, rank: int, order: Order) -> None:
-        """Send an order to a rank; do nothing if the rank has no process."""
+        """Send an order to a rank. Do nothing if the rank has no process."""
         if process := self._running.get(rank):
             process.send(order)
 
@@ -367,7 +368,7 @@ class RankProcesses:
             process.close()
 
     def restart(self, rank: int) -> None:
-        """Try to restart a dropped rank until it succeeds or the run is over; return at once."""
+        """Try to restart a dropped rank until it succeeds or the run is over. Return at once."""
         if rank in self._restarting:
             return
         self._restarting.add(rank)

@@ -51,10 +51,10 @@ class Patience:
 
 
 class Link:
-    """The mpirun of one link, from its start to its end; of several paths, the first that connects."""
+    """The mpirun of one link, from its start to its end. Of several paths, the first that connects."""
 
     def __init__(self, jobs: Sequence[MpiJob], on_connected: Callable[[int], None]) -> None:
-        """Start the first of `jobs`, each of which uses another path; `on_connected` gets its number."""
+        """Start the first of `jobs`, each of which uses another path. `on_connected` gets its number."""
         self._jobs, self._on_connected = jobs, on_connected
         self._number = 0
         self._is_ended = False
@@ -99,7 +99,7 @@ class Link:
 
 @dataclass(frozen=True)
 class RunSetup:
-    """How to start the ranks and their links; the first three callables may raise CsdctlError."""
+    """How to start the ranks and their links. The first three callables may raise CsdctlError."""
 
     run_id: str
     nodes: Sequence[str]
@@ -137,7 +137,7 @@ PrepareNode = Callable[[Session], str]
 
 @dataclass(frozen=True)
 class RankStarter:
-    """Starts ranks and links; connections that are opened later are closed with `stack`."""
+    """Starts ranks and links. Connections that are opened later are closed with `stack`."""
 
     spec: RunSpec
     spec_path: str
@@ -160,11 +160,11 @@ class RankStarter:
     """By rank, why it could not be restarted, as its log says."""
 
     def start(self, rank: int) -> RankProcess:
-        """Start a rank; raises CsdctlError."""
+        """Start a rank. Raises CsdctlError."""
         return self._start_process(rank, self.mpirun.sessions[self.spec.ranks[rank].node])
 
     def restart(self, rank: int) -> RankProcess:
-        """Start a lost rank, after ending its old processes; over a new connection if there is none left."""
+        """Start a lost rank, after ending its old processes. Over a new connection if there is none left."""
         try:
             return self._restart(rank)
         except Exception as error:  # every few seconds, for as long as the node is down

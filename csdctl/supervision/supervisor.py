@@ -1,8 +1,8 @@
 """Supervise a run: start the ranks and their links, note who takes part, restart what is lost.
 
-Ranks are started over SSH; each node has a link of its own, an MPI job of two processes. The hub beside
+Ranks are started over SSH. Each node has a link of its own, an MPI job of two processes. The hub beside
 rank 0 knows who takes part, and rank 0 reports it (`Joined`). When a process, a link or a machine is lost,
-the others go on without it; here it is restarted, and rank 0 lets it in again (docs/decisions/0052).
+the others go on without it. Here it is restarted, and rank 0 lets it in again (docs/decisions/0052).
 
 `ACTIONS`, at the end of this file, says what each message leads to.
 """
@@ -87,7 +87,7 @@ class RankState:
 
 
 class Supervisor:
-    """One run; call `run` once."""
+    """One run. Call `run` once."""
 
     def __init__(self, setup: RunSetup, record: Callable[[Event], None]) -> None:
         """`record` is called with every event, in order, by the thread that calls `run`."""
@@ -112,7 +112,7 @@ class Supervisor:
         self.outcomes: list[JobOutcome] = []
 
     def run(self) -> None:
-        """Train to the end; raise RunError, DeadlineError, InputError; KeyboardInterrupt for the second."""
+        """Train to the end. Raise RunError, DeadlineError, InputError. KeyboardInterrupt for the second."""
         try:
             self._start()
             while 0 not in self._finished:
@@ -127,7 +127,7 @@ class Supervisor:
                 self._close_link(rank)
 
     def _run_interruptible(self, action: Callable[[], None]) -> None:
-        """Let the ranks finish their step after the first Ctrl-C; the second one ends everything."""
+        """Let the ranks finish their step after the first Ctrl-C. The second one ends everything."""
         try:
             action()
         except KeyboardInterrupt:
@@ -159,7 +159,7 @@ class Supervisor:
     # Starting
 
     def _start(self) -> None:
-        """Start all ranks and their links, until all take part; before that every failure is fatal."""
+        """Start all ranks and their links, until all take part. Before that every failure is fatal."""
         for rank, error in self._setup.late.items():
             self._note_loss(rank, error)
             self._processes.restart(rank)
@@ -176,7 +176,7 @@ class Supervisor:
                 self._give_up_start(late)
 
     def _give_up_start(self, late: Sequence[int]) -> None:
-        """Raise DeadlineError for ranks that are not ready in time; in a check, continue without them."""
+        """Raise DeadlineError for ranks that are not ready in time. In a check, continue without them."""
         limit, remedy = f"within {self._patience.start_s:g} s", "raise the timeout, or check the rank's log"
         if not self._setup.is_check or 0 in late:
             names = format_node_names(self._setup.nodes[rank] for rank in sorted(late))
@@ -191,7 +191,7 @@ class Supervisor:
             self._processes.send(rank, OpenHub(self._setup.hub_key))
 
     def _begin(self) -> None:
-        """Let rank 0 begin with all ranks once they are ready; alone in a check, or after its own loss."""
+        """Let rank 0 begin with all ranks once they are ready. Alone in a check, or after its own loss."""
         there = [rank for rank, state in self._ranks.items() if not state.loss]
         is_ready = all(self._ranks[rank].is_ready for rank in (there if not self._has_trained else [0]))
         if self._has_begun or not is_ready:
@@ -274,7 +274,7 @@ class Supervisor:
     # Losses
 
     def _lose(self, rank: int, error: CsdctlError, *, is_restarting: bool = True) -> None:
-        """Note the loss of a rank or of its link; restart its process, or keep it and restart the link alone.
+        """Note the loss of a rank or of its link. Restart its process, or keep it and restart the link alone.
 
         Raises the error of the run before any training, and when too few nodes are left.
         """
@@ -304,7 +304,7 @@ class Supervisor:
         self._record(NodeLost(rank, self._setup.nodes[rank], error.message, error.remedy))
 
     def _drop(self, rank: int) -> None:
-        """End the process of a rank and its link; start the process again, unless that failed too often."""
+        """End the process of a rank and its link. Start the process again, unless that failed too often."""
         state = self._ranks[rank]
         self._processes.drop(rank)
         state.is_ready, state.pinged = False, None
@@ -391,7 +391,7 @@ class Supervisor:
             self._drop(ended.rank)
 
     def _note_failure(self, failed: Failed) -> None:
-        """Continue without a rank that failed on its own; rank 0 fails for all."""
+        """Continue without a rank that failed on its own. Rank 0 fails for all."""
         if failed.rank == 0 or not (self._has_trained or self._ranks[failed.rank].loss):
             raise as_run_failure(failed, self._setup.log_directory)
         self._lose(failed.rank, NodeError(failed.message, node=failed.node, remedy=failed.remedy))

@@ -1,7 +1,7 @@
 """The console of csdctl and its tables: text that is printed is only text, and the control codes are its own.
 
 Strings are never markup, and are made printable before they are laid out. Segments are made printable once
-more, for Text objects that were not built from a string here; Rich's own control codes are segments of
+more, for Text objects that were not built from a string here. Rich's own control codes are segments of
 another kind, and colours are added later.
 """
 
@@ -46,18 +46,18 @@ class PrintableConsole(Console):
 
     @property
     def is_terminal(self) -> bool:
-        """Whether the cursor can be moved; a kernel's standard output says so, and is no terminal."""
+        """Whether the cursor can be moved. A kernel's standard output says so, and is no terminal."""
         return super().is_terminal and not self._is_notebook
 
     def on_broken_pipe(self) -> None:
-        """Print nothing from now on; end the program, unless it outlives its reader."""
+        """Print nothing from now on. End the program, unless it outlives its reader."""
         if not self.outlives_its_reader:
             super().on_broken_pipe()
         self.quiet = True
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
     def print(self, *objects: Any, **options: Any) -> None:
-        """Print strings and renderables; the lines of a string after its first one are indented.
+        """Print strings and renderables. The lines of a string after its first one are indented.
 
         So text of others cannot pass for a line of csdctl.
         """
@@ -87,7 +87,7 @@ def build_table(
     styles: Sequence[str] = (),
     gap: int = 0,
 ) -> Table:
-    """Return a table; `styles` are those of its rows. With a `gap` between columns, it has no lines.
+    """Return a table. `styles` are those of its rows. With a `gap` between columns, it has no lines.
 
     A name of a column that begins with NUMBER is right-justified.
     """

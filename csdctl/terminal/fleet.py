@@ -1,4 +1,4 @@
-"""The machines of a fleet: their facts, host keys and leftovers, and emulated nodes; as tables and JSON."""
+"""The machines of a fleet: their facts, host keys and leftovers, and emulated nodes. As tables and JSON."""
 
 import os
 from collections.abc import Iterable, Mapping, Sequence
@@ -39,10 +39,13 @@ COLUMNS = {
 
 _COLORS = {Status.OK: Text("ok"), Status.WARN: Text("amber", "yellow"), Status.FAIL: Text("red", "bold red")}
 _SEVERITY = list(Status)
+_UNKNOWN = "–"
+_MISSING = "missing"
+EMULATED = {"schema": "csdctl.emulate/1", "emulated": True}
 
 
 class ExaminationView(View):
-    """Shows each check when it is done; use it as a context manager around the examination."""
+    """Shows each check when it is done. Use it as a context manager around the examination."""
 
     def __init__(self, console: PrintableConsole, fleet: Fleet, *, is_verbose: bool = False) -> None:
         self._is_verbose = is_verbose
@@ -104,14 +107,9 @@ def doctor_document(examination: Examination) -> dict[str, object]:
     }
 
 
-_UNKNOWN = "–"
-_MISSING = "missing"
-EMULATED = {"schema": "csdctl.emulate/1", "emulated": True}
-
-
 @dataclass(frozen=True)
 class EmulatedFleet:
-    """An emulated fleet that is up; `was_up` when it was running before."""
+    """An emulated fleet that is up. `was_up` when it was running before."""
 
     fleet_path: Path
     nodes: tuple[NodeStatus, ...]
@@ -168,7 +166,7 @@ def discover_document(result: DiscoverResult) -> dict[str, object]:
 
 
 def show_imported(streams: Streams, found: FoundFleet, source: str, *, is_dry_run: bool) -> None:
-    """Report the fleet file that was written from `source`; in a dry run print what it would hold."""
+    """Report the fleet file that was written from `source`. In a dry run print what it would hold."""
     for warning in found.warnings:
         streams.errors.print(f"warning: {warning}")
     if not is_dry_run:

@@ -1,4 +1,4 @@
-"""Work on all nodes at once: its progress, its results, and why nodes failed; exec, deploy and provision."""
+"""Work on all nodes at once: its progress, its results, and why nodes failed. Exec, deploy and provision."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TypeVar
@@ -29,7 +29,7 @@ ItemT = TypeVar("ItemT")
 
 
 class CountView(View):
-    """Counts machines that are done, on a terminal; elsewhere prints a line of each; a context manager."""
+    """Counts machines that are done, on a terminal. Elsewhere prints a line of each. A context manager."""
 
     def __init__(self, console: PrintableConsole, doing: str, num_machines: int) -> None:
         self._num_failed = 0
@@ -43,7 +43,7 @@ class CountView(View):
         self._task = self._progress.add_task(doing, total=num_machines, failed="", size="")
 
     def count(self, line: str = "", *, has_failed: bool = False) -> None:
-        """Count one machine; print `line` where there is no terminal."""
+        """Count one machine. Print `line` where there is no terminal."""
         self._num_failed += has_failed
         failed = f"{self._num_failed} failed" if self._num_failed else ""
         self._progress.update(self._task, advance=1, failed=failed)
@@ -61,7 +61,7 @@ class CountView(View):
 
 
 def render_failed(console: PrintableConsole, failed: Mapping[str, CsdctlError], fleet: Fleet) -> None:
-    """Print why machines failed, and the remedies; the same cause on many machines is one problem."""
+    """Print why machines failed, and the remedies. The same cause on many machines is one problem."""
     for problem in bounded(console, fold_problems(failed, fleet), "problems"):
         console.print("problem:", style="bold red", end=" ")
         console.print(f"{format_node_names(problem.names)}: {problem.message}", soft_wrap=True)
@@ -107,7 +107,7 @@ def _print_output(console: PrintableConsole, output: bytes) -> None:
 
 
 def exec_document(result: ExecResult, command: Sequence[str], task: str | None = None) -> dict[str, object]:
-    """Return the `csdctl.exec/1` document; bytes that are not UTF-8 are replaced."""
+    """Return the `csdctl.exec/1` document. Bytes that are not UTF-8 are replaced."""
     answers = result.answers
     row_of = {name: number for number, (_, names) in enumerate(result.rows) for name in names}
     return {
@@ -141,7 +141,7 @@ def exec_document(result: ExecResult, command: Sequence[str], task: str | None =
 
 
 class TransferView(CountView):
-    """The nodes that have their files, and the bytes sent to all of them; a context manager."""
+    """The nodes that have their files, and the bytes sent to all of them. A context manager."""
 
     def __init__(self, console: PrintableConsole, num_nodes: int, *, is_dry_run: bool = False) -> None:
         super().__init__(console, "sending", num_nodes)
@@ -149,7 +149,7 @@ class TransferView(CountView):
         self._bytes: dict[str, DeliveryProgress] = {}
 
     def advance(self, progress: DeliveryProgress) -> None:
-        """Show the bytes that were sent; may be called from any thread."""
+        """Show the bytes that were sent. May be called from any thread."""
         self._bytes[progress.node] = progress
         known = list(self._bytes.values())
         sent, total = sum(one.bytes_sent for one in known), sum(one.bytes_total for one in known)
@@ -180,7 +180,7 @@ class TransferView(CountView):
         self.count(line, has_failed=not outcome.value)
 
     def task(self, result: TaskResult) -> None:
-        """Show the task that runs; print those that change something where there is no terminal."""
+        """Show the task that runs. Print those that change something where there is no terminal."""
         if self._console.is_terminal:
             self._progress.update(self._task, description=f"{result.task}: {result.node}", total=None)
         elif result.state not in ("ok", "skipped"):

@@ -23,7 +23,7 @@ MAX_NAMED = 8
 
 
 class PreparingView(View):
-    """A bar for each data set or machine on a terminal, a line now and then elsewhere; a context manager."""
+    """A bar for each data set or machine on a terminal, a line now and then elsewhere. A context manager."""
 
     def __init__(
         self,
@@ -50,7 +50,7 @@ class PreparingView(View):
         return self._progress.add_task(name, total=None, samples="starting", skipped="")
 
     def show(self, data: str, progress: PrepareProgress) -> None:
-        """Show the progress of the data set or machine `data`; may be called from any thread."""
+        """Show the progress of the data set or machine `data`. May be called from any thread."""
         if data not in self._tasks:
             self._tasks[data] = self._add(data)
         done, total = progress.num_done, progress.num_total
@@ -88,7 +88,7 @@ class PreparationScreen:
 
     @contextmanager
     def preparing(self, what: str = "preparing data", expected: Sequence[str] = ()) -> Iterator[OnProgress]:
-        """Open a view of the progress; `expected`: names that will report."""
+        """Open a view of the progress. `expected`: names that will report."""
         with PreparingView(self._streams.views, what=what, expected=expected) as view:
             yield view.show
 
@@ -129,7 +129,7 @@ def _list(classes: Sequence[str]) -> str:
 
 
 def prepare_document(prepared: Prepared) -> dict[str, object]:
-    """Return the `csdctl.prepare/1` document; it has only counts of private data."""
+    """Return the `csdctl.prepare/1` document. It has only counts of private data."""
     counts = "num_samples", "num_skipped", "class_counts", "unusable_classes"
     return {
         "schema": "csdctl.prepare/1",

@@ -54,7 +54,7 @@ def _shorten(run_id: str, runs: Sequence[RunStatus]) -> str:
 
 
 def watch_run(streams: Streams, followed: Followed) -> bool:
-    """Show a run until it ends; return whether it did not fail."""
+    """Show a run until it ends. Return whether it did not fail."""
     run = followed.run
     clock = _EventClock()
     view = TrainingView(

@@ -1,4 +1,4 @@
-"""Where output goes: results to stdout; with --json, human-readable output to stderr.
+"""Where output goes: results to stdout. With --json, human-readable output to stderr.
 
 Everything passes through here or through the console of `csdctl.terminal.console`, and is made printable.
 """
@@ -79,7 +79,7 @@ def protect_standard_streams() -> None:
 
 @dataclass
 class Streams:
-    """The streams, the terminal and the directory of one invocation; a test passes its own."""
+    """The streams, the terminal and the directory of one invocation. A test passes its own."""
 
     stdout: TextIO = field(default_factory=lambda: sys.stdout)
     stderr: TextIO = field(default_factory=lambda: sys.stderr)
@@ -103,7 +103,7 @@ class Streams:
 
     @cached_property
     def views(self) -> "PrintableConsole":
-        """Where live views and their lines go: the console; nowhere if the user wants results alone."""
+        """Where live views and their lines go: the console. Nowhere if the user wants results alone."""
         return _open_console(io.StringIO(), quiet=True) if self.is_quiet else self.console
 
     @cached_property
@@ -123,7 +123,7 @@ class Streams:
         self.stdout.write(make_printable(text))
 
     def confirm(self, question: str, *, yes: bool) -> None:
-        """Ask at the terminal unless `yes`; raises InputError for a no, or without a terminal."""
+        """Ask at the terminal unless `yes`. Raises InputError for a no, or without a terminal."""
         if yes:
             return
         if not (sys.stdin.isatty() and self.stderr.isatty()):
@@ -133,13 +133,13 @@ class Streams:
             raise InputError("not confirmed: nothing was done")
 
     def result(self, document: object) -> None:
-        """Write one JSON document to standard output; nothing without --json."""
+        """Write one JSON document to standard output. Nothing without --json."""
         if self.is_json:
             self.stdout.write(format_json(document, indent=2) + "\n")
             self.stdout.flush()
 
     def result_line(self, document: object, *, is_json: bool = False) -> None:
-        """Write one JSON line to standard output; nothing without --json, unless `is_json`."""
+        """Write one JSON line to standard output. Nothing without --json, unless `is_json`."""
         if self.is_json or is_json:
             self.stdout.write(format_json(document) + "\n")
             self.stdout.flush()

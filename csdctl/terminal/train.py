@@ -84,7 +84,7 @@ def describe_repeats(spec: RunSpec) -> list[str]:
 
 
 def describe_learning_rate(spec: RunSpec) -> str:
-    """Return the learning rate after the warm-up, and what it follows from; '' with a schedule."""
+    """Return the learning rate after the warm-up, and what it follows from. '' with a schedule."""
     recipe, size = spec.recipe, sum(rank.batch_size for rank in spec.ranks)
     if recipe.schedule or not recipe.learning_rate:
         return ""
@@ -95,7 +95,7 @@ def describe_learning_rate(spec: RunSpec) -> str:
 
 
 class TrainingView(View):
-    """Shows the events of a run: a live table on a terminal, lines elsewhere; a context manager."""
+    """Shows the events of a run: a live table on a terminal, lines elsewhere. A context manager."""
 
     def __init__(
         self,
@@ -149,7 +149,7 @@ class TrainingView(View):
             self._print(line)
 
     def _find_bottleneck(self, event: Event) -> None:
-        """Look for whom the others wait now and then; without a terminal, print what has changed."""
+        """Look for whom the others wait now and then. Without a terminal, print what has changed."""
         now = self._clock()
         if math.isnan(self._first_event_s):
             self._first_event_s = self._looked_at = now
@@ -163,7 +163,7 @@ class TrainingView(View):
             self._print(self._describe_bottleneck())
 
     def _describe_bottleneck(self) -> str:
-        """Return whom the others have lately waited for, as a line; nothing where they did not wait."""
+        """Return whom the others have lately waited for, as a line. Nothing where they did not wait."""
         bottleneck = self._bottleneck
         if bottleneck is None or bottleneck.rank is None:
             return f"link: {bottleneck.why}" if bottleneck else ""
@@ -222,7 +222,7 @@ class TrainingView(View):
         )
 
     def _show_totals(self, event: Progress | EpochEnd, report: Amounts | None) -> None:
-        """Show what a rank has done; a short epoch has only its end."""
+        """Show what a rank has done. A short epoch has only its end."""
         self._evaluating, self._step_at = "", self._clock()
         if event.rank != 0:
             return
@@ -306,7 +306,7 @@ class TrainingView(View):
 
 
 def _format_epoch(event: EpochEnd, epochs: int, done: Amounts) -> str:
-    """Return the line of an epoch that has ended; `done`: all reports of rank 0 in it."""
+    """Return the line of an epoch that has ended. `done`: all reports of rank 0 in it."""
     line = (
         f"epoch {event.epoch}/{epochs}: "
         f"loss {format_loss(event.loss)}{format_metrics(event.accuracy, event.metrics)}, "
@@ -321,7 +321,7 @@ def _format_epoch(event: EpochEnd, epochs: int, done: Amounts) -> str:
 
 
 class TrainingScreen(PreparationScreen):
-    """Shows one `csdctl train`; the live view opens with the run."""
+    """Shows one `csdctl train`. The live view opens with the run."""
 
     def __init__(self, streams: Streams, *, emulated: bool) -> None:
         super().__init__(streams)
@@ -335,7 +335,7 @@ class TrainingScreen(PreparationScreen):
         """The run; None before it has started."""
 
     def train(self, request: TrainRequest) -> TrainResult:
-        """Train, and show the results; raises what `run_training` raises."""
+        """Train, and show the results. Raises what `run_training` raises."""
         with self._stack:
             try:
                 result = run_training(request, self)
@@ -416,7 +416,7 @@ class TrainingScreen(PreparationScreen):
 
 
 def train_point(streams: Streams, point: Point, request: TrainRequest) -> TrainResult:
-    """Train one point as `train` does, with its live view; raises what `train` raises."""
+    """Train one point as `train` does, with its live view. Raises what `train` raises."""
     streams.say(f"{point.kind} scaling, nodes: {point.num_nodes}, global batch {point.plan.global_batch:,}")
     try:
         return TrainingScreen(streams, emulated=request.fleet.emulated).train(request)
@@ -426,7 +426,7 @@ def train_point(streams: Streams, point: Point, request: TrainRequest) -> TrainR
 
 
 def show_training_rehearsal(streams: Streams, request: TrainRequest) -> None:
-    """Examine the machines and print the plan that `train` would follow; raises CsdctlError as it does."""
+    """Examine the machines and print the plan that `train` would follow. Raises CsdctlError as it does."""
     found = rehearse_training(request, TrainingScreen(streams, emulated=request.fleet.emulated))
     if request.batch_size:
         path = "none: --batch-size"

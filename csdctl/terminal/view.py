@@ -32,6 +32,9 @@ from csdctl.worker.protocol.events import (
     Ready,
 )
 
+NUM_GRADES = 20
+WIDE = 100
+
 
 class View:
     """A context manager around a live display of what `render` returns, as `live_on`."""
@@ -54,7 +57,7 @@ class View:
 
 
 def live_on(console: PrintableConsole, render: Callable[[], RenderableType]) -> Live | None:
-    """Draw what `render` returns once a second on a terminal; else None.
+    """Draw what `render` returns once a second on a terminal. Else None.
 
     A view, or a watcher of a run, must not cost the training anything.
     """
@@ -85,9 +88,7 @@ STATES: dict[type[Event], str] = {
     NodeBack: TRAINING,
 }
 """State of a rank after an event about it."""
-NUM_GRADES = 20
 """Grades of slowness: rows of one grade keep their order, so that the view does not flicker."""
-WIDE = 100
 """Columns of a terminal from which on rows have more values."""
 
 
@@ -113,7 +114,7 @@ class RankRow:
         return self.state in (LOST, FAILED)
 
     def take(self, event: Event, report: Amounts | None) -> None:
-        """Take what an event about the rank says; `report`: what it adds to the rank's tally."""
+        """Take what an event about the rank says. `report`: what it adds to the rank's tally."""
         self.state = STATES.get(type(event), self.state)
         if self.is_sick:  # it takes no steps
             self.rate, self.compute_s, self.wait_s = None, 0.0, 0.0
@@ -123,13 +124,13 @@ class RankRow:
             self.rate = report.own_throughput
 
     def join(self) -> None:
-        """Rank 0 names this rank among those that take part; of one that was lost, its return is reported."""
+        """Rank 0 names this rank among those that take part. Of one that was lost, its return is reported."""
         if not self.is_sick:
             self.state = TRAINING
 
     @property
     def held_s(self) -> float:
-        """Seconds of a step spent waiting for the slowest rank; all of wait_s where the part is unknown."""
+        """Seconds of a step spent waiting for the slowest rank. All of wait_s where the part is unknown."""
         return self.wait_s if self.others_s is None else min(self.others_s, self.wait_s)
 
     @property
@@ -168,7 +169,7 @@ def choose_rows(rows: Sequence[RankRow], capacity: int) -> tuple[list[RankRow], 
 
 
 def describe_rest(rest: Sequence[RankRow]) -> str:
-    """Return the number and names of ranks by state, the sick ones first; '' for none."""
+    """Return the number and names of ranks by state, the sick ones first. '' for none."""
     by_state = names_by_value((row.node, row.state) for row in sorted(rest, key=lambda row: not row.is_sick))
     states = (f"{','.join(fold_names(names))} {state}" for state, names in by_state.items())
     return f"{len(rest)} more: {'; '.join(states)}" if rest else ""
@@ -184,7 +185,7 @@ Columns = Mapping[str, Callable[[RankRow], str | Text]]
 
 
 def tabulate(rows: Sequence[RankRow], columns: Columns, width: int) -> list[Text]:
-    """Return the names of the columns and the rows, a line each; Rich's table takes four times as long."""
+    """Return the names of the columns and the rows, a line each. Rich's table takes four times as long."""
     table = [[Text(name.lstrip(NUMBER)) for name in ("node", "state", *columns)]]
     for row in rows:
         cells = [cell(row) for cell in columns.values()]

@@ -1,4 +1,4 @@
-"""How a program starts on a machine: its command line, environment, directory and process group; pure.
+"""How a program starts on a machine: its command line, environment, directory and process group. Pure.
 
 A login shell, which may be any program, gets one command line of characters that all shells leave alone. That
 starts a POSIX `sh`, which prints a token and reads one line from standard input: the script of this module
@@ -49,32 +49,11 @@ CANNOT_ENTER = 119
 """Exit code of the script when the machine has no usable state directory; standard error says why."""
 
 
-@dataclass(frozen=True)
-class Setting:
-    """Where csdctl's own programs start on a machine, and what they see besides of its environment."""
-
-    variables: Mapping[str, str]
-    state: str | None
-    """The directory with the state directories of machines, '' for ~/.csdctl; None: stay where it starts."""
-
-
-HERE = Setting({}, None)
-
-
-def find_state_directory(state: str = "") -> Path:
-    """Return the state directory of this machine, which a session to it starts in; `state` is the node's."""
-    id_file = Path("/etc/machine-id")
-    machine = id_file.read_text(encoding="ascii", errors="replace")[:8].strip() if id_file.exists() else ""
-    name = Path("/proc/sys/kernel/hostname").read_text(encoding="utf-8").strip().partition("/")[0]
-    return (Path(state) if state else Path.home() / ".csdctl") / "machines" / f"{name}-{machine}"
-
-
 _UMASK = "umask 077\n"
 # Limits, where a start-up file has lowered the soft ones. `-u` of bash is `-p` of dash.
 _RAISE = """\
 for csdctl_name in n u p f v d t; do ulimit -S -$csdctl_name $(ulimit -H -$csdctl_name); done 2>/dev/null
 """
-
 # Is the shell a group leader already (with OpenSSH it is)? /proc/PID/stat: pid (name) state ppid pgrp …
 _OUTER = """\
 csdctl_inner=$1; shift
@@ -85,12 +64,10 @@ elif command -v setsid >/dev/null 2>&1
 then exec setsid sh -c "csdctl_group=\\$\\$; $csdctl_inner" csdctl "$@"
 else csdctl_group=0; eval "$csdctl_inner"
 fi"""
-
 _BEGIN = """\
 csdctl_token=$1 csdctl_seconds=$2 csdctl_watchdog=; shift 2
 printf '%s %s\\n' "$csdctl_token" "$csdctl_group" >&2
 """
-
 _WATCH = """\
 if [ "$csdctl_seconds" != 0 ] && [ "$csdctl_group" != 0 ]; then
 (exec </dev/null >/dev/null 2>&1; trap 'kill -KILL $!; exit' TERM
@@ -98,7 +75,6 @@ sleep "$csdctl_seconds" & wait $!; kill -KILL "-$$") &
 csdctl_watchdog=$!
 fi
 """
-
 # One home may belong to many machines (NFS), and one machine may have many homes. Machines of one image have
 # equal ids, boards equal names.
 _ENTER = f"""\
@@ -115,7 +91,6 @@ csdctl_why=$(mkdir -p "$csdctl_state" 2>&1) && cd "$csdctl_state" ||
 csdctl_refuse "${{csdctl_why:-$csdctl_state cannot be entered}}"
 [ -O . ] || csdctl_refuse "$csdctl_state belongs to another user"
 """
-
 # The last of several values of one variable counts. `env`, unlike `exec`, never runs a shell builtin.
 _FILTER = f"""\
 for csdctl_name in {KEPT_VARIABLES}; do
@@ -124,24 +99,82 @@ done
 (exec env -i "$@")
 csdctl_code=$?
 """
-
 # `(exec "$@")` runs the program of that name, never a shell builtin.
 _RUN = """\
 (exec "$@")
 csdctl_code=$?
 """
-
 # TERM is ignored only after the command has ended, because children inherit ignored signals.
 _END = """\
 if [ "$csdctl_group" != 0 ]; then trap '' TERM; kill -TERM "-$$" 2>/dev/null; fi
 exit $csdctl_code"""
-
 # The user's own command, as after a login: what it leaves in the background stays; the watchdog does not.
 _END_OF_USER = """\
 if [ -n "$csdctl_watchdog" ]; then kill -TERM "$csdctl_watchdog" 2>/dev/null; fi
 exit $csdctl_code"""
-
 _GROUP = re.compile(rb"(0|[1-9][0-9]{1,9}|[2-9])?")
+_PLAIN = re.compile(r"[ -~]*")
+# What `sudo` has started belongs to root, and is killed by root.
+_KILL = """\
+is_alive() {
+  for file in /proc/[0-9]*/stat; do
+    read -r line <"$file" || continue
+    line=${line##*") "}
+    set -- "$1" $line
+    [ "$4" = "$1" ] && [ "$2" != Z ] && return 0
+  done 2>/dev/null
+  return 1
+}
+kill -KILL "-$1" 2>/dev/null
+is_alive "$1" || exit 0
+sleep 1
+is_alive "$1" || exit 0
+sudo -n kill -KILL -- "-$1" 2>/dev/null
+sleep 1
+! is_alive "$1"
+"""
+# Nobody's sitecustomize, unless `env` of fleet.yaml names PYTHONPATH; else site does what it always does.
+IMPORT_SITE = (
+    "import sys;"
+    "''in sys.path[:1] and sys.path.pop(0);"
+    "import os;"
+    "'PYTHONPATH'in os.environ or sys.modules.update(sitecustomize=None,usercustomize=None);"
+    "import site;"
+    "site.main();"
+)
+PYTHON_FLAGS = ("-S", "-u")
+# The file that was read is the file that runs, whatever its path leads to when more modules are imported.
+_RUN_CHECKED = IMPORT_SITE + (
+    "import hashlib,runpy;"
+    "sys.argv.pop(0);"
+    "path=sys.argv[0];"
+    "file=open(path,'rb');"
+    "is_same=os.path.basename(path).startswith(hashlib.sha256(file.read()).hexdigest());"
+    "is_same or sys.exit(path+' has been changed since csdctl sent it: deploy again');"
+    "runpy.run_path('/proc/self/fd/%d'%file.fileno(),run_name='__main__')"
+)
+
+
+@dataclass(frozen=True)
+class Setting:
+    """Where csdctl's own programs start on a machine, and what they see besides of its environment."""
+
+    variables: Mapping[str, str]
+    state: str | None
+    """The directory with the state directories of machines, '' for ~/.csdctl; None: stay where it starts."""
+
+
+HERE = Setting({}, None)
+
+
+def find_state_directory(state: str = "") -> Path:
+    """Return the state directory of this machine, which a session to it starts in. `state` is the node's."""
+    id_file = Path("/etc/machine-id")
+    machine = id_file.read_text(encoding="ascii", errors="replace")[:8].strip() if id_file.exists() else ""
+    name = Path("/proc/sys/kernel/hostname").read_text(encoding="utf-8").strip().partition("/")[0]
+    return (Path(state) if state else Path.home() / ".csdctl") / "machines" / f"{name}-{machine}"
+
+
 """The rest of the token's line: a process group's id, 0 if there is none, or nothing. 1 is never csdctl's."""
 
 
@@ -171,7 +204,7 @@ class WrappedCommand:
 def build_wrapped_command(
     command: Sequence[str], *, deadline_s: float | None, is_users: bool = False, setting: Setting = HERE
 ) -> WrappedCommand:
-    """Wrap `command`; with `deadline_s` None it runs until it is ended.
+    """Wrap `command`. With `deadline_s` None it runs until it is ended.
 
     It runs in `setting`, what it creates is for the user alone, and what it leaves in the background is ended
     with it, unless it `is_users`: that runs as after a login. Raises InputError for what is no command.
@@ -190,9 +223,6 @@ def build_wrapped_command(
         inner = _BEGIN + enter + _WATCH + _FILTER + _END
         words = [_UMASK + _RAISE + _OUTER, inner, token, str(seconds), *place, *variables, *program]
     return WrappedCommand(tuple(command), token, _build_script(words, command[0]))
-
-
-_PLAIN = re.compile(r"[ -~]*")
 
 
 def _build_script(words: Sequence[str], program: str) -> bytes:
@@ -223,29 +253,8 @@ def _build_script(words: Sequence[str], program: str) -> bytes:
     return f"{''.join(statements)}set -- {' '.join(quoted[1:])}; eval {quoted[0]}\n".encode()
 
 
-# What `sudo` has started belongs to root, and is killed by root.
-_KILL = """\
-is_alive() {
-  for file in /proc/[0-9]*/stat; do
-    read -r line <"$file" || continue
-    line=${line##*") "}
-    set -- "$1" $line
-    [ "$4" = "$1" ] && [ "$2" != Z ] && return 0
-  done 2>/dev/null
-  return 1
-}
-kill -KILL "-$1" 2>/dev/null
-is_alive "$1" || exit 0
-sleep 1
-is_alive "$1" || exit 0
-sudo -n kill -KILL -- "-$1" 2>/dev/null
-sleep 1
-! is_alive "$1"
-"""
-
-
 def build_kill_command(group: int) -> WrappedCommand:
-    """Return what kills process group `group`; its exit code is 0 if nothing of the group is left."""
+    """Return what kills process group `group`. Its exit code is 0 if nothing of the group is left."""
     if group <= 1:
         raise ValueError(f"not a process group of csdctl: {group}")
     return WrappedCommand(("kill",), "csdctl-kill", _build_script([_KILL, str(group)], "kill"))
@@ -270,7 +279,7 @@ class MarkedOutput:
         self.group = 0
 
     def feed(self, data: bytes) -> bytes:
-        """Take the next bytes of the stream; return those written by the command."""
+        """Take the next bytes of the stream. Return those written by the command."""
         if not self.has_started:
             start, end = self._find_marker(data)
             if not end:
@@ -282,7 +291,7 @@ class MarkedOutput:
         return data
 
     def _find_marker(self, data: bytes) -> tuple[int, int]:
-        """Add `data` to the preamble; return start and end of the token and its line's rest, or 0 and 0.
+        """Add `data` to the preamble. Return start and end of the token and its line's rest, or 0 and 0.
 
         A shell that traces commands (`set -x`) prints the token too, followed by other text. Each line is
         searched once, when it is complete: a server may send it byte by byte.
@@ -316,7 +325,7 @@ class MarkedOutput:
 
 
 def build_program_command(python: str, module: str, arguments: Sequence[str] = ()) -> list[str]:
-    """Return the argument list that runs csdctl/standalone/MODULE.py on its own; the source is packed."""
+    """Return the argument list that runs csdctl/standalone/MODULE.py on its own. The source is packed."""
     packed = base64.b85encode(zlib.compress(read_program(module).encode())).decode()
     program = f'import base64,zlib;exec(zlib.decompress(base64.b85decode("{packed}")))'
     return [python, "-I", "-S", "-c", program, *arguments]
@@ -332,28 +341,7 @@ def read_program(module: str) -> str:
     return (resources.files("csdctl") / "standalone" / f"{module}.py").read_text(encoding="utf-8")
 
 
-# Nobody's sitecustomize, unless `env` of fleet.yaml names PYTHONPATH; else site does what it always does.
-IMPORT_SITE = (
-    "import sys;"
-    "''in sys.path[:1] and sys.path.pop(0);"
-    "import os;"
-    "'PYTHONPATH'in os.environ or sys.modules.update(sitecustomize=None,usercustomize=None);"
-    "import site;"
-    "site.main();"
-)
 """The first statement of a Python program that runs with PYTHON_FLAGS and uses installed packages."""
-PYTHON_FLAGS = ("-S", "-u")
-
-# The file that was read is the file that runs, whatever its path leads to when more modules are imported.
-_RUN_CHECKED = IMPORT_SITE + (
-    "import hashlib,runpy;"
-    "sys.argv.pop(0);"
-    "path=sys.argv[0];"
-    "file=open(path,'rb');"
-    "is_same=os.path.basename(path).startswith(hashlib.sha256(file.read()).hexdigest());"
-    "is_same or sys.exit(path+' has been changed since csdctl sent it: deploy again');"
-    "runpy.run_path('/proc/self/fd/%d'%file.fileno(),run_name='__main__')"
-)
 
 
 def build_worker_command(python: str, worker_path: str, arguments: Sequence[str]) -> list[str]:

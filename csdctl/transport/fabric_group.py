@@ -44,7 +44,7 @@ class FleetLink:
 
 
 class FleetConnection(fabric.Connection):  # type: ignore[misc]
-    """A fabric.Connection to a node; `printed` are the streams `out` and `err` that its commands print to."""
+    """A fabric.Connection to a node. `printed` are the streams `out` and `err` that its commands print to."""
 
     # Fabric stores an attribute that the class lacks as a key of its configuration.
     node: Node = None  # type: ignore[assignment]
@@ -71,7 +71,7 @@ class FleetConnection(fabric.Connection):  # type: ignore[misc]
         super().__init__(node.address, user=node.user, port=node.port, config=config, gateway=False)
 
     def open(self) -> None:
-        """Connect, unless connected; raises UnreachableError, HostKeyError, AuthenticationError."""
+        """Connect, unless connected. Raises UnreachableError, HostKeyError, AuthenticationError."""
         if not self.is_connected:
             link = self._link
             transport = open_transport(self.node, Deadline(link.connect_deadline_s), link.jumps)
@@ -89,7 +89,7 @@ class FleetConnection(fabric.Connection):  # type: ignore[misc]
             super().close()
 
     def sftp(self) -> paramiko.SFTPClient:
-        """Return the SFTP client of the connection; raises RemoteCommandError if the node has no SFTP."""
+        """Return the SFTP client of the connection. Raises RemoteCommandError if the node has no SFTP."""
         try:
             client: paramiko.SFTPClient = super().sftp()
         except LOST as error:
@@ -100,7 +100,7 @@ class FleetConnection(fabric.Connection):  # type: ignore[misc]
         return client
 
     def get(self, remote: Any, local: Any = None, **options: Any) -> Any:
-        """Do what Fabric's `get` does; `{host}` in a local path is the name of the node."""
+        """Do what Fabric's `get` does. `{host}` in a local path is the name of the node."""
         if isinstance(local, str):  # nodes behind different jump hosts may have the same address
             local = local.replace("{host}", self.node.name)
         return super().get(remote, local, **options)
@@ -110,7 +110,7 @@ class FleetConnection(fabric.Connection):  # type: ignore[misc]
 
 
 def _redirect(runner: Any) -> None:
-    """Let a command print to its connection's streams; an `out_stream` would also get what the task hides."""
+    """Let a command print to its connection's streams. An `out_stream` would also get what the task hides."""
     for name, default in (("out", sys.stdout), ("err", sys.stderr)):
         if runner.streams[name] is default:
             runner.streams[name] = runner.context.printed.get(name, default)
@@ -132,7 +132,7 @@ class FleetRemote(Remote):  # type: ignore[misc]
     _was_killed = False
 
     def start(self, command: str, shell: str, env: dict[str, str], timeout: float | None = None) -> None:
-        """Start `command` in the login shell of the node's user; raises UnreachableError, NodeError."""
+        """Start `command` in the login shell of the node's user. Raises UnreachableError, NodeError."""
         self._marked: dict[str, MarkedOutput] = {}
         self._num_left = {"stdout": MAX_OUTPUT_BYTES, "stderr": MAX_OUTPUT_BYTES}
         if not self._disowned:
@@ -145,7 +145,7 @@ class FleetRemote(Remote):  # type: ignore[misc]
             raise channel_error(transport, "does not start commands", error, deadline) from None
 
     def send_start_message(self, command: str) -> None:
-        """Start the command under the wrapper; not with a terminal, whose end ends its processes."""
+        """Start the command under the wrapper. Not with a terminal, whose end ends its processes."""
         if not self.using_pty:
             wrapped = build_wrapped_command(
                 ("sh", "-c", _LOGIN_SHELL, "fabric", command), deadline_s=self.opts["timeout"], is_users=True
@@ -163,15 +163,15 @@ class FleetRemote(Remote):  # type: ignore[misc]
             self.channel.status_event.wait(0.5)
 
     def read_proc_stdout(self, num_bytes: int) -> bytes:
-        """Return the next bytes of the command's standard output; b'' at the end."""
+        """Return the next bytes of the command's standard output. b'' at the end."""
         return self._read(self.channel.recv, "stdout", num_bytes)
 
     def read_proc_stderr(self, num_bytes: int) -> bytes:
-        """Return the next bytes of the command's standard error; b'' at the end."""
+        """Return the next bytes of the command's standard error. b'' at the end."""
         return self._read(self.channel.recv_stderr, "stderr", num_bytes)
 
     def _read(self, receive: Callable[[int], bytes], stream: str, num_bytes: int) -> bytes:
-        """Return the next bytes after the wrapper's token; bytes above the limit are read and dropped."""
+        """Return the next bytes after the wrapper's token. Bytes above the limit are read and dropped."""
         while data := receive(num_bytes):
             if stream in self._marked:
                 data = self._marked[stream].feed(data)
@@ -185,7 +185,7 @@ class FleetRemote(Remote):  # type: ignore[misc]
         return b""
 
     def returncode(self) -> int:
-        """Return the exit code; raises UnreachableError when the connection was lost."""
+        """Return the exit code. Raises UnreachableError when the connection was lost."""
         code, transport = self.channel.exit_status, self.channel.get_transport()
         if code < 0 and not self._was_killed and not transport.is_active():
             raise lost_connection_error(transport, " while a command ran")
@@ -193,11 +193,11 @@ class FleetRemote(Remote):  # type: ignore[misc]
 
     @property
     def timed_out(self) -> bool:
-        """Whether the command was ended; Fabric asks whether the thread that ends it has finished."""
+        """Whether the command was ended. Fabric asks whether the thread that ends it has finished."""
         return self._was_killed
 
     def kill(self) -> None:
-        """End the command and its process group on the node; without the group's id, the node ends it."""
+        """End the command and its process group on the node. Without the group's id, the node ends it."""
         self._was_killed = True
         if "stderr" in self._marked and (group := self._marked["stderr"].group):
             kill_group(self.context.transport, group)
@@ -215,7 +215,7 @@ class FleetRemote(Remote):  # type: ignore[misc]
 
 
 class FleetGroup(fabric.ThreadingGroup):  # type: ignore[misc]
-    """A Fabric group of the nodes of a fleet, a context manager; GroupException has the results of all."""
+    """A Fabric group of the nodes of a fleet, a context manager. GroupException has the results of all."""
 
     link: FleetLink
 
@@ -234,7 +234,7 @@ def open_group(
     folder: Path | None = None,
     printed: Mapping[str, Mapping[str, TextIO]] | None = None,
 ) -> FleetGroup:
-    """Return a group of the nodes of `fleet`, with the user's settings in `folder`; raises InputError."""
+    """Return a group of the nodes of `fleet`, with the user's settings in `folder`. Raises InputError."""
     check_open_files(len(fleet.nodes))
     jumps = JumpHosts(KnownHosts.load(fleet_known_hosts_paths(fleet, directory)))
     link = FleetLink(jumps, connect_deadline_s, command_deadline_s)

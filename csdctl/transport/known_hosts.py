@@ -1,7 +1,7 @@
 """Known host keys: a fast parser of OpenSSH's known_hosts files, with its rules for lines, fields and names.
 
 Lines end at \\n and fields at spaces and tabs, and nowhere else: what follows the key is a comment, which may
-be anybody's. Plain names are found in a dictionary; only hashed names and patterns are matched one by one.
+be anybody's. Plain names are found in a dictionary. Only hashed names and patterns are matched one by one.
 Certificate authorities (`@cert-authority`) are not supported: their lines are named where a key is unknown.
 """
 
@@ -124,7 +124,7 @@ class KnownHosts:
 
 
 def load_lines(path: Path) -> list[str]:
-    """Return the lines of a known_hosts file; raises OSError, and what `open_regular` raises."""
+    """Return the lines of a known_hosts file. Raises OSError, and what `open_regular` raises."""
     with open_regular(path) as file:
         text = file.read().decode(errors="replace")  # reading as text would end lines at \r as well
     return text.removesuffix("\n").split("\n") if text else []

@@ -17,7 +17,7 @@ _READ_BYTES = 1 << 16
 
 
 class LocalSession(Session):
-    """The session of this machine; commands start in `directory`."""
+    """The session of this machine. Commands start in `directory`."""
 
     def __init__(self, name: str, directory: Path, variables: Mapping[str, str] | None = None) -> None:
         """`variables` are `env` of fleet.yaml."""
@@ -32,7 +32,7 @@ class LocalSession(Session):
 
 
 class _PipedProcess:
-    """A child process with three pipes; implements `session.Process`."""
+    """A child process with three pipes. Implements `session.Process`."""
 
     def __init__(self, argv: Sequence[str], directory: Path) -> None:
         self._popen = subprocess.Popen(
@@ -79,7 +79,7 @@ class _PipedProcess:
         self._stdin.close()
 
     def exit_code(self, timeout_s: float) -> int:
-        """Wait for the end; return 128 + N for signal N, as a shell does."""
+        """Wait for the end. Return 128 + N for signal N, as a shell does."""
         try:
             code = self._popen.wait(timeout_s)
         except subprocess.TimeoutExpired:
@@ -95,7 +95,7 @@ class _PipedProcess:
         return self._popen.returncode is not None
 
     def release(self) -> None:
-        """Close the pipes; whoever reads standard error closes that."""
+        """Close the pipes. Whoever reads standard error closes that."""
         self._is_released = True
         for pipe in (self._stdin, self._stdout):
             with contextlib.suppress(OSError):
@@ -103,7 +103,7 @@ class _PipedProcess:
 
 
 def _wait_for(descriptor: int, event: int, timeout_s: float) -> None:
-    """Wait until `descriptor` is ready or at its end; raises TimeoutError."""
+    """Wait until `descriptor` is ready or at its end. Raises TimeoutError."""
     poll = select.poll()  # unlike select(), accepts descriptors above 1023
     poll.register(descriptor, event)
     if not poll.poll(timeout_s * 1000):

@@ -69,7 +69,7 @@ def run_on_all(
     max_workers: int = MAX_WORKERS,
     on_done: Callable[[Outcome[ResultT]], None] = lambda outcome: None,
 ) -> dict[str, Outcome[ResultT]]:
-    """Call `function` for all `items` in parallel; return outcomes in the order of `items`.
+    """Call `function` for all `items` in parallel. Return outcomes in the order of `items`.
 
     `on_done` is called in the calling thread as each item finishes. Unexpected exceptions become NodeError,
     with the original as cause. Ctrl-C cancels items that have not started and does not wait for the others.
@@ -92,12 +92,12 @@ def run_on_all(
 
 
 def errors_of(outcomes: Mapping[str, Outcome[ResultT]]) -> dict[str, CsdctlError]:
-    """Return the errors by machine; empty when none failed."""
+    """Return the errors by machine. Empty when none failed."""
     return {name: outcome.error for name, outcome in outcomes.items() if outcome.error}
 
 
 def values_or_raise(outcomes: Mapping[str, Outcome[ResultT]], doing: str) -> dict[str, ResultT]:
-    """Return all values; if machines failed, raise one error of the kind that all of them have."""
+    """Return all values. If machines failed, raise one error of the kind that all of them have."""
     errors = [outcome.error for outcome in outcomes.values() if outcome.error]
     if not errors:
         return {name: outcome.get() for name, outcome in outcomes.items()}
@@ -137,11 +137,11 @@ class _Connections(contextlib.AbstractContextManager["_Connections"]):
         self._on_traffic(add_up(self._jumps.opened))
 
     def connect(self, node: Node) -> Session:
-        """Open a session to `node`; raises UnreachableError, HostKeyError or AuthenticationError."""
+        """Open a session to `node`. Raises UnreachableError, HostKeyError or AuthenticationError."""
         return self.keep(self._connect(node, self._jumps, connect_deadline_s=self._connect_deadline_s))
 
     def keep(self, session: Session) -> Session:
-        """Close `session` at the end; raises UnreachableError when that has come."""
+        """Close `session` at the end. Raises UnreachableError when that has come."""
         with self._lock:
             if not self._is_over:
                 self._open.add(session)
@@ -167,8 +167,8 @@ def run_on_nodes(
 ) -> dict[str, Outcome[ResultT]]:
     """Connect to each node of `fleet`, call `function` with its session, and close the session.
 
-    At most MAX_WORKERS connections are open at a time. `on_done` is that of `run_on_all`; `on_traffic` gets
-    the byte counts at the end; `has_host`: also the host. Ctrl-C ends what runs on the machines.
+    At most MAX_WORKERS connections are open at a time. `on_done` is that of `run_on_all`. `on_traffic` gets
+    the byte counts at the end. `has_host`: also the host. Ctrl-C ends what runs on the machines.
     """
     nodes = {node.name: node for node in fleet.nodes}
     num_at_once = min(len(nodes), MAX_WORKERS, allow_open_files(len(nodes)))
@@ -195,7 +195,7 @@ def open_sessions(
     on_done: Callable[[Outcome[Session]], None] = lambda outcome: None,
     on_traffic: OnTraffic = lambda sent: None,
 ) -> Iterator[Sessions]:
-    """Open one session to each node of `fleet`, and one to the host in `directory`; close all at exit."""
+    """Open one session to each node of `fleet`, and one to the host in `directory`. Close all at exit."""
     check_open_files(len(fleet.nodes))
     nodes = {node.name: node for node in fleet.nodes}
     with _Connections(fleet, directory, connect_deadline_s, on_traffic) as connections:
@@ -209,7 +209,7 @@ def open_sessions(
 def open_session(
     fleet: Fleet, name: str, *, directory: Path, on_traffic: OnTraffic = lambda sent: None
 ) -> Iterator[Session]:
-    """Open a separate session to node `name`; raises the errors of `connect`."""
+    """Open a separate session to node `name`. Raises the errors of `connect`."""
     with _Connections(fleet, directory, CONNECT_DEADLINE_S, on_traffic) as connections:
         yield connections.connect(fleet.node(name))
 
@@ -219,7 +219,7 @@ def _open_host(fleet: Fleet, directory: Path) -> LocalSession:
 
 
 def fleet_known_hosts_paths(fleet: Fleet, directory: Path) -> tuple[Path, ...]:
-    """Return the known_hosts files for `fleet`, in order; mpirun's ssh must use the same files.
+    """Return the known_hosts files for `fleet`, in order. Mpirun's ssh must use the same files.
 
     csdctl's own in `directory` and beside the fleet file, then those of ssh. An emulated fleet has one of its
     own, and its fleet file may be inside a .csdctl directory, whose known_hosts is then used too.
@@ -245,7 +245,7 @@ def _call(name: str, item: ItemT, function: Callable[[ItemT], ResultT]) -> Outco
 
 
 def allow_open_files(num_connections: int) -> int:
-    """Raise the soft limit of open files as far as allowed; return how many connections fit."""
+    """Raise the soft limit of open files as far as allowed. Return how many connections fit."""
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
     return num_connections if hard == resource.RLIM_INFINITY else max(1, (hard - FILES) // FILES_PER_NODE)

@@ -1,7 +1,7 @@
 """Byte counts of one connection, by traffic class.
 
 A connection counts all bytes of its socket, including encryption. Senders of code, models or public samples
-record their class; everything else is control traffic: commands, responses, SSH itself.
+record their class. Everything else is control traffic: commands, responses, SSH itself.
 """
 
 import threading
@@ -13,7 +13,7 @@ from csdctl.fleet.model import HOST_NAME, Node
 
 
 class TrafficClass(StrEnum):
-    """The purpose of bytes; private samples have no class, because they are never sent."""
+    """The purpose of bytes. Private samples have no class, because they are never sent."""
 
     CODE = "code"
     MODEL = "model"
@@ -33,7 +33,7 @@ class TrafficClass(StrEnum):
 
 
 class Meter:
-    """The bytes of one connection, as counted on this side: TCP payload; thread-safe."""
+    """The bytes of one connection, as counted on this side: TCP payload. thread-safe."""
 
     def __init__(self) -> None:
         self.num_sent = self.num_received = 0
@@ -55,7 +55,7 @@ class Meter:
             self._received[traffic_class] += received
 
     def by_class(self) -> dict[TrafficClass, tuple[int, int]]:
-        """All bytes sent and received so far, by class; bytes without a recorded class are control."""
+        """All bytes sent and received so far, by class. Bytes without a recorded class are control."""
         with self._lock:
             sent, received = Counter(self._sent), Counter(self._received)
         sent[TrafficClass.CONTROL] += max(0, self.num_sent - sent.total())
@@ -68,7 +68,7 @@ LinkBytes = Mapping[tuple[str, str, str], int]
 
 
 def add_up(opened: Iterable[tuple[Node, Meter]]) -> LinkBytes:
-    """Add up the bytes of connections, for every link on the way; what a jump host forwards counts once."""
+    """Add up the bytes of connections, for every link on the way. What a jump host forwards counts once."""
     connections = [(node, meter.by_class()) for node, meter in opened]
     forwarded: Counter[tuple[str, str]] = Counter()
     for node, by_class in connections:

@@ -2,7 +2,7 @@
 
 A request is a line of JSON on the program's standard input. The program answers with any number of frames of
 other kinds and then with one `result` or `error`. A node's answer is input: it may be damaged, of another
-version, or made up. Each kind has a dataclass, whose annotations bound what is taken; anything else becomes a
+version, or made up. Each kind has a dataclass, whose annotations bound what is taken. Anything else becomes a
 RemoteCommandError that names the node, and concerns that node only.
 """
 
@@ -37,11 +37,12 @@ MAX_TEXT_LENGTH = 1000
 """Longer texts are cut: they are shown to the user, and never used as a name or a path."""
 
 ResultT = TypeVar("ResultT")
+MAX_PRINTED_LINES = 20_000
 
 
 @dataclass(frozen=True)
 class Patience:
-    """Limits of the time of a program and of what it prints; beyond them it is ended."""
+    """Limits of the time of a program and of what it prints. Beyond them it is ended."""
 
     silence_s: float = 120.0
     """Maximum time without a line: a program that works for long sends a heartbeat every second."""
@@ -54,7 +55,6 @@ class Patience:
     """Lines, beside MAX_LINES_PER_S, that a program or a slow network may deliver together."""
 
 
-MAX_PRINTED_LINES = 20_000
 """Lines that loading a model may print, beside frames."""
 
 
@@ -65,7 +65,7 @@ def within(deadline_s: float) -> Patience:
 
 @dataclass(frozen=True)
 class ReportedError:
-    """Why a program has no result; the exit code tells bad input from a failure."""
+    """Why a program has no result. The exit code tells bad input from a failure."""
 
     message: str
     remedy: str = ""
@@ -84,7 +84,7 @@ class ProgramEndedError(RemoteCommandError):
 
 
 def decode_frame(line: str, messages: Mapping[str, type]) -> tuple[str, Any] | None:
-    """Return kind and message of a line, None for other text; raises ProtocolError if not of `messages`."""
+    """Return kind and message of a line, None for other text. Raises ProtocolError if not of `messages`."""
     if not line.startswith(FRAME_PREFIX):
         return None
     kind, _, text = line.removeprefix(FRAME_PREFIX).partition(" ")
@@ -109,7 +109,7 @@ class Program:
         patience: Patience,
         remedy: str = "check what runs on that machine",
     ) -> None:
-        """Start `command`; `doing` begins the message of every error."""
+        """Start `command`. `doing` begins the message of every error."""
         self.node = session.name
         self.conversation = session.converse(command)
         self.last_line = ""
@@ -125,14 +125,14 @@ class Program:
         self._started_s = time.monotonic()
 
     def send(self, request: object) -> None:
-        """Send a dataclass, or a dict, as a request; a program that has ended says why when it is read."""
+        """Send a dataclass, or a dict, as a request. A program that has ended says why when it is read."""
         self._start_clock()  # it may have been started ahead
         line = to_json(request) if is_dataclass(request) else json.dumps(request)
         with suppress(EOFError):
             self.conversation.send_line(line)
 
     def read(self, messages: Mapping[str, type]) -> tuple[str, Any]:
-        """Return kind and content of the next frame; raises the errors of a program, and DeadlineError."""
+        """Return kind and content of the next frame. Raises the errors of a program, and DeadlineError."""
         while True:
             self.last_line = self._read_line()
             try:
@@ -157,7 +157,7 @@ class Program:
         result: type[ResultT],
         on_progress: Callable[[PrepareProgress], None] = lambda progress: None,
     ) -> ResultT:
-        """Send the program's only request, return its result, and close it; raises the errors of `read`."""
+        """Send the program's only request, return its result, and close it. Raises the errors of `read`."""
         with closing(self):
             self.send(request)
             while True:
@@ -170,7 +170,7 @@ class Program:
         return found
 
     def finish(self) -> None:
-        """Wait for the end after the last result; raises ProgramEndedError when it fails, DeadlineError."""
+        """Wait for the end after the last result. Raises ProgramEndedError when it fails, DeadlineError."""
         done = self.conversation.wait(deadline_s=END_DEADLINE_S)
         if done.exit_code != 0:
             raise self.explain_end(done)
@@ -184,7 +184,7 @@ class Program:
         return RemoteCommandError(f"{self._doing}: {problem}", node=self.node, remedy=self._remedy)
 
     def check_clock(self) -> float:
-        """Return how long to wait for the next line; raises DeadlineError."""
+        """Return how long to wait for the next line. Raises DeadlineError."""
         for clock, words in ((self._whole, "took"), (self._standstill, "got no further for")):
             if clock.has_passed:
                 message = f"{self._doing} {words} more than {clock.seconds:g} s"

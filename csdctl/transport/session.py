@@ -32,10 +32,14 @@ OUT_OF_MEMORY_CODE = 137
 MAX_OUTPUT_BYTES = 1 << 20
 
 MAX_QUOTED_CHARS = 300
+SLICE_BYTES = 256 * 1024
+KILL_DEADLINE_S = 5.0
+LEFTOVER_OUTPUT_S = 1.0
+CHECK_SHELL = "check the user's login shell on that machine and its start-up files"
 
 
 def bounded(foreign: object) -> str:
-    """Return text of a machine in a length that fits into a message; whoever shows it escapes it."""
+    """Return text of a machine in a length that fits into a message. Whoever shows it escapes it."""
     text = str(foreign)
     return text if len(text) <= MAX_QUOTED_CHARS else f"{text[:MAX_QUOTED_CHARS]} …"
 
@@ -47,7 +51,7 @@ def last_line(output: bytes) -> str:
 
 @dataclass(frozen=True)
 class Completed:
-    """The result of a command; each output is truncated at MAX_OUTPUT_BYTES."""
+    """The result of a command. Each output is truncated at MAX_OUTPUT_BYTES."""
 
     command: tuple[str, ...]
     exit_code: int
@@ -57,7 +61,7 @@ class Completed:
 
     @property
     def output(self) -> str:
-        """Standard output as text; bytes that are not UTF-8 are replaced."""
+        """Standard output as text. Bytes that are not UTF-8 are replaced."""
         return self.stdout.decode(errors="replace")
 
     @property
@@ -66,7 +70,7 @@ class Completed:
         return last_line(self.stderr)
 
     def check(self, node: str, *, doing: str, remedy: str = "") -> "Completed":
-        """Return self; raise RemoteCommandError with `doing` in its message when the command failed."""
+        """Return self. Raise RemoteCommandError with `doing` in its message when the command failed."""
         if self.exit_code == 0:
             return self
         cause = self.last_error_line or "no message"
@@ -76,40 +80,35 @@ class Completed:
         raise RemoteCommandError(problem, node=node, remedy=remedy)
 
 
-SLICE_BYTES = 256 * 1024
 """Maximum size of one write: paramiko's `sendall` is quadratic in the size of its argument."""
 
-KILL_DEADLINE_S = 5.0
 
-LEFTOVER_OUTPUT_S = 1.0
 """Maximum wait for more output after the command has ended."""
 
 START_S, QUIET_START_S = 30.0, 5.0
 """Maximum wait for a login shell to start a command, and the wait after which a second one is asked why."""
-
-CHECK_SHELL = "check the user's login shell on that machine and its start-up files"
 
 
 class Process(Protocol):
     """A started command, as a transport sees it."""
 
     def read_stdout(self, timeout_s: float) -> bytes:
-        """Return the next bytes, b'' at the end; raises TimeoutError."""
+        """Return the next bytes, b'' at the end. Raises TimeoutError."""
 
     def read_stderr(self) -> bytes:
         """Wait for the next bytes of standard error and return them, b'' at the end."""
 
     def write_stdin(self, data: bytes, timeout_s: float) -> None:
-        """Write all of `data`; raises TimeoutError, or OSError when the command no longer reads."""
+        """Write all of `data`. Raises TimeoutError, or OSError when the command no longer reads."""
 
     def close_stdin(self) -> None:
         """Signal the end of input to the command."""
 
     def exit_code(self, timeout_s: float) -> int:
-        """Wait for the end; raises TimeoutError, or UnreachableError when the connection was lost."""
+        """Wait for the end. Raises TimeoutError, or UnreachableError when the connection was lost."""
 
     def kill_group(self, group: int) -> bool:
-        """End process group `group` on the machine; return whether that worked."""
+        """End process group `group` on the machine. Return whether that worked."""
 
     def release(self) -> None:
         """Close the pipes without ending the command."""
@@ -148,7 +147,7 @@ class Running:
         self._stderr_reader.start()
 
     def has_begun(self, script: bytes, wait_s: float) -> bool:
-        """Wait for the login shell, then send the script; return False when it takes longer."""
+        """Wait for the login shell, then send the script. Return False when it takes longer."""
         deadline = Deadline(wait_s)
         with contextlib.suppress(TimeoutError):
             while not self.stdout.has_started:
@@ -167,7 +166,7 @@ class Running:
         return False
 
     def run_to_end(self, stdin: bytes, deadline: Deadline) -> Completed:
-        """Write `stdin`, drain both outputs and return the result; end the command on any exception."""
+        """Write `stdin`, drain both outputs and return the result. End the command on any exception."""
         writer: threading.Thread | None = None
         try:
             if stdin == b"":
@@ -193,7 +192,7 @@ class Running:
             self.process.release()
 
     def completed(self, exit_code: int) -> Completed:
-        """Return the result; raises RemoteCommandError if it never started, UnreachableError if closed."""
+        """Return the result. Raises RemoteCommandError if it never started, UnreachableError if closed."""
         self._stderr_reader.join(LEFTOVER_OUTPUT_S)
         if exit_code and self._is_killed:  # a session that is closed first ends its commands
             raise UnreachableError("the connection was closed", node=self.name)
@@ -211,7 +210,7 @@ class Running:
         return Completed(self.command, exit_code, self._find_output().kept, self.stderr.kept, duration_s)
 
     def kill(self) -> bool:
-        """End the command's process group, if its id is known; return whether that worked."""
+        """End the command's process group, if its id is known. Return whether that worked."""
         self._is_killed = True
         deadline = Deadline(LEFTOVER_OUTPUT_S)
         while not self.stderr.has_started and self._stderr_reader.is_alive() and not deadline.has_passed:
@@ -220,14 +219,14 @@ class Running:
         return bool(group) and self.process.kill_group(group)
 
     def _find_output(self) -> MarkedOutput:
-        """Return what was kept of standard output; a start-up file may have merged it with standard error."""
+        """Return what was kept of standard output. A start-up file may have merged it with standard error."""
         merged = MarkedOutput(self.stdout.token, max_bytes=MAX_OUTPUT_BYTES)
         if not self.stderr.has_started:
             merged.feed(self.stdout.kept)
         return merged if merged.has_started else self.stdout
 
     def deadline_error(self, deadline: Deadline, ending: str) -> DeadlineError:
-        """Return the error for a `deadline` that passed; `ending` describes the state of the command."""
+        """Return the error for a `deadline` that passed. `ending` describes the state of the command."""
         if not self.stdout.has_started:
             ending = "the login shell did not start it"
         return DeadlineError(
@@ -237,7 +236,7 @@ class Running:
         )
 
     def _read_or_end(self, deadline: Deadline) -> bytes:
-        """Return the next output; b'' at its end, or when only a detached process keeps it open."""
+        """Return the next output. b'' at its end, or when only a detached process keeps it open."""
         ended: Deadline | None = None
         while True:
             if ended is None and self.has_exited():
@@ -251,7 +250,7 @@ class Running:
                 return b""
 
     def has_exited(self) -> bool:
-        """Whether the command has ended; raises UnreachableError when the connection was lost."""
+        """Whether the command has ended. Raises UnreachableError when the connection was lost."""
         try:
             self.process.exit_code(0.0)
         except TimeoutError:
@@ -272,7 +271,7 @@ class Running:
 
 
 class Conversation:
-    """A running command with line-by-line input and output; closing it ends the command."""
+    """A running command with line-by-line input and output. Closing it ends the command."""
 
     SEND_DEADLINE_S = 30.0
 
@@ -285,11 +284,11 @@ class Conversation:
         self._is_closed = False
 
     def send_line(self, line: str) -> None:
-        """Write one line; raises EOFError when the command no longer reads."""
+        """Write one line. Raises EOFError when the command no longer reads."""
         self.send_bytes(line.encode() + b"\n")
 
     def send_bytes(self, data: bytes) -> None:
-        """Write `data`, each slice within SEND_DEADLINE_S; raises EOFError when the command has ended."""
+        """Write `data`, each slice within SEND_DEADLINE_S. Raises EOFError when the command has ended."""
         try:
             for chunk in _slices(data):
                 self.running.process.write_stdin(chunk, self.SEND_DEADLINE_S)
@@ -300,7 +299,7 @@ class Conversation:
             raise EOFError(f"`{self.running.command[0]}` on {self.running.name} has ended") from error
 
     def read_line(self, *, deadline_s: float) -> str:
-        """Return the next line; raises DeadlineError, EOFError, or RemoteCommandError for too long a line."""
+        """Return the next line. Raises DeadlineError, EOFError, or RemoteCommandError for too long a line."""
         deadline = Deadline(deadline_s)
         while not self._lines and not self._is_at_end:
             self._read_more(deadline)
@@ -311,7 +310,7 @@ class Conversation:
         raise EOFError(f"`{self.running.command[0]}` on {self.running.name} has ended")
 
     def read_bytes(self, *, deadline_s: float) -> bytes:
-        """Return the next output, in place of lines, b'' at its end; raises DeadlineError."""
+        """Return the next output, in place of lines, b'' at its end. Raises DeadlineError."""
         deadline = Deadline(deadline_s)
         while not (chunk := self._read(deadline)) and not self._is_at_end:
             if deadline.has_passed:  # no read timed out
@@ -319,7 +318,7 @@ class Conversation:
         return chunk
 
     def wait(self, *, deadline_s: float) -> Completed:
-        """Close the input, drop unread lines and wait for the end; raises DeadlineError."""
+        """Close the input, drop unread lines and wait for the end. Raises DeadlineError."""
         deadline = Deadline(deadline_s)
         self.running.process.close_stdin()
         try:
@@ -384,7 +383,7 @@ class Session(ABC):
     def __init__(
         self, name: str, meter: Meter, host_key_fingerprint: str = "", setting: Setting = HERE
     ) -> None:
-        """`setting`: of csdctl's own programs; `host_key_fingerprint`: SHA256, '' without SSH."""
+        """`setting`: of csdctl's own programs. `host_key_fingerprint`: SHA256, '' without SSH."""
         self.name = name
         self.meter = meter
         self.host_key_fingerprint = host_key_fingerprint
@@ -419,7 +418,7 @@ class Session(ABC):
             self._forget(running)
 
     def converse(self, command: Sequence[str]) -> Conversation:
-        """Start `command`; exchange lines with it."""
+        """Start `command`. Exchange lines with it."""
         wrapped = build_wrapped_command(command, deadline_s=None, setting=self.setting)
         running = self._start(wrapped, Deadline(Conversation.SEND_DEADLINE_S))
         return Conversation(running, lambda: self._forget(running))
@@ -434,7 +433,7 @@ class Session(ABC):
                 running.kill()
 
     def _start(self, wrapped: WrappedCommand, deadline: Deadline) -> Running:
-        """Start a command, and remember it; raises UnreachableError when the session is closed."""
+        """Start a command, and remember it. Raises UnreachableError when the session is closed."""
         with self._starting:
             if self._is_closed:
                 raise UnreachableError("the connection was closed", node=self.name)
@@ -455,7 +454,7 @@ class Session(ABC):
                 self._starting.notify_all()
 
     def _begin(self, running: Running, wrapped: WrappedCommand, deadline: Deadline) -> None:
-        """Send the command to `sh` when the login shell has started it; raises NodeError otherwise."""
+        """Send the command to `sh` when the login shell has started it. Raises NodeError otherwise."""
         name = f"`{wrapped.command[0]}`"
         if running.has_begun(wrapped.script, min(QUIET_START_S, deadline.left_s)):
             return

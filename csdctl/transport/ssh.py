@@ -53,10 +53,17 @@ MIN_RSA_BITS = 1024
 
 # AES-GCM needs no separate MAC and is hardware-accelerated on both sides: large uploads take half the time.
 _CIPHERS = ("aes128-gcm@openssh.com", "aes256-gcm@openssh.com", "aes128-ctr", "aes192-ctr", "aes256-ctr")
+DEAD_PEER_S = 12.0
+KEEPALIVE_INTERVAL_S = 3.0
+MAX_TRIES = 3
+AUTHORIZE = "fix `key:` or `user:`, or authorize the key; sshd's log says why (AllowUsers, PermitRootLogin…)"
+KEYS_ALONE = "csdctl has keys alone: check PubkeyAuthentication and AuthenticationMethods in its sshd_config"
+_DEFAULT_KEYS = (".ssh/id_ed25519", ".ssh/id_ecdsa", ".ssh/id_rsa")
+MAX_CHANNELS = 8
 
 
 def choose_algorithms(options: paramiko.transport.SecurityOptions, known_key_types: Collection[str]) -> None:
-    """Restrict `options` of a new connection; as in ssh, types of known host keys come first."""
+    """Restrict `options` of a new connection. As in ssh, types of known host keys come first."""
     options.ciphers = [name for name in _CIPHERS if name in options.ciphers]
     whole = (name for name in options.digests if "md5" not in name and "-96" not in name)
     options.digests = sorted(whole, key=lambda name: "-etm@" not in name)
@@ -77,7 +84,7 @@ class JumpHosts:
         """Every connection that was started, to jump hosts and to nodes, including failed ones."""
 
     def open_channel(self, node: Node, deadline: Deadline) -> paramiko.Channel:
-        """Open a channel from the jump host to `node`; raises JumpHostError or UnreachableError."""
+        """Open a channel from the jump host to `node`. Raises JumpHostError or UnreachableError."""
         assert node.jump
         jump = node.jump
         transport = self._connected(node, jump, deadline)
@@ -124,10 +131,7 @@ class JumpHosts:
             self._locks[jump].release()
 
 
-DEAD_PEER_S = 12.0
 """A disconnected cable is noticed after this time and at most one keepalive interval."""
-
-KEEPALIVE_INTERVAL_S = 3.0
 
 
 def watch_peer(transport: paramiko.Transport) -> None:
@@ -162,24 +166,19 @@ def _timed_out(node: Node, jump: Node, deadline: Deadline) -> JumpHostError:
     return JumpHostError(f"jump host {jump.name} did not connect to {target}", node=node.name, remedy=remedy)
 
 
-MAX_TRIES = 3
 """Attempts to connect to a server that drops connections (sshd's MaxStartups)."""
 
-AUTHORIZE = "fix `key:` or `user:`, or authorize the key; sshd's log says why (AllowUsers, PermitRootLogin…)"
-KEYS_ALONE = "csdctl has keys alone: check PubkeyAuthentication and AuthenticationMethods in its sshd_config"
-
-_DEFAULT_KEYS = (".ssh/id_ed25519", ".ssh/id_ecdsa", ".ssh/id_rsa")
 
 # Without a handler, Python would print paramiko's errors; csdctl reports them as its own.
 logging.getLogger("paramiko").addHandler(logging.NullHandler())
 
 
 class _ConnectionDropped(Exception):
-    """The server closed the connection before it was ready; a retry may succeed."""
+    """The server closed the connection before it was ready. A retry may succeed."""
 
 
 def fetch_host_key(node: Node, jumps: JumpHosts, *, connect_deadline_s: float) -> tuple[str, bytes]:
-    """Return type and blob of the unchecked host key of `node`; raises UnreachableError."""
+    """Return type and blob of the unchecked host key of `node`. Raises UnreachableError."""
     with _started(node, Deadline(connect_deadline_s), jumps) as transport:
         key = transport.get_remote_server_key()
         transport.close()
@@ -187,7 +186,7 @@ def fetch_host_key(node: Node, jumps: JumpHosts, *, connect_deadline_s: float) -
 
 
 def open_transport(node: Node, deadline: Deadline, jumps: JumpHosts) -> StrictTransport:
-    """Return an authenticated connection; raises UnreachableError, HostKeyError or AuthenticationError."""
+    """Return an authenticated connection. Raises UnreachableError, HostKeyError or AuthenticationError."""
     keys: list[paramiko.PKey] | None = None
     while True:
         with _started(node, deadline, jumps) as transport:
@@ -207,7 +206,7 @@ def open_transport(node: Node, deadline: Deadline, jumps: JumpHosts) -> StrictTr
 
 @contextlib.contextmanager
 def _started(node: Node, deadline: Deadline, jumps: JumpHosts) -> Iterator[StrictTransport]:
-    """Yield a connection after key exchange, retried when dropped; closed when the body fails."""
+    """Yield a connection after key exchange, retried when dropped. Closed when the body fails."""
     num_drops = 0
     while True:
         try:
@@ -251,7 +250,7 @@ def _violation_error(name: str, violation: str) -> UnreachableError:
 
 
 def open_socket(node: Node, deadline: Deadline) -> socket.socket:
-    """Open a TCP connection that notices a dead peer; raises UnreachableError."""
+    """Open a TCP connection that notices a dead peer. Raises UnreachableError."""
     failure: OSError = TimeoutError()
     for family, address in _resolve(node, deadline):
         connection = socket.socket(family, socket.SOCK_STREAM)
@@ -289,7 +288,7 @@ def _set_options(connection: socket.socket) -> None:
 
 
 def _resolve(node: Node, deadline: Deadline) -> list[tuple[int, tuple[Any, ...]]]:
-    """Return the socket addresses of `node`; getaddrinfo has no timeout, so it runs in a thread."""
+    """Return the socket addresses of `node`. Getaddrinfo has no timeout, so it runs in a thread."""
     found: list[tuple[int, tuple[Any, ...]]] = []
     reasons = ["the name server does not respond"]
 
@@ -313,7 +312,7 @@ def _resolve(node: Node, deadline: Deadline) -> list[tuple[int, tuple[Any, ...]]
 
 
 def load_keys(node: Node) -> tuple[list[paramiko.PKey], list[str]]:
-    """Return the keys to offer, the agent's first, and what is wrong with keys; or AuthenticationError."""
+    """Return the keys to offer, the agent's first, and what is wrong with keys, or AuthenticationError."""
     agent: list[Any] = []
     with contextlib.suppress(paramiko.SSHException, OSError):
         agent.extend(paramiko.Agent().get_keys())
@@ -353,7 +352,7 @@ def _find_obstacle(key: paramiko.PKey) -> str:
 
 
 def _start_transport(node: Node, deadline: Deadline, jumps: JumpHosts) -> StrictTransport:
-    """Open a connection and exchange keys; raises _ConnectionDropped when a retry may succeed."""
+    """Open a connection and exchange keys. Raises _ConnectionDropped when a retry may succeed."""
     connection = jumps.open_channel(node, deadline) if node.jump else open_socket(node, deadline)
     transport = StrictTransport(connection, node.name)
     jumps.opened.append((node, transport.packetizer.meter))
@@ -393,10 +392,10 @@ def _incompatible(node: Node, transport: StrictTransport, error: Exception) -> U
 def _authenticate(
     node: Node, transport: StrictTransport, keys: list[paramiko.PKey], notes: list[str], deadline: Deadline
 ) -> bool:
-    """Offer `keys` in turn and remove each refused key; return False when the server disconnects.
+    """Offer `keys` in turn and remove each refused key. Return False when the server disconnects.
 
     sshd disconnects after a few keys (MaxAuthTries), so an agent with many keys needs several connections.
-    `notes` are for the error; what the server says to the user is added to them.
+    `notes` are for the error. What the server says to the user is added to them.
     """
     user = f"user {node.user!r}"
     problem, remedy, wanted = f"accepts none of the offered keys for {user}", AUTHORIZE, ["publickey"]
@@ -453,7 +452,7 @@ def _load_key(node: Node, path: Path, agent: Iterable[paramiko.PKey]) -> list[pa
 
 @functools.lru_cache
 def _read_key(path: Path, *states: tuple[int, ...]) -> paramiko.PKey:
-    """Read key and certificate; cached by the states of their files, to be read once for all nodes."""
+    """Read key and certificate. Cached by the states of their files, to be read once for all nodes."""
     return paramiko.PKey.from_path(path)
 
 
@@ -466,14 +465,13 @@ def _find_in_agent(path: Path, agent: Iterable[paramiko.PKey]) -> list[paramiko.
     return [key for key in agent if _blob(key) in blobs]
 
 
-MAX_CHANNELS = 8
 """Concurrent commands on one connection: sshd allows 10 (MaxSessions), one is reserved for kills."""
 
 
 def connect(
     node: Node, known_hosts: JumpHosts | Iterable[Path], *, connect_deadline_s: float = 10.0
 ) -> "SshSession":
-    """Open a session; raises UnreachableError, HostKeyError or AuthenticationError within the deadline."""
+    """Open a session. Raises UnreachableError, HostKeyError or AuthenticationError within the deadline."""
     jumps = known_hosts if isinstance(known_hosts, JumpHosts) else JumpHosts(KnownHosts.load(known_hosts))
     return SshSession(node, open_transport(node, Deadline(connect_deadline_s), jumps))
 
@@ -578,7 +576,7 @@ def _receive(receive: Callable[[int], bytes]) -> bytes:
 
 
 def kill_group(transport: StrictTransport, group: int) -> bool:
-    """End process group `group` on the node, over a channel of its own; return whether that worked."""
+    """End process group `group` on the node, over a channel of its own. Return whether that worked."""
     deadline = Deadline(KILL_DEADLINE_S)
     try:
         kill = build_kill_command(group)

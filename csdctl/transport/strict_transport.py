@@ -1,9 +1,9 @@
 """A paramiko connection that does not poll, keeps to the protocol when it closes, and trusts no server.
 
 docs/decisions/0010 says why. paramiko may send on a channel after its close, because it checks and sends in
-two steps; a server then drops the whole connection, and every node behind a jump host.
+two steps. A server then drops the whole connection, and every node behind a jump host.
 
-`GreedyPacketizer` bounds packets, lines and writes in size and time; `ServerRules` bounds messages, and the
+`GreedyPacketizer` bounds packets, lines and writes in size and time. `ServerRules` bounds messages, and the
 data of a channel that nobody has read. paramiko itself answers, ignores or signs whatever arrives.
 
 No other module uses private names of paramiko. `pyproject.toml` caps its version because of these, which an
@@ -11,7 +11,7 @@ attack of docs/reference/attacks.md needs, or an honest server:
 
     Transport._channels           4: data is counted for its channel
     Transport._verify_key         4: another host key in a later key exchange, even before the login
-    Transport._send_user_message  4: a key exchange that never ends; honest: one while a channel closes
+    Transport._send_user_message  4: a key exchange that never ends. Honest: one while a channel closes
     Transport._send_message       honest: nothing is sent on a closed channel
     Channel._event_pending        5: no reply to the request for a command
     Channel._wait_for_event       5: the same
@@ -48,12 +48,25 @@ LOST = (paramiko.SSHException, EOFError, OSError)
 """Exceptions that sending raises when the connection is lost."""
 
 
+OF_KEY_EXCHANGE = range(20, 50)
+OF_COMMANDS = range(80, 128)
+OF_A_CHANNEL = range(91, 101)
+MAX_EXTENSIONS = 64
+MAX_IDLE_COST = 100_000.0
+IDLE_COST_PER_S = 1_000.0
+KEY_EXCHANGE_COST = 250.0
+DEBUG_BYTES_PER_COST = 32
+SMALL_WINDOW_BYTES = 1024
+_STDERR = 1
+_HEADER_BYTES: dict[int, int] = {common.MSG_CHANNEL_DATA: 8, common.MSG_CHANNEL_EXTENDED_DATA: 12}
+
+
 class SshProtocolError(paramiko.SSHException):
-    """The server broke the SSH protocol; the connection is closed."""
+    """The server broke the SSH protocol. The connection is closed."""
 
 
 class GreedyPacketizer(Packetizer):
-    """Read all available bytes and buffer them; has no timer for the handshake."""
+    """Read all available bytes and buffer them. Has no timer for the handshake."""
 
     def __init__(self, connection: Any) -> None:
         super().__init__(connection)
@@ -81,7 +94,7 @@ class GreedyPacketizer(Packetizer):
         raise SshProtocolError(f"the server {violation}")
 
     def read_message(self) -> tuple[int, paramiko.Message]:
-        """Return kind and content of the next message, after `check`; raises SshProtocolError."""
+        """Return kind and content of the next message, after `check`. Raises SshProtocolError."""
         self.before_read()
         try:
             kind, message = super().read_message()
@@ -94,7 +107,7 @@ class GreedyPacketizer(Packetizer):
         return kind, message
 
     def write_all(self, out: Any) -> None:
-        """Send `out`, and count it; raises EOFError when closed, or when the server does not read."""
+        """Send `out`, and count it. Raises EOFError when closed, or when the server does not read."""
         self._written_s = time.monotonic()
         end_s = min(time.monotonic() + WRITE_DEADLINE_S, self.writes_end_s)
         rest = out
@@ -106,7 +119,7 @@ class GreedyPacketizer(Packetizer):
         self.meter.count(sent=len(out))
 
     def _send(self, data: bytes, end_s: float) -> int:
-        """Send some of `data`; return 0 when that is impossible. Closes the connection at `end_s`."""
+        """Send some of `data`. Return 0 when that is impossible. Closes the connection at `end_s`."""
         while not self.closed:
             try:
                 if isinstance(self._connection, socket.socket):
@@ -135,7 +148,7 @@ class GreedyPacketizer(Packetizer):
         """Do nothing: the caller of the handshake has a deadline."""
 
     def readline(self, timeout: float) -> str:
-        """Return a line of the server's banner, without its end; raises SshProtocolError for a long one."""
+        """Return a line of the server's banner, without its end. Raises SshProtocolError for a long one."""
         while (end := self._buffer.find(b"\n", self._start, self._start + MAX_BANNER_LINE_BYTES)) < 0:
             if len(self._buffer) - self._start > MAX_BANNER_LINE_BYTES:
                 self.refuse(f"sent a line of more than {MAX_BANNER_LINE_BYTES} bytes before the SSH version")
@@ -148,7 +161,7 @@ class GreedyPacketizer(Packetizer):
         return self.greeting
 
     def read_all(self, n: int, check_rekey: bool = False) -> bytes:
-        """Return `n` bytes; refuses a length before any of its packet. EOFError, NeedRekeyException."""
+        """Return `n` bytes. Refuses a length before any of its packet. EOFError, NeedRekeyException."""
         if n > self.max_packet_bytes + self.get_mac_size_in():
             self.refuse(f"sent a packet of more than {self.max_packet_bytes} bytes")
         if n < 0:
@@ -189,31 +202,18 @@ class GreedyPacketizer(Packetizer):
         self._keepalive_s, self._on_idle = interval, callback
 
 
-OF_KEY_EXCHANGE = range(20, 50)
-OF_COMMANDS = range(80, 128)
-OF_A_CHANNEL = range(91, 101)
 """Kinds of messages, RFC 4250 section 4.1; those of a channel begin with its number."""
 
-MAX_EXTENSIONS = 64
 """Extensions in a message; OpenSSH has three. paramiko loops as often as the server says, up to 2^32."""
 
-MAX_IDLE_COST = 100_000.0
 """Cost allowed at once: a message costs 1, and 1 for each KiB. Receiving them takes some seconds of CPU."""
 
-IDLE_COST_PER_S = 1_000.0
 """Cost that is allowed for ever: about a hundredth of a CPU."""
 
-KEY_EXCHANGE_COST = 250.0
 """Cost of a key exchange that csdctl did not ask for: about 10 ms of CPU. Data pays for it, 1 for each KiB,
 in either direction: a server with a small RekeyLimit is honest."""
 
-DEBUG_BYTES_PER_COST = 32
 """Bytes of a debug message per unit of cost: paramiko escapes each byte by itself."""
-
-SMALL_WINDOW_BYTES = 1024
-
-_STDERR = 1
-_HEADER_BYTES: dict[int, int] = {common.MSG_CHANNEL_DATA: 8, common.MSG_CHANNEL_EXTENDED_DATA: 12}
 
 
 class ServerRules:
@@ -300,7 +300,7 @@ def _name(kind: int) -> str:
 
 
 class StrictTransport(paramiko.Transport):
-    """Wait without polling; drop messages on a channel after its close."""
+    """Wait without polling. Drop messages on a channel after its close."""
 
     # Attributes of paramiko.Transport that its type stubs leave out.
     _channels: Any
@@ -330,7 +330,7 @@ class StrictTransport(paramiko.Transport):
         connection.settimeout(None if isinstance(connection, socket.socket) else 1.0)
 
     def exchange_keys(self, timeout_s: float) -> None:
-        """Start the connection and wait for the key exchange; raises TimeoutError, SSHException, EOFError."""
+        """Start the connection and wait for the key exchange. Raises TimeoutError, SSHException, EOFError."""
         exchanged = threading.Event()
         self.start_client(event=exchanged)
         if not exchanged.wait(timeout_s):
@@ -339,7 +339,7 @@ class StrictTransport(paramiko.Transport):
             raise self.get_exception() or paramiko.SSHException("Negotiation failed.")
 
     def offer_key(self, user: str, key: paramiko.PKey, timeout_s: float) -> list[str]:
-        """Return what is wanted beside `key` to log in as `user`; raises SSHException when it is refused."""
+        """Return what is wanted beside `key` to log in as `user`. Raises SSHException when it is refused."""
         self.auth_timeout = timeout_s
         self.num_logins_requested += 1
         replied = threading.Event()
@@ -366,7 +366,7 @@ class StrictTransport(paramiko.Transport):
             self._further.append(further)
 
     def get_exception(self) -> Exception | None:
-        """Return and forget why the connection ended; what paramiko's parsers raise becomes SSHException."""
+        """Return and forget why the connection ended. What paramiko's parsers raise becomes SSHException."""
         error = super().get_exception()
         if error is None or isinstance(error, EOFError | OSError | paramiko.SSHException):
             return error
@@ -400,14 +400,14 @@ class StrictTransport(paramiko.Transport):
             self.offer = message.asbytes()
 
     def _verify_key(self, host_key: bytes, signature: bytes) -> None:
-        """Check the server's signature; the key that was checked at first must stay the same."""
+        """Check the server's signature. The key that was checked at first must stay the same."""
         first = self.host_key
         super()._verify_key(host_key, signature)  # type: ignore[misc]
         if first is not None and first != self.host_key:
             self.packetizer.refuse("has changed its host key in a running connection")
 
     def _send_user_message(self, data: paramiko.Message) -> None:
-        """Send when no key exchange is under way; closes the connection when that takes too long.
+        """Send when no key exchange is under way. Closes the connection when that takes too long.
 
         The reading thread never waits: it would wait for what it has to read itself.
         """
@@ -441,7 +441,7 @@ class StrictTransport(paramiko.Transport):
 
 
 def request_exec(channel: Any, command_line: bytes, timeout_s: float) -> None:
-    """Do what `Channel.exec_command` does, with a limit of the wait for the reply; raises SSHException."""
+    """Do what `Channel.exec_command` does, with a limit of the wait for the reply. Raises SSHException."""
     request = paramiko.Message()
     request.add_byte(common.cMSG_CHANNEL_REQUEST)
     request.add_int(channel.remote_chanid)

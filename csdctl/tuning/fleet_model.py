@@ -1,4 +1,4 @@
-"""The model of the fleet: immutable values that each round of tuning replaces by new ones; pure.
+"""The model of the fleet: immutable values that each round of tuning replaces by new ones. Pure.
 
 Machines of one class share all measurements. The host is a separate class. Earlier measurements are the start
 of a new tuning.
@@ -33,10 +33,18 @@ MIN_GROWTH = 0.05
 """By which share a step grows up to the largest probed batch, where noise hides it."""
 
 
-def fit_step_time(probes: Sequence[Point]) -> StepTime:
-    """Fit the step time to `probes` of one machine class; raises ValueError without probes.
+NUM_NEWEST = 5
+RANK_SHARE = 0.9
+SPREAD = 2.0
+MAX_PROBES = 8
+OOM_RETRY_SHARE = 0.6
+OUTLIER_TOLERANCE = 0.1
 
-    A single batch size gives a line through the origin; times that do not grow with the batch, a flat line.
+
+def fit_step_time(probes: Sequence[Point]) -> StepTime:
+    """Fit the step time to `probes` of one machine class. Raises ValueError without probes.
+
+    A single batch size gives a line through the origin. Times that do not grow with the batch, a flat line.
     """
     import numpy as np
 
@@ -86,12 +94,11 @@ def non_negative(columns: Array, wanted: Array) -> list[float]:
         kept.remove(negative[0])
 
 
-NUM_NEWEST = 5
 """Number of newest times used per sum: a fleet changes, and a single time may be an outlier."""
 
 
 def fit_collective(measured: Sequence[CollectiveMeasurement]) -> CollectiveCost:
-    """Fit the cost of a sum to `measured`, minimizing relative errors; 0 without measurements."""
+    """Fit the cost of a sum to `measured`, minimizing relative errors. 0 without measurements."""
     seconds = _median_times(measured)
     if not seconds:
         return CollectiveCost()
@@ -116,14 +123,12 @@ def _median_times(measured: Sequence[CollectiveMeasurement]) -> dict[tuple[int, 
     return {key: median(seconds[-NUM_NEWEST:]) for key, seconds in repeated.items()}
 
 
-RANK_SHARE = 0.9
 """The share of a machine's usable memory that a rank's predicted peak may take."""
-SPREAD = 2.0
 """Two sizes that differ by less than this factor show noise rather than the cost of a sample."""
 
 
 def rank_memory_bytes(usable_bytes: int | None) -> int | None:
-    """Return the part of a machine's usable memory that a rank may use; None: unknown."""
+    """Return the part of a machine's usable memory that a rank may use. None: unknown."""
     return int(usable_bytes * RANK_SHARE) if usable_bytes else None
 
 
@@ -147,9 +152,9 @@ def predict_peak_bytes(peaks: Mapping[int, int], batch_size: int) -> int | None:
 
 
 def largest_within_memory(peaks: Mapping[int, int], memory_bytes: int) -> int | None:
-    """Return the largest batch size whose predicted peak is at most `memory_bytes`; None without peaks.
+    """Return the largest batch size whose predicted peak is at most `memory_bytes`. None without peaks.
 
-    A peak grows at most in proportion to the batch size; without two sizes, that is assumed.
+    A peak grows at most in proportion to the batch size. Without two sizes, that is assumed.
     """
     if not peaks:
         return None
@@ -181,18 +186,18 @@ class ProbeOutcome:
 
     @property
     def samples_per_s(self) -> float | None:
-        """Samples per second; None when the batch did not fit in memory."""
+        """Samples per second. None when the batch did not fit in memory."""
         return self.batch_size / self.step_time_s if self.step_time_s else None
 
     @property
     def peak_memory_bytes(self) -> int:
-        """The peak at this batch size; 0: an earlier, larger size had set it."""
+        """The peak at this batch size. 0: an earlier, larger size had set it."""
         return self.peaks.get(self.batch_size, 0)
 
 
 @dataclass(frozen=True)
 class TrialResult:
-    """The steps of a trial; sequences are in order of rank."""
+    """The steps of a trial. Sequences are in order of rank."""
 
     num_steps: int
     step_s: float
@@ -225,9 +230,7 @@ class TriedPlan:
         return {rank.node: seconds for rank, seconds in zip(self.ranks, self.result.compute_s, strict=True)}
 
 
-MAX_PROBES = 8
 """Maximum number of probes per class in one tuning."""
-OOM_RETRY_SHARE = 0.6
 """After a rank ran out of memory in a trial, it computes this share of the samples at once."""
 
 
@@ -262,7 +265,7 @@ class ClassModel:
 
     @property
     def max_at_once(self) -> int | None:
-        """The largest batch that fits in memory at once; None: unknown."""
+        """The largest batch that fits in memory at once. None: unknown."""
         bounds = []
         if self.memory_bytes and (within := largest_within_memory(self.peaks, self.memory_bytes)):
             bounds.append(max(within, *self.peaks))
@@ -287,7 +290,7 @@ class ClassModel:
         return fit_step_time(self.points).scaled(self.in_step_factor)
 
     def step_time(self) -> StepTime:
-        """Return the step time in training; batches that exceed the memory are computed in micro-batches.
+        """Return the step time in training. Batches that exceed the memory are computed in micro-batches.
 
         Raises ValueError without probes.
         """
@@ -301,7 +304,7 @@ class ClassModel:
         return StepTime(fitted.fixed_s, fitted.per_sample_s, at_once, micro_batched_s)
 
     def predict_peak_bytes(self, batch_size: int) -> int | None:
-        """Return the peak memory of a rank with `batch_size`; None: too few measurements."""
+        """Return the peak memory of a rank with `batch_size`. None: too few measurements."""
         return predict_peak_bytes(self.peaks, self.limit_at_once(batch_size))
 
     def with_probes(self, outcomes: Sequence[ProbeOutcome]) -> "ClassModel":
@@ -359,7 +362,7 @@ class FleetModel:
 
     @property
     def is_host_training(self) -> bool:
-        """Whether the host may train; it is a rank in either case."""
+        """Whether the host may train. It is a rank in either case."""
         return self.machines[0] == HOST_NAME
 
     def class_name(self, machine: str) -> str:
@@ -375,7 +378,7 @@ class FleetModel:
         return replace(self, classes={**self.classes, name: changed})
 
     def step_times(self) -> dict[str, StepTime]:
-        """Return the step time of each class; raises ValueError when one is unknown."""
+        """Return the step time of each class. Raises ValueError when one is unknown."""
         return {name: known.step_time() for name, known in self.classes.items()}
 
     def machine_step_times(self, step_times: Mapping[str, StepTime] | None = None) -> dict[str, StepTime]:
@@ -394,11 +397,10 @@ class FleetModel:
         return self.collective_cost.at(self.vector_bytes, num_ranks)
 
     def sum_s_of_training(self, num_training: int) -> float:
-        """Return the seconds of a sum when `num_training` machines train; the host always takes part."""
+        """Return the seconds of a sum when `num_training` machines train. The host always takes part."""
         return self.sum_s(num_training + (not self.is_host_training))
 
 
-OUTLIER_TOLERANCE = 0.1
 """A machine that differs from its class by more than this share in a trial gets a separate step time."""
 
 
@@ -461,7 +463,7 @@ def recall_class(blank: ClassModel, known: Sequence[ProbeMeasurement], threads: 
 def recall_trial(
     trials: Sequence[TrialMeasurement], step_times: Mapping[str, StepTime]
 ) -> RecalledTrial | None:
-    """Return the newest of `trials`, oldest first, of several ranks; `step_times` by class name.
+    """Return the newest of `trials`, oldest first, of several ranks. `step_times` by class name.
 
     None without such a trial, or when it has a class that is not in `step_times`.
     """
@@ -478,7 +480,7 @@ def recall_trial(
 
 
 def recall_in_step(known: Sequence[ProbeMeasurement], step_time: StepTime) -> tuple[int, float] | None:
-    """Return a batch size of the newest trial and its time relative to `step_time`; None without a trial."""
+    """Return a batch size of the newest trial and its time relative to `step_time`. None without a trial."""
     tried = [probe for probe in known if probe.is_from_trial]
     if not tried:
         return None

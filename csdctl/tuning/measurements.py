@@ -1,4 +1,4 @@
-"""Measurements as values, as stored and as used by tuning; pure.
+"""Measurements as values, as stored and as used by tuning. Pure.
 
 The caller passes the time of a measurement.
 """
@@ -154,7 +154,7 @@ def compare_trials(trials: Sequence[TrialMeasurement]) -> ForecastErrors:
 
 
 def describe_model(info: ModelInfo, architecture_hash: str, code_hash: str = "") -> ModelProperties:
-    """Return the features of a built model; `architecture_hash` of its architecture.json.
+    """Return the features of a built model. `architecture_hash` of its architecture.json.
 
     `code_hash` of the job's own code, if the model needs it. For a model that this code builds on every rank,
     architecture.json has the recipe in place of layers.

@@ -26,6 +26,14 @@ STRATEGIES = (DATA_PARALLEL, FEATURES, SPLIT)
 part of the model before a cut, and the host the rest."""
 
 
+HEADER = """\
+# Written by `csdctl tune`; `csdctl train` follows it. Batch sizes and threads may be edited:
+# the shards are computed from them (equation 1) when training starts.
+"""
+MAX_BATCH_SIZE = 1 << 20
+MAX_THREADS = 1024
+
+
 class PlanFingerprint(Document):
     """The job and the machines that a plan was tuned for."""
 
@@ -38,7 +46,7 @@ class PlanFingerprint(Document):
 
 
 def list_changes(then: PlanFingerprint, now: PlanFingerprint) -> list[str]:
-    """List the differences, one line each; a machine that only one of them has is not a change."""
+    """List the differences, one line each. A machine that only one of them has is not a change."""
     values = {name: (then.job.get(name), now.job.get(name)) for name in {**now.job, **then.job}}
     return [
         *(
@@ -63,15 +71,6 @@ def _show(value: Any) -> str:
         return "not set"
     return value if isinstance(value, str) else json.dumps(value)
 
-
-HEADER = """\
-# Written by `csdctl tune`; `csdctl train` follows it. Batch sizes and threads may be edited:
-# the shards are computed from them (equation 1) when training starts.
-"""
-
-
-MAX_BATCH_SIZE = 1 << 20
-MAX_THREADS = 1024
 
 Machine = Annotated[str, Field(pattern=f"^{NAME.pattern}(/{NAME.pattern})?$")]
 Size = Annotated[int, Field(ge=1, le=MAX_BATCH_SIZE)]
@@ -116,7 +115,7 @@ class RankPlan(Document):
 
     @property
     def own_step_time_s(self) -> float | None:
-        """Seconds of a step with `batch_size`; None if the batch size was edited since it was measured."""
+        """Seconds of a step with `batch_size`. None if the batch size was edited since it was measured."""
         if not self.step_time_s or not self.samples_per_s:
             return self.step_time_s
         measured = self.samples_per_s * self.step_time_s  # of rounded numbers
@@ -180,7 +179,7 @@ class Predicted(Document):
 
 
 class StrategyPlan(Document):
-    """A strategy that was compared with the others; seconds are of a whole training."""
+    """A strategy that was compared with the others. Seconds are of a whole training."""
 
     strategy: Strategy
     cut: str = ""
@@ -252,7 +251,7 @@ class Plan(Document):
 
     @property
     def prediction(self) -> Predicted | None:
-        """The prediction of tuning; None when batch sizes were edited since."""
+        """The prediction of tuning. None when batch sizes were edited since."""
         is_valid = self.predicted is not None and self.predicted.batch_sizes == self.batch_sizes
         return self.predicted if is_valid else None
 
@@ -270,7 +269,7 @@ class Plan(Document):
 
     @property
     def predicted_range(self) -> Range | None:
-        """The range that holds the throughput of 9 of 10 runs; None without a prediction."""
+        """The range that holds the throughput of 9 of 10 runs. None without a prediction."""
         return self.prediction.samples_per_s_range if self.prediction else None
 
 
@@ -280,7 +279,7 @@ def save_plan(path: Path, plan: Plan) -> None:
 
 
 def load_plan(path: Path) -> Plan:
-    """Read a plan; raises InputError when it is missing or damaged."""
+    """Read a plan. Raises InputError when it is missing or damaged."""
     if not path.exists():
         raise InputError(
             f"there is no plan at {path}", remedy="run `csdctl tune` first, or train with --batch-size"

@@ -1,4 +1,4 @@
-"""The best plan for a modelled fleet, and what to probe next: few sizes, where they tell most; pure.
+"""The best plan for a modelled fleet, and what to probe next: few sizes, where they tell most. Pure.
 
 Machines of one class may probe different batch sizes in a round. The first round uses small sizes, which are
 quick. Then the fits give the batch sizes of the best plan, and the next rounds probe at most half of those,
@@ -26,10 +26,21 @@ GOODPUT_SIZES = 20
 """Global batches to compare, each √2 of the next smaller one."""
 
 
+FIRST_SIZES = {1: (16,), 2: (4, 16), 3: (2, 6, 16)}
+MAX_GROWTH = 4
+NEAR = 2.5
+MEMORY_NEAR = 1.25
+MIN_SIZES = 2
+PLANNED_SHARES = (0.5, 0.3)
+MIN_SETTINGS_GAIN = 0.15
+COMPARABLE_FACTOR = 4
+MANY_THREADS = 4
+
+
 def choose_plan(
     model: FleetModel, limits: Limits, step_times: Mapping[str, StepTime] | None = None
 ) -> BestPlan:
-    """Return the plan with the most samples/s; `step_times` by class, None: those of `model`.
+    """Return the plan with the most samples/s. `step_times` by class, None: those of `model`.
 
     Raises TuningError when no plan satisfies the limits.
     """
@@ -98,14 +109,14 @@ def predict_samples_per_s(model: FleetModel, batch_sizes: Mapping[str, int]) -> 
 
 
 def choose_equal_plan(model: FleetModel, limits: Limits) -> BestPlan | None:
-    """Return the fastest plan with the same batch size on every machine; None: there is no such plan."""
+    """Return the fastest plan with the same batch size on every machine. None: there is no such plan."""
     if any(share > 1 / len(model.machines) for share in model.private_shares.values()):
         return None  # a machine has more private samples than its part of equal batches
     return best_equal(list_candidates(model), limits, model.sum_s_of_training, model.overhead_factor)
 
 
 def predict_host_samples_per_s(model: FleetModel, limits: Limits) -> float | None:
-    """Predict the samples/s of the host alone; None if it does not train, or the limits allow no plan."""
+    """Predict the samples/s of the host alone. None if it does not train, or the limits allow no plan."""
     hosts = [rank for rank in list_candidates(model) if rank.node == HOST_NAME]
     with suppress(TuningError):
         return find_best(hosts, limits, model.sum_s_of_training).prediction.samples_per_s if hosts else None
@@ -145,7 +156,7 @@ def confirmed_prediction(
     host_samples_per_s: float | None = None,
     gain_without_nodes: float | None = None,
 ) -> Predicted:
-    """Return the prediction from a plan's trial; the gains are relative to other plans that were tried.
+    """Return the prediction from a plan's trial. The gains are relative to other plans that were tried.
 
     `errors`: those of earlier forecasts. `host_samples_per_s`: predicted for the host alone.
     """
@@ -172,19 +183,13 @@ def confirmed_prediction(
     )
 
 
-FIRST_SIZES = {1: (16,), 2: (4, 16), 3: (2, 6, 16)}
 """Batch sizes of the first round, by number of machines that measure; a slow node takes seconds for them."""
-MAX_GROWTH = 4
 """Limit of a probe's batch, relative to the largest that fitted: memory may be exhausted in between."""
-NEAR = 2.5
 """A probe is informative for sizes within this factor: a trial measures the planned size itself. Half of the
 planned size is probed, and the plan moves a little with the result."""
-MEMORY_NEAR = 1.25
 """Near the memory limit, a larger size within this factor of a measured size is not probed."""
-MIN_SIZES = 2
 """Minimum number of different sizes of a class, including earlier probes. More hardly improve the plan,
 because the trial that follows corrects the level of the line (benchmarks/bench_planning.py, with noise)."""
-PLANNED_SHARES = (0.5, 0.3)
 """Shares of the planned size that the machines of a class probe."""
 
 ChooseSizes = Callable[[Mapping[str, StepTime]], Mapping[str, int]]
@@ -199,7 +204,7 @@ def limit_sizes(model: FleetModel, limits: Limits) -> FleetModel:
 
 
 def next_probes(model: FleetModel, choose: ChooseSizes) -> dict[str, int]:
-    """Return the batch sizes to probe next, by machine; empty when enough is known about every class.
+    """Return the batch sizes to probe next, by machine. Empty when enough is known about every class.
 
     Raises TuningError when no size of a class fits in memory, and what `choose` raises.
     """
@@ -229,7 +234,7 @@ def _check_memory(known: ClassModel) -> None:
 
 
 def _next_class_sizes(known: ClassModel, planned: int | None) -> list[int]:
-    """Return the sizes to probe next, at most one for each machine; empty when the class is known."""
+    """Return the sizes to probe next, at most one for each machine. Empty when the class is known."""
     count = min(MAX_PROBES - known.num_new_probes, len(known.machines))
     if count < 1:
         return []
@@ -261,19 +266,16 @@ def _first_sizes(known: ClassModel, count: int) -> list[int]:
     return list(dict.fromkeys(known.cap(size) for size in sizes))
 
 
-MIN_SETTINGS_GAIN = 0.15
 """Other settings are used when a step takes at least this share less time; less may be noise."""
-COMPARABLE_FACTOR = 4
 """Other settings are probed with at least 1/COMPARABLE_FACTOR of the planned batch, where one was measured:
 with few samples, different settings may be faster."""
-MANY_THREADS = 4
 
 SettingsSearch = Mapping[str, tuple[int, Sequence[Runtime]]]
 """What to compare, by class: the batch size, and the settings, most promising first."""
 
 
 def plan_settings_search(model: FleetModel, limits: Limits) -> SettingsSearch:
-    """Return what to compare for classes without an earlier trial; raises what `choose_plan` raises."""
+    """Return what to compare for classes without an earlier trial. Raises what `choose_plan` raises."""
     planned = choose_class_sizes(model, limits, model.step_times())
     search = {}
     for name, known in model.classes.items():
@@ -305,7 +307,7 @@ def next_settings(
 
 
 def settings_gain(known: ClassModel, probed: Point) -> float | None:
-    """Return the share of a step's time that a probe with other settings took less; None: not enough."""
+    """Return the share of a step's time that a probe with other settings took less. None: not enough."""
     usual_s = median(point.step_time_s for point in known.points if point.batch_size == probed.batch_size)
     gain = 1 - probed.step_time_s / usual_s
     return gain if gain > MIN_SETTINGS_GAIN else None

@@ -1,4 +1,4 @@
-"""The curve over the number of nodes: rate and energy of one more node, and whether nodes pay off; pure.
+"""The curve over the number of nodes: rate and energy of one more node, and whether nodes pay off. Pure.
 
 Batch sizes are fixed, or chosen as `tune` would choose them for each number of nodes.
 """
@@ -92,7 +92,7 @@ def predict_curve(
     choice: Choice | None = None,
     power: Power | None = None,
 ) -> list[CurvePoint]:
-    """Predict a point for each of `counts`, the numbers of nodes; a larger fleet than `nodes` repeats them.
+    """Predict a point for each of `counts`, the numbers of nodes. A larger fleet than `nodes` repeats them.
 
     Without a `choice`, each rank keeps its batch size. Raises TuningError when the limits allow no plan for
     one of these numbers.
@@ -148,7 +148,7 @@ def choose_best(
 
 
 def size_ranks(ranks: Sequence[RankModel], batch_sizes: Mapping[str, int]) -> list[RankModel]:
-    """Return the ranks with these batch sizes; a rank without a size gets what fits in the others' time."""
+    """Return the ranks with these batch sizes. A rank without a size gets what fits in the others' time."""
     slowest_s = max(rank.step_time.at(batch_sizes.get(rank.node, 0)) for rank in ranks)
     return [
         replace(
@@ -159,7 +159,7 @@ def size_ranks(ranks: Sequence[RankModel], batch_sizes: Mapping[str, int]) -> li
 
 
 def _repeat(nodes: Sequence[RankModel], count: int) -> list[RankModel]:
-    """Return `count` nodes, which repeat `nodes` under other names; raises ValueError without any."""
+    """Return `count` nodes, which repeat `nodes` under other names. Raises ValueError without any."""
     if count and not nodes:
         raise ValueError("nodes cannot be predicted without one to repeat")
     of = len(nodes)
@@ -172,7 +172,7 @@ def _repeat(nodes: Sequence[RankModel], count: int) -> list[RankModel]:
 
 
 def _as_planned(ranks: Sequence[RankModel], idle: Iterable[str], costs: Costs) -> BestPlan:
-    """Return the plan of these ranks, the host first; an idle host is still a rank: it sums."""
+    """Return the plan of these ranks, the host first. An idle host is still a rank: it sums."""
     host, *nodes = (rank.node for rank in ranks)
     sizes = {rank.node: rank.batch_size for rank in ranks if rank.node not in idle}
     num_ranks = len(sizes) + (host in idle)
@@ -216,7 +216,7 @@ class Verdict:
 
 
 def judge(curve: Sequence[CurvePoint], nodes: Sequence[RankModel]) -> Verdict:
-    """Judge the last point of `curve`, whose nodes repeat `nodes`; its first point is the host alone.
+    """Judge the last point of `curve`, whose nodes repeat `nodes`. Its first point is the host alone.
 
     Numbers of nodes in between may be missing.
     """
@@ -245,7 +245,7 @@ def _reasons(point: CurvePoint, alone: CurvePoint) -> tuple[Reason, ...]:
 
 
 def _useful_nodes(curve: Sequence[CurvePoint], nodes: Sequence[RankModel]) -> int:
-    """Return the last number whose node adds enough; earlier nodes may cost more than they add."""
+    """Return the last number whose node adds enough. Earlier nodes may cost more than they add."""
     for before, point in reversed(list(pairwise(curve))):
         added = (point.samples_per_s - before.samples_per_s) / (point.num_nodes - before.num_nodes)
         if added >= MIN_SHARE_OF_NODE * nodes[(point.num_nodes - 1) % len(nodes)].samples_per_s:

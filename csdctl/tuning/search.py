@@ -1,4 +1,4 @@
-"""The batch sizes with the most samples/s within limits; pure.
+"""The batch sizes with the most samples/s within limits. Pure.
 
 For a compute time T of a step, every rank takes as many samples as it can compute in T, so that no rank waits
 for another. With a longer T, the share of fixed costs and of the sum over the ranks is smaller, and the
@@ -27,9 +27,14 @@ OPTIONS = {"max_global_batch": "--max-global-batch", "global_batch": "--global-b
 """Options of `csdctl tune`, by the limit that they set."""
 
 
+MIN_GAIN_WITHOUT_HOST = 0.05
+LINEAR_SCALING = 4
+STEPS_PER_EPOCH = 10
+
+
 @dataclass(frozen=True)
 class Limits:
-    """The limits of a plan. None: no limit; without any limit there is no best plan (`default_limits`)."""
+    """The limits of a plan. None: no limit. Without any limit there is no best plan (`default_limits`)."""
 
     max_global_batch: int | None = None
     global_batch: int | None = None
@@ -63,7 +68,7 @@ class Limits:
 
 @dataclass(frozen=True)
 class BestPlan:
-    """Batch sizes by node, in the order of the candidates; a node that is left out has none."""
+    """Batch sizes by node, in the order of the candidates. A node that is left out has none."""
 
     batch_sizes: dict[str, int]
     prediction: Prediction
@@ -77,9 +82,9 @@ def find_best(
     overhead_factor: float = 1.0,
     lone_overhead_factor: float | None = None,
 ) -> BestPlan:
-    """Return the fastest plan; `collective_s(n)` is the time of a sum over n ranks. The host comes first.
+    """Return the fastest plan. `collective_s(n)` is the time of a sum over n ranks. The host comes first.
 
-    `overhead_factor` as in `predict`; `lone_overhead_factor` is that of a plan with one rank, None: the same.
+    `overhead_factor` as in `predict`. `lone_overhead_factor` is that of a plan with one rank, None: the same.
     Raises TuningError when no plan satisfies the limits.
     """
     if not candidates:
@@ -115,7 +120,7 @@ def best_equal(
     collective_s: Callable[[int], float],
     overhead_factor: float = 1.0,
 ) -> BestPlan | None:
-    """Return the fastest plan with the same batch size on all ranks; None when the limits allow none.
+    """Return the fastest plan with the same batch size on all ranks. None when the limits allow none.
 
     Its global batch is at most an exact one in `limits`, which the number of ranks need not divide.
     """
@@ -164,7 +169,7 @@ def _fleets(candidates: Sequence[RankModel], limits: Limits) -> Iterable[Sequenc
 def _best_of(
     members: Sequence[RankModel], limits: Limits, collective_s: float, overhead_factor: float
 ) -> BestPlan | None:
-    """Return the best plan in which all `members` train; None when the limits allow none."""
+    """Return the best plan in which all `members` train. None when the limits allow none."""
     most = limits.largest_global_batch
     if most < len(members):
         return None
@@ -240,7 +245,7 @@ def _times(least_s: float, most_s: float, count: int) -> list[float]:
 
 
 def _fit_to(sizes: Sequence[int], members: Sequence[RankModel], most: int) -> list[int]:
-    """Return `sizes`, cut to at most `most` together; [] if that cannot be.
+    """Return `sizes`, cut to at most `most` together. [] if that cannot be.
 
     A member with private samples has at least their part of the step, also where it takes longer then.
     """
@@ -280,7 +285,6 @@ def _cut_to(
     return cut
 
 
-MIN_GAIN_WITHOUT_HOST = 0.05
 """The host does not train when the fleet is faster by at least this share without it."""
 
 
@@ -291,7 +295,7 @@ def find_best_ranks(
     sum_s: Callable[[int], float],
     overhead_factor: float = 1.0,
 ) -> BestPlan:
-    """Return the fastest plan of the host and `nodes`; it has no batch size for a host that does not train.
+    """Return the fastest plan of the host and `nodes`. It has no batch size for a host that does not train.
 
     `sum_s(n)` is the time of a sum over n ranks, including the host. Raises TuningError when no plan
     satisfies the limits.
@@ -317,8 +321,6 @@ def find_best_ranks(
     return best
 
 
-LINEAR_SCALING = 4
-STEPS_PER_EPOCH = 10
 """The global batch is at most LINEAR_SCALING reference batches, over which the recipe's learning rate is
 scaled, and leaves at least STEPS_PER_EPOCH steps in an epoch."""
 
@@ -326,7 +328,7 @@ scaled, and leaves at least STEPS_PER_EPOCH steps in an epoch."""
 def default_limits(given: Limits, reference_batch: int, num_samples: int | None, num_required: int) -> Limits:
     """Return `given` with a default limit of the global batch, and limits of at most an epoch.
 
-    `num_samples` is that of an epoch, None if unknown; `num_required` ranks must train, on at least one
+    `num_samples` is that of an epoch, None if unknown. `num_required` ranks must train, on at least one
     sample each. Raises TuningError when the exact global batch is larger than an epoch.
     """
     if given.global_batch and num_samples is not None and given.global_batch > num_samples:
@@ -345,6 +347,6 @@ def default_limits(given: Limits, reference_batch: int, num_samples: int | None,
 
 
 def read_limits(written: Mapping[str, float | list[int]]) -> Limits:
-    """Parse the limits in a plan's `method_arguments`, written from `Limits.given`; Algorithm 1 has none."""
+    """Parse the limits in a plan's `method_arguments`, written from `Limits.given`. Algorithm 1 has none."""
     given = {name: value for name, value in written.items() if name in OPTIONS and isinstance(value, float)}
     return Limits(**{name: round(value) for name, value in given.items()})

@@ -35,7 +35,7 @@ def tune_stannis(
 ) -> dict[str, Point]:
     """Return batch sizes by Algorithm 1.
 
-    `batch_sizes` is the paper's list BS, `step_divisor` its C (dimensionless; larger values take smaller
+    `batch_sizes` is the paper's list BS, `step_divisor` its C (dimensionless, larger values take smaller
     steps) and `margin_scale` its E (the paper's 5 allows 20% over the slowest engine's time). An engine that
     runs out of memory at a size is not tried at larger ones. Raises TuningError when no size fits an engine.
     """
@@ -90,10 +90,10 @@ def check_arguments(batch_sizes: Sequence[int], step_divisor: float, margin_scal
 def _larger(
     done: Point, anchor: Point, margin_scale: float, step_divisor: float, too_large: int | None
 ) -> int | None:
-    """Return the next size of the while loop, None at its end; `too_large` does not fit in memory.
+    """Return the next size of the while loop, None at its end. `too_large` does not fit in memory.
 
     BS += BS × (final time − time) / C, times in units of the slowest engine's time. The difference is at
-    least the margin; otherwise it would vanish before the loop ends.
+    least the margin. Otherwise it would vanish before the loop ends.
     """
     margin_s = anchor.step_time_s / margin_scale
     missing_s = anchor.step_time_s + margin_s - done.step_time_s
@@ -109,7 +109,7 @@ def _larger(
 def _measure_list(
     engines: Sequence[str], measure: Measure, batch_sizes: Sequence[int]
 ) -> tuple[dict[str, list[Point]], dict[str, int]]:
-    """Benchmark every engine over the list; also return the sizes at which engines ran out of memory."""
+    """Benchmark every engine over the list. Also return the sizes at which engines ran out of memory."""
     done: dict[str, list[Point]] = {engine: [] for engine in engines}
     too_large: dict[str, int] = {}
     for batch_size in batch_sizes:
@@ -141,6 +141,6 @@ def _similar(done: Sequence[Point], anchor: Point, margin_scale: float) -> Point
 
 
 def _start(done: Sequence[Point], anchor: Point) -> Point:
-    """Return the largest size that takes no longer than the anchor; the smallest when all take longer."""
+    """Return the largest size that takes no longer than the anchor. The smallest when all take longer."""
     within = [batch for batch in done if batch.step_time_s <= anchor.step_time_s]
     return within[-1] if within else done[0]

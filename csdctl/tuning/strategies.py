@@ -1,4 +1,4 @@
-"""Strategies to train one model: forecasts of the time of a training, from steps and measured parts; pure.
+"""Strategies to train one model: forecasts of the time of a training, from steps and measured parts. Pure.
 
 Data-parallel, features and split learn the same and differ in time, in bytes and in what leaves a node. The
 parts of a model (what is before a cut, what is behind) are timed on the host as shares of its whole step, and
@@ -26,6 +26,10 @@ BACKWARD_SHARE = 2 / 3
 """Share of the backward pass in the FLOPs of both passes."""
 
 
+MIN_GAIN = 0.05
+HOST_SHARES = (0.0, 0.02, 0.05, 0.1, 0.2, 0.35, 0.5)
+
+
 @dataclass(frozen=True)
 class Shares:
     """Parts of a model's step with the model cut behind `layer`, as shares of the time of the whole step."""
@@ -48,7 +52,7 @@ class Shares:
 
 
 def spread_cuts(cuts: Sequence[CutInfo], num_operations: int) -> list[CutInfo]:
-    """Return `cuts` without those that are close to one before; `num_operations`: of the whole model.
+    """Return `cuts` without those that are close to one before. `num_operations`: of the whole model.
 
     Close is by less than 3% of the model's FLOPs, which are no more precise.
     """
@@ -60,7 +64,7 @@ def spread_cuts(cuts: Sequence[CutInfo], num_operations: int) -> list[CutInfo]:
 
 
 def share_by_flops(cut: CutInfo, num_operations: int) -> Shares | None:
-    """Return the parts of a step by their FLOPs; None where these, or the cut's bytes, are not known."""
+    """Return the parts of a step by their FLOPs. None where these, or the cut's bytes, are not known."""
     if not num_operations or not cut.num_bytes or not cut.num_operations:
         return None
     before = cut.num_operations / num_operations
@@ -90,11 +94,9 @@ def measured_shares(times: PartTimes, cuts: Sequence[CutInfo]) -> dict[str, Shar
     }
 
 
-MIN_GAIN = 0.05
 """Another strategy than data-parallel is taken when the training takes less time by at least this share."""
 CONFIRMED_SIGMA, MODELLED_SIGMA = 0.066, 0.111
 """Assumed relative error of the time of a training besides that of its steps, if these were tried; if not."""
-HOST_SHARES = (0.0, 0.02, 0.05, 0.1, 0.2, 0.35, 0.5)
 """Shares of a step's samples that the host may have of its own when the model is split."""
 
 
@@ -150,7 +152,7 @@ class Training:
     ) -> StrategyForecast:
         """Forecast training the head on features, with the batch sizes of `planned` for whole models.
 
-        `shares`: of the model cut behind its frozen part; `feature_share`: the time of a sample's features
+        `shares`: of the model cut behind its frozen part. `feature_share`: the time of a sample's features
         relative to its share of a step.
         """
         placed = self._place(planned.batch_sizes)
@@ -179,7 +181,7 @@ class Training:
     ) -> StrategyForecast:
         """Forecast training the head on the host alone, where that takes clearly less time than `by_all`.
 
-        Only for public samples. `feature_bytes`: of one sample; they are sent in base64.
+        Only for public samples. `feature_bytes`: of one sample. They are sent in base64.
         """
         host = self.step_times.get(HOST_NAME)
         if host is None or len(by_all.batch_sizes) == 1:
@@ -203,7 +205,7 @@ class Training:
         return found if found.first_run_s < by_all.first_run_s * (1 - MIN_GAIN) else by_all
 
     def forecast_split(self, shares: Shares, limits: Limits) -> StrategyForecast | None:
-        """Forecast the split of the model with the batch sizes that take the least time; None without any."""
+        """Forecast the split of the model with the batch sizes that take the least time. None without any."""
         host_shares = HOST_SHARES if self.num_public else HOST_SHARES[:1]
         sizes = [self._split_sizes(shares, limits, share) for share in host_shares]
         found = [self.forecast_split_of(one, shares) for one in sizes if one is not None]
@@ -291,7 +293,7 @@ class Training:
 
 
 def time_epoch(placed: Sequence[Placed], step_s: Callable[[Collection[str]], float]) -> float:
-    """Return the seconds of an epoch; `step_s` of a step in which these ranks have samples."""
+    """Return the seconds of an epoch. `step_s` of a step in which these ranks have samples."""
     total_s, done = 0.0, 0
     for end in sorted({shard.num_steps for shard in placed if shard.num_steps}):
         active = [shard.name for shard in placed if shard.num_steps >= end]
@@ -301,14 +303,14 @@ def time_epoch(placed: Sequence[Placed], step_s: Callable[[Collection[str]], flo
 
 
 def choose_strategy(forecasts: Sequence[StrategyForecast]) -> StrategyForecast:
-    """Return the strategy that takes the least time; the first one unless another takes clearly less."""
+    """Return the strategy that takes the least time. The first one unless another takes clearly less."""
     first, *others = forecasts
     best = min(others, key=lambda found: found.first_run_s, default=first)
     return best if best.first_run_s < first.first_run_s * (1 - MIN_GAIN) else first
 
 
 def add_range(found: StrategyForecast, of_steps: Spread) -> StrategyForecast:
-    """Return the forecast with the range of its first run; `of_steps`: the spread of tried steps."""
+    """Return the forecast with the range of its first run. `of_steps`: the spread of tried steps."""
     assumed = CONFIRMED_SIGMA if found.is_confirmed else MODELLED_SIGMA
     spread = Spread(of_steps.variance + assumed**2, PRIOR_WEIGHT)
     return found.model_copy(update={"first_run_s_range": spread.range_of(found.first_run_s)})

@@ -1,4 +1,4 @@
-"""The worker's commands, such as build, prepare, look, probe, rank and link; `main` has them all.
+"""The worker's commands, such as build, prepare, look, probe, rank and link. `main` has them all.
 
 A command of `REQUESTED` or `ANSWERS` reads one request from standard input, and answers with a frame: its
 result, or its error. Errors of the others are a `Failed` event (rank) or an error's frame. The
@@ -53,7 +53,7 @@ OF_USERS = ("prepare", "look", "augment")
 
 
 def main(arguments: list[str]) -> int:
-    """Run one command; return the exit code."""
+    """Run one command. Return the exit code."""
     parser = argparse.ArgumentParser(prog="csdctl.worker")
     parser.add_argument("command", choices=(*REQUESTED, *ANSWERS, *COMMANDS))
     parser.add_argument("options", nargs=argparse.REMAINDER, help="--NAME VALUE …")
@@ -87,7 +87,7 @@ def _answer(function: str, kind: str) -> int:
 
 
 def _answer_guarded(doing: str, function: str, kind: str) -> int:
-    """Answer the request; print frames only: progress, then the result."""
+    """Answer the request. Print frames only: progress, then the result."""
     from csdctl.worker.protocol.datasets import PrepareProgress
 
     answer, request_type = _import(function), _import(kind)
@@ -148,7 +148,7 @@ def _rank(spec: str, rank: str, marker: str = "") -> int:
 
 
 def _redirect_output(run_id: str, rank: int) -> str:
-    """Let only events leave a rank that reads private data; return the log file with all other output.
+    """Let only events leave a rank that reads private data. Return the log file with all other output.
 
     Libraries may print samples: TensorFlow lists the labels of a batch that it cannot use.
     """
@@ -198,7 +198,7 @@ def run() -> None:
     code = 1
 
     def leave() -> None:
-        """Skip the teardown of TensorFlow's libraries, which takes up to a second; MPI needs its own."""
+        """Skip the teardown of TensorFlow's libraries, which takes up to a second. MPI needs its own."""
         if {*LOADING} & {*sys.modules} and "mpi4py" not in sys.modules:
             with contextlib.suppress(OSError, ValueError):
                 sys.stdout.flush()

@@ -1,1 +1,1 @@
-"""The use cases; each takes its dependencies as arguments."""
+"""The use cases. Each takes its dependencies as arguments."""

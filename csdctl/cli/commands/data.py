@@ -118,7 +118,7 @@ def _look_document(look: "DataLook") -> dict[str, Any]:
 
 @on_job
 def prepare(call: Call) -> None:
-    """Convert data and model for training; data stays where it is stored."""
+    """Convert data and model for training. Data stays where it is stored."""
     from csdctl.terminal.prepare import PreparationScreen, prepare_document, render_prepared
     from csdctl.workflows.data.prepare import prepare_fleet
 
@@ -148,7 +148,7 @@ def deploy(
     ] = False,
     dry_run: options.DryRunOption = False,
 ) -> None:
-    """Copy a job's files, or directory trees, to every node; only missing content is sent."""
+    """Copy a job's files, or directory trees, to every node. Only missing content is sent."""
     from csdctl.shipping.payload import DEFAULT_IGNORED
     from csdctl.terminal.nodes import TransferView
     from csdctl.workflows.data.files import deploy as deploy_files

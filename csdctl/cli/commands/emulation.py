@@ -11,6 +11,7 @@ from csdctl.errors import InputError
 from csdctl.terminal.streams import Streams
 
 emulate = options.group(help="Run a fleet on this machine: real SSH servers that share its CPU and memory.")
+SCRIPT = Path(__file__).parents[3] / "examples" / "demo.py"
 
 
 @emulate.command()
@@ -62,7 +63,6 @@ def down(
     show_stopped(streams, stop_fleet(streams.project.emulated, keep=keep))
 
 
-SCRIPT = Path(__file__).parents[3] / "examples" / "demo.py"
 """Needs a clone of csdctl's repository."""
 
 

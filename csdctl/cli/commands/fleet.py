@@ -88,7 +88,7 @@ def _parse_source(
     inventory: Path | None,
     ssh_config: Path | None,
 ) -> "NodeSource | None":
-    """Return the source that the options name, if any; raises InputError for more than one."""
+    """Return the source that the options name, if any. Raises InputError for more than one."""
     from csdctl.workflows.discovery.inventory import address_ranges, ansible_inventory
     from csdctl.workflows.discovery.inventory import ssh_config as of_ssh_config
 
@@ -281,7 +281,7 @@ def provision(
 
 
 def _parse_values(texts: Sequence[str]) -> dict[str, str | bool]:
-    """Return the variables of `--set` by name; raises InputError for an unusable one."""
+    """Return the variables of `--set` by name. Raises InputError for an unusable one."""
     parsed: dict[str, str | bool] = {}
     for text in texts:
         name, equals, value = text.partition("=")
@@ -294,7 +294,7 @@ def _parse_values(texts: Sequence[str]) -> dict[str, str | bool]:
 
 
 def _parse_kinds(texts: Sequence[str]) -> "list[Kind]":
-    """Return the kinds of `--kind`; without a version, Python itself is collected, too."""
+    """Return the kinds of `--kind`. Without a version, Python itself is collected, too."""
     from csdctl.workflows.provision.machine import ARCHITECTURES, PYTHONS, SENT_PYTHON, Kind
 
     kinds = []
@@ -336,7 +336,7 @@ def exec(
         float, typer.Option(min=0.001, envvar="CSDCTL_CONNECT_TIMEOUT", help="Seconds to connect to a node.")
     ] = 10.0,
 ) -> None:
-    """Run a command, or a Fabric task, on all nodes at once; identical output is grouped."""
+    """Run a command, or a Fabric task, on all nodes at once. Identical output is grouped."""
     from csdctl.terminal.nodes import CountView, exec_document, render_answers
     from csdctl.workflows.exec.run_command import ExecOptions, parse_command, run_command
 

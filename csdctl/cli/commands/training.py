@@ -116,7 +116,7 @@ def train(
 
 
 def start_detached(streams: Streams) -> None:
-    """Start this command line again in the background; return once its run trains."""
+    """Start this command line again in the background. Return once its run trains."""
     from csdctl.workflows.runs import manage
 
     arguments = [word for word in sys.argv[1:] if word not in ("--detach", "--json")]
@@ -163,7 +163,7 @@ def predict(
     ] = Path("predictions.csv"),
     force: options.ForceOption = False,
 ) -> None:
-    """Run a trained model on samples where they are stored; only the results are sent."""
+    """Run a trained model on samples where they are stored. Only the results are sent."""
     from csdctl.terminal.prepare import PreparationScreen
     from csdctl.workflows.predict.predict import check_request
     from csdctl.workflows.predict.predict import predict as run_prediction

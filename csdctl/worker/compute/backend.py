@@ -37,7 +37,7 @@ keras: Any = _Module(lambda: import_keras())  # noqa: PLW0108, it is defined bel
 
 
 def load_backend(runtime: Runtime = DEFAULT) -> tuple[Any, Any]:
-    """Import TensorFlow and Keras as `load_tensorflow` does; return both modules."""
+    """Import TensorFlow and Keras as `load_tensorflow` does. Return both modules."""
     with _collecting_no_garbage():
         tf = load_tensorflow(runtime)
         return tf, import_keras()
@@ -102,7 +102,7 @@ def _use_gpu(tf: Any, *, is_required: bool) -> None:
 
 @dataclass(frozen=True)
 class KerasSettings:
-    """What a model computes with beside its layers, as `keras.config` has it; all ranks have the host's."""
+    """What a model computes with beside its layers, as `keras.config` has it. All ranks have the host's."""
 
     floatx: str
     epsilon: float
@@ -116,7 +116,7 @@ class KerasSettings:
 
     @classmethod
     def load(cls, directory: Path) -> "KerasSettings":
-        """Apply the settings of keras.json in `directory`, or else of this user's; Keras' own without a file.
+        """Apply the settings of keras.json in `directory`, or else of this user's. Keras' own without a file.
 
         Raises InputError for a file that Keras would refuse.
         """
@@ -133,7 +133,7 @@ class KerasSettings:
             raise InputError(f"{path} cannot be used: {describe(error)}", "correct or remove it") from None
 
     def apply(self) -> "KerasSettings":
-        """Let this process compute with these settings; raises ValueError for unknown ones."""
+        """Let this process compute with these settings. Raises ValueError for unknown ones."""
         keras.config.set_floatx(self.floatx)
         keras.config.set_epsilon(float(self.epsilon))
         keras.config.set_image_data_format(self.image_data_format)
@@ -146,7 +146,7 @@ def _keras_home() -> Path:
 
 @contextlib.contextmanager
 def _without_keras_file() -> Iterator[None]:
-    """Let Keras be imported as if there were no keras.json; what it downloads stays where the user has it."""
+    """Let Keras be imported as if there were no keras.json. What it downloads stays where the user has it."""
     home, before = _keras_home(), os.environ.get("KERAS_HOME")
     os.environ["KERAS_HOME"] = os.devnull  # no directory: it reads and writes nothing
     try:

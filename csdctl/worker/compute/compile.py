@@ -32,7 +32,7 @@ OF_RANKS = "ranks"
 
 
 def compile_step(request: CompileRequest) -> Compiled:
-    """Compile a step, and write it to the request's `output`; raises WorkerError if ranks cannot take it."""
+    """Compile a step, and write it to the request's `output`. Raises WorkerError if ranks cannot take it."""
     load_backend()
     model = load(Path(request.architecture), Path(request.weights), request.code)
     model_type = compute_type(model)
@@ -59,7 +59,7 @@ def compile_step(request: CompileRequest) -> Compiled:
 
 
 def write_step(compiler: Compiler, info: StepInfo, builder: GraphBuilder, output: Path) -> None:
-    """Write the files of a step; raises CannotCompileError."""
+    """Write the files of a step. Raises CannotCompileError."""
     output.mkdir(exist_ok=True)
     (output / GRAPH).write_bytes(builder.optimize())
     kept = (value for value, one in zip(compiler.values, info.variables, strict=True) if not one.is_zero)
@@ -77,7 +77,7 @@ def make_compiler(
 ) -> Compiler:
     """Return what compiles the step of a compiled model, which may have a train_step of its own.
 
-    `example`: samples and labels (n, …) as the data has them; n may be 0. Raises WorkerError, exit code 2.
+    `example`: samples and labels (n, …) as the data has them. N may be 0. Raises WorkerError, exit code 2.
     """
     if not has_own_step(model):
         return StepCompiler(model, recipe, example, has_noise=has_noise)
@@ -90,7 +90,7 @@ def make_compiler(
 
 
 def trace(compiler: Compiler) -> tuple[StepInfo, GraphBuilder]:
-    """Trace a step; again if its code has variables that neither model nor optimizer knows."""
+    """Trace a step. Again if its code has variables that neither model nor optimizer knows."""
     builder = GraphBuilder()
     info = compiler.trace(builder)
     of_metrics = {id(one.value) for one in compiler.metric_states.variables}  # which start anew
@@ -124,7 +124,7 @@ def make_engine(
 
 
 def build_engine(spec: RunSpec, me: RankSpec, recipe: Recipe, example: tuple[Array, Array]) -> StepEngine:
-    """Return the step of a rank whose model is traced here; `example` as of `make_compiler`."""
+    """Return the step of a rank whose model is traced here. `example` as of `make_compiler`."""
     model = load(Path(spec.architecture), Path(spec.weights), spec.code)
     model_type = compute_type(model)
     if spec.task.name == VERIFY:
@@ -157,9 +157,9 @@ def assign(variable: Any, value: Array) -> None:
 
 
 def write_template(compiler: Compiler, output: Path, seed: int = 0) -> dict[str, tuple[str, ...]]:
-    """Write a file of Keras for the model, whose weights then change; return where it has the variables.
+    """Write a file of Keras for the model, whose weights then change. Return where it has the variables.
 
-    They are numbered as those of the compiler; rates follow. {} if the file lacks a weight, or has it in
+    They are numbered as those of the compiler. Rates follow. {} if the file lacks a weight, or has it in
     another form. The file is .keras, or .weights.h5 for a model that Keras cannot save.
     """
     model, variables = compiler.model, [*compiler.variables, *compiler.rates]

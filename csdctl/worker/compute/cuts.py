@@ -31,9 +31,11 @@ from csdctl.worker.compute.keras_internals import (
 from csdctl.worker.compute.statistics import Snapshot
 from csdctl.worker.protocol.model_info import CutInfo
 
+CHECKED_SAMPLES = 2
+
 
 def count_flops(model: Any) -> int:
-    """Return the FLOPs of one sample; 0 if unknown, as for inputs of variable size. Raises nothing."""
+    """Return the FLOPs of one sample. 0 if unknown, as for inputs of variable size. Raises nothing."""
     try:
         return 2 * _count(_trace(model))
     except Exception:  # whatever a user's model raises here, it can be trained without this number
@@ -41,7 +43,7 @@ def count_flops(model: Any) -> int:
 
 
 def count_flops_until(model: Any, tensors: Sequence[Any]) -> list[int]:
-    """Return the FLOPs of one sample from the inputs to each of the model's `tensors`; 0 if unknown."""
+    """Return the FLOPs of one sample from the inputs to each of the model's `tensors`. 0 if unknown."""
     try:
         return [2 * _count([output]) for output in _trace(keras.Model(model.inputs, list(tensors)))]
     except Exception:  # as in `count_flops`
@@ -60,7 +62,7 @@ def _trace(model: Any) -> list[Any]:
 
 
 def _count(outputs: Sequence[Any]) -> int:
-    """Return the multiply-accumulates of a graph; raises ValueError if a shape or loop length is unknown."""
+    """Return the multiply-accumulates of a graph. Raises ValueError if a shape or loop length is unknown."""
     return sum(map(_count_operation, _reachable(outputs)))
 
 
@@ -99,7 +101,7 @@ def _count_operation(operation: Any) -> int:
 
 
 def _count_einsum(equation: str, shapes: list[Any]) -> int:
-    """Return the product of the sizes of all letters; `...` counts once, from the longest operand."""
+    """Return the product of the sizes of all letters. `...` counts once, from the longest operand."""
     sizes: dict[str, int] = {}
     rest = 1
     for letters, shape in zip(equation.partition("->")[0].split(","), shapes, strict=True):
@@ -124,14 +126,13 @@ def _function(operation: Any, attribute: str) -> Any:
 
 
 def _size(shape: Any) -> int:
-    """Return the number of elements; raises ValueError if it is unknown."""
+    """Return the number of elements. Raises ValueError if it is unknown."""
     size = shape.num_elements()
     if size is None:
         raise ValueError(f"unknown size: {shape}")
     return int(size)
 
 
-CHECKED_SAMPLES = 2
 """Number of random samples by which a prefix is tried."""
 
 
@@ -151,11 +152,11 @@ class Cut:
 
 
 class NoCutError(Exception):
-    """A model has no frozen prefix that features could replace; the text follows the model's name."""
+    """A model has no frozen prefix that features could replace. The text follows the model's name."""
 
 
 def find_cuts(model: Any) -> list[Cut]:
-    """Return the cuts of a functional model, from its inputs to its outputs; none of others.
+    """Return the cuts of a functional model, from its inputs to its outputs. None of others.
 
     Behind a cut, no input is used: only the tensor goes there. Models that are layers of the model are cut
     inside, too. Neither an input nor an output is a cut, nor is a place with a weight that is trained on both
@@ -218,7 +219,7 @@ def unroll(model: Any) -> tuple[Any, dict[int, str]]:
 
 
 def _unroll(model: Any, inputs: Sequence[Any], names: dict[int, str]) -> list[Any]:
-    """Call the layers of `model` and of models nested in it on symbolic tensors; return its outputs."""
+    """Call the layers of `model` and of models nested in it on symbolic tensors. Return its outputs."""
     graph = getattr(model, "_functional", None) or model
     tensors = {id(tensor): value for tensor, value in zip(graph.inputs, inputs, strict=True)}
     for operation, node in topological_nodes(model):
@@ -292,7 +293,7 @@ def frozen_cut(model: Any) -> Cut:
 
 
 def freeze_until(model: Any, name: str) -> bool:
-    """Freeze the layer `name` and all that lead to it, in nested models too; return whether there is one."""
+    """Freeze the layer `name` and all that lead to it, in nested models too. Return whether there is one."""
     if not getattr(model, "inputs", None):
         return False
     for operation, node in topological_nodes(model):

@@ -24,5 +24,5 @@ def forward_pass(
 
 
 def feature_pass(prefix: Prefix, runtime: Runtime) -> BatchedPass:
-    """Return what computes features; raises WorkerError if the prefix cannot be run here."""
+    """Return what computes features. Raises WorkerError if the prefix cannot be run here."""
     return forward_pass(prefix, lambda outputs: outputs[0].astype(prefix.precision), runtime)

@@ -1,4 +1,4 @@
-"""Forward passes of Keras models: compiled, and computed here where they cannot be; the model of a head."""
+"""Forward passes of Keras models: compiled, and computed here where they cannot be. The model of a head."""
 
 import functools
 import gc
@@ -34,7 +34,7 @@ Larger ones are arguments, for a graph is in memory three times while it is load
 
 
 def compile_all(requests: CompileRequests) -> AllCompiled:
-    """Compile forward passes and steps; raises WorkerError if ranks cannot take a step."""
+    """Compile forward passes and steps. Raises WorkerError if ranks cannot take a step."""
     load_backend()
     gc.disable()  # nothing is freed, and it would visit the growing graphs again and again
     forwards = map(compile_forward, requests.forwards)
@@ -48,7 +48,7 @@ def _compile_step(request: CompileRequest) -> Compiled:
 
 
 def compile_forward(request: ForwardRequest) -> Compiled:
-    """Compile a forward pass, and write it to the request's `output`; raises WorkerError as `load`."""
+    """Compile a forward pass, and write it to the request's `output`. Raises WorkerError as `load`."""
     model = load(Path(request.architecture), Path(request.weights), request.code)
     output, builder = Path(request.output), GraphBuilder()
     computed = _up_to(model, request.layer)
@@ -84,7 +84,7 @@ def compile_forward(request: ForwardRequest) -> Compiled:
 
 
 def keras_pass(part: Prefix, layer: str, runtime: Runtime) -> Compute:
-    """Return what computes a batch with Keras; raises WorkerError if the model cannot be built here."""
+    """Return what computes a batch with Keras. Raises WorkerError if the model cannot be built here."""
     load_backend(runtime)
     model = load(Path(part.architecture), Path(part.weights), part.code)
     computed = _up_to(model, layer)
@@ -103,7 +103,7 @@ def _up_to(model: Any, layer: str) -> Any:
 
 
 def output_of(model: Any, layer: str) -> Any:
-    """Return the tensor that the layer of this name computes; raises WorkerError if there is not one."""
+    """Return the tensor that the layer of this name computes. Raises WorkerError if there is not one."""
     nodes = topological_nodes(model) if getattr(model, "inputs", None) else []
     for operation, node in reversed(nodes):
         if operation.name == layer and len(node.output_tensors) == 1:
@@ -133,7 +133,7 @@ def assemble(spec: HeadSpec, head: Any) -> Any:
 
 
 def save_with_keras(spec: RunSpec, example: tuple[Array, Array], values: Sequence[Array], path: Path) -> Path:
-    """Save the model of a run with the values of its state, then of its learning rates; return the path.
+    """Save the model of a run with the values of its state, then of its learning rates. Return the path.
 
     The file is .keras, or has the weights alone where Keras cannot save the model. Raises OSError.
     """

@@ -1,6 +1,6 @@
-"""Every private attribute of Keras that csdctl uses, and why; the cap on Keras in pyproject.toml points here.
+"""Every private attribute of Keras that csdctl uses, and why. The cap on Keras in pyproject.toml points here.
 
-Written for Keras 3.15; tests/unit/worker/compute covers every use. protocol/model_info.py has one more.
+Written for Keras 3.15. tests/unit/worker/compute covers every use. protocol/model_info.py has one more.
 """
 
 import contextlib
@@ -60,7 +60,7 @@ def run_symbolically(code: Any, *symbols: Any) -> None:
 
 
 def compiled_loss(model: Any, targets: Any, predictions: Any, weights: Any) -> Any:
-    """Return the loss of compile() without what layers add; None if the model was compiled without one.
+    """Return the loss of compile() without what layers add. None if the model was compiled without one.
 
     `compute_loss` cannot add the losses of layers to it when these compute in 16 bits.
     """
@@ -68,7 +68,7 @@ def compiled_loss(model: Any, targets: Any, predictions: Any, weights: Any) -> A
 
 
 def compile_arguments(model: Any) -> dict[str, Any]:
-    """Return what the model was compiled with, by the names of compile()'s arguments; {} if it was not.
+    """Return what the model was compiled with, by the names of compile()'s arguments. {} if it was not.
 
     `get_compile_config` serializes them, which fails for losses that are not at the top level of a module.
     """
@@ -77,12 +77,12 @@ def compile_arguments(model: Any) -> dict[str, Any]:
 
 
 def loss_of(model: Any) -> float:
-    """Return the mean loss of the batches since `reset_metrics`; `get_metrics_result` lacks it in a step."""
+    """Return the mean loss of the batches since `reset_metrics`. `get_metrics_result` lacks it in a step."""
     return float(model._loss_tracker.result())
 
 
 def loss_trackers(model: Any) -> list[Any]:
-    """Return the metrics that average the loss of each output; those of one output have none.
+    """Return the metrics that average the loss of each output. Those of one output have none.
 
     They count batches, not samples, when the size of a batch is not known beforehand.
     """
@@ -93,7 +93,7 @@ def loss_trackers(model: Any) -> list[Any]:
 def noting_divisors(found: dict[Any, tuple[Any, Any]]) -> Iterator[None]:
     """Note what Keras divides each loss by: unmasked elements, the sum of the weights, or samples.
 
-    `found` gets a key for each different divisor, and the divisor, None for samples; then its mask, which
+    `found` gets a key for each different divisor, and the divisor, None for samples. Then its mask, which
     keeps the key unique. Weights (n,) apply to all elements of a sample, as weights (n, 1) do in fit.
     """
     module = keras.src.losses.loss
@@ -179,7 +179,7 @@ def global_seed_generator() -> Any:
 
 
 def nested_graph(operation: Any) -> Any:
-    """Return the graph of a model with one input and one output that is a layer of another; None for others.
+    """Return the graph of a model with one input and one output that is a layer of another. None for others.
 
     A class of the user's own may compute more than its graph.
     """
@@ -251,7 +251,7 @@ def find_scaling_layers(model: Any) -> tuple[str, ...]:
 
 
 def find_smallest_embedding(model: Any) -> int | None:
-    """Return the size of the smallest embedding, beyond which an integer may be an error; None without."""
+    """Return the size of the smallest embedding, beyond which an integer may be an error. None without."""
     sizes = (
         getattr(layer, "input_dim", None)
         for layer in flatten_layers(model)

@@ -29,7 +29,7 @@ class KerasStep:
     """Computes what a rank's engine computes, by the model's own train_step."""
 
     def __init__(self, model: Any, recipe: Recipe, engine: StepEngine, example: tuple[Array, Array]) -> None:
-        """`engine`: of the same model, whose random states and rate are used; `example`: n may be 0."""
+        """`engine`: of the same model, whose random states and rate are used. `example`: n may be 0."""
         self.engine, self._recipe = engine, recipe
         has_validation = EVALUATE in engine.info.functions
         self._compiler = make_compiler(
@@ -68,7 +68,7 @@ class KerasStep:
     ) -> Array:
         """Return a rank's vector with the state `values`, shape (layout.step_size,), float64.
 
-        `totals`: of an own train_step, the sums of the step over all ranks, which later sums depend on; the
+        `totals`: of an own train_step, the sums of the step over all ranks, which later sums depend on. The
         state behind the step is then that of the model.
         """
         size = max(1, self.engine.micro_batch_size or len(images))
@@ -190,7 +190,7 @@ class KerasStep:
 
     @contextmanager
     def _recording(self, totals: Sequence[Array]) -> Iterator[list[Array]]:
-        """Let optimizers apply the gradients of `totals`; yield those that they are given."""
+        """Let optimizers apply the gradients of `totals`. Yield those that they are given."""
         recorded: list[Array] = []
         engine = self.engine
 
@@ -214,7 +214,7 @@ class KerasStep:
 def load_keras_step(
     spec: RunSpec, me: RankSpec, engine: StepEngine, example: tuple[Array, Array]
 ) -> KerasStep:
-    """Return Keras' step of a run's model; `engine`: of the same model. Raises WorkerError without Keras."""
+    """Return Keras' step of a run's model. `engine`: of the same model. Raises WorkerError without Keras."""
     load_backend(me.runtime)
     model = load(Path(spec.architecture), Path(spec.weights), spec.code)
     if not spec.split:

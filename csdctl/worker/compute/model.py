@@ -67,7 +67,7 @@ COMPILED = ("optimizer", "loss", "loss_weights", "metrics", "weighted_metrics")
 
 
 def build(request: BuildRequest) -> ModelInfo:
-    """Build and compile a model; write architecture.json and weights.npz to the request's `output`.
+    """Build and compile a model. Write architecture.json and weights.npz to the request's `output`.
 
     Raises WorkerError with exit code 2 if the model cannot be found, built, compiled or transferred.
     """
@@ -159,7 +159,7 @@ def _compile(model: Any, recipe: Recipe) -> Recipe:
 
 
 def _write_parts(model: Any, architecture: str, output: Path) -> tuple[FeatureInfo | None, str]:
-    """Write the model's frozen prefix and its head; return what is known of them, or why there are none."""
+    """Write the model's frozen prefix and its head. Return what is known of them, or why there are none."""
     if has_own_step(model):
         return None, "has its own train_step"
     if BUILDER in json.loads(architecture):
@@ -243,7 +243,7 @@ def load(architecture: Path, weights: Path, code: UserCode | None = None) -> Any
 
 
 def _from_json(text: str, *, is_trusted: bool) -> Any:
-    """Return the compiled model; `is_trusted`: its lambdas may run, as the user's own code does."""
+    """Return the compiled model. `is_trusted`: its lambdas may run, as the user's own code does."""
     content = json.loads(text)
     with _reviving():
         model = keras.saving.deserialize_keras_object(content, safe_mode=not is_trusted)
@@ -313,7 +313,7 @@ def load_weights(path: Path) -> list[Any]:
 
 
 def save_model(model: Any, path: Path) -> Path:
-    """Save `model` to `path`; returns that, or the path of a .weights.h5 beside it.
+    """Save `model` to `path`. Returns that, or the path of a .weights.h5 beside it.
 
     Keras cannot save a model whose class has no get_config, which its function builds on every rank.
     """
@@ -356,7 +356,7 @@ def _find(spec: BuildSpec) -> Any:
 
 
 def _set_step(model: Any, reference: str) -> None:
-    """Let a function step(model, batch) of the user's take the place of train_step; raises InputError."""
+    """Let a function step(model, batch) of the user's take the place of train_step. Raises InputError."""
     function = load_function(reference)
     function = getattr(function, "python_function", function)  # of a tf.function
     try:
@@ -391,7 +391,7 @@ def _load_file(spec: BuildSpec) -> Any:
 
 
 def _is_built(model: Any) -> bool:
-    """Return whether all variables exist; a model with its own train_step need not be called itself."""
+    """Return whether all variables exist. A model with its own train_step need not be called itself."""
     is_built = bool(model.built) or has_own_step(model)
     return is_built and all(layer.built for layer in flatten_layers(model))
 
@@ -448,7 +448,7 @@ def _to_json(model: Any, spec: BuildSpec) -> tuple[bool, str]:
 
 
 def _describe_builder(spec: BuildSpec, error: Exception | None = None) -> str:
-    """Return, as JSON, how every rank builds the model with the user's function; `error`: why from its code.
+    """Return, as JSON, how every rank builds the model with the user's function. `error`: why from its code.
 
     Raises WorkerError, exit code 2, for a model that no function of the user's builds.
     """
@@ -473,7 +473,7 @@ def _check_named(spec: BuildSpec) -> None:
 
 
 def _inputs_of(model: Any) -> dict[str, Any]:
-    """Return the tensor of each input by name, '' for the only one; {} if they are unknown."""
+    """Return the tensor of each input by name, '' for the only one. {} if they are unknown."""
     inputs = getattr(model, "inputs", None) or []
     structure = getattr(model, "input", None)
     if isinstance(structure, dict):  # a tensor may have another name than the key that fit() takes it by
@@ -482,7 +482,7 @@ def _inputs_of(model: Any) -> dict[str, Any]:
 
 
 def _describe_outputs(model: Any) -> tuple[OutputInfo, ...]:
-    """Return the outputs in the model's order; of a subclassed model nothing is known before it is called."""
+    """Return the outputs in the model's order. Of a subclassed model nothing is known before it is called."""
     outputs = getattr(model, "outputs", None)
     if not outputs:
         return (OutputInfo("", (), "", name_of(_loss_of(model, None)), is_known=False),)

@@ -45,12 +45,12 @@ class MetricStates:
         self.size = sum(int(initial.size) for initial in self._initial)
 
     def reset(self) -> None:
-        """Set the initial state; inside a graph."""
+        """Set the initial state. Inside a graph."""
         for variable, initial in zip(self.variables, self._initial, strict=True):
             variable.assign(initial)
 
     def read(self, of_batches: Iterable[tuple[Any, Any]]) -> list[Any]:
-        """Return what a batch added since `reset`, flat, float32; inside a graph.
+        """Return what a batch added since `reset`, flat, float32. Inside a graph.
 
         `of_batches`: the metrics that count batches, and for what the batch counts.
         """
@@ -62,7 +62,7 @@ class MetricStates:
         return added
 
     def results(self, states: Any) -> list[tuple[Slice, Any]]:
-        """Return the results for a summed state, a tensor of shape (size,); inside a graph.
+        """Return the results for a summed state, a tensor of shape (size,). Inside a graph.
 
         With the name of each, at most 64 of one metric, and where its metric has its state.
         """
@@ -119,7 +119,7 @@ class Objective:
         self.metrics = MetricStates([metric for metric in model.metrics if metric.name != LOSS])
 
     def forward(self, samples: Any, labels: Any, *, training: bool) -> BatchLoss:
-        """Compute loss and metrics of one batch; inside a graph."""
+        """Compute loss and metrics of one batch. Inside a graph."""
         self.metrics.reset()
         (mean, summed), divisor = self._run_model(samples, labels, training=training, with_metrics=True)
         count = tf.cast(tf.shape(tf.nest.flatten(labels)[0])[0], tf.float32)
@@ -131,7 +131,7 @@ class Objective:
         return BatchLoss(mean, summed, loss_count, count, states)
 
     def loss(self, samples: Any, labels: Any) -> Any:
-        """Return the loss of a batch in training, without its metrics; inside a graph."""
+        """Return the loss of a batch in training, without its metrics. Inside a graph."""
         (mean, summed), _ = self._run_model(samples, labels, training=True, with_metrics=False)
         return mean if summed is None else mean + summed
 
@@ -263,7 +263,7 @@ def inputs_of(model: Any, samples: Any, input_range: tuple[float, float] | None)
 
 
 def specs_of(example: Iterable[Array], batch_size: int | None = None) -> list[Any]:
-    """Return the signature of batches like `example`, samples and labels; None: of any size."""
+    """Return the signature of batches like `example`, samples and labels. None: of any size."""
     return [
         map_fields(lambda field: tf.TensorSpec((batch_size, *field.shape[1:]), field.dtype), array)
         for array in example
@@ -276,7 +276,7 @@ def symbolic(spec: Any) -> Any:
 
 
 def as_tensors(array: Array) -> Any:
-    """Return a batch as a tensor; records become a dict of their fields."""
+    """Return a batch as a tensor. Records become a dict of their fields."""
     return map_fields(tf.convert_to_tensor, array)
 
 

@@ -60,7 +60,7 @@ def has_own_step(model: Any) -> bool:
 
 
 def constant_rate(optimizer: Any) -> float:
-    """Return the learning rate of an optimizer; 0 if it follows a schedule of its own."""
+    """Return the learning rate of an optimizer. 0 if it follows a schedule of its own."""
     optimizer = getattr(optimizer, "inner_optimizer", optimizer)
     is_constant = hasattr(getattr(optimizer, "_learning_rate", None), "assign")
     return float(np.asarray(optimizer.learning_rate.value)) if is_constant else 0.0
@@ -139,7 +139,7 @@ class OwnStepCompiler(Compiler):
     # --- functions ---
 
     def _create(self) -> list[Any]:
-        """Call train_step once, which creates state, as of metrics of compile(); return its optimizers."""
+        """Call train_step once, which creates state, as of metrics of compile(). Return its optimizers."""
         applied: dict[int, Any] = {}
 
         def note(optimizer: Any, gradients: list[Any], variables: list[Any]) -> list[Any]:
@@ -288,7 +288,7 @@ class BatchStates:
     def __init__(self, values: Any, variables: Sequence[Any], passing: Any, of_rank: Iterable[Any]) -> None:
         """`values`, a Values, of `variables`, the state.
 
-        `passing`: variables that every step sets anew; `of_rank`: tensors that differ by rank.
+        `passing`: variables that every step sets anew. `of_rank`: tensors that differ by rank.
         """
         self._values = values
         self.graph = tf.compat.v1.get_default_graph()
@@ -353,7 +353,7 @@ class BatchStates:
         return [change * weight for change in changes], update
 
     def _find_differing(self, trained: set[int]) -> list[Any]:
-        """Return the tf.Variables that differ by rank now; raises WorkerError for those without a mean.
+        """Return the tf.Variables that differ by rank now. Raises WorkerError for those without a mean.
 
         A change that does not depend on batch or random numbers, but for a sum over the ranks, is the same on
         every rank, such as that of a moving average of the weights.
@@ -453,9 +453,9 @@ class Interception:
         return gradient
 
     def sum(self, gradients: list[Any], others: list[Any], name: str) -> Any:
-        """Sum over the ranks; return the total, and bring all state to that of the pooled batch.
+        """Sum over the ranks. Return the total, and bring all state to that of the pooled batch.
 
-        `gradients` and `others`: tensors that are weighted already; the last sum has no gradients.
+        `gradients` and `others`: tensors that are weighted already. The last sum has no gradients.
         """
         weight = self._weight
         # The last sum also has what the step itself has written to variables that it trains.

@@ -21,7 +21,7 @@ from csdctl.worker.protocol.probe import CutTimes, PartsSpec, PartTimes
 
 
 def time_parts(spec: PartsSpec, **_: Any) -> PartTimes:
-    """Return the seconds of a batch of the whole model and of its parts; raises WorkerError."""
+    """Return the seconds of a batch of the whole model and of its parts. Raises WorkerError."""
     load_backend(spec.runtime)
     model = load(Path(spec.architecture), Path(spec.weights), spec.code)
     empty = random_batch(np.random.default_rng(0), spec.data, 0)

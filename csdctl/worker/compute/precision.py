@@ -15,7 +15,7 @@ def compute_type(model: Any) -> str:
 
 
 def widen(model: Any) -> None:
-    """Let layers that compute in 16 bits compute in float32 from now on; the weights keep their type.
+    """Let layers that compute in 16 bits compute in float32 from now on. The weights keep their type.
 
     In 16 bits, kernels differ by as much as a sample: some add in 16 bits, others in 32.
     """

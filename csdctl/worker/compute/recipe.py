@@ -19,9 +19,11 @@ from csdctl.worker.compute.user_code import load_function
 from csdctl.worker.process.errors import InputError, WorkerError, describe
 from csdctl.worker.protocol.recipe import Argument, LossTerm, Recipe
 
+MEANS = ("sum_over_batch_size", "mean", "mean_with_sample_weight")
+
 
 def compile_model(model: Any, recipe: Recipe) -> Recipe:
-    """Compile `model` for training by `recipe`; return the recipe, completed by the model's own compile().
+    """Compile `model` for training by `recipe`. Return the recipe, completed by the model's own compile().
 
     Raises WorkerError, exit code 2, if Keras has no such loss, optimizer, schedule or metric, or if what the
     model was compiled with cannot be summed over ranks.
@@ -122,7 +124,7 @@ def _making(what: str, key: str) -> Iterator[None]:
 
 
 def make_schedule(schedule: str) -> Callable[[int], Any]:
-    """Return the learning rate by step that the JSON `schedule` describes; raises WorkerError."""
+    """Return the learning rate by step that the JSON `schedule` describes. Raises WorkerError."""
     with _making(f"learning-rate schedule {schedule} cannot be created", "schedule"):
         made: Callable[[int], Any] = keras.optimizers.schedules.deserialize(json.loads(schedule))
         return made
@@ -168,7 +170,7 @@ def make_loss(term: LossTerm, from_logits: bool) -> Any:
 
 
 def _loss_class(name: str) -> Any:
-    """Return the class of Keras' loss `name`; raises ValueError if Keras has none."""
+    """Return the class of Keras' loss `name`. Raises ValueError if Keras has none."""
     found = keras.losses.get(name)
     if isinstance(found, keras.losses.Loss):
         return type(found)
@@ -188,9 +190,6 @@ def _check_reductions(losses: Any) -> None:
             )
 
 
-MEANS = ("sum_over_batch_size", "mean", "mean_with_sample_weight")
-
-
 def _is_classifier(loss: Any, model: Any) -> bool:
     """Return whether one of several classes is predicted, as far as that is known."""
     if isinstance(loss, dict) or "crossentropy" not in name_of(loss).lower():
@@ -200,7 +199,7 @@ def _is_classifier(loss: Any, model: Any) -> bool:
 
 
 def name_of(loss: Any) -> str:
-    """Return the name of a loss as compile() takes it, such as 'mean_squared_error'; '' without one."""
+    """Return the name of a loss as compile() takes it, such as 'mean_squared_error'. '' without one."""
     return loss if isinstance(loss, str) else str(getattr(loss, "name", "") or getattr(loss, "__name__", ""))
 
 
@@ -210,7 +209,7 @@ def is_own(name: str) -> bool:
 
 
 def make_metric(name: str) -> Any:
-    """Return a metric as compile() takes it; raises WorkerError if there is none."""
+    """Return a metric as compile() takes it. Raises WorkerError if there is none."""
     with _making(f"metric {name!r} cannot be used", "metrics"):
         if is_own(name):
             found = load_function(name)

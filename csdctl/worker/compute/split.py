@@ -20,7 +20,7 @@ from csdctl.worker.process.errors import InputError, WorkerError
 
 
 def find_cut(model: Any, layer: str) -> Cut:
-    """Return the cut behind `layer`; raises WorkerError, exit code 2, naming those that there are."""
+    """Return the cut behind `layer`. Raises WorkerError, exit code 2, naming those that there are."""
     cuts = find_cuts(model)
     for cut in cuts:
         if cut.layer == layer:
@@ -42,7 +42,7 @@ class PrefixCompiler(StepCompiler):
     """The functions of a rank that computes the prefix of a model."""
 
     def __init__(self, whole: StepCompiler, prefix: Any, optimizer: Any) -> None:
-        """`whole`: that of the model, whose functions were traced; `prefix`: its first layers."""
+        """`whole`: that of the model, whose functions were traced. `prefix`: its first layers."""
         # What both need is found out in tracing the whole.
         vars(self).update(vars(whole))
         self.model, self.optimizer = prefix, optimizer
@@ -109,7 +109,7 @@ class SplitCompiler:
     """The functions of rank 0, which has the whole model, and those of the other ranks."""
 
     def __init__(self, whole: Any, layer: str, example: tuple[Array, Array]) -> None:
-        """`whole`: a StepCompiler that was traced; its model is cut behind `layer`.
+        """`whole`: a StepCompiler that was traced. Its model is cut behind `layer`.
 
         Raises WorkerError, exit code 2, for a model that cannot be cut.
         """
@@ -134,7 +134,7 @@ class SplitCompiler:
         self._statistics = Statistics(self._head)
 
     def add_to(self, builder: GraphBuilder, info: StepInfo) -> StepInfo:
-        """Add the parts' functions to those of the whole model; return its info with them."""
+        """Add the parts' functions to those of the whole model. Return its info with them."""
         self._on_host.add_prefix(builder)
         whole, trained = self._whole, self._head.trainable_variables
         of_sums = sum(self._statistics.sizes) + self._on_host.num_sums
@@ -191,7 +191,7 @@ class SplitCompiler:
         return replace(info, functions=builder.functions, split=split)
 
     def describe_ranks(self, builder: GraphBuilder, info: StepInfo) -> StepInfo:
-        """Trace the functions of the other ranks; return their info. `info`: of rank 0."""
+        """Trace the functions of the other ranks. Return their info. `info`: of rank 0."""
         assert info.split
         of_ranks = self.of_ranks.trace(builder)
         return replace(

@@ -1,4 +1,4 @@
-"""The functions of a step without state, of a model that Keras trains; engine/layout.py has the vector."""
+"""The functions of a step without state, of a model that Keras trains. engine/layout.py has the vector."""
 
 import math
 from abc import ABC, abstractmethod
@@ -50,10 +50,10 @@ class Compiler(ABC):
 
     @abstractmethod
     def trace(self, builder: GraphBuilder) -> StepInfo:
-        """Trace all functions; raises WorkerError, exit code 2, for a step that ranks cannot take."""
+        """Trace all functions. Raises WorkerError, exit code 2, for a step that ranks cannot take."""
 
     def add_state(self, variables: Sequence[Any]) -> list[Any]:
-        """Let variables that neither model nor optimizer knows be state; return all but random states."""
+        """Let variables that neither model nor optimizer knows be state. Return all but random states."""
         others = [one for one in variables if "seed_generator_state" not in one.path]
         self.seeds.add(one for one in variables if "seed_generator_state" in one.path)
         self.variables += others
@@ -70,7 +70,7 @@ class Compiler(ABC):
         return [np.asarray(one.value) for one in self.variables]
 
     def _describe(self, builder: GraphBuilder, **fields: Any) -> StepInfo:
-        """Add the functions that every step has; return the description of the whole."""
+        """Add the functions that every step has. Return the description of the whole."""
         if self.recipe.schedule:
             schedule = make_schedule(self.recipe.schedule)
             builder.add((SCHEDULE,), lambda _, step: schedule(step), {"step": tf.TensorSpec((), tf.int64)})
@@ -174,7 +174,7 @@ class StepCompiler(Compiler):
     def __init__(
         self, model: Any, recipe: Recipe, example: tuple[Array, Array], *, has_noise: bool = False
     ) -> None:
-        """`example`: samples and labels (n, …) as the data has them; n may be 0.
+        """`example`: samples and labels (n, …) as the data has them. N may be 0.
 
         Raises WorkerError, exit code 2, for a model that ranks cannot train together.
         """
@@ -217,7 +217,7 @@ class StepCompiler(Compiler):
         )
 
     def add_state(self, variables: Sequence[Any]) -> list[Any]:
-        """As of Compiler; what a forward pass writes is a mean over all ranks' samples, as of layers."""
+        """As of Compiler. What a forward pass writes is a mean over all ranks' samples, as of layers."""
         others = super().add_state(variables)
         self.statistics.add(others)
         return others
@@ -242,7 +242,7 @@ class StepCompiler(Compiler):
         """Return the gradients of all trainable variables, in float32, and the loss.
 
         First those of the mean loss, not yet times its count: a mean stays within the range of float16, where
-        a sum would overflow. Then those of what is summed; [] without.
+        a sum would overflow. Then those of what is summed. [] without.
         """
         variables = self.model.trainable_variables
         trained = [one.value for one in variables]
@@ -312,7 +312,7 @@ class StepCompiler(Compiler):
         return [tf.reshape(one * weight, [-1]) for one in ([*tail, batch.samples] if with_samples else tail)]
 
     def _noisy(self, state: Any, seeds: Any, limits: Any, samples: Any, labels: Any) -> Any:
-        """Return the sum of the samples' clipped gradients, flat; one by one, in memory for one gradient.
+        """Return the sum of the samples' clipped gradients, flat. One by one, in memory for one gradient.
 
         The gradient of each sample is clipped to an L2 norm over all trainable variables together, `limits`.
         """

@@ -29,7 +29,7 @@ WRITES = ("Assign", "ResourceScatter", "ResourceApply", "LookupTableInsert", "Lo
 
 
 class CannotCompileError(WorkerError):
-    """A model's step cannot run without Python; the message says what it needs."""
+    """A model's step cannot run without Python. The message says what it needs."""
 
 
 class Values:
@@ -48,7 +48,7 @@ class Values:
 
     @contextmanager
     def given(self, variables: Iterable[Any], values: Iterable[Any]) -> Iterator[None]:
-        """Give Keras' variables values, which are tensors; they have those from before again afterwards."""
+        """Give Keras' variables values, which are tensors. They have those from before again afterwards."""
         before, graph = self._values, tf.compat.v1.get_default_graph()
         self._values = before | {
             id(variable.value): tf.cast(value, variable.value.dtype)
@@ -69,7 +69,7 @@ class Values:
         return self._now(self._values, key)
 
     def set(self, variable: Any, value: Any) -> Any:
-        """Give a tf.Variable a new value; return the variable."""
+        """Give a tf.Variable a new value. Return the variable."""
         self.get(variable)  # it may be unknown
         self.written[id(variable)] = variable.name.partition(":")[0]
         value = tf.convert_to_tensor(value, dtype=variable.dtype)
@@ -259,7 +259,7 @@ def running_functions_inline() -> Iterator[None]:
 
 
 class GraphBuilder:
-    """Joins traced functions into one graph; arguments of the same name are one placeholder."""
+    """Joins traced functions into one graph. Arguments of the same name are one placeholder."""
 
     def __init__(self) -> None:
         self.graph = tf.Graph()
@@ -273,7 +273,7 @@ class GraphBuilder:
         """Of the function that is traced: what each cut gives, and the placeholders of what it receives."""
 
     def cut(self, gives: Sequence[Any], receives: Sequence[tuple[Any, Any]]) -> list[Any]:
-        """Cut the function that is traced; return what it receives there, tensors of these (dtype, shape).
+        """Cut the function that is traced. Return what it receives there, tensors of these (dtype, shape).
 
         What comes behind the cut and needs them belongs to the next stage.
         """
@@ -286,7 +286,7 @@ class GraphBuilder:
 
         `code` returns tensors or lists of them. `names` has one for each of its stages, or one and a format
         for all, such as "own_{}". A stage takes the arguments, then, for each stage before it, what that cut
-        receives and what that stage keeps for others; it returns what its cut gives, or the result, and then
+        receives and what that stage keeps for others. It returns what its cut gives, or the result, and then
         what it keeps. Returns the tensors of the result, as they were traced. Raises CannotCompileError.
         """
 
@@ -470,7 +470,7 @@ class _Stages:
         ]
 
     def _find_levels(self, received: Mapping[str, int]) -> dict[str, int]:
-        """Return the first stage that can compute each node; `received`: that of what comes at the cuts."""
+        """Return the first stage that can compute each node. `received`: that of what comes at the cuts."""
         levels: dict[str, int] = {}
         waiting = list(self._nodes)
         while waiting:

@@ -33,8 +33,12 @@ _PACKED: dict[str, ModuleType] = {}
 """Modules of the job's code, which take the place of the user's files on a rank."""
 
 
+_AUGMENT = 2
+STEPS = (0, 1, 2)
+
+
 def load_function(reference: str) -> Any:
-    """Return the function or class that `reference` names; raises WorkerError, exit code 2, without one."""
+    """Return the function or class that `reference` names. Raises WorkerError, exit code 2, without one."""
     path, _, name = reference.rpartition(":")
     packed = _PACKED.get(Path(path).stem)
     function = getattr(packed or import_file(Path(path)), name, None)
@@ -49,7 +53,7 @@ def run_user_code(
     remedy: str = "fix the model's code, or model_args",
     file: Path | None = None,
 ) -> Any:
-    """Return what `code` in `file` returns; whatever it raises, even SystemExit, becomes a WorkerError."""
+    """Return what `code` in `file` returns. Whatever it raises, even SystemExit, becomes a WorkerError."""
     try:
         return code()
     except BaseException as error:
@@ -58,7 +62,7 @@ def run_user_code(
 
 
 def import_file(path: Path) -> Any:
-    """Import a user's file once, under its own name, with the modules beside it; raises WorkerError."""
+    """Import a user's file once, under its own name, with the modules beside it. Raises WorkerError."""
     loaded = sys.modules.get(path.stem)
     if loaded is not None and getattr(loaded, "__file__", None) == str(path):
         return loaded
@@ -72,7 +76,7 @@ def import_file(path: Path) -> Any:
 
 
 def import_roots(roots: Sequence[str]) -> None:
-    """Import the user's files and packages `roots` on the host; raises WorkerError if one fails."""
+    """Import the user's files and packages `roots` on the host. Raises WorkerError if one fails."""
     for root in map(Path, roots):
         if root.is_file():
             import_file(root)
@@ -109,7 +113,7 @@ def _search(directory: Path) -> None:
 
 
 def import_packed(archive: str, modules: Sequence[str]) -> dict[str, Any]:
-    """Import `modules` from the zip `archive`; return what Keras may need of them, by name.
+    """Import `modules` from the zip `archive`. Return what Keras may need of them, by name.
 
     Raises WorkerError, exit code 2, if one cannot be imported on this machine.
     """
@@ -146,12 +150,11 @@ def imported_beside(directory: Path) -> list[Path]:
     return sorted(map(Path, own))
 
 
-_AUGMENT = 2
 """The last element of the seed: it keeps these numbers apart from the order of samples (prepared.py)."""
 
 
 def load_augmentation(reference: str, seed: int, code: UserCode | None) -> "Augmentation | None":
-    """Return the function `FILE.py:NAME` of the job's code, None for ''; raises WorkerError without it."""
+    """Return the function `FILE.py:NAME` of the job's code, None for ''. Raises WorkerError without it."""
     if not reference:
         return None
     if code:
@@ -163,7 +166,7 @@ class Augmentation:
     """The function of one rank."""
 
     def __init__(self, reference: str, seed: int, *, is_public: bool = False) -> None:
-        """Find the function `FILE.py:NAME` in the job's code; raises WorkerError, exit code 2, without it.
+        """Find the function `FILE.py:NAME` in the job's code. Raises WorkerError, exit code 2, without it.
 
         `is_public`: all of its samples are, so that what it raises may be shown.
         """
@@ -178,7 +181,7 @@ class Augmentation:
         """Return as many samples and labels, with the same shapes and types.
 
         The first `num_single` samples are passed one by one: with noise, no sample may depend on another.
-        Raises WorkerError if the function fails or returns something else; it names no value of a private
+        Raises WorkerError if the function fails or returns something else. It names no value of a private
         sample.
         """
         seed = [self._seed, step, rank, _AUGMENT]
@@ -219,7 +222,7 @@ class Augmentation:
         return InputError(f"{self.name} {problem}", remedy)
 
     def _pack(self, returned: Any, expected: Array, what: str) -> Array:
-        """Return what the function returned as an array like `expected`; raises WorkerError."""
+        """Return what the function returned as an array like `expected`. Raises WorkerError."""
         if expected.dtype.names is None:
             return self._convert(returned, expected, what)
         names = expected.dtype.names
@@ -265,7 +268,6 @@ def _type_of(value: Any) -> str:
     return f"a {type(value).__name__}"
 
 
-STEPS = (0, 1, 2)
 """Steps that are tried: in one, random numbers of few samples may be equal by chance."""
 
 

@@ -36,7 +36,7 @@ def label_dtype(dtype: np.dtype[Any]) -> np.dtype[Any]:
 def as_samples(samples: Array) -> Array:
     """Return samples in the type in which they are stored, field by field, as Keras' fit converts them.
 
-    Integers stay, in this machine's byte order; float64, bfloat16 and truth values become float32.
+    Integers stay, in this machine's byte order. float64, bfloat16 and truth values become float32.
     """
 
     def stored(base: np.dtype[Any]) -> np.dtype[Any]:
@@ -53,7 +53,7 @@ def _by_field(dtype: np.dtype[Any], convert: Callable[[np.dtype[Any]], np.dtype[
 
 
 def fields_of(array: Array) -> dict[str, Array]:
-    """Return the arrays of a structured array by name; {'': array} for a plain one."""
+    """Return the arrays of a structured array by name. {'': array} for a plain one."""
     if array.dtype.names is None:
         return {"": array}
     return {name: array[name] for name in array.dtype.names}
@@ -91,7 +91,7 @@ class CheckedArray:
             raise WorkerError(f"the data set cannot be read: {why}", remedy=remedy) from None
 
     def check(self) -> None:
-        """Raise WorkerError if the file is not the one that was prepared; fast if nobody touched it."""
+        """Raise WorkerError if the file is not the one that was prepared. Fast if nobody touched it."""
         found = hash_file(self._file, self._path)
         if found != self._sha256:
             hashes = f"expected SHA-256 {self._sha256 or 'of nothing'}, found {found}"
@@ -99,7 +99,7 @@ class CheckedArray:
 
 
 def map_file(file: BufferedReader) -> Array:
-    """Map an open .npy file without unpickling; raises OSError, or ValueError if it is not one array."""
+    """Map an open .npy file without unpickling. Raises OSError, or ValueError if it is not one array."""
     file.seek(0)
     shape, is_fortran, dtype = read_array_header(file)
     if not shape:
@@ -114,7 +114,7 @@ def map_file(file: BufferedReader) -> Array:
 
 
 def read_array_header(file: IO[bytes]) -> tuple[tuple[int, ...], bool, np.dtype[Any]]:
-    """Return shape, Fortran's order and type of the .npy array that begins here; or OSError, ValueError."""
+    """Return shape, Fortran's order and type of the .npy array that begins here, or OSError, ValueError."""
     try:
         formats = np.lib.format
         read = {(1, 0): formats.read_array_header_1_0, (2, 0): formats.read_array_header_2_0}
@@ -137,13 +137,13 @@ def save_arrays(path: Path, arrays: Mapping[str, Any]) -> None:
 
 
 def map_array(path: str | Path) -> Array:
-    """Map one .npy file; raises what `map_file` raises."""
+    """Map one .npy file. Raises what `map_file` raises."""
     with open_regular(path) as file:
         return map_file(file)
 
 
 def dtype_to_text(dtype: np.dtype[Any]) -> str:
-    """Return a dtype as text, such as 'uint8'; a structured one as JSON: [[name, type, shape], …]."""
+    """Return a dtype as text, such as 'uint8'. A structured one as JSON: [[name, type, shape], …]."""
     if dtype.names is None:
         return str(dtype)
     fields = [(name, dtype[name]) for name in dtype.names]
@@ -151,7 +151,7 @@ def dtype_to_text(dtype: np.dtype[Any]) -> str:
 
 
 def dtype_from_text(text: str) -> np.dtype[Any]:
-    """Parse what `dtype_to_text` returned; raises ValueError for other text."""
+    """Parse what `dtype_to_text` returned. Raises ValueError for other text."""
     try:
         if not text.startswith("["):
             return np.dtype(text)

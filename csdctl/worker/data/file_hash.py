@@ -30,7 +30,7 @@ COARSE_TICK_S = 2.0
 
 
 def open_regular(path: str | Path) -> BufferedReader:
-    """Open a file to read; raises OSError if it is missing, and ValueError if it is no regular file."""
+    """Open a file to read. Raises OSError if it is missing, and ValueError if it is no regular file."""
     # Without O_NONBLOCK, opening a named pipe waits for its writer.
     descriptor = os.open(Path(path).expanduser(), os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     file = os.fdopen(descriptor, "rb")
@@ -41,7 +41,7 @@ def open_regular(path: str | Path) -> BufferedReader:
 
 
 def hash_file(file: BufferedReader, name: str, remembered: Path = REMEMBERED) -> str:
-    """Return the SHA-256 of an open file, `name` in messages; raises WorkerError if it changes meanwhile."""
+    """Return the SHA-256 of an open file, `name` in messages. Raises WorkerError if it changes meanwhile."""
     state = file_state(os.fstat(file.fileno()))
 
     def compute() -> str:
@@ -90,7 +90,7 @@ def check_stored(path: str) -> None:
 
 
 def _load(path: Path) -> dict[str, list[Any]]:
-    """Return the remembered hashes; none if another user could have written them, or the file is damaged."""
+    """Return the remembered hashes. None if another user could have written them, or the file is damaged."""
     try:
         with os.fdopen(open_private(path), "rb") as file:
             content = json.loads(file.read(1 << 20))

@@ -92,7 +92,7 @@ class EpochReader:
         return source.span(0, count)
 
     def set_epoch(self, epoch: int) -> None:
-        """Read the samples of epoch `epoch` from now on; raises WorkerError if a file has changed."""
+        """Read the samples of epoch `epoch` from now on. Raises WorkerError if a file has changed."""
         for part in filter(None, self._files):
             part.check()
             part.set_epoch(epoch)
@@ -125,7 +125,7 @@ class EpochReader:
         return copies
 
     def read_reassigned(self, spans: Sequence[Span]) -> tuple[Array, Array]:
-        """Return the samples of `spans` from the host's public data; for rank 0 only."""
+        """Return the samples of `spans` from the host's public data. For rank 0 only."""
         assert self._all_public is not None
         indices = [
             self._rows_of_rank(span.rank)[self._order(span.rank, _PUBLIC)[span.start : span.stop]]
@@ -135,7 +135,7 @@ class EpochReader:
         return self._convert(samples) if self._convert else samples, labels
 
     def pack_reassigned(self, spans: Sequence[Span]) -> bytes:
-        """Return the samples of `spans` as bytes, for the rank they were reassigned to; for rank 0 only."""
+        """Return the samples of `spans` as bytes, for the rank they were reassigned to. For rank 0 only."""
         samples, labels = self.read_reassigned(spans)
         return samples.tobytes() + labels.tobytes()
 

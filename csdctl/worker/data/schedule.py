@@ -130,7 +130,7 @@ class OwnSamples:
 
 
 def begin_epoch(own: Sequence[OwnSamples], batch_sizes: Mapping[int, int]) -> Segment:
-    """Return the first segment. `own` has all ranks, absent ones too; `batch_sizes` has the members.
+    """Return the first segment. `own` has all ranks, absent ones too. `batch_sizes` has the members.
 
     The public samples of an absent rank are reassigned to the members.
     """
@@ -147,7 +147,7 @@ def begin_epoch(own: Sequence[OwnSamples], batch_sizes: Mapping[int, int]) -> Se
 def change_segment(
     segment: Segment, step: int, batch_sizes: Mapping[int, int], uncounted: Collection[int] = ()
 ) -> Segment:
-    """Return the segment from step `step` of the epoch on; a rank without a batch size has left.
+    """Return the segment from step `step` of the epoch on. A rank without a batch size has left.
 
     The other members read the public samples of a rank that left. One that comes back reads the private
     samples that it had left. The latest step did not count what the ranks `uncounted` have read in it.

@@ -31,7 +31,7 @@ class ForwardInfo:
 
 
 def load_forward(files: CompiledStep, runtime: Runtime) -> Compute:
-    """Return a compiled forward pass; raises WorkerError if it cannot be run here."""
+    """Return a compiled forward pass. Raises WorkerError if it cannot be run here."""
     info, session, state = load_compiled(files, ForwardInfo, runtime)
     function, weights = find_functions(session, info.functions)[FORWARD], session.tensors(state)
     return lambda samples: function(weights, *fields_of(samples).values()).arrays()

@@ -21,7 +21,7 @@ Places = Mapping[str, tuple[str, ...]]
 
 
 def save_like(template: str, places: Places, values: Sequence[Array], path: Path) -> Path:
-    """Write `path`, or a .weights.h5 beside it, as `template` with other values; return the path.
+    """Write `path`, or a .weights.h5 beside it, as `template` with other values. Return the path.
 
     It has its name only once it is on the disk. Raises OSError.
     """
@@ -61,10 +61,10 @@ def _replace(content: bytes, places: Places, values: Sequence[Array]) -> bytes:
 
 
 def places_of_head(head: StepInfo, whole: StepInfo, weights: Sequence[int]) -> Places:
-    """Return where a file with the whole model has the variables of its head's step; {}: unknown.
+    """Return where a file with the whole model has the variables of its head's step. {}: unknown.
 
     `weights`: the number of each of the head's weights in the whole model. Their optimizers have the same
-    variables, for the head has all that is trained; the learning rate comes last.
+    variables, for the head has all that is trained. The learning rate comes last.
     """
     own, all_variables = len(head.variables) - head.num_weights, len(whole.variables)
     numbers = [*weights, *range(whole.num_weights, all_variables + 1)]

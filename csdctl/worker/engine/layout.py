@@ -11,7 +11,7 @@ weight. The layout of the vector:
 Where layers add a loss for each sample, which fit sums over the batch, its gradient and its sum stand behind
 those of the rest, and are not divided.
 
-The step owns everything up to n, the number of samples; divided by it, a sum over ranks is the mean over all
+The step owns everything up to n, the number of samples. Divided by it, a sum over ranks is the mean over all
 their samples. A loss that is no mean over samples has a count of its own: unmasked elements, a sum of
 weights, or the public samples among private ones with noise. Behind n the training loop adds whether a stop
 was requested, one element for each rank of the run with the seconds that this rank computed, and the rank's
@@ -38,8 +38,8 @@ class VectorLayout:
     ) -> None:
         """`num_states`: elements of the metrics' states.
 
-        `has_loss_count`: whether the loss is divided by a count of its own, which stands before n;
-        `divides_gradients`: whether gradients are divided by that count too, otherwise by n; `has_summed`:
+        `has_loss_count`: whether the loss is divided by a count of its own, which stands before n.
+        `divides_gradients`: whether gradients are divided by that count too, otherwise by n. `has_summed`:
         whether a part of the loss is a sum over samples, not a mean, with a gradient of its own.
         """
         self.num_gradients, self.has_summed = num_gradients, has_summed
@@ -89,7 +89,7 @@ class GradientNoise:
 
     @property
     def scale(self) -> float | None:
-        """The gradient noise scale in samples, variance / square; None where it is not known."""
+        """The gradient noise scale in samples, variance / square. None where it is not known."""
         return self.variance / self.square if self.variance > 0 and self.square > 0 else None
 
 
@@ -105,12 +105,12 @@ class Sums:
 
     @property
     def mean_loss(self) -> float:
-        """The loss as fit reports it; nan without samples."""
+        """The loss as fit reports it. Nan without samples."""
         return self.loss / self.count if self.count else math.nan
 
 
 def add_sums(sums: Sequence[Sums]) -> Sums:
-    """Return the sum of several; a sum over nothing has no states yet."""
+    """Return the sum of several. A sum over nothing has no states yet."""
     columns = zip(*(part.states for part in sums if part.states), strict=True)
     return Sums(
         sum(part.loss for part in sums),

@@ -31,7 +31,7 @@ InfoT = TypeVar("InfoT", bound=Info)
 def load_compiled(
     files: CompiledStep, kind: type[InfoT], runtime: Runtime
 ) -> tuple[InfoT, GraphSession, list[Array]]:
-    """Return info, session and first state of a graph; raises WorkerError if a file is not what was sent."""
+    """Return info, session and first state of a graph. Raises WorkerError if a file is not what was sent."""
     info = load_info(files, kind)
     for path in (files.graph, files.state):
         check_stored(path)
@@ -50,7 +50,7 @@ def load_compiled(
 
 
 def load_info(files: CompiledStep, kind: type[InfoT]) -> InfoT:
-    """Return what is known of a graph; raises WorkerError if the file is not what was sent."""
+    """Return what is known of a graph. Raises WorkerError if the file is not what was sent."""
     check_stored(files.info)
     try:
         return from_json(kind, Path(files.info).read_text())
@@ -65,7 +65,7 @@ def _unreadable(error: OSError) -> WorkerError:
 def load_engine(
     files: CompiledStep, me: RankSpec, recipe: Recipe, noise: Noise | None, augmentation: Any = None
 ) -> StepEngine:
-    """Return the compiled step of a rank; raises WorkerError if it cannot be run here."""
+    """Return the compiled step of a rank. Raises WorkerError if it cannot be run here."""
     return StepEngine(
         *load_compiled(files, StepInfo, me.runtime),
         recipe.seed,

@@ -22,7 +22,7 @@ def encode_varint(value: int) -> bytes:
 
 
 def encode_field(number: int, value: int | bytes) -> bytes:
-    """Return a field: an integer; or bytes, which may be an encoded message."""
+    """Return a field: an integer, or bytes, which may be an encoded message."""
     if isinstance(value, int):
         return encode_varint(number << 3 | VARINT) + encode_varint(value)
     return encode_varint(number << 3 | BYTES) + encode_varint(len(value)) + value
@@ -62,7 +62,7 @@ def _read_varint(content: memoryview, start: int) -> tuple[int, int]:
 
 
 def parse_int64s(content: memoryview) -> list[int]:
-    """Return the values of a packed field of type int64; raises ValueError."""
+    """Return the values of a packed field of type int64. Raises ValueError."""
     if not content:
         return []
     read = np.frombuffer(content, np.uint8)

@@ -193,7 +193,7 @@ def find_functions(
 
 
 class StepEngine:
-    """Computes a rank's vector and applies the summed one; has the state of model and optimizer."""
+    """Computes a rank's vector and applies the summed one. Has the state of model and optimizer."""
 
     def __init__(
         self,
@@ -321,7 +321,7 @@ class StepEngine:
         return vector
 
     def augment(self, images: Array, labels: Array, num_single: int = 0) -> tuple[Array, Array]:
-        """Return the batch that is trained on; the first `num_single` samples do not depend on others."""
+        """Return the batch that is trained on. The first `num_single` samples do not depend on others."""
         if self.augmentation is None:
             return images, labels
         augmented: tuple[Array, Array] = self.augmentation(images, labels, *self.position, num_single)
@@ -366,10 +366,10 @@ class StepEngine:
         *,
         private_copies: Array | None = None,
     ) -> Sums:
-        """Take a step on this rank's batch, of n samples; n may be 0. Returns the sums of all ranks.
+        """Take a step on this rank's batch, of n samples. N may be 0. Returns the sums of all ranks.
 
         `out`, for the part of each sum, has at least as many elements.
-        Raises what `exchange` raises; the state is then that before the step.
+        Raises what `exchange` raises. The state is then that before the step.
         """
         if not self.info.sums:
             into = out if out is None else out[self.layout.step]
@@ -378,9 +378,9 @@ class StepEngine:
         return self._sums(total[self.layouts[-1].sums.start :])
 
     def local_sums(self, images: Array, labels: Array, totals: Sequence[Array] = ()) -> Array:
-        """Return this rank's parts of all sums of a step, joined as `layout` says; nothing is changed.
+        """Return this rank's parts of all sums of a step, joined as `layout` says. Nothing is changed.
 
-        `totals`: the sums over all ranks of the same step; without them the rank is alone.
+        `totals`: the sums over all ranks of the same step. Without them the rank is alone.
         """
         parts: list[Array] = []
 
@@ -404,7 +404,7 @@ class StepEngine:
     def _walk(
         self, images: Array, labels: Array, exchange: Exchange, out: Array | None = None
     ) -> tuple[TensorList, Array]:
-        """Go through a step of several sums; return the state behind it, and the last sum."""
+        """Go through a step of several sums. Return the state behind it, and the last sum."""
         count = np.array(len(images), np.float32)
         if len(images):
             images, labels = self.augment(images, labels)
@@ -435,13 +435,13 @@ class StepEngine:
         return sums
 
     def scheduled_rate(self, step: int) -> float | None:
-        """Return the learning rate of the recipe's schedule after `step` steps; None without a schedule."""
+        """Return the learning rate of the recipe's schedule after `step` steps. None without a schedule."""
         if SCHEDULE not in self._functions:
             return None
         return float(self._functions[SCHEDULE](np.array(step, np.int64)).array(0))
 
     def read_sums(self, total: Array, layout: VectorLayout | None = None) -> Sums:
-        """Return loss sum, metric sums and count of a summed vector; `layout`: if it has another one."""
+        """Return loss sum, metric sums and count of a summed vector. `layout`: if it has another one."""
         return self._sums(total[(layout or self.layout).sums])
 
     def square_norm(self, vector: Array) -> float:
@@ -452,7 +452,7 @@ class StepEngine:
     def evaluate(self, images: Array, labels: Array, number: int = 0) -> Sums:
         """Return loss sum, metric sums and count of one batch, without training.
 
-        `number`: of the batch; layers that draw random numbers in evaluation draw others for each.
+        `number`: of the batch. Layers that draw random numbers in evaluation draw others for each.
         """
         return self._sums(self.call(EVALUATE, self.seeds(number), images, labels).array(0))
 
@@ -489,7 +489,7 @@ class StepEngine:
         return [one.name for one in self.info.normalizing if changes[one.start : one.stop].any()]
 
     def rehearse(self, images: Array, labels: Array, private_copies: Array | None) -> None:
-        """Reach full speed; what is computed is not kept."""
+        """Reach full speed. What is computed is not kept."""
         before = self._state
         if self.info.sums:
             self.local_sums(images, labels)
@@ -514,7 +514,7 @@ class StepEngine:
         return self._session.tensors(arrays)
 
     def _take(self, name: str, *arguments: Array) -> list[Array]:
-        """Run a function that returns a new state behind other results; return these."""
+        """Run a function that returns a new state behind other results. Return these."""
         results = self.call(name, *arguments)
         num_others = len(results) - len(self._state)
         others = [results.array(place) for place in range(num_others)]

@@ -66,7 +66,7 @@ class Output(ctypes.Structure):
 
 
 class TensorFlowError(Exception):
-    """TensorFlow's own error, whose message may have values of samples; `code` is its TF_Code."""
+    """TensorFlow's own error, whose message may have values of samples. `code` is its TF_Code."""
 
     def __init__(self, message: str, code: int) -> None:
         super().__init__(message)
@@ -74,7 +74,7 @@ class TensorFlowError(Exception):
 
 
 class _Status(threading.local):
-    """A TF_Status for each thread, which sees no other thread's errors; its 8 bytes are never freed."""
+    """A TF_Status for each thread, which sees no other thread's errors. Its 8 bytes are never freed."""
 
     def __init__(self, create: Callable[[], int]) -> None:
         self.pointer = create()
@@ -84,7 +84,7 @@ class Library:
     """The functions of TensorFlow's C API, and arrays that its tensors refer to."""
 
     def __init__(self) -> None:
-        """Load the library; raises WorkerError if TensorFlow is not installed."""
+        """Load the library. Raises WorkerError if TensorFlow is not installed."""
         found = importlib.util.find_spec("tensorflow")  # imports nothing
         places = [Path(place) for place in (found.submodule_search_locations or ())] if found else []
         names = [f"libtensorflow_{name}.so.2" for name in ("framework", "cc")]
@@ -133,14 +133,14 @@ class Library:
         return function
 
     def call(self, name: str, result: Any, *arguments: tuple[Any, Any]) -> Any:
-        """Call a function with pairs of type and value, and with the status; raises TensorFlowError."""
+        """Call a function with pairs of type and value, and with the status. Raises TensorFlowError."""
         types, values = zip(*arguments, strict=True)
         returned = self.declare(name, result, *types, POINTER)(*values, self.status)
         self.check()
         return returned
 
     def declare_checked(self, name: str, *arguments: Any) -> Callable[..., None]:
-        """Return a function whose last argument is the status; it raises TensorFlowError."""
+        """Return a function whose last argument is the status. It raises TensorFlowError."""
         function, statuses = self.declare(name, None, *arguments, POINTER), self._status
 
         def call(*values: Any) -> None:
@@ -168,7 +168,7 @@ class Library:
     def tensor(self, value: Array | bytes) -> int:
         """Return a tensor of an array, or a scalar of bytes.
 
-        Its memory is used, not copied; that of an array where it is aligned to 64 bytes.
+        Its memory is used, not copied. That of an array where it is aligned to 64 bytes.
         """
         number, shape = next(self._numbers), getattr(value, "shape", ())
         if isinstance(value, bytes):
@@ -187,7 +187,7 @@ class Library:
 
 
 def open_lazily(file: Path) -> ctypes.CDLL:
-    """Return a shared library whose functions are found as they are called; ctypes would find all at once."""
+    """Return a shared library whose functions are found as they are called. Ctypes would find all at once."""
     dlopen = ctypes.CDLL(None).dlopen
     dlopen.restype, dlopen.argtypes = ctypes.c_void_p, (ctypes.c_char_p, ctypes.c_int)
     handle = dlopen(bytes(file), os.RTLD_LAZY | os.RTLD_GLOBAL)
@@ -197,7 +197,7 @@ def open_lazily(file: Path) -> ctypes.CDLL:
 
 @cache
 def load_library(onednn: bool = True) -> Library:
-    """Return the library, loaded once; `onednn`: whether it uses oneDNN's kernels."""
+    """Return the library, loaded once. `onednn`: whether it uses oneDNN's kernels."""
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
     os.environ["NVIDIA_TF32_OVERRIDE"] = "0"  # it has 10 bits of precision
     if not onednn:
@@ -206,7 +206,7 @@ def load_library(onednn: bool = True) -> Library:
 
 
 class Tensors:
-    """Tensors that TensorFlow has allocated; they are deleted with this object and its arrays."""
+    """Tensors that TensorFlow has allocated. They are deleted with this object and its arrays."""
 
     def __init__(self, library: Library, pointers: Any) -> None:
         """`pointers`: a ctypes array of TF_Tensor*."""
@@ -228,7 +228,7 @@ class Tensors:
         return Tensors(self._library, moved)
 
     def array(self, place: int) -> Array:
-        """Return a tensor as an array that shares its memory; it must not be written to."""
+        """Return a tensor as an array that shares its memory. It must not be written to."""
         library, pointer = self._library, self.pointers[place]
         shape = [library.dim(pointer, axis) for axis in range(library.num_dims(pointer))]
         dtype, num_bytes = NUMPY_TYPES[library.tensor_type(pointer)], library.tensor_size(pointer)
@@ -260,7 +260,7 @@ def encode_config(runtime: Runtime) -> bytes:
 
 
 class GraphSession:
-    """A graph that is run with the threads of a `Runtime`, or in those that call it; thread-safe."""
+    """A graph that is run with the threads of a `Runtime`, or in those that call it. thread-safe."""
 
     def __init__(self, content: bytes, runtime: Runtime, *, in_caller: bool = False) -> None:
         """`content`: a serialized GraphDef. Raises TensorFlowError for one that cannot be run."""
@@ -305,17 +305,17 @@ class GraphSession:
         self._find = library.declare("TF_GraphOperationByName", POINTER, POINTER, ctypes.c_char_p)
 
     def find(self, name: str, info: FunctionInfo) -> "Function":
-        """Return a function of the graph; raises WorkerError if the graph does not have it."""
+        """Return a function of the graph. Raises WorkerError if the graph does not have it."""
         targets = (POINTER * len(info.targets))(*map(self._operation, info.targets))
         return Function(self, self._outputs(info.feeds), self._outputs(info.fetches), targets)
 
     def tensors(self, arrays: Iterable[Array]) -> Tensors:
-        """Return tensors with the values of arrays; see `Library.tensor`."""
+        """Return tensors with the values of arrays. See `Library.tensor`."""
         pointers = [self.library.tensor(array) for array in arrays]
         return Tensors(self.library, (POINTER * len(pointers))(*pointers))
 
     def run_function(self, inputs: Any, feeds: Any, fetches: Any, outputs: Any, targets: Any) -> None:
-        """Run a part of the graph; writes pointers of tensors to `outputs`."""
+        """Run a part of the graph. Writes pointers of tensors to `outputs`."""
         self._run(
             self._session,
             self._options,
@@ -355,7 +355,7 @@ class Function:
         self._session, self._feeds, self._fetches, self._targets = session, feeds, fetches, targets
 
     def __call__(self, *inputs: Tensors | Array | bytes) -> Tensors:
-        """Return the fetches for the feeds, given in their order; an item may stand for several."""
+        """Return the fetches for the feeds, given in their order. An item may stand for several."""
         library = self._session.library
         pointers: list[Any] = []
         made: list[Any] = []

@@ -1,7 +1,7 @@
 """The channels of messages between the processes of a machine, and the memory of vectors that they share.
 
 A rank, its link or its hub, and the links of a hub are connected by Unix sockets. A message is a letter, a
-length and that many bytes; the receiver limits the length. Vectors are in shared memory.
+length and that many bytes. The receiver limits the length. Vectors are in shared memory.
 """
 
 import contextlib
@@ -16,9 +16,17 @@ from csdctl.worker.group.values import LinkLostError
 from csdctl.worker.protocol.json_codec import Count
 from csdctl.worker.protocol.processes import is_of_user
 
+NUMBER = struct.Struct("<q")
+MAX_NOTE_BYTES = 1 << 20
+MAX_VALUE_BYTES = 1 << 18
+MAX_VALUES_BYTES = 1 << 28
+_HEAD = struct.Struct("<cQ")
+_READ_BYTES = 1 << 16
+POLL_S = 0.1
+
 
 class Letter:
-    """The letters of messages. Those in the first group pass a link; the others stay on one machine."""
+    """The letters of messages. Those in the first group pass a link. The others stay on one machine."""
 
     JOIN, VECTOR, VALUE, DATA, VOIDED, CLOSE = b"J", b"V", b"G", b"P", b"K", b"C"
     """From a rank: it is ready, its part of a sum or gather, bytes for one rank, a step given up, the end."""
@@ -45,20 +53,14 @@ class LinkSettings:
     """Whether to report each chunk that has arrived: to a hub."""
 
 
-NUMBER = struct.Struct("<q")
 """A rank before the content of DATA, or the length of a part."""
-MAX_NOTE_BYTES = 1 << 20
 """Largest size of a message without vectors, values or state."""
-MAX_VALUE_BYTES = 1 << 18
 """Largest size of one rank's value: several times that of a thousand byte counters."""
-MAX_VALUES_BYTES = 1 << 28
-_HEAD = struct.Struct("<cQ")
-_READ_BYTES = 1 << 16
 """A larger buffer would be mapped and unmapped by every call."""
 
 
 class Channel:
-    """A connected socket that carries messages. `take`, `post` and `flush` never wait; the others do."""
+    """A connected socket that carries messages. `take`, `post` and `flush` never wait. The others do."""
 
     def __init__(self, connection: socket.socket, max_bytes: int = MAX_NOTE_BYTES) -> None:
         """A longer message than `max_bytes` ends the channel."""
@@ -71,20 +73,20 @@ class Channel:
         return self._connection.fileno()
 
     def send(self, letter: bytes, content: bytes | bytearray | memoryview = b"") -> None:
-        """Send one message; raises LinkLostError."""
+        """Send one message. Raises LinkLostError."""
         try:
             self._connection.sendall(b"".join((_HEAD.pack(letter, len(content)), content)))
         except OSError:
             raise LinkLostError from None
 
     def receive(self) -> tuple[bytes, bytearray]:
-        """Return the next message; raises LinkLostError at the end."""
+        """Return the next message. Raises LinkLostError at the end."""
         while not (message := self._next_message()):
             self._read(0)
         return message
 
     def take(self) -> Iterator[tuple[bytes, bytearray]]:
-        """Yield the messages that have arrived; raises LinkLostError at the end."""
+        """Yield the messages that have arrived. Raises LinkLostError at the end."""
         with contextlib.suppress(BlockingIOError):
             self._read(socket.MSG_DONTWAIT)
         while message := self._next_message():
@@ -120,7 +122,7 @@ class Channel:
         self.unsent += content
 
     def flush(self) -> None:
-        """Send what was posted, as far as the other side takes it; after its end, nothing: `take` raises."""
+        """Send what was posted, as far as the other side takes it. After its end, nothing: `take` raises."""
         try:
             while self.unsent:
                 del self.unsent[: self._connection.send(self.unsent, socket.MSG_DONTWAIT)]
@@ -130,14 +132,14 @@ class Channel:
             self.unsent.clear()
 
     def send_descriptors(self, *descriptors: int) -> None:
-        """Pass file descriptors to the other side; raises LinkLostError."""
+        """Pass file descriptors to the other side. Raises LinkLostError."""
         try:
             socket.send_fds(self._connection, [b"M"], descriptors)
         except OSError:
             raise LinkLostError from None
 
     def receive_descriptors(self, count: int) -> list[int]:
-        """Return the descriptors that the other side passed; raises LinkLostError."""
+        """Return the descriptors that the other side passed. Raises LinkLostError."""
         descriptors: list[int] = []
         with contextlib.suppress(OSError):
             _, descriptors, _, _ = socket.recv_fds(self._connection, 1, count)
@@ -148,9 +150,6 @@ class Channel:
     def close(self) -> None:
         """Close the socket."""
         self._connection.close()
-
-
-POLL_S = 0.1
 
 
 class Listener:
@@ -172,7 +171,7 @@ class Listener:
         self._socket.close()
 
     def accept(self) -> Channel | None:
-        """Return a link that has connected; None where that is another user's process."""
+        """Return a link that has connected. None where that is another user's process."""
         connection, _ = self._socket.accept()
         if is_of_user(connection):
             return Channel(connection)
@@ -180,7 +179,7 @@ class Listener:
         return None
 
     def await_link(self, check: Callable[[], object]) -> Channel:
-        """Return the next link; raises what `check` raises, which is called now and then."""
+        """Return the next link. Raises what `check` raises, which is called now and then."""
         while True:
             check()
             if select.select([self._socket], [], [], POLL_S)[0] and (channel := self.accept()):
@@ -193,7 +192,7 @@ def join_parts(parts: Sequence[bytes | bytearray]) -> bytes:
 
 
 def split_parts(joined: bytes | bytearray) -> list[bytes]:
-    """Return the byte strings that `join_parts` joined; raises ValueError."""
+    """Return the byte strings that `join_parts` joined. Raises ValueError."""
     parts, rest = [], memoryview(joined)
     while rest:
         size = NUMBER.unpack_from(rest)[0] if len(rest) >= NUMBER.size else -1

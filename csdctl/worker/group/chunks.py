@@ -26,7 +26,7 @@ class Chunk:
 
 
 def divide(size: int, num_halved: int = 0) -> list[Chunk]:
-    """Return the chunks of a vector; the first `num_halved` elements, an even number, are bfloat16."""
+    """Return the chunks of a vector. The first `num_halved` elements, an even number, are bfloat16."""
     halved = range(0, num_halved, 2 * CHUNK_SIZE)
     whole = range(num_halved, size, CHUNK_SIZE)
     return [

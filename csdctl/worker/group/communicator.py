@@ -47,7 +47,7 @@ NUM_KEPT = 2
 
 
 class Communicator:
-    """The ranks that work together; until `connect`, the rank alone. Calls raise LinkLostError."""
+    """The ranks that work together. Until `connect`, the rank alone. Calls raise LinkLostError."""
 
     has_hub = False
 
@@ -102,7 +102,7 @@ class Communicator:
         return len(self.members) == 1
 
     def connect(self, check: Callable[[], object]) -> None:
-        """Wait for the link to rank 0; raises what `check` raises, which is called now and then."""
+        """Wait for the link to rank 0. Raises what `check` raises, which is called now and then."""
         assert self._listener
         settings = LinkSettings(self._sizes, self.max_bytes + MAX_VALUES_BYTES)
         self._open(self._listener.await_link(check), to_json(settings))
@@ -121,10 +121,10 @@ class Communicator:
     def sum(
         self, vector: Array, expected: ExpectedTails | None = None, *, checks_finite: bool = False
     ) -> Array:
-        """Return the sum of `vector` over all ranks, bit-identical on all; valid until the next call.
+        """Return the sum of `vector` over all ranks, bit-identical on all. Valid until the next call.
 
-        It is as long as the largest sum of a step; elements behind the end of the next sum are not sent.
-        `expected`: what the vectors must end with; `checks_finite`: whether a vector that is not finite is
+        It is as long as the largest sum of a step. Elements behind the end of the next sum are not sent.
+        `expected`: what the vectors must end with. `checks_finite`: whether a vector that is not finite is
         left out. Both are of ranks with a hub. Raises StepVoidError where the step must be taken anew.
         """
         if not self._channel:
@@ -152,7 +152,7 @@ class Communicator:
         return bf16.unpack(self._total, chunks, self._unpacked) if chunks else self._total
 
     def gather(self, value: Any, hint: Any) -> dict[int, Any]:
-        """Return the JSON `value` of every rank that is present; who sends anything but `hint` is lost."""
+        """Return the JSON `value` of every rank that is present. Who sends anything but `hint` is lost."""
         contents, values = {self.rank: encode_value(value)}, {}
         if not self._channel:
             self.counted = self.members
@@ -170,13 +170,13 @@ class Communicator:
         return values
 
     def send(self, rank: int, content: Any, traffic_class: str) -> None:
-        """Send bytes to a rank, which must `receive` them; of two ranks, one is rank 0."""
+        """Send bytes to a rank, which must `receive` them. Of two ranks, one is rank 0."""
         packed = memoryview(content).cast("B")
         self._messages[traffic_class, self.rank, rank] += len(packed)
         self._send(Letter.DATA, NUMBER.pack(self.rank or rank) + packed)
 
     def receive(self, rank: int, max_bytes: int, traffic_class: str) -> bytearray:
-        """Return the bytes that `rank` sends; raises PeerFaultError, RankLostError, StepVoidError."""
+        """Return the bytes that `rank` sends. Raises PeerFaultError, RankLostError, StepVoidError."""
         self.look()
         while not self._arrived.get(rank):
             if rank in self._gone:
@@ -192,7 +192,7 @@ class Communicator:
         return content
 
     def give_state(self, rank: int, packed: bytes) -> None:
-        """Give a rank that was admitted, on rank 0, who takes part, and the state; b'' if it has that."""
+        """Give a rank that was admitted, on rank 0, who takes part, and the state. b'' if it has that."""
         self.send(rank, join_parts([encode_value(self.members), packed]), STATE)
 
     def take_state(self) -> bytes:
@@ -210,12 +210,12 @@ class Communicator:
                 self.joining.pop(rank, None)
 
     def evict(self, rank: int, reason: str) -> None:
-        """Continue, on rank 0, without a rank that has violated the protocol; others rely on rank 0."""
+        """Continue, on rank 0, without a rank that has violated the protocol. Others rely on rank 0."""
         if self.rank == 0 and rank:
             self._send(Letter.NOTE, encode_value([[rank, reason[:MAX_REASON], True]]))
 
     def give_up_step(self) -> None:
-        """Make all ranks repeat the step; raises StepVoidError. Only on rank 0."""
+        """Make all ranks repeat the step. Raises StepVoidError. Only on rank 0."""
         if not self._channel:
             raise StepVoidError
         self._send(Letter.VOID)
@@ -231,7 +231,7 @@ class Communicator:
             self._take(letter, content)
 
     def traffic(self) -> list[SentBytes]:
-        """Return what a hub's rank and those behind it have sent to each other; nothing of lost links."""
+        """Return what a hub's rank and those behind it have sent to each other. Nothing of lost links."""
         if not self.has_hub:
             return []
         self._send(Letter.TRAFFIC)
@@ -267,7 +267,7 @@ class Communicator:
         self._linked.send(letter, content)
 
     def _await(self, letter: bytes) -> bytearray:
-        """Return the content of the next message with this letter; take the others."""
+        """Return the content of the next message with this letter. Take the others."""
         while True:
             received, content = self._linked.receive()
             if received == letter:
@@ -275,7 +275,7 @@ class Communicator:
             self._take(received, content)
 
     def _take(self, letter: bytes, content: bytearray) -> None:
-        """Process a message that nothing waits for; raises StepVoidError."""
+        """Process a message that nothing waits for. Raises StepVoidError."""
         if letter == Letter.DATA:
             (rank,) = NUMBER.unpack_from(content)
             self._keep(0 if self.rank else rank, content[NUMBER.size :])
@@ -296,7 +296,7 @@ class Communicator:
             raise LinkLostError
 
     def _keep(self, rank: int, content: bytearray) -> None:
-        """Keep bytes of a rank until they are received; one that sends on and on is lost."""
+        """Keep bytes of a rank until they are received. One that sends on and on is lost."""
         kept = self._arrived.setdefault(rank, [])
         if self.rank == 0 and sum(map(len, kept)) > NUM_KEPT * self.max_bytes:
             self.evict(rank, "sent more bytes than were asked for")
@@ -355,7 +355,7 @@ class HubCommunicator(Communicator):
     def __init__(
         self, hub: HubProcess, settings: HubSettings, on_waiting: Callable[[list[int]], None]
     ) -> None:
-        """Return when links can connect to the hub; raises LinkLostError."""
+        """Return when links can connect to the hub. Raises LinkLostError."""
         super().__init__(settings.rank, settings.sizes, settings.max_bytes, on_waiting)
         self._settings = settings
         self._start(hub)
@@ -366,7 +366,7 @@ class HubCommunicator(Communicator):
         self._await(Letter.OPEN)
 
     def connect(self, check: Callable[[], object]) -> None:
-        """Wait, on a server, until its hub has a link to rank 0; a hub that had one before is replaced."""
+        """Wait, on a server, until its hub has a link to rank 0. A hub that had one before is replaced."""
         if self._is_used:
             self.disconnect()
             self._start(HubProcess())

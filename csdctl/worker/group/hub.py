@@ -2,7 +2,7 @@
 
 It is a process of its own beside rank 0, or the rank of a server, to which the link of each node connects
 (link.py). It adds vectors in order of rank, and hands the sum back with a verdict: which ranks it counts, and
-which take part next. A rank whose link is lost is left out of the sum; no other rank waits for it.
+which take part next. A rank whose link is lost is left out of the sum. No other rank waits for it.
 
 The hub of a server sends its sum as a vector to the hub of the host, its parent, and passes the answer on.
 
@@ -65,6 +65,9 @@ MAX_HELD_BYTES = 64 << 20
 """Limit of unsent bytes to the rank or the parent; above it, links are not read."""
 
 
+REPORT = struct.Struct("<qdd")
+
+
 @dataclass(frozen=True)
 class HubSettings:
     """What a rank tells its hub, with the descriptors of its vector and of the sum."""
@@ -91,7 +94,6 @@ class Verdict:
 
 Lost = tuple[tuple[RankNumber, ShortText, bool], ...]
 """Ranks that are lost, why, and whether they have violated the protocol."""
-REPORT = struct.Struct("<qdd")
 """Of a sum, to the rank of a hub: a rank, the seconds that it was waited for, and how many times larger its
 gradient is than the median of the others if that is too much, or 0."""
 
@@ -119,7 +121,7 @@ class _Child:
 
 
 class Hub:
-    """Serves one rank and the links of those behind it, until the rank ends; of a server, with a parent."""
+    """Serves one rank and the links of those behind it, until the rank ends. Of a server, with a parent."""
 
     _held: dict[int, bytes | bytearray] | None = None
     """JOIN of ranks behind a server, until its own rank has joined; None on the host, and after that."""
@@ -177,7 +179,7 @@ class Hub:
         """What is read, by its descriptor, and what reads it."""
 
     def await_parent(self) -> None:
-        """Wait, on a server, for the link to the host; raises LinkLostError when the rank ends."""
+        """Wait, on a server, for the link to the host. Raises LinkLostError when the rank ends."""
         settings, rank = self._settings, self._rank
 
         def check() -> None:
@@ -211,7 +213,7 @@ class Hub:
         self._poll.register(source, select.EPOLLIN)
 
     def _wait(self) -> None:
-        """Take what has arrived; wait for it if nothing has. Raises LinkLostError at the end of the rank."""
+        """Take what has arrived. Wait for it if nothing has. Raises LinkLostError at the end of the rank."""
         links = [child.channel for child in self._children.values()]
         for channel in (*self._above, *links):
             channel.flush()
@@ -271,7 +273,7 @@ class Hub:
             self._lose(child, f"sent an invalid message: {error}", is_fault=True)
 
     def _process(self, child: _Child, letter: bytes, content: bytearray) -> None:
-        """Process one message; raises ValueError for what no link may send."""
+        """Process one message. Raises ValueError for what no link may send."""
         if letter == Letter.TRAFFIC:
             child.traffic = decode_value(tuple[Count, Count], content)
         elif letter == Letter.NOTE:
@@ -448,7 +450,7 @@ class Hub:
             self._pass_down(letter, content)
 
     def _pass_chunk(self, present: Sequence[_Child]) -> None:
-        """Pass on a chunk of the sum; the last one ends the sum unless all come once more."""
+        """Pass on a chunk of the sum. The last one ends the sum unless all come once more."""
         if self._num_published + 1 < len(self._chunks[self._number]):
             self._publish(present)
         elif self._is_stale:
@@ -478,7 +480,7 @@ class Hub:
                 return
 
     def _do(self, letter: bytes, content: bytearray) -> bool:
-        """Do this machine's part of a request; return False while something is missing."""
+        """Do this machine's part of a request. Return False while something is missing."""
         if letter == Letter.VECTOR:
             return self._sum(content)
         if letter == Letter.TRAFFIC:
@@ -502,7 +504,7 @@ class Hub:
         self._request, self._has_passed = None, False
 
     def _decide(self, counted: Iterable[int], *, is_end: bool = True) -> bytes:
-        """Return who took part, and who does next if the step ends (`is_end`); b'' if all do, as before."""
+        """Return who took part, and who does next if the step ends (`is_end`). b'' if all do, as before."""
         before, admitted = self._told, self._admitted if is_end else set()
         self._members |= admitted
         self._arrange()
@@ -524,7 +526,7 @@ class Hub:
         self._begin_adding()
 
     def _begin_adding(self) -> None:
-        """Add the chunks from the first one on; what was sent of the sum is wrong."""
+        """Add the chunks from the first one on. What was sent of the sum is wrong."""
         self._next_chunk, self._next_child, self._is_finite = 0, 0, True
         self._is_stale = self._num_published > 0
 
@@ -557,7 +559,7 @@ class Hub:
             self._next_chunk, self._next_child = self._next_chunk + 1, 0
 
     def _copy_tail(self, child: _Child, chunk: Chunk, arrived: Array) -> Array:
-        """Return a copy of a chunk with an end of a vector; the end that is checked is taken from it."""
+        """Return a copy of a chunk with an end of a vector. The end that is checked is taken from it."""
         copied, num_left = arrived.copy(), self._chunks[self._number][-1].elements.stop - chunk.elements.stop
         places = np.arange(len(child.tail) - num_left)[-len(copied) :]
         child.tail[places] = copied[-len(places) :]
@@ -605,7 +607,7 @@ class Hub:
         return True
 
     def _is_added(self, content: bytearray) -> bool:
-        """Return whether all vectors are added; links whose vector no rank may send are lost."""
+        """Return whether all vectors are added. Links whose vector no rank may send are lost."""
         present = self._present
         if self._next_chunk < len(self._chunks[self._number]) or not all(child.ranks for child in present):
             return False
@@ -656,7 +658,7 @@ class Hub:
         return outliers
 
     def _find_not_finite(self, present: Sequence[_Child]) -> list[tuple[_Child, str]]:
-        """Return a minority of links whose vectors are not finite; [] for more: the training diverges."""
+        """Return a minority of links whose vectors are not finite. [] for more: the training diverges."""
         chunks = self._chunks[self._number]
         size = chunks[-1].elements.stop
         if self._is_finite or not np.isfinite(self._local[:size]).all():

@@ -1,7 +1,7 @@
 """The two ends of a link: small MPI processes that pass messages and vectors between a node and its hub.
 
 Each link is an MPI job of its own with two ranks (docs/decisions/0052): rank 0 beside the hub, rank 1 beside
-the node's rank. The rank holds TensorFlow, model and data, and is started by csdctl over SSH; the link is
+the node's rank. The rank holds TensorFlow, model and data, and is started by csdctl over SSH. The link is
 started by mpirun. When it is lost, the hub goes on without the rank, and a new link brings the rank back.
 """
 
@@ -49,6 +49,9 @@ A process that is stopped or throttled does not count as lost, since its kernel 
 """
 
 
+DRAIN_S = 0.3
+
+
 class _Link:
     """What both ends have in common: messages and chunks, in the order in which they were sent."""
 
@@ -85,7 +88,7 @@ class _Link:
         """Whether all chunks of the sum are sent again, and its verdict."""
 
     def serve(self) -> None:
-        """Pass on messages until the end; raises LinkLostError and PeerFaultError."""
+        """Pass on messages until the end. Raises LinkLostError and PeerFaultError."""
         sleep_s, idle_s, own = FIRST_SLEEP_S, IDLE_S, self.channel.fileno()
         poll = select.poll()
         for descriptor in ready:
@@ -119,7 +122,7 @@ class _Link:
                 self.handle_local(letter, content)
 
     def _look(self) -> bool:
-        """Process what has arrived over MPI, and has left; return whether anything has."""
+        """Process what has arrived over MPI, and has left. Return whether anything has."""
         did_any = False
         while self._departures and self._departures[0][0].Test():
             self._departures.popleft()
@@ -130,7 +133,7 @@ class _Link:
         return did_any
 
     def _process_next(self) -> bool:
-        """Process the chunk or message that was sent next; return False if it has not arrived."""
+        """Process the chunk or message that was sent next. Return False if it has not arrived."""
         if self._message is None:
             self._arriving.Test(1 if self._arrivals else NUM_LOOKS)
         has_chunk = bool(self._arrivals) and self._arrivals[0].Test(NUM_LOOKS)
@@ -155,7 +158,7 @@ class _Link:
         self._arriving = self.world.start_receive(memoryview(self._head), HEAD)
 
     def _read_head(self) -> tuple[bytes, bytearray, int] | None:
-        """Return the next message if its head has arrived; its content may still be arriving."""
+        """Return the next message if its head has arrived. Its content may still be arriving."""
         # MPI is not asked again for a head that is not there: it would take more from the sockets.
         if not (self._head[0] or self._arriving.is_complete) or not self._arriving.Test(NUM_LOOKS):
             return None
@@ -197,7 +200,7 @@ class _Link:
             self._verdict = bytes(content)
 
     def _count_chunk(self) -> bool:
-        """Count a chunk of the sum; return whether that was the last one."""
+        """Count a chunk of the sum. Return whether that was the last one."""
         self._place = (self._place + 1) % len(self._chunks[self._number])
         if self._place or self._is_again:
             self._is_again &= self._place > 0
@@ -282,7 +285,6 @@ class RankEnd(_Link):
             self._receive_chunks(self._total)
 
 
-DRAIN_S = 0.3
 """For the other end to acknowledge what was sent last."""
 not_counted: set[str] = set()
 """Addresses of this process's connections that are not to the other end."""

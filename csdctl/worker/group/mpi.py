@@ -1,7 +1,7 @@
 """Entering MPI, the few of its calls that csdctl uses, and a limit to their memory.
 
 mpi4py's lowercase calls (`allgather`, `bcast`, `recv`, …) unpickle what another rank sends, which runs its
-code. So only this module imports mpi4py, and `World` moves plain memory alone; ruff and a test hold both.
+code. So only this module imports mpi4py, and `World` moves plain memory alone. Ruff and a test hold both.
 
 Blocking calls burn the core that a slow node needs: a waiting process sleeps until one of MPI's sockets is
 ready, then tests the request (docs/decisions/0003).
@@ -21,6 +21,9 @@ Empty for an MPI that does not use epoll: requests are then tested after short s
 """
 
 
+NUM_LOOKS = 2
+
+
 def _find_epoll() -> list[int]:
     """Return the epoll descriptors of this process: of MPI, and maybe of libraries that are ready in vain."""
     descriptors = []
@@ -31,12 +34,11 @@ def _find_epoll() -> list[int]:
     return descriptors
 
 
-NUM_LOOKS = 2
 """Open MPI does not poll its sockets in every call."""
 
 
 class Incoming:
-    """A message that is being received from the other rank; its size is known in advance."""
+    """A message that is being received from the other rank. Its size is known in advance."""
 
     __slots__ = ("_error", "_num_bytes", "_request", "_status", "is_complete")
 
@@ -46,7 +48,7 @@ class Incoming:
         """Whether the latest `Test` has found that it has arrived."""
 
     def Test(self, num_looks: int = 1) -> bool:
-        """Return whether the message has arrived, asking MPI `num_looks` times; raises PeerFaultError."""
+        """Return whether the message has arrived, asking MPI `num_looks` times. Raises PeerFaultError."""
         test, status = self._request.Test, self._status
         try:
             while not self.is_complete and num_looks:
@@ -58,7 +60,7 @@ class Incoming:
         return self.is_complete
 
     def cancel(self) -> None:
-        """Receive it no more; it may have arrived."""
+        """Receive it no more. It may have arrived."""
         if not self.is_complete:
             self._request.Cancel()
             self._request.Wait()
@@ -88,7 +90,7 @@ class World:
 
 
 def init_mpi() -> World:
-    """Initialize MPI; return the ranks of the job."""
+    """Initialize MPI. Return the ranks of the job."""
     import mpi4py
 
     os.environ.setdefault("OMPI_MCA_opal_event_include", "epoll")

@@ -16,6 +16,8 @@ from typing import Any
 from csdctl.worker.protocol.json_codec import parse_json, read_as
 
 MAX_REASON = 256
+MAX_STEP_S = 3600.0
+TOLERANCE = 1e-3
 
 
 class LinkLostError(Exception):
@@ -44,12 +46,12 @@ class StepVoidError(Exception):
 
 
 def encode_value(value: Any) -> bytes:
-    """Return `value` as JSON; NaN and infinity are not part of it."""
+    """Return `value` as JSON. NaN and infinity are not part of it."""
     return json.dumps(value, separators=(",", ":"), allow_nan=False).encode()
 
 
 def decode_value(hint: Any, content: bytes | bytearray) -> Any:
-    """Return a value as the annotation `hint` says; raises ValueError for anything else."""
+    """Return a value as the annotation `hint` says. Raises ValueError for anything else."""
     return read_as(hint, parse_json(content.decode()))
 
 
@@ -58,9 +60,7 @@ def is_minority(ranks: Sequence[int], size: int) -> bool:
     return 0 < 2 * len(ranks) < size
 
 
-MAX_STEP_S = 3600.0
 """Maximum compute time of a step: a run without progress for this long has already failed."""
-TOLERANCE = 1e-3
 """Relative, of n: a sum of weights in float32."""
 
 

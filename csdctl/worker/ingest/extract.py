@@ -1,4 +1,4 @@
-"""`extract`: runs a model over prepared samples, on the machine that has them; `gather` and `send`.
+"""`extract`: runs a model over prepared samples, on the machine that has them. `gather` and `send`.
 
 What it computes is a prepared data set: features with labels, or the results that `predict` asks for. It is
 stored by what it depends on: samples, model, and what is kept of its outputs. `gather` puts features of
@@ -42,10 +42,14 @@ Compute = Callable[[Array, Array], tuple[Array, Array]]
 """Makes of samples and labels, each of shape (n, …), those that are stored."""
 
 
+GATHERED_ROWS = 4096
+LINE_BYTES = 48 << 10
+
+
 def extract(
     spec: ExtractSpec, *, on_progress: Callable[[PrepareProgress], None] = lambda progress: None
 ) -> Extracted:
-    """Run the model over the samples, and store what is kept below `spec.store`; nothing if it is there.
+    """Run the model over the samples, and store what is kept below `spec.store`. Nothing if it is there.
 
     An interrupted call is resumed. With `spec.num_checked`, some of what is stored is computed again and
     compared instead. Raises WorkerError if samples or model cannot be read, or the disk fails.
@@ -69,7 +73,7 @@ def extract(
 
 
 def of_sources(spec: ExtractSpec) -> list[ExtractSpec]:
-    """Return what to compute of each source; validation samples have no views."""
+    """Return what to compute of each source. Validation samples have no views."""
     sources = [spec.source, *spec.others]
     views = [spec.augmented] * (len(sources) - spec.num_plain) + [None] * spec.num_plain
     pairs = zip(sources, views, strict=True)
@@ -81,9 +85,9 @@ def _store_rows(
     rows: Callable[[PartialDataset, PreparedSamples], Iterator[Block]],
     on_progress: Callable[[PrepareProgress], None],
 ) -> tuple[DatasetInfo, int]:
-    """Store the rows of `spec.source` unless they are stored; return how many are new, too.
+    """Store the rows of `spec.source` unless they are stored. Return how many are new, too.
 
-    `rows` yields those from the first missing one on; it is called only if there are rows to store.
+    `rows` yields those from the first missing one on. It is called only if there are rows to store.
     """
     samples = PreparedSamples(spec.source)
     num_rows = len(samples) * num_views(spec.augmented)
@@ -112,7 +116,7 @@ def _target_of(spec: ExtractSpec) -> Path:
 def _compute_rows(
     spec: ExtractSpec, load: Callable[[], Compute], partial: PartialDataset, samples: PreparedSamples
 ) -> Iterator[Block]:
-    """Yield the missing rows of the source in batches; raises WorkerError if they do not fit on the disk."""
+    """Yield the missing rows of the source in batches. Raises WorkerError if they do not fit on the disk."""
     compute, augment = load(), load_augmentation(spec)
     partial.declare(*compute(*samples.read(np.arange(0))))
     row_bytes = math.prod(partial.info.sample_shape) * dtype_from_text(partial.info.dtype).itemsize
@@ -127,7 +131,7 @@ def _compute_rows(
 
 
 def load_computation(spec: ExtractSpec) -> Compute:
-    """Return what computes the rows to store; raises WorkerError if the model cannot be run here."""
+    """Return what computes the rows to store. Raises WorkerError if the model cannot be run here."""
     if spec.results:
         forward = forward_pass(
             spec.prefix, lambda outputs: to_results(outputs, spec.results), spec.runtime, spec.layer
@@ -191,7 +195,7 @@ def fingerprint_of(spec: ExtractSpec) -> str:
 
 
 def _recompute(spec: ExtractSpec) -> Extracted:
-    """Compute about `spec.num_checked` stored rows of all sources again; raises WorkerError.
+    """Compute about `spec.num_checked` stored rows of all sources again. Raises WorkerError.
 
     Whole batches, as they were computed at first: in another batch, a kernel may round differently.
     """
@@ -223,13 +227,10 @@ def _compare(spec: ExtractSpec, info: DatasetInfo, compute: Compute, num_batches
     return num_rows, difference
 
 
-GATHERED_ROWS = 4096
-
-
 def gather(
     spec: GatherSpec, *, on_progress: Callable[[PrepareProgress], None] = lambda progress: None
 ) -> Gathered:
-    """Store the features of `spec.parts` as those of all samples; raises WorkerError for anything else."""
+    """Store the features of `spec.parts` as those of all samples. Raises WorkerError for anything else."""
     if not spec.parts:
         return Gathered(is_stored=find_stored(_target_of(spec.wanted)) is not None)
     _store_rows(spec.wanted, functools.partial(_merge, spec), on_progress)
@@ -237,7 +238,7 @@ def gather(
 
 
 def _merge(spec: GatherSpec, partial: PartialDataset, samples: PreparedSamples) -> Iterator[Block]:
-    """Yield the features of all samples, in the order of the samples; raises WorkerError."""
+    """Yield the features of all samples, in the order of the samples. Raises WorkerError."""
     num_samples, seed = len(samples), spec.wanted.source.permutation_seed
     dtype = spec.wanted.prefix.precision
     parts = [CheckedArray(part.path, part.sha256).array for part in spec.parts]
@@ -263,12 +264,11 @@ def _merge(spec: GatherSpec, partial: PartialDataset, samples: PreparedSamples) 
         yield Block(found, samples.labels(rows))
 
 
-LINE_BYTES = 48 << 10
 """Bytes of the file in one line; 64 KiB in base64."""
 
 
 def send(spec: SendSpec, write: Callable[[str], None], *, home: Path = Path()) -> None:
-    """Write the stored numbers as lines of base64; raises WorkerError if they are not there."""
+    """Write the stored numbers as lines of base64. Raises WorkerError if they are not there."""
     try:
         with open_regular(home / spec.store / spec.fingerprint / "images.npy") as file:
             while block := file.read(LINE_BYTES):

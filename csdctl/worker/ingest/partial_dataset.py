@@ -49,9 +49,13 @@ LOCK_DEADLINE_S = 10.0
 """Seconds to wait for a worker that has the lock; one whose csdctl was killed takes a moment to exit."""
 
 
+_ARRAYS = ("images.npy", "labels.npy")
+_SPARE_HEADER_BYTES = 1000
+
+
 @convert_write_errors()
 def make_store(store: Path, source: Path, *, is_shared: bool) -> None:
-    """Create the store; raises WorkerError where others could change it, but the source's owner."""
+    """Create the store. Raises WorkerError where others could change it, but the source's owner."""
     store.mkdir(mode=PRIVATE_DIRECTORY, parents=True, exist_ok=True)
     owners = {os.geteuid(), *({0, source.stat().st_uid} if is_shared else ())}
     found = store.stat()
@@ -96,8 +100,6 @@ def _readers(tree: Tree) -> int:
 
 
 _RECORD, _DESCRIPTION = "record.json", "dataset.json"
-_ARRAYS = ("images.npy", "labels.npy")
-_SPARE_HEADER_BYTES = 1000
 """Room in a .npy header for all but the fields."""
 
 
@@ -107,7 +109,7 @@ def empty_info(fingerprint: str, class_names: Sequence[str] = ()) -> DatasetInfo
 
 
 def add_block(info: DatasetInfo, block: Block) -> DatasetInfo:
-    """Return `info` with one more block; raises WorkerError if its shapes or types are others."""
+    """Return `info` with one more block. Raises WorkerError if its shapes or types are others."""
     reasons = Counter(reason for reason, _ in block.skipped)
     num_skipped = dict(sorted((Counter(info.num_skipped) + reasons).items()))
     skipped = (*info.skipped, *(place for _, place in block.skipped))[:MAX_NAMED]
@@ -156,7 +158,7 @@ def take_types(info: DatasetInfo, samples: Array, labels: Array) -> DatasetInfo:
 
 
 def _headers(info: DatasetInfo) -> list[tuple[bytes, int]]:
-    """Return headers and valid bytes of samples and of labels; a header is as long for any number of rows."""
+    """Return headers and valid bytes of samples and of labels. A header is as long for any number of rows."""
     found = []
     for shape, text in ((info.sample_shape, info.dtype), (info.label_shape, info.label_dtype)):
         dtype = dtype_from_text(text)
@@ -180,7 +182,7 @@ class PartialDataset:
     """The directory of an unfinished data set, locked by one process at a time."""
 
     def __init__(self, directory: Path, fingerprint: str, class_names: Sequence[str] = ()) -> None:
-        """Resume an earlier call with this `fingerprint`, or begin; raises WorkerError."""
+        """Resume an earlier call with this `fingerprint`, or begin. Raises WorkerError."""
         self._directory = directory
         self._opened = ExitStack()
         with convert_write_errors():
@@ -204,14 +206,14 @@ class PartialDataset:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Discard the work after a WorkerError; keep it for the next call after any other exception."""
+        """Discard the work after a WorkerError. Keep it for the next call after any other exception."""
         if isinstance(error, WorkerError):
             self.discard()
         else:
             self.close()
 
     def append(self, block: Block, *, is_copied: bool = True) -> None:
-        """Add a block, described only without `is_copied`; raises WorkerError for other shapes."""
+        """Add a block, described only without `is_copied`. Raises WorkerError for other shapes."""
         info = add_block(self.info, block)
         with convert_write_errors():
             if len(block.samples) and is_copied:
@@ -249,7 +251,7 @@ class PartialDataset:
     def finish(
         self, target: Path, info: DatasetInfo | None = None, source: Path | None = None
     ) -> DatasetInfo:
-        """Rename the directory to `target`; return `info` with hashes and path, of `source` if not copied."""
+        """Rename the directory to `target`. Return `info` with hashes and path, of `source` if not copied."""
         with convert_write_errors():
             for name, file, (header, _) in zip(_ARRAYS, self._files, _headers(self.info), strict=True):
                 if source:
@@ -280,7 +282,7 @@ class PartialDataset:
 
 
 def hash_arrays(info: DatasetInfo, directory: Path) -> DatasetInfo:
-    """Return `info` with the hashes of the arrays in `directory`; raises OSError, ValueError, WorkerError."""
+    """Return `info` with the hashes of the arrays in `directory`. Raises OSError, ValueError, WorkerError."""
     hashes = []
     for name in _ARRAYS:
         with open_regular(directory / name) as file:
@@ -291,7 +293,7 @@ def hash_arrays(info: DatasetInfo, directory: Path) -> DatasetInfo:
 def find_stored(
     target: Path, places: Collection[Path] = (), *, is_checked: bool = True
 ) -> DatasetInfo | None:
-    """Return the description of a stored data set; None if missing, damaged, edited, or open to others."""
+    """Return the description of a stored data set. None if missing, damaged, edited, or open to others."""
     try:
         modes = [path.lstat().st_mode for path in (target, *target.iterdir())]
         if any(mode & (stat.S_IWGRP | stat.S_IWOTH) and not stat.S_ISLNK(mode) for mode in modes):

@@ -1,4 +1,4 @@
-"""`prepare`: converts a user's data into a prepared data set, on the machine that has the data; and `look`.
+"""`prepare`: converts a user's data into a prepared data set, on the machine that has the data, and `look`.
 
 Private data is prepared on its own node by this code, and only counts, shapes and a fingerprint are returned:
 messages may name classes, but no file below the root. `look` reads samples as `prepare` does, to say what a
@@ -69,8 +69,13 @@ Open = Callable[[Tree, PrepareSpec, int], SampleSource]
 """Opens the files of a tree, to be read by so many threads; raises WorkerError, exit code 2."""
 
 
+MAX_PICTURES = 512
+MAX_BYTES = 64 << 20
+LABELS = ("label", "labels", "target", "targets", "y", "class", "outcome", "category")
+
+
 def detect_format(tree: Tree, spec: PrepareSpec) -> tuple[str, Open]:
-    """Return the name of the format, and what opens it; raises WorkerError, exit code 2."""
+    """Return the name of the format, and what opens it. Raises WorkerError, exit code 2."""
     if spec.function:
         return "function", call_function
     if not tree.files and not tree.folders:
@@ -121,10 +126,10 @@ def prepare(
     threads: int = 0,
     on_progress: Callable[[PrepareProgress], None] = lambda progress: None,
 ) -> DatasetInfo:
-    """Prepare `spec.source` below `spec.store`; do nothing if the same content has been prepared before.
+    """Prepare `spec.source` below `spec.store`. Do nothing if the same content has been prepared before.
 
     `threads` 0 means one per core. An interrupted call is resumed. Raises WorkerError: exit code 2 if the
-    source is missing, empty, in an unsupported format, or does not fit the job; 1 if the disk fails.
+    source is missing, empty, in an unsupported format, or does not fit the job. 1 if the disk fails.
     """
     tree = read_tree(spec.source, is_private=spec.is_private)
     source_format, open_source = detect_format(tree, spec)
@@ -190,7 +195,7 @@ def _is_as_stored(source: ArraySource, spec: PrepareSpec) -> bool:
 
 
 def complete_info(info: DatasetInfo, source: SampleSource, spec: PrepareSpec) -> DatasetInfo:
-    """Return the description with classes and padding of `source`; raises WorkerError, exit code 2."""
+    """Return the description with classes and padding of `source`. Raises WorkerError, exit code 2."""
     names = source.class_names or ()
     if info.num_samples == 0:
         raise _no_usable_samples(info, spec)
@@ -224,15 +229,10 @@ def _no_usable_samples(info: DatasetInfo, spec: PrepareSpec) -> WorkerError:
     return data_error(spec.source, "has no usable samples" + (f": {reasons}" if reasons else ""), remedy)
 
 
-MAX_PICTURES = 512
-MAX_BYTES = 64 << 20
-LABELS = ("label", "labels", "target", "targets", "y", "class", "outcome", "category")
-
-
 def look(
     spec: LookSpec, *, on_progress: Callable[[PrepareProgress], None] = lambda progress: None
 ) -> DataLook:
-    """Return what the data at `spec.prepare.source` is like; raises WorkerError as `prepare` does."""
+    """Return what the data at `spec.prepare.source` is like. Raises WorkerError as `prepare` does."""
     with tempfile.TemporaryDirectory(prefix=f"csdctl-look-{os.getpid()}-") as scratch:
         prepared = replace(spec.prepare, store=scratch)
         tree = read_tree(prepared.source)
@@ -284,7 +284,7 @@ def _measure_pictures(tree: Tree) -> PictureSizes | None:
 
 
 def _choose_label(tree: Tree, spec: LookSpec) -> str:
-    """Return the column of a table that is called as a label; raises WorkerError if that is not clear."""
+    """Return the column of a table that is called as a label. Raises WorkerError if that is not clear."""
     if spec.label:
         return spec.label  # whatever reads it reports one that does not exist
     file = next(file for file in tree.files if is_table(file, tree))

@@ -6,9 +6,19 @@ from pathlib import Path
 
 from csdctl.worker.protocol.limits import explain_error
 
+KERAS_2 = {
+    "{'lr'": "learning_rate",
+    "np_utils": "keras.utils",
+    "'ImageDataGenerator'": "tensorflow.keras.preprocessing.image",
+    "keras.preprocessing.text": "tensorflow.keras.preprocessing.text, or keras.layers.TextVectorization",
+    "keras.optimizers.legacy": "keras.optimizers",
+    "module 'keras.backend'": "keras.ops",
+    "keras.layers.": "keras.layers",
+}
+
 
 class WorkerError(Exception):
-    """The worker cannot continue; the message and the remedy are shown to the user."""
+    """The worker cannot continue. The message and the remedy are shown to the user."""
 
     exit_code = 1
 
@@ -39,15 +49,6 @@ def describe(error: BaseException, file: Path | None = None) -> str:
     return f"{text} (line {running[-1]})" if running else text
 
 
-KERAS_2 = {
-    "{'lr'": "learning_rate",
-    "np_utils": "keras.utils",
-    "'ImageDataGenerator'": "tensorflow.keras.preprocessing.image",
-    "keras.preprocessing.text": "tensorflow.keras.preprocessing.text, or keras.layers.TextVectorization",
-    "keras.optimizers.legacy": "keras.optimizers",
-    "module 'keras.backend'": "keras.ops",
-    "keras.layers.": "keras.layers",
-}
 """Names of Keras 2 as they stand in errors, and what Keras 3 has instead."""
 
 

@@ -23,7 +23,7 @@ DAMAGED_ARCHIVE: tuple[type[Exception], ...] = (
 
 @contextlib.contextmanager
 def replacing(path: Path) -> Iterator[IO[bytes]]:
-    """Give a temporary file of this user beside `path` to write to; then sync it, and rename it to `path`."""
+    """Give a temporary file of this user beside `path` to write to. Then sync it, and rename it to `path`."""
     aside = path.with_name(f".{path.name}.new")
     try:
         with open(aside, "wb", opener=lambda name, flags: os.open(name, flags, 0o600)) as file:
@@ -66,7 +66,7 @@ def sync_directory(directory: Path) -> None:
 
 
 def open_private(path: Path, *, is_creating: bool = False) -> int:
-    """Return a descriptor of a file that only this user can have made or changed; raises OSError."""
+    """Return a descriptor of a file that only this user can have made or changed. Raises OSError."""
     directory = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY)
     try:
         _check_own(directory, path.parent, stat.S_IWGRP | stat.S_IWOTH)

@@ -1,6 +1,6 @@
 """Memory and times of this process, network interfaces, and the temperature of this machine.
 
-The temperature is that of hwmon's sensors of CPUs, else of thermal zones; an emulated node has none.
+The temperature is that of hwmon's sensors of CPUs, else of thermal zones. An emulated node has none.
 """
 
 import array
@@ -15,6 +15,13 @@ import struct
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
+
+_SIOCGIFCONF = 0x8912
+_ENTRY = struct.Struct("16s4x4s16x" if struct.calcsize("P") == 8 else "16s4x4s8x")
+INTERVAL_S = 10.0
+CPU_CHIPS = ("coretemp", "k10temp", "zenpower", "cpu_thermal", "cputemp", "soc_thermal")
+CPU_ZONES = ("cpu", "x86_pkg_temp", "soc", "core", "acpitz")
+EMULATED = "CSDCTL_EMULATED_FLEET"
 
 
 def peak_memory_bytes() -> int:
@@ -42,8 +49,6 @@ def limit_data(num_bytes: int) -> None:
     resource.setrlimit(resource.RLIMIT_DATA, (wanted, hard))
 
 
-_SIOCGIFCONF = 0x8912
-_ENTRY = struct.Struct("16s4x4s16x" if struct.calcsize("P") == 8 else "16s4x4s8x")
 """struct ifreq of netdevice(7) with an IPv4 address."""
 
 
@@ -67,13 +72,9 @@ def list_interfaces() -> list[tuple[str, str]]:
     return found
 
 
-INTERVAL_S = 10.0
 """Between two readings: a sensor behind ACPI takes milliseconds."""
 MIN_C, MAX_C = 1.0, 150.0
 """Readings outside are those of a sensor that is off or broken."""
-CPU_CHIPS = ("coretemp", "k10temp", "zenpower", "cpu_thermal", "cputemp", "soc_thermal")
-CPU_ZONES = ("cpu", "x86_pkg_temp", "soc", "core", "acpitz")
-EMULATED = "CSDCTL_EMULATED_FLEET"
 
 
 class Thermometer:
@@ -86,7 +87,7 @@ class Thermometer:
         self._latest_c: float | None = None
 
     def read_c(self) -> float | None:
-        """Return °C as they were at most INTERVAL_S ago; None where there is no sensor."""
+        """Return °C as they were at most INTERVAL_S ago. None where there is no sensor."""
         if self._sensors and time.monotonic() - self._read_at >= INTERVAL_S:
             self._read_at = time.monotonic()
             self._latest_c = max(filter(None, map(_read_c, self._sensors)), default=None)
@@ -94,7 +95,7 @@ class Thermometer:
 
 
 def find_sensors(sys: Path) -> Sequence[Path]:
-    """Return the files that have a CPU's temperature in thousandths of °C; any zone's if none says it is."""
+    """Return the files that have a CPU's temperature in thousandths of °C. Any zone's if none says it is."""
     chips = [chip for chip in sorted((sys / "hwmon").glob("hwmon*")) if _text(chip / "name") in CPU_CHIPS]
     if sensors := [sensor for chip in chips for sensor in sorted(chip.glob("temp*_input"))]:
         return sensors

@@ -20,10 +20,10 @@ if TYPE_CHECKING:  # to import it takes longer than the start of Python, and mos
 
 
 class GuardedOutput:
-    """The original standard output and error; all other code in this process is redirected away from them."""
+    """The original standard output and error. All other code in this process is redirected away from them."""
 
     def __init__(self, redirect_to: str = os.devnull) -> None:
-        """Redirect all other output to the file `redirect_to`; raises OSError if it cannot be opened."""
+        """Redirect all other output to the file `redirect_to`. Raises OSError if it cannot be opened."""
         sys.stdout.flush()
         sys.stderr.flush()
         self._lock = threading.Lock()
@@ -34,7 +34,7 @@ class GuardedOutput:
         os.close(elsewhere)
 
     def write_line(self, line: str) -> None:
-        """Write a line to standard output; raises BrokenPipeError if its reader is gone."""
+        """Write a line to standard output. Raises BrokenPipeError if its reader is gone."""
         with self._lock:
             self._out.write(line + "\n")
             self._out.flush()
@@ -66,7 +66,7 @@ def emit(event: "Event") -> None:
 
 
 def exit_with_failure(rank: int, node: str, error: BaseException, private_log: str = "") -> NoReturn:
-    """Report why this rank fails and exit immediately; private details go to `private_log` only."""
+    """Report why this rank fails and exit immediately. Private details go to `private_log` only."""
     if not isinstance(error, WorkerError):
         traceback.print_exc()  # logged on this node, where it exposes nothing
         hidden = f"{type(error).__name__}; its message may contain private data and stays on the node"
@@ -86,7 +86,7 @@ event_sinks: list[Callable[[str], None]] = [lambda line: print(f"{line}\n", end=
 def end_without_reader() -> None:
     """End this process, from now on, as soon as nobody can read its standard output any more.
 
-    A pipe or socket whose other end was closed is always reported, whatever is waited for; a file never is.
+    A pipe or socket whose other end was closed is always reported, whatever is waited for. A file never is.
     """
     output = os.dup(1)  # code of the user, and libraries, may redirect 1
 

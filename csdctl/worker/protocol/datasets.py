@@ -14,6 +14,7 @@ INPUT, OUTPUT = "input", "output"
 LABEL = "label"
 """The field of labels that have no name of their own, beside the samples' weights."""
 SAMPLE_WEIGHT = "sample_weight"
+SKIPPED = "skipped.txt"
 
 
 def name_of_position(kind: str, number: int) -> str:
@@ -44,13 +45,12 @@ Largest = Annotated[int, Between(-1, 1 << 64)]
 """The largest of several integers from 0; -1 if there are others among them."""
 Parts = dict[str, tuple[str, Shape]]
 """Type and shape of each field of a sample or a label by name, '' for the only one."""
-SKIPPED = "skipped.txt"
 """The file beside prepared data that names all skipped samples."""
 
 
 @dataclass(frozen=True)
 class DatasetInfo:
-    """Description of a prepared data set, whose arrays are in `path`; without names of files and samples."""
+    """Description of a prepared data set, whose arrays are in `path`. Without names of files and samples."""
 
     path: str
     num_samples: Count
@@ -95,7 +95,7 @@ class DatasetInfo:
 
     @property
     def labels(self) -> Parts:
-        """The fields of a label; of descriptions of earlier versions, the type is ''."""
+        """The fields of a label. Of descriptions of earlier versions, the type is ''."""
         return parts_of(self.label_dtype, self.label_shape)
 
     @property
@@ -107,13 +107,13 @@ class DatasetInfo:
 
 
 def equals(expected: Sequence[int], shape: Sequence[int | None]) -> bool:
-    """Return whether shapes are equal; 0 and None are any size."""
+    """Return whether shapes are equal. 0 and None are any size."""
     pairs = zip(expected, shape, strict=False)
     return len(expected) == len(shape) and all(a == b or not a or not b for a, b in pairs)
 
 
 def takes(expected: Sequence[int], shape: Sequence[int | None]) -> bool:
-    """Return whether an input takes samples of `shape`; Keras adds or removes a last axis of size 1."""
+    """Return whether an input takes samples of `shape`. Keras adds or removes a last axis of size 1."""
     if len(shape) == len(expected) - 1 and expected[-1] == 1:
         shape = (*shape, 1)
     elif len(shape) == len(expected) + 1 and shape[-1] == 1 and len(expected):
@@ -162,7 +162,7 @@ class RecordSchema:
 
 @dataclass(frozen=True)
 class TableSchema:
-    """Columns of .csv files; those that are not named here are features."""
+    """Columns of .csv files. Those that are not named here are features."""
 
     labels: tuple[str, ...]
     weight: str = ""
@@ -171,7 +171,7 @@ class TableSchema:
 
 @dataclass(frozen=True)
 class PrepareSpec:
-    """A request to `prepare` data on one machine; the first line of its standard input."""
+    """A request to `prepare` data on one machine. The first line of its standard input."""
 
     source: str
     store: str
@@ -215,7 +215,7 @@ class PrepareProgress:
 
 @dataclass(frozen=True)
 class LookSpec:
-    """A request to `look` at data; the first line of standard input."""
+    """A request to `look` at data. The first line of standard input."""
 
     prepare: PrepareSpec
     """As `prepare` would get it; its store is not used."""

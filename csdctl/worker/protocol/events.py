@@ -37,6 +37,12 @@ MIN_SHARPNESS = 100.0
 and one sample is ten times as much."""
 
 
+EVENT_PREFIX = "@csdctl "
+MAX_MESSAGE_CHARS = 4000
+UNKNOWN_NODE = "?"
+_UNSET: tuple[object, ...] = (None, 0, {})
+
+
 @dataclass(frozen=True)
 class Compared:
     """A gradient against that of rank 0 from the same samples, relative to it, in the Euclidean norm."""
@@ -63,16 +69,13 @@ class Compared:
         return math.sqrt(self.spread * self.one_sample)
 
 
-EVENT_PREFIX = "@csdctl "
 """An event is a line on the worker's standard output that starts with this."""
 
 EARLY_STOPPING, STOPPED, MAX_STEPS, VERIFIED = "early stopping", "asked to stop", "max steps", "verified"
 """Reasons to end a run before its last epoch (`Finished.reason`)."""
 
-MAX_MESSAGE_CHARS = 4000
 """The rest of a longer message of `Failed` or `Warned` is dropped; the log of the rank has it."""
 
-UNKNOWN_NODE = "?"
 """`Failed.node` of a rank that could not read its spec, and does not know where it is."""
 
 SUMS, SAMPLES, STATE, ACTIVATIONS = "sums", "samples", "state", "activations"
@@ -83,7 +86,7 @@ TRAFFIC_NAMES = (SUMS, SAMPLES, STATE, ACTIVATIONS)
 
 @dataclass(frozen=True)
 class Event:
-    """Base of all events; `rank` and `node` are those of the sender."""
+    """Base of all events. `rank` and `node` are those of the sender."""
 
     rank: RankNumber
     node: ShortText
@@ -91,7 +94,7 @@ class Event:
 
 @dataclass(frozen=True)
 class SumTimed(Event):
-    """The seconds of a sum of vectors of `num_bytes` over these ranks; from rank 0."""
+    """The seconds of a sum of vectors of `num_bytes` over these ranks. From rank 0."""
 
     ranks: tuple[RankNumber, ...]
     num_bytes: Count
@@ -121,7 +124,7 @@ class Ready(Event):
 
 @dataclass(frozen=True)
 class Progress(Event):
-    """Totals since the last Progress of this rank; rank 0 adds loss and metrics of all ranks."""
+    """Totals since the last Progress of this rank. Rank 0 adds loss and metrics of all ranks."""
 
     epoch: Epoch
     step: Count
@@ -147,7 +150,7 @@ class Progress(Event):
 
 @dataclass(frozen=True)
 class Joined(Event):
-    """The ranks that take part from here on; they hold the same state. From rank 0."""
+    """The ranks that take part from here on. They hold the same state. From rank 0."""
 
     epoch: Epoch
     step: Count
@@ -180,14 +183,14 @@ class Pong(Event):
 
 @dataclass(frozen=True)
 class WaitingFor(Event):
-    """The rank has been waiting for these nodes for seconds; empty when it does not know which."""
+    """The rank has been waiting for these nodes for seconds. Empty when it does not know which."""
 
     nodes: tuple[ShortText, ...]
 
 
 @dataclass(frozen=True)
 class Rebalanced(Event):
-    """Batch sizes from the next step on, and the slowest node; from rank 0."""
+    """Batch sizes from the next step on, and the slowest node. From rank 0."""
 
     epoch: Epoch
     step: Count
@@ -199,7 +202,7 @@ class Rebalanced(Event):
 
 @dataclass(frozen=True)
 class SentBytes:
-    """Bytes that one rank sent to another; `what` is one of TRAFFIC_NAMES."""
+    """Bytes that one rank sent to another. `what` is one of TRAFFIC_NAMES."""
 
     what: Annotated[str, OneOf(TRAFFIC_NAMES)]
     sender: RankNumber
@@ -249,7 +252,7 @@ class Evaluating(Event):
 
 @dataclass(frozen=True)
 class EpochEnd(Event):
-    """The rank has finished an epoch; rank 0 adds the results of all ranks."""
+    """The rank has finished an epoch. Rank 0 adds the results of all ranks."""
 
     epoch: Epoch
     steps: Count
@@ -302,7 +305,7 @@ class Finished(Event):
 
 @dataclass(frozen=True)
 class Failed(Event):
-    """The rank exits with an error; `message` and `remedy` are for people."""
+    """The rank exits with an error. `message` and `remedy` are for people."""
 
     message: str
     remedy: str = ""
@@ -319,7 +322,7 @@ class Warned(Event):
 
 @dataclass(frozen=True)
 class NodeLost(Event):
-    """From csdctl: this rank no longer takes part; the other ranks continue."""
+    """From csdctl: this rank no longer takes part. The other ranks continue."""
 
     message: str
     remedy: str = ""
@@ -344,14 +347,14 @@ def event_to_line(event: Event) -> str:
 
 
 def event_from_line(line: str) -> Event | None:
-    """Return the event in `line`, None for any other line; raises ProtocolError when it is not valid."""
+    """Return the event in `line`, None for any other line. Raises ProtocolError when it is not valid."""
     if not line.startswith(EVENT_PREFIX):
         return None
     return event_from_document(without_surrogates(parse_json(line.removeprefix(EVENT_PREFIX))))
 
 
 def event_from_document(content: Any) -> Event:
-    """Return the event that `event_document` returned as `content`; raises ProtocolError for any other."""
+    """Return the event that `event_document` returned as `content`. Raises ProtocolError for any other."""
     event = from_tagged("event", EVENTS, content)
     if isinstance(event, Failed | Warned):
         event = dataclasses.replace(event, message=_cut(event.message), remedy=_cut(event.remedy))
@@ -374,7 +377,6 @@ FIELDS_OF_RANK_0 = {
     Finished: ("model_path",),
 }
 """Fields that only rank 0 fills in; the others leave them as they are by default."""
-_UNSET: tuple[object, ...] = (None, 0, {})
 
 
 def check_event(event: Event, nodes: Sequence[str], sender: int | None = None) -> None:

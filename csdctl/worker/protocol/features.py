@@ -44,7 +44,7 @@ class Augmented:
 
 @dataclass(frozen=True)
 class ExtractSpec:
-    """A request to compute features or results on one machine; the first line of its standard input."""
+    """A request to compute features or results on one machine. The first line of its standard input."""
 
     source: DatasetSlice
     store: str
@@ -86,7 +86,7 @@ class Extracted:
 
 @dataclass(frozen=True)
 class SendSpec:
-    """The results or the features to send to the host; the first line of standard input."""
+    """The results or the features to send to the host. The first line of standard input."""
 
     fingerprint: Sha256
     """The fingerprint of data in `store`: nothing else can be requested."""
@@ -111,7 +111,7 @@ class GatheredPart:
 
 @dataclass(frozen=True)
 class GatherSpec:
-    """Features of all samples of `wanted.source`, to be put together; the first line of standard input."""
+    """Features of all samples of `wanted.source`, to be put together. The first line of standard input."""
 
     wanted: ExtractSpec
     """The request that would compute them on the host alone."""

@@ -20,6 +20,14 @@ from functools import cache
 from typing import Annotated, Any, TypeVar
 
 MAX_RANKS = 1 << 16
+SCHEMA = 2
+FRAME_PREFIX = "@csdctl-"
+MAX_JSON_CHARS = 16 << 20
+MAX_DEPTH = 32
+MAX_STRING_CHARS = 1 << 16
+MAX_ITEMS = 1 << 18
+_TOKENS = re.compile(r'"(?:[^"\\]++|\\.?)*+"?|[\[{]|[\]}]', re.DOTALL)
+_ABRIDGED = reprlib.Repr()
 
 
 @dataclass(frozen=True)
@@ -57,7 +65,7 @@ def MaxLength(length: int, minimum: int = 0) -> Bound:
 
 
 class AnyNumber:
-    """NaN and the infinities are numbers too; without this annotation, a float is finite."""
+    """NaN and the infinities are numbers too. Without this annotation, a float is finite."""
 
 
 Count = Annotated[int, Between(0, 1 << 53)]
@@ -85,26 +93,18 @@ Shape = Annotated[tuple[Annotated[int, Between(0, 1 << 31)], ...], MaxLength(32)
 """The shape of an array; 0 for any size."""
 
 
-SCHEMA = 2
 """Incremented whenever a field changes its name or meaning; each side refuses another schema."""
 
 
-FRAME_PREFIX = "@csdctl-"
 """A frame is a line of this, its kind, a space, and JSON; of data, base64. Other lines are for people."""
 PROGRESS, RESULT, ERROR, DATA = "progress", "result", "error", "data"
 """Kinds of frames: a heartbeat, the answer to a request, or why there is none, and bytes before it."""
 
 
-MAX_JSON_CHARS = 16 << 20
 """A longer text is not parsed: the run spec of thousands of ranks has less."""
-MAX_DEPTH = 32
 """A more deeply nested text is not parsed: the standard parser would exhaust the stack."""
-MAX_STRING_CHARS = 1 << 16
-MAX_ITEMS = 1 << 18
 """The limit of a tuple or a dict: the classes of a data set are the most of anything."""
-_TOKENS = re.compile(r'"(?:[^"\\]++|\\.?)*+"?|[\[{]|[\]}]', re.DOTALL)
 """Strings and brackets. A string that does not end takes the rest of the text, so that no text is slow."""
-_ABRIDGED = reprlib.Repr()
 _ABRIDGED.maxstring = _ABRIDGED.maxother = 80
 
 
@@ -126,7 +126,7 @@ def to_frame(kind: str, content: Any) -> str:
 
 
 def parse_json(text: str) -> Any:
-    """Parse JSON of another machine; raises ProtocolError for invalid, too long or too deeply nested text."""
+    """Parse JSON of another machine. Raises ProtocolError for invalid, too long or too deeply nested text."""
     if len(text) > MAX_JSON_CHARS:
         raise ProtocolError(f"expected at most {MAX_JSON_CHARS:,} characters of JSON, received {len(text):,}")
     if text.count("[") + text.count("{") > MAX_DEPTH and _is_too_deep(text):
@@ -148,7 +148,7 @@ def shorten(value: Any) -> str:
 
 
 def from_json(message_type: type[MessageT], text: str) -> MessageT:
-    """Parse the `message_type` that `to_json` wrote; raises ProtocolError for other text."""
+    """Parse the `message_type` that `to_json` wrote. Raises ProtocolError for other text."""
     content = parse_json(text)
     if isinstance(content, dict) and content.get("schema", SCHEMA) != SCHEMA:
         received = shorten(content["schema"])
@@ -163,7 +163,7 @@ def to_tagged(tag: str, message: Any) -> dict[str, Any]:
 
 
 def from_tagged(tag: str, known: Mapping[str, type[MessageT]], content: Any) -> MessageT:
-    """Return the dataclass of one of the `known` types from parsed JSON; raises ProtocolError."""
+    """Return the dataclass of one of the `known` types from parsed JSON. Raises ProtocolError."""
     name = content.get(tag) if isinstance(content, dict) else None
     if not isinstance(name, str) or name not in known:
         article = "an" if tag[0] in "aeiou" else "a"
@@ -174,7 +174,7 @@ def from_tagged(tag: str, known: Mapping[str, type[MessageT]], content: Any) -> 
 
 
 def from_dict(message_type: Any, content: Any) -> Any:
-    """Return the dataclass `message_type` from parsed JSON, by its annotations; raises ProtocolError."""
+    """Return the dataclass `message_type` from parsed JSON, by its annotations. Raises ProtocolError."""
     name = message_type.__name__
     if not isinstance(content, dict):
         raise ProtocolError(f"expected a {name}, received {shorten(content)}")
@@ -187,7 +187,7 @@ def from_dict(message_type: Any, content: Any) -> Any:
 
 
 def read_as(hint: Any, content: Any, where: str = "value") -> Any:
-    """Return parsed JSON as the annotation `hint` says; raises ProtocolError, which names `where`."""
+    """Return parsed JSON as the annotation `hint` says. Raises ProtocolError, which names `where`."""
     return _reader(hint, where)(content)
 
 
@@ -211,7 +211,7 @@ def _readers_of(message_type: Any) -> tuple[dict[str, Reader], frozenset[str]]:
 
 @cache
 def _reader(hint: Any, where: str) -> Reader:
-    """Return the reader of a field with the annotation `hint`; `where` names the field in messages."""
+    """Return the reader of a field with the annotation `hint`. `where` names the field in messages."""
     if dataclasses.is_dataclass(hint):
         return lambda value: from_dict(hint, value)
     if make := _READERS.get(typing.get_origin(hint)):

@@ -30,7 +30,7 @@ RAISE = (
 def judge_limits(limits: Mapping[str, int], num_cores: int, num_nodes: int = 0) -> tuple[str, str, bool]:
     """Return which of `limits` are below what a small model needs, what it needs, and whether it must fail.
 
-    Measured with TensorFlow 2.21. `num_nodes`: of the fleet, on the host; `processes` are threads.
+    Measured with TensorFlow 2.21. `num_nodes`: of the fleet, on the host. `processes` are threads.
     """
     needed = {
         "open files": FILES + FILES_PER_NODE * num_nodes,
@@ -66,7 +66,7 @@ def own_limits() -> dict[str, int]:
 
 
 def explain_error(text: str) -> str:
-    """Return which limits of this process an error with this text is most likely due to; '' if none."""
+    """Return which limits of this process an error with this text is most likely due to. '' if none."""
     found = {name: value for name, value in own_limits().items() if re.search(LIMITS[name][1], text)}
     if not os.getuid():
         found.pop("processes", None)  # the kernel does not count those of root

@@ -119,7 +119,7 @@ class OutputInfo:
 
 @dataclass(frozen=True)
 class OwnCompile:
-    """The arguments of the model's `compile`, before the job's recipe; its losses are in its outputs."""
+    """The arguments of the model's `compile`, before the job's recipe. Its losses are in its outputs."""
 
     optimizer: str
     """Keras' name, such as 'Adam'; '' for none."""
@@ -187,7 +187,7 @@ class ModelInfo:
 
     @property
     def input_shape(self) -> Shape:
-        """The shape of the only input; () if there are several."""
+        """The shape of the only input. () if there are several."""
         return self.inputs.get("", ())
 
 

@@ -23,7 +23,7 @@ class Order:
 
 @dataclass(frozen=True)
 class OpenHub(Order):
-    """Await the links of the ranks behind this one, with this key; to rank 0 and those of servers."""
+    """Await the links of the ranks behind this one, with this key. To rank 0 and those of servers."""
 
     key: ShortText
 
@@ -42,7 +42,7 @@ class Stop(Order):
 
 @dataclass(frozen=True)
 class Probe(Order):
-    """Measure, in a tuning run, the step of each of these ranks alone, all at once; the others wait."""
+    """Measure, in a tuning run, the step of each of these ranks alone, all at once. The others wait."""
 
     requests: dict[ShortText, ProbeRequest]
     """By rank."""
@@ -61,7 +61,7 @@ class TrialRank:
 
 @dataclass(frozen=True)
 class TakeSteps(Order):
-    """Train, in a tuning run, as long as the samples of these ranks last; in order of rank."""
+    """Train, in a tuning run, as long as the samples of these ranks last. In order of rank."""
 
     ranks: tuple[TrialRank, ...]
 
@@ -82,5 +82,5 @@ def order_to_line(order: Order) -> str:
 
 
 def order_from_line(line: str) -> Order:
-    """Return the order in `line`; raises ProtocolError."""
+    """Return the order in `line`. Raises ProtocolError."""
     return from_tagged("order", ORDERS, parse_json(line))

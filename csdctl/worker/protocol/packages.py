@@ -8,7 +8,7 @@ TENSORFLOW = "tensorflow", "tensorflow-cpu", "tensorflow-intel", "tf-nightly"
 
 
 def find_version(*packages: str) -> str:
-    """Return the version of the first of these packages that is installed; '' without one."""
+    """Return the version of the first of these packages that is installed. '' without one."""
     for package in packages:
         with suppress(PackageNotFoundError):
             return version(package)

@@ -13,7 +13,7 @@ PartSeconds = Annotated[float, Between(0, 1e6)]
 
 @dataclass(frozen=True)
 class PartsSpec:
-    """A request to time a model's parts with random samples; one line of standard input."""
+    """A request to time a model's parts with random samples. One line of standard input."""
 
     architecture: str
     weights: str

@@ -19,11 +19,13 @@ _PIDFD_GETFD = 438
 """System call number of pidfd_getfd(2) on every architecture; Linux 5.6 or newer."""
 LIBC = ctypes.CDLL(None, use_errno=True)
 _TICKS_PER_S = os.sysconf("SC_CLK_TCK")
+_COUNTERS = struct.Struct("=QQ")
+_COUNTERS_OFFSET = 120
 
 
 @dataclass(frozen=True)
 class ProcessStat:
-    """Fields of /proc/PID/stat; `start_time` in clock ticks since boot."""
+    """Fields of /proc/PID/stat. `start_time` in clock ticks since boot."""
 
     name: str
     state: str
@@ -40,7 +42,7 @@ class ProcessStat:
 
 
 def parse_stat(text: str) -> ProcessStat:
-    """Parse the content of /proc/PID/stat; the process name may contain spaces and brackets."""
+    """Parse the content of /proc/PID/stat. The process name may contain spaces and brackets."""
     fields = text[text.rindex(")") + 2 :].split()
     children_cpu_s = (int(fields[13]) + int(fields[14])) / _TICKS_PER_S
     parent, group, session = map(int, fields[1:4])
@@ -62,7 +64,7 @@ def load_all() -> dict[int, ProcessStat]:
 
 
 def system_call(number: int, *arguments: Any) -> int:
-    """Make a system call; raises OSError."""
+    """Make a system call. Raises OSError."""
     result = LIBC.syscall(ctypes.c_long(number), *arguments)
     if result < 0:
         raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
@@ -70,7 +72,7 @@ def system_call(number: int, *arguments: Any) -> int:
 
 
 def duplicate_descriptor(process: int, descriptor: int) -> int:
-    """Duplicate a file descriptor of the process with the pidfd `process` into this one; raises OSError."""
+    """Duplicate a file descriptor of the process with the pidfd `process` into this one. Raises OSError."""
     return system_call(_PIDFD_GETFD, ctypes.c_int(process), ctypes.c_int(descriptor), ctypes.c_uint(0))
 
 
@@ -83,7 +85,7 @@ def find_descendants(pid: int, stats: Mapping[int, ProcessStat]) -> list[int]:
 
 
 def list_descendants() -> list[int]:
-    """Return what this process has started, and what that has started; of a subreaper, orphans too."""
+    """Return what this process has started, and what that has started. Of a subreaper, orphans too."""
     return find_descendants(os.getpid(), load_all())
 
 
@@ -103,14 +105,12 @@ def end_descendants() -> None:
 
 
 def is_of_user(connection: socket.socket, user: int | None = None) -> bool:
-    """Whether the other end of a Unix socket runs as `user`; by default as this process, or its sandbox."""
+    """Whether the other end of a Unix socket runs as `user`. By default as this process, or its sandbox."""
     peer = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12)
     _, uid, _ = struct.unpack("3I", peer)
     return bool(uid == (int(os.environ.get(USER_VARIABLE, os.getuid())) if user is None else user))
 
 
-_COUNTERS = struct.Struct("=QQ")
-_COUNTERS_OFFSET = 120
 """Offset of tcpi_bytes_acked and tcpi_bytes_received in struct tcp_info, unchanged since Linux 4.1."""
 
 

@@ -10,6 +10,9 @@ Argument = float | bool | str
 """A keyword argument of a loss, an optimizer or a schedule of Keras."""
 
 
+BF16 = "bf16"
+
+
 @dataclass(frozen=True)
 class Noise:
     """Differential privacy of private samples, in the terms of DP-SGD."""
@@ -69,14 +72,11 @@ class LossTerm:
     """The weight of this output in the sum over all outputs."""
 
 
-BF16 = "bf16"
-
-
 @dataclass(frozen=True)
 class Recipe:
     """How to train. Learning rate: learning_rate · N / reference_batch, ramped from learning_rate.
 
-    A recipe of a job may leave loss, optimizer and learning rate to the model, when it is compiled;
+    A recipe of a job may leave loss, optimizer and learning rate to the model, when it is compiled.
     `worker.compute.recipe` fills them in.
     """
 
@@ -129,7 +129,7 @@ def learning_rate(
     """Return the rate after `epochs_done` epochs, such as 1.25, at `global_batch` samples per step.
 
     `scheduled`: that of the recipe's schedule at this step, in place of its rate. Linear scaling and warm-up:
-    Goyal et al. 2017, 2.1–2.2; paper, section IV. Cosine: Loshchilov and Hutter 2017, equation 5.
+    Goyal et al. 2017, 2.1–2.2. Paper, section IV. Cosine: Loshchilov and Hutter 2017, equation 5.
     """
     initial = recipe.learning_rate if scheduled is None else scheduled
     assert initial is not None, "the recipe has been resolved with its model"

@@ -44,7 +44,7 @@ class TaskSpec:
 
 @dataclass(frozen=True)
 class DatasetSlice:
-    """Rows start…stop of the permutation of a prepared data set, the same everywhere; None: all rows."""
+    """Rows start…stop of the permutation of a prepared data set, the same everywhere. None: all rows."""
 
     images: str
     labels: str
@@ -143,7 +143,7 @@ class Prefix:
 
 @dataclass(frozen=True)
 class HeadSpec:
-    """The rest of the model of a run that trains only a head; the run's samples are features."""
+    """The rest of the model of a run that trains only a head. The run's samples are features."""
 
     prefix: Prefix
     architecture: str
@@ -167,7 +167,7 @@ class SplitSpec:
 
 @dataclass(frozen=True)
 class RunSpec:
-    """Everything the ranks of one run need; the same file for all of them."""
+    """Everything the ranks of one run need. The same file for all of them."""
 
     run_id: str
     architecture: str

@@ -27,7 +27,7 @@ CONNECTED = "@csdctl-connected"
 
 @dataclass(frozen=True)
 class SandboxPolicy:
-    """The rights of a sandbox; without `is_confined` the command lives as long, but is not confined."""
+    """The rights of a sandbox. Without `is_confined` the command lives as long, but is not confined."""
 
     command: tuple[str, ...]
     is_confined: bool
@@ -60,7 +60,7 @@ class SandboxCheck:
 
 
 def user_of_link(run_id: str, rank: int) -> int:
-    """Return the user ID of both ends of a rank's link if root starts them; chosen by run and rank."""
+    """Return the user ID of both ends of a rank's link if root starts them. Chosen by run and rank."""
     return FIRST_USER + zlib.crc32(run_id.encode()) % NUM_RUNS * MAX_RANKS + rank
 
 
@@ -70,5 +70,5 @@ def link_address(run_id: str, rank: int, key: str) -> str:
 
 
 def hub_address(run_id: str, rank: int, key: str) -> str:
-    """Return the address at which a hub accepts the link of a rank; it reveals no address of another rank."""
+    """Return the address at which a hub accepts the link of a rank. It reveals no address of another rank."""
     return f"csdctl/{run_id}/hub/{rank}/{hashlib.sha256(f'{key}/{rank}'.encode()).hexdigest()[:32]}"

@@ -1,4 +1,4 @@
-"""The program that starts a sandbox, stays outside of it, and ends with it; and how the sandbox is entered.
+"""The program that starts a sandbox, stays outside of it, and ends with it, and how the sandbox is entered.
 
 It runs the seccomp supervisor until all processes in the sandbox have ended, daemons included. A line on
 standard input, or its end, ends the sandbox: csdctl has no more use for it, or is gone. In the sandbox,
@@ -74,6 +74,10 @@ _FIRST_SCOPES, _SCOPES = 6, 0b11
 _PR_SET_PDEATHSIG, _PR_SET_KEEPCAPS, _PR_SET_CHILD_SUBREAPER, _PR_SET_NO_NEW_PRIVS = 1, 8, 36, 38
 _CAP_AMBIENT, _CAP_AMBIENT_RAISE, _DAC_READ_SEARCH = 47, 2, 2
 _CAPABILITY_VERSION = 0x20080522
+CANNOT_START = 125
+# Where the kernel cannot confine, root stays root, and MPI's daemon refuses to run as root without these.
+_ALLOW_ROOT = {"PRTE_ALLOW_RUN_AS_ROOT": "1", "PRTE_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
+_NO_SUCH_USER = 2
 
 
 def landlock_version() -> int:
@@ -84,7 +88,7 @@ def landlock_version() -> int:
 
 
 def restrict_files(readable: Iterable[str], writable: Iterable[str]) -> None:
-    """Let this process and its children open nothing but these files and directories; raises OSError."""
+    """Let this process and its children open nothing but these files and directories. Raises OSError."""
     version = landlock_version()
     handled = (1 << 12 + min(version, 3)) - 1  # versions 2 and 3 added a right each
     attributes = struct.pack("=Q", handled)
@@ -114,7 +118,7 @@ MAX_OPEN_FILES, MAX_FILE_BYTES = 256, 16 << 20
 
 
 def limit_resources(memory_bytes: int) -> None:
-    """Limit what each process of the sandbox may use; when memory is short, the kernel ends these first."""
+    """Limit what each process of the sandbox may use. When memory is short, the kernel ends these first."""
     for kind, most in (
         (resource.RLIMIT_DATA, memory_bytes),
         (resource.RLIMIT_NOFILE, MAX_OPEN_FILES),
@@ -129,7 +133,7 @@ def limit_resources(memory_bytes: int) -> None:
 
 
 def become_user(user: int, readable: Iterable[str]) -> None:
-    """Become a user without an account, who may search all if `readable` needs it; raises OSError."""
+    """Become a user without an account, who may search all if `readable` needs it. Raises OSError."""
     needs_search = not all(map(_is_open_to_all, readable))
     if needs_search:
         LIBC.prctl(_PR_SET_KEEPCAPS, 1, 0, 0, 0)
@@ -157,7 +161,7 @@ def _is_open_to_all(path: str) -> bool:
 
 
 def python_paths() -> list[str]:
-    """Return the parts of this Python and its environments, and modules; never a directory with a home."""
+    """Return the parts of this Python and its environments, and modules. Never a directory with a home."""
     executables = {sys.executable, os.path.realpath(sys.executable)}
     prefixes = {os.path.dirname(os.path.dirname(path)) for path in executables}
     prefixes |= {sys.prefix, sys.base_prefix, sys.exec_prefix, sys.base_exec_prefix}
@@ -169,13 +173,10 @@ def python_paths() -> list[str]:
     return [*(os.path.join(prefix, part) for prefix in sorted(prefixes) for part in parts), *modules]
 
 
-CANNOT_START = 125
 _KEPT, _KEPT_PREFIXES = (
     ("TZ", "PATH", "LD_LIBRARY_PATH", "PYTHONHASHSEED", "PYTHONNOUSERSITE", "PYTHONUTF8"),
     ("LC_", "OMPI_", "PRTE_", "PMIX_", "CSDCTL_"),
 )
-# Where the kernel cannot confine, root stays root, and MPI's daemon refuses to run as root without these.
-_ALLOW_ROOT = {"PRTE_ALLOW_RUN_AS_ROOT": "1", "PRTE_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
 
 
 @cache
@@ -212,9 +213,6 @@ def _find_obstacle() -> str:
     return ""
 
 
-_NO_SUCH_USER = 2
-
-
 def _try_sandbox(report: socket.socket) -> NoReturn:
     """Become another user, and hand over a filter's descriptor, in a child."""
     code = _NO_SUCH_USER
@@ -228,14 +226,14 @@ def _try_sandbox(report: socket.socket) -> NoReturn:
 
 
 def _hand_over_filter(report: socket.socket) -> None:
-    """Install the filter; return when the other process has its descriptor. Raises OSError."""
+    """Install the filter. Return when the other process has its descriptor. Raises OSError."""
     os.write(report.fileno(), str(install_filter()).encode())
     if not os.read(report.fileno(), 1):
         raise OSError("the seccomp supervisor cannot act on this process")
 
 
 def _take_listener(child: int, connection: socket.socket) -> int:
-    """Return the descriptor of the filter that `child` installs, -1 for none; raises OSError."""
+    """Return the descriptor of the filter that `child` installs, -1 for none. Raises OSError."""
     with connection, contextlib.ExitStack() as stack:
         if not (number := connection.recv(16)):
             return -1
@@ -247,7 +245,7 @@ def _take_listener(child: int, connection: socket.socket) -> int:
 
 
 def run_sandbox() -> int:
-    """Run the sandbox whose policy is the next line of input; return its exit code. Raises ProtocolError."""
+    """Run the sandbox whose policy is the next line of input. Return its exit code. Raises ProtocolError."""
     # Without a buffer, not a byte more than the line is read.
     policy = from_json(SandboxPolicy, io.FileIO(0, closefd=False).readline().decode())
     LIBC.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
@@ -285,7 +283,7 @@ def _fill(scratch: str, policy: SandboxPolicy) -> None:
 
 
 def _start(policy: SandboxPolicy, scratch: str) -> tuple[int, int]:
-    """Start the command; return its process, and the descriptor of the filter's notifications or -1."""
+    """Start the command. Return its process, and the descriptor of the filter's notifications or -1."""
     environment = _build_environment(scratch) | {SOCKETS_VARIABLE: " ".join(policy.sockets)}
     if not any(":" in peer for peer in policy.peers):
         # With the other addresses of an interface, PRRTE does not find its IPv4 address.
@@ -305,7 +303,7 @@ def _start(policy: SandboxPolicy, scratch: str) -> tuple[int, int]:
 
 
 def _enter(policy: SandboxPolicy, scratch: str, report: socket.socket) -> None:
-    """Give up everything that the policy does not name, for good; raises OSError."""
+    """Give up everything that the policy does not name, for good. Raises OSError."""
     os.setpgid(0, 0)
     with open(os.devnull) as nothing:
         os.dup2(nothing.fileno(), 0)
@@ -336,7 +334,7 @@ def _build_environment(scratch: str) -> dict[str, str]:
 
 
 def _await_end(woken: int, child: int) -> int:
-    """Wait until all processes have ended, or standard input is no longer quiet; return the exit code."""
+    """Wait until all processes have ended, or standard input is no longer quiet. Return the exit code."""
     code = CANNOT_START
     while True:
         ready, _, _ = select.select([0, woken], [], [])

@@ -96,12 +96,12 @@ Instruction = tuple[int, int, int, int]
 
 
 def number_of(name: str) -> int | None:
-    """Return the number of a system call on this machine; None when it has no such call."""
+    """Return the number of a system call on this machine. None when it has no such call."""
     return NUMBERS[name][MACHINE != "x86_64"]
 
 
 def install_filter() -> int:
-    """Filter the calls of this process for good; return the notifications' descriptor. Raises OSError."""
+    """Filter the calls of this process for good. Return the notifications' descriptor. Raises OSError."""
     program = Program(build_filter())
     number = _SECCOMP[MACHINE != "x86_64"]
     return system_call(number, ctypes.c_uint(_FILTER_MODE), ctypes.c_uint(_NEW_LISTENER), program.header)

@@ -34,6 +34,15 @@ _IP_HEADER = 0xFFF00000
 _SOURCE = {4: 12, 6: 8}
 """Offset of the source address in the header, by version of IP."""
 _LOAD_BYTE, _LOAD_WORD, _SHIFT_RIGHT, _AND, _IF_EQUAL, _RETURN = 0x30, 0x20, 0x74, 0x54, 0x15, 0x06
+_LISTENING = "0A"
+_CONTINUE = 1
+MIN_PORT = 1024
+NUM_THREADS = 4
+MAX_STRANGERS = 64
+CONNECT_S = 3.0
+_INET = (socket.AF_INET, socket.AF_INET6)
+_MAX_ADDRESS_BYTES = 128
+_NEW_NAMESPACES = 0x7E020000
 
 
 def refusal(number: int) -> OSError:
@@ -42,13 +51,13 @@ def refusal(number: int) -> OSError:
 
 
 def to_ip(host: str) -> IpAddress:
-    """Return the address of a socket; an IPv4 address written as one of IPv6 is one of IPv4."""
+    """Return the address of a socket. An IPv4 address written as one of IPv6 is one of IPv4."""
     address = ipaddress.ip_address(host.partition("%")[0])
     return getattr(address, "ipv4_mapped", None) or address
 
 
 def unpack_address(content: bytes) -> tuple[Any, ...]:
-    """Return a `struct sockaddr_in` or `sockaddr_in6` as the socket module wants it; raises OSError."""
+    """Return a `struct sockaddr_in` or `sockaddr_in6` as the socket module wants it. Raises OSError."""
     if len(content) >= 8:
         (family,) = struct.unpack_from("=H", content)
         if family == socket.AF_INET:
@@ -79,9 +88,6 @@ def is_here(address: IpAddress) -> bool:
     return False
 
 
-_LISTENING = "0A"
-
-
 def list_listeners(port: int) -> Iterator[tuple[IpAddress, int]]:
     """Yield address and inode of each TCP socket of this machine that listens at `port`."""
     for table in ("tcp", "tcp6"):
@@ -99,7 +105,7 @@ def list_listeners(port: int) -> Iterator[tuple[IpAddress, int]]:
 
 
 def _attach_filter(bound: socket.socket, networks: Sequence[IpNetwork]) -> None:
-    """Let the kernel drop packets from outside of `networks`; raises PermissionError."""
+    """Let the kernel drop packets from outside of `networks`. Raises PermissionError."""
     program = Program(build_source_filter(networks))
     bound.setsockopt(socket.SOL_SOCKET, _SO_ATTACH_FILTER, program.header)
     bound.setsockopt(socket.SOL_SOCKET, _SO_LOCK_FILTER, 1)
@@ -140,7 +146,7 @@ class Tokens:
         return nonce + self._sign(nonce, address)
 
     def is_valid(self, token: bytes, address: tuple[Any, ...]) -> bool:
-        """Return whether the peer has made `token` to connect to `address`; a token is valid once.
+        """Return whether the peer has made `token` to connect to `address`. A token is valid once.
 
         So who has watched the network can use it neither here nor at another port or machine.
         """
@@ -158,14 +164,13 @@ class Tokens:
 
 _RECEIVE, _SEND, _IS_VALID, _ADD_DESCRIPTOR = 0xC0502100, 0xC0182101, 0x40082102, 0x40182103
 _NOTIFICATION, _ANSWER, _DESCRIPTOR = map(struct.Struct, ("=QIIiIQ6Q", "=QqiI", "=QIIII"))
-_CONTINUE = 1
 
 
 class Call:
-    """A system call that waits for an answer; while `opened`, its caller can be read and written."""
+    """A system call that waits for an answer. While `opened`, its caller can be read and written."""
 
     def __init__(self, listener: int) -> None:
-        """Receive the next call from the filter's descriptor; raises OSError when its caller was killed."""
+        """Receive the next call from the filter's descriptor. Raises OSError when its caller was killed."""
         content = bytearray(_NOTIFICATION.size)
         fcntl.ioctl(listener, _RECEIVE, content)
         self._listener = listener
@@ -173,7 +178,7 @@ class Call:
 
     @contextlib.contextmanager
     def opened(self) -> Iterator[None]:
-        """Open the process and the memory of the caller; raises OSError when it has ended."""
+        """Open the process and the memory of the caller. Raises OSError when it has ended."""
         self.process = process_of_thread(self._thread)
         with contextlib.ExitStack() as descriptors:
             self._pidfd = os.pidfd_open(self.process)
@@ -185,7 +190,7 @@ class Call:
             yield
 
     def let_continue(self) -> None:
-        """Let the kernel perform the call; only where no memory was read for the decision."""
+        """Let the kernel perform the call. Only where no memory was read for the decision."""
         self._send(0, 0, _CONTINUE)
 
     def answer(self, result: int = 0, *, error: int = 0) -> None:
@@ -193,7 +198,7 @@ class Call:
         self._send(result, -error, 0)
 
     def answer_with(self, descriptor: int, *, is_inherited: bool) -> None:
-        """Return a copy of `descriptor`; raises OSError."""
+        """Return a copy of `descriptor`. Raises OSError."""
         flags = 0 if is_inherited else os.O_CLOEXEC
         request = bytearray(_DESCRIPTOR.pack(self._id, 0, descriptor, 0, flags))
         self.answer(fcntl.ioctl(self._listener, _ADD_DESCRIPTOR, request))
@@ -203,15 +208,15 @@ class Call:
             fcntl.ioctl(self._listener, _SEND, _ANSWER.pack(self._id, result, error, flags))
 
     def read(self, address: int, size: int) -> bytes:
-        """Return bytes of the caller's memory; raises OSError."""
+        """Return bytes of the caller's memory. Raises OSError."""
         return os.pread(self._memory, size, address)
 
     def write(self, address: int, content: bytes) -> None:
-        """Write bytes to the caller's memory; raises OSError."""
+        """Write bytes to the caller's memory. Raises OSError."""
         os.pwrite(self._memory, content, address)
 
     def socket(self) -> socket.socket:
-        """Return the caller's socket that is the first argument; raises OSError.
+        """Return the caller's socket that is the first argument. Raises OSError.
 
         It is the same one, not a copy, and not what the descriptor may stand for later.
         """
@@ -224,7 +229,7 @@ class Call:
 
 
 def process_of_thread(thread: int) -> int:
-    """Return the process of a thread; raises OSError when it has ended."""
+    """Return the process of a thread. Raises OSError when it has ended."""
     with open(f"/proc/{thread}/status") as file:
         for line in file:
             if line.startswith("Tgid:"):
@@ -232,23 +237,16 @@ def process_of_thread(thread: int) -> int:
     raise ProcessLookupError(errno.ESRCH, "no such thread")
 
 
-MIN_PORT = 1024
 """Lower ports are services of the machines, never MPI's."""
 MAX_TASKS, MAX_FILES, MAX_CONNECTIONS = 128, 128, 512
 """Threads and processes, files and directories, bound and accepted sockets, of one sandbox from start to end.
 
 A link starts about 10 tasks, makes about 20 files and directories, and has about 10 connections.
 """
-NUM_THREADS = 4
 """Calls that are answered at once. A sandbox that makes all of them wait waits itself."""
-MAX_STRANGERS = 64
 """Closed in one call, which then reports that nobody is there; the kernel wakes the sandbox again."""
 DEFER_S, TOKEN_S = 5, 0.2
 """For so long, the kernel waits for a token; where it cannot (SYN cookies), the supervisor does."""
-CONNECT_S = 3.0
-_INET = (socket.AF_INET, socket.AF_INET6)
-_MAX_ADDRESS_BYTES = 128
-_NEW_NAMESPACES = 0x7E020000
 
 
 class SeccompSupervisor:
@@ -409,7 +407,7 @@ class SeccompSupervisor:
             call.answer_with(accepted.fileno(), is_inherited=not flags & socket.SOCK_CLOEXEC)
 
     def _accept_peer(self, listening: socket.socket) -> tuple[socket.socket, Any]:
-        """Return the next connection of the peer; raises OSError. It waits if the socket is set to."""
+        """Return the next connection of the peer. Raises OSError. It waits if the socket is set to."""
         for _ in range(MAX_STRANGERS):
             accepted, peer = listening.accept()
             ip, token = to_ip(peer[0]), b""

@@ -1,6 +1,6 @@
-"""Decisions between epochs: early stopping, reduce on plateau, the best model; pure.
+"""Decisions between epochs: early stopping, reduce on plateau, the best model. Pure.
 
-Rank 0 decides from its evaluation; the other ranks take over the decision.
+Rank 0 decides from its evaluation. The other ranks take over the decision.
 """
 
 import math
@@ -48,7 +48,7 @@ def after_epoch(
 ) -> tuple[CallbackState, bool]:
     """Return the callbacks' state after `epoch`, and whether its model is the best so far.
 
-    `results` are the epoch's loss and metrics; those of the validation data start with `validation_`. The
+    `results` are the epoch's loss and metrics. Those of the validation data start with `validation_`. The
     best model is that with the best monitored value of early stopping, else with the lowest validation
     loss, else (without validation data) with the lowest training loss.
     """
@@ -59,7 +59,7 @@ def after_epoch(
 def _after_epoch(
     stopping: EarlyStopping | None, now: CallbackState, epoch: int, results: Mapping[str, float | None]
 ) -> tuple[CallbackState, bool]:
-    """Return the state with the best epoch, and whether it is this one; as Keras' EarlyStopping."""
+    """Return the state with the best epoch, and whether it is this one. As Keras' EarlyStopping."""
     rule = stopping or EarlyStopping()
     if epoch <= rule.start_from_epoch:
         return now, False
@@ -77,7 +77,7 @@ def _after_epoch(
 def _on_plateau(
     rule: ReduceOnPlateau, now: CallbackState, results: Mapping[str, float | None]
 ) -> CallbackState:
-    """Return the state with the learning rate; as Keras' ReduceLROnPlateau."""
+    """Return the state with the learning rate. As Keras' ReduceLROnPlateau."""
     value = _value(results, rule.monitor)
     if now.cooldown:
         now = replace(now, cooldown=now.cooldown - 1, epochs_on_plateau=0)

@@ -52,7 +52,7 @@ class Check:
     def settle(
         self, communicator: Communicator, before: Sequence[int], hashes: Mapping[int, str] = {}
     ) -> None:
-        """Report, on rank 0, who takes part now, and who is lost; those that have joined get no state."""
+        """Report, on rank 0, who takes part now, and who is lost. Those that have joined get no state."""
         if self._me.rank:
             return
         for rank in sorted(communicator.admitted):
@@ -64,7 +64,7 @@ class Check:
         self._reporter.emit(Joined, 1, 0, 1, 0, members, not before, lost)
 
     def run(self, communicator: Communicator) -> str:
-        """Admit, sum and end as rank 0 decides; raises WorkerError for a sum that is wrong."""
+        """Admit, sum and end as rank 0 decides. Raises WorkerError for a sum that is wrong."""
         while True:
             before = communicator.members
             action = communicator.gather(self._decide(communicator), str)[0]
@@ -95,7 +95,7 @@ class Check:
         return ""
 
     def _time_sums(self, communicator: Communicator) -> None:
-        """Time the sums of a step; rank 0 reports the fastest ones, if all were over the same ranks.
+        """Time the sums of a step. Rank 0 reports the fastest ones, if all were over the same ranks.
 
         Raises StepVoidError.
         """

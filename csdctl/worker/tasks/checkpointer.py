@@ -1,6 +1,6 @@
 """Where rank 0 keeps a run's state and models, so that the run can resume.
 
-After every step in the step file (the machine's memory), which survives the process; after every epoch, and
+After every step in the step file (the machine's memory), which survives the process. After every epoch, and
 every few minutes, in a checkpoint (disk), which is synced and survives the machine. Neither is trusted when
 it is read: owner, size and format come first, then progress.py checks what is in it. Other ranks keep
 nothing: they take over rank 0's state, never the other way round (docs/decisions/0024). The ranks of other
@@ -48,6 +48,7 @@ _ARCHIVE_BYTES = 1 << 16
 
 
 OnDamage = Callable[[str], object]
+KEPT_STEP_FILE = "step.state"
 
 
 class StepFile:
@@ -71,7 +72,7 @@ class StepFile:
         self._next = 0
 
     def write(self, values: Sequence[Array], position: Position) -> None:
-        """Write `values`, the state at `position`; raises OSError when there can be no such file."""
+        """Write `values`, the state at `position`. Raises OSError when there can be no such file."""
         if self._bytes is None or not self.path.exists():  # removed while the run trains
             self._bytes = self._open()
         start = self._next * self._half_bytes
@@ -84,7 +85,7 @@ class StepFile:
         self._next = 1 - self._next
 
     def read(self, on_damage: OnDamage = lambda problem: None) -> Array | None:
-        """Return the latest intact state, or None; raises OSError unless the file is this user's own."""
+        """Return the latest intact state, or None. Raises OSError unless the file is this user's own."""
         try:
             descriptor = open_private(self.path)
         except FileNotFoundError:
@@ -140,7 +141,7 @@ class Checkpoints:
     num_kept: int = 3
 
     def save(self, packed: Array, position: Position, *, is_best: bool = False) -> Path:
-        """Write a checkpoint and remove those that are no longer kept; raises OSError."""
+        """Write a checkpoint and remove those that are no longer kept. Raises OSError."""
         self.directory.mkdir(parents=True, exist_ok=True)
         path = self.directory / f"step-{position.total_steps:08d}.npz"
         for other in (*self.directory.glob("step-*.npz"), *self.directory.glob(".step-*")):
@@ -155,7 +156,7 @@ class Checkpoints:
         return path
 
     def newest_first(self, max_bytes: int, on_damage: OnDamage = lambda problem: None) -> Iterator[Array]:
-        """Yield the intact states of at most `max_bytes`; the others are skipped."""
+        """Yield the intact states of at most `max_bytes`. The others are skipped."""
         names: list[str] = []
         try:
             names = fnmatch.filter(os.listdir(self.directory), "step-*.npz")
@@ -184,7 +185,7 @@ def _remove(path: Path) -> None:
 
 
 def _read_checkpoint(path: Path, max_bytes: int) -> Array:
-    """Return the state, shape (n,), uint8; memory is allocated for what is there, not for what a header says.
+    """Return the state, shape (n,), uint8. Memory is allocated for what is there, not for what a header says.
 
     Raises one of DAMAGED_ARCHIVE.
     """
@@ -205,12 +206,11 @@ def _read_checkpoint(path: Path, max_bytes: int) -> Array:
 
 
 LAST_MODEL, BEST_MODEL = "model.keras", "best.keras"
-KEPT_STEP_FILE = "step.state"
 """Name of the step file of a failed run, which csdctl has moved from memory to the run directory."""
 
 
 def keep_copy(spec: RunSpec) -> RunSpec:
-    """Keep on this server what resuming the run here needs; return the spec for saving the state to it.
+    """Keep on this server what resuming the run here needs. Return the spec for saving the state to it.
 
     The copy is a run of the project directory COPIES, with a step file in this machine's memory.
     """
@@ -238,7 +238,7 @@ class Checkpointer:
     ) -> None:
         """Restore what an earlier process of this run saved: see `position`.
 
-        `own`: the samples of each rank; `save_trained` saves the trained model and returns the path.
+        `own`: the samples of each rank. `save_trained` saves the trained model and returns the path.
         Raises WorkerError when a state was saved and none can be used.
         """
         self._spec, self._reporter, self._step, self._own = spec, reporter, step, own
@@ -262,7 +262,7 @@ class Checkpointer:
             self.write_step_file(position)
 
     def checkpoint_if_due(self, position: Position) -> None:
-        """Write a checkpoint once its interval has passed; call it between steps: it takes no step's time."""
+        """Write a checkpoint once its interval has passed. Call it between steps: it takes no step's time."""
         if time.monotonic() - self._checkpointed_at >= self._spec.checkpoint_interval_s:
             self.checkpoint(position)
 
@@ -296,7 +296,7 @@ class Checkpointer:
         self._reporter.emit(CheckpointSaved, position.epoch, position.total_steps, str(path), is_best)
 
     def save_model(self, name: str) -> str:
-        """Save the model as a .keras file, or its weights where that cannot be; returns the path."""
+        """Save the model as a .keras file, or its weights where that cannot be. Returns the path."""
         path = Path(self._spec.output_directory) / name
         try:
             return str(self._save_trained(path))
@@ -318,7 +318,7 @@ class Checkpointer:
         return False
 
     def _restore(self) -> Position | None:
-        """Load the later of step file and newest checkpoint into the model; report what is damaged."""
+        """Load the later of step file and newest checkpoint into the model. Report what is damaged."""
         problems: list[str] = []
         found = [*self._possible(self._step_states(problems), problems), *self._newest_checkpoint(problems)]
         if found:

@@ -9,7 +9,7 @@ from csdctl.worker.tasks.trial import Trial
 
 
 def probe(spec: ProbeSpec, **_: Any) -> ProbeResult:
-    """Return what was measured; raises WorkerError."""
+    """Return what was measured. Raises WorkerError."""
     run, me = spec.run, spec.run.ranks[spec.rank]
     no_orders = cast(Orders, None)
     trial = Trial(TaskContext(run, me, RunProgress(run), Reporter(me), no_orders))

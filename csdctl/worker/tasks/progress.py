@@ -80,7 +80,7 @@ class Position:
 
 
 def pack(values: Sequence[Array], position: Position, out: Array | None = None) -> Array:
-    """Return values and position as one array of bytes, uint8; at the start of `out` when given."""
+    """Return values and position as one array of bytes, uint8. At the start of `out` when given."""
     arrays = [np.asarray(value, order="C") for value in values]
     text = to_json(position).encode()
     size = _HEAD.size + len(text) + sum(array.nbytes for array in arrays)
@@ -110,7 +110,7 @@ def hash_state(values: Sequence[Array], position: Position) -> str:
 
 
 def unpack(packed: Array, like: Sequence[Array], own: Sequence[OwnSamples]) -> tuple[Position, list[Array]]:
-    """Return what was packed; raises WorkerError unless the values have the shapes and types of `like`.
+    """Return what was packed. Raises WorkerError unless the values have the shapes and types of `like`.
 
     `own`: the samples of each rank of the run.
     """
@@ -132,7 +132,7 @@ def unpack(packed: Array, like: Sequence[Array], own: Sequence[OwnSamples]) -> t
 
 
 def position_of(packed: Array, own: Sequence[OwnSamples]) -> Position:
-    """Return the position alone; raises WorkerError when it is damaged, or not possible in this run."""
+    """Return the position alone. Raises WorkerError when it is damaged, or not possible in this run."""
     if len(packed) < _HEAD.size:
         raise WorkerError("the saved state is truncated", remedy=_REMEDY)
     length, total, _ = _HEAD.unpack(packed[: _HEAD.size].tobytes())
@@ -183,7 +183,7 @@ class RunProgress:
 
     @property
     def segment(self) -> Segment:
-        """The current segment of the epoch; exists while ranks take part."""
+        """The current segment of the epoch. Exists while ranks take part."""
         segment = self.position.segment
         assert segment is not None
         return segment
@@ -220,7 +220,7 @@ class RunProgress:
         return sum(own.num_private + own.num_public for own in self.own) - self.position.totals.samples - left
 
     def regroup(self, ranks: Sequence[int], uncounted: Collection[int] = ()) -> None:
-        """Divide the rest of the epoch among `ranks`; the latest step did not count those `uncounted`."""
+        """Divide the rest of the epoch among `ranks`. The latest step did not count those `uncounted`."""
         position = self.position
         sizes = {rank: position.batch_sizes[str(rank)] for rank in ranks}
         if not any(sizes.values()):
@@ -267,7 +267,7 @@ class RunProgress:
 
 @dataclass
 class StepTotals:
-    """One step of this rank, or the sum over its steps since this object was created; times in seconds."""
+    """One step of this rank, or the sum over its steps since this object was created. Times in seconds."""
 
     steps: int = 0
     samples: int = 0
@@ -321,7 +321,7 @@ def global_fields(sums: Sums, global_samples: int, metrics: Mapping[str, float])
 
 
 class Reporter:
-    """Emits the events of rank `me` of a run; rank 0 adds what holds for all ranks."""
+    """Emits the events of rank `me` of a run. Rank 0 adds what holds for all ranks."""
 
     def __init__(self, me: RankSpec) -> None:
         self._me = me
@@ -330,13 +330,13 @@ class Reporter:
         """Returns the metrics of summed states by name; known once the model is loaded."""
 
     def emit(self, kind: type[Event], *values: Any, **fields: Any) -> None:
-        """Emit an event of this rank with these further fields; may be called from any thread."""
+        """Emit an event of this rank with these further fields. May be called from any thread."""
         emit(kind(self._me.rank, self._me.node, *values, **fields))
 
     def progress(
         self, position: Position, totals: StepTotals, *, is_over: bool = False, slow_link: Any = None
     ) -> None:
-        """Report the steps since the last report; `is_over`: what came after them belongs to no step."""
+        """Report the steps since the last report. `is_over`: what came after them belongs to no step."""
         fields = totals.local_fields()
         if is_over:
             fields["wall_s"] = round(totals.stepped - totals.started, 6)

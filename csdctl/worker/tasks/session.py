@@ -1,7 +1,7 @@
 """A rank's part in a run: it joins the others, and survives the loss of its link.
 
 Owns the connection to the other ranks (hub, listener, communicator) and the position of the run. A rank that
-joins takes over the state of rank 0, if its own is another one. Rank 0 is on the host; what a node says about
+joins takes over the state of rank 0, if its own is another one. Rank 0 is on the host. What a node says about
 its own state is not believed (docs/decisions/0024). The task defines what the ranks do together.
 """
 
@@ -62,7 +62,7 @@ class RankSession:
         self._task: Task = getattr(import_module(module), name)(context)
 
     def run(self) -> None:
-        """Run the task to its end; raises WorkerError."""
+        """Run the task to its end. Raises WorkerError."""
         self._task.load()
         try:
             self._communicator = self._connect()
@@ -105,7 +105,7 @@ class RankSession:
         self._reporter.emit(WaitingFor, tuple(self._spec.ranks[rank].node for rank in ranks))
 
     def _take_part(self) -> str:
-        """Run the task; raises LinkLostError, and WorkerError when it fails."""
+        """Run the task. Raises LinkLostError, and WorkerError when it fails."""
         reason = self._task.run(self._communicator)
         self._reporter.traffic(self._communicator)
         self._communicator.close()
@@ -127,7 +127,7 @@ class RankSession:
     # The others
 
     def _join(self) -> None:
-        """Connect to rank 0, and take over its state; raises LinkLostError."""
+        """Connect to rank 0, and take over its state. Raises LinkLostError."""
         communicator, values = self._communicator, self._task.values
         communicator.connect(self._orders.check_orphaned)
         communicator.join(hash_state(values, self._progress.position))

@@ -1,6 +1,6 @@
 """Training with a model that is cut in two: the nodes compute the prefix, rank 0 the head of all samples.
 
-A rank computes the prefix of all micro-batches of its step and sends each as it is done; then it takes them
+A rank computes the prefix of all micro-batches of its step and sends each as it is done. Then it takes them
 backward in the same order, as the gradients come back. Rank 0 takes the ranks' micro-batches in turn, so that
 it computes the head of one while the ranks compute others (docs/decisions/0030).
 """
@@ -69,7 +69,7 @@ class Exchange:
         sizes: Sequence[Sequence[int]],
         out: Array,
     ) -> None:
-        """Compute rank 0's vector into `out`; `ranks`, with their `weights` and `sizes`, take part.
+        """Compute rank 0's vector into `out`. `ranks`, with their `weights` and `sizes`, take part.
 
         Raises StepVoidError when one of them is lost, or sends what cannot be taken.
         """
@@ -98,7 +98,7 @@ class Exchange:
         shared.add_sums_to(out)
 
     def _add_part(self, shared: SplitStep, rank: int, number: int, size: int, weight: float) -> bool:
-        """Add the head of a rank's part with this number; return whether what was received is finite."""
+        """Add the head of a rank's part with this number. Return whether what was received is finite."""
         try:
             return self._take_part(shared, rank, number, size, weight)
         except PeerFaultError as fault:
@@ -182,7 +182,7 @@ class SplitParts(ModelTask):
         counts: Sequence[int],
         out: Array,
     ) -> float:
-        """Compute this rank's vector with the others; returns the seconds in which it waited for them.
+        """Compute this rank's vector with the others. Returns the seconds in which it waited for them.
 
         `ranks` and `counts`: those that take part, and their numbers of samples.
         """

@@ -41,6 +41,7 @@ ORPHAN_S = 600.0
 
 
 OrderT = TypeVar("OrderT", bound=Order)
+FINISHED = ""
 
 
 class Orders:
@@ -59,11 +60,11 @@ class Orders:
         self._reader.start()
 
     def await_hub(self) -> OpenHub:
-        """Return how to open the hub; raises WorkerError when no order of any kind comes in time."""
+        """Return how to open the hub. Raises WorkerError when no order of any kind comes in time."""
         return self._await(self._hubs)
 
     def await_begin(self) -> tuple[int, ...]:
-        """Return the ranks with which the run begins; raises as `await_hub`."""
+        """Return the ranks with which the run begins. Raises as `await_hub`."""
         return self._await(self._begins).ranks
 
     def check_orphaned(self) -> None:
@@ -98,7 +99,6 @@ class Orders:
         os._exit(1)
 
 
-FINISHED = ""
 """Value that `Task.run` returns after the last epoch."""
 
 
@@ -120,7 +120,7 @@ class Task(Protocol):
 
     @property
     def sum_sizes(self) -> Sequence[tuple[int, int]]:
-        """Of each vector that the ranks sum in a step, in their order; known after `load`.
+        """Of each vector that the ranks sum in a step, in their order. Known after `load`.
 
         Its elements, and how many of them are sent as bfloat16.
         """
@@ -129,18 +129,18 @@ class Task(Protocol):
     """The state that a rank takes over from rank 0, in addition to the progress, when it differs."""
 
     def load(self) -> None:
-        """Load what the task needs and reach full speed; raises WorkerError."""
+        """Load what the task needs and reach full speed. Raises WorkerError."""
 
     @property
     def max_message_bytes(self) -> int:
-        """The largest message between two ranks, in addition to the state; known after `load`."""
+        """The largest message between two ranks, in addition to the state. Known after `load`."""
 
     def settle(
         self, communicator: Communicator, before: Sequence[int], hashes: Mapping[int, str] = {}
     ) -> None:
         """Divide the work anew when other ranks take part than `before`.
 
-        Rank 0 gives its state to those that have joined; not where `hashes` has its hash.
+        Rank 0 gives its state to those that have joined. Not where `hashes` has its hash.
         """
 
     def run(self, communicator: Communicator) -> str:
@@ -199,7 +199,7 @@ class ModelTask:
     def settle(
         self, communicator: Communicator, before: Sequence[int], hashes: Mapping[int, str] = {}
     ) -> None:
-        """As of `Task`; the latest step did not count the ranks `before` that its verdict does not."""
+        """As of `Task`. The latest step did not count the ranks `before` that its verdict does not."""
         members, counted = communicator.members, communicator.counted
         joined = sorted((set(members) - set(before) | communicator.admitted) - {communicator.rank})
         if not joined and members == tuple(before) == counted:
@@ -231,7 +231,7 @@ class ModelTask:
         self.reporter.emit(Joined, *steps, sizes, is_start, lost, *samples)
 
     def load(self) -> None:
-        """Load data and model, trace the graphs and reach full speed; the weights stay as they were."""
+        """Load data and model, trace the graphs and reach full speed. The weights stay as they were."""
         self.reader = self.open_reader()
         self.step = self._load_step()
         self.step.micro_batch_size = self.me.micro_batch_size
@@ -246,7 +246,7 @@ class ModelTask:
         return self.step
 
     def restore(self) -> None:
-        """Load the state of an earlier process of this run; tasks without a state have none."""
+        """Load the state of an earlier process of this run. Tasks without a state have none."""
 
     def open_reader(self) -> EpochReader | SyntheticReader:
         """Return what the samples are read with."""
@@ -279,7 +279,7 @@ class ModelTask:
 
     @property
     def _compiled(self) -> CompiledStep | None:
-        """The step that this rank runs; None if Python's TensorFlow computes it here."""
+        """The step that this rank runs. None if Python's TensorFlow computes it here."""
         split = self.spec.split
         return split.compiled if split and self.me.rank else self.spec.compiled
 
@@ -294,7 +294,7 @@ class ModelTask:
         return build_engine(spec, me, recipe, self.example(0))
 
     def save_trained(self, path: Path) -> Path:
-        """Save the trained model as .keras, or its weights where Keras cannot save it; return the path.
+        """Save the trained model as .keras, or its weights where Keras cannot save it. Return the path.
 
         It has moving averages of the weights, where an optimizer keeps some. Raises OSError.
         """
@@ -309,7 +309,7 @@ class ModelTask:
         return save_with_keras(self.spec, self.example(0), values, path)
 
     def _template(self, info: StepInfo) -> tuple[str, Places]:
-        """Return a file of Keras with the whole model, and where it has the step's variables; {}: unknown."""
+        """Return a file of Keras with the whole model, and where it has the step's variables. {}: unknown."""
         head = self.spec.head
         whole = head.compiled if head else self.spec.compiled
         if not whole:

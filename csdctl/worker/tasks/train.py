@@ -44,7 +44,7 @@ LAST_GOOD = "; the model of the last good epoch is in the run directory"
 
 
 class StepSums:
-    """The sums of one step, and when they were; this rank's parts are in the communicator's `local`.
+    """The sums of one step, and when they were. This rank's parts are in the communicator's `local`.
 
     Raises what `Train.sum_step` and `Train.check_finite` raise.
     """
@@ -156,13 +156,13 @@ class Train(ModelTask):
         self.reporter.finished(self.progress.position, self._weights_hash, self.save_model(), reason)
 
     def save_model(self) -> str | None:
-        """Save the trained model on rank 0; returns its path."""
+        """Save the trained model on rank 0. Returns its path."""
         return self._checkpointer.save_model(LAST_MODEL) if self._checkpointer and self.is_root else None
 
     def compare_weights(self, communicator: Communicator) -> str:
-        """Return the hash of the weights; raises WorkerError unless they are finite.
+        """Return the hash of the weights. Raises WorkerError unless they are finite.
 
-        A few ranks whose weights differ from rank 0's are lost; of many, rank 0 may be at fault.
+        A few ranks whose weights differ from rank 0's are lost. Of many, rank 0 may be at fault.
         """
         epoch = self.progress.position.epoch
         if not all(map(are_finite, self.step.weights)):
@@ -176,7 +176,7 @@ class Train(ModelTask):
         return weights_hash
 
     def _run_epoch(self, communicator: Communicator) -> str:
-        """Run the rest of the epoch; returns why the run ends within it, or ''."""
+        """Run the rest of the epoch. Returns why the run ends within it, or ''."""
         progress, max_steps = self.progress, self.spec.max_steps
         self.reader.set_epoch(progress.position.epoch)
         self._epoch_totals, self._since_report = StepTotals(), StepTotals()
@@ -236,7 +236,7 @@ class Train(ModelTask):
             )
 
     def _slowest_link(self, communicator: Communicator) -> tuple[int, float, int] | None:
-        """Return `Progress.slow_link`; None if ranks were waited for only until they had computed."""
+        """Return `Progress.slow_link`. None if ranks were waited for only until they had computed."""
         waited: dict[int, list[float]] = {}
         for rank, wait_s in communicator.waits:
             waited.setdefault(rank, []).append(wait_s)
@@ -285,16 +285,16 @@ class Train(ModelTask):
     def _take(
         self, communicator: Communicator, images: Array, labels: Array, copies: Array | None, sums: "StepSums"
     ) -> Sums:
-        """Take a step with the others; return the sums of all ranks."""
+        """Take a step with the others. Return the sums of all ranks."""
         return self.step.run(images, labels, sums, communicator.local, private_copies=copies)
 
     def sum_step(
         self, communicator: Communicator, layout: Any, own_s: float, norm: float = 0, *, is_last: bool = True
     ) -> Array:
-        """Sum the vector in `communicator.local` over all ranks; its part of the step is filled in.
+        """Sum the vector in `communicator.local` over all ranks. Its part of the step is filled in.
 
-        `own_s`: the seconds that this rank computed; `norm`: its `square_norm`; `is_last`: of the sums of
-        this step. Raises WorkerError for a sum that cannot be; the hub finds the rank at fault before that.
+        `own_s`: the seconds that this rank computed. `norm`: its `square_norm`. `is_last`: of the sums of
+        this step. Raises WorkerError for a sum that cannot be. The hub finds the rank at fault before that.
         """
         vector = communicator.local
         is_stopping = is_last and self.is_root and self.orders.is_stopping
@@ -316,7 +316,7 @@ class Train(ModelTask):
         return total
 
     def _exchange_reassigned(self, communicator: Communicator) -> bytes | bytearray | None:
-        """Send, from rank 0, the samples that other ranks read from the host in this step; receive them."""
+        """Send, from rank 0, the samples that other ranks read from the host in this step. Receive them."""
         progress, received = self.progress, None
         for other in progress.segment.shares[1:]:
             if not other.reassigned or not (batch := other.batch(progress.step_in_segment)).reassigned:
@@ -345,7 +345,7 @@ class Train(ModelTask):
             self._checkpointer.after_step(self.progress.position, has_others=has_others)
 
     def _balance(self, times_s: Array) -> None:
-        """Change batch sizes when a rank has become slower or faster; every rank makes the same decision."""
+        """Change batch sizes when a rank has become slower or faster. Every rank makes the same decision."""
         progress = self.progress
         if not self.spec.is_balanced or progress.position.step >= progress.segment.stop_step - 1:
             return
@@ -363,10 +363,10 @@ class Train(ModelTask):
         progress.change_batch_sizes(proposal)
 
     def check_finite(self, loss: float, total: float, communicator: Communicator, *batch: Array) -> None:
-        """Raise an error before a non-finite gradient is applied; all ranks see the same sum.
+        """Raise an error before a non-finite gradient is applied. All ranks see the same sum.
 
         A few ranks that sent such a vector are left out of the sum by the hub. So samples of the ranks' own
-        `batch` are the cause, or the training diverges (WorkerError). Rank 0 decides; the others wait for its
+        `batch` are the cause, or the training diverges (WorkerError). Rank 0 decides. The others wait for its
         end.
         """
         # With loss scaling, the optimizer skips a gradient that overflowed and lowers the scale.
@@ -395,7 +395,7 @@ class Train(ModelTask):
         return reason
 
     def _end_epoch(self, communicator: Communicator) -> None:
-        """Compare, evaluate, decide and checkpoint; begin the next epoch."""
+        """Compare, evaluate, decide and checkpoint. Begin the next epoch."""
         before = communicator.members
         self._weights_hash = self.compare_weights(communicator)
         results: dict[str, Any] = {}
@@ -469,7 +469,7 @@ class Train(ModelTask):
 def evaluate(
     step: StepEngine, validation: PreparedSamples, reporter: Reporter, progress_interval_s: float
 ) -> dict[str, Any]:
-    """Return mean loss and metrics over `validation` as fields of an EpochEnd; emit progress meanwhile."""
+    """Return mean loss and metrics over `validation` as fields of an EpochEnd. Emit progress meanwhile."""
     results: list[Sums] = []
     reported = time.monotonic()
     for start in range(0, len(validation), EVALUATION_BATCH):

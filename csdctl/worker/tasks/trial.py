@@ -42,7 +42,7 @@ class Trial(Train):
     """None: the weights of a trial teach nothing, and differ between ranks after probes."""
 
     def open_reader(self) -> SyntheticReader:
-        """Return a reader of random samples; how many indices the model has is known once it is loaded."""
+        """Return a reader of random samples. How many indices the model has is known once it is loaded."""
         return SyntheticReader(from_dict(DatasetInfo, self.spec.task.arguments[ELEMENT_SPEC]), self.me.rank)
 
     def _load_step(self) -> StepEngine:
@@ -63,7 +63,7 @@ class Trial(Train):
         return STOPPED
 
     def _next_order(self, communicator: Communicator) -> str:
-        """Return, on rank 0, the next order as a line; '' for `Stop`."""
+        """Return, on rank 0, the next order as a line. '' for `Stop`."""
         while self.is_root and not self.orders.is_stopping:
             communicator.look()
             with suppress(queue.Empty):
@@ -114,7 +114,7 @@ class Trial(Train):
         self.reporter.emit(Probed, me.batch_size, None, 0, peak_memory_bytes())
 
     def _time_sums(self, communicator: Communicator) -> None:
-        """Time the sums of a step alone; rank 0 reports the fastest of several."""
+        """Time the sums of a step alone. Rank 0 reports the fastest of several."""
         seconds = []
         communicator.local[:] = 0
         for _ in range(NUM_TIMED_SUMS):
@@ -128,7 +128,7 @@ class Trial(Train):
             self.reporter.emit(SumTimed, communicator.members, num_bytes, round(min(seconds), 6))
 
     def finish(self, reason: str) -> None:
-        """Report the completion record; there is no model to save."""
+        """Report the completion record. There is no model to save."""
         self.reporter.finished(self.progress.position, "", None, reason)
 
 

@@ -51,11 +51,18 @@ SMALLEST = 2.0**-126
 """The smallest float32 that every processor adds; some take smaller ones for 0."""
 
 
+MAX_SAMPLES = 16
+MAX_INTEGER = 128
+MAX_COLUMNS = 1024
+MAX_DIFFERENCES = 0.01, 1e-3
+MOVED = 1 / 16
+
+
 class ExactSum:
     """Adds the ranks' vectors in float64, to judge their sum in float32."""
 
     def __init__(self, size: int, spec: RunSpec | None = None) -> None:
-        """`spec`: its compression also rounds; None: nothing else than float32 does."""
+        """`spec`: its compression also rounds. None: nothing else than float32 does."""
         self._sum, self._magnitudes, self._count = np.zeros(size), np.zeros(size), 0
         self._num_roundings = 0
         if spec and spec.recipe.compression == BF16:  # servers send the sums of their own nodes to each other
@@ -92,7 +99,7 @@ class Reference:
     Every comparison comes with two measures of what it is worth, both from this model and these samples:
 
     - the spread: how far rank 0's own vector moves when each weight moves by the rounding of the type that
-      its layer computes in. Kernels of other processors and other numbers of threads round as differently;
+      its layer computes in. Kernels of other processors and other numbers of threads round as differently.
     - one sample: how far the vector moves when one sample of the batch is another one. A difference of this
       size is a sample that was lost or counted twice, and must be far outside of the spread to be visible.
     """
@@ -107,9 +114,9 @@ class Reference:
         weight: float = 1.0,
         totals: Sequence[Array] = (),
     ) -> None:
-        """`sizes`: the batch size of each of the ranks; `weight`: of each sample in the engine's vectors.
+        """`sizes`: the batch size of each of the ranks. `weight`: of each sample in the engine's vectors.
 
-        `draw` returns the samples of a rank, given their number; `totals`: of an own train_step, the sums of
+        `draw` returns the samples of a rank, given their number. `totals`: of an own train_step, the sums of
         the step over all ranks. The engine's state is that before the step.
         """
         self._draw, self._totals = draw, totals
@@ -173,7 +180,7 @@ class Reference:
         return own, max(floor, *(self._relative(move, whole) for move in moves)), one_sample
 
     def compare_one_batch(self) -> None:
-        """Compare what all ranks have sent with one batch of all their samples; after `compare` of each."""
+        """Compare what all ranks have sent with one batch of all their samples. After `compare` of each."""
         self.not_one_batch = self._find_reasons()
         if self.not_one_batch:
             return
@@ -200,7 +207,7 @@ class Reference:
     def measure_update(self, after: Sequence[Array], total: Array) -> float:
         """Return how far the state `after` the step is off that of Keras, relative to what the step changes.
 
-        `total`: the summed vector; of an own train_step, Keras takes the whole step of rank 0's batch, and
+        `total`: the summed vector. Of an own train_step, Keras takes the whole step of rank 0's batch, and
         what its optimizers train and keep is compared. Infinite if an optimizer did not step as often.
         """
         info, sizes = self._engine.info, self._sizes
@@ -218,7 +225,7 @@ class Reference:
         return max(_change_apart([rows[place] for place in group]) for group in groups)
 
     def measure_evaluation(self) -> float:
-        """Return the relative difference of rank 0's loss in evaluation; 0 of an own train_step."""
+        """Return the relative difference of rank 0's loss in evaluation. 0 of an own train_step."""
         samples, labels = (column[:-1] for column in self.samples(0))
         if self._engine.info.sums or not len(samples):
             return 0.0
@@ -226,7 +233,7 @@ class Reference:
         return abs(self._engine.evaluate(samples, labels).mean_loss - own) / max(abs(own), SMALLEST)
 
     def _find_coupling(self, own: Array) -> str:
-        """Return how the samples of a batch depend on each other, by Keras' losses; '' if not.
+        """Return how the samples of a batch depend on each other, by Keras' losses. '' if not.
 
         Of a loss that is not divided by samples nothing is known: csdctl itself counts what it is divided by.
         """
@@ -285,7 +292,7 @@ class Reference:
         return self._step.vector(self._start, samples, labels, self._totals) * self._ranks[number].weight
 
     def _by_engine(self, number: int, samples: Array, labels: Array, draw: int | None = None) -> Array:
-        """Return the vector of a rank, float64; with `draw`, of weights that moved by their rounding."""
+        """Return the vector of a rank, float64. With `draw`, of weights that moved by their rounding."""
         engine, rank = self._engine, self._begin(number)
         if draw is not None:
             roundoff = ROUNDOFFS[engine.info.compute_type]
@@ -316,14 +323,14 @@ def move_weights(
 
 
 def _wide(value: Array) -> Array:
-    """Return numbers as float64, of bfloat16 too; integers as they are."""
+    """Return numbers as float64, of bfloat16 too. Integers as they are."""
     if value.dtype == BFLOAT16:
         value = (value["bfloat16"].astype(np.uint32) << 16).view(np.float32)
     return value if value.dtype.kind in "iub" else value.astype(np.float64)
 
 
 def _like(value: Array, other: Array) -> Array:
-    """Return numbers in the type of `other`; in bfloat16, rounded to the nearest."""
+    """Return numbers in the type of `other`. In bfloat16, rounded to the nearest."""
     if other.dtype != BFLOAT16:
         return value.astype(other.dtype)
     bits = value.astype(np.float32).view(np.uint32)
@@ -356,11 +363,8 @@ def _relative(change: Array, whole: Array, *parts: slice) -> float:
     return float(np.sqrt(square))
 
 
-MAX_SAMPLES = 16
 """Largest number of samples of a rank: enough for unequal batches, few enough for rank 0 to compute all."""
-MAX_INTEGER = 128
 """Integers are drawn below this and below the size of every embedding, where nothing is known of the data."""
-MAX_COLUMNS = 1024
 """Largest number of columns of a table whose columns have ranges of their own."""
 Range = Annotated[tuple[tuple[float, float], ...], MaxLength(MAX_COLUMNS, 1)]
 Ranges = dict[str, Range]
@@ -419,7 +423,7 @@ def draw_samples(
 def _draw_sample(
     generator: np.random.Generator, sample: Array, limit: int, find_range: Callable[[str], Range | None]
 ) -> None:
-    """Fill in `sample`: in the range of the data; of fields without one, in [0, `limit`) or [0, 1).
+    """Fill in `sample`: in the range of the data. Of fields without one, in [0, `limit`) or [0, 1).
 
     A model may have embeddings of different sizes, as of words and of their kinds: each is looked up with its
     own field or column, whose values the model takes.
@@ -442,7 +446,7 @@ def _draw_sample(
 
 
 def _draw_labels(generator: np.random.Generator, labels: Array, sizes: Sequence[int]) -> None:
-    """Fill in `labels`; structured ones have a field for each output, with its size, and one for weights."""
+    """Fill in `labels`. Structured ones have a field for each output, with its size, and one for weights."""
     for number, name in enumerate(labels.dtype.names or [...]):
         values = labels[name]
         if name == SAMPLE_WEIGHT:
@@ -456,12 +460,10 @@ def _draw_labels(generator: np.random.Generator, labels: Array, sizes: Sequence[
             values[...] = generator.random(values.shape)
 
 
-MAX_DIFFERENCES = 0.01, 1e-3
 """Largest differences of what a step changes, and of the loss in evaluation, that rounding explains.
 
 A sum that is applied twice makes 1.
 """
-MOVED = 1 / 16
 """By how much of themselves weights are moved at most before the step."""
 
 
@@ -471,21 +473,21 @@ class Verify(ModelTask):
     _weights_hash = ""
 
     def example(self, count: int) -> tuple[Array, Array]:
-        """Return at most `count` samples; of the head of a model, features."""
+        """Return at most `count` samples. Of the head of a model, features."""
         samples, labels = super().example(count)
         return (self.to_features(samples) if self.spec.head else samples), labels
 
     def settle(
         self, communicator: Communicator, before: Sequence[int], hashes: Mapping[int, str] = {}
     ) -> None:
-        """Tell those that have joined who takes part; there is no state."""
+        """Tell those that have joined who takes part. There is no state."""
         for rank in communicator.admitted if self.is_root else ():
             communicator.give_state(rank, b"")
         if self.is_root:
             self.reporter.emit(Joined, 1, 0, 0, 0, dict.fromkeys(map(str, communicator.members), 0), True)
 
     def run(self, communicator: Communicator) -> str:
-        """Take the step; raises WorkerError when ranks are missing, or hold different weights after it."""
+        """Take the step. Raises WorkerError when ranks are missing, or hold different weights after it."""
         self._check_members(communicator)
         self._sizes = verified_sizes([rank.batch_size for rank in self.spec.ranks])
         self._ranges = communicator.gather(self._find_ranges() if self.is_root else {}, Ranges)[0]
@@ -512,7 +514,7 @@ class Verify(ModelTask):
         return move_weights(self.step, self.step.values, generator, MOVED)
 
     def _check_members(self, communicator: Communicator) -> None:
-        """Raise WorkerError unless all ranks of the plan take part; the others wait until rank 0 ends."""
+        """Raise WorkerError unless all ranks of the plan take part. The others wait until rank 0 ends."""
         missing = [rank.node for rank in self.spec.ranks if rank.rank not in communicator.members]
         if missing and not self.is_root:
             communicator.gather(None, type(None))
@@ -524,7 +526,7 @@ class Verify(ModelTask):
             )
 
     def _sum(self, communicator: Communicator, vector: Array) -> Array:
-        """Return the sum of `vector` over all ranks; raises as `_check_members`, and StepVoidError."""
+        """Return the sum of `vector` over all ranks. Raises as `_check_members`, and StepVoidError."""
         total = np.array(communicator.sum(vector))
         self._check_members(communicator)
         return total
@@ -534,7 +536,7 @@ class Verify(ModelTask):
         self.reporter.finished(self.progress.position, self._weights_hash, None, reason)
 
     def _take_step(self, communicator: Communicator) -> Verified | None:
-        """Take the step; return what is found on rank 0, without the hash of the weights."""
+        """Take the step. Return what is found on rank 0, without the hash of the weights."""
         step, parts, totals = self.step, list[Array](), list[Array]()
 
         def exchange(number: int, part: Array) -> Array:
@@ -569,7 +571,7 @@ class Verify(ModelTask):
     def _judge(
         self, communicator: Communicator, vector: Array, total: Array, reference: Reference | None
     ) -> Verified | None:
-        """Compare this rank's `vector` and all others, and their sum `total`; rank 0 has the `reference`."""
+        """Compare this rank's `vector` and all others, and their sum `total`. Rank 0 has the `reference`."""
         exact = ExactSum(total.size, self.spec)
         for sent in _gather(communicator, vector):
             exact.add(sent)
@@ -582,13 +584,13 @@ class Verify(ModelTask):
         return find_ranges(self.reader.first(64)[0])
 
     def _draw(self, rank: int, count: int) -> tuple[Array, Array]:
-        """Return the random samples of a rank; of the head of a model, their features."""
+        """Return the random samples of a rank. Of the head of a model, their features."""
         seed, example = self.spec.recipe.seed, self.reader.first(0)
         samples, labels = draw_samples(seed, rank, count, example, self.step.info, self._ranges)
         return (self.to_features(samples) if self.spec.head else samples), labels
 
     def _describe(self, exact: ExactSum, total: Array, reference: Reference) -> Verified:
-        """Compare all ranks with one batch of all samples; return the result."""
+        """Compare all ranks with one batch of all samples. Return the result."""
         reference.compare_one_batch()
         info = self.step.info
         return Verified(
@@ -638,8 +640,8 @@ def _gather(communicator: Communicator, vector: Array) -> Iterator[Array]:
 class VerifySplit(SplitParts, Verify):
     """Takes one step through the cut, and compares its gradient with that of one process.
 
-    The ranks compute a step one after the other, together with rank 0, so that the gradient of each is known;
-    then all at once.
+    The ranks compute a step one after the other, together with rank 0, so that the gradient of each is known.
+    Then all at once.
     """
 
     def _take_step(self, communicator: Communicator) -> Verified | None:

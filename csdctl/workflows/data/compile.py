@@ -1,4 +1,4 @@
-"""Compiles a job's model in a worker process on the host; the results are cached by content."""
+"""Compiles a job's model in a worker process on the host. The results are cached by content."""
 
 import hashlib
 import json
@@ -48,7 +48,7 @@ def start_compiling(worker: StoredFile, space: Workspace) -> WorkerProgram:
 
 @dataclass(frozen=True)
 class ModelCompiler:
-    """Compiles a job's model; all that is not in the cache is compiled by one process."""
+    """Compiles a job's model. All that is not in the cache is compiled by one process."""
 
     job: Job
     model: SerializedModel

@@ -1,7 +1,7 @@
 """What machines get for a job: worker, model and public shards, and trees of the user.
 
 The model is built on the host by a worker process, serialized, and cached by content. Private data is never
-read here. The public shard of a node is cut on the host and sent as two .npy files; the host reads its own
+read here. The public shard of a node is cut on the host and sent as two .npy files. The host reads its own
 shard in place.
 """
 
@@ -109,7 +109,7 @@ class SerializedModel:
 
     @property
     def files(self) -> list[StoredFile]:
-        """Files of the model that every machine needs; of a compiled one, neither the model nor its code."""
+        """Files of the model that every machine needs. Of a compiled one, neither the model nor its code."""
         files = [*self.compiled] or [self.architecture, self.weights]
         has_code = self.code and (self.info.recipe.augment or not self.compiled)
         return [*files, *([self.code] if self.code and has_code else [])]
@@ -121,7 +121,7 @@ def store_worker(project: ProjectDirectory) -> StoredFile:
 
 
 def prepare_code(job: Job, directory: Path, say: Say) -> tuple[StoredFile, SerializedModel]:
-    """Prepare only worker and model, in the host's store below `directory`; contact no node."""
+    """Prepare only worker and model, in the host's store below `directory`. Contact no node."""
     project = ProjectDirectory(directory)
     worker = store_worker(project)
     with closing(LocalSession(HOST_NAME, directory)) as host:
@@ -144,7 +144,7 @@ def serialize_model(
 ) -> SerializedModel:
     """Build and serialize the job's model in a worker process, cached by content.
 
-    `shapes` are those of the data, for a model that is built by being called; without them its `info` may
+    `shapes` are those of the data, for a model that is built by being called. Without them its `info` may
     say that it is not built. `on_build` is called before a build.
     """
     directory = project.models / _model_key(job, worker)
@@ -227,7 +227,7 @@ def _files_of(directory: Path) -> list[str]:
 
 
 def _model_key(job: Job, worker: StoredFile) -> str:
-    """Return a hash of all inputs of the built model; its file may import modules beside it."""
+    """Return a hash of all inputs of the built model. Its file may import modules beside it."""
     roots = [str(root) for root in job.code_roots]
     written = [job.model, job.model_args, job.step, to_json(job.recipe)]
     described = [*written, worker.sha256, version("keras"), roots]
@@ -252,7 +252,7 @@ def deploy_files(
     sessions: Mapping[str, Session],
     on_delivery: OnDelivery,
 ) -> dict[str, Delivery]:
-    """Send each machine its files, in parallel; raises PartialError naming the machines that failed."""
+    """Send each machine its files, in parallel. Raises PartialError naming the machines that failed."""
 
     def on_done(outcome: Outcome[Delivery]) -> None:
         if outcome.value:
@@ -271,7 +271,7 @@ def cut_shards(
 ) -> dict[str, tuple[StoredFile, StoredFile]]:
     """Return samples and labels of each node's public shard, cut from the host's data.
 
-    A node with private data needs no empty shard to determine the shape of a sample; a node that can read all
+    A node with private data needs no empty shard to determine the shape of a sample. A node that can read all
     public data needs no shard at all.
     """
     if job.is_everywhere:
@@ -355,7 +355,7 @@ def deploy(
 ) -> dict[str, Outcome[Delivery]]:
     """Deploy the files of `job`, or `trees` instead, each SOURCE[:DESTINATION], to every node of `fleet`.
 
-    `ignored` are patterns of files that are excluded from trees; `on_tree` gets each tree that was read. A
+    `ignored` are patterns of files that are excluded from trees. `on_tree` gets each tree that was read. A
     node that fails is in the result, not raised. Raises InputError when the job, or a tree, cannot be read.
     """
     if trees:

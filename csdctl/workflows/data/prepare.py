@@ -1,6 +1,6 @@
 """`prepare`: convert data in place to the project's format, and serialize the model.
 
-A worker process on the host handles public data and the model, the worker of each node its private data; the
+A worker process on the host handles public data and the model, the worker of each node its private data. The
 controller process opens neither. Results are stored by content, so a repeated call is fast.
 
 Prepared data is stored under the hash of its content, private data on the nodes: neither can be found from
@@ -53,6 +53,30 @@ from csdctl.workflows.data.files import (
 )
 from csdctl.workflows.workspace.workspace import OnProgress, Workspace, call_machine, open_workspace
 
+DEADLINE_S = 300.0
+DATA_STORE = ".csdctl/data"
+SHARED_STORE = ".csdctl-data"
+_DOING = "preparing data"
+MAX_AGAIN_S = 10.0
+MAX_SAMPLES = 1 << 40
+MAX_LABEL = 1 << 31
+MAX_DIMENSIONS = 8
+MAX_CLASSES = 100_000
+MAX_NAMES = 1000
+_NUMPY_TYPE = re.compile(r"[<>|=]?[a-z]{1,12}[0-9]{0,3}")
+_FIELDS = TypeAdapter(
+    Annotated[
+        list[
+            tuple[
+                str,
+                Annotated[str, Field(pattern=rf"^{_NUMPY_TYPE.pattern}\z")],
+                Annotated[list[Annotated[int, Field(ge=0, lt=MAX_LABEL)]], Field(max_length=MAX_DIMENSIONS)],
+            ]
+        ],
+        Field(max_length=MAX_NAMES),
+    ]
+)
+
 
 @dataclass(frozen=True)
 class PreparedData:
@@ -81,7 +105,7 @@ def save_prepared(
     private: Mapping[str, DatasetInfo],
     absent: Mapping[str, "Recorded"] | None = None,
 ) -> None:
-    """Save the record of `job`; `datasets` are those of the host, 'public' among them."""
+    """Save the record of `job`. `datasets` are those of the host, 'public' among them."""
     record = PreparedData(
         _key(job),
         datasets["public"].element_spec,
@@ -112,7 +136,7 @@ def _load_digests(project: ProjectDirectory, job: Job) -> dict[str, str]:
 
 
 def load_prepared(project: ProjectDirectory, job: Job) -> PreparedData | None:
-    """Return the record of `job`; None when its current data section was never prepared."""
+    """Return the record of `job`. None when its current data section was never prepared."""
     record = load_kept(project.prepared(job.name), PreparedData)
     if record is None or record.key != _key(job):
         return None
@@ -137,9 +161,6 @@ def _key(job: Job) -> str:
     return digest.hexdigest()[:16]
 
 
-DEADLINE_S = 300.0
-
-
 def check_augment(
     job: Job, model: SerializedModel, public: DatasetInfo, worker: StoredFile, space: Workspace, say: Say
 ) -> None:
@@ -158,13 +179,9 @@ def check_augment(
     save_json(tried, {})
 
 
-DATA_STORE = ".csdctl/data"
-SHARED_STORE = ".csdctl-data"
 """Directory beside public data on a shared file system: every node must see the prepared data too."""
 
-_DOING = "preparing data"
 
-MAX_AGAIN_S = 10.0
 """Preparing that took longer prepared something new."""
 
 
@@ -229,11 +246,11 @@ def prepare_job(
     is_checked: bool = False,
     is_trained: bool = True,
 ) -> Prepared:
-    """Prepare model, public and private data of `job`; raises InputError when they are incompatible.
+    """Prepare model, public and private data of `job`. Raises InputError when they are incompatible.
 
     Class names come from the job or the folders of the public data, so that all machines number them alike.
     `on_progress` gets 'public', 'validation' or a node's name, from any thread. With `is_checked`, data that
-    was prepared before is compared with its hashes, and prepared again if it differs; without, it is an
+    was prepared before is compared with its hashes, and prepared again if it differs. Without, it is an
     InputError when it is described differently than then. Unless it `is_trained`, the labels may be any.
     """
     project, host = space.project, space.sessions[HOST_NAME]
@@ -312,7 +329,7 @@ class _Preparing:
     on_progress: OnProgress
 
     def on_host(self, name: str, path: Path, function: str, store: str = DATA_STORE) -> DatasetInfo:
-        """Prepare a data set of the host; the user's function runs from the store, as on a node."""
+        """Prepare a data set of the host. The user's function runs from the store, as on a node."""
         spec, _ = add_function(self.spec, self.job, function, self.space.project)
         spec = replace(
             spec, source=str(path), store=store, names_classes=name == "public", is_shared=store != DATA_STORE
@@ -320,7 +337,7 @@ class _Preparing:
         return self._prepare(name, self.space.sessions[HOST_NAME], spec)
 
     def node_preparer(self, path: str) -> Callable[[Session], DatasetInfo]:
-        """Return what prepares private data on a node; a node without data or with a failure is an error.
+        """Return what prepares private data on a node. A node without data or with a failure is an error.
 
         A server has none, as the host has none.
         """
@@ -344,26 +361,8 @@ class _Preparing:
         return info
 
 
-MAX_SAMPLES = 1 << 40
-MAX_LABEL = 1 << 31
-MAX_DIMENSIONS = 8
-MAX_CLASSES = 100_000
-MAX_NAMES = 1000
 """Reasons to skip samples, and arrays of one sample, for a model with several inputs."""
 
-_NUMPY_TYPE = re.compile(r"[<>|=]?[a-z]{1,12}[0-9]{0,3}")
-_FIELDS = TypeAdapter(
-    Annotated[
-        list[
-            tuple[
-                str,
-                Annotated[str, Field(pattern=rf"^{_NUMPY_TYPE.pattern}\z")],
-                Annotated[list[Annotated[int, Field(ge=0, lt=MAX_LABEL)]], Field(max_length=MAX_DIMENSIONS)],
-            ]
-        ],
-        Field(max_length=MAX_NAMES),
-    ]
-)
 """Name, type and shape of each array of a sample."""
 
 
@@ -460,7 +459,7 @@ class PreparationObserver(Protocol):
 
 
 def prepare_in(space: Workspace, job: Job, observer: PreparationObserver, **options: bool) -> Prepared:
-    """Prepare model and data of `job` on the machines of `space`; raises InputError or PartialError.
+    """Prepare model and data of `job` on the machines of `space`. Raises InputError or PartialError.
 
     `options` as of `prepare_job`.
     """

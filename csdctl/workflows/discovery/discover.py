@@ -52,7 +52,7 @@ def list_layers(fleet: Fleet) -> list[dict[str, Node]]:
 def fetch_keys(
     fleet: Fleet, machines: Mapping[str, Node], *, directory: Path
 ) -> dict[str, Outcome[ShownKey]]:
-    """Return the key presented by each of `machines`; HostKeyError for a changed key."""
+    """Return the key presented by each of `machines`. HostKeyError for a changed key."""
     from csdctl.transport.ssh import JumpHosts, fetch_host_key  # paramiko takes 0.1 s to load
 
     known = KnownHosts.load(fleet_known_hosts_paths(fleet, directory))
@@ -89,7 +89,7 @@ def keep_named(fleet: Fleet, limit: Sequence[str]) -> Fleet:
 def forget_keys(
     machines: Iterable[Node], project: ProjectDirectory, *, is_dry_run: bool = False
 ) -> dict[str, int]:
-    """Remove the keys of `machines` from csdctl's own known_hosts; return the number of keys by name."""
+    """Remove the keys of `machines` from csdctl's own known_hosts. Return the number of keys by name."""
     names = {build_host_name(node.key_address, node.port): node.name for node in machines}
     removed = dict.fromkeys(names.values(), 0)
     kept = []
@@ -130,7 +130,7 @@ Raises InputError unless the new keys may be accepted.
 def review_keys(
     fleet: Fleet, project: ProjectDirectory, on_layer: OnLayer, *, is_dry_run: bool = False
 ) -> int:
-    """Accept the new host keys of `fleet`, jump hosts first, a layer at a time; return their number."""
+    """Accept the new host keys of `fleet`, jump hosts first, a layer at a time. Return their number."""
     closed: set[str] = set()
     num_accepted = 0
     for layer in list_layers(fleet):
@@ -166,7 +166,7 @@ class DiscoverResult:
 def discover(
     fleet: Fleet, *, directory: Path, on_done: Callable[[Facts], None] = lambda facts: None
 ) -> DiscoverResult:
-    """Collect facts of host and nodes, save them with those of other nodes; errors are in the result."""
+    """Collect facts of host and nodes, save them with those of other nodes. Errors are in the result."""
     host_keys: dict[str, str] = {}
 
     def visit(session: Session) -> Facts:
@@ -190,7 +190,7 @@ def discover(
 
 
 def collect_all_facts(fleet: Fleet, sessions: Mapping[str, Session]) -> dict[str, Facts]:
-    """Return facts by machine, with the `problem` of a failed one; raises UnreachableError for a lost one."""
+    """Return facts by machine, with the `problem` of a failed one. Raises UnreachableError for a lost one."""
     outcomes = run_on_all(sessions, lambda session: collect_facts(session, fleet.python_of(session.name)))
     for error in errors_of(outcomes).values():
         if isinstance(error, UnreachableError):

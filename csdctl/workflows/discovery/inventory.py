@@ -38,10 +38,11 @@ from csdctl.fleet.openssh import (
 from csdctl.transport.many import fleet_known_hosts_paths, run_on_all, values_or_raise
 
 MAX_ADDRESSES = 4096
+QUERY_DEADLINE_S = 30.0
 
 
 def expand_addresses(cidr: str) -> list[str]:
-    """Return every host address of `cidr`; raises InputError if invalid, or above MAX_ADDRESSES."""
+    """Return every host address of `cidr`. Raises InputError if invalid, or above MAX_ADDRESSES."""
     try:
         network = ipaddress.ip_network(cidr, strict=False)
     except ValueError:
@@ -56,7 +57,7 @@ def expand_addresses(cidr: str) -> list[str]:
 def scan(
     cidrs: Sequence[str], *, user: str, key: Path | None = None, port: int = 22, banner_timeout_s: float = 3.0
 ) -> tuple[Node, ...]:
-    """Return other machines with an SSH server at `port`; raises InputError, NoNodeReachableError."""
+    """Return other machines with an SSH server at `port`. Raises InputError, NoNodeReachableError."""
     addresses = list(dict.fromkeys(address for cidr in cidrs for address in expand_addresses(cidr)))
     outcomes = run_on_all(
         {address: address for address in addresses},
@@ -84,7 +85,6 @@ def _has_ssh_banner(address: str, port: int, banner_timeout_s: float) -> bool:
     return False
 
 
-QUERY_DEADLINE_S = 30.0
 """`Match exec` in an ssh_config runs commands, which may take time."""
 
 
@@ -93,7 +93,7 @@ FoundNodes = tuple[tuple[Node, ...], tuple[str, ...]]
 
 
 def resolve_targets(targets: Sequence[Target], warnings: Mapping[str, list[str]]) -> FoundNodes:
-    """Return the nodes of `targets`, and notes on what csdctl ignores; raises InputError."""
+    """Return the nodes of `targets`, and notes on what csdctl ignores. Raises InputError."""
     resolver = _Resolver()
     resolver.notes.update(warnings)
     outcomes = run_on_all(
@@ -124,7 +124,7 @@ class _Resolver:
         self._defaults = self._query(Target("", "localhost", ("-F", "none")))
 
     def resolve(self, target: Target) -> Node:
-        """Return the node for `target`; raises InputError for unsupported settings."""
+        """Return the node for `target`. Raises InputError for unsupported settings."""
         return self._resolve(target, MAX_HOPS, name=target.name)
 
     def _resolve(self, target: Target, hops_left: int, name: str, before: Node | None = None) -> Node:
@@ -214,7 +214,7 @@ class NodeSource:
 def address_ranges(
     cidrs: Sequence[str], user: str = "root", key: Path | None = None, port: int = 22
 ) -> NodeSource:
-    """Machines with an SSH server in `cidrs`, a single one the fleet's network; raises InputError."""
+    """Machines with an SSH server in `cidrs`, a single one the fleet's network. Raises InputError."""
     name = ", ".join(cidrs)
     for cidr in cidrs:
         expand_addresses(cidr)  # raises InputError
@@ -274,7 +274,7 @@ def import_fleet(
     force: bool = False,
     is_dry_run: bool = False,
 ) -> FoundFleet:
-    """Find the nodes of `source` and write them to `path`; raises InputError, NoNodeReachableError."""
+    """Find the nodes of `source` and write them to `path`. Raises InputError, NoNodeReachableError."""
     if path.exists() and not force and not is_dry_run:
         remedy = "use another file with --fleet, or overwrite it with --force"
         raise InputError(f"{path} already exists", remedy=remedy)

@@ -17,7 +17,7 @@ MAX_KEPT_BYTES = 64 * 1024
 
 @dataclass(frozen=True)
 class Answer:
-    """The output and exit code of one machine; `error` is what a task raised."""
+    """The output and exit code of one machine. `error` is what a task raised."""
 
     exit_code: int
     stdout: bytes
@@ -90,7 +90,7 @@ def run_command(
     options: ExecOptions = ExecOptions(),
     on_done: Callable[[Outcome[Answer]], None] = lambda outcome: None,
 ) -> ExecResult:
-    """Run a program, or one argument as a shell line, on all nodes; errors are in the result."""
+    """Run a program, or one argument as a shell line, on all nodes. Errors are in the result."""
     argv = parse_command(command)
 
     def visit(session: Session) -> Answer:
@@ -110,7 +110,7 @@ def run_command(
 
 
 def parse_command(command: Sequence[str]) -> tuple[str, ...]:
-    """Return the argument list of what the user wrote after `--`; raises InputError for nothing."""
+    """Return the argument list of what the user wrote after `--`. Raises InputError for nothing."""
     if not command or not command[0].strip():
         remedy = "write it after `--`: csdctl exec -- df -h, or use --task"
         raise InputError("no command to run", remedy=remedy)

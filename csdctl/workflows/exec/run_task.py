@@ -36,7 +36,7 @@ from csdctl.workflows.exec.run_command import Answer, ExecOptions, ExecResult, b
 def run_task(
     fleet: Fleet, spec: str, words: Sequence[str], *, directory: Path, options: ExecOptions
 ) -> ExecResult:
-    """Run task `FILE.py:NAME` on all nodes; errors of nodes are in the result. Raises InputError."""
+    """Run task `FILE.py:NAME` on all nodes. Errors of nodes are in the result. Raises InputError."""
     if options.has_host:
         raise InputError("--host applies to commands only", remedy="a task has c.local for the host")
     printed = {node.name: {"out": Printed(), "err": Printed()} for node in fleet.nodes}
@@ -70,7 +70,7 @@ def run_task(
 
 
 def _run(task: "LoadedTask", connection: FleetConnection) -> tuple[int, str]:
-    """Run the task; return its exit code and why it failed, or raise csdctl's error."""
+    """Run the task. Return its exit code and why it failed, or raise csdctl's error."""
     name = connection.node.name
     try:
         task.run(connection)
@@ -105,12 +105,12 @@ class Printed(io.StringIO):
 
     @property
     def data(self) -> bytes:
-        """All that was kept, as bytes; what is not Unicode text is escaped."""
+        """All that was kept, as bytes. What is not Unicode text is escaped."""
         return self.getvalue().encode(errors="backslashreplace")
 
 
 class ThreadOutput(io.TextIOBase):
-    """A standard stream; a thread that sets `own.stream` writes there instead."""
+    """A standard stream. A thread that sets `own.stream` writes there instead."""
 
     def __init__(self, stream: Any) -> None:
         self._stream = stream
@@ -152,7 +152,7 @@ class LoadedTask:
 
 
 def load_task(spec: str, words: Sequence[str], directory: Path) -> LoadedTask:
-    """Return the task `FILE.py:NAME` with arguments as for `fab`; raises InputError."""
+    """Return the task `FILE.py:NAME` with arguments as for `fab`. Raises InputError."""
     file, _, name = spec.rpartition(":")
     if not file or not name:
         raise InputError(f"--task {spec!r} is not FILE.py:TASK", remedy="such as --task tasks.py:restart")

@@ -50,6 +50,8 @@ from csdctl.workflows.tune.fleet_measurements import FleetMeasurements, hash_rec
 
 EMULATED = "emulated on one machine, which shows how ranks balance, not how fast a device is: "
 TUNE = "run `csdctl tune`"
+MAX_NODES = 10_000
+MAX_COUNTS = 60
 
 
 @dataclass(frozen=True)
@@ -123,7 +125,7 @@ def tuned_basis(
 def _load_valid_plan(
     job: Job, project: ProjectDirectory, fleet: Fleet | None, facts: Mapping[str, Facts]
 ) -> tuple[Plan | None, str]:
-    """Return the plan of `job` if training would follow it; else None and why, '' when there is none."""
+    """Return the plan of `job` if training would follow it. Else None and why, '' when there is none."""
     path = project.plan(job.name)
     if not path.exists():
         return None, ""
@@ -157,7 +159,7 @@ def _measured_basis(
 ) -> ForecastBasis:
     """Return a basis with the plan's batch sizes for the fleet as it is, and the best for other sizes.
 
-    `num_samples` of an epoch, None: unknown. `max_global_batch` applies without a plan; None: the default
+    `num_samples` of an epoch, None: unknown. `max_global_batch` applies without a plan. None: the default
     of `tune`.
     """
     known, sums, errors = measured.recall_fleet(), measured.collectives(), measured.forecast_errors()
@@ -245,7 +247,7 @@ def _find_measurements(
     data: PreparedData | None,
     say: Say,
 ) -> FleetMeasurements:
-    """Return the measurements of `project`; raises InputError, and what building a new model raises."""
+    """Return the measurements of `project`. Raises InputError, and what building a new model raises."""
     if undiscovered := [name for name in fleet.machines if name not in facts or not is_ready(facts[name])]:
         raise _unknown(f"the facts of {format_node_names(undiscovered)} are unknown", "run `csdctl discover`")
     if not project.measurements.exists():
@@ -255,9 +257,6 @@ def _find_measurements(
     store = MeasurementStore(project.measurements, say)
     errors = list_forecast_errors(project)
     return FleetMeasurements(model.describe(), recipe, fleet, facts, store, errors)
-
-
-MAX_NODES = 10_000
 
 
 @dataclass(frozen=True)
@@ -273,7 +272,7 @@ class ForecastRequest:
 
 
 def given_power(host_watts: float | None, node_watts: float | None) -> Power | None:
-    """Return the powers given on the command line; raises InputError when a value is missing or invalid."""
+    """Return the powers given on the command line. Raises InputError when a value is missing or invalid."""
     if host_watts is None and node_watts is None:
         return None
     if host_watts is None or node_watts is None:
@@ -289,7 +288,7 @@ def given_power(host_watts: float | None, node_watts: float | None) -> Power | N
 
 
 def parse_node_counts(text: str) -> list[int]:
-    """Parse numbers of nodes from `24`, `1..36` or `4,8,16`; raises InputError."""
+    """Parse numbers of nodes from `24`, `1..36` or `4,8,16`. Raises InputError."""
     counts: list[int] = []
     for part in text.split(","):
         found = re.fullmatch(r"\s*(\d{1,9})(?:\.\.(\d{1,9}))?\s*", part, re.ASCII)
@@ -302,7 +301,6 @@ def parse_node_counts(text: str) -> list[int]:
     return sorted(set(counts))
 
 
-MAX_COUNTS = 60
 """Numbers of nodes in one forecast, evenly: each takes a line, and a search for its batch sizes."""
 
 
@@ -318,12 +316,12 @@ class Forecast:
 
     @property
     def num_samples(self) -> int | None:
-        """Samples of all epochs; None: unknown."""
+        """Samples of all epochs. None: unknown."""
         return None if self.basis.num_samples is None else self.basis.num_samples * self.basis.epochs
 
 
 def forecast(basis: ForecastBasis, request: ForecastRequest) -> Forecast:
-    """Forecast what `request` asks for; raises InputError when this basis does not allow it."""
+    """Forecast what `request` asks for. Raises InputError when this basis does not allow it."""
     counts = range(len(basis.nodes) + 1) if request.node_counts is None else request.node_counts
     basis = _with_request(basis, request, max(counts))
     if max(counts) and not basis.nodes:
@@ -371,7 +369,7 @@ def forecast_job(
     say: Say,
     max_global_batch: int | None,
 ) -> Forecast:
-    """Forecast a job of the project in `directory`; raises what `tuned_basis` raises."""
+    """Forecast a job of the project in `directory`. Raises what `tuned_basis` raises."""
     if not job_path.exists():
         raise InputError(f"{job_path} does not exist", remedy="pass a job that was tuned")
     job, project = load_job(job_path), ProjectDirectory(directory)
@@ -383,7 +381,7 @@ def forecast_job(
 
 
 def _stated_power(fleet: Fleet) -> Power | None:
-    """Return the power of host and nodes if fleet.yaml states it for all of them; the mean of the nodes."""
+    """Return the power of host and nodes if fleet.yaml states it for all of them. The mean of the nodes."""
     known = [one for one in map(fleet.power_of, fleet.machines) if one and one.watts is not None]
     if not fleet.nodes or len(known) < len(fleet.machines) or known[0].includes_nodes or not known[0].watts:
         return None

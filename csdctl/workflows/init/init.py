@@ -47,11 +47,20 @@ SYMMETRIC = ("Mobile", "Inception", "Xception", "NASNet")
 """Beginnings of names in keras.applications with weights for values of -1 to 1; so are those ending in V2."""
 MAX_COLUMN = 110
 SPARSE, MSE = "sparse_categorical_crossentropy", "mean_squared_error"
+OPTIONS = {
+    "data.public.path:": "--public",
+    "another one as data.validation.path": "--validation for another of them",
+    "set data.allow_nan: true in job.yaml": "set data.allow_nan: true in a job.yaml of your own",
+    "add to job.yaml: code: ": "pass each file or package: --code ",
+    "data.csv.drop": "--drop",
+    "data.csv in job.yaml": "--label and --drop",
+    "data.tfrecord in job.yaml": "data.tfrecord in a job.yaml of your own",
+}
 
 
 @dataclass(frozen=True)
 class Sources:
-    """Model, data and code of a job; paths relative to the job file, or absolute."""
+    """Model, data and code of a job. Paths relative to the job file, or absolute."""
 
     model: str
     public: dict[str, str]
@@ -84,7 +93,7 @@ class Looks:
 
 @dataclass(frozen=True)
 class LossChoice:
-    """The loss of one output, and why; `from_logits` None: unknown."""
+    """The loss of one output, and why. `from_logits` None: unknown."""
 
     name: str
     from_logits: bool | None
@@ -235,7 +244,7 @@ def render_draft(sources: Sources, image: Sequence[int] = (), *, is_compiled: bo
 
 
 def render_job(sources: Sources, looks: Looks, misfit: str = "") -> str:
-    """Return the job.yaml; `misfit` says why model and data do not fit together, '' if they do."""
+    """Return the job.yaml. `misfit` says why model and data do not fit together, '' if they do."""
     lines = [
         "# Written by `csdctl init` from the model and the data. Paths are relative to this file.",
         "# All keys: docs/reference/files.md.",
@@ -319,7 +328,7 @@ def _recipe(lifted: Mapping[str, Any], looks: Looks) -> Iterator[tuple[str, str]
 
 
 def _optimizer(model: ModelInfo, *, is_lifted: bool) -> Iterator[tuple[str, str]]:
-    """Yield the entries of the optimizer; a train_step of the model's own has its own one."""
+    """Yield the entries of the optimizer. A train_step of the model's own has its own one."""
     compiled = model.compiled
     if compiled and compiled.optimizer:
         schedule = f"{compiled.schedule} from " if compiled.schedule else ""
@@ -361,21 +370,12 @@ def _line(text: str, comment: str = "", indent: int = 0) -> list[str]:
     return [*(f"{space}# {part}" for part in above), *([f"{space}{text}"] if text else [])]
 
 
-OPTIONS = {
-    "data.public.path:": "--public",
-    "another one as data.validation.path": "--validation for another of them",
-    "set data.allow_nan: true in job.yaml": "set data.allow_nan: true in a job.yaml of your own",
-    "add to job.yaml: code: ": "pass each file or package: --code ",
-    "data.csv.drop": "--drop",
-    "data.csv in job.yaml": "--label and --drop",
-    "data.tfrecord in job.yaml": "data.tfrecord in a job.yaml of your own",
-}
 """Options of `init` in place of the keys of a job.yaml that does not exist yet."""
 
 
 @dataclass(frozen=True)
 class InitRequest:
-    """The options; '' and () for those that were not given."""
+    """The options. '' and () for those that were not given."""
 
     output: Path
     model: str = ""
@@ -412,7 +412,7 @@ class Written:
 
 
 def init_job(request: InitRequest, directory: Path, say: Say, on_progress: OnProgress) -> Written:
-    """Write a job file; raises InputError where nothing is written.
+    """Write a job file. Raises InputError where nothing is written.
 
     If model and data do not fit together, the file is written all the same, for the user to mend, and the
     problem is in the result.
@@ -465,7 +465,7 @@ def _request_of(request: InitRequest, lifted: LiftedScript) -> InitRequest:
 
 
 def parse_sources(request: InitRequest) -> Sources:
-    """Return model and data as the job file names them; raises InputError for a file that does not exist."""
+    """Return model and data as the job file names them. Raises InputError for a file that does not exist."""
     base = request.output.parent
     validation = _parse_data("--validation", request.validation, base) if request.validation else None
     public, model = _parse_data("--public", request.public, base), _parse_model(request.model, base)
@@ -545,7 +545,7 @@ class _Looking:
     on_progress: OnProgress
 
     def look(self, sources: Sources) -> tuple[Sources, Looks]:
-        """Return what was seen, and the sources, completed by it; raises InputError."""
+        """Return what was seen, and the sources, completed by it. Raises InputError."""
         self.say(f"inspecting the data: {self.request.script or sources.public['path']}")
         if sources.is_application and not sources.model_args:  # its arguments depend on the data
             first = self._look_at_public(self._parse(render_draft(sources, DEFAULT_SIZE)), None)

@@ -262,7 +262,7 @@ class _Script:
     constants: dict[str, Any] = field(default_factory=dict)
 
     def lift(self) -> LiftedScript:
-        """Return the functions; raises InputError."""
+        """Return the functions. Raises InputError."""
         fit = self._find_fit()
         modules = dict(_modules_in(self.module))
         functions = {
@@ -343,7 +343,7 @@ class _Script:
         return statements
 
     def _function_around(self, node: ast.AST) -> ast.FunctionDef | None:
-        """Return the outermost function around a node; raises InputError for a method."""
+        """Return the outermost function around a node. Raises InputError for a method."""
         around = [one for one in ast.walk(self.module) if node in ast.walk(one)]
         for one in around:
             if isinstance(one, ast.ClassDef):
@@ -351,7 +351,7 @@ class _Script:
         return next((one for one in around if isinstance(one, ast.FunctionDef)), None)
 
     def _call_of(self, function: ast.FunctionDef, goal: ast.Call) -> ast.Call:
-        """Return the first call of a function; raises InputError where there is none."""
+        """Return the first call of a function. Raises InputError where there is none."""
         inside = set(ast.walk(function))
         calls = [
             one for one in _calls_in(self.module) if _root(one.func) == function.name and one not in inside
@@ -368,7 +368,7 @@ class _Script:
         return first
 
     def _before(self, body: Sequence[ast.stmt], goal: ast.AST) -> Iterator[ast.stmt]:
-        """Yield the statements of a block that run before `goal`; blocks around it are opened."""
+        """Yield the statements of a block that run before `goal`. Blocks around it are opened."""
         for statement in body:
             holds_goal = goal in ast.walk(statement)
             if isinstance(statement, ast.If) and "__name__" in ast.unparse(statement.test):
@@ -423,7 +423,7 @@ class _Script:
         yield from (bind(name, value) for name, value in given.items())
 
     def _find_options(self) -> None:
-        """Find the values of `argparse`'s options; raises InputError for a required one that is missing."""
+        """Find the values of `argparse`'s options. Raises InputError for a required one that is missing."""
         given = " ".join(self.options).replace("=", " ").split()
         parsed = [
             one for one in self.statements if not one.is_definition and "args(" in ast.unparse(one.node)

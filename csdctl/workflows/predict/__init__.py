@@ -1,1 +1,1 @@
-"""`predict`: a trained model run over samples where they are stored; the results come back."""
+"""`predict`: a trained model run over samples where they are stored. The results come back."""

@@ -53,6 +53,10 @@ from csdctl.workflows.train.strategies import MAX_HEADER_BYTES, check_parts
 from csdctl.workflows.workspace.workspace import OnProgress, Workspace, call_machine, open_workspace
 
 CSV, NPZ = ".csv", ".npz"
+DEFAULT_JOB = Path("job.yaml")
+MAX_SHOWN = 5
+_DOING = "predicting"
+_PARSING = threading.Lock()
 
 
 @dataclass(frozen=True)
@@ -82,7 +86,7 @@ def check_output(path: Path, *, force: bool = True) -> None:
 
 
 def write_results(path: Path, blocks: Sequence[Block], names: Sequence[str]) -> None:
-    """Write all rows in the order of `blocks`; `names` are those of the classes, none if unknown.
+    """Write all rows in the order of `blocks`. `names` are those of the classes, none if unknown.
 
     Raises OSError.
     """
@@ -102,7 +106,7 @@ def _write_csv(file: BinaryIO, blocks: Sequence[Block], names: Sequence[str]) ->
 
 
 def _columns(block: Block, names: Sequence[str]) -> dict[str, Iterable[Any]]:
-    """Return columns of plain values by name, as endless as `repeat`; vectors have one for each number."""
+    """Return columns of plain values by name, as endless as `repeat`. Vectors have one for each number."""
     columns: dict[str, Iterable[Any]] = {
         "data": repeat(block.data),
         "node": repeat(block.node),
@@ -144,13 +148,11 @@ WRITERS: dict[str, Callable[[BinaryIO, Sequence[Block], Sequence[str]], None]] =
 
 CLASSES, SCORES, EMBEDDINGS = "classes", "scores", "embeddings"
 PRIVATE, PUBLIC, VALIDATION, ALL = "private", "public", "validation", "all"
-DEFAULT_JOB = Path("job.yaml")
-MAX_SHOWN = 5
 
 
 @dataclass(frozen=True)
 class PredictRequest:
-    """Request of one prediction; `check_request` has checked it."""
+    """Request of one prediction. `check_request` has checked it."""
 
     job: Job
     """Job as written, whose data is read."""
@@ -191,7 +193,7 @@ def check_request(
     output: Path,
     force: bool = False,
 ) -> PredictRequest:
-    """Return the request; raises InputError for whatever no machine is needed to find, the fleet last."""
+    """Return the request. Raises InputError for whatever no machine is needed to find, the fleet last."""
     if want == EMBEDDINGS and not layer:
         raise InputError("embeddings are the output of a layer", remedy="name it with --layer")
     if layer and want != EMBEDDINGS:
@@ -208,7 +210,7 @@ def check_request(
 def find_model(
     model: str, job: Path | None, project: ProjectDirectory
 ) -> tuple[Path, Path, Mapping[str, Any]]:
-    """Return the .keras file, the job file, and the manifest of the run; `model` is such a file, or a run.
+    """Return the .keras file, the job file, and the manifest of the run. `model` is such a file, or a run.
 
     Raises InputError.
     """
@@ -248,7 +250,7 @@ def find_model(
 
 
 def choose_data(on: str | None, job: Job) -> tuple[str, ...]:
-    """Return the data sets to predict, in the order of the rows; default: private, else public."""
+    """Return the data sets to predict, in the order of the rows. Default: private, else public."""
     present = {PUBLIC: True, VALIDATION: bool(job.validation_path), PRIVATE: bool(job.private_path)}
     wanted: Sequence[str] = (PUBLIC, VALIDATION, PRIVATE)
     if on is None:
@@ -263,7 +265,7 @@ def choose_data(on: str | None, job: Job) -> tuple[str, ...]:
 
 
 def build_rules(info: ModelInfo, want: str) -> tuple[ResultRule, ...]:
-    """Return what is kept of each output; raises InputError where there is no class to keep."""
+    """Return what is kept of each output. Raises InputError where there is no class to keep."""
     if want == EMBEDDINGS:
         return (ResultRule("", VALUES),)
     if want != CLASSES:
@@ -290,7 +292,7 @@ def _rule_of_classes(output: OutputInfo, info: ModelInfo) -> ResultRule:
 
 
 def check_layer(layer: str, model: SerializedModel) -> None:
-    """Raise InputError unless the model's graph has this layer; the nodes are not asked."""
+    """Raise InputError unless the model's graph has this layer. The nodes are not asked."""
     architecture = json.loads(load_text(model.architecture.source, max_bytes=MAX_JSON_BYTES))
     names = [layer["config"]["name"] for layer in architecture.get("config", {}).get("layers", [])]
     if layer in names:
@@ -302,9 +304,6 @@ def check_layer(layer: str, model: SerializedModel) -> None:
         if near
         else "only models with a graph of layers, functional or sequential, have embeddings",
     )
-
-
-_DOING = "predicting"
 
 
 @dataclass
@@ -339,7 +338,7 @@ class PredictResult:
 
 
 def predict(request: PredictRequest, observer: PreparationObserver) -> PredictResult:
-    """Predict, and write what there is to `request.output`; what is missing is in the result.
+    """Predict, and write what there is to `request.output`. What is missing is in the result.
 
     Raises InputError if model and data do not fit, CsdctlError if there is no row at all.
     """
@@ -423,7 +422,7 @@ class _Prediction:
     observer: PreparationObserver
 
     def run(self, parts: list[Part]) -> tuple[list[Block], dict[str, CsdctlError]]:
-        """Return the results in the order of `parts`, and the errors of nodes; raises that of the host."""
+        """Return the results in the order of `parts`, and the errors of nodes. Raises that of the host."""
         by_machine: dict[str, list[Part]] = {}
         for part in parts:
             by_machine.setdefault(part.machine, []).append(part)
@@ -469,7 +468,7 @@ class _Prediction:
         return Block(part.data, part.machine, np.arange(len(records)), fields, extracted.num_computed)
 
     def _check_dtype(self, info: DatasetInfo, part: Part) -> Any:
-        """Return the type of a row; raises RemoteCommandError if it is not what was asked for."""
+        """Return the type of a row. Raises RemoteCommandError if it is not what was asked for."""
         import numpy as np
 
         expected = {
@@ -491,12 +490,11 @@ class _Prediction:
         return np.dtype([(name, dtype, tuple(shape)) for name, (dtype, shape) in found.items()])
 
 
-_PARSING = threading.Lock()
 """numpy parses a header as Python, and the parser of CPython 3.11 may fail in two threads (gh-106905)."""
 
 
 def _load(path: Path, part: Part, dtype: Any) -> Any:
-    """Return the mapped records of a fetched file; raises RemoteCommandError for any other content."""
+    """Return the mapped records of a fetched file. Raises RemoteCommandError for any other content."""
     import numpy as np
 
     try:

@@ -48,11 +48,13 @@ from csdctl.workflows.preflight.ranks import Conditions, run_spec
 from csdctl.workflows.workspace.workspace import Workspace
 
 REPAIR = "fix the red checks above"
+CHECKED_SUM_BYTES = 1 << 20
+SUMS_DEADLINE_S = 120.0
 
 
 @dataclass
 class Examination:
-    """The checks so far; `on_check` is called with each of them as soon as it is known."""
+    """The checks so far. `on_check` is called with each of them as soon as it is known."""
 
     fleet: Fleet
     on_check: Callable[[Check], None]
@@ -68,7 +70,7 @@ class Examination:
 
     @property
     def red(self) -> dict[str, CsdctlError]:
-        """The first red check of each machine that has one; and of `fleet`, the whole fleet."""
+        """The first red check of each machine that has one, and of `fleet`, the whole fleet."""
         return {
             check.machine: NodeError(describe(check), remedy=check.remedy)
             for check in reversed(self.checks)
@@ -76,7 +78,7 @@ class Examination:
         }
 
     def check(self) -> None:
-        """Raise the error that determines the exit code; do nothing when no check is red."""
+        """Raise the error that determines the exit code. Do nothing when no check is red."""
         nodes = [node.name for node in self.fleet.nodes]
         failed = [check for check in self.checks if check.status == Status.FAIL]
         if set(nodes) <= {check.machine for check in failed if check.check == "reach"}:
@@ -95,7 +97,7 @@ class Examination:
             )
 
     def check_before_training(self) -> None:
-        """Raise one error that lists all red checks; for a command that shows no table."""
+        """Raise one error that lists all red checks. For a command that shows no table."""
         red = [check for check in self.checks if check.status == Status.FAIL]
         if len(red) == 1 and red[0].machine != FLEET_NAME:
             raise NodeError(describe(red[0]), node=red[0].machine, remedy=red[0].remedy)
@@ -129,7 +131,7 @@ def examine(
     mpi_deadline_s: float = 60.0,
     with_links: bool = True,
 ) -> Examination:
-    """Examine host and nodes over `sessions`, or ones that are opened; red checks are in the result."""
+    """Examine host and nodes over `sessions`, or ones that are opened. Red checks are in the result."""
     examination = Examination(fleet, on_check)
     clock = Deadline(deadline_s)
     try:
@@ -199,7 +201,7 @@ def _examine_links(
 def _measure(
     examination: Examination, sessions: Mapping[str, Session], clock: Deadline
 ) -> dict[str, Condition]:
-    """Return the condition of every machine that responds; judge them once the host has responded."""
+    """Return the condition of every machine that responds. Judge them once the host has responded."""
     fleet = examination.fleet
     found: dict[str, Condition] = {}
     judged: set[str] = set()
@@ -256,10 +258,6 @@ def judge_sandbox(machine: str, check: SandboxCheck) -> Check:
     return Check(machine, "sandbox", Status.WARN, check.obstacle, "MPI in a sandbox", remedy)
 
 
-CHECKED_SUM_BYTES = 1 << 20
-SUMS_DEADLINE_S = 120.0
-
-
 @dataclass
 class LinkCheck:
     """What the links of a fleet have shown."""
@@ -270,7 +268,7 @@ class LinkCheck:
     sandboxes: dict[str, SandboxCheck] = field(default_factory=dict)
 
     def take(self, event: Event, nodes: Sequence[str]) -> None:
-        """Note an event of the run; `nodes` by rank."""
+        """Note an event of the run. `nodes` by rank."""
         if isinstance(event, Joined):
             self.joined |= {nodes[int(rank)] for rank in event.batch_sizes}
         elif isinstance(event, Ready):
@@ -284,7 +282,7 @@ class LinkCheck:
 def run_link_check(
     space: Workspace, sum_bytes: Sequence[int], sum_ranks: Sequence[int], deadline_s: float
 ) -> LinkCheck:
-    """Start a rank and a link everywhere, time sums of sizes and numbers of ranks; failures are in `lost`."""
+    """Start a rank and a link everywhere, time sums of sizes and numbers of ranks. Failures are in `lost`."""
     fleet, run = space.fleet, space.project.new_scratch()
     nodes = list(fleet.machines)
     worker = store_bytes(pack_worker(), ".pyz", space.project.root, TrafficClass.CODE)
@@ -347,7 +345,7 @@ def judge_links(machines: Iterable[str], found: LinkCheck) -> Iterator[Check]:
 
 
 def measure_sums(space: Workspace, sum_bytes: Sequence[int], sum_ranks: Sequence[int]) -> list[SumTimed]:
-    """Time sums of each size, over each number of ranks and all; raises RunError when a machine fails."""
+    """Time sums of each size, over each number of ranks and all. Raises RunError when a machine fails."""
     found = run_link_check(space, sum_bytes, sum_ranks, SUMS_DEADLINE_S)
     for loss in found.lost.values():
         raise RunError(f"sums could not be timed: {loss.message}", node=loss.node, remedy=loss.remedy)

@@ -51,7 +51,7 @@ class TrafficCount:
         self._members: frozenset[int] = frozenset()
 
     def add(self, event: Event) -> None:
-        """Add an event of the run; only some change the count."""
+        """Add an event of the run. Only some change the count."""
         if isinstance(event, Traffic):
             self._latest |= {(row.what, row.sender, row.receiver): row.num_bytes for row in event.sent}
         elif isinstance(event, Joined):
@@ -75,7 +75,7 @@ def run_spec(
     on_event: Callable[[Event], None],
     conditions: Conditions,
 ) -> str:
-    """Run the ranks of `spec`, at `path` everywhere; return who stopped them (`Supervisor.stopped_by`)."""
+    """Run the ranks of `spec`, at `path` everywhere. Return who stopped them (`Supervisor.stopped_by`)."""
     fleet, patience = space.whole, conditions.patience
     nodes = [rank.node for rank in spec.ranks]
     sessions = {name: space.sessions[name] for name in nodes if name in space.fleet.machines}

@@ -4,7 +4,7 @@
 .csdctl/provision/KIND/wheels/           trimmed wheels, and requirements.txt with their hashes
 .csdctl/provision/KIND/python.tar.gz     Python itself, for nodes that have none
 
-Files that no rank reads are left out (tests/lab/test_provision.py); without `with_keras`, so are Keras and
+Files that no rank reads are left out (tests/lab/test_provision.py). Without `with_keras`, so are Keras and
 all of TensorFlow but its libraries (docs/decisions/0053). The same input gives the same bytes.
 """
 
@@ -78,8 +78,33 @@ _LIBRARIES = (
 """What is left of TensorFlow's wheel without Keras. Of libraries, they need only those of C and C++."""
 
 
+SCHEMA = "csdctl.bundle/1"
+WHEELS = "csdctl-wheels"
+SUITE = "bookworm"
+KEYRING = Path("/usr/share/keyrings/debian-archive-keyring.gpg")
+MIRRORS = {
+    SUITE: "http://deb.debian.org/debian",
+    f"{SUITE}-security": "http://deb.debian.org/debian-security",
+}
+PACKAGES = (
+    *(f"python{SENT_PYTHON}-minimal", f"libpython{SENT_PYTHON}-minimal", f"libpython{SENT_PYTHON}-stdlib"),
+    *("libc6", "libgcc-s1", "libstdc++6", "zlib1g", "libexpat1", "libssl3", "libffi8", "libbz2-1.0"),
+    *("liblzma5", "libuuid1", "libcrypt1", "libsqlite3-0"),
+)
+_LOADERS = {"x86_64": "ld-linux-x86-64.so.2", "aarch64": "ld-linux-aarch64.so.1"}
+_UNUSED = (
+    *("usr/share", "usr/lib/*/gconv", "usr/lib/*/audit", "usr/lib/*/perl*", "etc", "sbin"),
+    *(
+        f"usr/lib/python{SENT_PYTHON}/{name}"
+        for name in ("lib2to3", "test", "idlelib", "tkinter", "pydoc_data")
+    ),
+    *(f"usr/lib/python{SENT_PYTHON}/lib-dynload/{name}*" for name in ("nis", "readline", "_curses", "_dbm")),
+)
+ARCHIVE_VERSION = 2
+
+
 def find_program(name: str) -> str:
-    """Return the path of a program, first of the one installed with csdctl; '' if there is none."""
+    """Return the path of a program, first of the one installed with csdctl. '' if there is none."""
     beside = Path(sys.executable).with_name(name)
     return str(beside) if beside.exists() else shutil.which(name) or ""
 
@@ -87,7 +112,7 @@ def find_program(name: str) -> str:
 def run_program(
     command: Sequence[str], doing: str, deadline_s: float, remedy: str, cwd: Path | None = None
 ) -> None:
-    """Run a program that ends with csdctl; raises CsdctlError after the deadline, or with its message."""
+    """Run a program that ends with csdctl. Raises CsdctlError after the deadline, or with its message."""
     try:
         done = subprocess.run(
             build_child_command(command, os.getpid()),
@@ -107,7 +132,7 @@ def run_program(
 
 
 def select_locked(lock: str, kind: Kind, *, with_keras: bool) -> list[str]:
-    """Return the lines of a lock file for `kind`, without markers; raises InputError without a hash; pure."""
+    """Return the lines of a lock file for `kind`, without markers. Raises InputError without a hash. pure."""
     from packaging.requirements import InvalidRequirement, Requirement
 
     environment = {
@@ -151,7 +176,7 @@ def _find_packages_of_keras(lock: str) -> set[str]:
 
 
 def build_download_command(requirements: Path, kind: Kind, directory: Path) -> list[str]:
-    """Return the argument list of pip; pure."""
+    """Return the argument list of pip. pure."""
     digits = kind.python.replace(".", "")
     platforms = [word for tag in _TAGS for word in ("--platform", f"{tag}_{kind.architecture}")]
     abis = [word for abi in (f"cp{digits}", "abi3", "none") for word in ("--abi", abi)]
@@ -164,7 +189,7 @@ def build_download_command(requirements: Path, kind: Kind, directory: Path) -> l
 
 
 def download_wheels(locked: Sequence[str], kind: Kind, directory: Path) -> list[Path]:
-    """Download the wheels of lines of a lock file into `directory`; raises CsdctlError with pip's message."""
+    """Download the wheels of lines of a lock file into `directory`. Raises CsdctlError with pip's message."""
     requirements = directory / "requirements.txt"
     save_text(requirements, "\n".join(locked) + "\n")
     command = build_download_command(requirements, kind, directory)
@@ -175,13 +200,13 @@ def download_wheels(locked: Sequence[str], kind: Kind, directory: Path) -> list[
 
 
 def is_removed(name: str, kept: Sequence[str]) -> bool:
-    """Return whether the file `name` of a wheel is left out; all are that match no pattern of `kept`."""
+    """Return whether the file `name` of a wheel is left out. All are that match no pattern of `kept`."""
     is_kept = any(fnmatch.fnmatchcase(name, pattern) for pattern in kept)
     return not is_kept or any(fnmatch.fnmatchcase(name, pattern) for pattern in _REMOVED)
 
 
 def trim_wheel(source: Path, target: Path, *, with_keras: bool) -> int:
-    """Write the wheel `source` to `target` without files that no rank reads; return the unpacked bytes."""
+    """Write the wheel `source` to `target` without files that no rank reads. Return the unpacked bytes."""
     is_tensorflow = source.name.split("-")[0].replace("_", "-") in TENSORFLOW
     kept = _LIBRARIES if is_tensorflow and not with_keras else ("*",)
     num_bytes = 0
@@ -244,31 +269,7 @@ def _correct_record(record: bytes, changed: Mapping[str, bytes], kept: Sequence[
     return "".join(lines).encode()
 
 
-SCHEMA = "csdctl.bundle/1"
-WHEELS = "csdctl-wheels"
 """Where the wheels lie on a node, relative to the home of its user."""
-
-SUITE = "bookworm"
-KEYRING = Path("/usr/share/keyrings/debian-archive-keyring.gpg")
-MIRRORS = {
-    SUITE: "http://deb.debian.org/debian",
-    f"{SUITE}-security": "http://deb.debian.org/debian-security",
-}
-PACKAGES = (
-    *(f"python{SENT_PYTHON}-minimal", f"libpython{SENT_PYTHON}-minimal", f"libpython{SENT_PYTHON}-stdlib"),
-    *("libc6", "libgcc-s1", "libstdc++6", "zlib1g", "libexpat1", "libssl3", "libffi8", "libbz2-1.0"),
-    *("liblzma5", "libuuid1", "libcrypt1", "libsqlite3-0"),
-)
-_LOADERS = {"x86_64": "ld-linux-x86-64.so.2", "aarch64": "ld-linux-aarch64.so.1"}
-_UNUSED = (
-    *("usr/share", "usr/lib/*/gconv", "usr/lib/*/audit", "usr/lib/*/perl*", "etc", "sbin"),
-    *(
-        f"usr/lib/python{SENT_PYTHON}/{name}"
-        for name in ("lib2to3", "test", "idlelib", "tkinter", "pydoc_data")
-    ),
-    *(f"usr/lib/python{SENT_PYTHON}/lib-dynload/{name}*" for name in ("nis", "readline", "_curses", "_dbm")),
-)
-ARCHIVE_VERSION = 2
 
 
 @dataclass(frozen=True)
@@ -320,14 +321,14 @@ class Bundle:
         return int(1.3 * sum(file.unpacked_bytes for file in self.files))
 
     def pack(self) -> Payload:
-        """Return the wheels as a payload; pip compares them with the hashes of requirements.txt there."""
+        """Return the wheels as a payload. Pip compares them with the hashes of requirements.txt there."""
         return pack_payload(trees=[read_tree(TreeRequest(self.directory / "wheels", WHEELS))])
 
 
 def collect_bundle(
     kind: Kind, lock: Path, prefix: str, directory: Path, say: Say, *, with_keras: bool = False
 ) -> Bundle:
-    """Return the bundle of `kind`, downloaded if there is none yet; raises InputError, CsdctlError."""
+    """Return the bundle of `kind`, downloaded if there is none yet. Raises InputError, CsdctlError."""
     locked = select_locked(load_text(lock), kind, with_keras=with_keras)
     recipe = _recipe(kind, locked, prefix, with_keras=with_keras)
     target = directory / (kind.name + "-keras" * with_keras)
@@ -345,7 +346,7 @@ def collect_bundle(
 
 
 def load_bundle(directory: Path) -> Bundle:
-    """Read bundle.json; raises InputError when it is missing or not valid."""
+    """Read bundle.json. Raises InputError when it is missing or not valid."""
     path = directory / "bundle.json"
     content = load_json(path)
     if not isinstance(content, dict) or content.pop("schema", "") != SCHEMA:
@@ -460,7 +461,7 @@ def _apt_options(root: Path, architecture: str) -> list[str]:
 
 
 def _bind_to(tree: Path, architecture: str, directory: str) -> None:
-    """Write loader and library paths into the program; DT_RPATH also holds for libraries of extensions."""
+    """Write loader and library paths into the program. DT_RPATH also holds for libraries of extensions."""
     libraries = f"usr/lib/{architecture}-linux-gnu"
     # All below sys.base_prefix: a sandboxed Python may read and start nothing else.
     for source in (tree / "lib" / f"{architecture}-linux-gnu").iterdir():
@@ -474,7 +475,7 @@ def _bind_to(tree: Path, architecture: str, directory: str) -> None:
 
 
 def _pack(tree: Path, archive: Path) -> int:
-    """Pack `tree`; the same content gives the same bytes. Return the size of its files."""
+    """Pack `tree`. The same content gives the same bytes. Return the size of its files."""
 
     def normalize(entry: tarfile.TarInfo) -> tarfile.TarInfo:
         entry.mtime = entry.uid = entry.gid = 0

@@ -1,4 +1,4 @@
-"""What a bare node answers before anything is installed there: one `sh` program, and its judgement; pure.
+"""What a bare node answers before anything is installed there: one `sh` program, and its judgement. Pure.
 
 The node needs no Python for this.
 """
@@ -98,12 +98,12 @@ class BareMachine:
 
 
 def build_probe(prefix: str, user: str = "") -> list[str]:
-    """Return the arguments of the probe for `prefix`; Ansible calls sudo for `user`, even if that is root."""
+    """Return the arguments of the probe for `prefix`. Ansible calls sudo for `user`, even if that is root."""
     return ["sh", "-c", _PROBE, "csdctl-probe", prefix, user]
 
 
 def parse_machine(name: str, completed: Completed) -> BareMachine:
-    """Return what the node answered; raises NodeError for one that no wheels can be had for."""
+    """Return what the node answered. Raises NodeError for one that no wheels can be had for."""
     values: dict[str, list[str]] = {}
     for line in completed.output.splitlines():
         key, _, value = line.partition("=")

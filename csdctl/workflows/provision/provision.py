@@ -48,6 +48,27 @@ END_DEADLINE_S = 15.0
 """For Ansible and its SSH clients to end after SIGTERM; then they are killed."""
 
 
+# A directory with its final name was complete. One that has lost its Python is removed, because `mv` would
+# move into it. `sync` before the rename, for a node that loses power here.
+_HAS_PYTHON = '[ -x "$1/usr/bin/python$2" ]'
+_UNPACK = """\
+set -eu
+umask 022
+rm -rf "$1.part"
+mkdir -p "$1.part"
+tar -xzf - -C "$1.part"
+sync
+rm -rf "$1"
+mv "$1.part" "$1"
+"$1/usr/bin/python$2" -I -c 'import ssl, venv'
+"""
+_RECORD = """\
+set -eu
+printf '%s\\n' "$1" > .csdctl/provisioned.json.part
+mv .csdctl/provisioned.json.part .csdctl/provisioned.json
+"""
+
+
 @dataclass(frozen=True)
 class TaskResult:
     """The end of one task on one node."""
@@ -88,7 +109,7 @@ def ansible_directory() -> Path:
 
 
 def find_ansible() -> str:
-    """Return the path of ansible-playbook; raises InputError without one."""
+    """Return the path of ansible-playbook. Raises InputError without one."""
     found = find_program("ansible-playbook")
     if not found:
         remedy = f"{explain_extra('provision')}; or only send what nodes need: csdctl provision --send"
@@ -99,7 +120,7 @@ def find_ansible() -> str:
 def build_command(
     ansible: str, playbook: Path, inventory: Path, values: Mapping[str, object], arguments: Sequence[str]
 ) -> list[str]:
-    """Return the argument list of ansible-playbook; pure."""
+    """Return the argument list of ansible-playbook. pure."""
     return [
         *(ansible, str(playbook), "--inventory", str(inventory)),
         *("--extra-vars", json.dumps(dict(values), sort_keys=True), *arguments),
@@ -107,7 +128,7 @@ def build_command(
 
 
 def build_environment(base: Mapping[str, str], collection: Path, num_nodes: int) -> dict[str, str]:
-    """Return the environment of ansible-playbook: none of the user's Ansible settings; pure."""
+    """Return the environment of ansible-playbook: none of the user's Ansible settings. pure."""
     kept = {name: value for name, value in base.items() if not name.startswith("ANSIBLE_")}
     return kept | {
         "ANSIBLE_CONFIG": str(collection / "ansible.cfg"),
@@ -122,7 +143,7 @@ def build_environment(base: Mapping[str, str], collection: Path, num_nodes: int)
 
 
 def run_playbook(command: Sequence[str], environment: Mapping[str, str], on_task: OnTask) -> PlaybookResult:
-    """Run ansible-playbook, ended on Ctrl-C; raises CsdctlError if it fails before any node."""
+    """Run ansible-playbook, ended on Ctrl-C. Raises CsdctlError if it fails before any node."""
     process = subprocess.Popen(
         command,
         env=dict(environment),
@@ -165,7 +186,7 @@ def _end(process: "subprocess.Popen[str]") -> None:
 
 
 def _take(text: str, result: PlaybookResult, on_task: OnTask) -> bool:
-    """Take a line of the callback; return whether it was one, and not a program's own that begins alike."""
+    """Take a line of the callback. Return whether it was one, and not a program's own that begins alike."""
     try:
         content = parse_json_document(text, "a line of Ansible's callback")
         if content["event"] == "summary":
@@ -181,27 +202,6 @@ def _take(text: str, result: PlaybookResult, on_task: OnTask) -> bool:
         result.failures[task.node] = f"{task.task}: {task.message}"
     on_task(task)
     return True
-
-
-# A directory with its final name was complete. One that has lost its Python is removed, because `mv` would
-# move into it. `sync` before the rename, for a node that loses power here.
-_HAS_PYTHON = '[ -x "$1/usr/bin/python$2" ]'
-_UNPACK = """\
-set -eu
-umask 022
-rm -rf "$1.part"
-mkdir -p "$1.part"
-tar -xzf - -C "$1.part"
-sync
-rm -rf "$1"
-mv "$1.part" "$1"
-"$1/usr/bin/python$2" -I -c 'import ssl, venv'
-"""
-_RECORD = """\
-set -eu
-printf '%s\\n' "$1" > .csdctl/provisioned.json.part
-mv .csdctl/provisioned.json.part .csdctl/provisioned.json
-"""
 
 
 @dataclass(frozen=True)
@@ -260,7 +260,7 @@ def provision(
     on_sent: Callable[[Outcome[Sent]], None] = lambda outcome: None,
     on_task: OnTask = lambda result: None,
 ) -> dict[str, Outcome[Provisioned]]:
-    """Prepare every node; one that fails is in the result. Raises InputError, CsdctlError for the host."""
+    """Prepare every node. One that fails is in the result. Raises InputError, CsdctlError for the host."""
     if fleet.emulated:
         raise InputError(f"{fleet.path} is an emulated fleet", remedy="its nodes use this machine's Python")
     ansible = "" if request.sends_only else find_ansible()
@@ -357,14 +357,14 @@ def _choose_remedy(message: str) -> str:
 
 
 def collect_fleet(request: ProvisionRequest, fleet: Fleet, directory: Path, say: Say) -> list[Bundle]:
-    """Collect for every kind of node in `fleet`; raises one error for the nodes that cannot be asked."""
+    """Collect for every kind of node in `fleet`. Raises one error for the nodes that cannot be asked."""
     outcomes = _look(fleet, request.prefix, directory, installs=False)
     machines = values_or_raise(outcomes, "inspecting the nodes")
     return [request.collect(kind, say) for kind in dict.fromkeys(one.kind for one in machines.values())]
 
 
 class BundleSender:
-    """The bundles of all kinds, read once for all nodes; `send` is called from many threads."""
+    """The bundles of all kinds, read once for all nodes. `send` is called from many threads."""
 
     def __init__(self, bundles: Mapping[Kind, Bundle], prefix: str) -> None:
         self._bundles = bundles
@@ -380,7 +380,7 @@ class BundleSender:
         dry_run: bool = False,
         on_progress: OnDeliveryProgress = lambda progress: None,
     ) -> Sent:
-        """Send `machine` what it lacks; raises NodeError for a small disk, and what `deliver` raises."""
+        """Send `machine` what it lacks. Raises NodeError for a small disk, and what `deliver` raises."""
         bundle = self._bundles[machine.kind]
         python = machine.python
         if machine.kind.sends_python:
@@ -398,7 +398,7 @@ class BundleSender:
         return Sent(python, bundle.id, num_files, delivery.bytes_sent + python_bytes, is_installed=False)
 
     def _send_python(self, session: Session, machine: BareMachine, bundle: Bundle, *, dry_run: bool) -> int:
-        """Unpack the archive of Python there; return its size, or 0 if it was there already."""
+        """Unpack the archive of Python there. Return its size, or 0 if it was there already."""
         archive, needed_bytes = bundle.python, bundle.unpacked_bytes
         directory = python_directory(self._prefix, bundle.python_id)
         arguments = ("csdctl-python", directory, SENT_PYTHON)

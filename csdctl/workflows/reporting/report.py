@@ -18,7 +18,7 @@ from csdctl.workflows.runs.manage import process_of
 
 
 def render_csv(runs: Sequence[RunResults]) -> str:
-    """Return a header and a row for each run and epoch; a metric that was not computed is empty."""
+    """Return a header and a row for each run and epoch. A metric that was not computed is empty."""
     names = list(dict.fromkeys(name for run in runs for point in run.series.epochs for name in point.results))
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
@@ -40,7 +40,7 @@ def as_cell(name: str) -> str:
 
 
 def report(run: RunDirectory) -> RunResults:
-    """Add up a run; raises InputError for one without events."""
+    """Add up a run. Raises InputError for one without events."""
     found = read_results(run)
     if not process_of(run).is_running:
         return found
@@ -50,7 +50,7 @@ def report(run: RunDirectory) -> RunResults:
 def write_files(
     runs: Sequence[RunDirectory], html: Path | None, csv: Path | None, *, force: bool
 ) -> list[Path]:
-    """Write the report of the runs as HTML and as CSV; returns the paths.
+    """Write the report of the runs as HTML and as CSV. Returns the paths.
 
     Raises InputError for a path that exists, without `force`.
     """
@@ -79,7 +79,7 @@ class PrivacyReport:
 
 
 def privacy(project: ProjectDirectory, run: RunDirectory, say: Say) -> PrivacyReport:
-    """Report on a run of `project`; `say` tells what of the ledger cannot be read.
+    """Report on a run of `project`. `say` tells what of the ledger cannot be read.
 
     Raises InputError for a damaged run.
     """

@@ -30,6 +30,7 @@ from csdctl.worker.protocol.run_spec import RunSpec
 from csdctl.workflows.train.train import load_spec
 
 POLL_S = 0.2
+OWN = "csdctl"
 
 
 @dataclass(frozen=True)
@@ -56,7 +57,7 @@ class RunProcess:
 
 
 def process_of(run: RunDirectory) -> RunProcess:
-    """Return the process that trains `run`; one without a description is not running."""
+    """Return the process that trains `run`. One without a description is not running."""
     try:
         return RunProcess(read_holder(load_json(run.process)))
     except InputError:
@@ -64,7 +65,7 @@ def process_of(run: RunDirectory) -> RunProcess:
 
 
 def interrupt(run: RunDirectory) -> None:
-    """Ask the csdctl that trains `run` to stop, as the first Ctrl-C does; raises InputError, CsdctlError."""
+    """Ask the csdctl that trains `run` to stop, as the first Ctrl-C does. Raises InputError, CsdctlError."""
     process = process_of(run)
     if not process.is_running or process.pid is None:
         raise InputError(f"run {run.run_id} is not running", remedy="csdctl runs list shows the runs' states")
@@ -105,7 +106,7 @@ def _stopping_signal(pid: int) -> signal.Signals:
 
 
 def list_runs(project: ProjectDirectory, say: Say) -> list[RunStatus]:
-    """Return all runs of the project, the oldest first; `say` names directories that are no run."""
+    """Return all runs of the project, the oldest first. `say` names directories that are no run."""
     found = []
     for run_id in project.run_ids():
         with skipping(run_id, say):
@@ -118,7 +119,7 @@ def list_runs(project: ProjectDirectory, say: Say) -> list[RunStatus]:
 
 
 def look_at(run: RunDirectory) -> RunStatus:
-    """Return what `run` has come to; its state is RUNNING while its csdctl is at work."""
+    """Return what `run` has come to. Its state is RUNNING while its csdctl is at work."""
     status = load_run_status(run)
     return replace(status, state=RUNNING) if process_of(run).is_running else status
 
@@ -160,9 +161,9 @@ def _only_running(project: ProjectDirectory, say: Say) -> RunDirectory:
 def remove_runs(
     project: ProjectDirectory, run_ids: Sequence[str], confirm: Callable[[str], None]
 ) -> list[RunDirectory]:
-    """Remove runs with their models and checkpoints; `confirm` raises to refuse.
+    """Remove runs with their models and checkpoints. `confirm` raises to refuse.
 
-    Raises InputError for a run that does not exist or is running; nothing is removed then.
+    Raises InputError for a run that does not exist or is running. Nothing is removed then.
     """
     runs = list(dict.fromkeys(project.find_run(run_id) for run_id in run_ids))
     whole = {LATEST, *project.run_ids()}
@@ -180,9 +181,6 @@ def remove_runs(
         project.step_file(run).unlink(missing_ok=True)
         shutil.rmtree(run.path)
     return runs
-
-
-OWN = "csdctl"
 
 
 @dataclass(frozen=True)
@@ -203,7 +201,7 @@ class Followed:
 
 
 def follow_run(run: RunDirectory) -> Followed:
-    """Wait until `run` starts its ranks, and return it; raises InputError for one that ended before."""
+    """Wait until `run` starts its ranks, and return it. Raises InputError for one that ended before."""
     while not run.spec.exists():
         if not process_of(run).is_running:
             raise InputError(
@@ -252,7 +250,7 @@ def print_logs(run: RunDirectory, paths: Sequence[Path], num_lines: int, *, is_f
 
 
 def start_detached(project: ProjectDirectory, arguments: Sequence[str], say: Say) -> RunDirectory | None:
-    """Run csdctl with `arguments` in the background; return its run once that trains.
+    """Run csdctl with `arguments` in the background. Return its run once that trains.
 
     Until then what it prints is passed to `say`, and Ctrl-C ends it. None: it had nothing to train. Raises
     RunError when it fails before.

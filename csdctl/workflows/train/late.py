@@ -27,7 +27,7 @@ from csdctl.workflows.workspace.workspace import Workspace, unreachable_error
 
 
 def check_late(job: Job, strategy: Strategy, space: Workspace, say: Say) -> None:
-    """Raise the error of nodes that cannot be reached unless they can join a run later; tell of them."""
+    """Raise the error of nodes that cannot be reached unless they can join a run later. Tell of them."""
     if not (late := space.unreachable):
         return
     is_known = not job.private_path or late.keys() == load_absent(space.project, job, late).keys()

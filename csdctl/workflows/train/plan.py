@@ -36,7 +36,7 @@ def build_fingerprint(plan: Plan, job: Job, facts: Mapping[str, Facts]) -> PlanF
 
 
 def find_changes(plan: Plan, job: Job, facts: Mapping[str, Facts]) -> list[str]:
-    """Return what has changed since `plan` was made; epochs count only where it compares strategies."""
+    """Return what has changed since `plan` was made. Epochs count only where it compares strategies."""
     epochs = plan.made_for and plan.made_for.job.get("recipe.epochs")
     if isinstance(epochs, int) and sum(one.first_run_s is not None for one in plan.strategies) < 2:
         job = replace(job, recipe=replace(job.recipe, epochs=epochs))
@@ -60,7 +60,7 @@ def find_left_out(plan: Plan, fleet: Fleet) -> list[str]:
 
 
 def check_plan(plan: Plan, job: Job, fleet: Fleet, facts: Mapping[str, Facts]) -> None:
-    """Raise InputError for a plan that does not fit; the message lists what has changed."""
+    """Raise InputError for a plan that does not fit. The message lists what has changed."""
     if new := find_unplanned(plan, fleet):
         raise InputError(
             f"the plan does not include {', '.join(new)}",
@@ -94,7 +94,7 @@ def resolve_plan(
 
 
 def load_checked_plan(path: Path, job: Job, space: Workspace, say: Say = lambda line: None) -> Plan:
-    """Read a plan and check that it fits the job and the fleet as they are now; raises InputError.
+    """Read a plan and check that it fits the job and the fleet as they are now. Raises InputError.
 
     Ranks on machines that are not selected are left out, and then the plan predicts nothing.
     """

@@ -63,7 +63,7 @@ def run_ranks(
     should_stop: Callable[[], bool] = lambda: False,
     next_order: Callable[[], Order | None] = lambda: None,
 ) -> str:
-    """Run the ranks to their end; return who stopped them (`Supervisor.stopped_by`).
+    """Run the ranks to their end. Return who stopped them (`Supervisor.stopped_by`).
 
     Ranks of nodes that cannot be reached join once they can. Raises RunError, DeadlineError, InputError or
     PartialError.
@@ -102,14 +102,14 @@ class RunObserver(PreparationObserver, Protocol):
         """The machines have been examined."""
 
     def on_start(self, run: RunDirectory, spec: RunSpec, num_steps: int, /) -> None:
-        """The run starts; an epoch has `num_steps` steps."""
+        """The run starts. An epoch has `num_steps` steps."""
 
     def on_event(self, event: Event, /) -> None:
         """A rank or the supervisor has reported `event`."""
 
 
 class RunStopped(KeyboardInterrupt):
-    """The user has interrupted the run; its state is kept."""
+    """The user has interrupted the run. Its state is kept."""
 
     def __init__(self, run_id: str, summary: RunSummary) -> None:
         how = f"`csdctl train --resume {run_id}`, or resume={run_id!r} in Python,"
@@ -121,9 +121,9 @@ class RunStopped(KeyboardInterrupt):
 def run_to_end(
     inputs: RunInputs, num_steps: int, space: Workspace, options: TrainOptions, observer: RunObserver
 ) -> RunSummary:
-    """Run the ranks, log their events, and add them up; raises what `train` raises.
+    """Run the ranks, log their events, and add them up. Raises what `train` raises.
 
-    A run that a callback has stopped returns as one that has come to its end; its state is kept.
+    A run that a callback has stopped returns as one that has come to its end. Its state is kept.
     """
     run = inputs.directory
     observer.on_start(run, inputs.spec, num_steps)
@@ -176,7 +176,7 @@ def run_to_end(
 
 
 def settle_step_file(inputs: RunInputs, *, is_done: bool) -> None:
-    """Remove the step file from memory; keep it on disk for `train --resume`, unless the run is done."""
+    """Remove the step file from memory. Keep it on disk for `train --resume`, unless the run is done."""
     step_file, kept = Path(inputs.spec.step_file), inputs.directory.kept_step_file
     if not is_done:
         keep_step_file(step_file, kept)

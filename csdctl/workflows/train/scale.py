@@ -36,9 +36,9 @@ class Point:
 
 
 def plan_points(training: TrainRequest, kinds: Sequence[str], node_counts: Sequence[int]) -> list[Point]:
-    """Return the points of the series with the runs that there are; raises CsdctlError.
+    """Return the points of the series with the runs that there are. Raises CsdctlError.
 
-    `training` is that of all nodes; each point has the first of them. Without `node_counts`: 0 if the host
+    `training` is that of all nodes. Each point has the first of them. Without `node_counts`: 0 if the host
     trains, 1, 2, 4 … and all. `kinds` are of KINDS.
     """
     plan, project = _load_plan(training), ProjectDirectory(training.directory)
@@ -58,7 +58,7 @@ def plan_points(training: TrainRequest, kinds: Sequence[str], node_counts: Seque
 def run_series(
     training: TrainRequest, points: Sequence[Point], train: Callable[[Point, TrainRequest], TrainResult]
 ) -> dict[str, ScalingSeries]:
-    """Call `train` for each point without a run; return the series by kind. Raises what `train` raises."""
+    """Call `train` for each point without a run. Return the series by kind. Raises what `train` raises."""
     project = ProjectDirectory(training.directory)
     runs: dict[str, list[RunDirectory]] = {}
     for point in points:

@@ -35,7 +35,7 @@ AUTO = "auto"
 
 @dataclass(frozen=True)
 class TrainOptions:
-    """Options of one run; raises InputError for invalid values."""
+    """Options of one run. Raises InputError for invalid values."""
 
     deadlines: Patience = field(default_factory=Patience)
     """The longest silence allowed until all ranks are ready, and after that."""
@@ -156,7 +156,7 @@ def place_plan(plan: Plan, prepared: Prepared, job: Job, fleet: Fleet) -> list[P
 
 
 def place_ranks(ranks: Sequence[RankPlan], prepared: Prepared, job: Job) -> list[Placed]:
-    """Divide the samples among `ranks`; raises PlacementError."""
+    """Divide the samples among `ranks`. Raises PlacementError."""
     private = prepared.num_private
     loads = [RankLoad(rank.node, rank.batch_size, private.get(rank.node, 0)) for rank in ranks]
     return place_shards(loads, prepared.public.num_samples, is_repeating=job.is_repeating)
@@ -187,7 +187,7 @@ def build_rank_specs(
 
 
 def with_servers(ranks: Sequence[RankSpec], fleet: Fleet) -> tuple[RankSpec, ...]:
-    """Return `ranks` with the rank of each one's server; raises InputError without it.
+    """Return `ranks` with the rank of each one's server. Raises InputError without it.
 
     Those of machines outside the fleet, which stay absent, count to the host.
     """
@@ -202,7 +202,7 @@ def with_servers(ranks: Sequence[RankSpec], fleet: Fleet) -> tuple[RankSpec, ...
 
 
 def _public_slice(shard: Placed, prepared: Prepared, shards: ShardFiles, job: Job) -> DatasetSlice | None:
-    """Return the public samples of a rank as its machine reads them; None when it needs none."""
+    """Return the public samples of a rank as its machine reads them. None when it needs none."""
     if shard.name == HOST_NAME or job.is_everywhere:
         return replace(
             whole(prepared.public),
@@ -225,7 +225,7 @@ def build_spec(
     shards: ShardFiles,
     context: RunContext,
 ) -> RunSpec:
-    """Return the RunSpec of `run`; the user's options are not applied."""
+    """Return the RunSpec of `run`. The user's options are not applied."""
     job, prepared = context.job, context.prepared
     return RunSpec(
         run_id=run.run_id,
@@ -247,7 +247,7 @@ def build_spec(
 def build_inputs(
     run: RunDirectory, ranks: Sequence[RankPlan], placed: Sequence[Placed], context: RunContext
 ) -> RunInputs:
-    """Cut the shards of the ranks; return them with the RunSpec."""
+    """Cut the shards of the ranks. Return them with the RunSpec."""
     prepared = context.prepared
     shards = cut_shards(placed, prepared.public, context.job, context.space.project)
     return RunInputs(run, build_spec(run, ranks, placed, shards, context), prepared, shards)

@@ -57,11 +57,15 @@ from csdctl.workflows.data.prepare import Prepared, check_info
 from csdctl.workflows.train.spec import RunContext, RunInputs, ShardFiles, plan_reading
 from csdctl.workflows.workspace.workspace import OnProgress, Workspace, call_machine
 
+_OTHERWISE = "train with --strategy data-parallel"
+COMPUTING = "computing features"
+MAX_HEADER_BYTES = 1 << 16
+
 
 class Strategy:
     """Data-parallel: every rank holds the whole model. Other strategies override what they do differently.
 
-    An instance belongs to one run; its methods are called in the order in which they stand here.
+    An instance belongs to one run. Its methods are called in the order in which they stand here.
     """
 
     name: ClassVar[str] = DATA_PARALLEL
@@ -83,9 +87,6 @@ class Strategy:
     def recompute_stored(self, inputs: RunInputs, context: RunContext) -> Mapping[str, Recomputed]:
         """Return, by machine, how results that are stored there compare with what it computes now."""
         return {}
-
-
-_OTHERWISE = "train with --strategy data-parallel"
 
 
 @dataclass
@@ -116,7 +117,7 @@ class Split(Strategy):
 def cut_model(
     inputs: RunInputs, context: RunContext, layer: str, num_micro_batches: int = SplitSpec.num_micro_batches
 ) -> RunInputs:
-    """Return a run whose model is cut behind `layer`; raises InputError if it cannot be."""
+    """Return a run whose model is cut behind `layer`. Raises InputError if it cannot be."""
     on_host, on_nodes = context.compiler.split(layer)
     split = SplitSpec(layer, num_micro_batches, on_nodes.step)
     spec = replace(inputs.spec, split=split, compiled=on_host.step)
@@ -147,7 +148,7 @@ def check_job(job: Job) -> None:
 
 
 def find_cut(info: ModelInfo, layer: str) -> CutInfo:
-    """Return the cut behind `layer`; raises InputError, naming those that there are."""
+    """Return the cut behind `layer`. Raises InputError, naming those that there are."""
     if not info.cuts:
         raise InputError(
             f"{info.name} cannot be split: it is not a functional model with a single tensor "
@@ -167,11 +168,8 @@ def find_cut(info: ModelInfo, layer: str) -> CutInfo:
     raise InputError(f"{info.name} {what}; its cuts: {names}", remedy="name one of them: --cut LAYER")
 
 
-COMPUTING = "computing features"
-
-
 class Features(Strategy):
-    """Each machine computes the features of its samples once; what is trained is the model's head."""
+    """Each machine computes the features of its samples once. What is trained is the model's head."""
 
     name = FEATURES
 
@@ -219,7 +217,7 @@ class Features(Strategy):
 
 @dataclass(frozen=True)
 class FeatureRun:
-    """A run that trains the head of a model on features; until they are computed, it has the samples."""
+    """A run that trains the head of a model on features. Until they are computed, it has the samples."""
 
     spec: RunSpec
     prepared: Prepared
@@ -267,7 +265,7 @@ def count_feature_bytes(shape: Sequence[int], precision: str) -> int:
 
 
 def find_features(prepared: Prepared) -> FeatureInfo:
-    """Return what is known of the model's frozen part; raises InputError if it has none."""
+    """Return what is known of the model's frozen part. Raises InputError if it has none."""
     info = prepared.model.info
     recipe = prepared.recipe
     if recipe.augment and not recipe.views:
@@ -291,7 +289,7 @@ def find_features(prepared: Prepared) -> FeatureInfo:
 
 
 def compute_features(inputs: RunInputs, context: RunContext, precision: str) -> FeatureRun:
-    """Compute the features of all samples of a run where they are; return the run of the model's head.
+    """Compute the features of all samples of a run where they are. Return the run of the model's head.
 
     Raises InputError if the model has no frozen part, and PartialError naming the machines that failed.
     """
@@ -312,7 +310,7 @@ def compute_features(inputs: RunInputs, context: RunContext, precision: str) -> 
 
 
 def divide(spec: RunSpec, context: RunContext, precision: str, *, is_wide: bool = False) -> FeatureRun:
-    """Return the run of the model's head; `is_wide`: it computes in 32 bits at least.
+    """Return the run of the model's head. `is_wide`: it computes in 32 bits at least.
 
     Raises InputError if the model has no frozen part.
     """
@@ -443,11 +441,10 @@ def check_parts(found: Extracted, expected: int, node: str, doing: str) -> None:
 
 
 FETCHING, GATHERING = "fetching features", "gathering features"
-MAX_HEADER_BYTES = 1 << 16
 
 
 def why_not_alone(job: Job, prepared: Prepared) -> str:
-    """Return why the host cannot train alone on the features of all samples; '' if it can."""
+    """Return why the host cannot train alone on the features of all samples. '' if it can."""
     if prepared.private:
         return f"private samples of {', '.join(prepared.private)}, whose features stay there"
     if prepared.recipe.views:
@@ -498,7 +495,7 @@ def leave_to_host(plan: Plan, context: RunContext, precision: str) -> tuple[Plan
 def _fetch_features(
     run: FeatureRun, space: Workspace, directory: Path
 ) -> tuple[tuple[GatheredPart, ...], int]:
-    """Fetch the features of all nodes into `directory`; return all parts, and the bytes fetched."""
+    """Fetch the features of all nodes into `directory`. Return all parts, and the bytes fetched."""
     row_bytes = count_feature_bytes(run.shape, run.precision)
 
     def fetch(rank: RankSpec) -> GatheredPart:
@@ -522,7 +519,7 @@ def _fetch_features(
 
 
 def _gather(run: FeatureRun, parts: tuple[GatheredPart, ...], context: RunContext) -> bool:
-    """Put `parts` together on the host; without any, return whether it has the features already."""
+    """Put `parts` together on the host. Without any, return whether it has the features already."""
     (host,) = run.spec.ranks
     assert host.public is not None
     wanted = ExtractSpec(host.public, FEATURE_STORE, run.prefix, host.runtime)

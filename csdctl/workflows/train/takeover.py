@@ -2,7 +2,7 @@
 
 The rank of each other server has saved the state after every step, and beside it manifest and spec of the run
 (worker/tasks/checkpointer.py). They become a run of the project on that server, in which its machine is the
-host. Ranks keep their numbers, which are part of the state; the two machines exchange theirs.
+host. Ranks keep their numbers, which are part of the state. The two machines exchange theirs.
 """
 
 import shutil
@@ -21,7 +21,7 @@ FORMER_HOST = "former-host"
 
 
 def take_over(project: ProjectDirectory, run_id: str, server: str, state: Path, say: Say) -> None:
-    """Make the run that `run_id` means one of csdctl on `server`, this machine; '' if it is no server.
+    """Make the run that `run_id` means one of csdctl on `server`, this machine. '' if it is no server.
 
     `state` is the state directory of this machine.
 
@@ -80,7 +80,7 @@ def with_host(manifest: dict[str, Any], server: str) -> dict[str, Any]:
 
 
 def _of_size(machine: dict[str, Any], before: dict[str, Any], name: str) -> dict[str, Any]:
-    """Return the settings of a machine for the batch size of another; a large one is in micro-batches."""
+    """Return the settings of a machine for the batch size of another. A large one is in micro-batches."""
     size, limit = before["batch_size"], machine["max_batch_size"]
     changed = {"node": name, "batch_size": size}
     if limit and size > limit:

@@ -102,9 +102,9 @@ def is_complete(run: RunDirectory, job: Job) -> bool:
 def resume(
     run: RunDirectory, context: RunContext, options: TrainOptions, observer: RunObserver
 ) -> RunSummary:
-    """Continue `run` from its last completed step, or its newest checkpoint; raises what `train` raises.
+    """Continue `run` from its last completed step, or its newest checkpoint. Raises what `train` raises.
 
-    Ranks on nodes outside the fleet stay absent; the others take over their public samples.
+    Ranks on nodes outside the fleet stay absent. The others take over their public samples.
     """
     job, prepared, space = context.job, context.prepared, context.space
     spec, manifest = load_spec(run), _load_manifest(run)
@@ -160,7 +160,7 @@ def _is_content(before: DatasetSlice | None, now: DatasetSlice) -> bool:
 
 
 def _hashes_of(spec: RunSpec, began: RunSpec) -> tuple[str, str] | None:
-    """Return the hashes of the validation data; where a run began with features, only of the labels."""
+    """Return the hashes of the validation data. Where a run began with features, only of the labels."""
     data = spec.validation
     return ("" if began.head else data.images_sha256, data.labels_sha256) if data else None
 
@@ -181,7 +181,7 @@ def strategy_of(spec: RunSpec) -> Strategy:
 
 
 def load_spec(run: RunDirectory) -> RunSpec:
-    """Read spec.json; raises InputError for one that is damaged, or of another version."""
+    """Read spec.json. Raises InputError for one that is damaged, or of another version."""
     spec = check_values(load_json(run.spec, remedy=NEW_RUN), RunSpec, str(run.spec), remedy=NEW_RUN)
     if spec.schema != SCHEMA:
         raise InputError(f"{run.spec}: `schema` is {spec.schema}, expected {SCHEMA}", remedy=NEW_RUN)
@@ -193,7 +193,7 @@ def _load_manifest(run: RunDirectory) -> Manifest:
 
 
 def _check_job(run: RunDirectory, spec: RunSpec, job: Job, prepared: Prepared) -> None:
-    """Raise InputError when recipe or noise has changed; more epochs are allowed."""
+    """Raise InputError when recipe or noise has changed. More epochs are allowed."""
     if job.recipe.epochs < spec.recipe.epochs:
         raise InputError(
             f"{job.path} has {job.recipe.epochs} epochs, run {run.run_id} has {spec.recipe.epochs}",
@@ -282,7 +282,7 @@ class TrainResult:
 
 
 def run_training(request: TrainRequest, observer: RunObserver) -> TrainResult:
-    """Train a new run, or resume one; raises CsdctlError, and RunStopped when the user stops it."""
+    """Train a new run, or resume one. Raises CsdctlError, and RunStopped when the user stops it."""
     find_mpirun()
     if request.resume is not None:
         here, state = request.fleet.here, find_state_directory(request.fleet.here_state)
@@ -314,7 +314,7 @@ def run_training(request: TrainRequest, observer: RunObserver) -> TrainResult:
 
 
 def choose_strategy(options: TrainOptions, plan: Plan) -> Strategy:
-    """Return the strategy that the user asks for; without one, that of `plan`."""
+    """Return the strategy that the user asks for. Without one, that of `plan`."""
     name = plan.strategy if options.strategy == AUTO else options.strategy
     options.check_strategy_options(name)
     if name == SPLIT:

@@ -28,6 +28,9 @@ NEAR = 8.0
 of a few random draws."""
 
 
+FEATURE_TOLERANCE = 1e-5
+
+
 @dataclass(frozen=True)
 class Verdict:
     """The outcome in words, and what to do when it is not that all are equal."""
@@ -38,7 +41,7 @@ class Verdict:
 
 
 def judge(verified: Verified, nodes: Sequence[str], differences: Mapping[str, str] | None = None) -> Verdict:
-    """Return what the numbers of rank 0 show; `nodes`: the machine of every rank.
+    """Return what the numbers of rank 0 show. `nodes`: the machine of every rank.
 
     `differences`: in what each machine differs from the host.
     """
@@ -128,7 +131,6 @@ def _names(nodes: Sequence[str], positions: Sequence[int]) -> str:
     return format_node_names([nodes[at] for at in positions])
 
 
-FEATURE_TOLERANCE = 1e-5
 """Maximum difference of the features of one sample, computed twice."""
 
 
@@ -192,7 +194,7 @@ def _choose_plan(request: TrainRequest, space: Workspace) -> Plan:
 
 
 def verify(plan: Plan, context: RunContext, options: TrainOptions) -> Verification:
-    """Run one step of all ranks; return how it compares with one process; raises what `train` raises."""
+    """Run one step of all ranks. Return how it compares with one process. Raises what `train` raises."""
     space = context.space
     placed = place_plan(plan, context.prepared, context.job, space.fleet)
     run = space.project.new_scratch()

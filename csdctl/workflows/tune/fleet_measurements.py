@@ -56,7 +56,7 @@ class FleetMeasurements:
         *,
         is_host_training: bool = True,
     ) -> None:
-        """`recipe` as from `hash_recipe`; `facts` of the host and every node of `fleet`; `errors` of runs."""
+        """`recipe` as from `hash_recipe`. `facts` of the host and every node of `fleet`. `errors` of runs."""
         self._errors = errors
         self.features = features
         self._recipe = recipe
@@ -75,7 +75,7 @@ class FleetMeasurements:
         self._fleet_class = classify_fleet(host, nodes, " ".join(filter(None, networks)))
 
     def recall_fleet(self, required: Sequence[str] = ()) -> FleetModel:
-        """Return the fleet as earlier measurements describe it; no plan leaves out the `required` nodes.
+        """Return the fleet as earlier measurements describe it. No plan leaves out the `required` nodes.
 
         The host's class is named 'host', one of nodes by its key.
         """
@@ -88,7 +88,7 @@ class FleetMeasurements:
         return FleetModel(tuple(self._machines), classes, self.features.vector_bytes, must_train)
 
     def recall_trial(self, step_times: Mapping[str, StepTime]) -> RecalledTrial | None:
-        """Return the newest trial of this model on such a fleet; `step_times` by class name.
+        """Return the newest trial of this model on such a fleet. `step_times` by class name.
 
         None without a trial, or when `step_times` lacks a class of it.
         """
@@ -147,7 +147,7 @@ class FleetMeasurements:
             self._add_probes(machine, probes)
 
     def store_trial(self, model: FleetModel, tried: TriedPlan) -> None:
-        """Store a trial that `model` includes; outliers are stored with the step time of their class."""
+        """Store a trial that `model` includes. Outliers are stored with the step time of their class."""
         now, result = time.time(), tried.result
         num_ranks, vector_bytes = len(tried.ranks), self.features.vector_bytes
         if num_ranks > 1:

@@ -5,7 +5,7 @@ takes steps alone, all at the same time: what machines share in training (the ho
 power limit) then shows in the measurement. In a trial, the ranks take a few steps together.
 
 The speed of single machines does not predict the fleet: ranks wait for the slowest of many noisy steps, and
-for the sum. Trials have the links, the sums and the processes of a training run. Samples are random; no data
+for the sum. Trials have the links, the sums and the processes of a training run. Samples are random. No data
 is read, and no output is kept.
 """
 
@@ -69,7 +69,7 @@ PATIENCE = Patience(silence_s=2 * PROBE_DEADLINE_S, poll_s=0.05, max_restarts=0)
 
 
 class TuningRun:
-    """Ranks that measure what they are told; a context manager, which ends them.
+    """Ranks that measure what they are told. A context manager, which ends them.
 
     Calls raise what `train` raises for a run that fails: OutOfMemoryError for a rank that was killed, …
     """
@@ -77,7 +77,7 @@ class TuningRun:
     def __init__(self, ranks: Sequence[RankPlan], context: RunContext, cut: str = "") -> None:
         """Start the ranks, which load batches of the sizes in `ranks`.
 
-        `cut`: the last layer on the nodes of a model that is cut in two; '' for a whole one.
+        `cut`: the last layer on the nodes of a model that is cut in two. '' for a whole one.
         """
         self.ranks, self._context = ranks, context
         run = context.space.project.new_scratch()
@@ -109,7 +109,7 @@ class TuningRun:
         self._thread.join()
 
     def probe(self, requests: Mapping[str, ProbeRequest]) -> dict[str, Probed]:
-        """Measure steps of these machines, all at the same time; return what each has measured."""
+        """Measure steps of these machines, all at the same time. Return what each has measured."""
         nodes = enumerate(rank.node for rank in self.ranks)
         by_rank = {str(rank): requests[node] for rank, node in nodes if node in requests}
         self._orders.put(Probe(by_rank))
@@ -219,7 +219,7 @@ def run_trial(
 
 
 def read_trial(events: Sequence[Event], nodes: Sequence[str]) -> TrialResult:
-    """Sum up the events of the ranks on `nodes`; raises RunError unless all took all steps undisturbed."""
+    """Sum up the events of the ranks on `nodes`. Raises RunError unless all took all steps undisturbed."""
     joined = [event for event in events if isinstance(event, Joined)]
     timed = [event.sum_s for event in events if isinstance(event, SumTimed)]
     ended = {event.rank: event for event in events if isinstance(event, EpochEnd)}
@@ -262,7 +262,7 @@ def _later(reports: Sequence[Amounts]) -> Sequence[Amounts]:
 
 
 class FleetMeasurer:
-    """Measures the machines of a workspace: sums, probes on all at once, trials; a context manager.
+    """Measures the machines of a workspace: sums, probes on all at once, trials. A context manager.
 
     One run of all machines serves probes and trials. It starts with the first request, and again where other
     settings or other machines are asked for.
@@ -293,7 +293,7 @@ class FleetMeasurer:
         self._pool.shutdown(wait=False)  # its processes end with the sessions
 
     def end_run(self, *error: Any) -> None:
-        """End the ranks; the next request starts them again."""
+        """End the ranks. The next request starts them again."""
         run, self._run = self._run, None
         if run:
             run.__exit__(*error or (None,))
@@ -311,7 +311,7 @@ class FleetMeasurer:
         return timed
 
     def run_trial(self, ranks: Sequence[RankPlan], num_steps: int) -> TrialResult:
-        """Take steps with the ranks of a plan; raises OutOfMemoryError for a rank that was killed."""
+        """Take steps with the ranks of a plan. Raises OutOfMemoryError for a rank that was killed."""
         self.switch({rank.node: rank.runtime for rank in ranks if rank.batch_size})
         run = self._start([rank.node for rank in ranks])
         self._say(f"trying the plan: {num_steps} steps of all {len(ranks)} ranks")
@@ -324,7 +324,7 @@ class FleetMeasurer:
         return result
 
     def measure(self, requests: Mapping[str, tuple[Runtime, ProbeRequest]]) -> dict[str, ProbeOutcome]:
-        """Measure one round, all machines at once; those with other settings in a process of their own."""
+        """Measure one round, all machines at once. Those with other settings in a process of their own."""
         run = self._start(self._names)
         started = time.monotonic()
         others = {name: probe for name, probe in requests.items() if probe[0] != self._runtimes[name]}
@@ -356,7 +356,7 @@ class FleetMeasurer:
         return outcomes
 
     def _fits(self, name: str, size: int, copies: int = 1) -> bool:
-        """Return whether a batch may fit into a machine's memory; `copies`: processes that hold the model."""
+        """Return whether a batch may fit into a machine's memory. `copies`: processes that hold the model."""
         usable_bytes = rank_memory_bytes(self._space.facts[name].usable_memory_bytes)
         peaks = self.peaks[name]
         if not usable_bytes or (size <= max(peaks, default=0) and copies == 1):

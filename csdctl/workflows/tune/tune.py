@@ -103,11 +103,18 @@ THROUGHPUT: Final = "throughput"
 TIME_TO_ACCURACY: Final = "time-to-accuracy"
 FIT: Final = "fit"
 STANNIS: Final = "stannis"
+SUM_BYTES = (1 << 16, 1 << 20, 1 << 23)
+MAX_TRIALS = 2
+MAX_OOM_RETRIES = 3
+MIN_GAIN_FOR_TRIAL = 0.03
+CONFIRM_DURATION_S = 3.0
+MIN_PROMISE = 0.1
+MAX_CUTS = 5
 
 
 @dataclass(frozen=True)
 class TuneOptions:
-    """The method, the limits of a plan, and how to measure; raises InputError for invalid values."""
+    """The method, the limits of a plan, and how to measure. Raises InputError for invalid values."""
 
     method: Literal["fit", "stannis"] = FIT
     """'fit', or 'stannis' for Algorithm 1."""
@@ -167,17 +174,13 @@ class TuneOptions:
             )
 
 
-SUM_BYTES = (1 << 16, 1 << 20, 1 << 23)
 """Sizes of the vectors whose sums are timed, besides the model's own, which is the largest."""
 FIRST_TRIAL_S, TRIAL_S = 2.0, 3.0
 """Predicted duration of a trial; the first one after probes, which may lead to a second, is shorter."""
 MIN_STEPS, MAX_STEPS = 2, 1000
 """Limits of the number of steps of a trial."""
-MAX_TRIALS = 2
-MAX_OOM_RETRIES = 3
 """Trials in which a rank runs out of memory before tuning fails."""
 EQUAL, ALL_NODES = "the best equal batch sizes", "the best plan of all nodes"
-MIN_GAIN_FOR_TRIAL = 0.03
 """A trial may lead to another plan; that plan is tried too when it is better by more than this share."""
 
 
@@ -308,7 +311,7 @@ class FitTuner:
         return model.with_class(model.class_name(machine), known)
 
     def _confirm(self, model: FleetModel) -> TunedFleet:
-        """Try the best plan, and another plan when the trial predicts a gain; return the better one."""
+        """Try the best plan, and another plan when the trial predicts a gain. Return the better one."""
         tried: list[TriedPlan] = []
         num_oom = 0
         while True:
@@ -393,11 +396,8 @@ def _covers(sums: CollectiveMeasurement, num_ranks: int, num_bytes: int) -> bool
     return sums.num_ranks == num_ranks and sums.num_bytes >= num_bytes
 
 
-CONFIRM_DURATION_S = 3.0
-
-
 def tune_by_algorithm_1(context: RunContext, options: TuneOptions) -> Plan:
-    """Return the plan of Algorithm 1; raises TuningError, NodeError, and what probes raise."""
+    """Return the plan of Algorithm 1. Raises TuningError, NodeError, and what probes raise."""
     job, space = context.job, context.space
     machines = space.fleet.machines
     runtimes = {name: default_runtime(name, space.fleet, space.facts) for name in machines}
@@ -559,9 +559,7 @@ def tune_by_fit(context: RunContext, options: TuneOptions, noise_scale: float | 
     return StrategyChooser(options, context, plan, *known).choose()
 
 
-MIN_PROMISE = 0.1
 """Cuts are timed if FLOPs promise that they take less time by this share; less is within their error."""
-MAX_CUTS = 5
 """Cuts whose parts are timed: those that FLOPs promise most of."""
 SPLIT_TRIAL_S, MIN_SPLIT_STEPS, MAX_SPLIT_STEPS = 8.0, 4, 200
 
@@ -689,7 +687,7 @@ class StrategyChooser:
 
     @property
     def _model(self) -> FleetModel:
-        """The model of the fleet; a trial of a few samples on the host says nothing about many."""
+        """The model of the fleet. A trial of a few samples on the host says nothing about many."""
         known = self.model.classes.get(HOST_NAME)
         if known is None or max(known.trial_sizes, default=MEASURED_BATCH) >= MEASURED_BATCH:
             return self.model
@@ -775,7 +773,7 @@ class StrategyChooser:
         return self.plan.model_copy(update={"strategy": SPLIT, "cut": chosen.cut, "ranks": ranks})
 
     def _try_split(self, chosen: StrategyForecast, found: list[StrategyForecast], times: PartTimes) -> Plan:
-        """Take steps with the split model; return the plan of the strategy that then takes the least time."""
+        """Take steps with the split model. Return the plan of the strategy that then takes the least time."""
         plan = self._follow(chosen)
         shares = measured_shares(times, self.context.prepared.model.info.cuts)[chosen.cut]
         expected_s = self._training.split_step_s(chosen.batch_sizes, shares)

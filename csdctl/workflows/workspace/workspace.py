@@ -1,6 +1,6 @@
-"""The start of most commands: fleet, facts, and an open session to every machine; and their end.
+"""The start of most commands: fleet, facts, and an open session to every machine, and their end.
 
-`.csdctl/failed.json` has the nodes that failed in a command on many; `--failed-from` reads it.
+`.csdctl/failed.json` has the nodes that failed in a command on many. `--failed-from` reads it.
 """
 
 import contextlib
@@ -82,7 +82,7 @@ def call_machine(
     doing: str,
     patience: Patience = PATIENCE,
 ) -> ResponseT:
-    """Run a command of the worker on a machine of `space`; raises what `call_worker` raises."""
+    """Run a command of the worker on a machine of `space`. Raises what `call_worker` raises."""
     call = partial(call_worker, space.sessions[machine], space.fleet.python_of(machine), worker.path)
     return call(command, request, response, on_progress, doing=doing, patience=patience)
 
@@ -97,10 +97,10 @@ def open_workspace(
     say: Say = lambda line: None,
     min_nodes: int | None = None,
 ) -> Iterator[Workspace]:
-    """Connect to the host and all nodes of `fleet`; raises CsdctlError or NoNodeReachableError.
+    """Connect to the host and all nodes of `fleet`. Raises CsdctlError or NoNodeReachableError.
 
-    With `is_locking`, lock all machines for `command`, after ending what a killed csdctl has left; raises
-    MachineLockedError. Without `min_nodes`, all nodes must be reachable; with it, so many, at least one.
+    With `is_locking`, lock all machines for `command`, after ending what a killed csdctl has left. Raises
+    MachineLockedError. Without `min_nodes`, all nodes must be reachable. With it, so many, at least one.
     """
     started = time.monotonic()
     found, expected, is_too_low = judge_limits(own_limits(), len(os.sched_getaffinity(0)), len(fleet.nodes))
@@ -145,7 +145,7 @@ def _end_leftovers(sessions: Mapping[str, Session], fleet: Fleet, say: Say) -> N
 def _load_or_collect_facts(
     fleet: Fleet, sessions: dict[str, Session], *, is_saving: bool
 ) -> dict[str, Facts]:
-    """Return the facts that `discover` saved; collect, and maybe save, those of new and unready machines."""
+    """Return the facts that `discover` saved. Collect, and maybe save, those of new and unready machines."""
     try:
         facts = load_facts(fleet) if facts_path(fleet).exists() else {}
     except InputError:
@@ -195,7 +195,7 @@ def choose_fleet(
     may_be_empty: bool = False,
     with_servers: bool = True,
 ) -> Fleet:
-    """Return the selected nodes of file `path`, as `select_nodes` does; raises InputError."""
+    """Return the selected nodes of file `path`, as `select_nodes` does. Raises InputError."""
     select = partial(select_nodes, with_servers=with_servers)
     fleet = load_fleet(path)
     if failed_from:
@@ -204,7 +204,7 @@ def choose_fleet(
 
 
 def load_failed(path: Path) -> str:
-    """Return the nodes that a command failed on, joined by commas; raises InputError when none is listed."""
+    """Return the nodes that a command failed on, joined by commas. Raises InputError when none is listed."""
     content = load_json(path) if path.exists() else {"failed": ()}
     try:
         names = [str(name) for name in content["failed"] if name not in (HOST_NAME, FLEET_NAME)]
@@ -220,7 +220,7 @@ def load_failed(path: Path) -> str:
 def record_failed(
     project: ProjectDirectory, command: str, machines: Sequence[str], failed: Mapping[str, CsdctlError]
 ) -> None:
-    """Save where a command that ran on `machines` failed; where it succeeded, change only its own list."""
+    """Save where a command that ran on `machines` failed. Where it succeeded, change only its own list."""
     listed = {name: {"message": error.message, "remedy": error.remedy} for name, error in failed.items()}
     earlier = load_kept(project.failed, dict[str, Any]) or {}
     if not failed and earlier.get("command") == command:

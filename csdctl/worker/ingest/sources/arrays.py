@@ -45,6 +45,8 @@ _MEND_TABLE = (
     "your own function; data.allow_nan: true keeps nan"
 )
 _DAMAGED: tuple[type[Exception], ...] = (*DAMAGED_ARCHIVE, csv.Error)
+LABEL_NAMES = ("y", "labels")
+MORE_CELLS = "\0"
 
 
 def _unpack(
@@ -77,13 +79,10 @@ def _unpack(
 
 
 def read_member(archive: zipfile.ZipFile, name: str, store: str) -> Array:
-    """Map an array of an .npz file without unpickling; raises ValueError, OSError or an error of zipfile."""
+    """Map an array of an .npz file without unpickling. Raises ValueError, OSError or an error of zipfile."""
     with archive.open(f"{name}.npy") as file:
         shape, is_fortran, dtype = read_array_header(file)
         return _unpack(file, shape, dtype, store, is_fortran=is_fortran)
-
-
-LABEL_NAMES = ("y", "labels")
 
 
 class ArraySource(SampleSource):
@@ -151,7 +150,7 @@ def open_npy_files(root: Path, spec: PrepareSpec) -> ArraySource:
 
 
 def open_npz(path: Path, spec: PrepareSpec) -> ArraySource:
-    """Return x and y, images and labels, or y and arrays by input, of an .npz; with `sample_weight`."""
+    """Return x and y, images and labels, or y and arrays by input, of an .npz. With `sample_weight`."""
     with (
         convert_read_errors(spec.source),
         BoundedFile(io.FileIO(path)) as whole,
@@ -179,7 +178,7 @@ def open_npz(path: Path, spec: PrepareSpec) -> ArraySource:
 
 
 def _choose_arrays(names: list[str], spec: PrepareSpec) -> tuple[dict[str, str], dict[str, str]]:
-    """Return the arrays of inputs and of outputs by name, '' for the only one; none if they are not there."""
+    """Return the arrays of inputs and of outputs by name, '' for the only one. None if they are not there."""
     has_inputs = len(spec.inputs) > 1 and set(spec.inputs) <= set(names)
     has_outputs = bool(spec.outputs) and set(spec.outputs) <= set(names)
     for samples, labels in (("x", "y"), ("images", "labels")):
@@ -193,16 +192,13 @@ def _choose_arrays(names: list[str], spec: PrepareSpec) -> tuple[dict[str, str],
     return {"" if "" in spec.inputs and len(inputs) == 1 else name: name for name in inputs}, outputs
 
 
-MORE_CELLS = "\0"
-
-
 def is_table(file: DataFile, tree: Tree) -> bool:
     """Return whether a file has the name of a .csv file."""
     return tree.path_of(file).suffix.lower() == ".csv"
 
 
 def read_columns(path: Path, source: str) -> list[str]:
-    """Return the names of the columns of a .csv file; raises WorkerError, exit code 2."""
+    """Return the names of the columns of a .csv file. Raises WorkerError, exit code 2."""
     with convert_read_errors(source, is_text=True), path.open(newline="", encoding="utf-8-sig") as file:
         columns = [name.strip() for name in next(csv.reader(file), [])]
     if columns and all(name and not name.strip("+-.0123456789eE") for name in columns):
@@ -212,7 +208,7 @@ def read_columns(path: Path, source: str) -> list[str]:
 
 
 def open_table(tree: Tree, spec: PrepareSpec) -> ArraySource:
-    """Return the rows of .csv files as vectors, or as inputs by column; raises WorkerError, exit code 2."""
+    """Return the rows of .csv files as vectors, or as inputs by column. Raises WorkerError, exit code 2."""
     if spec.table is None:
         problem = "consists of .csv files, but the job does not describe them"
         raise data_error(spec.source, problem, "set data.csv in job.yaml: {label: COLUMN}")
@@ -271,7 +267,7 @@ def _read_header(paths: Sequence[Path], spec: PrepareSpec) -> list[str]:
 def _choose_features(
     columns: Sequence[str], schema: TableSchema, spec: PrepareSpec, by_name: list[str]
 ) -> list[str]:
-    """Return the columns with the model's inputs; raises WorkerError if columns are missing."""
+    """Return the columns with the model's inputs. Raises WorkerError if columns are missing."""
     others = [*schema.labels, *filter(None, [schema.weight]), *schema.dropped]
     features = [name for name in columns if name not in others]
     if missing := [name for name in others if name not in columns]:

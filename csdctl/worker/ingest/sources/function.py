@@ -43,10 +43,12 @@ from csdctl.worker.protocol.datasets import PrepareSpec, takes
 _END = object()
 ENDING = "yield each sample once, without repeat() or an endless loop: every epoch reads all samples"
 Shape = tuple[int, ...]
+SHUFFLE_SEED = 0
+_MODULE = "csdctl_users_data"
 
 
 class UserFunction:
-    """The user's function; all its failures become a WorkerError that exposes no private data."""
+    """The user's function. All its failures become a WorkerError that exposes no private data."""
 
     def __init__(self, spec: PrepareSpec) -> None:
         path, _, self._name = spec.function.rpartition(":")
@@ -89,7 +91,7 @@ class UserFunction:
         return function
 
     def guard(self, code: Callable[[], Any]) -> Any:
-        """Return what `code` returns; raises WorkerError for whatever it raises."""
+        """Return what `code` returns. Raises WorkerError for whatever it raises."""
         try:
             return code()
         except BaseException as error:
@@ -122,7 +124,7 @@ class Elements(DecodedSource):
         is_batched: bool = False,
         num_samples: int = 0,
     ) -> None:
-        """`begin` starts the iteration; more than once only for `pad_to_longest`."""
+        """`begin` starts the iteration. More than once only for `pad_to_longest`."""
         super().__init__(spec, threads)
         self.num_samples = num_samples
         self._function = function
@@ -133,7 +135,7 @@ class Elements(DecodedSource):
         self._decoder: ImageDecoder | None = None
 
     def blocks(self, start: int) -> Iterator[Block]:
-        """Yield all samples from index `start` on; raises WorkerError for whatever fails or does not fit."""
+        """Yield all samples from index `start` on. Raises WorkerError for whatever fails or does not fit."""
         with self._function.checking():
             yield from skip_rows(self._records(), start) if self._axes else super().blocks(start)
 
@@ -153,7 +155,7 @@ class Elements(DecodedSource):
                     self._targets[name] = tuple(map(max, before, shape))
 
     def _records(self) -> Iterator[tuple[Array, Array]]:
-        """Yield samples and labels; raises StructureError, and WorkerError for whatever fails."""
+        """Yield samples and labels. Raises StructureError, and WorkerError for whatever fails."""
         for inputs, outputs in self._arrays():
             padded = [
                 {name: self._pad(array, name or kind) for name, array in part.items()}
@@ -186,7 +188,7 @@ class Elements(DecodedSource):
         return padded
 
     def candidates(self) -> Iterator[Candidate]:
-        """Yield all samples; raises StructureError if they differ in shape or type."""
+        """Yield all samples. Raises StructureError if they differ in shape or type."""
         expected = None
         shape = known_shape(self._spec.picture)
         takes_images = shape is not None and shape[2] in (1, 3)
@@ -206,7 +208,7 @@ class Elements(DecodedSource):
             yield sample, label
 
     def decode(self, content: Array, label: Any) -> tuple[Array, Any]:
-        """Return the sample in its final shape, and its label; raises UnusableError."""
+        """Return the sample in its final shape, and its label. Raises UnusableError."""
         return self._decoder.fit(content) if self._decoder else content, label
 
 
@@ -216,14 +218,13 @@ def named_in_messages(inputs: Mapping[str, Any], outputs: Mapping[str, Any]) -> 
     return [(name or kind, part) for kind, parts in kinds for name, part in parts.items()]
 
 
-SHUFFLE_SEED = 0
 """Seed of the random numbers of the user's code while data is prepared."""
 
 Sizes = tuple[int | None, ...]
 
 
 def open_dataset(returned: Any, function: UserFunction, spec: PrepareSpec, threads: int) -> Elements:
-    """Return a tf.data.Dataset as a source; raises StructureError or WorkerError."""
+    """Return a tf.data.Dataset as a source. Raises StructureError or WorkerError."""
     size = int(returned.cardinality())
     if size == tf.data.INFINITE_CARDINALITY:
         raise StructureError("returned a tf.data.Dataset without an end", ENDING)
@@ -241,7 +242,7 @@ def open_dataset(returned: Any, function: UserFunction, spec: PrepareSpec, threa
 
 
 def open_py_dataset(returned: Any, function: UserFunction, spec: PrepareSpec, threads: int) -> Elements:
-    """Return a keras.utils.PyDataset as a source; raises as `open_dataset`."""
+    """Return a keras.utils.PyDataset as a source. Raises as `open_dataset`."""
     num_batches = function.guard(lambda: returned.num_batches)
     if num_batches is None:
         raise StructureError("returned a PyDataset without an end", "give it a length: def __len__(self)")
@@ -252,7 +253,7 @@ def open_py_dataset(returned: Any, function: UserFunction, spec: PrepareSpec, th
 
 
 def _spec_parts(element_spec: Any, spec: PrepareSpec) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return the specs of inputs and of outputs by name; raises StructureError."""
+    """Return the specs of inputs and of outputs by name. Raises StructureError."""
     inputs, outputs = name_parts(element_spec, spec)
     for name, part in (inputs | outputs).items():
         if getattr(part, "shape", None) is None or part.shape.rank is None:
@@ -274,11 +275,8 @@ def _is_batched(inputs: dict[str, Sizes], shapes: list[Sizes], spec: PrepareSpec
     return len(sizes) == 1 and (None in sizes or len(shapes) > 1)
 
 
-_MODULE = "csdctl_users_data"
-
-
 def call_function(tree: Tree, spec: PrepareSpec, threads: int) -> SampleSource:
-    """Call the user's function, and return its result as a source; raises WorkerError, exit code 2."""
+    """Call the user's function, and return its result as a source. Raises WorkerError, exit code 2."""
     function = UserFunction(spec)
     returned = function.call(tree.root)
     with function.checking():
@@ -286,7 +284,7 @@ def call_function(tree: Tree, spec: PrepareSpec, threads: int) -> SampleSource:
 
 
 def _as_source(returned: Any, function: UserFunction, spec: PrepareSpec, threads: int) -> SampleSource:
-    """Return what a function returned as a source; raises StructureError or WorkerError."""
+    """Return what a function returned as a source. Raises StructureError or WorkerError."""
     if "tensorflow" in sys.modules and isinstance(returned, tf.data.Dataset):
         return open_dataset(returned, function, spec, threads)
     if "keras" in sys.modules and isinstance(returned, keras.utils.PyDataset):

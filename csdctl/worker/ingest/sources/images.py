@@ -56,6 +56,7 @@ _FORMATS = {
     b"BM": "bmp",
 }
 _DECODER_ERRORS = (OSError, SyntaxError, ValueError, LookupError, EOFError, OverflowError, TypeError)
+PARTS = {"train", "training", "val", "valid", "validation", "test", "testing"}
 
 
 def known_shape(rule: ImageRule) -> tuple[int, ...] | None:
@@ -77,7 +78,7 @@ class Header:
 
 
 def read_header(content: bytes) -> Header | None:
-    """Return the header of an encoded image, None for other formats; raises ValueError if it is damaged."""
+    """Return the header of an encoded image, None for other formats. Raises ValueError if it is damaged."""
     name = next((name for magic, name in _FORMATS.items() if content.startswith(magic)), "")
     if not name:
         return None
@@ -118,10 +119,10 @@ def _import_pillow() -> Any:
 
 
 class ImageDecoder:
-    """Decodes images and fits them to the shape of a rule; thread-safe."""
+    """Decodes images and fits them to the shape of a rule. thread-safe."""
 
     def __init__(self, rule: ImageRule) -> None:
-        """Raise WorkerError, exit code 2, for a shape that images cannot have; `fit` needs no TensorFlow."""
+        """Raise WorkerError, exit code 2, for a shape that images cannot have. `fit` needs no TensorFlow."""
         shape = known_shape(rule)
         if shape is None or shape[2] not in (1, 3):
             problem = f"images cannot be converted to samples of shape {rule.shape}"
@@ -133,7 +134,7 @@ class ImageDecoder:
         self._large_image = threading.Lock()
 
     def decode(self, content: bytes) -> Array:
-        """Return the image encoded in `content` as uint8 of the rule's shape; raises UnusableError."""
+        """Return the image encoded in `content` as uint8 of the rule's shape. Raises UnusableError."""
         try:
             header = read_header(content)
             if header is None:
@@ -147,7 +148,7 @@ class ImageDecoder:
             raise UnusableError("undecodable") from None
 
     def fit(self, image: Array) -> Array:
-        """Return uint8 (h, w, c) as uint8 of the rule's shape; raises UnusableError unless c is 1 to 4."""
+        """Return uint8 (h, w, c) as uint8 of the rule's shape. Raises UnusableError unless c is 1 to 4."""
         if 0 in image.shape or image.shape[2] > 4:
             raise UnusableError("undecodable")
         if image.shape == (self._height, self._width, self._channels):
@@ -233,11 +234,11 @@ class ClassFolders(DecodedSource):
         return ((file, self._label(file)) for file in self._files)
 
     def _label(self, file: DataFile) -> int:
-        """Return the index of the file's class; files beside the class folders come last."""
+        """Return the index of the file's class. Files beside the class folders come last."""
         return self._label_of[_normalize(file.parts[0])] if len(file.parts) > 1 else len(self._label_of)
 
     def decode(self, file: DataFile, label: int) -> tuple[Array, Any]:
-        """Return the picture and its class; raises UnusableError."""
+        """Return the picture and its class. Raises UnusableError."""
         if len(file.parts) == 1:
             raise UnusableError("no_class")
         if file.size > self._rule.max_bytes:
@@ -258,7 +259,6 @@ def _normalize(folder: str) -> str:
     return unicodedata.normalize("NFC", folder)
 
 
-PARTS = {"train", "training", "val", "valid", "validation", "test", "testing"}
 """Folders that are parts of a data set, not classes, unless the job lists them as classes."""
 
 
@@ -341,7 +341,7 @@ class RecordFiles(DecodedSource):
         return "GZIP"
 
     def decode(self, content: bytes | None, label: str) -> tuple[Array, Any]:
-        """Return sample and label of an example; raises UnusableError."""
+        """Return sample and label of an example. Raises UnusableError."""
         if content is None:
             raise UnusableError("damaged_file")
         try:

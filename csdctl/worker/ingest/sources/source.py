@@ -39,6 +39,18 @@ IGNORED = {
 """What systems and archives add; names that begin with a dot are ignored too."""
 
 
+EXPECTED = (
+    "expected (samples, labels), (samples, labels, weights), or samples alone, as arrays or as a "
+    "tf.data.Dataset, a keras.utils.PyDataset, or an iterator of single (sample, label)"
+)
+_NUMBERS = (
+    "turn text into numbers in the function, with keras.layers.TextVectorization or StringLookup, numbers of "
+    "several types into one, with astype('float32'), and lists "
+    "of different lengths into one array, with keras.utils.pad_sequences"
+)
+_MAX_NAME = 128
+
+
 @dataclass(frozen=True, slots=True)
 class DataFile:
     """A file below a root."""
@@ -66,7 +78,7 @@ class Tree:
         return self.root.joinpath(*file.parts)
 
     def fingerprint(self, settings: str, max_bytes: int) -> str:
-        """Return a hash of `settings`, root, names and content; of files above `max_bytes`, the state."""
+        """Return a hash of `settings`, root, names and content. Of files above `max_bytes`, the state."""
         root = self.root.resolve()
         states = hashlib.sha256(ascii((max_bytes, self.files)).encode()).hexdigest()
         newest_ns = max((file.state[-1] for file in self.files), default=0)
@@ -89,7 +101,7 @@ class Tree:
 
 
 def read_tree(source: str, *, is_private: bool = False) -> Tree:
-    """List the files at `source`; raises WorkerError, exit code 2, or 1 for missing private data."""
+    """List the files at `source`. Raises WorkerError, exit code 2, or 1 for missing private data."""
     try:
         root = Path.home() / Path(source).expanduser()
     except RuntimeError:
@@ -139,7 +151,7 @@ def _check_link(entry: os.DirEntry[str], within: str, source: str) -> None:
 
 
 def data_error(source: str, problem: str, remedy: str = "") -> WorkerError:
-    """Return the error for data that cannot be used; it names no file below `source`."""
+    """Return the error for data that cannot be used. It names no file below `source`."""
     return InputError(f"data at {source} {problem}", remedy)
 
 
@@ -157,7 +169,7 @@ def convert_write_errors() -> Iterator[None]:
 
 
 class UnusableError(Exception):
-    """A sample cannot be used; it is skipped and counted under this reason."""
+    """A sample cannot be used. It is skipped and counted under this reason."""
 
 
 @dataclass(frozen=True)
@@ -217,7 +229,7 @@ def num_threads() -> int:
 
 
 class DecodedSource(SampleSource):
-    """Samples that are decoded one by one, in threads, in order; unusable ones are counted and skipped."""
+    """Samples that are decoded one by one, in threads, in order. Unusable ones are counted and skipped."""
 
     def __init__(self, spec: PrepareSpec, threads: int) -> None:
         super().__init__(spec)
@@ -228,7 +240,7 @@ class DecodedSource(SampleSource):
         raise NotImplementedError
 
     def decode(self, content: Any, label: Any) -> tuple[Array, Any]:
-        """Return sample and label; raises UnusableError."""
+        """Return sample and label. Raises UnusableError."""
         raise NotImplementedError
 
     def place_of(self, candidate: Candidate, number: int) -> str:
@@ -277,18 +289,6 @@ def _groups(candidates: Iterable[Candidate], max_samples: int) -> Iterator[list[
         yield group
 
 
-EXPECTED = (
-    "expected (samples, labels), (samples, labels, weights), or samples alone, as arrays or as a "
-    "tf.data.Dataset, a keras.utils.PyDataset, or an iterator of single (sample, label)"
-)
-_NUMBERS = (
-    "turn text into numbers in the function, with keras.layers.TextVectorization or StringLookup, numbers of "
-    "several types into one, with astype('float32'), and lists "
-    "of different lengths into one array, with keras.utils.pad_sequences"
-)
-_MAX_NAME = 128
-
-
 class StructureError(Exception):
     """The result of a function is not samples: a problem, such as 'returned an int', and a remedy."""
 
@@ -298,7 +298,7 @@ class StructureError(Exception):
 
 
 def name_parts(element: Any, spec: PrepareSpec) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return inputs and outputs, {} without labels, by their names in the model; raises StructureError."""
+    """Return inputs and outputs, {} without labels, by their names in the model. Raises StructureError."""
     if isinstance(element, Mapping) or getattr(element, "shape", ()) not in ((), None):
         element = (element, None)
     if not (isinstance(element, tuple | list) and len(element) in (2, 3)):
@@ -313,7 +313,7 @@ def no_labels(num_samples: tuple[int, ...]) -> Array:
 
 
 def _name_inputs(samples: Any, spec: PrepareSpec) -> dict[str, Any]:
-    """Return the parts of `samples` by the names of the model's inputs; '' if there is only one."""
+    """Return the parts of `samples` by the names of the model's inputs. '' if there is only one."""
     parts = _parts_of(samples, INPUT)
     known = list(spec.inputs)
     if len(known) == len(parts) == 1 and "" in (*known, *parts):
@@ -324,7 +324,7 @@ def _name_inputs(samples: Any, spec: PrepareSpec) -> dict[str, Any]:
 
 
 def _name_outputs(labels: Any, weights: Any, spec: PrepareSpec) -> dict[str, Any]:
-    """Return the parts of `labels` by the model's outputs, '' for the only one; the samples' weights last."""
+    """Return the parts of `labels` by the model's outputs, '' for the only one. The samples' weights last."""
     if labels is None:
         return {}
     parts = _parts_of(labels, OUTPUT)
@@ -365,12 +365,12 @@ def _parts_of(structure: Any, kind: str) -> dict[str, Any]:
 
 
 def _is_part(value: Any) -> bool:
-    """Return whether an item of a tuple is an input or output; numbers make up a list of numbers."""
+    """Return whether an item of a tuple is an input or output. Numbers make up a list of numbers."""
     return (hasattr(value, "shape") and not isinstance(value, np.generic)) or isinstance(value, Mapping)
 
 
 def to_array(part: Any, name: str) -> Array:
-    """Return an array or tensor as an array of numbers, ragged ones padded with 0; raises StructureError."""
+    """Return an array or tensor as an array of numbers, ragged ones padded with 0. Raises StructureError."""
     where = f" as {name}" if name else ""
     if hasattr(part, "to_tensor"):
         part = part.to_tensor()
@@ -394,7 +394,7 @@ def to_array(part: Any, name: str) -> Array:
 
 
 def to_arrays(parts: Mapping[str, Any], num_axes: int) -> dict[str, Array]:
-    """Return parts as arrays of numbers, 1 axis of several samples or 0; raises StructureError."""
+    """Return parts as arrays of numbers, 1 axis of several samples or 0. Raises StructureError."""
     arrays = {name: to_array(part, name) for name, part in parts.items()}
     if SAMPLE_WEIGHT in arrays:
         weights = arrays[SAMPLE_WEIGHT]
@@ -408,7 +408,7 @@ def to_arrays(parts: Mapping[str, Any], num_axes: int) -> dict[str, Array]:
 
 
 def to_records(arrays: Mapping[str, Array], num_axes: int) -> Array:
-    """Return several arrays as the fields of one, and the only array as it is; raises StructureError."""
+    """Return several arrays as the fields of one, and the only array as it is. Raises StructureError."""
     if list(arrays) == [""]:
         return arrays[""]
     if len({array.shape[:num_axes] for array in arrays.values()}) != 1:

@@ -29,7 +29,7 @@ BUFFER_BYTES = 256 << 10
 
 
 def _node(name: str, operation: str, inputs: Sequence[str], **attributes: bytes) -> bytes:
-    """Return a node of a GraphDef; `attributes` are messages of the type AttrValue."""
+    """Return a node of a GraphDef. `attributes` are messages of the type AttrValue."""
     texts = ((1, name), (2, operation), *((3, one) for one in inputs))
     fields = [encode_field(number, text.encode()) for number, text in texts]
     for key, value in attributes.items():
@@ -94,7 +94,7 @@ class RecordReader:
         self._next = session.find("next", FunctionInfo((), ("next",)))
 
     def read(self, path: Path, compression: str = "") -> Iterator[bytes]:
-        """Yield the records of a file, `compression` '' or 'GZIP'; raises TensorFlowError for damage."""
+        """Yield the records of a file, `compression` '' or 'GZIP'. Raises TensorFlowError for damage."""
         self._begin(os.fsencode(path), compression.encode(), np.array(BUFFER_BYTES, np.int64))
         while True:
             try:
@@ -116,7 +116,7 @@ class Feature:
 
 
 def parse_example(content: bytes) -> dict[str, Feature]:
-    """Return the features of a serialized tf.train.Example by name; raises ValueError for anything else."""
+    """Return the features of a serialized tf.train.Example by name. Raises ValueError for anything else."""
     features = {}
     for number, kind, message in parse_fields(memoryview(content)):
         for inner, inner_kind, entry in parse_fields(message) if (number, kind) == (1, BYTES) else ():
