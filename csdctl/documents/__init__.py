@@ -254,39 +254,45 @@ def save_json(path: Path, content: object) -> None:
 """Characters of a key or a value in a message."""
 
 
+STRICT = ConfigDict(extra="forbid", allow_inf_nan=False)
+"""Rules of a file that the user writes: unknown keys are errors, and numbers are finite.
+
+A dataclass of the standard library gets them by `@with_config(STRICT)`, with all dataclasses in it."""
+
+
 class Document(BaseModel):
-    """Base of every file written by the user: unknown keys are errors, numbers finite, values immutable."""
+    """Base of a file that the user writes, as an immutable model of pydantic."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+    model_config = STRICT | ConfigDict(frozen=True)
 
 
-DocumentT = TypeVar("DocumentT", bound=BaseModel)
 ValueT = TypeVar("ValueT")
 
 
-def load_document(path: Path, model: type[DocumentT], *, remedy: str = "") -> DocumentT:
-    """Read the YAML file `path` as `model`. Raises InputError with file, line and remedy.
+def load_document(path: Path, expected: type[ValueT], *, remedy: str = "") -> ValueT:
+    """Read the YAML file `path` as `expected`, a dataclass or a model of pydantic.
 
-    `remedy` is for a file that does not exist.
+    Raises InputError with file, line and remedy. `remedy` is for a file that does not exist.
     """
     return parse_document(
-        load_text(path, remedy=remedy or f"create {path} or use another file"), model, name=str(path)
+        load_text(path, remedy=remedy or f"create {path} or use another file"), expected, name=str(path)
     )
 
 
-def parse_document(text: str, model: type[DocumentT], *, name: str) -> DocumentT:
-    """Parse YAML `text` as `model`. `name` identifies it in error messages."""
+def parse_document(text: str, expected: type[ValueT], *, name: str) -> ValueT:
+    """Parse YAML `text` as `expected`. `name` identifies it in error messages."""
     tree, content = parse_yaml(text, name)
+    adapter: TypeAdapter[ValueT] = _adapter(cast(Hashable, expected))
     if not isinstance(content, dict):
         raise InputError(
-            f"{name}: expected keys such as {_name_keys(model.model_json_schema())}, "
+            f"{name}: expected keys such as {_name_keys(adapter.json_schema())}, "
             f"received {_KINDS.get(type(content), 'text')}",
             remedy=f"use a file with these keys, or fix {name}",
         )
     try:
-        return model.model_validate(content)
+        return adapter.validate_python(content)
     except ValidationError as error:
-        problems = [f"{name}{_describe(problem, tree, model)}" for problem in error.errors()[:MAX_PROBLEMS]]
+        problems = [f"{name}{_describe(problem, tree, adapter)}" for problem in error.errors()[:MAX_PROBLEMS]]
         if error.error_count() > MAX_PROBLEMS:
             problems.append(f"{name}: and {error.error_count() - MAX_PROBLEMS:,} more problems")
     raise InputError("\n".join(problems), remedy=f"fix {name}")
@@ -319,13 +325,13 @@ _adapter = functools.cache(TypeAdapter)
 """What a document is that has no keys."""
 
 
-def _describe(problem: Any, tree: yaml.Node | None, model: type[BaseModel] | None) -> str:
+def _describe(problem: Any, tree: yaml.Node | None, adapter: TypeAdapter[Any] | None) -> str:
     location: tuple[str | int, ...] = problem["loc"]
     line = _line_of(tree, location)
     key = _shorten(".".join(str(part) for part in location))
     where = f":{line}: " if line else ": "
     if problem["type"] in ("extra_forbidden", "unexpected_keyword_argument"):  # of a dataclass
-        schema = model.model_json_schema() if model else {}
+        schema = adapter.json_schema() if adapter else {}
         known = {
             name
             for part in (schema, *schema.get("$defs", {}).values())
@@ -341,8 +347,8 @@ def _describe(problem: Any, tree: yaml.Node | None, model: type[BaseModel] | Non
     shown = f" (received {_shorten(repr(received))})" if isinstance(received, str | int | float) else ""
     what = f"`{key}`: " if key else ""
     message = describe_value_problem(problem)
-    if model and (name := problem.get("ctx", {}).get("class_name")):  # where keys and values are expected
-        message = f"must have keys such as {_name_keys(model.model_json_schema()['$defs'][name])}"
+    if adapter and (name := problem.get("ctx", {}).get("class_name")):  # where keys and values are expected
+        message = f"must have keys such as {_name_keys(adapter.json_schema()['$defs'][name])}"
     return f"{where}{what}{_shorten(message, 5 * MAX_SHOWN)}{shown}"
 
 

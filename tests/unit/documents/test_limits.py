@@ -2,14 +2,15 @@
 
 import json
 import os
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import pytest
 import yaml
 from hypothesis import given
 from hypothesis import strategies as st
-from pydantic import Field
+from pydantic import Field, with_config
 
 from csdctl.documents import (
     MAX_DEPTH,
@@ -17,6 +18,7 @@ from csdctl.documents import (
     MAX_SCALAR,
     MAX_SIZE,
     MAX_TEXT_BYTES,
+    STRICT,
     VALUE_SIZE,
     Document,
     check_values,
@@ -54,6 +56,30 @@ class Settings(Document):
     flags: dict[str, bool] = {}
 
 
+@dataclass(frozen=True)
+class PlainData:
+    path: str
+    on: str = "host"
+
+
+@dataclass(frozen=True)
+class PlainEntry:
+    name: str
+    port: Annotated[int, Field(ge=1)] = 22
+
+
+@with_config(STRICT)
+@dataclass(frozen=True)
+class PlainSettings:
+    """`Settings` as a dataclass of the standard library."""
+
+    model: str = ""
+    rate: float = 0.1
+    public: PlainData | None = None
+    nodes: tuple[PlainEntry, ...] = ()
+    flags: dict[str, bool] = field(default_factory=dict)
+
+
 class Counted(Document):
     counts: list[int] = Field(default=[])
 
@@ -62,9 +88,9 @@ def parse(text: str) -> Open:
     return parse_document(text, Open, name="job.yaml")
 
 
-def refused(text: str, model: type[Document] = Open) -> str:
+def refused(text: str, expected: type[object] = Open) -> str:
     with pytest.raises(InputError) as raised:
-        parse_document(text, model, name="job.yaml")
+        parse_document(text, expected, name="job.yaml")
     return raised.value.message
 
 
@@ -262,10 +288,13 @@ class TestRefusedDocuments:
             ),
             ("", "job.yaml: expected keys such as model, rate, public, received an empty file"),
             ("- model: m\n", "job.yaml: expected keys such as model, rate, public, received a list"),
+            ("public: 7", "job.yaml:1: `public`: must have keys such as path, on (received 7)"),
+            ("rate: .inf", "job.yaml:1: `rate`: must be a finite number (received inf)"),
         ],
     )
-    def test_problem_is_reported_with_its_line(self, text: str, message: str) -> None:
-        assert refused(text, Settings) == message
+    @pytest.mark.parametrize("expected", [Settings, PlainSettings])
+    def test_problem_is_reported_with_its_line(self, expected: type, text: str, message: str) -> None:
+        assert refused(text, expected) == message
 
     def test_all_problems_are_reported_at_once(self) -> None:
         lines = refused("modle: m\nrate: fast\npublic: {}\n", Settings).splitlines()
