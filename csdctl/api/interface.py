@@ -579,7 +579,7 @@ def prepare(job: JobOrPath, fleet: FleetOrPath = "fleet.yaml") -> Prepared:
     """
     loaded, chosen = as_job(job).load(), as_fleet(fleet)
     with open_session() as streams:
-        prepared = prepare_fleet(loaded, chosen, streams.directory, PreparationScreen(streams))
+        prepared = prepare_fleet(loaded, chosen, streams.directory, PreparationScreen(streams).events)
         render_prepared(streams.console, prepared)
     return prepared
 
@@ -589,7 +589,7 @@ def tune(job: JobOrPath, fleet: FleetOrPath = "fleet.yaml", options: TuneOptions
     options = check_values(options or TuneOptions(), InstanceOf[TuneOptions], "options", remedy="")
     loaded, chosen = as_job(job).load(), as_fleet(fleet)
     with open_session() as streams:
-        plan = of_tune.tune_job(loaded, chosen, streams.directory, options, PreparationScreen(streams))
+        plan = of_tune.tune_job(loaded, chosen, streams.directory, options, PreparationScreen(streams).events)
         path = streams.project.plan(loaded.name)
         render_plan(streams.console, plan, str(path.relative_to(streams.directory)))
     return plan
@@ -603,7 +603,7 @@ def verify(job: JobOrPath, fleet: FleetOrPath = "fleet.yaml") -> Verification:
     loaded, chosen = as_job(job).load(), as_fleet(fleet)
     with open_session() as streams:
         request = TrainRequest(loaded, chosen, streams.directory, TrainOptions())
-        found = run_verification(request, PreparationScreen(streams))
+        found = run_verification(request, PreparationScreen(streams).events)
         verdict = judge(found.result, found.nodes, found.differences)
         render_verified(streams.console, found.result, verdict, found.nodes, emulated=chosen.emulated)
     found.check_features()

@@ -1,21 +1,26 @@
 """Work on data while it runs, with a row for each data set or machine, and the results of `prepare`."""
 
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 
 from rich.console import Group
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 from rich.text import Text
 
 from csdctl.reporting.numbers import format_bytes, format_count
-from csdctl.shipping.deliver import Delivery
 from csdctl.terminal.console import PrintableConsole
 from csdctl.terminal.streams import Streams
 from csdctl.terminal.view import View
 from csdctl.worker.protocol.datasets import SKIPPED, DatasetInfo, PrepareProgress, list_names
 from csdctl.workflows.data.prepare import Prepared
-from csdctl.workflows.workspace.workspace import OnProgress
+from csdctl.workflows.workspace.event_stream import (
+    EventStream,
+    FilesSent,
+    Message,
+    WorkEnded,
+    WorkProgressed,
+    WorkStarted,
+)
 
 INTERVAL_S = 5.0
 """Seconds between two lines where there is no terminal."""
@@ -71,26 +76,32 @@ class PreparingView(View):
 
 
 class PreparationScreen:
-    """Shows messages, the progress of work on data, and what was sent."""
+    """Shows the events of a workflow: messages, the progress of work on data, and what was sent."""
 
     def __init__(self, streams: Streams) -> None:
         self._streams = streams
+        self._work: PreparingView | None = None
+        self.events = EventStream((self.show,))
 
     def say(self, line: str) -> None:
         """Show one line."""
         self._streams.say(line)
 
-    def on_delivery(self, node: str, delivery: Delivery) -> None:
-        """Show what was sent to a node."""
-        if delivery.num_sent:
-            sent = format_count(delivery.num_sent, "file")
-            self.say(f"{node}: {sent} sent ({format_bytes(delivery.bytes_sent)})")
-
-    @contextmanager
-    def preparing(self, what: str = "preparing data", expected: Sequence[str] = ()) -> Iterator[OnProgress]:
-        """Open a view of the progress. `expected`: names that will report."""
-        with PreparingView(self._streams.views, what=what, expected=expected) as view:
-            yield view.show
+    def show(self, event: object) -> None:
+        """Show one event. Ignores events of other types."""
+        if isinstance(event, Message):
+            self.say(event.text)
+        elif isinstance(event, WorkStarted):
+            self._work = PreparingView(self._streams.views, what=event.what, expected=event.names)
+            self._work.__enter__()
+        elif isinstance(event, WorkProgressed) and self._work:
+            self._work.show(event.name, event.progress)
+        elif isinstance(event, WorkEnded) and self._work:
+            self._work.__exit__(None, None, None)
+            self._work = None
+        elif isinstance(event, FilesSent) and event.delivery.num_sent:
+            sent = format_count(event.delivery.num_sent, "file")
+            self.say(f"{event.node}: {sent} sent ({format_bytes(event.delivery.bytes_sent)})")
 
 
 def render_prepared(console: PrintableConsole, prepared: Prepared) -> None:

@@ -64,6 +64,7 @@ from csdctl.workflows.preflight.doctor import Examination, describe, judge_sandb
 from csdctl.workflows.train.run import RunStopped
 from csdctl.workflows.train.scale import Point
 from csdctl.workflows.train.train import TrainRequest, TrainResult, rehearse_training, run_training
+from csdctl.workflows.workspace.event_stream import RunStarted
 
 INTERVAL_S, INTERVAL_SHARE = 5.0, 1 / 64
 """Minimum interval between two searches for a bottleneck, and the same as a share of the run so far. The
@@ -338,7 +339,7 @@ class TrainingScreen(PreparationScreen):
         """Train, and show the results. Raises what `run_training` raises."""
         with self._stack:
             try:
-                result = run_training(request, self)
+                result = run_training(request, self.events)
             except RunStopped as stopped:
                 assert self.run is not None
                 line = "stopped; the state of the last completed step is kept"
@@ -354,7 +355,18 @@ class TrainingScreen(PreparationScreen):
             self._show_end(line, "released", summary, run, is_stopped=is_stopped)
         return result
 
-    def on_preflight(self, examination: Examination) -> None:
+    def show(self, event: object) -> None:
+        """Show one event of the training."""
+        if isinstance(event, Event):
+            self._show_event(event)
+        elif isinstance(event, Examination):
+            self._show_examination(event)
+        elif isinstance(event, RunStarted):
+            self._show_start(event)
+        else:
+            super().show(event)
+
+    def _show_examination(self, examination: Examination) -> None:
         """Show a line for each amber check, and the times of sums unless something is red."""
         for check, machines in fold(examination.checks):
             if check.status == Status.WARN:
@@ -371,12 +383,13 @@ class TrainingScreen(PreparationScreen):
         if check.remedy:
             self.say(f"  → {check.remedy}")
 
-    def on_start(self, run: RunDirectory, spec: RunSpec, num_steps: int) -> None:
+    def _show_start(self, started: RunStarted) -> None:
         """Show the run, and open the live view."""
+        run, spec, num_steps = started.run, started.spec, started.steps_per_epoch
         self.run = run
         self._streams.result_line({"schema": "csdctl.train/1", "run": run.run_id, "path": str(run.path)})
         self.say(f"run {run.run_id}: {format_count(spec.ranks, 'rank')}, {num_steps:,} steps per epoch")
-        if rates := run.load_manifest()["predicted_range"]:
+        if rates := started.predicted_range:
             self.say(f"9 of 10 such runs are expected to reach {format_range(rates)} samples/s")
         for line in filter(None, (*describe_repeats(spec), describe_learning_rate(spec))):
             self.say(line)
@@ -387,8 +400,7 @@ class TrainingScreen(PreparationScreen):
             TrainingView(self._streams.views, spec, num_steps, emulated=self._emulated, past=past)
         )
 
-    def on_event(self, event: Event) -> None:
-        """Show one event."""
+    def _show_event(self, event: Event) -> None:
         self._streams.result_line(event_document(event))
         if isinstance(event, Ready) and event.sandbox.obstacle:
             check = judge_sandbox(event.node, event.sandbox)
@@ -427,7 +439,7 @@ def train_point(streams: Streams, point: Point, request: TrainRequest) -> TrainR
 
 def show_training_rehearsal(streams: Streams, request: TrainRequest) -> None:
     """Examine the machines and print the plan that `train` would follow. Raises CsdctlError as it does."""
-    found = rehearse_training(request, TrainingScreen(streams, emulated=request.fleet.emulated))
+    found = rehearse_training(request, TrainingScreen(streams, emulated=request.fleet.emulated).events)
     if request.batch_size:
         path = "none: --batch-size"
     else:

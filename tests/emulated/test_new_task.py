@@ -41,10 +41,13 @@ from csdctl.workflows.train.spec import TrainOptions
 from csdctl.workflows.train.spec import RunContext, build_inputs, place_plan
 from csdctl.workflows.train.plan import build_equal_plan
 from csdctl.workflows.train.run import run_ranks
+from csdctl.workflows.workspace.event_stream import EventStream
+from csdctl.worker.protocol.events import Event
 from csdctl.workflows.workspace.workspace import open_workspace
 
 def show(event):
-    print(event_to_line(event), flush=True)
+    if isinstance(event, Event):
+        print(event_to_line(event), flush=True)
 
 job, fleet = load_job(Path("job.yaml")), load_fleet(Path("fleet.yaml"))
 with open_workspace(Path.cwd(), fleet, "train", is_locking=True) as space:
@@ -52,10 +55,10 @@ with open_workspace(Path.cwd(), fleet, "train", is_locking=True) as space:
     plan = build_equal_plan(job, fleet, space.facts, 20)
     placed = place_plan(plan, prepared, job, fleet)
     run = space.project.new_scratch()
-    inputs = build_inputs(run, plan.ranks, placed, RunContext(job, prepared, space, None))
+    inputs = build_inputs(run, plan.ranks, placed, RunContext(job, prepared, space, EventStream()))
     spec = dataclasses.replace(inputs.spec, validation=None, task=TaskSpec("count", {"halted": "csd1"}))
     options = TrainOptions(deadlines=Patience(max_restarts=0))  # restarted at once, csd1 would join again
-    run_ranks(dataclasses.replace(inputs, spec=spec), space, options, lambda *_: None, show)
+    run_ranks(dataclasses.replace(inputs, spec=spec), space, options, EventStream((show,)))
 """
 
 

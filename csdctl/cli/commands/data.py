@@ -123,7 +123,7 @@ def prepare(call: Call) -> None:
     from csdctl.workflows.data.prepare import prepare_fleet
 
     streams = call.streams
-    prepared = prepare_fleet(call.job, call.fleet, call.directory, PreparationScreen(streams))
+    prepared = prepare_fleet(call.job, call.fleet, call.directory, PreparationScreen(streams).events)
     render_prepared(streams.console, prepared)
     streams.result(prepare_document(prepared))
 

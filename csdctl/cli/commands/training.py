@@ -181,7 +181,7 @@ def predict(
         force=force,
     )
     screen = PreparationScreen(streams)
-    found = run_prediction(request, screen)
+    found = run_prediction(request, screen.events)
     by_machine = ", ".join(f"{name} {count:,}" for name, count in found.num_rows_of.items())
     earlier = found.num_rows - found.num_computed
     screen.say(

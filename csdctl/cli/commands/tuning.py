@@ -90,7 +90,7 @@ def tune(
         cut=cut,
         goal=goal,
     )
-    plan = tune_job(call.job, call.fleet, call.directory, tune_options, PreparationScreen(streams))
+    plan = tune_job(call.job, call.fleet, call.directory, tune_options, PreparationScreen(streams).events)
     path = streams.project.plan(call.job.name)
     render_plan(streams.console, plan, str(path.relative_to(call.directory)))
     streams.result(plan_document(plan, str(path)))
@@ -182,7 +182,7 @@ def verify(
         strategy=strategy, cut=cut, num_micro_batches=micro_batches, feature_precision=feature_precision
     )
     request = TrainRequest(call.job, call.fleet, call.directory, options, plan, batch_size)
-    found = run_verification(request, PreparationScreen(streams))
+    found = run_verification(request, PreparationScreen(streams).events)
     verdict = judge(found.result, found.nodes, found.differences)
     shown = found.result, verdict, found.nodes
     render_verified(streams.console, *shown, emulated=call.fleet.emulated)

@@ -55,6 +55,7 @@ from csdctl.worker.protocol.file_state import file_state
 from csdctl.worker.protocol.json_codec import from_json, to_json
 from csdctl.worker.protocol.model_info import BuildRequest, BuildSpec, ModelInfo
 from csdctl.worker.protocol.run_spec import CompiledStep, DatasetSlice, UserCode
+from csdctl.workflows.workspace.event_stream import EventStream, FilesSent
 
 MODEL_FILES = ("info.json", "architecture.json", "weights.npz")
 PART_FILES = ("prefix.json", "prefix.npz", "head.json", "head.npz")
@@ -243,20 +244,17 @@ def _model_key(job: Job, worker: StoredFile) -> str:
     return digest.hexdigest()[:32]
 
 
-OnDelivery = Callable[[str, Delivery], None]
-
-
 def deploy_files(
     files: Mapping[str, Sequence[StoredFile]],
     fleet: Fleet,
     sessions: Mapping[str, Session],
-    on_delivery: OnDelivery,
+    events: EventStream,
 ) -> dict[str, Delivery]:
     """Send each machine its files, in parallel. Raises PartialError naming the machines that failed."""
 
     def on_done(outcome: Outcome[Delivery]) -> None:
         if outcome.value:
-            on_delivery(outcome.name, outcome.value)
+            events.emit(FilesSent(outcome.name, outcome.value))
 
     def send(session: Session) -> Delivery:
         payload = pack_payload(files[session.name])

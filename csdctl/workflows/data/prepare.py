@@ -11,12 +11,11 @@ and no file names.
 import hashlib
 import re
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Protocol
+from typing import Annotated
 
 from pydantic import Field, TypeAdapter, ValidationError
 
@@ -28,7 +27,7 @@ from csdctl.job.model import Job, find_imported
 from csdctl.notify import Say
 from csdctl.reporting.numbers import format_count
 from csdctl.runs.directory import ProjectDirectory
-from csdctl.shipping.deliver import Delivery, deliver
+from csdctl.shipping.deliver import deliver
 from csdctl.shipping.payload import pack_payload
 from csdctl.shipping.store import StoredFile, store_bytes, store_file
 from csdctl.shipping.worker_calls import WorkerProgram, call_worker
@@ -51,7 +50,8 @@ from csdctl.workflows.data.files import (
     store_worker,
     whole,
 )
-from csdctl.workflows.workspace.workspace import OnProgress, Workspace, call_machine, open_workspace
+from csdctl.workflows.workspace.event_stream import EventStream, OnProgress
+from csdctl.workflows.workspace.workspace import Workspace, call_machine, open_workspace
 
 DEADLINE_S = 300.0
 DATA_STORE = ".csdctl/data"
@@ -440,39 +440,21 @@ def add_function(
     return replace(spec, function=f"{stored[0].path}:{name}", code=code), stored
 
 
-class PreparationObserver(Protocol):
-    """Shows messages, the progress of preparing, and the deliveries of files."""
-
-    def say(self, line: str, /) -> None:
-        """Show one line."""
-
-    def preparing(
-        self, what: str = ..., expected: Sequence[str] = ..., /
-    ) -> AbstractContextManager[OnProgress]:
-        """Open a view of the progress of `what`, of which the names in `expected` report.
-
-        It is closed before anything else is shown but lines of text.
-        """
-
-    def on_delivery(self, node: str, delivery: Delivery, /) -> None:
-        """Files have reached `node`."""
-
-
-def prepare_in(space: Workspace, job: Job, observer: PreparationObserver, **options: bool) -> Prepared:
+def prepare_in(space: Workspace, job: Job, events: EventStream, **options: bool) -> Prepared:
     """Prepare model and data of `job` on the machines of `space`. Raises InputError or PartialError.
 
     `options` as of `prepare_job`.
     """
     began = time.monotonic()
-    with observer.preparing() as on_progress:
-        prepared = prepare_job(job, space, observer.say, on_progress, **options)
+    with events.working("preparing data") as on_progress:
+        prepared = prepare_job(job, space, events.say, on_progress, **options)
     return replace(prepared, elapsed_s=time.monotonic() - began)
 
 
-def prepare_fleet(job: Job, fleet: Fleet, directory: Path, observer: PreparationObserver) -> Prepared:
+def prepare_fleet(job: Job, fleet: Fleet, directory: Path, events: EventStream) -> Prepared:
     """Prepare `job` on the host and all nodes of `fleet`.
 
     Raises InputError when model and data do not fit together, and CsdctlError when a machine fails.
     """
-    with open_workspace(directory, fleet, "prepare", is_locking=True, say=observer.say) as space:
-        return prepare_in(space, job, observer, is_checked=True)
+    with open_workspace(directory, fleet, "prepare", is_locking=True, say=events.say) as space:
+        return prepare_in(space, job, events, is_checked=True)

@@ -38,7 +38,7 @@ from csdctl.worker.protocol.model_info import ModelInfo, OutputInfo, OwnCompile
 from csdctl.workflows.data.files import SerializedModel, serialize_model, shapes_of, store_worker
 from csdctl.workflows.data.prepare import add_function, first_spec, follow
 from csdctl.workflows.init.script import WRITTEN, LiftedScript, lift_script, trains_on_import
-from csdctl.workflows.workspace.workspace import OnProgress
+from csdctl.workflows.workspace.event_stream import OnProgress
 
 DEFAULT_SIZE = (224, 224)
 """Height and width that most models of keras.applications were made for."""

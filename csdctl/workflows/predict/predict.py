@@ -47,10 +47,11 @@ from csdctl.worker.protocol.features import (
 from csdctl.worker.protocol.model_info import ModelInfo, OutputInfo
 from csdctl.workflows.data.compile import ModelCompiler, as_prefix, files_of
 from csdctl.workflows.data.files import SerializedModel, deploy_files, whole
-from csdctl.workflows.data.prepare import PreparationObserver, Prepared, check_info, load_prepared, prepare_in
+from csdctl.workflows.data.prepare import Prepared, check_info, load_prepared, prepare_in
 from csdctl.workflows.train.plan import default_runtime
 from csdctl.workflows.train.strategies import MAX_HEADER_BYTES, check_parts
-from csdctl.workflows.workspace.workspace import OnProgress, Workspace, call_machine, open_workspace
+from csdctl.workflows.workspace.event_stream import EventStream, OnProgress
+from csdctl.workflows.workspace.workspace import Workspace, call_machine, open_workspace
 
 CSV, NPZ = ".csv", ".npz"
 DEFAULT_JOB = Path("job.yaml")
@@ -337,29 +338,29 @@ class PredictResult:
         )
 
 
-def predict(request: PredictRequest, observer: PreparationObserver) -> PredictResult:
+def predict(request: PredictRequest, events: EventStream) -> PredictResult:
     """Predict, and write what there is to `request.output`. What is missing is in the result.
 
     Raises InputError if model and data do not fit, CsdctlError if there is no row at all.
     """
     began = time.monotonic()
-    say, root = observer.say, request.directory
+    say, root = events.say, request.directory
     with open_workspace(root, request.fleet, "predict", is_locking=True, say=say, min_nodes=1) as space:
         absent = space.unreachable
         if absent:
             say(f"continuing without {', '.join(absent)}, which cannot be reached")
         record = load_prepared(space.project, request.job)
         num_private = dict(record.num_private) if record else {}
-        prepared = prepare_in(space, request.model_job, observer, is_trained=False)
+        prepared = prepare_in(space, request.model_job, events, is_trained=False)
         num_private |= prepared.num_private
         rules = build_rules(prepared.model.info, request.want)
         if request.layer:
             check_layer(request.layer, prepared.model)
         files = prepared.model, prepared.public, prepared.worker
-        model = ModelCompiler(request.model_job, *files, space, observer.say).forward(request.layer)
+        model = ModelCompiler(request.model_job, *files, space, events.say).forward(request.layer)
         prepared = replace(prepared, model=model)
         with tempfile.TemporaryDirectory(".predict", dir=space.project.state) as directory:
-            prediction = _Prediction(request, prepared, space, rules, Path(directory), observer)
+            prediction = _Prediction(request, prepared, space, rules, Path(directory), events)
             found, failed = prediction.run(list_parts(request, prepared))
             result = PredictResult(request.output, num_computed=sum(one.num_computed for one in found))
             for one in found:
@@ -419,7 +420,7 @@ class _Prediction:
     space: Workspace
     rules: tuple[ResultRule, ...]
     directory: Path
-    observer: PreparationObserver
+    events: EventStream
 
     def run(self, parts: list[Part]) -> tuple[list[Block], dict[str, CsdctlError]]:
         """Return the results in the order of `parts`, and the errors of nodes. Raises that of the host."""
@@ -427,12 +428,12 @@ class _Prediction:
         for part in parts:
             by_machine.setdefault(part.machine, []).append(part)
         fleet, sessions = self.space.fleet, self.space.sessions
-        with self.observer.preparing(_DOING, [part.label for part in parts]) as on_progress:
+        with self.events.working(_DOING, [part.label for part in parts]) as on_progress:
 
             def on_machine(name: str) -> list[Block]:
                 if name != HOST_NAME:
                     files = {name: [self.prepared.worker, *files_of(self.prepared.model)]}
-                    deploy_files(files, fleet, sessions, self.observer.on_delivery)
+                    deploy_files(files, fleet, sessions, self.events)
                 return [self._predict(part, on_progress) for part in by_machine[name]]
 
             outcomes = run_on_all({name: name for name in by_machine}, on_machine)

@@ -11,7 +11,6 @@ from contextlib import suppress
 from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Protocol
 
 from csdctl.documents import save_json
 from csdctl.energy.sampler import PowerSampler
@@ -26,13 +25,12 @@ from csdctl.supervision.supervisor import USER
 from csdctl.worker.protocol.events import Event
 from csdctl.worker.protocol.json_codec import to_json
 from csdctl.worker.protocol.orders import Order
-from csdctl.worker.protocol.run_spec import RunSpec
-from csdctl.workflows.data.files import OnDelivery, deploy_files
-from csdctl.workflows.data.prepare import PreparationObserver
-from csdctl.workflows.preflight.doctor import Examination, explain_failure
+from csdctl.workflows.data.files import deploy_files
+from csdctl.workflows.preflight.doctor import explain_failure
 from csdctl.workflows.preflight.ranks import Conditions, run_spec
 from csdctl.workflows.train.late import prepare_late_node
 from csdctl.workflows.train.spec import RunInputs, TrainOptions
+from csdctl.workflows.workspace.event_stream import EventStream, RunStarted
 from csdctl.workflows.workspace.workspace import Workspace
 
 
@@ -58,8 +56,7 @@ def run_ranks(
     inputs: RunInputs,
     space: Workspace,
     options: TrainOptions,
-    on_delivery: OnDelivery,
-    on_event: Callable[[Event], None],
+    events: EventStream,
     should_stop: Callable[[], bool] = lambda: False,
     next_order: Callable[[], Order | None] = lambda: None,
 ) -> str:
@@ -80,7 +77,7 @@ def run_ranks(
     files = {name: [*prepared.files, *inputs.shards.get(name, ()), stored_spec] for name in nodes}
     for name in nodes:
         files[name] += for_servers if fleet.server_of(name) == name else []
-    deploy_files(files, fleet, space.sessions, on_delivery)
+    deploy_files(files, fleet, space.sessions, events)
     least = 1 if options.min_nodes is None else options.min_nodes
     conditions = Conditions(
         # A host that sits out cannot continue alone.
@@ -92,20 +89,7 @@ def run_ranks(
         model_bytes=prepared.model.weights.size,
         prepare_late_node=prepare_late_node(inputs, spec, space),
     )
-    return run_spec(spec, stored_spec.path, run, prepared.worker.path, space, on_event, conditions)
-
-
-class RunObserver(PreparationObserver, Protocol):
-    """Called by the thread that trains, which supervises the run: a slow callback delays that."""
-
-    def on_preflight(self, examination: Examination, /) -> None:
-        """The machines have been examined."""
-
-    def on_start(self, run: RunDirectory, spec: RunSpec, num_steps: int, /) -> None:
-        """The run starts. An epoch has `num_steps` steps."""
-
-    def on_event(self, event: Event, /) -> None:
-        """A rank or the supervisor has reported `event`."""
+    return run_spec(spec, stored_spec.path, run, prepared.worker.path, space, events.emit, conditions)
 
 
 class RunStopped(KeyboardInterrupt):
@@ -119,40 +103,36 @@ class RunStopped(KeyboardInterrupt):
 
 
 def run_to_end(
-    inputs: RunInputs, num_steps: int, space: Workspace, options: TrainOptions, observer: RunObserver
+    inputs: RunInputs, num_steps: int, space: Workspace, options: TrainOptions, events: EventStream
 ) -> RunSummary:
     """Run the ranks, log their events, and add them up. Raises what `train` raises.
 
     A run that a callback has stopped returns as one that has come to its end. Its state is kept.
     """
     run = inputs.directory
-    observer.on_start(run, inputs.spec, num_steps)
-    log = EventLog(run, say=observer.say)
+    predicted_range = run.load_manifest()["predicted_range"]
+    events.emit(RunStarted(run, inputs.spec, num_steps, predicted_range))
+    log = EventLog(run, say=events.say)
     is_done = is_interrupted = is_full = False
     with (
-        PowerSampler(run, space.fleet, space.sessions, observer.say),
-        EventCallbacks(options.callbacks, run.run_id, observer.say) as callbacks,
+        PowerSampler(run, space.fleet, space.sessions, events.say),
+        EventCallbacks(options.callbacks, run.run_id, events.say) as callbacks,
     ):
 
-        def record(event: Event) -> None:
+        def record(event: object) -> None:
             nonlocal is_full
+            if not isinstance(event, Event):
+                return
             time_s = time.time()
             log.append(time_s, event)
             if log.unwritten and not is_full:
-                observer.say(f"{run.events}: no space left; events wait in memory until there is")
+                events.say(f"{run.events}: no space left; events wait in memory until there is")
             is_full = bool(log.unwritten)
-            observer.on_event(event)
             callbacks.put(time_s, event)
 
+        stream = EventStream((record, *events.consumers))
         try:
-            stopped_by = run_ranks(
-                inputs,
-                space,
-                options,
-                observer.on_delivery,
-                record,
-                should_stop=lambda: callbacks.has_stopped,
-            )
+            stopped_by = run_ranks(inputs, space, options, stream, should_stop=lambda: callbacks.has_stopped)
             is_done, is_interrupted = not stopped_by, stopped_by == USER
         except KeyboardInterrupt:  # the ranks were ended at once; the last completed step is kept
             is_interrupted = True

@@ -25,8 +25,9 @@ from csdctl.tuning.plan import DATA_PARALLEL, FEATURES, SPLIT, STRATEGIES, Plan,
 from csdctl.worker.protocol.features import FLOAT32, PRECISIONS
 from csdctl.worker.protocol.run_spec import DatasetSlice, RankSpec, RunSpec, SplitSpec
 from csdctl.workflows.data.compile import ModelCompiler
-from csdctl.workflows.data.files import OnDelivery, cut_shards, whole
-from csdctl.workflows.data.prepare import PreparationObserver, Prepared
+from csdctl.workflows.data.files import cut_shards, whole
+from csdctl.workflows.data.prepare import Prepared
+from csdctl.workflows.workspace.event_stream import EventStream
 from csdctl.workflows.workspace.workspace import Workspace
 
 AUTO = "auto"
@@ -114,18 +115,17 @@ ShardFiles = Mapping[str, tuple[StoredFile, ...]]
 
 @dataclass(frozen=True)
 class RunContext:
-    """Job, data and machines of a run, and who is told of it."""
+    """Job, data and machines of a run, and the stream of its events."""
 
     job: Job
     prepared: Prepared
     space: Workspace
-    observer: PreparationObserver
-    on_delivery: OnDelivery = lambda *_: None
+    events: EventStream
 
     @property
     def compiler(self) -> ModelCompiler:
         """What compiles the model for the prepared data."""
-        prepared, space, say = self.prepared, self.space, self.observer.say
+        prepared, space, say = self.prepared, self.space, self.events.say
         return ModelCompiler(self.job, prepared.model, prepared.public, prepared.worker, space, say)
 
 

@@ -55,7 +55,8 @@ from csdctl.workflows.data.compile import as_prefix, files_of
 from csdctl.workflows.data.files import deploy_files, whole
 from csdctl.workflows.data.prepare import Prepared, check_info
 from csdctl.workflows.train.spec import RunContext, RunInputs, ShardFiles, plan_reading
-from csdctl.workflows.workspace.workspace import OnProgress, Workspace, call_machine
+from csdctl.workflows.workspace.event_stream import OnProgress
+from csdctl.workflows.workspace.workspace import Workspace, call_machine
 
 _OTHERWISE = "train with --strategy data-parallel"
 COMPUTING = "computing features"
@@ -191,7 +192,7 @@ class Features(Strategy):
         """
         run = compute_features(inputs, context, self._precision)
         if self._gathered is None:
-            context.observer.say(run.describe())
+            context.events.say(run.describe())
         made = self._gathered or run
         names = ("layer", "precision", "num_computed", "elapsed_s")
         content = {name: getattr(made, name) for name in names}
@@ -295,7 +296,7 @@ def compute_features(inputs: RunInputs, context: RunContext, precision: str) -> 
     """
     began, nodes = time.monotonic(), [rank.node for rank in inputs.spec.ranks]
     find_features(context.prepared)
-    with context.observer.preparing(COMPUTING, nodes) as on_progress:
+    with context.events.working(COMPUTING, nodes) as on_progress:
         run = divide(inputs.spec, context, precision)
         machines = _prepare_machines(run, inputs.shards, context, on_progress)
         found = values_or_raise(run_on_all(machines, _Machine.extract), COMPUTING)
@@ -344,7 +345,7 @@ def _prepare_machines(
         if rank.node in space.fleet.machines
     }
     missing = {name: [*run.files, *shards.get(name, ())] for name in machines}
-    deploy_files(missing, space.fleet, space.sessions, context.on_delivery)
+    deploy_files(missing, space.fleet, space.sessions, context.events)
     return machines
 
 
@@ -467,25 +468,25 @@ def leave_to_host(plan: Plan, context: RunContext, precision: str) -> tuple[Plan
     These are None if the host has all of them. Where it cannot train alone, the plan is `plan` itself. Raises
     PartialError naming the machines that failed.
     """
-    observer = context.observer
+    events = context.events
     if len(plan.ranks) == 1:
         return plan, None
     if why_not := why_not_alone(context.job, context.prepared):
-        observer.say(f"all ranks train on their own features, not the host alone: there is {why_not}")
+        events.say(f"all ranks train on their own features, not the host alone: there is {why_not}")
         return plan, None
     alone = plan.for_host_alone()
     wanted = divide(plan_reading(alone, context).spec, context, precision)
     num_samples = context.prepared.public.num_samples
     if _gather(wanted, (), context):
-        observer.say(f"features of all {num_samples:,} public samples are on the host, which trains alone")
+        events.say(f"features of all {num_samples:,} public samples are on the host, which trains alone")
         return alone, None
     run = compute_features(plan_reading(plan, context), context, precision)
-    observer.say(run.describe())
+    events.say(run.describe())
     began = time.monotonic()
     with tempfile.TemporaryDirectory(".gather", dir=context.space.project.state) as directory:
         parts, num_bytes = _fetch_features(run, context.space, Path(directory))
         _gather(wanted, parts, context)
-    observer.say(
+    events.say(
         f"the host trains alone: {format_bytes(num_bytes)} of features of public samples fetched from "
         f"{len(run.spec.ranks) - 1} nodes in {format_seconds(time.monotonic() - began)}"
     )
@@ -523,7 +524,7 @@ def _gather(run: FeatureRun, parts: tuple[GatheredPart, ...], context: RunContex
     (host,) = run.spec.ranks
     assert host.public is not None
     wanted = ExtractSpec(host.public, FEATURE_STORE, run.prefix, host.runtime)
-    with context.observer.preparing(GATHERING, [HOST_NAME]) as on_progress:
+    with context.events.working(GATHERING, [HOST_NAME]) as on_progress:
         spec, worker, space = GatherSpec(wanted, run.shape, parts), run.prepared.worker, context.space
         note = partial(on_progress, HOST_NAME)
         found = call_machine(space, HOST_NAME, worker, "gather", spec, Gathered, note, doing=GATHERING)

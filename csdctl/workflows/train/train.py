@@ -32,7 +32,7 @@ from csdctl.workflows.data.prepare import Prepared, load_prepared, prepare_in
 from csdctl.workflows.preflight.doctor import examine
 from csdctl.workflows.train.late import check_late
 from csdctl.workflows.train.plan import check_plan, find_left_out, resolve_plan
-from csdctl.workflows.train.run import RunObserver, record_process, run_to_end
+from csdctl.workflows.train.run import record_process, run_to_end
 from csdctl.workflows.train.spec import (
     AUTO,
     RunContext,
@@ -45,6 +45,7 @@ from csdctl.workflows.train.spec import (
 )
 from csdctl.workflows.train.strategies import Features, Split, Strategy
 from csdctl.workflows.train.takeover import take_over
+from csdctl.workflows.workspace.event_stream import EventStream
 from csdctl.workflows.workspace.workspace import Workspace, open_workspace
 
 
@@ -99,9 +100,7 @@ def is_complete(run: RunDirectory, job: Job) -> bool:
     return False
 
 
-def resume(
-    run: RunDirectory, context: RunContext, options: TrainOptions, observer: RunObserver
-) -> RunSummary:
+def resume(run: RunDirectory, context: RunContext, options: TrainOptions, events: EventStream) -> RunSummary:
     """Continue `run` from its last completed step, or its newest checkpoint. Raises what `train` raises.
 
     Ranks on nodes outside the fleet stay absent. The others take over their public samples.
@@ -119,7 +118,7 @@ def resume(
         raise InputError(f"the data of run {run.run_id} has changed since it began", remedy=NEW_RUN)
     _check_job(run, spec, job, prepared)
     if spec.code != prepared.model.user_code:
-        observer.say(f"the job's own code has changed since run {run.run_id} began; the changed code is used")
+        events.say(f"the job's own code has changed since run {run.run_id} began; the changed code is used")
     placed = manifest.placed
     if placed[-1].public_stop != prepared.public.num_samples:
         raise InputError(
@@ -145,7 +144,7 @@ def resume(
         save_text(run.spec, to_json(dataclasses.replace(spec, recipe=recipe)))
         content = run.load_manifest()
         run.save_manifest(content | {"recipe": {**content.get("recipe", {}), "epochs": job.recipe.epochs}})
-    return run_to_end(inputs, steps_per_epoch(placed), space, options, observer)
+    return run_to_end(inputs, steps_per_epoch(placed), space, options, events)
 
 
 def _changed(what: str, run: RunDirectory) -> InputError:
@@ -281,18 +280,18 @@ class TrainResult:
     """Nothing was left to resume."""
 
 
-def run_training(request: TrainRequest, observer: RunObserver) -> TrainResult:
+def run_training(request: TrainRequest, events: EventStream) -> TrainResult:
     """Train a new run, or resume one. Raises CsdctlError, and RunStopped when the user stops it."""
     find_mpirun()
     if request.resume is not None:
         here, state = request.fleet.here, find_state_directory(request.fleet.here_state)
-        take_over(ProjectDirectory(request.directory), request.resume, here, state, observer.say)
-    fleet = request.check_files(observer.say)
+        take_over(ProjectDirectory(request.directory), request.resume, here, state, events.say)
+    fleet = request.check_files(events.say)
     if request.job.noise:
         check_accountant()
     min_nodes = request.options.min_nodes
     with open_workspace(
-        request.directory, fleet, "train", is_locking=True, say=observer.say, min_nodes=min_nodes
+        request.directory, fleet, "train", is_locking=True, say=events.say, min_nodes=min_nodes
     ) as space:
         if request.resume:
             run = find_started(space.project, request.resume, lambda line: None)
@@ -300,16 +299,16 @@ def run_training(request: TrainRequest, observer: RunObserver) -> TrainResult:
                 return TrainResult(run, read_results(run).summary, was_complete=True)
             strategy = strategy_of(load_spec(run))
         else:
-            plan = resolve_plan(request.job, space, observer.say, request.plan_path, request.batch_size)
+            plan = resolve_plan(request.job, space, events.say, request.plan_path, request.batch_size)
             strategy = choose_strategy(request.options, plan)
-        check_late(request.job, strategy, space, observer.say)
+        check_late(request.job, strategy, space, events.say)
         # Before data is prepared for hours; otherwise the run itself links the machines at once.
-        _examine(request, space, observer, with_links=load_prepared(space.project, request.job) is None)
-        prepared = prepare_in(space, request.job, observer)
-        context = RunContext(request.job, prepared, space, observer, observer.on_delivery)
+        _examine(request, space, events, with_links=load_prepared(space.project, request.job) is None)
+        prepared = prepare_in(space, request.job, events)
+        context = RunContext(request.job, prepared, space, events)
         if request.resume:
-            return TrainResult(run, resume(run, context, request.options, observer))
-        summary = train(plan, context, request.options, observer)
+            return TrainResult(run, resume(run, context, request.options, events))
+        summary = train(plan, context, request.options, events)
         return TrainResult(space.project.find_run(summary.run_id), summary)
 
 
@@ -336,41 +335,41 @@ class Rehearsal:
     """Samples of an epoch, as the job was last prepared; None: it would be prepared first."""
 
 
-def rehearse_training(request: TrainRequest, observer: RunObserver) -> Rehearsal:
+def rehearse_training(request: TrainRequest, events: EventStream) -> Rehearsal:
     """Choose plan or run and examine the machines as `run_training` does, without preparing or training."""
     find_mpirun()
-    fleet = request.check_files(observer.say)
+    fleet = request.check_files(events.say)
     min_nodes = request.options.min_nodes
-    with open_workspace(request.directory, fleet, "train", say=observer.say, min_nodes=min_nodes) as space:
+    with open_workspace(request.directory, fleet, "train", say=events.say, min_nodes=min_nodes) as space:
         run = None
         if request.resume:
             run = find_started(space.project, request.resume, lambda line: None)
             plan, strategy = Manifest.model_validate(run.load_manifest()).plan, strategy_of(load_spec(run))
         else:
-            plan = resolve_plan(request.job, space, observer.say, request.plan_path, request.batch_size)
+            plan = resolve_plan(request.job, space, events.say, request.plan_path, request.batch_size)
             strategy = choose_strategy(request.options, plan)
-        check_late(request.job, strategy, space, observer.say)
-        _examine(request, space, observer)
+        check_late(request.job, strategy, space, events.say)
+        _examine(request, space, events)
         recorded = load_prepared(space.project, request.job)
     recipe = request.job.recipe
     rules = recipe.early_stopping, recipe.reduce_on_plateau
     for name in (rule.monitor.removeprefix("validation_") for rule in rules if rule):
         if name not in ("loss", *recipe.metrics):
-            observer.say(f"warning: {name!r} is monitored: `train` fails unless the model has this metric")
+            events.say(f"warning: {name!r} is monitored: `train` fails unless the model has this metric")
     return Rehearsal(plan, strategy.name, strategy.cut, run, recorded.num_samples if recorded else None)
 
 
 def _examine(
-    request: TrainRequest, space: Workspace, observer: RunObserver, *, with_links: bool = True
+    request: TrainRequest, space: Workspace, events: EventStream, *, with_links: bool = True
 ) -> None:
     if not request.is_preflight_skipped:
         root, sessions = space.project.root, space.sessions
         examination = examine(space.fleet, root, sessions=sessions, with_links=with_links)
-        observer.on_preflight(examination)
+        events.emit(examination)
         examination.check_before_training()
 
 
-def train(plan: Plan, context: RunContext, options: TrainOptions, observer: RunObserver) -> RunSummary:
+def train(plan: Plan, context: RunContext, options: TrainOptions, events: EventStream) -> RunSummary:
     """Train a new run to its end.
 
     Raises RunError, DeadlineError or InputError when it fails, RunStopped when the user stops it. The caller
@@ -383,7 +382,7 @@ def train(plan: Plan, context: RunContext, options: TrainOptions, observer: RunO
     for shard in placed:
         if (size := shard.batch_size) > shard.num_samples:
             larger = f"its batch size {size:,}, to which the learning rate is scaled, is larger"
-            observer.say(f"{shard.name} has {shard.num_samples:,} samples: {larger}")
+            events.say(f"{shard.name} has {shard.num_samples:,} samples: {larger}")
     if options.min_nodes is not None and 1 < len(placed) <= options.min_nodes:
         problem = f"--min-nodes {options.min_nodes}, but {len(placed) - 1} nodes take part"
         raise InputError(problem, remedy="pass a smaller number")
@@ -394,4 +393,4 @@ def train(plan: Plan, context: RunContext, options: TrainOptions, observer: RunO
     inputs = build_training(run, plan.ranks, placed, context, options)
     inputs = strategy.build_inputs(inputs, context)
     save_text(run.spec, to_json(inputs.spec))
-    return run_to_end(inputs, steps_per_epoch(placed), space, options, observer)
+    return run_to_end(inputs, steps_per_epoch(placed), space, options, events)

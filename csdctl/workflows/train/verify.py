@@ -12,15 +12,16 @@ from csdctl.fleet.model import HOST_NAME
 from csdctl.fleet.names import format_node_names
 from csdctl.launch.mpirun import find_mpirun
 from csdctl.tuning.plan import DATA_PARALLEL, Plan
-from csdctl.worker.protocol.events import MIN_SHARPNESS, Event, Verified
+from csdctl.worker.protocol.events import MIN_SHARPNESS, Verified
 from csdctl.worker.protocol.features import FLOAT16, FLOAT32, Recomputed
 from csdctl.worker.protocol.run_spec import VERIFY, TaskSpec
-from csdctl.workflows.data.prepare import PreparationObserver, prepare_in
+from csdctl.workflows.data.prepare import prepare_in
 from csdctl.workflows.discovery.discover import collect_all_facts
 from csdctl.workflows.train.plan import build_equal_plan, load_checked_plan
 from csdctl.workflows.train.run import run_ranks
 from csdctl.workflows.train.spec import RunContext, TrainOptions, build_inputs, place_plan
 from csdctl.workflows.train.train import TrainRequest, choose_strategy
+from csdctl.workflows.workspace.event_stream import EventStream
 from csdctl.workflows.workspace.workspace import Workspace, open_workspace
 
 NEAR = 8.0
@@ -160,7 +161,7 @@ class Verification:
                 )
 
 
-def run_verification(request: TrainRequest, observer: PreparationObserver) -> Verification:
+def run_verification(request: TrainRequest, events: EventStream) -> Verification:
     """Prepare what is missing and compare one step of the strategy in `request.options`.
 
     Raises InputError, RunError or DeadlineError.
@@ -169,9 +170,7 @@ def run_verification(request: TrainRequest, observer: PreparationObserver) -> Ve
     if request.plan_path:
         request.check_files()
     job = request.job
-    with open_workspace(
-        request.directory, request.fleet, "verify", is_locking=True, say=observer.say
-    ) as space:
+    with open_workspace(request.directory, request.fleet, "verify", is_locking=True, say=events.say) as space:
         plan = _choose_plan(request, space)
         if len(plan.ranks) < 2:
             names = ", ".join(rank.node for rank in plan.ranks)
@@ -179,11 +178,11 @@ def run_verification(request: TrainRequest, observer: PreparationObserver) -> Ve
                 f"the plan has one rank ({names}), which would be compared with itself; expected two or more",
                 remedy="give all machines a batch size (--batch-size 16), or another plan (--plan)",
             )
-        prepared = prepare_in(space, job, observer)
-        observer.say(f"starting {len(plan.ranks)} ranks")
+        prepared = prepare_in(space, job, events)
+        events.say(f"starting {len(plan.ranks)} ranks")
         if job.noise:
-            observer.say("compared without clipping and noise: the samples are random, and none is private")
-        return verify(plan, RunContext(job, prepared, space, observer), request.options)
+            events.say("compared without clipping and noise: the samples are random, and none is private")
+        return verify(plan, RunContext(job, prepared, space, events), request.options)
 
 
 def _choose_plan(request: TrainRequest, space: Workspace) -> Plan:
@@ -209,11 +208,11 @@ def verify(plan: Plan, context: RunContext, options: TrainOptions) -> Verificati
     inputs = strategy.build_verification(inputs, context)
     results: list[Verified] = []
 
-    def record(event: Event) -> None:
+    def record(event: object) -> None:
         if isinstance(event, Verified):
             results.append(event)
 
-    run_ranks(inputs, space, TrainOptions(), lambda *_: None, record)
+    run_ranks(inputs, space, TrainOptions(), EventStream((record,)))
     shutil.rmtree(run.path, ignore_errors=True)
     if not results:
         raise RunError("the ranks ended without a comparison")

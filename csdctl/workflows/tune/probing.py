@@ -58,6 +58,7 @@ from csdctl.workflows.train.spec import (
     with_servers,
 )
 from csdctl.workflows.train.strategies import cut_model
+from csdctl.workflows.workspace.event_stream import EventStream
 from csdctl.workflows.workspace.workspace import call_machine
 
 SKIPPING_FROM = 10
@@ -149,11 +150,15 @@ class TuningRun:
                 waiting.discard(event.rank)
         return events
 
+    def _take(self, event: object) -> None:
+        if isinstance(event, Event):
+            self._events.put(event)
+
     def _supervise(self) -> None:
         options = TrainOptions(deadlines=PATIENCE, min_nodes=len(self.ranks) - 1)
-        space, on_event, next_order = self._context.space, self._events.put, self._next_order
+        space, events, next_order = self._context.space, EventStream((self._take,)), self._next_order
         try:
-            run_ranks(self._inputs, space, options, lambda *_: None, on_event, next_order=next_order)
+            run_ranks(self._inputs, space, options, events, next_order=next_order)
             shutil.rmtree(self._inputs.directory.path, ignore_errors=True)
             self._events.put(RunError("the ranks have ended before they had measured what was asked for"))
         except BaseException as error:  # raised again by the thread that waits for events
@@ -270,7 +275,7 @@ class FleetMeasurer:
 
     def __init__(self, context: RunContext, runtimes: Mapping[str, Runtime]) -> None:
         """`runtimes` of every machine that trains."""
-        self._context, self._space, self._say = context, context.space, context.observer.say
+        self._context, self._space, self._say = context, context.space, context.events.say
         self._names = list(self._space.fleet.machines)
         of_all = {name: default_runtime(name, self._space.fleet, self._space.facts) for name in self._names}
         self._runtimes = of_all | {**runtimes}

@@ -90,12 +90,13 @@ from csdctl.worker.protocol.recipe import BF16
 from csdctl.worker.protocol.run_spec import Runtime
 from csdctl.workflows.data.compile import as_prefix
 from csdctl.workflows.data.files import deploy_files
-from csdctl.workflows.data.prepare import PreparationObserver, prepare_in
+from csdctl.workflows.data.prepare import prepare_in
 from csdctl.workflows.train.plan import build_fingerprint, default_runtime
 from csdctl.workflows.train.spec import AUTO, RunContext, check_strategy
 from csdctl.workflows.train.strategies import bytes_for_host, check_split, find_cut, find_features
 from csdctl.workflows.tune.fleet_measurements import FleetMeasurements, hash_recipe
 from csdctl.workflows.tune.probing import PROBE_DEADLINE_S, FleetMeasurer, run_trial
+from csdctl.workflows.workspace.event_stream import EventStream
 from csdctl.workflows.workspace.workspace import call_machine, open_workspace
 
 TUNING_HELP = "see `csdctl tune --help`"
@@ -418,7 +419,7 @@ def tune_by_algorithm_1(context: RunContext, options: TuneOptions) -> Plan:
             margin_scale=options.margin_scale,
         )
         # Again, for longer: a run's efficiency is computed from what the ranks reach alone.
-        context.observer.say("confirming the chosen batch sizes")
+        context.events.say("confirming the chosen batch sizes")
         confirmed = step_times({name: batch.batch_size for name, batch in tuned.items()}, CONFIRM_DURATION_S)
         ranks = [
             _rank_plan(name, batch, confirmed[name], runtimes[name], rounds.peaks[name])
@@ -454,9 +455,7 @@ def _rank_plan(
     return rank.with_step(size, step_time_s)
 
 
-def tune_job(
-    job: Job, fleet: Fleet, directory: Path, options: TuneOptions, observer: PreparationObserver
-) -> Plan:
+def tune_job(job: Job, fleet: Fleet, directory: Path, options: TuneOptions, events: EventStream) -> Plan:
     """Prepare `job`, deploy what probes need, tune, and save the plan in the project of `directory`.
 
     Raises InputError, TuningError, NodeError, and what opening, preparing, probes and a trial raise.
@@ -469,11 +468,11 @@ def tune_job(
     if options.goal == TIME_TO_ACCURACY:
         noise_scale = find_noise_scale(ProjectDirectory(directory), job.name)
     find_mpirun()  # probes and trials are those of linked ranks
-    with open_workspace(directory, fleet, "tune", is_locking=True, say=observer.say) as space:
-        prepared = prepare_in(space, job, observer)
+    with open_workspace(directory, fleet, "tune", is_locking=True, say=events.say) as space:
+        prepared = prepare_in(space, job, events)
         files = {node.name: prepared.files for node in space.fleet.nodes}
-        deploy_files(files, space.fleet, space.sessions, lambda *_: None)
-        context = RunContext(job, prepared, space, observer)
+        deploy_files(files, space.fleet, space.sessions, EventStream())
+        context = RunContext(job, prepared, space, events)
         check_possible(options, context)
         if options.method == STANNIS:
             plan = tune_by_algorithm_1(context, options)
@@ -506,7 +505,7 @@ def tune_by_fit(context: RunContext, options: TuneOptions, noise_scale: float | 
     `noise_scale`: gradient noise scale in samples, for goodput. Raises TuningError when no plan is possible,
     and what probes and a trial's ranks raise.
     """
-    job, prepared, space, say = context.job, context.prepared, context.space, context.observer.say
+    job, prepared, space, say = context.job, context.prepared, context.space, context.events.say
     num_public, private = prepared.public.num_samples, prepared.num_private
     num_samples = num_public + sum(private.values())
     limits = default_limits(options.limits, job.recipe.reference_batch, num_samples, 1 + len(private))
@@ -615,7 +614,7 @@ class StrategyChooser:
         except CsdctlError as error:
             if self.request.strategy != AUTO:
                 raise
-            self.context.observer.say(f"{error.message}: the strategies are not compared")
+            self.context.events.say(f"{error.message}: the strategies are not compared")
             self.impossible = {FEATURES: error.message, SPLIT: error.message, **self.impossible}
             return self._with_strategies(self.plan, [])
         if times.why_not:
@@ -709,7 +708,7 @@ class StrategyChooser:
         if feature_layer:
             prefix = as_prefix(self.context.compiler.parts(FLOAT32)[0])
         layers = tuple(dict.fromkeys([*([feature_layer] if feature_layer else []), *cuts]))
-        self.context.observer.say(f"timing parts of the model on the host: {', '.join(layers)}")
+        self.context.events.say(f"timing parts of the model on the host: {', '.join(layers)}")
         host = self.plan.ranks[0]
         spec = PartsSpec(
             model.architecture.path,
@@ -778,7 +777,7 @@ class StrategyChooser:
         shares = measured_shares(times, self.context.prepared.model.info.cuts)[chosen.cut]
         expected_s = self._training.split_step_s(chosen.batch_sizes, shares)
         num_steps = min(MAX_SPLIT_STEPS, max(MIN_SPLIT_STEPS, round(SPLIT_TRIAL_S / expected_s)))
-        self.context.observer.say(
+        self.context.events.say(
             f"trying the split after {chosen.cut}: {num_steps} steps of all {len(plan.ranks)} ranks"
         )
         try:
@@ -790,7 +789,7 @@ class StrategyChooser:
             rest = [one for one in found if one.strategy != SPLIT]
             return self._with_strategies(self._follow(choose_strategy(rest)), rest)
         ratio = result.step_s / expected_s
-        self.context.observer.say(
+        self.context.events.say(
             f"a step takes {format_seconds(result.step_s)}, forecast {format_seconds(expected_s)}: "
             f"{result.samples_per_s:.1f} samples/s"
         )

@@ -65,8 +65,6 @@ class Workspace:
         return self.selected or self.fleet
 
 
-OnProgress = Callable[[str, PrepareProgress], None]
-"""Called with the name of a machine or data set, and what it reports."""
 ResponseT = TypeVar("ResponseT")
 
 

@@ -50,6 +50,7 @@ from csdctl.workflows.preflight.doctor import Examination
 from csdctl.workflows.reporting.report import PrivacyReport
 from csdctl.workflows.train.verify import judge
 from csdctl.workflows.tune.probing import describe_probes
+from csdctl.workflows.workspace.event_stream import FilesSent
 from tests.attacks.hostile_text import HOSTILE, MARKUP
 from tests.unit.perfmodel.published import Network, basis_of
 from tests.unit.terminal.test_console import foreign
@@ -196,7 +197,7 @@ def test_text_of_others_is_shown_as_text(show: Callable[[PrintableConsole], None
 def test_messages_of_training_are_shown_as_text() -> None:
     streams = Streams(stdout=io.StringIO(), stderr=io.StringIO())
     screen = TrainingScreen(streams, emulated=False)
-    screen.on_delivery(HOSTILE, Delivery(1, 1, 0))
+    screen.show(FilesSent(HOSTILE, Delivery(1, 1, 0)))
     screen.say(HOSTILE)
     assert foreign(streams.stdout.getvalue()) == set()  # type: ignore[attr-defined]
 

@@ -112,6 +112,6 @@ def test_lines_without_a_terminal_come_now_and_then() -> None:
 def test_quiet_has_no_view_and_no_lines() -> None:
     out = StringIO()
     streams = Streams(stdout=out, is_quiet=True)
-    with PreparationScreen(streams).preparing("computing features", ["host", "csd0"]) as show:
+    with PreparationScreen(streams).events.working("computing features", ["host", "csd0"]) as show:
         show("host", PrepareProgress(10, 100))
     assert out.getvalue() == ""

@@ -34,6 +34,7 @@ from csdctl.workflows.data.files import prepare_code, serialize_model
 from csdctl.workflows.data.prepare import save_prepared
 from csdctl.workflows.train.spec import RunContext
 from csdctl.workflows.tune.fleet_measurements import FleetMeasurements, hash_recipe
+from csdctl.workflows.workspace.event_stream import EventStream
 from tests.fake_session import FakeConversation, FakeSession, ScriptedResponse
 
 JOB = """\
@@ -201,8 +202,7 @@ def workspace(at: MeasuredProject, sessions: Mapping[str, FakeSession], memory_b
 
 def run_context(at: MeasuredProject, space: Any, data: Any = None) -> RunContext:
     """Return the context of a run on `space` that says nothing; `data`: in place of what is prepared."""
-    observer: Any = SimpleNamespace(say=lambda line: None)
-    return RunContext(at.job, data or prepared(at), space, observer)
+    return RunContext(at.job, data or prepared(at), space, EventStream())
 
 
 def trial_step_s(sizes: Sequence[int], vector_bytes: int) -> float:

@@ -10,7 +10,6 @@ import shutil
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -60,6 +59,7 @@ from csdctl.workflows.predict.predict import (
     list_parts,
     write_results,
 )
+from csdctl.workflows.workspace.event_stream import EventStream
 from tests.fake_session import FakeConversation, FakeSession, ScriptedResponse
 from tests.unit.runs.manifests import manifest_of, write_events
 
@@ -168,10 +168,7 @@ def predict(
         sessions = {name: Machine(root, name) for name in (HOST_NAME, "csd0")}
         sessions["csd1"] = Machine(root, "csd1", lie)
         space: Any = SimpleNamespace(fleet=request.fleet, facts={}, sessions=sessions)
-        silent: Any = SimpleNamespace(
-            say=print, on_delivery=print, preparing=lambda *_, **__: nullcontext(lambda label, progress: None)
-        )
-        prediction = _Prediction(request, prepared, space, (ResultRule("", SOFTMAX),), root, silent)
+        prediction = _Prediction(request, prepared, space, (ResultRule("", SOFTMAX),), root, EventStream())
         return prediction.run(list_parts(request, prepared))
 
     return run

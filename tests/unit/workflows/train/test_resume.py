@@ -26,6 +26,7 @@ from csdctl.workflows.data.prepare import Prepared
 from csdctl.workflows.train import train as resume_module
 from csdctl.workflows.train.spec import RunContext, TrainOptions, build_rank_specs
 from csdctl.workflows.train.train import find_resumable, is_complete, load_spec, resume
+from csdctl.workflows.workspace.event_stream import EventStream
 from tests.unit.runs.manifests import manifest_of, spec_of, write_events
 from tests.unit.workflows.measured_project import write_job
 
@@ -175,8 +176,8 @@ class TrainedRun:
     def resume(self, job: Job, prepared: Prepared, options: TrainOptions) -> None:
         project = ProjectDirectory(self.run.path.parents[2])
         space: Any = SimpleNamespace(fleet=FLEET, project=project, after=ExitStack())
-        observer: Any = SimpleNamespace(say=print, on_delivery=None)
-        resume(self.run, RunContext(job, prepared, space, observer), options, observer)
+        events = EventStream((print,))
+        resume(self.run, RunContext(job, prepared, space, events), options, events)
 
     def assert_refused(
         self, problem: str, *, job: Job | None = None, prepared: Prepared | None = None, **edit: Any

@@ -39,6 +39,7 @@ from csdctl.workflows.runs.manage import process_of
 from csdctl.workflows.train import run as run_module
 from csdctl.workflows.train.run import RunInputs, record_process, run_ranks, settle_step_file
 from csdctl.workflows.train.spec import TrainOptions
+from csdctl.workflows.workspace.event_stream import EventStream
 from csdctl.workflows.workspace.workspace import Workspace
 from tests.fake_session import FakeSession
 from tests.unit.runs.manifests import spec_of
@@ -128,7 +129,7 @@ def run(at: MeasuredProject) -> Run:
         space = Workspace(at.project, fleet, {}, sessions, ledger, selected=selected)
         inputs = RunInputs(directory, spec, prepared(at), {})
         try:
-            run_ranks(inputs, space, TrainOptions(min_nodes=0), lambda *_: None, lambda event: None)
+            run_ranks(inputs, space, TrainOptions(min_nodes=0), EventStream())
         finally:
             ledger.save()
         return {(one.sender, one.receiver, one.kind): one.num_bytes for one in read_ledger(at.project.ledger)}
@@ -175,7 +176,7 @@ def test_other_servers_get_the_manifest_and_their_nodes_do_not(
         inputs = RunInputs(directory, spec, any_files, {})
         space: Any = SimpleNamespace(project=at.project, fleet=fleet, sessions={})
         with pytest.raises(RunError, match="noted"):
-            run_ranks(inputs, space, TrainOptions(), lambda *_: None, lambda event: None)
+            run_ranks(inputs, space, TrainOptions(), EventStream())
         content = directory.manifest.read_bytes()
         found = {name for name, files in given.items() if content in [f.source.read_bytes() for f in files]}
         assert found == with_manifest

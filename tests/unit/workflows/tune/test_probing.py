@@ -213,12 +213,12 @@ def start_run(
     """Start a run whose ranks send what `answer` returns; return it with its spec."""
     specs: list[RunSpec] = []
 
-    def run_ranks(inputs: Any, space: Any, options: Any, on_delivery: Any, on_event: Any, **how: Any) -> str:
+    def run_ranks(inputs: Any, space: Any, options: Any, events: Any, **how: Any) -> str:
         specs.append(inputs.spec)
-        on_event(JOINED)
+        events.emit(JOINED)
         while not isinstance(order := how["next_order"](), probing.Stop):
             for event in answer(order) if order else ():
-                on_event(event)
+                events.emit(event)
         return ""
 
     monkeypatch.setattr(probing, "run_ranks", run_ranks)
