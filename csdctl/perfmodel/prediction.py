@@ -6,14 +6,15 @@
 knee, where a batch no longer fits in memory, samples are computed in micro-batches.
 
 The overhead factor is the cost of synchronous steps, without the sum itself: the slowest of many noisy steps
-is slower than their mean. It is measured (a trial's steps against this model), not assumed.
+is slower than their mean. It is measured: the steps of a trial are compared with this model.
 """
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 MIN_OVERHEAD_FACTOR = 0.5
+"""A smaller factor is not believed: the time of the sum must be wrong."""
 
 
 @dataclass(frozen=True)
@@ -45,18 +46,22 @@ class StepTime:
         """Return the largest batch that takes at most `time_s`. 0 when one sample takes longer."""
         if time_s < self.at(1):
             return 0
-        left = time_s - self.fixed_s
-        size = left / self.per_sample_s
+        samples_s = time_s - self.fixed_s
+        size = samples_s / self.per_sample_s
         if size > self.knee:
-            size = self.knee + (left - self.per_sample_s * self.knee) / self.above_knee_s
+            size = self.knee + (samples_s - self.per_sample_s * self.knee) / self.above_knee_s
         nearest = round(size)  # 16.0 may arrive as 15.999999999999998
-        found = nearest if self.at(nearest) <= time_s * (1 + 1e-12) else math.floor(size)
-        return found if self.largest is None else min(found, self.largest)
+        batch_size = nearest if self.at(nearest) <= time_s * (1 + 1e-12) else math.floor(size)
+        return batch_size if self.largest is None else min(batch_size, self.largest)
 
     def scaled(self, factor: float) -> "StepTime":
         """Return the step time of a machine that is `factor` times as slow."""
-        times = self.fixed_s * factor, self.per_sample_s * factor, self.knee, self.above_knee_s * factor
-        return StepTime(*times, self.largest)
+        return replace(
+            self,
+            fixed_s=self.fixed_s * factor,
+            per_sample_s=self.per_sample_s * factor,
+            above_knee_s=self.above_knee_s * factor,
+        )
 
 
 @dataclass(frozen=True)
@@ -65,8 +70,8 @@ class CollectiveCost:
 
         seconds = fixed + per_rank · (ranks - 1) + (per_byte + per_rank_byte · (ranks - 1)) · bytes
 
-    Every rank's vector goes to the host, and the sum back: where the host's network is the limit, the time
-    grows with ranks × bytes. Where each link is, with the bytes alone.
+    Every rank's vector goes to the host, and the sum back. If the host's network is the limit, the time grows
+    with ranks × bytes. If each link is the limit, it grows with the bytes alone.
     """
 
     fixed_s: float = 0.0
@@ -78,9 +83,9 @@ class CollectiveCost:
         """Return the seconds to sum vectors of `num_bytes` over `num_ranks`. 0 for one rank."""
         if num_ranks < 2:
             return 0.0
-        others = num_ranks - 1
-        per_byte_s = self.per_byte_s + self.per_rank_byte_s * others
-        return self.fixed_s + self.per_rank_s * others + per_byte_s * num_bytes
+        num_links = num_ranks - 1
+        per_byte_s = self.per_byte_s + self.per_rank_byte_s * num_links
+        return self.fixed_s + self.per_rank_s * num_links + per_byte_s * num_bytes
 
 
 @dataclass(frozen=True)
@@ -94,7 +99,7 @@ class RankModel:
     batch_size: int = 0
     """Batch size in a plan; 0: none is chosen yet."""
     private_share: float = 0.0
-    """The part of all samples that are its private ones: it needs as large a part of every step."""
+    """Its private samples as a share of all samples. Its share of every step must be at least as large."""
 
     @property
     def step_s(self) -> float:
@@ -114,13 +119,13 @@ class Prediction:
     step_s: float
     samples_per_s: float
     ceiling_samples_per_s: float
-    """The sum of the ranks' rates with these batch sizes if none waited for another."""
+    """The sum of the ranks' rates with these batch sizes if no rank waited."""
 
 
 def predict(
     ranks: Sequence[RankModel], batch_sizes: Sequence[int], collective_s: float, overhead_factor: float = 1.0
 ) -> Prediction:
-    """Predict a step of `ranks`, the host first, with these batch sizes. `collective_s` for one sum.
+    """Predict a step of `ranks`, the host first, with these batch sizes. `collective_s`: seconds of a sum.
 
     Raises ValueError when every batch size is 0.
     """
@@ -137,8 +142,7 @@ def predict(
 def calibrate_overhead(ranks: Sequence[tuple[StepTime, int]], step_s: float, sum_s: float) -> float:
     """Return the overhead factor with which ranks of these step times and batch sizes take `step_s` together.
 
-    Below 1 when they were faster than alone. Limited to MIN_OVERHEAD_FACTOR, as `sum_s` must be wrong below
-    it.
+    It is below 1 when they were faster than alone, and at least MIN_OVERHEAD_FACTOR.
     """
     slowest_s = max(step_time.at(size) for step_time, size in ranks)
     return max(MIN_OVERHEAD_FACTOR, (step_s - sum_s) / slowest_s)

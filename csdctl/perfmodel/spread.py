@@ -20,8 +20,9 @@ from itertools import pairwise
 from statistics import fmean
 
 TRIED_SIGMA, MODELLED_SIGMA = 0.045, 0.05
-"""Assumed relative error before any was seen: of a plan that was tried, and of one that was only modelled."""
+"""Assumed relative error before any was seen: of a plan that was tried, and of a plan that was modelled."""
 PRIOR_WEIGHT = 2
+"""The assumption counts as much as this number of errors."""
 NORMAL_QUANTILE = 1.6448536269514722
 """95% of a normal distribution are below it: 90% are within it on both sides."""
 
@@ -54,15 +55,15 @@ def estimate_spread(errors: Sequence[float], prior_sigma: float, trial_error: fl
 def standard_error(values: Sequence[float]) -> float:
     """Return the relative standard error of the mean of `values`, in order of time. 0 with less than two.
 
-    Neighbours that resemble each other tell less than independent ones: their correlation widens it, as for
-    an autoregressive process of the first order.
+    Neighbours that resemble each other tell less than independent values. Their correlation widens the error,
+    as in an autoregressive process of the first order.
     """
     mean = fmean(values) if values else 0.0
     deviations = [value - mean for value in values]
     total = sum(deviation**2 for deviation in deviations)
     if len(values) < 2 or not total:
         return 0.0
-    products = sum(a * b for a, b in pairwise(deviations))
+    products = sum(earlier * later for earlier, later in pairwise(deviations))
     correlation = min(max(products / total, 0.0), 0.9)
     variance = total / (len(values) - 1) / len(values) * (1 + correlation) / (1 - correlation)
     return math.sqrt(variance) / mean

@@ -10,9 +10,10 @@ Nodes with few private samples get more public samples (top-up), or repeat their
 samples to batch size equals the largest of all nodes (repeat). The paper, section IV, leaves both open.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
+from itertools import accumulate
 from math import ceil
 
 from csdctl.worker.protocol.equation1 import public_shares
@@ -20,17 +21,6 @@ from csdctl.worker.protocol.equation1 import public_shares
 
 class PlacementError(ValueError):
     """The samples cannot be placed as requested."""
-
-
-@dataclass(frozen=True)
-class RankLoad:
-    """The batch size and private samples of one rank."""
-
-    name: str
-    batch_size: int
-    """0: the rank does not train."""
-    num_private: int = 0
-    """Distinct private samples."""
 
 
 @dataclass(frozen=True)
@@ -67,30 +57,38 @@ class Placed:
         return ceil(self.num_samples / self.batch_size) if self.batch_size else 0
 
 
-def place_shards(ranks: Sequence[RankLoad], num_public: int, *, is_repeating: bool = False) -> list[Placed]:
-    """Assign every public sample to exactly one rank, and private samples to their own. In order of `ranks`.
+def place_shards(
+    batch_sizes: Mapping[str, int],
+    num_private: Mapping[str, int],
+    num_public: int,
+    *,
+    is_repeating: bool = False,
+) -> list[Placed]:
+    """Assign every public sample to exactly one rank, and private samples to their own rank.
 
-    `is_repeating`: ranks with few private samples repeat them instead of getting more public samples. Raises
-    PlacementError for batch size 0 with private samples, when no rank trains, or when there are no samples.
+    `batch_sizes` by rank in order, 0: the rank does not train. `num_private`: distinct private samples of the
+    ranks that have some. `is_repeating`: ranks with few private samples repeat them instead of getting more
+    public samples. Raises PlacementError for batch size 0 with private samples, when no rank trains, or when
+    there are no samples.
     """
-    if not any(rank.batch_size for rank in ranks):
+    sizes, distinct = [*batch_sizes.values()], [num_private.get(name, 0) for name in batch_sizes]
+    if not any(sizes):
         raise PlacementError("no rank trains: all batch sizes are 0")
-    for rank in ranks:
-        if rank.num_private and not rank.batch_size:
-            raise PlacementError(f"{rank.name}: batch size must be at least 1, for its private samples")
-    if num_public + sum(rank.num_private for rank in ranks) == 0:
+    for name, size, count in zip(batch_sizes, sizes, distinct, strict=True):
+        if count and not size:
+            raise PlacementError(f"{name}: batch size must be at least 1, for its private samples")
+    if num_public + sum(distinct) == 0:
         raise PlacementError("there are no samples to train on")
-    private = [rank.num_private for rank in ranks]
+    private = distinct
     if is_repeating:
-        most = max(Fraction(rank.num_private, rank.batch_size) for rank in ranks if rank.batch_size)
-        private = [int(most * rank.batch_size) if rank.num_private else 0 for rank in ranks]
-    shares = public_shares([rank.batch_size for rank in ranks], private, num_public)
-    placed, start = [], 0
-    for rank, share, num_private in zip(ranks, shares, private, strict=True):
-        num_repeated = num_private - rank.num_private
-        placed.append(Placed(rank.name, rank.batch_size, num_private, start, start + share, num_repeated))
-        start += share
-    return placed
+        longest = max(Fraction(count, size) for count, size in zip(distinct, sizes, strict=True) if size)
+        private = [int(longest * size) if count else 0 for count, size in zip(distinct, sizes, strict=True)]
+    shares = public_shares(sizes, private, num_public)
+    columns = zip(batch_sizes, sizes, private, distinct, shares, accumulate(shares), strict=True)
+    return [
+        Placed(name, size, reads, public_start=stop - share, public_stop=stop, num_repeated=reads - count)
+        for name, size, reads, count, share, stop in columns
+    ]
 
 
 def steps_per_epoch(placed: Sequence[Placed]) -> int:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from csdctl.fleet.model import HOST_NAME
 from csdctl.perfmodel.prediction import RankModel, StepTime
 from csdctl.perfmodel.spread import PRIOR_WEIGHT, Spread
-from csdctl.placement.equation1 import Placed, RankLoad, place_shards, steps_per_epoch
+from csdctl.placement.equation1 import Placed, place_shards, steps_per_epoch
 from csdctl.tuning.measurements import NUMBER_BYTES
 from csdctl.tuning.plan import DATA_PARALLEL, FEATURES, SPLIT, Strategy, StrategyPlan
 from csdctl.tuning.search import Limits, find_best
@@ -279,8 +279,7 @@ class Training:
         return {HOST_NAME: host_size, **found.batch_sizes}
 
     def _place(self, batch_sizes: Mapping[str, int]) -> list[Placed]:
-        loads = [RankLoad(name, size, self.num_private.get(name, 0)) for name, size in batch_sizes.items()]
-        return place_shards(loads, self.num_public, is_repeating=self.is_repeating)
+        return place_shards(batch_sizes, self.num_private, self.num_public, is_repeating=self.is_repeating)
 
     def _sample_s(self, machine: str) -> float:
         """Return the seconds of a sample among as many as parts are timed with."""

@@ -16,7 +16,7 @@ from csdctl.errors import InputError
 from csdctl.fleet.model import HOST_NAME, Fleet
 from csdctl.fleet.names import format_node_names
 from csdctl.job.model import Job
-from csdctl.placement.equation1 import Placed, PlacementError, RankLoad, place_shards
+from csdctl.placement.equation1 import Placed, PlacementError, place_shards
 from csdctl.runs.directory import RunDirectory
 from csdctl.shipping.store import StoredFile
 from csdctl.supervision.event_callbacks import Callback
@@ -157,9 +157,9 @@ def place_plan(plan: Plan, prepared: Prepared, job: Job, fleet: Fleet) -> list[P
 
 def place_ranks(ranks: Sequence[RankPlan], prepared: Prepared, job: Job) -> list[Placed]:
     """Divide the samples among `ranks`. Raises PlacementError."""
-    private = prepared.num_private
-    loads = [RankLoad(rank.node, rank.batch_size, private.get(rank.node, 0)) for rank in ranks]
-    return place_shards(loads, prepared.public.num_samples, is_repeating=job.is_repeating)
+    batch_sizes = {rank.node: rank.batch_size for rank in ranks}
+    num_public = prepared.public.num_samples
+    return place_shards(batch_sizes, prepared.num_private, num_public, is_repeating=job.is_repeating)
 
 
 def build_rank_specs(

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from csdctl.placement.equation1 import Placed, RankLoad, place_shards, steps_per_epoch
+from csdctl.placement.equation1 import Placed, place_shards, steps_per_epoch
 from csdctl.tuning.stannis import tune_stannis
 from tests.unit.perfmodel.published import (
     NUM_NEWPORTS,
@@ -55,11 +55,9 @@ def tuned_sizes(row: PublishedNetwork, step_divisor: float) -> tuple[int, int]:
 
 
 def placed(row: PublishedNetwork) -> list[Placed]:
-    newports = [
-        RankLoad(f"csd{number}", row.node_batch_size, NUM_PRIVATE // NUM_NEWPORTS)
-        for number in range(NUM_NEWPORTS)
-    ]
-    return place_shards([RankLoad("host", row.host_batch_size), *newports], NUM_PUBLIC)
+    newports = [f"csd{number}" for number in range(NUM_NEWPORTS)]
+    sizes = {"host": row.host_batch_size, **dict.fromkeys(newports, row.node_batch_size)}
+    return place_shards(sizes, dict.fromkeys(newports, NUM_PRIVATE // NUM_NEWPORTS), NUM_PUBLIC)
 
 
 @pytest.mark.parametrize("network", Network)

@@ -13,7 +13,7 @@ import pytest
 from csdctl.errors import InputError, UnreachableError
 from csdctl.fleet.model import HOST_NAME, Fleet, Node
 from csdctl.job.model import Job, load_job
-from csdctl.placement.equation1 import RankLoad, place_shards
+from csdctl.placement.equation1 import place_shards
 from csdctl.runs.directory import ProjectDirectory
 from csdctl.shipping.deliver import DeliveryProgress
 from csdctl.shipping.payload import DEFAULT_IGNORED, FileTree
@@ -33,7 +33,7 @@ from csdctl.workflows.data.files import (
     store_worker,
 )
 
-PLACED = place_shards([RankLoad("host", 10), RankLoad("csd0", 5), RankLoad("csd1", 5)], 40)
+PLACED = place_shards({"host": 10, "csd0": 5, "csd1": 5}, {}, 40)
 
 
 def write(root: Path, first: int = 0) -> DatasetInfo:
@@ -100,7 +100,7 @@ def test_other_content_is_cut_anew_and_another_seed_gives_other_rows(
 
 
 def test_only_nodes_that_read_public_samples_get_a_shard(tmp_path: Path, public: DatasetInfo) -> None:
-    placed = place_shards([RankLoad("host", 20), RankLoad("csd0", 4), RankLoad("csd1", 3, 40)], 40)
+    placed = place_shards({"host": 20, "csd0": 4, "csd1": 3}, {"csd1": 40}, 40)
     job = Job(tmp_path / "job.yaml", "model.keras", {}, tmp_path, None, None, Recipe(seed=9))
     assert set(cut_shards(placed, public, job, ProjectDirectory(tmp_path))) == {"csd0"}
     assert not cut_shards(placed, public, replace(job, is_everywhere=True), ProjectDirectory(tmp_path))
