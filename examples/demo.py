@@ -19,7 +19,7 @@ from csdctl.terminal.streams import Streams
 EXAMPLES = Path(__file__).parent.absolute()
 STEPS = (
     "csdctl discover",
-    "python examples/sample_data.py fashion-mnist",
+    "python SAMPLES fashion-mnist",
     "csdctl prepare",
     "csdctl tune --no-explore",
     "csdctl train",
@@ -28,7 +28,7 @@ STEPS = (
 TRANSFER_STEPS = (
     "python efficientnet_lite0.py",
     "csdctl discover",
-    "python examples/sample_data.py openclipart",
+    "python SAMPLES openclipart",
     "csdctl prepare",
     "csdctl train --strategy features --batch-size 16",
     "csdctl report",
@@ -37,7 +37,7 @@ TRANSFER_STEPS = (
 """Every rank has the same batch size."""
 
 
-def run_demo(directory: Path, nodes: int, cpu: float, *, is_transfer: bool, is_keeping: bool) -> int:
+def run_demo(directory: Path, nodes: int, cpu: str, *, is_transfer: bool, is_keeping: bool) -> int:
     """Run the demo in `directory`; return the exit code of the first command that fails, or 0."""
     streams = Streams()
     start = time.monotonic()
@@ -50,13 +50,15 @@ def run_demo(directory: Path, nodes: int, cpu: float, *, is_transfer: bool, is_k
         f"The demo runs in {Path.cwd()}. The fleet is emulated: its timings do not represent real nodes."
     )
     up = f"csdctl emulate up --nodes {nodes} --cpu {cpu}"
+    samples = shlex.quote(os.path.relpath(EXAMPLES / "sample_data.py"))
     try:
-        for step in [up, *(TRANSFER_STEPS if is_transfer else STEPS)]:
+        for template in [up, *(TRANSFER_STEPS if is_transfer else STEPS)]:
+            step = template.replace("SAMPLES", samples)
             streams.say("")
             streams.console.print(f"$ {step}", style="bold", soft_wrap=True)
             words = shlex.split(step)
             if words[0] == "python":
-                run_python(words[1].replace("examples", str(EXAMPLES), 1), *words[2:])
+                run_python(*words[1:])
                 continue
             words += ["--pid", str(os.getpid())] if step == up and not is_keeping else []
             if code := run_command(words[1:], Streams()):

@@ -3,8 +3,8 @@
     python sample_data.py fashion-mnist          in a directory with fleet.yaml
 
 writes public and validation data below data/, and a private part to ~/private of each node, with
-`csdctl deploy`. The files come from this machine or from Debian's packages, which are downloaded and
-unpacked, not installed; a copy is kept in .csdctl/samples.
+`csdctl deploy`. The files come from this machine, from Debian's packages, or, for Fashion-MNIST, from
+keras.datasets. Packages are downloaded and unpacked, not installed. A copy is kept in .csdctl/samples.
 """
 
 import argparse
@@ -56,10 +56,16 @@ class FashionMnist:
 def fetch(
     cache: Path, package: str, installed: Path, names: Sequence[str], others: Sequence[Path] = ()
 ) -> Path:
-    """Return a directory with `names`: `cache`, one of `others`, or that of Debian's `package`."""
+    """Return a directory with `names`: `cache`, one of `others`, or Debian's `package`.
+
+    Raises SampleError when the package cannot be downloaded.
+    """
     for directory in (cache, *others, installed):
         if all((directory / name).exists() for name in names):
             return directory
+    remedy = f"→ install {package}, or copy {', '.join(names)} to {cache}"
+    if not shutil.which("apt-get"):
+        raise SampleError(f"{package} was not found, and there is no apt-get to download it\n{remedy}")
     print(f"downloading {package} with apt-get; nothing is installed", flush=True)
     with tempfile.TemporaryDirectory() as scratch:
         download = f"apt-get download --quiet {package}"
@@ -69,10 +75,7 @@ def fetch(
         output = _run(["sh", "-c", script], scratch)
         source = Path(scratch) / installed.relative_to("/")
         if not all((source / name).exists() for name in names):
-            raise SampleError(
-                f"{package} was not found and could not be downloaded: {output}\n"
-                f"→ install it, or copy {', '.join(names)} to {cache}"
-            )
+            raise SampleError(f"{package} was not found and could not be downloaded: {output}\n{remedy}")
         for name in names:
             cache.mkdir(parents=True, exist_ok=True)
             (shutil.copytree if (source / name).is_dir() else shutil.copy)(source / name, cache / name)
@@ -93,11 +96,14 @@ def fetch_fashion_mnist(cache: Path) -> FashionMnist:
     package, installed = "dataset-fashion-mnist", Path("/usr/share/datasets/fashion-mnist")
     try:
         directory = fetch(cache, package, installed, list(FASHION_FILES), [keras])
-    except SampleError:
-        print("downloading Fashion-MNIST with Keras", flush=True)
+    except SampleError as error:
+        print("downloading Fashion-MNIST with keras.datasets", flush=True)
         load = "import keras; keras.datasets.fashion_mnist.load_data()"
-        _run([sys.executable, "-c", load], ".")
-        directory = fetch(cache, package, installed, list(FASHION_FILES), [keras])
+        output = _run([sys.executable, "-c", load], ".")
+        directory = keras
+        if not all((keras / name).exists() for name in FASHION_FILES):
+            cause = (output.splitlines() or ["no message"])[-1]
+            raise SampleError(f"keras.datasets has not downloaded Fashion-MNIST: {cause}\n{error}") from None
     images, labels, test_images, test_labels = (
         read_idx(directory / name, shape) for name, shape in FASHION_FILES.items()
     )

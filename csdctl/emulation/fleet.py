@@ -20,7 +20,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 import yaml
 from pydantic import Field
@@ -45,12 +45,14 @@ from csdctl.fleet.facts import facts_path
 from csdctl.fleet.model import Fleet
 from csdctl.worker.protocol.processes import send_signal
 
+DEFAULT_NUM_NODES = 4
+MAX_NODES = 64
 MIN_CPU = 0.01
 """Minimum share, in cores: below it a node takes seconds to respond."""
 MIN_MEMORY_BYTES = 16 << 20
-
-_UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
 USER = "csd"
+"""The user name for SSH. The nodes' servers accept any."""
+_UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
 _HEADER = re.compile(
     r"# Written by csdctl emulate up for fleet (\w+), content (\w+); `csdctl emulate down` removes it\.\n"
 )
@@ -58,17 +60,49 @@ _HEADER = re.compile(
 
 @dataclass(frozen=True)
 class EmulatedSpec:
-    """An emulated fleet: `cpu` in cores and `memory_bytes` apply to each node."""
+    """The nodes of an emulated fleet: the cores that each gets, and `memory_bytes` of each."""
 
-    num_nodes: Annotated[int, Field(ge=1, le=64)]
-    cpu: Annotated[float, Field(ge=MIN_CPU, le=os.cpu_count() or 1)] = 0.25
+    cpu: Annotated[
+        tuple[Annotated[float, Field(ge=MIN_CPU, le=os.cpu_count() or 1)], ...],
+        Field(min_length=1, max_length=MAX_NODES),
+    ]
     memory_bytes: Annotated[int, Field(ge=MIN_MEMORY_BYTES)] = 2 << 30
+
+    @property
+    def node_names(self) -> list[str]:
+        """csd0, csd1, …"""
+        return [f"csd{number}" for number in range(len(self.cpu))]
+
+    @property
+    def cpu_option(self) -> str:
+        """The cores as a value of `--cpu`: one number for all nodes, or one for each."""
+        shares = self.cpu if len({*self.cpu}) > 1 else self.cpu[:1]
+        return ",".join(f"{share:g}" for share in shares)
 
 
 def check_spec(spec: EmulatedSpec) -> None:
     """Raise InputError for a fleet that this machine cannot emulate."""
     remedy = "for example --nodes 4 --cpu 0.25 --memory 2G; a node that trains needs about 1G"
     check_values(asdict(spec), EmulatedSpec, "emulated fleet", remedy=remedy)
+
+
+def parse_shares(text: str, num_nodes: int | None) -> tuple[float, ...]:
+    """Parse `0.25`, for all nodes, or `0.5,0.25,0.1`, for one node each. Return the cores of each node.
+
+    Raises InputError for text that is no number, or for another number of values than `num_nodes`.
+    """
+    remedy = "for example --cpu 0.25 for all nodes, or --cpu 0.5,0.25,0.1 for three"
+    try:
+        shares = tuple(float(part) for part in text.split(","))
+    except ValueError:
+        problem = f"received {text!r} as a share of the CPU, expected numbers of cores, separated by commas"
+        raise InputError(problem, remedy=remedy) from None
+    if len(shares) == 1:
+        return shares * (DEFAULT_NUM_NODES if num_nodes is None else num_nodes)
+    if num_nodes not in (None, len(shares)):
+        problem = f"received --cpu {text} with {len(shares)} values for --nodes {num_nodes}"
+        raise InputError(f"{problem}, expected one value for all nodes, or one for each", remedy=remedy)
+    return shares
 
 
 def parse_size(text: str) -> int:
@@ -80,9 +114,6 @@ def parse_size(text: str) -> int:
     return int(float(match[1]) * _UNITS[match[2].upper()])
 
 
-"""The name that the nodes' servers are asked for; they take any."""
-
-
 class FleetPaths:
     """The path of every file of an emulated fleet."""
 
@@ -90,7 +121,7 @@ class FleetPaths:
         self.directory = directory.resolve()
         self.fleet_id = hashlib.sha256(os.fsencode(self.directory)).hexdigest()[:12]
         self.marker = self.directory / "fleet.id"
-        """Written first: marks the directory as that of an emulated fleet, which may be removed."""
+        """Written first. It marks the directory of an emulated fleet, which may be removed."""
         self.state = self.directory / "state.json"
         self.key = self.directory / "id_ed25519"
         self.default_fleet = self.directory / "fleet.yaml"
@@ -140,7 +171,7 @@ class NodeState:
 
 @dataclass(frozen=True)
 class Owner:
-    """The process that the fleet ends with. `start_time` as that of a server."""
+    """The process that the fleet ends with. `start_time` as of a server."""
 
     pid: int
     start_time: int
@@ -159,12 +190,7 @@ class FleetState:
     """The fleet's owner; without one, the fleet stays up until `down`."""
     is_kept: bool = False
     """The fleet is down, and the files of its nodes are there for the next `up`."""
-    schema: Literal[1] = 1
-
-    @property
-    def node_names(self) -> list[str]:
-        """csd0, csd1, …"""
-        return [f"csd{number}" for number in range(self.spec.num_nodes)]
+    schema: Literal[2] = 2
 
 
 def save_state(paths: FleetPaths, state: FleetState) -> None:
@@ -267,18 +293,19 @@ def start_fleet(
     check_spec(spec)
     owner = None if owner_pid is None else find_owner(owner_pid)
     paths = FleetPaths(directory)
+    fleet_path = fleet_path and fleet_path.absolute()
     with locked(paths):
         if paths.is_foreign:
-            other = "contains other files; an emulated fleet needs a separate directory"
-            raise InputError(f"{paths.directory} {other}")
+            problem = "contains other files; an emulated fleet needs a separate directory"
+            raise InputError(f"{paths.directory} {problem}")
         state = load_state(paths)
         if state is not None and _is_alive(state):
             _check_same(paths, state, spec, fleet_path)
             if not state.fleet_path.exists():
                 save_fleet_file(paths, state, sys.executable)
             return state.fleet_path
-        chosen = (fleet_path or paths.default_fleet).absolute()
-        check_may_write(chosen, paths.fleet_id)
+        new_path = fleet_path or paths.default_fleet
+        check_may_write(new_path, paths.fleet_id)
         if state is not None and state.nodes:  # a server has ended
             keep_fleet(paths, state)
             state = load_state(paths)
@@ -287,7 +314,7 @@ def start_fleet(
             _check_same(paths, state, spec, fleet_path)
         else:
             remove_fleet(paths)
-        state = FleetState(paths.fleet_id, spec, cpu_mechanism, chosen, owner=owner)
+        state = FleetState(paths.fleet_id, spec, cpu_mechanism, new_path, owner=owner)
         try:
             return _start(paths, state)
         except BaseException:
@@ -305,31 +332,44 @@ def is_up(directory: Path) -> bool:
 
 
 def fleet_status(directory: Path) -> list[NodeStatus]:
-    """Return the current state of every node. none without an emulated fleet."""
+    """Return the current state of every node. Empty without an emulated fleet that runs."""
     state = load_state(FleetPaths(directory))
-    if state is None:
+    if state is None or not state.nodes:
         return []
-    found = []
-    for node in state.nodes:
+    statuses = []
+    for node, cpu in zip(state.nodes, state.spec.cpu, strict=True):
         running = is_running(node.pid, node.start_time)
         pids = list_descendants(node.pid) if running else []
-        used_bytes = sum(anonymous_bytes(pid, is_divided=True) for pid in pids)
-        limits = state.spec.cpu, state.spec.memory_bytes, used_bytes, node.cpu_mechanism
-        found.append(NodeStatus(node.name, node.port, node.pid, running, len(pids), *limits))
-    return found
+        statuses.append(
+            NodeStatus(
+                name=node.name,
+                port=node.port,
+                pid=node.pid,
+                is_running=running,
+                num_processes=len(pids),
+                cpu_limit=cpu,
+                memory_limit_bytes=state.spec.memory_bytes,
+                memory_bytes=sum(anonymous_bytes(pid, is_divided=True) for pid in pids),
+                cpu_mechanism=node.cpu_mechanism,
+            )
+        )
+    return statuses
 
 
 def _check_same(paths: FleetPaths, state: FleetState, spec: EmulatedSpec, fleet_path: Path | None) -> None:
-    same_path = fleet_path is None or fleet_path.absolute() == state.fleet_path
-    what = "kept" if state.is_kept else "running"
-    again = f"csdctl emulate up --nodes {state.spec.num_nodes} --cpu {state.spec.cpu:g}"
-    if state.spec != spec or not same_path:
-        restart = f"start it again: `{again}`, or remove it: `csdctl emulate down`"
-        raise InputError(
-            f"another emulated fleet is {what} in {paths.directory}: {state.spec.num_nodes} nodes with "
-            f"{state.spec.cpu:g} cores and {state.spec.memory_bytes >> 20} MiB each, in {state.fleet_path}",
-            remedy=restart if state.is_kept else "stop it first: `csdctl emulate down`",
-        )
+    if state.spec == spec and fleet_path in (None, state.fleet_path):
+        return
+    num_nodes, shares = len(state.spec.cpu), state.spec.cpu_option
+    remedy = "stop it first: `csdctl emulate down`"
+    if state.is_kept:
+        restart = f"csdctl emulate up --nodes {num_nodes} --cpu {shares}"
+        remedy = f"start it again: `{restart}`, or remove it: `csdctl emulate down`"
+    raise InputError(
+        f"another emulated fleet is {'kept' if state.is_kept else 'running'} in {paths.directory}: "
+        f"{num_nodes} nodes with {shares} cores and {state.spec.memory_bytes >> 20} MiB each, "
+        f"in {state.fleet_path}",
+        remedy=remedy,
+    )
 
 
 def _start(paths: FleetPaths, state: FleetState) -> Path:
@@ -337,8 +377,8 @@ def _start(paths: FleetPaths, state: FleetState) -> Path:
     save_text(paths.marker, state.fleet_id + "\n")
     _create_nodes(paths, state)
     save_state(paths, state)
-    nodes = _launch(paths, timeout_s=30 + 2 * state.spec.num_nodes)
-    for name in {*state.node_names} - {node.name for node in nodes}:
+    nodes = _launch(paths, timeout_s=30 + 2 * len(state.spec.cpu))
+    for name in {*state.spec.node_names} - {node.name for node in nodes}:
         log = paths.node(name).log
         lines = log.read_text(errors="replace").splitlines() if log.exists() else []
         raise CsdctlError(f"its server did not start: {lines[-1] if lines else 'no message'}", node=name)
@@ -364,7 +404,7 @@ def _create_nodes(paths: FleetPaths, state: FleetState) -> None:
     # Open MPI creates Unix sockets at paths 60 characters longer than TMPDIR; the limit is 108.
     short = Path(tempfile.mkdtemp(prefix=paths.short_tmp_prefix))
     paths.short_tmp.symlink_to(short)
-    for name in state.node_names:
+    for name in state.spec.node_names:
         node = paths.node(name)
         make_directory(node.private)
         create_key(node.host_key)
@@ -374,7 +414,6 @@ def _create_nodes(paths: FleetPaths, state: FleetState) -> None:
 
 def _launch(paths: FleetPaths, timeout_s: float) -> tuple[NodeState, ...]:
     """Start the servers and what watches the owner. Return the servers that listen."""
-    command = [sys.executable, "-P", "-m", "csdctl.emulation.server", str(paths.directory)]
     environment = {
         "PATH": os.defpath,
         "LANG": "C.UTF-8",
@@ -383,15 +422,21 @@ def _launch(paths: FleetPaths, timeout_s: float) -> tuple[NodeState, ...]:
         FLEET_VARIABLE: paths.fleet_id,
         "TMPDIR": tempfile.gettempdir(),  # where a server has to look for the short directory
     }
-    streams: dict[str, Any] = {"stdin": subprocess.DEVNULL, "capture_output": True}
     try:
-        ended = subprocess.run(command, env=environment, check=False, timeout=timeout_s, **streams)
+        launcher = subprocess.run(
+            [sys.executable, "-P", "-m", "csdctl.emulation.server", str(paths.directory)],
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            timeout=timeout_s,
+            check=False,
+        )
     except subprocess.TimeoutExpired:
         raise DeadlineError(f"the emulated fleet did not start within {timeout_s:g} s") from None
-    if ended.returncode != 0:
-        why = ended.stderr.decode(errors="replace").strip()
-        raise CsdctlError(f"the emulated fleet did not start: {why}")
-    nodes = [NodeState(**json.loads(line)) for line in ended.stdout.splitlines()]
+    if launcher.returncode != 0:
+        cause = launcher.stderr.decode(errors="replace").strip()
+        raise CsdctlError(f"the emulated fleet did not start: {cause}")
+    nodes = [NodeState(**json.loads(line)) for line in launcher.stdout.splitlines()]
     return tuple(sorted(nodes, key=lambda node: int(node.name.removeprefix("csd"))))
 
 
@@ -414,30 +459,32 @@ def stop_fleet(directory: Path, *, keep: bool = False) -> StoppedFleet:
         return remove_fleet(paths)
     with locked(paths):
         if paths.is_foreign:
-            other = "is not the directory of an emulated fleet; it is left unchanged"
-            raise InputError(f"{paths.directory} {other}")
+            problem = "is not the directory of an emulated fleet; it is left unchanged"
+            raise InputError(f"{paths.directory} {problem}")
         state = load_state(paths)
         return keep_fleet(paths, state) if keep and state else remove_fleet(paths)
 
 
 def keep_fleet(paths: FleetPaths, state: FleetState) -> StoppedFleet:
     """End every process of the fleet except this one. Remove its control groups and temporary files."""
-    ended = _end_processes(paths)
+    num_processes = _end_processes(paths)
     _remove_short_tmp(paths)
-    for link in (paths.short_tmp, *(paths.node(name).tmp for name in state.node_names)):
+    for link in (paths.short_tmp, *(paths.node(name).tmp for name in state.spec.node_names)):
         link.unlink(missing_ok=True)
     save_state(paths, replace(state, nodes=(), owner=None, is_kept=True))
-    return StoppedFleet(len(ended))
+    return StoppedFleet(num_processes)
 
 
 def remove_fleet(paths: FleetPaths) -> StoppedFleet:
     """End every process of the fleet except this one, and remove its control groups and files."""
     state = load_state(paths)
-    ended = _end_processes(paths)
-    candidates = [paths.default_fleet, paths.directory.parent.parent / "fleet.yaml"]  # without a state
-    unchanged = [path for path in candidates if is_unchanged(path, paths.fleet_id)]
-    written = [state.fleet_path] if state else unchanged
-    kept = [path for path in written if not remove_fleet_file(path, paths.fleet_id)]
+    num_processes = _end_processes(paths)
+    if state:
+        fleet_files = [state.fleet_path]
+    else:
+        usual_places = (paths.default_fleet, paths.directory.parent.parent / "fleet.yaml")
+        fleet_files = [path for path in usual_places if is_unchanged(path, paths.fleet_id)]
+    edited = [path for path in fleet_files if not remove_fleet_file(path, paths.fleet_id)]
     _remove_short_tmp(paths)
     if paths.is_ours:
         # The marker is removed last, so that an interrupted removal can be repeated.
@@ -448,35 +495,36 @@ def remove_fleet(paths: FleetPaths) -> StoppedFleet:
         paths.marker.unlink(missing_ok=True)
     if paths.directory.exists():
         paths.directory.rmdir()
-    return StoppedFleet(len(ended), kept[0] if kept else None)
+    return StoppedFleet(num_processes, edited[0] if edited else None)
 
 
-def _end_processes(paths: FleetPaths) -> set[int]:
-    """End all processes by SIGTERM, then SIGKILL, and remove their control groups. Return their pids."""
-    own = set(list_ancestors(os.getpid()))
-    ended: set[int] = set()
+def _end_processes(paths: FleetPaths) -> int:
+    """End all processes by SIGTERM, then SIGKILL, and remove their control groups. Return their number."""
+    spared = set(list_ancestors(os.getpid()))
+    seen: set[int] = set()
 
-    def remaining() -> set[int]:
-        found = set(list_marked(paths.fleet_id))
+    def list_remaining() -> set[int]:
+        pids = set(list_marked(paths.fleet_id))
         for cgroup in list_cgroups(cgroup_prefix(paths.fleet_id)):
-            found |= set(list_members(cgroup))
-        found = {pid for pid in found - own if start_time(pid) is not None}
-        ended.update(found)
-        return found
+            pids |= set(list_members(cgroup))
+        pids = {pid for pid in pids - spared if start_time(pid) is not None}
+        seen.update(pids)
+        return pids
 
     for number, patience_s in ((signal.SIGTERM, 5.0), (signal.SIGKILL, 10.0)):
-        deadline, told = time.monotonic() + patience_s, set[int]()
-        while (pids := remaining()) and time.monotonic() < deadline:
-            send_signal(pids - told, number)
-            send_signal(pids - told, signal.SIGCONT)  # a server that was killed may have left them stopped
-            told |= pids
+        deadline, signalled = time.monotonic() + patience_s, set[int]()
+        while (pids := list_remaining()) and time.monotonic() < deadline:
+            send_signal(pids - signalled, number)
+            # A server that was killed may have left them stopped.
+            send_signal(pids - signalled, signal.SIGCONT)
+            signalled |= pids
             time.sleep(0.02)
     if pids:
         remedy = "check them with `ps`, then run `csdctl emulate down` again"
         raise CsdctlError(f"processes of the emulated fleet do not end: {sorted(pids)}", remedy=remedy)
     for cgroup in list_cgroups(cgroup_prefix(paths.fleet_id)):
         remove_cgroup(cgroup)
-    return ended
+    return len(seen)
 
 
 def _remove_short_tmp(paths: FleetPaths) -> None:

@@ -152,7 +152,7 @@ def _members(group: int) -> list[int]:
     return [pid for pid, stat in stats.items() if stat and stat.group == group]
 
 
-def build_environment(state: FleetState, name: str, paths: NodePaths) -> dict[str, str]:
+def build_environment(state: FleetState, name: str, cpu: float, paths: NodePaths) -> dict[str, str]:
     """Return the complete environment of a node's processes, without the user's own variables."""
     return {
         "HOME": str(paths.home),
@@ -164,7 +164,7 @@ def build_environment(state: FleetState, name: str, paths: NodePaths) -> dict[st
         "LANG": "C.UTF-8",
         FLEET_VARIABLE: state.fleet_id,
         NODE_VARIABLE: name,
-        "CSDCTL_CPU_LIMIT": f"{state.spec.cpu:g}",
+        "CSDCTL_CPU_LIMIT": f"{cpu:g}",
         "CSDCTL_MEMORY_LIMIT": str(state.spec.memory_bytes),
     }
 
@@ -176,9 +176,10 @@ async def serve_node(paths: FleetPaths, state: FleetState, name: str, report: in
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stopping.set)
-    limit = open_cpu_limit(state.cpu_mechanism, state.fleet_id, name, state.spec.cpu)
+    cpu = state.spec.cpu[state.spec.node_names.index(name)]
+    limit = open_cpu_limit(state.cpu_mechanism, state.fleet_id, name, cpu)
     try:
-        commands = Commands(limit, build_environment(state, name, node), node.home)
+        commands = Commands(limit, build_environment(state, name, cpu, node), node.home)
         acceptor = await asyncssh.listen(
             "127.0.0.1",
             0,
@@ -264,7 +265,7 @@ def main(directory: str) -> int:
         watch = functools.partial(watch_owner, paths, state.owner)
         _fork(paths.directory / "owner.log", "owner", watch)
     report = os.dup(1)  # in the servers, 1 becomes their log
-    for name in state.node_names:
+    for name in state.spec.node_names:
         _fork(paths.node(name).log, name, functools.partial(_become_node, paths, state, name, report))
     return 0
 

@@ -122,7 +122,7 @@ class TestSharedDirectories:
         try:
             for path in taken:
                 path.symlink_to(tmp_path)
-            start_fleet(directory, EmulatedSpec(1, 0.5, 160 << 20), owner_pid=os.getpid())
+            start_fleet(directory, EmulatedSpec((0.5,), 160 << 20), owner_pid=os.getpid())
             tmp = paths.node("csd0").tmp.resolve()
             assert mode_of(tmp) == mode_of(tmp.parent) == 0o700
             assert tmp.parent not in taken

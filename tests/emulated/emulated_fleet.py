@@ -43,7 +43,7 @@ def start(directory: Path, mechanism: str, num_nodes: int = 2, *, owner_pid: int
     """Start a fleet that ends with `owner_pid`, or with these tests, however they end."""
     if mechanism == "cgroup":
         require("cpu cgroups")
-    spec = EmulatedSpec(num_nodes, CPU, MEMORY_BYTES)
+    spec = EmulatedSpec((CPU,) * num_nodes, MEMORY_BYTES)
     chosen = mechanism.replace("cgroup", "auto")
     start_fleet(directory, spec, cpu_mechanism=chosen, owner_pid=owner_pid or os.getpid())
     known = mechanism.removeprefix("auto")

@@ -30,7 +30,7 @@ def project(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     emulated = directory / ".csdctl" / "emulated"
     written = start_fleet(
         emulated,
-        EmulatedSpec(2, 0.5, 1 << 30),
+        EmulatedSpec((0.5, 0.5), 1 << 30),
         fleet_path=directory / "fleet.yaml",
         cpu_mechanism="duty",
         owner_pid=os.getpid(),

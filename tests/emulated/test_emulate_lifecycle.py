@@ -48,13 +48,13 @@ def assert_nothing_is_left(directory: Path) -> None:
 
 
 def test_a_running_fleet_is_reused_and_another_is_refused(directory: Path) -> None:
-    spec = EmulatedSpec(1, CPU, MEMORY_BYTES)
+    spec = EmulatedSpec((CPU,), MEMORY_BYTES)
     path = start_fleet(directory, spec, owner_pid=os.getpid())
     pids = [status.pid for status in fleet_status(directory)]
     assert start_fleet(directory, spec, owner_pid=os.getpid()) == path
     assert [status.pid for status in fleet_status(directory)] == pids
     with pytest.raises(InputError, match="another emulated fleet is running") as refusal:
-        start_fleet(directory, EmulatedSpec(2, CPU, MEMORY_BYTES))
+        start_fleet(directory, EmulatedSpec((CPU, CPU), MEMORY_BYTES))
     assert "csdctl emulate down" in refusal.value.remedy
 
 
@@ -83,7 +83,7 @@ def test_down_leaves_nothing_though_a_node_is_busy_also_after_a_crash(
 
 
 def test_a_kept_fleet_starts_again_with_its_files(directory: Path) -> None:
-    spec = EmulatedSpec(2, CPU, MEMORY_BYTES)
+    spec = EmulatedSpec((CPU, CPU), MEMORY_BYTES)
     start_fleet(directory, spec)
     paths = FleetPaths(directory)
     private, key = paths.node("csd0").private / "samples", paths.key.read_bytes()
@@ -92,7 +92,7 @@ def test_a_kept_fleet_starts_again_with_its_files(directory: Path) -> None:
     assert not is_up(directory)
     assert list(list_marked(paths.fleet_id)) == []
     with pytest.raises(InputError, match="is kept in"):
-        start_fleet(directory, EmulatedSpec(1, CPU, MEMORY_BYTES))
+        start_fleet(directory, EmulatedSpec((CPU,), MEMORY_BYTES))
     start_fleet(directory, spec)
     assert is_up(directory)
     assert (private.read_text(), paths.key.read_bytes()) == ("mine", key)
@@ -149,7 +149,7 @@ def test_owner_that_does_not_run_is_refused(directory: Path, owner: "subprocess.
     owner.wait()
     for pid in (owner.pid, 0, -1):
         with pytest.raises(InputError, match=f"received {pid} .* expected .* running process") as refusal:
-            start_fleet(directory, EmulatedSpec(1), owner_pid=pid)
+            start_fleet(directory, EmulatedSpec((CPU,)), owner_pid=pid)
         assert "--pid" in refusal.value.remedy
     assert not directory.exists()
 
@@ -172,7 +172,7 @@ def test_a_foreign_fleet_file_is_not_changed(directory: Path, tmp_path: Path) ->
     path = tmp_path / "fleet.yaml"
     path.write_text("nodes: []\n")
     with pytest.raises(InputError, match="it is unchanged"):
-        start_fleet(directory, EmulatedSpec(1), fleet_path=path)
+        start_fleet(directory, EmulatedSpec((CPU,)), fleet_path=path)
     assert path.read_text() == "nodes: []\n"
     assert not directory.exists()
 
@@ -180,7 +180,7 @@ def test_a_foreign_fleet_file_is_not_changed(directory: Path, tmp_path: Path) ->
 def test_a_foreign_directory_is_not_changed(directory: Path) -> None:
     directory.mkdir(parents=True)
     (directory / "thesis.tex").touch()
-    for attempt in (lambda: start_fleet(directory, EmulatedSpec(1)), lambda: stop_fleet(directory)):
+    for attempt in (lambda: start_fleet(directory, EmulatedSpec((CPU,))), lambda: stop_fleet(directory)):
         with pytest.raises(InputError):
             attempt()
     assert (directory / "thesis.tex").exists()

@@ -18,7 +18,7 @@ pytestmark = pytest.mark.emulated
 def emulated(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """The fleet file of an emulated fleet of two nodes."""
     directory = tmp_path_factory.mktemp("emulated")
-    spec = EmulatedSpec(2, 0.5, 1 << 30)
+    spec = EmulatedSpec((0.5, 0.5), 1 << 30)
     yield start_fleet(directory / "state", spec, cpu_mechanism="duty", owner_pid=os.getpid())
     stop_fleet(directory / "state")
 

@@ -262,7 +262,7 @@ def _emulation(content: bytes, directory: Path) -> None:
 
 def _emulation_seeds() -> list[bytes]:
     node = NodeState("csd0", 17, 12345, 2222, "duty")
-    state = FleetState("0" * 12, EmulatedSpec(1), "auto", Path("/srv/fleet.yaml"), (node,))
+    state = FleetState("0" * 12, EmulatedSpec((0.25,)), "auto", Path("/srv/fleet.yaml"), (node,))
 
     def write(path: Path) -> None:
         paths = FleetPaths(path.parent)

@@ -6,18 +6,26 @@ from typing import Annotated
 
 import typer
 
+import csdctl
 from csdctl.cli import options
-from csdctl.errors import InputError
 from csdctl.terminal.streams import Streams
 
 emulate = options.group(help="Run a fleet on this machine: real SSH servers that share its CPU and memory.")
-SCRIPT = Path(__file__).parents[3] / "examples" / "demo.py"
+CpuOption = Annotated[
+    str,
+    typer.Option(
+        metavar="CORES[,CORES…]", help="CPU share in cores, for all nodes, or for each: 0.5,0.25,0.1."
+    ),
+]
 
 
 @emulate.command()
 def up(
-    nodes: Annotated[int, typer.Option(min=1, max=64, help="Number of nodes.")] = 4,
-    cpu: Annotated[float, typer.Option(help="CPU share, in cores, the same for every node.")] = 0.25,
+    nodes: Annotated[
+        int | None,
+        typer.Option(min=1, max=64, help="Number of nodes; default: as many as --cpu has values, or else 4."),
+    ] = None,
+    cpu: CpuOption = "0.25",
     memory: Annotated[str, typer.Option(help="Memory of each node, such as 512M or 2G.")] = "2G",
     fleet: Annotated[Path, typer.Option(help="Path of the fleet file to write.")] = options.DEFAULT_FLEET,
     pid: Annotated[
@@ -26,16 +34,16 @@ def up(
     json: options.JsonOption = False,
 ) -> None:
     """Start an emulated fleet and write its fleet file."""
-    from csdctl.emulation.fleet import EmulatedSpec, fleet_status, is_up, parse_size, start_fleet
+    from csdctl.emulation import fleet as emulated
     from csdctl.terminal.fleet import EmulatedFleet, show_started
 
     streams = Streams(is_json=json)
     directory = streams.project.emulated
-    spec = EmulatedSpec(nodes, cpu, parse_size(memory))
-    was_up = is_up(directory)
-    path = start_fleet(directory, spec, fleet_path=fleet, owner_pid=pid)
+    spec = emulated.EmulatedSpec(emulated.parse_shares(cpu, nodes), emulated.parse_size(memory))
+    was_up = emulated.is_up(directory)
+    path = emulated.start_fleet(directory, spec, fleet_path=fleet, owner_pid=pid)
     owner = None if was_up else pid
-    show_started(streams, EmulatedFleet(path, tuple(fleet_status(directory)), was_up, owner))
+    show_started(streams, EmulatedFleet(path, tuple(emulated.fleet_status(directory)), was_up, owner))
 
 
 @emulate.command()
@@ -63,13 +71,10 @@ def down(
     show_stopped(streams, stop_fleet(streams.project.emulated, keep=keep))
 
 
-"""Needs a clone of csdctl's repository."""
-
-
 def demo(
     directory: Annotated[Path, typer.Option(help="Working directory of the demo.")] = Path("demo"),
     nodes: Annotated[int, typer.Option(min=1, max=64, help="Number of emulated nodes.")] = 3,
-    cpu: Annotated[float, typer.Option(help="CPU share of each node, in cores.")] = 0.25,
+    cpu: CpuOption = "0.25",
     transfer: Annotated[
         bool,
         typer.Option("--transfer", help="Train on a pretrained base, and from scratch; downloads 150 MB."),
@@ -77,11 +82,8 @@ def demo(
     keep: Annotated[bool, typer.Option("--keep", help="Leave the emulated fleet running.")] = False,
 ) -> None:
     """Run all commands on an emulated fleet: Fashion-MNIST, or transfer learning."""
-    if not SCRIPT.is_file():
-        raise InputError(
-            "an installed csdctl has no examples: the demo is in csdctl's repository",
-            remedy="run `make demo` there",
-        )
-    run_demo = runpy.run_path(str(SCRIPT))["run_demo"]
+    package = Path(csdctl.__file__).parent  # the wheel has the examples in it, the repository beside it
+    [script, *_] = [*package.glob("examples/demo.py"), *package.parent.glob("examples/demo.py")]
+    run_demo = runpy.run_path(str(script))["run_demo"]
     if code := run_demo(directory, nodes, cpu, is_transfer=transfer, is_keeping=keep):
         raise typer.Exit(code)

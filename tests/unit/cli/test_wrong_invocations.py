@@ -121,7 +121,8 @@ WITHOUT_PROJECT = [
     ("forecast", "job.yaml does not exist"),
     ("emulate up --memory lots", "received 'lots' as a size, expected a number and a unit such as 512M"),
     ("emulate up --memory 1K", "`memory_bytes`: must be greater than or equal to 16777216 (received 1024)"),
-    ("emulate up --cpu 0", "emulated fleet: `cpu`: must be greater than or equal to 0.01 (received 0.0)"),
+    ("emulate up --cpu 0", "emulated fleet: `cpu.0`: must be greater than or equal to 0.01 (received 0.0)"),
+    ("emulate up --cpu 1,1 --nodes 3", "received --cpu 1,1 with 2 values for --nodes 3, expected one value"),
     ("emulate up --pid 99999999", "received 99999999 as the process that the emulated fleet ends with"),
     ("emulate stop", "no such command 'stop'"),
 ]

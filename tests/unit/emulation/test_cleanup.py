@@ -23,7 +23,9 @@ def test_process_that_got_the_number_of_the_owner_is_not_taken_for_it(tmp_path: 
     earlier = Owner(owner.pid, owner.start_time - 1)
     paths = FleetPaths(tmp_path / ".csdctl" / "fleet")
     paths.directory.mkdir(parents=True)
-    save_state(paths, FleetState(paths.fleet_id, EmulatedSpec(1), "auto", paths.default_fleet, owner=earlier))
+    save_state(
+        paths, FleetState(paths.fleet_id, EmulatedSpec((0.25,)), "auto", paths.default_fleet, owner=earlier)
+    )
     watch_owner(paths, earlier)
     assert not paths.directory.exists()
 

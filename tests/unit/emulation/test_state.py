@@ -26,7 +26,7 @@ def paths(tmp_path: Path) -> FleetPaths:
 @pytest.fixture
 def state(paths: FleetPaths, tmp_path: Path) -> FleetState:
     nodes = (NodeState("csd0", 123, 456, 2200, "duty"), NodeState("csd1", 124, 457, 2201, "duty"))
-    return FleetState(paths.fleet_id, EmulatedSpec(2), "auto", tmp_path / "fleet.yaml", nodes)
+    return FleetState(paths.fleet_id, EmulatedSpec((0.5, 0.25)), "auto", tmp_path / "fleet.yaml", nodes)
 
 
 def test_state_round_trips(paths: FleetPaths, state: FleetState) -> None:

@@ -1,6 +1,8 @@
 """The jobs of examples/ and the script that fetches and places their data."""
 
+import gzip
 import pickle
+import shutil
 import struct
 import subprocess
 import sys
@@ -11,8 +13,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from csdctl.cli.commands import emulation
-from csdctl.errors import InputError
 from csdctl.job.model import load_job
 from examples import sample_data
 from examples.demo import copy_example
@@ -30,13 +30,44 @@ def test_copied_jobs_are_valid_and_what_is_there_is_kept(example: str, tmp_path:
     assert (tmp_path / "demo/job.yaml").read_text() == "mine"
 
 
-def test_installed_csdctl_says_where_the_examples_are(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(emulation, "SCRIPT", tmp_path / "demo.py")
-    with pytest.raises(InputError, match="an installed csdctl has no examples") as raised:
-        emulation.demo()
-    assert "make demo" in raised.value.remedy
+def test_wheel_has_the_examples(tmp_path: Path) -> None:
+    build = [sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", str(tmp_path)]
+    subprocess.run(build, cwd=Path(__file__).parents[3], check=True, capture_output=True)
+    [wheel] = tmp_path.glob("*.whl")
+    with zipfile.ZipFile(wheel) as file:
+        names = {name.removeprefix("csdctl/examples/") for name in file.namelist()}
+    assert {"demo.py", "sample_data.py", "fashion_mnist/job.yaml", "fashion_mnist/fashion_cnn.py"} <= names
+    assert not [name for name in names if name.endswith(".pyc")]
+
+
+class TestWithoutPackages:
+    """A machine without apt-get and without Fashion-MNIST."""
+
+    @pytest.fixture(autouse=True)
+    def bare(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setenv("KERAS_HOME", str(tmp_path))
+        monkeypatch.setattr(shutil, "which", lambda name: None)
+
+    def test_keras_downloads_fashion_mnist(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        def download(command: object, directory: str) -> str:
+            files = tmp_path / "datasets" / "fashion-mnist"
+            files.mkdir(parents=True)
+            for name, shape in sample_data.FASHION_FILES.items():
+                header = struct.pack(f">BBBB{len(shape)}I", 0, 0, 8, len(shape), *shape)
+                (files / name).write_bytes(gzip.compress(header + bytes(int(np.prod(shape))), 1))
+            return ""
+
+        monkeypatch.setattr(sample_data, "_run", download)
+        assert sample_data.fetch_fashion_mnist(tmp_path / "cache").train_images.shape == (60_000, 28, 28, 1)
+
+    def test_error_names_both_sources(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(sample_data, "_run", lambda command, directory: "trace\nURLError: no network")
+        with pytest.raises(sample_data.SampleError) as raised:
+            sample_data.fetch_fashion_mnist(tmp_path / "cache")
+        assert "keras.datasets has not downloaded Fashion-MNIST: URLError: no network" in str(raised.value)
+        assert "no apt-get to download it\n→ install dataset-fashion-mnist, or copy train-" in str(
+            raised.value
+        )
 
 
 class TestFashionMnist:
