@@ -233,8 +233,6 @@ class Verified(Event):
     compared_in: ShortText
     """The type that all layers computed in for what follows: finer than `dtype` where it hides a sample."""
     of_ranks: tuple[Compared, ...]
-    by_parts: Measured
-    """Relative difference of all ranks' gradient to one process that computes their batches in turn."""
     one_batch: Compared | None
     """All ranks' gradient against one batch of all samples in one process; None if it was not compared."""
     not_one_batch: tuple[ShortText, ...]

@@ -16,11 +16,10 @@ from csdctl.worker.compute.trace import Values
 from csdctl.worker.engine.step import StepEngine
 from csdctl.worker.process.errors import WorkerError
 from csdctl.worker.protocol.recipe import Recipe
-from csdctl.worker.tasks.verify import draw_samples
 from csdctl.workflows.train.verify import judge
 from tests.unit.worker.compute.built_models import Step, keras
-from tests.unit.worker.tasks.test_verify import NODES, Engine, load_task, verify
-from tests.unit.worker.tasks.verified_models import CLASSES, SEED, SIZES, Row
+from tests.unit.worker.tasks.test_verify import NODES, Engine, compute_vectors, load_task, verify
+from tests.unit.worker.tasks.verified_models import CLASSES, Row
 
 TABLE = np.zeros((0, 8), np.float32)
 
@@ -154,11 +153,7 @@ def judge_step(fault: tuple[Any, str, Fault] | None, capsys: pytest.CaptureFixtu
         if kind is StepEngine:  # of the ranks alone: Keras' step is asked for the right one
             task.step.position = 0, 0
         start = task.step.values
-        task.step.values = task._move_weights()
-        example, saved = task.reader.first(0), {}
-        for rank, size in enumerate(SIZES):
-            task.step.position = 0, rank
-            saved[f"rank {rank}"] = task.step.local(*draw_samples(SEED, rank, size, example, task.step.info))
+        saved = compute_vectors(task)
         task.step.values = start
     try:
         verdict = judge(verify(task, Engine(), saved, capsys), NODES)

@@ -19,9 +19,9 @@ from csdctl.worker.tasks.verify import (
     ExactSum,
     Ranges,
     Reference,
+    choose_sizes,
     draw_samples,
     find_ranges,
-    verified_sizes,
 )
 from tests.unit.worker.compute.built_models import keras
 from tests.unit.worker.compute.test_own_step import (
@@ -34,7 +34,7 @@ from tests.unit.worker.compute.test_own_step import (
     tf,
     update_second,
 )
-from tests.unit.worker.tasks.verified_models import specs_of
+from tests.unit.worker.tasks.verified_models import CLASSES, specs_of
 
 
 def test_layers_that_compute_in_16_bits_compute_in_float32_and_keep_the_type_of_their_weights() -> None:
@@ -89,7 +89,7 @@ class TestSizes:
         ],
     )
     def test_sizes_follow_the_plan(self, plan: list[int], verified: list[int]) -> None:
-        assert verified_sizes(plan) == verified
+        assert choose_sizes(plan) == verified
         assert max(verified) <= MAX_SAMPLES
 
 
@@ -98,6 +98,10 @@ def info_of(output_sizes: tuple[int, ...], num_indices: int | None = None) -> St
     none |= dict.fromkeys(("has_loss_count", "divides_gradients", "has_summed"), False)
     sizes = dict.fromkeys(("num_weights", "num_gradients", "num_statistics", "num_states"), 0)
     return StepInfo({}, (), output_sizes=output_sizes, num_indices=num_indices, **sizes, **none)
+
+
+def draw(example: Any, count: int, info: StepInfo, ranges: Ranges, labels: Any = CLASSES) -> Any:
+    return draw_samples(0, count, seed=3, example=(example, labels), info=info, ranges=ranges)
 
 
 class TestSamples:
@@ -115,7 +119,7 @@ class TestSamples:
             "kind": ((0.0, 6.0),),
             "table": ((-9.0, -8.0), (240.0, 300.0)),
         }
-        drawn, _ = draw_samples(3, 0, 300, (data[:0], np.zeros(0, np.int32)), info_of((7,)), ranges)
+        drawn, _ = draw(data[:0], 300, info_of((7,)), ranges)
         assert (drawn["kind"].min(), drawn["kind"].max()) == (0, 6)
         assert drawn["picture"].max() > 200
         assert (drawn["table"].min(axis=0) >= [-9, 240]).all()
@@ -127,15 +131,13 @@ class TestSamples:
         fields = [("words", np.int32, (24,)), ("kinds", np.int32, (24,))]
         data = np.zeros(2, fields)
         data["words"][0], data["kinds"][0] = 199, 1
-        example = data[:0], np.zeros(0, np.int32)
-        drawn, _ = draw_samples(3, 0, 50, example, info_of((3,), num_indices=2), find_ranges(data))
+        drawn, _ = draw(data[:0], 50, info_of((3,), num_indices=2), find_ranges(data))
         assert drawn["words"].max() > 190
         assert drawn["kinds"].max() == 1
         assert len({row.tobytes() for row in drawn["words"]}) == 50
 
     def test_class_without_outputs_before_it_is_called_gets_two_classes(self) -> None:
-        example = np.zeros((0, 4), np.float32), np.zeros((0, 5), np.int32)
-        samples, labels = draw_samples(1, 0, 20, example, info_of(()))
+        samples, labels = draw(np.zeros((0, 4), np.float32), 20, info_of(()), {}, np.zeros((0, 5), np.int32))
         assert (samples.shape, labels.max()) == ((20, 4), 1)
 
     @pytest.mark.parametrize("sent", [None, {"a": 0}, {"a": [[1.0]]}, {"a": [[1.0, math.inf]]}, {"a": []}])
@@ -147,7 +149,7 @@ class TestSamples:
 SIZES = (7, 5)
 
 
-def draw(rank: int, count: int) -> Any:
+def draw_of_rank(rank: int, count: int) -> Any:
     return samples(16, 40 + rank)[:count], np.zeros((count, 0), np.float32)
 
 
@@ -158,18 +160,17 @@ class Judged:
         steps = [make_step(model(), rank) for rank in range(2)]
         step, ranks = steps[0], Ranks(steps, collective)
         start = step.values
-        ranks.take(0, [draw(rank, size)[0] for rank, size in enumerate(SIZES)])
+        ranks.take(0, [draw_of_rank(rank, size)[0] for rank, size in enumerate(SIZES)])
         self.after = step.values
         step.values = start
         example = samples(1)[:0], np.zeros((0, 0), np.float32)
         keras_step = KerasStep(step.compiler.model, step.compiler.recipe, step, example)
-        ranks_of = specs_of(SIZES)
-        self.reference = Reference(keras_step, 5, ranks_of, SIZES, draw, totals=ranks.totals)
+        self.reference = Reference(keras_step, specs_of(SIZES), draw_of_rank, totals=ranks.totals)
         exact = ExactSum(step.layout.step_size)
-        for own in zip(*ranks.parts, strict=True):
-            exact.add(step.join(own))
-            self.reference.compare(step.join(own))
-        self.reference.compare_one_batch()
+        for parts in zip(*ranks.parts, strict=True):
+            exact.add(step.join(parts))
+            self.reference.compare(step.join(parts))
+        self.one_batch, self.reasons = self.reference.compare_one_batch(exact.value)
         self.total = step.join(ranks.totals)
         self.update = self.reference.measure_update(self.after, self.total)
         self.is_sum = exact.difference(self.total) <= exact.rounding
@@ -188,7 +189,7 @@ def test_right_engine_is_found_right() -> None:
     assert found.is_sum
     assert found.are_ranks_right
     assert found.update < 1e-4
-    (reason,) = found.reference.not_one_batch
+    (reason,) = found.reasons
     assert "normalization by the batch in batch_normalization" in reason
 
 
@@ -255,9 +256,8 @@ def reduced(kind: type[Reduced] = Reduced) -> Any:
 
 def test_means_are_equal_to_one_batch_and_a_reference_that_changes_nothing_does_not_pass() -> None:
     found = Judged(reduced, add)
-    one_batch = found.reference.one_batch
-    assert one_batch is not None
-    assert one_batch.difference <= NEAR * one_batch.spread
+    assert found.one_batch is not None
+    assert found.one_batch.difference <= NEAR * found.one_batch.spread
     found.reference._engine.rate = np.zeros((), np.float32)
     assert found.reference.measure_update(found.after, found.total) == np.inf
 
@@ -267,14 +267,13 @@ def test_loss_that_is_no_mean_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     found = Judged(reduced, add)
     assert found.is_sum
     assert found.are_ranks_right
-    (reason,) = found.reference.not_one_batch
-    assert f"in sum 2, gradients of {len(reduced().first.trainable_variables)} variables for a" in reason
-    assert "in sum 1" not in reason
+    (reason,) = found.reasons
+    assert reason.startswith("a loss that is not a mean over the samples of the batch")
 
 
 def test_layers_draw_the_same_numbers_in_the_reference() -> None:
     found = Judged(lambda: reduced(Dropping), add)
     assert found.are_ranks_right
     assert found.update < 1e-4
-    (reason,) = found.reference.not_one_batch
+    (reason,) = found.reasons
     assert reason.startswith("random numbers in dropout")

@@ -18,7 +18,7 @@ from csdctl.worker.group.communicator import Communicator
 from csdctl.worker.group.values import RankLostError, decode_value, encode_value
 from csdctl.worker.process.errors import WorkerError
 from csdctl.worker.protocol.events import Verified, event_from_line
-from csdctl.worker.protocol.run_spec import RunSpec
+from csdctl.worker.protocol.run_spec import RankSpec, RunSpec
 from csdctl.worker.tasks.progress import Reporter, RunProgress
 from csdctl.worker.tasks.task import TaskContext
 from csdctl.worker.tasks.verify import MAX_SAMPLES, Reference, Verify, draw_samples
@@ -152,19 +152,19 @@ class PlayedRanks(Communicator):
 class RememberingReference(Reference):
     """Measures only once: what rank 0 computes does not depend on what the others send."""
 
-    def __init__(self, known: dict[Any, Any], *arguments: Any) -> None:
+    def __init__(self, results: dict[Any, Any], *arguments: Any) -> None:
         super().__init__(*arguments)
-        self._known = known
+        self._results = results
 
-    def measure(self, number: int) -> Any:
-        if number not in self._known:
-            self._known[number] = super().measure(number)
-        return self._known[number]
+    def measure(self, rank: RankSpec) -> Any:
+        if rank.rank not in self._results:
+            self._results[rank.rank] = super().measure(rank)
+        return self._results[rank.rank]
 
     def measure_one_batch(self) -> Any:
-        if "one batch" not in self._known:
-            self._known["one batch"] = super().measure_one_batch()
-        return self._known["one batch"]
+        if "one batch" not in self._results:
+            self._results["one batch"] = super().measure_one_batch()
+        return self._results["one batch"]
 
 
 class RowVerify(Verify):
@@ -173,7 +173,7 @@ class RowVerify(Verify):
     def __init__(self, context: TaskContext, row: Row, step: Step) -> None:
         super().__init__(context)
         self._row, self._loaded = row, step
-        self._known: dict[Any, Any] = {}
+        self._results: dict[Any, Any] = {}
 
     def open_reader(self) -> Any:
         return RowReader(self._row, self._loaded.info)
@@ -184,16 +184,12 @@ class RowVerify(Verify):
     def _find_ranges(self) -> Any:
         return self._row.ranges
 
-    def _load_reference(self) -> KerasStep:
-        step = self._loaded
-        recipe = dataclasses.replace(self._row.recipe, seed=SEED)
-        return KerasStep(step.compiler.model, recipe, step, (self._row.samples, self._row.labels))
-
     def _make_reference(self, totals: Any = ()) -> Reference:
-        if "reference" not in self._known:
-            self._known["reference"] = self._load_reference()
-        step = self._known["reference"]
-        return RememberingReference(self._known, step, SEED, self.spec.ranks, SIZES, self._draw, 1.0)
+        if "step" not in self._results:
+            step, example = self._loaded, (self._row.samples, self._row.labels)
+            recipe = dataclasses.replace(self._row.recipe, seed=SEED)
+            self._results["step"] = KerasStep(step.compiler.model, recipe, step, example)
+        return RememberingReference(self._results, self._results["step"], self._ranks, self._draw)
 
 
 def load_task(row: Row, kind: type[Step] = Step) -> Verify:
@@ -207,6 +203,17 @@ def load_task(row: Row, kind: type[Step] = Step) -> Verify:
     task = RowVerify(context, row, step)
     task.load()
     return task
+
+
+def compute_vectors(task: Verify) -> Vectors:
+    """Return the vectors of all ranks, each of its samples, with the weights that `verify` moves."""
+    example, vectors = task.reader.first(0), {}
+    task.step.values = task._move_weights()
+    for rank, size in enumerate(SIZES):
+        task.step.position = 0, rank
+        batch = draw_samples(rank, size, seed=SEED, example=example, info=task.step.info, ranges={})
+        vectors[f"rank {rank}"] = task.step.local(*batch)
+    return vectors
 
 
 def verify(task: Verify, engine: Engine, saved: Vectors, capsys: Any) -> Verified:
@@ -241,11 +248,7 @@ class PlainMeanStep(Step):
 
 def test_step_that_is_wrong_on_host_and_ranks_alike_is_found(capsys: pytest.CaptureFixture[str]) -> None:
     task = load_task(ROWS["convolutions"], PlainMeanStep)
-    example, saved = task.reader.first(0), {}
-    task.step.values = task._move_weights()
-    for rank, size in enumerate(SIZES):
-        task.step.position = 0, rank
-        saved[f"rank {rank}"] = task.step.local(*draw_samples(SEED, rank, size, example, task.step.info))
+    saved = compute_vectors(task)
     task = load_task(ROWS["convolutions"], PlainMeanStep)
     verdict = judge(verify(task, Engine(), saved, capsys), NODES)
     assert not verdict.is_equal

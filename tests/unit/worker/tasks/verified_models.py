@@ -195,7 +195,7 @@ class RowReader:
         pass
 
     def first(self, count: int) -> tuple[Any, Any]:
-        return draw_samples(0, 0, count, self._example, self._info, self._ranges)
+        return draw_samples(0, count, seed=0, example=self._example, info=self._info, ranges=self._ranges)
 
     def read(self, share: Any, reassigned: Any = None) -> tuple[Any, Any]:
         return self.first(share.num_samples)

@@ -18,7 +18,6 @@ RIGHT = Verified(
     sum_rounding=1.8e-7,
     compared_in="float32",
     of_ranks=(SAME, APART, SAME),
-    by_parts=1e-6,
     one_batch=SAME,
     not_one_batch=(),
     weights_hash="hash",
