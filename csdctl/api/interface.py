@@ -27,7 +27,7 @@ from pydantic import InstanceOf
 from pydantic_core import to_jsonable_python
 
 from csdctl.documents import check_values, load_json, make_directory, save_text, write_atomically
-from csdctl.errors import CsdctlError, InputError, RunError
+from csdctl.errors import CsdctlError, InputError
 from csdctl.fleet import model as fleets
 from csdctl.job import model as jobs
 from csdctl.reporting.results import RunSummary
@@ -61,7 +61,7 @@ from csdctl.workflows.train import spec as of_train
 from csdctl.workflows.train.plan import find_changes
 from csdctl.workflows.train.run import RunStopped as RunStopped
 from csdctl.workflows.train.train import TrainRequest
-from csdctl.workflows.train.verify import Verification, judge, run_verification
+from csdctl.workflows.train.verify import Verification, run_verification
 from csdctl.workflows.tune import tune as of_tune
 from csdctl.workflows.workspace.workspace import choose_fleet
 
@@ -603,13 +603,10 @@ def verify(job: JobOrPath, fleet: FleetOrPath = "fleet.yaml") -> Verification:
     loaded, chosen = as_job(job).load(), as_fleet(fleet)
     with open_session() as streams:
         request = TrainRequest(loaded, chosen, streams.directory, TrainOptions())
-        found = run_verification(request, PreparationScreen(streams).events)
-        verdict = judge(found.result, found.nodes, found.differences)
-        render_verified(streams.console, found.result, verdict, found.nodes, emulated=chosen.emulated)
-    found.check_features()
-    if not verdict.is_equal:
-        raise RunError(verdict.text, remedy=verdict.remedy)
-    return found
+        verification = run_verification(request, PreparationScreen(streams).events)
+        render_verified(streams.console, verification, emulated=chosen.emulated)
+    verification.check()
+    return verification
 
 
 @dataclass(frozen=True, repr=False)

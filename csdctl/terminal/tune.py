@@ -1,16 +1,15 @@
 """Before training: the plan, and the result of `verify`, as tables and as JSON."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from csdctl.fleet.names import format_node_names
 from csdctl.reporting.numbers import format_bytes, format_range, format_rate, format_seconds, format_share
 from csdctl.terminal.console import PrintableConsole, build_pairs, build_table
 from csdctl.tuning.plan import DATA_PARALLEL, FEATURES, SPLIT, Plan, RankPlan
-from csdctl.worker.protocol.events import Verified
 from csdctl.worker.protocol.features import Recomputed
 from csdctl.worker.protocol.run_spec import CPU
-from csdctl.workflows.train.verify import Verdict
+from csdctl.workflows.train.verify import Verification
 
 LEAVES = {
     DATA_PARALLEL: "sums of gradients",
@@ -122,65 +121,65 @@ def _lines(plan: Plan) -> Iterator[str]:
         yield f"left out, because training is faster without them{measured}: {names}"
 
 
-def render_verified(
-    console: PrintableConsole, verified: Verified, verdict: Verdict, nodes: Sequence[str], *, emulated: bool
-) -> None:
+def render_verified(console: PrintableConsole, verification: Verification, *, emulated: bool) -> None:
     """Print how much sum, gradients and weights differ, and how far one process is from itself."""
+    verified, nodes = verification.result, verification.nodes
     sizes = ", ".join(f"{node} {size}" for node, size in zip(nodes, verified.batch_sizes, strict=True))
-    fleet = " (emulated fleet)" if emulated else ""
-    pairs = [("samples", f"{verified.global_batch}: {sizes}{fleet}")]
-    sums = (
-        f"differs by {verified.sum_difference:.1e} from the ranks' gradients added in float64; "
-        f"rounding explains {verified.sum_rounding:.1e}"
-    )
-    pairs.append(("sum", sums))
     most = max(range(len(nodes)), key=lambda rank: verified.of_ranks[rank].difference)
-    found = verified.of_ranks[most]
-    if found.difference == 0:
-        told = "of every rank bit-identical with that of one process"
-    else:
-        told = f"of {nodes[most]} differs most from that of one process, by {found.difference:.1e}"
-    pairs.append(("gradient", told))
-    spread = max(rank.spread for rank in verified.of_ranks)
-    one_sample = min(rank.one_sample for rank in verified.of_ranks)
-    pairs.append(("", f"rounding makes {spread:.1e}; one sample makes {one_sample:.1e}"))
-    if verified.compared_in != verified.dtype:
-        pairs.append(("", f"compared in {verified.compared_in}: rounding in {verified.dtype} hides a sample"))
+    gradient = "of every rank bit-identical with that of one process"
+    if difference := verified.of_ranks[most].difference:
+        gradient = f"of {nodes[most]} differs most from that of one process, by {difference:.1e}"
     one_batch = f"not compared with one batch of all samples: {'; '.join(verified.not_one_batch)}"
     if verified.one_batch:
         one_batch = f"of all samples in one process differs by {verified.one_batch.difference:.1e}"
+    spread = max(rank.spread for rank in verified.of_ranks)
+    one_sample = min(rank.one_sample for rank in verified.of_ranks)
+    pairs = [
+        ("samples", f"{verified.global_batch}: {sizes}{' (emulated fleet)' if emulated else ''}"),
+        (
+            "sum",
+            f"differs by {verified.sum_difference:.1e} from the ranks' gradients added in float64; "
+            f"rounding explains {verified.sum_rounding:.1e}",
+        ),
+        ("gradient", gradient),
+        ("", f"rounding makes {spread:.1e}; one sample makes {one_sample:.1e}"),
+    ]
+    if verified.compared_in != verified.dtype:
+        pairs.append(("", f"compared in {verified.compared_in}: rounding in {verified.dtype} hides a sample"))
     pairs.append(("one batch", one_batch))
     pairs.append(("weights", f"bit-identical on all ranks ({verified.weights_hash[:16]}…)"))
-    if verdict.is_equal:
-        pairs.append(("result", verdict.text))
+    if verification.verdict.is_equal:
+        pairs.append(("result", verification.verdict.text))
     console.print(build_pairs(pairs))
 
 
-def verify_document(
-    verified: Verified, verdict: Verdict, nodes: Sequence[str], *, emulated: bool
-) -> dict[str, Any]:
+def verify_document(verification: Verification, *, emulated: bool) -> dict[str, Any]:
     """Return the `csdctl.verify/1` document."""
-    left_out = ("rank", "node", "of_ranks", "batch_sizes")  # "ranks" has them by name
-    return {
+    verified, verdict = verification.result, verification.verdict
+    excluded = ("rank", "node", "of_ranks", "batch_sizes")  # "ranks" has them by name
+    document = {
         "schema": "csdctl.verify/1",
         "emulated": emulated,
         "is_equal": verdict.is_equal,
         "verdict": verdict.text,
-        **{name: value for name, value in vars(verified).items() if name not in left_out},
+        **{name: value for name, value in vars(verified).items() if name not in excluded},
         "ranks": {
             node: {"batch_size": size, **vars(rank)}
-            for node, size, rank in zip(nodes, verified.batch_sizes, verified.of_ranks, strict=True)
+            for node, size, rank in zip(
+                verification.nodes, verified.batch_sizes, verified.of_ranks, strict=True
+            )
         },
     }
+    return document | ({"features": verification.features} if verification.features else {})
 
 
-def describe_features(found: Mapping[str, Recomputed]) -> str:
+def describe_features(features: Mapping[str, Recomputed]) -> str:
     """Return how stored features compare with those that their machine computes now."""
-    num_rows = sum(one.num_rows for one in found.values())
+    num_rows = sum(recomputed.num_rows for recomputed in features.values())
     if not num_rows:
         return "none to compare; train with --strategy features first"
-    most = max(found, key=lambda node: found[node].difference)
-    told = f"differ by {found[most].difference:.1e} at most ({most})"
-    if not found[most].difference:
-        told = "are bit-identical"
-    return f"{num_rows:,} rows on {len(found)} machines, recomputed, {told}"
+    node = max(features, key=lambda name: features[name].difference)
+    result = "are bit-identical"
+    if difference := features[node].difference:
+        result = f"differ by {difference:.1e} at most ({node})"
+    return f"{num_rows:,} rows on {len(features)} machines, recomputed, {result}"

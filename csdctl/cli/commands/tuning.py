@@ -170,27 +170,20 @@ def verify(
     feature_precision: options.FeaturePrecisionOption = "float32",
 ) -> None:
     """Check that your fleet computes the same gradient of your model as one process."""
-    from csdctl.errors import RunError
     from csdctl.terminal.prepare import PreparationScreen
     from csdctl.terminal.tune import describe_features, render_verified, verify_document
     from csdctl.workflows.train.spec import TrainOptions
     from csdctl.workflows.train.train import TrainRequest
-    from csdctl.workflows.train.verify import judge, run_verification
+    from csdctl.workflows.train.verify import run_verification
 
     streams = call.streams
     options = TrainOptions(
         strategy=strategy, cut=cut, num_micro_batches=micro_batches, feature_precision=feature_precision
     )
     request = TrainRequest(call.job, call.fleet, call.directory, options, plan, batch_size)
-    found = run_verification(request, PreparationScreen(streams).events)
-    verdict = judge(found.result, found.nodes, found.differences)
-    shown = found.result, verdict, found.nodes
-    render_verified(streams.console, *shown, emulated=call.fleet.emulated)
-    document = verify_document(*shown, emulated=call.fleet.emulated)
-    if found.features:
-        streams.console.print(f"stored features: {describe_features(found.features)}", soft_wrap=True)
-        document["features"] = found.features
-    streams.result(document)
-    found.check_features()
-    if not verdict.is_equal:
-        raise RunError(verdict.text, remedy=verdict.remedy)
+    verification = run_verification(request, PreparationScreen(streams).events)
+    render_verified(streams.console, verification, emulated=call.fleet.emulated)
+    if verification.features:
+        streams.console.print(f"stored features: {describe_features(verification.features)}", soft_wrap=True)
+    streams.result(verify_document(verification, emulated=call.fleet.emulated))
+    verification.check()

@@ -140,8 +140,8 @@ class Reference:
         samples, labels = (column[:-1] for column in columns)
         vector = self._by_engine(rank, samples, labels)
         moved = [self._by_engine(rank, samples, labels, draw) for draw in range(NUM_DRAWS)]
-        exchanged = (np.concatenate([column[-1:], column[1:-1]]) for column in columns)
-        one_sample = self._relative(self._by_engine(rank, *exchanged) - vector, vector)
+        exchanged, exchanged_labels = (np.concatenate([column[-1:], column[1:-1]]) for column in columns)
+        one_sample = self._relative(self._by_engine(rank, exchanged, exchanged_labels) - vector, vector)
         # Where all weights are 0, moving them changes nothing, but the terms of the sum are rounded.
         floor = self._roundoff * (1 + rank.batch_size * one_sample)
         spread = max(floor, *(self._relative(other - vector, vector) for other in moved))

@@ -7,8 +7,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from csdctl.errors import InputError, RunError
-from csdctl.fleet.checks import list_differences
-from csdctl.fleet.model import HOST_NAME
 from csdctl.fleet.names import format_node_names
 from csdctl.launch.mpirun import find_mpirun
 from csdctl.tuning.plan import DATA_PARALLEL, Plan
@@ -16,7 +14,6 @@ from csdctl.worker.protocol.events import MIN_SHARPNESS, Verified
 from csdctl.worker.protocol.features import FLOAT16, FLOAT32, Recomputed
 from csdctl.worker.protocol.run_spec import VERIFY, TaskSpec
 from csdctl.workflows.data.prepare import prepare_in
-from csdctl.workflows.discovery.discover import collect_all_facts
 from csdctl.workflows.train.plan import build_equal_plan, load_checked_plan
 from csdctl.workflows.train.run import run_ranks
 from csdctl.workflows.train.spec import RunContext, TrainOptions, build_inputs, place_plan
@@ -25,11 +22,10 @@ from csdctl.workflows.workspace.event_stream import EventStream
 from csdctl.workflows.workspace.workspace import Workspace, open_workspace
 
 NEAR = 8.0
-"""Up to how many spreads two results are called as near as one process is to itself: a spread is the largest
-of a few random draws."""
-
-
+"""Results that differ by so many spreads are as near as one process is to itself: a spread is the largest of
+a few random draws."""
 FEATURE_TOLERANCE = 1e-5
+"""Maximum difference of the features of one sample, computed twice."""
 
 
 @dataclass(frozen=True)
@@ -41,16 +37,13 @@ class Verdict:
     remedy: str = ""
 
 
-def judge(verified: Verified, nodes: Sequence[str], differences: Mapping[str, str] | None = None) -> Verdict:
-    """Return what the numbers of rank 0 show. `nodes`: the machine of every rank.
-
-    `differences`: in what each machine differs from the host.
-    """
+def judge(verified: Verified, nodes: Sequence[str]) -> Verdict:
+    """Return what the numbers of rank 0 show. `nodes`: the machine of every rank."""
     # Draws of one rank may miss what rounding does to the gradient of another.
     widest = max(rank.spread for rank in verified.of_ranks)
-    wider = [dataclasses.replace(rank, spread=widest) for rank in verified.of_ranks]
-    found = [wide if wide.is_sharp else rank for wide, rank in zip(wider, verified.of_ranks, strict=True)]
-    numbers = [number for rank in found for number in (rank.difference, rank.spread, rank.one_sample)]
+    wide = [dataclasses.replace(rank, spread=widest) for rank in verified.of_ranks]
+    ranks = [wider if wider.is_sharp else rank for wider, rank in zip(wide, verified.of_ranks, strict=True)]
+    numbers = [number for rank in ranks for number in (rank.difference, rank.spread, rank.one_sample)]
     if not all(map(math.isfinite, [verified.sum_difference, *numbers])):
         return _judge_not_finite(verified, nodes)
     if verified.sum_difference > verified.sum_rounding:
@@ -60,9 +53,16 @@ def judge(verified: Verified, nodes: Sequence[str], differences: Mapping[str, st
             f"{verified.sum_difference:.1e} of its terms, and rounding explains {verified.sum_rounding:.1e}",
             "the sum is at fault: please report it, with `csdctl discover`",
         )
-    if wrong := [at for at, rank in enumerate(found) if rank.is_sharp and rank.difference > rank.tolerance]:
-        return _judge_wrong(verified, nodes, wrong, differences or {})
-    if hidden := [at for at, rank in enumerate(found) if not rank.is_conclusive]:
+    if wrong := [at for at, rank in enumerate(ranks) if rank.is_sharp and rank.difference > rank.tolerance]:
+        worst = max((verified.of_ranks[at] for at in wrong), key=lambda rank: rank.difference)
+        return Verdict(
+            False,
+            f"{_names(nodes, wrong)}: the gradient differs by {worst.difference:.1e} from the host's for the "
+            f"same samples; rounding explains {worst.spread:.1e}, one sample makes {worst.one_sample:.1e}",
+            "compare software and processor with the host's: `csdctl discover --verbose`; if they are equal, "
+            "check that machine's memory, or try another number of threads in the plan",
+        )
+    if hidden := [at for at, rank in enumerate(ranks) if not rank.is_conclusive]:
         return _judge_hidden(verified, nodes, hidden)
     one_batch = verified.one_batch
     if one_batch and not one_batch.difference <= one_batch.tolerance:
@@ -73,66 +73,50 @@ def judge(verified: Verified, nodes: Sequence[str], differences: Mapping[str, st
             "a layer or the loss compares the samples of a batch with each other: the gradient depends on "
             "how samples are divided among the ranks",
         )
-    apart = max([*found, *filter(None, [one_batch])], key=lambda one: one.difference / one.spread)
-    spreads = apart.difference / apart.spread
+    most = max(
+        [*ranks, *filter(None, [one_batch])], key=lambda compared: compared.difference / compared.spread
+    )
+    spreads = most.difference / most.spread
     if spreads <= NEAR:
         return Verdict(True, f"equal: within the rounding of {verified.compared_in}")
     return Verdict(
         True,
         f"equal up to rounding: {spreads:.0f} times the rounding of "
-        f"{verified.compared_in}; one sample makes {apart.one_sample / apart.difference:.0f} times as much",
-    )
-
-
-def _judge_wrong(
-    verified: Verified, nodes: Sequence[str], wrong: Sequence[int], differences: Mapping[str, str]
-) -> Verdict:
-    worst = max((verified.of_ranks[at] for at in wrong), key=lambda rank: rank.difference)
-    shown = [f"{nodes[at]}: {differences.get(nodes[at]) or 'nothing that is known'}" for at in wrong]
-    return Verdict(
-        False,
-        f"{_names(nodes, wrong)}: the gradient differs by {worst.difference:.1e} from that of the host "
-        f"for the same samples; rounding explains {worst.spread:.1e}, one sample makes "
-        f"{worst.one_sample:.1e}",
-        f"make equal what differs from the host ({', '.join(shown)}); if nothing does, check that machine's "
-        "memory, or try another number of threads in the plan",
+        f"{verified.compared_in}; one sample makes {most.one_sample / most.difference:.0f} times as much",
     )
 
 
 def _judge_not_finite(verified: Verified, nodes: Sequence[str]) -> Verdict:
     wrong = [at for at, rank in enumerate(verified.of_ranks) if not math.isfinite(rank.difference)]
     where = f"on {_names(nodes, wrong)} " if wrong else ""
+    is_half = verified.dtype == "float16"
     return Verdict(
         False,
         f"inconclusive: the gradient of random samples {where}is 0 or not finite in {verified.dtype}",
         "use mixed_bfloat16 instead of mixed_float16"
-        if verified.dtype == "float16"
+        if is_half
         else "check the initial weights and data.input_range",
     )
 
 
 def _judge_hidden(verified: Verified, nodes: Sequence[str], hidden: Sequence[int]) -> Verdict:
     worst = min((verified.of_ranks[at] for at in hidden), key=lambda rank: rank.one_sample)
+    cause = (
+        f"rounding in {verified.compared_in} moves the gradient by {worst.spread:.1e}, one sample by "
+        f"{worst.one_sample:.1e}; {MIN_SHARPNESS:g} times as much is needed"
+    )
     if worst.one_sample == 0:
-        return Verdict(
-            False,
-            f"inconclusive for {_names(nodes, hidden)}: another sample has the same gradient",
-            "check the initial weights: what reaches the loss does not depend on the samples",
-        )
+        cause = "another sample has the same gradient"
     return Verdict(
         False,
-        f"inconclusive for {_names(nodes, hidden)}: rounding in {verified.compared_in} moves the "
-        f"gradient by {worst.spread:.1e}, one sample by {worst.one_sample:.1e}; "
-        f"{MIN_SHARPNESS:g} times as much is needed",
-        "check the initial weights: with these, the gradient of random samples is lost in rounding",
+        f"inconclusive for {_names(nodes, hidden)}: {cause}",
+        "check the initial weights: with these, the gradient of random samples is lost in rounding, or does "
+        "not depend on the samples",
     )
 
 
 def _names(nodes: Sequence[str], positions: Sequence[int]) -> str:
     return format_node_names([nodes[at] for at in positions])
-
-
-"""Maximum difference of the features of one sample, computed twice."""
 
 
 @dataclass(frozen=True)
@@ -145,20 +129,25 @@ class Verification:
     """Stored features compared with features computed now, by machine."""
     precision: str = FLOAT32
     """The type that features are stored in."""
-    differences: Mapping[str, str] = field(default_factory=dict)
-    """In what each machine differs from the host, if the ranks differ."""
 
-    def check_features(self) -> None:
-        """Raise RunError, naming the machine, if stored features are others than it computes now."""
+    @property
+    def verdict(self) -> Verdict:
+        """What the comparison shows."""
+        return judge(self.result, self.nodes)
+
+    def check(self) -> None:
+        """Raise RunError if a machine has stored other features than it computes now, or ranks differ."""
         # Values that differ by a rounding of float32 may be neighbours in float16.
         tolerance = 2**-10 if self.precision == FLOAT16 else FEATURE_TOLERANCE
-        for node, found in self.features.items():
-            if not found.difference <= tolerance:
+        for node, recomputed in self.features.items():
+            if not recomputed.difference <= tolerance:
                 raise RunError(
-                    f"its stored features differ by {found.difference:.1e} from recomputed ones",
+                    f"its stored features differ by {recomputed.difference:.1e} from recomputed ones",
                     node=node,
                     remedy="remove them: `csdctl clean --computed`; check for failing memory or disks there",
                 )
+        if not self.verdict.is_equal:
+            raise RunError(self.verdict.text, remedy=self.verdict.remedy)
 
 
 def run_verification(request: TrainRequest, events: EventStream) -> Verification:
@@ -217,8 +206,4 @@ def verify(plan: Plan, context: RunContext, options: TrainOptions) -> Verificati
     if not results:
         raise RunError("the ranks ended without a comparison")
     nodes = tuple(rank.node for rank in plan.ranks)
-    differences = {}
-    if not judge(results[0], nodes).is_equal:
-        facts = collect_all_facts(space.fleet, space.sessions)
-        differences = {name: list_differences(one, facts[HOST_NAME]) for name, one in facts.items()}
-    return Verification(nodes, results[0], recomputed, options.feature_precision, differences)
+    return Verification(nodes, results[0], recomputed, options.feature_precision)

@@ -48,7 +48,7 @@ from csdctl.workflows.discovery.discover import DiscoverResult, ShownKey
 from csdctl.workflows.forecast.forecast import ForecastRequest, forecast
 from csdctl.workflows.preflight.doctor import Examination
 from csdctl.workflows.reporting.report import PrivacyReport
-from csdctl.workflows.train.verify import judge
+from csdctl.workflows.train.verify import Verification
 from csdctl.workflows.tune.probing import describe_probes
 from csdctl.workflows.workspace.event_stream import FilesSent
 from tests.attacks.hostile_text import HOSTILE, MARKUP
@@ -158,10 +158,8 @@ def show_keys(console: PrintableConsole) -> None:
 def show_verified(console: PrintableConsole) -> None:
     ranks = (Compared(1e-7, 1e-7, 0.1),) * 2
     sums = HOSTILE, 1e-7, 1e-7, f"{HOSTILE}2"
-    told = 1e-7, None, (HOSTILE,), HOSTILE
-    verified = Verified(0, HOSTILE, 16, (8, 8), *sums, ranks, *told)
-    nodes = [HOSTILE, HOSTILE]
-    render_verified(console, verified, judge(verified, nodes), nodes, emulated=False)
+    verified = Verified(0, HOSTILE, 16, (8, 8), *sums, ranks, None, (HOSTILE,), HOSTILE)
+    render_verified(console, Verification((HOSTILE, HOSTILE), verified), emulated=False)
 
 
 SCREENS: list[Callable[[PrintableConsole], None]] = [

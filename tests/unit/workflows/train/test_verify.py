@@ -72,7 +72,7 @@ def test_everything_else_is_told(verified: Verified, told: str) -> None:
 @pytest.mark.parametrize("difference", [2 * FEATURE_TOLERANCE, math.nan])
 def test_machine_that_stored_other_features_than_it_computes_now_is_named(difference: float) -> None:
     stored = {"host": Recomputed(100, FEATURE_TOLERANCE), "csd0": Recomputed(0, 0.0)}
-    Verification(tuple(NODES), RIGHT, stored).check_features()
+    Verification(tuple(NODES), RIGHT, stored).check()
     with pytest.raises(RunError, match="its stored features differ") as raised:
-        Verification(tuple(NODES), RIGHT, stored | {"csd0": Recomputed(100, difference)}).check_features()
+        Verification(tuple(NODES), RIGHT, stored | {"csd0": Recomputed(100, difference)}).check()
     assert raised.value.node == "csd0"
