@@ -42,17 +42,19 @@ AGAIN = "remove it, and create it again"
 _DESCRIPTORS = ("/dev/fd/", "/dev/stdin", "/proc/self/fd/")
 """Where the shell puts the output of `<(command)`."""
 
-
 MAX_PROBLEMS = 20
+"""Number of problems that are reported of one document."""
 MAX_SHOWN = 60
-_KINDS = {
+"""Characters of a key or a value in a message."""
+_CONTENTS = {
     type(None): "an empty file",
     list: "a list",
     int: "a number",
     float: "a number",
     bool: "true or false",
 }
-_PLAIN = {
+"""What a document has in place of keys and values, by its Python type; text for all other types."""
+_PLAIN_WORDS = {
     "a valid dictionary": "keys with values, such as {key: value}",
     "a valid integer": "a whole number",
     "a valid boolean": "true or false",
@@ -60,13 +62,28 @@ _PLAIN = {
     "a valid list": "a list",
     "a valid number": "a number",
 }
-MAX_SIZE = 4 << 20
+"""Words of pydantic's messages, and what csdctl says instead."""
+
 VALUE_SIZE = 40
+MAX_SIZE = 4 << 20
+"""Characters of all keys and values of a document, aliases expanded; each counts as `VALUE_SIZE` more."""
 MAX_DIGITS = 18
+"""Digits of an integer: it fits in 64 bits, as in other languages that read JSON."""
 MAX_SCALAR = 4096
+"""Characters of one key or value; no path may be longer."""
 MAX_DEPTH = 40
+"""Levels of nesting, aliases expanded."""
 _TAG = "tag:yaml.org,2002:"
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udc7f\udd00-\udfff]")
+"""Characters that no value may have. Surrogates that stand for the bytes of a path (PEP 383) are allowed."""
+
+STRICT = ConfigDict(extra="forbid", allow_inf_nan=False)
+"""Rules of a file that the user writes: unknown keys are errors, and numbers are finite.
+
+A dataclass of the standard library gets them by `@with_config(STRICT)`, with all dataclasses in it."""
+
+ValueT = TypeVar("ValueT")
+_adapter = functools.cache(TypeAdapter)
 
 
 def load_text(
@@ -250,23 +267,10 @@ def save_json(path: Path, content: object) -> None:
     save_text(path, json.dumps(content, indent=2, sort_keys=True) + "\n")
 
 
-"""Number of problems that are reported of one document."""
-"""Characters of a key or a value in a message."""
-
-
-STRICT = ConfigDict(extra="forbid", allow_inf_nan=False)
-"""Rules of a file that the user writes: unknown keys are errors, and numbers are finite.
-
-A dataclass of the standard library gets them by `@with_config(STRICT)`, with all dataclasses in it."""
-
-
 class Document(BaseModel):
     """Base of a file that the user writes, as an immutable model of pydantic."""
 
     model_config = STRICT | ConfigDict(frozen=True)
-
-
-ValueT = TypeVar("ValueT")
 
 
 def load_document(path: Path, expected: type[ValueT], *, remedy: str = "") -> ValueT:
@@ -286,7 +290,7 @@ def parse_document(text: str, expected: type[ValueT], *, name: str) -> ValueT:
     if not isinstance(content, dict):
         raise InputError(
             f"{name}: expected keys such as {_name_keys(adapter.json_schema())}, "
-            f"received {_KINDS.get(type(content), 'text')}",
+            f"received {_CONTENTS.get(type(content), 'text')}",
             remedy=f"use a file with these keys, or fix {name}",
         )
     try:
@@ -321,10 +325,6 @@ def load_kept(path: Path, expected: type[ValueT]) -> ValueT | None:
         return None
 
 
-_adapter = functools.cache(TypeAdapter)
-"""What a document is that has no keys."""
-
-
 def _describe(problem: Any, tree: yaml.Node | None, adapter: TypeAdapter[Any] | None) -> str:
     location: tuple[str | int, ...] = problem["loc"]
     line = _line_of(tree, location)
@@ -344,7 +344,9 @@ def _describe(problem: Any, tree: yaml.Node | None, adapter: TypeAdapter[Any] | 
     if problem["type"] == "missing":
         return f"{where}key `{key}` is missing"
     received = problem["input"]
-    shown = f" (received {_shorten(repr(received))})" if isinstance(received, str | int | float) else ""
+    shown = ""
+    if received is None or isinstance(received, str | int | float):
+        shown = f" (received {'nothing' if received is None else _shorten(repr(received))})"
     what = f"`{key}`: " if key else ""
     message = describe_value_problem(problem)
     if adapter and (name := problem.get("ctx", {}).get("class_name")):  # where keys and values are expected
@@ -361,7 +363,7 @@ def describe_value_problem(problem: Any) -> str:
     """Return the message of a pydantic error, without what only its authors need."""
     message: str = problem["msg"].removeprefix("Value error, ")  # before what a validator raised
     message = message.partition(", unable to parse")[0].replace("Input should be", "must be")
-    for words, plain in _PLAIN.items():
+    for words, plain in _PLAIN_WORDS.items():
         message = message.replace(words, plain)
     return message
 
@@ -387,14 +389,6 @@ def _line_of(node: yaml.Node | None, location: Sequence[str | int]) -> int | Non
         else:
             break
     return line
-
-
-"""Characters of all keys and values of a document, aliases expanded; each counts as `VALUE_SIZE` more."""
-"""Digits of an integer: it fits in 64 bits, as in other languages that read JSON."""
-"""Characters of one key or value; no path may be longer."""
-"""Levels of nesting, aliases expanded."""
-
-"""Surrogates that stand for the bytes of a path (PEP 383) are allowed."""
 
 
 class _Loader(yaml.SafeLoader):

@@ -238,7 +238,7 @@ def look(
         tree = read_tree(prepared.source)
         source_format, open_source = detect_format(tree, prepared)
         if source_format == "csv" and prepared.table is None:
-            prepared = replace(prepared, table=TableSchema((_choose_label(tree, spec),), "", spec.dropped))
+            prepared = replace(prepared, table=TableSchema((_choose_label(tree, spec),), drop=spec.dropped))
         is_tree = source_format == "class folders"
         whole = open_source(tree, prepared, num_threads())
         source = open_source(_thin(tree), prepared, num_threads()) if is_tree else whole

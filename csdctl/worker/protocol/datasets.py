@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Annotated, Any
 
 from csdctl.worker.protocol.json_codec import Between, Count, MaxLength, OneOf, Shape, ShortText
+from csdctl.worker.protocol.recipe import Name, Written
 from csdctl.worker.protocol.run_spec import UserCode
 
 INPUT, OUTPUT = "input", "output"
@@ -15,6 +16,12 @@ LABEL = "label"
 """The field of labels that have no name of their own, beside the samples' weights."""
 SAMPLE_WEIGHT = "sample_weight"
 SKIPPED = "skipped.txt"
+"""The file beside prepared data that names all skipped samples."""
+
+Largest = Annotated[int, Between(-1, 1 << 64)]
+"""The largest of several integers from 0; -1 if there are others among them."""
+Parts = dict[str, tuple[str, Shape]]
+"""Type and shape of each field of a sample or a label by name, '' for the only one."""
 
 
 def name_of_position(kind: str, number: int) -> str:
@@ -41,13 +48,6 @@ def list_names(names: Sequence[str], most: int = 5) -> str:
     return ", ".join(names[:most]) + more
 
 
-Largest = Annotated[int, Between(-1, 1 << 64)]
-"""The largest of several integers from 0; -1 if there are others among them."""
-Parts = dict[str, tuple[str, Shape]]
-"""Type and shape of each field of a sample or a label by name, '' for the only one."""
-"""The file beside prepared data that names all skipped samples."""
-
-
 @dataclass(frozen=True)
 class DatasetInfo:
     """Description of a prepared data set, whose arrays are in `path`. Without names of files and samples."""
@@ -70,7 +70,8 @@ class DatasetInfo:
     images_sha256: str = ""
     labels_sha256: str = ""
     label_dtype: str = ""
-    """As `dtype`; several outputs, and weights of samples, are fields. '' in those of earlier versions."""
+    """As `dtype`; several outputs, and weights of samples, are fields. '' in a description of an earlier
+    version."""
     max_labels: dict[str, Largest] = field(default_factory=dict)
     """The largest label of each field of integers; '' is the only one."""
     max_values: dict[str, Largest] = field(default_factory=dict)
@@ -128,23 +129,29 @@ def parts_of(dtype: str, shape: Shape) -> Parts:
     return {name: (base, tuple(sizes)) for name, base, sizes in json.loads(dtype)}
 
 
+def _check_picture(written: Any) -> Any:
+    """Raise ValueError for a shape in job.yaml that pictures cannot have. A model's shape may be any."""
+    sizes = written if isinstance(written, list) and len(written) == 3 else [0]
+    if not all(type(size) is int and 1 <= size <= 1 << 16 for size in sizes) or sizes[2] not in (1, 3):
+        raise ValueError("expected [height, width, 1 or 3]")
+    return written
+
+
 @dataclass(frozen=True)
 class ImageRule:
     """The conversion of images: to uint8 of `shape`, (height, width, channels)."""
 
-    shape: Shape | None = None
+    shape: Annotated[Shape, Written(_check_picture)] | None = None
     """If None, or with a 0 in it: unknown; images cannot be prepared then, arrays can."""
-    fit: str = "stretch"
-    """'stretch', 'crop' (to the centre) or 'pad' (with white bars), for images of another aspect ratio."""
-    max_pixels: Count = 100_000_000
+    fit: Annotated[str, OneOf(("stretch", "crop", "pad"))] = "stretch"
+    """'crop': to the centre; 'pad': with white bars. For images of another aspect ratio."""
+    max_pixels: Annotated[int, Between(1, 1 << 27)] = 100_000_000
+    """TensorFlow's limit is the most that a PNG with four channels may have."""
 
     @property
     def max_bytes(self) -> int:
         """Upper limit of the size of an image file: 16 bits in four channels, and what else is in it."""
         return 8 * self.max_pixels + (1 << 20)
-
-
-Name = Annotated[str, MaxLength(1 << 16, 1)]
 
 
 @dataclass(frozen=True)
@@ -162,11 +169,21 @@ class RecordSchema:
 
 @dataclass(frozen=True)
 class TableSchema:
-    """Columns of .csv files. Those that are not named here are features."""
+    """Columns of .csv files that are no features."""
 
-    labels: tuple[str, ...]
+    label: Annotated[
+        tuple[Name, ...],
+        MaxLength(1 << 16, minimum=1),
+        Written(lambda written: [written] if isinstance(written, str) else written),
+    ]
+    """The columns with labels. job.yaml may have one name in place of a list."""
     weight: str = ""
-    dropped: tuple[str, ...] = ()
+    drop: tuple[str, ...] = ()
+
+    @property
+    def named(self) -> list[str]:
+        """All columns that are named here."""
+        return [*self.label, *([self.weight] if self.weight else []), *self.drop]
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,7 @@ from functools import cache
 from typing import Annotated, Any, TypeVar
 
 MAX_RANKS = 1 << 16
-SCHEMA = 2
+SCHEMA = 3
 FRAME_PREFIX = "@csdctl-"
 MAX_JSON_CHARS = 16 << 20
 MAX_DEPTH = 32
@@ -233,8 +233,11 @@ def _checked(read_value: Reader, bounds: Sequence[Bound], where: str) -> Reader:
 
 
 def _annotated_reader(arguments: tuple[Any, ...], where: str) -> Reader:
-    hint, *bounds = arguments
-    return _reader(AnyNumber, where) if AnyNumber in bounds else _checked(_reader(hint, where), bounds, where)
+    hint, *metadata = arguments
+    if AnyNumber in metadata:
+        return _reader(AnyNumber, where)
+    bounds = [bound for bound in metadata if isinstance(bound, Bound)]
+    return _checked(_reader(hint, where), bounds, where) if bounds else _reader(hint, where)
 
 
 def _union_reader(hints: tuple[Any, ...], where: str) -> Reader:

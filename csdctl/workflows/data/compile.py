@@ -107,7 +107,7 @@ class ModelCompiler:
             "",
             model.user_code if model.info.needs_code else None,
             has_noise=self.job.noise is not None,
-            has_validation=self.job.validation_path is not None,
+            has_validation=self.job.data.validation is not None,
             is_wide=is_wide and model.info.has_16_bits,
         )
 

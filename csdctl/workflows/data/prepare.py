@@ -23,7 +23,7 @@ from csdctl.documents import load_kept, save_json, save_text
 from csdctl.errors import InputError, RemoteCommandError
 from csdctl.fleet.model import HOST_NAME, Fleet
 from csdctl.job.compatibility import check_compatibility, check_noise, inputs_of, is_regression, show_shape
-from csdctl.job.model import Job, find_imported
+from csdctl.job.model import Job, PrivateData, find_imported
 from csdctl.notify import Say
 from csdctl.reporting.numbers import format_count
 from csdctl.runs.directory import ProjectDirectory
@@ -155,8 +155,11 @@ def load_absent(project: ProjectDirectory, job: Job, nodes: Collection[str]) -> 
 
 
 def _key(job: Job) -> str:
-    digest = hashlib.sha256(repr((job.public_path, job.private_path, job.reading)).encode())
-    for file in job.reading.function_files:
+    data = job.data
+    reading = (data.public.path, job.private_path, data.functions)
+    described = (*reading, data.image, data.classes, data.tfrecord, data.csv, data.allow_nan)
+    digest = hashlib.sha256(repr(described).encode())
+    for file in job.function_files:
         digest.update(file.read_bytes())
     return digest.hexdigest()[:16]
 
@@ -264,30 +267,29 @@ def prepare_job(
     model = serialize_model(job, worker, host, project, None, start_ahead if is_trained else lambda: None)
     spec = first_spec(job, model.info, is_checked=is_checked)
     preparing = _Preparing(job, spec, space, worker, on_progress)
-    say(f"public data: {job.public_path}")
-    store = str(job.public_path.parent / SHARED_STORE) if job.is_everywhere else DATA_STORE
-    public = preparing.on_host("public", job.public_path, job.reading.public_function, store)
+    say(f"public data: {job.data.public.path}")
+    store = str(job.data.public.path.parent / SHARED_STORE) if job.is_everywhere else DATA_STORE
+    public = preparing.on_host("public", job.data.public.path, job.data.public.function, store)
     preparing.spec = follow(spec, public)
     if not model.info.is_built:
         model = serialize_model(job, worker, host, project, shapes_of(public))
         # As the next command, which knows the model from the start.
         spec = preparing.spec = first_spec(job, model.info, is_checked=is_checked)
-        public = preparing.on_host("public", job.public_path, job.reading.public_function, store)
+        public = preparing.on_host("public", job.data.public.path, job.data.public.function, store)
         preparing.spec = follow(spec, public)
     if model.code:
         say(f"code for the nodes: {describe_code(model.code, model.code_roots)}")
     check_augment(job, model, public, worker, space, say)
     validation = None
-    if job.validation_path:
-        say(f"validation data: {job.validation_path}")
-        function = job.reading.validation_function
-        validation = preparing.on_host("validation", job.validation_path, function)
+    if data := job.data.validation:
+        say(f"validation data: {data.path}")
+        validation = preparing.on_host("validation", data.path, data.function)
     private: dict[str, DatasetInfo] = {}
     absent: dict[str, Recorded] = {}
     prepare_node = None
-    if job.private_path:
+    if job.data.private:
         absent = load_absent(project, job, space.unreachable)
-        prepare_node = preparing.node_preparer(job.private_path)
+        prepare_node = preparing.node_preparer(job.data.private)
         say(f"private data: {job.private_path} on {format_count(space.fleet.names_without_servers, 'node')}")
         nodes = {name: space.sessions[name] for name in space.fleet.names_without_servers}
         private = values_or_raise(run_on_all(nodes, prepare_node), "preparing private data")
@@ -336,14 +338,14 @@ class _Preparing:
         )
         return self._prepare(name, self.space.sessions[HOST_NAME], spec)
 
-    def node_preparer(self, path: str) -> Callable[[Session], DatasetInfo]:
+    def node_preparer(self, private: PrivateData) -> Callable[[Session], DatasetInfo]:
         """Return what prepares private data on a node. A node without data or with a failure is an error.
 
         A server has none, as the host has none.
         """
-        function, fleet = self.job.reading.private_function, self.space.whole
-        spec, files = add_function(self.spec, self.job, function, self.space.project)
-        spec = replace(spec, source=path, is_private=True)
+        fleet = self.space.whole
+        spec, files = add_function(self.spec, self.job, private.function, self.space.project)
+        spec = replace(spec, source=private.path, is_private=True)
         payload = pack_payload([self.worker, *files])
 
         def on_node(session: Session) -> DatasetInfo:
@@ -400,21 +402,21 @@ def _is_dtype(text: str) -> bool:
 
 def first_spec(job: Job, model: ModelInfo, *, is_checked: bool = False) -> PrepareSpec:
     """Return what is common to the job's data sets, as long as nothing is known of them."""
-    picture = job.reading.picture
+    data, picture = job.data, job.data.image
     if picture.shape is None:
         picture = replace(picture, shape=model.input_shape)
     return PrepareSpec(
         "",
         DATA_STORE,
         picture,
-        classes=job.reading.classes,
-        records=job.reading.records,
+        classes=data.classes,
+        records=data.tfrecord,
         is_checked=is_checked,
         inputs=inputs_of(model),
         outputs=tuple(output.name for output in model.outputs if output.name),
-        table=job.reading.table,
+        table=data.csv,
         is_regression=is_regression(model),
-        allows_nan=job.reading.allows_nan,
+        allows_nan=data.allow_nan,
     )
 
 

@@ -16,11 +16,11 @@ from typing import Any
 
 import yaml
 
-from csdctl.documents import check_output, parse_document, save_text
+from csdctl.documents import check_output, save_text
 from csdctl.errors import InputError
 from csdctl.fleet.model import HOST_NAME
 from csdctl.job.compatibility import LOGITS, check_compatibility, plain_name, show_shape
-from csdctl.job.model import Job, JobFile, build_job, find_imported, model_reference
+from csdctl.job.model import Job, find_imported, model_reference, parse_job
 from csdctl.notify import Say, make_printable
 from csdctl.runs.directory import ProjectDirectory
 from csdctl.shipping.store import StoredFile
@@ -278,8 +278,8 @@ def _data(sources: Sources, looks: Looks) -> Iterator[tuple[str, str]]:
     if scaled := choose_input_range(sources, looks):
         yield f"input_range: {scaled[0]}", scaled[1]
     if look.table:
-        dropped = {"drop": list(look.table.dropped)} if look.table.dropped else {}
-        entry = {"label": look.table.labels[0]} | dropped
+        dropped = {"drop": list(look.table.drop)} if look.table.drop else {}
+        entry = {"label": look.table.label[0]} | dropped
         yield f"csv: {_value(entry)}", "also drop: [COLUMN], weight: COLUMN"
     if look.format == "class folders":
         if is_any_size(looks.model):
@@ -575,7 +575,7 @@ class _Looking:
 
     def _parse(self, text: str) -> Job:
         path = self.request.output.absolute()
-        return build_job(parse_document(text, JobFile, name=str(self.request.output)), path)
+        return parse_job(text, path, name=str(self.request.output))
 
     def _serialize(self, job: Job, data: DatasetInfo | None = None) -> SerializedModel:
         model = serialize_model(job, self.worker, self.host, self.project)
@@ -586,26 +586,26 @@ class _Looking:
     def _look_at_public(self, job: Job, model: ModelInfo | None) -> DataLook:
         spec = first_spec(job, model or ModelInfo(job.model, {}, 0, 0, is_built=False))
         takes_any = model is not None and is_any_size(model)
-        if model and takes_any and job.reading.picture.shape is None:
+        if model and takes_any and job.data.image.shape is None:
             spec = replace(spec, picture=replace(spec.picture, shape=_picture_shape(model, DEFAULT_SIZE)))
-        found = self._look("public", job, replace(spec, names_classes=True), str(job.public_path))
+        found = self._look("public", job, replace(spec, names_classes=True), str(job.data.public.path))
         if model and takes_any and found.pictures:
             shape = _picture_shape(model, choose_size(found)[0])
             found = replace(found, info=replace(found.info, sample_shape=shape))
         return found
 
     def _look_at_validation(self, job: Job, model: ModelInfo, public: DataLook) -> DataLook | None:
-        if job.validation_path is None:
+        if job.data.validation is None:
             return None
         spec = follow(first_spec(job, model), public.info)
         if public.pictures:
             spec = replace(spec, picture=replace(spec.picture, shape=public.info.sample_shape))
         spec = replace(spec, table=public.table)
-        return self._look("validation", job, spec, str(job.validation_path))
+        return self._look("validation", job, spec, str(job.data.validation.path))
 
     def _look(self, name: str, job: Job, spec: PrepareSpec, source: str) -> DataLook:
-        reading = job.reading
-        function = reading.public_function if name == "public" else reading.validation_function
+        data = job.data.public if name == "public" else job.data.validation
+        function = data.function if data else ""
         spec, _ = add_function(spec, job, function, self.project)
         return call_worker(
             self.host,

@@ -179,7 +179,9 @@ class PredictRequest:
             recipe = replace(recipe, input_range=trained["input_range"] and tuple(trained["input_range"]))
         code = self.job.code_roots
         model = str(self.model)
-        return replace(self.job, model=model, model_args={}, code=code, recipe=recipe, noise=None)
+        private = self.job.data.private and replace(self.job.data.private, noise=None)
+        data = replace(self.job.data, private=private)
+        return replace(self.job, model=model, model_args={}, code=code, recipe=recipe, data=data)
 
 
 def check_request(
@@ -252,10 +254,10 @@ def find_model(
 
 def choose_data(on: str | None, job: Job) -> tuple[str, ...]:
     """Return the data sets to predict, in the order of the rows. Default: private, else public."""
-    present = {PUBLIC: True, VALIDATION: bool(job.validation_path), PRIVATE: bool(job.private_path)}
+    present = {PUBLIC: True, VALIDATION: bool(job.data.validation), PRIVATE: bool(job.data.private)}
     wanted: Sequence[str] = (PUBLIC, VALIDATION, PRIVATE)
     if on is None:
-        wanted = [PRIVATE if job.private_path else PUBLIC]
+        wanted = [PRIVATE if job.data.private else PUBLIC]
     elif on != ALL:
         wanted = [on]
         if not present[on]:

@@ -178,7 +178,7 @@ def build_rank_specs(
             shard.num_public,
             shard.public_start,
             num_repeated=shard.num_repeated,
-            weight=shard.weight if job.is_weighted_by_data_set else 1.0,
+            weight=shard.weight if job.data.weights == "data-set" else 1.0,
             max_batch_size=rank.max_batch_size,
             micro_batch_size=rank.micro_batch_size,
         )
@@ -296,7 +296,7 @@ def build_manifest(
         "job": {"path": str(job.path), "model": job.model, "fingerprint": job.fingerprint()},
         "recipe": asdict(prepared.recipe),
         "noise": asdict(job.noise) if job.noise else None,
-        "data": fingerprint_data(prepared) | {"public_path": str(job.public_path)},
+        "data": fingerprint_data(prepared) | {"public_path": str(job.data.public.path)},
         "server": space.fleet.here,
         "fleet": {
             "path": str(space.fleet.path),

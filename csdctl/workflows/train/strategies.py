@@ -140,7 +140,7 @@ def check_job(job: Job) -> None:
             "one by one",
             remedy=_OTHERWISE,
         )
-    if job.private_path is not None and not job.may_activations_leave:
+    if job.data.private and job.data.private.activations != "may-leave":
         raise InputError(
             f"{job.path}: splitting the model sends activations and labels of private samples to the host, "
             "which the job does not allow",

@@ -9,7 +9,7 @@ import os
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from csdctl.documents import check_values, load_json, save_text
+from csdctl.documents import MAX_JSON_BYTES, load_text, save_text
 from csdctl.errors import InputError
 from csdctl.fleet.model import Fleet, keep_nodes
 from csdctl.fleet.names import format_node_names
@@ -24,7 +24,7 @@ from csdctl.transport.commands import find_state_directory
 from csdctl.tuning.plan import FEATURES, SPLIT, Plan, load_plan
 from csdctl.worker.protocol.events import EARLY_STOPPING, CheckpointSaved, Finished, Joined
 from csdctl.worker.protocol.features import FLOAT32
-from csdctl.worker.protocol.json_codec import SCHEMA, to_json
+from csdctl.worker.protocol.json_codec import ProtocolError, from_json, to_json
 from csdctl.worker.protocol.recipe import Noise
 from csdctl.worker.protocol.run_spec import DatasetSlice, RunSpec, SplitSpec
 from csdctl.workflows.data.files import whole
@@ -181,10 +181,10 @@ def strategy_of(spec: RunSpec) -> Strategy:
 
 def load_spec(run: RunDirectory) -> RunSpec:
     """Read spec.json. Raises InputError for one that is damaged, or of another version."""
-    spec = check_values(load_json(run.spec, remedy=NEW_RUN), RunSpec, str(run.spec), remedy=NEW_RUN)
-    if spec.schema != SCHEMA:
-        raise InputError(f"{run.spec}: `schema` is {spec.schema}, expected {SCHEMA}", remedy=NEW_RUN)
-    return spec
+    try:
+        return from_json(RunSpec, load_text(run.spec, max_bytes=MAX_JSON_BYTES, remedy=NEW_RUN))
+    except ProtocolError as error:
+        raise InputError(f"{run.spec}: {error}", remedy=NEW_RUN) from None
 
 
 def _load_manifest(run: RunDirectory) -> Manifest:

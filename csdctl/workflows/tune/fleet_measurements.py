@@ -188,7 +188,7 @@ def hash_recipe(job: Job, public: DatasetInfo) -> str:
     recipe = job.recipe
     form: Mapping[str, object] = {
         "optimizer": [recipe.optimizer, recipe.optimizer_args],
-        "loss": [[name, asdict(term)] for name, term in sorted(recipe.losses.items())],
+        "loss": [[name, asdict(term)] for name, term in sorted(recipe.loss.items())],
         "metrics": recipe.metrics,
         "compression": recipe.compression,
         "input_range": recipe.input_range,

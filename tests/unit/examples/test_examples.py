@@ -24,7 +24,7 @@ from tests.needs import miss
 def test_copied_jobs_are_valid_and_what_is_there_is_kept(example: str, tmp_path: Path) -> None:
     copy_example(example, tmp_path / "demo")
     jobs = sorted((tmp_path / "demo").glob("*.yaml"))
-    assert len({load_job(path).public_path for path in jobs}) == 1
+    assert len({load_job(path).data.public.path for path in jobs}) == 1
     (tmp_path / "demo/job.yaml").write_text("mine")
     copy_example(example, tmp_path / "demo")
     assert (tmp_path / "demo/job.yaml").read_text() == "mine"

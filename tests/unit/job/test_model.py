@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from csdctl.errors import InputError
-from csdctl.job.model import Job, describe_job, find_imported, load_job
+from csdctl.job.model import HostData, Job, describe_job, find_imported, load_job
 from csdctl.worker.protocol.datasets import ImageRule, RecordSchema, TableSchema
 from csdctl.worker.protocol.recipe import LossTerm, Noise
 
@@ -52,13 +52,14 @@ class TestPaths:
         self, write: Write, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         job = load_job(write())
-        assert (job.public_path, job.validation_path) == (tmp_path / "data" / "train", Path("/srv/val"))
+        assert job.data.public.path == tmp_path / "data" / "train"
+        assert job.data.validation == HostData(Path("/srv/val"))
         assert job.private_path == "~/private"
         monkeypatch.setenv("HOME", str(tmp_path / "home"))
-        assert load_job(write(("data/train", "~/train"))).public_path == tmp_path / "home" / "train"
+        assert load_job(write(("data/train", "~/train"))).data.public.path == tmp_path / "home" / "train"
         changes = ("  private: {path: ~/private}\n", ""), ("  validation: {path: /srv/val}\n", "")
         job = load_job(write(*changes))
-        assert (job.private_path, job.validation_path) == (None, None)
+        assert (job.data.private, job.data.validation) == (None, None)
 
 
 class TestStep:
@@ -176,19 +177,19 @@ class TestRecipe:
         recipe = load_job(write()).recipe
         assert (recipe.epochs, recipe.learning_rate, recipe.reference_batch) == (10, 0.1, 256)
         assert (recipe.optimizer, recipe.optimizer_args, recipe.warmup_epochs) == ("", {}, 0.0)
-        assert (recipe.losses, recipe.from_logits, recipe.seed) == ({}, False, 0)
+        assert (recipe.loss, recipe.from_logits, recipe.seed) == ({}, False, 0)
         assert recipe.input_range == (0.0, 1.0)
 
     def test_loss_is_a_name_or_has_arguments_or_is_given_by_output(self, write: Write) -> None:
-        assert with_recipe(write, "loss: mse").recipe.losses == {"": LossTerm("mse")}
+        assert with_recipe(write, "loss: mse").recipe.loss == {"": LossTerm("mse")}
         with_arguments = "loss: {name: categorical_crossentropy, label_smoothing: 0.1, weight: 2}"
         expected = LossTerm("categorical_crossentropy", {"label_smoothing": 0.1}, 2.0)
-        assert with_recipe(write, with_arguments).recipe.losses == {"": expected}
+        assert with_recipe(write, with_arguments).recipe.loss == {"": expected}
         reduced = "loss: {name: mse, reduction: mean_with_sample_weight}"  # no output is meant, called name
         expected = LossTerm("mse", {"reduction": "mean_with_sample_weight"})
-        assert with_recipe(write, reduced).recipe.losses == {"": expected}
+        assert with_recipe(write, reduced).recipe.loss == {"": expected}
         of_two = with_recipe(write, "loss: {kind: mse, size: {name: mae, weight: 0.5}}").recipe
-        assert of_two.losses == {"kind": LossTerm("mse"), "size": LossTerm("mae", {}, 0.5)}
+        assert of_two.loss == {"kind": LossTerm("mse"), "size": LossTerm("mae", {}, 0.5)}
 
     def test_limits_decay_and_average_become_arguments_of_the_optimizer(self, write: Write) -> None:
         recipe = with_recipe(write, "momentum: 0.9\n  optimizer_args: {nesterov: true}").recipe
@@ -294,21 +295,21 @@ def job(write: Write) -> WriteJob:
 
 class TestReading:
     def test_defaults_leave_everything_to_the_model(self, job: WriteJob) -> None:
-        reading = job().reading
-        assert reading.picture == ImageRule(None, "stretch", 100_000_000)
-        assert (reading.classes, reading.records, reading.function_files) == (None, None, ())
+        data = job().data
+        assert data.image == ImageRule(None, "stretch", 100_000_000)
+        assert (data.classes, data.tfrecord, data.functions) == (None, None, ())
 
     def test_images_classes_and_features_are_read(self, job: WriteJob) -> None:
         data = "image: {shape: [64, 48, 3], fit: pad, max_pixels: 1000}\n  classes: [cat, dog]"
         data += "\n  tfrecord: {image: img, label: cls, shape: [4, 4], dtype: float32}"
-        reading = job(data).reading
-        assert reading.picture == ImageRule((64, 48, 3), "pad", 1000)
-        assert reading.classes == ("cat", "dog")
-        assert reading.records == RecordSchema("img", "cls", (4, 4), "float32")
+        read = job(data).data
+        assert read.image == ImageRule((64, 48, 3), "pad", 1000)
+        assert read.classes == ("cat", "dog")
+        assert read.tfrecord == RecordSchema("img", "cls", (4, 4), "float32")
 
     def test_columns_of_tables_are_read(self, job: WriteJob) -> None:
-        assert job("csv: {label: price}").reading.table == TableSchema(("price",))
-        table = job("csv: {label: [a, b], weight: w, drop: [id]}").reading.table
+        assert job("csv: {label: price}").data.csv == TableSchema(("price",))
+        table = job("csv: {label: [a, b], weight: w, drop: [id]}").data.csv
         assert table == TableSchema(("a", "b"), "w", ("id",))
         with pytest.raises(InputError, match="job.yaml:4: .*`data.csv.weigth`, did you mean `weight"):
             job("csv: {label: a, weigth: b}")
@@ -317,8 +318,8 @@ class TestReading:
         file = tmp_path / "my_data.py"
         file.write_text("def load(path): ...")
         loaded = job(private="/data, function: my_data.py:load")
-        assert loaded.reading.private_function == f"{file}:load"
-        assert loaded.reading.function_files == (file,)
+        assert loaded.data.functions == (f"{file}:load",)
+        assert loaded.function_files == (file,)
         before = loaded.fingerprint()
         file.write_text("def load(path): return 1")
         assert loaded.fingerprint() != before

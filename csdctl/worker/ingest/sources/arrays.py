@@ -217,18 +217,18 @@ def open_table(tree: Tree, spec: PrepareSpec) -> ArraySource:
     paths = [tree.path_of(file) for file in tree.files if is_table(file, tree)]
     columns = _read_header(paths, spec)
     features = _choose_features(columns, schema, spec, expected)
-    others = set(columns) - {*expected, *schema.labels, schema.weight, *schema.dropped}
+    others = set(columns) - {*expected, *schema.label, schema.weight, *schema.drop}
     if others and expected and not is_by_name:
         named = "" if spec.is_private else f": {list_names(sorted(others))}"
         problem = f"has columns that the public data does not have{named}"
         raise data_error(spec.source, problem, "remove them from its file")
-    used = [*features, *schema.labels, *filter(None, [schema.weight])]
+    used = [*features, *schema.label, *filter(None, [schema.weight])]
     numbers = _read_numbers(paths, columns, used, spec)
     column = dict(zip(used, numbers.T, strict=True))
     inputs = {"": numbers[:, : len(features)]}
     if is_by_name:
         inputs = {name: _as_input(column[name]).reshape(-1, *spec.inputs[name]) for name in features}
-    outputs = {name: _as_label(column[name], spec) for name in schema.labels}
+    outputs = {name: _as_label(column[name], spec) for name in schema.label}
     if len(outputs) == 1 or not spec.outputs:
         parts = list(outputs.values())
         outputs = {"": parts[0] if len(parts) == 1 else np.stack(parts, axis=1)}
@@ -268,7 +268,7 @@ def _choose_features(
     columns: Sequence[str], schema: TableSchema, spec: PrepareSpec, by_name: list[str]
 ) -> list[str]:
     """Return the columns with the model's inputs. Raises WorkerError if columns are missing."""
-    others = [*schema.labels, *filter(None, [schema.weight]), *schema.dropped]
+    others = [*schema.label, *filter(None, [schema.weight]), *schema.drop]
     features = [name for name in columns if name not in others]
     if missing := [name for name in others if name not in columns]:
         known = "" if spec.is_private else f", but {list_names(columns)}"

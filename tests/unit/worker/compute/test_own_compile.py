@@ -110,7 +110,7 @@ def test_model_from_python_with_its_own_train_step_and_compile_reaches_the_ranks
     assert (loaded.generator.input_shape, loaded.latent) == ((None, 2), 2)
     pairs = zip(loaded.weights, model.weights, strict=True)
     assert all(np.array_equal(np.asarray(one), np.asarray(other)) for one, other in pairs)
-    assert np.array_equal(load_function(job.reading.public_function)(job.public_path), samples)
+    assert np.array_equal(load_function(job.data.public.function)(job.data.public.path), samples)
 
 
 def test_argument_of_an_own_compile_that_the_model_does_not_keep_is_named(tmp_path: Path) -> None:

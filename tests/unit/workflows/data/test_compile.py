@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from csdctl.fleet.model import HOST_NAME, Fleet
-from csdctl.job.model import Job
+from csdctl.job.model import Data, HostData, Job
 from csdctl.runs.directory import ProjectDirectory
 from csdctl.runs.ledger import Ledger
 from csdctl.shipping.store import StoredFile, store_bytes
@@ -38,7 +38,7 @@ class Compiling:
         project = ProjectDirectory(root)
         fleet, ledger = Fleet(()), Ledger(project.ledger, "train")
         self.space = Workspace(project, fleet, {}, {HOST_NAME: session}, ledger)
-        self.job = Job(root / "job.yaml", "model.py:build", {}, root, None, None, RECIPE)
+        self.job = Job("model.py:build", Data(HostData(root)), RECIPE)
         self.requests: list[str] = []
         self.said: list[str] = []
         self.reason = ""

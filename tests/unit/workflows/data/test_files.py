@@ -12,7 +12,7 @@ import pytest
 
 from csdctl.errors import InputError, UnreachableError
 from csdctl.fleet.model import HOST_NAME, Fleet, Node
-from csdctl.job.model import Job, load_job
+from csdctl.job.model import Data, HostData, Job, load_job
 from csdctl.placement.equation1 import place_shards
 from csdctl.runs.directory import ProjectDirectory
 from csdctl.shipping.deliver import DeliveryProgress
@@ -52,7 +52,7 @@ def public(tmp_path: Path) -> DatasetInfo:
 
 
 def cut(root: Path, public: DatasetInfo, seed: int = 3) -> dict[str, tuple[StoredFile, StoredFile]]:
-    job = Job(root / "job.yaml", "model.keras", {}, root, None, None, Recipe(seed=seed))
+    job = Job("model.keras", Data(HostData(root)), Recipe(seed=seed))
     return cut_shards(PLACED, public, job, ProjectDirectory(root))
 
 
@@ -101,9 +101,11 @@ def test_other_content_is_cut_anew_and_another_seed_gives_other_rows(
 
 def test_only_nodes_that_read_public_samples_get_a_shard(tmp_path: Path, public: DatasetInfo) -> None:
     placed = place_shards({"host": 20, "csd0": 4, "csd1": 3}, {"csd1": 40}, 40)
-    job = Job(tmp_path / "job.yaml", "model.keras", {}, tmp_path, None, None, Recipe(seed=9))
+    job = Job("model.keras", Data(HostData(tmp_path)), Recipe(seed=9))
     assert set(cut_shards(placed, public, job, ProjectDirectory(tmp_path))) == {"csd0"}
-    assert not cut_shards(placed, public, replace(job, is_everywhere=True), ProjectDirectory(tmp_path))
+    assert not cut_shards(
+        placed, public, replace(job, data=Data(HostData(tmp_path, "every-node"))), ProjectDirectory(tmp_path)
+    )
 
 
 def send_nothing(progress: DeliveryProgress) -> None:

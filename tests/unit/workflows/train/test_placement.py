@@ -7,7 +7,7 @@ import pytest
 
 from csdctl.errors import InputError
 from csdctl.fleet.model import HOST_NAME, Fleet, Node
-from csdctl.job.model import Job
+from csdctl.job.model import Job, PrivateData
 from csdctl.shipping.store import StoredFile
 from csdctl.transport.meter import TrafficClass
 from csdctl.tuning.plan import Plan, RankPlan
@@ -97,7 +97,9 @@ def test_node_with_few_private_samples_repeats_them_if_the_job_says_so(
 ) -> None:
     """And each counts once, however often it is read, if the job weighs by data sets."""
     few = replace(PREPARED, private={"csd0": PRIVATE, "csd1": replace(PRIVATE, num_samples=5)})
-    job = replace(job, is_repeating=True, is_weighted_by_data_set=is_weighted)
+    private = PrivateData("/data/private", unequal="repeat")
+    weights = "data-set" if is_weighted else "sample"
+    job = replace(job, data=replace(job.data, private=private, weights=weights))
     placed = place_plan(PLAN, few, job, FLEET)
     _, csd0, csd1 = build_rank_specs(PLAN.ranks, placed, few, {}, job)
     assert (csd0.num_private, csd0.num_repeated, csd0.weight) == (20, 0, 1.0)

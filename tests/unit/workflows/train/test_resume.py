@@ -12,7 +12,7 @@ import pytest
 
 from csdctl.errors import InputError
 from csdctl.fleet.model import Fleet, Node
-from csdctl.job.model import Job
+from csdctl.job.model import Data, HostData, Job, PrivateData
 from csdctl.runs.directory import LATEST, Manifest, ProjectDirectory, RunDirectory
 from csdctl.shipping.store import StoredFile
 from csdctl.transport.meter import TrafficClass
@@ -130,11 +130,11 @@ def test_run_of_which_no_state_is_left_is_refused_unless_it_has_saved_none(
 @pytest.mark.parametrize(
     ("edit", "problem"),
     [
-        ({"schema": 1}, "`schema` is 1"),
-        ({"num_checkpoints": "many"}, "`num_checkpoints`: .*received 'many'"),
-        ({"ranks": 5}, "`ranks`"),
-        ({"recipe": None}, "`recipe`"),
-        ({"output_directory": ["a"]}, "`output_directory`"),
+        ({"schema": 1}, "received schema 1, expected"),
+        ({"num_checkpoints": "many"}, "num_checkpoints: .*received 'many'"),
+        ({"ranks": 5}, "ranks: expected a list"),
+        ({"recipe": None}, "expected a Recipe"),
+        ({"output_directory": ["a"]}, "output_directory: expected text"),
         *((text, "") for text in ("", "[]", "null", "[" * 100_000, "\x00")),
     ],
 )
@@ -158,7 +158,8 @@ class TrainedRun:
     def __init__(self, run: RunDirectory, job: Job) -> None:
         self.run = run
         # Nodes that see all public samples need no shards.
-        self.job = replace(job, noise=NOISE, is_everywhere=True)
+        data = Data(HostData(job.data.public.path, "every-node"), PrivateData("/data/private", noise=NOISE))
+        self.job = replace(job, data=data)
         info = ModelInfo("m", {"": (4, 4, 1)}, 7, 7, recipe=job.recipe)
         self.prepared = Prepared(FILE, SerializedModel(info, FILE, FILE), PUBLIC, None, {"csd0": PRIVATE})
         manifest = run.load_manifest()
@@ -246,7 +247,8 @@ def test_run_whose_recipe_has_changed_is_refused(trained: TrainedRun, change: di
 def test_run_with_other_noise_is_refused(
     trained: TrainedRun, noise: Noise | None, before: Noise | None, problem: str
 ) -> None:
-    job = replace(trained.job, noise=noise)
+    data = replace(trained.job.data, private=PrivateData("/data/private", noise=noise))
+    job = replace(trained.job, data=data)
     trained.assert_refused(f"data.private.noise of .* is {problem}", job=job, noise=before)
 
 

@@ -9,6 +9,7 @@ import pytest
 
 from csdctl.errors import NodeError, OutOfMemoryError, RunError
 from csdctl.fleet.model import HOST_NAME
+from csdctl.job.model import PrivateData
 from csdctl.tuning.fleet_model import ProbeOutcome, TrialResult
 from csdctl.tuning.plan import RankPlan
 from csdctl.worker.protocol.events import EpochEnd, Event, Joined, Probed, Progress, SumTimed
@@ -242,7 +243,8 @@ def test_trial_adds_the_noise_of_the_job_to_its_private_share(
         orders.append(order)
         return [epoch_end(0), epoch_end(1), *(Probed(rank, NODES[rank], 10, None, 0, MIB) for rank in (0, 1))]
 
-    started, specs = start_run(at, monkeypatch, RANKS, take_steps, noise=noise)
+    data = replace(at.job.data, private=PrivateData("/data/private", noise=noise))
+    started, specs = start_run(at, monkeypatch, RANKS, take_steps, data=data)
     with started as run:
         run.take_steps(RANKS, 20)
     assert specs[0].noise == noise
