@@ -42,7 +42,7 @@ from csdctl.terminal.nodes import CountView
 from csdctl.terminal.prepare import PreparationScreen, render_prepared
 from csdctl.terminal.streams import Streams
 from csdctl.terminal.train import TrainingScreen
-from csdctl.terminal.tune import render_plan, render_verified
+from csdctl.terminal.tune import render_plan, show_verified
 from csdctl.transport.session import MAX_QUOTED_CHARS
 from csdctl.tuning.plan import Plan, load_plan
 from csdctl.tuning.search import Limits as Limits
@@ -186,7 +186,7 @@ def open_session() -> Iterator[Streams]:
     before = os.umask(0o077)
     try:
         # Not by the arguments of a user's program.
-        streams = Streams(is_verbose=False, is_debugging=False, is_quiet=False)
+        streams = Streams()
         check_private(streams.directory / STATE_DIRECTORY)
         with python_errors():
             yield streams
@@ -604,7 +604,7 @@ def verify(job: JobOrPath, fleet: FleetOrPath = "fleet.yaml") -> Verification:
     with open_session() as streams:
         request = TrainRequest(loaded, chosen, streams.directory, TrainOptions())
         verification = run_verification(request, PreparationScreen(streams).events)
-        render_verified(streams.console, verification, emulated=chosen.emulated)
+        show_verified(streams, verification, emulated=chosen.emulated)
     verification.check()
     return verification
 

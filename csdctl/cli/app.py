@@ -15,12 +15,12 @@ import typer
 from typer.core import TyperCommand, TyperGroup
 
 from csdctl import __version__
-from csdctl.cli.call import typed
+from csdctl.cli.call import QUIET, VERBOSE, open_streams, own_arguments, typed
 from csdctl.cli.options import SELECTION
 from csdctl.errors import CsdctlError, ExitCode, InputError
 from csdctl.fleet.requirements import explain_import
 from csdctl.runs.private import STATE_DIRECTORY, check_private
-from csdctl.terminal.streams import QUIET, VERBOSE, Streams, own_arguments, protect_standard_streams
+from csdctl.terminal.streams import Streams, protect_standard_streams
 from csdctl.worker.protocol.limits import explain_error
 
 COMMANDS: Mapping[tuple[str, str], Mapping[str, str]] = {
@@ -218,7 +218,8 @@ def main() -> None:
     if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # as nohup and `train --detach` start it
         signal.signal(signal.SIGHUP, _interrupt)
     protect_standard_streams()
-    sys.exit(run_command(sys.argv[1:], Streams()))
+    typed[:] = sys.argv[1:]
+    sys.exit(run_command(typed, open_streams()))
 
 
 def run_command(arguments: Sequence[str], streams: Streams) -> int:  # noqa: C901

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from csdctl.cli import options
 from csdctl.runs.private import STATE_DIRECTORY
-from csdctl.terminal.streams import Streams, own_arguments
+from csdctl.terminal.streams import Streams
 
 if TYPE_CHECKING:
     from csdctl.errors import CsdctlError
@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 Command = Callable[..., None]
 FIELDS = {"job": "job_path", "fleet": "fleet_path", "json": "is_json"}
 ON_EACH_NODE = {"discover", "trust", "provision", "exec", "inventory", "clean", "deploy"}
+VERBOSE = ("-v", "-vv")
+QUIET = ("-q", "--quiet")
 SELECTING = ("--limit", "--exclude", "--failed-from")
 
 
@@ -71,6 +73,20 @@ typed: list[str] = []
 """The arguments of this csdctl, as they were typed."""
 
 
+def own_arguments(arguments: Sequence[str]) -> list[str]:
+    """Return the arguments before `--`: what follows belongs to another program."""
+    return list(arguments[: arguments.index("--")] if "--" in arguments else arguments)
+
+
+def open_streams(*, is_json: bool = False) -> Streams:
+    """Return the streams of this csdctl, as its -v and -q say."""
+    words = {*own_arguments(typed)}
+    is_verbose, is_quiet = not words.isdisjoint(VERBOSE), not words.isdisjoint(QUIET)
+    return Streams(
+        is_json=is_json, is_verbose=is_verbose, is_debugging=VERBOSE[1] in words, is_quiet=is_quiet
+    )
+
+
 def retry_line(arguments: Sequence[str]) -> str:
     """Return the command line that repeats `arguments` on the nodes where they failed."""
     own = own_arguments(arguments)
@@ -98,7 +114,7 @@ class Call:
     repeated_by: Sequence[str] = ()  # if not by the typed arguments
 
     def __post_init__(self) -> None:
-        self.streams = Streams(is_json=self.is_json)
+        self.streams = open_streams(is_json=self.is_json)
         self.directory = self.streams.directory
 
     @cached_property

@@ -26,7 +26,7 @@ MAX_WATTS = 20_000.0
 MAX_GAP_S = 10.0
 """Maximum time between two readings; if it is longer, the energy is unknown."""
 RECORD_S = 5.0
-"""The time of one record, so that those of 36 nodes in a day are no gigabyte."""
+"""The time of one record: the records of 36 nodes in a day stay far below a gigabyte."""
 RETRY_S = 15.0
 """The pause after a failure."""
 
@@ -58,6 +58,7 @@ RAPL_REMEDY = (
     "only root may read energy_uj (CVE-2020-8694), unless a udev rule allows it: on nodes, "
     "`csdctl provision --set node_rapl=true` writes it, for others see docs/how-to/energy.md"
 )
+FAILED, RECOVERED = "failed", "recovered"
 _NUMBER = r"(\d+(?:\.\d*)?(?:[eE][-+]?\d+)?)"
 _VALUE = re.compile(rf"(?<!\S){_NUMBER}(?:(?:/{_NUMBER})? ?(u?J)| ?(u?W)|)(?: |$)", re.ASCII)
 
@@ -76,9 +77,9 @@ def parse_reading(text: str) -> Reading:
     text = " ".join(text.split())
     powers: list[float] = []
     counters: list[tuple[float, float]] = []
-    for number, limit, joules, watts in _VALUE.findall(text):
-        scale = 1e-6 if (joules or watts).startswith("u") else 1.0
-        if joules:
+    for number, limit, joule_unit, watt_unit in _VALUE.findall(text):
+        scale = 1e-6 if (joule_unit or watt_unit).startswith("u") else 1.0
+        if joule_unit:
             counters.append((float(number) * scale, float(limit or 0) * scale or math.inf))
         else:
             powers.append(float(number) * scale)
@@ -117,8 +118,8 @@ class PowerSampler:
             for name, power in self._powers.items()
             if power.watts is None
         ]
-        self._failed: set[str] = set()
-        self._recovered: set[str] = set()
+        self._states: dict[str, str] = {}
+        """FAILED or RECOVERED, for the machines whose source has failed."""
         self._stopped = threading.Event()
         self._start_s = 0.0
 
@@ -144,8 +145,8 @@ class PowerSampler:
             try:
                 self._follow(name, power)
             except (CsdctlError, OSError, ValueError, EOFError, RuntimeError) as error:
-                if name not in self._failed:
-                    self._failed.add(name)
+                if name not in self._states:
+                    self._states[name] = FAILED
                     text = shorten(make_printable(str(error) or type(error).__name__), 200)
                     self._record(name, time.time(), 0.0, None, text)
                     self._say(f"{name}: power cannot be read ({power.source}): {text}")
@@ -163,8 +164,8 @@ class PowerSampler:
                 while not self._stopped.is_set():
                     uptime, _, text = conversation.read_line(deadline_s=MAX_GAP_S).partition(" ")
                     reading, now_s = parse_reading(text), float(uptime)
-                    if name in self._failed - self._recovered:
-                        self._recovered.add(name)
+                    if self._states.get(name) == FAILED:
+                        self._states[name] = RECOVERED
                         self._say(f"{name}: power can be read again ({power.source})")
                     if before:
                         joules += count_joules(before, reading, now_s - before_s)

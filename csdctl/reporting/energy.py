@@ -1,11 +1,11 @@
-"""The energy of a run from its power.jsonl: per machine and whole, in total and above idle. Pure.
+"""The energy of a run from its power.jsonl: of each machine and of all, in total and above idle. Pure.
 
 Nothing is extrapolated: energy per sample is given only where the energy of the whole training is known.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import dataclass
+from typing import ClassVar
 
 from csdctl.fleet.model import HOST_NAME, SERVER_MARK
 from csdctl.fleet.names import format_node_names
@@ -13,10 +13,7 @@ from csdctl.reporting.numbers import format_share
 from csdctl.runs.ledger import MEASURED, STATED, PowerRecord
 
 ENOUGH = 0.98
-"""The share of the training whose energy must be known; the rest is the first and the last second."""
-
-
-COMPUTED = ("coverage", "mean_watts", "above_idle_joules", "joules_per_sample")
+"""The share of the training whose energy must be known. The first and the last second may be missing."""
 
 
 @dataclass
@@ -39,6 +36,8 @@ class MachineEnergy:
     idle_unknown: tuple[str, ...] = ()
     """In the sum of all machines: those whose idle power is not stated, so that none is subtracted."""
 
+    JSON_PROPERTIES: ClassVar = ("coverage", "mean_watts", "above_idle_joules", "joules_per_sample")
+
     @property
     def coverage(self) -> float:
         """The share of the training whose energy is known, 0…1."""
@@ -46,7 +45,7 @@ class MachineEnergy:
 
     @property
     def mean_watts(self) -> float | None:
-        """While the energy is known."""
+        """Mean power while the energy is known. None where it never is."""
         return self.joules / self.seconds if self.seconds else None
 
     @property
@@ -59,6 +58,19 @@ class MachineEnergy:
         """Energy for each sample that was computed. None unless that of the whole training is known."""
         return self.joules / self.samples if self.coverage >= ENOUGH and self.samples else None
 
+    def describe(self) -> str:
+        """Return the energy in a line."""
+        if not self.seconds:
+            return f"unknown ({self.source})" + f": {self.error}" * bool(self.error)
+        if self.above_idle_joules is not None:
+            idle = f"{self.above_idle_joules:,.0f} J above stated idle power"
+        else:
+            names = f" of {', '.join(self.idle_unknown)}" if self.idle_unknown else ""
+            idle = f"idle power included: idle_watts{names} is not in fleet.yaml"
+        known = f"known for {format_share(self.coverage)} of the training"
+        per_sample = f"{self.joules_per_sample:.3g} J/image" if self.joules_per_sample else known
+        return f"{self.joules:,.0f} J {self.origin} ({self.source}), {idle}, {per_sample}"
+
 
 @dataclass(frozen=True)
 class RunEnergy:
@@ -70,13 +82,17 @@ class RunEnergy:
     missing: tuple[str, ...]
     """Machines whose energy is not known, or not of the whole training."""
 
+    def describe(self) -> list[tuple[str, str]]:
+        """Return each machine, then 'all', with its energy in a line."""
+        names = format_node_names(self.missing)
+        total = f"no total: known for less than {ENOUGH:.0%} of the training on {names}"
+        lines = [(machine.machine, machine.describe()) for machine in self.machines]
+        return [*lines, ("all", self.whole.describe() if self.whole else total)]
 
-def _server_of(name: str, names: Sequence[str]) -> str:
-    """Return the machine whose chassis a node is in, '' for a server itself."""
-    server, mark, _ = name.partition(SERVER_MARK)
-    if not any(SERVER_MARK in one for one in names):
-        return HOST_NAME if name != HOST_NAME else ""
-    return (server if server in names else HOST_NAME) if mark else ""
+    def describe_total(self) -> list[str]:
+        """Return the energy in lines: of all if it is known, else of each machine."""
+        *machines, (_, total) = self.describe()
+        return [*(f"{name}: {text}" for name, text in machines if not self.whole), total]
 
 
 def add_up_energy(
@@ -90,82 +106,48 @@ def add_up_energy(
     `samples` were computed by each in that time. A record counts with the share of it that lies inside.
     """
     window_s = sum(end_s - start_s for start_s, end_s in spans)
-    found: dict[str, MachineEnergy] = {}
+    machines: dict[str, MachineEnergy] = {}
     for record in records:
         if record.machine not in nodes:
             continue
-        machine = found.get(record.machine)
+        machine = machines.get(record.machine)
         if machine is None or machine.source != record.source:
-            machine = found[record.machine] = MachineEnergy(
-                record.machine, record.source, record.origin, window_s
-            )
+            machine = MachineEnergy(record.machine, record.source, record.origin, window_s)
             machine.samples = samples.get(record.machine, 0)
+            machines[record.machine] = machine
         machine.idle_watts, machine.includes_nodes = record.idle_watts, record.includes_nodes
         machine.error = record.error or machine.error
         if record.joules is None or not record.seconds:
             continue
-        inside_s = sum(
-            max(0.0, min(record.time, end_s) - max(record.time - record.seconds, start_s))
-            for start_s, end_s in spans
-        )
+        begin_s = record.time - record.seconds
+        inside_s = sum(max(0.0, min(record.time, end_s) - max(begin_s, start_s)) for start_s, end_s in spans)
         machine.seconds += inside_s
         machine.joules += record.joules * min(inside_s / record.seconds, 1.0)
-    covering = {name for name, machine in found.items() if machine.includes_nodes}
-    needed = tuple(name for name in nodes if (_server_of(name, nodes) or name) not in covering - {name})
-    missing = tuple(name for name in needed if name not in found or found[name].coverage < ENOUGH)
-    machines = tuple(found[name] for name in nodes if name in found)
+    covering = {name for name, machine in machines.items() if machine.includes_nodes}
+    needed = [name for name in nodes if (_server_of(name, nodes) or name) not in covering - {name}]
+    missing = tuple(name for name in needed if name not in machines or machines[name].coverage < ENOUGH)
+    in_order = tuple(machines[name] for name in nodes if name in machines)
     if missing or not machines:
-        return RunEnergy(machines, None, missing if machines else ())
-    parts = [found[name] for name in needed]
-    idle = [part.idle_watts for part in parts]
-    whole = MachineEnergy(
+        return RunEnergy(in_order, None, missing if machines else ())
+    parts = [machines[name] for name in needed]
+    idle_unknown = tuple(part.machine for part in parts if part.idle_watts is None)
+    whole_run = MachineEnergy(
         "whole",
         ", ".join(sorted({part.source for part in parts})),
         MEASURED if all(part.origin == MEASURED for part in parts) else STATED,
-        parts[0].window_s,
+        window_s,
         joules=sum(part.joules for part in parts),
         seconds=min(part.seconds for part in parts),
-        idle_watts=None if None in idle else sum(watts for watts in idle if watts is not None),
+        idle_watts=None if idle_unknown else sum(part.idle_watts or 0.0 for part in parts),
         samples=sum(samples.values()),
-        idle_unknown=tuple(part.machine for part in parts if part.idle_watts is None),
+        idle_unknown=idle_unknown,
     )
-    return RunEnergy(machines, whole, ())
+    return RunEnergy(in_order, whole_run, ())
 
 
-def energy_document(energy: RunEnergy) -> dict[str, Any]:
-    """Return the energy of a run as JSON has it. Null for what is not known."""
-
-    def show(machine: MachineEnergy) -> dict[str, Any]:
-        return asdict(machine) | {name: getattr(machine, name) for name in COMPUTED}
-
-    return {
-        "machines": [show(machine) for machine in energy.machines],
-        "whole": show(energy.whole) if energy.whole else None,
-        "missing": list(energy.missing),
-    }
-
-
-def describe_energy(energy: RunEnergy) -> list[str]:
-    """Return the energy in lines: of all if it is known, else of each machine."""
-    if energy.whole:
-        return [describe_machine(energy.whole)]
-    lines = [f"{machine.machine}: {describe_machine(machine)}" for machine in energy.machines]
-    names = format_node_names(energy.missing)
-    return [*lines, f"no total: known for less than {ENOUGH:.0%} of the training on {names}"]
-
-
-def describe_machine(machine: MachineEnergy) -> str:
-    """Return the energy of one machine, or of all, in a line."""
-    if not machine.seconds:
-        return f"unknown ({machine.source}){f': {machine.error}' if machine.error else ''}"
-    parts = [f"{machine.joules:,.0f} J {machine.origin} ({machine.source})"]
-    if machine.above_idle_joules is not None:
-        parts.append(f"{machine.above_idle_joules:,.0f} J above stated idle power")
-    else:
-        of = f" of {', '.join(machine.idle_unknown)}" if machine.idle_unknown else ""
-        parts.append(f"idle power included: idle_watts{of} is not in fleet.yaml")
-    if machine.joules_per_sample:
-        parts.append(f"{machine.joules_per_sample:.3g} J/image")
-    else:
-        parts.append(f"known for {format_share(machine.coverage)} of the training")
-    return ", ".join(parts)
+def _server_of(name: str, names: Sequence[str]) -> str:
+    """Return the machine whose chassis a node is in. '' for a server itself."""
+    server, mark, _ = name.partition(SERVER_MARK)
+    if not any(SERVER_MARK in machine for machine in names):
+        return HOST_NAME if name != HOST_NAME else ""
+    return (server if server in names else HOST_NAME) if mark else ""

@@ -4,10 +4,26 @@ Every number has a text: some are sums of what nodes report, and those may be in
 """
 
 import math
-from collections.abc import Mapping, Sequence, Sized
+from collections.abc import Callable, Mapping, Sequence, Sized
+from functools import wraps
 
 MAX_METRICS = 3
 """Number of metrics of a model that one line shows."""
+
+
+def _or_dash(format_number: Callable[[float], str]) -> Callable[[float | None], str]:
+    """Let a format also take None, which is a dash, and an integer above all floats, which is infinite."""
+
+    @wraps(format_number)
+    def format_any(number: float | None) -> str:
+        if number is None:
+            return "–"
+        try:
+            return format_number(float(number))
+        except OverflowError:
+            return format_number(math.inf if number > 0 else -math.inf)
+
+    return format_any
 
 
 def format_range(rates: Sequence[float] | None) -> str:
@@ -15,51 +31,45 @@ def format_range(rates: Sequence[float] | None) -> str:
     return f"{format_rate(rates[0])} to {format_rate(rates[1])}" if rates else ""
 
 
-def format_rate(samples_per_s: float | None) -> str:
+@_or_dash
+def format_rate(samples_per_s: float) -> str:
     """Format a rate in samples/s."""
-    if samples_per_s is None:
-        return "–"
-    rate = _float(samples_per_s)
-    return f"{rate:,.0f}" if rate >= 100 else f"{rate:.1f}"
+    return f"{samples_per_s:,.0f}" if samples_per_s >= 100 else f"{samples_per_s:.1f}"
 
 
-def format_share(share: float | None) -> str:
+@_or_dash
+def format_share(share: float) -> str:
     """Format a share 0…1 as a percentage."""
-    return "–" if share is None else f"{_float(share):.0%}"
+    return f"{share:.0%}"
 
 
-def format_seconds(seconds: float | None) -> str:
+@_or_dash
+def format_seconds(seconds: float) -> str:
     """Format a duration."""
-    if seconds is None:
-        return "–"
-    seconds = _float(seconds)
     if not math.isfinite(seconds):
         return f"{seconds} s"
     if seconds < 1:
         return f"{seconds * 1000:.0f} ms"
     if seconds < 100:
         return f"{seconds:.1f} s"
-    minutes, rest = divmod(round(seconds), 60)
-    return f"{minutes // 60}:{minutes % 60:02d}:{rest:02d}" if minutes >= 60 else f"{minutes}:{rest:02d}"
+    minutes, in_minute = divmod(round(seconds), 60)
+    hours, in_hour = divmod(minutes, 60)
+    return f"{hours}:{in_hour:02d}:{in_minute:02d}" if hours else f"{minutes}:{in_minute:02d}"
 
 
-def format_bytes(size: float | None) -> str:
-    """Format a size in binary units."""
-    if size is None:
-        return "–"
-    size = _float(size)
+@_or_dash
+def format_bytes(size: float) -> str:
+    """Format a size in binary units, with two or three digits."""
     for unit in ("B", "KiB", "MiB", "GiB"):
         if size < 1024:
-            return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"
+            return f"{size:.0f} {unit}" if unit == "B" or size >= 99.95 else f"{size:.1f} {unit}"
         size /= 1024
     return f"{size:.1f} TiB"
 
 
-def format_joules(energy_joules: float | None) -> str:
+@_or_dash
+def format_joules(energy_joules: float) -> str:
     """Format an energy."""
-    if energy_joules is None:
-        return "–"
-    energy_joules = _float(energy_joules)
     units = ["GJ", "MJ", "kJ", "J"]
     while energy_joules >= 1000 and len(units) > 1:
         energy_joules /= 1000
@@ -70,11 +80,10 @@ def format_joules(energy_joules: float | None) -> str:
     return f"{energy_joules:,.{digits}f} {units[-1]}"
 
 
-def format_loss(loss: float | None) -> str:
+@_or_dash
+def format_loss(loss: float) -> str:
     """Format a loss or a metric, such as an accuracy 0…1. Whole numbers above 1 are counts."""
-    number = math.nan if loss is None else _float(loss)
-    digits = 0 if number > 1 and number.is_integer() else 4
-    return "–" if loss is None else f"{number:.{digits}f}"
+    return f"{loss:.0f}" if loss > 1 and loss.is_integer() else f"{loss:.4f}"
 
 
 def name_metrics(accuracy: float | None, metrics: Mapping[str, float]) -> dict[str, float]:
@@ -83,21 +92,13 @@ def name_metrics(accuracy: float | None, metrics: Mapping[str, float]) -> dict[s
 
 
 def format_metrics(accuracy: float | None, metrics: Mapping[str, float]) -> str:
-    """Format the first metrics with their names, each behind a comma, and … for others. '' for none."""
+    """Format the first metrics with their names, each behind a comma, and … for more. '' for none."""
     named = list(name_metrics(accuracy, metrics).items())
-    shown = "".join(f", {name} {format_loss(value)}" for name, value in named[:MAX_METRICS])
-    return shown + ", …" * (len(named) > MAX_METRICS)
+    first = "".join(f", {name} {format_loss(value)}" for name, value in named[:MAX_METRICS])
+    return first + ", …" * (len(named) > MAX_METRICS)
 
 
 def format_count(items: Sized | int, word: str) -> str:
     """Return the number of `items`, or `items` itself, and their name, in the plural unless it is 1."""
     number = items if isinstance(items, int) else len(items)
     return f"{number:,} {word}" + ("" if number == 1 else "es" if word.endswith("s") else "s")
-
-
-def _float(number: float) -> float:
-    """Return `number`. An integer above all floats is infinite."""
-    try:
-        return float(number)
-    except OverflowError:
-        return math.inf if number > 0 else -math.inf

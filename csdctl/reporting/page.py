@@ -84,7 +84,7 @@ def render_page(runs: Sequence[RunResults]) -> str:
             _section(f"{name}Energy", tables.tabulate_energy(run)),
         ]
     settings = tables.compare(runs, [tables.describe_settings(run) for run in runs])
-    sections.append(_section("Job, data and files", settings))
+    sections.append(_section("Job and files", settings))
     headlines = [_headline(run, run.summary.run_id if len(runs) > 1 else "") for run in runs]
     parts = [
         '<!doctype html><html lang="en"><head><meta charset="utf-8">',

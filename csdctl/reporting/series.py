@@ -9,10 +9,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from operator import itemgetter
 from statistics import median
-from typing import TypeVar
 
 from csdctl.reporting.numbers import format_bytes
-from csdctl.reporting.tally import Amounts, Tally, members_of, newcomers_of
+from csdctl.reporting.tally import Amounts, Tally
 from csdctl.worker.protocol.events import (
     EpochEnd,
     Event,
@@ -28,11 +27,25 @@ from csdctl.worker.protocol.events import (
 MAX_INTERVALS = 128
 """A run with more has its intervals merged in pairs, and then half as many of twice the length."""
 FIRST_INTERVAL_S = 1.0
+"""Length of an interval before any are merged."""
 MAX_POINTS = 1000
+"""Epochs that a series keeps."""
 MAX_FAULTS = 200
-WHAT = {NodeLost: "lost: ", Failed: "failed: ", Warned: ""}
+"""Faults that a series keeps, the first ones."""
+COMPUTE, INPUT, WAIT, COMMUNICATION, OTHER = "compute", "input", "wait", "communication", "other"
+KINDS = (COMPUTE, INPUT, WAIT, COMMUNICATION, OTHER)
+"""What a rank spends its time on. `wait`: for slower ranks. `communication`: the remaining time of a sum.
+`other`: evaluation, checkpoints, comparing weights."""
+BY_COMPUTE, BY_INPUT, BY_LINK, BY_HEAT = "compute", "input", "link", "heat"
+"""Causes of a bottleneck."""
 MIN_SHARE = 0.05
+"""Share of the time of all ranks. With less waiting there is no bottleneck."""
 SLOWER = 1.15
+"""From this ratio on, compute time per sample has grown since the beginning of the run."""
+HOT_C = 80.0
+"""Temperature from which on heat is the cause."""
+LATEST, MIN_LATEST = 0.25, 4
+"""Share of the run's intervals that counts as now, and the least number of them."""
 
 
 class Timeline:
@@ -41,21 +54,23 @@ class Timeline:
     `amounts[series][quantity][interval]` is the sum of what fell into that interval.
     """
 
-    def __init__(self, num_series: int, num_quantities: int, start_s: float) -> None:
-        """`start_s`: the Unix time at which the first interval begins. What came before counts in it."""
+    def __init__(self, num_series: int, num_quantities: int) -> None:
         import numpy as np  # here, so that commands which only look after a fleet do without it
 
-        self.start_s, self.interval_s = start_s, FIRST_INTERVAL_S
+        self.interval_s = FIRST_INTERVAL_S
         self.num_intervals = 0
         """Intervals up to the last that has something."""
         self.amounts = np.zeros((num_series, num_quantities, MAX_INTERVALS))
 
     def add(self, series: int, begin_s: float, end_s: float, amounts: Sequence[float]) -> None:
-        """Spread `amounts`, one per quantity, evenly over the time from `begin_s` to `end_s`, Unix times."""
+        """Spread `amounts`, one per quantity, evenly over the time from `begin_s` to `end_s`.
+
+        Both are seconds after the start of the first interval. What came before counts in it.
+        """
         import numpy as np
 
-        end = max(end_s - self.start_s, 0.0)
-        begin = min(max(begin_s - self.start_s, 0.0), end)
+        end = max(end_s, 0.0)
+        begin = min(max(begin_s, 0.0), end)
         while end >= MAX_INTERVALS * self.interval_s:
             pairs = self.amounts[:, :, ::2] + self.amounts[:, :, 1::2]
             self.amounts = np.concatenate([pairs, np.zeros_like(pairs)], axis=2)
@@ -70,24 +85,17 @@ class Timeline:
         self.amounts[series, :, first : last + 1] += np.outer(amounts, np.diff(edges) / (end - begin))
 
 
-COMPUTE, INPUT, WAIT, COMMUNICATION, OTHER = "compute", "input", "wait", "communication", "other"
-KINDS = (COMPUTE, INPUT, WAIT, COMMUNICATION, OTHER)
-"""What a rank spends its time on. `wait`: for slower ranks; `communication`: the rest of a sum; `other`:
-evaluation, checkpoints, comparing weights."""
-Point = TypeVar("Point")
-
-
 @dataclass(frozen=True)
 class EpochPoint:
-    """The end of an epoch, over all ranks. Metrics by name, those of validation with the prefix `val_`."""
+    """The end of an epoch, over all ranks. Metrics by name, for validation data with the prefix `val_`."""
 
     epoch: int
     time_s: float
     """Unix time."""
     samples_per_s: float | None
-    """Throughput of all steps of the epoch that were reported; None: of no step."""
+    """Throughput of all steps of the epoch that were reported. None: of no step."""
     results: dict[str, float]
-    """Loss and metrics; None where they were not computed."""
+    """Loss and metrics that were computed."""
     learning_rate: float | None
 
 
@@ -99,7 +107,7 @@ class Fault:
     node: str
     what: str
     stopped_s: float | None = None
-    """Seconds until the ranks trained again; None where the others went on, or none did."""
+    """Seconds until the ranks trained again. None where they did not stop, or did not train again."""
 
 
 @dataclass
@@ -110,7 +118,6 @@ class RunSeries:
     """Node of each rank, in order of rank."""
     start_s: float = 0.0
     """Unix time of the first event."""
-    end_s: float = 0.0
     interval_s: float = FIRST_INTERVAL_S
     spent_s: tuple[dict[str, list[float]], ...] = ()
     """Seconds in each interval, by rank and kind."""
@@ -125,8 +132,8 @@ class RunSeries:
     cpu_s: dict[int, float] = field(default_factory=dict)
     """CPU seconds of each rank's process, of the ranks that reported them."""
     is_wait_divided: bool = True
-    """Whether the ranks told waiting from communication, and input from computing; else both count as the
-    first."""
+    """Whether the ranks told waiting from communication, and input from computing. If not, communication
+    counts as waiting, and input as computing."""
     hottest_c: dict[int, float] = field(default_factory=dict)
     """Highest temperature by rank, of the machines that have a sensor."""
     trained: list[tuple[float, float]] = field(default_factory=list)
@@ -149,12 +156,6 @@ class RunSeries:
         return [count / seconds if count and seconds else None for count, seconds in pairs]
 
 
-def thin(points: Sequence[Point]) -> tuple[Point, ...]:
-    """Return at most MAX_POINTS of `points`, evenly spaced, and always the latest."""
-    every = max(1, math.ceil(len(points) / MAX_POINTS))
-    return (*points[:-1:every], *points[-1:])
-
-
 class SeriesBuilder:
     """Takes the events of a run in order of arrival, and keeps none of them."""
 
@@ -162,26 +163,26 @@ class SeriesBuilder:
         self._series = RunSeries(tuple(nodes))
         self.tally = Tally()
         """All that the ranks have reported."""
-        self._timeline: Timeline | None = None
+        self._timeline = Timeline(len(nodes), len(KINDS) + 2)
         self._until_s = [math.inf for _ in nodes]
         """By rank, when the latest progress within its epoch was reported, in Unix time."""
         self._epochs: list[EpochPoint] = []
-        self._members: frozenset[int] = frozenset()
         self._stop: Fault | None = None
-        """The loss of rank 0, which the others wait for."""
+        """The loss of rank 0, for whose return all ranks wait."""
         self.stopped_s = 0.0
         """How long the ranks last waited for rank 0 to begin again."""
 
-    def add(self, time_s: float, event: Event) -> None:
-        """Add an event that arrived at `time_s`, in Unix time."""
-        self._open_timeline(time_s)
+    def add(self, time_s: float, event: Event) -> Amounts | None:
+        """Add an event that arrived at `time_s`, in Unix time. Return what `Tally.add` does."""
+        series = self._series
+        series.start_s = series.start_s or time_s
         report = self.tally.add(event)
         if isinstance(event, Progress) and report:
             self._add_report(time_s, event.rank, report, event.temperature_c)
             if event.slow_link:
                 rank, link_s, num_bytes = event.slow_link
-                before = self._series.links.get(rank, (0.0, 0))
-                self._series.links[rank] = before[0] + link_s, before[1] + num_bytes
+                before = series.links.get(rank, (0.0, 0))
+                series.links[rank] = before[0] + link_s, before[1] + num_bytes
         elif isinstance(event, EpochEnd) and report:
             self._add_report(time_s, event.rank, report, None)
             self._until_s[event.rank] = math.inf
@@ -190,49 +191,45 @@ class SeriesBuilder:
                 self._drop_epochs(event.epoch)
                 self._epochs.append(EpochPoint(event.epoch, time_s, rate, results, event.learning_rate))
         elif isinstance(event, Joined):
-            for rank in newcomers_of(event, self._members):
+            for rank in self.tally.newcomers:
                 self._until_s[rank] = math.inf
-            self._members = members_of(event)
             if event.is_start:
-                self._series.trained.append((time_s, time_s))
+                series.trained.append((time_s, time_s))
                 self._drop_epochs(event.epoch)
                 self._end_stop(time_s)
-        else:
-            self._add_fault(time_s, event)
+        elif (what := _describe_fault(event)) and len(series.faults) < MAX_FAULTS:
+            fault = Fault(time_s, event.node, what)
+            series.faults.append(fault)
+            if isinstance(event, NodeLost) and event.rank == 0:  # without any other rank, training goes on
+                self._stop = fault
+        return report
 
     def build(self) -> RunSeries:
         """Return the series of all events so far."""
-        series, line = self._series, self._timeline or self._new_timeline(0.0)
-        amounts = line.amounts[:, :, : line.num_intervals].tolist()
-        series.start_s, series.interval_s = line.start_s, line.interval_s
+        series, timeline = self._series, self._timeline
+        amounts = timeline.amounts[:, :, : timeline.num_intervals].tolist()
+        series.interval_s = timeline.interval_s
         series.spent_s = tuple(dict(zip(KINDS, rows, strict=False)) for rows in amounts)
         series.samples = tuple(rows[len(KINDS)] for rows in amounts)
         series.global_samples = amounts[0][-1] if amounts else []
         series.cpu_s = {rank: done.cpu_s for rank, done in self.tally.ranks.items() if done.cpu_s}
-        series.epochs = thin(self._epochs)
+        every = max(1, math.ceil(len(self._epochs) / MAX_POINTS))
+        series.epochs = (*self._epochs[:-1:every], *self._epochs[-1:])
         return series
-
-    def _new_timeline(self, start_s: float) -> Timeline:
-        return Timeline(len(self._until_s), len(KINDS) + 2, start_s)
-
-    def _open_timeline(self, time_s: float) -> None:
-        """Begin the timeline with the first event."""
-        self._timeline = self._timeline or self._new_timeline(time_s)
-        self._series.end_s = max(self._series.end_s, time_s)
 
     def _add_report(self, time_s: float, rank: int, report: Amounts, celsius: float | None) -> None:
         """Add a report that arrived at `time_s`. Some arrive late.
 
         Within an epoch, every report begins where the one before ended.
         """
-        assert self._timeline is not None
-        if rank == 0 and self._series.trained:
-            self._series.trained[-1] = (self._series.trained[-1][0], time_s)
+        series = self._series
+        if rank == 0 and series.trained:
+            series.trained[-1] = (series.trained[-1][0], time_s)
         self._until_s[rank] = end_s = min(time_s, self._until_s[rank] + report.wall_s)
+        end_s -= series.start_s
         self._timeline.add(rank, end_s - report.wall_s, end_s, self._divide(report))
         if celsius is not None:
-            hottest = self._series.hottest_c
-            hottest[rank] = max(celsius, hottest.get(rank, celsius))
+            series.hottest_c[rank] = max(celsius, series.hottest_c.get(rank, celsius))
 
     def _divide(self, report: Amounts) -> list[float]:
         """Return the seconds of each kind, the samples of the rank, and those of all ranks."""
@@ -249,22 +246,6 @@ class SeriesBuilder:
         while self._epochs and self._epochs[-1].epoch >= first:
             self._epochs.pop()
 
-    def _add_fault(self, time_s: float, event: Event) -> None:
-        if isinstance(event, NodeLost | Failed | Warned):
-            what = f"{WHAT[type(event)]}{event.message}"
-        elif isinstance(event, NodeBack):
-            what = "back"
-        elif isinstance(event, Misbehaved):
-            what = f"reports rank {event.culprit}: {event.message}"
-        else:
-            return
-        if len(self._series.faults) >= MAX_FAULTS:
-            return
-        fault = Fault(time_s, event.node, what)
-        self._series.faults.append(fault)
-        if isinstance(event, NodeLost) and event.rank == 0:  # without any other, the ranks go on
-            self._stop = fault
-
     def _end_stop(self, time_s: float) -> None:
         """Note how long the ranks have waited for rank 0, which begins again."""
         self.stopped_s = 0.0
@@ -273,9 +254,22 @@ class SeriesBuilder:
         self._stop = None
 
 
+def _describe_fault(event: Event) -> str:
+    """Return what has gone wrong, or come back. '' for any other event."""
+    if isinstance(event, NodeLost):
+        return f"lost: {event.message}"
+    if isinstance(event, Failed):
+        return f"failed: {event.message}"
+    if isinstance(event, Misbehaved):
+        return f"reports rank {event.culprit}: {event.message}"
+    if isinstance(event, Warned):
+        return event.message
+    return "back" if isinstance(event, NodeBack) else ""
+
+
 def epoch_results(event: EpochEnd) -> dict[str, float]:
-    """Return loss and metrics by name, those of the validation data with the prefix `val_`."""
-    found = {
+    """Return loss and metrics by name, for validation data with the prefix `val_`."""
+    results = {
         "loss": event.loss,
         "accuracy": event.accuracy,
         **event.metrics,
@@ -283,14 +277,7 @@ def epoch_results(event: EpochEnd) -> dict[str, float]:
         "val_accuracy": event.validation_accuracy,
         **{f"val_{name}": value for name, value in event.validation_metrics.items()},
     }
-    return {name: value for name, value in found.items() if value is not None}
-
-
-"""Share of the time of all ranks; less waiting than that has no bottleneck."""
-LATEST, MIN_LATEST = 0.25, 4
-"""Share of the run's intervals that counts as now, and the least number of them."""
-"""Compute time per sample over its own at the beginning."""
-BY_COMPUTE, BY_INPUT, BY_LINK, BY_HEAT = "compute", "input", "link", "heat"
+    return {name: value for name, value in results.items() if value is not None}
 
 
 @dataclass(frozen=True)
@@ -303,7 +290,7 @@ class Bottleneck:
     since_s: float
     """Seconds after the start of the run."""
     lost_s: float
-    """Time that each of the others lost, in the median."""
+    """Time that each other rank lost, in the median."""
     why: str
     """What shows the cause."""
 
@@ -319,13 +306,13 @@ def find_bottleneck(series: RunSeries, *, is_now: bool = False) -> Bottleneck | 
     first = max(0, series.num_intervals - latest) if is_now else 0
     spent = sum(sum(seconds[first:]) for kinds in series.spent_s for seconds in kinds.values())
     communication_s = [sum(kinds[COMMUNICATION][first:]) for kinds in series.spent_s]
-    holders = [_holder(series, number) for number in range(series.num_intervals)]
+    holders = [_find_holder(series, number) for number in range(series.num_intervals)]
     lost_s = {
         rank: sum(lost for holder, lost in holders[first:] if holder == rank)
         for rank in range(len(series.nodes))
     }
     rank = max(lost_s, key=lambda number: lost_s[number])
-    shared_s = min(median(communication_s), communication_s[0])  # others wait for checkpoints of rank 0
+    shared_s = min(median(communication_s), communication_s[0])  # ranks wait for checkpoints of rank 0
     if max(lost_s[rank], shared_s) * len(series.nodes) < MIN_SHARE * spent:
         return None
     if shared_s > sum(lost_s.values()):
@@ -335,28 +322,28 @@ def find_bottleneck(series: RunSeries, *, is_now: bool = False) -> Bottleneck | 
             return Bottleneck(None, BY_LINK, 0.0, shared_s, why)
         share = min(1.0, shared_s * len(series.nodes) / spent)
         why = f"it carried {format_bytes(num_bytes / link_s)}/s both ways; sums took {share:.0%} of the time"
-        since = _since(series.spent_s[0][COMMUNICATION], first) * series.interval_s
+        since = _find_start(series.spent_s[0][COMMUNICATION], first) * series.interval_s
         return Bottleneck(slowest, BY_LINK, since, shared_s, why)
-    start = _since([lost if holder == rank else 0.0 for holder, lost in holders], first)
-    cause, why = _cause(series, rank, start)
+    start = _find_start([lost if holder == rank else 0.0 for holder, lost in holders], first)
+    cause, why = _find_cause(series, rank, start)
     return Bottleneck(rank, cause, start * series.interval_s, lost_s[rank], why)
 
 
-def _holder(series: RunSeries, number: int) -> tuple[int | None, float]:
+def _find_holder(series: RunSeries, number: int) -> tuple[int | None, float]:
     """Return who held the others back in an interval, and the seconds that they waited for it."""
-    active = {
+    waits = {
         rank: kinds[WAIT][number]
         for rank, kinds in enumerate(series.spent_s)
         if kinds[COMPUTE][number] + kinds[INPUT][number] > 0
     }
-    if len(active) < 2:
+    if len(waits) < 2:
         return None, 0.0
-    rank = min(active, key=lambda number: active[number])
-    lost_s = median(waited for other, waited in active.items() if other != rank) - active[rank]
-    return (rank, lost_s) if lost_s > 0 else (None, 0.0)
+    holder = min(waits, key=lambda rank: waits[rank])
+    lost_s = median(wait_s for rank, wait_s in waits.items() if rank != holder) - waits[holder]
+    return (holder, lost_s) if lost_s > 0 else (None, 0.0)
 
 
-def _since(lost_s: Sequence[float], first: int) -> int:
+def _find_start(lost_s: Sequence[float], first: int) -> int:
     """Return the interval from which on the most was lost that is above half of the mean since `first`.
 
     `lost_s`: what one rank cost the others in each interval. Small differences of a balanced time before do
@@ -371,23 +358,18 @@ def _since(lost_s: Sequence[float], first: int) -> int:
     return start
 
 
-def _cause(series: RunSeries, rank: int, start: int) -> tuple[str, str]:
+def _find_cause(series: RunSeries, rank: int, start: int) -> tuple[str, str]:
     """Return the cause, and what shows it."""
     spent = series.spent_s[rank]
     input_s, compute_s = sum(spent[INPUT][start:]), sum(spent[COMPUTE][start:])
     if input_s > 0.5 * (input_s + compute_s):
         return BY_INPUT, f"reading samples took {input_s / (input_s + compute_s):.0%} of its time"
-    slowdown, hottest = _slowdown(series, rank), series.hottest_c.get(rank, 0.0)
-    if slowdown < SLOWER:
-        return BY_COMPUTE, "its batch takes longer than the others'"
-    grew = f"its time per sample grew to {slowdown:.2f} times its initial value"
-    return (BY_HEAT, f"{grew}, at up to {hottest:.0f} °C") if hottest >= 80.0 else (BY_COMPUTE, grew)
-
-
-def _slowdown(series: RunSeries, rank: int) -> float:
-    """Return the compute time per sample of the last quarter over that of the first."""
-    compute_s, samples = series.spent_s[rank][COMPUTE], series.samples[rank]
-    times = [s / count for s, count in zip(compute_s, samples, strict=True) if count > 0]
+    pairs = zip(spent[COMPUTE], series.samples[rank], strict=True)
+    times = [seconds / count for seconds, count in pairs if count > 0]
     quarter = max(1, len(times) // 4)
-    first, last = median(times[:quarter] or [0.0]), median(times[-quarter:] or [0.0])
-    return last / first if first else 1.0
+    at_first, at_last = median(times[:quarter] or [0.0]), median(times[-quarter:] or [0.0])
+    if not at_first or at_last / at_first < SLOWER:
+        return BY_COMPUTE, "its batch takes longer than the others'"
+    why = f"its time per sample grew to {at_last / at_first:.2f} times its initial value"
+    hottest = series.hottest_c.get(rank, 0.0)
+    return (BY_HEAT, f"{why}, at up to {hottest:.0f} °C") if hottest >= HOT_C else (BY_COMPUTE, why)

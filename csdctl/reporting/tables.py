@@ -12,7 +12,6 @@ from typing import Any
 
 from csdctl.fleet.model import HOST_NAME
 from csdctl.fleet.names import format_node_names
-from csdctl.reporting.energy import MachineEnergy, describe_energy, describe_machine
 from csdctl.reporting.numbers import (
     format_count,
     format_loss,
@@ -37,6 +36,7 @@ from csdctl.reporting.series import (
     Bottleneck,
     find_bottleneck,
 )
+from csdctl.runs.ledger import STATED
 from csdctl.tuning.plan import DATA_PARALLEL, SPLIT
 from csdctl.worker.protocol.events import MAX_STEPS
 from csdctl.worker.protocol.recipe import Recipe
@@ -47,17 +47,20 @@ ADVICE = {
     BY_INPUT: "Store the prepared data of {node} on a faster drive.",
     BY_LINK: "Use larger batches, which communicate less often, or a faster link.",
 }
+"""What to do about a bottleneck, by its cause."""
 MAX_EFFICIENCY = 1.02
+"""A larger efficiency is impossible: the standalone throughput was measured too low."""
 UNDER_LOAD = "standalone throughput was measured under load: tune again"
 REACHABLE = {
     DATA_PARALLEL: "the sum of the ranks' standalone throughput",
     SPLIT: "the throughput if the busiest rank never waited",
 }
-IDENTICAL = "identical on all ranks at the end of every epoch"
+"""What efficiency is relative to, by strategy."""
 KINDS = {
     "weak": "weak scaling: the global batch grows with the ranks",
     "strong": "strong scaling: the global batch stays",
 }
+"""The kinds of a scaling series, in words."""
 
 
 def write_headline(run: RunResults) -> dict[str, str]:
@@ -65,7 +68,7 @@ def write_headline(run: RunResults) -> dict[str, str]:
     bottleneck = find_bottleneck(run.series)
     return {
         "result": describe_result(run.summary),
-        "held back by": describe_bottleneck(run, bottleneck) if bottleneck else _describe_waiting(run),
+        "held back by": _describe_bottleneck(run, bottleneck) if bottleneck else _describe_waiting(run),
         "next": _advise(run, bottleneck),
     }
 
@@ -87,7 +90,7 @@ def describe_result(summary: RunSummary) -> str:
     return f"{summary.state}: {done}{reached}{rate}{best}"
 
 
-def describe_bottleneck(run: RunResults, bottleneck: Bottleneck) -> str:
+def _describe_bottleneck(run: RunResults, bottleneck: Bottleneck) -> str:
     """Return who held the ranks back, for how long, and what shows the cause."""
     if bottleneck.rank is None:
         return f"{bottleneck.cause}: {bottleneck.why}"
@@ -104,12 +107,12 @@ def _describe_waiting(run: RunResults) -> str:
     wait_s, step_s = sum(rank.wait_s for rank in ranks), sum(rank.compute_s + rank.wait_s for rank in ranks)
     if not step_s:
         return "unknown: no step was reported"
-    whole_s = sum(sum(seconds) for kinds in spent for seconds in kinds.values())
-    other = sum(sum(kinds[OTHER]) for kinds in spent) / whole_s if whole_s else 0.0
+    run_s = sum(sum(seconds) for kinds in spent for seconds in kinds.values())
+    other = sum(sum(kinds[OTHER]) for kinds in spent) / run_s if run_s else 0.0
     ends = f"; evaluation and checkpoints took {format_share(other)} of the run" if other >= 0.15 else ""
     waited = f"{format_share(wait_s / step_s)} of the step time"
     if len(ranks) > 1 and wait_s >= MIN_SHARE * step_s:
-        if not whole_s or not run.series.is_wait_divided:
+        if not run_s or not run.series.is_wait_divided:
             return f"waiting and communication, {waited}; the run did not record which rank was slow{ends}"
         wait, sums = (sum(sum(kinds[kind]) for kinds in spent) / step_s for kind in (WAIT, COMMUNICATION))
         parts = f"{format_share(wait)} for slower ranks, {format_share(sums)} in communication"
@@ -150,11 +153,13 @@ class DataTable:
 
     def without_empty_columns(self) -> "DataTable":
         """Return the columns in which a row has a value, and always the first."""
-        kept = [
-            n for n in range(len(self.header)) if not n or any(row[n] not in ("", "–") for row in self.rows)
+        columns = [
+            (name, *cells)
+            for name, *cells in zip(self.header, *self.rows, strict=True)
+            if name == self.header[0] or {*cells} - {"", "–"}
         ]
-        rows = tuple(tuple(row[n] for n in kept) for row in self.rows)
-        return DataTable(tuple(self.header[n] for n in kept), rows)
+        header, *rows = zip(*columns, strict=True)
+        return DataTable(header, tuple(rows))
 
 
 def describe_run(summary: RunSummary) -> list[tuple[str, str]]:
@@ -163,46 +168,58 @@ def describe_run(summary: RunSummary) -> list[tuple[str, str]]:
     validation = name_metrics(summary.validation_accuracy, summary.validation_metrics)
     cut = f" after {summary.cut}" if summary.cut else ""
     sizes = "equal batch sizes" if summary.method == "equal" else f"batch sizes by {summary.method}"
-    rows = [
+    epochs = format_count(summary.epochs, "epoch") if summary.epochs else "no complete epoch"
+    count = f"{summary.steps:,} steps of {summary.global_batch}, {summary.samples:,} samples"
+    identical = "identical on all ranks at the end of every epoch"
+    unread = summary.num_private_unread
+    if_any = (
+        ("gradient noise scale", summary.noise_scale, f"{summary.noise_scale or 0.0:,.0f} samples"),
+        (
+            "lost",
+            summary.lost_nodes,
+            format_node_names(summary.lost_nodes)
+            + f"; {unread:,} private samples were not read" * bool(unread),
+        ),
+        (
+            "events",
+            summary.num_unreadable,
+            f"{summary.num_unreadable:,} lines were skipped: damaged, or of another version",
+        ),
+        (
+            "left out",
+            summary.left_out,
+            f"{format_node_names(summary.left_out)}: training is faster without them, by the plan",
+        ),
+        (
+            "balance",
+            summary.num_rebalanced,
+            f"{format_count(summary.num_rebalanced, 'change')} of batch sizes",
+        ),
+    )
+    return [
         ("throughput", _describe_speed(summary)),
         ("efficiency", _describe_efficiency(summary)),
         *(
-            (name, _both(validation.get(name), training.get(name)))
-            for name in dict.fromkeys([*training, *validation])
+            (name, _describe_metric(validation.get(name), training.get(name)))
+            for name in {**training, **validation}
         ),
-        *([] if summary.loss is None else [("loss", _both(summary.validation_loss, summary.loss))]),
-        (
-            "trained",
-            f"{format_count(summary.epochs, 'epoch') if summary.epochs else 'no complete epoch'}, "
-            f"{summary.steps:,} steps of {summary.global_batch}, {summary.samples:,} samples in "
-            f"{format_seconds(summary.training_s)}",
+        *(
+            []
+            if summary.loss is None
+            else [("loss", _describe_metric(summary.validation_loss, summary.loss))]
         ),
-        *([("gradient noise scale", f"{summary.noise_scale:,.0f} samples")] if summary.noise_scale else []),
+        ("trained", f"{epochs}, {count} in {format_seconds(summary.training_s)}"),
         ("strategy", f"{summary.strategy}{cut}, {sizes}"),
-        ("weights", IDENTICAL if summary.identical_weights else "not compared"),
+        ("weights", identical if summary.identical_weights else "not compared"),
+        *(("energy", line) for line in (summary.energy.describe_total() if summary.energy else ())),
+        *(("privacy", line) for line in (describe_privacy(summary.privacy) if summary.privacy else ())),
+        *((name, text) for name, value, text in if_any if value),
     ]
-    rows += [("energy", line) for line in describe_energy(summary.energy)] if summary.energy else []
-    rows += [("privacy", line) for line in describe_privacy(summary.privacy)] if summary.privacy else []
-    if summary.lost_nodes:
-        unread = f"; {summary.num_private_unread:,} private samples were not read"
-        rows.append(
-            ("lost", format_node_names(summary.lost_nodes) + unread * bool(summary.num_private_unread))
-        )
-    if summary.num_unreadable:
-        rows.append(
-            ("events", f"{summary.num_unreadable:,} lines were skipped: damaged, or of another version")
-        )
-    if summary.left_out:
-        names = format_node_names(summary.left_out)
-        rows.append(("left out", f"{names}: training is faster without them, by the plan"))
-    if summary.num_rebalanced:
-        rows.append(("balance", f"{format_count(summary.num_rebalanced, 'change')} of batch sizes"))
-    return rows
 
 
-def _both(validation: float | None, training: float | None) -> str:
-    known = {"validation": validation, "training": training}
-    return ", ".join(f"{format_loss(value)} {name}" for name, value in known.items() if value is not None)
+def _describe_metric(validation: float | None, training: float | None) -> str:
+    values = {"validation": validation, "training": training}
+    return ", ".join(f"{format_loss(value)} {name}" for name, value in values.items() if value is not None)
 
 
 def _describe_speed(summary: RunSummary) -> str:
@@ -221,78 +238,57 @@ def _describe_efficiency(summary: RunSummary) -> str:
             return f"unknown: strategy {summary.strategy}"
         measured = all(rank.alone_samples_per_s for rank in summary.ranks if rank.batch_size)
         return f"unknown: {'no step was reported' if measured else 'the plan has no standalone throughput'}"
-    alone = format_rate(summary.alone_samples_per_s)
+    reachable = f"{format_rate(summary.alone_samples_per_s)} samples/s, {REACHABLE[summary.strategy]}"
     loaded = f"; {UNDER_LOAD}" if summary.efficiency > MAX_EFFICIENCY else ""
-    return f"{format_share(summary.efficiency)} of {alone} samples/s, {REACHABLE[summary.strategy]}{loaded}"
+    return f"{format_share(summary.efficiency)} of {reachable}{loaded}"
 
 
 def compare(runs: Sequence[RunResults], described: Sequence[Sequence[tuple[str, str]]]) -> DataTable:
     """Return what is described of runs side by side, a column for each. A single one needs no header."""
-    found: list[dict[str, str]] = [{} for _ in runs]
-    for texts, pairs in zip(found, described, strict=True):
+    columns: list[dict[str, str]] = [{} for _ in runs]
+    for column, pairs in zip(columns, described, strict=True):
         for name, text in pairs:
-            texts[name] = f"{texts[name]}; {text}" if name in texts else text
-    names = dict.fromkeys(name for texts in found for name in texts)
-    rows = tuple((name, *(texts.get(name, "–") for texts in found)) for name in names)
+            column[name] = f"{column[name]}; {text}" if name in column else text
+    names = dict.fromkeys(name for column in columns for name in column)
+    rows = tuple((name, *(column.get(name, "–") for column in columns)) for name in names)
     return DataTable(("", *(run.summary.run_id for run in runs)) if len(runs) > 1 else (), rows)
 
 
 def describe_settings(run: RunResults) -> list[tuple[str, str]]:
-    """Return name and text of model, recipe, data and files of a run, as far as its manifest has them."""
-    manifest, summary = run.manifest, run.summary
-    job, fleet, model = (_mapping(manifest.get(key)) for key in ("job", "fleet", "model"))
-    made_for = _mapping(_mapping(_mapping(manifest.get("plan")).get("made_for")).get("job"))
-    public = sum(rank.num_public for rank in summary.ranks)
-    holders = [rank for rank in summary.ranks if rank.num_private]
-    size = model.get("num_parameters")
-    versions = _mapping(manifest.get("versions"))
+    """Return name and text of model, recipe, files and software of a run, as far as its manifest has them."""
+    manifest = run.manifest
+    keys = ("job", "fleet", "model", "versions", "recipe")  # a manifest may have been edited
+    parts = {key: value if isinstance(value := manifest.get(key), Mapping) else {} for key in keys}
+    size = parts["model"].get("num_parameters")
+    software = {"csdctl": manifest.get("csdctl", "–"), **parts["versions"]}
     pairs = {
-        "model": f"{job.get('model', '')}{f', {size:,} parameters' if isinstance(size, int) else ''}",
-        "recipe": describe_recipe(_mapping(manifest.get("recipe"))),
-        "public data": f"{public:,} samples{_path(made_for, 'public')}" if public else "",
-        "private data": f"{sum(rank.num_private for rank in holders):,} samples on {len(holders)} nodes"
-        f"{_path(made_for, 'private')}"
-        if holders
-        else "",
-        "validation data": _path(made_for, "validation").removeprefix(": "),
-        "job file": str(job.get("path", "")),
-        "fleet file": str(fleet.get("path", "")),
+        "model": f"{parts['job'].get('model', '')}" + (f", {size:,} parameters" if type(size) is int else ""),
+        "recipe": describe_recipe(parts["recipe"]),
+        "job file": str(parts["job"].get("path", "")),
+        "fleet file": str(parts["fleet"].get("path", "")),
         **run.files,
-        "software": ", ".join(
-            [
-                f"csdctl {manifest.get('csdctl', '–')}",
-                *(f"{name} {number}" for name, number in versions.items()),
-            ]
-        ),
+        "software": ", ".join(f"{name} {version}" for name, version in software.items()),
     }
     return [(name, text) for name, text in pairs.items() if text]
 
 
 def describe_recipe(recipe: Mapping[str, Any]) -> str:
     """Return the keys of a recipe that differ from their defaults, by their names in job.yaml."""
-    defaults, parts = asdict(Recipe()), []
+    defaults, names, parts = asdict(Recipe()), {"optimizer_args": "", "losses": "loss"}, []
     for key in dict.fromkeys([*defaults, *recipe]):
         value = recipe.get(key)
         if not value or value == defaults.get(key):
             continue
-        if isinstance(value, Mapping):
-            named = {str(name): _mapping(one).get("name", one) for name, one in value.items()}
-            text = ", ".join(f"{name} {one}".strip() for name, one in named.items())
-            parts.append(text if key == "optimizer_args" else f"{'loss' if key == 'losses' else key} {text}")
+        if isinstance(value, Mapping):  # a loss is a mapping with its name
+            terms = [
+                (name, term.get("name", "") if isinstance(term, Mapping) else term)
+                for name, term in value.items()
+            ]
+            words = [f"{name} {term}".strip() for name, term in terms]
         else:
-            items = value if isinstance(value, list | tuple) else [value]
-            parts.append(f"{key} {', '.join(map(str, items))}")
+            words = [str(item) for item in (value if isinstance(value, list | tuple) else [value])]
+        parts.append(f"{names.get(key, key)} {', '.join(words)}".strip())
     return "; ".join(parts)
-
-
-def _path(made_for: Mapping[str, Any], part: str) -> str:
-    path = made_for.get(f"data.{part}.path")
-    return f": {path}" if path else ""
-
-
-def _mapping(value: object) -> Mapping[str, Any]:
-    """Return `value` if it is a mapping, else an empty one: a manifest may have been edited."""
-    return value if isinstance(value, Mapping) else {}
 
 
 def tabulate_ranks(summary: RunSummary) -> DataTable:
@@ -315,15 +311,14 @@ def tabulate_ranks(summary: RunSummary) -> DataTable:
 
 def tabulate_faults(run: RunResults) -> DataTable:
     """Return what failed, when, and what that cost."""
-    series = run.series
     rows = [
         (
-            f"{fault.time_s - series.start_s:.0f} s",
+            f"{fault.time_s - run.series.start_s:.0f} s",
             fault.node,
             fault.what,
             "–" if fault.stopped_s is None else f"all ranks stopped for {format_seconds(fault.stopped_s)}",
         )
-        for fault in series.faults
+        for fault in run.series.faults
     ]
     return DataTable(("after", "node", "what", "cost"), tuple(rows))
 
@@ -331,10 +326,7 @@ def tabulate_faults(run: RunResults) -> DataTable:
 def tabulate_energy(run: RunResults) -> DataTable:
     """Return the energy of each machine whose power was read, and of all."""
     energy = run.summary.energy
-    if energy is None:
-        return DataTable((), ())
-    rows = [(machine.machine, describe_machine(machine)) for machine in energy.machines]
-    return DataTable(("machine", "energy"), (*rows, ("all", describe_energy(energy)[-1])))
+    return DataTable(("machine", "energy"), tuple(energy.describe()) if energy else ())
 
 
 @dataclass(frozen=True)
@@ -350,15 +342,12 @@ class ScalingPoint:
     """Throughput."""
     speedup: float | None
     efficiency: float | None
-    energy: MachineEnergy | None
-    """Energy of all machines; None where it is not known."""
+    joules_per_sample: float | None
+    """Energy of all machines for each sample. None where it is not known."""
+    energy_origin: str | None
+    """Whether that energy was measured, or stated in fleet.yaml for a machine at least."""
     lost: tuple[str, ...]
     """Nodes that were lost on the way: the run had fewer for a part of it."""
-
-    @property
-    def joules_per_sample(self) -> float | None:
-        """Energy of all machines for each sample."""
-        return self.energy.joules_per_sample if self.energy else None
 
 
 @dataclass(frozen=True)
@@ -376,50 +365,51 @@ class ScalingSeries:
 
 def build_scaling(runs: Sequence[RunResults], kind: str) -> ScalingSeries:
     """Put runs of one job, each with another number of nodes, in order. `kind` is one of KINDS."""
-    without = [run.summary.samples_per_s for run in runs if _num_nodes(run) == 0]
+    training = [{rank.node for rank in run.summary.ranks if rank.batch_size} for run in runs]
+    alone = [
+        run.summary.samples_per_s for run, nodes in zip(runs, training, strict=True) if nodes <= {HOST_NAME}
+    ]
     tuned = [run.summary.host_samples_per_s for run in runs]
-    host = next(filter(None, [*without, *tuned]), None)
-    points = tuple(sorted((_point(run, host) for run in runs), key=lambda point: point.num_nodes))
+    host = next(filter(None, [*alone, *tuned]), None)
+    points = []
+    for summary, nodes in zip([run.summary for run in runs], training, strict=True):
+        energy = summary.energy.whole if summary.energy else None
+        points.append(
+            ScalingPoint(
+                summary.run_id,
+                num_nodes=len(nodes - {HOST_NAME}),
+                is_host_training=HOST_NAME in nodes,
+                global_batch=summary.global_batch,
+                samples_per_s=summary.samples_per_s,
+                speedup=summary.samples_per_s / host if host else None,
+                efficiency=summary.efficiency,
+                joules_per_sample=energy.joules_per_sample if energy else None,
+                energy_origin=energy.origin if energy else None,
+                lost=summary.lost_nodes,
+            )
+        )
     return ScalingSeries(
-        points,
+        tuple(sorted(points, key=lambda point: point.num_nodes)),
         KINDS[kind],
         host,
-        "runs without nodes" if without else "the host's rate in tuning" if host else "",
+        "runs without nodes" if alone else "the host's rate in tuning" if host else "",
         ", ".join(sorted({run.measured for run in runs})),
-    )
-
-
-def _num_nodes(run: RunResults) -> int:
-    return sum(rank.node != HOST_NAME and rank.batch_size > 0 for rank in run.summary.ranks)
-
-
-def _point(run: RunResults, host: float | None) -> ScalingPoint:
-    summary = run.summary
-    return ScalingPoint(
-        summary.run_id,
-        _num_nodes(run),
-        any(rank.node == HOST_NAME and rank.batch_size > 0 for rank in summary.ranks),
-        summary.global_batch,
-        summary.samples_per_s,
-        summary.samples_per_s / host if host else None,
-        summary.efficiency,
-        summary.energy.whole if summary.energy else None,
-        summary.lost_nodes,
     )
 
 
 def describe_series(series: ScalingSeries) -> str:
     """Return what the series is, in a sentence."""
-    host = f"; the host alone: {format_rate(series.host_samples_per_s)} samples/s, by {series.host_source}"
-    known = host if series.host_samples_per_s else ""
-    fastest = max(series.points, key=lambda point: point.samples_per_s or 0.0)
+    rate = format_rate(series.host_samples_per_s)
+    host = f"; the host alone: {rate} samples/s, by {series.host_source}" if series.host_samples_per_s else ""
+    fastest = max(series.points, key=lambda point: point.samples_per_s)
     if fastest.speedup:
-        known += f"; fastest with {fastest.num_nodes} nodes: {fastest.speedup:.2f} × the host alone"
-    return f"{len(series.points)} runs, {series.origin}; {series.kind}{known}"
+        host += f"; fastest with {fastest.num_nodes} nodes: {fastest.speedup:.2f} × the host alone"
+    return f"{len(series.points)} runs, {series.origin}; {series.kind}{host}"
 
 
-def scaling_table(series: ScalingSeries) -> DataTable:
-    """Return a row for each run."""
+def tabulate_scaling(series: ScalingSeries) -> DataTable:
+    """Return a row for each run. `saved`: energy per image against the run without nodes, as in Table II."""
+    without = next((point.joules_per_sample for point in series.points if not point.num_nodes), None)
     rows = [
         (
             str(point.num_nodes),
@@ -428,47 +418,26 @@ def scaling_table(series: ScalingSeries) -> DataTable:
             format_rate(point.samples_per_s),
             "–" if point.speedup is None else f"{point.speedup:.2f}",
             format_share(point.efficiency),
+            f"{point.joules_per_sample:.4g}" if point.joules_per_sample else "–",
+            format_share(1 - point.joules_per_sample / without)
+            if point.joules_per_sample and without
+            else "–",
             _remark(point),
         )
         for point in series.points
     ]
-    header = ("nodes", "run", "global batch", "samples/s", "speed-up", "efficiency", "remark")
-    return DataTable(header, tuple(rows)).without_empty_columns()
-
-
-def energy_by_nodes(series: ScalingSeries) -> DataTable:
-    """Return energy per image by the number of nodes, and what is saved against none: Table II."""
-    without = next((point.joules_per_sample for point in series.points if not point.num_nodes), None)
-    rows: list[tuple[str, ...]] = []
-    for point in series.points:
-        energy, each = point.energy, point.joules_per_sample
-        if energy is None or each is None:
-            rows.append((str(point.num_nodes), *["–"] * 4, "not known"))
-            continue
-        above_idle = energy.above_idle_joules
-        rows.append(
-            (
-                str(point.num_nodes),
-                f"{each:.4g}",
-                "–" if not without else format_share(1 - each / without),
-                f"{energy.mean_watts:.1f} W" if energy.mean_watts else "–",
-                "–" if above_idle is None else f"{above_idle / energy.samples:.4g}",
-                energy.origin,
-            )
-        )
-    header = ("nodes", "J/image", "saved", "power", "J/image above idle", "source")
-    return DataTable(header, tuple(rows)).without_empty_columns()
-
-
-def scaling_document(series: ScalingSeries) -> dict[str, Any]:
-    """Return the `csdctl.scaling/1` document."""
-    points = []
-    for point in series.points:
-        content = {key: value for key, value in vars(point).items() if key != "energy"}
-        content["joules_per_sample"] = point.joules_per_sample
-        content["energy_origin"] = point.energy.origin if point.energy else None
-        points.append(content)
-    return {"schema": "csdctl.scaling/1", **vars(series), "points": points}
+    columns = (
+        "nodes",
+        "run",
+        "global batch",
+        "samples/s",
+        "speed-up",
+        "efficiency",
+        "J/image",
+        "saved",
+        "remark",
+    )
+    return DataTable(columns, tuple(rows)).without_empty_columns()
 
 
 def _remark(point: ScalingPoint) -> str:
@@ -477,4 +446,6 @@ def _remark(point: ScalingPoint) -> str:
         parts.append(UNDER_LOAD)
     if point.lost:
         parts.append(f"lost during the run: {format_node_names(point.lost)}")
+    if point.energy_origin == STATED:
+        parts.append("energy as stated in fleet.yaml")
     return "; ".join(parts)

@@ -1,8 +1,9 @@
 """What the ranks of a run have done, added up from their events. No other code adds up reports.
 
-A rank reports each of its steps once: in a `Progress`, or in the rest of an `EpochEnd`, which holds its steps
-since it joined the others. Steps and samples are those of the model: a step that a restarted rank repeats, or
-that was lost with the state, counts once. Seconds and rates are those of all reports.
+A rank reports each of its steps once: in a `Progress`, or in an `EpochEnd`. An `EpochEnd` has all steps since
+the rank joined the others, so what was reported before is subtracted. Steps and samples are counted for the
+model: a step that a restarted rank repeats, or that was lost with the state, counts once. Seconds and rates
+are those of all reports.
 """
 
 from collections import defaultdict
@@ -19,9 +20,9 @@ class Amounts:
 
     steps: int = 0
     samples: int = 0
-    """Those of the rank."""
+    """Samples of the rank."""
     global_samples: int = 0
-    """Those of all ranks; only rank 0 reports them."""
+    """Samples of all ranks. Only rank 0 reports them."""
     compute_s: float = 0.0
     wait_s: float = 0.0
     wall_s: float = 0.0
@@ -29,8 +30,8 @@ class Amounts:
     others_s: float | None = 0.0
     cpu_s: float | None = 0.0
 
-    def __add__(self, other: "Amounts") -> "Amounts":
-        pairs = zip(vars(self).values(), vars(other).values(), strict=True)
+    def __add__(self, report: "Amounts") -> "Amounts":
+        pairs = zip(vars(self).values(), vars(report).values(), strict=True)
         values: list[Any] = [None if a is None or b is None else a + b for a, b in pairs]
         return Amounts(*values)
 
@@ -62,7 +63,7 @@ def members_of(event: Joined) -> frozenset[int]:
 
 
 def newcomers_of(event: Joined, before: Set[int]) -> frozenset[int]:
-    """Return the ranks that begin to take part here, where the ranks `before` took part until now."""
+    """Return the ranks that begin to take part here. Until now the ranks `before` took part."""
     lost = {rank for rank, _ in event.lost}
     return members_of(event) - (set() if event.is_start else before - lost)
 
@@ -74,12 +75,15 @@ class Tally:
         self.ranks: defaultdict[int, Amounts] = defaultdict(Amounts)
         """All reports, by rank."""
         self.epoch = Amounts()
-        """The reports of rank 0 since the current epoch began; after its end, until the next one begins."""
+        """The reports of rank 0 in the current epoch. After its end, until the next one begins."""
         self.steps = 0
         """Steps of the model."""
         self._since_joined: defaultdict[int, Amounts] = defaultdict(Amounts)
         """By rank, the reports that the next end of an epoch includes."""
-        self._members: frozenset[int] = frozenset()
+        self.members: frozenset[int] = frozenset()
+        """The ranks that take part."""
+        self.newcomers: frozenset[int] = frozenset()
+        """The ranks that began to take part with the latest `Joined`."""
         self._ended: dict[int, tuple[int, int]] = {}
         """Samples and unread private samples, by epoch that has ended."""
         self._num_missing = 0  # epochs whose end is not in the log: with as many samples as the largest
@@ -115,18 +119,18 @@ class Tally:
         times = event.compute_s, event.wait_s, event.wall_s, event.input_s, event.others_s, event.cpu_s
         report, rank = Amounts(event.steps, event.samples, count, *times), event.rank
         if isinstance(event, EpochEnd):
-            report = report.without(self._since_joined[rank])
+            report = report.without(self._since_joined.pop(rank, Amounts()))
+        else:
+            self._since_joined[rank] += report
         self.ranks[rank] += report
-        is_end = isinstance(event, EpochEnd)
-        self._since_joined[rank] = Amounts() if is_end else self._since_joined[rank] + report
         if rank == 0:
             self._follow(event, report)
         return report
 
     def _join(self, event: Joined) -> None:
-        for rank in newcomers_of(event, self._members):
-            self._since_joined[rank] = Amounts()
-        self._members = members_of(event)
+        self.newcomers, self.members = newcomers_of(event, self.members), members_of(event)
+        for rank in self.newcomers:
+            self._since_joined.pop(rank, None)
         if not event.is_start:
             return
         self.steps = event.total_steps

@@ -19,7 +19,7 @@ from csdctl.launch.leftovers import Leftovers
 from csdctl.reporting.numbers import format_bytes, format_count
 from csdctl.terminal.console import PrintableConsole, build_table
 from csdctl.terminal.nodes import bounded, render_failed
-from csdctl.terminal.streams import Streams
+from csdctl.terminal.streams import Streams, document, fields_of
 from csdctl.terminal.view import View
 from csdctl.transport.many import Outcome, errors_of
 from csdctl.workflows.discovery.discover import DiscoverResult, ShownKey, find_shared_host_keys
@@ -37,11 +37,14 @@ COLUMNS = {
 }
 """The columns of the table, and the checks that each one covers."""
 
-_COLORS = {Status.OK: Text("ok"), Status.WARN: Text("amber", "yellow"), Status.FAIL: Text("red", "bold red")}
-_SEVERITY = list(Status)
-_UNKNOWN = "–"
-_MISSING = "missing"
-EMULATED = {"schema": "csdctl.emulate/1", "emulated": True}
+COLORS = {Status.OK: Text("ok"), Status.WARN: Text("amber", "yellow"), Status.FAIL: Text("red", "bold red")}
+"""How a status is printed."""
+SEVERITY = list(Status)
+"""From the best status to the worst."""
+UNKNOWN = "–"
+MISSING = "missing"
+MAX_ROWS = 40
+"""Of more machines than this, those that are green have no row."""
 
 
 class ExaminationView(View):
@@ -58,15 +61,18 @@ class ExaminationView(View):
         """Add one check."""
         self._checks.append(check)
         if self._live is None and check.status != Status.OK:
-            self._print(f"{_COLORS[check.status]}: {check.machine}: {describe(check)}")
+            self._print(f"{COLORS[check.status]}: {check.machine}: {describe(check)}")
 
     def finish(self, examination: Examination) -> None:
         """Print the table, and every check that is not ok with its remedy."""
         self._console.print(self._table())
-        shown = [check for check in self._checks if self._is_verbose or check.status != Status.OK]
-        shown += [check for check in self._checks if check.check == "sum" and check not in shown]
-        for check, machines in fold(sorted(shown, key=lambda check: _SEVERITY.index(check.status))):
-            self._console.print(_COLORS[check.status], end=": ")
+        checks = [
+            check
+            for check in self._checks
+            if self._is_verbose or check.status != Status.OK or check.check == "sum"
+        ]
+        for check, machines in fold(sorted(checks, key=lambda check: SEVERITY.index(check.status))):
+            self._console.print(COLORS[check.status], end=": ")
             self._print(f"{format_node_names(machines)}: {describe(check)}")
             if check.remedy:
                 self._print(f"  → {check.remedy}")
@@ -79,13 +85,14 @@ class ExaminationView(View):
         column_of = {name: column for column, names in COLUMNS.items() for name in names}
         for check in self._checks:
             row, column = worst.setdefault(check.machine, {}), column_of.get(check.check, "system")
-            row[column] = max(row.get(column, Status.OK), check.status, key=_SEVERITY.index)
-        # Of more than 40 machines, those that are green have no row.
+            row[column] = max(row.get(column, Status.OK), check.status, key=SEVERITY.index)
         rows = {
-            name: row for name, row in worst.items() if len(worst) <= 40 or {*row.values()} != {Status.OK}
+            name: row
+            for name, row in worst.items()
+            if len(worst) <= MAX_ROWS or {*row.values()} != {Status.OK}
         }
         cells = [
-            (name, *(_COLORS[row[column]] if column in row else "–" for column in COLUMNS))
+            (name, *(COLORS[row[column]] if column in row else "–" for column in COLUMNS))
             for name, row in rows.items()
         ]
         table = build_table(("machine", *COLUMNS), cells, title=self._title)
@@ -96,15 +103,15 @@ class ExaminationView(View):
 
 def doctor_document(examination: Examination) -> dict[str, object]:
     """Return the `csdctl.doctor/1` document."""
-    return {
-        "schema": "csdctl.doctor/1",
-        "fleet": examination.fleet.path,
-        "emulated": examination.fleet.emulated,
-        "is_fit": not examination.red and not examination.overdue,
-        "overdue": examination.overdue or None,
-        "checks": examination.checks,
-        "failed": examination.red,
-    }
+    return document(
+        "csdctl.doctor/1",
+        fleet=examination.fleet.path,
+        emulated=examination.fleet.emulated,
+        is_fit=not examination.red and not examination.overdue,
+        overdue=examination.overdue or None,
+        checks=examination.checks,
+        failed=examination.red,
+    )
 
 
 @dataclass(frozen=True)
@@ -130,12 +137,8 @@ def render_fleet(console: PrintableConsole, result: DiscoverResult, *, verbose: 
         f"drive: {name} is {drive.device} ({drive.model}, serial {drive.serial})"
         for name, drive in result.drives.items()
     ]
-    lines += [
-        f"note: {format_node_names(names)}: {note}"
-        for note, names in names_by_value(
-            (name, note) for name, facts in result.facts.items() for note in facts.notes
-        ).items()
-    ]
+    notes = names_by_value((name, note) for name, facts in result.facts.items() for note in facts.notes)
+    lines += [f"note: {format_node_names(names)}: {note}" for note, names in notes.items()]
     lines += [f"warning: {warning}" for warning in result.warnings]
     for line in bounded(console, lines, "notes"):
         console.print(line, soft_wrap=True)
@@ -146,68 +149,62 @@ def discover_document(result: DiscoverResult) -> dict[str, object]:
     """Return the `csdctl.discover/1` document."""
     groups = group_machines(result.facts.values())
     differences = dict(find_differences(groups))
-    return {
-        "schema": "csdctl.discover/1",
-        "fleet": result.fleet.path,
-        "emulated": result.fleet.emulated,
-        "machines": [
-            {**vars(facts), "remedy": result.failed[name].remedy if name in result.failed else None}
+    return document(
+        "csdctl.discover/1",
+        fleet=result.fleet.path,
+        emulated=result.fleet.emulated,
+        machines=[
+            {**fields_of(facts), "remedy": result.failed[name].remedy if name in result.failed else None}
             for name, facts in result.facts.items()
         ],
-        "groups": [
+        groups=[
             {"machines": group.names, "ranges": fold_names(group.names), "differs": differences.get(group)}
             for group in groups
         ],
-        "problems": fold_problems(result.failed, result.fleet),
-        "drives": result.drives,
-        "warnings": result.warnings,
-        "failed": result.failed,
-    }
+        problems=fold_problems(result.failed, result.fleet),
+        drives=result.drives,
+        warnings=result.warnings,
+        failed=result.failed,
+    )
 
 
-def show_imported(streams: Streams, found: FoundFleet, source: str, *, is_dry_run: bool) -> None:
+def show_imported(streams: Streams, result: FoundFleet, source: str, *, is_dry_run: bool) -> None:
     """Report the fleet file that was written from `source`. In a dry run print what it would hold."""
-    for warning in found.warnings:
+    for warning in result.warnings:
         streams.errors.print(f"warning: {warning}")
     if not is_dry_run:
-        fleet = found.fleet
+        fleet = result.fleet
         streams.say(f"{format_count(fleet.nodes, 'machine')} found in {source}: {fleet.path} written")
     elif streams.is_json:
-        streams.result(fleet_document(found.fleet))
+        streams.result(fleet_document(result.fleet))
     else:
-        streams.write(found.text)
+        streams.write(result.text)
 
 
 def fleet_document(fleet: Fleet) -> dict[str, object]:
     """Return the `csdctl.inventory/1` document: the nodes as the fleet file lists them."""
-    return {
-        "schema": "csdctl.inventory/1",
-        "fleet": fleet.path,
-        "network": fleet.network,
-        "emulated": fleet.emulated,
-        "nodes": fleet.nodes,
-    }
-
-
-def _format_gpu(facts: Facts) -> str:
-    size = facts.accelerator_memory_bytes
-    return f"{facts.accelerator} ({format_bytes(size)})" if size else facts.accelerator or ""
+    return document(
+        "csdctl.inventory/1",
+        fleet=fleet.path,
+        network=fleet.network,
+        emulated=fleet.emulated,
+        nodes=fleet.nodes,
+    )
 
 
 def _tabulate_facts(title: str, groups: Sequence[EqualMachines]) -> Table:
     rows = [
         (
             format_node_names(group.names) + (f" ({len(group.names)})" if len(group.names) > 1 else ""),
-            " + ".join(filter(None, [facts.cpu_model or facts.architecture or _UNKNOWN, _format_gpu(facts)])),
-            _format_cores(facts),
-            _format_size(group.least("memory_limit_bytes") or group.least("memory_bytes")),
-            _format_size(group.least("disk_free_bytes")),
-            facts.python_version or _MISSING,
-            facts.tensorflow_version or _MISSING,
-            facts.mpi_version or _MISSING,
+            _describe_processors(group.first),
+            _describe_cores(group.first),
+            format_bytes(group.least("memory_limit_bytes") or group.least("memory_bytes")),
+            format_bytes(group.least("disk_free_bytes")),
+            group.first.python_version or MISSING,
+            group.first.tensorflow_version or MISSING,
+            group.first.mpi_version or MISSING,
         )
         for group in groups
-        for facts in (group.first,)
     ]
     columns = ("machines", "CPU", ">cores", ">memory", ">disk", "Python", "Tensor\nFlow", "MPI")
     table = build_table(columns, rows, title=title)
@@ -216,14 +213,16 @@ def _tabulate_facts(title: str, groups: Sequence[EqualMachines]) -> Table:
     return table
 
 
-def _format_size(size: float | None) -> str:
-    """Format a size with three digits, which leaves room for names."""
-    number, _, unit = format_bytes(size).partition(" ")
-    return f"{float(number):.0f} {unit}" if unit and float(number) >= 100 else format_bytes(size)
+def _describe_processors(facts: Facts) -> str:
+    parts = [facts.cpu_model or facts.architecture or UNKNOWN]
+    if facts.accelerator:
+        size = facts.accelerator_memory_bytes
+        parts.append(f"{facts.accelerator} ({format_bytes(size)})" if size else facts.accelerator)
+    return " + ".join(parts)
 
 
-def _format_cores(facts: Facts) -> str:
-    cores = _UNKNOWN if facts.num_cores is None else str(facts.num_cores)
+def _describe_cores(facts: Facts) -> str:
+    cores = UNKNOWN if facts.num_cores is None else str(facts.num_cores)
     return f"{facts.cpu_limit:g} of {cores}" if facts.cpu_limit else cores
 
 
@@ -247,9 +246,9 @@ class TrustScreen:
         """
         if closed:
             self.streams.say(f"{', '.join(closed)}: skipped: key of the jump host not accepted yet")
-        shown = {name: outcome.value for name, outcome in outcomes.items() if outcome.value}
+        keys = {name: outcome.value for name, outcome in outcomes.items() if outcome.value}
         failed = errors_of(outcomes)
-        self.keys |= shown
+        self.keys |= keys
         self.failed |= failed
         if new:
             rows = [
@@ -259,9 +258,9 @@ class TrustScreen:
             columns = ("machine", "address", "type", "fingerprint")
             title = f"new host keys of {format_node_names(key.node.name for key in new)}"
             self.streams.console.print(build_table(columns, rows, title=title))
-        if num_known := len(shown) - len(new):
-            self.streams.say(f"{format_count(num_known, 'key')} already accepted")
-        for warning in find_shared_host_keys({name: key.fingerprint for name, key in shown.items()}):
+        if num_accepted := len(keys) - len(new):
+            self.streams.say(f"{format_count(num_accepted, 'key')} already accepted")
+        for warning in find_shared_host_keys({name: key.fingerprint for name, key in keys.items()}):
             self.streams.say(f"warning: {warning}")
         render_failed(self.streams.console, failed, self.fleet)
         if new and not self.is_dry_run:
@@ -272,29 +271,25 @@ class TrustScreen:
         done = "would be deleted" if self.is_dry_run else "deleted"
         for name, number in removed.items():
             self.streams.say(f"{name}: {format_count(number, 'key')} {done}")
-        self.streams.result({"schema": "csdctl.trust/1", "is_dry_run": self.is_dry_run, "forgotten": removed})
+        self.streams.result(document("csdctl.trust/1", is_dry_run=self.is_dry_run, forgotten=removed))
 
-    def document(self) -> dict[str, object]:
+    def build_document(self) -> dict[str, object]:
         """Return the `csdctl.trust/1` document."""
-        keys = {
+        machines = {
             name: {
-                **{field: getattr(key.node, field) for field in ("address", "port")},
-                **{field: getattr(key, field) for field in ("type", "fingerprint", "state")},
+                "address": key.node.address,
+                "port": key.node.port,
+                **{part: getattr(key, part) for part in ("type", "fingerprint", "state")},
             }
             for name, key in self.keys.items()
         }
-        return {
-            "schema": "csdctl.trust/1",
-            "is_dry_run": self.is_dry_run,
-            "machines": keys,
-            "failed": self.failed,
-        }
+        return document("csdctl.trust/1", is_dry_run=self.is_dry_run, machines=machines, failed=self.failed)
 
 
 def show_started(streams: Streams, fleet: EmulatedFleet) -> None:
     """Print what `emulate up` started."""
     if streams.is_json:
-        streams.result({**EMULATED, **vars(fleet)})
+        streams.result(document("csdctl.emulate/1", fleet, emulated=True))
         return
     render_nodes(streams.console, fleet.nodes)
     streams.say(f"Emulated fleet {'was already up' if fleet.was_up else 'is up'}: {fleet.fleet_path}")
@@ -305,7 +300,7 @@ def show_started(streams: Streams, fleet: EmulatedFleet) -> None:
 def show_status(streams: Streams, nodes: Sequence[NodeStatus]) -> None:
     """Print the state of the emulated nodes."""
     if streams.is_json:
-        streams.result({**EMULATED, "nodes": nodes})
+        streams.result(document("csdctl.emulate/1", emulated=True, nodes=nodes))
     elif not nodes:
         streams.say("no emulated fleet; `csdctl emulate up` starts one")
     else:
@@ -315,7 +310,7 @@ def show_status(streams: Streams, nodes: Sequence[NodeStatus]) -> None:
 def show_stopped(streams: Streams, stopped: StoppedFleet) -> None:
     """Print what `emulate down` ended and what it left."""
     if streams.is_json:
-        streams.result({**EMULATED, **vars(stopped), "nodes": []})
+        streams.result(document("csdctl.emulate/1", stopped, emulated=True, nodes=[]))
         return
     streams.say(f"Emulated fleet is down: {format_count(stopped.num_processes, 'process')} ended")
     if stopped.kept_fleet_path:
@@ -343,23 +338,22 @@ def render_cleaned(console: PrintableConsole, outcome: Outcome[Leftovers], *, is
     """Print one line for a machine, unless it failed."""
     if outcome.error:
         return
-    found = outcome.get()
+    leftovers = outcome.get()
     parts = []
-    if found.num_processes:
-        runs = f" of run {', '.join(found.runs)}" if found.runs else ""
+    if leftovers.num_processes:
+        runs = f" of run {', '.join(leftovers.runs)}" if leftovers.runs else ""
         ended = "still running" if is_dry else "ended"
-        parts.append(f"{format_count(found.num_processes, 'process')}{runs} {ended}")
-    if found.paths:
+        parts.append(f"{format_count(leftovers.num_processes, 'process')}{runs} {ended}")
+    if leftovers.paths:
         verb = "could be removed" if is_dry else "removed"
-        parts.append(f"{format_count(found.paths, 'path')} ({format_bytes(found.num_bytes)}) {verb}")
-    if found.num_unused:
-        parts.append(f"{format_count(found.num_unused, 'unused file')} removed")
-    if not parts:
-        parts.append("no leftovers")
-    stored = {"features": found.features_bytes, "predictions": found.predictions_bytes}
-    sizes = [f"{name} {format_bytes(num_bytes)}" for name, num_bytes in stored.items() if num_bytes]
-    if sizes:
+        paths = format_count(leftovers.paths, "path")
+        parts.append(f"{paths} ({format_bytes(leftovers.num_bytes)}) {verb}")
+    if leftovers.num_unused:
+        parts.append(f"{format_count(leftovers.num_unused, 'unused file')} removed")
+    parts = parts or ["no leftovers"]
+    stored = {"features": leftovers.features_bytes, "predictions": leftovers.predictions_bytes}
+    if sizes := [f"{name} {format_bytes(num_bytes)}" for name, num_bytes in stored.items() if num_bytes]:
         parts.append(f"stored: {', '.join(sizes)} (--computed removes them)")
     console.print(f"{outcome.name}: {'; '.join(parts)}", soft_wrap=True)
-    for path in bounded(console, found.paths if is_dry else (), "paths"):
+    for path in bounded(console, leftovers.paths if is_dry else (), "paths"):
         console.print(f"  {path}", soft_wrap=True)

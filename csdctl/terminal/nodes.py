@@ -15,7 +15,7 @@ from csdctl.reporting.numbers import format_bytes, format_count
 from csdctl.shipping.deliver import Delivery, DeliveryProgress
 from csdctl.shipping.payload import FileTree, TreeRequest
 from csdctl.terminal.console import PrintableConsole, build_table
-from csdctl.terminal.streams import Streams
+from csdctl.terminal.streams import Streams, document, fields_of
 from csdctl.terminal.view import View
 from csdctl.transport.many import Outcome, errors_of
 from csdctl.workflows.exec.run_command import Answer, ExecResult
@@ -23,8 +23,11 @@ from csdctl.workflows.provision.bundle import Bundle
 from csdctl.workflows.provision.provision import Provisioned, ProvisionRequest, Sent, TaskResult
 
 MAX_LINES = 20
-"""The most problems, and the most notes, to print: a thousand nodes must not scroll the rest away."""
+"""The most problems, and the most notes, to print: a thousand nodes must not scroll everything else away."""
 MAX_ANSWERS = 5 * MAX_LINES
+"""The most different answers of a command to print."""
+MAX_OUTPUT_LINES = 200
+"""The most lines of one answer to print on a terminal."""
 ItemT = TypeVar("ItemT")
 
 
@@ -56,8 +59,8 @@ class CountView(View):
 
     def take(self, facts: Facts) -> None:
         """Count a machine that has been probed."""
-        found = facts.problem or classify_machine(facts).name
-        self.count(f"{facts.name}: {found}", has_failed=facts.problem is not None)
+        result = facts.problem or classify_machine(facts).name
+        self.count(f"{facts.name}: {result}", has_failed=facts.problem is not None)
 
 
 def render_failed(console: PrintableConsole, failed: Mapping[str, CsdctlError], fleet: Fleet) -> None:
@@ -70,14 +73,14 @@ def render_failed(console: PrintableConsole, failed: Mapping[str, CsdctlError], 
 
 
 def bounded(console: PrintableConsole, items: Sequence[ItemT], what: str) -> Iterator[ItemT]:
-    """Yield the first of `items`, then print a line that counts the rest."""
+    """Yield the first of `items`, then print a line that counts the remaining ones."""
     yield from items[:MAX_LINES]
     if len(items) > MAX_LINES:
         console.print(f"… and {len(items) - MAX_LINES} more {what}; --json lists them all")
 
 
 def render_answers(streams: Streams, result: ExecResult) -> None:
-    """Print each different answer under the names of its machines, then why others did not answer."""
+    """Print each different answer under the names of its machines, then why machines did not answer."""
     rows = result.rows
     for answer, names in rows[:MAX_ANSWERS]:
         title = f"{format_node_names(names)} ({len(names)})" if len(names) > 1 else names[0]
@@ -99,7 +102,7 @@ def render_answers(streams: Streams, result: ExecResult) -> None:
 def _print_output(console: PrintableConsole, output: bytes) -> None:
     """Print text of a machine, indented, so that no line of it passes for csdctl's."""
     lines = output.decode(errors="replace").splitlines()
-    most = 200 if console.is_terminal else len(lines)
+    most = MAX_OUTPUT_LINES if console.is_terminal else len(lines)
     for line in lines[:most]:
         console.print(f"  {line}", soft_wrap=True)
     if len(lines) > most:
@@ -108,15 +111,11 @@ def _print_output(console: PrintableConsole, output: bytes) -> None:
 
 def exec_document(result: ExecResult, command: Sequence[str], task: str | None = None) -> dict[str, object]:
     """Return the `csdctl.exec/1` document. Bytes that are not UTF-8 are replaced."""
-    answers = result.answers
-    row_of = {name: number for number, (_, names) in enumerate(result.rows) for name in names}
-    return {
-        "schema": "csdctl.exec/1",
-        "fleet": result.fleet.path,
-        "emulated": result.fleet.emulated,
-        "task": task,
-        "command": command,
-        "rows": [
+    without_answer = {"exit_code": None, "row": None, "duration_s": None}
+    machines: dict[str, Mapping[str, object]] = dict.fromkeys(result.outcomes, without_answer)
+    rows: list[dict[str, object]] = []
+    for number, (answer, names) in enumerate(result.rows):
+        rows.append(
             {
                 "machines": fold_names(names),
                 "exit_code": answer.exit_code,
@@ -125,19 +124,20 @@ def exec_document(result: ExecResult, command: Sequence[str], task: str | None =
                 "error": answer.error or None,
                 "num_dropped_bytes": answer.num_dropped,
             }
-            for answer, names in result.rows
-        ],
-        "machines": [
-            {
-                "name": name,
-                "exit_code": answers[name].exit_code if name in answers else None,
-                "row": row_of.get(name),
-                "duration_s": answers[name].duration_s if name in answers else None,
-            }
-            for name in result.outcomes
-        ],
-        "failed": result.failed,
-    }
+        )
+        for name in names:
+            duration_s = result.answers[name].duration_s
+            machines[name] = {"exit_code": answer.exit_code, "row": number, "duration_s": duration_s}
+    return document(
+        "csdctl.exec/1",
+        fleet=result.fleet.path,
+        emulated=result.fleet.emulated,
+        task=task,
+        command=command,
+        rows=rows,
+        machines=[{"name": name, **content} for name, content in machines.items()],
+        failed=result.failed,
+    )
 
 
 class TransferView(CountView):
@@ -151,8 +151,8 @@ class TransferView(CountView):
     def advance(self, progress: DeliveryProgress) -> None:
         """Show the bytes that were sent. May be called from any thread."""
         self._bytes[progress.node] = progress
-        known = list(self._bytes.values())
-        sent, total = sum(one.bytes_sent for one in known), sum(one.bytes_total for one in known)
+        nodes = list(self._bytes.values())
+        sent, total = sum(node.bytes_sent for node in nodes), sum(node.bytes_total for node in nodes)
         self._progress.update(self._task, size=f"{format_bytes(sent)} of {format_bytes(total)}")
 
     def packed(self, request: TreeRequest, tree: FileTree) -> None:
@@ -174,9 +174,9 @@ class TransferView(CountView):
         """Count a node that has its bundle."""
         line = ""
         if sent := outcome.value:
-            files = f"{format_count(sent.num_files, 'file')} ({format_bytes(sent.num_bytes)}) missing there"
-            left = " is installed: nothing to send" if sent.is_installed else f": {files}"
-            line = f"{outcome.name}: bundle {sent.bundle_id}{left}"
+            files = f": {format_count(sent.num_files, 'file')} ({format_bytes(sent.num_bytes)}) missing there"
+            state = " is installed: nothing to send" if sent.is_installed else files
+            line = f"{outcome.name}: bundle {sent.bundle_id}{state}"
         self.count(line, has_failed=not outcome.value)
 
     def task(self, result: TaskResult) -> None:
@@ -202,14 +202,14 @@ def render_provisioned(
     would = "would be " if request.is_dry_run else ""
     columns = ("node", ">processor", f">{would}sent", ">tasks ok", f">{would}changed")
     console.print(build_table(columns, rows))
-    is_checked = all(one.value is None or one.value.summary for one in outcomes.values())
-    if request.is_dry_run and not (request.sends_only or is_checked):
-        console.print(
-            "–: Ansible checks once the files are there; docs/how-to/provision.md lists the changes",
-            soft_wrap=True,
-        )
-    is_installed = any(one.value and one.value.sent for one in outcomes.values())
-    if is_installed and not (request.sends_only or request.is_dry_run):
+    installed = [outcome.value for outcome in outcomes.values() if outcome.value]
+    if request.sends_only:
+        return
+    if request.is_dry_run:
+        if not all(node.summary for node in installed):
+            line = "–: Ansible checks once the files are there; docs/how-to/provision.md lists the changes"
+            console.print(line, soft_wrap=True)
+    elif any(node.sent for node in installed):
         python = f"{request.prefix}/venv/bin/python"
         console.print(f"In the fleet file, set `python: {python}` for these nodes.", soft_wrap=True)
 
@@ -220,26 +220,28 @@ def provision_document(
     """Return the `csdctl.provision/1` document."""
     nodes = {
         name: {
-            "architecture": done.machine.kind.architecture if done.machine else None,
-            **(vars(done.sent) if done.sent else {"num_bytes": 0}),
-            "tasks": done.summary,
+            "architecture": node.machine.kind.architecture if node.machine else None,
+            **(fields_of(node.sent) if node.sent else {"num_bytes": 0}),
+            "tasks": node.summary,
         }
         for name, outcome in outcomes.items()
-        if (done := outcome.value)
+        if (node := outcome.value)
     }
-    return {
-        "schema": "csdctl.provision/1",
-        "is_dry_run": request.is_dry_run,
-        "prefix": request.prefix,
-        "nodes": nodes,
-        "failed": errors_of(outcomes),
-    }
+    return document(
+        "csdctl.provision/1",
+        is_dry_run=request.is_dry_run,
+        prefix=request.prefix,
+        nodes=nodes,
+        failed=errors_of(outcomes),
+    )
 
 
 def collected_document(bundles: Sequence[Bundle]) -> dict[str, object]:
     """Return the `csdctl.bundles/1` document."""
     names = ("id", "kind", "directory", "num_bytes", "files")
-    described = [{name: getattr(bundle, name) for name in names} for bundle in bundles]
-    for bundle, content in zip(bundles, described, strict=True):
-        content["needed_bytes"] = bundle.unpacked_bytes + bundle.wheel_bytes
-    return {"schema": "csdctl.bundles/1", "bundles": described}
+    described = [
+        {name: getattr(bundle, name) for name in names}
+        | {"needed_bytes": bundle.unpacked_bytes + bundle.wheel_bytes}
+        for bundle in bundles
+    ]
+    return document("csdctl.bundles/1", bundles=described)

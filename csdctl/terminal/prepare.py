@@ -9,7 +9,7 @@ from rich.text import Text
 
 from csdctl.reporting.numbers import format_bytes, format_count
 from csdctl.terminal.console import PrintableConsole
-from csdctl.terminal.streams import Streams
+from csdctl.terminal.streams import Streams, document
 from csdctl.terminal.view import View
 from csdctl.worker.protocol.datasets import SKIPPED, DatasetInfo, PrepareProgress, list_names
 from csdctl.workflows.data.prepare import Prepared
@@ -25,6 +25,7 @@ from csdctl.workflows.workspace.event_stream import (
 INTERVAL_S = 5.0
 """Seconds between two lines where there is no terminal."""
 MAX_NAMED = 8
+"""The most data sets or machines in such a line."""
 
 
 class PreparingView(View):
@@ -106,8 +107,8 @@ class PreparationScreen:
 
 def render_prepared(console: PrintableConsole, prepared: Prepared) -> None:
     """Print what was left out of each data set, which classes are empty, and the totals."""
-    named = {"public": prepared.public, "validation": prepared.validation, **prepared.private}
-    for name, info in named.items():
+    data_sets = {"public": prepared.public, "validation": prepared.validation, **prepared.private}
+    for name, info in data_sets.items():
         for line in _remarks(info) if info else ():
             console.print(f"{name}: {line}", soft_wrap=True)
     private = sum(info.num_samples for info in prepared.private.values())
@@ -126,28 +127,28 @@ def _remarks(info: DatasetInfo) -> list[str]:
         named = f": {', '.join(info.skipped)}; all in {info.path}/{SKIPPED}" if info.skipped else ""
         remarks.append(f"{sum(info.num_skipped.values()):,} skipped ({', '.join(reasons)}){named}")
     if info.unusable_classes:
-        remarks.append(f"no usable file in {_list(info.unusable_classes)}")
+        remarks.append(f"no usable file in {_list_classes(info.unusable_classes)}")
     empty = [
         name for name, count in info.class_counts.items() if not count and name not in info.unusable_classes
     ]
     if empty:
-        remarks.append(f"no samples of {_list(empty)}")
+        remarks.append(f"no samples of {_list_classes(empty)}")
     return remarks
 
 
-def _list(classes: Sequence[str]) -> str:
+def _list_classes(classes: Sequence[str]) -> str:
     return f"class{'es' if len(classes) > 1 else ''} {list_names(classes)}"
 
 
 def prepare_document(prepared: Prepared) -> dict[str, object]:
     """Return the `csdctl.prepare/1` document. It has only counts of private data."""
     counts = "num_samples", "num_skipped", "class_counts", "unusable_classes"
-    return {
-        "schema": "csdctl.prepare/1",
-        "public": prepared.public,
-        "validation": prepared.validation,
-        "private": {
+    return document(
+        "csdctl.prepare/1",
+        public=prepared.public,
+        validation=prepared.validation,
+        private={
             name: {count: getattr(info, count) for count in counts} for name, info in prepared.private.items()
         },
-        "model": prepared.model.info,
-    }
+        model=prepared.model.info,
+    )

@@ -6,35 +6,40 @@ from collections.abc import Sequence
 from csdctl.reporting.numbers import format_loss, format_rate, format_seconds
 from csdctl.reporting.results import COMPLETED, FAILED, INTERRUPTED, RUNNING, STOPPED, RunStatus
 from csdctl.terminal.console import build_table
-from csdctl.terminal.streams import Streams
+from csdctl.terminal.streams import Streams, document
 from csdctl.terminal.train import TrainingView
 from csdctl.worker.protocol.events import event_document
 from csdctl.workflows.runs.manage import Followed, look_at
 
 STYLES = {RUNNING: "green", FAILED: "red", INTERRUPTED: "red", STOPPED: "yellow"}
+"""Colour of a run by its state."""
 RESUMABLE = (STOPPED, FAILED, INTERRUPTED)
+"""States of runs that can be resumed."""
+TO_THE_SECOND = len("20261123-081803")
+"""Length of the beginning of a run's id without its microseconds."""
 
 
 def show_runs(streams: Streams, runs: Sequence[RunStatus]) -> None:
-    """Print a row for each run."""
+    """Print a row for each run. Its id has no microseconds where no other run began in that second."""
     if streams.is_json:
-        streams.result({"schema": "csdctl.runs/1", "runs": runs})
+        streams.result(document("csdctl.runs/1", runs=runs))
         return
     if not runs:
         streams.say("no runs yet; `csdctl train` starts one")
         return
     now = time.time()
+    seconds = [run.run_id[:TO_THE_SECOND] for run in runs]
     rows = [
         (
-            _shorten(run.run_id, runs),
+            run.run_id if seconds.count(second) > 1 else second,
             run.state + (f": {run.reason}" if run.state == COMPLETED and run.reason else ""),
             f"{run.epoch}/{run.epochs}",
             format_rate(run.samples_per_s),
-            _mark(run.validation_loss, run.loss),
-            _mark(run.validation_accuracy, run.accuracy),
+            _show_metric(run.validation_loss, run.loss),
+            _show_metric(run.validation_accuracy, run.accuracy),
             "–" if run.last_event_s is None else f"{format_seconds(max(0.0, now - run.last_event_s))} ago",
         )
-        for run in runs
+        for run, second in zip(runs, seconds, strict=True)
     ]
     columns = ("run", "state", ">epoch", ">samples/s", ">loss", ">accuracy", ">last event")
     styles = [STYLES.get(run.state, "none") for run in runs]
@@ -43,14 +48,8 @@ def show_runs(streams: Streams, runs: Sequence[RunStatus]) -> None:
     streams.console.print(table)
 
 
-def _mark(validation: float | None, training: float | None) -> str:
+def _show_metric(validation: float | None, training: float | None) -> str:
     return format_loss(training) if validation is None else f"{format_loss(validation)} val"
-
-
-def _shorten(run_id: str, runs: Sequence[RunStatus]) -> str:
-    """Return the id without its microseconds, where no other run began in that second."""
-    short = run_id[: len("20261123-081803")]
-    return run_id if sum(run.run_id.startswith(short) for run in runs) > 1 else short
 
 
 def watch_run(streams: Streams, followed: Followed) -> bool:
@@ -77,7 +76,7 @@ def watch_run(streams: Streams, followed: Followed) -> bool:
 
 
 class _EventClock:
-    """The time at which the run was as it is shown: that of its latest event, and what has passed since."""
+    """The time of the run as it is shown: the time of its latest event, and what has passed since."""
 
     def __init__(self) -> None:
         self._event_s, self._read_s = time.time(), time.monotonic()
@@ -94,4 +93,4 @@ def show_stopped(streams: Streams, run: RunStatus) -> None:
     streams.say(f"run {run.run_id}: {run.state}, at epoch {run.epoch} of {run.epochs}")
     if run.state in RESUMABLE:
         streams.say(f"to resume: csdctl train --resume {run.run_id}")
-    streams.result({"schema": "csdctl.runs.stop/1", **vars(run)})
+    streams.result(document("csdctl.runs.stop/1", run))

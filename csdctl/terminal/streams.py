@@ -7,7 +7,7 @@ import io
 import json
 import os
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field, fields, is_dataclass
 from datetime import datetime
 from functools import cached_property
@@ -20,19 +20,6 @@ from csdctl.notify import DETACHED, make_printable
 if TYPE_CHECKING:
     from csdctl.runs.directory import ProjectDirectory
     from csdctl.terminal.console import PrintableConsole
-
-VERBOSE = ("-v", "-vv")
-QUIET = ("-q", "--quiet")
-
-
-def own_arguments(arguments: Sequence[str]) -> list[str]:
-    """Return the arguments before `--`: what follows belongs to another program."""
-    return list(arguments[: arguments.index("--")] if "--" in arguments else arguments)
-
-
-def is_given(words: Sequence[str]) -> bool:
-    """Whether this process was started with one of `words`."""
-    return any(argument in words for argument in own_arguments(sys.argv))
 
 
 class PrintableStream:
@@ -85,10 +72,10 @@ class Streams:
     stderr: TextIO = field(default_factory=lambda: sys.stderr)
     directory: Path = field(default_factory=Path.cwd)
     is_json: bool = False
-    is_verbose: bool = field(default_factory=lambda: is_given(VERBOSE))
-    is_debugging: bool = field(default_factory=lambda: is_given(VERBOSE[1:]))
+    is_verbose: bool = False
+    is_debugging: bool = False
     """Whether errors are printed with their traceback."""
-    is_quiet: bool = field(default_factory=lambda: is_given(QUIET))
+    is_quiet: bool = False
     """Whether only results and errors are printed."""
 
     @cached_property
@@ -132,43 +119,55 @@ class Streams:
         if sys.stdin.readline().strip().lower() not in ("y", "yes"):
             raise InputError("not confirmed: nothing was done")
 
-    def result(self, document: object) -> None:
+    def result(self, content: object) -> None:
         """Write one JSON document to standard output. Nothing without --json."""
         if self.is_json:
-            self.stdout.write(format_json(document, indent=2) + "\n")
+            self.stdout.write(format_json(content, indent=2) + "\n")
             self.stdout.flush()
 
-    def result_line(self, document: object, *, is_json: bool = False) -> None:
+    def result_line(self, content: object, *, is_json: bool = False) -> None:
         """Write one JSON line to standard output. Nothing without --json, unless `is_json`."""
         if self.is_json or is_json:
-            self.stdout.write(format_json(document) + "\n")
+            self.stdout.write(format_json(content) + "\n")
             self.stdout.flush()
 
 
-def format_json(document: object, *, indent: int | None = None) -> str:
-    """Return `document` as JSON.
+def document(
+    schema: str, *parts: object, without: Collection[str] = (), **fields: object
+) -> dict[str, object]:
+    """Return the document `schema` with the fields of `parts`, apart from `without`, and more `fields`."""
+    content: dict[str, object] = {"schema": schema}
+    for part in parts:
+        content |= fields_of(part)
+    return {name: value for name, value in content.items() if name not in without} | fields
+
+
+def fields_of(value: Any) -> dict[str, object]:
+    """Return the fields of a dataclass or a pydantic model, and the properties in its JSON_PROPERTIES."""
+    names = [part.name for part in fields(value)] if is_dataclass(value) else [*type(value).model_fields]
+    return {name: getattr(value, name) for name in (*names, *getattr(value, "JSON_PROPERTIES", ()))}
+
+
+def format_json(content: object, *, indent: int | None = None) -> str:
+    """Return `content` as JSON.
 
     A dataclass becomes an object with its fields, an error one with message and remedy, a path its text. JSON
     has no NaN and no infinity: they become null.
     """
     try:
-        return json.dumps(document, indent=indent, default=_as_json, allow_nan=False)
+        return json.dumps(content, indent=indent, default=_as_json, allow_nan=False)
     except ValueError:
-        plain = json.loads(json.dumps(document, default=_as_json), parse_constant=lambda _: None)
+        plain = json.loads(json.dumps(content, default=_as_json), parse_constant=lambda _: None)
         return json.dumps(plain, indent=indent)
 
 
 def _as_json(value: object) -> object:
-    if is_dataclass(value):
-        return {each.name: getattr(value, each.name) for each in fields(value)}
     if isinstance(value, CsdctlError):
         return {"message": value.message, "remedy": value.remedy}
     if isinstance(value, PurePath):
         return str(value)
-    from pydantic import BaseModel  # it is slow to load
-
-    if isinstance(value, BaseModel):
-        return dict(value)
+    if is_dataclass(value) or hasattr(value, "model_fields_set"):  # pydantic is slow to load
+        return fields_of(value)
     raise TypeError(f"JSON has no {type(value).__name__}")
 
 

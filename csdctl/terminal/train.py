@@ -24,21 +24,19 @@ from csdctl.reporting.privacy import Privacy, describe_privacy, plan_privacy
 from csdctl.reporting.results import STOPPED, RunSummary
 from csdctl.reporting.series import Bottleneck, SeriesBuilder, find_bottleneck
 from csdctl.reporting.tables import describe_result
-from csdctl.reporting.tally import Amounts, Tally
+from csdctl.reporting.tally import Amounts
 from csdctl.runs.directory import RunDirectory
 from csdctl.terminal.console import PrintableConsole
 from csdctl.terminal.prepare import PreparationScreen
-from csdctl.terminal.report import report_document
-from csdctl.terminal.streams import Streams
+from csdctl.terminal.streams import Streams, document
 from csdctl.terminal.tune import plan_document, render_plan
 from csdctl.terminal.view import (
     STARTING,
-    WIDE,
-    Columns,
+    TRAINING,
     RankRow,
     View,
     choose_rows,
-    describe_rest,
+    describe_hidden,
     show_elapsed,
     tabulate,
 )
@@ -69,6 +67,10 @@ from csdctl.workflows.workspace.event_stream import RunStarted
 INTERVAL_S, INTERVAL_SHARE = 5.0, 1 / 64
 """Minimum interval between two searches for a bottleneck, and the same as a share of the run so far. The
 figures of a long run change slowly, and a new watcher reads all of its events."""
+SILENCE_S = 10.0
+"""From this many seconds without a step on, the view says so."""
+WIDE = 100
+"""Columns of a terminal from which on rows have more values."""
 
 
 def describe_repeats(spec: RunSpec) -> list[str]:
@@ -91,8 +93,8 @@ def describe_learning_rate(spec: RunSpec) -> str:
         return ""
     rate, limit = recipe.scale_rate(recipe.learning_rate, size), recipe.max_learning_rate
     reason = f"{recipe.learning_rate:g} × {size}/{recipe.reference_batch}"
-    shown = "recipe.max_learning_rate" if limit is None else f"{limit:g}"
-    return f"learning rate {rate:.2g} ({reason}; limit: {shown})"
+    limited = "recipe.max_learning_rate" if limit is None else f"{limit:g}"
+    return f"learning rate {rate:.2g} ({reason}; limit: {limited})"
 
 
 class TrainingView(View):
@@ -112,55 +114,55 @@ class TrainingView(View):
 
         `clock`: seconds, in which the times of the events that are shown are measured.
         """
-        self._spec = spec
-        self._steps_per_epoch = steps_per_epoch
-        self._tally = Tally()
+        self._spec, self._steps_per_epoch, self._clock = spec, steps_per_epoch, clock
+        self._title = f"run {spec.run_id}" + (" (emulated fleet)" if emulated else "")
+        self._rows = {rank.rank: RankRow(rank.node, rank.batch_size) for rank in spec.ranks}
+        self._series = SeriesBuilder([rank.node for rank in spec.ranks])
+        self._tally = self._series.tally
         for event in past:
             self._tally.add(event)
-        self._rows = {rank.rank: RankRow(rank.node, batch_size=rank.batch_size) for rank in spec.ranks}
-        self._last: Progress | EpochEnd | None = None
-        self._last_step = 0
-        self._rate: float | None = None
+        self._latest: Progress | EpochEnd | None = None
+        """The latest report of rank 0."""
+        self._step = 0
+        """The step of that report in its epoch."""
         self._evaluating = ""
-        self._step_at = clock()
-        self._series = SeriesBuilder([rank.node for rank in spec.ranks])
-        self._first_event_s = self._looked_at = math.nan
         self._bottleneck: Bottleneck | None = None
-        self._title = f"run {spec.run_id}" + (" (emulated fleet)" if emulated else "")
-        self._clock = clock
-        self._start = self._printed_at = clock()
+        self._first_event_s = self._looked_at = math.nan
+        self._start = self._step_at = self._printed_at = clock()
         super().__init__(console, self._render)
 
     def show(self, event: Event) -> None:
         """Show one event."""
-        row = self._rows[event.rank]
-        self._find_bottleneck(event)
+        now, num_steps = self._clock(), self._tally.steps
+        report = self._series.add(now, event)
+        self._rows[event.rank].take(event, report)
+        self._find_bottleneck(now)
+        if isinstance(event, Joined | Rebalanced):
+            for rank, row in self._rows.items():
+                row.batch_size = event.batch_sizes.get(str(rank), 0)
+                # Of a rank that was lost, its return is reported.
+                if isinstance(event, Joined) and str(rank) in event.batch_sizes and not row.is_sick:
+                    row.state = TRAINING
         if isinstance(event, Joined):
-            self._show_joined(event)
-        report = self._tally.add(event)
-        row.take(event, report)
-        if isinstance(event, Progress | EpochEnd):
-            self._show_totals(event, report)
-        elif isinstance(event, Rebalanced):
-            self._set_batch_sizes(event.batch_sizes)
+            self._steps_per_epoch = max(1, event.steps_per_epoch)
+        elif isinstance(event, Progress | EpochEnd):
+            self._show_totals(event)
         elif isinstance(event, Evaluating):
             self._evaluating = f"evaluating {event.num_done:,}/{event.num_samples:,} samples  "
-            self._step_at = self._clock()
-        if line := self._format_event(event):
+            self._step_at = now
+        if line := self._format_event(event, num_steps):
             self._print(line)
 
-    def _find_bottleneck(self, event: Event) -> None:
+    def _find_bottleneck(self, now: float) -> None:
         """Look for whom the others wait now and then. Without a terminal, print what has changed."""
-        now = self._clock()
         if math.isnan(self._first_event_s):
             self._first_event_s = self._looked_at = now
-        self._series.add(now, event)
         if now - self._looked_at < max(INTERVAL_S, INTERVAL_SHARE * (now - self._first_event_s)):
             return
         self._looked_at, before = now, self._bottleneck
-        self._bottleneck = found = find_bottleneck(self._series.build(), is_now=True)
-        is_same = before and found and (before.rank, before.cause) == (found.rank, found.cause)
-        if found and not is_same and self._live is None:
+        self._bottleneck = after = find_bottleneck(self._series.build(), is_now=True)
+        is_same = before and after and (before.rank, before.cause) == (after.rank, after.cause)
+        if after and not is_same and self._live is None:
             self._print(self._describe_bottleneck())
 
     def _describe_bottleneck(self) -> str:
@@ -171,16 +173,21 @@ class TrainingView(View):
         node, lost_s = self._spec.ranks[bottleneck.rank].node, format_seconds(bottleneck.lost_s)
         return f"others waited {lost_s} for {node} ({bottleneck.cause}): {bottleneck.why}"
 
-    def _format_event(self, event: Event) -> str:
-        """Return what is printed about an event, apart from steps, epochs and who takes part."""
+    def _format_event(self, event: Event, num_steps: int) -> str:
+        """Return what is printed about an event besides progress. `num_steps`: steps of the run before it."""
+        if isinstance(event, Joined):
+            return self._format_joined(event, num_steps)
         if isinstance(event, Rebalanced):
-            return self._format_rebalanced(event)
+            sizes = [f"{self._spec.ranks[int(rank)].node} {size}" for rank, size in event.batch_sizes.items()]
+            return (
+                f"{event.slowest} took {event.slowdown:.2f} times as long as a balanced step; "
+                f"batch sizes from step {event.step + 1} of epoch {event.epoch}: {', '.join(sizes)}"
+            )
         if isinstance(event, WaitingFor) and event.nodes:
             return f"waiting for {format_node_names(event.nodes)}"
-        if isinstance(event, Warned):
-            return f"warning: {event.node}: {event.message}" + f"\n  → {event.remedy}" * bool(event.remedy)
-        if isinstance(event, NodeLost):
-            return f"{event.node} is lost: {event.message}" + f"\n  → {event.remedy}" * bool(event.remedy)
+        if isinstance(event, Warned | NodeLost):
+            what = f"{event.node} is lost" if isinstance(event, NodeLost) else f"warning: {event.node}"
+            return f"{what}: {event.message}" + f"\n  → {event.remedy}" * bool(event.remedy)
         if isinstance(event, NodeBack):
             return f"{event.node} is back"
         if isinstance(event, Finished) and event.rank == 0 and event.reason == EARLY_STOPPING:
@@ -189,50 +196,34 @@ class TrainingView(View):
             return f"checkpoint {event.path}"
         return ""
 
-    def _show_joined(self, event: Joined) -> None:
-        """Show who takes part from here on."""
-        self._set_batch_sizes(event.batch_sizes)
-        for rank in map(int, event.batch_sizes):
-            self._rows[rank].join()
-        self._steps_per_epoch = max(1, event.steps_per_epoch)
-        num_repeated = self._tally.steps - event.total_steps
-        if not event.is_start or event.total_steps or num_repeated > 0:
-            lost = f"; {event.num_lost:,} private samples are not read" if event.num_lost else ""
-            if num_repeated > 0:
-                lost += (
-                    f"; {format_count(num_repeated, 'step')} {'are' if num_repeated > 1 else 'is'} repeated"
-                )
-            stopped_s = self._series.stopped_s * event.is_start
-            lost += f"; they waited for {format_seconds(stopped_s)}" if stopped_s else ""
-            self._print(
-                f"{len(event.batch_sizes)} ranks continue at epoch {event.epoch}, step {event.step}, "
-                f"global batch {sum(event.batch_sizes.values())}{lost}"
+    def _format_joined(self, event: Joined, num_steps: int) -> str:
+        """Return who takes part from here on. '' at the start of a run."""
+        num_repeated = num_steps - event.total_steps
+        if event.is_start and not event.total_steps and num_repeated <= 0:
+            return ""
+        parts = [
+            f"{len(event.batch_sizes)} ranks continue at epoch {event.epoch}, step {event.step}, "
+            f"global batch {sum(event.batch_sizes.values())}"
+        ]
+        if event.num_lost:
+            parts.append(f"{event.num_lost:,} private samples are not read")
+        if num_repeated > 0:
+            parts.append(
+                f"{format_count(num_repeated, 'step')} {'are' if num_repeated > 1 else 'is'} repeated"
             )
+        if event.is_start and self._series.stopped_s:
+            parts.append(f"they waited for {format_seconds(self._series.stopped_s)}")
+        return "; ".join(parts)
 
-    def _set_batch_sizes(self, sizes: dict[str, int]) -> None:
-        for rank, row in self._rows.items():
-            row.batch_size = sizes.get(str(rank), 0)
-
-    def _format_rebalanced(self, event: Rebalanced) -> str:
-        sizes = ", ".join(
-            f"{self._spec.ranks[int(rank)].node} {size}" for rank, size in event.batch_sizes.items()
-        )
-        return (
-            f"{event.slowest} took {event.slowdown:.2f} times as long as a balanced step; "
-            f"batch sizes from step {event.step + 1} of epoch {event.epoch}: {sizes}"
-        )
-
-    def _show_totals(self, event: Progress | EpochEnd, report: Amounts | None) -> None:
+    def _show_totals(self, event: Progress | EpochEnd) -> None:
         """Show what a rank has done. A short epoch has only its end."""
         self._evaluating, self._step_at = "", self._clock()
         if event.rank != 0:
             return
-        self._last = event
+        self._latest = event
         if isinstance(event, Progress):
             self._steps_per_epoch = max(self._steps_per_epoch, event.step)
-        self._last_step = self._steps_per_epoch if isinstance(event, EpochEnd) else event.step
-        if report and report.steps:
-            self._rate = report.throughput
+        self._step = self._steps_per_epoch if isinstance(event, EpochEnd) else event.step
         if isinstance(event, EpochEnd):
             self._print(_format_epoch(event, self._spec.recipe.epochs, self._tally.epoch))
         elif self._live is None and self._clock() - self._printed_at >= INTERVAL_S:
@@ -240,78 +231,66 @@ class TrainingView(View):
             self._print(self._headline())
 
     def _headline(self) -> str:
-        if self._last is None:
+        if self._latest is None:
             starting = [row.node for row in self._rows.values() if row.state == STARTING]
             waiting = f"{format_node_names(starting)} loading TensorFlow" if starting else "first step"
             return f"{waiting} ({show_elapsed(self._clock() - self._start)})"
-        done, total = self._done()
-        reported = self._tally.ranks[0]
-        left = max(0.0, total - done) * reported.wall_s / max(1, reported.steps)
+        num_done, num_steps = self._count_steps()
+        reports, rate = self._tally.ranks[0], self._rows[0].report.throughput
+        left_s = max(0.0, num_steps - num_done) * reports.wall_s / max(1, reports.steps)
+        metrics = format_metrics(self._latest.accuracy, self._latest.metrics).replace(", ", "  ")
+        silence, silent_s = "", self._clock() - self._step_at
+        if silent_s >= SILENCE_S:
+            sick = [row.node for row in self._rows.values() if row.is_sick]
+            names = f" ({format_node_names(sick, at_most=2)})" if sick else ""
+            silence = f"no step for {show_elapsed(silent_s)}{names}  "
         return (
-            self._silence()
-            + self._evaluating
-            + (
-                f"epoch {self._last.epoch}/{self._spec.recipe.epochs}  "
-                f"step {self._last_step}/{self._steps_per_epoch}  "
-                f"{show_elapsed(left)} left  {format_rate(self._rate)} samples/s  "
-                f"loss {format_loss(self._last.loss)}"
-                f"{format_metrics(self._last.accuracy, self._last.metrics).replace(', ', '  ')}"
-            )
+            f"{silence}{self._evaluating}epoch {self._latest.epoch}/{self._spec.recipe.epochs}  "
+            f"step {self._step}/{self._steps_per_epoch}  {show_elapsed(left_s)} left  "
+            f"{format_rate(rate)} samples/s  loss {format_loss(self._latest.loss)}{metrics}"
         )
 
-    def _silence(self) -> str:
-        """Return how long nothing has come, and who is known to be the cause."""
-        silent_s = self._clock() - self._step_at
-        if silent_s < 10.0:
-            return ""
-        standing = [row.node for row in self._rows.values() if row.is_sick]
-        names = f" ({format_node_names(standing, at_most=2)})" if standing else ""
-        return f"no step for {show_elapsed(silent_s)}{names}  "
-
-    def _done(self) -> tuple[float, float]:
-        ended = (self._last.epoch - 1) * self._steps_per_epoch if self._last else 0
-        return ended + self._last_step, self._steps_per_epoch * self._spec.recipe.epochs
+    def _count_steps(self) -> tuple[int, int]:
+        """Return the steps that are done, and the steps of all epochs."""
+        ended = (self._latest.epoch - 1) * self._steps_per_epoch if self._latest else 0
+        return ended + self._step, self._steps_per_epoch * self._spec.recipe.epochs
 
     def _render(self) -> RenderableType:
         width, height = self._console.size
-        done, total = self._done()
+        num_done, num_steps = self._count_steps()
         bar = Table.grid()
-        bar.add_row(ProgressBar(total=total, completed=done, width=min(width, 100)))
-        details = self._details()
-        num_lines = sum(max(1, math.ceil(line.cell_len / width)) for line in details)
+        bar.add_row(ProgressBar(total=num_steps, completed=num_done, width=min(width, 100)))
+        bottleneck = Text(self._describe_bottleneck(), style="yellow")
+        num_lines = math.ceil(bottleneck.cell_len / width)
         # Beside the rows: title, headline, bar, names of the columns, and two lines that stay free below.
-        rows, rest = choose_rows(list(self._rows.values()), max(3, height - 6 - num_lines))
-        lines = [self._title, self._headline(), describe_rest(rest)]
-        title, headline, others = (Text(line, no_wrap=True, overflow="ellipsis") for line in lines)
+        rows, hidden = choose_rows(list(self._rows.values()), max(3, height - 6 - num_lines))
+        lines = [self._title, self._headline(), describe_hidden(hidden)]
+        title, headline, more = (Text(line, no_wrap=True, overflow="ellipsis") for line in lines)
         title.stylize("bold")
-        table = tabulate(rows, self._columns(width), width)
-        return Group(title, headline, bar, *details, *table, *([others] if rest else []))
-
-    def _details(self) -> list[Text]:
-        """Return lines between the bar and the rows."""
-        line = self._describe_bottleneck()
-        return [Text(line, style="yellow")] if line else []
-
-    def _columns(self, width: int) -> Columns:
-        """Return the columns after node and state, for a terminal of `width`."""
-        columns: dict[str, Callable[[RankRow], str | Text]] = {
-            ">batch": lambda row: str(row.batch_size or "–"),
-            ">samples/s": lambda row: format_rate(row.rate),
-            "waiting": lambda row: row.draw_waiting(20 if width >= WIDE else 12),
-        }
-        if width >= WIDE:
-            columns[">compute"] = lambda row: format_seconds(row.compute_s or None)
-            columns[">wait"] = lambda row: format_seconds(row.held_s or None)
-            columns[">sum"] = lambda row: format_seconds(row.sum_s or None)
-        return columns
+        table = tabulate(rows, _choose_columns(width), width)
+        return Group(title, headline, bar, *[bottleneck][:num_lines], *table, *[more][: len(hidden)])
 
 
-def _format_epoch(event: EpochEnd, epochs: int, done: Amounts) -> str:
-    """Return the line of an epoch that has ended. `done`: all reports of rank 0 in it."""
+def _choose_columns(width: int) -> dict[str, Callable[[RankRow], str | Text]]:
+    """Return the columns after node and state, for a terminal of `width`."""
+    columns: dict[str, Callable[[RankRow], str | Text]] = {
+        ">batch": lambda row: str(row.batch_size or "–"),
+        ">samples/s": lambda row: format_rate(row.report.own_throughput),
+        "waiting": lambda row: row.draw_waiting(20 if width >= WIDE else 12),
+    }
+    if width >= WIDE:
+        columns[">compute"] = lambda row: format_seconds(row.step_s[0] or None)
+        columns[">wait"] = lambda row: format_seconds(row.step_s[1] or None)
+        columns[">sum"] = lambda row: format_seconds(row.step_s[2] or None)
+    return columns
+
+
+def _format_epoch(event: EpochEnd, epochs: int, reports: Amounts) -> str:
+    """Return the line of an epoch that has ended. `reports`: all of rank 0 in it."""
     line = (
         f"epoch {event.epoch}/{epochs}: "
         f"loss {format_loss(event.loss)}{format_metrics(event.accuracy, event.metrics)}, "
-        f"{format_rate(done.throughput)} samples/s in {format_seconds(done.wall_s)}"
+        f"{format_rate(reports.throughput)} samples/s in {format_seconds(reports.wall_s)}"
     )
     if event.learning_rate is not None:
         line += f", learning rate {event.learning_rate:.2g}"
@@ -348,7 +327,7 @@ class TrainingScreen(PreparationScreen):
         summary, run = result.summary, result.directory
         if result.was_complete:
             self.say(f"run {summary.run_id} is complete: nothing to resume")
-            self._streams.result_line(report_document(summary, str(run.path)))
+            self._streams.result_line(document("csdctl.report/1", summary, path=str(run.path)))
         else:  # a callback may have stopped it
             is_stopped = summary.state == STOPPED
             line = f"{describe_result(summary)}; `csdctl report` shows more"
@@ -387,7 +366,7 @@ class TrainingScreen(PreparationScreen):
         """Show the run, and open the live view."""
         run, spec, num_steps = started.run, started.spec, started.steps_per_epoch
         self.run = run
-        self._streams.result_line({"schema": "csdctl.train/1", "run": run.run_id, "path": str(run.path)})
+        self._streams.result_line(document("csdctl.train/1", run=run.run_id, path=str(run.path)))
         self.say(f"run {run.run_id}: {format_count(spec.ranks, 'rank')}, {num_steps:,} steps per epoch")
         if rates := started.predicted_range:
             self.say(f"9 of 10 such runs are expected to reach {format_range(rates)} samples/s")
@@ -420,7 +399,7 @@ class TrainingScreen(PreparationScreen):
         self.say(f"run directory: {run.path}")
         if is_stopped:
             self.say(f"to resume: csdctl train --resume {summary.run_id}")
-        self._streams.result_line(report_document(summary, str(run.path)))
+        self._streams.result_line(document("csdctl.report/1", summary, path=str(run.path)))
 
     def _show_privacy(self, privacy: Privacy, when: str) -> None:
         for line in describe_privacy(privacy):
@@ -439,28 +418,27 @@ def train_point(streams: Streams, point: Point, request: TrainRequest) -> TrainR
 
 def show_training_rehearsal(streams: Streams, request: TrainRequest) -> None:
     """Examine the machines and print the plan that `train` would follow. Raises CsdctlError as it does."""
-    found = rehearse_training(request, TrainingScreen(streams, emulated=request.fleet.emulated).events)
+    rehearsal = rehearse_training(request, TrainingScreen(streams, emulated=request.fleet.emulated).events)
     if request.batch_size:
         path = "none: --batch-size"
     else:
         plan_path = request.plan_path or streams.project.plan(request.job.name)
-        path = str(found.run.manifest if found.run else plan_path)
-    render_plan(streams.console, found.plan, path)
-    behind = f" after {found.cut}" if found.cut else ""
-    streams.say(f"would train: {found.strategy}{behind}")
-    if found.run:
-        streams.say(f"would resume run {found.run.run_id}")
-    if found.num_samples is None:
+        path = str(rehearsal.run.manifest if rehearsal.run else plan_path)
+    render_plan(streams.console, rehearsal.plan, path)
+    streams.say(f"would train: {rehearsal.strategy}" + (f" after {rehearsal.cut}" if rehearsal.cut else ""))
+    if rehearsal.run:
+        streams.say(f"would resume run {rehearsal.run.run_id}")
+    if rehearsal.num_samples is None:
         streams.say("the data of this job has not been prepared yet")
     else:
-        streams.say(f"{found.num_samples:,} samples when this job was last prepared")
+        streams.say(f"{rehearsal.num_samples:,} samples when this job was last prepared")
     streams.say("dry run: nothing was prepared or trained")
-    document = {
-        "schema": "csdctl.train.dry-run/1",
-        "resume": found.run.run_id if found.run else None,
-        "strategy": found.strategy,
-        "cut": found.cut,
-        "num_samples": found.num_samples,
-        "plan": plan_document(found.plan, path),
-    }
-    streams.result(document)
+    content = document(
+        "csdctl.train.dry-run/1",
+        resume=rehearsal.run.run_id if rehearsal.run else None,
+        strategy=rehearsal.strategy,
+        cut=rehearsal.cut,
+        num_samples=rehearsal.num_samples,
+        plan=plan_document(rehearsal.plan, path),
+    )
+    streams.result(content)

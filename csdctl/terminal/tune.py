@@ -1,11 +1,11 @@
 """Before training: the plan, and the result of `verify`, as tables and as JSON."""
 
 from collections.abc import Iterator, Mapping
-from typing import Any
 
 from csdctl.fleet.names import format_node_names
 from csdctl.reporting.numbers import format_bytes, format_range, format_rate, format_seconds, format_share
 from csdctl.terminal.console import PrintableConsole, build_pairs, build_table
+from csdctl.terminal.streams import Streams, document
 from csdctl.tuning.plan import DATA_PARALLEL, FEATURES, SPLIT, Plan, RankPlan
 from csdctl.worker.protocol.features import Recomputed
 from csdctl.worker.protocol.run_spec import CPU
@@ -16,7 +16,14 @@ LEAVES = {
     FEATURES: "sums of gradients of the head",
     SPLIT: "activations and labels of its samples, and sums of gradients",
 }
+"""What leaves a node, by strategy."""
 FEATURES_LEAVE = "features of its public samples, once; the host trains alone"
+
+
+def plan_document(plan: Plan, path: str) -> dict[str, object]:
+    """Return the `csdctl.tune/1` document."""
+    computed = ("global_batch", "predicted_samples_per_s", "predicted_range")
+    return document("csdctl.tune/1", plan, path=path, **{name: getattr(plan, name) for name in computed})
 
 
 def render_plan(console: PrintableConsole, plan: Plan, path: str) -> None:
@@ -36,15 +43,19 @@ def render_plan(console: PrintableConsole, plan: Plan, path: str) -> None:
     ]
     numbers = (">batch size", ">threads", ">step", ">compute samples/s", ">peak memory")
     console.print(build_table((">rank", "node", *numbers), rows, title=title))
-    for line in _lines(plan):
+    for line in _describe_prediction(plan):
         console.print(line, soft_wrap=True)
     _render_strategies(console, plan)
     console.print(f"plan: {path}", soft_wrap=True)
 
 
 def _render_strategies(console: PrintableConsole, plan: Plan) -> None:
-    """Print the strategies that were compared, and why others were not."""
-    compared = [strategy for strategy in plan.strategies if strategy.first_run_s is not None]
+    """Print the strategies that were compared, and why the remaining ones were not."""
+    compared = {
+        f"{strategy.strategy} {strategy.cut}".strip(): strategy
+        for strategy in plan.strategies
+        if strategy.first_run_s is not None
+    }
     if len(compared) > 1:
         rows = [
             (
@@ -53,35 +64,24 @@ def _render_strategies(console: PrintableConsole, plan: Plan) -> None:
                 *map(format_seconds, (strategy.first_run_s, strategy.next_run_s, strategy.epoch_s)),
                 format_bytes(strategy.sample_bytes),
             )
-            for strategy in compared
+            for strategy in compared.values()
         ]
-        chosen = [one.strategy == plan.strategy and plan.cut in ("", one.cut) for one in compared]
-        styles = ["bold" if is_chosen else "" for is_chosen in chosen]
+        styles = [
+            "bold" if strategy.strategy == plan.strategy and plan.cut in ("", strategy.cut) else ""
+            for strategy in compared.values()
+        ]
         columns = ("strategy", "cut", ">first run", ">next", ">epoch", ">sent")
         console.print(build_table(columns, rows, title="strategies", styles=styles))
-        named = {f"{one.strategy} {one.cut}".strip(): one for one in compared}
-        tried = [name for name, one in named.items() if one.is_confirmed]
+        tried = [name for name, strategy in compared.items() if strategy.is_confirmed]
         console.print(f"tried: {', '.join(tried) or 'none'}; forecast: the others", soft_wrap=True)
-        ranges = {name: map(format_seconds, one.first_run_s_range or ()) for name, one in named.items()}
-        shown = ", ".join(f"{name} {' to '.join(seconds)}" for name, seconds in ranges.items())
-        console.print(f"9 of 10 first runs are expected to take: {shown}", soft_wrap=True)
+        ranges = {name: strategy.first_run_s_range or () for name, strategy in compared.items()}
+        expected = [f"{name} {' to '.join(map(format_seconds, seconds))}" for name, seconds in ranges.items()]
+        console.print(f"9 of 10 first runs are expected to take: {', '.join(expected)}", soft_wrap=True)
         cut = f" after {plan.cut}" if plan.cut else ""
         leaves = FEATURES_LEAVE if plan.trains_on_host else LEAVES[plan.strategy]
         console.print(f"strategy: {plan.strategy}{cut}; a node sends {leaves}", soft_wrap=True)
     if impossible := ", ".join(strategy.strategy for strategy in plan.strategies if strategy.why_not):
         console.print(f"not compared: {impossible} (`strategies` in the plan says why)", soft_wrap=True)
-
-
-def plan_document(plan: Plan, path: str) -> dict[str, Any]:
-    """Return the `csdctl.tune/1` document."""
-    return {
-        "schema": "csdctl.tune/1",
-        "path": path,
-        "global_batch": plan.global_batch,
-        "predicted_samples_per_s": plan.predicted_samples_per_s,
-        "predicted_range": plan.predicted_range,
-        **plan.model_dump(),
-    }
 
 
 def _show_batch_size(rank: RankPlan) -> str:
@@ -95,7 +95,7 @@ def _show_runtime(rank: RankPlan) -> str:
     return threads if rank.device == CPU else f"{threads}, GPU"
 
 
-def _lines(plan: Plan) -> Iterator[str]:
+def _describe_prediction(plan: Plan) -> Iterator[str]:
     predicted = plan.prediction
     rate = format_rate(plan.predicted_samples_per_s)
     measured = f"{plan.num_probes} probes" if plan.num_probes else "no probes: all from earlier measurements"
@@ -104,8 +104,8 @@ def _lines(plan: Plan) -> Iterator[str]:
         reached = f"at most {rate} samples/s ({measured})" if plan.predicted_samples_per_s else "not measured"
         yield f"global batch size {plan.global_batch}, {reached}"
         return
-    shown = "confirmed by a trial of all ranks" if predicted.is_confirmed else "not confirmed by a trial"
-    yield f"global batch size {plan.global_batch}: {rate} samples/s, {shown} ({measured})"
+    confirmed = "confirmed by a trial of all ranks" if predicted.is_confirmed else "not confirmed by a trial"
+    yield f"global batch size {plan.global_batch}: {rate} samples/s, {confirmed} ({measured})"
     if rates := plan.predicted_range:
         yield f"9 of 10 runs are expected to reach {format_range(rates)} samples/s"
     yield (
@@ -121,65 +121,62 @@ def _lines(plan: Plan) -> Iterator[str]:
         yield f"left out, because training is faster without them{measured}: {names}"
 
 
-def render_verified(console: PrintableConsole, verification: Verification, *, emulated: bool) -> None:
+def show_verified(streams: Streams, verification: Verification, *, emulated: bool) -> None:
     """Print how much sum, gradients and weights differ, and how far one process is from itself."""
-    verified, nodes = verification.result, verification.nodes
-    sizes = ", ".join(f"{node} {size}" for node, size in zip(nodes, verified.batch_sizes, strict=True))
+    verified, nodes, verdict = verification.result, verification.nodes, verification.verdict
+    sizes = dict(zip(nodes, verified.batch_sizes, strict=True))
     most = max(range(len(nodes)), key=lambda rank: verified.of_ranks[rank].difference)
-    gradient = "of every rank bit-identical with that of one process"
-    if difference := verified.of_ranks[most].difference:
-        gradient = f"of {nodes[most]} differs most from that of one process, by {difference:.1e}"
+    difference = verified.of_ranks[most].difference
+    gradient = f"of {nodes[most]} differs most from that of one process, by {difference:.1e}"
+    spread = max(rank.spread for rank in verified.of_ranks)
+    one_sample = min(rank.one_sample for rank in verified.of_ranks)
     one_batch = f"not compared with one batch of all samples: {'; '.join(verified.not_one_batch)}"
     if verified.one_batch:
         one_batch = f"of all samples in one process differs by {verified.one_batch.difference:.1e}"
-    spread = max(rank.spread for rank in verified.of_ranks)
-    one_sample = min(rank.one_sample for rank in verified.of_ranks)
+    compared_in = f"compared in {verified.compared_in}: rounding in {verified.dtype} hides a sample"
     pairs = [
-        ("samples", f"{verified.global_batch}: {sizes}{' (emulated fleet)' if emulated else ''}"),
+        (
+            "samples",
+            f"{verified.global_batch}: {', '.join(f'{node} {size}' for node, size in sizes.items())}"
+            + " (emulated fleet)" * emulated,
+        ),
         (
             "sum",
             f"differs by {verified.sum_difference:.1e} from the ranks' gradients added in float64; "
             f"rounding explains {verified.sum_rounding:.1e}",
         ),
-        ("gradient", gradient),
+        ("gradient", gradient if difference else "of every rank bit-identical with that of one process"),
         ("", f"rounding makes {spread:.1e}; one sample makes {one_sample:.1e}"),
+        *([("", compared_in)] if verified.compared_in != verified.dtype else []),
+        ("one batch", one_batch),
+        ("weights", f"bit-identical on all ranks ({verified.weights_hash[:16]}…)"),
+        *([("result", verdict.text)] if verdict.is_equal else []),
     ]
-    if verified.compared_in != verified.dtype:
-        pairs.append(("", f"compared in {verified.compared_in}: rounding in {verified.dtype} hides a sample"))
-    pairs.append(("one batch", one_batch))
-    pairs.append(("weights", f"bit-identical on all ranks ({verified.weights_hash[:16]}…)"))
-    if verification.verdict.is_equal:
-        pairs.append(("result", verification.verdict.text))
-    console.print(build_pairs(pairs))
-
-
-def verify_document(verification: Verification, *, emulated: bool) -> dict[str, Any]:
-    """Return the `csdctl.verify/1` document."""
-    verified, verdict = verification.result, verification.verdict
-    excluded = ("rank", "node", "of_ranks", "batch_sizes")  # "ranks" has them by name
-    document = {
-        "schema": "csdctl.verify/1",
-        "emulated": emulated,
-        "is_equal": verdict.is_equal,
-        "verdict": verdict.text,
-        **{name: value for name, value in vars(verified).items() if name not in excluded},
-        "ranks": {
+    streams.console.print(build_pairs(pairs))
+    if verification.features:
+        features = _describe_features(verification.features)
+        streams.console.print(f"stored features: {features}", soft_wrap=True)
+    content = document(
+        "csdctl.verify/1",
+        verified,
+        without=("rank", "node", "of_ranks", "batch_sizes"),  # "ranks" has them by name
+        emulated=emulated,
+        is_equal=verdict.is_equal,
+        verdict=verdict.text,
+        ranks={
             node: {"batch_size": size, **vars(rank)}
-            for node, size, rank in zip(
-                verification.nodes, verified.batch_sizes, verified.of_ranks, strict=True
-            )
+            for (node, size), rank in zip(sizes.items(), verified.of_ranks, strict=True)
         },
-    }
-    return document | ({"features": verification.features} if verification.features else {})
+        **({"features": verification.features} if verification.features else {}),
+    )
+    streams.result(content)
 
 
-def describe_features(features: Mapping[str, Recomputed]) -> str:
+def _describe_features(recomputed: Mapping[str, Recomputed]) -> str:
     """Return how stored features compare with those that their machine computes now."""
-    num_rows = sum(recomputed.num_rows for recomputed in features.values())
+    num_rows = sum(result.num_rows for result in recomputed.values())
     if not num_rows:
         return "none to compare; train with --strategy features first"
-    node = max(features, key=lambda name: features[name].difference)
-    result = "are bit-identical"
-    if difference := features[node].difference:
-        result = f"differ by {difference:.1e} at most ({node})"
-    return f"{num_rows:,} rows on {len(features)} machines, recomputed, {result}"
+    node, worst = max(recomputed.items(), key=lambda item: item[1].difference)
+    result = f"differ by {worst.difference:.1e} at most ({node})" if worst.difference else "are bit-identical"
+    return f"{num_rows:,} rows on {len(recomputed)} machines, recomputed, {result}"

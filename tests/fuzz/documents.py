@@ -19,14 +19,13 @@ from csdctl.fleet.model import Fleet, select_nodes
 from csdctl.fleet.openssh import build_query, build_ssh_config, list_aliases
 from csdctl.job.model import describe_job, load_job
 from csdctl.reporting.privacy import add_flows, count_passes, measure_privacy
-from csdctl.reporting.results import RunResults, summarize
+from csdctl.reporting.results import RunFollower, RunResults, summarize
 from csdctl.reporting.series import SeriesBuilder
-from csdctl.reporting.tally import Tally
 from csdctl.runs.directory import EventLog, ProjectDirectory, RunDirectory
 from csdctl.runs.ledger import Ledger, read_ledger
 from csdctl.terminal.console import PrintableConsole
-from csdctl.terminal.report import render_report, report_document
-from csdctl.terminal.streams import format_json
+from csdctl.terminal.report import render_report
+from csdctl.terminal.streams import document, format_json
 from csdctl.tuning.plan import Plan, Predicted, load_plan, save_plan
 from csdctl.worker.protocol.datasets import DatasetInfo
 from csdctl.worker.protocol.events import (
@@ -138,7 +137,7 @@ def _manifest(content: bytes, directory: Path) -> None:
     run = RunDirectory(directory / "run")
     _in_file(content, run.manifest)
     manifest = run.load_manifest()
-    summarize("run", manifest, [], Tally())
+    summarize("run", manifest, RunFollower(len(manifest["placed"])))
     measure_privacy(manifest, count_passes([], len(manifest["placed"])))
 
 
@@ -168,12 +167,14 @@ def _stored_events(content: bytes, directory: Path) -> None:
     manifest = manifest_of(NODES)
     events = run.read_events(NODES)
     series = SeriesBuilder(NODES)
+    follower = RunFollower(len(NODES), series.tally)
     for time_s, event in run.read_events(NODES).with_times():
         series.add(time_s, event)
-    summary = summarize("run", manifest, events, series.tally)
+        follower.add(event)
+    summary = summarize("run", manifest, follower)
     found = RunResults(summary, series.build(), manifest)
     render_report(PrintableConsole(file=io.StringIO(), width=200), found)
-    format_json(report_document(summary, str(run.path)))
+    format_json(document("csdctl.report/1", summary, path=str(run.path)))
     count_passes(events, len(NODES)).finish()
     list(events.with_times())
 

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from csdctl.cli import options
-from csdctl.cli.call import Call, on_fleet, on_job
+from csdctl.cli.call import Call, on_fleet, on_job, open_streams
 from csdctl.errors import InputError
 from csdctl.terminal.streams import Streams
 
@@ -63,7 +63,7 @@ def init(
             "--public" if model else "--model" if public else "a training SCRIPT, or --model and --public"
         )
         raise InputError(f"missing {missing}", remedy="for example: csdctl init train.py")
-    streams = Streams(is_json=json)
+    streams = open_streams(is_json=json)
     parsed = parse_document(f"model_args: {model_args or '{}'}", ModelArguments, name="--model-args")
     files, dropped = tuple(code or ()), tuple(drop or ())
     request = InitRequest(

@@ -8,7 +8,7 @@ import typer
 
 import csdctl
 from csdctl.cli import options
-from csdctl.terminal.streams import Streams
+from csdctl.cli.call import open_streams
 
 emulate = options.group(help="Run a fleet on this machine: real SSH servers that share its CPU and memory.")
 CpuOption = Annotated[
@@ -37,7 +37,7 @@ def up(
     from csdctl.emulation import fleet as emulated
     from csdctl.terminal.fleet import EmulatedFleet, show_started
 
-    streams = Streams(is_json=json)
+    streams = open_streams(is_json=json)
     directory = streams.project.emulated
     spec = emulated.EmulatedSpec(emulated.parse_shares(cpu, nodes), emulated.parse_size(memory))
     was_up = emulated.is_up(directory)
@@ -52,7 +52,7 @@ def status(json: options.JsonOption = False) -> None:
     from csdctl.emulation.fleet import fleet_status
     from csdctl.terminal.fleet import show_status
 
-    streams = Streams(is_json=json)
+    streams = open_streams(is_json=json)
     show_status(streams, fleet_status(streams.project.emulated))
 
 
@@ -67,7 +67,7 @@ def down(
     from csdctl.emulation.fleet import stop_fleet
     from csdctl.terminal.fleet import show_stopped
 
-    streams = Streams(is_json=json)
+    streams = open_streams(is_json=json)
     show_stopped(streams, stop_fleet(streams.project.emulated, keep=keep))
 
 

@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 
 from csdctl.cli import options
-from csdctl.cli.call import Call, on_fleet
+from csdctl.cli.call import Call, on_fleet, open_streams
 from csdctl.errors import InputError
 from csdctl.fleet.names import format_node_names
 from csdctl.reporting.numbers import format_count
-from csdctl.terminal.streams import Streams, format_json
+from csdctl.terminal.streams import format_json
 
 if TYPE_CHECKING:
     from csdctl.workflows.discovery.inventory import NodeSource
@@ -139,7 +139,7 @@ def trust(
         call.streams.say("dry run: no key was accepted")
     elif num_accepted:
         call.streams.say(f"{format_count(num_accepted, 'key')} accepted: {call.streams.project.known_hosts}")
-    call.conclude(screen.document(), [*screen.keys, *screen.failed], screen.failed, is_dry=dry_run)
+    call.conclude(screen.build_document(), [*screen.keys, *screen.failed], screen.failed, is_dry=dry_run)
 
 
 @on_fleet
@@ -376,7 +376,7 @@ def inventory(
     from csdctl.workflows.discovery.inventory import render_ansible, render_ssh_config
     from csdctl.workflows.workspace.workspace import choose_fleet
 
-    streams = Streams()
+    streams = open_streams()
     if output:
         check_output(output, "--output", force=force)
     chosen = choose_fleet(fleet, limit, exclude)

@@ -8,8 +8,8 @@ from typing import Annotated
 import typer
 
 from csdctl.cli import options
+from csdctl.cli.call import open_streams
 from csdctl.errors import ExitCode, InputError
-from csdctl.terminal.streams import Streams
 
 runs = options.group(help="List, watch, stop and remove runs.")
 run_argument = partial(typer.Argument, autocompletion=options.complete_runs)
@@ -24,7 +24,7 @@ def list_runs(json: options.JsonOption = False) -> None:
     from csdctl.terminal.runs import show_runs
     from csdctl.workflows.runs import manage
 
-    streams = Streams(is_json=json)
+    streams = open_streams(is_json=json)
     show_runs(streams, manage.list_runs(streams.project, streams.say))
 
 
@@ -39,7 +39,7 @@ def watch(run: RunArgument = None, json: options.JsonOption = False) -> None:
     from csdctl.workflows.runs.manage import follow_run
 
     os.nice(19)  # it computes only when the ranks leave the processor to it
-    streams = Streams(is_json=json)
+    streams = open_streams(is_json=json)
     followed = follow_run(find_run(streams.project, run, streams.say))
     if not watch_run(streams, followed):
         raise typer.Exit(ExitCode.FAILED)
@@ -60,7 +60,7 @@ def logs(
     from csdctl.runs.directory import find_run
     from csdctl.workflows.runs.manage import find_logs, print_logs
 
-    streams = Streams()
+    streams = open_streams()
     found = find_run(streams.project, run, streams.say)
     if logs := find_logs(found, which):
         print_logs(found, [path for _, path in logs], lines, is_following=follow)
@@ -83,7 +83,7 @@ def stop(
     from csdctl.terminal.runs import show_stopped
     from csdctl.workflows.runs.manage import stop_run
 
-    streams = Streams(is_json=json)
+    streams = open_streams(is_json=json)
     show_stopped(streams, stop_run(streams.project, run, timeout, streams.say))
 
 
@@ -96,7 +96,7 @@ def rm(
     """Remove runs and their files."""
     from csdctl.workflows.runs.manage import remove_runs
 
-    streams = Streams(is_json=json)
+    streams = open_streams(is_json=json)
     removed = remove_runs(streams.project, runs, lambda question: streams.confirm(question, yes=yes))
     for run in removed:
         streams.say(f"removed run {run.run_id}")
@@ -130,7 +130,7 @@ def report(
     from csdctl.terminal import report as render
     from csdctl.workflows.reporting import report as reporting
 
-    streams = Streams(is_json=json)
+    streams = open_streams(is_json=json)
     found = [find_run(streams.project, run, streams.say) for run in runs or [options.LATEST]]
     if privacy:
         if html or csv or len(found) > 1:

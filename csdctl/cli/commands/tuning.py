@@ -133,7 +133,7 @@ def forecast(
     node_watts: Annotated[float | None, power(min=0, help="Watts that each node adds.")] = None,
 ) -> None:
     """Forecast throughput, time and energy for any number of nodes."""
-    from csdctl.terminal.forecast import forecast_document, render_forecast
+    from csdctl.terminal.forecast import show_forecast
     from csdctl.workflows.forecast.forecast import (
         ForecastRequest,
         forecast_job,
@@ -150,10 +150,7 @@ def forecast(
     )
     fleet = call.fleet if call.fleet_path.exists() or call.limit or call.exclude else None
     result = forecast_job(call.job_path, fleet, request, call.directory, streams.say, max_global_batch)
-    if streams.is_json:
-        streams.result(forecast_document(result))
-    else:
-        render_forecast(streams.console, result)
+    show_forecast(streams, result)
 
 
 @on_job
@@ -171,7 +168,7 @@ def verify(
 ) -> None:
     """Check that your fleet computes the same gradient of your model as one process."""
     from csdctl.terminal.prepare import PreparationScreen
-    from csdctl.terminal.tune import describe_features, render_verified, verify_document
+    from csdctl.terminal.tune import show_verified
     from csdctl.workflows.train.spec import TrainOptions
     from csdctl.workflows.train.train import TrainRequest
     from csdctl.workflows.train.verify import run_verification
@@ -182,8 +179,5 @@ def verify(
     )
     request = TrainRequest(call.job, call.fleet, call.directory, options, plan, batch_size)
     verification = run_verification(request, PreparationScreen(streams).events)
-    render_verified(streams.console, verification, emulated=call.fleet.emulated)
-    if verification.features:
-        streams.console.print(f"stored features: {describe_features(verification.features)}", soft_wrap=True)
-    streams.result(verify_document(verification, emulated=call.fleet.emulated))
+    show_verified(streams, verification, emulated=call.fleet.emulated)
     verification.check()

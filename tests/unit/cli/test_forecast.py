@@ -9,22 +9,23 @@ from typing import Any
 import pytest
 
 from csdctl.perfmodel.prediction import CollectiveCost
-from csdctl.terminal.console import PrintableConsole
-from csdctl.terminal.forecast import forecast_document, render_forecast
-from csdctl.terminal.streams import format_json
+from csdctl.terminal.forecast import show_forecast
+from csdctl.terminal.streams import Streams
 from csdctl.tuning.scaling_curve import Costs, Power
 from csdctl.workflows.forecast.forecast import ForecastRequest, forecast
 from tests.unit.perfmodel.published import Network, basis_of
 
 
 def shown(network: Network, num_nodes: int, request: ForecastRequest, **changes: Any) -> str:
-    file, basis = StringIO(), dataclasses.replace(basis_of(network, num_nodes), **changes)
-    render_forecast(PrintableConsole(file=file, width=80), forecast(basis, request))
-    return file.getvalue()
+    streams, basis = Streams(stdout=StringIO()), dataclasses.replace(basis_of(network, num_nodes), **changes)
+    show_forecast(streams, forecast(basis, request))
+    return streams.stdout.getvalue()  # type: ignore[attr-defined]
 
 
 def document(network: Network, num_nodes: int, request: ForecastRequest) -> Any:
-    return json.loads(format_json(forecast_document(forecast(basis_of(network, num_nodes), request))))
+    streams = Streams(stdout=StringIO(), is_json=True)
+    show_forecast(streams, forecast(basis_of(network, num_nodes), request))
+    return json.loads(streams.stdout.getvalue())  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,6 @@
 """What the report says of energy from which no idle power is subtracted."""
 
-from csdctl.reporting.energy import add_up_energy, describe_energy
+from csdctl.reporting.energy import add_up_energy
 from csdctl.runs.ledger import MEASURED, PowerRecord
 
 
@@ -22,7 +22,8 @@ def records_of(covering: tuple[str, ...] = (), **idle_watts):
 
 
 def described(**idle_watts):
-    return describe_energy(add_up_energy(records_of(**idle_watts), list(idle_watts), {}, [(0.0, 100.0)]))
+    energy = add_up_energy(records_of(**idle_watts), list(idle_watts), {}, [(0.0, 100.0)])
+    return [text for name, text in energy.describe() if name == "all"]
 
 
 def test_machines_without_a_stated_idle_power_are_named() -> None:

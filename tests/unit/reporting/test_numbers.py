@@ -40,6 +40,7 @@ def test_every_number_is_formatted(format_number: Callable[[float], str], number
         (format_seconds, 3599.7, "1:00:00"),
         (format_bytes, 6 << 30, "6.0 GiB"),
         (format_bytes, 2000 << 40, "2000.0 TiB"),
+        (format_bytes, 127.6 * 1024, "128 KiB"),
         (format_joules, 338_250, "338 kJ"),
         (format_loss, math.nan, "nan"),
         (format_loss, 21.0, "21"),

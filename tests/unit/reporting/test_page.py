@@ -12,7 +12,7 @@ import pytest
 from csdctl.notify import make_printable
 from csdctl.reporting.charts import _shares
 from csdctl.reporting.page import render_page
-from csdctl.reporting.results import RunResults, read_results, summarize
+from csdctl.reporting.results import RunFollower, RunResults, read_results, summarize
 from csdctl.reporting.series import KINDS, SeriesBuilder
 from csdctl.reporting.tables import describe_recipe
 from csdctl.worker.protocol.events import EpochEnd, Event, Failed, Joined, Progress, Ready
@@ -53,9 +53,11 @@ def results(run_id: str = "=HYPERLINK(1)", cell: str = "=cmd()") -> RunResults:
         end = EpochEnd(0, "host", epoch, 10, 600, 6.0, 3.0, 10.0, "hash", 700, 2.0 / epoch, 0.5)
         events.append(replace(end, metrics={EVIL: 0.5, cell: 1.0}))
     builder = SeriesBuilder(NODES)
+    follower = RunFollower(len(NODES), builder.tally)
     for number, event in enumerate(events):
         builder.add(1e9 + number, event)
-    return RunResults(summarize(run_id, MANIFEST, events, builder.tally), builder.build(), MANIFEST)
+        follower.add(event)
+    return RunResults(summarize(run_id, MANIFEST, follower), builder.build(), MANIFEST)
 
 
 class Page(HTMLParser):

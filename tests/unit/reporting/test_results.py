@@ -15,6 +15,7 @@ from csdctl.reporting.results import (
     FAILED,
     INTERRUPTED,
     STOPPED,
+    RunFollower,
     RunStatus,
     RunSummary,
     list_forecast_errors,
@@ -93,10 +94,10 @@ WHOLE: list[Event] = [
 
 
 def summary(events: list[Event] = WHOLE, manifest: dict[str, Any] = MANIFEST) -> RunSummary:
-    tally = Tally()
+    follower = RunFollower(len(manifest["plan"]["ranks"]))
     for event in events:
-        tally.add(event)
-    return summarize("20260101-000000-abcd", manifest, events, tally)
+        follower.add(event)
+    return summarize("20260101-000000-abcd", manifest, follower)
 
 
 def test_whole_run_is_added_up_over_its_epochs() -> None:

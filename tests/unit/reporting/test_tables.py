@@ -8,7 +8,7 @@ import pytest
 
 from csdctl.reporting.energy import MachineEnergy, RunEnergy
 from csdctl.reporting.results import RankSummary, RunResults
-from csdctl.reporting.tables import KINDS, build_scaling, energy_by_nodes, write_headline
+from csdctl.reporting.tables import KINDS, build_scaling, tabulate_scaling, write_headline
 from tests.unit.reporting.test_page import results
 from tests.unit.reporting.test_results import summary
 from tests.unit.reporting.test_series import QUICK, SLOW, Spent, series_of
@@ -151,5 +151,7 @@ class TestScaling:
         assert (series.host_source, series.kind) == ("runs without nodes", KINDS["weak"])
 
     def test_energy_is_saved_as_in_table_2_of_the_paper(self):
-        rows = energy_by_nodes(build_scaling([run_on(n, joules=e) for n, e in ENERGY.items()], "weak")).rows
-        assert [row[:3] for row in rows] == [("0", "13.1", "0%"), ("4", "8.3", "37%"), ("24", "4.02", "69%")]
+        table = tabulate_scaling(build_scaling([run_on(n, joules=e) for n, e in ENERGY.items()], "weak"))
+        columns = [table.header.index(name) for name in ("nodes", "J/image", "saved")]
+        rows = [tuple(row[column] for column in columns) for row in table.rows]
+        assert rows == [("0", "13.1", "0%"), ("4", "8.3", "37%"), ("24", "4.02", "69%")]

@@ -18,7 +18,8 @@ from csdctl.reporting.numbers import format_rate, format_seconds
 from csdctl.reporting.page import render_page
 from csdctl.reporting.results import RunResults, load_run_status, read_results
 from csdctl.runs.directory import EventLog, ProjectDirectory, RunDirectory
-from csdctl.terminal.report import render_report, report_document
+from csdctl.terminal.report import render_report
+from csdctl.terminal.streams import document, format_json
 from csdctl.terminal.train import TrainingView
 from csdctl.worker.protocol.events import Joined, event_document
 from csdctl.workflows.reporting.report import render_csv
@@ -75,14 +76,14 @@ def test_figures_of_a_run_that_goes_on_equal_those_of_the_script(seed: int, tmp_
 
 
 def check_report(found: RunResults, expected: dict[str, Any]) -> None:
-    document = json.loads(json.dumps(report_document(found.summary, "")))
+    content = json.loads(format_json(document("csdctl.report/1", found.summary, path="")))
     for name in ("steps", "samples", "epochs"):
-        assert document[name] == expected[name]
+        assert content[name] == expected[name]
     for name in ("training_s", "samples_per_s"):
-        assert document[name] == pytest.approx(expected[name], **NEAR)
+        assert content[name] == pytest.approx(expected[name], **NEAR)
     for rank, one in expected["ranks"].items():
         for name in ("samples_per_s", "compute_s", "wait_s"):
-            assert document["ranks"][rank][name] == pytest.approx(one[name] or 0.0, **NEAR)
+            assert content["ranks"][rank][name] == pytest.approx(one[name] or 0.0, **NEAR)
     console = terminal((200, 100))
     render_report(console, found)
     text = console.file.getvalue()  # type: ignore[attr-defined]

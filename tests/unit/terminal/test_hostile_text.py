@@ -23,13 +23,13 @@ from csdctl.reporting.series import RunSeries
 from csdctl.shipping.deliver import Delivery, DeliveryProgress
 from csdctl.terminal.console import PrintableConsole
 from csdctl.terminal.fleet import ExaminationView, TrustScreen, render_cleaned, render_fleet, render_nodes
-from csdctl.terminal.forecast import render_forecast
+from csdctl.terminal.forecast import show_forecast
 from csdctl.terminal.nodes import CountView, TransferView
 from csdctl.terminal.prepare import PreparingView, render_prepared
-from csdctl.terminal.report import render_privacy, render_report
+from csdctl.terminal.report import render_report, show_privacy
 from csdctl.terminal.streams import Streams
 from csdctl.terminal.train import TrainingScreen, TrainingView
-from csdctl.terminal.tune import render_plan, render_verified
+from csdctl.terminal.tune import render_plan, show_verified
 from csdctl.transport.many import Outcome
 from csdctl.transport.meter import TrafficClass
 from csdctl.tuning.fleet_model import ProbeOutcome
@@ -141,25 +141,30 @@ def show_plan(console: PrintableConsole) -> None:
     )
 
 
-def show_privacy(console: PrintableConsole) -> None:
+def streams_of(console: PrintableConsole) -> Streams:
+    streams = Streams(stdout=console.file, stderr=io.StringIO())
+    streams.__dict__["console"] = console
+    return streams
+
+
+def show_sent_bytes(console: PrintableConsole) -> None:
     kinds = TrafficClass.LOG, TrafficClass.ACTIVATIONS
     flows = [Flow(HOSTILE, HOSTILE, kind, 7) for kind in kinds]
-    render_privacy(console, PrivacyReport(HOSTILE, flows, flows, None, {HOSTILE: HOSTILE}))
+    show_privacy(streams_of(console), PrivacyReport(HOSTILE, flows, flows, None, {HOSTILE: HOSTILE}))
 
 
 def show_keys(console: PrintableConsole) -> None:
-    streams = Streams(stdout=console.file, stderr=io.StringIO())
-    streams.__dict__["console"] = console
     key = ShownKey(FLEET.nodes[0], HOSTILE, b"key", "new")
-    screen = TrustScreen(streams, FLEET, is_dry_run=True)
+    screen = TrustScreen(streams_of(console), FLEET, is_dry_run=True)
     screen.show({HOSTILE: Outcome(HOSTILE, value=key), "csd1": FAILED}, [key], [HOSTILE])
 
 
-def show_verified(console: PrintableConsole) -> None:
+def show_verification(console: PrintableConsole) -> None:
     ranks = (Compared(1e-7, 1e-7, 0.1),) * 2
     sums = HOSTILE, 1e-7, 1e-7, f"{HOSTILE}2"
     verified = Verified(0, HOSTILE, 16, (8, 8), *sums, ranks, None, (HOSTILE,), HOSTILE)
-    render_verified(console, Verification((HOSTILE, HOSTILE), verified), emulated=False)
+    verification = Verification((HOSTILE, f"{HOSTILE}2"), verified)
+    show_verified(streams_of(console), verification, emulated=False)
 
 
 SCREENS: list[Callable[[PrintableConsole], None]] = [
@@ -169,12 +174,12 @@ SCREENS: list[Callable[[PrintableConsole], None]] = [
     show_deploy,
     show_prepare,
     show_plan,
-    show_privacy,
+    show_sent_bytes,
     show_keys,
-    show_verified,
+    show_verification,
     lambda console: render_report(console, RunResults(hostile(SUMMARY), RunSeries((HOSTILE,)), {})),
-    lambda console: render_forecast(
-        console, hostile(forecast(basis_of(Network.MOBILENETV2), ForecastRequest([4])))
+    lambda console: show_forecast(
+        streams_of(console), hostile(forecast(basis_of(Network.MOBILENETV2), ForecastRequest([4])))
     ),
     lambda console: render_cleaned(
         console, Outcome(HOSTILE, value=Leftovers(1, (HOSTILE,), (HOSTILE,), 1)), is_dry=True

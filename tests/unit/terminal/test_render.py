@@ -11,8 +11,8 @@ import pytest
 from csdctl.reporting.results import RankSummary, RunResults, RunSummary
 from csdctl.reporting.series import RunSeries
 from csdctl.terminal.console import PrintableConsole
-from csdctl.terminal.report import render_report, report_document
-from csdctl.terminal.streams import format_json
+from csdctl.terminal.report import render_report
+from csdctl.terminal.streams import document, format_json
 from csdctl.terminal.train import TrainingView
 from csdctl.terminal.tune import render_plan
 from csdctl.tuning.plan import StrategyPlan
@@ -114,11 +114,11 @@ class TestReport:
         assert {"batch", "15.0", "10%"} <= set(text.split())
 
     def test_document_is_json_with_a_schema(self) -> None:
-        document = json.loads(format_json(report_document(SUMMARY, "/project/run")))
-        check_document(document)
-        assert (document["path"], document["emulated"]) == ("/project/run", True)
-        assert [rank["node"] for rank in document["ranks"]] == ["host", "csd0"]
-        assert document["ranks"][1]["waiting"] == pytest.approx(0.1)
+        content = json.loads(format_json(document("csdctl.report/1", SUMMARY, path="/project/run")))
+        check_document(content)
+        assert (content["path"], content["emulated"]) == ("/project/run", True)
+        assert [rank["node"] for rank in content["ranks"]] == ["host", "csd0"]
+        assert content["ranks"][1]["waiting"] == pytest.approx(0.1)
 
 
 SPEC = spec_of(epochs=2)

@@ -7,7 +7,7 @@ import pytest
 
 from csdctl.terminal.console import PrintableConsole
 from csdctl.terminal.train import TrainingView, describe_learning_rate, describe_repeats
-from csdctl.terminal.view import TRAINING, RankRow, choose_rows, describe_rest
+from csdctl.terminal.view import TRAINING, RankRow, choose_rows, describe_hidden
 from csdctl.worker.protocol.events import EpochEnd, Joined, NodeBack, NodeLost, Progress, Ready, Warned
 from csdctl.worker.protocol.recipe import Recipe
 from csdctl.worker.protocol.run_spec import RankSpec, Runtime
@@ -93,11 +93,11 @@ def test_resumed_run_says_how_many_steps_are_repeated_since_the_state_was_saved(
 
 
 def test_more_sick_ranks_than_rows_are_named_by_state() -> None:
-    ranks = [RankRow("host", TRAINING)]
-    ranks += [RankRow(name_of(rank), "lost" if rank > 10 else TRAINING) for rank in range(1, 37)]
-    shown, rest = choose_rows(ranks, 10)
-    assert [row.node for row in shown] == ["host", *(f"csd{number}" for number in range(10, 18))]
-    assert describe_rest(rest) == "28 more: csd[18-35] lost; csd[0-9] training"
+    ranks = [RankRow("host", state=TRAINING)]
+    ranks += [RankRow(name_of(rank), state="lost" if rank > 10 else TRAINING) for rank in range(1, 37)]
+    drawn, hidden = choose_rows(ranks, 10)
+    assert [row.node for row in drawn] == ["host", *(f"csd{number}" for number in range(10, 18))]
+    assert describe_hidden(hidden) == "28 more: csd[18-35] lost; csd[0-9] training"
 
 
 @pytest.mark.parametrize(("is_hot", "cause"), [(False, "compute"), (True, "heat")])

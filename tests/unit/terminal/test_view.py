@@ -10,7 +10,7 @@ from rich.segment import Segment
 from rich.text import Text
 
 from csdctl.terminal.console import PrintableConsole
-from csdctl.terminal.view import live_on
+from csdctl.terminal.view import View
 
 
 class Paused:
@@ -28,7 +28,7 @@ class Paused:
 def test_view_is_not_drawn_while_a_line_is_printed() -> None:
     output, drawn, line = io.StringIO(), threading.Event(), Paused()
     console = PrintableConsole(file=output, force_terminal=True, width=80, height=24, _environ={})
-    view = live_on(console, lambda: "view")
+    view = View(console, lambda: "view")._live
     assert isinstance(view, Live)
     view.auto_refresh = False
 
@@ -51,5 +51,7 @@ def test_view_is_not_drawn_while_a_line_is_printed() -> None:
 
 
 def test_no_view_without_a_terminal() -> None:
-    console = PrintableConsole(file=io.StringIO())
-    assert live_on(console, lambda: Text("")) is None
+    console = PrintableConsole(file=(output := io.StringIO()))
+    with View(console, lambda: Text("never")):
+        console.print("a line")
+    assert output.getvalue() == "a line\n"
