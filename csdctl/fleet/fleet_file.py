@@ -1,287 +1,174 @@
-"""fleet.yaml: its models, reading and writing.
+"""fleet.yaml: reading and writing.
 
 `load_fleet` is the only way to load a Fleet from a file. An entry with ranges expands to many nodes.
 """
 
 import difflib
-import ipaddress
 import itertools
 import re
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Annotated, Any, Self
+from typing import Annotated, Any, Self, TypeVar
 
 import yaml
-from pydantic import AfterValidator, BeforeValidator, Field, field_validator, model_validator
+from pydantic import BeforeValidator, TypeAdapter, ValidationError, model_validator, with_config
 
-from csdctl.documents import Document, load_document
+from csdctl.documents import STRICT, load_document
 from csdctl.errors import InputError
-from csdctl.fleet.model import HOST_NAME, SERVER_MARK, Env, Fleet, Host, Node, PowerSource
-from csdctl.fleet.names import (
-    ADDRESS,
-    AN_ADDRESS,
-    GROUP,
-    MAX_RANGE,
-    NAME,
-    USER,
-    count_range,
-    expand_range,
-    fold_rows,
-    format_node_names,
-    range_ends,
-)
+from csdctl.fleet.model import HOST_NAME, MAX_HOPS, SERVER_MARK, Fleet, Node, PowerSource, Server
+from csdctl.fleet.names import MAX_RANGE, count_range, expand_range, fold_rows, format_node_names
 from csdctl.fleet.network import means_host, own_names
-from csdctl.fleet.openssh import MAX_HOPS, parse_jump
-from csdctl.worker.protocol.run_spec import AUTO, Device
+from csdctl.worker.protocol.run_spec import AUTO
 
-_A_NAME = "name (letters, digits, '.', '_', '-')"
-
-
-def render_power(power: PowerSource | None) -> object:
-    """Return `power` as fleet.yaml has it. '' for none."""
-    if power is None:
-        return ""
-    content = power.model_dump(exclude_defaults=True)
-    return power.source if content == {"source": power.source} else content
+TRAINING_KEYS = ("python", "group", "power", "device", "env", "state")
+"""Keys of a node that a jump host does not have."""
+KEYS_FROM_DEFAULTS = ("user", "key", "offers_agent")
+"""What a jump host has from `defaults`."""
+YamlMapping = dict[str, object]
+NodeT = TypeVar("NodeT", bound=Node)
 
 
-def _matching(pattern: re.Pattern[str], what: str, *, ranges: bool = False) -> AfterValidator:
-    def check(value: str) -> str:
-        for item in _ends(value) if ranges else [value]:
-            if not pattern.fullmatch(item):
-                raise ValueError(f"not a valid {what}")
-        return value
-
-    return AfterValidator(check)
+def _name_defaults(content: object) -> object:
+    if not isinstance(content, dict):
+        return content
+    if stated := content.keys() & {"name", "address"}:
+        raise ValueError(f"received `{min(stated)}`, which only a node has")
+    return {"name": "defaults", "address": "defaults", **content}
 
 
-def _ends(value: str) -> tuple[str, str]:
-    try:
-        return range_ends(value)
-    except InputError as error:
-        raise ValueError("; ".join(part for part in (error.message, error.remedy) if part)) from None
+Defaults = Annotated[Node, BeforeValidator(_name_defaults)]
+"""Settings of all nodes. Name and address have no meaning."""
+_DEFAULTS: TypeAdapter[Node] = TypeAdapter(Defaults)
 
 
-Name = Annotated[str, _matching(NAME, _A_NAME)]
-Address = Annotated[str, _matching(ADDRESS, AN_ADDRESS)]
-Groups = Annotated[
-    list[Annotated[str, _matching(GROUP, "group (no spaces, commas or brackets)")]],
-    BeforeValidator(lambda value: ([value] if value else []) if isinstance(value, str) else value),
-]
-Network = Annotated[
-    str, AfterValidator(lambda value: value and str(ipaddress.ip_network(value, strict=False)))
-]
+@with_config(STRICT)
+@dataclass(frozen=True)
+class FleetFile(Fleet):
+    """The content of fleet.yaml, before ranges are expanded and servers and jump hosts are resolved."""
 
+    defaults: Defaults = field(default_factory=lambda: Node("defaults", "defaults"))
+    jump_hosts: tuple[Node, ...] = ()
+    servers: tuple[Server, ...] = ()
 
-def _check_jump(value: str) -> str:
-    parse_jump(value)
-    return value
-
-
-def _as_key(value: Path) -> Path:
-    try:
-        if value.suffix == ".pub":
-            raise ValueError(f"expected the private key, probably {value.with_suffix('').name}")
-        return value.expanduser()
-    except RuntimeError:
-        raise ValueError("there is no home directory of this user") from None
-
-
-class Connection(Document):
-    """Settings of the connection to a machine."""
-
-    port: Annotated[int, Field(ge=1, le=65535)] = 22
-    user: Annotated[str, _matching(USER, "user name")] = "root"
-    key: Annotated[
-        list[Path],
-        BeforeValidator(lambda value: value if isinstance(value, list) else [value] if value else []),
-        AfterValidator(lambda paths: [_as_key(path) for path in paths]),
-    ] = []
-    offers_agent: bool = False
-    jump: Annotated[str, AfterValidator(_check_jump)] = ""
-
-
-class NodeSettings(Connection):
-    """Settings of a node, in `defaults` of all nodes."""
-
-    python: Annotated[str, Field(pattern=r"^[^\x00-\x1f-][^\x00-\x1f]*$")] = "python3"
-    group: Groups = []
-    power: PowerSource | None = None
-    device: Device = AUTO
-    env: Env = {}
-    state: Annotated[str, Field(pattern=r"^(/[^\x00-\x1f]*)?$")] = ""
-
-    @field_validator("python")
+    @model_validator(mode="before")
     @classmethod
-    def _is_name_or_absolute(cls, value: str) -> str:
-        if "/" in value and not value.startswith("/"):
-            raise ValueError("expected the name of a program or an absolute path")
-        return value
-
-
-class NodeEntry(NodeSettings):
-    """An entry of `nodes` in fleet.yaml. `csd[0-35]` with as many addresses is a range of nodes."""
-
-    name: Annotated[str, _matching(NAME, _A_NAME, ranges=True)]
-    address: Annotated[str, _matching(ADDRESS, AN_ADDRESS, ranges=True)]
-
-    @model_validator(mode="after")
-    def _have_equal_lengths(self) -> Self:
-        num_names, num_addresses = count_range(self.name), count_range(self.address)
-        if num_names != num_addresses:
-            names = f"name {self.name!r} expands to {num_names} nodes"
-            addresses = f"address {self.address!r} to {num_addresses}"
-            raise ValueError(f"{names}, but {addresses}; expected equal numbers")
-        return self
-
-
-class ServerEntry(NodeSettings):
-    """A server with its own nodes, in `servers` of fleet.yaml."""
-
-    name: Name
-    address: Address
-    network: Network = ""
-    nodes: list[NodeEntry] = []
-
-
-class JumpHostEntry(Connection):
-    """A jump host that does not train."""
-
-    name: Name
-    address: Address
-
-
-class FleetFile(Document):
-    """The content of fleet.yaml."""
-
-    host: Host = Host()
-    network: Network = ""
-    emulated: bool = False
-    defaults: NodeSettings = NodeSettings()
-    jump_hosts: list[JumpHostEntry] = []
-    nodes: list[NodeEntry] = []
-    servers: list[ServerEntry] = []
+    def _apply_defaults(cls, content: dict[str, Any]) -> dict[str, Any]:
+        """Add what `defaults` states to all entries. Invalid defaults are reported once only."""
+        defaults, jump_hosts = content.get("defaults", {}), content.get("jump_hosts", [])
+        for entry in jump_hosts if isinstance(jump_hosts, list) else ():
+            if isinstance(entry, dict) and (unusable := entry.keys() & TRAINING_KEYS):
+                raise ValueError(f"received `{min(unusable)}` in `jump_hosts`, which only a node has")
+        try:
+            _DEFAULTS.validate_python(defaults)
+        except ValidationError:
+            return content
+        of_jump_host = {key: value for key, value in defaults.items() if key in KEYS_FROM_DEFAULTS}
+        filled = {key: _fill(content[key], defaults) for key in ("nodes", "servers") if key in content}
+        return content | filled | {"jump_hosts": _fill(jump_hosts, of_jump_host)}
 
     @model_validator(mode="after")
-    def _has_not_too_many_nodes(self) -> Self:
+    def _has_nodes_or_servers(self) -> Self:
         if self.nodes and self.servers:
             expected = "the nodes of each server in its entry"
             raise ValueError(f"received both `nodes` and `servers`; expected {expected}")
         if len({server.name for server in self.servers}) < len(self.servers):
             raise ValueError("two of `servers` have one name")
-        entries = (*self.nodes, *(entry for server in self.servers for entry in server.nodes))
+        entries = (*self.jump_hosts, *self.nodes, *self.servers, *(n for s in self.servers for n in s.nodes))
         num_nodes = sum(count_range(entry.name) for entry in entries)
         if num_nodes > MAX_RANGE:
             raise ValueError(f"the entries expand to {num_nodes:,} nodes, expected at most {MAX_RANGE:,}")
         return self
 
 
+def _fill(entries: Any, defaults: YamlMapping) -> Any:
+    """Return `entries` with `defaults` where they state nothing, also in the nodes of servers."""
+    if not isinstance(entries, list):
+        return entries
+    return [
+        {**defaults, **entry, **({"nodes": _fill(entry["nodes"], defaults)} if "nodes" in entry else {})}
+        if isinstance(entry, dict)
+        else entry
+        for entry in entries
+    ]
+
+
 def load_fleet(path: Path) -> Fleet:
     """Read fleet.yaml. Raises InputError for invalid content, no nodes, duplicate names or cyclic jumps."""
     remedy = "write it with `csdctl discover --cidr` or `csdctl emulate up`, or use another one with --fleet"
     file = load_document(path, FleetFile, remedy=remedy)
-    if not file.nodes and not file.servers:
+    if file.servers:
+        return _load_servers(path, file)
+    if not file.nodes:
         remedy = "add nodes, or find them with `csdctl discover --cidr`"
         raise InputError(f"{path}: the fleet is empty", remedy=remedy)
-    directory = path.parent
-    if file.servers:
-        return _load_servers(path, file, directory)
-    shared = ("user", "key", "offers_agent")
-    of_jump_hosts = NodeSettings(**{name: getattr(file.defaults, name) for name in shared})
-    jump_hosts = [_nodes(entry, of_jump_hosts, directory)[0] for entry in file.jump_hosts]
-    nodes = [node for entry in file.nodes for node in _nodes(entry, file.defaults, directory)]
-    _check_names(path, [node.name for node, _ in jump_hosts], [node.name for node, _ in nodes])
-    machines = {node.name: (node, jump) for node, jump in (*jump_hosts, *nodes)}
-    resolver = _Jumps(machines, file.defaults.user, _resolve_keys(file.defaults, directory))
+    jump_hosts, nodes = (_expand(entries, path.parent) for entries in (file.jump_hosts, file.nodes))
+    _check_names(path, [*jump_hosts, *nodes])
+    machines = {machine.name: machine for machine in (*jump_hosts, *nodes)}
+    [defaults] = _expand([file.defaults], path.parent)
     try:
-        resolved = tuple(replace(node, jump=resolver.resolve(jump, (node.name,))) for node, jump in nodes)
+        _check_spelling(machines)
+        nodes = [replace(node, jump=_resolve(node.jump, machines, defaults, (node.name,))) for node in nodes]
     except ValueError as error:
         raise InputError(f"{path}: {error}", remedy=f"fix `jump` in {path}") from None
-    return Fleet(resolved, file.host, file.network, file.emulated, path)
+    return Fleet(tuple(nodes), file.host, file.network, file.emulated, path)
 
 
-def _load_servers(path: Path, file: FleetFile, directory: Path) -> Fleet:
+def _load_servers(path: Path, file: FleetFile) -> Fleet:
     """Return the fleet of several servers. csdctl runs on one of them, whose rank is the host's.
 
     A host that does not train may be another machine. Raises InputError when none or several servers have an
     address of this machine, or two machines have one name.
     """
-    own = own_names()
-    here = [server for server in file.servers if means_host(server.address, own)]
+    names_here = own_names()
+    servers = _expand(file.servers, path.parent)
+    here = [server for server in servers if means_host(server.address, names_here)]
     if len(here) > 1 or (not here and file.host.trains):
-        found = format_node_names(server.name for server in here) or "none of them"
+        matches = format_node_names(server.name for server in here) or "none of them"
         raise InputError(
-            f"{path}: of `servers`, {found} has an address of this machine; expected exactly one",
+            f"{path}: of `servers`, {matches} has an address of this machine; expected exactly one",
             remedy="run csdctl on one of the servers, and list it with an address of its own; "
             "or write `host: {trains: false}` for a machine that only coordinates",
         )
-    others = [server for server in file.servers if server not in here]
-    _check_names(path, [], [server.name for server in others])
-    nodes: list[Node] = []
-    here_state = ""
-    for server in (*here, *others):
-        entries = [pair for entry in server.nodes for pair in _nodes(entry, file.defaults, directory)]
-        _check_names(path, [], [node.name for node, _ in entries])
-        [(machine, jump)] = _nodes(server, file.defaults, directory)
-        if jump or any(jump for _, jump in entries):
+    _check_names(path, [server for server in servers if server not in here])
+    machines: list[Node] = []
+    for server in [*here, *(server for server in servers if server not in here)]:
+        nodes = _expand(server.nodes, path.parent)
+        _check_names(path, nodes)
+        if any(machine.jump for machine in (server, *nodes)):
             problem = f"received `jump` in server {server.name!r}; its nodes are reached through it"
             raise InputError(f"{path}: {problem}")
-        machine = replace(machine, groups=(*machine.groups, server.name), server=server.name)
-        nodes += [machine] if server in others else []
-        here_state = here_state if server in others else machine.state
-        nodes += [
-            replace(
-                node,
-                name=f"{server.name}{SERVER_MARK}{node.name}",
-                groups=(*node.groups, server.name),
-                jump=machine if server in others else None,
-                server=machine.name if server in others else "",
-            )
-            for node, _ in entries
-        ]
-    networks = tuple((server.name, server.network) for server in others)
-    network, name = (here[0].network, here[0].name) if here else ("", "")
-    fixed = (tuple(nodes), file.host, network, file.emulated, path, networks, file.network)
-    return Fleet(*fixed, name, here_state)
+        name, is_here = server.name, server in here
+        jump = replace(server, groups=(*server.groups, name), server=name, nodes=())
+        machines += [] if is_here else [jump]
+        for node in nodes:
+            place = {"jump": None, "server": ""} if is_here else {"jump": jump, "server": name}
+            node_name, groups = f"{name}{SERVER_MARK}{node.name}", (*node.groups, name)
+            machines.append(replace(node, name=node_name, groups=groups, **place))
+    fleet = Fleet(tuple(machines), file.host, "", file.emulated, path, between=file.network)
+    for server in here:
+        fleet = replace(fleet, network=server.network, here=server.name, here_state=server.state)
+    return fleet
 
 
-def _nodes(
-    entry: NodeEntry | JumpHostEntry | ServerEntry, defaults: NodeSettings, directory: Path
-) -> list[tuple[Node, str]]:
-    """Return the nodes of `entry` without their jump hosts, each with the value of its `jump`."""
-    stated = entry.model_fields_set & NodeSettings.model_fields.keys()
-    own = {key: getattr(entry, key) for key in stated if getattr(entry, key) is not None}
-    settings = defaults.model_copy(update=own)
+def _expand(entries: Iterable[NodeT], directory: Path) -> list[NodeT]:
+    """Return an entry for each name and address of ranges. Paths of keys are relative to `directory`."""
     return [
-        (
-            Node(
-                name=name,
-                address=address,
-                port=settings.port,
-                user=settings.user,
-                **_resolve_keys(settings, directory),
-                python=settings.python,
-                groups=tuple(dict.fromkeys(settings.group)),
-                power=settings.power,
-                device=settings.device,
-                env=tuple(settings.env.items()),
-                state=settings.state,
-            ),
-            settings.jump,
+        replace(
+            entry,
+            name=name,
+            address=address,
+            key=entry.key and directory / entry.key,
+            other_keys=tuple(directory / key for key in entry.other_keys),
         )
+        for entry in entries
         for name, address in zip(expand_range(entry.name), expand_range(entry.address), strict=True)
     ]
 
 
-def _resolve_keys(settings: NodeSettings, directory: Path) -> dict[str, Any]:
-    keys = tuple(directory / path for path in settings.key)
-    return {"key": next(iter(keys), None), "other_keys": keys[1:], "offers_agent": settings.offers_agent}
-
-
-def _check_names(path: Path, jump_hosts: Sequence[str], nodes: Sequence[str]) -> None:
-    for name, count in Counter([*jump_hosts, *nodes]).items():
+def _check_names(path: Path, machines: Iterable[Node]) -> None:
+    for name, count in Counter(machine.name for machine in machines).items():
         if name == HOST_NAME:
             problem = f"{name!r} is not allowed as a node name: csdctl uses this name for its own machine"
             remedy = "give the node another `name`; its `address` may stay"
@@ -291,46 +178,43 @@ def _check_names(path: Path, jump_hosts: Sequence[str], nodes: Sequence[str]) ->
             raise InputError(problem, remedy="give each node a unique name")
 
 
-@dataclass
-class _Jumps:
-    """Resolves jump hosts of nodes: `machines`, with their own `jump`. Addresses get `user` and `keys`."""
-
-    machines: Mapping[str, tuple[Node, str]]
-    user: str
-    keys: Mapping[str, Any]
-    _found: dict[str, Node | None] = field(default_factory=dict)
-
-    def resolve(self, jump: str, passed: tuple[str, ...]) -> Node | None:
-        """Return the chain of `jump` behind `passed`. Raises ValueError for a cycle or a long chain."""
-        if jump in self._found:
-            return self._found[jump]
-        before: Node | None = None
-        for number, hop in enumerate(parse_jump(jump)):
-            if hop.name in passed:
-                raise ValueError(f"cyclic jumps: {' → '.join([*passed, hop.name])}")
-            if len(passed) > MAX_HOPS:
-                raise ValueError(f"{passed[0]} is behind more than {MAX_HOPS} jump hosts")
-            found = self.machines.get(hop.address) if hop.user is None and hop.port is None else None
-            if hop.address not in self.machines:
-                self._check_spelling(hop.address)
-            user = self.user if hop.user is None else hop.user
-            direct = Node(name=hop.name, address=hop.address, port=hop.port or 22, user=user, **self.keys)
-            node, own = found or (direct, "")
-            # As with ssh -J, only the first hop of a chain uses its own `jump`.
-            before = replace(node, jump=before if number else self.resolve(own, (*passed, hop.name)))
-        if before and len(before.jumps) >= MAX_HOPS:
-            raise ValueError(f"{passed[0]} is behind more than {MAX_HOPS} jump hosts")
-        self._found[jump] = before
-        return before
-
-    def _check_spelling(self, address: str) -> None:
-        """Raise ValueError for an address that is the name of a machine but for a letter."""
-        near = difflib.get_close_matches(address, self.machines, n=1, cutoff=0.8)
+def _check_spelling(machines: Mapping[str, Node]) -> None:
+    """Raise ValueError for a hop whose address is the name of a machine but for a letter."""
+    addresses = {hop.address for machine in machines.values() for hop in machine.jumps}
+    for address in addresses - machines.keys():
+        near = difflib.get_close_matches(address, machines, n=1, cutoff=0.8)
         if near and re.sub(r"\D", "", near[0]) == re.sub(r"\D", "", address):
             raise ValueError(f"jump {address!r} is not in the file; did you mean {near[0]!r}?")
 
 
-YamlMapping = dict[str, object]
+def _resolve(
+    hop: Node | None, machines: Mapping[str, Node], defaults: Node, passed: tuple[str, ...]
+) -> Node | None:
+    """Return a hop of a ProxyJump as a machine, with its own jump hosts. `passed` are the machines behind it.
+
+    It is the name of one of `machines`, or an address with user and keys of `defaults`. Raises ValueError for
+    a cycle or a long chain.
+    """
+    if hop is None:
+        return None
+    if hop.name in passed:
+        raise ValueError(f"cyclic jumps: {' → '.join([*passed, hop.name])}")
+    if len(passed) > MAX_HOPS:
+        raise ValueError(f"{passed[0]} is behind more than {MAX_HOPS} jump hosts")
+    is_name = hop.address in machines and not hop.user and not hop.port
+    address = Node(
+        hop.name,
+        hop.address,
+        port=hop.port or 22,
+        user=hop.user or defaults.user,
+        key=defaults.key,
+        other_keys=defaults.other_keys,
+        offers_agent=defaults.offers_agent,
+    )
+    machine = machines[hop.address] if is_name else address
+    # As with ssh -J, only the first hop of a chain uses its own `jump`.
+    before = _resolve(hop.jump or machine.jump, machines, defaults, (*passed, hop.name))
+    return replace(machine, jump=before)
 
 
 def render_fleet(fleet: Fleet, *, origin: str) -> str:
@@ -352,7 +236,7 @@ def render_fleet(fleet: Fleet, *, origin: str) -> str:
     }
     host: YamlMapping = {
         "threads": fleet.host.threads,
-        "power": render_power(fleet.host.power),
+        "power": _render_power(fleet.host.power),
         "device": fleet.host.device.replace(AUTO, ""),
         "env": fleet.host.env,
     }
@@ -376,6 +260,13 @@ def _without_empty(content: YamlMapping, defaults: Mapping[str, object] = {}) ->
         for key, value in content.items()
         if key not in defaults and value not in ("", None, 0, [], {})
     }
+
+
+def _render_power(power: PowerSource | None) -> object:
+    if power is None:
+        return ""
+    content = power.model_dump(exclude_defaults=True)
+    return power.source if content == {"source": power.source} else content
 
 
 def _name_jump_hosts(nodes: Sequence[Node]) -> dict[Node, str]:
@@ -408,7 +299,7 @@ def _settings(node: Node, jump_names: Mapping[Node, str]) -> YamlMapping:
         "python": node.python,
         "group": node.groups[0] if len(node.groups) == 1 else list(node.groups),
         "jump": jump_names[_as_jump_host(node.jump)] if node.jump else "",
-        "power": render_power(node.power),
+        "power": _render_power(node.power),
         "device": node.device.replace(AUTO, ""),
         "env": dict(node.env),
         "state": node.state,

@@ -1,25 +1,135 @@
-"""The fleet as frozen dataclasses, which `fleet_file` creates from fleet.yaml. Selection of its nodes."""
+"""The fleet, as dataclasses that pydantic reads from fleet.yaml (`fleet_file`). Selection of its nodes."""
 
 import fnmatch
+import ipaddress
 import re
 import sys
 from collections import defaultdict
 from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Annotated, Literal, Self
+from typing import Annotated, Any, Literal, Self, TypeVar
 
-from pydantic import Field, model_validator
+from pydantic import (
+    AfterValidator,
+    BeforeValidator,
+    Field,
+    GetPydanticSchema,
+    PlainValidator,
+    Strict,
+    WithJsonSchema,
+    model_validator,
+    with_config,
+)
+from pydantic.json_schema import SkipJsonSchema
+from pydantic_core import PydanticCustomError, core_schema
 
-from csdctl.documents import Document
+from csdctl.documents import STRICT, Document
 from csdctl.errors import CsdctlError, InputError
-from csdctl.fleet.names import expand_range, format_node_names
+from csdctl.fleet.names import (
+    ADDRESS,
+    AN_ADDRESS,
+    GROUP,
+    NAME,
+    USER,
+    count_range,
+    expand_range,
+    format_node_names,
+    range_ends,
+)
 from csdctl.worker.protocol.run_spec import AUTO, CPU, Device
 
 HOST_NAME = "host"
 SERVER_MARK = "/"
-"""Between the name of a server and that of one of its nodes: storage2/csd3."""
+"""Between the name of a server and the name of one of its nodes: storage2/csd3."""
+BETWEEN_SERVERS = "between servers"
+"""The level of the links of all servers. Any other level is a server with its nodes."""
+MAX_HOPS = 8
+_HOP = re.compile(r"(?:(?P<user>[^@]*)@)?(?:\[(?P<v6>[^\]]*)\]|(?P<address>[^:]*))(?::(?P<port>\d{1,5}))?")
+_ADDRESS_MARK = "\0"
+"""Stands for the address of a node in messages that are compared."""
 
+ValueT = TypeVar("ValueT")
+
+
+def _refuse_key(_: object) -> object:
+    raise PydanticCustomError("extra_forbidden", "unknown key")
+
+
+NotInFile = Annotated[SkipJsonSchema[ValueT], BeforeValidator(_refuse_key)]
+"""A field that is no key of fleet.yaml."""
+
+
+def _matching(pattern: re.Pattern[str], what: str) -> AfterValidator:
+    """Check that a value, or the first and last value of a range, matches `pattern`."""
+
+    def check(value: str) -> str:
+        try:
+            ends = range_ends(value)
+        except InputError as error:
+            raise ValueError("; ".join(filter(None, [error.message, error.remedy]))) from None
+        if not all(map(pattern.fullmatch, ends)):
+            raise ValueError(f"not a valid {what}")
+        return value
+
+    return AfterValidator(check)
+
+
+def parse_jump(text: str) -> "Node | None":
+    """Parse a ProxyJump: hops of the form [user@]address[:port], joined by commas. Return the last hop.
+
+    The user of a hop is '' and its port 0 where they are not stated. Raises ValueError.
+    """
+    if text in ("", "none"):
+        return None
+    parts = text.split(",")
+    if len(parts) > MAX_HOPS:
+        raise ValueError(f"more than {MAX_HOPS} jumps")
+    hop: Node | None = None
+    for part in parts:
+        match = _HOP.fullmatch(part.strip().removeprefix("ssh://"))
+        address = match and (match["v6"] or match["address"])
+        if not match or not address or not ADDRESS.fullmatch(address):
+            raise ValueError(f"not a valid jump host: expected [user@]address[:port], with an {AN_ADDRESS}")
+        if match["user"] is not None and not USER.fullmatch(match["user"]):
+            raise ValueError("not a valid user name of a jump host")
+        if match["port"] and not 0 < int(match["port"]) < 1 << 16:
+            raise ValueError(f"port {match['port']} of a jump host is not between 1 and 65535")
+        name = name_hop(address, match["user"] or "", match["port"] or "")
+        hop = Node(name, address, int(match["port"] or 0), match["user"] or "", jump=hop)
+    return hop
+
+
+def name_hop(*parts: str) -> str:
+    """Return an alias for user, address and port: ops@10.0.0.1:2222 is ops-10.0.0.1-2222."""
+    return re.sub(r"[^A-Za-z0-9.-]+", "-", "-".join(filter(None, parts))).strip("-.")[:63]
+
+
+def _read_jump(value: object) -> "Node | None":
+    if not isinstance(value, str):
+        raise ValueError("must be text")
+    return parse_jump(value)
+
+
+def _read_key(path: Path) -> Path:
+    try:
+        if path.suffix == ".pub":
+            raise ValueError(f"expected the private key, probably {path.with_suffix('').name}")
+        return path.expanduser()
+    except RuntimeError:
+        raise ValueError("there is no home directory of this user") from None
+
+
+def _check_python(value: str) -> str:
+    if "/" in value and not value.startswith("/"):
+        raise ValueError("expected the name of a program or an absolute path")
+    return value
+
+
+Network = Annotated[
+    str, AfterValidator(lambda value: value and str(ipaddress.ip_network(value, strict=False)))
+]
+PrivateKey = Annotated[Path, AfterValidator(_read_key)]
 Env = Annotated[
     dict[
         Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")],
@@ -28,9 +138,16 @@ Env = Annotated[
     Field(max_length=100),
 ]
 """Variables of the environment of csdctl's programs on a machine, and their values."""
+EnvPairs = Annotated[
+    tuple[tuple[str, str], ...],
+    GetPydanticSchema(
+        lambda _, handler: core_schema.no_info_after_validator_function(
+            lambda env: tuple(env.items()), handler.generate_schema(Env)
+        )
+    ),
+]
+"""The same as pairs of name and value, in a class whose values are hashable."""
 Watts = Annotated[float, Field(ge=0, le=1_000_000)]
-BETWEEN_SERVERS = "between servers"
-_ADDRESS = "\0"
 
 
 class PowerSource(Document):
@@ -69,30 +186,60 @@ class PowerSource(Document):
         return self
 
 
+@with_config(STRICT)
 @dataclass(frozen=True)
 class Node:
-    """A machine that is reached over SSH and trains."""
+    """A machine that is reached over SSH and trains, or a jump host.
 
-    name: str
-    address: str
-    port: int = 22
-    user: str = "root"
-    key: Path | None = None
-    python: str = "python3"
-    groups: tuple[str, ...] = ()
-    jump: "Node | None" = None
+    An entry of fleet.yaml may stand for several: `name` and `address` then have ranges (csd[0-35]).
+    """
+
+    name: Annotated[str, _matching(NAME, "name (letters, digits, '.', '_', '-')")]
+    address: Annotated[str, _matching(ADDRESS, AN_ADDRESS)]
+    port: Annotated[int, Field(ge=1, le=65535)] = 22
+    user: Annotated[str, _matching(USER, "user name")] = "root"
+    key: PrivateKey | None = None
+    """In fleet.yaml also a list, whose other entries are `other_keys`."""
+    python: Annotated[str, Field(pattern=r"^[^\x00-\x1f-][^\x00-\x1f]*$"), AfterValidator(_check_python)] = (
+        "python3"
+    )
+    groups: Annotated[
+        tuple[Annotated[str, _matching(GROUP, "group (no spaces, commas or brackets)")], ...],
+        Field(validation_alias="group"),
+        BeforeValidator(lambda value: ([value] if value else []) if isinstance(value, str) else value),
+        AfterValidator(lambda groups: tuple(dict.fromkeys(groups))),
+    ] = ()
+    jump: Annotated["Node | None", PlainValidator(_read_jump), WithJsonSchema({"type": "string"})] = None
     """The jump host of the connection, which may have a jump host itself."""
     power: PowerSource | None = None
-    server: str = ""
+    server: NotInFile[str] = ""
     """The server that it belongs to: for a server its own name; '' for the machine that csdctl runs on."""
-    device: str = AUTO
-    env: tuple[tuple[str, str], ...] = ()
+    device: Device = AUTO
+    env: EnvPairs = ()
     """Variables of the environment of csdctl's programs there, and their values."""
-    state: str = ""
+    state: Annotated[str, Field(pattern=r"^(/[^\x00-\x1f]*)?$")] = ""
     """The directory with csdctl's state on the machine; '' for ~/.csdctl."""
-    other_keys: tuple[Path, ...] = ()
+    other_keys: Annotated[SkipJsonSchema[tuple[PrivateKey, ...]], Strict()] = ()
     offers_agent: bool = False
     """Whether, beside `key` and `other_keys`, the agent's are offered: ssh without IdentitiesOnly."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _divide_keys(cls, content: Any) -> Any:
+        """Divide a list of keys. Lists come from the file, and a file has no tuple for `other_keys`."""
+        if isinstance(content, dict) and isinstance(keys := content.get("key"), list | str):
+            keys = keys if isinstance(keys, list) else list(filter(None, [keys]))
+            return content | {"key": next(iter(keys), None), "other_keys": tuple(keys[1:])}
+        return content
+
+    @model_validator(mode="after")
+    def _has_equal_ranges(self) -> Self:
+        num_names, num_addresses = count_range(self.name), count_range(self.address)
+        if num_names != num_addresses:
+            names = f"name {self.name!r} expands to {num_names} nodes"
+            addresses = f"address {self.address!r} to {num_addresses}"
+            raise ValueError(f"{names}, but {addresses}; expected equal numbers")
+        return self
 
     @property
     def keys(self) -> tuple[Path, ...]:
@@ -115,6 +262,16 @@ class Node:
         return (self.jump, *self.jump.jumps) if self.jump else ()
 
 
+@with_config(STRICT)
+@dataclass(frozen=True)
+class Server(Node):
+    """A server with its own nodes. They are in `nodes` only in fleet.yaml."""
+
+    network: Network = ""
+    """The network of its tunnel, as CIDR. '' lets MPI choose."""
+    nodes: tuple[Node, ...] = ()
+
+
 class Host(Document):
     """The machine that csdctl runs on, as a rank. `threads` 0 means all cores."""
 
@@ -124,9 +281,6 @@ class Host(Document):
     power: PowerSource | None = None
     device: Device = AUTO
     env: Env = {}
-
-
-"""The level of the links of all servers; any other level is that of a server with its nodes."""
 
 
 @dataclass(frozen=True)
@@ -139,23 +293,29 @@ class Level:
     network: str
 
 
+@with_config(STRICT)
 @dataclass(frozen=True)
 class Fleet:
-    """The host and its nodes, as written in fleet.yaml."""
+    """The host and its nodes, as fleet.yaml states them."""
 
-    nodes: tuple[Node, ...]
+    nodes: tuple[Node, ...] = ()
     host: Host = field(default_factory=Host)
-    network: str = ""
+    network: Network = ""
     """The network, as CIDR, that MPI uses between the machines; '' lets MPI choose."""
     emulated: bool = False
-    path: Path = Path("fleet.yaml")
-    networks: tuple[tuple[str, str], ...] = ()
-    """Of every other server, its name and the network of its tunnel; '' if MPI chooses."""
-    between: str = ""
+    path: NotInFile[Path] = Path("fleet.yaml")
+    between: NotInFile[str] = ""
     """The network that MPI uses between the servers; '' lets MPI choose."""
-    here: str = ""
+    here: NotInFile[str] = ""
     """The server on which csdctl runs; '' for one server alone, or a machine beside the servers."""
-    here_state: str = ""
+    here_state: NotInFile[str] = ""
+
+    @property
+    def networks(self) -> tuple[tuple[str, str], ...]:
+        """Of every other server, its name and the network of its tunnel; '' if MPI chooses."""
+        machines = [machine for node in self.nodes for machine in (node, node.jump)]
+        servers = [machine for machine in machines if isinstance(machine, Server)]
+        return tuple({server.name: server.network for server in servers}.items())
 
     @property
     def machines(self) -> tuple[str, ...]:
@@ -170,8 +330,8 @@ class Fleet:
     def networks_of(self, machine: str) -> tuple[str, ...]:
         """Return the networks in which MPI reaches `machine`, as far as the file states them."""
         server = self.server_of(machine)
-        own = dict(self.networks).get(server, self.network)
-        return tuple(filter(None, [own, self.between if machine == server else ""]))
+        tunnel = dict(self.networks).get(server, self.network)
+        return tuple(filter(None, [tunnel, self.between if machine == server else ""]))
 
     def server_of(self, machine: str) -> str:
         """Return the server that `machine` belongs to, or is. HOST_NAME for the one that csdctl runs on."""
@@ -251,51 +411,50 @@ def select_names(
     may_be_empty: bool = False,
 ) -> list[str]:
     """Select names as `select_nodes` does, given the groups of each name. `where` names their file."""
-    kept: Iterable[str] = groups
-    if limit:
-        wanted = {name for pattern in _split(limit) for name in _matching(groups, pattern, "--limit", where)}
-        kept = [name for name in kept if name in wanted]
-    unwanted = {name for one in _split(exclude) for name in _matching(groups, one, "--exclude", where)}
-    kept = [name for name in kept if name not in unwanted]
-    if not kept and not may_be_empty:
+    selected: Iterable[str] = groups
+    for option, patterns in (("--limit", limit), ("--exclude", exclude)):
+        matches = {
+            name
+            for pattern in ",".join(patterns).split(",")
+            if pattern.strip()
+            for name in _match(groups, pattern.strip(), option, where)
+        }
+        if patterns:
+            selected = [name for name in selected if (name in matches) == (option == "--limit")]
+    if not selected and not may_be_empty:
         raise InputError(f"--limit and --exclude leave no node of {where}", remedy="select at least one node")
-    return kept
+    return [*selected]
 
 
 def keep_nodes(fleet: Fleet, names: Container[str]) -> Fleet:
     """Return the fleet with only the nodes in `names`. Possibly without nodes."""
-    nodes = tuple(node for node in fleet.nodes if node.name in names)
-    servers = {node.server for node in nodes}
-    return replace(fleet, nodes=nodes, networks=tuple(one for one in fleet.networks if one[0] in servers))
+    return replace(fleet, nodes=tuple(node for node in fleet.nodes if node.name in names))
 
 
-def _split(patterns: Sequence[str]) -> list[str]:
-    return [pattern.strip() for joined in patterns for pattern in joined.split(",") if pattern.strip()]
-
-
-def _matching(groups: Mapping[str, Sequence[str]], pattern: str, option: str, where: str) -> list[str]:
+def _match(groups: Mapping[str, Sequence[str]], pattern: str, option: str, where: str) -> list[str]:
+    """Return the names that `pattern` selects. Raises InputError for none, or a range that --limit lacks."""
     expanded = expand_range(pattern)
-    wanted = {name for name in expanded if not re.search(r"[*?\[]", name)}
-    patterns = [re.compile(fnmatch.translate(name)) for name in expanded if name not in wanted]
-    known = set(groups).union(*groups.values())
-    missing = [name for name in wanted if name not in known]
-    if patterns or option != "--limit" or len(missing) == len(wanted):
+    literal = {name for name in expanded if not re.search(r"[*?\[]", name)}
+    wildcards = [re.compile(fnmatch.translate(name)) for name in expanded if name not in literal]
+    all_names = set(groups).union(*groups.values())
+    missing = [name for name in literal if name not in all_names]
+    if wildcards or option != "--limit" or len(missing) == len(literal):
         missing = []  # a wildcard, a group, no match at all, or nodes that are to be left out anyway
-    found = [
+    matches = [
         name
-        for name, own in groups.items()
-        if name in wanted or not wanted.isdisjoint(own) or any(each.match(name) for each in patterns)
+        for name, groups_of_name in groups.items()
+        if not literal.isdisjoint((name, *groups_of_name)) or any(card.match(name) for card in wildcards)
     ]
-    if pattern == "all" and not found:
+    if pattern == "all" and not matches:
         return [*groups]
-    if not found or missing:
-        others = sorted(known.difference(groups, ["all"]))
+    if not matches or missing:
+        group_names = sorted(all_names.difference(groups, ["all"]))
         absent = f"names {format_node_names(sorted(missing))}, not in" if missing else "matches no node of"
         raise InputError(
             f"{option} {pattern!r} {absent} {where}",
-            remedy=f"nodes: {format_node_names(groups)}; groups: {format_node_names(['all', *others])}",
+            remedy=f"nodes: {format_node_names(groups)}; groups: {format_node_names(['all', *group_names])}",
         )
-    return found
+    return matches
 
 
 @dataclass(frozen=True)
@@ -313,13 +472,15 @@ def fold_problems(failed: Mapping[str, CsdctlError], fleet: Fleet) -> list[Probl
     grouped: dict[tuple[type, str], list[str]] = defaultdict(list)
     for name, error in failed.items():
         address = addresses.get(name)
-        template = error.message.replace(address, _ADDRESS) if address else error.message
+        template = error.message.replace(address, _ADDRESS_MARK) if address else error.message
         grouped[type(error), template].append(name)
     problems = []
     for (_, template), names in grouped.items():
         remedy = failed[names[0]].remedy
         if len({failed[name].remedy for name in names}) > 1:
             remedy += f" (shown for {names[0]})"
-        shown = format_node_names(addresses.get(name, "") for name in names)
-        problems.append(Problem(tuple(names), template.replace(_ADDRESS, shown), remedy))
+        message = template.replace(
+            _ADDRESS_MARK, format_node_names(addresses.get(name, "") for name in names)
+        )
+        problems.append(Problem(tuple(names), message, remedy))
     return problems
