@@ -60,6 +60,7 @@ _PLAIN_WORDS = {
     "a valid boolean": "true or false",
     "a valid string": "text",
     "a valid list": "a list",
+    "a valid tuple": "a list",
     "a valid number": "a number",
 }
 """Words of pydantic's messages, and what csdctl says instead."""

@@ -337,7 +337,7 @@ def fleet_status(directory: Path) -> list[NodeStatus]:
     if state is None or not state.nodes:
         return []
     statuses = []
-    for node, cpu in zip(state.nodes, state.spec.cpu, strict=True):
+    for node, cpu in zip(state.nodes, state.spec.cpu, strict=False):
         running = is_running(node.pid, node.start_time)
         pids = list_descendants(node.pid) if running else []
         statuses.append(

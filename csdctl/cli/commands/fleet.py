@@ -32,8 +32,7 @@ def discover(
         int | None, typer.Option(min=1, max=65535, help="SSH port that --cidr scans; default: 22.")
     ] = None,
     inventory: Annotated[
-        Path | None,
-        typer.Option(help="First write the fleet file from this output of `ansible-inventory --list`."),
+        Path | None, typer.Option(help="First write the fleet file from this Ansible inventory.")
     ] = None,
     ssh_config: Annotated[
         Path | None,

@@ -9,19 +9,32 @@ import subprocess
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from itertools import pairwise
 from pathlib import Path
 
-from csdctl.documents import save_text
+from csdctl.documents import MAX_JSON_BYTES, load_text, save_text
 from csdctl.errors import CsdctlError, InputError, NoNodeReachableError
-from csdctl.fleet.ansible import list_targets, load_config, load_inventory, render_inventory
+from csdctl.fleet.ansible import (
+    Inventory,
+    Variables,
+    list_targets,
+    parse_config,
+    parse_inventory,
+    render_inventory,
+)
 from csdctl.fleet.fleet_file import render_fleet
-from csdctl.fleet.model import HOST_NAME, Fleet, Node, select_names, select_nodes
+from csdctl.fleet.model import (
+    HOST_NAME,
+    MAX_HOPS,
+    Fleet,
+    Node,
+    name_hop,
+    parse_jump,
+    select_names,
+    select_nodes,
+)
 from csdctl.fleet.names import NAME, USER, format_node_names
 from csdctl.fleet.openssh import (
-    MAX_HOPS,
-    Hop,
     SshSettings,
     Target,
     build_node,
@@ -31,14 +44,21 @@ from csdctl.fleet.openssh import (
     list_aliases,
     list_keys,
     list_notes,
-    parse_jump,
     parse_proxy_command,
     parse_settings,
 )
+from csdctl.fleet.requirements import explain_extra, find_program
+from csdctl.notify import shorten
 from csdctl.transport.many import fleet_known_hosts_paths, run_on_all, values_or_raise
 
 MAX_ADDRESSES = 4096
-QUERY_DEADLINE_S = 30.0
+SSH_DEADLINE_S = 30.0
+"""`Match exec` in an ssh_config runs commands, which may take time."""
+ANSIBLE_DEADLINE_S = 300.0
+"""An inventory may be a program that asks a cloud."""
+
+ListedNodes = tuple[tuple[Node, ...], tuple[str, ...]]
+"""Nodes of a source, and warnings about settings that csdctl ignores."""
 
 
 def expand_addresses(cidr: str) -> list[str]:
@@ -64,12 +84,12 @@ def scan(
         lambda address: _has_ssh_banner(address, port, banner_timeout_s),
         max_workers=128,  # sockets; well below the usual `ulimit -n` of 256 or more
     )
-    found = [address for address, outcome in outcomes.items() if outcome.value]
-    if not found:
+    servers = [address for address, outcome in outcomes.items() if outcome.value]
+    if not servers:
         problem = f"none of {len(addresses)} addresses in {', '.join(cidrs)} has an SSH server at port {port}"
         raise NoNodeReachableError(problem, remedy="check the range and --port, and that the machines are on")
     return tuple(
-        Node(f"csd{number}", address, port=port, user=user, key=key) for number, address in enumerate(found)
+        Node(f"csd{number}", address, port=port, user=user, key=key) for number, address in enumerate(servers)
     )
 
 
@@ -80,19 +100,33 @@ def _has_ssh_banner(address: str, port: int, banner_timeout_s: float) -> bool:
         connection.settimeout(1.0)
         connection.connect((address, port))
         connection.settimeout(banner_timeout_s)
-        is_other = connection.getsockname()[0] != address
-        return is_other and connection.recv(4).startswith(b"SSH-")
+        is_other_machine = connection.getsockname()[0] != address
+        return is_other_machine and connection.recv(4).startswith(b"SSH-")
     return False
 
 
-"""`Match exec` in an ssh_config runs commands, which may take time."""
+def _run(
+    command: Sequence[str], deadline_s: float, *, directory: Path | None = None, remedy: str = ""
+) -> "subprocess.CompletedProcess[str]":
+    """Run a program that only prints. `remedy` is for its deadline."""
+    try:
+        return subprocess.run(
+            command,
+            cwd=directory,
+            env={**os.environ, "ANSIBLE_DEPRECATION_WARNINGS": "false"},
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            errors="replace",
+            timeout=deadline_s,
+            check=False,
+        )
+    except subprocess.TimeoutExpired:
+        shown = shorten(f"{Path(command[0]).name} {' '.join(command[1:])}", 200)
+        raise CsdctlError(f"`{shown}` did not finish within {deadline_s:.0f} s", remedy=remedy) from None
 
 
-FoundNodes = tuple[tuple[Node, ...], tuple[str, ...]]
-"""Nodes of a source, and warnings about settings that csdctl ignores."""
-
-
-def resolve_targets(targets: Sequence[Target], warnings: Mapping[str, list[str]]) -> FoundNodes:
+def resolve_targets(targets: Sequence[Target], warnings: Mapping[str, list[str]]) -> ListedNodes:
     """Return the nodes of `targets`, and notes on what csdctl ignores. Raises InputError."""
     resolver = _Resolver()
     resolver.notes.update(warnings)
@@ -105,11 +139,11 @@ def resolve_targets(targets: Sequence[Target], warnings: Mapping[str, list[str]]
         note = "jump host of others; it becomes a node that trains, unless --exclude leaves it out"
         resolver.notes[note].append(name)
     order = {target.name: number for number, target in enumerate(targets)}
-    folded = []
+    lines = []
     for note, names in resolver.notes.items():
-        listed = format_node_names(sorted(set(names), key=lambda name: order.get(name, 0)))
-        folded.append(f"{listed}: {note}" if names else note)
-    return nodes, tuple(folded)
+        ordered = sorted(set(names), key=lambda name: order.get(name, 0))
+        lines.append(f"{format_node_names(ordered)}: {note}" if names else note)
+    return nodes, tuple(lines)
 
 
 @dataclass
@@ -135,57 +169,44 @@ class _Resolver:
         for note in list_notes(settings, self._defaults, keys):
             where = "" if target.name == name else f"jump host {target.name}: "
             self.notes[where + note].append(name)
-        jump = before or self._jump(target, settings, hops_left - 1, name)
+        jump = before or self._resolve_jump(target, settings, hops_left - 1, name)
         return build_node(target, settings, keys, jump)
 
-    def _jump(self, target: Target, settings: SshSettings, hops_left: int, name: str) -> Node | None:
+    def _resolve_jump(self, target: Target, settings: SshSettings, hops_left: int, name: str) -> Node | None:
         command = settings.get("proxycommand", ["none"])[0]
         if command not in ("", "none"):
-            forwarded = parse_proxy_command(command)
-            if not forwarded:
+            forwarding = parse_proxy_command(command)
+            if not forwarding:
                 remedy = "write it as ProxyJump, or skip the node with --exclude"
                 raise InputError(f"{name}: ProxyCommand {command!r} is not supported", remedy=remedy)
-            host, arguments = forwarded
-            return self._resolve(Target(Hop(host).name, host, arguments), hops_left, name)
+            host, arguments = forwarding
+            return self._resolve(Target(name_hop(host), host, arguments), hops_left, name)
         text = settings.get("proxyjump", ["none"])[0]
         try:
-            hops = parse_jump(text)
+            last_hop = parse_jump(text)
         except ValueError as error:
             raise InputError(f"{name}: ProxyJump {text!r}: {error}") from None
+        # OpenSSH passes only the configuration file on to a jump host.
+        config = next((words for words in pairwise(target.arguments) if words[0] == "-F"), ())
         before: Node | None = None
-        for hop in hops:
-            before = self._resolve(_hop_target(hop, target), hops_left, name, before)
+        for hop in reversed([last_hop, *last_hop.jumps] if last_hop else []):
+            port, user = ("-p", str(hop.port)) if hop.port else (), ("-l", hop.user) if hop.user else ()
+            hop_target = Target(hop.name, hop.address, (*config, *port, *user))
+            before = self._resolve(hop_target, hops_left, name, before)
         return before
 
     def _query(self, target: Target) -> SshSettings:
         command = tuple(build_query(target))
         if command not in self._cache:
-            self._cache[command] = self._run_ssh(target, command)
+            try:
+                query = _run(command, SSH_DEADLINE_S, remedy="a `Match exec` in an ssh_config may hang")
+            except FileNotFoundError:
+                raise InputError("`ssh` is not installed here", remedy="install the OpenSSH client") from None
+            if query.returncode:
+                [line, *_] = [*query.stderr.strip().splitlines(), "no message"]
+                raise InputError(f"{target.name}: `ssh -G {target.host}` failed: {line}")
+            self._cache[command] = parse_settings(query.stdout)
         return self._cache[command]
-
-    def _run_ssh(self, target: Target, command: tuple[str, ...]) -> SshSettings:
-        run = partial(subprocess.run, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False)
-        try:
-            printed = run(command, timeout=QUERY_DEADLINE_S)
-        except FileNotFoundError:
-            raise InputError("`ssh` is not installed here", remedy="install the OpenSSH client") from None
-        except subprocess.TimeoutExpired:
-            problem = f"`ssh -G {target.host}` did not finish within {QUERY_DEADLINE_S:.0f} s"
-            remedy = "a `Match exec` in an ssh_config may hang"
-            raise CsdctlError(f"{target.name}: {problem}", remedy=remedy) from None
-        if printed.returncode:
-            lines = printed.stderr.strip().splitlines()[:1] or ["no message"]
-            raise InputError(f"{target.name}: `ssh -G {target.host}` failed: {lines[0]}")
-        return parse_settings(printed.stdout)
-
-
-def _hop_target(hop: Hop, target: Target) -> Target:
-    """Return the target of a ProxyJump hop: OpenSSH passes only the configuration file on to it."""
-    files = [file for flag, file in pairwise(target.arguments) if flag == "-F"]
-    arguments = ["-F", files[0]] if files else []
-    arguments += ["-p", str(hop.port)] if hop.port else []
-    arguments += ["-l", hop.user] if hop.user else []
-    return Target(hop.name, hop.address, tuple(arguments))
 
 
 @dataclass(frozen=True)
@@ -203,7 +224,7 @@ class NodeSource:
 
     name: str
     origin: str
-    find: Callable[[Path, Sequence[str], Sequence[str]], FoundNodes]
+    find: Callable[[Path, Sequence[str], Sequence[str]], ListedNodes]
     """Returns the nodes that --limit and --exclude select, given csdctl's directory, and warnings.
 
     Raises InputError or NoNodeReachableError.
@@ -223,7 +244,7 @@ def address_ranges(
     if key and not key.is_file():
         raise InputError(f"--key {key} does not exist", remedy="pass the path of a private key")
 
-    def find(_: Path, limit: Sequence[str], exclude: Sequence[str]) -> FoundNodes:
+    def find(_: Path, limit: Sequence[str], exclude: Sequence[str]) -> ListedNodes:
         nodes = scan(cidrs, user=user, key=key, port=port)
         return select_nodes(Fleet(nodes, path=Path(name)), limit, exclude).nodes, ()
 
@@ -235,31 +256,74 @@ def address_ranges(
 def ansible_inventory(path: Path) -> NodeSource:
     """The hosts of an Ansible inventory, as Ansible and ssh would reach them."""
 
-    def find(directory: Path, limit: Sequence[str], exclude: Sequence[str]) -> FoundNodes:
-        targets, warnings = list_targets(load_inventory(path), load_config(directory), limit, exclude)
-        return resolve_targets(targets, warnings)
+    def find(directory: Path, limit: Sequence[str], exclude: Sequence[str]) -> ListedNodes:
+        inventory, config, notes = load_inventory(path, directory)
+        targets, warnings = list_targets(inventory, config, limit, exclude)
+        return resolve_targets(targets, {**{note: [] for note in notes}, **warnings})
 
     return NodeSource(str(path), f"Written by `csdctl discover --inventory {path}`", find)
+
+
+def load_inventory(path: Path, directory: Path) -> tuple[Inventory, Variables, list[str]]:
+    """Return the inventory at `path`, the settings of ansible.cfg in `directory`, and warnings.
+
+    A file with the output of `ansible-inventory --list` is read without Ansible. Raises InputError.
+    """
+    if not path.exists():
+        raise InputError(f"{path} does not exist", remedy="pass the path of an existing file")
+    warnings: list[str] = []
+    text = "" if path.is_dir() else load_text(path, max_bytes=MAX_JSON_BYTES, errors="replace")
+    is_listing = text.lstrip().startswith("{") and '"_meta"' in text
+    if not is_listing:
+        listing = ["-i", str(path.absolute()), "--list"]
+        text, warnings = _run_ansible("ansible-inventory", listing, path, directory)
+    inventory = parse_inventory(text, str(path))
+    if warnings and not inventory.groups:
+        raise InputError(f"{path} has no host: {'; '.join(warnings[:3])}")
+    if is_listing and not find_program("ansible-config"):
+        has_config = (directory / "ansible.cfg").exists()
+        return inventory, {}, ["ansible.cfg is ignored: Ansible is not installed here"] if has_config else []
+    dump = ["dump", "--format", "json", "-t", "all", "--only-changed"]
+    text, _ = _run_ansible("ansible-config", dump, path, directory)
+    return inventory, parse_config(text), warnings
+
+
+def _run_ansible(
+    program: str, arguments: Sequence[str], path: Path, directory: Path
+) -> tuple[str, list[str]]:
+    """Return what a program of Ansible prints, and its warnings. Raises InputError with its message."""
+    executable = find_program(program)
+    if not executable:
+        listing = f"`ansible-inventory -i {path} --list > listed.json` where Ansible is, and pass listed.json"
+        raise InputError(
+            f"`{program}` is needed to read {path}, and is not installed",
+            remedy=f"install ansible-core: {explain_extra('provision')}; or run {listing}",
+        )
+    completed = _run([executable, *arguments], ANSIBLE_DEADLINE_S, directory=directory)
+    lines = [line.strip() for line in completed.stderr.splitlines() if line.strip()]
+    if completed.returncode:
+        message = shorten(" ".join(lines[-3:]) or "no message", 500)
+        raise InputError(f"`{program}` failed: {message}", remedy=f"fix it until `{program}` succeeds")
+    marker = "[WARNING]: "
+    return completed.stdout, [line.removeprefix(marker) for line in lines if line.startswith(marker)]
 
 
 def ssh_config(path: Path) -> NodeSource:
     """The aliases of an ssh_config, as ssh would reach them."""
 
-    def find(directory: Path, limit: Sequence[str], exclude: Sequence[str]) -> FoundNodes:
+    def find(directory: Path, limit: Sequence[str], exclude: Sequence[str]) -> ListedNodes:
         aliases = list_aliases(path)
-        chosen = select_names(dict.fromkeys(aliases, ()), limit, exclude, where=str(path))
-        own = (HOST_NAME, "localhost")
-        usable = [alias for alias in chosen if NAME.fullmatch(alias) and alias not in own]
+        selected = select_names(dict.fromkeys(aliases, ()), limit, exclude, where=str(path))
+        usable = [name for name in selected if NAME.fullmatch(name) and name not in (HOST_NAME, "localhost")]
         if not usable:
-            raise InputError(f"{path}: {', '.join(chosen)} is not a valid node name")
-        skipped = [alias for alias in chosen if alias not in usable]
-        # With -F, ssh ignores the system's configuration, which otherwise applies besides the user's. That is
-        # found by the user database, not by $HOME.
+            raise InputError(f"{path}: {', '.join(selected)} is not a valid node name")
+        skipped = [name for name in selected if name not in usable]
+        # With -F, ssh ignores the system's configuration, which otherwise applies besides the user's. The home
+        # is the one of the user database, not $HOME.
         of_user = Path(pwd.getpwuid(os.getuid()).pw_dir, ".ssh", "config").resolve()
         arguments = () if path.resolve() == of_user else ("-F", str(path.absolute()))
         targets = [Target(alias, alias, arguments) for alias in usable]
-        warnings = {"not a valid node name: skipped": skipped} if skipped else {}
-        return resolve_targets(targets, warnings)
+        return resolve_targets(targets, {"not a valid node name: skipped": skipped} if skipped else {})
 
     return NodeSource(str(path), f"Written by `csdctl discover --ssh-config {path}`", find)
 

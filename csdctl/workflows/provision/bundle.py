@@ -28,6 +28,7 @@ from pathlib import Path
 
 from csdctl.documents import build_atomically, check_values, load_json, load_text, save_json, save_text
 from csdctl.errors import CsdctlError, InputError
+from csdctl.fleet.requirements import find_program
 from csdctl.notify import Say
 from csdctl.reporting.numbers import format_bytes
 from csdctl.shipping.payload import Payload, TreeRequest, pack_payload, read_tree
@@ -101,12 +102,6 @@ _UNUSED = (
     *(f"usr/lib/python{SENT_PYTHON}/lib-dynload/{name}*" for name in ("nis", "readline", "_curses", "_dbm")),
 )
 ARCHIVE_VERSION = 2
-
-
-def find_program(name: str) -> str:
-    """Return the path of a program, first of the one installed with csdctl. '' if there is none."""
-    beside = Path(sys.executable).with_name(name)
-    return str(beside) if beside.exists() else shutil.which(name) or ""
 
 
 def run_program(

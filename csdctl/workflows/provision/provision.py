@@ -20,7 +20,7 @@ import csdctl
 from csdctl.documents import parse_json_document, save_text
 from csdctl.errors import CsdctlError, InputError, NodeError, UnreachableError
 from csdctl.fleet.model import Fleet, keep_nodes
-from csdctl.fleet.requirements import explain_extra
+from csdctl.fleet.requirements import explain_extra, find_program
 from csdctl.notify import Say, shorten
 from csdctl.runs.ledger import record_traffic
 from csdctl.shipping.deliver import OnDeliveryProgress, deliver
@@ -28,7 +28,7 @@ from csdctl.shipping.payload import Payload
 from csdctl.transport.many import Outcome, errors_of, run_on_nodes, values_or_raise
 from csdctl.transport.session import Session
 from csdctl.workflows.discovery.inventory import render_ansible
-from csdctl.workflows.provision.bundle import LOCK, Bundle, collect_bundle, find_program, python_directory
+from csdctl.workflows.provision.bundle import LOCK, Bundle, collect_bundle, python_directory
 from csdctl.workflows.provision.machine import (
     SENT_PYTHON,
     BareMachine,

@@ -228,7 +228,7 @@ WITH_FILE = [
         "init --model m.py:build --public . -o nodir/j",
         "nodir/j: directory nodir does not exist",
     ),
-    ("h", "junk", "discover --inventory h", "h cannot be read: not valid JSON: Expecting value: line 1"),
+    ("h", '{"_meta": 1', "discover --inventory h", "h cannot be read: not valid JSON: Expecting"),
     ("h", "", "discover --ssh-config h", "h has no Host line with a name"),
     ("m.py", BUILD, "init --model model.h5 --public .", "is not a valid reference"),
     ("m.py", BUILD, "init --model m.py:build --public m.py:", "does not name a function"),

@@ -7,65 +7,52 @@ from typing import Any
 import pytest
 
 from csdctl.errors import InputError
-from csdctl.fleet.ansible import list_targets, load_inventory
+from csdctl.fleet.ansible import list_targets, parse_config, parse_inventory
 from csdctl.fleet.openssh import Target
 
 INVENTORIES = Path(__file__).parent / "inventories"
 NAMES = ["ranges.ini", "tree.yml", "with_vars/hosts", "bare"]
 
 
-def read(
-    directory: Path, groups: dict[str, Any] | None = None, **hosts: dict[str, Any]
-) -> tuple[dict[str, Target], dict[str, list[str]]]:
-    content = {"_meta": {"hostvars": hosts}, "all": {"children": ["ungrouped"]}, **(groups or {})}
-    path = directory / "inventory.json"
-    path.write_text(json.dumps(content))
-    found, warnings = list_targets(load_inventory(path), {})
-    return {target.name: target for target in found}, warnings
-
-
-def refused(directory: Path, text: str) -> InputError:
-    path = directory / "hosts"
-    path.write_text(text)
-    with pytest.raises(InputError) as raised:
-        list_targets(load_inventory(path), {})
-    return raised.value
+def read(**hosts: dict[str, Any]) -> tuple[dict[str, Target], dict[str, list[str]]]:
+    content = {"_meta": {"hostvars": hosts}, "all": {"children": ["ungrouped"]}}
+    targets, warnings = list_targets(parse_inventory(json.dumps(content), "hosts"), {})
+    return {target.name: target for target in targets}, warnings
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_captured_output_names_hosts_groups_and_variables(name: str) -> None:
-    path = INVENTORIES / f"{name}.list.json"
-    printed = json.loads(path.read_text())
+    text = (INVENTORIES / f"{name}.list.json").read_text()
+    printed = json.loads(text)
     variables = printed.pop("_meta")["hostvars"]
-    inventory = load_inventory(path)
+    inventory = parse_inventory(text, name)
     assert set(inventory.groups) >= set(variables)
     for group, entry in printed.items():
         if group not in ("all", "ungrouped"):
-            assert {host for host, own in inventory.groups.items() if group in own} >= set(
-                entry.get("hosts", ())
-            )
+            assert {host for host, names in inventory.groups.items() if group in names} >= {
+                *entry.get("hosts", ())
+            }
     assert inventory.variables == variables
 
 
-def test_arguments_come_in_ansibles_order(tmp_path: Path) -> None:
+def test_arguments_come_in_ansibles_order() -> None:
     variables = {
         "ansible_ssh_extra_args": "-4",
         "ansible_ssh_common_args": "-6",
         "ansible_ssh_args": "-p 1",
         "ansible_port": 2,
     }
-    assert read(tmp_path, csd0=variables)[0]["csd0"].arguments == ("-p", "1", "-p", "2", "-6", "-4")
+    assert read(csd0=variables)[0]["csd0"].arguments == ("-p", "1", "-p", "2", "-6", "-4")
 
 
-def test_hosts_without_ssh_and_unusable_settings_are_reported(tmp_path: Path) -> None:
-    found, warnings = read(
-        tmp_path,
+def test_hosts_without_ssh_and_unusable_settings_are_reported() -> None:
+    targets, warnings = read(
         csd0={"ansible_password": "x", "ansible_python_interpreter": "/usr/bin/env python3"},
         localhost={},
         server={"ansible_connection": "local"},
         switch={"ansible_connection": "network_cli"},
     )
-    assert (list(found), found["csd0"].python) == (["csd0"], "")
+    assert (list(targets), targets["csd0"].python) == (["csd0"], "")
     assert warnings == {
         "uses a password in Ansible; csdctl uses keys": ["csd0"],
         "ansible_python_interpreter '/usr/bin/env python3' is ignored: not a single program": ["csd0"],
@@ -74,12 +61,11 @@ def test_hosts_without_ssh_and_unusable_settings_are_reported(tmp_path: Path) ->
     }
 
 
-def test_limit_accepts_groups_and_ranges(tmp_path: Path) -> None:
+def test_limit_accepts_groups_and_ranges() -> None:
     groups = {"a": {"hosts": [f"csd{n}" for n in range(4)]}, "b": {"hosts": [f"csd{n}" for n in range(2, 6)]}}
-    path = tmp_path / "hosts.json"
-    path.write_text(json.dumps({"_meta": {"hostvars": {}}, **groups}))
-    found, _ = list_targets(load_inventory(path), {}, ["b", "csd[0-1]"], ["csd3"])
-    assert [target.name for target in found] == ["csd0", "csd1", "csd2", "csd4", "csd5"]
+    inventory = parse_inventory(json.dumps({"_meta": {"hostvars": {}}, **groups}), "hosts")
+    targets, _ = list_targets(inventory, {}, ["b", "csd[0-1]"], ["csd3"])
+    assert [target.name for target in targets] == ["csd0", "csd1", "csd2", "csd4", "csd5"]
 
 
 def described(**variables: Any) -> str:
@@ -91,7 +77,6 @@ def described(**variables: Any) -> str:
     ("text", "message"),
     [
         ("[csds]\ncsd[0:3]\n", "cannot be read"),
-        ("all: {hosts: {csd0: }}\n", "cannot be read"),
         ('{"all": {}}', "is not output of `ansible-inventory --list`"),
         ('{"_meta": {}}', "key `hostvars` is missing"),
         ('{"_meta": {"hostvars": {}}, "a": {"hosts": {"csd0": {}}}}', "`a.hosts`"),
@@ -103,8 +88,18 @@ def described(**variables: Any) -> str:
         ('{"_meta": {"hostvars": {"fd00::1": {}}}}', "fd00::1 is not a valid node name"),
     ],
 )
-def test_invalid_inventory_is_reported(tmp_path: Path, text: str, message: str) -> None:
-    error = refused(tmp_path, text)
-    assert message in error.message
-    if "cannot be read:" in error.message and text[0] != "{":
-        assert f"ansible-inventory -i {tmp_path}/hosts --list" in error.remedy
+def test_invalid_inventory_is_reported(text: str, message: str) -> None:
+    with pytest.raises(InputError) as raised:
+        list_targets(parse_inventory(text, "hosts"), {})
+    assert message in raised.value.message
+
+
+def test_settings_of_the_configuration_are_variables_of_all_hosts() -> None:
+    text = (INVENTORIES / "ansible-config.dump.json").read_text()
+    assert parse_config(text) == {
+        "ansible_user": "cfg",
+        "ansible_private_key_file": "/srv/keys/id of csd0",
+        "ansible_ssh_args": "-C -o ControlMaster=auto",
+        "ansible_ssh_common_args": "-J gate",
+    }
+    assert parse_config("[]") == {}

@@ -13,20 +13,25 @@ import pytest
 import yaml
 
 from csdctl.errors import InputError, NoNodeReachableError
+from csdctl.fleet.ansible import parse_inventory
 from csdctl.fleet.fleet_file import load_fleet
 from csdctl.fleet.model import Fleet, Node
+from csdctl.workflows.discovery import inventory
 from csdctl.workflows.discovery.inventory import (
     FoundFleet,
     NodeSource,
     ansible_inventory,
     expand_addresses,
     import_fleet,
+    load_inventory,
     render_ansible,
     render_ssh_config,
     scan,
     ssh_config,
 )
 from tests.patience import scaled
+
+INVENTORIES = Path(__file__).parents[2] / "fleet" / "inventories"
 
 
 @pytest.fixture
@@ -153,7 +158,59 @@ class TestSshConfig:
             from_ssh(tmp_path, f"{text}  User u\n" if "User" not in text and text else text)
 
 
+@pytest.fixture
+def without_ansible(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(inventory, "find_program", lambda name: "")
+
+
+@pytest.mark.needs("ansible")
+class TestAnsibleItself:
+    @pytest.mark.parametrize("name", ["ranges.ini", "tree.yml", "with_vars/hosts", "bare"])
+    def test_inventory_is_listed_as_captured(self, tmp_path: Path, name: str) -> None:
+        hosts, config, warnings = load_inventory(INVENTORIES / name, tmp_path)
+        captured = parse_inventory((INVENTORIES / f"{name}.list.json").read_text(), hosts.name)
+        assert (hosts, config) == (captured, {})
+        assert warnings == (["Found duplicate mapping key 'site'."] if name == "tree.yml" else [])
+
+    def test_ansible_cfg_gives_defaults_or_is_an_error(self, tmp_path: Path, key: Path) -> None:
+        (tmp_path / "ansible.cfg").write_text(
+            "[defaults]\nremote_user = cfg ; a comment\nprivate_key_file = keys/id of csd0\n"
+            "[ssh_connection]\nssh_args = -C -o ControlMaster=auto\nssh_common_args = -J gate\n"
+        )
+        path = tmp_path / "hosts"
+        path.write_text("csd0\ncsd1 ansible_ssh_user=own ansible_ssh_common_args=\n")
+        nodes = find(ansible_inventory(path), tmp_path).fleet.nodes
+        assert [(node.user, node.key, node.jump and node.jump.name) for node in nodes] == [
+            ("cfg", key, "gate"),
+            ("own", key, None),
+        ]
+        (tmp_path / "ansible.cfg").write_text("[defaults\n")
+        with pytest.raises(InputError, match=r"`ansible-.*` failed: .*ansible\.cfg"):
+            find(ansible_inventory(path), tmp_path)
+
+    def test_inventory_that_ansible_cannot_read_is_an_error(self, tmp_path: Path) -> None:
+        path = tmp_path / "hosts.yml"
+        path.write_text("all: [csd0]\n")
+        with pytest.raises(InputError, match=r"hosts\.yml has no host: .*not a valid group"):
+            find(ansible_inventory(path), tmp_path)
+
+
+@pytest.mark.usefixtures("without_ansible")
 class TestAnsible:
+    def test_inventory_without_ansible_is_an_error_with_what_to_install(self, tmp_path: Path) -> None:
+        path = tmp_path / "hosts.ini"
+        path.write_text("[csds]\ncsd[0:3]\n")
+        with pytest.raises(InputError, match="`ansible-inventory` is needed to read") as raised:
+            find(ansible_inventory(path), tmp_path)
+        assert "install ansible-core: pip install" in raised.value.remedy
+        assert "ansible-inventory -i" in raised.value.remedy
+
+    def test_ansible_cfg_without_ansible_is_ignored_with_a_warning(self, tmp_path: Path) -> None:
+        (tmp_path / "ansible.cfg").write_text("[defaults]\nremote_user = cfg\n")
+        assert from_ansible(tmp_path, csd0={"ansible_user": "me"}).warnings == (
+            "ansible.cfg is ignored: Ansible is not installed here",
+        )
+
     def test_hosts_are_resolved_by_ssh_from_their_variables(self, tmp_path: Path, key: Path) -> None:
         variables: dict[str, object] = {
             "ansible_ssh_common_args": '-o ProxyCommand="ssh -W %h:%p ops@10.9.0.1"',
@@ -168,22 +225,6 @@ class TestAnsible:
             for name in ("csd0", "csd1")
         )
         assert "name: 'csd[0-1]'" in found.text
-
-    def test_ansible_cfg_gives_defaults_or_is_an_error(self, tmp_path: Path, key: Path) -> None:
-        (tmp_path / "ansible.cfg").write_text(
-            "[defaults]\nremote_user = cfg ; a comment\nprivate_key_file = keys/id of csd0\n"
-            "[ssh_connection]\nssh_args = -C -o ControlMaster=auto\nssh_common_args = -J gate\n"
-        )
-        own: dict[str, object] = {"ansible_ssh_user": "own", "ansible_ssh_common_args": ""}
-        found = from_ansible(tmp_path, csd0={}, csd1=own).fleet
-        assert [(node.user, node.key, node.jump and node.jump.name) for node in found.nodes] == [
-            ("cfg", key, "gate"),
-            ("own", key, None),
-        ]
-        for text in ("remote_user=x", "[defaults\n", "\xff"):
-            (tmp_path / "ansible.cfg").write_text(text, encoding="latin-1")
-            with pytest.raises(InputError, match=r"ansible\.cfg cannot be read"):
-                from_ansible(tmp_path, csd0={})
 
     @pytest.mark.fault(40)
     def test_address_that_is_an_option_is_rejected(self, tmp_path: Path) -> None:
@@ -222,6 +263,7 @@ class TestThereAndBack:
         path.write_text("")
         return Fleet(tuple(nodes), path=path)
 
+    @pytest.mark.usefixtures("without_ansible")
     def test_ansible_inventory_gives_the_same_nodes_again(self, tmp_path: Path, fleet: Fleet) -> None:
         groups = yaml.safe_load(render_ansible(fleet, tmp_path))["csdctl_fleet"]
         members = {name: {"hosts": list(group["hosts"])} for name, group in groups["children"].items()}
