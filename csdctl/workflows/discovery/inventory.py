@@ -318,8 +318,8 @@ def ssh_config(path: Path) -> NodeSource:
         if not usable:
             raise InputError(f"{path}: {', '.join(selected)} is not a valid node name")
         skipped = [name for name in selected if name not in usable]
-        # With -F, ssh ignores the system's configuration, which otherwise applies besides the user's. The home
-        # is the one of the user database, not $HOME.
+        # With -F, ssh ignores the system's configuration, which otherwise applies besides the user's.
+        # The home is found in the user database, not in $HOME.
         of_user = Path(pwd.getpwuid(os.getuid()).pw_dir, ".ssh", "config").resolve()
         arguments = () if path.resolve() == of_user else ("-F", str(path.absolute()))
         targets = [Target(alias, alias, arguments) for alias in usable]
