@@ -42,13 +42,14 @@ ANSWERS = {
     "build": ("compute.model:build", "protocol.model_info:BuildRequest"),
     "compile": ("compute.keras_forward:compile_all", "protocol.model_info:CompileRequests"),
     "augment": ("compute.user_code:try_augment", "protocol.model_info:AugmentTrial"),
+    "record": ("compute.script:record", "protocol.model_info:ScriptRequest"),
 }
 """Commands that need no samples: the function, the type of the request."""
 OF_MPI = ("link", "hub", "sandbox")
 """Commands that end in order with MPI or their input; all others end with the reader of their output."""
 LOADING = ("tensorflow", "csdctl.worker.engine.tensorflow_c")
 """Modules that load TensorFlow's libraries."""
-OF_USERS = ("prepare", "look", "augment")
+OF_USERS = ("prepare", "look", "augment", "record")
 """Commands that may spend their time in a user's functions."""
 
 

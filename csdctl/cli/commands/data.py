@@ -12,7 +12,7 @@ from csdctl.terminal.streams import Streams
 
 if TYPE_CHECKING:
     from csdctl.worker.protocol.datasets import DataLook
-    from csdctl.workflows.init.init import Written
+    from csdctl.workflows.init.init import Looks
 
 
 def init(
@@ -53,9 +53,9 @@ def init(
     from csdctl.terminal.prepare import PreparingView
     from csdctl.workflows.init.init import InitRequest, init_job
 
-    if script and (model or public or validation):
+    if script and (model or public or validation or private):
         raise InputError(
-            "SCRIPT excludes --model, --public and --validation",
+            "SCRIPT excludes --model, --public, --validation and --private",
             remedy="pass only the script, or leave it out",
         )
     if not script and not (model and public):
@@ -65,46 +65,55 @@ def init(
         raise InputError(f"missing {missing}", remedy="for example: csdctl init train.py")
     streams = open_streams(is_json=json)
     parsed = parse_document(f"model_args: {model_args or '{}'}", ModelArguments, name="--model-args")
-    files, dropped = tuple(code or ()), tuple(drop or ())
     request = InitRequest(
-        *(output, model, public, validation, private, parsed.model_args, files, label, dropped, force),
-        *(script, tuple(arguments or ())),
+        output=output,
+        model=model,
+        public=public,
+        validation=validation,
+        private=private,
+        model_args=parsed.model_args,
+        code=tuple(code or ()),
+        label=label,
+        dropped=tuple(drop or ()),
+        is_overwriting=force,
+        script=script,
+        options=tuple(arguments or ()),
     )
     with PreparingView(streams.views) as view:
-        written = init_job(request, streams.directory, streams.say, view.show)
-    _show_written(streams, written)
-    if written.misfit:
-        raise written.misfit
+        looks = init_job(request, streams.directory, streams.say, view.show)
+    _show_looks(streams, output, looks)
+    if looks.misfit:
+        raise looks.misfit
 
 
-def _show_written(streams: Streams, written: "Written") -> None:
+def _show_looks(streams: Streams, output: Path, looks: "Looks") -> None:
     """Print what was seen, and the commands that come next."""
     from csdctl.workflows.init.init import describe_data, describe_model
 
-    looks, misfit = written.looks, written.misfit
     streams.say(f"model: {describe_model(looks.model)}")
     streams.say(f"public data: {describe_data(looks.public)}")
     if looks.validation:
         streams.say(f"validation data: {describe_data(looks.validation)}")
-    for line, text in written.notes:
+    for line, text in looks.notes:
         streams.say(f"not converted, line {line}: {text}")
-    streams.say(f"{written.path} written: check its comments, which mark placeholders and guesses")
-    named = "" if written.path == options.DEFAULT_JOB else f" {written.path}"
-    commands = ["csdctl doctor", *(f"csdctl {command}{named}" for command in ("prepare", "tune", "train"))]
-    if not misfit:
+    streams.say(f"{output} written: check its comments, which mark placeholders and guesses")
+    job = "" if output == options.DEFAULT_JOB else f" {output}"
+    commands = ["csdctl doctor", *(f"csdctl {command}{job}" for command in ("prepare", "tune", "train"))]
+    if not looks.misfit:
         streams.say("next: " + ", ".join(f"`{command}`" for command in commands))
-    document = {
-        "schema": "csdctl.init/1",
-        "path": written.path,
-        "model": looks.model,
-        "public": _look_document(looks.public),
-        "validation": _look_document(looks.validation) if looks.validation else None,
-        "notes": [{"line": line, "text": text} for line, text in written.notes],
-        "fits": misfit is None,
-        "next": commands,
-        "problem": misfit,
-    }
-    streams.result(document)
+    streams.result(
+        {
+            "schema": "csdctl.init/1",
+            "path": output,
+            "model": looks.model,
+            "public": _look_document(looks.public),
+            "validation": _look_document(looks.validation) if looks.validation else None,
+            "notes": [{"line": line, "text": text} for line, text in looks.notes],
+            "fits": looks.misfit is None,
+            "next": commands,
+            "problem": looks.misfit,
+        }
+    )
 
 
 def _look_document(look: "DataLook") -> dict[str, Any]:
@@ -112,7 +121,7 @@ def _look_document(look: "DataLook") -> dict[str, Any]:
     left_out = ("path", "fingerprint", "images_sha256", "labels_sha256")
     return {
         **vars(look),
-        "info": {name: one for name, one in vars(look.info).items() if name not in left_out},
+        "info": {name: value for name, value in vars(look.info).items() if name not in left_out},
     }
 
 

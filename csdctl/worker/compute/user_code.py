@@ -56,6 +56,8 @@ def run_user_code(
     """Return what `code` in `file` returns. Whatever it raises, even SystemExit, becomes a WorkerError."""
     try:
         return code()
+    except WorkerError:  # the code is csdctl's: it runs a script of the user
+        raise
     except BaseException as error:
         reason = f"{description} fails: {describe(error, file)}"
         raise InputError(reason, find_remedy(error) or remedy) from None

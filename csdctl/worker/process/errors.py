@@ -9,6 +9,7 @@ from csdctl.worker.protocol.limits import explain_error
 KERAS_2 = {
     "{'lr'": "learning_rate",
     "np_utils": "keras.utils",
+    "'fit_generator'": "fit, with the same arguments",
     "'ImageDataGenerator'": "tensorflow.keras.preprocessing.image",
     "keras.preprocessing.text": "tensorflow.keras.preprocessing.text, or keras.layers.TextVectorization",
     "keras.optimizers.legacy": "keras.optimizers",

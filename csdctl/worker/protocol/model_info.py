@@ -216,3 +216,23 @@ def _rules(model: Any) -> Iterator[set[str]]:
         rules = {name: getattr(one, name) for name in ("trainable", "regularizer", "constraint")}
         rules["weight_decay"] = all(optimizer._use_weight_decay(one) for optimizer in optimizers)
         yield {f"{k}={v.get_config() if hasattr(v, 'get_config') else v}" for k, v in rules.items()}
+
+
+@dataclass(frozen=True)
+class ScriptRequest:
+    """The request to run a training script up to its call of `fit`."""
+
+    script: str
+    """A path, relative to the current directory."""
+    options: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class ScriptFit:
+    """What a script passes to `fit`."""
+
+    recipe: dict[str, Any]
+    """Keys of the recipe of a job."""
+    has_validation: bool
+    notes: tuple[tuple[int, str], ...] = ()
+    """What is not part of the job, by line."""

@@ -1,11 +1,16 @@
 """`init`: a first job.yaml from a look at a model and its data, with the reasons as comments.
 
 The worker programs that `prepare` uses do the looking, in processes of their own: `build` for the model, and
-`look` for the data, which reads some samples and keeps none. No node is contacted.
+`look` for the data, which reads some samples and keeps none. For a training script, the program `record` runs
+the script up to its call of `fit`. No node is contacted.
 """
 
+import ast
+import hashlib
+import json
 import math
 import os
+import re
 import sys
 import textwrap
 from collections.abc import Iterator, Mapping, Sequence
@@ -20,42 +25,46 @@ from csdctl.documents import check_output, save_text
 from csdctl.errors import InputError
 from csdctl.fleet.model import HOST_NAME
 from csdctl.job.compatibility import LOGITS, check_compatibility, plain_name, show_shape
-from csdctl.job.model import Job, find_imported, model_reference, parse_job
+from csdctl.job.model import Job, find_imported, model_reference, parse_job, python_files
 from csdctl.notify import Say, make_printable
 from csdctl.runs.directory import ProjectDirectory
 from csdctl.shipping.store import StoredFile
 from csdctl.shipping.worker_calls import call_worker
 from csdctl.transport.local import LocalSession
+from csdctl.transport.program import within
 from csdctl.worker.protocol.datasets import (
     SAMPLE_WEIGHT,
     DataLook,
     DatasetInfo,
     LookSpec,
+    PictureSizes,
     PrepareSpec,
     equals,
 )
-from csdctl.worker.protocol.model_info import ModelInfo, OutputInfo, OwnCompile
+from csdctl.worker.protocol.model_info import ModelInfo, OutputInfo, ScriptFit, ScriptRequest
 from csdctl.workflows.data.files import SerializedModel, serialize_model, shapes_of, store_worker
 from csdctl.workflows.data.prepare import add_function, first_spec, follow
-from csdctl.workflows.init.script import WRITTEN, LiftedScript, lift_script, trains_on_import
 from csdctl.workflows.workspace.event_stream import OnProgress
 
 DEFAULT_SIZE = (224, 224)
 """Height and width that most models of keras.applications were made for."""
-MIN_APPLICATION_SIZE = 32
-SYMMETRIC = ("Mobile", "Inception", "Xception", "NASNet")
-"""Beginnings of names in keras.applications with weights for values of -1 to 1; so are those ending in V2."""
 MAX_COLUMN = 110
 SPARSE, MSE = "sparse_categorical_crossentropy", "mean_squared_error"
-OPTIONS = {
-    "data.public.path:": "--public",
-    "another one as data.validation.path": "--validation for another of them",
-    "set data.allow_nan: true in job.yaml": "set data.allow_nan: true in a job.yaml of your own",
-    "add to job.yaml: code: ": "pass each file or package: --code ",
-    "data.csv.drop": "--drop",
-    "data.csv in job.yaml": "--label and --drop",
-    "data.tfrecord in job.yaml": "data.tfrecord in a job.yaml of your own",
-}
+SCRIPT_DEADLINE_S = 3600.0
+"""Maximum time of a script up to its call of `fit`."""
+WRITTEN = 'written by `csdctl init`."""'
+"""The end of the first line of a file of functions."""
+FUNCTIONS = '''\
+"""Model and data of {name}, {WRITTEN}
+
+from csdctl.worker.compute.script import run_to_fit
+
+fit = run_to_fit({script}, {options}, globals(), "{sha256}")
+build, training_data, validation_data = fit.build, fit.training_data, fit.validation_data
+{imports}'''
+"""The file of functions for a training script."""
+TRAINS = re.compile(rb"^(\w+ *= *)?\w*model\w*\.fit\(", re.MULTILINE)
+"""A line that calls `fit` of a model when its file is imported."""
 
 
 @dataclass(frozen=True)
@@ -71,24 +80,20 @@ class Sources:
     model_args: dict[str, Any] = field(default_factory=dict)
     code: tuple[str, ...] = ()
     recipe: dict[str, Any] = field(default_factory=dict)
-    """Keys of the recipe from the arguments of `fit` in a script, after `# ` if the value is only a comment.
-
-    {} without a script.
-    """
-
-    @property
-    def is_application(self) -> bool:
-        """Whether the model is one of keras.applications."""
-        return self.model.startswith("keras.applications:")
+    """Keys of the recipe from the arguments of `fit` in a script, {} without a script."""
 
 
 @dataclass(frozen=True)
 class Looks:
-    """Descriptions of a model and its data."""
+    """What was seen of a model, its data, and a script."""
 
     model: ModelInfo
     public: DataLook
     validation: DataLook | None = None
+    notes: tuple[tuple[int, str], ...] = ()
+    """What of the script is not part of the job, by line."""
+    misfit: InputError | None = None
+    """Why model and data do not fit together. None if they do."""
 
 
 @dataclass(frozen=True)
@@ -105,38 +110,12 @@ def is_any_size(model: ModelInfo) -> bool:
     return len(model.input_shape) != 3 or 0 in model.input_shape
 
 
-def choose_size(data: DataLook) -> tuple[tuple[int, ...], str]:
-    """Return height and width for pictures, and why, for a model that takes any."""
-    sizes = data.pictures
-    if sizes and sizes.smallest == sizes.largest:
-        return sizes.smallest, "the size of all images that were inspected"
-    return DEFAULT_SIZE, "a placeholder"
-
-
-def choose_application_args(data: DataLook) -> dict[str, Any]:
-    """Return arguments for a model of keras.applications: to train from scratch on these pictures."""
-    shape = data.info.sample_shape
-    size = choose_size(data)[0] if data.pictures else shape[:2]
-    channels = shape[2] if not data.pictures and len(shape) == 3 else 3
-    sides = [max(MIN_APPLICATION_SIZE, side) for side in size]
-    num_classes = len(data.class_counts) or data.info.max_label + 1
-    classes = {"classes": num_classes} if num_classes > 0 else {}
-    return {"input_shape": [*sides, channels], "weights": None, **classes}
-
-
-def choose_input_range(sources: Sources, looks: Looks) -> tuple[str, str] | None:
-    """Return the value of `data.input_range` and why, None for data that it does not apply to."""
-    if not any(dtype == "uint8" for dtype, _ in looks.public.info.inputs.values()):
-        return None
-    if sources.recipe:
-        return "null", "the data is what the script passes to fit"
-    if looks.model.scaling_layers:
-        return "null", f"the model scales its inputs itself: {', '.join(looks.model.scaling_layers[:3])}"
-    name = sources.model.partition(":")[2]
-    is_symmetric = name.startswith(SYMMETRIC) or (name.startswith("ResNet") and name.endswith("V2"))
-    if sources.is_application and is_symmetric and sources.model_args.get("weights", "imagenet"):
-        return "[-1, 1]", f"as keras.applications' preprocess_input of {name}"
-    return "[0, 1]", "uint8 values 0…255 become 0…1; the model has no Rescaling layer"
+def choose_picture_shape(model: ModelInfo, pictures: PictureSizes | None) -> tuple[tuple[int, ...], str]:
+    """Return height, width and channels of pictures, and why, for a model that takes any size."""
+    channels = (model.input_shape[2] if len(model.input_shape) == 3 else 3) or 3
+    if pictures and pictures.smallest == pictures.largest:
+        return (*pictures.smallest, channels), "the size of all images that were inspected"
+    return (*DEFAULT_SIZE, channels), "a placeholder"
 
 
 def choose_losses(looks: Looks) -> dict[str, LossChoice]:
@@ -176,7 +155,7 @@ def _guess(output: OutputInfo, data: DatasetInfo, name: str) -> LossChoice:
         return LossChoice(SPARSE if largest >= 0 else MSE, None, f"a guess: {seen}, the outputs are unknown")
     classes, places = (output.shape or (0,))[-1], tuple(output.shape[:-1])
     choice = MSE
-    if largest >= 0 and classes > 1 and any(equals(one, tuple(shape)) for one in (places, (*places, 1))):
+    if largest >= 0 and classes > 1 and any(equals(form, tuple(shape)) for form in (places, (*places, 1))):
         choice = SPARSE
     elif output.activation == "softmax" and tuple(shape) == output.shape:
         choice = "categorical_crossentropy"
@@ -192,9 +171,10 @@ def _guess(output: OutputInfo, data: DatasetInfo, name: str) -> LossChoice:
 def describe_model(model: ModelInfo) -> str:
     """Return in words: parameters, inputs, outputs."""
     outputs = [
-        f"{one.name} {show_shape(one.shape)}{f' ({one.activation})' if one.activation else ''}".strip()
-        for one in model.outputs
-        if one.is_known
+        f"{output.name} {show_shape(output.shape)}"
+        f"{f' ({output.activation})' if output.activation else ''}".strip()
+        for output in model.outputs
+        if output.is_known
     ]
     takes = " and ".join(f"{name} {show_shape(shape)}".strip() for name, shape in model.inputs.items())
     return f"{model.num_parameters:,} parameters; takes {takes}, returns {' and '.join(outputs) or 'unknown'}"
@@ -232,23 +212,21 @@ def _describe_arrays(arrays: Mapping[str, tuple[str, tuple[int, ...]]]) -> str:
     )
 
 
-def render_draft(sources: Sources, image: Sequence[int] = (), *, is_compiled: bool = True) -> str:
+def render_draft(sources: Sources, *, is_compiled: bool = True) -> str:
     """Return a job.yaml that is good enough to look at the model and the data with."""
-    data: dict[str, Any] = {"public": sources.public}
-    data |= {"validation": sources.validation} if sources.validation else {}
-    data |= {"image": {"shape": [*image, 3]}} if image else {}
+    data = {"public": sources.public} | ({"validation": sources.validation} if sources.validation else {})
     recipe: dict[str, Any] = {"epochs": 1}
     recipe |= {} if is_compiled else {"optimizer": "adam", "learning_rate": 0.001}
     content = {"model": sources.model, "model_args": sources.model_args, "data": data, "recipe": recipe}
     return _value(content | ({"code": list(sources.code)} if sources.code else {}))
 
 
-def render_job(sources: Sources, looks: Looks, misfit: str = "") -> str:
-    """Return the job.yaml. `misfit` says why model and data do not fit together, '' if they do."""
+def render_job(sources: Sources, looks: Looks) -> str:
+    """Return the job.yaml."""
     lines = [
         "# Written by `csdctl init` from the model and the data. Paths are relative to this file.",
         "# All keys: docs/reference/files.md.",
-        *(_line("", f"THIS DOES NOT FIT YET: {misfit}") if misfit else []),
+        *(_line("", f"THIS DOES NOT FIT YET: {looks.misfit.message}") if looks.misfit else []),
         *_line(f"model: {_value(sources.model)}", describe_model(looks.model)),
     ]
     if sources.model_args:
@@ -275,34 +253,40 @@ def _data(sources: Sources, looks: Looks) -> Iterator[tuple[str, str]]:
         yield f"private: {_value(private)}", "on each node; never leaves it; not inspected"
     else:
         yield "# private: {path: PATH}", "on each node, at the same path; never leaves it"
-    if scaled := choose_input_range(sources, looks):
-        yield f"input_range: {scaled[0]}", scaled[1]
+    scaling = looks.model.scaling_layers
+    if all(dtype != "uint8" for dtype, _ in look.info.inputs.values()):
+        pass
+    elif sources.recipe:
+        yield "input_range: null", "the data is what the script passes to fit"
+    elif scaling:
+        yield "input_range: null", f"the model scales its inputs itself: {', '.join(scaling[:3])}"
+    else:
+        yield "input_range: [0, 1]", "uint8 values 0…255 become 0…1; the model has no Rescaling layer"
     if look.table:
         dropped = {"drop": list(look.table.drop)} if look.table.drop else {}
         entry = {"label": look.table.label[0]} | dropped
         yield f"csv: {_value(entry)}", "also drop: [COLUMN], weight: COLUMN"
     if look.format == "class folders":
         if is_any_size(looks.model):
-            shape = list(look.info.sample_shape)
-            yield f"image: {{shape: {shape}}}", f"the model takes any size: {choose_size(look)[1]}"
+            _, why = choose_picture_shape(looks.model, look.pictures)
+            yield f"image: {{shape: {list(look.info.sample_shape)}}}", f"the model takes any size: {why}"
         else:
             size = show_shape(looks.model.input_shape)
             yield "# image: {fit: stretch}", f"images are stretched to the model's {size}; or crop, or pad"
 
 
-def _recipe(lifted: Mapping[str, Any], looks: Looks) -> Iterator[tuple[str, str]]:
+def _recipe(of_script: Mapping[str, Any], looks: Looks) -> Iterator[tuple[str, str]]:
     """Yield the entries of the recipe, and why."""
     compiled, outputs = looks.model.compiled, looks.model.outputs
-    for key, value in _with_min_factor(lifted, compiled).items():
-        yield f"{key}: {_value(value)}", "" if key.startswith("#") else "from fit"
-    if not lifted:
+    yield from ((f"{key}: {_value(value)}", "from fit") for key, value in of_script.items())
+    if not of_script:
         yield "epochs: 10", "a placeholder: set it before `csdctl tune`"
         yield (
             "# reference_batch: 256",
             "the batch size that the learning rate is for, such as fit's batch_size (32 unless given): at "
             "global batch size N the rate is learning_rate · N / reference_batch",
         )
-    yield from _optimizer(looks.model, is_lifted=bool(lifted))
+    yield from _optimizer(looks.model, has_script=bool(of_script))
     losses = {} if looks.model.has_own_step else choose_losses(looks)
     if "" in losses:
         choice = losses[""]
@@ -312,41 +296,29 @@ def _recipe(lifted: Mapping[str, Any], looks: Looks) -> Iterator[tuple[str, str]
             yield f"{sure}from_logits: true", "the outputs are logits" if not sure else "if they are logits"
     elif losses:
         described = {
-            name: {"name": one.name, "from_logits": True} if one.from_logits else one.name
-            for name, one in losses.items()
+            name: {"name": choice.name, "from_logits": True} if choice.from_logits else choice.name
+            for name, choice in losses.items()
         }
-        yield f"loss: {_value(described)}", "; ".join(f"{name}: {one.reason}" for name, one in losses.items())
+        reasons = "; ".join(f"{name}: {choice.reason}" for name, choice in losses.items())
+        yield f"loss: {_value(described)}", reasons
     elif named := {output.name: output.loss for output in outputs if output.loss}:
         yield f"# loss: {_value(named if len(outputs) > 1 else next(iter(named.values())))}", "of compile()"
-    metrics = list(compiled.metrics) if compiled and compiled.metrics else ["accuracy"]
-    yield f"# metrics: {_value(metrics)}", "of compile()" if compiled and compiled.metrics else "or others"
-    if lifted:
-        return
-    yield '# class_weight: {"0": 1.0, "1": 5.0}', "as fit's class_weight"
-    monitor = "val_loss" if looks.validation else "loss"
-    yield f"# early_stopping: {{monitor: {monitor}, patience: 5}}", "like keras.callbacks.EarlyStopping"
+    if compiled and compiled.metrics:
+        yield f"# metrics: {_value(list(compiled.metrics))}", "of compile()"
 
 
-def _optimizer(model: ModelInfo, *, is_lifted: bool) -> Iterator[tuple[str, str]]:
+def _optimizer(model: ModelInfo, *, has_script: bool) -> Iterator[tuple[str, str]]:
     """Yield the entries of the optimizer. A train_step of the model's own has its own one."""
     compiled = model.compiled
     if compiled and compiled.optimizer:
         schedule = f"{compiled.schedule} from " if compiled.schedule else ""
         rate = f"{schedule}{compiled.learning_rate:g}"
         yield "# learning_rate, optimizer", f"those of compile(): {compiled.optimizer}, {rate}"
-        if is_lifted and compiled.optimizer.startswith("Adam") and not schedule:
+        if has_script and compiled.optimizer.startswith("Adam") and not schedule:
             yield f"# max_learning_rate: {rate}", "keeps the rate, often better for Adam than scaling it"
     elif not model.has_own_step:
         yield "learning_rate: 0.001", "a placeholder: the model is not compiled with an optimizer"
         yield "optimizer: adam", "a placeholder; any optimizer of Keras"
-
-
-def _with_min_factor(lifted: Mapping[str, Any], compiled: OwnCompile | None) -> Mapping[str, Any]:
-    """Return the keys with the lowest learning rate of reduce_on_plateau as a share of that of compile()."""
-    plateau = dict(lifted.get("reduce_on_plateau", {}))
-    if (lowest := plateau.pop("min_lr", 0)) and compiled and compiled.learning_rate:
-        plateau["min_factor"] = float(f"{min(1.0, lowest / compiled.learning_rate):.6g}")
-    return {**lifted, **({"reduce_on_plateau": plateau} if plateau else {})}
 
 
 def _value(value: Any) -> str:
@@ -370,9 +342,6 @@ def _line(text: str, comment: str = "", indent: int = 0) -> list[str]:
     return [*(f"{space}# {part}" for part in above), *([f"{space}{text}"] if text else [])]
 
 
-"""Options of `init` in place of the keys of a job.yaml that does not exist yet."""
-
-
 @dataclass(frozen=True)
 class InitRequest:
     """The options. '' and () for those that were not given."""
@@ -392,75 +361,82 @@ class InitRequest:
     options: tuple[str, ...] = ()
     """The options that the script is called with."""
 
-    @property
-    def functions(self) -> Path:
-        """The file of the functions that are written from `script`."""
-        assert self.script
-        return self.output.parent / f"{self.script.stem}_functions.py"
 
-
-@dataclass(frozen=True)
-class Written:
-    """The job file that was written, and what was seen."""
-
-    path: Path
-    looks: Looks
-    notes: tuple[tuple[int, str], ...]
-    """What of the script was not taken over, by line."""
-    misfit: InputError | None
-    """Why model and data do not fit together; None if they do."""
-
-
-def init_job(request: InitRequest, directory: Path, say: Say, on_progress: OnProgress) -> Written:
-    """Write a job file. Raises InputError where nothing is written.
+def init_job(request: InitRequest, directory: Path, say: Say, on_progress: OnProgress) -> Looks:
+    """Write a job file, and return what was seen. Raises InputError where nothing is written.
 
     If model and data do not fit together, the file is written all the same, for the user to mend, and the
     problem is in the result.
     """
-    lifted = lift_script(request.script, request.options) if request.script else None
+    script = request.script
+    functions = _check_script(script, request) if script else None
     check_output(request.output, "--output", force=request.is_overwriting)
-    if lifted:
-        check_output(
-            request.functions, "--output", force=request.is_overwriting or _is_own(request.functions)
-        )
-        save_text(request.functions, lifted.text)  # the worker reads this file
-        request = _request_of(request, lifted)
-    return _write_job(request, lifted, directory, say, on_progress)
-
-
-def _is_own(functions: Path) -> bool:
-    """Return whether `init` has written this file of functions, and nobody else."""
-    return functions.is_file() and functions.read_text(errors="replace").split("\n")[0].endswith(WRITTEN)
-
-
-def _write_job(
-    request: InitRequest, lifted: LiftedScript | None, directory: Path, say: Say, on_progress: OnProgress
-) -> Written:
-    sources = replace(parse_sources(request), recipe=lifted.recipe if lifted else {})
-    if not lifted:  # before the data, which takes longer to look at
+    if not script:
+        sources = parse_sources(request)
         model_reference(sources.model, request.output.parent / "--model")
+    notes: tuple[tuple[int, str], ...] = ()
+    project = ProjectDirectory(directory)
     with closing(LocalSession(HOST_NAME, directory)) as host:
-        project = ProjectDirectory(directory)
         looking = _Looking(request, host, project, store_worker(project), say, on_progress)
+        if script and functions:
+            fit = looking.record(script)
+            notes = fit.notes
+            save_text(functions, _render_functions(script, request.options))  # the worker reads this file
+            sources = _sources_of_script(script, fit, functions, request)
         try:
-            sources, looks = looking.look(sources)
+            looks = looking.look(sources)
         except InputError as error:
-            remedy = error.remedy
-            for key, option in OPTIONS.items():
-                remedy = remedy.replace(key, option)
-            raise InputError(error.message, remedy=remedy) from None
-        misfit = looking.check(sources, looks)
-    save_text(request.output, render_job(sources, looks, misfit.message if misfit else ""))
-    return Written(request.output, looks, lifted.notes if lifted else (), misfit)
+            if "data." in error.remedy or "job.yaml" in error.remedy:
+                error.remedy += f"; {request.output} does not exist yet: see `csdctl init --help`"
+            raise
+        looks = replace(looks, notes=notes, misfit=looking.check(sources, looks))
+    save_text(request.output, render_job(sources, looks))
+    return looks
 
 
-def _request_of(request: InitRequest, lifted: LiftedScript) -> InitRequest:
-    """Return the request with the functions of a script."""
-    build, _, *data = lifted.functions
-    names = (build, *data)
-    model, public, validation = (f"{request.functions}:{name}" for name in names)
-    return replace(
-        request, model=model, public=public, validation=validation if lifted.has_validation else ""
+def _check_script(script: Path, request: InitRequest) -> Path:
+    """Return the file to write the functions of a script to. Raises InputError."""
+    if script.suffix == ".ipynb":
+        remedy = f"jupyter nbconvert --to script {script}, or call csdctl.Job.from_model in the notebook"
+        raise InputError(f"{script} is a notebook, expected a script", remedy=remedy)
+    try:
+        ast.parse(script.read_bytes())
+    except FileNotFoundError:
+        raise InputError(f"{script} does not exist", remedy="pass the path of a training script") from None
+    except (OSError, ValueError, SyntaxError) as error:
+        where = f", line {error.lineno}" if isinstance(error, SyntaxError) else ""
+        reason = getattr(error, "msg", None) or error
+        raise InputError(f"{script}{where}: not valid Python: {reason}", remedy=f"fix {script}") from None
+    if not any(b".fit" in file.read_bytes() for file in python_files([script, *_find_beside(script)])):
+        remedy = "call it in this script, or pass functions for model and data: --model and --public"
+        raise InputError(f"{script}: no call of model.fit", remedy=remedy)
+    functions = request.output.parent / f"{script.stem}_functions.py"
+    first_line = functions.read_text(errors="replace").partition("\n")[0] if functions.is_file() else ""
+    check_output(functions, "--output", force=request.is_overwriting or first_line.endswith(WRITTEN))
+    return functions
+
+
+def _render_functions(script: Path, options: Sequence[str]) -> str:
+    """Return the functions of a script. They import its modules, so that a change of one is noticed."""
+    modules = [path.stem for path in _find_beside(script)]
+    return FUNCTIONS.format(
+        WRITTEN=WRITTEN,
+        name=script.name,
+        script=json.dumps(str(script)),
+        options=json.dumps(options),
+        sha256=hashlib.sha256(script.read_bytes()).hexdigest(),
+        imports="".join(f"import {module}  # csdctl notices its changes\n" for module in modules),
+    )
+
+
+def _sources_of_script(script: Path, fit: ScriptFit, functions: Path, request: InitRequest) -> Sources:
+    data = {"path": functions.name, "function": f"{functions.name}:training_data"}
+    return Sources(
+        model=f"{functions.name}:build",
+        public=data,
+        validation=data | {"function": f"{functions.name}:validation_data"} if fit.has_validation else None,
+        code=_find_code([], (*_find_beside(script), *request.code), request.output.parent),
+        recipe=fit.recipe,
     )
 
 
@@ -473,8 +449,8 @@ def parse_sources(request: InitRequest) -> Sources:
     private = request.private
     if private.startswith(home) and len(home) > 2:
         private = f"~/{private.removeprefix(home)}"
-    functions = [model, *(found.get("function", "") for found in (public, validation or {}))]
-    code = _find_code([text.rpartition(":")[0] for text in functions], request.code, base)
+    references = [model, public.get("function", ""), (validation or {}).get("function", "")]
+    code = _find_code([reference.rpartition(":")[0] for reference in references], request.code, base)
     return Sources(model, public, validation, private, request.model_args or {}, code)
 
 
@@ -487,11 +463,11 @@ def _parse_model(text: str, base: Path) -> str:
             f"--model {text!r} is not a valid reference",
             remedy="expected keras.applications:NAME, PATH.keras or PATH.py:FUNCTION",
         )
-    if file.endswith(".py") and trains_on_import(Path(file)):
-        raise InputError(
-            f"--model: {file} trains a model when it is imported", remedy=f"run csdctl init {file}"
-        )
-    return f"{_written_from(base, file, '--model')}{separator}{function}"
+    path = _written_from(base, file, "--model")
+    if file.endswith(".py") and TRAINS.search(Path(file).expanduser().read_bytes()):
+        remedy = f"run csdctl init {file}"
+        raise InputError(f"--model: {file} trains a model when it is imported", remedy=remedy)
+    return f"{path}{separator}{function}"
 
 
 def _parse_data(option: str, text: str, base: Path) -> dict[str, str]:
@@ -501,8 +477,8 @@ def _parse_data(option: str, text: str, base: Path) -> dict[str, str]:
     """
     if ".py:" not in text:
         return {"path": _written_from(base, text, option)}
-    stem, _, rest = text.partition(".py:")
-    name, _, path = rest.partition(":")
+    stem, _, after = text.partition(".py:")
+    name, _, path = after.partition(":")
     if not name.isidentifier():
         raise InputError(f"{option} {text!r} does not name a function", remedy="expected PATH.py:FUNCTION")
     file = f"{stem}.py"
@@ -519,18 +495,19 @@ def _written_from(base: Path, text: str, option: str = "") -> str:
     return str(path.relative_to(base)) if path.is_relative_to(base) else str(path)
 
 
-def _find_code(named: list[str], given: tuple[Path, ...], base: Path) -> tuple[str, ...]:
-    """Return the files and packages that were given, and those that files of the job import."""
-    files = [base / name for name in named if name.endswith(".py")]
-    found = [path.absolute() for path in given]
-    for file in files:
-        beside = [
-            path
-            for path in sorted(file.parent.iterdir())
-            if path.suffix == ".py" or (path.name.isidentifier() and any(path.glob("*.py")))
-        ]
-        found += [path for path in find_imported(file, beside) if path not in files]
-    return tuple(dict.fromkeys(_written_from(base, str(path)) for path in found))
+def _find_code(references: list[str], paths: tuple[Path, ...], base: Path) -> tuple[str, ...]:
+    """Return the files and packages `paths`, and modules beside files of the job that these import."""
+    files = [base / reference for reference in references if reference.endswith(".py")]
+    modules = [module for file in files for module in _find_beside(file) if module not in files]
+    code = [*(path.absolute() for path in paths), *modules]
+    return tuple(dict.fromkeys(_written_from(base, str(path)) for path in code))
+
+
+def _find_beside(file: Path) -> tuple[Path, ...]:
+    """Return the modules and packages beside a Python file that it imports."""
+    paths = sorted(file.parent.iterdir())
+    is_package = {path: path.name.isidentifier() and any(path.glob("*.py")) for path in paths}
+    return find_imported(file, [path for path in paths if path.suffix == ".py" or is_package[path]])
 
 
 @dataclass(frozen=True)
@@ -544,23 +521,34 @@ class _Looking:
     say: Say
     on_progress: OnProgress
 
-    def look(self, sources: Sources) -> tuple[Sources, Looks]:
-        """Return what was seen, and the sources, completed by it. Raises InputError."""
-        self.say(f"inspecting the data: {self.request.script or sources.public['path']}")
-        if sources.is_application and not sources.model_args:  # its arguments depend on the data
-            first = self._look_at_public(self._parse(render_draft(sources, DEFAULT_SIZE)), None)
-            sources = replace(sources, model_args=choose_application_args(first))
-        job = self._parse(render_draft(sources, is_compiled=not sources.is_application))
+    def record(self, script: Path) -> ScriptFit:
+        """Run a script up to its call of `fit`. Raises InputError if it does not get there."""
+        self.say(f"running {script} up to its call of fit")
+        return call_worker(
+            self.host,
+            sys.executable,
+            self.worker.path,
+            "record",
+            ScriptRequest(str(script), self.request.options),
+            ScriptFit,
+            doing=f"running {script}",
+            patience=within(SCRIPT_DEADLINE_S),
+        )
+
+    def look(self, sources: Sources) -> Looks:
+        """Return what model and data look like. Raises InputError."""
         self.say(f"inspecting the model: {self.request.script or sources.model}")
+        job = self._parse(render_draft(sources))
         try:
             model = self._serialize(job).info
         except InputError:  # it may be compiled without an optimizer
             job = self._parse(render_draft(sources, is_compiled=False))
             model = self._serialize(job).info
-        first = self._look_at_public(job, model)
+        self.say(f"inspecting the data: {self.request.script or sources.public['path']}")
+        public = self._look_at_public(job, model)
         if not model.is_built:
-            model = self._serialize(job, first.info).info
-        return sources, Looks(model, first, self._look_at_validation(job, model, first))
+            model = self._serialize(job, public.info).info
+        return Looks(model, public, self._look_at_validation(job, model, public))
 
     def check(self, sources: Sources, looks: Looks) -> InputError | None:
         """Return what `prepare` would say to the job file, None if it is content."""
@@ -583,16 +571,17 @@ class _Looking:
             return model
         return serialize_model(job, self.worker, self.host, self.project, shapes_of(data))
 
-    def _look_at_public(self, job: Job, model: ModelInfo | None) -> DataLook:
-        spec = first_spec(job, model or ModelInfo(job.model, {}, 0, 0, is_built=False))
-        takes_any = model is not None and is_any_size(model)
-        if model and takes_any and job.data.image.shape is None:
-            spec = replace(spec, picture=replace(spec.picture, shape=_picture_shape(model, DEFAULT_SIZE)))
-        found = self._look("public", job, replace(spec, names_classes=True), str(job.data.public.path))
-        if model and takes_any and found.pictures:
-            shape = _picture_shape(model, choose_size(found)[0])
-            found = replace(found, info=replace(found.info, sample_shape=shape))
-        return found
+    def _look_at_public(self, job: Job, model: ModelInfo) -> DataLook:
+        spec = first_spec(job, model)
+        takes_any = is_any_size(model)
+        if takes_any and job.data.image.shape is None:
+            shape, _ = choose_picture_shape(model, None)
+            spec = replace(spec, picture=replace(spec.picture, shape=shape))
+        look = self._look("public", job, replace(spec, names_classes=True), str(job.data.public.path))
+        if takes_any and look.pictures:
+            shape, _ = choose_picture_shape(model, look.pictures)
+            look = replace(look, info=replace(look.info, sample_shape=shape))
+        return look
 
     def _look_at_validation(self, job: Job, model: ModelInfo, public: DataLook) -> DataLook | None:
         if job.data.validation is None:
@@ -617,9 +606,3 @@ class _Looking:
             lambda progress: self.on_progress(name, progress),
             doing="inspecting the data",
         )
-
-
-def _picture_shape(model: ModelInfo, size: tuple[int, ...]) -> tuple[int, ...]:
-    """Return the shape of pictures for a model that takes any size."""
-    channels = model.input_shape[2] if len(model.input_shape) == 3 else 3
-    return (*size, channels or 3)

@@ -218,10 +218,10 @@ WITH_FILE = [
     ("m.py", BUILD, "init --model m.py --public .", "--model 'm.py' is not a valid reference"),
     ("m.py", BUILD, "init --model m.py:build", "missing --public"),
     ("m.py", BUILD, "init --model m.py:nope --public .", "--model: m.py has no function 'nope'"),
-    ("a.txt", "x", "init a.txt", "a.txt, line 1: no call of model.fit"),
+    ("a.txt", "x", "init a.txt", "a.txt: no call of model.fit"),
     ("n.ipynb", "{}", "init n.ipynb", "n.ipynb is a notebook, expected a script"),
     ("s.py", "x = (", "init s.py", "s.py, line 1: not valid Python: '(' was never closed"),
-    ("s.py", "x = 1", "init s.py --model a:b", "SCRIPT excludes --model, --public and --validation"),
+    ("s.py", "x = 1", "init s.py --model a:b", "SCRIPT excludes --model, --public, --validation and"),
     (
         "m.py",
         BUILD,

@@ -1,5 +1,7 @@
 """What `init` takes from its options, and the job.yaml that it writes, with the reasons in comments."""
 
+import hashlib
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -10,14 +12,13 @@ from csdctl.documents import parse_document
 from csdctl.errors import InputError
 from csdctl.job.model import Job
 from csdctl.worker.protocol.datasets import DataLook, DatasetInfo, PictureSizes, TableSchema
-from csdctl.worker.protocol.model_info import ModelInfo, OutputInfo, OwnCompile
+from csdctl.worker.protocol.model_info import ModelInfo, OutputInfo, OwnCompile, ScriptFit
 from csdctl.worker.protocol.recipe import LossTerm, Recipe, ReduceOnPlateau
 from csdctl.workflows.init.init import (
     InitRequest,
     Looks,
     Sources,
     _Looking,
-    choose_application_args,
     choose_losses,
     init_job,
     parse_sources,
@@ -54,27 +55,52 @@ def test_paths_are_relative_to_the_job_file_and_imports_are_found(project: Path)
 def test_functions_of_a_script_stay_and_are_written_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (tmp_path / "a.py").write_text(
-        "import keras\n"
-        "model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])\n"
-        "model.compile('adam', 'mse')\n"
-        "model.fit([[1, 2]], [1], epochs=1)\n"
-    )
+    (tmp_path / "a.py").write_text("import layers_of_a\nmodel.fit(x)")
+    (tmp_path / "layers_of_a.py").touch()
     functions = tmp_path / "a_functions.py"
 
-    def refuse(self: object, sources: object) -> None:
-        raise InputError(f"{functions} fails")
+    def refuse(self: object, sources: Sources) -> None:
+        assert sources == Sources(
+            "a_functions.py:build",
+            {"path": functions.name, "function": "a_functions.py:training_data"},
+            {"path": functions.name, "function": "a_functions.py:validation_data"},
+            code=("layers_of_a.py",),
+            recipe={"epochs": 3},
+        )
+        raise InputError("no data", remedy="fix data.public")
 
+    monkeypatch.setattr(_Looking, "record", lambda self, script: ScriptFit({"epochs": 3}, True))
     monkeypatch.setattr(_Looking, "look", refuse)
-    request = InitRequest(tmp_path / "job.yaml", script=tmp_path / "a.py")
+    request = InitRequest(tmp_path / "job.yaml", script=tmp_path / "a.py", options=("--n", "5"))
     for _ in range(2):
-        with pytest.raises(InputError, match=f"{functions} fails"):
+        with pytest.raises(InputError, match=r"fix data.public; .*job.yaml does not exist yet: see `csdctl"):
             init_job(request, tmp_path, print, print)
-        assert "def build" in functions.read_text()
+    text = functions.read_text()
+    assert f'run_to_fit("{tmp_path}/a.py", ["--n", "5"], globals(), "' in text
+    assert hashlib.sha256((tmp_path / "a.py").read_bytes()).hexdigest() in text
+    assert "\nimport layers_of_a  #" in text
     functions.write_text("mine")
     with pytest.raises(InputError, match="already exists"):
         init_job(request, tmp_path, print, print)
     assert not request.output.exists()
+
+
+@pytest.mark.parametrize(
+    ("text", "trains"),
+    [
+        ("history = model.fit(x, epochs=1)", True),
+        ("base_model.fit(x)", True),
+        ("def f():\n    model.fit(x, epochs=1)", False),
+        ("scaler.fit(x)", False),
+    ],
+)
+def test_model_of_a_file_that_trains_when_it_is_imported_is_refused(
+    project: Path, text: str, trains: bool
+) -> None:
+    (project / "model.py").write_text(text)
+    request = InitRequest(project / "job.yaml", f"{project}/model.py:build", str(project))
+    with pytest.raises(InputError, match="trains a model when") if trains else nullcontext():
+        parse_sources(request)
 
 
 SOURCES = Sources("model.py:build", {"path": "data/train"})
@@ -124,13 +150,11 @@ class TestRecipe:
         assert f"# loss: {SPARSE}  # of compile()" in text
         assert "# metrics: [accuracy]  # of compile()" in text
 
-    def test_what_a_script_leaves_open_is_a_comment_and_min_lr_a_factor(self) -> None:
-        plateau = {"patience": 2, "min_lr": 1e-7}
-        recipe = {"epochs": 3, "# class_weight": "not converted, line 9", "reduce_on_plateau": plateau}
-        lifted = replace(SOURCES, recipe=recipe)
-        text, job = written(Looks(model(compiled=ADAM), data()), lifted)
+    def test_keys_from_a_script_are_written_with_the_rate_that_keeps_them(self) -> None:
+        recipe = {"epochs": 3, "reduce_on_plateau": {"patience": 2, "min_factor": 0.01}}
+        text, job = written(Looks(model(compiled=ADAM), data()), replace(SOURCES, recipe=recipe))
+        assert job.recipe.epochs == 3
         assert job.recipe.reduce_on_plateau == ReduceOnPlateau(patience=2, min_factor=0.01)
-        assert "\n  # class_weight: not converted, line 9\n" in text
         assert "\n  # max_learning_rate: 1e-05" in text
 
     def test_model_that_is_not_compiled_gets_placeholders_that_say_so(self) -> None:
@@ -188,20 +212,14 @@ class TestData:
         assert written(Looks(any_size, same))[1].data.image.shape == (96, 64, 3)
 
     @pytest.mark.parametrize(
-        ("name", "arguments", "layers", "dtype", "expected"),
-        [
-            ("model.py:build", {}, (), "uint8", (0, 1)),
-            ("model.py:build", {}, ("rescaling (Rescaling)",), "uint8", None),
-            ("keras.applications:MobileNetV2", {"classes": 9}, (), "uint8", (-1, 1)),
-            ("keras.applications:ResNet50V2", {"classes": 9}, (), "uint8", (-1, 1)),
-            ("keras.applications:MobileNetV2", {"weights": None}, (), "uint8", (0, 1)),
-        ],
+        ("layers", "recipe", "expected"),
+        [((), {}, (0, 1)), (("rescaling (Rescaling)",), {}, None), ((), {"epochs": 1}, None)],
     )
-    def test_input_range_follows_from_layers_and_weights(
-        self, name: str, arguments: dict[str, Any], layers: tuple[str, ...], dtype: str, expected: Any
+    def test_input_range_follows_from_layers(
+        self, layers: tuple[str, ...], recipe: dict[str, Any], expected: tuple[int, int] | None
     ) -> None:
-        sources = replace(SOURCES, model=name, model_args=arguments)
-        looks = Looks(replace(model(), scaling_layers=layers), data(dtype=dtype))
+        looks = Looks(replace(model(), scaling_layers=layers), data(dtype="uint8"))
+        sources = replace(SOURCES, recipe=recipe)
         assert written(looks, sources)[1].data.input_range == expected
         assert "input_range" not in written(replace(looks, public=data(dtype="float32")), sources)[0]
 
@@ -224,10 +242,3 @@ class TestText:
         text, job = written(Looks(replace(model(), scaling_layers=layers), data()))
         assert job.recipe.epochs == 10
         assert "\x1b" not in text
-
-
-def test_application_without_arguments_is_made_for_the_pictures() -> None:
-    expected = {"input_shape": [224, 224, 3], "weights": None, "classes": 2}
-    assert choose_application_args(FOLDERS) == expected
-    small = replace(FOLDERS, pictures=PictureSizes(("png",), (28, 64), (28, 64)))
-    assert choose_application_args(small) == expected | {"input_shape": [32, 64, 3]}
