@@ -12,7 +12,7 @@ import json
 import os
 import shutil
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -25,12 +25,12 @@ from csdctl.fleet.fleet_file import load_fleet
 from csdctl.fleet.model import keep_nodes
 from csdctl.job.model import load_job
 from csdctl.tuning.plan import load_plan
-from csdctl.worker.protocol.datasets import PrepareProgress
 from csdctl.worker.protocol.features import FLOAT32
 from csdctl.workflows.data.prepare import prepare_in
-from csdctl.workflows.train.spec import RunContext, plan_reading
-from csdctl.workflows.train.strategies import compute_features
-from csdctl.workflows.workspace.workspace import OnProgress, open_workspace
+from csdctl.workflows.train.features import compute_features, divide_model
+from csdctl.workflows.train.spec import RunContext, read_plan
+from csdctl.workflows.workspace.event_stream import EventStream, WorkProgressed
+from csdctl.workflows.workspace.workspace import open_workspace
 from examples.sample_data import fetch_fashion_mnist
 from examples.transfer_learning import efficientnet_lite0
 
@@ -193,18 +193,10 @@ class Watch:
     def __init__(self) -> None:
         self.seen: dict[str, list[tuple[float, int]]] = {}
 
-    def say(self, line: str, /) -> None:
-        """Show nothing."""
-
-    @contextlib.contextmanager
-    def preparing(self, what: str = "", expected: Sequence[str] = (), /) -> Iterator[OnProgress]:
-        """Note what machines say."""
-
-        def note(node: str, progress: PrepareProgress) -> None:
-            if progress.num_done:
-                self.seen.setdefault(node, []).append((time.monotonic(), progress.num_done))
-
-        yield note
+    def take(self, event: object) -> None:
+        """Note what machines report."""
+        if isinstance(event, WorkProgressed) and event.progress.num_done:
+            self.seen.setdefault(event.name, []).append((time.monotonic(), event.progress.num_done))
 
     def rate_of(self, node: str) -> float:
         """Return the samples/s of one machine from its first report to its last."""
@@ -230,9 +222,10 @@ def extract_on(project: Path, public: str, sizes: dict[str, int]) -> Watch:
     chosen = keep_nodes(fleet, [node for node in sizes if node != "host"])
     watch, job = Watch(), load_job(project / "public-only.yaml")
     with open_workspace(project, chosen, "train", is_locking=True) as space:
-        context = RunContext(job, prepare_in(space, job, watch), space, watch)
-        inputs = plan_reading(load_plan(project / "plan.yaml"), context)
-        compute_features(inputs, context, FLOAT32)
+        events = EventStream((watch.take,))
+        context = RunContext(job, prepare_in(space, job, events), space, events)
+        data = read_plan(load_plan(project / "plan.yaml").ranks, context)
+        compute_features(data, divide_model(context, FLOAT32), context)
     return watch
 
 

@@ -19,7 +19,25 @@ A message says what was received, what was expected and what to do about it. `no
 machine. The command line prints message and remedy, and a traceback only with `-vv`.
 """
 
+from collections.abc import Callable
 from enum import IntEnum
+
+_MARK = "\0"
+
+
+def option(name: str) -> str:
+    """Return the name of an option for a message. Each interface shows it by the name that it has there.
+
+    `name` is the field or the argument in Python. The option min_nodes is --min-nodes on the command line.
+    """
+    return f"{_MARK}{name}{_MARK}"
+
+
+def name_options(text: str, rename: Callable[[str], str]) -> str:
+    """Return `text` with the options in it by the names that `rename` gives them."""
+    parts = text.split(_MARK)
+    parts[1::2] = map(rename, parts[1::2])
+    return "".join(parts)
 
 
 class ExitCode(IntEnum):
@@ -49,7 +67,11 @@ class CsdctlError(Exception):
     def __str__(self) -> str:
         where = f"{self.node}: " if self.node else ""
         what_to_do = f"\n  → {self.remedy}" if self.remedy else ""
-        return f"{where}{self.message}{what_to_do}"
+        return name_options(f"{where}{self.message}{what_to_do}", str)
+
+    def name_options(self, rename: Callable[[str], str]) -> None:
+        """Show options by the names of one interface in message and remedy."""
+        self.message, self.remedy = (name_options(text, rename) for text in (self.message, self.remedy))
 
 
 class InputError(CsdctlError):

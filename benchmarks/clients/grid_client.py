@@ -25,6 +25,7 @@ from csdctl.tuning.plan import load_plan
 from csdctl.workflows.data.prepare import prepare_job
 from csdctl.workflows.train.spec import RunContext
 from csdctl.workflows.tune.probing import run_trial
+from csdctl.workflows.workspace.event_stream import EventStream
 from csdctl.workflows.workspace.workspace import open_workspace
 
 SYNTHETIC = "csdctl/worker/data/prepared.py"
@@ -76,7 +77,7 @@ def main() -> None:
     with open_workspace(Path.cwd(), load_fleet(Path("fleet.yaml")), "tune", is_locking=True) as space:
         prepared = prepare_job(job, space, lambda line: None)
         worker = store_bytes(packed, ".pyz", space.project.root, TrafficClass.CODE)
-        context = RunContext(job, replace(prepared, worker=worker), space, None)  # type: ignore[arg-type]
+        context = RunContext(job, replace(prepared, worker=worker), space, EventStream())
         run_trial(plan.ranks, context, num_steps)
     seconds = [after - before for before, after in pairwise(map(float, times.read_text().split()))]
     print(json.dumps([[seconds.pop(0) for _ in range(count)] for count in counts]))

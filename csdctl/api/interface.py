@@ -57,10 +57,10 @@ from csdctl.workflows.discovery.discover import DiscoverResult
 from csdctl.workflows.discovery.discover import discover as discover_machines
 from csdctl.workflows.reporting.report import report as report_run
 from csdctl.workflows.runs.manage import look_at
-from csdctl.workflows.train import spec as of_train
+from csdctl.workflows.train import request as of_train
 from csdctl.workflows.train.plan import find_changes
+from csdctl.workflows.train.request import TrainRequest
 from csdctl.workflows.train.run import RunStopped as RunStopped
-from csdctl.workflows.train.train import TrainRequest
 from csdctl.workflows.train.verify import Verification, run_verification
 from csdctl.workflows.tune import tune as of_tune
 from csdctl.workflows.workspace.workspace import choose_fleet
@@ -82,6 +82,8 @@ ARGUMENTS = {
     "--probe-seconds": "probe_duration_s",
 }
 """Arguments in Python by the option of the command line, where the name is another one."""
+QUALIFIED = {"start_s": "deadlines.start_s", "silence_s": "deadlines.silence_s"}
+"""Options that are fields of another argument."""
 
 
 LOADER = '''"""Reads the arrays of a job that was made in Python."""
@@ -114,6 +116,7 @@ def python_errors() -> Iterator[None]:
     try:
         yield
     except CsdctlError as error:
+        error.name_options(lambda name: QUALIFIED.get(name, name))
         error.message, error.remedy = _in_python(error.message), _in_python(error.remedy)
         raise
 

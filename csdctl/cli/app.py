@@ -66,6 +66,14 @@ EXEC_REMEDY = "put `--` before the command and its options, such as csdctl exec 
 MODULES = {name: module for (_, module), section in COMMANDS.items() for name in section}
 JSON = "--json"
 LINES = {"train", "scale", "watch"}
+FLAGS = {
+    "start_s": "--start-timeout",
+    "silence_s": "--silence-timeout",
+    "checkpoint_interval_s": "--checkpoint-seconds",
+    "num_checkpoints": "--keep",
+    "num_micro_batches": "--micro-batches",
+}
+"""Options of the command line by their names in errors, where the flag is not the name with dashes."""
 DISK_REMEDIES = {
     errno.ENOSPC: "free disk space",
     errno.EDQUOT: "free disk space, or ask for a larger quota",
@@ -283,6 +291,7 @@ def _wrap_os_error(error: OSError) -> CsdctlError:
 
 def _report(streams: Streams, arguments: Sequence[str], error: CsdctlError) -> int:
     """Show an error, and return its exit code."""
+    error.name_options(lambda name: FLAGS.get(name, f"--{name.replace('_', '-')}"))
     where = f"{error.node}: " if error.node else ""
     streams.errors.print("error:", style="bold red", end=" ")
     streams.errors.print(f"{where}{error.message}")

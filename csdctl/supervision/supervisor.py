@@ -339,7 +339,7 @@ class Supervisor:
             raise as_run_error(losses[0])
         lost = "lost:\n" + "\n".join(f"  {error}" for error in losses)
         raise RunError(
-            f"nodes left: {len(left)}, but --min-nodes is {self._setup.min_nodes}; {lost}",
+            f"nodes left: {len(left)}, but at least {self._setup.min_nodes} must take part; {lost}",
             remedy="fix the lost nodes, then resume from the last completed step: "
             f"csdctl train --resume {self._setup.run_id}",
         )

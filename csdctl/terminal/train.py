@@ -59,9 +59,10 @@ from csdctl.worker.protocol.events import (
 )
 from csdctl.worker.protocol.run_spec import RunSpec
 from csdctl.workflows.preflight.doctor import Examination, describe, judge_sandbox
+from csdctl.workflows.train.request import TrainRequest
 from csdctl.workflows.train.run import RunStopped
 from csdctl.workflows.train.scale import Point
-from csdctl.workflows.train.train import TrainRequest, TrainResult, rehearse_training, run_training
+from csdctl.workflows.train.train import TrainResult, rehearse_training, run_training
 from csdctl.workflows.workspace.event_stream import RunStarted
 
 INTERVAL_S, INTERVAL_SHARE = 5.0, 1 / 64

@@ -29,7 +29,8 @@ JOB = small_job("epochs: 1, learning_rate: 0.1, loss: mean_squared_error", ".npz
 MODEL = dense_model(2, outputs=1, activation="linear")
 REGISTRATION = '    "count": "csdctl.worker.tasks.count:Count",\n'
 PROGRAM = """
-import dataclasses, json, sys
+import json, sys
+from dataclasses import replace
 from pathlib import Path
 from csdctl.fleet.fleet_file import load_fleet
 from csdctl.job.model import load_job
@@ -37,8 +38,10 @@ from csdctl.supervision.run_setup import Patience
 from csdctl.worker.protocol.events import event_to_line
 from csdctl.worker.protocol.run_spec import TaskSpec
 from csdctl.workflows.data.prepare import prepare_job
-from csdctl.workflows.train.spec import TrainOptions
-from csdctl.workflows.train.spec import RunContext, build_inputs, place_plan
+from csdctl.workflows.train.request import TrainOptions
+from csdctl.workflows.train.spec import RunContext, build_spec
+from csdctl.workflows.train.strategies import Strategy
+from csdctl.workflows.train.train import resolve_run
 from csdctl.workflows.train.plan import build_equal_plan
 from csdctl.workflows.train.run import run_ranks
 from csdctl.workflows.workspace.event_stream import EventStream
@@ -53,12 +56,14 @@ job, fleet = load_job(Path("job.yaml")), load_fleet(Path("fleet.yaml"))
 with open_workspace(Path.cwd(), fleet, "train", is_locking=True) as space:
     prepared = prepare_job(job, space, lambda line: None)
     plan = build_equal_plan(job, fleet, space.facts, 20)
-    placed = place_plan(plan, prepared, job, fleet)
     run = space.project.new_scratch()
-    inputs = build_inputs(run, plan.ranks, placed, RunContext(job, prepared, space, EventStream()))
-    spec = dataclasses.replace(inputs.spec, validation=None, task=TaskSpec("count", {"halted": "csd1"}))
+    context = RunContext(job, prepared, space, EventStream())
+    resolved = resolve_run(plan.ranks, Strategy(), context)
+    task = TaskSpec("count", {"halted": "csd1"})
+    resolved = replace(resolved, data=replace(resolved.data, validation=None), task=task)
     options = TrainOptions(deadlines=Patience(max_restarts=0))  # restarted at once, csd1 would join again
-    run_ranks(dataclasses.replace(inputs, spec=spec), space, options, EventStream((show,)))
+    spec = build_spec(resolved, run, options, num_checkpoints=3)
+    run_ranks(resolved, spec, run, options, EventStream((show,)))
 """
 
 

@@ -42,7 +42,7 @@ from csdctl.worker.protocol.json_codec import to_json
 from csdctl.worker.protocol.recipe import Noise, Recipe
 from csdctl.worker.protocol.run_spec import DatasetSlice, RankSpec, RunSpec, Runtime
 from csdctl.workflows.data.prepare import load_prepared, save_prepared
-from csdctl.workflows.train.train import load_spec
+from csdctl.workflows.train.resume import load_spec
 from tests.fuzz.target import Form, Target
 from tests.unit.runs.manifests import manifest_of
 

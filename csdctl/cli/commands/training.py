@@ -79,8 +79,8 @@ def train(
     from csdctl.reporting.live_metrics import serve_metrics
     from csdctl.supervision.run_setup import Patience
     from csdctl.terminal.train import TrainingScreen, show_training_rehearsal
-    from csdctl.workflows.train.spec import TrainOptions
-    from csdctl.workflows.train.train import TrainRequest, find_started
+    from csdctl.workflows.train.request import TrainOptions, TrainRequest
+    from csdctl.workflows.train.resume import find_started
 
     streams = call.streams
     if detach and not dry_run:
@@ -221,9 +221,8 @@ def scale(
     from csdctl.terminal.report import show_points, show_series
     from csdctl.terminal.train import train_point
     from csdctl.workflows.forecast.forecast import parse_node_counts
+    from csdctl.workflows.train.request import TrainOptions, TrainRequest
     from csdctl.workflows.train.scale import STRONG, WEAK, plan_points, run_series
-    from csdctl.workflows.train.spec import TrainOptions
-    from csdctl.workflows.train.train import TrainRequest
 
     streams = call.streams
     kinds = [kind for kind, is_asked in ((WEAK, weak), (STRONG, strong)) if is_asked] or list(KINDS)

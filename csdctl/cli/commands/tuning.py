@@ -169,8 +169,7 @@ def verify(
     """Check that your fleet computes the same gradient of your model as one process."""
     from csdctl.terminal.prepare import PreparationScreen
     from csdctl.terminal.tune import show_verified
-    from csdctl.workflows.train.spec import TrainOptions
-    from csdctl.workflows.train.train import TrainRequest
+    from csdctl.workflows.train.request import TrainOptions, TrainRequest
     from csdctl.workflows.train.verify import run_verification
 
     streams = call.streams

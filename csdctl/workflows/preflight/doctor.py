@@ -12,7 +12,15 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from csdctl.errors import CsdctlError, DeadlineError, NodeError, NoNodeReachableError, PartialError, RunError
+from csdctl.errors import (
+    CsdctlError,
+    DeadlineError,
+    NodeError,
+    NoNodeReachableError,
+    PartialError,
+    RunError,
+    option,
+)
 from csdctl.facts.machine import CONDITION_FACTS, collect
 from csdctl.fleet.checks import (
     FLEET_NAME,
@@ -85,7 +93,7 @@ class Examination:
             names = format_node_names(nodes)
             raise NoNodeReachableError(f"cannot reach {names} of {self.fleet.path}", remedy=REPAIR)
         if self.overdue:
-            remedy = "raise --timeout, or check fewer nodes"
+            remedy = f"raise {option('timeout')}, or check fewer nodes"
             raise DeadlineError(f"the deadline passed while {self.overdue}", remedy=remedy)
         red = [name for name in nodes if name in self.red]
         if self.red.keys() - {*red} or (red and len(red) == len(nodes)):  # the host, all nodes, or MPI
@@ -93,7 +101,7 @@ class Examination:
         if red:
             raise PartialError(
                 f"{len(red)} of {len(nodes)} nodes are not fit to train: {', '.join(red)}",
-                remedy=f"{REPAIR}, or leave them out: --exclude {','.join(red)}",
+                remedy=f"{REPAIR}, or leave them out: {option('exclude')} {','.join(red)}",
             )
 
     def check_before_training(self) -> None:
@@ -108,11 +116,12 @@ class Examination:
                 listed += f"\n    → {check.remedy}" if check.remedy else ""
             raise CsdctlError(
                 f"the preflight found problems that would make the run fail:{listed}",
-                remedy="fix them, leave nodes out with --exclude, or train anyway with --skip-doctor",
+                remedy=f"fix them, leave nodes out with {option('exclude')}, or train anyway with "
+                f"{option('skip_doctor')}",
             )
         if self.overdue:
             problem = f"the preflight's deadline passed while {self.overdue}"
-            raise DeadlineError(problem, remedy="--skip-doctor")
+            raise DeadlineError(problem, remedy=option("skip_doctor"))
 
 
 def describe(check: Check) -> str:

@@ -27,7 +27,7 @@ from csdctl.reporting.results import RUNNING, RunStatus, load_run_status
 from csdctl.runs.directory import LATEST, Manifest, ProjectDirectory, RunDirectory, find_run, skipping
 from csdctl.worker.protocol.events import Event
 from csdctl.worker.protocol.run_spec import RunSpec
-from csdctl.workflows.train.train import load_spec
+from csdctl.workflows.train.resume import load_spec
 
 POLL_S = 0.2
 OWN = "csdctl"

@@ -21,7 +21,7 @@ from csdctl.worker.protocol.json_codec import to_json
 from csdctl.worker.protocol.run_spec import RunSpec
 from csdctl.workflows.data.files import whole
 from csdctl.workflows.data.prepare import load_absent
-from csdctl.workflows.train.spec import RunInputs
+from csdctl.workflows.train.spec import ResolvedRun
 from csdctl.workflows.train.strategies import Strategy
 from csdctl.workflows.workspace.workspace import Workspace, unreachable_error
 
@@ -39,24 +39,24 @@ def check_late(job: Job, strategy: Strategy, space: Workspace, say: Say) -> None
     say(f"starting without {', '.join(late)}: a node joins when it becomes reachable")
 
 
-def prepare_late_node(inputs: RunInputs, spec: RunSpec, space: Workspace) -> PrepareNode:
+def prepare_late_node(resolved: ResolvedRun, spec: RunSpec) -> PrepareNode:
     """Return what prepares the machine of a node that can be reached now.
 
     It raises CsdctlError, or InputError where the private data is not the data that was placed.
     """
-    prepared = inputs.prepared
+    space, prepared = resolved.context.space, resolved.context.prepared
 
     def prepare(session: Session) -> str:
-        name, own = session.name, spec
+        name, spec_of_node = session.name, spec
         if prepared.prepare_node and name in prepared.absent:
             info = prepared.prepare_node(session)
             if info.fingerprint != prepared.absent[name].fingerprint:
                 raise InputError("its private data has changed since it was prepared", node=name)
             check_compatibility(prepared.model.info, {"public": prepared.public, name: info})
-            ranks = [replace(r, private=whole(info)) if r.node == name else r for r in spec.ranks]
-            own = replace(spec, ranks=tuple(ranks))
-        stored = store_bytes(to_json(own).encode(), ".json", space.project.root)
-        files = [*prepared.files, *inputs.shards.get(name, ()), stored]
+            ranks = [replace(rank, private=whole(info)) if rank.node == name else rank for rank in spec.ranks]
+            spec_of_node = replace(spec, ranks=tuple(ranks))
+        stored = store_bytes(to_json(spec_of_node).encode(), ".json", space.project.root)
+        files = [*resolved.files_of(name), stored]
         deliver(session, pack_payload(files), python=space.whole.python_of(name))
         return stored.path
 

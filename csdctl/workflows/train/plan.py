@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
 
-from csdctl.errors import InputError
+from csdctl.errors import InputError, option
 from csdctl.fleet.facts import Facts
 from csdctl.fleet.hardware import choose_device, classify_machine
 from csdctl.fleet.model import HOST_NAME, Fleet
@@ -64,7 +64,7 @@ def check_plan(plan: Plan, job: Job, fleet: Fleet, facts: Mapping[str, Facts]) -
     if new := find_unplanned(plan, fleet):
         raise InputError(
             f"the plan does not include {', '.join(new)}",
-            remedy=f"{RETUNE}, or train with --exclude {','.join(new)}",
+            remedy=f"{RETUNE}, or train with {option('exclude')} {','.join(new)}",
         )
     if plan.ranks[0].batch_size and not fleet.host.trains:
         raise InputError(f"in the plan the host trains, in {fleet.path} it does not", remedy=RETUNE)

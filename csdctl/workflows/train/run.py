@@ -4,7 +4,6 @@ Whatever happens, no process of the run is left on any machine: processes with i
 """
 
 import os
-import secrets
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -17,19 +16,22 @@ from csdctl.energy.sampler import PowerSampler
 from csdctl.errors import DeadlineError, RunError
 from csdctl.fleet.model import HOST_NAME
 from csdctl.launch.leftovers import describe_holder
+from csdctl.placement.equation1 import steps_per_epoch
 from csdctl.reporting.results import COMPLETED, FAILED, STOPPED, RunSummary, read_results
 from csdctl.runs.directory import EventLog, RunDirectory, keep_step_file
-from csdctl.shipping.store import StoredFile, store_bytes
+from csdctl.shipping.store import store_bytes
 from csdctl.supervision.event_callbacks import EventCallbacks
 from csdctl.supervision.supervisor import USER
 from csdctl.worker.protocol.events import Event
 from csdctl.worker.protocol.json_codec import to_json
 from csdctl.worker.protocol.orders import Order
+from csdctl.worker.protocol.run_spec import RunSpec
 from csdctl.workflows.data.files import deploy_files
 from csdctl.workflows.preflight.doctor import explain_failure
 from csdctl.workflows.preflight.ranks import Conditions, run_spec
 from csdctl.workflows.train.late import prepare_late_node
-from csdctl.workflows.train.spec import RunInputs, TrainOptions
+from csdctl.workflows.train.request import TrainOptions
+from csdctl.workflows.train.spec import ResolvedRun
 from csdctl.workflows.workspace.event_stream import EventStream, RunStarted
 from csdctl.workflows.workspace.workspace import Workspace
 
@@ -52,11 +54,22 @@ def record_process(run: RunDirectory, space: Workspace) -> None:
     space.after.push(record_end)
 
 
+def store_manifest(run: RunDirectory, space: Workspace) -> str:
+    """Store the manifest of a run for other servers, which may take the run over. Return its path.
+
+    '' where there are no other servers.
+    """
+    servers = [node.name for node in space.fleet.nodes if space.fleet.server_of(node.name) == node.name]
+    return store_bytes(run.manifest.read_bytes(), ".json", space.project.root).path if servers else ""
+
+
 def run_ranks(
-    inputs: RunInputs,
-    space: Workspace,
+    resolved: ResolvedRun,
+    spec: RunSpec,
+    run: RunDirectory,
     options: TrainOptions,
     events: EventStream,
+    *,
     should_stop: Callable[[], bool] = lambda: False,
     next_order: Callable[[], Order | None] = lambda: None,
 ) -> str:
@@ -65,18 +78,14 @@ def run_ranks(
     Ranks of nodes that cannot be reached join once they can. Raises RunError, DeadlineError, InputError or
     PartialError.
     """
-    prepared, run, fleet = inputs.prepared, inputs.directory, space.fleet
-    spec = replace(inputs.spec, link_key=secrets.token_hex(16))
-    present = set(fleet.machines)
-    nodes = [rank.node for rank in spec.ranks if rank.node in present and rank.node != HOST_NAME]
-    for_servers: list[StoredFile] = []
-    if run.manifest.exists() and any(fleet.server_of(name) == name for name in nodes):
-        for_servers = [store_bytes(run.manifest.read_bytes(), ".json", space.project.root)]
-        spec = replace(spec, manifest=for_servers[0].path)
+    context = resolved.context
+    space, fleet, worker = context.space, context.space.fleet, context.prepared.worker
+    nodes = [rank.node for rank in spec.ranks if rank.node in fleet.machines and rank.node != HOST_NAME]
     stored_spec = store_bytes(to_json(spec).encode(), ".json", space.project.root)
-    files = {name: [*prepared.files, *inputs.shards.get(name, ()), stored_spec] for name in nodes}
-    for name in nodes:
-        files[name] += for_servers if fleet.server_of(name) == name else []
+    files = {name: [*resolved.files_of(name), stored_spec] for name in nodes}
+    for name in nodes if spec.manifest else ():
+        if fleet.server_of(name) == name:
+            files[name].append(store_bytes(run.manifest.read_bytes(), ".json", space.project.root))
     deploy_files(files, fleet, space.sessions, events)
     least = 1 if options.min_nodes is None else options.min_nodes
     conditions = Conditions(
@@ -86,10 +95,10 @@ def run_ranks(
         patience=options.deadlines,
         should_stop=should_stop,
         next_order=next_order,
-        model_bytes=prepared.model.weights.size,
-        prepare_late_node=prepare_late_node(inputs, spec, space),
+        model_bytes=resolved.model.on_nodes.weights.size,
+        prepare_late_node=prepare_late_node(resolved, spec),
     )
-    return run_spec(spec, stored_spec.path, run, prepared.worker.path, space, events.emit, conditions)
+    return run_spec(spec, stored_spec.path, run, worker.path, space, events.emit, conditions)
 
 
 class RunStopped(KeyboardInterrupt):
@@ -102,16 +111,14 @@ class RunStopped(KeyboardInterrupt):
         self.summary = summary
 
 
-def run_to_end(
-    inputs: RunInputs, num_steps: int, space: Workspace, options: TrainOptions, events: EventStream
-) -> RunSummary:
+def run_to_end(resolved: ResolvedRun, spec: RunSpec, run: RunDirectory, options: TrainOptions) -> RunSummary:
     """Run the ranks, log their events, and add them up. Raises what `train` raises.
 
     A run that a callback has stopped returns as one that has come to its end. Its state is kept.
     """
-    run = inputs.directory
+    space, events = resolved.context.space, resolved.context.events
     predicted_range = run.load_manifest()["predicted_range"]
-    events.emit(RunStarted(run, inputs.spec, num_steps, predicted_range))
+    events.emit(RunStarted(run, spec, steps_per_epoch(resolved.data.placed), predicted_range))
     log = EventLog(run, say=events.say)
     is_done = is_interrupted = is_full = False
     with (
@@ -132,7 +139,9 @@ def run_to_end(
 
         stream = EventStream((record, *events.consumers))
         try:
-            stopped_by = run_ranks(inputs, space, options, stream, should_stop=lambda: callbacks.has_stopped)
+            stopped_by = run_ranks(
+                resolved, spec, run, options, stream, should_stop=lambda: callbacks.has_stopped
+            )
             is_done, is_interrupted = not stopped_by, stopped_by == USER
         except KeyboardInterrupt:  # the ranks were ended at once; the last completed step is kept
             is_interrupted = True
@@ -146,21 +155,21 @@ def run_to_end(
                 is_done = False  # what happened is not recorded
                 raise
             finally:
-                settle_step_file(inputs, is_done=is_done)
+                settle_step_file(run, spec, is_done=is_done)
     summary = read_results(run).summary
     if is_interrupted and summary.state != COMPLETED:
         raise RunStopped(run.run_id, replace(summary, state=STOPPED))
     if is_interrupted:  # after the last step: nothing is left to resume
-        settle_step_file(inputs, is_done=True)
+        settle_step_file(run, spec, is_done=True)
     return summary
 
 
-def settle_step_file(inputs: RunInputs, *, is_done: bool) -> None:
+def settle_step_file(run: RunDirectory, spec: RunSpec, *, is_done: bool) -> None:
     """Remove the step file from memory. Keep it on disk for `train --resume`, unless the run is done."""
-    step_file, kept = Path(inputs.spec.step_file), inputs.directory.kept_step_file
+    step_file = Path(spec.step_file)
     if not is_done:
-        keep_step_file(step_file, kept)
+        keep_step_file(step_file, run.kept_step_file)
         return
-    for path in (step_file, kept):
+    for path in (step_file, run.kept_step_file):
         with suppress(OSError):  # the run is complete, whatever is in their place
             path.unlink(missing_ok=True)

@@ -18,7 +18,9 @@ from csdctl.runs.directory import ProjectDirectory, RunDirectory
 from csdctl.tuning.plan import Plan, RankPlan, load_plan, save_plan
 from csdctl.worker.protocol.equation1 import public_shares
 from csdctl.workflows.train.plan import build_equal_plan
-from csdctl.workflows.train.train import TrainRequest, TrainResult, load_spec
+from csdctl.workflows.train.request import TrainRequest
+from csdctl.workflows.train.resume import load_spec
+from csdctl.workflows.train.train import TrainResult
 from csdctl.workflows.workspace.workspace import open_workspace
 
 WEAK, STRONG = KINDS

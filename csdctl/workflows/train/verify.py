@@ -6,18 +6,19 @@ import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from csdctl.errors import InputError, RunError
+from csdctl.errors import InputError, RunError, option
 from csdctl.fleet.names import format_node_names
 from csdctl.launch.mpirun import find_mpirun
-from csdctl.tuning.plan import DATA_PARALLEL, Plan
+from csdctl.tuning.plan import Plan
 from csdctl.worker.protocol.events import MIN_SHARPNESS, Verified
 from csdctl.worker.protocol.features import FLOAT16, FLOAT32, Recomputed
-from csdctl.worker.protocol.run_spec import VERIFY, TaskSpec
 from csdctl.workflows.data.prepare import prepare_in
 from csdctl.workflows.train.plan import build_equal_plan, load_checked_plan
+from csdctl.workflows.train.request import TrainOptions, TrainRequest
 from csdctl.workflows.train.run import run_ranks
-from csdctl.workflows.train.spec import RunContext, TrainOptions, build_inputs, place_plan
-from csdctl.workflows.train.train import TrainRequest, choose_strategy
+from csdctl.workflows.train.spec import RunContext, build_spec
+from csdctl.workflows.train.strategies import choose_strategy
+from csdctl.workflows.train.train import check_files, resolve_run
 from csdctl.workflows.workspace.event_stream import EventStream
 from csdctl.workflows.workspace.workspace import Workspace, open_workspace
 
@@ -157,7 +158,7 @@ def run_verification(request: TrainRequest, events: EventStream) -> Verification
     """
     find_mpirun()
     if request.plan_path:
-        request.check_files()
+        check_files(request)
     job = request.job
     with open_workspace(request.directory, request.fleet, "verify", is_locking=True, say=events.say) as space:
         plan = _choose_plan(request, space)
@@ -165,7 +166,8 @@ def run_verification(request: TrainRequest, events: EventStream) -> Verification
             names = ", ".join(rank.node for rank in plan.ranks)
             raise InputError(
                 f"the plan has one rank ({names}), which would be compared with itself; expected two or more",
-                remedy="give all machines a batch size (--batch-size 16), or another plan (--plan)",
+                remedy=f"give all machines a batch size ({option('batch_size')} 16), or another plan "
+                f"({option('plan')})",
             )
         prepared = prepare_in(space, job, events)
         events.say(f"starting {len(plan.ranks)} ranks")
@@ -183,25 +185,18 @@ def _choose_plan(request: TrainRequest, space: Workspace) -> Plan:
 
 def verify(plan: Plan, context: RunContext, options: TrainOptions) -> Verification:
     """Run one step of all ranks. Return how it compares with one process. Raises what `train` raises."""
-    space = context.space
-    placed = place_plan(plan, context.prepared, context.job, space.fleet)
-    run = space.project.new_scratch()
-    strategy, prepared = choose_strategy(options, plan), context.prepared
-    if strategy.name == DATA_PARALLEL:
-        model = context.compiler.step(is_wide=True)
-        context = dataclasses.replace(context, prepared=dataclasses.replace(prepared, model=model))
-    inputs = build_inputs(run, plan.ranks, placed, context)
-    spec = dataclasses.replace(inputs.spec, validation=None, task=TaskSpec(VERIFY), num_checkpoints=0)
-    inputs = dataclasses.replace(inputs, spec=spec)
-    recomputed = strategy.recompute_stored(inputs, context)
-    inputs = strategy.build_verification(inputs, context)
+    run = context.space.project.new_scratch()
+    strategy = choose_strategy(options, plan)
+    resolved = resolve_run(plan.ranks, strategy, context, is_verification=True)
+    recomputed = strategy.recompute_stored(resolved.data, resolved.model, context)
+    spec = build_spec(resolved, run, TrainOptions())
     results: list[Verified] = []
 
     def record(event: object) -> None:
         if isinstance(event, Verified):
             results.append(event)
 
-    run_ranks(inputs, space, TrainOptions(), EventStream((record,)))
+    run_ranks(resolved, spec, run, TrainOptions(), EventStream((record,)))
     shutil.rmtree(run.path, ignore_errors=True)
     if not results:
         raise RunError("the ranks ended without a comparison")

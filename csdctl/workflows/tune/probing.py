@@ -26,7 +26,6 @@ from csdctl.fleet.names import format_node_names
 from csdctl.perfmodel.spread import standard_error
 from csdctl.reporting.numbers import format_count, format_rate, format_seconds
 from csdctl.reporting.tally import Amounts, Tally
-from csdctl.runs.directory import RunDirectory
 from csdctl.supervision.rank_processes import CHECK_WORKER
 from csdctl.supervision.run_setup import Patience
 from csdctl.transport.program import ProgramEndedError, within
@@ -37,22 +36,16 @@ from csdctl.tuning.plan import RankPlan
 from csdctl.worker.protocol.events import EpochEnd, Event, Joined, Probed, SumTimed
 from csdctl.worker.protocol.orders import Order, Probe, Stop, TakeSteps, TrialRank
 from csdctl.worker.protocol.probe import ProbeRequest, ProbeResult, ProbeSpec
-from csdctl.worker.protocol.run_spec import (
-    ELEMENT_SPEC,
-    TRIAL,
-    TRIAL_SPLIT,
-    RankSpec,
-    RunSpec,
-    Runtime,
-    TaskSpec,
-)
+from csdctl.worker.protocol.run_spec import ELEMENT_SPEC, TRIAL, TRIAL_SPLIT, RankSpec, Runtime, TaskSpec
 from csdctl.workflows.preflight.doctor import measure_sums
 from csdctl.workflows.train.plan import default_runtime
+from csdctl.workflows.train.request import TrainOptions
 from csdctl.workflows.train.run import run_ranks
 from csdctl.workflows.train.spec import (
+    ResolvedRun,
     RunContext,
-    RunInputs,
-    TrainOptions,
+    RunData,
+    RunModel,
     build_spec,
     place_ranks,
     with_servers,
@@ -66,7 +59,9 @@ SKIPPING_FROM = 10
 step is slow. A trial of fewer has long steps, without a slow first one."""
 PROBE_DEADLINE_S = 600.0
 """The longest time of a probe."""
-PATIENCE = Patience(silence_s=2 * PROBE_DEADLINE_S, poll_s=0.05, max_restarts=0)
+OPTIONS = TrainOptions(
+    deadlines=Patience(silence_s=2 * PROBE_DEADLINE_S, poll_s=0.05, max_restarts=0), is_balanced=False
+)
 
 
 class TuningRun:
@@ -81,10 +76,11 @@ class TuningRun:
         `cut`: the last layer on the nodes of a model that is cut in two. '' for a whole one.
         """
         self.ranks, self._context = ranks, context
-        run = context.space.project.new_scratch()
-        self.spec = self._build_spec(run, TRIAL_SPLIT if cut else TRIAL)
-        inputs = RunInputs(run, self.spec, context.prepared, shards={})
-        self._inputs = cut_model(inputs, context, cut) if cut else inputs
+        self._directory = context.space.project.new_scratch()
+        self._resolved = self._resolve(cut)
+        step_file = str(context.space.project.step_file(self._directory))
+        # As in a training run, rank 0 saves the state of every step, which takes time.
+        self.spec = build_spec(self._resolved, self._directory, OPTIONS, step_file=step_file)
         self._orders: queue.SimpleQueue[Order] = queue.SimpleQueue()
         self._events: queue.SimpleQueue[Event | BaseException] = queue.SimpleQueue()
         self._is_aborted = threading.Event()
@@ -155,20 +151,20 @@ class TuningRun:
             self._events.put(event)
 
     def _supervise(self) -> None:
-        options = TrainOptions(deadlines=PATIENCE, min_nodes=len(self.ranks) - 1)
-        space, events, next_order = self._context.space, EventStream((self._take,)), self._next_order
+        options = replace(OPTIONS, min_nodes=len(self.ranks) - 1)
+        events, next_order = EventStream((self._take,)), self._next_order
         try:
-            run_ranks(self._inputs, space, options, events, next_order=next_order)
-            shutil.rmtree(self._inputs.directory.path, ignore_errors=True)
+            run_ranks(self._resolved, self.spec, self._directory, options, events, next_order=next_order)
+            shutil.rmtree(self._directory.path, ignore_errors=True)
             self._events.put(RunError("the ranks have ended before they had measured what was asked for"))
         except BaseException as error:  # raised again by the thread that waits for events
             self._events.put(error)
         finally:
             Path(self.spec.step_file).unlink(missing_ok=True)
 
-    def _build_spec(self, run: RunDirectory, task: str) -> RunSpec:
+    def _resolve(self, cut: str) -> ResolvedRun:
         """Return a run of random samples, in which nothing is learned, saved or balanced."""
-        context, prepared, project = self._context, self._context.prepared, self._context.space.project
+        context, prepared = self._context, self._context.prepared
         ranks = [
             RankSpec(
                 number,
@@ -184,9 +180,14 @@ class TuningRun:
             )
             for number, rank in enumerate(self.ranks)
         ]
-        spec = build_spec(run, [], [], {}, context)
-        return replace(
-            spec,
+        model = prepared.model
+        return ResolvedRun(
+            context,
+            RunData(with_servers(ranks, context.space.fleet)),
+            cut_model(context, cut) if cut else RunModel(model, model),
+            task=TaskSpec(
+                TRIAL_SPLIT if cut else TRIAL, {ELEMENT_SPEC: asdict(prepared.public.element_spec)}
+            ),
             # Random labels teach nothing: a learning rate of 0 keeps the weights, and keeps them finite.
             recipe=replace(
                 prepared.recipe,
@@ -196,15 +197,6 @@ class TuningRun:
                 early_stopping=None,
                 reduce_on_plateau=None,
             ),
-            ranks=with_servers(ranks, context.space.fleet),
-            public=None,
-            validation=None,
-            # As in a training run, rank 0 saves the state of every step, which takes time.
-            step_file=str(project.step_file(run)),
-            num_checkpoints=0,
-            is_balanced=False,
-            progress_interval_s=max(0.5, len(ranks) / 100),
-            task=TaskSpec(task, {ELEMENT_SPEC: asdict(prepared.public.element_spec)}),
         )
 
     def _next_order(self) -> Order | None:

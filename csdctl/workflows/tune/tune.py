@@ -91,9 +91,11 @@ from csdctl.worker.protocol.run_spec import Runtime
 from csdctl.workflows.data.compile import as_prefix
 from csdctl.workflows.data.files import deploy_files
 from csdctl.workflows.data.prepare import prepare_in
+from csdctl.workflows.train.features import bytes_for_host, find_features
 from csdctl.workflows.train.plan import build_fingerprint, default_runtime
-from csdctl.workflows.train.spec import AUTO, RunContext, check_strategy
-from csdctl.workflows.train.strategies import bytes_for_host, check_split, find_cut, find_features
+from csdctl.workflows.train.request import AUTO, check_strategy
+from csdctl.workflows.train.spec import RunContext
+from csdctl.workflows.train.strategies import check_split, find_cut
 from csdctl.workflows.tune.fleet_measurements import FleetMeasurements, hash_recipe
 from csdctl.workflows.tune.probing import PROBE_DEADLINE_S, FleetMeasurer, run_trial
 from csdctl.workflows.workspace.event_stream import EventStream

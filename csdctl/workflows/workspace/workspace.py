@@ -21,6 +21,7 @@ from csdctl.errors import (
     NoNodeReachableError,
     PartialError,
     UnreachableError,
+    option,
 )
 from csdctl.fleet.checks import FLEET_NAME, check_machines, is_ready
 from csdctl.fleet.facts import Facts, facts_path, load_facts, save_facts
@@ -181,7 +182,9 @@ def unreachable_error(fleet: Fleet, failed: Mapping[str, CsdctlError]) -> Csdctl
     if len(failed) == len(fleet.nodes):
         return NoNodeReachableError(f"no node of {fleet.path} can be reached:\n{listed}")
     problem = f"{len(failed)} of {len(fleet.nodes)} nodes cannot be reached:\n{listed}"
-    return UnreachableError(problem, remedy=f"fix them, or continue without them: --exclude {names}")
+    return UnreachableError(
+        problem, remedy=f"fix them, or continue without them: {option('exclude')} {names}"
+    )
 
 
 def choose_fleet(
@@ -211,7 +214,9 @@ def load_failed(path: Path) -> str:
         problem = f"{path} does not list the nodes that a command failed on"
         raise InputError(problem, remedy=remedy) from None
     if not names:
-        raise InputError(f"no failed nodes are recorded in {path}", remedy="leave out --failed-from")
+        raise InputError(
+            f"no failed nodes are recorded in {path}", remedy=f"leave out {option('failed_from')}"
+        )
     return ",".join(names)
 
 

@@ -119,7 +119,7 @@ def test_run_with_fewer_nodes_left_than_min_nodes_fails_for_the_reason_that_the_
     fleet.min_nodes = 2
     fleet.scripts[1] = lambda fleet: fleet.rank(1).fail("disk full", remedy="make room")
     error = fleet.run_to_error()
-    assert "nodes left: 1, but --min-nodes is 2" in error.message
+    assert "nodes left: 1, but at least 2 must take part" in error.message
     assert "csd0: disk full" in error.message
     assert "make room" in error.message
     assert "csd1" not in error.message

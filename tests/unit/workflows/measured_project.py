@@ -29,10 +29,10 @@ from csdctl.worker.protocol.datasets import DatasetInfo
 from csdctl.worker.protocol.json_codec import RESULT, from_json, to_frame
 from csdctl.worker.protocol.model_info import BuildRequest, ModelInfo
 from csdctl.worker.protocol.recipe import Recipe
-from csdctl.worker.protocol.run_spec import Runtime
+from csdctl.worker.protocol.run_spec import RunSpec, Runtime, TaskSpec
 from csdctl.workflows.data.files import prepare_code, serialize_model
 from csdctl.workflows.data.prepare import save_prepared
-from csdctl.workflows.train.spec import RunContext
+from csdctl.workflows.train.spec import ResolvedRun, RunContext, RunData, RunModel
 from csdctl.workflows.tune.fleet_measurements import FleetMeasurements, hash_recipe
 from csdctl.workflows.workspace.event_stream import EventStream
 from tests.fake_session import FakeConversation, FakeSession, ScriptedResponse
@@ -203,6 +203,14 @@ def workspace(at: MeasuredProject, sessions: Mapping[str, FakeSession], memory_b
 def run_context(at: MeasuredProject, space: Any, data: Any = None) -> RunContext:
     """Return the context of a run on `space` that says nothing; `data`: in place of what is prepared."""
     return RunContext(at.job, data or prepared(at), space, EventStream())
+
+
+def resolved(at: MeasuredProject, spec: RunSpec, space: Any) -> ResolvedRun:
+    """Return a resolved run with the ranks of `spec`, whose nodes need no files of a model."""
+    data = prepared(at)
+    data.model.files = []
+    context = run_context(at, space, data)
+    return ResolvedRun(context, RunData(spec.ranks), RunModel(data.model, data.model), TaskSpec(), Recipe())
 
 
 def trial_step_s(sizes: Sequence[int], vector_bytes: int) -> float:

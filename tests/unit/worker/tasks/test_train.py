@@ -38,7 +38,7 @@ from csdctl.worker.tasks.checkpointer import BEST_MODEL, LAST_MODEL, Checkpointe
 from csdctl.worker.tasks.progress import EpochTotals, Position, Reporter, RunProgress, unpack
 from csdctl.worker.tasks.task import FINISHED, TaskContext
 from csdctl.worker.tasks.train import DIVERGED, LAST_GOOD, Train
-from csdctl.workflows.train.train import load_spec
+from csdctl.workflows.train.resume import load_spec
 from tests.unit.worker.compute.built_models import Step
 from tests.unit.worker.tasks.verified_models import (
     NUMBERS,

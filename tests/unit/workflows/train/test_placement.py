@@ -41,12 +41,12 @@ def job(tmp_path: Path) -> Job:
 
 
 def test_private_samples_stay_and_the_host_reads_its_part_and_a_node_the_files_cut_for_it(job: Job) -> None:
-    placed = place_plan(PLAN, PREPARED, job, FLEET)
+    placed = place_plan(PLAN.ranks, PREPARED, job, FLEET)
     assert [shard.name for shard in placed] == [HOST_NAME, "csd0", "csd1"]
     assert [shard.num_private for shard in placed] == [0, 20, 0]
     assert [shard.num_samples for shard in placed] == [40, 40, 40]
     with pytest.raises(InputError, match="the plan needs csd1, not among the selected nodes"):
-        place_plan(PLAN, PREPARED, job, replace(FLEET, nodes=FLEET.nodes[:1]))
+        place_plan(PLAN.ranks, PREPARED, job, replace(FLEET, nodes=FLEET.nodes[:1]))
     host, csd0, csd1 = build_rank_specs(PLAN.ranks, placed, PREPARED, {"csd1": (FILE, FILE)}, job)
     assert host.public == DatasetSlice("data/public/images.npy", "data/public/labels.npy", 0, 40, 7, **HASHES)
     assert csd0.public is None
@@ -77,7 +77,7 @@ def test_ranks_compute_with_the_settings_that_the_plan_has_for_their_machine(job
         RankPlan(node="csd1", batch_size=8, threads=2, max_batch_size=8, micro_batch_size=4),
     ]
     plan = PLAN.model_copy(update={"ranks": ranks})
-    placed = place_plan(plan, PREPARED, job, FLEET)
+    placed = place_plan(plan.ranks, PREPARED, job, FLEET)
     specs = build_rank_specs(plan.ranks, placed, PREPARED, {"csd1": (FILE, FILE)}, job)
     assert [spec.runtime for spec in specs] == [
         Runtime(8, 2, True),
@@ -100,7 +100,7 @@ def test_node_with_few_private_samples_repeats_them_if_the_job_says_so(
     private = PrivateData("/data/private", unequal="repeat")
     weights = "data-set" if is_weighted else "sample"
     job = replace(job, data=replace(job.data, private=private, weights=weights))
-    placed = place_plan(PLAN, few, job, FLEET)
+    placed = place_plan(PLAN.ranks, few, job, FLEET)
     _, csd0, csd1 = build_rank_specs(PLAN.ranks, placed, few, {}, job)
     assert (csd0.num_private, csd0.num_repeated, csd0.weight) == (20, 0, 1.0)
     assert (csd1.num_private, csd1.num_repeated) == (20, 15)

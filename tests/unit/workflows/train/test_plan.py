@@ -19,8 +19,8 @@ from csdctl.workflows.train.plan import (
     default_runtime,
     resolve_plan,
 )
-from csdctl.workflows.train.spec import TrainOptions
-from csdctl.workflows.train.train import TrainRequest
+from csdctl.workflows.train.request import TrainOptions, TrainRequest
+from csdctl.workflows.train.train import check_files
 from csdctl.workflows.workspace.workspace import Workspace
 
 JOB = """\
@@ -46,7 +46,7 @@ def test_left_out_nodes_are_reported_and_not_contacted(plan: Plan, job: Job, tmp
     save_plan(tmp_path / "other.yaml", smaller)
     messages: list[str] = []
     request = TrainRequest(job, FLEET, tmp_path, TrainOptions(), tmp_path / "other.yaml")
-    assert request.check_files(messages.append).machines == (HOST_NAME, "csd0")
+    assert check_files(request, messages.append).machines == (HOST_NAME, "csd0")
     assert messages == ["the plan leaves out csd1: training is faster without them"]
 
 
@@ -151,4 +151,4 @@ def test_node_missing_from_the_plan_is_named(plan: Plan, job: Job) -> None:
     smaller = plan.model_copy(update={"ranks": plan.ranks[:2]})
     with pytest.raises(InputError, match="does not include csd1") as raised:
         check_plan(smaller, job, FLEET, FACTS)
-    assert "--exclude csd1" in raised.value.remedy
+    assert "exclude csd1" in str(raised.value)

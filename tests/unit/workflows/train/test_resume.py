@@ -13,6 +13,7 @@ import pytest
 from csdctl.errors import InputError
 from csdctl.fleet.model import Fleet, Node
 from csdctl.job.model import Data, HostData, Job, PrivateData
+from csdctl.placement.equation1 import steps_per_epoch
 from csdctl.runs.directory import LATEST, Manifest, ProjectDirectory, RunDirectory
 from csdctl.shipping.store import StoredFile
 from csdctl.transport.meter import TrafficClass
@@ -24,7 +25,9 @@ from csdctl.worker.protocol.recipe import Noise
 from csdctl.workflows.data.files import SerializedModel, whole
 from csdctl.workflows.data.prepare import Prepared
 from csdctl.workflows.train import train as resume_module
-from csdctl.workflows.train.spec import RunContext, TrainOptions, build_rank_specs
+from csdctl.workflows.train.request import TrainOptions
+from csdctl.workflows.train.spec import RunContext, build_rank_specs
+from csdctl.workflows.train.strategies import strategy_of
 from csdctl.workflows.train.train import find_resumable, is_complete, load_spec, resume
 from csdctl.workflows.workspace.event_stream import EventStream
 from tests.unit.runs.manifests import manifest_of, spec_of, write_events
@@ -177,8 +180,8 @@ class TrainedRun:
     def resume(self, job: Job, prepared: Prepared, options: TrainOptions) -> None:
         project = ProjectDirectory(self.run.path.parents[2])
         space: Any = SimpleNamespace(fleet=FLEET, project=project, after=ExitStack())
-        events = EventStream((print,))
-        resume(self.run, RunContext(job, prepared, space, events), options, events)
+        context = RunContext(job, prepared, space, EventStream((print,)))
+        resume(self.run, strategy_of(load_spec(self.run)), context, options)
 
     def assert_refused(
         self, problem: str, *, job: Job | None = None, prepared: Prepared | None = None, **edit: Any
@@ -261,11 +264,10 @@ def test_resumed_run_has_its_shards_and_noise_and_the_epochs_and_options_of_toda
     trained.run.spec.write_text(to_json(replace(trained.spec, num_checkpoints=5)))
     options = TrainOptions(is_balanced=False, max_steps=7, checkpoint_interval_s=30)
     trained.resume(trained.job, trained.with_recipe(epochs=30), options)
-    ((inputs, num_steps, *_),) = started
-    spec = inputs.spec
+    ((resolved, spec, *_),) = started
     assert (spec.run_id, spec.ranks, spec.noise) == (trained.run.run_id, trained.spec.ranks, NOISE)
     assert (spec.recipe.epochs, spec.max_steps, spec.is_balanced) == (30, 7, False)
     assert (spec.checkpoint_interval_s, spec.num_checkpoints) == (30, 5), "given, and as it began"
     assert (spec.architecture, spec.weights) == (FILE.path, FILE.path)
     assert spec.output_directory.endswith(trained.run.run_id)
-    assert num_steps == 25
+    assert steps_per_epoch(resolved.data.placed) == 25

@@ -3,7 +3,6 @@
 The host's rank is scripted: a process that runs already, and says what a rank would say.
 """
 
-import json
 import queue
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -37,13 +36,13 @@ from csdctl.worker.protocol.events import (
 from csdctl.worker.protocol.orders import Begin, Ping, order_from_line
 from csdctl.workflows.runs.manage import process_of
 from csdctl.workflows.train import run as run_module
-from csdctl.workflows.train.run import RunInputs, record_process, run_ranks, settle_step_file
-from csdctl.workflows.train.spec import TrainOptions
+from csdctl.workflows.train.request import TrainOptions
+from csdctl.workflows.train.run import record_process, run_ranks, settle_step_file, store_manifest
 from csdctl.workflows.workspace.event_stream import EventStream
 from csdctl.workflows.workspace.workspace import Workspace
 from tests.fake_session import FakeSession
 from tests.unit.runs.manifests import spec_of
-from tests.unit.workflows.measured_project import MeasuredProject, prepared
+from tests.unit.workflows.measured_project import MeasuredProject, resolved
 
 ME = (0, HOST_NAME)
 NODES = (HOST_NAME, "csd0", "csd1")
@@ -127,9 +126,8 @@ def run(at: MeasuredProject) -> Run:
         sessions: Any = {HOST_NAME: host}
         fleet = Fleet((), path=at.fleet.path)
         space = Workspace(at.project, fleet, {}, sessions, ledger, selected=selected)
-        inputs = RunInputs(directory, spec, prepared(at), {})
         try:
-            run_ranks(inputs, space, TrainOptions(min_nodes=0), EventStream())
+            run_ranks(resolved(at, spec, space), spec, directory, TrainOptions(min_nodes=0), EventStream())
         finally:
             ledger.save()
         return {(one.sender, one.receiver, one.kind): one.num_bytes for one in read_ledger(at.project.ledger)}
@@ -161,7 +159,6 @@ def test_other_servers_get_the_manifest_and_their_nodes_do_not(
     at: MeasuredProject, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     given: dict[str, list[StoredFile]] = {}
-    any_files: Any = SimpleNamespace(files=[])
 
     def note(files: dict[str, list[StoredFile]], *_: object) -> None:
         given.update(files)
@@ -172,16 +169,19 @@ def test_other_servers_get_the_manifest_and_their_nodes_do_not(
     for fleet, with_manifest in ((Fleet(nodes), {"b"}), (Fleet(nodes[:1]), set())):
         directory = at.project.new_run()
         directory.save_manifest({"of": directory.run_id})
-        spec = spec_of([HOST_NAME, *(node.name for node in nodes)])
-        inputs = RunInputs(directory, spec, any_files, {})
         space: Any = SimpleNamespace(project=at.project, fleet=fleet, sessions={})
+        manifest = store_manifest(directory, space)
+        assert bool(manifest) == bool(with_manifest)
+        spec = spec_of([HOST_NAME, *(node.name for node in nodes)], manifest=manifest)
         with pytest.raises(RunError, match="noted"):
-            run_ranks(inputs, space, TrainOptions(), EventStream())
+            run_ranks(resolved(at, spec, space), spec, directory, TrainOptions(), EventStream())
         content = directory.manifest.read_bytes()
-        found = {name for name, files in given.items() if content in [f.source.read_bytes() for f in files]}
-        assert found == with_manifest
-        (stored,) = given["storage1/csd0"]
-        assert bool(json.loads(stored.source.read_bytes())["manifest"]) == bool(with_manifest)
+        receivers = {
+            name
+            for name, files in given.items()
+            if content in [file.source.read_bytes() for file in files if isinstance(file, StoredFile)]
+        }
+        assert receivers == with_manifest
         given.clear()
 
 
@@ -201,13 +201,13 @@ def test_ledger_has_what_the_ranks_sent_before_a_run_failed(run: Run, at: Measur
 
 def test_state_of_the_last_step_is_kept_until_the_run_is_done(at: MeasuredProject) -> None:
     directory, step_file = at.project.new_run(), at.project.root / "step"
-    inputs: Any = SimpleNamespace(directory=directory, spec=SimpleNamespace(step_file=str(step_file)))
+    spec = spec_of(step_file=str(step_file))
     step_file.write_bytes(b"state")
-    settle_step_file(inputs, is_done=False)
+    settle_step_file(directory, spec, is_done=False)
     assert directory.kept_step_file.read_bytes() == b"state"
     assert not step_file.exists()
     step_file.write_bytes(b"state of a later step")
-    settle_step_file(inputs, is_done=True)
+    settle_step_file(directory, spec, is_done=True)
     assert not step_file.exists()
     assert not directory.kept_step_file.exists()
 

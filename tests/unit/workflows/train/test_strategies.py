@@ -7,9 +7,9 @@ import pytest
 from csdctl.errors import InputError
 from csdctl.job.model import Job, load_job
 from csdctl.tuning.plan import Plan, Predicted, RankPlan
-from csdctl.workflows.train.spec import AUTO, TrainOptions, describe_strategy
-from csdctl.workflows.train.strategies import check_job
-from csdctl.workflows.train.train import choose_strategy
+from csdctl.workflows.train.request import AUTO, TrainOptions
+from csdctl.workflows.train.spec import describe_strategy
+from csdctl.workflows.train.strategies import check_job, choose_strategy
 
 JOB = """\
 model: model.py:build

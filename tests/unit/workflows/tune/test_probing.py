@@ -214,8 +214,8 @@ def start_run(
     """Start a run whose ranks send what `answer` returns; return it with its spec."""
     specs: list[RunSpec] = []
 
-    def run_ranks(inputs: Any, space: Any, options: Any, events: Any, **how: Any) -> str:
-        specs.append(inputs.spec)
+    def run_ranks(resolved: Any, spec: RunSpec, run: Any, options: Any, events: Any, **how: Any) -> str:
+        specs.append(spec)
         events.emit(JOINED)
         while not isinstance(order := how["next_order"](), probing.Stop):
             for event in answer(order) if order else ():

@@ -1,0 +1,166 @@
+"""A run that is resumed: which one, whether it is complete, and whether it continues as it began."""
+
+import dataclasses
+import os
+from dataclasses import asdict
+from pathlib import Path
+
+from csdctl.documents import MAX_JSON_BYTES, load_text, save_text
+from csdctl.errors import InputError
+from csdctl.fleet.model import Fleet
+from csdctl.job.model import Job
+from csdctl.notify import Say
+from csdctl.runs.directory import NEW_RUN, Manifest, ProjectDirectory, RunDirectory, find_run
+from csdctl.worker.protocol.events import EARLY_STOPPING, CheckpointSaved, Finished, Joined
+from csdctl.worker.protocol.json_codec import ProtocolError, from_json, to_json
+from csdctl.worker.protocol.recipe import Noise
+from csdctl.worker.protocol.run_spec import DatasetSlice, RunSpec
+from csdctl.workflows.data.files import whole
+from csdctl.workflows.data.prepare import Prepared
+from csdctl.workflows.train.spec import RunContext, fingerprint_data
+
+
+def find_started(project: ProjectDirectory, run_id: str, say: Say) -> RunDirectory:
+    """Return a run as `find_run`, but the latest one that has started its ranks: it can be resumed."""
+    return find_run(project, run_id, say, lambda run: (run.load_manifest(), load_spec(run)))
+
+
+def find_resumable(project: ProjectDirectory, run_id: str, job: Job, fleet: Fleet, say: Say) -> RunDirectory:
+    """Return the run to resume `run_id`, and report nodes that do not take part.
+
+    Raises InputError for an unknown run, or the run of another job.
+    """
+    run = find_started(project, run_id, say)
+    plan = load_manifest(run).plan
+    if plan.job != job.name:
+        raise InputError(
+            f"run {run.run_id} belongs to job {plan.job}, not to {job.name}",
+            remedy=f"resume it with the job file of {plan.job}, or name a run of {job.name}",
+        )
+    present = set(fleet.machines)
+    planned = {rank.node for rank in plan.ranks}
+    if absent := sorted(planned - present):
+        say(f"resuming without {', '.join(absent)}: private data there is not trained on")
+    if new := sorted(present - planned):
+        say(f"{', '.join(new)} did not take part when the run began, and will not take part now")
+    return run
+
+
+def is_complete(run: RunDirectory, job: Job) -> bool:
+    """Return whether nothing is left to do: early stopping ended the run, or all epochs are done.
+
+    A run that has lost its model after all epochs saves it again from its state.
+    Raises InputError for a run that has saved its state, and has none left: it would begin again.
+    """
+    last: Joined | Finished | None = None
+    has_saved = False
+    nodes = [rank.node for rank in load_manifest(run).plan.ranks]
+    for event in run.read_events(nodes) if os.path.lexists(run.events) else ():
+        has_saved |= isinstance(event, CheckpointSaved)
+        if event.rank == 0 and isinstance(event, Joined | Finished):
+            last = event
+    is_at_end = isinstance(last, Finished) and last.epochs >= job.recipe.epochs and not last.reason
+    has_model = run.model.is_file() or run.model.with_suffix(".weights.h5").is_file()
+    if (is_at_end and has_model) or (isinstance(last, Finished) and last.reason == EARLY_STOPPING):
+        return True
+    step_file = ProjectDirectory(run.path.parents[2]).step_file(run)
+    states = run.kept_step_file, step_file, *run.path.glob("checkpoints/*.npz")
+    if has_saved and not any(map(os.path.lexists, states)):
+        problem = f"no state of run {run.run_id} is left: the checkpoints in {run.path} are gone"
+        raise InputError(problem, remedy=f"restore them from a copy, or {NEW_RUN}")
+    return False
+
+
+def check_data(run: RunDirectory, spec: RunSpec, manifest: Manifest, context: RunContext) -> None:
+    """Raise InputError if the run's data, recipe or noise has changed. More epochs are allowed."""
+    prepared = context.prepared
+    planned = {rank.node for rank in manifest.plan.ranks}
+    now = fingerprint_data(prepared)
+    private = {name: digest for name, digest in now["private"].items() if name in planned}
+    is_private_same = private == {name: manifest.data.private.get(name) for name in private}
+    # On another server, or copied, the same samples have another path or time.
+    is_public_same = now["public"] == manifest.data.public or _is_content(spec.public, whole(prepared.public))
+    if not is_public_same or not is_private_same:
+        raise InputError(f"the data of run {run.run_id} has changed since it began", remedy=NEW_RUN)
+    _check_job(run, spec, context.job, prepared)
+    if manifest.placed[-1].public_stop != prepared.public.num_samples:
+        raise InputError(
+            f"{run.manifest}: `placed` divides {manifest.placed[-1].public_stop} public samples, "
+            f"there are {prepared.public.num_samples}",
+            remedy=NEW_RUN,
+        )
+
+
+def check_same(run: RunDirectory, before: RunSpec, now: RunSpec) -> None:
+    """Raise InputError if validation data or frozen layers are not the same as when the run began."""
+    for what, is_same in (
+        ("validation data", _hashes_of(now, before) == _hashes_of(before, before)),
+        ("frozen layers", _frozen_part(now) == _frozen_part(before)),
+    ):
+        if not is_same:
+            problem = f"the {what} of run {run.run_id} changed after it began"
+            raise InputError(problem, remedy=f"undo the change, or {NEW_RUN}")
+
+
+def save_epochs(run: RunDirectory, spec: RunSpec, epochs: int) -> None:
+    """Save the number of epochs of a resumed run in its spec and manifest, which views and reports read."""
+    if epochs != spec.recipe.epochs:
+        recipe = dataclasses.replace(spec.recipe, epochs=epochs)
+        save_text(run.spec, to_json(dataclasses.replace(spec, recipe=recipe)))
+        content = run.load_manifest()
+        run.save_manifest(content | {"recipe": {**content.get("recipe", {}), "epochs": epochs}})
+
+
+def _is_content(before: DatasetSlice | None, now: DatasetSlice) -> bool:
+    """Return whether prepared data has the same bytes as before."""
+    hashes = (now.images_sha256, now.labels_sha256)
+    return before is not None and all(hashes) and hashes == (before.images_sha256, before.labels_sha256)
+
+
+def _hashes_of(spec: RunSpec, began: RunSpec) -> tuple[str, str] | None:
+    """Return the hashes of the validation data. Where a run began with features, only of the labels."""
+    data = spec.validation
+    return ("" if began.head else data.images_sha256, data.labels_sha256) if data else None
+
+
+def _frozen_part(spec: RunSpec) -> tuple[str, ...]:
+    """Return the names of the frozen part's files in the store, which are hashes of their content."""
+    prefix = spec.head and spec.head.prefix
+    return (Path(prefix.architecture).name, Path(prefix.weights).name) if prefix else ()
+
+
+def load_spec(run: RunDirectory) -> RunSpec:
+    """Read spec.json. Raises InputError for one that is damaged, or of another version."""
+    try:
+        return from_json(RunSpec, load_text(run.spec, max_bytes=MAX_JSON_BYTES, remedy=NEW_RUN))
+    except ProtocolError as error:
+        raise InputError(f"{run.spec}: {error}", remedy=NEW_RUN) from None
+
+
+def load_manifest(run: RunDirectory) -> Manifest:
+    """Return what csdctl reads of manifest.json. Raises InputError for a file that is damaged."""
+    return Manifest.model_validate(run.load_manifest())
+
+
+def _check_job(run: RunDirectory, spec: RunSpec, job: Job, prepared: Prepared) -> None:
+    """Raise InputError when recipe or noise has changed. More epochs are allowed."""
+    if job.recipe.epochs < spec.recipe.epochs:
+        raise InputError(
+            f"{job.path} has {job.recipe.epochs} epochs, run {run.run_id} has {spec.recipe.epochs}",
+            remedy=f"undo the change (epochs may be raised), or {NEW_RUN}",
+        )
+    if spec.recipe != dataclasses.replace(prepared.recipe, epochs=spec.recipe.epochs):
+        raise InputError(
+            f"the recipe of {job.path} has changed since run {run.run_id} began",
+            remedy=f"undo the change (epochs may be raised), or {NEW_RUN}",
+        )
+    if spec.noise != job.noise:
+        raise InputError(
+            f"data.private.noise of {job.path} is {_describe(job.noise)}, "
+            f"that of run {run.run_id} {_describe(spec.noise)}",
+            remedy=f"undo the change, or {NEW_RUN}",
+        )
+
+
+def _describe(noise: Noise | None) -> str:
+    return str(asdict(noise)) if noise else "absent"
