@@ -231,17 +231,15 @@ class Receiver:
         make_private(OBJECTS)
         arrived = missing
         offsets = {number: self.resume_offset(self.objects[number]) for number in missing}
-        missing = [n for n in missing if not offsets[n] or offsets[n] < self.objects[n].size]
+        incomplete = [n for n in missing if not offsets[n] or offsets[n] < self.objects[n].size]
         try:
-            for _ in range(2):
-                requested = report_missing(missing, offsets)
-                arrived = sorted({*arrived, *requested})
-                missing = [n for n in requested if not receive_object(self.objects[n], offsets.get(n, 0))]
-                if not missing:
-                    break
-                offsets = {}
-            if missing:
-                respond("damaged", numbers=missing[:100])
+            requested = report_missing(incomplete, offsets)
+            arrived = sorted({*missing, *requested})
+            damaged = [n for n in requested if not receive_object(self.objects[n], offsets.get(n, 0))]
+            if damaged:
+                for number in damaged:
+                    os.unlink(self.objects[number].part)
+                respond("damaged", numbers=damaged[:100])
                 raise SystemExit(1)
             sync([self.objects[number].part for number in arrived])
         except OSError as error:

@@ -1,6 +1,6 @@
 """How a program starts on a machine: its command line, environment, directory and process group. Pure.
 
-A login shell, which may be any program, gets one command line of characters that all shells leave alone. That
+A login shell may be any program. It gets one command line of characters that all shells leave alone. The line
 starts a POSIX `sh`, which prints a token and reads one line from standard input: the script of this module
 with the command's arguments (docs/decisions/0051). Output before the token is dropped.
 
@@ -32,22 +32,21 @@ WATCHDOG_GRACE_S = 2
 """Time after csdctl's deadline at which the node ends the command on its own."""
 
 MERGE_STREAMS = ("sh", "-c", 'exec "$@" 2>&1', "csdctl")
-"""Before a command: its errors come in its output, in the order in which both are written."""
+"""In front of a command: its errors come in its output, in the order in which both are written."""
 
 KEPT_VARIABLES = (
     "HOME USER LOGNAME SHELL PATH TMPDIR TZ CUDA_VISIBLE_DEVICES NVIDIA_VISIBLE_DEVICES CSDCTL_CPU_LIMIT "
     "CSDCTL_MEMORY_LIMIT CSDCTL_EMULATED_FLEET CSDCTL_EMULATED_NODE"
 )
-"""What csdctl's own programs see of a machine's environment."""
+"""The variables of a machine's environment that csdctl's own programs get."""
 SET_VARIABLES = {"LC_ALL": "C", "PYTHONHASHSEED": "0", "PYTHONNOUSERSITE": "1", "PYTHONUTF8": "1"}
-"""What they see besides, unless `env` in fleet.yaml has another value.
+"""Variables that csdctl's own programs get, unless `env` in fleet.yaml has another value.
 
-Functions of the user's number classes by sets: all machines and data sets need one order of them.
+A user's function may number classes in the order of a set, which must be the same on all machines.
 """
 
 CANNOT_ENTER = 119
 """Exit code of the script when the machine has no usable state directory; standard error says why."""
-
 
 _UMASK = "umask 077\n"
 # Limits, where a start-up file has lowered the soft ones. `-u` of bash is `-p` of dash.
@@ -91,7 +90,7 @@ csdctl_why=$(mkdir -p "$csdctl_state" 2>&1) && cd "$csdctl_state" ||
 csdctl_refuse "${{csdctl_why:-$csdctl_state cannot be entered}}"
 [ -O . ] || csdctl_refuse "$csdctl_state belongs to another user"
 """
-# The last of several values of one variable counts. `env`, unlike `exec`, never runs a shell builtin.
+# `env` takes the last of several values of one variable. Unlike `exec`, it never runs a shell builtin.
 _FILTER = f"""\
 for csdctl_name in {KEPT_VARIABLES}; do
 eval "[ -z \\"\\${{$csdctl_name+x}}\\" ] || set -- \\"$csdctl_name=\\$$csdctl_name\\" \\"\\$@\\""
@@ -113,6 +112,7 @@ _END_OF_USER = """\
 if [ -n "$csdctl_watchdog" ]; then kill -TERM "$csdctl_watchdog" 2>/dev/null; fi
 exit $csdctl_code"""
 _GROUP = re.compile(rb"(0|[1-9][0-9]{1,9}|[2-9])?")
+"""What follows the token on its line: a process group's id, 0 for none, or nothing. 1 is never csdctl's."""
 _PLAIN = re.compile(r"[ -~]*")
 # What `sudo` has started belongs to root, and is killed by root.
 _KILL = """\
@@ -133,7 +133,6 @@ sudo -n kill -KILL -- "-$1" 2>/dev/null
 sleep 1
 ! is_alive "$1"
 """
-# Nobody's sitecustomize, unless `env` of fleet.yaml names PYTHONPATH; else site does what it always does.
 IMPORT_SITE = (
     "import sys;"
     "''in sys.path[:1] and sys.path.pop(0);"
@@ -142,6 +141,10 @@ IMPORT_SITE = (
     "import site;"
     "site.main();"
 )
+"""The first statement of a Python program that runs with PYTHON_FLAGS and uses installed packages.
+
+It imports nobody's sitecustomize, unless `env` of fleet.yaml names PYTHONPATH.
+"""
 PYTHON_FLAGS = ("-S", "-u")
 # The file that was read is the file that runs, whatever its path leads to when more modules are imported.
 _RUN_CHECKED = IMPORT_SITE + (
@@ -157,25 +160,22 @@ _RUN_CHECKED = IMPORT_SITE + (
 
 @dataclass(frozen=True)
 class Setting:
-    """Where csdctl's own programs start on a machine, and what they see besides of its environment."""
+    """Where csdctl's own programs start on a machine, and the variables that they get."""
 
     variables: Mapping[str, str]
     state: str | None
-    """The directory with the state directories of machines, '' for ~/.csdctl; None: stay where it starts."""
+    """The directory with the state directories of machines, '' for ~/.csdctl. None: the login directory."""
 
 
 HERE = Setting({}, None)
 
 
 def find_state_directory(state: str = "") -> Path:
-    """Return the state directory of this machine, which a session to it starts in. `state` is the node's."""
+    """Return the state directory of this machine, in which its sessions start. `state`: as in `Setting`."""
     id_file = Path("/etc/machine-id")
     machine = id_file.read_text(encoding="ascii", errors="replace")[:8].strip() if id_file.exists() else ""
     name = Path("/proc/sys/kernel/hostname").read_text(encoding="utf-8").strip().partition("/")[0]
     return (Path(state) if state else Path.home() / ".csdctl") / "machines" / f"{name}-{machine}"
-
-
-"""The rest of the token's line: a process group's id, 0 if there is none, or nothing. 1 is never csdctl's."""
 
 
 @dataclass(frozen=True)
@@ -206,8 +206,9 @@ def build_wrapped_command(
 ) -> WrappedCommand:
     """Wrap `command`. With `deadline_s` None it runs until it is ended.
 
-    It runs in `setting`, what it creates is for the user alone, and what it leaves in the background is ended
-    with it, unless it `is_users`: that runs as after a login. Raises InputError for what is no command.
+    A program of csdctl runs in `setting`. Only its user can read what it creates, and what it leaves in the
+    background ends with it. With `is_users`, the command runs as after a login. Raises InputError for an
+    argument list that cannot be a command.
     """
     if not command or not command[0] or command[0].startswith("-"):
         raise InputError(f"not a command: {list(command)!r}")
@@ -226,9 +227,9 @@ def build_wrapped_command(
 
 
 def _build_script(words: Sequence[str], program: str) -> bytes:
-    """Return one line for `sh`: run the script `words[0]` with the others as its parameters.
+    """Return one line for `sh`, which runs the script `words[0]` with `words[1:]` as its parameters.
 
-    Other bytes than printable ASCII are octal numbers for `printf`: shells read lines in different ways.
+    Bytes that are not printable ASCII are octal numbers for `printf`: shells read lines in different ways.
     """
     statements, quoted = [], []
     for number, word in enumerate(words):
@@ -254,14 +255,14 @@ def _build_script(words: Sequence[str], program: str) -> bytes:
 
 
 def build_kill_command(group: int) -> WrappedCommand:
-    """Return what kills process group `group`. Its exit code is 0 if nothing of the group is left."""
+    """Return the command that kills process group `group`. It exits with 0 if all processes have ended."""
     if group <= 1:
         raise ValueError(f"not a process group of csdctl: {group}")
     return WrappedCommand(("kill",), "csdctl-kill", _build_script([_KILL, str(group)], "kill"))
 
 
 class MarkedOutput:
-    """The bounded output of a command on one stream, from its token on: its beginning, or its end."""
+    """The output of a command on one stream after its token. Its beginning or its end is kept."""
 
     MAX_PREAMBLE_BYTES = 1 << 16
     MAX_START_BYTES = 16 << 20  # more than start-up files print; the channel's window stops the rest
@@ -291,18 +292,18 @@ class MarkedOutput:
         return data
 
     def _find_marker(self, data: bytes) -> tuple[int, int]:
-        """Add `data` to the preamble. Return start and end of the token and its line's rest, or 0 and 0.
+        """Add `data` to the preamble. Return where the token and its line begin and end, or 0 and 0.
 
-        A shell that traces commands (`set -x`) prints the token too, followed by other text. Each line is
+        A shell that traces commands (`set -x`) prints the token too, followed by other text. A line is
         searched once, when it is complete: a server may send it byte by byte.
         """
         searched = len(self.preamble)
         self.num_before += len(data)
         self.preamble += data
         while end := self.preamble.find(b"\n", searched) + 1:
-            before, token, rest = bytes(self.preamble[self._line_start : end]).rpartition(self._token)
-            if token and _GROUP.fullmatch(rest.strip()):
-                self.group = int(rest.strip() or 0)
+            before, token, group = bytes(self.preamble[self._line_start : end]).rpartition(self._token)
+            if token and _GROUP.fullmatch(group.strip()):
+                self.group = int(group.strip() or 0)
                 return self._line_start + len(before), end
             searched = self._line_start = end
         num_dropped = max(0, len(self.preamble) - self.MAX_PREAMBLE_BYTES)
@@ -332,7 +333,10 @@ def build_program_command(python: str, module: str, arguments: Sequence[str] = (
 
 
 def build_child_command(command: Sequence[str], parent: int) -> list[str]:
-    """Return what runs a program of this host that ends with process `parent`, in effect with its thread."""
+    """Return the argument list of a program on this host that ends with process `parent`.
+
+    It ends with the thread of `parent` that starts it.
+    """
     return build_program_command(sys.executable, "child", [str(parent), *command])
 
 
@@ -341,9 +345,9 @@ def read_program(module: str) -> str:
     return (resources.files("csdctl") / "standalone" / f"{module}.py").read_text(encoding="utf-8")
 
 
-"""The first statement of a Python program that runs with PYTHON_FLAGS and uses installed packages."""
-
-
 def build_worker_command(python: str, worker_path: str, arguments: Sequence[str]) -> list[str]:
-    """Return what runs the worker's command `arguments[0]`, from the store, with the content of its name."""
+    """Return the argument list that runs the worker's command `arguments[0]` from the file `worker_path`.
+
+    The file of the store must have the SHA-256 of its name.
+    """
     return [python, *PYTHON_FLAGS, "-c", _RUN_CHECKED, worker_path, *arguments]

@@ -1,8 +1,9 @@
 """Known host keys: a fast parser of OpenSSH's known_hosts files, with its rules for lines, fields and names.
 
-Lines end at \\n and fields at spaces and tabs, and nowhere else: what follows the key is a comment, which may
-be anybody's. Plain names are found in a dictionary. Only hashed names and patterns are matched one by one.
-Certificate authorities (`@cert-authority`) are not supported: their lines are named where a key is unknown.
+Lines end at \\n and fields at spaces and tabs, and nowhere else. What follows the key is a comment, which
+anybody may have written. Plain names are looked up in a dictionary. Only hashed names and patterns are
+matched one by one. Certificate authorities (`@cert-authority`) are not supported: the error for an unknown key names
+their lines.
 """
 
 import base64
@@ -45,17 +46,17 @@ class KnownHosts:
 
     @classmethod
     def load(cls, paths: Iterable[Path]) -> "KnownHosts":
-        """Read `paths`. What cannot be read in them is named where a key is unknown."""
-        known = cls()
+        """Read `paths`. The error for an unknown key names what cannot be read in them."""
+        known_hosts = cls()
         for path in paths:
             try:
                 for number, line in enumerate(load_lines(path), start=1):
-                    known._add_line(line, path, number)
+                    known_hosts._add_line(line, path, number)
             except FileNotFoundError:
                 continue
             except (InputError, OSError) as error:
-                known._unsupported.append((("*",), str(error)))
-        return known
+                known_hosts._unsupported.append((("*",), str(error)))
+        return known_hosts
 
     def lookup(self, address: str, port: int) -> tuple[HostKey, ...]:
         """Return every known key for `address` at `port`."""
@@ -65,31 +66,31 @@ class KnownHosts:
 
     def check(self, node: str, address: str, port: int, key_type: str, blob: bytes) -> None:
         """Raise HostKeyError unless the key presented by `address` at `port` is known."""
-        shown = f"{key_type} {fingerprint(blob)}"
+        presented = f"{key_type} {fingerprint(blob)}"
         keys = self.lookup(address, port)
         if all(key.is_revoked for key in keys):  # as in ssh, its key at the usual port will do
             keys += tuple(key for key in self.lookup(address, 22) if key.blob == blob)
         same = [key for key in keys if key.blob == blob]
         for key in same:
             if key.is_revoked:
-                raise HostKeyError(f"its host key {shown} is revoked in {key.path}:{key.line}", node=node)
+                raise HostKeyError(f"its host key {presented} is revoked in {key.path}:{key.line}", node=node)
         if same:
             return
-        others = [key for key in keys if not key.is_revoked]
-        if not others:
+        valid = [key for key in keys if not key.is_revoked]
+        if not valid:
             kind = next((name for name in ("ed25519", "ecdsa", "rsa") if name in key_type), "*")
             name = build_host_name(address, port)
             ignored = [f"; {what}" for names, what in self._unsupported if _matches(names, name)]
             raise HostKeyError(
-                f"host key of {address} port {port} is unknown: {shown}{''.join(ignored[:2])}",
+                f"host key of {address} port {port} is unknown: {presented}{''.join(ignored[:2])}",
                 node=node,
                 remedy=f"compare it with `ssh-keygen -lf /etc/ssh/ssh_host_{kind}_key.pub` there, then run: "
                 f"csdctl trust --limit {node}",
             )
-        other = next((key for key in others if key.type == key_type), others[0])
+        expected = next((key for key in valid if key.type == key_type), valid[0])
         raise HostKeyError(
-            f"host key of {address} port {port} has changed: received {shown}, "
-            f"but {other.path}:{other.line} has {other.type} {fingerprint(other.blob)}",
+            f"host key of {address} port {port} has changed: received {presented}, "
+            f"but {expected.path}:{expected.line} has {expected.type} {fingerprint(expected.blob)}",
             node=node,
             remedy="another machine may have its address now, or this is an attack; if it was reinstalled: "
             f"csdctl trust --forget --limit {node}, then csdctl trust --limit {node}",

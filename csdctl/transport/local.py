@@ -69,11 +69,11 @@ class _PipedProcess:
     def write_stdin(self, data: bytes, timeout_s: float) -> None:
         if self._stdin.closed:
             raise BrokenPipeError("its input was closed")
-        deadline, rest = Deadline(timeout_s), memoryview(data)
-        while rest:
+        deadline, unsent = Deadline(timeout_s), memoryview(data)
+        while unsent:
             _wait_for(self._stdin.fileno(), select.POLLOUT, deadline.left_s)
             with contextlib.suppress(BlockingIOError):
-                rest = rest[os.write(self._stdin.fileno(), rest) :]
+                unsent = unsent[os.write(self._stdin.fileno(), unsent) :]
 
     def close_stdin(self) -> None:
         self._stdin.close()
@@ -95,7 +95,7 @@ class _PipedProcess:
         return self._popen.returncode is not None
 
     def release(self) -> None:
-        """Close the pipes. Whoever reads standard error closes that."""
+        """Close the pipes, except standard error, which its reader closes."""
         self._is_released = True
         for pipe in (self._stdin, self._stdout):
             with contextlib.suppress(OSError):

@@ -1,6 +1,6 @@
 """Many machines in parallel: a bounded thread pool that keeps every outcome, and the sessions of a fleet.
 
-A machine that fails never stops the others and never hides their results.
+A machine that fails neither stops the other machines nor hides their results.
 """
 
 import contextlib
@@ -33,9 +33,10 @@ ResultT = TypeVar("ResultT")
 OnTraffic = Callable[[LinkBytes], None]
 
 MAX_WORKERS = 128
-"""Concurrent threads. They wait for machines, so there may be far more than cores; a connection has two
-threads, one more for each command, and takes 0.2 MB."""
+"""Concurrent threads. They wait for machines, so there may be far more than cores.
 
+A connection has two threads and one more for each command, and takes 0.2 MB.
+"""
 CONNECT_DEADLINE_S = 10.0
 
 
@@ -71,8 +72,8 @@ def run_on_all(
 ) -> dict[str, Outcome[ResultT]]:
     """Call `function` for all `items` in parallel. Return outcomes in the order of `items`.
 
-    `on_done` is called in the calling thread as each item finishes. Unexpected exceptions become NodeError,
-    with the original as cause. Ctrl-C cancels items that have not started and does not wait for the others.
+    `on_done` is called in the calling thread when an item has finished. Unexpected exceptions become
+    NodeError, with the original as cause. Ctrl-C cancels items that have not started, and waits for no item.
     """
     if not items:
         return {}
@@ -97,7 +98,7 @@ def errors_of(outcomes: Mapping[str, Outcome[ResultT]]) -> dict[str, CsdctlError
 
 
 def values_or_raise(outcomes: Mapping[str, Outcome[ResultT]], doing: str) -> dict[str, ResultT]:
-    """Return all values. If machines failed, raise one error of the kind that all of them have."""
+    """Return all values. If machines failed, raise one error, of the type that all errors have."""
     errors = [outcome.error for outcome in outcomes.values() if outcome.error]
     if not errors:
         return {name: outcome.get() for name, outcome in outcomes.items()}
@@ -141,7 +142,7 @@ class _Connections(contextlib.AbstractContextManager["_Connections"]):
         return self.keep(self._connect(node, self._jumps, connect_deadline_s=self._connect_deadline_s))
 
     def keep(self, session: Session) -> Session:
-        """Close `session` at the end. Raises UnreachableError when that has come."""
+        """Close `session` with the other connections. Raises UnreachableError if they are closed already."""
         with self._lock:
             if not self._is_over:
                 self._open.add(session)
@@ -167,8 +168,8 @@ def run_on_nodes(
 ) -> dict[str, Outcome[ResultT]]:
     """Connect to each node of `fleet`, call `function` with its session, and close the session.
 
-    At most MAX_WORKERS connections are open at a time. `on_done` is that of `run_on_all`. `on_traffic` gets
-    the byte counts at the end. `has_host`: also the host. Ctrl-C ends what runs on the machines.
+    At most MAX_WORKERS connections are open at a time. `on_done` as in `run_on_all`. `on_traffic` gets the
+    byte counts at the end. `has_host`: also the host. Ctrl-C ends what runs on the machines.
     """
     nodes = {node.name: node for node in fleet.nodes}
     num_at_once = min(len(nodes), MAX_WORKERS, allow_open_files(len(nodes)))
@@ -219,17 +220,17 @@ def _open_host(fleet: Fleet, directory: Path) -> LocalSession:
 
 
 def fleet_known_hosts_paths(fleet: Fleet, directory: Path) -> tuple[Path, ...]:
-    """Return the known_hosts files for `fleet`, in order. Mpirun's ssh must use the same files.
+    """Return the known_hosts files for `fleet`, in order.
 
-    csdctl's own in `directory` and beside the fleet file, then those of ssh. An emulated fleet has one of its
-    own, and its fleet file may be inside a .csdctl directory, whose known_hosts is then used too.
+    First come csdctl's own files in `directory` and beside the fleet file, then ssh's files. An emulated fleet
+    has one of its own. Its fleet file may be inside a .csdctl directory, whose known_hosts is then used, too.
     """
     beside = fleet.path.absolute().parent
     enclosing = [parent for parent in (beside, *beside.parents) if parent.name == ".csdctl"]
     states = [directory.absolute() / ".csdctl", beside / ".csdctl", *enclosing]
     folders = ("", "emulated") if fleet.emulated else ("",)
-    own = [state / folder / "known_hosts" for state in states for folder in folders]
-    return tuple(dict.fromkeys([*own, Path.home() / ".ssh/known_hosts", Path("/etc/ssh/ssh_known_hosts")]))
+    paths = [state / folder / "known_hosts" for state in states for folder in folders]
+    return tuple(dict.fromkeys([*paths, Path.home() / ".ssh/known_hosts", Path("/etc/ssh/ssh_known_hosts")]))
 
 
 def _call(name: str, item: ItemT, function: Callable[[ItemT], ResultT]) -> Outcome[ResultT]:

@@ -33,11 +33,10 @@ class TrafficClass(StrEnum):
 
 
 class Meter:
-    """The bytes of one connection, as counted on this side: TCP payload. thread-safe."""
+    """The bytes of one connection, as counted on this side: TCP payload. Thread-safe."""
 
     def __init__(self) -> None:
         self.num_sent = self.num_received = 0
-        """All bytes."""
         self._lock = threading.Lock()
         self._sent: Counter[TrafficClass] = Counter()
         self._received: Counter[TrafficClass] = Counter()
@@ -68,7 +67,7 @@ LinkBytes = Mapping[tuple[str, str, str], int]
 
 
 def add_up(opened: Iterable[tuple[Node, Meter]]) -> LinkBytes:
-    """Add up the bytes of connections, for every link on the way. What a jump host forwards counts once."""
+    """Add up the bytes of connections by link. Bytes that a jump host forwards count once on each link."""
     connections = [(node, meter.by_class()) for node, meter in opened]
     forwarded: Counter[tuple[str, str]] = Counter()
     for node, by_class in connections:

@@ -1,9 +1,9 @@
-"""Programs on machines that answer in frames: the reader of the worker and of csdctl/standalone.
+"""Programs on machines that answer in frames: the worker and the programs of csdctl/standalone.
 
 A request is a line of JSON on the program's standard input. The program answers with any number of frames of
 other kinds and then with one `result` or `error`. A node's answer is input: it may be damaged, of another
-version, or made up. Each kind has a dataclass, whose annotations bound what is taken. Anything else becomes a
-RemoteCommandError that names the node, and concerns that node only.
+version, or made up. Each kind has a dataclass, whose annotations bound what is accepted. Anything else becomes
+a RemoteCommandError that names the node, and concerns that node only.
 """
 
 import base64
@@ -28,38 +28,35 @@ from csdctl.worker.protocol.json_codec import (
     to_json,
 )
 
-END_DEADLINE_S = 30.0
+ResultT = TypeVar("ResultT")
 
+END_DEADLINE_S = 30.0
+"""Maximum time between the last frame and the end of a program."""
 MAX_LINES_PER_S = 10.0
 """A program at work prints about one line per second."""
-
-MAX_TEXT_LENGTH = 1000
-"""Longer texts are cut: they are shown to the user, and never used as a name or a path."""
-
-ResultT = TypeVar("ResultT")
 MAX_PRINTED_LINES = 20_000
+"""Lines that loading a model may print, beside frames."""
+MAX_TEXT_LENGTH = 1000
+"""Longer texts of errors are cut. They are shown to the user, and never used as a name or a path."""
 
 
 @dataclass(frozen=True)
 class Patience:
-    """Limits of the time of a program and of what it prints. Beyond them it is ended."""
+    """Limits of a program's time and of its lines. A program beyond them is ended."""
 
     silence_s: float = 120.0
     """Maximum time without a line: a program that works for long sends a heartbeat every second."""
     standstill_s: float = 7200.0
-    """Maximum time without one more sample: a listing of millions of files, the sync of a large disk, or a
-    user's function before its first sample may take it."""
+    """Maximum time without one more sample, such as for a listing of millions of files, for the sync of a large
+    disk, or for a user's function before its first sample."""
     whole_s: float = 7 * 86_400.0
-    """Maximum time for everything."""
+    """Maximum time from the request to the end."""
     spare_lines: int = 1000
     """Lines, beside MAX_LINES_PER_S, that a program or a slow network may deliver together."""
 
 
-"""Lines that loading a model may print, beside frames."""
-
-
 def within(deadline_s: float) -> Patience:
-    """Return the patience with a program that has a deadline, and may print meanwhile."""
+    """Return the limits of a program that must end within `deadline_s`, and may print meanwhile."""
     return Patience(deadline_s, deadline_s, deadline_s, MAX_PRINTED_LINES)
 
 
@@ -74,7 +71,7 @@ class ReportedError:
 
 @dataclass(frozen=True)
 class Nothing:
-    """A frame whose kind says everything."""
+    """The content of a frame that has none beside its kind."""
 
 
 class ProgramEndedError(RemoteCommandError):
@@ -84,7 +81,7 @@ class ProgramEndedError(RemoteCommandError):
 
 
 def decode_frame(line: str, messages: Mapping[str, type]) -> tuple[str, Any] | None:
-    """Return kind and message of a line, None for other text. Raises ProtocolError if not of `messages`."""
+    """Return kind and message of a line, None for other text. Raises ProtocolError for other kinds."""
     if not line.startswith(FRAME_PREFIX):
         return None
     kind, _, text = line.removeprefix(FRAME_PREFIX).partition(" ")
@@ -166,8 +163,7 @@ class Program:
                     break
                 on_progress(message)
             self.finish()
-        found: ResultT = message
-        return found
+        return message  # type: ignore[no-any-return]
 
     def finish(self) -> None:
         """Wait for the end after the last result. Raises ProgramEndedError when it fails, DeadlineError."""
@@ -180,7 +176,7 @@ class Program:
         self.conversation.close()
 
     def error(self, problem: str) -> RemoteCommandError:
-        """Return the error for an answer that breaks the rules."""
+        """Return the error for an invalid answer."""
         return RemoteCommandError(f"{self._doing}: {problem}", node=self.node, remedy=self._remedy)
 
     def check_clock(self) -> float:
@@ -193,11 +189,10 @@ class Program:
 
     def explain_end(self, done: Completed) -> CsdctlError:
         """Return why the program has ended without a result."""
-        try:
-            done.check(self.node, doing=self._doing, remedy=self._remedy)
-            error = ProgramEndedError(f"{self._doing} ended without a result", node=self.node)
-        except RemoteCommandError as failed:
-            error = ProgramEndedError(failed.message, node=self.node, remedy=failed.remedy)
+        problem, remedy = f"{self._doing} ended without a result", ""
+        if done.exit_code:
+            problem, remedy = done.describe_failure(self._doing), self._remedy
+        error = ProgramEndedError(problem, node=self.node, remedy=remedy)
         error.done = done
         return error
 

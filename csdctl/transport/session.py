@@ -1,7 +1,8 @@
 """A session: an open connection to one machine, over which commands run to completion or exchange lines.
 
-A transport (`local`, `ssh`) provides a `Process`. What all guarantee is here: output is drained and bounded,
-every wait has a deadline, and a command that is ended early takes its process group with it.
+A transport (`local`, `ssh`) implements `Process`. This module adds what holds for every transport: output is
+drained and bounded, each wait has a deadline, and a command that is ended early takes its process group with
+it.
 
 csdctl's own programs start in the state directory of a node, or the project directory of the host: a path
 such as `.csdctl/objects/…` means the same on every machine. The user's commands start where a login does.
@@ -30,17 +31,27 @@ from csdctl.transport.meter import Meter
 OUT_OF_MEMORY_CODE = 137
 """Exit code of a program that signal 9 has ended, as the kernel does when memory is exhausted."""
 MAX_OUTPUT_BYTES = 1 << 20
-
+"""Maximum size of each output of a command that is kept, and of a line."""
 MAX_QUOTED_CHARS = 300
+"""Maximum length of a machine's text in a message."""
 SLICE_BYTES = 256 * 1024
+"""Maximum size of one write: paramiko's `sendall` is quadratic in the size of its argument."""
+START_S = 30.0
+"""Maximum wait for a login shell to start a command."""
+SEND_DEADLINE_S = 30.0
+"""Maximum wait for a command to read SLICE_BYTES of its input."""
 KILL_DEADLINE_S = 5.0
 LEFTOVER_OUTPUT_S = 1.0
-CHECK_SHELL = "check the user's login shell on that machine and its start-up files"
+"""Maximum wait for more output after a command has ended."""
+CHECK_SHELL = (
+    "check the user's login shell on that machine and its start-up files (~/.bashrc, ~/.profile, "
+    "…): they may read standard input or start another shell only in a terminal, if [ -t 0 ]"
+)
 
 
-def bounded(foreign: object) -> str:
-    """Return text of a machine in a length that fits into a message. Whoever shows it escapes it."""
-    text = str(foreign)
+def bounded(value: object) -> str:
+    """Return a machine's text, cut to MAX_QUOTED_CHARS. Whoever shows it escapes it."""
+    text = str(value)
     return text if len(text) <= MAX_QUOTED_CHARS else f"{text[:MAX_QUOTED_CHARS]} …"
 
 
@@ -73,20 +84,14 @@ class Completed:
         """Return self. Raise RemoteCommandError with `doing` in its message when the command failed."""
         if self.exit_code == 0:
             return self
+        raise RemoteCommandError(self.describe_failure(doing), node=node, remedy=remedy)
+
+    def describe_failure(self, doing: str) -> str:
+        """Return why the command failed. `doing` begins the text."""
         cause = self.last_error_line or "no message"
         if self.exit_code == OUT_OF_MEMORY_CODE:
             cause = f"killed, most likely out of memory ({cause})"
-        problem = f"{doing} failed with exit code {self.exit_code}: {cause}"
-        raise RemoteCommandError(problem, node=node, remedy=remedy)
-
-
-"""Maximum size of one write: paramiko's `sendall` is quadratic in the size of its argument."""
-
-
-"""Maximum wait for more output after the command has ended."""
-
-START_S, QUIET_START_S = 30.0, 5.0
-"""Maximum wait for a login shell to start a command, and the wait after which a second one is asked why."""
+        return f"{doing} failed with exit code {self.exit_code}: {cause}"
 
 
 class Process(Protocol):
@@ -135,59 +140,65 @@ class Deadline:
 class Running:
     """A running command under the wrapper: its process and both outputs."""
 
-    def __init__(self, name: str, wrapped: WrappedCommand, process: Process) -> None:
+    def __init__(
+        self,
+        name: str,
+        wrapped: WrappedCommand,
+        process: Process,
+        on_stderr: Callable[[bytes], None] = lambda data: None,
+    ) -> None:
+        """`on_stderr` gets what the command writes to standard error, in a thread, and b'' at its end."""
         self.name = name
         self.command = wrapped.command
         self.process = process
         self.stdout = MarkedOutput(wrapped.token, max_bytes=MAX_OUTPUT_BYTES)
         self.stderr = MarkedOutput(wrapped.token, max_bytes=MAX_OUTPUT_BYTES, keep_end=True)
+        self._on_stderr = on_stderr
         self._is_killed = False
         self._started_s = time.monotonic()
         self._stderr_reader = threading.Thread(target=self._read_stderr, daemon=True)
         self._stderr_reader.start()
 
-    def has_begun(self, script: bytes, wait_s: float) -> bool:
-        """Wait for the login shell, then send the script. Return False when it takes longer."""
-        deadline = Deadline(wait_s)
-        with contextlib.suppress(TimeoutError):
+    def begin(self, script: bytes, deadline: Deadline) -> None:
+        """When the login shell has started `sh`, send the script. Raises NodeError or DeadlineError."""
+        start = Deadline(START_S) if deadline.left_s > START_S else deadline
+        try:
             while not self.stdout.has_started:
                 if self.stdout.num_before > MarkedOutput.MAX_START_BYTES:
-                    self.process.exit_code(deadline.left_s)
-                chunk = self.process.read_stdout(deadline.left_s)
+                    self.process.exit_code(start.left_s)
+                chunk = self.process.read_stdout(start.left_s)
                 if not chunk:
                     self.completed(self.process.exit_code(KILL_DEADLINE_S))
                 self.stdout.feed(chunk)
-                if deadline.has_passed:
+                if start.has_passed:
                     raise TimeoutError
-            with contextlib.suppress(OSError):  # it has ended; its output says why
-                self._started_s = time.monotonic()
-                self.process.write_stdin(script, KILL_DEADLINE_S)
-            return True
-        return False
+        except TimeoutError:
+            raise self.deadline_error(start, "") from None
+        self._started_s = time.monotonic()
+        with contextlib.suppress(OSError):  # the command has ended, and its output says why
+            self.process.write_stdin(script, KILL_DEADLINE_S)
 
     def run_to_end(self, stdin: bytes, deadline: Deadline) -> Completed:
         """Write `stdin`, drain both outputs and return the result. End the command on any exception."""
-        writer: threading.Thread | None = None
+        writer = threading.Thread(target=self._feed_stdin, args=(stdin, deadline), daemon=True)
         try:
-            if stdin == b"":
-                self._feed_stdin(b"", deadline)
+            if stdin:
+                writer.start()
             else:
-                thread = threading.Thread(target=self._feed_stdin, args=(stdin, deadline), daemon=True)
-                thread.start()
-                writer = thread  # only a started thread can be waited for
+                self._feed_stdin(b"", deadline)
             while chunk := self._read_or_end(deadline):
                 self.stdout.feed(chunk)
                 if deadline.has_passed:  # a command that writes without pause never lets a read time out
                     raise TimeoutError
             return self.completed(self.process.exit_code(deadline.left_s))
         except TimeoutError:
-            going_on = "it could not be stopped and may run for some more seconds"
-            raise self.deadline_error(deadline, "it was ended" if self.kill() else going_on) from None
+            still_runs = "it could not be stopped and may run for some more seconds"
+            raise self.deadline_error(deadline, "it was ended" if self.kill() else still_runs) from None
         except BaseException:
             self.kill()
             raise
         finally:
-            if writer:
+            if writer.ident is not None:
                 writer.join(LEFTOVER_OUTPUT_S)
             self.process.release()
 
@@ -197,8 +208,8 @@ class Running:
         if exit_code and self._is_killed:  # a session that is closed first ends its commands
             raise UnreachableError("the connection was closed", node=self.name)
         if not self.stdout.has_started:
-            said = last_line(bytes(self.stderr.preamble + self.stdout.preamble)) or "no output"
-            problem = f"ended with exit code {exit_code} before `{self.command[0]}` started: {said}"
+            cause = last_line(bytes(self.stderr.preamble + self.stdout.preamble)) or "no output"
+            problem = f"ended with exit code {exit_code} before `{self.command[0]}` started: {cause}"
             raise RemoteCommandError(f"the login shell {problem}", node=self.name, remedy=CHECK_SHELL)
         if exit_code == CANNOT_ENTER:
             raise RemoteCommandError(
@@ -207,7 +218,7 @@ class Running:
                 remedy="create it there, or set `state:` in fleet.yaml to a directory that can be written to",
             )
         duration_s = time.monotonic() - self._started_s
-        return Completed(self.command, exit_code, self._find_output().kept, self.stderr.kept, duration_s)
+        return Completed(self.command, exit_code, self._split_merged().kept, self.stderr.kept, duration_s)
 
     def kill(self) -> bool:
         """End the command's process group, if its id is known. Return whether that worked."""
@@ -215,11 +226,11 @@ class Running:
         deadline = Deadline(LEFTOVER_OUTPUT_S)
         while not self.stderr.has_started and self._stderr_reader.is_alive() and not deadline.has_passed:
             self._stderr_reader.join(0.02)  # the id arrives when the command starts
-        group = self.stderr.group or self._find_output().group
+        group = self.stderr.group or self._split_merged().group
         return bool(group) and self.process.kill_group(group)
 
-    def _find_output(self) -> MarkedOutput:
-        """Return what was kept of standard output. A start-up file may have merged it with standard error."""
+    def _split_merged(self) -> MarkedOutput:
+        """Return standard output, without what precedes it where a start-up file merges both outputs."""
         merged = MarkedOutput(self.stdout.token, max_bytes=MAX_OUTPUT_BYTES)
         if not self.stderr.has_started:
             merged.feed(self.stdout.kept)
@@ -227,26 +238,24 @@ class Running:
 
     def deadline_error(self, deadline: Deadline, ending: str) -> DeadlineError:
         """Return the error for a `deadline` that passed. `ending` describes the state of the command."""
+        remedy = f"allow more time (--timeout), or check the load of {self.name}"
         if not self.stdout.has_started:
-            ending = "the login shell did not start it"
-        return DeadlineError(
-            f"`{self.command[0]}` did not finish within {deadline.seconds:g} s; {ending}",
-            node=self.name,
-            remedy=f"allow more time (--timeout), or check the load of {self.name}",
-        )
+            ending, remedy = "the login shell did not start it", CHECK_SHELL
+        problem = f"`{self.command[0]}` did not finish within {deadline.seconds:g} s; {ending}"
+        return DeadlineError(problem, node=self.name, remedy=remedy)
 
     def _read_or_end(self, deadline: Deadline) -> bytes:
         """Return the next output. b'' at its end, or when only a detached process keeps it open."""
-        ended: Deadline | None = None
+        leftover: Deadline | None = None
         while True:
-            if ended is None and self.has_exited():
-                ended = Deadline(LEFTOVER_OUTPUT_S)
+            if leftover is None and self.has_exited():
+                leftover = Deadline(LEFTOVER_OUTPUT_S)
             try:
-                return self.process.read_stdout(min(deadline.left_s, ended.left_s if ended else 0.25))
+                return self.process.read_stdout(min(deadline.left_s, leftover.left_s if leftover else 0.25))
             except TimeoutError:
                 if deadline.has_passed:
                     raise
-            if ended and ended.has_passed:
+            if leftover and leftover.has_passed:
                 return b""
 
     def has_exited(self) -> bool:
@@ -259,7 +268,9 @@ class Running:
 
     def _read_stderr(self) -> None:
         while self.stderr.num_before <= MarkedOutput.MAX_START_BYTES and (data := self.process.read_stderr()):
-            self.stderr.feed(data)
+            if data := self.stderr.feed(data):
+                self._on_stderr(data)
+        self._on_stderr(b"")
 
     def _feed_stdin(self, stdin: bytes, deadline: Deadline) -> None:
         try:
@@ -267,13 +278,11 @@ class Running:
                 self.process.write_stdin(chunk, deadline.left_s)
             self.process.close_stdin()
         except (OSError, ValueError, CsdctlError):
-            pass  # the command ended without reading all of its input; its exit code reports why
+            pass  # the command ended without reading all of its input, and its exit code reports why
 
 
 class Conversation:
     """A running command with line-by-line input and output. Closing it ends the command."""
-
-    SEND_DEADLINE_S = 30.0
 
     def __init__(self, running: Running, on_close: Callable[[], None] = lambda: None) -> None:
         self.running = running
@@ -291,9 +300,9 @@ class Conversation:
         """Write `data`, each slice within SEND_DEADLINE_S. Raises EOFError when the command has ended."""
         try:
             for chunk in _slices(data):
-                self.running.process.write_stdin(chunk, self.SEND_DEADLINE_S)
+                self.running.process.write_stdin(chunk, SEND_DEADLINE_S)
         except TimeoutError:
-            problem = f"did not read its input within {self.SEND_DEADLINE_S:g} s"
+            problem = f"did not read its input within {SEND_DEADLINE_S:g} s"
             raise DeadlineError(f"`{self.running.command[0]}` {problem}", node=self.running.name) from None
         except OSError as error:
             raise EOFError(f"`{self.running.command[0]}` on {self.running.name} has ended") from error
@@ -355,9 +364,9 @@ class Conversation:
         return self.running.stdout.feed(chunk)
 
     def _read_more(self, deadline: Deadline) -> None:
-        first, *others = self._read(deadline).split(b"\n")
-        self._partial += first  # in place: a long line may come byte by byte
-        for line in others:
+        continuation, *lines = self._read(deadline).split(b"\n")
+        self._partial += continuation  # in place: a long line may come byte by byte
+        for line in lines:
             self._lines.append(self._partial)
             self._partial = bytearray(line)
         if self._is_at_end and self._partial:
@@ -389,8 +398,6 @@ class Session(ABC):
         self.host_key_fingerprint = host_key_fingerprint
         self.setting = setting
         self._running: set[Running] = set()
-        self._starting = threading.Condition()
-        self._num_starting = 0
         self._is_closed = False
 
     def run(
@@ -404,88 +411,59 @@ class Session(ABC):
     ) -> Completed:
         """Run `command` (an argument list, quoted by the transport) to completion.
 
-        `is_users`: the user's own runs as after a login, and what it leaves in the background stays. Without
-        `needs_state`, csdctl's program starts there too. Raises DeadlineError (and ends the command) or
-        UnreachableError.
+        With `is_users`, it runs as after a login, and what it leaves in the background stays. Without
+        `needs_state`, a program of csdctl starts in the login directory. Raises DeadlineError (and ends the
+        command) or UnreachableError.
         """
         deadline = Deadline(deadline_s)
         setting = self.setting if needs_state else replace(self.setting, state=None)
         wrapped = build_wrapped_command(command, deadline_s=deadline_s, is_users=is_users, setting=setting)
-        running = self._start(wrapped, deadline)
+        running = self.start(wrapped, deadline)
         try:
             return running.run_to_end(stdin, deadline)
         finally:
-            self._forget(running)
+            self.forget(running)
 
     def converse(self, command: Sequence[str]) -> Conversation:
         """Start `command`. Exchange lines with it."""
         wrapped = build_wrapped_command(command, deadline_s=None, setting=self.setting)
-        running = self._start(wrapped, Deadline(Conversation.SEND_DEADLINE_S))
-        return Conversation(running, lambda: self._forget(running))
+        running = self.start(wrapped, Deadline(SEND_DEADLINE_S))
+        return Conversation(running, lambda: self.forget(running))
 
     def close(self) -> None:
         """End running commands, also one that another thread is starting, and close the connection."""
-        with self._starting:
-            self._is_closed = True
-            self._starting.wait_for(lambda: self._num_starting == 0, KILL_DEADLINE_S)
+        self._is_closed = True
         for running in list(self._running):
             with contextlib.suppress(CsdctlError):
                 running.kill()
 
-    def _start(self, wrapped: WrappedCommand, deadline: Deadline) -> Running:
-        """Start a command, and remember it. Raises UnreachableError when the session is closed."""
-        with self._starting:
-            if self._is_closed:
-                raise UnreachableError("the connection was closed", node=self.name)
-            self._num_starting += 1
+    def start(
+        self,
+        wrapped: WrappedCommand,
+        deadline: Deadline,
+        on_stderr: Callable[[bytes], None] = lambda data: None,
+    ) -> Running:
+        """Start a command, which `close` ends until `forget`. Raises NodeError, DeadlineError."""
+        closed = UnreachableError("the connection was closed", node=self.name)
+        if self._is_closed:
+            raise closed
+        running = Running(self.name, wrapped, self._start_process(wrapped, deadline), on_stderr)
+        self._running.add(running)
         try:
-            running = Running(self.name, wrapped, self._start_process(wrapped, deadline))
-            self._running.add(running)
-            try:
-                self._begin(running, wrapped, deadline)
-            except BaseException:
-                running.process.release()
-                self._running.discard(running)
-                raise
-            return running
-        finally:
-            with self._starting:
-                self._num_starting -= 1
-                self._starting.notify_all()
+            running.begin(wrapped.script, deadline)
+            if self._is_closed:
+                running.kill()
+                raise closed
+        except BaseException:
+            running.process.release()
+            self._running.discard(running)
+            raise
+        return running
 
-    def _begin(self, running: Running, wrapped: WrappedCommand, deadline: Deadline) -> None:
-        """Send the command to `sh` when the login shell has started it. Raises NodeError otherwise."""
-        name = f"`{wrapped.command[0]}`"
-        if running.has_begun(wrapped.script, min(QUIET_START_S, deadline.left_s)):
-            return
-        reads_input = not deadline.has_passed and self._reads_input(wrapped)
-        if running.has_begun(wrapped.script, 0.0 if reads_input else min(START_S, deadline.left_s)):
-            return
-        problem = f"the login shell did not start {name}"
-        if reads_input:
-            why = "a start-up file of it reads standard input, or starts another shell"
-            files = "the start-up files (~/.bashrc, ~/.profile, /etc/profile, …)"
-            remedy = f"let {files} do that only in a terminal: if [ -t 0 ]"
-            raise RemoteCommandError(f"{problem}: {why}", node=self.name, remedy=remedy)
-        if deadline.has_passed:
-            raise running.deadline_error(deadline, "")
-        raise DeadlineError(f"{problem} within {START_S:g} s", node=self.name, remedy=CHECK_SHELL)
-
-    def _reads_input(self, wrapped: WrappedCommand) -> bool:
-        """Return whether a login shell starts a command once its input ends, and not before."""
-        with contextlib.suppress(TimeoutError, CsdctlError):
-            process = self._start_process(wrapped, Deadline(QUIET_START_S))
-            try:
-                process.close_stdin()
-                process.read_stdout(QUIET_START_S)
-                return True
-            finally:
-                process.release()
-        return False
+    def forget(self, running: Running) -> None:
+        """Note that a command has ended."""
+        self._running.discard(running)
 
     @abstractmethod
     def _start_process(self, wrapped: WrappedCommand, deadline: Deadline) -> Process:
         """Start a command on the machine."""
-
-    def _forget(self, running: Running) -> None:
-        self._running.discard(running)

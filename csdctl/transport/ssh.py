@@ -3,8 +3,8 @@
 A connection opens within one deadline, without prompts. Nodes behind a jump host share its connection, and
 its error when it is down.
 
-The algorithms are those of OpenSSH 9, as far as paramiko has them, without group exchange, whose numbers a
-server chooses: Python calculates with 8192 bits for seconds, and no other thread runs meanwhile.
+The algorithms are OpenSSH 9's, as far as paramiko has them, without group exchange: the server chooses its
+numbers, and Python calculates with 8192 bits for seconds, while no other thread runs.
 
 Files go through the standard input of a command (`shipping.deliver`): servers without SFTP (dropbear) work.
 """
@@ -35,7 +35,6 @@ from csdctl.errors import (
     DeadlineError,
     HostKeyError,
     JumpHostError,
-    NodeError,
     RemoteCommandError,
     UnreachableError,
 )
@@ -50,26 +49,33 @@ from csdctl.worker.protocol.file_state import file_state
 
 MIN_RSA_BITS = 1024
 """Minimum length of RSA host keys; the default of OpenSSH's RequiredRSASize."""
-
-# AES-GCM needs no separate MAC and is hardware-accelerated on both sides: large uploads take half the time.
-_CIPHERS = ("aes128-gcm@openssh.com", "aes256-gcm@openssh.com", "aes128-ctr", "aes192-ctr", "aes256-ctr")
+CIPHERS = ("aes128-gcm@openssh.com", "aes256-gcm@openssh.com", "aes128-ctr", "aes192-ctr", "aes256-ctr")
+"""AES-GCM comes first: it needs no separate MAC, and large uploads take half the time."""
 DEAD_PEER_S = 12.0
+"""A disconnected cable is noticed after this time and at most one keepalive interval."""
 KEEPALIVE_INTERVAL_S = 3.0
+SOCKET_OPTIONS = (
+    (socket.IPPROTO_TCP, socket.TCP_NODELAY, 1),
+    (socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1),
+    (socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, int(KEEPALIVE_INTERVAL_S)),
+    (socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, int(KEEPALIVE_INTERVAL_S)),
+    (socket.IPPROTO_TCP, socket.TCP_KEEPCNT, int(DEAD_PEER_S / KEEPALIVE_INTERVAL_S)),
+    (socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(DEAD_PEER_S * 1000)),
+)
 MAX_TRIES = 3
+"""Attempts to connect to a server that drops connections (sshd's MaxStartups)."""
+MAX_CHANNELS = 8
+"""Concurrent commands on one connection. sshd allows 10 sessions: one is for kills, and one for SFTP."""
 AUTHORIZE = "fix `key:` or `user:`, or authorize the key; sshd's log says why (AllowUsers, PermitRootLogin…)"
 KEYS_ALONE = "csdctl has keys alone: check PubkeyAuthentication and AuthenticationMethods in its sshd_config"
-_DEFAULT_KEYS = (".ssh/id_ed25519", ".ssh/id_ecdsa", ".ssh/id_rsa")
-MAX_CHANNELS = 8
+DEFAULT_KEYS = (".ssh/id_ed25519", ".ssh/id_ecdsa", ".ssh/id_rsa")
+
+# Without a handler, Python would print paramiko's errors; csdctl reports them as its own.
+logging.getLogger("paramiko").addHandler(logging.NullHandler())
 
 
-def choose_algorithms(options: paramiko.transport.SecurityOptions, known_key_types: Collection[str]) -> None:
-    """Restrict `options` of a new connection. As in ssh, types of known host keys come first."""
-    options.ciphers = [name for name in _CIPHERS if name in options.ciphers]
-    whole = (name for name in options.digests if "md5" not in name and "-96" not in name)
-    options.digests = sorted(whole, key=lambda name: "-etm@" not in name)
-    options.kex = [name for name in options.kex if "group-exchange" not in name]
-    types = {name: "ssh-rsa" if name.startswith("rsa-sha2-") else name for name in options.key_types}
-    options.key_types = sorted(types, key=lambda name: types[name] not in known_key_types)
+class _ConnectionDropped(Exception):
+    """The server closed the connection before it was ready. A retry may succeed."""
 
 
 class JumpHosts:
@@ -87,7 +93,7 @@ class JumpHosts:
         """Open a channel from the jump host to `node`. Raises JumpHostError or UnreachableError."""
         assert node.jump
         jump = node.jump
-        transport = self._connected(node, jump, deadline)
+        transport = self._connect(node, jump, deadline)
         try:
             return transport.open_channel(
                 "direct-tcpip", (node.address, node.port), ("127.0.0.1", 0), timeout=max(0.1, deadline.left_s)
@@ -102,7 +108,7 @@ class JumpHosts:
             raise _unreachable(node, problem, remedy) from None
         except LOST:
             if deadline.left_s < 0.1:
-                raise _timed_out(node, jump, deadline) from None
+                raise _jump_timeout(node, jump, deadline) from None
             violation = transport.packetizer.violation
             reason = f" (its SSH server {violation})" if violation else ""
             problem = f"the connection to jump host {jump.name} was lost{reason}"
@@ -113,25 +119,29 @@ class JumpHosts:
         for transport in self._transports.values():
             transport.close()
 
-    def _connected(self, node: Node, jump: Node, deadline: Deadline) -> StrictTransport:
-        # Whoever connects to the jump host has the same deadline, and learns what is wrong with it.
+    def _connect(self, node: Node, jump: Node, deadline: Deadline) -> StrictTransport:
+        # The thread that connects to the jump host has the same deadline, and learns what is wrong with it.
         if not self._locks[jump].acquire(timeout=deadline.left_s + 1.0):
-            raise _timed_out(node, jump, deadline)
+            raise _jump_timeout(node, jump, deadline)
         try:
-            if jump in self._errors:
-                raise _behind(node, jump, self._errors[jump])
-            if jump not in self._transports:
+            if jump not in self._transports and jump not in self._errors:
                 try:
                     self._transports[jump] = open_transport(jump, deadline, self)
                 except CsdctlError as error:
                     self._errors[jump] = error
-                    raise _behind(node, jump, error) from None
+            if failure := self._errors.get(jump):
+                is_nested = isinstance(failure, JumpHostError)
+                problem = failure.message if is_nested else f"jump host {jump.name}: {failure.message}"
+                raise JumpHostError(problem, node=node.name, remedy=failure.remedy)
             return self._transports[jump]
         finally:
             self._locks[jump].release()
 
 
-"""A disconnected cable is noticed after this time and at most one keepalive interval."""
+def _jump_timeout(node: Node, jump: Node, deadline: Deadline) -> JumpHostError:
+    target = f"{node.address} port {node.port} within {deadline.seconds:g} s"
+    remedy = f"check that the machine is on, and the load of {jump.name}"
+    return JumpHostError(f"jump host {jump.name} did not connect to {target}", node=node.name, remedy=remedy)
 
 
 def watch_peer(transport: paramiko.Transport) -> None:
@@ -155,31 +165,9 @@ def watch_peer(transport: paramiko.Transport) -> None:
     transport.packetizer.set_keepalive(KEEPALIVE_INTERVAL_S, when_idle)
 
 
-def _behind(node: Node, jump: Node, error: CsdctlError) -> CsdctlError:
-    inner = error.message if isinstance(error, JumpHostError) else f"jump host {jump.name}: {error.message}"
-    return JumpHostError(inner, node=node.name, remedy=error.remedy)
-
-
-def _timed_out(node: Node, jump: Node, deadline: Deadline) -> JumpHostError:
-    target = f"{node.address} port {node.port} within {deadline.seconds:g} s"
-    remedy = f"check that the machine is on, and the load of {jump.name}"
-    return JumpHostError(f"jump host {jump.name} did not connect to {target}", node=node.name, remedy=remedy)
-
-
-"""Attempts to connect to a server that drops connections (sshd's MaxStartups)."""
-
-
-# Without a handler, Python would print paramiko's errors; csdctl reports them as its own.
-logging.getLogger("paramiko").addHandler(logging.NullHandler())
-
-
-class _ConnectionDropped(Exception):
-    """The server closed the connection before it was ready. A retry may succeed."""
-
-
 def fetch_host_key(node: Node, jumps: JumpHosts, *, connect_deadline_s: float) -> tuple[str, bytes]:
     """Return type and blob of the unchecked host key of `node`. Raises UnreachableError."""
-    with _started(node, Deadline(connect_deadline_s), jumps) as transport:
+    with _start_transport(node, Deadline(connect_deadline_s), jumps) as transport:
         key = transport.get_remote_server_key()
         transport.close()
         return key.get_name(), key.asbytes()
@@ -189,12 +177,14 @@ def open_transport(node: Node, deadline: Deadline, jumps: JumpHosts) -> StrictTr
     """Return an authenticated connection. Raises UnreachableError, HostKeyError or AuthenticationError."""
     keys: list[paramiko.PKey] | None = None
     while True:
-        with _started(node, deadline, jumps) as transport:
+        with _start_transport(node, deadline, jumps) as transport:
             key = transport.get_remote_server_key()
-            jumps.known_hosts.check(node.name, node.key_address, node.port, key.get_name(), key.asbytes())
+            jumps.known_hosts.check(
+                node.name, node.key_address, node.port, key_type=key.get_name(), blob=key.asbytes()
+            )
             if keys is None:
                 keys, notes = load_keys(node)
-            if _authenticate(node, transport, keys, notes, deadline):
+            if _authenticate(node, transport, deadline, keys=keys, notes=notes):
                 transport.packetizer.writes_end_s = math.inf
                 transport.packetizer.max_packet_bytes = MAX_PACKET_BYTES
                 if node.jump:
@@ -205,12 +195,12 @@ def open_transport(node: Node, deadline: Deadline, jumps: JumpHosts) -> StrictTr
 
 
 @contextlib.contextmanager
-def _started(node: Node, deadline: Deadline, jumps: JumpHosts) -> Iterator[StrictTransport]:
+def _start_transport(node: Node, deadline: Deadline, jumps: JumpHosts) -> Iterator[StrictTransport]:
     """Yield a connection after key exchange, retried when dropped. Closed when the body fails."""
     num_drops = 0
     while True:
         try:
-            transport = _start_transport(node, deadline, jumps)
+            transport = _exchange_keys(node, deadline, jumps)
             break
         except _ConnectionDropped as dropped:
             num_drops += 1
@@ -235,125 +225,9 @@ def _started(node: Node, deadline: Deadline, jumps: JumpHosts) -> Iterator[Stric
         raise
 
 
-def lost_connection_error(transport: StrictTransport, when: str = "") -> UnreachableError:
-    """Return the error for a connection that has ended, with what the server did against the protocol."""
-    if violation := transport.packetizer.violation:
-        return _violation_error(transport.node, violation)
-    remedy = f"check its power and network, it may have restarted; if it responds, {LARGE_PACKETS}"
-    return UnreachableError(f"the connection was lost{when}", node=transport.node, remedy=remedy)
-
-
-def _violation_error(name: str, violation: str) -> UnreachableError:
-    problem = f"the connection was closed, because its SSH server {violation}"
-    remedy = "no honest SSH server does that, except with a Banner above 35 kB: check what runs there"
-    return UnreachableError(problem, node=name, remedy=remedy)
-
-
-def open_socket(node: Node, deadline: Deadline) -> socket.socket:
-    """Open a TCP connection that notices a dead peer. Raises UnreachableError."""
-    failure: OSError = TimeoutError()
-    for family, address in _resolve(node, deadline):
-        connection = socket.socket(family, socket.SOCK_STREAM)
-        try:
-            _set_options(connection)
-            connection.settimeout(max(0.01, deadline.left_s))
-            connection.connect(address)
-            return connection
-        except OSError as error:
-            connection.close()
-            failure = error
-    if isinstance(failure, TimeoutError):
-        problem = f"does not respond within {deadline.seconds:g} s"
-        raise _unreachable(node, problem, "check that the machine is on, its address, and the network")
-    remedy = "check the address in fleet.yaml and the network"
-    if failure.errno == errno.ECONNREFUSED:
-        remedy = "check that an SSH server runs there, and the port in fleet.yaml"
-    raise _unreachable(node, f"cannot be reached ({failure.strerror or failure})", remedy)
-
-
-def _unreachable(node: Node, problem: str, remedy: str) -> UnreachableError:
-    return UnreachableError(f"{node.address} port {node.port} {problem}", node=node.name, remedy=remedy)
-
-
-def _set_options(connection: socket.socket) -> None:
-    for level, option, value in (
-        (socket.IPPROTO_TCP, socket.TCP_NODELAY, 1),
-        (socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1),
-        (socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, int(KEEPALIVE_INTERVAL_S)),
-        (socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, int(KEEPALIVE_INTERVAL_S)),
-        (socket.IPPROTO_TCP, socket.TCP_KEEPCNT, int(DEAD_PEER_S / KEEPALIVE_INTERVAL_S)),
-        (socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(DEAD_PEER_S * 1000)),
-    ):
-        connection.setsockopt(level, option, value)
-
-
-def _resolve(node: Node, deadline: Deadline) -> list[tuple[int, tuple[Any, ...]]]:
-    """Return the socket addresses of `node`. Getaddrinfo has no timeout, so it runs in a thread."""
-    found: list[tuple[int, tuple[Any, ...]]] = []
-    reasons = ["the name server does not respond"]
-
-    def look_up() -> None:
-        try:
-            results = socket.getaddrinfo(node.address, node.port, type=socket.SOCK_STREAM)
-            found.extend((family, address) for family, _, _, _, address in results)
-        except OSError as error:
-            reasons.append(error.strerror or str(error))
-
-    thread = threading.Thread(target=look_up, daemon=True)
-    thread.start()
-    thread.join(max(0.01, deadline.left_s))
-    if addresses := list(found):
-        return addresses
-    raise UnreachableError(
-        f"the name {node.address!r} cannot be resolved ({reasons[-1]})",
-        node=node.name,
-        remedy="use an IP address in fleet.yaml (after %, an interface of this host), or fix name resolution",
-    )
-
-
-def load_keys(node: Node) -> tuple[list[paramiko.PKey], list[str]]:
-    """Return the keys to offer, the agent's first, and what is wrong with keys, or AuthenticationError."""
-    agent: list[Any] = []
-    with contextlib.suppress(paramiko.SSHException, OSError):
-        agent.extend(paramiko.Agent().get_keys())
-    for key in agent:
-        if "-cert-" in key.name:
-            key.inner_key = None  # of RSA, paramiko would offer the key without its certificate
-    own: list[paramiko.PKey] = []
-    problems: list[AuthenticationError] = []
-    for path in node.keys or [path for name in _DEFAULT_KEYS if (path := Path.home() / name).exists()]:
-        try:
-            own += _load_key(node, path, agent)
-        except AuthenticationError as error:
-            problems.append(error)
-    blobs, held = [_blob(key) for key in own], [_blob(key) for key in agent]
-    own += [key for key in agent if _blob(key) not in blobs and (node.offers_agent or not node.keys)]
-    if own:
-        own.sort(key=lambda key: 2 if _blob(key) not in held else _blob(key) not in blobs)
-        return own, [*filter(None, map(_find_obstacle, own)), *(problem.message for problem in problems)]
-    problem = f"no SSH key to offer: no agent with keys, and none of ~/{', ~/'.join(_DEFAULT_KEYS)}"
-    remedy = "set `key:` in fleet.yaml, or generate a key with ssh-keygen"
-    raise (*problems, AuthenticationError(problem, node=node.name, remedy=remedy))[0]
-
-
-def _blob(key: paramiko.PKey) -> bytes:
-    return key.public_blob.key_blob if key.public_blob else key.asbytes()
-
-
-def _find_obstacle(key: paramiko.PKey) -> str:
-    """Return why no server accepts the certificate of `key` now, or ''."""
-    with contextlib.suppress(Exception):  # kinds of keys that the parser does not know
-        text = f"{paramiko.Message(_blob(key)).get_text()} {base64.b64encode(_blob(key)).decode()}"
-        found = load_ssh_public_identity(text.encode())
-        if isinstance(found, SSHCertificate) and not found.valid_after <= time.time() < found.valid_before:
-            end = "expired" if found.valid_before <= time.time() else "not valid yet"
-            return f"the certificate {found.key_id.decode(errors='replace')!r} is {end}: have it signed again"
-    return ""
-
-
-def _start_transport(node: Node, deadline: Deadline, jumps: JumpHosts) -> StrictTransport:
+def _exchange_keys(node: Node, deadline: Deadline, jumps: JumpHosts) -> StrictTransport:
     """Open a connection and exchange keys. Raises _ConnectionDropped when a retry may succeed."""
-    connection = jumps.open_channel(node, deadline) if node.jump else open_socket(node, deadline)
+    connection = jumps.open_channel(node, deadline) if node.jump else _open_socket(node, deadline)
     transport = StrictTransport(connection, node.name)
     jumps.opened.append((node, transport.packetizer.meter))
     known_types = {key.type for key in jumps.known_hosts.lookup(node.key_address, node.port)}
@@ -371,64 +245,148 @@ def _start_transport(node: Node, deadline: Deadline, jumps: JumpHosts) -> Strict
             raise _unreachable(node, problem, remedy) from None
         if isinstance(error, paramiko.ssh_exception.IncompatiblePeer):
             raise _incompatible(node, transport, error) from None
-        said = transport.packetizer.greeting
-        raise _ConnectionDropped(bounded(error if said.startswith("SSH-") else said or error)) from None
+        greeting = transport.packetizer.greeting
+        reason = error if greeting.startswith("SSH-") else greeting or error
+        raise _ConnectionDropped(bounded(reason)) from None
     return transport
+
+
+def choose_algorithms(options: paramiko.transport.SecurityOptions, known_key_types: Collection[str]) -> None:
+    """Restrict `options` of a new connection. As in ssh, types of known host keys come first."""
+    options.ciphers = [name for name in CIPHERS if name in options.ciphers]
+    digests = [name for name in options.digests if "md5" not in name and "-96" not in name]
+    options.digests = sorted(digests, key=lambda name: "-etm@" not in name)
+    options.kex = [name for name in options.kex if "group-exchange" not in name]
+    types = {name: "ssh-rsa" if name.startswith("rsa-sha2-") else name for name in options.key_types}
+    options.key_types = sorted(types, key=lambda name: types[name] not in known_key_types)
 
 
 def _incompatible(node: Node, transport: StrictTransport, error: Exception) -> UnreachableError:
     problem = f"has no compatible SSH server ({bounded(error)})"
-    offer, own = paramiko.Message(transport.offer[16:]), transport.get_security_options()
-    lists = [("KexAlgorithms", own.kex), ("HostKeyAlgorithms", own.key_types)]
-    for keyword, known in [*lists, *[("Ciphers", own.ciphers)] * 2, ("MACs", own.digests)]:
-        offered = [one for one in offer.get_list() if one and not one.startswith(("ext-info", "kex-strict"))]
-        if offered and not {*known} & {*offered}:
+    offer, options = paramiko.Message(transport.offer[16:]), transport.get_security_options()
+    lists = [("KexAlgorithms", options.kex), ("HostKeyAlgorithms", options.key_types)]
+    for keyword, supported in [*lists, *[("Ciphers", options.ciphers)] * 2, ("MACs", options.digests)]:
+        offered = [
+            name for name in offer.get_list() if name and not name.startswith(("ext-info", "kex-strict"))
+        ]
+        if offered and not {*supported} & {*offered}:
             line = f"{keyword} {bounded(','.join(offered))}"
-            problem += f": it has {line}; csdctl has {','.join(known)}"
-            return _unreachable(node, problem, f"write in its sshd_config: {line},{known[1]},{known[-2]}")
+            problem += f": it has {line}; csdctl has {','.join(supported)}"
+            remedy = f"write in its sshd_config: {line},{supported[1]},{supported[-2]}"
+            return _unreachable(node, problem, remedy)
     return _unreachable(node, problem, "check the port in fleet.yaml")
 
 
-def _authenticate(
-    node: Node, transport: StrictTransport, keys: list[paramiko.PKey], notes: list[str], deadline: Deadline
-) -> bool:
-    """Offer `keys` in turn and remove each refused key. Return False when the server disconnects.
-
-    sshd disconnects after a few keys (MaxAuthTries), so an agent with many keys needs several connections.
-    `notes` are for the error. What the server says to the user is added to them.
-    """
-    user = f"user {node.user!r}"
-    problem, remedy, wanted = f"accepts none of the offered keys for {user}", AUTHORIZE, ["publickey"]
-    first = keys[0]
-    while keys and "publickey" in wanted and not deadline.has_passed:
-        try:
-            wanted = transport.offer_key(node.user, keys[0], max(0.1, deadline.left_s))
-            if not wanted:
-                return True
-            problem, remedy = f"accepts a key of {user}, but also wants {', '.join(wanted)}", KEYS_ALONE
-        except paramiko.BadAuthenticationType as error:
-            wanted = error.allowed_types
-            problem, remedy = f"takes no keys of {user}, but {', '.join(wanted)}", KEYS_ALONE
-        except LOST:
-            pass  # refused
-        said: Any = (transport.auth_handler and transport.auth_handler.banner) or b""
-        note = f"it says: {bounded(' '.join(said.decode(errors='replace').split()))}"
-        notes += [note] if said and note not in notes else []
-        if transport.is_active() or keys[0] is first:  # else this key comes first next time
-            keys.pop(0)
-        if keys and not transport.is_active():
-            return False
+def lost_connection_error(transport: StrictTransport, when: str = "") -> UnreachableError:
+    """Return the error for a connection that has ended, with what the server did against the protocol."""
     if violation := transport.packetizer.violation:
-        raise _violation_error(node.name, violation)
-    if deadline.has_passed:
-        problem = f"did not finish authentication within {deadline.seconds:g} s"
-        raise _unreachable(node, problem, "the machine may be overloaded: check its console")
-    problem = "; ".join([f"{node.address} port {node.port} {problem}", *notes])
-    raise AuthenticationError(problem, node=node.name, remedy=remedy)
+        return _violation_error(transport.node, violation)
+    remedy = f"check its power and network, it may have restarted; if it responds, {LARGE_PACKETS}"
+    return UnreachableError(f"the connection was lost{when}", node=transport.node, remedy=remedy)
+
+
+def _violation_error(name: str, violation: str) -> UnreachableError:
+    problem = f"the connection was closed, because its SSH server {violation}"
+    remedy = "no honest SSH server does that, except with a Banner above 35 kB: check what runs there"
+    return UnreachableError(problem, node=name, remedy=remedy)
+
+
+def _unreachable(node: Node, problem: str, remedy: str) -> UnreachableError:
+    return UnreachableError(f"{node.address} port {node.port} {problem}", node=node.name, remedy=remedy)
+
+
+def _open_socket(node: Node, deadline: Deadline) -> socket.socket:
+    """Open a TCP connection that notices a dead peer. Raises UnreachableError."""
+    failure: OSError = TimeoutError()
+    for family, address in _resolve(node, deadline):
+        connection = socket.socket(family, socket.SOCK_STREAM)
+        try:
+            for option in SOCKET_OPTIONS:
+                connection.setsockopt(*option)
+            connection.settimeout(max(0.01, deadline.left_s))
+            connection.connect(address)
+            return connection
+        except OSError as error:
+            connection.close()
+            failure = error
+    if isinstance(failure, TimeoutError):
+        problem = f"does not respond within {deadline.seconds:g} s"
+        raise _unreachable(node, problem, "check that the machine is on, its address, and the network")
+    remedy = "check the address in fleet.yaml and the network"
+    if failure.errno == errno.ECONNREFUSED:
+        remedy = "check that an SSH server runs there, and the port in fleet.yaml"
+    raise _unreachable(node, f"cannot be reached ({failure.strerror or failure})", remedy)
+
+
+def _resolve(node: Node, deadline: Deadline) -> list[tuple[int, tuple[Any, ...]]]:
+    """Return the socket addresses of `node`. Getaddrinfo has no timeout, so it runs in a thread."""
+    addresses: list[tuple[int, tuple[Any, ...]]] = []
+    reasons = ["the name server does not respond"]
+
+    def look_up() -> None:
+        try:
+            results = socket.getaddrinfo(node.address, node.port, type=socket.SOCK_STREAM)
+            addresses.extend((family, address) for family, _, _, _, address in results)
+        except OSError as error:
+            reasons.append(error.strerror or str(error))
+
+    thread = threading.Thread(target=look_up, daemon=True)
+    thread.start()
+    thread.join(max(0.01, deadline.left_s))
+    if resolved := list(addresses):
+        return resolved
+    raise UnreachableError(
+        f"the name {node.address!r} cannot be resolved ({reasons[-1]})",
+        node=node.name,
+        remedy="use an IP address in fleet.yaml (after %, an interface of this host), or fix name resolution",
+    )
+
+
+def load_keys(node: Node) -> tuple[list[paramiko.PKey], list[str]]:
+    """Return the keys to offer, the agent's first, and what is wrong with keys, or AuthenticationError."""
+    agent: list[Any] = []
+    with contextlib.suppress(paramiko.SSHException, OSError):
+        agent.extend(paramiko.Agent().get_keys())
+    for key in agent:
+        if "-cert-" in key.name:
+            key.inner_key = None  # of RSA, paramiko would offer the key without its certificate
+    keys: list[paramiko.PKey] = []
+    problems: list[AuthenticationError] = []
+    for path in node.keys or [path for name in DEFAULT_KEYS if (path := Path.home() / name).exists()]:
+        try:
+            keys += _load_key(node, path, agent)
+        except AuthenticationError as error:
+            problems.append(error)
+    file_blobs, agent_blobs = [_blob(key) for key in keys], [_blob(key) for key in agent]
+    if node.offers_agent or not node.keys:
+        keys += [key for key in agent if _blob(key) not in file_blobs]
+    if keys:
+        # Keys of files that the agent has, then its others, then keys that only files have.
+        keys.sort(key=lambda key: 2 if _blob(key) not in agent_blobs else _blob(key) not in file_blobs)
+        return keys, [*filter(None, map(_find_obstacle, keys)), *(problem.message for problem in problems)]
+    problem = f"no SSH key to offer: no agent with keys, and none of ~/{', ~/'.join(DEFAULT_KEYS)}"
+    remedy = "set `key:` in fleet.yaml, or generate a key with ssh-keygen"
+    raise (*problems, AuthenticationError(problem, node=node.name, remedy=remedy))[0]
+
+
+def _blob(key: paramiko.PKey) -> bytes:
+    return key.public_blob.key_blob if key.public_blob else key.asbytes()
+
+
+def _find_obstacle(key: paramiko.PKey) -> str:
+    """Return why no server accepts the certificate of `key` now, or ''."""
+    with contextlib.suppress(Exception):  # kinds of keys that the parser does not know
+        text = f"{paramiko.Message(_blob(key)).get_text()} {base64.b64encode(_blob(key)).decode()}"
+        public = load_ssh_public_identity(text.encode())
+        if isinstance(public, SSHCertificate) and not public.valid_after <= time.time() < public.valid_before:
+            state = "expired" if public.valid_before <= time.time() else "not valid yet"
+            name = public.key_id.decode(errors="replace")
+            return f"the certificate {name!r} is {state}: have it signed again"
+    return ""
 
 
 def _load_key(node: Node, path: Path, agent: Iterable[paramiko.PKey]) -> list[paramiko.PKey]:
-    def refused(reason: str, remedy: str) -> NodeError:
+    def refused(reason: str, remedy: str) -> AuthenticationError:
         return AuthenticationError(f"the key {path} {reason}", node=node.name, remedy=remedy)
 
     files = (path, Path(f"{path}-cert.pub"))
@@ -445,9 +403,9 @@ def _load_key(node: Node, path: Path, agent: Iterable[paramiko.PKey]) -> list[pa
         raise refused(f"cannot be read: {error.strerror}", "fix its permissions") from None
     except Exception as error:  # parsers of three libraries, each with its own exceptions
         raise refused(f"is not a private key: {error}", "fix `key:` in the fleet file") from None
-    alone = copy.copy(key)
-    alone.public_blob = None  # without its certificate
-    return [alone, key] if key.public_blob else [key]
+    without_certificate = copy.copy(key)
+    without_certificate.public_blob = None
+    return [without_certificate, key] if key.public_blob else [key]
 
 
 @functools.lru_cache
@@ -459,13 +417,48 @@ def _read_key(path: Path, *states: tuple[int, ...]) -> paramiko.PKey:
 def _find_in_agent(path: Path, agent: Iterable[paramiko.PKey]) -> list[paramiko.PKey]:
     """Return the agent's keys for the private key at `path`, by KEY.pub and KEY-cert.pub."""
     blobs: list[bytes] = []
-    for end in (".pub", "-cert.pub"):
+    for suffix in (".pub", "-cert.pub"):
         with contextlib.suppress(OSError, ValueError, IndexError):
-            blobs.append(base64.b64decode(Path(f"{path}{end}").read_text(encoding="utf-8").split()[1]))
+            blobs.append(base64.b64decode(Path(f"{path}{suffix}").read_text(encoding="utf-8").split()[1]))
     return [key for key in agent if _blob(key) in blobs]
 
 
-"""Concurrent commands on one connection: sshd allows 10 (MaxSessions), one is reserved for kills."""
+def _authenticate(
+    node: Node, transport: StrictTransport, deadline: Deadline, *, keys: list[paramiko.PKey], notes: list[str]
+) -> bool:
+    """Offer `keys` in turn and remove each refused key. Return False when the server disconnects.
+
+    sshd disconnects after a few keys (MaxAuthTries), so an agent with many keys needs several connections.
+    `notes` are for the error. What the server says to the user is added to them.
+    """
+    user = f"user {node.user!r}"
+    problem, remedy = f"accepts none of the offered keys for {user}", AUTHORIZE
+    methods, first_key = ["publickey"], keys[0]
+    while keys and "publickey" in methods and not deadline.has_passed:
+        try:
+            methods = transport.offer_key(node.user, keys[0], max(0.1, deadline.left_s))
+            if not methods:
+                return True
+            problem, remedy = f"accepts a key of {user}, but also wants {', '.join(methods)}", KEYS_ALONE
+        except paramiko.BadAuthenticationType as error:
+            methods = error.allowed_types
+            problem, remedy = f"takes no keys of {user}, but {', '.join(methods)}", KEYS_ALONE
+        except LOST:
+            pass  # refused
+        banner: Any = (transport.auth_handler and transport.auth_handler.banner) or b""
+        note = f"it says: {bounded(' '.join(banner.decode(errors='replace').split()))}"
+        notes += [note] if banner and note not in notes else []
+        if transport.is_active() or keys[0] is first_key:  # else this key comes first next time
+            keys.pop(0)
+        if keys and not transport.is_active():
+            return False
+    if violation := transport.packetizer.violation:
+        raise _violation_error(node.name, violation)
+    if deadline.has_passed:
+        problem = f"did not finish authentication within {deadline.seconds:g} s"
+        raise _unreachable(node, problem, "the machine may be overloaded: check its console")
+    problem = "; ".join([f"{node.address} port {node.port} {problem}", *notes])
+    raise AuthenticationError(problem, node=node.name, remedy=remedy)
 
 
 def connect(
@@ -482,30 +475,37 @@ class SshSession(Session):
     def __init__(self, node: Node, transport: StrictTransport) -> None:
         key = fingerprint(transport.get_remote_server_key().asbytes())
         super().__init__(node.name, transport.packetizer.meter, key, Setting(dict(node.env), node.state))
-        self._transport = transport
+        self.transport = transport
         self._free_channels = threading.BoundedSemaphore(MAX_CHANNELS)
 
     def close(self) -> None:
         """End running commands on the node and close the connection."""
         super().close()
-        self._transport.close()
+        self.transport.close()
 
-    def _start(self, wrapped: WrappedCommand, deadline: Deadline) -> Running:
+    def start(
+        self,
+        wrapped: WrappedCommand,
+        deadline: Deadline,
+        on_stderr: Callable[[bytes], None] = lambda data: None,
+    ) -> Running:
+        """Start a command, when fewer than MAX_CHANNELS run. Raises NodeError, DeadlineError."""
         if not self._free_channels.acquire(timeout=deadline.left_s):
             problem = f"`{wrapped.command[0]}` could not start within {deadline.seconds:g} s"
             raise DeadlineError(f"{problem}: {MAX_CHANNELS} commands run there already", node=self.name)
         try:
-            return super()._start(wrapped, deadline)
+            return super().start(wrapped, deadline, on_stderr)
         except BaseException:
             self._free_channels.release()
             raise
 
-    def _start_process(self, wrapped: WrappedCommand, deadline: Deadline) -> "_ChannelProcess":
-        return _ChannelProcess(_open_channel(self._transport, wrapped.command_line, deadline))
-
-    def _forget(self, running: Running) -> None:
-        super()._forget(running)
+    def forget(self, running: Running) -> None:
+        """Note that a command has ended, so that another one may start."""
+        super().forget(running)
         self._free_channels.release()
+
+    def _start_process(self, wrapped: WrappedCommand, deadline: Deadline) -> "_ChannelProcess":
+        return _ChannelProcess(_open_channel(self.transport, wrapped.command_line, deadline))
 
 
 class _ChannelProcess:
@@ -529,10 +529,10 @@ class _ChannelProcess:
         return _receive(self._channel.recv_stderr)
 
     def write_stdin(self, data: bytes, timeout_s: float) -> None:
-        deadline, rest = Deadline(timeout_s), data
-        while rest:
+        deadline, unsent = Deadline(timeout_s), data
+        while unsent:
             try:
-                num_sent = self._channel.send(rest)
+                num_sent = self._channel.send(unsent)
             except TimeoutError:
                 if deadline.has_passed:
                     raise
@@ -541,7 +541,7 @@ class _ChannelProcess:
                 raise BrokenPipeError("the connection is closed") from None
             if num_sent == 0:
                 raise BrokenPipeError("the channel is closed")
-            rest = rest[num_sent:]
+            unsent = unsent[num_sent:]
 
     def close_stdin(self) -> None:
         with contextlib.suppress(*LOST):
@@ -560,7 +560,20 @@ class _ChannelProcess:
         raise lost_connection_error(self._transport, " while a command ran")
 
     def kill_group(self, group: int) -> bool:
-        return kill_group(self._transport, group)
+        """End process group `group` on the node, over a channel of its own. Return whether that worked."""
+        deadline = Deadline(KILL_DEADLINE_S)
+        try:
+            kill = build_kill_command(group)
+            channel = _open_channel(self._transport, kill.command_line, deadline)
+        except CsdctlError:
+            return False
+        try:
+            channel.sendall(kill.script)
+            return channel.status_event.wait(deadline.left_s) and channel.exit_status == 0
+        except LOST:
+            return False
+        finally:
+            _close(channel)
 
     def release(self) -> None:
         _close(self._channel)
@@ -575,48 +588,27 @@ def _receive(receive: Callable[[int], bytes]) -> bytes:
         return b""
 
 
-def kill_group(transport: StrictTransport, group: int) -> bool:
-    """End process group `group` on the node, over a channel of its own. Return whether that worked."""
-    deadline = Deadline(KILL_DEADLINE_S)
-    try:
-        kill = build_kill_command(group)
-        channel = _open_channel(transport, kill.command_line, deadline)
-    except CsdctlError:
-        return False
-    try:
-        channel.sendall(kill.script)
-        return channel.status_event.wait(deadline.left_s) and channel.exit_status == 0
-    except (OSError, *LOST):
-        return False
-    finally:
-        _close(channel)
-
-
 def _open_channel(transport: StrictTransport, command_line: str, deadline: Deadline) -> paramiko.Channel:
+    """Start a command on a channel. Raises UnreachableError, RemoteCommandError or DeadlineError."""
+    channel = None
     try:
         channel = transport.open_session(timeout=max(0.1, deadline.left_s))
-    except (CsdctlError, *LOST) as error:
-        raise channel_error(transport, "does not open more channels", error, deadline) from None
-    try:
         request_exec(channel, command_line.encode(), max(0.1, deadline.left_s))
-    except LOST as error:
-        _close(channel)
-        raise channel_error(transport, "does not start commands", error, deadline) from None
-    return channel
+        return channel
+    except (CsdctlError, *LOST) as error:
+        if channel:
+            _close(channel)
+        if not transport.is_active():
+            raise lost_connection_error(transport) from None
+        if deadline.left_s < 0.1:
+            problem = f"the SSH server did not start a command within {deadline.seconds:g} s"
+            raise DeadlineError(problem, node=transport.node) from None
+        step = "does not start commands" if channel else "does not open more channels"
+        problem = f"the SSH server {step} ({bounded(getattr(error, 'message', error))})"
+        remedy = "check MaxSessions and ForceCommand in its sshd_config"
+        raise RemoteCommandError(problem, node=transport.node, remedy=remedy) from None
 
 
 def _close(channel: paramiko.Channel) -> None:
     with contextlib.suppress(*LOST):
         channel.close()
-
-
-def channel_error(transport: StrictTransport, what: str, error: Exception, deadline: Deadline) -> CsdctlError:
-    """Return why a command could not be started: what the server "does not", or no time was left."""
-    if not transport.is_active():
-        return lost_connection_error(transport)
-    if deadline.left_s < 0.1:
-        message = f"the SSH server did not start a command within {deadline.seconds:g} s"
-        return DeadlineError(message, node=transport.node)
-    problem = f"the SSH server {what} ({bounded(getattr(error, 'message', error))})"
-    remedy = "check MaxSessions and ForceCommand in its sshd_config"
-    return RemoteCommandError(problem, node=transport.node, remedy=remedy)

@@ -1,10 +1,10 @@
 """A paramiko connection that does not poll, keeps to the protocol when it closes, and trusts no server.
 
-docs/decisions/0010 says why. paramiko may send on a channel after its close, because it checks and sends in
-two steps. A server then drops the whole connection, and every node behind a jump host.
+docs/decisions/0010 says why. paramiko checks and sends in two steps, so it may send on a channel after its
+close. A server then drops the whole connection, and with it every node behind a jump host.
 
 `GreedyPacketizer` bounds packets, lines and writes in size and time. `ServerRules` bounds messages, and the
-data of a channel that nobody has read. paramiko itself answers, ignores or signs whatever arrives.
+data of a channel that nobody has read. paramiko alone would answer, ignore or sign any message.
 
 No other module uses private names of paramiko. `pyproject.toml` caps its version because of these, which an
 attack of docs/reference/attacks.md needs, or an honest server:
@@ -47,18 +47,30 @@ WRITE_DEADLINE_S = 15.0
 LOST = (paramiko.SSHException, EOFError, OSError)
 """Exceptions that sending raises when the connection is lost."""
 
-
-OF_KEY_EXCHANGE = range(20, 50)
-OF_COMMANDS = range(80, 128)
-OF_A_CHANNEL = range(91, 101)
-MAX_EXTENSIONS = 64
-MAX_IDLE_COST = 100_000.0
-IDLE_COST_PER_S = 1_000.0
-KEY_EXCHANGE_COST = 250.0
-DEBUG_BYTES_PER_COST = 32
+KEY_EXCHANGE_KINDS, COMMAND_KINDS, CHANNEL_KINDS = range(20, 50), range(80, 128), range(91, 101)
+"""Kinds of messages, RFC 4250 section 4.1. A message of a channel begins with the channel's number."""
+HEADER_BYTES: dict[int, int] = {common.MSG_CHANNEL_DATA: 8, common.MSG_CHANNEL_EXTENDED_DATA: 12}
+"""The size of what precedes the data in a message with data of a channel."""
+STDERR_TYPE = 1
+"""The type of extended data that paramiko keeps. It drops all other types."""
 SMALL_WINDOW_BYTES = 1024
-_STDERR = 1
-_HEADER_BYTES: dict[int, int] = {common.MSG_CHANNEL_DATA: 8, common.MSG_CHANNEL_EXTENDED_DATA: 12}
+"""A window that grows by less is of no use to the command."""
+MAX_EXTENSIONS = 64
+"""Extensions in a message; OpenSSH has three. paramiko loops as often as the server says, up to 2^32."""
+MAX_IDLE_COST = 100_000.0
+"""The cost of messages of no use that is allowed at once: some seconds of CPU.
+
+A message costs 1, and 1 for each KiB.
+"""
+IDLE_COST_PER_S = 1_000.0
+"""The cost that is allowed in the long run: about a hundredth of a CPU."""
+KEY_EXCHANGE_COST = 250.0
+"""The cost of a key exchange that csdctl did not ask for: about 10 ms of CPU.
+
+A KiB of data, in either direction, pays for a cost of 1: a server with a small RekeyLimit is honest.
+"""
+DEBUG_BYTES_PER_COST = 32
+"""Bytes of a debug message for a cost of 1: paramiko escapes its bytes one at a time."""
 
 
 class SshProtocolError(paramiko.SSHException):
@@ -110,12 +122,12 @@ class GreedyPacketizer(Packetizer):
         """Send `out`, and count it. Raises EOFError when closed, or when the server does not read."""
         self._written_s = time.monotonic()
         end_s = min(time.monotonic() + WRITE_DEADLINE_S, self.writes_end_s)
-        rest = out
-        while rest:
-            num_sent = self._send(rest, end_s)
+        unsent = out
+        while unsent:
+            num_sent = self._send(unsent, end_s)
             if num_sent <= 0:
                 raise EOFError
-            rest = rest[num_sent:]
+            unsent = unsent[num_sent:]
         self.meter.count(sent=len(out))
 
     def _send(self, data: bytes, end_s: float) -> int:
@@ -202,20 +214,6 @@ class GreedyPacketizer(Packetizer):
         self._keepalive_s, self._on_idle = interval, callback
 
 
-"""Kinds of messages, RFC 4250 section 4.1; those of a channel begin with its number."""
-
-"""Extensions in a message; OpenSSH has three. paramiko loops as often as the server says, up to 2^32."""
-
-"""Cost allowed at once: a message costs 1, and 1 for each KiB. Receiving them takes some seconds of CPU."""
-
-"""Cost that is allowed for ever: about a hundredth of a CPU."""
-
-"""Cost of a key exchange that csdctl did not ask for: about 10 ms of CPU. Data pays for it, 1 for each KiB,
-in either direction: a server with a small RekeyLimit is honest."""
-
-"""Bytes of a debug message per unit of cost: paramiko escapes each byte by itself."""
-
-
 class ServerRules:
     """Refuses messages that no honest server sends."""
 
@@ -229,31 +227,34 @@ class ServerRules:
     def check(self, kind: int, message: paramiko.Message) -> None:
         """Raise SshProtocolError for a message that the server may not send now."""
         connection, refuse = self._connection, self._connection.packetizer.refuse
-        size, head = _measure(message)
+        size = message.packet.seek(0, os.SEEK_END)  # without a copy
+        message.rewind()
+        head = message.packet.read(12)
+        message.rewind()
         number = int.from_bytes(head[:4], "big")
         if kind not in common.MSG_NAMES:
             refuse(f"sent a message of unknown kind {kind}")
-        if kind in OF_KEY_EXCHANGE and size > MAX_EARLY_PACKET_BYTES:
+        if kind in KEY_EXCHANGE_KINDS and size > MAX_EARLY_PACKET_BYTES:
             refuse(f"sent more than {MAX_EARLY_PACKET_BYTES} bytes in a message of a key exchange")
         if kind == common.MSG_EXT_INFO and number > MAX_EXTENSIONS:
             refuse(f"sent a list of more than {MAX_EXTENSIONS} extensions")
-        if kind in OF_COMMANDS and not connection.is_authenticated():
+        if kind in COMMAND_KINDS and not connection.is_authenticated():
             refuse(f"sent {_name(kind)} before the login")
         if kind == common.MSG_SERVICE_ACCEPT:  # paramiko signs a login for each
             if connection.num_logins_requested == 0:
                 refuse(f"sent {_name(kind)} that nobody asked for")
             connection.num_logins_requested -= 1
-        if kind in OF_A_CHANNEL and number not in connection.channels_seen:
+        if kind in CHANNEL_KINDS and number not in connection.channels_seen:
             refuse(f"sent {_name(kind)} for a channel that does not exist")
-        if self._is_of_use(kind, size, head):
+        if self._is_useful(kind, size, head):
             self._num_useful += size
         else:
             self._charge(kind, size)
 
-    def _is_of_use(self, kind: int, size: int, head: bytes) -> bool:
-        """Whether the message is data or a larger window for an open channel, which both have bounds."""
+    def _is_useful(self, kind: int, size: int, head: bytes) -> bool:
+        """Return whether the message is data or a larger window for an open channel, within their bounds."""
         refuse = self._connection.packetizer.refuse
-        if kind not in (common.MSG_CHANNEL_WINDOW_ADJUST, *_HEADER_BYTES):
+        if kind not in (common.MSG_CHANNEL_WINDOW_ADJUST, *HEADER_BYTES):
             return False
         channel: Any = self._connection._channels.get(int.from_bytes(head[:4], "big"))
         if channel is None:
@@ -263,36 +264,28 @@ class ServerRules:
             if channel.out_window_size + added > common.MAX_WINDOW_SIZE:
                 refuse("opened the window of a channel beyond 2^32 - 1 bytes")
             return added >= SMALL_WINDOW_BYTES
-        num_bytes = size - _HEADER_BYTES[kind]
-        if num_bytes != int.from_bytes(head[_HEADER_BYTES[kind] - 4 : _HEADER_BYTES[kind]], "big"):
+        header_bytes = HEADER_BYTES[kind]
+        num_bytes = size - header_bytes
+        if num_bytes != int.from_bytes(head[header_bytes - 4 : header_bytes], "big"):
             refuse("sent data of a length other than announced")  # paramiko would fill it up to a megabyte
         # OpenSSH disconnects at the same excess. An honest server is never ahead of the reader by more.
         num_unread = len(channel.in_buffer) + len(channel.in_stderr_buffer) + num_bytes
         if num_unread > channel.in_window_size + channel.in_window_size // 10:
             refuse("sent more than the receive window of a channel allows")
-        is_dropped = kind == common.MSG_CHANNEL_EXTENDED_DATA and int.from_bytes(head[4:8], "big") != _STDERR
-        return num_bytes > 0 and not is_dropped
+        is_extended = kind == common.MSG_CHANNEL_EXTENDED_DATA
+        return num_bytes > 0 and not (is_extended and int.from_bytes(head[4:8], "big") != STDERR_TYPE)
 
     def _charge(self, kind: int, size: int) -> None:
-        is_unasked = kind == common.MSG_KEXINIT and not self._connection.packetizer.need_rekey()
+        is_extra_exchange = kind == common.MSG_KEXINIT and not self._connection.packetizer.need_rekey()
         now_s, num_sent = time.monotonic(), self._connection.packetizer.meter.num_sent
         earned = (now_s - self._counted_s) * IDLE_COST_PER_S
         earned += (num_sent - self._num_sent_before + self._num_useful) / 1024
         self._cost_left = min(MAX_IDLE_COST, self._cost_left + earned)
         self._counted_s, self._num_sent_before, self._num_useful = now_s, num_sent, 0
         per_cost = DEBUG_BYTES_PER_COST if kind == common.MSG_DEBUG else 1024
-        self._cost_left -= 1 + size // per_cost + (KEY_EXCHANGE_COST if is_unasked else 0)
+        self._cost_left -= 1 + size // per_cost + (KEY_EXCHANGE_COST if is_extra_exchange else 0)
         if self._cost_left < 0:
             self._connection.packetizer.refuse(f"floods the connection, at last {_name(kind)}")
-
-
-def _measure(message: paramiko.Message) -> tuple[int, bytes]:
-    """Return the size of `message` and its first 12 bytes, without a copy of it."""
-    size = message.packet.seek(0, os.SEEK_END)
-    message.rewind()
-    head = message.packet.read(12)
-    message.rewind()
-    return size, head
 
 
 def _name(kind: int) -> str:
@@ -339,7 +332,7 @@ class StrictTransport(paramiko.Transport):
             raise self.get_exception() or paramiko.SSHException("Negotiation failed.")
 
     def offer_key(self, user: str, key: paramiko.PKey, timeout_s: float) -> list[str]:
-        """Return what is wanted beside `key` to log in as `user`. Raises SSHException when it is refused."""
+        """Return what `user` needs besides `key` to log in. Raises SSHException when the key is refused."""
         self.auth_timeout = timeout_s
         self.num_logins_requested += 1
         replied = threading.Event()
@@ -352,9 +345,9 @@ class StrictTransport(paramiko.Transport):
     def open_session(self, *_: Any, timeout: float | None = None, **sizes: Any) -> paramiko.Channel:
         """Open a channel for a command, on another connection when the server opens no more on this one."""
         timeout_s = timeout or self.channel_timeout
-        for one in (self, *filter(StrictTransport.is_active, self._further)):
+        for transport in (self, *filter(StrictTransport.is_active, self._further)):
             try:
-                return paramiko.Transport.open_session(one, timeout=timeout_s, **sizes)
+                return paramiko.Transport.open_session(transport, timeout=timeout_s, **sizes)
             except paramiko.SSHException as error:  # a ChannelException may have gone to another thread
                 if not self.is_active() or "Timeout" in str(error):
                     raise

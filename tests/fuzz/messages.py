@@ -15,7 +15,7 @@ from csdctl.facts.machine import CONDITION_FACTS, ClockTrip, parse_facts
 from csdctl.fleet.facts import Condition
 from csdctl.launch.mpi_job import CONNECTED, REQUEST, JobOutput
 from csdctl.runs.directory import CappedLog
-from csdctl.shipping.deliver import ANSWERS, RequestedObjects
+from csdctl.shipping.deliver import ANSWERS, check_request
 from csdctl.supervision.rank_processes import EventValidator
 from csdctl.transport.program import ReportedError, decode_frame
 from csdctl.worker.group.hub import Lost
@@ -122,11 +122,10 @@ def _orders(content: bytes, directory: Path) -> None:
 
 
 def _frames(content: bytes, directory: Path) -> None:
-    requested = RequestedObjects([100, 200, 0, 5000, 1 << 40], is_dry_run=False)
     for line in _lines(content):
         frame = decode_frame(line, {**ANSWERS, ERROR: ReportedError, DATA: bytes})
         if frame and frame[0] == "missing":
-            requested.add(frame[1])
+            check_request(frame[1], [100, 200, 0, 5000, 1 << 40])
 
 
 FRAMES = b"""\

@@ -17,7 +17,7 @@ MAX_KEPT_BYTES = 64 * 1024
 
 @dataclass(frozen=True)
 class Answer:
-    """The output and exit code of one machine. `error` is what a task raised."""
+    """The output and exit code of one machine. `error`: why a task failed, or ''."""
 
     exit_code: int
     stdout: bytes
@@ -62,7 +62,7 @@ class ExecResult:
 
     @property
     def rows(self) -> list[tuple[Answer, list[str]]]:
-        """Each different answer with the machines that gave it, in the order of their first machines."""
+        """The distinct answers with the machines that gave them, in the order of their first machines."""
         return list(names_by_value(self.answers.items()).items())
 
     @property

@@ -9,8 +9,7 @@ import io
 import sys
 import threading
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +18,6 @@ from invoke.context import Context
 from invoke.exceptions import CommandTimedOut, Exit, ParseError, UnexpectedExit
 from invoke.executor import Executor
 from invoke.loader import FilesystemLoader
-from invoke.parser.context import ParserContext
 from invoke.parser.parser import Parser
 from invoke.tasks import Call
 
@@ -39,25 +37,27 @@ def run_task(
     """Run task `FILE.py:NAME` on all nodes. Errors of nodes are in the result. Raises InputError."""
     if options.has_host:
         raise InputError("--host applies to commands only", remedy="a task has c.local for the host")
-    printed = {node.name: {"out": Printed(), "err": Printed()} for node in fleet.nodes}
+    printed = {node.name: {"out": _Printed(), "err": _Printed()} for node in fleet.nodes}
     # Other threads print to standard error: with --json, standard output is a document.
-    out, err = ThreadOutput(sys.stderr), ThreadOutput(sys.stderr)
+    out, err = _ThreadOutput(), _ThreadOutput()
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
         task = load_task(spec, words, directory)
 
         def visit(connection: FleetConnection) -> Answer:
-            name, started_s = connection.node.name, time.monotonic()
-            out.own.stream, err.own.stream = printed[name]["out"], printed[name]["err"]
+            streams, started_s = printed[connection.node.name], time.monotonic()
+            out.of_thread.stream, err.of_thread.stream = streams["out"], streams["err"]
             code, error = _run(task, connection)
-            shown, duration_s = printed[name], time.monotonic() - started_s
-            return build_answer(code, shown["out"].data, shown["err"].data, error, duration_s)
+            stdout, stderr = (
+                stream.getvalue().encode(errors="backslashreplace") for stream in streams.values()
+            )
+            return build_answer(code, stdout, stderr, error=error, duration_s=time.monotonic() - started_s)
 
         group = open_group(
             fleet,
             directory=directory,
             connect_deadline_s=options.connect_deadline_s,
             command_deadline_s=options.timeout_s,
-            folder=task.path.parent,
+            folder=(directory / spec.rpartition(":")[0]).resolve().parent,
             printed=printed,
         )
         try:
@@ -65,21 +65,20 @@ def run_task(
                 connections = {connection.node.name: connection for connection in group}
                 outcomes = run_on_all(connections, visit, max_workers=MAX_WORKERS)
         finally:
-            record_traffic(directory, "exec")(add_up(group.link.jumps.opened))
+            record_traffic(directory, "exec")(add_up(group.jumps.opened))
     return ExecResult(fleet, outcomes)
 
 
-def _run(task: "LoadedTask", connection: FleetConnection) -> tuple[int, str]:
+def _run(task: Callable[[Context], object], connection: FleetConnection) -> tuple[int, str]:
     """Run the task. Return its exit code and why it failed, or raise csdctl's error."""
-    name = connection.node.name
     try:
-        task.run(connection)
+        task(connection)
     except CsdctlError:
         raise
     except CommandTimedOut as error:
         raise DeadlineError(
             f"`{error.result.command[:80]}` did not finish within {error.timeout:g} s; it was ended",
-            node=name,
+            node=connection.node.name,
             remedy="raise --timeout, or pass `timeout=` to this c.run",
         ) from None
     except UnexpectedExit as error:
@@ -89,36 +88,27 @@ def _run(task: "LoadedTask", connection: FleetConnection) -> tuple[int, str]:
         code = error.code if isinstance(error.code, int) else int(bool(error.code))
         return code, f"the task ended with exit code {code}" if code else ""
     except Exception as error:
-        message = f"task {task.name} raised {type(error).__name__}: {error}"
-        raise NodeError(bounded(message), node=name) from error
+        message = f"the task raised {type(error).__name__}: {error}"
+        raise NodeError(bounded(message), node=connection.node.name) from error
     return 0, ""
 
 
-class Printed(io.StringIO):
+class _Printed(io.StringIO):
     """Printed text, up to a limit."""
 
     def write(self, text: str) -> int:
-        """Keep `text` while there is room."""
-        if self.tell() < MAX_OUTPUT_BYTES:
-            super().write(text)
-        return len(text)
-
-    @property
-    def data(self) -> bytes:
-        """All that was kept, as bytes. What is not Unicode text is escaped."""
-        return self.getvalue().encode(errors="backslashreplace")
+        return super().write(text) if self.tell() < MAX_OUTPUT_BYTES else len(text)
 
 
-class ThreadOutput(io.TextIOBase):
-    """A standard stream. A thread that sets `own.stream` writes there instead."""
+class _ThreadOutput(io.TextIOBase):
+    """Standard error as it is now. A thread that sets `of_thread.stream` writes there instead."""
 
-    def __init__(self, stream: Any) -> None:
-        self._stream = stream
-        self.own = threading.local()
+    def __init__(self) -> None:
+        self._stream = sys.stderr
+        self.of_thread = threading.local()
 
     def write(self, text: str) -> int:
-        """Write to the stream of this thread."""
-        return int(getattr(self.own, "stream", self._stream).write(text))
+        return int(getattr(self.of_thread, "stream", self._stream).write(text))
 
 
 class _NodeExecutor(Executor):
@@ -129,37 +119,32 @@ class _NodeExecutor(Executor):
         self._connection = connection
 
     def expand_calls(self, calls: list[Call]) -> list[Call]:
-        """Return the calls with those of `pre` and `post`."""
         # Clones: the threads of all nodes share the calls of `pre` and `post`.
-        found: list[Any] = [call.clone() for call in super().expand_calls(calls)]
-        for call in found:
+        clones: list[Any] = [call.clone() for call in super().expand_calls(calls)]
+        for call in clones:
             call.make_context = lambda *_, **__: self._connection
-        return found
+        return clones
 
 
-@dataclass(frozen=True)
-class LoadedTask:
-    """A task with its arguments, among the tasks of its file."""
+def load_task(spec: str, words: Sequence[str], directory: Path) -> Callable[[Context], object]:
+    """Return what runs the task `FILE.py:NAME`, with its `pre` and `post`, on a connection.
 
-    path: Path
-    name: str
-    tasks: Collection
-    calls: Sequence[ParserContext]
-
-    def run(self, connection: Context) -> None:
-        """Run the task on a connection, with the tasks of its `pre` and `post`."""
-        _NodeExecutor(self.tasks, connection).execute(*self.calls)
-
-
-def load_task(spec: str, words: Sequence[str], directory: Path) -> LoadedTask:
-    """Return the task `FILE.py:NAME` with arguments as for `fab`. Raises InputError."""
+    `words` are its arguments as for `fab`. Raises InputError.
+    """
     file, _, name = spec.rpartition(":")
     if not file or not name:
         raise InputError(f"--task {spec!r} is not FILE.py:TASK", remedy="such as --task tasks.py:restart")
     path = (directory / file).resolve()
     if not path.is_file() or path.suffix != ".py":
         raise InputError(f"--task: {path} is not a Python file", remedy="use --task FILE.py:TASK")
-    tasks = _load(path)
+    try:
+        tasks = Collection.from_module(FilesystemLoader(str(path.parent)).load(path.stem)[0])
+    except (Exception, SystemExit) as error:
+        remedy = "run it with Python by itself, in the environment of csdctl"
+        if isinstance(error, ImportError) and "fabric." in str(error):
+            remedy = "this is how Fabric 1 was imported: csdctl runs tasks of Fabric 2 and 3"
+        problem = f"{path} cannot be loaded: {type(error).__name__}: {error}"
+        raise InputError(problem, remedy=remedy) from error
     name = name.replace("_", "-")
     if name not in tasks.task_names:
         listed = ", ".join(sorted(tasks.task_names)) or "none: a task is a function with @task"
@@ -172,16 +157,4 @@ def load_task(spec: str, words: Sequence[str], directory: Path) -> LoadedTask:
             f"arguments of task {name}: {error}",
             remedy=f"pass them as to `fab`, after --, such as --NAME VALUE; it has: {options or 'none'}",
         ) from None
-    return LoadedTask(path, name, tasks, calls)
-
-
-def _load(path: Path) -> Collection:
-    try:
-        return Collection.from_module(FilesystemLoader(str(path.parent)).load(path.stem)[0])
-    except (Exception, SystemExit) as error:
-        remedy = "run it with Python by itself, in the environment of csdctl"
-        if isinstance(error, ImportError) and "fabric." in str(error):
-            remedy = "this is how Fabric 1 was imported: csdctl runs tasks of Fabric 2 and 3"
-        raise InputError(
-            f"{path} cannot be loaded: {type(error).__name__}: {error}", remedy=remedy
-        ) from error
+    return lambda connection: _NodeExecutor(tasks, connection).execute(*calls)

@@ -50,9 +50,9 @@ def test_task_gets_its_arguments_and_its_neighbours(directory: Path) -> None:
         calls: list[object] = []
 
     words = ["--name", "a=b", "--count=3", "--force", "--paths", "x", "--paths=y"]
-    load_task("jobs/my_tasks.py:deploy", words, directory).run(Recorder())
+    load_task("jobs/my_tasks.py:deploy", words, directory)(Recorder())
     assert Recorder.calls == ["first", ("a=b!", 3, True, ["x", "y"]), "last"]
-    load_task("jobs/my_tasks.py:other_name", ["--a-b=1"], directory).run(Recorder())
+    load_task("jobs/my_tasks.py:other_name", ["--a-b=1"], directory)(Recorder())
 
 
 @pytest.mark.parametrize(
