@@ -51,7 +51,7 @@ def start_all(session: Session, python: str) -> None:
     receiver, first = build_receiver(python, MANIFEST)
     worker = ["env", f"PYTHONPATH={SOURCES}", python, "-P", "-u", "-m", "csdctl.worker"]
     policy = SandboxPolicy(SANDBOX, False, "", (), (), (python,), (), {})
-    start(standalone("lock"), "{}", "@csdctl-mine")
+    start(standalone("lock"), "{}", "@csdctl-locked")
     start(receiver, "", "@csdctl-missing", first)
     start(standalone("leftovers"), "", "")
     start(["sh", "-c", LOOP, "csdctl-power", "sleep 3000", "csd0"], "", "")

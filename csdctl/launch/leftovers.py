@@ -1,7 +1,7 @@
-"""One csdctl at a time on every machine of a fleet. Find, end and remove what an earlier one left there.
+"""One csdctl at a time on every machine of a fleet. Find, end and remove what an earlier csdctl left there.
 
-A program on each machine holds a lock while its session lasts. A node keeps it only when the host disappears
-without closing connections (power cut). The next csdctl there detects that, and ends the program.
+On each machine, a program holds a lock while its session lasts. It outlives the session only if the host
+disappears without closing connections, as in a power cut. The next csdctl there detects that and ends it.
 """
 
 import contextlib
@@ -24,13 +24,15 @@ from csdctl.transport.session import Session
 from csdctl.worker.protocol.json_codec import Count, MaxLength, ShortText
 from csdctl.worker.protocol.processes import load_stat
 
-UNLOCK_S = 3.0
-"""The time for a lock to end in order; then its program is killed."""
-_TEXTS = ("node", "command", "host", "machine", "boot", "started", "directory", "since", "ended")
-_PIDS = ("pid", "holding_pid")
-_PID_RANGE = range(2, 1 << 22)
 Holder = Mapping[str, object]
+"""The description of a csdctl that holds a lock, as `describe_holder` returns it."""
+HOLDER_TEXTS = ("node", "command", "host", "machine", "boot", "started", "directory", "since", "ended")
+HOLDER_PIDS = ("pid", "holding_pid")
+PID_RANGE = range(2, 1 << 22)
+UNLOCK_S = 3.0
+"""The time for a lock's program to end in order. Then it is killed."""
 END_DEADLINE_S = 30.0
+"""The time to end the processes of a run on a machine."""
 
 
 class MachineLockedError(RunError):
@@ -51,7 +53,7 @@ class MachineLockedError(RunError):
 def lock_machines(
     sessions: Mapping[str, Session], fleet: Fleet, *, doing: str, directory: Path
 ) -> Iterator[dict[str, tuple[str, ...]]]:
-    """Lock every machine of `sessions`. Yield the machines with which each shares its home.
+    """Lock every machine of `sessions`. Yield by machine the names of those that share its home.
 
     Raises MachineLockedError at once where another csdctl is running. `doing` and `directory` describe this
     process to other csdctl processes that find a machine locked.
@@ -60,8 +62,9 @@ def lock_machines(
     programs: dict[str, Program] = {}
 
     def lock(session: Session) -> tuple[str, ...]:
-        programs[session.name], others = _lock(session, fleet.python_of(session.name), this_process)
-        return others
+        program, siblings = _lock(session, fleet.python_of(session.name), this_process)
+        programs[session.name] = program
+        return siblings
 
     try:
         outcomes = run_on_all(sessions, lock)
@@ -78,7 +81,7 @@ def _unlock(program: Program) -> None:
 
 @contextlib.contextmanager
 def relock_machine(session: Session, python: str, *, doing: str, directory: Path) -> Iterator[None]:
-    """Lock a machine again whose lock may have been released. Raises MachineLockedError if another has it."""
+    """Lock a machine whose lock may have been released. Raises MachineLockedError if another has it."""
     this_process = describe_holder(doing, directory)
     with contextlib.ExitStack() as stack:
         try:
@@ -92,13 +95,13 @@ def relock_machine(session: Session, python: str, *, doing: str, directory: Path
 def raise_if_locked(outcomes: Iterable[Outcome[Any]]) -> None:
     """Raise one MachineLockedError for all machines of `outcomes` where another csdctl is running."""
     errors = [outcome.error for outcome in outcomes]
-    if locked := [error for error in errors if isinstance(error, MachineLockedError)]:
-        names = format_node_names(error.node for error in locked)
-        raise MachineLockedError(names, locked[0].holder)
+    if lock_errors := [error for error in errors if isinstance(error, MachineLockedError)]:
+        names = format_node_names(error.node for error in lock_errors)
+        raise MachineLockedError(names, lock_errors[0].holder)
 
 
 def describe_holder(doing: str, directory: Path) -> dict[str, object]:
-    """Return a description of this process, for other processes that find a machine locked."""
+    """Return the description of this process for other csdctl processes that find a machine locked."""
     return {
         "command": doing,
         "host": platform.node(),
@@ -136,7 +139,7 @@ def is_gone(holder: Holder) -> bool:
 
 
 def is_held(directory: Path, pid: int) -> bool:
-    """Return whether process `pid` has `directory` open, or in its command line. True if that is hidden."""
+    """Return whether process `pid` has `directory` open or in its command line. True if that is hidden."""
     path, process = str(directory.resolve()), Path(f"/proc/{pid}")
     try:
         opened = map(os.path.realpath, (process / "fd").iterdir())
@@ -149,23 +152,23 @@ def read_holder(content: object) -> Holder:
     """Return the parts of a holder's description that are of their type and in range. {} without any."""
     if not isinstance(content, dict):
         return {}
-    texts = {key: content[key][:200] for key in _TEXTS if isinstance(content.get(key), str)}
-    numbers = {key: content[key] for key in _PIDS if type(content.get(key)) is int}
-    return texts | {key: number for key, number in numbers.items() if number in _PID_RANGE}
+    texts = {key: content[key][:200] for key in HOLDER_TEXTS if isinstance(content.get(key), str)}
+    numbers = {key: content[key] for key in HOLDER_PIDS if type(content.get(key)) is int}
+    return texts | {key: number for key, number in numbers.items() if number in PID_RANGE}
 
 
 @dataclass(frozen=True)
 class _Held:
-    """The content of the lock's file."""
+    """The answer when another process has the lock."""
 
     holder: dict[ShortText, Any]
 
 
 @dataclass(frozen=True)
-class _Mine:
-    """The other machines that keep csdctl's files in the same home, by their directories' names."""
+class _Locked:
+    """The answer when the lock is taken, with the directories of other machines in the same home."""
 
-    others: Annotated[tuple[ShortText, ...], MaxLength(100)]
+    siblings: Annotated[tuple[ShortText, ...], MaxLength(100)]
 
 
 def _lock(session: Session, python: str, this_process: Holder) -> tuple[Program, tuple[str, ...]]:
@@ -173,9 +176,9 @@ def _lock(session: Session, python: str, this_process: Holder) -> tuple[Program,
     program = Program(session, command, "locking the machine", within(30.0))
     try:
         program.send({**this_process, "node": session.name})
-        kind, answer = program.read({"mine": _Mine, "held": _Held})
-        if kind == "mine":
-            return program, answer.others
+        kind, answer = program.read({"locked": _Locked, "held": _Held})
+        if kind == "locked":
+            return program, answer.siblings
         holder = read_holder(answer.holder)
         if _is_of(holder, this_process) and holder.get("node") != session.name:
             raise InputError(
@@ -200,50 +203,50 @@ def _read(path: str) -> str:
 
 
 def _start_time(pid: int) -> str:
-    """Return when the process began, in clock ticks. '' when it does not exist. Detects reused ids."""
+    """Return when the process began, in clock ticks, or '' if it does not exist. Detects reused ids."""
     stat = load_stat(pid)
     return str(stat.start_time) if stat else ""
 
 
 @dataclass(frozen=True)
 class CleanupOptions:
-    """The treatment of leftovers: end processes, remove unfinished files, remove all that csdctl wrote."""
+    """Whether processes are ended, unfinished files removed, and all files removed that csdctl wrote."""
 
     is_ending: bool = True
     is_removing: bool = False
     is_removing_all: bool = False
     is_removing_computed: bool = False
-    """Also features and predictions, which are computed again when they are needed."""
+    """Whether features and predictions are removed, which are computed again when they are needed."""
     is_pruning: bool = False
-    """Also stored files that no deployed tree uses."""
+    """Whether stored files that no deployed tree uses are removed."""
     is_forced: bool = False
-    """Clean also a machine that another csdctl has locked, and end that csdctl."""
+    """Whether a machine that another csdctl has locked is cleaned, too, and that csdctl ended."""
     run_id: str = ""
-    """Only this run's processes, and its copy of another server's run; '' for all leftovers."""
+    """Only this run's processes, and its copy of another server's run. '' for all leftovers."""
     node: str = ""
     """With `run_id`: only the ranks and links of this node."""
 
 
 @dataclass(frozen=True)
 class Leftovers:
-    """Leftovers found on one machine. With `CleanupOptions.is_ending` and `is_removing`, what was removed."""
+    """Leftovers on one machine. With `CleanupOptions.is_ending` and `is_removing`, what was removed."""
 
     num_processes: Count
     runs: tuple[ShortText, ...]
     paths: tuple[Annotated[str, MaxLength(4096)], ...]
     num_bytes: Count
     num_unused: Count = 0
-    """Unused files that were removed from the store, if that was requested."""
+    """Unused files that were removed from the store."""
     features_bytes: Count = 0
     predictions_bytes: Count = 0
 
 
 @dataclass(frozen=True)
-class _Found:
+class _Answer:
     """The answer of standalone/leftovers.py."""
 
     holder: dict[ShortText, Any] | None
-    left: Leftovers
+    leftovers: Leftovers
 
 
 def clean_machine(
@@ -252,20 +255,23 @@ def clean_machine(
     """Find, end and remove leftovers as `options` request. Raises MachineLockedError, RemoteCommandError."""
     command = build_program_command(python, "leftovers")
     program = Program(session, command, "looking for leftovers", within(deadline_s))
-    found = program.call(options, _Found)
-    if found.holder is not None and not options.is_forced:
-        described = read_holder(found.holder)
-        if not is_gone(described):
-            raise MachineLockedError(session.name, described)
+    answer = program.call(options, _Answer)
+    if answer.holder is not None and not options.is_forced:
+        holder = read_holder(answer.holder)
+        if not is_gone(holder):
+            raise MachineLockedError(session.name, holder)
         return clean_machine(session, python, replace(options, is_forced=True), deadline_s=deadline_s)
-    return found.left
+    return answer.leftovers
 
 
 def end_run(run_id: str, sessions: Mapping[str, Session], fleet: Fleet, *, is_removing: bool = False) -> None:
-    """End all processes of the run that can be reached. `is_removing`: also copies of its state."""
+    """End the processes of the run on all machines. `is_removing`: also remove copies of its state."""
     options = CleanupOptions(run_id=run_id, is_removing=is_removing)
-    limits = options, END_DEADLINE_S
-    run_on_all(sessions, lambda one: clean_machine(one, fleet.python_of(one.name), *limits))
+
+    def visit(session: Session) -> Leftovers:
+        return clean_machine(session, fleet.python_of(session.name), options, END_DEADLINE_S)
+
+    run_on_all(sessions, visit)
 
 
 def clean(
@@ -279,8 +285,8 @@ def clean(
     on_host = replace(options, is_removing_all=False, is_pruning=False)
 
     def visit(session: Session) -> Leftovers:
-        wanted = on_host if session.name == HOST_NAME else options
-        return clean_machine(session, fleet.python_of(session.name), wanted)
+        chosen = on_host if session.name == HOST_NAME else options
+        return clean_machine(session, fleet.python_of(session.name), chosen)
 
-    note = record_traffic(directory, "clean")
-    return run_on_nodes(fleet, visit, directory=directory, on_done=on_done, on_traffic=note, has_host=True)
+    record = record_traffic(directory, "clean")
+    return run_on_nodes(fleet, visit, directory=directory, on_done=on_done, on_traffic=record, has_host=True)

@@ -1,4 +1,4 @@
-"""Which interfaces the two ends of a link use: on each machine the one that reaches the other machine."""
+"""The interfaces of the two ends of a link: on each machine, the interface that reaches the other machine."""
 
 import contextlib
 import ipaddress
@@ -11,10 +11,9 @@ from csdctl.fleet.model import HOST_NAME
 from csdctl.fleet.network import addresses_in
 
 Interfaces = Sequence[tuple[str, str]]
-"""Name and address of each interface of a machine. One with several addresses has several entries."""
-
-
+"""Names and addresses of a machine's interfaces. An interface with several addresses has several entries."""
 MAX_PATHS = 4
+"""The number of paths to try for a link."""
 
 
 @dataclass(frozen=True)
@@ -23,13 +22,13 @@ class End:
 
     interface: str
     addresses: tuple[str, ...]
-    """Those of the interface, IPv4 or IPv6 as `address` is; on a loopback, those of the whole machine."""
+    """The addresses of the interface, all IPv4 or all IPv6. On a loopback, the addresses of the machine."""
     address: str
-    """The one that the other end connects to."""
+    """The address that the other end connects to."""
 
     @property
     def is_loopback(self) -> bool:
-        """Whether both ends are on one machine, and connect over its loopback."""
+        """Whether both ends are on one machine and connect over its loopback."""
         return ipaddress.ip_address(self.address).is_loopback
 
 
@@ -41,47 +40,45 @@ def find_paths(
     `network`: a CIDR that has both addresses, or ''. `reached_at`: the name or address of the node in the
     fleet file. MPI uses it first, unless SSH passes a jump host or a forwarded port. Raises NodeError.
     """
-    known, own = ([address for _, address in interfaces[machine]] for machine in (node, starter))
-    named = [address for address in _resolve(reached_at) if address in known]
-    usable = addresses_in(network, known)
+    far_addresses, near_addresses = ([address for _, address in interfaces[name]] for name in (node, starter))
+    named = [address for address in _resolve(reached_at) if address in far_addresses]
+    usable = addresses_in(network, far_addresses)
     if network:
         candidates = [address for address in named if address in usable] or usable
-    else:  # an address that both have is that of a bridge within each machine
-        candidates = list(dict.fromkeys([*named, *(address for address in usable if address not in own)]))
+    else:  # an address that both machines have belongs to a bridge within each
+        distinct = (address for address in usable if address not in near_addresses)
+        candidates = list(dict.fromkeys([*named, *distinct]))
     if not candidates:
         where = network or f"a network of {starter}"
-        problem = f"it has no address in {where}: {', '.join(known) or 'none'}"
+        problem = f"it has no address in {where}: {', '.join(far_addresses) or 'none'}"
         remedy = "set `network:` in the fleet file to the network that MPI uses"
         raise NodeError(problem, node=node, remedy=remedy)
     pairs = [
-        (towards, address)
+        (source, address)
         for address in candidates
-        if (towards := _route(address) if starter == HOST_NAME else _nearest(address, own)) in own
+        if (source := _route(address) if starter == HOST_NAME else _nearest(address, near_addresses))
+        in near_addresses
     ]
     if not pairs:
         remedy = "bring the link's interface up, or set `network:` in the fleet file"
         raise NodeError(f"{starter} has no route to {', '.join(candidates)}", node=node, remedy=remedy)
-    pairs.sort(key=lambda pair: (pair[1] not in named, -_shared_bits(*pair)))
+    pairs.sort(key=lambda pair: (pair[1] not in named, -_count_shared_bits(*pair)))
     near, far = interfaces[starter], interfaces[node]
-    return [(_end(towards, near), _end(address, far)) for towards, address in pairs[:MAX_PATHS]]
+    return [(_build_end(source, near), _build_end(address, far)) for source, address in pairs[:MAX_PATHS]]
 
 
-def _end(address: str, interfaces: Interfaces) -> End:
-    used = next(name for name, other in interfaces if other == address)
-    parsed = ipaddress.ip_address(address)
-    same = [
-        other
-        for name, other in interfaces
-        if (name == used or parsed.is_loopback) and ipaddress.ip_address(other).version == parsed.version
-    ]
-    return End(used, tuple(same), address)
+def _build_end(address: str, interfaces: Interfaces) -> End:
+    interface = next(name for name, candidate in interfaces if candidate == address)
+    is_loopback = ipaddress.ip_address(address).is_loopback
+    addresses = [candidate for name, candidate in interfaces if name == interface or is_loopback]
+    return End(interface, tuple(_of_same_version(address, addresses)), address)
 
 
 def _resolve(name: str) -> list[str]:
     """Return the addresses of a host name or address, IPv4 first. [] for an unknown one."""
     with contextlib.suppress(OSError, UnicodeError):
-        found = socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)
-        return sorted({str(entry[4][0]) for entry in found}, key=lambda one: (":" in one, one))
+        entries = socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)
+        return sorted({str(entry[4][0]) for entry in entries}, key=lambda address: (":" in address, address))
     return []
 
 
@@ -94,13 +91,17 @@ def _route(address: str) -> str:
     return ""
 
 
-def _nearest(address: str, others: Iterable[str]) -> str:
-    """Return which of `others` shares the most leading bits with `address`, '' for none of its family."""
+def _nearest(address: str, candidates: Iterable[str]) -> str:
+    """Return the candidate that shares the most leading bits with `address`, '' for none of its version."""
+    same = _of_same_version(address, candidates)
+    return max(same, key=lambda candidate: _count_shared_bits(address, candidate), default="")
+
+
+def _of_same_version(address: str, candidates: Iterable[str]) -> list[str]:
     version = ipaddress.ip_address(address).version
-    same = [other for other in others if ipaddress.ip_address(other).version == version]
-    return max(same, key=lambda other: _shared_bits(address, other), default="")
+    return [candidate for candidate in candidates if ipaddress.ip_address(candidate).version == version]
 
 
-def _shared_bits(address: str, other: str) -> int:
-    parsed = ipaddress.ip_address(address)
-    return parsed.max_prefixlen - (int(parsed) ^ int(ipaddress.ip_address(other))).bit_length()
+def _count_shared_bits(first: str, second: str) -> int:
+    parsed = ipaddress.ip_address(first)
+    return parsed.max_prefixlen - (int(parsed) ^ int(ipaddress.ip_address(second))).bit_length()

@@ -1,6 +1,6 @@
 """The mpirun of one link: start it and its daemon on the node, read what they print, end them.
 
-All that they print concerns this link alone, whoever prints it.
+Whatever they print concerns this link alone, even if a program on the node has printed it.
 """
 
 import contextlib
@@ -25,20 +25,26 @@ _BANNER = re.compile(
     r"[-*=\s]*$|\[\S+\] plm:\w+: Warning: |.*(Per user-direction|thus causing|to be terminated\.)"
     r"|\d+ more process\w* ha\w+ sent help message|\[\S+\] \*\*\* |Abort is in progress|Killed"
 )
-"""No cause: lines around messages, words of each end, and a warning that a shell has no process group."""
+"""Lines that are no cause: rulers, what mpirun says at every end, and a warning about process groups."""
 ENDED = "@csdctl-ended "
-"""What the shell that starts an end of the link prints before its machine and exit code, unless that is 0."""
+"""The shell of a link's end prints this before its machine and exit code, if the code is not 0."""
 REQUEST = "@csdctl-daemon "
-"""mpirun's request for its daemon, before its name of the machine and a command.
+"""mpirun's request for its daemon. Then come mpirun's name of the machine and a command.
 
-A job's own request ends with a secret: mpirun also prints messages of its daemon on the node.
+The request of a job also has a secret, because mpirun prints messages of its daemon on the node, too.
 """
 CHECK_LINK = "check firewalls and routes between the machine and the host, and `network:` in the fleet file"
 MAX_LINE_BYTES = 1 << 20
 MAX_TAIL_LINES, MAX_TAIL_LINE_BYTES = 60, 1 << 12
-SANDBOX_S = 2.0
+"""The last lines of mpirun that are kept as possible causes, and the size of such a line."""
 MAX_LINES = 1000
+"""The number of lines of a daemon that are logged."""
+SANDBOX_S = 2.0
+"""The time for a sandbox to kill its processes and remove its files."""
 END_DEADLINE_S = 3.0
+"""The time for mpirun or a daemon to exit after its sandbox has ended."""
+MAX_SAMPLE_INTERVAL_S, SAMPLE_INTERVAL_SHARE = 2.0, 0.1
+"""Connections are sampled when another tenth of the elapsed time has passed, and at least this often."""
 TRAFFIC_CLASSES = {
     SUMS: TrafficClass.GRADIENT,
     SAMPLES: TrafficClass.PUBLIC,
@@ -67,8 +73,8 @@ def explain_link(outcome: JobOutcome, node: str, logs: str) -> CsdctlError:
 
 
 def _find_cause(outcome: JobOutcome) -> str:
-    others = [line for line in outcome.lines if not line.startswith(ENDED)]
-    refused = [line for line in others if line.startswith(NO_CONNECTION)]
+    messages = [line for line in outcome.lines if not line.startswith(ENDED)]
+    refusals = [line for line in messages if line.startswith(NO_CONNECTION)]
     for line in outcome.lines:
         ended = re.match(rf"{ENDED}(\S+) (\d+)$", line)
         # mpirun itself sends these signals to the other end, which exits with 1.
@@ -76,21 +82,21 @@ def _find_cause(outcome: JobOutcome) -> str:
             code = int(ended[2])
             how = f"was killed by signal {code - 128}" if code > 128 else f"exited with {code}"
             return f"its process on {ended[1]} {how}"
-    if refused and not outcome.is_connected:
-        return refused[0]
-    text = "\n".join(others)
-    if found := re.search(r"Daemon exit status: *(\d+)(.*)", text):
-        return f"its MPI daemon (prted) did not connect to mpirun and exited with {found[1]}{found[2]}"
+    if refusals and not outcome.is_connected:
+        return refusals[0]
+    text = "\n".join(messages)
+    if status := re.search(r"Daemon exit status: *(\d+)(.*)", text):
+        return f"its MPI daemon (prted) did not connect to mpirun and exited with {status[1]}{status[2]}"
     if "Remote daemon:" in text:
         return "its MPI daemon no longer answers (node down, link cut, or prted killed)"
-    return others[0] if others else "mpirun printed nothing"
+    return messages[0] if messages else "mpirun printed nothing"
 
 
 class JobOutput:
     """Reads what mpirun and its daemon print, line by line, into the log of the node's rank."""
 
     def __init__(self, log: CappedLog, request: str, on_request: Callable[[str], None]) -> None:
-        """`request` as `REQUEST`. `on_request` gets mpirun's name of the machine and a command."""
+        """`request`: as REQUEST. `on_request` gets mpirun's name of the machine and a command."""
         self._log, self._request, self._on_request = log, request, on_request
         self.is_connected = False
         self.tail: deque[str] = deque(maxlen=MAX_TAIL_LINES)
@@ -134,12 +140,8 @@ def kill_session(session_id: int) -> None:
     send_signal((pid for pid, stat in load_all().items() if stat.session == session_id), signal.SIGKILL)
 
 
-MAX_SAMPLE_INTERVAL_S, SAMPLE_INTERVAL_SHARE = 2.0, 0.1
-"""Connections are sampled each time another tenth of the elapsed time has passed, at least this often."""
-"""The time for the sandbox to kill its processes and remove its files."""
-"""The time for a sandbox to end its processes; what is left then is killed."""
 StartDaemon = Callable[[str, str], Conversation]
-"""Start the daemon in a sandbox, from mpirun's name of the machine and a command; raises CsdctlError."""
+"""Start the daemon in a sandbox, from mpirun's name of the machine and a command. Raises CsdctlError."""
 
 
 class MpiJob:
@@ -155,7 +157,7 @@ class MpiJob:
         starter: str = HOST_NAME,
         request: str = REQUEST,
     ) -> None:
-        """`start` starts mpirun on `starter`, which ends when its standard input does, as csdctl with it."""
+        """`start` starts mpirun on `starter`. It ends with its standard input, and so with csdctl."""
         self._start, self._start_daemon, self._starter = start, start_daemon, starter
         self._sandbox_s = sandbox_s
         self._output = JobOutput(log, request, self._request_daemon)
@@ -231,23 +233,27 @@ class MpiJob:
             self._daemon.start()
 
     def _run_daemon(self, host: str, command: str) -> None:
-        """Run the daemon. mpirun would wait for ever for one that has failed."""
+        """Run the daemon. End the link if it fails, because mpirun would wait for it for ever."""
         code, latest, num_left = 1, "", MAX_LINES
+
+        def log(line: str) -> None:
+            nonlocal latest, num_left
+            num_left -= 1
+            if num_left >= 0:
+                self._output.log(line.strip("\0 \t\r\n"))
+                latest = line.strip(" -") or latest
+
         with contextlib.suppress(OSError, ValueError, EOFError):
             try:
                 conversation = self._conversation = self._start_daemon(host, command)
                 with contextlib.suppress(EOFError):
                     while True:
                         with contextlib.suppress(DeadlineError):
-                            line = conversation.read_line(deadline_s=3600.0)
-                            if (num_left := num_left - 1) >= 0:
-                                self._output.log(line.strip("\0 \t\r\n"))
-                                latest = line.strip(" -") or latest
+                            log(conversation.read_line(deadline_s=3600.0))
                 done = conversation.wait(deadline_s=END_DEADLINE_S)
-                code = done.exit_code
+                code, num_left = done.exit_code, MAX_LINES
                 for line in done.stderr.decode(errors="replace").splitlines()[-MAX_LINES:]:
-                    self._output.log(line.strip("\0 \t\r\n"))
-                    latest = line.strip(" -") or latest
+                    log(line)
             except CsdctlError as error:
                 self._output.log(str(error))
         if code:
@@ -256,7 +262,7 @@ class MpiJob:
             self.end()
 
     def _end_daemon(self) -> None:
-        if self._conversation:  # that of a lost node is not waited for
+        if self._conversation:  # in a thread: a lost node does not answer
             threading.Thread(target=_end, args=(self._conversation,), daemon=True).start()
 
 

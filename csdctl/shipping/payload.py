@@ -127,8 +127,8 @@ def read_tree(request: TreeRequest, ignored: Sequence[str] = DEFAULT_IGNORED) ->
 def _walk(root: str, prefix: str, ignored: Sequence[str]) -> Iterator[tuple[str, os.DirEntry[str]]]:
     """Yield all entries below `root` that are not ignored, by name, directories before their content."""
     try:
-        with os.scandir(f"{root}/{prefix}") as found:
-            entries = sorted(found, key=lambda entry: entry.name)
+        with os.scandir(f"{root}/{prefix}") as listing:
+            entries = sorted(listing, key=lambda entry: entry.name)
     except OSError as error:
         raise unreadable(f"{root}/{prefix}", error) from error
     for entry in entries:
@@ -147,10 +147,10 @@ def is_ignored(name: str, patterns: Sequence[str], *, is_directory: bool) -> boo
     A pattern without a slash matches a name at any depth. A pattern with a slash matches the path from the
     top of the tree. A slash at its end restricts it to directories.
     """
-    for pattern in (one for one in patterns if is_directory or not one.endswith("/")):
+    for pattern in patterns:
         stripped = pattern.rstrip("/")
         subject = name if "/" in stripped else name.rpartition("/")[2]
-        if fnmatch.fnmatchcase(subject, stripped.removeprefix("/")):
+        if (is_directory or stripped == pattern) and fnmatch.fnmatchcase(subject, stripped.removeprefix("/")):
             return True
     return False
 

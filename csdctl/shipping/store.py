@@ -1,8 +1,8 @@
 """The host's content-addressed store, and files that are hashed once, then read in chunks for every node.
 
-A stored file has the path `.csdctl/objects/NAME`, relative to a session's home, on the host and on the nodes.
-A file with the right name and wrong content is replaced. `deliver` sends files to the nodes: all get them in
-the same order, so a chunk that was read for one node is in the page cache for the others.
+On host and nodes, a stored file has the path `.csdctl/objects/NAME`, relative to the session's directory. A
+file with the right name and wrong content is replaced. `deliver` sends files to all nodes in the same order,
+so a chunk that was read for one node is in the page cache for the others.
 """
 
 import hashlib
@@ -20,7 +20,7 @@ from csdctl.transport.meter import TrafficClass
 OBJECTS = ".csdctl/objects"
 CHUNK_BYTES = 1 << 20
 PLAIN_MODE = 0o600
-"""The mode of a file without another one in its name; deployed trees keep the modes of their source."""
+"""The mode of a file without a mode in its name. Files of deployed trees keep the mode of their source."""
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ class StoredFile:
 
     @property
     def path(self) -> str:
-        """The path on every machine, relative to the session's home."""
+        """The path on every machine, relative to the session's directory."""
         return f"{OBJECTS}/{self.name}"
 
 
@@ -75,7 +75,7 @@ def _store(source: BinaryIO, suffix: str, project: Path, traffic_class: TrafficC
 
 
 def stored_as(name: str, source: Path, traffic_class: TrafficClass) -> StoredFile:
-    """Return the file at `source`, whose SHA-256 is known, under its name in the store."""
+    """Return the file at `source` under its name in the store, which begins with its SHA-256."""
     return StoredFile(name, source, source.stat().st_size, traffic_class=traffic_class)
 
 

@@ -26,7 +26,7 @@ MIN_BLOCK_BYTES = 1000
 """The least size of the blocks of a file that a worker sends, on average."""
 
 _NOISE = re.compile(rb"[IW]\d{4} |WARNING: All log messages before absl")
-"""Lines that TensorFlow always prints; never the cause of an error."""
+"""Lines that TensorFlow always prints. They are never the cause of an error."""
 
 
 class WorkerProgram(Program):
@@ -58,10 +58,12 @@ def call_worker(
         return WorkerProgram(session, argv, doing, patience).call(request, response, on_progress)
     except ProgramEndedError as error:
         # The user's function that the command calls, if it calls one.
-        found = re.search(r'"(?:function|reference)":"[^"]*\.py:(\w+)"', to_json(request))
-        if found and error.remedy == CHECK_LOAD and error.done.exit_code != OUT_OF_MEMORY_CODE:
-            error.message += f"; most likely your function {found[1]}, or a library of it, ended the process"
-            error.remedy = f"call {found[1]} by itself, and fix what crashes or calls os._exit"
+        function = re.search(r'"(?:function|reference)":"[^"]*\.py:(\w+)"', to_json(request))
+        if function and error.remedy == CHECK_LOAD and error.done.exit_code != OUT_OF_MEMORY_CODE:
+            error.message += (
+                f"; most likely your function {function[1]}, or a library of it, ended the process"
+            )
+            error.remedy = f"call {function[1]} by itself, and fix what crashes or calls os._exit"
         raise
 
 

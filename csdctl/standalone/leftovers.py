@@ -1,8 +1,9 @@
 """Find processes and files that an earlier csdctl left on a machine. End and remove them on request.
 
-Sent as source, so it uses the standard library only. Runs in the session's directory. Reads a line of JSON,
-the fields of `CleanupOptions` (launch/leftovers.py), and writes the frame `@csdctl-result JSON`: `holder` of
-the lock, else null (with a holder, nothing is changed unless forced), and `left`, as `Leftovers` there.
+Sent as source, so it uses the standard library only. Runs in the session's directory. Reads a line of JSON
+with the fields of `CleanupOptions` (launch/leftovers.py). Writes the frame `@csdctl-result JSON` with the
+`holder` of the lock or null, and `leftovers`, as `Leftovers` there. With a holder, nothing is changed unless
+that is forced.
 """
 
 import contextlib
@@ -26,18 +27,18 @@ PARTS = (
     *(".csdctl/objects/*.part", ".csdctl/trees/.part-*", ".csdctl/tmp????????.*", ".csdctl/runs/*/part-*"),
     *(f".csdctl/{place}.*.{end}" for place in PLACES for end in ("[a-z0-9_]" * 8, "new")),
 )
-"""What a killed command has not finished, under the names that files have while they are written."""
+"""Patterns of files that a killed command has not finished. Files have these names while they are written."""
 FEATURES, PREDICTIONS = ".csdctl/features", ".csdctl/predictions"
 COPIES = ".csdctl/copies"
-"""Runs of another server, with their states in memory, as of a project directory."""
+"""Copies of another server's runs. It is laid out as a project directory, with its states in /dev/shm."""
 SANDBOX_USERS = range(1_907_000_000, 1_907_000_000 + 3600 * 65_536)
-"""The users of sandboxes that root has started (worker/protocol/sandbox.py)."""
+"""User IDs of the sandboxes that root starts (worker/protocol/sandbox.py)."""
 TREES, OBJECTS = ".csdctl/trees/*", ".csdctl/objects/*"
 RECEIVE_LOCK = ".csdctl/receive.lock"
 
 
 def main() -> None:
-    """Serve one request: for one run, or for everything in this directory."""
+    """Serve one request, for one run or for everything in this directory."""
     os.umask(0o077)
     request = json.loads(sys.stdin.readline())
     run_id = request["run_id"]
@@ -54,7 +55,7 @@ def main() -> None:
             remove(glob.glob(scratch_directories(pid)))
     paths = [f"{COPIES}/.csdctl/runs/{run_id}", step_files(COPIES, run_id)] if run_id else find_paths(request)
     paths = [path for path in paths if os.path.lexists(path) and is_own(path)] if is_allowed else []
-    left = {
+    leftovers = {
         "num_processes": len(processes),
         "runs": [*dict.fromkeys(run for run in processes.values() if run)],
         "paths": paths,
@@ -62,15 +63,15 @@ def main() -> None:
     }
     if is_allowed and request["is_removing"]:
         remove(paths)
-        left["paths"] = paths = [path for path in paths if not os.path.lexists(path)]
+        leftovers["paths"] = paths = [path for path in paths if not os.path.lexists(path)]
         place = os.getcwd()
         if request["is_removing_all"] and os.path.basename(os.path.dirname(place)) == "machines":
             remove_empty(place)
     if is_allowed and request["is_pruning"]:
-        left["num_unused"] = prune()
+        leftovers["num_unused"] = prune()
     for name, path in (("features_bytes", FEATURES), ("predictions_bytes", PREDICTIONS)):
-        left[name] = size_of(path) if not run_id and path not in paths and os.path.isdir(path) else 0
-    print("@csdctl-result " + json.dumps({"holder": holder, "left": left}), flush=True)
+        leftovers[name] = size_of(path) if not run_id and path not in paths and os.path.isdir(path) else 0
+    print("@csdctl-result " + json.dumps({"holder": holder, "leftovers": leftovers}), flush=True)
 
 
 def find_holder() -> "dict[str, Any] | None":
@@ -102,12 +103,13 @@ def find_lock_processes(holder: "dict[str, Any] | None") -> "list[int]":
 
 
 def find_processes(home: str, run_id: str, node: str) -> "dict[int, str]":
-    """Return the processes of run `run_id`, or without one all of csdctl started in `home`, with their runs.
+    """Return the processes of csdctl by pid, with their runs or ''.
 
-    With `node`, only those of that node. Command lines identify them: ranks and MPI daemons have the run's
-    id. Other processes of csdctl run a file of its store.
+    With `run_id`, the processes of that run, and with `node`, of that node in the run. Without `run_id`, all
+    processes in `home`. Command lines identify them: ranks and MPI daemons have the run's id, and other
+    processes of csdctl run a file of its store.
     """
-    found = {}
+    processes = {}
     for pid in filter(str.isdigit, os.listdir("/proc")):
         try:
             with open(f"/proc/{pid}/cmdline", "rb") as file:
@@ -116,12 +118,11 @@ def find_processes(home: str, run_id: str, node: str) -> "dict[int, str]":
             if node and f"{RANK_MARKER}{run_id}/{node}" not in words:
                 continue
             is_of_csdctl = run or any(word.startswith(".csdctl/objects/") for word in words)
-            is_ours = run == run_id if run_id else is_of_csdctl and os.path.samefile(f"/proc/{pid}/cwd", home)
-            if is_ours:
-                found[int(pid)] = run
+            if run == run_id if run_id else is_of_csdctl and os.path.samefile(f"/proc/{pid}/cwd", home):
+                processes[int(pid)] = run
         except OSError:  # it has ended, or belongs to another user
             continue
-    return found
+    return processes
 
 
 def run_of(words: "list[str]") -> str:
@@ -149,7 +150,7 @@ def end_all(pids: "list[int]") -> None:
 
 
 def find_paths(request: "dict[str, Any]") -> "list[str]":
-    """Return the paths to remove: what is unfinished, what was computed, or all that csdctl wrote here."""
+    """Return the paths to remove: unfinished files, and if requested computed files or all of csdctl's."""
     paths = [path for pattern in PARTS for path in glob.glob(pattern)]
     if request["is_removing_all"]:
         paths = [*find_linked_trees().values(), ".csdctl", *glob.glob(step_files())]
@@ -165,7 +166,7 @@ def find_paths(request: "dict[str, Any]") -> "list[str]":
 
 
 def is_own(path: str) -> bool:
-    """Return whether `path` is this user's or its sandboxes', in a directory where everyone creates names."""
+    """Return whether `path` belongs to this user or its sandboxes. In /tmp, everybody creates files."""
     try:
         owner, user = os.lstat(path).st_uid, os.geteuid()
         return owner == user or (user == 0 and owner in SANDBOX_USERS)
@@ -174,30 +175,30 @@ def is_own(path: str) -> bool:
 
 
 def scratch_directories(pid: object) -> str:
-    """Return the pattern of the directories of process `pid`, and of sandboxes that it has started."""
+    """Return the pattern of the scratch directories of process `pid` and of its sandboxes."""
     return os.path.join(glob.escape(tempfile.gettempdir()), f"csdctl-*-{pid}-*")
 
 
 def step_files(directory: str = "", run_id: str = "*") -> str:
-    """Return the pattern of the states of unfinished runs of a directory, used by `train --resume`."""
+    """Return the pattern of the states of a directory's unfinished runs, for `train --resume`."""
     place = hashlib.sha256(os.fsencode(os.path.realpath(directory))).hexdigest()[:12]
     return f"/dev/shm/csdctl-{os.geteuid()}/{place}-{run_id}"
 
 
 def find_linked_trees() -> "dict[str, str]":
-    """Return deployed trees with the destinations that link to them. The user may have put others there."""
-    found = {}
+    """Return deployed trees with the destinations that link to them. The user may have replaced the link."""
+    destinations = {}
     for path in glob.glob(TREES + ".link"):
         tree = path[: -len(".link")]
         with contextlib.suppress(OSError), open(os.open(path, os.O_RDONLY | os.O_NONBLOCK), "rb") as file:
             destination = os.fsdecode(file.read())
             if os.path.realpath(os.readlink(destination)) == os.path.realpath(tree):
-                found[tree] = destination
-    return found
+                destinations[tree] = destination
+    return destinations
 
 
 def prune() -> int:
-    """Remove trees without a link, and objects of no tree, the worker's too. Return their number."""
+    """Remove trees without a link, and objects of no tree, such as the worker. Return their number."""
     if not is_own(".csdctl"):  # another user could lead elsewhere
         return 0
     flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK
@@ -222,7 +223,7 @@ def size_of(path: str) -> int:
 
 
 def remove_empty(state: str) -> None:
-    """Remove the directory of this machine, and those around it that no other machine or project uses."""
+    """Remove the directory of this machine, and its parents if no other machine or project uses them."""
     machines = os.path.dirname(state)
     with contextlib.suppress(OSError):
         os.rmdir(state)

@@ -1,8 +1,8 @@
 """Lock a machine for one csdctl at a time.
 
 Sent as source, so it uses the standard library only. The first line of input describes the csdctl that wants
-the lock. The response is `mine`, with the other machines of the home, and the lock is kept until the input
-ends, in whatever way that csdctl exits, or `held`, with a description of the current holder.
+the lock. The response is `held`, with a description of the current holder, or `locked`, with the other
+machines of the home. The lock is then kept until the input ends, however that csdctl exits.
 """
 
 import contextlib
@@ -21,10 +21,10 @@ def main() -> None:
     os.umask(0o077)
     make_private(STATE)
     if os.path.lexists(LOCK):
-        found = os.lstat(LOCK)
-        if found.st_uid != os.geteuid():
+        status = os.lstat(LOCK)
+        if status.st_uid != os.geteuid():
             refuse(f"{os.path.abspath(LOCK)} belongs to another user")
-        if not stat.S_ISREG(found.st_mode):
+        if not stat.S_ISREG(status.st_mode):
             refuse(f"{os.path.abspath(LOCK)} is not a regular file")
     lock = os.open(LOCK, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o600)
     os.fchmod(lock, 0o600)
@@ -41,8 +41,8 @@ def main() -> None:
     os.pwrite(lock, json.dumps({**holder, "holding_pid": os.getpid()}).encode(), 0)
     place = os.getcwd()  # …/machines/THIS
     is_of_machine = os.path.basename(os.path.dirname(place)) == "machines"
-    others = sorted(set(os.listdir("..")) - {os.path.basename(place)}) if is_of_machine else []
-    print("@csdctl-mine " + json.dumps({"others": others[:100]}), flush=True)
+    siblings = sorted(set(os.listdir("..")) - {os.path.basename(place)}) if is_of_machine else []
+    print("@csdctl-locked " + json.dumps({"siblings": siblings[:100]}), flush=True)
     os.set_inheritable(lock, True)
     os.execvp("cat", ["cat"])  # waits with a tenth of the memory of Python
 
@@ -54,13 +54,13 @@ def refuse(problem: str, remedy: str = "remove it") -> None:
 
 
 def make_private(directory: str) -> None:
-    """Create `directory`, or narrow it. Exit if another user can change what is in it."""
-    around = os.getcwd()
-    while around != "/":
-        mode = os.stat(around).st_mode
+    """Create `directory`, or take other users' permissions. Exit if another user can change what is in it."""
+    parent = os.getcwd()
+    while parent != "/":
+        mode = os.stat(parent).st_mode
         if mode & stat.S_IWOTH and not mode & stat.S_ISVTX:
-            refuse(f"{around} can be changed by every user", f"chmod o-w {around}")
-        around = os.path.dirname(around)
+            refuse(f"{parent} can be changed by every user", f"chmod o-w {parent}")
+        parent = os.path.dirname(parent)
     with contextlib.suppress(FileExistsError):
         os.mkdir(directory, 0o700)
     if {os.lstat(directory).st_uid, os.stat(directory).st_uid} != {os.geteuid()}:

@@ -1,13 +1,11 @@
 """Receive files on a node, over standard input and output of one command.
 
-csdctl need not be installed there: the host sends this source (shipping/deliver.py), so it uses the standard
-library only, of Python 3.8 or newer. The request is the first input: compressed JSON with the manifest, of as
-many bytes as the argument says. The node then lists its missing objects, receives
-exactly their bytes in that order, and reports when everything is in place. Responses are frames, lines of
-`@csdctl-KIND JSON`:
+csdctl need not be installed there. The host sends this source (shipping/deliver.py), so it uses only the
+standard library of Python 3.8 or newer. The first input is the request: compressed JSON with the manifest, of
+as many bytes as the argument says. The node then lists its missing objects, receives exactly their bytes in
+that order, and reports when everything is in place. Responses are frames, lines of `@csdctl-KIND JSON`:
 
-    missing {"ranges": [[first, last], …], "resume": {"7": 4096}}
-                                                                   send these, number 7 from byte 4096 on
+    missing {"ranges": [[first, last], …], "resume": {"7": 4096}}  send these, number 7 from byte 4096 on
     progress {}                                                    heartbeat. Expects no reply
     result {…}    error {…}    damaged {…}                         the end
 
@@ -107,7 +105,7 @@ class ManifestTree:
         self.links = [(encoded(name), encoded(target)) for name, target in content["links"]]
 
     def is_complete(self) -> bool:
-        """Return whether the destination contains exactly this tree, compared byte for byte."""
+        """Return whether the destination contains this tree, compared byte for byte."""
         directory = tree_at(self.destination)
         if not os.path.basename(directory).startswith(self.id.encode()):
             return False
@@ -134,28 +132,27 @@ def check_destination(destination: bytes) -> bytes:
 
 
 def tree_at(destination: bytes) -> bytes:
-    """Return the tree that the destination links to, maybe of a machine with the same home, or b''."""
+    """Return the tree that the destination links to, or b''. It may be of a machine with the same home."""
     target = os.readlink(destination) if os.path.islink(destination) else b""
-    trees = os.path.realpath(TREES).split(b"/")
-    found = os.path.dirname(target).split(b"/")
-    is_siblings = found[:-3] == trees[:-3] and found[-2:] == trees[-2:] and trees[-4:-3] == [b"machines"]
-    return target if found == trees or is_siblings else b""
+    trees, place = os.path.realpath(TREES).split(b"/"), os.path.dirname(target).split(b"/")
+    is_siblings = place[:-3] == trees[:-3] and place[-2:] == trees[-2:] and trees[-4:-3] == [b"machines"]
+    return target if place == trees or is_siblings else b""
 
 
 def matches(path: bytes, expected: ManifestObject) -> bool:
     """Return whether the file at `path` has the expected content and mode."""
     flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
     with contextlib.suppress(OSError), open(os.open(path, flags), "rb", buffering=0) as file:
-        found = os.fstat(file.fileno())
-        has_size = is_own_file(found) and found.st_size == expected.size
-        if has_size and stat.S_IMODE(found.st_mode) == expected.mode:
+        status = os.fstat(file.fileno())
+        has_size = is_own_file(status) and status.st_size == expected.size
+        if has_size and stat.S_IMODE(status.st_mode) == expected.mode:
             return bool(hash_of(file.fileno(), expected.size).hexdigest() == expected.sha256)
     return False
 
 
-def is_own_file(found: os.stat_result) -> bool:
-    """Return whether this is a regular file of this user: another owner could change it later."""
-    return stat.S_ISREG(found.st_mode) and found.st_uid == os.geteuid()
+def is_own_file(status: os.stat_result) -> bool:
+    """Return whether this is a regular file of this user. Another owner could change it later."""
+    return stat.S_ISREG(status.st_mode) and status.st_uid == os.geteuid()
 
 
 def hash_of(handle: int, num_bytes: int) -> Any:
@@ -183,20 +180,20 @@ def read_input(num_bytes: int) -> Iterator[bytes]:
 
 
 def check_store() -> None:
-    """Narrow what exists of the store to this user. Refuse one that another user could change."""
-    around = os.getcwd()
-    while around != "/":
-        mode = os.stat(around).st_mode
+    """Take other users' permissions from the store. Raises RefusedError if another user could change it."""
+    parent = os.getcwd()
+    while parent != "/":
+        mode = os.stat(parent).st_mode
         if mode & stat.S_IWOTH and not mode & stat.S_ISVTX:
-            raise RefusedError(f"{around} can be changed by every user", "run `chmod o-w` on it")
-        around = os.path.dirname(around)
+            raise RefusedError(f"{parent} can be changed by every user", "run `chmod o-w` on it")
+        parent = os.path.dirname(parent)
     for directory in (STATE, OBJECTS, TREES):
         if os.path.lexists(directory):
             check_own(directory)
 
 
 def check_own(directory: bytes) -> None:
-    """Narrow a directory to this user. Refuse another user's, and a link of another user."""
+    """Take other users' permissions from a directory. Raises RefusedError for a directory or link of theirs."""
     if {os.lstat(directory).st_uid, os.stat(directory).st_uid} != {os.geteuid()}:
         raise RefusedError(f"{printable(os.path.abspath(directory))} belongs to another user", "remove it")
     if os.stat(directory).st_mode & 0o077:
@@ -258,9 +255,9 @@ class Receiver:
         except OSError:  # none, a link, or nothing that can be read: it is replaced
             return 0
         with open(handle, "rb") as file:
-            found = os.fstat(file.fileno())
-            size = found.st_size
-            if not is_own_file(found):
+            status = os.fstat(file.fileno())
+            size = status.st_size
+            if not is_own_file(status):
                 return 0
             if size == expected.size and hash_of(file.fileno(), size).hexdigest() == expected.sha256:
                 os.chmod(expected.part, expected.mode)
@@ -270,10 +267,10 @@ class Receiver:
 
 
 def report_missing(missing: list[int], offsets: dict[int, int]) -> list[int]:
-    """Report the objects to send as ranges, the last with what lies between. Return all numbers."""
+    """Report the objects to send, as at most 20,000 ranges: a line has a megabyte. Return their numbers."""
     ranges: list[list[int]] = []
     for number in missing:
-        if ranges and (ranges[-1][1] == number - 1 or len(ranges) == 20_000):  # lines of a megabyte at most
+        if ranges and (ranges[-1][1] == number - 1 or len(ranges) == 20_000):
             ranges[-1][1] = number
         else:
             ranges.append([number, number])
@@ -355,8 +352,7 @@ def fill_tree(tree: ManifestTree, directory: bytes) -> None:
         except OSError as error:
             if error.errno not in NO_LINK:
                 raise
-            shutil.copyfile(expected.path, path)
-            os.chmod(path, expected.mode)
+            shutil.copy(expected.path, path)
             copies.append(path)
         beat()
     for name, target in tree.links:

@@ -19,7 +19,7 @@ import shlex
 import sys
 import zlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from importlib import resources
 from pathlib import Path
 
@@ -162,12 +162,9 @@ _RUN_CHECKED = IMPORT_SITE + (
 class Setting:
     """Where csdctl's own programs start on a machine, and the variables that they get."""
 
-    variables: Mapping[str, str]
-    state: str | None
+    variables: Mapping[str, str] = field(default_factory=dict)
+    state: str | None = None
     """The directory with the state directories of machines, '' for ~/.csdctl. None: the login directory."""
-
-
-HERE = Setting({}, None)
 
 
 def find_state_directory(state: str = "") -> Path:
@@ -202,7 +199,7 @@ class WrappedCommand:
 
 
 def build_wrapped_command(
-    command: Sequence[str], *, deadline_s: float | None, is_users: bool = False, setting: Setting = HERE
+    command: Sequence[str], *, deadline_s: float | None, is_users: bool = False, setting: Setting = Setting()
 ) -> WrappedCommand:
     """Wrap `command`. With `deadline_s` None it runs until it is ended.
 

@@ -2,8 +2,8 @@
 
 Lines end at \\n and fields at spaces and tabs, and nowhere else. What follows the key is a comment, which
 anybody may have written. Plain names are looked up in a dictionary. Only hashed names and patterns are
-matched one by one. Certificate authorities (`@cert-authority`) are not supported: the error for an unknown key names
-their lines.
+matched one by one. Certificate authorities (`@cert-authority`) are not supported. The error for an unknown
+key names their lines.
 """
 
 import base64

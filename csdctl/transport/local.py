@@ -21,7 +21,7 @@ class LocalSession(Session):
 
     def __init__(self, name: str, directory: Path, variables: Mapping[str, str] | None = None) -> None:
         """`variables` are `env` of fleet.yaml."""
-        super().__init__(name, Meter(), setting=Setting(variables or {}, None))
+        super().__init__(name, Meter(), setting=Setting(variables or {}))
         self._directory = directory
 
     def _start_process(self, wrapped: WrappedCommand, deadline: Deadline) -> "_PipedProcess":

@@ -222,8 +222,8 @@ def _open_host(fleet: Fleet, directory: Path) -> LocalSession:
 def fleet_known_hosts_paths(fleet: Fleet, directory: Path) -> tuple[Path, ...]:
     """Return the known_hosts files for `fleet`, in order.
 
-    First come csdctl's own files in `directory` and beside the fleet file, then ssh's files. An emulated fleet
-    has one of its own. Its fleet file may be inside a .csdctl directory, whose known_hosts is then used, too.
+    csdctl's own files in `directory` and beside the fleet file come first, then ssh's files. An emulated
+    fleet has a file of its own. If the fleet file is inside a .csdctl directory, known_hosts there counts.
     """
     beside = fleet.path.absolute().parent
     enclosing = [parent for parent in (beside, *beside.parents) if parent.name == ".csdctl"]

@@ -2,7 +2,7 @@
 
 A request is a line of JSON on the program's standard input. The program answers with any number of frames of
 other kinds and then with one `result` or `error`. A node's answer is input: it may be damaged, of another
-version, or made up. Each kind has a dataclass, whose annotations bound what is accepted. Anything else becomes
+version, or made up. Each kind has a dataclass, whose annotations bound what is accepted. Any other answer is
 a RemoteCommandError that names the node, and concerns that node only.
 """
 
@@ -47,8 +47,8 @@ class Patience:
     silence_s: float = 120.0
     """Maximum time without a line: a program that works for long sends a heartbeat every second."""
     standstill_s: float = 7200.0
-    """Maximum time without one more sample, such as for a listing of millions of files, for the sync of a large
-    disk, or for a user's function before its first sample."""
+    """Maximum time without one more sample: the listing of millions of files, the sync of a large disk, or a
+    user's function before its first sample may take long."""
     whole_s: float = 7 * 86_400.0
     """Maximum time from the request to the end."""
     spare_lines: int = 1000

@@ -20,7 +20,6 @@ from typing import Protocol
 from csdctl.errors import CsdctlError, DeadlineError, RemoteCommandError, UnreachableError
 from csdctl.transport.commands import (
     CANNOT_ENTER,
-    HERE,
     MarkedOutput,
     Setting,
     WrappedCommand,
@@ -390,13 +389,13 @@ class Session(ABC):
     """An open connection to one machine. The caller owns it and closes it."""
 
     def __init__(
-        self, name: str, meter: Meter, host_key_fingerprint: str = "", setting: Setting = HERE
+        self, name: str, meter: Meter, host_key_fingerprint: str = "", setting: Setting | None = None
     ) -> None:
         """`setting`: of csdctl's own programs. `host_key_fingerprint`: SHA256, '' without SSH."""
         self.name = name
         self.meter = meter
         self.host_key_fingerprint = host_key_fingerprint
-        self.setting = setting
+        self.setting = setting or Setting()
         self._running: set[Running] = set()
         self._is_closed = False
 

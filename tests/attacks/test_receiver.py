@@ -123,9 +123,9 @@ ASK: dict[str, Callable[[SshSession, str], object]] = {
 }
 ANSWERS = [
     *((what, answer) for answer in ANY_ANSWER for what in ASK),
-    ("leftovers", json.dumps({"holder": 5, "left": FOUND})),
+    ("leftovers", json.dumps({"holder": 5, "leftovers": FOUND})),
     *(
-        ("leftovers", json.dumps({"holder": None, "left": {**FOUND, **wrong}}))
+        ("leftovers", json.dumps({"holder": None, "leftovers": {**FOUND, **wrong}}))
         for wrong in (
             {"num_processes": -1},
             {"num_unused": -1},
@@ -151,7 +151,7 @@ LOCKS = [
     "@csdctl-held 5",
     '@csdctl-held {"holder": "' + "[" * 60_000 + '"}',
     "@csdctl-held " + "[" * 900_000,
-    "@csdctl-mined {}",
+    "@csdctl-lockedness {}",
     '@csdctl-held {"holder": {"command": {"a": 1}}}',
     '@csdctl-held {"holder": "' + "x" * 999_000,
 ]
