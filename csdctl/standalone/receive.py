@@ -193,7 +193,7 @@ def check_store() -> None:
 
 
 def check_own(directory: bytes) -> None:
-    """Take other users' permissions from a directory. Raises RefusedError for a directory or link of theirs."""
+    """Take other users' permissions from a directory. Raises RefusedError for a directory of theirs."""
     if {os.lstat(directory).st_uid, os.stat(directory).st_uid} != {os.geteuid()}:
         raise RefusedError(f"{printable(os.path.abspath(directory))} belongs to another user", "remove it")
     if os.stat(directory).st_mode & 0o077:

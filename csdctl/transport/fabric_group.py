@@ -2,30 +2,28 @@
 
 Fabric accepts every host key, keeps all output, and leaves a command that it gives up running on the
 machine. Here the host keys are those that `csdctl trust` accepted, output is bounded, and a command that is
-ended takes its process group along. Everything else is Fabric's own code.
+ended takes its process group with it. Commands run to their end, without a terminal.
 """
 
 import contextlib
-import sys
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from queue import SimpleQueue
 from types import SimpleNamespace
-from typing import Any, TextIO
+from typing import Any
 
 import fabric
 import paramiko
-from fabric.runners import Remote
-from invoke.runners import Local
+from fabric.runners import Remote, Result
+from invoke.exceptions import CommandTimedOut, UnexpectedExit, WatcherError
 
-from csdctl.errors import RemoteCommandError
+from csdctl.errors import DeadlineError, InputError, RemoteCommandError
 from csdctl.fleet.model import Fleet, Node
 from csdctl.transport.commands import build_wrapped_command
 from csdctl.transport.known_hosts import KnownHosts
 from csdctl.transport.many import check_open_files, fleet_known_hosts_paths, run_on_all
-from csdctl.transport.session import MAX_OUTPUT_BYTES, START_S, Conversation, Deadline, Process, bounded
+from csdctl.transport.session import KILL_DEADLINE_S, MAX_OUTPUT_BYTES, START_S, Deadline, Process, bounded
 from csdctl.transport.ssh import JumpHosts, SshSession, connect
 from csdctl.transport.strict_transport import LOST
 
@@ -35,22 +33,15 @@ LOGIN_SHELL = 'exec "${SHELL:-/bin/sh}" -c "$1"'
 
 
 class FleetConnection(fabric.Connection):  # type: ignore[misc]
-    """A fabric.Connection to a node. `printed` are the streams `out` and `err` that its commands print to."""
+    """A fabric.Connection to a node."""
 
     # Fabric stores an attribute that the class lacks as a key of its configuration.
     node: Node = None  # type: ignore[assignment]
-    printed: Mapping[str, TextIO] = None  # type: ignore[assignment]
     session: SshSession = None  # type: ignore[assignment]
     _connect: Callable[[Node], SshSession] = None  # type: ignore[assignment]
 
-    def __init__(
-        self,
-        node: Node,
-        config: fabric.Config,
-        connect_to: Callable[[Node], SshSession],
-        printed: Mapping[str, TextIO],
-    ) -> None:
-        self._set(node=node, printed=printed, _connect=connect_to)
+    def __init__(self, node: Node, config: fabric.Config, connect_to: Callable[[Node], SshSession]) -> None:
+        self._set(node=node, _connect=connect_to)
         super().__init__(node.address, user=node.user, port=node.port, config=config, gateway=False)
 
     def open(self) -> None:
@@ -88,101 +79,58 @@ class FleetConnection(fabric.Connection):  # type: ignore[misc]
         return (self.node.name, *super()._identity())
 
 
-def _redirect(runner: Any) -> None:
-    """Let a command print to its connection's streams. An `out_stream` would also get what the task hides."""
-    for name, default in (("out", sys.stdout), ("err", sys.stderr)):
-        if runner.streams[name] is default:
-            runner.streams[name] = runner.context.printed.get(name, default)
-
-
-class _LocalRunner(Local):
-    """A command of c.local, on the host."""
-
-    def start(self, command: str, shell: str, env: dict[str, str]) -> None:
-        _redirect(self)
-        super().start(command, shell, env)
-
-
 class _RemoteRunner(Remote):  # type: ignore[misc]
-    """A command on a node, without a terminal. Its output is bounded. When it is ended, its processes end."""
-
-    _conversation: Conversation | None = None
-    _was_killed = False
+    """Runs a command in the login shell of a node's user."""
 
     def should_use_pty(self, pty: bool, fallback: bool) -> bool:
         return False
 
-    def start(self, command: str, shell: str, env: dict[str, str], timeout: float | None = None) -> None:
-        _redirect(self)
-        if env:
-            variables = " ".join(f"{name}={value}" for name, value in sorted(env.items()))
+    def run(self, command: str, **options: Any) -> Result:
+        """Do what Fabric's `run` does. Raises csdctl's errors for the connection, and Fabric's others."""
+        self._setup(command, {"replace_env": True, **options})
+        if self._asynchronous or self._disowned:
+            raise InputError("commands run to their end: `asynchronous` and `disown` are not supported")
+        if self.opts["dry"]:
+            return self.generate_result(**self.result_kwargs, stdout="", stderr="", exited=0)
+        if self.env:
+            variables = " ".join(f"{name}={value}" for name, value in sorted(self.env.items()))
             command = f"export {variables} && {command}"
+        result = self._run_to_end(command)
+        for name in ("out", "err"):
+            if f"std{name}" not in self.opts["hide"]:
+                self.write_our_output(self.streams[name], getattr(result, f"std{name}"))
+        if not (result or self.opts["warn"]):
+            raise UnexpectedExit(result)
+        return result
+
+    def _run_to_end(self, command: str) -> Result:
+        timeout_s, session = self.opts["timeout"], self.context.session
         arguments = ("sh", "-c", LOGIN_SHELL, "fabric", command)
-        wrapped = build_wrapped_command(arguments, deadline_s=self.opts["timeout"], is_users=True)
-        self._num_left = {"stdout": MAX_OUTPUT_BYTES, "stderr": MAX_OUTPUT_BYTES}
-        self._errors: SimpleQueue[bytes] = SimpleQueue()
-        session: SshSession = self.context.session
-        running = session.start(wrapped, Deadline(START_S), self._errors.put)
-        if self._disowned:
+        wrapped = build_wrapped_command(arguments, deadline_s=timeout_s, is_users=True)
+        prompts = bytearray()
+
+        def answer(process: Process, data: bytes) -> None:
+            prompts.extend(data)
+            try:
+                for watcher in self.watchers:
+                    for response in watcher.submit(prompts.decode(errors="replace")):
+                        process.write_stdin(response.encode(), KILL_DEADLINE_S)
+            except (WatcherError, OSError):  # such as for a wrong password: let the command fail
+                process.close_stdin()
+
+        running = session.start(wrapped, Deadline(START_S), answer)
+        try:
+            deadline = Deadline(timeout_s or threading.TIMEOUT_MAX)
+            done = running.run_to_end(None if self.watchers else b"", deadline)
+        except DeadlineError:
+            result = self.generate_result(**self.result_kwargs, stdout="", stderr="", exited=None)
+            raise CommandTimedOut(result, timeout=timeout_s) from None
+        finally:
             session.forget(running)
-        else:
-            self._conversation = Conversation(running, lambda: session.forget(running))
-
-    @property
-    def _process(self) -> Process:
-        assert self._conversation
-        return self._conversation.running.process
-
-    @property
-    def process_is_finished(self) -> bool:
-        assert self._conversation
-        return self._conversation.running.has_exited()
-
-    def wait(self) -> None:
-        while not (self.process_is_finished or self.has_dead_threads):
-            with contextlib.suppress(TimeoutError):
-                self._process.exit_code(0.5)
-
-    def read_proc_stdout(self, num_bytes: int) -> bytes:
-        return self._limit("stdout", lambda: self._process.read_stdout(threading.TIMEOUT_MAX))
-
-    def read_proc_stderr(self, num_bytes: int) -> bytes:
-        return self._limit("stderr", self._errors.get)
-
-    def _limit(self, stream: str, read: Callable[[], bytes]) -> bytes:
-        """Return the next bytes of an output. Bytes above the limit are read and dropped."""
-        while data := read():
-            num_left = self._num_left[stream]
-            self._num_left[stream] -= len(data)
-            if len(data) > num_left >= 0:
-                notice = f"\n[more than {MAX_OUTPUT_BYTES} bytes: the rest was dropped]\n"
-                return data[:num_left] + notice.encode()
-            if num_left > 0:
-                return data
-        return b""
-
-    def _write_proc_stdin(self, data: bytes) -> None:
-        assert self._conversation
-        self._conversation.send_bytes(data)
-
-    def close_proc_stdin(self) -> None:
-        self._process.close_stdin()
-
-    def returncode(self) -> int:
-        return self._process.exit_code(START_S)
-
-    @property
-    def timed_out(self) -> bool:
-        return self._was_killed  # Fabric asks whether the thread that ends the command has finished
-
-    def kill(self) -> None:
-        self._was_killed = True
-        self.stop()
-
-    def stop(self) -> None:
-        super().stop()
-        if self._conversation:
-            self._conversation.close()
+        stdout, stderr = (text.decode(self.encoding, errors="replace") for text in (done.stdout, done.stderr))
+        if len(done.stdout) >= MAX_OUTPUT_BYTES:
+            stdout += f"\n[more than {MAX_OUTPUT_BYTES} bytes: the rest was dropped]\n"
+        return self.generate_result(**self.result_kwargs, stdout=stdout, stderr=stderr, exited=done.exit_code)
 
 
 class FleetGroup(fabric.ThreadingGroup):  # type: ignore[misc]
@@ -204,7 +152,6 @@ def open_group(
     connect_deadline_s: float,
     command_deadline_s: float | None,
     folder: Path | None = None,
-    printed: Mapping[str, Mapping[str, TextIO]] | None = None,
 ) -> FleetGroup:
     """Return a group of the nodes of `fleet`, with the user's settings in `folder`. Raises InputError."""
     check_open_files(len(fleet.nodes))
@@ -213,7 +160,7 @@ def open_group(
         overrides={
             "load_ssh_configs": False,  # the fleet file has the addresses
             "gateway": None,
-            "runners": {"remote": _RemoteRunner, "local": _LocalRunner},
+            "runners": {"remote": _RemoteRunner},
             "run": {"in_stream": False},
             "timeouts": {"command": command_deadline_s},
         }
@@ -222,9 +169,7 @@ def open_group(
         config.set_project_location(str(folder))
         config.load_project()
     connect_to = partial(connect, known_hosts=jumps, connect_deadline_s=connect_deadline_s)
-    group: FleetGroup = FleetGroup.from_connections(
-        FleetConnection(node, config.clone(), connect_to, (printed or {}).get(node.name, {}))
-        for node in fleet.nodes
-    )
+    connections = (FleetConnection(node, config.clone(), connect_to) for node in fleet.nodes)
+    group: FleetGroup = FleetGroup.from_connections(connections)
     group.jumps = jumps
     return group

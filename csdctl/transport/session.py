@@ -118,6 +118,10 @@ class Process(Protocol):
         """Close the pipes without ending the command."""
 
 
+OnStderr = Callable[[Process, bytes], None]
+"""Gets the process and what it has written to standard error, in a thread."""
+
+
 class Deadline:
     """A point in time, with the seconds left until it."""
 
@@ -140,13 +144,8 @@ class Running:
     """A running command under the wrapper: its process and both outputs."""
 
     def __init__(
-        self,
-        name: str,
-        wrapped: WrappedCommand,
-        process: Process,
-        on_stderr: Callable[[bytes], None] = lambda data: None,
+        self, name: str, wrapped: WrappedCommand, process: Process, on_stderr: OnStderr | None = None
     ) -> None:
-        """`on_stderr` gets what the command writes to standard error, in a thread, and b'' at its end."""
         self.name = name
         self.command = wrapped.command
         self.process = process
@@ -177,13 +176,16 @@ class Running:
         with contextlib.suppress(OSError):  # the command has ended, and its output says why
             self.process.write_stdin(script, KILL_DEADLINE_S)
 
-    def run_to_end(self, stdin: bytes, deadline: Deadline) -> Completed:
-        """Write `stdin`, drain both outputs and return the result. End the command on any exception."""
+    def run_to_end(self, stdin: bytes | None, deadline: Deadline) -> Completed:
+        """Drain both outputs and return the result. End the command on any exception.
+
+        `stdin` is written, and then the input ends. With None it stays open.
+        """
         writer = threading.Thread(target=self._feed_stdin, args=(stdin, deadline), daemon=True)
         try:
             if stdin:
                 writer.start()
-            else:
+            elif stdin is not None:
                 self._feed_stdin(b"", deadline)
             while chunk := self._read_or_end(deadline):
                 self.stdout.feed(chunk)
@@ -267,9 +269,8 @@ class Running:
 
     def _read_stderr(self) -> None:
         while self.stderr.num_before <= MarkedOutput.MAX_START_BYTES and (data := self.process.read_stderr()):
-            if data := self.stderr.feed(data):
-                self._on_stderr(data)
-        self._on_stderr(b"")
+            if (data := self.stderr.feed(data)) and self._on_stderr:
+                self._on_stderr(self.process, data)
 
     def _feed_stdin(self, stdin: bytes, deadline: Deadline) -> None:
         try:
@@ -437,10 +438,7 @@ class Session(ABC):
                 running.kill()
 
     def start(
-        self,
-        wrapped: WrappedCommand,
-        deadline: Deadline,
-        on_stderr: Callable[[bytes], None] = lambda data: None,
+        self, wrapped: WrappedCommand, deadline: Deadline, on_stderr: OnStderr | None = None
     ) -> Running:
         """Start a command, which `close` ends until `forget`. Raises NodeError, DeadlineError."""
         closed = UnreachableError("the connection was closed", node=self.name)

@@ -43,7 +43,15 @@ from csdctl.fleet.model import Node
 from csdctl.transport.commands import Setting, WrappedCommand, build_kill_command
 from csdctl.transport.known_hosts import KnownHosts, fingerprint
 from csdctl.transport.meter import Meter
-from csdctl.transport.session import KILL_DEADLINE_S, Deadline, Running, Session, bounded
+from csdctl.transport.session import (
+    KILL_DEADLINE_S,
+    Deadline,
+    OnStderr,
+    Running,
+    Session,
+    bounded,
+    ignore_stderr,
+)
 from csdctl.transport.strict_transport import LOST, MAX_PACKET_BYTES, StrictTransport, request_exec
 from csdctl.worker.protocol.file_state import file_state
 
@@ -484,10 +492,7 @@ class SshSession(Session):
         self.transport.close()
 
     def start(
-        self,
-        wrapped: WrappedCommand,
-        deadline: Deadline,
-        on_stderr: Callable[[bytes], None] = lambda data: None,
+        self, wrapped: WrappedCommand, deadline: Deadline, on_stderr: OnStderr | None = None
     ) -> Running:
         """Start a command, when fewer than MAX_CHANNELS run. Raises NodeError, DeadlineError."""
         if not self._free_channels.acquire(timeout=deadline.left_s):

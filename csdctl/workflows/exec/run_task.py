@@ -19,6 +19,7 @@ from invoke.exceptions import CommandTimedOut, Exit, ParseError, UnexpectedExit
 from invoke.executor import Executor
 from invoke.loader import FilesystemLoader
 from invoke.parser.parser import Parser
+from invoke.runners import Local
 from invoke.tasks import Call
 
 from csdctl.errors import CsdctlError, DeadlineError, InputError, NodeError
@@ -37,19 +38,17 @@ def run_task(
     """Run task `FILE.py:NAME` on all nodes. Errors of nodes are in the result. Raises InputError."""
     if options.has_host:
         raise InputError("--host applies to commands only", remedy="a task has c.local for the host")
-    printed = {node.name: {"out": _Printed(), "err": _Printed()} for node in fleet.nodes}
     # Other threads print to standard error: with --json, standard output is a document.
     out, err = _ThreadOutput(), _ThreadOutput()
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
         task = load_task(spec, words, directory)
 
         def visit(connection: FleetConnection) -> Answer:
-            streams, started_s = printed[connection.node.name], time.monotonic()
-            out.of_thread.stream, err.of_thread.stream = streams["out"], streams["err"]
+            started_s = time.monotonic()
+            out.of_thread.stream, err.of_thread.stream = streams = (_Printed(), _Printed())
+            connection.config.runners.local = _LocalRunner
             code, error = _run(task, connection)
-            stdout, stderr = (
-                stream.getvalue().encode(errors="backslashreplace") for stream in streams.values()
-            )
+            stdout, stderr = (stream.getvalue().encode(errors="backslashreplace") for stream in streams)
             return build_answer(code, stdout, stderr, error=error, duration_s=time.monotonic() - started_s)
 
         group = open_group(
@@ -58,7 +57,6 @@ def run_task(
             connect_deadline_s=options.connect_deadline_s,
             command_deadline_s=options.timeout_s,
             folder=(directory / spec.rpartition(":")[0]).resolve().parent,
-            printed=printed,
         )
         try:
             with group:
@@ -107,8 +105,21 @@ class _ThreadOutput(io.TextIOBase):
         self._stream = sys.stderr
         self.of_thread = threading.local()
 
+    def current(self) -> Any:
+        """Return the stream of this thread."""
+        return getattr(self.of_thread, "stream", self._stream)
+
     def write(self, text: str) -> int:
-        return int(getattr(self.of_thread, "stream", self._stream).write(text))
+        return int(self.current().write(text))
+
+
+class _LocalRunner(Local):
+    """A command of c.local, on the host. Invoke's threads write its output to the streams of this thread."""
+
+    def start(self, command: str, shell: str, env: dict[str, str]) -> None:
+        for name, stream in self.streams.items():
+            self.streams[name] = stream.current() if isinstance(stream, _ThreadOutput) else stream
+        super().start(command, shell, env)
 
 
 class _NodeExecutor(Executor):
