@@ -43,15 +43,7 @@ from csdctl.fleet.model import Node
 from csdctl.transport.commands import Setting, WrappedCommand, build_kill_command
 from csdctl.transport.known_hosts import KnownHosts, fingerprint
 from csdctl.transport.meter import Meter
-from csdctl.transport.session import (
-    KILL_DEADLINE_S,
-    Deadline,
-    OnStderr,
-    Running,
-    Session,
-    bounded,
-    ignore_stderr,
-)
+from csdctl.transport.session import KILL_DEADLINE_S, Deadline, OnStderr, Running, Session, bounded
 from csdctl.transport.strict_transport import LOST, MAX_PACKET_BYTES, StrictTransport, request_exec
 from csdctl.worker.protocol.file_state import file_state
 
