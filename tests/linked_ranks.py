@@ -30,18 +30,16 @@ SAMPLES = 8
 MAX_BYTES = 1 << 20
 """The largest message to one rank."""
 HUB_KEY, LINK_KEY = "of-hubs", "of-links"
+HUB_COMMAND = [sys.executable, "-m", "csdctl.worker", "hub", "--descriptor"]
 RANK = """
 import hashlib, json, sys
 import numpy as np
-import csdctl.worker.group.communicator as communicator
 from csdctl.worker.group.communicator import Communicator, HubCommunicator, HubProcess
 from csdctl.worker.group.hub import HubSettings
 from csdctl.worker.group.values import (
     ExpectedTails, LinkLostError, PeerFaultError, RankLostError, StepVoidError)
 from csdctl.worker.protocol.sandbox import link_address
-run, rank, servers, sizes, hub_key, link_key, max_bytes = json.loads(sys.argv[1])
-communicator.build_hub_command = lambda descriptor: [
-    sys.executable, "-m", "csdctl.worker", "hub", "--descriptor", str(descriptor)]
+run, rank, servers, sizes, hub_key, link_key, max_bytes, hub_command = json.loads(sys.argv[1])
 
 def say(answer):
     print(json.dumps(answer), flush=True)
@@ -51,7 +49,7 @@ def on_waiting(missing):
 
 if rank in servers:
     settings = HubSettings(run, rank, hub_key, link_key, tuple(servers), tuple(map(tuple, sizes)), max_bytes)
-    ranks = HubCommunicator(HubProcess(), settings, on_waiting)
+    ranks = HubCommunicator(HubProcess(hub_command), settings, on_waiting)
 else:
     address = link_address(run, rank, link_key)
     ranks = Communicator(rank, tuple(map(tuple, sizes)), max_bytes, on_waiting, address)
@@ -220,7 +218,8 @@ class Group:
         return range(1, len(self.servers))
 
     def _start_rank(self, rank: int) -> "subprocess.Popen[bytes]":
-        settings = [self.run_id, rank, list(self.servers), self.sizes, HUB_KEY, LINK_KEY, self.max_bytes]
+        keys = [HUB_KEY, LINK_KEY]
+        settings = [self.run_id, rank, list(self.servers), self.sizes, *keys, self.max_bytes, HUB_COMMAND]
         return subprocess.Popen(
             [sys.executable, "-c", RANK, json.dumps(settings)],
             stdin=subprocess.PIPE,

@@ -1,8 +1,8 @@
-"""The worker's commands, such as build, prepare, look, probe, rank and link. `main` has them all.
+"""The worker's commands, such as build, prepare, look, probe, rank and link. `main` runs one of them.
 
-A command of `REQUESTED` or `ANSWERS` reads one request from standard input, and answers with a frame: its
-result, or its error. Errors of the others are a `Failed` event (rank) or an error's frame. The
-exit code is that of the error. A command imports what it needs alone: most processes are small ones.
+A command of `REQUESTED` or `ANSWERS` reads one request from standard input. It answers with a frame: its
+result, or its error. An error of a rank is a `Failed` event, and an error of any other command is a frame.
+The exit code is the error's. A command imports only what it needs, because most processes are small.
 """
 
 import argparse
@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from csdctl.worker.process.errors import WorkerError
-from csdctl.worker.process.output import GuardedOutput, end_without_reader, event_sinks, exit_with_failure
+from csdctl.worker.process.output import GuardedOutput, end_without_reader, exit_with_failure, print_line
 from csdctl.worker.protocol.json_codec import (
     DATA,
     ERROR,
@@ -33,7 +33,7 @@ REQUESTED = {
     "prepare": ("preparing", "ingest.prepare:prepare", "protocol.datasets:PrepareSpec"),
     "extract": ("running the model", "ingest.extract:extract", "protocol.features:ExtractSpec"),
     "gather": ("gathering features", "ingest.extract:gather", "protocol.features:GatherSpec"),
-    "probe": ("measuring", "tasks.probe:probe", "protocol.probe:ProbeSpec"),
+    "probe": ("measuring", "tasks.trial:probe", "protocol.probe:ProbeSpec"),
     "parts": ("timing the model's parts", "compute.parts:time_parts", "protocol.probe:PartsSpec"),
     "look": ("inspecting the data", "ingest.prepare:look", "protocol.datasets:LookSpec"),
 }
@@ -45,26 +45,37 @@ ANSWERS = {
     "record": ("compute.script:record", "protocol.model_info:ScriptRequest"),
 }
 """Commands that need no samples: the function, the type of the request."""
-OF_MPI = ("link", "hub", "sandbox")
-"""Commands that end in order with MPI or their input; all others end with the reader of their output."""
-LOADING = ("tensorflow", "csdctl.worker.engine.tensorflow_c")
-"""Modules that load TensorFlow's libraries."""
-OF_USERS = ("prepare", "look", "augment", "record")
+MPI_COMMANDS = {
+    "link": "group.link:serve_link",
+    "hub": "group.hub:run_hub",
+    "sandbox": "sandbox.program:run_sandbox",
+}
+"""Commands that end in order with MPI or their input, and their functions, which take numbers. All others end
+with the reader of their output."""
+USER_COMMANDS = ("prepare", "look", "augment", "record")
 """Commands that may spend their time in a user's functions."""
+TENSORFLOW_MODULES = ("tensorflow", "csdctl.worker.engine.tensorflow_c")
+"""Modules that load TensorFlow's libraries."""
 
 
 def main(arguments: list[str]) -> int:
     """Run one command. Return the exit code."""
     parser = argparse.ArgumentParser(prog="csdctl.worker")
-    parser.add_argument("command", choices=(*REQUESTED, *ANSWERS, *COMMANDS))
+    parser.add_argument("command", choices=(*REQUESTED, *ANSWERS, *MPI_COMMANDS, "send", "rank"))
     parser.add_argument("options", nargs=argparse.REMAINDER, help="--NAME VALUE …")
-    given = parser.parse_args(arguments)
-    if given.command in REQUESTED:
-        return _answer_guarded(*REQUESTED[given.command])
-    if given.command in ANSWERS:
-        return _answer(*ANSWERS[given.command])
-    names = (option.removeprefix("--") for option in given.options[::2])
-    return COMMANDS[given.command](**dict(zip(names, given.options[1::2], strict=True)))
+    parsed = parser.parse_args(arguments)
+    command, names = parsed.command, [option.removeprefix("--") for option in parsed.options[::2]]
+    options = dict(zip(names, parsed.options[1::2], strict=True))
+    marker = options.pop("marker", "")  # csdctl finds the processes of a run by it
+    if command in REQUESTED:
+        return _answer_guarded(*REQUESTED[command])
+    if command in ANSWERS:
+        return _answer(*ANSWERS[command])
+    if command in MPI_COMMANDS:
+        return int(_import(MPI_COMMANDS[command])(*map(int, options.values())))
+    if command == "send":
+        return _send()
+    return _rank(options["spec"], int(options["rank"]), marker)
 
 
 def _import(place: str) -> Any:
@@ -78,32 +89,32 @@ def _read_request() -> str:
     return request
 
 
-def _answer(function: str, kind: str) -> int:
+def _answer(function: str, request_type: str) -> int:
     if function == "compute.keras_forward:compile_all":  # it needs Keras whatever the request
         _import("compute.backend:load_backend")()
     request = _read_request()
-    found = _import(function)(from_json(_import(kind), request))
-    print(f"\n{to_frame(RESULT, found or {})}", flush=True)  # a user's model may print too
+    result = _import(function)(from_json(_import(request_type), request))
+    print(f"\n{to_frame(RESULT, result or {})}", flush=True)  # a user's model may print too
     return 0
 
 
-def _answer_guarded(doing: str, function: str, kind: str) -> int:
+def _answer_guarded(action: str, function: str, request_type: str) -> int:
     """Answer the request. Print frames only: progress, then the result."""
     from csdctl.worker.protocol.datasets import PrepareProgress
 
-    answer, request_type = _import(function), _import(kind)
+    answer, kind = _import(function), _import(request_type)
     request, latest = _read_request(), deque([PrepareProgress()], maxlen=1)
 
     def run_answer(output: GuardedOutput) -> object:
         with output.heartbeat(lambda: to_frame(PROGRESS, latest[0])):
-            found: object = answer(from_json(request_type, request), on_progress=latest.append)
+            result: object = answer(from_json(kind, request), on_progress=latest.append)
         output.write_line(to_frame(PROGRESS, latest[0]))
-        return found
+        return result
 
-    return _guard(doing, run_answer)
+    return _guard(action, run_answer)
 
 
-def _guard(doing: str, answer: Callable[[GuardedOutput], object]) -> int:
+def _guard(action: str, answer: Callable[[GuardedOutput], object]) -> int:
     """Print the frame of what `answer` returns, or of its error, and nothing that other code prints."""
     output = GuardedOutput()
     try:
@@ -113,7 +124,7 @@ def _guard(doing: str, answer: Callable[[GuardedOutput], object]) -> int:
         frame, code = _as_frame(error)
     except Exception as error:
         # The text of an unforeseen error may name a private file, and this line goes to the host.
-        frame, code = _as_frame(WorkerError(f"{doing} failed: {type(error).__name__}"))
+        frame, code = _as_frame(WorkerError(f"{action} failed: {type(error).__name__}"))
     output.write_line(frame)
     return code
 
@@ -129,46 +140,29 @@ def _send() -> int:
     return _guard("sending", send_lines)
 
 
-def _rank(spec: str, rank: str, marker: str = "") -> int:
+def _rank(spec_path: str, rank: int, marker: str) -> int:
     from csdctl.worker.protocol.events import UNKNOWN_NODE
     from csdctl.worker.protocol.run_spec import RunSpec
 
-    node, private_log = UNKNOWN_NODE, ""
+    # A hub is started like this process, with another command of the worker.
+    start = sys.orig_argv[: len(sys.orig_argv) - len(sys.argv) + 1]
+    hub_command = [*start, "hub", *(["--marker", marker] if marker else []), "--descriptor"]
+    node, log, write_line = UNKNOWN_NODE, "", print_line
     try:
-        run_spec = from_json(RunSpec, Path(spec).read_text())
-        me = run_spec.ranks[int(rank)]
-        node = me.node
-        if me.private:
-            private_log = _redirect_output(run_spec.run_id, me.rank)
+        spec = from_json(RunSpec, Path(spec_path).read_text())
+        node = spec.ranks[rank].node
+        if spec.ranks[rank].private:
+            # Only events leave a rank that reads private data. All other output goes to its log, because
+            # libraries may print samples: TensorFlow lists the labels of a batch that it cannot use.
+            log = f".csdctl/logs/{spec.run_id}-rank-{rank}.log"
+            os.makedirs(os.path.dirname(log), mode=0o700, exist_ok=True)
+            write_line = GuardedOutput(log).write_line
         from csdctl.worker.tasks.session import RankSession
 
-        RankSession(run_spec, me.rank).run()
+        RankSession(spec, rank, hub_command, write_line).run()
     except BaseException as error:
-        exit_with_failure(int(rank), node, error, private_log)
+        exit_with_failure(rank, node, error, log=log, write_line=write_line)
     return 0
-
-
-def _redirect_output(run_id: str, rank: int) -> str:
-    """Let only events leave a rank that reads private data. Return the log file with all other output.
-
-    Libraries may print samples: TensorFlow lists the labels of a batch that it cannot use.
-    """
-    path = f".csdctl/logs/{run_id}-rank-{rank}.log"
-    os.makedirs(os.path.dirname(path), mode=0o700, exist_ok=True)
-    event_sinks.append(GuardedOutput(path).write_line)
-    return path
-
-
-def _link(rank: str, marker: str = "") -> int:
-    from csdctl.worker.group.link import serve_link
-
-    return serve_link(int(rank))
-
-
-def _hub(descriptor: str, marker: str = "") -> int:
-    from csdctl.worker.group.hub import run_hub
-
-    return run_hub(int(descriptor))
 
 
 def _as_frame(error: WorkerError | ProtocolError) -> tuple[str, int]:
@@ -179,28 +173,19 @@ def _as_frame(error: WorkerError | ProtocolError) -> tuple[str, int]:
     return to_frame(ERROR, content), error.exit_code
 
 
-COMMANDS: dict[str, Callable[..., int]] = {
-    "send": _send,
-    "rank": _rank,
-    "link": _link,
-    "hub": _hub,
-    "sandbox": lambda marker="": int(_import("sandbox.program:run_sandbox")()),
-}
-"""The function of each other command, which takes its options; only a search for processes reads `marker`."""
-
-
 def run() -> None:
     """Run the command of sys.argv and exit with its code."""
     os.umask(0o077)  # whatever a worker writes may hold data: for this user alone
-    if not {*sys.argv[1:2]} & {*OF_MPI}:
+    command = "".join(sys.argv[1:2])
+    if command not in MPI_COMMANDS:
         end_without_reader()
-    if not {*sys.argv[1:2]} & {*OF_USERS}:  # numpy's own threads spin: 0.1 s of CPU when it is imported
+    if command not in USER_COMMANDS:  # numpy's own threads spin: 0.1 s of CPU when it is imported
         os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
     code = 1
 
     def leave() -> None:
         """Skip the teardown of TensorFlow's libraries, which takes up to a second. MPI needs its own."""
-        if {*LOADING} & {*sys.modules} and "mpi4py" not in sys.modules:
+        if {*TENSORFLOW_MODULES} & {*sys.modules} and "mpi4py" not in sys.modules:
             with contextlib.suppress(OSError, ValueError):
                 sys.stdout.flush()
                 sys.stderr.flush()

@@ -20,14 +20,12 @@ from tests.linked_ranks import HUB_KEY, LINK_KEY, link
 PROGRAM = """
 import dataclasses, json, os, sys
 import numpy as np
-import csdctl.worker.group.communicator as communicator
 from csdctl.worker.protocol.json_codec import from_json
 from csdctl.worker.protocol.run_spec import RunSpec
 from csdctl.worker.tasks.session import TASKS, RankSession
 from csdctl.worker.tasks.task import FINISHED, ModelTask
 
-communicator.build_hub_command = lambda descriptor: [
-    sys.executable, "-m", "csdctl.worker", "hub", "--descriptor", str(descriptor)]
+hub_command = [sys.executable, "-m", "csdctl.worker", "hub", "--descriptor"]
 
 spec, rank, (weight, steps) = from_json(RunSpec, sys.argv[1]), int(sys.argv[2]), json.loads(sys.argv[3])
 
@@ -54,7 +52,7 @@ class Holds(ModelTask):
 TASKS["holds"] = "__main__:Holds"
 if len(sys.argv) > 4:
     exec(sys.argv[4])
-RankSession(spec, rank).run()
+RankSession(spec, rank, hub_command).run()
 os._exit(0)
 """
 

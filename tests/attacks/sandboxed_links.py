@@ -37,13 +37,11 @@ from csdctl.worker.protocol.sandbox import link_address
 run, link_key, hub_key = sys.argv[1:4]
 rank, size, num_expected, secret = *map(int, sys.argv[4:7]), float(sys.argv[7])
 sizes = ((4096, 0),)
-communicator.build_hub_command = lambda number: [
-    sys.executable, "-m", "csdctl.worker", "hub", "--descriptor", str(number)
-]
+hub_command = [sys.executable, "-m", "csdctl.worker", "hub", "--descriptor"]
 say = lambda *words: print(*words, flush=True)
 if rank == 0:
     settings = HubSettings(run, 0, hub_key, "", (0,) * size, sizes, 1 << 26)
-    ranks = communicator.HubCommunicator(communicator.HubProcess(), settings, lambda missing: None)
+    ranks = communicator.HubCommunicator(communicator.HubProcess(hub_command), settings, lambda missing: None)
     say("ready")
     while len(ranks.joining) < num_expected:
         ranks.await_joining()

@@ -6,7 +6,6 @@ from collections.abc import Mapping, Sequence
 
 from csdctl.worker.engine.layout import Sums
 from csdctl.worker.group.communicator import Communicator
-from csdctl.worker.process.output import emit
 from csdctl.worker.protocol.events import EpochEnd, Joined
 from csdctl.worker.tasks.task import FINISHED, TaskContext
 
@@ -64,7 +63,15 @@ class Count:
     def finish(self, reason: str) -> None:
         """Report how many samples were summed, and how many the schedule has."""
         totals = self._progress.position.totals
-        me = self._me
-        of_all = totals.samples if me.rank == 0 else 0
-        emit(EpochEnd(me.rank, me.node, 1, totals.steps, int(totals.weight), 0.0, 0.0, 0.0, "", of_all))
+        self._reporter.emit(
+            EpochEnd,
+            epoch=1,
+            steps=totals.steps,
+            samples=int(totals.weight),
+            wall_s=0.0,
+            compute_s=0.0,
+            wait_s=0.0,
+            weights_hash="",
+            global_samples=totals.samples if self._me.rank == 0 else 0,
+        )
         self._reporter.finished(self._progress.position, "", None, reason)

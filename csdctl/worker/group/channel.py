@@ -17,11 +17,17 @@ from csdctl.worker.protocol.json_codec import Count
 from csdctl.worker.protocol.processes import is_of_user
 
 NUMBER = struct.Struct("<q")
+"""A rank before the content of DATA, or the length of a part."""
 MAX_NOTE_BYTES = 1 << 20
+"""Largest size of a message without vectors, values or state."""
 MAX_VALUE_BYTES = 1 << 18
+"""Largest size of one rank's value: several times the size of a thousand byte counters."""
 MAX_VALUES_BYTES = 1 << 28
+"""Largest size of the values of all ranks."""
 _HEAD = struct.Struct("<cQ")
+"""Letter and length of a message."""
 _READ_BYTES = 1 << 16
+"""A larger buffer would be mapped and unmapped by every call."""
 POLL_S = 0.1
 
 
@@ -35,7 +41,7 @@ class Letter:
     OPEN, ADMIT, NOTE, WAITING, TRAFFIC = b"O", b"M", b"N", b"W", b"B"
     """Between a rank and its hub, and between a hub and a link: settings, who joins, who is lost or waits."""
     CHUNK = b"D"
-    """Between a hub and a link: the next chunk of a vector has arrived, or that of the sum can leave."""
+    """Between a hub and a link: the next chunk of a vector has arrived, or a chunk of the sum can leave."""
     WITH_SENDER = (JOIN, VALUE, DATA, VOIDED, CLOSE)
     """Messages that begin with the rank that sends them, from there to the hub of the host."""
     FROM_RANKS = (*WITH_SENDER, VECTOR, NOTE)
@@ -44,19 +50,12 @@ class Letter:
 
 @dataclass(frozen=True)
 class LinkSettings:
-    """What a rank or a hub tells its link, with the descriptors of the vector that it sends or receives, and
-    of the sum."""
+    """What a rank or a hub tells its link, with the descriptors of its vector and of the sum."""
 
     sizes: SumSizes
     max_bytes: Count
     has_parts: bool = False
     """Whether to report each chunk that has arrived: to a hub."""
-
-
-"""A rank before the content of DATA, or the length of a part."""
-"""Largest size of a message without vectors, values or state."""
-"""Largest size of one rank's value: several times that of a thousand byte counters."""
-"""A larger buffer would be mapped and unmapped by every call."""
 
 
 class Channel:
@@ -193,11 +192,11 @@ def join_parts(parts: Sequence[bytes | bytearray]) -> bytes:
 
 def split_parts(joined: bytes | bytearray) -> list[bytes]:
     """Return the byte strings that `join_parts` joined. Raises ValueError."""
-    parts, rest = [], memoryview(joined)
-    while rest:
-        size = NUMBER.unpack_from(rest)[0] if len(rest) >= NUMBER.size else -1
-        if not 0 <= size <= len(rest) - NUMBER.size:
+    parts, content = [], memoryview(joined)
+    while content:
+        size = NUMBER.unpack_from(content)[0] if len(content) >= NUMBER.size else -1
+        if not 0 <= size <= len(content) - NUMBER.size:
             raise ValueError("cut short")
-        parts.append(bytes(rest[NUMBER.size :][:size]))
-        rest = rest[NUMBER.size + size :]
+        parts.append(bytes(content[NUMBER.size :][:size]))
+        content = content[NUMBER.size + size :]
     return parts

@@ -28,8 +28,8 @@ class Chunk:
 def divide(size: int, num_halved: int = 0) -> list[Chunk]:
     """Return the chunks of a vector. The first `num_halved` elements, an even number, are bfloat16."""
     halved = range(0, num_halved, 2 * CHUNK_SIZE)
-    whole = range(num_halved, size, CHUNK_SIZE)
+    unhalved = range(num_halved, size, CHUNK_SIZE)
     return [
         *(Chunk(slice(at, min(num_halved, at + halved.step)), is_halved=True) for at in halved),
-        *(Chunk(slice(at, min(size, at + whole.step))) for at in whole),
+        *(Chunk(slice(at, min(size, at + unhalved.step))) for at in unhalved),
     ]

@@ -1,4 +1,4 @@
-"""The interface of a rank to the others of its run: by its link, by its hub, or for a rank alone.
+"""The interface of a rank to the other ranks of its run: by its link, by its hub, or for a rank alone.
 
 Ranks are those of the run. Every operation of several ranks ends with a verdict, the same on all: who took
 part, and who does in the next one. So all know of a loss, or of a rank that has joined, at the same point.
@@ -8,9 +8,8 @@ import contextlib
 import select
 import socket
 import subprocess
-import sys
 from collections import Counter
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 from csdctl.worker.data.arrays import Array
@@ -44,6 +43,8 @@ from csdctl.worker.protocol.json_codec import Count, RankNumber, from_json, to_j
 
 NUM_KEPT = 2
 """Rank 0 buffers at most this many messages of the largest size from each rank."""
+SENT_BYTES = tuple[tuple[RankNumber, Count, Count], ...]
+"""Of each rank behind a hub, the bytes that the hub received from it and sent to it."""
 
 
 class Communicator:
@@ -84,7 +85,7 @@ class Communicator:
         """On rank 0: ranks that were admitted and need the state; others clear it."""
         has_halves = rank > 0 and any(num_halved for _, num_halved in sizes)
         self._chunks = [divide(*size) if has_halves else [] for size in sizes]
-        """Those of each sum that arrive as bfloat16; rank 0 has float32."""
+        """Of each sum, the chunks that arrive as bfloat16; rank 0 has float32."""
         self._unpacked = self.local.copy() if has_halves else self._total
         self._number = 0
         self._listener = Listener(address, rank) if address else None
@@ -235,14 +236,12 @@ class Communicator:
         if not self.has_hub:
             return []
         self._send(Letter.TRAFFIC)
-        hint = tuple[tuple[RankNumber, Count, Count], ...]
         rows = []
-        for rank, num_received, num_sent in decode_value(hint, self._await(Letter.TRAFFIC)):
+        for rank, num_received, num_sent in decode_value(SENT_BYTES, self._await(Letter.TRAFFIC)):
             for sender, receiver, num_bytes in ((rank, self.rank, num_sent), (self.rank, rank, num_received)):
                 counts = {key[0]: n for key, n in self._messages.items() if key[1:] == (sender, receiver)}
-                rows += [SentBytes(what, sender, receiver, count) for what, count in counts.items()]
-                if (left := num_bytes - sum(counts.values())) > 0:
-                    rows.append(SentBytes(SUMS, sender, receiver, left))
+                counts[SUMS] = num_bytes - sum(counts.values())
+                rows += [SentBytes(name, sender, receiver, n) for name, n in counts.items() if n > 0]
         return rows
 
     def close(self) -> None:
@@ -326,29 +325,20 @@ class Communicator:
 class HubProcess:
     """The process of a hub, which ends with this one. It starts while this rank loads its model."""
 
-    def __init__(self) -> None:
+    def __init__(self, command: Sequence[str]) -> None:
+        """`command`: the command line of a hub, without the descriptor of its socket, which comes last."""
+        self.command = command
         ours, theirs = socket.socketpair()
         with theirs:
             descriptor = theirs.fileno()
-            command = build_hub_command(descriptor)
-            self._process = subprocess.Popen(command, pass_fds=[descriptor], stdin=subprocess.DEVNULL)
+            self.process = subprocess.Popen(
+                [*command, str(descriptor)], pass_fds=[descriptor], stdin=subprocess.DEVNULL
+            )
         self.channel = Channel(ours)
-
-    def wait(self) -> None:
-        """Wait until it has ended: it does when its channel is closed."""
-        self._process.wait()
-
-
-def build_hub_command(descriptor: int) -> list[str]:
-    """Return the command line of a hub: that of this process, with another command of the worker."""
-    start = sys.orig_argv[: len(sys.orig_argv) - len(sys.argv) + 1]
-    # csdctl finds the processes of a run by the marker.
-    marker = sys.argv[sys.argv.index("--marker") :][:2] if "--marker" in sys.argv else []
-    return [*start, "hub", "--descriptor", str(descriptor), *marker]
 
 
 class HubCommunicator(Communicator):
-    """The communicator of a rank with others behind it: rank 0, or that of a server."""
+    """The communicator of a rank with others behind it: rank 0, or the rank of a server."""
 
     has_hub = True
 
@@ -369,7 +359,7 @@ class HubCommunicator(Communicator):
         """Wait, on a server, until its hub has a link to rank 0. A hub that had one before is replaced."""
         if self._is_used:
             self.disconnect()
-            self._start(HubProcess())
+            self._start(HubProcess(self._hub.command))
         self._is_used = True
         while not select.select([self._linked], [], [], POLL_S)[0]:
             check()
@@ -378,4 +368,4 @@ class HubCommunicator(Communicator):
     def disconnect(self) -> None:
         """End the hub."""
         super().disconnect()
-        self._hub.wait()
+        self._hub.process.wait()  # it ends when its channel is closed

@@ -63,9 +63,9 @@ MAX_FACTOR = 1e19
 """The reported factor of a norm whose square overflows float32."""
 MAX_HELD_BYTES = 64 << 20
 """Limit of unsent bytes to the rank or the parent; above it, links are not read."""
-
-
 REPORT = struct.Struct("<qdd")
+"""Of a sum, to the rank of a hub: a rank, the seconds that it was waited for, and how many times larger its
+gradient is than the median of the others if that is too much, or 0."""
 
 
 @dataclass(frozen=True)
@@ -94,8 +94,6 @@ class Verdict:
 
 Lost = tuple[tuple[RankNumber, ShortText, bool], ...]
 """Ranks that are lost, why, and whether they have violated the protocol."""
-"""Of a sum, to the rank of a hub: a rank, the seconds that it was waited for, and how many times larger its
-gradient is than the median of the others if that is too much, or 0."""
 
 
 @dataclass
@@ -140,9 +138,9 @@ class Hub:
             self._wire, wire = share_vector(len(self._total))
         self._up_descriptors, self._down_descriptor = (wire, total), total if self._me else wire
         self._listeners = [
-            Listener(hub_address(settings.run_id, other, settings.key), other)
-            for other, server in enumerate(settings.servers)
-            if other != self._me and (server == self._me or (self._me == 0 and server == other))
+            Listener(hub_address(settings.run_id, child, settings.key), child)
+            for child, server in enumerate(settings.servers)
+            if child != self._me and (server == self._me or (self._me == 0 and server == child))
         ]
         self._parent: Channel | None = None
         self._above = [rank]
@@ -246,7 +244,7 @@ class Hub:
         if channel is None:
             return
         settings, rank = self._settings, listener.rank
-        behind = tuple(other for other, server in enumerate(settings.servers) if rank in (other, server))
+        behind = tuple(node for node, server in enumerate(settings.servers) if rank in (node, server))
         vector, descriptor = share_vector(len(self._local))
         if rank in self._children:
             self._lose(self._children[rank], "its link was restarted")
@@ -258,7 +256,8 @@ class Hub:
         os.close(sent)
         os.close(descriptor)
         tail = np.zeros(NUM_TAIL + len(settings.servers), np.float32)
-        child = _Child(rank, channel, behind, settings.servers[rank] == rank, vector, tail)
+        is_server = settings.servers[rank] == rank
+        child = _Child(rank, channel, behind, is_server=is_server, vector=vector, tail=tail)
         self._children[rank] = child
         self._watch(channel, functools.partial(self._take, child))
 
@@ -566,7 +565,7 @@ class Hub:
         return copied
 
     def _complete(self, chunk: Chunk, parts: Collection[bool]) -> None:
-        """Add the rank's vector to a chunk of its nodes, then of servers: those of `_partials` in `parts`."""
+        """Add the rank's vector to a chunk of its nodes, then of servers: the `parts` of `_partials`."""
         into = (self._partials[False] if self._parent else self._total)[chunk.elements]
         summed = self._local[chunk.elements]
         for part in sorted(parts):
@@ -614,8 +613,8 @@ class Hub:
         (checks_finite,) = NUMBER.unpack_from(content)
         packed = memoryview(content)[NUMBER.size :]
         expected = ExpectedTails.unpack(packed) if packed else None
-        found = [(child, expected.find_fault(child.tail, child.ranks)) for child in present if expected]
-        faults = [(child, reason) for child, reason in found if reason]
+        checked = [(child, expected.find_fault(child.tail, child.ranks)) for child in present if expected]
+        faults = [(child, reason) for child, reason in checked if reason]
         if not faults and checks_finite:
             faults = self._find_not_finite(present)
         for child, reason in faults:
@@ -639,8 +638,8 @@ class Hub:
             parts = [read_chunk(vector, chunk)[: max(0, size - chunk.elements.start)] for chunk in chunks]
             return sum(float(np.dot(part, part)) for part in parts)
 
-        own = self._local[:size]
-        squares = {self._me: float(np.dot(own, own))}
+        gradient = self._local[:size]
+        squares = {self._me: float(np.dot(gradient, gradient))}
         counts = {self._me: expected.counts[self._me]}
         for child in present:
             squares[child.rank] = square_norm(child.vector)
@@ -650,9 +649,10 @@ class Hub:
         for rank in ranks if len(ranks) > 2 else ():
             factors = []
             for power in (1, 2):
-                scaled = {other: squares[other] / counts[other] ** power for other in ranks}
-                median = statistics.median(scaled[other] for other in ranks if other != rank)
-                factors.append(scaled[rank] / median if median else 0.0)
+                scaled = {key: squares[key] / counts[key] ** power for key in ranks}
+                square = scaled.pop(rank)
+                median = statistics.median(scaled.values())
+                factors.append(square / median if median else 0.0)
             if (factor := math.sqrt(min(*factors, MAX_FACTOR**2))) >= OUTLIER_FACTOR:
                 outliers[rank] = factor
         return outliers

@@ -12,11 +12,12 @@ import socket
 import struct
 import sys
 from collections import deque
+from collections.abc import Collection
 from typing import Any
 
 from csdctl.worker.group.channel import MAX_VALUES_BYTES, NUMBER, Channel, Letter, LinkSettings
 from csdctl.worker.group.chunks import divide
-from csdctl.worker.group.mpi import NUM_LOOKS, Incoming, World, init_mpi, limit_memory, ready
+from csdctl.worker.group.mpi import NUM_LOOKS, Incoming, World, init_mpi, limit_memory
 from csdctl.worker.group.shared_memory import map_view
 from csdctl.worker.group.values import LinkLostError, PeerFaultError, encode_value
 from csdctl.worker.process.errors import WorkerError, describe
@@ -25,8 +26,8 @@ from csdctl.worker.protocol.processes import is_of_user, list_connections
 from csdctl.worker.protocol.sandbox import CONNECTED, SOCKETS_VARIABLE
 
 HEAD, BODY, MEETING, CHUNK = 1, 2, 3, 4
-"""Tags of MPI messages: letter and size of a message, its content, and the chunks of vectors until a step is
-given up; those after it have the next tag."""
+"""Tags of MPI messages: letter and size of a message, its content, a byte at the start, and the chunks of
+vectors until a step is given up. Later chunks have the next tag."""
 _HEAD = struct.Struct("<cqq")
 """Letter, size, and the number of chunks that were sent before it."""
 HEAD_BYTES = 64
@@ -47,17 +48,20 @@ the time of two probes, so that the second probe decides.
 
 A process that is stopped or throttled does not count as lost, since its kernel answers.
 """
-
-
 DRAIN_S = 0.3
+"""Time for the other end to acknowledge what was sent last."""
 
 
 class _Link:
     """What both ends have in common: messages and chunks, in the order in which they were sent."""
 
-    def __init__(self, world: World, channel: Channel, rank: int) -> None:
-        self.world, self.channel, self._voided = world, channel, NUMBER.pack(rank)
-        """`_voided`: content of a VOIDED message of this rank, not of a rank behind it."""
+    def __init__(
+        self, world: World, channel: Channel, rank: int, daemon_connections: Collection[str]
+    ) -> None:
+        """`daemon_connections`: addresses of this process's connections that are not to the other end."""
+        self.world, self.channel, self._daemon_connections = world, channel, daemon_connections
+        self._voided = NUMBER.pack(rank)
+        """Content of a VOIDED message of this rank, not of a rank behind it."""
         vector, total = channel.receive_descriptors(2)
         self._vector, self._total = map_view(vector), map_view(total, is_read_only=world.rank == 0)
         letter, content = channel.receive()
@@ -89,9 +93,9 @@ class _Link:
 
     def serve(self) -> None:
         """Pass on messages until the end. Raises LinkLostError and PeerFaultError."""
-        sleep_s, idle_s, own = FIRST_SLEEP_S, IDLE_S, self.channel.fileno()
+        sleep_s, idle_s, local = FIRST_SLEEP_S, IDLE_S, self.channel.fileno()
         poll = select.poll()
-        for descriptor in ready:
+        for descriptor in self.world.ready:
             poll.register(descriptor, select.POLLIN)
         self._take()
         while True:
@@ -99,16 +103,16 @@ class _Link:
             if self._is_closing and not self._departures and not self.channel.unsent:
                 return
             reading = 0 if self._is_closing else select.POLLIN
-            if wanted := reading | (select.POLLOUT if self.channel.unsent else 0):
-                poll.register(own, wanted)
+            if mask := reading | (select.POLLOUT if self.channel.unsent else 0):
+                poll.register(local, mask)
             else:
                 with contextlib.suppress(KeyError):  # it is not registered any more
-                    poll.unregister(own)
+                    poll.unregister(local)
             events = poll.poll(1e3 * idle_s)
-            is_own = any(descriptor == own for descriptor, _ in events)
-            if is_own:
+            is_local = any(descriptor == local for descriptor, _ in events)
+            if is_local:
                 self._take()
-            if self._look() or is_own:
+            if self._look() or is_local:
                 sleep_s, idle_s = FIRST_SLEEP_S, IDLE_S
             elif not events:
                 idle_s = min(LONGEST_IDLE_S, idle_s * IDLE_GROWTH)
@@ -248,7 +252,14 @@ class HubEnd(_Link):
                 self._verdict = b""
                 self._receive_chunks(self._vector)
         elif letter == Letter.TRAFFIC:
-            self.channel.post(letter, encode_value(count_bytes()))
+            connections = [
+                tcp for tcp in list_connections(drain_s=DRAIN_S) if tcp.local not in self._daemon_connections
+            ]
+            num_bytes = [
+                sum(tcp.num_sent for tcp in connections),
+                sum(tcp.num_received for tcp in connections),
+            ]
+            self.channel.post(letter, encode_value(num_bytes))
         else:
             self._note(letter, content)
             self.pass_over(letter, content)
@@ -285,17 +296,6 @@ class RankEnd(_Link):
             self._receive_chunks(self._total)
 
 
-"""For the other end to acknowledge what was sent last."""
-not_counted: set[str] = set()
-"""Addresses of this process's connections that are not to the other end."""
-
-
-def count_bytes() -> tuple[int, int]:
-    """Return the bytes that this process has sent to the other end and received."""
-    connections = [tcp for tcp in list_connections(drain_s=DRAIN_S) if tcp.local not in not_counted]
-    return sum(tcp.num_sent for tcp in connections), sum(tcp.num_received for tcp in connections)
-
-
 def watch_connections() -> None:
     """Let the kernel end MPI's connections when the other machine's kernel is silent."""
     for name in os.listdir("/proc/self/fd"):
@@ -319,10 +319,9 @@ def serve_link(rank: int) -> int:
     if not is_of_user(connection):
         raise WorkerError(f"rank {rank} is another user's process")
     world, channel = init_mpi(), Channel(connection)
-    # So far there are those to MPI's daemon on this machine.
-    not_counted.update(tcp.local for tcp in list_connections())
+    daemon_connections = {tcp.local for tcp in list_connections()}  # to MPI's daemon on this machine
     try:
-        link = (RankEnd if world.rank else HubEnd)(world, channel, rank)
+        link = (RankEnd if world.rank else HubEnd)(world, channel, rank, daemon_connections)
         meet(world)
         watch_connections()
         if world.rank == 0:
@@ -344,7 +343,7 @@ def serve_link(rank: int) -> int:
 
 def meet(world: World) -> None:
     """Exchange a byte with the other end, so that MPI's connections exist."""
-    own, other = bytearray(1), bytearray(1)
-    requests = world.start_receive(memoryview(other), MEETING), world.start_send(own, MEETING)
+    sent, received = bytearray(1), bytearray(1)
+    requests = world.start_receive(memoryview(received), MEETING), world.start_send(sent, MEETING)
     while not all(request.Test() for request in requests):
         select.select([], [], [], FIRST_SLEEP_S * 10)

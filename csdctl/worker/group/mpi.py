@@ -14,14 +14,10 @@ from typing import Any, NoReturn
 from csdctl.worker.group.values import LinkLostError, PeerFaultError
 from csdctl.worker.process.machine import data_bytes, limit_data
 
-ready: list[int] = []
-"""Descriptors that are readable when MPI's sockets are ready to receive, or to send what is held back.
-
-Empty for an MPI that does not use epoll: requests are then tested after short sleeps.
-"""
-
-
 NUM_LOOKS = 2
+"""Number of tests of a request: Open MPI does not poll its sockets in every call."""
+BASE_BYTES, NUM_VECTORS = 1 << 29, 4
+"""Memory of a link, far above its need: MPI's buffers, unexpected messages, and so many vectors."""
 
 
 def _find_epoll() -> list[int]:
@@ -32,9 +28,6 @@ def _find_epoll() -> list[int]:
             if os.readlink(f"/proc/self/fd/{name}") == "anon_inode:[eventpoll]":
                 descriptors.append(int(name))
     return descriptors
-
-
-"""Open MPI does not poll its sockets in every call."""
 
 
 class Incoming:
@@ -72,6 +65,11 @@ class World:
     def __init__(self, mpi: Any, communicator: Any) -> None:
         self._mpi, self._communicator = mpi, communicator
         self._status = mpi.Status()
+        self.ready = _find_epoll()
+        """Descriptors that are readable when MPI's sockets can receive, or send what is held back.
+
+        Empty for an MPI that does not use epoll: requests are then tested after short sleeps.
+        """
         self.rank: int = communicator.rank
         self._peer = 1 - self.rank
 
@@ -99,16 +97,11 @@ def init_mpi() -> World:
 
     # A second safeguard against lowercase calls. mpi4py has no other way to set this.
     MPI.pickle.__init__(loads=_refuse_pickle)  # type: ignore[misc]
-    ready[:] = _find_epoll()
     return World(MPI, MPI.COMM_WORLD)
 
 
 def _refuse_pickle(*_: Any, **__: Any) -> NoReturn:
     raise LinkLostError("received a pickle over MPI; csdctl sends none")
-
-
-BASE_BYTES, NUM_VECTORS = 1 << 29, 4
-"""Far above the need: MPI's buffers, and unexpected messages."""
 
 
 def limit_memory(vector_bytes: int, max_bytes: int) -> None:

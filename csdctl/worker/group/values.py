@@ -17,7 +17,9 @@ from csdctl.worker.protocol.json_codec import parse_json, read_as
 
 MAX_REASON = 256
 MAX_STEP_S = 3600.0
+"""Maximum compute time of a step: a run without progress for this long has already failed."""
 TOLERANCE = 1e-3
+"""Relative tolerance of n, which is a sum of weights in float32."""
 
 
 class LinkLostError(Exception):
@@ -58,10 +60,6 @@ def decode_value(hint: Any, content: bytes | bytearray) -> Any:
 def is_minority(ranks: Sequence[int], size: int) -> bool:
     """Return whether these are some ranks of a group of `size`, and fewer than half of them."""
     return 0 < 2 * len(ranks) < size
-
-
-"""Maximum compute time of a step: a run without progress for this long has already failed."""
-"""Relative, of n: a sum of weights in float32."""
 
 
 @dataclass(frozen=True)

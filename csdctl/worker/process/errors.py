@@ -16,6 +16,7 @@ KERAS_2 = {
     "module 'keras.backend'": "keras.ops",
     "keras.layers.": "keras.layers",
 }
+"""Names of Keras 2 as they stand in errors, and what Keras 3 has instead."""
 
 
 class WorkerError(Exception):
@@ -46,11 +47,9 @@ def describe(error: BaseException, file: Path | None = None) -> str:
         lines = [line for line in lines if line.strip() and "{{node" not in line][-1:]
     text = f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
     text += explain_error(text)
-    running = [one.lineno for one in traceback.extract_tb(error.__traceback__) if one.filename == str(file)]
-    return f"{text} (line {running[-1]})" if running else text
-
-
-"""Names of Keras 2 as they stand in errors, and what Keras 3 has instead."""
+    frames = traceback.extract_tb(error.__traceback__)
+    lines_of_file = [frame.lineno for frame in frames if frame.filename == str(file)]
+    return f"{text} (line {lines_of_file[-1]})" if lines_of_file else text
 
 
 def find_remedy(error: BaseException) -> str:

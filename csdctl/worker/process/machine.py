@@ -1,6 +1,6 @@
 """Memory and times of this process, network interfaces, and the temperature of this machine.
 
-The temperature is that of hwmon's sensors of CPUs, else of thermal zones. An emulated node has none.
+The temperature comes from hwmon's sensors of CPUs, else from thermal zones. An emulated node has none.
 """
 
 import array
@@ -17,8 +17,12 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 _SIOCGIFCONF = 0x8912
-_ENTRY = struct.Struct("16s4x4s16x" if struct.calcsize("P") == 8 else "16s4x4s8x")
+_INTERFACE = struct.Struct("16s4x4s16x" if struct.calcsize("P") == 8 else "16s4x4s8x")
+"""struct ifreq of netdevice(7) with an IPv4 address."""
 INTERVAL_S = 10.0
+"""Time between two readings of the sensors: one behind ACPI takes milliseconds."""
+MIN_C, MAX_C = 1.0, 150.0
+"""A sensor with a reading outside is off or broken."""
 CPU_CHIPS = ("coretemp", "k10temp", "zenpower", "cpu_thermal", "cputemp", "soc_thermal")
 CPU_ZONES = ("cpu", "x86_pkg_temp", "soc", "core", "acpitz")
 EMULATED = "CSDCTL_EMULATED_FLEET"
@@ -45,36 +49,28 @@ def limit_data(num_bytes: int) -> None:
     A lower limit of the machine stays.
     """
     _, hard = resource.getrlimit(resource.RLIMIT_DATA)
-    wanted = num_bytes if hard == resource.RLIM_INFINITY else min(num_bytes, hard)
-    resource.setrlimit(resource.RLIMIT_DATA, (wanted, hard))
-
-
-"""struct ifreq of netdevice(7) with an IPv4 address."""
+    limit = num_bytes if hard == resource.RLIM_INFINITY else min(num_bytes, hard)
+    resource.setrlimit(resource.RLIMIT_DATA, (limit, hard))
 
 
 def list_interfaces() -> list[tuple[str, str]]:
     """Return name and address of each network interface, IPv4 and IPv6, without link-local addresses."""
-    found = []
-    with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asked:
-        entries = array.array("B", bytes(1000 * _ENTRY.size))
+    interfaces = []
+    with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
+        entries = array.array("B", bytes(1000 * _INTERFACE.size))
         place, size = entries.buffer_info()
         request = struct.pack("iP", size, place)
-        (length, _) = struct.unpack("iP", fcntl.ioctl(asked, _SIOCGIFCONF, request))
-        for name, address in _ENTRY.iter_unpack(entries.tobytes()[:length]):
+        (length, _) = struct.unpack("iP", fcntl.ioctl(any_socket, _SIOCGIFCONF, request))
+        for name, address in _INTERFACE.iter_unpack(entries.tobytes()[:length]):
             label = name.partition(b"\0")[0].decode()
-            found.append((label.partition(":")[0], socket.inet_ntoa(address)))
+            interfaces.append((label.partition(":")[0], socket.inet_ntoa(address)))
     with contextlib.suppress(OSError):
         for line in Path("/proc/net/if_inet6").read_text().splitlines():
             digits, _, _, _, _, name = line.split()
             address6 = ipaddress.IPv6Address(int(digits, 16))
             if not address6.is_link_local:
-                found.append((name, str(address6)))
-    return found
-
-
-"""Between two readings: a sensor behind ACPI takes milliseconds."""
-MIN_C, MAX_C = 1.0, 150.0
-"""Readings outside are those of a sensor that is off or broken."""
+                interfaces.append((name, str(address6)))
+    return interfaces
 
 
 class Thermometer:

@@ -11,12 +11,9 @@ import threading
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from typing import TYPE_CHECKING, NoReturn
+from typing import NoReturn
 
 from csdctl.worker.process.errors import WorkerError, describe
-
-if TYPE_CHECKING:  # to import it takes longer than the start of Python, and most processes send no events
-    from csdctl.worker.protocol.events import Event
 
 
 class GuardedOutput:
@@ -58,29 +55,26 @@ class GuardedOutput:
             thread.join()
 
 
-def emit(event: "Event") -> None:
-    """Print `event` in a single write, so that lines of two threads never mix."""
-    from csdctl.worker.protocol.events import event_to_line
-
-    event_sinks[-1](event_to_line(event))
+def print_line(line: str) -> None:
+    """Print `line` in a single write, so that lines of two threads never mix."""
+    print(f"{line}\n", end="", flush=True)
 
 
-def exit_with_failure(rank: int, node: str, error: BaseException, private_log: str = "") -> NoReturn:
-    """Report why this rank fails and exit immediately. Private details go to `private_log` only."""
+def exit_with_failure(
+    rank: int, node: str, error: BaseException, *, log: str, write_line: Callable[[str], None]
+) -> NoReturn:
+    """Report why this rank fails and exit immediately. With a private `log`, details go only there."""
     if not isinstance(error, WorkerError):
         traceback.print_exc()  # logged on this node, where it exposes nothing
         hidden = f"{type(error).__name__}; its message may contain private data and stays on the node"
-        remedy = f"see {private_log} on that node" if private_log else "see this rank's log"
-        error = WorkerError(hidden if private_log else describe(error), remedy=remedy)
-    from csdctl.worker.protocol.events import Failed
+        remedy = f"see {log} on that node" if log else "see this rank's log"
+        error = WorkerError(hidden if log else describe(error), remedy=remedy)
+    # Its import takes longer than the start of Python, and most processes send no events.
+    from csdctl.worker.protocol.events import Failed, event_to_line
 
-    emit(Failed(rank, node, error.message, error.remedy, error.exit_code))
+    write_line(event_to_line(Failed(rank, node, error.message, error.remedy, error.exit_code)))
     sys.stderr.flush()
     os._exit(error.exit_code)
-
-
-event_sinks: list[Callable[[str], None]] = [lambda line: print(f"{line}\n", end="", flush=True)]
-"""What gets the lines of events; the last one counts."""
 
 
 def end_without_reader() -> None:

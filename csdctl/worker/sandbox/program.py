@@ -71,12 +71,18 @@ _FIRST_NETWORK, _NETWORK = 4, 0b11
 """`bind` and `connect` of TCP, since version 4 of Landlock: the supervisor, outside, is the only way."""
 _FIRST_SCOPES, _SCOPES = 6, 0b11
 """Abstract Unix sockets and signals, since version 6; the supervisor guards both anywhere."""
+MAX_OPEN_FILES, MAX_FILE_BYTES = 256, 16 << 20
+"""Of one process, and of one file: MPI's largest describes the machine, a megabyte for many cores."""
+_KEPT_VARIABLES = ("TZ", "PATH", "LD_LIBRARY_PATH", "PYTHONHASHSEED", "PYTHONNOUSERSITE", "PYTHONUTF8")
+_KEPT_PREFIXES = ("LC_", "OMPI_", "PRTE_", "PMIX_", "CSDCTL_")
+"""What the sandbox sees of the environment that csdctl has built."""
 _PR_SET_PDEATHSIG, _PR_SET_KEEPCAPS, _PR_SET_CHILD_SUBREAPER, _PR_SET_NO_NEW_PRIVS = 1, 8, 36, 38
 _CAP_AMBIENT, _CAP_AMBIENT_RAISE, _DAC_READ_SEARCH = 47, 2, 2
 _CAPABILITY_VERSION = 0x20080522
 CANNOT_START = 125
-# Where the kernel cannot confine, root stays root, and MPI's daemon refuses to run as root without these.
+"""Exit code of a sandbox that cannot be entered."""
 _ALLOW_ROOT = {"PRTE_ALLOW_RUN_AS_ROOT": "1", "PRTE_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
+"""Where the kernel cannot confine, root stays root. MPI's daemon refuses to run as root without these."""
 _NO_SUCH_USER = 2
 
 
@@ -113,10 +119,6 @@ def _admit(ruleset: int, path: str, rights: int) -> None:
         os.close(place)
 
 
-MAX_OPEN_FILES, MAX_FILE_BYTES = 256, 16 << 20
-"""Of one process, and of one file: MPI's largest describes the machine, a megabyte for many cores."""
-
-
 def limit_resources(memory_bytes: int) -> None:
     """Limit what each process of the sandbox may use. When memory is short, the kernel ends these first."""
     for kind, most in (
@@ -141,9 +143,9 @@ def become_user(user: int, readable: Iterable[str]) -> None:
     os.setresgid(user, user, user)
     os.setresuid(user, user, user)
     if needs_search:
-        capability = 1 << _DAC_READ_SEARCH
-        header = struct.pack("=Ii", _CAPABILITY_VERSION, 0)
-        if LIBC.capset(header, struct.pack("=6I", capability, capability, capability, 0, 0, 0)):
+        # Effective, permitted and inheritable, each in two words.
+        capabilities = struct.pack("=6I", *[1 << _DAC_READ_SEARCH] * 3, 0, 0, 0)
+        if LIBC.capset(struct.pack("=Ii", _CAPABILITY_VERSION, 0), capabilities):
             raise OSError(ctypes.get_errno(), "capset")
         LIBC.prctl(_CAP_AMBIENT, _CAP_AMBIENT_RAISE, _DAC_READ_SEARCH, 0, 0)
 
@@ -171,12 +173,6 @@ def python_paths() -> list[str]:
     prefixes |= {site[1] for site in sites if site}
     parts = ("bin", "lib", "lib64", "etc", "share", "include", "pyvenv.cfg")
     return [*(os.path.join(prefix, part) for prefix in sorted(prefixes) for part in parts), *modules]
-
-
-_KEPT, _KEPT_PREFIXES = (
-    ("TZ", "PATH", "LD_LIBRARY_PATH", "PYTHONHASHSEED", "PYTHONNOUSERSITE", "PYTHONUTF8"),
-    ("LC_", "OMPI_", "PRTE_", "PMIX_", "CSDCTL_"),
-)
 
 
 @cache
@@ -321,16 +317,18 @@ def _enter(policy: SandboxPolicy, scratch: str, report: socket.socket) -> None:
 
 
 def _build_environment(scratch: str) -> dict[str, str]:
-    """Return what the sandbox sees of the environment that csdctl has built: no directories of a user."""
-    kept = {
-        name: value for name, value in os.environ.items() if name in _KEPT or name.startswith(_KEPT_PREFIXES)
+    """Return the environment of the sandbox, without directories of a user."""
+    environment = {
+        name: value
+        for name, value in os.environ.items()
+        if name in _KEPT_VARIABLES or name.startswith(_KEPT_PREFIXES)
     }
-    own = {"HOME": scratch, "TMPDIR": scratch, "SHELL": "/bin/sh", "PYTHONDONTWRITEBYTECODE": "1"}
+    environment |= {"HOME": scratch, "TMPDIR": scratch, "SHELL": "/bin/sh", "PYTHONDONTWRITEBYTECODE": "1"}
     # Errors of the firmware do no harm, and a link needs no threads to add.
-    own |= {"HWLOC_HIDE_ERRORS": "2", "OPENBLAS_NUM_THREADS": "1"}
+    environment |= {"HWLOC_HIDE_ERRORS": "2", "OPENBLAS_NUM_THREADS": "1"}
     if site.ENABLE_USER_SITE:
-        own["PYTHONUSERBASE"] = site.getuserbase()
-    return {**kept, **own, **_ALLOW_ROOT, USER_VARIABLE: str(os.getuid())}
+        environment["PYTHONUSERBASE"] = site.getuserbase()
+    return environment | _ALLOW_ROOT | {USER_VARIABLE: str(os.getuid())}
 
 
 def _await_end(woken: int, child: int) -> int:

@@ -37,12 +37,27 @@ _LOAD_BYTE, _LOAD_WORD, _SHIFT_RIGHT, _AND, _IF_EQUAL, _RETURN = 0x30, 0x20, 0x7
 _LISTENING = "0A"
 _CONTINUE = 1
 MIN_PORT = 1024
+"""Lower ports are services of the machines, never MPI's."""
+MAX_TASKS, MAX_FILES, MAX_CONNECTIONS = 128, 128, 512
+"""Threads and processes, files and directories, bound and accepted sockets, of one sandbox from start to end.
+
+A link starts about 10 tasks, makes about 20 files and directories, and has about 10 connections.
+"""
 NUM_THREADS = 4
+"""Calls that are answered at once. A sandbox that makes all of them wait waits itself."""
 MAX_STRANGERS = 64
+"""Connections of strangers that one call closes. It then reports that nobody is there, and the kernel wakes
+the sandbox again."""
 CONNECT_S = 3.0
+DEFER_S, TOKEN_S = 5, 0.2
+"""For so long, the kernel waits for a token. Where it cannot (SYN cookies), the supervisor does."""
+NONCE_BYTES, TOKEN_BYTES = 16, 32
 _INET = (socket.AF_INET, socket.AF_INET6)
 _MAX_ADDRESS_BYTES = 128
 _NEW_NAMESPACES = 0x7E020000
+_RECEIVE, _SEND, _IS_VALID, _ADD_DESCRIPTOR = 0xC0502100, 0xC0182101, 0x40082102, 0x40182103
+"""Requests of ioctl to the filter's descriptor."""
+_NOTIFICATION, _ANSWER, _DESCRIPTOR = map(struct.Struct, ("=QIIiIQ6Q", "=QqiI", "=QIIII"))
 
 
 def refusal(number: int) -> OSError:
@@ -97,8 +112,8 @@ def list_listeners(port: int) -> Iterator[tuple[IpAddress, int]]:
                 _, local, _, state, _, _, _, _, _, inode, *_ = line.split()
                 if state != _LISTENING:
                     break  # listening sockets come first
-                host, _, found = local.partition(":")
-                if int(found, 16) == port:
+                host, _, local_port = local.partition(":")
+                if int(local_port, 16) == port:
                     words = struct.unpack(f">{len(host) // 8}I", bytes.fromhex(host))
                     packed = struct.pack(f"={len(words)}I", *words)
                     yield to_ip(str(ipaddress.ip_address(packed))), int(inode)
@@ -130,9 +145,6 @@ def build_source_filter(networks: Sequence[IpNetwork]) -> list[Instruction]:
     return [*code, (_RETURN, 0, 0, 0)]
 
 
-_NONCE_BYTES, TOKEN_BYTES = 16, 32
-
-
 class Tokens:
     """The tokens of one link: random bytes, and their HMAC with the address that was connected to."""
 
@@ -142,7 +154,7 @@ class Tokens:
 
     def make(self, address: tuple[Any, ...]) -> bytes:
         """Return a token for a connection to `address`."""
-        nonce = os.urandom(_NONCE_BYTES)
+        nonce = os.urandom(NONCE_BYTES)
         return nonce + self._sign(nonce, address)
 
     def is_valid(self, token: bytes, address: tuple[Any, ...]) -> bool:
@@ -150,8 +162,8 @@ class Tokens:
 
         So who has watched the network can use it neither here nor at another port or machine.
         """
-        nonce = token[:_NONCE_BYTES]
-        if not hmac.compare_digest(token[_NONCE_BYTES:], self._sign(nonce, address)):
+        nonce = token[:NONCE_BYTES]
+        if not hmac.compare_digest(token[NONCE_BYTES:], self._sign(nonce, address)):
             return False
         num_seen = len(self._seen)
         self._seen.add(nonce)
@@ -159,11 +171,7 @@ class Tokens:
 
     def _sign(self, nonce: bytes, address: tuple[Any, ...]) -> bytes:
         place = to_ip(address[0]).packed + address[1].to_bytes(2, "big")
-        return hmac.digest(self._key, nonce + place, hashlib.sha256)[: TOKEN_BYTES - _NONCE_BYTES]
-
-
-_RECEIVE, _SEND, _IS_VALID, _ADD_DESCRIPTOR = 0xC0502100, 0xC0182101, 0x40082102, 0x40182103
-_NOTIFICATION, _ANSWER, _DESCRIPTOR = map(struct.Struct, ("=QIIiIQ6Q", "=QqiI", "=QIIII"))
+        return hmac.digest(self._key, nonce + place, hashlib.sha256)[: TOKEN_BYTES - NONCE_BYTES]
 
 
 class Call:
@@ -220,11 +228,11 @@ class Call:
 
         It is the same one, not a copy, and not what the descriptor may stand for later.
         """
-        found = duplicate_descriptor(self._pidfd, self.arguments[0] & 0xFFFFFFFF)
+        descriptor = duplicate_descriptor(self._pidfd, self.arguments[0] & 0xFFFFFFFF)
         try:
-            return socket.socket(fileno=found)
+            return socket.socket(fileno=descriptor)
         except OSError:
-            os.close(found)
+            os.close(descriptor)
             raise refusal(errno.ENOTSOCK) from None
 
 
@@ -235,18 +243,6 @@ def process_of_thread(thread: int) -> int:
             if line.startswith("Tgid:"):
                 return int(line.split()[1])
     raise ProcessLookupError(errno.ESRCH, "no such thread")
-
-
-"""Lower ports are services of the machines, never MPI's."""
-MAX_TASKS, MAX_FILES, MAX_CONNECTIONS = 128, 128, 512
-"""Threads and processes, files and directories, bound and accepted sockets, of one sandbox from start to end.
-
-A link starts about 10 tasks, makes about 20 files and directories, and has about 10 connections.
-"""
-"""Calls that are answered at once. A sandbox that makes all of them wait waits itself."""
-"""Closed in one call, which then reports that nobody is there; the kernel wakes the sandbox again."""
-DEFER_S, TOKEN_S = 5, 0.2
-"""For so long, the kernel waits for a token; where it cannot (SYN cookies), the supervisor does."""
 
 
 class SeccompSupervisor:
@@ -382,15 +378,15 @@ class SeccompSupervisor:
 
     def _is_peer(self, ip: IpAddress) -> bool:
         """Whether peers may have this address: of the machine itself, only one that is named as a peer's."""
-        found = [peer for peer in self._peers if ip.version == peer.version and ip in peer]
+        peers = [peer for peer in self._peers if ip.version == peer.version and ip in peer]
         if ip.is_unspecified or is_here(ip):
-            found = [peer for peer in found if peer.is_loopback or peer.num_addresses == 1]
-        return bool(found)
+            return any(peer.is_loopback or peer.num_addresses == 1 for peer in peers)
+        return bool(peers)
 
     def _is_own(self, ip: IpAddress, port: int) -> bool:
         """Whether only sockets of the sandbox listen where a connection to `ip` and `port` arrives."""
-        found = {inode for host, inode in list_listeners(port) if host.is_unspecified or host == ip}
-        return bool(found) and found <= self._bound
+        inodes = {inode for host, inode in list_listeners(port) if host.is_unspecified or host == ip}
+        return bool(inodes) and inodes <= self._bound
 
     def _accept(self, call: Call) -> None:
         _, address, size = call.arguments[:3]

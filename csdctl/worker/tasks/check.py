@@ -61,7 +61,16 @@ class Check:
         members = {str(rank): 1 for rank in communicator.members}
         lost = tuple((rank, reason) for rank, reason, _ in communicator.lost)
         communicator.lost = []
-        self._reporter.emit(Joined, 1, 0, 1, 0, members, not before, lost)
+        self._reporter.emit(
+            Joined,
+            epoch=1,
+            step=0,
+            steps_per_epoch=1,
+            total_steps=0,
+            batch_sizes=members,
+            is_start=not before,
+            lost=lost,
+        )
 
     def run(self, communicator: Communicator) -> str:
         """Admit, sum and end as rank 0 decides. Raises WorkerError for a sum that is wrong."""

@@ -43,12 +43,14 @@ from csdctl.worker.protocol.json_codec import to_json
 from csdctl.worker.protocol.run_spec import COPIES, RunSpec, step_file_in_memory
 from csdctl.worker.tasks.progress import Position, Reporter, max_state_bytes, pack, position_of, unpack
 
+KEPT_STEP_FILE = "step.state"
+"""Name of the step file of a failed run, which csdctl has moved from memory to the run directory."""
+LAST_MODEL, BEST_MODEL = "model.keras", "best.keras"
 _ARCHIVE_BYTES = 1 << 16
 """Largest size of an .npz archive with one array beyond the array."""
 
-
 OnDamage = Callable[[str], object]
-KEPT_STEP_FILE = "step.state"
+"""Takes a sentence that names a damaged file."""
 
 
 class StepFile:
@@ -61,7 +63,7 @@ class StepFile:
     _MARK = struct.Struct("<qqI")
     """Before each half: its number, the bytes used, and the CRC-32 of both and of these bytes."""
     _NO_STATE = -1, 0, 0
-    """The mark of a half that has no state, or one that is not complete."""
+    """The mark of a half without a complete state."""
 
     def __init__(self, path: Path, values: Sequence[Array]) -> None:
         """`path`: of states with the shapes and types of `values`."""
@@ -96,7 +98,7 @@ class StepFile:
                 on_damage(f"{self.path} is damaged: {size:,} bytes, expected {expected:,}")
                 return None
             content = np.fromfile(file, np.uint8, expected)
-        found: tuple[int, Array] | None = None
+        latest: tuple[int, Array] | None = None
         for half, start in enumerate((0, self._half_bytes)):
             body = start + self._MARK.size
             mark = number, used, check = self._MARK.unpack(content[start:body].tobytes())
@@ -105,10 +107,10 @@ class StepFile:
                 continue
             if not 0 < used == len(packed) or self._check(number, packed) != check:
                 on_damage(f"{self.path} is damaged: state {half + 1} of 2 has another checksum")
-            elif found is None or number > found[0]:
-                found = (number, packed)
+            elif latest is None or number > latest[0]:
+                latest = (number, packed)
                 self._next = 1 - half
-        return found[1] if found else None
+        return latest[1] if latest else None
 
     def _open(self) -> Array:
         size = 2 * self._half_bytes
@@ -144,10 +146,10 @@ class Checkpoints:
         """Write a checkpoint and remove those that are no longer kept. Raises OSError."""
         self.directory.mkdir(parents=True, exist_ok=True)
         path = self.directory / f"step-{position.total_steps:08d}.npz"
-        for other in (*self.directory.glob("step-*.npz"), *self.directory.glob(".step-*")):
-            # Damaged ones, and parts.
-            if other.name > path.name or other.name.startswith(".") or other.is_dir():
-                _remove(other)
+        for old in (*self.directory.glob("step-*.npz"), *self.directory.glob(".step-*")):
+            # Damaged checkpoints, and parts of some.
+            if old.name > path.name or old.name.startswith(".") or old.is_dir():
+                _remove(old)
         save_arrays(path, {"state": packed})
         sync_directory(self.directory)
         if is_best:
@@ -205,10 +207,6 @@ def _read_checkpoint(path: Path, max_bytes: int) -> Array:
     return state
 
 
-LAST_MODEL, BEST_MODEL = "model.keras", "best.keras"
-"""Name of the step file of a failed run, which csdctl has moved from memory to the run directory."""
-
-
 def keep_copy(spec: RunSpec) -> RunSpec:
     """Keep on this server what resuming the run here needs. Return the spec for saving the state to it.
 
@@ -233,16 +231,17 @@ class Checkpointer:
         spec: RunSpec,
         reporter: Reporter,
         step: StepEngine,
-        own: Sequence[OwnSamples],
+        *,
+        samples: Sequence[OwnSamples],
         save_trained: Callable[[Path], Path],
     ) -> None:
         """Restore what an earlier process of this run saved: see `position`.
 
-        `own`: the samples of each rank. `save_trained` saves the trained model and returns the path.
-        Raises WorkerError when a state was saved and none can be used.
+        `samples`: of each rank. `save_trained` saves the trained model and returns the path. Raises
+        WorkerError when a state was saved and none can be used.
         """
-        self._spec, self._reporter, self._step, self._own = spec, reporter, step, own
-        self._save_trained = save_trained
+        self._spec, self._reporter, self._step = spec, reporter, step
+        self._samples, self._save_trained = samples, save_trained
         output = Path(spec.output_directory)
         self._checkpoints = Checkpoints(output / "checkpoints", spec.num_checkpoints)
         paths = [Path(spec.step_file), output / KEPT_STEP_FILE] if spec.step_file else []
@@ -312,7 +311,7 @@ class Checkpointer:
     def save_last_good(self) -> bool:
         """Save the model of the newest checkpoint: later weights are not finite. False if there is none."""
         for _, state in self._newest_checkpoint([]):
-            _, self._step.values = unpack(state, self._step.values, self._own)
+            _, self._step.values = unpack(state, self._step.values, self._samples)
             self.save_model(LAST_MODEL)
             return True
         return False
@@ -320,12 +319,12 @@ class Checkpointer:
     def _restore(self) -> Position | None:
         """Load the later of step file and newest checkpoint into the model. Report what is damaged."""
         problems: list[str] = []
-        found = [*self._possible(self._step_states(problems), problems), *self._newest_checkpoint(problems)]
-        if found:
+        states = [*self._possible(self._step_states(problems), problems), *self._newest_checkpoint(problems)]
+        if states:
             for problem in problems:
                 self._reporter.emit(Warned, f"{problem}; the newest intact state is used")
-            _, latest = max(found, key=lambda one: (one[0].total_steps, one[0].epoch))
-            position, self._step.values = unpack(latest, self._step.values, self._own)
+            _, latest = max(states, key=lambda state: (state[0].total_steps, state[0].epoch))
+            position, self._step.values = unpack(latest, self._step.values, self._samples)
             return position
         if problems:  # to begin again would throw away what was trained
             problem = f"no checkpoint of this run can be used: they are damaged: {'; '.join(problems)}"
@@ -351,6 +350,6 @@ class Checkpointer:
         """Yield the states that are possible in this run, with their positions."""
         for state in states:
             try:
-                yield position_of(state, self._own), state
+                yield position_of(state, self._samples), state
             except WorkerError as error:
                 problems.append(error.message)

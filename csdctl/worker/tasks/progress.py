@@ -20,8 +20,8 @@ from csdctl.worker.engine.layout import GradientNoise, Sums, add_sums
 from csdctl.worker.group.communicator import Communicator
 from csdctl.worker.process.errors import WorkerError
 from csdctl.worker.process.machine import Thermometer, peak_memory_bytes, resident_bytes
-from csdctl.worker.process.output import emit
-from csdctl.worker.protocol.events import Event, Finished, Progress, Traffic
+from csdctl.worker.process.output import print_line
+from csdctl.worker.protocol.events import Event, Finished, Progress, Traffic, event_to_line
 from csdctl.worker.protocol.json_codec import SCHEMA, Count, NumSteps, from_json, to_json
 from csdctl.worker.protocol.run_spec import RankSpec, RunSpec
 
@@ -29,7 +29,7 @@ _HEAD = struct.Struct("<QQ32s")
 """Bytes of the position's JSON, and of all; SHA-256 of the variables' shapes and types."""
 MAX_POSITION_BYTES = 1 << 20
 """Space reserved for a position: dozens of bytes for every rank and every reassigned span."""
-_REMEDY = "start a new run"
+_NEW_RUN = "start a new run"
 
 
 @dataclass(frozen=True)
@@ -109,12 +109,14 @@ def hash_state(values: Sequence[Array], position: Position) -> str:
     return digest.hexdigest()
 
 
-def unpack(packed: Array, like: Sequence[Array], own: Sequence[OwnSamples]) -> tuple[Position, list[Array]]:
+def unpack(
+    packed: Array, like: Sequence[Array], samples: Sequence[OwnSamples]
+) -> tuple[Position, list[Array]]:
     """Return what was packed. Raises WorkerError unless the values have the shapes and types of `like`.
 
-    `own`: the samples of each rank of the run.
+    `samples`: of each rank of the run.
     """
-    position = position_of(packed, own)
+    position = position_of(packed, samples)
     length, _, form = _HEAD.unpack(packed[: _HEAD.size].tobytes())
     place = _HEAD.size + length
     expected = place + sum(array.nbytes for array in like)
@@ -131,18 +133,18 @@ def unpack(packed: Array, like: Sequence[Array], own: Sequence[OwnSamples]) -> t
     return position, values
 
 
-def position_of(packed: Array, own: Sequence[OwnSamples]) -> Position:
+def position_of(packed: Array, samples: Sequence[OwnSamples]) -> Position:
     """Return the position alone. Raises WorkerError when it is damaged, or not possible in this run."""
     if len(packed) < _HEAD.size:
-        raise WorkerError("the saved state is truncated", remedy=_REMEDY)
+        raise WorkerError("the saved state is truncated", remedy=_NEW_RUN)
     length, total, _ = _HEAD.unpack(packed[: _HEAD.size].tobytes())
     if total != len(packed) or length > min(MAX_POSITION_BYTES, total - _HEAD.size):
-        raise WorkerError("the saved state is truncated", remedy=_REMEDY)
+        raise WorkerError("the saved state is truncated", remedy=_NEW_RUN)
     try:
         position = from_json(Position, packed[_HEAD.size : _HEAD.size + length].tobytes().decode())
-        _check(position, own)
+        _check(position, samples)
     except ValueError as error:
-        raise WorkerError(f"the saved state cannot be read: {error}", remedy=_REMEDY) from None
+        raise WorkerError(f"the saved state cannot be read: {error}", remedy=_NEW_RUN) from None
     return position
 
 
@@ -150,23 +152,24 @@ def _hash_form(arrays: Sequence[Array]) -> bytes:
     return hashlib.sha256(repr([(array.dtype.str, array.shape) for array in arrays]).encode()).digest()
 
 
-def _check(position: Position, own: Sequence[OwnSamples]) -> None:
+def _check(position: Position, samples: Sequence[OwnSamples]) -> None:
     """Raise ValueError unless `position` is possible in a run with these samples."""
     if position.total_steps < position.step:
         raise ValueError("more steps in the epoch than in the run")
-    if set(position.batch_sizes) != {str(rank) for rank in range(len(own))}:
+    if set(position.batch_sizes) != {str(rank) for rank in range(len(samples))}:
         raise ValueError("batch sizes of other ranks")
     if position.segment and position.segment.start_step > position.step:
         raise ValueError("a part of the epoch that begins later")
-    if position.segment and not all(_is_possible(share, own) for share in position.segment.shares):
+    if position.segment and not all(_is_possible(share, samples) for share in position.segment.shares):
         raise ValueError("samples that the ranks do not have")
 
 
-def _is_possible(share: Share, own: Sequence[OwnSamples]) -> bool:
+def _is_possible(share: Share, samples: Sequence[OwnSamples]) -> bool:
     spans = [*share.reassigned, Span(share.rank, share.public_start, share.public_stop)]
     return (
-        all(span.rank < len(own) and span.start <= span.stop <= own[span.rank].num_public for span in spans)
-        and share.private_start <= share.private_stop <= own[share.rank].num_private
+        all(span.rank < len(samples) for span in spans)
+        and all(span.start <= span.stop <= samples[span.rank].num_public for span in spans)
+        and share.private_start <= share.private_stop <= samples[share.rank].num_private
     )
 
 
@@ -175,7 +178,7 @@ class RunProgress:
 
     def __init__(self, spec: RunSpec) -> None:
         """Start at the first step of the first epoch."""
-        self.own = [OwnSamples(rank.num_private, rank.num_public) for rank in spec.ranks]
+        self.samples = [OwnSamples(rank.num_private, rank.num_public) for rank in spec.ranks]
         """The samples of each rank of the run."""
         self._weights = [rank.weight for rank in spec.ranks]
         sizes = {str(rank.rank): rank.batch_size for rank in spec.ranks}
@@ -216,8 +219,9 @@ class RunProgress:
 
     def num_lost(self) -> int:
         """Return the number of private samples that no rank of this epoch has read or will read."""
-        left = sum(share.after(self.step_in_segment).num_samples for share in self.segment.shares)
-        return sum(own.num_private + own.num_public for own in self.own) - self.position.totals.samples - left
+        num_left = sum(share.after(self.step_in_segment).num_samples for share in self.segment.shares)
+        num_samples = sum(samples.num_private + samples.num_public for samples in self.samples)
+        return num_samples - self.position.totals.samples - num_left
 
     def regroup(self, ranks: Sequence[int], uncounted: Collection[int] = ()) -> None:
         """Divide the rest of the epoch among `ranks`. The latest step did not count those `uncounted`."""
@@ -227,7 +231,7 @@ class RunProgress:
             raise WorkerError("no rank is left that trains: the host has batch size 0", remedy="add a node")
         segment = position.segment
         if segment is None:
-            segment = begin_epoch(self.own, sizes)
+            segment = begin_epoch(self.samples, sizes)
         elif uncounted or {share.rank for share in segment.shares} != set(ranks):
             segment = change_segment(segment, position.step, sizes, uncounted)
         self.position = dataclasses.replace(position, segment=segment)
@@ -323,15 +327,15 @@ def global_fields(sums: Sums, global_samples: int, metrics: Mapping[str, float])
 class Reporter:
     """Emits the events of rank `me` of a run. Rank 0 adds what holds for all ranks."""
 
-    def __init__(self, me: RankSpec) -> None:
-        self._me = me
+    def __init__(self, me: RankSpec, write_line: Callable[[str], None] = print_line) -> None:
+        self._me, self._write_line = me, write_line
         self._thermometer = Thermometer()
         self.metrics: Callable[[Sums], Mapping[str, float]] = lambda sums: {}
         """Returns the metrics of summed states by name; known once the model is loaded."""
 
     def emit(self, kind: type[Event], *values: Any, **fields: Any) -> None:
         """Emit an event of this rank with these further fields. May be called from any thread."""
-        emit(kind(self._me.rank, self._me.node, *values, **fields))
+        self._write_line(event_to_line(kind(self._me.rank, self._me.node, *values, **fields)))
 
     def progress(
         self, position: Position, totals: StepTotals, *, is_over: bool = False, slow_link: Any = None
@@ -352,6 +356,12 @@ class Reporter:
 
     def finished(self, position: Position, weights_hash: str, model_path: str | None, reason: str) -> None:
         """Report the completion record."""
-        epochs_done = position.epoch - (0 if position.step else 1)
-        memory = peak_memory_bytes()
-        self.emit(Finished, epochs_done, position.total_steps, weights_hash, memory, model_path, reason)
+        self.emit(
+            Finished,
+            epochs=position.epoch - (0 if position.step else 1),
+            steps=position.total_steps,
+            weights_hash=weights_hash,
+            peak_memory_bytes=peak_memory_bytes(),
+            model_path=model_path,
+            reason=reason,
+        )

@@ -1,13 +1,13 @@
 """A rank's part in a run: it joins the others, and survives the loss of its link.
 
 Owns the connection to the other ranks (hub, listener, communicator) and the position of the run. A rank that
-joins takes over the state of rank 0, if its own is another one. Rank 0 is on the host. What a node says about
-its own state is not believed (docs/decisions/0024). The task defines what the ranks do together.
+joins takes over the state of rank 0, unless it has the same state. Rank 0 is on the host. What a node says
+about its own state is not believed (docs/decisions/0024). The task defines what the ranks do together.
 """
 
 import contextlib
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from importlib import import_module
 from typing import NoReturn
 
@@ -16,6 +16,7 @@ import numpy as np
 from csdctl.worker.group.communicator import Communicator, HubCommunicator, HubProcess
 from csdctl.worker.group.hub import HubSettings
 from csdctl.worker.group.values import LinkLostError
+from csdctl.worker.process.output import print_line
 from csdctl.worker.protocol.events import Pong, Ready, WaitingFor
 from csdctl.worker.protocol.run_spec import (
     CHECK,
@@ -47,14 +48,20 @@ TASKS = {
 class RankSession:
     """Runs the task of `spec` on rank `rank`."""
 
-    def __init__(self, spec: RunSpec, rank: int) -> None:
+    def __init__(
+        self,
+        spec: RunSpec,
+        rank: int,
+        hub_command: Sequence[str],
+        write_line: Callable[[str], None] = print_line,
+    ) -> None:
+        """`hub_command`: as of `HubProcess`. `write_line` writes the lines of events."""
         self._sandbox = check_sandbox()
-        self._spec = spec
-        self._me = spec.ranks[rank]
-        self._servers = tuple(each.server for each in spec.ranks)
-        has_others = len(spec.ranks) > 1 if rank == 0 else rank in self._servers
-        self._hub = HubProcess() if has_others else None
-        self._reporter = Reporter(self._me)
+        self._spec, self._me = spec, spec.ranks[rank]
+        self._servers = tuple(rank_spec.server for rank_spec in spec.ranks)
+        has_hub = len(spec.ranks) > 1 if rank == 0 else rank in self._servers
+        self._hub = HubProcess(hub_command) if has_hub else None
+        self._reporter = Reporter(self._me, write_line)
         self._orders = Orders(lambda number: self._reporter.emit(Pong, number))
         self._progress = RunProgress(spec)
         module, _, name = TASKS[spec.task.name].partition(":")
@@ -72,7 +79,7 @@ class RankSession:
         reason: str | None = None
         if self._me.rank == 0:
             try:
-                self._begin(self._orders.await_begin())
+                self._begin(self._orders.wait(self._orders.begins).ranks)
                 reason = self._take_part()
             except LinkLostError:
                 self._end_without_hub()
@@ -89,9 +96,14 @@ class RankSession:
         if self._hub is None:
             address = link_address(spec.run_id, self._me.rank, spec.link_key) if self._me.rank else ""
             return Communicator(self._me.rank, sizes, max_bytes, self._report_waiting, address)
-        opened = self._orders.await_hub()
         settings = HubSettings(
-            *(spec.run_id, self._me.rank, opened.key, spec.link_key), *(self._servers, sizes, max_bytes)
+            run_id=spec.run_id,
+            rank=self._me.rank,
+            key=self._orders.wait(self._orders.hubs).key,
+            node_key=spec.link_key,
+            servers=self._servers,
+            sizes=sizes,
+            max_bytes=max_bytes,
         )
         return HubCommunicator(self._hub, settings, self._report_waiting)
 
@@ -111,27 +123,23 @@ class RankSession:
         self._communicator.close()
         return reason
 
-    # Rank 0
-
     def _begin(self, ranks: Sequence[int]) -> None:
-        """Wait until `ranks` have joined, and give them the state."""
-        communicator, others = self._communicator, set(ranks) - {0}
+        """Wait, on rank 0, until `ranks` have joined, and give them the state."""
+        communicator, nodes = self._communicator, set(ranks) - {0}
         # A host that does not train begins with the first node.
-        while not others <= set(communicator.joining) or not (self._me.batch_size or communicator.joining):
+        while not nodes <= set(communicator.joining) or not (self._me.batch_size or communicator.joining):
             communicator.await_joining()
         hashes = dict(communicator.joining)
-        communicator.admit(others or ({*hashes} if not self._me.batch_size else ()))
+        communicator.admit(nodes or ({*hashes} if not self._me.batch_size else ()))
         communicator.gather(None, type(None))
         self._task.settle(communicator, (), hashes)
 
-    # The others
-
     def _join(self) -> None:
-        """Connect to rank 0, and take over its state. Raises LinkLostError."""
+        """Connect to rank 0 from another rank, and take over its state. Raises LinkLostError."""
         communicator, values = self._communicator, self._task.values
         communicator.connect(self._orders.check_orphaned)
         communicator.join(hash_state(values, self._progress.position))
         if packed := communicator.take_state():
             state = np.frombuffer(packed, np.uint8)
-            self._progress.position, self._task.values = unpack(state, values, self._progress.own)
+            self._progress.position, self._task.values = unpack(state, values, self._progress.samples)
         self._progress.regroup(communicator.members)

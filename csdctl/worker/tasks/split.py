@@ -157,7 +157,7 @@ class SplitParts(ModelTask):
         labels = self.example(0)[1]
         num_bytes = math.prod(self._split.split.shape) * self._split.activation_type.itemsize
         num_bytes += int(labels.dtype.itemsize) * math.prod(labels.shape[1:])
-        return max(super().max_message_bytes, int(self.largest_batch * num_bytes))
+        return max(super().max_message_bytes, int(max(self.max_batch_sizes.values()) * num_bytes))
 
     @property
     def values(self) -> Sequence[Array]:
@@ -195,7 +195,7 @@ class SplitParts(ModelTask):
             return exchange.waited_s
         weights = [self.spec.ranks[rank].weight for rank in ranks]
         sizes = [self.sizes_of(rank, count) for rank, count in zip(ranks, counts, strict=True)]
-        exchange.on_host(samples, labels, ranks, weights, sizes, out)
+        exchange.on_host(samples, labels, ranks=ranks, weights=weights, sizes=sizes, out=out)
         return exchange.waited_s
 
     def _load_step(self) -> StepEngine:

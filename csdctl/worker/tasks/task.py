@@ -38,10 +38,10 @@ GROWTH_LIMIT = 2
 """A rank whose memory was not measured gets at most this many times its planned batch size."""
 ORPHAN_S = 600.0
 """A rank that takes no part and receives no order for this long exits."""
-
+FINISHED = ""
+"""Value that `Task.run` returns after the last epoch."""
 
 OrderT = TypeVar("OrderT", bound=Order)
-FINISHED = ""
 
 
 class Orders:
@@ -52,27 +52,21 @@ class Orders:
         self.is_stopping = False
         self.measurements: queue.Queue[Probe | TakeSteps] = queue.Queue()
         """What a tuning run is to measure next."""
-        self._hubs: queue.Queue[OpenHub] = queue.Queue()
-        self._begins: queue.Queue[Begin] = queue.Queue()
+        self.hubs: queue.Queue[OpenHub] = queue.Queue()
+        """How to open the hub."""
+        self.begins: queue.Queue[Begin] = queue.Queue()
+        """The ranks with which the run begins."""
         self._on_ping = on_ping
         self._heard = time.monotonic()
-        self._reader = threading.Thread(target=self._read, daemon=True)
-        self._reader.start()
-
-    def await_hub(self) -> OpenHub:
-        """Return how to open the hub. Raises WorkerError when no order of any kind comes in time."""
-        return self._await(self._hubs)
-
-    def await_begin(self) -> tuple[int, ...]:
-        """Return the ranks with which the run begins. Raises as `await_hub`."""
-        return self._await(self._begins).ranks
+        threading.Thread(target=self._read, daemon=True).start()
 
     def check_orphaned(self) -> None:
         """Raise WorkerError when no order of any kind has come for too long."""
         if time.monotonic() - self._heard > ORPHAN_S:
             raise WorkerError(f"received no order for {ORPHAN_S:g} s: csdctl has exited or is disconnected")
 
-    def _await(self, orders: "queue.Queue[OrderT]") -> OrderT:
+    def wait(self, orders: "queue.Queue[OrderT]") -> OrderT:
+        """Return the next of these orders. Raises WorkerError when no order of any kind comes in time."""
         self._heard = time.monotonic()  # loading may have taken long
         while True:
             self.check_orphaned()
@@ -87,9 +81,9 @@ class Orders:
                 continue
             self._heard = time.monotonic()
             if isinstance(order, OpenHub):
-                self._hubs.put(order)
+                self.hubs.put(order)
             elif isinstance(order, Begin):
-                self._begins.put(order)
+                self.begins.put(order)
             elif isinstance(order, Stop):
                 self.is_stopping = True
             elif isinstance(order, Probe | TakeSteps):
@@ -97,9 +91,6 @@ class Orders:
             elif isinstance(order, Ping):
                 self._on_ping(order.number)
         os._exit(1)
-
-
-"""Value that `Task.run` returns after the last epoch."""
 
 
 @dataclass(frozen=True)
@@ -189,12 +180,12 @@ class ModelTask:
     @property
     def max_message_bytes(self) -> int:
         """As of `Task`."""
-        return self.largest_batch * sample_bytes(*self.reader.first(0))
+        return max(self.max_batch_sizes.values()) * sample_bytes(*self.reader.first(0))
 
     @property
-    def largest_batch(self) -> int:
-        """The largest batch that a rank may get when batch sizes are balanced."""
-        return max(rank.max_batch_size or GROWTH_LIMIT * rank.batch_size for rank in self.spec.ranks)
+    def max_batch_sizes(self) -> dict[int, int]:
+        """The largest batch that each rank may get when batch sizes are balanced."""
+        return {rank.rank: rank.max_batch_size or GROWTH_LIMIT * rank.batch_size for rank in self.spec.ranks}
 
     def settle(
         self, communicator: Communicator, before: Sequence[int], hashes: Mapping[int, str] = {}
@@ -205,7 +196,7 @@ class ModelTask:
         if not joined and members == tuple(before) == counted:
             return
         progress, values = self.progress, self.values
-        own = hash_state(values, progress.position) if hashes else ""
+        state_hash = hash_state(values, progress.position) if hashes else ""
         progress.regroup(members, set(before) - set(counted))
         communicator.admitted = set()
         if not self.is_root:
@@ -214,7 +205,7 @@ class ModelTask:
         self._report_members(communicator, is_start=bool(hashes) or not before)
         packed = pack(values, progress.position).tobytes() if joined else b""
         for rank in joined:
-            state = b"" if hashes.get(rank) == own and hashes else packed
+            state = b"" if hashes and hashes.get(rank) == state_hash else packed
             communicator.give_state(rank, state)
 
     def _report_members(self, communicator: Communicator, *, is_start: bool) -> None:
@@ -226,9 +217,18 @@ class ModelTask:
                 self.reporter.emit(Misbehaved, rank, reason)
         lost = tuple((rank, reason) for rank, reason, _ in communicator.lost)
         communicator.lost = []
-        steps = position.epoch, position.step, segment.stop_step, position.total_steps
-        samples = progress.num_lost(), position.totals.samples
-        self.reporter.emit(Joined, *steps, sizes, is_start, lost, *samples)
+        self.reporter.emit(
+            Joined,
+            epoch=position.epoch,
+            step=position.step,
+            steps_per_epoch=segment.stop_step,
+            total_steps=position.total_steps,
+            batch_sizes=sizes,
+            is_start=is_start,
+            lost=lost,
+            num_lost=progress.num_lost(),
+            epoch_samples=position.totals.samples,
+        )
 
     def load(self) -> None:
         """Load data and model, trace the graphs and reach full speed. The weights stay as they were."""
@@ -267,7 +267,7 @@ class ModelTask:
         """Return the hash of the weights, and the ranks that have another than rank 0."""
         weights_hash = hash_arrays(self.summed.weights)
         hashes = communicator.gather(weights_hash, Sha256)
-        return weights_hash, [rank for rank, found in hashes.items() if found != hashes[0]]
+        return weights_hash, [rank for rank, digest in hashes.items() if digest != hashes[0]]
 
     def other_weights(self, when: str, ranks: Iterable[int]) -> WorkerError:
         """Return the error for ranks of the run that have other weights than rank 0."""
@@ -311,12 +311,12 @@ class ModelTask:
     def _template(self, info: StepInfo) -> tuple[str, Places]:
         """Return a file of Keras with the whole model, and where it has the step's variables. {}: unknown."""
         head = self.spec.head
-        whole = head.compiled if head else self.spec.compiled
-        if not whole:
+        compiled = head.compiled if head else self.spec.compiled
+        if not compiled:
             return "", {}
         if not head:
-            return whole.template, info.places
-        return whole.template, places_of_head(info, load_info(whole, StepInfo), head.head_weights)
+            return compiled.template, info.places
+        return compiled.template, places_of_head(info, load_info(compiled, StepInfo), head.head_weights)
 
     def _warm_up(self) -> None:
         images, labels = self.example(self.me.batch_size)

@@ -36,7 +36,7 @@ from csdctl.worker.tasks.balancer import Balancer
 from csdctl.worker.tasks.callbacks import Decision, after_epoch, check_monitors
 from csdctl.worker.tasks.checkpointer import BEST_MODEL, LAST_MODEL, Checkpointer, keep_copy
 from csdctl.worker.tasks.progress import CallbackState, Reporter, StepTotals, global_fields
-from csdctl.worker.tasks.task import FINISHED, GROWTH_LIMIT, ModelTask
+from csdctl.worker.tasks.task import FINISHED, ModelTask
 
 EVALUATION_BATCH = 256
 DIVERGED = "lower recipe.learning_rate or lengthen recipe.warmup_epochs"
@@ -44,7 +44,7 @@ LAST_GOOD = "; the model of the last good epoch is in the run directory"
 
 
 class StepSums:
-    """The sums of one step, and when they were. This rank's parts are in the communicator's `local`.
+    """Sums the vectors of one step, and measures when. This rank's parts are in the communicator's `local`.
 
     Raises what `Train.sum_step` and `Train.check_finite` raise.
     """
@@ -76,17 +76,20 @@ class StepSums:
         layout, is_last = train.summed.layouts[number], number == len(train.summed.layouts) - 1
         norm = train.step.square_norm(communicator.local[layout.step]) if train.tells_noise else 0.0
         self.began = time.perf_counter()
-        own_s = train.apply_s + self.began - self._started - self.waited_s if is_last else 0.0
-        total = train.sum_step(communicator, layout, own_s, norm, is_last=is_last)
+        compute_s = train.apply_s + self.began - self._started - self.waited_s if is_last else 0.0
+        total = train.sum_step(communicator, layout, compute_s, norm=norm, is_last=is_last)
         self.ended = time.perf_counter()
         step_total: Array = total[layout.step]
         self.tail = total[layout.stop :][: 2 + len(train.spec.ranks)].copy()
         loss = 0.0 if train.step.info.sums else train.summed.read_sums(step_total).loss
         train.check_finite(loss, float(np.add.reduce(step_total)), communicator, *self._batch)
         if train.is_root and train.tells_noise:
-            num_parts = sum(bool(self._samples_by_rank[rank]) for rank in communicator.counted)
-            whole, count = train.step.square_norm(step_total), float(step_total[layout.count])
-            self.noise = GradientNoise.estimate(float(self.tail[-1]), whole, num_parts, count)
+            self.noise = GradientNoise.estimate(
+                parts=float(self.tail[-1]),
+                whole=train.step.square_norm(step_total),
+                num_parts=sum(bool(self._samples_by_rank[rank]) for rank in communicator.counted),
+                count=float(step_total[layout.count]),
+            )
         return step_total
 
 
@@ -99,10 +102,7 @@ class Train(ModelTask):
         self._validation = PreparedSamples(validation) if validation and self.is_root else None
         super().load()
         check_monitors(self.spec.recipe, self.step.metric_names)
-        limits = {
-            rank.rank: rank.max_batch_size or GROWTH_LIMIT * rank.batch_size for rank in self.spec.ranks
-        }
-        self._balancer = Balancer(limits)
+        self._balancer = Balancer(self.max_batch_sizes)
         is_plain = not (
             self.spec.split
             or self.step.info.sums
@@ -118,14 +118,19 @@ class Train(ModelTask):
         """Ranks that were named for a gradient that is too large."""
 
     def restore(self) -> None:
-        """Load the state that this rank saved, if any: rank 0, or that of another server, for a copy."""
-        own, spec = self.progress.own, self.spec if self.is_root else None
-        if self.spec.manifest and not self.is_root and self.me.server == self.me.rank:
-            spec = keep_copy(self.spec)
-        self._checkpointer = (
-            Checkpointer(spec, self.reporter, self.step, own, self.save_trained) if spec else None
+        """Load the state that this rank saved, if any: rank 0, or the rank of another server for its copy."""
+        self._checkpointer: Checkpointer | None = None
+        is_copy = bool(self.spec.manifest) and self.me.server == self.me.rank
+        if not self.is_root and not is_copy:
+            return
+        self._checkpointer = Checkpointer(
+            self.spec if self.is_root else keep_copy(self.spec),
+            self.reporter,
+            self.step,
+            samples=self.progress.samples,
+            save_trained=self.save_trained,
         )
-        if self._checkpointer and self._checkpointer.position:
+        if self._checkpointer.position:
             self.progress.position = self._checkpointer.position
 
     def run(self, communicator: Communicator) -> str:
@@ -140,8 +145,7 @@ class Train(ModelTask):
 
     def _run_epochs(self, communicator: Communicator) -> str:
         while not self._is_over:  # it may have been decided before a link was lost
-            reason = self._run_epoch(communicator)
-            if reason:
+            if reason := self._run_epoch(communicator):
                 return self._end_early(communicator, reason)
             self._end_epoch(communicator)
         return EARLY_STOPPING if self.progress.position.callbacks.is_stopping else FINISHED
@@ -220,7 +224,7 @@ class Train(ModelTask):
             self._balancer.forget()
 
     def _report_outliers(self, communicator: Communicator) -> None:
-        """Warn, once, of each node whose gradient is far larger than those of the others."""
+        """Warn once of each node whose gradient is far larger than the gradients of the others."""
         outliers, communicator.outliers = communicator.outliers, {}
         if not outliers.keys() <= self._outliers:
             self._outliers |= outliers.keys()
@@ -263,9 +267,15 @@ class Train(ModelTask):
             self.check_finite(sums.loss, sums.loss, communicator, images, labels)
             global_samples = len(images)
             self._end_step(communicator, before, sums, global_samples)
-            alone_s = time.perf_counter() - received, 0.0, input_s, 0.0
-            is_stopping = self.orders.is_stopping
-            return StepTotals(1, len(images), *alone_s, sums, global_samples, is_stopping=is_stopping)
+            return StepTotals(
+                steps=1,
+                samples=len(images),
+                compute_s=time.perf_counter() - received,
+                input_s=input_s,
+                sums=sums,
+                global_samples=global_samples,
+                is_stopping=self.orders.is_stopping,
+            )
         summed = StepSums(self, communicator, received, (images, labels), samples_by_rank)
         sums = self._take(communicator, images, labels, copies, summed)
         self.check_finite(sums.loss, 0.0, communicator, images, labels)
@@ -276,11 +286,18 @@ class Train(ModelTask):
         if communicator.members == before:
             self._balance(times_s)
         self.apply_s = time.perf_counter() - summed.ended
-        compute_s = summed.began - received - summed.waited_s + self.apply_s
-        wait_s = summed.ended - summed.began + received - began + summed.waited_s
-        others_s = None if self.spec.split else float(times_s.max() - times_s[self.me.rank])
-        spent_s = compute_s, wait_s, input_s, others_s
-        return StepTotals(1, len(images), *spent_s, sums, global_samples, summed.noise, is_stopping)
+        return StepTotals(
+            steps=1,
+            samples=len(images),
+            compute_s=summed.began - received - summed.waited_s + self.apply_s,
+            wait_s=summed.ended - summed.began + received - began + summed.waited_s,
+            input_s=input_s,
+            others_s=None if self.spec.split else float(times_s.max() - times_s[self.me.rank]),
+            sums=sums,
+            global_samples=global_samples,
+            noise=summed.noise,
+            is_stopping=is_stopping,
+        )
 
     def _take(
         self, communicator: Communicator, images: Array, labels: Array, copies: Array | None, sums: "StepSums"
@@ -289,18 +306,19 @@ class Train(ModelTask):
         return self.step.run(images, labels, sums, communicator.local, private_copies=copies)
 
     def sum_step(
-        self, communicator: Communicator, layout: Any, own_s: float, norm: float = 0, *, is_last: bool = True
+        self, communicator: Communicator, layout: Any, compute_s: float, *, norm: float, is_last: bool
     ) -> Array:
         """Sum the vector in `communicator.local` over all ranks. Its part of the step is filled in.
 
-        `own_s`: the seconds that this rank computed. `norm`: its `square_norm`. `is_last`: of the sums of
-        this step. Raises WorkerError for a sum that cannot be. The hub finds the rank at fault before that.
+        `compute_s`: the seconds that this rank computed. `norm`: its `square_norm`. `is_last`: whether this
+        is the last sum of the step. Raises WorkerError for a sum that is impossible. The hub finds the rank
+        at fault before that.
         """
         vector = communicator.local
         is_stopping = is_last and self.is_root and self.orders.is_stopping
         tail = vector[layout.stop :][: 2 + len(self.spec.ranks)]
         tail[:] = 0
-        tail[0], tail[1 + self.me.rank], tail[-1] = is_stopping, own_s, norm
+        tail[0], tail[1 + self.me.rank], tail[-1] = is_stopping, compute_s, norm
         counts = self.progress.weigh(self.progress.step_samples)
         expected = ExpectedTails(
             layout.count, dict(zip(communicator.members, counts, strict=True)), layout.gradients.stop
@@ -318,12 +336,12 @@ class Train(ModelTask):
     def _exchange_reassigned(self, communicator: Communicator) -> bytes | bytearray | None:
         """Send, from rank 0, the samples that other ranks read from the host in this step. Receive them."""
         progress, received = self.progress, None
-        for other in progress.segment.shares[1:]:
-            if not other.reassigned or not (batch := other.batch(progress.step_in_segment)).reassigned:
+        for share in progress.segment.shares[1:]:
+            if not share.reassigned or not (batch := share.batch(progress.step_in_segment)).reassigned:
                 continue
             if self.is_root:
-                communicator.send(other.rank, self.reader.pack_reassigned(batch.reassigned), SAMPLES)
-            elif other.rank == self.me.rank:
+                communicator.send(share.rank, self.reader.pack_reassigned(batch.reassigned), SAMPLES)
+            elif share.rank == self.me.rank:
                 num_bytes = batch.num_reassigned * sample_bytes(*self.reader.first(0))
                 received = communicator.receive(0, num_bytes, SAMPLES)
         return received
@@ -356,9 +374,14 @@ class Train(ModelTask):
             return
         if self.is_root:
             position, (slowest, slowdown) = progress.position, self._balancer.slowest
-            sizes_of = {str(rank): size for rank, size in proposal.items()}
-            node = self.spec.ranks[slowest].node
-            self.reporter.emit(Rebalanced, position.epoch, position.step, node, round(slowdown, 3), sizes_of)
+            self.reporter.emit(
+                Rebalanced,
+                epoch=position.epoch,
+                step=position.step,
+                slowest=self.spec.ranks[slowest].node,
+                slowdown=round(slowdown, 3),
+                batch_sizes={str(rank): size for rank, size in proposal.items()},
+            )
         self._balancer.forget()
         progress.change_batch_sizes(proposal)
 
@@ -372,14 +395,15 @@ class Train(ModelTask):
         # With loss scaling, the optimizer skips a gradient that overflowed and lowers the scale.
         if math.isfinite(loss) and (math.isfinite(total) or self.step.has_loss_scaling):
             return
-        is_finite = all(np.isfinite(part).all() for one in batch for part in fields_of(one).values())
-        found = communicator.gather(is_finite, bool)
+        fields = [values for array in batch for values in fields_of(array).values()]
+        are_inputs_finite = communicator.gather(all(np.isfinite(values).all() for values in fields), bool)
         if not self.is_root:
             communicator.gather(None, type(None))
             raise LinkLostError
         cause = f"the loss became {loss}" if not math.isfinite(loss) else "the gradient overflowed"
         remedy, position = DIVERGED, self.progress.position
-        if nodes := [self.spec.ranks[rank].node for rank, is_good in found.items() if not is_good]:
+        if wrong := [rank for rank, is_finite in are_inputs_finite.items() if not is_finite]:
+            nodes = [self.spec.ranks[rank].node for rank in wrong]
             cause = f"samples of {list_names(nodes)} have NaN or infinity: {cause}"
             remedy = "remove or replace them: np.isfinite finds them"
         remedy += LAST_GOOD * (self._checkpointer is not None and self._checkpointer.save_last_good())
@@ -407,10 +431,10 @@ class Train(ModelTask):
             decision = [dataclasses.asdict(callbacks), is_best]
         self._report_epoch_end(results)
         # Only what rank 0 decides counts.
-        found = communicator.gather(decision, Decision | None)[0]
-        if found is None:
+        decided = communicator.gather(decision, Decision | None)[0]
+        if decided is None:
             raise LinkLostError
-        callbacks, is_best = found
+        callbacks, is_best = decided
         self.progress.end_epoch(callbacks)
         if self._checkpointer:
             # First: after a loss in between, the end of the epoch is repeated.
@@ -441,7 +465,7 @@ class Train(ModelTask):
         return after_epoch(self.spec.recipe, position.callbacks, position.epoch, monitored)
 
     def _epoch_results(self) -> dict[str, Any]:
-        """Return samples, loss and metrics of the epoch so far, over all ranks, including lost ones."""
+        """Return samples, loss and metrics of the epoch so far, over all ranks, also ranks that were lost."""
         totals = self.progress.position.totals
         if not (totals.weight or self.step.has_noise):
             raise _no_weight(f"epoch {self.progress.position.epoch}")

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import astuple, replace
 from functools import partial
+from typing import Any, cast
 
 import numpy as np
 
@@ -24,10 +25,11 @@ from csdctl.worker.protocol.datasets import DatasetInfo
 from csdctl.worker.protocol.events import STOPPED, Probed, SumTimed
 from csdctl.worker.protocol.json_codec import from_dict
 from csdctl.worker.protocol.orders import Probe, TakeSteps, order_from_line, order_to_line
-from csdctl.worker.protocol.probe import ProbeRequest, ProbeResult
+from csdctl.worker.protocol.probe import ProbeRequest, ProbeResult, ProbeSpec
 from csdctl.worker.protocol.run_spec import ELEMENT_SPEC
-from csdctl.worker.tasks.progress import EpochTotals
+from csdctl.worker.tasks.progress import EpochTotals, Reporter, RunProgress
 from csdctl.worker.tasks.split import Split
+from csdctl.worker.tasks.task import Orders, TaskContext
 from csdctl.worker.tasks.train import Train
 
 NUM_TIMED_SUMS = 4
@@ -94,7 +96,7 @@ class Trial(Train):
         """Train for an epoch of the steps in `order`, after the sums of a step were timed."""
         progress, me = self.progress, order.ranks[self.me.rank]
         self.step.micro_batch_size = me.micro_batch_size
-        progress.own = [OwnSamples(rank.num_private, rank.num_public) for rank in order.ranks]
+        progress.samples = [OwnSamples(rank.num_private, rank.num_public) for rank in order.ranks]
         progress.position = replace(
             progress.position,
             step=0,
@@ -134,3 +136,12 @@ class Trial(Train):
 
 class SplitTrial(Split, Trial):
     """The same with a model that is cut in two."""
+
+
+def probe(spec: ProbeSpec, **_: Any) -> ProbeResult:
+    """Measure a step beside the rank of a machine that has other settings. Raises WorkerError."""
+    run, me = spec.run, spec.run.ranks[spec.rank]
+    no_orders = cast(Orders, None)
+    trial = Trial(TaskContext(run, me, RunProgress(run), Reporter(me), no_orders))
+    trial.load()
+    return trial.measure(spec.request)

@@ -28,7 +28,6 @@ from csdctl.worker.group.bf16 import from_bf16, to_bf16
 from csdctl.worker.group.communicator import Communicator
 from csdctl.worker.group.values import LinkLostError, PeerFaultError, RankLostError, StepVoidError
 from csdctl.worker.process.errors import WorkerError
-from csdctl.worker.process.output import emit
 from csdctl.worker.protocol.datasets import SAMPLE_WEIGHT, list_names
 from csdctl.worker.protocol.events import STATE, VERIFIED, Compared, Joined, Verified
 from csdctl.worker.protocol.json_codec import MaxLength
@@ -144,7 +143,7 @@ class Reference:
         one_sample = self._relative(self._by_engine(rank, exchanged, exchanged_labels) - vector, vector)
         # Where all weights are 0, moving them changes nothing, but the terms of the sum are rounded.
         floor = self._roundoff * (1 + rank.batch_size * one_sample)
-        spread = max(floor, *(self._relative(other - vector, vector) for other in moved))
+        spread = max(floor, *(self._relative(result - vector, vector) for result in moved))
         return self._by_keras(rank, samples, labels), spread, one_sample
 
     def compare_one_batch(self, total: Array) -> tuple[Compared | None, tuple[str, ...]]:
@@ -326,7 +325,7 @@ def _relative(change: Array, vector: Array, *parts: slice) -> float:
 
 
 def choose_sizes(batch_sizes: Sequence[int]) -> list[int]:
-    """Return the batch sizes of the step, which are unequal, given those of the plan.
+    """Return the batch sizes of the step, which are unequal, given the plan's.
 
     With equal sizes, a plain mean of the ranks' means would be right. A rank without samples gets none.
     """
@@ -407,7 +406,7 @@ class Verify(ModelTask):
             communicator.give_state(rank, b"")
         sizes = dict.fromkeys(map(str, communicator.members), 0)
         self.reporter.emit(
-            Joined, epoch=1, step=0, num_steps=0, total_steps=0, batch_sizes=sizes, is_start=True
+            Joined, epoch=1, step=0, steps_per_epoch=0, total_steps=0, batch_sizes=sizes, is_start=True
         )
 
     def run(self, communicator: Communicator) -> str:
@@ -421,7 +420,7 @@ class Verify(ModelTask):
         self.step.values = self._move_weights()
         self.step.set_step(0, self.spec.recipe.learning_rate or 0.0)
         try:
-            verified = self._take_step(communicator)
+            comparisons = self._take_step(communicator)
         except PeerFaultError as fault:
             raise WorkerError(f"{self.spec.ranks[fault.rank].node}: {fault}") from None
         except (RankLostError, StepVoidError):
@@ -430,8 +429,8 @@ class Verify(ModelTask):
         self._weights_hash, different = self.share_hash(communicator)
         if different:
             raise self.other_weights("one step", different)
-        if verified:
-            emit(replace(verified, weights_hash=self._weights_hash))
+        if self.is_root:
+            self.reporter.emit(Verified, **comparisons, weights_hash=self._weights_hash)
         return VERIFIED
 
     def finish(self, reason: str) -> None:
@@ -475,8 +474,8 @@ class Verify(ModelTask):
         self._check_members(communicator)
         return total
 
-    def _take_step(self, communicator: Communicator) -> Verified | None:
-        """Take the step. Return what rank 0 measures, without the hash of the weights."""
+    def _take_step(self, communicator: Communicator) -> dict[str, Any]:
+        """Take the step. Return what rank 0 measures as fields of `Verified`, without the weights' hash."""
         step, start = self.step, self.step.values
         parts: list[Array] = []
         totals: list[Array] = []
@@ -496,12 +495,12 @@ class Verify(ModelTask):
             exact.add(vector)
             if reference:
                 reference.compare(vector)
-        verified = None
+        comparisons = {}
         if reference:
             self._check_against_keras(reference, after, step.join(totals))
-            verified = self._describe(reference, exact, step.join(totals), exact.value)
+            comparisons = self._describe(reference, exact, step.join(totals), exact.value)
         step.values = after
-        return verified
+        return comparisons
 
     def _make_exact_sum(self, size: int) -> ExactSum:
         if self.spec.recipe.compression != BF16:
@@ -531,27 +530,26 @@ class Verify(ModelTask):
                     remedy="please report it, with the model",
                 )
 
-    def _describe(self, reference: Reference, exact: ExactSum, total: Array, whole: Array) -> Verified:
-        """Return the comparisons, without the hash of the weights.
+    def _describe(
+        self, reference: Reference, exact: ExactSum, total: Array, model_total: Array
+    ) -> dict[str, Any]:
+        """Return the comparisons as fields of `Verified`.
 
-        `total`: the sum of what was added to `exact`. `whole`: the summed vector of the whole model.
+        `total`: the sum of what was added to `exact`. `model_total`: the summed vector of the whole model.
         """
-        one_batch, not_one_batch = reference.compare_one_batch(whole)
-        sizes = tuple(rank.batch_size for rank in self._ranks)
-        return Verified(
-            rank=self.me.rank,
-            node=self.me.node,
-            global_batch=sum(sizes),
-            batch_sizes=sizes,
-            dtype=self.step.info.model_type,
-            sum_difference=exact.difference(total),
-            sum_rounding=exact.rounding,
-            compared_in=self.step.info.compute_type,
-            of_ranks=tuple(reference.of_ranks),
-            one_batch=one_batch,
-            not_one_batch=not_one_batch,
-            weights_hash="",
-        )
+        one_batch, not_one_batch = reference.compare_one_batch(model_total)
+        sizes, info = tuple(rank.batch_size for rank in self._ranks), self.step.info
+        return {
+            "global_batch": sum(sizes),
+            "batch_sizes": sizes,
+            "dtype": info.model_type,
+            "sum_difference": exact.difference(total),
+            "sum_rounding": exact.rounding,
+            "compared_in": info.compute_type,
+            "of_ranks": tuple(reference.of_ranks),
+            "one_batch": one_batch,
+            "not_one_batch": not_one_batch,
+        }
 
 
 def _gather(communicator: Communicator, vector: Array) -> Iterator[Array]:
@@ -581,7 +579,7 @@ class VerifySplit(SplitParts, Verify):
             self._ranks[number] = replace(rank, micro_batch_size=size)
         return super()._make_reference(totals)
 
-    def _take_step(self, communicator: Communicator) -> Verified | None:
+    def _take_step(self, communicator: Communicator) -> dict[str, Any]:
         split: Any = self._split
         sizes = [rank.batch_size for rank in self._ranks]
         reference = self._make_reference() if self.is_root else None
@@ -593,16 +591,16 @@ class VerifySplit(SplitParts, Verify):
             if reference:
                 reference.compare(split.vector(total))
         total = self._sum_of(communicator, sizes)
-        whole = split.vector(total) if reference else total
+        model_total = split.vector(total) if reference else total
         self.step.position = 0, self.me.rank
         split.apply(total)
         if not reference:
-            return None
+            return {}
         after = self.step.values
-        self._check_against_keras(reference, after, whole)
-        verified = self._describe(reference, exact, total[gradients], whole)
+        self._check_against_keras(reference, after, model_total)
+        comparisons = self._describe(reference, exact, total[gradients], model_total)
         self.step.values = after
-        return verified
+        return comparisons
 
     def _sum_of(self, communicator: Communicator, counts: list[int]) -> Array:
         """Return the summed vector of a step from the beginning, in which the ranks have `counts` samples."""

@@ -1,7 +1,6 @@
 """A real hub with links that do what a test says: each link is a socket of the test, without MPI."""
 
 import socket
-import sys
 import time
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -9,7 +8,6 @@ from typing import Any
 
 import numpy as np
 
-from csdctl.worker.group import communicator
 from csdctl.worker.group.channel import NUMBER, Channel, Letter, LinkSettings
 from csdctl.worker.group.chunks import CHUNK_SIZE, divide
 from csdctl.worker.group.communicator import HubCommunicator, HubProcess
@@ -18,7 +16,7 @@ from csdctl.worker.group.shared_memory import map_array
 from csdctl.worker.group.values import ExpectedTails
 from csdctl.worker.protocol.json_codec import from_json
 from csdctl.worker.protocol.sandbox import hub_address
-from tests.linked_ranks import SAMPLES, make_vector
+from tests.linked_ranks import HUB_COMMAND, SAMPLES, make_vector
 
 SIZE = CHUNK_SIZE + 30
 """Two chunks."""
@@ -107,7 +105,7 @@ class ScriptedGroup:
         settings = HubSettings(
             self.run_id, 0, "key", "", tuple(servers), tuple((size, 0) for size in sizes), 1 << 16
         )
-        self.host = HubCommunicator(HubProcess(), settings, lambda missing: None)
+        self.host = HubCommunicator(HubProcess(HUB_COMMAND), settings, lambda missing: None)
         self.links: dict[int, ScriptedLink] = {}
         self._thread = ThreadPoolExecutor(1)
 
@@ -148,16 +146,8 @@ class ScriptedGroup:
         return self.later(sum_up)
 
     def end(self) -> None:
-        self.host._hub._process.kill()  # a sum that waits ends
+        self.host._hub.process.kill()  # a sum that waits ends
         self._thread.shutdown()
         for link in self.links.values():
             link.close()
         self.host.disconnect()
-
-
-def build_hub_command(descriptor: int) -> list[str]:
-    """Return the command line of a hub."""
-    return [sys.executable, "-m", "csdctl.worker", "hub", "--descriptor", str(descriptor)]
-
-
-communicator.build_hub_command = build_hub_command

@@ -18,7 +18,7 @@ from csdctl.worker.group.communicator import NUM_KEPT, HubCommunicator, HubProce
 from csdctl.worker.group.hub import MAX_HELD_BYTES, HubSettings
 from csdctl.worker.group.values import RankLostError, StepVoidError
 from csdctl.worker.protocol.sandbox import link_address
-from tests.linked_ranks import add
+from tests.linked_ranks import HUB_COMMAND, add
 from tests.patience import eventually
 from tests.unit.worker.group.scripted_links import SIZE, ScriptedGroup, ScriptedLink
 
@@ -214,7 +214,7 @@ def test_rank_0_says_which_rank_it_waits_for_bytes_of(
 def test_node_behind_a_server_joins_after_it() -> None:
     """Else rank 0 could admit the node alone, and its server would know nothing of it."""
     settings = HubSettings("joining", 1, "key", "node-key", (0, 1, 1), ((SIZE, 0),), 1 << 16)
-    server = HubCommunicator(HubProcess(), settings, lambda missing: None)
+    server = HubCommunicator(HubProcess(HUB_COMMAND), settings, lambda missing: None)
     with contextlib.closing(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)) as host:
         host.connect("\0" + link_address("joining", 1, "node-key"))
         above = Channel(host)
@@ -425,7 +425,7 @@ def test_bytes_that_rank_0_does_not_take_do_not_fill_the_hub(group: ScriptedGrou
     hostile, *_ = group.begin([1, 2, 3])
     content = NUMBER.pack(1) + bytes(1 << 15)
     message = struct.pack("<cQ", Letter.DATA, len(content)) + content
-    hub = group.host._hub._process.pid
+    hub = group.host._hub.process.pid
     before = resident_bytes(hub)
     hostile.connection.setblocking(False)
     with contextlib.suppress(BlockingIOError):

@@ -73,7 +73,7 @@ def test_what_a_look_has_taken_from_the_sockets_is_passed_on_before_the_end_slee
         vector, total = share_vector(NUM_ELEMENTS)[1], share_vector(NUM_ELEMENTS)[1]
         hub.send_descriptors(vector, total)
         hub.send(Letter.OPEN, to_json(LinkSettings(((NUM_ELEMENTS, 0),), 1 << 20, True)).encode())
-        end = link.HubEnd(world, Channel(ours), 1)  # type: ignore[arg-type]
+        end = link.HubEnd(world, Channel(ours), 1, ())  # type: ignore[arg-type]
         assert not end._look()
         begun = world.num_looks
         if kind == "chunk":

@@ -13,11 +13,11 @@ import time
 from pathlib import Path
 from typing import Any
 
-from csdctl.worker import __main__ as worker
 from csdctl.worker.protocol.json_codec import from_json
 from csdctl.worker.protocol.run_spec import CHECK, RunSpec
 from csdctl.worker.tasks.session import TASKS, RankSession
 
+HUB_COMMAND = [sys.executable, "-m", "csdctl.worker", "hub", "--descriptor"]
 POLL_S = 0.02
 
 
@@ -86,14 +86,12 @@ def make_check(*, is_wrong: bool) -> type:
 
 
 def main() -> int:
-    if sys.argv[1] == "hub":
-        return worker.main(sys.argv[1:])
     spec, rank = from_json(RunSpec, Path(sys.argv[1]).read_text()), int(sys.argv[2])
     is_wrong = spec.task.arguments.pop("is_wrong", False)
     globals()["Task"] = make_check(is_wrong=is_wrong) if spec.task.name == CHECK else make_train()
     TASKS[spec.task.name] = "__main__:Task"
     try:
-        RankSession(spec, rank).run()
+        RankSession(spec, rank, HUB_COMMAND).run()
     except Exception as error:
         say(error=f"{type(error).__name__}: {error}")
         return 1

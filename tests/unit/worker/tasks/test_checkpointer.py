@@ -280,7 +280,7 @@ class Run:
     def start(self) -> tuple[Checkpointer, Any]:
         """Start rank 0 anew; return its checkpointer and its step."""
         step: Any = StateStep()
-        return Checkpointer(self.spec, Reporter(ME), step, OWN, step.save), step
+        return Checkpointer(self.spec, Reporter(ME), step, samples=OWN, save_trained=step.save), step
 
     def train(self, steps: list[int], *, checkpoints: tuple[int, ...] = ()) -> None:
         """Save the state after `steps` to the step file, after those in `checkpoints` also to disk."""
@@ -353,7 +353,7 @@ def test_run_of_a_rebooted_host_continues_from_the_newest_checkpoint_or_not_at_a
     run.assert_continues_after(20)
     any_step: Any = StateStep()
     with pytest.raises(WorkerError, match="no checkpoint of this run can be used: .*cannot be read"):
-        Checkpointer(run.spec, Reporter(ME), any_step, OWN[:1], any_step.save)
+        Checkpointer(run.spec, Reporter(ME), any_step, samples=OWN[:1], save_trained=any_step.save)
     shutil.rmtree(run.output / "checkpoints")
     (run.output / "checkpoints").write_text("a file")
     with pytest.raises(WorkerError, match=f"{run.output}/checkpoints cannot be read: Not a directory"):

@@ -48,7 +48,7 @@ class Alone:
         self.reporter.emit(Finished, 1, 0, "", 0)
 
 TASKS["alone"] = "__main__:Alone"
-RankSession(from_json(RunSpec, sys.argv[1]), 0).run()
+RankSession(from_json(RunSpec, sys.argv[1]), 0, []).run()
 os._exit(0)
 """
 
@@ -95,8 +95,8 @@ def test_rank_that_has_loaded_for_long_waits_for_its_orders(send: Callable[[Orde
     orders._heard -= 2 * ORPHAN_S
     threading.Timer(0.2, send, [Begin((0, 1))]).start()
     threading.Timer(0.3, send, [OpenHub("key")]).start()
-    assert orders.await_hub().key == "key"
-    assert orders.await_begin() == (0, 1)
+    assert orders.wait(orders.hubs).key == "key"
+    assert orders.wait(orders.begins).ranks == (0, 1)
 
 
 def test_rank_that_waits_without_any_order_is_an_orphan(send: Callable[[Order], None]) -> None:

@@ -689,7 +689,7 @@ def test_rank_that_joins_takes_over_the_state_after_the_step_and_takes_part_in_t
         assert rank == 2
         said.append(capsys.readouterr().out)
         joiner.progress.position, joiner.values = unpack(
-            np.frombuffer(packed, np.uint8), joiner.values, joiner.progress.own
+            np.frombuffer(packed, np.uint8), joiner.values, joiner.progress.samples
         )
         taken.append((joiner.progress.position, weights_of(joiner)))
 
