@@ -4,7 +4,6 @@ import json
 import math
 import os
 from collections.abc import Callable, Mapping
-from io import BufferedReader
 from pathlib import Path
 from typing import IO, Any
 
@@ -98,7 +97,7 @@ class CheckedArray:
             raise WorkerError(f"{self._path} is not what was prepared: {hashes}", remedy=PREPARE)
 
 
-def map_file(file: BufferedReader) -> Array:
+def map_file(file: IO[bytes]) -> Array:
     """Map an open .npy file without unpickling. Raises OSError, or ValueError if it is not one array."""
     file.seek(0)
     shape, is_fortran, dtype = read_array_header(file)

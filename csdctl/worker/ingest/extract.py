@@ -26,29 +26,23 @@ from csdctl.worker.ingest.partial_dataset import PartialDataset, check_free_spac
 from csdctl.worker.ingest.sources.source import Block
 from csdctl.worker.process.errors import InputError, WorkerError
 from csdctl.worker.protocol.datasets import DatasetInfo, PrepareProgress
-from csdctl.worker.protocol.features import (
-    Augmented,
-    Extracted,
-    ExtractSpec,
-    Gathered,
-    GatherSpec,
-    Recomputed,
-    SendSpec,
-)
+from csdctl.worker.protocol.features import Extracted, ExtractSpec, Gathered, GatherSpec, Recomputed, SendSpec
 from csdctl.worker.protocol.packages import TENSORFLOW, find_version
 from csdctl.worker.protocol.run_spec import DatasetSlice
 
 Compute = Callable[[Array, Array], tuple[Array, Array]]
-"""Makes of samples and labels, each of shape (n, …), those that are stored."""
-
+"""Makes of samples and labels, each of shape (n, …), what is stored."""
+Rows = Callable[[PartialDataset, PreparedSamples], Iterator[Block]]
+"""Yields the rows that a partial data set lacks, of some samples."""
+OnProgress = Callable[[PrepareProgress], None]
 
 GATHERED_ROWS = 4096
+"""Rows of features that `gather` holds in memory."""
 LINE_BYTES = 48 << 10
+"""Bytes of the file in one line; 64 KiB in base64."""
 
 
-def extract(
-    spec: ExtractSpec, *, on_progress: Callable[[PrepareProgress], None] = lambda progress: None
-) -> Extracted:
+def extract(spec: ExtractSpec, *, on_progress: OnProgress = lambda progress: None) -> Extracted:
     """Run the model over the samples, and store what is kept below `spec.store`. Nothing if it is there.
 
     An interrupted call is resumed. With `spec.num_checked`, some of what is stored is computed again and
@@ -57,18 +51,19 @@ def extract(
     if spec.num_checked:
         return _recompute(spec)
     load = functools.cache(lambda: load_computation(spec))
-    sources = of_sources(spec)
-    sizes = [len(PreparedSamples(one.source)) * num_views(one.augmented) for one in sources]
+    requests = of_sources(spec)
+    sizes = [len(PreparedSamples(request.source)) * num_views(request) for request in requests]
     parts: list[DatasetInfo] = []
-    num_computed = 0
-    for number, one in enumerate(sources):
+    num_computed = num_before = 0
+    for request, size in zip(requests, sizes, strict=True):
 
-        def note(progress: PrepareProgress, num_before: int = sum(sizes[:number])) -> None:
+        def note(progress: PrepareProgress, num_before: int = num_before) -> None:
             on_progress(PrepareProgress(num_before + progress.num_done, sum(sizes)))
 
-        info, num_new = _store_rows(one, functools.partial(_compute_rows, one, load), note)
+        info, num_new = _store_rows(request, functools.partial(_compute_rows, request, load), note)
         parts.append(info)
         num_computed += num_new
+        num_before += size
     return Extracted(tuple(parts), num_computed)
 
 
@@ -80,26 +75,27 @@ def of_sources(spec: ExtractSpec) -> list[ExtractSpec]:
     return [dataclasses.replace(spec, source=source, augmented=augmented) for source, augmented in pairs]
 
 
-def _store_rows(
-    spec: ExtractSpec,
-    rows: Callable[[PartialDataset, PreparedSamples], Iterator[Block]],
-    on_progress: Callable[[PrepareProgress], None],
-) -> tuple[DatasetInfo, int]:
+def num_views(spec: ExtractSpec) -> int:
+    """Return how many rows are computed of each sample."""
+    return spec.augmented.num_views if spec.augmented else 1
+
+
+def _store_rows(spec: ExtractSpec, rows: Rows, on_progress: OnProgress) -> tuple[DatasetInfo, int]:
     """Store the rows of `spec.source` unless they are stored. Return how many are new, too.
 
     `rows` yields those from the first missing one on. It is called only if there are rows to store.
     """
     samples = PreparedSamples(spec.source)
-    num_rows = len(samples) * num_views(spec.augmented)
+    num_rows = len(samples) * num_views(spec)
     target = _target_of(spec)
     make_store(target.parent, Path(spec.source.images), is_shared=False)
-    if done := find_stored(target):
-        return done, 0
+    if stored := find_stored(target):
+        return stored, 0
     directory = target.with_name(f".part-{target.name}")
     with PartialDataset(directory, target.name) as partial:
-        if done := find_stored(target):  # by the process that held the lock
+        if stored := find_stored(target):  # by the process that held the lock
             partial.discard()
-            return done, 0
+            return stored, 0
         num_before = partial.info.num_samples
         on_progress(PrepareProgress(num_before, num_rows))
         for block in rows(partial, samples):
@@ -120,11 +116,11 @@ def _compute_rows(
     compute, augment = load(), load_augmentation(spec)
     partial.declare(*compute(*samples.read(np.arange(0))))
     row_bytes = math.prod(partial.info.sample_shape) * dtype_from_text(partial.info.dtype).itemsize
-    what, other = "features", "train without --strategy features"
+    num_rows = len(samples) * num_views(spec)
+    what, remedy = "features", "train without --strategy features"
     if spec.results:
-        what, other = "results", "ask for classes only"
-    num_rows = len(samples) * num_views(spec.augmented)
-    check_free_space((num_rows - partial.info.num_samples) * row_bytes, spec.store, what, other)
+        what, remedy = "results", "ask for classes only"
+    check_free_space((num_rows - partial.info.num_samples) * row_bytes, spec.store, what, remedy)
     while partial.info.num_samples < num_rows:
         view, start = divmod(partial.info.num_samples, len(samples))
         yield Block(*compute(*augment(*samples.span(start, BATCH_SIZE), view, start)))
@@ -149,21 +145,15 @@ def load_computation(spec: ExtractSpec) -> Compute:
     return compute
 
 
-def num_views(augmented: Augmented | None) -> int:
-    """Return how many rows are computed of each sample."""
-    return augmented.num_views if augmented else 1
-
-
 def load_augmentation(spec: ExtractSpec) -> Callable[[Array, Array, int, int], tuple[Array, Array]]:
     """Return what makes a view of samples, by its number and that of the first sample, always the same."""
-    wanted = spec.augmented
-    if wanted is None:
+    if spec.augmented is None:
         return lambda samples, labels, view, start: (samples, labels)
     content = f"{spec.source.images_sha256} {spec.source.start}"
     data = int.from_bytes(hashlib.sha256(content.encode()).digest()[:4])
     if code := spec.prefix.code:
         import_packed(code.archive, code.modules)
-    function = Augmentation(wanted.augment, wanted.seed)
+    function = Augmentation(spec.augmented.augment, spec.augmented.seed)
 
     def make(samples: Array, labels: Array, view: int, start: int) -> tuple[Array, Array]:
         rows = [slice(n, n + 1) for n in range(len(samples))]
@@ -199,13 +189,13 @@ def _recompute(spec: ExtractSpec) -> Extracted:
 
     Whole batches, as they were computed at first: in another batch, a kernel may round differently.
     """
-    stored = [(one, info) for one in of_sources(spec) if (info := find_stored(_target_of(one)))]
+    stored = [(request, info) for request in of_sources(spec) if (info := find_stored(_target_of(request)))]
     if not stored:
         return Extracted((), 0, Recomputed(0, 0.0))
     compute = load_computation(spec)
     num_batches = max(1, spec.num_checked // (BATCH_SIZE * len(stored)))
-    rows, differences = zip(*(_compare(one, info, compute, num_batches) for one, info in stored), strict=True)
-    return Extracted((), 0, Recomputed(sum(rows), max(differences)))
+    compared = [_compare(request, info, compute, num_batches) for request, info in stored]
+    return Extracted((), 0, Recomputed(sum(n for n, _ in compared), max(largest for _, largest in compared)))
 
 
 def _compare(spec: ExtractSpec, info: DatasetInfo, compute: Compute, num_batches: int) -> tuple[int, float]:
@@ -214,7 +204,7 @@ def _compare(spec: ExtractSpec, info: DatasetInfo, compute: Compute, num_batches
     stored = CheckedArray(str(Path(info.path, "images.npy")), info.images_sha256).array
     augment = load_augmentation(spec)
     starts = range(0, len(samples), BATCH_SIZE)
-    places = [(view, start) for view in range(num_views(spec.augmented)) for start in starts]
+    places = [(view, start) for view in range(num_views(spec)) for start in starts]
     num_rows, difference = 0, 0.0
     for place in np.unique(np.linspace(0, len(places) - 1, num_batches, dtype=int)) if places else ():
         view, start = places[place]
@@ -227,9 +217,7 @@ def _compare(spec: ExtractSpec, info: DatasetInfo, compute: Compute, num_batches
     return num_rows, difference
 
 
-def gather(
-    spec: GatherSpec, *, on_progress: Callable[[PrepareProgress], None] = lambda progress: None
-) -> Gathered:
+def gather(spec: GatherSpec, *, on_progress: OnProgress = lambda progress: None) -> Gathered:
     """Store the features of `spec.parts` as those of all samples. Raises WorkerError for anything else."""
     if not spec.parts:
         return Gathered(is_stored=find_stored(_target_of(spec.wanted)) is not None)
@@ -254,17 +242,14 @@ def _merge(spec: GatherSpec, partial: PartialDataset, samples: PreparedSamples) 
         raise WorkerError(f"the features of {missing} of {num_samples} samples are missing")
     for row in range(partial.info.num_samples, num_samples, GATHERED_ROWS):
         rows = np.arange(row, min(num_samples, row + GATHERED_ROWS))
-        found = np.empty((len(rows), *spec.shape), dtype)
+        merged = np.empty((len(rows), *spec.shape), dtype)
         for number, (part, features) in enumerate(zip(spec.parts, parts, strict=True)):
             is_here = owners[rows] == number
-            found[is_here] = features[places[rows[is_here]]]
-            if not np.isfinite(found[is_here]).all():
+            merged[is_here] = features[places[rows[is_here]]]
+            if not np.isfinite(merged[is_here]).all():
                 problem = f"{part.node} sent features that are not finite"
                 raise WorkerError(problem, remedy=f"examine {part.node}")
-        yield Block(found, samples.labels(rows))
-
-
-"""Bytes of the file in one line; 64 KiB in base64."""
+        yield Block(merged, samples.labels(rows))
 
 
 def send(spec: SendSpec, write: Callable[[str], None], *, home: Path = Path()) -> None:

@@ -40,17 +40,21 @@ from csdctl.worker.protocol.datasets import LABEL, SAMPLE_WEIGHT, SKIPPED, Datas
 from csdctl.worker.protocol.json_codec import from_json, to_json
 
 PRIVATE_DIRECTORY, PRIVATE_FILE = 0o700, 0o600
-_GROUP_READS, _OTHERS_READ = 0o040, 0o004
-_READ = _GROUP_READS | _OTHERS_READ
+GROUP_READS, OTHERS_READ = 0o040, 0o004
+READ = GROUP_READS | OTHERS_READ
+"""Permissions of files and directories."""
 MAX_NAMED = 5
+"""Skipped samples that a description names."""
 SYNC_INTERVAL_S = 5.0
 """Upper limit of the work that is repeated after an interruption."""
 LOCK_DEADLINE_S = 10.0
 """Seconds to wait for a worker that has the lock; one whose csdctl was killed takes a moment to exit."""
-
-
-_ARRAYS = ("images.npy", "labels.npy")
-_SPARE_HEADER_BYTES = 1000
+ARRAYS = ("images.npy", "labels.npy")
+SPARE_HEADER_BYTES = 1000
+"""Room in a .npy header for all but the fields."""
+RECORD, DESCRIPTION = "record.json", "dataset.json"
+"""Description of the valid part of unfinished data, and of finished data."""
+MAX_DESCRIPTION_BYTES = 16 << 20
 
 
 @convert_write_errors()
@@ -58,15 +62,15 @@ def make_store(store: Path, source: Path, *, is_shared: bool) -> None:
     """Create the store. Raises WorkerError where others could change it, but the source's owner."""
     store.mkdir(mode=PRIVATE_DIRECTORY, parents=True, exist_ok=True)
     owners = {os.geteuid(), *({0, source.stat().st_uid} if is_shared else ())}
-    found = store.stat()
-    if not {store.lstat().st_uid, found.st_uid} <= owners:
+    status = store.stat()
+    if not {store.lstat().st_uid, status.st_uid} <= owners:
         raise WorkerError(f"{store} belongs to another user, who could change prepared data", "remove it")
-    if found.st_uid == os.geteuid():
+    if status.st_uid == os.geteuid():
         # Each data set in a shared store has its own permissions: here only names are seen.
-        readers = store.parent.stat().st_mode & (_READ | _READ >> 2) if is_shared else 0
-        if stat.S_IMODE(found.st_mode) != PRIVATE_DIRECTORY | readers:
+        readers = store.parent.stat().st_mode & (READ | READ >> 2) if is_shared else 0
+        if stat.S_IMODE(status.st_mode) != PRIVATE_DIRECTORY | readers:
             store.chmod(PRIVATE_DIRECTORY | readers)
-    elif found.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+    elif status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
         raise WorkerError(f"other users can change {store}", remedy="remove it, or run `chmod go-w` on it")
 
 
@@ -76,7 +80,7 @@ def set_access(directory: Path, tree: Tree, *, is_shared: bool) -> None:
         return
     readers = _readers(tree) if is_shared else 0
     if directory.stat().st_gid != tree.root.stat().st_gid:
-        readers &= ~_GROUP_READS
+        readers &= ~GROUP_READS
     for path in (*directory.iterdir(), directory):
         mode = PRIVATE_DIRECTORY | readers | readers >> 2 if path == directory else PRIVATE_FILE | readers
         if stat.S_IMODE(path.stat().st_mode) != mode:
@@ -85,7 +89,7 @@ def set_access(directory: Path, tree: Tree, *, is_shared: bool) -> None:
 
 def _readers(tree: Tree) -> int:
     """Return the permissions of group and others to read every file of `tree`."""
-    readers = _READ
+    readers = READ
     directories = {tree.root.joinpath(*file.parts[:-1]) for file in tree.files if file.parts}
     for directory in directories | {above for path in directories for above in path.parents}:
         if directory.is_relative_to(tree.root):
@@ -97,10 +101,6 @@ def _readers(tree: Tree) -> int:
         with suppress(FileNotFoundError):  # a dangling link
             readers &= tree.path_of(file).stat().st_mode
     return readers
-
-
-_RECORD, _DESCRIPTION = "record.json", "dataset.json"
-"""Room in a .npy header for all but the fields."""
 
 
 def empty_info(fingerprint: str, class_names: Sequence[str] = ()) -> DatasetInfo:
@@ -129,8 +129,8 @@ def add_block(info: DatasetInfo, block: Block) -> DatasetInfo:
         max_labels[name] = max(before, int(array.max())) if min(before, int(array.min())) >= 0 else -1
         if array.ndim == 1 and name in ("", LABEL) and max_labels[name] >= 0:
             counts = np.bincount(array[array < len(class_counts)], minlength=len(class_counts))
-            added = zip(class_counts.items(), counts.tolist(), strict=True)
-            class_counts = {label: before + more for (label, before), more in added}
+            sums = counts + np.array([*class_counts.values()], int)
+            class_counts = dict(zip(class_counts, sums.tolist(), strict=True))
     if (weights := fields_of(labels).get(SAMPLE_WEIGHT)) is not None:
         max_values[SAMPLE_WEIGHT] = max(int(weights.any()), max_values.get(SAMPLE_WEIGHT, 0))
     for name, array in fields_of(block.samples).items():
@@ -159,19 +159,19 @@ def take_types(info: DatasetInfo, samples: Array, labels: Array) -> DatasetInfo:
 
 def _headers(info: DatasetInfo) -> list[tuple[bytes, int]]:
     """Return headers and valid bytes of samples and of labels. A header is as long for any number of rows."""
-    found = []
+    headers = []
     for shape, text in ((info.sample_shape, info.dtype), (info.label_shape, info.label_dtype)):
         dtype = dtype_from_text(text)
         described = np.lib.format.dtype_to_descr(dtype)
-        if len(repr(described)) > MAX_HEADER_BYTES - _SPARE_HEADER_BYTES:
+        if len(repr(described)) > MAX_HEADER_BYTES - SPARE_HEADER_BYTES:
             problem = f"the data has too many inputs or outputs: {len(dtype.names or ()):,}"
             raise InputError(problem, "combine inputs: one vector instead of single numbers")
         content = {"descr": described, "fortran_order": False, "shape": (info.num_samples, *shape)}
         file = io.BytesIO()
         np.lib.format.write_array_header_1_0(file, content)
         header = file.getvalue()
-        found.append((header, len(header) + dtype.itemsize * info.num_samples * math.prod(shape)))
-    return found
+        headers.append((header, len(header) + dtype.itemsize * info.num_samples * math.prod(shape)))
+    return headers
 
 
 def _valid_bytes(info: DatasetInfo) -> list[int]:
@@ -190,7 +190,7 @@ class PartialDataset:
             self.info = _load_record(directory, fingerprint) or empty_info(fingerprint, class_names)
             self._files: list[IO[bytes]] = [
                 self._opened.enter_context(os.fdopen(open_private(directory / name, is_creating=True), "r+b"))
-                for name in _ARRAYS
+                for name in ARRAYS
             ]
             if (names := directory / SKIPPED).exists():
                 lines = names.read_text().splitlines(keepends=True)
@@ -245,7 +245,7 @@ class PartialDataset:
         """Sync the files to disk, then the record that says how much of them is valid."""
         for file in self._files:
             sync_file(file)
-        save_atomically(self._directory / _RECORD, to_json(self.info))
+        save_atomically(self._directory / RECORD, to_json(self.info))
         self._synced_at = time.monotonic()
 
     def finish(
@@ -253,7 +253,7 @@ class PartialDataset:
     ) -> DatasetInfo:
         """Rename the directory to `target`. Return `info` with hashes and path, of `source` if not copied."""
         with convert_write_errors():
-            for name, file, (header, _) in zip(_ARRAYS, self._files, _headers(self.info), strict=True):
+            for name, file, (header, _) in zip(ARRAYS, self._files, _headers(self.info), strict=True):
                 if source:
                     (self._directory / name).unlink()
                     continue
@@ -262,8 +262,8 @@ class PartialDataset:
                 sync_file(file)
             described = replace(info or self.info, path=str(source or target))
             info = hash_arrays(described, source or self._directory)
-            save_atomically(self._directory / _DESCRIPTION, to_json(info))
-            (self._directory / _RECORD).unlink(missing_ok=True)
+            save_atomically(self._directory / DESCRIPTION, to_json(info))
+            (self._directory / RECORD).unlink(missing_ok=True)
             shutil.rmtree(target, ignore_errors=True)  # without a dataset.json: damaged, or not csdctl's
             os.rename(self._directory, target)
             sync_directory(target.parent)
@@ -283,11 +283,10 @@ class PartialDataset:
 
 def hash_arrays(info: DatasetInfo, directory: Path) -> DatasetInfo:
     """Return `info` with the hashes of the arrays in `directory`. Raises OSError, ValueError, WorkerError."""
-    hashes = []
-    for name in _ARRAYS:
-        with open_regular(directory / name) as file:
-            hashes.append(hash_file(file, name))
-    return replace(info, images_sha256=hashes[0], labels_sha256=hashes[1])
+    with open_regular(directory / ARRAYS[0]) as images, open_regular(directory / ARRAYS[1]) as labels:
+        return replace(
+            info, images_sha256=hash_file(images, ARRAYS[0]), labels_sha256=hash_file(labels, ARRAYS[1])
+        )
 
 
 def find_stored(
@@ -298,13 +297,12 @@ def find_stored(
         modes = [path.lstat().st_mode for path in (target, *target.iterdir())]
         if any(mode & (stat.S_IWGRP | stat.S_IWOTH) and not stat.S_ISLNK(mode) for mode in modes):
             return None
-        with open_regular(target / _DESCRIPTION) as file:
-            info = from_json(DatasetInfo, file.read(16 << 20).decode())
-        is_whole = info.images_sha256 and info.labels_sha256 and info.label_dtype
+        with open_regular(target / DESCRIPTION) as file:
+            info = from_json(DatasetInfo, file.read(MAX_DESCRIPTION_BYTES).decode())
+        is_complete = info.images_sha256 and info.labels_sha256 and info.label_dtype
         is_of_target = info.fingerprint == target.name and info.path in map(str, (target, *places))
-        if not is_whole or not is_of_target or (is_checked and hash_arrays(info, Path(info.path)) != info):
-            return None
-        return info
+        is_intact = not is_checked or hash_arrays(info, Path(info.path)) == info
+        return info if is_complete and is_of_target and is_intact else None
     except (OSError, ValueError, WorkerError):  # a ProtocolError is a ValueError
         return None
 
@@ -330,12 +328,12 @@ def _lock_directory(directory: Path) -> int:
         lock = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
         with suppress(BlockingIOError, FileNotFoundError):
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            found = os.fstat(lock)
-            if os.path.samestat(found, directory.stat()):  # not renamed by the previous holder
-                if found.st_uid != os.geteuid():
+            status = os.fstat(lock)
+            if os.path.samestat(status, directory.stat()):  # not renamed by the previous holder
+                if status.st_uid != os.geteuid():
                     os.close(lock)
                     raise WorkerError(f"{directory} belongs to another user", remedy="remove it")
-                if not found.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+                if not status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
                     return lock
                 shutil.rmtree(directory)
         os.close(lock)
@@ -347,8 +345,8 @@ def _lock_directory(directory: Path) -> int:
 def _load_record(directory: Path, fingerprint: str) -> DatasetInfo | None:
     """Return the record of an earlier call, None if data or job has changed, or the files are shorter."""
     with suppress(OSError, ValueError, WorkerError):  # a ProtocolError is a ValueError
-        info = from_json(DatasetInfo, (directory / _RECORD).read_text())
-        found = [(directory / name).stat().st_size for name in _ARRAYS]
-        if info.fingerprint == fingerprint and all(map(operator.ge, found, _valid_bytes(info))):
+        info = from_json(DatasetInfo, (directory / RECORD).read_text())
+        sizes = [(directory / name).stat().st_size for name in ARRAYS]
+        if info.fingerprint == fingerprint and all(map(operator.ge, sizes, _valid_bytes(info))):
             return info
     return None

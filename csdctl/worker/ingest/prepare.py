@@ -13,11 +13,13 @@ import os
 import shutil
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
 
-from csdctl.worker.data.arrays import is_numeric, label_dtype
+import numpy as np
+
+from csdctl.worker.data.arrays import Array, as_samples, fields_of, is_numeric, label_dtype
 from csdctl.worker.ingest.partial_dataset import (
     PartialDataset,
     add_block,
@@ -27,29 +29,25 @@ from csdctl.worker.ingest.partial_dataset import (
     make_store,
     set_access,
 )
-from csdctl.worker.ingest.sources.arrays import (
-    ArraySource,
-    empty_data_error,
-    is_table,
-    open_npy_files,
-    open_npz,
-    open_table,
-    read_columns,
-)
-from csdctl.worker.ingest.sources.function import ENDING, call_function
-from csdctl.worker.ingest.sources.images import ClassFolders, RecordFiles, is_record_file, read_header
+from csdctl.worker.ingest.sources.arrays import ArraySource, open_npy_files, open_npz
+from csdctl.worker.ingest.sources.function import ENDING, LABELS, SAMPLES, call_function
+from csdctl.worker.ingest.sources.images import ClassFolders, read_header
 from csdctl.worker.ingest.sources.source import (
+    Block,
     SampleSource,
     Tree,
-    conform,
     data_error,
+    empty_data_error,
     num_threads,
     read_tree,
-    takes_grey,
+    to_records,
 )
+from csdctl.worker.ingest.sources.table import is_table, open_table, read_columns
+from csdctl.worker.ingest.sources.tfrecord import RecordFiles, is_record_file
 from csdctl.worker.process.errors import InputError, WorkerError
 from csdctl.worker.protocol.datasets import (
     LABEL,
+    SAMPLE_WEIGHT,
     DataLook,
     DatasetInfo,
     LookSpec,
@@ -60,63 +58,67 @@ from csdctl.worker.protocol.datasets import (
     list_names,
 )
 
+NPY, NPZ, CSV, TFRECORD = "npy", "npz", "csv", "tfrecord"
+FOLDERS, FUNCTION = "class folders", "function"
+"""The formats of data."""
 SUPPORTED_DATA = (
     "folders named by class that contain PNG, JPEG, BMP or GIF images, TFRecord files, images.npy and "
     "labels.npy, one .npz file with x and y, or .csv files"
 )
+MAX_PICTURES = 512
+MAX_BYTES = 64 << 20
+"""Pictures, and bytes of other samples, that `look` reads."""
+LABEL_COLUMNS = ("label", "labels", "target", "targets", "y", "class", "outcome", "category")
+"""Names of a table's column that is its label."""
 
 Open = Callable[[Tree, PrepareSpec, int], SampleSource]
 """Opens the files of a tree, to be read by so many threads; raises WorkerError, exit code 2."""
 
 
-MAX_PICTURES = 512
-MAX_BYTES = 64 << 20
-LABELS = ("label", "labels", "target", "targets", "y", "class", "outcome", "category")
-
-
 def detect_format(tree: Tree, spec: PrepareSpec) -> tuple[str, Open]:
     """Return the name of the format, and what opens it. Raises WorkerError, exit code 2."""
     if spec.function:
-        return "function", call_function
+        return FUNCTION, call_function
     if not tree.files and not tree.folders:
         raise empty_data_error(spec.source)
     top = [file for file in tree.files if len(file.parts) < 2]
-    named = [tree.path_of(file) for file in top if file.parts]
-    if {"images.npy", "labels.npy"} & {path.name for path in named}:
-        return "npy", lambda tree, spec, _: open_npy_files(tree.root, spec)
-    npz = [path for path in map(tree.path_of, top) if path.suffix.lower() == ".npz"]
-    if len(npz) == 1:
-        return "npz", lambda _, spec, threads: open_npz(npz[0], spec)
+    paths = [tree.path_of(file) for file in top]
+    if {"images.npy", "labels.npy"} & {
+        path.name for file, path in zip(top, paths, strict=True) if file.parts
+    }:
+        return NPY, lambda tree, spec, threads: open_npy_files(tree.root, spec)
+    archives = [path for path in paths if path.suffix.lower() == ".npz"]
+    if len(archives) == 1:
+        return NPZ, lambda tree, spec, threads: open_npz(archives[0], spec)
     if top and all(is_table(file, tree) for file in (tree.files if spec.table or tree.folders else top)):
-        return "csv", lambda tree, spec, _: open_table(tree, spec)
+        return CSV, open_table
     record_files = [file for file in tree.files if is_record_file(file, tree)]
     if any(file in record_files for file in top) or (record_files and spec.records):
-        return "tfrecord", RecordFiles
+        return TFRECORD, RecordFiles
     if tree.folders:
-        return "class folders", ClassFolders
+        return FOLDERS, ClassFolders
     raise data_error(spec.source, "is not in a supported format", f"expected {SUPPORTED_DATA}")
 
 
 def fingerprint_settings(source_format: str, tree: Tree, spec: PrepareSpec) -> str:
     """Return, as text, everything besides the files that determines the prepared bytes."""
-    settings: dict[str, object] = {"kind": source_format, "classes": spec.classes}
-    if source_format in ("tfrecord", "class folders", "function"):
-        settings["picture"] = asdict(spec.picture)
-    if source_format == "class folders":
+    names = ["classes", "is_regression", "allows_nan", "outputs"]
+    names += {
+        NPZ: ["inputs", "table"],
+        CSV: ["inputs", "table", "columns"],
+        TFRECORD: ["picture", "records"],
+        FOLDERS: ["picture"],
+        FUNCTION: ["picture", "inputs", "table", "labels"],
+    }.get(source_format, [])
+    values = asdict(spec)
+    settings: dict[str, object] = {"kind": source_format} | {name: values[name] for name in names}
+    if source_format == FOLDERS:
         settings["folders"] = tree.folders
-    if source_format == "tfrecord":
-        settings["records"] = asdict(spec.records) if spec.records else None
-    if source_format == "function":
+    if source_format == FUNCTION:
         path, _, name = spec.function.rpartition(":")
         settings["function"] = [hashlib.sha256(Path(path).read_bytes()).hexdigest(), name]
         settings["code"] = Path(spec.code.archive).name if spec.code else ""
-    if source_format in ("csv", "function", "npz"):
-        settings["inputs"], settings["table"] = spec.inputs, asdict(spec.table) if spec.table else None
-    if source_format == "csv":
-        settings["columns"] = spec.columns
-    settings |= {"is_regression": spec.is_regression, "allows_nan": spec.allows_nan, "outputs": spec.outputs}
-    types = {name: dtype for name, (dtype, _) in spec.labels.items()}
-    settings["conform"] = [takes_grey(spec), spec.labels if source_format == "function" else types]
+    settings["conform"] = [takes_grey(spec), {name: dtype for name, (dtype, _) in spec.labels.items()}]
     return json.dumps(settings, sort_keys=True)
 
 
@@ -134,49 +136,61 @@ def prepare(
     tree = read_tree(spec.source, is_private=spec.is_private)
     source_format, open_source = detect_format(tree, spec)
     settings = fingerprint_settings(source_format, tree, spec)
-    max_bytes = spec.picture.max_bytes if source_format == "class folders" else sys.maxsize
+    max_bytes = spec.picture.max_bytes if source_format == FOLDERS else sys.maxsize
     fingerprint = tree.fingerprint(settings, max_bytes)
     target = Path(spec.store) / fingerprint
     make_store(Path(spec.store), tree.root, is_shared=spec.is_shared)
-    find = functools.partial(find_stored, target, (tree.root,), is_checked=spec.is_checked)
     # A function that is called with its own file reads what nobody else knows of.
     is_read_again = spec.is_checked and _is_own_file(spec, tree.root)
-    if not is_read_again and (done := find()):
+    find = functools.partial(find_stored, target, (tree.root,), is_checked=spec.is_checked)
+    if not is_read_again and (stored := find()):
         set_access(target, tree, is_shared=spec.is_shared)
-        return done
+        return stored
     source = open_source(tree, spec, threads or num_threads())
-    is_in_place = source_format == "npy" and isinstance(source, ArraySource) and _is_as_stored(source, spec)
+    is_in_place = source_format == NPY and isinstance(source, ArraySource) and _is_as_stored(source, spec)
     # One for each source, so that an outdated one is replaced.
     place = hashlib.sha256(os.fsencode(tree.root.resolve())).hexdigest()[:32]
-    aside = Path(spec.store) / f".part-{place}"
-    with PartialDataset(aside, fingerprint, source.class_names or ()) as partial:
-        if not is_read_again and (done := find()):  # by the process that held the lock
+    with PartialDataset(
+        Path(spec.store) / f".part-{place}", fingerprint, source.class_names or ()
+    ) as partial:
+        if not is_read_again and (stored := find()):  # by the process that held the lock
             partial.discard()
-            return done
-        num_left = 0 if is_in_place else source.num_samples - partial.info.num_read
-        check_free_space(source.sample_bytes * num_left, spec.store, "prepared data")
-
-        def report() -> None:
-            num_read = partial.info.num_read
-            on_progress(PrepareProgress(num_read, source.num_samples, num_read - partial.info.num_samples))
-
-        report()
-        reserve = shutil.disk_usage(spec.store).free // 10 if spec.function and not source.num_samples else 0
-        for block in source.blocks(partial.info.num_read):
-            partial.append(conform(block, spec), is_copied=not is_in_place)
-            # What may never end must not fill the disk.
-            what = f"more than the {partial.info.num_read:,} samples that the function has yielded so far"
-            check_free_space(reserve, spec.store, what, f"let the function end: {ENDING}")
-            report()
+            return stored
+        _write(source, spec, partial, on_progress, is_in_place=is_in_place)
         info = complete_info(partial.info, source, spec)
-        now = read_tree(spec.source, is_private=spec.is_private)
+        tree_now = read_tree(spec.source, is_private=spec.is_private)
         # A function may write beside what it reads, such as a cache.
-        if source_format != "function" and now.fingerprint(settings, max_bytes) != fingerprint:
+        if source_format != FUNCTION and tree_now.fingerprint(settings, max_bytes) != fingerprint:
             remedy = "run `csdctl prepare` when no process writes there"
             raise WorkerError(f"the data at {spec.source} was changed while it was read", remedy=remedy)
-        finished = partial.finish(target, info, tree.root if is_in_place else None)
+        info = partial.finish(target, info, tree.root if is_in_place else None)
         set_access(target, tree, is_shared=spec.is_shared)
-        return finished
+        return info
+
+
+def _write(
+    source: SampleSource,
+    spec: PrepareSpec,
+    partial: PartialDataset,
+    on_progress: Callable[[PrepareProgress], None],
+    *,
+    is_in_place: bool,
+) -> None:
+    """Append the samples that are missing. Raises WorkerError if they do not fit on the disk."""
+    num_missing = 0 if is_in_place else source.num_samples - partial.info.num_read
+    check_free_space(source.sample_bytes * num_missing, spec.store, "prepared data")
+    # What may never end must not fill the disk.
+    reserve = shutil.disk_usage(spec.store).free // 10 if spec.function and not source.num_samples else 0
+    on_progress(_progress_of(partial.info, source.num_samples))
+    for block in source.blocks(partial.info.num_read):
+        partial.append(conform(block, spec), is_copied=not is_in_place)
+        what = f"more than the {partial.info.num_read:,} samples that the function has yielded so far"
+        check_free_space(reserve, spec.store, what, f"let the function end: {ENDING}")
+        on_progress(_progress_of(partial.info, source.num_samples))
+
+
+def _progress_of(info: DatasetInfo, num_total: int) -> PrepareProgress:
+    return PrepareProgress(info.num_read, num_total, info.num_read - info.num_samples)
 
 
 def _is_own_file(spec: PrepareSpec, path: Path) -> bool:
@@ -189,9 +203,66 @@ def _is_as_stored(source: ArraySource, spec: PrepareSpec) -> bool:
     """Return whether samples and labels need no conversion but that of labels when they are read."""
     samples, labels = source.inputs[""], source.outputs[""]
     stored = conform(source.rows(0, 0), spec)
-    found = (stored.samples.dtype, stored.samples.shape[1:], stored.labels.dtype)
-    is_same = found == (samples.dtype, samples.shape[1:], label_dtype(labels.dtype))
-    return is_same and is_numeric(labels.dtype)
+    forms = (stored.samples.dtype, stored.samples.shape[1:], stored.labels.dtype)
+    return forms == (samples.dtype, samples.shape[1:], label_dtype(labels.dtype)) and is_numeric(labels.dtype)
+
+
+def conform(block: Block, spec: PrepareSpec) -> Block:
+    """Return a block in the types that are stored, and with what the job's model and public data have.
+
+    Grey images of a model that takes (h, w, 1) get an axis of channels. Samples without weights get 1. Raises
+    WorkerError, exit code 2, for NaN, infinity, and values that the types do not hold.
+    """
+    samples, labels = block.samples, fields_of(block.labels)
+    if takes_grey(spec) and samples.dtype.names is None and samples.ndim == 3:
+        samples = samples[..., np.newaxis]
+    if SAMPLE_WEIGHT in spec.labels and SAMPLE_WEIGHT not in labels:
+        shape = (len(samples), *spec.labels[SAMPLE_WEIGHT][1])
+        labels = {name or LABEL: field for name, field in labels.items()}
+        labels[SAMPLE_WEIGHT] = np.ones(shape, np.float32)
+    with np.errstate(over="ignore"):
+        stored_labels = {name: _store_label(name, field, spec) for name, field in labels.items()}
+        stored = replace(block, samples=as_samples(samples), labels=to_records(stored_labels, 1))
+    _check_finite(SAMPLES, fields_of(samples), fields_of(stored.samples), block, spec)
+    _check_finite(LABELS, labels, stored_labels, block, spec)
+    return stored
+
+
+def _store_label(name: str, field: Array, spec: PrepareSpec) -> Array:
+    """Return labels as int32, or float32 as the public data's, or wide integers of a regression."""
+    is_value = spec.is_regression and not spec.classes and not np.can_cast(field.dtype, np.int32)
+    dtype, _ = spec.labels.get(name, ("float32" if is_value else "int32", ()))
+    if field.dtype.kind not in "iu" or name == SAMPLE_WEIGHT or dtype == "float32":
+        return field.astype(np.float32, copy=False)
+    if field.size and max(-int(field.min()), int(field.max())) >= 1 << 31:
+        problem = f"has integers beyond ±2³¹ in {name or LABELS}, which are kept as int32"
+        remedy = "number classes from 0; return other values as float32, from a function of your own"
+        raise data_error(spec.source, problem, remedy)
+    return field.astype(np.int32, copy=False)
+
+
+def _check_finite(
+    what: str, given: Mapping[str, Array], stored: Mapping[str, Array], block: Block, spec: PrepareSpec
+) -> None:
+    """Raise WorkerError, exit code 2, if stored values are NaN or infinite."""
+    for name, field in stored.items():
+        if field.dtype.kind != "f" or (spec.allows_nan and name != SAMPLE_WEIGHT) or np.isfinite(field).all():
+            continue
+        row = int(np.argmin(np.isfinite(field.reshape(len(field), -1)).all(axis=1)))
+        place = block.place_of(row)
+        where = f"{name or what}, {place.rpartition(', ')[2] if spec.is_private else place} (counted from 0)"
+        if np.isfinite(given[name][row]).all():
+            raise data_error(spec.source, f"has values beyond the range of float32 in {where}", "scale them")
+        remedy = "remove or replace them"
+        if name != SAMPLE_WEIGHT:
+            remedy += "; if the model or its loss expects them, set data.allow_nan: true in job.yaml"
+        raise data_error(spec.source, f"has NaN or infinity in {where}", remedy)
+
+
+def takes_grey(spec: PrepareSpec) -> bool:
+    """Return whether the model takes pictures of one channel."""
+    shape = spec.inputs.get("", ())
+    return len(shape) == 3 and shape[2] == 1
 
 
 def complete_info(info: DatasetInfo, source: SampleSource, spec: PrepareSpec) -> DatasetInfo:
@@ -208,12 +279,14 @@ def complete_info(info: DatasetInfo, source: SampleSource, spec: PrepareSpec) ->
         expected = f"the job has {len(names)} classes, so labels must be integers from 0 to {len(names) - 1}"
         problem = f"has labels that are not classes: {expected}"
         raise data_error(spec.source, problem, "fix the labels, or data.classes in job.yaml")
-    counted = zip(names, info.class_counts.values(), source.files_of_class, strict=False)
+    counts = zip(names, info.class_counts.values(), source.files_of_class, strict=False)
     return replace(
         info,
         max_label=len(names) - 1,
         max_labels={**info.max_labels, field: len(names) - 1},
-        unusable_classes=tuple(name for name, usable, files in counted if files and not usable),
+        unusable_classes=tuple(
+            name for name, num_usable, num_files in counts if num_files and not num_usable
+        ),
     )
 
 
@@ -234,66 +307,59 @@ def look(
 ) -> DataLook:
     """Return what the data at `spec.prepare.source` is like. Raises WorkerError as `prepare` does."""
     with tempfile.TemporaryDirectory(prefix=f"csdctl-look-{os.getpid()}-") as scratch:
-        prepared = replace(spec.prepare, store=scratch)
-        tree = read_tree(prepared.source)
-        source_format, open_source = detect_format(tree, prepared)
-        if source_format == "csv" and prepared.table is None:
-            prepared = replace(prepared, table=TableSchema((_choose_label(tree, spec),), drop=spec.dropped))
-        is_tree = source_format == "class folders"
-        whole = open_source(tree, prepared, num_threads())
-        source = open_source(_thin(tree), prepared, num_threads()) if is_tree else whole
-        max_samples = MAX_PICTURES if is_tree or source_format == "tfrecord" else source.num_samples
+        request = replace(spec.prepare, store=scratch)
+        tree = read_tree(request.source)
+        source_format, open_source = detect_format(tree, request)
+        if source_format == CSV and request.table is None:
+            label = spec.label or _find_label(tree, request)
+            request = replace(request, table=TableSchema((label,), drop=spec.dropped))
+        all_samples = open_source(tree, request, num_threads())
+        source, sizes, max_samples = all_samples, None, all_samples.num_samples
+        if source_format == FOLDERS:
+            step = max(1, -(-len(tree.files) // MAX_PICTURES))
+            thinned = replace(tree, files=tree.files[::step])
+            source, sizes = open_source(thinned, request, num_threads()), _measure_pictures(thinned)
+        if source_format in (FOLDERS, TFRECORD):
+            max_samples = MAX_PICTURES
         info, num_bytes = empty_info("0" * 32, source.class_names or ()), 0
-        is_whole = source.num_samples == whole.num_samples
+        is_whole = source.num_samples == all_samples.num_samples
         for block in source.blocks(0):
             if num_bytes >= MAX_BYTES or 0 < max_samples <= info.num_read:
                 is_whole = False
                 break
-            info = add_block(info, conform(block, prepared))
+            info = add_block(info, conform(block, request))
             num_bytes += block.samples.nbytes
-            total = min(source.num_samples, max_samples)
-            on_progress(PrepareProgress(info.num_read, total, info.num_read - info.num_samples))
-        names = whole.class_names or ()
+            on_progress(_progress_of(info, min(source.num_samples, max_samples)))
+        files_of_class = all_samples.files_of_class
         return DataLook(
             source_format,
-            complete_info(info, source, prepared),
-            info.num_read if is_whole else whole.num_samples,
-            is_whole,
-            _measure_pictures(_thin(tree)) if is_tree else None,
-            dict(zip(names, whole.files_of_class, strict=True)) if whole.files_of_class else {},
-            prepared.table if source_format == "csv" else None,
+            complete_info(info, source, request),
+            num_samples=info.num_read if is_whole else all_samples.num_samples,
+            is_whole=is_whole,
+            pictures=sizes,
+            class_counts=dict(zip(all_samples.class_names or (), files_of_class, strict=False)),
+            table=request.table if source_format == CSV else None,
         )
-
-
-def _thin(tree: Tree) -> Tree:
-    step = -(-len(tree.files) // MAX_PICTURES)
-    return replace(tree, files=tree.files[:: max(1, step)])
 
 
 def _measure_pictures(tree: Tree) -> PictureSizes | None:
     headers = []
     for file in tree.files:
         with contextlib.suppress(OSError, ValueError):  # which is counted as skipped
-            header = read_header(tree.path_of(file).read_bytes())
-            headers += [header] if header else []
-    if not headers:
-        return None
-    by_size = sorted((header.height * header.width, header.height, header.width) for header in headers)
-    formats = tuple(sorted({header.format for header in headers}))
-    return PictureSizes(formats, by_size[0][1:], by_size[-1][1:])
+            headers.append(read_header(tree.path_of(file).read_bytes()))
+    sizes = sorted(
+        (header.height * header.width, header.height, header.width) for header in headers if header
+    )
+    formats = sorted({header.format for header in headers if header})
+    return PictureSizes(tuple(formats), sizes[0][1:], sizes[-1][1:]) if sizes else None
 
 
-def _choose_label(tree: Tree, spec: LookSpec) -> str:
+def _find_label(tree: Tree, spec: PrepareSpec) -> str:
     """Return the column of a table that is called as a label. Raises WorkerError if that is not clear."""
-    if spec.label:
-        return spec.label  # whatever reads it reports one that does not exist
-    file = next(file for file in tree.files if is_table(file, tree))
-    names = read_columns(tree.path_of(file), spec.prepare.source)
-    found = [name for name in names if name.lower() in LABELS]
-    if not found and len(names) == 1:
-        found = names
-    if len(found) == 1:
-        return found[0]
+    names = read_columns(tree.path_of(next(file for file in tree.files if is_table(file, tree))), spec.source)
+    labels = [name for name in names if name.lower() in LABEL_COLUMNS] or (names if len(names) == 1 else [])
+    if len(labels) == 1:
+        return labels[0]
     listed = list_names(names, 20) or "none"
-    problem = f"which column of {spec.prepare.source} is the label? It has {listed}"
+    problem = f"which column of {spec.source} is the label? It has {listed}"
     raise InputError(problem, "name it: --label COLUMN")

@@ -1,9 +1,13 @@
 """The user's own function, `FILE.py:NAME`: called with the path of the data, it returns all samples.
 
-It returns arrays, a tf.data.Dataset, batched or not, a keras.utils.PyDataset, or an iterator of samples.
+It returns arrays, a tf.data.Dataset, batched or not, a keras.utils.PyDataset, or an iterator of samples: what
+users' Keras code calls (x, y, sample_weight). Parts are named as Keras' fit reads them: a dict names inputs
+and outputs, a tuple or list has them in the model's order. Several inputs or outputs become the fields of a
+structured array.
 """
 
 import dis
+import functools
 import hashlib
 import random
 import re
@@ -23,28 +27,43 @@ from csdctl.worker.data.file_hash import check_stored
 from csdctl.worker.ingest.sources.arrays import ArraySource
 from csdctl.worker.ingest.sources.images import ImageDecoder, known_shape
 from csdctl.worker.ingest.sources.source import (
-    LABELS,
-    SAMPLES,
     Block,
     Candidate,
     DecodedSource,
     SampleSource,
     StructureError,
     Tree,
-    name_parts,
-    no_labels,
-    skip_rows,
-    to_arrays,
+    block_at,
     to_records,
 )
 from csdctl.worker.process.errors import InputError, WorkerError, describe, find_remedy
-from csdctl.worker.protocol.datasets import PrepareSpec, takes
+from csdctl.worker.protocol.datasets import (
+    INPUT,
+    LABEL,
+    OUTPUT,
+    SAMPLE_WEIGHT,
+    PrepareSpec,
+    name_of_position,
+    takes,
+)
 
-_END = object()
+SAMPLES, LABELS = "samples", "labels"
+"""Names of the only input and the only output in messages."""
 ENDING = "yield each sample once, without repeat() or an endless loop: every epoch reads all samples"
-Shape = tuple[int, ...]
+USE_NUMBERS = (
+    "turn text into numbers in the function, with keras.layers.TextVectorization or StringLookup, numbers of "
+    "several types into one, with astype('float32'), and lists "
+    "of different lengths into one array, with keras.utils.pad_sequences"
+)
 SHUFFLE_SEED = 0
-_MODULE = "csdctl_users_data"
+"""Seed of the random numbers of the user's code while data is prepared."""
+MAX_NAME = 128
+MODULE = "csdctl_users_data"
+END = object()
+
+Shape = tuple[int, ...]
+Parts = dict[str, Any]
+"""Arrays, tensors or their specs by the name of an input or output, '' for the only one."""
 
 
 class UserFunction:
@@ -74,18 +93,18 @@ class UserFunction:
         self._words = set(re.findall(r"\w+", b" ".join(sources).decode(errors="replace")))
         random.seed(SHUFFLE_SEED)
         np.random.seed(SHUFFLE_SEED)
-        named = rb"tensorflow|keras"
+        mention = rb"tensorflow|keras"
         if has_libraries_only():  # then what only mentions it may run
-            named = rb"(?m)^\s*(?:import|from)\b.*(?:tensorflow|keras)"
-        if any(re.search(named, one) for one in sources):
+            mention = rb"(?m)^\s*(?:import|from)\b.*(?:tensorflow|keras)"
+        if any(re.search(mention, text) for text in sources):
             load_backend()
             keras.utils.set_random_seed(SHUFFLE_SEED)
         return self.guard(lambda: self._load(source)(str(root)))
 
     def _load(self, source: bytes) -> Callable[[str], Any]:
-        module = ModuleType(_MODULE)
+        module = ModuleType(MODULE)
         module.__file__ = str(self._path)
-        sys.modules[_MODULE] = module  # where dataclasses look up the types that they are written with
+        sys.modules[MODULE] = module  # where dataclasses look up the types that they are written with
         exec(compile(source, self._path, "exec"), module.__dict__)  # no __pycache__ is read or written
         function: Callable[[str], Any] = getattr(module, self._name)
         return function
@@ -137,13 +156,21 @@ class Elements(DecodedSource):
     def blocks(self, start: int) -> Iterator[Block]:
         """Yield all samples from index `start` on. Raises WorkerError for whatever fails or does not fit."""
         with self._function.checking():
-            yield from skip_rows(self._records(), start) if self._axes else super().blocks(start)
+            yield from self._batches(start) if self._axes else super().blocks(start)
+
+    def _batches(self, start: int) -> Iterator[Block]:
+        stop = 0
+        for samples, labels in self._records():
+            first, stop = stop, stop + len(samples)
+            if stop > start:
+                num_skipped = max(0, start - first)
+                yield block_at(first + num_skipped, samples[num_skipped:], labels[num_skipped:])
 
     def pad_to_longest(self, names: Collection[str]) -> None:
         """Pad `names` with 0 to the shape of model or public data, or of the longest sample."""
-        known = {name or SAMPLES: shape for name, shape in self._spec.inputs.items()}
-        known |= {name or LABELS: shape for name, (_, shape) in self._spec.labels.items()}
-        self._targets = {name: known[name] for name in names if name in known and all(known[name])}
+        expected = {name or SAMPLES: shape for name, shape in self._spec.inputs.items()}
+        expected |= {name or LABELS: shape for name, (_, shape) in self._spec.labels.items()}
+        self._targets = {name: expected[name] for name in names if name in expected and all(expected[name])}
         missing = [name for name in names if name not in self._targets]
         for inputs, outputs in self._arrays() if missing else ():
             for name, array in named_in_messages(inputs, outputs):
@@ -170,7 +197,7 @@ class Elements(DecodedSource):
 
     def _arrays(self) -> Iterator[tuple[dict[str, Array], dict[str, Array]]]:
         iterator = self._function.guard(self._begin)
-        while (element := self._function.guard(lambda: next(iterator, _END))) is not _END:
+        while (element := self._function.guard(lambda: next(iterator, END))) is not END:
             inputs, outputs = name_parts(element, self._spec)
             yield to_arrays(inputs, self._axes), to_arrays(outputs, self._axes)
 
@@ -199,12 +226,11 @@ class Elements(DecodedSource):
                 sample = sample[..., np.newaxis]
             if is_image and self._decoder is None:
                 self._decoder = ImageDecoder(self._spec.picture)
-            shapes = None if is_image else sample.shape, label.shape
-            found = shapes, sample.dtype, label_dtype(label.dtype)
-            if expected is not None and found != expected:
+            form = None if is_image else sample.shape, label.shape, sample.dtype, label_dtype(label.dtype)
+            if expected not in (None, form):
                 remedy = "give all samples one shape and type, or return a tf.data.Dataset, which is padded"
                 raise StructureError("yields samples of different shapes or types", remedy)
-            expected = found
+            expected = form
             yield sample, label
 
     def decode(self, content: Array, label: Any) -> tuple[Array, Any]:
@@ -212,96 +238,76 @@ class Elements(DecodedSource):
         return self._decoder.fit(content) if self._decoder else content, label
 
 
-def named_in_messages(inputs: Mapping[str, Any], outputs: Mapping[str, Any]) -> list[tuple[str, Any]]:
-    """Return inputs and outputs with the names that they have in messages."""
-    kinds = (SAMPLES, inputs), (LABELS, outputs)
-    return [(name or kind, part) for kind, parts in kinds for name, part in parts.items()]
+def call_function(tree: Tree, spec: PrepareSpec, threads: int) -> SampleSource:
+    """Call the user's function, and return its result as a source. Raises WorkerError, exit code 2."""
+    function = UserFunction(spec)
+    returned = function.call(tree.root)
+    with function.checking():
+        if "tensorflow" in sys.modules and isinstance(returned, tf.data.Dataset):
+            return _open_dataset(returned, function, spec, threads)
+        if "keras" in sys.modules and isinstance(returned, keras.utils.PyDataset):
+            return _open_py_dataset(returned, function, spec, threads)
+        if isinstance(returned, list) and len(returned) in (2, 3):  # as validation_data=[x, y] of fit
+            lengths = {tuple(getattr(part, "shape", ()))[:1] for part in returned}
+            returned = tuple(returned) if len(lengths) == 1 and lengths != {()} else returned
+        if isinstance(returned, tuple | Mapping) or hasattr(returned, "shape"):
+            return _open_arrays(returned, spec)
+        return _open_iterator(returned, function, spec, threads)
 
 
-"""Seed of the random numbers of the user's code while data is prepared."""
-
-Sizes = tuple[int | None, ...]
-
-
-def open_dataset(returned: Any, function: UserFunction, spec: PrepareSpec, threads: int) -> Elements:
+def _open_dataset(returned: Any, function: UserFunction, spec: PrepareSpec, threads: int) -> Elements:
     """Return a tf.data.Dataset as a source. Raises StructureError or WorkerError."""
     size = int(returned.cardinality())
     if size == tf.data.INFINITE_CARDINALITY:
         raise StructureError("returned a tf.data.Dataset without an end", ENDING)
-    inputs, outputs = _spec_parts(returned.element_spec, spec)
+    inputs, outputs = name_parts(returned.element_spec, spec)
+    for name, part in (inputs | outputs).items():
+        if getattr(part, "shape", None) is None or part.shape.rank is None:
+            problem = f"returned a tf.data.Dataset without a known rank of {name or 'samples or labels'}"
+            raise StructureError(problem, "set it in map(), with tf.ensure_shape or set_shape")
     parts = named_in_messages(inputs, outputs)
-    shapes = [tuple(part.shape) for _, part in parts]
-    is_batched = _is_batched({name: tuple(part.shape) for name, part in inputs.items()}, shapes, spec)
+    is_batched = _is_batched(inputs, [tuple(part.shape) for _, part in parts], spec)
     num_samples = 0 if is_batched else max(0, size)
-    fixed = function, lambda: iter(returned), spec, threads
-    source = Elements(*fixed, is_batched=is_batched, num_samples=num_samples)
+    begin = functools.partial(iter, returned)
+    source = Elements(function, begin, spec, threads, is_batched=is_batched, num_samples=num_samples)
     if not is_batched and list(inputs) == [""] and inputs[""].dtype == tf.uint8:
         del parts[0]  # images, which are converted to one shape
     source.pad_to_longest([name for name, part in parts if None in part.shape[int(is_batched) :]])
     return source
 
 
-def open_py_dataset(returned: Any, function: UserFunction, spec: PrepareSpec, threads: int) -> Elements:
-    """Return a keras.utils.PyDataset as a source. Raises as `open_dataset`."""
-    num_batches = function.guard(lambda: returned.num_batches)
-    if num_batches is None:
-        raise StructureError("returned a PyDataset without an end", "give it a length: def __len__(self)")
-    batches = range(num_batches)
-    source = Elements(function, lambda: map(returned.__getitem__, batches), spec, threads, is_batched=True)
-    source.pad_to_longest([name or SAMPLES for name, shape in spec.inputs.items() if 0 in shape])
-    return source
-
-
-def _spec_parts(element_spec: Any, spec: PrepareSpec) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return the specs of inputs and of outputs by name. Raises StructureError."""
-    inputs, outputs = name_parts(element_spec, spec)
-    for name, part in (inputs | outputs).items():
-        if getattr(part, "shape", None) is None or part.shape.rank is None:
-            problem = f"returned a tf.data.Dataset without a known rank of {name or 'samples or labels'}"
-            raise StructureError(problem, "set it in map(), with tf.ensure_shape or set_shape")
-    return inputs, outputs
-
-
-def _is_batched(inputs: dict[str, Sizes], shapes: list[Sizes], spec: PrepareSpec) -> bool:
-    """Return whether elements are batches, by their `shapes` and what the model takes."""
-    if any(not shape for shape in shapes):
+def _is_batched(inputs: Parts, shapes: list[tuple[int | None, ...]], spec: PrepareSpec) -> bool:
+    """Return whether elements are batches, by the `shapes` of all parts and what the model takes."""
+    if not all(shapes):
         return False
     if set(inputs) == set(spec.inputs):
-        sizes_of = [(spec.inputs[name], shape) for name, shape in inputs.items()]
-        fits = [all(takes(expected, shape[axes:]) for expected, shape in sizes_of) for axes in (0, 1)]
+        pairs = [(spec.inputs[name], tuple(part.shape)) for name, part in inputs.items()]
+        fits = [all(takes(expected, shape[axes:]) for expected, shape in pairs) for axes in (0, 1)]
         if fits[0] != fits[1]:
             return fits[1]
     sizes = {shape[0] for shape in shapes}
     return len(sizes) == 1 and (None in sizes or len(shapes) > 1)
 
 
-def call_function(tree: Tree, spec: PrepareSpec, threads: int) -> SampleSource:
-    """Call the user's function, and return its result as a source. Raises WorkerError, exit code 2."""
-    function = UserFunction(spec)
-    returned = function.call(tree.root)
-    with function.checking():
-        return _as_source(returned, function, spec, threads)
+def _open_py_dataset(returned: Any, function: UserFunction, spec: PrepareSpec, threads: int) -> Elements:
+    """Return a keras.utils.PyDataset as a source. Raises StructureError or WorkerError."""
+    num_batches = function.guard(lambda: returned.num_batches)
+    if num_batches is None:
+        raise StructureError("returned a PyDataset without an end", "give it a length: def __len__(self)")
+    begin = functools.partial(map, returned.__getitem__, range(num_batches))
+    source = Elements(function, begin, spec, threads, is_batched=True)
+    source.pad_to_longest([name or SAMPLES for name, shape in spec.inputs.items() if 0 in shape])
+    return source
 
 
-def _as_source(returned: Any, function: UserFunction, spec: PrepareSpec, threads: int) -> SampleSource:
-    """Return what a function returned as a source. Raises StructureError or WorkerError."""
-    if "tensorflow" in sys.modules and isinstance(returned, tf.data.Dataset):
-        return open_dataset(returned, function, spec, threads)
-    if "keras" in sys.modules and isinstance(returned, keras.utils.PyDataset):
-        return open_py_dataset(returned, function, spec, threads)
-    if isinstance(returned, list) and len(returned) in (2, 3):  # as validation_data=[x, y] of fit
-        lengths = {tuple(getattr(one, "shape", ()))[:1] for one in returned}
-        if len(lengths) == 1 and lengths != {()}:
-            returned = tuple(returned)
-    if isinstance(returned, tuple | Mapping) or hasattr(returned, "shape"):
-        return _open_arrays(returned, spec)
+def _open_iterator(returned: Any, function: UserFunction, spec: PrepareSpec, threads: int) -> Elements:
     try:
         iterator = iter(returned)
     except TypeError:
         raise StructureError(f"returned a {type(returned).__name__}") from None
     code = getattr(iterator, "gi_code", None)
     ends = {"RETURN_VALUE", "RETURN_CONST", "RAISE_VARARGS"}
-    if code and not ends & {one.opname for one in dis.Bytecode(code)}:
+    if code and not ends & {instruction.opname for instruction in dis.Bytecode(code)}:
         raise StructureError("returned a generator without an end: `while True`, without break", ENDING)
     return Elements(function, lambda: iterator, spec, threads)
 
@@ -310,14 +316,129 @@ def _open_arrays(returned: Any, spec: PrepareSpec) -> ArraySource:
     if isinstance(returned, tuple) and any(hasattr(part, "element_spec") for part in returned):
         raise StructureError("returned several data sets", "return one, and write a function for each")
     inputs, outputs = name_parts(returned, spec)
-    arrays = [to_arrays(parts, 1) for parts in (inputs, outputs)]
-    lengths = {array.shape[:1] for part in arrays for array in part.values()}
+    samples, labels = to_arrays(inputs, 1), to_arrays(outputs, 1)
+    lengths = {array.shape[:1] for array in (*samples.values(), *labels.values())}
     if len(lengths) > 1 and isinstance(returned, tuple) and all(isinstance(part, tuple) for part in returned):
         problem = "returned arrays of different lengths, as (train, test) of load_data() has"
         raise StructureError(problem, "return one pair, and write a function for each")
-    source = ArraySource(arrays[0], arrays[1] or {"": no_labels(next(iter(lengths)))}, spec)
-    parts = zip(named_in_messages(inputs, outputs), named_in_messages(*arrays), strict=True)
+    source = ArraySource(samples, labels or {"": no_labels(next(iter(lengths)))}, spec)
+    parts = zip(named_in_messages(inputs, outputs), named_in_messages(samples, labels), strict=True)
     source.padded = {
         name: array.shape[1:] for (name, part), (_, array) in parts if hasattr(part, "to_tensor")
     }
     return source
+
+
+def named_in_messages(inputs: Mapping[str, Any], outputs: Mapping[str, Any]) -> list[tuple[str, Any]]:
+    """Return inputs and outputs with the names that they have in messages."""
+    kinds = (SAMPLES, inputs), (LABELS, outputs)
+    return [(name or kind, part) for kind, parts in kinds for name, part in parts.items()]
+
+
+def name_parts(element: Any, spec: PrepareSpec) -> tuple[Parts, Parts]:
+    """Return inputs and outputs, {} without labels, by their names in the model. Raises StructureError."""
+    if isinstance(element, Mapping) or getattr(element, "shape", ()) not in ((), None):
+        element = (element, None)
+    if not (isinstance(element, tuple | list) and len(element) in (2, 3)):
+        raise StructureError("yields something that is not (sample, label)")
+    samples, labels, weights = (*element, None)[:3]
+    return _name_inputs(samples, spec), _name_outputs(labels, weights, spec)
+
+
+def no_labels(num_samples: tuple[int, ...]) -> Array:
+    """Return labels without values, shape (*num_samples, 0)."""
+    return np.zeros((*num_samples, 0), np.float32)
+
+
+def _name_inputs(samples: Any, spec: PrepareSpec) -> Parts:
+    """Return the parts of `samples` by the names of the model's inputs. '' if there is only one."""
+    parts, names = _parts_of(samples, INPUT), list(spec.inputs)
+    if len(names) == len(parts) == 1 and "" in (*names, *parts):
+        return {names[0]: next(iter(parts.values()))}
+    if names and set(names) <= set(parts):  # Keras leaves out what the model does not take, too
+        return {name: parts[name] for name in names}
+    return parts
+
+
+def _name_outputs(labels: Any, weights: Any, spec: PrepareSpec) -> Parts:
+    """Return the parts of `labels` by the model's outputs, '' for the only one. The samples' weights last."""
+    if labels is None:
+        return {}
+    parts = _parts_of(labels, OUTPUT)
+    if len(parts) == 1 and not (spec.outputs and set(parts) <= set(spec.outputs)):
+        parts = {"": next(iter(parts.values()))}
+    elif set(parts) <= set(spec.outputs):
+        parts = {name: parts[name] for name in spec.outputs if name in parts}
+    if SAMPLE_WEIGHT in parts:
+        raise StructureError(f"returned an output with the name {SAMPLE_WEIGHT}", "rename the output")
+    if weights is None:
+        return parts
+    weight_parts = _parts_of(weights, OUTPUT)
+    if len(weight_parts) > 1:
+        remedy = "return one weight for each sample, or weigh losses instead"
+        raise StructureError("returned weights for each output", remedy)
+    if "" in parts:
+        parts = {LABEL: parts[""]}
+    return parts | {SAMPLE_WEIGHT: next(iter(weight_parts.values()))}
+
+
+def _parts_of(structure: Any, kind: str) -> Parts:
+    if isinstance(structure, Mapping):
+        parts = dict(structure)
+        for name in parts:
+            is_text = isinstance(name, str) and name.isascii() and name.isprintable()
+            if not is_text or not 0 < len(name) <= MAX_NAME:
+                remedy = f"name inputs and outputs with up to {MAX_NAME} printable ASCII characters"
+                raise StructureError(f"returned the name {str(name)[:MAX_NAME]!r}", remedy)
+    elif isinstance(structure, tuple | list) and structure and all(map(_is_part, structure)):
+        parts = {name_of_position(kind, number): part for number, part in enumerate(structure)}
+        if len(parts) == 1:
+            parts = {"": structure[0]}
+    else:
+        parts = {"": structure}
+    if not parts or any(isinstance(part, Mapping) for part in parts.values()):
+        remedy = "give each input and output one array, under its own name"
+        raise StructureError("returned nested structures", remedy)
+    return parts
+
+
+def _is_part(value: Any) -> bool:
+    """Return whether an item of a tuple is an input or output. Numbers make up a list of numbers."""
+    return (hasattr(value, "shape") and not isinstance(value, np.generic)) or isinstance(value, Mapping)
+
+
+def to_arrays(parts: Mapping[str, Any], num_axes: int) -> dict[str, Array]:
+    """Return parts as arrays of numbers, 1 axis of several samples or 0. Raises StructureError."""
+    arrays = {name: _to_array(part, f" as {name}" if name else "") for name, part in parts.items()}
+    if SAMPLE_WEIGHT in arrays:
+        weights = arrays[SAMPLE_WEIGHT]
+        if weights.ndim == num_axes + 1 and weights.shape[-1] == 1:
+            weights = weights[..., 0]
+        if weights.ndim < num_axes:
+            remedy = "return weights of shape (n,), or with further axes of the labels, such as (n, steps)"
+            raise StructureError("returned a single weight for all samples", remedy)
+        arrays[SAMPLE_WEIGHT] = weights.astype(np.float32, copy=False)
+    return arrays
+
+
+def _to_array(part: Any, where: str) -> Array:
+    """Return an array or tensor as an array of numbers, ragged ones padded with 0. Raises StructureError."""
+    if hasattr(part, "to_tensor"):
+        part = part.to_tensor()
+    elif hasattr(part, "dense_shape"):
+        part = sys.modules["tensorflow"].sparse.to_dense(part)
+    elif hasattr(part, "toarray"):
+        part = part.toarray()
+    if np.ma.is_masked(part):
+        raise StructureError(f"returned a masked array{where}", "replace masked values: array.filled(0)")
+    try:
+        array = np.asarray(part)
+    except (TypeError, ValueError):
+        raise StructureError(f"returned lists of different lengths{where}", USE_NUMBERS) from None
+    if array.dtype.name == "bfloat16":
+        array = array.astype(np.float32)
+    if array.dtype.kind in "OSU":
+        raise StructureError(f"returned text or Python objects{where}", USE_NUMBERS)
+    if array.dtype.kind not in "uifb":
+        raise StructureError(f"returned values of type {array.dtype}{where}", "convert them to numbers")
+    return array

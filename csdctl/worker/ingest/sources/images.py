@@ -7,7 +7,6 @@ of their errors or messages can name a file.
 
 import io
 import math
-import re
 import struct
 import threading
 import unicodedata
@@ -30,17 +29,9 @@ from csdctl.worker.ingest.sources.source import (
     UnusableError,
     data_error,
 )
-from csdctl.worker.ingest.sources.tensorflow_io import (
-    JPEG_RATIOS,
-    PNG,
-    RGBA,
-    Feature,
-    RecordReader,
-    load_decoders,
-    parse_example,
-)
+from csdctl.worker.ingest.sources.tensorflow_io import JPEG_RATIOS, PNG, RGBA, load_decoders
 from csdctl.worker.process.errors import InputError, describe
-from csdctl.worker.protocol.datasets import ImageRule, PrepareSpec, RecordSchema, list_names
+from csdctl.worker.protocol.datasets import ImageRule, PrepareSpec, list_names
 
 LARGE_PIXELS = 16_000_000
 """Images with more pixels are decoded one at a time, whatever the number of threads, to save memory."""
@@ -48,15 +39,17 @@ LARGE_PIXELS = 16_000_000
 SPARE_SCALE = 2
 """Images are first reduced by an integer factor, to no less than this multiple of the final size."""
 
-_FORMATS = {
+FORMATS = {
     b"\x89PNG\r\n\x1a\n": "png",
     b"\xff\xd8\xff": "jpeg",
     b"GIF87a": "gif",
     b"GIF89a": "gif",
     b"BM": "bmp",
 }
-_DECODER_ERRORS = (OSError, SyntaxError, ValueError, LookupError, EOFError, OverflowError, TypeError)
+"""Formats by the first bytes of a file."""
+DECODER_ERRORS = (OSError, SyntaxError, ValueError, LookupError, EOFError, OverflowError, TypeError)
 PARTS = {"train", "training", "val", "valid", "validation", "test", "testing"}
+"""Folders that are parts of a data set, not classes, unless the job lists them as classes."""
 
 
 def known_shape(rule: ImageRule) -> tuple[int, ...] | None:
@@ -79,7 +72,7 @@ class Header:
 
 def read_header(content: bytes) -> Header | None:
     """Return the header of an encoded image, None for other formats. Raises ValueError if it is damaged."""
-    name = next((name for magic, name in _FORMATS.items() if content.startswith(magic)), "")
+    name = next((name for magic, name in FORMATS.items() if content.startswith(magic)), "")
     if not name:
         return None
     opened: Any = None
@@ -144,7 +137,7 @@ class ImageDecoder:
                 raise UnusableError("too_large")
             with self._large_image if num_pixels > LARGE_PIXELS else nullcontext():
                 return self.fit(self._decode_format(content, header))
-        except (TensorFlowError, *_DECODER_ERRORS):
+        except (TensorFlowError, *DECODER_ERRORS):
             raise UnusableError("undecodable") from None
 
     def fit(self, image: Array) -> Array:
@@ -259,9 +252,6 @@ def _normalize(folder: str) -> str:
     return unicodedata.normalize("NFC", folder)
 
 
-"""Folders that are parts of a data set, not classes, unless the job lists them as classes."""
-
-
 def _check_folders(tree: Tree, label_of: dict[str, int], spec: PrepareSpec) -> None:
     source, folders = spec.source, tree.folders
     if spec.classes is None and folders and {name.lower() for name in folders} <= PARTS:
@@ -283,104 +273,3 @@ def _check_folders(tree: Tree, label_of: dict[str, int], spec: PrepareSpec) -> N
         named = f"{'classes' if len(unknown) > 1 else 'class'} {list_names(unknown)}"
         problem = f"has {named}, not among the job's {len(label_of)} classes"
         raise data_error(source, problem, "add it to data.classes in job.yaml, or rename the folder")
-
-
-def is_record_file(file: DataFile, tree: Tree) -> bool:
-    """Return whether a file has the name of a TFRecord file: x.tfrecord, x-00000-of-00010, …"""
-    return bool(re.match(r".+(\.tfrecords?|\.tfrec|-\d{5}-of-\d{5})(\.gz)?$", tree.path_of(file).name))
-
-
-class RecordFiles(DecodedSource):
-    """The examples of TFRecord files, in order of their paths."""
-
-    def __init__(self, tree: Tree, spec: PrepareSpec, threads: int) -> None:
-        """Raise WorkerError, exit code 2, if the job has no schema or an inconsistent one."""
-        if spec.records is None:
-            problem = "consists of TFRecord files, but the job does not describe them"
-            remedy = "set data.tfrecord in job.yaml: {image: FEATURE, label: FEATURE}"
-            raise data_error(spec.source, problem, remedy)
-        super().__init__(spec, threads)
-        self._source = spec.source
-        self._label_of = {name: label for label, name in enumerate(spec.classes or ())}
-        self._schema: RecordSchema = spec.records
-        self._paths = [tree.path_of(file) for file in tree.files if is_record_file(file, tree)]
-        self._reader = RecordReader()
-        if self._schema.shape is None:
-            load_decoders()
-        shape, dtype = self._schema.shape, self._schema.dtype
-        is_image = shape is None or (dtype == "uint8" and len(shape) == 3 and known_shape(spec.picture))
-        self._decoder = ImageDecoder(spec.picture) if is_image else None
-        raw_bytes = math.prod(shape or ()) * np.dtype(dtype).itemsize
-        self.sample_bytes = self._decoder.sample_bytes if self._decoder else raw_bytes
-
-    def candidates(self) -> Iterator[Candidate]:
-        """Yield all examples."""
-        for path in self._paths:
-            for number, record in enumerate(self._records(path)):
-                yield record, f"{path.name}, record {number}"
-
-    def place_of(self, candidate: Candidate, number: int) -> str:
-        """Return file and record."""
-        return str(candidate[1])
-
-    def _records(self, path: Path) -> Iterator[bytes | None]:
-        """Yield the records of a file, and None at the end if the rest of it cannot be read."""
-        try:
-            yield from self._reader.read(path, self._compression(path))
-        except (TensorFlowError, OSError):
-            yield None
-
-    def _compression(self, path: Path) -> str:
-        """Return 'GZIP' or ''. A plain file may start with the gzip magic: its first record's length."""
-        with path.open("rb") as file:
-            if file.read(3) != b"\x1f\x8b\x08":
-                return ""
-        with suppress(TensorFlowError, StopIteration):
-            next(self._reader.read(path))
-            return ""
-        return "GZIP"
-
-    def decode(self, content: bytes | None, label: str) -> tuple[Array, Any]:
-        """Return sample and label of an example. Raises UnusableError."""
-        if content is None:
-            raise UnusableError("damaged_file")
-        try:
-            features = parse_example(content)
-        except ValueError:
-            raise UnusableError("undecodable") from None
-        if self._schema.image not in features or self._schema.label not in features:
-            raise UnusableError("no_feature")
-        return self._sample(features[self._schema.image]), self._label(features[self._schema.label])
-
-    def _sample(self, feature: Feature) -> Array:
-        if self._schema.shape is None:
-            assert self._decoder is not None
-            if len(feature.texts) != 1:
-                raise UnusableError("undecodable")
-            return self._decoder.decode(feature.texts[0])
-        raw = self._raw_values(feature, self._schema.shape)
-        return self._decoder.fit(raw) if self._decoder else raw
-
-    def _raw_values(self, feature: Feature, shape: tuple[int, ...]) -> Array:
-        try:
-            if feature.texts:
-                flat = np.frombuffer(feature.texts[0], self._schema.dtype)
-            else:
-                if feature.floats and np.dtype(self._schema.dtype).kind != "f":
-                    problem = f"has floats in {self._schema.image}, not {self._schema.dtype}"
-                    raise data_error(self._source, problem, "set data.tfrecord.dtype: float32")
-                flat = np.asarray(feature.floats or feature.integers, self._schema.dtype)
-            return flat.reshape(shape)
-        except (ValueError, OverflowError):
-            raise UnusableError("undecodable") from None
-
-    def _label(self, feature: Feature) -> Any:
-        """Return an integer label, a float, or the index of a class given by name."""
-        for values in (feature.integers, feature.floats):
-            if len(values) == 1:
-                return values[0]
-        if len(feature.texts) == 1:
-            name = feature.texts[0].decode(errors="replace")
-            if name in self._label_of:
-                return self._label_of[name]
-        raise UnusableError("no_label")

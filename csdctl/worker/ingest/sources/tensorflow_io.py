@@ -1,15 +1,13 @@
-"""What TensorFlow reads, by its C library: PNG, JPEG, and the records and examples of TFRecord files."""
+"""What TensorFlow reads, by its C library: PNG, JPEG, and the records of TFRecord files."""
 
 import os
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
-from csdctl.worker.engine.protobuf import BYTES, FIXED32, VARINT, encode_field, parse_fields, parse_int64s
+from csdctl.worker.engine.protobuf import encode_field
 from csdctl.worker.engine.step import FunctionInfo
 from csdctl.worker.engine.tensorflow_c import (
     OUT_OF_RANGE,
@@ -30,7 +28,7 @@ BUFFER_BYTES = 256 << 10
 
 def _node(name: str, operation: str, inputs: Sequence[str], **attributes: bytes) -> bytes:
     """Return a node of a GraphDef. `attributes` are messages of the type AttrValue."""
-    texts = ((1, name), (2, operation), *((3, one) for one in inputs))
+    texts = ((1, name), (2, operation), *((3, source) for source in inputs))
     fields = [encode_field(number, text.encode()) for number, text in texts]
     for key, value in attributes.items():
         fields.append(encode_field(5, encode_field(1, key.encode()) + encode_field(2, value)))
@@ -104,56 +102,3 @@ class RecordReader:
                     return
                 raise
             yield record
-
-
-@dataclass
-class Feature:
-    """A tf.train.Feature: values of one kind."""
-
-    texts: list[bytes] = field(default_factory=list)
-    floats: list[float] = field(default_factory=list)
-    integers: list[int] = field(default_factory=list)
-
-
-def parse_example(content: bytes) -> dict[str, Feature]:
-    """Return the features of a serialized tf.train.Example by name. Raises ValueError for anything else."""
-    features = {}
-    for number, kind, message in parse_fields(memoryview(content)):
-        for inner, inner_kind, entry in parse_fields(message) if (number, kind) == (1, BYTES) else ():
-            if (inner, inner_kind) == (1, BYTES):
-                name, feature = _parse_entry(entry)
-                features[name] = feature
-    return features
-
-
-def _parse_entry(content: memoryview) -> tuple[str, Feature]:
-    name, feature = "", Feature()
-    for number, kind, value in parse_fields(content):
-        if (number, kind) == (1, BYTES):
-            name = str(value, "utf-8")
-        elif (number, kind) == (2, BYTES):
-            feature = _parse_feature(value)
-    return name, feature
-
-
-def _parse_feature(content: memoryview) -> Feature:
-    feature, last = Feature(), 0
-    for number, kind, message in parse_fields(content):
-        if kind != BYTES or number not in (1, 2, 3):
-            continue
-        if number != last:  # a feature has values of one kind, the last one
-            feature, last = Feature(), number
-        for _, inner_kind, value in (one for one in parse_fields(message) if one[0] == 1):
-            _add_values(feature, number, inner_kind, value)
-    return feature
-
-
-def _add_values(feature: Feature, number: int, kind: int, value: Any) -> None:
-    if number == 1 and kind == BYTES:
-        feature.texts.append(bytes(value))
-    elif number == 2 and kind in (BYTES, FIXED32):
-        feature.floats += np.frombuffer(value, "<f4").tolist() if value else []
-    elif number == 3 and kind == BYTES:
-        feature.integers += parse_int64s(value)
-    elif number == 3 and kind == VARINT:
-        feature.integers.append(value - (value >> 63 << 64))

@@ -233,6 +233,7 @@ UNREADABLE: dict[str, Callable[[Path], Any]] = {
     "truncated npy": lambda root: (write_npy(root), cut(root / "images.npy", -1)),
     "pickled npy": lambda root: write_npy(root, labels=np.array([{"a": 1}] * 6, dtype=object)),
     "one number": lambda root: write_npy(root, labels=np.array(3)),
+    "number in npz": lambda root: write_npz(root, x=np.array(1), y=np.array(2)),
     "garbled npz": lambda root: (
         write_npz(root, x=np.random.default_rng(0).random((50, 9)), y=np.arange(50)),
         garble(root / NPZ, 200, 900),
@@ -245,7 +246,6 @@ UNFIT: dict[str, tuple[Callable[[Path], Any], str]] = {
     "empty": (lambda root: write_npy(root, COLOUR[:0], LABELS[:0]), "is empty"),
     "mismatched": (lambda root: write_npy(root, labels=LABELS[:4]), "6 samples but 4 labels"),
     "text": (lambda root: write_npy(root, labels=np.array(list("abcdef"))), "is not numeric: uint8 and <U1"),
-    "number in npz": (lambda root: write_npz(root, x=np.array(1), y=np.array(2)), "single number, not"),
     "picture": (lambda root: (root / f"{SECRET}.jpg").write_bytes(b"jpeg"), "not in a supported format"),
     "nothing": (lambda root: None, "is empty"),
 }

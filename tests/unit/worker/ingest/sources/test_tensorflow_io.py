@@ -13,14 +13,8 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from csdctl.worker.engine.tensorflow_c import TensorFlowError
-from csdctl.worker.ingest.sources.tensorflow_io import (
-    JPEG_RATIOS,
-    PNG,
-    RGBA,
-    RecordReader,
-    load_decoders,
-    parse_example,
-)
+from csdctl.worker.ingest.sources.tensorflow_io import JPEG_RATIOS, PNG, RGBA, RecordReader, load_decoders
+from csdctl.worker.ingest.sources.tfrecord import parse_example
 from tests.unit.worker.ingest.sources.encoded_images import (
     CMYK_RED_JPEG,
     colours,
@@ -136,9 +130,7 @@ def test_examples_are_parsed_as_by_protobuf(drawn: dict[str, Any]) -> None:
     }
     features = {name: made[kind](*values) for name, (kind, *values) in drawn.items()}
     content = train.Example(features=train.Features(feature=features)).SerializeToString()
-    expected = {
-        name: (list(one.bytes_list.value), list(one.float_list.value), list(one.int64_list.value))
+    assert parse_example(content) == {
+        name: [*one.bytes_list.value, *one.float_list.value, *one.int64_list.value]
         for name, one in features.items()
     }
-    found = parse_example(content)
-    assert {name: (one.texts, one.floats, one.integers) for name, one in found.items()} == expected
