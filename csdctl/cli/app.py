@@ -60,12 +60,13 @@ COMMANDS: Mapping[tuple[str, str], Mapping[str, str]] = {
 """Heading and module in csdctl.cli.commands → name of a command → its line in `csdctl --help`."""
 HELP_OPTIONS = ["-h", "--help"]
 EXEC = "exec"
-OF_RECIPE = {"--epochs": "epochs", "--lr": "learning_rate", "--learning-rate": "learning_rate"}
-"""Options that other programs have for what the recipe says here."""
+RECIPE_KEYS = {"--epochs": "epochs", "--lr": "learning_rate", "--learning-rate": "learning_rate"}
+"""Options of other programs, and the keys of the recipe that csdctl has for them."""
 EXEC_REMEDY = "put `--` before the command and its options, such as csdctl exec -- df"
 MODULES = {name: module for (_, module), section in COMMANDS.items() for name in section}
 JSON = "--json"
 LINES = {"train", "scale", "watch"}
+"""Commands that write JSON lines: an error is one more."""
 FLAGS = {
     "start_s": "--start-timeout",
     "silence_s": "--silence-timeout",
@@ -103,11 +104,11 @@ class CommandGroup(TyperGroup):
 
     def format_commands(self, ctx: Any, formatter: Any) -> None:
         """Write the list of commands of `csdctl --help`. It fits on a screen with all else."""
-        above = ""
+        previous = ""
         for (heading, _), section in COMMANDS.items():
-            if heading != above:
+            if heading != previous:
                 formatter.write(f"{heading}:\n")
-            above = heading
+            previous = heading
             formatter.indent()
             formatter.write_dl([(f"{name:12}", text) for name, text in section.items()])
             formatter.dedent()
@@ -118,8 +119,8 @@ class PlainCommand(TyperCommand):
 
     def parse_args(self, ctx: Any, args: list[str]) -> Any:
         """Parse the command line. Raises InputError for `exec df -h`, which would only print this help."""
-        own = own_arguments(args)
-        if self.name == EXEC and len(own) > 1 and {*HELP_OPTIONS} & {*own}:
+        words = own_arguments(args)
+        if self.name == EXEC and len(words) > 1 and {*HELP_OPTIONS} & {*words}:
             raise InputError("received -h beside other arguments", remedy=f"{EXEC_REMEDY} -h")
         return super().parse_args(ctx, args)
 
@@ -140,13 +141,17 @@ class PlainCommand(TyperCommand):
 @functools.cache
 def _build(name: str) -> Any:
     """Return a command, or a group of commands. Raises KeyError for an unknown name."""
-    found = getattr(import_module(f"csdctl.cli.commands.{MODULES[name]}"), name)
-    if not isinstance(found, typer.Typer):
-        app = typer.Typer(add_completion=False, rich_markup_mode=None)
-        app.command(name, cls=PlainCommand)(found)
-        found = app
-    command = typer.main.get_command(found)
+    command = getattr(import_module(f"csdctl.cli.commands.{MODULES[name]}"), name)
+    if not isinstance(command, typer.Typer):
+        group = typer.Typer(add_completion=False, rich_markup_mode=None)
+        group.command(name, cls=PlainCommand)(command)
+        command = group
+    command = typer.main.get_command(command)
     command.name = name
+    for part in (command, *getattr(command, "commands", {}).values()):
+        for parameter in part.params:
+            if parameter.default is False:  # no --no-force beside --force
+                parameter.secondary_opts = []
     command.context_settings.setdefault("help_option_names", HELP_OPTIONS)  # also without the group
     return command
 
@@ -187,13 +192,13 @@ def explain_usage(error: Any) -> InputError | None:
         from csdctl.documents import describe_value_problem
 
         problem = (error.__cause__ or error.__context__).errors()[0]
-        shown = repr(problem["input"])
+        received = repr(problem["input"])
         error.message = describe_value_problem(problem).rstrip(".")
-        error.message += "" if shown in error.message else f" (received {shown})"
-    if possible := _nearest_options(error):
-        error.message += f". Did you mean {' or '.join(possible)}?"
+        error.message += "" if received in error.message else f" (received {received})"
     if hasattr(error, "possibilities"):
         error.possibilities = None  # they are of one command, and often far off
+        if similar := _find_similar(error):
+            error.message += f". Did you mean {' or '.join(similar)}?"
     message = error.format_message().replace("Choose from:\n\t", "Choose from: ").replace(",\n\t", ", ")
     message = message.removeprefix("Invalid value: ").rstrip(".")
     path = error.ctx.command_path if error.ctx else " ".join(["csdctl", *(MODULES.keys() & typed[:1])])
@@ -202,21 +207,17 @@ def explain_usage(error: Any) -> InputError | None:
     remedy = f"see `{path} --help`" + (f"; its commands: {', '.join(commands)}" if is_short else "")
     if path == f"csdctl {EXEC}" and hasattr(error, "option_name"):
         remedy = EXEC_REMEDY
-    elif getattr(error, "option_name", "") in OF_RECIPE:
-        remedy = f"set recipe.{OF_RECIPE[error.option_name]} in job.yaml"
+    elif getattr(error, "option_name", "") in RECIPE_KEYS:
+        remedy = f"set recipe.{RECIPE_KEYS[error.option_name]} in job.yaml"
     return InputError(f"{message[0].lower()}{message[1:]}", remedy=remedy)
 
 
-def _nearest_options(error: Any) -> list[str]:
-    """Return the options that an unknown one resembles, those of every command included."""
-    written = getattr(error, "option_name", "")
-    if not (hasattr(error, "possibilities") and written.startswith("--") and error.ctx):
+def _find_similar(error: Any) -> list[str]:
+    """Return the options that an unknown one resembles, of the command and of every command."""
+    if not (error.option_name.startswith("--") and error.ctx):
         return []
-    known = [name for each in error.ctx.command.get_params(error.ctx) for name in each.opts]
-    return difflib.get_close_matches(written, ["--quiet", *known], n=2, cutoff=0.75)
-
-
-"""Commands that write JSON lines: an error is one more."""
+    names = [name for parameter in error.ctx.command.get_params(error.ctx) for name in parameter.opts]
+    return difflib.get_close_matches(error.option_name, ["--quiet", *names], n=2, cutoff=0.75)
 
 
 def main() -> None:
@@ -265,13 +266,15 @@ def run_command(arguments: Sequence[str], streams: Streams) -> int:  # noqa: C90
 
 def take_global_options(arguments: Sequence[str]) -> list[str]:
     """Return `arguments` without the options of every command. Raises InputError for -q with -v."""
-    own = own_arguments(arguments)
-    if own[:1] == [EXEC] and own[1:2] and not own[1].startswith("-") and {*VERBOSE, *QUIET} & {*own}:
+    words = own_arguments(arguments)
+    is_quiet, is_verbose = not {*QUIET}.isdisjoint(words), not {*VERBOSE}.isdisjoint(words)
+    is_command = words[:1] == [EXEC] and len(words) > 1 and not words[1].startswith("-")
+    if is_command and (is_quiet or is_verbose):
         raise InputError("received -v or -q beside the command of exec", remedy=EXEC_REMEDY)
-    if {*QUIET} & {*own} and {*VERBOSE} & {*own}:
+    if is_quiet and is_verbose:
         raise InputError("-q and -v contradict each other", remedy="use only one of them")
-    rest = [word for word in own if word not in (*VERBOSE, *QUIET)]
-    return [*rest, *arguments[len(own) :]]
+    without = [word for word in words if word not in (*VERBOSE, *QUIET)]
+    return [*without, *arguments[len(words) :]]
 
 
 def _interrupt(_signal: int, _frame: FrameType | None) -> None:
@@ -290,7 +293,7 @@ def _wrap_os_error(error: OSError) -> CsdctlError:
 
 
 def _report(streams: Streams, arguments: Sequence[str], error: CsdctlError) -> int:
-    """Show an error, and return its exit code."""
+    """Show an error, with --json also as JSON, and return its exit code."""
     error.name_options(lambda name: FLAGS.get(name, f"--{name.replace('_', '-')}"))
     where = f"{error.node}: " if error.node else ""
     streams.errors.print("error:", style="bold red", end=" ")
@@ -298,24 +301,18 @@ def _report(streams: Streams, arguments: Sequence[str], error: CsdctlError) -> i
     if error.remedy:
         streams.errors.print(f"  → {error.remedy}")
     _show_traceback(streams, error)
-    _write_error(streams, arguments, error)
+    words = own_arguments(arguments)
+    is_written = getattr(streams.stdout, "has_text", False)  # the one document of the command
+    if JSON in words and (not is_written or LINES & {*words}):
+        document = {
+            "schema": "csdctl.error/1",
+            "node": error.node,
+            "message": error.message,
+            "remedy": error.remedy,
+            "exit_code": int(error.exit_code),
+        }
+        streams.result_line(document, is_json=True)
     return error.exit_code
-
-
-def _write_error(streams: Streams, arguments: Sequence[str], error: CsdctlError) -> None:
-    """Write the error as JSON for a command with --json, unless its one document is already there."""
-    own = own_arguments(arguments)
-    is_written = getattr(streams.stdout, "has_text", False)
-    if JSON not in own or (is_written and not LINES & {*own}):
-        return
-    document = {
-        "schema": "csdctl.error/1",
-        "node": error.node,
-        "message": error.message,
-        "remedy": error.remedy,
-        "exit_code": int(error.exit_code),
-    }
-    streams.result_line(document, is_json=True)
 
 
 def _show_traceback(streams: Streams, error: Exception) -> None:

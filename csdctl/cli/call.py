@@ -21,7 +21,9 @@ if TYPE_CHECKING:
 
 Command = Callable[..., None]
 FIELDS = {"job": "job_path", "fleet": "fleet_path", "json": "is_json"}
+"""Parameters of commands that have another name as a field of a Call."""
 ON_EACH_NODE = {"discover", "trust", "provision", "exec", "inventory", "clean", "deploy"}
+"""Commands that act on each selected node alone. The other commands need the servers between them, too."""
 VERBOSE = ("-v", "-vv")
 QUIET = ("-q", "--quiet")
 SELECTING = ("--limit", "--exclude", "--failed-from")
@@ -47,25 +49,23 @@ def _shared(
 ) -> None: ...
 
 
-SHARED = inspect.signature(_shared).parameters
-"""Parameters that are other fields of a Call."""
-"""Commands that act on each selected node alone; the others need the servers between them, too."""
-
-
 def _add_options(command: Command, names: list[str]) -> Command:
     """Return `command` with those parameters of `_shared` that it lacks, in place of the Call."""
-    own = dict(list(inspect.signature(command).parameters.items())[1:])
-    added = [name for name in names if name not in own]
-    first = [name for name in ("job", "fleet") if name in added]
-    shown = {name: SHARED[name] for name in first} | own | {name: SHARED[name] for name in added}
+    shared_parameters = inspect.signature(_shared).parameters
+    parameters = dict(list(inspect.signature(command).parameters.items())[1:])
+    added = {name: shared_parameters[name] for name in names if name not in parameters}
+    first = {name: added[name] for name in ("job", "fleet") if name in added}
 
     @functools.wraps(command)
     def run(**values: Any) -> None:
         shared = {FIELDS.get(name, name): values.pop(name) for name in added}
         command(Call(command.__name__, **shared), **values)
 
-    parameters = [one.replace(kind=inspect.Parameter.KEYWORD_ONLY) for one in shown.values()]
-    run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    in_order = [
+        parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY)
+        for parameter in (first | parameters | added).values()
+    ]
+    run.__signature__ = inspect.Signature(in_order)  # type: ignore[attr-defined]
     return run
 
 
@@ -89,15 +89,15 @@ def open_streams(*, is_json: bool = False) -> Streams:
 
 def retry_line(arguments: Sequence[str]) -> str:
     """Return the command line that repeats `arguments` on the nodes where they failed."""
-    own = own_arguments(arguments)
+    words = own_arguments(arguments)
     kept: list[str] = []
     is_value = False
-    for word in own:
+    for word in words:
         if not is_value and word.partition("=")[0] not in SELECTING:
             kept.append(word)
         is_value = not is_value and word in SELECTING
     failed_from = ["--failed-from", str(Path(STATE_DIRECTORY, "failed.json"))]
-    return shlex.join(["csdctl", *kept, *failed_from, *arguments[len(own) :]])
+    return shlex.join(["csdctl", *kept, *failed_from, *arguments[len(words) :]])
 
 
 @dataclass
@@ -155,7 +155,9 @@ class Call:
         document = document or {
             "schema": schema,
             "is_dry_run": is_dry,
-            "machines": {name: each.value for name, each in outcomes.items() if each.value is not None},
+            "machines": {
+                name: outcome.value for name, outcome in outcomes.items() if outcome.value is not None
+            },
             "failed": failed,
         }
         self.conclude(document, list(outcomes), failed, is_dry=is_dry)

@@ -6,7 +6,7 @@ Options of a panel are listed under its name, after the others.
 import glob
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import typer
 
@@ -45,66 +45,61 @@ def _names(*pattern: str) -> list[str]:
     return [Path(path).name for path in sorted(glob.glob(str(Path(*pattern))))]
 
 
+def option(text: str, *names: str, **settings: Any) -> Any:
+    """Return an option with this line of help. Without `names`, it has the name of its parameter."""
+    return typer.Option(*names, help=text, **settings)
+
+
 group = partial(typer.Typer, add_completion=False, rich_markup_mode=None, no_args_is_help=True)
 """A command that has commands."""
-selection = partial(typer.Option, rich_help_panel=SELECTION)
-strategy = partial(typer.Option, rich_help_panel="Strategy")
-resuming = partial(typer.Option, rich_help_panel="Losses, checkpoints and time limits")
-background = partial(typer.Option, rich_help_panel="Background and monitoring")
+selection = partial(option, rich_help_panel=SELECTION)
+strategy = partial(option, rich_help_panel="Strategy")
+resuming = partial(option, rich_help_panel="Losses, checkpoints and time limits")
+background = partial(option, rich_help_panel="Background and monitoring")
 """Options of one panel each."""
 Strategy = Literal["auto", "data-parallel", "features", "split"]
 Precision = Literal["float32", "float16"]
 
 
-FleetOption = Annotated[Path, typer.Option(envvar="CSDCTL_FLEET", help="Path of the fleet file.")]
+FleetOption = Annotated[Path, option("Path of the fleet file.", envvar="CSDCTL_FLEET")]
 JobArgument = Annotated[Path, typer.Argument(help="Path of the job file.")]
 LimitOption = Annotated[
     list[str] | None,
     selection(
+        "Only these nodes: names, ranges (csd[0-7]), groups, jump hosts (nodes behind them), or all.",
         metavar="NODES",
-        help="Only these nodes: names, ranges (csd[0-7]), groups, jump hosts (nodes behind them), or all.",
         autocompletion=complete_nodes,
     ),
 ]
 ExcludeOption = Annotated[
     list[str] | None,
     selection(
-        metavar="NODES", help="Leave out these nodes; same syntax as --limit.", autocompletion=complete_nodes
+        "Leave out these nodes; same syntax as --limit.", metavar="NODES", autocompletion=complete_nodes
     ),
 ]
 FailedFromOption = Annotated[
     Path | None,
     selection(
+        "Select only the nodes that an earlier command failed on: .csdctl/failed.json or --json output.",
         metavar="FILE",
-        help="Select only the nodes that an earlier command failed on: .csdctl/failed.json or --json output.",
     ),
 ]
-JsonOption = Annotated[
-    bool, typer.Option("--json", help="Print JSON to stdout, and everything else to stderr.")
-]
-ForceOption = Annotated[bool, typer.Option("--force", help="Overwrite existing files.")]
-DryRunOption = Annotated[bool, typer.Option("--dry-run", help="Show what would be done, without doing it.")]
-YesOption = Annotated[bool, typer.Option("--yes", "-y", help="Do not ask for confirmation.")]
-PlanOption = Annotated[Path | None, typer.Option(help="Plan; default: the job's plan from `tune`.")]
-BatchSizeOption = Annotated[
-    int | None, typer.Option(min=1, help="Use this batch size on every rank instead of a plan.")
-]
-MaxStepsOption = Annotated[
-    int | None, typer.Option(min=1, help="Stop after this many steps, for benchmarks.")
-]
+JsonOption = Annotated[bool, option("Print JSON to stdout, and everything else to stderr.")]
+ForceOption = Annotated[bool, option("Overwrite existing files.")]
+DryRunOption = Annotated[bool, option("Show what would be done, without doing it.")]
+YesOption = Annotated[bool, option("Do not ask for confirmation.", "--yes", "-y")]
+PlanOption = Annotated[Path | None, option("Plan; default: the job's plan from `tune`.")]
+BatchSizeOption = Annotated[int | None, option("Use this batch size on every rank instead of a plan.", min=1)]
+MaxStepsOption = Annotated[int | None, option("Stop after this many steps, for benchmarks.", min=1)]
 StrategyOption = Annotated[
     Strategy,
     strategy(
-        help="auto: as the plan says; features: compute frozen layers once per sample, then train the head; "
+        "auto: as the plan says; features: compute frozen layers once per sample, then train the head; "
         "split: nodes compute the layers up to --cut, the host the rest."
     ),
 ]
-CutOption = Annotated[str, strategy(metavar="LAYER", help="split: last layer that nodes compute.")]
-MicroBatchesOption = Annotated[int, strategy(min=1, help="split: micro-batches of each rank's batch.")]
-FeaturePrecisionOption = Annotated[Precision, strategy(help="features: type of stored features.")]
-SkipDoctorOption = Annotated[
-    bool, selection("--skip-doctor", help="Start without checking the machines first.")
-]
-HtmlOption = Annotated[
-    Path | None, typer.Option(metavar="FILE", help="Write charts and tables as self-contained HTML.")
-]
+CutOption = Annotated[str, strategy("split: last layer that nodes compute.", metavar="LAYER")]
+MicroBatchesOption = Annotated[int, strategy("split: micro-batches of each rank's batch.", min=1)]
+FeaturePrecisionOption = Annotated[Precision, strategy("features: type of stored features.")]
+SkipDoctorOption = Annotated[bool, selection("Start without checking the machines first.")]
+HtmlOption = Annotated[Path | None, option("Write charts and tables as self-contained HTML.", metavar="FILE")]

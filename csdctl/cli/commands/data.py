@@ -7,6 +7,7 @@ import typer
 
 from csdctl.cli import options
 from csdctl.cli.call import Call, on_fleet, on_job, open_streams
+from csdctl.cli.options import option
 from csdctl.errors import InputError
 from csdctl.terminal.streams import Streams
 
@@ -23,27 +24,21 @@ def init(
     arguments: Annotated[
         list[str] | None, typer.Argument(help="The script's own options, after --.", metavar="[-- OPTIONS]")
     ] = None,
-    model: Annotated[str, typer.Option(help="FILE.py:FUNCTION, FILE.keras or keras.applications:NAME.")] = "",
-    public: Annotated[
-        str, typer.Option(help="Training data: a path, FILE.py:FUNCTION or FILE.py:FUNCTION:PATH.")
-    ] = "",
-    validation: Annotated[str, typer.Option(help="Validation data; same syntax as --public.")] = "",
-    private: Annotated[str, typer.Option(help="Path of private data on each node; not inspected.")] = "",
-    model_args: Annotated[
-        str, typer.Option(help="Arguments of the function, as in job.yaml: '{width: 64}'.")
-    ] = "",
+    model: Annotated[str, option("FILE.py:FUNCTION, FILE.keras or keras.applications:NAME.")] = "",
+    public: Annotated[str, option("Training data: a path, FILE.py:FUNCTION or FILE.py:FUNCTION:PATH.")] = "",
+    validation: Annotated[str, option("Validation data; same syntax as --public.")] = "",
+    private: Annotated[str, option("Path of private data on each node; not inspected.")] = "",
+    model_args: Annotated[str, option("Arguments of the function, as in job.yaml: '{width: 64}'.")] = "",
     code: Annotated[
         list[Path] | None,
-        typer.Option(
-            help="File or package with the model's own layers, losses and metrics; "
+        option(
+            "File or package with the model's own layers, losses and metrics; "
             "imports of --model are found automatically."
         ),
     ] = None,
-    label: Annotated[str, typer.Option(help="Label column of .csv files.")] = "",
-    drop: Annotated[list[str] | None, typer.Option(help="Column of .csv files to ignore.")] = None,
-    output: Annotated[
-        Path, typer.Option("--output", "-o", help="Path of the job file to write.")
-    ] = options.DEFAULT_JOB,
+    label: Annotated[str, option("Label column of .csv files.")] = "",
+    drop: Annotated[list[str] | None, option("Column of .csv files to ignore.")] = None,
+    output: Annotated[Path, option("Path of the job file to write.", "--output", "-o")] = options.DEFAULT_JOB,
     force: options.ForceOption = False,
     json: options.JsonOption = False,
 ) -> None:
@@ -143,18 +138,15 @@ def deploy(
     job: options.JobArgument = options.DEFAULT_JOB,
     tree: Annotated[
         list[str] | None,
-        typer.Option(
+        option(
+            "Copy a directory instead of a job's files; DESTINATION: absolute, or relative to the home.",
             metavar="SOURCE[:DESTINATION]",
-            help="Copy a directory instead of a job's files; DESTINATION: absolute, or relative to the home.",
         ),
     ] = None,
     ignore: Annotated[
-        list[str] | None,
-        typer.Option(help="Exclude matching files from trees; patterns as in .gitignore, without `!`."),
+        list[str] | None, option("Exclude matching files from trees; patterns as in .gitignore, without `!`.")
     ] = None,
-    everything: Annotated[
-        bool, typer.Option("--everything", help="Also copy .git, __pycache__ and .csdctl of trees.")
-    ] = False,
+    everything: Annotated[bool, option("Also copy .git, __pycache__ and .csdctl of trees.")] = False,
     dry_run: options.DryRunOption = False,
 ) -> None:
     """Copy a job's files, or directory trees, to every node. Only missing content is sent."""

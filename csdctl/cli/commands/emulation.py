@@ -9,27 +9,24 @@ import typer
 import csdctl
 from csdctl.cli import options
 from csdctl.cli.call import open_streams
+from csdctl.cli.options import option
 
 emulate = options.group(help="Run a fleet on this machine: real SSH servers that share its CPU and memory.")
 CpuOption = Annotated[
-    str,
-    typer.Option(
-        metavar="CORES[,CORES…]", help="CPU share in cores, for all nodes, or for each: 0.5,0.25,0.1."
-    ),
+    str, option("CPU share in cores, for all nodes, or for each: 0.5,0.25,0.1.", metavar="CORES[,CORES…]")
 ]
 
 
 @emulate.command()
 def up(
     nodes: Annotated[
-        int | None,
-        typer.Option(min=1, max=64, help="Number of nodes; default: as many as --cpu has values, or else 4."),
+        int | None, option("Number of nodes; default: as many as --cpu has values, or else 4.", min=1, max=64)
     ] = None,
     cpu: CpuOption = "0.25",
-    memory: Annotated[str, typer.Option(help="Memory of each node, such as 512M or 2G.")] = "2G",
-    fleet: Annotated[Path, typer.Option(help="Path of the fleet file to write.")] = options.DEFAULT_FLEET,
+    memory: Annotated[str, option("Memory of each node, such as 512M or 2G.")] = "2G",
+    fleet: Annotated[Path, option("Path of the fleet file to write.")] = options.DEFAULT_FLEET,
     pid: Annotated[
-        int | None, typer.Option(envvar="CSDCTL_EMULATE_PID", help="End the fleet when this process ends.")
+        int | None, option("End the fleet when this process ends.", envvar="CSDCTL_EMULATE_PID")
     ] = None,
     json: options.JsonOption = False,
 ) -> None:
@@ -58,9 +55,7 @@ def status(json: options.JsonOption = False) -> None:
 
 @emulate.command()
 def down(
-    keep: Annotated[
-        bool, typer.Option("--keep", help="Keep the nodes' files: the same `emulate up` starts them again.")
-    ] = False,
+    keep: Annotated[bool, option("Keep the nodes' files: the same `emulate up` starts them again.")] = False,
     json: options.JsonOption = False,
 ) -> None:
     """Stop the emulated fleet and remove its files, even after a crash."""
@@ -72,14 +67,13 @@ def down(
 
 
 def demo(
-    directory: Annotated[Path, typer.Option(help="Working directory of the demo.")] = Path("demo"),
-    nodes: Annotated[int, typer.Option(min=1, max=64, help="Number of emulated nodes.")] = 3,
+    directory: Annotated[Path, option("Working directory of the demo.")] = Path("demo"),
+    nodes: Annotated[int, option("Number of emulated nodes.", min=1, max=64)] = 3,
     cpu: CpuOption = "0.25",
     transfer: Annotated[
-        bool,
-        typer.Option("--transfer", help="Train on a pretrained base, and from scratch; downloads 150 MB."),
+        bool, option("Train on a pretrained base, and from scratch; downloads 150 MB.")
     ] = False,
-    keep: Annotated[bool, typer.Option("--keep", help="Leave the emulated fleet running.")] = False,
+    keep: Annotated[bool, option("Leave the emulated fleet running.")] = False,
 ) -> None:
     """Run all commands on an emulated fleet: Fashion-MNIST, or transfer learning."""
     package = Path(csdctl.__file__).parent  # the wheel has the examples in it, the repository beside it

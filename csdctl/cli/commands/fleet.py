@@ -9,6 +9,7 @@ import typer
 
 from csdctl.cli import options
 from csdctl.cli.call import Call, on_fleet, open_streams
+from csdctl.cli.options import option
 from csdctl.errors import InputError
 from csdctl.fleet.names import format_node_names
 from csdctl.reporting.numbers import format_count
@@ -23,25 +24,20 @@ if TYPE_CHECKING:
 def discover(
     call: Call,
     cidr: Annotated[
-        list[str] | None,
-        typer.Option(help="First scan this address range for machines, and write the fleet file."),
+        list[str] | None, option("First scan this address range for machines, and write the fleet file.")
     ] = None,
-    user: Annotated[str, typer.Option(help="User on the machines that --cidr finds; default: root.")] = "",
-    key: Annotated[Path | None, typer.Option(help="Private key for the machines that --cidr finds.")] = None,
-    port: Annotated[
-        int | None, typer.Option(min=1, max=65535, help="SSH port that --cidr scans; default: 22.")
-    ] = None,
+    user: Annotated[str, option("User on the machines that --cidr finds; default: root.")] = "",
+    key: Annotated[Path | None, option("Private key for the machines that --cidr finds.")] = None,
+    port: Annotated[int | None, option("SSH port that --cidr scans; default: 22.", min=1, max=65535)] = None,
     inventory: Annotated[
-        Path | None, typer.Option(help="First write the fleet file from this Ansible inventory.")
+        Path | None, option("First write the fleet file from this Ansible inventory.")
     ] = None,
     ssh_config: Annotated[
         Path | None,
-        typer.Option(help="First write the fleet file from the aliases in this file, such as ~/.ssh/config."),
+        option("First write the fleet file from the aliases in this file, such as ~/.ssh/config."),
     ] = None,
-    force: Annotated[bool, typer.Option("--force", help="Overwrite an existing fleet file.")] = False,
-    dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Print the fleet file that would be written, and stop.")
-    ] = False,
+    force: Annotated[bool, option("Overwrite an existing fleet file.")] = False,
+    dry_run: Annotated[bool, option("Print the fleet file that would be written, and stop.")] = False,
 ) -> None:
     """Find the machines of a fleet, and record their hardware and software."""
     from csdctl.terminal.fleet import discover_document, render_fleet, show_imported
@@ -49,12 +45,14 @@ def discover(
     from csdctl.workflows.discovery.discover import discover
     from csdctl.workflows.discovery.inventory import import_fleet
 
-    source = _parse_source(cidr or [], user, key, port, inventory, ssh_config)
+    source = _parse_source(
+        cidr or [], user=user, key=key, port=port, inventory=inventory, ssh_config=ssh_config
+    )
     if source and call.failed_from:
         problem = "--failed-from selects nodes of a fleet file, and this command writes a new one"
         raise InputError(problem, remedy="use --limit and --exclude")
     if source:
-        found = import_fleet(
+        imported = import_fleet(
             source,
             call.fleet_path,
             directory=call.directory,
@@ -63,7 +61,7 @@ def discover(
             force=force,
             is_dry_run=dry_run,
         )
-        show_imported(call.streams, found, source.name, is_dry_run=dry_run)
+        show_imported(call.streams, imported, source.name, is_dry_run=dry_run)
         if dry_run:
             return
         call.limit = call.exclude = None  # the file lists only the nodes that they select
@@ -81,6 +79,7 @@ def discover(
 
 def _parse_source(
     cidrs: list[str],
+    *,
     user: str,
     key: Path | None,
     port: int | None,
@@ -88,34 +87,30 @@ def _parse_source(
     ssh_config: Path | None,
 ) -> "NodeSource | None":
     """Return the source that the options name, if any. Raises InputError for more than one."""
-    from csdctl.workflows.discovery.inventory import address_ranges, ansible_inventory
-    from csdctl.workflows.discovery.inventory import ssh_config as of_ssh_config
+    from csdctl.workflows.discovery import inventory as sources
 
-    of_cidr = {"--user": user, "--key": key, "--port": port}
-    given = [name for name, value in of_cidr.items() if value]
-    if given and not cidrs:
-        raise InputError(f"{given[0]} applies only to machines that --cidr finds", remedy="add --cidr RANGE")
-    path = Path(os.path.abspath(key.expanduser())) if key else None
-    sources: list[NodeSource] = []
-    sources += [address_ranges(cidrs, user or "root", path, port or 22)] if cidrs else []
-    sources += [ansible_inventory(inventory.expanduser())] if inventory else []
-    sources += [of_ssh_config(ssh_config.expanduser())] if ssh_config else []
-    if len(sources) > 1:
+    with_cidr = {"--user": user, "--key": key, "--port": port}
+    if unused := [name for name, value in with_cidr.items() if value and not cidrs]:
+        raise InputError(f"{unused[0]} applies only to machines that --cidr finds", remedy="add --cidr RANGE")
+    num_sources = sum(map(bool, (cidrs, inventory, ssh_config)))
+    if num_sources > 1:
         raise InputError(
-            f"a fleet file is written from one source, received {len(sources)}",
+            f"a fleet file is written from one source, received {num_sources}",
             remedy="choose one of --cidr, --inventory and --ssh-config",
         )
-    return sources[0] if sources else None
+    if cidrs:
+        path = Path(os.path.abspath(key.expanduser())) if key else None
+        return sources.address_ranges(cidrs, user or "root", path, port or 22)
+    if inventory:
+        return sources.ansible_inventory(inventory.expanduser())
+    return sources.ssh_config(ssh_config.expanduser()) if ssh_config else None
 
 
 @on_fleet
 def trust(
     call: Call,
     forget: Annotated[
-        bool,
-        typer.Option(
-            "--forget", help="Delete the accepted keys of these nodes, after they were reinstalled."
-        ),
+        bool, option("Delete the accepted keys of these nodes, after they were reinstalled.")
     ] = False,
     dry_run: options.DryRunOption = False,
     yes: options.YesOption = False,
@@ -145,17 +140,17 @@ def trust(
 def doctor(
     call: Call,
     timeout: Annotated[
-        float, typer.Option(min=1, envvar="CSDCTL_TIMEOUT", help="Timeout of all checks in seconds.")
+        float, option("Timeout of all checks in seconds.", min=1, envvar="CSDCTL_TIMEOUT")
     ] = 180.0,
     connect_timeout: Annotated[
-        float, typer.Option(min=1, envvar="CSDCTL_CONNECT_TIMEOUT", help="Seconds to connect to a node.")
+        float, option("Seconds to connect to a node.", min=1, envvar="CSDCTL_CONNECT_TIMEOUT")
     ] = 10.0,
     mpi_timeout: Annotated[
         float,
-        typer.Option(
+        option(
+            "Timeout in seconds for each rank to start and for each link to connect.",
             min=1,
             envvar="CSDCTL_MPI_TIMEOUT",
-            help="Timeout in seconds for each rank to start and for each link to connect.",
         ),
     ] = 60.0,
 ) -> None:
@@ -183,49 +178,36 @@ def doctor(
 @on_fleet
 def provision(
     call: Call,
-    collect: Annotated[
-        bool, typer.Option("--collect", help="Only collect what the nodes need, on this host.")
-    ] = False,
-    send: Annotated[
-        bool, typer.Option("--send", help="Only collect and send; install nothing. Needs no Ansible.")
-    ] = False,
+    collect: Annotated[bool, option("Only collect what the nodes need, on this host.")] = False,
+    send: Annotated[bool, option("Only collect and send; install nothing. Needs no Ansible.")] = False,
     uninstall: Annotated[
-        bool,
-        typer.Option("--uninstall", help="Remove everything that was installed, and csdctl's files there."),
+        bool, option("Remove everything that was installed, and csdctl's files there.")
     ] = False,
     kind: Annotated[
         list[str] | None,
-        typer.Option(
+        option(
+            "With --collect: kind of node, such as aarch64 or x86_64:3.12; connects to no node.",
             metavar="ARCHITECTURE[:PYTHON]",
-            help="With --collect: kind of node, such as aarch64 or x86_64:3.12; connects to no node.",
         ),
     ] = None,
-    prefix: Annotated[
-        str, typer.Option(help="Installation directory, the same on all nodes.")
-    ] = "/opt/csdctl",
+    prefix: Annotated[str, option("Installation directory, the same on all nodes.")] = "/opt/csdctl",
     bundles: Annotated[
-        Path | None, typer.Option(help="Directory of the collected files.  [default: .csdctl/provision]")
+        Path | None, option("Directory of the collected files.  [default: .csdctl/provision]")
     ] = None,
-    lock: Annotated[
-        Path | None, typer.Option(help="Your own lock file of Python packages, with hashes.")
-    ] = None,
+    lock: Annotated[Path | None, option("Your own lock file of Python packages, with hashes.")] = None,
     with_keras: Annotated[
         bool,
-        typer.Option(
-            "--with-keras",
-            help="Also install Python's TensorFlow and Keras, for a step that cannot be compiled "
-            "and for your functions that import them.",
+        option(
+            "Also install Python's TensorFlow and Keras, for a step that cannot be compiled "
+            "and for your functions that import them."
         ),
     ] = False,
     set_: Annotated[
         list[str] | None,
-        typer.Option(
-            "--set", metavar="NAME=VALUE", help="Set a variable of the role, such as node_firewall=true."
-        ),
+        option("Set a variable of the role, such as node_firewall=true.", "--set", metavar="NAME=VALUE"),
     ] = None,
     dry_run: Annotated[
-        bool,
-        typer.Option("--dry-run", "--check", help="Show what would be sent and changed, without doing it."),
+        bool, option("Show what would be sent and changed, without doing it.", "--dry-run", "--check")
     ] = False,
     yes: options.YesOption = False,
 ) -> None:
@@ -236,10 +218,10 @@ def provision(
 
     streams = call.streams
     request = workflow.ProvisionRequest(
-        (bundles or streams.project.state / "provision").absolute(),
-        prefix.rstrip("/"),
-        lock or LOCK,
-        with_keras,
+        bundles=(bundles or streams.project.state / "provision").absolute(),
+        prefix=prefix.rstrip("/"),
+        lock=lock or LOCK,
+        with_keras=with_keras,
         is_dry_run=dry_run,
         sends_only=send,
         values=_parse_values(set_ or ()),
@@ -252,12 +234,12 @@ def provision(
             remedy="use only one of them",
         )
     if collect:
-        found = (
-            [request.collect(one, streams.say) for one in _parse_kinds(kind)]
+        collected = (
+            [request.collect(node_kind, streams.say) for node_kind in _parse_kinds(kind)]
             if kind
             else workflow.collect_fleet(request, call.fleet, call.directory, streams.say)
         )
-        streams.result(collected_document(found))
+        streams.result(collected_document(collected))
         return
     if uninstall and not dry_run:
         names = format_node_names(node.name for node in call.fleet.nodes)
@@ -318,21 +300,17 @@ def exec(
             help="After `--`: a command with its arguments, or one quoted shell line; or the task's options.",
         ),
     ] = None,
-    host: Annotated[bool, typer.Option("--host", help="Run it on the host too, in this directory.")] = False,
+    host: Annotated[bool, option("Run it on the host too, in this directory.")] = False,
     task: Annotated[
         str | None,
-        typer.Option(
-            metavar="FILE.py:TASK", help="Run this Fabric task instead, on a connection to each node."
-        ),
+        option("Run this Fabric task instead, on a connection to each node.", metavar="FILE.py:TASK"),
     ] = None,
     timeout: Annotated[
         float | None,
-        typer.Option(
-            min=0.001, max=7 * 86_400, help="Timeout of a command in seconds; default: 60, with --task 600."
-        ),
+        option("Timeout of a command in seconds; default: 60, with --task 600.", min=0.001, max=7 * 86_400),
     ] = None,
     connect_timeout: Annotated[
-        float, typer.Option(min=0.001, envvar="CSDCTL_CONNECT_TIMEOUT", help="Seconds to connect to a node.")
+        float, option("Seconds to connect to a node.", min=0.001, envvar="CSDCTL_CONNECT_TIMEOUT")
     ] = 10.0,
 ) -> None:
     """Run a command, or a Fabric task, on all nodes at once. Identical output is grouped."""
@@ -359,15 +337,13 @@ def inventory(
     fleet: options.FleetOption = options.DEFAULT_FLEET,
     form: Annotated[
         Literal["ansible", "json", "ssh-config"],
-        typer.Option("--format", help="ansible: for ansible-playbook -i; ssh-config: for ssh -F; or json."),
+        option("ansible: for ansible-playbook -i; ssh-config: for ssh -F; or json.", "--format"),
     ] = "ansible",
-    output: Annotated[
-        Path | None, typer.Option("--output", "-o", help="Write to this file instead of stdout.")
-    ] = None,
+    output: Annotated[Path | None, option("Write to this file instead of stdout.", "--output", "-o")] = None,
     force: options.ForceOption = False,
     limit: options.LimitOption = None,
     exclude: options.ExcludeOption = None,
-    json: Annotated[bool, typer.Option("--json", help="Short for --format json.")] = False,
+    json: Annotated[bool, option("Short for --format json.")] = False,
 ) -> None:
     """Print the nodes of the fleet as an Ansible inventory, an ssh_config or JSON."""
     from csdctl.documents import check_output, save_text
@@ -395,29 +371,16 @@ def inventory(
 def clean(
     call: Call,
     everything: Annotated[
-        bool,
-        typer.Option(
-            "--everything",
-            help="Also remove prepared data, and deployed trees with their data, on the nodes.",
-        ),
+        bool, option("Also remove prepared data, and deployed trees with their data, on the nodes.")
     ] = False,
     unused: Annotated[
-        bool,
-        typer.Option(
-            "--unused",
-            help="Remove stored files that no deployed tree uses; they are sent again when needed.",
-        ),
+        bool, option("Remove stored files that no deployed tree uses; they are sent again when needed.")
     ] = False,
     computed: Annotated[
         bool,
-        typer.Option(
-            "--computed",
-            help="Remove features and predictions on host and nodes; they are computed again when needed.",
-        ),
+        option("Remove features and predictions on host and nodes; they are computed again when needed."),
     ] = False,
-    kill: Annotated[
-        bool, typer.Option("--kill", help="Also stop a csdctl that is running there now, from any host.")
-    ] = False,
+    kill: Annotated[bool, option("Also stop a csdctl that is running there now, from any host.")] = False,
     dry_run: options.DryRunOption = False,
     yes: options.YesOption = False,
 ) -> None:

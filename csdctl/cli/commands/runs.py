@@ -9,6 +9,7 @@ import typer
 
 from csdctl.cli import options
 from csdctl.cli.call import open_streams
+from csdctl.cli.options import option
 from csdctl.errors import ExitCode, InputError
 
 runs = options.group(help="List, watch, stop and remove runs.")
@@ -51,21 +52,19 @@ def logs(
     which: Annotated[
         str | None, typer.Argument(help="A rank, a node, or csdctl (of a detached run); default: all.")
     ] = None,
-    follow: Annotated[
-        bool, typer.Option("--follow", "-f", help="Follow the log until the run ends.")
-    ] = False,
-    lines: Annotated[int, typer.Option("--lines", "-n", min=0, help="Lines from the end of each log.")] = 200,
+    follow: Annotated[bool, option("Follow the log until the run ends.", "--follow", "-f")] = False,
+    lines: Annotated[int, option("Lines from the end of each log.", "--lines", "-n", min=0)] = 200,
 ) -> None:
     """Print the logs of a run's ranks and of their links."""
     from csdctl.runs.directory import find_run
     from csdctl.workflows.runs.manage import find_logs, print_logs
 
     streams = open_streams()
-    found = find_run(streams.project, run, streams.say)
-    if logs := find_logs(found, which):
-        print_logs(found, [path for _, path in logs], lines, is_following=follow)
+    directory = find_run(streams.project, run, streams.say)
+    if logs := find_logs(directory, which):
+        print_logs(directory, [path for _, path in logs], lines, is_following=follow)
     else:
-        streams.say(f"run {found.run_id} has no logs yet")
+        streams.say(f"run {directory.run_id} has no logs yet")
 
 
 @runs.command()
@@ -73,7 +72,7 @@ def stop(
     run: Annotated[
         str | None, run_argument(help="Run ID, unique prefix or `latest`; default: the running one.")
     ] = None,
-    timeout: Annotated[float, typer.Option(min=0, help="Seconds to wait for the run to end.")] = 120.0,
+    timeout: Annotated[float, option("Seconds to wait for the run to end.", min=0)] = 120.0,
     json: options.JsonOption = False,
 ) -> None:
     """Stop a run after its current step.
@@ -113,15 +112,10 @@ def report(
         ),
     ] = None,
     privacy: Annotated[
-        bool,
-        typer.Option(
-            "--privacy", help="Show bytes sent instead, by link and traffic class; with noise, also ε."
-        ),
+        bool, option("Show bytes sent instead, by link and traffic class; with noise, also ε.")
     ] = False,
     html: options.HtmlOption = None,
-    csv: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Write a row for each run and epoch.")
-    ] = None,
+    csv: Annotated[Path | None, option("Write a row for each run and epoch.", metavar="FILE")] = None,
     force: options.ForceOption = False,
     json: options.JsonOption = False,
 ) -> None:
@@ -131,16 +125,16 @@ def report(
     from csdctl.workflows.reporting import report as reporting
 
     streams = open_streams(is_json=json)
-    found = [find_run(streams.project, run, streams.say) for run in runs or [options.LATEST]]
+    directories = [find_run(streams.project, run, streams.say) for run in runs or [options.LATEST]]
     if privacy:
-        if html or csv or len(found) > 1:
+        if html or csv or len(directories) > 1:
             raise InputError(
                 "--privacy shows one run in the terminal; received more runs or a file to write",
                 remedy="pass one run, without --html and --csv",
             )
-        render.show_privacy(streams, reporting.privacy(streams.project, found[0], streams.say))
+        render.show_privacy(streams, reporting.privacy(streams.project, directories[0], streams.say))
     elif html or csv:
-        written = reporting.write_files(found, html, csv, force=force)
+        written = reporting.write_files(directories, html, csv, force=force)
         render.show_files(streams, written)
     else:
-        render.show_reports(streams, [(run, reporting.report(run)) for run in found])
+        render.show_reports(streams, [(run, reporting.report(run)) for run in directories])

@@ -9,6 +9,7 @@ import typer
 
 from csdctl.cli import options
 from csdctl.cli.call import Call, on_job
+from csdctl.cli.options import option
 from csdctl.errors import InputError
 from csdctl.terminal.streams import Streams
 
@@ -22,25 +23,23 @@ def train(
     dry_run: options.DryRunOption = False,
     resume: Annotated[
         str | None,
-        typer.Option(
+        option(
+            "Resume this run from its last completed step: a run ID, a unique prefix or `latest`.",
             metavar="RUN",
-            help="Resume this run from its last completed step: a run ID, a unique prefix or `latest`.",
             autocompletion=options.complete_runs,
         ),
     ] = None,
     min_nodes: Annotated[
         int | None,
         options.resuming(
-            min=0,
-            help="Start with at least this many nodes; others join when they become reachable. End when "
+            "Start with at least this many nodes; others join when they become reachable. End when "
             "fewer are left. Default: start with all, end when none is left.",
+            min=0,
         ),
     ] = None,
     rebalance: Annotated[
         bool,
-        options.resuming(
-            "--rebalance/--no-rebalance", help="Adjust batch sizes when a node's speed changes."
-        ),
+        options.resuming("Adjust batch sizes when a node's speed changes.", "--rebalance/--no-rebalance"),
     ] = True,
     strategy: options.StrategyOption = "auto",
     feature_precision: options.FeaturePrecisionOption = "float32",
@@ -48,31 +47,25 @@ def train(
     micro_batches: options.MicroBatchesOption = 4,
     checkpoint_seconds: Annotated[
         float | None,
-        options.resuming(help="Seconds between checkpoints in an epoch; default: 600, or as a resumed run."),
+        options.resuming("Seconds between checkpoints in an epoch; default: 600, or as a resumed run."),
     ] = None,
     keep: Annotated[
         int | None,
-        options.resuming(
-            min=1, help="Checkpoints to keep, besides the best; default: 3, or as the resumed run."
-        ),
+        options.resuming("Checkpoints to keep, besides the best; default: 3, or as the resumed run.", min=1),
     ] = None,
     start_timeout: Annotated[
-        float, options.resuming(help="Timeout in seconds until every rank is ready.")
+        float, options.resuming("Timeout in seconds until every rank is ready.")
     ] = 300.0,
     silence_timeout: Annotated[
         float,
-        options.resuming(
-            help="Seconds without a step: the ranks reconnect; after as many again, the run stops."
-        ),
+        options.resuming("Seconds without a step: the ranks reconnect; after as many again, the run stops."),
     ] = 300.0,
     metrics: Annotated[
-        str,
-        options.background(metavar="[HOST:]PORT", help="Serve metrics of the run over HTTP, for Prometheus."),
+        str, options.background("Serve metrics of the run over HTTP, for Prometheus.", metavar="[HOST:]PORT")
     ] = "",
     skip_doctor: options.SkipDoctorOption = False,
     detach: Annotated[
-        bool,
-        options.background("--detach", help="Train in the background; `csdctl runs watch` shows the run."),
+        bool, options.background("Train in the background; `csdctl runs watch` shows the run.")
     ] = False,
 ) -> None:
     """Train synchronously on the host and all nodes, each with its own batch size."""
@@ -92,22 +85,28 @@ def train(
             call.job_path = (
                 Path(str(job["path"])) if isinstance(job, dict) and "path" in job else call.job_path
             )
-    callbacks = (serve_metrics(metrics),) if metrics else ()
-    wanted = TrainOptions(
-        Patience(start_s=start_timeout, silence_s=silence_timeout),
-        max_steps,
-        min_nodes,
-        rebalance,
-        checkpoint_seconds,
-        keep,
-        callbacks,
-        strategy,
-        feature_precision,
-        cut,
-        micro_batches,
+    train_options = TrainOptions(
+        deadlines=Patience(start_s=start_timeout, silence_s=silence_timeout),
+        max_steps=max_steps,
+        min_nodes=min_nodes,
+        is_balanced=rebalance,
+        checkpoint_interval_s=checkpoint_seconds,
+        num_checkpoints=keep,
+        callbacks=(serve_metrics(metrics),) if metrics else (),
+        strategy=strategy,
+        feature_precision=feature_precision,
+        cut=cut,
+        num_micro_batches=micro_batches,
     )
     request = TrainRequest(
-        call.job, call.fleet, call.directory, wanted, plan, batch_size, resume, skip_doctor
+        job=call.job,
+        fleet=call.fleet,
+        directory=call.directory,
+        options=train_options,
+        plan_path=plan,
+        batch_size=batch_size,
+        resume=resume,
+        is_preflight_skipped=skip_doctor,
     )
     if dry_run:
         show_training_rehearsal(streams, request)
@@ -146,20 +145,18 @@ def predict(
     ] = None,
     on: Annotated[
         Literal["private", "public", "validation", "all"] | None,
-        typer.Option(help="Data set; default: private if the job has it, else public."),
+        option("Data set; default: private if the job has it, else public."),
     ] = None,
     want: Annotated[
         Literal["classes", "scores", "embeddings"],
-        typer.Option(
-            help="classes with probabilities (values of a regression), scores: all outputs, or embeddings: "
+        option(
+            "classes with probabilities (values of a regression), scores: all outputs, or embeddings: "
             "the output of --layer."
         ),
     ] = "classes",
-    layer: Annotated[
-        str, typer.Option(metavar="NAME", help="Layer whose output is returned as embeddings.")
-    ] = "",
+    layer: Annotated[str, option("Layer whose output is returned as embeddings.", metavar="NAME")] = "",
     output: Annotated[
-        Path, typer.Option("--output", "-o", metavar="FILE", help="Write to this .csv or .npz file.")
+        Path, option("Write to this .csv or .npz file.", "--output", "-o", metavar="FILE")
     ] = Path("predictions.csv"),
     force: options.ForceOption = False,
 ) -> None:
@@ -181,17 +178,16 @@ def predict(
         force=force,
     )
     screen = PreparationScreen(streams)
-    found = run_prediction(request, screen.events)
-    by_machine = ", ".join(f"{name} {count:,}" for name, count in found.num_rows_of.items())
-    earlier = found.num_rows - found.num_computed
+    result = run_prediction(request, screen.events)
+    by_machine = ", ".join(f"{name} {count:,}" for name, count in result.num_rows_of.items())
     screen.say(
-        f"{found.output}: {found.num_rows:,} rows ({by_machine}); {found.num_computed:,} computed, "
-        f"{earlier:,} found, in {found.elapsed_s:.1f} s"
+        f"{result.output}: {result.num_rows:,} rows ({by_machine}); {result.num_computed:,} computed, "
+        f"{result.num_rows - result.num_computed:,} found, in {result.elapsed_s:.1f} s"
     )
-    asked = {"model": request.model, "on": request.on, "want": request.want, "layer": request.layer}
-    answers = {name: value for name, value in vars(found).items() if name != "missing"}
-    streams.result({"schema": "csdctl.predict/1", **asked, **answers, "failed": found.missing})
-    found.check()
+    question = {"model": request.model, "on": request.on, "want": request.want, "layer": request.layer}
+    answers = {name: value for name, value in vars(result).items() if name != "missing"}
+    streams.result({"schema": "csdctl.predict/1", **question, **answers, "failed": result.missing})
+    result.check()
 
 
 @on_job
@@ -199,17 +195,13 @@ def scale(
     call: Call,
     nodes: Annotated[
         str | None,
-        typer.Option(
+        option(
+            "Numbers of nodes: 0,1,2 or 0..36; 0 is the host alone. Default: 0, 1, 2, 4 … and all.",
             metavar="NUMBERS",
-            help="Numbers of nodes: 0,1,2 or 0..36; 0 is the host alone. Default: 0, 1, 2, 4 … and all.",
         ),
     ] = None,
-    weak: Annotated[
-        bool, typer.Option("--weak", help="Weak scaling only: every rank keeps its batch size.")
-    ] = False,
-    strong: Annotated[
-        bool, typer.Option("--strong", help="Strong scaling only: the global batch size stays the same.")
-    ] = False,
+    weak: Annotated[bool, option("Weak scaling only: every rank keeps its batch size.")] = False,
+    strong: Annotated[bool, option("Strong scaling only: the global batch size stays the same.")] = False,
     plan: options.PlanOption = None,
     batch_size: options.BatchSizeOption = None,
     max_steps: options.MaxStepsOption = None,
@@ -227,14 +219,20 @@ def scale(
     streams = call.streams
     kinds = [kind for kind, is_asked in ((WEAK, weak), (STRONG, strong)) if is_asked] or list(KINDS)
     # Batch sizes that moved during a run would be another plan than that of its point.
-    wanted = TrainOptions(max_steps=max_steps, is_balanced=False)
     training = TrainRequest(
-        call.job, call.fleet, call.directory, wanted, plan, batch_size, is_preflight_skipped=skip_doctor
+        job=call.job,
+        fleet=call.fleet,
+        directory=call.directory,
+        options=TrainOptions(max_steps=max_steps, is_balanced=False),
+        plan_path=plan,
+        batch_size=batch_size,
+        is_preflight_skipped=skip_doctor,
     )
     points = plan_points(training, kinds, parse_node_counts(nodes) if nodes is not None else ())
     if dry_run:
         show_points(streams, points)
         return
-    found = run_series(training, points, lambda point, of: train_point(streams, point, of))
-    for kind, series in found.items():
+    for kind, series in run_series(
+        training, points, lambda point, of: train_point(streams, point, of)
+    ).items():
         show_series(streams, kind, series)

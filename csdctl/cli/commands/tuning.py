@@ -4,16 +4,15 @@ from functools import partial
 from pathlib import Path
 from typing import Annotated, Literal
 
-import typer
-
 from csdctl.cli import options
 from csdctl.cli.call import Call, on_job
+from csdctl.cli.options import option
 from csdctl.errors import InputError
 from csdctl.tuning.stannis import DEFAULT_BATCH_SIZES, DEFAULT_MARGIN_SCALE, DEFAULT_STEP_DIVISOR
 
-power = partial(typer.Option, rich_help_panel="Power")
-of_fit = partial(typer.Option, rich_help_panel="Method fit")
-of_stannis = partial(typer.Option, rich_help_panel="Method stannis")
+power = partial(option, rich_help_panel="Power")
+of_fit = partial(option, rich_help_panel="Method fit")
+of_stannis = partial(option, rich_help_panel="Method stannis")
 DEFAULT_BATCH_SIZE_LIST = ",".join(map(str, DEFAULT_BATCH_SIZES))
 
 
@@ -22,51 +21,46 @@ def tune(
     call: Call,
     method: Annotated[
         Literal["fit", "stannis"],
-        typer.Option(help="fit: a model fitted to few probes; stannis: the paper's Algorithm 1."),
+        option("fit: a model fitted to few probes; stannis: the paper's Algorithm 1."),
     ] = "fit",
     goal: Annotated[
         Literal["throughput", "time-to-accuracy"],
         of_fit(
-            "--for",
-            help="time-to-accuracy: choose the global batch size by the gradient noise of the latest run.",
+            "time-to-accuracy: choose the global batch size by the gradient noise of the latest run.", "--for"
         ),
     ] = "throughput",
     max_global_batch: Annotated[
         int | None,
         of_fit(
-            min=1,
-            help="Largest global batch size; default: 4 × recipe.reference_batch, and at most a tenth of an "
+            "Largest global batch size; default: 4 × recipe.reference_batch, and at most a tenth of an "
             "epoch's samples.",
+            min=1,
         ),
     ] = None,
-    global_batch: Annotated[int | None, of_fit(min=1, help="Exact global batch size.")] = None,
-    fresh: Annotated[bool, of_fit("--fresh", help="Ignore earlier measurements.")] = False,
+    global_batch: Annotated[int | None, of_fit("Exact global batch size.", min=1)] = None,
+    fresh: Annotated[bool, of_fit("Ignore earlier measurements.")] = False,
     explore: Annotated[
-        bool,
-        of_fit("--explore/--no-explore", help="Also probe threads and oneDNN, and use the faster settings."),
+        bool, of_fit("Also probe threads and oneDNN, and use the faster settings.", "--explore/--no-explore")
     ] = True,
     host: Annotated[
         bool,
-        typer.Option(
-            "--host/--no-host",
-            help="--no-host: the host only sums gradients; by default it trains unless the fleet is 5% "
+        option(
+            "--no-host: the host only sums gradients; by default it trains unless the fleet is 5% "
             "faster without it.",
+            "--host/--no-host",
         ),
     ] = True,
-    strategy: Annotated[
-        options.Strategy, of_fit(help="Plan for this strategy; auto compares them.")
-    ] = "auto",
-    cut: Annotated[str, of_fit(metavar="LAYER", help="Last layer of the nodes, for --strategy split.")] = "",
-    probe_seconds: Annotated[float, typer.Option(help="Minimum duration of a probe.")] = 1.0,
+    strategy: Annotated[options.Strategy, of_fit("Plan for this strategy; auto compares them.")] = "auto",
+    cut: Annotated[str, of_fit("Last layer of the nodes, for --strategy split.", metavar="LAYER")] = "",
+    probe_seconds: Annotated[float, option("Minimum duration of a probe.")] = 1.0,
     batch_sizes: Annotated[
-        str, of_stannis(metavar="SIZES", help="Batch sizes to probe.")
+        str, of_stannis("Batch sizes to probe.", metavar="SIZES")
     ] = DEFAULT_BATCH_SIZE_LIST,
     step_divisor: Annotated[
-        float, of_stannis("-C", "--step-divisor", help="C, which divides each change of a batch size.")
+        float, of_stannis("C, which divides each change of a batch size.", "-C", "--step-divisor")
     ] = DEFAULT_STEP_DIVISOR,
     margin_scale: Annotated[
-        float,
-        of_stannis("-E", "--margin-scale", help="E: step times may differ by 1/E; the paper's value is 5."),
+        float, of_stannis("E: step times may differ by 1/E; the paper's value is 5.", "-E", "--margin-scale")
     ] = DEFAULT_MARGIN_SCALE,
 ) -> None:
     """Measure the machines and write the plan with the highest throughput."""
@@ -113,24 +107,20 @@ def forecast(
     call: Call,
     nodes: Annotated[
         str | None,
-        typer.Option(
-            metavar="NUMBERS", help="Numbers of nodes: 24, 1..36, or 4,8,16; default: 0 to all nodes."
-        ),
+        option("Numbers of nodes: 24, 1..36, or 4,8,16; default: 0 to all nodes.", metavar="NUMBERS"),
     ] = None,
-    epochs: Annotated[int | None, typer.Option(min=1, help="Number of epochs; default: the job's.")] = None,
+    epochs: Annotated[int | None, option("Number of epochs; default: the job's.", min=1)] = None,
     samples: Annotated[
-        int | None, typer.Option(min=1, help="Samples per epoch, public and private, for time and energy.")
+        int | None, option("Samples per epoch, public and private, for time and energy.", min=1)
     ] = None,
     max_global_batch: Annotated[
         int | None,
-        typer.Option(
-            min=1, help="Largest global batch size; default: the limit that the plan was tuned with."
-        ),
+        option("Largest global batch size; default: the limit that the plan was tuned with.", min=1),
     ] = None,
     host_watts: Annotated[
-        float | None, power(min=0, help="Watts that do not depend on the number of nodes.")
+        float | None, power("Watts that do not depend on the number of nodes.", min=0)
     ] = None,
-    node_watts: Annotated[float | None, power(min=0, help="Watts that each node adds.")] = None,
+    node_watts: Annotated[float | None, power("Watts that each node adds.", min=0)] = None,
 ) -> None:
     """Forecast throughput, time and energy for any number of nodes."""
     from csdctl.terminal.forecast import show_forecast
@@ -143,13 +133,20 @@ def forecast(
 
     streams = call.streams
     request = ForecastRequest(
-        parse_node_counts(nodes) if nodes is not None else None,
-        epochs,
-        samples,
-        given_power(host_watts, node_watts),
+        node_counts=parse_node_counts(nodes) if nodes is not None else None,
+        epochs=epochs,
+        num_samples=samples,
+        power=given_power(host_watts, node_watts),
     )
     fleet = call.fleet if call.fleet_path.exists() or call.limit or call.exclude else None
-    result = forecast_job(call.job_path, fleet, request, call.directory, streams.say, max_global_batch)
+    result = forecast_job(
+        call.job_path,
+        fleet,
+        request,
+        directory=call.directory,
+        say=streams.say,
+        max_global_batch=max_global_batch,
+    )
     show_forecast(streams, result)
 
 
@@ -157,8 +154,7 @@ def forecast(
 def verify(
     call: Call,
     plan: Annotated[
-        Path | None,
-        typer.Option(help="Plan; default: the job's plan from `tune`, or batch size 16 on all ranks."),
+        Path | None, option("Plan; default: the job's plan from `tune`, or batch size 16 on all ranks.")
     ] = None,
     batch_size: options.BatchSizeOption = None,
     strategy: options.StrategyOption = "auto",
@@ -176,7 +172,14 @@ def verify(
     options = TrainOptions(
         strategy=strategy, cut=cut, num_micro_batches=micro_batches, feature_precision=feature_precision
     )
-    request = TrainRequest(call.job, call.fleet, call.directory, options, plan, batch_size)
+    request = TrainRequest(
+        job=call.job,
+        fleet=call.fleet,
+        directory=call.directory,
+        options=options,
+        plan_path=plan,
+        batch_size=batch_size,
+    )
     verification = run_verification(request, PreparationScreen(streams).events)
     show_verified(streams, verification, emulated=call.fleet.emulated)
     verification.check()
