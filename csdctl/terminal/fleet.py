@@ -24,7 +24,7 @@ from csdctl.terminal.view import View
 from csdctl.transport.many import Outcome, errors_of
 from csdctl.workflows.discovery.discover import DiscoverResult, ShownKey, find_shared_host_keys
 from csdctl.workflows.discovery.inventory import FoundFleet
-from csdctl.workflows.preflight.doctor import Examination, describe
+from csdctl.workflows.preflight.examination import Examination, describe
 
 COLUMNS = {
     "reach": ("reach", "probe", "deploy"),

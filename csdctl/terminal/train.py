@@ -58,7 +58,8 @@ from csdctl.worker.protocol.events import (
     event_document,
 )
 from csdctl.worker.protocol.run_spec import RunSpec
-from csdctl.workflows.preflight.doctor import Examination, describe, judge_sandbox
+from csdctl.workflows.preflight.examination import Examination, describe
+from csdctl.workflows.preflight.links import judge_sandbox
 from csdctl.workflows.train.request import TrainRequest
 from csdctl.workflows.train.run import RunStopped
 from csdctl.workflows.train.scale import Point

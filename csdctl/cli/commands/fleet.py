@@ -156,12 +156,12 @@ def doctor(
 ) -> None:
     """Check that the machines can train together, and report how to fix what fails."""
     from csdctl.terminal.fleet import ExaminationView, doctor_document
-    from csdctl.workflows.preflight.doctor import examine
+    from csdctl.workflows.doctor.doctor import check_fitness, examine_fleet
     from csdctl.workflows.workspace.workspace import record_failed
 
     streams = call.streams
     with ExaminationView(streams.console, call.fleet, is_verbose=streams.is_verbose) as view:
-        examination = examine(
+        examination = examine_fleet(
             call.fleet,
             call.directory,
             view.show,
@@ -172,7 +172,7 @@ def doctor(
     view.finish(examination)
     streams.result(doctor_document(examination))
     record_failed(streams.project, call.command, call.fleet.machines, examination.red)
-    examination.check()
+    check_fitness(examination)
 
 
 @on_fleet

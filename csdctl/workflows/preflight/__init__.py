@@ -1,1 +1,1 @@
-"""Check whether a fleet is fit to train."""
+"""The checks and runs of ranks that `doctor`, `train` and `tune` have in common."""

