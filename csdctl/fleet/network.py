@@ -17,25 +17,25 @@ NO_INTERFACE_REMEDY = (
 
 def parse_local_addresses(tables: str) -> list[str]:
     """Return the addresses of all interfaces, from /proc/net/fib_trie and if_inet6, but link-local ones."""
-    found: dict[str, None] = {}
+    addresses: dict[str, None] = {}
     address = ""
     for line in tables.split("\n"):
         if match := re.match(r"\s*\|-- (\d+\.\d+\.\d+\.\d+)$", line):
             address = match[1]
         elif "/32 host LOCAL" in line and address:
-            found[address] = None
+            addresses[address] = None
         elif match := re.match(r"([0-9a-f]{32}) [0-9a-f]+ [0-9a-f]+ (00|10)", line):
-            found[str(ipaddress.IPv6Address(int(match[1], 16)))] = None
-    return list(found)
+            addresses[str(ipaddress.IPv6Address(int(match[1], 16)))] = None
+    return list(addresses)
 
 
 def addresses_in(network: str, addresses: Iterable[str]) -> list[str]:
     """Return the addresses in `network`, a CIDR. With '', those that are not loopback addresses."""
-    found = [ipaddress.ip_address(address) for address in addresses]
+    parsed = [ipaddress.ip_address(address) for address in addresses]
     if not network:
-        return [str(address) for address in found if not address.is_loopback]
-    parsed = ipaddress.ip_network(network)
-    return [str(address) for address in found if address in parsed]
+        return [str(address) for address in parsed if not address.is_loopback]
+    inside = ipaddress.ip_network(network)
+    return [str(address) for address in parsed if address in inside]
 
 
 def has_no_interface(network: str, addresses: Iterable[str]) -> bool:
@@ -54,9 +54,9 @@ def own_names() -> frozenset[str]:
     return frozenset({HOST_NAME, "localhost", _label(socket.gethostname()).lower(), *addresses})
 
 
-def means_host(name: str, own: Container[str]) -> bool:
-    """Return whether `name` is one of the host's `own` names, in any letter case and any domain."""
-    return _label(name).lower() in own
+def means_host(name: str, host_names: Container[str]) -> bool:
+    """Return whether `name` is one of the `host_names`, in any letter case and any domain."""
+    return _label(name).lower() in host_names
 
 
 def _label(name: str) -> str:

@@ -42,10 +42,10 @@ def build_repair_command(package: str) -> str:
     """Return the command that installs one of PACKAGES here, or its installed release once more."""
     name = _distribution(package)
     try:
-        found = version(name)
+        installed = version(name)
     except PackageNotFoundError:
         return build_install_command([package])
-    return shlex.join([*PIP_INSTALL, "--force-reinstall", "--no-deps", f"{name}=={found}"])
+    return shlex.join([*PIP_INSTALL, "--force-reinstall", "--no-deps", f"{name}=={installed}"])
 
 
 def explain_import(error: ImportError) -> CsdctlError | None:
@@ -64,9 +64,9 @@ def explain_import(error: ImportError) -> CsdctlError | None:
 def find_package(trace: str) -> str | None:
     """Return the package of PACKAGES that a printed traceback says could not be loaded."""
     for line in trace.splitlines():
-        found = re.search(r"[/'](?:site|dist)-packages/(\w+)/|No module named '(\w+)", line)
-        if found and (found[1] or found[2]) in PACKAGES:
-            return found[1] or found[2]
+        match = re.search(r"[/'](?:site|dist)-packages/(\w+)/|No module named '(\w+)", line)
+        if match and (match[1] or match[2]) in PACKAGES:
+            return match[1] or match[2]
     return None
 
 

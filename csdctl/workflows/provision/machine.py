@@ -4,7 +4,6 @@ The node needs no Python for this.
 """
 
 import shlex
-from collections.abc import Iterable
 from dataclasses import dataclass
 
 from csdctl.errors import NodeError, RemoteCommandError
@@ -12,7 +11,7 @@ from csdctl.fleet.checks import MIB, MIN_GLIBC
 from csdctl.transport.session import Completed, bounded
 
 ARCHITECTURES = {"x86_64": "amd64", "aarch64": "arm64"}
-"""Those that TensorFlow and Open MPI have wheels for, and Debian's name of each."""
+"""The processors that TensorFlow and Open MPI have wheels for, and Debian's name of each."""
 
 PYTHONS = ("3.11", "3.12", "3.13")
 SENT_PYTHON = "3.11"
@@ -46,15 +45,14 @@ directory=$prefix
 while [ ! -d "$directory" ]; do directory=$(dirname "$directory"); done
 free_at() { df -Pk "$1" | tail -n 1 | tr -s ' ' | cut -d ' ' -f 4; }
 echo "free=$(free_at "$directory")"
-echo "free_at_home=$(free_at .)"
-echo "devices=$(stat -c %d . "$directory" 2>/dev/null | sort -u | wc -l)"
+[ "$(stat -c %d .)" = "$(stat -c %d "$directory")" ] || echo "free_at_home=$(free_at .)"
 for part in "$prefix"/*; do
   case ${part##*/} in venv|venv-????????????|python-*|'*') ;; *) echo "foreign=${part##*/}";; esac
 done
 echo "arrived=$(du -skL "$HOME/csdctl-wheels" 2>/dev/null | cut -f 1)"
 for part in "$prefix"/python-*.part "$prefix"/venv-*; do
   [ -d "$part" ] && [ ! -e "$part/csdctl-bundle" ] || continue
-  echo "unfinished=$(du -sk "$part" 2>/dev/null | cut -f 1)"
+  echo "free=$(du -sk "$part" 2>/dev/null | cut -f 1)"
 done
 """
 
@@ -84,6 +82,7 @@ class BareMachine:
     home: str
     is_root: bool
     free_bytes: int
+    """Free on the file system of the prefix, with what an interrupted installation left below the prefix."""
     installed: str
     """The id of the bundle that is installed there, or ''."""
     user: str = ""
@@ -92,8 +91,7 @@ class BareMachine:
     home_free_bytes: int | None = None
     """Free on the file system of its home; None if that is also the file system of the prefix."""
     arrived_bytes: int = 0
-    unfinished_bytes: int = 0
-    """Bytes that an interrupted installation left below the prefix."""
+    """Wheels that are in its home already."""
     foreign: tuple[str, ...] = ()
 
 
@@ -112,6 +110,10 @@ def parse_machine(name: str, completed: Completed) -> BareMachine:
     def first(key: str) -> str:
         return values.get(key, [""])[0]
 
+    def add_up(key: str) -> int:
+        """Return the sum in bytes of sizes in KiB."""
+        return sum(int(text) * 1024 for text in values.get(key, ()) if text.isdigit())
+
     if completed.exit_code or not first("architecture"):
         cause = completed.last_error_line or f"exit code {completed.exit_code}"
         problem = f"the machine could not be inspected: {cause}"
@@ -125,23 +127,22 @@ def parse_machine(name: str, completed: Completed) -> BareMachine:
             remedy="install a 64-bit system there, or leave the node out: --exclude",
         )
     _check_glibc(name, first("glibc"))
-    found = dict(reversed([(*text.partition(" ")[::2],) for text in values.get("python", [])]))
-    version = next((python for python in PYTHONS if python in found), "")
-    kind = Kind(first("architecture"), version or SENT_PYTHON, sends_python=not version)
+    answers = [text.partition(" ") for text in reversed(values.get("python", []))]
+    pythons = {version: path for version, _, path in answers}
+    version = next((python for python in PYTHONS if python in pythons), "")
     return BareMachine(
-        name,
-        kind,
-        found.get(version, ""),
-        first("home"),
-        first("user") == "0",
-        _add_up(values.get("free", [])),
-        bounded(first("installed")),
-        bounded(first("login")),
-        bounded(first("not_root")),
-        _add_up(values.get("free_at_home", [])) if first("devices") == "2" else None,
-        _add_up(values.get("arrived", [])),
-        _add_up(values.get("unfinished", [])),
-        tuple(map(bounded, values.get("foreign", []))),
+        name=name,
+        kind=Kind(architecture, version or SENT_PYTHON, sends_python=not version),
+        python=pythons.get(version, ""),
+        home=first("home"),
+        is_root=first("user") == "0",
+        free_bytes=add_up("free"),
+        installed=bounded(first("installed")),
+        user=bounded(first("login")),
+        not_root=bounded(first("not_root")),
+        home_free_bytes=add_up("free_at_home") if "free_at_home" in values else None,
+        arrived_bytes=add_up("arrived"),
+        foreign=tuple(map(bounded, values.get("foreign", []))),
     )
 
 
@@ -166,21 +167,17 @@ def check_root(machine: BareMachine) -> None:
 def check_space(machine: BareMachine, unpacked_bytes: int, wheel_bytes: int, prefix: str) -> None:
     """Raise NodeError if the disk of prefix or home is too small, beside what an earlier call left."""
     missing_bytes = max(0, wheel_bytes - machine.arrived_bytes)
-    needed_bytes = unpacked_bytes - machine.unfinished_bytes
-    places = [(prefix, machine.free_bytes, needed_bytes, ", or install elsewhere: --prefix")]
     if machine.home_free_bytes is None:
-        places = [(prefix, machine.free_bytes, needed_bytes + missing_bytes, places[0][3])]
+        needs = [(prefix, machine.free_bytes, unpacked_bytes + missing_bytes)]
     else:
-        places.insert(0, (machine.home, machine.home_free_bytes, missing_bytes, ""))
-    for place, free_bytes, bytes_there, otherwise in places:
-        if free_bytes < bytes_there:
-            problem = f"{free_bytes // MIB} MiB are free at {place}, and {bytes_there // MIB} MiB are needed"
-            remedy = f"free space there (`df -h {shlex.quote(place)}`){otherwise}"
+        needs = [(machine.home, machine.home_free_bytes, missing_bytes)]
+        needs.append((prefix, machine.free_bytes, unpacked_bytes))
+    for place, free_bytes, needed_bytes in needs:
+        if free_bytes < needed_bytes:
+            problem = f"{free_bytes // MIB} MiB are free at {place}, and {needed_bytes // MIB} MiB are needed"
+            remedy = f"free space there (`df -h {shlex.quote(place)}`)"
+            remedy += ", or install elsewhere: --prefix" if place == prefix else ""
             raise NodeError(problem, node=machine.name, remedy=remedy)
-
-
-def _add_up(kib: Iterable[str]) -> int:
-    return sum(int(text) * 1024 for text in kib if text.isdigit())
 
 
 def _check_glibc(name: str, answer: str) -> None:

@@ -55,9 +55,9 @@ def test_machine_without_wheels_is_refused_in_one_sentence(changed: tuple[str, s
     assert caught.value.remedy
 
 
-LEFT = "arrived=204800\nunfinished=614400\nunfinished=102400\n"
+INTERRUPTED = "arrived=204800\nfree=614400\nfree=102400\n"
 """What an interrupted installation left, which counts as space."""
-OTHER = "free_at_home=204800\ndevices=2\n"
+SEPARATE_HOME = "free_at_home=204800\n"
 """The home is another file system, where wheels need space."""
 
 
@@ -65,8 +65,8 @@ OTHER = "free_at_home=204800\ndevices=2\n"
     ("answer", "fits", "too_much", "said"),
     [
         ("", (2700, 300), (4700, 300), "3906 MiB are free at /opt/csdctl, and 5000 MiB are needed"),
-        (LEFT, (4500, 300), (4510, 300), "3906 MiB are free at /opt/csdctl, and 3910 MiB are needed"),
-        (OTHER, (3900, 150), (3900, 250), "200 MiB are free at /root, and 250 MiB are needed"),
+        (INTERRUPTED, (4500, 300), (4510, 300), "4606 MiB are free at /opt/csdctl, and 4610 MiB are needed"),
+        (SEPARATE_HOME, (3900, 150), (3900, 250), "200 MiB are free at /root, and 250 MiB are needed"),
     ],
 )
 def test_full_disk_is_named_before_anything_is_sent(
