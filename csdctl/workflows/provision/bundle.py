@@ -81,6 +81,7 @@ _LIBRARIES = (
 
 SCHEMA = "csdctl.bundle/1"
 WHEELS = "csdctl-wheels"
+"""Where the wheels are on a node, relative to the home of its user."""
 SUITE = "bookworm"
 KEYRING = Path("/usr/share/keyrings/debian-archive-keyring.gpg")
 MIRRORS = {
@@ -160,10 +161,10 @@ def _find_packages_of_keras(lock: str) -> set[str]:
     """Return Keras and what only Keras and TensorFlow need, by the comments of a lock file (`# via NAME`)."""
     users: dict[str, set[str]] = {}
     for line in lock.splitlines():
-        if found := re.match(r"([\w.-]+)==", line):
-            name = found[1]
-        elif found := re.match(r"\s+#\s+(?:via\s+)?(?!-c |via$)(\S+)", line):
-            users.setdefault(name, set()).add(found[1])
+        if match := re.match(r"([\w.-]+)==", line):
+            name = match[1]
+        elif match := re.match(r"\s+#\s+(?:via\s+)?(?!-c |via$)(\S+)", line):
+            users.setdefault(name, set()).add(match[1])
     unneeded = {"keras", *TENSORFLOW}
     while more := {name for name, needing in users.items() if needing <= unneeded} - unneeded:
         unneeded |= more
@@ -211,7 +212,7 @@ def trim_wheel(source: Path, target: Path, *, with_keras: bool) -> int:
         zipfile.ZipFile(target, "w", zipfile.ZIP_DEFLATED, compresslevel=6) as out,
     ):
         entries = wheel.infolist()
-        for entry in sorted(entries, key=lambda one: one.filename.endswith(_RECORD)):
+        for entry in sorted(entries, key=lambda entry: entry.filename.endswith(_RECORD)):
             if is_removed(entry.filename, kept):
                 continue
             original = content = wheel.read(entry)
@@ -247,12 +248,12 @@ def strip_elf(content: bytes) -> bytes:
         return content
     stripped = bytearray(content[:end])
     struct.pack_into("<Q", stripped, 0x28, 0)
-    struct.pack_into("<HHH", stripped, 0x3A, 0, 0, 0)
+    stripped[0x3A:0x40] = bytes(6)
     return bytes(stripped)
 
 
 def _correct_record(record: bytes, changed: Mapping[str, bytes], kept: Sequence[str]) -> bytes:
-    """Remove the lines of removed files, and correct those of changed ones."""
+    """Remove the lines of removed files, and correct the lines of changed files."""
     lines = []
     for line in record.decode().splitlines():
         name = line.split(",")[0]
@@ -262,9 +263,6 @@ def _correct_record(record: bytes, changed: Mapping[str, bytes], kept: Sequence[
         elif not is_removed(name, kept):
             lines.append(f"{line}\n")
     return "".join(lines).encode()
-
-
-"""Where the wheels lie on a node, relative to the home of its user."""
 
 
 @dataclass(frozen=True)
@@ -321,15 +319,14 @@ class Bundle:
 
 
 def collect_bundle(
-    kind: Kind, lock: Path, prefix: str, directory: Path, say: Say, *, with_keras: bool = False
+    kind: Kind, *, lock: Path, prefix: str, directory: Path, say: Say, with_keras: bool = False
 ) -> Bundle:
     """Return the bundle of `kind`, downloaded if there is none yet. Raises InputError, CsdctlError."""
     locked = select_locked(load_text(lock), kind, with_keras=with_keras)
     recipe = _recipe(kind, locked, prefix, with_keras=with_keras)
     target = directory / (kind.name + "-keras" * with_keras)
-    known = load_bundle(target) if (target / "bundle.json").exists() else None
-    if known and known.recipe == recipe:
-        return known
+    if (target / "bundle.json").exists() and (bundle := load_bundle(target)).recipe == recipe:
+        return bundle
     say(f"{kind.name}: collecting wheels{' and Python' if kind.sends_python else ''}")
     with build_atomically(target) as new:
         bundle = _build(kind, recipe, locked, prefix, new, with_keras=with_keras)

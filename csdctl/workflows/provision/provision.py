@@ -11,6 +11,7 @@ import signal
 import subprocess
 import tempfile
 import threading
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -41,13 +42,11 @@ from csdctl.workflows.provision.machine import (
 )
 
 PREFIX = "csdctl "
-"""Begins every line of the callback; Ansible's own warnings have no such beginning."""
-
-NUM_KEPT = 40
+"""Begins every line of the callback. Ansible's own warnings have no such beginning."""
+NUM_SHOWN = 40
+"""Lines of Ansible that an error shows."""
 END_DEADLINE_S = 15.0
-"""For Ansible and its SSH clients to end after SIGTERM; then they are killed."""
-
-
+"""For Ansible and its SSH clients to end after SIGTERM. Then they are killed."""
 # A directory with its final name was complete. One that has lost its Python is removed, because `mv` would
 # move into it. `sync` before the rename, for a node that loses power here.
 _HAS_PYTHON = '[ -x "$1/usr/bin/python$2" ]'
@@ -96,10 +95,44 @@ OnTask = Callable[[TaskResult], None]
 
 @dataclass
 class PlaybookResult:
-    """The summary of every node, and the messages of failed tasks."""
+    """The summaries of all nodes, and the failed task of each that has one."""
 
-    summaries: dict[str, NodeSummary]
-    failures: dict[str, str]
+    summaries: dict[str, NodeSummary] = field(default_factory=dict)
+    failures: dict[str, str] = field(default_factory=dict)
+
+    def take(self, text: str, on_task: OnTask) -> bool:
+        """Take a line of the callback. Return False for a line of another program that begins alike."""
+        try:
+            content = parse_json_document(text, "a line of Ansible's callback")
+            if content["event"] == "summary":
+                self.summaries |= {
+                    str(name): NodeSummary(**{key: int(counts[key]) for key in NodeSummary.__annotations__})
+                    for name, counts in content["nodes"].items()
+                }
+                return True
+            task = TaskResult(*(str(content[key]) for key in ("node", "task", "state", "message")))
+        except (InputError, LookupError, TypeError, ValueError, AttributeError):
+            return False
+        if task.state in ("failed", "unreachable"):
+            self.failures[task.node] = f"{task.task}: {task.message}"
+        on_task(task)
+        return True
+
+    def judge(self, name: str) -> Outcome[NodeSummary]:
+        """Return the result of one node."""
+        summary = self.summaries.get(name)
+        message = shorten(self.failures.get(name, "no task ran there"), 500)
+        if summary and summary.unreachable and not summary.failed:
+            remedy = "check `ssh` to it, then run it again"
+            return Outcome(name, error=UnreachableError(message, node=name, remedy=remedy))
+        if summary and not summary.failed:
+            return Outcome(name, summary)
+        remedy = "fix it and run the same command again"
+        if "No space left on device" in message:
+            remedy = "free space there (`df -h`), and run the same command again"
+        elif "sudo password" in message:
+            remedy = "allow its user sudo without a password, or set `user: root` in the fleet file"
+        return Outcome(name, error=NodeError(message, node=name, remedy=remedy))
 
 
 def ansible_directory() -> Path:
@@ -110,27 +143,17 @@ def ansible_directory() -> Path:
 
 def find_ansible() -> str:
     """Return the path of ansible-playbook. Raises InputError without one."""
-    found = find_program("ansible-playbook")
-    if not found:
+    program = find_program("ansible-playbook")
+    if not program:
         remedy = f"{explain_extra('provision')}; or only send what nodes need: csdctl provision --send"
         raise InputError("`ansible-playbook` is not installed", remedy=remedy)
-    return found
-
-
-def build_command(
-    ansible: str, playbook: Path, inventory: Path, values: Mapping[str, object], arguments: Sequence[str]
-) -> list[str]:
-    """Return the argument list of ansible-playbook. pure."""
-    return [
-        *(ansible, str(playbook), "--inventory", str(inventory)),
-        *("--extra-vars", json.dumps(dict(values), sort_keys=True), *arguments),
-    ]
+    return program
 
 
 def build_environment(base: Mapping[str, str], collection: Path, num_nodes: int) -> dict[str, str]:
-    """Return the environment of ansible-playbook: none of the user's Ansible settings. pure."""
-    kept = {name: value for name, value in base.items() if not name.startswith("ANSIBLE_")}
-    return kept | {
+    """Return the environment of ansible-playbook: none of the user's Ansible settings. Pure."""
+    others = {name: value for name, value in base.items() if not name.startswith("ANSIBLE_")}
+    return others | {
         "ANSIBLE_CONFIG": str(collection / "ansible.cfg"),
         "ANSIBLE_ROLES_PATH": str(collection / "roles"),
         "ANSIBLE_CALLBACK_PLUGINS": str(collection / "plugins" / "callback"),
@@ -155,21 +178,19 @@ def run_playbook(command: Sequence[str], environment: Mapping[str, str], on_task
         start_new_session=True,
     )
     assert process.stdout
-    result = PlaybookResult({}, {})
-    others: list[str] = []
+    result = PlaybookResult()
+    messages: deque[str] = deque(maxlen=NUM_SHOWN)
     try:
         for line in process.stdout:
-            if line.startswith(PREFIX) and _take(line.removeprefix(PREFIX), result, on_task):
-                continue
-            if line.strip():
-                others = [*others[-NUM_KEPT:], line.rstrip()]
+            is_of_callback = line.startswith(PREFIX) and result.take(line.removeprefix(PREFIX), on_task)
+            if line.strip() and not is_of_callback:
+                messages.append(line.rstrip())
         process.wait()
     except BaseException:
         _end(process)
         raise
     if process.returncode and not result.summaries:
-        shown = "".join(f"\n  {line}" for line in others[-NUM_KEPT:])
-        raise CsdctlError(f"ansible-playbook failed:{shown}")
+        raise CsdctlError("ansible-playbook failed:" + "".join(f"\n  {line}" for line in messages))
     return result
 
 
@@ -183,25 +204,6 @@ def _end(process: "subprocess.Popen[str]") -> None:
         with suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
         process.wait()
-
-
-def _take(text: str, result: PlaybookResult, on_task: OnTask) -> bool:
-    """Take a line of the callback. Return whether it was one, and not a program's own that begins alike."""
-    try:
-        content = parse_json_document(text, "a line of Ansible's callback")
-        if content["event"] == "summary":
-            result.summaries |= {
-                str(name): NodeSummary(**{key: int(counts[key]) for key in NodeSummary.__annotations__})
-                for name, counts in content["nodes"].items()
-            }
-            return True
-        task = TaskResult(*(str(content[key]) for key in ("node", "task", "state", "message")))
-    except (InputError, LookupError, TypeError, ValueError, AttributeError):
-        return False
-    if task.state in ("failed", "unreachable"):
-        result.failures[task.node] = f"{task.task}: {task.message}"
-    on_task(task)
-    return True
 
 
 @dataclass(frozen=True)
@@ -237,8 +239,14 @@ class ProvisionRequest:
 
     def collect(self, kind: Kind, say: Say) -> Bundle:
         """Return the bundle of `kind`, collected now if there is none yet."""
-        fixed = self.lock, self.prefix, self.bundles, say
-        return collect_bundle(kind, *fixed, with_keras=self.with_keras)
+        return collect_bundle(
+            kind,
+            lock=self.lock,
+            prefix=self.prefix,
+            directory=self.bundles,
+            say=say,
+            with_keras=self.with_keras,
+        )
 
 
 @dataclass(frozen=True)
@@ -263,7 +271,8 @@ def provision(
     """Prepare every node. One that fails is in the result. Raises InputError, CsdctlError for the host."""
     if fleet.emulated:
         raise InputError(f"{fleet.path} is an emulated fleet", remedy="its nodes use this machine's Python")
-    ansible = "" if request.sends_only else find_ansible()
+    if not request.sends_only:
+        find_ansible()
     machines = _look(fleet, request.prefix, directory, installs=not request.sends_only)
     kinds = dict.fromkeys(outcome.value.kind for outcome in machines.values() if outcome.value)
     sender = BundleSender({kind: request.collect(kind, say) for kind in kinds}, request.prefix)
@@ -273,32 +282,37 @@ def provision(
         machine = machines[session.name].get()
         return sender.send(session, machine, dry_run=request.is_dry_run, on_progress=on_progress)
 
-    usable = keep_nodes(fleet, set(machines) - set(failed)) if len(failed) < len(machines) else None
     sent: dict[str, Outcome[Sent]] = {}
-    if usable:
+    if len(failed) < len(machines):
         on_traffic = record_traffic(directory, "provision")
+        usable = keep_nodes(fleet, machines.keys() - failed.keys())
         sent = run_on_nodes(usable, send, directory=directory, on_done=on_sent, on_traffic=on_traffic)
     failed |= errors_of(sent)
     # In a dry run, Ansible can run only where everything was sent before.
-    arrived = {name: outcome.value for name, outcome in sent.items() if outcome.value}
-    ready = [name for name, one in arrived.items() if one.is_installed or not request.is_dry_run]
+    ready = [
+        name
+        for name, outcome in sent.items()
+        if outcome.value and (outcome.value.is_installed or not request.is_dry_run)
+    ]
     played: dict[str, Outcome[NodeSummary]] = {}
     if ready and not request.sends_only:
-        played = _play(request, keep_nodes(fleet, ready), "nodes.yml", ansible, directory, on_task)
+        played = _play(request, keep_nodes(fleet, ready), "nodes.yml", directory, on_task)
     failed |= errors_of(played)
-    done = {}
+    outcomes: dict[str, Outcome[Provisioned]] = {}
     for name, machine in machines.items():
+        if name in failed:
+            outcomes[name] = Outcome(name, error=failed[name])
+            continue
         summary = played[name].value if name in played else None
-        value = None if name in failed else Provisioned(machine.value, sent[name].value, summary)
-        done[name] = Outcome(name, value, failed.get(name))
-    return done
+        outcomes[name] = Outcome(name, Provisioned(machine.value, sent[name].value, summary))
+    return outcomes
 
 
 def uninstall(
     request: ProvisionRequest, fleet: Fleet, *, directory: Path, on_task: OnTask
 ) -> dict[str, Outcome[Provisioned]]:
     """Remove everything that `provision` has installed on the nodes of `fleet`."""
-    played = _play(request, fleet, "uninstall.yml", find_ansible(), directory, on_task)
+    played = _play(request, fleet, "uninstall.yml", directory, on_task)
     return {
         name: Outcome(name, Provisioned(summary=outcome.value) if outcome.value else None, outcome.error)
         for name, outcome in played.items()
@@ -319,48 +333,33 @@ def _look(fleet: Fleet, prefix: str, directory: Path, *, installs: bool) -> dict
 
 
 def _play(
-    request: ProvisionRequest, fleet: Fleet, playbook: str, ansible: str, directory: Path, on_task: OnTask
+    request: ProvisionRequest, fleet: Fleet, playbook: str, directory: Path, on_task: OnTask
 ) -> dict[str, Outcome[NodeSummary]]:
     collection = ansible_directory()
     values = {**request.values, "node_prefix": request.prefix, "node_send": False}
-    arguments = ["--check"] if request.is_dry_run else []
     with tempfile.TemporaryDirectory(prefix=f"csdctl-provision-{os.getpid()}-") as temporary:
         inventory = Path(temporary) / "hosts.yml"
         save_text(inventory, render_ansible(fleet, directory))
-        command = build_command(ansible, collection / "playbooks" / playbook, inventory, values, arguments)
-        environment = build_environment(os.environ, collection, len(fleet.nodes))
-        places = {
+        command = [
+            *(find_ansible(), str(collection / "playbooks" / playbook), "--inventory", str(inventory)),
+            *("--extra-vars", json.dumps(values, sort_keys=True)),
+            *(["--check"] if request.is_dry_run else []),
+        ]
+        environment = build_environment(os.environ, collection, len(fleet.nodes)) | {
             "ANSIBLE_LOCAL_TEMP": f"{temporary}/local",
             "ANSIBLE_SSH_CONTROL_PATH_DIR": f"{temporary}/cp",
         }
-        played = run_playbook(command, environment | places, on_task)
-    return {node.name: _judge(node.name, played) for node in fleet.nodes}
-
-
-def _judge(name: str, played: PlaybookResult) -> Outcome[NodeSummary]:
-    summary = played.summaries.get(name)
-    message = shorten(played.failures.get(name, "no task ran there"), 500)
-    if summary is None or summary.failed:
-        return Outcome(name, error=NodeError(message, node=name, remedy=_choose_remedy(message)))
-    if summary.unreachable:
-        remedy = "check `ssh` to it, then run it again"
-        return Outcome(name, error=UnreachableError(message, node=name, remedy=remedy))
-    return Outcome(name, summary)
-
-
-def _choose_remedy(message: str) -> str:
-    if "No space left on device" in message:
-        return "free space there (`df -h`), and run the same command again"
-    if "sudo password" in message:
-        return "allow its user sudo without a password, or set `user: root` in the fleet file"
-    return "fix it and run the same command again"
+        result = run_playbook(command, environment, on_task)
+    return {node.name: result.judge(node.name) for node in fleet.nodes}
 
 
 def collect_fleet(request: ProvisionRequest, fleet: Fleet, directory: Path, say: Say) -> list[Bundle]:
     """Collect for every kind of node in `fleet`. Raises one error for the nodes that cannot be asked."""
     outcomes = _look(fleet, request.prefix, directory, installs=False)
     machines = values_or_raise(outcomes, "inspecting the nodes")
-    return [request.collect(kind, say) for kind in dict.fromkeys(one.kind for one in machines.values())]
+    return [
+        request.collect(kind, say) for kind in dict.fromkeys(machine.kind for machine in machines.values())
+    ]
 
 
 class BundleSender:

@@ -13,9 +13,7 @@ from csdctl.workflows.provision.provision import (
     NodeSummary,
     PlaybookResult,
     TaskResult,
-    _judge,
     ansible_directory,
-    build_command,
     build_environment,
     run_playbook,
 )
@@ -83,10 +81,7 @@ def test_failure_before_any_node_has_ansibles_own_words() -> None:
         run_playbook(program("ERROR! the role was not found", code=4), {}, lambda task: None)
 
 
-def test_values_are_passed_as_json_and_settings_of_the_user_do_not_reach_ansible(tmp_path: Path) -> None:
-    values = {"node_prefix": "/a b"}
-    command = build_command("ansible-playbook", Path("a.yml"), Path("hosts.yml"), values, ["--check"])
-    assert command[-3:] == ["--extra-vars", '{"node_prefix": "/a b"}', "--check"]
+def test_settings_of_the_user_do_not_reach_ansible(tmp_path: Path) -> None:
     environment = build_environment({"ANSIBLE_HOST_KEY_CHECKING": "0", "PATH": "/bin"}, tmp_path, 100)
     assert "ANSIBLE_HOST_KEY_CHECKING" not in environment
     assert (environment["PATH"], environment["ANSIBLE_FORKS"]) == ("/bin", "32")
@@ -110,7 +105,7 @@ def test_every_default_of_a_role_is_specified() -> None:
     ],
 )
 def test_failed_task_has_a_remedy_for_its_cause(message: str, remedy: str) -> None:
-    outcome = _judge("csd0", PlaybookResult({"csd0": NodeSummary(**COUNTS)}, {"csd0": message}))
+    outcome = PlaybookResult({"csd0": NodeSummary(**COUNTS)}, {"csd0": message}).judge("csd0")
     assert outcome.error
     assert outcome.error.message == message
     assert remedy in outcome.error.remedy
