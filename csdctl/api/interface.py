@@ -715,5 +715,5 @@ def train(
         if needs_plan and not (path.exists() and not find_changes(load_plan(path), loaded, {})):
             tune(job, chosen)
         request = TrainRequest(loaded, chosen, streams.directory, options, None, batch_size, resume)
-        result = TrainingScreen(streams, emulated=chosen.emulated).train(request)
+        result = TrainingScreen(streams).train(request)
     return Run(result.directory)

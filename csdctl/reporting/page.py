@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from datetime import UTC, datetime
 from typing import Any
 
-from csdctl.notify import make_printable
+from csdctl.notify import make_printable, shorten
 from csdctl.reporting import charts, tables
 from csdctl.reporting.charts import Chart
 from csdctl.reporting.results import RunResults
@@ -18,9 +18,11 @@ from csdctl.reporting.tables import DataTable, write_headline
 
 POLICY = "default-src 'none'; img-src data:; style-src 'unsafe-inline'; base-uri 'none'; form-action 'none'"
 MAX_CELL_CHARS = 500
+"""Longer texts are cut."""
 NUMERIC = re.compile(r"–|[\d,.:]+( ?(%|s|ms|W|[KMGT]?i?B))?( \(\d+%\))?")
 """A cell that is a number with its unit, or unknown."""
 CLASSES = ("", " class=n")
+"""Attribute of a cell: of a text, and of a number."""
 STYLE = (
     f":root{{--ink:{charts.INK};--grid:{charts.GRID};--soft:#5a6775;--panel:#f6f8fa;--accent:#0b63b5}}"
     + "".join(f".k{number}{{--k:{color}}}" for number, color in enumerate(charts.SERIES))
@@ -116,8 +118,8 @@ def _headline(run: RunResults, name: str) -> str:
 
 def _section(title: str, *parts: Chart | DataTable) -> str:
     """Return a section. Nothing without a chart or a row."""
-    shown = "".join(_figure(part) if isinstance(part, Chart) else _table(part, title) for part in parts)
-    return f"<section><h2>{_text(title)}</h2><div class=parts>{shown}</div></section>" if shown else ""
+    content = "".join(_figure(part) if isinstance(part, Chart) else _table(part, title) for part in parts)
+    return f"<section><h2>{_text(title)}</h2><div class=parts>{content}</div></section>" if content else ""
 
 
 def _figure(chart: Chart) -> str:
@@ -144,12 +146,12 @@ def _table(table: DataTable, title: str) -> str:
         for cell, is_number in zip(table.header, numeric, strict=False)
     )
     rows = ""
-    for first, *others in table.rows:
+    for name, *values in table.rows:
         cells = (
             f"<td{CLASSES[is_number]}>{_text(cell)}</td>"
-            for cell, is_number in zip(others, numeric[1:], strict=True)
+            for cell, is_number in zip(values, numeric[1:], strict=True)
         )
-        rows += f'<tr><th scope="row">{_text(first)}</th>{"".join(cells)}</tr>'
+        rows += f'<tr><th scope="row">{_text(name)}</th>{"".join(cells)}</tr>'
     head = f"<thead><tr>{header}</tr></thead>" if header else ""
     return (
         f'<div class=scroll role="region" tabindex="0" aria-label="{_text(title)}"><table>'
@@ -159,7 +161,4 @@ def _table(table: DataTable, title: str) -> str:
 
 def _text(text: object) -> str:
     """Return text as HTML has it, in a tag and in an attribute."""
-    shown = str(text)
-    if len(shown) > MAX_CELL_CHARS:
-        shown = shown[: MAX_CELL_CHARS - 1] + "…"
-    return html.escape(make_printable(shown))
+    return html.escape(make_printable(shorten(str(text), MAX_CELL_CHARS)))

@@ -73,6 +73,7 @@ BATCH_NORM = (
     "variances of a node's activations."
 )
 SENSITIVITY = 2.0
+"""How far one replaced sample moves a sum, in clipping norms."""
 
 
 def remarks_on(*, has_noise: bool) -> dict[str, str]:
@@ -111,17 +112,13 @@ def add_flows(entries: Iterable[LedgerEntry], run_id: str = "") -> list[Flow]:
 
 def list_readers(manifest: Mapping[str, Any]) -> dict[str, str]:
     """Return, by node, who else can read where its private samples were prepared, as far as facts show it."""
-    found = {}
+    readers = {}
     for shard in manifest["placed"]:
         facts = manifest.get("fleet", {}).get("facts", {}).get(shard["name"], {})
-        others = ", ".join(facts.get("home_shared_with", ()))
-        kind = facts.get("file_system")
-        if shard["num_private"] and (others or kind in NETWORK_FILE_SYSTEMS):
-            found[shard["name"]] = f"on {kind}" + (f", in a home shared with {others}" if others else "")
-    return found
-
-
-"""How far one replaced sample moves a sum, in clipping norms."""
+        users, kind = ", ".join(facts.get("home_shared_with", ())), facts.get("file_system")
+        if shard["num_private"] and (users or kind in NETWORK_FILE_SYSTEMS):
+            readers[shard["name"]] = f"on {kind}" + (f", in a home shared with {users}" if users else "")
+    return readers
 
 
 @dataclass(frozen=True)
@@ -179,7 +176,7 @@ def plan_privacy(spec: RunSpec, events: Iterable[Event]) -> Privacy | None:
     # At least one, whatever the stored events say.
     passes = [max(1, count + max(0, spec.recipe.epochs - counter.num_ended)) for count in counter.finish()]
     samples = [(rank.node, rank.num_private, rank.num_repeated) for rank in spec.ranks]
-    return _privacy(spec.noise, samples, passes)
+    return _build_privacy(spec.noise, samples, passes)
 
 
 def measure_privacy(manifest: Mapping[str, Any], passes: "PassCounter") -> Privacy | None:
@@ -189,9 +186,34 @@ def measure_privacy(manifest: Mapping[str, Any], passes: "PassCounter") -> Priva
     """
     if not manifest.get("noise"):
         return None
-    placed = manifest["placed"]
-    samples = [(shard["name"], shard["num_private"], shard["num_repeated"]) for shard in placed]
-    return _privacy(Noise(**manifest["noise"]), samples, passes.finish())
+    samples = [(shard["name"], shard["num_private"], shard["num_repeated"]) for shard in manifest["placed"]]
+    return _build_privacy(Noise(**manifest["noise"]), samples, passes.finish())
+
+
+def _build_privacy(noise: Noise, samples: Sequence[tuple[str, int, int]], passes: Sequence[int]) -> Privacy:
+    """`samples`, by rank: node, private samples read in an epoch, and the repeated ones among them."""
+    nodes = []
+    for (node, num_read, num_repeated), count in zip(samples, passes, strict=True):
+        if different := num_read - num_repeated:
+            num_releases = count * ceil(num_read / different)
+            epsilon = compute_epsilon(noise, num_releases) if has_accountant() else None
+            nodes.append(NodePrivacy(node, different, num_releases, epsilon))
+    return Privacy(noise.l2_norm_clip, noise.noise_multiplier, noise.delta, tuple(nodes))
+
+
+def describe_privacy(privacy: Privacy) -> list[str]:
+    """Return one line for each group of nodes with the same ε and the same number of noisy sums."""
+    groups = names_by_value((node.node, (node.num_releases, node.epsilon)) for node in privacy.nodes)
+    noise = f"noise multiplier {privacy.noise_multiplier:g}, clipped at {privacy.l2_norm_clip:g}"
+    unknown = "unknown (dp-accounting is not installed)"
+    lines = []
+    for (num_releases, epsilon), nodes in groups.items():
+        guarantee = unknown if epsilon is None else f"{epsilon:.3g} at δ = {privacy.delta:g}"
+        lines.append(
+            f"private samples of {format_node_names(nodes)}: ε = {guarantee}, "
+            f"each in at most {num_releases:,} noisy sums ({noise})"
+        )
+    return lines
 
 
 def count_passes(events: Iterable[Event], num_ranks: int) -> "PassCounter":
@@ -207,8 +229,9 @@ class PassCounter:
 
     The bound follows rank 0, whose events reach csdctl without a network: all ranks that take part are in
     the same epoch. An epoch counts again for all when rank 0 begins again, because they may read the samples
-    of all steps since a checkpoint a second time, and for a rank that comes back, which reads those of the
-    step in which it was lost a second time. Where the events break off, what may have followed counts.
+    of all steps since a checkpoint a second time. It counts again for a rank that comes back, which reads the
+    samples of the step in which it was lost a second time. Where the events break off, what may have followed
+    counts.
     """
 
     def __init__(self, num_ranks: int) -> None:
@@ -272,30 +295,3 @@ class PassCounter:
     def _count_passes(self, ranks: Iterable[int], count: int = 1) -> None:
         for rank in ranks:
             self._passes[rank] += count
-
-
-def _privacy(noise: Noise, samples: Sequence[tuple[str, int, int]], passes: Sequence[int]) -> Privacy:
-    """`samples`, by rank: node, private samples read in an epoch, and the repeated ones among them."""
-    nodes = []
-    for (node, num_read, num_repeated), count in zip(samples, passes, strict=True):
-        different = num_read - num_repeated
-        if different:
-            num_releases = count * ceil(num_read / different)
-            epsilon = compute_epsilon(noise, num_releases) if has_accountant() else None
-            nodes.append(NodePrivacy(node, different, num_releases, epsilon))
-    return Privacy(noise.l2_norm_clip, noise.noise_multiplier, noise.delta, tuple(nodes))
-
-
-def describe_privacy(privacy: Privacy) -> list[str]:
-    """Return one line for each group of nodes with the same ε and the same number of noisy sums."""
-    groups = names_by_value((one.node, (one.num_releases, one.epsilon)) for one in privacy.nodes)
-    noise = f"noise multiplier {privacy.noise_multiplier:g}, clipped at {privacy.l2_norm_clip:g}"
-    lines = []
-    for (num_releases, epsilon), nodes in groups.items():
-        known = f"{epsilon:.3g} at δ = {privacy.delta:g}" if epsilon is not None else ""
-        shown = known or "unknown (dp-accounting is not installed)"
-        lines.append(
-            f"private samples of {format_node_names(nodes)}: ε = {shown}, "
-            f"each in at most {num_releases:,} noisy sums ({noise})"
-        )
-    return lines

@@ -1,14 +1,14 @@
 """The results of runs as rows of text, for the terminal and for the HTML report.
 
 First the headline of a run: its result, what held it back, and what to do next. Last, runs of one model with
-0, 1, 2 … nodes: speed-up, efficiency and energy per image. Speed-up is the rate of the steps over that of the
-host alone, as in figure 6 of the STANNIS paper. Efficiency is that rate over the sum of what the ranks reach
-alone, so that 100% loses nothing to waiting and communication.
+0, 1, 2 … nodes: speed-up, efficiency and energy per image. Speed-up is the throughput over the throughput of
+the host alone, as in figure 6 of the STANNIS paper. Efficiency is the throughput over the sum of what the
+ranks reach alone, so that 100% loses nothing to waiting and communication.
 """
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
 
 from csdctl.fleet.model import HOST_NAME
 from csdctl.fleet.names import format_node_names
@@ -108,8 +108,8 @@ def _describe_waiting(run: RunResults) -> str:
     if not step_s:
         return "unknown: no step was reported"
     run_s = sum(sum(seconds) for kinds in spent for seconds in kinds.values())
-    other = sum(sum(kinds[OTHER]) for kinds in spent) / run_s if run_s else 0.0
-    ends = f"; evaluation and checkpoints took {format_share(other)} of the run" if other >= 0.15 else ""
+    between = sum(sum(kinds[OTHER]) for kinds in spent) / run_s if run_s else 0.0
+    ends = f"; evaluation and checkpoints took {format_share(between)} of the run" if between >= 0.15 else ""
     waited = f"{format_share(wait_s / step_s)} of the step time"
     if len(ranks) > 1 and wait_s >= MIN_SHARE * step_s:
         if not run_s or not run.series.is_wait_divided:
@@ -256,39 +256,20 @@ def compare(runs: Sequence[RunResults], described: Sequence[Sequence[tuple[str, 
 
 def describe_settings(run: RunResults) -> list[tuple[str, str]]:
     """Return name and text of model, recipe, files and software of a run, as far as its manifest has them."""
-    manifest = run.manifest
-    keys = ("job", "fleet", "model", "versions", "recipe")  # a manifest may have been edited
-    parts = {key: value if isinstance(value := manifest.get(key), Mapping) else {} for key in keys}
-    size = parts["model"].get("num_parameters")
-    software = {"csdctl": manifest.get("csdctl", "–"), **parts["versions"]}
+    keys = ("job", "fleet", "versions", "recipe")  # a manifest may have been edited
+    parts = {key: value if isinstance(value := run.manifest.get(key), Mapping) else {} for key in keys}
+    defaults = asdict(Recipe())
+    recipe = {key: value for key, value in parts["recipe"].items() if value and value != defaults.get(key)}
+    software = {"csdctl": run.manifest.get("csdctl", "–"), **parts["versions"]}
     pairs = {
-        "model": f"{parts['job'].get('model', '')}" + (f", {size:,} parameters" if type(size) is int else ""),
-        "recipe": describe_recipe(parts["recipe"]),
-        "job file": str(parts["job"].get("path", "")),
-        "fleet file": str(parts["fleet"].get("path", "")),
+        "model": parts["job"].get("model", ""),
+        "recipe": ", ".join(f"{key}: {json.dumps(value)}" for key, value in recipe.items()),
+        "job file": parts["job"].get("path", ""),
+        "fleet file": parts["fleet"].get("path", ""),
         **run.files,
         "software": ", ".join(f"{name} {version}" for name, version in software.items()),
     }
-    return [(name, text) for name, text in pairs.items() if text]
-
-
-def describe_recipe(recipe: Mapping[str, Any]) -> str:
-    """Return the keys of a recipe that differ from their defaults, by their names in job.yaml."""
-    defaults, names, parts = asdict(Recipe()), {"optimizer_args": "", "losses": "loss"}, []
-    for key in dict.fromkeys([*defaults, *recipe]):
-        value = recipe.get(key)
-        if not value or value == defaults.get(key):
-            continue
-        if isinstance(value, Mapping):  # a loss is a mapping with its name
-            terms = [
-                (name, term.get("name", "") if isinstance(term, Mapping) else term)
-                for name, term in value.items()
-            ]
-            words = [f"{name} {term}".strip() for name, term in terms]
-        else:
-            words = [str(item) for item in (value if isinstance(value, list | tuple) else [value])]
-        parts.append(f"{names.get(key, key)} {', '.join(words)}".strip())
-    return "; ".join(parts)
+    return [(name, str(text)) for name, text in pairs.items() if text]
 
 
 def tabulate_ranks(summary: RunSummary) -> DataTable:

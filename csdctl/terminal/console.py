@@ -24,6 +24,7 @@ MAX_PRINTED = 20_000
 MAX_CELL = 500
 """Characters of a string inside of something, such as the cell or the title of a table."""
 NUMBER = ">"
+"""The beginning of the name of a column whose cells are numbers."""
 
 
 class PrintableConsole(Console):
@@ -61,8 +62,14 @@ class PrintableConsole(Console):
 
         So text of others cannot pass for a line of csdctl.
         """
+        parts = [
+            Text(make_printable(shorten(part, MAX_PRINTED)).replace("\n", "\n  "))
+            if isinstance(part, str)
+            else part
+            for part in objects
+        ]
         with self.lock:
-            super().print(*(_as_text(one) if isinstance(one, str) else one for one in objects), **options)
+            super().print(*parts, **options)
 
     def render_str(self, text: str, **options: Any) -> Text:
         """Convert a string inside of a renderable, whatever `options` say about markup."""
@@ -75,10 +82,6 @@ class PrintableConsole(Console):
             yield segment if segment.control else Segment(make_printable(segment.text), segment.style)
 
 
-def _as_text(text: str) -> Text:
-    return Text(make_printable(shorten(text, MAX_PRINTED)).replace("\n", "\n  "))
-
-
 def build_table(
     columns: Iterable[str],
     rows: Iterable[Sequence[str | Text]],
@@ -87,7 +90,7 @@ def build_table(
     styles: Sequence[str] = (),
     gap: int = 0,
 ) -> Table:
-    """Return a table. `styles` are those of its rows. With a `gap` between columns, it has no lines.
+    """Return a table. `styles`: one for each row. With a `gap` between columns, it has no lines.
 
     A name of a column that begins with NUMBER is right-justified.
     """

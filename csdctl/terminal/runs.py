@@ -1,15 +1,16 @@
 """Runs as tables and as JSON, and a run that another csdctl trains."""
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from csdctl.reporting.numbers import format_loss, format_rate, format_seconds
 from csdctl.reporting.results import COMPLETED, FAILED, INTERRUPTED, RUNNING, STOPPED, RunStatus
 from csdctl.terminal.console import build_table
+from csdctl.terminal.run_view import TrainingView
 from csdctl.terminal.streams import Streams, document
-from csdctl.terminal.train import TrainingView
-from csdctl.worker.protocol.events import event_document
-from csdctl.workflows.runs.manage import Followed, look_at
+from csdctl.worker.protocol.events import Event, event_document
+from csdctl.workflows.runs.manage import look_at
+from csdctl.workflows.workspace.event_stream import RunStarted
 
 STYLES = {RUNNING: "green", FAILED: "red", INTERRUPTED: "red", STOPPED: "yellow"}
 """Colour of a run by its state."""
@@ -52,16 +53,13 @@ def _show_metric(validation: float | None, training: float | None) -> str:
     return format_loss(training) if validation is None else f"{format_loss(validation)} val"
 
 
-def watch_run(streams: Streams, followed: Followed) -> bool:
-    """Show a run until it ends. Return whether it did not fail."""
-    run = followed.run
-    clock = _EventClock()
-    view = TrainingView(
-        streams.views, followed.spec, followed.num_steps, emulated=followed.emulated, clock=clock
-    )
+def watch_run(streams: Streams, started: RunStarted, events: Iterable[tuple[float, Event]]) -> bool:
+    """Show a run until it ends. Return whether it did not fail. `events` come with their Unix time."""
+    run, clock, emulated = started.run, _EventClock(), look_at(started.run).emulated
+    view = TrainingView(streams.views, started.spec, started.steps_per_epoch, emulated=emulated, clock=clock)
     try:
         with view:
-            for time_s, event in followed.events():
+            for time_s, event in events:
                 clock.set(time_s)
                 streams.result_line(event_document(event))
                 view.show(event)
@@ -70,9 +68,13 @@ def watch_run(streams: Streams, followed: Followed) -> bool:
         raise
     status = look_at(run)
     streams.say(f"run {run.run_id}: {status.state}; `csdctl report {run.run_id}` shows the results")
-    if status.state in RESUMABLE:
-        streams.say(f"to resume: csdctl train --resume {run.run_id}")
+    _say_resumable(streams, status)
     return status.state not in (FAILED, INTERRUPTED)
+
+
+def _say_resumable(streams: Streams, run: RunStatus) -> None:
+    if run.state in RESUMABLE:
+        streams.say(f"to resume: csdctl train --resume {run.run_id}")
 
 
 class _EventClock:
@@ -91,6 +93,5 @@ class _EventClock:
 def show_stopped(streams: Streams, run: RunStatus) -> None:
     """Print what a run that was stopped has come to."""
     streams.say(f"run {run.run_id}: {run.state}, at epoch {run.epoch} of {run.epochs}")
-    if run.state in RESUMABLE:
-        streams.say(f"to resume: csdctl train --resume {run.run_id}")
+    _say_resumable(streams, run)
     streams.result(document("csdctl.runs.stop/1", run))

@@ -22,7 +22,7 @@ from csdctl.supervision.rank_processes import OnMessage, ProcessEnded, RankMessa
 from csdctl.supervision.run_setup import Link, Patience, RankStarter, RunSetup
 from csdctl.supervision.supervisor import Supervisor
 from csdctl.terminal.console import PrintableConsole
-from csdctl.terminal.train import TrainingView
+from csdctl.terminal.run_view import TrainingView
 from csdctl.transport.local import LocalSession
 from csdctl.worker.protocol.events import Event, Failed, Joined, NodeLost, Traffic, Warned
 from csdctl.worker.protocol.recipe import Noise, Recipe
@@ -30,7 +30,7 @@ from csdctl.worker.protocol.run_spec import RankSpec, RunSpec, Runtime
 from csdctl.worker.protocol.sandbox import CONNECTED
 from csdctl.workflows.reporting.report import report
 from tests.patience import scaled
-from tests.unit.runs.manifests import manifest_of
+from tests.unit.runs.manifests import manifest_of, started_of
 
 NODES = ("host", "csd0", "csd1")
 HOSTILE = 1
@@ -117,7 +117,7 @@ class SmallRun:
     def _consume(self, supervisor: Supervisor, spec: RunSpec) -> None:
         self._log = EventLog(self.run_directory)
         console = PrintableConsole(file=self.shown, width=200)
-        with TrainingView(console, spec, 1, emulated=True) as self._view:
+        with TrainingView(console, started_of(spec, 1, emulated=True)) as self._view:
             try:
                 supervisor.run()
             finally:

@@ -41,8 +41,8 @@ def watch(run: RunArgument = None, json: options.JsonOption = False) -> None:
 
     os.nice(19)  # it computes only when the ranks leave the processor to it
     streams = open_streams(is_json=json)
-    followed = follow_run(find_run(streams.project, run, streams.say))
-    if not watch_run(streams, followed):
+    started, events = follow_run(find_run(streams.project, run, streams.say))
+    if not watch_run(streams, started, events):
         raise typer.Exit(ExitCode.FAILED)
 
 

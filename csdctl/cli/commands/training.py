@@ -111,7 +111,7 @@ def train(
     if dry_run:
         show_training_rehearsal(streams, request)
     else:
-        TrainingScreen(streams, emulated=call.fleet.emulated).train(request)
+        TrainingScreen(streams).train(request)
 
 
 def start_detached(streams: Streams) -> None:

@@ -41,10 +41,10 @@ def as_cell(name: str) -> str:
 
 def report(run: RunDirectory) -> RunResults:
     """Add up a run. Raises InputError for one without events."""
-    found = read_results(run)
+    results = read_results(run)
     if not process_of(run).is_running:
-        return found
-    return replace(found, summary=replace(found.summary, state=RUNNING))
+        return results
+    return replace(results, summary=replace(results.summary, state=RUNNING))
 
 
 def write_files(
@@ -57,9 +57,8 @@ def write_files(
     for option, path in (("--html", html), ("--csv", csv)):
         if path:
             check_output(path, option, force=force)
-    found = [report(run) for run in runs]
-    wanted = ((html, render_page), (csv, render_csv))
-    texts = {path: render(found) for path, render in wanted if path}
+    results = [report(run) for run in runs]
+    texts = {path: render(results) for path, render in ((html, render_page), (csv, render_csv)) if path}
     for path, text in texts.items():
         save_text(path, text)
     return [*texts]

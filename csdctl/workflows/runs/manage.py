@@ -26,16 +26,20 @@ from csdctl.placement.equation1 import steps_per_epoch
 from csdctl.reporting.results import RUNNING, RunStatus, load_run_status
 from csdctl.runs.directory import LATEST, Manifest, ProjectDirectory, RunDirectory, find_run, skipping
 from csdctl.worker.protocol.events import Event
-from csdctl.worker.protocol.run_spec import RunSpec
 from csdctl.workflows.train.resume import load_spec
+from csdctl.workflows.workspace.event_stream import RunStarted
 
 POLL_S = 0.2
+"""Seconds between two looks at a run's process."""
 OWN = "csdctl"
+"""Name of the log of csdctl itself, of a run that was detached."""
+NUM_REPEATED_LINES = 5
+"""Last lines of a csdctl in the background that its error repeats."""
 
 
 @dataclass(frozen=True)
 class RunProcess:
-    """The csdctl that trains a run, or the last one that did."""
+    """The csdctl that trains a run, or the last one that did. Without a description `holder` is {}."""
 
     holder: Mapping[str, object]
 
@@ -99,23 +103,24 @@ def interrupt(run: RunDirectory) -> None:
 def _stopping_signal(pid: int) -> signal.Signals:
     """Return SIGTERM, or SIGINT for a program of the user's, which SIGTERM would end at once."""
     with suppress(OSError):
-        found = re.search(r"^SigCgt:\s*([0-9a-f]+)$", Path(f"/proc/{pid}/status").read_text(), re.MULTILINE)
-        if found and not int(found[1], 16) >> (signal.SIGTERM - 1) & 1:
+        status = Path(f"/proc/{pid}/status").read_text()
+        handled = re.search(r"^SigCgt:\s*([0-9a-f]+)$", status, re.MULTILINE)
+        if handled and not int(handled[1], 16) >> (signal.SIGTERM - 1) & 1:
             return signal.SIGINT
     return signal.SIGTERM
 
 
 def list_runs(project: ProjectDirectory, say: Say) -> list[RunStatus]:
     """Return all runs of the project, the oldest first. `say` names directories that are no run."""
-    found = []
+    statuses = []
     for run_id in project.run_ids():
         with skipping(run_id, say):
             run = project.find_run(run_id)
             status = look_at(run)
             if not status.num_ranks:
                 run.load_manifest()  # says what is wrong with it
-            found.append(status)
-    return found
+            statuses.append(status)
+    return statuses
 
 
 def look_at(run: RunDirectory) -> RunStatus:
@@ -166,8 +171,8 @@ def remove_runs(
     Raises InputError for a run that does not exist or is running. Nothing is removed then.
     """
     runs = list(dict.fromkeys(project.find_run(run_id) for run_id in run_ids))
-    whole = {LATEST, *project.run_ids()}
-    if short := [one for one in run_ids if one not in whole and len(one) < len("YYYYMMDD-HHMMSS")]:
+    complete = {LATEST, *project.run_ids()}
+    if short := [name for name in run_ids if name not in complete and len(name) < len("YYYYMMDD-HHMMSS")]:
         problem = f"received {short[0]!r}, expected date and time of a run, such as 20260131-120000"
         raise InputError(problem, remedy="csdctl runs list")
     for run in runs:
@@ -183,25 +188,11 @@ def remove_runs(
     return runs
 
 
-@dataclass(frozen=True)
-class Followed:
-    """A run whose ranks have been, or are being, started."""
+def follow_run(run: RunDirectory) -> tuple[RunStarted, Iterator[tuple[float, Event]]]:
+    """Wait until `run` starts its ranks. Return its start and, as they come, all events with their Unix time.
 
-    run: RunDirectory
-    spec: RunSpec
-    num_steps: int
-    """Steps of an epoch."""
-    emulated: bool
-
-    def events(self) -> Iterator[tuple[float, Event]]:
-        """Yield the Unix time and the event of all events, as they come, until the run's csdctl ends."""
-        nodes = [rank.node for rank in self.spec.ranks]
-        events = self.run.read_events(nodes)
-        return events.follow(lambda: not process_of(self.run).is_running, interval_s=0.5)
-
-
-def follow_run(run: RunDirectory) -> Followed:
-    """Wait until `run` starts its ranks, and return it. Raises InputError for one that ended before."""
+    They end with the run's csdctl. Raises InputError for a run that ended before.
+    """
     while not run.spec.exists():
         if not process_of(run).is_running:
             raise InputError(
@@ -209,13 +200,15 @@ def follow_run(run: RunDirectory) -> Followed:
                 remedy=f"csdctl runs logs {run.run_id} {OWN}, if it was detached, shows why",
             )
         time.sleep(POLL_S)
-    content = run.load_manifest()
-    manifest = Manifest.model_validate(content)
-    return Followed(run, load_spec(run), steps_per_epoch(manifest.placed), bool(manifest.plan.emulated))
+    spec, manifest = load_spec(run), Manifest.model_validate(run.load_manifest())
+    events = run.read_events([rank.node for rank in spec.ranks])
+    following = events.follow(lambda: not process_of(run).is_running, interval_s=0.5)
+    num_steps, emulated = steps_per_epoch(manifest.placed), bool(manifest.plan.emulated)
+    return RunStarted(run, spec, num_steps, manifest.predicted_range, emulated), following
 
 
 def find_logs(run: RunDirectory, which: str | None) -> list[tuple[str, Path]]:
-    """Return names and paths of the run's logs: all, or that of a rank, a node, or OWN.
+    """Return names and paths of the run's logs: all, or one by its rank, its node, or OWN.
 
     Raises InputError for a log that does not exist.
     """
@@ -223,19 +216,16 @@ def find_logs(run: RunDirectory, which: str | None) -> list[tuple[str, Path]]:
         names = [str(rank["node"]) for rank in run.load_manifest()["plan"]["ranks"]]
     except InputError:
         names = [f"rank-{number}" for number, _ in enumerate(run.logs.glob("rank-*.log"))]
-    logs = {OWN: run.own_log} if run.own_log.is_file() else {}
-    for number, node in enumerate(names):
-        if which in (str(number), node):
-            which = node
-        if run.rank_log(number).is_file():
-            logs[node] = run.rank_log(number)
+    logs = {OWN: run.own_log, **{node: run.rank_log(number) for number, node in enumerate(names)}}
+    logs = {name: path for name, path in logs.items() if path.is_file()}
     if which is None:
         return list(logs.items())
-    if which not in logs:
+    name = names[int(which)] if which.isdecimal() and int(which) < len(names) else which
+    if name not in logs:
         raise InputError(
             f"run {run.run_id} has no log {which!r}", remedy=f"it has: {', '.join(logs) or 'none'}"
         )
-    return [(which, logs[which])]
+    return [(name, logs[name])]
 
 
 def print_logs(run: RunDirectory, paths: Sequence[Path], num_lines: int, *, is_following: bool) -> None:
@@ -286,12 +276,12 @@ def _wait_for_run(
     project: ProjectDirectory, process: "subprocess.Popen[bytes]", log: TextIO, say: Say
 ) -> RunDirectory | None:
     before = set(project.run_ids())
-    said: deque[str] = deque(maxlen=5)  # of its output, which its error repeats
+    output: deque[str] = deque(maxlen=NUM_REPEATED_LINES)
     while True:
         code = process.poll()
         for line in log:
-            said.append(DATED.sub("", line.rstrip("\n"), count=1))
-            say(said[-1])
+            output.append(DATED.sub("", line.rstrip("\n"), count=1))
+            say(output[-1])
         for name in project.run_ids():
             run = RunDirectory(project.runs / name)
             holder = process_of(run)
@@ -301,7 +291,7 @@ def _wait_for_run(
         if code == 0:
             return None
         if code is not None:
-            error = RunError(f"csdctl ended with exit code {code} before it trained:\n" + "\n".join(said))
+            error = RunError(f"csdctl ended with exit code {code} before it trained:\n" + "\n".join(output))
             error.exit_code = ExitCode(code) if code in list(ExitCode) else ExitCode.FAILED
             raise error
         time.sleep(POLL_S)

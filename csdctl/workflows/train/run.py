@@ -118,7 +118,9 @@ def run_to_end(resolved: ResolvedRun, spec: RunSpec, run: RunDirectory, options:
     """
     space, events = resolved.context.space, resolved.context.events
     predicted_range = run.load_manifest()["predicted_range"]
-    events.emit(RunStarted(run, spec, steps_per_epoch(resolved.data.placed), predicted_range))
+    past = run.read_events([rank.node for rank in spec.ranks]) if run.events.exists() else ()
+    num_steps, emulated = steps_per_epoch(resolved.data.placed), space.fleet.emulated
+    events.emit(RunStarted(run, spec, num_steps, predicted_range, emulated, past))
     log = EventLog(run, say=events.say)
     is_done = is_interrupted = is_full = False
     with (

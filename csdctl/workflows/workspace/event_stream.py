@@ -4,13 +4,14 @@ Besides the classes below, a stream has the events of ranks and of the superviso
 and the `Examination` of the machines before a training.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
 from csdctl.runs.directory import RunDirectory
 from csdctl.shipping.deliver import Delivery
 from csdctl.worker.protocol.datasets import PrepareProgress
+from csdctl.worker.protocol.events import Event
 from csdctl.worker.protocol.run_spec import RunSpec
 
 OnProgress = Callable[[str, PrepareProgress], None]
@@ -63,6 +64,10 @@ class RunStarted:
     steps_per_epoch: int
     predicted_range: tuple[float, float] | None
     """Samples per second that 9 of 10 such runs reach. None: the plan predicts nothing."""
+    emulated: bool = False
+    """Whether the fleet is emulated."""
+    past: Iterable[Event] = ()
+    """The events of a run that is resumed, from before."""
 
 
 Consumer = Callable[[object], None]

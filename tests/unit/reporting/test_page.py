@@ -14,7 +14,7 @@ from csdctl.reporting.charts import _shares
 from csdctl.reporting.page import render_page
 from csdctl.reporting.results import RunFollower, RunResults, read_results, summarize
 from csdctl.reporting.series import KINDS, SeriesBuilder
-from csdctl.reporting.tables import describe_recipe
+from csdctl.reporting.tables import describe_settings
 from csdctl.worker.protocol.events import EpochEnd, Event, Failed, Joined, Progress, Ready
 from csdctl.workflows.reporting.report import render_csv
 from tests.watched_run import write_run
@@ -128,15 +128,9 @@ def test_run_that_ended_in_its_first_epoch_has_the_rates_and_waiting_of_its_rank
 
 
 def test_recipe_is_shown_where_it_differs_from_its_defaults() -> None:
-    recipe = {
-        "epochs": 5,
-        "seed": 0,
-        "learning_rate": 0.015,
-        "losses": {"": {"name": "mse", "args": {}}},
-        "optimizer_args": {"momentum": 0.9},
-        "early_stopping": None,
-    }
-    assert describe_recipe(recipe) == "epochs 5; momentum 0.9; learning_rate 0.015; loss mse"
+    recipe = {"epochs": 5, "seed": 0, "learning_rate": 0.015, "early_stopping": None, "optimizer": "sgd"}
+    settings = dict(describe_settings(replace(results(), manifest=MANIFEST | {"recipe": recipe})))
+    assert settings["recipe"] == 'epochs: 5, learning_rate: 0.015, optimizer: "sgd"'
 
 
 @pytest.mark.parametrize("end", ["", "\x1b[2J", "\u202e"])

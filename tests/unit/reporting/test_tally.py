@@ -19,14 +19,14 @@ from csdctl.reporting.page import render_page
 from csdctl.reporting.results import RunResults, load_run_status, read_results
 from csdctl.runs.directory import EventLog, ProjectDirectory, RunDirectory
 from csdctl.terminal.report import render_report
+from csdctl.terminal.run_view import TrainingView
 from csdctl.terminal.streams import document, format_json
-from csdctl.terminal.train import TrainingView
 from csdctl.worker.protocol.events import Joined, event_document
 from csdctl.workflows.reporting.report import render_csv
 from tests.add_up_events import add_up
 from tests.unit.reporting.scripted_history import NODES, History
-from tests.unit.runs.manifests import manifest_of, spec_of
-from tests.unit.terminal.test_train import terminal
+from tests.unit.runs.manifests import manifest_of, spec_of, started_of
+from tests.unit.terminal.test_run_view import terminal
 
 NEAR = {"rel": 1e-4, "abs": 1e-4}
 """Times in events are rounded to microseconds."""
@@ -122,9 +122,8 @@ def check_epoch_lines(history: History, expected: dict[str, Any]) -> None:
     for first in (0, resumed):
         console = terminal((200, 24), is_terminal=False)
         past = [event for _, event in history.events[:first]]
-        view = TrainingView(
-            console, spec_of(NODES, history.epochs), 9, emulated=False, past=past, clock=lambda: 0.0
-        )
+        started = started_of(spec_of(NODES, history.epochs), 9, past=past)
+        view = TrainingView(console, started, clock=lambda: 0.0)
         for _, event in history.events[first:]:
             view.show(event)
         lines = console.file.getvalue().splitlines()  # type: ignore[attr-defined]

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from csdctl.runs.directory import EventLog, RunDirectory
@@ -9,6 +10,7 @@ from csdctl.tuning.plan import Plan, RankPlan
 from csdctl.worker.protocol.events import Event
 from csdctl.worker.protocol.recipe import Recipe
 from csdctl.worker.protocol.run_spec import RankSpec, RunSpec, Runtime
+from csdctl.workflows.workspace.event_stream import RunStarted
 
 SAMPLES_OF_A_RANK = 100
 BATCH_SIZE = 4
@@ -46,6 +48,11 @@ def spec_of(nodes: Iterable[str] = ("host", "csd0"), epochs: int = 1, **changes:
     )
     spec = RunSpec("20260101-000000-abcd", "a", "w", Recipe(epochs=epochs), ranks, None, None, "output")
     return replace(spec, **changes)
+
+
+def started_of(spec: RunSpec, steps_per_epoch: int, **settings: Any) -> RunStarted:
+    """Return the start of a run with that spec."""
+    return RunStarted(RunDirectory(Path("run")), spec, steps_per_epoch, None, **settings)
 
 
 def write_events(run: RunDirectory, events: Iterable[Event], start_s: float = 0.0) -> RunDirectory:

@@ -27,8 +27,9 @@ from csdctl.terminal.forecast import show_forecast
 from csdctl.terminal.nodes import CountView, TransferView
 from csdctl.terminal.prepare import PreparingView, render_prepared
 from csdctl.terminal.report import render_report, show_privacy
+from csdctl.terminal.run_view import TrainingView
 from csdctl.terminal.streams import Streams
-from csdctl.terminal.train import TrainingScreen, TrainingView
+from csdctl.terminal.train import TrainingScreen
 from csdctl.terminal.tune import render_plan, show_verified
 from csdctl.transport.many import Outcome
 from csdctl.transport.meter import TrafficClass
@@ -53,6 +54,7 @@ from csdctl.workflows.tune.probing import describe_probes
 from csdctl.workflows.workspace.event_stream import FilesSent
 from tests.attacks.hostile_text import HOSTILE, MARKUP
 from tests.unit.perfmodel.published import Network, basis_of
+from tests.unit.runs.manifests import started_of
 from tests.unit.terminal.test_console import foreign
 from tests.unit.terminal.test_discover import CSD, result_of
 from tests.unit.terminal.test_prepare import PREPARED
@@ -84,7 +86,7 @@ def show_training(console: PrintableConsole) -> None:
         NodeLost(1, "csd0", "killed", "see its log"),
         NodeBack(1, "csd0"),
     ]
-    with TrainingView(console, hostile(SPEC), 10, emulated=True) as view:
+    with TrainingView(console, started_of(hostile(SPEC), 10, emulated=True)) as view:
         for event in [*EVENTS, *more]:
             view.show(hostile(event))
 
@@ -199,7 +201,7 @@ def test_text_of_others_is_shown_as_text(show: Callable[[PrintableConsole], None
 
 def test_messages_of_training_are_shown_as_text() -> None:
     streams = Streams(stdout=io.StringIO(), stderr=io.StringIO())
-    screen = TrainingScreen(streams, emulated=False)
+    screen = TrainingScreen(streams)
     screen.show(FilesSent(HOSTILE, Delivery(1, 1, 0)))
     screen.say(HOSTILE)
     assert foreign(streams.stdout.getvalue()) == set()  # type: ignore[attr-defined]

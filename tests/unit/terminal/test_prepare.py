@@ -20,7 +20,7 @@ from csdctl.worker.protocol.datasets import DatasetInfo, PrepareProgress
 from csdctl.worker.protocol.model_info import ModelInfo
 from csdctl.workflows.data.files import SerializedModel
 from csdctl.workflows.data.prepare import Prepared
-from tests.unit.terminal.test_train import Clock
+from tests.unit.terminal.test_run_view import Clock
 
 PUBLIC = DatasetInfo(
     "/data/public", 1000, (8, 8, 3), "uint8", (), 2, "f", {}, {"ant": 9, "bee": 1, "cat": 990}

@@ -12,8 +12,8 @@ from csdctl.reporting.results import RankSummary, RunResults, RunSummary
 from csdctl.reporting.series import RunSeries
 from csdctl.terminal.console import PrintableConsole
 from csdctl.terminal.report import render_report
+from csdctl.terminal.run_view import TrainingView
 from csdctl.terminal.streams import document, format_json
-from csdctl.terminal.train import TrainingView
 from csdctl.terminal.tune import render_plan
 from csdctl.tuning.plan import StrategyPlan
 from csdctl.worker.protocol.events import (
@@ -29,7 +29,7 @@ from csdctl.worker.protocol.events import (
     Rebalanced,
 )
 from tests.json_page import check_document
-from tests.unit.runs.manifests import spec_of
+from tests.unit.runs.manifests import spec_of, started_of
 from tests.unit.tuning.test_plan import PLAN
 
 RANKS = (
@@ -139,7 +139,7 @@ EVENTS: list[Event] = [
 
 def lines_of(*events: Event) -> list[str]:
     to, file = console()
-    with TrainingView(to, SPEC, 10, emulated=True) as view:
+    with TrainingView(to, started_of(SPEC, 10, emulated=True)) as view:
         for event in events:
             view.show(event)
     return file.getvalue().splitlines()

@@ -6,12 +6,12 @@ from dataclasses import replace
 import pytest
 
 from csdctl.terminal.console import PrintableConsole
-from csdctl.terminal.train import TrainingView, describe_learning_rate, describe_repeats
-from csdctl.terminal.view import TRAINING, RankRow, choose_rows, describe_hidden
+from csdctl.terminal.run_view import TRAINING, RankRow, TrainingView, choose_rows, describe_hidden
+from csdctl.terminal.train import describe_learning_rate, describe_repeats
 from csdctl.worker.protocol.events import EpochEnd, Joined, NodeBack, NodeLost, Progress, Ready, Warned
 from csdctl.worker.protocol.recipe import Recipe
 from csdctl.worker.protocol.run_spec import RankSpec, Runtime
-from tests.unit.runs.manifests import spec_of
+from tests.unit.runs.manifests import spec_of, started_of
 from tests.watched_run import make_events, name_of
 
 SIZES = [(80, 24), (120, 40), (200, 50)]
@@ -41,7 +41,7 @@ def screen(view: TrainingView, size: tuple[int, int]) -> list[str]:
 
 def make_view(num_ranks: int, size: tuple[int, int], clock: Clock) -> TrainingView:
     spec = spec_of(map(name_of, range(num_ranks)))
-    return TrainingView(terminal(size), spec, 100, emulated=True, clock=clock)
+    return TrainingView(terminal(size), started_of(spec, 100, emulated=True), clock)
 
 
 def train(view: TrainingView, num_ranks: int, clock: Clock, *, is_hot: bool = True) -> None:
@@ -78,7 +78,7 @@ def test_resumed_run_says_how_many_steps_are_repeated_since_the_state_was_saved(
     """Those of the run so far, also when it begins again."""
     end = EpochEnd(0, "host", 3, 72, 72, 1.0, 0.0, 1.0, "hash", 72)
     spec, screen = spec_of(), terminal((200, 50))
-    view = TrainingView(screen, spec, 24, emulated=False, past=[end])
+    view = TrainingView(screen, started_of(spec, 24, past=[end]))
     problem = "checkpoints/step-00000072.npz is damaged: empty"
     for event in (
         Warned(0, "host", problem, "look at the disk"),
@@ -155,7 +155,7 @@ def test_state_of_a_rank_is_what_rank_0_and_csdctl_say_last() -> None:
 
 def test_wait_for_rank_0_is_said_where_it_begins_again() -> None:
     clock, to = Clock(), terminal((200, 50))
-    view = TrainingView(to, spec_of(), 24, emulated=False, clock=clock)
+    view = TrainingView(to, started_of(spec_of(), 24), clock)
     again = Joined(0, "host", 1, 5, 24, 5, {"0": 8}, is_start=True)
     view.show(replace(again, step=0, total_steps=0))
     view.show(NodeLost(0, "host", "killed"))
