@@ -55,10 +55,9 @@ def _show_metric(validation: float | None, training: float | None) -> str:
 
 def watch_run(streams: Streams, started: RunStarted, events: Iterable[tuple[float, Event]]) -> bool:
     """Show a run until it ends. Return whether it did not fail. `events` come with their Unix time."""
-    run, clock, emulated = started.run, _EventClock(), look_at(started.run).emulated
-    view = TrainingView(streams.views, started.spec, started.steps_per_epoch, emulated=emulated, clock=clock)
+    run, clock = started.run, _EventClock()
     try:
-        with view:
+        with TrainingView(streams.views, started, clock) as view:
             for time_s, event in events:
                 clock.set(time_s)
                 streams.result_line(event_document(event))
