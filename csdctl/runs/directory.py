@@ -28,10 +28,12 @@ from csdctl.worker.protocol.run_spec import step_file_in_memory
 MAX_SAMPLES = 10**15
 NEW_RUN = "start a new run"
 LATEST = "latest"
+"""What users write for the latest run."""
 _ID = "%Y%m%d-%H%M%S-%f"
 MAX_LOG_BYTES = 16 << 20
 MAX_LINE_BYTES = 1 << 16
 FREQUENT = (Progress, WaitingFor)
+"""Events that come again and again; only those of rank 0 are needed to tell how far a run came."""
 
 
 class _Part(BaseModel):
@@ -92,9 +94,6 @@ def check_links(directory: Path) -> None:
                     f"{path} is a symbolic link, which csdctl does not create in a run",
                     remedy="replace it with the file itself, or remove it",
                 )
-
-
-"""What users write for the latest run."""
 
 
 class _Below:
@@ -335,9 +334,6 @@ class CappedLog:
         """Close the file."""
         if self._file is not None:
             self._file.close()
-
-
-"""Events that come again and again; only those of rank 0 are needed to tell how far a run came."""
 
 
 class EventLog:

@@ -36,14 +36,19 @@ from csdctl.worker.protocol.json_codec import ProtocolError, shorten
 from csdctl.worker.protocol.orders import Order, Ping, order_to_line
 
 CHARS_PER_EVENT = 1000
+"""An event of this length counts twice."""
 CHECK_WORKER = "check that machine: its worker is damaged or is not csdctl's"
 MEMORY_REMEDY = "use a smaller batch size (--batch-size, or `csdctl tune`), or a machine with more memory"
 _NOISE = ("All log messages before absl", "oneDNN custom operations are on", "rebuild TensorFlow with")
+"""Parts of lines that TensorFlow prints at every start."""
 _READ_S = 3600.0
+"""A read without a line is repeated after this long: the supervisor decides how long a rank may be silent."""
 _EXIT_CODE_S = 5.0
+"""Maximum wait for the exit code after the output has ended."""
 _SIGNAL = 128
 _NO_CODE = 255
 _LOG_BYTES_PER_S = 1 << 20
+"""A rank that prints more waits, once it has printed MAX_LOG_BYTES: its output must not occupy the host."""
 _LINE_BYTES = 100
 
 
@@ -66,7 +71,6 @@ class Allowance:
 EVENTS_PER_S, MAX_EVENTS_AT_ONCE = 100, 10_000
 """A worker sends two in a second, and several at the end of an epoch; what waits in a connection while csdctl
 is stopped arrives at once."""
-"""An event of this length counts twice."""
 WAITING_PER_S, MAX_WAITING_AT_ONCE = 1, 100
 """A worker says every five seconds that it waits; csdctl then tells the user, and asks the other ranks.
 It warns more rarely."""
@@ -142,12 +146,6 @@ class EventValidator:
 def _violation(event: Event, expected: str, received: object = None) -> ProtocolError:
     found = f", received {shorten(received)}" if received else ""
     return ProtocolError(f"{type(event).__name__}: expected {expected}{found}")
-
-
-"""Parts of lines that TensorFlow prints at every start."""
-"""A read without a line is repeated after this long: the supervisor decides how long a rank may be silent."""
-"""Maximum wait for the exit code after the output has ended."""
-"""A rank that prints more waits, once it has printed MAX_LOG_BYTES: its output must not occupy the host."""
 
 
 @dataclass(frozen=True)

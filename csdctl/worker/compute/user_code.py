@@ -34,7 +34,9 @@ _PACKED: dict[str, ModuleType] = {}
 
 
 _AUGMENT = 2
+"""The last element of the seed: it keeps these numbers apart from the order of samples (prepared.py)."""
 STEPS = (0, 1, 2)
+"""Steps that are tried: in one, random numbers of few samples may be equal by chance."""
 
 
 def load_function(reference: str) -> Any:
@@ -152,9 +154,6 @@ def imported_beside(directory: Path) -> list[Path]:
     return sorted(map(Path, own))
 
 
-"""The last element of the seed: it keeps these numbers apart from the order of samples (prepared.py)."""
-
-
 def load_augmentation(reference: str, seed: int, code: UserCode | None) -> "Augmentation | None":
     """Return the function `FILE.py:NAME` of the job's code, None for ''. Raises WorkerError without it."""
     if not reference:
@@ -268,9 +267,6 @@ def _form(array: Array) -> str:
 
 def _type_of(value: Any) -> str:
     return f"a {type(value).__name__}"
-
-
-"""Steps that are tried: in one, random numbers of few samples may be equal by chance."""
 
 
 def try_augment(spec: AugmentTrial) -> None:

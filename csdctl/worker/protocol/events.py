@@ -38,8 +38,11 @@ and one sample is ten times as much."""
 
 
 EVENT_PREFIX = "@csdctl "
+"""An event is a line on the worker's standard output that starts with this."""
 MAX_MESSAGE_CHARS = 4000
+"""The rest of a longer message of `Failed` or `Warned` is dropped; the log of the rank has it."""
 UNKNOWN_NODE = "?"
+"""`Failed.node` of a rank that could not read its spec, and does not know where it is."""
 _UNSET: tuple[object, ...] = (None, 0, {})
 
 
@@ -69,14 +72,9 @@ class Compared:
         return math.sqrt(self.spread * self.one_sample)
 
 
-"""An event is a line on the worker's standard output that starts with this."""
-
 EARLY_STOPPING, STOPPED, MAX_STEPS, VERIFIED = "early stopping", "asked to stop", "max steps", "verified"
 """Reasons to end a run before its last epoch (`Finished.reason`)."""
 
-"""The rest of a longer message of `Failed` or `Warned` is dropped; the log of the rank has it."""
-
-"""`Failed.node` of a rank that could not read its spec, and does not know where it is."""
 
 SUMS, SAMPLES, STATE, ACTIVATIONS = "sums", "samples", "state", "activations"
 """Traffic between ranks: vectors to be summed, reassigned public samples, the state of a run, and what passes

@@ -21,12 +21,18 @@ from typing import Annotated, Any, TypeVar
 
 MAX_RANKS = 1 << 16
 SCHEMA = 3
+"""Incremented whenever a field changes its name or meaning; each side refuses another schema."""
 FRAME_PREFIX = "@csdctl-"
+"""A frame is a line of this, its kind, a space, and JSON; of data, base64. Other lines are for people."""
 MAX_JSON_CHARS = 16 << 20
+"""A longer text is not parsed: the run spec of thousands of ranks has less."""
 MAX_DEPTH = 32
+"""A more deeply nested text is not parsed: the standard parser would exhaust the stack."""
 MAX_STRING_CHARS = 1 << 16
 MAX_ITEMS = 1 << 18
+"""The limit of a tuple or a dict: the classes of a data set are the most of anything."""
 _TOKENS = re.compile(r'"(?:[^"\\]++|\\.?)*+"?|[\[{]|[\]}]', re.DOTALL)
+"""Strings and brackets. A string that does not end takes the rest of the text, so that no text is slow."""
 _ABRIDGED = reprlib.Repr()
 
 
@@ -93,18 +99,10 @@ Shape = Annotated[tuple[Annotated[int, Between(0, 1 << 31)], ...], MaxLength(32)
 """The shape of an array; 0 for any size."""
 
 
-"""Incremented whenever a field changes its name or meaning; each side refuses another schema."""
-
-
-"""A frame is a line of this, its kind, a space, and JSON; of data, base64. Other lines are for people."""
 PROGRESS, RESULT, ERROR, DATA = "progress", "result", "error", "data"
 """Kinds of frames: a heartbeat, the answer to a request, or why there is none, and bytes before it."""
 
 
-"""A longer text is not parsed: the run spec of thousands of ranks has less."""
-"""A more deeply nested text is not parsed: the standard parser would exhaust the stack."""
-"""The limit of a tuple or a dict: the classes of a data set are the most of anything."""
-"""Strings and brackets. A string that does not end takes the rest of the text, so that no text is slow."""
 _ABRIDGED.maxstring = _ABRIDGED.maxother = 80
 
 

@@ -21,6 +21,7 @@ LIBC = ctypes.CDLL(None, use_errno=True)
 _TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 _COUNTERS = struct.Struct("=QQ")
 _COUNTERS_OFFSET = 120
+"""Offset of tcpi_bytes_acked and tcpi_bytes_received in struct tcp_info, unchanged since Linux 4.1."""
 
 
 @dataclass(frozen=True)
@@ -109,9 +110,6 @@ def is_of_user(connection: socket.socket, user: int | None = None) -> bool:
     peer = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12)
     _, uid, _ = struct.unpack("3I", peer)
     return bool(uid == (int(os.environ.get(USER_VARIABLE, os.getuid())) if user is None else user))
-
-
-"""Offset of tcpi_bytes_acked and tcpi_bytes_received in struct tcp_info, unchanged since Linux 4.1."""
 
 
 class Connection(NamedTuple):

@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from csdctl.worker.group.values import MAX_STEP_S
 
 TIME_RESOLUTION_S = 0.02
+"""The resolution of a step's time: schedulers assign the CPU in slices, and a rank that has waited has one
+available, also for its part of a sum. Steps of 85 ms took 7% longer when small imbalances were corrected."""
 
 
 @dataclass(frozen=True)
@@ -31,8 +33,6 @@ SOON = Window(5, 4.0, 0.1, 2)
 FINE = Window(15, 15.0, 0.025, 1)
 """A small imbalance is certain only after many steps; correcting it then pays for the rest of the run."""
 WINDOWS = (URGENT, SOON, FINE)
-"""The resolution of a step's time: schedulers assign the CPU in slices, and a rank that has waited has one
-available, also for its part of a sum. Steps of 85 ms took 7% longer when small imbalances were corrected."""
 
 
 class Balancer:

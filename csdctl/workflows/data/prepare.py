@@ -56,13 +56,16 @@ from csdctl.workflows.workspace.workspace import Workspace, call_machine, open_w
 DEADLINE_S = 300.0
 DATA_STORE = ".csdctl/data"
 SHARED_STORE = ".csdctl-data"
+"""Directory beside public data on a shared file system: every node must see the prepared data too."""
 _DOING = "preparing data"
 MAX_AGAIN_S = 10.0
+"""Preparing that took longer prepared something new."""
 MAX_SAMPLES = 1 << 40
 MAX_LABEL = 1 << 31
 MAX_DIMENSIONS = 8
 MAX_CLASSES = 100_000
 MAX_NAMES = 1000
+"""Reasons to skip samples, and arrays of one sample, for a model with several inputs."""
 _NUMPY_TYPE = re.compile(r"[<>|=]?[a-z]{1,12}[0-9]{0,3}")
 _FIELDS = TypeAdapter(
     Annotated[
@@ -76,6 +79,7 @@ _FIELDS = TypeAdapter(
         Field(max_length=MAX_NAMES),
     ]
 )
+"""Name, type and shape of each array of a sample."""
 
 
 @dataclass(frozen=True)
@@ -180,12 +184,6 @@ def check_augment(
     call_machine(space, HOST_NAME, worker, "augment", trial, Nothing, doing=doing, patience=patience)
     say(f"augmentation of training batches: {job.recipe.augment}, tried on public samples")
     save_json(tried, {})
-
-
-"""Directory beside public data on a shared file system: every node must see the prepared data too."""
-
-
-"""Preparing that took longer prepared something new."""
 
 
 @dataclass(frozen=True)
@@ -361,11 +359,6 @@ class _Preparing:
         )
         check_info(info, session.name, _DOING)
         return info
-
-
-"""Reasons to skip samples, and arrays of one sample, for a model with several inputs."""
-
-"""Name, type and shape of each array of a sample."""
 
 
 def check_info(info: DatasetInfo, node: str, doing: str, *, may_be_empty: bool = False) -> None:

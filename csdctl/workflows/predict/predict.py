@@ -58,6 +58,7 @@ DEFAULT_JOB = Path("job.yaml")
 MAX_SHOWN = 5
 _DOING = "predicting"
 _PARSING = threading.Lock()
+"""numpy parses a header as Python, and the parser of CPython 3.11 may fail in two threads (gh-106905)."""
 
 
 @dataclass(frozen=True)
@@ -491,9 +492,6 @@ class _Prediction:
         if math.prod(size for _, shape in found.values() for size in shape) > 1 << 40:
             raise part.refuse("received rows that are too large")
         return np.dtype([(name, dtype, tuple(shape)) for name, (dtype, shape) in found.items()])
-
-
-"""numpy parses a header as Python, and the parser of CPython 3.11 may fail in two threads (gh-106905)."""
 
 
 def _load(path: Path, part: Part, dtype: Any) -> Any:
