@@ -50,12 +50,12 @@ class MachineEnergy:
 
     @property
     def above_idle_joules(self) -> float | None:
-        """Energy without that of the idle machine. None where its idle power is not known."""
+        """Energy above the idle power of the machine. None where its idle power is not known."""
         return None if self.idle_watts is None else self.joules - self.idle_watts * self.seconds
 
     @property
     def joules_per_sample(self) -> float | None:
-        """Energy for each sample that was computed. None unless that of the whole training is known."""
+        """Energy for each sample that was computed. None unless the energy of all the training is known."""
         return self.joules / self.samples if self.coverage >= ENOUGH and self.samples else None
 
     def describe(self) -> str:
@@ -67,8 +67,9 @@ class MachineEnergy:
         else:
             names = f" of {', '.join(self.idle_unknown)}" if self.idle_unknown else ""
             idle = f"idle power included: idle_watts{names} is not in fleet.yaml"
-        known = f"known for {format_share(self.coverage)} of the training"
-        per_sample = f"{self.joules_per_sample:.3g} J/image" if self.joules_per_sample else known
+        per_sample = f"known for {format_share(self.coverage)} of the training"
+        if self.joules_per_sample:
+            per_sample = f"{self.joules_per_sample:.3g} J/image"
         return f"{self.joules:,.0f} J {self.origin} ({self.source}), {idle}, {per_sample}"
 
 

@@ -8,6 +8,7 @@ import html
 import re
 from collections.abc import Sequence
 from datetime import UTC, datetime
+from pathlib import Path
 from typing import Any
 
 from csdctl.notify import make_printable, shorten
@@ -23,49 +24,8 @@ NUMERIC = re.compile(r"–|[\d,.:]+( ?(%|s|ms|W|[KMGT]?i?B))?( \(\d+%\))?")
 """A cell that is a number with its unit, or unknown."""
 CLASSES = ("", " class=n")
 """Attribute of a cell: of a text, and of a number."""
-STYLE = (
-    f":root{{--ink:{charts.INK};--grid:{charts.GRID};--soft:#5a6775;--panel:#f6f8fa;--accent:#0b63b5}}"
-    + "".join(f".k{number}{{--k:{color}}}" for number, color in enumerate(charts.SERIES))
-    + """
-*{box-sizing:border-box}
-body{margin:0 auto;padding:1.2rem;max-width:82rem;color:var(--ink);
-font:15px/1.5 system-ui,"Segoe UI",Roboto,"Liberation Sans",sans-serif;overflow-wrap:anywhere}
-h1{font-size:1.6rem;margin:0 0 .3rem}
-h2{font-size:1.2rem;margin:2rem 0 .6rem;border-bottom:1px solid var(--grid)}
-h3{font-size:1rem;margin:0}header p,figcaption p{margin:.1rem 0 .5rem;color:var(--soft)}
-dl{margin:.6rem 0 1rem;padding:.8rem 1rem;background:var(--panel);border-left:4px solid var(--accent);
-display:grid;grid-template-columns:max-content 1fr;gap:.3rem 1rem;font-size:1.05rem}
-dt{color:var(--soft)}dd{margin:0}dt:first-of-type+dd{font-weight:600}
-.badge{display:inline-block;padding:0 .6em;border:1px solid;border-radius:1em;color:#c2570c;
-font-size:.82rem;font-weight:600}
-figcaption p{font-size:.87rem}
-.parts{display:grid;grid-template-columns:repeat(auto-fit,minmax(min(100%,22rem),1fr));gap:1rem;align-items:start}
-.parts>.scroll{grid-column:1/-1}
-figure{margin:0;padding:.9rem;background:var(--panel);border-radius:6px;min-width:0}
-figure ul{margin:0 0 .4rem;padding:0;list-style:none;display:flex;flex-wrap:wrap;gap:.1rem 1rem;
-font-size:.82rem}
-li::before{content:"";display:inline-block;width:1.3em;border-top:.3em solid var(--k);margin-right:.4em;
-vertical-align:middle}
-li.d1::before{border-top-style:dashed}li.d2::before{border-top-style:dotted}
-
-img{display:block;width:100%;height:auto;max-width:30rem}
-.scroll{overflow:auto;max-width:100%;width:fit-content}
-details .scroll{max-height:28rem}
-table{border-collapse:collapse;font-size:.87rem;font-variant-numeric:tabular-nums}
-th,td{padding:.25rem .7rem;text-align:left;vertical-align:top;border-bottom:1px solid var(--grid);
-overflow-wrap:normal}
-td{max-width:46rem;overflow-wrap:anywhere}.n{text-align:right;white-space:nowrap}
-thead th{color:var(--soft);font-weight:600;vertical-align:bottom}
-tbody th{font-weight:500;min-width:5rem}
-summary{cursor:pointer;font-size:.87rem;color:var(--soft)}
-:focus-visible{outline:2px solid var(--accent);outline-offset:2px}
-.skip{position:absolute;left:-99rem}.skip:focus{position:static}
-@media(max-width:40rem){body{padding:.8rem}dl{grid-template-columns:1fr;gap:0}dd{margin-bottom:.4rem}
-figure{padding:.6rem}th,td{padding:.25rem .5rem}}
-@media print{body{max-width:none;padding:0;font-size:10pt}figure,tr{break-inside:avoid}
-.scroll{max-height:none;overflow:visible}.skip{display:none}}
-"""
-)
+COLORS = f":root{{--ink:{charts.INK};--grid:{charts.GRID};--soft:#5a6775;--panel:#f6f8fa;--accent:#0b63b5}}"
+"""Colours that the stylesheet, page.css, names."""
 
 
 def render_page(runs: Sequence[RunResults]) -> str:
@@ -88,11 +48,13 @@ def render_page(runs: Sequence[RunResults]) -> str:
     settings = tables.compare(runs, [tables.describe_settings(run) for run in runs])
     sections.append(_section("Job and files", settings))
     headlines = [_headline(run, run.summary.run_id if len(runs) > 1 else "") for run in runs]
+    lines = "".join(f".k{number}{{--k:{color}}}" for number, color in enumerate(charts.SERIES))
+    style = COLORS + lines + Path(__file__).with_suffix(".css").read_text()
     parts = [
         '<!doctype html><html lang="en"><head><meta charset="utf-8">',
         f'<meta http-equiv="Content-Security-Policy" content="{_text(POLICY)}">',
         '<meta name="viewport" content="width=device-width, initial-scale=1">',
-        f"<title>{_text(title)}</title><style>{STYLE}</style></head><body>",
+        f"<title>{_text(title)}</title><style>{style}</style></head><body>",
         f'<a class="skip" href="#content">Skip to the charts</a><header><h1>{_text(title)}</h1>',
         *headlines,
         '</header><main id="content">',

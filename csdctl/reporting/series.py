@@ -232,7 +232,7 @@ class SeriesBuilder:
             series.hottest_c[rank] = max(celsius, series.hottest_c.get(rank, celsius))
 
     def _divide(self, report: Amounts) -> list[float]:
-        """Return the seconds of each kind, the samples of the rank, and those of all ranks."""
+        """Return the seconds of each kind, the samples of the rank, and the samples of all ranks."""
         input_s, others_s, wait_s = report.input_s, report.others_s, report.wait_s
         if others_s is None or input_s is None or not self._series.is_wait_divided:
             self._series.is_wait_divided = False

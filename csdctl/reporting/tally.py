@@ -3,7 +3,7 @@
 A rank reports each of its steps once: in a `Progress`, or in an `EpochEnd`. An `EpochEnd` has all steps since
 the rank joined the others, so what was reported before is subtracted. Steps and samples are counted for the
 model: a step that a restarted rank repeats, or that was lost with the state, counts once. Seconds and rates
-are those of all reports.
+cover all reports.
 """
 
 from collections import defaultdict

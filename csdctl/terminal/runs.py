@@ -55,11 +55,12 @@ def _show_metric(validation: float | None, training: float | None) -> str:
 
 def watch_run(streams: Streams, started: RunStarted, events: Iterable[tuple[float, Event]]) -> bool:
     """Show a run until it ends. Return whether it did not fail. `events` come with their Unix time."""
-    run, clock = started.run, _EventClock()
+    run, event_s, read_s = started.run, time.time(), time.monotonic()
     try:
-        with TrainingView(streams.views, started, clock) as view:
+        # The clock of the view: the time of the latest event, and what has passed since.
+        with TrainingView(streams.views, started, lambda: event_s + time.monotonic() - read_s) as view:
             for time_s, event in events:
-                clock.set(time_s)
+                event_s, read_s = time_s, time.monotonic()
                 streams.result_line(event_document(event))
                 view.show(event)
     except KeyboardInterrupt:
@@ -74,19 +75,6 @@ def watch_run(streams: Streams, started: RunStarted, events: Iterable[tuple[floa
 def _say_resumable(streams: Streams, run: RunStatus) -> None:
     if run.state in RESUMABLE:
         streams.say(f"to resume: csdctl train --resume {run.run_id}")
-
-
-class _EventClock:
-    """The time of the run as it is shown: the time of its latest event, and what has passed since."""
-
-    def __init__(self) -> None:
-        self._event_s, self._read_s = time.time(), time.monotonic()
-
-    def set(self, event_s: float) -> None:
-        self._event_s, self._read_s = event_s, time.monotonic()
-
-    def __call__(self) -> float:
-        return self._event_s + time.monotonic() - self._read_s
 
 
 def show_stopped(streams: Streams, run: RunStatus) -> None:

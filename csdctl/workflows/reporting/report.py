@@ -23,18 +23,22 @@ def render_csv(runs: Sequence[RunResults]) -> str:
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
     columns = ("run", "state", "source", "epoch", "unix_time_s", "samples_per_s", "learning_rate")
-    writer.writerow([*columns, *map(as_cell, names)])
+    writer.writerow([*columns, *map(_protect_cell, names)])
     for run in runs:
         for point in run.series.epochs:
             rate = "" if point.learning_rate is None else point.learning_rate
-            run_id, state, time_s = as_cell(run.summary.run_id), run.summary.state, f"{point.time_s:.3f}"
+            run_id, state, time_s = (
+                _protect_cell(run.summary.run_id),
+                run.summary.state,
+                f"{point.time_s:.3f}",
+            )
             results = [point.results.get(name, "") for name in names]
             throughput = "" if point.samples_per_s is None else f"{point.samples_per_s:.3f}"
             writer.writerow([run_id, state, run.measured, point.epoch, time_s, throughput, rate, *results])
     return text.getvalue()
 
 
-def as_cell(name: str) -> str:
+def _protect_cell(name: str) -> str:
     """Return a name as text, also where a spreadsheet or a terminal would take it for more."""
     return f"'{make_printable(name)}" if name[:1] in {*"=+-@\t\r\n"} else make_printable(name)
 

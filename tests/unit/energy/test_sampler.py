@@ -7,9 +7,8 @@ from csdctl.energy.sampler import PowerSampler
 from csdctl.errors import InputError
 from csdctl.fleet.fleet_file import load_fleet, render_fleet
 from csdctl.fleet.model import Fleet, Host, Node, PowerSource
-from csdctl.reporting.energy import add_up_energy
 from csdctl.runs.directory import RunDirectory
-from csdctl.runs.ledger import PowerRecord, read_power
+from csdctl.runs.ledger import read_power
 from csdctl.transport.local import LocalSession
 from tests.patience import eventually
 
@@ -81,53 +80,6 @@ class TestSampler:
         (record,) = sample(run, PowerSource(source="constant", watts=10.0), print, lambda: True)
         assert record.origin == "stated"
         assert record.joules == pytest.approx(10 * record.seconds, rel=0.1, abs=0.01)
-
-
-class TestSums:
-    RECORDS = (
-        PowerRecord(10.0, "host", "rapl", "measured", 10.0, 1000.0, idle_watts=60.0),
-        PowerRecord(20.0, "host", "rapl", "measured", 10.0, 1000.0, idle_watts=60.0),
-        PowerRecord(20.0, "csd0", "constant", "stated", 20.0, 150.0),
-    )
-
-    def test_energy_of_the_training_counts_per_machine_and_whole(self):
-        energy = add_up_energy(self.RECORDS, ["host", "csd0"], {"host": 750, "csd0": 75}, [(5.0, 20.0)])
-        host, csd = energy.machines
-        assert host.joules == 1500.0
-        assert host.above_idle_joules == 600.0
-        assert host.joules_per_sample == 2.0
-        assert csd.joules == 112.5
-        assert csd.above_idle_joules is None
-        assert energy.whole.joules == 1612.5
-        assert energy.whole.origin == "stated"  # one part of it is
-        assert energy.whole.joules_per_sample == pytest.approx(1612.5 / 825)
-
-    def test_chassis_that_contains_the_nodes_is_not_counted_twice(self):
-        records = [PowerRecord(10.0, "host", "command", "measured", 10.0, 2000.0, includes_nodes=True)]
-        energy = add_up_energy(
-            [*records, self.RECORDS[2]], ["host", "csd0"], {"host": 90, "csd0": 10}, [(0, 10)]
-        )
-        assert energy.whole.joules == 2000.0
-        assert energy.whole.joules_per_sample == 20.0
-        assert energy.whole.origin == "measured"
-
-    def test_gap_of_more_than_little_gives_no_energy_per_sample(self):
-        gap = PowerRecord(20.0, "host", "rapl", "measured", 10.0)
-        energy = add_up_energy([self.RECORDS[0], gap], ["host"], {"host": 100}, [(0.0, 20.0)])
-        assert (energy.machines[0].coverage, energy.missing) == (0.5, ("host",))
-        for end_s, expected in {20.0: None, 10.1: 10.0, 10.3: None}.items():
-            energy = add_up_energy(self.RECORDS[:1], ["host"], {"host": 100}, [(0.0, end_s)])
-            assert energy.machines[0].joules_per_sample == expected
-            assert (energy.whole is None) == (expected is None)
-
-    @pytest.mark.parametrize(
-        ("start_s", "end_s", "joules", "seconds"),
-        [(0, 20, 2000, 20), (-5, 25, 2000, 20), (4, 16, 1200, 12), (12, 14, 200, 2), (20, 30, 0, 0)],
-    )
-    def test_record_counts_with_its_share_of_the_training(self, start_s, end_s, joules, seconds):
-        (host,) = add_up_energy(self.RECORDS, ["host"], {"host": 100}, [(start_s, end_s)]).machines
-        assert (host.joules, host.seconds) == pytest.approx((joules, seconds))
-        assert host.coverage == pytest.approx(seconds / (end_s - start_s))
 
 
 class TestFleetFile:

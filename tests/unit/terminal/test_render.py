@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from csdctl.reporting.results import RankSummary, RunResults, RunSummary
+from csdctl.reporting.results import RunResults, RunSummary
 from csdctl.reporting.series import RunSeries
 from csdctl.terminal.console import PrintableConsole
 from csdctl.terminal.report import render_report
@@ -29,41 +29,11 @@ from csdctl.worker.protocol.events import (
     Rebalanced,
 )
 from tests.json_page import check_document
+from tests.unit.reporting.test_results import NODES, summary
 from tests.unit.runs.manifests import spec_of, started_of
 from tests.unit.tuning.test_plan import PLAN
 
-RANKS = (
-    RankSummary(0, "host", 60, 0, 6000, 60.0, 70.0, 12.0, 6.0),
-    RankSummary(1, "csd0", 10, 400, 600, 10.0, 15.0, 18.0, 2.0),
-)
-SUMMARY = RunSummary(
-    run_id="20260101-000000-abcd",
-    state="completed",
-    emulated=True,
-    method="stannis",
-    num_ranks=2,
-    global_batch=70,
-    epochs=2,
-    steps=20,
-    samples=14_000,
-    training_s=200.0,
-    samples_per_s=70.0,
-    predicted_samples_per_s=80.0,
-    alone_samples_per_s=85.0,
-    efficiency=0.8235,
-    loss=1.23456,
-    accuracy=0.75,
-    validation_loss=1.5,
-    validation_accuracy=0.7125,
-    metrics={"auc": 0.9375},
-    validation_metrics={"auc": 0.875},
-    identical_weights=True,
-    failures=(),
-    lost_nodes=(),
-    num_private_unread=0,
-    num_rebalanced=0,
-    ranks=RANKS,
-)
+SUMMARY = replace(summary(), metrics={"auc": 0.9375}, validation_metrics={"auc": 0.875})
 
 
 def console(width: int = 100) -> tuple[PrintableConsole, StringIO]:
@@ -73,7 +43,7 @@ def console(width: int = 100) -> tuple[PrintableConsole, StringIO]:
 
 def report(summary: RunSummary, width: int = 100) -> str:
     to, file = console(width)
-    render_report(to, RunResults(summary, RunSeries(("host", "csd0")), {}))
+    render_report(to, RunResults(summary, RunSeries(NODES), {}))
     return file.getvalue()
 
 
@@ -84,12 +54,12 @@ def row(text: str, node: str) -> list[str]:
 
 class TestReport:
     def test_every_rank_has_a_row(self) -> None:
-        assert row(report(SUMMARY), "csd0") == ["1", "csd0", "10", "400", "600", "10.0", "15.0", "10%"]
+        assert row(report(SUMMARY), "csd0") == ["1", "csd0", "10", "40", "60", "10.0", "15.0", "10%"]
 
     @pytest.mark.parametrize(
         ("changes", "shown", "absent"),
         [
-            ({}, ["emulated", "82%", "0.7125", "1.2346", "identical"], []),
+            ({}, ["emulated", "89%", "0.6000", "1.0000", "identical"], []),
             ({"emulated": False}, [], ["emulated"]),
             ({"identical_weights": False}, [], ["identical"]),
             ({"efficiency": None, "alone_samples_per_s": None, "method": "equal"}, ["unknown", "equal"], []),
@@ -117,7 +87,7 @@ class TestReport:
         content = json.loads(format_json(document("csdctl.report/1", SUMMARY, path="/project/run")))
         check_document(content)
         assert (content["path"], content["emulated"]) == ("/project/run", True)
-        assert [rank["node"] for rank in content["ranks"]] == ["host", "csd0"]
+        assert [rank["node"] for rank in content["ranks"]] == [*NODES]
         assert content["ranks"][1]["waiting"] == pytest.approx(0.1)
 
 
