@@ -70,22 +70,14 @@ if TYPE_CHECKING:
 
 
 ARGUMENTS = {
-    "--batch-sizes": "batch_sizes",
-    "--checkpoint-seconds": "checkpoint_interval_s",
     "--global-batch": "limits.global_batch",
-    "--keep": "num_checkpoints",
     "--max-global-batch": "limits.max_global_batch",
-    "--micro-batches": "num_micro_batches",
     "--no-host": "is_host_training=False",
-    "--silence-timeout": "deadlines.silence_s",
-    "--start-timeout": "deadlines.start_s",
     "--probe-seconds": "probe_duration_s",
+    "start_s": "deadlines.start_s",
+    "silence_s": "deadlines.silence_s",
 }
-"""Arguments in Python by the option of the command line, where the name is another one."""
-QUALIFIED = {"start_s": "deadlines.start_s", "silence_s": "deadlines.silence_s"}
-"""Options that are fields of another argument."""
-
-
+"""Arguments in Python by the names that errors have for them, where these differ."""
 LOADER = '''"""Reads the arrays of a job that was made in Python."""
 
 import numpy as np
@@ -107,7 +99,13 @@ def load(path):
 KINDS = ("x", "y", "w")
 POSITIONS = {"x": INPUT, "y": OUTPUT}
 FROM_MODEL = "# Written by csdctl.Job.from_model.\n"
-OF_FIT = {"validation_data": "use validation=(x, y)", "batch_size": "pass it to csdctl.train"}
+FIT_ARGUMENTS = {
+    "validation_data": "use validation=(x, y)",
+    "batch_size": "pass it to csdctl.train",
+    "validation_split": "divide the arrays: (x[:n], y[:n]) as data, validation=(x[n:], y[n:])",
+    "callbacks": "use early_stopping=csdctl.EarlyStopping(); functions: csdctl.train(callbacks=…)",
+}
+"""Arguments of Keras' fit that from_model does not have, and what to do instead."""
 
 
 @contextmanager
@@ -116,17 +114,15 @@ def python_errors() -> Iterator[None]:
     try:
         yield
     except CsdctlError as error:
-        error.name_options(lambda name: QUALIFIED.get(name, name))
+        error.name_options(lambda name: ARGUMENTS.get(name, name))
         error.message, error.remedy = _in_python(error.message), _in_python(error.remedy)
         raise
 
 
 def _in_python(text: str) -> str:
-    def rename(found: re.Match[str]) -> str:
-        option = found[0]
-        if not option.startswith("--"):
-            return option
-        return ARGUMENTS.get(option, option.removeprefix("--").replace("-", "_"))
+    def rename(match: re.Match[str]) -> str:
+        name = match[0]
+        return ARGUMENTS.get(name, name[2:].replace("-", "_")) if name.startswith("--") else name
 
     return re.sub(r"`[^`]*`|csdctl [a-z]+[^;,]*|(?<![\w-])--[a-z][a-z-]*", rename, text)
 
@@ -158,7 +154,8 @@ class Fleet(fleets.Fleet):
     """The host and its nodes, as written in fleet.yaml.
 
     `nodes` have `name`, `address`, `port`, `user`, `key`, `python`, `groups` and `jump`. `machines` are all
-    names, the host first. `node(name)` returns one node. `network`, `emulated`, `path` are those of the file.
+    names, the host first. `node(name)` returns one node. `network`, `emulated` and `path` describe
+    the file.
     """
 
     def connections(
@@ -198,20 +195,20 @@ def open_session() -> Iterator[Streams]:
 
 
 def as_job(job: "JobOrPath") -> "Job":
-    """Return a job as it is, or that of a file. Raises InputError."""
+    """Return a job, loaded if it is a path. Raises InputError."""
     if not isinstance(job, Job | str | Path):
         problem = f"received {type(job).__name__} as job, expected a path or a csdctl.Job"
         raise InputError(problem, remedy="make a job of a model: csdctl.Job.from_model(model, x, y)")
     return job if isinstance(job, Job) else Job(Path(job).expanduser())
 
 
-def _as_list(given: Any) -> list[Any]:
+def _as_list(value: Any) -> list[Any]:
     """Return the elements of a sequence. A text, a path or a function is one element."""
-    return [given] if isinstance(given, str | Path) or callable(given) else list(given)
+    return [value] if isinstance(value, str | Path) or callable(value) else list(value)
 
 
 def as_fleet(fleet: FleetOrPath) -> fleets.Fleet:
-    """Return a fleet as it is, or that of a file."""
+    """Return a fleet, loaded if it is a path."""
     return fleet if isinstance(fleet, fleets.Fleet) else load_fleet(fleet)
 
 
@@ -224,8 +221,7 @@ def load_fleet(
     expected, a path does as well. Raises InputError.
     """
     with python_errors():
-        chosen = choose_fleet(Path(path).expanduser(), _as_list(limit), _as_list(exclude))
-        return Fleet(**vars(chosen))
+        return Fleet(**vars(choose_fleet(Path(path).expanduser(), _as_list(limit), _as_list(exclude))))
 
 
 @dataclass(frozen=True)
@@ -251,7 +247,7 @@ class Job:
         input_range: tuple[float, float] | None = None,
         **recipe: Any,
     ) -> Self:
-        """Write model, data and job.yaml to `directory`, and return the job. (model, x, y) does as well.
+        """Write model, data and job.yaml to `directory`, and return the job. (model, x, y) is possible, too.
 
         `model`: a Keras model. Loss, optimizer and metrics of its compile() are used, and its train_step. The
         arguments of its own constructor and compile() must be attributes with the same names. `data` and
@@ -267,8 +263,8 @@ class Job:
 
         Raises InputError when the job cannot be used.
         """
-        for key in OF_FIT.keys() & recipe.keys():
-            raise InputError(f"from_model has no argument `{key}`", remedy=OF_FIT[key])
+        for key in FIT_ARGUMENTS.keys() & recipe.keys():
+            raise InputError(f"from_model has no argument `{key}`", remedy=FIT_ARGUMENTS[key])
         recipe = {"epochs": 1, **{key: _plain(value, key) for key, value in recipe.items()}}
         path = Path(directory).expanduser()
         written = path / "job.yaml"
@@ -328,9 +324,6 @@ class Job:
 
 
 JobOrPath = Job | str | Path
-OF_FIT["validation_split"] = "divide the arrays: (x[:n], y[:n]) as data, validation=(x[n:], y[n:])"
-OF_FIT["callbacks"] = "use early_stopping=csdctl.EarlyStopping(); functions: csdctl.train(callbacks=…)"
-"""What to do instead of arguments of Keras' fit."""
 
 
 def _check_importable(saved: Path, code: Sequence[Path]) -> None:
@@ -372,8 +365,8 @@ def _revivable(model: Any) -> Iterator[None]:
             continue
         if getattr(kind, getter) is getattr(base, getter):
             of_layers = {"name": model.name, "trainable": model.trainable, "dtype": model.dtype_policy}
-            known = model.get_compile_config() if method == "compile" else of_layers
-            kept[getter] = _arguments(model, method, known)
+            defaults = model.get_compile_config() if method == "compile" else of_layers
+            kept[getter] = _arguments(model, method, defaults)
     for getter, arguments in kept.items():
         setattr(model, getter, lambda arguments=arguments: arguments)
     try:
@@ -383,33 +376,33 @@ def _revivable(model: Any) -> Iterator[None]:
             delattr(model, getter)
 
 
-def _arguments(model: Any, method: str, known: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the arguments of a method: attributes of the model, else those that Keras has `known`."""
-    found: dict[str, Any] = {}
+def _arguments(model: Any, method: str, defaults: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the arguments of a method: attributes of the model, else the `defaults` that Keras has."""
+    arguments: dict[str, Any] = {}
     for name, parameter in inspect.signature(getattr(model, method)).parameters.items():
         if parameter.kind in (parameter.VAR_KEYWORD, parameter.VAR_POSITIONAL):
-            found |= {key: value for key, value in known.items() if key not in found}
-        elif name in known and (not hasattr(model, name) or "metrics" in name):
-            found[name] = known[name]
+            arguments = {**defaults, **arguments}
+        elif name in defaults and (not hasattr(model, name) or "metrics" in name):
+            arguments[name] = defaults[name]
         elif hasattr(model, name):
-            found[name] = getattr(model, name)
+            arguments[name] = getattr(model, name)
         else:
             raise InputError(
                 f"{method}() of {type(model).__name__} takes {name}, which is not an attribute of the model",
                 remedy=f"keep it: self.{name} = {name}; or write job.yaml, with `model: FILE.py:FUNCTION`",
             )
-    return found
+    return arguments
 
 
 def _plain(value: Any, name: str) -> Any:
     """Return a value of the recipe as YAML can hold it. Raises InputError for objects."""
 
-    def convert(other: Any) -> Any:
-        if isinstance(other, np.generic):
-            return other.item()
+    def convert(value: Any) -> Any:
+        if isinstance(value, np.generic):
+            return value.item()
         raise InputError(
-            f"received {type(other).__name__} as {name}, expected a value of job.yaml",
-            remedy="pass loss, optimizer, metrics to model.compile(), csdctl.EarlyStopping for that of Keras",
+            f"received {type(value).__name__} as {name}, expected a value of job.yaml",
+            remedy="pass loss, optimizer and metrics to model.compile(); csdctl has its own EarlyStopping",
         )
 
     return to_jsonable_python(value, fallback=convert)
@@ -439,22 +432,26 @@ def _check_loss(model: Any, arrays: Mapping[str, np.ndarray[Any, Any]], name: st
         return
     if not any(key[0] == "y" for key in arrays):
         raise InputError(f"the {name} data has no labels, which the loss needs", remedy="pass (x, y)")
-    places = [(one.size // len(one), (one.argmin(), one.argmax())) for one in arrays.values() if one.size]
-    rows = sorted({int(at) // size for size, both in places for at in both})
-    few = {key: one[rows].astype("f4" if one.dtype == "u1" else one.dtype) for key, one in arrays.items()}
+    rows: set[int] = set()
+    for array in arrays.values():
+        rows |= {int(place) * len(array) // array.size for place in (array.argmin(), array.argmax())}
+    samples = {
+        key: array[sorted(rows)].astype("f4" if array.dtype == "u1" else array.dtype)
+        for key, array in arrays.items()
+    }
     batch = []
     for kind in KINDS:
-        parts = {key.partition("/")[2]: one for key, one in few.items() if key[0] == kind}
+        parts = {key.partition("/")[2]: array for key, array in samples.items() if key[0] == kind}
         is_list = all(is_position(part, POSITIONS.get(kind, kind)) for part in parts)
         batch.append(list(parts.values()) if parts and is_list else parts.get("", parts or None))
     try:
         model.test_on_batch(*batch)
     except Exception as error:
         model.test_function = None  # of a first call that failed, Keras can make no second one
-        told = re.sub(r"\x1b\[\d*m| \[\[.*", "", " ".join(str(error).partition("Arguments rec")[0].split()))
-        told = told.rpartition("most recent call last): ")[2][-MAX_QUOTED_CHARS:]
+        text = re.sub(r"\x1b\[\d*m| \[\[.*", "", " ".join(str(error).partition("Arguments rec")[0].split()))
+        reason = text.rpartition("most recent call last): ")[2][-MAX_QUOTED_CHARS:]
         raise InputError(
-            f"Keras cannot compute the loss of the {name} data: {told}",
+            f"Keras cannot compute the loss of the {name} data: {reason}",
             remedy="model.evaluate(x, y) must work; fix the data, the model or its loss",
         ) from error
     finally:
@@ -478,15 +475,11 @@ def _collect(data: Any) -> tuple[Any, ...]:
     batches = [tuple(batch) if isinstance(batch, tuple | list) else (batch,) for batch in data]
     if not batches or len({len(batch) for batch in batches}) != 1 or len(batches[0]) not in (1, 2, 3):
         raise InputError("the data yields no batches of x, (x, y) or (x, y, sample_weight)")
-    return tuple(_join([batch[number] for batch in batches]) for number in range(len(batches[0])))
+    return tuple(importlib.import_module("keras").tree.map_structure(_join, *batches))
 
 
-def _join(parts: Sequence[Any]) -> Any:
-    first = parts[0]
-    if isinstance(first, Mapping):
-        return {name: _join([part[name] for part in parts]) for name in first}
-    if isinstance(first, tuple | list):
-        return [_join([part[number] for part in parts]) for number in range(len(first))]
+def _join(*parts: Any) -> np.ndarray[Any, Any]:
+    """Return the arrays of all batches as one."""
     arrays = [np.asarray(part) for part in parts]
     if len({array.shape[1:] for array in arrays}) > 1:
         raise InputError("batches have samples of different shapes", remedy="pad all of them to one length")
@@ -497,39 +490,32 @@ def _join(parts: Sequence[Any]) -> Any:
 
 def _name_arrays(parts: tuple[Any, ...], name: str) -> dict[str, np.ndarray[Any, Any]]:
     """Return the arrays of x, y and w by name. Raises InputError unless they are numbers."""
-    given: dict[str, Any] = {}
+    values: dict[str, Any] = {}
     for kind, part in zip(KINDS, parts, strict=False):
         if isinstance(part, Mapping):
-            given |= {f"{kind}/{key}": value for key, value in part.items()}
+            values |= {f"{kind}/{key}": value for key, value in part.items()}
         elif isinstance(part, tuple | list) and all(hasattr(value, "shape") for value in part):
             position = POSITIONS.get(kind, kind)
-            given |= {f"{kind}/{name_of_position(position, number)}": one for number, one in enumerate(part)}
+            values |= {f"{kind}/{name_of_position(position, i)}": value for i, value in enumerate(part)}
         elif part is not None:
-            given[kind] = part
-    named = {key: np.asarray(one) for key, one in given.items()}
-    lengths = {key: len(array) if array.ndim else 0 for key, array in named.items()}
-    types = {key: "masked" if np.ma.is_masked(one) else named[key].dtype for key, one in given.items()}
+            values[kind] = part
+    arrays = {key: np.asarray(value) for key, value in values.items()}
+    types = {key: "masked" if np.ma.is_masked(values[key]) else arrays[key].dtype for key in values}
     if wrong := [
-        f"{key} is {one}" for key, one in types.items() if getattr(one, "kind", "") not in [*"buif"]
+        f"{key} is {kind}" for key, kind in types.items() if getattr(kind, "kind", "") not in [*"buif"]
     ]:
         remedy = "convert it: x.astype(np.float32); labels: y = np.unique(y, return_inverse=True)[1]; "
         remedy += "masked values: x.filled(0)"
         raise InputError(f"the {name} data is not numbers: {', '.join(wrong)}", remedy=remedy)
+    lengths = {key: len(array) if array.ndim else 0 for key, array in arrays.items()}
     if not all(lengths.values()):
         raise InputError(f"the {name} data is empty", remedy="pass at least one sample")
     if len(set(lengths.values())) != 1:
-        found = ", ".join(f"{key} has {length:,}" for key, length in lengths.items())
-        problem = f"the {name} data has arrays with different numbers of samples: {found}"
-        raise InputError(
-            problem, remedy="make them equal; a tf.data.Dataset without batches needs .batch(32)"
-        )
-    for key in (key for key, array in named.items() if key[0] == "x" and array.dtype.kind == "f"):
-        array = named[key]
-        if wrong_rows := np.flatnonzero(~np.isfinite(array.reshape(len(array), -1)).all(axis=1)).tolist():
-            found = f"{len(wrong_rows):,} of {len(array):,} samples, first in {wrong_rows[0]}"
-            problem = f"{key} of the {name} data has NaN or infinity in {found}"
-            raise InputError(problem, remedy="remove or replace them")
-    return named
+        numbers = ", ".join(f"{key} has {length:,}" for key, length in lengths.items())
+        problem = f"the {name} data has arrays with different numbers of samples: {numbers}"
+        remedy = "make them equal; a tf.data.Dataset without batches needs .batch(32)"
+        raise InputError(problem, remedy=remedy)
+    return arrays
 
 
 def _build(run: RunDirectory) -> Any:
@@ -599,7 +585,7 @@ def tune(job: JobOrPath, fleet: FleetOrPath = "fleet.yaml", options: TuneOptions
 
 
 def verify(job: JobOrPath, fleet: FleetOrPath = "fleet.yaml") -> Verification:
-    """Compare the gradient of all ranks with that of one process, and show how far apart they are.
+    """Compare the gradient of all ranks with the gradient of one process, and show their distance.
 
     Raises RunError when they differ by more than rounding explains.
     """
@@ -706,7 +692,9 @@ def train(
     """
     options = check_values(options or TrainOptions(), InstanceOf[TrainOptions], "options", remedy="")
     if batch_size is not None:
-        batch_size = check_values(batch_size, BatchSize, "batch_size", remedy="pass that of one rank")
+        batch_size = check_values(
+            batch_size, BatchSize, "batch_size", remedy="pass the batch size of one rank"
+        )
     loaded, chosen = as_job(job).load(), as_fleet(fleet)
     options = replace(options, callbacks=(*options.callbacks, *_as_list(callbacks)))
     with open_session() as streams:
@@ -714,6 +702,13 @@ def train(
         needs_plan = batch_size is None and resume is None
         if needs_plan and not (path.exists() and not find_changes(load_plan(path), loaded, {})):
             tune(job, chosen)
-        request = TrainRequest(loaded, chosen, streams.directory, options, None, batch_size, resume)
+        request = TrainRequest(
+            job=loaded,
+            fleet=chosen,
+            directory=streams.directory,
+            options=options,
+            batch_size=batch_size,
+            resume=resume,
+        )
         result = TrainingScreen(streams).train(request)
     return Run(result.directory)

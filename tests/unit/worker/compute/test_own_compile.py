@@ -125,7 +125,6 @@ def test_argument_of_an_own_compile_that_the_model_does_not_keep_is_named(tmp_pa
     [
         (np.ones((4, 3)), 0, "expected axis -1 of input shape to have value 2"),
         (np.ones((4, 2)), 3, "outside the valid range"),
-        (np.full((4, 2), np.nan), 0, "NaN or infinity in 4 of 4 samples, first in 0"),
     ],
 )
 def test_data_whose_loss_cannot_be_computed_is_refused(
