@@ -35,22 +35,22 @@ class Letter:
     """The letters of messages. Those in the first group pass a link. The others stay on one machine."""
 
     JOIN, VECTOR, VALUE, DATA, VOIDED, CLOSE = b"J", b"V", b"G", b"P", b"K", b"C"
-    """From a rank: it is ready, its part of a sum or gather, bytes for one rank, a step given up, the end."""
+    """From a rank: ready, a part of a sum, a value, bytes for one rank, an aborted step, the end."""
     TOTAL, VALUES, VOID, AGAIN = b"T", b"H", b"X", b"A"
-    """To a rank: the verdict of a sum, the values of all, a step to give up, all chunks come once more."""
+    """To a rank: the verdict of a sum, all values, an aborted step, all chunks will be sent again."""
     OPEN, ADMIT, NOTE, WAITING, TRAFFIC = b"O", b"M", b"N", b"W", b"B"
-    """Between a rank and its hub, and between a hub and a link: settings, who joins, who is lost or waits."""
+    """Between a rank and its hub, or a hub and a link: settings, admitted, lost and missing ranks, bytes."""
     CHUNK = b"D"
     """Between a hub and a link: the next chunk of a vector has arrived, or a chunk of the sum can leave."""
     WITH_SENDER = (JOIN, VALUE, DATA, VOIDED, CLOSE)
     """Messages that begin with the rank that sends them, from there to the hub of the host."""
     FROM_RANKS = (*WITH_SENDER, VECTOR, NOTE)
-    """What may come from another machine; only a server sends VECTOR and NOTE."""
+    """Messages that may come from another machine. Only a server sends VECTOR and NOTE."""
 
 
 @dataclass(frozen=True)
 class LinkSettings:
-    """What a rank or a hub tells its link, with the descriptors of its vector and of the sum."""
+    """The settings of a link. The descriptors of its vector and of the sum come with them."""
 
     sizes: SumSizes
     max_bytes: Count
@@ -65,7 +65,7 @@ class Channel:
         """A longer message than `max_bytes` ends the channel."""
         self._connection, self.max_bytes = connection, max_bytes
         self._received, self.unsent = bytearray(), bytearray()
-        """`unsent`: what waits for `flush`."""
+        """`unsent`: messages that wait for `flush`."""
 
     def fileno(self) -> int:
         """Return the file descriptor, for select."""
@@ -116,12 +116,12 @@ class Channel:
         return letter, content
 
     def post(self, letter: bytes, content: bytes | bytearray | memoryview = b"") -> None:
-        """Let `flush` send one message: several that leave together wake the other side once."""
+        """Keep one message for `flush`. Messages that are sent together wake the other side once."""
         self.unsent += _HEAD.pack(letter, len(content))
         self.unsent += content
 
     def flush(self) -> None:
-        """Send what was posted, as far as the other side takes it. After its end, nothing: `take` raises."""
+        """Send posted messages as far as the other side takes them. If it has ended, `take` raises."""
         try:
             while self.unsent:
                 del self.unsent[: self._connection.send(self.unsent, socket.MSG_DONTWAIT)]
@@ -170,7 +170,7 @@ class Listener:
         self._socket.close()
 
     def accept(self) -> Channel | None:
-        """Return a link that has connected. None where that is another user's process."""
+        """Return a link that has connected, or None if it is another user's process."""
         connection, _ = self._socket.accept()
         if is_of_user(connection):
             return Channel(connection)
@@ -178,7 +178,7 @@ class Listener:
         return None
 
     def await_link(self, check: Callable[[], object]) -> Channel:
-        """Return the next link. Raises what `check` raises, which is called now and then."""
+        """Return the next link. `check` is called now and then, and may raise an error."""
         while True:
             check()
             if select.select([self._socket], [], [], POLL_S)[0] and (channel := self.accept()):

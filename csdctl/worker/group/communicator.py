@@ -1,7 +1,8 @@
-"""The interface of a rank to the other ranks of its run: by its link, by its hub, or for a rank alone.
+"""The interface of a rank to the other ranks of its run: through its link, through its hub, or alone.
 
-Ranks are those of the run. Every operation of several ranks ends with a verdict, the same on all: who took
-part, and who does in the next one. So all know of a loss, or of a rank that has joined, at the same point.
+Every operation of several ranks ends with a verdict, which is the same on all of them. It names the ranks
+that took part, and the ranks of the next operation. So all ranks learn of a loss, or of a rank that has
+joined, at the same point.
 """
 
 import contextlib
@@ -48,7 +49,7 @@ SENT_BYTES = tuple[tuple[RankNumber, Count, Count], ...]
 
 
 class Communicator:
-    """The ranks that work together. Until `connect`, the rank alone. Calls raise LinkLostError."""
+    """The ranks that work together. A rank is alone until `connect`. Calls raise LinkLostError."""
 
     has_hub = False
 
@@ -60,29 +61,32 @@ class Communicator:
         on_waiting: Callable[[list[int]], object] = list,
         address: str = "",
     ) -> None:
-        """`sizes`: of a step's sums. `on_waiting` gets ranks. `address`: where it awaits its link, or ''."""
+        """`sizes`: of a step's sums. `on_waiting` gets the ranks that this rank waits for.
+
+        `address`: where the rank awaits its link, '' without a link.
+        """
         self.rank, self._sizes = rank, sizes
         self.max_bytes, self._on_waiting = max_bytes, on_waiting
         self.members: tuple[int, ...] = (rank,)
         """The ranks of the next operation, in order."""
         self.counted: tuple[int, ...] = (rank,)
-        """The ranks of the latest operation whose vectors or values are in its result."""
+        """The ranks whose vectors or values are in the result of the latest operation."""
         self.local, *descriptors = share_vector(max(size for size, _ in sizes))
-        """The buffer where this rank's vector is best written; float32, as long as the largest sum."""
+        """The buffer for this rank's vector: float32, as long as the largest sum. `sum` copies others."""
         self._total, self._descriptors = self.local, descriptors
         if address or self.has_hub:
             self._total, descriptor = share_vector(len(self.local))
             self._descriptors.append(descriptor)
         self.waits: list[tuple[int, float]] = []
-        """On a hub's rank: each rank that a sum has waited for, and the seconds; others clear it."""
+        """On a hub's rank: each rank that a sum has waited for, and the seconds. The task clears it."""
         self.outliers: dict[int, float] = {}
-        """On a hub's rank: ranks with a gradient that is too large, and how many times; others clear it."""
+        """On a hub's rank: ranks with a too large gradient, and how many times. The task clears it."""
         self.lost: list[tuple[int, str, bool]] = []
-        """On rank 0: ranks that were lost, why, and whether it was their fault; others clear it."""
+        """On rank 0: ranks that were lost, why, and whether it was their fault. The task clears it."""
         self.joining: dict[int, str] = {}
         """On rank 0: ranks that wait for their turn, with the hash of their state."""
         self.admitted: set[int] = set()
-        """On rank 0: ranks that were admitted and need the state; others clear it."""
+        """On rank 0: ranks that were admitted and need the state. The task clears it."""
         has_halves = rank > 0 and any(num_halved for _, num_halved in sizes)
         self._chunks = [divide(*size) if has_halves else [] for size in sizes]
         """Of each sum, the chunks that arrive as bfloat16; rank 0 has float32."""
@@ -93,7 +97,7 @@ class Communicator:
         self._messages: Counter[tuple[str, int, int]] = Counter()
         """Bytes of messages between this rank and another so far, by traffic class, sender and receiver."""
         self._arrived: dict[int, list[bytearray]] = {}
-        """Bytes of single ranks that nobody has received yet."""
+        """Bytes by sender that `receive` has not returned yet."""
         self._gone: set[int] = set()
         """On rank 0: members that have been lost since the latest verdict."""
 
@@ -103,7 +107,7 @@ class Communicator:
         return len(self.members) == 1
 
     def connect(self, check: Callable[[], object]) -> None:
-        """Wait for the link to rank 0. Raises what `check` raises, which is called now and then."""
+        """Wait for the link to rank 0. `check` is called now and then, and may raise an error."""
         assert self._listener
         settings = LinkSettings(self._sizes, self.max_bytes + MAX_VALUES_BYTES)
         self._open(self._listener.await_link(check), to_json(settings))
@@ -124,9 +128,9 @@ class Communicator:
     ) -> Array:
         """Return the sum of `vector` over all ranks, bit-identical on all. Valid until the next call.
 
-        It is as long as the largest sum of a step. Elements behind the end of the next sum are not sent.
-        `expected`: what the vectors must end with. `checks_finite`: whether a vector that is not finite is
-        left out. Both are of ranks with a hub. Raises StepVoidError where the step must be taken anew.
+        The vector is as long as the largest sum of a step. Only the elements of the current sum are sent.
+        `expected`: the required ends of the vectors. `checks_finite`: whether a vector that is not finite is
+        left out. Only ranks with a hub use both. Raises StepVoidError if the step must be repeated.
         """
         if not self._channel:
             self.counted = self.members
@@ -153,7 +157,10 @@ class Communicator:
         return bf16.unpack(self._total, chunks, self._unpacked) if chunks else self._total
 
     def gather(self, value: Any, hint: Any) -> dict[int, Any]:
-        """Return the JSON `value` of every rank that is present. Who sends anything but `hint` is lost."""
+        """Return the JSON `value` of every rank that is present. A rank that sends another type is lost.
+
+        `hint`: the annotation of the type.
+        """
         contents, values = {self.rank: encode_value(value)}, {}
         if not self._channel:
             self.counted = self.members
@@ -171,7 +178,7 @@ class Communicator:
         return values
 
     def send(self, rank: int, content: Any, traffic_class: str) -> None:
-        """Send bytes to a rank, which must `receive` them. Of two ranks, one is rank 0."""
+        """Send bytes to a rank, which must `receive` them. One of the two ranks is rank 0."""
         packed = memoryview(content).cast("B")
         self._messages[traffic_class, self.rank, rank] += len(packed)
         self._send(Letter.DATA, NUMBER.pack(self.rank or rank) + packed)
@@ -193,17 +200,17 @@ class Communicator:
         return content
 
     def give_state(self, rank: int, packed: bytes) -> None:
-        """Give a rank that was admitted, on rank 0, who takes part, and the state. b'' if it has that."""
+        """Send the members and the state from rank 0 to an admitted rank. b'' if it has the same state."""
         self.send(rank, join_parts([encode_value(self.members), packed]), STATE)
 
     def take_state(self) -> bytes:
-        """Return what rank 0 gives, after `join`."""
+        """Return the state from rank 0 after `join`, b'' if this rank has the same."""
         members, packed = split_parts(self.receive(0, self.max_bytes, STATE))
         self.members = decode_value(tuple[RankNumber, ...], bytearray(members))
         return packed
 
     def admit(self, ranks: Collection[int]) -> None:
-        """Let ranks take part, on rank 0, from the end of the next operation on."""
+        """Admit ranks, on rank 0, from the end of the next operation on."""
         if ranks:
             self._send(Letter.ADMIT, encode_value(sorted(ranks)))
             self.admitted |= set(ranks)
@@ -211,7 +218,7 @@ class Communicator:
                 self.joining.pop(rank, None)
 
     def evict(self, rank: int, reason: str) -> None:
-        """Continue, on rank 0, without a rank that has violated the protocol. Others rely on rank 0."""
+        """Exclude, on rank 0, a rank that has violated the protocol. On other ranks, do nothing."""
         if self.rank == 0 and rank:
             self._send(Letter.NOTE, encode_value([[rank, reason[:MAX_REASON], True]]))
 
@@ -227,12 +234,12 @@ class Communicator:
         self._take(*self._linked.receive())
 
     def look(self) -> None:
-        """Take note, on rank 0, of ranks that join or are lost, without waiting."""
+        """Note, on rank 0, ranks that join or are lost, without waiting."""
         for letter, content in self._channel.take() if self._channel else ():
             self._take(letter, content)
 
     def traffic(self) -> list[SentBytes]:
-        """Return what a hub's rank and those behind it have sent to each other. Nothing of lost links."""
+        """Return the bytes between a hub's rank and the ranks behind it, without lost links."""
         if not self.has_hub:
             return []
         self._send(Letter.TRAFFIC)
@@ -266,7 +273,7 @@ class Communicator:
         self._linked.send(letter, content)
 
     def _await(self, letter: bytes) -> bytearray:
-        """Return the content of the next message with this letter. Take the others."""
+        """Return the content of the next message with this letter. Process messages before it."""
         while True:
             received, content = self._linked.receive()
             if received == letter:
@@ -274,7 +281,7 @@ class Communicator:
             self._take(received, content)
 
     def _take(self, letter: bytes, content: bytearray) -> None:
-        """Process a message that nothing waits for. Raises StepVoidError."""
+        """Process a message that no call waits for. Raises StepVoidError."""
         if letter == Letter.DATA:
             (rank,) = NUMBER.unpack_from(content)
             self._keep(0 if self.rank else rank, content[NUMBER.size :])
@@ -295,7 +302,7 @@ class Communicator:
             raise LinkLostError
 
     def _keep(self, rank: int, content: bytearray) -> None:
-        """Keep bytes of a rank until they are received. One that sends on and on is lost."""
+        """Keep bytes of a rank until they are received. A rank that sends too many is lost."""
         kept = self._arrived.setdefault(rank, [])
         if self.rank == 0 and sum(map(len, kept)) > NUM_KEPT * self.max_bytes:
             self.evict(rank, "sent more bytes than were asked for")
@@ -314,7 +321,7 @@ class Communicator:
                 del self._messages[key]
 
     def _apply(self, verdict: bytes | bytearray) -> None:
-        """Take note of who took part, and of who does next."""
+        """Note the ranks that took part, and the ranks that take part next."""
         self._gone.clear()
         self.counted = self.members
         if verdict:
@@ -356,7 +363,7 @@ class HubCommunicator(Communicator):
         self._await(Letter.OPEN)
 
     def connect(self, check: Callable[[], object]) -> None:
-        """Wait, on a server, until its hub has a link to rank 0. A hub that had one before is replaced."""
+        """Wait, on a server, until its hub has a link to rank 0. A hub that had a link before is replaced."""
         if self._is_used:
             self.disconnect()
             self._start(HubProcess(self._hub.command))

@@ -98,31 +98,34 @@ Lost = tuple[tuple[RankNumber, ShortText, bool], ...]
 
 @dataclass
 class _Child:
-    """A link of the hub, the rank at its other end, and the ranks behind that rank."""
+    """A link of the hub, the rank at its other end, and the ranks behind it."""
 
     rank: int
     channel: Channel
     behind: tuple[int, ...]
     is_server: bool
     vector: Array
-    """Its latest vector, as it is on the wire."""
+    """Its latest vector, in the form of the wire."""
     tail: Array
-    """The end of that as it was added: the process of the link can write to the vector at any time."""
+    """A copy of the vector's end, as it was added. The link's process can change the vector at any time."""
     num_parts: int = 0
     ranks: tuple[int, ...] = ()
-    """The ranks in its vector, once that is complete."""
+    """The ranks in its vector, once the vector is complete."""
     completed_s: float = 0.0
     num_voided: int = 0
-    """Aborted steps that it has not confirmed yet: until then, its messages belong to them."""
+    """Aborted steps that it has not confirmed yet. Until then, its messages belong to them."""
     traffic: tuple[int, int] | None = None
     """Bytes that the link has sent and received; None until it reports them."""
 
 
 class Hub:
-    """Serves one rank and the links of those behind it, until the rank ends. Of a server, with a parent."""
+    """Serves one rank and the links of the ranks behind it, until the rank ends.
+
+    The hub of a server also has a parent, the hub of the host.
+    """
 
     _held: dict[int, bytes | bytearray] | None = None
-    """JOIN of ranks behind a server, until its own rank has joined; None on the host, and after that."""
+    """On a server, the JOIN messages of the ranks behind it until its own rank has joined. Otherwise None."""
 
     def __init__(self, rank: Channel, settings: HubSettings, local: int, total: int) -> None:
         """`local`, `total`: descriptors of the rank's vector and of the sum."""
@@ -130,10 +133,10 @@ class Hub:
         rank.max_bytes = settings.max_bytes + MAX_VALUES_BYTES
         self._local, self._total = map_array(local), map_array(total)
         self._partials = np.empty_like(self._local), np.empty_like(self._local)
-        """Sums of the vectors of nodes, and of servers; they arrive while the rank may still read `total`."""
+        """The sum of the nodes, and of the servers. Vectors arrive while the rank may still read `total`."""
         self._chunks = [divide(*size) for size in settings.sizes]
         self._wire, wire = self._total, total
-        """The sum of this machine as it is on the wire: of the host to links, of a server to its parent."""
+        """This machine's sum in the form of the wire: from the host to links, from a server to its parent."""
         if self._me or any(num_halved for _, num_halved in settings.sizes):
             self._wire, wire = share_vector(len(self._total))
         self._up_descriptors, self._down_descriptor = (wire, total), total if self._me else wire
@@ -144,16 +147,16 @@ class Hub:
         ]
         self._parent: Channel | None = None
         self._above = [rank]
-        """The channels whose end is the end of the hub; what concerns the run goes to the last one."""
+        """The hub ends with any of these channels. Messages about the run go to the last one."""
         self._children: dict[int, _Child] = {}
         self._present: list[_Child] = []
         """The links whose ranks take part: nodes in order of rank, then servers."""
         self._members: set[int] = {self._me}
         self._joined: set[int] = set()
-        self._told: tuple[int, ...] = (self._me,)
+        self._announced: tuple[int, ...] = (self._me,)
         self._admitted: set[int] = set()
         self._dropped: set[int] = set()
-        """On a server, ranks lost since the latest verdict, which may not know it."""
+        """On a server, ranks that were lost since the latest verdict. The verdict may still count them."""
         self._voided: Counter[int] = Counter()
         """On the host, how many aborted steps each rank has not confirmed yet."""
         self._values: dict[int, tuple[bytes, bytes]] = {}
@@ -161,20 +164,20 @@ class Hub:
         self._request: tuple[bytes, bytearray] | None = None
         self._requested_s = self._reported_s = 0.0
         self._has_passed, self._num_voided = False, 0
-        """On a server: whether the parent has this machine's part of what the rank asks for, and the aborted
-        steps that the rank has not confirmed yet."""
+        """On a server, whether the parent has this machine's part of the rank's request, and the number of
+        aborted steps that the rank has not confirmed yet."""
         self._verdict = b""
-        """On a server: what the parent has said of the sum."""
+        """On a server, the parent's verdict on the sum."""
         self._number = self._num_published = 0
-        """The sum within the step, and its chunks that have left."""
+        """The number of the sum within the step, and how many of its chunks have left."""
         self._is_stale = False
         self._num_steps, self._counted = 0, [self._me]
-        """Steps so far, and the ranks in the sum before this one in the step."""
+        """Steps so far, and the ranks in the previous sum of the step."""
         self._outliers: dict[int, float] = {}
-        """Of this sum: ranks whose gradients are too large, and how many times."""
+        """In this sum, the ranks whose gradients are too large, and how many times too large."""
         self._poll = select.epoll()
         self._sources: dict[int, tuple[Any, Callable[[], None]]] = {}
-        """What is read, by its descriptor, and what reads it."""
+        """By descriptor: a channel or listener, and the function that reads from it."""
 
     def await_parent(self) -> None:
         """Wait, on a server, for the link to the host. Raises LinkLostError when the rank ends."""
@@ -211,7 +214,7 @@ class Hub:
         self._poll.register(source, select.EPOLLIN)
 
     def _wait(self) -> None:
-        """Take what has arrived. Wait for it if nothing has. Raises LinkLostError at the end of the rank."""
+        """Take the messages that have arrived, or wait for some. Raises LinkLostError when the rank ends."""
         links = [child.channel for child in self._children.values()]
         for channel in (*self._above, *links):
             channel.flush()
@@ -293,7 +296,7 @@ class Hub:
             raise ValueError("an unexpected message")
 
     def _process_sent(self, child: _Child, letter: bytes, content: bytearray) -> None:
-        """Process a message of a rank, which begins with its number."""
+        """Process a message that begins with the number of the rank that sends it."""
         (sender,) = NUMBER.unpack_from(content) if len(content) >= NUMBER.size else (-1,)
         if sender not in child.behind:
             raise ValueError("a message in the name of another rank")
@@ -335,7 +338,7 @@ class Hub:
         child.ranks, child.completed_s = tuple(sorted(set(ranks))), time.monotonic()
 
     def _note_losses(self, child: _Child, lost: Lost) -> None:
-        """Continue without what a link, or a server, says that is lost behind it."""
+        """Continue without the ranks that a link, or a server, reports as lost."""
         for rank, reason, is_fault in lost:
             if rank == child.rank:
                 self._lose(child, reason, is_fault=is_fault)
@@ -345,7 +348,7 @@ class Hub:
                 raise ValueError("the loss of another rank")
 
     def _lose(self, child: _Child, reason: str, *, is_fault: bool = False) -> None:
-        """Continue without a link, and without what its vector has brought to a sum that is not complete."""
+        """Continue without a link, and without its vector in a sum that is not complete."""
         if self._children.get(child.rank) is child:
             del self._children[child.rank]
             del self._sources[child.channel.fileno()]
@@ -385,7 +388,7 @@ class Hub:
             process(letter, content)
 
     def _process_rank(self, letter: bytes, content: bytearray) -> None:
-        """Do what the rank asks for, or keep it until its turn."""
+        """Carry out a request of the rank, or keep it until all parts have arrived."""
         if self._parent and letter in Letter.WITH_SENDER:
             self._num_voided -= letter == Letter.VOIDED
             self._parent.post(letter, content)
@@ -424,7 +427,7 @@ class Hub:
             self._send(rank, Letter.NOTE, encode_value([[rank, reason, True]]))
 
     def _process_parent(self, letter: bytes, content: bytearray) -> None:
-        """Pass on what the parent says, and who takes part next."""
+        """Pass on a message of the parent. Note which ranks take part next."""
         present = self._present
         if letter == Letter.CHUNK:
             self._pass_chunk(present)
@@ -449,7 +452,7 @@ class Hub:
             self._pass_down(letter, content)
 
     def _pass_chunk(self, present: Sequence[_Child]) -> None:
-        """Pass on a chunk of the sum. The last one ends the sum unless all come once more."""
+        """Pass on a chunk of the sum. The last one ends the sum, unless all chunks are sent again."""
         if self._num_published + 1 < len(self._chunks[self._number]):
             self._publish(present)
         elif self._is_stale:
@@ -465,21 +468,21 @@ class Hub:
         self._dropped = set()
 
     def _set_members(self, members: Sequence[int]) -> None:
-        """Take note of who takes part next, in the whole run."""
-        self._told = tuple(members)
+        """Note the ranks that take part next in the whole run."""
+        self._announced = tuple(members)
         self._members = set(members) & {self._me, *self._children} - self._dropped
         self._joined -= self._members
         self._arrange()
 
     def _advance(self) -> None:
-        """Do what can be done of the operation that the rank asks for."""
+        """Carry out the rank's request as far as messages of the links have arrived."""
         while not self._has_passed:  # then the parent has it
             self._add()
             if not self._request or not self._do(*self._request):
                 return
 
     def _do(self, letter: bytes, content: bytearray) -> bool:
-        """Do this machine's part of a request. Return False while something is missing."""
+        """Carry out this machine's part of a request. Return False while something is missing."""
         if letter == Letter.VECTOR:
             return self._sum(content)
         if letter == Letter.TRAFFIC:
@@ -503,17 +506,22 @@ class Hub:
         self._request, self._has_passed = None, False
 
     def _decide(self, counted: Iterable[int], *, is_end: bool = True) -> bytes:
-        """Return who took part, and who does next if the step ends (`is_end`). b'' if all do, as before."""
-        before, admitted = self._told, self._admitted if is_end else set()
+        """Return the `Verdict` as JSON, b'' if the same ranks take part as before.
+
+        Ranks are admitted if the step ends (`is_end`).
+        """
+        before, admitted = self._announced, self._admitted if is_end else set()
         self._members |= admitted
         self._arrange()
         self._joined -= admitted
         self._admitted = self._admitted - admitted
-        ranks, self._told = tuple(sorted(counted)), tuple(sorted(self._members))
+        ranks, self._announced = tuple(sorted(counted)), tuple(sorted(self._members))
         for child in self._children.values():
             if child.is_server and child.rank in admitted:  # its rank gets this with the state
-                child.channel.post(Letter.ADMIT, encode_value(self._told))
-        return b"" if ranks == before == self._told else to_json(Verdict(self._told, ranks)).encode()
+                child.channel.post(Letter.ADMIT, encode_value(self._announced))
+        return (
+            b"" if ranks == before == self._announced else to_json(Verdict(self._announced, ranks)).encode()
+        )
 
     # Sums
 
@@ -525,12 +533,12 @@ class Hub:
         self._begin_adding()
 
     def _begin_adding(self) -> None:
-        """Add the chunks from the first one on. What was sent of the sum is wrong."""
+        """Add the chunks again from the first one on, because chunks that were sent are wrong."""
         self._next_chunk, self._next_child, self._is_finite = 0, 0, True
         self._is_stale = self._num_published > 0
 
     def _add(self) -> None:
-        """Add the chunks that have arrived, in order, as far as all links before have theirs."""
+        """Add the chunks that have arrived, in order of rank. Stop at the first that is missing."""
         chunks, present = self._chunks[self._number], self._present
         while self._next_chunk < len(chunks):
             chunk = chunks[self._next_chunk]
@@ -558,7 +566,7 @@ class Hub:
             self._next_chunk, self._next_child = self._next_chunk + 1, 0
 
     def _copy_tail(self, child: _Child, chunk: Chunk, arrived: Array) -> Array:
-        """Return a copy of a chunk with an end of a vector. The end that is checked is taken from it."""
+        """Return a copy of a chunk that has a part of the vector's end. The end is checked in this copy."""
         copied, num_left = arrived.copy(), self._chunks[self._number][-1].elements.stop - chunk.elements.stop
         places = np.arange(len(child.tail) - num_left)[-len(copied) :]
         child.tail[places] = copied[-len(places) :]
@@ -606,7 +614,7 @@ class Hub:
         return True
 
     def _is_added(self, content: bytearray) -> bool:
-        """Return whether all vectors are added. Links whose vector no rank may send are lost."""
+        """Return whether all vectors are added. A link whose vector breaks a rule is lost."""
         present = self._present
         if self._next_chunk < len(self._chunks[self._number]) or not all(child.ranks for child in present):
             return False
@@ -670,7 +678,7 @@ class Hub:
         wrong = [child for child in present if not is_finite(child.vector)]
         ranks = [rank for child in wrong for rank in child.ranks]
         reason = "sent a gradient that is not finite, as of samples with NaN"
-        return [(child, reason) for child in wrong] if is_minority(ranks, len(self._told)) else []
+        return [(child, reason) for child in wrong] if is_minority(ranks, len(self._announced)) else []
 
     def _end_sum(self, present: Sequence[_Child], verdict: bytes) -> None:
         """Send the last chunk of the sum to all, after the verdict and whether the step is void."""
@@ -705,7 +713,7 @@ class Hub:
         self._end_request()
 
     def _count_traffic(self, present: Sequence[_Child]) -> bool:
-        """Give the rank the bytes that each link has sent and received, once all have said it."""
+        """Send the rank the bytes that each link has sent and received, once all links have reported."""
         if any(child.traffic is None for child in present):
             return False
         counted = [[child.rank, *(child.traffic or ())] for child in present]

@@ -53,7 +53,7 @@ DRAIN_S = 0.3
 
 
 class _Link:
-    """What both ends have in common: messages and chunks, in the order in which they were sent."""
+    """The common part of both ends: messages and chunks, in the order in which they were sent."""
 
     def __init__(
         self, world: World, channel: Channel, rank: int, daemon_connections: Collection[str]
@@ -73,7 +73,7 @@ class _Link:
         self._tag = CHUNK - 1
         self._arrivals: deque[Incoming] = deque()
         self._departures: deque[tuple[Any, Any]] = deque()
-        """Requests of what leaves over MPI, and the memory that they take it from."""
+        """MPI requests of messages that leave, and their memory."""
         self._num_sent = self._num_received = 0
         self._head, self._is_closing = bytearray(HEAD_BYTES), False
         limit_memory(4 * sum(size for size, _ in self.settings.sizes), self.settings.max_bytes)
@@ -81,15 +81,15 @@ class _Link:
         self._receive_head()
 
     def _begin_anew(self) -> None:
-        """Begin a step, or repeat an aborted one: its chunks have a new tag."""
+        """Begin a step, or repeat an aborted one. Its chunks have a new tag."""
         for request in self._arrivals:
             request.cancel()
         self._arrivals.clear()
         self._tag += 1
         self._number = self._place = 0
-        """The sum within the step, and the chunk of it that is next."""
+        """The number of the sum within the step, and its next chunk."""
         self._is_again, self._verdict = False, b""
-        """Whether all chunks of the sum are sent again, and its verdict."""
+        """Whether all chunks of the sum will be sent again, and the verdict of the sum."""
 
     def serve(self) -> None:
         """Pass on messages until the end. Raises LinkLostError and PeerFaultError."""
@@ -126,12 +126,13 @@ class _Link:
                 self.handle_local(letter, content)
 
     def _look(self) -> bool:
-        """Process what has arrived over MPI, and has left. Return whether anything has."""
+        """Process messages that have arrived over MPI or have left. Return whether there were any."""
         did_any = False
         while self._departures and self._departures[0][0].Test():
             self._departures.popleft()
             did_any = True
-        # Last: whatever a call takes from the sockets, the one after it must look at. They are ready no more.
+        # This comes last. The next call must look at what one call has taken from the sockets, because they
+        # are not ready a second time.
         while self._process_next():
             did_any = True
         return did_any
@@ -157,7 +158,7 @@ class _Link:
 
     def _receive_head(self) -> None:
         self._message: tuple[bytes, bytearray, int] | None = None
-        """A message whose head has arrived: letter, content, and the chunks before it."""
+        """A message whose head has arrived: letter, content, and number of chunks before it."""
         self._head[0] = 0
         self._arriving = self.world.start_receive(memoryview(self._head), HEAD)
 
@@ -227,7 +228,7 @@ class _Link:
 
 
 class HubEnd(_Link):
-    """The end beside the hub: what the node's rank says goes to the hub, and the sum to the node."""
+    """The end beside the hub. It passes messages of the node's rank to the hub, and the sum to the node."""
 
     def _begin_anew(self) -> None:
         super()._begin_anew()
@@ -266,7 +267,7 @@ class HubEnd(_Link):
 
 
 class RankEnd(_Link):
-    """The end beside the node's rank, or a server's hub: its vector goes over MPI, and the sum comes back."""
+    """The end beside a node's rank, or a server's hub. It sends the vector over MPI and receives the sum."""
 
     def handle_local(self, letter: bytes, content: bytearray) -> None:
         """Send the vector or a message to the hub."""
@@ -280,7 +281,7 @@ class RankEnd(_Link):
             self.pass_over(letter, content)
 
     def handle_remote(self, letter: bytes, content: bytearray) -> None:
-        """Pass it on to the rank, which gets no part of a sum."""
+        """Pass it on to the rank or hub. A rank gets no parts of a sum."""
         self._note(letter, content)
         if self.settings.has_parts or letter not in (Letter.AGAIN, Letter.TOTAL):
             self.channel.post(letter, content)

@@ -10,33 +10,31 @@ from dataclasses import dataclass
 
 from csdctl.worker.group.values import MAX_STEP_S
 
+MIN_STEPS = 5
+"""Steps that show an imbalance."""
 TIME_RESOLUTION_S = 0.02
-"""The resolution of a step's time: schedulers assign the CPU in slices, and a rank that has waited has one
-available, also for its part of a sum. Steps of 85 ms took 7% longer when small imbalances were corrected."""
+"""The resolution of a step's time. Schedulers assign the CPU in slices, and a rank that has waited has one
+left, also for its part of a sum. Steps of 85 ms took 7% longer when smaller imbalances were corrected."""
 
 
 @dataclass(frozen=True)
 class Window:
-    """A window of past steps, and the imbalance in it that justifies new batch sizes."""
+    """A window of past steps, and the imbalance within it that justifies new batch sizes."""
 
     min_steps: int
     min_duration_s: float
-    """Shortest time of the slowest rank: a machine limited to a share of a core works in bursts of 0.1 s."""
+    """Minimum time of the slowest rank: a machine limited to a share of a core works in bursts of 0.1 s."""
     tolerance: float
     """Share of a balanced step by which the slowest rank may take longer."""
     num_in_a_row: int
     """Number of windows in a row that must have the same slowest rank."""
 
 
-URGENT = Window(5, 4.0, 0.3, 1)
-SOON = Window(5, 4.0, 0.1, 2)
-FINE = Window(15, 15.0, 0.025, 1)
-"""A small imbalance is certain only after many steps; correcting it then pays for the rest of the run."""
-WINDOWS = (URGENT, SOON, FINE)
-
-
 class Balancer:
     """Watches the compute time of every rank, and proposes other batch sizes."""
+
+    WINDOWS = (Window(MIN_STEPS, 4.0, 0.3, 1), Window(MIN_STEPS, 4.0, 0.1, 2), Window(15, 15.0, 0.025, 1))
+    """For large, medium and small imbalances. A small one is certain only after many steps."""
 
     def __init__(self, limits: Mapping[int, int]) -> None:
         """`limits`: the largest batch size that fits into the memory of each rank."""
@@ -46,15 +44,15 @@ class Balancer:
     def forget(self) -> None:
         """Start again: batch sizes or the ranks that take part have changed."""
         self._has_skipped = False
-        self._times: dict[Window, list[dict[int, float]]] = {window: [] for window in WINDOWS}
-        self._suspects: dict[Window, list[int]] = {window: [] for window in WINDOWS}
+        self._times: dict[Window, list[dict[int, float]]] = {window: [] for window in self.WINDOWS}
+        self._suspects: dict[Window, list[int]] = {window: [] for window in self.WINDOWS}
         self.slowest = (0, 1.0)
-        """The slowest rank of the last window, and its time over that of a balanced step."""
+        """The slowest rank of the last window, and its time relative to a balanced step."""
 
     def observe(self, times_s: Mapping[int, float]) -> None:
         """Add the compute seconds of one full step, by rank. The first step after a change does not count.
 
-        Nor does a step with a time that cannot be one, whichever rank sent it.
+        A step with an impossible time does not count either, whichever rank sent it.
         """
         if not self._has_skipped:
             self._has_skipped = True
@@ -109,25 +107,25 @@ def apportion(total: int, speeds: Mapping[int, float], limits: Mapping[int, int]
 
     When the limits add up to less than `total` they are exceeded: the global batch size has priority.
     """
-    certain, whole = total - len(speeds), sum(speeds.values())
+    num_certain, total_speed = total - len(speeds), sum(speeds.values())
     sizes = {
-        rank: max(1, min(int(certain * speed / whole), limits.get(rank, total)))
+        rank: max(1, min(int(num_certain * speed / total_speed), limits.get(rank, total)))
         for rank, speed in speeds.items()
     }
 
-    def place(rank: int) -> tuple[bool, float, int]:
+    def place_in_queue(rank: int) -> tuple[bool, float, int]:
         """Return the place of a rank in the queue for one more sample: by its time, full ranks last."""
         return sizes[rank] >= limits.get(rank, total), (sizes[rank] + 1) / speeds[rank], rank
 
-    queue = sorted(map(place, sizes))
+    queue = sorted(map(place_in_queue, sizes))
     for _ in range(total - sum(sizes.values())):
         rank = queue[0][-1]
         sizes[rank] += 1
-        heapq.heapreplace(queue, place(rank))
+        heapq.heapreplace(queue, place_in_queue(rank))
     return dict(sorted(sizes.items()))
 
 
 def mean_without_longest(times_s: list[float]) -> float:
     """Return the mean time without the longest step: one slow step does not make a slow node."""
-    kept = sorted(times_s)[: -1 if len(times_s) >= URGENT.min_steps else None]
+    kept = sorted(times_s)[: -1 if len(times_s) >= MIN_STEPS else None]
     return sum(kept) / len(kept)

@@ -31,15 +31,15 @@ def check_monitors(recipe: Recipe, metrics: Iterable[str]) -> None:
     `metrics`: the names of the model's.
     """
     names = ["loss", *metrics]
-    known = [*names, *(f"validation_{name}" for name in names)]
+    results = [*names, *(f"validation_{name}" for name in names)]
     for key, monitored in (
         ("early_stopping", recipe.early_stopping),
         ("reduce_on_plateau", recipe.reduce_on_plateau),
     ):
-        if monitored and monitored.monitor not in known:
+        if monitored and monitored.monitor not in results:
             raise InputError(
                 f"recipe.{key} monitors {monitored.monitor!r}, which is not among the results of an epoch",
-                f"one of {', '.join(known)}",
+                f"one of {', '.join(results)}",
             )
 
 
@@ -48,9 +48,9 @@ def after_epoch(
 ) -> tuple[CallbackState, bool]:
     """Return the callbacks' state after `epoch`, and whether its model is the best so far.
 
-    `results` are the epoch's loss and metrics. Those of the validation data start with `validation_`. The
-    best model is that with the best monitored value of early stopping, else with the lowest validation
-    loss, else (without validation data) with the lowest training loss.
+    `results` are the epoch's loss and metrics. Results on the validation data start with `validation_`. The
+    best model has the best monitored value of early stopping, else the lowest validation loss, else (without
+    validation data) the lowest training loss.
     """
     now, is_best = _after_epoch(recipe.early_stopping, before, epoch, results)
     return (_on_plateau(recipe.reduce_on_plateau, now, results) if recipe.reduce_on_plateau else now), is_best

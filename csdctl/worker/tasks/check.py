@@ -43,7 +43,7 @@ class Check:
 
     @property
     def sum_sizes(self) -> list[tuple[int, int]]:
-        """As of `Task`."""
+        """As in `Task`."""
         return [(size, 0) for size in self._sizes]
 
     def load(self) -> None:
@@ -52,7 +52,7 @@ class Check:
     def settle(
         self, communicator: Communicator, before: Sequence[int], hashes: Mapping[int, str] = {}
     ) -> None:
-        """Report, on rank 0, who takes part now, and who is lost. Those that have joined get no state."""
+        """Report, on rank 0, the present and the lost ranks. Ranks that have joined get no state."""
         if self._me.rank:
             return
         for rank in sorted(communicator.admitted):

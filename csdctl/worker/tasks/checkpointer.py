@@ -1,10 +1,10 @@
-"""Where rank 0 keeps a run's state and models, so that the run can resume.
+"""Saves a run's state and models on rank 0, so that the run can resume.
 
-After every step in the step file (the machine's memory), which survives the process. After every epoch, and
-every few minutes, in a checkpoint (disk), which is synced and survives the machine. Neither is trusted when
-it is read: owner, size and format come first, then progress.py checks what is in it. Other ranks keep
-nothing: they take over rank 0's state, never the other way round (docs/decisions/0024). The ranks of other
-servers write a step file too, from which csdctl can resume the run there when rank 0's server is lost.
+After every step, the state goes to the step file in the machine's memory, which survives the process. After
+every epoch, and every few minutes, it goes to a checkpoint on disk, which survives the machine. Neither is
+trusted when it is read: owner, size and format are checked first, then progress.py checks the content. Other
+ranks save nothing. They take over rank 0's state, never the other way round (docs/decisions/0024). The ranks
+of other servers write a step file, too. From it, csdctl can resume the run there if rank 0's server is lost.
 """
 
 import contextlib
@@ -81,7 +81,7 @@ class StepFile:
         self._mark(self._bytes, start, self._NO_STATE)
         body = start + self._MARK.size
         packed = pack(values, position, self._bytes[body : start + self._half_bytes])
-        # The state after an epoch follows that after its last step.
+        # The state after an epoch is later than the state after its last step.
         number = 2 * position.total_steps + (position.step == 0)
         self._mark(self._bytes, start, (number, len(packed), self._check(number, packed)))
         self._next = 1 - self._next
@@ -208,7 +208,7 @@ def _read_checkpoint(path: Path, max_bytes: int) -> Array:
 
 
 def keep_copy(spec: RunSpec) -> RunSpec:
-    """Keep on this server what resuming the run here needs. Return the spec for saving the state to it.
+    """Save the files on this server that a resume here needs. Return the spec for saving the state here.
 
     The copy is a run of the project directory COPIES, with a step file in this machine's memory.
     """
@@ -253,15 +253,15 @@ class Checkpointer:
         """Where the run was when its state was last saved; None for a new run."""
 
     def after_step(self, position: Position, *, has_others: bool) -> None:
-        """Save the state after a step, where that survives this process and is worth its cost.
+        """Save the state after a step to the step file.
 
-        When no other rank holds the state too, that may be 1% of the training time.
+        If no other rank has the same state, this takes at most 1% of the training time.
         """
         if has_others or self._cost_s <= 0.01 * (time.monotonic() - self._written_at):
             self.write_step_file(position)
 
     def checkpoint_if_due(self, position: Position) -> None:
-        """Write a checkpoint once its interval has passed. Call it between steps: it takes no step's time."""
+        """Write a checkpoint if its interval has passed. Call it between steps, outside their time."""
         if time.monotonic() - self._checkpointed_at >= self._spec.checkpoint_interval_s:
             self.checkpoint(position)
 
@@ -295,7 +295,7 @@ class Checkpointer:
         self._reporter.emit(CheckpointSaved, position.epoch, position.total_steps, str(path), is_best)
 
     def save_model(self, name: str) -> str:
-        """Save the model as a .keras file, or its weights where that cannot be. Returns the path."""
+        """Save the model as a .keras file, or else its weights. Return the path."""
         path = Path(self._spec.output_directory) / name
         try:
             return str(self._save_trained(path))
@@ -309,7 +309,7 @@ class Checkpointer:
         return WorkerError(f"cannot write {path}: {error.strerror or error}", f"{remedy}, {resume}")
 
     def save_last_good(self) -> bool:
-        """Save the model of the newest checkpoint: later weights are not finite. False if there is none."""
+        """Save the model of the newest checkpoint, if there is one. Return whether there is."""
         for _, state in self._newest_checkpoint([]):
             _, self._step.values = unpack(state, self._step.values, self._samples)
             self.save_model(LAST_MODEL)

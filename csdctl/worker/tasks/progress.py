@@ -1,4 +1,4 @@
-"""The progress of a run, the state from which it resumes bit by bit, and what a rank reports of its work.
+"""The progress of a run, the state from which it resumes bit by bit, and the reports of a rank.
 
 `pack` turns the values of variables and `Position` into one array of bytes, for files (checkpointer.py) and
 for other ranks. `unpack` checks all of it.
@@ -218,13 +218,13 @@ class RunProgress:
         return share.batch(self.step_in_segment)
 
     def num_lost(self) -> int:
-        """Return the number of private samples that no rank of this epoch has read or will read."""
+        """Return the number of samples that no rank has read or will read in this epoch."""
         num_left = sum(share.after(self.step_in_segment).num_samples for share in self.segment.shares)
         num_samples = sum(samples.num_private + samples.num_public for samples in self.samples)
         return num_samples - self.position.totals.samples - num_left
 
     def regroup(self, ranks: Sequence[int], uncounted: Collection[int] = ()) -> None:
-        """Divide the rest of the epoch among `ranks`. The latest step did not count those `uncounted`."""
+        """Divide the rest of the epoch among `ranks`. The latest step did not count the ranks `uncounted`."""
         position = self.position
         sizes = {rank: position.batch_sizes[str(rank)] for rank in ranks}
         if not any(sizes.values()):
@@ -325,7 +325,7 @@ def global_fields(sums: Sums, global_samples: int, metrics: Mapping[str, float])
 
 
 class Reporter:
-    """Emits the events of rank `me` of a run. Rank 0 adds what holds for all ranks."""
+    """Emits the events of rank `me` of a run. Rank 0 adds the results of all ranks."""
 
     def __init__(self, me: RankSpec, write_line: Callable[[str], None] = print_line) -> None:
         self._me, self._write_line = me, write_line
@@ -340,7 +340,7 @@ class Reporter:
     def progress(
         self, position: Position, totals: StepTotals, *, is_over: bool = False, slow_link: Any = None
     ) -> None:
-        """Report the steps since the last report. `is_over`: what came after them belongs to no step."""
+        """Report the steps since the last report. `is_over`: the time after the last step does not count."""
         fields = totals.local_fields()
         if is_over:
             fields["wall_s"] = round(totals.stepped - totals.started, 6)
@@ -350,7 +350,7 @@ class Reporter:
         self.emit(Progress, epoch=position.epoch, step=position.step, slow_link=slow_link, **fields)
 
     def traffic(self, communicator: Communicator) -> None:
-        """Report, from a rank with a hub, what it and the ranks behind it have sent to each other."""
+        """Report, from a rank with a hub, the bytes between it and the ranks behind it."""
         if sent := tuple(communicator.traffic()):
             self.emit(Traffic, sent)
 

@@ -1,8 +1,8 @@
 """Training with a model that is cut in two: the nodes compute the prefix, rank 0 the head of all samples.
 
-A rank computes the prefix of all micro-batches of its step and sends each as it is done. Then it takes them
-backward in the same order, as the gradients come back. Rank 0 takes the ranks' micro-batches in turn, so that
-it computes the head of one while the ranks compute others (docs/decisions/0030).
+A rank computes the prefix of its micro-batches one after the other, and sends each output to rank 0. Then it
+computes the backward passes in the same order, as the gradients arrive. Rank 0 takes micro-batches of the
+ranks in turn. So it computes the head of one while the ranks compute others (docs/decisions/0030).
 """
 
 import math
@@ -31,7 +31,7 @@ _LOSS_COUNT = struct.Struct("<f")
 
 
 class Exchange:
-    """The passage of one step's micro-batches through the cut, on one rank."""
+    """Passes the micro-batches of one step through the cut, on one rank."""
 
     def __init__(self, shared: PrefixStep, communicator: Communicator, labels: Array) -> None:
         """`labels`: zero or more of them, for their shape and type."""
@@ -144,16 +144,16 @@ class Exchange:
 
 
 class SplitParts(ModelTask):
-    """Methods that the tasks have in common whose model is cut in two."""
+    """The base of tasks whose model is cut in two."""
 
     @property
     def summed(self) -> Any:
-        """The prefix, whose vectors the ranks sum."""
+        """The engine of the prefix, whose vectors the ranks sum."""
         return self._split
 
     @property
     def max_message_bytes(self) -> int:
-        """As of `Task`: what passes the cut for a whole batch, for rank 0 to receive in parts."""
+        """As in `Task`: activations and labels of a whole batch, which rank 0 receives in parts."""
         labels = self.example(0)[1]
         num_bytes = math.prod(self._split.split.shape) * self._split.activation_type.itemsize
         num_bytes += int(labels.dtype.itemsize) * math.prod(labels.shape[1:])

@@ -1,4 +1,4 @@
-"""The interface between a task and the session that runs it, and what tasks with a model have in common.
+"""The interface between a task and the session that runs it, and the base of tasks with a model.
 
 A new task is a class that implements `Task`, in a file of its own, and a line in `TASKS` (session.py).
 """
@@ -45,17 +45,15 @@ OrderT = TypeVar("OrderT", bound=Order)
 
 
 class Orders:
-    """The orders received so far, for the session and its task to act on."""
+    """The orders that this rank has received."""
 
     def __init__(self, on_ping: Callable[[int], None]) -> None:
         """`on_ping` is called by the thread with the number of each `Ping`."""
         self.is_stopping = False
         self.measurements: queue.Queue[Probe | TakeSteps] = queue.Queue()
-        """What a tuning run is to measure next."""
+        """Next measurements of a tuning run."""
         self.hubs: queue.Queue[OpenHub] = queue.Queue()
-        """How to open the hub."""
         self.begins: queue.Queue[Begin] = queue.Queue()
-        """The ranks with which the run begins."""
         self._on_ping = on_ping
         self._heard = time.monotonic()
         threading.Thread(target=self._read, daemon=True).start()
@@ -111,13 +109,13 @@ class Task(Protocol):
 
     @property
     def sum_sizes(self) -> Sequence[tuple[int, int]]:
-        """Of each vector that the ranks sum in a step, in their order. Known after `load`.
+        """The vectors that the ranks sum in a step, in their order. Known after `load`.
 
-        Its elements, and how many of them are sent as bfloat16.
+        For each vector: its elements, and how many of them are sent as bfloat16.
         """
 
     values: Sequence[Array]
-    """The state that a rank takes over from rank 0, in addition to the progress, when it differs."""
+    """The state that a rank takes over from rank 0 when it differs, in addition to the progress."""
 
     def load(self) -> None:
         """Load what the task needs and reach full speed. Raises WorkerError."""
@@ -129,20 +127,19 @@ class Task(Protocol):
     def settle(
         self, communicator: Communicator, before: Sequence[int], hashes: Mapping[int, str] = {}
     ) -> None:
-        """Divide the work anew when other ranks take part than `before`.
+        """Divide the work anew if other ranks take part than `before`.
 
-        Rank 0 gives its state to those that have joined. Not where `hashes` has its hash.
+        Rank 0 sends its state to the ranks that have joined, unless their hash in `hashes` is the same.
         """
 
     def run(self, communicator: Communicator) -> str:
-        """Work with the others until the task is finished.
+        """Work with the other ranks until the task is finished. Return `Finished.reason`.
 
-        Returns why the run ends before its last epoch, as in `Finished.reason`. Raises LinkLostError when the
-        link is lost, and WorkerError when the task fails.
+        Raises LinkLostError when the link is lost, and WorkerError when the task fails.
         """
 
     def finish(self, reason: str) -> None:
-        """Report the completion record, after the ranks have parted."""
+        """Report the completion record, after the ranks have disconnected."""
 
 
 class ModelTask:
@@ -158,7 +155,7 @@ class ModelTask:
 
     @property
     def sum_sizes(self) -> list[tuple[int, int]]:
-        """As of `Task`."""
+        """As in `Task`."""
         is_halved = self.spec.recipe.compression == BF16
         return [
             (
@@ -179,7 +176,7 @@ class ModelTask:
 
     @property
     def max_message_bytes(self) -> int:
-        """As of `Task`."""
+        """As in `Task`."""
         return max(self.max_batch_sizes.values()) * sample_bytes(*self.reader.first(0))
 
     @property
@@ -190,7 +187,7 @@ class ModelTask:
     def settle(
         self, communicator: Communicator, before: Sequence[int], hashes: Mapping[int, str] = {}
     ) -> None:
-        """As of `Task`. The latest step did not count the ranks `before` that its verdict does not."""
+        """As in `Task`. The latest step did not count the ranks `before` that are not in its verdict."""
         members, counted = communicator.members, communicator.counted
         joined = sorted((set(members) - set(before) | communicator.admitted) - {communicator.rank})
         if not joined and members == tuple(before) == counted:
@@ -201,7 +198,7 @@ class ModelTask:
         communicator.admitted = set()
         if not self.is_root:
             return
-        # First: what a rank does from here on is reported, even if this process ends now.
+        # This comes first, so that it is reported even if this process ends now.
         self._report_members(communicator, is_start=bool(hashes) or not before)
         packed = pack(values, progress.position).tobytes() if joined else b""
         for rank in joined:
@@ -209,7 +206,7 @@ class ModelTask:
             communicator.give_state(rank, state)
 
     def _report_members(self, communicator: Communicator, *, is_start: bool) -> None:
-        """Report who takes part from here on, where in the run that is, and who was lost."""
+        """Report the ranks that take part from now on, the position in the run, and the lost ranks."""
         progress, position, segment = self.progress, self.progress.position, self.progress.segment
         sizes = {str(share.rank): share.batch_size for share in segment.shares}
         for rank, reason, is_fault in communicator.lost:
@@ -242,14 +239,14 @@ class ModelTask:
 
     @property
     def summed(self) -> Any:
-        """What computes the vectors that the ranks sum, and applies their sum."""
+        """The engine that computes the vectors that the ranks sum, and applies their sum."""
         return self.step
 
     def restore(self) -> None:
-        """Load the state of an earlier process of this run. Tasks without a state have none."""
+        """Load the state of an earlier process of this run, if the task saves its state."""
 
     def open_reader(self) -> EpochReader | SyntheticReader:
-        """Return what the samples are read with."""
+        """Return the reader of this rank's samples."""
         return EpochReader(self.spec, self.me.rank, self.to_features if self.spec.head else None)
 
     def example(self, count: int) -> tuple[Array, Array]:
@@ -257,14 +254,14 @@ class ModelTask:
         return self.reader.first(count)
 
     def to_features(self, samples: Array) -> Array:
-        """Return the features of samples (n, …), as the model before the head computes them here."""
+        """Return the features of samples (n, …), computed by the model's layers before the head."""
         if self._extractor is None:
             assert self.spec.head is not None
             self._extractor = feature_pass(self.spec.head.prefix, self.me.runtime)
         return self._extractor.run(samples)
 
     def share_hash(self, communicator: Communicator) -> tuple[str, list[int]]:
-        """Return the hash of the weights, and the ranks that have another than rank 0."""
+        """Return the hash of the weights, and the ranks whose hash differs from rank 0's."""
         weights_hash = hash_arrays(self.summed.weights)
         hashes = communicator.gather(weights_hash, Sha256)
         return weights_hash, [rank for rank, digest in hashes.items() if digest != hashes[0]]
@@ -279,7 +276,7 @@ class ModelTask:
 
     @property
     def _compiled(self) -> CompiledStep | None:
-        """The step that this rank runs. None if Python's TensorFlow computes it here."""
+        """The compiled step of this rank. None if Python's TensorFlow computes the step here."""
         split = self.spec.split
         return split.compiled if split and self.me.rank else self.spec.compiled
 
@@ -294,9 +291,9 @@ class ModelTask:
         return build_engine(spec, me, recipe, self.example(0))
 
     def save_trained(self, path: Path) -> Path:
-        """Save the trained model as .keras, or its weights where Keras cannot save it. Return the path.
+        """Save the trained model as .keras, or its weights if Keras cannot save it. Return the path.
 
-        It has moving averages of the weights, where an optimizer keeps some. Raises OSError.
+        If an optimizer keeps moving averages of the weights, they are saved. Raises OSError.
         """
         step = self.step
         values = [*step.averaged_values(), *step.rates]
@@ -309,7 +306,7 @@ class ModelTask:
         return save_with_keras(self.spec, self.example(0), values, path)
 
     def _template(self, info: StepInfo) -> tuple[str, Places]:
-        """Return a file of Keras with the whole model, and where it has the step's variables. {}: unknown."""
+        """Return a Keras file of the whole model, and where it has the step's variables, {} if unknown."""
         head = self.spec.head
         compiled = head.compiled if head else self.spec.compiled
         if not compiled:

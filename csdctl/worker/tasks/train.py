@@ -1,7 +1,7 @@
 """The training loop of one rank: step, balance, evaluate, checkpoint, report.
 
-Compute time is measured before the sum, and time in the sum counts as waiting, so that the slow rank can be
-identified and gets smaller batches.
+Compute time ends where a sum begins, and time in the sum counts as waiting. So the slow rank can be found,
+and gets smaller batches.
 """
 
 import dataclasses
@@ -67,7 +67,7 @@ class StepSums:
         self.tail: Array = np.zeros(0)
         """The end of the latest sum, from the stop request on."""
         self.noise = GradientNoise()
-        """Of the gradient, on rank 0."""
+        """The noise of the gradient, on rank 0."""
 
     def __call__(self, number: int, part: Array) -> Array:
         """Return the sum of the vectors in `local`."""
@@ -97,7 +97,7 @@ class Train(ModelTask):
     """Trains the model on the run's data."""
 
     def load(self) -> None:
-        """Load everything, and the state of an earlier process of this run where there is one."""
+        """Load everything, and the state of an earlier process of this run, if there is one."""
         validation = self.spec.validation
         self._validation = PreparedSamples(validation) if validation and self.is_root else None
         super().load()
@@ -111,11 +111,11 @@ class Train(ModelTask):
             or self.step.has_loss_scaling
         )
         self.tells_noise = is_plain and all(rank.weight == 1.0 for rank in self.spec.ranks)
-        """Whether the norms of the ranks' gradients tell the gradient noise."""
+        """Whether the gradient noise follows from the norms of the ranks' gradients."""
         self._weights_hash = ""
         self._since_report = StepTotals()
         self._outliers: set[int] = set()
-        """Ranks that were named for a gradient that is too large."""
+        """Ranks whose too large gradient was reported."""
 
     def restore(self) -> None:
         """Load the state that this rank saved, if any: rank 0, or the rank of another server for its copy."""
@@ -166,7 +166,8 @@ class Train(ModelTask):
     def compare_weights(self, communicator: Communicator) -> str:
         """Return the hash of the weights. Raises WorkerError unless they are finite.
 
-        A few ranks whose weights differ from rank 0's are lost. Of many, rank 0 may be at fault.
+        A minority of ranks whose weights differ from rank 0's is lost. If most ranks differ, rank 0 may be at
+        fault.
         """
         epoch = self.progress.position.epoch
         if not all(map(are_finite, self.step.weights)):
@@ -180,7 +181,7 @@ class Train(ModelTask):
         return weights_hash
 
     def _run_epoch(self, communicator: Communicator) -> str:
-        """Run the rest of the epoch. Returns why the run ends within it, or ''."""
+        """Run the rest of the epoch. Return why the run ends within it, or ''."""
         progress, max_steps = self.progress, self.spec.max_steps
         self.reader.set_epoch(progress.position.epoch)
         self._epoch_totals, self._since_report = StepTotals(), StepTotals()
@@ -209,7 +210,7 @@ class Train(ModelTask):
         return ""
 
     def _admit(self, communicator: Communicator) -> None:
-        """Let ranks that wait for it take part from the next step on."""
+        """Admit waiting ranks from the next step on."""
         if self.is_root:
             communicator.look()
             communicator.admit([*communicator.joining])
@@ -218,7 +219,7 @@ class Train(ModelTask):
                 self._settle(communicator, (self.me.rank,))
 
     def _settle(self, communicator: Communicator, before: Sequence[int]) -> None:
-        """Go on with the ranks that are there, and forget what others have shown of the balance."""
+        """Continue with the present ranks. If they have changed, begin to observe the balance again."""
         if communicator.admitted or not tuple(before) == communicator.members == communicator.counted:
             self.settle(communicator, before)
             self._balancer.forget()
@@ -240,7 +241,7 @@ class Train(ModelTask):
             )
 
     def _slowest_link(self, communicator: Communicator) -> tuple[int, float, int] | None:
-        """Return `Progress.slow_link`. None if ranks were waited for only until they had computed."""
+        """Return `Progress.slow_link`. None if the waiting ended when the ranks had computed."""
         waited: dict[int, list[float]] = {}
         for rank, wait_s in communicator.waits:
             waited.setdefault(rank, []).append(wait_s)
@@ -334,7 +335,7 @@ class Train(ModelTask):
         return total
 
     def _exchange_reassigned(self, communicator: Communicator) -> bytes | bytearray | None:
-        """Send, from rank 0, the samples that other ranks read from the host in this step. Receive them."""
+        """Exchange the samples that other ranks read from the host in this step. Return this rank's."""
         progress, received = self.progress, None
         for share in progress.segment.shares[1:]:
             if not share.reassigned or not (batch := share.batch(progress.step_in_segment)).reassigned:
@@ -355,7 +356,7 @@ class Train(ModelTask):
     def _end_step(
         self, communicator: Communicator, before: Sequence[int], sums: Sums, global_samples: int
     ) -> None:
-        """Count the step, of the ranks `before`, and write the state where it survives this process."""
+        """Count the step of the ranks `before`, and write the state to a place that survives this process."""
         self.progress.end_step(sums, global_samples)
         self._settle(communicator, before)
         if self._checkpointer:
@@ -363,7 +364,7 @@ class Train(ModelTask):
             self._checkpointer.after_step(self.progress.position, has_others=has_others)
 
     def _balance(self, times_s: Array) -> None:
-        """Change batch sizes when a rank has become slower or faster. Every rank makes the same decision."""
+        """Change batch sizes if a rank has become slower or faster. Every rank makes the same decision."""
         progress = self.progress
         if not self.spec.is_balanced or progress.position.step >= progress.segment.stop_step - 1:
             return
@@ -388,9 +389,8 @@ class Train(ModelTask):
     def check_finite(self, loss: float, total: float, communicator: Communicator, *batch: Array) -> None:
         """Raise an error before a non-finite gradient is applied. All ranks see the same sum.
 
-        A few ranks that sent such a vector are left out of the sum by the hub. So samples of the ranks' own
-        `batch` are the cause, or the training diverges (WorkerError). Rank 0 decides. The others wait for its
-        end.
+        The hub leaves a minority of non-finite vectors out of the sum. So the samples of most `batch`es are
+        the cause, or the training diverges. Rank 0 raises WorkerError. The other ranks wait for its end.
         """
         # With loss scaling, the optimizer skips a gradient that overflowed and lowers the scale.
         if math.isfinite(loss) and (math.isfinite(total) or self.step.has_loss_scaling):
@@ -430,7 +430,7 @@ class Train(ModelTask):
             callbacks, is_best = self._decide(results)
             decision = [dataclasses.asdict(callbacks), is_best]
         self._report_epoch_end(results)
-        # Only what rank 0 decides counts.
+        # The decision of rank 0 counts.
         decided = communicator.gather(decision, Decision | None)[0]
         if decided is None:
             raise LinkLostError

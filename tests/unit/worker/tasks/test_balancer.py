@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from csdctl.worker.tasks.balancer import URGENT, Balancer
+from csdctl.worker.tasks.balancer import MIN_STEPS, Balancer
 
 OVERHEAD_S = 0.05
 
@@ -62,7 +62,7 @@ def test_batch_sizes_of_balanced_ranks_stay_whatever_the_noise() -> None:
 
 EVEN = {0: 1.0, 1: 1.0}
 UNEVEN: dict[str, tuple[dict[int, int], list[dict[int, float]]]] = {
-    "one slow step": ({0: 100, 1: 100}, [{0: 1.0, 1: 9.0}, *[EVEN] * URGENT.min_steps]),
+    "one slow step": ({0: 100, 1: 100}, [{0: 1.0, 1: 9.0}, *[EVEN] * MIN_STEPS]),
     "a scheduler's slice": ({0: 299, 1: 64, 2: 68}, [{0: 0.070, 1: 0.058, 2: 0.057}] * 500),
     "times that cannot be": (
         {0: 100, 1: 100, 2: 100},
