@@ -12,7 +12,7 @@ import pytest
 
 from csdctl.perfmodel.prediction import RankModel, StepTime
 from csdctl.tuning.search import Limits, find_best
-from tests.unit.tuning.test_plan_choice import EQUAL_NODES, FOUR_CLASSES, Machines, probed
+from tests.unit.tuning.test_plan_choice import EQUAL_NODES, FOUR_CLASSES, LIMITS, Machines, probed
 
 ROUNDS = 5
 SEEDS = range(200)
@@ -31,7 +31,7 @@ class NoisyMachines(Machines):
 
     def loss_after_tuning(self) -> float:
         """Return by how much the plan is slower than the best one, after one trial."""
-        model = probed(self.model(), self.measure, self.choose)
+        model = probed(self.model(), self.measure, LIMITS)
         step_times = model.step_times()
         tried: dict[str, list[float]] = {}
         for name, size in self.best(step_times).batch_sizes.items():
@@ -39,8 +39,7 @@ class NoisyMachines(Machines):
             key = self.class_of[name]
             tried.setdefault(key, []).append(step_s / step_times[key].at(size))
         for key, ratios in tried.items():
-            known = model.classes[key].with_trial(1, statistics.median(ratios))
-            model = model.with_class(key, known)
+            model = model.with_class(key, model.classes[key].with_trial(1, statistics.median(ratios)))
         return self.loss(self.best(model.step_times()))
 
 

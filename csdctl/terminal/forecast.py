@@ -10,7 +10,7 @@ from csdctl.reporting.numbers import (
 )
 from csdctl.terminal.console import build_table
 from csdctl.terminal.streams import Streams, document, fields_of
-from csdctl.tuning.scaling_curve import MIN_GAIN, MIN_SHARE_OF_NODE, CurvePoint, Reason, Verdict
+from csdctl.tuning.scaling_curve import MIN_GAIN, MIN_SHARE_OF_NODE, CurvePoint, CurveVerdict, Reason
 from csdctl.workflows.forecast.forecast import Forecast
 
 
@@ -111,7 +111,7 @@ def _describe_idle(forecast: Forecast) -> list[str]:
     return idle
 
 
-def _advise(verdict: Verdict) -> list[str]:
+def _advise(verdict: CurveVerdict) -> list[str]:
     """Return sentences about fewer nodes."""
     advice = []
     if verdict.worth_from is None and verdict.num_nodes > 1:

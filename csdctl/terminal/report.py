@@ -22,7 +22,7 @@ from csdctl.runs.directory import RunDirectory
 from csdctl.terminal.console import PrintableConsole, build_pairs, build_table
 from csdctl.terminal.streams import Streams, document
 from csdctl.workflows.reporting.report import PrivacyReport
-from csdctl.workflows.train.scale import Point
+from csdctl.workflows.train.scale import SeriesPoint
 
 TEXTS = ("after", "batch sizes", "cost", "node", "rank", "remark", "run", "series", "source", "what")
 """Columns that are no numbers."""
@@ -108,7 +108,7 @@ def show_series(streams: Streams, kind: str, series: ScalingSeries) -> None:
     streams.console.print(_build_data_table(describe_series(series), tabulate_scaling(series)))
 
 
-def show_points(streams: Streams, points: Sequence[Point]) -> None:
+def show_points(streams: Streams, points: Sequence[SeriesPoint]) -> None:
     """Print what `scale` would train."""
     described = [
         {

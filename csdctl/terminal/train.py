@@ -19,7 +19,7 @@ from csdctl.workflows.preflight.examination import Examination, describe
 from csdctl.workflows.preflight.links import judge_sandbox
 from csdctl.workflows.train.request import TrainRequest
 from csdctl.workflows.train.run import RunStopped
-from csdctl.workflows.train.scale import Point
+from csdctl.workflows.train.scale import SeriesPoint
 from csdctl.workflows.train.train import TrainResult, rehearse_training, run_training
 from csdctl.workflows.workspace.event_stream import RunStarted
 
@@ -150,7 +150,7 @@ class TrainingScreen(PreparationScreen):
             self.say(when + line)
 
 
-def train_point(streams: Streams, point: Point, request: TrainRequest) -> TrainResult:
+def train_point(streams: Streams, point: SeriesPoint, request: TrainRequest) -> TrainResult:
     """Train one point as `train` does, with its live view. Raises what `train` raises."""
     streams.say(f"{point.kind} scaling, nodes: {point.num_nodes}, global batch {point.plan.global_batch:,}")
     try:

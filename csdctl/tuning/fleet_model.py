@@ -8,43 +8,55 @@ time, so residuals are relative. A single disturbed probe must not change the fi
 less (Huber's weights, reweighted until they converge).
 """
 
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from statistics import median
 from typing import Any
 
 from csdctl.fleet.model import HOST_NAME
-from csdctl.perfmodel.prediction import CollectiveCost, StepTime, calibrate_overhead
-from csdctl.tuning.measurements import CollectiveMeasurement, Point, ProbeMeasurement, TrialMeasurement
+from csdctl.perfmodel.prediction import CollectiveCost, RankModel, StepTime, calibrate_overhead
+from csdctl.tuning.measurements import (
+    CollectiveMeasurement,
+    Point,
+    ProbeMeasurement,
+    ProbeOutcome,
+    TrialMeasurement,
+)
 from csdctl.tuning.plan import RankPlan
 from csdctl.tuning.search import BestPlan
 from csdctl.worker.protocol.run_spec import Runtime
 
 Array = Any
-"""A NumPy array of float64; NumPy is imported where it computes: a host that manages a fleet needs none."""
+"""A NumPy array of float64. NumPy is imported where it computes, because managing a fleet needs none."""
 
 HUBER_K = 1.345
-"""Residuals beyond this many standard deviations weigh less; 95% efficient where none is an outlier."""
+"""Residuals beyond this many standard deviations weigh less. 95% efficient where none is an outlier."""
 MIN_SCALE = 0.01
 """Minimum noise for the weights of residuals."""
 MAD_TO_SIGMA = 1.4826
+"""Standard deviation of a normal distribution, relative to its median absolute deviation."""
 NUM_REWEIGHTS = 20
+"""Maximum number of iterations of the reweighted fit."""
 MIN_GROWTH = 0.05
-"""By which share a step grows up to the largest probed batch, where noise hides it."""
-
-
+"""By which share a step grows up to the largest probed batch, where noise hides the growth."""
 NUM_NEWEST = 5
+"""Number of newest times used per sum: a fleet changes, and a single time may be an outlier."""
 RANK_SHARE = 0.9
+"""The share of a machine's usable memory that a rank's predicted peak may take."""
 SPREAD = 2.0
-MAX_PROBES = 8
+"""Two sizes that differ by less than this factor show noise rather than the cost of a sample."""
 OOM_RETRY_SHARE = 0.6
+"""After a rank ran out of memory in a trial, it computes this share of the samples at once."""
 OUTLIER_TOLERANCE = 0.1
+"""A machine that differs from its class by more than this share in a trial gets a separate step time."""
 
 
 def fit_step_time(probes: Sequence[Point]) -> StepTime:
     """Fit the step time to `probes` of one machine class. Raises ValueError without probes.
 
-    A single batch size gives a line through the origin. Times that do not grow with the batch, a flat line.
+    A single batch size gives a line through the origin. Times that do not grow with the batch give a flat
+    line.
     """
     import numpy as np
 
@@ -52,13 +64,13 @@ def fit_step_time(probes: Sequence[Point]) -> StepTime:
         raise ValueError("no probe to fit a step time to")
     sizes = np.array([float(probe.batch_size) for probe in probes])
     times = np.array([probe.step_time_s for probe in probes])
-    line = _fit(np.stack([np.ones_like(sizes), sizes], axis=1), times)
     if len({probe.batch_size for probe in probes}) == 1:  # it does not determine α
         return StepTime(0.0, _fit(sizes[:, np.newaxis], times)[0])
-    if line[1] <= 0:  # steps that get shorter with the batch: α is most of them, and the rest is noise
+    fixed_s, per_sample_s = _fit(np.stack([np.ones_like(sizes), sizes], axis=1), times)
+    if per_sample_s <= 0:  # steps that get shorter with the batch: α is most of them, and noise hides β
         fixed_s = _fit(np.ones((len(sizes), 1)), times)[0]
-        return StepTime(fixed_s, MIN_GROWTH * fixed_s / max(probe.batch_size for probe in probes))
-    return StepTime(line[0], line[1])
+        per_sample_s = MIN_GROWTH * fixed_s / max(probe.batch_size for probe in probes)
+    return StepTime(fixed_s, per_sample_s)
 
 
 def _fit(columns: Array, times: Array) -> list[float]:
@@ -80,13 +92,13 @@ def _fit(columns: Array, times: Array) -> list[float]:
     return coefficients
 
 
-def non_negative(columns: Array, wanted: Array) -> list[float]:
-    """Solve least squares with coefficients ≥ 0: drop the first negative coefficient until none is left."""
+def non_negative(columns: Array, targets: Array) -> list[float]:
+    """Solve least squares with coefficients ≥ 0: drop the first negative coefficient until none remains."""
     import numpy as np
 
     kept = list(range(columns.shape[1]))
     while True:
-        solved = np.linalg.lstsq(columns[:, kept], wanted, rcond=None)[0]
+        solved = np.linalg.lstsq(columns[:, kept], targets, rcond=None)[0]
         negative = [column for column, value in zip(kept, solved, strict=True) if value < 0]
         if not negative:
             coefficients = dict(zip(kept, solved, strict=True))
@@ -94,47 +106,32 @@ def non_negative(columns: Array, wanted: Array) -> list[float]:
         kept.remove(negative[0])
 
 
-"""Number of newest times used per sum: a fleet changes, and a single time may be an outlier."""
+def fit_collective(sums: Sequence[CollectiveMeasurement]) -> CollectiveCost:
+    """Fit the cost of a sum to timed `sums`, minimizing relative errors. 0 without measurements.
 
-
-def fit_collective(measured: Sequence[CollectiveMeasurement]) -> CollectiveCost:
-    """Fit the cost of a sum to `measured`, minimizing relative errors. 0 without measurements."""
-    seconds = _median_times(measured)
-    if not seconds:
+    Of repeated sums over as many ranks and bytes, the median of the newest counts.
+    """
+    repeated = defaultdict[tuple[int, int], list[float]](list)
+    for timed in sorted(sums, key=lambda timed: timed.measured_at):
+        if timed.num_ranks > 1 and timed.seconds > 0:  # a single rank has nothing to sum
+            repeated[timed.num_ranks, timed.num_bytes].append(timed.seconds)
+    if not repeated:
         return CollectiveCost()
     import numpy as np
 
-    rows = [[1.0, others := num_ranks - 1, num_bytes, num_bytes * others] for num_ranks, num_bytes in seconds]
-    times = np.array(list(seconds.values()))
+    rows = [[1.0, num_ranks - 1, num_bytes, num_bytes * (num_ranks - 1)] for num_ranks, num_bytes in repeated]
+    times = np.array([median(seconds[-NUM_NEWEST:]) for seconds in repeated.values()])
     columns = np.array(rows, float) / times[:, np.newaxis]
     # Bytes are millions and seconds thousandths: scale each column for numerical stability.
-    sizes = np.abs(columns).max(axis=0)
-    sizes[sizes == 0] = 1.0
-    coefficients = np.array(non_negative(columns / sizes, np.ones_like(times))) / sizes
+    scales = np.abs(columns).max(axis=0)
+    scales[scales == 0] = 1.0
+    coefficients = np.array(non_negative(columns / scales, np.ones_like(times))) / scales
     return CollectiveCost(*map(float, coefficients))
-
-
-def _median_times(measured: Sequence[CollectiveMeasurement]) -> dict[tuple[int, int], float]:
-    """Return the median seconds of the newest sums, by ranks and bytes."""
-    repeated: dict[tuple[int, int], list[float]] = {}
-    for sample in sorted(measured, key=lambda sample: sample.measured_at):
-        if sample.num_ranks > 1 and sample.seconds > 0:  # a single rank has nothing to sum
-            repeated.setdefault((sample.num_ranks, sample.num_bytes), []).append(sample.seconds)
-    return {key: median(seconds[-NUM_NEWEST:]) for key, seconds in repeated.items()}
-
-
-"""The share of a machine's usable memory that a rank's predicted peak may take."""
-"""Two sizes that differ by less than this factor show noise rather than the cost of a sample."""
 
 
 def rank_memory_bytes(usable_bytes: int | None) -> int | None:
     """Return the part of a machine's usable memory that a rank may use. None: unknown."""
     return int(usable_bytes * RANK_SHARE) if usable_bytes else None
-
-
-def merge_peaks(peaks: Mapping[int, int], more: Mapping[int, int]) -> dict[int, int]:
-    """Return the larger peak for each batch size."""
-    return {**peaks, **{size: max(peak, peaks.get(size, 0)) for size, peak in more.items()}}
 
 
 def predict_peak_bytes(peaks: Mapping[int, int], batch_size: int) -> int | None:
@@ -172,30 +169,6 @@ def _line(peaks: Mapping[int, int]) -> tuple[int, float]:
 
 
 @dataclass(frozen=True)
-class ProbeOutcome:
-    """One batch size, probed on one machine."""
-
-    batch_size: int
-    step_time_s: float | None
-    """Mean of forward, backward and apply; None: the batch did not fit in memory."""
-    num_steps: int = 0
-    peaks: Mapping[int, int] = field(default_factory=dict)
-    """Peak memory in bytes by batch size, for every size that raised the peak of this probe process."""
-    is_oom_kill: bool = False
-    """Whether the process was killed at this size; False without a step time: it was predicted not to fit."""
-
-    @property
-    def samples_per_s(self) -> float | None:
-        """Samples per second. None when the batch did not fit in memory."""
-        return self.batch_size / self.step_time_s if self.step_time_s else None
-
-    @property
-    def peak_memory_bytes(self) -> int:
-        """The peak at this batch size. 0: an earlier, larger size had set it."""
-        return self.peaks.get(self.batch_size, 0)
-
-
-@dataclass(frozen=True)
 class TrialResult:
     """The steps of a trial. Sequences are in order of rank."""
 
@@ -206,11 +179,11 @@ class TrialResult:
     compute_s: tuple[float, ...]
     """Compute seconds of each rank in a step."""
     wall_s: float
-    """Seconds of all steps, including those that are not counted."""
+    """Seconds of all steps, including steps that are not counted."""
     sum_s: float
     """Seconds of the sums of one step over these ranks, measured before the first step."""
     peak_memory_bytes: tuple[int | None, ...] = ()
-    """Peak memory of each rank's process; None where it was not reported."""
+    """Peak memory of each rank's process. None where it was not reported."""
     error: float = 0.0
     """The relative standard error of `step_s`."""
 
@@ -230,31 +203,25 @@ class TriedPlan:
         return {rank.node: seconds for rank, seconds in zip(self.ranks, self.result.compute_s, strict=True)}
 
 
-"""Maximum number of probes per class in one tuning."""
-"""After a rank ran out of memory in a trial, it computes this share of the samples at once."""
-
-
 @dataclass(frozen=True)
 class ClassModel:
     """The measured properties of the machines of one class, with one set of runtime settings."""
 
     machines: tuple[str, ...]
-    settings: Runtime = field(default_factory=lambda: Runtime(1))
+    settings: Runtime = field(default_factory=Runtime)
     points: tuple[Point, ...] = ()
-    """Probes with these settings, including those of earlier tunings."""
+    """Probes with these settings, including probes of earlier tunings."""
     in_step_factor: float = 1.0
     """Compute time of a step in a trial, together with other ranks, relative to a probe of the same size."""
     trial_sizes: tuple[int, ...] = ()
     """The batch sizes of the trials from which `in_step_factor` was computed."""
     num_new_probes: int = 0
-    max_size: int | None = None
-    """The largest batch size that a plan may give a machine."""
     too_large: int | None = None
     """The smallest batch size that did not fit in memory."""
     peaks: Mapping[int, int] = field(default_factory=dict)
     """Peak memory of a process in bytes, by the batch size that it computed at once."""
     memory_bytes: int | None = None
-    """Memory that a rank may use; None: unknown."""
+    """Memory that a rank may use. None: unknown."""
     is_divisible: bool = True
     """Whether a batch that exceeds the memory can be computed in micro-batches."""
 
@@ -267,26 +234,18 @@ class ClassModel:
     def max_at_once(self) -> int | None:
         """The largest batch that fits in memory at once. None: unknown."""
         bounds = []
-        if self.memory_bytes and (within := largest_within_memory(self.peaks, self.memory_bytes)):
-            bounds.append(max(within, *self.peaks))
+        if self.memory_bytes and (largest := largest_within_memory(self.peaks, self.memory_bytes)):
+            bounds.append(max(largest, *self.peaks))
         if self.too_large is not None:
             bounds.append(max(1, self.too_large - 1))
         return min(bounds, default=None)
-
-    def cap(self, size: int) -> int:
-        """Return `size`, limited to the largest that a plan may give."""
-        at_once = None if self.is_divisible else self.max_at_once
-        return min([size, *filter(None, (self.max_size, at_once))])
 
     def limit_at_once(self, size: int) -> int:
         """Return how many of `size` samples a machine computes at once."""
         return min(size, self.max_at_once or size)
 
     def step_time_at_once(self) -> StepTime:
-        """Return the step time in training of batches that fit in memory.
-
-        Raises ValueError without probes.
-        """
+        """Return the step time in training, without a limit of memory. Raises ValueError without probes."""
         return fit_step_time(self.points).scaled(self.in_step_factor)
 
     def step_time(self) -> StepTime:
@@ -300,34 +259,28 @@ class ClassModel:
             return fitted
         if not self.is_divisible:
             return replace(fitted, largest=at_once)
-        micro_batched_s = fitted.at(at_once) / at_once
-        return StepTime(fitted.fixed_s, fitted.per_sample_s, at_once, micro_batched_s)
-
-    def predict_peak_bytes(self, batch_size: int) -> int | None:
-        """Return the peak memory of a rank with `batch_size`. None: too few measurements."""
-        return predict_peak_bytes(self.peaks, self.limit_at_once(batch_size))
+        return replace(fitted, knee=at_once, above_knee_s=fitted.at(at_once) / at_once)
 
     def with_probes(self, outcomes: Sequence[ProbeOutcome]) -> "ClassModel":
         """Return the model updated with the outcomes of probes with its settings."""
-        points, peaks, too_large = list(self.points), self.peaks, self.too_large
+        points, peaks, too_large = list(self.points), dict(self.peaks), self.too_large
         for outcome in outcomes:
-            peaks = merge_peaks(peaks, outcome.peaks)
+            size = outcome.batch_size
             if outcome.step_time_s is None:
-                too_large = min(outcome.batch_size, too_large or outcome.batch_size)
-            else:
-                points.append(Point(outcome.batch_size, outcome.step_time_s))
+                too_large = min(size, too_large or size)
+                continue
+            points.append(Point(size, outcome.step_time_s))
+            if outcome.peak_memory_bytes:
+                peaks[size] = max(outcome.peak_memory_bytes, peaks.get(size, 0))
         if too_large and max((point.batch_size for point in points), default=0) >= too_large:
             too_large = None  # a larger batch fitted: the process was killed for another reason
+        num_new_probes = self.num_new_probes + len(outcomes)
         return replace(
-            self,
-            points=tuple(points),
-            peaks=peaks,
-            too_large=too_large,
-            num_new_probes=self.num_new_probes + len(outcomes),
+            self, points=tuple(points), peaks=peaks, too_large=too_large, num_new_probes=num_new_probes
         )
 
     def with_trial(self, size: int, ratio: float) -> "ClassModel":
-        """Return the model updated with a trial: steps of `size` took `ratio` times as long as modelled.
+        """Return the model after a trial of `size` took `ratio` times as long as modelled.
 
         All trials have the same weight.
         """
@@ -345,7 +298,7 @@ class FleetModel:
     """Step times of the fleet's machines, alone and together."""
 
     machines: tuple[str, ...]
-    """The machines that train, in the order of the fleet; the host first unless it does not train."""
+    """The machines that train, in the order of the fleet, with the host first unless it does not train."""
     classes: Mapping[str, ClassModel]
     """Machine classes by name: 'host', or the key of the class of nodes."""
     vector_bytes: int = 0
@@ -353,7 +306,7 @@ class FleetModel:
     required: frozenset[str] = frozenset()
     """Machines that every plan must include: the host, and nodes with private data."""
     private_shares: Mapping[str, float] = field(default_factory=dict)
-    """The part of all samples that are private ones of a machine, by machine."""
+    """The private samples of a machine as a share of all samples, by machine."""
     collective_cost: CollectiveCost = field(default_factory=CollectiveCost)
     overhead_factor: float = 1.0
     """Time of a step without the sum, relative to the compute time of its slowest rank."""
@@ -367,7 +320,7 @@ class FleetModel:
 
     def class_name(self, machine: str) -> str:
         """Return the name of the class that `machine` belongs to."""
-        return next(name for name, known in self.classes.items() if machine in known.machines)
+        return next(name for name, members in self.classes.items() if machine in members.machines)
 
     def class_of(self, machine: str) -> ClassModel:
         """Return the class that `machine` belongs to."""
@@ -379,18 +332,28 @@ class FleetModel:
 
     def step_times(self) -> dict[str, StepTime]:
         """Return the step time of each class. Raises ValueError when one is unknown."""
-        return {name: known.step_time() for name, known in self.classes.items()}
+        return {name: members.step_time() for name, members in self.classes.items()}
 
     def machine_step_times(self, step_times: Mapping[str, StepTime] | None = None) -> dict[str, StepTime]:
-        """Return the step time of each machine from those of the classes, in the order of the fleet."""
+        """Return the step time of each machine, in the order of the fleet. `step_times` by class name."""
         by_class = self.step_times() if step_times is None else step_times
-        by_machine = {
-            machine: by_class[name] for name, known in self.classes.items() for machine in known.machines
-        }
+        classes = {machine: name for name, members in self.classes.items() for machine in members.machines}
         return {
-            machine: by_machine[machine].scaled(self.outlier_factors.get(machine, 1.0))
+            machine: by_class[classes[machine]].scaled(self.outlier_factors.get(machine, 1.0))
             for machine in self.machines
         }
+
+    def candidates(self, step_times: Mapping[str, StepTime] | None = None) -> list[RankModel]:
+        """Return the machines that may train, in the order of the fleet. `step_times` by class name."""
+        return [
+            RankModel(
+                machine,
+                step_time,
+                is_required=machine in self.required,
+                private_share=self.private_shares.get(machine, 0.0),
+            )
+            for machine, step_time in self.machine_step_times(step_times).items()
+        ]
 
     def sum_s(self, num_ranks: int) -> float:
         """Return the seconds of a sum over `num_ranks`."""
@@ -401,14 +364,11 @@ class FleetModel:
         return self.sum_s(num_training + (not self.is_host_training))
 
 
-"""A machine that differs from its class by more than this share in a trial gets a separate step time."""
-
-
 def learn_probes(model: FleetModel, outcomes: Mapping[str, ProbeOutcome]) -> FleetModel:
     """Return the model updated with one round of probes, by machine, with the settings of its class."""
     classes = {
-        name: known.with_probes([outcomes[machine] for machine in known.machines if machine in outcomes])
-        for name, known in model.classes.items()
+        name: members.with_probes([outcomes[machine] for machine in members.machines if machine in outcomes])
+        for name, members in model.classes.items()
     }
     return replace(model, classes=classes)
 
@@ -417,14 +377,17 @@ def learn_trial(model: FleetModel, tried: TriedPlan) -> FleetModel:
     """Return the model updated with a trial: in-step factors of classes, outliers, and step overhead."""
     compute_s, sizes = tried.compute_s, tried.best.batch_sizes
     classes, outliers = dict(model.classes), dict(model.outlier_factors)
-    for name, known in model.classes.items():
-        step_time = known.step_time()
-        training = [machine for machine in known.machines if machine in sizes]
-        if not training:
+    for name, members in model.classes.items():
+        step_time = members.step_time()
+        ratios = {
+            machine: compute_s[machine] / step_time.at(sizes[machine])
+            for machine in members.machines
+            if machine in sizes
+        }
+        if not ratios:
             continue
-        ratios = {machine: compute_s[machine] / step_time.at(sizes[machine]) for machine in training}
         usual = median(ratios.values())
-        classes[name] = known.with_trial(max(sizes[machine] for machine in training), usual)
+        classes[name] = members.with_trial(max(sizes[machine] for machine in ratios), usual)
         for machine, ratio in ratios.items():
             outliers[machine] = ratio / usual if abs(ratio / usual - 1) > OUTLIER_TOLERANCE else 1.0
     learned = replace(model, classes=classes, outlier_factors=outliers)
@@ -434,73 +397,61 @@ def learn_trial(model: FleetModel, tried: TriedPlan) -> FleetModel:
     return replace(learned, overhead_factor=calibrate_overhead(ranks, tried.result.step_s, sum_s))
 
 
-RecalledTrial = tuple[Sequence[tuple[StepTime, int]], float]
-"""Step time and batch size of each rank, the host first, and the seconds of a step."""
+def recall_class(blank: ClassModel, probes: Sequence[ProbeMeasurement], threads: int = 0) -> ClassModel:
+    """Return `blank` with earlier `probes` of this model, recipe and machine class, oldest first.
 
-
-def recall_class(blank: ClassModel, known: Sequence[ProbeMeasurement], threads: int = 0) -> ClassModel:
-    """Return `blank` with the `known` probes of this model, recipe and machine class, oldest first.
-
-    Settings are those of the newest trial, with `threads` if the user set that (0: not set). Probes with
+    Settings are taken from the newest trial, with `threads` if the user set that (0: not set). Probes with
     other settings do not count.
     """
-    known = [probe for probe in known if probe.settings.device == blank.settings.device]
-    tried = [probe for probe in known if probe.is_from_trial and threads in (0, probe.settings.threads)]
-    blank = replace(blank, settings=tried[-1].settings) if tried else blank
-    known = [probe for probe in known if probe.settings == blank.settings]
-    too_large, peaks = _recall_memory(known)
-    points = [
-        Point(probe.batch_size, probe.step_time_s)
-        for probe in known
-        if probe.step_time_s is not None and not probe.is_from_trial
-    ]
-    recalled = replace(blank, too_large=too_large, peaks=peaks, points=tuple(points))
-    # An interrupted tuning has probes but no trial.
-    shown = recall_in_step(known, fit_step_time(points)) if points else None
-    return recalled.with_trial(*shown) if shown else recalled
-
-
-def recall_trial(
-    trials: Sequence[TrialMeasurement], step_times: Mapping[str, StepTime]
-) -> RecalledTrial | None:
-    """Return the newest of `trials`, oldest first, of several ranks. `step_times` by class name.
-
-    None without such a trial, or when it has a class that is not in `step_times`.
-    """
-    of_several = [trial for trial in trials if len(trial.ranks) > 1]
-    if not of_several:
-        return None
-    host, *nodes = of_several[-1].ranks
-    ranks = [(HOST_NAME, host.batch_size), *((rank.machine_class, rank.batch_size) for rank in nodes)]
-    if any(size and name not in step_times for name, size in ranks):
-        return None
-    # An idle rank computes nothing, but takes part in the sum; its step time does not matter.
-    any_step_time = next(iter(step_times.values()))
-    return [(step_times.get(name, any_step_time), size) for name, size in ranks], of_several[-1].step_s
-
-
-def recall_in_step(known: Sequence[ProbeMeasurement], step_time: StepTime) -> tuple[int, float] | None:
-    """Return a batch size of the newest trial and its time relative to `step_time`. None without a trial."""
-    tried = [probe for probe in known if probe.is_from_trial]
-    if not tried:
-        return None
-    newest = max(probe.measured_at for probe in tried)
-    shown = [probe for probe in tried if probe.measured_at == newest]
-    ratio = median(
-        probe.step_time_s / step_time.at(probe.batch_size) for probe in shown if probe.step_time_s is not None
-    )
-    return max(probe.batch_size for probe in shown), ratio
-
-
-def _recall_memory(known: Sequence[ProbeMeasurement]) -> tuple[int | None, dict[int, int]]:
-    """Return the smallest size that did not fit in memory, and the peaks of the sizes that did."""
-    too_large: int | None = None
-    peaks: dict[int, int] = {}
-    for probe in known:
+    probes = [probe for probe in probes if probe.settings.device == blank.settings.device]
+    trials = [probe for probe in probes if probe.is_from_trial and threads in (0, probe.settings.threads)]
+    blank = replace(blank, settings=trials[-1].settings) if trials else blank
+    probes = [probe for probe in probes if probe.settings == blank.settings]
+    points, peaks, too_large = list[Point](), dict[int, int](), 0
+    for probe in probes:
+        size = probe.batch_size
         if probe.step_time_s is None:
-            too_large = min(probe.batch_size, too_large or probe.batch_size)
-        elif probe.peak_memory_bytes:
-            peaks = merge_peaks(peaks, {probe.batch_size: probe.peak_memory_bytes})
-            if too_large and probe.batch_size >= too_large:
-                too_large = None  # another process had used the memory at that time
-    return too_large, peaks
+            too_large = min(size, too_large or size)
+        elif not probe.is_from_trial:
+            points.append(Point(size, probe.step_time_s))
+            if probe.peak_memory_bytes:
+                peaks[size] = max(probe.peak_memory_bytes, peaks.get(size, 0))
+                if size >= too_large:
+                    too_large = 0  # another process had used the memory at that time
+    recalled = replace(blank, points=tuple(points), peaks=peaks, too_large=too_large or None)
+    # An interrupted tuning has probes but no trial.
+    newest = recall_in_step(probes, fit_step_time(points)) if points else None
+    return recalled.with_trial(*newest) if newest else recalled
+
+
+def recall_overhead(trials: Sequence[TrialMeasurement], model: FleetModel) -> float | None:
+    """Return the overhead factor in the newest of `trials`, oldest first, of several ranks.
+
+    None without such a trial, or when it has a class that is not in `model`.
+    """
+    trial = next((trial for trial in reversed(trials) if len(trial.ranks) > 1), None)
+    if trial is None:
+        return None
+    names = [HOST_NAME, *(rank.machine_class for rank in trial.ranks[1:])]
+    sizes = [
+        (name, rank.batch_size) for name, rank in zip(names, trial.ranks, strict=True) if rank.batch_size
+    ]
+    if any(name not in model.classes for name, _ in sizes):
+        return None
+    # An idle host computes nothing, but takes part in the sum.
+    step_times = model.step_times()
+    ranks = [(step_times[name], size) for name, size in sizes]
+    return calibrate_overhead(ranks, trial.step_s, model.sum_s(len(trial.ranks)))
+
+
+def recall_in_step(probes: Sequence[ProbeMeasurement], step_time: StepTime) -> tuple[int, float] | None:
+    """Return a batch size of the newest trial and its time relative to `step_time`. None without a trial."""
+    ratios: dict[float, list[tuple[int, float]]] = defaultdict(list)
+    for probe in probes:
+        if probe.is_from_trial and probe.step_time_s is not None:
+            ratio = probe.step_time_s / step_time.at(probe.batch_size)
+            ratios[probe.measured_at].append((probe.batch_size, ratio))
+    if not ratios:
+        return None
+    newest = ratios[max(ratios)]
+    return max(size for size, _ in newest), median(ratio for _, ratio in newest)

@@ -13,15 +13,15 @@ from csdctl.worker.protocol.model_info import ModelInfo
 from csdctl.worker.protocol.run_spec import CPU, Runtime
 
 NUMBER_BYTES, HALVED_BYTES = 4, 2
-"""Of a number of a gradient that is sent as float32, or as bfloat16."""
+"""Bytes of a number in a gradient that is sent as float32, and as bfloat16."""
 
 
 @dataclass(frozen=True)
 class ModelProperties:
-    """A model, and the features that determine its step time. 0: unknown."""
+    """A model, and the properties that determine its step time. 0: unknown."""
 
     hash: str
-    """Hash of the architecture; weights do not affect the step time."""
+    """Hash of the architecture. Weights do not affect the step time."""
     name: str
     num_parameters: int = 0
     num_trainable: int = 0
@@ -55,8 +55,25 @@ def describe_runtime(runtime: Runtime) -> str:
     parts = [f"{runtime.threads} thread" + ("" if runtime.threads == 1 else "s")]
     if runtime.inter_threads != 1:
         parts.append(f"{runtime.inter_threads} inter-op")
-    parts += [] if runtime.onednn else ["no oneDNN"]
-    return ", ".join([*parts, *([] if runtime.device == CPU else ["GPU"])])
+    if not runtime.onednn:
+        parts.append("no oneDNN")
+    if runtime.device != CPU:
+        parts.append("GPU")
+    return ", ".join(parts)
+
+
+@dataclass(frozen=True)
+class ProbeOutcome:
+    """One batch size, probed on one machine."""
+
+    batch_size: int
+    step_time_s: float | None
+    """Mean of forward, backward and apply. None: the batch did not fit in memory."""
+    num_steps: int = 0
+    peak_memory_bytes: int = 0
+    """Peak of the process at this batch size. 0: an earlier, larger size had set it."""
+    is_oom_kill: bool = False
+    """Whether the process was killed at this size. False without a time: it was predicted not to fit."""
 
 
 @dataclass(frozen=True)
@@ -68,10 +85,10 @@ class ProbeMeasurement:
     measured_at: float
     """Unix time."""
     step_time_s: float | None
-    """Mean of forward, backward and apply; None: the batch did not fit in memory."""
+    """Mean of forward, backward and apply. None: the batch did not fit in memory."""
     num_steps: int = 0
     peak_memory_bytes: int | None = None
-    """Peak of the process so far; 0: an earlier, larger size had set it; None: unknown."""
+    """Peak of the process so far. 0: an earlier, larger size had set it. None: unknown."""
 
     @property
     def is_from_trial(self) -> bool:
@@ -96,7 +113,7 @@ class TrialRank:
     """One rank of a trial."""
 
     machine_class: str
-    """The key of its machine class."""
+    """Key of its machine class."""
     batch_size: int
     settings: Runtime
 
@@ -112,25 +129,26 @@ class TrialMeasurement:
     measured_at: float
     """Unix time."""
     predicted_samples_per_s: float | None = None
-    """Predicted before the trial; None: no prediction."""
+    """Predicted before the trial. None: no prediction."""
 
 
 @dataclass(frozen=True)
 class ForecastErrors:
-    """Errors of earlier forecasts, logarithms of the achieved rate over the forecast one."""
+    """Errors of earlier forecasts: logarithms of the achieved rate over the forecast rate."""
 
     tried: tuple[float, ...] = ()
-    """Of plans that had been tried before: of another trial, or of a run, against the trial before it."""
+    """Errors for plans that had been tried: another trial, or a run, against the trial before it."""
     modelled: tuple[float, ...] = ()
-    """Of plans that had not."""
+    """Errors for plans that had only been modelled."""
 
     @property
     def spread(self) -> Spread:
-        """The spread of a forecast of a plan that was not tried: of the model, and of what changes since."""
-        of_model = estimate_spread(self.modelled, MODELLED_SIGMA)
-        since = estimate_spread(self.tried, TRIED_SIGMA)
-        degrees = min(of_model.num_degrees, since.num_degrees)
-        return Spread(of_model.variance + since.variance, degrees)
+        """The spread of a forecast of a plan that was not tried: errors of the model, and changes since."""
+        model, drift = (
+            estimate_spread(self.modelled, MODELLED_SIGMA),
+            estimate_spread(self.tried, TRIED_SIGMA),
+        )
+        return Spread(model.variance + drift.variance, min(model.num_degrees, drift.num_degrees))
 
     def after_trial(self, trial_error: float) -> Spread:
         """Return the spread of a forecast from a trial with this relative standard error."""
@@ -154,10 +172,10 @@ def compare_trials(trials: Sequence[TrialMeasurement]) -> ForecastErrors:
 
 
 def describe_model(info: ModelInfo, architecture_hash: str, code_hash: str = "") -> ModelProperties:
-    """Return the features of a built model. `architecture_hash` of its architecture.json.
+    """Return the properties of a built model. `architecture_hash`: hash of its architecture.json.
 
-    `code_hash` of the job's own code, if the model needs it. For a model that this code builds on every rank,
-    architecture.json has the recipe in place of layers.
+    `code_hash`: hash of the job's own code, if the model needs it. For a model that this code builds on every
+    rank, architecture.json has the recipe in place of layers.
     """
     identity = architecture_hash
     if code_hash:

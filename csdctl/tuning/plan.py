@@ -3,35 +3,40 @@
 import json
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import asdict
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path, PurePath
 from typing import Annotated, Any, Final, Literal, Self
 
 import yaml
-from pydantic import AfterValidator, Field, PlainSerializer, model_validator
+from pydantic import AfterValidator, Field, PlainSerializer, model_validator, with_config
 
-from csdctl.documents import Document, load_document, save_text
+from csdctl.documents import STRICT, Document, load_document, save_text
 from csdctl.errors import InputError
 from csdctl.fleet.model import HOST_NAME
 from csdctl.fleet.names import NAME
 from csdctl.perfmodel.spread import Range
-from csdctl.worker.protocol.run_spec import CPU, Device, Runtime
+from csdctl.worker.protocol.run_spec import Runtime
 
 Strategy = Literal["data-parallel", "features", "split"]
 DATA_PARALLEL: Final = "data-parallel"
 FEATURES: Final = "features"
 SPLIT: Final = "split"
 STRATEGIES = (DATA_PARALLEL, FEATURES, SPLIT)
-"""Every rank computes the whole model in each step; or its frozen part once for each sample; or the nodes the
-part of the model before a cut, and the host the rest."""
-
-
+"""What ranks compute: the whole model in each step, its frozen part once for each sample, or, on nodes, the
+part of the model before a cut."""
 HEADER = """\
 # Written by `csdctl tune`; `csdctl train` follows it. Batch sizes and threads may be edited:
 # the shards are computed from them (equation 1) when training starts.
 """
 MAX_BATCH_SIZE = 1 << 20
 MAX_THREADS = 1024
+
+Machine = Annotated[str, Field(pattern=f"^{NAME.pattern}(/{NAME.pattern})?$")]
+Size = Annotated[int, Field(ge=1, le=MAX_BATCH_SIZE)]
+Threads = Annotated[int, Field(ge=1, le=MAX_THREADS)]
+Positive = Annotated[float, Field(gt=0)]
+Rounded = Annotated[float, PlainSerializer(lambda value: round(value, 3))]
+"""In the file, to three places."""
 
 
 class PlanFingerprint(Document):
@@ -72,25 +77,17 @@ def _show(value: Any) -> str:
     return value if isinstance(value, str) else json.dumps(value)
 
 
-Machine = Annotated[str, Field(pattern=f"^{NAME.pattern}(/{NAME.pattern})?$")]
-Size = Annotated[int, Field(ge=1, le=MAX_BATCH_SIZE)]
-Threads = Annotated[int, Field(ge=1, le=MAX_THREADS)]
-Positive = Annotated[float, Field(gt=0)]
-Rounded = Annotated[float, PlainSerializer(lambda value: round(value, 3))]
-"""In the file, to three places."""
-
-
-class RankPlan(Document):
-    """One rank: its settings, and the measurements with them."""
+@with_config(STRICT)
+@dataclass(frozen=True, kw_only=True)
+class RankPlan(Runtime):
+    """One rank: TensorFlow's settings, its batch size, and the measurements with them."""
 
     node: Machine
     batch_size: Annotated[int, Field(ge=0, le=MAX_BATCH_SIZE)]
-    """0: the rank does not train; it only sums and serves data to the nodes. Allowed only for the host."""
-    threads: Threads
+    """0: the rank does not train. It only sums and serves data to the nodes. Allowed only for the host."""
+    threads: Threads = field()
+    """Intra-op threads."""
     inter_threads: Threads = 1
-    """Inter-op threads; `threads` are intra-op."""
-    onednn: bool = True
-    device: Device = CPU
     micro_batch_size: Size | None = None
     """A larger batch is computed in micro-batches of this size."""
     max_batch_size: Size | None = None
@@ -99,22 +96,20 @@ class RankPlan(Document):
     samples_per_s: Positive | None = None
     peak_memory_bytes: Annotated[int, Field(ge=0)] | None = None
 
-    @model_validator(mode="after")
-    def _fits_in_memory(self) -> Self:
+    def __post_init__(self) -> None:
         if self.max_batch_size and self.batch_size > self.max_batch_size:
             raise ValueError(
                 f"batch_size {self.batch_size} is above max_batch_size {self.max_batch_size}, the largest "
                 "that fits in memory"
             )
-        return self
 
     @property
     def runtime(self) -> Runtime:
-        """TensorFlow's runtime settings."""
+        """TensorFlow's settings alone."""
         return Runtime(self.threads, self.inter_threads, self.onednn, self.device)
 
     @property
-    def own_step_time_s(self) -> float | None:
+    def current_step_time_s(self) -> float | None:
         """Seconds of a step with `batch_size`. None if the batch size was edited since it was measured."""
         if not self.step_time_s or not self.samples_per_s:
             return self.step_time_s
@@ -123,10 +118,11 @@ class RankPlan(Document):
 
     def with_step(self, batch_size: int, step_time_s: float) -> "RankPlan":
         """Return the rank with this batch size, and the measured or modelled time of its step."""
-        rate = round(batch_size / step_time_s, 2) if batch_size else None
-        seconds = round(step_time_s, 6) if batch_size else None
-        return self.model_copy(
-            update={"batch_size": batch_size, "step_time_s": seconds, "samples_per_s": rate}
+        return replace(
+            self,
+            batch_size=batch_size,
+            step_time_s=round(step_time_s, 6) if batch_size else None,
+            samples_per_s=round(batch_size / step_time_s, 2) if batch_size else None,
         )
 
 
@@ -165,7 +161,7 @@ class Predicted(Document):
     gain: float | None = None
     """The gain in samples/s over the best equal batch size, where both were tried."""
     gain_without_nodes: float | None = None
-    """That over the best plan of all nodes, if some are left out and both were tried."""
+    """The gain over the best plan of all nodes, if some are left out and both were tried."""
     is_confirmed: bool = False
     """Whether the figures are from a trial of all ranks."""
 
@@ -237,15 +233,22 @@ class Plan(Document):
 
     def with_ranks(self, ranks: list[RankPlan]) -> "Plan":
         """Return the plan with some of its ranks, without what was predicted and compared for all."""
-        changed: dict[str, object] = {"ranks": ranks, "predicted": None, "trains_on_host": False}
-        return self.model_copy(update={**changed, "strategies": [], "left_out": []})
+        blank: dict[str, object] = {
+            "predicted": None,
+            "trains_on_host": False,
+            "strategies": [],
+            "left_out": [],
+        }
+        return self.model_copy(update={"ranks": ranks, **blank})
 
     def for_host_alone(self) -> "Plan":
         """Return the plan whose only rank is the host's, with the same global batch."""
         host = self.ranks[0]
-        limit = host.micro_batch_size
         alone = RankPlan(
-            node=host.node, batch_size=self.global_batch, micro_batch_size=limit, **asdict(host.runtime)
+            node=host.node,
+            batch_size=self.global_batch,
+            micro_batch_size=host.micro_batch_size,
+            **asdict(host.runtime),
         )
         return self.model_copy(update={"ranks": [alone], "predicted": None})
 
@@ -263,9 +266,8 @@ class Plan(Document):
         """
         if self.prediction:
             return self.prediction.samples_per_s
-        times = [rank.own_step_time_s for rank in self.ranks if rank.batch_size]
-        known = [time for time in times if time]
-        return self.global_batch / max(known) if len(known) == len(times) else None
+        times = [rank.current_step_time_s for rank in self.ranks if rank.batch_size]
+        return None if None in times else self.global_batch / max(filter(None, times))
 
     @property
     def predicted_range(self) -> Range | None:
@@ -275,7 +277,9 @@ class Plan(Document):
 
 def save_plan(path: Path, plan: Plan) -> None:
     """Write the plan as YAML, atomically."""
-    save_text(path, HEADER + yaml.safe_dump(plan.model_dump(exclude_none=True), sort_keys=False))
+    content = plan.model_dump(exclude_none=True)
+    content["ranks"] = [{"node": rank["node"], "batch_size": 0} | rank for rank in content["ranks"]]
+    save_text(path, HEADER + yaml.safe_dump(content, sort_keys=False))
 
 
 def load_plan(path: Path) -> Plan:

@@ -7,15 +7,15 @@ until every class was measured there: large steps take long, and the trial measu
 Other settings are compared at a batch size that was measured with the usual settings.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, replace
 from math import ceil
 from statistics import median
 
 from csdctl.fleet.model import HOST_NAME
-from csdctl.perfmodel.prediction import RankModel, StepTime, predict
-from csdctl.tuning.fleet_model import MAX_PROBES, ClassModel, FleetModel, TrialResult
+from csdctl.perfmodel.prediction import StepTime, predict
+from csdctl.tuning.fleet_model import ClassModel, FleetModel, TrialResult, predict_peak_bytes
 from csdctl.tuning.measurements import ForecastErrors, Point
 from csdctl.tuning.plan import MAX_BATCH_SIZE, Predicted, RankPlan
 from csdctl.tuning.search import BestPlan, Limits, best_equal, find_best, find_best_ranks
@@ -24,31 +24,44 @@ from csdctl.worker.protocol.run_spec import Runtime
 
 GOODPUT_SIZES = 20
 """Global batches to compare, each √2 of the next smaller one."""
-
-
+MAX_PROBES = 8
+"""Maximum number of probes per class in one tuning."""
 FIRST_SIZES = {1: (16,), 2: (4, 16), 3: (2, 6, 16)}
+"""Batch sizes of the first round, by number of machines that measure. A slow node takes seconds for them."""
 MAX_GROWTH = 4
+"""Limit of a probe's batch, relative to the largest that fitted: memory may be exhausted in between."""
 NEAR = 2.5
+"""A probe is informative for sizes within this factor: a trial measures the planned size itself. Half of the
+planned size is probed, and the plan moves a little with the result."""
 MEMORY_NEAR = 1.25
+"""Near the memory limit, a larger size within this factor of a measured size is not probed."""
 MIN_SIZES = 2
+"""Minimum number of different sizes of a class, including earlier probes. More hardly improve the plan,
+because the trial that follows corrects the level of the line (benchmarks/bench_planning.py, with noise)."""
 PLANNED_SHARES = (0.5, 0.3)
+"""Shares of the planned size that the machines of a class probe."""
 MIN_SETTINGS_GAIN = 0.15
+"""Other settings are used when a step takes at least this share less time. Less may be noise."""
 COMPARABLE_FACTOR = 4
+"""Other settings are probed with at least 1/COMPARABLE_FACTOR of the planned batch, where one was measured:
+with few samples, different settings may be faster."""
 MANY_THREADS = 4
+"""With at least this many threads, half of them are tried: two hardware threads share units of one core."""
 
 
 def choose_plan(
     model: FleetModel, limits: Limits, step_times: Mapping[str, StepTime] | None = None
 ) -> BestPlan:
-    """Return the plan with the most samples/s. `step_times` by class, None: those of `model`.
+    """Return the plan with the most samples/s. `step_times` by class, None: as modelled.
 
     Raises TuningError when no plan satisfies the limits.
     """
-    candidates = list_candidates(model, step_times)
+    candidates = model.candidates(step_times)
     if not model.is_host_training:
         return find_best(candidates, limits, model.sum_s_of_training, model.overhead_factor)
+    host, *nodes = candidates
     return find_best_ranks(
-        candidates[0], candidates[1:], limits, model.sum_s_of_training, model.overhead_factor
+        host, nodes, limits, sum_s=model.sum_s_of_training, overhead_factor=model.overhead_factor
     )
 
 
@@ -70,40 +83,15 @@ def limit_for_goodput(model: FleetModel, limits: Limits, noise_scale: float, ref
             plans.append(choose_plan(model, Limits(limit)))
 
     def goodput(plan: BestPlan) -> float:
-        size = max(reference_batch, sum(plan.batch_sizes.values()))
+        size = max(reference_batch, plan.global_batch)
         return plan.prediction.samples_per_s * (noise_scale + reference_batch) / (noise_scale + size)
 
-    return Limits(sum(max(plans, key=goodput).batch_sizes.values()))
-
-
-def choose_class_sizes(
-    model: FleetModel, limits: Limits, step_times: Mapping[str, StepTime]
-) -> Mapping[str, int]:
-    """Return the largest batch size of each class in the best plan, without classes that are left out."""
-    chosen = choose_plan(model, limits, step_times).batch_sizes
-    return {
-        name: max(chosen[machine] for machine in training)
-        for name, known in model.classes.items()
-        if (training := [machine for machine in known.machines if machine in chosen])
-    }
-
-
-def list_candidates(model: FleetModel, step_times: Mapping[str, StepTime] | None = None) -> list[RankModel]:
-    """Return the machines that may train, in the order of the fleet."""
-    return [
-        RankModel(
-            machine,
-            step_time,
-            is_required=machine in model.required,
-            private_share=model.private_shares.get(machine, 0.0),
-        )
-        for machine, step_time in model.machine_step_times(step_times).items()
-    ]
+    return Limits(max(plans, key=goodput).global_batch)
 
 
 def predict_samples_per_s(model: FleetModel, batch_sizes: Mapping[str, int]) -> float:
     """Predict the samples/s of a plan with these batch sizes, by machine in the order of the fleet."""
-    members = [member for member in list_candidates(model) if member.node in batch_sizes]
+    members = [member for member in model.candidates() if member.node in batch_sizes]
     sum_s = model.sum_s(len(members) + (HOST_NAME not in batch_sizes))
     return predict(members, [*batch_sizes.values()], sum_s, model.overhead_factor).samples_per_s
 
@@ -112,12 +100,12 @@ def choose_equal_plan(model: FleetModel, limits: Limits) -> BestPlan | None:
     """Return the fastest plan with the same batch size on every machine. None: there is no such plan."""
     if any(share > 1 / len(model.machines) for share in model.private_shares.values()):
         return None  # a machine has more private samples than its part of equal batches
-    return best_equal(list_candidates(model), limits, model.sum_s_of_training, model.overhead_factor)
+    return best_equal(model.candidates(), limits, model.sum_s_of_training, model.overhead_factor)
 
 
 def predict_host_samples_per_s(model: FleetModel, limits: Limits) -> float | None:
     """Predict the samples/s of the host alone. None if it does not train, or the limits allow no plan."""
-    hosts = [rank for rank in list_candidates(model) if rank.node == HOST_NAME]
+    hosts = [rank for rank in model.candidates() if rank.node == HOST_NAME]
     with suppress(TuningError):
         return find_best(hosts, limits, model.sum_s_of_training).prediction.samples_per_s if hosts else None
     return None
@@ -126,50 +114,49 @@ def predict_host_samples_per_s(model: FleetModel, limits: Limits) -> float | Non
 def plan_ranks(model: FleetModel, best: BestPlan) -> tuple[RankPlan, ...]:
     """Return the ranks of the plan file, the host first, with batch size 0 when it does not train."""
     step_times = model.machine_step_times()
-    ranks = tuple(_plan_rank(model, name, size, step_times[name]) for name, size in best.batch_sizes.items())
-    if HOST_NAME in best.batch_sizes:
-        return ranks
-    return (RankPlan(node=HOST_NAME, batch_size=0, threads=1), *ranks)
-
-
-def _plan_rank(model: FleetModel, machine: str, batch_size: int, step_time: StepTime) -> RankPlan:
-    known = model.class_of(machine)
-    # A small model has no limit of its own.
-    at_once = None if known.max_at_once is None else min(known.max_at_once, MAX_BATCH_SIZE)
-    rank = RankPlan(
-        node=machine,
-        batch_size=batch_size,
-        **asdict(known.settings),
-        # Set even when this batch fits, because it may grow during a run, or in a plan for fewer nodes.
-        micro_batch_size=at_once if known.is_divisible else None,
-        max_batch_size=None if known.is_divisible else at_once,
-        peak_memory_bytes=known.predict_peak_bytes(batch_size),
-    )
-    return rank.with_step(batch_size, step_time.at(batch_size))
+    ranks = []
+    for machine, batch_size in best.batch_sizes.items():
+        members = model.class_of(machine)
+        # A small model has no limit of its own.
+        at_once = None if members.max_at_once is None else min(members.max_at_once, MAX_BATCH_SIZE)
+        rank = RankPlan(
+            node=machine,
+            batch_size=batch_size,
+            **asdict(members.settings),
+            # Set even when this batch fits, because it may grow during a run, or in a plan for fewer nodes.
+            micro_batch_size=at_once if members.is_divisible else None,
+            max_batch_size=None if members.is_divisible else at_once,
+            peak_memory_bytes=predict_peak_bytes(members.peaks, members.limit_at_once(batch_size)),
+        )
+        ranks.append(rank.with_step(batch_size, step_times[machine].at(batch_size)))
+    if HOST_NAME not in best.batch_sizes:
+        ranks.insert(0, RankPlan(node=HOST_NAME, batch_size=0, threads=1))
+    return tuple(ranks)
 
 
 def confirmed_prediction(
-    ranks: Sequence[RankPlan],
+    batch_sizes: Sequence[int],
     result: TrialResult,
     errors: ForecastErrors,
+    host_samples_per_s: float | None,
+    *,
     gain: float | None = None,
-    host_samples_per_s: float | None = None,
     gain_without_nodes: float | None = None,
 ) -> Predicted:
     """Return the prediction from a plan's trial. The gains are relative to other plans that were tried.
 
-    `errors`: those of earlier forecasts. `host_samples_per_s`: predicted for the host alone.
+    `batch_sizes` in order of rank. `errors` of earlier forecasts. `host_samples_per_s` of the host alone.
     """
     low, high = errors.after_trial(result.error).range_of(result.samples_per_s)
     computing = [seconds for seconds in result.compute_s if seconds]
     slowest_s = max(computing)
     # What a step takes beyond the compute time of the slowest rank is communication.
-    whole_s = max(result.step_s, slowest_s)
-    compute_share = sum(computing) / (len(computing) * whole_s)
-    communication_share = 1 - slowest_s / whole_s
+    step_s = max(result.step_s, slowest_s)
+    compute_share = sum(computing) / (len(computing) * step_s)
+    communication_share = 1 - slowest_s / step_s
     return Predicted(
-        global_batch=sum(rank.batch_size for rank in ranks),
-        batch_sizes=[rank.batch_size for rank in ranks],
+        global_batch=sum(batch_sizes),
+        batch_sizes=[*batch_sizes],
         step_s=round(result.step_s, 6),
         samples_per_s=round(result.samples_per_s, 2),
         samples_per_s_range=(round(low, 2), round(high, 2)),
@@ -183,140 +170,134 @@ def confirmed_prediction(
     )
 
 
-"""Batch sizes of the first round, by number of machines that measure; a slow node takes seconds for them."""
-"""Limit of a probe's batch, relative to the largest that fitted: memory may be exhausted in between."""
-"""A probe is informative for sizes within this factor: a trial measures the planned size itself. Half of the
-planned size is probed, and the plan moves a little with the result."""
-"""Near the memory limit, a larger size within this factor of a measured size is not probed."""
-"""Minimum number of different sizes of a class, including earlier probes. More hardly improve the plan,
-because the trial that follows corrects the level of the line (benchmarks/bench_planning.py, with noise)."""
-"""Shares of the planned size that the machines of a class probe."""
-
-ChooseSizes = Callable[[Mapping[str, StepTime]], Mapping[str, int]]
-"""Returns each class's batch size in the best plan, given all step times; no entry for a class left out."""
-
-
-def limit_sizes(model: FleetModel, limits: Limits) -> FleetModel:
-    """Return the model with the largest batch that a plan can give a machine."""
-    max_size = max(1, limits.largest_global_batch - len(model.machines) + 1)
-    classes = {name: replace(known, max_size=max_size) for name, known in model.classes.items()}
-    return replace(model, classes=classes)
-
-
-def next_probes(model: FleetModel, choose: ChooseSizes) -> dict[str, int]:
+def next_probes(model: FleetModel, limits: Limits) -> dict[str, int]:
     """Return the batch sizes to probe next, by machine. Empty when enough is known about every class.
 
-    Raises TuningError when no size of a class fits in memory, and what `choose` raises.
+    Raises TuningError when no size of a class fits in memory, or no plan satisfies the limits.
     """
-    classes = model.classes.values()
-    for known in classes:
-        _check_memory(known)
-    are_known = all(known.points for known in classes)
-    times = {name: known.step_time_at_once() for name, known in model.classes.items()} if are_known else {}
-    planned = choose(times) if times else {}
+    for members in model.classes.values():
+        _check_memory(members)
+    planned: Mapping[str, int] = {}
+    if all(members.points for members in model.classes.values()):
+        times = {name: members.step_time_at_once() for name, members in model.classes.items()}
+        planned = _choose_class_sizes(model, limits, times)
+    most = max(1, limits.largest_global_batch - len(model.machines) + 1)
     return {
         machine: size
-        for name, known in model.classes.items()
-        for machine, size in zip(known.machines, _next_class_sizes(known, planned.get(name)), strict=False)
+        for name, members in model.classes.items()
+        for machine, size in zip(
+            members.machines, _next_class_sizes(members, planned.get(name), most), strict=False
+        )
     }
 
 
-def _check_memory(known: ClassModel) -> None:
+def _choose_class_sizes(
+    model: FleetModel, limits: Limits, step_times: Mapping[str, StepTime]
+) -> dict[str, int]:
+    """Return the largest batch size of each class in the best plan, without classes that are left out."""
+    sizes = choose_plan(model, limits, step_times).batch_sizes
+    return {
+        name: max(sizes[machine] for machine in training)
+        for name, members in model.classes.items()
+        if (training := [machine for machine in members.machines if machine in sizes])
+    }
+
+
+def _check_memory(members: ClassModel) -> None:
     """Raise TuningError when the probes of this tuning show that a class cannot train any batch."""
-    if known.points or not known.num_new_probes:
+    if members.points or not members.num_new_probes:
         return
-    if known.too_large == 1 or known.num_new_probes >= MAX_PROBES:
-        samples = "even 1 sample" if known.too_large == 1 else f"{known.too_large} samples"
+    if members.too_large == 1 or members.num_new_probes >= MAX_PROBES:
+        samples = "even 1 sample" if members.too_large == 1 else f"{members.too_large} samples"
         raise TuningError(
-            f"{known.machines[0]} cannot train {samples} at a time: out of memory",
+            f"{members.machines[0]} cannot train {samples} at a time: out of memory",
             remedy="leave it out: `--exclude`, or `--no-host` for the host",
         )
 
 
-def _next_class_sizes(known: ClassModel, planned: int | None) -> list[int]:
-    """Return the sizes to probe next, at most one for each machine. Empty when the class is known."""
-    count = min(MAX_PROBES - known.num_new_probes, len(known.machines))
+def _next_class_sizes(members: ClassModel, planned: int | None, most: int) -> list[int]:
+    """Return the sizes to probe next, at most one for each machine. Empty when the class is known.
+
+    `planned`: its size in the best plan, None: unknown, or left out. `most`: the largest size of any plan.
+    """
+    count = min(MAX_PROBES - members.num_new_probes, len(members.machines))
     if count < 1:
         return []
-    if not known.points:
-        return _first_sizes(known, count)
-    measured = (*known.sizes, *known.trial_sizes)
-    if planned is None or (
-        len(known.sizes) >= MIN_SIZES and any(planned / NEAR <= size <= planned * NEAR for size in measured)
+    if not members.is_divisible and members.max_at_once:
+        most = min(most, members.max_at_once)
+    if not members.points and members.too_large is not None:
+        return [max(1, members.too_large // MAX_GROWTH)]
+    if not members.points:
+        return list(dict.fromkeys(min(size, most) for size in FIRST_SIZES[min(count, max(FIRST_SIZES))]))
+    if planned is None:
+        return []
+    measured = (*members.sizes, *members.trial_sizes)
+    if len(members.sizes) >= min(MIN_SIZES, most) and any(
+        planned / NEAR <= size <= planned * NEAR for size in measured
     ):
-        return []  # left out, or known: measured near the planned size, and at another size
-    largest = max(known.sizes)
-    limit = known.cap(
-        min(MAX_GROWTH * largest, known.too_large - 1 if known.too_large else MAX_GROWTH * largest)
-    )
+        return []  # measured near the planned size, and at another size
+    largest = max(members.sizes)
+    limit = min(most, MAX_GROWTH * largest)
+    if members.too_large:
+        limit = min(limit, members.too_large - 1)
     if planned > limit * NEAR:
-        # Approach the planned size as far as memory allows; at the limit, use what is known.
+        # Approach the planned size as far as memory allows. At the limit, use what is known.
         return [limit] if limit > largest * MEMORY_NEAR else []
     around = dict.fromkeys(min(limit, ceil(planned * share)) for share in PLANNED_SHARES)
-    if len(known.sizes) < 2:  # a line needs two sizes
-        around = dict.fromkeys(size for size in around if size not in known.sizes) or around
+    if len(members.sizes) < 2:  # a line needs two sizes
+        around = dict.fromkeys(size for size in around if size not in members.sizes) or around
     return list(around)[:count]
 
 
-def _first_sizes(known: ClassModel, count: int) -> list[int]:
-    """Return sizes for a class without a probe that fitted in memory."""
-    if known.too_large is not None:
-        return [max(1, known.too_large // MAX_GROWTH)]
-    sizes = FIRST_SIZES[min(count, max(FIRST_SIZES))]
-    return list(dict.fromkeys(known.cap(size) for size in sizes))
-
-
-"""Other settings are used when a step takes at least this share less time; less may be noise."""
-"""Other settings are probed with at least 1/COMPARABLE_FACTOR of the planned batch, where one was measured:
-with few samples, different settings may be faster."""
-
-SettingsSearch = Mapping[str, tuple[int, Sequence[Runtime]]]
+SettingsSearch = Mapping[str, tuple[int, list[Runtime]]]
 """What to compare, by class: the batch size, and the settings, most promising first."""
 
 
 def plan_settings_search(model: FleetModel, limits: Limits) -> SettingsSearch:
     """Return what to compare for classes without an earlier trial. Raises what `choose_plan` raises."""
-    planned = choose_class_sizes(model, limits, model.step_times())
+    planned = _choose_class_sizes(model, limits, model.step_times())
     search = {}
-    for name, known in model.classes.items():
-        measured = [size for size in known.sizes if size <= planned.get(name, 0)]
-        if measured and not known.trial_sizes:
+    for name, members in model.classes.items():
+        measured = [size for size in members.sizes if size <= planned.get(name, 0)]
+        if measured and not members.trial_sizes:
             comparable = [size for size in measured if size * COMPARABLE_FACTOR >= planned[name]]
-            search[name] = min(comparable, default=max(measured)), _variants(known.settings)
+            search[name] = min(comparable, default=max(measured)), _variants(members.settings)
     return search
+
+
+def _variants(settings: Runtime) -> list[Runtime]:
+    variants = [replace(settings, onednn=not settings.onednn)]
+    if settings.threads >= MANY_THREADS:
+        variants.append(replace(settings, threads=settings.threads // 2))
+    if settings.threads > 1 and settings.inter_threads == 1:
+        variants.append(replace(settings, inter_threads=2))
+    return variants
 
 
 def next_settings(
     model: FleetModel, search: SettingsSearch
 ) -> tuple[dict[str, tuple[Runtime, int]], SettingsSearch]:
-    """Return settings and batch size of the machines of one round, and what is left to compare after it.
+    """Return settings and batch size of the machines of one round, and what remains to compare after it.
 
-    As many probes are left for each class as it needs to be known with other settings.
+    As many probes are kept for each class as it needs to be known with other settings.
     """
     probes: dict[str, tuple[Runtime, int]] = {}
-    left: dict[str, tuple[int, Sequence[Runtime]]] = {}
+    remaining: dict[str, tuple[int, list[Runtime]]] = {}
     for name, (size, variants) in search.items():
-        known = model.classes[name]
-        count = max(0, min(len(known.machines), MAX_PROBES - MIN_SIZES - known.num_new_probes))
-        if others := variants[:count]:
-            left[name] = size, variants[count:]
-            usual = [known.settings] * (count - len(others))
-            for machine, settings in zip(known.machines[:count], [*others, *usual], strict=True):
-                probes[machine] = settings, size
-    return probes, left
+        members = model.classes[name]
+        count = max(0, min(len(members.machines), MAX_PROBES - MIN_SIZES - members.num_new_probes))
+        if variants[:count]:
+            remaining[name] = size, variants[count:]
+            usual = [members.settings] * (count - len(variants))
+            settings = [*variants[:count], *usual]
+            probes |= {
+                machine: (runtime, size) for machine, runtime in zip(members.machines, settings, strict=False)
+            }
+    return probes, remaining
 
 
-def settings_gain(known: ClassModel, probed: Point) -> float | None:
+def settings_gain(members: ClassModel, probed: Point) -> float | None:
     """Return the share of a step's time that a probe with other settings took less. None: not enough."""
-    usual_s = median(point.step_time_s for point in known.points if point.batch_size == probed.batch_size)
+    usual_s = median(point.step_time_s for point in members.points if point.batch_size == probed.batch_size)
     gain = 1 - probed.step_time_s / usual_s
     return gain if gain > MIN_SETTINGS_GAIN else None
-
-
-def _variants(settings: Runtime) -> list[Runtime]:
-    variants = [replace(settings, onednn=not settings.onednn)]
-    if settings.threads >= MANY_THREADS:  # two hardware threads share the units of one core
-        variants.append(replace(settings, threads=settings.threads // 2))
-    if settings.threads > 1 and settings.inter_threads == 1:
-        variants.append(replace(settings, inter_threads=2))
-    return variants

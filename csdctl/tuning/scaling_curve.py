@@ -1,10 +1,7 @@
-"""The curve over the number of nodes: rate and energy of one more node, and whether nodes pay off. Pure.
-
-Batch sizes are fixed, or chosen as `tune` would choose them for each number of nodes.
-"""
+"""The curve over the number of nodes: rate and energy of one more node, and whether nodes pay off. Pure."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from itertools import pairwise
 
@@ -13,7 +10,7 @@ from csdctl.perfmodel.spread import Range
 from csdctl.tuning.search import BestPlan, Limits, find_best_ranks
 
 MIN_GAIN = 0.05
-"""Minimum gain over the host alone; two runs of the same job may differ by less than this."""
+"""Minimum gain over the host alone. Two runs of the same job may differ by less than this."""
 MIN_SHARE_OF_NODE = 0.1
 """Minimum rate that one more node must add, as a share of its rate alone."""
 
@@ -27,37 +24,72 @@ class Power:
     node_w: float
     """Added by each node that trains."""
 
-    def at(self, num_nodes: int, num_idle: int = 0) -> float:
-        """Return the watts of a server with `num_nodes` nodes, of which `num_idle` do not train."""
-        return self.host_w + (num_nodes - num_idle) * self.node_w
-
 
 @dataclass(frozen=True)
-class Costs:
-    """The costs of training together, besides the ranks' own steps."""
+class ScalableFleet:
+    """A fleet of any number of nodes: its ranks, the costs of training together, and its batch sizes."""
 
-    sum_cost: CollectiveCost
+    host: RankModel
+    nodes: tuple[RankModel, ...]
+    """The fleet's nodes in order. A larger fleet repeats them."""
+    sum_cost: CollectiveCost = field(default_factory=CollectiveCost)
     vector_bytes: int = 0
     overhead_factor: float = 1.0
-    """As in `predict`; a host alone has none."""
+    """As in `predict`. A host alone has none."""
+    limits: Callable[[int], Limits] | None = None
+    """The limits of a fleet with this number of nodes, whose batch sizes are then chosen as by `tune`.
 
-    def sum_s(self, num_ranks: int) -> float:
-        """Return the seconds of one sum."""
-        return self.sum_cost.at(self.vector_bytes, num_ranks)
-
-
-@dataclass(frozen=True)
-class Choice:
-    """How batch sizes are chosen, by number of nodes."""
-
-    limits: Callable[[int], Limits]
-    """The limits for a fleet with this number of nodes."""
+    None: each rank keeps its batch size."""
     is_required: bool = False
     """Whether every node must be in the plan, because each has private data."""
     is_planned: bool = False
     """Whether the ranks keep their batch sizes for the current number of nodes."""
     idle: frozenset[str] = frozenset()
     """Ranks that do not train in that plan: nodes that it leaves out, or the host."""
+
+    def sum_s(self, num_ranks: int) -> float:
+        """Return the seconds of one sum."""
+        return self.sum_cost.at(self.vector_bytes, num_ranks)
+
+    def plan(self, num_nodes: int) -> BestPlan:
+        """Return the plan with `num_nodes` nodes. Raises TuningError when the limits allow none.
+
+        Raises ValueError without a node to repeat.
+        """
+        if not self.limits or (self.is_planned and num_nodes == len(self.nodes)):
+            return self._keep_plan(num_nodes)
+        nodes = [
+            replace(node, is_required=self.is_required or node.is_required)
+            for node in self._repeat(num_nodes)
+        ]
+        return find_best_ranks(
+            replace(self.host, is_required=True),
+            nodes,
+            self.limits(num_nodes),
+            sum_s=self.sum_s,
+            overhead_factor=self.overhead_factor if num_nodes else 1.0,
+        )
+
+    def _keep_plan(self, num_nodes: int) -> BestPlan:
+        """Return the plan of the ranks with their batch sizes. An idle host is still a rank: it sums."""
+        ranks = [self.host, *self._repeat(num_nodes)]
+        training = [rank for rank in ranks if rank.node not in self.idle]
+        sizes = {rank.node: rank.batch_size for rank in training}
+        num_ranks = len(sizes) + (self.host.node in self.idle)
+        factor = self.overhead_factor if num_ranks > 1 else 1.0
+        prediction = predict(training, [*sizes.values()], self.sum_s(num_ranks), factor)
+        return BestPlan(sizes, prediction, tuple(rank.node for rank in ranks[1:] if rank.node in self.idle))
+
+    def _repeat(self, count: int) -> list[RankModel]:
+        """Return `count` nodes, of which those beyond the fleet's repeat them under other names."""
+        if count and not self.nodes:
+            raise ValueError("nodes cannot be predicted without one to repeat")
+        nodes = []
+        for number in range(count):
+            repetition, place = divmod(number, len(self.nodes))
+            node = self.nodes[place]
+            nodes.append(replace(node, node=f"{node.node}#{repetition}") if repetition else node)
+        return nodes
 
 
 @dataclass(frozen=True)
@@ -81,41 +113,29 @@ class CurvePoint:
     is_host_training: bool = True
     """False: it only sums, and serves data to the nodes."""
     samples_per_s_range: Range | None = None
-    """9 of 10 runs are expected in it; None: unknown."""
+    """9 of 10 runs are expected in it. None: unknown."""
 
 
 def predict_curve(
-    host: RankModel,
-    nodes: Sequence[RankModel],
-    counts: Iterable[int],
-    costs: Costs,
-    choice: Choice | None = None,
-    power: Power | None = None,
+    fleet: ScalableFleet, counts: Iterable[int], power: Power | None = None
 ) -> list[CurvePoint]:
-    """Predict a point for each of `counts`, the numbers of nodes. A larger fleet than `nodes` repeats them.
+    """Predict a point for each of `counts`, the numbers of nodes.
 
-    Without a `choice`, each rank keeps its batch size. Raises TuningError when the limits allow no plan for
-    one of these numbers.
+    Raises TuningError when the limits allow no plan for one of these numbers.
     """
-
-    def best_of(num_nodes: int) -> BestPlan:
-        if choice and not (choice.is_planned and num_nodes == len(nodes)):
-            return choose_best(host, nodes, num_nodes, choice, costs)
-        return _as_planned([host, *_repeat(nodes, num_nodes)], choice.idle if choice else (), costs)
-
-    alone = best_of(0).prediction.samples_per_s
+    alone = fleet.plan(0).prediction.samples_per_s
     points = []
     for num_nodes in counts:
-        best = best_of(num_nodes)
+        best = fleet.plan(num_nodes)
         rate, num_left_out = best.prediction.samples_per_s, len(best.left_out)
-        is_host_training = host.node in best.batch_sizes
-        power_w = power.at(num_nodes, num_left_out) if power else None
+        is_host_training = fleet.host.node in best.batch_sizes
+        power_w = power.host_w + (num_nodes - num_left_out) * power.node_w if power else None
         points.append(
             CurvePoint(
                 num_nodes=num_nodes,
-                global_batch=sum(best.batch_sizes.values()),
+                global_batch=best.global_batch,
                 step_s=best.prediction.step_s,
-                sum_s=costs.sum_s(len(best.batch_sizes) + (not is_host_training)),
+                sum_s=fleet.sum_s(len(best.batch_sizes) + (not is_host_training)),
                 samples_per_s=rate,
                 speedup=rate / alone,
                 efficiency=rate / best.prediction.ceiling_samples_per_s,
@@ -128,27 +148,8 @@ def predict_curve(
     return points
 
 
-def choose_best(
-    host: RankModel, nodes: Sequence[RankModel], num_nodes: int, choice: Choice, costs: Costs
-) -> BestPlan:
-    """Return the best batch sizes for the host and `num_nodes` nodes, which repeat `nodes`.
-
-    Repeated names get a number. Raises TuningError when the limits allow no plan.
-    """
-    return find_best_ranks(
-        replace(host, is_required=True),
-        [
-            replace(node, is_required=choice.is_required or node.is_required)
-            for node in _repeat(nodes, num_nodes)
-        ],
-        choice.limits(num_nodes),
-        costs.sum_s,
-        costs.overhead_factor if num_nodes else 1.0,
-    )
-
-
 def size_ranks(ranks: Sequence[RankModel], batch_sizes: Mapping[str, int]) -> list[RankModel]:
-    """Return the ranks with these batch sizes. A rank without a size gets what fits in the others' time."""
+    """Return the ranks with these batch sizes. A rank without a size gets what fits in the slowest's time."""
     slowest_s = max(rank.step_time.at(batch_sizes.get(rank.node, 0)) for rank in ranks)
     return [
         replace(
@@ -156,33 +157,6 @@ def size_ranks(ranks: Sequence[RankModel], batch_sizes: Mapping[str, int]) -> li
         )
         for rank in ranks
     ]
-
-
-def _repeat(nodes: Sequence[RankModel], count: int) -> list[RankModel]:
-    """Return `count` nodes, which repeat `nodes` under other names. Raises ValueError without any."""
-    if count and not nodes:
-        raise ValueError("nodes cannot be predicted without one to repeat")
-    of = len(nodes)
-    return [
-        nodes[number]
-        if number < of
-        else replace(nodes[number % of], node=f"{nodes[number % of].node}#{number // of}")
-        for number in range(count)
-    ]
-
-
-def _as_planned(ranks: Sequence[RankModel], idle: Iterable[str], costs: Costs) -> BestPlan:
-    """Return the plan of these ranks, the host first. An idle host is still a rank: it sums."""
-    host, *nodes = (rank.node for rank in ranks)
-    sizes = {rank.node: rank.batch_size for rank in ranks if rank.node not in idle}
-    num_ranks = len(sizes) + (host in idle)
-    prediction = predict(
-        [rank for rank in ranks if rank.node in sizes],
-        [*sizes.values()],
-        costs.sum_s(num_ranks),
-        costs.overhead_factor if num_ranks > 1 else 1.0,
-    )
-    return BestPlan(sizes, prediction, tuple(node for node in nodes if node in idle))
 
 
 class Reason(StrEnum):
@@ -197,17 +171,17 @@ class Reason(StrEnum):
 
 
 @dataclass(frozen=True)
-class Verdict:
+class CurveVerdict:
     """The judgement on `num_nodes` nodes, and on fewer."""
 
     num_nodes: int
     reasons: tuple[Reason, ...]
     worth_from: int | None
-    """The smallest number, up to `num_nodes`, that pays off; None: no number does."""
+    """The smallest number, up to `num_nodes`, that pays off. None: no number does."""
     useful_nodes: int
     """Beyond this number, every further node adds less than MIN_SHARE_OF_NODE of its own throughput."""
     least_energy_nodes: int | None
-    """The number of nodes with the least energy per sample; None where power is not known."""
+    """The number of nodes with the least energy per sample. None where power is not known."""
 
     @property
     def is_worth_it(self) -> bool:
@@ -215,22 +189,26 @@ class Verdict:
         return not self.reasons
 
 
-def judge(curve: Sequence[CurvePoint], nodes: Sequence[RankModel]) -> Verdict:
+def judge(curve: Sequence[CurvePoint], nodes: Sequence[RankModel]) -> CurveVerdict:
     """Judge the last point of `curve`, whose nodes repeat `nodes`. Its first point is the host alone.
 
     Numbers of nodes in between may be missing.
     """
     alone = curve[0]
-    worth = [point.num_nodes for point in curve[1:] if not _reasons(point, alone)]
-    energies = {
-        point.num_nodes: point.joules_per_image for point in curve if point.joules_per_image is not None
-    }
-    return Verdict(
+    useful_nodes = 0
+    for before, point in pairwise(curve):  # earlier nodes may cost more than they add
+        added = (point.samples_per_s - before.samples_per_s) / (point.num_nodes - before.num_nodes)
+        if added >= MIN_SHARE_OF_NODE * nodes[(point.num_nodes - 1) % len(nodes)].samples_per_s:
+            useful_nodes = point.num_nodes
+    energies = [
+        (point.joules_per_image, point.num_nodes) for point in curve if point.joules_per_image is not None
+    ]
+    return CurveVerdict(
         num_nodes=curve[-1].num_nodes,
         reasons=_reasons(curve[-1], alone),
-        worth_from=worth[0] if worth else None,
-        useful_nodes=_useful_nodes(curve, nodes),
-        least_energy_nodes=min(energies, key=energies.__getitem__) if energies else None,
+        worth_from=next((point.num_nodes for point in curve[1:] if not _reasons(point, alone)), None),
+        useful_nodes=useful_nodes,
+        least_energy_nodes=min(energies)[1] if energies else None,
     )
 
 
@@ -242,12 +220,3 @@ def _reasons(point: CurvePoint, alone: CurvePoint) -> tuple[Reason, ...]:
     if energy is not None and least is not None and energy >= least:
         reasons.append(Reason.NO_ENERGY_SAVED)
     return tuple(reasons)
-
-
-def _useful_nodes(curve: Sequence[CurvePoint], nodes: Sequence[RankModel]) -> int:
-    """Return the last number whose node adds enough. Earlier nodes may cost more than they add."""
-    for before, point in reversed(list(pairwise(curve))):
-        added = (point.samples_per_s - before.samples_per_s) / (point.num_nodes - before.num_nodes)
-        if added >= MIN_SHARE_OF_NODE * nodes[(point.num_nodes - 1) % len(nodes)].samples_per_s:
-            return point.num_nodes
-    return 0

@@ -22,14 +22,16 @@ NUM_CUTS = 12
 """Sets of ranks to try, each without some of the slowest nodes."""
 MIN_GAIN_WITHOUT_NODES = 0.02
 """Nodes are left out when the fleet is faster by at least this share without them."""
-
+MIN_GAIN_WITHOUT_HOST = 0.05
+"""The host does not train when the fleet is faster by at least this share without it."""
+ALMOST_BEST = 0.995
+"""Of plans that reach this share of the best rate, the smallest global batch is taken."""
+LINEAR_SCALING = 4
+"""The default global batch is at most so many reference batches, over which the learning rate is scaled."""
+STEPS_PER_EPOCH = 10
+"""The default global batch leaves at least this number of steps in an epoch."""
 OPTIONS = {"max_global_batch": "--max-global-batch", "global_batch": "--global-batch"}
 """Options of `csdctl tune`, by the limit that they set."""
-
-
-MIN_GAIN_WITHOUT_HOST = 0.05
-LINEAR_SCALING = 4
-STEPS_PER_EPOCH = 10
 
 
 @dataclass(frozen=True)
@@ -61,9 +63,9 @@ class Limits:
         return largest
 
     def without(self, num_samples: int) -> "Limits":
-        """Return the limits that are left for the others, when some ranks take `num_samples` of each step."""
-        left = self.largest_global_batch - num_samples
-        return Limits(global_batch=left) if self.global_batch else Limits(left)
+        """Return the limits of all ranks but some, which take `num_samples` of each step."""
+        remaining = self.largest_global_batch - num_samples
+        return Limits(global_batch=remaining) if self.global_batch else Limits(remaining)
 
 
 @dataclass(frozen=True)
@@ -74,29 +76,32 @@ class BestPlan:
     prediction: Prediction
     left_out: tuple[str, ...] = ()
 
+    @property
+    def global_batch(self) -> int:
+        """Samples of all ranks in one step."""
+        return sum(self.batch_sizes.values())
+
 
 def find_best(
     candidates: Sequence[RankModel],
     limits: Limits,
-    collective_s: Callable[[int], float],
+    sum_s: Callable[[int], float],
     overhead_factor: float = 1.0,
     lone_overhead_factor: float | None = None,
 ) -> BestPlan:
-    """Return the fastest plan. `collective_s(n)` is the time of a sum over n ranks. The host comes first.
+    """Return the fastest plan. `sum_s(n)`: seconds of a sum over n ranks. The host comes first.
 
-    `overhead_factor` as in `predict`. `lone_overhead_factor` is that of a plan with one rank, None: the same.
+    `overhead_factor` as in `predict`. `lone_overhead_factor`: for a plan with one rank, None: the same.
     Raises TuningError when no plan satisfies the limits.
     """
     if not candidates:
         raise TuningError("no machine to tune")
-
-    def best_of(members: Sequence[RankModel]) -> BestPlan | None:
-        is_lone = len(members) == 1
-        own_factor = lone_overhead_factor if is_lone and lone_overhead_factor is not None else overhead_factor
-        return _best_of(members, limits, collective_s(len(members)), own_factor)
-
-    fleets = {len(members): members for members in _fleets(candidates, limits)}
-    compared = {size: found for size, members in fleets.items() if (found := best_of(members))}
+    by_size = {len(members): members for members in _fleets(candidates, limits)}
+    compared: dict[int, BestPlan] = {}
+    for size, members in by_size.items():
+        factor = overhead_factor if size > 1 or lone_overhead_factor is None else lone_overhead_factor
+        if best := _best_of(members, limits, sum_s(size), factor):
+            compared[size] = best
     if not compared:
         given = ", ".join(f"{name.replace('_', ' ')} {value}" for name, value in limits.given.items())
         options = " or ".join(f"another {OPTIONS[name]}" for name in limits.given)
@@ -104,70 +109,64 @@ def find_best(
             f"no plan for {len(candidates)} ranks satisfies {given}",
             remedy=f"tune with {options}, or with fewer nodes",
         )
-    fastest = max(compared, key=lambda size: compared[size].prediction.samples_per_s)
-    best, whole = compared[fastest], compared.get(len(candidates))
-    if whole and best.prediction.samples_per_s < whole.prediction.samples_per_s * (
-        1 + MIN_GAIN_WITHOUT_NODES
-    ):
-        return whole
-    left_out = tuple(candidate.node for candidate in candidates if candidate.node not in best.batch_sizes)
-    return BestPlan(best.batch_sizes, best.prediction, left_out)
+    best, complete = max(compared.values(), key=_rate), compared.get(len(candidates))
+    if complete and _rate(best) < _rate(complete) * (1 + MIN_GAIN_WITHOUT_NODES):
+        return complete
+    left_out = (candidate.node for candidate in candidates if candidate.node not in best.batch_sizes)
+    return replace(best, left_out=tuple(left_out))
+
+
+def _rate(plan: BestPlan) -> float:
+    return plan.prediction.samples_per_s
 
 
 def best_equal(
-    candidates: Sequence[RankModel],
-    limits: Limits,
-    collective_s: Callable[[int], float],
-    overhead_factor: float = 1.0,
+    candidates: Sequence[RankModel], limits: Limits, sum_s: Callable[[int], float], overhead_factor: float
 ) -> BestPlan | None:
     """Return the fastest plan with the same batch size on all ranks. None when the limits allow none.
 
     Its global batch is at most an exact one in `limits`, which the number of ranks need not divide.
     """
-    sum_s = collective_s(len(candidates))
-    possible = [one.step_time.largest for one in candidates if one.step_time.largest is not None]
-    largest = min([limits.largest_global_batch // len(candidates), *possible])
-    speeds: list[tuple[float, int]] = []
-    for size in sorted({max(1, round(largest * share / NUM_TIMES)) for share in range(1, NUM_TIMES + 1)}):
-        step_s = max(candidate.step_time.at(size) for candidate in candidates) * overhead_factor + sum_s
-        if size <= largest:
-            speeds.append((size * len(candidates) / step_s, size))
-    if not speeds:
+    largest = limits.largest_global_batch // len(candidates)
+    largest = min([largest, *(rank.step_time.largest for rank in candidates if rank.step_time.largest)])
+    if largest < 1:
         return None
-    _, best = max(speeds)
-    sizes = dict.fromkeys((candidate.node for candidate in candidates), best)
-    return BestPlan(sizes, predict(candidates, [*sizes.values()], sum_s, overhead_factor))
+    plans = []
+    for size in sorted({max(1, round(largest * share / NUM_TIMES)) for share in range(1, NUM_TIMES + 1)}):
+        sizes = dict.fromkeys((candidate.node for candidate in candidates), size)
+        prediction = predict(candidates, [*sizes.values()], sum_s(len(candidates)), overhead_factor)
+        plans.append(BestPlan(sizes, prediction))
+    return max(plans, key=lambda plan: (_rate(plan), plan.global_batch))
 
 
 def _fleets(candidates: Sequence[RankModel], limits: Limits) -> Iterable[Sequence[RankModel]]:
-    """Yield the whole fleet, then fleets without an increasing number of the slowest optional nodes.
+    """Yield the complete fleet, then fleets without an increasing number of the slowest optional nodes.
 
-    The slowest are those that take longest for an equal share of the largest global batch.
+    The slowest are the nodes that take longest for an equal share of the largest global batch.
     """
     yield candidates
     share = max(1, limits.largest_global_batch // len(candidates))
-    times = {candidate.node: candidate.step_time.at(share) for candidate in candidates}
     optional = sorted(
-        (candidate for candidate in candidates if not candidate.is_required),
-        key=lambda candidate: times[candidate.node],
+        ((rank.step_time.at(share), rank.node) for rank in candidates if not rank.is_required),
+        key=lambda timed: timed[0],
         reverse=True,
     )
     cuts = {ceil(len(optional) * cut / NUM_CUTS) for cut in range(1, NUM_CUTS + 1)}
-    # A few of many nodes may be best, when a sum over more ranks costs more time than they save; or all but a
+    # A few of many nodes may be best, when a sum over more ranks costs more time than they save, or all but a
     # few slow ones.
     powers = [1 << power for power in range(len(optional).bit_length())]
     cuts |= {len(optional) - few for few in powers} | set(powers)
-    ordered = [times[candidate.node] for candidate in optional]
-    steps = [place for place in range(1, len(ordered)) if ordered[place - 1] > 1.1 * ordered[place]]
+    times = [time_s for time_s, _ in optional]
+    steps = [place for place in range(1, len(times)) if times[place - 1] > 1.1 * times[place]]
     cuts |= set(steps[:NUM_CUTS])
     for cut in sorted(cuts - {0}):
-        without = {candidate.node for candidate in optional[:cut]}
+        without = {node for _, node in optional[:cut]}
         if len(without) < len(candidates):
             yield [candidate for candidate in candidates if candidate.node not in without]
 
 
 def _best_of(
-    members: Sequence[RankModel], limits: Limits, collective_s: float, overhead_factor: float
+    members: Sequence[RankModel], limits: Limits, sum_s: float, overhead_factor: float
 ) -> BestPlan | None:
     """Return the best plan in which all `members` train. None when the limits allow none."""
     most = limits.largest_global_batch
@@ -176,31 +175,31 @@ def _best_of(
     # Of many members, most have the same step time: each different one is looked at once.
     counts = Counter(member.step_time for member in members)
     places = {step_time: place for place, step_time in enumerate(counts)}
-    of_members = [places[member.step_time] for member in members]
+    member_places = [places[member.step_time] for member in members]
+    has_private = any(member.private_share for member in members)
 
-    def within(time_s: float) -> list[int]:
+    def largest_within(time_s: float) -> list[int]:
         """Return the largest batch within `time_s` for each step time in `counts`."""
         return [step_time.largest_within(time_s) for step_time in counts]
 
-    def total(time_s: float) -> int:
-        return sum(map(mul, within(time_s), counts.values()))
-
-    has_private = any(member.private_share for member in members)
+    def total(sizes: Sequence[int]) -> int:
+        return sum(map(mul, sizes, counts.values()))
 
     def sizes_at(time_s: float) -> list[int]:
-        largest = within(time_s)
-        return _fit_to([largest[place] for place in of_members], members, most)
+        sizes = largest_within(time_s)
+        return _fit_to([sizes[place] for place in member_places], members, most)
 
     least_s = max(step_time.at(1) for step_time in counts)
-    possible = sum(count * (one.largest or most) for one, count in counts.items())
-    below_s, most_s = _longest_times(min(most, possible), least_s, total)
+    possible = sum(count * (step_time.largest or most) for step_time, count in counts.items())
+    below_s, most_s = _longest_times(
+        min(most, possible), least_s, lambda time_s: total(largest_within(time_s))
+    )
     # An exact global batch, or all of a limit, is cut from the shortest T that reaches it.
-    times = [] if limits.global_batch else _times(least_s, below_s, NUM_TIMES)
-
+    times = [] if limits.global_batch else _times(least_s, below_s)
     rates: list[tuple[float, float]] = []
     for time_s in (*times, most_s):
-        largest = within(time_s)
-        num_samples = sum(map(mul, largest, counts.values()))
+        largest = largest_within(time_s)
+        num_samples = total(largest)
         if num_samples > most or (has_private and min(largest) >= 1):
             if not (sizes := sizes_at(time_s)):
                 continue
@@ -208,18 +207,16 @@ def _best_of(
             slowest_s = max(member.step_time.at(size) for member, size in zip(members, sizes, strict=True))
         else:
             slowest_s = max(map(StepTime.at, counts, largest))
-        if min(largest) < 1 or num_samples != (limits.global_batch or num_samples):
-            continue
-        rates.append((num_samples / (slowest_s * overhead_factor + collective_s), time_s))
+        if min(largest) >= 1 and num_samples == (limits.global_batch or num_samples):
+            rates.append((num_samples / (slowest_s * overhead_factor + sum_s), time_s))
     if not rates:
         return None
     fastest = max(rate for rate, _ in rates)
     # In order of T, and thus of the global batch: the first that is almost as fast as the fastest, since a
     # smaller batch takes more optimizer steps.
-    time_s = next(time_s for rate, time_s in rates if rate >= fastest * 0.995)
-    sizes = sizes_at(time_s)
+    sizes = sizes_at(next(time_s for rate, time_s in rates if rate >= fastest * ALMOST_BEST))
     assert sizes
-    prediction = predict(members, sizes, collective_s, overhead_factor)
+    prediction = predict(members, sizes, sum_s, overhead_factor)
     return BestPlan({member.node: size for member, size in zip(members, sizes, strict=True)}, prediction)
 
 
@@ -237,11 +234,11 @@ def _longest_times(most: int, least_s: float, total: Callable[[float], int]) -> 
     return (high, high) if total(high) == most else (low, high)
 
 
-def _times(least_s: float, most_s: float, count: int) -> list[float]:
-    if count == 1 or most_s <= least_s:
+def _times(least_s: float, most_s: float) -> list[float]:
+    if most_s <= least_s:
         return [most_s]
-    ratio = (most_s / least_s) ** (1 / (count - 1))
-    return [*(least_s * ratio**number for number in range(count - 1)), most_s]
+    ratio = (most_s / least_s) ** (1 / (NUM_TIMES - 1))
+    return [*(least_s * ratio**number for number in range(NUM_TIMES - 1)), most_s]
 
 
 def _fit_to(sizes: Sequence[int], members: Sequence[RankModel], most: int) -> list[int]:
@@ -249,69 +246,66 @@ def _fit_to(sizes: Sequence[int], members: Sequence[RankModel], most: int) -> li
 
     A member with private samples has at least their part of the step, also where it takes longer then.
     """
-    wanted = min(most, sum(sizes))
-    least = [max(1, ceil(member.private_share * wanted - 1e-9)) for member in members]
+    target = min(most, sum(sizes))
+    least = [max(1, ceil(member.private_share * target - 1e-9)) for member in members]
     sizes = [max(size, needed) for size, needed in zip(sizes, least, strict=True)]
-    if sum(sizes) > wanted:
-        sizes = _cut_to(sizes, members, wanted, least)
+    if sum(sizes) > target:
+        sizes = _cut_to(sizes, members, target, least)
     is_possible = all(
         size <= (member.step_time.largest or size) for size, member in zip(sizes, members, strict=True)
     )
-    return sizes if is_possible and sum(sizes) == wanted else []
+    return sizes if is_possible and sum(sizes) == target else []
 
 
 def _cut_to(
-    sizes: Sequence[int], members: Sequence[RankModel], wanted: int, least: Sequence[int]
+    sizes: Sequence[int], members: Sequence[RankModel], target: int, least: Sequence[int]
 ) -> list[int]:
-    """Reduce sizes in proportion to a total of `wanted`, taking the remainder from the slowest members.
+    """Reduce sizes in proportion to a total of `target`, taking the remainder from the slowest members.
 
     None becomes smaller than its `least`.
     """
     total = sum(sizes)
     # Rounded up: the excess is at most one sample for each rank, and what `least` adds.
-    cut = [max(needed, ceil(size * wanted / total)) for size, needed in zip(sizes, least, strict=True)]
-    over = sum(cut) - wanted
+    cut = [max(needed, ceil(size * target / total)) for size, needed in zip(sizes, least, strict=True)]
+    excess = sum(cut) - target
     longest = [
         (-members[place].step_time.at(size), -place) for place, size in enumerate(cut) if size > least[place]
     ]
     heapify(longest)
-    while over > 0 and longest:
+    while excess > 0 and longest:
         place = -heappop(longest)[1]
-        taken = 1 if over < len(cut) else max(1, min(cut[place] - least[place], over // len(cut)))
+        taken = 1 if excess < len(cut) else max(1, min(cut[place] - least[place], excess // len(cut)))
         cut[place] -= taken
-        over -= taken
+        excess -= taken
         if cut[place] > least[place]:
             heappush(longest, (-members[place].step_time.at(cut[place]), -place))
     return cut
-
-
-"""The host does not train when the fleet is faster by at least this share without it."""
 
 
 def find_best_ranks(
     host: RankModel,
     nodes: Sequence[RankModel],
     limits: Limits,
+    *,
     sum_s: Callable[[int], float],
     overhead_factor: float = 1.0,
 ) -> BestPlan:
     """Return the fastest plan of the host and `nodes`. It has no batch size for a host that does not train.
 
-    `sum_s(n)` is the time of a sum over n ranks, including the host. Raises TuningError when no plan
-    satisfies the limits.
+    `sum_s(n)`: seconds of a sum over n ranks, including the host. Raises TuningError when no plan satisfies
+    the limits.
     """
     if not nodes:
         return find_best([host], limits, sum_s, overhead_factor)
+    best = None
     try:  # a host alone has no overhead: the plan that leaves out all nodes is compared without it
         best = find_best([host, *nodes], limits, sum_s, overhead_factor, lone_overhead_factor=1.0)
     except TuningError:
         if not any(node.private_share for node in nodes):
             raise
-        best = None  # all samples, or almost all, are private ones of the nodes
-    with suppress(TuningError):
+    with suppress(TuningError):  # all samples, or almost all, may be private ones of the nodes
         without = find_best(nodes, limits, lambda num_nodes: sum_s(num_nodes + 1), overhead_factor)
-        least = best.prediction.samples_per_s * (1 + MIN_GAIN_WITHOUT_HOST) if best else 0.0
-        if without.prediction.samples_per_s > least:
+        if best is None or _rate(without) > _rate(best) * (1 + MIN_GAIN_WITHOUT_HOST):
             return without
     if best is None:
         raise TuningError(
@@ -321,15 +315,11 @@ def find_best_ranks(
     return best
 
 
-"""The global batch is at most LINEAR_SCALING reference batches, over which the recipe's learning rate is
-scaled, and leaves at least STEPS_PER_EPOCH steps in an epoch."""
-
-
 def default_limits(given: Limits, reference_batch: int, num_samples: int | None, num_required: int) -> Limits:
     """Return `given` with a default limit of the global batch, and limits of at most an epoch.
 
-    `num_samples` is that of an epoch, None if unknown. `num_required` ranks must train, on at least one
-    sample each. Raises TuningError when the exact global batch is larger than an epoch.
+    `num_samples` of an epoch, None if unknown. `num_required` ranks must train, on at least one sample each.
+    Raises TuningError when the exact global batch is larger than an epoch.
     """
     if given.global_batch and num_samples is not None and given.global_batch > num_samples:
         raise TuningError(
@@ -346,7 +336,7 @@ def default_limits(given: Limits, reference_batch: int, num_samples: int | None,
     return Limits(max_global_batch=max(num_required, largest))
 
 
-def read_limits(written: Mapping[str, float | list[int]]) -> Limits:
+def read_limits(arguments: Mapping[str, float | list[int]]) -> Limits:
     """Parse the limits in a plan's `method_arguments`, written from `Limits.given`. Algorithm 1 has none."""
-    given = {name: value for name, value in written.items() if name in OPTIONS and isinstance(value, float)}
+    given = {name: value for name in OPTIONS if isinstance(value := arguments.get(name), float)}
     return Limits(**{name: round(value) for name, value in given.items()})

@@ -1,4 +1,4 @@
-"""Strategies to train one model: forecasts of the time of a training, from steps and measured parts. Pure.
+"""Forecasts of the time of a training, from steps and measured parts. Pure.
 
 Data-parallel, features and split learn the same and differ in time, in bytes and in what leaves a node. The
 parts of a model (what is before a cut, what is behind) are timed on the host as shares of its whole step, and
@@ -24,10 +24,16 @@ MEASURED_BATCH = 32
 """The batch size at which parts are timed."""
 BACKWARD_SHARE = 2 / 3
 """Share of the backward pass in the FLOPs of both passes."""
-
-
+MIN_CUT_DISTANCE = 0.03
+"""Cuts closer than this share of the model's FLOPs are alike: FLOPs are no more precise."""
 MIN_GAIN = 0.05
+"""Another strategy than data-parallel is taken when the training takes less time by at least this share."""
+CONFIRMED_SIGMA, MODELLED_SIGMA = 0.066, 0.111
+"""Assumed relative error of the time of a training besides its steps, after a trial and without one."""
 HOST_SHARES = (0.0, 0.02, 0.05, 0.1, 0.2, 0.35, 0.5)
+"""Shares of a step's samples that the host may have of its own when the model is split."""
+BASE64_GROWTH = 4 / 3
+"""Bytes sent for a byte of features."""
 
 
 @dataclass(frozen=True)
@@ -52,13 +58,11 @@ class Shares:
 
 
 def spread_cuts(cuts: Sequence[CutInfo], num_operations: int) -> list[CutInfo]:
-    """Return `cuts` without those that are close to one before. `num_operations`: of the whole model.
-
-    Close is by less than 3% of the model's FLOPs, which are no more precise.
-    """
+    """Return `cuts` without cuts that are close to an earlier one. `num_operations` of the whole model."""
     kept: list[CutInfo] = []
+    least = MIN_CUT_DISTANCE * num_operations
     for cut in cuts:
-        if all(abs(cut.num_operations - one.num_operations) >= 0.03 * num_operations for one in kept):
+        if all(abs(cut.num_operations - earlier.num_operations) >= least for earlier in kept):
             kept.append(cut)
     return kept
 
@@ -70,34 +74,28 @@ def share_by_flops(cut: CutInfo, num_operations: int) -> Shares | None:
     before = cut.num_operations / num_operations
     return Shares(
         cut.layer,
-        before * (1 - BACKWARD_SHARE),
-        before * BACKWARD_SHARE,
-        1 - before,
-        cut.num_bytes,
-        NUMBER_BYTES * cut.num_trainable,
+        forward=before * (1 - BACKWARD_SHARE),
+        backward=before * BACKWARD_SHARE,
+        head=1 - before,
+        cut_bytes=cut.num_bytes,
+        vector_bytes=NUMBER_BYTES * cut.num_trainable,
     )
 
 
 def measured_shares(times: PartTimes, cuts: Sequence[CutInfo]) -> dict[str, Shares]:
     """Return the parts of a step by the layer of the cut."""
-    known = {cut.layer: cut for cut in cuts}
+    by_layer, blank = {cut.layer: cut for cut in cuts}, CutInfo("", 0, 0, 0)
     return {
         part.layer: Shares(
             part.layer,
-            part.forward_s / times.step_s,
-            part.backward_s / times.step_s,
-            part.head_s / times.step_s,
-            known[part.layer].num_bytes if part.layer in known else 0,
-            NUMBER_BYTES * known[part.layer].num_trainable if part.layer in known else 0,
+            forward=part.forward_s / times.step_s,
+            backward=part.backward_s / times.step_s,
+            head=part.head_s / times.step_s,
+            cut_bytes=by_layer.get(part.layer, blank).num_bytes,
+            vector_bytes=NUMBER_BYTES * by_layer.get(part.layer, blank).num_trainable,
         )
         for part in times.cuts
     }
-
-
-"""Another strategy than data-parallel is taken when the training takes less time by at least this share."""
-CONFIRMED_SIGMA, MODELLED_SIGMA = 0.066, 0.111
-"""Assumed relative error of the time of a training besides that of its steps, if these were tried; if not."""
-"""Shares of a step's samples that the host may have of its own when the model is split."""
 
 
 class StrategyForecast(StrategyPlan):
@@ -108,6 +106,10 @@ class StrategyForecast(StrategyPlan):
     epoch_s: float
     first_run_s: float
     next_run_s: float
+
+    def changed(self, **values: object) -> "StrategyForecast":
+        """Return the forecast with other values."""
+        return self.model_copy(update=values)
 
 
 @dataclass(frozen=True)
@@ -126,7 +128,7 @@ class Training:
     """The part of `start_s` until TensorFlow has started on all machines."""
     num_public: int
     num_private: Mapping[str, int]
-    """By node; these nodes are in every plan."""
+    """By node. These nodes are in every plan."""
     num_validation: int
     epochs: int
     is_repeating: bool = False
@@ -140,41 +142,37 @@ class Training:
         communication_s: float,
         vector_bytes: int,
     ) -> StrategyForecast:
-        """Forecast training as in the trial of a plan: `compute_s` of each rank in a step, and the rest."""
+        """Forecast training as in the trial of a plan. `compute_s`: of each rank in a step."""
         placed = self._place(batch_sizes)
         epoch_s = time_epoch(placed, lambda active: max(compute_s[name] for name in active) + communication_s)
-        found = self._forecast(DATA_PARALLEL, "", batch_sizes, epoch_s + self._evaluation_s)
-        sample_bytes = _bytes_per_sample(placed, 2 * vector_bytes)
-        return found.model_copy(update={"sample_bytes": sample_bytes, "is_confirmed": True})
+        forecast = self._forecast(DATA_PARALLEL, "", batch_sizes, epoch_s + self._evaluation_s)
+        return forecast.changed(sample_bytes=_bytes_per_sample(placed, 2 * vector_bytes), is_confirmed=True)
 
     def forecast_features(
-        self, planned: StrategyForecast, shares: Shares, feature_share: float
+        self, data_parallel: StrategyForecast, shares: Shares, feature_share: float
     ) -> StrategyForecast:
-        """Forecast training the head on features, with the batch sizes of `planned` for whole models.
+        """Forecast training the head on features, with the batch sizes of `data_parallel`.
 
         `shares`: of the model cut behind its frozen part. `feature_share`: the time of a sample's features
         relative to its share of a step.
         """
-        placed = self._place(planned.batch_sizes)
+        sizes, placed = data_parallel.batch_sizes, self._place(data_parallel.batch_sizes)
+        samples = {shard.name: shard.num_samples - shard.num_repeated for shard in placed}
+        samples[HOST_NAME] = samples.get(HOST_NAME, 0) + self.num_validation
         extraction_s = max(
-            (shard.num_samples - shard.num_repeated + (self.num_validation if shard.name == HOST_NAME else 0))
-            * feature_share
-            * self._sample_s(shard.name)
-            for shard in placed
+            count * feature_share * self._sample_s(name) for name, count in samples.items() if name in sizes
         )
 
         def step_s(active: Collection[str]) -> float:
-            compute_s = max(
-                self.step_times[name].at(planned.batch_sizes[name]) * shares.head for name in active
-            )
+            compute_s = max(self.step_times[name].at(sizes[name]) * shares.head for name in active)
             return compute_s + self.sum_s(shares.vector_bytes)
 
         evaluation_s = self.num_validation * shares.head * self._sample_s(HOST_NAME)
-        epoch_s = time_epoch(placed, step_s) + evaluation_s
-        found = self._forecast(FEATURES, shares.layer, planned.batch_sizes, epoch_s)
-        first_run_s = self.process_s + extraction_s + found.next_run_s
-        sample_bytes = _bytes_per_sample(placed, 2 * shares.vector_bytes)
-        return found.model_copy(update={"first_run_s": first_run_s, "sample_bytes": sample_bytes})
+        forecast = self._forecast(FEATURES, shares.layer, sizes, time_epoch(placed, step_s) + evaluation_s)
+        return forecast.changed(
+            first_run_s=self.process_s + extraction_s + forecast.next_run_s,
+            sample_bytes=_bytes_per_sample(placed, 2 * shares.vector_bytes),
+        )
 
     def forecast_on_host(
         self, by_all: StrategyForecast, shares: Shares, feature_bytes: int
@@ -189,27 +187,26 @@ class Training:
         global_batch = sum(by_all.batch_sizes.values())
         placed = self._place(by_all.batch_sizes)
         num_fetched = sum(shard.num_samples for shard in placed if shard.name != HOST_NAME)
-        fetch_s = num_fetched * feature_bytes * 4 / 3 * self.byte_s
+        fetch_s = num_fetched * feature_bytes * BASE64_GROWTH * self.byte_s
         num_steps = steps_per_epoch(self._place({HOST_NAME: global_batch}))
         evaluation_s = self.num_validation * self._sample_s(HOST_NAME)
         epoch_s = (num_steps * host.at(global_batch) + evaluation_s) * shares.head
-        next_s = self.start_s + self.epochs * epoch_s
-        changed = {
-            "epoch_s": epoch_s,
-            "first_run_s": by_all.first_run_s - by_all.next_run_s + fetch_s + next_s,
-            "next_run_s": next_s,
-            "sample_bytes": feature_bytes * 4 / 3 / self.epochs,
-            "trains_on_host": True,
-        }
-        found = by_all.model_copy(update=changed)
-        return found if found.first_run_s < by_all.first_run_s * (1 - MIN_GAIN) else by_all
+        next_run_s = self.start_s + self.epochs * epoch_s
+        on_host = by_all.changed(
+            epoch_s=epoch_s,
+            first_run_s=by_all.first_run_s - by_all.next_run_s + fetch_s + next_run_s,
+            next_run_s=next_run_s,
+            sample_bytes=feature_bytes * BASE64_GROWTH / self.epochs,
+            trains_on_host=True,
+        )
+        return on_host if on_host.first_run_s < by_all.first_run_s * (1 - MIN_GAIN) else by_all
 
     def forecast_split(self, shares: Shares, limits: Limits) -> StrategyForecast | None:
-        """Forecast the split of the model with the batch sizes that take the least time. None without any."""
+        """Forecast the split with the batch sizes that take the least time. None: limits allow none."""
         host_shares = HOST_SHARES if self.num_public else HOST_SHARES[:1]
-        sizes = [self._split_sizes(shares, limits, share) for share in host_shares]
-        found = [self.forecast_split_of(one, shares) for one in sizes if one is not None]
-        return min(found, key=lambda one: one.epoch_s, default=None)
+        all_sizes = [self._split_sizes(shares, limits, share) for share in host_shares]
+        forecasts = [self.forecast_split_of(sizes, shares) for sizes in all_sizes if sizes is not None]
+        return min(forecasts, key=lambda forecast: forecast.epoch_s, default=None)
 
     def forecast_split_of(self, sizes: Mapping[str, int], shares: Shares) -> StrategyForecast:
         """Forecast the split of the model with these batch sizes."""
@@ -217,47 +214,47 @@ class Training:
         epoch_s = time_epoch(
             placed, lambda active: self.split_step_s({name: sizes[name] for name in active}, shares)
         )
-        found = self._forecast(SPLIT, shares.layer, sizes, epoch_s + self._evaluation_s)
+        forecast = self._forecast(SPLIT, shares.layer, sizes, epoch_s + self._evaluation_s)
         num_bytes = _bytes_per_sample(placed, 2 * shares.vector_bytes) + 2 * shares.cut_bytes
-        return found.model_copy(update={"sample_bytes": num_bytes})
+        return forecast.changed(sample_bytes=num_bytes)
 
     def split_step_s(self, batch_sizes: Mapping[str, int], shares: Shares) -> float:
-        """Return the seconds of a step: the nodes' parts and the host's overlap, but for a micro-batch.
+        """Return the seconds of a step: the nodes' parts and the host's overlap, except one micro-batch.
 
             T = max(max_i (F_i + B_i), max_i F_i / m + max(H, L) + max_i B_i / m) + T_sum
 
-        F and B: forward and backward pass of the prefix, H: the heads of all samples and the host's own, L:
-        what crosses the links, m: micro-batches of a batch.
+        F and B: forward and backward pass of the prefix, H: the heads of all samples and the host's own
+        samples, L: what crosses the links, m: micro-batches of a batch.
         """
         nodes = [name for name in batch_sizes if name != HOST_NAME and batch_sizes[name]]
-        own_s = self.step_times[HOST_NAME].at(batch_sizes.get(HOST_NAME, 0))
+        host_s = self.step_times[HOST_NAME].at(batch_sizes.get(HOST_NAME, 0))
         if not nodes:
-            return own_s
+            return host_s
         slowest_s = max(self.step_times[name].at(batch_sizes[name]) for name in nodes) * shares.prefix
         num_samples = sum(batch_sizes[name] for name in nodes)
-        head_s = shares.head * num_samples * self._sample_s(HOST_NAME) + own_s
+        head_s = shares.head * num_samples * self._sample_s(HOST_NAME) + host_s
         link_s = 2 * shares.cut_bytes * num_samples * self.byte_s
         first_s = slowest_s / SplitSpec.num_micro_batches
         return max(slowest_s, first_s + max(head_s, link_s)) + self.sum_s(shares.vector_bytes)
 
     def correct(self, forecast: StrategyForecast, ratio: float) -> StrategyForecast:
         """Return a forecast whose steps take `ratio` times as long, by a trial of it or of another cut."""
-        what = forecast.strategy, forecast.cut, forecast.batch_sizes
-        found = self._forecast(*what, forecast.epoch_s * ratio)
-        return found.model_copy(update={"sample_bytes": forecast.sample_bytes})
+        sizes, epoch_s = forecast.batch_sizes, forecast.epoch_s * ratio
+        corrected = self._forecast(forecast.strategy, forecast.cut, sizes, epoch_s)
+        return corrected.changed(sample_bytes=forecast.sample_bytes)
 
     def _forecast(
         self, strategy: Strategy, cut: str, batch_sizes: Mapping[str, int], epoch_s: float
     ) -> StrategyForecast:
         """Return the forecast of a strategy that prepares nothing before its first epoch."""
-        whole_s = self.start_s + self.epochs * epoch_s
+        run_s = self.start_s + self.epochs * epoch_s
         return StrategyForecast(
             strategy=strategy,
             cut=cut,
             batch_sizes=dict(batch_sizes),
             epoch_s=epoch_s,
-            first_run_s=whole_s,
-            next_run_s=whole_s,
+            first_run_s=run_s,
+            next_run_s=run_s,
         )
 
     def _split_sizes(self, shares: Shares, limits: Limits, host_share: float) -> dict[str, int] | None:
@@ -271,12 +268,10 @@ class Training:
             if name != HOST_NAME
         ]
         try:
-            found = find_best(
-                candidates, limits.without(host_size), lambda _: self.sum_s(shares.vector_bytes)
-            )
+            best = find_best(candidates, limits.without(host_size), lambda _: self.sum_s(shares.vector_bytes))
         except TuningError:
             return None
-        return {HOST_NAME: host_size, **found.batch_sizes}
+        return {HOST_NAME: host_size, **best.batch_sizes}
 
     def _place(self, batch_sizes: Mapping[str, int]) -> list[Placed]:
         return place_shards(batch_sizes, self.num_private, self.num_public, is_repeating=self.is_repeating)
@@ -302,17 +297,17 @@ def time_epoch(placed: Sequence[Placed], step_s: Callable[[Collection[str]], flo
 
 
 def choose_strategy(forecasts: Sequence[StrategyForecast]) -> StrategyForecast:
-    """Return the strategy that takes the least time. The first one unless another takes clearly less."""
-    first, *others = forecasts
-    best = min(others, key=lambda found: found.first_run_s, default=first)
+    """Return the strategy that takes the least time: the first unless another takes clearly less."""
+    first = forecasts[0]
+    best = min(forecasts, key=lambda forecast: forecast.first_run_s)
     return best if best.first_run_s < first.first_run_s * (1 - MIN_GAIN) else first
 
 
-def add_range(found: StrategyForecast, of_steps: Spread) -> StrategyForecast:
-    """Return the forecast with the range of its first run. `of_steps`: the spread of tried steps."""
-    assumed = CONFIRMED_SIGMA if found.is_confirmed else MODELLED_SIGMA
-    spread = Spread(of_steps.variance + assumed**2, PRIOR_WEIGHT)
-    return found.model_copy(update={"first_run_s_range": spread.range_of(found.first_run_s)})
+def add_range(forecast: StrategyForecast, step_spread: Spread) -> StrategyForecast:
+    """Return the forecast with the range of its first run. `step_spread`: of tried steps."""
+    assumed = CONFIRMED_SIGMA if forecast.is_confirmed else MODELLED_SIGMA
+    spread = Spread(step_spread.variance + assumed**2, PRIOR_WEIGHT)
+    return forecast.changed(first_run_s_range=spread.range_of(forecast.first_run_s))
 
 
 def _bytes_per_sample(placed: Sequence[Placed], step_bytes: int) -> float:

@@ -33,7 +33,6 @@ REQUESTED = {
     "prepare": ("preparing", "ingest.prepare:prepare", "protocol.datasets:PrepareSpec"),
     "extract": ("running the model", "ingest.extract:extract", "protocol.features:ExtractSpec"),
     "gather": ("gathering features", "ingest.extract:gather", "protocol.features:GatherSpec"),
-    "probe": ("measuring", "tasks.trial:probe", "protocol.probe:ProbeSpec"),
     "parts": ("timing the model's parts", "compute.parts:time_parts", "protocol.probe:PartsSpec"),
     "look": ("inspecting the data", "ingest.prepare:look", "protocol.datasets:LookSpec"),
 }

@@ -23,7 +23,9 @@ from csdctl.transport.program import Patience
 from csdctl.transport.ssh import SshSession, connect
 from csdctl.worker.protocol.datasets import DatasetInfo, PrepareSpec
 from csdctl.worker.protocol.json_codec import to_frame
-from csdctl.worker.protocol.probe import ProbeRequest, ProbeResult
+from csdctl.worker.protocol.probe import PartsSpec, PartTimes
+from csdctl.worker.protocol.recipe import Recipe
+from csdctl.worker.protocol.run_spec import Runtime
 from tests.attacks.hostile_python import write_hostile_python
 from tests.patience import eventually, scaled
 
@@ -221,17 +223,17 @@ def test_worker_that_prepares_for_ever_is_left(
         )
 
 
-def measured(**wrong: float) -> str:
-    content = {"batch_size": 8, "step_time_s": 0.1, "num_steps": 5, "peak_memory_bytes": 1000, **wrong}
+def measured(**wrong: object) -> str:
+    content = {"step_s": 0.1, "evaluation_s": 0.1, "features_s": 0.0, "cuts": [], **wrong}
     return f"print({to_frame('result', content)!r}, flush=True)"
 
 
 PROBES = {
     "a bomb": BOMB,
-    "a time that is negative": measured(step_time_s=-1.0),
-    "not a number": measured(step_time_s=float("nan")),
-    "no steps": measured(num_steps=-1),
-    "memory without end": measured(peak_memory_bytes=1 << 80),
+    "a time that is negative": measured(step_s=-1.0),
+    "not a number": measured(step_s=float("nan")),
+    "time without end": measured(step_s=1e80),
+    "cuts that are none": measured(cuts=[1]),
 }
 
 
@@ -239,10 +241,11 @@ PROBES = {
 def test_measurement_of_a_node_is_typed_and_in_range(
     session: SshSession, hostile: Callable[[str], str], name: str
 ) -> None:
-    request = ProbeRequest(8)
+    data = DatasetInfo("data", 10, (28, 28, 1), "uint8", (), 9, "f" * 32)
+    request = PartsSpec("architecture", "weights", Recipe(), Runtime(), data, 8)
     with refused():
         call_worker(
-            *(session, hostile(PROBES[name]), "worker.pyz", "probe", request, ProbeResult),
+            *(session, hostile(PROBES[name]), "worker.pyz", "parts", request, PartTimes),
             doing="measuring",
             patience=STEADY,
         )

@@ -35,7 +35,7 @@ from csdctl.worker.protocol.events import (
 )
 from csdctl.worker.protocol.json_codec import DATA, ERROR, Count, ProtocolError, Sha256, from_json, to_json
 from csdctl.worker.protocol.orders import Begin, OpenHub, Ping, Probe, Stop, order_from_line, order_to_line
-from csdctl.worker.protocol.probe import ProbeRequest, ProbeResult, ProbeSpec
+from csdctl.worker.protocol.probe import CutTimes, PartTimes, ProbeRequest
 from csdctl.worker.protocol.run_spec import RunSpec
 from csdctl.worker.protocol.sandbox import SandboxPolicy
 from csdctl.worker.tasks.callbacks import Decision
@@ -153,15 +153,15 @@ def _worker_answers(content: bytes, directory: Path) -> None:
 
 def _specs(content: bytes, directory: Path) -> None:
     text = content.decode()
-    kinds: dict[str, Any] = {'"is_confined"': SandboxPolicy, '"request"': ProbeSpec, "_time_s": ProbeResult}
+    kinds: dict[str, Any] = {'"is_confined"': SandboxPolicy, "evaluation_s": PartTimes}
     kind = next((kind for word, kind in kinds.items() if word in text), RunSpec)
     to_json(from_json(kind, text))
 
 
 def _spec_seeds() -> list[bytes]:
     policy = SandboxPolicy(("/bin/sh", "-c", "true"), True, "ab" * 16, ("10.0.0.0/8",), ("csdctl/x/0",))
-    probe = ProbeSpec(run_spec(), 0, ProbeRequest(8))
-    return [to_json(each).encode() for each in (run_spec(), policy, probe, ProbeResult(8, 0.5, 3, 1 << 30))]
+    times = PartTimes(0.5, 0.1, 0.0, (CutTimes("block", 0.1, 0.2, 0.2),))
+    return [to_json(each).encode() for each in (run_spec(), policy, times)]
 
 
 def _group_values(content: bytes, directory: Path) -> None:

@@ -137,16 +137,10 @@ def forecast(
         epochs=epochs,
         num_samples=samples,
         power=given_power(host_watts, node_watts),
-    )
-    fleet = call.fleet if call.fleet_path.exists() or call.limit or call.exclude else None
-    result = forecast_job(
-        call.job_path,
-        fleet,
-        request,
-        directory=call.directory,
-        say=streams.say,
         max_global_batch=max_global_batch,
     )
+    fleet = call.fleet if call.fleet_path.exists() or call.limit or call.exclude else None
+    result = forecast_job(call.job_path, fleet, call.directory, request, streams.say)
     show_forecast(streams, result)
 
 

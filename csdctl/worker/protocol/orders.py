@@ -49,7 +49,7 @@ class Probe(Order):
 
 
 @dataclass(frozen=True)
-class TrialRank:
+class TrialShard:
     """What a rank has in the steps of a trial."""
 
     batch_size: Count
@@ -63,7 +63,7 @@ class TrialRank:
 class TakeSteps(Order):
     """Train, in a tuning run, as long as the samples of these ranks last. In order of rank."""
 
-    ranks: tuple[TrialRank, ...]
+    ranks: tuple[TrialShard, ...]
 
 
 @dataclass(frozen=True)

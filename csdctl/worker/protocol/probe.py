@@ -4,9 +4,9 @@ from dataclasses import dataclass
 from typing import Annotated
 
 from csdctl.worker.protocol.datasets import DatasetInfo
-from csdctl.worker.protocol.json_codec import BatchSize, Between, Count, NumSteps, RankNumber, Seconds
+from csdctl.worker.protocol.json_codec import BatchSize, Between, Count, NumSteps, Seconds
 from csdctl.worker.protocol.recipe import Recipe
-from csdctl.worker.protocol.run_spec import Prefix, RunSpec, Runtime, UserCode
+from csdctl.worker.protocol.run_spec import Prefix, Runtime, UserCode
 
 PartSeconds = Annotated[float, Between(0, 1e6)]
 
@@ -63,23 +63,3 @@ class ProbeRequest:
     min_duration_s: Seconds = 1.0
     warm_up_steps: Count = 2
     """Steps before the measurement: the first step of a size allocates memory and selects kernels."""
-
-
-@dataclass(frozen=True)
-class ProbeSpec:
-    """A request to measure a step as a rank of a tuning run would, in a process of its own."""
-
-    run: RunSpec
-    rank: RankNumber
-    request: ProbeRequest
-
-
-@dataclass(frozen=True)
-class ProbeResult:
-    """The measured step: mean seconds of forward, backward and apply for one batch."""
-
-    batch_size: BatchSize
-    step_time_s: Annotated[float, Between(1e-9, 1e6)] | None
-    """None: the batch does not fit into memory."""
-    num_steps: Count
-    peak_memory_bytes: Count

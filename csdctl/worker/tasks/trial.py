@@ -8,9 +8,8 @@ import queue
 import time
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import astuple, replace
+from dataclasses import replace
 from functools import partial
-from typing import Any, cast
 
 import numpy as np
 
@@ -25,11 +24,10 @@ from csdctl.worker.protocol.datasets import DatasetInfo
 from csdctl.worker.protocol.events import STOPPED, Probed, SumTimed
 from csdctl.worker.protocol.json_codec import from_dict
 from csdctl.worker.protocol.orders import Probe, TakeSteps, order_from_line, order_to_line
-from csdctl.worker.protocol.probe import ProbeRequest, ProbeResult, ProbeSpec
+from csdctl.worker.protocol.probe import ProbeRequest
 from csdctl.worker.protocol.run_spec import ELEMENT_SPEC
-from csdctl.worker.tasks.progress import EpochTotals, Reporter, RunProgress
+from csdctl.worker.tasks.progress import EpochTotals
 from csdctl.worker.tasks.split import Split
-from csdctl.worker.tasks.task import Orders, TaskContext
 from csdctl.worker.tasks.train import Train
 
 NUM_TIMED_SUMS = 4
@@ -58,7 +56,8 @@ class Trial(Train):
             order = order_from_line(line)
             if isinstance(order, Probe):
                 if request := order.requests.get(str(self.me.rank)):
-                    self.reporter.emit(Probed, *astuple(self.measure(request)))
+                    measured = self.measure(request)
+                    self.reporter.emit(Probed, request.batch_size, *measured, peak_memory_bytes())
                 communicator.gather(None, type(None))  # a rank that hangs is waited for, and named
             elif isinstance(order, TakeSteps):
                 self._take_steps(communicator, order)
@@ -72,16 +71,18 @@ class Trial(Train):
                 return order_to_line(self.orders.measurements.get(timeout=POLL_S))
         return ""
 
-    def measure(self, request: ProbeRequest) -> ProbeResult:
-        """Return the mean time of forward, backward and apply of one batch."""
+    def measure(self, request: ProbeRequest) -> tuple[float | None, int]:
+        """Return the mean seconds of forward, backward and apply of one batch, and the number of steps.
+
+        None: the batch does not fit in memory.
+        """
         step, size = self.step, request.batch_size
         step.micro_batch_size = None
         step.set_step(0, 0.0)
         # The step of private samples, with noise, takes longer.
         copies = np.ones(size, np.int64) if step.has_noise and self.me.num_private else None
-        measured: tuple[float | None, int] = None, 0
         try:
-            measured = measure_time(
+            return measure_time(
                 partial(step.alone, *self.example(size), private_copies=copies),
                 request.min_duration_s,
                 num_warm_ups=request.warm_up_steps,
@@ -90,7 +91,7 @@ class Trial(Train):
         except (TensorFlowError, MemoryError) as error:
             if isinstance(error, TensorFlowError) and error.code != OUT_OF_MEMORY:
                 raise
-        return ProbeResult(size, *measured, peak_memory_bytes())
+        return None, 0
 
     def _take_steps(self, communicator: Communicator, order: TakeSteps) -> None:
         """Train for an epoch of the steps in `order`, after the sums of a step were timed."""
@@ -136,12 +137,3 @@ class Trial(Train):
 
 class SplitTrial(Split, Trial):
     """The same with a model that is cut in two."""
-
-
-def probe(spec: ProbeSpec, **_: Any) -> ProbeResult:
-    """Measure a step beside the rank of a machine that has other settings. Raises WorkerError."""
-    run, me = spec.run, spec.run.ranks[spec.rank]
-    no_orders = cast(Orders, None)
-    trial = Trial(TaskContext(run, me, RunProgress(run), Reporter(me), no_orders))
-    trial.load()
-    return trial.measure(spec.request)

@@ -1,11 +1,12 @@
 """The plan that a run follows: the one on disk, if it still fits job and machines, or equal batch sizes."""
 
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import asdict, replace
 from pathlib import Path
 
 from csdctl.errors import InputError, option
-from csdctl.fleet.facts import Facts
+from csdctl.fleet.facts import Facts, facts_path, load_facts
 from csdctl.fleet.hardware import choose_device, classify_machine
 from csdctl.fleet.model import HOST_NAME, Fleet
 from csdctl.fleet.names import format_node_names
@@ -21,7 +22,6 @@ from csdctl.tuning.plan import (
     load_plan,
 )
 from csdctl.worker.protocol.run_spec import Runtime
-from csdctl.workflows.workspace.workspace import Workspace
 
 RETUNE = "run `csdctl tune` again"
 
@@ -38,7 +38,7 @@ def build_fingerprint(plan: Plan, job: Job, facts: Mapping[str, Facts]) -> PlanF
 def find_changes(plan: Plan, job: Job, facts: Mapping[str, Facts]) -> list[str]:
     """Return what has changed since `plan` was made. Epochs count only where it compares strategies."""
     epochs = plan.made_for and plan.made_for.job.get("recipe.epochs")
-    if isinstance(epochs, int) and sum(one.first_run_s is not None for one in plan.strategies) < 2:
+    if isinstance(epochs, int) and sum(forecast.first_run_s is not None for forecast in plan.strategies) < 2:
         job = replace(job, recipe=replace(job.recipe, epochs=epochs))
     changes = list_changes(plan.made_for, build_fingerprint(plan, job, facts)) if plan.made_for else []
     if plan.job_fingerprint != job.fingerprint() and not changes:
@@ -48,8 +48,8 @@ def find_changes(plan: Plan, job: Job, facts: Mapping[str, Facts]) -> list[str]:
 
 def find_unplanned(plan: Plan, fleet: Fleet) -> list[str]:
     """Return the nodes of `fleet` that the plan neither uses nor leaves out."""
-    known = {*(rank.node for rank in plan.ranks), *plan.left_out}
-    return [node.name for node in fleet.nodes if node.name not in known]
+    planned = {*(rank.node for rank in plan.ranks), *plan.left_out}
+    return [node.name for node in fleet.nodes if node.name not in planned]
 
 
 def find_left_out(plan: Plan, fleet: Fleet) -> list[str]:
@@ -57,6 +57,25 @@ def find_left_out(plan: Plan, fleet: Fleet) -> list[str]:
     planned = {rank.node for rank in plan.ranks}
     left_out = set(plan.left_out) - planned  # a rank that was added manually takes part
     return [node.name for node in fleet.nodes if node.name in left_out]
+
+
+def load_fitting_plan(path: Path, job: Job, fleet: Fleet, say: Say = lambda line: None) -> Plan:
+    """Read a plan that fits the job and the fleet as they are now. No machine is contacted.
+
+    Machines are judged by the facts that `discover` saved. Ranks on machines outside `fleet` are left out,
+    and then the plan predicts nothing. Raises InputError, which lists what has changed.
+    """
+    plan, facts = load_plan(path), dict[str, Facts]()
+    with suppress(InputError):  # damaged facts are collected again once the machines are connected
+        facts = load_facts(fleet) if facts_path(fleet).exists() else {}
+    check_plan(plan, job, fleet, facts)
+    ranks = [rank for rank in plan.ranks if rank.node in fleet.machines]
+    if not any(rank.batch_size for rank in ranks):
+        raise InputError("no selected machine trains in the plan", remedy=RETUNE)
+    if absent := [rank.node for rank in plan.ranks if rank not in ranks]:
+        say(f"{format_node_names(absent)} left out of the plan; others keep their batch sizes until you tune")
+        plan = plan.with_ranks(ranks)
+    return plan
 
 
 def check_plan(plan: Plan, job: Job, fleet: Fleet, facts: Mapping[str, Facts]) -> None:
@@ -75,38 +94,8 @@ def check_plan(plan: Plan, job: Job, fleet: Fleet, facts: Mapping[str, Facts]) -
             if device != rank.device:
                 changes.append(f"{rank.node}: device {device}, was {rank.device} when tuned")
     if changes:
-        listed = "\n  ".join(changes)
-        raise InputError(
-            f"the plan does not fit {job.path}: changed since tuning:\n  {listed}", remedy=RETUNE
-        )
-
-
-def resolve_plan(
-    job: Job, space: Workspace, say: Say, path: Path | None = None, batch_size: int | None = None
-) -> Plan:
-    """Return the plan at `path` (default: the job's own), or one with `batch_size` on every rank.
-
-    Raises InputError for a plan that is missing or does not fit.
-    """
-    if batch_size:
-        return build_equal_plan(job, space.whole, space.facts, batch_size)
-    return load_checked_plan(path or space.project.plan(job.name), job, space, say)
-
-
-def load_checked_plan(path: Path, job: Job, space: Workspace, say: Say = lambda line: None) -> Plan:
-    """Read a plan and check that it fits the job and the fleet as they are now. Raises InputError.
-
-    Ranks on machines that are not selected are left out, and then the plan predicts nothing.
-    """
-    plan = load_plan(path)
-    check_plan(plan, job, space.whole, space.facts)
-    ranks = [rank for rank in plan.ranks if rank.node in space.whole.machines]
-    if not any(rank.batch_size for rank in ranks):
-        raise InputError("no selected machine trains in the plan", remedy=RETUNE)
-    if absent := [rank.node for rank in plan.ranks if rank not in ranks]:
-        say(f"{format_node_names(absent)} left out of the plan; others keep their batch sizes until you tune")
-        plan = plan.with_ranks(ranks)
-    return plan
+        lines = "\n  ".join(changes)
+        raise InputError(f"the plan does not fit {job.path}: changed since tuning:\n  {lines}", remedy=RETUNE)
 
 
 def build_equal_plan(job: Job, fleet: Fleet, facts: Mapping[str, Facts], batch_size: int) -> Plan:

@@ -15,7 +15,7 @@ from csdctl.fleet.model import keep_nodes
 from csdctl.reporting.results import COMPLETED, read_results
 from csdctl.reporting.tables import KINDS, ScalingSeries, build_scaling
 from csdctl.runs.directory import ProjectDirectory, RunDirectory
-from csdctl.tuning.plan import Plan, RankPlan, load_plan, save_plan
+from csdctl.tuning.plan import Plan, load_plan, save_plan
 from csdctl.worker.protocol.equation1 import public_shares
 from csdctl.workflows.train.plan import build_equal_plan
 from csdctl.workflows.train.request import TrainRequest
@@ -27,7 +27,7 @@ WEAK, STRONG = KINDS
 
 
 @dataclass(frozen=True)
-class Point:
+class SeriesPoint:
     """One number of nodes in one series."""
 
     kind: str
@@ -37,11 +37,13 @@ class Point:
     """None: it is still to be trained."""
 
 
-def plan_points(training: TrainRequest, kinds: Sequence[str], node_counts: Sequence[int]) -> list[Point]:
+def plan_points(
+    training: TrainRequest, kinds: Sequence[str], node_counts: Sequence[int]
+) -> list[SeriesPoint]:
     """Return the points of the series with the runs that there are. Raises CsdctlError.
 
-    `training` is that of all nodes. Each point has the first of them. Without `node_counts`: 0 if the host
-    trains, 1, 2, 4 … and all. `kinds` are of KINDS.
+    `training` of all nodes. Each point has the first of them. Without `node_counts`: 0 if the host trains, 1,
+    2, 4 … and all. `kinds` are of KINDS.
     """
     plan, project = _load_plan(training), ProjectDirectory(training.directory)
     counts = node_counts or choose_counts(len(plan.ranks) - 1)[0 if plan.ranks[0].batch_size else 1 :]
@@ -49,16 +51,18 @@ def plan_points(training: TrainRequest, kinds: Sequence[str], node_counts: Seque
         raise InputError(
             f"a series needs at least two numbers of nodes, received {len(counts)}", remedy="--nodes 0,1,2"
         )
-    points = [
-        Point(kind, count, plan_point(plan, kind, count, max(counts)), None)
-        for kind in kinds
-        for count in counts
-    ]
-    return [replace(point, run=_find_run(project, point.plan, training)) for point in points]
+    points = []
+    for kind in kinds:
+        for count in counts:
+            planned = plan_point(plan, kind, count, max(counts))
+            points.append(SeriesPoint(kind, count, planned, _find_run(project, planned, training)))
+    return points
 
 
 def run_series(
-    training: TrainRequest, points: Sequence[Point], train: Callable[[Point, TrainRequest], TrainResult]
+    training: TrainRequest,
+    points: Sequence[SeriesPoint],
+    train: Callable[[SeriesPoint, TrainRequest], TrainResult],
 ) -> dict[str, ScalingSeries]:
     """Call `train` for each point without a run. Return the series by kind. Raises what `train` raises."""
     project = ProjectDirectory(training.directory)
@@ -66,9 +70,15 @@ def run_series(
     for point in points:
         run = point.run or _find_run(project, point.plan, training)  # the other series may have had it
         if run is None:
-            run = train(point, _request_of(point, training, project)).directory
+            path = project.plan(f"{point.plan.job}-{point.kind}-{point.num_nodes}")
+            save_plan(path, point.plan)
+            fleet = keep_nodes(training.fleet, {rank.node for rank in point.plan.ranks})
+            request = replace(training, fleet=fleet, plan_path=path, batch_size=None)
+            run = train(point, request).directory
         runs.setdefault(point.kind, []).append(run)
-    return {kind: build_scaling([read_results(run) for run in found], kind) for kind, found in runs.items()}
+    return {
+        kind: build_scaling([read_results(run) for run in of_kind], kind) for kind, of_kind in runs.items()
+    }
 
 
 def _load_plan(request: TrainRequest) -> Plan:
@@ -82,22 +92,13 @@ def _load_plan(request: TrainRequest) -> Plan:
     return plan.model_copy(update={"ranks": ranks})
 
 
-def _request_of(point: Point, training: TrainRequest, project: ProjectDirectory) -> TrainRequest:
-    """Return the request of one point, with its plan in a file."""
-    path = project.plan(f"{point.plan.job}-{point.kind}-{point.num_nodes}")
-    save_plan(path, point.plan)
-    fleet = keep_nodes(training.fleet, {rank.node for rank in point.plan.ranks})
-    return replace(training, fleet=fleet, plan_path=path, batch_size=None)
-
-
 def _find_run(project: ProjectDirectory, plan: Plan, training: TrainRequest) -> RunDirectory | None:
     """Return the latest run that is done, with this plan and as many steps."""
-    wanted = plan.model_dump()
     for run_id in reversed(project.run_ids()):
         try:
             run = project.find_run(run_id)
             if (
-                Plan.model_validate(run.load_manifest()["plan"]).model_dump() == wanted
+                Plan.model_validate(run.load_manifest()["plan"]).model_dump() == plan.model_dump()
                 and load_spec(run).max_steps == training.options.max_steps
                 and read_results(run).summary.state == COMPLETED
             ):
@@ -110,7 +111,7 @@ def _find_run(project: ProjectDirectory, plan: Plan, training: TrainRequest) -> 
 def choose_counts(most: int) -> tuple[int, ...]:
     """Return the numbers of nodes of a series where none are asked for: 0, 1, 2, 4 … and `most`."""
     powers = [1 << exponent for exponent in range(most.bit_length())]
-    return (0, *(count for count in powers if count < most), *([most] if most else []))
+    return tuple(sorted({0, *powers, most}))
 
 
 def plan_point(plan: Plan, kind: str, num_nodes: int, most: int) -> Plan:
@@ -119,31 +120,26 @@ def plan_point(plan: Plan, kind: str, num_nodes: int, most: int) -> Plan:
     Raises InputError where there are not so many, where nobody would train, and where a share does not fit in
     memory.
     """
-    host, *nodes = plan.ranks
-    if num_nodes > len(nodes):
+    ranks = plan.ranks[: num_nodes + 1]
+    if num_nodes >= len(plan.ranks):
         raise InputError(
-            f"received {num_nodes} nodes, but the plan has {len(nodes)}",
+            f"received {num_nodes} nodes, but the plan has {len(plan.ranks) - 1}",
             remedy="use fewer with --nodes, or run `csdctl tune` for more",
         )
-    if not num_nodes and not host.batch_size:
+    if not any(rank.batch_size for rank in ranks):
         raise InputError(
             "the host does not train in this plan: there is no run with 0 nodes",
             remedy="leave 0 out of --nodes",
         )
-    ranks = [host, *nodes[:num_nodes]]
-    if kind == STRONG:
-        ranks = _divide(sum(rank.batch_size for rank in plan.ranks[: most + 1]), ranks)
-    return plan.with_ranks(ranks)
-
-
-def _divide(global_batch: int, ranks: Sequence[RankPlan]) -> list[RankPlan]:
-    """Divide `global_batch` among ranks in proportion to their batch sizes, by largest remainders."""
+    if kind == WEAK:
+        return plan.with_ranks(ranks)
+    global_batch = sum(rank.batch_size for rank in plan.ranks[: most + 1])
     sizes = public_shares([rank.batch_size for rank in ranks], [0] * len(ranks), global_batch)
     for rank, size in zip(ranks, sizes, strict=True):
         if rank.max_batch_size and size > rank.max_batch_size:
             raise InputError(
                 f"{rank.node} would take {size:,} of the {global_batch:,} samples of a step with "
-                f"{len(ranks) - 1} nodes, but at most {rank.max_batch_size:,} fit in its memory",
+                f"{num_nodes} nodes, but at most {rank.max_batch_size:,} fit in its memory",
                 remedy="start the strong series with more nodes (--nodes), or with smaller batch sizes",
             )
-    return [rank.model_copy(update={"batch_size": size}) for rank, size in zip(ranks, sizes, strict=True)]
+    return plan.with_ranks([replace(rank, batch_size=size) for rank, size in zip(ranks, sizes, strict=True)])

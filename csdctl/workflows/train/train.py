@@ -18,13 +18,13 @@ from csdctl.reporting.privacy import check_accountant
 from csdctl.reporting.results import RunSummary, read_results
 from csdctl.runs.directory import ProjectDirectory, RunDirectory
 from csdctl.transport.commands import find_state_directory
-from csdctl.tuning.plan import Plan, RankPlan, load_plan
+from csdctl.tuning.plan import Plan, RankPlan
 from csdctl.worker.protocol.json_codec import to_json
 from csdctl.worker.protocol.run_spec import TaskSpec
 from csdctl.workflows.data.prepare import load_prepared, prepare_in
 from csdctl.workflows.preflight.examination import examine_before_training
 from csdctl.workflows.train.late import check_late
-from csdctl.workflows.train.plan import check_plan, find_left_out, resolve_plan
+from csdctl.workflows.train.plan import build_equal_plan, find_left_out, load_fitting_plan
 from csdctl.workflows.train.request import TrainOptions, TrainRequest
 from csdctl.workflows.train.resume import (
     check_data,
@@ -63,7 +63,7 @@ def run_training(request: TrainRequest, events: EventStream) -> TrainResult:
     if request.resume is not None:
         here, state = request.fleet.here, find_state_directory(request.fleet.here_state)
         take_over(ProjectDirectory(request.directory), request.resume, here, state, events.say)
-    fleet = check_files(request, events.say)
+    fleet, plan = check_files(request, events.say)
     if request.job.noise:
         check_accountant()
     with open_workspace(
@@ -74,7 +74,7 @@ def run_training(request: TrainRequest, events: EventStream) -> TrainResult:
         say=events.say,
         min_nodes=request.options.min_nodes,
     ) as space:
-        choice = _choose(request, space, events)
+        choice = _choose(request, plan, space, events)
         if choice.run and is_complete(choice.run, request.job):
             return TrainResult(choice.run, read_results(choice.run).summary, was_complete=True)
         # Before data is prepared for hours; otherwise the run itself links the machines at once.
@@ -86,23 +86,23 @@ def run_training(request: TrainRequest, events: EventStream) -> TrainResult:
         return TrainResult(space.project.find_run(summary.run_id), summary)
 
 
-def check_files(request: TrainRequest, say: Say = lambda line: None) -> Fleet:
-    """Check run and plan as far as that needs no machine: before any is contacted.
+def check_files(request: TrainRequest, say: Say = lambda line: None) -> tuple[Fleet, Plan | None]:
+    """Check run and plan before any machine is contacted.
 
-    Returns the fleet without the nodes that take no part, after telling of them. Raises InputError for a run
-    or plan that does not exist, or does not fit job and fleet.
+    Returns the fleet without the nodes that take no part, which are reported, and the plan. There is none for
+    one batch size on all machines. Raises InputError for a run or plan that does not exist, or does not fit
+    job and fleet.
     """
     project, job, fleet = ProjectDirectory(request.directory), request.job, request.fleet
     if request.resume is not None:
-        run = find_resumable(project, request.resume, job, fleet, say)
-        return keep_nodes(fleet, {rank.node for rank in load_manifest(run).plan.ranks})
+        plan = load_manifest(find_resumable(project, request.resume, job, fleet, say)).plan
+        return keep_nodes(fleet, {rank.node for rank in plan.ranks}), plan
     if request.batch_size:
-        return fleet
-    plan = load_plan(request.plan_path or project.plan(job.name))
-    check_plan(plan, job, fleet, {})
+        return fleet, None
+    plan = load_fitting_plan(request.plan_path or project.plan(job.name), job, fleet, say)
     if left_out := find_left_out(plan, fleet):
         say(f"the plan leaves out {format_node_names(left_out)}: training is faster without them")
-    return keep_nodes(fleet, {*fleet.machines} - {*left_out})
+    return keep_nodes(fleet, {*fleet.machines} - {*left_out}), plan
 
 
 @dataclass(frozen=True)
@@ -114,13 +114,17 @@ class _Choice:
     run: RunDirectory | None = None
 
 
-def _choose(request: TrainRequest, space: Workspace, events: EventStream) -> _Choice:
-    """Return the choice of plan or run, after checking that late nodes can join it."""
+def _choose(request: TrainRequest, plan: Plan | None, space: Workspace, events: EventStream) -> _Choice:
+    """Return the choice of plan or run, after checking that late nodes can join it.
+
+    `plan`: from `check_files`.
+    """
+    if plan is None:
+        plan = build_equal_plan(request.job, space.whole, space.facts, request.batch_size or 0)
     if request.resume:
         run = find_started(space.project, request.resume, lambda line: None)
-        choice = _Choice(load_manifest(run).plan, strategy_of(load_spec(run)), run)
+        choice = _Choice(plan, strategy_of(load_spec(run)), run)
     else:
-        plan = resolve_plan(request.job, space, events.say, request.plan_path, request.batch_size)
         choice = _Choice(plan, choose_strategy(request.options, plan))
     check_late(request.job, choice.strategy, space, events.say)
     return choice
@@ -168,7 +172,7 @@ def train(plan: Plan, strategy: Strategy, context: RunContext, options: TrainOpt
     """Train a new run to its end.
 
     Raises RunError, DeadlineError or InputError when it fails, RunStopped when the user stops it. The caller
-    has locked the machines and called `plan.check_plan`.
+    has locked the machines and called `load_fitting_plan`.
     """
     project = context.space.project
     plan = strategy.choose_ranks(plan, context)
@@ -245,9 +249,10 @@ class Rehearsal:
 def rehearse_training(request: TrainRequest, events: EventStream) -> Rehearsal:
     """Choose plan or run and examine the machines as `run_training` does, without preparing or training."""
     find_mpirun()
-    fleet, min_nodes = check_files(request, events.say), request.options.min_nodes
+    fleet, plan = check_files(request, events.say)
+    min_nodes = request.options.min_nodes
     with open_workspace(request.directory, fleet, "train", say=events.say, min_nodes=min_nodes) as space:
-        choice = _choose(request, space, events)
+        choice = _choose(request, plan, space, events)
         _examine(request, space, events)
         recorded = load_prepared(space.project, request.job)
     recipe = request.job.recipe

@@ -9,18 +9,19 @@ from dataclasses import dataclass, field
 from csdctl.errors import InputError, RunError, option
 from csdctl.fleet.names import format_node_names
 from csdctl.launch.mpirun import find_mpirun
+from csdctl.runs.directory import ProjectDirectory
 from csdctl.tuning.plan import Plan
 from csdctl.worker.protocol.events import MIN_SHARPNESS, Verified
 from csdctl.worker.protocol.features import FLOAT16, FLOAT32, Recomputed
 from csdctl.workflows.data.prepare import prepare_in
-from csdctl.workflows.train.plan import build_equal_plan, load_checked_plan
+from csdctl.workflows.train.plan import build_equal_plan, load_fitting_plan
 from csdctl.workflows.train.request import TrainOptions, TrainRequest
 from csdctl.workflows.train.run import run_ranks
 from csdctl.workflows.train.spec import RunContext, build_spec
 from csdctl.workflows.train.strategies import choose_strategy
-from csdctl.workflows.train.train import check_files, resolve_run
+from csdctl.workflows.train.train import resolve_run
 from csdctl.workflows.workspace.event_stream import EventStream
-from csdctl.workflows.workspace.workspace import Workspace, open_workspace
+from csdctl.workflows.workspace.workspace import open_workspace
 
 NEAR = 8.0
 """Results that differ by so many spreads are as near as one process is to itself: a spread is the largest of
@@ -157,11 +158,12 @@ def run_verification(request: TrainRequest, events: EventStream) -> Verification
     Raises InputError, RunError or DeadlineError.
     """
     find_mpirun()
-    if request.plan_path:
-        check_files(request)
-    job = request.job
+    job, plan = request.job, None
+    path = request.plan_path or ProjectDirectory(request.directory).plan(job.name)
+    if not request.batch_size and (request.plan_path or path.exists()):
+        plan = load_fitting_plan(path, job, request.fleet)
     with open_workspace(request.directory, request.fleet, "verify", is_locking=True, say=events.say) as space:
-        plan = _choose_plan(request, space)
+        plan = plan or build_equal_plan(job, space.fleet, space.facts, request.batch_size or 16)
         if len(plan.ranks) < 2:
             names = ", ".join(rank.node for rank in plan.ranks)
             raise InputError(
@@ -174,13 +176,6 @@ def run_verification(request: TrainRequest, events: EventStream) -> Verification
         if job.noise:
             events.say("compared without clipping and noise: the samples are random, and none is private")
         return verify(plan, RunContext(job, prepared, space, events), request.options)
-
-
-def _choose_plan(request: TrainRequest, space: Workspace) -> Plan:
-    path = request.plan_path or space.project.plan(request.job.name)
-    if not request.batch_size and (request.plan_path or path.exists()):
-        return load_checked_plan(path, request.job, space)
-    return build_equal_plan(request.job, space.fleet, space.facts, request.batch_size or 16)
 
 
 def verify(plan: Plan, context: RunContext, options: TrainOptions) -> Verification:

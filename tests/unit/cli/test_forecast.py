@@ -11,7 +11,7 @@ import pytest
 from csdctl.perfmodel.prediction import CollectiveCost
 from csdctl.terminal.forecast import show_forecast
 from csdctl.terminal.streams import Streams
-from csdctl.tuning.scaling_curve import Costs, Power
+from csdctl.tuning.scaling_curve import Power
 from csdctl.workflows.forecast.forecast import ForecastRequest, forecast
 from tests.unit.perfmodel.published import Network, basis_of
 
@@ -63,8 +63,9 @@ def test_verdict_and_its_reasons(
 
 
 def test_nodes_whose_sums_take_what_they_add_are_told() -> None:
-    costs = Costs(CollectiveCost(per_rank_s=0.5))
-    assert "node adds less than 10%" in shown(Network.MOBILENETV2, 24, ForecastRequest([100]), costs=costs)
+    fleet = basis_of(Network.MOBILENETV2, 24).fleet
+    dear = dataclasses.replace(fleet, sum_cost=CollectiveCost(per_rank_s=0.5))
+    assert "node adds less than 10%" in shown(Network.MOBILENETV2, 24, ForecastRequest([100]), fleet=dear)
 
 
 def test_ranges_and_energy_fit_into_80_columns() -> None:

@@ -9,7 +9,7 @@ from enum import StrEnum
 
 from csdctl.perfmodel.prediction import CollectiveCost, RankModel, StepTime
 from csdctl.perfmodel.spread import Spread
-from csdctl.tuning.scaling_curve import Choice, Costs, Power
+from csdctl.tuning.scaling_curve import Power, ScalableFleet
 from csdctl.tuning.search import Limits
 from csdctl.workflows.forecast.forecast import ForecastBasis
 
@@ -95,11 +95,15 @@ def basis_of(network: Network, num_nodes: int = NUM_NEWPORTS) -> ForecastBasis:
     return ForecastBasis(
         title=row.title,
         source="measured",
-        host=row.host,
-        nodes=tuple(replace(row.node, node=f"csd{number}") for number in range(num_nodes)),
-        costs=Costs(NEWPORT_RING, BYTES_PER_PARAMETER * row.num_parameters),
+        fleet=ScalableFleet(
+            row.host,
+            tuple(replace(row.node, node=f"csd{number}") for number in range(num_nodes)),
+            sum_cost=NEWPORT_RING,
+            vector_bytes=BYTES_PER_PARAMETER * row.num_parameters,
+            limits=lambda count: Limits(global_batch),
+            is_planned=True,
+        ),
         origins={"speeds": "Table I"},
-        choice=Choice(lambda count: Limits(global_batch), is_planned=True),
         spread=Spread(0.0025, 10),
         power=Power(host_w, node_w),
         num_samples=NUM_PUBLIC + NUM_PRIVATE,

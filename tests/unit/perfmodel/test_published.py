@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from csdctl.perfmodel.prediction import CollectiveCost
-from csdctl.tuning.scaling_curve import Costs, CurvePoint, predict_curve
+from csdctl.tuning.scaling_curve import CurvePoint, ScalableFleet, predict_curve
 from tests.unit.perfmodel.published import (
     BYTES_PER_PARAMETER,
     LARGEST_SPEEDUP,
@@ -29,9 +29,8 @@ PAGE = (Path(__file__).parents[3] / "docs/explanation/the-papers-figures.md").re
 
 def points(network: Network, cost: CollectiveCost = NEWPORT_RING) -> list[CurvePoint]:
     row = TABLE_1[network]
-    return predict_curve(
-        row.host, [row.node], range(25), Costs(cost, BYTES_PER_PARAMETER * row.num_parameters)
-    )
+    vector_bytes = BYTES_PER_PARAMETER * row.num_parameters
+    return predict_curve(ScalableFleet(row.host, (row.node,), cost, vector_bytes), range(25))
 
 
 def rates(cost: CollectiveCost = NEWPORT_RING) -> dict[int, float]:
@@ -53,7 +52,7 @@ def errors(rate: dict[int, float]) -> dict[int, float]:
 
 def test_constants_are_those_that_are_fitted() -> None:
     """The ring is that with which 24 Newports reach the largest speedup."""
-    (free,) = predict_curve(MOBILENET.host, [MOBILENET.node], [24], Costs(CollectiveCost()))
+    (free,) = predict_curve(ScalableFleet(MOBILENET.host, (MOBILENET.node,)), [24])
     sum_s = free.global_batch / (LARGEST_SPEEDUP * MOBILENET.host_samples_per_s) - free.step_s
     per_byte_s = sum_s / RingCost(per_byte_s=1.0).at(BYTES_PER_PARAMETER * MOBILENET.num_parameters, 25)
     assert per_byte_s == pytest.approx(NEWPORT_RING.per_byte_s, rel=1e-6)

@@ -33,7 +33,7 @@ from csdctl.terminal.train import TrainingScreen
 from csdctl.terminal.tune import render_plan, show_verified
 from csdctl.transport.many import Outcome
 from csdctl.transport.meter import TrafficClass
-from csdctl.tuning.fleet_model import ProbeOutcome
+from csdctl.tuning.measurements import ProbeOutcome
 from csdctl.tuning.plan import Plan, RankPlan, StrategyPlan
 from csdctl.worker.protocol.datasets import PrepareProgress
 from csdctl.worker.protocol.events import (
@@ -50,7 +50,7 @@ from csdctl.workflows.forecast.forecast import ForecastRequest, forecast
 from csdctl.workflows.preflight.examination import Examination
 from csdctl.workflows.reporting.report import PrivacyReport
 from csdctl.workflows.train.verify import Verification
-from csdctl.workflows.tune.probing import describe_probes
+from csdctl.workflows.tune.rounds import describe_probes
 from csdctl.workflows.workspace.event_stream import FilesSent
 from tests.attacks.hostile_text import HOSTILE, MARKUP
 from tests.unit.perfmodel.published import Network, basis_of
@@ -128,7 +128,7 @@ def show_prepare(console: PrintableConsole) -> None:
 def show_plan(console: PrintableConsole) -> None:
     rank = RankPlan(node="host", batch_size=8, threads=1)
     plan = Plan(job="job", job_fingerprint="f", method="stannis", ranks=[rank])
-    ranks = [rank.model_copy(update={"node": HOSTILE})]
+    ranks = [replace(rank, node=HOSTILE)]
     changes = {"job": HOSTILE, "method": HOSTILE, "left_out": [HOSTILE], "ranks": ranks}
     known = {"strategy": "split", "cut": HOSTILE, "first_run_s_range": (1.0, 2.0)}
     strategies = [StrategyPlan(first_run_s=seconds, **known) for seconds in (1.0, 2.0)]

@@ -148,7 +148,7 @@ class TestViewWithoutATerminal:
 
 def test_plan_that_was_edited_is_not_shown_as_confirmed() -> None:
     for size in (315, 300):
-        ranks = [PLAN.ranks[0].model_copy(update={"batch_size": size}), *PLAN.ranks[1:]]
+        ranks = [replace(PLAN.ranks[0], batch_size=size), *PLAN.ranks[1:]]
         console = PrintableConsole(file=(printed := StringIO()), width=200)
         render_plan(console, PLAN.model_copy(update={"ranks": ranks}), "plan.yaml")
         assert ("confirmed by a trial" in printed.getvalue()) == (size == 315)

@@ -12,7 +12,6 @@ from csdctl.tuning.fleet_model import (
     OOM_RETRY_SHARE,
     ClassModel,
     FleetModel,
-    ProbeOutcome,
     TrialResult,
     TriedPlan,
     fit_collective,
@@ -24,7 +23,7 @@ from csdctl.tuning.fleet_model import (
     recall_class,
     recall_in_step,
 )
-from csdctl.tuning.measurements import CollectiveMeasurement, Point, ProbeMeasurement
+from csdctl.tuning.measurements import CollectiveMeasurement, Point, ProbeMeasurement, ProbeOutcome
 from csdctl.tuning.plan_choice import choose_plan, limit_for_goodput, plan_ranks
 from csdctl.tuning.search import Limits
 from csdctl.worker.protocol.run_spec import Runtime
@@ -93,7 +92,7 @@ def tried(model: FleetModel, factors: dict[str, float], overhead_factor: float =
 
 def test_probe_counts_for_all_machines_of_its_class(model: FleetModel) -> None:
     learned = learn_probes(
-        model, {"csd1": ProbeOutcome(64, NODE.at(64), 3, {64: 1 << 30}), "csd2": ProbeOutcome(256, None)}
+        model, {"csd1": ProbeOutcome(64, NODE.at(64), 3, 1 << 30), "csd2": ProbeOutcome(256, None)}
     )
     known = learned.class_of("csd0")
     assert known.sizes == {8, 16, 32, 64}

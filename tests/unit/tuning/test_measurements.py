@@ -15,7 +15,6 @@ from csdctl.tuning.measurements import (
     compare_trials,
     describe_model,
 )
-from csdctl.tuning.plan import RankPlan
 from csdctl.tuning.plan_choice import confirmed_prediction
 from csdctl.worker.protocol.model_info import ModelInfo
 from csdctl.worker.protocol.run_spec import Runtime
@@ -56,13 +55,12 @@ def test_range_of_a_plan_holds_nine_of_ten_runs(drift: float) -> None:
     Besides, the mean steps of a trial's ten reports differ by 3%.
     """
     random, trials, hits, num_days = Random(3), list[TrialMeasurement](), 0, 400
-    ranks = [RankPlan(node="host", batch_size=4, threads=1)]
     for _ in range(num_days):
         today_s = 0.1 * math.exp(random.gauss(0.0, drift))
         reports = [today_s * (1 + random.gauss(0.0, 0.03)) for _ in range(10)]
         step_s, error = sum(reports) / 10, standard_error(reports)
         result = TrialResult(100, step_s, 4 / step_s, (step_s,), 5.0, 0.0, error=error)
-        predicted = confirmed_prediction(ranks, result, compare_trials(trials[-50:]))
+        predicted = confirmed_prediction([4], result, compare_trials(trials[-50:]), None)
         assert predicted.samples_per_s_range
         low, high = predicted.samples_per_s_range
         hits += low <= 40.0 * math.exp(random.gauss(0.0, drift)) <= high

@@ -1,3 +1,4 @@
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -89,6 +90,6 @@ def test_prediction_does_not_hold_after_moving_samples_between_ranks(path: Path)
 
 
 def test_host_alone_can_sit_out(path: Path) -> None:
-    host = PLAN.ranks[0].model_copy(update={"batch_size": 0})
+    host = replace(PLAN.ranks[0], batch_size=0)
     save_plan(path, PLAN.model_copy(update={"ranks": [host, PLAN.ranks[1]]}))
     assert load_plan(path).global_batch == 25

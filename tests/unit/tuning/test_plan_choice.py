@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 
-from csdctl.perfmodel.prediction import RankModel, StepTime, predict
-from csdctl.tuning.fleet_model import MAX_PROBES, ClassModel, FleetModel, ProbeOutcome, learn_probes
-from csdctl.tuning.measurements import Point
-from csdctl.tuning.plan_choice import ChooseSizes, next_probes, next_settings, plan_settings_search
+from csdctl.perfmodel.prediction import CollectiveCost, RankModel, StepTime, predict
+from csdctl.tuning.fleet_model import ClassModel, FleetModel, learn_probes
+from csdctl.tuning.measurements import Point, ProbeOutcome
+from csdctl.tuning.plan_choice import MAX_PROBES, next_probes, next_settings, plan_settings_search
 from csdctl.tuning.search import BestPlan, Limits, find_best
 from csdctl.tuning.stannis import Measure, TuningError
 from csdctl.worker.protocol.run_spec import Runtime
@@ -44,19 +44,13 @@ class Machines:
             key: ClassModel(tuple(name for name, its in self.class_of.items() if its == key))
             for key in self.classes
         }
-        return FleetModel(tuple(self.class_of), classes)
+        return FleetModel(tuple(self.class_of), classes, collective_cost=CollectiveCost(per_rank_s=0.01))
 
     def best(self, step_times: Mapping[str, StepTime]) -> BestPlan:
         candidates = [
             RankModel(name, step_times[key], is_required=key == "host") for name, key in self.class_of.items()
         ]
         return find_best(candidates, LIMITS, lambda ranks: 0.01 * ranks)
-
-    def choose(self, step_times: Mapping[str, StepTime]) -> dict[str, int]:
-        sizes = self.best(step_times).batch_sizes
-        return {
-            key: max(sizes.get(f"{key}{n}", 1) for n in range(self.classes[key][1])) for key in self.classes
-        }
 
     def loss(self, chosen: BestPlan) -> float:
         """By how much the true machines are slower with `chosen` than with the true best plan."""
@@ -69,39 +63,39 @@ class Machines:
         return sum(self.class_of[machine] == key for machine, _ in self.probed)
 
 
-def probed(model: FleetModel, measure: Measure, choose: ChooseSizes) -> FleetModel:
+def probed(model: FleetModel, measure: Measure, limits: Limits) -> FleetModel:
     """The model after as many rounds as the policy wants."""
-    while sizes := next_probes(model, choose):
+    while sizes := next_probes(model, limits):
         times = measure(sizes)
         model = learn_probes(model, {name: ProbeOutcome(size, times[name]) for name, size in sizes.items()})
     return model
 
 
-def probed_class(known: ClassModel, measure: Measure, planned: int) -> ClassModel:
+def probed_class(members: ClassModel, measure: Measure, planned: int) -> ClassModel:
     """A class of machine 'a' after as many rounds as the policy wants for the planned size."""
-    return probed(FleetModel(("a",), {"a": known}), measure, lambda _: {"a": planned}).classes["a"]
+    return probed(FleetModel(("a",), {"a": members}), measure, Limits(global_batch=planned)).classes["a"]
 
 
 @pytest.mark.parametrize("classes", [EQUAL_NODES, FOUR_CLASSES])
 def test_few_probes_find_the_best_plan_of_exact_machines(classes: dict[str, tuple[StepTime, int]]) -> None:
     machines = Machines(classes)
-    model = probed(machines.model(), machines.measure, machines.choose)
+    model = probed(machines.model(), machines.measure, LIMITS)
     assert machines.loss(machines.best(model.step_times())) < 0.001
     assert all(machines.num_probes(key) <= 6 for key in classes)
 
 
 def test_machines_of_a_class_measure_different_sizes_in_one_round() -> None:
     machines = Machines({"host": (StepTime(0.01, 0.003), 1), "a": (StepTime(0.03, 0.02), 3)})
-    probed(machines.model(), machines.measure, machines.choose)
+    probed(machines.model(), machines.measure, LIMITS)
     first = dict(machines.probed[:4])
     assert len({first[name] for name in ("a0", "a1", "a2")}) == 3
 
 
 def test_out_of_memory_is_a_result_and_bounds_later_probes() -> None:
     machines = Machines(EQUAL_NODES, memory={"a": 40})
-    known = probed(machines.model(), machines.measure, machines.choose).classes["a"]
-    assert known.too_large is not None
-    assert max(known.sizes) <= 40
+    members = probed(machines.model(), machines.measure, LIMITS).classes["a"]
+    assert members.too_large is not None
+    assert max(members.sizes) <= 40
     assert machines.num_probes("a") <= MAX_PROBES
 
 
@@ -113,14 +107,14 @@ def test_kill_below_a_size_that_fitted_does_not_bound_the_batch() -> None:
         times = machines.measure(sizes)
         return {**times, min(sizes, key=lambda name: (name[0], sizes[name])): None} if is_first else times
 
-    model = probed(machines.model(), kill_once, machines.choose)
+    model = probed(machines.model(), kill_once, LIMITS)
     assert model.classes["a"].too_large is None
 
 
 def test_class_that_fits_at_no_size_or_in_none_of_its_probes_is_named() -> None:
     machines = Machines(EQUAL_NODES, memory={"a": 0})
     with pytest.raises(TuningError, match="a0 cannot train even 1 sample"):
-        probed(machines.model(), machines.measure, machines.choose)
+        probed(machines.model(), machines.measure, LIMITS)
     with pytest.raises(TuningError, match="a cannot train 16 samples"):
         probed_class(ClassModel(("a",), too_large=1 << 20), dict.fromkeys, 4000)
 
@@ -128,16 +122,16 @@ def test_class_that_fits_at_no_size_or_in_none_of_its_probes_is_named() -> None:
 @pytest.mark.parametrize("planned", [64, 65, 69, 129, 1])
 def test_probe_of_half_the_planned_size_predicts_it(planned: int) -> None:
     line = StepTime(0.01, 0.02)
-    known = probed_class(
+    members = probed_class(
         ClassModel(("a",)), lambda sizes: {name: line.at(size) for name, size in sizes.items()}, planned
     )
-    assert known.step_time().at(planned) == pytest.approx(line.at(planned))
-    assert known.num_new_probes <= 3
+    assert members.step_time().at(planned) == pytest.approx(line.at(planned))
+    assert members.num_new_probes <= 3
 
 
 def test_trials_count_alike() -> None:
-    known = ClassModel(("a",), points=(Point(8, 0.8), Point(16, 1.6), Point(32, 3.2)))
-    first = known.with_trial(20, 1.21)
+    members = ClassModel(("a",), points=(Point(8, 0.8), Point(16, 1.6), Point(32, 3.2)))
+    first = members.with_trial(20, 1.21)
     both = first.with_trial(20, 1.0 / 1.1)
     assert first.in_step_factor == pytest.approx(1.21)
     assert both.in_step_factor == pytest.approx(1.21 * (1 / 1.1) ** 0.5)

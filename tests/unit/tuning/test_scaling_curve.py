@@ -13,12 +13,11 @@ from csdctl.perfmodel.prediction import (
     calibrate_overhead,
 )
 from csdctl.tuning.scaling_curve import (
-    Choice,
-    Costs,
     CurvePoint,
+    CurveVerdict,
     Power,
     Reason,
-    Verdict,
+    ScalableFleet,
     judge,
     predict_curve,
     size_ranks,
@@ -30,35 +29,34 @@ FLAT_NODE = RankModel("csd0", StepTime(0.0, 0.1), batch_size=10)
 HOST = RankModel("host", StepTime(0.02, 0.002), batch_size=100)
 CSD = RankModel("csd0", StepTime(0.1, 0.02), batch_size=5)
 DPU = RankModel("dpu0", StepTime(0.1, 0.01), batch_size=10)
-NODES = [CSD, DPU]
 SUMS = CollectiveCost(fixed_s=0.001, per_rank_s=0.002)
-COSTS = Costs(SUMS)
 NOTHING = CollectiveCost()
-DEAR = Costs(CollectiveCost(per_rank_s=5.0), overhead_factor=1.5)
-WITHIN = Choice(lambda num_nodes: Limits(max_global_batch=512))
+DEAR = CollectiveCost(per_rank_s=5.0)
+FLEET = ScalableFleet(HOST, (CSD, DPU), SUMS)
+CHOOSING = replace(FLEET, limits=lambda num_nodes: Limits(max_global_batch=512))
 
 
 def curve(max_nodes: int, cost: CollectiveCost = NOTHING, power: Power | None = None) -> list[CurvePoint]:
-    return predict_curve(FLAT_HOST, [FLAT_NODE], range(max_nodes + 1), Costs(cost), power=power)
+    return predict_curve(ScalableFleet(FLAT_HOST, (FLAT_NODE,), cost), range(max_nodes + 1), power)
 
 
-def verdict(max_nodes: int, cost: CollectiveCost = NOTHING, power: Power | None = None) -> Verdict:
+def verdict(max_nodes: int, cost: CollectiveCost = NOTHING, power: Power | None = None) -> CurveVerdict:
     return judge(curve(max_nodes, cost, power), [FLAT_NODE])
 
 
 class TestFixedBatchSizes:
     def test_host_alone_has_no_overhead_and_no_sum(self) -> None:
-        costs = Costs(CollectiveCost(fixed_s=1.0, per_rank_s=1.0), overhead_factor=1.5)
-        [alone] = predict_curve(FLAT_HOST, [FLAT_NODE], [0], costs)
+        fleet = ScalableFleet(FLAT_HOST, (FLAT_NODE,), CollectiveCost(1.0, 1.0), overhead_factor=1.5)
+        [alone] = predict_curve(fleet, [0])
         assert (alone.samples_per_s, alone.speedup, alone.efficiency) == pytest.approx((100.0, 1.0, 1.0))
 
     def test_balanced_nodes_add_their_whole_speed_and_a_larger_fleet_repeats_them(self) -> None:
         assert [point.samples_per_s for point in curve(4)] == pytest.approx([100, 110, 120, 130, 140])
         quick = RankModel("dpu", StepTime(0.0, 0.02), batch_size=50)
-        points = predict_curve(FLAT_HOST, [FLAT_NODE, quick], range(5), Costs(CollectiveCost()))
+        points = predict_curve(ScalableFleet(FLAT_HOST, (FLAT_NODE, quick)), range(5))
         assert [point.global_batch for point in points] == [100, 110, 160, 170, 220]
         with pytest.raises(ValueError, match="without one to repeat"):
-            predict_curve(FLAT_HOST, [], [1], COSTS)
+            predict_curve(ScalableFleet(FLAT_HOST, ()), [1])
 
     def test_energy_of_a_sample_follows_from_rate_and_power(self) -> None:
         point = curve(10, power=Power(300, 10))[10]
@@ -107,40 +105,40 @@ class TestVerdict:
 
 class TestChosenBatchSizes:
     def test_chosen_batch_sizes_are_no_slower_than_fixed_ones(self) -> None:
-        chosen = predict_curve(HOST, NODES, range(6), COSTS, WITHIN)
-        kept = predict_curve(HOST, NODES, range(6), COSTS)
+        chosen, kept = predict_curve(CHOOSING, range(6)), predict_curve(FLEET, range(6))
         for best, fixed in zip(chosen, kept, strict=True):
             assert best.samples_per_s >= fixed.samples_per_s * 0.995
             assert best.global_batch <= 512
 
     def test_only_the_planned_fleet_keeps_its_batch_sizes(self) -> None:
-        one, two, three = predict_curve(HOST, NODES, [1, 2, 3], COSTS, replace(WITHIN, is_planned=True))
-        [kept] = predict_curve(HOST, NODES, [2], COSTS)
-        assert two == replace(kept, speedup=two.speedup)
-        assert two.global_batch == 115 < min(one.global_batch, three.global_batch)
+        first, second, third = predict_curve(replace(CHOOSING, is_planned=True), [1, 2, 3])
+        [kept] = predict_curve(FLEET, [2])
+        assert second == replace(kept, speedup=second.speedup)
+        assert second.global_batch == 115 < min(first.global_batch, third.global_batch)
 
     def test_host_without_useful_nodes_is_as_fast_as_alone_unless_they_are_required(self) -> None:
-        alone, pair = predict_curve(HOST, NODES, [0, 2], DEAR, WITHIN, Power(host_w=100.0, node_w=10.0))
+        dear = replace(CHOOSING, sum_cost=DEAR, overhead_factor=1.5)
+        alone, pair = predict_curve(dear, [0, 2], Power(host_w=100.0, node_w=10.0))
         assert (pair.num_left_out, pair.sum_s) == (2, 0)
         assert pair.samples_per_s == pytest.approx(alone.samples_per_s)
         assert pair.power_w == alone.power_w == 100.0
-        [point] = predict_curve(HOST, NODES, [2], DEAR, replace(WITHIN, is_required=True))
+        [point] = predict_curve(replace(dear, is_required=True), [2])
         assert point.num_left_out == 0
 
     def test_slow_host_sits_out_and_still_takes_part_in_the_sum(self) -> None:
         host = RankModel("host", StepTime(3.0, 1.0), batch_size=1)
         node = RankModel("csd0", StepTime(0.01, 0.001), batch_size=50)
-        strict = Choice(lambda num_nodes: Limits(max_global_batch=64))
-        [point] = predict_curve(host, [node], [4], COSTS, strict)
+        strict = ScalableFleet(host, (node,), SUMS, limits=lambda num_nodes: Limits(max_global_batch=64))
+        [point] = predict_curve(strict, [4])
         assert not point.is_host_training
         assert point.sum_s == pytest.approx(SUMS.at(0, 5))
 
     def test_planned_host_may_sit_out(self) -> None:
-        idle = replace(WITHIN, is_planned=True, idle=frozenset({"host"}))
-        [point] = predict_curve(HOST, NODES, [2], COSTS, idle)
+        idle = replace(CHOOSING, is_planned=True, idle=frozenset({"host"}))
+        [point] = predict_curve(idle, [2])
         assert (point.global_batch, point.is_host_training, point.num_left_out) == (15, False, 0)
         assert point.step_s == pytest.approx(DPU.step_s + SUMS.at(0, 3))
-        [single] = predict_curve(HOST, [CSD], [1], replace(COSTS, overhead_factor=1.2), idle)
+        [single] = predict_curve(replace(idle, nodes=(CSD,), overhead_factor=1.2), [1])
         assert single.step_s == pytest.approx(1.2 * CSD.step_s + SUMS.at(0, 2))
 
 

@@ -126,7 +126,7 @@ def test_impossible_limits_are_an_error_that_names_them() -> None:
 
 def test_tuned_plan_beats_the_best_equal_size() -> None:
     limits = Limits(max_global_batch=1024)
-    equal = best_equal(FLEET, limits, free)
+    equal = best_equal(FLEET, limits, free, 1.0)
     assert equal is not None
     assert {*equal.batch_sizes} == {candidate.node for candidate in FLEET}
     assert len({*equal.batch_sizes.values()}) == 1

@@ -137,8 +137,8 @@ def settings_of(name: str) -> Runtime:
 def measurements_of(at: MeasuredProject, **options: Any) -> FleetMeasurements:
     """What tuning has of earlier measurements, with the whole memory of each machine free."""
     facts = {name: replace(facts_of(name), memory_available_bytes=32 << 30) for name in at.fleet.machines}
-    store = MeasurementStore(at.project.measurements)
-    return FleetMeasurements(at.features, hash_recipe(at.job, PUBLIC), at.fleet, facts, store, **options)
+    store, recipe = MeasurementStore(at.project.measurements), hash_recipe(at.job, PUBLIC)
+    return FleetMeasurements(at.features, recipe, at.fleet, facts, store=store, **options)
 
 
 def remember_probes(at: MeasuredProject) -> None:

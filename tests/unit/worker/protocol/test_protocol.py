@@ -41,13 +41,12 @@ RUN = RunSpec(
     output_directory=".csdctl/runs/x",
 )
 INFO = datasets.DatasetInfo("/data", 10, (28, 28, 1), "uint8", (), 9, "abc", {"empty": 1}, {"cat": 5})
-RESULT = probe.ProbeResult(32, 0.25, 4, 1 << 30)
+RESULT = events.Probed(1, "csd0", 32, 0.25, 4, 1 << 30)
 VALUES = [
     INFO,
     ModelInfo("keras.applications:MobileNetV2", {"": (0, 0, 3)}, 100, 90),
     RUN,
     dataclasses.replace(RUN, validation=None, noise=Noise(1.0, 8.0, 1e-5), recipe=Recipe(input_range=None)),
-    probe.ProbeSpec(RUN, 1, probe.ProbeRequest(8)),
     RESULT,
 ]
 PROGRESS = events.Progress(0, "host", 1, 2, 3, 96, 0.5, 0.25, 0.8, 128, 2.5, 0.1)
@@ -84,7 +83,7 @@ ORDER_EXAMPLES = [
     orders.Begin((0, 2)),
     orders.Stop(),
     orders.Probe({"1": probe.ProbeRequest(32)}),
-    orders.TakeSteps((orders.TrialRank(32, 16, 10, 22), orders.TrialRank(4, None, 0, 4))),
+    orders.TakeSteps((orders.TrialShard(32, 16, 10, 22), orders.TrialShard(4, None, 0, 4))),
     orders.Ping(4),
 ]
 
@@ -94,7 +93,7 @@ MESSAGES: list[Any] = [
     *events.EVENTS.values(),
     *orders.ORDERS.values(),
     *(datasets.DatasetInfo, datasets.PrepareProgress, datasets.PrepareSpec),
-    *(ModelInfo, RunSpec, probe.ProbeSpec, probe.ProbeRequest, probe.ProbeResult),
+    *(ModelInfo, RunSpec, probe.ProbeRequest, probe.PartsSpec, probe.PartTimes),
 ]
 
 

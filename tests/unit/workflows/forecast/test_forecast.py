@@ -86,11 +86,11 @@ class TestParsing:
                 given_power(*powers)
 
 
-def basis_of(at: MeasuredProject, **options: Any) -> ForecastBasis:
+def basis_of(at: MeasuredProject) -> ForecastBasis:
     def say(line: str) -> None:
         pytest.fail(f"nothing should be built, but: {line}")
 
-    return tuned_basis(at.job, at.project, at.fleet, say, **options)
+    return tuned_basis(at.job, at.project, at.fleet, ForecastRequest(), say)
 
 
 def ask(at: MeasuredProject, **request: Any) -> Forecast:
@@ -137,7 +137,7 @@ class TestFromMeasurementsAlone:
         # Every step follows from the fits, the sums and the trial, for some batch sizes.
         assert answer.points[2].sum_s == pytest.approx(SUMS.at(measured.features.vector_bytes, 25))
         assert answer.points[2].efficiency < answer.points[1].efficiency
-        assert answer.basis.costs.overhead_factor == pytest.approx(OVERHEAD_FACTOR)
+        assert answer.basis.fleet.overhead_factor == pytest.approx(OVERHEAD_FACTOR)
         assert answer.basis.source == "measured"
 
     def test_every_figure_has_an_origin(self, measured: MeasuredProject) -> None:
@@ -204,7 +204,7 @@ class TestFromPlanAndMeasurements:
         larger = replace(measured, fleet=replace(measured.fleet, nodes=nodes))
         save_facts(larger.fleet, {name: facts_of(name) for name in ("host", "csd0", "csd1", "csd2")})
         basis = basis_of(larger)
-        assert len(basis.nodes) == 3
+        assert len(basis.fleet.nodes) == 3
         assert basis.origins["plan"] == "not used: the plan is for other nodes: csd0, csd1"
 
 
@@ -244,7 +244,7 @@ def test_constant_power_of_the_fleet_file_is_used_unless_the_request_has_another
     fleet, path = load_fleet(measured.fleet.path), measured.project.root
     for given, expected in ((None, 110), (Power(500, 12), 524)):
         request = ForecastRequest([2], power=given)
-        answer = forecast_job(measured.job.path, fleet, request, path, print, None)
+        answer = forecast_job(measured.job.path, fleet, path, request, print)
         assert answer.points[0].power_w == expected
 
 

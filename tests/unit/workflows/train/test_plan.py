@@ -6,22 +6,19 @@ from pathlib import Path
 import pytest
 
 from csdctl.errors import InputError
-from csdctl.fleet.facts import Facts
+from csdctl.fleet.facts import Facts, facts_path, save_facts
 from csdctl.fleet.model import HOST_NAME, Fleet, Host, Node
 from csdctl.job.model import Job, load_job
-from csdctl.runs.directory import ProjectDirectory
-from csdctl.runs.ledger import Ledger
 from csdctl.tuning.plan import STRATEGIES, Plan, RankPlan, StrategyPlan, load_plan, save_plan
 from csdctl.workflows.train.plan import (
     build_equal_plan,
     build_fingerprint,
     check_plan,
     default_runtime,
-    resolve_plan,
+    load_fitting_plan,
 )
 from csdctl.workflows.train.request import TrainOptions, TrainRequest
 from csdctl.workflows.train.train import check_files
-from csdctl.workflows.workspace.workspace import Workspace
 
 JOB = """\
 model: mine.py:build
@@ -35,33 +32,40 @@ FACTS = {
 }
 
 
-@pytest.fixture
-def space(tmp_path: Path) -> Workspace:
-    project = ProjectDirectory(tmp_path)
-    return Workspace(project, FLEET, FACTS, {}, Ledger(project.ledger, "train"))
-
-
 def test_left_out_nodes_are_reported_and_not_contacted(plan: Plan, job: Job, tmp_path: Path) -> None:
     smaller = plan.model_copy(update={"ranks": plan.ranks[:2], "left_out": ["csd1"]})
     save_plan(tmp_path / "other.yaml", smaller)
     messages: list[str] = []
     request = TrainRequest(job, FLEET, tmp_path, TrainOptions(), tmp_path / "other.yaml")
-    assert check_files(request, messages.append).machines == (HOST_NAME, "csd0")
+    fleet, planned = check_files(request, messages.append)
+    assert (fleet.machines, planned) == ((HOST_NAME, "csd0"), smaller)
     assert messages == ["the plan leaves out csd1: training is faster without them"]
 
 
-def test_rank_that_is_not_selected_is_left_out(
-    plan: Plan, job: Job, space: Workspace, tmp_path: Path
-) -> None:
+def test_rank_that_is_not_selected_is_left_out(plan: Plan, job: Job, tmp_path: Path) -> None:
     save_plan(tmp_path / "all.yaml", plan)
-    one = replace(space, fleet=replace(FLEET, nodes=FLEET.nodes[:1]))
-    found = resolve_plan(job, one, lambda line: None, path=tmp_path / "all.yaml")
-    assert (found.ranks, found.predicted) == (plan.ranks[:2], None)
+    messages: list[str] = []
+    smaller = replace(FLEET, nodes=FLEET.nodes[:1])
+    fitting = load_fitting_plan(tmp_path / "all.yaml", job, smaller, messages.append)
+    assert (fitting.ranks, fitting.predicted) == (plan.ranks[:2], None)
+    assert messages == ["csd1 left out of the plan; others keep their batch sizes until you tune"]
 
 
-def test_batch_size_replaces_the_plan(job: Job, space: Workspace) -> None:
-    plan = resolve_plan(job, space, pytest.fail, batch_size=32)
-    assert plan == build_equal_plan(job, FLEET, FACTS, 32)
+def test_plan_is_judged_by_the_facts_that_discover_saved(plan: Plan, job: Job, tmp_path: Path) -> None:
+    save_plan(tmp_path / "all.yaml", plan)
+    fleet = replace(FLEET, path=tmp_path / "fleet.yaml")
+    assert load_fitting_plan(tmp_path / "all.yaml", job, fleet) == plan
+    save_facts(fleet, {**FACTS, "csd1": replace(FACTS["csd1"], num_cores=2)})
+    with pytest.raises(InputError, match="csd1: "):
+        load_fitting_plan(tmp_path / "all.yaml", job, fleet)
+    facts_path(fleet).write_text("damaged")
+    assert load_fitting_plan(tmp_path / "all.yaml", job, fleet) == plan
+
+
+def test_batch_size_replaces_the_plan(job: Job, tmp_path: Path) -> None:
+    request = TrainRequest(job, FLEET, tmp_path, TrainOptions(), batch_size=32)
+    assert check_files(request, pytest.fail) == (FLEET, None)
+    plan = build_equal_plan(job, FLEET, FACTS, 32)
     assert [(rank.node, rank.batch_size) for rank in plan.ranks] == [(name, 32) for name in FACTS]
 
 

@@ -1,5 +1,7 @@
 """What tuning recalls of earlier measurements."""
 
+from dataclasses import replace
+
 import pytest
 
 from csdctl.fleet.model import HOST_NAME
@@ -9,10 +11,13 @@ from csdctl.tuning.fleet_model import ClassModel
 from csdctl.tuning.measurements import ProbeMeasurement
 from csdctl.workflows.tune.fleet_measurements import hash_recipe
 from tests.unit.workflows.measured_project import (
+    OVERHEAD_FACTOR,
     PUBLIC,
+    SUMS,
     MeasuredProject,
     class_of,
     measurements_of,
+    remember_probes,
     remember_trial,
     settings_of,
 )
@@ -41,9 +46,9 @@ def tried(size: int, ratio: float) -> ProbeMeasurement:
 
 def test_trial_scales_the_probed_step_times(at: MeasuredProject) -> None:
     remember(at, *map(probed, (8, 16, 32)), tried(64, 1.3))
-    known = recalled(at)
-    assert known.sizes == {8, 16, 32}
-    assert known.step_time().at(20) == pytest.approx(LINE.at(20) * 1.3)
+    members = recalled(at)
+    assert members.sizes == {8, 16, 32}
+    assert members.step_time().at(20) == pytest.approx(LINE.at(20) * 1.3)
 
 
 def test_size_that_did_not_fit_may_fit_later(at: MeasuredProject) -> None:
@@ -66,8 +71,8 @@ def test_trial_in_micro_batches_does_not_show_what_fits_at_once(at: MeasuredProj
 
 
 def test_host_that_did_not_train_takes_part_in_the_sum_of_the_newest_trial(at: MeasuredProject) -> None:
+    remember_probes(at)
     remember_trial(at, (0, 16, 16))
     measurements = measurements_of(at, is_host_training=False)
-    newest = measurements.recall_trial(dict.fromkeys(measurements.recall_fleet().classes, LINE))
-    assert newest is not None
-    assert [size for _, size in newest[0]] == [0, 16, 16]
+    model = replace(measurements.recall_fleet(), collective_cost=SUMS)
+    assert measurements.recall_overhead(model) == pytest.approx(OVERHEAD_FACTOR)

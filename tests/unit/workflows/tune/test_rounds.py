@@ -1,0 +1,376 @@
+"""The rounds of tuning by fit, with scripted machines, and what they ask of the machines."""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import pytest
+
+from csdctl.errors import OutOfMemoryError, RunError
+from csdctl.fleet.model import HOST_NAME
+from csdctl.perfmodel.prediction import StepTime
+from csdctl.tuning.fleet_model import TrialResult
+from csdctl.tuning.measurements import ProbeOutcome
+from csdctl.tuning.plan import RankPlan
+from csdctl.tuning.search import Limits
+from csdctl.worker.protocol.events import Probed, SumTimed
+from csdctl.worker.protocol.probe import ProbeRequest
+from csdctl.worker.protocol.run_spec import Runtime
+from csdctl.workflows.tune import rounds
+from csdctl.workflows.tune.rounds import MAX_OOM_RETRIES, SUM_BYTES, FitTuner, FleetMeasurer, TunedFleet
+from csdctl.workflows.workspace.event_stream import EventStream, Message
+from tests.fake_session import FakeSession
+from tests.unit.workflows.measured_project import (
+    STEPS,
+    SUMS,
+    MeasuredProject,
+    facts_of,
+    make_project,
+    measurements_of,
+    run_context,
+    workspace,
+)
+
+USUAL, OTHER = Runtime(4), Runtime(4, onednn=False)
+MIB = 1 << 20
+
+
+class ScriptedRun:
+    """In place of a TuningRun: every rank measures 0.1 s. `peak_of` a batch size is its memory in bytes."""
+
+    runs: list["ScriptedRun"]
+    peak_of: Callable[[int], int]
+    killed: tuple[str, int]
+
+    def __init__(self, ranks: Sequence[RankPlan], context: object) -> None:
+        self.ranks, self.start_s, self.has_ended = ranks, 5.0, False
+        self.probes: list[Mapping[str, ProbeRequest]] = []
+        self.num_trials = 0
+        self.probed: list[Probed] = []
+        self.runs.append(self)
+
+    def __exit__(self, *_: object) -> None:
+        self.has_ended = True
+
+    def probe(self, requests: Mapping[str, ProbeRequest]) -> list[Probed]:
+        self.probes.append(requests)
+        sizes = {name: request.batch_size for name, request in requests.items()}
+        is_killed = self.killed in sizes.items()
+        self.probed = [
+            Probed(0, name, size, 0.1, 10, self.peak_of(size))
+            for name, size in sizes.items()
+            if not is_killed or name != self.killed[0]
+        ]
+        if is_killed:
+            raise OutOfMemoryError("killed", node=self.killed[0])
+        return self.probed
+
+    def take_steps(self, ranks: Sequence[RankPlan], num_steps: int) -> TrialResult:
+        self.num_trials += 1
+        if num_steps == 13:
+            raise RunError("lost")
+        return TrialResult(num_steps, 0.1, 100.0, (0.1,) * len(ranks), num_steps * 0.1, 0.0)
+
+
+class MeasuredFleet:
+    """A host and a node with 1200 MiB, of which a rank may take 1080, that are measured by scripted runs."""
+
+    def __init__(self, directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        at = make_project(directory, num_nodes=1)
+        sessions = {name: FakeSession(name) for name in at.fleet.machines}
+        self.scripted = type("Scripted", (ScriptedRun,), {})
+        self.scripted.runs, self.scripted.killed = [], ("", 0)
+        self.scripted.peak_of = staticmethod(lambda size: size * 10 * MIB)
+        monkeypatch.setattr(rounds, "TuningRun", self.scripted)
+        self.measurer = FleetMeasurer(run_context(at, workspace(at, sessions, 1200 * MIB)))
+
+    @property
+    def runs(self) -> list[ScriptedRun]:
+        return self.scripted.runs
+
+    def probe(self, size: int = 8, **settings: Runtime) -> dict[str, ProbeOutcome]:
+        requests = {name: ProbeRequest(size) for name in ("host", "csd0")}
+        return self.measurer.measure(requests, {"host": USUAL, "csd0": USUAL, **settings})
+
+    def try_plan(self, num_steps: int = 5, **runtimes: Runtime) -> TrialResult:
+        ranks = [
+            RankPlan(node=name, batch_size=8, threads=runtime.threads, onednn=runtime.onednn)
+            for name, runtime in runtimes.items()
+        ]
+        return self.measurer.run_trial(ranks, num_steps)
+
+
+@pytest.fixture
+def fleet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[MeasuredFleet]:
+    fleet = MeasuredFleet(tmp_path, monkeypatch)
+    with fleet.measurer:
+        yield fleet
+    assert all(run.has_ended for run in fleet.runs)
+
+
+def test_one_run_serves_probes_and_trials(fleet: MeasuredFleet) -> None:
+    fleet.probe()
+    fleet.try_plan(host=USUAL, csd0=USUAL)
+    fleet.probe(16)
+    (run,) = fleet.runs
+    assert (len(run.probes), run.num_trials) == (2, 1)
+    assert (fleet.measurer.start_s, fleet.measurer.num_probes) == (5.0, 4)
+
+
+@pytest.mark.parametrize("runtimes", [{"host": USUAL}, {"host": USUAL, "csd0": OTHER}])
+def test_plan_of_other_ranks_or_settings_has_a_run_of_its_own(
+    fleet: MeasuredFleet, runtimes: dict[str, Runtime]
+) -> None:
+    fleet.probe()
+    fleet.try_plan(**runtimes)
+    first, second = fleet.runs
+    assert first.has_ended
+    assert {rank.node: rank.runtime for rank in second.ranks} == runtimes
+
+
+def test_machine_that_is_killed_for_memory_leaves_the_measurements_of_others(fleet: MeasuredFleet) -> None:
+    fleet.scripted.killed = ("csd0", 8)
+    outcomes = fleet.probe()
+    assert (outcomes["csd0"].step_time_s, outcomes["csd0"].is_oom_kill) == (None, True)
+    assert outcomes["host"].step_time_s == 0.1
+    assert [run.has_ended for run in fleet.runs] == [True, False]
+    assert not fleet.runs[1].probes, "the host had been measured"
+
+
+def test_run_that_failed_in_a_trial_is_not_used_again(fleet: MeasuredFleet) -> None:
+    with pytest.raises(RunError, match="lost"):
+        fleet.try_plan(13, host=USUAL, csd0=USUAL)
+    fleet.probe()
+    assert [run.has_ended for run in fleet.runs] == [True, False]
+
+
+@pytest.mark.parametrize(
+    ("peaks", "num_fitting"),
+    [
+        ({8: 700, 16: 900, 32: 0}, 2),  # not tried: 900 + 16 · 25 = 1300 MiB
+        ({32: 1190, 16: 1190}, 2),  # above 90% of the memory, and yet it fitted
+    ],
+)
+def test_size_that_is_predicted_not_to_fit_is_not_tried_unless_a_larger_one_did(
+    fleet: MeasuredFleet, peaks: dict[int, int], num_fitting: int
+) -> None:
+    fleet.scripted.peak_of = staticmethod(lambda size: peaks[size] * MIB)
+    times = [fleet.probe(size)["csd0"].step_time_s for size in peaks]
+    assert [bool(seconds) for seconds in times] == [number < num_fitting for number in range(len(peaks))]
+
+
+def test_peak_of_the_process_is_not_recorded_for_a_smaller_size(fleet: MeasuredFleet) -> None:
+    peaks = {8: 700 * MIB, 16: 900 * MIB, 4: 900 * MIB}
+    fleet.scripted.peak_of = staticmethod(lambda size: peaks[size])
+    outcomes = [fleet.probe(size)["csd0"] for size in peaks]
+    assert [outcome.peak_memory_bytes for outcome in outcomes] == [700 * MIB, 900 * MIB, 0]
+
+
+LIMITS = Limits(global_batch=160)
+MAX_AT_ONCE = 100
+"""More samples at once than this kill a rank, however little memory probes used."""
+SUM_S = 0.02
+
+
+def step_time_of(name: str) -> StepTime:
+    return STEPS.get(name, STEPS["csd"])
+
+
+def trial_of(ranks: Sequence[RankPlan], node_speedup: float = 1.0, step_factor: float = 1.0) -> TrialResult:
+    """What the machines of the project reach, where nodes are faster than when they were probed."""
+    host_s, *nodes_s = (step_time_of(rank.node).at(rank.batch_size) for rank in ranks)
+    times = (host_s, *(seconds / node_speedup for seconds in nodes_s))
+    step_s = (max(times) + SUM_S) * step_factor
+    total = sum(rank.batch_size for rank in ranks)
+    return TrialResult(5, step_s, total / step_s, times, 5 * step_s, SUM_S)
+
+
+@dataclass
+class ScriptedMeasurer:
+    """Machines as functions. `trial` decides the result of a trial."""
+
+    trial: Callable[[Sequence[RankPlan]], TrialResult] = trial_of
+    gain: Mapping[Runtime, float] = field(default_factory=dict)
+    """Settings that change the time of a step, by this factor."""
+    num_probes: int = 0
+    num_ranks: int = 3
+    sum_s: Callable[[int, int], float] = SUMS.at
+    sums: list[tuple[int, int]] = field(default_factory=list)
+    rounds: list[Mapping[str, ProbeRequest]] = field(default_factory=list)
+    trials: list[Sequence[RankPlan]] = field(default_factory=list)
+
+    def time_sums(self, sum_bytes: Sequence[int], sum_ranks: Sequence[int]) -> list[SumTimed]:
+        sums = [(ranks, size) for ranks in (*sum_ranks, self.num_ranks) for size in sum_bytes]
+        self.sums += sums
+        return [
+            SumTimed(0, HOST_NAME, tuple(range(ranks)), size, self.sum_s(size, ranks)) for ranks, size in sums
+        ]
+
+    def measure(
+        self, requests: Mapping[str, ProbeRequest], settings: Mapping[str, Runtime]
+    ) -> dict[str, ProbeOutcome]:
+        self.num_probes += len(requests)
+        self.rounds.append(requests)
+        outcomes = {}
+        for name, request in requests.items():
+            size = request.batch_size
+            step_s = step_time_of(name).at(size) * self.gain.get(settings[name], 1.0)
+            outcomes[name] = ProbeOutcome(size, step_s, 3, size << 20)
+        return outcomes
+
+    def run_trial(self, ranks: Sequence[RankPlan], num_steps: int) -> TrialResult:
+        self.trials.append(ranks)
+        return self.trial(ranks)
+
+
+def tune(
+    at: MeasuredProject,
+    measurer: ScriptedMeasurer,
+    messages: list[str] | None = None,
+    *,
+    is_exploring: bool = False,
+    limits: Limits = LIMITS,
+) -> TunedFleet:
+    def take(event: object) -> None:
+        if messages is not None and isinstance(event, Message):
+            messages.append(event.text)
+
+    measurements = measurements_of(at)
+    context = replace(run_context(at, workspace(at, {})), events=EventStream((take,)))
+    tuner = FitTuner(context, measurer, measurements, limits, is_exploring)
+    return tuner.tune(measurements.recall_fleet())
+
+
+def at_once(rank: RankPlan) -> int:
+    return min(rank.batch_size, rank.micro_batch_size or rank.batch_size)
+
+
+def test_first_tuning_times_sums_probes_every_class_and_tries_the_plan(at: MeasuredProject) -> None:
+    measurer = ScriptedMeasurer()
+    tuned = tune(at, measurer)
+    vector_bytes = at.features.vector_bytes
+    sizes = {vector_bytes, *(size for size in SUM_BYTES if size < vector_bytes)}
+    assert set(measurer.sums) == {(num_ranks, size) for num_ranks in (2, 3) for size in sizes}
+    assert {name for requests in measurer.rounds for name in requests} == {"host", "csd0", "csd1"}
+    assert sum(tuned.tried.best.batch_sizes.values()) == LIMITS.global_batch
+    assert 1 <= len(measurer.trials) <= 2
+    assert not any(map(is_equal, measurer.trials)), "equal batch sizes would be slower"
+    assert tuned.gain is None, "a gain that was not measured"
+
+
+def test_sums_are_timed_once(at: MeasuredProject) -> None:
+    tune(at, ScriptedMeasurer())
+    again = ScriptedMeasurer()
+    tune(at, again)
+    assert again.sums == []
+
+
+@pytest.mark.parametrize("factor", [0.5, 0.9])
+def test_clearly_faster_settings_are_taken_and_kept(at: MeasuredProject, factor: float) -> None:
+    usual = Runtime(facts_of("csd0").num_threads)
+    expected = replace(usual, onednn=False) if factor == 0.5 else usual
+    messages: list[str] = []
+    measurer = ScriptedMeasurer(gain={replace(usual, onednn=False): factor})
+    host, *nodes = tune(at, measurer, messages, is_exploring=True).tried.ranks
+    assert host.onednn
+    assert [rank.runtime for rank in nodes] == [expected] * 2
+    assert any("takes 50% less time: selected" in line for line in messages) == (expected != usual)
+    known = measurements_of(at).recall_fleet().class_of("csd1")
+    assert known.settings == expected
+    assert len(known.sizes) > 1
+    again = ScriptedMeasurer(gain=measurer.gain)
+    tune(at, again, is_exploring=True)
+    assert again.num_probes == 0
+
+
+@pytest.mark.parametrize("better", [0, 1])
+def test_better_of_two_tried_plans_is_kept(at: MeasuredProject, better: int) -> None:
+    """A trial that shows a slow node leads to a second plan, which may turn out to be worse."""
+
+    def trial(ranks: Sequence[RankPlan]) -> TrialResult:
+        result = trial_of(ranks)
+        *others_s, slow_s = result.compute_s
+        is_first = len(measurer.trials) == 1
+        is_better = is_first == (better == 0)
+        return replace(
+            result,
+            compute_s=(*others_s, 3 * slow_s) if is_first else result.compute_s,
+            samples_per_s=result.samples_per_s * (2 if is_better else 1),
+        )
+
+    measurer = ScriptedMeasurer(trial)
+    tuned = tune(at, measurer)
+    assert len(measurer.trials) == 2 + better  # the second plan leaves a node out: all are tried too
+    assert measurer.trials[0] != measurer.trials[1]
+    assert tuned.tried.ranks == measurer.trials[better]
+
+
+def test_rank_that_runs_out_of_memory_in_the_trial_computes_micro_batches(measured: MeasuredProject) -> None:
+    messages: list[str] = []
+
+    def trial(ranks: Sequence[RankPlan]) -> TrialResult:
+        for rank in ranks:
+            if at_once(rank) > MAX_AT_ONCE:
+                raise OutOfMemoryError("killed", node=rank.node)
+        return trial_of(ranks)
+
+    tuned = tune(measured, ScriptedMeasurer(trial), messages)
+    assert [line for line in messages if "did not fit in memory together with the other ranks" in line]
+    for rank in tuned.tried.ranks:
+        assert at_once(rank) <= MAX_AT_ONCE
+    assert sum(rank.batch_size for rank in tuned.tried.ranks) == LIMITS.global_batch
+
+    def fail(ranks: Sequence[RankPlan]) -> TrialResult:
+        raise OutOfMemoryError("killed", node=ranks[0].node)
+
+    measurer = ScriptedMeasurer(fail)
+    with pytest.raises(OutOfMemoryError):
+        tune(measured, measurer)
+    assert len(measurer.trials) == 1 + MAX_OOM_RETRIES
+
+
+def is_equal(ranks: Sequence[RankPlan]) -> bool:
+    return len({rank.batch_size for rank in ranks}) == 1
+
+
+def test_plan_that_loses_against_equal_batch_sizes_is_not_proposed(at: MeasuredProject) -> None:
+    """The nodes, which were busy when they were probed, turn out to be faster in each trial."""
+
+    def trial(ranks: Sequence[RankPlan]) -> TrialResult:
+        return trial_of(ranks, node_speedup=3 if len(measurer.trials) == 1 else 20)
+
+    measurer, messages = ScriptedMeasurer(trial), list[str]()
+    tuned = tune(at, measurer, messages, limits=Limits(global_batch=159))
+    assert [is_equal(ranks) for ranks in measurer.trials] == [False, False, True]
+    assert {*tuned.tried.best.batch_sizes.values()} == {53}
+    assert tuned.gain == 0.0
+    assert "trying the best equal batch sizes" in messages
+
+
+def test_equal_batch_sizes_within_the_range_of_their_forecast_are_measured(at: MeasuredProject) -> None:
+    """They are predicted to be slower, by less than a forecast may be off; in a trial they are faster."""
+    faster = 0.93 * STEPS["csd"].at(53) / STEPS["host"].at(53)
+
+    def trial(ranks: Sequence[RankPlan]) -> TrialResult:
+        return trial_of(ranks, faster, step_factor=0.9 if is_equal(ranks) else 1.0)
+
+    measurer = ScriptedMeasurer(trial)
+    tuned = tune(at, measurer, limits=Limits(global_batch=159))
+    assert [is_equal(ranks) for ranks in measurer.trials] == [False, False, True]
+    assert is_equal(tuned.tried.ranks)
+    assert tuned.gain == 0.0
+
+
+@pytest.mark.parametrize("factor", [1.0, 100.0])
+def test_all_nodes_are_tried_before_some_are_left_out(at: MeasuredProject, factor: float) -> None:
+    """By the model, sums take longer than nodes save; in the trial they take it only with a large factor."""
+
+    def trial(ranks: Sequence[RankPlan]) -> TrialResult:
+        return trial_of(ranks, step_factor=factor if len(ranks) > 1 else 1.0)
+
+    measurer = ScriptedMeasurer(trial, sum_s=lambda _, num_ranks: 9.0 * (num_ranks - 1))
+    tuned = tune(at, measurer)
+    assert [len(ranks) for ranks in measurer.trials] == [1, 1, 3]
+    is_left_out = factor > 1
+    assert tuned.tried.best.left_out == (("csd0", "csd1") if is_left_out else ())
+    assert (tuned.gain_without_nodes is not None and tuned.gain_without_nodes > 1) == is_left_out
