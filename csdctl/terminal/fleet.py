@@ -22,7 +22,7 @@ from csdctl.terminal.nodes import bounded, render_failed
 from csdctl.terminal.streams import Streams, document, fields_of
 from csdctl.terminal.view import View
 from csdctl.transport.many import Outcome, errors_of
-from csdctl.workflows.discovery.discover import DiscoverResult, ShownKey, find_shared_host_keys
+from csdctl.workflows.discovery.discover import COPIED_KEY, DiscoverResult, ShownKey, find_shared
 from csdctl.workflows.discovery.inventory import FoundFleet
 from csdctl.workflows.preflight.examination import Examination, describe
 
@@ -260,7 +260,8 @@ class TrustScreen:
             self.streams.console.print(build_table(columns, rows, title=title))
         if num_accepted := len(keys) - len(new):
             self.streams.say(f"{format_count(num_accepted, 'key')} already accepted")
-        for warning in find_shared_host_keys({name: key.fingerprint for name, key in keys.items()}):
+        fingerprints = ((name, key.fingerprint) for name, key in keys.items())
+        for warning in find_shared("host key", fingerprints, COPIED_KEY):
             self.streams.say(f"warning: {warning}")
         render_failed(self.streams.console, failed, self.fleet)
         if new and not self.is_dry_run:

@@ -6,6 +6,7 @@ here: the user must first remove it, by name.
 
 import base64
 import contextlib
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -24,6 +25,9 @@ from csdctl.transport.known_hosts import KnownHosts, build_host_name, fingerprin
 from csdctl.transport.many import Outcome, errors_of, fleet_known_hosts_paths, run_on_all, run_on_nodes
 from csdctl.transport.meter import add_up
 from csdctl.transport.session import Session
+
+COPIED_KEY = "one machine listed twice, or a copied disk image"
+"""Why several nodes have one host key."""
 
 
 @dataclass(frozen=True)
@@ -55,16 +59,17 @@ def fetch_keys(
     """Return the key presented by each of `machines`. HostKeyError for a changed key."""
     from csdctl.transport.ssh import JumpHosts, fetch_host_key  # paramiko takes 0.1 s to load
 
-    known = KnownHosts.load(fleet_known_hosts_paths(fleet, directory))
+    known_hosts = KnownHosts.load(fleet_known_hosts_paths(fleet, directory))
 
     def fetch(node: Node) -> ShownKey:
         key_type, blob = fetch_host_key(node, jumps, connect_deadline_s=10.0)
-        is_new = all(key.is_revoked and key.blob != blob for key in known.lookup(node.key_address, node.port))
+        keys = known_hosts.lookup(node.key_address, node.port)
+        is_new = all(key.is_revoked and key.blob != blob for key in keys)
         if not is_new:
-            known.check(node.name, node.key_address, node.port, key_type, blob)
+            known_hosts.check(node.name, node.key_address, node.port, key_type, blob)
         return ShownKey(node, key_type, blob, "new" if is_new else "known")
 
-    with contextlib.closing(JumpHosts(known)) as jumps:
+    with contextlib.closing(JumpHosts(known_hosts)) as jumps:
         try:
             return run_on_all(machines, fetch)
         finally:
@@ -73,7 +78,7 @@ def fetch_keys(
 
 def accept_keys(keys: Iterable[ShownKey], project: ProjectDirectory) -> None:
     """Add `keys` to csdctl's own known_hosts."""
-    lines = list(_own_lines(project))
+    lines = _load_accepted(project)
     for key in keys:
         name = build_host_name(key.node.key_address, key.node.port)
         lines.append(f"{name} {key.type} {base64.b64encode(key.blob).decode()}")
@@ -91,24 +96,18 @@ def forget_keys(
 ) -> dict[str, int]:
     """Remove the keys of `machines` from csdctl's own known_hosts. Return the number of keys by name."""
     names = {build_host_name(node.key_address, node.port): node.name for node in machines}
-    removed = dict.fromkeys(names.values(), 0)
-    kept = []
-    for line in _own_lines(project):
-        node = names.get(line.split(" ", 1)[0])
-        if node is None:
-            kept.append(line)
-        else:
-            removed[node] += 1
-    if any(removed.values()) and not is_dry_run:
-        save_text(project.known_hosts, "".join(f"{line}\n" for line in kept))
-    return removed
+    lines = [(line, names.get(line.split(" ", 1)[0])) for line in _load_accepted(project)]
+    removed = Counter(name for _, name in lines if name)
+    if removed and not is_dry_run:
+        save_text(project.known_hosts, "".join(f"{line}\n" for line, name in lines if not name))
+    return {name: removed[name] for name in names.values()}
 
 
 def check_forgotten(fleet: Fleet, directory: Path) -> None:
     """Raise HostKeyError for a node with a key in a file that csdctl does not write."""
-    known = KnownHosts.load(fleet_known_hosts_paths(fleet, directory))
+    known_hosts = KnownHosts.load(fleet_known_hosts_paths(fleet, directory))
     for node in fleet.nodes:
-        for key in known.lookup(node.key_address, node.port):
+        for key in known_hosts.lookup(node.key_address, node.port):
             raise HostKeyError(
                 f"its key remains in {key.path}:{key.line}",
                 node=node.name,
@@ -116,8 +115,8 @@ def check_forgotten(fleet: Fleet, directory: Path) -> None:
             )
 
 
-def _own_lines(project: ProjectDirectory) -> Sequence[str]:
-    return load_lines(project.known_hosts) if project.known_hosts.exists() else ()
+def _load_accepted(project: ProjectDirectory) -> list[str]:
+    return [*load_lines(project.known_hosts)] if project.known_hosts.exists() else []
 
 
 OnLayer = Callable[[Mapping[str, Outcome[ShownKey]], Sequence[ShownKey], Sequence[str]], None]
@@ -166,7 +165,7 @@ class DiscoverResult:
 def discover(
     fleet: Fleet, *, directory: Path, on_done: Callable[[Facts], None] = lambda facts: None
 ) -> DiscoverResult:
-    """Collect facts of host and nodes, save them with those of other nodes. Errors are in the result."""
+    """Collect facts of host and nodes, and save them beside earlier facts. Errors are in the result."""
     host_keys: dict[str, str] = {}
 
     def visit(session: Session) -> Facts:
@@ -174,7 +173,7 @@ def discover(
             host_keys[session.name] = session.host_key_fingerprint
         return collect_facts(session, fleet.python_of(session.name))
 
-    earlier, earlier_warnings = _earlier_facts(fleet)
+    facts, warnings = _load_earlier(fleet)
     outcomes = run_on_nodes(
         fleet,
         visit,
@@ -183,10 +182,12 @@ def discover(
         on_traffic=record_traffic(directory, "discover"),
         has_host=True,
     )
-    warnings = (*earlier_warnings, *find_shared_addresses(fleet), *find_shared_host_keys(host_keys))
-    facts = {name: _facts_or_problem(outcome) for name, outcome in outcomes.items()}
-    path = save_facts(fleet, {**earlier, **facts})
-    return DiscoverResult(fleet, facts, errors_of(outcomes), warnings, path)
+    endpoints = ((node.name, node.endpoint) for node in fleet.nodes)
+    warnings += find_shared("address", endpoints, "one machine listed twice")
+    warnings += find_shared("host key", host_keys.items(), COPIED_KEY)
+    new_facts = {name: _facts_or_problem(outcome) for name, outcome in outcomes.items()}
+    path = save_facts(fleet, {**facts, **new_facts})
+    return DiscoverResult(fleet, new_facts, errors_of(outcomes), tuple(warnings), path)
 
 
 def collect_all_facts(fleet: Fleet, sessions: Mapping[str, Session]) -> dict[str, Facts]:
@@ -198,35 +199,26 @@ def collect_all_facts(fleet: Fleet, sessions: Mapping[str, Session]) -> dict[str
     return {name: _facts_or_problem(outcome) for name, outcome in outcomes.items()}
 
 
-def find_shared_addresses(fleet: Fleet) -> tuple[str, ...]:
-    """Return a warning for each address and port of several nodes: one machine, listed twice."""
-    endpoints = ((node.name, node.endpoint) for node in fleet.nodes)
-    return _find_shared("address", endpoints, "one machine listed twice")
-
-
-def find_shared_host_keys(fingerprints: Mapping[str, str]) -> tuple[str, ...]:
-    """Return a warning for each host key, by node in `fingerprints`, of several nodes."""
-    return _find_shared("host key", fingerprints.items(), "one machine listed twice, or a copied disk image")
-
-
-def _find_shared(what: str, values: Iterable[tuple[str, str]], why: str) -> tuple[str, ...]:
-    return tuple(
-        f"{format_node_names(names)} have the same {what} {value}: {why}"
+def find_shared(what: str, values: Iterable[tuple[str, str]], cause: str) -> list[str]:
+    """Return a warning for each of `values` that several nodes have, with their names."""
+    return [
+        f"{format_node_names(names)} have the same {what} {value}: {cause}"
         for value, names in names_by_value(values).items()
         if len(names) > 1
-    )
+    ]
 
 
 def _facts_or_problem(outcome: Outcome[Facts]) -> Facts:
     return Facts(outcome.name, problem=outcome.error.message) if outcome.error else outcome.get()
 
 
-def _earlier_facts(fleet: Fleet) -> tuple[dict[str, Facts], tuple[str, ...]]:
-    if not facts_path(fleet).exists():
-        return {}, ()
+def _load_earlier(fleet: Fleet) -> tuple[dict[str, Facts], list[str]]:
+    """Return the saved facts. A file that cannot be read is set aside, with a warning."""
+    path = facts_path(fleet)
+    if not path.exists():
+        return {}, []
     try:
-        return load_facts(fleet), ()
+        return load_facts(fleet), []
     except InputError as error:
-        path = facts_path(fleet)
         aside = path.replace(path.with_name(path.name + ".bak"))
-        return {}, (f"{error.message}: it is kept as {aside}, and all facts are collected again",)
+        return {}, [f"{error.message}: it is kept as {aside}, and all facts are collected again"]

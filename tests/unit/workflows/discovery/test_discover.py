@@ -17,8 +17,7 @@ from csdctl.workflows.discovery.discover import (
     check_forgotten,
     collect_all_facts,
     discover,
-    find_shared_addresses,
-    find_shared_host_keys,
+    find_shared,
     forget_keys,
     keep_named,
     review_keys,
@@ -53,18 +52,21 @@ def test_lost_connection_is_no_lack_of_software() -> None:
         collect_all_facts(Fleet((Node("csd0", "a"),)), {"csd0": FakeSession("csd0").on("sh", error=lost)})
 
 
+@pytest.mark.fault(13)
 @pytest.mark.fault(15)
-def test_nodes_with_the_same_host_key_are_a_warning() -> None:
-    fingerprints = {"csd0": "SHA256:a", "csd1": "SHA256:b", "csd2": "SHA256:a"}
-    (warning,) = find_shared_host_keys(fingerprints)
-    assert warning.startswith("csd0, csd2 have the same host key SHA256:a")
+def test_nodes_with_the_same_value_are_a_warning() -> None:
+    nodes = [Node(f"csd{number}", "10.0.0.1", port=22 if number < 2 else number) for number in range(4)]
+    endpoints = ((node.name, node.endpoint) for node in nodes)
+    assert find_shared("address", endpoints, "one machine listed twice") == [
+        "csd0, csd1 have the same address 10.0.0.1 port 22: one machine listed twice"
+    ]
 
 
 @pytest.mark.fault(13)
-def test_nodes_with_the_same_address_and_port_are_a_warning() -> None:
-    nodes = [Node(f"csd{number}", "10.0.0.1", port=22 if number < 2 else number) for number in range(4)]
-    (warning,) = find_shared_addresses(Fleet(tuple(nodes)))
-    assert warning == "csd0, csd1 have the same address 10.0.0.1 port 22: one machine listed twice"
+def test_machine_that_is_listed_twice_is_a_warning_of_discover(tmp_path: Path) -> None:
+    nodes = (Node("csd0", "127.0.0.1", port=1), Node("csd1", "127.0.0.1", port=1))
+    [warning] = discover(Fleet(nodes, path=tmp_path / "fleet.yaml"), directory=tmp_path).warnings
+    assert warning == "csd0, csd1 have the same address 127.0.0.1 port 1: one machine listed twice"
 
 
 @pytest.mark.fault(36)
