@@ -312,7 +312,7 @@ class Fleet:
 
     @property
     def networks(self) -> tuple[tuple[str, str], ...]:
-        """Of every other server, its name and the network of its tunnel; '' if MPI chooses."""
+        """Of every other server, its name and the network of its tunnel. It is '' if MPI chooses."""
         machines = [machine for node in self.nodes for machine in (node, node.jump)]
         servers = [machine for machine in machines if isinstance(machine, Server)]
         return tuple({server.name: server.network for server in servers}.items())

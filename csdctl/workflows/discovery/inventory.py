@@ -122,8 +122,8 @@ def _run(
             check=False,
         )
     except subprocess.TimeoutExpired:
-        shown = shorten(f"{Path(command[0]).name} {' '.join(command[1:])}", 200)
-        raise CsdctlError(f"`{shown}` did not finish within {deadline_s:.0f} s", remedy=remedy) from None
+        text = shorten(f"{Path(command[0]).name} {' '.join(command[1:])}", 200)
+        raise CsdctlError(f"`{text}` did not finish within {deadline_s:.0f} s", remedy=remedy) from None
 
 
 def resolve_targets(targets: Sequence[Target], warnings: Mapping[str, list[str]]) -> ListedNodes:

@@ -82,8 +82,17 @@ def run_spec(
     late = {rank: space.unreachable[name] for rank, name in enumerate(nodes) if name in space.unreachable}
     sandboxes: dict[str, SandboxCheck] = {}
     hub_key = secrets.token_hex(16)  # unlike the spec, no node has it
-    keys, state_bytes = (spec.link_key, hub_key), 3 * conditions.model_bytes
-    mpirun = Mpirun(fleet, space.facts, run, sessions, worker_path, sandboxes, *keys, state_bytes)
+    mpirun = Mpirun(
+        fleet=fleet,
+        facts=space.facts,
+        run=run,
+        sessions=sessions,
+        worker_path=worker_path,
+        sandboxes=sandboxes,
+        link_key=spec.link_key,
+        hub_key=hub_key,
+        state_bytes=3 * conditions.model_bytes,
+    )
     traffic = TrafficCount()
 
     def handle_event(event: Event) -> None:

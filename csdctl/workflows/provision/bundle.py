@@ -31,7 +31,6 @@ from csdctl.errors import CsdctlError, InputError
 from csdctl.fleet.requirements import find_program
 from csdctl.notify import Say
 from csdctl.reporting.numbers import format_bytes
-from csdctl.shipping.payload import Payload, TreeRequest, pack_payload, read_tree
 from csdctl.shipping.store import hash_file
 from csdctl.transport.commands import build_child_command
 from csdctl.worker.protocol.packages import TENSORFLOW
@@ -312,10 +311,6 @@ class Bundle:
     def unpacked_bytes(self) -> int:
         """The space that a node needs below the prefix, with byte code, and blocks that are not full."""
         return int(1.3 * sum(file.unpacked_bytes for file in self.files))
-
-    def pack(self) -> Payload:
-        """Return the wheels as a payload. Pip compares them with the hashes of requirements.txt there."""
-        return pack_payload(trees=[read_tree(TreeRequest(self.directory / "wheels", WHEELS))])
 
 
 def collect_bundle(

@@ -25,11 +25,11 @@ from csdctl.fleet.requirements import explain_extra, find_program
 from csdctl.notify import Say, shorten
 from csdctl.runs.ledger import record_traffic
 from csdctl.shipping.deliver import OnDeliveryProgress, deliver
-from csdctl.shipping.payload import Payload
+from csdctl.shipping.payload import Payload, TreeRequest, pack_payload, read_tree
 from csdctl.transport.many import Outcome, errors_of, run_on_nodes, values_or_raise
 from csdctl.transport.session import Session
 from csdctl.workflows.discovery.inventory import render_ansible
-from csdctl.workflows.provision.bundle import LOCK, Bundle, collect_bundle, python_directory
+from csdctl.workflows.provision.bundle import LOCK, WHEELS, Bundle, collect_bundle, python_directory
 from csdctl.workflows.provision.machine import (
     SENT_PYTHON,
     BareMachine,
@@ -152,8 +152,8 @@ def find_ansible() -> str:
 
 def build_environment(base: Mapping[str, str], collection: Path, num_nodes: int) -> dict[str, str]:
     """Return the environment of ansible-playbook: none of the user's Ansible settings. Pure."""
-    others = {name: value for name, value in base.items() if not name.startswith("ANSIBLE_")}
-    return others | {
+    environment = {name: value for name, value in base.items() if not name.startswith("ANSIBLE_")}
+    return environment | {
         "ANSIBLE_CONFIG": str(collection / "ansible.cfg"),
         "ANSIBLE_ROLES_PATH": str(collection / "roles"),
         "ANSIBLE_CALLBACK_PLUGINS": str(collection / "plugins" / "callback"),
@@ -419,7 +419,9 @@ class BundleSender:
             if kind not in self._contents:
                 bundle = self._bundles[kind]
                 archive = (bundle.directory / "python.tar.gz").read_bytes() if bundle.python else b""
-                self._contents[kind] = bundle.pack(), archive
+                # Pip compares the wheels with the hashes of requirements.txt there.
+                wheels = read_tree(TreeRequest(bundle.directory / "wheels", WHEELS))
+                self._contents[kind] = pack_payload(trees=[wheels]), archive
             return self._contents[kind]
 
 
