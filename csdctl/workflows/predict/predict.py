@@ -13,17 +13,19 @@ import os
 import tempfile
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import repeat
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 from urllib.parse import quote
 
-from csdctl import documents
-from csdctl.documents import MAX_JSON_BYTES, load_text, write_atomically
+import numpy as np
+
+from csdctl.documents import MAX_JSON_BYTES, check_output, load_text, write_atomically
 from csdctl.errors import CsdctlError, InputError, PartialError, RemoteCommandError
 from csdctl.fleet.model import HOST_NAME, Fleet
 from csdctl.job.compatibility import LOGITS, plain_name, show_shape
@@ -54,10 +56,14 @@ from csdctl.workflows.workspace.event_stream import EventStream, OnProgress
 from csdctl.workflows.workspace.workspace import Workspace, call_machine, open_workspace
 
 CSV, NPZ = ".csv", ".npz"
+CLASSES, SCORES, EMBEDDINGS = "classes", "scores", "embeddings"
+PRIVATE, PUBLIC, VALIDATION, ALL = "private", "public", "validation", "all"
 DEFAULT_JOB = Path("job.yaml")
 MAX_SHOWN = 5
-_DOING = "predicting"
-_PARSING = threading.Lock()
+"""Layers that a message names."""
+MAX_ROW_VALUES = 1 << 40
+DOING = "predicting"
+PARSING = threading.Lock()
 """numpy parses a header as Python, and the parser of CPython 3.11 may fail in two threads (gh-106905)."""
 
 
@@ -78,33 +84,23 @@ class Block:
         return len(self.rows)
 
 
-def check_output(path: Path, *, force: bool = True) -> None:
-    """Raise InputError for a file that cannot be written, or its suffix."""
-    if path.suffix not in WRITERS:
-        raise InputError(
-            f"--output {path} ends in {path.suffix or 'nothing'!r}", remedy=f"one of {', '.join(WRITERS)}"
-        )
-    documents.check_output(path, "--output", force=force)
-
-
 def write_results(path: Path, blocks: Sequence[Block], names: Sequence[str]) -> None:
-    """Write all rows in the order of `blocks`. `names` are those of the classes, none if unknown.
+    """Write all rows in the order of `blocks`. `names` are the names of the classes, none if unknown.
 
     Raises OSError.
     """
     with write_atomically(path) as file:
-        WRITERS[path.suffix](file, blocks, names)
-
-
-def _write_csv(file: BinaryIO, blocks: Sequence[Block], names: Sequence[str]) -> None:
-    text = io.TextIOWrapper(file, encoding="utf-8", newline="")
-    writer = csv.writer(text, lineterminator="\n")
-    for number, block in enumerate(blocks):
-        columns = _columns(block, names)
-        if not number:
-            writer.writerow(columns)
-        writer.writerows(zip(*columns.values(), strict=False))
-    text.detach()
+        if path.suffix == NPZ:
+            np.savez(file, **_arrays(blocks, names))
+            return
+        text = io.TextIOWrapper(file, encoding="utf-8", newline="")
+        writer = csv.writer(text, lineterminator="\n")
+        for number, block in enumerate(blocks):
+            columns = _columns(block, names)
+            if not number:
+                writer.writerow(columns)
+            writer.writerows(zip(*columns.values(), strict=False))
+        text.detach()
 
 
 def _columns(block: Block, names: Sequence[str]) -> dict[str, Iterable[Any]]:
@@ -117,39 +113,27 @@ def _columns(block: Block, names: Sequence[str]) -> dict[str, Iterable[Any]]:
     for name, array in block.fields.items():
         values = array.reshape(len(block), math.prod(array.shape[1:]))
         # The shortest float that float32 reads as the same.
-        convert: Callable[[Any], Any] = int if values.dtype.kind == "i" else lambda one: float(str(one))
+        convert: Callable[[Any], Any] = int if values.dtype.kind == "i" else lambda value: float(str(value))
         if array.ndim > 1:
             columns |= {f"{name}_{number}": map(convert, column) for number, column in enumerate(values.T)}
             continue
         columns[name] = map(convert, array)
         if names and name.rpartition(".")[2] == "class":
-            named = dict(enumerate(names))  # a model may have more classes than the data
-            columns[f"{name}_name"] = [named.get(int(number), "") for number in array]
+            name_of = dict(enumerate(names))  # a model may have more classes than the data
+            columns[f"{name}_name"] = [name_of.get(int(number), "") for number in array]
     return columns
 
 
-def _write_npz(file: BinaryIO, blocks: Sequence[Block], names: Sequence[str]) -> None:
-    import numpy as np
-
+def _arrays(blocks: Sequence[Block], names: Sequence[str]) -> dict[str, Any]:
+    """Return the arrays of a .npz file, each with all rows."""
     arrays: dict[str, Any] = {
-        "data": np.array([block.data for block in blocks for _ in range(len(block))], "U"),
-        "node": np.array([block.node for block in blocks for _ in range(len(block))], "U"),
+        "data": np.array([block.data for block in blocks for _ in block.rows], "U"),
+        "node": np.array([block.node for block in blocks for _ in block.rows], "U"),
         "row": np.concatenate([block.rows for block in blocks]),
         "class_names": np.array(list(names), "U"),
     }
-    for name in blocks[0].fields:
-        arrays[name] = np.concatenate([block.fields[name] for block in blocks])
-    np.savez(file, **arrays)
-
-
-WRITERS: dict[str, Callable[[BinaryIO, Sequence[Block], Sequence[str]], None]] = {
-    CSV: _write_csv,
-    NPZ: _write_npz,
-}
-
-
-CLASSES, SCORES, EMBEDDINGS = "classes", "scores", "embeddings"
-PRIVATE, PUBLIC, VALIDATION, ALL = "private", "public", "validation", "all"
+    fields = {name: [block.fields[name] for block in blocks] for name in blocks[0].fields}
+    return arrays | {name: np.concatenate(parts) for name, parts in fields.items()}
 
 
 @dataclass(frozen=True)
@@ -204,11 +188,16 @@ def check_request(
         raise InputError(
             f"--layer is only used for embeddings, received --want {want}", remedy="add --want embeddings"
         )
-    check_output(output, force=force)
+    if output.suffix not in (CSV, NPZ):
+        suffix = output.suffix or "nothing"
+        raise InputError(f"--output {output} ends in {suffix!r}", remedy=f"one of {CSV}, {NPZ}")
+    check_output(output, "--output", force=force)
     file, job_path, manifest = find_model(model, job, ProjectDirectory(directory))
     loaded = load_job(job_path)
-    data = choose_data(on, loaded)
-    return PredictRequest(loaded, file, load_fleet(), directory, output, data, want, layer, manifest)
+    chosen, fleet = choose_data(on, loaded), load_fleet()
+    return PredictRequest(
+        loaded, file, fleet, directory, output, on=chosen, want=want, layer=layer, manifest=manifest
+    )
 
 
 def find_model(
@@ -233,18 +222,18 @@ def find_model(
             remedy=f'in Python: csdctl.load_run("{run.run_id}").model().predict(…)',
         )
     if not run.model.is_file():
-        reason, other = "it has not finished", "use another run"
+        reason, remedy = "it has not finished", "use another run"
         with suppress(InputError):
-            state = load_run_status(run).state
-            if state == COMPLETED:
+            status = load_run_status(run)
+            if status.state == COMPLETED:
                 reason = "it has completed, but the file is gone"
-            elif state == FAILED:
+            elif status.state == FAILED:
                 reason = f"it failed: {read_results(run).summary.failures[0]}"
-        if named := [name for name in project.run_ids() if RunDirectory(project.runs / name).model.is_file()]:
-            other = f"use the latest run with a model: {named[-1]}"
+        if runs := [name for name in project.run_ids() if RunDirectory(project.runs / name).model.is_file()]:
+            remedy = f"use the latest run with a model: {runs[-1]}"
         raise InputError(
             f"run {run.run_id} has no model.keras: {reason}",
-            remedy=f"continue it with `csdctl train --resume {run.run_id}`, or {other}",
+            remedy=f"continue it with `csdctl train --resume {run.run_id}`, or {remedy}",
         )
     manifest = run.load_manifest()
     described = manifest.get("job")
@@ -256,16 +245,15 @@ def find_model(
 def choose_data(on: str | None, job: Job) -> tuple[str, ...]:
     """Return the data sets to predict, in the order of the rows. Default: private, else public."""
     present = {PUBLIC: True, VALIDATION: bool(job.data.validation), PRIVATE: bool(job.data.private)}
-    wanted: Sequence[str] = (PUBLIC, VALIDATION, PRIVATE)
+    if on == ALL:
+        return tuple(name for name, is_present in present.items() if is_present)
     if on is None:
-        wanted = [PRIVATE if job.data.private else PUBLIC]
-    elif on != ALL:
-        wanted = [on]
-        if not present[on]:
-            raise InputError(
-                f"{job.path} has no {on} data", remedy=f"add data.{on} to it, or choose other data with --on"
-            )
-    return tuple(name for name in wanted if present[name])
+        return (PRIVATE if job.data.private else PUBLIC,)
+    if not present[on]:
+        raise InputError(
+            f"{job.path} has no {on} data", remedy=f"add data.{on} to it, or choose other data with --on"
+        )
+    return (on,)
 
 
 def build_rules(info: ModelInfo, want: str) -> tuple[ResultRule, ...]:
@@ -278,9 +266,8 @@ def build_rules(info: ModelInfo, want: str) -> tuple[ResultRule, ...]:
 
 
 def _rule_of_classes(output: OutputInfo, info: ModelInfo) -> ResultRule:
-    kind = output.activation if output.activation in (SOFTMAX, SIGMOID) else ""
     of_loss = LOGITS.get(plain_name(output.loss), VALUES)
-    kind = kind or of_loss
+    kind = output.activation if output.activation in (SOFTMAX, SIGMOID) else of_loss
     if kind == SIGMOID and of_loss != SOFTMAX and output.is_known and output.shape[-1:] > (1,):
         raise InputError(
             f"{output.name or info.name} has {output.shape[-1]} probabilities that do not exclude each other",
@@ -310,30 +297,28 @@ def check_layer(layer: str, model: SerializedModel) -> None:
     )
 
 
-@dataclass
+@dataclass(frozen=True)
 class PredictResult:
     """Number of rows that were predicted, and the rows that are missing."""
 
     output: Path
-    num_rows: int = 0
-    num_computed: int = 0
+    num_rows: int
+    num_computed: int
     """Rows that no earlier call had computed."""
-    num_rows_of: dict[str, int] = field(default_factory=dict)
+    num_rows_of: dict[str, int]
     """Rows by the machine that computed them."""
-    missing: dict[str, CsdctlError] = field(default_factory=dict)
+    missing: dict[str, CsdctlError]
     """Nodes whose rows are missing, and why."""
-    num_missing: dict[str, int] = field(default_factory=dict)
+    num_missing: dict[str, int]
     """Missing rows by node, where the number is known."""
-    elapsed_s: float = 0.0
+    elapsed_s: float
 
     def check(self) -> None:
         """Raise PartialError if rows are missing."""
         if not self.missing:
             return
-        nodes = ", ".join(
-            f"{name} ({self.num_missing[name]:,})" if name in self.num_missing else name
-            for name in self.missing
-        )
+        numbers = {name: f" ({count:,})" for name, count in self.num_missing.items()}
+        nodes = ", ".join(name + numbers.get(name, "") for name in self.missing)
         reasons = "".join(f"\n  {error}" for error in self.missing.values())
         raise PartialError(
             f"private rows of {nodes} are missing; {self.output} has the other {self.num_rows:,}{reasons}",
@@ -347,43 +332,46 @@ def predict(request: PredictRequest, events: EventStream) -> PredictResult:
     Raises InputError if model and data do not fit, CsdctlError if there is no row at all.
     """
     began = time.monotonic()
-    say, root = events.say, request.directory
-    with open_workspace(root, request.fleet, "predict", is_locking=True, say=say, min_nodes=1) as space:
-        absent = space.unreachable
-        if absent:
-            say(f"continuing without {', '.join(absent)}, which cannot be reached")
+    with open_workspace(
+        request.directory, request.fleet, "predict", is_locking=True, say=events.say, min_nodes=1
+    ) as space:
+        if space.unreachable:
+            events.say(f"continuing without {', '.join(space.unreachable)}, which cannot be reached")
         record = load_prepared(space.project, request.job)
-        num_private = dict(record.num_private) if record else {}
         prepared = prepare_in(space, request.model_job, events, is_trained=False)
-        num_private |= prepared.num_private
         rules = build_rules(prepared.model.info, request.want)
         if request.layer:
             check_layer(request.layer, prepared.model)
-        files = prepared.model, prepared.public, prepared.worker
-        model = ModelCompiler(request.model_job, *files, space, events.say).forward(request.layer)
-        prepared = replace(prepared, model=model)
+        data, worker = prepared.public, prepared.worker
+        compiler = ModelCompiler(request.model_job, prepared.model, data, worker, space, say=events.say)
+        prepared = replace(prepared, model=compiler.forward(request.layer))
         with tempfile.TemporaryDirectory(".predict", dir=space.project.state) as directory:
-            prediction = _Prediction(request, prepared, space, rules, Path(directory), events)
-            found, failed = prediction.run(list_parts(request, prepared))
-            result = PredictResult(request.output, num_computed=sum(one.num_computed for one in found))
-            for one in found:
-                result.num_rows += len(one)
-                result.num_rows_of[one.node] = result.num_rows_of.get(one.node, 0) + len(one)
+            prediction = Prediction(request, prepared, space, rules, directory=Path(directory))
+            blocks, failed = prediction.run(events)
+            missing: dict[str, CsdctlError] = {}
             if PRIVATE in request.on:
-                holding = request.fleet.names_without_servers
-                result.missing = {name: error for name, error in (absent | failed).items() if name in holding}
-                result.num_missing = {
-                    name: num_private[name] for name in result.missing if name in num_private
-                }
-            if result.missing and not result.num_rows:
-                outcomes = {name: Outcome[None](name, error=error) for name, error in result.missing.items()}
-                values_or_raise(outcomes, _DOING)
+                errors, holding = space.unreachable | failed, request.fleet.names_without_servers
+                missing = {name: error for name, error in errors.items() if name in holding}
+            if missing and not any(map(len, blocks)):
+                outcomes = {name: Outcome[None](name, error=error) for name, error in missing.items()}
+                values_or_raise(outcomes, DOING)
             names = request.manifest.get("classes")
-            if not isinstance(names, list):
-                names = list(prepared.public.class_counts)
-            write_results(request.output, found, names)
-            result.elapsed_s = time.monotonic() - began
-            return result
+            write_results(
+                request.output, blocks, names if isinstance(names, list) else [*prepared.public.class_counts]
+            )
+    num_rows_of: Counter[str] = Counter()
+    for block in blocks:
+        num_rows_of[block.node] += len(block)
+    num_private = (record.num_private if record else {}) | prepared.num_private
+    return PredictResult(
+        output=request.output,
+        num_rows=num_rows_of.total(),
+        num_computed=sum(block.num_computed for block in blocks),
+        num_rows_of=dict(num_rows_of),
+        missing=missing,
+        num_missing={name: num_private[name] for name in missing if name in num_private},
+        elapsed_s=time.monotonic() - began,
+    )
 
 
 @dataclass(frozen=True)
@@ -402,20 +390,11 @@ class Part:
 
     def refuse(self, problem: str) -> RemoteCommandError:
         """Return the error for results that are not what was asked for."""
-        return RemoteCommandError(f"{_DOING}: {problem}", node=self.machine)
-
-
-def list_parts(request: PredictRequest, prepared: Prepared) -> list[Part]:
-    """Return the data sets in the order of the rows: those of the host before those of the nodes."""
-    of_host = {PUBLIC: prepared.public, VALIDATION: prepared.validation}
-    return [
-        *(Part(data, HOST_NAME, info) for data, info in of_host.items() if info and data in request.on),
-        *(Part(PRIVATE, node, info) for node, info in prepared.private.items() if PRIVATE in request.on),
-    ]
+        return RemoteCommandError(f"{DOING}: {problem}", node=self.machine)
 
 
 @dataclass(frozen=True)
-class _Prediction:
+class Prediction:
     """The predictions of one call."""
 
     request: PredictRequest
@@ -423,90 +402,85 @@ class _Prediction:
     space: Workspace
     rules: tuple[ResultRule, ...]
     directory: Path
-    events: EventStream
 
-    def run(self, parts: list[Part]) -> tuple[list[Block], dict[str, CsdctlError]]:
-        """Return the results in the order of `parts`, and the errors of nodes. Raises that of the host."""
-        by_machine: dict[str, list[Part]] = {}
-        for part in parts:
-            by_machine.setdefault(part.machine, []).append(part)
-        fleet, sessions = self.space.fleet, self.space.sessions
-        with self.events.working(_DOING, [part.label for part in parts]) as on_progress:
+    def run(self, events: EventStream) -> tuple[list[Block], dict[str, CsdctlError]]:
+        """Return the results, host first, and the errors of nodes. Raises the error of the host."""
+        host_data = {PUBLIC: self.prepared.public, VALIDATION: self.prepared.validation}
+        on = self.request.on
+        of_host = [Part(data, HOST_NAME, info) for data, info in host_data.items() if info and data in on]
+        parts = {HOST_NAME: of_host} if of_host else {}
+        if PRIVATE in on:
+            parts |= {node: [Part(PRIVATE, node, info)] for node, info in self.prepared.private.items()}
+        labels = [part.label for of_machine in parts.values() for part in of_machine]
+        with events.working(DOING, labels) as on_progress:
 
             def on_machine(name: str) -> list[Block]:
                 if name != HOST_NAME:
                     files = {name: [self.prepared.worker, *files_of(self.prepared.model)]}
-                    deploy_files(files, fleet, sessions, self.events)
-                return [self._predict(part, on_progress) for part in by_machine[name]]
+                    deploy_files(files, self.space.fleet, self.space.sessions, events)
+                return [self._predict(part, on_progress) for part in parts[name]]
 
-            outcomes = run_on_all({name: name for name in by_machine}, on_machine)
+            outcomes = run_on_all({name: name for name in parts}, on_machine)
         failed = errors_of(outcomes)
         if HOST_NAME in failed:
             raise failed[HOST_NAME]
-        return [found for name in by_machine for found in outcomes[name].value or ()], failed
+        return [block for outcome in outcomes.values() for block in outcome.value or ()], failed
 
     def _predict(self, part: Part, on_progress: OnProgress) -> Block:
-        import numpy as np
-
-        request, prepared, space = self.request, self.prepared, self.space
-        runtime, model = default_runtime(part.machine, space.fleet, space.facts), as_prefix(prepared.model)
-        spec = ExtractSpec(whole(part.info), RESULT_STORE, model, runtime, self.rules, request.layer)
-
-        note = partial(on_progress, part.label)
-        extracted = call_machine(
-            space, part.machine, prepared.worker, "extract", spec, Extracted, note, doing=_DOING
+        space, worker = self.space, self.prepared.worker
+        prefix, runtime = (
+            as_prefix(self.prepared.model),
+            default_runtime(part.machine, space.fleet, space.facts),
         )
-        check_parts(extracted, 1, part.machine, _DOING)
+        layer, note = self.request.layer, partial(on_progress, part.label)
+        spec = ExtractSpec(whole(part.info), RESULT_STORE, prefix, runtime, self.rules, layer=layer)
+        call = partial(call_machine, space, part.machine, worker, on_progress=note, doing=DOING)
+        extracted = call("extract", spec, Extracted)
+        check_parts(extracted, 1, part.machine, DOING)
         (info,) = extracted.parts
-        check_info(info, part.machine, _DOING, may_be_empty=True)
+        check_info(info, part.machine, DOING, may_be_empty=True)
         dtype = self._check_dtype(info, part)
         target = self.directory / f"{part.data}-{quote(part.machine, safe='')}.npy"
         num_bytes = part.info.num_samples * dtype.itemsize + MAX_HEADER_BYTES
-        wanted = SendSpec(Path(info.path).name, info.images_sha256, num_bytes)
-        traffic = TrafficClass[request.want.upper()] if part.data == PRIVATE else TrafficClass.PUBLIC
+        traffic = TrafficClass[self.request.want.upper()] if part.data == PRIVATE else TrafficClass.PUBLIC
+        send = SendSpec(Path(info.path).name, info.images_sha256, num_bytes)
         session, python = space.sessions[part.machine], space.fleet.python_of(part.machine)
         with target.open("wb") as file:
-            fetch_results(session, python, prepared.worker.path, wanted, file, traffic, doing=_DOING)
-        records = _load(target, part, dtype)
+            fetch_results(session, python, worker.path, send, file, traffic_class=traffic, doing=DOING)
+        records = load_rows(target, part, dtype)
         fields = {name: records[name] for name in records.dtype.names}
         return Block(part.data, part.machine, np.arange(len(records)), fields, extracted.num_computed)
 
     def _check_dtype(self, info: DatasetInfo, part: Part) -> Any:
         """Return the type of a row. Raises RemoteCommandError if it is not what was asked for."""
-        import numpy as np
-
         expected = {
             name: ("float32" if name.endswith(("value", "probability")) else "int32")
             for rule in self.rules
             for name in rule.fields
         }
-        found = info.inputs
-        is_as_asked = {name: dtype for name, (dtype, _) in found.items()} == expected and not any(
-            shape for name, (_, shape) in found.items() if not name.endswith("value")
+        fields = info.inputs
+        is_as_asked = {name: dtype for name, (dtype, _) in fields.items()} == expected and not any(
+            shape for name, (_, shape) in fields.items() if not name.endswith("value")
         )
         if info.num_samples != part.info.num_samples or info.sample_shape or not is_as_asked:
             raise part.refuse(
-                f"received {info.num_samples} rows of {', '.join(found)}, "
+                f"received {info.num_samples} rows of {', '.join(fields)}, "
                 f"expected {part.info.num_samples} of {', '.join(expected)}"
             )
-        if math.prod(size for _, shape in found.values() for size in shape) > 1 << 40:
+        if math.prod(size for _, shape in fields.values() for size in shape) > MAX_ROW_VALUES:
             raise part.refuse("received rows that are too large")
-        return np.dtype([(name, dtype, tuple(shape)) for name, (dtype, shape) in found.items()])
+        return np.dtype([(name, dtype, tuple(shape)) for name, (dtype, shape) in fields.items()])
 
 
-def _load(path: Path, part: Part, dtype: Any) -> Any:
+def load_rows(path: Path, part: Part, dtype: Any) -> Any:
     """Return the mapped records of a fetched file. Raises RemoteCommandError for any other content."""
-    import numpy as np
-
     try:
-        with _PARSING:
+        with PARSING:
             records = np.load(path, mmap_mode="r" if part.info.num_samples else None, allow_pickle=False)
     except Exception as error:  # numpy parses the header as Python, and passes on all of its errors
         problem = f"received results that cannot be read: {type(error).__name__}"
         raise part.refuse(problem) from None
     if records.shape != (part.info.num_samples,) or records.dtype != dtype:
-        problem = (
-            f"received {records.dtype} of shape {records.shape}, expected {dtype} of {part.info.num_samples}"
-        )
-        raise part.refuse(problem)
+        expected = f"expected {dtype} of {part.info.num_samples}"
+        raise part.refuse(f"received {records.dtype} of shape {records.shape}, {expected}")
     return records

@@ -40,23 +40,22 @@ from csdctl.worker.protocol.model_info import ModelInfo, OutputInfo
 from csdctl.workflows.data.files import SerializedModel
 from csdctl.workflows.data.prepare import Prepared
 from csdctl.workflows.predict.predict import (
-    _PARSING,
     CLASSES,
     EMBEDDINGS,
+    PARSING,
     PRIVATE,
     PUBLIC,
     SCORES,
     VALIDATION,
     Block,
     Part,
+    Prediction,
     PredictRequest,
-    _load,
-    _Prediction,
     build_rules,
     check_layer,
     choose_data,
     find_model,
-    list_parts,
+    load_rows,
     write_results,
 )
 from csdctl.workflows.workspace.event_stream import EventStream
@@ -93,7 +92,7 @@ class Machine(FakeSession):
 
     def _extract(self, line: str) -> list[str]:
         spec = from_json(ExtractSpec, line)
-        with _PARSING:
+        with PARSING:
             samples = np.load(spec.source.images)
         results = np.zeros(len(samples), [("class", np.int32), ("probability", np.float32)])
         results["class"] = samples
@@ -168,8 +167,8 @@ def predict(
         sessions = {name: Machine(root, name) for name in (HOST_NAME, "csd0")}
         sessions["csd1"] = Machine(root, "csd1", lie)
         space: Any = SimpleNamespace(fleet=request.fleet, facts={}, sessions=sessions)
-        prediction = _Prediction(request, prepared, space, (ResultRule("", SOFTMAX),), root, EventStream())
-        return prediction.run(list_parts(request, prepared))
+        prediction = Prediction(request, prepared, space, (ResultRule("", SOFTMAX),), root)
+        return prediction.run(EventStream())
 
     return run
 
@@ -213,7 +212,7 @@ def test_results_of_several_nodes_are_read_at_once(tmp_path: Path) -> None:
 
     def read(_: int) -> None:
         for _ in range(500):
-            _load(tmp_path / "images.npy", part, dtype)
+            load_rows(tmp_path / "images.npy", part, dtype)
 
     def on_collection(phase: str, info: dict[str, int]) -> None:
         time.sleep(0)
