@@ -2,11 +2,23 @@
 
 import dataclasses
 import json
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, Any
 
-from csdctl.worker.protocol.json_codec import Between, Count, MaxLength, OneOf, Shape, ShortText
+from csdctl.worker.protocol.json_codec import (
+    Between,
+    Bound,
+    Count,
+    MaxLength,
+    OneOf,
+    ProtocolError,
+    Shape,
+    ShortText,
+    parse_json,
+    read_as,
+)
 from csdctl.worker.protocol.recipe import Name, Written
 from csdctl.worker.protocol.run_spec import UserCode
 
@@ -18,8 +30,30 @@ SAMPLE_WEIGHT = "sample_weight"
 SKIPPED = "skipped.txt"
 """The file beside prepared data that names all skipped samples."""
 
+SampleShape = Annotated[tuple[Annotated[int, Between(0, 1 << 31)], ...], MaxLength(8)]
+"""The shape of a sample or a label; 0 for any size."""
+NumpyType = Annotated[
+    str, Bound("a type of numpy", lambda text: re.fullmatch("[<>|=]?[a-z]{1,12}[0-9]{0,3}", text) is not None)
+]
+Fields = Annotated[tuple[tuple[str, NumpyType, SampleShape], ...], MaxLength(1000)]
+"""Name, type and shape of each array of a sample, or field of a label."""
+
+
+def is_data_type(text: str) -> bool:
+    """Return whether `text` is a type of numpy, the JSON of `Fields`, or '', which is not known yet."""
+    try:
+        read_as(Fields, parse_json(text)) if text.startswith("[") else read_as(NumpyType, text or "f4")
+    except ProtocolError:
+        return False
+    return True
+
+
+DataType = Annotated[str, Bound("a type of samples or labels", is_data_type)]
+MAX_CLASSES = 100_000
+Reasons = Annotated[dict[ShortText, Count], MaxLength(1000)]
 Largest = Annotated[int, Between(-1, 1 << 64)]
 """The largest of several integers from 0; -1 if there are others among them."""
+LargestOf = Annotated[dict[str, Largest], MaxLength(1000)]
 Parts = dict[str, tuple[str, Shape]]
 """Type and shape of each field of a sample or a label by name, '' for the only one."""
 
@@ -53,31 +87,31 @@ class DatasetInfo:
     """Description of a prepared data set, whose arrays are in `path`. Without names of files and samples."""
 
     path: str
-    num_samples: Count
-    sample_shape: Shape
-    dtype: str
-    label_shape: Shape
-    max_label: Largest
+    num_samples: Annotated[int, Between(0, 1 << 40)]
+    sample_shape: SampleShape
+    dtype: DataType
+    label_shape: SampleShape
+    max_label: Annotated[int, Between(-1, 1 << 31)]
     """The largest label, or the label of the last class; -1 if labels are not non-negative integers, or have
     several fields."""
     fingerprint: ShortText
-    num_skipped: dict[ShortText, Count] = field(default_factory=dict)
+    num_skipped: Reasons = field(default_factory=dict)
     """Skipped samples by reason, such as 'undecodable'; docs/how-to/prepare-data.md lists all reasons."""
-    class_counts: dict[str, Count] = field(default_factory=dict)
+    class_counts: Annotated[dict[str, Count], MaxLength(MAX_CLASSES)] = field(default_factory=dict)
     """Samples of each of the job's classes, in the order of their labels; empty if classes have no names."""
-    unusable_classes: tuple[str, ...] = ()
+    unusable_classes: Annotated[tuple[str, ...], MaxLength(MAX_CLASSES)] = ()
     """Classes that have files here, none of which is usable."""
     images_sha256: str = ""
     labels_sha256: str = ""
-    label_dtype: str = ""
+    label_dtype: DataType = ""
     """As `dtype`; several outputs, and weights of samples, are fields. '' in a description of an earlier
     version."""
-    max_labels: dict[str, Largest] = field(default_factory=dict)
+    max_labels: LargestOf = field(default_factory=dict)
     """The largest label of each field of integers; '' is the only one."""
-    max_values: dict[str, Largest] = field(default_factory=dict)
+    max_values: LargestOf = field(default_factory=dict)
     """The largest value of each input of integers, which may be indices; without uint8. Of weights: 1, or 0
     if all are 0."""
-    padded: dict[str, Shape] = field(default_factory=dict)
+    padded: Annotated[dict[str, SampleShape], MaxLength(1000)] = field(default_factory=dict)
     """Inputs and outputs whose values had different shapes, and the shape that they were padded to with 0."""
     columns: tuple[str, ...] = ()
     """The columns of a table in the order of a sample's values; empty for private data."""

@@ -34,7 +34,7 @@ OF_RANKS = tuple(f"ranks/{name}" for name in FILES)
 REASON = "reason.json"
 DEADLINE_S = 600.0
 
-Wanted = tuple[SerializedModel, CompileRequest | ForwardRequest, str]
+Compilation = tuple[SerializedModel, CompileRequest | ForwardRequest, str]
 """A model, the request to compile it, and what that is, in words."""
 
 
@@ -66,10 +66,10 @@ class ModelCompiler:
         that ranks cannot train together.
         """
         request = self._step_of(self.model, self.public, is_wide=is_wide)
-        wanted: list[Wanted] = [(self.model, request, "the step")]
+        compilations: list[Compilation] = [(self.model, request, "the step")]
         if self.model.info.features and not is_wide:
-            wanted += self._parts_of(FLOAT32)
-        return self._compile(wanted, program)[0]
+            compilations += self._parts_of(FLOAT32)
+        return self._compile(compilations, program)[0]
 
     def split(self, cut: str) -> tuple[SerializedModel, SerializedModel]:
         """Return the model with its step on the host and on the nodes, which compute what is before `cut`.
@@ -89,8 +89,8 @@ class ModelCompiler:
 
         The head's samples are features of the type `precision`. `is_wide`: as of `step`.
         """
-        wanted = self._parts_of(precision, is_wide=is_wide)
-        prefix, head = replace(self, say=lambda line: None)._compile(wanted)
+        compilations = self._parts_of(precision, is_wide=is_wide)
+        prefix, head = replace(self, say=lambda line: None)._compile(compilations)
         return prefix, head
 
     def forward(self, layer: str) -> SerializedModel:
@@ -103,23 +103,27 @@ class ModelCompiler:
             model.architecture.path,
             model.weights.path,
             model.info.recipe,
-            replace(form, images_sha256="", labels_sha256=""),
-            "",
-            model.user_code if model.info.needs_code else None,
+            data=replace(form, images_sha256="", labels_sha256=""),
+            output="",
+            code=model.user_code if model.info.needs_code else None,
             has_noise=self.job.noise is not None,
             has_validation=self.job.data.validation is not None,
             is_wide=is_wide and model.info.has_16_bits,
         )
 
     def _forward_of(self, model: SerializedModel, layer: str = "") -> ForwardRequest:
-        paths, form = (
-            (model.architecture.path, model.weights.path),
-            (self.public.dtype, self.public.sample_shape),
+        return ForwardRequest(
+            model.architecture.path,
+            model.weights.path,
+            model.info.recipe.input_range,
+            dtype=self.public.dtype,
+            sample_shape=self.public.sample_shape,
+            output="",
+            code=model.user_code if model.info.needs_code else None,
+            layer=layer,
         )
-        code = model.user_code if model.info.needs_code else None
-        return ForwardRequest(*paths, model.info.recipe.input_range, *form, "", code, layer)
 
-    def _parts_of(self, precision: str, *, is_wide: bool = False) -> list[Wanted]:
+    def _parts_of(self, precision: str, *, is_wide: bool = False) -> list[Compilation]:
         model = self.model
         assert model.info.features
         files, recipe = model.parts, replace(model.info.recipe, augment="")
@@ -133,18 +137,19 @@ class ModelCompiler:
         return [(prefix, self._forward_of(prefix), "the frozen part"), (head, step, "the step of the head")]
 
     def _compile(
-        self, wanted: Sequence[Wanted], program: WorkerProgram | None = None
+        self, compilations: Sequence[Compilation], program: WorkerProgram | None = None
     ) -> list[SerializedModel]:
-        directories = [self._directory_of(request) for _, request, _ in wanted]
-        pairs = zip([request for _, request, _ in wanted], directories, strict=True)
-        missing = [pair for pair in pairs if not _is_compiled(pair[1])]
+        directories = [self._directory_of(request) for _, request, _ in compilations]
+        pairs = list(zip(compilations, directories, strict=True))
+        missing = [
+            (request, directory) for (_, request, _), directory in pairs if not _is_compiled(directory)
+        ]
         if missing:
             self.say("compiling the model")
             _compile_missing(missing, program or start_compiling(self.worker, self.space))
         elif program:
             program.close()
-        found = zip(wanted, directories, strict=True)
-        return [self._with_files(model, what, directory) for (model, _, what), directory in found]
+        return [self._with_files(model, what, directory) for (model, _, what), directory in pairs]
 
     def _directory_of(self, request: CompileRequest | ForwardRequest) -> Path:
         """Return where the files are, by all that they follow from."""
@@ -158,8 +163,8 @@ class ModelCompiler:
             self.say(f"{what} runs with Python's TensorFlow: {reason}")
             return replace(model, not_compiled=reason)
         files = (store_file(directory / name, root, TrafficClass.MODEL) for name in FILES)
-        found = [directory / name for name in TEMPLATES if (directory / name).exists()]
-        template = str(found[0].relative_to(root)) if found else ""
+        templates = [directory / name for name in TEMPLATES if (directory / name).exists()]
+        template = str(templates[0].relative_to(root)) if templates else ""
         return replace(model, compiled=tuple(files), template=template)
 
 
@@ -167,7 +172,7 @@ def as_prefix(model: SerializedModel, precision: str = FLOAT32, *, has_views: bo
     """Return how machines are told of a model with a compiled forward pass, or of one without."""
     paths, compiled = (model.architecture.path, model.weights.path), model.step
     code = model.user_code if has_views or not compiled else None
-    return Prefix(*paths, model.info.recipe.input_range, precision, code, compiled)
+    return Prefix(*paths, model.info.recipe.input_range, precision, code=code, compiled=compiled)
 
 
 def files_of(model: SerializedModel, *, has_views: bool = False) -> list[StoredFile]:
@@ -187,13 +192,13 @@ def _compile_missing(
     missing: Sequence[tuple[CompileRequest | ForwardRequest, Path]], compiler: WorkerProgram
 ) -> None:
     with ExitStack() as stack:
-        requests: list[CompileRequest | ForwardRequest] = [
-            replace(request, output=str(stack.enter_context(build_atomically(directory))))
-            for request, directory in missing
+        outputs = [str(stack.enter_context(build_atomically(directory))) for _, directory in missing]
+        requests = [
+            replace(request, output=output) for (request, _), output in zip(missing, outputs, strict=True)
         ]
-        forwards = [one for one in requests if isinstance(one, ForwardRequest)]
-        steps = [one for one in requests if isinstance(one, CompileRequest)]
-        compiled = compiler.call(CompileRequests(tuple(forwards), tuple(steps)), AllCompiled)
+        forwards = tuple(request for request in requests if isinstance(request, ForwardRequest))
+        steps = tuple(request for request in requests if isinstance(request, CompileRequest))
+        compiled = compiler.call(CompileRequests(forwards, steps), AllCompiled)
         in_order: list[CompileRequest | ForwardRequest] = [*forwards, *steps]
         for request, answer in zip(in_order, compiled.answers, strict=True):
             aside = Path(request.output)

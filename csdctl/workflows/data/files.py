@@ -12,6 +12,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 
@@ -126,7 +127,8 @@ def prepare_code(job: Job, directory: Path, say: Say) -> tuple[StoredFile, Seria
     project = ProjectDirectory(directory)
     worker = store_worker(project)
     with closing(LocalSession(HOST_NAME, directory)) as host:
-        model = serialize_model(job, worker, host, project, None, lambda: say(f"building {job.model}"))
+        on_build = partial(say, f"building {job.model}")
+        model = serialize_model(job, worker, host, project, on_build=on_build)
     if not model.info.is_built:
         raise InputError(
             f"{job.model} returns a model that gets its weights from the data's shapes, which are not known",
@@ -145,8 +147,8 @@ def serialize_model(
 ) -> SerializedModel:
     """Build and serialize the job's model in a worker process, cached by content.
 
-    `shapes` are those of the data, for a model that is built by being called. Without them its `info` may
-    say that it is not built. `on_build` is called before a build.
+    `shapes`: of the data, for a model that is built by being called. Without them its `info` may say that it
+    is not built. `on_build` is called before a build.
     """
     directory = project.models / _model_key(job, worker)
     if not have_hashes(directory, _files_of(directory)) or (
@@ -157,16 +159,11 @@ def serialize_model(
     info = from_json(ModelInfo, load_text(directory / "info.json", max_bytes=MAX_JSON_BYTES))
     roots = job.code_roots if info.needs_code else job.augment_roots
     code = store_bytes(pack_code(roots), ".zip", project.root, TrafficClass.CODE) if roots else None
-    return SerializedModel(
-        info,
-        store_file(directory / "architecture.json", project.root, TrafficClass.MODEL),
-        store_file(directory / "weights.npz", project.root, TrafficClass.MODEL),
-        code,
-        roots,
-        tuple(store_file(directory / name, project.root, TrafficClass.MODEL) for name in PART_FILES)
-        if info.features
-        else (),
+    architecture, weights, *parts = (
+        store_file(directory / name, project.root, TrafficClass.MODEL)
+        for name in ("architecture.json", "weights.npz", *(PART_FILES if info.features else ()))
     )
+    return SerializedModel(info, architecture, weights, code, roots, parts=tuple(parts))
 
 
 def shapes_of(data: DatasetInfo) -> SampleShapes:
@@ -188,22 +185,15 @@ def _build(job: Job, worker: StoredFile, host: Session, directory: Path, shapes:
         job.model,
         job.model_args,
         job.recipe,
-        str(job.path.parent.resolve()),
-        tuple(map(str, job.code_roots)),
-        shapes or {},
-        job.step,
+        directory=str(job.path.parent.resolve()),
+        code_roots=tuple(map(str, job.code_roots)),
+        sample_shapes=shapes or {},
+        step=job.step,
     )
+    call = partial(call_worker, host, sys.executable, worker.path, doing="building the model")
     with build_atomically(directory) as aside:
-        info = call_worker(
-            host,
-            sys.executable,
-            worker.path,
-            "build",
-            BuildRequest(spec, str(aside)),
-            ModelInfo,
-            doing="building the model",
-            patience=within(BUILD_DEADLINE_S),
-        )
+        request = BuildRequest(spec, str(aside))
+        info = call("build", request, ModelInfo, patience=within(BUILD_DEADLINE_S))
         for name in MODEL_FILES:
             (aside / name).touch()  # of a model that is not built, nothing was written
         save_text(aside / "info.json", to_json(info) + "\n")  # inputs in the model's order, as `fit` has them
@@ -218,8 +208,8 @@ def have_hashes(directory: Path, names: Sequence[str]) -> bool:
         hashes = {name: hash_file(directory / name) for name in names}
     except OSError:
         return False
-    known = load_kept(directory / HASHES, dict[str, str]) or {}
-    return all(known.get(name) == found for name, found in hashes.items())
+    recorded = load_kept(directory / HASHES, dict[str, str]) or {}
+    return all(recorded.get(name) == sha256 for name, sha256 in hashes.items())
 
 
 def _files_of(directory: Path) -> list[str]:
@@ -314,19 +304,15 @@ def _cut(
         for source, sha256, target in zip(_arrays(public), expected, targets, strict=True):
             path = project.root / source
             if source not in checked:
-                found = hash_file(path) if path.is_file() else "no file"
-                if found != sha256:
-                    raise InputError(
-                        f"{source} is not what was prepared: expected SHA-256 {sha256}, found {found}",
-                        remedy="run `csdctl prepare`",
-                    )
+                hash_now = hash_file(path) if path.is_file() else "no file"
+                if hash_now != sha256:
+                    problem = f"is not what was prepared: expected SHA-256 {sha256}, found {hash_now}"
+                    raise InputError(f"{source} {problem}", remedy="run `csdctl prepare`")
                 checked.append(source)
             array = np.load(path, mmap_mode="r", allow_pickle=False)
             if len(array) != public.num_samples:
-                raise InputError(
-                    f"{source} has {len(array)} rows, expected {public.num_samples}",
-                    remedy="run `csdctl prepare`",
-                )
+                problem = f"{source} has {len(array)} rows, expected {public.num_samples}"
+                raise InputError(problem, remedy="run `csdctl prepare`")
             with write_atomically(target) as file:
                 np.save(file, array[rows])
         hashes = [hash_file(target) for target in targets]

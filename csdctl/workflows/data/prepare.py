@@ -15,15 +15,12 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Annotated
-
-from pydantic import Field, TypeAdapter, ValidationError
 
 from csdctl.documents import load_kept, save_json, save_text
 from csdctl.errors import InputError, RemoteCommandError
 from csdctl.fleet.model import HOST_NAME, Fleet
 from csdctl.job.compatibility import check_compatibility, check_noise, inputs_of, is_regression, show_shape
-from csdctl.job.model import Job, PrivateData, find_imported
+from csdctl.job.model import HostData, Job, PrivateData, find_imported
 from csdctl.notify import Say
 from csdctl.reporting.numbers import format_count
 from csdctl.runs.directory import ProjectDirectory
@@ -37,7 +34,7 @@ from csdctl.transport.meter import TrafficClass
 from csdctl.transport.program import Nothing, within
 from csdctl.transport.session import Session
 from csdctl.worker.protocol.datasets import DatasetInfo, PrepareSpec
-from csdctl.worker.protocol.json_codec import shorten, to_json
+from csdctl.worker.protocol.json_codec import Count, shorten, to_json
 from csdctl.worker.protocol.model_info import AugmentTrial, ModelInfo
 from csdctl.worker.protocol.recipe import Recipe
 from csdctl.worker.protocol.run_spec import UserCode
@@ -57,29 +54,9 @@ DEADLINE_S = 300.0
 DATA_STORE = ".csdctl/data"
 SHARED_STORE = ".csdctl-data"
 """Directory beside public data on a shared file system: every node must see the prepared data too."""
-_DOING = "preparing data"
+DOING = "preparing data"
 MAX_AGAIN_S = 10.0
 """Preparing that took longer prepared something new."""
-MAX_SAMPLES = 1 << 40
-MAX_LABEL = 1 << 31
-MAX_DIMENSIONS = 8
-MAX_CLASSES = 100_000
-MAX_NAMES = 1000
-"""Reasons to skip samples, and arrays of one sample, for a model with several inputs."""
-_NUMPY_TYPE = re.compile(r"[<>|=]?[a-z]{1,12}[0-9]{0,3}")
-_FIELDS = TypeAdapter(
-    Annotated[
-        list[
-            tuple[
-                str,
-                Annotated[str, Field(pattern=rf"^{_NUMPY_TYPE.pattern}\z")],
-                Annotated[list[Annotated[int, Field(ge=0, lt=MAX_LABEL)]], Field(max_length=MAX_DIMENSIONS)],
-            ]
-        ],
-        Field(max_length=MAX_NAMES),
-    ]
-)
-"""Name, type and shape of each array of a sample."""
 
 
 @dataclass(frozen=True)
@@ -90,7 +67,7 @@ class PreparedData:
     """Hash of the job's data section; the data itself may have changed since."""
     public: DatasetInfo
     """Without class names."""
-    num_private: dict[str, int] = field(default_factory=dict)
+    num_private: dict[str, Count] = field(default_factory=dict)
     """Private samples by node."""
     digests: dict[str, str] = field(default_factory=dict)
     """Digests by 'public', 'validation' or node: the fingerprint of its data, and a hash of the description
@@ -109,12 +86,13 @@ def save_prepared(
     private: Mapping[str, DatasetInfo],
     absent: Mapping[str, "Recorded"] | None = None,
 ) -> None:
-    """Save the record of `job`. `datasets` are those of the host, 'public' among them."""
+    """Save the record of `job`. `datasets` are on the host, 'public' among them."""
+    digests = {name: _digest(info) for name, info in {**datasets, **private}.items()}
     record = PreparedData(
         _key(job),
         datasets["public"].element_spec,
         count_samples(private, absent or {}),
-        _load_digests(project, job) | {name: _digest(info) for name, info in {**datasets, **private}.items()},
+        _load_digests(project, job) | digests,
     )
     save_text(project.prepared(job.name), to_json(record) + "\n")
 
@@ -142,9 +120,7 @@ def _load_digests(project: ProjectDirectory, job: Job) -> dict[str, str]:
 def load_prepared(project: ProjectDirectory, job: Job) -> PreparedData | None:
     """Return the record of `job`. None when its current data section was never prepared."""
     record = load_kept(project.prepared(job.name), PreparedData)
-    if record is None or record.key != _key(job):
-        return None
-    return record if min(record.public.num_samples, *record.num_private.values(), 0) >= 0 else None
+    return record if record and record.key == _key(job) else None
 
 
 def load_absent(project: ProjectDirectory, job: Job, nodes: Collection[str]) -> dict[str, "Recorded"]:
@@ -168,8 +144,8 @@ def _key(job: Job) -> str:
     return digest.hexdigest()[:16]
 
 
-def check_augment(
-    job: Job, model: SerializedModel, public: DatasetInfo, worker: StoredFile, space: Workspace, say: Say
+def _check_augment(
+    job: Job, model: SerializedModel, public: DatasetInfo, worker: StoredFile, space: Workspace, *, say: Say
 ) -> None:
     """Raise InputError if the job's augmentation does not return what a rank can train on."""
     code = model.user_code
@@ -180,8 +156,8 @@ def check_augment(
     tried = space.project.models / f"augment-{hashlib.sha256(content.encode()).hexdigest()[:32]}.json"
     if tried.is_file():
         return
-    doing, patience = "trying data.augment", within(DEADLINE_S)
-    call_machine(space, HOST_NAME, worker, "augment", trial, Nothing, doing=doing, patience=patience)
+    call = partial(call_machine, space, HOST_NAME, worker, doing="trying data.augment")
+    call("augment", trial, Nothing, patience=within(DEADLINE_S))
     say(f"augmentation of training batches: {job.recipe.augment}, tried on public samples")
     save_json(tried, {})
 
@@ -197,7 +173,7 @@ class Recorded:
 def count_samples(private: Mapping[str, DatasetInfo], absent: Mapping[str, Recorded]) -> dict[str, int]:
     """Return the private samples of each node."""
     counts = {name: info.num_samples for name, info in private.items()}
-    return counts | {name: known.num_samples for name, known in absent.items()}
+    return counts | {name: recorded.num_samples for name, recorded in absent.items()}
 
 
 @dataclass(frozen=True)
@@ -262,26 +238,25 @@ def prepare_job(
     def start_ahead() -> None:
         ahead.append(start_compiling(worker, space))
 
-    model = serialize_model(job, worker, host, project, None, start_ahead if is_trained else lambda: None)
+    serialize = partial(serialize_model, job, worker, host, project)
+    model = serialize(on_build=start_ahead) if is_trained else serialize()
     spec = first_spec(job, model.info, is_checked=is_checked)
     preparing = _Preparing(job, spec, space, worker, on_progress)
     say(f"public data: {job.data.public.path}")
-    store = str(job.data.public.path.parent / SHARED_STORE) if job.is_everywhere else DATA_STORE
-    public = preparing.on_host("public", job.data.public.path, job.data.public.function, store)
-    preparing.spec = follow(spec, public)
+    public = preparing.on_host("public", job.data.public)
     if not model.info.is_built:
-        model = serialize_model(job, worker, host, project, shapes_of(public))
+        model = serialize(shapes_of(public))
         # As the next command, which knows the model from the start.
-        spec = preparing.spec = first_spec(job, model.info, is_checked=is_checked)
-        public = preparing.on_host("public", job.data.public.path, job.data.public.function, store)
-        preparing.spec = follow(spec, public)
+        preparing.spec = first_spec(job, model.info, is_checked=is_checked)
+        public = preparing.on_host("public", job.data.public)
+    preparing.spec = follow(preparing.spec, public)
     if model.code:
         say(f"code for the nodes: {describe_code(model.code, model.code_roots)}")
-    check_augment(job, model, public, worker, space, say)
+    _check_augment(job, model, public, worker, space, say=say)
     validation = None
     if data := job.data.validation:
         say(f"validation data: {data.path}")
-        validation = preparing.on_host("validation", data.path, data.function)
+        validation = preparing.on_host("validation", data)
     private: dict[str, DatasetInfo] = {}
     absent: dict[str, Recorded] = {}
     prepare_node = None
@@ -295,7 +270,7 @@ def prepare_job(
     check_compatibility(model.info, datasets, needs_labels=is_trained)
     if job.noise:
         check_noise(job.noise, model.info, private)
-    _tell_padded(datasets, say)
+    _say_padded(datasets, say)
     of_host = {"public": public} | ({"validation": validation} if validation else {})
     for name in find_changed(project, job, of_host | private):
         if not is_checked:
@@ -307,11 +282,11 @@ def prepare_job(
         say(f"{name}: the prepared data had changed and was prepared again")
     save_prepared(project, job, of_host, private, absent)
     if is_trained:
-        model = ModelCompiler(job, model, public, worker, space, say).step(*ahead[:1])
-    return Prepared(worker, model, public, validation, private, absent, prepare_node)
+        model = ModelCompiler(job, model, public, worker, space, say=say).step(*ahead[:1])
+    return Prepared(worker, model, public, validation, private, absent=absent, prepare_node=prepare_node)
 
 
-def _tell_padded(datasets: Mapping[str, DatasetInfo | None], say: Say) -> None:
+def _say_padded(datasets: Mapping[str, DatasetInfo | None], say: Say) -> None:
     for name, info in datasets.items():
         for part, shape in info.padded.items() if info else ():
             say(f"{name}: different lengths were padded with 0: {part} to {show_shape(shape)}")
@@ -328,12 +303,12 @@ class _Preparing:
     worker: StoredFile
     on_progress: OnProgress
 
-    def on_host(self, name: str, path: Path, function: str, store: str = DATA_STORE) -> DatasetInfo:
+    def on_host(self, name: str, data: HostData) -> DatasetInfo:
         """Prepare a data set of the host. The user's function runs from the store, as on a node."""
-        spec, _ = add_function(self.spec, self.job, function, self.space.project)
-        spec = replace(
-            spec, source=str(path), store=store, names_classes=name == "public", is_shared=store != DATA_STORE
-        )
+        spec, _ = add_function(self.spec, self.job, data.function, self.space.project)
+        spec = replace(spec, source=str(data.path), names_classes=name == "public")
+        if data.on == "every-node":
+            spec = replace(spec, store=str(data.path.parent / SHARED_STORE), is_shared=True)
         return self._prepare(name, self.space.sessions[HOST_NAME], spec)
 
     def node_preparer(self, private: PrivateData) -> Callable[[Session], DatasetInfo]:
@@ -354,10 +329,9 @@ class _Preparing:
 
     def _prepare(self, name: str, session: Session, spec: PrepareSpec) -> DatasetInfo:
         python, note = self.space.whole.python_of(session.name), partial(self.on_progress, name)
-        info = call_worker(
-            session, python, self.worker.path, "prepare", spec, DatasetInfo, note, doing=_DOING
-        )
-        check_info(info, session.name, _DOING)
+        call = partial(call_worker, session, python, self.worker.path, on_progress=note, doing=DOING)
+        info = call("prepare", spec, DatasetInfo)
+        check_info(info, session.name, DOING)
         return info
 
 
@@ -366,31 +340,9 @@ def check_info(info: DatasetInfo, node: str, doing: str, *, may_be_empty: bool =
 
     The host plans shards, memory and the model's shapes with these numbers, and never sees the samples.
     """
-    names = (info.num_skipped, info.max_labels, info.max_values, info.padded)
-    shapes = (info.sample_shape, info.label_shape, *info.padded.values())
-    is_possible = (
-        bool(info.path)
-        and bool(re.fullmatch(r"[0-9a-f]{8,64}", info.fingerprint))
-        and (0 if may_be_empty else 1) <= info.num_samples <= MAX_SAMPLES
-        and info.max_label <= MAX_LABEL
-        and all(map(_is_dtype, (info.dtype, info.label_dtype)))
-        and all(len(shape) <= MAX_DIMENSIONS for shape in shapes)
-        and all(len(named) <= MAX_NAMES for named in names)
-        and max(len(info.class_counts), len(info.unusable_classes)) <= MAX_CLASSES
-    )
-    if not is_possible:
+    is_possible = info.path and info.dtype and info.label_dtype and (info.num_samples or may_be_empty)
+    if not is_possible or not re.fullmatch(r"[0-9a-f]{8,64}", info.fingerprint):
         raise RemoteCommandError(f"{doing}: received an impossible data set: {shorten(info)}", node=node)
-
-
-def _is_dtype(text: str) -> bool:
-    """Return whether `text` is a type of numpy, or the JSON list of the arrays of a sample."""
-    if not text.startswith("["):
-        return bool(_NUMPY_TYPE.fullmatch(text))
-    try:
-        _FIELDS.validate_json(text, strict=True)
-    except ValidationError:
-        return False
-    return True
 
 
 def first_spec(job: Job, model: ModelInfo, *, is_checked: bool = False) -> PrepareSpec:
