@@ -115,16 +115,18 @@ def _check_alike(datasets: Mapping[str, DatasetInfo], *, needs_labels: bool) -> 
         ("labels", {name: data.labels for name, data in labelled.items() if data.label_dtype}),
     ):
         if len({str(sorted(found.items())) for found in parts.values()}) > 1:
-            listed = ", ".join(f"{name} {_describe(found)}" for name, found in parts.items())
+            listed = ", ".join(f"{name} {describe_arrays(found)}" for name, found in parts.items())
             raise InputError(
                 f"the data sets have {what} of different types: {listed}",
                 remedy="store all of them with the same shape and type, and the same names",
             )
 
 
-def _describe(parts: Parts) -> str:
+def describe_arrays(parts: Parts) -> str:
+    """Return in words: names, types and shapes of the arrays of a sample."""
     return " and ".join(
-        f"{name} {dtype} {show_shape(shape)}".strip() for name, (dtype, shape) in parts.items()
+        f"{name} {dtype} {show_shape(shape) if shape else ''}".strip()
+        for name, (dtype, shape) in parts.items()
     )
 
 

@@ -78,7 +78,7 @@ class FitCall:
         return self._data[0]
 
     def validation_data(self, path: str = "") -> Any:
-        """Return the validation data, None without any."""
+        """Return the validation data, or None."""
         return self._data[1]
 
     @cached_property

@@ -16,6 +16,7 @@ import textwrap
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,7 @@ import yaml
 from csdctl.documents import check_output, save_text
 from csdctl.errors import InputError
 from csdctl.fleet.model import HOST_NAME
-from csdctl.job.compatibility import LOGITS, check_compatibility, plain_name, show_shape
+from csdctl.job.compatibility import LOGITS, check_compatibility, describe_arrays, plain_name, show_shape
 from csdctl.job.model import Job, find_imported, model_reference, parse_job, python_files
 from csdctl.notify import Say, make_printable
 from csdctl.runs.directory import ProjectDirectory
@@ -126,16 +127,13 @@ def choose_losses(looks: Looks) -> dict[str, LossChoice]:
     model, data = looks.model, looks.public.info
     outputs = model.outputs
     if model.compiled:
-        only = outputs[0] if len(outputs) == 1 else None
-        if (
-            only is None
-            or only.from_logits
-            or only.activation != "linear"
-            or plain_name(only.loss) not in LOGITS
-        ):
-            return {}
-        why = "compile() has this loss without from_logits=True, but the last layer is linear"
-        return {"": LossChoice(only.loss, True, why)}
+        reason = "compile() has this loss without from_logits=True, but the last layer is linear"
+        lacks_logits = [
+            LossChoice(output.loss, True, reason)
+            for output in outputs
+            if not output.from_logits and output.activation == "linear" and plain_name(output.loss) in LOGITS
+        ]
+        return {"": lacks_logits[0]} if lacks_logits and len(outputs) == 1 else {}
     fields = [name for name in data.labels if name != SAMPLE_WEIGHT]
     if data.label_shape == (0,) or not fields:
         return {}
@@ -194,22 +192,15 @@ def describe_data(look: DataLook) -> str:
         formats = " and ".join(look.pictures.formats)
         parts.append(f"{formats}, {' to '.join(sizes)} pixels (height×width)")
     else:
-        parts.append(f"samples {_describe_arrays(info.inputs)}")
+        parts.append(f"samples {describe_arrays(info.inputs)}")
     if not look.class_counts:
-        labels = _describe_arrays(info.labels) if info.label_shape != (0,) else "none"
+        labels = describe_arrays(info.labels) if info.label_shape != (0,) else "none"
         parts.append(f"labels {labels}" + (f" 0…{info.max_label}" if info.max_label >= 0 else ""))
     if not look.is_whole:
         parts.append(f"{info.num_samples + sum(info.num_skipped.values()):,} inspected")
     reasons = [f"{count:,} {reason.replace('_', ' ')}" for reason, count in info.num_skipped.items()]
     parts += [f"skipped: {', '.join(reasons)}"] * bool(reasons)
     return ", ".join(parts)
-
-
-def _describe_arrays(arrays: Mapping[str, tuple[str, tuple[int, ...]]]) -> str:
-    return " and ".join(
-        f"{name} {dtype} {show_shape(shape) if shape else ''}".strip()
-        for name, (dtype, shape) in arrays.items()
-    )
 
 
 def render_draft(sources: Sources, *, is_compiled: bool = True) -> str:
@@ -377,7 +368,14 @@ def init_job(request: InitRequest, directory: Path, say: Say, on_progress: OnPro
     notes: tuple[tuple[int, str], ...] = ()
     project = ProjectDirectory(directory)
     with closing(LocalSession(HOST_NAME, directory)) as host:
-        looking = _Looking(request, host, project, store_worker(project), say, on_progress)
+        looking = _Looking(
+            request=request,
+            host=host,
+            project=project,
+            worker=store_worker(project),
+            say=say,
+            on_progress=on_progress,
+        )
         if script and functions:
             fit = looking.record(script)
             notes = fit.notes
@@ -451,7 +449,14 @@ def parse_sources(request: InitRequest) -> Sources:
         private = f"~/{private.removeprefix(home)}"
     references = [model, public.get("function", ""), (validation or {}).get("function", "")]
     code = _find_code([reference.rpartition(":")[0] for reference in references], request.code, base)
-    return Sources(model, public, validation, private, request.model_args or {}, code)
+    return Sources(
+        model=model,
+        public=public,
+        validation=validation,
+        private=private,
+        model_args=request.model_args or {},
+        code=code,
+    )
 
 
 def _parse_model(text: str, base: Path) -> str:
@@ -473,7 +478,7 @@ def _parse_model(text: str, base: Path) -> str:
 def _parse_data(option: str, text: str, base: Path) -> dict[str, str]:
     """Return the entry of job.yaml for PATH, FILE.py:FUNCTION or FILE.py:FUNCTION:PATH.
 
-    Without a path, a function is called with that of its own file.
+    Without a path, a function is called with the path of its file.
     """
     if ".py:" not in text:
         return {"path": _written_from(base, text, option)}
@@ -524,16 +529,9 @@ class _Looking:
     def record(self, script: Path) -> ScriptFit:
         """Run a script up to its call of `fit`. Raises InputError if it does not get there."""
         self.say(f"running {script} up to its call of fit")
-        return call_worker(
-            self.host,
-            sys.executable,
-            self.worker.path,
-            "record",
-            ScriptRequest(str(script), self.request.options),
-            ScriptFit,
-            doing=f"running {script}",
-            patience=within(SCRIPT_DEADLINE_S),
-        )
+        call = partial(call_worker, self.host, sys.executable, self.worker.path, doing=f"running {script}")
+        request = ScriptRequest(str(script), self.request.options)
+        return call("record", request, ScriptFit, patience=within(SCRIPT_DEADLINE_S))
 
     def look(self, sources: Sources) -> Looks:
         """Return what model and data look like. Raises InputError."""
@@ -596,13 +594,6 @@ class _Looking:
         data = job.data.public if name == "public" else job.data.validation
         function = data.function if data else ""
         spec, _ = add_function(spec, job, function, self.project)
-        return call_worker(
-            self.host,
-            sys.executable,
-            self.worker.path,
-            "look",
-            LookSpec(replace(spec, source=source), self.request.label, self.request.dropped),
-            DataLook,
-            lambda progress: self.on_progress(name, progress),
-            doing="inspecting the data",
-        )
+        call = partial(call_worker, self.host, sys.executable, self.worker.path, doing="inspecting the data")
+        request = LookSpec(replace(spec, source=source), self.request.label, self.request.dropped)
+        return call("look", request, DataLook, partial(self.on_progress, name))

@@ -221,7 +221,7 @@ def test_what_a_train_step_of_its_own_takes_is_not_judged() -> None:
 
 OTHER_TYPES: list[tuple[dict[str, Any], str]] = [
     ({"dtype": "float32"}, "samples of different types: public data uint8 28×28×1, private data of csd0 f"),
-    ({"label_dtype": "float32"}, "labels of different types: public data int32 1, private data of csd0 fl"),
+    ({"label_dtype": "float32"}, "labels of different types: public data int32, private data of csd0 fl"),
     ({"label_dtype": WEIGHTED}, "sample_weight float32"),
 ]
 
