@@ -46,7 +46,7 @@ def render_page(runs: Sequence[RunResults]) -> str:
             _section(f"{name}Energy", tables.tabulate_energy(run)),
         ]
     settings = tables.compare(runs, [tables.describe_settings(run) for run in runs])
-    sections.append(_section("Job and files", settings))
+    sections.append(_section("Job", settings))
     headlines = [_headline(run, run.summary.run_id if len(runs) > 1 else "") for run in runs]
     lines = "".join(f".k{number}{{--k:{color}}}" for number, color in enumerate(charts.SERIES))
     style = COLORS + lines + Path(__file__).with_suffix(".css").read_text()

@@ -3,7 +3,7 @@
 from collections import deque
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from itertools import islice
 from math import log
 from statistics import median
@@ -145,9 +145,8 @@ class RunSummary:
 class RunFollower:
     """Follows what a run has come to from its events, in order, and keeps none of them."""
 
-    def __init__(self, num_ranks: int, tally: Tally | None = None) -> None:
-        """`tally`: one to which somebody else adds each event before `add`. None: `add` does it."""
-        self._is_adding, self.tally = tally is None, tally or Tally()
+    def __init__(self, num_ranks: int) -> None:
+        self.tally = Tally()
         self.passes = PassCounter(num_ranks)
         self.latest: Progress | EpochEnd = NO_EPOCH
         """The latest report of rank 0."""
@@ -180,8 +179,7 @@ class RunFollower:
 
     def add(self, event: Event) -> None:
         """Add an event."""
-        if self._is_adding:
-            self.tally.add(event)
+        self.tally.add(event)
         self.passes.add(event)
         if isinstance(event, Progress | EpochEnd):
             self._add_report(event)
@@ -312,8 +310,6 @@ class RunResults:
     summary: RunSummary
     series: RunSeries
     manifest: dict[str, Any]
-    files: Mapping[str, str] = field(default_factory=dict)
-    """Paths by what they are."""
 
     @property
     def measured(self) -> str:
@@ -325,8 +321,7 @@ def read_results(run: RunDirectory) -> RunResults:
     """Add up the events of a run in one pass. Raises InputError for a run without any."""
     manifest: Any = run.load_manifest()
     nodes = [rank["node"] for rank in manifest["plan"]["ranks"]]
-    builder, events = SeriesBuilder(nodes), run.read_events(nodes)
-    follower = RunFollower(len(nodes), builder.tally)
+    builder, follower, events = SeriesBuilder(nodes), RunFollower(len(nodes)), run.read_events(nodes)
     for time_s, event in events.with_times():
         builder.add(time_s, event)
         follower.add(event)
@@ -341,9 +336,7 @@ def read_results(run: RunDirectory) -> RunResults:
         state=state or summary.state,
         failures=summary.failures or ((error,) if state == FAILED else ()),
     )
-    files = {"run directory": run.path, "trained model": run.model, "model of the best epoch": run.best_model}
-    existing = {name: str(path) for name, path in files.items() if path.exists()}
-    return RunResults(summary, series, manifest, existing)
+    return RunResults(summary, series, manifest)
 
 
 def list_forecast_errors(project: ProjectDirectory) -> tuple[float, ...]:

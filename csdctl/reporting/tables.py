@@ -255,21 +255,18 @@ def compare(runs: Sequence[RunResults], described: Sequence[Sequence[tuple[str, 
 
 
 def describe_settings(run: RunResults) -> list[tuple[str, str]]:
-    """Return name and text of model, recipe, files and software of a run, as far as its manifest has them."""
-    keys = ("job", "fleet", "versions", "recipe")  # a manifest may have been edited
+    """Return name and text of model, recipe and software of a run, as far as its manifest has them."""
+    keys = ("job", "versions", "recipe")  # a manifest may have been edited
     parts = {key: value if isinstance(value := run.manifest.get(key), Mapping) else {} for key in keys}
     defaults = asdict(Recipe())
     recipe = {key: value for key, value in parts["recipe"].items() if value and value != defaults.get(key)}
     software = {"csdctl": run.manifest.get("csdctl", "–"), **parts["versions"]}
     pairs = {
-        "model": parts["job"].get("model", ""),
+        "model": str(parts["job"].get("model", "")),
         "recipe": ", ".join(f"{key}: {json.dumps(value)}" for key, value in recipe.items()),
-        "job file": parts["job"].get("path", ""),
-        "fleet file": parts["fleet"].get("path", ""),
-        **run.files,
         "software": ", ".join(f"{name} {version}" for name, version in software.items()),
     }
-    return [(name, str(text)) for name, text in pairs.items() if text]
+    return [(name, text) for name, text in pairs.items() if text]
 
 
 def tabulate_ranks(summary: RunSummary) -> DataTable:

@@ -23,7 +23,7 @@ PICTURES = Path(__file__).parent
 sys.path.insert(0, str(ROOT))
 
 from csdctl.reporting.page import render_page  # noqa: E402
-from csdctl.reporting.results import RunResults, read_results  # noqa: E402
+from csdctl.reporting.results import read_results  # noqa: E402
 from csdctl.runs.directory import RunDirectory  # noqa: E402
 from tests.watched_run import write_run  # noqa: E402
 
@@ -48,19 +48,11 @@ def render_pages(directory: Path) -> Iterator[tuple[str, str]]:
     names = [rank["node"] for rank in manifest["plan"]["ranks"]]
     known = {name: facts["csd0" if name != "host" else name] | {"name": name} for name in names}
     wide.manifest.write_text(json.dumps(manifest | {"fleet": {"emulated": False, "facts": known}}))
-    recorded.model.touch()
-    runs = [with_short_paths(read_results(run), directory) for run in (recorded, wide)]
+    runs = [read_results(run) for run in (recorded, wide)]
     other = replace(runs[0], summary=replace(runs[0].summary, run_id="20261124-070112-093377"))
     yield "report", render_page(runs[:1])
     yield "report-wide", render_page(runs[1:])
     yield "report-two", render_page([runs[0], other])
-
-
-def with_short_paths(run: RunResults, directory: Path) -> RunResults:
-    """Return a run as of a project that does not move."""
-    return replace(
-        run, files={name: path.replace(str(directory), "/srv/lab") for name, path in run.files.items()}
-    )
 
 
 def draw_page(page: Path, picture: Path, width: int) -> None:

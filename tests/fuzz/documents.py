@@ -167,7 +167,7 @@ def _stored_events(content: bytes, directory: Path) -> None:
     manifest = manifest_of(NODES)
     events = run.read_events(NODES)
     series = SeriesBuilder(NODES)
-    follower = RunFollower(len(NODES), series.tally)
+    follower = RunFollower(len(NODES))
     for time_s, event in run.read_events(NODES).with_times():
         series.add(time_s, event)
         follower.add(event)
