@@ -198,8 +198,8 @@ class MpiJob:
             if now - last_sample > min(MAX_SAMPLE_INTERVAL_S, SAMPLE_INTERVAL_SHARE * (now - started)):
                 last_sample = now
                 if self._starter == HOST_NAME:
-                    _sample_connections(conversation.running.stderr.group, outcome)
-            if conversation.running.has_exited():
+                    _sample_connections(conversation.stderr.group, outcome)
+            if conversation.has_exited():
                 exited = exited or now
                 if now - exited > 1.0:
                     return  # mpirun was killed, and a process it started keeps its output open
@@ -223,8 +223,8 @@ class MpiJob:
                 code = conversation.wait(deadline_s=END_DEADLINE_S).exit_code
                 outcome.is_clean = code == 0 and not self._output.tail
         conversation.close()
-        if self._starter == HOST_NAME and conversation.running.stderr.group:
-            kill_session(conversation.running.stderr.group)  # local ranks have process groups of their own
+        if self._starter == HOST_NAME and conversation.stderr.group:
+            kill_session(conversation.stderr.group)  # local ranks have process groups of their own
 
     def _request_daemon(self, text: str) -> None:
         if self._daemon is None:

@@ -21,10 +21,9 @@ from invoke.exceptions import CommandTimedOut, UnexpectedExit, WatcherError
 from csdctl.errors import DeadlineError, InputError, RemoteCommandError
 from csdctl.fleet.model import Fleet, Node
 from csdctl.transport.commands import build_wrapped_command
-from csdctl.transport.known_hosts import KnownHosts
-from csdctl.transport.many import check_open_files, fleet_known_hosts_paths, run_on_all
+from csdctl.transport.many import Connections, OnTraffic, check_open_files
 from csdctl.transport.session import KILL_DEADLINE_S, MAX_OUTPUT_BYTES, START_S, Deadline, Process, bounded
-from csdctl.transport.ssh import JumpHosts, SshSession, connect
+from csdctl.transport.ssh import SshSession
 from csdctl.transport.strict_transport import LOST
 
 SFTP_DEADLINE_S = 60.0
@@ -40,8 +39,8 @@ class FleetConnection(fabric.Connection):  # type: ignore[misc]
     session: SshSession = None  # type: ignore[assignment]
     _connect: Callable[[Node], SshSession] = None  # type: ignore[assignment]
 
-    def __init__(self, node: Node, config: fabric.Config, connect_to: Callable[[Node], SshSession]) -> None:
-        self._set(node=node, _connect=connect_to)
+    def __init__(self, node: Node, config: fabric.Config, connect: Callable[[Node], SshSession]) -> None:
+        self._set(node=node, _connect=connect)
         super().__init__(node.address, user=node.user, port=node.port, config=config, gateway=False)
 
     def open(self) -> None:
@@ -118,15 +117,13 @@ class _RemoteRunner(Remote):  # type: ignore[misc]
             except (WatcherError, OSError):  # such as for a wrong password: let the command fail
                 process.close_stdin()
 
-        running = session.start(wrapped, Deadline(START_S), answer)
+        conversation = session.start(wrapped, Deadline(START_S), answer)
         try:
             deadline = Deadline(timeout_s or threading.TIMEOUT_MAX)
-            done = running.run_to_end(None if self.watchers else b"", deadline)
+            done = conversation.run_to_end(None if self.watchers else b"", deadline)
         except DeadlineError:
             result = self.generate_result(**self.result_kwargs, stdout="", stderr="", exited=None)
             raise CommandTimedOut(result, timeout=timeout_s) from None
-        finally:
-            session.forget(running)
         stdout, stderr = (text.decode(self.encoding, errors="replace") for text in (done.stdout, done.stderr))
         if len(done.stdout) >= MAX_OUTPUT_BYTES:
             stdout += f"\n[more than {MAX_OUTPUT_BYTES} bytes: the rest was dropped]\n"
@@ -136,13 +133,11 @@ class _RemoteRunner(Remote):  # type: ignore[misc]
 class FleetGroup(fabric.ThreadingGroup):  # type: ignore[misc]
     """A Fabric group of the nodes of a fleet, a context manager. GroupException has the results of all."""
 
-    jumps: JumpHosts
+    connections: Connections
 
     def close(self) -> None:
         """End running commands on the nodes, and close all connections."""
-        connections = {connection.node.name: connection for connection in self}
-        run_on_all(connections, lambda connection: connection.close())
-        self.jumps.close()
+        self.connections.close()
 
 
 def open_group(
@@ -152,10 +147,10 @@ def open_group(
     connect_deadline_s: float,
     command_deadline_s: float | None,
     folder: Path | None = None,
+    on_traffic: OnTraffic = lambda sent: None,
 ) -> FleetGroup:
     """Return a group of the nodes of `fleet`, with the user's settings in `folder`. Raises InputError."""
     check_open_files(len(fleet.nodes))
-    jumps = JumpHosts(KnownHosts.load(fleet_known_hosts_paths(fleet, directory)))
     config = fabric.Config(
         overrides={
             "load_ssh_configs": False,  # the fleet file has the addresses
@@ -168,8 +163,9 @@ def open_group(
     if folder:
         config.set_project_location(str(folder))
         config.load_project()
-    connect_to = partial(connect, known_hosts=jumps, connect_deadline_s=connect_deadline_s)
-    connections = (FleetConnection(node, config.clone(), connect_to) for node in fleet.nodes)
-    group: FleetGroup = FleetGroup.from_connections(connections)
-    group.jumps = jumps
+    connections = Connections(fleet, directory, connect_deadline_s, on_traffic)
+    group: FleetGroup = FleetGroup.from_connections(
+        FleetConnection(node, config.clone(), connections.connect) for node in fleet.nodes
+    )
+    group.connections = connections
     return group

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Generic, TypeVar
+from typing import TYPE_CHECKING, Generic, TypeVar
 
 from csdctl.errors import (
     CsdctlError,
@@ -26,6 +26,9 @@ from csdctl.transport.local import LocalSession
 from csdctl.transport.meter import LinkBytes, add_up
 from csdctl.transport.session import Session, bounded
 from csdctl.worker.protocol.limits import FILES, FILES_PER_NODE, RAISE, explain_error
+
+if TYPE_CHECKING:
+    from csdctl.transport.ssh import SshSession
 
 ItemT = TypeVar("ItemT")
 ResultT = TypeVar("ResultT")
@@ -112,12 +115,13 @@ def values_or_raise(outcomes: Mapping[str, Outcome[ResultT]], doing: str) -> dic
     raise error_type(f"{doing} failed:\n" + "\n".join(f"  {error}" for error in errors)) from errors[0]
 
 
-class _Connections(contextlib.AbstractContextManager["_Connections"]):
-    """The connections of one command to a fleet, as a context manager that closes all of them."""
+class Connections:
+    """The connections of one command to a fleet. The caller closes it."""
 
     def __init__(
         self, fleet: Fleet, directory: Path, connect_deadline_s: float, on_traffic: OnTraffic
     ) -> None:
+        """`on_traffic` gets the byte counts at the end."""
         from csdctl.transport import ssh  # paramiko takes 0.1 s to load
 
         self._connect = ssh.connect
@@ -128,18 +132,22 @@ class _Connections(contextlib.AbstractContextManager["_Connections"]):
         self._lock = threading.Lock()
         self._is_over = False
 
-    def __exit__(self, *_: object) -> None:
+    def close(self) -> None:
+        """End what runs on the machines, and close all connections."""
         with self._lock:
             self._is_over = True
-            still_open = {str(number): session for number, session in enumerate(self._open)}
+            sessions = {str(number): session for number, session in enumerate(self._open)}
+            self._open.clear()
         # Before the jump hosts: what runs on nodes is ended over these sessions.
-        run_on_all(still_open, lambda session: session.close())
+        run_on_all(sessions, lambda session: session.close())
         self._jumps.close()
         self._on_traffic(add_up(self._jumps.opened))
 
-    def connect(self, node: Node) -> Session:
+    def connect(self, node: Node) -> "SshSession":
         """Open a session to `node`. Raises UnreachableError, HostKeyError or AuthenticationError."""
-        return self.keep(self._connect(node, self._jumps, connect_deadline_s=self._connect_deadline_s))
+        session = self._connect(node, self._jumps, connect_deadline_s=self._connect_deadline_s)
+        self.keep(session)
+        return session
 
     def keep(self, session: Session) -> Session:
         """Close `session` with the other connections. Raises UnreachableError if they are closed already."""
@@ -150,7 +158,8 @@ class _Connections(contextlib.AbstractContextManager["_Connections"]):
         session.close()
         raise UnreachableError("interrupted", node=session.name)
 
-    def close(self, session: Session) -> None:
+    def close_session(self, session: Session) -> None:
+        """Close one session."""
         session.close()
         with self._lock:
             self._open.discard(session)
@@ -174,16 +183,16 @@ def run_on_nodes(
     nodes = {node.name: node for node in fleet.nodes}
     num_at_once = min(len(nodes), MAX_WORKERS, allow_open_files(len(nodes)))
     host: dict[str, Node | Session] = {HOST_NAME: _open_host(fleet, directory)} if has_host else {}
-    connections = _Connections(fleet, directory, connect_deadline_s, on_traffic)
+    connections = Connections(fleet, directory, connect_deadline_s, on_traffic)
 
     def visit(machine: Node | Session) -> ResultT:
         session = connections.connect(machine) if isinstance(machine, Node) else connections.keep(machine)
         try:
             return function(session)
         finally:
-            connections.close(session)
+            connections.close_session(session)
 
-    with connections:
+    with contextlib.closing(connections):
         return run_on_all(host | nodes, visit, max_workers=num_at_once + has_host, on_done=on_done)
 
 
@@ -199,7 +208,7 @@ def open_sessions(
     """Open one session to each node of `fleet`, and one to the host in `directory`. Close all at exit."""
     check_open_files(len(fleet.nodes))
     nodes = {node.name: node for node in fleet.nodes}
-    with _Connections(fleet, directory, connect_deadline_s, on_traffic) as connections:
+    with contextlib.closing(Connections(fleet, directory, connect_deadline_s, on_traffic)) as connections:
         host = connections.keep(_open_host(fleet, directory))
         outcomes = run_on_all(nodes, connections.connect, on_done=on_done)
         opened = {name: outcome.get() for name, outcome in outcomes.items() if not outcome.error}
@@ -211,7 +220,7 @@ def open_session(
     fleet: Fleet, name: str, *, directory: Path, on_traffic: OnTraffic = lambda sent: None
 ) -> Iterator[Session]:
     """Open a separate session to node `name`. Raises the errors of `connect`."""
-    with _Connections(fleet, directory, CONNECT_DEADLINE_S, on_traffic) as connections:
+    with contextlib.closing(Connections(fleet, directory, CONNECT_DEADLINE_S, on_traffic)) as connections:
         yield connections.connect(fleet.node(name))
 
 

@@ -140,18 +140,29 @@ class Deadline:
         return self.left_s <= 0.0
 
 
-class Running:
-    """A running command under the wrapper: its process and both outputs."""
+class Conversation:
+    """A running command: its process, both outputs, and line-by-line input and output. Closing it ends it."""
 
     def __init__(
-        self, name: str, wrapped: WrappedCommand, process: Process, on_stderr: OnStderr | None = None
+        self,
+        name: str,
+        wrapped: WrappedCommand,
+        process: Process,
+        on_stderr: OnStderr | None = None,
+        on_close: Callable[["Conversation"], None] = lambda conversation: None,
     ) -> None:
+        """`name`: of the machine."""
         self.name = name
         self.command = wrapped.command
         self.process = process
         self.stdout = MarkedOutput(wrapped.token, max_bytes=MAX_OUTPUT_BYTES)
         self.stderr = MarkedOutput(wrapped.token, max_bytes=MAX_OUTPUT_BYTES, keep_end=True)
         self._on_stderr = on_stderr
+        self._on_close = on_close
+        self._partial = bytearray()
+        self._lines: deque[bytearray] = deque()
+        self._is_at_end = False
+        self._is_closed = False
         self._is_killed = False
         self._started_s = time.monotonic()
         self._stderr_reader = threading.Thread(target=self._read_stderr, daemon=True)
@@ -201,7 +212,87 @@ class Running:
         finally:
             if writer.ident is not None:
                 writer.join(LEFTOVER_OUTPUT_S)
+            self.close()
+
+    def send_line(self, line: str) -> None:
+        """Write one line. Raises EOFError when the command no longer reads."""
+        self.send_bytes(line.encode() + b"\n")
+
+    def send_bytes(self, data: bytes) -> None:
+        """Write `data`, each slice within SEND_DEADLINE_S. Raises EOFError when the command has ended."""
+        try:
+            for chunk in _slices(data):
+                self.process.write_stdin(chunk, SEND_DEADLINE_S)
+        except TimeoutError:
+            problem = f"did not read its input within {SEND_DEADLINE_S:g} s"
+            raise DeadlineError(f"`{self.command[0]}` {problem}", node=self.name) from None
+        except OSError as error:
+            raise EOFError(f"`{self.command[0]}` on {self.name} has ended") from error
+
+    def read_line(self, *, deadline_s: float) -> str:
+        """Return the next line. Raises DeadlineError, EOFError, or RemoteCommandError for too long a line."""
+        deadline = Deadline(deadline_s)
+        while not self._lines and not self._is_at_end:
+            self._read_more(deadline)
+            if deadline.has_passed and not self._lines and not self._is_at_end:  # no read timed out
+                raise self._no_response(deadline)
+        if self._lines:
+            return self._lines.popleft().decode(errors="replace")
+        raise EOFError(f"`{self.command[0]}` on {self.name} has ended")
+
+    def read_bytes(self, *, deadline_s: float) -> bytes:
+        """Return the next output, in place of lines, b'' at its end. Raises DeadlineError."""
+        deadline = Deadline(deadline_s)
+        while not (chunk := self._read(deadline)) and not self._is_at_end:
+            if deadline.has_passed:  # no read timed out
+                raise self._no_response(deadline)
+        return chunk
+
+    def wait(self, *, deadline_s: float) -> Completed:
+        """Close the input, drop unread lines and wait for the end. Raises DeadlineError."""
+        deadline = Deadline(deadline_s)
+        self.process.close_stdin()
+        try:
+            while not self._is_at_end:
+                self._read_more(deadline)
+                self._lines.clear()
+                if deadline.has_passed and not self._is_at_end:
+                    raise TimeoutError
+            exit_code = self.process.exit_code(deadline.left_s)
+        except TimeoutError:
+            raise self.deadline_error(deadline, "it still runs") from None
+        return replace(self.completed(exit_code), stdout=b"")
+
+    def has_exited(self) -> bool:
+        """Whether the command has ended. Raises UnreachableError when the connection was lost."""
+        try:
+            self.process.exit_code(0.0)
+        except TimeoutError:
+            return False
+        return True
+
+    def kill(self) -> bool:
+        """End the command's process group, if its id is known. Return whether that worked."""
+        self._is_killed = True
+        deadline = Deadline(LEFTOVER_OUTPUT_S)
+        while not self.stderr.has_started and self._stderr_reader.is_alive() and not deadline.has_passed:
+            self._stderr_reader.join(0.02)  # the id arrives when the command starts
+        group = self.stderr.group or self._split_merged().group
+        return bool(group) and self.process.kill_group(group)
+
+    def close(self) -> None:
+        """End the command and its process group if it still runs."""
+        if self._is_closed:
+            return
+        self._is_closed = True
+        try:
+            if not self._is_killed and not self.has_exited():
+                self.kill()
+        except CsdctlError:
+            pass  # the connection is lost, and nothing more can be done
+        finally:
             self.process.release()
+            self._on_close(self)
 
     def completed(self, exit_code: int) -> Completed:
         """Return the result. Raises RemoteCommandError if it never started, UnreachableError if closed."""
@@ -221,22 +312,6 @@ class Running:
         duration_s = time.monotonic() - self._started_s
         return Completed(self.command, exit_code, self._split_merged().kept, self.stderr.kept, duration_s)
 
-    def kill(self) -> bool:
-        """End the command's process group, if its id is known. Return whether that worked."""
-        self._is_killed = True
-        deadline = Deadline(LEFTOVER_OUTPUT_S)
-        while not self.stderr.has_started and self._stderr_reader.is_alive() and not deadline.has_passed:
-            self._stderr_reader.join(0.02)  # the id arrives when the command starts
-        group = self.stderr.group or self._split_merged().group
-        return bool(group) and self.process.kill_group(group)
-
-    def _split_merged(self) -> MarkedOutput:
-        """Return standard output, without what precedes it where a start-up file merges both outputs."""
-        merged = MarkedOutput(self.stdout.token, max_bytes=MAX_OUTPUT_BYTES)
-        if not self.stderr.has_started:
-            merged.feed(self.stdout.kept)
-        return merged if merged.has_started else self.stdout
-
     def deadline_error(self, deadline: Deadline, ending: str) -> DeadlineError:
         """Return the error for a `deadline` that passed. `ending` describes the state of the command."""
         remedy = f"allow more time (--timeout), or check the load of {self.name}"
@@ -244,6 +319,13 @@ class Running:
             ending, remedy = "the login shell did not start it", CHECK_SHELL
         problem = f"`{self.command[0]}` did not finish within {deadline.seconds:g} s; {ending}"
         return DeadlineError(problem, node=self.name, remedy=remedy)
+
+    def _split_merged(self) -> MarkedOutput:
+        """Return standard output, without what precedes it where a start-up file merges both outputs."""
+        merged = MarkedOutput(self.stdout.token, max_bytes=MAX_OUTPUT_BYTES)
+        if not self.stderr.has_started:
+            merged.feed(self.stdout.kept)
+        return merged if merged.has_started else self.stdout
 
     def _read_or_end(self, deadline: Deadline) -> bytes:
         """Return the next output. b'' at its end, or when only a detached process keeps it open."""
@@ -259,13 +341,30 @@ class Running:
             if leftover and leftover.has_passed:
                 return b""
 
-    def has_exited(self) -> bool:
-        """Whether the command has ended. Raises UnreachableError when the connection was lost."""
+    def _read(self, deadline: Deadline) -> bytes:
         try:
-            self.process.exit_code(0.0)
+            chunk = self.process.read_stdout(deadline.left_s)
         except TimeoutError:
-            return False
-        return True
+            raise self._no_response(deadline) from None
+        self._is_at_end = not chunk
+        return self.stdout.feed(chunk)
+
+    def _read_more(self, deadline: Deadline) -> None:
+        continuation, *lines = self._read(deadline).split(b"\n")
+        self._partial += continuation  # in place: a long line may come byte by byte
+        for line in lines:
+            self._lines.append(self._partial)
+            self._partial = bytearray(line)
+        if self._is_at_end and self._partial:
+            self._lines.append(self._partial)
+            self._partial = bytearray()
+        if len(self._partial) > MAX_OUTPUT_BYTES:
+            problem = f"`{self.command[0]}` wrote a line of more than {MAX_OUTPUT_BYTES} bytes"
+            raise RemoteCommandError(problem, node=self.name)
+
+    def _no_response(self, deadline: Deadline) -> DeadlineError:
+        problem = f"`{self.command[0]}` did not respond within {deadline.seconds:g} s"
+        return DeadlineError(problem, node=self.name)
 
     def _read_stderr(self) -> None:
         while self.stderr.num_before <= MarkedOutput.MAX_START_BYTES and (data := self.process.read_stderr()):
@@ -279,106 +378,6 @@ class Running:
             self.process.close_stdin()
         except (OSError, ValueError, CsdctlError):
             pass  # the command ended without reading all of its input, and its exit code reports why
-
-
-class Conversation:
-    """A running command with line-by-line input and output. Closing it ends the command."""
-
-    def __init__(self, running: Running, on_close: Callable[[], None] = lambda: None) -> None:
-        self.running = running
-        self._on_close = on_close
-        self._partial = bytearray()
-        self._lines: deque[bytearray] = deque()
-        self._is_at_end = False
-        self._is_closed = False
-
-    def send_line(self, line: str) -> None:
-        """Write one line. Raises EOFError when the command no longer reads."""
-        self.send_bytes(line.encode() + b"\n")
-
-    def send_bytes(self, data: bytes) -> None:
-        """Write `data`, each slice within SEND_DEADLINE_S. Raises EOFError when the command has ended."""
-        try:
-            for chunk in _slices(data):
-                self.running.process.write_stdin(chunk, SEND_DEADLINE_S)
-        except TimeoutError:
-            problem = f"did not read its input within {SEND_DEADLINE_S:g} s"
-            raise DeadlineError(f"`{self.running.command[0]}` {problem}", node=self.running.name) from None
-        except OSError as error:
-            raise EOFError(f"`{self.running.command[0]}` on {self.running.name} has ended") from error
-
-    def read_line(self, *, deadline_s: float) -> str:
-        """Return the next line. Raises DeadlineError, EOFError, or RemoteCommandError for too long a line."""
-        deadline = Deadline(deadline_s)
-        while not self._lines and not self._is_at_end:
-            self._read_more(deadline)
-            if deadline.has_passed and not self._lines and not self._is_at_end:  # no read timed out
-                raise self._no_response(deadline)
-        if self._lines:
-            return self._lines.popleft().decode(errors="replace")
-        raise EOFError(f"`{self.running.command[0]}` on {self.running.name} has ended")
-
-    def read_bytes(self, *, deadline_s: float) -> bytes:
-        """Return the next output, in place of lines, b'' at its end. Raises DeadlineError."""
-        deadline = Deadline(deadline_s)
-        while not (chunk := self._read(deadline)) and not self._is_at_end:
-            if deadline.has_passed:  # no read timed out
-                raise self._no_response(deadline)
-        return chunk
-
-    def wait(self, *, deadline_s: float) -> Completed:
-        """Close the input, drop unread lines and wait for the end. Raises DeadlineError."""
-        deadline = Deadline(deadline_s)
-        self.running.process.close_stdin()
-        try:
-            while not self._is_at_end:
-                self._read_more(deadline)
-                self._lines.clear()
-                if deadline.has_passed and not self._is_at_end:
-                    raise TimeoutError
-            exit_code = self.running.process.exit_code(deadline.left_s)
-        except TimeoutError:
-            raise self.running.deadline_error(deadline, "it still runs") from None
-        return replace(self.running.completed(exit_code), stdout=b"")
-
-    def close(self) -> None:
-        """End the command and its process group if it still runs."""
-        if self._is_closed:
-            return
-        self._is_closed = True
-        try:
-            if not self.running.has_exited():
-                self.running.kill()
-        except CsdctlError:
-            pass  # the connection is lost; nothing more can be done
-        finally:
-            self.running.process.release()
-            self._on_close()
-
-    def _read(self, deadline: Deadline) -> bytes:
-        try:
-            chunk = self.running.process.read_stdout(deadline.left_s)
-        except TimeoutError:
-            raise self._no_response(deadline) from None
-        self._is_at_end = not chunk
-        return self.running.stdout.feed(chunk)
-
-    def _read_more(self, deadline: Deadline) -> None:
-        continuation, *lines = self._read(deadline).split(b"\n")
-        self._partial += continuation  # in place: a long line may come byte by byte
-        for line in lines:
-            self._lines.append(self._partial)
-            self._partial = bytearray(line)
-        if self._is_at_end and self._partial:
-            self._lines.append(self._partial)
-            self._partial = bytearray()
-        if len(self._partial) > MAX_OUTPUT_BYTES:
-            problem = f"`{self.running.command[0]}` wrote a line of more than {MAX_OUTPUT_BYTES} bytes"
-            raise RemoteCommandError(problem, node=self.running.name)
-
-    def _no_response(self, deadline: Deadline) -> DeadlineError:
-        problem = f"`{self.running.command[0]}` did not respond within {deadline.seconds:g} s"
-        return DeadlineError(problem, node=self.running.name)
 
 
 def _slices(data: bytes) -> Iterator[bytes]:
@@ -397,7 +396,7 @@ class Session(ABC):
         self.meter = meter
         self.host_key_fingerprint = host_key_fingerprint
         self.setting = setting or Setting()
-        self._running: set[Running] = set()
+        self._running: set[Conversation] = set()
         self._is_closed = False
 
     def run(
@@ -418,48 +417,44 @@ class Session(ABC):
         deadline = Deadline(deadline_s)
         setting = self.setting if needs_state else replace(self.setting, state=None)
         wrapped = build_wrapped_command(command, deadline_s=deadline_s, is_users=is_users, setting=setting)
-        running = self.start(wrapped, deadline)
-        try:
-            return running.run_to_end(stdin, deadline)
-        finally:
-            self.forget(running)
+        return self.start(wrapped, deadline).run_to_end(stdin, deadline)
 
     def converse(self, command: Sequence[str]) -> Conversation:
         """Start `command`. Exchange lines with it."""
         wrapped = build_wrapped_command(command, deadline_s=None, setting=self.setting)
-        running = self.start(wrapped, Deadline(SEND_DEADLINE_S))
-        return Conversation(running, lambda: self.forget(running))
+        return self.start(wrapped, Deadline(SEND_DEADLINE_S))
 
     def close(self) -> None:
         """End running commands, also one that another thread is starting, and close the connection."""
         self._is_closed = True
-        for running in list(self._running):
+        for conversation in list(self._running):
             with contextlib.suppress(CsdctlError):
-                running.kill()
+                conversation.kill()
 
     def start(
         self, wrapped: WrappedCommand, deadline: Deadline, on_stderr: OnStderr | None = None
-    ) -> Running:
-        """Start a command, which `close` ends until `forget`. Raises NodeError, DeadlineError."""
+    ) -> Conversation:
+        """Start a command, which `close` ends if it still runs. Raises NodeError, DeadlineError."""
         closed = UnreachableError("the connection was closed", node=self.name)
         if self._is_closed:
             raise closed
-        running = Running(self.name, wrapped, self._start_process(wrapped, deadline), on_stderr)
-        self._running.add(running)
+        process = self._start_process(wrapped, deadline)
+        conversation = Conversation(self.name, wrapped, process, on_stderr, self._forget)
+        self._running.add(conversation)
         try:
-            running.begin(wrapped.script, deadline)
+            conversation.begin(wrapped.script, deadline)
             if self._is_closed:
-                running.kill()
+                conversation.kill()
                 raise closed
         except BaseException:
-            running.process.release()
-            self._running.discard(running)
+            process.release()
+            self._running.discard(conversation)
             raise
-        return running
+        return conversation
 
-    def forget(self, running: Running) -> None:
+    def _forget(self, conversation: Conversation) -> None:
         """Note that a command has ended."""
-        self._running.discard(running)
+        self._running.discard(conversation)
 
     @abstractmethod
     def _start_process(self, wrapped: WrappedCommand, deadline: Deadline) -> Process:

@@ -43,7 +43,7 @@ from csdctl.fleet.model import Node
 from csdctl.transport.commands import Setting, WrappedCommand, build_kill_command
 from csdctl.transport.known_hosts import KnownHosts, fingerprint
 from csdctl.transport.meter import Meter
-from csdctl.transport.session import KILL_DEADLINE_S, Deadline, OnStderr, Running, Session, bounded
+from csdctl.transport.session import KILL_DEADLINE_S, Conversation, Deadline, OnStderr, Session, bounded
 from csdctl.transport.strict_transport import LOST, MAX_PACKET_BYTES, StrictTransport, request_exec
 from csdctl.worker.protocol.file_state import file_state
 
@@ -485,7 +485,7 @@ class SshSession(Session):
 
     def start(
         self, wrapped: WrappedCommand, deadline: Deadline, on_stderr: OnStderr | None = None
-    ) -> Running:
+    ) -> Conversation:
         """Start a command, when fewer than MAX_CHANNELS run. Raises NodeError, DeadlineError."""
         if not self._free_channels.acquire(timeout=deadline.left_s):
             problem = f"`{wrapped.command[0]}` could not start within {deadline.seconds:g} s"
@@ -496,9 +496,8 @@ class SshSession(Session):
             self._free_channels.release()
             raise
 
-    def forget(self, running: Running) -> None:
-        """Note that a command has ended, so that another one may start."""
-        super().forget(running)
+    def _forget(self, conversation: Conversation) -> None:
+        super()._forget(conversation)
         self._free_channels.release()
 
     def _start_process(self, wrapped: WrappedCommand, deadline: Deadline) -> "_ChannelProcess":

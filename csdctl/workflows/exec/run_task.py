@@ -26,8 +26,7 @@ from csdctl.errors import CsdctlError, DeadlineError, InputError, NodeError
 from csdctl.fleet.model import Fleet
 from csdctl.runs.ledger import record_traffic
 from csdctl.transport.fabric_group import FleetConnection, open_group
-from csdctl.transport.many import MAX_WORKERS, run_on_all
-from csdctl.transport.meter import add_up
+from csdctl.transport.many import run_on_all
 from csdctl.transport.session import MAX_OUTPUT_BYTES, bounded
 from csdctl.workflows.exec.run_command import Answer, ExecOptions, ExecResult, build_answer
 
@@ -57,14 +56,11 @@ def run_task(
             connect_deadline_s=options.connect_deadline_s,
             command_deadline_s=options.timeout_s,
             folder=(directory / spec.rpartition(":")[0]).resolve().parent,
+            on_traffic=record_traffic(directory, "exec"),
         )
-        try:
-            with group:
-                connections = {connection.node.name: connection for connection in group}
-                outcomes = run_on_all(connections, visit, max_workers=MAX_WORKERS)
-        finally:
-            record_traffic(directory, "exec")(add_up(group.jumps.opened))
-    return ExecResult(fleet, outcomes)
+        with group:
+            connections = {connection.node.name: connection for connection in group}
+            return ExecResult(fleet, run_on_all(connections, visit))
 
 
 def _run(task: Callable[[Context], object], connection: FleetConnection) -> tuple[int, str]:

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from csdctl.errors import DeadlineError
 from csdctl.transport.commands import WrappedCommand
-from csdctl.transport.session import Conversation, Deadline, Running, bounded, last_line
+from csdctl.transport.session import Conversation, Deadline, bounded, last_line
 
 NUM_CHUNKS = 5000
 FEW = 10
@@ -59,21 +59,21 @@ class ScriptedProcess:
         self.is_released = True
 
 
-def start(process: ScriptedProcess) -> Running:
+def start(process: ScriptedProcess) -> Conversation:
     """Return the command of `process`, running on csd0."""
-    return Running("csd0", WrappedCommand(("cat",), TOKEN, b""), process)
+    return Conversation("csd0", WrappedCommand(("cat",), TOKEN, b""), process)
 
 
 @pytest.mark.parametrize(
     ("wait", "message", "is_ended"),
     [
-        (lambda running: running.run_to_end(b"", Deadline(0.0)), "it was ended", True),
-        (lambda running: Conversation(running).wait(deadline_s=0.0), "it still runs", False),
+        (lambda talk: talk.run_to_end(b"", Deadline(0.0)), "it was ended", True),
+        (lambda talk: talk.wait(deadline_s=0.0), "it still runs", False),
     ],
     ids=["command", "conversation"],
 )
 def test_command_that_prints_without_pause_has_a_deadline(
-    wait: Callable[[Running], object], message: str, is_ended: bool
+    wait: Callable[[Conversation], object], message: str, is_ended: bool
 ) -> None:
     process = ScriptedProcess(repeat(b"y\n" * 1000, NUM_CHUNKS))
     with pytest.raises(DeadlineError, match=f"did not finish within 0 s; {message}"):
@@ -86,14 +86,14 @@ def test_command_that_prints_without_pause_has_a_deadline(
 def test_line_that_never_ends_has_a_deadline(starts: bool) -> None:
     """A login shell may print without pause before the command, whose lines then never begin."""
     process = ScriptedProcess(repeat(b"y", NUM_CHUNKS), starts=starts)
-    talk = Conversation(start(process))
+    talk = start(process)
     with pytest.raises(DeadlineError, match="did not respond within 0 s"):
         talk.read_line(deadline_s=0.0)
     assert process.num_read < FEW
 
 
 def test_line_that_is_there_is_read_after_the_deadline() -> None:
-    talk = Conversation(start(ScriptedProcess([b"one\ntwo\nunfini", b"shed"])))
+    talk = start(ScriptedProcess([b"one\ntwo\nunfini", b"shed"]))
     with pytest.raises(DeadlineError):  # its first read is the wrapper's line
         talk.read_line(deadline_s=0.0)
     assert [talk.read_line(deadline_s=0.0) for _ in range(2)] == ["one", "two"]
@@ -108,7 +108,7 @@ def test_line_that_is_there_is_read_after_the_deadline() -> None:
 def test_lines_end_at_newlines_only(lines: list[str], cut: int) -> None:
     content = "".join(f"{line}\n" for line in lines).encode()
     chunks = [content[start : start + cut] for start in range(0, len(content), cut)]
-    talk = Conversation(start(ScriptedProcess(chunks)))
+    talk = start(ScriptedProcess(chunks))
     assert [talk.read_line(deadline_s=1) for _ in lines] == lines
     with pytest.raises(EOFError):
         talk.read_line(deadline_s=1)
