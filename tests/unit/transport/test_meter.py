@@ -19,8 +19,8 @@ def meter(sent: int, received: int, **noted: int) -> Meter:
 def test_bytes_through_a_jump_host_count_once_per_link() -> None:
     """And connections to one machine add up."""
     behind = Node("csd1", "10.1.0.2", jump=GATE)
-    found = add_up([(GATE, meter(150, 50)), (GATE, meter(0, 10)), (behind, meter(100, 40, code=70))])
-    assert found == {
+    added = add_up([(GATE, meter(150, 50)), (GATE, meter(0, 10)), (behind, meter(100, 40, code=70))])
+    assert added == {
         ("host", "gate", TrafficClass.CODE): 70,
         ("host", "gate", TrafficClass.CONTROL): 80,
         ("gate", "host", TrafficClass.CONTROL): 60,
@@ -31,8 +31,8 @@ def test_bytes_through_a_jump_host_count_once_per_link() -> None:
 
 
 def test_totals_of_every_link_are_those_of_its_outermost_connection() -> None:
-    found = add_up([(GATE, meter(200, 0)), (INNER, meter(150, 0)), (FAR, meter(100, 0, code=70))])
+    added = add_up([(GATE, meter(200, 0)), (INNER, meter(150, 0)), (FAR, meter(100, 0, code=70))])
     totals: dict[tuple[str, str], int] = {}
-    for (sender, receiver, _), count in found.items():
+    for (sender, receiver, _), count in added.items():
         totals[sender, receiver] = totals.get((sender, receiver), 0) + count
     assert totals == {("host", "gate"): 200, ("gate", "inner"): 150, ("inner", "far"): 100}

