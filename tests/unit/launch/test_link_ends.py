@@ -1,5 +1,7 @@
 """Which interfaces the ends of a link use."""
 
+from typing import Any
+
 import pytest
 
 from csdctl.errors import NodeError
@@ -28,9 +30,9 @@ def routes(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def paths(network: str = "", reached_at: str = "10.1.0.2", node: object = NODE) -> list[tuple[str, ...]]:
-    interfaces = {"host": HOST, "csd0": node}
-    found = find_paths("csd0", "host", network, reached_at, interfaces)  # type: ignore[arg-type]
-    return [(near.interface, far.interface, far.address) for near, far in found]
+    interfaces: Any = {"host": HOST, "csd0": node}
+    ends = find_paths("csd0", "host", network, reached_at, interfaces)
+    return [(near.interface, far.interface, far.address) for near, far in ends]
 
 
 @pytest.mark.parametrize(
@@ -47,20 +49,11 @@ def test_network_of_the_fleet_file_decides(network: str, expected: list[tuple[st
 
 
 def test_without_a_network_the_address_of_ssh_comes_first_and_then_others_with_a_route() -> None:
-    found = paths()
-    assert found[0] == ("m", "eth0", "10.1.0.2")
-    assert {*found[1:]} == {("l0", "csd", "10.92.0.2"), ("m", "eth0", "fd01::2"), ("l0", "csd", "fd92::2")}
-
-
-def test_address_of_a_bridge_within_both_machines_is_not_tried() -> None:
-    assert all(address != "172.17.0.1" for _, _, address in paths())
-
-
-def test_forwarded_port_says_nothing_of_the_address() -> None:
-    assert paths(reached_at="192.0.2.7")[0][2] in ROUTES
-
-
-def test_machine_that_is_the_host_itself_uses_the_loopback() -> None:
+    """A bridge within both machines has no other address than theirs, and is not tried."""
+    first, *others = paths()
+    assert first == ("m", "eth0", "10.1.0.2")
+    assert {*others} == {("l0", "csd", "10.92.0.2"), ("m", "eth0", "fd01::2"), ("l0", "csd", "fd92::2")}
+    assert paths(reached_at="192.0.2.7")[0][2] in ROUTES, "a forwarded port says nothing of the address"
     assert paths(reached_at="127.0.0.1", node=HOST)[0] == ("lo", "lo", "127.0.0.1")
 
 

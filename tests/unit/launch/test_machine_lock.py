@@ -49,10 +49,9 @@ def is_free(lock_file: Path) -> bool:
 def test_second_csdctl_fails_at_once_and_names_the_first(session: LocalSession, tmp_path: Path) -> None:
     with lock(session, tmp_path / "first", "train"), pytest.raises(MachineLockedError) as caught:
         lock(session, tmp_path / "second").__enter__()
-    assert caught.value.exit_code == ExitCode.LOCKED
+    assert (caught.value.exit_code, caught.value.node) == (ExitCode.LOCKED, "csd0")
     assert f"`csdctl train`, process {os.getpid()} on" in str(caught.value)
     assert str(tmp_path / "first") in str(caught.value)
-    assert caught.value.node == "csd0"
 
 
 @pytest.mark.parametrize("kind", ["pipe", "directory", "link"])
@@ -64,9 +63,7 @@ def test_lock_that_is_no_file_is_named_with_its_remedy(
     {"pipe": os.mkfifo, "directory": os.mkdir, "link": lambda path: path.symlink_to("other")}[kind](path)
     with pytest.raises(RemoteCommandError) as caught:
         lock(session, tmp_path).__enter__()
-    assert caught.value.message == f"{path} is not a regular file"
-    assert caught.value.remedy == "remove it"
-    assert caught.value.node == "csd0"
+    assert str(caught.value) == f"csd0: {path} is not a regular file\n  → remove it"
 
 
 def relock(session: LocalSession, directory: Path) -> Any:

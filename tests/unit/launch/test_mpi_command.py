@@ -1,6 +1,6 @@
 import os
 import subprocess
-from itertools import groupby
+from itertools import groupby, pairwise
 from pathlib import Path
 
 import pytest
@@ -19,21 +19,15 @@ ENDS = (
 )
 
 
-def build(
-    address: str = "10.1.1.1", ends: tuple[RankCommand, ...] = ENDS, interface: str = "eth0"
-) -> list[str]:
-    near = End(interface, (address,), address)
+def build(address: str = "10.1.1.1", ends: tuple[RankCommand, ...] = ENDS) -> list[str]:
+    near = End("eth0", (address,), address)
     return build_mpirun_command(Path("/venv/bin/mpirun"), "/opt/venv", near, ends, run_id="20260101")
 
 
 def contexts(command: list[str]) -> list[list[str]]:
     """Return the arguments of every application context, starting with --host."""
-    rest = command[command.index("--host") :]
-    return [[*words] for is_colon, words in groupby(rest, ":".__eq__) if not is_colon]
-
-
-def after(command: list[str], word: str) -> str | None:
-    return command[command.index(word) + 1] if word in command else None
+    start = command.index("--host")
+    return [[*words] for is_colon, words in groupby(command[start:], ":".__eq__) if not is_colon]
 
 
 def test_mpirun_command_matches_the_golden_file() -> None:
@@ -54,18 +48,10 @@ def run_context(words: list[str], home: Path) -> "subprocess.CompletedProcess[st
 
 @pytest.mark.parametrize("argument", ["a b", "it's", "$HOME", "`id`", 'say "x"', "a;b", "a\\b", "*", "ü"])
 def test_special_characters_in_arguments_survive(tmp_path: Path, argument: str) -> None:
-    for node in (HOST_NAME, "csd0"):
-        number = int(node != HOST_NAME)
-        (words,) = contexts(build(ends=(RankCommand(number, node, ("printf", "%s|", argument, "end"), "x"),)))
-        done = run_context(words, tmp_path)
-        assert (done.returncode, done.stdout) == (0, f"{argument}|end|")
-
-
-def test_end_on_a_node_starts_in_its_home_and_the_other_in_the_project(tmp_path: Path) -> None:
-    here = run_context(contexts(build(ends=(RankCommand(0, HOST_NAME, ("pwd",), "x"),)))[0], tmp_path)
-    there = run_context(contexts(build(ends=(RankCommand(1, "csd0", ("pwd",), "x"),)))[0], tmp_path)
-    assert here.stdout.strip() == os.getcwd()
-    assert there.stdout.strip() == str(tmp_path)
+    program = ("printf", "%s|", argument, "end")
+    ends = (RankCommand(0, HOST_NAME, program, "x"), RankCommand(1, "csd0", program, "x"))
+    for words in contexts(build(ends=ends)):
+        assert run_context(words, tmp_path).stdout == f"{argument}|end|"
 
 
 @pytest.mark.parametrize(("ending", "code"), [("exit 3", 3), ("kill -9 $$", 137)])
@@ -76,13 +62,13 @@ def test_end_that_fails_is_reported_with_its_machine(tmp_path: Path, ending: str
     assert done.stdout == f"{ENDED}csd-1.a_b {code}\n"
 
 
-def test_each_end_uses_the_interface_of_its_own_machine(tmp_path: Path) -> None:
-    show = ("sh", "-c", "echo $OMPI_MCA_btl_tcp_if_include")
+def test_each_end_uses_the_interface_of_its_machine_and_starts_in_the_project_or_in_the_nodes_home(
+    tmp_path: Path,
+) -> None:
+    show = ("sh", "-c", "echo $OMPI_MCA_btl_tcp_if_include $PWD")
     ends = (RankCommand(0, HOST_NAME, show, "eth0"), RankCommand(1, "csd0", show, "mpi3"))
-    assert [run_context(words, tmp_path).stdout for words in contexts(build(ends=ends))] == [
-        "eth0\n",
-        "mpi3\n",
-    ]
+    printed = [run_context(words, tmp_path).stdout for words in contexts(build(ends=ends))]
+    assert printed == [f"eth0 {os.getcwd()}\n", f"mpi3 {tmp_path}\n"]
 
 
 @pytest.mark.parametrize(
@@ -93,6 +79,5 @@ def test_daemons_use_the_interface_unless_it_is_the_loopback(
     address: str, of_daemons: str | None, disabled: str
 ) -> None:
     """PRRTE never uses the loopback."""
-    command = build(address)
-    assert after(command, "prte_if_include") == of_daemons
-    assert after(command, "btl_tcp_disable_family") == disabled
+    values = dict(pairwise(build(address)))
+    assert (values.get("prte_if_include"), values["btl_tcp_disable_family"]) == (of_daemons, disabled)
