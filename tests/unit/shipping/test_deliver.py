@@ -17,6 +17,7 @@ from csdctl.launch.leftovers import CleanupOptions, clean_machine
 from csdctl.shipping.deliver import Delivery, build_receiver, deliver
 from csdctl.shipping.payload import TreeRequest, pack_payload, read_tree
 from csdctl.shipping.store import OBJECTS, hash_file, store_bytes
+from csdctl.transport.commands import read_program
 from csdctl.transport.local import LocalSession
 from csdctl.transport.ssh import connect
 from tests.fake_session import FakeSession
@@ -39,25 +40,21 @@ class TestFiles:
         assert not parts(home)
 
     @pytest.mark.fault(28)
-    @pytest.mark.parametrize(
-        "damage",
-        [
-            pytest.param(lambda path: path.write_bytes(b"CONTENT"), id="same size, other bytes"),
-            pytest.param(lambda path: path.write_bytes(b"cont"), id="cut short"),
-            pytest.param(lambda path: path.chmod(0o644), id="other permissions"),
-            pytest.param(lambda path: (path.unlink(), path.symlink_to("/etc/passwd")), id="a link"),
-        ],
-    )
-    def test_damaged_file_is_found_and_replaced(
-        self, node: Machine, host: Path, damage: Callable[[Path], object]
-    ) -> None:
+    def test_damaged_file_is_found_and_replaced(self, node: Machine, host: Path) -> None:
+        """Other bytes of the same size, a file that was cut short, other permissions, and a link."""
         session, home = node
-        stored = store_bytes(b"content", ".bin", host)
-        send(session, stored)
-        damage(home / stored.path)
-        assert send(session, stored).num_sent == 1
-        assert (home / stored.path).read_bytes() == b"content"
-        assert not (home / stored.path).is_symlink()
+        contents = [b"content 0", b"content 1", b"content 2", b"content 3"]
+        files = [store_bytes(content, ".bin", host) for content in contents]
+        send(session, *files)
+        paths = [home / file.path for file in files]
+        paths[0].write_bytes(b"CONTENT 0")
+        paths[1].write_bytes(b"cont")
+        paths[2].chmod(0o644)
+        paths[3].unlink()
+        paths[3].symlink_to("/etc/passwd")
+        assert send(session, *files).num_sent == 4
+        assert [path.read_bytes() for path in paths] == contents
+        assert not paths[3].is_symlink()
 
     def test_unchanged_files_take_one_command_and_no_files_take_none(self, host: Path) -> None:
         session = FakeSession("csd0").on("sh", stdout="@csdctl-result {}")
@@ -83,10 +80,9 @@ class TestTrees:
         session, home = machine
         (source / "empty" / "directory").mkdir(parents=True)
         (source / ".hidden").write_bytes(b"hidden")
-        (source / "run").write_bytes(b"one")
-        (source / "run").chmod(0o755)
-        (source / "secret").write_bytes(b"key")
-        (source / "secret").chmod(0o600)
+        for name, mode in (("run", 0o755), ("secret", 0o600)):
+            (source / name).write_bytes(b"one")
+            (source / name).chmod(mode)
         (source / "link").symlink_to("deep/b")
         (source / "deep" / "up").symlink_to("../a")
         before, there = set(home.rglob("*")), home / "there"
@@ -153,18 +149,22 @@ class TestTrees:
         with pytest.raises(InputError, match="inside another tree"):
             send_tree(session, source, "first/inside")
 
-    @pytest.mark.parametrize("what", ["directory", "file", "link", "dangling link"])
+    @pytest.mark.parametrize(
+        "create",
+        [
+            lambda path: fill(path, precious=b"data"),
+            lambda path: path.write_bytes(b"data"),
+            lambda path: path.symlink_to(path.parent),
+            lambda path: path.symlink_to("nowhere"),
+        ],
+        ids=["directory", "file", "link", "dangling link"],
+    )
     def test_foreign_destination_is_refused_and_unchanged(
-        self, node: Machine, source: Path, what: str, tmp_path: Path
+        self, node: Machine, source: Path, create: Callable[[Path], object]
     ) -> None:
         session, home = node
         there = home / "there"
-        if what == "directory":
-            fill(there, precious=b"data")
-        elif what == "file":
-            there.write_bytes(b"data")
-        else:
-            there.symlink_to(tmp_path if what == "link" else "nowhere")
+        create(there)
         before = (there.lstat().st_ino, there.lstat().st_mtime_ns)
         with pytest.raises(InputError, match="was not created by `csdctl deploy`") as raised:
             send_tree(session, source)
@@ -291,15 +291,18 @@ class TestNames:
     pytestmark = pytest.mark.first(10)
 
     @pytest.mark.fault(30)
-    @pytest.mark.parametrize("name", [*NASTY_NAMES, os.fsdecode(b"not utf-8 \xff\xfe")])
-    def test_any_name_arrives(self, machine: Machine, host: Path, name: str) -> None:
+    def test_any_name_arrives(self, machine: Machine, host: Path) -> None:
         session, home = machine
-        (host / name / name).mkdir(parents=True)
-        (host / name / name / name).write_bytes(b"content\0\xff")
-        (host / name / "link").symlink_to(name)
-        send_tree(session, host / name, f"deep/{name}")
-        assert (home / "deep" / name / name / name).read_bytes() == b"content\0\xff"
-        assert os.readlink(home / "deep" / name / "link") == name
+        names = [*NASTY_NAMES, os.fsdecode(b"not utf-8 \xff\xfe")]
+        for name in names:
+            (host / "tree" / name / name).mkdir(parents=True)
+            (host / "tree" / name / name / name).write_bytes(b"content\0\xff")
+            (host / "tree" / name / "link").symlink_to(name)
+        send_tree(session, host / "tree", "deep")
+        for name in names:
+            assert (home / "deep" / name / name / name).read_bytes() == b"content\0\xff"
+            assert os.readlink(home / "deep" / name / "link") == name
+        send_tree(session, host / "tree" / names[-1], f"deep {names[0]}/{names[-1]}")
         assert not list(home.rglob("pwned"))
 
     @pytest.mark.fault(30)
@@ -321,11 +324,8 @@ def test_tree_is_not_put_into_the_store(node: Machine, source: Path, destination
     assert not list(node[1].rglob("*"))
 
 
-SOURCE = Path(__file__).parents[3] / "csdctl" / "standalone" / "receive.py"
-
-
 def test_receiver_is_python_3_8_and_imports_the_standard_library_only() -> None:
-    tree = ast.parse(SOURCE.read_text(), feature_version=(3, 8))
+    tree = ast.parse(read_program("receive"), feature_version=(3, 8))
     imported = set[str]()
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):

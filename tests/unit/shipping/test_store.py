@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from csdctl.errors import InputError
-from csdctl.shipping.store import OBJECTS, StoredFile, hash_file, read_chunk, store_bytes, store_file
+from csdctl.shipping.store import OBJECTS, hash_file, read_chunk, store_bytes, store_file
 
 
 def test_stored_file_is_named_by_its_hash(host: Path, tmp_path: Path) -> None:
@@ -25,21 +25,15 @@ def test_stored_file_is_named_by_its_hash(host: Path, tmp_path: Path) -> None:
         read_chunk(stored, 0)
 
 
-@pytest.mark.parametrize("way", ["file", "bytes"])
-def test_only_a_damaged_file_in_the_hosts_store_is_written_again(
-    host: Path, tmp_path: Path, way: str
-) -> None:
-    source = tmp_path / "source.npy"
-    source.write_bytes(b"right")
-
-    def store() -> StoredFile:
-        return store_file(source, host) if way == "file" else store_bytes(b"right", ".npy", host)
-
-    before = store().source.stat()
-    assert store().source.stat().st_ino == before.st_ino
-    assert store().source.stat().st_mtime_ns == before.st_mtime_ns
-    store().source.write_bytes(b"wrong")
-    assert store().source.read_bytes() == b"right"
+def test_only_a_damaged_file_in_the_hosts_store_is_written_again(host: Path, tmp_path: Path) -> None:
+    (tmp_path / "source.npy").write_bytes(b"right")
+    path = store_file(tmp_path / "source.npy", host).source
+    before = path.stat()
+    assert store_bytes(b"right", ".npy", host).source == path
+    assert (path.stat().st_ino, path.stat().st_mtime_ns) == (before.st_ino, before.st_mtime_ns)
+    path.write_bytes(b"wrong")
+    store_file(tmp_path / "source.npy", host)
+    assert path.read_bytes() == b"right"
     assert len(list((host / OBJECTS).iterdir())) == 1
 
 

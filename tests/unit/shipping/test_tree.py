@@ -66,9 +66,7 @@ def test_symbolic_link_pointing_outside_is_refused_by_name(source: Path, target:
 def test_links_inside_stay_links_and_times_do_not_count(source: Path) -> None:
     before = read(source).files
     os.utime(source / "a", (0, 0))
-    assert [(name, stored.name) for name, stored in read(source).files] == [
-        (name, stored.name) for name, stored in before
-    ]
+    assert [stored.name for _, stored in read(source).files] == [stored.name for _, stored in before]
     (source / "deep" / "link").symlink_to("../a")
     (source / "dangling").symlink_to("not-there")
     assert read(source).links == (("dangling", "not-there"), ("deep/link", "../a"))

@@ -7,7 +7,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -24,6 +24,7 @@ from csdctl.runs.directory import ProjectDirectory
 from csdctl.standalone.leftovers import scratch_directories, step_files
 from csdctl.transport.local import LocalSession
 from csdctl.worker.protocol.run_spec import COPIES
+from tests.unit.transport.test_session_contract import is_alive
 
 RUN = f"20260101-000000-{os.getpid() % 1_000_000:06d}"
 """Differs between test sessions on one machine: the ranks of a run are ended wherever they are."""
@@ -73,9 +74,10 @@ def left(home: Path) -> set[str]:
 def test_what_is_unfinished_and_then_what_is_computed_is_found_and_removed_on_request(
     session: LocalSession, home: Path
 ) -> None:
-    found = clean_machine(session, sys.executable, CleanupOptions(is_ending=False))
-    assert {*found.paths} == {*UNFINISHED}
-    assert (found.num_bytes, found.features_bytes, found.predictions_bytes) == (5 * len(UNFINISHED), 5, 5)
+    leftovers = clean_machine(session, sys.executable, CleanupOptions(is_ending=False))
+    assert {*leftovers.paths} == {*UNFINISHED}
+    assert leftovers.num_bytes == 5 * len(UNFINISHED)
+    assert (leftovers.features_bytes, leftovers.predictions_bytes) == (5, 5)
     assert left(home) == {*FILES}
     removed = clean_machine(session, sys.executable, CleanupOptions(is_removing=True))
     assert {*removed.paths} == {*UNFINISHED}
@@ -122,18 +124,23 @@ def test_machine_that_another_csdctl_uses_is_left_alone_unless_forced(
     assert left(home) == {"own/file"}
 
 
-def start(directory: Path, *marks: str) -> "subprocess.Popen[bytes]":
-    """Start a process with `marks` on its command line, and wait until it has a child."""
-    script = "sleep 1000 & echo; wait"
-    process = subprocess.Popen(
-        ["sh", "-c", script, *marks], cwd=directory, stdout=subprocess.PIPE, start_new_session=True
-    )
-    assert process.stdout
-    process.stdout.readline()
-    return process
+Start = Callable[..., "subprocess.Popen[bytes]"]
 
 
-def stop(*processes: "subprocess.Popen[bytes]") -> None:
+@pytest.fixture
+def start() -> Iterator[Start]:
+    """Start a process in a directory with marks on its command line, and wait until it has a child."""
+    processes = []
+
+    def start(directory: Path, *marks: str) -> "subprocess.Popen[bytes]":
+        command = ["sh", "-c", "sleep 1000 & echo; wait", *marks]
+        process = subprocess.Popen(command, cwd=directory, stdout=subprocess.PIPE, start_new_session=True)
+        processes.append(process)
+        assert process.stdout
+        process.stdout.readline()
+        return process
+
+    yield start
     for process in processes:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
@@ -163,36 +170,30 @@ def test_copy_of_a_run_of_another_server_is_removed_with_the_run_or_all_of_them(
 
 
 def test_processes_of_this_directory_are_ended_and_their_runs_named(
-    session: LocalSession, home: Path, tmp_path_factory: pytest.TempPathFactory
+    session: LocalSession, home: Path, start: Start, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     elsewhere = tmp_path_factory.mktemp("elsewhere")
     ours = [start(home, f"csdctl-run={RUN}/csd0"), start(home, ".csdctl/objects/0123.pyz")]
-    others = [start(elsewhere, f"csdctl-run={RUN}/csd0"), start(home, "own-program")]
-    try:
-        found = clean_machine(session, sys.executable, CleanupOptions(is_ending=False))
-        assert (found.num_processes, found.runs) == (2, (RUN,))
-        assert [process.poll() for process in ours] == [None, None], "only looked at"
-        clean_machine(session, sys.executable, CleanupOptions())
-        assert [process.wait(30) for process in ours] == [-9, -9]
-        assert [process.poll() for process in others] == [None, None]
-    finally:
-        stop(*ours, *others)
+    foreign = [start(elsewhere, f"csdctl-run={RUN}/csd0"), start(home, "own-program")]
+    leftovers = clean_machine(session, sys.executable, CleanupOptions(is_ending=False))
+    assert (leftovers.num_processes, leftovers.runs) == (2, (RUN,))
+    assert [process.poll() for process in ours] == [None, None], "only looked at"
+    clean_machine(session, sys.executable, CleanupOptions())
+    assert [process.wait(30) for process in ours] == [-9, -9]
+    assert [process.poll() for process in foreign] == [None, None]
 
 
-def test_rank_of_one_node_is_ended_with_its_children_and_no_other(session: LocalSession, home: Path) -> None:
-    mine = start(home, f"csdctl-run={RUN}/csd0")
-    others = [start(home, f"csdctl-run={RUN}/csd1"), start(home, "csdctl-run=20250101-000000-000001/csd0")]
-    children = Path(f"/proc/{mine.pid}/task/{mine.pid}/children").read_text().split()
-    try:
-        clean_machine(session, sys.executable, CleanupOptions(run_id=RUN, node="csd0"))
-        assert mine.wait(30) == -9
-        assert children
-        for child in children:
-            status = Path(f"/proc/{child}/stat")
-            assert not status.exists() or status.read_text().rpartition(") ")[2][0] in "ZX"
-        assert [process.poll() for process in others] == [None, None]
-    finally:
-        stop(mine, *others)
+def test_rank_of_one_node_is_ended_with_its_children_and_no_other(
+    session: LocalSession, home: Path, start: Start
+) -> None:
+    rank = start(home, f"csdctl-run={RUN}/csd0")
+    foreign = [start(home, f"csdctl-run={RUN}/csd1"), start(home, "csdctl-run=20250101-000000-000001/csd0")]
+    children = Path(f"/proc/{rank.pid}/task/{rank.pid}/children").read_text().split()
+    clean_machine(session, sys.executable, CleanupOptions(run_id=RUN, node="csd0"))
+    assert rank.wait(30) == -9
+    assert children
+    assert not any(is_alive(int(child)) for child in children)
+    assert [process.poll() for process in foreign] == [None, None]
 
 
 def test_files_of_killed_sandboxes_are_removed_and_with_everything_the_state_that_a_run_resumes_from(
