@@ -1,9 +1,9 @@
-"""Writes the pages of docs/reference/ that follow from the code: cli.md, python.md and json.md.
+"""Writes the pages of docs/reference/ that follow from the code: attacks, cli, faults, json and python.
 
     python docs/generate.py
 
-`make setup` and `make docs` run it; the pages are not committed. They come from the command tree, from
-signatures, and from the annotations and docstrings of dataclasses: change those instead.
+`make check` compares them with what is committed. They come from the command tree, from signatures, from the
+annotations and docstrings of dataclasses, and from the markers of tests: change those instead.
 """
 
 import ast
@@ -11,15 +11,18 @@ import dataclasses
 import enum
 import inspect
 import re
+import sys
 import textwrap
 import types
 import typing
+from collections import defaultdict
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePath
 from typing import Any, get_type_hints
 
 import typer
+import yaml
 
 import csdctl
 from csdctl import errors
@@ -583,17 +586,85 @@ def _cell(text: str) -> str:
     return text.replace("|", "\\|")
 
 
-PAGES = {"cli.md": render_cli, "python.md": render_python, "json.md": render_json}
+# ---- faults.md, attacks.md ----
+
+TESTS = Path(__file__).parents[1] / "tests"
+FAULTS_HEADER = """\
+# Faults
+
+What csdctl does when something fails. Every message names the node, the cause and a remedy. No process is
+left running. `tests/lab` uses OpenSSH servers in network namespaces. Exit codes other than 0 are in
+parentheses; 3/4 is 3 if other nodes continued, else 4.
+"""
+ATTACKS_HEADER = """\
+# Attacks
+
+Each attack is made by tests with real processes, sockets and SSH servers.
+[Security](../explanation/security.md) has the threat model. Failures without an attacker are in
+[faults](faults.md).
+"""
+
+
+def tests_with(marker: str) -> dict[int, list[str]]:
+    """Return the tests that carry a number in `pytest.mark.MARKER`, as FILE::TEST, by number."""
+    tests: dict[int, list[str]] = defaultdict(list)
+    for path in sorted(TESTS.rglob("test_*.py")):
+        text = path.read_text()
+        if f"mark.{marker}(" not in text:
+            continue
+        for node in ast.walk(ast.parse(text)):
+            for decorator in node.decorator_list if isinstance(node, ast.FunctionDef) else ():
+                if isinstance(decorator, ast.Call) and ast.unparse(decorator.func) == f"pytest.mark.{marker}":
+                    number = ast.literal_eval(decorator.args[0])
+                    tests[number].append(f"{path.relative_to(TESTS.parent)}::{node.name}")
+    return tests
+
+
+def render_faults() -> str:
+    """Return faults.md: the faults of tests/faults.yaml with their tests."""
+    parts, tests = [FAULTS_HEADER], tests_with("fault")
+    for section, faults in yaml.safe_load((TESTS / "faults.yaml").read_text()).items():
+        parts.append(f"\n## {section}\n\n| no. | fault | result | tests |\n|---|---|---|---|\n")
+        for number, entry in faults.items():
+            listed = ", ".join(f"`{name}`" for name in tests[number])
+            parts.append(f"| {number} | {entry['fault']} | {entry['result']} | {listed} |\n")
+    return "".join(parts)
+
+
+def render_attacks() -> str:
+    """Return attacks.md: the attacks of tests/attacks.yaml with the files of their tests."""
+    parts, tests = [ATTACKS_HEADER], tests_with("attack")
+    parts.append("\n| no. | attack | what csdctl does | tests |\n|---|---|---|---|\n")
+    for number, entry in yaml.safe_load((TESTS / "attacks.yaml").read_text()).items():
+        files = dict.fromkeys(name.partition("::")[0] for name in tests[number])
+        listed = ", ".join(f"`{name}`" for name in files)
+        parts.append(f"| {number} | {entry['attack']} | {entry['result']} | {listed} |\n")
+    return "".join(parts)
+
+
+PAGES = {
+    "attacks.md": render_attacks,
+    "cli.md": render_cli,
+    "faults.md": render_faults,
+    "json.md": render_json,
+    "python.md": render_python,
+}
 """What renders each page."""
 
 
-def main() -> None:
-    """Write all pages, each as a whole: tests beside this one look at docs/."""
+def main() -> int:
+    """Write all pages, each as a whole: other tests look at docs/. With --check, only compare them."""
+    if "--check" in sys.argv[1:]:
+        stale = [name for name, render in PAGES.items() if (REFERENCE / name).read_text() != render()]
+        if stale:
+            print("run python docs/generate.py for", ", ".join(stale))
+        return bool(stale)
     for name, render in PAGES.items():
         aside = REFERENCE / f".{name}.new"
         aside.write_text(render())
         aside.replace(REFERENCE / name)
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

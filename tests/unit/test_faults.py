@@ -1,38 +1,25 @@
-"""The tests that docs/reference/faults.md and attacks.md name exist and carry the number."""
+"""Every fault and every attack on the lists has a test, and every marker has its line on a list."""
 
-import ast
-import functools
-import re
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 
 import pytest
+import yaml
 
-ROOT = Path(__file__).parents[2]
+from docs import generate
 
-
-def named_in(page: str) -> list[tuple[int, str]]:
-    """Return what the table of the page names as tests, with the number of the row."""
-    text = (ROOT / "docs" / "reference" / page).read_text()
-    rows = re.findall(r"^\| (\d+) \|.*\| ([^|]*) \|$", text, re.MULTILINE)
-    assert rows
-    return [(int(number), name) for number, cell in rows for name in re.findall(r"`([^`]+)`", cell)]
+TESTS = Path(__file__).parents[1]
 
 
-@functools.cache
-def decorators_in(file: str) -> dict[str, list[str]]:
-    """Return the decorators of each test of a file."""
-    functions = [
-        node for node in ast.walk(ast.parse((ROOT / file).read_text())) if isinstance(node, ast.FunctionDef)
-    ]
-    return {one.name: [ast.unparse(decorator) for decorator in one.decorator_list] for one in functions}
+def faults() -> set[int]:
+    sections: Mapping[str, Mapping[int, object]] = yaml.safe_load((TESTS / "faults.yaml").read_text())
+    return {number for faults in sections.values() for number in faults}
 
 
-@pytest.mark.parametrize(("number", "name"), named_in("faults.md"))
-def test_test_of_a_fault_exists_and_carries_the_number(number: int, name: str) -> None:
-    file, _, test = name.partition("::")
-    assert f"pytest.mark.fault({number})" in decorators_in(file)[test]
+def attacks() -> set[int]:
+    return {*yaml.safe_load((TESTS / "attacks.yaml").read_text())}
 
 
-@pytest.mark.parametrize(("number", "file"), named_in("attacks.md"))
-def test_file_with_tests_of_an_attack_exists_and_carries_the_number(number: int, file: str) -> None:
-    assert f"pytest.mark.attack({number})" in (ROOT / file).read_text()
+@pytest.mark.parametrize(("marker", "listed"), [("fault", faults), ("attack", attacks)])
+def test_lists_and_markers_have_the_same_numbers(marker: str, listed: Callable[[], Collection[int]]) -> None:
+    assert set(generate.tests_with(marker)) == listed()
