@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import IO
 
 _LZMA = getattr(zipfile, "lzma", None)
-"""None in a Python without it, which cannot read such archives either."""
+"""None in a Python without LZMA, which cannot read such archives either."""
 DAMAGED_ARCHIVE: tuple[type[Exception], ...] = (
     *(OSError, ValueError, LookupError, EOFError, RuntimeError, OverflowError),
     *(zipfile.BadZipFile, zlib.error, struct.error),
@@ -42,7 +42,7 @@ def save_atomically(path: Path, text: str) -> None:
 
 
 class BoundedFile(io.BufferedReader):
-    """A file that is never asked for more than it has, whatever an archive in it says of its sizes."""
+    """A file of which no more is read than its size, whatever sizes an archive in it names."""
 
     def read(self, size: int | None = -1, /) -> bytes:
         """Return up to `size` bytes."""
@@ -66,7 +66,7 @@ def sync_directory(directory: Path) -> None:
 
 
 def open_private(path: Path, *, is_creating: bool = False) -> int:
-    """Return a descriptor of a file that only this user can have made or changed. Raises OSError."""
+    """Return a descriptor of a file that only this user can have created or changed. Raises OSError."""
     directory = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY)
     try:
         _check_own(directory, path.parent, stat.S_IWGRP | stat.S_IWOTH)

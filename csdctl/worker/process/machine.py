@@ -83,7 +83,7 @@ class Thermometer:
         self._latest_c: float | None = None
 
     def read_c(self) -> float | None:
-        """Return °C as they were at most INTERVAL_S ago. None where there is no sensor."""
+        """Return a temperature that is at most INTERVAL_S old, in °C. None without a sensor."""
         if self._sensors and time.monotonic() - self._read_at >= INTERVAL_S:
             self._read_at = time.monotonic()
             self._latest_c = max(filter(None, map(_read_c, self._sensors)), default=None)
@@ -91,7 +91,7 @@ class Thermometer:
 
 
 def find_sensors(sys: Path) -> Sequence[Path]:
-    """Return the files that have a CPU's temperature in thousandths of °C. Any zone's if none says it is."""
+    """Return the files with temperatures of the CPU in thousandths of °C, else of any thermal zone."""
     chips = [chip for chip in sorted((sys / "hwmon").glob("hwmon*")) if _text(chip / "name") in CPU_CHIPS]
     if sensors := [sensor for chip in chips for sensor in sorted(chip.glob("temp*_input"))]:
         return sensors

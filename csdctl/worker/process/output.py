@@ -17,7 +17,7 @@ from csdctl.worker.process.errors import WorkerError, describe
 
 
 class GuardedOutput:
-    """The original standard output and error. All other code in this process is redirected away from them."""
+    """The original standard output. Output of all other code in this process is redirected to a file."""
 
     def __init__(self, redirect_to: str = os.devnull) -> None:
         """Redirect all other output to the file `redirect_to`. Raises OSError if it cannot be opened."""
@@ -78,9 +78,9 @@ def exit_with_failure(
 
 
 def end_without_reader() -> None:
-    """End this process, from now on, as soon as nobody can read its standard output any more.
+    """From now on, end this process as soon as nobody can read its standard output any more.
 
-    A pipe or socket whose other end was closed is always reported, whatever is waited for. A file never is.
+    poll(2) always reports a pipe or socket whose other end was closed, and never a file.
     """
     output = os.dup(1)  # code of the user, and libraries, may redirect 1
 

@@ -1,8 +1,8 @@
-"""The program that starts a sandbox, stays outside of it, and ends with it, and how the sandbox is entered.
+"""The program that starts a sandbox and stays outside of it, and the restrictions of the sandbox.
 
-It runs the seccomp supervisor until all processes in the sandbox have ended, daemons included. A line on
-standard input, or its end, ends the sandbox: csdctl has no more use for it, or is gone. In the sandbox,
-Landlock admits few files, root becomes another user, and memory and open files are limited.
+The program runs the seccomp supervisor until all processes in the sandbox have ended, daemons included. A
+line on standard input, or its end, ends the sandbox: csdctl does not need it any more, or has exited. In the
+sandbox, Landlock admits few files, root becomes another user, and memory and open files are limited.
 """
 
 import contextlib
@@ -57,7 +57,7 @@ SYSTEM_PATHS = [
     "/etc/host.conf",
     "/etc/resolv.conf",
 ]
-"""Read by every program. In /proc, Landlock hides the memory, files and environment of other processes."""
+"""Paths that programs read. In /proc, Landlock hides memory, files and environment of other processes."""
 
 _CREATE_RULESET, _ADD_RULE, _RESTRICT_SELF = 444, 445, 446
 _VERSION, _PATH_BENEATH = 1, 1
@@ -70,12 +70,12 @@ CHANGE = READ | _WRITE_FILE | _CHANGE_DIRECTORY | _REFER | _TRUNCATE
 _FIRST_NETWORK, _NETWORK = 4, 0b11
 """`bind` and `connect` of TCP, since version 4 of Landlock: the supervisor, outside, is the only way."""
 _FIRST_SCOPES, _SCOPES = 6, 0b11
-"""Abstract Unix sockets and signals, since version 6; the supervisor guards both anywhere."""
+"""Abstract Unix sockets and signals, since version 6. The supervisor also guards both, with any version."""
 MAX_OPEN_FILES, MAX_FILE_BYTES = 256, 16 << 20
-"""Of one process, and of one file: MPI's largest describes the machine, a megabyte for many cores."""
+"""Limits of one process and of one file. MPI's largest file describes the machine: 1 MB for many cores."""
 _KEPT_VARIABLES = ("TZ", "PATH", "LD_LIBRARY_PATH", "PYTHONHASHSEED", "PYTHONNOUSERSITE", "PYTHONUTF8")
 _KEPT_PREFIXES = ("LC_", "OMPI_", "PRTE_", "PMIX_", "CSDCTL_")
-"""What the sandbox sees of the environment that csdctl has built."""
+"""Variables that the sandbox keeps of the environment that csdctl has built."""
 _PR_SET_PDEATHSIG, _PR_SET_KEEPCAPS, _PR_SET_CHILD_SUBREAPER, _PR_SET_NO_NEW_PRIVS = 1, 8, 36, 38
 _CAP_AMBIENT, _CAP_AMBIENT_RAISE, _DAC_READ_SEARCH = 47, 2, 2
 _CAPABILITY_VERSION = 0x20080522
@@ -94,7 +94,7 @@ def landlock_version() -> int:
 
 
 def restrict_files(readable: Iterable[str], writable: Iterable[str]) -> None:
-    """Let this process and its children open nothing but these files and directories. Raises OSError."""
+    """Allow this process and its children to open only these files and directories. Raises OSError."""
     version = landlock_version()
     handled = (1 << 12 + min(version, 3)) - 1  # versions 2 and 3 added a right each
     attributes = struct.pack("=Q", handled)
@@ -120,7 +120,7 @@ def _admit(ruleset: int, path: str, rights: int) -> None:
 
 
 def limit_resources(memory_bytes: int) -> None:
-    """Limit what each process of the sandbox may use. When memory is short, the kernel ends these first."""
+    """Limit the resources of each process of the sandbox. If memory is short, the kernel ends these first."""
     for kind, most in (
         (resource.RLIMIT_DATA, memory_bytes),
         (resource.RLIMIT_NOFILE, MAX_OPEN_FILES),
@@ -135,7 +135,10 @@ def limit_resources(memory_bytes: int) -> None:
 
 
 def become_user(user: int, readable: Iterable[str]) -> None:
-    """Become a user without an account, who may search all if `readable` needs it. Raises OSError."""
+    """Become a user without an account. Raises OSError.
+
+    The user may search all directories if some of `readable` are not open to everybody.
+    """
     needs_search = not all(map(_is_open_to_all, readable))
     if needs_search:
         LIBC.prctl(_PR_SET_KEEPCAPS, 1, 0, 0, 0)
@@ -163,7 +166,7 @@ def _is_open_to_all(path: str) -> bool:
 
 
 def python_paths() -> list[str]:
-    """Return the parts of this Python and its environments, and modules. Never a directory with a home."""
+    """Return the directories of this Python, its environments and modules, without any that has a home."""
     executables = {sys.executable, os.path.realpath(sys.executable)}
     prefixes = {os.path.dirname(os.path.dirname(path)) for path in executables}
     prefixes |= {sys.prefix, sys.base_prefix, sys.exec_prefix, sys.base_exec_prefix}
@@ -177,9 +180,9 @@ def python_paths() -> list[str]:
 
 @cache
 def check_sandbox() -> SandboxCheck:
-    """Return whether this machine can run a sandbox, by trying, and its network interfaces.
+    """Try whether this machine can run a sandbox. Return the result, and its network interfaces.
 
-    The first call forks this process, which should be small then and have one thread.
+    The first call forks this process, which should be small and have one thread at that time.
     """
     return SandboxCheck(_find_obstacle(), tuple(list_interfaces()))
 
@@ -210,7 +213,7 @@ def _find_obstacle() -> str:
 
 
 def _try_sandbox(report: socket.socket) -> NoReturn:
-    """Become another user, and hand over a filter's descriptor, in a child."""
+    """Become another user, and hand over a filter's descriptor. Runs in a child process."""
     code = _NO_SUCH_USER
     with contextlib.suppress(BaseException):
         if os.getuid() == 0:
@@ -299,7 +302,7 @@ def _start(policy: SandboxPolicy, scratch: str) -> tuple[int, int]:
 
 
 def _enter(policy: SandboxPolicy, scratch: str, report: socket.socket) -> None:
-    """Give up everything that the policy does not name, for good. Raises OSError."""
+    """Give up all rights that the policy does not name, for good. Raises OSError."""
     os.setpgid(0, 0)
     with open(os.devnull) as nothing:
         os.dup2(nothing.fileno(), 0)

@@ -1,6 +1,6 @@
-"""The filter of system calls: what a sandbox may call, and what the seccomp supervisor decides about.
+"""The filter of system calls: calls that a sandbox may use, and calls that the supervisor decides.
 
-A list of what is allowed: whatever a newer kernel adds fails with ENOSYS, as on an older kernel.
+It lists the calls that are allowed. A call that a newer kernel adds fails with ENOSYS, as on an older kernel.
 """
 
 import ctypes
@@ -54,14 +54,15 @@ NUMBERS = {
     "recvfrom": (45, 207), "recvmsg": (47, 212), "sendto": (44, 206), "socketpair": (53, 199),
     "getrandom": (318, 278),
 }  # fmt: skip
-"""The calls that a sandbox may use. Landlock does not cover changes of modes, owners, times and attributes:
-they are not among them, nor is any call that acts on another process, or shares memory that has no limit."""
+"""The calls that a sandbox may use. Changes of modes, owners, times and attributes are not among them,
+because Landlock does not cover them. Nor are calls that act on another process, or share memory without a
+limit."""
 
 ASKED = (
     *("socket", "connect", "accept", "accept4", "bind", "kill", "tgkill"),
     *("clone", "fork", "vfork", "mkdir", "mkdirat", "open", "openat"),
 )
-"""Handed to the process outside of the sandbox; of `open` and `openat`, those that make a file."""
+"""Calls that the process outside of the sandbox decides, `open` and `openat` only if they make a file."""
 ONLY: dict[str, tuple[int, tuple[int, ...]]] = {
     "fcntl": (1, (*range(8), 1030)),  # no owner, signal or lease; 1030: F_DUPFD_CLOEXEC
     # Terminals and waiting bytes, flags of descriptors; then interfaces of the network.
@@ -77,11 +78,11 @@ ONLY: dict[str, tuple[int, tuple[int, ...]]] = {
     "sendto": (4, (0,)),  # no address: a datagram, or MSG_FASTOPEN, would connect without `connect`
     "socketpair": (1, tuple(socket.SOCK_STREAM | flags for flags in (0, 0x800, 0x80000, 0x80800))),
 }
-"""The argument that must have one of these values."""
+"""For some calls, the number of an argument, and the values that it may have."""
 _CREATES, _CREATE_BITS = {"open": 1, "openat": 2}, 0x400040
-"""The argument whose bits make a file, O_CREAT and O_TMPFILE."""
+"""For calls that open files, the number of the argument whose bits O_CREAT or O_TMPFILE make a file."""
 _SHARED_ANONYMOUS, _MAP_FLAGS = 0x21, 3
-"""Such memory is not counted by RLIMIT_DATA."""
+"""Flags of mmap for memory that RLIMIT_DATA does not count, and the number of the argument with flags."""
 
 _X32 = 0x40000000
 _SECCOMP = (317, 277)

@@ -1,8 +1,8 @@
 """The seccomp supervisor performs the calls that the filter hands over, or counts and allows them.
 
 It acts on the sandbox's own sockets, through pidfd_getfd(2), so that another thread of the sandbox cannot
-change what was checked. Packets of others than the peer are dropped, as far as the kernel lets this user
-filter them. A connection is reported when its token has arrived (TCP_DEFER_ACCEPT).
+change an argument after its check. Packets that do not come from the peer are dropped, if the kernel lets
+this user filter them. A connection is reported when its token has arrived (TCP_DEFER_ACCEPT).
 """
 
 import contextlib
@@ -66,13 +66,13 @@ def refusal(number: int) -> OSError:
 
 
 def to_ip(host: str) -> IpAddress:
-    """Return the address of a socket. An IPv4 address written as one of IPv6 is one of IPv4."""
+    """Return the address of a socket. An IPv4 address that is mapped to IPv6 is returned as IPv4."""
     address = ipaddress.ip_address(host.partition("%")[0])
     return getattr(address, "ipv4_mapped", None) or address
 
 
 def unpack_address(content: bytes) -> tuple[Any, ...]:
-    """Return a `struct sockaddr_in` or `sockaddr_in6` as the socket module wants it. Raises OSError."""
+    """Return a `struct sockaddr_in` or `sockaddr_in6` as an address of the socket module. Raises OSError."""
     if len(content) >= 8:
         (family,) = struct.unpack_from("=H", content)
         if family == socket.AF_INET:
@@ -160,7 +160,7 @@ class Tokens:
     def is_valid(self, token: bytes, address: tuple[Any, ...]) -> bool:
         """Return whether the peer has made `token` to connect to `address`. A token is valid once.
 
-        So who has watched the network can use it neither here nor at another port or machine.
+        So an observer of the network can use it neither here nor at another port or machine.
         """
         nonce = token[:NONCE_BYTES]
         if not hmac.compare_digest(token[NONCE_BYTES:], self._sign(nonce, address)):
@@ -226,7 +226,7 @@ class Call:
     def socket(self) -> socket.socket:
         """Return the caller's socket that is the first argument. Raises OSError.
 
-        It is the same one, not a copy, and not what the descriptor may stand for later.
+        It is the same open socket, whatever the caller does with its descriptor later.
         """
         descriptor = duplicate_descriptor(self._pidfd, self.arguments[0] & 0xFFFFFFFF)
         try:
@@ -268,7 +268,7 @@ class SeccompSupervisor:
         self._answers = {number_of(name): answer for answer, names in answers.items() for name in names}
 
     def start(self) -> None:
-        """Answer all calls from now on, in threads of their own, as some take time."""
+        """Answer all calls from now on, in several threads, as some calls take time."""
         for _ in range(NUM_THREADS):
             threading.Thread(target=self._serve, daemon=True).start()
 
@@ -377,14 +377,14 @@ class SeccompSupervisor:
             os.set_blocking(connecting.fileno(), is_blocking)
 
     def _is_peer(self, ip: IpAddress) -> bool:
-        """Whether peers may have this address: of the machine itself, only one that is named as a peer's."""
+        """Whether peers may have this address. This machine's addresses must be named as a peer's."""
         peers = [peer for peer in self._peers if ip.version == peer.version and ip in peer]
         if ip.is_unspecified or is_here(ip):
             return any(peer.is_loopback or peer.num_addresses == 1 for peer in peers)
         return bool(peers)
 
     def _is_own(self, ip: IpAddress, port: int) -> bool:
-        """Whether only sockets of the sandbox listen where a connection to `ip` and `port` arrives."""
+        """Whether only sockets of the sandbox listen at `ip` and `port`."""
         inodes = {inode for host, inode in list_listeners(port) if host.is_unspecified or host == ip}
         return bool(inodes) and inodes <= self._bound
 
@@ -403,7 +403,7 @@ class SeccompSupervisor:
             call.answer_with(accepted.fileno(), is_inherited=not flags & socket.SOCK_CLOEXEC)
 
     def _accept_peer(self, listening: socket.socket) -> tuple[socket.socket, Any]:
-        """Return the next connection of the peer. Raises OSError. It waits if the socket is set to."""
+        """Return the next connection of the peer. Waits if the socket is blocking. Raises OSError."""
         for _ in range(MAX_STRANGERS):
             accepted, peer = listening.accept()
             ip, token = to_ip(peer[0]), b""
@@ -419,7 +419,7 @@ class SeccompSupervisor:
         raise refusal(errno.EAGAIN)
 
     def _kill(self, call: Call) -> None:
-        """Let a signal through to processes of the sandbox: one, or all of a group."""
+        """Allow a signal to processes of the sandbox: to one, or to all of a group."""
         target = ctypes.c_int32(call.arguments[0] & 0xFFFFFFFF).value
         if target == 0:
             target = -os.getpgid(call.process)

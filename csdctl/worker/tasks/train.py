@@ -138,17 +138,14 @@ class Train(ModelTask):
         self._balancer.forget()
         self.apply_s = 0.0
         try:
-            return self._run_epochs(communicator)
+            while not self._is_over:  # it may have been decided before a link was lost
+                if reason := self._run_epoch(communicator):
+                    return self._end_early(communicator, reason)
+                self._end_epoch(communicator)
+            return EARLY_STOPPING if self.progress.position.callbacks.is_stopping else FINISHED
         finally:
             if self._since_report.steps:  # the link is lost, or the run is stopped, within an epoch
                 self.reporter.progress(self.progress.position, self._since_report, is_over=True)
-
-    def _run_epochs(self, communicator: Communicator) -> str:
-        while not self._is_over:  # it may have been decided before a link was lost
-            if reason := self._run_epoch(communicator):
-                return self._end_early(communicator, reason)
-            self._end_epoch(communicator)
-        return EARLY_STOPPING if self.progress.position.callbacks.is_stopping else FINISHED
 
     @property
     def _is_over(self) -> bool:

@@ -39,7 +39,7 @@ class ScriptedLink:
         self.received = np.zeros(len(self.vector), np.float32)
         """The sum as the rank has it."""
         self._place, self.has_again = 0, False
-        """The next chunk of the sum; whether any sum has been sent again."""
+        """The next chunk of the sum. Whether any sum has been sent again."""
 
     def send(self, letter: bytes, content: bytes = b"") -> None:
         self.channel.send(letter, content)
@@ -54,17 +54,17 @@ class ScriptedLink:
             self.vector[chunk] = vector[chunk]
             self.send(Letter.CHUNK)
 
-    def await_letter(self, wanted: bytes, size: int = SIZE) -> bytes:
-        """Take what the hub sends until a message with this letter; return its content."""
+    def await_letter(self, awaited: bytes, size: int = SIZE) -> bytes:
+        """Take what the hub sends until a message with this letter. Return its content."""
         letter = b""
-        while letter != wanted:
+        while letter != awaited:
             letter, content = self.channel.receive()
             if letter == Letter.CHUNK:
                 self._take_chunk(size)
         return bytes(content)
 
     def await_sum(self, size: int = SIZE) -> bytes:
-        """Take the chunks of a sum until the last one; return the verdict."""
+        """Take the chunks of a sum until the last one. Return the verdict."""
         verdict, is_again = b"", False
         while True:
             letter, content = self.channel.receive()
@@ -78,7 +78,7 @@ class ScriptedLink:
                 is_again = False
 
     def _take_chunk(self, size: int) -> bool:
-        """Take the next chunk of a sum; return whether it is the last one."""
+        """Take the next chunk of a sum. Return whether it is the last one."""
         chunks = divide(size)
         elements = chunks[self._place].elements
         self.received[elements] = self._total[elements]
@@ -132,7 +132,7 @@ class ScriptedGroup:
         return make_vector(seed, rank, len(self.servers), size)
 
     def sum(self, seed: int = 1, size: int = SIZE) -> "Future[Any]":
-        """Let rank 0 sum; return the copy of the sum that it gets."""
+        """Let rank 0 sum. Return the copy of the sum that it gets."""
         expected = ExpectedTails(
             size - 3 - len(self.servers),
             {rank: float(SAMPLES) for rank in self.host.members},

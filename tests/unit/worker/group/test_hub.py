@@ -98,20 +98,20 @@ def test_complete_vector_of_a_rank_that_is_lost_is_left_out_too(group: ScriptedG
 def test_step_of_several_sums_is_void_when_a_rank_is_lost_between_them() -> None:
     group = ScriptedGroup((0, 0, 0), (40, SIZE))
     try:
-        left, lost = group.begin([1, 2])
-        for link in (left, lost):
+        present, lost = group.begin([1, 2])
+        for link in (present, lost):
             link.send_parts(group.make(link.rank, 1, 40), [0])
-        assert_sum(group, group.sum(1, 40).result(), [left, lost])
+        assert_sum(group, group.sum(1, 40).result(), [present, lost])
         lost.close()
         summed = group.sum()
-        left.send_parts(group.make(1))
+        present.send_parts(group.make(1))
         with pytest.raises(StepVoidError):
             summed.result()
-        assert left.await_sum()[0] == 1
+        assert present.await_sum()[0] == 1
         assert group.host.members == (0, 1)
         for size in (40, SIZE):  # the step is taken anew from its first sum
-            left.send_parts(group.make(1, 3, size), range(1 + (size == SIZE)))
-            assert_sum(group, group.sum(3, size).result(), [left], 3)
+            present.send_parts(group.make(1, 3, size), range(1 + (size == SIZE)))
+            assert_sum(group, group.sum(3, size).result(), [present], 3)
     finally:
         group.end()
 
@@ -431,9 +431,9 @@ def test_bytes_that_rank_0_does_not_take_do_not_fill_the_hub(group: ScriptedGrou
     with contextlib.suppress(BlockingIOError):
         for _ in range(8 * MAX_HELD_BYTES // len(message)):
             select.select([], [hostile.connection], [], BLOCKED_S)
-            rest = memoryview(message)
-            while rest:
-                rest = rest[hostile.connection.send(rest) :]
+            unsent = memoryview(message)
+            while unsent:
+                unsent = unsent[hostile.connection.send(unsent) :]
     assert resident_bytes(hub) - before < 3 * MAX_HELD_BYTES
 
 

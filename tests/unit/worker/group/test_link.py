@@ -13,12 +13,12 @@ SERVERS = (0, 0, 0, 3, 3, 3, 6)
 """A host with two nodes, a server with two, and one without."""
 NUM_HALVED = 262_000
 SIZES = ((3000, 0), (NUM_ELEMENTS, 0))
-"""Two sums of a step; the larger one is sent in chunks."""
+"""Two sums of a step. The larger one is sent in chunks."""
 
 
 @pytest.fixture
 def group(request: pytest.FixtureRequest) -> Iterator[Group]:
-    """Ranks that take part; three of one server where the test has no others."""
+    """Ranks that take part. Three of one server where the test has no others."""
     options = getattr(request, "param", {})
     started = Group(**options)
     started.begin()
@@ -27,7 +27,7 @@ def group(request: pytest.FixtureRequest) -> Iterator[Group]:
 
 
 def close(group: Group) -> None:
-    """Let all ranks that are left end; their mpiruns have no error."""
+    """Let all ranks that are left end. Their mpiruns have no error."""
 
     assert group.all("close") == [None] * len(group.servers)
     assert [mpirun.wait() for mpirun in group.mpiruns.values()] == [0] * len(group.mpiruns)
@@ -96,25 +96,25 @@ def test_sum_of_bfloat16_has_the_same_bits_on_all_ranks_and_half_the_bytes(group
     "group", [{"sizes": SIZES}, {"servers": (0, 0, 2, 2), "sizes": SIZES}], ids=["one", "two"], indirect=True
 )
 def test_sums_of_a_step_are_sent_with_their_own_sizes_and_a_step_can_be_given_up(group: Group) -> None:
-    others = range(1, len(group.servers))
+    nodes = range(1, len(group.servers))
     for seed in range(2):
         for number in (0, 1):
             summed = group.sum(seed, number)
             assert summed["sha"] == expect_sum(seed, group.servers, SIZES[number])
         # Some have sent their first vectors, others wait for bytes of rank 0.
         group.send(1, "sum_up", 9, 0)
-        for rank in others[1:]:
+        for rank in nodes[1:]:
             group.send(rank, "receive", 0, 1)
         void = {"void": list(range(len(group.servers)))}
-        assert [group.call(0, "give_up_step"), *map(group.answer, others)] == [void] * len(group.servers)
+        assert [group.call(0, "give_up_step"), *map(group.answer, nodes)] == [void] * len(group.servers)
     for number in (0, 1):
         assert group.sum(5, number)["sha"] == expect_sum(5, group.servers, SIZES[number])
     # A step that is given up after its first sum is taken anew from that on.
     group.sum(6, 0)
     group.send(1, "sum_up", 9, 1)
-    for rank in others[1:]:
+    for rank in nodes[1:]:
         group.send(rank, "receive", 0, 1)
-    assert [group.call(0, "give_up_step"), *map(group.answer, others)] == [void] * len(group.servers)
+    assert [group.call(0, "give_up_step"), *map(group.answer, nodes)] == [void] * len(group.servers)
     for number in (0, 1):
         assert group.sum(7, number)["sha"] == expect_sum(7, group.servers, SIZES[number])
     close(group)
@@ -154,20 +154,20 @@ def test_others_have_their_sum_without_a_rank_that_is_killed_and_it_comes_back(g
 @pytest.mark.parametrize("group", [{"servers": (0, 0, 2, 2, 2)}], indirect=True)
 def test_loss_of_a_node_of_a_server_is_nobody_elses_and_that_of_a_server_is_its_nodes(group: Group) -> None:
     """Both come back."""
-    servers, left = (0, 0, 2, 2, 2), (0, 1, 2, 4)
+    servers, present = (0, 0, 2, 2, 2), (0, 1, 2, 4)
     assert group.sum(1)["sha"] == expect_sum(1, servers)
-    for rank in left:
+    for rank in present:
         group.send(rank, "sum_up", 2)
     group.ranks[3].kill()
-    answers = [group.answer(rank) for rank in left]
+    answers = [group.answer(rank) for rank in present]
     assert answers == [answers[0]] * 4
-    assert answers[0]["sha"] == expect_sum(2, servers, ranks=left)
-    assert answers[0]["members"] == list(left)
+    assert answers[0]["sha"] == expect_sum(2, servers, ranks=present)
+    assert answers[0]["members"] == list(present)
     assert group.call(0, "note", "lost") == [[3, "its link was lost", False]]
     group.restart_rank(3)
     assert eventually(lambda: "3" in group.call(0, "look")["joining"])
     group.call(0, "admit", [3])
-    assert group.sum(3, ranks=left)["members"] == [0, 1, 2, 3, 4]
+    assert group.sum(3, ranks=present)["members"] == [0, 1, 2, 3, 4]
     assert group.call(0, "give", [3]) == group.answer(3) == [0, 1, 2, 3, 4]
     assert group.sum(4)["sha"] == expect_sum(4, servers)
 

@@ -12,7 +12,7 @@ from csdctl.worker.group import mpi
 PACKAGE = Path(mpi.__file__).parents[2]
 MPI_MODULE = Path(mpi.__file__)
 EXAMPLES = PACKAGE / "workflows" / "data" / "examples"
-"""Written for the user, who runs them on a package whose hash csdctl knows; nothing imports them."""
+"""Written for the user, who runs them on a package whose hash csdctl knows. Nothing imports them."""
 LOADERS = "(?:pickle|marshal|shelve|dill|cloudpickle|joblib)"
 LOADS = rf"""allow_pickle=(?!False)|(?:import_module|__import__)\(.(?:mpi4py|{LOADERS})"""
 IMPORTS = rf"^\s*(?:import {LOADERS}\b|from {LOADERS}\b(?! import dumps\s*(?:#|$)))"
@@ -27,8 +27,8 @@ def run(program: str, *arguments: str) -> str:
 def test_nothing_unpickles() -> None:
     paths = [path for path in PACKAGE.rglob("*.py") if path.parent != EXAMPLES]
     assert MPI_MODULE in paths
-    found = {str(path): re.findall(f"{LOADS}|{IMPORTS}", path.read_text(), re.MULTILINE) for path in paths}
-    assert {path: lines for path, lines in found.items() if lines} == {}
+    matches = {str(path): re.findall(f"{LOADS}|{IMPORTS}", path.read_text(), re.MULTILINE) for path in paths}
+    assert {path: lines for path, lines in matches.items() if lines} == {}
 
 
 def test_no_call_of_mpi4py_for_python_objects_is_used_or_offered() -> None:

@@ -32,15 +32,15 @@ def test_value_survives_unless_it_has_a_number_that_json_lacks(value: Any) -> No
 
 @given(st.lists(st.binary()), st.binary())
 def test_parts_are_split_as_they_were_joined_and_other_bytes_refused(
-    parts: list[bytes], other: bytes
+    parts: list[bytes], content: bytes
 ) -> None:
     assert split_parts(join_parts(parts)) == parts
     with contextlib.suppress(ValueError):
-        assert join_parts(split_parts(other)) == other
+        assert join_parts(split_parts(content)) == content
 
 
 EXPECTED = ExpectedTails(3, {0: 8.0, 2: 6.0, 5: 0.0})
-"""A run of six ranks, three of which take part; vectors have three elements before n."""
+"""A run of six ranks, three of which take part. Vectors have three elements before n."""
 
 
 def vector(count: float, rank: int, seconds: float = 0.5, stop: float = 0.0) -> np.ndarray:

@@ -29,7 +29,7 @@ def test_hottest_sensor_of_the_cpu_counts(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("zones", "found"),
+    ("zones", "expected_c"),
     [
         ([("GPU-therm", "80000"), ("CPU-therm", "55250")], 55.25),
         ([("bcm2711", "48000")], 48.0),  # any zone, if none is named after the CPU
@@ -38,11 +38,11 @@ def test_hottest_sensor_of_the_cpu_counts(tmp_path: Path) -> None:
     ],
 )
 def test_thermal_zones_of_boards_without_hwmon(
-    tmp_path: Path, zones: list[tuple[str, str]], found: float | None
+    tmp_path: Path, zones: list[tuple[str, str]], expected_c: float | None
 ) -> None:
     for number, (kind, thousandths) in enumerate(zones):
         zone(tmp_path, number, kind, thousandths)
-    assert Thermometer(tmp_path).read_c() == found
+    assert Thermometer(tmp_path).read_c() == expected_c
 
 
 def test_sensor_is_read_now_and_then(tmp_path: Path) -> None:

@@ -129,8 +129,8 @@ def test_numbers_are_those_of_the_kernel() -> None:
     tables = [GENERIC_TABLE, *([X86_TABLE] if MACHINE == "x86_64" else [])]
     for table in tables:
         text = table.read_text()
-        known = {name: int(n) for name, n in re.findall(r"#define __NR(?:3264)?_(\w+)\s+(\d+)", text)}
+        numbers = {name: int(n) for name, n in re.findall(r"#define __NR(?:3264)?_(\w+)\s+(\d+)", text)}
         for name, (x86, aarch64) in NUMBERS.items():
             number = x86 if table is X86_TABLE else aarch64
             if number is not None:
-                assert known[name if name in known else GENERIC_NAMES[name]] == number, name
+                assert numbers[name if name in numbers else GENERIC_NAMES[name]] == number, name

@@ -41,6 +41,6 @@ def test_listener_is_found_by_its_port(host: str) -> None:
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     with socket.create_server((host, 0), family=family) as listening, socket.socket(family) as bound:
         bound.bind((host, 0))
-        found = list(list_listeners(listening.getsockname()[1]))
-        assert found == [(to_ip(host), os.fstat(listening.fileno()).st_ino)]
+        listeners = list(list_listeners(listening.getsockname()[1]))
+        assert listeners == [(to_ip(host), os.fstat(listening.fileno()).st_ino)]
         assert list(list_listeners(bound.getsockname()[1])) == []

@@ -26,7 +26,7 @@ class JoinedRanks:
     """The processes of a run's ranks and their links."""
 
     def __init__(self, spec: RunSpec, directory: Path) -> None:
-        """`spec` has LINK_KEY; ranks run in `directory`."""
+        """`spec` has LINK_KEY. Ranks run in `directory`."""
         self.spec, self.directory = spec, directory
         self.said: list[tuple[int, Any]] = []
         """Events and other lines of each rank, in order of arrival."""
@@ -52,7 +52,7 @@ class JoinedRanks:
         new.rename(self.directory / "steps")
 
     def hold(self, rank: int, *position: int) -> None:
-        """Let a rank stop in a step, by its epoch and number, before it computes; or in its next sum."""
+        """Let a rank stop in a step, by its epoch and number, before it computes. Or in its next sum."""
         (self.directory / f"hold-{rank}").write_text(repr(position))
 
     def start(self, rank: int) -> None:
@@ -122,7 +122,7 @@ class JoinedRanks:
         assert eventually(condition, lambda: len(self.said)), self.said[-20:]
 
     def until_exit(self, ranks: Sequence[int]) -> list[int]:
-        """Wait until these processes have ended, and what they said is read; return their exit codes."""
+        """Wait until these processes have ended, and what they said is read. Return their exit codes."""
         self.until(lambda: all(self._processes[rank].poll() is not None for rank in ranks))
         for rank, reader in self._readers:
             if rank in ranks:

@@ -69,7 +69,7 @@ def make_check(*, is_wrong: bool) -> type:
     from csdctl.worker.tasks.check import Check
 
     class HeldCheck(Check):
-        """Stops in the sums, where the test wants it; rank 1 may add what it should not."""
+        """Stops in the sums, where the test wants it. Rank 1 may add what it should not."""
 
         def run(self, communicator: Any) -> str:
             add_up = communicator.sum

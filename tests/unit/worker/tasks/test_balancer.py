@@ -46,11 +46,11 @@ def test_node_halved_in_speed_gets_a_smaller_batch_within_twenty_steps() -> None
     speeds = {0: 200.0, 1: 50.0, 2: 50.0, 3: 50.0}
     sizes = {0: 400, 1: 100, 2: 100, 3: 100}
     slow = {**speeds, 2: 25.0}
-    found = balanced(sizes, slow, 20)
-    assert sum(found.values()) == 700
-    best = balanced(found, slow, 200)
-    assert rate(found, slow) >= 0.95 * rate(best, slow)
-    assert rate(found, slow) > 1.5 * rate(sizes, slow)
+    corrected = balanced(sizes, slow, 20)
+    assert sum(corrected.values()) == 700
+    best = balanced(corrected, slow, 200)
+    assert rate(corrected, slow) >= 0.95 * rate(best, slow)
+    assert rate(corrected, slow) > 1.5 * rate(sizes, slow)
 
 
 def test_batch_sizes_of_balanced_ranks_stay_whatever_the_noise() -> None:

@@ -57,7 +57,7 @@ def other_order(original: Any) -> Any:
 
     def new_state(self: Any) -> Any:
         values = original(self)
-        shapes = [tuple(one.shape) for one in self.variables]
+        shapes = [tuple(variable.shape) for variable in self.variables]
         same = [place for place, shape in enumerate(shapes) if shape == (8, 8)][:2]
         values[same[0]], values[same[1]] = values[same[1]], values[same[0]]
         return values
@@ -81,9 +81,9 @@ def at_the_trace(original: Any) -> Any:
 
     def given(self: Any, variables: Any, values: Any) -> Any:
         with tf.init_scope():
-            first = [np.asarray(one.value) for one in variables]
+            first = [np.asarray(variable.value) for variable in variables]
         pairs = zip(variables, first, values, strict=True)
-        chosen = [mine if "kernel" in one.path else value for one, mine, value in pairs]
+        chosen = [mine if "kernel" in variable.path else value for variable, mine, value in pairs]
         return original(self, variables, chosen)
 
     return given
@@ -93,7 +93,7 @@ FAULTS: dict[str, tuple[Any, str, Fault]] = {
     "update of batch norm dropped from the vector": (
         Statistics,
         "changes",
-        lambda original: lambda self, before, weight: [0 * one for one in original(self, before, weight)],
+        lambda original: lambda self, before, weight: [0 * value for value in original(self, before, weight)],
     ),
     "update of batch norm not applied": (Statistics, "apply", lambda _: lambda self, changes: None),
     "seeds of another rank": (

@@ -16,20 +16,20 @@ from tests.unit.worker.compute.built_models import keras
 def run(
     recipe: Recipe, losses: list[float], name: str = "validation_loss"
 ) -> list[tuple[CallbackState, bool]]:
-    found, progressed = [], CallbackState()
+    states, progressed = [], CallbackState()
     for epoch, loss in enumerate(losses, start=1):
         progressed, is_best = after_epoch(recipe, progressed, epoch, {name: loss})
-        found.append((progressed, is_best))
-    return found
+        states.append((progressed, is_best))
+    return states
 
 
 @pytest.mark.parametrize("name", ["validation_loss", "loss"])
 def test_best_epoch_has_the_smallest_loss_which_is_that_of_training_without_validation_data(
     name: str,
 ) -> None:
-    found = run(Recipe(), [float("nan"), 3.0, 2.0, 2.5, float("nan"), 1.9, 2.2], name)
-    assert [is_best for _, is_best in found] == [False, True, True, False, False, True, False]
-    assert found[-1][0].best_epoch == 6
+    states = run(Recipe(), [float("nan"), 3.0, 2.0, 2.5, float("nan"), 1.9, 2.2], name)
+    assert [is_best for _, is_best in states] == [False, True, True, False, False, True, False]
+    assert states[-1][0].best_epoch == 6
 
 
 def test_result_of_an_epoch_can_be_monitored_and_no_other() -> None:
@@ -78,11 +78,11 @@ def test_early_stopping_ends_where_that_of_keras_does(options: dict[str, Any], s
         callback.on_epoch_end(epoch, {"val_loss": loss})
         if played.stop_training:
             break
-    found = run(Recipe(early_stopping=EarlyStopping(**{"patience": 3} | options)), list(losses))
-    ended = [number for number, (state, _) in enumerate(found) if state.is_stopping]
+    states = run(Recipe(early_stopping=EarlyStopping(**{"patience": 3} | options)), list(losses))
+    ended = [number for number, (state, _) in enumerate(states) if state.is_stopping]
     assert (ended or [len(losses) - 1])[0] == epoch
     if played.stop_training:
-        assert found[epoch][0].best_epoch == callback.best_epoch + 1
+        assert states[epoch][0].best_epoch == callback.best_epoch + 1
 
 
 @pytest.mark.parametrize("seed", range(2))

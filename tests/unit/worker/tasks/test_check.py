@@ -10,9 +10,10 @@ import pytest
 
 from csdctl.worker.protocol.events import Finished, Joined, SumTimed
 from csdctl.worker.protocol.recipe import Recipe
-from csdctl.worker.protocol.run_spec import CHECK, RankSpec, RunSpec, Runtime, TaskSpec
+from csdctl.worker.protocol.run_spec import CHECK, RunSpec, TaskSpec
 from tests.linked_ranks import LINK_KEY
 from tests.unit.worker.tasks.joined_ranks import JoinedRanks
+from tests.unit.worker.tasks.verified_models import specs_of
 
 SUM_BYTES = (1 << 10, 1 << 21)
 NUM_RANKS = 4
@@ -22,8 +23,7 @@ NUM_RANKS = 4
 def ranks(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[JoinedRanks]:
     """Rank 0 of a check of four ranks, which has begun alone."""
     arguments = {"sum_bytes": list(SUM_BYTES), "sum_ranks": [2], **getattr(request, "param", {})}
-    nodes = ("host", *(f"csd{number}" for number in range(NUM_RANKS - 1)))
-    specs = tuple(RankSpec(rank, node, 1, Runtime(), None, None, 0, 0) for rank, node in enumerate(nodes))
+    specs = specs_of([1] * NUM_RANKS)
     run_id, task = f"check-{os.getpid()}-{time.monotonic_ns()}", TaskSpec(CHECK, arguments)
     spec = RunSpec(run_id, "", "", Recipe(), specs, None, None, "", task=task, link_key=LINK_KEY)
     with JoinedRanks(spec, tmp_path) as ranks:

@@ -42,24 +42,24 @@ def values(fill: float = 0.0) -> list[Array]:
 
 
 def test_state_is_restored_bit_by_bit() -> None:
-    position, found = unpack(pack(values(7), POSITION), values(), OWN)
+    position, restored = unpack(pack(values(7), POSITION), values(), OWN)
     assert position == POSITION
-    assert all(np.array_equal(one, its) for one, its in zip(found, values(7), strict=True))
-    assert [one.dtype for one in found] == [np.float32, np.int64, np.float32]
+    assert all(map(np.array_equal, restored, values(7)))
+    assert [value.dtype for value in restored] == [np.float32, np.int64, np.float32]
 
 
 @pytest.mark.parametrize(
-    ("others", "message"),
+    ("like", "message"),
     [
         pytest.param([], r"expected \d+ for this model", id="other size"),
         pytest.param([np.zeros((4, 3), np.float32), np.array(0)], "shapes and types", id="other shape"),
         pytest.param([np.zeros((3, 4), np.int32), np.array(0)], "shapes and types", id="other type"),
     ],
 )
-def test_state_of_another_model_is_refused(others: list[Any], message: str) -> None:
+def test_state_of_another_model_is_refused(like: list[Any], message: str) -> None:
     packed = pack(values()[:2], POSITION)
     with pytest.raises(WorkerError, match=message):
-        unpack(packed, others, OWN)
+        unpack(packed, like, OWN)
 
 
 def changed_share(**changes: Any) -> Position:
@@ -113,8 +113,8 @@ def write_steps(path: Path, *steps: int) -> StepFile:
 def step_of(packed: Array | None) -> int:
     """Return the steps of a state, which is full of this number."""
     assert packed is not None
-    position, found = unpack(packed, values(), OWN)
-    assert all((one == position.total_steps).all() for one in found)
+    position, restored = unpack(packed, values(), OWN)
+    assert all((value == position.total_steps).all() for value in restored)
     return position.total_steps
 
 
@@ -154,7 +154,7 @@ def test_state_that_cannot_be_written_to_its_end_leaves_the_one_before(
 @pytest.mark.parametrize("half", [0, 1])
 @pytest.mark.parametrize("place", [0, 3, 7, 12, 17, *(StepFile._MARK.size + at for at in (60, 5000, 20_000))])
 def test_half_of_a_step_file_that_is_damaged_is_left_out_and_named(path: Path, half: int, place: int) -> None:
-    """In its mark: number, size or checksum; or anywhere in the state."""
+    """In its mark: number, size or checksum. Or anywhere in the state."""
     write_steps(path, 45, 46)
     content = bytearray(path.read_bytes())
     content[half * (len(content) // 2) + place] ^= 0x80
@@ -258,7 +258,7 @@ class StateStep:
     @property
     def fill(self) -> int:
         """The number that the state is full of."""
-        assert all((one == self.values[1]).all() for one in self.values)
+        assert all((value == self.values[1]).all() for value in self.values)
         return int(self.values[1])
 
     def save(self, path: Path) -> Path:
@@ -278,7 +278,7 @@ class Run:
         )
 
     def start(self) -> tuple[Checkpointer, Any]:
-        """Start rank 0 anew; return its checkpointer and its step."""
+        """Start rank 0 anew. Return its checkpointer and its step."""
         step: Any = StateStep()
         return Checkpointer(self.spec, Reporter(ME), step, samples=OWN, save_trained=step.save), step
 
@@ -327,7 +327,7 @@ def test_later_one_of_step_file_and_checkpoint_is_used(run: Run) -> None:
 def test_newest_intact_state_is_used_and_what_is_damaged_is_named(
     run: Run, capfd: pytest.CaptureFixture[str], damage: str
 ) -> None:
-    """The step file first, kept in the run or in memory; then one checkpoint after the other; then none."""
+    """The step file first, kept in the run or in memory. Then one checkpoint after the other. Then none."""
     run.train([10, 11, 20, 21], checkpoints=(10, 20))
     files = [run.memory / "step", run.output / KEPT_STEP_FILE, *map(run.checkpoint, (20, 10))]
     shutil.copy(files[0], files[1])
@@ -364,8 +364,8 @@ def test_run_of_a_rebooted_host_continues_from_the_newest_checkpoint_or_not_at_a
 @pytest.mark.parametrize(
     ("name", "save"),
     [
-        ("checkpoints", lambda found: found.checkpoint(replace(POSITION, total_steps=11))),
-        (LAST_MODEL, lambda found: found.save_model(LAST_MODEL)),
+        ("checkpoints", lambda checkpointer: checkpointer.checkpoint(replace(POSITION, total_steps=11))),
+        (LAST_MODEL, lambda checkpointer: checkpointer.save_model(LAST_MODEL)),
     ],
 )
 def test_state_or_model_that_has_no_place_is_named_with_the_way_to_continue(
@@ -373,11 +373,11 @@ def test_state_or_model_that_has_no_place_is_named_with_the_way_to_continue(
 ) -> None:
     """The state of the step before is kept, and the run continues from it."""
     run.train([10], checkpoints=(10,))
-    found, step = run.start()
+    checkpointer, step = run.start()
     step.values = values(11)
-    found._can_write = False
+    checkpointer._can_write = False
     with full_disk(1), pytest.raises(WorkerError, match=f"cannot write {run.output}/{name}: ") as raised:
-        save(found)
+        save(checkpointer)
     assert f"csdctl train --resume {run.spec.run_id}" in raised.value.remedy
     run.assert_continues_after(10)
 
@@ -403,9 +403,9 @@ def test_rank_alone_writes_its_step_file_for_a_hundredth_of_the_time_at_most(
     run: Run, monkeypatch: pytest.MonkeyPatch, written: list[int], *, has_others: bool
 ) -> None:
     clock = Clock(monkeypatch, cost_s=1.0)
-    found, _ = run.start()
+    checkpointer, _ = run.start()
     for number in (1, 2, 3, 4):
-        found.after_step(replace(POSITION, step=0, total_steps=number), has_others=has_others)
+        checkpointer.after_step(replace(POSITION, step=0, total_steps=number), has_others=has_others)
         clock.now_s += 40.0
     assert clock.written == written
 
@@ -413,9 +413,9 @@ def test_rank_alone_writes_its_step_file_for_a_hundredth_of_the_time_at_most(
 def test_interval_of_checkpoints_begins_again_with_each(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     clock = Clock(monkeypatch, cost_s=0.0)
     run.spec = replace(run.spec, checkpoint_interval_s=100.0, num_checkpoints=9)
-    found, _ = run.start()
+    checkpointer, _ = run.start()
     for number in range(10, 19):
-        found.checkpoint_if_due(replace(POSITION, total_steps=number))
+        checkpointer.checkpoint_if_due(replace(POSITION, total_steps=number))
         clock.now_s += 60.0
     kept = [number for number in range(10, 19) if run.checkpoint(number).exists()]
     assert kept == [12, 14, 16, 18]

@@ -26,7 +26,7 @@ NODES = ("host", "csd0", "csd1")
 SIZES = (4, 2, 3)
 NUM_PUBLIC, NUM_PRIVATE, NUM_STEPS = (24, 8, 6), (0, 8, 18), 8
 FIRST_PRIVATE = (0, 1000, 2000)
-"""The numbers of the ranks' private samples begin here; public ones begin at 0."""
+"""The numbers of the ranks' private samples begin here. Public ones begin at 0."""
 ALL = [
     *range(sum(NUM_PUBLIC)),
     *(first + n for first, count in zip(FIRST_PRIVATE, NUM_PRIVATE, strict=True) for n in range(count)),
@@ -54,11 +54,15 @@ def make_spec(directory: Path) -> RunSpec:
     public, ranks, start = write(directory / "public", 0, sum(NUM_PUBLIC)), [], 0
     for rank, node in enumerate(NODES):
         num_private, num_public = NUM_PRIVATE[rank], NUM_PUBLIC[rank]
-        own = dataclasses.replace(public, start=start, stop=start + num_public, permutation_seed=recipe.seed)
+        rank_public = dataclasses.replace(
+            public, start=start, stop=start + num_public, permutation_seed=recipe.seed
+        )
         private = write(directory / node, FIRST_PRIVATE[rank], num_private)
         counts = num_private, num_public, start
         ranks.append(
-            RankSpec(rank, node, SIZES[rank], Runtime(1), private if num_private else None, own, *counts)
+            RankSpec(
+                rank, node, SIZES[rank], Runtime(1), private if num_private else None, rank_public, *counts
+            )
         )
         start += num_public
     return RunSpec(
@@ -82,17 +86,17 @@ def ranks(tmp_path: Path) -> Iterator[JoinedRanks]:
 
 def reads(ranks: JoinedRanks, epoch: int) -> dict[tuple[int, int], list[int]]:
     """What each rank has read in each step of an epoch, in order of the steps."""
-    found: dict[tuple[int, int], list[int]] = {}
+    read_in: dict[tuple[int, int], list[int]] = {}
     for rank, what in list(ranks.said):
         if isinstance(what, dict) and what.get("epoch") == epoch:
-            assert (rank, what["step"]) not in found, "a step that was counted is taken again"
-            found[rank, what["step"]] = what["read"]
-    return found
+            assert (rank, what["step"]) not in read_in, "a step that was counted is taken again"
+            read_in[rank, what["step"]] = what["read"]
+    return read_in
 
 
-def count(found: dict[tuple[int, int], list[int]], without: tuple[int, int]) -> Counter[int]:
+def count(read_in: dict[tuple[int, int], list[int]], without: tuple[int, int]) -> Counter[int]:
     """Return how often each sample was read, but `without` those of one rank and step."""
-    return Counter(number for at, numbers in found.items() if at != without for number in numbers)
+    return Counter(number for at, numbers in read_in.items() if at != without for number in numbers)
 
 
 def num_said(ranks: JoinedRanks, rank: int, what: str) -> int:
@@ -100,7 +104,7 @@ def num_said(ranks: JoinedRanks, rank: int, what: str) -> int:
 
 
 def lose_in_step(ranks: JoinedRanks, epoch: int, step: int, total_steps: int) -> list[int]:
-    """Kill rank 2 in a step, before it has computed; return the samples that it has read for it."""
+    """Kill rank 2 in a step, before it has computed. Return the samples that it has read for it."""
     num_joined, num_held = len(ranks.events(Joined)), num_said(ranks, 2, "held")
     ranks.hold(2, epoch, step)
     ranks.allow(total_steps + 1)
@@ -112,7 +116,7 @@ def lose_in_step(ranks: JoinedRanks, epoch: int, step: int, total_steps: int) ->
 
 
 def take_steps_until_the_end(ranks: JoinedRanks) -> int:
-    """Let the ranks take the steps of the first epoch; return how many they are."""
+    """Let the ranks take the steps of the first epoch. Return how many they are."""
 
     def num_begun() -> int:
         return num_said(ranks, 0, "read")

@@ -1,29 +1,30 @@
 """What a run has done of an epoch, whatever changes midway, and what is forgotten at its end."""
 
+from dataclasses import replace
+
 import pytest
 
 from csdctl.worker.engine.layout import Sums
 from csdctl.worker.protocol.recipe import Recipe
-from csdctl.worker.protocol.run_spec import RankSpec, RunSpec, Runtime
+from csdctl.worker.protocol.run_spec import RankSpec, RunSpec
 from csdctl.worker.tasks.progress import CallbackState, EpochTotals, RunProgress
+from tests.unit.worker.tasks.verified_models import specs_of
 
-NODES = ("host", "csd0", "csd1")
 ALL = (0, 1, 2)
 NUM_STEPS = 8
 SIZES = (4, 2, 3)
-WEIGHTS = (1.0, 0.5, 2.0)
+
+
+def begin(ranks: tuple[RankSpec, ...]) -> RunProgress:
+    progress = RunProgress(RunSpec("run", "", "", Recipe(), ranks, None, None, ""))
+    progress.regroup(ALL)
+    return progress
 
 
 @pytest.fixture
 def progress() -> RunProgress:
     """Three ranks whose samples last for eight steps, at the start of the second epoch."""
-    ranks = tuple(
-        RankSpec(rank, node, size, Runtime(), None, None, 0, NUM_STEPS * size, weight=weight)
-        for rank, (node, size, weight) in enumerate(zip(NODES, SIZES, WEIGHTS, strict=True))
-    )
-    spec = RunSpec("run", "", "", Recipe(epochs=3), ranks, None, None, "")
-    progress = RunProgress(spec)
-    progress.regroup(ALL)
+    progress = begin(specs_of(SIZES, NUM_STEPS))
     run_steps(progress, NUM_STEPS)
     progress.end_epoch(CallbackState())
     progress.regroup(ALL)
@@ -31,7 +32,7 @@ def progress() -> RunProgress:
 
 
 def run_steps(progress: RunProgress, count: int) -> list[float]:
-    """Do steps whose loss is 2 for each sample; return the epochs done in each."""
+    """Do steps whose loss is 2 for each sample. Return the epochs done in each."""
     done = []
     for _ in range(count):
         done.append(progress.epochs_done)
@@ -66,12 +67,8 @@ def test_private_samples_that_no_rank_reads_are_counted_while_their_rank_is_lost
     members: dict[int, tuple[int, ...]], unread: int
 ) -> None:
     """A rank that comes back reads what it had left."""
-    ranks = tuple(
-        RankSpec(rank, node, size, Runtime(), None, None, NUM_STEPS * size, 0)
-        for rank, (node, size) in enumerate(zip(NODES, SIZES, strict=True))
-    )
-    progress = RunProgress(RunSpec("run", "", "", Recipe(epochs=1), ranks, None, None, ""))
-    progress.regroup(ALL)
+    public = specs_of(SIZES, NUM_STEPS)
+    progress = begin(tuple(replace(rank, num_private=rank.num_public, num_public=0) for rank in public))
     read = 0
     while progress.position.step < progress.segment.stop_step:
         if progress.position.step in members:

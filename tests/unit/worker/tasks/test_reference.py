@@ -1,4 +1,4 @@
-"""What rank 0 computes to judge the others: exact sums, samples; of own train_steps, wrong engines."""
+"""What rank 0 computes to judge the others: exact sums, samples. Of own train_steps, wrong engines."""
 
 import math
 from collections.abc import Callable
@@ -177,7 +177,7 @@ class Judged:
 
     @property
     def are_ranks_right(self) -> bool:
-        return all(one.difference <= NEAR * one.spread for one in self.reference.of_ranks)
+        return all(compared.difference <= NEAR * compared.spread for compared in self.reference.of_ranks)
 
 
 def add(_: int, parts: list[Any]) -> Any:
@@ -185,11 +185,11 @@ def add(_: int, parts: list[Any]) -> Any:
 
 
 def test_right_engine_is_found_right() -> None:
-    found = Judged(build, add)
-    assert found.is_sum
-    assert found.are_ranks_right
-    assert found.update < 1e-4
-    (reason,) = found.reasons
+    judged = Judged(build, add)
+    assert judged.is_sum
+    assert judged.are_ranks_right
+    assert judged.update < 1e-4
+    (reason,) = judged.reasons
     assert "normalization by the batch in batch_normalization" in reason
 
 
@@ -217,7 +217,7 @@ def test_plain_mean_and_sum_that_is_applied_twice_are_found(monkeypatch: pytest.
             self._weight = weight
 
     def twice(self: Any, *arguments: Any) -> Any:
-        return [None if one is None else 2 * one for one in right(self, *arguments)]
+        return [None if gradient is None else 2 * gradient for gradient in right(self, *arguments)]
 
     monkeypatch.setattr(Interception, "_sum_gradients", mean)
     assert not Judged(build, add).are_ranks_right
@@ -231,12 +231,12 @@ class Reduced(Pair):
     reduce = staticmethod(tf.reduce_mean)
 
     def train_step(self, data: Any) -> Any:
-        found = update_second(self, data)
+        logs = update_second(self, data)
         with tf.GradientTape() as tape:
-            other = self.reduce(tf.square(self.first(data, training=True) - data))
+            second_loss = self.reduce(tf.square(self.first(data, training=True) - data))
         variables = self.first.trainable_variables
-        self.first_optimizer.apply(tape.gradient(other, variables), variables)
-        return found
+        self.first_optimizer.apply(tape.gradient(second_loss, variables), variables)
+        return logs
 
 
 class Dropping(Reduced):
@@ -255,25 +255,25 @@ def reduced(kind: type[Reduced] = Reduced) -> Any:
 
 
 def test_means_are_equal_to_one_batch_and_a_reference_that_changes_nothing_does_not_pass() -> None:
-    found = Judged(reduced, add)
-    assert found.one_batch is not None
-    assert found.one_batch.difference <= NEAR * found.one_batch.spread
-    found.reference._engine.rate = np.zeros((), np.float32)
-    assert found.reference.measure_update(found.after, found.total) == np.inf
+    judged = Judged(reduced, add)
+    assert judged.one_batch is not None
+    assert judged.one_batch.difference <= NEAR * judged.one_batch.spread
+    judged.reference._engine.rate = np.zeros((), np.float32)
+    assert judged.reference.measure_update(judged.after, judged.total) == np.inf
 
 
 def test_loss_that_is_no_mean_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Reduced, "reduce", staticmethod(tf.reduce_sum))
-    found = Judged(reduced, add)
-    assert found.is_sum
-    assert found.are_ranks_right
-    (reason,) = found.reasons
+    judged = Judged(reduced, add)
+    assert judged.is_sum
+    assert judged.are_ranks_right
+    (reason,) = judged.reasons
     assert reason.startswith("a loss that is not a mean over the samples of the batch")
 
 
 def test_layers_draw_the_same_numbers_in_the_reference() -> None:
-    found = Judged(lambda: reduced(Dropping), add)
-    assert found.are_ranks_right
-    assert found.update < 1e-4
-    (reason,) = found.reasons
+    judged = Judged(lambda: reduced(Dropping), add)
+    assert judged.are_ranks_right
+    assert judged.update < 1e-4
+    (reason,) = judged.reasons
     assert reason.startswith("random numbers in dropout")

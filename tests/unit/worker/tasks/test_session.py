@@ -73,8 +73,8 @@ def test_rank_alone_begins_when_it_is_told_to_and_needs_no_hub() -> None:
         lines += process.stdout.read().splitlines()
         errors = process.stderr.read()
         assert process.wait() == 0, errors
-    shown = [type(event_from_line(line)) if line.startswith("@") else line for line in lines]
-    assert shown == ["loaded", Ready, "begins with (0,) after ()", "runs with (0,)", Finished]
+    kinds = [type(event_from_line(line)) if line.startswith("@") else line for line in lines]
+    assert kinds == ["loaded", Ready, "begins with (0,) after ()", "runs with (0,)", Finished]
 
 
 @pytest.fixture

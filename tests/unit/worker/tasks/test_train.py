@@ -53,7 +53,7 @@ from tests.unit.worker.tasks.verified_models import (
 pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")  # of Keras
 
 SIZES = (4, 2, 3)
-"""The batch sizes of the ranks; an epoch is of two steps."""
+"""The batch sizes of the ranks. An epoch is of two steps."""
 NUM_STEPS = 2
 NO_ORDERS: Any = SimpleNamespace(is_stopping=False)
 STOPPING: Any = SimpleNamespace(is_stopping=True)
@@ -172,7 +172,7 @@ def load_task(
     """
     ranks = specs_of(SIZES, NUM_STEPS)
     if manifest:
-        ranks = (ranks[0], *(dataclasses.replace(one, server=1) for one in ranks[1:]))
+        ranks = (ranks[0], *(dataclasses.replace(rank_spec, server=1) for rank_spec in ranks[1:]))
     recipe = dataclasses.replace(SQUARES, **{"epochs": 1, **changes})
     output, num_checkpoints = (str(directory), 3) if directory else ("", 0)
     spec = RunSpec(
@@ -197,12 +197,12 @@ def weights_of(task: Train) -> list[Any]:
 
 
 def fill_weights(task: Train, value: float) -> None:
-    weights = [np.full_like(one, value) for one in task.step.weights]
+    weights = [np.full_like(weights_of_layer, value) for weights_of_layer in task.step.weights]
     task.step.values = [*weights, *task.step.values[len(weights) :]]
 
 
 def assert_nothing_applied(task: Train, before: list[Any]) -> None:
-    assert all(np.array_equal(one, other) for one, other in zip(before, weights_of(task), strict=True))
+    assert all(map(np.array_equal, before, weights_of(task)))
     assert task.progress.position.total_steps == 0
 
 
@@ -248,7 +248,7 @@ def test_epoch_without_any_weight_ends_the_run() -> None:
 def rates_of(
     task: Train, then: Callable[[list[float]], None] = lambda rates: None, rank: int = 0, **options: Any
 ) -> list[float]:
-    """Run the task, with `then` called in each step; return the learning rate of each."""
+    """Run the task, with `then` called in each step. Return the learning rate of each."""
     rates: list[float] = []
 
     def note(total: np.ndarray, layout: Any) -> None:
@@ -272,11 +272,11 @@ def test_learning_rate_follows_the_global_batch_when_a_node_is_lost() -> None:
     def note_samples(rates: list[float]) -> None:
         samples.append(sum(task.progress.step_samples))
 
-    first, second, *rest = rates_of(task, note_samples, lost={2: (2,)})  # in the last step
+    first, second, *later = rates_of(task, note_samples, lost={2: (2,)})  # in the last step
     assert [first, second] == pytest.approx([0.01 * 13 / 3] * 2)
     assert samples[:2] == [13, 5]
-    assert rest
-    assert rest == pytest.approx([0.01 * 9 / 3] * len(rest))
+    assert later
+    assert later == pytest.approx([0.01 * 9 / 3] * len(later))
 
 
 def test_learning_rate_follows_a_schedule_and_is_reduced_in_the_epoch_after_a_plateau() -> None:
@@ -297,8 +297,8 @@ def test_epoch_is_not_ended_twice_when_a_run_continues(tmp_path: Path, *, has_st
     step_file = tmp_path / "memory" / "step" if has_step_file else None
     (tmp_path / "memory").mkdir(mode=0o700)
     plateau = ReduceOnPlateau("loss", patience=9, min_delta=1e9)
-    whole = load_task(epochs=2, reduce_on_plateau=plateau)
-    whole.run(PlayedRanks(whole))
+    uninterrupted = load_task(epochs=2, reduce_on_plateau=plateau)
+    uninterrupted.run(PlayedRanks(uninterrupted))
     first = load_task(0, tmp_path, step_file, epochs=1, reduce_on_plateau=plateau)
     first.run(PlayedRanks(first))
     again = load_task(0, tmp_path, step_file, epochs=2, reduce_on_plateau=plateau)
@@ -306,8 +306,8 @@ def test_epoch_is_not_ended_twice_when_a_run_continues(tmp_path: Path, *, has_st
     assert (position.epoch, position.step, position.total_steps) == (2, 0, NUM_STEPS)
     assert position.totals == EpochTotals()
     again.run(PlayedRanks(again))
-    assert again.progress.position == whole.progress.position
-    assert all(map(np.array_equal, weights_of(again), weights_of(whole)))
+    assert again.progress.position == uninterrupted.progress.position
+    assert all(map(np.array_equal, weights_of(again), weights_of(uninterrupted)))
 
 
 @pytest.mark.needs("shared memory")
@@ -376,7 +376,7 @@ def test_checkpoint_within_an_epoch_takes_no_time_of_a_step(
 def test_best_model_is_that_of_the_epoch_with_the_best_validation(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """And its checkpoint is kept; the last model is that of the last epoch."""
+    """And its checkpoint is kept. The last model is that of the last epoch."""
     losses, trained = iter([1.0, 0.5, 0.7]), []
 
     def evaluate(step: Any, *_: Any) -> dict[str, Any]:
@@ -406,7 +406,7 @@ def test_run_ends_after_the_steps_that_it_may_take_in_all_epochs() -> None:
 
 
 def test_rank_gives_its_own_samples_and_seconds_and_asks_nobody_to_stop() -> None:
-    """Rank 2 of the run, without rank 1; only rank 0 may stop all."""
+    """Rank 2 of the run, without rank 1. Only rank 0 may stop all."""
     task = load_task(rank=2)
     task.orders = STOPPING
     task.progress.regroup((0, 2))
@@ -496,7 +496,7 @@ OVERFLOWED = "^the gradient overflowed in epoch 1, step 1"
     [(change_count, WRONG_SUM, "please report it"), (lose_numbers, OVERFLOWED, DIVERGED)],
 )
 def test_sum_that_cannot_be_is_not_applied(add: Any, message: str, remedy: str) -> None:
-    """The hub leaves out one rank whose gradient is not finite; of most ranks, the training diverges."""
+    """The hub leaves out one rank whose gradient is not finite. Of most ranks, the training diverges."""
     task = load_task()
     before = weights_of(task)
     with pytest.raises(WorkerError, match=message) as raised:
@@ -532,7 +532,7 @@ def test_no_other_rank_is_at_fault_when_rank_0_has_no_finite_gradient_either() -
 
 
 def test_other_ranks_refuse_a_count_leave_a_gradient_to_rank_0_and_stop_when_it_asks() -> None:
-    """Rank 0 ends a run whose gradient is not finite; the others wait for that."""
+    """Rank 0 ends a run whose gradient is not finite. The others wait for that."""
     task = load_task(rank=1)
     before = weights_of(task)
     with pytest.raises(WorkerError, match="the sum over the ranks is of 10 samples, expected 9"):
@@ -625,18 +625,18 @@ def test_steps_before_the_loss_of_the_link_are_reported_once(
 ) -> None:
     """Within the epoch, and at its end, after the last step."""
     task = load_task(rank=1)
-    others = PlayedRanks(task, rank=1)
+    ranks = PlayedRanks(task, rank=1)
 
     def lose_link(*_: Any, **__: Any) -> Any:
         raise LinkLostError
 
-    add_up = others.sum
-    others.sum = lambda *given, **options: (  # type: ignore[method-assign]
-        add_up(*given, **options) if len(others.given) < num_sums else lose_link()
+    add_up = ranks.sum
+    ranks.sum = lambda *given, **options: (  # type: ignore[method-assign]
+        add_up(*given, **options) if len(ranks.given) < num_sums else lose_link()
     )
-    others.gather = lose_link  # type: ignore[method-assign]
+    ranks.gather = lose_link  # type: ignore[method-assign]
     with pytest.raises(LinkLostError):
-        task.run(others)
+        task.run(ranks)
     (report,) = reports(capsys.readouterr().out)
     assert (type(report), report.step, report.steps) == (Progress, num_sums, num_sums)
     assert report.samples == num_sums * SIZES[1]
@@ -644,8 +644,8 @@ def test_steps_before_the_loss_of_the_link_are_reported_once(
     task.progress.regroup((0, 1))
     with pytest.raises(LinkLostError):  # rank 0 sends no decision
         task.run(PlayedRanks(task, rank=1))
-    rest = reports(capsys.readouterr().out)
-    assert (type(rest[-1]), rest[-1].steps) == (EpochEnd, task.progress.position.total_steps - num_sums)
+    later = reports(capsys.readouterr().out)
+    assert (type(later[-1]), later[-1].steps) == (EpochEnd, task.progress.position.total_steps - num_sums)
 
 
 @pytest.mark.parametrize("is_void", [False, True])

@@ -1,4 +1,4 @@
-"""What a rank of a tuning run measures alone; trials run in emulated/test_tune.py."""
+"""What a rank of a tuning run measures alone. Trials run in emulated/test_tune.py."""
 
 from types import SimpleNamespace
 from typing import Any
@@ -21,7 +21,7 @@ REQUEST = ProbeRequest(8, min_steps=3, min_duration_s=0.0, warm_up_steps=2)
 
 
 class CountedStep:
-    """Notes what it is called with; raises `error`, if there is one."""
+    """Notes what it is called with. Raises `error`, if there is one."""
 
     def __init__(self, *, has_noise: bool = False, error: Exception | None = None) -> None:
         self.has_noise, self.error = has_noise, error

@@ -62,7 +62,7 @@ def sum_of(vectors: list[np.ndarray]) -> np.ndarray:
 
 
 def plain_mean(sent: list[np.ndarray], _: Vectors) -> np.ndarray:
-    """Every rank counts the same, whatever number of samples it has; the count is right."""
+    """Every rank counts the same, whatever number of samples it has. The count is right."""
     part = sum(SIZES) / len(SIZES)
     total = sum_of([vector * np.float32(part / size) for vector, size in zip(sent, SIZES, strict=True)])
     total[-1] = sum(SIZES)
@@ -141,7 +141,7 @@ class PlayedRanks(Communicator):
 
     def receive(self, rank: int, max_bytes: int, traffic_class: str) -> bytearray:
         if rank in self._lost_then:
-            self.members = tuple(other for other in self.members if other != rank)
+            self.members = tuple(member for member in self.members if member != rank)
             raise RankLostError(rank)
         return bytearray(self._sent[rank].tobytes())
 
@@ -217,7 +217,7 @@ def compute_vectors(task: Verify) -> Vectors:
 
 
 def verify(task: Verify, engine: Engine, saved: Vectors, capsys: Any) -> Verified:
-    """Run the task with other ranks whose vectors are `saved`; return what it reports."""
+    """Run the task with other ranks whose vectors are `saved`. Return what it reports."""
     capsys.readouterr()
     task.run(PlayedRanks(engine, saved, max(task.sum_sizes)[0]))
     verified = event_from_line(capsys.readouterr().out.strip())
@@ -227,7 +227,7 @@ def verify(task: Verify, engine: Engine, saved: Vectors, capsys: Any) -> Verifie
 
 @pytest.fixture(scope="module")
 def other_ranks(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Path:
-    """Compute the other ranks' vectors of all rows that are tested; return their directory."""
+    """Compute the other ranks' vectors of all rows that are tested. Return their directory."""
     directory = tmp_path_factory.mktemp("other-ranks")
     items = [item for item in request.session.items if isinstance(item, pytest.Function)]
     names = [item.callspec.params["name"] for item in items if "other_ranks" in item.fixturenames]
