@@ -2,7 +2,7 @@
 
 import contextlib
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -10,10 +10,9 @@ from csdctl.worker.data.arrays import Array
 from csdctl.worker.group.communicator import Communicator
 from csdctl.worker.group.values import StepVoidError
 from csdctl.worker.process.errors import WorkerError
-from csdctl.worker.process.machine import peak_memory_bytes
-from csdctl.worker.protocol.events import Finished, Joined, SumTimed
+from csdctl.worker.protocol.events import SumTimed
 from csdctl.worker.protocol.run_spec import SUM_BYTES, SUM_RANKS
-from csdctl.worker.tasks.task import FINISHED, TaskContext
+from csdctl.worker.tasks.task import FINISHED, Task, TaskContext
 
 NUM_SUMS = 5
 LONG_SUMS_S = 5.0
@@ -23,18 +22,15 @@ ADMIT, SUM, END = "admit", "sum", "end"
 """What the ranks do next."""
 
 
-class Check:
+class Check(Task):
     """Sums vectors of the sizes in the task's argument `sum_bytes`, over all ranks that have joined.
 
     They are also timed when as many ranks have joined as the argument `sum_ranks` says. Rank 0 begins alone,
     admits each rank that joins, and ends when it is asked to stop.
     """
 
-    values: Sequence[Array] = ()
-    max_message_bytes = 0
-
     def __init__(self, context: TaskContext) -> None:
-        self._me, self._reporter, self._orders = context.me, context.reporter, context.orders
+        super().__init__(context)
         arguments = context.spec.task.arguments
         self._sizes = [max(1, int(num_bytes) // 4) for num_bytes in arguments[SUM_BYTES]]
         self._stages = {int(num_ranks) for num_ranks in arguments.get(SUM_RANKS, ())}
@@ -45,32 +41,6 @@ class Check:
     def sum_sizes(self) -> list[tuple[int, int]]:
         """As in `Task`."""
         return [(size, 0) for size in self._sizes]
-
-    def load(self) -> None:
-        """There is nothing to load."""
-
-    def settle(
-        self, communicator: Communicator, before: Sequence[int], hashes: Mapping[int, str] = {}
-    ) -> None:
-        """Report, on rank 0, the present and the lost ranks. Ranks that have joined get no state."""
-        if self._me.rank:
-            return
-        for rank in sorted(communicator.admitted):
-            communicator.give_state(rank, b"")
-        communicator.admitted = set()
-        members = {str(rank): 1 for rank in communicator.members}
-        lost = tuple((rank, reason) for rank, reason, _ in communicator.lost)
-        communicator.lost = []
-        self._reporter.emit(
-            Joined,
-            epoch=1,
-            step=0,
-            steps_per_epoch=1,
-            total_steps=0,
-            batch_sizes=members,
-            is_start=not before,
-            lost=lost,
-        )
 
     def run(self, communicator: Communicator) -> str:
         """Admit, sum and end as rank 0 decides. Raises WorkerError for a sum that is wrong."""
@@ -87,7 +57,7 @@ class Check:
 
     def _decide(self, communicator: Communicator) -> str:
         """Return, on rank 0, what is to be done next, once there is something."""
-        while self._me.rank == 0:
+        while self.is_root:
             communicator.look()
             num_ranks = len(communicator.members)
             if num_ranks in self._stages and num_ranks > self._num_timed:
@@ -96,7 +66,7 @@ class Check:
                 limit = min((stage for stage in self._stages if stage > num_ranks), default=None)
                 communicator.admit(sorted(communicator.joining)[: limit and limit - num_ranks])
                 return ADMIT
-            if self._orders.is_stopping:
+            if self.orders.is_stopping:
                 return SUM if num_ranks > self._num_timed else END
             if communicator.lost:
                 return ADMIT
@@ -116,7 +86,7 @@ class Check:
             if communicator.gather(is_over, bool)[0]:
                 break
             for at, size in enumerate(self._sizes):
-                communicator.local[:size] = self._me.rank + 1
+                communicator.local[:size] = self.me.rank + 1
                 began = time.perf_counter()
                 total = communicator.sum(communicator.local)
                 elapsed_s = time.perf_counter() - began
@@ -126,9 +96,9 @@ class Check:
         if communicator.members != members:
             return
         self._num_timed = len(members)
-        if self._me.rank == 0:
+        if self.is_root:
             for size, seconds in zip(self._sizes, fastest_s, strict=True):
-                self._reporter.emit(SumTimed, members, 4 * size, round(seconds, 6))
+                self.reporter.emit(SumTimed, members, 4 * size, round(seconds, 6))
 
     def _check_sum(self, total: Array, ranks: Sequence[int]) -> None:
         expected = np.float32(sum(rank + 1 for rank in ranks))
@@ -139,7 +109,3 @@ class Check:
                 f"expected {expected:g}",
                 remedy="check the memory and the network of the machines",
             )
-
-    def finish(self, reason: str) -> None:
-        """Report the completion record."""
-        self._reporter.emit(Finished, 1, 0, "", peak_memory_bytes())

@@ -1,6 +1,6 @@
 """The interface between a task and the session that runs it, and the base of tasks with a model.
 
-A new task is a class that implements `Task`, in a file of its own, and a line in `TASKS` (session.py).
+A new task is a subclass of `Task`, in a file of its own, and a line in `TASKS` (session.py).
 """
 
 import contextlib
@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -102,10 +102,15 @@ class TaskContext:
     orders: Orders
 
 
-class Task(Protocol):
-    """Work that the ranks of a run do together."""
+class Task:
+    """Work that the ranks of a run do together. By default it has nothing to load and no state."""
 
-    def __init__(self, context: TaskContext) -> None: ...
+    values: Sequence[Array] = ()
+    """The state that a rank takes over from rank 0 when it differs, in addition to the progress."""
+
+    def __init__(self, context: TaskContext) -> None:
+        self.spec, self.me, self.progress = context.spec, context.me, context.progress
+        self.reporter, self.orders, self.is_root = context.reporter, context.orders, context.me.rank == 0
 
     @property
     def sum_sizes(self) -> Sequence[tuple[int, int]]:
@@ -113,41 +118,60 @@ class Task(Protocol):
 
         For each vector: its elements, and how many of them are sent as bfloat16.
         """
-
-    values: Sequence[Array]
-    """The state that a rank takes over from rank 0 when it differs, in addition to the progress."""
-
-    def load(self) -> None:
-        """Load what the task needs and reach full speed. Raises WorkerError."""
+        raise NotImplementedError
 
     @property
     def max_message_bytes(self) -> int:
         """The largest message between two ranks, in addition to the state. Known after `load`."""
+        return 0
+
+    def load(self) -> None:
+        """Load what the task needs and reach full speed. Raises WorkerError."""
 
     def settle(
         self, communicator: Communicator, before: Sequence[int], hashes: Mapping[int, str] = {}
     ) -> None:
         """Divide the work anew if other ranks take part than `before`.
 
-        Rank 0 sends its state to the ranks that have joined, unless their hash in `hashes` is the same.
+        Rank 0 reports the members, and sends its state to the ranks that have joined, unless their hash in
+        `hashes` is the same.
         """
+        if not self.is_root:
+            return
+        for rank in sorted(communicator.admitted):
+            communicator.give_state(rank, b"")
+        communicator.admitted = set()
+        members = {str(rank): 1 for rank in communicator.members}
+        lost = tuple((rank, reason) for rank, reason, _ in communicator.lost)
+        communicator.lost = []
+        self.reporter.emit(
+            Joined,
+            epoch=1,
+            step=0,
+            steps_per_epoch=1,
+            total_steps=0,
+            batch_sizes=members,
+            is_start=not before,
+            lost=lost,
+        )
 
     def run(self, communicator: Communicator) -> str:
         """Work with the other ranks until the task is finished. Return `Finished.reason`.
 
         Raises LinkLostError when the link is lost, and WorkerError when the task fails.
         """
+        raise NotImplementedError
 
     def finish(self, reason: str) -> None:
         """Report the completion record, after the ranks have disconnected."""
+        self.reporter.finished(self.progress.position, "", None, reason)
 
 
-class ModelTask:
+class ModelTask(Task):
     """Loads data, model and step of one rank, and warms them up."""
 
     def __init__(self, context: TaskContext) -> None:
-        self.spec, self.me, self.progress = context.spec, context.me, context.progress
-        self.reporter, self.orders, self.is_root = context.reporter, context.orders, context.me.rank == 0
+        super().__init__(context)
         self._extractor: BatchedPass | None = None
         # Importing TensorFlow is not part of the set-up time that the rank reports.
         if not self._compiled:

@@ -15,7 +15,7 @@ The samples are random, drawn from (seed, rank) on any machine. So no private sa
 repeat the computation of every rank.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -29,12 +29,12 @@ from csdctl.worker.group.communicator import Communicator
 from csdctl.worker.group.values import LinkLostError, PeerFaultError, RankLostError, StepVoidError
 from csdctl.worker.process.errors import WorkerError
 from csdctl.worker.protocol.datasets import SAMPLE_WEIGHT, list_names
-from csdctl.worker.protocol.events import STATE, VERIFIED, Compared, Joined, Verified
+from csdctl.worker.protocol.events import STATE, VERIFIED, Compared, Verified
 from csdctl.worker.protocol.json_codec import MaxLength
 from csdctl.worker.protocol.recipe import BF16
 from csdctl.worker.protocol.run_spec import RankSpec
 from csdctl.worker.tasks.split import SplitParts
-from csdctl.worker.tasks.task import ModelTask
+from csdctl.worker.tasks.task import ModelTask, Task
 
 if TYPE_CHECKING:
     from csdctl.worker.compute.keras_step import KerasStep
@@ -390,24 +390,12 @@ class Verify(ModelTask):
     """Takes one step, and compares it with Keras."""
 
     _weights_hash = ""
+    settle = Task.settle
 
     def example(self, count: int) -> tuple[Array, Array]:
         """Return at most `count` samples. Of the head of a model, features."""
         samples, labels = super().example(count)
         return (self.to_features(samples) if self.spec.head else samples), labels
-
-    def settle(
-        self, communicator: Communicator, before: Sequence[int], hashes: Mapping[int, str] = {}
-    ) -> None:
-        """Tell those that have joined who takes part. There is no state."""
-        if not self.is_root:
-            return
-        for rank in communicator.admitted:
-            communicator.give_state(rank, b"")
-        sizes = dict.fromkeys(map(str, communicator.members), 0)
-        self.reporter.emit(
-            Joined, epoch=1, step=0, steps_per_epoch=0, total_steps=0, batch_sizes=sizes, is_start=True
-        )
 
     def run(self, communicator: Communicator) -> str:
         """Take the step. Raises WorkerError when ranks are missing, or hold different weights after it."""

@@ -75,8 +75,8 @@ def make_check(*, is_wrong: bool) -> type:
             add_up = communicator.sum
 
             def sum_and_hold(vector: Any) -> Any:
-                hold(self._me.rank)
-                vector += is_wrong and self._me.rank == 1
+                hold(self.me.rank)
+                vector += is_wrong and self.me.rank == 1
                 return add_up(vector)
 
             communicator.sum = sum_and_hold
