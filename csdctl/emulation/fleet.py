@@ -179,7 +179,7 @@ class Owner:
 
 @dataclass(frozen=True)
 class FleetState:
-    """The state that `up` saves. `nodes` is empty while the fleet starts."""
+    """The state that `up` saves. `nodes` is empty while the fleet starts, and when it is down and kept."""
 
     fleet_id: str
     spec: EmulatedSpec
@@ -188,8 +188,6 @@ class FleetState:
     nodes: tuple[NodeState, ...] = ()
     owner: Owner | None = None
     """The fleet's owner; without one, the fleet stays up until `down`."""
-    is_kept: bool = False
-    """The fleet is down, and the files of its nodes are there for the next `up`."""
     schema: Literal[2] = 2
 
 
@@ -306,22 +304,14 @@ def start_fleet(
             return state.fleet_path
         new_path = fleet_path or paths.default_fleet
         check_may_write(new_path, paths.fleet_id)
-        if state is not None and state.nodes:  # a server has ended
-            keep_fleet(paths, state)
-            state = load_state(paths)
-        is_kept = state is not None and state.is_kept
-        if state is not None and is_kept:
+        if state:  # it was kept, or a server has ended
             _check_same(paths, state, spec, fleet_path)
-        else:
-            remove_fleet(paths)
-        state = FleetState(paths.fleet_id, spec, cpu_mechanism, new_path, owner=owner)
+        _stop(paths, state)
+        new_state = FleetState(paths.fleet_id, spec, cpu_mechanism, new_path, owner=owner)
         try:
-            return _start(paths, state)
+            return _start(paths, new_state)
         except BaseException:
-            if is_kept:
-                keep_fleet(paths, state)
-            else:
-                remove_fleet(paths)
+            _stop(paths, state and new_state)
             raise
 
 
@@ -361,11 +351,11 @@ def _check_same(paths: FleetPaths, state: FleetState, spec: EmulatedSpec, fleet_
         return
     num_nodes, shares = len(state.spec.cpu), state.spec.cpu_option
     remedy = "stop it first: `csdctl emulate down`"
-    if state.is_kept:
+    if not state.nodes:
         restart = f"csdctl emulate up --nodes {num_nodes} --cpu {shares}"
         remedy = f"start it again: `{restart}`, or remove it: `csdctl emulate down`"
     raise InputError(
-        f"another emulated fleet is {'kept' if state.is_kept else 'running'} in {paths.directory}: "
+        f"another emulated fleet is {'running' if state.nodes else 'kept'} in {paths.directory}: "
         f"{num_nodes} nodes with {shares} cores and {state.spec.memory_bytes >> 20} MiB each, "
         f"in {state.fleet_path}",
         remedy=remedy,
@@ -461,17 +451,18 @@ def stop_fleet(directory: Path, *, keep: bool = False) -> StoppedFleet:
         if paths.is_foreign:
             problem = "is not the directory of an emulated fleet; it is left unchanged"
             raise InputError(f"{paths.directory} {problem}")
-        state = load_state(paths)
-        return keep_fleet(paths, state) if keep and state else remove_fleet(paths)
+        return _stop(paths, load_state(paths) if keep else None)
 
 
-def keep_fleet(paths: FleetPaths, state: FleetState) -> StoppedFleet:
-    """End every process of the fleet except this one. Remove its control groups and temporary files."""
+def _stop(paths: FleetPaths, state: FleetState | None) -> StoppedFleet:
+    """End every process of the fleet except this one. Keep the files of a fleet with `state` for `up`."""
+    if state is None:
+        return remove_fleet(paths)
     num_processes = _end_processes(paths)
     _remove_short_tmp(paths)
     for link in (paths.short_tmp, *(paths.node(name).tmp for name in state.spec.node_names)):
         link.unlink(missing_ok=True)
-    save_state(paths, replace(state, nodes=(), owner=None, is_kept=True))
+    save_state(paths, replace(state, nodes=(), owner=None))
     return StoppedFleet(num_processes)
 
 

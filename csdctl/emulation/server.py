@@ -22,7 +22,7 @@ from typing import Any
 
 import asyncssh
 
-from csdctl.emulation.fleet import USER, FleetPaths, FleetState, NodePaths, NodeState, load_state, watch_owner
+from csdctl.emulation.fleet import USER, FleetPaths, FleetState, NodeState, load_state, watch_owner
 from csdctl.emulation.limits import (
     FLEET_VARIABLE,
     NODE_VARIABLE,
@@ -152,11 +152,17 @@ def _members(group: int) -> list[int]:
     return [pid for pid, stat in stats.items() if stat and stat.group == group]
 
 
-def build_environment(state: FleetState, name: str, cpu: float, paths: NodePaths) -> dict[str, str]:
-    """Return the complete environment of a node's processes, without the user's own variables."""
-    return {
-        "HOME": str(paths.home),
-        "TMPDIR": str(paths.tmp.resolve()),  # its short path
+async def serve_node(paths: FleetPaths, state: FleetState, name: str, report: int) -> None:
+    """Serve one node on a free port until SIGTERM. Write its NodeState to `report` once it listens."""
+    node = paths.node(name)
+    stopping = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, stopping.set)
+    cpu = state.spec.cpu[state.spec.node_names.index(name)]
+    environment = {  # without the user's own variables
+        "HOME": str(node.home),
+        "TMPDIR": str(node.tmp.resolve()),  # its short path
         "PATH": PATH,
         "USER": USER,
         "LOGNAME": USER,
@@ -167,19 +173,9 @@ def build_environment(state: FleetState, name: str, cpu: float, paths: NodePaths
         "CSDCTL_CPU_LIMIT": f"{cpu:g}",
         "CSDCTL_MEMORY_LIMIT": str(state.spec.memory_bytes),
     }
-
-
-async def serve_node(paths: FleetPaths, state: FleetState, name: str, report: int) -> None:
-    """Serve one node on a free port until SIGTERM. Write its NodeState to `report` once it listens."""
-    node = paths.node(name)
-    stopping = asyncio.Event()
-    loop = asyncio.get_running_loop()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, stopping.set)
-    cpu = state.spec.cpu[state.spec.node_names.index(name)]
     limit = open_cpu_limit(state.cpu_mechanism, state.fleet_id, name, cpu)
     try:
-        commands = Commands(limit, build_environment(state, name, cpu, node), node.home)
+        commands = Commands(limit, environment, node.home)
         acceptor = await asyncssh.listen(
             "127.0.0.1",
             0,
