@@ -32,9 +32,9 @@ def test_a_name_with_brackets_does_not_shift_the_fields() -> None:
 
 
 def test_descendants_are_found_with_and_without_children_files(sleeper: "subprocess.Popen[bytes]") -> None:
-    found = limits.list_descendants(os.getpid())
-    assert {sleeper.pid, *limits.list_descendants(sleeper.pid)} <= set(found)
-    assert set(found) >= set(find_descendants(sleeper.pid, load_all()))
+    descendants = set(limits.list_descendants(os.getpid()))
+    assert {sleeper.pid, *limits.list_descendants(sleeper.pid)} <= descendants
+    assert descendants >= set(find_descendants(sleeper.pid, load_all()))
 
 
 def test_a_process_is_found_by_its_marker(sleeper: "subprocess.Popen[bytes]") -> None:

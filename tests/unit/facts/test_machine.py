@@ -1,4 +1,4 @@
-"""The parsers on captured output; captures/README.md says which captures are real."""
+"""The parsers on captured output. captures/README.md says which captures are real."""
 
 import contextlib
 import os
@@ -119,7 +119,7 @@ def test_clock_is_measured_at_the_middle_of_the_fastest_round_trip(
 ) -> None:
     facts = parse_output((CAPTURES / "sample-cortex-a53.txt").read_text(), trips)
     assert facts.clock_offset_s == (None if offset_s is None else pytest.approx(offset_s))
-    assert not note or any(note in shown and len(shown) < 200 for shown in facts.notes)
+    assert not note or any(note in line and len(line) < 200 for line in facts.notes)
 
 
 def test_only_what_follows_a_marker_line_is_a_fact() -> None:
@@ -181,9 +181,9 @@ def test_limits_come_from_the_environment_of_the_machine() -> None:
     ],
 )
 def test_first_gpu_is_parsed(output: str, expected: tuple[int | None, str | None]) -> None:
-    found = parse_gpu(output)
-    assert found["accelerator"] == output.splitlines()[0].partition(",")[0]
-    assert (found["accelerator_memory_bytes"], found["driver_version"]) == expected
+    gpu = parse_gpu(output)
+    assert gpu["accelerator"] == output.splitlines()[0].partition(",")[0]
+    assert (gpu["accelerator_memory_bytes"], gpu["driver_version"]) == expected
 
 
 @pytest.mark.parametrize(
@@ -245,14 +245,14 @@ def test_answer_out_of_range_is_noted_and_other_facts_are_kept(
     name: str, answer: str, field: str, note: str
 ) -> None:
     text = (CAPTURES / "sample-cortex-a53.txt").read_text()
-    before, _, rest = text.partition(f"csdctl-fact:{name}\n")
-    _, marker, after = rest.partition("csdctl-fact:")
+    before, _, following = text.partition(f"csdctl-fact:{name}\n")
+    _, marker, after = following.partition("csdctl-fact:")
     output = f"{before}csdctl-fact:{name}\n{answer}\n{marker}{after}"
     facts = parse_facts("csd0", output, TRIPS, CONDITION_FACTS, Condition)
     assert not getattr(facts, field)
     assert facts.architecture == "aarch64" or name == "architecture"
-    assert any(note in shown for shown in facts.notes)
-    assert all(len(shown) < 400 for shown in facts.notes)
+    assert any(note in line for line in facts.notes)
+    assert all(len(line) < 400 for line in facts.notes)
 
 
 def test_big_and_little_cores_are_both_named() -> None:

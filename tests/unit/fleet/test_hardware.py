@@ -49,8 +49,8 @@ class TestGroups:
 
     def test_outliers_are_compared_with_the_majority(self) -> None:
         machines = [*csds(*range(5)), *csds(7, tensorflow_version=None), *csds(8, memory_bytes=4 << 30)]
-        found = [(group.names, text) for group, text in find_differences(group_machines(machines))]
-        assert found == [
+        differences = find_differences(group_machines(machines))
+        assert [(group.names, text) for group, text in differences] == [
             (("csd7",), "TensorFlow missing instead of 2.21.0"),
             (("csd8",), "memory 4 GiB instead of 6 GiB"),
         ]
@@ -67,8 +67,8 @@ class TestDrives:
     )
 
     def matches(self, *nodes: Facts, host: Facts = HOST) -> dict[str, str]:
-        found = match_drives({one.name: one for one in (host, *nodes)})
-        return {name: drive.device for name, drive in found.items()}
+        drives = match_drives({machine.name: machine for machine in (host, *nodes)})
+        return {name: drive.device for name, drive in drives.items()}
 
     def test_node_with_a_serial_of_the_host_is_that_drive(self) -> None:
         nodes = [
@@ -170,16 +170,16 @@ def test_emulated_machines_have_their_own_classes_by_number_of_nodes() -> None:
 
 class TestFleets:
     def test_host_node_classes_and_network_matter(self) -> None:
-        host, one, two = (classify_machine(replace(CSD_FACTS, num_cores=cores)) for cores in (8, 4, 2))
+        host, csd4, csd2 = (classify_machine(replace(CSD_FACTS, num_cores=cores)) for cores in (8, 4, 2))
         fleets = [
-            classify_fleet(host, [one], ""),
-            classify_fleet(one, [host], ""),
-            classify_fleet(host, [two], ""),
-            classify_fleet(host, [one, two], ""),
-            classify_fleet(host, [one], "10.1.1.0/24"),
+            classify_fleet(host, [csd4], ""),
+            classify_fleet(csd4, [host], ""),
+            classify_fleet(host, [csd2], ""),
+            classify_fleet(host, [csd4, csd2], ""),
+            classify_fleet(host, [csd4], "10.1.1.0/24"),
         ]
         assert len({fleet.key for fleet in fleets}) == len(fleets)
-        assert classify_fleet(host, [one, two, one], "").key == classify_fleet(host, [two, one], "").key
+        assert classify_fleet(host, [csd4, csd2, csd4], "").key == fleets[3].key
 
 
 @given(st.integers(min_value=1, max_value=2**50))
@@ -189,6 +189,6 @@ def test_memory_is_rounded_up_by_a_quarter_at_most(num_bytes: int) -> None:
     assert round_memory_up(rounded) == rounded
 
 
-@given(st.sampled_from([2, 4, 6, 8, 16, 24, 32, 64]), st.floats(0.9, 1.0), st.floats(0.9, 1.0))
-def test_equal_machines_round_to_the_same_memory(gib: int, one: float, two: float) -> None:
-    assert round_memory_up(int(gib * GIB * one)) == round_memory_up(int(gib * GIB * two)) == gib * GIB
+@given(st.sampled_from([2, 4, 6, 8, 16, 24, 32, 64]), st.floats(0.9, 1.0))
+def test_equal_machines_round_to_the_same_memory(gib: int, reported_share: float) -> None:
+    assert round_memory_up(int(gib * GIB * reported_share)) == gib * GIB

@@ -26,27 +26,26 @@ def refused(directory: Path, text: str) -> str:
 SETTINGS = ["port", "user", "key", "python", "group", "jump", "power", "device"]
 
 
-@pytest.mark.parametrize("own", SETTINGS)
-def test_setting_of_a_node_comes_before_that_of_all_nodes(tmp_path: Path, own: str) -> None:
+@pytest.mark.parametrize("key", SETTINGS)
+def test_setting_of_a_node_comes_before_the_setting_of_all_nodes(tmp_path: Path, key: str) -> None:
     of_all = {"port": 23, "user": "all", "key": "all", "python": "/all", "group": "all", "jump": "all.lan"}
     of_one = {"port": 24, "user": "one", "key": "one", "python": "/one", "group": "one", "jump": "one.lan"}
     defaults: dict[str, object] = {**of_all, "power": 7, "device": "gpu"}
-    node = {"name": "a", "address": "a", own: {**of_one, "power": 0, "device": "cpu"}[own]}
-    fleet = load(tmp_path, yaml.safe_dump({"defaults": defaults, "nodes": [node]}))
-    found = fleet.nodes[0]
-    assert found.power
-    assert found.jump
+    entry = {"name": "a", "address": "a", key: {**of_one, "power": 0, "device": "cpu"}[key]}
+    [node] = load(tmp_path, yaml.safe_dump({"defaults": defaults, "nodes": [entry]})).nodes
+    assert node.power
+    assert node.jump
     values = {
-        "port": found.port,
-        "user": found.user,
-        "key": found.key.relative_to(tmp_path).name if found.key else "",
-        "python": found.python,
-        "group": found.groups[0],
-        "jump": found.jump.address,
-        "power": found.power.watts,
-        "device": found.device,
+        "port": node.port,
+        "user": node.user,
+        "key": node.key.relative_to(tmp_path).name if node.key else "",
+        "python": node.python,
+        "group": node.groups[0],
+        "jump": node.jump.address,
+        "power": node.power.watts,
+        "device": node.device,
     }
-    assert values == defaults | {own: node[own]}
+    assert values == defaults | {key: entry[key]}
 
 
 @pytest.mark.parametrize("emulated", [False, True])
@@ -295,9 +294,9 @@ class TestServers:
         self, tmp_path: Path, limit: list[str], exclude: list[str], selected: list[str]
     ) -> None:
         big = SERVERS.replace("{name: storage2, ", "{name: storage2, group: big, ")
-        found = select_nodes(load(tmp_path, big), limit, exclude)
-        assert [node.name for node in found.nodes] == selected
-        assert {name for name, _ in found.networks} == {node.server for node in found.nodes} - {""}
+        fleet = select_nodes(load(tmp_path, big), limit, exclude)
+        assert [node.name for node in fleet.nodes] == selected
+        assert {name for name, _ in fleet.networks} == {node.server for node in fleet.nodes} - {""}
 
     def test_command_on_each_node_does_not_run_on_its_server(self, tmp_path: Path) -> None:
         (node,) = select_nodes(load(tmp_path, SERVERS), ["storage2/csd0"], with_servers=False).nodes

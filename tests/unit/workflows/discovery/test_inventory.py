@@ -66,12 +66,12 @@ class TestSshConfig:
             "Host csd0 csd1\n  HostName=%h.lan\n  User trainer\nHost csd1\n  Port 2200\n"
             "Host *\n  User nobody\n  Port 22\n"
         )
-        found = from_ssh(tmp_path, text)
-        assert found.fleet.nodes == (
+        imported = from_ssh(tmp_path, text)
+        assert imported.fleet.nodes == (
             Node("csd0", "csd0.lan", user="trainer", key=key, offers_agent=True),
             Node("csd1", "csd1.lan", port=2200, user="trainer"),
         )
-        assert found.warnings == ()
+        assert imported.warnings == ()
 
     def test_all_keys_that_ssh_offers_are_taken_in_its_order(self, tmp_path: Path, key: Path) -> None:
         here, user = key.parent, getpass.getuser()
@@ -93,12 +93,12 @@ class TestSshConfig:
         (tmp_path / "more").mkdir()
         (tmp_path / "more" / "a").write_text("hOsT inside\n  hostname 10.0.0.7\n  User u\n")
         text = f'Include "{tmp_path}/more/*"\nHost a* !b "two words" c # d\n  HostName 10.0.0.8\n  User u\n'
-        found = from_ssh(tmp_path, text)
-        assert [(node.name, node.address) for node in found.fleet.nodes] == [
+        imported = from_ssh(tmp_path, text)
+        assert [(node.name, node.address) for node in imported.fleet.nodes] == [
             ("c", "10.0.0.8"),
             ("inside", "10.0.0.7"),
         ]
-        assert found.warnings == ("two words: not a valid node name: skipped",)
+        assert imported.warnings == ("two words: not a valid node name: skipped",)
 
     def test_jump_hosts_are_followed(self, tmp_path: Path) -> None:
         text = (
@@ -106,16 +106,17 @@ class TestSshConfig:
             "Host csd2\n  ProxyCommand ssh -q -W [%h]:%p -l x -p 23 last\n"
             "Host gate\n  HostName 10.0.0.1\n  ProxyJump first\nHost *\n  User u\n"
         )
-        found = from_ssh(tmp_path, text, limit=("csd*",)).fleet
+        imported = from_ssh(tmp_path, text, limit=("csd*",)).fleet
         first = Node("first", "first", user="u")
-        assert [node.jump for node in found.nodes] == [
+        assert [node.jump for node in imported.nodes] == [
             Node("ops-gate-2200", "10.0.0.1", 2200, "ops", jump=first),
             Node("second", "second", user="u", jump=first),
             Node("last", "last", 23, "x"),
         ]
-        found = from_ssh(tmp_path, "Host csd0\n  ProxyJump gate\nHost gate\n")
+        imported = from_ssh(tmp_path, "Host csd0\n  ProxyJump gate\nHost gate\n")
         assert any(
-            warning.startswith("gate: jump host of others; it becomes a node") for warning in found.warnings
+            warning.startswith("gate: jump host of others; it becomes a node")
+            for warning in imported.warnings
         )
 
     @pytest.mark.parametrize(
@@ -133,8 +134,8 @@ class TestSshConfig:
     def test_ignored_settings_are_reported_once_for_all_nodes(
         self, tmp_path: Path, line: str, expected: str
     ) -> None:
-        found = from_ssh(tmp_path, f"Host csd0 csd1 csd2\n  User u\n  {line}\n")
-        (warning,) = found.warnings
+        imported = from_ssh(tmp_path, f"Host csd0 csd1 csd2\n  User u\n  {line}\n")
+        (warning,) = imported.warnings
         assert warning.startswith("csd0, csd1, csd2: ")
         assert expected in warning
 
@@ -218,13 +219,13 @@ class TestAnsible:
             "ansible_port": 2200,
             "ansible_ssh_private_key_file": str(key),
         }
-        found = from_ansible(tmp_path, csd0=variables, csd1=variables)
+        imported = from_ansible(tmp_path, csd0=variables, csd1=variables)
         gate = Node("10.9.0.1", "10.9.0.1", user="ops")
-        assert found.fleet.nodes == tuple(
+        assert imported.fleet.nodes == tuple(
             Node(name, name, 2200, "me", key, groups=("csds",), jump=gate, offers_agent=True)
             for name in ("csd0", "csd1")
         )
-        assert "name: 'csd[0-1]'" in found.text
+        assert "name: 'csd[0-1]'" in imported.text
 
     @pytest.mark.fault(40)
     def test_address_that_is_an_option_is_rejected(self, tmp_path: Path) -> None:
@@ -238,8 +239,8 @@ class TestAnsible:
         monkeypatch.chdir(tmp_path)
         (tmp_path / "config").write_text("Match exec 'touch ran'\n")
         words = f'-o "{option}" -E log -O exit'
-        found = from_ansible(tmp_path, csd0={"ansible_user": "me", "ansible_ssh_extra_args": words})
-        assert [node.user for node in found.fleet.nodes] == ["me"]
+        imported = from_ansible(tmp_path, csd0={"ansible_user": "me", "ansible_ssh_extra_args": words})
+        assert [node.user for node in imported.fleet.nodes] == ["me"]
         assert sorted(path.name for path in tmp_path.iterdir()) == ["config", "hosts"]
 
     def test_ignored_settings_of_a_jump_host_are_reported_with_its_name(self, tmp_path: Path) -> None:
@@ -294,8 +295,8 @@ def described(node: Node | None) -> tuple[object, ...] | None:
     if node is None:
         return None
     keys = (*node.keys, node.offers_agent)
-    own = (node.address, node.port, node.user, keys, node.python, set(node.groups))
-    return (*own, described(node.jump))
+    values = (node.address, node.port, node.user, keys, node.python, set(node.groups))
+    return (*values, described(node.jump))
 
 
 def test_fleet_is_written_unless_it_exists_or_the_run_is_dry(tmp_path: Path) -> None:
@@ -308,8 +309,8 @@ def test_fleet_is_written_unless_it_exists_or_the_run_is_dry(tmp_path: Path) -> 
     unread = NodeSource("two nodes", "Written by a test", lambda *given: pytest.fail("it was read"))
     with pytest.raises(InputError, match=r"fleet\.yaml already exists"):
         import_fleet(unread, path, directory=tmp_path)
-    found = import_fleet(source, path, directory=tmp_path, force=True)
-    assert path.read_text() == found.text
+    imported = import_fleet(source, path, directory=tmp_path, force=True)
+    assert path.read_text() == imported.text
     assert [node.name for node in load_fleet(path).nodes] == ["csd0", "csd1"]
 
 

