@@ -333,26 +333,22 @@ def _describe(problem: Any, tree: yaml.Node | None, adapter: TypeAdapter[Any] | 
     where = f":{line}: " if line else ": "
     if problem["type"] in ("extra_forbidden", "unexpected_keyword_argument"):  # of a dataclass
         schema = adapter.json_schema() if adapter else {}
-        known = {
-            name
-            for part in (schema, *schema.get("$defs", {}).values())
-            for name in part.get("properties", {})
-        }
+        parts = (schema, *schema.get("$defs", {}).values())
+        keys = {name for part in parts for name in part.get("properties", {})}
         name = str(location[-1])[:MAX_SHOWN]
-        nearest = difflib.get_close_matches(name, known, 1, 0.7) or sorted(known & {*name.split("_")})
+        nearest = difflib.get_close_matches(name, keys, 1, 0.7) or sorted(keys & {*name.split("_")})
         hint = f", did you mean `{nearest[0]}`?" if nearest else ""
         return f"{where}unknown key `{key}`{hint}"
     if problem["type"] == "missing":
         return f"{where}key `{key}` is missing"
     received = problem["input"]
-    shown = ""
+    text = ""
     if received is None or isinstance(received, str | int | float):
-        shown = f" (received {'nothing' if received is None else _shorten(repr(received))})"
-    what = f"`{key}`: " if key else ""
+        text = f" (received {'nothing' if received is None else _shorten(repr(received))})"
     message = describe_value_problem(problem)
     if adapter and (name := problem.get("ctx", {}).get("class_name")):  # where keys and values are expected
         message = f"must have keys such as {_name_keys(adapter.json_schema()['$defs'][name])}"
-    return f"{where}{what}{_shorten(message, 5 * MAX_SHOWN)}{shown}"
+    return f"{where}{f'`{key}`: ' if key else ''}{_shorten(message, 5 * MAX_SHOWN)}{text}"
 
 
 def _name_keys(schema: dict[str, Any]) -> str:
@@ -419,8 +415,8 @@ class _Loader(yaml.SafeLoader):
         text = event.value if isinstance(event, yaml.ScalarEvent) else ""
         if len(text) > MAX_SCALAR:
             _refuse(event, f"a value of {len(text):,} characters, expected at most {MAX_SCALAR:,}")
-        if found := _CONTROL.search(text):
-            _refuse(event, f"character U+{ord(found[0]):04X} is not allowed")
+        if control := _CONTROL.search(text):
+            _refuse(event, f"character U+{ord(control[0]):04X} is not allowed")
         size_before, deepest_before, self._deepest = self._size, self._deepest, 0
         self._add(event, VALUE_SIZE + len(text), 1)
         self._level += 1

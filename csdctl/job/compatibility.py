@@ -26,7 +26,6 @@ LOGITS = {
     "binaryfocalcrossentropy": "sigmoid",
 }
 """Losses that take probabilities or logits, and the activation that gives probabilities."""
-
 _REGRESSION = {
     *("meansquarederror", "meanabsoluteerror", "meanabsolutepercentageerror", "meansquaredlogarithmicerror"),
     *("mse", "mae", "mape", "msle", "huber", "logcosh", "poisson"),
@@ -51,24 +50,26 @@ def check_compatibility(
     """
     outputs = model.outputs
     is_judged = all(output.is_known for output in outputs) and not model.has_own_step
-    found = {
+    by_text = {
         f"{name} data" if name in ("public", "validation") else f"private data of {name}": data
         for name, data in datasets.items()
         if data
     }
-    for which, data in found.items():
-        if is_judged:
-            _check_inputs(model, data, which)
-            for output, field in _match(model, outputs, data, which) if needs_labels else ():
-                if output.loss:
-                    _check_labels(model, output, data, field, which)
-    _check_alike(found, needs_labels=needs_labels)
-    weightless = [which for which, data in found.items() if data.max_values.get(SAMPLE_WEIGHT) == 0]
+    for text, data in by_text.items() if is_judged else ():
+        _check_inputs(model, data, text)
+        for output, field in _match(model, outputs, data, text) if needs_labels else ():
+            if output.loss:
+                _check_labels(model, output, data, field, text)
+    _check_alike("samples", {text: data.inputs for text, data in by_text.items()})
+    if not needs_labels:
+        return
+    _check_alike("labels", {text: data.labels for text, data in by_text.items() if data.label_dtype})
+    weightless = [text for text, data in by_text.items() if data.max_values.get(SAMPLE_WEIGHT) == 0]
     evaluated = "validation data"
-    if needs_labels and (evaluated in weightless or {*found} - {evaluated} <= {*weightless}):
+    if evaluated in weightless or {*by_text} - {evaluated} <= {*weightless}:
         problem = f"all weights are 0 in the {' and the '.join(weightless)}"
         raise InputError(problem, remedy="give some of the samples a weight, or leave out the weights")
-    for output in outputs if needs_labels and not model.has_own_step else ():
+    for output in outputs if not model.has_own_step else ():
         _check_logits(model, output)
 
 
@@ -107,19 +108,14 @@ def check_noise(noise: Noise, model: ModelInfo, private: Mapping[str, DatasetInf
             )
 
 
-def _check_alike(datasets: Mapping[str, DatasetInfo], *, needs_labels: bool) -> None:
+def _check_alike(what: str, parts: Mapping[str, Parts]) -> None:
     """Require the same shapes and types of all data sets: a batch may have samples of several."""
-    labelled = datasets if needs_labels else {}
-    for what, parts in (
-        ("samples", {name: data.inputs for name, data in datasets.items()}),
-        ("labels", {name: data.labels for name, data in labelled.items() if data.label_dtype}),
-    ):
-        if len({str(sorted(found.items())) for found in parts.values()}) > 1:
-            listed = ", ".join(f"{name} {describe_arrays(found)}" for name, found in parts.items())
-            raise InputError(
-                f"the data sets have {what} of different types: {listed}",
-                remedy="store all of them with the same shape and type, and the same names",
-            )
+    if len({str(sorted(fields.items())) for fields in parts.values()}) > 1:
+        listed = ", ".join(f"{name} {describe_arrays(fields)}" for name, fields in parts.items())
+        raise InputError(
+            f"the data sets have {what} of different types: {listed}",
+            remedy="store all of them with the same shape and type, and the same names",
+        )
 
 
 def describe_arrays(parts: Parts) -> str:
@@ -140,11 +136,11 @@ def _check_logits(model: ModelInfo, output: OutputInfo) -> None:
     probabilities = LOGITS.get(plain_name(output.loss))
     wrong = probabilities if output.from_logits else "linear"
     if probabilities and output.activation == wrong:
-        current, other = str(output.from_logits).lower(), str(not output.from_logits).lower()
+        current, opposite = str(output.from_logits).lower(), str(not output.from_logits).lower()
         name = _part(model, OUTPUT, output.name)
         raise InputError(
             f"{name} ends in a {wrong} layer, but recipe.from_logits is {current}",
-            remedy=f"set recipe.from_logits: {other} (or from_logits of the loss in compile()), "
+            remedy=f"set recipe.from_logits: {opposite} (or from_logits of the loss in compile()), "
             "or change the model's last layer",
         )
 
@@ -156,25 +152,26 @@ def plain_name(loss: str) -> str:
 
 def _check_inputs(model: ModelInfo, data: DatasetInfo, which: str) -> None:
     """Check that the data has an array for each input: by name, or in order if the data names none."""
-    expected, found = inputs_of(model), data.inputs
-    if expected.keys() != found.keys():
-        if len(found) != len(expected) or not all(is_position(name, INPUT) for name in found):
+    expected, parts = inputs_of(model), data.inputs
+    arrays = list(expected)
+    if expected.keys() != parts.keys():
+        if len(parts) != len(expected) or not all(is_position(name, INPUT) for name in parts):
             raise InputError(
                 f"model {model.name} takes {_names(expected) or 'one input'}, "
-                f"the {which} has {_names(found) or 'one array'}",
+                f"the {which} has {_names(parts) or 'one array'}",
                 remedy="give the arrays the names of the model's inputs; a function returns (inputs, labels)",
             )
-        found = dict(zip(expected, found.values(), strict=True))
-    largest = dict(zip(found, (data.max_values.get(name, 0) for name in data.inputs), strict=True))
-    for name, shape in expected.items():
-        if largest[name] > model.max_inputs.get(name, largest[name]):
+        arrays = list(parts)
+    for (name, shape), array in zip(expected.items(), arrays, strict=True):
+        largest, (_, array_shape) = data.max_values.get(array, 0), parts[array]
+        if largest > model.max_inputs.get(name, largest):
             problem = f"{_part(model, INPUT, name)} takes integers up to {model.max_inputs[name]}"
             remedy = "give the input the dtype int64, or number the values from 0"
-            raise InputError(f"{problem}, the {which} has {largest[name]}", remedy=remedy)
-        if not takes(shape, found[name][1]):
+            raise InputError(f"{problem}, the {which} has {largest}", remedy=remedy)
+        if not takes(shape, array_shape):
             raise InputError(
                 f"{_part(model, INPUT, name)} takes samples of shape {show_shape(shape)}, "
-                f"the {which} has {show_shape(found[name][1])}",
+                f"the {which} has {show_shape(array_shape)}",
                 remedy="change the model's input or the data",
             )
 
@@ -217,42 +214,44 @@ def _match(
 def _check_labels(model: ModelInfo, output: OutputInfo, data: DatasetInfo, field: str, which: str) -> None:
     """Check labels of losses that are known: of a sparse one, integers for each vector of the output."""
     _, shape = data.labels[field]
-    found = f"the {which} has labels" + (f" of {field}" if field and output.name else "")
+    labels = f"the {which} has labels" + (f" of {field}" if field and output.name else "")
     is_sparse = plain_name(output.loss) == _SPARSE
     expected = output.shape[:-1] if is_sparse else output.shape
     remedy = "change the model's last layer, the labels or recipe.loss"
     if is_sparse and not equals(expected, shape) and not equals((*expected, 1), shape):
-        one = (
-            f"integer labels of shape {show_shape(expected)}" if expected else "one integer label per sample"
-        )
         if equals(output.shape, shape):
             remedy = "use recipe.loss: categorical_crossentropy for one-hot labels"
-        raise InputError(
-            f"loss {output.loss} needs {one}, {found} of shape {show_shape(shape)}", remedy=remedy
+        needed = (
+            f"integer labels of shape {show_shape(expected)}" if expected else "one integer label per sample"
         )
+        problem = f"loss {output.loss} needs {needed}, {labels} of shape {show_shape(shape)}"
+        raise InputError(problem, remedy=remedy)
     if plain_name(output.loss) in _SAME_SHAPE and not takes(expected, shape):
         if "categorical" in output.loss and len(shape) == len(expected) - 1:
             remedy = "use recipe.loss: sparse_categorical_crossentropy for integer labels"
         name = _part(model, OUTPUT, output.name)
-        raise InputError(
-            f"{name} has outputs of shape {show_shape(expected)}, {found} of shape {show_shape(shape)}",
-            remedy=remedy,
-        )
+        problem = f"{name} has outputs of shape {show_shape(expected)}, {labels} of shape {show_shape(shape)}"
+        raise InputError(problem, remedy=remedy)
     if is_sparse and not output.ignores_class:
-        _check_classes(model, output, data, field, found)
+        _check_classes(model, output, data, field, labels=labels)
 
 
-def _check_classes(model: ModelInfo, output: OutputInfo, data: DatasetInfo, field: str, found: str) -> None:
+def _check_classes(
+    model: ModelInfo, output: OutputInfo, data: DatasetInfo, field: str, *, labels: str
+) -> None:
+    """Check the labels of a sparse loss against the number of outputs. `labels`: the labels, in words."""
     largest, dtype = data.max_labels.get(field, data.max_label), data.labels[field][0]
     if largest < 0 or dtype.startswith("float"):
         values = f"of type float or bool, kept as {dtype}" if dtype.startswith("float") else "below 0"
         raise InputError(
-            f"loss {output.loss} needs integer labels from 0, {found} {values}",
+            f"loss {output.loss} needs integer labels from 0, {labels} {values}",
             remedy="number the classes from 0: y.astype('int32'); or choose another recipe.loss",
         )
     if not output.shape or 0 < output.shape[-1] <= largest:
         where = f" in {output.name}" if output.name else ""
-        problem = f"model {model.name} has {show_shape(output.shape)} outputs{where}, {found} up to {largest}"
+        problem = (
+            f"model {model.name} has {show_shape(output.shape)} outputs{where}, {labels} up to {largest}"
+        )
         remedy = "number the classes from 0, or " if output.shape[-1:] == (largest,) else ""
         remedy += f"give the model at least {largest + 1} outputs"
         if empty := list_names([name for name, count in data.class_counts.items() if not count]):

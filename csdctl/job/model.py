@@ -24,6 +24,18 @@ OF_FIT = {
     "recipe.reference_batch is for the learning rate",
 }
 """Keys that users of Keras expect, and what there is in their place."""
+WITHOUT_EFFECT = (
+    *("data.public.on", "data.validation.path", "data.validation.on", "data.private.unequal"),
+    *("data.private.activations", "data.weights", "data.allow_nan", "recipe.input_range", "recipe.augment"),
+)
+"""Values that a plan does not depend on, or has by another name."""
+EARLIER_NAMES = {
+    "recipe.loss.": "recipe.losses.",
+    "recipe.freeze": "recipe.freeze_until",
+    "data.csv.label": "data.csv.labels",
+    "data.csv.drop": "data.csv.dropped",
+}
+"""Names of values in plans, where they are others than in job.yaml."""
 FUNCTION_FORM = "PATH.py:FUNCTION, with a path relative to the job file"
 MODEL_FORMS = "keras.applications:NAME, PATH.keras or PATH.py:FUNCTION"
 """The valid references to a function and to a model."""
@@ -153,7 +165,7 @@ class Job:
 
     @property
     def noise(self) -> Noise | None:
-        """Differential privacy of private samples; None: disabled."""
+        """Differential privacy of private samples. None: disabled."""
         return self.data.private.noise if self.data.private else None
 
     @property
@@ -230,6 +242,7 @@ def parse_job(text: str, path: Path, *, name: str = "") -> Job:
     written = parse_document(text, Job, name=name or str(path))
     data, recipe = written.data, written.recipe
     losses = {output: replace(term, name=_own(term.name, path)) for output, term in recipe.loss.items()}
+    augment = _function(data.augment, path)
     job = replace(
         written,
         path=path,
@@ -242,13 +255,14 @@ def parse_job(text: str, path: Path, *, name: str = "") -> Job:
             public=_on_host(data.public, path),
             validation=data.validation and _on_host(data.validation, path),
             private=data.private and replace(data.private, function=_function(data.private.function, path)),
+            augment=augment,
         ),
         recipe=replace(
             _join_arguments(recipe),
             loss=losses,
             metrics=tuple(_own(metric, path) for metric in recipe.metrics),
             input_range=data.input_range,
-            augment=_function(data.augment, path),
+            augment=augment,
         ),
     )
     _check_private(job, written.data)
@@ -305,8 +319,8 @@ def _check_private(job: Job, written: Data) -> None:
     for name, parts in pairs.items():
         paths = [part.path for part in parts if part]
         if any(
-            _overlap(os.path.normpath(own), os.path.normpath(path))
-            for own in (private, os.path.expanduser(private))
+            _overlap(os.path.normpath(private_path), os.path.normpath(path))
+            for private_path in (private, os.path.expanduser(private))
             for path in paths
         ):
             raise InputError(
@@ -473,32 +487,14 @@ def describe_job(job: Job) -> dict[str, Any]:
     Values are YAML values: text, numbers, booleans, and lists of them. Their names stay from version to
     version, because plans have them.
     """
-    recipe, data = asdict(job.recipe), job.data
-    recipe["losses"], recipe["freeze_until"] = recipe.pop("loss"), recipe.pop("freeze")
-    described = {
-        "model": job.model,
-        "model_args": job.model_args,
-        "step": job.step,
-        "data": {
-            "public": {"path": str(data.public.path), "function": data.public.function},
-            "private": {
-                "path": job.private_path,
-                "function": data.private.function if data.private else "",
-                "noise": asdict(job.noise) if job.noise else {},
-            },
-            "validation": {"function": data.validation.function if data.validation else ""},
-            "input_range": recipe.pop("input_range"),
-            "augment": recipe.pop("augment"),
-            "image": asdict(data.image),
-            "classes": data.classes,
-            "tfrecord": asdict(data.tfrecord) if data.tfrecord else {},
-            "csv": {"labels": data.csv.label, "weight": data.csv.weight, "dropped": data.csv.drop}
-            if data.csv
-            else {},
-        },
-        "recipe": recipe,
-    }
-    return dict(_flatten(described))
+    described = asdict(job)
+    names = ("model", "model_args", "step", "data", "recipe")
+    values = dict(_flatten({name: described[name] for name in names}))
+    for name in [name for name in values if name.startswith(WITHOUT_EFFECT)]:
+        del values[name]
+    for now, before in EARLIER_NAMES.items():
+        values = {name.replace(now, before, 1): value for name, value in values.items()}
+    return values
 
 
 def hash_own_files(job: Job) -> dict[str, str]:
@@ -516,4 +512,4 @@ def _flatten(value: object, name: str = "") -> Iterator[tuple[str, Any]]:
         if value:
             yield name, list(value)
     elif value not in (None, ""):
-        yield name, value
+        yield name, str(value) if isinstance(value, Path) else value
