@@ -171,50 +171,34 @@ def describe_run(summary: RunSummary) -> list[tuple[str, str]]:
     epochs = format_count(summary.epochs, "epoch") if summary.epochs else "no complete epoch"
     count = f"{summary.steps:,} steps of {summary.global_batch}, {summary.samples:,} samples"
     identical = "identical on all ranks at the end of every epoch"
-    unread = summary.num_private_unread
-    if_any = (
-        ("gradient noise scale", summary.noise_scale, f"{summary.noise_scale or 0.0:,.0f} samples"),
-        (
-            "lost",
-            summary.lost_nodes,
-            format_node_names(summary.lost_nodes)
-            + f"; {unread:,} private samples were not read" * bool(unread),
-        ),
-        (
-            "events",
-            summary.num_unreadable,
-            f"{summary.num_unreadable:,} lines were skipped: damaged, or of another version",
-        ),
-        (
-            "left out",
-            summary.left_out,
-            f"{format_node_names(summary.left_out)}: training is faster without them, by the plan",
-        ),
-        (
-            "balance",
-            summary.num_rebalanced,
-            f"{format_count(summary.num_rebalanced, 'change')} of batch sizes",
-        ),
-    )
-    return [
+    lost = format_node_names(summary.lost_nodes)
+    if unread := summary.num_private_unread:
+        lost += f"; {unread:,} private samples were not read"
+    skipped = f"{summary.num_unreadable:,} lines were skipped: damaged, or of another version"
+    changed = f"{format_count(summary.num_rebalanced, 'change')} of batch sizes"
+    left_out = format_node_names(summary.left_out)
+    energy = summary.energy.describe_total() if summary.energy else []
+    privacy = describe_privacy(summary.privacy) if summary.privacy else []
+    rows = [
         ("throughput", _describe_speed(summary)),
         ("efficiency", _describe_efficiency(summary)),
         *(
             (name, _describe_metric(validation.get(name), training.get(name)))
             for name in {**training, **validation}
         ),
-        *(
-            []
-            if summary.loss is None
-            else [("loss", _describe_metric(summary.validation_loss, summary.loss))]
-        ),
+        ("loss", _describe_metric(summary.validation_loss, summary.loss)),
         ("trained", f"{epochs}, {count} in {format_seconds(summary.training_s)}"),
+        ("gradient noise scale", f"{summary.noise_scale:,.0f} samples" if summary.noise_scale else ""),
         ("strategy", f"{summary.strategy}{cut}, {sizes}"),
         ("weights", identical if summary.identical_weights else "not compared"),
-        *(("energy", line) for line in (summary.energy.describe_total() if summary.energy else ())),
-        *(("privacy", line) for line in (describe_privacy(summary.privacy) if summary.privacy else ())),
-        *((name, text) for name, value, text in if_any if value),
+        *(("energy", line) for line in energy),
+        *(("privacy", line) for line in privacy),
+        ("lost", lost),
+        ("events", skipped if summary.num_unreadable else ""),
+        ("left out", f"{left_out}: training is faster without them, by the plan" if left_out else ""),
+        ("balance", changed if summary.num_rebalanced else ""),
     ]
+    return [(name, text) for name, text in rows if text]
 
 
 def _describe_metric(validation: float | None, training: float | None) -> str:
@@ -258,7 +242,7 @@ def describe_settings(run: RunResults) -> list[tuple[str, str]]:
     """Return name and text of model, recipe and software of a run, as far as its manifest has them."""
     keys = ("job", "versions", "recipe")  # a manifest may have been edited
     parts = {key: value if isinstance(value := run.manifest.get(key), Mapping) else {} for key in keys}
-    defaults = asdict(Recipe())
+    defaults = json.loads(json.dumps(asdict(Recipe())))
     recipe = {key: value for key, value in parts["recipe"].items() if value and value != defaults.get(key)}
     software = {"csdctl": run.manifest.get("csdctl", "–"), **parts["versions"]}
     pairs = {

@@ -26,6 +26,8 @@ REDFISH = """{"@odata.id": "/redfish/v1/Chassis/1/Power", "PowerControl": [{"@od
 "/redfish/v1/Chassis/1/Power#/PowerControl/0", "MemberId": "0", "PowerConsumedWatts": 344, "PowerMetrics":
 {"MinConsumedWatts": 271, "AverageConsumedWatts": 319}}], "Voltages": []}"""
 RANGE_J = 262143.32885
+NO_NUMBERS = ["", "0", "-5", "nan", "inf", "1e300", "99999", "٣", "1,5"]
+NO_UNITS = ["12 kW", "5/7 W", "1 W 2 J", "sh: 1: ipmitool: no"]
 
 
 def run(script: str, **variables: str) -> str:
@@ -69,24 +71,7 @@ class TestReading:
     def test_powers_are_added_and_counters_kept(self, text, reading):
         assert parse_reading(text) == reading
 
-    @pytest.mark.parametrize(
-        "text",
-        [
-            "",
-            "0",
-            "-5",
-            "nan",
-            "inf",
-            "1e300",
-            "99999",
-            "12 kW",
-            "5/7 W",
-            "1 W 2 J",
-            "٣",
-            "sh: 1: ipmitool: no",
-            "1,5",
-        ],
-    )
+    @pytest.mark.parametrize("text", NO_NUMBERS + NO_UNITS)
     def test_what_is_no_power_is_refused(self, text):
         with pytest.raises(ValueError, match="expected a power"):
             parse_reading(text)

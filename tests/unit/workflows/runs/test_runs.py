@@ -102,30 +102,25 @@ class TestList:
         assert stderr.count(" is skipped: ") == len(skipped)
 
 
-def remove(path: Path) -> None:
-    path.unlink(missing_ok=True)
+def put(make: Callable[[Path], object]) -> Callable[[Path], None]:
+    """Return what puts something in the place of a file."""
+
+    def damage(path: Path) -> None:
+        path.unlink(missing_ok=True)
+        make(path)
+
+    return damage
 
 
-def put_directory(path: Path) -> None:
-    remove(path)
-    path.mkdir()
-
-
-def put_pipe(path: Path) -> None:
-    remove(path)
-    os.mkfifo(path)
-
-
-def put_device(path: Path) -> None:
-    remove(path)
-    os.mknod(path, 0o600 | stat.S_IFCHR, os.makedev(1, 5))  # /dev/zero
-
-
-def put_terabyte(path: Path) -> None:
-    os.truncate(path, 1 << 40)
-
-
-DAMAGES = [put_directory, put_pipe, pytest.param(put_device, marks=needs_root), put_terabyte]
+DAMAGES = [
+    put(Path.mkdir),
+    put(os.mkfifo),
+    pytest.param(
+        put(lambda path: os.mknod(path, 0o600 | stat.S_IFCHR, os.makedev(1, 5))),
+        marks=needs_root,  # /dev/zero
+    ),
+    lambda path: os.truncate(path, 1 << 40),
+]
 
 
 class TestUnreadable:
