@@ -127,7 +127,11 @@ def fields_of(found: Any) -> dict[str, tuple[Any, str]]:
         names = [field.name for field in dataclasses.fields(found)]
     else:
         names = list(found.model_fields)
-    return {name: (hints[name], texts.get(name, "")) for name in names}
+    fields = {name: (hints[name], texts.get(name, "")) for name in names}
+    for name in getattr(found, "JSON_PROPERTIES", ()):
+        computed = getattr(found, name)
+        fields[name] = get_type_hints(computed.fget)["return"], _docstring(computed)
+    return fields
 
 
 def _attributes(body: Sequence[ast.stmt]) -> Iterator[tuple[str, str, str]]:
