@@ -17,7 +17,7 @@ from csdctl.terminal.streams import format_json
 
 if TYPE_CHECKING:
     from csdctl.workflows.discovery.inventory import NodeSource
-    from csdctl.workflows.provision.machine import Kind
+    from csdctl.workflows.provision.machine import NodeKind
 
 
 @on_fleet
@@ -274,9 +274,9 @@ def _parse_values(texts: Sequence[str]) -> dict[str, str | bool]:
     return parsed
 
 
-def _parse_kinds(texts: Sequence[str]) -> "list[Kind]":
+def _parse_kinds(texts: Sequence[str]) -> "list[NodeKind]":
     """Return the kinds of `--kind`. Without a version, Python itself is collected, too."""
-    from csdctl.workflows.provision.machine import ARCHITECTURES, PYTHONS, SENT_PYTHON, Kind
+    from csdctl.workflows.provision.machine import ARCHITECTURES, PYTHONS, SENT_PYTHON, NodeKind
 
     kinds = []
     for text in texts:
@@ -286,7 +286,7 @@ def _parse_kinds(texts: Sequence[str]) -> "list[Kind]":
                 f"--kind {text!r} is unknown",
                 remedy=f"use {' or '.join(ARCHITECTURES)}; with {', '.join(PYTHONS)} if nodes have that",
             )
-        kinds.append(Kind(architecture, python or SENT_PYTHON, sends_python=not colon))
+        kinds.append(NodeKind(architecture, python or SENT_PYTHON, sends_python=not colon))
     return kinds
 
 

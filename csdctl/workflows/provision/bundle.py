@@ -34,7 +34,7 @@ from csdctl.reporting.numbers import format_bytes
 from csdctl.shipping.store import hash_file
 from csdctl.transport.commands import build_child_command
 from csdctl.worker.protocol.packages import TENSORFLOW
-from csdctl.workflows.provision.machine import ARCHITECTURES, SENT_PYTHON, Kind
+from csdctl.workflows.provision.machine import ARCHITECTURES, SENT_PYTHON, NodeKind
 
 LOCK = Path(__file__).with_name("node.lock")
 """Every package that a rank imports, with the hashes of its wheels for all processors (`make lock`)."""
@@ -126,7 +126,7 @@ def run_program(
         raise CsdctlError(f"{doing} failed: {cause}", remedy=remedy)
 
 
-def select_locked(lock: str, kind: Kind, *, with_keras: bool) -> list[str]:
+def select_locked(lock: str, kind: NodeKind, *, with_keras: bool) -> list[str]:
     """Return the lines of a lock file for `kind`, without markers. Raises InputError without a hash. pure."""
     from packaging.requirements import InvalidRequirement, Requirement
 
@@ -170,7 +170,7 @@ def _find_packages_of_keras(lock: str) -> set[str]:
     return unneeded - {*TENSORFLOW}
 
 
-def build_download_command(requirements: Path, kind: Kind, directory: Path) -> list[str]:
+def build_download_command(requirements: Path, kind: NodeKind, directory: Path) -> list[str]:
     """Return the argument list of pip. pure."""
     digits = kind.python.replace(".", "")
     platforms = [word for tag in _TAGS for word in ("--platform", f"{tag}_{kind.architecture}")]
@@ -183,7 +183,7 @@ def build_download_command(requirements: Path, kind: Kind, directory: Path) -> l
     ]
 
 
-def download_wheels(locked: Sequence[str], kind: Kind, directory: Path) -> list[Path]:
+def download_wheels(locked: Sequence[str], kind: NodeKind, directory: Path) -> list[Path]:
     """Download the wheels of lines of a lock file into `directory`. Raises CsdctlError with pip's message."""
     requirements = directory / "requirements.txt"
     save_text(requirements, "\n".join(locked) + "\n")
@@ -279,7 +279,7 @@ class Bundle:
     """The content of bundle.json, and the directory that it is in."""
 
     directory: Path
-    kind: Kind
+    kind: NodeKind
     recipe: str
     """The hash of everything that it is made from; its id on the nodes."""
     wheels: tuple[BundleFile, ...]
@@ -314,7 +314,7 @@ class Bundle:
 
 
 def collect_bundle(
-    kind: Kind, *, lock: Path, prefix: str, directory: Path, say: Say, with_keras: bool = False
+    kind: NodeKind, *, lock: Path, prefix: str, directory: Path, say: Say, with_keras: bool = False
 ) -> Bundle:
     """Return the bundle of `kind`, downloaded if there is none yet. Raises InputError, CsdctlError."""
     locked = select_locked(load_text(lock), kind, with_keras=with_keras)
@@ -343,7 +343,7 @@ def load_bundle(directory: Path) -> Bundle:
 
 
 def _build(
-    kind: Kind, recipe: str, locked: Sequence[str], prefix: str, new: Path, *, with_keras: bool
+    kind: NodeKind, recipe: str, locked: Sequence[str], prefix: str, new: Path, *, with_keras: bool
 ) -> Bundle:
     wheels = new / "wheels"
     wheels.mkdir()
@@ -375,7 +375,7 @@ def _pin(files: Sequence[BundleFile]) -> str:
     return "".join(lines)
 
 
-def _recipe(kind: Kind, locked: Sequence[str], prefix: str, *, with_keras: bool) -> str:
+def _recipe(kind: NodeKind, locked: Sequence[str], prefix: str, *, with_keras: bool) -> str:
     versions = [TRIM_VERSION, *([ARCHIVE_VERSION, prefix] if kind.sends_python else [])]
     made_from = [SCHEMA, asdict(kind), sorted(locked), versions, with_keras]
     return hashlib.sha256(json.dumps(made_from).encode()).hexdigest()

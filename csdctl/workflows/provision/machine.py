@@ -58,7 +58,7 @@ done
 
 
 @dataclass(frozen=True)
-class Kind:
+class NodeKind:
     """The properties of a node that its wheels depend on. Nodes of one kind get the same files."""
 
     architecture: str
@@ -76,7 +76,7 @@ class BareMachine:
     """The answer of one node."""
 
     name: str
-    kind: Kind
+    kind: NodeKind
     python: str
     """The path of its own Python; '' if Python is sent."""
     home: str
@@ -132,7 +132,7 @@ def parse_machine(name: str, completed: Completed) -> BareMachine:
     version = next((python for python in PYTHONS if python in pythons), "")
     return BareMachine(
         name=name,
-        kind=Kind(architecture, version or SENT_PYTHON, sends_python=not version),
+        kind=NodeKind(architecture, version or SENT_PYTHON, sends_python=not version),
         python=pythons.get(version, ""),
         home=first("home"),
         is_root=first("user") == "0",

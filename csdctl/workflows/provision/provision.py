@@ -33,7 +33,7 @@ from csdctl.workflows.provision.bundle import LOCK, WHEELS, Bundle, collect_bund
 from csdctl.workflows.provision.machine import (
     SENT_PYTHON,
     BareMachine,
-    Kind,
+    NodeKind,
     build_probe,
     check_prefix,
     check_root,
@@ -237,7 +237,7 @@ class ProvisionRequest:
             remedy = "use an absolute path, such as /opt/csdctl"
             raise InputError(f"--prefix {self.prefix!r} cannot be used", remedy=remedy)
 
-    def collect(self, kind: Kind, say: Say) -> Bundle:
+    def collect(self, kind: NodeKind, say: Say) -> Bundle:
         """Return the bundle of `kind`, collected now if there is none yet."""
         return collect_bundle(
             kind,
@@ -365,11 +365,11 @@ def collect_fleet(request: ProvisionRequest, fleet: Fleet, directory: Path, say:
 class BundleSender:
     """The bundles of all kinds, read once for all nodes. `send` is called from many threads."""
 
-    def __init__(self, bundles: Mapping[Kind, Bundle], prefix: str) -> None:
+    def __init__(self, bundles: Mapping[NodeKind, Bundle], prefix: str) -> None:
         self._bundles = bundles
         self._prefix = prefix
         self._lock = threading.Lock()
-        self._contents: dict[Kind, tuple[Payload, bytes]] = {}
+        self._contents: dict[NodeKind, tuple[Payload, bytes]] = {}
 
     def send(
         self,
@@ -413,7 +413,7 @@ class BundleSender:
             done.check(session.name, doing="unpacking Python", remedy="check its disk: `df -h`, `mount`")
         return archive.num_bytes if archive else 0
 
-    def _read(self, kind: Kind) -> tuple[Payload, bytes]:
+    def _read(self, kind: NodeKind) -> tuple[Payload, bytes]:
         """Return the wheels and the archive of Python, if there is one."""
         with self._lock:
             if kind not in self._contents:

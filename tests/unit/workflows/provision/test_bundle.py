@@ -14,11 +14,11 @@ from csdctl.errors import CsdctlError, InputError
 from csdctl.shipping.store import hash_file
 from csdctl.transport.local import LocalSession
 from csdctl.workflows.provision.bundle import SCHEMA, Bundle, BundleFile, load_bundle, python_directory
-from csdctl.workflows.provision.machine import BareMachine, Kind
+from csdctl.workflows.provision.machine import BareMachine, NodeKind
 from csdctl.workflows.provision.provision import BundleSender
 from tests.fake_session import FakeSession
 
-KIND = Kind("aarch64", "3.11", sends_python=True)
+KIND = NodeKind("aarch64", "3.11", sends_python=True)
 ARCHIVE = b"an archive of Python"
 
 

@@ -8,7 +8,14 @@ import pytest
 
 from csdctl.errors import CsdctlError
 from csdctl.transport.session import Completed
-from csdctl.workflows.provision.machine import MIB, Kind, build_probe, check_root, check_space, parse_machine
+from csdctl.workflows.provision.machine import (
+    MIB,
+    NodeKind,
+    build_probe,
+    check_root,
+    check_space,
+    parse_machine,
+)
 
 ANSWER = """\
 architecture=aarch64
@@ -27,12 +34,12 @@ def completed(text: str) -> Completed:
 
 def test_node_without_python_gets_one_and_keeps_its_own_if_that_is_supported() -> None:
     machine = parse_machine("csd0", completed(ANSWER))
-    assert machine.kind == Kind("aarch64", "3.11", sends_python=True)
+    assert machine.kind == NodeKind("aarch64", "3.11", sends_python=True)
     assert (machine.python, machine.home, machine.is_root) == ("", "/root", True)
     assert machine.free_bytes == 4_000_000 * 1024
     answer = ANSWER + "python=3.12 /usr/bin/python3\npython=3.14 /opt/python3.14\n"
     machine = parse_machine("csd0", completed(answer))
-    assert machine.kind == Kind("aarch64", "3.12", sends_python=False)
+    assert machine.kind == NodeKind("aarch64", "3.12", sends_python=False)
     assert machine.python == "/usr/bin/python3"
 
 

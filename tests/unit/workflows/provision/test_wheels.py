@@ -21,9 +21,9 @@ from csdctl.workflows.provision.bundle import (
     strip_elf,
     trim_wheel,
 )
-from csdctl.workflows.provision.machine import PYTHONS, Kind
+from csdctl.workflows.provision.machine import PYTHONS, NodeKind
 
-ARM = Kind("aarch64", "3.11", sends_python=False)
+ARM = NodeKind("aarch64", "3.11", sends_python=False)
 LOCKED = """\
 # a comment
 tensorflow==2.21.0 ; platform_machine != 'x86_64' \\
@@ -66,7 +66,7 @@ def test_lines_for_the_node_are_selected_and_one_that_cannot_be_used_is_an_error
     tensorflow = ["tensorflow==2.21.0 --hash=sha256:aa --hash=sha256:bb"]
     assert select_locked(LOCKED, ARM, with_keras=False) == tensorflow + six
     assert select_locked(LOCKED, ARM, with_keras=True) == tensorflow + of_keras + six
-    newer = select_locked(LOCKED, Kind("x86_64", "3.12", sends_python=False), with_keras=False)
+    newer = select_locked(LOCKED, NodeKind("x86_64", "3.12", sends_python=False), with_keras=False)
     assert newer == ["tensorflow-cpu==2.21.0 --hash=sha256:cc", "numpy==2.5.5 --hash=sha256:dd", *six]
     for text in ("numpy==2.4\n", "not a requirement --hash=sha256:aa\n"):
         with pytest.raises(InputError, match="the lock file"):
@@ -76,7 +76,7 @@ def test_lines_for_the_node_are_selected_and_one_that_cannot_be_used_is_an_error
 @pytest.mark.parametrize("architecture", ["aarch64", "x86_64"])
 @pytest.mark.parametrize("python", PYTHONS)
 def test_lock_has_what_a_rank_imports(architecture: str, python: str) -> None:
-    kind = Kind(architecture, python, sends_python=False)
+    kind = NodeKind(architecture, python, sends_python=False)
     plain, full = (
         {line.split("==")[0] for line in select_locked(load_text(LOCK), kind, with_keras=with_keras)}
         for with_keras in (False, True)
@@ -171,7 +171,7 @@ def test_of_tensorflow_its_libraries_and_its_version_are_installed(tmp_path: Pat
 def test_bundles_with_and_without_keras_are_side_by_side(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def download(locked: Sequence[str], kind: Kind, directory: Path) -> list[Path]:
+    def download(locked: Sequence[str], kind: NodeKind, directory: Path) -> list[Path]:
         make_wheel(directory / "tensorflow-2.21.0-py3-none-any.whl", WHOLE)
         return [directory / "tensorflow-2.21.0-py3-none-any.whl"]
 
