@@ -167,9 +167,10 @@ def _measure(
             conditions[outcome.name] = outcome.value
         elif outcome.error:
             examination.add(judge_error(outcome.name, "probe", outcome.error))
-        for name in conditions.keys() - judged if HOST_NAME in conditions else ():
-            judged.add(name)
-            examination.add(*judge_machine(conditions[name], conditions[HOST_NAME], fleet))
+        if HOST_NAME in conditions:
+            for name in [name for name in conditions if name not in judged]:
+                judged.add(name)
+                examination.add(*judge_machine(conditions[name], conditions[HOST_NAME], fleet))
         check_clock(clock, "probing the machines")
 
     run_on_all(sessions, measure, on_done=on_measured)
