@@ -39,6 +39,8 @@ STATE = b".csdctl"
 OBJECTS = STATE + b"/objects"
 TREES = STATE + b"/trees"
 LOCK = STATE + b"/receive.lock"
+MAX_RANGES = 20_000
+"""Ranges of objects in a request, so that its line stays below a megabyte."""
 SILENCE_S = 120.0
 """The longest silence of the host before this command ends on its own."""
 NO_LINK = (errno.EMLINK, errno.EPERM, errno.EXDEV, errno.EOPNOTSUPP, errno.ENOSYS, errno.EACCES)
@@ -267,10 +269,10 @@ class Receiver:
 
 
 def report_missing(missing: list[int], offsets: dict[int, int]) -> list[int]:
-    """Report the objects to send, as at most 20,000 ranges: a line has a megabyte. Return their numbers."""
+    """Report the objects to send, in at most MAX_RANGES ranges. Return their numbers."""
     ranges: list[list[int]] = []
     for number in missing:
-        if ranges and (ranges[-1][1] == number - 1 or len(ranges) == 20_000):
+        if ranges and (ranges[-1][1] == number - 1 or len(ranges) == MAX_RANGES):
             ranges[-1][1] = number
         else:
             ranges.append([number, number])

@@ -41,10 +41,10 @@ class Answer:
 def build_answer(
     exit_code: int, stdout: bytes, stderr: bytes, error: str = "", duration_s: float = 0.0
 ) -> Answer:
-    """Return an answer with outputs of at most MAX_KEPT_BYTES each."""
+    """Return an answer with at most MAX_KEPT_BYTES of each output."""
     kept, kept_errors = stdout[:MAX_KEPT_BYTES], stderr[-MAX_KEPT_BYTES:]
     num_dropped = len(stdout) - len(kept) + len(stderr) - len(kept_errors)
-    return Answer(exit_code, kept, kept_errors, num_dropped, error, duration_s)
+    return Answer(exit_code, kept, kept_errors, num_dropped, error=error, duration_s=duration_s)
 
 
 @dataclass(frozen=True)
