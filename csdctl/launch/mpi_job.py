@@ -153,13 +153,11 @@ class MpiJob:
         log: CappedLog,
         start_daemon: StartDaemon,
         *,
-        sandbox_s: float = SANDBOX_S,
         starter: str = HOST_NAME,
         request: str = REQUEST,
     ) -> None:
         """`start` starts mpirun on `starter`. It ends with its standard input, and so with csdctl."""
         self._start, self._start_daemon, self._starter = start, start_daemon, starter
-        self._sandbox_s = sandbox_s
         self._output = JobOutput(log, request, self._request_daemon)
         self._daemon: threading.Thread | None = None
         self._conversation: Conversation | None = None
@@ -191,17 +189,17 @@ class MpiJob:
 
     def _watch(self, conversation: Conversation, outcome: JobOutcome) -> None:
         """Read until the output has ended, the job is to end, or only an orphan is left."""
-        started = last_sample = time.monotonic()
-        exited: float | None = None
+        started_s = sampled_s = time.monotonic()
+        exited_s: float | None = None
         while not self._is_ended and self._read(conversation):
-            now = time.monotonic()
-            if now - last_sample > min(MAX_SAMPLE_INTERVAL_S, SAMPLE_INTERVAL_SHARE * (now - started)):
-                last_sample = now
-                if self._starter == HOST_NAME:
-                    _sample_connections(conversation.stderr.group, outcome)
+            now_s = time.monotonic()
+            interval_s = min(MAX_SAMPLE_INTERVAL_S, SAMPLE_INTERVAL_SHARE * (now_s - started_s))
+            if now_s - sampled_s > interval_s and self._starter == HOST_NAME:
+                sampled_s = now_s
+                _sample_connections(conversation.stderr.group, outcome)
             if conversation.has_exited():
-                exited = exited or now
-                if now - exited > 1.0:
+                exited_s = exited_s or now_s
+                if now_s - exited_s > 1.0:
                     return  # mpirun was killed, and a process it started keeps its output open
 
     def _read(self, conversation: Conversation) -> bool:
@@ -216,7 +214,7 @@ class MpiJob:
         with contextlib.suppress(CsdctlError, EOFError, ValueError):
             conversation.send_line("")
         with contextlib.suppress(CsdctlError, OSError, ValueError):
-            end_s = time.monotonic() + self._sandbox_s
+            end_s = time.monotonic() + SANDBOX_S
             while (is_open := self._read(conversation)) and time.monotonic() < end_s:
                 pass
             if not is_open:

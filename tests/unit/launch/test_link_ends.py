@@ -25,8 +25,8 @@ ROUTES = {"10.1.0.2": "10.1.0.1", "10.92.0.2": "10.92.0.1", "fd01::2": "fd01::1"
 
 @pytest.fixture(autouse=True)
 def routes(monkeypatch: pytest.MonkeyPatch) -> None:
-    known = {**ROUTES, "127.0.0.1": "127.0.0.1"}
-    monkeypatch.setattr(link_ends, "_route", lambda address: known.get(address, ""))
+    routes = {**ROUTES, "127.0.0.1": "127.0.0.1"}
+    monkeypatch.setattr(link_ends, "_route", lambda address: routes.get(address, ""))
 
 
 def paths(network: str = "", reached_at: str = "10.1.0.2", node: object = NODE) -> list[tuple[str, ...]]:
@@ -50,9 +50,9 @@ def test_network_of_the_fleet_file_decides(network: str, expected: list[tuple[st
 
 def test_without_a_network_the_address_of_ssh_comes_first_and_then_others_with_a_route() -> None:
     """A bridge within both machines has no other address than theirs, and is not tried."""
-    first, *others = paths()
+    first, *further = paths()
     assert first == ("m", "eth0", "10.1.0.2")
-    assert {*others} == {("l0", "csd", "10.92.0.2"), ("m", "eth0", "fd01::2"), ("l0", "csd", "fd92::2")}
+    assert {*further} == {("l0", "csd", "10.92.0.2"), ("m", "eth0", "fd01::2"), ("l0", "csd", "fd92::2")}
     assert paths(reached_at="192.0.2.7")[0][2] in ROUTES, "a forwarded port says nothing of the address"
     assert paths(reached_at="127.0.0.1", node=HOST)[0] == ("lo", "lo", "127.0.0.1")
 

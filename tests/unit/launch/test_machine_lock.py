@@ -1,4 +1,4 @@
-"""One csdctl at a time on a machine, with real processes and locks; what `clean` leaves on the host."""
+"""One csdctl at a time on a machine, with real processes and locks. What `clean` leaves on the host."""
 
 import json
 import os
@@ -81,7 +81,7 @@ def test_machine_that_is_still_locked_by_us_can_be_relocked(session: LocalSessio
 def test_lock_of_a_holder_that_died_with_its_host_is_taken_over(
     session: LocalSession, tmp_path: Path
 ) -> None:
-    """After a power cut of the host the locking program still waits; its csdctl is of an earlier boot.
+    """After a power cut of the host the locking program still waits. Its csdctl is of an earlier boot.
 
     The lock of a csdctl that runs is respected.
     """
@@ -93,11 +93,11 @@ def test_lock_of_a_holder_that_died_with_its_host_is_taken_over(
         sleeper = int(children.read_text())
         stat = load_stat(sleeper)
         assert stat
-        other = {"pid": sleeper, "started": str(stat.start_time), "holding_pid": sleeper}
-        lock_file.write_text(json.dumps(describe_holder("train", tmp_path) | other))
+        sleeping = {"pid": sleeper, "started": str(stat.start_time), "holding_pid": sleeper}
+        lock_file.write_text(json.dumps(describe_holder("train", tmp_path) | sleeping))
         with pytest.raises(MachineLockedError, match=f"process {sleeper} on"):
             relock(session, tmp_path).__enter__()
-        lock_file.write_text(json.dumps(describe_holder("train", tmp_path) | other | {"boot": "earlier"}))
+        lock_file.write_text(json.dumps(describe_holder("train", tmp_path) | sleeping | {"boot": "earlier"}))
         holding.kill()  # only the sleeper still holds the lock
         clean_machine(session, sys.executable, CleanupOptions())
         with lock(session, tmp_path):
@@ -123,8 +123,8 @@ def test_only_known_parts_of_a_holder_are_read(tmp_path: Path) -> None:
         assert "pid" not in read_holder({**me, "pid": pid})
     assert read_holder({"command": {"a": 1}, "host": ["b"], "other": "c"}) == {}
     assert len(str(read_holder({"command": "x" * 10_000})["command"])) == 200
-    for other in (None, 5, "text", [me]):
-        assert read_holder(other) == {}
+    for content in (None, 5, "text", [me]):
+        assert read_holder(content) == {}
 
 
 @pytest.mark.fault(21)
@@ -149,6 +149,8 @@ def test_plans_runs_models_and_keys_of_the_host_stay(tmp_path: Path) -> None:
     outcomes = clean(Fleet(()), options, directory=tmp_path)
     assert outcomes["host"].value
     assert {*outcomes["host"].value.paths} == {".csdctl/objects/4567.npy.part", ".csdctl/features"}
-    left = {str(path.relative_to(tmp_path / ".csdctl")) for path in tmp_path.rglob("*") if path.is_file()}
-    assert {*KEPT} <= left
-    assert not {name for name in left if name.startswith("features") or name.endswith(".part")}
+    remaining = {
+        str(path.relative_to(tmp_path / ".csdctl")) for path in tmp_path.rglob("*") if path.is_file()
+    }
+    assert {*KEPT} <= remaining
+    assert not {name for name in remaining if name.startswith("features") or name.endswith(".part")}

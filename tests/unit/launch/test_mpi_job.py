@@ -1,4 +1,4 @@
-"""A link in which a small program stands in for mpirun and prints what mpirun prints; causes; traffic."""
+"""A link in which a small program stands in for mpirun and prints what mpirun prints. Causes and traffic."""
 
 import os
 import signal
@@ -38,20 +38,20 @@ class Job:
         self.asked: list[tuple[str, str]] = []
         self.request = REQUEST
 
-    def make(self, program: str, **options: float) -> MpiJob:
+    def make(self, program: str) -> MpiJob:
         (self.directory / "mpirun.py").write_text(f"import os, signal, sys, time\n{program}")
         command = [sys.executable, "-u", str(self.directory / "mpirun.py")]
         session = LocalSession("host", self.directory)
         start = lambda: session.converse(command)  # noqa: E731
         log = CappedLog(self.directory / "rank-1.log", "csd0")
-        return MpiJob(start, log, self.start_daemon, request=self.request, **options)
+        return MpiJob(start, log, self.start_daemon, request=self.request)
 
     def start_daemon(self, host: str, command: str) -> Conversation:
         self.asked.append((host, command))
         raise CsdctlError("does not answer")
 
-    def run(self, program: str, **options: float) -> JobOutcome:
-        return self.make(program, **options).run()
+    def run(self, program: str) -> JobOutcome:
+        return self.make(program).run()
 
     def print(self, text: str) -> JobOutcome:
         """Run an mpirun that prints `text` and ends."""
@@ -115,7 +115,7 @@ class TestEnding:
     def test_orphan_that_keeps_the_pipes_open_does_not_block_the_end(self, job: Job) -> None:
         program = "pid = os.fork()\nif pid == 0:\n    os.setsid()\n    time.sleep(100_000)\n"
         program += "open('pid', 'w').write(str(pid))\n"
-        job.run(program, sandbox_s=0.2)
+        job.run(program)
         os.kill(int((job.directory / "pid").read_text()), signal.SIGKILL)
 
     def test_link_that_is_ended_before_its_start_leaves_nothing_running(self, job: Job) -> None:

@@ -135,12 +135,12 @@ class TestTrees:
         self, node: Machine, source: Path, host: Path
     ) -> None:
         session, home = node
-        other = fill(host / "other", a=b"one", z=b"zzz")
-        requests = [TreeRequest(source, "first"), TreeRequest(other, "deep/second")]
+        second = fill(host / "second", a=b"one", z=b"zzz")
+        requests = [TreeRequest(source, "first"), TreeRequest(second, "deep/second")]
         payload = pack_payload(trees=[read_tree(request) for request in requests])
         assert deliver(session, payload) == Delivery(3, 9, 0)
         assert content_of(home / "first") == content_of(source)
-        assert content_of(home / "deep" / "second") == content_of(other)
+        assert content_of(home / "deep" / "second") == content_of(second)
         (home / "absolute" / "data").mkdir(parents=True)
         send_tree(session, source, str(home / "absolute" / "data"))  # an empty directory may be there
         assert content_of(home / "absolute" / "data") == content_of(source)

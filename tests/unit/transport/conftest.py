@@ -64,15 +64,15 @@ class ServerFiles:
         self.known_hosts.write_text(f"[127.0.0.1]:{self.port} {public_key}")
 
     def trust_in(self, project: Path) -> None:
-        known = project / ".csdctl" / "known_hosts"
-        known.parent.mkdir(exist_ok=True)
-        with known.open("a") as file:
+        known_hosts = project / ".csdctl" / "known_hosts"
+        known_hosts.parent.mkdir(exist_ok=True)
+        with known_hosts.open("a") as file:
             file.write(self.known_hosts.read_text().strip() + "\n")
 
 
 @dataclass
 class SshServer(ServerFiles):
-    """The configuration of the server; fields may be changed while it runs."""
+    """The configuration of the server. Fields may be changed while it runs."""
 
     banner: str = ""
     """Text that is sent before the login."""
@@ -120,7 +120,7 @@ def server(tmp_path: Path) -> Iterator[SshServer]:
 
 @pytest.fixture
 def ssh(server: SshServer) -> Iterator[SshSession]:
-    """An open session to the server; paths below the home are below the directory that it starts in."""
+    """An open session to the server. Its home is the directory in which its programs start."""
     session = connect(server.node(env=(("HOME", str(server.state)),)), [server.known_hosts])
     yield session
     session.close()

@@ -89,7 +89,7 @@ def test_silent_node_behind_a_jump_host_ends_at_the_deadline(server: Server, gat
 def test_node_that_falls_silent_behind_a_jump_host_is_noticed(
     server: Server, gate: Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The jump host keeps responding; only the node's traffic stops."""
+    """The jump host keeps responding. Only the node's traffic stops."""
     monkeypatch.setattr(ssh, "KEEPALIVE_INTERVAL_S", 1.0)
     monkeypatch.setattr(ssh, "DEAD_PEER_S", scaled(4))
     is_stopped = threading.Event()
@@ -106,9 +106,9 @@ def test_node_that_falls_silent_behind_a_jump_host_is_noticed(
             forward(near, far)
 
     with raw_server(relay) as port:
-        known = server.directory / "known_relay"
-        known.write_text(f"[127.0.0.1]:{port} {server.public_key}")
-        session = connect(behind(server, gate, port=port), [known, gate.known_hosts])
+        known_hosts = server.directory / "known_relay"
+        known_hosts.write_text(f"[127.0.0.1]:{port} {server.public_key}")
+        session = connect(behind(server, gate, port=port), [known_hosts, gate.known_hosts])
         assert session.run(["true"]).exit_code == 0
         is_stopped.set()
         with pytest.raises(UnreachableError, match="lost"):
@@ -117,8 +117,8 @@ def test_node_that_falls_silent_behind_a_jump_host_is_noticed(
 
 
 def test_responding_peer_stays_connected(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
-    known = KnownHosts.load([server.known_hosts])
-    jumps = ssh.JumpHosts(known)
+    known_hosts = KnownHosts.load([server.known_hosts])
+    jumps = ssh.JumpHosts(known_hosts)
     transport = ssh.open_transport(server.node(), ssh.Deadline(scaled(10)), jumps)
     monkeypatch.setattr(ssh, "KEEPALIVE_INTERVAL_S", 0.05)
     monkeypatch.setattr(ssh, "DEAD_PEER_S", scaled(1.0))

@@ -34,16 +34,16 @@ def load(tmp_path: Path, text: str) -> KnownHosts:
 )
 def test_names_are_found_as_openssh_writes_them(tmp_path: Path, names: str, address: str, port: int) -> None:
     line, key_type, blob = make_key()
-    known = load(tmp_path, f"{names} {line}\n")
-    known.check("csd0", address, port, key_type, blob)
-    assert known.lookup("10.9.9.9", 22) == ()
+    known_hosts = load(tmp_path, f"{names} {line}\n")
+    known_hosts.check("csd0", address, port, key_type, blob)
+    assert known_hosts.lookup("10.9.9.9", 22) == ()
 
 
 def test_revoked_key_is_refused(tmp_path: Path) -> None:
     line, key_type, blob = make_key()
-    known = load(tmp_path, f"10.0.0.1 {line}\n@revoked * {line}\n")
+    known_hosts = load(tmp_path, f"10.0.0.1 {line}\n@revoked * {line}\n")
     with pytest.raises(HostKeyError, match="revoked"):
-        known.check("csd0", "10.0.0.1", 22, key_type, blob)
+        known_hosts.check("csd0", "10.0.0.1", 22, key_type, blob)
 
 
 @pytest.mark.parametrize(
@@ -53,9 +53,9 @@ def test_certificate_authority_is_named_where_a_key_is_unknown(
     tmp_path: Path, names: str, *, is_named: bool
 ) -> None:
     line, key_type, blob = make_key()
-    known = load(tmp_path, f"# a comment\n@cert-authority {names} {line}\n")
+    known_hosts = load(tmp_path, f"# a comment\n@cert-authority {names} {line}\n")
     with pytest.raises(HostKeyError, match="is unknown") as caught:
-        known.check("csd0", "csd0.lan", 22, key_type, blob)
+        known_hosts.check("csd0", "csd0.lan", 22, key_type, blob)
     ignored = f"@cert-authority in {tmp_path / 'known_hosts'}:2 is ignored"
     assert (ignored in caught.value.message) == is_named
 
@@ -82,28 +82,28 @@ def test_what_cannot_be_read_is_named_where_a_key_is_unknown(
     else:
         path.write_bytes(damage.encode())
     _, key_type, blob = make_key()
-    known = KnownHosts.load([tmp_path / "missing", path])
+    known_hosts = KnownHosts.load([tmp_path / "missing", path])
     with pytest.raises(HostKeyError, match="is unknown") as caught:
-        known.check("csd0", "csd0", 22, key_type, blob)
+        known_hosts.check("csd0", "csd0", 22, key_type, blob)
     assert expected in caught.value.message
     assert ("known_hosts" in caught.value.message) == bool(expected)
 
 
 def test_key_of_the_usual_port_is_known_at_others_unless_they_have_their_own(tmp_path: Path) -> None:
-    (line, key_type, blob), (other, _, other_blob) = make_key(), make_key()
-    known = load(tmp_path, f"csd0 {line}\n[csd0]:2222 {other}\n")
-    known.check("csd0", "csd0", 2223, key_type, blob)
+    (line, key_type, blob), (second, _, second_blob) = make_key(), make_key()
+    known_hosts = load(tmp_path, f"csd0 {line}\n[csd0]:2222 {second}\n")
+    known_hosts.check("csd0", "csd0", 2223, key_type, blob)
     with pytest.raises(HostKeyError, match="is unknown"):
-        known.check("csd0", "csd0", 2223, key_type, other_blob)
+        known_hosts.check("csd0", "csd0", 2223, key_type, second_blob)
     with pytest.raises(HostKeyError, match="has changed"):
-        known.check("csd0", "csd0", 2222, key_type, blob)
+        known_hosts.check("csd0", "csd0", 2222, key_type, blob)
 
 
 @pytest.mark.parametrize("old_kind", ["ssh-ed25519", "ecdsa-sha2-nistp256"])
 def test_changed_key_names_file_line_and_both_fingerprints(tmp_path: Path, old_kind: str) -> None:
     (old, _, old_blob), (_, key_type, blob) = make_key(old_kind), make_key()
-    known = load(tmp_path, f"\n10.0.0.1 {old}\n")
+    known_hosts = load(tmp_path, f"\n10.0.0.1 {old}\n")
     with pytest.raises(HostKeyError) as caught:
-        known.check("csd0", "10.0.0.1", 22, key_type, blob)
+        known_hosts.check("csd0", "10.0.0.1", 22, key_type, blob)
     for part in ("has changed", f"{tmp_path / 'known_hosts'}:2", fingerprint(old_blob), fingerprint(blob)):
         assert part in caught.value.message

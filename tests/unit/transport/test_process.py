@@ -22,7 +22,7 @@ GROUP = 77
 
 
 class ScriptedProcess:
-    """Implements `process.Process`; the next bytes are always there, however short the wait for them."""
+    """Implements `session.Process`. The next bytes are always there, however short the wait for them."""
 
     def __init__(self, chunks: Iterable[bytes], *, starts: bool = True) -> None:
         self._chunks = chain([f"{TOKEN}\n".encode()] if starts else [], chunks)

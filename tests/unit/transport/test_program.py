@@ -47,7 +47,7 @@ def test_result_is_found_in_any_output() -> None:
 
 def test_request_is_one_line_and_progress_comes_before_the_result() -> None:
     working = [PrepareProgress(number, 7, 1) for number in (0, 7)]
-    frames = ["noise", *(to_frame("progress", one) for one in working), to_frame("result", Sum(3))]
+    frames = ["noise", *(to_frame("progress", progress) for progress in working), to_frame("result", Sum(3))]
     session = FakeSession("csd2").on("python3", replies=lambda line: frames)
     news: list[PrepareProgress] = []
     with closing(Program(session, ["python3"], "adding", Patience())) as program:

@@ -1,4 +1,4 @@
-"""SSH: keys, login shells and key exchanges; failing connections are in tests/lab and tests/attacks."""
+"""SSH: keys, login shells and key exchanges. Failing connections are in tests/lab and tests/attacks."""
 
 import base64
 import contextlib
@@ -132,9 +132,9 @@ def test_process_group_is_made_where_the_server_makes_none(server: Server, ssh: 
 
 
 def test_commands_go_on_while_keys_are_exchanged_again(server: Server) -> None:
-    """Channels close meanwhile, which the reading thread must answer; it must not wait for itself."""
-    known = KnownHosts.load([server.known_hosts])
-    transport = open_transport(server.node(), Deadline(scaled(10)), JumpHosts(known))
+    """Channels close meanwhile, which the reading thread must answer. It must not wait for itself."""
+    known_hosts = KnownHosts.load([server.known_hosts])
+    transport = open_transport(server.node(), Deadline(scaled(10)), JumpHosts(known_hosts))
     transport.packetizer.REKEY_BYTES = 1 << 16
     session = SshSession(server.node(), transport)
 

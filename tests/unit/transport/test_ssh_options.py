@@ -72,9 +72,9 @@ def test_openssh_connects_with_these_options_unless_the_host_key_has_changed(ser
 def test_jump_hosts_get_their_own_key_and_the_same_known_hosts(tmp_path: Path) -> None:
     def proxy_of(words: Iterable[str]) -> tuple[str, str, tuple[str, ...]]:
         (command,) = (word[13:] for word in words if word.startswith("ProxyCommand="))
-        found = parse_proxy_command(command)
-        assert found is not None
-        return command, *found
+        parsed = parse_proxy_command(command)
+        assert parsed is not None
+        return command, *parsed
 
     outer = Node("outer", "fd00::9", user="me", key=Path("/keys/100% my id"))
     gate = Node("gate", "10.9.0.1", 2200, "ops", jump=outer)
