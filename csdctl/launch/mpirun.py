@@ -54,7 +54,7 @@ COMMON_OPTIONS = (
     "--mca coll ^han",
     f"--mca btl_tcp_eager_limit {EAGER_LIMIT_BYTES}",
     f"--mca btl_tcp_max_send_size {EAGER_LIMIT_BYTES}",
-    # Without "put": with it, a message longer than its receiver expects is written beyond the buffer.
+    # With "put", a message longer than its receiver expects would be written beyond the buffer.
     "--mca btl_tcp_flags send,inplace",
     "--prtemca plm_ssh_no_tree_spawn 1",
     "--prtemca odls_base_max_threads 0",

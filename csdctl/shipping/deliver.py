@@ -37,7 +37,7 @@ WHOLE_S = 900.0
 """The deadline of a delivery without files: more than the receiver waits for another deploy to end."""
 BYTES_PER_S = 128 * 1024
 """The time of all bytes at this rate is added to WHOLE_S. A usable link or disk is faster."""
-# A node gets its first files before its own Python is installed; until then python3 is used.
+# A node gets its first files before csdctl's Python is installed there. Until then python3 is used.
 _START = 'command -v -- "$1" >/dev/null 2>&1 || { shift; set -- python3 "$@"; }; exec "$@"'
 _REMEDY = (
     "check its disk and its network, and its Python (3.8 or newer: `python:` in fleet.yaml), or --exclude it"
@@ -46,7 +46,7 @@ _REMEDY = (
 
 @dataclass(frozen=True)
 class Missing:
-    """A request for objects by number, and for the bytes to start from where it is not the first byte."""
+    """A request for objects by number. `resume`: the bytes to start from, by number, unless that is 0."""
 
     ranges: Annotated[tuple[tuple[Count, Count], ...], MaxLength(MAX_RANGES)]
     """First and last number of the objects, ascending."""

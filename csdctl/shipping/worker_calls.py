@@ -52,7 +52,7 @@ def call_worker(
     doing: str,
     patience: Patience = PATIENCE,
 ) -> ResponseT:
-    """Send `request` to a command of the worker, return its response. Raises what `Program.read` raises."""
+    """Send `request` to a command of the worker. Return its response. Raises the errors of `Program.read`."""
     argv = build_worker_command(python, worker_path, [command])
     try:
         return WorkerProgram(session, argv, doing, patience).call(request, response, on_progress)
@@ -88,7 +88,10 @@ def fetch_results(
     *,
     doing: str,
 ) -> None:
-    """Write the described file to `target`. Raises what `Program.read` raises, and for any other content."""
+    """Write the file that `spec` describes to `target`. Raises the errors of `Program.read`.
+
+    Content that `spec` does not describe is an error, too.
+    """
     digest, num_bytes = hashlib.sha256(), 0
     argv = build_worker_command(python, worker_path, ["send"])
     patience = Patience(spare_lines=1000 + spec.num_bytes // MIN_BLOCK_BYTES)

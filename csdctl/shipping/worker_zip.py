@@ -1,4 +1,4 @@
-"""The worker as one zip file that Python runs directly, and the job's own code as one that it imports from.
+"""The worker as a zip file that Python runs, and the job's own code as a zip file that it imports from.
 
 The same source gives the same bytes with one version of Python: fixed times, sorted names, no compression.
 """
@@ -22,7 +22,7 @@ REPRODUCIBLE = 2
 
 @cache  # compiling takes a quarter of a second, and a command may need the zip for its checks and its run
 def pack_worker() -> bytes:
-    """Return the zip with `__main__`, and bytecode, a tenth of the start of a process on a slow node."""
+    """Return the zip of the worker. Its bytecode saves a tenth of a process's start on a slow node."""
     root = resources.files("csdctl")
     entries = {"__main__.py": MAIN.encode(), "csdctl/__init__.py": (root / "__init__.py").read_bytes()}
     for name, file in _python_files(root / "worker", "csdctl/worker"):

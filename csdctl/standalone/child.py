@@ -1,4 +1,4 @@
-"""Run a program that ends when the process that started it does, even by a kill.
+"""Run a program that ends with the process that started it, even if that is killed.
 
 Arguments: the id of that process, and the program's argument list.
 """

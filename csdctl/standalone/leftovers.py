@@ -30,7 +30,7 @@ PARTS = (
 """Patterns of files that a killed command has not finished. Files have these names while they are written."""
 FEATURES, PREDICTIONS = ".csdctl/features", ".csdctl/predictions"
 COPIES = ".csdctl/copies"
-"""Copies of another server's runs. It is laid out as a project directory, with its states in /dev/shm."""
+"""Copies of another server's runs, laid out as a project directory. Their states are in /dev/shm."""
 SANDBOX_USERS = range(1_907_000_000, 1_907_000_000 + 3600 * 65_536)
 """User IDs of the sandboxes that root starts (worker/protocol/sandbox.py)."""
 TREES, OBJECTS = ".csdctl/trees/*", ".csdctl/objects/*"
@@ -77,7 +77,7 @@ def main() -> None:
 def find_holder() -> "dict[str, Any] | None":
     """Return the description of the lock's holder. {} if it is unreadable, None if there is no holder."""
     try:
-        # To write: NFS locks no file that is open for reading alone.
+        # Opened for writing, because NFS locks no file that is open only for reading.
         lock = os.fdopen(os.open(LOCK, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK), "r+")
     except OSError:
         return None

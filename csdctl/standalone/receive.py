@@ -70,7 +70,7 @@ def respond(kind: str, **response: Any) -> None:
 
 
 def beat() -> None:
-    """Send a heartbeat unless the last one is recent, so that the host need not guess how long work takes."""
+    """Send a heartbeat, at most once a second, so that the host does not take long work for a hang."""
     if time.monotonic() - LAST_BEAT_S[0] > 1.0:
         respond("progress")
         LAST_BEAT_S[0] = time.monotonic()
@@ -305,7 +305,7 @@ def receive_object(expected: ManifestObject, offset: int) -> bool:
 
 
 def sync(paths: list[bytes]) -> None:
-    """Sync to disk: a file with its final name survives a power cut intact."""
+    """Sync files to disk, so that a file with its final name survives a power cut intact."""
     flush: Any = os.fsync
     if len(paths) > 32:  # one sync of the file system is faster than one per file
         with contextlib.suppress(ImportError, AttributeError, OSError):  # none in this Python

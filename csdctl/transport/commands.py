@@ -46,14 +46,14 @@ A user's function may number classes in the order of a set, which must be the sa
 """
 
 CANNOT_ENTER = 119
-"""Exit code of the script when the machine has no usable state directory; standard error says why."""
+"""Exit code of the script when the machine has no usable state directory. Standard error says why."""
 
 _UMASK = "umask 077\n"
-# Limits, where a start-up file has lowered the soft ones. `-u` of bash is `-p` of dash.
+# Raises soft limits that a start-up file has lowered. `-u` of bash is `-p` of dash.
 _RAISE = """\
 for csdctl_name in n u p f v d t; do ulimit -S -$csdctl_name $(ulimit -H -$csdctl_name); done 2>/dev/null
 """
-# Is the shell a group leader already (with OpenSSH it is)? /proc/PID/stat: pid (name) state ppid pgrp …
+# With OpenSSH, the shell is a group leader already. /proc/PID/stat has: pid (name) state ppid pgrp …
 _OUTER = """\
 csdctl_inner=$1; shift
 read -r csdctl_stat </proc/$$/stat; csdctl_stat=${csdctl_stat##*") "}
@@ -74,8 +74,8 @@ sleep "$csdctl_seconds" & wait $!; kill -KILL "-$$") &
 csdctl_watchdog=$!
 fi
 """
-# One home may belong to many machines (NFS), and one machine may have many homes. Machines of one image have
-# equal ids, boards equal names.
+# Many machines may share a home (NFS), and one machine may have many homes. Machines of one image have the
+# same machine-id, and boards of one kind have the same name.
 _ENTER = f"""\
 csdctl_refuse() {{ printf '%s\\n' "$1" >&2; exit {CANNOT_ENTER}; }}
 csdctl_state=$1; shift
@@ -107,14 +107,14 @@ csdctl_code=$?
 _END = """\
 if [ "$csdctl_group" != 0 ]; then trap '' TERM; kill -TERM "-$$" 2>/dev/null; fi
 exit $csdctl_code"""
-# The user's own command, as after a login: what it leaves in the background stays; the watchdog does not.
+# A command of the user runs as after a login. What it leaves in the background stays, but the watchdog ends.
 _END_OF_USER = """\
 if [ -n "$csdctl_watchdog" ]; then kill -TERM "$csdctl_watchdog" 2>/dev/null; fi
 exit $csdctl_code"""
 _GROUP = re.compile(rb"(0|[1-9][0-9]{1,9}|[2-9])?")
 """What follows the token on its line: a process group's id, 0 for none, or nothing. 1 is never csdctl's."""
 _PLAIN = re.compile(r"[ -~]*")
-# What `sudo` has started belongs to root, and is killed by root.
+# Processes that `sudo` has started belong to root, so root kills them.
 _KILL = """\
 is_alive() {
   for file in /proc/[0-9]*/stat; do
@@ -146,7 +146,7 @@ IMPORT_SITE = (
 It imports nobody's sitecustomize, unless `env` of fleet.yaml names PYTHONPATH.
 """
 PYTHON_FLAGS = ("-S", "-u")
-# The file that was read is the file that runs, whatever its path leads to when more modules are imported.
+# Runs the open file that was checked. Its path may lead to another file when more modules are imported.
 _RUN_CHECKED = IMPORT_SITE + (
     "import hashlib,runpy;"
     "sys.argv.pop(0);"
@@ -177,7 +177,7 @@ def find_state_directory(state: str = "") -> Path:
 
 @dataclass(frozen=True)
 class WrappedCommand:
-    """A command, the token that its output begins with, and what starts it."""
+    """A command, the token at the beginning of its output, and the script that starts it."""
 
     command: tuple[str, ...]
     token: str
@@ -187,7 +187,7 @@ class WrappedCommand:
     @property
     def argv(self) -> tuple[str, ...]:
         """The argument list that starts it."""
-        # A terminal, such as the one of `script` in a ForceCommand, changes what it carries.
+        # A terminal changes the bytes that pass it, such as the terminal of `script` in a ForceCommand.
         refuse = "if test -t 0; then echo standard input is a terminal: see ForceCommand of sshd; exit 1; fi"
         begin = f'echo {self.token}; IFS= read -r csdctl_line; eval "$csdctl_line"'
         return ("sh", "-c", f"{refuse}; {begin}")
@@ -215,7 +215,7 @@ def build_wrapped_command(
         words = [_OUTER, _BEGIN + _WATCH + _RUN + _END_OF_USER, token, str(seconds), *command]
     else:
         variables = [f"{name}={value}" for name, value in (SET_VARIABLES | dict(setting.variables)).items()]
-        # `env` would take a program with this character in its path for a variable.
+        # `env` would read a program with `=` in its path as a variable.
         program = ["sh", "-c", 'exec "$@"', "csdctl", *command] if "=" in command[0] else command
         enter, place = ("", []) if setting.state is None else (_ENTER, [setting.state])
         inner = _BEGIN + enter + _WATCH + _FILTER + _END

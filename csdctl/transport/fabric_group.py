@@ -85,7 +85,7 @@ class _RemoteRunner(Remote):  # type: ignore[misc]
         return False
 
     def run(self, command: str, **options: Any) -> Result:
-        """Do what Fabric's `run` does. Raises csdctl's errors for the connection, and Fabric's others."""
+        """Do what Fabric's `run` does. Raises csdctl's errors, and Fabric's for the command."""
         self._setup(command, {"replace_env": True, **options})
         if self._asynchronous or self._disowned:
             raise InputError("commands run to their end: `asynchronous` and `disown` are not supported")

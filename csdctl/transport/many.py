@@ -138,7 +138,7 @@ class Connections:
             self._is_over = True
             sessions = {str(number): session for number, session in enumerate(self._open)}
             self._open.clear()
-        # Before the jump hosts: what runs on nodes is ended over these sessions.
+        # Before the jump hosts, because commands on nodes are ended over these sessions.
         run_on_all(sessions, lambda session: session.close())
         self._jumps.close()
         self._on_traffic(add_up(self._jumps.opened))

@@ -42,7 +42,7 @@ class Meter:
         self._received: Counter[TrafficClass] = Counter()
 
     def count(self, *, sent: int = 0, received: int = 0) -> None:
-        """Count bytes of the connection, or of a further one that takes its place."""
+        """Count bytes of the connection, or of an additional connection to the same server."""
         with self._lock:
             self.num_sent += sent
             self.num_received += received
@@ -63,7 +63,7 @@ class Meter:
 
 
 LinkBytes = Mapping[tuple[str, str, str], int]
-"""Bytes by sender, receiver and `TrafficClass`; machines by name."""
+"""Bytes by name of the sender, name of the receiver, and `TrafficClass`."""
 
 
 def add_up(opened: Iterable[tuple[Node, Meter]]) -> LinkBytes:

@@ -96,7 +96,7 @@ def decode_frame(line: str, messages: Mapping[str, type]) -> tuple[str, Any] | N
 
 
 class Program:
-    """A running program of a machine. The caller closes it, which ends it."""
+    """A running program on a machine. The caller closes it, which ends it."""
 
     def __init__(
         self,

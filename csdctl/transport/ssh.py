@@ -120,7 +120,7 @@ class JumpHosts:
             transport.close()
 
     def _connect(self, node: Node, jump: Node, deadline: Deadline) -> StrictTransport:
-        # The thread that connects to the jump host has the same deadline, and learns what is wrong with it.
+        # The thread that connects to the jump host has the same deadline. It learns why that fails.
         if not self._locks[jump].acquire(timeout=deadline.left_s + 1.0):
             raise _jump_timeout(node, jump, deadline)
         try:
