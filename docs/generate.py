@@ -1,4 +1,4 @@
-"""Writes the pages of docs/reference/ that follow from the code: attacks, cli, faults, json and python.
+"""Writes the pages of docs/reference/ that follow from others: attacks, cli, decisions, faults, json, python.
 
     python docs/generate.py
 
@@ -646,9 +646,19 @@ def render_attacks() -> str:
     return "".join(parts)
 
 
+def render_decisions() -> str:
+    """Return decisions.md: the titles of all decision records."""
+    lines = []
+    for path in sorted((REFERENCE.parent / "decisions").glob("*.md")):
+        title = path.read_text().partition("\n")[0].removeprefix("# ")
+        lines.append(f"- [{title}](../decisions/{path.name})\n")
+    return "# Decisions\n\n" + "".join(lines)
+
+
 PAGES = {
     "attacks.md": render_attacks,
     "cli.md": render_cli,
+    "decisions.md": render_decisions,
     "faults.md": render_faults,
     "json.md": render_json,
     "python.md": render_python,
