@@ -119,29 +119,22 @@ def choose_picture_shape(model: ModelInfo, pictures: PictureSizes | None) -> tup
     return (*DEFAULT_SIZE, channels), "a placeholder"
 
 
-def choose_losses(looks: Looks) -> dict[str, LossChoice]:
-    """Return the losses that the recipe has to name, by output, '' for the only one.
+def choose_loss(looks: Looks) -> LossChoice | None:
+    """Return the loss that the recipe has to name. None if the model has one, or several outputs.
 
-    None for a compiled model, unless its last layer gives logits and its loss does not know.
+    A compiled model has one, unless its last layer gives logits and its loss does not know.
     """
     model, data = looks.model, looks.public.info
-    outputs = model.outputs
-    if model.compiled:
-        reason = "compile() has this loss without from_logits=True, but the last layer is linear"
-        lacks_logits = [
-            LossChoice(output.loss, True, reason)
-            for output in outputs
-            if not output.from_logits and output.activation == "linear" and plain_name(output.loss) in LOGITS
-        ]
-        return {"": lacks_logits[0]} if lacks_logits and len(outputs) == 1 else {}
     fields = [name for name in data.labels if name != SAMPLE_WEIGHT]
-    if data.label_shape == (0,) or not fields:
-        return {}
-    if len(outputs) == 1:
-        return {"": _guess(outputs[0], data, fields[0])}
-    names = [output.name for output in outputs]
-    pairs = zip(outputs, names if set(names) <= set(fields) else fields, strict=False)
-    return {output.name: _guess(output, data, name) for output, name in pairs}
+    if model.has_own_step or len(model.outputs) != 1:
+        return None
+    [output] = model.outputs
+    if not model.compiled:
+        return _guess(output, data, fields[0]) if fields and data.label_shape != (0,) else None
+    if output.from_logits or output.activation != "linear" or plain_name(output.loss) not in LOGITS:
+        return None
+    reason = "compile() has this loss without from_logits=True, but the last layer is linear"
+    return LossChoice(output.loss, True, reason)
 
 
 def _guess(output: OutputInfo, data: DatasetInfo, name: str) -> LossChoice:
@@ -278,20 +271,11 @@ def _recipe(of_script: Mapping[str, Any], looks: Looks) -> Iterator[tuple[str, s
             "global batch size N the rate is learning_rate · N / reference_batch",
         )
     yield from _optimizer(looks.model, has_script=bool(of_script))
-    losses = {} if looks.model.has_own_step else choose_losses(looks)
-    if "" in losses:
-        choice = losses[""]
+    if choice := choose_loss(looks):
         yield f"loss: {choice.name}", choice.reason
         if choice.from_logits is not False:
             sure = "" if choice.from_logits else "# "
             yield f"{sure}from_logits: true", "the outputs are logits" if not sure else "if they are logits"
-    elif losses:
-        described = {
-            name: {"name": choice.name, "from_logits": True} if choice.from_logits else choice.name
-            for name, choice in losses.items()
-        }
-        reasons = "; ".join(f"{name}: {choice.reason}" for name, choice in losses.items())
-        yield f"loss: {_value(described)}", reasons
     elif named := {output.name: output.loss for output in outputs if output.loss}:
         yield f"# loss: {_value(named if len(outputs) > 1 else next(iter(named.values())))}", "of compile()"
     if compiled and compiled.metrics:

@@ -19,7 +19,7 @@ from csdctl.workflows.init.init import (
     Looks,
     Sources,
     _Looking,
-    choose_losses,
+    choose_loss,
     init_job,
     parse_sources,
     render_draft,
@@ -187,17 +187,14 @@ class TestRecipe:
         self, shape: tuple[int, ...], last: str, labels: Any, expected: tuple[str, bool | None]
     ) -> None:
         looks = Looks(model(shape, last), data(labels))
-        (choice,) = choose_losses(looks).values()
+        choice = choose_loss(looks)
+        assert choice
         assert (choice.name, choice.from_logits) == expected
         assert written(looks)[1].recipe.from_logits is bool(expected[1])
 
-    def test_each_output_gets_a_loss(self) -> None:
+    def test_several_outputs_that_are_not_compiled_need_losses_by_the_user(self) -> None:
         outputs = (OutputInfo("kind", (3,), "linear", ""), OutputInfo("size", (1,), "linear", ""))
-        dtype = '[["kind","int32",[]],["size","float32",[]]]'
-        info = replace(data().info, label_dtype=dtype, label_shape=(), max_labels={"kind": 2})
-        _, job = written(Looks(replace(model(), outputs=outputs), replace(data(), info=info)))
-        assert job.recipe.loss["size"] == LossTerm("mean_squared_error")
-        assert job.recipe.loss["kind"].args == {"from_logits": True}
+        assert choose_loss(Looks(replace(model(), outputs=outputs), data())) is None
 
 
 class TestData:
