@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from csdctl.fleet.model import Fleet
     from csdctl.job.model import Job
     from csdctl.transport.many import Outcome
+    from csdctl.workflows.train.request import TrainOptions, TrainRequest
 
 Command = Callable[..., None]
 FIELDS = {"job": "job_path", "fleet": "fleet_path", "json": "is_json"}
@@ -40,12 +41,12 @@ def on_job(command: Command) -> Command:
 
 
 def _shared(
-    job: options.JobArgument = options.DEFAULT_JOB,
-    fleet: options.FleetOption = options.DEFAULT_FLEET,
-    limit: options.LimitOption = None,
-    exclude: options.ExcludeOption = None,
-    failed_from: options.FailedFromOption = None,
-    json: options.JsonOption = False,
+    job: Path = options.JOB,
+    fleet: Path = options.FLEET,
+    limit: list[str] | None = options.LIMIT,
+    exclude: list[str] | None = options.EXCLUDE,
+    failed_from: Path | None = options.FAILED_FROM,
+    json: bool = options.JSON,
 ) -> None: ...
 
 
@@ -137,6 +138,12 @@ class Call:
             may_be_empty=self.command == "train",
             with_servers=self.command not in ON_EACH_NODE,
         )
+
+    def training(self, options: "TrainOptions", **choices: Any) -> "TrainRequest":
+        """Return the request to train the job on the fleet. `choices` are its other fields."""
+        from csdctl.workflows.train.request import TrainRequest
+
+        return TrainRequest(self.job, self.fleet, self.directory, options, **choices)
 
     def finish(
         self,

@@ -6,7 +6,7 @@ Options of a panel are listed under its name, after the others.
 import glob
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
 import typer
 
@@ -45,9 +45,14 @@ def _names(*pattern: str) -> list[str]:
     return [Path(path).name for path in sorted(glob.glob(str(Path(*pattern))))]
 
 
-def option(text: str, *names: str, **settings: Any) -> Any:
+def option(default: Any, text: str, *names: str, **settings: Any) -> Any:
     """Return an option with this line of help. Without `names`, it has the name of its parameter."""
-    return typer.Option(*names, help=text, **settings)
+    return typer.Option(default, *names, help=text, **settings)
+
+
+def argument(default: Any, text: str, **settings: Any) -> Any:
+    """Return an argument with this line of help. It is required if its default is `...`."""
+    return typer.Argument(default, help=text, **settings)
 
 
 group = partial(typer.Typer, add_completion=False, rich_markup_mode=None, no_args_is_help=True)
@@ -57,49 +62,33 @@ strategy = partial(option, rich_help_panel="Strategy")
 resuming = partial(option, rich_help_panel="Losses, checkpoints and time limits")
 background = partial(option, rich_help_panel="Background and monitoring")
 """Options of one panel each."""
+nodes = partial(selection, None, metavar="NODES", autocompletion=complete_nodes)
 Strategy = Literal["auto", "data-parallel", "features", "split"]
 Precision = Literal["float32", "float16"]
 
-
-FleetOption = Annotated[Path, option("Path of the fleet file.", envvar="CSDCTL_FLEET")]
-JobArgument = Annotated[Path, typer.Argument(help="Path of the job file.")]
-LimitOption = Annotated[
-    list[str] | None,
-    selection(
-        "Only these nodes: names, ranges (csd[0-7]), groups, jump hosts (nodes behind them), or all.",
-        metavar="NODES",
-        autocompletion=complete_nodes,
-    ),
-]
-ExcludeOption = Annotated[
-    list[str] | None,
-    selection(
-        "Leave out these nodes; same syntax as --limit.", metavar="NODES", autocompletion=complete_nodes
-    ),
-]
-FailedFromOption = Annotated[
-    Path | None,
-    selection(
-        "Select only the nodes that an earlier command failed on: .csdctl/failed.json or --json output.",
-        metavar="FILE",
-    ),
-]
-JsonOption = Annotated[bool, option("Print JSON to stdout, and everything else to stderr.")]
-ForceOption = Annotated[bool, option("Overwrite existing files.")]
-DryRunOption = Annotated[bool, option("Show what would be done, without doing it.")]
-YesOption = Annotated[bool, option("Do not ask for confirmation.", "--yes", "-y")]
-PlanOption = Annotated[Path | None, option("Plan; default: the job's plan from `tune`.")]
-BatchSizeOption = Annotated[int | None, option("Use this batch size on every rank instead of a plan.", min=1)]
-MaxStepsOption = Annotated[int | None, option("Stop after this many steps, for benchmarks.", min=1)]
-StrategyOption = Annotated[
-    Strategy,
-    strategy(
-        "auto: as the plan says; features: compute frozen layers once per sample, then train the head; "
-        "split: nodes compute the layers up to --cut, the host the rest."
-    ),
-]
-CutOption = Annotated[str, strategy("split: last layer that nodes compute.", metavar="LAYER")]
-MicroBatchesOption = Annotated[int, strategy("split: micro-batches of each rank's batch.", min=1)]
-FeaturePrecisionOption = Annotated[Precision, strategy("features: type of stored features.")]
-SkipDoctorOption = Annotated[bool, selection("Start without checking the machines first.")]
-HtmlOption = Annotated[Path | None, option("Write charts and tables as self-contained HTML.", metavar="FILE")]
+FLEET = option(DEFAULT_FLEET, "Path of the fleet file.", envvar="CSDCTL_FLEET")
+JOB = argument(DEFAULT_JOB, "Path of the job file.")
+LIMIT = nodes("Only these nodes: names, ranges (csd[0-7]), groups, jump hosts (nodes behind them), or all.")
+EXCLUDE = nodes("Leave out these nodes; same syntax as --limit.")
+FAILED_FROM = selection(
+    None,
+    "Select only the nodes that an earlier command failed on: .csdctl/failed.json or --json output.",
+    metavar="FILE",
+)
+JSON = option(False, "Print JSON to stdout, and everything else to stderr.")
+FORCE = option(False, "Overwrite existing files.")
+DRY_RUN = option(False, "Show what would be done, without doing it.")
+YES = option(False, "Do not ask for confirmation.", "--yes", "-y")
+PLAN = option(None, "Plan; default: the job's plan from `tune`.")
+BATCH_SIZE = option(None, "Use this batch size on every rank instead of a plan.", min=1)
+MAX_STEPS = option(None, "Stop after this many steps, for benchmarks.", min=1)
+STRATEGY = strategy(
+    "auto",
+    "auto: as the plan says; features: compute frozen layers once per sample, then train the head; "
+    "split: nodes compute the layers up to --cut, the host the rest.",
+)
+CUT = strategy("", "split: last layer that nodes compute.", metavar="LAYER")
+MICRO_BATCHES = strategy(4, "split: micro-batches of each rank's batch.", min=1)
+FEATURE_PRECISION = strategy("float32", "features: type of stored features.")
+SKIP_DOCTOR = selection(False, "Start without checking the machines first.")
+HTML = option(None, "Write charts and tables as self-contained HTML.", metavar="FILE")

@@ -1,13 +1,11 @@
 """Commands for a job's data and code: init, prepare, deploy."""
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
-
-import typer
+from typing import TYPE_CHECKING, Any
 
 from csdctl.cli import options
 from csdctl.cli.call import Call, on_fleet, on_job, open_streams
-from csdctl.cli.options import option
+from csdctl.cli.options import argument, option
 from csdctl.errors import InputError
 from csdctl.terminal.streams import Streams
 
@@ -17,30 +15,27 @@ if TYPE_CHECKING:
 
 
 def init(
-    script: Annotated[
-        Path | None,
-        typer.Argument(help="Keras training script, or use --model and --public.", metavar="[SCRIPT]"),
-    ] = None,
-    arguments: Annotated[
-        list[str] | None, typer.Argument(help="The script's own options, after --.", metavar="[-- OPTIONS]")
-    ] = None,
-    model: Annotated[str, option("FILE.py:FUNCTION, FILE.keras or keras.applications:NAME.")] = "",
-    public: Annotated[str, option("Training data: a path, FILE.py:FUNCTION or FILE.py:FUNCTION:PATH.")] = "",
-    validation: Annotated[str, option("Validation data; same syntax as --public.")] = "",
-    private: Annotated[str, option("Path of private data on each node; not inspected.")] = "",
-    model_args: Annotated[str, option("Arguments of the function, as in job.yaml: '{width: 64}'.")] = "",
-    code: Annotated[
-        list[Path] | None,
-        option(
-            "File or package with the model's own layers, losses and metrics; "
-            "imports of --model are found automatically."
-        ),
-    ] = None,
-    label: Annotated[str, option("Label column of .csv files.")] = "",
-    drop: Annotated[list[str] | None, option("Column of .csv files to ignore.")] = None,
-    output: Annotated[Path, option("Path of the job file to write.", "--output", "-o")] = options.DEFAULT_JOB,
-    force: options.ForceOption = False,
-    json: options.JsonOption = False,
+    script: Path | None = argument(
+        None, "Keras training script, or use --model and --public.", metavar="[SCRIPT]"
+    ),
+    arguments: list[str] | None = argument(
+        None, "The script's own options, after --.", metavar="[-- OPTIONS]"
+    ),
+    model: str = option("", "FILE.py:FUNCTION, FILE.keras or keras.applications:NAME."),
+    public: str = option("", "Training data: a path, FILE.py:FUNCTION or FILE.py:FUNCTION:PATH."),
+    validation: str = option("", "Validation data; same syntax as --public."),
+    private: str = option("", "Path of private data on each node; not inspected."),
+    model_args: str = option("", "Arguments of the function, as in job.yaml: '{width: 64}'."),
+    code: list[Path] | None = option(
+        None,
+        "File or package with the model's own layers, losses and metrics; "
+        "imports of --model are found automatically.",
+    ),
+    label: str = option("", "Label column of .csv files."),
+    drop: list[str] | None = option(None, "Column of .csv files to ignore."),
+    output: Path = option(options.DEFAULT_JOB, "Path of the job file to write.", "--output", "-o"),
+    force: bool = options.FORCE,
+    json: bool = options.JSON,
 ) -> None:
     """Write a commented job.yaml from a training script, or from a model and its data."""
     from csdctl.documents import parse_document
@@ -135,19 +130,17 @@ def prepare(call: Call) -> None:
 @on_fleet
 def deploy(
     call: Call,
-    job: options.JobArgument = options.DEFAULT_JOB,
-    tree: Annotated[
-        list[str] | None,
-        option(
-            "Copy a directory instead of a job's files; DESTINATION: absolute, or relative to the home.",
-            metavar="SOURCE[:DESTINATION]",
-        ),
-    ] = None,
-    ignore: Annotated[
-        list[str] | None, option("Exclude matching files from trees; patterns as in .gitignore, without `!`.")
-    ] = None,
-    everything: Annotated[bool, option("Also copy .git, __pycache__ and .csdctl of trees.")] = False,
-    dry_run: options.DryRunOption = False,
+    job: Path = options.JOB,
+    tree: list[str] | None = option(
+        None,
+        "Copy a directory instead of a job's files; DESTINATION: absolute, or relative to the home.",
+        metavar="SOURCE[:DESTINATION]",
+    ),
+    ignore: list[str] | None = option(
+        None, "Exclude matching files from trees; patterns as in .gitignore, without `!`."
+    ),
+    everything: bool = option(False, "Also copy .git, __pycache__ and .csdctl of trees."),
+    dry_run: bool = options.DRY_RUN,
 ) -> None:
     """Copy a job's files, or directory trees, to every node. Only missing content is sent."""
     from csdctl.shipping.payload import DEFAULT_IGNORED

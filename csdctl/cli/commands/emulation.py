@@ -2,7 +2,6 @@
 
 import runpy
 from pathlib import Path
-from typing import Annotated
 
 import typer
 
@@ -12,23 +11,21 @@ from csdctl.cli.call import open_streams
 from csdctl.cli.options import option
 
 emulate = options.group(help="Run a fleet on this machine: real SSH servers that share its CPU and memory.")
-CpuOption = Annotated[
-    str, option("CPU share in cores, for all nodes, or for each: 0.5,0.25,0.1.", metavar="CORES[,CORES…]")
-]
+CPU = option(
+    "0.25", "CPU share in cores, for all nodes, or for each: 0.5,0.25,0.1.", metavar="CORES[,CORES…]"
+)
 
 
 @emulate.command()
 def up(
-    nodes: Annotated[
-        int | None, option("Number of nodes; default: as many as --cpu has values, or else 4.", min=1, max=64)
-    ] = None,
-    cpu: CpuOption = "0.25",
-    memory: Annotated[str, option("Memory of each node, such as 512M or 2G.")] = "2G",
-    fleet: Annotated[Path, option("Path of the fleet file to write.")] = options.DEFAULT_FLEET,
-    pid: Annotated[
-        int | None, option("End the fleet when this process ends.", envvar="CSDCTL_EMULATE_PID")
-    ] = None,
-    json: options.JsonOption = False,
+    nodes: int | None = option(
+        None, "Number of nodes; default: as many as --cpu has values, or else 4.", min=1, max=64
+    ),
+    cpu: str = CPU,
+    memory: str = option("2G", "Memory of each node, such as 512M or 2G."),
+    fleet: Path = option(options.DEFAULT_FLEET, "Path of the fleet file to write."),
+    pid: int | None = option(None, "End the fleet when this process ends.", envvar="CSDCTL_EMULATE_PID"),
+    json: bool = options.JSON,
 ) -> None:
     """Start an emulated fleet and write its fleet file."""
     from csdctl.emulation import fleet as emulated
@@ -44,7 +41,7 @@ def up(
 
 
 @emulate.command()
-def status(json: options.JsonOption = False) -> None:
+def status(json: bool = options.JSON) -> None:
     """Show the current state of every node of the emulated fleet."""
     from csdctl.emulation.fleet import fleet_status
     from csdctl.terminal.fleet import show_status
@@ -55,8 +52,8 @@ def status(json: options.JsonOption = False) -> None:
 
 @emulate.command()
 def down(
-    keep: Annotated[bool, option("Keep the nodes' files: the same `emulate up` starts them again.")] = False,
-    json: options.JsonOption = False,
+    keep: bool = option(False, "Keep the nodes' files: the same `emulate up` starts them again."),
+    json: bool = options.JSON,
 ) -> None:
     """Stop the emulated fleet and remove its files, even after a crash."""
     from csdctl.emulation.fleet import stop_fleet
@@ -67,13 +64,11 @@ def down(
 
 
 def demo(
-    directory: Annotated[Path, option("Working directory of the demo.")] = Path("demo"),
-    nodes: Annotated[int, option("Number of emulated nodes.", min=1, max=64)] = 3,
-    cpu: CpuOption = "0.25",
-    transfer: Annotated[
-        bool, option("Train on a pretrained base, and from scratch; downloads 150 MB.")
-    ] = False,
-    keep: Annotated[bool, option("Leave the emulated fleet running.")] = False,
+    directory: Path = option(Path("demo"), "Working directory of the demo."),
+    nodes: int = option(3, "Number of emulated nodes.", min=1, max=64),
+    cpu: str = CPU,
+    transfer: bool = option(False, "Train on a pretrained base, and from scratch; downloads 150 MB."),
+    keep: bool = option(False, "Leave the emulated fleet running."),
 ) -> None:
     """Run all commands on an emulated fleet: Fashion-MNIST, or transfer learning."""
     package = Path(csdctl.__file__).parent  # the wheel has the examples in it, the repository beside it

@@ -3,13 +3,11 @@
 import os
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
-
-import typer
+from typing import TYPE_CHECKING, Literal
 
 from csdctl.cli import options
 from csdctl.cli.call import Call, on_fleet, open_streams
-from csdctl.cli.options import option
+from csdctl.cli.options import argument, option
 from csdctl.errors import InputError
 from csdctl.fleet.names import format_node_names
 from csdctl.reporting.numbers import format_count
@@ -23,21 +21,18 @@ if TYPE_CHECKING:
 @on_fleet
 def discover(
     call: Call,
-    cidr: Annotated[
-        list[str] | None, option("First scan this address range for machines, and write the fleet file.")
-    ] = None,
-    user: Annotated[str, option("User on the machines that --cidr finds; default: root.")] = "",
-    key: Annotated[Path | None, option("Private key for the machines that --cidr finds.")] = None,
-    port: Annotated[int | None, option("SSH port that --cidr scans; default: 22.", min=1, max=65535)] = None,
-    inventory: Annotated[
-        Path | None, option("First write the fleet file from this Ansible inventory.")
-    ] = None,
-    ssh_config: Annotated[
-        Path | None,
-        option("First write the fleet file from the aliases in this file, such as ~/.ssh/config."),
-    ] = None,
-    force: Annotated[bool, option("Overwrite an existing fleet file.")] = False,
-    dry_run: Annotated[bool, option("Print the fleet file that would be written, and stop.")] = False,
+    cidr: list[str] | None = option(
+        None, "First scan this address range for machines, and write the fleet file."
+    ),
+    user: str = option("", "User on the machines that --cidr finds; default: root."),
+    key: Path | None = option(None, "Private key for the machines that --cidr finds."),
+    port: int | None = option(None, "SSH port that --cidr scans; default: 22.", min=1, max=65535),
+    inventory: Path | None = option(None, "First write the fleet file from this Ansible inventory."),
+    ssh_config: Path | None = option(
+        None, "First write the fleet file from the aliases in this file, such as ~/.ssh/config."
+    ),
+    force: bool = option(False, "Overwrite an existing fleet file."),
+    dry_run: bool = option(False, "Print the fleet file that would be written, and stop."),
 ) -> None:
     """Find the machines of a fleet, and record their hardware and software."""
     from csdctl.terminal.fleet import discover_document, render_fleet, show_imported
@@ -109,11 +104,9 @@ def _parse_source(
 @on_fleet
 def trust(
     call: Call,
-    forget: Annotated[
-        bool, option("Delete the accepted keys of these nodes, after they were reinstalled.")
-    ] = False,
-    dry_run: options.DryRunOption = False,
-    yes: options.YesOption = False,
+    forget: bool = option(False, "Delete the accepted keys of these nodes, after they were reinstalled."),
+    dry_run: bool = options.DRY_RUN,
+    yes: bool = options.YES,
 ) -> None:
     """Show the nodes' SSH host keys, and accept all new ones at once."""
     from csdctl.terminal.fleet import TrustScreen
@@ -139,20 +132,16 @@ def trust(
 @on_fleet
 def doctor(
     call: Call,
-    timeout: Annotated[
-        float, option("Timeout of all checks in seconds.", min=1, envvar="CSDCTL_TIMEOUT")
-    ] = 180.0,
-    connect_timeout: Annotated[
-        float, option("Seconds to connect to a node.", min=1, envvar="CSDCTL_CONNECT_TIMEOUT")
-    ] = 10.0,
-    mpi_timeout: Annotated[
-        float,
-        option(
-            "Timeout in seconds for each rank to start and for each link to connect.",
-            min=1,
-            envvar="CSDCTL_MPI_TIMEOUT",
-        ),
-    ] = 60.0,
+    timeout: float = option(180.0, "Timeout of all checks in seconds.", min=1, envvar="CSDCTL_TIMEOUT"),
+    connect_timeout: float = option(
+        10.0, "Seconds to connect to a node.", min=1, envvar="CSDCTL_CONNECT_TIMEOUT"
+    ),
+    mpi_timeout: float = option(
+        60.0,
+        "Timeout in seconds for each rank to start and for each link to connect.",
+        min=1,
+        envvar="CSDCTL_MPI_TIMEOUT",
+    ),
 ) -> None:
     """Check that the machines can train together, and report how to fix what fails."""
     from csdctl.terminal.fleet import ExaminationView, doctor_document
@@ -178,38 +167,29 @@ def doctor(
 @on_fleet
 def provision(
     call: Call,
-    collect: Annotated[bool, option("Only collect what the nodes need, on this host.")] = False,
-    send: Annotated[bool, option("Only collect and send; install nothing. Needs no Ansible.")] = False,
-    uninstall: Annotated[
-        bool, option("Remove everything that was installed, and csdctl's files there.")
-    ] = False,
-    kind: Annotated[
-        list[str] | None,
-        option(
-            "With --collect: kind of node, such as aarch64 or x86_64:3.12; connects to no node.",
-            metavar="ARCHITECTURE[:PYTHON]",
-        ),
-    ] = None,
-    prefix: Annotated[str, option("Installation directory, the same on all nodes.")] = "/opt/csdctl",
-    bundles: Annotated[
-        Path | None, option("Directory of the collected files.  [default: .csdctl/provision]")
-    ] = None,
-    lock: Annotated[Path | None, option("Your own lock file of Python packages, with hashes.")] = None,
-    with_keras: Annotated[
-        bool,
-        option(
-            "Also install Python's TensorFlow and Keras, for a step that cannot be compiled "
-            "and for your functions that import them."
-        ),
-    ] = False,
-    set_: Annotated[
-        list[str] | None,
-        option("Set a variable of the role, such as node_firewall=true.", "--set", metavar="NAME=VALUE"),
-    ] = None,
-    dry_run: Annotated[
-        bool, option("Show what would be sent and changed, without doing it.", "--dry-run", "--check")
-    ] = False,
-    yes: options.YesOption = False,
+    collect: bool = option(False, "Only collect what the nodes need, on this host."),
+    send: bool = option(False, "Only collect and send; install nothing. Needs no Ansible."),
+    uninstall: bool = option(False, "Remove everything that was installed, and csdctl's files there."),
+    kind: list[str] | None = option(
+        None,
+        "With --collect: kind of node, such as aarch64 or x86_64:3.12; connects to no node.",
+        metavar="ARCHITECTURE[:PYTHON]",
+    ),
+    prefix: str = option("/opt/csdctl", "Installation directory, the same on all nodes."),
+    bundles: Path | None = option(None, "Directory of the collected files.  [default: .csdctl/provision]"),
+    lock: Path | None = option(None, "Your own lock file of Python packages, with hashes."),
+    with_keras: bool = option(
+        False,
+        "Also install Python's TensorFlow and Keras, for a step that cannot be compiled "
+        "and for your functions that import them.",
+    ),
+    set_: list[str] | None = option(
+        None, "Set a variable of the role, such as node_firewall=true.", "--set", metavar="NAME=VALUE"
+    ),
+    dry_run: bool = option(
+        False, "Show what would be sent and changed, without doing it.", "--dry-run", "--check"
+    ),
+    yes: bool = options.YES,
 ) -> None:
     """Install Python, the packages for training and MPI on bare nodes."""
     from csdctl.terminal.nodes import TransferView, collected_document, provision_document, render_provisioned
@@ -293,25 +273,21 @@ def _parse_kinds(texts: Sequence[str]) -> "list[NodeKind]":
 @on_fleet
 def exec(
     call: Call,
-    command: Annotated[
-        list[str] | None,
-        typer.Argument(
-            metavar="COMMAND",
-            help="After `--`: a command with its arguments, or one quoted shell line; or the task's options.",
-        ),
-    ] = None,
-    host: Annotated[bool, option("Run it on the host too, in this directory.")] = False,
-    task: Annotated[
-        str | None,
-        option("Run this Fabric task instead, on a connection to each node.", metavar="FILE.py:TASK"),
-    ] = None,
-    timeout: Annotated[
-        float | None,
-        option("Timeout of a command in seconds; default: 60, with --task 600.", min=0.001, max=7 * 86_400),
-    ] = None,
-    connect_timeout: Annotated[
-        float, option("Seconds to connect to a node.", min=0.001, envvar="CSDCTL_CONNECT_TIMEOUT")
-    ] = 10.0,
+    command: list[str] | None = argument(
+        None,
+        "After `--`: a command with its arguments, or one quoted shell line; or the task's options.",
+        metavar="COMMAND",
+    ),
+    host: bool = option(False, "Run it on the host too, in this directory."),
+    task: str | None = option(
+        None, "Run this Fabric task instead, on a connection to each node.", metavar="FILE.py:TASK"
+    ),
+    timeout: float | None = option(
+        None, "Timeout of a command in seconds; default: 60, with --task 600.", min=0.001, max=7 * 86_400
+    ),
+    connect_timeout: float = option(
+        10.0, "Seconds to connect to a node.", min=0.001, envvar="CSDCTL_CONNECT_TIMEOUT"
+    ),
 ) -> None:
     """Run a command, or a Fabric task, on all nodes at once. Identical output is grouped."""
     from csdctl.terminal.nodes import CountView, exec_document, render_answers
@@ -334,16 +310,15 @@ def exec(
 
 
 def inventory(
-    fleet: options.FleetOption = options.DEFAULT_FLEET,
-    form: Annotated[
-        Literal["ansible", "json", "ssh-config"],
-        option("ansible: for ansible-playbook -i; ssh-config: for ssh -F; or json.", "--format"),
-    ] = "ansible",
-    output: Annotated[Path | None, option("Write to this file instead of stdout.", "--output", "-o")] = None,
-    force: options.ForceOption = False,
-    limit: options.LimitOption = None,
-    exclude: options.ExcludeOption = None,
-    json: Annotated[bool, option("Short for --format json.")] = False,
+    fleet: Path = options.FLEET,
+    form: Literal["ansible", "json", "ssh-config"] = option(
+        "ansible", "ansible: for ansible-playbook -i; ssh-config: for ssh -F; or json.", "--format"
+    ),
+    output: Path | None = option(None, "Write to this file instead of stdout.", "--output", "-o"),
+    force: bool = options.FORCE,
+    limit: list[str] | None = options.LIMIT,
+    exclude: list[str] | None = options.EXCLUDE,
+    json: bool = option(False, "Short for --format json."),
 ) -> None:
     """Print the nodes of the fleet as an Ansible inventory, an ssh_config or JSON."""
     from csdctl.documents import check_output, save_text
@@ -370,19 +345,18 @@ def inventory(
 @on_fleet
 def clean(
     call: Call,
-    everything: Annotated[
-        bool, option("Also remove prepared data, and deployed trees with their data, on the nodes.")
-    ] = False,
-    unused: Annotated[
-        bool, option("Remove stored files that no deployed tree uses; they are sent again when needed.")
-    ] = False,
-    computed: Annotated[
-        bool,
-        option("Remove features and predictions on host and nodes; they are computed again when needed."),
-    ] = False,
-    kill: Annotated[bool, option("Also stop a csdctl that is running there now, from any host.")] = False,
-    dry_run: options.DryRunOption = False,
-    yes: options.YesOption = False,
+    everything: bool = option(
+        False, "Also remove prepared data, and deployed trees with their data, on the nodes."
+    ),
+    unused: bool = option(
+        False, "Remove stored files that no deployed tree uses; they are sent again when needed."
+    ),
+    computed: bool = option(
+        False, "Remove features and predictions on host and nodes; they are computed again when needed."
+    ),
+    kill: bool = option(False, "Also stop a csdctl that is running there now, from any host."),
+    dry_run: bool = options.DRY_RUN,
+    yes: bool = options.YES,
 ) -> None:
     """Stop processes and remove files that earlier csdctl commands left on the machines."""
     from csdctl.launch.leftovers import CleanupOptions, clean

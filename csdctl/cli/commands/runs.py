@@ -3,24 +3,21 @@
 import os
 from functools import partial
 from pathlib import Path
-from typing import Annotated
 
 import typer
 
 from csdctl.cli import options
 from csdctl.cli.call import open_streams
-from csdctl.cli.options import option
+from csdctl.cli.options import argument, option
 from csdctl.errors import ExitCode, InputError
 
 runs = options.group(help="List, watch, stop and remove runs.")
-run_argument = partial(typer.Argument, autocompletion=options.complete_runs)
-RunArgument = Annotated[
-    str | None, run_argument(help="Run ID, unique prefix or `latest`; default: the latest.")
-]
+run_argument = partial(argument, autocompletion=options.complete_runs)
+RUN = run_argument(None, "Run ID, unique prefix or `latest`; default: the latest.")
 
 
 @runs.command("list")
-def list_runs(json: options.JsonOption = False) -> None:
+def list_runs(json: bool = options.JSON) -> None:
     """List all runs, the latest last."""
     from csdctl.terminal.runs import show_runs
     from csdctl.workflows.runs import manage
@@ -30,7 +27,7 @@ def list_runs(json: options.JsonOption = False) -> None:
 
 
 @runs.command()
-def watch(run: RunArgument = None, json: options.JsonOption = False) -> None:
+def watch(run: str | None = RUN, json: bool = options.JSON) -> None:
     """Show a run as it trains.
 
     Ctrl-C ends the view, not the run. Exits with 1 when the run has failed.
@@ -48,12 +45,10 @@ def watch(run: RunArgument = None, json: options.JsonOption = False) -> None:
 
 @runs.command()
 def logs(
-    run: RunArgument = None,
-    which: Annotated[
-        str | None, typer.Argument(help="A rank, a node, or csdctl (of a detached run); default: all.")
-    ] = None,
-    follow: Annotated[bool, option("Follow the log until the run ends.", "--follow", "-f")] = False,
-    lines: Annotated[int, option("Lines from the end of each log.", "--lines", "-n", min=0)] = 200,
+    run: str | None = RUN,
+    which: str | None = argument(None, "A rank, a node, or csdctl (of a detached run); default: all."),
+    follow: bool = option(False, "Follow the log until the run ends.", "--follow", "-f"),
+    lines: int = option(200, "Lines from the end of each log.", "--lines", "-n", min=0),
 ) -> None:
     """Print the logs of a run's ranks and of their links."""
     from csdctl.runs.directory import find_run
@@ -69,11 +64,9 @@ def logs(
 
 @runs.command()
 def stop(
-    run: Annotated[
-        str | None, run_argument(help="Run ID, unique prefix or `latest`; default: the running one.")
-    ] = None,
-    timeout: Annotated[float, option("Seconds to wait for the run to end.", min=0)] = 120.0,
-    json: options.JsonOption = False,
+    run: str | None = run_argument(None, "Run ID, unique prefix or `latest`; default: the running one."),
+    timeout: float = option(120.0, "Seconds to wait for the run to end.", min=0),
+    json: bool = options.JSON,
 ) -> None:
     """Stop a run after its current step.
 
@@ -88,9 +81,9 @@ def stop(
 
 @runs.command()
 def rm(
-    runs: Annotated[list[str], run_argument(metavar="RUN...", help="Run IDs, unique prefixes or `latest`.")],
-    yes: options.YesOption = False,
-    json: options.JsonOption = False,
+    runs: list[str] = run_argument(..., "Run IDs, unique prefixes or `latest`.", metavar="RUN..."),
+    yes: bool = options.YES,
+    json: bool = options.JSON,
 ) -> None:
     """Remove runs and their files."""
     from csdctl.workflows.runs.manage import remove_runs
@@ -104,20 +97,16 @@ def rm(
 
 
 def report(
-    runs: Annotated[
-        list[str] | None,
-        run_argument(
-            help="Run IDs, unique prefixes or `latest`, shown side by side; default: the latest.",
-            metavar="[RUN]...",
-        ),
-    ] = None,
-    privacy: Annotated[
-        bool, option("Show bytes sent instead, by link and traffic class; with noise, also ε.")
-    ] = False,
-    html: options.HtmlOption = None,
-    csv: Annotated[Path | None, option("Write a row for each run and epoch.", metavar="FILE")] = None,
-    force: options.ForceOption = False,
-    json: options.JsonOption = False,
+    runs: list[str] | None = run_argument(
+        None,
+        "Run IDs, unique prefixes or `latest`, shown side by side; default: the latest.",
+        metavar="[RUN]...",
+    ),
+    privacy: bool = option(False, "Show bytes sent instead, by link and traffic class; with noise, also ε."),
+    html: Path | None = options.HTML,
+    csv: Path | None = option(None, "Write a row for each run and epoch.", metavar="FILE"),
+    force: bool = options.FORCE,
+    json: bool = options.JSON,
 ) -> None:
     """Show the results of a run, or of several side by side."""
     from csdctl.runs.directory import find_run

@@ -3,13 +3,11 @@
 import sys
 from contextlib import suppress
 from pathlib import Path
-from typing import Annotated, Literal
-
-import typer
+from typing import Literal
 
 from csdctl.cli import options
 from csdctl.cli.call import Call, on_job
-from csdctl.cli.options import option
+from csdctl.cli.options import argument, option
 from csdctl.errors import InputError
 from csdctl.terminal.streams import Streams
 
@@ -17,62 +15,50 @@ from csdctl.terminal.streams import Streams
 @on_job
 def train(
     call: Call,
-    plan: options.PlanOption = None,
-    batch_size: options.BatchSizeOption = None,
-    max_steps: options.MaxStepsOption = None,
-    dry_run: options.DryRunOption = False,
-    resume: Annotated[
-        str | None,
-        option(
-            "Resume this run from its last completed step: a run ID, a unique prefix or `latest`.",
-            metavar="RUN",
-            autocompletion=options.complete_runs,
-        ),
-    ] = None,
-    min_nodes: Annotated[
-        int | None,
-        options.resuming(
-            "Start with at least this many nodes; others join when they become reachable. End when "
-            "fewer are left. Default: start with all, end when none is left.",
-            min=0,
-        ),
-    ] = None,
-    rebalance: Annotated[
-        bool,
-        options.resuming("Adjust batch sizes when a node's speed changes.", "--rebalance/--no-rebalance"),
-    ] = True,
-    strategy: options.StrategyOption = "auto",
-    feature_precision: options.FeaturePrecisionOption = "float32",
-    cut: options.CutOption = "",
-    micro_batches: options.MicroBatchesOption = 4,
-    checkpoint_seconds: Annotated[
-        float | None,
-        options.resuming("Seconds between checkpoints in an epoch; default: 600, or as a resumed run."),
-    ] = None,
-    keep: Annotated[
-        int | None,
-        options.resuming("Checkpoints to keep, besides the best; default: 3, or as the resumed run.", min=1),
-    ] = None,
-    start_timeout: Annotated[
-        float, options.resuming("Timeout in seconds until every rank is ready.")
-    ] = 300.0,
-    silence_timeout: Annotated[
-        float,
-        options.resuming("Seconds without a step: the ranks reconnect; after as many again, the run stops."),
-    ] = 300.0,
-    metrics: Annotated[
-        str, options.background("Serve metrics of the run over HTTP, for Prometheus.", metavar="[HOST:]PORT")
-    ] = "",
-    skip_doctor: options.SkipDoctorOption = False,
-    detach: Annotated[
-        bool, options.background("Train in the background; `csdctl runs watch` shows the run.")
-    ] = False,
+    plan: Path | None = options.PLAN,
+    batch_size: int | None = options.BATCH_SIZE,
+    max_steps: int | None = options.MAX_STEPS,
+    dry_run: bool = options.DRY_RUN,
+    resume: str | None = option(
+        None,
+        "Resume this run from its last completed step: a run ID, a unique prefix or `latest`.",
+        metavar="RUN",
+        autocompletion=options.complete_runs,
+    ),
+    min_nodes: int | None = options.resuming(
+        None,
+        "Start with at least this many nodes; others join when they become reachable. End when "
+        "fewer are left. Default: start with all, end when none is left.",
+        min=0,
+    ),
+    rebalance: bool = options.resuming(
+        True, "Adjust batch sizes when a node's speed changes.", "--rebalance/--no-rebalance"
+    ),
+    strategy: options.Strategy = options.STRATEGY,
+    feature_precision: options.Precision = options.FEATURE_PRECISION,
+    cut: str = options.CUT,
+    micro_batches: int = options.MICRO_BATCHES,
+    checkpoint_seconds: float | None = options.resuming(
+        None, "Seconds between checkpoints in an epoch; default: 600, or as a resumed run."
+    ),
+    keep: int | None = options.resuming(
+        None, "Checkpoints to keep, besides the best; default: 3, or as the resumed run.", min=1
+    ),
+    start_timeout: float = options.resuming(300.0, "Timeout in seconds until every rank is ready."),
+    silence_timeout: float = options.resuming(
+        300.0, "Seconds without a step: the ranks reconnect; after as many again, the run stops."
+    ),
+    metrics: str = options.background(
+        "", "Serve metrics of the run over HTTP, for Prometheus.", metavar="[HOST:]PORT"
+    ),
+    skip_doctor: bool = options.SKIP_DOCTOR,
+    detach: bool = options.background(False, "Train in the background; `csdctl runs watch` shows the run."),
 ) -> None:
     """Train synchronously on the host and all nodes, each with its own batch size."""
     from csdctl.reporting.live_metrics import serve_metrics
     from csdctl.supervision.run_setup import Patience
     from csdctl.terminal.train import TrainingScreen, show_training_rehearsal
-    from csdctl.workflows.train.request import TrainOptions, TrainRequest
+    from csdctl.workflows.train.request import TrainOptions
     from csdctl.workflows.train.resume import find_started
 
     streams = call.streams
@@ -98,15 +84,8 @@ def train(
         cut=cut,
         num_micro_batches=micro_batches,
     )
-    request = TrainRequest(
-        job=call.job,
-        fleet=call.fleet,
-        directory=call.directory,
-        options=train_options,
-        plan_path=plan,
-        batch_size=batch_size,
-        resume=resume,
-        is_preflight_skipped=skip_doctor,
+    request = call.training(
+        train_options, plan_path=plan, batch_size=batch_size, resume=resume, is_preflight_skipped=skip_doctor
     )
     if dry_run:
         show_training_rehearsal(streams, request)
@@ -132,33 +111,26 @@ def start_detached(streams: Streams) -> None:
 @on_job
 def predict(
     call: Call,
-    model: Annotated[
-        str,
-        typer.Argument(
-            metavar="RUN|MODEL.keras",
-            help="Run ID, unique prefix or `latest`, or a .keras file.",
-            autocompletion=options.complete_models,
-        ),
-    ],
-    job: Annotated[
-        Path | None, typer.Argument(help="Job whose data is used; default: the run's, else job.yaml.")
-    ] = None,
-    on: Annotated[
-        Literal["private", "public", "validation", "all"] | None,
-        option("Data set; default: private if the job has it, else public."),
-    ] = None,
-    want: Annotated[
-        Literal["classes", "scores", "embeddings"],
-        option(
-            "classes with probabilities (values of a regression), scores: all outputs, or embeddings: "
-            "the output of --layer."
-        ),
-    ] = "classes",
-    layer: Annotated[str, option("Layer whose output is returned as embeddings.", metavar="NAME")] = "",
-    output: Annotated[
-        Path, option("Write to this .csv or .npz file.", "--output", "-o", metavar="FILE")
-    ] = Path("predictions.csv"),
-    force: options.ForceOption = False,
+    model: str = argument(
+        ...,
+        "Run ID, unique prefix or `latest`, or a .keras file.",
+        metavar="RUN|MODEL.keras",
+        autocompletion=options.complete_models,
+    ),
+    job: Path | None = argument(None, "Job whose data is used; default: the run's, else job.yaml."),
+    on: Literal["private", "public", "validation", "all"] | None = option(
+        None, "Data set; default: private if the job has it, else public."
+    ),
+    want: Literal["classes", "scores", "embeddings"] = option(
+        "classes",
+        "classes with probabilities (values of a regression), scores: all outputs, or embeddings: "
+        "the output of --layer.",
+    ),
+    layer: str = option("", "Layer whose output is returned as embeddings.", metavar="NAME"),
+    output: Path = option(
+        Path("predictions.csv"), "Write to this .csv or .npz file.", "--output", "-o", metavar="FILE"
+    ),
+    force: bool = options.FORCE,
 ) -> None:
     """Run a trained model on samples where they are stored. Only the results are sent."""
     from csdctl.terminal.prepare import PreparationScreen
@@ -193,37 +165,32 @@ def predict(
 @on_job
 def scale(
     call: Call,
-    nodes: Annotated[
-        str | None,
-        option(
-            "Numbers of nodes: 0,1,2 or 0..36; 0 is the host alone. Default: 0, 1, 2, 4 … and all.",
-            metavar="NUMBERS",
-        ),
-    ] = None,
-    weak: Annotated[bool, option("Weak scaling only: every rank keeps its batch size.")] = False,
-    strong: Annotated[bool, option("Strong scaling only: the global batch size stays the same.")] = False,
-    plan: options.PlanOption = None,
-    batch_size: options.BatchSizeOption = None,
-    max_steps: options.MaxStepsOption = None,
-    skip_doctor: options.SkipDoctorOption = False,
-    dry_run: options.DryRunOption = False,
+    nodes: str | None = option(
+        None,
+        "Numbers of nodes: 0,1,2 or 0..36; 0 is the host alone. Default: 0, 1, 2, 4 … and all.",
+        metavar="NUMBERS",
+    ),
+    weak: bool = option(False, "Weak scaling only: every rank keeps its batch size."),
+    strong: bool = option(False, "Strong scaling only: the global batch size stays the same."),
+    plan: Path | None = options.PLAN,
+    batch_size: int | None = options.BATCH_SIZE,
+    max_steps: int | None = options.MAX_STEPS,
+    skip_doctor: bool = options.SKIP_DOCTOR,
+    dry_run: bool = options.DRY_RUN,
 ) -> None:
     """Train with 0, 1, 2 … nodes, and show speed-up, efficiency and energy."""
     from csdctl.reporting.tables import KINDS
     from csdctl.terminal.report import show_points, show_series
     from csdctl.terminal.train import train_point
     from csdctl.workflows.forecast.forecast import parse_node_counts
-    from csdctl.workflows.train.request import TrainOptions, TrainRequest
+    from csdctl.workflows.train.request import TrainOptions
     from csdctl.workflows.train.scale import STRONG, WEAK, plan_points, run_series
 
     streams = call.streams
     kinds = [kind for kind, is_asked in ((WEAK, weak), (STRONG, strong)) if is_asked] or list(KINDS)
     # Batch sizes that moved during a run would be another plan than that of its point.
-    training = TrainRequest(
-        job=call.job,
-        fleet=call.fleet,
-        directory=call.directory,
-        options=TrainOptions(max_steps=max_steps, is_balanced=False),
+    training = call.training(
+        TrainOptions(max_steps=max_steps, is_balanced=False),
         plan_path=plan,
         batch_size=batch_size,
         is_preflight_skipped=skip_doctor,

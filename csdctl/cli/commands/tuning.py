@@ -2,7 +2,7 @@
 
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Literal
 
 from csdctl.cli import options
 from csdctl.cli.call import Call, on_job
@@ -19,49 +19,44 @@ DEFAULT_BATCH_SIZE_LIST = ",".join(map(str, DEFAULT_BATCH_SIZES))
 @on_job
 def tune(
     call: Call,
-    method: Annotated[
-        Literal["fit", "stannis"],
-        option("fit: a model fitted to few probes; stannis: the paper's Algorithm 1."),
-    ] = "fit",
-    goal: Annotated[
-        Literal["throughput", "time-to-accuracy"],
-        of_fit(
-            "time-to-accuracy: choose the global batch size by the gradient noise of the latest run.", "--for"
-        ),
-    ] = "throughput",
-    max_global_batch: Annotated[
-        int | None,
-        of_fit(
-            "Largest global batch size; default: 4 × recipe.reference_batch, and at most a tenth of an "
-            "epoch's samples.",
-            min=1,
-        ),
-    ] = None,
-    global_batch: Annotated[int | None, of_fit("Exact global batch size.", min=1)] = None,
-    fresh: Annotated[bool, of_fit("Ignore earlier measurements.")] = False,
-    explore: Annotated[
-        bool, of_fit("Also probe threads and oneDNN, and use the faster settings.", "--explore/--no-explore")
-    ] = True,
-    host: Annotated[
-        bool,
-        option(
-            "--no-host: the host only sums gradients; by default it trains unless the fleet is 5% "
-            "faster without it.",
-            "--host/--no-host",
-        ),
-    ] = True,
-    strategy: Annotated[options.Strategy, of_fit("Plan for this strategy; auto compares them.")] = "auto",
-    cut: Annotated[str, of_fit("Last layer of the nodes, for --strategy split.", metavar="LAYER")] = "",
-    probe_seconds: Annotated[float, option("Minimum duration of a probe.")] = 1.0,
-    batch_sizes: Annotated[
-        str, of_stannis("Batch sizes to probe.", metavar="SIZES")
-    ] = DEFAULT_BATCH_SIZE_LIST,
-    step_divisor: Annotated[
-        float, of_stannis("C, which divides each change of a batch size.", "-C", "--step-divisor")
-    ] = DEFAULT_STEP_DIVISOR,
-    margin_scale: Annotated[
-        float, of_stannis("E: step times may differ by 1/E; the paper's value is 5.", "-E", "--margin-scale")
-    ] = DEFAULT_MARGIN_SCALE,
+    method: Literal["fit", "stannis"] = option(
+        "fit", "fit: a model fitted to few probes; stannis: the paper's Algorithm 1."
+    ),
+    goal: Literal["throughput", "time-to-accuracy"] = of_fit(
+        "throughput",
+        "time-to-accuracy: choose the global batch size by the gradient noise of the latest run.",
+        "--for",
+    ),
+    max_global_batch: int | None = of_fit(
+        None,
+        "Largest global batch size; default: 4 × recipe.reference_batch, and at most a tenth of an "
+        "epoch's samples.",
+        min=1,
+    ),
+    global_batch: int | None = of_fit(None, "Exact global batch size.", min=1),
+    fresh: bool = of_fit(False, "Ignore earlier measurements."),
+    explore: bool = of_fit(
+        True, "Also probe threads and oneDNN, and use the faster settings.", "--explore/--no-explore"
+    ),
+    host: bool = option(
+        True,
+        "--no-host: the host only sums gradients; by default it trains unless the fleet is 5% "
+        "faster without it.",
+        "--host/--no-host",
+    ),
+    strategy: options.Strategy = of_fit("auto", "Plan for this strategy; auto compares them."),
+    cut: str = of_fit("", "Last layer of the nodes, for --strategy split.", metavar="LAYER"),
+    probe_seconds: float = option(1.0, "Minimum duration of a probe."),
+    batch_sizes: str = of_stannis(DEFAULT_BATCH_SIZE_LIST, "Batch sizes to probe.", metavar="SIZES"),
+    step_divisor: float = of_stannis(
+        DEFAULT_STEP_DIVISOR, "C, which divides each change of a batch size.", "-C", "--step-divisor"
+    ),
+    margin_scale: float = of_stannis(
+        DEFAULT_MARGIN_SCALE,
+        "E: step times may differ by 1/E; the paper's value is 5.",
+        "-E",
+        "--margin-scale",
+    ),
 ) -> None:
     """Measure the machines and write the plan with the highest throughput."""
     from csdctl.terminal.prepare import PreparationScreen
@@ -105,22 +100,16 @@ def _parse_sizes(text: str) -> tuple[int, ...]:
 @on_job
 def forecast(
     call: Call,
-    nodes: Annotated[
-        str | None,
-        option("Numbers of nodes: 24, 1..36, or 4,8,16; default: 0 to all nodes.", metavar="NUMBERS"),
-    ] = None,
-    epochs: Annotated[int | None, option("Number of epochs; default: the job's.", min=1)] = None,
-    samples: Annotated[
-        int | None, option("Samples per epoch, public and private, for time and energy.", min=1)
-    ] = None,
-    max_global_batch: Annotated[
-        int | None,
-        option("Largest global batch size; default: the limit that the plan was tuned with.", min=1),
-    ] = None,
-    host_watts: Annotated[
-        float | None, power("Watts that do not depend on the number of nodes.", min=0)
-    ] = None,
-    node_watts: Annotated[float | None, power("Watts that each node adds.", min=0)] = None,
+    nodes: str | None = option(
+        None, "Numbers of nodes: 24, 1..36, or 4,8,16; default: 0 to all nodes.", metavar="NUMBERS"
+    ),
+    epochs: int | None = option(None, "Number of epochs; default: the job's.", min=1),
+    samples: int | None = option(None, "Samples per epoch, public and private, for time and energy.", min=1),
+    max_global_batch: int | None = option(
+        None, "Largest global batch size; default: the limit that the plan was tuned with.", min=1
+    ),
+    host_watts: float | None = power(None, "Watts that do not depend on the number of nodes.", min=0),
+    node_watts: float | None = power(None, "Watts that each node adds.", min=0),
 ) -> None:
     """Forecast throughput, time and energy for any number of nodes."""
     from csdctl.terminal.forecast import show_forecast
@@ -147,33 +136,26 @@ def forecast(
 @on_job
 def verify(
     call: Call,
-    plan: Annotated[
-        Path | None, option("Plan; default: the job's plan from `tune`, or batch size 16 on all ranks.")
-    ] = None,
-    batch_size: options.BatchSizeOption = None,
-    strategy: options.StrategyOption = "auto",
-    cut: options.CutOption = "",
-    micro_batches: options.MicroBatchesOption = 4,
-    feature_precision: options.FeaturePrecisionOption = "float32",
+    plan: Path | None = option(
+        None, "Plan; default: the job's plan from `tune`, or batch size 16 on all ranks."
+    ),
+    batch_size: int | None = options.BATCH_SIZE,
+    strategy: options.Strategy = options.STRATEGY,
+    cut: str = options.CUT,
+    micro_batches: int = options.MICRO_BATCHES,
+    feature_precision: options.Precision = options.FEATURE_PRECISION,
 ) -> None:
     """Check that your fleet computes the same gradient of your model as one process."""
     from csdctl.terminal.prepare import PreparationScreen
     from csdctl.terminal.tune import show_verified
-    from csdctl.workflows.train.request import TrainOptions, TrainRequest
+    from csdctl.workflows.train.request import TrainOptions
     from csdctl.workflows.train.verify import run_verification
 
     streams = call.streams
-    options = TrainOptions(
+    train_options = TrainOptions(
         strategy=strategy, cut=cut, num_micro_batches=micro_batches, feature_precision=feature_precision
     )
-    request = TrainRequest(
-        job=call.job,
-        fleet=call.fleet,
-        directory=call.directory,
-        options=options,
-        plan_path=plan,
-        batch_size=batch_size,
-    )
+    request = call.training(train_options, plan_path=plan, batch_size=batch_size)
     verification = run_verification(request, PreparationScreen(streams).events)
     show_verified(streams, verification, emulated=call.fleet.emulated)
     verification.check()
