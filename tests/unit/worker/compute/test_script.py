@@ -10,8 +10,10 @@ import pytest
 
 from csdctl.worker.compute.backend import load_backend
 from csdctl.worker.compute.script import FitCall, describe_fit, record, run_to_fit
+from csdctl.worker.compute.user_code import import_file
 from csdctl.worker.process.errors import InputError
 from csdctl.worker.protocol.model_info import ScriptFit, ScriptRequest
+from csdctl.workflows.init.init import _render_functions
 
 HEAD = """\
 import keras
@@ -100,9 +102,9 @@ def directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def run(text: str, *options: str, sha256: str = "") -> FitCall:
+def run(text: str, *options: str) -> FitCall:
     Path("script.py").write_text(text)
-    return run_to_fit("script.py", options, vars(ModuleType("functions")), sha256)
+    return run_to_fit("script.py", options, vars(ModuleType("functions")))
 
 
 def recorded(text: str, *options: str) -> ScriptFit:
@@ -137,14 +139,6 @@ def test_fit_in_a_loop_of_a_method_with_options_and_a_split() -> None:
         "fit is called in a loop",
         "restore_best_weights of EarlyStopping",
     ]
-
-
-def test_classes_of_the_script_belong_to_the_module_that_runs_it() -> None:
-    module = ModuleType("functions_of_script")
-    Path("script.py").write_text(METHOD)
-    call = run_to_fit("script.py", ["-n", "8"], vars(module))
-    assert type(call.model.layers[1]) is module.Scale
-    assert module.Scale.__module__ == "functions_of_script"
 
 
 def test_data_sets_have_their_own_batch_size_and_random_changes_outside_the_model_are_notes() -> None:
@@ -197,8 +191,22 @@ def test_script_that_does_not_reach_fit_is_refused(text: str, message: str) -> N
     assert caught.value.remedy
 
 
-def test_script_that_is_missing_or_has_changed_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(InputError, match="script.py has changed since `csdctl init`"):
-        run(PLAIN, sha256="0" * 64)
+def test_file_of_functions_runs_the_script_unless_it_has_changed(
+    directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "modules", {**sys.modules})
+    Path("script.py").write_text(METHOD)
+    functions = directory / "script_functions.py"
+    functions.write_text(_render_functions(Path("script.py"), ["-n", "8"]))
+    module = import_file(functions)
+    assert module.build().layers[1].__module__ == "script_functions"
+    assert (len(module.training_data("")[0]), len(module.validation_data("")[0])) == (6, 2)
+    Path("script.py").write_text(METHOD + "\n")
+    del sys.modules["script_functions"]
+    with pytest.raises(InputError, match=r"^script.py has changed since `csdctl init`"):
+        import_file(functions)
+
+
+def test_script_that_is_missing_is_refused() -> None:
     with pytest.raises(InputError, match="nope.py cannot be read: No such file"):
         run_to_fit("nope.py", [], {"__name__": "functions"})
