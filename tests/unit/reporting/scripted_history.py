@@ -115,10 +115,10 @@ class History:
             if rank == without:
                 continue
             compute_s = step_s * self.random.uniform(0.3, 0.9)
-            own = self.sizes[rank], count if rank == 0 else 0, compute_s, step_s - compute_s, 0.001
+            amounts = self.sizes[rank], count if rank == 0 else 0, compute_s, step_s - compute_s, 0.001
             done = self.ranks[rank]
-            done.since_report.add(*own)
-            done.since_joined.add(*own)
+            done.since_report.add(*amounts)
+            done.since_joined.add(*amounts)
         if without != 0:
             self.step, self.total_steps = self.step + 1, self.total_steps + 1
             self.epoch_samples += count
@@ -174,8 +174,8 @@ class History:
         """
         if self.random.random() < 0.5 and self.epoch_samples < EPOCH_SAMPLES:
             self._take_step(without=0)
-        others = self.members[1:]
-        for rank in others:
+        nodes = self.members[1:]
+        for rank in nodes:
             self._report(rank)
         self.ranks[0] = Rank(self.random.randint(1, 6))
         self._send(NodeLost(0, NODES[0], "killed"))
@@ -183,11 +183,11 @@ class History:
         self.members = [0]
         self._begin()
         self._send(NodeBack(0, NODES[0]))
-        while others:
+        while nodes:
             if self.random.random() < 0.3 and self.epoch_samples < EPOCH_SAMPLES:
                 self._take_step()
-            joining = self.random.sample(others, self.random.randint(1, len(others)))
-            others = [rank for rank in others if rank not in joining]
+            joining = self.random.sample(nodes, self.random.randint(1, len(nodes)))
+            nodes = [rank for rank in nodes if rank not in joining]
             self.members = sorted([*self.members, *joining])
             self._join(joining)
 
@@ -228,8 +228,8 @@ class History:
             fields = self._rounded(done.since_joined)
             stepped = fields.pop("global_samples")
             overall = {"global_samples": self.epoch_samples, "stepped_samples": stepped, "loss": 1.0}
-            own = overall if rank == 0 else {}
-            self._send(EpochEnd(rank, NODES[rank], self.epoch, weights_hash="hash", **fields, **own))
+            of_host = overall if rank == 0 else {}
+            self._send(EpochEnd(rank, NODES[rank], self.epoch, weights_hash="hash", **fields, **of_host))
             done.since_report, done.since_joined = Done(), Done()
         if lost_there == 0:  # the end of the epoch is repeated, without steps
             self._lose_host()

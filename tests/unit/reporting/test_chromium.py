@@ -46,11 +46,11 @@ def test_page_in_a_browser(tmp_path: Path, width: int) -> None:
     ]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     (line,) = re.findall(r'CONSOLE[^"]*"(.*)", source', done.stderr)
-    found = json.loads(line.removeprefix("PROBE ").replace('\\"', '"'))
-    assert len(found["charts"]) > 6
-    for chart in found["charts"]:
+    probed = json.loads(line.removeprefix("PROBE ").replace('\\"', '"'))
+    assert len(probed["charts"]) > 6
+    for chart in probed["charts"]:
         assert chart["drawn"] > 0
         assert chart["rows"] >= 1
         assert chart["width"] > min(250, width / 2)
-    assert found["requests"] == 0
-    assert found["page"] <= found["window"]  # tables scroll, the page does not
+    assert probed["requests"] == 0
+    assert probed["page"] <= probed["window"]  # tables scroll, the page does not

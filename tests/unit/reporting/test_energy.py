@@ -69,5 +69,5 @@ def test_meter_of_a_chassis_has_the_nodes_of_its_own_server_alone_and_counts_the
     assert energy_of(nodes, ["host"], **meters).missing == ("storage2/csd0",)
     assert energy_of(nodes, ["host", "storage2"], **meters).whole.joules == 1000.0
     records = [replace(RECORDS[0], includes_nodes=True), RECORDS[2]]
-    whole = add_up_energy(records, ["host", "csd0"], {"host": 90, "csd0": 10}, [(0.0, 10.0)]).whole
-    assert (whole.joules, whole.joules_per_sample, whole.origin) == (1000.0, 10.0, "measured")
+    total = add_up_energy(records, ["host", "csd0"], {"host": 90, "csd0": 10}, [(0.0, 10.0)]).whole
+    assert (total.joules, total.joules_per_sample, total.origin) == (1000.0, 10.0, "measured")

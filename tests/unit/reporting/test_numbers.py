@@ -26,9 +26,9 @@ NUMBERS = st.one_of(st.floats(), st.integers(), st.integers(min_value=10**308, m
 @pytest.mark.parametrize("format_number", FORMATS)
 @given(number=NUMBERS)
 def test_every_number_is_formatted(format_number: Callable[[float], str], number: float) -> None:
-    shown = format_number(number)
-    assert shown
-    assert len(shown) < 500
+    text = format_number(number)
+    assert text
+    assert len(text) < 500
 
 
 @pytest.mark.parametrize(

@@ -87,8 +87,8 @@ def test_text_of_nodes_and_jobs_makes_no_tag_and_no_attribute_and_the_page_refer
     assert not [name for name, _ in page.attributes if name.startswith("on")]
     assert "&lt;script&gt;alert(1)" in text  # it is shown
     references = ("src", "href", "action", "data", "poster", "srcset")
-    found = [value for name, value in page.attributes if name in references]
-    assert [value[:40] for value in found if not value.startswith(("#", "data:image/svg+xml;base64,"))] == []
+    values = [value for name, value in page.attributes if name in references]
+    assert [value[:40] for value in values if not value.startswith(("#", "data:image/svg+xml;base64,"))] == []
     assert "@import" not in text
     assert "url(h" not in text
     assert "default-src &#x27;none&#x27;" in text
@@ -120,10 +120,10 @@ def test_reports_that_overlap_in_time_stay_in_their_lane() -> None:
 
 
 def test_run_that_ended_in_its_first_epoch_has_the_rates_and_waiting_of_its_ranks(tmp_path: Path) -> None:
-    found = read_results(write_run(tmp_path, 4))
-    assert found.summary.epochs == 0
-    assert [round(rank.waiting, 2) for rank in found.summary.ranks] == [0.58, 0.58, 0.58, 0.03]
-    assert found.summary.samples_per_s > 0
+    read = read_results(write_run(tmp_path, 4))
+    assert read.summary.epochs == 0
+    assert [round(rank.waiting, 2) for rank in read.summary.ranks] == [0.58, 0.58, 0.58, 0.03]
+    assert read.summary.samples_per_s > 0
 
 
 def test_recipe_is_shown_where_it_differs_from_its_defaults() -> None:

@@ -71,9 +71,9 @@ def test_missing_accountant_is_reported_with_the_command_that_installs_it(
     with pytest.raises(InputError, match="dp-accounting, which is not installed") as caught:
         check_accountant()
     assert caught.value.remedy.startswith("pip install '.[privacy]' in a clone of csdctl")
-    found = measure_privacy(MANIFEST, count_passes([joined(1), ended(1), finished()], 3))
-    assert found
-    assert [(node.num_releases, node.epsilon) for node in found.nodes] == [(1, None), (3, None)]
+    guarantee = measure_privacy(MANIFEST, count_passes([joined(1), ended(1), finished()], 3))
+    assert guarantee
+    assert [(node.num_releases, node.epsilon) for node in guarantee.nodes] == [(1, None), (3, None)]
 
 
 def joined(epoch: int, step: int = 0, members: Iterable[int] = (0, 1, 2)) -> Joined:
@@ -169,13 +169,13 @@ MANIFEST: dict[str, Any] = {
 
 
 def test_repeated_samples_are_in_more_sums() -> None:
-    found = measure_privacy(MANIFEST, count_passes(SEQUENCES["three epochs"][0], 3))
-    assert found
-    assert [(node.node, node.num_private, node.num_releases) for node in found.nodes] == [
+    guarantee = measure_privacy(MANIFEST, count_passes(SEQUENCES["three epochs"][0], 3))
+    assert guarantee
+    assert [(node.node, node.num_private, node.num_releases) for node in guarantee.nodes] == [
         ("csd0", 40, 3),
         ("csd1", 10, 9),
     ]
-    assert found.nodes[1].epsilon == compute_epsilon(NOISE, 9)
+    assert guarantee.nodes[1].epsilon == compute_epsilon(NOISE, 9)
 
 
 RANKS = (

@@ -94,27 +94,27 @@ def summary(events: list[Event] = WHOLE, manifest: dict[str, Any] = MANIFEST) ->
 
 
 def test_whole_run_is_added_up_over_its_epochs() -> None:
-    found = summary()
-    assert (found.run_id, found.method, found.emulated) == ("20260101-000000-abcd", "stannis", True)
-    assert (found.num_ranks, found.global_batch) == (3, 80)
-    assert (found.epochs, found.steps, found.samples, found.training_s) == (2, 20, 1600, 20.0)
-    assert found.samples_per_s == pytest.approx(1600 / 18)  # 2 s of the 20 s are no step time
-    assert found.predicted_samples_per_s == 90.0
-    assert (found.alone_samples_per_s, found.efficiency) == pytest.approx((100.0, 16 / 18))
-    assert (found.loss, found.accuracy) == pytest.approx((1.0, 0.8))
-    assert (found.validation_loss, found.validation_accuracy) == pytest.approx((1.25, 0.6))
-    assert (found.state, found.failures, found.identical_weights) == ("completed", (), True)
-    assert describe_result(found).endswith("; best: epoch 1, validation loss 2.5000, best.keras")
+    result = summary()
+    assert (result.run_id, result.method, result.emulated) == ("20260101-000000-abcd", "stannis", True)
+    assert (result.num_ranks, result.global_batch) == (3, 80)
+    assert (result.epochs, result.steps, result.samples, result.training_s) == (2, 20, 1600, 20.0)
+    assert result.samples_per_s == pytest.approx(1600 / 18)  # 2 s of the 20 s are no step time
+    assert result.predicted_samples_per_s == 90.0
+    assert (result.alone_samples_per_s, result.efficiency) == pytest.approx((100.0, 16 / 18))
+    assert (result.loss, result.accuracy) == pytest.approx((1.0, 0.8))
+    assert (result.validation_loss, result.validation_accuracy) == pytest.approx((1.25, 0.6))
+    assert (result.state, result.failures, result.identical_weights) == ("completed", (), True)
+    assert describe_result(result).endswith("; best: epoch 1, validation loss 2.5000, best.keras")
 
 
 def test_split_is_compared_with_its_busiest_rank() -> None:
     """The rates of whole models on each rank say nothing about parts of one."""
-    found = summary(manifest={**MANIFEST, "strategy": "split", "cut": "block_4"})
-    busiest_s = max(rank.compute_s for rank in found.ranks)
-    whole = found.ranks[0]
-    assert (found.strategy, found.cut) == ("split", "block_4")
-    assert found.efficiency == pytest.approx(busiest_s / (whole.compute_s + whole.wait_s))
-    assert found.alone_samples_per_s == pytest.approx(found.samples_per_s / found.efficiency)
+    result = summary(manifest={**MANIFEST, "strategy": "split", "cut": "block_4"})
+    busiest_s = max(rank.compute_s for rank in result.ranks)
+    host = result.ranks[0]
+    assert (result.strategy, result.cut) == ("split", "block_4")
+    assert result.efficiency == pytest.approx(busiest_s / (host.compute_s + host.wait_s))
+    assert result.alone_samples_per_s == pytest.approx(result.samples_per_s / result.efficiency)
 
 
 def test_each_rank_has_samples_rate_and_waiting_time() -> None:
@@ -129,27 +129,27 @@ def test_each_rank_has_samples_rate_and_waiting_time() -> None:
 
 @pytest.mark.parametrize("events", [[], WHOLE[:3]])
 def test_run_that_ended_before_its_first_epoch_has_no_results(events: list[Event]) -> None:
-    found = summary(events)
-    assert (found.state, found.epochs, found.samples, found.samples_per_s) == ("interrupted", 0, 0, 0.0)
-    assert (found.efficiency, found.loss, found.validation_accuracy) == (None, None, None)
-    assert not found.identical_weights
-    assert [rank.waiting for rank in found.ranks] == [0.0] * 3
+    result = summary(events)
+    assert (result.state, result.epochs, result.samples, result.samples_per_s) == ("interrupted", 0, 0, 0.0)
+    assert (result.efficiency, result.loss, result.validation_accuracy) == (None, None, None)
+    assert not result.identical_weights
+    assert [rank.waiting for rank in result.ranks] == [0.0] * 3
 
 
 @pytest.mark.parametrize("rank", [0, 2])
 def test_missing_rate_of_a_rank_means_no_efficiency(rank: int) -> None:
     manifest = deepcopy(MANIFEST)
     del manifest["plan"]["ranks"][rank]["samples_per_s"]
-    found = summary(manifest=manifest)
-    assert (found.alone_samples_per_s, found.efficiency) == (None, None)
-    assert found.samples_per_s == pytest.approx(1600 / 18)
+    result = summary(manifest=manifest)
+    assert (result.alone_samples_per_s, result.efficiency) == (None, None)
+    assert result.samples_per_s == pytest.approx(1600 / 18)
 
 
 def test_plan_whose_rates_were_measured_under_load_is_said_to_be_so() -> None:
     manifest = MANIFEST | {"plan": MANIFEST["plan"] | {"left_out": ["csd2"]}}
-    found = dict(describe_run(replace(summary(manifest=manifest), efficiency=1.24)))
-    assert found["efficiency"].endswith("measured under load: tune again")
-    assert found["left out"].startswith("csd2: training is faster")
+    result = dict(describe_run(replace(summary(manifest=manifest), efficiency=1.24)))
+    assert result["efficiency"].endswith("measured under load: tune again")
+    assert result["left out"].startswith("csd2: training is faster")
 
 
 def joined(*members: int, is_start: bool = False) -> Joined:
@@ -173,11 +173,11 @@ def test_run_of_an_earlier_version_is_read_and_what_is_not_known_is_counted(tmp_
     lines = [line.replace("{", '{"time":1000.0,', 1) for line in OF_AN_EARLIER_VERSION]
     run.events.write_text("\n".join([*lines, run.events.read_text()]))
     assert load_run_status(run).state == COMPLETED
-    found = read_results(run)
-    assert (found.summary.state, found.summary.epochs, found.summary.steps) == ("completed", 2, 20)
-    assert found.summary.num_unreadable == len(lines)
-    assert dict(describe_run(found.summary))["events"].startswith("5 lines were skipped: damaged, or of an")
-    assert "5 lines were skipped" in render_page([found])
+    result = read_results(run)
+    assert (result.summary.state, result.summary.epochs, result.summary.steps) == ("completed", 2, 20)
+    assert result.summary.num_unreadable == len(lines)
+    assert dict(describe_run(result.summary))["events"].startswith("5 lines were skipped: damaged, or of an")
+    assert "5 lines were skipped" in render_page([result])
 
 
 LOST: list[Event] = [
@@ -192,9 +192,9 @@ LOST: list[Event] = [
 
 @pytest.mark.fault(20)
 def test_run_that_continued_without_a_node_is_done_and_counts_unread_samples() -> None:
-    found = summary(LOST)
-    assert (found.state, found.lost_nodes, found.num_private_unread) == ("completed", ("csd1",), 100)
-    assert found.identical_weights
+    result = summary(LOST)
+    assert (result.state, result.lost_nodes, result.num_private_unread) == ("completed", ("csd1",), 100)
+    assert result.identical_weights
 
 
 @pytest.mark.parametrize(
@@ -222,10 +222,10 @@ def test_epoch_within_which_max_steps_ended_the_run_does_not_count(
     global_samples: int, num_lost: int, epochs: int
 ) -> None:
     last = replace(epoch_end(0, 2), global_samples=global_samples, num_lost=num_lost)
-    found = summary(
+    result = summary(
         [epoch_end(0, 1), last, *(replace(finished(rank), reason=MAX_STEPS) for rank in range(3))]
     )
-    assert found.epochs == epochs
+    assert result.epochs == epochs
 
 
 def test_epochs_whose_ends_a_power_failure_took_from_the_log_count() -> None:
@@ -237,8 +237,8 @@ def test_epochs_whose_ends_a_power_failure_took_from_the_log_count() -> None:
 def test_machine_that_does_not_train_is_no_part_of_what_the_ranks_reach_alone() -> None:
     host, *nodes = MANIFEST["plan"]["ranks"]
     ranks = [{**host, "batch_size": 0, "samples_per_s": None}, *nodes]
-    found = summary(manifest={**MANIFEST, "plan": {**MANIFEST["plan"], "ranks": ranks}})
-    assert (found.alone_samples_per_s, found.global_batch) == (pytest.approx(30.0), 20)
+    result = summary(manifest={**MANIFEST, "plan": {**MANIFEST["plan"], "ranks": ranks}})
+    assert (result.alone_samples_per_s, result.global_batch) == (pytest.approx(30.0), 20)
 
 
 PROGRESS = Progress(0, "host", 2, 7, 3, 96, 0.5, 0.25, 0.8, 128, 2.5, 0.1)
@@ -275,11 +275,11 @@ def test_state_is_what_the_last_events_say(events: list[Event], state: str) -> N
 
 
 def test_run_that_goes_on_has_its_epoch_step_and_rate(tmp_path: Path) -> None:
-    found = status(tmp_path, EPOCH_END, replace(PROGRESS, epoch=3), recipe={"epochs": 5})
-    assert (found.epoch, found.step, found.epochs, found.num_ranks) == (3, 7, 5, 2)
-    assert found.samples_per_s == pytest.approx((800 + 128) / (9.0 + 0.75))  # of the run, as in its report
-    assert (found.loss, found.accuracy, found.validation_loss) == (2.5, 0.1, 1.25)
-    assert found.last_event_s == 1_001.0
+    result = status(tmp_path, EPOCH_END, replace(PROGRESS, epoch=3), recipe={"epochs": 5})
+    assert (result.epoch, result.step, result.epochs, result.num_ranks) == (3, 7, 5, 2)
+    assert result.samples_per_s == pytest.approx((800 + 128) / (9.0 + 0.75))  # of the run, as in its report
+    assert (result.loss, result.accuracy, result.validation_loss) == (2.5, 0.1, 1.25)
+    assert result.last_event_s == 1_001.0
 
 
 def test_run_says_why_it_ended_before_its_last_epoch_and_how_its_csdctl_ended(tmp_path: Path) -> None:
@@ -294,25 +294,25 @@ def test_run_says_why_it_ended_before_its_last_epoch_and_how_its_csdctl_ended(tm
     ends = [
         replace(FINISHED, rank=rank, node=node, reason=MAX_STEPS) for rank, node in ((0, "host"), (1, "csd0"))
     ]
-    found = load_run_status(write_events(run, ends, 1_002.0))
-    assert (found.state, found.reason) == (COMPLETED, MAX_STEPS)
+    result = load_run_status(write_events(run, ends, 1_002.0))
+    assert (result.state, result.reason) == (COMPLETED, MAX_STEPS)
     assert describe_result(read_results(run).summary).startswith("completed: 3 steps (--max-steps)")
 
 
 def test_errors_of_forecasts_are_those_of_undisturbed_runs_whose_plan_had_been_tried(tmp_path: Path) -> None:
-    project, whole = ProjectDirectory(tmp_path), replace(EPOCH_END, steps=30)
+    project, complete = ProjectDirectory(tmp_path), replace(EPOCH_END, steps=30)
     tried = {"predicted_samples_per_s": 80.0, "predicted_range": [70.0, 90.0]}
-    status(tmp_path, whole, PROGRESS, **tried)
-    status(tmp_path, joined(0, 0), whole, **tried)
+    status(tmp_path, complete, PROGRESS, **tried)
+    status(tmp_path, joined(0, 0), complete, **tried)
     status(tmp_path, EPOCH_END, **tried)  # ten steps
-    status(tmp_path, whole, **tried | {"predicted_range": None})  # not tried, or edited since
-    status(tmp_path, whole)
-    status(tmp_path, replace(whole, global_samples=0), **tried)
+    status(tmp_path, complete, **tried | {"predicted_range": None})  # not tried, or edited since
+    status(tmp_path, complete)
+    status(tmp_path, replace(complete, global_samples=0), **tried)
     project.new_run()
     (damaged := project.new_run()).save_manifest(manifest_of() | tried)
     damaged.events.mkdir()
     assert list_forecast_errors(project) == pytest.approx([math.log((928 / 9.75) / 80)])
-    status(tmp_path, whole, **tried | {"predicted_samples_per_s": 800 / 9})
+    status(tmp_path, complete, **tried | {"predicted_samples_per_s": 800 / 9})
     (tmp_path / ".csdctl" / "runs" / project.run_ids()[-1]).rename(tmp_path / "moved")
     (tmp_path / ".csdctl" / "runs" / "20990101-000000-000000").symlink_to(tmp_path / "moved")
     assert list_forecast_errors(project) == ()

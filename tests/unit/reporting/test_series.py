@@ -53,8 +53,8 @@ def series(*events: tuple[float, Event]) -> RunSeries:
 
 def test_time_of_a_rank_is_divided_by_kind() -> None:
     spent = series((100.0, Ready(1, "csd0", 10)), (101.5, progress(1))).spent_s[1]
-    found = {kind: sum(values) for kind, values in spent.items()}
-    assert found == pytest.approx({COMPUTE: 0.4, INPUT: 0.1, WAIT: 0.3, COMMUNICATION: 0.1, OTHER: 0.1})
+    total_s = {kind: sum(values) for kind, values in spent.items()}
+    assert total_s == pytest.approx({COMPUTE: 0.4, INPUT: 0.1, WAIT: 0.3, COMMUNICATION: 0.1, OTHER: 0.1})
     assert spent[COMPUTE] == pytest.approx([0.2, 0.2])  # half of it in each second
 
 
@@ -113,9 +113,9 @@ def test_evaluation_has_no_throughput() -> None:
         epoch_end(0), steps=5, samples=50, stepped_samples=50, compute_s=0.500001, wait_s=0.4, wall_s=5.0
     )
     run = series((100.0, joined({"0": 4})), (101.0, steps), (105.0, end))
-    known = [rate for rate in run.throughputs() if rate is not None]
-    assert known
-    assert min(known) > 50
+    rates = [rate for rate in run.throughputs() if rate is not None]
+    assert rates
+    assert min(rates) > 50
     assert sum(run.spent_s[0][INPUT]) == 0.0, "of a split: it is in computing"
 
 

@@ -118,11 +118,11 @@ def run_on(num_nodes, *, batch=None, tuned=True, joules=None):
             num_private=0,
             num_public=0,
             samples_per_s=0.0,
-            alone_samples_per_s=each if tuned else None,
+            alone_samples_per_s=rate_alone if tuned else None,
             compute_s=0.0,
             wait_s=0.0,
         )
-        for number, each in enumerate(alone)
+        for number, rate_alone in enumerate(alone)
     )
     energy = None
     if joules:

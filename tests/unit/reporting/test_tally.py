@@ -50,9 +50,9 @@ def test_every_figure_equals_that_of_the_script(seed: int) -> None:
         run = write(history, Path(directory))
         expected = add_up(run.events)
         assert (expected["steps"], expected["samples"]) == (history.total_steps, history.samples)
-        found = read_results(run)
-        check_report(found, expected)
-        check_charts(found, expected)
+        results = read_results(run)
+        check_report(results, expected)
+        check_charts(results, expected)
         status = load_run_status(run)
         assert status.samples_per_s == pytest.approx(expected["samples_per_s"], **NEAR)
         check_epoch_lines(history, expected)
@@ -67,57 +67,57 @@ def test_figures_of_a_run_that_goes_on_equal_those_of_the_script(seed: int, tmp_
     first = next(n for n, (_, event) in enumerate(history.events) if isinstance(event, Joined))
     del history.events[random.randint(first + 1, len(history.events)) :]
     run = write(history, tmp_path)
-    expected, found = add_up(run.events), read_results(run).summary
-    assert (found.epochs, found.steps, found.samples) == tuple(
+    expected, summary = add_up(run.events), read_results(run).summary
+    assert (summary.epochs, summary.steps, summary.samples) == tuple(
         expected[name] for name in ("epochs", "steps", "samples")
     )
-    assert found.samples_per_s == pytest.approx(expected["samples_per_s"] or 0.0, **NEAR)
+    assert summary.samples_per_s == pytest.approx(expected["samples_per_s"] or 0.0, **NEAR)
     check_epoch_points(read_results(run), expected)
 
 
-def check_report(found: RunResults, expected: dict[str, Any]) -> None:
-    content = json.loads(format_json(document("csdctl.report/1", found.summary, path="")))
+def check_report(results: RunResults, expected: dict[str, Any]) -> None:
+    content = json.loads(format_json(document("csdctl.report/1", results.summary, path="")))
     for name in ("steps", "samples", "epochs"):
         assert content[name] == expected[name]
     for name in ("training_s", "samples_per_s"):
         assert content[name] == pytest.approx(expected[name], **NEAR)
-    for rank, one in expected["ranks"].items():
+    for rank, figures in expected["ranks"].items():
         for name in ("samples_per_s", "compute_s", "wait_s"):
-            assert content["ranks"][rank][name] == pytest.approx(one[name] or 0.0, **NEAR)
+            assert content["ranks"][rank][name] == pytest.approx(figures[name] or 0.0, **NEAR)
     console = terminal((200, 100))
-    render_report(console, found)
+    render_report(console, results)
     text = console.file.getvalue()  # type: ignore[attr-defined]
     count = f"{expected['epochs']} epochs, {expected['steps']:,} steps of 16, {expected['samples']:,} samples"
     trained = f"{count} in {format_seconds(expected['training_s'])}"
-    for place in (text, re.sub(r"<[^>]+>", " ", render_page([found]))):
+    for place in (text, re.sub(r"<[^>]+>", " ", render_page([results]))):
         assert trained in place
         assert f"{format_rate(expected['samples_per_s'])} samples/s" in place
 
 
-def check_epoch_points(found: RunResults, expected: dict[str, Any]) -> None:
-    assert [point.epoch for point in found.series.epochs] == [*expected["by_epoch"]]
-    rows = list(csv.DictReader(io.StringIO(render_csv([found]))))
+def check_epoch_points(results: RunResults, expected: dict[str, Any]) -> None:
+    assert [point.epoch for point in results.series.epochs] == [*expected["by_epoch"]]
+    rows = list(csv.DictReader(io.StringIO(render_csv([results]))))
     for row, of_epoch in zip(rows, expected["by_epoch"].values(), strict=True):
         rate = float(row["samples_per_s"] or "nan")  # nan: no step was reported
         expected_rate = of_epoch["samples_per_s"] or math.nan
         assert rate == pytest.approx(expected_rate, rel=1e-3, nan_ok=True)
 
 
-def check_charts(found: RunResults, expected: dict[str, Any]) -> None:
-    series = found.series
-    check_epoch_points(found, expected)
+def check_charts(results: RunResults, expected: dict[str, Any]) -> None:
+    series = results.series
+    check_epoch_points(results, expected)
     pairs = zip(series.throughputs(), series.step_s(0), strict=True)
-    known = [(rate, seconds) for rate, seconds in pairs if rate is not None]
-    mean = sum(rate * seconds for rate, seconds in known) / sum(seconds for _, seconds in known)
+    rates = [(rate, seconds) for rate, seconds in pairs if rate is not None]
+    mean = sum(rate * seconds for rate, seconds in rates) / sum(seconds for _, seconds in rates)
     assert mean == pytest.approx(expected["samples_per_s"], **NEAR)
-    assert [row[2] for row in speed_chart([found]).data.rows] == [format_rate(rate) for rate, _ in known]
-    for rank, one in expected["ranks"].items():
-        assert sum(series.samples[rank]) == pytest.approx(one["samples"])
-        assert sum(series.step_s(rank)) == pytest.approx(one["compute_s"] + one["wait_s"], **NEAR)
+    assert [row[2] for row in speed_chart([results]).data.rows] == [format_rate(rate) for rate, _ in rates]
+    for rank, figures in expected["ranks"].items():
+        assert sum(series.samples[rank]) == pytest.approx(figures["samples"])
+        assert sum(series.step_s(rank)) == pytest.approx(figures["compute_s"] + figures["wait_s"], **NEAR)
 
 
 def check_epoch_lines(history: History, expected: dict[str, Any]) -> None:
-    """Of a csdctl that watches from the beginning, and of one that has resumed the run."""
+    """Lines of a csdctl that watches from the beginning, and of a csdctl that has resumed the run."""
     resumed = max(n for n, (_, event) in enumerate(history.events) if isinstance(event, Joined))
     for first in (0, resumed):
         console = terminal((200, 24), is_terminal=False)
@@ -130,8 +130,8 @@ def check_epoch_lines(history: History, expected: dict[str, Any]) -> None:
         latest = {int(line.split()[1].partition("/")[0]): line for line in lines if line.startswith("epoch ")}
         assert latest or first
         for epoch, line in latest.items():
-            one = expected["by_epoch"][epoch]
-            rate, seconds = format_rate(one["samples_per_s"]), format_seconds(one["seconds"])
+            figures = expected["by_epoch"][epoch]
+            rate, seconds = format_rate(figures["samples_per_s"]), format_seconds(figures["seconds"])
             assert line.endswith(f"{rate} samples/s in {seconds}")
 
 
@@ -140,14 +140,14 @@ def check_counters(history: History, expected: dict[str, Any]) -> None:
     from prometheus_client import CollectorRegistry
 
     registry = CollectorRegistry()
-    figures = _Figures(registry)
+    metrics = _Figures(registry)
     for time_s, event in history.events:
-        figures({"run": "run", "time": time_s, **event_document(event)})
-    for rank, one in expected["ranks"].items():
+        metrics({"run": "run", "time": time_s, **event_document(event)})
+    for rank, figures in expected["ranks"].items():
         counted = registry.get_sample_value("csdctl_samples_total", {"node": NODES[rank]})
-        assert counted == pytest.approx(one["samples"])
+        assert counted == pytest.approx(figures["samples"])
         waited = registry.get_sample_value("csdctl_wait_seconds_total", {"node": NODES[rank]})
-        assert waited == pytest.approx(one["wait_s"], **NEAR)
+        assert waited == pytest.approx(figures["wait_s"], **NEAR)
 
 
 def test_histories_have_every_kind_of_break() -> None:
