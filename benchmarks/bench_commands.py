@@ -30,11 +30,7 @@ FLEETS: dict[str, tuple[Sequence[float], dict[str, Work], Sequence[Sequence[str]
     "four": (
         [0.22] * 4,
         {"small": SMALL, "mobilenet": MOBILENET},
-        [
-            (*TRAIN, "3", "--batch-size", "8"),
-            ("tune", "--no-explore", "--fresh"),
-            ("tune", "--method", "stannis", "--fresh"),
-        ],
+        [(*TRAIN, "3", "--batch-size", "8"), ("tune", "--fresh"), ("tune", "--method", "stannis", "--fresh")],
     ),
     "seven": (
         [0.5, 0.5, 0.22, 0.22, 0.1, 0.1],
@@ -44,7 +40,7 @@ FLEETS: dict[str, tuple[Sequence[float], dict[str, Work], Sequence[Sequence[str]
     "nasnet": (
         [0.4] * 2,
         {"nasnet": NASNET},
-        [("verify",), ("tune", "--no-explore", "--fresh"), (*TRAIN, "5"), ("report", "latest")],
+        [("verify",), ("tune", "--fresh"), (*TRAIN, "5"), ("report", "latest")],
     ),
 }
 

@@ -47,7 +47,7 @@ MODELS = {"fashion_cnn": "", "normalized": NORMALIZED, "dense": DENSE}
 NUM_RUNS = 2
 MEASURED_S = 8.0
 MIN_STEPS = 20
-OPTIONS = ("--no-explore", "--strategy", "data-parallel")
+OPTIONS = ("--strategy", "data-parallel")
 
 
 @contextmanager

@@ -91,13 +91,13 @@ def time_to_loss(directory: Path, model: str) -> tuple[float | None, dict[str, A
 @pytest.mark.parametrize("model", TARGETS)
 def test_goodput(fleet_directory: Path, model: str) -> None:
     write_job(fleet_directory, model)
-    csdctl(fleet_directory, "tune", "goodput.yaml", "--no-explore", "--strategy", "data-parallel")
+    csdctl(fleet_directory, "tune", "goodput.yaml", "--strategy", "data-parallel")
     _, first = time_to_loss(fleet_directory, model)
     print(f"\n{model}: gradient noise scale {first['noise_scale']:.0f} samples")
     choices = [("chosen", ("--for", "time-to-accuracy", "--max-global-batch", str(GRID[-1])))]
     choices += [(str(size), ("--global-batch", str(size))) for size in GRID]
     for name, options in choices:
-        common = ("--no-explore", "--strategy", "data-parallel")
+        common = ("--strategy", "data-parallel")
         csdctl(fleet_directory, "tune", "goodput.yaml", *common, *options)
         reached_s, report = time_to_loss(fleet_directory, model)
         size, rate = report["global_batch"], report["samples_per_s"]

@@ -21,7 +21,7 @@ STEPS = (
     "csdctl discover",
     "python SAMPLES fashion-mnist",
     "csdctl prepare",
-    "csdctl tune --no-explore",
+    "csdctl tune",
     "csdctl train",
     "csdctl report",
 )

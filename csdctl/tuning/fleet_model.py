@@ -397,15 +397,11 @@ def learn_trial(model: FleetModel, tried: TriedPlan) -> FleetModel:
     return replace(learned, overhead_factor=calibrate_overhead(ranks, tried.result.step_s, sum_s))
 
 
-def recall_class(blank: ClassModel, probes: Sequence[ProbeMeasurement], threads: int = 0) -> ClassModel:
+def recall_class(blank: ClassModel, probes: Sequence[ProbeMeasurement]) -> ClassModel:
     """Return `blank` with earlier `probes` of this model, recipe and machine class, oldest first.
 
-    Settings are taken from the newest trial, with `threads` if the user set that (0: not set). Probes with
-    other settings do not count.
+    Probes with other settings do not count.
     """
-    probes = [probe for probe in probes if probe.settings.device == blank.settings.device]
-    trials = [probe for probe in probes if probe.is_from_trial and threads in (0, probe.settings.threads)]
-    blank = replace(blank, settings=trials[-1].settings) if trials else blank
     probes = [probe for probe in probes if probe.settings == blank.settings]
     points, peaks, too_large = list[Point](), dict[int, int](), 0
     for probe in probes:

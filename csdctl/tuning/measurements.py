@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from csdctl.perfmodel.spread import MODELLED_SIGMA, TRIED_SIGMA, Spread, estimate_spread
 from csdctl.worker.protocol.model_info import ModelInfo
-from csdctl.worker.protocol.run_spec import CPU, Runtime
+from csdctl.worker.protocol.run_spec import Runtime
 
 NUMBER_BYTES, HALVED_BYTES = 4, 2
 """Bytes of a number in a gradient that is sent as float32, and as bfloat16."""
@@ -48,18 +48,6 @@ class Point:
     def samples_per_s(self) -> float:
         """Samples per second at this batch size."""
         return self.batch_size / self.step_time_s
-
-
-def describe_runtime(runtime: Runtime) -> str:
-    """Return TensorFlow's settings for display: "2 threads, no oneDNN"."""
-    parts = [f"{runtime.threads} thread" + ("" if runtime.threads == 1 else "s")]
-    if runtime.inter_threads != 1:
-        parts.append(f"{runtime.inter_threads} inter-op")
-    if not runtime.onednn:
-        parts.append("no oneDNN")
-    if runtime.device != CPU:
-        parts.append("GPU")
-    return ", ".join(parts)
 
 
 @dataclass(frozen=True)

@@ -3,24 +3,20 @@
 Machines of one class may probe different batch sizes in a round. The first round uses small sizes, which are
 quick. Then the fits give the batch sizes of the best plan, and the next rounds probe at most half of those,
 until every class was measured there: large steps take long, and the trial measures them.
-
-Other settings are compared at a batch size that was measured with the usual settings.
 """
 
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from math import ceil
-from statistics import median
 
 from csdctl.fleet.model import HOST_NAME
 from csdctl.perfmodel.prediction import StepTime, predict
 from csdctl.tuning.fleet_model import ClassModel, FleetModel, TrialResult, predict_peak_bytes
-from csdctl.tuning.measurements import ForecastErrors, Point
+from csdctl.tuning.measurements import ForecastErrors
 from csdctl.tuning.plan import MAX_BATCH_SIZE, Predicted, RankPlan
 from csdctl.tuning.search import BestPlan, Limits, best_equal, find_best, find_best_ranks
 from csdctl.tuning.stannis import TuningError
-from csdctl.worker.protocol.run_spec import Runtime
 
 GOODPUT_SIZES = 20
 """Global batches to compare, each √2 of the next smaller one."""
@@ -40,13 +36,6 @@ MIN_SIZES = 2
 because the trial that follows corrects the level of the line (benchmarks/bench_planning.py, with noise)."""
 PLANNED_SHARES = (0.5, 0.3)
 """Shares of the planned size that the machines of a class probe."""
-MIN_SETTINGS_GAIN = 0.15
-"""Other settings are used when a step takes at least this share less time. Less may be noise."""
-COMPARABLE_FACTOR = 4
-"""Other settings are probed with at least 1/COMPARABLE_FACTOR of the planned batch, where one was measured:
-with few samples, different settings may be faster."""
-MANY_THREADS = 4
-"""With at least this many threads, half of them are tried: two hardware threads share units of one core."""
 
 
 def choose_plan(
@@ -247,57 +236,3 @@ def _next_class_sizes(members: ClassModel, planned: int | None, most: int) -> li
     if len(members.sizes) < 2:  # a line needs two sizes
         around = dict.fromkeys(size for size in around if size not in members.sizes) or around
     return list(around)[:count]
-
-
-SettingsSearch = Mapping[str, tuple[int, list[Runtime]]]
-"""What to compare, by class: the batch size, and the settings, most promising first."""
-
-
-def plan_settings_search(model: FleetModel, limits: Limits) -> SettingsSearch:
-    """Return what to compare for classes without an earlier trial. Raises what `choose_plan` raises."""
-    planned = _choose_class_sizes(model, limits, model.step_times())
-    search = {}
-    for name, members in model.classes.items():
-        measured = [size for size in members.sizes if size <= planned.get(name, 0)]
-        if measured and not members.trial_sizes:
-            comparable = [size for size in measured if size * COMPARABLE_FACTOR >= planned[name]]
-            search[name] = min(comparable, default=max(measured)), _variants(members.settings)
-    return search
-
-
-def _variants(settings: Runtime) -> list[Runtime]:
-    variants = [replace(settings, onednn=not settings.onednn)]
-    if settings.threads >= MANY_THREADS:
-        variants.append(replace(settings, threads=settings.threads // 2))
-    if settings.threads > 1 and settings.inter_threads == 1:
-        variants.append(replace(settings, inter_threads=2))
-    return variants
-
-
-def next_settings(
-    model: FleetModel, search: SettingsSearch
-) -> tuple[dict[str, tuple[Runtime, int]], SettingsSearch]:
-    """Return settings and batch size of the machines of one round, and what remains to compare after it.
-
-    As many probes are kept for each class as it needs to be known with other settings.
-    """
-    probes: dict[str, tuple[Runtime, int]] = {}
-    remaining: dict[str, tuple[int, list[Runtime]]] = {}
-    for name, (size, variants) in search.items():
-        members = model.classes[name]
-        count = max(0, min(len(members.machines), MAX_PROBES - MIN_SIZES - members.num_new_probes))
-        if variants[:count]:
-            remaining[name] = size, variants[count:]
-            usual = [members.settings] * (count - len(variants))
-            settings = [*variants[:count], *usual]
-            probes |= {
-                machine: (runtime, size) for machine, runtime in zip(members.machines, settings, strict=False)
-            }
-    return probes, remaining
-
-
-def settings_gain(members: ClassModel, probed: Point) -> float | None:
-    """Return the share of a step's time that a probe with other settings took less. None: not enough."""
-    usual_s = median(point.step_time_s for point in members.points if point.batch_size == probed.batch_size)
-    gain = 1 - probed.step_time_s / usual_s
-    return gain if gain > MIN_SETTINGS_GAIN else None

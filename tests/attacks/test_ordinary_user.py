@@ -20,7 +20,7 @@ COMMANDS = {
     "discover": (),
     "doctor": (),
     "prepare": (),
-    "tune": ("--max-global-batch=12", "--probe-seconds=0.1", "--no-explore"),
+    "tune": ("--max-global-batch=12", "--probe-seconds=0.1"),
     "train": ("--skip-doctor", "--json"),
     "report": ("--json",),
     "inventory": ("--output", "hosts.ini"),

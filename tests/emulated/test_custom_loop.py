@@ -86,9 +86,7 @@ def test_step_of_a_custom_loop_goes_from_prepare_to_report(project: Path) -> Non
     succeed(project, "prepare", "loop.yaml")
     verified = document(project, "verify", "loop.yaml")
     assert verified["is_equal"], verified
-    succeed(
-        project, "tune", "loop.yaml", "--no-explore", "--probe-seconds", "0.3", "--max-global-batch", "48"
-    )
+    succeed(project, "tune", "loop.yaml", "--probe-seconds", "0.3", "--max-global-batch", "48")
     succeed(project, "train", "loop.yaml", "--batch-size", "8", "--max-steps", "20", "--skip-doctor")
     run = load_run("latest", project).directory.path
     assert hash_at_the_end(run)

@@ -81,7 +81,7 @@ def project(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         for command in (
             ["discover"],
             ["prepare"],
-            ["tune", "--no-explore", "--probe-seconds", "0.1", "--max-global-batch", str(MAX_GLOBAL_BATCH)],
+            ["tune", "--probe-seconds", "0.1", "--max-global-batch", str(MAX_GLOBAL_BATCH)],
             ["train", *PLANNED],
         ):
             succeed(directory, *command)

@@ -30,7 +30,7 @@ def test_project_and_home_that_are_not_utf8(tmp_path: Path) -> None:
         )
         (project / "job.yaml").write_text(job)
         assert SHOWN in succeed(project, "prepare").stdout
-        succeed(project, "tune", "--no-explore", "--probe-seconds", "0.1")
+        succeed(project, "tune", "--probe-seconds", "0.1")
         succeed(project, "train", "--skip-doctor")
         succeed(project, "report", "--html", "report.html", "--csv", "report.csv")
         assert SHOWN in (project / "report.html").read_text()

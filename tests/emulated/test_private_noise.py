@@ -83,6 +83,6 @@ def test_resumed_run_with_noise_reports_its_guarantee(project: Path) -> None:
 
 
 def test_tuning_measures_private_nodes_with_noise_and_verify_reports_no_noise(project: Path) -> None:
-    succeed(project, "tune", "--exclude", "csd1", "--no-explore", "--probe-seconds", "0.1")
+    succeed(project, "tune", "--exclude", "csd1", "--probe-seconds", "0.1")
     verified = succeed(project, "verify", "--exclude", "csd1")
     assert "without clipping and noise" in verified.stderr + verified.stdout

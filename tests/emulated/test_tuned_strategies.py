@@ -14,7 +14,7 @@ from tests.emulated.test_features import JOB, MODEL, write_all
 pytestmark = [pytest.mark.emulated, pytest.mark.thorough]
 
 LEAVING = "private.npz, activations: may-leave}"
-QUICK = ("--no-explore", "--probe-seconds", "0.1", "--max-global-batch", "24")
+QUICK = ("--probe-seconds", "0.1", "--max-global-batch", "24")
 
 
 @pytest.fixture(scope="module")

@@ -216,7 +216,7 @@ def test_three_nodes_and_the_host_work_in_one_home(lab: Lab, project: Project) -
         succeed(first, "prepare")
         prepared = [{path.read_bytes() for path in state_of(node).rglob("images.npy")} for node in nodes]
         assert len(set.union(*prepared)) == len(names)
-        succeed(first, "tune", "--no-explore", "--limit", "one,two")
+        succeed(first, "tune", "--limit", "one,two")
         running = first.start("train", "--limit", "one,two", "--max-steps", "300")
         assert eventually(lambda: [*(first.path / ".csdctl" / "runs").glob("*/events.jsonl")])
         succeed(second, "train", "--limit", "three", "--batch-size", "8")

@@ -26,7 +26,7 @@ def test_project_and_home_that_are_not_utf8_train(project: Project) -> None:
         for command in (
             ["doctor"],
             ["prepare"],
-            ["tune", "--no-explore", "--probe-seconds", "0.1"],
+            ["tune", "--probe-seconds", "0.1"],
             ["train"],
             ["verify"],
             ["report", "--html", "report.html", "--csv", "report.csv"],

@@ -103,7 +103,7 @@ def test_from_discover_to_report_no_private_byte_leaves_and_the_ledger_is_right(
             ["discover"],
             ["doctor"],
             ["prepare", str(private)],
-            *([["tune", str(private), "--no-explore", "--probe-seconds", "0.1"]] if with_pictures else []),
+            *([["tune", str(private), "--probe-seconds", "0.1"]] if with_pictures else []),
             ["train", str(private), "--json", *(() if with_pictures else ("--batch-size", "8"))],
             ["predict", "latest", "--on", "all", "--want", "scores"],
             ["report"],

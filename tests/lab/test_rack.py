@@ -74,7 +74,7 @@ def test_rack_trains_from_discover_to_report(
     assert verified["is_equal"]
     assert verified["sum_difference"] < 1e-6
 
-    done = project.csdctl("tune", str(job), "--no-explore", "--probe-seconds", "0.1", "--json")
+    done = project.csdctl("tune", str(job), "--probe-seconds", "0.1", "--json")
     assert done.returncode == 0, done.stdout + done.stderr
     planned = [rank["node"] for rank in json.loads(done.stdout)["ranks"]]
     assert {"host", "storage2", "storage3"} <= set(planned)
@@ -119,7 +119,7 @@ def test_csdctl_runs_on_a_machine_that_does_not_train(
 ) -> None:
     use_rack(project, servers[1:], trains=False)
     train = "train --batch-size 4 --max-steps 8 --skip-doctor"
-    for command in ("tune --no-explore --probe-seconds 0.1", "verify", train):
+    for command in ("tune --probe-seconds 0.1", "verify", train):
         done = project.csdctl(*command.split(), str(job), "--json")
         assert done.returncode == 0, done.stdout + done.stderr
     (run,) = (project.path / ".csdctl/runs").glob("*")

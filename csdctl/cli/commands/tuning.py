@@ -35,9 +35,6 @@ def tune(
     ),
     global_batch: int | None = of_fit(None, "Exact global batch size.", min=1),
     fresh: bool = of_fit(False, "Ignore earlier measurements."),
-    explore: bool = of_fit(
-        True, "Also probe threads and oneDNN, and use the faster settings.", "--explore/--no-explore"
-    ),
     host: bool = option(
         True,
         "--no-host: the host only sums gradients; by default it trains unless the fleet is 5% "
@@ -69,7 +66,6 @@ def tune(
         method=method,
         limits=Limits(max_global_batch, global_batch),
         is_fresh=fresh,
-        is_exploring=explore,
         is_host_training=host,
         batch_sizes=_parse_sizes(batch_sizes),
         step_divisor=step_divisor,

@@ -6,6 +6,7 @@ file, and writes new measurements there with their time.
 
 import hashlib
 import json
+import math
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
@@ -36,7 +37,6 @@ from csdctl.tuning.measurements import (
 )
 from csdctl.worker.protocol.datasets import DatasetInfo
 from csdctl.worker.protocol.events import SumTimed
-from csdctl.worker.protocol.run_spec import Runtime
 from csdctl.workflows.train.plan import default_runtime
 
 
@@ -90,7 +90,7 @@ class FleetMeasurements:
             is_divisible=self.model.is_divisible,
         )
         probes = self._store.find(PROBE, self._machine_classes[first].key, self.model.hash, self._recipe)
-        return recall_class(blank, probes, self.fleet.host.threads if first == HOST_NAME else 0)
+        return recall_class(blank, probes)
 
     def recall_overhead(self, model: FleetModel) -> float | None:
         """Return the overhead factor of `model` in the newest trial on such a fleet. None without one."""
@@ -116,9 +116,7 @@ class FleetMeasurements:
         ]
         self._store.add(SUM, self._fleet_class, measured)
 
-    def store_probes(
-        self, model: FleetModel, outcomes: Mapping[str, ProbeOutcome], settings: Mapping[str, Runtime]
-    ) -> None:
+    def store_probes(self, model: FleetModel, outcomes: Mapping[str, ProbeOutcome]) -> None:
         """Store one round of probes, by machine, that `model` has learned.
 
         A size that was only predicted not to fit in memory is not stored: more may be free next time. Nor is
@@ -126,11 +124,11 @@ class FleetMeasurements:
         """
         now = time.time()
         for machine, outcome in outcomes.items():
-            too_large = model.class_of(machine).too_large
-            is_too_large = outcome.is_oom_kill and too_large is not None and outcome.batch_size >= too_large
+            members = model.class_of(machine)
+            is_too_large = outcome.is_oom_kill and outcome.batch_size >= (members.too_large or math.inf)
             if outcome.step_time_s is not None or is_too_large:
                 probe = ProbeMeasurement(
-                    settings[machine],
+                    members.settings,
                     outcome.batch_size,
                     measured_at=now,
                     step_time_s=outcome.step_time_s,

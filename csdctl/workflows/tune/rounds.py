@@ -24,24 +24,20 @@ from csdctl.tuning.fleet_model import (
     predict_peak_bytes,
     rank_memory_bytes,
 )
-from csdctl.tuning.measurements import Point, ProbeOutcome, describe_runtime
+from csdctl.tuning.measurements import ProbeOutcome
 from csdctl.tuning.plan import RankPlan
 from csdctl.tuning.plan_choice import (
     choose_equal_plan,
     choose_plan,
     limit_for_goodput,
     next_probes,
-    next_settings,
     plan_ranks,
-    plan_settings_search,
     predict_samples_per_s,
-    settings_gain,
 )
 from csdctl.tuning.search import BestPlan, Limits
 from csdctl.tuning.stannis import TuningError
 from csdctl.worker.protocol.events import Probed, SumTimed
 from csdctl.worker.protocol.probe import ProbeRequest
-from csdctl.worker.protocol.run_spec import Runtime
 from csdctl.workflows.preflight.links import measure_sums
 from csdctl.workflows.train.plan import default_runtime
 from csdctl.workflows.train.spec import RunContext
@@ -68,17 +64,15 @@ class FleetMeasurer:
     """Measures the machines of a workspace: sums, probes on all at once, trials. A context manager.
 
     One run of all machines serves probes and trials. It starts with the first request, and again where other
-    settings or other machines are asked for.
+    machines are asked for.
     """
 
     def __init__(self, context: RunContext, *, is_host_training: bool = True) -> None:
         self._context, self._space, self._say = context, context.space, context.events.say
-        fleet, facts = self._space.fleet, self._space.facts
-        self._runtimes = {name: default_runtime(name, fleet, facts) for name in fleet.machines}
-        self._training = fleet.machines if is_host_training else fleet.machines[1:]
         self._run: TuningRun | None = None
-        self.peaks: dict[tuple[str, Runtime], dict[int, int]] = {}
-        """Peak memory of a machine's process in bytes, by batch size, for sizes larger than all before."""
+        training = self._space.fleet.machines if is_host_training else self._space.fleet.machines[1:]
+        self.peaks: dict[str, dict[int, int]] = {name: {} for name in training}
+        """Peak memory of a rank in bytes, by machine that trains and batch size larger than all before."""
         self.num_probes = 0
         """Probes so far, on all machines."""
         self.measuring_s = 0.0
@@ -104,11 +98,9 @@ class FleetMeasurer:
         self.measuring_s += sum(timed.sum_s for timed in sums)
         return sums
 
-    def measure(
-        self, requests: Mapping[str, ProbeRequest], settings: Mapping[str, Runtime]
-    ) -> dict[str, ProbeOutcome]:
-        """Measure one round, all machines at once. `settings` of all machines that train."""
-        run = self._start(self._space.fleet.machines, settings)
+    def measure(self, requests: Mapping[str, ProbeRequest]) -> dict[str, ProbeOutcome]:
+        """Measure one round, all machines at once."""
+        run = self._start(self._space.fleet.machines)
         started = time.monotonic()
         outcomes = {
             name: ProbeOutcome(request.batch_size, None)
@@ -126,7 +118,7 @@ class FleetMeasurer:
                 outcomes |= {probed.node: self._note(probed) for probed in probed_before}
                 size = pending[error.node].batch_size
                 outcomes[error.node] = ProbeOutcome(size, None, is_oom_kill=True)
-                run = self._start(self._space.fleet.machines, settings)
+                run = self._start(self._space.fleet.machines)
         self.measuring_s += time.monotonic() - started
         self.num_probes += len(outcomes)
         outcomes = {name: outcomes[name] for name in requests}
@@ -135,8 +127,7 @@ class FleetMeasurer:
 
     def run_trial(self, ranks: Sequence[RankPlan], num_steps: int) -> TrialResult:
         """Take steps with the ranks of a plan. Raises OutOfMemoryError for a rank that was killed."""
-        settings = {rank.node: rank.runtime for rank in ranks if rank.batch_size}
-        run = self._start([rank.node for rank in ranks], settings)
+        run = self._start([rank.node for rank in ranks])
         self._say(f"trying the plan: {num_steps} steps of all {len(ranks)} ranks")
         try:
             result = run.take_steps(ranks, num_steps)
@@ -146,11 +137,13 @@ class FleetMeasurer:
         self.measuring_s += result.wall_s
         return result
 
-    def _start(self, names: Sequence[str], settings: Mapping[str, Runtime]) -> TuningRun:
-        """Return a run of these machines, with these settings from now on."""
-        self._runtimes |= settings
+    def _start(self, names: Sequence[str]) -> TuningRun:
+        """Return a run of these machines."""
+        fleet, facts = self._space.fleet, self._space.facts
         ranks = [
-            RankPlan(node=name, batch_size=int(name in self._training), **asdict(self._runtimes[name]))
+            RankPlan(
+                node=name, batch_size=int(name in self.peaks), **asdict(default_runtime(name, fleet, facts))
+            )
             for name in names
         ]
         if self._run and self._run.ranks != ranks:
@@ -161,20 +154,17 @@ class FleetMeasurer:
             self.start_s = max(self.start_s, self._run.start_s)
         return self._run
 
-    def _peaks_of(self, name: str) -> dict[int, int]:
-        return self.peaks.setdefault((name, self._runtimes[name]), {})
-
     def _fits(self, name: str, size: int) -> bool:
         """Return whether a batch may fit into a machine's memory."""
         usable_bytes = rank_memory_bytes(self._space.facts[name].usable_memory_bytes)
-        peaks = self._peaks_of(name)
+        peaks = self.peaks[name]
         if not usable_bytes or size <= max(peaks, default=0):
             return True
         return (predict_peak_bytes(peaks, size) or 0) <= usable_bytes
 
     def _note(self, probed: Probed) -> ProbeOutcome:
         """Return the outcome of a probe, and note the memory that it took."""
-        size, peaks = probed.batch_size, self._peaks_of(probed.node)
+        size, peaks = probed.batch_size, self.peaks[probed.node]
         if probed.step_time_s is None:
             return ProbeOutcome(size, None, is_oom_kill=True)
         # The peak of a process never falls: only a size larger than all before shows its own.
@@ -218,7 +208,6 @@ class FitTuner:
     measurer: FleetMeasurer
     measurements: FleetMeasurements
     limits: Limits
-    is_exploring: bool = True
     probe_duration_s: float = 1.0
     noise_scale: float | None = None
     """Gradient noise scale in samples, to choose the global batch size by goodput. None: by throughput."""
@@ -229,8 +218,6 @@ class FitTuner:
         Raises TuningError when no plan is within the limits, and what probes and the ranks of a trial raise.
         """
         model = self._measure_steps(self._measure_sums(model))
-        if self.is_exploring:
-            model = self._measure_steps(self._explore_settings(model))
         if factor := self.measurements.recall_overhead(model):
             model = replace(model, overhead_factor=factor)
         limits = self.limits
@@ -265,52 +252,19 @@ class FitTuner:
 
     def _measure_steps(self, model: FleetModel) -> FleetModel:
         """Probe until the step time of every class is known where it matters."""
+        # A new size costs one step to allocate memory and choose kernels. The next one shows its time.
+        once = ProbeRequest(1, min_steps=1, min_duration_s=self.probe_duration_s, warm_up_steps=1)
         probed: dict[str, int] = {}
-        settings = {name: model.class_of(name).settings for name in model.machines}
         while sizes := next_probes(model, self.limits):
             probed |= sizes
             # An emulated fleet's host is slower while nodes compute, as in training.
-            outcomes = self._probe(probed if self.measurements.fleet.emulated else sizes, settings)
+            measured = probed if self.measurements.fleet.emulated else sizes
+            outcomes = self.measurer.measure(
+                {name: replace(once, batch_size=measured[name]) for name in measured}
+            )
             model = learn_probes(model, outcomes)
-            self.measurements.store_probes(model, outcomes, settings)
+            self.measurements.store_probes(model, outcomes)
         return model
-
-    def _probe(self, sizes: Mapping[str, int], settings: Mapping[str, Runtime]) -> dict[str, ProbeOutcome]:
-        """Measure the step of these machines. `settings` of all machines that train."""
-        # A new size costs one step to allocate memory and choose kernels. The next one shows its time.
-        once = ProbeRequest(1, min_steps=1, min_duration_s=self.probe_duration_s, warm_up_steps=1)
-        requests = {name: replace(once, batch_size=size) for name, size in sizes.items()}
-        return self.measurer.measure(requests, settings)
-
-    def _explore_settings(self, model: FleetModel) -> FleetModel:
-        """Probe other runtime settings of new classes, and select those that are clearly faster."""
-        search = plan_settings_search(model, self.limits)
-        while True:
-            probes, search = next_settings(model, search)
-            if not probes:
-                return model
-            usual = {name: model.class_of(name).settings for name in model.machines}
-            settings = usual | {name: runtime for name, (runtime, _) in probes.items()}
-            outcomes = self._probe({name: size for name, (_, size) in probes.items()}, settings)
-            changed = {name: outcomes.pop(name) for name in probes if settings[name] != usual[name]}
-            model = learn_probes(model, outcomes)
-            self.measurements.store_probes(model, outcomes, settings)
-            for name, outcome in changed.items():
-                model = self._compare_settings(model, name, settings[name], outcome)
-
-    def _compare_settings(
-        self, model: FleetModel, machine: str, settings: Runtime, outcome: ProbeOutcome
-    ) -> FleetModel:
-        """Return the model after a probe with other settings, which the class takes if they are faster."""
-        members = model.class_of(machine)
-        members = replace(members, num_new_probes=members.num_new_probes + 1)
-        if outcome.step_time_s is not None:
-            self.measurements.store_probes(model, {machine: outcome}, {machine: settings})
-            probed = Point(outcome.batch_size, outcome.step_time_s)
-            if gain := settings_gain(members, probed):
-                self._say(f"{machine}: {describe_runtime(settings)}: takes {gain:.0%} less time: selected")
-                members = replace(members, settings=settings, points=(probed,))
-        return model.with_class(model.class_name(machine), members)
 
     def _confirm(self, model: FleetModel, limits: Limits) -> TunedFleet:
         """Try the best plan, and another plan when the trial predicts a gain. Return the better one."""

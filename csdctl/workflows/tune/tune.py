@@ -55,8 +55,6 @@ class TuneOptions:
     """Limits of the global batch."""
     is_fresh: bool = False
     """Ignore earlier measurements."""
-    is_exploring: bool = True
-    """Probe other runtime settings too."""
     is_host_training: bool = True
     """False: the host only sums gradients and serves data to the nodes."""
     batch_sizes: tuple[int, ...] = DEFAULT_BATCH_SIZES
@@ -150,21 +148,19 @@ def find_noise_scale(project: ProjectDirectory, job: str) -> float:
 
 def tune_by_algorithm_1(context: RunContext, options: TuneOptions) -> Plan:
     """Return the plan of Algorithm 1. Raises TuningError, NodeError, and what probes raise."""
-    space = context.space
-    machines = space.fleet.machines
-    settings = {name: default_runtime(name, space.fleet, space.facts) for name in machines}
+    fleet, facts = context.space.fleet, context.space.facts
     with FleetMeasurer(context) as measurer:
 
         def measure(sizes: Mapping[str, int], duration_s: float) -> dict[str, ProbeOutcome]:
             requests = {name: ProbeRequest(size, min_duration_s=duration_s) for name, size in sizes.items()}
-            return measurer.measure(requests, settings)
+            return measurer.measure(requests)
 
         def step_times(sizes: Mapping[str, int]) -> dict[str, float | None]:
             outcomes = measure(sizes, options.probe_duration_s)
             return {name: outcome.step_time_s for name, outcome in outcomes.items()}
 
         tuned = tune_stannis(
-            machines,
+            fleet.machines,
             step_times,
             batch_sizes=options.batch_sizes,
             step_divisor=options.step_divisor,
@@ -182,8 +178,12 @@ def tune_by_algorithm_1(context: RunContext, options: TuneOptions) -> Plan:
                     node=name,
                     remedy="check what else uses that machine's memory, or use smaller --batch-sizes",
                 )
-            peak = outcome.peak_memory_bytes or None
-            rank = RankPlan(node=name, batch_size=0, peak_memory_bytes=peak, **asdict(settings[name]))
+            rank = RankPlan(
+                node=name,
+                batch_size=0,
+                peak_memory_bytes=outcome.peak_memory_bytes or None,
+                **asdict(default_runtime(name, fleet, facts)),
+            )
             ranks.append(rank.with_step(outcome.batch_size, outcome.step_time_s))
     arguments: dict[str, float | list[int]] = {
         "batch_sizes": [*options.batch_sizes],
@@ -223,7 +223,6 @@ def tune_by_fit(context: RunContext, options: TuneOptions, noise_scale: float | 
             measurer,
             measurements,
             limits,
-            is_exploring=options.is_exploring,
             probe_duration_s=options.probe_duration_s,
             noise_scale=noise_scale,
         ).tune(model)

@@ -279,19 +279,11 @@ def tried_at(size: int, ratio: float, measured_at: float) -> ProbeMeasurement:
     return ProbeMeasurement(SETTINGS, size, measured_at, LINE.at(size) * ratio, 3)
 
 
-def test_probes_on_another_device_do_not_count() -> None:
-    known = [*probed(8), tried_at(32, 1.0, 5.0)]
-    recalled = recall_class(ClassModel(("a",), replace(SETTINGS, device="gpu")), known)
-    assert (recalled.settings.device, recalled.points) == ("gpu", ())
-
-
-@pytest.mark.parametrize(("threads", "settings", "sizes"), [(0, SETTINGS, {8, 16}), (1, Runtime(1), {64})])
-def test_settings_are_those_of_the_newest_trial_unless_the_user_has_set_threads(
-    threads: int, settings: Runtime, sizes: set[int]
-) -> None:
-    known = [*probed(8, 16), *probed(64, settings=Runtime(1)), tried_at(32, 1.0, 5.0)]
-    recalled = recall_class(ClassModel(("a",), Runtime(1)), known, threads)
-    assert (recalled.settings, recalled.sizes) == (settings, sizes)
+@pytest.mark.parametrize("settings", [Runtime(2, device="gpu"), Runtime(1)])
+def test_probes_with_other_settings_do_not_count(settings: Runtime) -> None:
+    probes = [*probed(8, 16), *probed(64, settings=settings), tried_at(32, 1.0, 5.0)]
+    assert recall_class(ClassModel(("a",), SETTINGS), probes).sizes == {8, 16}
+    assert recall_class(ClassModel(("a",), settings), probes).sizes == {64}
 
 
 def test_newest_trial_in_which_the_machine_trained_gives_the_in_step_factor() -> None:

@@ -1,18 +1,15 @@
 """Which sizes and settings are probed, of machines that are functions: exact, or short of memory."""
 
 from collections.abc import Mapping
-from dataclasses import replace
-from typing import Any
 
 import pytest
 
 from csdctl.perfmodel.prediction import CollectiveCost, RankModel, StepTime, predict
 from csdctl.tuning.fleet_model import ClassModel, FleetModel, learn_probes
 from csdctl.tuning.measurements import Point, ProbeOutcome
-from csdctl.tuning.plan_choice import MAX_PROBES, next_probes, next_settings, plan_settings_search
+from csdctl.tuning.plan_choice import MAX_PROBES, next_probes
 from csdctl.tuning.search import BestPlan, Limits, find_best
 from csdctl.tuning.stannis import Measure, TuningError
-from csdctl.worker.protocol.run_spec import Runtime
 
 LIMITS = Limits(max_global_batch=1024)
 EQUAL_NODES = {"host": (StepTime(0.01, 0.003), 1), "a": (StepTime(0.03, 0.02), 4)}
@@ -136,41 +133,3 @@ def test_trials_count_alike() -> None:
     assert first.in_step_factor == pytest.approx(1.21)
     assert both.in_step_factor == pytest.approx(1.21 * (1 / 1.1) ** 0.5)
     assert both.step_time().at(10) == pytest.approx(both.in_step_factor)
-
-
-LINE = StepTime(0.05, 0.02)
-USUAL = Runtime(4)
-EXACTLY = Limits(global_batch=64)
-
-
-@pytest.fixture
-def model() -> FleetModel:
-    """Two equal nodes, planned at 32 samples each, which were probed at 4, 8 and 16."""
-    points = tuple(Point(size, LINE.at(size)) for size in (4, 8, 16))
-    return FleetModel(("a", "b"), {"csd": ClassModel(("a", "b"), USUAL, points)})
-
-
-def test_settings_are_compared_on_different_machines_at_the_smallest_comparable_size(
-    model: FleetModel,
-) -> None:
-    first, left = next_settings(model, plan_settings_search(model, EXACTLY))
-    second, left = next_settings(model, left)
-    assert first == {"a": (Runtime(4, onednn=False), 8), "b": (Runtime(2), 8)}
-    assert second == {"a": (Runtime(4, inter_threads=2), 8), "b": (USUAL, 8)}
-    assert next_settings(model, left) == ({}, {})
-
-
-@pytest.mark.parametrize(
-    ("known", "num_machines"),
-    [
-        ({"num_new_probes": 5}, 1),
-        ({"num_new_probes": 6}, 0),
-        ({"num_new_probes": 8}, 0),
-        ({"trial_sizes": (32,)}, 0),  # a class with an earlier trial is not explored
-    ],
-)
-def test_probes_are_left_for_the_new_settings(
-    model: FleetModel, known: dict[str, Any], num_machines: int
-) -> None:
-    model = model.with_class("csd", replace(model.classes["csd"], **known))
-    assert len(next_settings(model, plan_settings_search(model, EXACTLY))[0]) == num_machines

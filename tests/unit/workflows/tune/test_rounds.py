@@ -15,7 +15,6 @@ from csdctl.tuning.plan import RankPlan
 from csdctl.tuning.search import Limits
 from csdctl.worker.protocol.events import Probed, SumTimed
 from csdctl.worker.protocol.probe import ProbeRequest
-from csdctl.worker.protocol.run_spec import Runtime
 from csdctl.workflows.tune import rounds
 from csdctl.workflows.tune.rounds import MAX_OOM_RETRIES, SUM_BYTES, FitTuner, FleetMeasurer, TunedFleet
 from csdctl.workflows.workspace.event_stream import EventStream, Message
@@ -24,14 +23,12 @@ from tests.unit.workflows.measured_project import (
     STEPS,
     SUMS,
     MeasuredProject,
-    facts_of,
     make_project,
     measurements_of,
     run_context,
     workspace,
 )
 
-USUAL, OTHER = Runtime(4), Runtime(4, onednn=False)
 MIB = 1 << 20
 
 
@@ -88,15 +85,11 @@ class MeasuredFleet:
     def runs(self) -> list[ScriptedRun]:
         return self.scripted.runs
 
-    def probe(self, size: int = 8, **settings: Runtime) -> dict[str, ProbeOutcome]:
-        requests = {name: ProbeRequest(size) for name in ("host", "csd0")}
-        return self.measurer.measure(requests, {"host": USUAL, "csd0": USUAL, **settings})
+    def probe(self, size: int = 8) -> dict[str, ProbeOutcome]:
+        return self.measurer.measure({name: ProbeRequest(size) for name in ("host", "csd0")})
 
-    def try_plan(self, num_steps: int = 5, **runtimes: Runtime) -> TrialResult:
-        ranks = [
-            RankPlan(node=name, batch_size=8, threads=runtime.threads, onednn=runtime.onednn)
-            for name, runtime in runtimes.items()
-        ]
+    def try_plan(self, *names: str, num_steps: int = 5) -> TrialResult:
+        ranks = [RankPlan(node=name, batch_size=8, threads=4) for name in names]
         return self.measurer.run_trial(ranks, num_steps)
 
 
@@ -110,22 +103,19 @@ def fleet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[MeasuredF
 
 def test_one_run_serves_probes_and_trials(fleet: MeasuredFleet) -> None:
     fleet.probe()
-    fleet.try_plan(host=USUAL, csd0=USUAL)
+    fleet.try_plan("host", "csd0")
     fleet.probe(16)
     (run,) = fleet.runs
     assert (len(run.probes), run.num_trials) == (2, 1)
     assert (fleet.measurer.start_s, fleet.measurer.num_probes) == (5.0, 4)
 
 
-@pytest.mark.parametrize("runtimes", [{"host": USUAL}, {"host": USUAL, "csd0": OTHER}])
-def test_plan_of_other_ranks_or_settings_has_a_run_of_its_own(
-    fleet: MeasuredFleet, runtimes: dict[str, Runtime]
-) -> None:
+def test_plan_of_other_ranks_has_a_run_of_its_own(fleet: MeasuredFleet) -> None:
     fleet.probe()
-    fleet.try_plan(**runtimes)
+    fleet.try_plan("host")
     first, second = fleet.runs
     assert first.has_ended
-    assert {rank.node: rank.runtime for rank in second.ranks} == runtimes
+    assert [rank.node for rank in second.ranks] == ["host"]
 
 
 def test_machine_that_is_killed_for_memory_leaves_the_measurements_of_others(fleet: MeasuredFleet) -> None:
@@ -139,7 +129,7 @@ def test_machine_that_is_killed_for_memory_leaves_the_measurements_of_others(fle
 
 def test_run_that_failed_in_a_trial_is_not_used_again(fleet: MeasuredFleet) -> None:
     with pytest.raises(RunError, match="lost"):
-        fleet.try_plan(13, host=USUAL, csd0=USUAL)
+        fleet.try_plan("host", "csd0", num_steps=13)
     fleet.probe()
     assert [run.has_ended for run in fleet.runs] == [True, False]
 
@@ -190,8 +180,6 @@ class ScriptedMeasurer:
     """Machines as functions. `trial` decides the result of a trial."""
 
     trial: Callable[[Sequence[RankPlan]], TrialResult] = trial_of
-    gain: Mapping[Runtime, float] = field(default_factory=dict)
-    """Settings that change the time of a step, by this factor."""
     num_probes: int = 0
     num_ranks: int = 3
     sum_s: Callable[[int, int], float] = SUMS.at
@@ -206,17 +194,14 @@ class ScriptedMeasurer:
             SumTimed(0, HOST_NAME, tuple(range(ranks)), size, self.sum_s(size, ranks)) for ranks, size in sums
         ]
 
-    def measure(
-        self, requests: Mapping[str, ProbeRequest], settings: Mapping[str, Runtime]
-    ) -> dict[str, ProbeOutcome]:
+    def measure(self, requests: Mapping[str, ProbeRequest]) -> dict[str, ProbeOutcome]:
         self.num_probes += len(requests)
         self.rounds.append(requests)
-        outcomes = {}
-        for name, request in requests.items():
-            size = request.batch_size
-            step_s = step_time_of(name).at(size) * self.gain.get(settings[name], 1.0)
-            outcomes[name] = ProbeOutcome(size, step_s, 3, size << 20)
-        return outcomes
+        sizes = {name: request.batch_size for name, request in requests.items()}
+        return {
+            name: ProbeOutcome(size, step_time_of(name).at(size), 3, size << 20)
+            for name, size in sizes.items()
+        }
 
     def run_trial(self, ranks: Sequence[RankPlan], num_steps: int) -> TrialResult:
         self.trials.append(ranks)
@@ -228,7 +213,6 @@ def tune(
     measurer: ScriptedMeasurer,
     messages: list[str] | None = None,
     *,
-    is_exploring: bool = False,
     limits: Limits = LIMITS,
 ) -> TunedFleet:
     def take(event: object) -> None:
@@ -237,7 +221,7 @@ def tune(
 
     measurements = measurements_of(at)
     context = replace(run_context(at, workspace(at, {})), events=EventStream((take,)))
-    tuner = FitTuner(context, measurer, measurements, limits, is_exploring)
+    tuner = FitTuner(context, measurer, measurements, limits)
     return tuner.tune(measurements.recall_fleet())
 
 
@@ -263,24 +247,6 @@ def test_sums_are_timed_once(at: MeasuredProject) -> None:
     again = ScriptedMeasurer()
     tune(at, again)
     assert again.sums == []
-
-
-@pytest.mark.parametrize("factor", [0.5, 0.9])
-def test_clearly_faster_settings_are_taken_and_kept(at: MeasuredProject, factor: float) -> None:
-    usual = Runtime(facts_of("csd0").num_threads)
-    expected = replace(usual, onednn=False) if factor == 0.5 else usual
-    messages: list[str] = []
-    measurer = ScriptedMeasurer(gain={replace(usual, onednn=False): factor})
-    host, *nodes = tune(at, measurer, messages, is_exploring=True).tried.ranks
-    assert host.onednn
-    assert [rank.runtime for rank in nodes] == [expected] * 2
-    assert any("takes 50% less time: selected" in line for line in messages) == (expected != usual)
-    known = measurements_of(at).recall_fleet().class_of("csd1")
-    assert known.settings == expected
-    assert len(known.sizes) > 1
-    again = ScriptedMeasurer(gain=measurer.gain)
-    tune(at, again, is_exploring=True)
-    assert again.num_probes == 0
 
 
 @pytest.mark.parametrize("better", [0, 1])
