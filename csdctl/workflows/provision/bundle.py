@@ -105,7 +105,12 @@ ARCHIVE_VERSION = 2
 
 
 def run_program(
-    command: Sequence[str], doing: str, deadline_s: float, remedy: str, cwd: Path | None = None
+    command: Sequence[str],
+    doing: str,
+    *,
+    deadline_s: float = 600.0,
+    remedy: str = "check the network of this host",
+    cwd: Path | None = None,
 ) -> None:
     """Run a program that ends with csdctl. Raises CsdctlError after the deadline, or with its message."""
     try:
@@ -352,7 +357,8 @@ def _build(
         for path in download_wheels(locked, kind, Path(temporary)):
             unpacked_bytes = trim_wheel(path, wheels / path.name, with_keras=with_keras)
             files.append(_describe(wheels / path.name, unpacked_bytes))
-        save_text(wheels / "requirements.txt", _pin(files))
+        pins = [f"{'=='.join(file.name.split('-')[:2])} --hash=sha256:{file.sha256}\n" for file in files]
+        save_text(wheels / "requirements.txt", "".join(pins))
         (wheels / "requirements.txt").chmod(0o600)
         bundle = Bundle(new, kind, recipe, tuple(files))
         if not kind.sends_python:
@@ -365,14 +371,6 @@ def _build(
 
 def _describe(path: Path, unpacked_bytes: int) -> BundleFile:
     return BundleFile(path.name, hash_file(path), path.stat().st_size, unpacked_bytes)
-
-
-def _pin(files: Sequence[BundleFile]) -> str:
-    lines = []
-    for file in files:
-        name, version = file.name.split("-")[:2]
-        lines.append(f"{name}=={version} --hash=sha256:{file.sha256}\n")
-    return "".join(lines)
 
 
 def _recipe(kind: NodeKind, locked: Sequence[str], prefix: str, *, with_keras: bool) -> str:
@@ -408,7 +406,7 @@ def build_python(architecture: str, prefix: str, work: Path, archive: Path) -> t
     digest = hashlib.sha256(made_from.encode()).hexdigest()[:12]
     tree = work / "tree"
     for name in packages:
-        _run(["dpkg-deb", "--extract", str(work / "debs" / name), str(tree)], "unpacking Python")
+        run_program(["dpkg-deb", "--extract", str(work / "debs" / name), str(tree)], "unpacking Python")
     for path in (path for pattern in _UNUSED for path in tree.glob(pattern)):
         shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
     _bind_to(tree, architecture, python_directory(prefix, digest))
@@ -416,35 +414,25 @@ def build_python(architecture: str, prefix: str, work: Path, archive: Path) -> t
 
 
 def _download(architecture: str, work: Path) -> dict[str, str]:
+    """Download the packages with an apt that uses nothing of this host. Return their hashes by name."""
     root, debs = work / "apt", work / "debs"
-    for part in ("state/lists/partial", "cache/archives/partial", "etc"):
-        (root / part).mkdir(parents=True)
-    debs.mkdir()
+    for place in (root / "var/lib/apt/lists/partial", root / "var/cache/apt/archives/partial", debs):
+        place.mkdir(parents=True)
     (root / "status").touch()
     sources = [f"deb [signed-by={KEYRING}] {address} {suite} main\n" for suite, address in MIRRORS.items()]
-    (root / "etc/sources.list").write_text("".join(sources))
-    apt = ["apt-get", "--quiet", *_apt_options(root, architecture)]
-    _run([*apt, "update"], "apt-get update")
-    _run([*apt, "download", *PACKAGES], "apt-get download", cwd=debs)
-    return {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in sorted(debs.glob("*.deb"))}
-
-
-def _apt_options(root: Path, architecture: str) -> list[str]:
-    nowhere = "/dev/null"
+    save_text(root / "etc/apt/sources.list", "".join(sources))
     options = {
         "APT::Architecture": architecture,
         "APT::Architectures::": architecture,
         "APT::Sandbox::User": "root",
         "Acquire::Languages": "none",
-        "Dir::State": root / "state",
+        "Dir": root,
         "Dir::State::status": root / "status",
-        "Dir::Cache": root / "cache",
-        "Dir::Etc::sourcelist": root / "etc/sources.list",
-        "Dir::Etc::sourceparts": nowhere,
-        "Dir::Etc::preferences": nowhere,
-        "Dir::Etc::preferencesparts": nowhere,
     }
-    return [word for name, value in options.items() for word in ("-o", f"{name}={value}")]
+    apt = ["apt-get", "--quiet", *(f"--option={name}={value}" for name, value in options.items())]
+    run_program([*apt, "update"], "apt-get update")
+    run_program([*apt, "download", *PACKAGES], "apt-get download", cwd=debs)
+    return {path.name: hash_file(path) for path in sorted(debs.glob("*.deb"))}
 
 
 def _bind_to(tree: Path, architecture: str, directory: str) -> None:
@@ -458,7 +446,7 @@ def _bind_to(tree: Path, architecture: str, directory: str) -> None:
     program = tree / f"usr/bin/python{SENT_PYTHON}"
     loader, paths = f"{directory}/{libraries}/{_LOADERS[architecture]}", f"{directory}/{libraries}"
     options = ("--set-interpreter", loader, "--force-rpath", "--set-rpath", paths)
-    _run([find_program("patchelf"), *options, str(program)], "patchelf")
+    run_program([find_program("patchelf"), *options, str(program)], "patchelf")
 
 
 def _pack(tree: Path, archive: Path) -> int:
@@ -479,7 +467,3 @@ def _pack(tree: Path, archive: Path) -> int:
         for name in names:
             tar.add(tree / name, str(name), recursive=False, filter=normalize)
     return sum(path.stat().st_size for path in tree.rglob("*") if path.is_file() and not path.is_symlink())
-
-
-def _run(command: Sequence[str], doing: str, cwd: Path | None = None) -> None:
-    run_program(command, doing, deadline_s=600.0, remedy="check the network of this host", cwd=cwd)
