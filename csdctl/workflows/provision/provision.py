@@ -10,7 +10,6 @@ import os
 import signal
 import subprocess
 import tempfile
-import threading
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -275,12 +274,19 @@ def provision(
         find_ansible()
     machines = _look(fleet, request.prefix, directory, installs=not request.sends_only)
     kinds = dict.fromkeys(outcome.value.kind for outcome in machines.values() if outcome.value)
-    sender = BundleSender({kind: request.collect(kind, say) for kind in kinds}, request.prefix)
+    contents = {kind: read_bundle(request.collect(kind, say)) for kind in kinds}
     failed = errors_of(machines)
 
     def send(session: Session) -> Sent:
         machine = machines[session.name].get()
-        return sender.send(session, machine, dry_run=request.is_dry_run, on_progress=on_progress)
+        return send_bundle(
+            session,
+            machine,
+            contents[machine.kind],
+            request.prefix,
+            dry_run=request.is_dry_run,
+            on_progress=on_progress,
+        )
 
     sent: dict[str, Outcome[Sent]] = {}
     if len(failed) < len(machines):
@@ -362,71 +368,58 @@ def collect_fleet(request: ProvisionRequest, fleet: Fleet, directory: Path, say:
     ]
 
 
-class BundleSender:
-    """The bundles of all kinds, read once for all nodes. `send` is called from many threads."""
+@dataclass(frozen=True)
+class BundleContent:
+    """A bundle that was read once, for all nodes of its kind."""
 
-    def __init__(self, bundles: Mapping[NodeKind, Bundle], prefix: str) -> None:
-        self._bundles = bundles
-        self._prefix = prefix
-        self._lock = threading.Lock()
-        self._contents: dict[NodeKind, tuple[Payload, bytes]] = {}
-
-    def send(
-        self,
-        session: Session,
-        machine: BareMachine,
-        *,
-        dry_run: bool = False,
-        on_progress: OnDeliveryProgress = lambda progress: None,
-    ) -> Sent:
-        """Send `machine` what it lacks. Raises NodeError for a small disk, and what `deliver` raises."""
-        bundle = self._bundles[machine.kind]
-        python = machine.python
-        if machine.kind.sends_python:
-            python = f"{python_directory(self._prefix, bundle.python_id)}/usr/bin/python{SENT_PYTHON}"
-        if machine.installed == bundle.id:
-            return Sent(python, bundle.id, 0, 0, is_installed=True)
-        python_bytes = self._send_python(session, machine, bundle, dry_run=dry_run)
-        if dry_run and python_bytes:  # without Python, nothing can compare files there
-            return Sent(python, bundle.id, len(bundle.wheels) + 1, bundle.num_bytes, is_installed=False)
-        payload, _ = self._read(machine.kind)
-        delivery = deliver(session, payload, python=python, dry_run=dry_run, on_progress=on_progress)
-        if not dry_run:
-            _record(session, python, bundle)
-        num_files = delivery.num_sent + bool(python_bytes)
-        return Sent(python, bundle.id, num_files, delivery.bytes_sent + python_bytes, is_installed=False)
-
-    def _send_python(self, session: Session, machine: BareMachine, bundle: Bundle, *, dry_run: bool) -> int:
-        """Unpack the archive of Python there. Return its size, or 0 if it was there already."""
-        archive, needed_bytes = bundle.python, bundle.unpacked_bytes
-        directory = python_directory(self._prefix, bundle.python_id)
-        arguments = ("csdctl-python", directory, SENT_PYTHON)
-        if archive and session.run(["sh", "-c", _HAS_PYTHON, *arguments]).exit_code == 0:
-            needed_bytes -= archive.unpacked_bytes
-            archive = None
-        if archive:
-            check_root(machine)
-        check_space(machine, needed_bytes, bundle.wheel_bytes, self._prefix)
-        if archive and not dry_run:
-            unpack = [*([] if machine.is_root else ["sudo", "-n"]), "sh", "-c", _UNPACK, *arguments]
-            done = session.run(unpack, stdin=self._read(machine.kind)[1], deadline_s=1800.0)
-            done.check(session.name, doing="unpacking Python", remedy="check its disk: `df -h`, `mount`")
-        return archive.num_bytes if archive else 0
-
-    def _read(self, kind: NodeKind) -> tuple[Payload, bytes]:
-        """Return the wheels and the archive of Python, if there is one."""
-        with self._lock:
-            if kind not in self._contents:
-                bundle = self._bundles[kind]
-                archive = (bundle.directory / "python.tar.gz").read_bytes() if bundle.python else b""
-                # Pip compares the wheels with the hashes of requirements.txt there.
-                wheels = read_tree(TreeRequest(bundle.directory / "wheels", WHEELS))
-                self._contents[kind] = pack_payload(trees=[wheels]), archive
-            return self._contents[kind]
+    bundle: Bundle
+    wheels: Payload
+    archive: bytes
+    """Python itself, for nodes that have none."""
 
 
-def _record(session: Session, python: str, bundle: Bundle) -> None:
-    """Leave for the playbook what was sent, and which Python to install it with."""
-    record = json.dumps({"python": python, "bundle": bundle.id})
-    done = session.run(["sh", "-c", _RECORD, "csdctl-record", record])
-    done.check(session.name, doing="recording what was sent", remedy="check its disk: `df -h`")
+def read_bundle(bundle: Bundle) -> BundleContent:
+    """Read what is sent to nodes. Pip compares the wheels with the hashes of requirements.txt there."""
+    archive = (bundle.directory / "python.tar.gz").read_bytes() if bundle.python else b""
+    wheels = read_tree(TreeRequest(bundle.directory / "wheels", WHEELS))
+    return BundleContent(bundle, pack_payload(trees=[wheels]), archive)
+
+
+def send_bundle(
+    session: Session,
+    machine: BareMachine,
+    content: BundleContent,
+    prefix: str,
+    *,
+    dry_run: bool = False,
+    on_progress: OnDeliveryProgress = lambda progress: None,
+) -> Sent:
+    """Send `machine` what it lacks. Raises NodeError for a small disk, and what `deliver` raises."""
+    bundle, archive, needed_bytes = content.bundle, content.bundle.python, content.bundle.unpacked_bytes
+    directory = python_directory(prefix, bundle.python_id)
+    python = f"{directory}/usr/bin/python{SENT_PYTHON}" if archive else machine.python
+    if machine.installed == bundle.id:
+        return Sent(python, bundle.id, num_files=0, num_bytes=0, is_installed=True)
+    arguments = ("csdctl-python", directory, SENT_PYTHON)
+    if archive and session.run(["sh", "-c", _HAS_PYTHON, *arguments]).exit_code == 0:
+        needed_bytes -= archive.unpacked_bytes
+        archive = None
+    if archive:
+        check_root(machine)
+    check_space(machine, needed_bytes, bundle.wheel_bytes, prefix)
+    num_files, num_bytes = (1, archive.num_bytes) if archive else (0, 0)
+    if archive and dry_run:  # without Python, nothing can compare files there
+        num_files += len(bundle.wheels)
+        return Sent(python, bundle.id, num_files, num_bytes=bundle.num_bytes, is_installed=False)
+    if archive:
+        unpack = [*([] if machine.is_root else ["sudo", "-n"]), "sh", "-c", _UNPACK, *arguments]
+        unpacked = session.run(unpack, stdin=content.archive, deadline_s=1800.0)
+        unpacked.check(session.name, doing="unpacking Python", remedy="check its disk: `df -h`, `mount`")
+    delivery = deliver(session, content.wheels, python=python, dry_run=dry_run, on_progress=on_progress)
+    if not dry_run:  # tell the playbook what was sent, and which Python to install it with
+        record = json.dumps({"python": python, "bundle": bundle.id})
+        recorded = session.run(["sh", "-c", _RECORD, "csdctl-record", record])
+        recorded.check(session.name, doing="recording what was sent", remedy="check its disk: `df -h`")
+    num_files += delivery.num_sent
+    num_bytes += delivery.bytes_sent
+    return Sent(python, bundle.id, num_files, num_bytes=num_bytes, is_installed=False)

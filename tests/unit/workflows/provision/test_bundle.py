@@ -15,7 +15,7 @@ from csdctl.shipping.store import hash_file
 from csdctl.transport.local import LocalSession
 from csdctl.workflows.provision.bundle import SCHEMA, Bundle, BundleFile, load_bundle, python_directory
 from csdctl.workflows.provision.machine import BareMachine, NodeKind
-from csdctl.workflows.provision.provision import BundleSender
+from csdctl.workflows.provision.provision import Sent, read_bundle, send_bundle
 from tests.fake_session import FakeSession
 
 KIND = NodeKind("aarch64", "3.11", sends_python=True)
@@ -48,12 +48,15 @@ def machine(installed: str = "", free_bytes: int = 1 << 30) -> BareMachine:
     return BareMachine("csd0", KIND, "", "/root", is_root=True, free_bytes=free_bytes, installed=installed)
 
 
+def send(bundle: Bundle, session: FakeSession, to: BareMachine, *, dry_run: bool = False) -> Sent:
+    return send_bundle(session, to, read_bundle(bundle), "/opt/csdctl", dry_run=dry_run)
+
+
 def test_nothing_is_sent_when_it_is_installed_or_the_run_is_dry(bundle: Bundle) -> None:
     session = FakeSession("csd0").on("sh", exit_code=1)
-    sender = BundleSender({KIND: bundle}, "/opt/csdctl")
-    assert sender.send(session, machine(bundle.id)).is_installed
+    assert send(bundle, session, machine(bundle.id)).is_installed
     assert session.commands == []
-    assert sender.send(session, machine(), dry_run=True).num_bytes == bundle.num_bytes
+    assert send(bundle, session, machine(), dry_run=True).num_bytes == bundle.num_bytes
     assert session.stdins == [b""]
 
 
@@ -61,12 +64,11 @@ def test_full_disk_stops_before_sending_and_a_failed_unpacking_has_the_words_of_
     bundle: Bundle,
 ) -> None:
     session = FakeSession("csd0").on("sh", exit_code=1, stderr="tar: no space left on device")
-    sender = BundleSender({KIND: bundle}, "/opt/csdctl")
     with pytest.raises(CsdctlError, match="0 MiB are free at /opt/csdctl"):
-        sender.send(session, machine(free_bytes=100))
+        send(bundle, session, machine(free_bytes=100))
     assert ARCHIVE not in session.stdins
     with pytest.raises(CsdctlError, match="unpacking Python failed .* no space left on device"):
-        sender.send(session, machine())
+        send(bundle, session, machine())
     assert ARCHIVE in session.stdins
 
 
@@ -84,7 +86,7 @@ def test_python_that_was_damaged_on_the_node_is_sent_again(bundle: Bundle, tmp_p
     damaged = Path(python_directory(str(prefix), bundle.python_id))
     (damaged / "usr").mkdir(parents=True)
     with contextlib.closing(LocalSession("csd0", home, {"HOME": str(home)})) as session:
-        sent = BundleSender({KIND: bundle}, str(prefix)).send(session, machine())
+        sent = send_bundle(session, machine(), read_bundle(bundle), str(prefix))
     assert Path(sent.python).is_symlink()
     assert [path.name for path in damaged.iterdir()] == ["usr"]
 
