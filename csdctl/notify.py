@@ -41,13 +41,13 @@ def make_printable(text: str) -> str:
     """
     if _ORDINARY.fullmatch(text):
         return text
-    shown: list[str] = []
+    characters: list[str] = []
     num_marks = 0
     for char in text:
         num_marks = num_marks + 1 if unicodedata.category(char) in ("Mn", "Me") else 0
         has_shape = char.isprintable() and num_marks <= MAX_MARKS and not _INVISIBLE.match(char)
-        shown.append(char if has_shape or char in "\n\t" else char.encode("unicode_escape").decode())
-    return "".join(shown)
+        characters.append(char if has_shape or char in "\n\t" else char.encode("unicode_escape").decode())
+    return "".join(characters)
 
 
 def shorten(text: str, max_length: int) -> str:

@@ -70,7 +70,7 @@ class Manifest(_Part):
         if len(self.plan.ranks) != len(self.placed):
             raise ValueError("plan.ranks and placed have different numbers of ranks")
         for rank, shard in zip(self.plan.ranks, self.placed, strict=True):
-            for name, found, expected in (
+            for name, value, expected in (
                 ("name", shard.name, rank.node),
                 ("batch_size", shard.batch_size, rank.batch_size),
                 ("public_start", shard.public_start, position),
@@ -78,8 +78,8 @@ class Manifest(_Part):
                 ("num_private", shard.num_private, min(max(shard.num_private, 0), MAX_SAMPLES)),
                 ("num_repeated", shard.num_repeated, min(max(shard.num_repeated, 0), shard.num_private)),
             ):
-                if found != expected:
-                    raise ValueError(f"placed: {name} of {rank.node} is {found}, expected {expected}")
+                if value != expected:
+                    raise ValueError(f"placed: {name} of {rank.node} is {value}, expected {expected}")
             position = shard.public_stop
         return self
 
@@ -156,7 +156,7 @@ class ProjectDirectory:
         return _new_directory(self.runs)
 
     def new_scratch(self) -> "RunDirectory":
-        """Create a directory for one MPI check, with an id like that of a run."""
+        """Create a directory for one MPI check, with an id of the same form as a run has."""
         return _new_directory(self.scratch)
 
     def run_ids(self) -> list[str]:
@@ -170,22 +170,24 @@ class ProjectDirectory:
 
         Raises InputError if it does not exist, or has a link.
         """
-        known = self.run_ids()
-        if run_id in (None, LATEST) and known:
-            run_id = known[-1]
-        begun = [name for name in known if run_id and name.startswith(run_id)]
+        run_ids = self.run_ids()
+        if run_id in (None, LATEST) and run_ids:
+            run_id = run_ids[-1]
+        begun = [name for name in run_ids if run_id and name.startswith(run_id)]
         if len(begun) == 1:
             run_id = begun[0]
-        elif begun and run_id not in known:
+        elif begun and run_id not in run_ids:
             raise InputError(
                 f"{len(begun)} runs begin with {run_id!r}", remedy=f"type more of it: {', '.join(begun[-5:])}"
             )
-        if run_id in known:
+        if run_id in run_ids:
             check_links(self.runs / str(run_id))
             return RunDirectory(self.runs / str(run_id))
         raise InputError(
-            f"no run {run_id!r} in {self.runs}" if known else f"no runs in {self.runs} yet",
-            remedy=f"{len(known)} runs, the latest: {', '.join(known[-5:])}" if known else "`csdctl train`",
+            f"no run {run_id!r} in {self.runs}" if run_ids else f"no runs in {self.runs} yet",
+            remedy=f"{len(run_ids)} runs, the latest: {', '.join(run_ids[-5:])}"
+            if run_ids
+            else "`csdctl train`",
         )
 
 
@@ -232,7 +234,7 @@ class RunDirectory:
     def load_manifest(self) -> dict[str, Any]:
         """Read manifest.json. Raises InputError when it is missing, or its values do not belong together.
 
-        The values that csdctl reads are those of `Manifest`, with its types and defaults.
+        `Manifest` has the values that csdctl reads, with their types and defaults.
         """
         content: dict[str, Any] = load_json(self.manifest, remedy=NEW_RUN)
         checked = check_values(content, Manifest, str(self.manifest), remedy=NEW_RUN)
@@ -322,13 +324,13 @@ class CappedLog:
         if self._file is None:
             return
         with contextlib.suppress(OSError):
-            left = self._max_bytes - os.fstat(self._file.fileno()).st_size
+            num_free = self._max_bytes - os.fstat(self._file.fileno()).st_size
             kept = line[:MAX_LINE_BYTES].replace(b"\0", b"").rstrip(b"\r\n")
             text = make_printable(kept.decode(errors="backslashreplace")).encode()[:MAX_LINE_BYTES] + b"\n"
-            if left >= len(text):
+            if num_free >= len(text):
                 self._file.write(text)
-            elif left > 0:  # with this, the file has more than the limit: nobody writes again
-                self._file.write(text[: left - 1] + b"\n" + self._last_line)
+            elif num_free > 0:  # with this, the file has more than the limit: nobody writes again
+                self._file.write(text[: num_free - 1] + b"\n" + self._last_line)
 
     def close(self) -> None:
         """Close the file."""

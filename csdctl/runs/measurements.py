@@ -1,6 +1,6 @@
 """Stored measurements, by model, recipe, machine class and settings, for the next tuning run: JSON lines.
 
-Values in and out are those of tuning/measurements.py. The caller gives the time.
+The values are the dataclasses of tuning/measurements.py. The caller gives the time.
 """
 
 import json
@@ -108,9 +108,8 @@ class MeasurementStore:
         added = [Stored(kind.name, model, recipe, of, value) for value in values]
         self._stored += added
         try:
-            append_lines(
-                self._path, "".join(f"{json.dumps(kind.lines.dump_python(one))}\n" for one in added).encode()
-            )
+            lines = (json.dumps(kind.lines.dump_python(stored)) + "\n" for stored in added)
+            append_lines(self._path, "".join(lines).encode())
         except (OSError, InputError) as error:
             self._fail("measurements are not stored", error)
 
@@ -118,16 +117,16 @@ class MeasurementStore:
         self, kind: Kind[ValueT, ClassT], class_key: str, model_hash: str = NO_MODEL.hash, recipe: str = ""
     ) -> list[ValueT]:
         """Return the newest measurements of a kind on one class, of one model and recipe, oldest first."""
-        wanted = kind.name, class_key, model_hash, recipe
-        found: list[ValueT] = [
-            one.value
-            for one in sorted(self._stored, key=lambda one: one.value.measured_at)
-            if (one.kind, one.of.key, one.model.hash, one.recipe) == wanted
+        key = kind.name, class_key, model_hash, recipe
+        values: list[ValueT] = [
+            stored.value
+            for stored in sorted(self._stored, key=lambda stored: stored.value.measured_at)
+            if (stored.kind, stored.of.key, stored.model.hash, stored.recipe) == key
         ]
         repeated: dict[tuple[Any, ...], list[ValueT]] = defaultdict(list)
-        for value in found:
+        for value in values:
             repeated[kind.repeated_by(value)].append(value)
-        return [value for value in found if value in repeated[kind.repeated_by(value)][-NUM_NEWEST:]]
+        return [value for value in values if value in repeated[kind.repeated_by(value)][-NUM_NEWEST:]]
 
     def _fail(self, failure: str, error: OSError | InputError) -> None:
         message = f"{failure}: {self._path}: {getattr(error, 'strerror', None) or error}"

@@ -21,10 +21,10 @@ def check_private(directory: Path) -> None:
     Its files are trusted: accepted host keys, prepared data, plans, and the worker that runs.
     """
     try:
-        link, found, around = directory.lstat(), directory.stat(), directory.parent.stat()
+        link, status, around = directory.lstat(), directory.stat(), directory.parent.stat()
     except FileNotFoundError:
         return
-    if {link.st_uid, found.st_uid} != {os.geteuid()}:
+    if {link.st_uid, status.st_uid} != {os.geteuid()}:
         raise InputError(
             f"{directory} belongs to another user, who could change what csdctl trusts",
             remedy="run csdctl in a directory of your own, or as the user that it belongs to",
@@ -34,7 +34,7 @@ def check_private(directory: Path) -> None:
             f"every user can change {directory.parent}, and so the files that csdctl trusts",
             remedy=f"chmod o-w {directory.parent}",
         )
-    if found.st_mode & 0o077:
+    if status.st_mode & 0o077:
         directory.chmod(0o700)
 
 

@@ -113,12 +113,12 @@ def _lines(parts: Iterator[bytes], path: Path) -> Iterator[bytes]:
     """Yield the lines of `path`, without their ends. An empty one for each longer than MAX_LINE_BYTES."""
     pending, num_dropped = b"", 0
     for chunk in parts:
-        *lines, rest = (pending + chunk).split(b"\n")
+        *lines, unfinished = (pending + chunk).split(b"\n")
         if num_dropped and lines:
             lines[0], num_dropped = b"", 0
         yield from lines
-        is_too_long = num_dropped or len(rest) > MAX_LINE_BYTES
-        pending, num_dropped = (b"", num_dropped + len(rest)) if is_too_long else (rest, 0)
+        is_too_long = num_dropped or len(unfinished) > MAX_LINE_BYTES
+        pending, num_dropped = (b"", num_dropped + len(unfinished)) if is_too_long else (unfinished, 0)
         if num_dropped > MAX_DROPPED_BYTES:  # of a file that has terabytes of NULs
             raise InputError(
                 f"cannot read {path}: no end of a line in {num_dropped:,} bytes", remedy="remove it"

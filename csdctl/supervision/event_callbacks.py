@@ -98,10 +98,10 @@ class _EventCallback:
         self._thread.join(timeout_s)
         self._is_over.set()
         if self._thread.is_alive():
-            left = f" and {waiting} more events" if (waiting := self.events.qsize() - 1) > 0 else ""
+            unread = f" and {waiting} more events" if (waiting := self.events.qsize() - 1) > 0 else ""
             self._say(
-                f"{self._name} did not finish {self._current}{left} within {allowed_s:g} s of the end of the "
-                "run; csdctl no longer waits for it"
+                f"{self._name} did not finish {self._current}{unread} within {allowed_s:g} s of the end of "
+                "the run; csdctl no longer waits for it"
             )
         if self._num_failed > 1:
             self._say(f"{self._name} failed at {self._num_failed:,} events")

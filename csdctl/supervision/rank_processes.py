@@ -144,8 +144,8 @@ class EventValidator:
 
 
 def _violation(event: Event, expected: str, received: object = None) -> ProtocolError:
-    found = f", received {shorten(received)}" if received else ""
-    return ProtocolError(f"{type(event).__name__}: expected {expected}{found}")
+    suffix = f", received {shorten(received)}" if received else ""
+    return ProtocolError(f"{type(event).__name__}: expected {expected}{suffix}")
 
 
 @dataclass(frozen=True)

@@ -156,7 +156,7 @@ class RankStarter:
     """By rank, which of the paths of its link has connected."""
     over: threading.Event = field(default_factory=threading.Event)
     """Set when the run is over: nothing is opened any more."""
-    told: dict[int, str] = field(default_factory=dict)
+    obstacles: dict[int, str] = field(default_factory=dict)
     """By rank, why it could not be restarted, as its log says."""
 
     def start(self, rank: int) -> RankProcess:
@@ -168,8 +168,8 @@ class RankStarter:
         try:
             return self._restart(rank)
         except Exception as error:  # every few seconds, for as long as the node is down
-            if self.told.get(rank) != str(error):
-                self.told[rank] = str(error)
+            if self.obstacles.get(rank) != str(error):
+                self.obstacles[rank] = str(error)
                 log = CappedLog(self.mpirun.run.rank_log(rank), self.spec.ranks[rank].node)
                 log.write(f"cannot be restarted: {error}".encode())
                 log.close()
@@ -204,7 +204,7 @@ class RankStarter:
             return process
 
     def starter_of(self, rank: int) -> str:
-        """Return the machine on which mpirun starts the link of a rank: that of its server, or the host."""
+        """Return the machine on which mpirun starts the link of a rank: its server, or the host."""
         server = self.spec.ranks[rank].server
         return self.spec.ranks[0 if server == rank else server].node
 
@@ -224,8 +224,8 @@ class RankStarter:
         arguments = ["rank", "--spec", path, "--rank", str(rank)]
         command = self.mpirun.build_worker_command(session.name, arguments)
         conversation = session.converse([*MERGE_STREAMS, *command])
-        nodes = [other.node for other in self.spec.ranks]
-        has_hub = rank in {0, *(other.server for other in self.spec.ranks)}
+        nodes = [rank_spec.node for rank_spec in self.spec.ranks]
+        has_hub = rank in {0, *(rank_spec.server for rank_spec in self.spec.ranks)}
         validator = EventValidator(rank, nodes, num_epochs=self.spec.recipe.epochs, has_hub=has_hub)
         log = CappedLog(self.mpirun.run.rank_log(rank), nodes[rank])
         return RankProcess(rank, session, conversation, validator, log)

@@ -75,7 +75,7 @@ class RankState:
     link_after: float = 0.0
     loss: CsdctlError | None = None
     """Why it is lost, until it takes part again."""
-    left: tuple[float, str] | None = None
+    departure: tuple[float, str] | None = None
     """When rank 0 went on without it, in monotonic seconds, and why, until a better cause is known."""
     num_losses: int = 0
     """Losses of its process since the run made progress with it: the end of an epoch, or a while."""
@@ -221,11 +221,11 @@ class Supervisor:
         self._processes.mark_handled()
         for rank, state in list(self._ranks.items()):
             self._look_after_link(rank)
-            if rank in self._finished or not state.left:
+            if rank in self._finished or not state.departure:
                 continue
-            if time.monotonic() - state.left[0] > self._patience.cause_s:
+            if time.monotonic() - state.departure[0] > self._patience.cause_s:
                 remedy = f"check the node and its network; {self._logs}"
-                error = NodeError(state.left[1], node=self._setup.nodes[rank], remedy=remedy)
+                error = NodeError(state.departure[1], node=self._setup.nodes[rank], remedy=remedy)
                 self._lose(rank, error, is_restarting=False)
         self._begin()
         self._ping_waiting_ranks()
@@ -242,13 +242,13 @@ class Supervisor:
             error = self._setup.explain_link(outcome, self._setup.nodes[rank])
             if outcome.is_clean and state.is_member:
                 # Maybe the run is over, and the completion record follows.
-                state.left = time.monotonic(), error.message
+                state.departure = time.monotonic(), error.message
             elif state.is_ready:
                 self._lose_link(rank, error)
         elif state.link and not state.link.is_connected:
             if time.monotonic() - state.link.started > self._patience.link_s:
                 state.link.end()
-        elif state.is_ready and not (state.link or state.left):
+        elif state.is_ready and not (state.link or state.departure):
             is_server_ready = server in self._ranks and self._ranks[server].is_ready
             if is_server_ready and time.monotonic() >= state.link_after:
                 self._start_link(rank)
@@ -300,7 +300,7 @@ class Supervisor:
 
     def _note_loss(self, rank: int, error: CsdctlError) -> None:
         state = self._ranks[rank]
-        state.loss, state.is_member, state.left = error, False, None
+        state.loss, state.is_member, state.departure = error, False, None
         self._record(NodeLost(rank, self._setup.nodes[rank], error.message, error.remedy))
 
     def _drop(self, rank: int) -> None:
@@ -331,15 +331,17 @@ class Supervisor:
             for rank, state in self._ranks.items()
             if state.is_ready and max(state.num_losses, state.num_link_losses) <= max_losses
         }
-        left = [rank for rank, state in self._ranks.items() if rank and (not state.loss or rank in waiting)]
-        if len(left) >= self._setup.min_nodes or 0 in self._finished:
+        remaining = [
+            rank for rank, state in self._ranks.items() if rank and (not state.loss or rank in waiting)
+        ]
+        if len(remaining) >= self._setup.min_nodes or 0 in self._finished:
             return
         losses = [state.loss for state in self._ranks.values() if state.loss]
         if not self._setup.is_resumable:  # such as a trial, which tries again with less memory
             raise as_run_error(losses[0])
         lost = "lost:\n" + "\n".join(f"  {error}" for error in losses)
         raise RunError(
-            f"nodes left: {len(left)}, but at least {self._setup.min_nodes} must take part; {lost}",
+            f"nodes left: {len(remaining)}, but at least {self._setup.min_nodes} must take part; {lost}",
             remedy="fix the lost nodes, then resume from the last completed step: "
             f"csdctl train --resume {self._setup.run_id}",
         )
@@ -360,14 +362,14 @@ class Supervisor:
                     self._finished.remove(rank)
                     self._lose(rank, NodeError(EARLY, node=self._setup.nodes[rank]))
                 else:
-                    state.left = time.monotonic(), reason
+                    state.departure = time.monotonic(), reason
         for rank in members & set(self._ranks):
             state = self._ranks[rank]
             if state.loss is not None:
                 state.loss = None
                 self._record(NodeBack(rank, self._setup.nodes[rank]))
             if not state.is_member:
-                state.is_member, state.since, state.left = True, time.monotonic(), None
+                state.is_member, state.since, state.departure = True, time.monotonic(), None
         self._has_trained = True
 
     def _note_progress(self, report: Progress | EpochEnd) -> None:
@@ -464,7 +466,7 @@ class Supervisor:
     def _await_exits(self) -> None:
         """Wait until the ranks that take part have exited. The run is complete, however they do."""
         deadline = time.monotonic() + self._patience.exit_s
-        while left := {rank for rank in self._processes.ranks if self._ranks[rank].is_member}:
+        while running := {rank for rank in self._processes.ranks if self._ranks[rank].is_member}:
             message = self._processes.next(self._patience.poll_s)
             if isinstance(message, Finished):
                 self._finished.add(message.rank)
@@ -473,7 +475,7 @@ class Supervisor:
                 if not message.is_clean:
                     self._warn(message.rank, message.error.message)
             if time.monotonic() > deadline:
-                for rank in left:
+                for rank in running:
                     self._warn(rank, f"rank {rank} did not exit")
                 return
 

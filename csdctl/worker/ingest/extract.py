@@ -69,7 +69,7 @@ def extract(spec: ExtractSpec, *, on_progress: OnProgress = lambda progress: Non
 
 def of_sources(spec: ExtractSpec) -> list[ExtractSpec]:
     """Return what to compute of each source. Validation samples have no views."""
-    sources = [spec.source, *spec.others]
+    sources = [spec.source, *spec.more_sources]
     views = [spec.augmented] * (len(sources) - spec.num_plain) + [None] * spec.num_plain
     pairs = zip(sources, views, strict=True)
     return [dataclasses.replace(spec, source=source, augmented=augmented) for source, augmented in pairs]
@@ -220,15 +220,15 @@ def _compare(spec: ExtractSpec, info: DatasetInfo, compute: Compute, num_batches
 def gather(spec: GatherSpec, *, on_progress: OnProgress = lambda progress: None) -> Gathered:
     """Store the features of `spec.parts` as those of all samples. Raises WorkerError for anything else."""
     if not spec.parts:
-        return Gathered(is_stored=find_stored(_target_of(spec.wanted)) is not None)
-    _store_rows(spec.wanted, functools.partial(_merge, spec), on_progress)
+        return Gathered(is_stored=find_stored(_target_of(spec.request)) is not None)
+    _store_rows(spec.request, functools.partial(_merge, spec), on_progress)
     return Gathered(is_stored=True)
 
 
 def _merge(spec: GatherSpec, partial: PartialDataset, samples: PreparedSamples) -> Iterator[Block]:
     """Yield the features of all samples, in the order of the samples. Raises WorkerError."""
-    num_samples, seed = len(samples), spec.wanted.source.permutation_seed
-    dtype = spec.wanted.prefix.precision
+    num_samples, seed = len(samples), spec.request.source.permutation_seed
+    dtype = spec.request.prefix.precision
     parts = [CheckedArray(part.path, part.sha256).array for part in spec.parts]
     owners, places = np.full(num_samples, -1), np.zeros(num_samples, np.int64)
     for number, (part, features) in enumerate(zip(spec.parts, parts, strict=True)):

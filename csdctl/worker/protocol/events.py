@@ -48,7 +48,7 @@ _UNSET: tuple[object, ...] = (None, 0, {})
 
 @dataclass(frozen=True)
 class Compared:
-    """A gradient against that of rank 0 from the same samples, relative to it, in the Euclidean norm."""
+    """A gradient against the one of rank 0 from the same samples, relative to it, in the Euclidean norm."""
 
     difference: Measured
     spread: Measured
@@ -84,7 +84,7 @@ TRAFFIC_NAMES = (SUMS, SAMPLES, STATE, ACTIVATIONS)
 
 @dataclass(frozen=True)
 class Event:
-    """Base of all events. `rank` and `node` are those of the sender."""
+    """Base of all events. `rank` and `node` identify the sender."""
 
     rank: RankNumber
     node: ShortText
@@ -217,7 +217,7 @@ class Traffic(Event):
 
 @dataclass(frozen=True)
 class Verified(Event):
-    """The ranks' gradients and their sum against those of one process."""
+    """The ranks' gradients and their sum against the gradient and the sum of one process."""
 
     global_batch: Count
     batch_sizes: tuple[Count, ...]
@@ -381,8 +381,8 @@ def check_event(event: Event, nodes: Sequence[str], sender: int | None = None) -
     rank = event.rank if sender is None else sender
     is_lost = sender is None and isinstance(event, Failed) and event.node == UNKNOWN_NODE
     if event.rank != rank or rank >= len(nodes) or not (event.node == nodes[rank] or is_lost):
-        known = f"one of {len(nodes)} ranks and its node"
-        expected = known if sender is None else f"rank {rank} on {nodes[rank]}"
+        any_rank = f"one of {len(nodes)} ranks and its node"
+        expected = any_rank if sender is None else f"rank {rank} on {nodes[rank]}"
         received = f"rank {event.rank} on {shorten(event.node)}"
         raise ProtocolError(f"{name}: expected {expected}, received {received}")
     if event.rank != 0:

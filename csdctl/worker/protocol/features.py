@@ -54,7 +54,7 @@ class ExtractSpec:
     """The results that are kept of the model's outputs; none: features, beside the samples' labels."""
     layer: str = ""
     """The layer whose output is taken in place of the model's; '' for none."""
-    others: tuple[DatasetSlice, ...] = ()
+    more_sources: tuple[DatasetSlice, ...] = ()
     """Further samples: the model is loaded once for all."""
     augmented: Augmented | None = None
     """The views that are computed of training samples in place of themselves."""
@@ -76,7 +76,7 @@ class Recomputed:
 
 @dataclass(frozen=True)
 class Extracted:
-    """The stored data sets: that of `source`, then those of the `others`."""
+    """The stored data sets: of `source`, then of `more_sources`."""
 
     parts: tuple[DatasetInfo, ...]
     num_computed: Count
@@ -111,9 +111,9 @@ class GatheredPart:
 
 @dataclass(frozen=True)
 class GatherSpec:
-    """Features of all samples of `wanted.source`, to be put together. The first line of standard input."""
+    """Features of all samples of `request.source`, to be put together. The first line of standard input."""
 
-    wanted: ExtractSpec
+    request: ExtractSpec
     """The request that would compute them on the host alone."""
     shape: Shape
     parts: tuple[GatheredPart, ...] = ()

@@ -160,14 +160,14 @@ def to_tagged(tag: str, message: Any) -> dict[str, Any]:
     return {tag: type(message).__name__, **dataclasses.asdict(message)}
 
 
-def from_tagged(tag: str, known: Mapping[str, type[MessageT]], content: Any) -> MessageT:
-    """Return the dataclass of one of the `known` types from parsed JSON. Raises ProtocolError."""
+def from_tagged(tag: str, types: Mapping[str, type[MessageT]], content: Any) -> MessageT:
+    """Return the dataclass of one of `types` from parsed JSON. Raises ProtocolError."""
     name = content.get(tag) if isinstance(content, dict) else None
-    if not isinstance(name, str) or name not in known:
+    if not isinstance(name, str) or name not in types:
         article = "an" if tag[0] in "aeiou" else "a"
         raise ProtocolError(f"expected {article} {tag}, received {shorten(content)}")
     fields = {key: value for key, value in content.items() if key != tag}
-    message: MessageT = from_dict(known[name], fields)
+    message: MessageT = from_dict(types[name], fields)
     return message
 
 
@@ -202,7 +202,9 @@ def _readers_of(message_type: Any) -> tuple[dict[str, Reader], frozenset[str]]:
     """Return the readers of a dataclass's fields, by name, and the names of those without a default."""
     hints = typing.get_type_hints(message_type, include_extras=True)
     missing, fields = dataclasses.MISSING, dataclasses.fields(message_type)
-    required = {one.name for one in fields if one.default is missing and one.default_factory is missing}
+    required = {
+        field.name for field in fields if field.default is missing and field.default_factory is missing
+    }
     name = message_type.__name__
     return {field: _reader(hint, f"{name}.{field}") for field, hint in hints.items()}, frozenset(required)
 
@@ -221,11 +223,11 @@ def _reader(hint: Any, where: str) -> Reader:
 
 def _checked(read_value: Reader, bounds: Sequence[Bound], where: str) -> Reader:
     def read(value: Any) -> Any:
-        found = read_value(value)
+        content = read_value(value)
         for bound in bounds:
-            if not bound.allows(found):
+            if not bound.allows(content):
                 raise ProtocolError(f"{where}: expected {bound.text}, received {shorten(value)}")
-        return found
+        return content
 
     return read
 

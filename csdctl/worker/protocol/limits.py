@@ -67,8 +67,8 @@ def own_limits() -> dict[str, int]:
 
 def explain_error(text: str) -> str:
     """Return which limits of this process an error with this text is most likely due to. '' if none."""
-    found = {name: value for name, value in own_limits().items() if re.search(LIMITS[name][1], text)}
+    suspects = {name: value for name, value in own_limits().items() if re.search(LIMITS[name][1], text)}
     if not os.getuid():
-        found.pop("processes", None)  # the kernel does not count those of root
-    limits = judge_limits(found, num_cores=1)[0] or describe_limits(found)
-    return f", most likely due to a limit there: {limits}" if found else ""
+        suspects.pop("processes", None)  # the kernel does not count the processes of root
+    limits = judge_limits(suspects, num_cores=1)[0] or describe_limits(suspects)
+    return f", most likely due to a limit there: {limits}" if suspects else ""

@@ -203,18 +203,18 @@ class AugmentTrial:
 
 def find_unsaved(model: Any, rebuilt: Any) -> str:
     """Return what is set on a variable of a Keras model and lost in one rebuilt from its config, or ''."""
-    for variable, its, found in zip(model.weights, _rules(model), _rules(rebuilt), strict=False):
-        if lost := its - found:
+    for variable, rules, rebuilt_rules in zip(model.weights, _rules(model), _rules(rebuilt), strict=False):
+        if lost := rules - rebuilt_rules:
             return f"{variable.path}: {min(lost)} is set on the variable, which Keras does not save"
     return ""
 
 
 def _rules(model: Any) -> Iterator[set[str]]:
-    optimizers = [one for one in vars(model).values() if hasattr(one, "_use_weight_decay")]
-    optimizers = [getattr(one, "inner_optimizer", one) for one in optimizers]
-    for one in model.weights:
-        rules = {name: getattr(one, name) for name in ("trainable", "regularizer", "constraint")}
-        rules["weight_decay"] = all(optimizer._use_weight_decay(one) for optimizer in optimizers)
+    optimizers = [value for value in vars(model).values() if hasattr(value, "_use_weight_decay")]
+    optimizers = [getattr(optimizer, "inner_optimizer", optimizer) for optimizer in optimizers]
+    for weight in model.weights:
+        rules = {name: getattr(weight, name) for name in ("trainable", "regularizer", "constraint")}
+        rules["weight_decay"] = all(optimizer._use_weight_decay(weight) for optimizer in optimizers)
         yield {f"{k}={v.get_config() if hasattr(v, 'get_config') else v}" for k, v in rules.items()}
 
 

@@ -23,7 +23,7 @@ class Order:
 
 @dataclass(frozen=True)
 class OpenHub(Order):
-    """Await the links of the ranks behind this one, with this key. To rank 0 and those of servers."""
+    """Await the links of the ranks behind this one, with this key. To rank 0 and the ranks of servers."""
 
     key: ShortText
 

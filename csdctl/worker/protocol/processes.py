@@ -48,7 +48,15 @@ def parse_stat(text: str) -> ProcessStat:
     children_cpu_s = (int(fields[13]) + int(fields[14])) / _TICKS_PER_S
     parent, group, session = map(int, fields[1:4])
     name = text[text.index("(") + 1 : text.rindex(")")]
-    return ProcessStat(name, fields[0], parent, group, session, children_cpu_s, int(fields[19]))
+    return ProcessStat(
+        name,
+        state=fields[0],
+        parent=parent,
+        group=group,
+        session=session,
+        children_cpu_s=children_cpu_s,
+        start_time=int(fields[19]),
+    )
 
 
 def load_stat(pid: int) -> ProcessStat | None:
@@ -79,10 +87,10 @@ def duplicate_descriptor(process: int, descriptor: int) -> int:
 
 def find_descendants(pid: int, stats: Mapping[int, ProcessStat]) -> list[int]:
     """Return all descendants of `pid` among `stats`, parents before children."""
-    found = [pid]
-    for known in found:  # grows during the iteration
-        found += [child for child, stat in stats.items() if stat.parent == known]
-    return found[1:]
+    pids = [pid]
+    for parent in pids:  # grows during the iteration
+        pids += [child for child, stat in stats.items() if stat.parent == parent]
+    return pids[1:]
 
 
 def list_descendants() -> list[int]:
@@ -91,7 +99,7 @@ def list_descendants() -> list[int]:
 
 
 def send_signal(pids: Iterable[int], number: signal.Signals) -> None:
-    """Send a signal to those of `pids` that exist and belong to this user."""
+    """Send a signal to all of `pids` that exist and belong to this user."""
     for pid in pids:
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.kill(pid, number)
@@ -99,8 +107,8 @@ def send_signal(pids: Iterable[int], number: signal.Signals) -> None:
 
 def end_descendants() -> None:
     """Kill the descendants of this process, also those that start meanwhile."""
-    while found := list_descendants():
-        send_signal(found, signal.SIGKILL)
+    while pids := list_descendants():
+        send_signal(pids, signal.SIGKILL)
         with contextlib.suppress(ChildProcessError):
             os.waitpid(-1, 0)
 
@@ -123,7 +131,7 @@ class Connection(NamedTuple):
 
 def list_connections(pid: int = 0, *, drain_s: float = 0.0) -> list[Connection]:
     """Return the TCP connections of `pid`, 0: this process, after `drain_s` at most, until all is sent."""
-    found, end_s = [], time.monotonic() + drain_s
+    connections, end_s = [], time.monotonic() + drain_s
     directory = f"/proc/{pid or 'self'}/fd"
     with contextlib.suppress(OSError), contextlib.ExitStack() as opened:
         if pid:
@@ -134,26 +142,29 @@ def list_connections(pid: int = 0, *, drain_s: float = 0.0) -> list[Connection]:
                 if os.readlink(f"{directory}/{number}").startswith("socket:"):
                     # Not pidfd_getfd for this process: a sandbox does not permit it.
                     copy = duplicate_descriptor(process, number) if pid else os.dup(number)
-                    found.append(_read_connection(copy, end_s))
-    return [connection for connection in found if connection]
+                    connections.append(_read_connection(copy, end_s))
+    return [connection for connection in connections if connection]
 
 
 def _read_connection(descriptor: int, drain_end_s: float) -> Connection | None:
     """Return the connection of a socket, or None if it is not a TCP connection. Closes `descriptor`."""
-    with socket.socket(fileno=descriptor) as found:
-        if found.family not in (socket.AF_INET, socket.AF_INET6) or found.type != socket.SOCK_STREAM:
+    with socket.socket(fileno=descriptor) as connection:
+        if (
+            connection.family not in (socket.AF_INET, socket.AF_INET6)
+            or connection.type != socket.SOCK_STREAM
+        ):
             return None
         try:
-            peer = found.getpeername()
+            peer = connection.getpeername()
         except OSError:  # a listening socket
             return None
         # Bytes written and not yet acknowledged: SIOCOUTQ has the number of TIOCOUTQ.
-        while any(fcntl.ioctl(found, termios.TIOCOUTQ, bytes(4))) and time.monotonic() < drain_end_s:
+        while any(fcntl.ioctl(connection, termios.TIOCOUTQ, bytes(4))) and time.monotonic() < drain_end_s:
             time.sleep(0.001)
         size = _COUNTERS_OFFSET + _COUNTERS.size
-        info = found.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, size)
+        info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, size)
         if len(info) < size:
             return None
         counters = _COUNTERS.unpack_from(info, _COUNTERS_OFFSET)
-        local, peer = (" ".join(map(str, address[:2])) for address in (found.getsockname(), peer))
+        local, peer = (" ".join(map(str, address[:2])) for address in (connection.getsockname(), peer))
         return Connection(local, peer, *counters)

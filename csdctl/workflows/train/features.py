@@ -233,7 +233,7 @@ class _Machine:
             FEATURE_STORE,
             self.prefix,
             self.rank.runtime,
-            others=tuple(sources[1:]),
+            more_sources=tuple(sources[1:]),
             augmented=Augmented(recipe.augment, recipe.seed, recipe.views) if recipe.views else None,
             num_checked=num_checked,
             num_plain=int(self.validation is not None),
@@ -326,9 +326,10 @@ def _fetch_features(
             spec = SendSpec(path.parent.name, rank.public.images_sha256, limit, FEATURE_STORE)
             path = directory / f"{rank.rank}.npy"
             session, python = space.sessions[rank.node], space.fleet.python_of(rank.node)
-            kind = TrafficClass.FEATURES
             with path.open("wb") as file:
-                fetch_results(session, python, worker, spec, file, kind, doing=FETCHING)
+                fetch_results(
+                    session, python, worker, spec, file, traffic_class=TrafficClass.FEATURES, doing=FETCHING
+                )
         return GatheredPart(rank.node, str(path), rank.public.images_sha256, start, start + rank.num_public)
 
     ranks = [rank for rank in data.ranks if rank.public is not None]

@@ -98,7 +98,15 @@ def run_ranks(
         model_bytes=resolved.model.on_nodes.weights.size,
         prepare_late_node=prepare_late_node(resolved, spec),
     )
-    return run_spec(spec, stored_spec.path, run, worker.path, space, events.emit, conditions)
+    return run_spec(
+        spec,
+        stored_spec.path,
+        run,
+        worker_path=worker.path,
+        space=space,
+        on_event=events.emit,
+        conditions=conditions,
+    )
 
 
 class RunStopped(KeyboardInterrupt):
@@ -119,8 +127,16 @@ def run_to_end(resolved: ResolvedRun, spec: RunSpec, run: RunDirectory, options:
     space, events = resolved.context.space, resolved.context.events
     predicted_range = run.load_manifest()["predicted_range"]
     past = run.read_events([rank.node for rank in spec.ranks]) if run.events.exists() else ()
-    num_steps, emulated = steps_per_epoch(resolved.data.placed), space.fleet.emulated
-    events.emit(RunStarted(run, spec, num_steps, predicted_range, emulated, past))
+    events.emit(
+        RunStarted(
+            run,
+            spec,
+            steps_per_epoch(resolved.data.placed),
+            predicted_range=predicted_range,
+            emulated=space.fleet.emulated,
+            past=past,
+        )
+    )
     log = EventLog(run, say=events.say)
     is_done = is_interrupted = is_full = False
     with (

@@ -53,8 +53,14 @@ class RunContext:
     @property
     def compiler(self) -> ModelCompiler:
         """What compiles the model for the prepared data."""
-        prepared, space, say = self.prepared, self.space, self.events.say
-        return ModelCompiler(self.job, prepared.model, prepared.public, prepared.worker, space, say)
+        return ModelCompiler(
+            self.job,
+            self.prepared.model,
+            self.prepared.public,
+            worker=self.prepared.worker,
+            space=self.space,
+            say=self.events.say,
+        )
 
 
 @dataclass(frozen=True)
@@ -160,11 +166,11 @@ def build_rank_specs(
             rank.node,
             rank.batch_size,
             rank.runtime,
-            whole(prepared.private[rank.node]) if rank.node in prepared.private else None,
-            _public_slice(shard, prepared, shards, job),
-            shard.num_private,
-            shard.num_public,
-            shard.public_start,
+            private=whole(prepared.private[rank.node]) if rank.node in prepared.private else None,
+            public=_public_slice(shard, prepared, shards, job),
+            num_private=shard.num_private,
+            num_public=shard.num_public,
+            public_start=shard.public_start,
             num_repeated=shard.num_repeated,
             weight=shard.weight if job.data.weights == "data-set" else 1.0,
             max_batch_size=rank.max_batch_size,
@@ -175,9 +181,9 @@ def build_rank_specs(
 
 
 def with_servers(ranks: Sequence[RankSpec], fleet: Fleet) -> tuple[RankSpec, ...]:
-    """Return `ranks` with the rank of each one's server. Raises InputError without it.
+    """Return `ranks` with the rank of their servers. Raises InputError without it.
 
-    Those of machines outside the fleet, which stay absent, count to the host.
+    Ranks of machines outside the fleet, which stay absent, count to the host.
     """
     numbers, present = {rank.node: rank.rank for rank in ranks}, set(fleet.machines)
     servers = {rank.node: fleet.server_of(rank.node) if rank.node in present else HOST_NAME for rank in ranks}
@@ -294,5 +300,5 @@ def fingerprint_data(prepared: Prepared) -> dict[str, Any]:
     return {
         "public": prepared.public.fingerprint,
         "private": {name: info.fingerprint for name, info in prepared.private.items()}
-        | {name: known.fingerprint for name, known in prepared.absent.items()},
+        | {name: recorded.fingerprint for name, recorded in prepared.absent.items()},
     }

@@ -43,8 +43,8 @@ def _move_copy(project: ProjectDirectory, run_id: str, state: Path) -> None:
     It is later than what `project` has of the run: csdctl on another server has trained it since.
     """
     copies = ProjectDirectory(state / COPIES)
-    known = copies.run_ids()
-    if not known or (run_id == LATEST and known[-1] < max(project.run_ids(), default="")):
+    run_ids = copies.run_ids()
+    if not run_ids or (run_id == LATEST and run_ids[-1] < max(project.run_ids(), default="")):
         return
     try:
         copy = copies.find_run(run_id)
@@ -73,8 +73,8 @@ def with_host(manifest: dict[str, Any], server: str) -> dict[str, Any]:
     ranks, placed = manifest["plan"]["ranks"], manifest["placed"]
     number = next(number for number, rank in enumerate(ranks) if rank["node"] == server)
     former = manifest["server"] or FORMER_HOST
-    first, other = ranks[0], ranks[number]
-    ranks[0], ranks[number] = _of_size(other, first, HOST_NAME), _of_size(first, other, former)
+    host, successor = ranks[0], ranks[number]
+    ranks[0], ranks[number] = _of_size(successor, host, HOST_NAME), _of_size(host, successor, former)
     placed[number]["name"] = former
     return {**manifest, "server": server}
 

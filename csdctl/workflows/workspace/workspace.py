@@ -102,9 +102,9 @@ def open_workspace(
     MachineLockedError. Without `min_nodes`, all nodes must be reachable. With it, so many, at least one.
     """
     started = time.monotonic()
-    found, expected, is_too_low = judge_limits(own_limits(), len(os.sched_getaffinity(0)), len(fleet.nodes))
+    limits, expected, is_too_low = judge_limits(own_limits(), len(os.sched_getaffinity(0)), len(fleet.nodes))
     if is_too_low:
-        raise InputError(f"limits on this machine: {found}, expected {expected}", remedy=RAISE)
+        raise InputError(f"limits on this machine: {limits}, expected {expected}", remedy=RAISE)
     project = ProjectDirectory(directory)
     ledger = Ledger(project.ledger, command, say)
     selected = fleet
@@ -124,8 +124,17 @@ def open_workspace(
                 locks = lock_machines(sessions, fleet, doing=command, directory=directory)
                 _note_shared_homes(fleet, facts, stack.enter_context(locks), say)
             opening_s = time.monotonic() - started
-            failed = dict(opened.failed)
-            yield Workspace(project, fleet, facts, sessions, ledger, opening_s, failed, selected, after)
+            yield Workspace(
+                project,
+                fleet,
+                facts,
+                sessions,
+                ledger,
+                opening_s=opening_s,
+                unreachable=dict(opened.failed),
+                selected=selected,
+                after=after,
+            )
 
 
 def _end_leftovers(sessions: Mapping[str, Session], fleet: Fleet, say: Say) -> None:
@@ -134,17 +143,17 @@ def _end_leftovers(sessions: Mapping[str, Session], fleet: Fleet, say: Say) -> N
 
     outcomes = run_on_all(sessions, clean)
     raise_if_locked(outcomes.values())
-    for name, found in values_or_raise(outcomes, "looking for leftovers").items():
-        if found.num_processes:
-            ended = format_count(found.num_processes, "process")
-            runs = f" of run {', '.join(found.runs)}" if found.runs else ""
+    for name, leftovers in values_or_raise(outcomes, "looking for leftovers").items():
+        if leftovers.num_processes:
+            ended = format_count(leftovers.num_processes, "process")
+            runs = f" of run {', '.join(leftovers.runs)}" if leftovers.runs else ""
             say(f"{name}: ended {ended}{runs} left by an earlier csdctl")
 
 
 def _load_or_collect_facts(
     fleet: Fleet, sessions: dict[str, Session], *, is_saving: bool
 ) -> dict[str, Facts]:
-    """Return the facts that `discover` saved. Collect, and maybe save, those of new and unready machines."""
+    """Return the facts that `discover` saved. Collect the facts of new and unready machines."""
     try:
         facts = load_facts(fleet) if facts_path(fleet).exists() else {}
     except InputError:
@@ -165,11 +174,13 @@ def _note_shared_homes(
     fleet: Fleet, facts: dict[str, Facts], sharing: Mapping[str, tuple[str, ...]], say: Say
 ) -> None:
     """Say once which nodes share a home, and with whom: prepared private data lies there."""
-    new = {name: others for name, others in sharing.items() if set(others) - {*facts[name].home_shared_with}}
-    for name, others in new.items():
-        listed = ", ".join(others)
+    new = {
+        name: sharers for name, sharers in sharing.items() if set(sharers) - {*facts[name].home_shared_with}
+    }
+    for name, sharers in new.items():
+        listed = ", ".join(sharers)
         say(f"{name}: shares its home with {listed}, or had this name; each name has its own directory there")
-        facts[name] = replace(facts[name], home_shared_with=others)
+        facts[name] = replace(facts[name], home_shared_with=sharers)
     if new:
         with contextlib.suppress(OSError, CsdctlError):
             save_facts(fleet, facts)

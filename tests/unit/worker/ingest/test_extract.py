@@ -380,7 +380,7 @@ def test_rows_are_found_wherever_files_are() -> None:
         replace(SPEC, store="elsewhere", runtime=Runtime(8)),
         replace(SPEC, prefix=replace(PREFIX, architecture="/elsewhere/model.json")),
         replace(SPEC, augmented=replace(VIEWS, augment="/elsewhere/functions.py:scale")),
-        replace(SPEC, others=(SOURCE,), num_checked=64, num_plain=1),
+        replace(SPEC, more_sources=(SOURCE,), num_checked=64, num_plain=1),
     ):
         assert fingerprint_of(same) == fingerprint_of(SPEC)
 
@@ -396,6 +396,6 @@ def test_rows_of_another_version_of_keras_are_computed_anew(monkeypatch: pytest.
 
 def test_only_training_samples_have_views() -> None:
     others: Any = tuple(replace(SOURCE, start=start) for start in (1, 2))
-    found = of_sources(replace(SPEC, others=others, num_plain=1))
+    found = of_sources(replace(SPEC, more_sources=others, num_plain=1))
     assert [one.source.start for one in found] == [0, 1, 2]
     assert [one.augmented for one in found] == [VIEWS, VIEWS, None]
