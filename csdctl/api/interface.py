@@ -70,10 +70,9 @@ if TYPE_CHECKING:
 
 
 ARGUMENTS = {
-    "--global-batch": "limits.global_batch",
-    "--max-global-batch": "limits.max_global_batch",
-    "--no-host": "is_host_training=False",
-    "--probe-seconds": "probe_duration_s",
+    "global_batch": "limits.global_batch",
+    "max_global_batch": "limits.max_global_batch",
+    "no_host": "is_host_training=False",
     "start_s": "deadlines.start_s",
     "silence_s": "deadlines.silence_s",
 }

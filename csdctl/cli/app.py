@@ -73,6 +73,8 @@ FLAGS = {
     "checkpoint_interval_s": "--checkpoint-seconds",
     "num_checkpoints": "--keep",
     "num_micro_batches": "--micro-batches",
+    "probe_duration_s": "--probe-seconds",
+    "goal": "--for",
 }
 """Options of the command line by their names in errors, where the flag is not the name with dashes."""
 DISK_REMEDIES = {

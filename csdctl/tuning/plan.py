@@ -11,7 +11,7 @@ import yaml
 from pydantic import AfterValidator, Field, PlainSerializer, model_validator, with_config
 
 from csdctl.documents import STRICT, Document, load_document, save_text
-from csdctl.errors import InputError
+from csdctl.errors import InputError, option
 from csdctl.fleet.model import HOST_NAME
 from csdctl.fleet.names import NAME
 from csdctl.perfmodel.spread import Range
@@ -286,6 +286,7 @@ def load_plan(path: Path) -> Plan:
     """Read a plan. Raises InputError when it is missing or damaged."""
     if not path.exists():
         raise InputError(
-            f"there is no plan at {path}", remedy="run `csdctl tune` first, or train with --batch-size"
+            f"there is no plan at {path}",
+            remedy=f"run `csdctl tune` first, or train with {option('batch_size')}",
         )
     return load_document(path, Plan)

@@ -10,6 +10,7 @@ from contextlib import suppress
 from dataclasses import asdict
 from math import ceil
 
+from csdctl.errors import option
 from csdctl.fleet.model import HOST_NAME
 from csdctl.perfmodel.prediction import StepTime, predict
 from csdctl.tuning.fleet_model import ClassModel, FleetModel, TrialResult, predict_peak_bytes
@@ -200,7 +201,7 @@ def _check_memory(members: ClassModel) -> None:
         samples = "even 1 sample" if members.too_large == 1 else f"{members.too_large} samples"
         raise TuningError(
             f"{members.machines[0]} cannot train {samples} at a time: out of memory",
-            remedy="leave it out: `--exclude`, or `--no-host` for the host",
+            remedy=f"leave it out: {option('exclude')}, or {option('no_host')} for the host",
         )
 
 

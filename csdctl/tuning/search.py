@@ -13,6 +13,7 @@ from heapq import heapify, heappop, heappush
 from math import ceil
 from operator import mul
 
+from csdctl.errors import option
 from csdctl.perfmodel.prediction import Prediction, RankModel, StepTime, predict
 from csdctl.tuning.stannis import TuningError
 
@@ -30,8 +31,6 @@ LINEAR_SCALING = 4
 """The default global batch is at most so many reference batches, over which the learning rate is scaled."""
 STEPS_PER_EPOCH = 10
 """The default global batch leaves at least this number of steps in an epoch."""
-OPTIONS = {"max_global_batch": "--max-global-batch", "global_batch": "--global-batch"}
-"""Options of `csdctl tune`, by the limit that they set."""
 
 
 @dataclass(frozen=True)
@@ -47,7 +46,7 @@ class Limits:
             if value < 1:
                 raise TuningError(
                     f"{name.replace('_', ' ')} must be at least 1, received {value}",
-                    remedy=f"change or omit {OPTIONS[name]}",
+                    remedy=f"change or omit {option(name)}",
                 )
 
     @property
@@ -104,7 +103,7 @@ def find_best(
             compared[size] = best
     if not compared:
         given = ", ".join(f"{name.replace('_', ' ')} {value}" for name, value in limits.given.items())
-        options = " or ".join(f"another {OPTIONS[name]}" for name in limits.given)
+        options = " or ".join(f"another {option(name)}" for name in limits.given)
         raise TuningError(
             f"no plan for {len(candidates)} ranks satisfies {given}",
             remedy=f"tune with {options}, or with fewer nodes",
@@ -310,7 +309,7 @@ def find_best_ranks(
     if best is None:
         raise TuningError(
             "no plan gives every node as large a part of a step as its private samples are of all",
-            remedy="tune with a larger --max-global-batch, or with --host",
+            remedy=f"tune with a larger {option('max_global_batch')}, or without {option('no_host')}",
         )
     return best
 
@@ -324,7 +323,7 @@ def default_limits(given: Limits, reference_batch: int, num_samples: int | None,
     if given.global_batch and num_samples is not None and given.global_batch > num_samples:
         raise TuningError(
             f"a global batch of {given.global_batch:,} samples exceeds an epoch of {num_samples:,} samples",
-            remedy="use a smaller --global-batch",
+            remedy=f"use a smaller {option('global_batch')}",
         )
     if given.max_global_batch and num_samples is not None:
         return replace(given, max_global_batch=min(given.max_global_batch, num_samples))
@@ -338,5 +337,6 @@ def default_limits(given: Limits, reference_batch: int, num_samples: int | None,
 
 def read_limits(arguments: Mapping[str, float | list[int]]) -> Limits:
     """Parse the limits in a plan's `method_arguments`, written from `Limits.given`. Algorithm 1 has none."""
-    given = {name: value for name in OPTIONS if isinstance(value := arguments.get(name), float)}
+    names = ("max_global_batch", "global_batch")
+    given = {name: value for name in names if isinstance(value := arguments.get(name), float)}
     return Limits(**{name: round(value) for name, value in given.items()})

@@ -7,7 +7,7 @@ its step takes as long, plus a margin for the slow-down of synchronization.
 import math
 from collections.abc import Callable, Mapping, Sequence
 
-from csdctl.errors import InputError
+from csdctl.errors import InputError, option
 from csdctl.fleet.model import HOST_NAME
 from csdctl.tuning.measurements import Point
 
@@ -67,7 +67,7 @@ def tune_stannis(
     else:
         raise TuningError(
             f"C = {step_divisor} makes the steps too small: not finished after {MAX_ROUNDS} rounds",
-            remedy="use a smaller --step-divisor",
+            remedy=f"use a smaller {option('step_divisor')}",
         )
     tuned |= grown
     return {engine: tuned[engine] for engine in engines}
@@ -78,13 +78,12 @@ def check_arguments(batch_sizes: Sequence[int], step_divisor: float, margin_scal
     if not batch_sizes or min(batch_sizes) < 1:
         raise TuningError(
             f"expected one or more batch sizes of at least 1, received {list(batch_sizes)}",
-            remedy="set --batch-sizes, for example to 4,8,16,32",
+            remedy=f"set {option('batch_sizes')}, for example to 4,8,16,32",
         )
-    for name, option, value in (("C", "--step-divisor", step_divisor), ("E", "--margin-scale", margin_scale)):
+    for symbol, name, value in (("C", "step_divisor", step_divisor), ("E", "margin_scale", margin_scale)):
         if not (math.isfinite(value) and value > 0):
-            raise TuningError(
-                f"{name} must be a positive number, received {value}", remedy=f"change {option}"
-            )
+            problem = f"{symbol} must be a positive number, received {value}"
+            raise TuningError(problem, remedy=f"change {option(name)}")
 
 
 def _larger(
@@ -123,10 +122,10 @@ def _measure_list(
                 done[engine].append(Point(batch_size, time_s))
     for engine in engines:
         if not done[engine]:
-            leave_out = "" if engine == HOST_NAME else f", or leave it out: --exclude {engine}"
+            leave_out = "" if engine == HOST_NAME else f", or leave it out: {option('exclude')} {engine}"
             raise TuningError(
                 f"{engine} cannot train even {batch_sizes[0]} samples at a time: out of memory",
-                remedy=f"use smaller --batch-sizes{leave_out}",
+                remedy=f"use smaller {option('batch_sizes')}{leave_out}",
             )
     return done, too_large
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Literal
 
-from csdctl.errors import InputError
+from csdctl.errors import InputError, option
 from csdctl.fleet.checks import is_ready
 from csdctl.fleet.facts import Facts, facts_path, load_facts
 from csdctl.fleet.model import Fleet
@@ -349,7 +349,7 @@ def given_power(host_watts: float | None, node_watts: float | None) -> Power | N
     if host_watts is None and node_watts is None:
         return None
     if host_watts is None or node_watts is None:
-        missing = "--host-watts" if host_watts is None else "--node-watts"
+        missing = option("host_watts" if host_watts is None else "node_watts")
         raise InputError(f"energy requires {missing} too", remedy=f"add {missing}")
     if not all(math.isfinite(watts) and watts >= 0 for watts in (host_watts, node_watts)) or host_watts == 0:
         raise InputError(
@@ -367,7 +367,7 @@ def parse_node_counts(text: str) -> list[int]:
         first, last = (int(match[1]), int(match[2] or match[1])) if match else (1, 0)
         if not first <= last <= MAX_NODES:
             raise InputError(
-                f"invalid --nodes {text!r}",
+                f"invalid {option('nodes')} {text!r}",
                 remedy=f"use a number up to {MAX_NODES}, a range such as 1..36, or several: 4,8,16",
             )
         counts.update(range(first, last + 1))

@@ -10,7 +10,7 @@ together keep the batch size of the whole plan, divided in proportion to the pla
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-from csdctl.errors import CsdctlError, InputError
+from csdctl.errors import CsdctlError, InputError, option
 from csdctl.fleet.model import keep_nodes
 from csdctl.reporting.results import COMPLETED, read_results
 from csdctl.reporting.tables import KINDS, ScalingSeries, build_scaling
@@ -49,7 +49,8 @@ def plan_points(
     counts = node_counts or choose_counts(len(plan.ranks) - 1)[0 if plan.ranks[0].batch_size else 1 :]
     if len(counts) < 2:
         raise InputError(
-            f"a series needs at least two numbers of nodes, received {len(counts)}", remedy="--nodes 0,1,2"
+            f"a series needs at least two numbers of nodes, received {len(counts)}",
+            remedy=f"{option('nodes')} 0,1,2",
         )
     points = []
     for kind in kinds:
@@ -124,12 +125,12 @@ def plan_point(plan: Plan, kind: str, num_nodes: int, most: int) -> Plan:
     if num_nodes >= len(plan.ranks):
         raise InputError(
             f"received {num_nodes} nodes, but the plan has {len(plan.ranks) - 1}",
-            remedy="use fewer with --nodes, or run `csdctl tune` for more",
+            remedy=f"use fewer with {option('nodes')}, or run `csdctl tune` for more",
         )
     if not any(rank.batch_size for rank in ranks):
         raise InputError(
             "the host does not train in this plan: there is no run with 0 nodes",
-            remedy="leave 0 out of --nodes",
+            remedy=f"leave 0 out of {option('nodes')}",
         )
     if kind == WEAK:
         return plan.with_ranks(ranks)
@@ -140,6 +141,6 @@ def plan_point(plan: Plan, kind: str, num_nodes: int, most: int) -> Plan:
             raise InputError(
                 f"{rank.node} would take {size:,} of the {global_batch:,} samples of a step with "
                 f"{num_nodes} nodes, but at most {rank.max_batch_size:,} fit in its memory",
-                remedy="start the strong series with more nodes (--nodes), or with smaller batch sizes",
+                remedy=f"start the strong series with more {option('nodes')}, or with smaller batch sizes",
             )
     return plan.with_ranks([replace(rank, batch_size=size) for rank, size in zip(ranks, sizes, strict=True)])

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
-from csdctl.errors import CsdctlError, InputError
+from csdctl.errors import CsdctlError, InputError, option
 from csdctl.fleet.model import HOST_NAME
 from csdctl.reporting.numbers import format_seconds
 from csdctl.tuning.fleet_model import FleetModel
@@ -128,7 +128,8 @@ class StrategyChooser:
         if not cuts:
             self.impossible[SPLIT] = "no cut is expected to be faster, by FLOPs and bytes"
             if self.strategy == SPLIT:
-                raise InputError(f"{info.name}: {self.impossible[SPLIT]}", remedy="name a cut: --cut LAYER")
+                problem = f"{info.name}: {self.impossible[SPLIT]}"
+                raise InputError(problem, remedy=f"name a cut: {option('cut')} LAYER")
         return cuts
 
     @property
@@ -224,7 +225,7 @@ class StrategyChooser:
         if not requested:
             raise InputError(
                 self.impossible.get(SPLIT) or "no batch sizes for a split satisfy the limits",
-                remedy="use other limits, or tune with another --strategy",
+                remedy=f"use other limits, or tune with another {option('strategy')}",
             )
         return min(requested, key=lambda forecast: forecast.first_run_s)
 

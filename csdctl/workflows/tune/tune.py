@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Final, Literal
 
-from csdctl.errors import InputError, NodeError
+from csdctl.errors import InputError, NodeError, option
 from csdctl.fleet.model import Fleet
 from csdctl.job.model import Job
 from csdctl.launch.mpirun import find_mpirun
@@ -41,6 +41,8 @@ THROUGHPUT: Final = "throughput"
 TIME_TO_ACCURACY: Final = "time-to-accuracy"
 FIT: Final = "fit"
 STANNIS: Final = "stannis"
+BY_FIT = f"{option('method')} {FIT}"
+"""The option that chooses the fit method, in messages."""
 CONFIRM_DURATION_S = 3.0
 """The shortest time for which Algorithm 1's batch sizes are measured again."""
 
@@ -76,30 +78,31 @@ class TuneOptions:
         check_strategy(self.strategy, self.cut)
         if self.strategy in (FEATURES, SPLIT) and (self.method != FIT or not self.is_host_training):
             raise InputError(
-                f"--strategy {self.strategy} needs --method {FIT}, and a host that trains",
-                remedy="leave out --method and --no-host, or the strategy",
+                f"{option('strategy')} {self.strategy} needs {BY_FIT}, and a host that trains",
+                remedy=f"leave out {option('method')} and {option('no_host')}, or the strategy",
             )
         if self.method != FIT and self.limits.given:
             raise InputError(
                 f"{self.method} takes no limits, received {', '.join(self.limits.given)}",
-                remedy=f"leave them out, or use --method {FIT}",
+                remedy=f"leave them out, or use {BY_FIT}",
             )
         if self.goal == TIME_TO_ACCURACY and (self.method != FIT or self.limits.global_batch):
             raise InputError(
-                f"--for {TIME_TO_ACCURACY} chooses the global batch size, with --method {FIT}",
-                remedy="leave out --global-batch and --method, or --for",
+                f"{option('goal')} {TIME_TO_ACCURACY} chooses the global batch size, with {BY_FIT}",
+                remedy=f"leave out {option('global_batch')} and {option('method')}, or {option('goal')}",
             )
         arguments = self.batch_sizes, self.step_divisor, self.margin_scale
         defaults = DEFAULT_BATCH_SIZES, DEFAULT_STEP_DIVISOR, DEFAULT_MARGIN_SCALE
         if self.method != STANNIS and arguments != defaults:
             raise InputError(
-                f"{self.method} does not take --batch-sizes, -C and -E",
-                remedy=f"leave them out, or use --method {STANNIS}",
+                f"{self.method} does not take {option('batch_sizes')}, {option('step_divisor')} and "
+                f"{option('margin_scale')}",
+                remedy=f"leave them out, or use {option('method')} {STANNIS}",
             )
         check_arguments(*arguments)
         if not 0 <= self.probe_duration_s < PROBE_DEADLINE_S:
             raise InputError(
-                f"--probe-seconds must be at least 0 and below {PROBE_DEADLINE_S:g}, "
+                f"{option('probe_duration_s')} must be at least 0 and below {PROBE_DEADLINE_S:g}, "
                 f"received {self.probe_duration_s}",
                 remedy="see `csdctl tune --help`",
             )
@@ -113,7 +116,7 @@ def tune_job(job: Job, fleet: Fleet, directory: Path, options: TuneOptions, even
     if not fleet.host.trains:
         options = replace(options, is_host_training=False)
     if not options.is_host_training and (options.method == STANNIS or not fleet.nodes):
-        raise InputError(f"a host that does not train needs at least one node, and --method {FIT}")
+        raise InputError(f"a host that does not train needs at least one node, and {BY_FIT}")
     noise_scale = None
     if options.goal == TIME_TO_ACCURACY:
         noise_scale = find_noise_scale(ProjectDirectory(directory), job.name)
@@ -176,7 +179,7 @@ def tune_by_algorithm_1(context: RunContext, options: TuneOptions) -> Plan:
                     f"batch size {outcome.batch_size} fitted in memory at first, "
                     "but not when it was confirmed",
                     node=name,
-                    remedy="check what else uses that machine's memory, or use smaller --batch-sizes",
+                    remedy=f"check what else uses its memory, or use smaller {option('batch_sizes')}",
                 )
             rank = RankPlan(
                 node=name,

@@ -159,7 +159,7 @@ def test_errors_name_arguments(options: Any, given: dict[str, Any], message: str
 def test_commands_in_errors_stay_command_lines() -> None:
     with pytest.raises(InputError) as raised, python_errors():
         raise InputError(
-            "run `csdctl tune --host`, not --probe-seconds", remedy="csdctl trust --forget; --limit x"
+            "run `csdctl tune --host`, not --failed-from", remedy="csdctl trust --forget; --limit x"
         )
-    assert raised.value.message == "run `csdctl tune --host`, not probe_duration_s"
+    assert raised.value.message == "run `csdctl tune --host`, not failed_from"
     assert raised.value.remedy == "csdctl trust --forget; limit x"

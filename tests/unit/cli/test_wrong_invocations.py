@@ -188,7 +188,7 @@ IN_PROJECT = [
     ("tune --batch-sizes 0,4", "invalid --batch-sizes '0,4'"),
     ("tune --method stannis --max-global-batch 512", "stannis takes no limits, received max_global_batch"),
     ("tune --method stannis -C 0", "change --step-divisor"),
-    ("tune -C 0", "fit does not take --batch-sizes, -C and -E"),
+    ("tune -C 0", "fit does not take --batch-sizes, --step-divisor and --margin-scale"),
     ("scale --nodes x", "invalid --nodes 'x'"),
     ("train data", "cannot read data: it is a directory"),
     ("train --fleet .", "cannot read .: it is a directory"),

@@ -116,10 +116,10 @@ def test_impossible_limits_are_an_error_that_names_them() -> None:
     required = [HOST, RankModel("csd0", StepTime(1.0, 1.0), is_required=True)]
     with pytest.raises(TuningError, match="no plan for 2 ranks satisfies max global batch 1") as raised:
         find_best(required, Limits(max_global_batch=1), free)
-    assert raised.value.remedy == "tune with another --max-global-batch, or with fewer nodes"
+    assert "tune with another max_global_batch, or with fewer nodes" in str(raised.value)
     with pytest.raises(TuningError, match="must be at least 1") as raised:
         Limits(global_batch=-1)
-    assert "--global-batch" in raised.value.remedy
+    assert "change or omit global_batch" in str(raised.value)
     with pytest.raises(TuningError, match="5,000 samples exceeds an epoch of 1,000 samples"):
         default_limits(EXACTLY, 256, 1_000, 1)
 

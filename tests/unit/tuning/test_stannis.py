@@ -72,7 +72,7 @@ def test_engine_that_fits_at_no_size_is_named() -> None:
         TuningError, match="csd7 cannot train even 4 samples at a time: out of memory"
     ) as raised:
         engines.tune()
-    assert raised.value.remedy == "use smaller --batch-sizes, or leave it out: --exclude csd7"
+    assert "use smaller batch_sizes, or leave it out: exclude csd7" in str(raised.value)
 
 
 @pytest.mark.parametrize(

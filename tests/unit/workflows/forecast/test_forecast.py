@@ -71,7 +71,7 @@ class TestParsing:
         ["", "x", "-1", "3..1", " 1 .. 2", "1...3", "1,,2", "1.5", f"{MAX_NODES + 1}", "9" * 5000, "٣"],
     )
     def test_malformed_numbers_of_nodes_are_rejected(self, written: str) -> None:
-        with pytest.raises(InputError, match="invalid --nodes") as raised:
+        with pytest.raises(InputError, match="invalid .*nodes") as raised:
             parse_node_counts(written)
         assert "1..36" in raised.value.remedy
 
@@ -79,7 +79,7 @@ class TestParsing:
         assert given_power(None, None) is None
         assert given_power(300, 10) == Power(300, 10)
         for powers in ((300, None), (None, 10)):
-            with pytest.raises(InputError, match="requires --"):
+            with pytest.raises(InputError, match="requires .*_watts"):
                 given_power(*powers)
         for powers in ((0.0, 1.0), (-1.0, 1.0), (300.0, -1.0), (float("nan"), 1.0)):
             with pytest.raises(InputError, match="invalid power"):
