@@ -1,4 +1,4 @@
-"""`import csdctl`: quick, complete, documented; jobs and fleets from files; runs and their errors."""
+"""`import csdctl`: quick, complete and documented. Jobs and fleets from files, runs and their errors."""
 
 import inspect
 import json
@@ -59,11 +59,11 @@ def test_public_names_are_those_of_the_interface() -> None:
 
 @pytest.mark.parametrize("name", PUBLIC)
 def test_every_public_name_is_documented(name: str) -> None:
-    found = getattr(csdctl, name)
+    public = getattr(csdctl, name)
     if name == "STOP":
         return
-    assert inspect.getdoc(found)
-    for member, value in vars(found).items() if inspect.isclass(found) else ():
+    assert inspect.getdoc(public)
+    for member, value in vars(public).items() if inspect.isclass(public) else ():
         is_shown = isinstance(value, property | classmethod) or inspect.isfunction(value)
         assert member.startswith("_") or not is_shown or inspect.getdoc(value), member
 

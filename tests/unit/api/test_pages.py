@@ -18,22 +18,24 @@ from csdctl.worker.compute.backend import load_backend
 from csdctl.worker.protocol.events import EpochEnd, Event, Ready, event_document
 
 PAGE = Path(__file__).parents[3] / "docs" / "how-to" / "follow-a-run.md"
+TUTORIALS = Path(__file__).parents[3] / "docs" / "tutorials"
+NOTEBOOK: dict[str, Any] = json.loads((TUTORIALS / "notebook.ipynb").read_text())
+CODE = [cell for cell in NOTEBOOK["cells"] if cell["cell_type"] == "code"]
 END = EpochEnd(
     0, "host", 2, 10, 80, 1.0, 0.1, 1.1, "hash", loss=0.5, validation_loss=0.25, validation_accuracy=0.96
 )
 
 
-def shown(name: str) -> Callable[[dict[str, Any]], object]:
+def callback(name: str) -> Callable[[dict[str, Any]], object]:
     """Return the callback `name` of the page."""
     [block] = [
         block
         for block in re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
         if f"def {name}(" in block
     ]
-    names: dict[str, Any] = {}
+    names: dict[str, Callable[[dict[str, Any]], object]] = {}
     exec(compile(block, str(PAGE), "exec"), names)
-    found: Callable[[dict[str, Any]], object] = names[name]
-    return found
+    return names[name]
 
 
 def document(event: Event) -> dict[str, Any]:
@@ -47,7 +49,7 @@ def directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_epochs_as_csv(directory: Path) -> None:
-    to_csv = shown("to_csv")
+    to_csv = callback("to_csv")
     for event in (Ready(0, "host", 100), END, EpochEnd(1, "csd0", 2, 10, 80, 1.0, 0.1, 1.1, "hash")):
         to_csv(document(event))
     with (directory / "epochs.csv").open(newline="") as file:
@@ -56,7 +58,7 @@ def test_epochs_as_csv(directory: Path) -> None:
 
 def test_epochs_in_tensorboard(directory: Path) -> None:
     load_backend()  # before the callback imports TensorFlow
-    shown("to_board")(document(END))
+    callback("to_board")(document(END))
     reader = EventAccumulator(str(directory / "board" / "20261122-100000"))
     reader.Reload()
     values = {
@@ -68,15 +70,10 @@ def test_epochs_in_tensorboard(directory: Path) -> None:
 
 
 def test_run_is_stopped_when_it_is_good_enough() -> None:
-    when_good_enough = shown("when_good_enough")
+    when_good_enough = callback("when_good_enough")
     assert when_good_enough(document(END)) is csdctl.STOP
     assert when_good_enough(document(Ready(0, "host", 100))) is None
     assert when_good_enough(document(EpochEnd(0, "host", 1, 10, 80, 1.0, 0.1, 1.1, "hash"))) is None
-
-
-TUTORIALS = Path(__file__).parents[3] / "docs" / "tutorials"
-NOTEBOOK: dict[str, Any] = json.loads((TUTORIALS / "notebook.ipynb").read_text())
-CODE = [cell for cell in NOTEBOOK["cells"] if cell["cell_type"] == "code"]
 
 
 def test_notebook_has_no_outputs() -> None:
@@ -87,6 +84,6 @@ def test_notebook_has_no_outputs() -> None:
 def test_page_has_all_cells_under_one_title() -> None:
     hook = runpy.run_path(str(TUTORIALS / "notebook_page.py"))["on_page_markdown"]
     page = SimpleNamespace(file=SimpleNamespace(src_uri="tutorials/notebook.md"))
-    shown = str(hook("# A notebook\n", page=page, config=None, files=None))
-    assert all("".join(cell["source"]) in shown for cell in CODE)
-    assert [line for line in shown.splitlines() if line.startswith("# ")] == ["# A notebook"]
+    text = str(hook("# A notebook\n", page=page, config=None, files=None))
+    assert all("".join(cell["source"]) in text for cell in CODE)
+    assert [line for line in text.splitlines() if line.startswith("# ")] == ["# A notebook"]

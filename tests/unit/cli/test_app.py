@@ -18,6 +18,10 @@ from csdctl.errors import ExitCode
 from csdctl.terminal.streams import Streams
 from docs.generate import list_commands
 
+LONG = ("csdctl train", "csdctl tune")
+"""Commands whose help is longer than a screen."""
+SCREEN = (40, 80)
+"""Lines and columns."""
 HEAVY = ("asyncssh", "keras", "numpy", "paramiko", "pydantic", "tensorflow")
 
 
@@ -29,11 +33,11 @@ def run(*arguments: str, is_debugging: bool = False) -> tuple[int, str]:
 
 
 def test_error_is_a_message_with_a_remedy_and_an_exit_code() -> None:
-    code, shown = run("discover", "--dry-run")
+    code, stderr = run("discover", "--dry-run")
     assert code == ExitCode.BAD_INPUT
-    assert shown.startswith("error: --dry-run and --force apply only when the fleet file is written")
-    assert "  → add the source to write it from" in shown
-    assert "Traceback" not in shown
+    assert stderr.startswith("error: --dry-run and --force apply only when the fleet file is written")
+    assert "  → add the source to write it from" in stderr
+    assert "Traceback" not in stderr
     assert "Traceback" in run("discover", "--dry-run", is_debugging=True)[1]
 
 
@@ -124,7 +128,7 @@ class TestGlobalOptions:
 
 
 def test_help_loads_nothing_heavy() -> None:
-    """The list of commands loads nothing of HEAVY; of commands, typer itself loads pydantic for options."""
+    """The list of commands loads nothing of HEAVY. For options, typer itself loads pydantic."""
     program = (
         "import sys\n"
         "from csdctl.cli.app import COMMANDS, run_command\n"
@@ -137,11 +141,6 @@ def test_help_loads_nothing_heavy() -> None:
     of_list, of_commands = done.stderr.splitlines()
     assert of_list == ""
     assert of_commands in ("", "pydantic")
-
-
-LONG = ("csdctl train", "csdctl tune")
-SCREEN = (40, 80)
-"""Lines and columns."""
 
 
 def test_help_of_every_command_fits_a_screen(

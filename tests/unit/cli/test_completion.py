@@ -7,6 +7,20 @@ from pathlib import Path
 
 import pytest
 
+SHELLS = {
+    "bash": (
+        'eval "$(csdctl --show-completion; true)"; COMP_WORDS=(csdctl train --strategy f); COMP_CWORD=3; '
+        "_csdctl_completion csdctl; echo ${COMPREPLY[*]}"
+    ),
+    "zsh": (
+        # zsh completes only in a terminal: the function gets what it would get there and prints its result.
+        "compdef() {}; _arguments() { print -r -- $* }; _describe() { print -r -- $* }; "
+        'eval "$(csdctl --show-completion; true)"; words=(csdctl train --strategy f); CURRENT=4; '
+        "_csdctl_completion"
+    ),
+    "fish": "csdctl --show-completion | source; complete -C 'csdctl train --strategy f'",
+}
+
 
 @pytest.fixture
 def project(tmp_path: Path) -> Path:
@@ -39,21 +53,6 @@ def test_names_of_this_directory_are_completed(project: Path, line: str, expecte
     words = ["csdctl", *line.split()]
     asked = {"COMP_WORDS": " ".join(words), "COMP_CWORD": str(len(words) - 1)}
     assert complete(project, "complete_bash", asked) == expected
-
-
-SHELLS = {
-    "bash": (
-        'eval "$(csdctl --show-completion; true)"; COMP_WORDS=(csdctl train --strategy f); COMP_CWORD=3; '
-        "_csdctl_completion csdctl; echo ${COMPREPLY[*]}"
-    ),
-    "zsh": (
-        # zsh completes only in a terminal: the function gets what it would get there and prints its result.
-        "compdef() {}; _arguments() { print -r -- $* }; _describe() { print -r -- $* }; "
-        'eval "$(csdctl --show-completion; true)"; words=(csdctl train --strategy f); CURRENT=4; '
-        "_csdctl_completion"
-    ),
-    "fish": "csdctl --show-completion | source; complete -C 'csdctl train --strategy f'",
-}
 
 
 @pytest.mark.parametrize("shell", [pytest.param(shell, marks=pytest.mark.needs(shell)) for shell in SHELLS])

@@ -132,7 +132,7 @@ def left_process(home: Path) -> Iterator["subprocess.Popen[bytes]"]:
 
 def files_of(*directories: Path) -> dict[str, tuple[int, object]]:
     """Return mode and content of everything there, but for the ledger: a dry run sends bytes, too."""
-    found: dict[str, tuple[int, object]] = {}
+    files: dict[str, tuple[int, object]] = {}
     for path in (path for directory in directories for path in directory.rglob("*")):
         if path.name == "ledger.jsonl":
             continue
@@ -141,8 +141,8 @@ def files_of(*directories: Path) -> dict[str, tuple[int, object]]:
             content = os.readlink(path)
         elif path.is_file():
             content = (path.stat().st_mtime_ns, path.read_bytes())
-        found[str(path)] = (path.lstat().st_mode, content)
-    return found
+        files[str(path)] = (path.lstat().st_mode, content)
+    return files
 
 
 def run(*arguments: str) -> tuple[int, str]:
@@ -157,8 +157,8 @@ def test_dry_run_changes_nothing_that_the_command_would(
 ) -> None:
     with left_process(server.state) as process:
         before = files_of(project, server.home)
-        code, shown = run(*words, "--dry-run")
-        assert code == ExitCode.DONE, shown
+        code, stderr = run(*words, "--dry-run")
+        assert code == ExitCode.DONE, stderr
         assert files_of(project, server.home) == before
         assert process.poll() is None
         if words in CHANGING:

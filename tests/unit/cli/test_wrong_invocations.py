@@ -15,6 +15,7 @@ from csdctl.errors import ExitCode
 from csdctl.terminal.streams import Streams
 from csdctl.workflows.workspace.workspace import load_failed
 
+OPTION = re.compile(r"--[\w-]+")
 JOB = "model: model.py:build\ndata: {public: {path: data}}\nrecipe: {epochs: 1, learning_rate: 0.1}"
 PROJECT = {
     "fleet.yaml": "nodes: [{name: 'csd[0-3]', address: '192.0.2.[1-4]'}]\n",
@@ -247,16 +248,15 @@ BESIDE_PROJECT = [
 ]
 
 
-def last_option(words: str) -> str:
-    return re.findall(r"--[\w-]+", words)[-1]
-
-
 WRONG: list[tuple[dict[str, str], str, str]] = [
     *(({}, *row) for row in WITHOUT_PROJECT),
     *((PROJECT, *row) for row in IN_PROJECT),
     *(({name: content}, *row) for name, content, *row in WITH_FILE),
     *((PROJECT | {name: content}, *row) for name, content, *row in BESIDE_PROJECT),
-    *((PROJECT, words, f"invalid value for '{last_option(words)}': {said}") for words, said in BAD_VALUES),
+    *(
+        (PROJECT, words, f"invalid value for '{OPTION.findall(words)[-1]}': {said}")
+        for words, said in BAD_VALUES
+    ),
     *(
         (PROJECT | {"j.yaml": JOB.replace(*change)}, "train j.yaml", f"j.yaml{said}")
         for *change, said in BAD_JOBS
@@ -297,9 +297,9 @@ def test_wrong_input_is_named(
 ) -> None:
     write(files, tmp_path, monkeypatch)
     before = sorted(tmp_path.rglob("*"))
-    code, shown = run(words)
-    assert message in shown
-    assert "\n  → " in shown, "no remedy"
+    code, stderr = run(words)
+    assert message in stderr
+    assert "\n  → " in stderr, "no remedy"
     assert code == ExitCode.BAD_INPUT
     assert sorted(tmp_path.rglob("*")) == before
 
@@ -309,10 +309,10 @@ def test_nodes_that_do_not_answer_are_exit_code_4(
     words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     write(PROJECT | SILENT, tmp_path, monkeypatch)
-    code, shown = run(words)
-    assert re.search(r"not reach csd0, csd1|no node of fleet.yaml can be reached|none of 2 addresses", shown)
+    code, stderr = run(words)
+    assert re.search(r"not reach csd0, csd1|no node of fleet.yaml can be reached|none of 2 addresses", stderr)
     assert code == ExitCode.UNREACHABLE
-    assert "--ssh-config" not in shown, "the fleet file has been written"
+    assert "--ssh-config" not in stderr, "the fleet file has been written"
     if words in RETRIED:
         assert load_failed(Path(".csdctl/failed.json")) == "csd0,csd1"
 
@@ -339,7 +339,7 @@ def run(words: str) -> tuple[int, str]:
     """Return the exit code, and what was written to standard error."""
     stderr = StringIO()
     code = run_command(shlex.split(words), Streams(StringIO(), stderr))
-    shown = stderr.getvalue()
+    text = stderr.getvalue()
     for leaked in ("Traceback", "Errno", "Value error", "instance of", "bug in csdctl", "<unknown>"):
-        assert leaked not in shown
-    return code, shown
+        assert leaked not in text
+    return code, text

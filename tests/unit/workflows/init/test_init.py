@@ -26,6 +26,10 @@ from csdctl.workflows.init.init import (
     render_job,
 )
 
+SOURCES = Sources("model.py:build", {"path": "data/train"})
+SPARSE = "sparse_categorical_crossentropy"
+ADAM = OwnCompile("Adam", 1e-5, metrics=("accuracy",))
+
 
 @pytest.fixture
 def project(tmp_path: Path) -> Path:
@@ -38,15 +42,15 @@ def project(tmp_path: Path) -> Path:
 
 def test_paths_are_relative_to_the_job_file_and_imports_are_found(project: Path) -> None:
     function = f"{project}/data.py:load"
-    found = parse_sources(
+    sources = parse_sources(
         InitRequest(project / "job.yaml", f"{project}/model.py:build", function, f"{function}:{project}/jobs")
     )
-    assert (found.model, found.code) == ("model.py:build", ("own_layers.py",))
-    assert found.public == {"path": "data.py", "function": "data.py:load"}
-    assert found.validation == {"path": "jobs", "function": "data.py:load"}
+    assert (sources.model, sources.code) == ("model.py:build", ("own_layers.py",))
+    assert sources.public == {"path": "data.py", "function": "data.py:load"}
+    assert sources.validation == {"path": "jobs", "function": "data.py:load"}
     below = parse_sources(InitRequest(project / "jobs/job.yaml", f"{project}/model.py:build", str(project)))
     assert (below.model, below.public) == (f"{project}/model.py:build", {"path": str(project)})
-    # A home that a shell has written out is that of the node.
+    # A shell has written the home of this machine, and the home of the node is meant.
     for given, expected in ((f"{Path.home()}/private", "~/private"), ("/data/p", "/data/p")):
         request = InitRequest(project / "job.yaml", "keras.applications:X", str(project), private=given)
         assert parse_sources(request).private == expected
@@ -103,11 +107,6 @@ def test_model_of_a_file_that_trains_when_it_is_imported_is_refused(
         parse_sources(request)
 
 
-SOURCES = Sources("model.py:build", {"path": "data/train"})
-SPARSE = "sparse_categorical_crossentropy"
-ADAM = OwnCompile("Adam", 1e-5, metrics=("accuracy",))
-
-
 def model(
     shape: tuple[int, ...] = (10,), last: str = "softmax", loss: str = SPARSE, **more: Any
 ) -> ModelInfo:
@@ -118,18 +117,25 @@ def model(
 def data(labels: tuple[str, tuple[int, ...], int] = ("int32", (), 9), dtype: str = "uint8") -> DataLook:
     label_dtype, shape, largest = labels
     largest_of = {"": largest} if label_dtype.startswith("int") else {}
-    info = DatasetInfo("", 500, (28, 28, 1), dtype, shape, largest, "")
-    info = replace(info, label_dtype=label_dtype, max_labels=largest_of)
+    info = DatasetInfo(
+        path="",
+        num_samples=500,
+        sample_shape=(28, 28, 1),
+        dtype=dtype,
+        label_shape=shape,
+        max_label=largest,
+        fingerprint="",
+        label_dtype=label_dtype,
+        max_labels=largest_of,
+    )
     return DataLook("npz", info, 60_000, False)
 
 
-FOLDERS = replace(
-    data(),
-    format="class folders",
-    num_samples=600,
-    class_counts={"a b": 100, "yes": 500},
-    pictures=PictureSizes(("jpeg", "png"), (28, 28), (480, 640)),
-)
+def class_folders(**changes: Any) -> DataLook:
+    sizes = PictureSizes(("jpeg", "png"), (28, 28), (480, 640))
+    counts = {"a b": 100, "yes": 500}
+    look = replace(data(), format="class folders", num_samples=600, class_counts=counts, pictures=sizes)
+    return replace(look, info=replace(look.info, **changes))
 
 
 def parse(text: str) -> Job:
@@ -199,14 +205,14 @@ class TestRecipe:
 
 class TestData:
     def test_class_folders_say_sizes_classes_and_that_not_all_was_seen(self) -> None:
-        text = " ".join(written(Looks(model(), FOLDERS))[0].replace("\n  #", "").split())
+        text = " ".join(written(Looks(model(), class_folders()))[0].replace("\n  #", "").split())
         assert "class folders: 600 files in 2 classes, 100 to 500 files each, jpeg and png, 28×28 to" in text
         assert "500 inspected" in text
 
     def test_pictures_for_a_model_of_any_size_get_a_shape(self) -> None:
         any_size = replace(model(), inputs={"": (0, 0, 3)})
-        same = replace(FOLDERS, info=replace(FOLDERS.info, sample_shape=(96, 64, 3)))
-        assert written(Looks(any_size, same))[1].data.image.shape == (96, 64, 3)
+        folders = class_folders(sample_shape=(96, 64, 3))
+        assert written(Looks(any_size, folders))[1].data.image.shape == (96, 64, 3)
 
     @pytest.mark.parametrize(
         ("layers", "recipe", "expected"),
