@@ -171,7 +171,7 @@ class NodeState:
 
 @dataclass(frozen=True)
 class Owner:
-    """The process that the fleet ends with. `start_time` as of a server."""
+    """The process that the fleet ends with. `start_time` in clock ticks since boot."""
 
     pid: int
     start_time: int
@@ -443,7 +443,7 @@ class StoppedFleet:
 
 
 def stop_fleet(directory: Path, *, keep: bool = False) -> StoppedFleet:
-    """End the fleet and remove it, even after a crash. `keep`: all but processes stays for `start_fleet`."""
+    """End the fleet and remove it, even after a crash. `keep`: its files stay for `start_fleet`."""
     paths = FleetPaths(directory)
     if not paths.directory.parent.exists():  # removed manually; its processes may still run
         return remove_fleet(paths)

@@ -159,7 +159,7 @@ def find_hierarchy() -> tuple[int, Path] | None:
 
 
 def parse_own_group(own_cgroups: str, version: int) -> str:
-    """Return the path of the own group below the root, from /proc/self/cgroup."""
+    """Return the path of this process's group below the root, from /proc/self/cgroup."""
     for line in own_cgroups.splitlines():
         _, controllers, path = line.split(":", 2)
         if "cpu" in controllers.split(",") if version == 1 else not controllers:

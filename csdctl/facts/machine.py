@@ -403,7 +403,7 @@ def collect(
 def parse_facts(
     name: str, output: str, trips: Sequence[ClockTrip], facts: Sequence[Fact], kind: type[FactsT]
 ) -> FactsT:
-    """Return what `kind` allows of the output of `facts`, with notes on what is unknown or ignored. pure."""
+    """Return what `kind` allows of the output of `facts`, with notes on what is unknown or ignored. Pure."""
     values, notes = parse_outputs(facts, output, name)
     notes += values.pop("notes", ())  # type: ignore[arg-type]
     if values.get("file_system") in NETWORK_FILE_SYSTEMS:

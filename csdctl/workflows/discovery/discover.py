@@ -56,7 +56,7 @@ def list_layers(fleet: Fleet) -> list[dict[str, Node]]:
 def fetch_keys(
     fleet: Fleet, machines: Mapping[str, Node], *, directory: Path
 ) -> dict[str, Outcome[ShownKey]]:
-    """Return the key presented by each of `machines`. HostKeyError for a changed key."""
+    """Return the key that each of `machines` presents. A changed key is a HostKeyError."""
     from csdctl.transport.ssh import JumpHosts, fetch_host_key  # paramiko takes 0.1 s to load
 
     known_hosts = KnownHosts.load(fleet_known_hosts_paths(fleet, directory))
@@ -86,7 +86,7 @@ def accept_keys(keys: Iterable[ShownKey], project: ProjectDirectory) -> None:
 
 
 def keep_named(fleet: Fleet, limit: Sequence[str]) -> Fleet:
-    """Return the fleet with the jump hosts that `limit` names as its nodes, as it is if there are none."""
+    """Return the fleet with the jump hosts that `limit` names as its nodes, or unchanged without any."""
     jumps = {jump for node in fleet.nodes for jump in node.jumps if jump.name in limit}
     return replace(fleet, nodes=tuple(jumps)) if jumps else fleet
 

@@ -75,7 +75,7 @@ _LIBRARIES = (
     "tensorflow/THIRD_PARTY_NOTICES.txt",
     *(f"*.dist-info/{name}" for name in ("METADATA", "WHEEL", "RECORD")),
 )
-"""What is left of TensorFlow's wheel without Keras. Of libraries, they need only those of C and C++."""
+"""What is left of TensorFlow's wheel without Keras. They need the libraries of C and C++ alone."""
 
 
 SCHEMA = "csdctl.bundle/1"
@@ -132,7 +132,7 @@ def run_program(
 
 
 def select_locked(lock: str, kind: NodeKind, *, with_keras: bool) -> list[str]:
-    """Return the lines of a lock file for `kind`, without markers. Raises InputError without a hash. pure."""
+    """Return the lines of a lock file for `kind`, without markers. Raises InputError without a hash. Pure."""
     from packaging.requirements import InvalidRequirement, Requirement
 
     environment = {
@@ -176,7 +176,7 @@ def _find_packages_of_keras(lock: str) -> set[str]:
 
 
 def build_download_command(requirements: Path, kind: NodeKind, directory: Path) -> list[str]:
-    """Return the argument list of pip. pure."""
+    """Return the argument list of pip. Pure."""
     digits = kind.python.replace(".", "")
     platforms = [word for tag in _TAGS for word in ("--platform", f"{tag}_{kind.architecture}")]
     abis = [word for abi in (f"cp{digits}", "abi3", "none") for word in ("--abi", abi)]
@@ -200,7 +200,7 @@ def download_wheels(locked: Sequence[str], kind: NodeKind, directory: Path) -> l
 
 
 def is_removed(name: str, kept: Sequence[str]) -> bool:
-    """Return whether the file `name` of a wheel is left out. All are that match no pattern of `kept`."""
+    """Return whether the file `name` of a wheel is left out, as all that match no pattern of `kept`."""
     is_kept = any(fnmatch.fnmatchcase(name, pattern) for pattern in kept)
     return not is_kept or any(fnmatch.fnmatchcase(name, pattern) for pattern in _REMOVED)
 

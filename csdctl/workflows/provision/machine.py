@@ -101,7 +101,7 @@ def build_probe(prefix: str, user: str = "") -> list[str]:
 
 
 def parse_machine(name: str, completed: Completed) -> BareMachine:
-    """Return what the node answered. Raises NodeError for one that no wheels can be had for."""
+    """Return what the node answered. Raises NodeError for a machine without wheels."""
     values: dict[str, list[str]] = {}
     for line in completed.output.splitlines():
         key, _, value = line.partition("=")
