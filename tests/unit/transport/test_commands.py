@@ -14,39 +14,25 @@ SHELLS += [["busybox", "sh"]] if shutil.which("busybox") else []
 
 @pytest.mark.parametrize("shell", SHELLS, ids=lambda shell: shell[0])
 @pytest.mark.parametrize("is_leader", [True, False])
-def test_wrapper_works_in_every_posix_shell(shell: list[str], is_leader: bool) -> None:
-    wrapped = build_wrapped_command(
-        ["sh", "-c", 'echo "$1"; cat; echo e >&2; exit 7', "x", "a b"], deadline_s=50
-    )
-    ended = subprocess.run(
-        [*shell, *wrapped.argv[1:]],
+@pytest.mark.parametrize(("is_users", "limits"), [(True, "20 8"), (False, "99 unlimited")])
+def test_wrapper_works_in_every_posix_shell_and_raises_the_soft_limits_of_csdctls_programs(
+    shell: list[str], is_leader: bool, is_users: bool, limits: str
+) -> None:
+    lowered = ["bash", "-c", 'ulimit -Sn 20; ulimit -Hn 99; ulimit -Sf 8; exec "$@"', "bash", *shell]
+    program = ["bash", "-c", 'echo "$1" $(ulimit -n) $(ulimit -f); cat; echo e >&2; exit 7', "x", "a b"]
+    wrapped = build_wrapped_command(program, deadline_s=50, is_users=is_users)
+    done = subprocess.run(
+        [*lowered, *wrapped.argv[1:]],
         input=wrapped.script + b"input",
         capture_output=True,
         start_new_session=is_leader,
         check=False,
     )
-    stdout = MarkedOutput(wrapped.token, max_bytes=100)
-    stderr = MarkedOutput(wrapped.token, max_bytes=100)
-    stdout.feed(ended.stdout)
-    stderr.feed(ended.stderr)
-    assert (ended.returncode, stdout.kept, stderr.kept) == (7, b"a b\ninput", b"e\n")
+    stdout, stderr = (MarkedOutput(wrapped.token, max_bytes=100) for _ in range(2))
+    stdout.feed(done.stdout)
+    stderr.feed(done.stderr)
+    assert (done.returncode, stdout.kept, stderr.kept) == (7, f"a b {limits}\ninput".encode(), b"e\n")
     assert stderr.group > 1
-
-
-@pytest.mark.parametrize("shell", SHELLS, ids=lambda shell: shell[0])
-def test_soft_limits_of_csdctls_programs_are_raised_and_those_of_the_users_commands_kept(
-    shell: list[str],
-) -> None:
-    lowered = ["bash", "-c", 'ulimit -Sn 20; ulimit -Hn 99; ulimit -Sf 8; exec "$@"', "bash", *shell]
-    for is_users, limits in ((False, "99 unlimited"), (True, "20 8")):
-        command = ["bash", "-c", "echo $(ulimit -n) $(ulimit -f)"]
-        wrapped = build_wrapped_command(command, deadline_s=50, is_users=is_users)
-        ended = subprocess.run(
-            [*lowered, *wrapped.argv[1:]], input=wrapped.script, capture_output=True, check=True, text=False
-        )
-        stdout = MarkedOutput(wrapped.token, max_bytes=100)
-        stdout.feed(ended.stdout)
-        assert stdout.kept.decode() == f"{limits}\n"
 
 
 @given(st.lists(st.binary(max_size=20), max_size=8), st.integers(1, 7), st.binary(max_size=30))

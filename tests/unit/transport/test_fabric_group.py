@@ -69,14 +69,13 @@ def test_deadline_ends_the_process_on_the_node(group: FleetGroup, server: Any) -
     assert eventually(lambda: not is_alive(pid))
 
 
-def test_closing_the_group_ends_what_runs_behind_the_jump_host_too(group: FleetGroup, server: Any) -> None:
+def test_closing_the_group_ends_what_runs(group: FleetGroup, server: Any) -> None:
     with ThreadPoolExecutor() as pool:
         run = pool.submit(group.run, "echo $$ >$$.pid; exec sleep 600", hide=True)
         assert eventually(lambda: len(list(server.home.glob("*.pid"))) == 2)
-        pids = [int(path.stem) for path in server.home.glob("*.pid")]
         group.close()
         assert isinstance(run.exception(), GroupException)
-    assert eventually(lambda: not any(map(is_alive, pids)))
+    assert eventually(lambda: not any(is_alive(int(path.stem)) for path in server.home.glob("*.pid")))
 
 
 def test_output_is_bounded_and_what_stays_in_the_background_goes_on(group: FleetGroup, server: Any) -> None:

@@ -58,23 +58,17 @@ def test_jump_hosts_can_be_nested(server: Server, gate: Server) -> None:
         assert session.run(["true"]).exit_code == 0
 
 
-def test_jump_host_with_an_unknown_key_is_refused(server: Server, gate: Server) -> None:
+def test_cause_is_an_error_of_the_jump_host_or_of_the_node_behind_it(server: Server, gate: Server) -> None:
     with pytest.raises(JumpHostError, match="jump host gate: host key of .* is unknown") as caught:
         connect(behind(server, gate), [server.known_hosts])
     assert "csdctl trust --limit gate" in caught.value.remedy
-
-
-def test_jump_host_that_forwards_nothing_is_named_with_its_setting(server: Server, gate: Server) -> None:
+    with pytest.raises(UnreachableError, match="port 1 cannot be reached through gate") as down:
+        connect(behind(server, gate, port=1), both_known(server, gate))
+    assert not isinstance(down.value, JumpHostError)
     gate.forwards = False
     with pytest.raises(JumpHostError, match="jump host gate does not forward connections") as caught:
         connect(behind(server, gate), both_known(server, gate))
     assert "AllowTcpForwarding" in caught.value.remedy
-
-
-def test_node_that_is_down_behind_a_jump_host_is_an_error_of_the_node(server: Server, gate: Server) -> None:
-    with pytest.raises(UnreachableError, match="port 1 cannot be reached through gate") as caught:
-        connect(behind(server, gate, port=1), both_known(server, gate))
-    assert not isinstance(caught.value, JumpHostError)
 
 
 @pytest.mark.fault(3)
