@@ -32,7 +32,7 @@ POLL_S = 0.1
 
 
 class Letter:
-    """The letters of messages. Those in the first group pass a link. The others stay on one machine."""
+    """The letters of messages. The first two groups pass a link. The other messages stay on one machine."""
 
     JOIN, VECTOR, VALUE, DATA, VOIDED, CLOSE = b"J", b"V", b"G", b"P", b"K", b"C"
     """From a rank: ready, a part of a sum, a value, bytes for one rank, an aborted step, the end."""
@@ -59,7 +59,7 @@ class LinkSettings:
 
 
 class Channel:
-    """A connected socket that carries messages. `take`, `post` and `flush` never wait. The others do."""
+    """A connected socket that carries messages. `take`, `post` and `flush` never wait, other methods do."""
 
     def __init__(self, connection: socket.socket, max_bytes: int = MAX_NOTE_BYTES) -> None:
         """A longer message than `max_bytes` ends the channel."""

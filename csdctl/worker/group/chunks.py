@@ -6,7 +6,7 @@ from typing import Annotated
 from csdctl.worker.protocol.json_codec import Count, MaxLength
 
 SumSizes = Annotated[tuple[tuple[Count, Count], ...], MaxLength(1 << 12)]
-"""Of each sum of a step, in their order: its elements, and how many of them are sent as bfloat16."""
+"""For each sum of a step, in order: its elements, and how many of them are sent as bfloat16."""
 CHUNK_SIZE = 1 << 18
 """Elements of float32 that are sent as one message: 1 MiB, below mpirun's eager limit."""
 

@@ -45,7 +45,7 @@ from csdctl.worker.protocol.json_codec import Count, RankNumber, from_json, to_j
 NUM_KEPT = 2
 """Rank 0 buffers at most this many messages of the largest size from each rank."""
 SENT_BYTES = tuple[tuple[RankNumber, Count, Count], ...]
-"""Of each rank behind a hub, the bytes that the hub received from it and sent to it."""
+"""For each rank behind a hub, the bytes that the hub received from it and sent to it."""
 
 
 class Communicator:
@@ -89,7 +89,7 @@ class Communicator:
         """On rank 0: ranks that were admitted and need the state. The task clears it."""
         has_halves = rank > 0 and any(num_halved for _, num_halved in sizes)
         self._chunks = [divide(*size) if has_halves else [] for size in sizes]
-        """Of each sum, the chunks that arrive as bfloat16; rank 0 has float32."""
+        """For each sum, the chunks that arrive as bfloat16. None on rank 0, which has float32."""
         self._unpacked = self.local.copy() if has_halves else self._total
         self._number = 0
         self._listener = Listener(address, rank) if address else None
@@ -345,7 +345,7 @@ class HubProcess:
 
 
 class HubCommunicator(Communicator):
-    """The communicator of a rank with others behind it: rank 0, or the rank of a server."""
+    """The communicator of a rank with ranks behind it: rank 0, or the rank of a server."""
 
     has_hub = True
 

@@ -64,8 +64,8 @@ MAX_FACTOR = 1e19
 MAX_HELD_BYTES = 64 << 20
 """Limit of unsent bytes to the rank or the parent; above it, links are not read."""
 REPORT = struct.Struct("<qdd")
-"""Of a sum, to the rank of a hub: a rank, the seconds that it was waited for, and how many times larger its
-gradient is than the median of the others if that is too much, or 0."""
+"""A row of the report about a sum to the rank of a hub: a rank, the seconds that the sum has waited for it,
+and how many times larger its gradient is than the median of the others, 0 if that is not too large."""
 
 
 @dataclass(frozen=True)

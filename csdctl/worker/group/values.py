@@ -85,7 +85,7 @@ class ExpectedTails:
         return cls(start, dict(zip(numbers[:size], numbers[size:], strict=True)), num_gradients)
 
     def find_fault(self, tail: Any, ranks: Collection[int]) -> str:
-        """Return what is wrong with the end, from n on, of the sum of the vectors of `ranks`, or ''."""
+        """Return the fault in the end of the sum of vectors of `ranks`, from n on, '' for none."""
         count, stop, times_s = float(tail[0]), float(tail[1]), tail[2:-1]
         expected = sum(self.counts[rank] for rank in ranks)
         own_s = [float(times_s[rank]) for rank in ranks]

@@ -56,7 +56,7 @@ class Check(Task):
                 return FINISHED
 
     def _decide(self, communicator: Communicator) -> str:
-        """Return, on rank 0, what is to be done next, once there is something."""
+        """Return the next action on rank 0, once there is one."""
         while self.is_root:
             communicator.look()
             num_ranks = len(communicator.members)

@@ -143,7 +143,7 @@ class Checkpoints:
     num_kept: int = 3
 
     def save(self, packed: Array, position: Position, *, is_best: bool = False) -> Path:
-        """Write a checkpoint and remove those that are no longer kept. Raises OSError."""
+        """Write a checkpoint, and remove checkpoints that are not kept any longer. Raises OSError."""
         self.directory.mkdir(parents=True, exist_ok=True)
         path = self.directory / f"step-{position.total_steps:08d}.npz"
         for old in (*self.directory.glob("step-*.npz"), *self.directory.glob(".step-*")):
@@ -158,7 +158,7 @@ class Checkpoints:
         return path
 
     def newest_first(self, max_bytes: int, on_damage: OnDamage = lambda problem: None) -> Iterator[Array]:
-        """Yield the intact states of at most `max_bytes`. The others are skipped."""
+        """Yield the intact states of at most `max_bytes`, and skip all others."""
         names: list[str] = []
         try:
             names = fnmatch.filter(os.listdir(self.directory), "step-*.npz")
@@ -187,7 +187,7 @@ def _remove(path: Path) -> None:
 
 
 def _read_checkpoint(path: Path, max_bytes: int) -> Array:
-    """Return the state, shape (n,), uint8. Memory is allocated for what is there, not for what a header says.
+    """Return the state, shape (n,), uint8. Memory is allocated by the size of the file, not by a header.
 
     Raises one of DAMAGED_ARCHIVE.
     """
@@ -317,7 +317,7 @@ class Checkpointer:
         return False
 
     def _restore(self) -> Position | None:
-        """Load the later of step file and newest checkpoint into the model. Report what is damaged."""
+        """Load the later one of step file and newest checkpoint into the model. Report damaged files."""
         problems: list[str] = []
         states = [*self._possible(self._step_states(problems), problems), *self._newest_checkpoint(problems)]
         if states:

@@ -112,7 +112,7 @@ def hash_state(values: Sequence[Array], position: Position) -> str:
 def unpack(
     packed: Array, like: Sequence[Array], samples: Sequence[OwnSamples]
 ) -> tuple[Position, list[Array]]:
-    """Return what was packed. Raises WorkerError unless the values have the shapes and types of `like`.
+    """Return position and values. Raises WorkerError unless the values have the shapes and types of `like`.
 
     `samples`: of each rank of the run.
     """
@@ -286,7 +286,7 @@ class StepTotals:
     global_samples: int = 0
     """Samples of all ranks, whatever their weights."""
     noise: GradientNoise = field(default_factory=GradientNoise)
-    """Of the gradient, known on rank 0 alone."""
+    """The noise of the gradient. Only rank 0 knows it."""
     is_stopping: bool = False
     """Whether a stop was requested in the latest step."""
     started: float = field(default_factory=time.monotonic)

@@ -39,7 +39,7 @@ class Exchange:
         self._empty_labels = labels[:0]
         self._shape = shared.split.shape
         self.waited_s = 0.0
-        """Seconds in which this rank waited for others."""
+        """Seconds in which this rank waited for other ranks."""
 
     def on_node(self, samples: Array, labels: Array, sizes: Sequence[int], out: Array) -> None:
         """Compute this rank's vector into `out`, together with rank 0."""
@@ -98,7 +98,7 @@ class Exchange:
         shared.add_sums_to(out)
 
     def _add_part(self, shared: SplitStep, rank: int, number: int, size: int, weight: float) -> bool:
-        """Add the head of a rank's part with this number. Return whether what was received is finite."""
+        """Add the head of a rank's micro-batch. Return whether the received numbers are finite."""
         try:
             return self._take_part(shared, rank, number, size, weight)
         except PeerFaultError as fault:
@@ -182,9 +182,9 @@ class SplitParts(ModelTask):
         counts: Sequence[int],
         out: Array,
     ) -> float:
-        """Compute this rank's vector with the others. Returns the seconds in which it waited for them.
+        """Compute this rank's vector, together with the other ranks. Return the seconds of waiting for them.
 
-        `ranks` and `counts`: those that take part, and their numbers of samples.
+        `ranks` and `counts`: the ranks that take part, and their numbers of samples.
         """
         split = self._split
         split.forget()

@@ -61,7 +61,7 @@ class StepSums:
         self._train, self._communicator, self._batch, self._started = train, communicator, batch, started
         self._samples_by_rank = samples_by_rank
         self.waited_s = 0.0
-        """Seconds in other sums than the last, or in which this rank waited for others to compute."""
+        """Seconds in all sums but the last, and of waiting for other ranks to compute."""
         self.began = self.ended = started
         """When the latest sum began and ended."""
         self.tail: Array = np.zeros(0)
@@ -300,7 +300,7 @@ class Train(ModelTask):
     def _take(
         self, communicator: Communicator, images: Array, labels: Array, copies: Array | None, sums: "StepSums"
     ) -> Sums:
-        """Take a step with the others. Return the sums of all ranks."""
+        """Take a step with the other ranks. Return the sums of all ranks."""
         return self.step.run(images, labels, sums, communicator.local, private_copies=copies)
 
     def sum_step(

@@ -28,6 +28,7 @@ from csdctl.worker.protocol.probe import ProbeRequest
 from csdctl.worker.protocol.run_spec import ELEMENT_SPEC
 from csdctl.worker.tasks.progress import EpochTotals
 from csdctl.worker.tasks.split import Split
+from csdctl.worker.tasks.task import Task
 from csdctl.worker.tasks.train import Train
 
 NUM_TIMED_SUMS = 4
@@ -39,7 +40,8 @@ class Trial(Train):
 
     reader: SyntheticReader
     values: Sequence[Array] = ()
-    """None: the weights of a trial teach nothing, and differ between ranks after probes."""
+    """None: the weights of a trial are not trained, and differ between ranks after probes."""
+    finish = Task.finish
 
     def open_reader(self) -> SyntheticReader:
         """Return a reader of random samples. How many indices the model has is known once it is loaded."""
@@ -51,7 +53,7 @@ class Trial(Train):
         return step
 
     def run(self, communicator: Communicator) -> str:
-        """Do what is ordered until `Stop`."""
+        """Carry out the orders until `Stop`."""
         while line := communicator.gather(self._next_order(communicator), str)[0]:
             order = order_from_line(line)
             if isinstance(order, Probe):
@@ -129,10 +131,6 @@ class Trial(Train):
         if self.is_root:
             num_bytes = sum(4 * size for size, _ in self.sum_sizes)
             self.reporter.emit(SumTimed, communicator.members, num_bytes, round(min(seconds), 6))
-
-    def finish(self, reason: str) -> None:
-        """Report the completion record. There is no model to save."""
-        self.reporter.finished(self.progress.position, "", None, reason)
 
 
 class SplitTrial(Split, Trial):

@@ -170,26 +170,20 @@ class Reference:
     def measure_update(self, after: Sequence[Array], total: Array) -> float:
         """Return how far the state `after` the step is off Keras' state, relative to what the step changes.
 
-        `total`: the summed vector. Of an own train_step, Keras takes the whole step of the first batch. Then
-        what its optimizers train and keep is compared. Infinite if an optimizer did not step as often.
+        `total`: the summed vector. For an own train_step, Keras takes the whole step of the first batch, and
+        the variables of its optimizers are compared. Infinite if an optimizer did not step as often.
         """
         info = self._engine.info
-        groups = info.updated or tuple((place,) for place in range(len(self._start)))
         if info.sums:
             self._by_keras(self._takers[0], *self._draw_batches()[0])
             expected = self._step.values
         else:
             expected = self._step.apply(self._start, total)
-        rows = [
-            (_widen(start), _widen(by_keras), _widen(value), ROUNDOFFS.get(variable.dtype, 0.0))
-            for variable, start, by_keras, value in zip(
-                info.variables, self._start, expected, after, strict=True
-            )
-        ]
-        return max(_measure_change([rows[place] for place in group]) for group in groups)
+        groups = info.updated or [[place] for place in range(len(expected))]
+        return max(self._measure_change(group, expected, after) for group in groups)
 
     def measure_evaluation(self) -> float:
-        """Return the relative difference of rank 0's loss in evaluation. 0 of an own train_step."""
+        """Return the relative difference of rank 0's loss in evaluation, 0 for an own train_step."""
         samples, labels = self._draw(0, self._ranks[0].batch_size)
         if self._engine.info.sums or not len(samples):
             return 0.0
@@ -197,6 +191,25 @@ class Reference:
         expected = self._step.evaluate(self._start, samples, labels)
         loss = self._engine.evaluate(samples, labels).mean_loss
         return abs(loss - expected) / max(abs(expected), SMALLEST)
+
+    def _measure_change(
+        self, places: Sequence[int], expected: Sequence[Array], actual: Sequence[Array]
+    ) -> float:
+        """Return how far variables are off after their change, relative to it, beyond their rounding.
+
+        Infinite for an integer that is wrong, such as the number of an optimizer's steps.
+        """
+        change = error = 0.0
+        for place in places:
+            roundoff = ROUNDOFFS.get(self._engine.info.variables[place].dtype, 0.0)
+            before, by_keras, value = (_widen(state[place]) for state in (self._start, expected, actual))
+            if roundoff:
+                rounding = UPDATE_ROUNDINGS * roundoff * np.maximum(np.abs(before), np.abs(by_keras))
+                change += float(np.sum((by_keras - before) ** 2))
+                error += float(np.sum(np.maximum(np.abs(value - by_keras) - rounding, 0) ** 2))
+            elif (value != by_keras).any():
+                return float(np.inf)
+        return float(np.sqrt(error / change)) if change else float(np.inf if error else 0.0)
 
     def _draw_batches(self) -> list[tuple[Array, Array]]:
         return [self._draw(rank.rank, rank.batch_size) for rank in self._takers]
@@ -220,9 +233,9 @@ class Reference:
         return tuple(reason[:400] for reason in reasons)
 
     def _find_coupling(self) -> str:
-        """Return how the samples of a batch depend on each other, by Keras' losses. '' if not.
+        """Return how the samples of a batch depend on each other, by Keras' losses, '' if they do not.
 
-        Of a loss that is not divided by samples nothing is known: csdctl itself counts what it is divided by.
+        A loss that is not divided by the number of samples shows nothing: csdctl itself counts its divisor.
         """
         info, batches = self._engine.info, self._draw_batches()
         if info.sums:
@@ -296,23 +309,6 @@ def _widen(value: Array) -> Array:
 def _join(batches: Sequence[tuple[Array, Array]]) -> list[Array]:
     """Return samples and labels of several batches as one batch."""
     return [np.concatenate(column) for column in zip(*batches, strict=True)]
-
-
-def _measure_change(rows: Sequence[tuple[Array, Array, Array, float]]) -> float:
-    """Return how far variables are off after their change, relative to it, beyond their rounding.
-
-    Rows: the value before, the expected and the actual value after, and the rounding of the type. Infinite
-    for an integer that is wrong, such as the number of an optimizer's steps.
-    """
-    change = error = 0.0
-    for before, expected, actual, roundoff in rows:
-        if roundoff:
-            rounding = UPDATE_ROUNDINGS * roundoff * np.maximum(np.abs(before), np.abs(expected))
-            change += float(np.sum((expected - before) ** 2))
-            error += float(np.sum(np.maximum(np.abs(actual - expected) - rounding, 0) ** 2))
-        elif (actual != expected).any():
-            return float(np.inf)
-    return float(np.sqrt(error / change)) if change else float(np.inf if error else 0.0)
 
 
 def _relative(change: Array, vector: Array, *parts: slice) -> float:
@@ -393,7 +389,7 @@ class Verify(ModelTask):
     settle = Task.settle
 
     def example(self, count: int) -> tuple[Array, Array]:
-        """Return at most `count` samples. Of the head of a model, features."""
+        """Return at most `count` samples, or their features if the model is a head."""
         samples, labels = super().example(count)
         return (self.to_features(samples) if self.spec.head else samples), labels
 
@@ -445,7 +441,7 @@ class Verify(ModelTask):
             )
 
     def _draw(self, rank: int, count: int) -> tuple[Array, Array]:
-        """Return the random samples of a rank. Of the head of a model, their features."""
+        """Return the random samples of a rank, or their features if the model is a head."""
         samples, labels = draw_samples(
             rank,
             count,

@@ -115,7 +115,7 @@ OTHER_STATES = Engine(replaced("another rank's random states"))
 """Wrong for a model that draws random numbers."""
 
 
-class PlayedRanks(Communicator):
+class RanksWithVectors(Communicator):
     """This process, and ranks whose vectors are known. `lost` are lost in the sum, `lost_then` after it."""
 
     def __init__(
@@ -219,7 +219,7 @@ def compute_vectors(task: Verify) -> Vectors:
 def verify(task: Verify, engine: Engine, saved: Vectors, capsys: Any) -> Verified:
     """Run the task with other ranks whose vectors are `saved`. Return what it reports."""
     capsys.readouterr()
-    task.run(PlayedRanks(engine, saved, max(task.sum_sizes)[0]))
+    task.run(RanksWithVectors(engine, saved, max(task.sum_sizes)[0]))
     verified = event_from_line(capsys.readouterr().out.strip())
     assert isinstance(verified, Verified)
     return verified
@@ -272,7 +272,7 @@ def test_verification_without_the_vector_of_a_rank_is_an_error(
         vectors["rank 1"] = vectors["rank 1"][:1]
     right = Engine(add=lambda sent, _: sent[0])
     with pytest.raises(WorkerError, match=message):
-        task.run(PlayedRanks(right, vectors, max(task.sum_sizes)[0], **options))
+        task.run(RanksWithVectors(right, vectors, max(task.sum_sizes)[0], **options))
 
 
 @pytest.mark.parametrize("name", ROWS)
