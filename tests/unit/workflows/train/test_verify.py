@@ -41,7 +41,7 @@ def test_differences_of_a_few_spreads_are_as_near_as_one_process() -> None:
     assert judge(changed(one_batch=None, not_one_batch=reasons), NODES).is_equal
 
 
-def test_differences_of_more_spreads_are_told_and_compared_with_one_sample() -> None:
+def test_differences_of_more_spreads_are_named_and_compared_with_one_sample() -> None:
     verdict = judge(with_rank(Compared(2e-4, 1e-6, 0.1)), NODES)
     assert verdict.is_equal
     assert "200 times the rounding of float32" in verdict.text
@@ -49,7 +49,7 @@ def test_differences_of_more_spreads_are_told_and_compared_with_one_sample() -> 
 
 
 @pytest.mark.parametrize(
-    ("verified", "told"),
+    ("verified", "text"),
     [
         (with_rank(Compared(4e-4, 1e-6, 0.1)), "csd0: the gradient differs by 4.0e-04"),
         (with_rank(Compared(1e-4, 0.01, 0.9)), "rounding in float32 moves the gradient by 1.0e-02"),
@@ -62,10 +62,10 @@ def test_differences_of_more_spreads_are_told_and_compared_with_one_sample() -> 
         (changed(one_batch=Compared(math.nan, 1e-6, 0.1)), "gradient of one batch of all samples differs"),
     ],
 )
-def test_everything_else_is_told(verified: Verified, told: str) -> None:
+def test_every_other_result_is_a_failure_with_its_cause(verified: Verified, text: str) -> None:
     verdict = judge(verified, NODES)
     assert not verdict.is_equal
-    assert told in verdict.text
+    assert text in verdict.text
     assert verdict.remedy
 
 
