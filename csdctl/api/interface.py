@@ -62,7 +62,8 @@ from csdctl.workflows.train.plan import find_changes
 from csdctl.workflows.train.request import TrainRequest
 from csdctl.workflows.train.run import RunStopped as RunStopped
 from csdctl.workflows.train.verify import Verification, run_verification
-from csdctl.workflows.tune import tune as of_tune
+from csdctl.workflows.tune import request as request_of_tune
+from csdctl.workflows.tune.tune import tune_job
 from csdctl.workflows.workspace.workspace import choose_fleet
 
 if TYPE_CHECKING:
@@ -145,7 +146,7 @@ class TrainOptions(_Options, of_train.TrainOptions):
     """Options of one run. Raises InputError for invalid values."""
 
 
-class TuneOptions(_Options, of_tune.TuneOptions):
+class TuneOptions(_Options, request_of_tune.TuneOptions):
     """The method, the limits of a plan, and how to measure. Raises InputError for invalid values."""
 
 
@@ -577,7 +578,7 @@ def tune(job: JobOrPath, fleet: FleetOrPath = "fleet.yaml", options: TuneOptions
     options = check_values(options or TuneOptions(), InstanceOf[TuneOptions], "options", remedy="")
     loaded, chosen = as_job(job).load(), as_fleet(fleet)
     with open_session() as streams:
-        plan = of_tune.tune_job(loaded, chosen, streams.directory, options, PreparationScreen(streams).events)
+        plan = tune_job(loaded, chosen, streams.directory, options, PreparationScreen(streams).events)
         path = streams.project.plan(loaded.name)
         render_plan(streams.console, plan, str(path.relative_to(streams.directory)))
     return plan

@@ -7,13 +7,13 @@ until every class was measured there: large steps take long, and the trial measu
 
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from math import ceil
 
 from csdctl.errors import option
 from csdctl.fleet.model import HOST_NAME
 from csdctl.perfmodel.prediction import StepTime, predict
-from csdctl.tuning.fleet_model import ClassModel, FleetModel, TrialResult, predict_peak_bytes
+from csdctl.tuning.fleet_model import ClassModel, FleetModel, TrialResult, TriedPlan, predict_peak_bytes
 from csdctl.tuning.measurements import ForecastErrors
 from csdctl.tuning.plan import MAX_BATCH_SIZE, Predicted, RankPlan
 from csdctl.tuning.search import BestPlan, Limits, best_equal, find_best, find_best_ranks
@@ -37,6 +37,21 @@ MIN_SIZES = 2
 because the trial that follows corrects the level of the line (benchmarks/bench_planning.py, with noise)."""
 PLANNED_SHARES = (0.5, 0.3)
 """Shares of the planned size that the machines of a class probe."""
+
+
+@dataclass(frozen=True)
+class TunedFleet:
+    """The result of a tuning run."""
+
+    limits: Limits
+    """Limits of the plan. The global batch size may have been chosen for time to accuracy."""
+    model: FleetModel
+    tried: TriedPlan
+    """The plan that reached the most samples/s in a trial."""
+    gain: float | None = None
+    """Gain in samples/s over the best equal batch size, as a share, at least 0. None: it was not tried."""
+    gain_without_nodes: float | None = None
+    """Gain over the best plan of all nodes. None: no node is left out, or it was not tried."""
 
 
 def choose_plan(

@@ -21,6 +21,8 @@ from csdctl.tuning.fleet_model import (
     ClassModel,
     FleetModel,
     TriedPlan,
+    learn_probes,
+    learn_trial,
     rank_memory_bytes,
     recall_class,
     recall_overhead,
@@ -116,13 +118,13 @@ class FleetMeasurements:
         ]
         self._store.add(SUM, self._fleet_class, measured)
 
-    def store_probes(self, model: FleetModel, outcomes: Mapping[str, ProbeOutcome]) -> None:
-        """Store one round of probes, by machine, that `model` has learned.
+    def learn_probes(self, model: FleetModel, outcomes: Mapping[str, ProbeOutcome]) -> FleetModel:
+        """Return the model updated with one round of probes, by machine, and store them.
 
         A size that was only predicted not to fit in memory is not stored: more may be free next time. Nor is
         a size at which a process was killed although a larger size fitted.
         """
-        now = time.time()
+        now, model = time.time(), learn_probes(model, outcomes)
         for machine, outcome in outcomes.items():
             members = model.class_of(machine)
             is_too_large = outcome.is_oom_kill and outcome.batch_size >= (members.too_large or math.inf)
@@ -136,10 +138,11 @@ class FleetMeasurements:
                     peak_memory_bytes=outcome.peak_memory_bytes,
                 )
                 self._add_probe(machine, probe)
+        return model
 
-    def store_trial(self, model: FleetModel, tried: TriedPlan) -> None:
-        """Store a trial that `model` has learned. Outliers are stored with the step time of their class."""
-        now, result = time.time(), tried.result
+    def learn_trial(self, model: FleetModel, tried: TriedPlan) -> FleetModel:
+        """Return the model updated with a trial, and store it, outliers with the step time of their class."""
+        now, result, model = time.time(), tried.result, learn_trial(model, tried)
         if len(tried.ranks) > 1:
             summed = CollectiveMeasurement(len(tried.ranks), self.model.vector_bytes, result.sum_s, now)
             self._store.add(SUM, self._fleet_class, [summed])
@@ -155,6 +158,7 @@ class FleetMeasurements:
                 step_time_s = tried.compute_s[rank.node] / model.outlier_factors.get(rank.node, 1.0)
                 probe = ProbeMeasurement(rank.runtime, rank.batch_size, now, step_time_s, result.num_steps)
                 self._add_probe(rank.node, probe)
+        return model
 
     def _add_probe(self, machine: str, probe: ProbeMeasurement) -> None:
         self._store.add(PROBE, self._machine_classes[machine], [probe], self.model, self._recipe)

@@ -14,34 +14,40 @@ from typing import Any
 
 from csdctl.errors import CsdctlError, OutOfMemoryError
 from csdctl.reporting.numbers import format_count, format_rate, format_seconds
+from csdctl.reporting.results import list_forecast_errors
+from csdctl.runs.measurements import MeasurementStore
 from csdctl.tuning.fleet_model import (
     FleetModel,
     TrialResult,
     TriedPlan,
     fit_collective,
-    learn_probes,
-    learn_trial,
     predict_peak_bytes,
     rank_memory_bytes,
 )
-from csdctl.tuning.measurements import ProbeOutcome
-from csdctl.tuning.plan import RankPlan
+from csdctl.tuning.measurements import HALVED_BYTES, ProbeOutcome
+from csdctl.tuning.plan import DATA_PARALLEL, Plan, RankPlan
 from csdctl.tuning.plan_choice import (
+    TunedFleet,
     choose_equal_plan,
     choose_plan,
+    confirmed_prediction,
     limit_for_goodput,
     next_probes,
     plan_ranks,
+    predict_host_samples_per_s,
     predict_samples_per_s,
 )
-from csdctl.tuning.search import BestPlan, Limits
+from csdctl.tuning.search import BestPlan, Limits, default_limits
 from csdctl.tuning.stannis import TuningError
 from csdctl.worker.protocol.events import Probed, SumTimed
 from csdctl.worker.protocol.probe import ProbeRequest
+from csdctl.worker.protocol.recipe import BF16
 from csdctl.workflows.preflight.links import measure_sums
 from csdctl.workflows.train.plan import default_runtime
 from csdctl.workflows.train.spec import RunContext
-from csdctl.workflows.tune.fleet_measurements import FleetMeasurements
+from csdctl.workflows.tune.fleet_measurements import FleetMeasurements, hash_recipe
+from csdctl.workflows.tune.request import FIT, TuneOptions
+from csdctl.workflows.tune.strategy_choice import StrategyChooser
 from csdctl.workflows.tune.tuning_run import TuningRun
 
 SUM_BYTES = (1 << 16, 1 << 20, 1 << 23)
@@ -186,21 +192,6 @@ def describe_probes(outcomes: Mapping[str, ProbeOutcome]) -> str:
 
 
 @dataclass(frozen=True)
-class TunedFleet:
-    """The result of a tuning run."""
-
-    limits: Limits
-    """Limits of the plan. The global batch size may have been chosen for time to accuracy."""
-    model: FleetModel
-    tried: TriedPlan
-    """The plan that reached the most samples/s in a trial."""
-    gain: float | None = None
-    """Gain in samples/s over the best equal batch size, as a share, at least 0. None: it was not tried."""
-    gain_without_nodes: float | None = None
-    """Gain over the best plan of all nodes. None: no node is left out, or it was not tried."""
-
-
-@dataclass(frozen=True)
 class FitTuner:
     """The rounds of a tuning run: each takes a model of the fleet, and returns the updated model."""
 
@@ -262,8 +253,7 @@ class FitTuner:
             outcomes = self.measurer.measure(
                 {name: replace(once, batch_size=measured[name]) for name in measured}
             )
-            model = learn_probes(model, outcomes)
-            self.measurements.store_probes(model, outcomes)
+            model = self.measurements.learn_probes(model, outcomes)
         return model
 
     def _confirm(self, model: FleetModel, limits: Limits) -> TunedFleet:
@@ -328,9 +318,7 @@ class FitTuner:
         ranks = plan_ranks(model, best)
         num_steps = min(MAX_STEPS, max(MIN_STEPS, round(duration_s / best.prediction.step_s)))
         tried = TriedPlan(best, ranks, self.measurer.run_trial(ranks, num_steps))
-        model = learn_trial(model, tried)
-        self.measurements.store_trial(model, tried)
-        return model, tried
+        return self.measurements.learn_trial(model, tried), tried
 
     def _limit_memory(self, model: FleetModel, machine: str, batch_size: int) -> FleetModel:
         """Continue with smaller micro-batches on `machine` after its rank ran out of memory in a trial.
@@ -348,3 +336,82 @@ class FitTuner:
 
 def _rate(tried: TriedPlan) -> float:
     return tried.result.samples_per_s
+
+
+def tune_by_fit(context: RunContext, options: TuneOptions, noise_scale: float | None = None) -> Plan:
+    """Return the best plan within `options.limits`: of the highest throughput, or of the best goodput.
+
+    `noise_scale`: gradient noise scale in samples, for goodput. Raises TuningError when no plan is possible,
+    and what probes and a trial's ranks raise.
+    """
+    job, prepared, space, say = context.job, context.prepared, context.space, context.events.say
+    private = prepared.num_private
+    num_samples = prepared.public.num_samples + sum(private.values())
+    limits = default_limits(options.limits, job.recipe.reference_batch, num_samples, 1 + len(private))
+    properties = prepared.model.describe()
+    if prepared.recipe.compression == BF16:
+        properties = replace(properties, number_bytes=HALVED_BYTES)
+    measurements = FleetMeasurements(
+        properties,
+        hash_recipe(job, prepared.public),
+        space.fleet,
+        space.facts,
+        store=MeasurementStore(space.project.measurements, say, is_optional=True, is_fresh=options.is_fresh),
+        errors=list_forecast_errors(space.project),
+        is_host_training=options.is_host_training,
+    )
+    model = measurements.recall_fleet(required=list(private))
+    model = replace(model, private_shares={name: count / num_samples for name, count in private.items()})
+    with FleetMeasurer(context, is_host_training=options.is_host_training) as measurer:
+        tuned = FitTuner(
+            context,
+            measurer,
+            measurements,
+            limits,
+            probe_duration_s=options.probe_duration_s,
+            noise_scale=noise_scale,
+        ).tune(model)
+    tried, errors = tuned.tried, measurements.forecast_errors()
+    predicted = confirmed_prediction(
+        [rank.batch_size for rank in tried.ranks],
+        tried.result,
+        errors,
+        predict_host_samples_per_s(tuned.model, tuned.limits),
+        gain=tuned.gain,
+        gain_without_nodes=tuned.gain_without_nodes,
+    )
+    ranks = [rank.with_step(rank.batch_size, tried.compute_s[rank.node]) for rank in tried.ranks]
+    plan = build_plan(context, measurer, ranks, FIT, {**tuned.limits.given})
+    plan = plan.model_copy(update={"predicted": predicted, "left_out": list(tried.best.left_out)})
+    if not options.is_host_training or len(plan.ranks) == 1 or options.strategy == DATA_PARALLEL:
+        return plan
+    return StrategyChooser(
+        options.strategy,
+        options.cut,
+        context,
+        plan,
+        tuned=tuned,
+        errors=errors,
+        start_s=space.opening_s + prepared.again_s + measurer.start_s,
+        process_s=measurer.start_s,
+    ).choose()
+
+
+def build_plan(
+    context: RunContext,
+    measurer: FleetMeasurer,
+    ranks: list[RankPlan],
+    method: str,
+    arguments: dict[str, float | list[int]],
+) -> Plan:
+    """Return the plan with these ranks, and how it was measured. `arguments` of the method."""
+    return Plan(
+        job=context.job.name,
+        job_fingerprint=context.job.fingerprint(),
+        method=method,
+        emulated=context.space.fleet.emulated,
+        method_arguments=arguments,
+        num_probes=measurer.num_probes,
+        measuring_s=round(measurer.measuring_s, 2),
+        ranks=ranks,
+    )

@@ -9,7 +9,7 @@ from csdctl.reporting.numbers import format_seconds
 from csdctl.tuning.fleet_model import FleetModel
 from csdctl.tuning.measurements import ForecastErrors
 from csdctl.tuning.plan import DATA_PARALLEL, FEATURES, SPLIT, Plan, Strategy, StrategyPlan
-from csdctl.tuning.plan_choice import confirmed_prediction, predict_host_samples_per_s
+from csdctl.tuning.plan_choice import TunedFleet, confirmed_prediction, predict_host_samples_per_s
 from csdctl.tuning.strategies import (
     MEASURED_BATCH,
     Shares,
@@ -29,7 +29,6 @@ from csdctl.workflows.train.features import bytes_for_host, find_features
 from csdctl.workflows.train.request import AUTO
 from csdctl.workflows.train.spec import RunContext
 from csdctl.workflows.train.strategies import check_split, find_cut
-from csdctl.workflows.tune.rounds import TunedFleet
 from csdctl.workflows.tune.tuning_run import run_trial
 from csdctl.workflows.workspace.workspace import call_machine
 

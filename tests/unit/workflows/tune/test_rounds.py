@@ -1,8 +1,11 @@
 """The rounds of tuning by fit, with scripted machines, and what they ask of the machines."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -12,19 +15,24 @@ from csdctl.perfmodel.prediction import StepTime
 from csdctl.tuning.fleet_model import TrialResult
 from csdctl.tuning.measurements import ProbeOutcome
 from csdctl.tuning.plan import RankPlan
+from csdctl.tuning.plan_choice import TunedFleet
 from csdctl.tuning.search import Limits
+from csdctl.tuning.stannis import TuningError
 from csdctl.worker.protocol.events import Probed, SumTimed
 from csdctl.worker.protocol.probe import ProbeRequest
 from csdctl.workflows.tune import rounds
-from csdctl.workflows.tune.rounds import MAX_OOM_RETRIES, SUM_BYTES, FitTuner, FleetMeasurer, TunedFleet
+from csdctl.workflows.tune.request import TuneOptions
+from csdctl.workflows.tune.rounds import MAX_OOM_RETRIES, SUM_BYTES, FitTuner, FleetMeasurer
 from csdctl.workflows.workspace.event_stream import EventStream, Message
 from tests.fake_session import FakeSession
 from tests.unit.workflows.measured_project import (
+    PUBLIC,
     STEPS,
     SUMS,
     MeasuredProject,
     make_project,
     measurements_of,
+    prepared,
     run_context,
     workspace,
 )
@@ -340,3 +348,23 @@ def test_all_nodes_are_tried_before_some_are_left_out(at: MeasuredProject, facto
     is_left_out = factor > 1
     assert tuned.tried.best.left_out == (("csd0", "csd1") if is_left_out else ())
     assert (tuned.gain_without_nodes is not None and tuned.gain_without_nodes > 1) == is_left_out
+
+
+def test_nodes_with_private_data_are_in_every_plan_and_public_data_limit_the_host(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Search:
+        def __init__(self, *_: Any, **options: Any) -> None:
+            pass
+
+        def tune(self, model: Any) -> None:
+            raise TuningError(f"{sorted(model.required)} {model.private_shares}")
+
+    monkeypatch.setattr(rounds, "FleetMeasurer", lambda *_, **__: nullcontext(SimpleNamespace()))
+    monkeypatch.setattr(rounds, "FitTuner", Search)
+    at = make_project(tmp_path, num_nodes=3)
+    data = prepared(at)
+    data.num_private = {"csd1": 3 * PUBLIC.num_samples}
+    space = workspace(at, {name: FakeSession(name) for name in at.fleet.machines})
+    with pytest.raises(TuningError, match=r"\['csd1', 'host'\] {'csd1': 0.75}"):
+        rounds.tune_by_fit(run_context(at, space, data), TuneOptions())
