@@ -46,36 +46,30 @@ class Mutator:
         pool = self._random.choice([pool for pool in pools if pool])
         content = self._random.choice(pool)
         if self._form != Form.BINARY and self._random.random() < 0.8:
-            changed = self._change_structure(content)
-            content = content if changed is None else changed
+            change = {
+                Form.LINES: self._change_lines,
+                Form.JSON: self._change_json,
+                Form.YAML: self._change_yaml,
+            }
+            changed = change[self._form](content.decode(errors="surrogateescape"))
+            content = content if changed is None else _encode(changed)
             if self._random.random() < 0.8:
                 return content[:MAX_BYTES]
         for _ in range(self._random.choice((1, 1, 1, 2, 4, 16))):
             content = self._change_bytes(content, pool)
         return content[:MAX_BYTES]
 
-    def _change_structure(self, content: bytes) -> bytes | None:
-        text = content.decode(errors="surrogateescape")
-        if self._form == Form.LINES:
-            changed: str | None = self._change_lines(text)
-        elif self._form == Form.JSON:
-            changed = self._change_json(text)
-        else:
-            changed = self._change_yaml(text)
-        return None if changed is None else _encode(changed)
-
     def _change_lines(self, text: str) -> str:
         lines = text.split("\n")
         for _ in range(self._random.choice((1, 1, 2, 4))):
-            number = self._random.randrange(len(lines))
+            number, second = self._random.randrange(len(lines)), self._random.randrange(len(lines))
             choice = self._random.random()
             if choice < 0.1:
-                lines.insert(self._random.randrange(len(lines) + 1), lines[number])
+                lines.insert(second, lines[number])
             elif choice < 0.2 and len(lines) > 1:
                 del lines[number]
             elif choice < 0.3:
-                other = self._random.randrange(len(lines))
-                lines[number], lines[other] = lines[other], lines[number]
+                lines[number], lines[second] = lines[second], lines[number]
             else:
                 lines[number] = self._change_text(lines[number])
         return "\n".join(lines)
@@ -95,16 +89,12 @@ class Mutator:
 
     def _change_yaml(self, text: str) -> str | None:
         try:
-            tree = yaml.load(text, _LOADER)
-        except (yaml.YAMLError, ValueError, TypeError, RecursionError):
-            return None
-        tree = self._change_tree(tree)
-        if self._random.random() < 0.3:
-            return self._dump_json(tree)
-        style = self._random.choice((*[None] * 12, '"', "'", "|", ">"))  # with a style, numbers become texts
-        try:
-            dumped = yaml.dump(tree, Dumper=_DUMPER, default_style=style, allow_unicode=True, sort_keys=False)
-            return str(dumped)
+            tree = self._change_tree(yaml.load(text, _LOADER))
+            if self._random.random() < 0.3:
+                return self._dump_json(tree)
+            style = self._random.choice((*[None] * 12, '"', "'", "|", ">"))  # numbers become texts
+            options: Any = {"default_style": style, "allow_unicode": True, "sort_keys": False}
+            return str(yaml.dump(tree, Dumper=_DUMPER, **options))
         except (yaml.YAMLError, ValueError, TypeError, RecursionError, UnicodeError):
             return None
 
@@ -117,8 +107,7 @@ class Mutator:
         return root[0]
 
     def _change_at(self, parent: Any, key: Any, places: Sequence[tuple[Any, Any]]) -> None:
-        old = parent[key]
-        choice = self._random.random()
+        old, choice = parent[key], self._random.random()
         if choice < 0.35:
             parent[key] = self._nasty()
         elif choice < 0.55 and isinstance(old, str):
@@ -140,18 +129,14 @@ class Mutator:
             parent[key] = old
 
     def _nasty(self) -> Any:
-        kind = self._random.randrange(6)
-        if kind == 0:
-            return self._random.choice(TEXTS)
-        if kind == 1:
-            return self._random.choice(NUMBERS)
-        if kind == 2:
-            return self._random.choice((None, True, False, [], {}, [[]], [{}], {"": None}, [None]))
-        if kind == 3:
-            return "".join(self._random.choices(TEXTS, k=2))
-        if kind == 4:
-            return [self._random.choice(NUMBERS) for _ in range(self._random.randrange(5))]
-        return {self._random.choice(TEXTS): self._random.choice(NUMBERS) for _ in range(3)}
+        choice = self._random.choice
+        values: tuple[Any, ...] = (
+            *(choice(TEXTS), choice(NUMBERS), "".join(self._random.choices(TEXTS, k=2))),
+            choice((None, True, False, [], {}, [[]], [{}], {"": None}, [None])),
+            self._random.choices(NUMBERS, k=self._random.randrange(5)),
+            {choice(TEXTS): choice(NUMBERS) for _ in range(3)},
+        )
+        return choice(values)
 
     def _change_text(self, text: str) -> str:
         start = text.find("{")
@@ -159,47 +144,39 @@ class Mutator:
             changed = self._change_json(text[start:])
             if changed is not None:
                 return text[:start] + changed
-        position = self._random.randint(0, len(text))
-        choice = self._random.random()
-        if choice < 0.3:
-            return text[:position] + self._random.choice(TEXTS) + text[position:]
-        if choice < 0.5:
-            return text[:position] + text[position + self._random.randint(1, 8) :]
-        if choice < 0.7:
-            words = text.split(" ")
-            words[self._random.randrange(len(words))] = str(self._random.choice((*TEXTS, *NUMBERS[:18])))
-            return " ".join(words)
-        if choice < 0.8:
-            return text[:position] + chr(self._random.choice((0, 9, 27, 0xE9, 0x2028, 0xD800, 0x1F980)))
-        return (text * self._random.choice((2, 3, 50)))[:MAX_BYTES]
+        position, words = self._random.randint(0, len(text)), text.split(" ")
+        head, tail = text[:position], text[position:]
+        words[self._random.randrange(len(words))] = str(self._random.choice((*TEXTS, *NUMBERS[:18])))
+        texts = [
+            head + self._random.choice(TEXTS) + tail,
+            head + tail[self._random.randint(1, 8) :],
+            " ".join(words),
+            head + chr(self._random.choice((0, 9, 27, 0xE9, 0x2028, 0xD800, 0x1F980))),
+            (text * self._random.choice((2, 3, 50)))[:MAX_BYTES],
+        ]
+        return self._random.choices(texts, (3, 2, 2, 1, 2))[0]
 
     def _change_bytes(self, content: bytes, pool: Sequence[bytes]) -> bytes:
-        position = self._random.randint(0, len(content))
-        size = min(self._random.choice((1, 1, 2, 4, 8, 64, 1000)), len(content) - position)
-        head, cut, tail = content[:position], content[position : position + size], content[position + size :]
-        choice = self._random.randrange(9)
-        if choice == 0:
-            return head + tail
-        if choice == 1:
-            return head + cut * self._random.choice((2, 3, 100)) + tail
-        if choice == 2:
-            return head + self._random.choice(self._words) + cut + tail
-        if choice == 3:
-            return head + self._random.choice(self._words) + tail
-        if choice == 4:
-            width = self._random.choice((1, 2, 4, 8))
-            number = self._random.choice([number for number in NUMBERS if isinstance(number, int)])
-            order: Any = self._random.choice(("little", "big"))
-            return head + (number % (1 << 8 * width)).to_bytes(width, order) + content[position + width :]
-        if choice == 5:
-            return head + self._random.randbytes(size) + tail
-        if choice == 6 and cut:
-            return head + bytes([cut[0] ^ 1 << self._random.randrange(8)]) + cut[1:] + tail
-        if choice == 7:
-            other = self._random.choice(pool)
-            start = self._random.randint(0, len(other))
-            return head + other[start : start + self._random.choice((4, 64, 100_000))] + tail
-        return head
+        choice, position = self._random.choice, self._random.randint(0, len(content))
+        size = min(choice((1, 1, 2, 4, 8, 64, 1000)), len(content) - position)
+        head, part, tail = content[:position], content[position : position + size], content[position + size :]
+        width, order, spliced = choice((1, 2, 4, 8)), choice(("little", "big")), choice(pool)
+        number = choice([number for number in NUMBERS if isinstance(number, int)]) % (1 << 8 * width)
+        start = self._random.randint(0, len(spliced))
+        flipped = bytes(byte ^ 1 << self._random.randrange(8) for byte in part[:1])
+        return choice(
+            (
+                head,
+                head + tail,
+                head + part * choice((2, 3, 100)) + tail,
+                head + choice(self._words) + part + tail,
+                head + choice(self._words) + tail,
+                head + number.to_bytes(width, order) + content[position + width :],
+                head + self._random.randbytes(size) + tail,
+                head + flipped + part[1:] + tail,
+                head + spliced[start : start + choice((4, 64, 100_000))] + tail,
+            )
+        )
 
 
 def _places(root: Any) -> Iterator[tuple[Any, Any]]:
