@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BeforeValidator, Field, with_config
+from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field, with_config
 
 from csdctl.documents import STRICT, load_text, parse_document
 from csdctl.errors import InputError
@@ -29,13 +29,8 @@ WITHOUT_EFFECT = (
     *("data.private.activations", "data.weights", "data.allow_nan", "recipe.input_range", "recipe.augment"),
 )
 """Values that a plan does not depend on, or has by another name."""
-EARLIER_NAMES = {
-    "recipe.loss.": "recipe.losses.",
-    "recipe.freeze": "recipe.freeze_until",
-    "data.csv.label": "data.csv.labels",
-    "data.csv.drop": "data.csv.dropped",
-}
-"""Names of values in plans, where they are others than in job.yaml."""
+KEYS = {"losses": "loss", "freeze_until": "freeze", "labels": "label", "dropped": "drop"}
+"""Keys of job.yaml for fields that have another name in messages and JSON."""
 FUNCTION_FORM = "PATH.py:FUNCTION, with a path relative to the job file"
 MODEL_FORMS = "keras.applications:NAME, PATH.keras or PATH.py:FUNCTION"
 """The valid references to a function and to a model."""
@@ -139,7 +134,7 @@ class Data:
         return tuple(part.function for part in parts if part and part.function)
 
 
-@with_config(STRICT)
+@with_config(STRICT | ConfigDict(alias_generator=lambda name: KEYS.get(name, name)))
 @dataclass(frozen=True)
 class Job:
     """What to train: model, data, recipe. `load_job` makes host paths absolute."""
@@ -188,7 +183,7 @@ class Job:
     @property
     def code_roots(self) -> tuple[Path, ...]:
         """Files and packages that the nodes get when the model needs them."""
-        losses = [term.name for term in self.recipe.loss.values()]
+        losses = [term.name for term in self.recipe.losses.values()]
         functions = [self.model, self.step, *losses, *self.recipe.metrics, self.recipe.augment]
         return tuple(dict.fromkeys([*_files_of(functions), *self.code]))
 
@@ -241,7 +236,7 @@ def parse_job(text: str, path: Path, *, name: str = "") -> Job:
     """
     written = parse_document(text, Job, name=name or str(path))
     data, recipe = written.data, written.recipe
-    losses = {output: replace(term, name=_own(term.name, path)) for output, term in recipe.loss.items()}
+    losses = {output: replace(term, name=_own(term.name, path)) for output, term in recipe.losses.items()}
     augment = _function(data.augment, path)
     job = replace(
         written,
@@ -259,7 +254,7 @@ def parse_job(text: str, path: Path, *, name: str = "") -> Job:
         ),
         recipe=replace(
             _join_arguments(recipe),
-            loss=losses,
+            losses=losses,
             metrics=tuple(_own(metric, path) for metric in recipe.metrics),
             input_range=data.input_range,
             augment=augment,
@@ -492,8 +487,6 @@ def describe_job(job: Job) -> dict[str, Any]:
     values = dict(_flatten({name: described[name] for name in names}))
     for name in [name for name in values if name.startswith(WITHOUT_EFFECT)]:
         del values[name]
-    for now, before in EARLIER_NAMES.items():
-        values = {name.replace(now, before, 1): value for name, value in values.items()}
     return values
 
 

@@ -84,7 +84,7 @@ def build(request: BuildRequest) -> ModelInfo:
     has_step = has_own_step(model)
     if not _is_built(model):
         if not spec.sample_shapes:
-            losses = [term.name for term in recipe.loss.values()] or [name_of(_loss_of(model, None))]
+            losses = [term.name for term in recipe.losses.values()] or [name_of(_loss_of(model, None))]
             outputs = tuple(OutputInfo("", (), "", name, is_known=False) for name in losses)
             return ModelInfo(reference, {}, 0, 0, outputs=outputs, is_built=False)
         _build_by_call(model, spec)
@@ -128,10 +128,10 @@ def _compile(model: Any, recipe: Recipe) -> Recipe:
         return compile_model(model, recipe)
     named = {
         "optimizer": recipe.optimizer,
-        "loss": recipe.loss,
+        "loss": recipe.losses,
         "metrics": recipe.metrics,
         "class_weight": recipe.class_weight,
-        "freeze.until": recipe.freeze,
+        "freeze.until": recipe.freeze_until,
     }
     if wrong := [name for name, value in named.items() if value]:
         raise InputError(

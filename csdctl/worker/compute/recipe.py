@@ -28,7 +28,7 @@ def compile_model(model: Any, recipe: Recipe) -> Recipe:
     Raises WorkerError, exit code 2, if Keras has no such loss, optimizer, schedule or metric, or if what the
     model was compiled with cannot be summed over ranks.
     """
-    if (last := recipe.freeze) and not freeze_until(model, last):
+    if (last := recipe.freeze_until) and not freeze_until(model, last):
         known = ", ".join(layer.name for layer in flatten_layers(model)[-5:])
         raise InputError(
             f"recipe.freeze.until names {last}, which is not a layer of {model.name}",
@@ -132,8 +132,8 @@ def make_schedule(schedule: str) -> Callable[[int], Any]:
 
 def _choose_loss(recipe: Recipe, own: dict[str, Any], model: Any) -> tuple[Any, Any]:
     """Return loss and loss weights as compile() takes them."""
-    if recipe.loss:
-        terms = recipe.loss
+    if recipe.losses:
+        terms = recipe.losses
     elif own:  # without a loss, if its layers add their own
         if getattr(model.train_step, "__func__", None) is keras.Model.train_step:
             _check_reductions(own.get("loss"))

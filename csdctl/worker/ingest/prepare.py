@@ -312,7 +312,7 @@ def look(
         source_format, open_source = detect_format(tree, request)
         if source_format == CSV and request.table is None:
             label = spec.label or _find_label(tree, request)
-            request = replace(request, table=TableSchema((label,), drop=spec.dropped))
+            request = replace(request, table=TableSchema((label,), dropped=spec.dropped))
         all_samples = open_source(tree, request, num_threads())
         source, sizes, max_samples = all_samples, None, all_samples.num_samples
         if source_format == FOLDERS:

@@ -205,19 +205,19 @@ class RecordSchema:
 class TableSchema:
     """Columns of .csv files that are no features."""
 
-    label: Annotated[
+    labels: Annotated[
         tuple[Name, ...],
         MaxLength(1 << 16, minimum=1),
         Written(lambda written: [written] if isinstance(written, str) else written),
     ]
     """The columns with labels. job.yaml may have one name in place of a list."""
     weight: str = ""
-    drop: tuple[str, ...] = ()
+    dropped: tuple[str, ...] = ()
 
     @property
     def named(self) -> list[str]:
         """All columns that are named here."""
-        return [*self.label, *([self.weight] if self.weight else []), *self.drop]
+        return [*self.labels, *([self.weight] if self.weight else []), *self.dropped]
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,7 @@ from functools import cache
 from typing import Annotated, Any, TypeVar
 
 MAX_RANKS = 1 << 16
-SCHEMA = 3
+SCHEMA = 2
 """Incremented whenever a field changes its name or meaning; each side refuses another schema."""
 FRAME_PREFIX = "@csdctl-"
 """A frame is a line of this, its kind, a space, and JSON; of data, base64. Other lines are for people."""

@@ -198,7 +198,7 @@ class Recipe:
     accumulation_steps: Annotated[int, Between(1, 1 << 20)] | None = None
     reference_batch: Annotated[int, Between(1, 1 << 30)] = 256
     warmup_epochs: NotNegative = 0.0
-    loss: Annotated[dict[str, LossTerm], Written(_read_losses)] = field(default_factory=dict)
+    losses: Annotated[dict[str, LossTerm], Written(_read_losses)] = field(default_factory=dict)
     """Losses by name of the model's output, '' for a model with one; none: the compiled model's."""
     from_logits: bool = False
     """Whether losses that distinguish it get logits."""
@@ -206,7 +206,7 @@ class Recipe:
     """The weight of the samples of a class, by its number; 1 for classes that are not listed."""
     input_range: Annotated[tuple[float, float] | None, Written(_refuse)] = (0.0, 1.0)
     """`data.input_range`: the range to which uint8 0…255 is scaled; None leaves the values unchanged."""
-    freeze: Annotated[str, Written(_read_layer)] = ""
+    freeze_until: Annotated[str, Written(_read_layer)] = ""
     """The layer that is not trained, with all that lead to it; '' leaves the model as it is."""
     augment: Annotated[str, Written(_refuse)] = ""
     """`data.augment`: the function that changes the samples of every training batch; '': none."""

@@ -247,8 +247,8 @@ def _data(sources: Sources, looks: Looks) -> Iterator[tuple[str, str]]:
     else:
         yield "input_range: [0, 1]", "uint8 values 0…255 become 0…1; the model has no Rescaling layer"
     if look.table:
-        dropped = {"drop": list(look.table.drop)} if look.table.drop else {}
-        entry = {"label": look.table.label[0]} | dropped
+        dropped = {"drop": list(look.table.dropped)} if look.table.dropped else {}
+        entry = {"label": look.table.labels[0]} | dropped
         yield f"csv: {_value(entry)}", "also drop: [COLUMN], weight: COLUMN"
     if look.format == "class folders":
         if is_any_size(looks.model):

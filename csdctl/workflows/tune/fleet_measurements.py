@@ -169,7 +169,7 @@ def hash_recipe(job: Job, public: DatasetInfo) -> str:
     recipe = job.recipe
     form: dict[str, object] = {
         "optimizer": [recipe.optimizer, recipe.optimizer_args],
-        "loss": [[name, asdict(term)] for name, term in sorted(recipe.loss.items())],
+        "loss": [[name, asdict(term)] for name, term in sorted(recipe.losses.items())],
         "metrics": recipe.metrics,
         "compression": recipe.compression,
         "input_range": recipe.input_range,

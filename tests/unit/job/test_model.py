@@ -177,19 +177,19 @@ class TestRecipe:
         recipe = load_job(write()).recipe
         assert (recipe.epochs, recipe.learning_rate, recipe.reference_batch) == (10, 0.1, 256)
         assert (recipe.optimizer, recipe.optimizer_args, recipe.warmup_epochs) == ("", {}, 0.0)
-        assert (recipe.loss, recipe.from_logits, recipe.seed) == ({}, False, 0)
+        assert (recipe.losses, recipe.from_logits, recipe.seed) == ({}, False, 0)
         assert recipe.input_range == (0.0, 1.0)
 
     def test_loss_is_a_name_or_has_arguments_or_is_given_by_output(self, write: Write) -> None:
-        assert with_recipe(write, "loss: mse").recipe.loss == {"": LossTerm("mse")}
+        assert with_recipe(write, "loss: mse").recipe.losses == {"": LossTerm("mse")}
         with_arguments = "loss: {name: categorical_crossentropy, label_smoothing: 0.1, weight: 2}"
         expected = LossTerm("categorical_crossentropy", {"label_smoothing": 0.1}, 2.0)
-        assert with_recipe(write, with_arguments).recipe.loss == {"": expected}
+        assert with_recipe(write, with_arguments).recipe.losses == {"": expected}
         reduced = "loss: {name: mse, reduction: mean_with_sample_weight}"  # no output is meant, called name
         expected = LossTerm("mse", {"reduction": "mean_with_sample_weight"})
-        assert with_recipe(write, reduced).recipe.loss == {"": expected}
+        assert with_recipe(write, reduced).recipe.losses == {"": expected}
         of_two = with_recipe(write, "loss: {kind: mse, size: {name: mae, weight: 0.5}}").recipe
-        assert of_two.loss == {"kind": LossTerm("mse"), "size": LossTerm("mae", {}, 0.5)}
+        assert of_two.losses == {"kind": LossTerm("mse"), "size": LossTerm("mae", {}, 0.5)}
 
     def test_limits_decay_and_average_become_arguments_of_the_optimizer(self, write: Write) -> None:
         recipe = with_recipe(write, "momentum: 0.9\n  optimizer_args: {nesterov: true}").recipe

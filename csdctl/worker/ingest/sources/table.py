@@ -55,13 +55,13 @@ def open_table(tree: Tree, spec: PrepareSpec, threads: int) -> ArraySource:
     paths = [tree.path_of(file) for file in tree.files if is_table(file, tree)]
     columns = _read_header(paths, spec)
     features = _choose_features(columns, table, spec, expected, is_by_name=is_by_name)
-    used = [*features, *table.label, *filter(None, [table.weight])]
+    used = [*features, *table.labels, *filter(None, [table.weight])]
     numbers = _read_numbers(paths, columns, used, spec)
     column = dict(zip(used, numbers.T, strict=True))
     inputs = {"": numbers[:, : len(features)]}
     if is_by_name:
         inputs = {name: _as_input(column[name]).reshape(-1, *spec.inputs[name]) for name in features}
-    outputs = {name: _as_label(column[name], spec) for name in table.label}
+    outputs = {name: _as_label(column[name], spec) for name in table.labels}
     if len(outputs) == 1 or not spec.outputs:
         labels = list(outputs.values())
         outputs = {"": labels[0] if len(labels) == 1 else np.stack(labels, axis=1)}

@@ -239,7 +239,7 @@ IGNORING_OVER_WEIGHTS = {"": LossTerm(CROSSENTROPY, {"ignore_class": 0, **OVER_S
 SMOOTHED = {"": LossTerm("binary_crossentropy", {"label_smoothing": 0.1})}
 CASES = {
     "a mask and an ignored class": Case(
-        tagger, Recipe(loss={"": LossTerm(CROSSENTROPY, IGNORING)}, **SGD), TOKENS, TAGS
+        tagger, Recipe(losses={"": LossTerm(CROSSENTROPY, IGNORING)}, **SGD), TOKENS, TAGS
     ),
     "accumulation, a summed loss and a mean, a metric of the batch": Case(
         with_all_of_these, Recipe(), micro_batch_size=12
@@ -251,21 +251,21 @@ CASES = {
     "distillation": Case(distiller, Recipe()),
     "class weights": Case(pictures, Recipe(**SGD, class_weight={"0": 3.0, "2": 0.5})),
     "clipping, decay and average": Case(pictures, Recipe(optimizer="adamw", optimizer_args=CLIPPED, **SGD)),
-    "an ignored class": Case(pixels, Recipe(loss=IGNORING_0, **SGD), labels=MASKS),
+    "an ignored class": Case(pixels, Recipe(losses=IGNORING_0, **SGD), labels=MASKS),
     "a label for each pixel": Case(pixels, Recipe(**SGD), labels=MASKS),
     "a weight for each pixel": Case(pixels, Recipe(**SGD), labels=MASKS, weights=PIXEL_WEIGHTS),
     "a mask, divided by the sum of the weights": Case(
-        tagger, Recipe(loss={"": LossTerm(CROSSENTROPY, OVER_WEIGHTS)}, **SGD), TOKENS, TAGS, WORD_WEIGHTS
+        tagger, Recipe(losses={"": LossTerm(CROSSENTROPY, OVER_WEIGHTS)}, **SGD), TOKENS, TAGS, WORD_WEIGHTS
     ),
     "an ignored class, divided by the sum of the weights": Case(
-        pixels, Recipe(loss=IGNORING_OVER_WEIGHTS, **SGD), labels=MASKS, weights=PIXEL_WEIGHTS
+        pixels, Recipe(losses=IGNORING_OVER_WEIGHTS, **SGD), labels=MASKS, weights=PIXEL_WEIGHTS
     ),
     "weights that are negative, divided by their sum": Case(
-        pictures, Recipe(loss={"": LossTerm(CROSSENTROPY, OVER_SUM)}, **SGD), weights=WEIGHTS - 0.8
+        pictures, Recipe(losses={"": LossTerm(CROSSENTROPY, OVER_SUM)}, **SGD), weights=WEIGHTS - 0.8
     ),
     "class weights, divided by their sum": Case(
         pictures,
-        Recipe(loss={"": LossTerm(CROSSENTROPY, OVER_SUM)}, **SGD, class_weight={"0": 3.0, "2": 0.0}),
+        Recipe(losses={"": LossTerm(CROSSENTROPY, OVER_SUM)}, **SGD, class_weight={"0": 3.0, "2": 0.0}),
     ),
     "a layer that only compute_loss uses": Case(with_a_layer_of_the_loss, Recipe()),
     "spectral normalization": Case(
@@ -276,7 +276,7 @@ CASES = {
     "a summed loss": Case(with_summed, Recipe(learning_rate=0.01), micro_batch_size=12),
     "metrics with state": Case(
         lambda: sequential(keras().layers.Flatten(), keras().layers.Dense(1, activation="sigmoid")),
-        Recipe(loss=SMOOTHED, metrics=("AUC", "Precision", "Recall", "accuracy"), **SGD),
+        Recipe(losses=SMOOTHED, metrics=("AUC", "Precision", "Recall", "accuracy"), **SGD),
         labels=(CLASSES > 2).astype(np.float32)[:, None],
     ),
 }
@@ -325,7 +325,7 @@ def test_weight_of_a_sample_counts_for_each_of_its_steps(reduction: str) -> None
     """As weights (n, 1) do in fit, which takes no weights (n,) where each step has a label."""
     terms = {"": LossTerm(CROSSENTROPY, {"reduction": reduction, "from_logits": True})}
     keras().utils.set_random_seed(1)
-    model, recipe, some = tagger(), Recipe(loss=terms, **SGD), slice(NUM_SAMPLES)
+    model, recipe, some = tagger(), Recipe(losses=terms, **SGD), slice(NUM_SAMPLES)
     compile_model(model, recipe)
     expected = model.test_on_batch(TOKENS[some], TAGS[some], WEIGHTS[some, None], return_dict=True)["loss"]
     records = as_records({"label": TAGS[some]}, WEIGHTS[some])
@@ -337,7 +337,7 @@ def test_weight_of_a_sample_counts_for_each_of_its_steps(reduction: str) -> None
 def test_step_in_which_nothing_has_a_weight_is_that_of_fit() -> None:
     """The optimizer steps with a gradient of 0: its momentum moves the weights."""
     options = {"optimizer": "sgd", "optimizer_args": {"momentum": 0.9}, "learning_rate": 0.05}
-    recipe = Recipe(loss={"": LossTerm(CROSSENTROPY, OVER_SUM)}, **options)
+    recipe = Recipe(losses={"": LossTerm(CROSSENTROPY, OVER_SUM)}, **options)
     keras().utils.set_random_seed(1)
     theirs, ours = pixels(), pixels()
     ours.set_weights(theirs.get_weights())
@@ -386,7 +386,7 @@ def test_state_of_layers_is_a_mean_over_samples_where_the_loss_is_one_over_eleme
         last = layers.Conv2D(4, 3, padding="same", activation="softmax")
         return sequential(layers.BatchNormalization(momentum=0.7, dtype=dtype), Counting(), last)
 
-    recipe, samples = Recipe(loss=IGNORING_0, **SGD), IMAGES[:NUM_SAMPLES]
+    recipe, samples = Recipe(losses=IGNORING_0, **SGD), IMAGES[:NUM_SAMPLES]
     labels = np.random.default_rng(2).integers(0, 4, (NUM_SAMPLES, 9, 9))
     theirs, ours = build(), build()
     compile_model(theirs, recipe)
@@ -423,7 +423,7 @@ def test_validation_is_that_of_keras_evaluate(tmp_path: Path, *, is_weighted: bo
 
 
 def test_validation_without_any_weight_ends_the_run(tmp_path: Path) -> None:
-    recipe = Recipe(loss={"": LossTerm(CROSSENTROPY, OVER_SUM)}, **SGD)
+    recipe = Recipe(losses={"": LossTerm(CROSSENTROPY, OVER_SUM)}, **SGD)
     samples, records = IMAGES[:4], records_of(CLASSES[:4], np.zeros(4, np.float32))
     np.save(tmp_path / "images.npy", samples)
     np.save(tmp_path / "labels.npy", records)
@@ -438,7 +438,7 @@ def test_validation_without_any_weight_ends_the_run(tmp_path: Path) -> None:
 @pytest.mark.parametrize("is_one_hot", [False, True])
 def test_class_weights_multiply_those_of_samples_and_count_in_training_alone(*, is_one_hot: bool) -> None:
     loss = "categorical_crossentropy" if is_one_hot else "sparse_categorical_crossentropy"
-    recipe = Recipe(loss={"": LossTerm(loss)}, class_weight={"0": 3.0, "2": 0.5}, **SGD)
+    recipe = Recipe(losses={"": LossTerm(loss)}, class_weight={"0": 3.0, "2": 0.5}, **SGD)
     samples, weights, classes = IMAGES[:NUM_SAMPLES], WEIGHTS[:NUM_SAMPLES], CLASSES[:NUM_SAMPLES]
     labels = np.eye(5, dtype=np.float32)[classes] if is_one_hot else classes
     keras().utils.set_random_seed(1)

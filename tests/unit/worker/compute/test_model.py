@@ -308,15 +308,15 @@ def test_file_beside_that_is_not_named_is_reported(tmp_path: Path) -> None:
 REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
     "own step": (
         "own_train_step",
-        {"loss": {"": LossTerm("mse")}},
+        {"losses": {"": LossTerm("mse")}},
         "has its own train_step, which recipe.loss cannot",
     ),
     "own schedule": ("scheduled_by_own_class", {"learning_rate": None}, "Falling, is not a Keras schedule"),
     "unknown metric": ("fine", {"metrics": ("nonsense",)}, "'nonsense' can"),
-    "unknown loss": ("fine", {"loss": {"": LossTerm("nonsense")}}, "'nonsense' can"),
+    "unknown loss": ("fine", {"losses": {"": LossTerm("nonsense")}}, "'nonsense' can"),
     "no learning rate": ("fine", {"learning_rate": None}, "recipe.learning_rate is missing"),
     "state of samples": ("stateful", {}, "has stateful=True"),
-    "a sum": ("fine", {"loss": {"": LossTerm("mse", {"reduction": "sum"})}}, "reduction='sum'"),
+    "a sum": ("fine", {"losses": {"": LossTerm("mse", {"reduction": "sum"})}}, "reduction='sum'"),
 }
 
 

@@ -110,14 +110,14 @@ def recommender() -> Any:
 
 CLASSES = LossTerm("sparse_categorical_crossentropy")
 IGNORING = LossTerm("sparse_categorical_crossentropy", {"ignore_class": 0})
-SGD = Recipe(optimizer="sgd", optimizer_args={"momentum": 0.9}, learning_rate=0.1, loss={"": CLASSES})
-ADAM = Recipe(optimizer="adam", learning_rate=0.01, loss={"": CLASSES}, metrics=("accuracy",))
-TWO = Recipe(optimizer="adamw", learning_rate=0.01, loss={"kind": CLASSES, "size": LossTerm("mse")})
+SGD = Recipe(optimizer="sgd", optimizer_args={"momentum": 0.9}, learning_rate=0.1, losses={"": CLASSES})
+ADAM = Recipe(optimizer="adam", learning_rate=0.01, losses={"": CLASSES}, metrics=("accuracy",))
+TWO = Recipe(optimizer="adamw", learning_rate=0.01, losses={"kind": CLASSES, "size": LossTerm("mse")})
 CASES: dict[str, tuple[Any, str, Recipe]] = {
     "batch norm, dropout, penalties, an ignored class": (
         pictures,
         "join",
-        replace(ADAM, loss={"": IGNORING}),
+        replace(ADAM, losses={"": IGNORING}),
     ),
     "inside of a nested model, behind its frozen part": (nested, "add1", ADAM),
     "two outputs": (two_outputs, "cut", TWO),

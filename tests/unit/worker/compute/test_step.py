@@ -115,7 +115,7 @@ def test_noise_scale_of_a_quadratic_is_that_of_its_samples(sizes: tuple[int, ...
     model = keras().Sequential([keras().Input((1,)), dense])
     points = np.random.default_rng(1).normal(2, spread, (num_steps, sum(sizes), elements)).astype(np.float32)
     nothing = np.zeros((sum(sizes), 1), np.float32)
-    recipe = Recipe(loss={"": LossTerm("mean_squared_error")}, optimizer="sgd", learning_rate=0.1)
+    recipe = Recipe(losses={"": LossTerm("mean_squared_error")}, optimizer="sgd", learning_rate=0.1)
     step = make_step(model, recipe, nothing, points[0], micro_batch_size=13)
     noise, bounds = GradientNoise(), np.cumsum([0, *sizes])
     for batch in points:

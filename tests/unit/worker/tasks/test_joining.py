@@ -46,7 +46,7 @@ def write(directory: Path, first: int, count: int) -> DatasetSlice:
 
 def make_spec(directory: Path) -> RunSpec:
     recipe = Recipe(
-        loss={"": LossTerm("mean_squared_error")}, learning_rate=1e-9, epochs=2, optimizer="sgd", seed=7
+        losses={"": LossTerm("mean_squared_error")}, learning_rate=1e-9, epochs=2, optimizer="sgd", seed=7
     )
     keras().utils.set_random_seed(1)
     model = keras().Sequential([keras().Input((1,)), keras().layers.Dense(1)])

@@ -238,7 +238,7 @@ def test_state_is_given_to_other_ranks_alone_and_to_none_where_there_is_none() -
 
 
 def test_epoch_without_any_weight_ends_the_run() -> None:
-    task = load_task(loss={"": LossTerm("mean_squared_error", {"reduction": "mean_with_sample_weight"})})
+    task = load_task(losses={"": LossTerm("mean_squared_error", {"reduction": "mean_with_sample_weight"})})
     task.progress.end_step(Sums(0.0, (), 0.0), sum(SIZES))
     with pytest.raises(WorkerError, match="epoch 1 has no loss: the weights of all samples are 0") as caught:
         task._epoch_results()

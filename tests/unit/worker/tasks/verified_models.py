@@ -140,10 +140,10 @@ TABLE_AND_KIND = np.zeros(0, [("table", np.float32, (10,)), ("kind", np.int32, (
 NO_LABELS = np.zeros((0, 0), np.float32)
 KINDS_AND_SIZES = np.zeros(0, [("kind", np.int32), ("size", np.float32, (1,)), ("sample_weight", np.float32)])
 TAGS = np.zeros((0, 12), np.int32)
-SQUARES = Recipe(loss={"": LossTerm("mean_squared_error")}, learning_rate=0.01)
-BINARY = Recipe(loss={"": LossTerm("binary_crossentropy")}, learning_rate=0.01)
+SQUARES = Recipe(losses={"": LossTerm("mean_squared_error")}, learning_rate=0.01)
+BINARY = Recipe(losses={"": LossTerm("binary_crossentropy")}, learning_rate=0.01)
 TWO = Recipe(
-    loss={"kind": LossTerm("sparse_categorical_crossentropy"), "size": LossTerm("mse", {}, 0.3)},
+    losses={"kind": LossTerm("sparse_categorical_crossentropy"), "size": LossTerm("mse", {}, 0.3)},
     learning_rate=0.01,
 )
 ROWS = {

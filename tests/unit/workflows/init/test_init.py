@@ -165,7 +165,7 @@ class TestRecipe:
 
     def test_model_that_is_not_compiled_gets_placeholders_that_say_so(self) -> None:
         text, job = written(Looks(model(), data()))
-        assert (job.recipe.learning_rate, job.recipe.optimizer, job.recipe.loss) == (
+        assert (job.recipe.learning_rate, job.recipe.optimizer, job.recipe.losses) == (
             0.001,
             "adam",
             {"": LossTerm(SPARSE)},
@@ -174,7 +174,7 @@ class TestRecipe:
 
     def test_compiled_loss_that_does_not_know_of_logits_is_mended(self) -> None:
         text, job = written(Looks(model(last="linear", compiled=ADAM), data()))
-        assert (job.recipe.loss, job.recipe.from_logits) == ({"": LossTerm(SPARSE)}, True)
+        assert (job.recipe.losses, job.recipe.from_logits) == ({"": LossTerm(SPARSE)}, True)
         assert "without from_logits=True" in text
 
     @pytest.mark.parametrize(
@@ -229,7 +229,7 @@ class TestData:
     def test_columns_that_were_chosen_are_written(self) -> None:
         table = replace(data(), format="csv", table=TableSchema(("target",), "", ("no. 1",)))
         job = written(Looks(model(), table))[1]
-        assert job.data.csv == TableSchema(("target",), drop=("no. 1",))
+        assert job.data.csv == TableSchema(("target",), dropped=("no. 1",))
 
 
 class TestText:

@@ -35,7 +35,7 @@ def test_columns_become_one_vector(spec: PrepareSpec) -> None:
 
 
 def test_columns_become_the_inputs_that_are_named_after_them(spec: PrepareSpec) -> None:
-    table = replace(spec.table or TableSchema(()), drop=())
+    table = replace(spec.table or TableSchema(()), dropped=())
     info = prepare(replace(spec, table=table, inputs={"pulse": (1,), "age": ()}))
     assert info.inputs == {"pulse": ("float32", (1,)), "age": ("float32", ())}
     assert arrays_of(info)[0]["age"].tolist() == [63, 37, 41]
