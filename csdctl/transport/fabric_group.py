@@ -109,7 +109,7 @@ class _RemoteRunner(Remote):  # type: ignore[misc]
         prompts = bytearray()
 
         def answer(process: Process, data: bytes) -> None:
-            prompts.extend(data)
+            prompts.extend(data[: MAX_OUTPUT_BYTES - len(prompts)])
             try:
                 for watcher in self.watchers:
                     for response in watcher.submit(prompts.decode(errors="replace")):
@@ -117,7 +117,7 @@ class _RemoteRunner(Remote):  # type: ignore[misc]
             except (WatcherError, OSError):  # such as for a wrong password: let the command fail
                 process.close_stdin()
 
-        conversation = session.start(wrapped, Deadline(START_S), answer)
+        conversation = session.start(wrapped, Deadline(START_S), answer if self.watchers else None)
         try:
             deadline = Deadline(timeout_s or threading.TIMEOUT_MAX)
             done = conversation.run_to_end(None if self.watchers else b"", deadline)
