@@ -113,7 +113,7 @@ class RankModel:
 
 
 @dataclass(frozen=True)
-class Prediction:
+class StepPrediction:
     """A step of the whole fleet."""
 
     step_s: float
@@ -124,7 +124,7 @@ class Prediction:
 
 def predict(
     ranks: Sequence[RankModel], batch_sizes: Sequence[int], collective_s: float, overhead_factor: float = 1.0
-) -> Prediction:
+) -> StepPrediction:
     """Predict a step of `ranks`, the host first, with these batch sizes. `collective_s`: seconds of a sum.
 
     Raises ValueError when every batch size is 0.
@@ -136,7 +136,7 @@ def predict(
     step_s = slowest * overhead_factor + collective_s
     training = [(size, time) for size, time in zip(batch_sizes, times, strict=True) if size]
     ceiling = sum(size / time for size, time in training)
-    return Prediction(step_s, sum(batch_sizes) / step_s, ceiling)
+    return StepPrediction(step_s, sum(batch_sizes) / step_s, ceiling)
 
 
 def calibrate_overhead(ranks: Sequence[tuple[StepTime, int]], step_s: float, sum_s: float) -> float:

@@ -84,10 +84,10 @@ def place_shards(
         longest = max(Fraction(count, size) for count, size in zip(distinct, sizes, strict=True) if size)
         private = [int(longest * size) if count else 0 for count, size in zip(distinct, sizes, strict=True)]
     shares = public_shares(sizes, private, num_public)
-    columns = zip(batch_sizes, sizes, private, distinct, shares, accumulate(shares), strict=True)
+    columns = zip(batch_sizes.items(), private, distinct, shares, accumulate(shares), strict=True)
     return [
         Placed(name, size, reads, public_start=stop - share, public_stop=stop, num_repeated=reads - count)
-        for name, size, reads, count, share, stop in columns
+        for (name, size), reads, count, share, stop in columns
     ]
 
 

@@ -14,7 +14,7 @@ from math import ceil
 from operator import mul
 
 from csdctl.errors import option
-from csdctl.perfmodel.prediction import Prediction, RankModel, StepTime, predict
+from csdctl.perfmodel.prediction import RankModel, StepPrediction, StepTime, predict
 from csdctl.tuning.stannis import TuningError
 
 NUM_TIMES = 96
@@ -72,7 +72,7 @@ class BestPlan:
     """Batch sizes by node, in the order of the candidates. A node that is left out has none."""
 
     batch_sizes: dict[str, int]
-    prediction: Prediction
+    prediction: StepPrediction
     left_out: tuple[str, ...] = ()
 
     @property

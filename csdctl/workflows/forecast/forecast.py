@@ -57,7 +57,7 @@ MAX_COUNTS = 60
 
 @dataclass(frozen=True)
 class ForecastRequest:
-    """The numbers of nodes to forecast, and figures that replace those of the basis."""
+    """The numbers of nodes to forecast, and figures that replace figures of the basis."""
 
     node_counts: Sequence[int] | None = None
     """None: 0 to all nodes of the basis."""

@@ -115,7 +115,7 @@ class StrategyChooser:
             self.impossible[SPLIT] = error.message
             return []
         training = self._training
-        most_s = self._forecast_whole(training).epoch_s * (1 - MIN_PROMISE)
+        most_s = self._forecast_data_parallel(training).epoch_s * (1 - MIN_PROMISE)
         promises: list[tuple[float, CutInfo]] = []
         for cut in info.cuts:
             shares = share_by_flops(cut, info.num_operations)
@@ -165,7 +165,7 @@ class StrategyChooser:
             return model
         return model.with_class(HOST_NAME, replace(host, in_step_factor=1.0))
 
-    def _forecast_whole(self, training: Training) -> StrategyForecast:
+    def _forecast_data_parallel(self, training: Training) -> StrategyForecast:
         predicted = self.plan.predicted
         assert predicted is not None
         return training.forecast_data_parallel(
@@ -198,14 +198,14 @@ class StrategyChooser:
     ) -> list[StrategyForecast]:
         """Return the forecasts of all strategies, data-parallel first."""
         training = replace(self._training, evaluation_share=times.evaluation_s / times.step_s)
-        whole = self._forecast_whole(training)
-        forecasts = [whole]
+        data_parallel = self._forecast_data_parallel(training)
+        forecasts = [data_parallel]
         if feature_layer:
             once = times.features_s / times.step_s
             frozen = shares.get(feature_layer) or Shares(feature_layer, once, 0.0, max(0.0, 1 - once))
             head = replace(frozen, vector_bytes=self.tuned.model.vector_bytes)
             views = max(1, self.context.prepared.recipe.views)
-            features = training.forecast_features(whole, head, once * views)
+            features = training.forecast_features(data_parallel, head, once * views)
             if num_bytes := bytes_for_host(self.context.job, self.context.prepared):
                 features = training.forecast_on_host(features, head, num_bytes)
             forecasts.append(features)
