@@ -1,5 +1,6 @@
 """`verify` on compilers that are wrong on purpose, on host and ranks alike."""
 
+import contextlib
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -17,7 +18,7 @@ from csdctl.worker.engine.step import StepEngine
 from csdctl.worker.process.errors import WorkerError
 from csdctl.worker.protocol.recipe import Recipe
 from csdctl.workflows.train.verify import judge
-from tests.unit.worker.compute.built_models import Step, keras
+from tests.unit.worker.compute.built_models import keras
 from tests.unit.worker.tasks.test_verify import NODES, Engine, compute_vectors, load_task, verify
 from tests.unit.worker.tasks.verified_models import CLASSES, Row
 
@@ -40,117 +41,101 @@ ROW = Row(
     Recipe(optimizer="adamw", optimizer_args={"weight_decay": 0.1, "clipnorm": 0.5}, learning_rate=0.01),
 )
 
-Fault = Callable[[Any], Any]
-"""Given what it takes the place of, returns a method."""
+Fault = tuple[Any, str, Callable[..., Any]]
+"""A class, the name of a method, and the function that takes its place."""
+FAULTS: dict[str, Fault] = {}
 
 
-def first_count(original: Any) -> Any:
-    def forward(self: Any, *args: Any, **options: Any) -> Any:
-        batch = original(self, *args, **options)
-        return replace(batch, loss_count=batch.loss_count + 1)
+def fault(description: str, kind: Any, name: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Register a function that takes the place of a method, and gets the method as its first argument."""
+    original = vars(kind)[name]
 
-    return forward
+    def register(wrong: Callable[..., Any]) -> Callable[..., Any]:
+        def replacement(self: Any, *args: Any, **options: Any) -> Any:
+            return wrong(original, self, *args, **options)
+
+        FAULTS[description] = kind, name, replacement
+        return wrong
+
+    return register
 
 
-def other_order(original: Any) -> Any:
+@fault("update of batch norm dropped from the vector", Statistics, "changes")
+def drop_changes(original: Any, self: Any, before: Any, weight: Any) -> Any:
+    return [0 * change for change in original(self, before, weight)]
+
+
+@fault("update of batch norm not applied", Statistics, "apply")
+def apply_no_changes(original: Any, self: Any, changes: Any) -> None:
+    return None
+
+
+@fault("seeds of another rank", StepEngine, "_key")
+def make_key_without_rank(original: Any, self: Any, what: str = "") -> int:
+    return int.from_bytes(what.encode(), "big") % (1 << 32)
+
+
+@fault("seeds not read", Compiler, "_given")
+def ignore_seeds(original: Any, self: Any, state: Any, seeds: Any = None, rate: Any = None) -> Any:
+    return original(self, state, None if seeds is None else 0 * seeds, rate)
+
+
+@fault("rate taken twice", Compiler, "_given")
+def double_rate(original: Any, self: Any, state: Any, seeds: Any = None, rate: Any = None) -> Any:
+    return original(self, state, seeds, None if rate is None else 2 * rate)
+
+
+@fault("inference in place of training", Objective, "forward")
+def infer(original: Any, self: Any, *batch: Any, training: bool) -> Any:
+    return original(self, *batch, training=False)
+
+
+@fault("training in place of inference", StepCompiler, "_evaluate")
+def train(original: Any, self: Any, state: Any, seeds: Any, *batch: Any) -> Any:
+    return self._local(state, seeds, 1.0, *batch)[-len(self.metric_states.variables) - 2 :]
+
+
+@fault("divisor of the loss", Objective, "forward")
+def count_one_more(original: Any, self: Any, *args: Any, **options: Any) -> Any:
+    batch = original(self, *args, **options)
+    return replace(batch, loss_count=batch.loss_count + 1)
+
+
+@fault("order of writes", Compiler, "_new_state")
+def exchange_weights(original: Any, self: Any) -> Any:
     """Write each weight to the place of the next one of its shape."""
-
-    def new_state(self: Any) -> Any:
-        values = original(self)
-        shapes = [tuple(variable.shape) for variable in self.variables]
-        same = [place for place, shape in enumerate(shapes) if shape == (8, 8)][:2]
-        values[same[0]], values[same[1]] = values[same[1]], values[same[0]]
-        return values
-
-    return new_state
+    values = original(self)
+    first, second = [place for place, value in enumerate(self.variables) if tuple(value.shape) == (8, 8)][:2]
+    values[first], values[second] = values[second], values[first]
+    return values
 
 
-def early_count(original: Any) -> Any:
-    """Count the step before the optimizer uses the count."""
-
-    def optimize(self: Any, gradients: Any) -> Any:
-        self.optimizer.iterations.assign_add(1)
-        original(self, gradients)
-        self.optimizer.iterations.assign_sub(1)
-
-    return optimize
+@fault("count of steps before it is used", StepCompiler, "_optimize")
+def count_early(original: Any, self: Any, gradients: Any) -> None:
+    self.optimizer.iterations.assign_add(1)
+    original(self, gradients)
+    self.optimizer.iterations.assign_sub(1)
 
 
-def at_the_trace(original: Any) -> Any:
-    """Take the weights that the model has while it is traced."""
-
-    def given(self: Any, variables: Any, values: Any) -> Any:
-        with tf.init_scope():
-            first = [np.asarray(variable.value) for variable in variables]
-        pairs = zip(variables, first, values, strict=True)
-        chosen = [mine if "kernel" in variable.path else value for variable, mine, value in pairs]
-        return original(self, variables, chosen)
-
-    return given
+@fault("weights of the trace", Values, "given")
+def take_weights_of_the_trace(original: Any, self: Any, variables: Any, values: Any) -> Any:
+    with tf.init_scope():
+        traced = [np.asarray(variable.value) for variable in variables]
+    rows = zip(variables, traced, values, strict=True)
+    chosen = [constant if "kernel" in variable.path else value for variable, constant, value in rows]
+    return original(self, variables, chosen)
 
 
-FAULTS: dict[str, tuple[Any, str, Fault]] = {
-    "update of batch norm dropped from the vector": (
-        Statistics,
-        "changes",
-        lambda original: lambda self, before, weight: [0 * value for value in original(self, before, weight)],
-    ),
-    "update of batch norm not applied": (Statistics, "apply", lambda _: lambda self, changes: None),
-    "seeds of another rank": (
-        StepEngine,
-        "_key",
-        lambda _: lambda self, what="": int.from_bytes(what.encode(), "big") % (1 << 32),
-    ),
-    "seeds not read": (
-        Compiler,
-        "_given",
-        lambda original: (
-            lambda self, state, seeds=None, rate=None: original(
-                self, state, None if seeds is None else 0 * seeds, rate
-            )
-        ),
-    ),
-    "inference in place of training": (
-        Objective,
-        "forward",
-        lambda original: lambda self, *batch, training: original(self, *batch, training=False),
-    ),
-    "training in place of inference": (
-        StepCompiler,
-        "_evaluate",
-        lambda _: (
-            lambda self, state, seeds, *batch: self._local(state, seeds, 1.0, *batch)[
-                -len(self.metric_states.variables) - 2 :
-            ]
-        ),
-    ),
-    "divisor of the loss": (Objective, "forward", first_count),
-    "order of writes": (Compiler, "_new_state", other_order),
-    "count of steps before it is used": (StepCompiler, "_optimize", early_count),
-    "weights of the trace": (Values, "given", at_the_trace),
-    "rate taken twice": (
-        Compiler,
-        "_given",
-        lambda original: (
-            lambda self, state, seeds=None, rate=None: original(
-                self, state, seeds, None if rate is None else 2 * rate
-            )
-        ),
-    ),
-    "gradient of the penalty dropped": (
-        Objective,
-        "_add_losses",
-        lambda _: lambda self, compiled: (compiled, None),
-    ),
-}
+@fault("gradient of the penalty dropped", Objective, "_add_losses")
+def drop_penalty(original: Any, self: Any, compiled: Any) -> Any:
+    return compiled, None
 
 
-def judge_step(fault: tuple[Any, str, Fault] | None, capsys: pytest.CaptureFixture[str]) -> str:
+def judge_step(fault: Fault | None, capsys: pytest.CaptureFixture[str]) -> str:
     """Return the verdict, '' for equal, on ranks whose steps a compiler with this fault has made."""
-    kind, name, wrong = fault or (Step, "model", lambda original: original)
-    with mock.patch.object(kind, name, wrong(vars(kind)[name])):
+    with mock.patch.object(*fault) if fault else contextlib.nullcontext():
         task = load_task(ROW)
-        if kind is StepEngine:  # of the ranks alone: Keras' step is asked for the right one
+        if fault and fault[0] is StepEngine:  # of the ranks alone: Keras' step is asked for the right one
             task.step.position = 0, 0
         start = task.step.values
         saved = compute_vectors(task)
@@ -168,6 +153,6 @@ def test_right_compiler_passes(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 @pytest.mark.parametrize("fault", FAULTS.values(), ids=FAULTS)
-def test_broken_compiler_is_found(fault: tuple[Any, str, Fault], capsys: pytest.CaptureFixture[str]) -> None:
+def test_broken_compiler_is_found(fault: Fault, capsys: pytest.CaptureFixture[str]) -> None:
     keras()
     assert " differs " in judge_step(fault, capsys)
