@@ -110,21 +110,12 @@ FIT_ARGUMENTS = {
 
 @contextmanager
 def python_errors() -> Iterator[None]:
-    """Let errors name arguments in Python. Command lines in backquotes stay as they are."""
+    """Let errors name arguments in Python."""
     try:
         yield
     except CsdctlError as error:
         error.name_options(lambda name: ARGUMENTS.get(name, name))
-        error.message, error.remedy = _in_python(error.message), _in_python(error.remedy)
         raise
-
-
-def _in_python(text: str) -> str:
-    def rename(match: re.Match[str]) -> str:
-        name = match[0]
-        return ARGUMENTS.get(name, name[2:].replace("-", "_")) if name.startswith("--") else name
-
-    return re.sub(r"`[^`]*`|csdctl [a-z]+[^;,]*|(?<![\w-])--[a-z][a-z-]*", rename, text)
 
 
 class _Options:

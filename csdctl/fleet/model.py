@@ -25,7 +25,7 @@ from pydantic.json_schema import SkipJsonSchema
 from pydantic_core import PydanticCustomError, core_schema
 
 from csdctl.documents import STRICT, Document
-from csdctl.errors import CsdctlError, InputError
+from csdctl.errors import CsdctlError, InputError, option
 from csdctl.fleet.names import (
     ADDRESS,
     AN_ADDRESS,
@@ -412,17 +412,20 @@ def select_names(
 ) -> list[str]:
     """Select names as `select_nodes` does, given the groups of each name. `where` names their file."""
     selected: Iterable[str] = groups
-    for option, patterns in (("--limit", limit), ("--exclude", exclude)):
+    for name_of_option, patterns in (("limit", limit), ("exclude", exclude)):
         matches = {
             name
             for pattern in ",".join(patterns).split(",")
             if pattern.strip()
-            for name in _match(groups, pattern.strip(), option, where)
+            for name in _match(groups, pattern.strip(), name_of_option, where)
         }
         if patterns:
-            selected = [name for name in selected if (name in matches) == (option == "--limit")]
+            selected = [name for name in selected if (name in matches) == (name_of_option == "limit")]
     if not selected and not may_be_empty:
-        raise InputError(f"--limit and --exclude leave no node of {where}", remedy="select at least one node")
+        raise InputError(
+            f"{option('limit')} and {option('exclude')} leave no node of {where}",
+            remedy="select at least one node",
+        )
     return [*selected]
 
 
@@ -431,14 +434,14 @@ def keep_nodes(fleet: Fleet, names: Container[str]) -> Fleet:
     return replace(fleet, nodes=tuple(node for node in fleet.nodes if node.name in names))
 
 
-def _match(groups: Mapping[str, Sequence[str]], pattern: str, option: str, where: str) -> list[str]:
-    """Return the names that `pattern` selects. Raises InputError for none, or a range that --limit lacks."""
+def _match(groups: Mapping[str, Sequence[str]], pattern: str, name_of_option: str, where: str) -> list[str]:
+    """Return the names that `pattern` selects. Raises InputError for none, or a range with missing names."""
     expanded = expand_range(pattern)
     literal = {name for name in expanded if not re.search(r"[*?\[]", name)}
     wildcards = [re.compile(fnmatch.translate(name)) for name in expanded if name not in literal]
     all_names = set(groups).union(*groups.values())
     missing = [name for name in literal if name not in all_names]
-    if wildcards or option != "--limit" or len(missing) == len(literal):
+    if wildcards or name_of_option != "limit" or len(missing) == len(literal):
         missing = []  # a wildcard, a group, no match at all, or nodes that are to be left out anyway
     matches = [
         name
@@ -451,7 +454,7 @@ def _match(groups: Mapping[str, Sequence[str]], pattern: str, option: str, where
         group_names = sorted(all_names.difference(groups, ["all"]))
         absent = f"names {format_node_names(sorted(missing))}, not in" if missing else "matches no node of"
         raise InputError(
-            f"{option} {pattern!r} {absent} {where}",
+            f"{option(name_of_option)} {pattern!r} {absent} {where}",
             remedy=f"nodes: {format_node_names(groups)}; groups: {format_node_names(['all', *group_names])}",
         )
     return matches

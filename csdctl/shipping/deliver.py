@@ -40,7 +40,7 @@ BYTES_PER_S = 128 * 1024
 # A node gets its first files before csdctl's Python is installed there. Until then python3 is used.
 _START = 'command -v -- "$1" >/dev/null 2>&1 || { shift; set -- python3 "$@"; }; exec "$@"'
 _REMEDY = (
-    "check its disk and its network, and its Python (3.8 or newer: `python:` in fleet.yaml), or --exclude it"
+    "check its disk and its network, and its Python (3.8 or newer: `python:` in fleet.yaml), or leave it out"
 )
 
 

@@ -38,7 +38,7 @@ from csdctl.worker.protocol.orders import Order, Ping, order_to_line
 CHARS_PER_EVENT = 1000
 """An event of this length counts twice."""
 CHECK_WORKER = "check that machine: its worker is damaged or is not csdctl's"
-MEMORY_REMEDY = "use a smaller batch size (--batch-size, or `csdctl tune`), or a machine with more memory"
+MEMORY_REMEDY = "use a smaller batch size, such as by `csdctl tune`, or a machine with more memory"
 _NOISE = ("All log messages before absl", "oneDNN custom operations are on", "rebuild TensorFlow with")
 """Parts of lines that TensorFlow prints at every start."""
 _READ_S = 3600.0

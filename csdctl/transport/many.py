@@ -267,5 +267,5 @@ def check_open_files(num_connections: int) -> None:
         raise InputError(
             f"{num_connections} nodes need {FILES + FILES_PER_NODE * num_connections} open files, but "
             f"`ulimit -n` is {resource.getrlimit(resource.RLIMIT_NOFILE)[0]}",
-            remedy=f"{RAISE}; or use fewer nodes at a time with --limit",
+            remedy=f"{RAISE}; or use fewer nodes at a time",
         )

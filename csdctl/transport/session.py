@@ -314,7 +314,7 @@ class Conversation:
 
     def deadline_error(self, deadline: Deadline, ending: str) -> DeadlineError:
         """Return the error for a `deadline` that passed. `ending` describes the state of the command."""
-        remedy = f"allow more time (--timeout), or check the load of {self.name}"
+        remedy = f"allow more time, or check the load of {self.name}"
         if not self.stdout.has_started:
             ending, remedy = "the login shell did not start it", CHECK_SHELL
         problem = f"`{self.command[0]}` did not finish within {deadline.seconds:g} s; {ending}"

@@ -27,14 +27,14 @@ def find_cut(model: Any, layer: str) -> Cut:
             return cut
     names = ", ".join(cut.layer for cut in cuts) or "none: it is not a functional model"
     raise InputError(
-        f"{model.name} cannot be cut after {layer!r}; its cuts: {names}", "name one of them (--cut)"
+        f"{model.name} cannot be cut after {layer!r}; its cuts: {names}", "name one of them as the cut"
     )
 
 
 def split_error(problem: str, instead: str = "") -> WorkerError:
     """Return the error of a model that cannot be split, such as one whose optimizer needs all gradients."""
     return InputError(
-        f"a model whose {problem} cannot be split", f"{instead}train with --strategy data-parallel"
+        f"a model whose {problem} cannot be split", f"{instead}train with the strategy data-parallel"
     )
 
 

@@ -117,7 +117,7 @@ def _compute_rows(
     partial.declare(*compute(*samples.read(np.arange(0))))
     row_bytes = math.prod(partial.info.sample_shape) * dtype_from_text(partial.info.dtype).itemsize
     num_rows = len(samples) * num_views(spec)
-    what, remedy = "features", "train without --strategy features"
+    what, remedy = "features", "train with another strategy"
     if spec.results:
         what, remedy = "results", "ask for classes only"
     check_free_space((num_rows - partial.info.num_samples) * row_bytes, spec.store, what, remedy)

@@ -437,7 +437,7 @@ class Verify(ModelTask):
         if missing:
             raise WorkerError(
                 f"verification needs all ranks of the plan; lost: {', '.join(missing)}",
-                remedy="check it with `csdctl doctor`, or leave it out with --exclude",
+                remedy="check it with `csdctl doctor`, or leave it out",
             )
 
     def _draw(self, rank: int, count: int) -> tuple[Array, Array]:

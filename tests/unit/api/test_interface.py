@@ -14,7 +14,7 @@ import pytest
 
 import csdctl
 from csdctl.api.interface import python_errors
-from csdctl.errors import InputError
+from csdctl.errors import InputError, option
 
 ROOT = Path(__file__).parents[3]
 PUBLIC = [name for name in csdctl.__all__ if name != "__version__"]
@@ -156,10 +156,8 @@ def test_errors_name_arguments(options: Any, given: dict[str, Any], message: str
     assert "--" not in raised.value.message + raised.value.remedy.partition("`")[0]
 
 
-def test_commands_in_errors_stay_command_lines() -> None:
+def test_options_in_errors_have_their_names_in_python() -> None:
     with pytest.raises(InputError) as raised, python_errors():
-        raise InputError(
-            "run `csdctl tune --host`, not --failed-from", remedy="csdctl trust --forget; --limit x"
-        )
-    assert raised.value.message == "run `csdctl tune --host`, not failed_from"
-    assert raised.value.remedy == "csdctl trust --forget; limit x"
+        raise InputError(f"{option('start_s')} is short", remedy=f"set {option('cut')}: csdctl tune --cut x")
+    assert raised.value.message == "deadlines.start_s is short"
+    assert raised.value.remedy == "set cut: csdctl tune --cut x"

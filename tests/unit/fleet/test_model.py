@@ -225,13 +225,12 @@ def test_excluded_nodes_are_removed_from_the_selection() -> None:
 
 
 @pytest.mark.fault(39)
-@pytest.mark.parametrize("option", ["--limit", "--exclude"])
+@pytest.mark.parametrize("option", ["limit", "exclude"])
 @pytest.mark.parametrize("pattern", ["csd12", "CSD0", "nowhere*", "csd[20-30]"])
 def test_pattern_without_a_match_is_refused_with_the_nodes(option: str, pattern: str) -> None:
-    arguments = {"limit" if option == "--limit" else "exclude": [f"csd0,{pattern}"]}
     with pytest.raises(InputError) as raised:
-        select_nodes(FLEET, **arguments)
-    assert raised.value.message == f"{option} {pattern!r} matches no node of fleet.yaml"
+        select_nodes(FLEET, **{option: [f"csd0,{pattern}"]})
+    assert str(raised.value).splitlines()[0] == f"{option} {pattern!r} matches no node of fleet.yaml"
     assert raised.value.remedy == "nodes: csd[0-11], dpu[00-11], jetson; groups: all, back, front"
 
 
