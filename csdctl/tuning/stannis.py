@@ -40,37 +40,42 @@ def tune_stannis(
     runs out of memory at a size is not tried at larger ones. Raises TuningError when no size fits an engine.
     """
     check_arguments(batch_sizes, step_divisor, margin_scale)
-    if not engines:
-        raise TuningError("no engine to tune")
     lists, too_large = _measure_list(engines, measure, sorted(set(batch_sizes)))
-    best = {engine: max(done, key=lambda batch: batch.samples_per_s) for engine, done in lists.items()}
+    best = {engine: max(points, key=lambda point: point.samples_per_s) for engine, points in lists.items()}
     slowest = min(engines, key=lambda engine: best[engine].samples_per_s)
     anchor = best[slowest]
-    tuned = {engine: batch for engine in engines if (batch := _similar(lists[engine], anchor, margin_scale))}
-    tuned[slowest] = anchor
-    grown = {engine: _start(lists[engine], anchor) for engine in engines if engine not in tuned}
+    similar_s = anchor.step_time_s * (1 - 1 / margin_scale)
+    tuned = {slowest: anchor}
+    growing: dict[str, Point] = {}
+    for engine, points in lists.items():
+        at_anchor = [point for point in points if point.batch_size == anchor.batch_size]
+        shorter = [point for point in points if point.step_time_s <= anchor.step_time_s]
+        if engine == slowest:
+            continue
+        if at_anchor and at_anchor[0].step_time_s >= similar_s:
+            tuned[engine] = at_anchor[0]
+        else:  # from the largest size that takes no longer than the anchor
+            growing[engine] = shorter[-1] if shorter else points[0]
     for _ in range(MAX_ROUNDS):
         next_sizes = {
             engine: size
-            for engine, done in grown.items()
-            if (size := _larger(done, anchor, margin_scale, step_divisor, too_large.get(engine)))
+            for engine, point in growing.items()
+            if (size := _larger(point, anchor, margin_scale, step_divisor, too_large=too_large.get(engine)))
         }
         if not next_sizes:
-            break
-        times = measure({engine: done.batch_size for engine, done in (tuned | grown).items()} | next_sizes)
+            return {engine: (tuned | growing)[engine] for engine in engines}
+        sizes = {engine: point.batch_size for engine, point in (tuned | growing).items()} | next_sizes
+        times = measure(sizes)
         for engine, size in next_sizes.items():
             time_s = times[engine]
             if time_s is None:
                 too_large[engine] = size
             else:
-                grown[engine] = Point(size, time_s)
-    else:
-        raise TuningError(
-            f"C = {step_divisor} makes the steps too small: not finished after {MAX_ROUNDS} rounds",
-            remedy=f"use a smaller {option('step_divisor')}",
-        )
-    tuned |= grown
-    return {engine: tuned[engine] for engine in engines}
+                growing[engine] = Point(size, time_s)
+    raise TuningError(
+        f"C = {step_divisor} makes the steps too small: not finished after {MAX_ROUNDS} rounds",
+        remedy=f"use a smaller {option('step_divisor')}",
+    )
 
 
 def check_arguments(batch_sizes: Sequence[int], step_divisor: float, margin_scale: float) -> None:
@@ -87,7 +92,7 @@ def check_arguments(batch_sizes: Sequence[int], step_divisor: float, margin_scal
 
 
 def _larger(
-    done: Point, anchor: Point, margin_scale: float, step_divisor: float, too_large: int | None
+    point: Point, anchor: Point, margin_scale: float, step_divisor: float, *, too_large: int | None
 ) -> int | None:
     """Return the next size of the while loop, None at its end. `too_large` does not fit in memory.
 
@@ -95,51 +100,34 @@ def _larger(
     least the margin. Otherwise it would vanish before the loop ends.
     """
     margin_s = anchor.step_time_s / margin_scale
-    missing_s = anchor.step_time_s + margin_s - done.step_time_s
+    missing_s = anchor.step_time_s + margin_s - point.step_time_s
     if missing_s <= 0:
         return None
     missing = max(missing_s, margin_s) / anchor.step_time_s
-    larger = done.batch_size + max(1, round(done.batch_size * missing / step_divisor))
+    larger = point.batch_size + max(1, round(point.batch_size * missing / step_divisor))
     if too_large is not None:
-        larger = min(larger, (done.batch_size + too_large) // 2)
-    return larger if larger > done.batch_size else None
+        larger = min(larger, (point.batch_size + too_large) // 2)
+    return larger if larger > point.batch_size else None
 
 
 def _measure_list(
     engines: Sequence[str], measure: Measure, batch_sizes: Sequence[int]
 ) -> tuple[dict[str, list[Point]], dict[str, int]]:
     """Benchmark every engine over the list. Also return the sizes at which engines ran out of memory."""
-    done: dict[str, list[Point]] = {engine: [] for engine in engines}
+    lists: dict[str, list[Point]] = {engine: [] for engine in engines}
     too_large: dict[str, int] = {}
     for batch_size in batch_sizes:
         fitting = [engine for engine in engines if engine not in too_large]
-        if not fitting:
-            break
-        for engine, time_s in measure(dict.fromkeys(fitting, batch_size)).items():
+        for engine, time_s in measure(dict.fromkeys(fitting, batch_size)).items() if fitting else ():
             if time_s is None:
                 too_large[engine] = batch_size
             else:
-                done[engine].append(Point(batch_size, time_s))
-    for engine in engines:
-        if not done[engine]:
+                lists[engine].append(Point(batch_size, time_s))
+    for engine, points in lists.items():
+        if not points:
             leave_out = "" if engine == HOST_NAME else f", or leave it out: {option('exclude')} {engine}"
             raise TuningError(
                 f"{engine} cannot train even {batch_sizes[0]} samples at a time: out of memory",
                 remedy=f"use smaller {option('batch_sizes')}{leave_out}",
             )
-    return done, too_large
-
-
-def _similar(done: Sequence[Point], anchor: Point, margin_scale: float) -> Point | None:
-    """Return the engine's measurement at the anchor's batch size if its time is already similar."""
-    shortest_s = anchor.step_time_s * (1 - 1 / margin_scale)
-    for batch in done:
-        if batch.batch_size == anchor.batch_size and batch.step_time_s >= shortest_s:
-            return batch
-    return None
-
-
-def _start(done: Sequence[Point], anchor: Point) -> Point:
-    """Return the largest size that takes no longer than the anchor. The smallest when all take longer."""
-    within = [batch for batch in done if batch.step_time_s <= anchor.step_time_s]
-    return within[-1] if within else done[0]
+    return lists, too_large

@@ -69,9 +69,10 @@ def test_page_shows_the_batch_sizes_and_shards_that_are_computed(network: Networ
     for step_divisor in (1, 2):
         host, newport = tuned_sizes(row, step_divisor)
         difference = f"{host / row.host_batch_size - 1:+.1%}".replace("-", "−")
-        cells.append(f"{host} / {newport} ({difference})")
+        assert newport == row.node_batch_size
+        cells.append(f"{host} ({difference})")
     assert "| " + " | ".join(cells) + " |" in PAGE
-    first, *others = placed(row)
-    sizes = " or ".join(f"{size:,}" for size in sorted({newport.num_samples for newport in others}))
-    steps = steps_per_epoch([first, *others])
+    first, *newports = placed(row)
+    sizes = " or ".join(f"{size:,}" for size in sorted({shard.num_samples for shard in newports}))
+    steps = steps_per_epoch([first, *newports])
     assert f"| {row.title} | {first.num_samples:,} | {sizes} | {steps} |" in PAGE
