@@ -8,11 +8,11 @@ import typer
 
 from csdctl.cli import options
 from csdctl.cli.call import open_streams
-from csdctl.cli.options import argument, option
+from csdctl.cli.parameters import LATEST, argument, complete_runs, option
 from csdctl.errors import ExitCode, InputError
 
 runs = options.group(help="List, watch, stop and remove runs.")
-run_argument = partial(argument, autocompletion=options.complete_runs)
+run_argument = partial(argument, autocompletion=complete_runs)
 RUN = run_argument(None, "Run ID, unique prefix or `latest`; default: the latest.")
 
 
@@ -114,7 +114,7 @@ def report(
     from csdctl.workflows.reporting import report as reporting
 
     streams = open_streams(is_json=json)
-    directories = [find_run(streams.project, run, streams.say) for run in runs or [options.LATEST]]
+    directories = [find_run(streams.project, run, streams.say) for run in runs or [LATEST]]
     if privacy:
         if html or csv or len(directories) > 1:
             raise InputError(

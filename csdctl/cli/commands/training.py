@@ -7,7 +7,7 @@ from typing import Literal
 
 from csdctl.cli import options
 from csdctl.cli.call import Call, on_job
-from csdctl.cli.options import argument, option
+from csdctl.cli.parameters import argument, complete_models, complete_runs, option
 from csdctl.errors import InputError
 from csdctl.terminal.streams import Streams
 
@@ -23,7 +23,7 @@ def train(
         None,
         "Resume this run from its last completed step: a run ID, a unique prefix or `latest`.",
         metavar="RUN",
-        autocompletion=options.complete_runs,
+        autocompletion=complete_runs,
     ),
     min_nodes: int | None = options.resuming(
         None,
@@ -115,7 +115,7 @@ def predict(
         ...,
         "Run ID, unique prefix or `latest`, or a .keras file.",
         metavar="RUN|MODEL.keras",
-        autocompletion=options.complete_models,
+        autocompletion=complete_models,
     ),
     job: Path | None = argument(None, "Job whose data is used; default: the run's, else job.yaml."),
     on: Literal["private", "public", "validation", "all"] | None = option(
