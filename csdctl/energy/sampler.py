@@ -58,7 +58,6 @@ RAPL_REMEDY = (
     "only root may read energy_uj (CVE-2020-8694), unless a udev rule allows it: on nodes, "
     "`csdctl provision --set node_rapl=true` writes it, for others see docs/how-to/energy.md"
 )
-FAILED, RECOVERED = "failed", "recovered"
 _NUMBER = r"(\d+(?:\.\d*)?(?:[eE][-+]?\d+)?)"
 _VALUE = re.compile(rf"(?<!\S){_NUMBER}(?:(?:/{_NUMBER})? ?(u?J)| ?(u?W)|)(?: |$)", re.ASCII)
 
@@ -118,8 +117,7 @@ class PowerSampler:
             for name, power in self._powers.items()
             if power.watts is None
         ]
-        self._states: dict[str, str] = {}
-        """FAILED or RECOVERED, for the machines whose source has failed."""
+        self._failed: set[str] = set()
         self._stopped = threading.Event()
         self._start_s = 0.0
 
@@ -145,8 +143,8 @@ class PowerSampler:
             try:
                 self._follow(name, power)
             except (CsdctlError, OSError, ValueError, EOFError, RuntimeError) as error:
-                if name not in self._states:
-                    self._states[name] = FAILED
+                if name not in self._failed:
+                    self._failed.add(name)
                     text = shorten(make_printable(str(error) or type(error).__name__), 200)
                     self._record(name, time.time(), 0.0, None, text)
                     self._say(f"{name}: power cannot be read ({power.source}): {text}")
@@ -164,9 +162,6 @@ class PowerSampler:
                 while not self._stopped.is_set():
                     uptime, _, text = conversation.read_line(deadline_s=MAX_GAP_S).partition(" ")
                     reading, now_s = parse_reading(text), float(uptime)
-                    if self._states.get(name) == FAILED:
-                        self._states[name] = RECOVERED
-                        self._say(f"{name}: power can be read again ({power.source})")
                     if before:
                         joules += count_joules(before, reading, now_s - before_s)
                         seconds += now_s - before_s
