@@ -54,7 +54,7 @@ class Rank:
 
 
 class History:
-    """Draws a history; `events` are with their times of arrival."""
+    """Draws a history. `events` have their times of arrival."""
 
     def __init__(self, random: Random, epochs: int = 4) -> None:
         self.random, self.epochs, self._breaks = random, epochs, 12
@@ -94,7 +94,7 @@ class History:
             self._send(Ready(rank, NODES[rank], 100))
 
     def _join(self, newcomers: list[int], *lost: int, is_start: bool = False) -> None:
-        """Rank 0 says who takes part; newcomers have reported nothing since."""
+        """Rank 0 says who takes part. Newcomers have reported nothing since."""
         for rank in newcomers:
             self.ranks[rank].since_report, self.ranks[rank].since_joined = Done(), Done()
         sizes = {str(rank): self.sizes[rank] for rank in self.members}
@@ -149,7 +149,7 @@ class History:
         self._drop_node(lost)
 
     def _drop_node(self, lost: int) -> None:
-        """The others go on without a node; csdctl may know of it before rank 0 does, or after."""
+        """The others go on without a node. csdctl may know of it before rank 0 does, or after."""
         if self.random.random() < 0.5:  # its process lives
             self._report(lost)
         self.members = [rank for rank in self.members if rank != lost]

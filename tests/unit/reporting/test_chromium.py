@@ -1,6 +1,6 @@
 """The HTML report in a real browser: no message on its console, no request, every chart drawn and readable.
 
-Needs Debian's chromium; where it is missing, the tests of this file alone are skipped.
+Needs Debian's chromium. Where it is missing, the tests of this file alone are skipped.
 """
 
 import json

@@ -139,18 +139,18 @@ class TestStreams:
         )
         text = (done.stdout + done.stderr).decode(encoding)
         assert foreign(text) == set()
-        for shown in (r"w\x1b]52;", r"l\x9b", r"t\x1b]52;", r"→ \x1b ü"):
-            assert shown.encode(encoding, "backslashreplace").decode(encoding) in text
+        for line in (r"w\x1b]52;", r"l\x9b", r"t\x1b]52;", r"→ \x1b ü"):
+            assert line.encode(encoding, "backslashreplace").decode(encoding) in text
         assert text.count("ValueError: t") == 2
         assert "Encode" not in text
 
 
 def test_no_command_writes_past_the_console() -> None:
-    found = {
+    calls_past = {
         (path.name, ast.unparse(node.func))
         for name in ("cli", "terminal")
         for path in (PACKAGE / name).rglob("*.py")
         for node in ast.walk(ast.parse(path.read_text()))
         if isinstance(node, ast.Call) and PAST_THE_CONSOLE.fullmatch(ast.unparse(node.func))
     }
-    assert found == {(name, call) for name, calls in ALLOWED.items() for call in calls}
+    assert calls_past == {(name, call) for name, calls in ALLOWED.items() for call in calls}

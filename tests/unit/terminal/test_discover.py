@@ -72,8 +72,8 @@ class TestTable:
 
     def test_thousand_nodes_fit_a_screen(self) -> None:
         machines = [
-            replace(one, problem=None if k % 3 else "gone", notes=(f"clock {k}",))
-            for k, one in enumerate(csds(1000))
+            replace(machine, problem=None if k % 3 else "gone", notes=(f"clock {k}",))
+            for k, machine in enumerate(csds(1000))
         ]
         failed: dict[str, CsdctlError] = {
             machine.name: HostKeyError(f"shows key {machine.name}") for machine in machines if machine.problem
@@ -86,8 +86,8 @@ class TestTable:
 def test_document_has_groups_problems_and_drives_beside_the_machines() -> None:
     lost = [Facts(f"csd{k}", problem="closed") for k in (3, 4)]
     failed: dict[str, CsdctlError] = {
-        one.name: UnreachableError(f"10.0.0.{k} is closed", remedy="start it")
-        for k, one in zip((4, 5), lost, strict=True)
+        machine.name: UnreachableError(f"10.0.0.{k} is closed", remedy="start it")
+        for k, machine in zip((4, 5), lost, strict=True)
     }
     document = json.loads(format_json(discover_document(result_of(*csds(3), *lost, failed=failed))))
     check_document(document)
@@ -114,8 +114,8 @@ def test_machines_are_lines_or_a_bar_that_counts(is_terminal: bool) -> None:
 
 class TestSources:
     def test_dry_run_prints_the_file_and_writes_nothing(self, tmp_path: Path) -> None:
-        own = {"ansible_host": "127.0.0.1", "ansible_user": "me"}
-        hosts = {f"csd{number}": own for number in range(4)}
+        variables = {"ansible_host": "127.0.0.1", "ansible_user": "me"}
+        hosts = {f"csd{number}": variables for number in range(4)}
         content = {"_meta": {"hostvars": hosts}, "csds": {"hosts": list(hosts)}}
         (tmp_path / "hosts").write_text(json.dumps(content))
         ended = csdctl(tmp_path, "discover", "--inventory", "hosts", "--dry-run", "--limit", "csd[1-2]")

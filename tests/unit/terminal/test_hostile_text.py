@@ -105,9 +105,9 @@ def show_discovery(console: PrintableConsole) -> None:
     with CountView(console, "probing", 2) as view:
         view.take(machine)
         view.take(lost)
-    found = result_of(machine, lost, failed={"csd1": NodeError(HOSTILE, remedy=HOSTILE)})
-    shown = DiscoverResult(found.fleet, found.facts, found.failed, (HOSTILE,), Path(HOSTILE))
-    render_fleet(console, shown, verbose=True)
+    result = result_of(machine, lost, failed={"csd1": NodeError(HOSTILE, remedy=HOSTILE)})
+    hostile_result = DiscoverResult(result.fleet, result.facts, result.failed, (HOSTILE,), Path(HOSTILE))
+    render_fleet(console, hostile_result, verbose=True)
 
 
 def show_deploy(console: PrintableConsole) -> None:
@@ -130,8 +130,8 @@ def show_plan(console: PrintableConsole) -> None:
     plan = Plan(job="job", job_fingerprint="f", method="stannis", ranks=[rank])
     ranks = [replace(rank, node=HOSTILE)]
     changes = {"job": HOSTILE, "method": HOSTILE, "left_out": [HOSTILE], "ranks": ranks}
-    known = {"strategy": "split", "cut": HOSTILE, "first_run_s_range": (1.0, 2.0)}
-    strategies = [StrategyPlan(first_run_s=seconds, **known) for seconds in (1.0, 2.0)]
+    figures = {"strategy": "split", "cut": HOSTILE, "first_run_s_range": (1.0, 2.0)}
+    strategies = [StrategyPlan(first_run_s=seconds, **figures) for seconds in (1.0, 2.0)]
     changes |= {
         "strategy": "split",
         "cut": HOSTILE,

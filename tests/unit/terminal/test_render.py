@@ -57,7 +57,7 @@ class TestReport:
         assert row(report(SUMMARY), "csd0") == ["1", "csd0", "10", "40", "60", "10.0", "15.0", "10%"]
 
     @pytest.mark.parametrize(
-        ("changes", "shown", "absent"),
+        ("changes", "present", "absent"),
         [
             ({}, ["emulated", "89%", "0.6000", "1.0000", "identical"], []),
             ({"emulated": False}, [], ["emulated"]),
@@ -72,10 +72,10 @@ class TestReport:
         ],
     )
     def test_what_is_known_is_shown(
-        self, changes: dict[str, Any], shown: list[str], absent: list[str]
+        self, changes: dict[str, Any], present: list[str], absent: list[str]
     ) -> None:
         text = report(replace(SUMMARY, **changes))
-        assert [word for word in shown if word not in text] == []
+        assert [word for word in present if word not in text] == []
         assert [word for word in absent if word in text] == []
 
     def test_terminal_that_is_too_narrow_for_the_columns_cuts_nothing(self) -> None:
@@ -155,11 +155,11 @@ def test_plan_that_was_edited_is_not_shown_as_confirmed() -> None:
 
 
 def test_strategies_are_shown_with_the_range_of_their_first_runs() -> None:
-    known = {"next_run_s": 40.0, "epoch_s": 4.0, "sample_bytes": 1000.0}
+    figures = {"next_run_s": 40.0, "epoch_s": 4.0, "sample_bytes": 1000.0}
     strategies = [
-        StrategyPlan(strategy="data-parallel", first_run_s=50.0, first_run_s_range=(40.0, 62.0), **known),
+        StrategyPlan(strategy="data-parallel", first_run_s=50.0, first_run_s_range=(40.0, 62.0), **figures),
         StrategyPlan(
-            strategy="split", cut="block", first_run_s=45.0, first_run_s_range=(32.0, 58.0), **known
+            strategy="split", cut="block", first_run_s=45.0, first_run_s_range=(32.0, 58.0), **figures
         ),
     ]
     console = PrintableConsole(file=(printed := StringIO()), width=200)

@@ -131,8 +131,8 @@ def test_state_of_a_rank_is_what_rank_0_and_csdctl_say_last() -> None:
 
     def states() -> list[str]:
         lines = screen(view, (80, 24))
-        found = dict(line.split()[:2] for line in lines if line.startswith(("host ", "csd")))
-        return [found[name_of(rank)] for rank in range(4)]
+        states_by_node = dict(line.split()[:2] for line in lines if line.startswith(("host ", "csd")))
+        return [states_by_node[name_of(rank)] for rank in range(4)]
 
     def joined(*ranks: int, is_start: bool = False) -> Joined:
         return Joined(0, "host", 1, 5, 100, 5, {str(rank): 8 for rank in ranks}, is_start)

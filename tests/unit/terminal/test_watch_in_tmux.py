@@ -16,9 +16,9 @@ SIZES = [(80, 24), (120, 40), (200, 50)]
 
 @pytest.fixture
 def tmux(tmp_path: Path) -> Iterator[Tmux]:
-    found = Tmux(tmp_path)
-    yield found
-    found.close()
+    screen = Tmux(tmp_path)
+    yield screen
+    screen.close()
 
 
 @pytest.mark.parametrize("num_ranks", [4, 37])

@@ -132,7 +132,7 @@ class TestUnreadable:
         return [add_run(project, END, *DONE) for _ in range(2)]
 
     def say(self, capsys: pytest.CaptureFixture[str], *arguments: str, code: int = 0) -> tuple[str, str]:
-        """Run csdctl; return its standard output and, in one line, all that it prints."""
+        """Run csdctl. Return its standard output and, in one line, all that it prints."""
         assert run_command(arguments, Streams()) == code
         stdout, stderr = capsys.readouterr()
         return stdout, " ".join((stdout + stderr).split())
@@ -209,15 +209,15 @@ class TestStop:
         run, copy = add_run(project, PROGRESS), add_run(project, PROGRESS)
         trains = start_process(run)
         copy.process.write_bytes(run.process.read_bytes())
-        with subprocess.Popen(["sleep", "100000"]) as other:
-            for pid in (trains.pid, other.pid):
+        with subprocess.Popen(["sleep", "100000"]) as sleeping:
+            for pid in (trains.pid, sleeping.pid):
                 started = str(load_stat(pid).start_time)  # type: ignore[union-attr]
                 holder = describe_holder("train", project.root) | {"pid": pid, "started": started}
                 save_json(copy.process, holder)
                 with pytest.raises(InputError, match=f"process {pid}.* does not train run {copy.run_id}"):
                     stop_run(project, copy.run_id, 1.0)
-            assert (trains.poll(), other.poll()) == (None, None)
-            other.kill()
+            assert (trains.poll(), sleeping.poll()) == (None, None)
+            sleeping.kill()
         trains.kill()
 
     def test_process_is_interrupted_and_awaited(self, project: ProjectDirectory) -> None:
