@@ -146,7 +146,7 @@ def load_computation(spec: ExtractSpec) -> Compute:
 
 
 def load_augmentation(spec: ExtractSpec) -> Callable[[Array, Array, int, int], tuple[Array, Array]]:
-    """Return what makes a view of samples, by its number and that of the first sample, always the same."""
+    """Return what makes a view of samples: by numbers of the view and the first sample, always the same."""
     if spec.augmented is None:
         return lambda samples, labels, view, start: (samples, labels)
     content = f"{spec.source.images_sha256} {spec.source.start}"
@@ -218,7 +218,7 @@ def _compare(spec: ExtractSpec, info: DatasetInfo, compute: Compute, num_batches
 
 
 def gather(spec: GatherSpec, *, on_progress: OnProgress = lambda progress: None) -> Gathered:
-    """Store the features of `spec.parts` as those of all samples. Raises WorkerError for anything else."""
+    """Store the features of `spec.parts`, which are of all samples. Raises WorkerError for anything else."""
     if not spec.parts:
         return Gathered(is_stored=find_stored(_target_of(spec.request)) is not None)
     _store_rows(spec.request, functools.partial(_merge, spec), on_progress)

@@ -105,7 +105,8 @@ def _readers(tree: Tree) -> int:
 
 def empty_info(fingerprint: str, class_names: Sequence[str] = ()) -> DatasetInfo:
     """Return the description of a data set without samples."""
-    return DatasetInfo("", 0, (), "", (), -1, fingerprint, class_counts=dict.fromkeys(class_names, 0))
+    counts = dict.fromkeys(class_names, 0)
+    return DatasetInfo("", 0, (), "", (), max_label=-1, fingerprint=fingerprint, class_counts=counts)
 
 
 def add_block(info: DatasetInfo, block: Block) -> DatasetInfo:

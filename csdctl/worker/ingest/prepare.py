@@ -200,7 +200,7 @@ def _is_own_file(spec: PrepareSpec, path: Path) -> bool:
 
 
 def _is_as_stored(source: ArraySource, spec: PrepareSpec) -> bool:
-    """Return whether samples and labels need no conversion but that of labels when they are read."""
+    """Return whether neither samples nor labels need a conversion before they are read."""
     samples, labels = source.inputs[""], source.outputs[""]
     stored = conform(source.rows(0, 0), spec)
     forms = (stored.samples.dtype, stored.samples.shape[1:], stored.labels.dtype)

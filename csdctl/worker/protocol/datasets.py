@@ -27,6 +27,7 @@ INPUT, OUTPUT = "input", "output"
 LABEL = "label"
 """The field of labels that have no name of their own, beside the samples' weights."""
 SAMPLE_WEIGHT = "sample_weight"
+MAX_CLASSES = 100_000
 SKIPPED = "skipped.txt"
 """The file beside prepared data that names all skipped samples."""
 
@@ -49,7 +50,6 @@ def is_data_type(text: str) -> bool:
 
 
 DataType = Annotated[str, Bound("a type of samples or labels", is_data_type)]
-MAX_CLASSES = 100_000
 Reasons = Annotated[dict[ShortText, Count], MaxLength(1000)]
 Largest = Annotated[int, Between(-1, 1 << 64)]
 """The largest of several integers from 0; -1 if there are others among them."""

@@ -67,7 +67,7 @@ class Header:
     opened: Any = None
     """Pillow's image, not decoded yet; None for a PNG."""
     orientation: int = 1
-    """That of EXIF, which cameras write; 1 is upright, from 5 on width and height are stored swapped."""
+    """By EXIF, which cameras write: 1 is upright. From 5 on, width and height are stored swapped."""
 
 
 def read_header(content: bytes) -> Header | None:
@@ -112,7 +112,7 @@ def _import_pillow() -> Any:
 
 
 class ImageDecoder:
-    """Decodes images and fits them to the shape of a rule. thread-safe."""
+    """Decodes images and fits them to the shape of a rule. Thread-safe."""
 
     def __init__(self, rule: ImageRule) -> None:
         """Raise WorkerError, exit code 2, for a shape that images cannot have. `fit` needs no TensorFlow."""
