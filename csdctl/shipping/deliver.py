@@ -15,7 +15,7 @@ from csdctl.errors import NodeError
 from csdctl.shipping.payload import Payload
 from csdctl.shipping.store import CHUNK_BYTES, StoredFile, changed, hash_source, read_chunk
 from csdctl.transport.commands import build_program_command
-from csdctl.transport.program import Nothing, Patience, Program
+from csdctl.transport.program import AnswerLimits, Nothing, Program
 from csdctl.transport.session import SLICE_BYTES, Session
 from csdctl.worker.protocol.json_codec import (
     PROGRESS,
@@ -91,7 +91,7 @@ def deliver(
     python: str = "python3",
     dry_run: bool = False,
     on_progress: OnDeliveryProgress = lambda progress: None,
-    patience: Patience | None = None,
+    patience: AnswerLimits | None = None,
 ) -> Delivery:
     """Send the machine the missing part of `payload`. With `dry_run`, only determine that part.
 
@@ -102,7 +102,7 @@ def deliver(
         return Delivery(0, 0, 0)
     command, request = build_receiver(python, {**payload.manifest, "dry_run": dry_run})
     whole_s = WHOLE_S + sum(stored.size for stored in payload.objects) / BYTES_PER_S
-    patience = patience or Patience(RESPONSE_S, whole_s, whole_s)
+    patience = patience or AnswerLimits(RESPONSE_S, whole_s, whole_s)
     transfer = _Transfer(session, payload, dry_run, on_progress)
     for _ in range(MAX_TRIES):
         with closing(Program(session, command, "receiving files", patience, _REMEDY)) as program:

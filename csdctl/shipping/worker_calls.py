@@ -12,7 +12,7 @@ from csdctl.fleet.model import HOST_NAME
 from csdctl.fleet.requirements import build_repair_command, find_package
 from csdctl.transport.commands import build_worker_command
 from csdctl.transport.meter import TrafficClass
-from csdctl.transport.program import Nothing, Patience, Program, ProgramEndedError
+from csdctl.transport.program import AnswerLimits, Nothing, Program, ProgramEndedError
 from csdctl.transport.session import OUT_OF_MEMORY_CODE, Completed, Session
 from csdctl.worker.protocol.datasets import PrepareProgress
 from csdctl.worker.protocol.features import SendSpec
@@ -20,7 +20,7 @@ from csdctl.worker.protocol.json_codec import DATA, RESULT, to_json
 
 ResponseT = TypeVar("ResponseT")
 
-PATIENCE = Patience()
+PATIENCE = AnswerLimits()
 CHECK_LOAD = "check the load of that machine, then retry"
 MIN_BLOCK_BYTES = 1000
 """The least size of the blocks of a file that a worker sends, on average."""
@@ -50,7 +50,7 @@ def call_worker(
     on_progress: Callable[[PrepareProgress], None] = lambda progress: None,
     *,
     doing: str,
-    patience: Patience = PATIENCE,
+    patience: AnswerLimits = PATIENCE,
 ) -> ResponseT:
     """Send `request` to a command of the worker. Return its response. Raises the errors of `Program.read`."""
     argv = build_worker_command(python, worker_path, [command])
@@ -94,7 +94,7 @@ def fetch_results(
     """
     digest, num_bytes = hashlib.sha256(), 0
     argv = build_worker_command(python, worker_path, ["send"])
-    patience = Patience(spare_lines=1000 + spec.num_bytes // MIN_BLOCK_BYTES)
+    patience = AnswerLimits(spare_lines=1000 + spec.num_bytes // MIN_BLOCK_BYTES)
     with closing(WorkerProgram(session, argv, doing, patience)) as program:
         program.send(spec)
         while (frame := program.read({DATA: bytes, RESULT: Nothing}))[0] == DATA:

@@ -41,7 +41,7 @@ MAX_TEXT_LENGTH = 1000
 
 
 @dataclass(frozen=True)
-class Patience:
+class AnswerLimits:
     """Limits of a program's time and of its lines. A program beyond them is ended."""
 
     silence_s: float = 120.0
@@ -55,9 +55,9 @@ class Patience:
     """Lines, beside MAX_LINES_PER_S, that a program or a slow network may deliver together."""
 
 
-def within(deadline_s: float) -> Patience:
+def within(deadline_s: float) -> AnswerLimits:
     """Return the limits of a program that must end within `deadline_s`, and may print meanwhile."""
-    return Patience(deadline_s, deadline_s, deadline_s, MAX_PRINTED_LINES)
+    return AnswerLimits(deadline_s, deadline_s, deadline_s, MAX_PRINTED_LINES)
 
 
 @dataclass(frozen=True)
@@ -103,7 +103,7 @@ class Program:
         session: Session,
         command: Sequence[str],
         doing: str,
-        patience: Patience,
+        patience: AnswerLimits,
         remedy: str = "check what runs on that machine",
     ) -> None:
         """Start `command`. `doing` begins the message of every error."""

@@ -19,7 +19,7 @@ from csdctl.shipping.deliver import deliver
 from csdctl.shipping.payload import pack_payload
 from csdctl.shipping.store import store_bytes
 from csdctl.shipping.worker_calls import call_worker
-from csdctl.transport.program import Patience
+from csdctl.transport.program import AnswerLimits
 from csdctl.transport.ssh import SshSession, connect
 from csdctl.worker.protocol.datasets import DatasetInfo, PrepareSpec
 from csdctl.worker.protocol.json_codec import to_frame
@@ -33,9 +33,9 @@ pytestmark = [pytest.mark.attack(13), pytest.mark.first(1)]
 
 BOMB = "print('@csdctl-result ' + '[' * 900_000, flush=True); time.sleep(3600)"
 ENDLESS_LINE = "while True: sys.stdout.write('x' * 65536)"
-QUICK = Patience(silence_s=5.0, whole_s=3.0)
+QUICK = AnswerLimits(silence_s=5.0, whole_s=3.0)
 """So short that the whole ends first where every answer comes in time."""
-PATIENT = Patience(silence_s=scaled(60), whole_s=scaled(60))
+PATIENT = AnswerLimits(silence_s=scaled(60), whole_s=scaled(60))
 """For an answer that ends the delivery."""
 
 FOR_EVER = {
@@ -85,7 +85,7 @@ def refused(*kinds: type[CsdctlError]) -> Iterator[pytest.ExceptionInfo[CsdctlEr
 
 
 def send(
-    session: SshSession, directory: Path, python: str, patience: Patience = QUICK, num_bytes: int = 9
+    session: SshSession, directory: Path, python: str, patience: AnswerLimits = QUICK, num_bytes: int = 9
 ) -> None:
     stored = store_bytes(bytes(num_bytes), ".bin", directory)
     deliver(session, pack_payload([stored]), python=python, patience=patience)
@@ -115,7 +115,7 @@ def test_receiver_that_reads_a_byte_a_second_is_left(
         "say('missing', ranges=[[0, 0]], resume={})\nwhile True: sys.stdin.buffer.read1(1); time.sleep(0.1)"
     )
     with refused(DeadlineError):
-        send(session, tmp_path, hostile(body), Patience(silence_s=5.0, whole_s=2.0), 8 << 20)
+        send(session, tmp_path, hostile(body), AnswerLimits(silence_s=5.0, whole_s=2.0), 8 << 20)
 
 
 ANY_ANSWER = ["", "5", "[" * 100_000]
@@ -195,7 +195,7 @@ def test_process_that_a_lock_only_names_is_not_ended(
             os.killpg(holding.pid, signal.SIGKILL)
 
 
-STEADY = Patience(silence_s=5.0, standstill_s=2.0, whole_s=4.0)
+STEADY = AnswerLimits(silence_s=5.0, standstill_s=2.0, whole_s=4.0)
 TELL = "say('progress', num_done=n, num_total=0, num_skipped=0); time.sleep(0.3)"
 PREPARING = {
     "no progress": f"n = 0\nwhile True: {TELL}",

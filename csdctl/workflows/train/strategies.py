@@ -65,7 +65,7 @@ class Strategy:
 
 
 @dataclass
-class Split(Strategy):
+class SplitStrategy(Strategy):
     """Nodes compute the first layers of the model, up to `cut`, the host the rest.
 
     Each rank's batch is divided into micro-batches: nodes compute some while the host computes others.
@@ -138,7 +138,7 @@ def find_cut(info: ModelInfo, layer: str) -> CutInfo:
     raise InputError(f"{info.name} {what}; its cuts: {names}", remedy=remedy)
 
 
-class Features(Strategy):
+class FeatureStrategy(Strategy):
     """Each machine computes the features of its samples once. The ranks train the model's head."""
 
     name = FEATURES
@@ -189,14 +189,14 @@ def choose_strategy(options: TrainOptions, plan: Plan) -> Strategy:
     options.check_strategy_options(name)
     if name == SPLIT:
         cut = options.cut or (plan.cut if plan.strategy == SPLIT else "")
-        return Split(cut, options.num_micro_batches)
-    return Features(options.feature_precision) if name == FEATURES else Strategy()
+        return SplitStrategy(cut, options.num_micro_batches)
+    return FeatureStrategy(options.feature_precision) if name == FEATURES else Strategy()
 
 
 def strategy_of(spec: RunSpec) -> Strategy:
     """Return the strategy with which a run began."""
     if spec.split:
-        return Split(spec.split.cut, spec.split.num_micro_batches)
+        return SplitStrategy(spec.split.cut, spec.split.num_micro_batches)
     if spec.head:
-        return Features(spec.head.prefix.precision)
+        return FeatureStrategy(spec.head.prefix.precision)
     return Strategy()

@@ -36,7 +36,7 @@ from csdctl.runs.ledger import Ledger
 from csdctl.shipping.store import StoredFile
 from csdctl.shipping.worker_calls import PATIENCE, call_worker
 from csdctl.transport.many import open_sessions, run_on_all, values_or_raise
-from csdctl.transport.program import Patience
+from csdctl.transport.program import AnswerLimits
 from csdctl.transport.session import Session
 from csdctl.worker.protocol.datasets import PrepareProgress
 from csdctl.worker.protocol.limits import RAISE, judge_limits, own_limits
@@ -79,7 +79,7 @@ def call_machine(
     on_progress: Callable[[PrepareProgress], None] = lambda progress: None,
     *,
     doing: str,
-    patience: Patience = PATIENCE,
+    patience: AnswerLimits = PATIENCE,
 ) -> ResponseT:
     """Run a command of the worker on a machine of `space`. Raises what `call_worker` raises."""
     call = partial(call_worker, space.sessions[machine], space.fleet.python_of(machine), worker.path)

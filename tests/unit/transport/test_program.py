@@ -9,7 +9,7 @@ import pytest
 
 from csdctl.errors import CsdctlError, DeadlineError, InputError, RemoteCommandError
 from csdctl.transport.local import LocalSession
-from csdctl.transport.program import MAX_TEXT_LENGTH, Patience, Program, ProgramEndedError, within
+from csdctl.transport.program import MAX_TEXT_LENGTH, AnswerLimits, Program, ProgramEndedError, within
 from csdctl.worker.protocol.datasets import PrepareProgress
 from csdctl.worker.protocol.json_codec import Count, to_frame
 from tests.fake_session import FakeSession
@@ -50,7 +50,7 @@ def test_request_is_one_line_and_progress_comes_before_the_result() -> None:
     frames = ["noise", *(to_frame("progress", progress) for progress in working), to_frame("result", Sum(3))]
     session = FakeSession("csd2").on("python3", replies=lambda line: frames)
     news: list[PrepareProgress] = []
-    with closing(Program(session, ["python3"], "adding", Patience())) as program:
+    with closing(Program(session, ["python3"], "adding", AnswerLimits())) as program:
         assert program.call({"terms": [1, 2]}, Sum, news.append) == Sum(3)
     assert (news, session.conversations[0].sent) == (working, ['{"terms": [1, 2]}'])
 
@@ -103,7 +103,7 @@ class TestRunning:
     """Real processes."""
 
     @staticmethod
-    def run(directory: Path, script: str, patience: Patience) -> Sum:
+    def run(directory: Path, script: str, patience: AnswerLimits) -> Sum:
         with (
             closing(LocalSession("csd2", directory)) as session,
             closing(Program(session, ["sh", "-c", script], "adding", patience)) as program,
@@ -112,25 +112,27 @@ class TestRunning:
 
     def test_end_without_a_result_is_an_error(self, tmp_path: Path) -> None:
         with pytest.raises(ProgramEndedError, match="adding ended without a result"):
-            self.run(tmp_path, "echo hello", Patience(scaled(60)))
+            self.run(tmp_path, "echo hello", AnswerLimits(scaled(60)))
 
     @pytest.mark.parametrize(
         ("script", "patience", "message"),
         [
-            ("sleep 1000", Patience(silence_s=0.2), "adding: no line for 0.2 s"),
-            ("while :; do echo; sleep 0.1; done", Patience(whole_s=0.5), "adding took more than 0.5 s"),
-            ("while :; do echo; sleep 0.1; done", Patience(standstill_s=0.5), "got no further for"),
+            ("sleep 1000", AnswerLimits(silence_s=0.2), "adding: no line for 0.2 s"),
+            ("while :; do echo; sleep 0.1; done", AnswerLimits(whole_s=0.5), "adding took more than 0.5 s"),
+            ("while :; do echo; sleep 0.1; done", AnswerLimits(standstill_s=0.5), "got no further for"),
             (
                 f"while :; do echo '{SAME}'; sleep 0.1; done",
-                Patience(whole_s=scaled(10), standstill_s=0.5),
+                AnswerLimits(whole_s=scaled(10), standstill_s=0.5),
                 "got no further for",
             ),
         ],
     )
-    def test_patience_has_an_end(self, tmp_path: Path, script: str, patience: Patience, message: str) -> None:
+    def test_patience_has_an_end(
+        self, tmp_path: Path, script: str, patience: AnswerLimits, message: str
+    ) -> None:
         with pytest.raises(DeadlineError, match=message):
             self.run(tmp_path, script, patience)
 
     def test_program_that_prints_without_pause_is_ended(self, tmp_path: Path) -> None:
         with pytest.raises(RemoteCommandError, match="expected one each second"):
-            self.run(tmp_path, "yes", Patience(spare_lines=10))
+            self.run(tmp_path, "yes", AnswerLimits(spare_lines=10))

@@ -16,7 +16,7 @@ from csdctl.job.model import Job, load_job
 from csdctl.runs.directory import ProjectDirectory
 from csdctl.runs.ledger import Ledger
 from csdctl.transport.local import LocalSession
-from csdctl.transport.program import Patience, Program
+from csdctl.transport.program import AnswerLimits, Program
 from csdctl.worker.protocol.datasets import DatasetInfo
 from csdctl.worker.protocol.json_codec import RESULT, to_frame
 from csdctl.workflows.data.prepare import (
@@ -231,7 +231,7 @@ INFO = DatasetInfo(
 def check(info: DatasetInfo) -> None:
     answer = [to_frame(RESULT, info)]
     session = FakeSession("csd0").on("python", replies=lambda request: answer)
-    with closing(Program(session, ["python"], "preparing data", Patience())) as program:
+    with closing(Program(session, ["python"], "preparing data", AnswerLimits())) as program:
         check_info(program.call({}, DatasetInfo), "csd0", "preparing data")
 
 
