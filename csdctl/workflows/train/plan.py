@@ -62,12 +62,15 @@ def find_left_out(plan: Plan, fleet: Fleet) -> list[str]:
 def load_fitting_plan(path: Path, job: Job, fleet: Fleet, say: Say = lambda line: None) -> Plan:
     """Read a plan that fits the job and the fleet as they are now. No machine is contacted.
 
-    Machines are judged by the facts that `discover` saved. Ranks on machines outside `fleet` are left out,
-    and then the plan predicts nothing. Raises InputError, which lists what has changed.
+    Machines are judged by the facts that `discover` saved, unless it could not reach them. Ranks on machines
+    outside `fleet` are left out, and then the plan predicts nothing.
+
+    Raises InputError, which lists what has changed.
     """
     plan, facts = load_plan(path), dict[str, Facts]()
     with suppress(InputError):  # damaged facts are collected again once the machines are connected
-        facts = load_facts(fleet) if facts_path(fleet).exists() else {}
+        saved = load_facts(fleet) if facts_path(fleet).exists() else {}
+        facts = {name: machine for name, machine in saved.items() if not machine.problem}
     check_plan(plan, job, fleet, facts)
     ranks = [rank for rank in plan.ranks if rank.node in fleet.machines]
     if not any(rank.batch_size for rank in ranks):

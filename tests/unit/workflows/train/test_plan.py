@@ -58,6 +58,8 @@ def test_plan_is_judged_by_the_facts_that_discover_saved(plan: Plan, job: Job, t
     save_facts(fleet, {**FACTS, "csd1": replace(FACTS["csd1"], num_cores=2)})
     with pytest.raises(InputError, match="csd1: "):
         load_fitting_plan(tmp_path / "all.yaml", job, fleet)
+    save_facts(fleet, {**FACTS, "csd1": Facts("csd1", problem="port 22 is closed")})
+    assert load_fitting_plan(tmp_path / "all.yaml", job, fleet) == plan
     facts_path(fleet).write_text("damaged")
     assert load_fitting_plan(tmp_path / "all.yaml", job, fleet) == plan
 
