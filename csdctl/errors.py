@@ -60,18 +60,32 @@ class CsdctlError(Exception):
 
     def __init__(self, message: str, *, remedy: str = "", node: str = "") -> None:
         super().__init__(message)
-        self.message = message
-        self.remedy = remedy
-        self.node = node
+        self._message, self._remedy, self.node = message, remedy, node
+        self.rename_option: Callable[[str], str] = str
+        """Returns the name of an option in the interface that shows the error. By default, in Python."""
+
+    @property
+    def message(self) -> str:
+        """What happened: what was received, and what was expected."""
+        return name_options(self._message, self.rename_option)
+
+    @message.setter
+    def message(self, message: str) -> None:
+        self._message = message
+
+    @property
+    def remedy(self) -> str:
+        """What to do. '' if nothing is known."""
+        return name_options(self._remedy, self.rename_option)
+
+    @remedy.setter
+    def remedy(self, remedy: str) -> None:
+        self._remedy = remedy
 
     def __str__(self) -> str:
         where = f"{self.node}: " if self.node else ""
         what_to_do = f"\n  → {self.remedy}" if self.remedy else ""
-        return name_options(f"{where}{self.message}{what_to_do}", str)
-
-    def name_options(self, rename: Callable[[str], str]) -> None:
-        """Show options by the names of one interface in message and remedy."""
-        self.message, self.remedy = (name_options(text, rename) for text in (self.message, self.remedy))
+        return f"{where}{self.message}{what_to_do}"
 
 
 class InputError(CsdctlError):

@@ -16,10 +16,10 @@ import zipfile
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, is_dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any, Self, get_type_hints
+from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 import yaml
@@ -27,7 +27,8 @@ from pydantic import InstanceOf
 from pydantic_core import to_jsonable_python
 
 from csdctl.documents import check_values, load_json, make_directory, save_text, write_atomically
-from csdctl.errors import CsdctlError, InputError
+from csdctl.errors import CsdctlError as CsdctlError
+from csdctl.errors import InputError
 from csdctl.fleet import model as fleets
 from csdctl.job import model as jobs
 from csdctl.reporting.results import RunSummary
@@ -57,12 +58,12 @@ from csdctl.workflows.discovery.discover import DiscoverResult
 from csdctl.workflows.discovery.discover import discover as discover_machines
 from csdctl.workflows.reporting.report import report as report_run
 from csdctl.workflows.runs.manage import look_at
-from csdctl.workflows.train import request as of_train
 from csdctl.workflows.train.plan import find_changes
+from csdctl.workflows.train.request import TrainOptions as TrainOptions
 from csdctl.workflows.train.request import TrainRequest
 from csdctl.workflows.train.run import RunStopped as RunStopped
 from csdctl.workflows.train.verify import Verification, run_verification
-from csdctl.workflows.tune import request as request_of_tune
+from csdctl.workflows.tune.request import TuneOptions as TuneOptions
 from csdctl.workflows.tune.tune import tune_job
 from csdctl.workflows.workspace.workspace import choose_fleet
 
@@ -70,14 +71,6 @@ if TYPE_CHECKING:
     from csdctl.transport.fabric_group import FleetGroup
 
 
-ARGUMENTS = {
-    "global_batch": "limits.global_batch",
-    "max_global_batch": "limits.max_global_batch",
-    "no_host": "is_host_training=False",
-    "start_s": "deadlines.start_s",
-    "silence_s": "deadlines.silence_s",
-}
-"""Arguments in Python by the names that errors have for them, where these differ."""
 LOADER = '''"""Reads the arrays of a job that was made in Python."""
 
 import numpy as np
@@ -106,39 +99,6 @@ FIT_ARGUMENTS = {
     "callbacks": "use early_stopping=csdctl.EarlyStopping(); functions: csdctl.train(callbacks=…)",
 }
 """Arguments of Keras' fit that from_model does not have, and what to do instead."""
-
-
-@contextmanager
-def python_errors() -> Iterator[None]:
-    """Let errors name arguments in Python."""
-    try:
-        yield
-    except CsdctlError as error:
-        error.name_options(lambda name: ARGUMENTS.get(name, name))
-        raise
-
-
-class _Options:
-    """Checks the types of all fields. Its errors name arguments."""
-
-    def __post_init__(self) -> None:
-        with python_errors():
-            remedy = f"see help(csdctl.{type(self).__name__}); early stopping is part of the job's recipe"
-            exact: Any = InstanceOf  # a dict would be taken, with unknown keys left out
-            for options in (self, *filter(is_dataclass, vars(self).values())):
-                for name, hint in get_type_hints(type(options)).items():
-                    expected = exact[hint] if is_dataclass(hint) else hint
-                    value = check_values(getattr(options, name), expected, name, remedy=remedy)
-                    object.__setattr__(options, name, value)
-            super().__post_init__()  # type: ignore[misc]
-
-
-class TrainOptions(_Options, of_train.TrainOptions):
-    """Options of one run. Raises InputError for invalid values."""
-
-
-class TuneOptions(_Options, request_of_tune.TuneOptions):
-    """The method, the limits of a plan, and how to measure. Raises InputError for invalid values."""
 
 
 class Fleet(fleets.Fleet):
@@ -179,8 +139,7 @@ def open_session() -> Iterator[Streams]:
         # Not by the arguments of a user's program.
         streams = Streams()
         check_private(streams.directory / STATE_DIRECTORY)
-        with python_errors():
-            yield streams
+        yield streams
     finally:
         os.umask(before)
 
@@ -211,8 +170,7 @@ def load_fleet(
     `limit` and `exclude` are lists of node names, ranges such as "csd[0-7]", or groups. Where a fleet is
     expected, a path does as well. Raises InputError.
     """
-    with python_errors():
-        return Fleet(**vars(choose_fleet(Path(path).expanduser(), _as_list(limit), _as_list(exclude))))
+    return Fleet(**vars(choose_fleet(Path(path).expanduser(), _as_list(limit), _as_list(exclude))))
 
 
 @dataclass(frozen=True)

@@ -68,8 +68,11 @@ JSON = "--json"
 LINES = {"train", "scale", "watch"}
 """Commands that write JSON lines: an error is one more."""
 FLAGS = {
-    "start_s": "--start-timeout",
-    "silence_s": "--silence-timeout",
+    "deadlines.start_s": "--start-timeout",
+    "deadlines.silence_s": "--silence-timeout",
+    "limits.global_batch": "--global-batch",
+    "limits.max_global_batch": "--max-global-batch",
+    "is_host_training=False": "--no-host",
     "checkpoint_interval_s": "--checkpoint-seconds",
     "num_checkpoints": "--keep",
     "num_micro_batches": "--micro-batches",
@@ -296,7 +299,7 @@ def _wrap_os_error(error: OSError) -> CsdctlError:
 
 def _report(streams: Streams, arguments: Sequence[str], error: CsdctlError) -> int:
     """Show an error, with --json also as JSON, and return its exit code."""
-    error.name_options(lambda name: FLAGS.get(name, f"--{name.replace('_', '-')}"))
+    error.rename_option = lambda name: FLAGS.get(name, f"--{name.replace('_', '-')}")
     where = f"{error.node}: " if error.node else ""
     streams.errors.print("error:", style="bold red", end=" ")
     streams.errors.print(f"{where}{error.message}")

@@ -22,11 +22,12 @@ import shutil
 import stat
 import tempfile
 from collections.abc import Hashable, Iterator, Sequence
+from dataclasses import is_dataclass
 from pathlib import Path
-from typing import Any, BinaryIO, NoReturn, TypeVar, cast
+from typing import Any, BinaryIO, NoReturn, TypeVar, cast, get_type_hints
 
 import yaml
-from pydantic import BaseModel, ConfigDict, TypeAdapter, ValidationError
+from pydantic import BaseModel, ConfigDict, InstanceOf, TypeAdapter, ValidationError
 
 from csdctl.errors import InputError
 from csdctl.notify import Say
@@ -316,6 +317,20 @@ def check_values(content: object, expected: type[ValueT], name: str, *, remedy: 
         raise InputError(f"{name}{_describe(problem, None, None)}", remedy=remedy) from None
     except UnicodeEncodeError as error:  # of a message
         raise InputError(f"{name}: {error.object[:MAX_SHOWN]!a} is not text", remedy=remedy) from None
+
+
+def check_fields(options: Any) -> None:
+    """Check the fields of a frozen dataclass, and of dataclasses in them, by their annotations.
+
+    Values are converted as in files, such as a list to a tuple. Raises InputError naming the first wrong one.
+    """
+    remedy = f"see help(csdctl.{type(options).__name__}); early stopping is part of the job's recipe"
+    exact: Any = InstanceOf  # a dict would be taken, with unknown keys left out
+    for part in (options, *filter(is_dataclass, vars(options).values())):
+        for name, hint in get_type_hints(type(part)).items():
+            expected = exact[hint] if is_dataclass(hint) else hint
+            value = check_values(getattr(part, name), expected, name, remedy=remedy)
+            object.__setattr__(part, name, value)
 
 
 def load_kept(path: Path, expected: type[ValueT]) -> ValueT | None:

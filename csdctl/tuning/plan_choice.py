@@ -216,7 +216,7 @@ def _check_memory(members: ClassModel) -> None:
         samples = "even 1 sample" if members.too_large == 1 else f"{members.too_large} samples"
         raise TuningError(
             f"{members.machines[0]} cannot train {samples} at a time: out of memory",
-            remedy=f"leave it out: {option('exclude')}, or {option('no_host')} for the host",
+            remedy=f"leave it out: {option('exclude')}, or {option('is_host_training=False')} for the host",
         )
 
 

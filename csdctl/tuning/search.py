@@ -309,7 +309,8 @@ def find_best_ranks(
     if best is None:
         raise TuningError(
             "no plan gives every node as large a part of a step as its private samples are of all",
-            remedy=f"tune with a larger {option('max_global_batch')}, or without {option('no_host')}",
+            remedy=f"tune with a larger {option('limits.max_global_batch')}, "
+            f"or without {option('is_host_training=False')}",
         )
     return best
 
@@ -323,7 +324,7 @@ def default_limits(given: Limits, reference_batch: int, num_samples: int | None,
     if given.global_batch and num_samples is not None and given.global_batch > num_samples:
         raise TuningError(
             f"a global batch of {given.global_batch:,} samples exceeds an epoch of {num_samples:,} samples",
-            remedy=f"use a smaller {option('global_batch')}",
+            remedy=f"use a smaller {option('limits.global_batch')}",
         )
     if given.max_global_batch and num_samples is not None:
         return replace(given, max_global_batch=min(given.max_global_batch, num_samples))

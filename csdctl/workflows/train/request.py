@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from csdctl.documents import check_fields
 from csdctl.errors import InputError, option
 from csdctl.fleet.model import Fleet
 from csdctl.job.model import Job
@@ -46,13 +47,14 @@ class TrainOptions:
     """For `split`: the number of parts of each rank's batch."""
 
     def __post_init__(self) -> None:
+        check_fields(self)
         check_strategy(self.strategy, self.cut)
         _check_choice("feature_precision", self.feature_precision, PRECISIONS)
         if self.strategy != AUTO:
             self.check_strategy_options(self.strategy)
         for name, value, least in (
-            ("start_s", self.deadlines.start_s, 1),
-            ("silence_s", self.deadlines.silence_s, 1),
+            ("deadlines.start_s", self.deadlines.start_s, 1),
+            ("deadlines.silence_s", self.deadlines.silence_s, 1),
             ("max_steps", self.max_steps, 1),
             ("min_nodes", self.min_nodes, 0),
             ("checkpoint_interval_s", self.checkpoint_interval_s, 1),

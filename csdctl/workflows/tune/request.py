@@ -3,6 +3,7 @@
 from dataclasses import dataclass, field
 from typing import Final, Literal
 
+from csdctl.documents import check_fields
 from csdctl.errors import InputError, option
 from csdctl.tuning.plan import FEATURES, SPLIT
 from csdctl.tuning.search import Limits
@@ -51,11 +52,13 @@ class TuneOptions:
     """With the strategy `split`: the only cut."""
 
     def __post_init__(self) -> None:
+        check_fields(self)
         check_strategy(self.strategy, self.cut)
         if self.strategy in (FEATURES, SPLIT) and (self.method != FIT or not self.is_host_training):
             raise InputError(
                 f"{option('strategy')} {self.strategy} needs {BY_FIT}, and a host that trains",
-                remedy=f"leave out {option('method')} and {option('no_host')}, or the strategy",
+                remedy=f"leave out {option('method')} and {option('is_host_training=False')}, "
+                "or the strategy",
             )
         if self.method != FIT and self.limits.given:
             raise InputError(
@@ -65,7 +68,8 @@ class TuneOptions:
         if self.goal == TIME_TO_ACCURACY and (self.method != FIT or self.limits.global_batch):
             raise InputError(
                 f"{option('goal')} {TIME_TO_ACCURACY} chooses the global batch size, with {BY_FIT}",
-                remedy=f"leave out {option('global_batch')} and {option('method')}, or {option('goal')}",
+                remedy=f"leave out {option('limits.global_batch')} and {option('method')}, "
+                f"or {option('goal')}",
             )
         arguments = self.batch_sizes, self.step_divisor, self.margin_scale
         defaults = DEFAULT_BATCH_SIZES, DEFAULT_STEP_DIVISOR, DEFAULT_MARGIN_SCALE
