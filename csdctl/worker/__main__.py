@@ -33,13 +33,13 @@ REQUESTED = {
     "prepare": ("preparing", "ingest.prepare:prepare", "protocol.datasets:PrepareSpec"),
     "extract": ("running the model", "ingest.extract:extract", "protocol.features:ExtractSpec"),
     "gather": ("gathering features", "ingest.extract:gather", "protocol.features:GatherSpec"),
-    "parts": ("timing the model's parts", "compute.parts:time_parts", "protocol.probe:PartsSpec"),
+    "parts": ("timing the model's parts", "compute.compile:time_parts", "protocol.probe:PartsSpec"),
     "look": ("inspecting the data", "ingest.prepare:look", "protocol.datasets:LookSpec"),
 }
 """Commands that read samples, which may be private: what they do, the function, the type of the request."""
 ANSWERS = {
     "build": ("compute.model:build", "protocol.model_info:BuildRequest"),
-    "compile": ("compute.keras_forward:compile_all", "protocol.model_info:CompileRequests"),
+    "compile": ("compute.compile:compile_all", "protocol.model_info:CompileRequests"),
     "augment": ("compute.user_code:try_augment", "protocol.model_info:AugmentTrial"),
     "record": ("compute.script:record", "protocol.model_info:ScriptRequest"),
 }
@@ -89,7 +89,7 @@ def _read_request() -> str:
 
 
 def _answer(function: str, request_type: str) -> int:
-    if function == "compute.keras_forward:compile_all":  # it needs Keras whatever the request
+    if function == "compute.compile:compile_all":  # it needs Keras whatever the request
         _import("compute.backend:load_backend")()
     request = _read_request()
     result = _import(function)(from_json(_import(request_type), request))

@@ -5,8 +5,7 @@ import gc
 import json
 import os
 import sys
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, fields
+from collections.abc import Iterator
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
@@ -24,36 +23,30 @@ ranks need the same bits (docs/decisions/0047)."""
 class _Module:
     """A module that is imported when something of it is first used."""
 
-    def __init__(self, load: Callable[[], Any]) -> None:
-        self._load = load
+    def __init__(self, name: str) -> None:
+        self._name = name
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self._load(), name)
+        with _without_keras_file():
+            return getattr(import_module(self._name), name)
 
 
-tf: Any = _Module(lambda: import_module("tensorflow"))
-keras: Any = _Module(lambda: import_keras())  # noqa: PLW0108, it is defined below
+tf: Any = _Module("tensorflow")
+keras: Any = _Module("keras")
 """For modules that are imported before `load_backend` is called, or in processes that need neither."""
-
-
-def load_backend(runtime: Runtime = DEFAULT) -> tuple[Any, Any]:
-    """Import TensorFlow and Keras as `load_tensorflow` does. Return both modules."""
-    with _collecting_no_garbage():
-        tf = load_tensorflow(runtime)
-        return tf, import_keras()
 
 
 def has_libraries_only() -> bool:
     """Return whether TensorFlow's libraries are here without its modules, as `csdctl provision` does it."""
-    found = find_spec("tensorflow")
-    return found is not None and found.origin is None
+    package = find_spec("tensorflow")
+    return package is not None and package.origin is None
 
 
-def load_tensorflow(runtime: Runtime = DEFAULT) -> Any:
-    """Import TensorFlow and return the module.
+def load_backend(runtime: Runtime = DEFAULT) -> tuple[Any, Any]:
+    """Import TensorFlow and Keras, and return both modules.
 
-    Must be called before anything else in the process imports TensorFlow or Keras. Raises WorkerError where
-    only its libraries are, and without the GPU that `runtime` requires.
+    Must be called before anything else in the process imports them. Raises WorkerError where only
+    TensorFlow's libraries are, and without the GPU that `runtime` requires.
     """
     if has_libraries_only():
         raise WorkerError(
@@ -71,16 +64,15 @@ def load_tensorflow(runtime: Runtime = DEFAULT) -> Any:
     # Keras imports them where they are installed, to draw: a tenth of the CPU time of loading all.
     hidden = [name for name in ("matplotlib", "IPython") if name not in sys.modules]
     sys.modules.update(dict.fromkeys(hidden))  # type: ignore[arg-type]  # as if they were not installed
-    with _collecting_no_garbage(), _without_keras_file():  # TensorFlow imports parts of Keras
-        import tensorflow as tf
-
+    with _collecting_no_garbage(), _without_keras_file():
+        tensorflow, keras_module = map(import_module, ("tensorflow", "keras"))
     for name in hidden:
         del sys.modules[name]
-    tf.config.threading.set_intra_op_parallelism_threads(runtime.threads)
-    tf.config.threading.set_inter_op_parallelism_threads(runtime.inter_threads)
+    tensorflow.config.threading.set_intra_op_parallelism_threads(runtime.threads)
+    tensorflow.config.threading.set_inter_op_parallelism_threads(runtime.inter_threads)
     if runtime.device != CPU:
-        _use_gpu(tf, is_required=runtime.device == GPU)
-    return tf
+        _use_gpu(tensorflow, is_required=runtime.device == GPU)
+    return tensorflow, keras_module
 
 
 def _use_gpu(tf: Any, *, is_required: bool) -> None:
@@ -100,44 +92,35 @@ def _use_gpu(tf: Any, *, is_required: bool) -> None:
         tf.config.experimental.enable_tensor_float_32_execution(False)
 
 
-@dataclass(frozen=True)
-class KerasSettings:
-    """What a model computes with beside its layers, as `keras.config` has it. All ranks have the host's."""
+def keras_settings() -> dict[str, Any]:
+    """Return what a model computes with beside its layers, as `keras.config` has it in this process."""
+    config = keras.config
+    names = ("floatx", "epsilon", "image_data_format")
+    return {name: getattr(config, name)() for name in names}
 
-    floatx: str
-    epsilon: float
-    image_data_format: str
 
-    @classmethod
-    def current(cls) -> "KerasSettings":
-        """Return the settings of this process."""
-        config = keras.config
-        return cls(config.floatx(), config.epsilon(), config.image_data_format())
+def apply_settings(floatx: str, epsilon: float, image_data_format: str) -> None:
+    """Let this process compute with these settings: all ranks have the host's. Raises ValueError."""
+    keras.config.set_floatx(floatx)
+    keras.config.set_epsilon(float(epsilon))
+    keras.config.set_image_data_format(image_data_format)
 
-    @classmethod
-    def load(cls, directory: Path) -> "KerasSettings":
-        """Apply the settings of keras.json in `directory`, or else of this user's. Keras' own without a file.
 
-        Raises InputError for a file that Keras would refuse.
-        """
-        path, own = directory / "keras.json", cls.current()
-        path = path if path.exists() else _keras_home() / path.name
-        try:
-            content = json.loads(path.read_text(encoding="utf-8"))
-            chosen = {field.name: content.get(field.name, getattr(own, field.name)) for field in fields(cls)}
-            return cls(**chosen).apply()
-        except FileNotFoundError:
-            return own
-        except (OSError, ValueError, AttributeError, TypeError, AssertionError) as error:
-            own.apply()
-            raise InputError(f"{path} cannot be used: {describe(error)}", "correct or remove it") from None
+def load_settings(directory: Path) -> None:
+    """Apply the settings of keras.json in `directory`, or else of this user's. Keras' own without a file.
 
-    def apply(self) -> "KerasSettings":
-        """Let this process compute with these settings. Raises ValueError for unknown ones."""
-        keras.config.set_floatx(self.floatx)
-        keras.config.set_epsilon(float(self.epsilon))
-        keras.config.set_image_data_format(self.image_data_format)
-        return self
+    Raises InputError for a file that Keras would refuse.
+    """
+    path, defaults = directory / "keras.json", keras_settings()
+    path = path if path.exists() else _keras_home() / path.name
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+        apply_settings(**{name: content.get(name, default) for name, default in defaults.items()})
+    except FileNotFoundError:
+        return
+    except (OSError, ValueError, AttributeError, TypeError, AssertionError) as error:
+        apply_settings(**defaults)
+        raise InputError(f"{path} cannot be used: {describe(error)}", "correct or remove it") from None
 
 
 def _keras_home() -> Path:
@@ -147,6 +130,9 @@ def _keras_home() -> Path:
 @contextlib.contextmanager
 def _without_keras_file() -> Iterator[None]:
     """Let Keras be imported as if there were no keras.json. What it downloads stays where the user has it."""
+    if "keras.src.backend.config" in sys.modules:
+        yield
+        return
     home, before = _keras_home(), os.environ.get("KERAS_HOME")
     os.environ["KERAS_HOME"] = os.devnull  # no directory: it reads and writes nothing
     try:
@@ -157,12 +143,6 @@ def _without_keras_file() -> Iterator[None]:
             os.environ["KERAS_HOME"] = before
     if config := sys.modules.get("keras.src.backend.config"):
         config._KERAS_DIR = str(home)  # type: ignore[attr-defined]
-
-
-def import_keras() -> Any:
-    """Import Keras without keras.json, and return the module."""
-    with _without_keras_file():
-        return import_module("keras")
 
 
 @contextlib.contextmanager

@@ -1,39 +1,66 @@
-"""Compiles the step of a model that `build` wrote, for other processes or for this one."""
+"""Compiles steps and forward passes of a model that `build` wrote, for other processes or for this one."""
 
+import functools
+import gc
 import zipfile
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from csdctl.worker.compute.backend import DEFAULT, load_backend, tf
-from csdctl.worker.compute.model import load
+from csdctl.worker.compute.backend import DEFAULT, keras, load_backend, tf
+from csdctl.worker.compute.forward import feature_pass
+from csdctl.worker.compute.keras_internals import compute_type, topological_nodes, widen
+from csdctl.worker.compute.model import load, save_model
+from csdctl.worker.compute.objective import as_tensors, inputs_of, specs_of
 from csdctl.worker.compute.own_step import OwnStepCompiler, has_own_step
-from csdctl.worker.compute.precision import compute_type, widen
 from csdctl.worker.compute.split import SplitCompiler
 from csdctl.worker.compute.step_compiler import Compiler, StepCompiler
-from csdctl.worker.compute.trace import CannotCompileError, GraphBuilder
+from csdctl.worker.compute.trace import CannotCompileError, GraphBuilder, Values
 from csdctl.worker.compute.user_code import load_augmentation
-from csdctl.worker.data.arrays import Array, random_batch, save_arrays
+from csdctl.worker.data.arrays import Array, dtype_from_text, random_batch, save_arrays
+from csdctl.worker.engine.forward import BATCH_SIZE, FORWARD, Compute
 from csdctl.worker.engine.keras_file import WEIGHTS, find_places
-from csdctl.worker.engine.step import BFLOAT16, StepEngine, StepInfo
-from csdctl.worker.engine.tensorflow_c import GraphSession
-from csdctl.worker.process.errors import InputError
+from csdctl.worker.engine.split import SplitStep
+from csdctl.worker.engine.step import GraphInfo, StepEngine, StepInfo, VariableInfo
+from csdctl.worker.engine.tensorflow_c import BFLOAT16, GraphSession
+from csdctl.worker.process.errors import InputError, WorkerError
+from csdctl.worker.process.machine import measure_time
 from csdctl.worker.protocol.json_codec import to_json
-from csdctl.worker.protocol.model_info import Compiled, CompileRequest
+from csdctl.worker.protocol.model_info import (
+    AllCompiled,
+    Compiled,
+    CompileRequest,
+    CompileRequests,
+    ForwardRequest,
+)
+from csdctl.worker.protocol.probe import CutTimes, PartsSpec, PartTimes
 from csdctl.worker.protocol.recipe import Recipe
-from csdctl.worker.protocol.run_spec import VERIFY, RankSpec, RunSpec, Runtime
+from csdctl.worker.protocol.run_spec import VERIFY, HeadSpec, Prefix, RankSpec, RunSpec, Runtime
 
 GRAPH, INFO, STATE_FILE = "graph.pb", "info.json", "state.npz"
 """The files of a compiled step."""
 OF_RANKS = "ranks"
 """The directory with the step of the ranks that have the first part of a model."""
+MAX_CONSTANT_BYTES = 1 << 27
+"""Weights up to this size are constants of the graph: those of batch norm become a part of convolutions'.
+Larger ones are arguments, for a graph is in memory three times while it is loaded."""
+
+
+def compile_all(requests: CompileRequests) -> AllCompiled:
+    """Compile forward passes and steps. Raises WorkerError if ranks cannot take a step."""
+    load_backend()
+    gc.disable()  # nothing is freed, and it would visit the growing graphs again and again
+    forwards = map(compile_forward, requests.forwards)
+    return AllCompiled((*forwards, *map(compile_step, requests.steps)))
 
 
 def compile_step(request: CompileRequest) -> Compiled:
     """Compile a step, and write it to the request's `output`. Raises WorkerError if ranks cannot take it."""
-    load_backend()
+    if not all(request.data.sample_shape):  # of a head whose features are only known by computing them
+        return Compiled("the size of its samples is not fixed")
     model = load(Path(request.architecture), Path(request.weights), request.code)
     model_type = compute_type(model)
     if request.is_wide:
@@ -47,8 +74,7 @@ def compile_step(request: CompileRequest) -> Compiled:
         info, builder = trace(compiler)
         if request.cut:
             parts = SplitCompiler(compiler, request.cut, example)
-            info = parts.add_to(builder, info)
-            of_ranks = GraphBuilder()
+            info, of_ranks = parts.add_to(builder, info), GraphBuilder()
             write_step(parts.of_ranks, parts.describe_ranks(of_ranks, info), of_ranks, output / OF_RANKS)
         write_step(compiler, info, builder, output)
     except CannotCompileError as error:
@@ -61,9 +87,14 @@ def compile_step(request: CompileRequest) -> Compiled:
 def write_step(compiler: Compiler, info: StepInfo, builder: GraphBuilder, output: Path) -> None:
     """Write the files of a step. Raises CannotCompileError."""
     output.mkdir(exist_ok=True)
+    pairs = zip(compiler.values, info.variables, strict=True)
+    write_graph(builder, info, (value for value, variable in pairs if not variable.is_zero), output)
+
+
+def write_graph(builder: GraphBuilder, info: GraphInfo, values: Iterable[Any], output: Path) -> None:
+    """Write the files of a graph, and values of its variables. Raises CannotCompileError."""
     (output / GRAPH).write_bytes(builder.optimize())
-    kept = (value for value, one in zip(compiler.values, info.variables, strict=True) if not one.is_zero)
-    save_arrays(output / STATE_FILE, {f"v{place:05d}": value for place, value in enumerate(kept)})
+    save_arrays(output / STATE_FILE, {f"v{place:05d}": value for place, value in enumerate(values)})
     (output / INFO).write_text(to_json(info))
 
 
@@ -93,15 +124,15 @@ def trace(compiler: Compiler) -> tuple[StepInfo, GraphBuilder]:
     """Trace a step. Again if its code has variables that neither model nor optimizer knows."""
     builder = GraphBuilder()
     info = compiler.trace(builder)
-    of_metrics = {id(one.value) for one in compiler.metric_states.variables}  # which start anew
-    if others := [one for one in builder.unknown if id(one) not in of_metrics]:
-        compiler.add_state([*map(OtherVariable, others)])
+    of_metrics = {id(variable.value) for variable in compiler.metric_states.variables}  # which start anew
+    if variables := [variable for variable in builder.unknown if id(variable) not in of_metrics]:
+        compiler.add_state([*map(LayerVariable, variables)])
         info = compiler.trace(builder := GraphBuilder())
     return info, builder
 
 
-class OtherVariable:
-    """A tf.Variable with the interface of Keras' variables."""
+class LayerVariable:
+    """A tf.Variable of a layer, with the interface of Keras' variables."""
 
     def __init__(self, variable: Any) -> None:
         self.value, self.path = variable, variable.name
@@ -109,7 +140,7 @@ class OtherVariable:
 
     def assign(self, value: Any) -> None:
         """Give it a value."""
-        self.value.assign(value)
+        self.value.assign(value)  # by the method that it has now, which may be replaced
 
 
 def make_engine(
@@ -159,7 +190,7 @@ def assign(variable: Any, value: Array) -> None:
 def write_template(compiler: Compiler, output: Path, seed: int = 0) -> dict[str, tuple[str, ...]]:
     """Write a file of Keras for the model, whose weights then change. Return where it has the variables.
 
-    They are numbered as those of the compiler. Rates follow. {} if the file lacks a weight, or has it in
+    They are numbered as the compiler numbers them. Rates follow. {} if the file lacks a weight, or has it in
     another form. The file is .keras, or .weights.h5 for a model that Keras cannot save.
     """
     model, variables = compiler.model, [*compiler.variables, *compiler.rates]
@@ -181,12 +212,149 @@ def write_template(compiler: Compiler, output: Path, seed: int = 0) -> dict[str,
             mark = generator.standard_normal(variable.shape)
         variable.assign(tf.cast(mark, variable.dtype))
     marked = output / f"marked{''.join(path.suffixes)}"
-    (model.save if path.suffix == ".keras" else model.save_weights)(marked)
     if path.suffix == ".keras":
+        model.save(marked)
         with zipfile.ZipFile(marked) as archive:
             content = archive.read(WEIGHTS)
     else:
+        model.save_weights(marked)
         content = marked.read_bytes()
     marked.unlink()
     places = find_places(content, [np.asarray(variable.value) for variable in variables])
     return places if all(str(number) in places for number in range(len(model.weights))) else {}
+
+
+def compile_forward(request: ForwardRequest) -> Compiled:
+    """Compile a forward pass, and write it to the request's `output`. Raises WorkerError as `load`."""
+    model = load(Path(request.architecture), Path(request.weights), request.code)
+    builder, computed = GraphBuilder(), _up_to(model, request.layer)
+    values = [np.asarray(variable.value) for variable in computed.weights]
+    arguments = values if sum(value.nbytes for value in values) > MAX_CONSTANT_BYTES else []
+    empty = np.empty((BATCH_SIZE, *request.sample_shape), dtype_from_text(request.dtype))
+    (samples,) = specs_of([empty], BATCH_SIZE)
+    fields = samples if isinstance(samples, dict) else {"": samples}
+
+    def forward(scope: Values, *tensors: Any) -> list[Any]:
+        state = tensors[: len(arguments)] or list(map(tf.constant, values))
+        batch = dict(zip(fields, tensors[len(arguments) :], strict=True))
+        with scope.given(computed.weights, state):
+            inputs = inputs_of(model, batch if isinstance(samples, dict) else batch[""], request.input_range)
+            outputs = keras.tree.flatten(computed(inputs, training=False))
+            return [tf.cast(output, tf.float32) for output in outputs]
+
+    specs = {f"state_{at}": tf.TensorSpec(value.shape, value.dtype) for at, value in enumerate(arguments)}
+    specs |= {f"samples_{place}": spec for place, spec in enumerate(fields.values())}
+    try:
+        builder.add((FORWARD,), forward, specs)
+        if builder.unknown:
+            raise CannotCompileError(f"a layer has a variable of its own: {builder.unknown[0].name}")
+        variables = tuple(VariableInfo(value.shape, value.dtype.name) for value in arguments)
+        write_graph(builder, GraphInfo(builder.functions, variables), arguments, Path(request.output))
+    except CannotCompileError as error:
+        return Compiled(error.message)
+    return Compiled()
+
+
+def keras_pass(part: Prefix, layer: str, runtime: Runtime) -> Compute:
+    """Return what computes a batch with Keras. Raises WorkerError if the model cannot be built here."""
+    load_backend(runtime)
+    model = load(Path(part.architecture), Path(part.weights), part.code)
+    computed = _up_to(model, layer)
+
+    def forward(samples: Any) -> Any:
+        outputs = computed(inputs_of(model, samples, part.input_range), training=False)
+        return keras.tree.flatten(outputs)
+
+    graph = tf.function(forward, autograph=False, reduce_retracing=True)
+    return lambda samples: list(map(np.asarray, graph(as_tensors(samples))))
+
+
+def _up_to(model: Any, layer: str) -> Any:
+    """Return the model, or the part of it that computes `layer`. Raises WorkerError without such a layer."""
+    if not layer:
+        return model
+    nodes = topological_nodes(model) if getattr(model, "inputs", None) else []
+    for operation, node in reversed(nodes):
+        if operation.name == layer and len(node.output_tensors) == 1:
+            return keras.Model(model.inputs, node.output_tensors[0])
+    raise InputError(
+        f"the model's graph has no layer {layer} with one output", "name one of its layers with --layer"
+    )
+
+
+@functools.lru_cache(maxsize=1)  # to build it takes longer than to save it, and the best epochs do both
+def _load_whole(spec: HeadSpec) -> Any:
+    return load(Path(spec.architecture), Path(spec.weights), spec.prefix.code)
+
+
+def assemble(spec: HeadSpec, head: Any) -> Any:
+    """Return the whole model with the weights of `head`, and the state of its optimizer.
+
+    It is the same object each time.
+    """
+    model = _load_whole(spec)
+    for place, variable in zip(spec.head_weights, head.weights, strict=True):
+        model.weights[place].assign(variable.value)
+    model.optimizer.build(model.trainable_variables)
+    for target, variable in zip(model.optimizer.variables, head.optimizer.variables, strict=True):
+        target.assign(variable.value)
+    return model
+
+
+def save_with_keras(spec: RunSpec, example: tuple[Array, Array], values: Sequence[Array], path: Path) -> Path:
+    """Save the model of a run with the values of its state, then of its learning rates. Return the path.
+
+    The file is .keras, or has the weights alone where Keras cannot save the model. Raises OSError.
+    """
+    model = load(Path(spec.architecture), Path(spec.weights), spec.code)
+    compiler = make_compiler(model, spec.recipe, example)
+    rates = compiler.rates
+    variables = zip(compiler.variables, values, strict=False)
+    for variable, value in [*variables, *zip(rates, values[len(values) - len(rates) :], strict=True)]:
+        assign(variable, value)
+    return save_model(assemble(spec.head, model) if spec.head else model, path)
+
+
+def time_parts(spec: PartsSpec, **_: Any) -> PartTimes:
+    """Return the seconds of a batch of the whole model and of its parts. Raises WorkerError."""
+    load_backend(spec.runtime)
+    model = load(Path(spec.architecture), Path(spec.weights), spec.code)
+    empty = random_batch(np.random.default_rng(0), spec.data, 0)
+    compiler = make_compiler(model, spec.recipe, empty)
+    info, builder = trace(compiler)
+    batch = random_batch(np.random.default_rng(0), spec.data, spec.batch_size, info.num_indices)
+    engine = make_engine(compiler, info, builder, spec.runtime)
+    features = feature_pass(spec.prefix, spec.runtime) if spec.prefix else None
+    duration_s = spec.min_duration_s
+    cuts, why_not = [], ""
+    for layer in spec.cuts:
+        try:
+            cuts.append(_time_cut(compiler, info, layer, spec, batch))
+        except WorkerError as error:  # an optimizer or a loss that needs the whole model in one place
+            why_not = error.message
+    return PartTimes(
+        step_s=measure_time(lambda: engine.apply(engine.local(*batch)), duration_s)[0],
+        evaluation_s=measure_time(lambda: engine.evaluate(*batch), duration_s)[0],
+        features_s=measure_time(lambda: features.run(batch[0]), duration_s)[0] if features else 0.0,
+        cuts=tuple(cuts),
+        why_not=why_not,
+    )
+
+
+def _time_cut(
+    compiler: Any, info: StepInfo, layer: str, spec: PartsSpec, batch: tuple[Array, Array]
+) -> CutTimes:
+    builder = GraphBuilder()
+    of_parts = SplitCompiler(compiler, layer, batch).add_to(builder, replace(info, functions={}))
+    split = SplitStep(make_engine(compiler, of_parts, builder, spec.runtime))
+    out = np.zeros(split.layout.step_size, np.float32)
+
+    def forward() -> Array:
+        split.forget()
+        return split.forward(batch[0])
+
+    outputs = forward()
+    forward_s = measure_time(forward, spec.min_duration_s)[0]
+    both_s = measure_time(lambda: split.backward(np.zeros_like(forward()), 1.0, out), spec.min_duration_s)[0]
+    head_s = measure_time(lambda: split.head(outputs, batch[1], 1.0, 0, 0), spec.min_duration_s)[0]
+    return CutTimes(layer, forward_s, max(0.0, both_s - forward_s), head_s)

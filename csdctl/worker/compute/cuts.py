@@ -2,11 +2,10 @@
 
 At a cut one tensor is alive: a prefix computes it, and a head computes the outputs from it.
 
-FLOPs are the floating-point operations of a forward pass for one sample, counted in the TensorFlow graph of
-the model, so that any layer is covered: matrix products and convolutions, a multiply-accumulate as two
-operations. Element-wise operations (activations, batch normalization, pooling) are left out: they amount to a
-few percent, and are bound by memory rather than by arithmetic. TensorFlow's own profiler does not look into
-loops (recurrent layers) and compiled functions (grouped convolutions).
+FLOPs are the floating-point operations of a forward pass for one sample. They follow from the weights: each
+element of a matrix or filter is multiplied and added once for each position of a layer's output, such as a
+pixel or a time step. Products of two activations (attention) and element-wise operations are left out: the
+latter amount to a few percent, and are bound by memory rather than by arithmetic.
 """
 
 import bisect
@@ -17,123 +16,48 @@ from typing import Any
 
 import numpy as np
 
-from csdctl.worker.compute.backend import keras, tf
+from csdctl.worker.compute.backend import keras
 from csdctl.worker.compute.keras_internals import (
     flatten_layers,
+    functional_graph,
     global_seed_generator,
     is_its_graph,
     keras_mask,
     nested_graph,
-    own_state,
+    non_trainable_state,
     seed_generators,
     topological_nodes,
 )
-from csdctl.worker.compute.statistics import Snapshot
 from csdctl.worker.protocol.model_info import CutInfo
 
 CHECKED_SAMPLES = 2
+"""Number of random samples by which a prefix is tried."""
 
 
 def count_flops(model: Any) -> int:
-    """Return the FLOPs of one sample. 0 if unknown, as for inputs of variable size. Raises nothing."""
-    try:
-        return 2 * _count(_trace(model))
-    except Exception:  # whatever a user's model raises here, it can be trained without this number
+    """Return the FLOPs of one sample. 0 if unknown, as for inputs of variable size and subclassed models."""
+    if not hasattr(functional_graph(model), "_nodes_by_depth"):
         return 0
+    flops = sum(_count_flops(*call) for call in topological_nodes(unroll(model)[0]))
+    return 0 if math.isnan(flops) else int(flops)
 
 
-def count_flops_until(model: Any, tensors: Sequence[Any]) -> list[int]:
-    """Return the FLOPs of one sample from the inputs to each of the model's `tensors`. 0 if unknown."""
-    try:
-        return [2 * _count([output]) for output in _trace(keras.Model(model.inputs, list(tensors)))]
-    except Exception:  # as in `count_flops`
-        return [0] * len(tensors)
-
-
-def _trace(model: Any) -> list[Any]:
-    """Return the outputs of the model's graph for one sample."""
-
-    def forward(*inputs: Any) -> Any:
-        return model(list(inputs) if len(inputs) > 1 else inputs[0], training=False)
-
-    specs = [tf.TensorSpec((1, *tensor.shape[1:]), tensor.dtype) for tensor in model.inputs]
-    outputs: list[Any] = tf.function(forward, autograph=False).get_concrete_function(*specs).graph.outputs
-    return outputs
-
-
-def _count(outputs: Sequence[Any]) -> int:
-    """Return the multiply-accumulates of a graph. Raises ValueError if a shape or loop length is unknown."""
-    return sum(map(_count_operation, _reachable(outputs)))
-
-
-def _reachable(outputs: Sequence[Any]) -> list[Any]:
-    """Return the operations that the outputs depend on: Keras leaves an unused step of recurrent layers."""
-    pending, reachable = [tensor.op for tensor in outputs], {}
-    while pending:
-        operation = pending.pop()
-        if operation.name not in reachable:
-            reachable[operation.name] = operation
-            pending += [tensor.op for tensor in operation.inputs]
-    return list(reachable.values())
-
-
-def _count_operation(operation: Any) -> int:
-    op_type = operation.type
-    if op_type in ("PartitionedCall", "StatefulPartitionedCall"):
-        return _count(_function(operation, "f").outputs)
-    if op_type in ("While", "StatelessWhile"):
-        return _loop_length(operation) * _count(_function(operation, "body").outputs)
-    shapes = [tensor.shape for tensor in operation.inputs]
-    if op_type in ("MatMul", "BatchMatMul", "BatchMatMulV2", "BatchMatMulV3"):
-        is_transposed = operation.get_attr("transpose_a" if op_type == "MatMul" else "adj_x")
-        return _size(operation.outputs[0].shape) * _size(
-            shapes[0][-2:-1] if is_transposed else shapes[0][-1:]
-        )
-    if op_type == "Einsum":
-        return _count_einsum(operation.get_attr("equation").decode(), shapes)
-    if op_type in ("Conv2D", "Conv3D"):  # filter: (…, channels in a group, filters)
-        return _size(operation.outputs[0].shape) * _size(shapes[1][:-1])
-    if op_type == "DepthwiseConv2dNative":  # filter: (height, width, channels, multiplier)
-        return _size(operation.outputs[0].shape) * _size(shapes[1][:2])
-    if op_type in ("Conv2DBackpropInput", "Conv3DBackpropInputV2"):  # a transposed convolution, forward
-        return _size(shapes[2]) * _size(shapes[1][:-1])
-    return 0
-
-
-def _count_einsum(equation: str, shapes: list[Any]) -> int:
-    """Return the product of the sizes of all letters. `...` counts once, from the longest operand."""
-    sizes: dict[str, int] = {}
-    rest = 1
-    for letters, shape in zip(equation.partition("->")[0].split(","), shapes, strict=True):
-        before, dots, after = letters.partition("...")
-        sizes |= dict(zip(before, shape.as_list(), strict=False))
-        sizes |= dict(zip(reversed(after), reversed(shape.as_list()), strict=False))
-        if dots:
-            rest = max(rest, _size(shape[len(before) : len(shape) - len(after)]))
-    return rest * math.prod(sizes.values())
-
-
-def _loop_length(operation: Any) -> int:
-    """Return the iterations of a loop over a sequence, which runs while its counter is below a constant."""
-    condition = _function(operation, "cond").get_operations()
-    limits = [tf.get_static_value(operation.inputs[1]) for operation in condition if operation.type == "Less"]
-    return min(int(limit) for limit in limits if limit is not None)
-
-
-def _function(operation: Any, attribute: str) -> Any:
-    """Return the graph of a function that `operation` calls."""
-    return operation.graph._get_function(operation.get_attr(attribute).name).graph
-
-
-def _size(shape: Any) -> int:
-    """Return the number of elements. Raises ValueError if it is unknown."""
-    size = shape.num_elements()
-    if size is None:
-        raise ValueError(f"unknown size: {shape}")
-    return int(size)
-
-
-"""Number of random samples by which a prefix is tried."""
+def _count_flops(operation: Any, node: Any) -> float:
+    """Return the FLOPs of a call of a layer for one sample. NaN if they are unknown."""
+    if hasattr(functional_graph(operation), "_nodes_by_depth"):  # a model that is a layer
+        return sum(_count_flops(*call) for call in topological_nodes(operation))
+    kind = type(operation).__name__
+    variables = () if kind.endswith("Embedding") else getattr(operation, "weights", ())
+    num_weights = sum(math.prod(variable.shape) for variable in variables if len(variable.shape) > 1)
+    if not num_weights:
+        return 0.0
+    is_by_input = isinstance(operation, keras.layers.RNN | keras.layers.Bidirectional) or "Transpose" in kind
+    tensor = (node.input_tensors if is_by_input else node.output_tensors)[0]
+    is_first = getattr(operation, "data_format", "") == "channels_first"
+    positions = tensor.shape[2:] if is_first else tensor.shape[1:-1]
+    sizes = (math.nan if size is None else float(size) for size in positions)
+    flops: float = 2.0 * num_weights * math.prod(sizes)
+    return flops
 
 
 @dataclass(frozen=True)
@@ -147,8 +71,16 @@ class Cut:
     num_parameters: int
     """Number of parameters of the prefix."""
     num_trainable: int
+    num_operations: int
+    """FLOPs of the prefix for one sample. 0 if unknown."""
     graph: Any
     """The functional model that the tensor is of, which shares its layers with the one that is cut."""
+
+    def describe(self) -> CutInfo:
+        """Return what the host and its plans know of the cut."""
+        num_elements = math.prod(size or 0 for size in self.tensor.shape[1:])
+        num_bytes = num_elements * (2 if "16" in self.tensor.dtype else 4)
+        return CutInfo(self.layer, num_bytes, self.num_operations, self.num_trainable)
 
 
 class NoCutError(Exception):
@@ -176,26 +108,27 @@ def find_cuts(model: Any) -> list[Cut]:
     alive = set(map(id, model.inputs))
     trainable: dict[int, int] = {}
     parameters: dict[int, int] = {}
-    cuts = []
+    cuts, flops = [], 0.0
     for number, (operation, node) in enumerate(nodes):
         alive |= {id(tensor) for tensor in node.output_tensors}
         alive = {tensor for tensor in alive if last_use.get(tensor, -1) > number}
-        for found, kind in ((trainable, "trainable_variables"), (parameters, "variables")):
-            found |= {id(variable): math.prod(variable.shape) for variable in getattr(operation, kind, ())}
-        tensor, *others = node.output_tensors
+        for sizes, kind in ((trainable, "trainable_variables"), (parameters, "variables")):
+            sizes |= {id(variable): math.prod(variable.shape) for variable in getattr(operation, kind, ())}
+        flops += _count_flops(operation, node)
+        tensor = node.output_tensors[0]
         is_inner = bool(node.input_tensors) and last_use.get(id(tensor)) != len(nodes)
-        # A mask does not pass a cut: what is behind it would count what it leaves out.
+        is_single = len(node.output_tensors) == 1 and alive == {id(tensor)}
         is_shared = any(last_layer[variable] > number for variable in trainable)
-        is_single = not others and alive == {id(tensor)} and not is_shared
-        if is_inner and is_single and keras_mask(tensor) is None:
-            sums = sum(parameters.values()), sum(trainable.values())
+        # A mask does not pass a cut: what is behind it would count what it leaves out.
+        if is_inner and is_single and not is_shared and keras_mask(tensor) is None:
+            sums = sum(parameters.values()), sum(trainable.values()), 0 if math.isnan(flops) else int(flops)
             cuts.append(Cut(names.get(id(tensor), operation.name), tensor, *sums, model))
     return cuts
 
 
 def _input_of(model: Any) -> Any:
     """Return the inputs as the model takes them: a tensor, a list or a dict."""
-    return (getattr(model, "_functional", None) or model).input
+    return functional_graph(model).input
 
 
 def unroll(model: Any) -> tuple[Any, dict[int, str]]:
@@ -204,12 +137,13 @@ def unroll(model: Any) -> tuple[Any, dict[int, str]]:
     Also names of nested models, by the ids of their outputs. Returns `model` if two layers have one name, or
     one of several outputs, to which losses belong by name, would get another name.
     """
-    if not any(nested_graph(operation) for operation, _ in topological_nodes(model)):
-        return model, {}
     names: dict[int, str] = {}
+    if not any(nested_graph(operation) for operation, _ in topological_nodes(model)):
+        return model, names
     try:
         inputs = keras.tree.map_structure(
-            lambda one: keras.Input(batch_shape=one.shape, dtype=one.dtype, name=one.name), _input_of(model)
+            lambda tensor: keras.Input(batch_shape=tensor.shape, dtype=tensor.dtype, name=tensor.name),
+            _input_of(model),
         )
         unrolled = keras.Model(inputs, _unroll(model, keras.tree.flatten(inputs), names))
     except ValueError:
@@ -220,7 +154,7 @@ def unroll(model: Any) -> tuple[Any, dict[int, str]]:
 
 def _unroll(model: Any, inputs: Sequence[Any], names: dict[int, str]) -> list[Any]:
     """Call the layers of `model` and of models nested in it on symbolic tensors. Return its outputs."""
-    graph = getattr(model, "_functional", None) or model
+    graph = functional_graph(model)
     tensors = {id(tensor): value for tensor, value in zip(graph.inputs, inputs, strict=True)}
     for operation, node in topological_nodes(model):
         if node.is_input:
@@ -239,29 +173,14 @@ def _unroll(model: Any, inputs: Sequence[Any], names: dict[int, str]) -> list[An
 def _is_plain_call(args: Sequence[Any], kwargs: Mapping[str, Any], nested: Any) -> bool:
     """Return whether a nested model is called with a tensor that it does not convert.
 
-    Whatever `training` it was called with, Keras passes that of the whole model.
+    Keras passes the whole model's `training` to it, whatever it was called with.
     """
-    (wanted,) = nested.inputs
+    (tensor,) = nested.inputs
     return (
         len(args) == 1
         and not any(value is not None for name, value in kwargs.items() if name != "training")
-        and getattr(args[0], "dtype", None) == wanted.dtype
-        and len(args[0].shape) == len(wanted.shape)
-    )
-
-
-def describe_cuts(model: Any) -> tuple[CutInfo, ...]:
-    """Return what is known of the model's cuts, in the order of `find_cuts`."""
-    cuts = find_cuts(model)
-    operations = count_flops_until(cuts[0].graph, [cut.tensor for cut in cuts]) if cuts else []
-    return tuple(
-        CutInfo(
-            cut.layer,
-            math.prod(size or 0 for size in cut.tensor.shape[1:]) * (2 if "16" in cut.tensor.dtype else 4),
-            num_operations,
-            cut.num_trainable,
-        )
-        for cut, num_operations in zip(cuts, operations, strict=True)
+        and getattr(args[0], "dtype", None) == tensor.dtype
+        and len(args[0].shape) == len(tensor.shape)
     )
 
 
@@ -321,11 +240,12 @@ def _is_constant(prefix: Any) -> bool:
         return generator.random(shape).astype(np.float32)
 
     samples = keras.tree.map_structure(draw, _input_of(prefix))
-    variables = [variable for layer in flatten_layers(prefix) for variable in own_state(layer)]
-    generators = [global_seed_generator(), *(generator for _, generator in seed_generators(prefix))]
-    variables += [generator.state for generator in generators]
-    before = Snapshot(variables)
+    variables = [variable for layer in flatten_layers(prefix) for variable in non_trainable_state(layer)]
+    variables += [global_seed_generator().state, *(seeds.state for _, seeds in seed_generators(prefix))]
+    before = [np.asarray(variable.value).copy() for variable in variables]
     outputs = [np.asarray(prefix(samples, training=training)) for training in (True, True, False)]
-    is_unchanged = before.is_current()
-    before.restore()
-    return is_unchanged and all(np.array_equal(outputs[0], other) for other in outputs[1:])
+    after = [np.asarray(variable.value) for variable in variables]
+    for variable, value in zip(variables, before, strict=True):
+        variable.assign(value)
+    is_unchanged = all(map(np.array_equal, before, after))
+    return is_unchanged and all(np.array_equal(outputs[0], output) for output in outputs[1:])

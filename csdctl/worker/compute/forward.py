@@ -18,7 +18,7 @@ def forward_pass(
     if part.compiled:
         return BatchedPass(load_forward(part.compiled, runtime), convert)
     # To import it takes a slow node a second.
-    from csdctl.worker.compute.keras_forward import keras_pass
+    from csdctl.worker.compute.compile import keras_pass
 
     return BatchedPass(keras_pass(part, layer, runtime), convert)
 

@@ -10,7 +10,7 @@ from typing import Any
 from unittest import mock
 
 from csdctl.worker.compute.backend import keras
-from csdctl.worker.protocol.model_info import OwnCompile
+from csdctl.worker.engine.step import ROUNDOFFS
 
 
 def flatten_layers(model: Any) -> list[Any]:
@@ -22,10 +22,38 @@ def flatten_layers(model: Any) -> list[Any]:
     return [layer for layer in layers if layer is not model]
 
 
-def own_state(layer: Any) -> list[Any]:
-    """Return the non-trainable variables that `layer` itself owns.
+def compute_type(model: Any) -> str:
+    """Return the coarsest type that a layer with weights computes in."""
+    types = {layer.compute_dtype for layer in flatten_layers(model) if layer.weights} & set(ROUNDOFFS)
+    coarsest: str = max(types or {model.compute_dtype}, key=ROUNDOFFS.__getitem__)
+    return coarsest
 
-    `non_trainable_variables` has those of sublayers, and frozen weights, too.
+
+def widen(model: Any) -> None:
+    """Let layers that compute in 16 bits compute in float32 from now on. The weights keep their type.
+
+    In 16 bits, kernels differ by as much as a sample: some add in 16 bits, others in 32.
+    """
+    for layer in (model, *flatten_layers(model)):
+        if layer.compute_dtype in ("float16", "bfloat16"):
+            layer.dtype_policy = _make_policy("float32", layer.dtype_policy.variable_dtype)
+
+
+def _make_policy(dtype: str, variable_dtype: str) -> Any:
+    """Return the policy of a layer that computes in `dtype` with weights of another type."""
+
+    class Policy(keras.DTypePolicy):  # type: ignore[misc]
+        @property
+        def variable_dtype(self) -> str:
+            return variable_dtype
+
+    return Policy(dtype)
+
+
+def non_trainable_state(layer: Any) -> list[Any]:
+    """Return the non-trainable variables of `layer`, without its sublayers and without frozen weights.
+
+    `non_trainable_variables` has all of them.
     """
     return list(layer._non_trainable_variables)
 
@@ -42,6 +70,11 @@ def seed_generators(model: Any) -> list[tuple[str, Any]]:
     ]
 
 
+def global_seed_generator() -> Any:
+    """Return the generator that random operations without one of their own use."""
+    return keras.src.random.seed_generator.global_seed_generator()
+
+
 def regularization_losses(model: Any) -> list[Any]:
     """Return the penalties on the weights of `model`, which `losses` mixes with those on activities."""
     return list(model._get_regularization_losses())
@@ -54,17 +87,25 @@ def compute_loss(
     return model._compute_loss(inputs, targets, predictions, weights, training=training)
 
 
-def run_symbolically(code: Any, *symbols: Any) -> None:
-    """Run `code` on symbolic tensors, as Keras does to create the state of losses and metrics."""
-    keras.src.backend.compute_output_spec(code, *symbols)
-
-
 def compiled_loss(model: Any, targets: Any, predictions: Any, weights: Any) -> Any:
     """Return the loss of compile() without what layers add. None if the model was compiled without one.
 
     `compute_loss` cannot add the losses of layers to it when these compute in 16 bits.
     """
     return None if model._compile_loss is None else model._compile_loss(targets, predictions, weights)
+
+
+def loss_trackers(model: Any) -> list[Any]:
+    """Return the metrics that average the loss of each output. A model with one output has none.
+
+    They count batches, not samples, when the size of a batch is not known beforehand.
+    """
+    return list(model._compile_loss.metrics) if model._compile_loss is not None else []
+
+
+def loss_of(model: Any) -> float:
+    """Return the mean loss of the batches since `reset_metrics`. `get_metrics_result` lacks it in a step."""
+    return float(model._loss_tracker.result())
 
 
 def compile_arguments(model: Any) -> dict[str, Any]:
@@ -76,38 +117,25 @@ def compile_arguments(model: Any) -> dict[str, Any]:
     return dict(compiled.config) if model.compiled and compiled is not None else {}
 
 
-def loss_of(model: Any) -> float:
-    """Return the mean loss of the batches since `reset_metrics`. `get_metrics_result` lacks it in a step."""
-    return float(model._loss_tracker.result())
-
-
-def loss_trackers(model: Any) -> list[Any]:
-    """Return the metrics that average the loss of each output. Those of one output have none.
-
-    They count batches, not samples, when the size of a batch is not known beforehand.
-    """
-    return list(model._compile_loss.metrics) if model._compile_loss is not None else []
-
-
 @contextlib.contextmanager
-def noting_divisors(found: dict[Any, tuple[Any, Any]]) -> Iterator[None]:
+def noting_divisors(divisors: dict[Any, tuple[Any, Any]]) -> Iterator[None]:
     """Note what Keras divides each loss by: unmasked elements, the sum of the weights, or samples.
 
-    `found` gets a key for each different divisor, and the divisor, None for samples. Then its mask, which
+    `divisors` gets a key for each different divisor, and the divisor, None for samples. Then its mask, which
     keeps the key unique. Weights (n,) apply to all elements of a sample, as weights (n, 1) do in fit.
     """
-    module = keras.src.losses.loss
+    module, ops = keras.src.losses.loss, keras.ops
     original = module.reduce_weighted_values
 
     def reduce(values: Any, sample_weight: Any, mask: Any, reduction: Any, dtype: Any) -> Any:
         is_weighed = sample_weight is not None and reduction == "mean_with_sample_weight"
         key = (is_weighed and id(sample_weight), id(mask))
         if sample_weight is not None:
-            sample_weight = keras.ops.cast(sample_weight, values.dtype)
+            sample_weight = ops.cast(sample_weight, values.dtype)
             if len(sample_weight.shape) == 1 < len(values.shape):
-                sample_weight = keras.ops.reshape(sample_weight, (-1, *[1] * (len(values.shape) - 1)))
+                sample_weight = ops.reshape(sample_weight, (-1, *[1] * (len(values.shape) - 1)))
         counted = module.apply_mask(sample_weight if is_weighed else None, mask, "float32", "sum")
-        found.setdefault(key, (None if counted is None else keras.ops.sum(counted), mask))
+        divisors.setdefault(key, (None if counted is None else ops.sum(counted), mask))
         return original(values, sample_weight, mask, reduction, dtype)
 
     with mock.patch.object(module, "reduce_weighted_values", reduce):
@@ -117,6 +145,11 @@ def noting_divisors(found: dict[Any, tuple[Any, Any]]) -> Iterator[None]:
 def keras_mask(tensor: Any) -> Any:
     """Return the mask of a prediction, whose elements the loss leaves out, or None."""
     return getattr(tensor, "_keras_mask", None)
+
+
+def run_symbolically(code: Any, *symbols: Any) -> None:
+    """Run `code` on symbolic tensors, as Keras does to create the state of losses and metrics."""
+    keras.src.backend.compute_output_spec(code, *symbols)
 
 
 def build_symbolically(model: Any, data: Any) -> None:
@@ -130,52 +163,65 @@ def build_symbolically(model: Any, data: Any) -> None:
 
 
 def find_optimizers(model: Any) -> list[Any]:
-    """Return the optimizers that a train_step uses: global ones that it names, else those of `model`."""
-    for named in (find_globals(model), vars(model).values()):
-        if found := [one for one in named if isinstance(one, keras.optimizers.Optimizer)]:
-            others = [one for one in found if one is not getattr(model, "optimizer", None)]
+    """Return the optimizers that a train_step uses: global ones that it names, else attributes of `model`."""
+    for values in (find_globals(model), vars(model).values()):
+        if optimizers := [value for value in values if isinstance(value, keras.optimizers.Optimizer)]:
+            unlike_default = [value for value in optimizers if value is not getattr(model, "optimizer", None)]
             # compile() of the user's own that calls Keras' without an optimizer leaves the default, RMSprop.
-            is_own = type(model).compile is not keras.Model.compile
-            if others and is_own and "optimizer" not in _names_of(model):
-                found = others
-            return list({id(one): one for one in found}.values())
+            has_compile = type(model).compile is not keras.Model.compile
+            code = getattr(_python_function(model.train_step), "__code__", None)
+            if unlike_default and has_compile and "optimizer" not in (code.co_names if code else ()):
+                optimizers = unlike_default
+            return list({id(optimizer): optimizer for optimizer in optimizers}.values())
     return []
-
-
-def _names_of(model: Any) -> tuple[str, ...]:
-    """Return the names that the code of train_step has, of attributes too."""
-    function = getattr(model.train_step, "__func__", model.train_step)
-    code = getattr(getattr(function, "python_function", function), "__code__", None)
-    return code.co_names if code else ()
 
 
 def find_globals(model: Any) -> list[Any]:
     """Return the global values that train_step names, and those that functions of its file name for it."""
-    found: dict[int, Any] = {}
-    waiting = [getattr(model.train_step, "__func__", model.train_step)]
+    values: dict[int, Any] = {}
+    waiting = [model.train_step]
     while waiting:
-        function = waiting.pop()
-        function = getattr(function, "python_function", function)  # of a tf.function
+        function = _python_function(waiting.pop())
         for name in function.__code__.co_names if inspect.isfunction(function) else ():
             value = function.__globals__.get(name)
-            if id(value) not in found:
-                found[id(value)] = value
+            if id(value) not in values:
+                values[id(value)] = value
                 is_beside = getattr(value, "__module__", None) == function.__module__
                 waiting += [value] if is_beside and not inspect.isclass(value) else []
-    return list(found.values())
+    return list(values.values())
+
+
+def _python_function(step: Any) -> Any:
+    """Return the function of a method, or of a tf.function."""
+    function = getattr(step, "__func__", step)
+    return getattr(function, "python_function", function)
 
 
 def optimizer_classes() -> list[Any]:
     """Return the base class of Keras' optimizers and all of its subclasses, the user's included."""
-    found = [keras.src.optimizers.base_optimizer.BaseOptimizer]
-    for kind in found:
-        found += kind.__subclasses__()
-    return list(dict.fromkeys(found))
+    classes = [keras.src.optimizers.base_optimizer.BaseOptimizer]
+    for kind in classes:
+        classes += kind.__subclasses__()
+    return list(dict.fromkeys(classes))
 
 
-def global_seed_generator() -> Any:
-    """Return the generator that random operations without one of their own use."""
-    return keras.src.random.seed_generator.global_seed_generator()
+def constant_rate(optimizer: Any) -> float:
+    """Return the learning rate of an optimizer. 0 if it follows a schedule of its own."""
+    optimizer = getattr(optimizer, "inner_optimizer", optimizer)
+    is_constant = hasattr(getattr(optimizer, "_learning_rate", None), "assign")
+    return float(optimizer.learning_rate) if is_constant else 0.0
+
+
+def excluding_alike(optimizer: Any, other_optimizer: Any) -> Any:
+    """Return `optimizer`, excluding from weight decay what the other one does: no configuration has it."""
+    rules = {k: v for k, v in vars(other_optimizer).items() if k.startswith("_exclude_from_weight")}
+    vars(optimizer).update(rules)
+    return optimizer
+
+
+def functional_graph(model: Any) -> Any:
+    """Return the functional model that a sequential model wraps, or else the model."""
+    return getattr(model, "_functional", None) or model
 
 
 def nested_graph(operation: Any) -> Any:
@@ -183,10 +229,7 @@ def nested_graph(operation: Any) -> Any:
 
     A class of the user's own may compute more than its graph.
     """
-    call = getattr(type(operation), "call", None)
-    graph = operation if call is keras.src.models.Functional.call else None
-    if call is keras.Sequential.call:
-        graph = operation._functional
+    graph = functional_graph(operation) if _calls_graph(operation) else None
     return graph if graph is not None and len(graph.inputs) == len(graph.outputs) == 1 else None
 
 
@@ -194,16 +237,15 @@ def is_its_graph(model: Any) -> bool:
     """Return whether a model computes its graph and Keras' loss, which a class of the user's may override."""
     kind, plain = type(model), keras.Model
     return (
-        kind.call in (keras.src.models.Functional.call, keras.Sequential.call)
+        _calls_graph(model)
         and kind.compute_loss is plain.compute_loss
         and kind.compute_metrics is plain.compute_metrics
     )
 
 
-def excluding_alike(optimizer: Any, other: Any) -> Any:
-    """Return `optimizer`, which excludes from weight decay what `other` does: no configuration has it."""
-    vars(optimizer).update({k: v for k, v in vars(other).items() if k.startswith("_exclude_from_weight")})
-    return optimizer
+def _calls_graph(operation: Any) -> bool:
+    call = getattr(type(operation), "call", None)
+    return call in (keras.src.models.Functional.call, keras.Sequential.call)
 
 
 def topological_nodes(model: Any) -> list[tuple[Any, Any]]:
@@ -211,50 +253,9 @@ def topological_nodes(model: Any) -> list[tuple[Any, Any]]:
 
     The public list of layers does not say which tensors go where.
     """
-    graph = getattr(model, "_functional", None) or model
+    nodes_by_depth = functional_graph(model)._nodes_by_depth
     return [
         (node.operation, node)
-        for depth in sorted(graph._nodes_by_depth, reverse=True)
-        for node in graph._nodes_by_depth[depth]
+        for depth in sorted(nodes_by_depth, reverse=True)
+        for node in nodes_by_depth[depth]
     ]
-
-
-def describe_compile(model: Any) -> OwnCompile | None:
-    """Return what `model` was compiled with, None if it was not."""
-    own = compile_arguments(model)
-    if not own:
-        return None
-    # One, several, or by output.
-    given = keras.tree.flatten([own.get("metrics"), own.get("weighted_metrics")])
-    metrics = tuple(
-        one if isinstance(one, str) else getattr(one, "name", None) or one.__name__
-        for one in given
-        if one is not None
-    )
-    optimizer = keras.optimizers.get(own.get("optimizer"))
-    if optimizer is None:
-        return OwnCompile("", 0.0, "", metrics)
-    optimizer = getattr(optimizer, "inner_optimizer", optimizer)  # of a model with float16
-    rate, schedule = optimizer.get_config()["learning_rate"], ""
-    if isinstance(rate, dict):
-        schedule = str(rate.get("class_name", ""))
-        rate = optimizer.learning_rate  # the first
-    rate = float(f"{float(rate):.7g}")  # as it was written: Keras keeps a float32
-    return OwnCompile(type(optimizer).__name__, rate, schedule, metrics)
-
-
-def find_scaling_layers(model: Any) -> tuple[str, ...]:
-    """Return the layers of `model`, and of models in it, that scale what they are given."""
-    kinds = (keras.layers.Rescaling, keras.layers.Normalization)
-    found = (layer for layer in flatten_layers(model) if isinstance(layer, kinds))
-    return tuple(f"{layer.name} ({type(layer).__name__})" for layer in found)
-
-
-def find_smallest_embedding(model: Any) -> int | None:
-    """Return the size of the smallest embedding, beyond which an integer may be an error. None without."""
-    sizes = (
-        getattr(layer, "input_dim", None)
-        for layer in flatten_layers(model)
-        if type(layer).__name__.endswith("Embedding")
-    )
-    return min((size for size in sizes if isinstance(size, int)), default=None)

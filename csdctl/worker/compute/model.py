@@ -9,11 +9,10 @@ its configuration is built on every rank as on the host, by the user's function.
 import inspect
 import json
 import math
-import os
 import zipfile
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from types import MethodType
 from typing import Any
@@ -21,18 +20,17 @@ from unittest import mock
 
 import numpy as np
 
-from csdctl.worker.compute.backend import KerasSettings, keras, load_backend
-from csdctl.worker.compute.cuts import NoCutError, count_flops, describe_cuts, frozen_cut, split_at
+from csdctl.worker.compute.backend import apply_settings, keras, keras_settings, load_backend, load_settings
+from csdctl.worker.compute.cuts import NoCutError, count_flops, find_cuts, frozen_cut, split_at
 from csdctl.worker.compute.keras_internals import (
     compile_arguments,
-    describe_compile,
+    compute_type,
+    constant_rate,
     find_optimizers,
-    find_scaling_layers,
     flatten_layers,
-    own_state,
+    non_trainable_state,
 )
-from csdctl.worker.compute.own_step import constant_rate, has_own_step
-from csdctl.worker.compute.precision import compute_type
+from csdctl.worker.compute.own_step import has_own_step
 from csdctl.worker.compute.recipe import compile_model, is_own, name_of
 from csdctl.worker.compute.user_code import (
     find_objects,
@@ -45,8 +43,8 @@ from csdctl.worker.compute.user_code import (
 )
 from csdctl.worker.data.arrays import save_arrays
 from csdctl.worker.data.file_hash import check_stored
+from csdctl.worker.engine.keras_file import saving
 from csdctl.worker.process.errors import InputError, WorkerError, describe
-from csdctl.worker.process.files import sync_directory
 from csdctl.worker.protocol.datasets import as_inputs
 from csdctl.worker.protocol.json_codec import from_dict, to_json
 from csdctl.worker.protocol.model_info import (
@@ -57,6 +55,7 @@ from csdctl.worker.protocol.model_info import (
     FeatureInfo,
     ModelInfo,
     OutputInfo,
+    OwnCompile,
     find_unsaved,
 )
 from csdctl.worker.protocol.recipe import Recipe
@@ -74,7 +73,7 @@ def build(request: BuildRequest) -> ModelInfo:
     spec, output = request.spec, Path(request.output)
     reference, recipe = spec.reference, spec.recipe
     load_backend()
-    KerasSettings.load(Path(spec.directory))
+    load_settings(Path(spec.directory))
     keras.utils.set_random_seed(recipe.seed)  # for what files draw when they are imported
     import_roots(spec.code_roots)
     keras.utils.set_random_seed(recipe.seed)
@@ -90,7 +89,8 @@ def build(request: BuildRequest) -> ModelInfo:
         _build_by_call(model, spec)
     if not model.trainable_variables:
         raise InputError(f"{reference}: the model has no trainable variables")
-    if any(getattr(layer, "stateful", False) for layer in flatten_layers(model)):
+    layers = flatten_layers(model)
+    if any(getattr(layer, "stateful", False) for layer in layers):
         problem = "a layer has stateful=True, and other ranks have the samples of its last batch"
         raise InputError(f"{reference}: {problem}", "use stateful=False, with a whole sequence in a sample")
     compiled = describe_compile(model)
@@ -99,12 +99,16 @@ def build(request: BuildRequest) -> ModelInfo:
     (output / "architecture.json").write_text(with_settings(architecture))
     save_weights(output / "weights.npz", model.get_weights())
     features, no_features = _write_parts(model, architecture, output)
-    inputs = _inputs_of(model)
-    shapes = {name: _shape(tensor) for name, tensor in inputs.items()}
+    # A tensor may have another name than the key that fit() takes it by.
+    inputs, structure = getattr(model, "inputs", None) or [], getattr(model, "input", None)
+    by_name = {tensor.name if len(inputs) > 1 else "": tensor for tensor in inputs}
+    by_name = structure if isinstance(structure, dict) else by_name
+    shapes = {name: _shape(tensor) for name, tensor in by_name.items()}
+    integers = {name: tensor.dtype for name, tensor in by_name.items() if "int" in tensor.dtype}
     return ModelInfo(
         name=reference,
         inputs=shapes or {name: tuple(shape) for name, (_, shape) in spec.sample_shapes.items()},
-        max_inputs={name: np.iinfo(one.dtype).max for name, one in inputs.items() if "int" in one.dtype},
+        max_inputs={name: np.iinfo(dtype).max for name, dtype in integers.items()},
         num_parameters=sum(math.prod(variable.shape) for variable in model.weights),
         num_trainable=sum(math.prod(variable.shape) for variable in model.trainable_variables),
         num_operations=0 if has_step else count_flops(model),
@@ -115,11 +119,40 @@ def build(request: BuildRequest) -> ModelInfo:
         needs_code=needs_code,
         compiled=compiled,
         has_16_bits="16" in compute_type(model),
-        scaling_layers=find_scaling_layers(model),
+        scaling_layers=tuple(_describe_layer(layer) for layer in layers if is_scaling(layer)),
         features=features,
         no_features=no_features,
-        cuts=() if has_step else describe_cuts(model),
+        cuts=() if has_step else tuple(cut.describe() for cut in find_cuts(model)),
     )
+
+
+def describe_compile(model: Any) -> OwnCompile | None:
+    """Return what `model` was compiled with, None if it was not."""
+    compiled = compile_arguments(model)
+    if not compiled:
+        return None
+    # One, several, or by output.
+    metrics = keras.tree.flatten([compiled.get("metrics"), compiled.get("weighted_metrics")])
+    names = tuple(name_of(metric) for metric in metrics if metric is not None)
+    optimizer = keras.optimizers.get(compiled.get("optimizer"))
+    if optimizer is None:
+        return OwnCompile("", 0.0, "", names)
+    optimizer = getattr(optimizer, "inner_optimizer", optimizer)  # of a model with float16
+    rate, schedule = optimizer.get_config()["learning_rate"], ""
+    if isinstance(rate, dict):
+        schedule = str(rate.get("class_name", ""))
+        rate = optimizer.learning_rate  # the first
+    rate = float(f"{float(rate):.7g}")  # as it was written: Keras keeps a float32
+    return OwnCompile(type(optimizer).__name__, rate, schedule, names)
+
+
+def is_scaling(layer: Any) -> bool:
+    """Return whether a layer scales what it is given."""
+    return isinstance(layer, keras.layers.Rescaling | keras.layers.Normalization)
+
+
+def _describe_layer(layer: Any) -> str:
+    return f"{layer.name} ({type(layer).__name__})"
 
 
 def _compile(model: Any, recipe: Recipe) -> Recipe:
@@ -140,7 +173,7 @@ def _compile(model: Any, recipe: Recipe) -> Recipe:
         )
     optimizers = find_optimizers(model)
     is_compiled = type(model).compile is keras.Model.compile and model.compiled
-    if is_compiled and any(one is model.optimizer for one in optimizers):
+    if is_compiled and any(optimizer is model.optimizer for optimizer in optimizers):
         return compile_model(model, recipe)
     rates = [rate for rate in map(constant_rate, optimizers) if rate]
     if recipe.learning_rate is None and not optimizers:
@@ -186,7 +219,7 @@ def _write_parts(model: Any, architecture: str, output: Path) -> tuple[FeatureIn
 
 def with_settings(architecture: str) -> str:
     """Return the architecture with the Keras settings of this process, which is the host's."""
-    return json.dumps({SETTINGS: asdict(KerasSettings.current()), **json.loads(architecture)})
+    return json.dumps({SETTINGS: keras_settings(), **json.loads(architecture)})
 
 
 def find_stateful_layers(model: Any) -> tuple[str, ...]:
@@ -194,14 +227,14 @@ def find_stateful_layers(model: Any) -> tuple[str, ...]:
 
     State that is not known to be constant counts too: layers do not declare what changes it.
     """
-    found = []
+    names = []
     for layer in flatten_layers(model):
         is_constant = isinstance(layer, keras.layers.Normalization) or (
             isinstance(layer, keras.layers.BatchNormalization) and not layer.trainable
         )
-        if getattr(layer, "stateful", False) or (own_state(layer) and not is_constant):
-            found.append(f"{layer.name} ({type(layer).__name__})")
-    return tuple(found)
+        if getattr(layer, "stateful", False) or (non_trainable_state(layer) and not is_constant):
+            names.append(_describe_layer(layer))
+    return tuple(names)
 
 
 def load(architecture: Path, weights: Path, code: UserCode | None = None) -> Any:
@@ -211,16 +244,16 @@ def load(architecture: Path, weights: Path, code: UserCode | None = None) -> Any
     """
     for file in (architecture, weights, *([code.archive] if code else [])):
         check_stored(str(file))
-    own = import_packed(code.archive, code.modules) if code else {}
+    objects = import_packed(code.archive, code.modules) if code else {}
     try:
         text = architecture.read_text()
-        with keras.saving.custom_object_scope(own):
+        with keras.saving.custom_object_scope(objects):
             content = json.loads(text)
-            KerasSettings(**content[SETTINGS]).apply()
+            apply_settings(**content[SETTINGS])
             if builder := content.get(BUILDER):
                 model = _build_again(from_dict(BuildSpec, builder))
             else:
-                model = _from_json(text, is_trusted=bool(own))
+                model = _from_json(text, is_trusted=bool(objects))
         model.set_weights(load_weights(weights))
         for layer in flatten_layers(model):
             if isinstance(layer, keras.layers.Normalization):  # this derives what it computes with
@@ -283,9 +316,9 @@ def _revive(model: Any, content: dict[str, Any], *, is_trusted: bool) -> None:
     ):
         return
     arguments = keras.saving.deserialize_keras_object(compiled, safe_mode=not is_trusted)
-    taken = inspect.signature(model.compile).parameters
-    takes_any = any(one.kind is one.VAR_KEYWORD for one in taken.values())
-    names = [name for name in arguments if name in taken or (takes_any and name in COMPILED)]
+    parameters = inspect.signature(model.compile).parameters
+    takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
+    names = [name for name in arguments if name in parameters or (takes_any and name in COMPILED)]
     model.compile(**{name: arguments[name] for name in names})
     model.get_compile_config = lambda: compiled
 
@@ -302,8 +335,9 @@ def _build_again(spec: BuildSpec) -> Any:
 
 def save_weights(path: Path, weights: list[Any]) -> None:
     """Write arrays, bfloat16 as float32, so that the file has its name only once it is on the disk."""
-    arrays = (one.astype("f4") if one.dtype.kind == "V" else one for one in map(np.asarray, weights))
-    save_arrays(path, {f"w{number:05d}": array for number, array in enumerate(arrays)})
+    arrays = map(np.asarray, weights)
+    kept = (array.astype("f4") if array.dtype.kind == "V" else array for array in arrays)
+    save_arrays(path, {f"w{number:05d}": array for number, array in enumerate(kept)})
 
 
 def load_weights(path: Path) -> list[Any]:
@@ -317,35 +351,29 @@ def save_model(model: Any, path: Path) -> Path:
 
     Keras cannot save a model whose class has no get_config, which its function builds on every rank.
     """
-    aside = path.with_name(f"part-{path.name}")
     try:
-        model.save(aside)
+        with saving(path) as partial:
+            model.save(partial)
     except OSError:
-        aside.unlink(missing_ok=True)
         raise
     except Exception as error:  # of the user's classes
-        aside.unlink(missing_ok=True)
         path = path.with_suffix(".weights.h5")
         print(f"only the weights are saved: {describe(error)}", flush=True)
-        aside = path.with_name(f"part-{path.name}")
         model.built = True  # it has been trained, though its own train_step may never call it
-        model.save_weights(aside)
-    with aside.open("rb+") as file:
-        os.fsync(file.fileno())
-    os.replace(aside, path)
-    sync_directory(path.parent)
+        with saving(path) as partial:
+            model.save_weights(partial)
     return path
 
 
 def _find(spec: BuildSpec) -> Any:
     reference, arguments = spec.reference, spec.arguments
     place, _, name = reference.partition(":")
+    if reference.endswith(".keras"):
+        return _load_file(spec)
     if place == "keras.applications":
         function = getattr(keras.applications, name, None)
         if not callable(function):
             raise InputError(f"keras.applications has no model {name!r}")
-    elif reference.endswith(".keras"):
-        return _load_file(spec)
     else:
         function = load_function(reference)
     file = Path(reference.rpartition(":")[0])
@@ -374,11 +402,15 @@ def _is_named(file: Path, spec: BuildSpec) -> bool:
     return any(file.is_relative_to(Path(root).resolve()) for root in spec.code_roots)
 
 
+def _find_named(spec: BuildSpec) -> dict[str, Any]:
+    """Return classes and functions of the code that the job names, by name."""
+    return find_objects(lambda file: _is_named(Path(file), spec))
+
+
 def _load_file(spec: BuildSpec) -> Any:
     """Return the model of a .keras file, which is data: it finds only the code that the job names."""
     try:
-        own = find_objects(lambda file: _is_named(Path(file), spec))
-        with keras.saving.custom_object_scope(own), _reviving():
+        with keras.saving.custom_object_scope(_find_named(spec)), _reviving():
             model = keras.models.load_model(spec.reference, compile=True, safe_mode=True)
             with zipfile.ZipFile(spec.reference) as archive:
                 _revive(model, json.loads(archive.read("config.json")), is_trusted=False)
@@ -424,27 +456,30 @@ def _to_json(model: Any, spec: BuildSpec) -> tuple[bool, str]:
     registered = dict(keras.saving.get_custom_objects())
     keras.saving.get_custom_objects().clear()
     try:  # first as on a node without the user's code
-        if lost := find_unsaved(model, _from_json(text, is_trusted=False)):
-            raise ValueError(lost)
+        _check_rebuilt(model, text, is_trusted=False)
         return False, text
     except Exception as error:
-        plain = error
+        reason = describe(error)
     finally:
         keras.saving.get_custom_objects().update(registered)
     if not spec.code_roots:
         raise InputError(
-            f"{reference}: cannot be rebuilt on the nodes: {describe(plain)}",
+            f"{reference}: cannot be rebuilt on the nodes: {reason}",
             "list the files of its own layers, losses and metrics in `code` of job.yaml",
         )
     _check_named(spec)
-    own = find_objects(lambda file: _is_named(Path(file), spec))
     try:
-        with keras.saving.custom_object_scope(own):
-            if lost := find_unsaved(model, _from_json(text, is_trusted=True)):
-                raise ValueError(lost)
+        with keras.saving.custom_object_scope(_find_named(spec)):
+            _check_rebuilt(model, text, is_trusted=True)
         return True, text
     except Exception as error:
         return True, _describe_builder(spec, error)
+
+
+def _check_rebuilt(model: Any, text: str, *, is_trusted: bool) -> None:
+    """Raise an error if a model cannot be rebuilt from its JSON `text`, or if anything of it is lost."""
+    if lost := find_unsaved(model, _from_json(text, is_trusted=is_trusted)):
+        raise ValueError(lost)
 
 
 def _describe_builder(spec: BuildSpec, error: Exception | None = None) -> str:
@@ -470,15 +505,6 @@ def _check_named(spec: BuildSpec) -> None:
             f"{spec.reference} imports {names}, which the nodes would not have",
             f"add to job.yaml: code: [{names}]",
         )
-
-
-def _inputs_of(model: Any) -> dict[str, Any]:
-    """Return the tensor of each input by name, '' for the only one. {} if they are unknown."""
-    inputs = getattr(model, "inputs", None) or []
-    structure = getattr(model, "input", None)
-    if isinstance(structure, dict):  # a tensor may have another name than the key that fit() takes it by
-        return structure
-    return {tensor.name if len(inputs) > 1 else "": tensor for tensor in inputs}
 
 
 def _describe_outputs(model: Any) -> tuple[OutputInfo, ...]:

@@ -3,8 +3,8 @@
 Keras' loss is a mean over the batch: over samples, over time steps or pixels of each, with weights, of
 several outputs. Multiplied by the count that it was divided by, it becomes a sum that ranks can add.
 
-A Keras metric is a state that batches add to (mean, accuracy, AUC, precision, recall, confusion matrices), so
-that states can be summed over ranks: the result from their sum is that of one process on all samples.
+A Keras metric is a state that batches add to (mean, accuracy, AUC, precision, recall, confusion matrices). So
+states can be summed over ranks: the result of their sum is the one of a single process with all samples.
 """
 
 import math
@@ -29,6 +29,9 @@ from csdctl.worker.engine.step import LOSS, Slice
 from csdctl.worker.process.errors import InputError
 from csdctl.worker.protocol.datasets import INPUT, SAMPLE_WEIGHT, as_inputs, is_position
 from csdctl.worker.protocol.recipe import Recipe
+
+MAX_RESULTS = 64
+"""Results that are reported of one metric with a value for each of many classes."""
 
 
 class MetricStates:
@@ -64,23 +67,23 @@ class MetricStates:
     def results(self, states: Any) -> list[tuple[Slice, Any]]:
         """Return the results for a summed state, a tensor of shape (size,). Inside a graph.
 
-        With the name of each, at most 64 of one metric, and where its metric has its state.
+        With the name of each, at most MAX_RESULTS of one metric, and where its metric has its state.
         """
-        sizes = [initial.size for initial in self._initial]
-        parts = zip(tf.split(states, sizes), self.variables, self._initial, strict=True)
-        for part, variable, initial in parts:
+        parts = tf.split(states, [initial.size for initial in self._initial])
+        for part, variable, initial in zip(parts, self.variables, self._initial, strict=True):
             value = tf.reshape(part, initial.shape) + tf.cast(initial, tf.float32)
             variable.assign(tf.cast(value, variable.dtype))
         results: list[tuple[Slice, Any]] = []
         stop = 0
         for metric in self._metrics:
-            start, stop = stop, stop + sum(math.prod(one.shape) for one in metric.variables)
+            start, stop = stop, stop + sum(math.prod(variable.shape) for variable in metric.variables)
             result = metric.result()
             for name, value in (result if isinstance(result, dict) else {metric.name: result}).items():
                 tensor = tf.convert_to_tensor(value)
-                several = tf.unstack(tf.reshape(tensor, [-1])[:64])  # a value for each of many classes
-                names = [f"{name}_{place}" for place in range(len(several))] if tensor.shape.rank else [name]
-                results += [(Slice(one, start, stop), part) for one, part in zip(names, several, strict=True)]
+                numbers = tf.unstack(tf.reshape(tensor, [-1])[:MAX_RESULTS])
+                names = [f"{name}_{place}" for place in range(len(numbers))] if tensor.shape.rank else [name]
+                slices = [Slice(name, start, stop) for name in names]
+                results += zip(slices, numbers, strict=True)
         return results
 
 
@@ -106,51 +109,51 @@ class Objective:
     def __init__(
         self, model: Any, recipe: Recipe, example: tuple[Array, Array], *, is_per_sample: bool = False
     ) -> None:
-        """`example` as in Step. With `is_per_sample`, the loss is divided by samples even with a mask."""
-        self._model = model
-        self._input_range = recipe.input_range
-        self._class_weights = _class_weights(recipe.class_weight)
-        self._is_per_sample = is_per_sample
+        """`example` as of `make_compiler`. With `is_per_sample`, a mask does not change the loss' divisor."""
+        self._model, self._input_range, self._is_per_sample = model, recipe.input_range, is_per_sample
+        self._class_weights = recipe.class_weight
         self.signature = specs_of(example)
         self.counts_elements = False
         """Whether the loss is not divided by the number of samples, but by a number that varies."""
         self._of_batches: list[Any] = []
-        self._build()
+        with noting_batches(self._of_batches):  # creates the state of losses and metrics, as the first batch
+            symbols = tf.nest.map_structure(symbolic, self.signature)
+            run_symbolically(lambda *batch: self._run_model(*batch, with_metrics=True)[0], *symbols)
         self.metrics = MetricStates([metric for metric in model.metrics if metric.name != LOSS])
 
     def forward(self, samples: Any, labels: Any, *, training: bool) -> BatchLoss:
         """Compute loss and metrics of one batch. Inside a graph."""
         self.metrics.reset()
-        (mean, summed), divisor = self._run_model(samples, labels, training=training, with_metrics=True)
+        mean, summed, divisor = self._run_model(samples, labels, training=training, with_metrics=True)
         count = tf.cast(tf.shape(tf.nest.flatten(labels)[0])[0], tf.float32)
         if summed is not None and self._is_per_sample:
             mean, summed = mean + summed / count, None
         loss_count = count if divisor is None else divisor
-        of_batches = [(one, count) for one in self._of_batches]
-        states = self.metrics.read([*of_batches, *((one, loss_count) for one in loss_trackers(self._model))])
-        return BatchLoss(mean, summed, loss_count, count, states)
+        of_batches = [(metric, count) for metric in self._of_batches]
+        of_batches += [(metric, loss_count) for metric in loss_trackers(self._model)]
+        return BatchLoss(mean, summed, loss_count, count, self.metrics.read(of_batches))
 
     def loss(self, samples: Any, labels: Any) -> Any:
         """Return the loss of a batch in training, without its metrics. Inside a graph."""
-        (mean, summed), _ = self._run_model(samples, labels, training=True, with_metrics=False)
+        mean, summed, _ = self._run_model(samples, labels, with_metrics=False)
         return mean if summed is None else mean + summed
 
     def _run_model(
-        self, samples: Any, labels: Any, *, training: bool, with_metrics: bool
-    ) -> tuple[tuple[Any, Any], Any]:
+        self, samples: Any, labels: Any, *, training: bool = True, with_metrics: bool
+    ) -> tuple[Any, Any, Any]:
         """Return the loss as mean and sum, and the mean's divisor if that is not the number of samples."""
         model = self._model
         inputs = inputs_of(model, samples, self._input_range)
         predictions = model(inputs, training=training)
         targets, weights = self.targets(labels, predictions, training=training)
-        found: dict[Any, tuple[Any, Any]] = {}
-        with noting_divisors(found):
+        by_key: dict[Any, tuple[Any, Any]] = {}
+        with noting_divisors(by_key):
             if type(model).compute_loss is keras.Model.compute_loss:
-                loss = self._add_losses(compiled_loss(model, targets, predictions, weights))
+                mean, summed = self._add_losses(compiled_loss(model, targets, predictions, weights))
             else:
-                own = compute_loss(model, inputs, targets, predictions, weights, training=training)
-                loss = keras.ops.cast(own, "float32"), None
-        divisors = [] if self._is_per_sample else [divisor for divisor, _ in found.values()]
+                loss = compute_loss(model, inputs, targets, predictions, weights, training=training)
+                mean, summed = keras.ops.cast(loss, "float32"), None
+        divisors = [] if self._is_per_sample else [divisor for divisor, _ in by_key.values()]
         if len(divisors) > 1:
             raise InputError(
                 "the losses are divided by different numbers, such as samples, unmasked elements and the sum "
@@ -161,19 +164,18 @@ class Objective:
             model.compute_metrics(inputs, targets, predictions, weights)
         divisor = divisors[0] if divisors else None
         self.counts_elements |= divisor is not None
-        return loss, divisor
+        return mean, summed, divisor
 
     def _add_losses(self, compiled: Any) -> tuple[Any, Any]:
         """Return the loss of compile() and of layers as Keras adds them, but whatever types they have.
 
-        First those that are means, then the sum of those with a value for each sample, or None.
+        First the sum of the means, then the sum of what has a value for each sample, or None.
         """
         ops = keras.ops
         means: list[Any] = [] if compiled is None else [compiled]
         of_samples: list[Any] = []
         for loss in self._model.losses:
-            has_samples = len(loss.shape) > 0 and loss.shape[0] is None
-            (of_samples if has_samples else means).append(loss)
+            (of_samples if has_samples(loss) else means).append(loss)
         mean, summed = (
             sum((ops.sum(ops.cast(loss, "float32")) for loss in losses), start=ops.zeros((), "float32"))
             for losses in (means, of_samples)
@@ -187,11 +189,8 @@ class Objective:
             labels = dict(labels)
             weights = labels.pop(SAMPLE_WEIGHT, None)
             if isinstance(predictions, dict):
-                labels = (
-                    labels
-                    if set(labels) <= set(predictions)
-                    else dict(zip(predictions, labels.values(), strict=False))
-                )
+                if not set(labels) <= set(predictions):
+                    labels = dict(zip(predictions, labels.values(), strict=False))
             elif isinstance(predictions, list | tuple) and len(predictions) > 1:
                 names = list(getattr(self._model, "output_names", None) or ())
                 by_name = set(labels) <= set(names)
@@ -199,49 +198,47 @@ class Objective:
                 labels = [labels.get(name) for name in names] if by_name else list(labels.values())
             else:
                 (labels,) = labels.values()
-        if training and self._class_weights is not None:
-            of_class = self._weigh_classes(labels)
+        if training and self._class_weights:
+            class_weights = self._weigh_classes(labels)
             if weights is not None and weights.shape.rank > 1:
                 raise InputError(
                     f"recipe.class_weight weighs samples; the weights of the data have shape {weights.shape}",
                     "multiply the weights in the function of the data, and remove class_weight",
                 )
-            weights = of_class if weights is None else weights * of_class
+            weights = class_weights if weights is None else weights * class_weights
         return labels, weights
 
     def _weigh_classes(self, labels: Any) -> Any:
+        """Return the weight of each label's class. Classes that are not named have the weight 1."""
         if isinstance(labels, dict | list):
             raise InputError("recipe.class_weight is for models with one output")
+        table = np.ones(max(map(int, self._class_weights)) + 2, np.float32)
+        for number, weight in self._class_weights.items():
+            table[int(number)] = weight
         is_one_hot = labels.shape.rank > 1 and labels.shape[-1] != 1
         classes = tf.argmax(labels, axis=-1) if is_one_hot else tf.reshape(labels, [-1])
         classes = tf.cast(tf.round(tf.cast(classes, tf.float32)), tf.int32)
-        table = tf.constant(self._class_weights)
-        return tf.gather(table, tf.clip_by_value(classes, 0, table.shape[0] - 1))
-
-    def _build(self) -> None:
-        """Create the state of losses and metrics, which Keras does at the first batch."""
-        samples, labels = (tf.nest.map_structure(symbolic, part) for part in self.signature)
-
-        def run(samples: Any, labels: Any) -> Any:
-            return self._run_model(samples, labels, training=True, with_metrics=True)[0][0]
-
-        with noting_batches(self._of_batches):
-            run_symbolically(run, samples, labels)
+        return tf.gather(tf.constant(table), tf.clip_by_value(classes, 0, len(table) - 1))
 
 
 @contextmanager
-def noting_batches(found: list[Any]) -> Iterator[None]:
-    """Add to `found` the metrics that a number is added to for a whole batch."""
+def noting_batches(metrics: list[Any]) -> Iterator[None]:
+    """Add to `metrics` those that a number is added to for a whole batch."""
     original = keras.metrics.Mean.update_state
 
     def update_state(metric: Any, values: Any, sample_weight: Any = None) -> Any:
         is_number = sample_weight is None and getattr(values, "shape", ()) == ()
-        if is_number and not any(metric is one for one in found):
-            found.append(metric)
+        if is_number and not any(metric is noted for noted in metrics):
+            metrics.append(metric)
         return original(metric, values, sample_weight=sample_weight)
 
     with mock.patch.object(keras.metrics.Mean, "update_state", update_state):
         yield
+
+
+def has_samples(loss: Any) -> bool:
+    """Return whether a loss that a layer adds has a value for each sample, which fit sums over the batch."""
+    return len(loss.shape) > 0 and loss.shape[0] is None
 
 
 def inputs_of(model: Any, samples: Any, input_range: tuple[float, float] | None) -> Any:
@@ -291,13 +288,3 @@ def scale(values: Any, input_range: tuple[float, float] | None, dtype: Any) -> A
     if dtype is not None:
         return tf.cast(values, dtype)
     return tf.cast(values, tf.float32) if values.dtype.is_floating or values.dtype == tf.uint8 else values
-
-
-def _class_weights(weights: dict[str, float]) -> Array | None:
-    """Return the weight of each class by number, with a last 1 for all classes beyond."""
-    if not weights:
-        return None
-    table = np.ones(max(map(int, weights)) + 2, np.float32)
-    for number, weight in weights.items():
-        table[int(number)] = weight
-    return table

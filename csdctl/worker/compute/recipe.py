@@ -17,9 +17,10 @@ from csdctl.worker.compute.cuts import freeze_until
 from csdctl.worker.compute.keras_internals import compile_arguments, excluding_alike, flatten_layers
 from csdctl.worker.compute.user_code import load_function
 from csdctl.worker.process.errors import InputError, WorkerError, describe
-from csdctl.worker.protocol.recipe import Argument, LossTerm, Recipe
+from csdctl.worker.protocol.recipe import LossTerm, Recipe
 
 MEANS = ("sum_over_batch_size", "mean", "mean_with_sample_weight")
+"""Reductions of a loss that do not depend on the size of the batch."""
 
 
 def compile_model(model: Any, recipe: Recipe) -> Recipe:
@@ -29,59 +30,53 @@ def compile_model(model: Any, recipe: Recipe) -> Recipe:
     model was compiled with cannot be summed over ranks.
     """
     if (last := recipe.freeze_until) and not freeze_until(model, last):
-        known = ", ".join(layer.name for layer in flatten_layers(model)[-5:])
+        names = ", ".join(layer.name for layer in flatten_layers(model)[-5:])
         raise InputError(
             f"recipe.freeze.until names {last}, which is not a layer of {model.name}",
-            f"one of its layers, such as {known}",
+            f"one of its layers, such as {names}",
         )
-    own = compile_arguments(model)
-    optimizer, recipe = _choose_optimizer(recipe, own.get("optimizer"))
-    loss, weights = _choose_loss(recipe, own, model)
-    metrics: Any = [make_metric(name) for name in recipe.metrics]
-    weighted: Any = None
-    if not recipe.metrics:
-        metrics, weighted = own.get("metrics"), own.get("weighted_metrics")
-        if not own and _is_classifier(loss, model):
-            metrics = ["accuracy"]
-    with _making("the model cannot be compiled", "loss and recipe.metrics"):
-        _compile(
-            model,
-            optimizer=optimizer,
-            loss=loss,
-            loss_weights=weights,
-            metrics=metrics,
-            weighted_metrics=weighted,
-        )
+    compiled = compile_arguments(model)
+    optimizer, recipe = _choose_optimizer(recipe, compiled.get("optimizer"))
+    loss, weights = _choose_loss(recipe, compiled, model)
+    metrics: Any = [make_metric(name) for name in recipe.metrics] or compiled.get("metrics")
+    if not recipe.metrics and not compiled and _is_classifier(loss, model):
+        metrics = ["accuracy"]
+    arguments = {
+        "optimizer": optimizer,
+        "loss": loss,
+        "loss_weights": weights,
+        "metrics": metrics,
+        "weighted_metrics": None if recipe.metrics else compiled.get("weighted_metrics"),
+    }
+    with _explaining("the model cannot be compiled", "loss and recipe.metrics"):
+        compile_method = type(model).compile
+        try:
+            inspect.signature(compile_method).bind(model, **arguments)
+        except TypeError:  # the user's own takes other arguments
+            compile_method = keras.Model.compile
+        compile_method(model, **arguments)
     return recipe
 
 
-def _compile(model: Any, **arguments: Any) -> None:
-    """Call compile() of the model, or that of Keras if the user's own takes other arguments."""
-    compiling = type(model).compile
-    try:
-        inspect.signature(compiling).bind(model, **arguments)
-    except TypeError:
-        compiling = keras.Model.compile
-    compiling(model, **arguments)
+def _choose_optimizer(recipe: Recipe, compiled: Any) -> tuple[Any, Recipe]:
+    """Return the optimizer, and the recipe with its name, learning rate and schedule.
 
-
-def _choose_optimizer(recipe: Recipe, own: Any) -> tuple[Any, Recipe]:
-    """Return the optimizer, and the recipe with its name, learning rate and schedule."""
-    if isinstance(own, str):
-        own = keras.optimizers.get(own)
-    if recipe.optimizer or own is None:
+    `compiled`: the optimizer that the model was compiled with, or its name, or None.
+    """
+    if isinstance(compiled, str):
+        compiled = keras.optimizers.get(compiled)
+    if recipe.optimizer or compiled is None:
         name = recipe.optimizer or "sgd"
         config: dict[str, Any] = {"learning_rate": None, **recipe.optimizer_args}
     else:
-        own = getattr(own, "inner_optimizer", own)  # compile() wraps it again, if the model needs that
-        config = own.get_config() | recipe.optimizer_args
-        name = type(own).__name__
+        compiled = getattr(compiled, "inner_optimizer", compiled)  # compile() wraps it again, if needed
+        config = compiled.get_config() | recipe.optimizer_args
+        name = type(compiled).__name__
     schedule = recipe.schedule
     rate = config["learning_rate"]
     if isinstance(rate, dict):  # a schedule; it belongs to the model's own optimizer
         if recipe.learning_rate is None and not schedule:
-            _check_schedule(rate)
-            schedule = json.dumps(rate, sort_keys=True)
+            schedule = _serialize_schedule(rate)
         rate = None
     if schedule:
         rate = float(make_schedule(schedule)(0))
@@ -94,52 +89,50 @@ def _choose_optimizer(recipe: Recipe, own: Any) -> tuple[Any, Recipe]:
         )
     config["learning_rate"] = float(rate)
     recipe = dataclasses.replace(recipe, optimizer=name, learning_rate=float(rate), schedule=schedule)
-    if own is not None and name == type(own).__name__:
-        return excluding_alike(type(own).from_config(config), own), recipe
-    with _making(f"optimizer {name!r} with {config} cannot be created", "optimizer"):
+    if compiled is not None and name == type(compiled).__name__:
+        return excluding_alike(type(compiled).from_config(config), compiled), recipe
+    with _explaining(f"optimizer {name!r} with {config} cannot be created", "optimizer"):
         optimizer = keras.optimizers.get({"class_name": name, "config": config})
         if type(optimizer) is keras.optimizers.Optimizer:
             raise ValueError("it is the base class of optimizers, not an optimizer")
     return optimizer, recipe
 
 
-def _check_schedule(config: dict[str, Any]) -> None:
-    """Raise WorkerError for a schedule of the user's own: ranks make it from what Keras provides."""
+def _serialize_schedule(config: dict[str, Any]) -> str:
+    """Return a schedule's configuration as JSON. Raises WorkerError if Keras alone cannot create it."""
     if not str(config.get("module")).startswith("keras"):
         raise InputError(
             f"the model's learning-rate schedule, {config.get('class_name')}, is not a Keras schedule",
             "use one of keras.optimizers.schedules, or recipe.warmup_epochs and recipe.decay",
         )
+    return json.dumps(config, sort_keys=True)
 
 
 @contextmanager
-def _making(what: str, key: str) -> Iterator[None]:
-    """Turn whatever Keras or the user's code raises into a WorkerError that names what cannot be made."""
+def _explaining(problem: str, key: str) -> Iterator[None]:
+    """Turn whatever Keras or the user's code raises into a WorkerError that names what cannot be created."""
     try:
         yield
     except WorkerError:
         raise
     except Exception as error:
-        raise InputError(f"{what}: {describe(error)}", f"fix recipe.{key} in job.yaml") from None
+        raise InputError(f"{problem}: {describe(error)}", f"fix recipe.{key} in job.yaml") from None
 
 
 def make_schedule(schedule: str) -> Callable[[int], Any]:
     """Return the learning rate by step that the JSON `schedule` describes. Raises WorkerError."""
-    with _making(f"learning-rate schedule {schedule} cannot be created", "schedule"):
-        made: Callable[[int], Any] = keras.optimizers.schedules.deserialize(json.loads(schedule))
-        return made
+    with _explaining(f"learning-rate schedule {schedule} cannot be created", "schedule"):
+        rate_of: Callable[[int], Any] = keras.optimizers.schedules.deserialize(json.loads(schedule))
+        return rate_of
 
 
-def _choose_loss(recipe: Recipe, own: dict[str, Any], model: Any) -> tuple[Any, Any]:
+def _choose_loss(recipe: Recipe, compiled: dict[str, Any], model: Any) -> tuple[Any, Any]:
     """Return loss and loss weights as compile() takes them."""
-    if recipe.losses:
-        terms = recipe.losses
-    elif own:  # without a loss, if its layers add their own
+    if compiled and not recipe.losses:  # without a loss, if its layers add their own
         if getattr(model.train_step, "__func__", None) is keras.Model.train_step:
-            _check_reductions(own.get("loss"))
-        return own.get("loss"), own.get("loss_weights")
-    else:
-        terms = {"": LossTerm("sparse_categorical_crossentropy")}
+            _check_reductions(compiled.get("loss"))
+        return compiled.get("loss"), compiled.get("loss_weights")
+    terms = recipe.losses or {"": LossTerm("sparse_categorical_crossentropy")}
     if "" in terms:
         return make_loss(terms[""], recipe.from_logits), terms[""].weight
     names = list(getattr(model, "output_names", None) or terms)
@@ -157,11 +150,11 @@ def make_loss(term: LossTerm, from_logits: bool) -> Any:
 
     Raises WorkerError if there is none, or it does not take these arguments.
     """
-    with _making(f"loss {term.name!r} cannot be created", "loss"):
+    with _explaining(f"loss {term.name!r} cannot be created", "loss"):
         kind = load_function(term.name) if is_own(term.name) else _loss_class(term.name)
         if isinstance(kind, type) and issubclass(kind, keras.losses.Loss):
-            logits: dict[str, Argument] = {"from_logits": True} if from_logits else {}
-            loss = kind(**({} if is_own(term.name) else logits) | term.args)
+            logits = {"from_logits": True} if from_logits and not is_own(term.name) else {}
+            loss = kind(**logits | term.args)
             _check_reductions(loss)
             return loss
         if term.args:
@@ -171,13 +164,12 @@ def make_loss(term: LossTerm, from_logits: bool) -> Any:
 
 def _loss_class(name: str) -> Any:
     """Return the class of Keras' loss `name`. Raises ValueError if Keras has none."""
-    found = keras.losses.get(name)
-    if isinstance(found, keras.losses.Loss):
-        return type(found)
-    wanted = found.__name__.replace("_", "")  # of a function, whatever abbreviation it was found by
-    return next(
-        kind for key, kind in vars(keras.losses).items() if isinstance(kind, type) and key.lower() == wanted
-    )
+    loss = keras.losses.get(name)
+    if isinstance(loss, keras.losses.Loss):
+        return type(loss)
+    full_name = loss.__name__.replace("_", "")  # of a function, whatever abbreviation was given
+    classes = {key.lower(): kind for key, kind in vars(keras.losses).items() if isinstance(kind, type)}
+    return classes[full_name]
 
 
 def _check_reductions(losses: Any) -> None:
@@ -210,11 +202,11 @@ def is_own(name: str) -> bool:
 
 def make_metric(name: str) -> Any:
     """Return a metric as compile() takes it. Raises WorkerError if there is none."""
-    with _making(f"metric {name!r} cannot be used", "metrics"):
+    with _explaining(f"metric {name!r} cannot be used", "metrics"):
         if is_own(name):
-            found = load_function(name)
-            is_class = isinstance(found, type) and issubclass(found, keras.metrics.Metric)
-            return found() if is_class else found
+            metric = load_function(name)
+            is_class = isinstance(metric, type) and issubclass(metric, keras.metrics.Metric)
+            return metric() if is_class else metric
         if name in ("accuracy", "acc", "crossentropy", "ce"):
             return name  # compile() chooses by loss and output
         return keras.metrics.get(name)

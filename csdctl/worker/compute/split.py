@@ -1,6 +1,5 @@
 """The functions of a model that is cut in two, without state: see engine/split.py."""
 
-import math
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -10,22 +9,23 @@ import numpy as np
 from csdctl.worker.compute.backend import tf
 from csdctl.worker.compute.cuts import Cut, find_cuts, split_at
 from csdctl.worker.compute.keras_internals import compile_arguments
-from csdctl.worker.compute.objective import Objective, inputs_of
+from csdctl.worker.compute.objective import Objective, has_samples, inputs_of
 from csdctl.worker.compute.statistics import Statistics
-from csdctl.worker.compute.step_compiler import LABELS, SAMPLES, StepCompiler, find_variables, zeros_for_none
+from csdctl.worker.compute.step_compiler import StepCompiler, find_variables, num_elements, zeros_for_none
 from csdctl.worker.compute.trace import GraphBuilder
 from csdctl.worker.data.arrays import Array
 from csdctl.worker.engine.step import APPLY, BACKWARD, HEAD, PREFIX, Piece, SplitInfo, StepInfo
 from csdctl.worker.process.errors import InputError, WorkerError
 
+LOSS_OF_SAMPLES = "layers add a loss for each sample"
+
 
 def find_cut(model: Any, layer: str) -> Cut:
     """Return the cut behind `layer`. Raises WorkerError, exit code 2, naming those that there are."""
-    cuts = find_cuts(model)
-    for cut in cuts:
-        if cut.layer == layer:
-            return cut
-    names = ", ".join(cut.layer for cut in cuts) or "none: it is not a functional model"
+    cuts = {cut.layer: cut for cut in reversed(find_cuts(model))}
+    if layer in cuts:
+        return cuts[layer]
+    names = ", ".join(reversed(cuts)) or "none: it is not a functional model"
     raise InputError(
         f"{model.name} cannot be cut after {layer!r}; its cuts: {names}", "name one of them as the cut"
     )
@@ -41,161 +41,146 @@ def split_error(problem: str, instead: str = "") -> WorkerError:
 class PrefixCompiler(StepCompiler):
     """The functions of a rank that computes the prefix of a model."""
 
-    def __init__(self, whole: StepCompiler, prefix: Any, optimizer: Any) -> None:
-        """`whole`: that of the model, whose functions were traced. `prefix`: its first layers."""
-        # What both need is found out in tracing the whole.
-        vars(self).update(vars(whole))
-        self.model, self.optimizer = prefix, optimizer
+    def __init__(self, whole_model: StepCompiler, prefix: Any, optimizer: Any) -> None:
+        """`whole_model`: of which the functions were traced. `prefix`: its first layers."""
+        # What both need is found out in tracing the whole model.
+        vars(self).update(vars(whole_model))
+        self.model, self.optimizer, self.optimizers = prefix, optimizer, [optimizer]
         self._rates = [(optimizer.learning_rate, 1.0)]
         self.statistics = Statistics(prefix)
         self.variables = find_variables(prefix, optimizer)
+        self.num_gradients = num_elements(prefix.trainable_variables)
+        self.num_sums = 2 + self.metric_states.size + self._has_loss_count
+        """Elements of the vector behind gradients and statistics."""
 
     def trace(self, builder: GraphBuilder) -> StepInfo:
         """As of Compiler."""
         self.add_prefix(builder)
-        size = self.num_gradients + sum(self.statistics.sizes) + self.num_sums
-        total = {"total": tf.TensorSpec((size,), tf.float32)}
-        self._add(builder, (APPLY,), self._apply, {"rate": tf.TensorSpec((), tf.float32)}, total)
+        num_statistics = sum(self.statistics.sizes)
+        total = tf.TensorSpec((self.num_gradients + num_statistics + self.num_sums,), tf.float32)
+        self._add(builder, (APPLY,), self._apply, "rate total", total=total)
         return self._describe(
-            builder,
-            num_statistics=sum(self.statistics.sizes),
-            num_states=self.metric_states.size,
-            has_loss_scaling=False,
-            normalizing=(),
+            builder, num_statistics=num_statistics, num_states=self.metric_states.size, normalizing=()
         )
-
-    @property
-    def num_gradients(self) -> int:
-        """Elements of the prefix's trainable variables."""
-        return sum(math.prod(one.shape) for one in self.model.trainable_variables)
-
-    @property
-    def num_sums(self) -> int:
-        """Elements of the vector behind gradients and statistics."""
-        return 2 + self.metric_states.size + self._has_loss_count
 
     def add_prefix(self, builder: GraphBuilder) -> None:
         """Add the prefix's passes, with the state of `variables`."""
-        seeds = {"seeds": tf.TensorSpec((len(self.seeds.states), 2), tf.int64)}
         self._builder = builder
-        self._add(builder, (PREFIX, BACKWARD), self._prefix, seeds, SAMPLES)
+        self._add(builder, (PREFIX, BACKWARD), self._prefix, "seeds samples")
 
     def _prefix(self, state: Any, seeds: Any, samples: Any) -> Any:
-        trained = [one.value for one in self.model.trainable_variables]
+        trained = [variable.value for variable in self.model.trainable_variables]
         with self._given(state, seeds):
             before = self.statistics.read()
             with tf.GradientTape(watch_accessed_variables=False) as tape:
                 tape.watch(trained)
                 output = self.model(inputs_of(self.model, samples, self.recipe.input_range), training=True)
-                penalties = [tf.zeros(())]
-                for loss in self.model.losses:
-                    if len(loss.shape) > 0 and loss.shape[0] is None:
-                        raise split_error("layers add a loss for each sample")
-                    penalties.append(tf.reduce_sum(tf.cast(loss, tf.float32)))
-                penalty = tf.add_n(penalties)
+                losses = self.model.losses
+                if any(map(has_samples, losses)):
+                    raise split_error(LOSS_OF_SAMPLES)
+                penalties = [tf.reduce_sum(tf.cast(loss, tf.float32)) for loss in losses]
+                penalty = tf.add_n([tf.zeros(()), *penalties])
             count = tf.cast(tf.shape(output)[0], tf.float32)
             changes = self.statistics.changes(before, count)
             scalar = tf.float32, ()
             spec = output.dtype, output.shape
             gradient, loss_count, weight = self._builder.cut([output], [spec, scalar, scalar])
             gradients = tape.gradient([output, penalty], trained, output_gradients=[gradient, loss_count])
-            flat = [tf.reshape(one, [-1]) for one in zeros_for_none(gradients, trained)]
+            flat = [tf.reshape(gradient, [-1]) for gradient in zeros_for_none(gradients, trained)]
             zeros = tf.zeros((self.num_sums - 2,))
             sums = [tf.reshape(penalty * loss_count, [1]), zeros, tf.reshape(count, [1])]
             return tf.concat([*flat, *changes, *sums], axis=0) * weight
 
 
 class SplitCompiler:
-    """The functions of rank 0, which has the whole model, and those of the other ranks."""
+    """The functions of rank 0, which has the whole model, and of the other ranks."""
 
-    def __init__(self, whole: Any, layer: str, example: tuple[Array, Array]) -> None:
-        """`whole`: a StepCompiler that was traced. Its model is cut behind `layer`.
+    def __init__(self, whole_model: Any, layer: str, example: tuple[Array, Array]) -> None:
+        """`whole_model`: a StepCompiler that was traced. Its model is cut behind `layer`.
 
         Raises WorkerError, exit code 2, for a model that cannot be cut.
         """
-        model = whole.model
+        model = whole_model.model
         if hasattr(model.optimizer, "inner_optimizer"):
             raise split_error("optimizer scales the loss (mixed_float16)", "use mixed_bfloat16, or ")
         if getattr(model.optimizer, "global_clipnorm", None):
             problem = "optimizer clips by the norm of the whole gradient"
             raise split_error(problem, "clip each variable's gradient (clipnorm), or ")
-        if len(whole.statistics.variables) > len(Statistics(model).variables):
+        if len(whole_model.statistics.variables) > len(Statistics(model).variables):
             raise split_error("layers write a tf.Variable", "create it with add_weight, or ")
-        self._whole, self._cut = whole, find_cut(model, layer)
+        self._whole_model, self._cut = whole_model, find_cut(model, layer)
         prefix, self._head = split_at(self._cut)
         optimizer = type(model.optimizer).from_config(model.optimizer.get_config())
-        self.of_ranks = PrefixCompiler(whole, prefix, optimizer)
+        self.of_ranks = PrefixCompiler(whole_model, prefix, optimizer)
         """What the other ranks compute, with variables of their own."""
-        self._on_host = PrefixCompiler(whole, prefix, optimizer)
-        self._on_host.variables = whole.variables
+        self._on_host = PrefixCompiler(whole_model, prefix, optimizer)
+        self._on_host.variables = whole_model.variables
         self._head.compile(**compile_arguments(model))
         outputs = np.zeros((0, *self._cut.tensor.shape[1:]), np.float32)
-        self._objective = Objective(self._head, whole.recipe, (outputs, example[1][:0]))
+        self._objective = Objective(self._head, whole_model.recipe, (outputs, example[1][:0]))
         self._statistics = Statistics(self._head)
 
     def add_to(self, builder: GraphBuilder, info: StepInfo) -> StepInfo:
-        """Add the parts' functions to those of the whole model. Return its info with them."""
-        self._on_host.add_prefix(builder)
-        whole, trained = self._whole, self._head.trainable_variables
-        of_sums = sum(self._statistics.sizes) + self._on_host.num_sums
-        shapes = [*(tuple(one.shape) for one in trained), (of_sums,)]
-        sums = {f"sums_{place}": tf.TensorSpec(shape, tf.float32) for place, shape in enumerate(shapes)}
-        seeds = {"seeds": tf.TensorSpec((len(whole.seeds.states), 2), tf.int64)}
-        outputs = {"outputs": tf.TensorSpec((None, *self._cut.tensor.shape[1:]), self._cut.tensor.dtype)}
-        weight = {"weight": tf.TensorSpec((), tf.float32)}
-        self._on_host._add(builder, (HEAD,), self._add_head, seeds, weight, outputs, LABELS, sums)
-        return self._complete(builder, info, shapes)
+        """Add the parts' functions to the whole model's. Return its info with them."""
+        host, tensor = self._on_host, self._cut.tensor
+        host.add_prefix(builder)
+        num_sums = sum(self._statistics.sizes) + host.num_sums
+        shapes = [*(tuple(variable.shape) for variable in self._head.trainable_variables), (num_sums,)]
+        specs = {
+            "outputs": tf.TensorSpec((None, *tensor.shape[1:]), tensor.dtype),
+            "sums": {place: tf.TensorSpec(shape, tf.float32) for place, shape in enumerate(shapes)},
+        }
+        host._add(builder, (HEAD,), self._add_head, "seeds weight outputs labels sums", **specs)
+        split = SplitInfo(
+            shape=tuple(tensor.shape[1:]),
+            dtype=tensor.dtype,
+            num_gradients=host.num_gradients,
+            num_statistics=sum(host.statistics.sizes),
+            head_shapes=tuple(shapes),
+            num_head_statistics=sum(self._statistics.sizes),
+            pieces=tuple(self._find_pieces()),
+            state=tuple(self._state_of_ranks()),
+        )
+        return replace(info, functions=builder.functions, split=split)
 
     def _add_head(
-        self, state: Any, seeds: Any, weight: Any, outputs: Any, labels: Any, *sums: Any
+        self, state: Any, seeds: Any, weight: Any, outputs: Any, labels: Any, sums: dict[int, Any]
     ) -> list[Any]:
-        trained = [one.value for one in self._head.trainable_variables]
+        trained = [variable.value for variable in self._head.trainable_variables]
         with self._on_host._given(state, seeds):
             before = self._statistics.read()
             with tf.GradientTape(watch_accessed_variables=False) as tape:
                 tape.watch([outputs, *trained])
                 batch = self._objective.forward(outputs, labels, training=True)
             if batch.summed is not None:
-                raise split_error("layers add a loss for each sample")
+                raise split_error(LOSS_OF_SAMPLES)
             towards, *gradients = tape.gradient(batch.mean, [outputs, *trained])
             towards = tf.zeros_like(outputs) if towards is None else towards
             factor = batch.loss_count * weight
             changes = self._statistics.changes(before, batch.samples * weight)
-            tail = tf.concat([*changes, *self._whole._tail(batch, weight, with_samples=True)], axis=0)
-            new = [one * factor for one in zeros_for_none(gradients, trained)]
-            added = [so_far + one for so_far, one in zip(sums, [*new, tail], strict=True)]
+            tail = tf.concat([*changes, *self._whole_model._tail(batch, weight, with_samples=True)], axis=0)
+            new = [gradient * factor for gradient in zeros_for_none(gradients, trained)]
+            added = [so_far + part for so_far, part in zip(sums.values(), [*new, tail], strict=True)]
             return [towards * tf.cast(batch.loss_count, towards.dtype), batch.loss_count, *added]
 
-    def _complete(self, builder: GraphBuilder, info: StepInfo, shapes: Sequence[Any]) -> StepInfo:
-        prefix, whole = self._on_host, self._whole
-        of_prefix = _places(prefix.model.trainable_variables, prefix.statistics, prefix.num_gradients)
-        num_of_head = sum(math.prod(one.shape) for one in self._head.trainable_variables)
-        of_head = _places(self._head.trainable_variables, self._statistics, num_of_head)
-        pieces = [
-            Piece(math.prod(one.shape), parts[0].get(id(one), -1), parts[1].get(id(one), -1))
-            for one, parts in [
-                *((one, (of_prefix[0], of_head[0])) for one in whole.model.trainable_variables),
-                *((one, (of_prefix[1], of_head[1])) for one in whole.statistics.variables),
-            ]
+    def _find_pieces(self) -> list[Piece]:
+        """Return where prefix and head have the gradients and statistics of the whole model."""
+        whole_model, prefix = self._whole_model, self._on_host
+        parts = [
+            _find_places(prefix.model.trainable_variables, prefix.statistics),
+            _find_places(self._head.trainable_variables, self._statistics),
         ]
-        split = SplitInfo(
-            tuple(self._cut.tensor.shape[1:]),
-            self._cut.tensor.dtype,
-            prefix.num_gradients,
-            sum(prefix.statistics.sizes),
-            tuple(shapes),
-            sum(self._statistics.sizes),
-            tuple(pieces),
-            tuple(self._state_of_ranks()),
-        )
-        return replace(info, functions=builder.functions, split=split)
+        columns = whole_model.model.trainable_variables, whole_model.statistics.variables
+        return [
+            Piece(num_elements([variable]), *(part[number].get(id(variable), -1) for part in parts))
+            for number, column in enumerate(columns)
+            for variable in column
+        ]
 
     def describe_ranks(self, builder: GraphBuilder, info: StepInfo) -> StepInfo:
         """Trace the functions of the other ranks. Return their info. `info`: of rank 0."""
-        assert info.split
-        of_ranks = self.of_ranks.trace(builder)
         return replace(
-            of_ranks,
+            self.of_ranks.trace(builder),
             has_loss_count=info.has_loss_count,
             divides_gradients=info.divides_gradients,
             split=info.split,
@@ -206,25 +191,28 @@ class SplitCompiler:
 
         Raises WorkerError, exit code 2, for an optimizer whose variables cannot be told apart.
         """
-        places = {id(one): place for place, one in enumerate(self._whole.variables)}
-        optimizer, own = self._whole.optimizer, self.of_ranks.optimizer
+        places = {id(variable): place for place, variable in enumerate(self._whole_model.variables)}
+        optimizer, of_ranks = self._whole_model.optimizer, self.of_ranks.optimizer
         by_path = {variable.path: variable for variable in optimizer.variables}
-        paths = [one.path for one in own.variables if one is not own.learning_rate]
+        rate = of_ranks.learning_rate
+        paths = [variable.path for variable in of_ranks.variables if variable is not rate]
         missing = [path for path in paths if path not in by_path]
         if missing or len(by_path) != len(optimizer.variables):
             raise split_error(
                 f"optimizer has no variable {missing[:3]} for each weight",
                 "give all layers different names, or ",
             )
-        return [
-            *(places[id(one)] for one in self.of_ranks.model.weights),
-            *(places[id(by_path[path])] for path in paths),
-        ]
+        variables = [*self.of_ranks.model.weights, *(by_path[path] for path in paths)]
+        return [places[id(variable)] for variable in variables]
 
 
-def _places(trained: Sequence[Any], statistics: Statistics, start: int) -> tuple[dict[int, int], ...]:
-    """Return where each variable's gradient is, and where each one's change is, which begin at `start`."""
-    ends = np.cumsum([0, *(math.prod(one.shape) for one in trained)])
-    gradients = {id(one): int(end) for one, end in zip(trained, ends, strict=False)}
-    ends = start + np.cumsum([0, *statistics.sizes])
-    return gradients, {id(one): int(end) for one, end in zip(statistics.variables, ends, strict=False)}
+def _find_places(trained: Sequence[Any], statistics: Statistics) -> list[dict[int, int]]:
+    """Return where a vector has each variable's gradient, and then each one's change."""
+    places, end = list[dict[int, int]](), 0
+    for variables in (trained, statistics.variables):
+        starts = {}
+        for variable in variables:
+            starts[id(variable)] = end
+            end += num_elements([variable])
+        places.append(starts)
+    return places

@@ -8,11 +8,10 @@ from typing import Any
 import numpy as np
 
 from csdctl.worker.compute.backend import STATE, tf
-from csdctl.worker.compute.keras_internals import find_smallest_embedding, regularization_losses
+from csdctl.worker.compute.keras_internals import compute_type, flatten_layers, regularization_losses
 from csdctl.worker.compute.objective import BatchLoss, MetricStates, Objective
-from csdctl.worker.compute.precision import compute_type
 from csdctl.worker.compute.recipe import make_schedule
-from csdctl.worker.compute.statistics import Seeds, Statistics
+from csdctl.worker.compute.statistics import UNTRACKED, Statistics, find_generators
 from csdctl.worker.compute.trace import GraphBuilder, Values, unflatten
 from csdctl.worker.data.arrays import Array
 from csdctl.worker.engine.step import (
@@ -37,8 +36,10 @@ class Compiler(ABC):
     """The state, as Keras' variables or as tf.Variables."""
     signature: list[Any]
     """The specs of samples and labels."""
-    seeds: Seeds
+    generators: list[tuple[str, Any]]
+    """The layer of each generator of random numbers, and the variable with its state."""
     metric_states: MetricStates
+    optimizers: list[Any]
 
     def __init__(self, model: Any, recipe: Recipe) -> None:
         self.model, self.recipe = model, recipe
@@ -54,118 +55,141 @@ class Compiler(ABC):
 
     def add_state(self, variables: Sequence[Any]) -> list[Any]:
         """Let variables that neither model nor optimizer knows be state. Return all but random states."""
-        others = [one for one in variables if "seed_generator_state" not in one.path]
-        self.seeds.add(one for one in variables if "seed_generator_state" in one.path)
-        self.variables += others
-        return others
+        added = []
+        for variable in variables:
+            if "seed_generator_state" in variable.path:
+                self.generators.append((UNTRACKED, variable))
+            else:
+                added.append(variable)
+        self.variables += added
+        return added
+
+    @property
+    def random_states(self) -> list[Any]:
+        """The variables of all generators of random numbers."""
+        return [state for _, state in self.generators]
 
     @property
     def rates(self) -> list[Any]:
         """The learning rates that every step sets, as Keras' variables."""
-        return [one for one, _ in self._rates]
+        return [rate for rate, _ in self._rates]
 
     @property
     def values(self) -> list[Array]:
         """The values of all variables now."""
-        return [np.asarray(one.value) for one in self.variables]
+        return [np.asarray(variable.value) for variable in self.variables]
 
     def _describe(self, builder: GraphBuilder, **fields: Any) -> StepInfo:
         """Add the functions that every step has. Return the description of the whole."""
         if self.recipe.schedule:
             schedule = make_schedule(self.recipe.schedule)
             builder.add((SCHEDULE,), lambda _, step: schedule(step), {"step": tf.TensorSpec((), tf.int64)})
-        trainable = self.model.trainable_variables
-        common: dict[str, Any] = {
-            "num_gradients": sum(math.prod(one.shape) for one in trainable),
-            "has_loss_count": False,
-            "divides_gradients": False,
-            "has_summed": False,
-        }
+        embeddings = [
+            layer for layer in flatten_layers(self.model) if type(layer).__name__.endswith("Embedding")
+        ]
+        sizes = [getattr(layer, "input_dim", None) for layer in embeddings]
+        outputs = getattr(self.model, "outputs", None) or ()
         return StepInfo(
             functions=builder.functions,
             variables=tuple(
-                VariableInfo(tuple(one.shape), np.dtype(one.dtype).name, not one.any()) for one in self.values
+                VariableInfo(tuple(value.shape), np.dtype(value.dtype).name, not value.any())
+                for value in self.values
             ),
             num_weights=len(self.model.weights),
-            seeds=tuple(name for name, _ in self.seeds.generators),
+            num_gradients=fields.pop("num_gradients", num_elements(self.model.trainable_variables)),
+            has_loss_scaling=any(hasattr(optimizer, "inner_optimizer") for optimizer in self.optimizers),
+            seeds=tuple(layer for layer, _ in self.generators),
             drawing=tuple(self.drawing),
             metrics=self._add_metrics(builder),
-            num_indices=find_smallest_embedding(self.model),
-            output_sizes=tuple(int(one.shape[-1] or 0) for one in getattr(self.model, "outputs", None) or ()),
+            num_indices=min((size for size in sizes if isinstance(size, int)), default=None),
+            output_sizes=tuple(int(tensor.shape[-1] or 0) for tensor in outputs),
             compute_type=compute_type(self.model),
             rate_factors=tuple(factor for _, factor in self._rates),
-            **common | fields,
+            averages=self._find_averages(),
+            **fields,
         )
 
-    def _averages(self, optimizers: Iterable[Any]) -> tuple[tuple[int, int], ...]:
-        places = {id(one): place for place, one in enumerate(self.variables)}
-        pairs = [
-            pair
-            for one in (getattr(one, "inner_optimizer", one) for one in optimizers)
-            if getattr(one, "use_ema", False)
-            for pair in zip(one._trainable_variables, one._model_variables_moving_average, strict=True)
-        ]
-        return tuple((places[id(trained)], places[id(average)]) for trained, average in pairs)
+    def _find_averages(self) -> tuple[tuple[int, int], ...]:
+        """Return the places of trained variables and of their moving averages, if optimizers keep some."""
+        places = {id(variable): place for place, variable in enumerate(self.variables)}
+        averages: list[tuple[int, int]] = []
+        for optimizer in (getattr(optimizer, "inner_optimizer", optimizer) for optimizer in self.optimizers):
+            if getattr(optimizer, "use_ema", False):
+                columns = optimizer._trainable_variables, optimizer._model_variables_moving_average
+                averages += zip(
+                    *([places[id(variable)] for variable in column] for column in columns), strict=True
+                )
+        return tuple(averages)
 
     def _add(
-        self, builder: GraphBuilder, names: Sequence[str], code: Callable[..., Any], *arguments: Any
+        self,
+        builder: GraphBuilder,
+        names: Sequence[str],
+        code: Callable[..., Any],
+        arguments: str,
+        **specs: Any,
     ) -> Any:
-        """Trace `code`, which takes the state, then `arguments`: dicts of specs by name, SAMPLES, LABELS.
+        """Trace `code`, which takes the state, then `arguments`, names separated by spaces.
 
-        The tensors of samples and of labels are passed as they are structured in the data.
+        `specs`: of further arguments. A spec may be a dict of specs, for a dict of tensors.
         """
-        specs = dict(zip(BATCH, self.signature, strict=True))
-        state = {f"state_{place}": _spec(one) for place, one in enumerate(self.variables)}
-        groups = [_fields(one, specs[one]) if isinstance(one, str) else one for one in arguments]
+        scalars = dict.fromkeys(("rate", "weight", "count"), tf.TensorSpec((), tf.float32))
+        batch = dict(zip(("samples", "labels"), self.signature, strict=True))
+        specs |= {**scalars, **batch, "seeds": tf.TensorSpec((len(self.generators), 2), tf.int64)}
+        taken = {name: specs[name] for name in arguments.split()}
+        state = {
+            f"state_{place}": tf.TensorSpec(variable.shape, variable.dtype)
+            for place, variable in enumerate(self.variables)
+        }
+        fields = dict(state)
+        for name, spec in taken.items():
+            is_dict = isinstance(spec, dict)
+            fields |= {f"{name}_{at}": s for at, s in enumerate(spec.values())} if is_dict else {name: spec}
 
-        def call(values: Values, *given: Any) -> Any:
-            self._values, rest = values, iter(given[len(state) :])
-            passed: list[Any] = []
-            for one, group in zip(arguments, groups, strict=True):
-                tensors = [next(rest) for _ in group]
-                passed += [_pack(specs[one], tensors)] if isinstance(one, str) else tensors
-            return code(given[: len(state)], *passed)
+        def call(values: Values, *tensors: Any) -> Any:
+            self._values, waiting = values, iter(tensors[len(state) :])
+            packed = [
+                {name: next(waiting) for name in spec} if isinstance(spec, dict) else next(waiting)
+                for spec in taken.values()
+            ]
+            return code(tensors[: len(state)], *packed)
 
-        return builder.add(names, call, {k: v for group in (state, *groups) for k, v in group.items()})
+        return builder.add(names, call, fields)
 
     def _given(self, state: Sequence[Any], seeds: Any = None, rate: Any = None) -> Any:
         """Return the scope in which variables have the values of the state, random states and rates too."""
         variables, values = [*self.variables], [*state]
-        if seeds is not None and self.seeds.states:
-            variables += self.seeds.states
+        if seeds is not None and self.generators:
+            variables += self.random_states
             values += tf.unstack(seeds)
         if rate is not None:
-            variables += [one for one, _ in self._rates]
+            variables += self.rates
             values += [rate * factor if factor != 1.0 else rate for _, factor in self._rates]
         return self._values.given(variables, values)
 
     def _note_draws(self, before: Sequence[Any]) -> None:
-        for (name, generator), value in zip(self.seeds.generators, before, strict=True):
-            if self._now(generator.state) is not value:
-                self.drawing[name] = None
+        for (layer, state), value in zip(self.generators, before, strict=True):
+            if self._now(state) is not value:
+                self.drawing[layer] = None
 
     def _now(self, variable: Any) -> Any:
         return self._values.get(variable.value)
 
     def _new_state(self) -> list[Any]:
-        return [self._now(one) for one in self.variables]
+        return [self._now(variable) for variable in self.variables]
 
     def _add_metrics(self, builder: GraphBuilder) -> tuple[Slice, ...]:
         """Add the function from a summed state of the metrics, shape (size,), to their results."""
-        results: list[Slice] = []
+        slices: list[Slice] = []
 
         def compute(values: Values, states: Any) -> Any:
-            self._values, found = values, self.metric_states.results(states)
-            results[:] = (part for part, _ in found)
-            return tf.stack([tf.cast(value, tf.float32) for _, value in found])
+            self._values, results = values, self.metric_states.results(states)
+            slices[:] = (part for part, _ in results)
+            return tf.stack([tf.cast(value, tf.float32) for _, value in results])
 
         if size := self.metric_states.size:
             builder.add((METRICS,), compute, {"states": tf.TensorSpec((size,), tf.float32)})
-        return tuple(results)
-
-
-BATCH = SAMPLES, LABELS = "samples", "labels"
-"""The parts of a batch, as arguments of a function."""
+        return tuple(slices)
 
 
 class StepCompiler(Compiler):
@@ -179,31 +203,28 @@ class StepCompiler(Compiler):
         Raises WorkerError, exit code 2, for a model that ranks cannot train together.
         """
         super().__init__(model, recipe)
-        self.optimizer = model.optimizer
+        self.optimizer, self.optimizers = model.optimizer, [model.optimizer]
         self.objective = Objective(model, recipe, example, is_per_sample=has_noise)
         self.signature, self.metric_states = self.objective.signature, self.objective.metrics
         self.statistics = Statistics(model)
-        self.seeds = Seeds(model, recipe.seed)
+        self.generators = find_generators(model)
         self._rates = [(self.optimizer.learning_rate, 1.0)]
         self.variables = find_variables(model, self.optimizer)
         self._has_noise = has_noise
         self._has_summed = False
-        self._is_scaling = hasattr(self.optimizer, "inner_optimizer")
         self._unused: set[int] = set()
         """Ids of the variables that the loss does not depend on: as in fit, no weight decay changes them."""
 
     def trace(self, builder: GraphBuilder) -> StepInfo:
         """As of Compiler."""
-        scalar = tf.TensorSpec((), tf.float32)
-        seeds = {"seeds": tf.TensorSpec((len(self.seeds.states), 2), tf.int64)}
-        (vector,) = self._add(builder, (LOCAL,), self._local, seeds, {"weight": scalar}, *BATCH)
+        (vector,) = self._add(builder, (LOCAL,), self._local, "seeds weight samples labels")
         self._check_writes()
-        total = {"total": tf.TensorSpec(vector.shape, tf.float32)}
-        self._add(builder, (APPLY,), self._apply, {"rate": scalar}, total)
+        total = tf.TensorSpec(vector.shape, tf.float32)
+        self._add(builder, (APPLY,), self._apply, "rate total", total=total)
         if self._has_noise:
-            limits = {"limits": tf.TensorSpec((None,), tf.float32)}
-            self._add(builder, (NOISY,), self._noisy, seeds, limits, *BATCH)
-        self._add(builder, (EVALUATE,), self._evaluate, seeds, *BATCH)
+            limits = tf.TensorSpec((None,), tf.float32)
+            self._add(builder, (NOISY,), self._noisy, "seeds limits samples labels", limits=limits)
+        self._add(builder, (EVALUATE,), self._evaluate, "seeds samples labels")
         return self._describe(
             builder,
             num_statistics=sum(self.statistics.sizes),
@@ -211,16 +232,14 @@ class StepCompiler(Compiler):
             has_loss_count=self._has_loss_count,
             divides_gradients=self.objective.counts_elements and not self._has_noise,
             has_summed=self._has_summed,
-            has_loss_scaling=self._is_scaling,
             normalizing=self.statistics.normalizing,
-            averages=self._averages([self.optimizer]),
         )
 
     def add_state(self, variables: Sequence[Any]) -> list[Any]:
         """As of Compiler. What a forward pass writes is a mean over all ranks' samples, as of layers."""
-        others = super().add_state(variables)
-        self.statistics.add(others)
-        return others
+        added = super().add_state(variables)
+        self.statistics.add(added)
+        return added
 
     @property
     def _has_loss_count(self) -> bool:
@@ -228,7 +247,7 @@ class StepCompiler(Compiler):
 
     def _check_writes(self) -> None:
         """Raise WorkerError, exit code 2, if a layer writes what is trained: each rank its own."""
-        restored = {id(one) for one in self.statistics.variables}
+        restored = {id(variable) for variable in self.statistics.variables}
         for variable in self.model.trainable_variables:
             if id(variable) in self._written and id(variable) not in restored:
                 raise InputError(
@@ -238,39 +257,43 @@ class StepCompiler(Compiler):
 
     # --- functions ---
 
-    def _gradients(self, samples: Any, labels: Any) -> tuple[list[Any], list[Any], BatchLoss]:
+    def _gradients(self, samples: Any, labels: Any) -> tuple[list[list[Any]], BatchLoss]:
         """Return the gradients of all trainable variables, in float32, and the loss.
 
-        First those of the mean loss, not yet times its count: a mean stays within the range of float16, where
-        a sum would overflow. Then those of what is summed. [] without.
+        First the gradients of the mean loss, not yet times its count: a mean stays within the range of
+        float16, where a sum would overflow. Then the gradients of what is summed, if anything is.
         """
         variables = self.model.trainable_variables
-        trained = [one.value for one in variables]
+        trained = [variable.value for variable in variables]
         with tf.GradientTape(persistent=True, watch_accessed_variables=False) as tape:
             tape.watch(trained)
             batch = self.objective.forward(samples, labels, training=True)
             parts = [batch.mean] if batch.summed is None else [batch.mean, batch.summed]
-            objectives = [self.optimizer.scale_loss(one) if self._is_scaling else one for one in parts]
+            is_scaling = hasattr(self.optimizer, "inner_optimizer")
+            objectives = [self.optimizer.scale_loss(part) for part in parts] if is_scaling else parts
         self._has_summed = batch.summed is not None
-        gradients = [tape.gradient(one, trained) for one in objectives]
-        pairs = zip(map(id, variables), *gradients, strict=True)
-        self._unused = {key for key, *each in pairs if all(one is None for one in each)}
-        means, *summed = (zeros_for_none(part, variables) for part in gradients)
-        return means, summed[0] if summed else [], batch
+        gradients = [tape.gradient(part, trained) for part in objectives]
+        columns = zip(variables, *gradients, strict=True)
+        self._unused = {id(variable) for variable, *column in columns if all(part is None for part in column)}
+        return [zeros_for_none(part, variables) for part in gradients], batch
 
     def _local(self, state: Any, seeds: Any, weight: Any, samples: Any, labels: Any) -> Any:
+        variables = self.model.trainable_variables
         with self._given(state, seeds):
-            drawn = [self._now(one) for one in self.seeds.states]
+            drawn = [self._now(variable) for variable in self.random_states]
             before = self.statistics.read()
-            trained = [self._now(one) for one in self.model.trainable_variables]
-            means, summed, batch = self._gradients(samples, labels)
-            pairs = zip(self.model.trainable_variables, trained, strict=True)
-            self._written = {id(one) for one, value in pairs if self._now(one) is not value}
+            trained = [self._now(variable) for variable in variables]
+            gradients, batch = self._gradients(samples, labels)
+            pairs = zip(variables, trained, strict=True)
+            self._written = {id(variable) for variable, value in pairs if self._now(variable) is not value}
             self._note_draws(drawn)
             changes = self.statistics.changes(before, batch.samples * weight)
-            factor = batch.loss_count * weight
-            gradients = [*(mean * factor for mean in means), *(one * weight for one in summed)]
-            flat = [tf.reshape(gradient, [-1]) for gradient in gradients]
+            factors = batch.loss_count * weight, weight
+            flat = [
+                tf.reshape(gradient * factor, [-1])
+                for part, factor in zip(gradients, factors, strict=False)
+                for gradient in part
+            ]
             return tf.concat([*flat, *changes, *self._tail(batch, weight, with_samples=True)], axis=0)
 
     def _evaluate(self, state: Any, seeds: Any, samples: Any, labels: Any) -> Any:
@@ -279,7 +302,7 @@ class StepCompiler(Compiler):
             return tf.concat(self._tail(batch, tf.ones(()), with_samples=False), axis=0)
 
     def _apply(self, state: Any, rate: Any, total: Any) -> list[Any]:
-        num_gradients = sum(math.prod(one.shape) for one in self.model.trainable_variables)
+        num_gradients = num_elements(self.model.trainable_variables)
         place = num_gradients * (1 + self._has_summed)
         divisor = total[-2] if self.objective.counts_elements and not self._has_noise else total[-1]
         with tf.device(STATE), self._given(state, rate=rate):
@@ -309,7 +332,9 @@ class StepCompiler(Compiler):
         tail += batch.states
         if not with_samples or self._has_loss_count:
             tail.append(batch.loss_count)
-        return [tf.reshape(one * weight, [-1]) for one in ([*tail, batch.samples] if with_samples else tail)]
+        if with_samples:
+            tail.append(batch.samples)
+        return [tf.reshape(part * weight, [-1]) for part in tail]
 
     def _noisy(self, state: Any, seeds: Any, limits: Any, samples: Any, labels: Any) -> Any:
         """Return the sum of the samples' clipped gradients, flat. One by one, in memory for one gradient.
@@ -317,17 +342,16 @@ class StepCompiler(Compiler):
         The gradient of each sample is clipped to an L2 norm over all trainable variables together, `limits`.
         """
         variables = self.model.trainable_variables
-        trained, count = [one.value for one in variables], tf.shape(limits)[0]
+        trained, count = [variable.value for variable in variables], tf.shape(limits)[0]
 
-        def add_one(number: Any, total: list[Any]) -> tuple[Any, list[Any]]:
-            sample = slice(number, number + 1)
+        def add_sample(number: Any, total: list[Any]) -> tuple[Any, list[Any]]:
             # Each sample draws numbers of its own.
             key = tf.cast(number, tf.int64) * 2654435761
             drawn = (seeds + tf.stack([key, tf.zeros_like(key)])) % (1 << 32)
             with self._given(state, drawn), tf.GradientTape() as tape:
                 tape.watch(trained)
-                one = tf.nest.map_structure(lambda array: array[sample], (samples, labels))
-                loss, penalty = self.objective.loss(*one), self._penalty()
+                sample = tf.nest.map_structure(lambda array: array[number : number + 1], (samples, labels))
+                loss, penalty = self.objective.loss(*sample), self._penalty()
                 loss = loss if penalty is None else loss - penalty
             gradients = zeros_for_none(tape.gradient(loss, trained), variables)
             norm = tf.linalg.global_norm(gradients)
@@ -338,50 +362,39 @@ class StepCompiler(Compiler):
 
         zeros = [tf.zeros(variable.shape) for variable in variables]
         _, total = tf.while_loop(
-            lambda number, _: number < count, add_one, (tf.constant(0), zeros), parallel_iterations=1
+            lambda number, _: number < count, add_sample, (tf.constant(0), zeros), parallel_iterations=1
         )
         with self._given(state, seeds), tf.GradientTape() as tape:
             tape.watch(trained)
             penalty = self._penalty()
         if penalty is not None:
-            scale, of_penalty = tf.cast(count, tf.float32), tape.gradient(penalty, trained)
-            pairs = zip(total, zeros_for_none(of_penalty, variables), strict=True)
-            total = [gradient + scale * other for gradient, other in pairs]
+            scale, gradients = tf.cast(count, tf.float32), tape.gradient(penalty, trained)
+            pairs = zip(total, zeros_for_none(gradients, variables), strict=True)
+            total = [gradient + scale * of_penalty for gradient, of_penalty in pairs]
         return tf.concat([tf.reshape(gradient, [-1]) for gradient in total], axis=0)
 
     def _penalty(self) -> Any:
         """Return the regularization of the weights, which does not depend on samples, or None."""
-        penalties = regularization_losses(self.model)
         # They have the types that their layers compute in.
-        return tf.add_n([tf.cast(one, tf.float32) for one in penalties]) if penalties else None
+        penalties = [tf.cast(penalty, tf.float32) for penalty in regularization_losses(self.model)]
+        return tf.add_n(penalties) if penalties else None
+
+
+def num_elements(variables: Iterable[Any]) -> int:
+    """Return the number of elements of all variables together."""
+    return sum(math.prod(variable.shape) for variable in variables)
 
 
 def find_variables(model: Any, optimizer: Any) -> list[Any]:
     """Return Keras' variables of the state of a model and its optimizer: all but the learning rate."""
     optimizer.build(model.trainable_variables)
-    return [*model.weights, *(one for one in optimizer.variables if one is not optimizer.learning_rate)]
-
-
-def _spec(variable: Any) -> Any:
-    return tf.TensorSpec(variable.shape, variable.dtype)
-
-
-def _fields(name: str, spec: Any) -> dict[str, Any]:
-    """Return the specs of the arrays of a batch's part by name."""
-    return (
-        {f"{name}_{place}": one for place, one in enumerate(spec.values())}
-        if isinstance(spec, dict)
-        else {name: spec}
-    )
-
-
-def _pack(spec: Any, fields: Sequence[Any]) -> Any:
-    return dict(zip(spec, fields, strict=True)) if isinstance(spec, dict) else fields[0]
+    rate = optimizer.learning_rate
+    return [*model.weights, *(variable for variable in optimizer.variables if variable is not rate)]
 
 
 def zeros_for_none(gradients: Iterable[Any], variables: Sequence[Any]) -> list[Any]:
     """Return dense gradients in float32, with the shapes of the variables."""
     return [
-        tf.zeros(variable.shape) if one is None else tf.cast(tf.convert_to_tensor(one), tf.float32)
-        for one, variable in zip(gradients, variables, strict=True)
+        tf.zeros(variable.shape) if gradient is None else tf.cast(tf.convert_to_tensor(gradient), tf.float32)
+        for gradient, variable in zip(gradients, variables, strict=True)
     ]

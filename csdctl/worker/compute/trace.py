@@ -13,17 +13,16 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
 from typing import Any
 from unittest import mock
 
 from csdctl.worker.compute.backend import keras, tf
-from csdctl.worker.engine.step import LOAD, FunctionInfo
+from csdctl.worker.engine.tensorflow_c import LOAD, FunctionInfo
 from csdctl.worker.process.errors import InputError, WorkerError
 
 PYTHON_OPERATIONS = ("PyFunc", "PyFuncStateless", "EagerPyFunc")
 """Operations that call Python."""
-
-
 WRITES = ("Assign", "ResourceScatter", "ResourceApply", "LookupTableInsert", "LookupTableRemove")
 """How the types of operations begin that write what no function has as an argument."""
 
@@ -85,7 +84,9 @@ class Values:
         value = self.get(variable)
         with value.graph.as_default():  # a loop captures what it reads, and gradients go through that
             result = tf.identity(value)
-            record.record_operation("ReadVariableOp", [result], [variable.handle], lambda one: [one])
+            record.record_operation(
+                "ReadVariableOp", [result], [variable.handle], lambda gradient: [gradient]
+            )
         return result
 
     def _check(self, graph: Any) -> None:
@@ -104,25 +105,21 @@ class Values:
             before, written = self._values, list[dict[int, Any]]()
 
             def branch(function: Callable[[], Any]) -> Any:
-                self._values = dict(before)
-                result = function()
-                written.append(self._changed(before))
-                self._values = before
+                result, changed = self._isolated(before, function)
+                written.append(changed)
                 return result
 
             result = original(pred, lambda: branch(true_fn), lambda: branch(false_fn), *args, **options)
             if not any(written):
                 return result
-            written = []  # each value is that of a branch, which nothing outside can use: both are computed
+            written = []  # nothing outside can use the values of a branch: both branches are computed
             results = [branch(function) for function in (true_fn, false_fn)]
-            chosen, other = written
-            pairs = {key: (chosen.get(key), other.get(key)) for key in chosen | other}
             self._values = before | {
-                key: tf.where(pred, *(self._now(before, key) if one is None else one for one in pair))
-                for key, pair in pairs.items()
+                key: tf.where(pred, *(changed.get(key, self._now(before, key)) for changed in written))
+                for key in written[0] | written[1]
             }
             return keras.tree.map_structure(
-                lambda one, its: one if one is None else tf.where(pred, one, its), *results
+                lambda true, false: None if true is None else tf.where(pred, true, false), *results
             )
 
         return cond
@@ -133,48 +130,47 @@ class Values:
         def loop(cond: Any, body: Any, loop_vars: Any, shape_invariants: Any = None, **options: Any) -> Any:
             before, written = self._values, dict[int, Any]()
 
-            def run(function: Callable[..., Any], given: Sequence[Any], *args: Any) -> Any:
-                nonlocal written
-                self._values = before | dict(zip(written, given, strict=True))
-                result = function(*args)
-                changed = self._changed(before)
-                self._values = before
-                return result, changed
-
             def trial(*args: Any) -> Any:
                 nonlocal written
-                result, written = run(body, (), *args)
+                result, written = self._isolated(before, body, *args)
                 return result
 
             result = original(cond, trial, loop_vars, shape_invariants, **options)
             if not written:
                 return result
-            first = [self._now(before, key) for key in written]
-            count, keys = len(loop_vars), list(written)
+            keys, count = list(written), len(loop_vars)
+            first = [self._now(before, key) for key in keys]
+
+            def run(function: Callable[..., Any], args: Sequence[Any]) -> Any:
+                values = before | dict(zip(keys, args[count:], strict=True))
+                result, changed = self._isolated(values, function, *args[:count])
+                return result, [changed.get(key, values[key]) for key in keys]
 
             def carrying(*args: Any) -> Any:
-                result, changed = run(body, args[count:], *args[:count])
+                result, carried = run(body, args)
                 rows = result if tf.nest.is_nested(result) and len(result) == count else [result]
-                return [*rows, *(changed[key] for key in keys)]
+                return [*rows, *carried]
 
             if shape_invariants is not None:
-                shape_invariants = [*shape_invariants, *(one.shape for one in first)]
+                shape_invariants = [*shape_invariants, *(value.shape for value in first)]
+            loop_vars_and_state = [*loop_vars, *first]
             results = original(
-                lambda *args: run(cond, args[count:], *args[:count])[0],
-                carrying,
-                [*loop_vars, *first],
-                shape_invariants,
-                **options,
+                lambda *args: run(cond, args)[0], carrying, loop_vars_and_state, shape_invariants, **options
             )
             self._values = before | dict(zip(keys, results[count:], strict=True))
-            rows = results[:count]
             is_single = count == 1 and not options.get("return_same_structure", True)
+            rows = results[:count]
             return rows[0] if is_single else tf.nest.pack_sequence_as(loop_vars, tf.nest.flatten(rows))
 
         return loop
 
-    def _changed(self, before: Mapping[int, Any]) -> dict[int, Any]:
-        return {key: one for key, one in self._values.items() if one is not self._now(before, key)}
+    def _isolated(self, values: dict[int, Any], function: Callable[..., Any], *args: Any) -> tuple[Any, Any]:
+        """Return what a function returns with these values of variables, and the values that it changes."""
+        before, self._values = self._values, dict(values)
+        result = function(*args)
+        changed = {key: new for key, new in self._values.items() if new is not self._now(values, key)}
+        self._values = before
+        return result, changed
 
     def _now(self, values: Mapping[int, Any], key: int) -> Any:
         return values[key] if key in values else self.unknown[key][1]
@@ -220,10 +216,10 @@ def replacing_variables(values: Values) -> Iterator[None]:
     }
 
     def in_graphs(kind: Any, name: str) -> Callable[..., Any]:
-        original, other = getattr(kind, name), replaced[name]
+        original, replacement = getattr(kind, name), replaced[name]
 
         def call(variable: Any, *args: Any, **options: Any) -> Any:
-            return (original if tf.executing_eagerly() else other)(variable, *args, **options)
+            return (original if tf.executing_eagerly() else replacement)(variable, *args, **options)
 
         return call
 
@@ -306,50 +302,50 @@ class GraphBuilder:
                     f"{operation.name} writes a variable or a table by {operation.type}",
                     "use assign, assign_add or assign_sub of the variable",
                 )
-        constants = {inner.name: variable.numpy() for variable, inner in unknown}
-        mapped = {}
+        values = {inner.name: variable.numpy() for variable, inner in unknown}
         with self.graph.as_default():
-            for captured, inner in traced.captures:
-                mapped[inner.name] = self._constant(captured)
-            own = [one for one in traced.inputs if one.name not in mapped]
-            for argument, inner in zip(arguments, own, strict=True):
-                mapped[inner.name] = self._placeholder(argument, arguments[argument])
-            mapped |= {name: tf.constant(value) for name, value in constants.items()}
-            feeds = [f"{argument}:0" for argument in arguments]
-            self._import_stages(names, traced, mapped, feeds)
-        known = set(map(id, self.unknown))
-        written = self._values.written.keys() - known
-        self.unknown += [variable for variable, _ in unknown if id(variable) in written]
+            mapped = {inner.name: self._constant(captured) for captured, inner in traced.captures}
+            inputs = [inner for inner in traced.inputs if inner.name not in mapped]
+            for (name, spec), inner in zip(arguments.items(), inputs, strict=True):
+                mapped[inner.name] = self._placeholder(name, spec)
+            mapped |= {name: tf.constant(value) for name, value in values.items()}
+            self._add_stages(names, traced, mapped, [f"{argument}:0" for argument in arguments])
+        new = self._values.written.keys() - set(map(id, self.unknown))
+        self.unknown += [variable for variable, _ in unknown if id(variable) in new]
         return traced.outputs
 
-    def _import_stages(
+    def _add_stages(
         self, names: Sequence[str], traced: Any, mapped: dict[str, Any], feeds: list[str]
     ) -> None:
         """Add the stages of a traced function to the graph, each with what it needs alone."""
         definition = traced.as_graph_def()
         for node in definition.node:  # of a function without state, the order has no effect
-            node.input[:] = [one for one in node.input if not one.startswith("^")]
+            node.input[:] = [name for name in node.input if not name.startswith("^")]
             node.attr.pop("_class", None)  # it names the placeholders of variables
+        results = [[tensor.name for tensor in gives] for gives, _ in self._cuts]
+        results.append([tensor.name for tensor in traced.outputs])
         asserted = [
-            one for one in traced.control_outputs if one.type == "Assert" or "AssertGuard" in one.name
+            operation.name
+            for operation in traced.control_outputs
+            if operation.type == "Assert" or "AssertGuard" in operation.name
         ]
-        wanted = [[one.name for one in gives] for gives, _ in self._cuts]
-        wanted.append([one.name for one in traced.outputs])
-        stages = _Stages(definition, wanted, [[one.name for one in got] for _, got in self._cuts], asserted)
-        for number, results in enumerate(wanted):
+        stages = _divide(definition, [*results[:-1], [*results[-1], *asserted]])
+        for number, stage in enumerate(stages):
             name = names[min(number, len(names) - 1)].format(number)
-            targets, kept = stages.targets[number], stages.kept[number]
-            found = tf.graph_util.import_graph_def(
-                stages.definition_of(number),
-                input_map={key: value for key, value in mapped.items() if key in stages.inputs[number]},
-                return_elements=[*results, *kept, *targets],
+            targets = asserted if number == len(self._cuts) else []
+            tensors = [*results[number], *stage.kept]
+            elements = tf.graph_util.import_graph_def(
+                stage.extract(definition),
+                input_map={key: value for key, value in mapped.items() if key in stage.inputs},
+                return_elements=[*tensors, *targets],
                 name=name,
             )
-            tensors = [one.name for one in found[: len(results) + len(kept)]]
-            operations = [one.name for one in found[len(tensors) :]]
-            self.functions[name] = FunctionInfo(tuple(feeds), tuple(tensors), tuple(operations))
+            fetched, operations = elements[: len(tensors)], elements[len(tensors) :]
+            self.functions[name] = FunctionInfo(
+                tuple(feeds), *(tuple(element.name for element in part) for part in (fetched, operations))
+            )
             received = self._cuts[number][1] if number < len(self._cuts) else []
-            passed = [traced.get_tensor_by_name(one) for one in (*(one.name for one in received), *kept)]
+            passed = [*received, *map(traced.get_tensor_by_name, stage.kept)]
             for place, tensor in enumerate(passed):
                 mapped[tensor.name] = self._placeholder(f"{name}_passes_{place}", tensor)
                 feeds.append(mapped[tensor.name].name)
@@ -360,19 +356,19 @@ class GraphBuilder:
         return self._placeholders[name]
 
     def _constant(self, captured: Any) -> Any:
-        if captured.dtype == tf.resource:  # it may be read for a result that nobody uses
-            if (table := find_table(captured)) is not None:
-                return self._copy_table(table)
-            name = f"outside_{len(self._outside)}"
-            self._outside[name] = str(captured)
-            return tf.raw_ops.VarHandleOp(dtype=tf.float32, shape=[], name=name)
-        return tf.constant(captured.numpy())
+        if captured.dtype != tf.resource:
+            return tf.constant(captured.numpy())
+        if (table := find_table(captured)) is not None:
+            return self._copy_table(table)
+        name = f"outside_{len(self._outside)}"  # it may be read for a result that nobody uses
+        self._outside[name] = str(captured)
+        return tf.raw_ops.VarHandleOp(dtype=tf.float32, shape=[], name=name)
 
     def _copy_table(self, table: Any) -> Any:
         """Return the handle of a table in the graph with the content of a lookup table, once it is loaded."""
         if id(table) not in self._tables:
             with tf.init_scope():
-                keys, values = (one.numpy() for one in run_eagerly(table.export))
+                keys, values = (content.numpy() for content in run_eagerly(table.export))
             number = len(self._tables)
             types = {"key_dtype": table.key_dtype, "value_dtype": table.value_dtype}
             handle = tf.raw_ops.HashTableV2(shared_name=f"table_{number}", name=f"table_{number}", **types)
@@ -413,7 +409,7 @@ class GraphBuilder:
         meta = tf.compat.v1.train.export_meta_graph(graph=self.graph, graph_def=self.graph.as_graph_def())
         meta.collection_def["train_op"].node_list.value.extend(sorted(keep))
         optimized = tf_optimizer.OptimizeGraph(config, meta)
-        inner = (one for function in optimized.library.function for one in function.node_def)
+        inner = (node for function in optimized.library.function for node in function.node_def)
         for node in () if has_python else (*optimized.node, *inner):
             if node.op in PYTHON_OPERATIONS:
                 raise CannotCompileError(f"{node.name} calls Python ({node.op})")
@@ -423,84 +419,57 @@ class GraphBuilder:
         return content
 
 
-class _Stages:
-    """The nodes of each stage of a function, and the tensors that pass from one to others."""
+@dataclass
+class _Stage:
+    """The nodes of a stage of a function, the tensors that it takes, and what it keeps for later stages."""
 
-    def __init__(
-        self, definition: Any, wanted: Sequence[list[str]], received: Sequence[list[str]], asserted: Any
-    ) -> None:
-        """`wanted`, `received`: names of the tensors that stages give, and that they get behind a cut.
+    members: set[str]
+    inputs: set[str]
+    """Tensors of arguments, too."""
+    kept: list[str] = field(default_factory=list)
 
-        `asserted`: operations, each of which belongs to the first stage that has what it checks.
-        """
-        self._definition = definition
-        self._nodes = {node.name: node for node in definition.node}
-        level = {name.partition(":")[0]: at for at, names in enumerate(received, start=1) for name in names}
-        levels = self._find_levels(level)
-        self.targets: list[list[str]] = [[] for _ in wanted]
-        for operation in asserted:
-            self.targets[levels[operation.name]].append(operation.name)
-        self._members: list[set[str]] = []
-        self.inputs: list[set[str]] = []
-        """Names of the tensors that each stage takes, of arguments too."""
-        crossing: list[dict[str, None]] = []
-        owner: dict[str, int] = {}
-        for number, names in enumerate(wanted):
-            members: set[str] = set()
-            inputs: dict[str, None] = {}
-            waiting = [*names, *self.targets[number]]
-            while waiting:
-                tensor = waiting.pop()
-                name = tensor.partition(":")[0]
-                node = self._nodes[name]
-                is_given = node.op == "Placeholder" or owner.get(name, number) != number
-                if is_given and node.op != "Const":
-                    inputs[tensor if ":" in tensor else f"{tensor}:0"] = None
-                elif name not in members:
-                    members.add(name)
-                    waiting += node.input
-            for name in members:
-                owner.setdefault(name, number)
-            self._members.append(members)
-            self.inputs.append(set(inputs))
-            crossing.append(inputs)
-        needed = {one: owner.get(one.partition(":")[0]) for inputs in crossing for one in inputs}
-        self.kept = [
-            sorted(one for one, at in needed.items() if at == number) for number in range(len(wanted))
-        ]
-
-    def _find_levels(self, received: Mapping[str, int]) -> dict[str, int]:
-        """Return the first stage that can compute each node. `received`: that of what comes at the cuts."""
-        levels: dict[str, int] = {}
-        waiting = list(self._nodes)
-        while waiting:
-            name = waiting[-1]
-            inputs = {one.partition(":")[0] for one in self._nodes[name].input}
-            if missing := [one for one in inputs if one not in levels]:
-                waiting += missing
-                continue
-            levels[name] = received.get(name, max((levels[one] for one in inputs), default=0))
-            waiting.pop()
-        return levels
-
-    def definition_of(self, number: int) -> Any:
-        """Return the definition of the nodes of a stage, and the placeholders that it takes."""
-        names = self._members[number] | {one.partition(":")[0] for one in self.inputs[number]}
-        part = type(self._definition)(versions=self._definition.versions, library=self._definition.library)
-        for node in self._definition.node:
-            if node.name in self._members[number]:
+    def extract(self, definition: Any) -> Any:
+        """Return the definition of the nodes of the stage, and the placeholders that it takes."""
+        inputs = {tensor.partition(":")[0] for tensor in self.inputs}
+        part = type(definition)(versions=definition.versions, library=definition.library)
+        for node in definition.node:
+            if node.name in self.members:
                 part.node.append(node)
-            elif node.name in names:  # its inputs are not here
+            elif node.name in inputs:  # its own inputs are not here
                 placeholder = part.node.add(name=node.name, op="Placeholder")
                 placeholder.attr["dtype"].type = tf.float32.as_datatype_enum
         return part
 
 
+def _divide(definition: Any, results: Sequence[Sequence[str]]) -> list[_Stage]:
+    """Return the stages of a function, given the tensors or operations that each of them results in."""
+    nodes = {node.name: node for node in definition.node}
+    stages: list[_Stage] = []
+    owners: dict[str, _Stage] = {}
+    for names in results:
+        stage, waiting = _Stage(set(), set()), list(names)
+        while waiting:
+            tensor = waiting.pop()
+            name = tensor.partition(":")[0]
+            node = nodes[name]
+            if node.op == "Placeholder" or (name in owners and node.op != "Const"):
+                stage.inputs.add(tensor if ":" in tensor else f"{tensor}:0")
+            elif name not in stage.members:
+                stage.members.add(name)
+                waiting += node.input
+        owners = dict.fromkeys(stage.members, stage) | owners
+        stages.append(stage)
+    for tensor in sorted(set().union(*(stage.inputs for stage in stages))):
+        if owner := owners.get(tensor.partition(":")[0]):
+            owner.kept.append(tensor)
+    return stages
+
+
 def find_table(handle: Any) -> Any:
     """Return the lookup table with this resource handle, or None."""
     kind = sys.modules["tensorflow"].lookup.experimental.DenseHashTable.__mro__[1]
-    tables = (one for one in gc.get_objects() if isinstance(one, kind))
-    return next((one for one in tables if one.resource_handle is handle), None)
+    tables = (table for table in gc.get_objects() if isinstance(table, kind))
+    return next((table for table in tables if table.resource_handle is handle), None)
 
 
 def run_eagerly(code: Callable[[], Any]) -> Any:

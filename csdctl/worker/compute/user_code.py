@@ -1,4 +1,4 @@
-"""User code: functions by reference `FILE.py:NAME`, the packed code of a job, and its `data.augment`.
+"""User code: functions by reference `FILE.py:NAME`, and the job's packed code and `data.augment`.
 
 `data.augment` changes the samples of every training batch of a rank. It gets what was prepared, never what
 other ranks have, and its result is not stored. Its random numbers are a function of seed, step and rank, as
@@ -29,14 +29,12 @@ from csdctl.worker.process.errors import InputError, WorkerError, describe, find
 from csdctl.worker.protocol.model_info import AugmentTrial
 from csdctl.worker.protocol.run_spec import UserCode
 
-_PACKED: dict[str, ModuleType] = {}
-"""Modules of the job's code, which take the place of the user's files on a rank."""
-
-
 _AUGMENT = 2
 """The last element of the seed: it keeps these numbers apart from the order of samples (prepared.py)."""
 STEPS = (0, 1, 2)
 """Steps that are tried: in one, random numbers of few samples may be equal by chance."""
+_PACKED: dict[str, ModuleType] = {}
+"""Modules of the job's code, which take the place of the user's files on a rank."""
 
 
 def load_function(reference: str) -> Any:
@@ -137,21 +135,20 @@ def missing_packages(architecture: str) -> list[str]:
 
 def find_objects(is_users: Callable[[str], bool]) -> dict[str, Any]:
     """Return classes and functions of the imported modules whose file `is_users`, by name."""
-    found: dict[str, Any] = {}
-    for name, module in list(sys.modules.items()):
-        if is_users(str(getattr(module, "__file__", None) or "")):
-            for key, value in vars(module).items():
-                if callable(value) and getattr(value, "__module__", None) == name:
-                    found[key] = value
-    return found
+    return {
+        key: value
+        for name, module in list(sys.modules.items())
+        if is_users(str(getattr(module, "__file__", None) or ""))
+        for key, value in vars(module).items()
+        if callable(value) and getattr(value, "__module__", None) == name
+    }
 
 
 def imported_beside(directory: Path) -> list[Path]:
     """Return the files below `directory` that modules of this process were imported from."""
-    files = (getattr(module, "__file__", None) for module in list(sys.modules.values()))
+    files = {getattr(module, "__file__", None) or "" for module in list(sys.modules.values())}
     below, installed = f"{directory.resolve()}/", f"{Path(sys.prefix).resolve()}/"
-    own = {file for file in files if file and file.startswith(below) and not file.startswith(installed)}
-    return sorted(map(Path, own))
+    return sorted(Path(file) for file in files if file.startswith(below) and not file.startswith(installed))
 
 
 def load_augmentation(reference: str, seed: int, code: UserCode | None) -> "Augmentation | None":
@@ -171,8 +168,7 @@ class Augmentation:
 
         `is_public`: all of its samples are, so that what it raises may be shown.
         """
-        path, _, name = reference.rpartition(":")
-        self.name = f"{Path(path).name}:{name}"
+        self.name = Path(reference).name
         self._function = load_function(reference)
         self._seed, self._is_public = seed, is_public
 
@@ -188,7 +184,7 @@ class Augmentation:
         seed = [self._seed, step, rank, _AUGMENT]
         parts = [slice(number, number + 1) for number in range(num_single)]
         try:
-            changed = [self._call(samples[one], labels[one], [*seed, one.start]) for one in parts]
+            changed = [self._call(samples[part], labels[part], [*seed, part.start]) for part in parts]
             if num_single < len(samples) or not changed:
                 changed.append(self._call(samples[num_single:], labels[num_single:], seed))
         except WorkerError:
@@ -200,8 +196,6 @@ class Augmentation:
                 traceback.print_exc()  # to the rank's log: the message may contain values of samples
                 problem = f"fails: {type(error).__name__}; its message is in the rank's log"
             raise self._error(problem, "fix the function, and try it with `csdctl prepare`") from None
-        if len(changed) == 1:
-            return changed[0]
         all_samples, all_labels = zip(*changed, strict=True)
         return np.concatenate(all_samples), np.concatenate(all_labels)
 
@@ -215,8 +209,8 @@ class Augmentation:
         copies = (map_fields(np.array, part) for part in (samples, labels))  # which it may write to
         returned = self._function(*copies, generator)
         if not isinstance(returned, tuple | list) or len(returned) != 2:
-            found = f"{len(returned)} values" if isinstance(returned, tuple | list) else _type_of(returned)
-            raise self._error(f"returned {found}, expected (samples, labels)", "return samples, labels")
+            value = f"{len(returned)} values" if isinstance(returned, tuple | list) else _type_of(returned)
+            raise self._error(f"returned {value}, expected (samples, labels)", "return samples, labels")
         return self._pack(returned[0], samples, "samples"), self._pack(returned[1], labels, "labels")
 
     def _error(self, problem: str, remedy: str) -> WorkerError:
@@ -228,9 +222,9 @@ class Augmentation:
             return self._convert(returned, expected, what)
         names = expected.dtype.names
         if not isinstance(returned, Mapping) or set(returned) != set(names):
-            found = ", ".join(map(str, returned)) if isinstance(returned, Mapping) else _type_of(returned)
+            value = ", ".join(map(str, returned)) if isinstance(returned, Mapping) else _type_of(returned)
             raise self._error(
-                f"returned {what} {found}, expected a dict of {', '.join(names)}",
+                f"returned {what} {value}, expected a dict of {', '.join(names)}",
                 "return the same names as it gets",
             )
         packed = np.empty(expected.shape, expected.dtype)
@@ -253,9 +247,9 @@ class Augmentation:
                 raise self._error(f"returned {what} that are not finite", "return finite numbers")
             if is_float or array.dtype == expected.dtype or np.array_equal(converted, array):
                 return converted
-        found = _form(array) if is_number else _type_of(returned)
+        value = _form(array) if is_number else _type_of(returned)
         raise self._error(
-            f"returned {what} as {found}, expected {_form(expected)}",
+            f"returned {what} as {value}, expected {_form(expected)}",
             "return as many samples as it gets, of the same shape and type; for images, "
             "`np.clip(np.rint(x), 0, 255).astype(np.uint8)`",
         )
@@ -282,7 +276,7 @@ def try_augment(spec: AugmentTrial) -> None:
     for size, step in itertools.product(dict.fromkeys((len(samples), 1)), STEPS):
         # Ranks compute the steps of a run in order, a rank that is restarted one of them alone.
         batch = samples[:size], labels[:size]
-        first, _, again = (augmentation(*batch, one, 0) for one in (step, step + 1, step))
+        first, _, again = (augmentation(*batch, number, 0) for number in (step, step + 1, step))
         parts = zip(first, again, strict=True)
         if not all(np.array_equal(a[name], b[name]) for a, b in parts for name in a.dtype.names or [...]):
             raise InputError(

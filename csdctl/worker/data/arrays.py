@@ -91,9 +91,9 @@ class CheckedArray:
 
     def check(self) -> None:
         """Raise WorkerError if the file is not the one that was prepared. Fast if nobody touched it."""
-        found = hash_file(self._file, self._path)
-        if found != self._sha256:
-            hashes = f"expected SHA-256 {self._sha256 or 'of nothing'}, found {found}"
+        sha256 = hash_file(self._file, self._path)
+        if sha256 != self._sha256:
+            hashes = f"expected SHA-256 {self._sha256 or 'of nothing'}, found {sha256}"
             raise WorkerError(f"{self._path} is not what was prepared: {hashes}", remedy=PREPARE)
 
 

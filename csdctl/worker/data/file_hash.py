@@ -46,10 +46,10 @@ def hash_file(file: BufferedReader, name: str, remembered: Path = REMEMBERED) ->
 
     def compute() -> str:
         file.seek(0)
-        found = hashlib.file_digest(file, "sha256").hexdigest()
+        sha256 = hashlib.file_digest(file, "sha256").hexdigest()
         if file_state(os.fstat(file.fileno())) != state:
             raise WorkerError(f"{name} was changed while it was read", remedy="run `csdctl prepare`")
-        return found
+        return sha256
 
     return remember(f"{state[0]}:{state[1]}", state[2:], state[-1], compute, remembered)
 
@@ -59,19 +59,19 @@ def remember(
 ) -> str:
     """Return what `compute` returned the last time that `key` had this `state`, or returns now.
 
-    `ctime_ns` is that of the newest file: after a wait, another change of it would get another ctime.
+    `ctime_ns`: of the newest file. After a wait, another change of it would get another ctime.
     """
-    known = _load(remembered)
-    entry = known.pop(key, None)
+    entries = _load(remembered)
+    entry = entries.pop(key, None)
     if entry and entry[:-1] == [*state]:
         return str(entry[-1])
     tick_s = TICK_S if ctime_ns % 1_000_000_000 else COARSE_TICK_S
     time.sleep(min(max(0.0, tick_s - (time.time() - ctime_ns / 1e9)), tick_s))
-    found = compute()
-    known = {**dict(list(known.items())[1 - MAX_ENTRIES :]), key: [*state, found]}
+    result = compute()
+    entries = {**dict(list(entries.items())[1 - MAX_ENTRIES :]), key: [*state, result]}
     with suppress(OSError):  # without directory, space or permission it is computed again next time
-        save_atomically(remembered, json.dumps(known))
-    return found
+        save_atomically(remembered, json.dumps(entries))
+    return result
 
 
 def check_stored(path: str) -> None:
@@ -81,11 +81,11 @@ def check_stored(path: str) -> None:
         return
     try:
         with open_regular(path) as file:
-            found = hash_file(file, path)
+            sha256 = hash_file(file, path)
     except (OSError, ValueError) as error:
         raise WorkerError(f"{path} cannot be read: {error}", remedy="run `csdctl deploy`") from None
-    if found != stated[0]:
-        problem = f"{path} is not what csdctl sent: expected SHA-256 {stated[0]}, found {found}"
+    if sha256 != stated[0]:
+        problem = f"{path} is not what csdctl sent: expected SHA-256 {stated[0]}, found {sha256}"
         raise WorkerError(problem, remedy="run `csdctl deploy`, and check who can write there")
 
 

@@ -108,8 +108,10 @@ class EpochReader:
             order = self._order(self._rank, _PUBLIC)
             batches.append(self._public.read(order[share.public_start : share.public_stop]))
         if share.num_reassigned:
-            own = None if reassigned is None else self._unpack(reassigned)
-            batches.append(own or self.read_reassigned(share.reassigned))
+            if reassigned is None:
+                batches.append(self.read_reassigned(share.reassigned))
+            else:
+                batches.append(self._unpack(reassigned))
         if len(batches) < 2:
             return batches[0] if batches else self.first(0)
         samples, labels = zip(*batches, strict=True)

@@ -72,7 +72,7 @@ class Share:
         return self._between(number * self.batch_size, (number + 1) * self.batch_size)
 
     def _between(self, start: int, stop: int) -> "Share":
-        """Return samples start…stop of these, or those of them that there are."""
+        """Return samples start…stop of these, or as many as there are."""
         first, last = (self._split(min(self.num_samples, count)) for count in (start, stop))
         return replace(
             self,
@@ -87,9 +87,9 @@ class Share:
         """Return how many of the first `count` samples are private, public and reassigned, in proportion."""
         if not count:
             return 0, 0, 0
-        own = self.num_private + self.num_public
-        num_own = count * own // self.num_samples
-        num_private = num_own * self.num_private // own if own else 0
+        num_owned = self.num_private + self.num_public
+        num_own = count * num_owned // self.num_samples
+        num_private = num_own * self.num_private // num_owned if num_owned else 0
         return num_private, num_own - num_private, count - num_own
 
 
@@ -129,18 +129,18 @@ class OwnSamples:
     num_public: int
 
 
-def begin_epoch(own: Sequence[OwnSamples], batch_sizes: Mapping[int, int]) -> Segment:
-    """Return the first segment. `own` has all ranks, absent ones too. `batch_sizes` has the members.
+def begin_epoch(samples: Sequence[OwnSamples], batch_sizes: Mapping[int, int]) -> Segment:
+    """Return the first segment. `samples` has all ranks, absent ones too. `batch_sizes` has the members.
 
     The public samples of an absent rank are reassigned to the members.
     """
     shares = [
-        Share(rank, size, 0, own[rank].num_private, 0, own[rank].num_public)
+        Share(rank, size, *(0, samples[rank].num_private), *(0, samples[rank].num_public))
         for rank, size in sorted(batch_sizes.items())
     ]
-    absent = [rank for rank in range(len(own)) if rank not in batch_sizes]
-    public = [Span(rank, 0, own[rank].num_public) for rank in absent]
-    unread = tuple(Span(rank, 0, own[rank].num_private) for rank in absent)
+    absent = [rank for rank in range(len(samples)) if rank not in batch_sizes]
+    public = [Span(rank, 0, samples[rank].num_public) for rank in absent]
+    unread = tuple(Span(rank, 0, samples[rank].num_private) for rank in absent)
     return Segment(0, _divide(shares, public), unread)
 
 
@@ -153,12 +153,12 @@ def change_segment(
     samples that it had left. The latest step did not count what the ranks `uncounted` have read in it.
     """
     num_steps = step - segment.start_step
-    left = [share.after(num_steps - (share.rank in uncounted)) for share in segment.shares]
-    own = {span.rank: (span.start, span.stop) for span in segment.unread}
-    shares = {rank: Share(rank, size, *own.get(rank, (0, 0)), 0, 0) for rank, size in batch_sizes.items()}
+    private = {span.rank: (span.start, span.stop) for span in segment.unread}
+    shares = {rank: Share(rank, size, *private.get(rank, (0, 0)), 0, 0) for rank, size in batch_sizes.items()}
     public: list[Span] = []
     unread = [span for span in segment.unread if span.rank not in batch_sizes]
-    for share in left:
+    for earlier in segment.shares:
+        share = earlier.after(num_steps - (earlier.rank in uncounted))
         if share.rank in batch_sizes:
             shares[share.rank] = replace(share, batch_size=batch_sizes[share.rank])
         else:

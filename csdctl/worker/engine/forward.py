@@ -7,7 +7,7 @@ import numpy as np
 
 from csdctl.worker.data.arrays import Array, fields_of
 from csdctl.worker.engine.load import load_compiled
-from csdctl.worker.engine.step import FunctionInfo, VariableInfo, find_functions
+from csdctl.worker.engine.step import GraphInfo
 from csdctl.worker.process.errors import InputError
 from csdctl.worker.protocol.features import SIGMOID, SOFTMAX, ResultRule
 from csdctl.worker.protocol.run_spec import CompiledStep, Runtime
@@ -21,19 +21,10 @@ Compute = Callable[[Array], list[Array]]
 """Returns the outputs of a batch, each of shape (BATCH_SIZE, …)."""
 
 
-@dataclass(frozen=True)
-class ForwardInfo:
-    """What a machine must know of a compiled forward pass beside its graph."""
-
-    functions: dict[str, FunctionInfo]
-    variables: tuple[VariableInfo, ...] = ()
-    """The weights that are arguments; none if all are constants of the graph."""
-
-
 def load_forward(files: CompiledStep, runtime: Runtime) -> Compute:
     """Return a compiled forward pass. Raises WorkerError if it cannot be run here."""
-    info, session, state = load_compiled(files, ForwardInfo, runtime)
-    function, weights = find_functions(session, info.functions)[FORWARD], session.tensors(state)
+    info, session, state = load_compiled(files, GraphInfo, runtime)
+    function, weights = session.find_all(info.functions)[FORWARD], session.tensors(state)
     return lambda samples: function(weights, *fields_of(samples).values()).arrays()
 
 

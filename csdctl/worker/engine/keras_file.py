@@ -3,47 +3,53 @@
 import io
 import os
 import zipfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
 
 from csdctl.worker.data.arrays import Array
-from csdctl.worker.engine.step import BFLOAT16, StepInfo
-from csdctl.worker.process.files import sync_directory
+from csdctl.worker.engine.step import StepInfo
+from csdctl.worker.engine.tensorflow_c import BFLOAT16
+from csdctl.worker.process.files import sync_directory, sync_file
 
 WEIGHTS = "model.weights.h5"
 """The member of a .keras file with all variables."""
-
-
 Places = Mapping[str, tuple[str, ...]]
 """By number of a variable, the datasets of an HDF5 file that have it."""
+
+
+@contextmanager
+def saving(path: Path) -> Iterator[Path]:
+    """Give a file beside `path` to write to. It gets that name once it is on the disk. Raises OSError."""
+    partial = path.with_name(f"part-{path.name}")
+    try:
+        yield partial
+        with partial.open("rb+") as file:
+            sync_file(file)
+        os.replace(partial, path)
+    finally:
+        partial.unlink(missing_ok=True)
+    sync_directory(path.parent)
 
 
 def save_like(template: str, places: Places, values: Sequence[Array], path: Path) -> Path:
     """Write `path`, or a .weights.h5 beside it, as `template` with other values. Return the path.
 
-    It has its name only once it is on the disk. Raises OSError.
+    Raises OSError.
     """
     if template.endswith(".h5"):
         path = path.with_suffix(".weights.h5")
-    aside = path.with_name(f"part-{path.name}")
-    try:
+    with saving(path) as partial:
         if path.suffix == ".keras":
-            with zipfile.ZipFile(template) as source, zipfile.ZipFile(aside, "w") as target:
+            with zipfile.ZipFile(template) as source, zipfile.ZipFile(partial, "w") as target:
                 for member in source.infolist():
                     content = source.read(member)
                     is_changed = member.filename == WEIGHTS
                     target.writestr(member, _replace(content, places, values) if is_changed else content)
         else:
-            aside.write_bytes(_replace(Path(template).read_bytes(), places, values))
-        with aside.open("rb+") as file:
-            os.fsync(file.fileno())
-    except OSError:
-        aside.unlink(missing_ok=True)
-        raise
-    os.replace(aside, path)
-    sync_directory(path.parent)
+            partial.write_bytes(_replace(Path(template).read_bytes(), places, values))
     return path
 
 
@@ -60,18 +66,18 @@ def _replace(content: bytes, places: Places, values: Sequence[Array]) -> bytes:
     return buffer.getvalue()
 
 
-def places_of_head(head: StepInfo, whole: StepInfo, weights: Sequence[int]) -> Places:
+def places_of_head(head: StepInfo, model: StepInfo, weights: Sequence[int]) -> Places:
     """Return where a file with the whole model has the variables of its head's step. {}: unknown.
 
     `weights`: the number of each of the head's weights in the whole model. Their optimizers have the same
     variables, for the head has all that is trained. The learning rate comes last.
     """
-    own, all_variables = len(head.variables) - head.num_weights, len(whole.variables)
-    numbers = [*weights, *range(whole.num_weights, all_variables + 1)]
-    if not whole.places or own != all_variables - whole.num_weights:
+    num_of_optimizer, num_variables = len(head.variables) - head.num_weights, len(model.variables)
+    numbers = [*weights, *range(model.num_weights, num_variables + 1)]
+    if not model.places or num_of_optimizer != num_variables - model.num_weights:
         return {}
     pairs = [(str(place), str(number)) for place, number in enumerate(numbers)]
-    return {place: whole.places[number] for place, number in pairs if number in whole.places}
+    return {place: model.places[number] for place, number in pairs if number in model.places}
 
 
 def find_places(content: bytes, marks: Sequence[Array]) -> dict[str, tuple[str, ...]]:
@@ -81,17 +87,15 @@ def find_places(content: bytes, marks: Sequence[Array]) -> dict[str, tuple[str, 
     """
     import h5py
 
-    numbers = {_key(mark): str(number) for number, mark in enumerate(marks)}
+    numbers = {(mark.shape, mark.tobytes()): str(number) for number, mark in enumerate(marks)}
     places: dict[str, tuple[str, ...]] = {}
 
     def look(name: str, item: object) -> None:
-        if isinstance(item, h5py.Dataset) and (number := numbers.get(_key(np.asarray(item)))):
-            places[number] = (*places.get(number, ()), name)
+        if isinstance(item, h5py.Dataset):
+            array = np.asarray(item)
+            if number := numbers.get((array.shape, array.tobytes())):
+                places[number] = (*places.get(number, ()), name)
 
     with h5py.File(io.BytesIO(content)) as file:
         file.visititems(look)
     return places
-
-
-def _key(array: Array) -> tuple[tuple[int, ...], bytes]:
-    return array.shape, array.tobytes()

@@ -9,7 +9,7 @@ weight. The layout of the vector:
       stop | seconds | norm ]
 
 Where layers add a loss for each sample, which fit sums over the batch, its gradient and its sum stand behind
-those of the rest, and are not divided.
+the others, and are not divided.
 
 The step owns everything up to n, the number of samples. Divided by it, a sum over ranks is the mean over all
 their samples. A loss that is no mean over samples has a count of its own: unmasked elements, a sum of
@@ -43,13 +43,11 @@ class VectorLayout:
         whether a part of the loss is a sum over samples, not a mean, with a gradient of its own.
         """
         self.num_gradients, self.has_summed = num_gradients, has_summed
-        self.num_sums = 2 + has_summed + num_states + has_loss_count
-        """Elements of the step's part behind gradients and statistics: loss, metrics' states and counts."""
         self.gradients = slice(0, num_gradients * (1 + has_summed))
         """The summed gradients of all trainable variables, flat, in the model's order."""
         self.statistics = slice(self.gradients.stop, self.gradients.stop + num_statistics)
         """The changes of the state that layers keep, times n."""
-        self.step_size = self.statistics.stop + self.num_sums
+        self.step_size = self.statistics.stop + 2 + has_summed + num_states + has_loss_count
         """Elements of the step's part."""
         self.step = slice(0, self.step_size)
         """The step's part."""
@@ -73,16 +71,16 @@ class GradientNoise:
     """The squared norm of the true gradient; noise can make an estimate negative."""
 
     @classmethod
-    def estimate(cls, parts: float, whole: float, num_parts: int, count: float) -> "GradientNoise":
-        """Estimate both from the `square_norm` of the gradients of parts of a batch, added, and of the whole.
+    def estimate(cls, parts: float, batch: float, num_parts: int, count: float) -> "GradientNoise":
+        """Estimate both from the `square_norm` of the gradients of parts of a batch, added, and of the batch.
 
         Mean gradients of n_i samples each, n = Σ n_i, have E|g_i|² = |G|² + V/n_i, and their weighted mean g
         has E|g|² = |G|² + V/n. So V = (Σ n_i |g_i|² - n |g|²) / (parts - 1), for unequal n_i, too.
         """
-        if num_parts < 2 or not math.isfinite(parts + whole):
+        if num_parts < 2 or not math.isfinite(parts + batch):
             return cls()
-        variance = (parts - whole) / (num_parts - 1)
-        return cls(variance, (whole - variance) / count)
+        variance = (parts - batch) / (num_parts - 1)
+        return cls(variance, (batch - variance) / count)
 
     def __add__(self, other: "GradientNoise") -> "GradientNoise":
         return GradientNoise(self.variance + other.variance, self.square + other.square)

@@ -3,29 +3,20 @@
 import hashlib
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 
 from csdctl.worker.data.arrays import Array
 from csdctl.worker.data.file_hash import check_stored
-from csdctl.worker.engine.step import BFLOAT16, StepEngine, StepInfo, VariableInfo
-from csdctl.worker.engine.tensorflow_c import GraphSession
+from csdctl.worker.engine.step import GraphInfo, StepEngine, StepInfo
+from csdctl.worker.engine.tensorflow_c import BFLOAT16, GraphSession
 from csdctl.worker.process.errors import WorkerError
 from csdctl.worker.protocol.json_codec import from_json
 from csdctl.worker.protocol.recipe import Noise, Recipe
 from csdctl.worker.protocol.run_spec import CompiledStep, RankSpec, Runtime
 
-
-class Info(Protocol):
-    """What is known of a graph: `StepInfo` or `ForwardInfo`."""
-
-    @property
-    def variables(self) -> tuple[VariableInfo, ...]:
-        """The variables of the state."""
-
-
-InfoT = TypeVar("InfoT", bound=Info)
+InfoT = TypeVar("InfoT", bound=GraphInfo)
 
 
 def load_compiled(
@@ -38,12 +29,12 @@ def load_compiled(
     try:
         content = Path(files.graph).read_bytes()
         with np.load(files.state, allow_pickle=False) as archive:
-            kept = (archive[name] for name in sorted(archive.files))
-            types = (BFLOAT16 if one.dtype == "bfloat16" else np.dtype(one.dtype) for one in info.variables)
-            state = [
-                np.zeros(one.shape, dtype) if one.is_zero else next(kept).view(dtype)
-                for one, dtype in zip(info.variables, types, strict=True)
-            ]
+            stored = (archive[name] for name in sorted(archive.files))
+            state = []
+            for variable in info.variables:
+                dtype = BFLOAT16 if variable.dtype == "bfloat16" else np.dtype(variable.dtype)
+                is_zero = variable.is_zero
+                state.append(np.zeros(variable.shape, dtype) if is_zero else next(stored).view(dtype))
     except OSError as error:
         raise _unreadable(error) from None
     return info, GraphSession(content, runtime), state

@@ -8,12 +8,14 @@ gradient that ranks with whole models would sum, of the same micro-batches.
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 
 from csdctl.worker.data.arrays import Array
-from csdctl.worker.engine.layout import Sums, VectorLayout
-from csdctl.worker.engine.step import BACKWARD, BFLOAT16, HEAD, PREFIX, StepEngine, TensorList
+from csdctl.worker.engine.layout import Sums
+from csdctl.worker.engine.step import BACKWARD, HEAD, PREFIX, StepEngine
+from csdctl.worker.engine.tensorflow_c import BFLOAT16, Tensors
 
 MIN_MICRO_BATCH = 8
 """Samples of a micro-batch, if a batch has as many: in fewer, what weights alone cost dominates the head."""
@@ -44,21 +46,15 @@ class PrefixStep:
         `weight` is the weight of each of the rank's samples in the mean of all ranks.
         """
         assert engine.info.split
-        self.engine, self.split = engine, engine.info.split
+        self.engine, self.split = engine, (split := engine.info.split)
         self._weight = np.array(weight, np.float32)
-        info = engine.info
-        self.layout = VectorLayout(
-            self.split.num_gradients,
-            self.split.num_statistics,
-            info.num_states,
-            has_loss_count=info.has_loss_count,
-            divides_gradients=info.divides_gradients,
-        )
+        info = replace(engine.info, num_gradients=split.num_gradients, num_statistics=split.num_statistics)
+        self.layout = info.layout
         """The layout of the rank's vector, without what a training loop appends."""
         self.layouts = [self.layout]
         is_bfloat16 = self.split.dtype == "bfloat16"
         self.activation_type = BFLOAT16 if is_bfloat16 else np.dtype(self.split.dtype)
-        self._passes: list[tuple[Array, Array, TensorList]] = []
+        self._passes: list[tuple[Array, Array, Tensors]] = []
 
     @property
     def values(self) -> Sequence[Array]:
@@ -112,7 +108,7 @@ class SplitStep(PrefixStep):
 
     def __init__(self, engine: StepEngine, *, weight: float = 1.0) -> None:
         super().__init__(engine, weight=weight)
-        self._sums: TensorList
+        self._sums: Tensors
         self.begin()
 
     @property
@@ -143,10 +139,10 @@ class SplitStep(PrefixStep):
         Returns the gradient of its loss with respect to the prefix's `outputs`, times the number that Keras
         divides it by, and that number. `weight`: of each of its samples.
         """
-        step, own = self.engine.position
-        self.engine.position = step, rank
+        position = self.engine.position
+        self.engine.position = position[0], rank
         seeds = self.engine.seeds(number)
-        self.engine.position = step, own
+        self.engine.position = position
         results = self.engine.call(HEAD, seeds, np.array(weight, np.float32), outputs, labels, self._sums)
         towards, loss_count = results.array(0), float(results.array(1))
         self._sums = results.tail(2)
@@ -162,7 +158,7 @@ class SplitStep(PrefixStep):
         """Return the vector of the whole model, shape (engine.layout.step_size,), that a sum amounts to."""
         *gradients, sums = self._sums.arrays()
         statistics = sums[: self.split.num_head_statistics]
-        of_head = np.concatenate([*(one.ravel() for one in gradients), statistics])
+        of_head = np.concatenate([*(gradient.ravel() for gradient in gradients), statistics])
         parts = []
         for piece in self.split.pieces:
             part = np.zeros(piece.size, np.float32)

@@ -1,47 +1,35 @@
 """A rank's step: a compiled graph, the state of the model, and the random states of a step.
 
 State goes into a function of the graph, and a vector or a new state comes out. Nothing is changed that would
-have to be set back: a step can be computed again, and what it returns is used or not.
+have to be set back. A step can be computed again, and what it returns is used or not.
 """
 
 import math
 import os
 import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
 from csdctl.worker.data.arrays import Array, fields_of
 from csdctl.worker.engine.layout import Sums, VectorLayout
+from csdctl.worker.engine.tensorflow_c import BFLOAT16, FunctionInfo, GraphSession, Tensors
 from csdctl.worker.protocol.json_codec import Shape
 from csdctl.worker.protocol.recipe import Noise
 
 LOCAL, APPLY, EVALUATE, NOISY = "local", "apply", "evaluate", "noisy"
 METRICS, SCHEDULE, OWN = "metrics", "schedule", "own_{}"
 PREFIX, BACKWARD, HEAD = "prefix", "backward", "head"
-LOAD = "load"
-"""The functions of a graph; `StepInfo.functions` has their arguments and results. OWN has a number; LOAD
-fills lookup tables, once."""
+"""The functions of a graph. `GraphInfo.functions` has their arguments and results. OWN has a number."""
 LOSS = "loss"
 ROUNDOFFS = {"float64": 2.0**-53, "float32": 2.0**-24, "float16": 2.0**-11, "bfloat16": 2.0**-8}
 """The largest relative error of rounding to a type; the finest type first."""
-BFLOAT16 = np.dtype([("bfloat16", np.uint16)])
-"""The bits of bfloat16, which numpy does not have; of an array, shape (…)."""
-Exchange = Callable[[int, Array], Array]
-"""Sums this rank's part over the ranks, given the number of the sum within the step."""
 CHUNK = 1 << 18
 """Elements of the vector that receive noise at a time: a slow node has little memory."""
-
-
-@dataclass(frozen=True)
-class FunctionInfo:
-    """The names of a function's arguments and results in the graph."""
-
-    feeds: tuple[str, ...]
-    fetches: tuple[str, ...]
-    targets: tuple[str, ...] = ()
+Exchange = Callable[[int, Array], Array]
+"""Sums this rank's part over the ranks, given the number of the sum within the step."""
 
 
 @dataclass(frozen=True)
@@ -107,11 +95,18 @@ class SplitInfo:
 
 
 @dataclass(frozen=True)
-class StepInfo:
-    """What a rank must know of a compiled step beside its graph."""
+class GraphInfo:
+    """What a machine must know of a compiled graph beside the graph."""
 
     functions: dict[str, FunctionInfo]
     variables: tuple[VariableInfo, ...]
+    """The state, or weights, that are arguments of the functions."""
+
+
+@dataclass(frozen=True)
+class StepInfo(GraphInfo):
+    """What a rank must know of a compiled step beside its graph."""
+
     num_weights: int
     """The first variables of the state are the model's weights; those of the optimizer follow."""
     num_gradients: int
@@ -119,10 +114,6 @@ class StepInfo:
     num_statistics: int
     num_states: int
     """Elements of the metrics' states."""
-    has_loss_count: bool
-    divides_gradients: bool
-    """As in `VectorLayout`."""
-    has_summed: bool
     has_loss_scaling: bool
     """Whether an optimizer skips gradients that are not finite, and scales the loss (mixed_float16)."""
     seeds: tuple[str, ...]
@@ -131,6 +122,10 @@ class StepInfo:
     """The layers that normalize by their batch, and where their statistics' changes are."""
     metrics: tuple[Slice, ...]
     """The metrics' results, and where the state of each metric is."""
+    has_loss_count: bool = False
+    divides_gradients: bool = False
+    has_summed: bool = False
+    """As in `VectorLayout`."""
     drawing: tuple[str, ...] = ()
     """The layers that draw random numbers in a step."""
     sums: tuple[SumInfo, ...] = ()
@@ -156,40 +151,17 @@ class StepInfo:
     model_type: str = "float32"
     """The same of the user's model: `compute_type` is wider if the step was compiled for `verify`."""
 
-
-class TensorList(Protocol):
-    """Tensors that a function has returned."""
-
-    def __len__(self) -> int: ...
-
-    def array(self, place: int) -> Array:
-        """Return a tensor as an array that must not be written to."""
-
-    def arrays(self) -> list[Array]:
-        """Return all tensors as arrays."""
-
-    def tail(self, start: int) -> "TensorList":
-        """Move the tensors from `start` on to another list, and return it."""
-
-
-class Session(Protocol):
-    """Runs the functions of a graph."""
-
-    def find(self, name: str, info: FunctionInfo) -> Callable[..., TensorList]:
-        """Return a function, which takes TensorLists and arrays in the order of its feeds."""
-
-    def tensors(self, arrays: Sequence[Array]) -> TensorList:
-        """Return tensors with the values of arrays, which must not be written to afterwards."""
-
-
-def find_functions(
-    session: Session, functions: Mapping[str, FunctionInfo]
-) -> dict[str, Callable[..., TensorList]]:
-    """Return functions of a graph, whose lookup tables are filled."""
-    found = {name: session.find(name, one) for name, one in functions.items()}
-    if LOAD in found:
-        found[LOAD]()
-    return found
+    @property
+    def layout(self) -> VectorLayout:
+        """The layout of a rank's vector. Of a step with several sums, of all of them together."""
+        return VectorLayout(
+            self.num_gradients,
+            self.num_statistics,
+            self.num_states,
+            has_loss_count=self.has_loss_count,
+            divides_gradients=self.divides_gradients,
+            has_summed=self.has_summed,
+        )
 
 
 class StepEngine:
@@ -198,7 +170,7 @@ class StepEngine:
     def __init__(
         self,
         info: StepInfo,
-        session: Session,
+        session: GraphSession,
         state: Sequence[Array],
         seed: int,
         *,
@@ -215,25 +187,17 @@ class StepEngine:
         ranks. `augmentation` changes the samples of every batch.
         """
         self.info, self.augmentation = info, augmentation
-        self.layout = VectorLayout(
-            info.num_gradients,
-            info.num_statistics,
-            info.num_states,
-            has_loss_count=info.has_loss_count,
-            divides_gradients=info.divides_gradients,
-            has_summed=info.has_summed,
-        )
-        """Of all sums of a step together."""
+        self.layout = info.layout
         self.layouts = [
-            VectorLayout(one.num_gradients, one.num_states, one.num_others - 1) for one in info.sums
+            VectorLayout(part.num_gradients, part.num_states, part.num_others - 1) for part in info.sums
         ] or [self.layout]
-        """Of each sum of a step, in their order."""
+        """The layout of each sum of a step, in their order."""
         self.micro_batch_size = micro_batch_size
         self.rate = np.zeros((), np.float32)
         self.position = (0, rank)
         """The step and the rank whose random numbers are drawn."""
         self._session, self._noise = session, noise
-        self._functions = find_functions(session, info.functions)
+        self._functions = session.find_all(info.functions)
         self._state = session.tensors(state)
         self._seed, self._rank, self._weight = seed, rank, np.array(weight, np.float32)
 
@@ -271,7 +235,7 @@ class StepEngine:
     @property
     def metric_names(self) -> list[str]:
         """Names of the results of `metrics`."""
-        return list(dict.fromkeys([*(one.name for one in self.info.metrics), *self.info.logs]))
+        return list(dict.fromkeys([*(metric.name for metric in self.info.metrics), *self.info.logs]))
 
     @property
     def has_loss_scaling(self) -> bool:
@@ -289,8 +253,8 @@ class StepEngine:
         They follow from seed, rank, step and the micro-batch's number: a run that resumes draws the same
         numbers as one that was never interrupted.
         """
-        of_part = f"/{part}" if part else ""
-        keys = [self._key(f"/{number}{of_part}") for number in range(len(self.info.seeds))]
+        suffix = f"/{part}" if part else ""
+        keys = [self._key(f"/{number}{suffix}") for number in range(len(self.info.seeds))]
         # A layer draws a few times in a step; shifting keeps the counters of consecutive steps apart.
         counters = [(self.position[0] << 10) & 0xFFFFFFFF] * len(keys)
         return np.array([keys, counters], np.int64).T.copy()
@@ -366,14 +330,14 @@ class StepEngine:
         *,
         private_copies: Array | None = None,
     ) -> Sums:
-        """Take a step on this rank's batch, of n samples. N may be 0. Returns the sums of all ranks.
+        """Take a step on this rank's batch of n samples, or of none. Return the sums of all ranks.
 
         `out`, for the part of each sum, has at least as many elements.
         Raises what `exchange` raises. The state is then that before the step.
         """
         if not self.info.sums:
-            into = out if out is None else out[self.layout.step]
-            return self.apply(exchange(0, self.local(images, labels, into, private_copies=private_copies)))
+            vector = out if out is None else out[self.layout.step]
+            return self.apply(exchange(0, self.local(images, labels, vector, private_copies=private_copies)))
         self._state, total = self._walk(images, labels, exchange, out)
         return self._sums(total[self.layouts[-1].sums.start :])
 
@@ -403,7 +367,7 @@ class StepEngine:
 
     def _walk(
         self, images: Array, labels: Array, exchange: Exchange, out: Array | None = None
-    ) -> tuple[TensorList, Array]:
+    ) -> tuple[Tensors, Array]:
         """Go through a step of several sums. Return the state behind it, and the last sum."""
         count = np.array(len(images), np.float32)
         if len(images):
@@ -431,7 +395,7 @@ class StepEngine:
         """Divide the step's part of a summed vector by its counts and take one optimizer step."""
         sums = self.read_sums(total)
         if total[self.layout.count] > 0:
-            self._take(APPLY, self.rate, total)
+            self._state = self.call(APPLY, self.rate, total)
         return sums
 
     def scheduled_rate(self, step: int) -> float | None:
@@ -472,21 +436,21 @@ class StepEngine:
         added = np.array(states[:size], np.float32)
         values = self._functions[METRICS](added).array(0) if info.metrics else ()
         results = {
-            one.name: float(value)
-            for one, value in zip(info.metrics, values, strict=True)
-            if not info.sums or added[one.start : one.stop].any()
+            metric.name: float(value)
+            for metric, value in zip(info.metrics, values, strict=True)
+            if not info.sums or added[metric.start : metric.stop].any()
         }
         logs = {name: value / count for name, value in zip(info.logs, states[size:], strict=True) if count}
-        named = {one.name for one in info.metrics}
+        names = {metric.name for metric in info.metrics}
         # A metric that nothing was added to has 0, as Keras' own for the loss where train_step computes it.
-        return {name: value for name, value in logs.items() if value or name not in named} | results
+        return {name: value for name, value in logs.items() if value or name not in names} | results
 
     def find_normalizing(self, changes: Array) -> list[str]:
         """Return the names of the layers that normalized by their batch, by its changes of statistics.
 
         Only such a layer moves its statistics, and not one that is called with training=False.
         """
-        return [one.name for one in self.info.normalizing if changes[one.start : one.stop].any()]
+        return [layer.name for layer in self.info.normalizing if changes[layer.start : layer.stop].any()]
 
     def rehearse(self, images: Array, labels: Array, private_copies: Array | None) -> None:
         """Reach full speed. What is computed is not kept."""
@@ -501,38 +465,29 @@ class StepEngine:
         self.apply(vector)
         self._state = before
 
-    def call(self, name: str, *arguments: Any) -> TensorList:
-        """Return what a function returns of the state and of arguments, arrays or TensorLists."""
-        flat: list[Any] = []
-        for one in arguments:
-            is_whole = not isinstance(one, np.ndarray) or one.dtype == BFLOAT16
-            flat += [one] if is_whole else fields_of(one).values()
-        return self._functions[name](self._state, *flat)
+    def call(self, name: str, *arguments: Any) -> Tensors:
+        """Return what a function returns of the state and of arguments, arrays or Tensors."""
+        inputs: list[Any] = []
+        for argument in arguments:
+            is_single = not isinstance(argument, np.ndarray) or argument.dtype == BFLOAT16
+            inputs += [argument] if is_single else fields_of(argument).values()
+        return self._functions[name](self._state, *inputs)
 
-    def tensors(self, arrays: Sequence[Array]) -> TensorList:
-        """As of Session."""
+    def tensors(self, arrays: Sequence[Array]) -> Tensors:
+        """As of GraphSession."""
         return self._session.tensors(arrays)
 
-    def _take(self, name: str, *arguments: Array) -> list[Array]:
-        """Run a function that returns a new state behind other results. Return these."""
-        results = self.call(name, *arguments)
-        num_others = len(results) - len(self._state)
-        others = [results.array(place) for place in range(num_others)]
-        self._state = results.tail(num_others)
-        return others
-
     def _sums(self, tail: Array) -> Sums:
-        values = [float(value) for value in tail]
+        *values, count = map(float, tail)
         if not self.info.sums:
-            loss, *states, count = values
+            loss, *states = values
             if self.info.has_summed:
                 loss += states.pop(0) * count
             return Sums(loss, tuple(states), count)
-        *states, count = values
-        results = (self._results(states, count) if count else {}) or {"": 0.0}
+        results = (self._results(values, count) if count else {}) or {"": 0.0}
         # `loss`, else the first name with it, else the first of all.
-        name = min(results, key=lambda name: (name != LOSS, LOSS not in name), default="")
-        return Sums(results.get(name, math.nan) * count, tuple(states), count)
+        name = min(results, key=lambda name: (name != LOSS, LOSS not in name))
+        return Sums(results[name] * count, tuple(values), count)
 
 
 def secret_normal(count: int) -> Array:

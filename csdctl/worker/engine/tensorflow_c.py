@@ -9,7 +9,8 @@ import importlib.util
 import itertools
 import os
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -18,10 +19,13 @@ import numpy as np
 
 from csdctl.worker.data.arrays import Array
 from csdctl.worker.engine.protobuf import encode_field
-from csdctl.worker.engine.step import BFLOAT16, FunctionInfo
 from csdctl.worker.process.errors import WorkerError
 from csdctl.worker.protocol.run_spec import CPU, GPU, Runtime
 
+LOAD = "load"
+"""The name of the function that fills a graph's lookup tables, once."""
+BFLOAT16 = np.dtype([("bfloat16", np.uint16)])
+"""The bits of bfloat16, which numpy does not have; of an array, shape (…)."""
 POINTER = ctypes.c_void_p
 TYPES = {
     "float32": 1,
@@ -46,6 +50,7 @@ STRING = 7
 """TF_DataType of bytes."""
 VIEW = 3
 """The type of a TF_TString that refers to bytes of others: in the lower two bits of its size."""
+LIBRARIES = ("libtensorflow_framework.so.2", "libtensorflow_cc.so.2")
 OUT_OF_MEMORY = 8
 """TF_Code of memory that cannot be allocated."""
 OUT_OF_RANGE = 11
@@ -57,6 +62,15 @@ CPU_DEVICES = b"\x0a\x07\x0a\x03GPU\x10\x00"
 FIRST_GPU = b"\x32\x05\x20\x01\x2a\x010"
 """`gpu_options {allow_growth: true visible_device_list: "0"}` of a ConfigProto."""
 DEALLOCATE = ctypes.CFUNCTYPE(None, POINTER, ctypes.c_size_t, POINTER)
+
+
+@dataclass(frozen=True)
+class FunctionInfo:
+    """The names of a function's arguments and results in the graph."""
+
+    feeds: tuple[str, ...]
+    fetches: tuple[str, ...]
+    targets: tuple[str, ...] = ()
 
 
 class Output(ctypes.Structure):
@@ -85,11 +99,11 @@ class Library:
 
     def __init__(self) -> None:
         """Load the library. Raises WorkerError if TensorFlow is not installed."""
-        found = importlib.util.find_spec("tensorflow")  # imports nothing
-        places = [Path(place) for place in (found.submodule_search_locations or ())] if found else []
-        names = [f"libtensorflow_{name}.so.2" for name in ("framework", "cc")]
-        files = [place / name for place in places for name in names if (place / name).exists()]
-        if len(files) != len(names):
+        package = importlib.util.find_spec("tensorflow")  # imports nothing
+        directories = (package.submodule_search_locations or ()) if package else ()
+        paths = [Path(directory, name) for directory in directories for name in LIBRARIES]
+        files = [path for path in paths if path.exists()]
+        if len(files) != len(LIBRARIES):
             raise WorkerError(
                 "TensorFlow's libraries are not installed",
                 remedy="install tensorflow-cpu: `csdctl provision`",
@@ -120,55 +134,39 @@ class Library:
     def _release(self, data: int, length: int, number: int) -> None:
         del self._kept[number]
 
-    @property
-    def status(self) -> int:
-        """The TF_Status of this thread."""
-        return self._status.pointer
-
     def declare(self, name: str, result: Any, *arguments: Any) -> Callable[..., Any]:
         """Return a function of the library with the types of its result and its arguments."""
-        library = next(one for one in reversed(self._libraries) if hasattr(one, name))
+        library = next(file for file in reversed(self._libraries) if hasattr(file, name))
         function: Callable[..., Any] = getattr(library, name)
         function.restype, function.argtypes = result, arguments  # type: ignore[attr-defined]
         return function
 
-    def call(self, name: str, result: Any, *arguments: tuple[Any, Any]) -> Any:
-        """Call a function with pairs of type and value, and with the status. Raises TensorFlowError."""
-        types, values = zip(*arguments, strict=True)
-        returned = self.declare(name, result, *types, POINTER)(*values, self.status)
-        self.check()
-        return returned
-
-    def declare_checked(self, name: str, *arguments: Any) -> Callable[..., None]:
+    def declare_checked(self, name: str, result: Any, *arguments: Any) -> Callable[..., Any]:
         """Return a function whose last argument is the status. It raises TensorFlowError."""
-        function, statuses = self.declare(name, None, *arguments, POINTER), self._status
+        function, statuses = self.declare(name, result, *arguments, POINTER), self._status
 
-        def call(*values: Any) -> None:
+        def call(*values: Any) -> Any:
             status = statuses.pointer
-            function(*values, status)
-            if self._code(status):
-                self.check()
+            returned = function(*values, status)
+            if code := self._code(status):
+                raise TensorFlowError(self._message(status).decode(errors="replace"), code)
+            return returned
 
         return call
 
-    def create(self, name: str, *arguments: tuple[Any, Any]) -> Any:
-        """Return what a function without a status returns, a pointer."""
-        types, values = zip(*arguments, strict=True) if arguments else ((), ())
-        return self.declare(name, POINTER, *types)(*values)
+    def new_buffer(self, content: bytes) -> Any:
+        """Return a TF_Buffer with a copy of `content`."""
+        create = self.declare("TF_NewBufferFromString", POINTER, ctypes.c_char_p, ctypes.c_size_t)
+        return create(content, len(content))
 
     def delete(self, name: str, pointer: Any) -> None:
         """Call a function that deletes an object."""
         self.declare(name, None, POINTER)(pointer)
 
-    def check(self) -> None:
-        """Raise TensorFlowError with its message if the last call of this thread has failed."""
-        if code := self._code(self.status):
-            raise TensorFlowError(self._message(self.status).decode(errors="replace"), code)
-
     def tensor(self, value: Array | bytes) -> int:
         """Return a tensor of an array, or a scalar of bytes.
 
-        Its memory is used, not copied. That of an array where it is aligned to 64 bytes.
+        Its memory is used, not copied. The memory of an array is used where it is aligned to 64 bytes.
         """
         number, shape = next(self._numbers), getattr(value, "shape", ())
         if isinstance(value, bytes):
@@ -180,10 +178,9 @@ class Library:
             kind = TYPES["bfloat16" if array.dtype == BFLOAT16 else array.dtype.name]
         self._kept[number] = array, value
         dims = (ctypes.c_int64 * len(shape))(*shape)
-        made: int = self._new_tensor(
-            kind, dims, len(shape), array.ctypes.data, array.nbytes, self._deallocate, number
-        )
-        return made
+        memory = array.ctypes.data, array.nbytes
+        pointer: int = self._new_tensor(kind, dims, len(shape), *memory, self._deallocate, number)
+        return pointer
 
 
 def open_lazily(file: Path) -> ctypes.CDLL:
@@ -265,74 +262,64 @@ class GraphSession:
     def __init__(self, content: bytes, runtime: Runtime, *, in_caller: bool = False) -> None:
         """`content`: a serialized GraphDef. Raises TensorFlowError for one that cannot be run."""
         self.library = library = load_library(runtime.onednn)
-        self._graph = library.create("TF_NewGraph")
-        size = ctypes.c_size_t
-        buffer = library.create("TF_NewBufferFromString", (ctypes.c_char_p, content), (size, len(content)))
-        importing = library.create("TF_NewImportGraphDefOptions")
+        declare, declare_checked = library.declare, library.declare_checked
+        self._graph = declare("TF_NewGraph", POINTER)()
+        buffer, options = library.new_buffer(content), declare("TF_NewImportGraphDefOptions", POINTER)()
         try:
-            library.call(
-                "TF_GraphImportGraphDef", None, *((POINTER, one) for one in (self._graph, buffer, importing))
-            )
+            declare_checked("TF_GraphImportGraphDef", None, *[POINTER] * 3)(self._graph, buffer, options)
         finally:
-            library.delete("TF_DeleteImportGraphDefOptions", importing)
+            library.delete("TF_DeleteImportGraphDefOptions", options)
             library.delete("TF_DeleteBuffer", buffer)
-        options, config = library.create("TF_NewSessionOptions"), encode_config(runtime)
+        options, config = declare("TF_NewSessionOptions", POINTER)(), encode_config(runtime)
         try:
-            library.call(
-                "TF_SetConfig", None, (POINTER, options), (ctypes.c_char_p, config), (size, len(config))
-            )
-            self._session = library.call("TF_NewSession", POINTER, (POINTER, self._graph), (POINTER, options))
+            configure = declare_checked("TF_SetConfig", None, POINTER, ctypes.c_char_p, ctypes.c_size_t)
+            configure(options, config, len(config))
+            self.pointer = declare_checked("TF_NewSession", POINTER, *[POINTER] * 2)(self._graph, options)
         finally:
             library.delete("TF_DeleteSessionOptions", options)
-        if runtime.device == GPU and not any(kind == b"GPU" for kind in self._list_devices()):
+        if runtime.device == GPU and b"GPU" not in self._list_devices():
             raise WorkerError(
                 "TensorFlow sees no GPU; the fleet file has `device: gpu`",
                 "check the driver there (`nvidia-smi` lists the GPU), install tensorflow[and-cuda] in place "
                 "of tensorflow-cpu; or set `device: auto`",
             )
-        self._options = None
-        if in_caller:
-            buffer = (ctypes.c_char_p, IN_CALLER), (size, len(IN_CALLER))
-            self._options = library.create("TF_NewBufferFromString", *buffer)
-        self._run = library.declare_checked(
+        self.options = library.new_buffer(IN_CALLER) if in_caller else None
+        self.run = declare_checked(
             "TF_SessionRun",
+            None,
             POINTER,
             *(POINTER, POINTER, POINTER, ctypes.c_int),
             *(POINTER, POINTER, ctypes.c_int),
             *(POINTER, ctypes.c_int),
             POINTER,
         )
-        self._find = library.declare("TF_GraphOperationByName", POINTER, POINTER, ctypes.c_char_p)
+        self._find_operation = declare("TF_GraphOperationByName", POINTER, POINTER, ctypes.c_char_p)
 
     def find(self, name: str, info: FunctionInfo) -> "Function":
         """Return a function of the graph. Raises WorkerError if the graph does not have it."""
         targets = (POINTER * len(info.targets))(*map(self._operation, info.targets))
         return Function(self, self._outputs(info.feeds), self._outputs(info.fetches), targets)
 
+    def find_all(self, functions: Mapping[str, FunctionInfo]) -> dict[str, "Function"]:
+        """Return functions of the graph, whose lookup tables are filled."""
+        by_name = {name: self.find(name, info) for name, info in functions.items()}
+        if LOAD in by_name:
+            by_name[LOAD]()
+        return by_name
+
     def tensors(self, arrays: Iterable[Array]) -> Tensors:
-        """Return tensors with the values of arrays. See `Library.tensor`."""
+        """Return tensors with the values of arrays, which must not be written to afterwards."""
         pointers = [self.library.tensor(array) for array in arrays]
         return Tensors(self.library, (POINTER * len(pointers))(*pointers))
-
-    def run_function(self, inputs: Any, feeds: Any, fetches: Any, outputs: Any, targets: Any) -> None:
-        """Run a part of the graph. Writes pointers of tensors to `outputs`."""
-        self._run(
-            self._session,
-            self._options,
-            *(feeds, inputs, len(feeds)),
-            *(fetches, outputs, len(fetches)),
-            *(targets, len(targets)),
-            None,
-        )
 
     def _list_devices(self) -> list[bytes]:
         """Return the type of each device, such as b"CPU"."""
         library, size = self.library, ctypes.c_int
-        devices = library.call("TF_SessionListDevices", POINTER, (POINTER, self._session))
+        devices = library.declare_checked("TF_SessionListDevices", POINTER, POINTER)(self.pointer)
         try:
             count = library.declare("TF_DeviceListCount", size, POINTER)(devices)
-            kind = library.declare("TF_DeviceListType", ctypes.c_char_p, POINTER, size, POINTER)
-            return [kind(devices, place, library.status) for place in range(count)]
+            type_of = library.declare_checked("TF_DeviceListType", ctypes.c_char_p, POINTER, size)
+            return [type_of(devices, place) for place in range(count)]
         finally:
             library.delete("TF_DeleteDeviceList", devices)
 
@@ -342,10 +329,10 @@ class GraphSession:
         return (Output * len(outputs))(*outputs)
 
     def _operation(self, name: str) -> int:
-        found: int | None = self._find(self._graph, name.encode())
-        if found is None:
+        operation: int | None = self._find_operation(self._graph, name.encode())
+        if operation is None:
             raise WorkerError(f"the compiled graph has no operation {name}", "run `csdctl prepare` again")
-        return found
+        return operation
 
 
 class Function:
@@ -358,18 +345,24 @@ class Function:
         """Return the fetches for the feeds, given in their order. An item may stand for several."""
         library = self._session.library
         pointers: list[Any] = []
-        made: list[Any] = []
-        for one in inputs:
-            if isinstance(one, Tensors):
-                pointers += one.pointers
+        created: list[Any] = []
+        for value in inputs:
+            if isinstance(value, Tensors):
+                pointers += value.pointers
             else:
-                made.append(library.tensor(one))
-                pointers.append(made[-1])
+                created.append(library.tensor(value))
+                pointers.append(created[-1])
         outputs = (POINTER * len(self._fetches))()
         try:
-            fed = (POINTER * len(self._feeds))(*pointers)
-            self._session.run_function(fed, self._feeds, self._fetches, outputs, self._targets)
+            self._session.run(
+                self._session.pointer,
+                self._session.options,
+                *(self._feeds, (POINTER * len(self._feeds))(*pointers), len(self._feeds)),
+                *(self._fetches, outputs, len(self._fetches)),
+                *(self._targets, len(self._targets)),
+                None,
+            )
         finally:
-            for pointer in made:
+            for pointer in created:
                 library.delete_tensor(pointer)
         return Tensors(library, outputs)

@@ -113,7 +113,7 @@ class CompiledStep:
 
     graph: str
     info: str
-    """The `StepInfo` of the graph, or the `ForwardInfo`."""
+    """The `StepInfo` of the graph, or the `GraphInfo` of a forward pass."""
     state: str
     """The variables' values at the beginning (.npz)."""
     template: str = ""

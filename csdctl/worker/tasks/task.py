@@ -324,7 +324,7 @@ class ModelTask(Task):
         template, places = self._template(step.info)
         if places:
             return save_like(template, places, values, path)
-        from csdctl.worker.compute.keras_forward import save_with_keras
+        from csdctl.worker.compute.compile import save_with_keras
 
         load_backend(self.me.runtime)
         return save_with_keras(self.spec, self.example(0), values, path)

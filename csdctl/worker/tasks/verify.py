@@ -23,7 +23,8 @@ import numpy as np
 
 from csdctl.worker.data.arrays import Array, fields_of
 from csdctl.worker.engine.split import micro_batch_size
-from csdctl.worker.engine.step import BFLOAT16, ROUNDOFFS, StepEngine, StepInfo
+from csdctl.worker.engine.step import ROUNDOFFS, StepEngine, StepInfo
+from csdctl.worker.engine.tensorflow_c import BFLOAT16
 from csdctl.worker.group.bf16 import from_bf16, to_bf16
 from csdctl.worker.group.communicator import Communicator
 from csdctl.worker.group.values import LinkLostError, PeerFaultError, RankLostError, StepVoidError

@@ -8,12 +8,12 @@ from pathlib import Path
 import numpy as np
 
 from csdctl.worker.engine.protobuf import encode_field
-from csdctl.worker.engine.step import FunctionInfo
 from csdctl.worker.engine.tensorflow_c import (
     OUT_OF_RANGE,
     STRING,
     TYPES,
     Function,
+    FunctionInfo,
     GraphSession,
     TensorFlowError,
 )

@@ -208,7 +208,8 @@ def records_of(labels: Any, weights: Array | None) -> Array:
 
 
 def rows(labels: Any, part: slice) -> Any:
-    return {name: one[part] for name, one in labels.items()} if isinstance(labels, dict) else labels[part]
+    is_dict = isinstance(labels, dict)
+    return {name: column[part] for name, column in labels.items()} if is_dict else labels[part]
 
 
 SGD = {"learning_rate": 0.05}
@@ -288,17 +289,16 @@ def local_sum(step: Step, samples: Array, labels: Array) -> Array:
     return np.sum([np.array(step.local(samples[part], labels[part])) for part in parts], axis=0)
 
 
-@pytest.mark.parametrize("case", CASES)
-def test_unequal_batches_take_the_steps_of_fit(case: str) -> None:
-    one = CASES[case]
-    recipe, samples, labels, weights = one.recipe, one.samples, one.labels, one.weights
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+def test_unequal_batches_take_the_steps_of_fit(case: Case) -> None:
+    recipe, samples, labels, weights = case.recipe, case.samples, case.labels, case.weights
     keras().utils.set_random_seed(1)
-    theirs, ours = one.build(), one.build()
+    theirs, ours = case.build(), case.build()
     ours.set_weights(theirs.get_weights())
     rate = compile_model(theirs, recipe).learning_rate
     assert rate is not None
     records = records_of(labels, weights)
-    step = make_step(ours, recipe, samples, records, micro_batch_size=one.micro_batch_size)
+    step = make_step(ours, recipe, samples, records, micro_batch_size=case.micro_batch_size)
     class_weight = {int(number): weight for number, weight in recipe.class_weight.items()} or None
     for number in range(NUM_STEPS):
         whole = slice(number * NUM_SAMPLES, (number + 1) * NUM_SAMPLES)
@@ -310,14 +310,18 @@ def test_unequal_batches_take_the_steps_of_fit(case: str) -> None:
         expected = theirs.train_on_batch(samples[whole], rows(labels, whole), return_dict=True, **weighted)
         step.set_step(number, rate)
         sums = step.apply(local_sum(step, samples[whole], records[whole]))
-        found = {"loss": sums.mean_loss, **step.metrics(sums)}
-        ours_named = {name.rstrip("_0123456789"): value for name, value in found.items()}
-        assert len(ours_named) == len(found)
+        metrics = {"loss": sums.mean_loss, **step.metrics(sums)}
+        by_name = {name.rstrip("_0123456789"): value for name, value in metrics.items()}
+        assert len(by_name) == len(metrics)
         for name, value in expected.items():
-            of_ours = ours_named[name.rstrip("_0123456789")]
-            assert of_ours == pytest.approx(float(value), rel=TOLERANCE, abs=TOLERANCE), name
-    for expected, found in zip(theirs.get_weights(), step.weights, strict=True):
-        np.testing.assert_allclose(expected, found, atol=2 * TOLERANCE)
+            ours_value = by_name[name.rstrip("_0123456789")]
+            assert ours_value == pytest.approx(float(value), rel=TOLERANCE, abs=TOLERANCE), name
+    check_weights(step, theirs)
+
+
+def check_weights(step: Step, model: Any) -> None:
+    for expected, weights in zip(model.get_weights(), step.weights, strict=True):
+        np.testing.assert_allclose(expected, weights, atol=2 * TOLERANCE)
 
 
 @pytest.mark.parametrize("reduction", ["sum_over_batch_size", "mean_with_sample_weight"])
@@ -350,8 +354,7 @@ def test_step_in_which_nothing_has_a_weight_is_that_of_fit() -> None:
         step.set_step(number, 0.05)
         sums = step.apply(local_sum(step, samples, as_records({"label": classes}, weights)))
         assert np.isnan(sums.mean_loss) == (scale == 0)
-    for expected, found in zip(theirs.get_weights(), step.weights, strict=True):
-        np.testing.assert_allclose(expected, found, atol=2 * TOLERANCE)
+    check_weights(step, theirs)
 
 
 @pytest.mark.parametrize(

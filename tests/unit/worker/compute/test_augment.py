@@ -13,7 +13,6 @@ from csdctl.shipping.worker_zip import pack_code
 from csdctl.worker.compute.backend import load_backend
 from csdctl.worker.compute.user_code import Augmentation, try_augment
 from csdctl.worker.process.errors import WorkerError
-from csdctl.worker.process.machine import measure_time
 from csdctl.worker.protocol.model_info import AugmentTrial
 from csdctl.worker.protocol.recipe import Noise, Recipe
 from csdctl.worker.protocol.run_spec import UserCode
@@ -24,7 +23,6 @@ Make = Callable[[str], Augmentation]
 COUNTER = itertools.count()
 PICTURES = np.arange(4 * 3 * 3, dtype=np.uint8).reshape(4, 3, 3, 1)
 LABELS = np.arange(4, dtype=np.int32)
-SECRET = 987_654.0
 FLIP = """\
 turned = rng.random(len(samples)) < 0.5
 samples[turned] = samples[turned, :, ::-1]
@@ -149,13 +147,10 @@ def test_first_samples_are_passed_one_by_one(make: Make) -> None:
     assert len(np.unique(all_of_4)) == 12
 
 
-@pytest.mark.parametrize("error", ["ValueError(samples)", "SystemExit(samples)"])
+@pytest.mark.parametrize("error", ["ValueError", "SystemExit"])
 def test_error_names_the_function_and_no_value_of_a_sample(error: str, make: Make) -> None:
-    samples = np.full((2, 1), SECRET, np.float32)
-    with pytest.raises(WorkerError) as caught:
-        make(f"raise {error}")(samples, LABELS[:2], 0, 0)
-    assert ".py:own fails: " in caught.value.message
-    assert error.partition("(")[0] in caught.value.message
+    with pytest.raises(WorkerError, match=rf"\.py:own fails: {error}") as caught:
+        make(f"raise {error}(samples)")(np.full((2, 1), 987_654.0, np.float32), LABELS[:2], 0, 0)
     assert "987" not in caught.value.message + caught.value.remedy
 
 
@@ -190,11 +185,9 @@ TRIALS: list[tuple[str, str]] = [
 def test_trial_refuses_what_ranks_could_not_use(body: str, message: str, tmp_path: Path) -> None:
     """It uses several samples, and one."""
     try_augment(trial_of(tmp_path, FLIP))
-    with pytest.raises(WorkerError) as caught:
+    with pytest.raises(WorkerError, match=message) as caught:
         try_augment(trial_of(tmp_path, body))
-    assert message in caught.value.message
-    assert caught.value.exit_code == 2
-    assert caught.value.remedy
+    assert (caught.value.exit_code, bool(caught.value.remedy)) == (2, True)
 
 
 def test_trial_names_a_module_that_the_job_does_not_name(tmp_path: Path) -> None:
@@ -255,12 +248,6 @@ def test_rank_without_others_trains_on_the_same_batch(reference: str) -> None:
         plain.set_step(number, 0.5)
         loss = own.alone(SAMPLES, CLASSES).mean_loss
         assert loss == pytest.approx(plain.alone(*augmented(reference, number)).mean_loss, rel=1e-5)
-
-
-def test_measured_step_includes_the_function(reference: str) -> None:
-    step = own_step(reference)
-    measure_time(lambda: step.alone(SAMPLES, CLASSES), 0.0, num_warm_ups=2, min_count=5)
-    assert Path(reference.rpartition(":")[0] + ".sizes").read_text().split() == ["7"] * 7
 
 
 def test_evaluation_is_not_augmented_and_rank_0_can_take_the_random_states_of_others(reference: str) -> None:

@@ -17,29 +17,27 @@ from csdctl.worker.protocol.recipe import Recipe
 from csdctl.worker.protocol.run_spec import RankSpec, RunSpec, Runtime
 
 
-def printed_by(program: str, *arguments: str, **environment: str) -> str:
-    """Return what a program prints in a process of its own."""
+def run(program: str, *arguments: str, **environment: str) -> Any:
+    """Return what a program prints as JSON, or else its error."""
     command = [sys.executable, "-c", program, *arguments]
     done = subprocess.run(
         command, env={**os.environ, **environment}, capture_output=True, text=True, check=False
     )
-    assert done.returncode == 0, done.stderr
-    return done.stdout
+    return json.loads(done.stdout.splitlines()[-1]) if done.returncode == 0 else done.stderr
 
 
 LOADED = """
 import json, os, sys
-from csdctl.worker.compute.backend import load_tensorflow
+from csdctl.worker.compute.backend import load_backend
 from csdctl.worker.protocol.run_spec import Runtime
-tf = load_tensorflow(Runtime(device=sys.argv[1]))
+tf, _ = load_backend(Runtime(device=sys.argv[1]))
 print(json.dumps([os.environ.get("CUDA_VISIBLE_DEVICES"), float(tf.reduce_sum(tf.ones(3)))]))
 """
 
 
 @pytest.mark.parametrize(("device", "visible"), [("cpu", "-1"), ("auto", "7")])
 def test_cpu_hides_all_gpus_and_auto_leaves_the_choice_to_the_machine(device: str, visible: str) -> None:
-    printed = printed_by(LOADED, device, CUDA_VISIBLE_DEVICES="7")
-    assert json.loads(printed.splitlines()[-1]) == [visible, 3.0]
+    assert run(LOADED, device, CUDA_VISIBLE_DEVICES="7") == [visible, 3.0]
 
 
 def test_rank_that_must_have_a_gpu_says_what_is_missing(tmp_path: Path) -> None:
@@ -83,12 +81,12 @@ def test_first_gpu_is_used_in_float32_with_memory_as_needed() -> None:
 SETTINGS = {"floatx": "float64", "epsilon": 0.01, "image_data_format": "channels_first"}
 KERAS = """
 import json, sys
-from dataclasses import asdict
 from pathlib import Path
-from csdctl.worker.compute.backend import KerasSettings, load_backend
+from csdctl.worker.compute.backend import keras_settings, load_backend, load_settings
 load_backend()
-found = [asdict(KerasSettings.current()), asdict(KerasSettings.load(Path(sys.argv[1])))]
-print(json.dumps([*found, sys.modules["keras.src.backend.config"].keras_home()]))
+defaults = keras_settings()
+load_settings(Path(sys.argv[1]))
+print(json.dumps([defaults, keras_settings(), sys.modules["keras.src.backend.config"].keras_home()]))
 """
 
 
@@ -98,20 +96,15 @@ def test_rank_ignores_keras_json_and_the_host_reads_it(tmp_path: Path) -> None:
     job.mkdir()
     (home / ".keras" / "keras.json").write_text(json.dumps(SETTINGS | {"backend": "torch"}))
     before = (home / ".keras" / "keras.json").read_bytes()
-    own, of_host, place = json.loads(printed_by(KERAS, str(job), HOME=str(home)).splitlines()[-1])
-    assert own == {"floatx": "float32", "epsilon": 1e-7, "image_data_format": "channels_last"}
+    defaults, of_host, place = run(KERAS, str(job), HOME=str(home))
+    assert defaults == {"floatx": "float32", "epsilon": 1e-7, "image_data_format": "channels_last"}
     assert (of_host, place) == (SETTINGS, str(home / ".keras"))
     (job / "keras.json").write_text(json.dumps({"epsilon": 0.5}))
-    assert json.loads(printed_by(KERAS, str(job), HOME=str(home)).splitlines()[-1])[1] == own | {
-        "epsilon": 0.5
-    }
+    assert run(KERAS, str(job), HOME=str(home))[1] == defaults | {"epsilon": 0.5}
     assert (home / ".keras" / "keras.json").read_bytes() == before
 
 
 @pytest.mark.parametrize("content", ['{"floatx": "float12"}', '{"epsilon": "x"}', "[]", "{"])
 def test_damaged_keras_json_is_named(tmp_path: Path, content: str) -> None:
     (tmp_path / "keras.json").write_text(content)
-    done = subprocess.run(
-        [sys.executable, "-c", KERAS, str(tmp_path)], capture_output=True, text=True, check=False
-    )
-    assert f"{tmp_path}/keras.json cannot be used" in done.stderr
+    assert f"{tmp_path}/keras.json cannot be used" in run(KERAS, str(tmp_path))

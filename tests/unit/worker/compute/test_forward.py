@@ -9,10 +9,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from csdctl.worker.compute.compile import compile_step
+from csdctl.worker.compute.compile import assemble, compile_all, compile_forward, compile_step
 from csdctl.worker.compute.cuts import frozen_cut, split_at
 from csdctl.worker.compute.forward import forward_pass
-from csdctl.worker.compute.keras_forward import assemble, compile_all, compile_forward
 from csdctl.worker.compute.keras_internals import compile_arguments
 from csdctl.worker.compute.model import load, save_weights, with_settings
 from csdctl.worker.data.arrays import Array, dtype_to_text
@@ -69,11 +68,12 @@ def looked_up() -> Any:
 
 BOTH = as_records({"rows": ROWS, "tokens": TOKENS})
 MODELS = {
-    "pictures": (pictures, PICTURES, SCALED, RANGE, 1e-5),
-    "bfloat16": (lambda: pictures("bfloat16"), PICTURES, SCALED, RANGE, 2e-2),
-    "mixed_float16": (lambda: pictures("mixed_float16"), PICTURES, SCALED, RANGE, 2e-3),
-    "a lookup table": (looked_up, TOKENS, TOKENS, None, 1e-5),
-    "two inputs and outputs": (two_inputs, BOTH, {"rows": ROWS, "tokens": TOKENS}, None, 1e-5),
+    "pictures": (pictures, PICTURES, SCALED, RANGE, 1e-5, ""),
+    "a layer": (pictures, PICTURES, SCALED, RANGE, 1e-5, "hidden"),
+    "bfloat16": (lambda: pictures("bfloat16"), PICTURES, SCALED, RANGE, 2e-2, ""),
+    "mixed_float16": (lambda: pictures("mixed_float16"), PICTURES, SCALED, RANGE, 2e-3, ""),
+    "a lookup table": (looked_up, TOKENS, TOKENS, None, 1e-5, ""),
+    "two inputs and outputs": (two_inputs, BOTH, {"rows": ROWS, "tokens": TOKENS}, None, 1e-5, ""),
 }
 
 
@@ -101,7 +101,7 @@ def files_in(directory: Path, template: str = "") -> CompiledStep:
 
 @pytest.mark.parametrize("max_constant_bytes", [0, 1 << 20])
 @pytest.mark.parametrize(
-    ("build", "samples", "as_given", "input_range", "tolerance"), MODELS.values(), ids=MODELS
+    ("build", "samples", "as_given", "input_range", "tolerance", "layer"), MODELS.values(), ids=MODELS
 )
 def test_outputs_are_those_of_predict(
     tmp_path: Path,
@@ -112,28 +112,21 @@ def test_outputs_are_those_of_predict(
     as_given: Any,
     input_range: Any,
     tolerance: float,
+    layer: str,
 ) -> None:
-    monkeypatch.setattr("csdctl.worker.compute.keras_forward.MAX_CONSTANT_BYTES", max_constant_bytes)
+    monkeypatch.setattr("csdctl.worker.compute.compile.MAX_CONSTANT_BYTES", max_constant_bytes)
     model = build()
     prefix = replace(store_prefix(tmp_path, model), input_range=input_range)
-    expected = join(keras().tree.flatten(model.predict(as_given, verbose=0)))
-    for part in (compiled(tmp_path, prefix, samples), prefix):
-        found = forward_pass(part, join, Runtime()).run(samples)
-        np.testing.assert_allclose(found, expected, tolerance, tolerance)
+    computed = keras().Model(model.inputs, model.get_layer(layer).output) if layer else model
+    expected = join(keras().tree.flatten(computed.predict(as_given, verbose=0)))
+    for part in (compiled(tmp_path, prefix, samples, layer), prefix):
+        outputs = forward_pass(part, join, Runtime(), layer).run(samples)
+        np.testing.assert_allclose(outputs, expected, tolerance, tolerance)
 
 
 def join(outputs: list[Array]) -> Array:
     """Return all outputs in one array."""
     return np.concatenate([one.reshape(len(one), -1).astype(np.float32) for one in outputs], axis=1)
-
-
-def test_output_of_a_layer(tmp_path: Path) -> None:
-    model = pictures()
-    prefix = replace(store_prefix(tmp_path, model), input_range=RANGE)
-    expected = keras().Model(model.inputs, model.get_layer("hidden").output).predict(SCALED, verbose=0)
-    part = compiled(tmp_path, prefix, PICTURES, "hidden")
-    found = forward_pass(part, lambda outputs: outputs[0], Runtime()).run(PICTURES)
-    np.testing.assert_allclose(found, expected, 1e-5, 1e-5)
 
 
 OWN = """\

@@ -27,23 +27,18 @@ def build_step(
     multiplier: float | None,
     *,
     clip: float = CLIP,
-    penalty: float | None = None,
-    activity: float | None = None,
+    penalty: float = 0.0,
+    activity: float = 0.0,
     **options: Any,
 ) -> Step:
-    """Return the step of a small model; `multiplier` None is without noise."""
+    """Return the step of a small model. `multiplier` None is without noise."""
     layers, l2 = keras().layers, keras().regularizers.L2
     keras().utils.set_random_seed(3)
-    model = keras().Sequential(
-        [
-            keras().Input((6, 6, 1)),
-            layers.Conv2D(5, 3, kernel_regularizer=l2(penalty) if penalty else None),
-            layers.Flatten(),
-            layers.Dense(4, activation="softmax", activity_regularizer=l2(activity) if activity else None),
-        ]
-    )
-    wanted = None if multiplier is None else Noise(clip, multiplier, 1e-5)
-    return make_step(model, Recipe(learning_rate=0.1), IMAGES, LABELS, noise=wanted, **options)
+    inner = [layers.Conv2D(5, 3, kernel_regularizer=l2(penalty) if penalty else None), layers.Flatten()]
+    last = layers.Dense(4, activation="softmax", activity_regularizer=l2(activity) if activity else None)
+    model = keras().Sequential([keras().Input((6, 6, 1)), *inner, last])
+    noise = None if multiplier is None else Noise(clip, multiplier, 1e-5)
+    return make_step(model, Recipe(learning_rate=0.1), IMAGES, LABELS, noise=noise, **options)
 
 
 def private(step: Step, copies: Array = EVERY) -> Array:
@@ -58,18 +53,18 @@ def clipped(**model: float) -> Array:
 
 @functools.cache
 def naive(count: int, **model: float) -> tuple[Array, list[float]]:
-    """Return the float64 sum of clipped gradients of single samples, and their norms, without `NoisySums`."""
+    """Return the float64 sum of clipped gradients of single samples, and their norms."""
     plain, total, norms = build_step(None, **model), np.zeros(()), []
     for number in range(count):
-        one = slice(number, number + 1)
-        gradient = np.array(plain.local(IMAGES[one], LABELS[one]), np.float64)[: plain.layout.num_gradients]
+        row = slice(number, number + 1)
+        gradient = np.array(plain.local(IMAGES[row], LABELS[row]), np.float64)[plain.layout.gradients]
         norms.append(float(np.linalg.norm(gradient)))
         total = total + gradient * min(1.0, CLIP / norms[-1])
     return total, norms
 
 
-def is_near(found: Array, expected: Array) -> bool:
-    return bool(np.linalg.norm(found - expected) <= TOLERANCE * np.linalg.norm(expected))
+def is_near(vector: Array, expected: Array) -> bool:
+    return bool(np.linalg.norm(vector - expected) <= TOLERANCE * np.linalg.norm(expected))
 
 
 @pytest.mark.parametrize("model", [{}, {"activity": 0.5}], ids=["plain", "with an activity loss"])
@@ -98,25 +93,22 @@ def test_loss_and_metrics_exclude_private_samples_and_micro_batches_and_weights_
 
 
 def test_rank_without_private_samples_computes_the_same_as_without_noise() -> None:
-    found, whole = (np.array(build_step(one).local(IMAGES, LABELS)) for one in (1.0, None))
-    assert np.array_equal(found[:-NUM_SUMS], whole[:-4])
-    assert found[-1] == found[-2] == whole[-1] == 12
+    noisy, plain = (np.array(build_step(noise).local(IMAGES, LABELS)) for noise in (1.0, None))
+    assert np.array_equal(noisy[:-NUM_SUMS], plain[:-4])
+    assert noisy[-1] == noisy[-2] == plain[-1] == 12
 
 
-def test_sample_that_occurs_twice_in_a_batch_counts_once() -> None:
+def test_sample_that_occurs_twice_in_a_batch_counts_once_and_one_that_is_not_finite_not_at_all() -> None:
     step, rows = build_step(NO_NOISE, clip=1e-3), np.tile(np.arange(4), 2)
     twice = np.array(step.local(IMAGES[rows], LABELS[rows], private_copies=np.full(8, 2)))
     once = step.local(IMAGES[:4], LABELS[:4], private_copies=np.ones(4, np.int64))
     assert is_near(twice[:-NUM_SUMS], once[:-NUM_SUMS])
     assert twice[-1] == 8
-
-
-def test_gradient_that_is_not_finite_counts_as_zero() -> None:
     spoilt = IMAGES.copy()
     spoilt[3] = np.inf
-    found = build_step(NO_NOISE).local(spoilt, LABELS, private_copies=EVERY)
-    assert np.isfinite(found).all()
-    assert 0 < np.linalg.norm((found - clipped())[:-NUM_SUMS]) <= CLIP * (1 + TOLERANCE)
+    vector = build_step(NO_NOISE).local(spoilt, LABELS, private_copies=EVERY)
+    assert np.isfinite(vector).all()
+    assert 0 < np.linalg.norm((vector - clipped())[:-NUM_SUMS]) <= CLIP * (1 + TOLERANCE)
 
 
 def test_step_of_only_private_samples_is_applied_by_a_single_rank_too_and_has_no_loss() -> None:
@@ -133,24 +125,23 @@ def test_step_of_only_private_samples_is_applied_by_a_single_rank_too_and_has_no
 
 def test_noise_has_the_stated_standard_deviation_and_differs_in_every_step() -> None:
     # 400 steps × more than 300 elements: the estimate is within 0.2%, 2% is ten times that.
-    noisy = build_step(MULTIPLIER)
-    found = np.stack([(private(noisy) - clipped())[: noisy.layout.num_gradients] for _ in range(400)])
-    assert found.size > 100_000
-    assert found.std() == pytest.approx(MULTIPLIER * CLIP, rel=0.02)
-    assert abs(found.mean()) < 0.03 * MULTIPLIER * CLIP
-    assert abs(np.corrcoef(found[0], found[1])[0, 1]) < 0.5
-    assert len(np.unique(found[:, 0])) > 390
+    step = build_step(MULTIPLIER)
+    noise = np.stack([(private(step) - clipped())[step.layout.gradients] for _ in range(400)])
+    assert noise.size > 100_000
+    assert noise.std() == pytest.approx(MULTIPLIER * CLIP, rel=0.02)
+    assert abs(noise.mean()) < 0.03 * MULTIPLIER * CLIP
+    assert abs(np.corrcoef(noise[0], noise[1])[0, 1]) < 0.5
+    assert len(np.unique(noise[:, 0])) > 390
 
 
 def test_noise_has_the_weight_of_the_samples_and_is_drawn_once_for_each_element_of_a_step(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("csdctl.worker.engine.step.CHUNK", 100)  # the vector is longer
-    light = build_step(MULTIPLIER, weight=0.25, micro_batch_size=2)
-    of_samples = 0.25 * clipped()
-    found = np.stack([(private(light) - of_samples)[: light.layout.num_gradients] for _ in range(100)])
-    assert found.std() == pytest.approx(0.25 * MULTIPLIER * CLIP, rel=0.03)
-    assert found.std(axis=0).min() > 0.1 * MULTIPLIER * CLIP
+    step = build_step(MULTIPLIER, weight=0.25, micro_batch_size=2)
+    vectors = [(private(step) - 0.25 * clipped())[step.layout.gradients] for _ in range(100)]
+    assert np.std(vectors) == pytest.approx(0.25 * MULTIPLIER * CLIP, rel=0.03)
+    assert np.std(vectors, axis=0).min() > 0.1 * MULTIPLIER * CLIP
 
 
 def test_secret_numbers_are_normal() -> None:

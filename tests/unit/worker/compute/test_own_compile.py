@@ -9,8 +9,8 @@ import pytest
 
 import csdctl
 from csdctl.shipping.worker_zip import pack_code
-from csdctl.worker.compute.keras_internals import describe_compile, find_scaling_layers
-from csdctl.worker.compute.model import build, load, save_weights
+from csdctl.worker.compute.keras_internals import flatten_layers
+from csdctl.worker.compute.model import build, describe_compile, is_scaling, load, save_weights
 from csdctl.worker.compute.user_code import import_file, load_function
 from csdctl.worker.process.errors import WorkerError
 from csdctl.worker.protocol.model_info import BUILDER, BuildRequest, BuildSpec, OwnCompile
@@ -190,4 +190,4 @@ def test_compile_is_described(compiled: dict[str, Any], expected: OwnCompile | N
 
 def test_layers_that_scale_are_named_also_in_models_inside() -> None:
     outer = keras().Sequential([keras().Input((4,)), rescaling(), keras().layers.Normalization(name="norm")])
-    assert find_scaling_layers(outer) == ("half (Rescaling)", "norm (Normalization)")
+    assert [layer.name for layer in flatten_layers(outer) if is_scaling(layer)] == ["half", "norm"]

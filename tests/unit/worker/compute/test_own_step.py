@@ -61,27 +61,26 @@ class Pair(keras.Model):
         self.first_optimizer, self.second_optimizer = first, second
 
     def train_step(self, data: Any) -> dict[str, Any]:
-        target = data
         self.norm(data, training=True)
         self.norm(3 * data + 1, training=True)
         with tf.GradientTape() as tape:
             made = self.first(data, training=True)
             if self.noise:
                 made += tf.random.normal(tf.shape(made)) + keras.random.normal(tf.shape(made))
-            loss = tf.reduce_mean(tf.square(self.second(made) - self.second(target)))
+            loss = tf.reduce_mean(tf.square(self.second(made) - self.second(data)))
         variables = self.second.trainable_variables
         self.second_optimizer.apply_gradients(zip(tape.gradient(loss, variables), variables, strict=True))
         with tf.GradientTape() as tape:
             made = self.first(data, training=True)
-            other = tf.reduce_mean(tf.square(made - target)) + tf.reduce_mean(tf.abs(self.second(made)))
+            first_loss = tf.reduce_mean(tf.square(made - data)) + tf.reduce_mean(tf.abs(self.second(made)))
         variables = self.first.trainable_variables
-        self.first_optimizer.apply(tape.gradient(other, variables), variables)
-        for own, kept in zip(self.first.weights, self.average.weights, strict=True):
-            kept.assign(0.9 * kept + 0.1 * own)
+        self.first_optimizer.apply(tape.gradient(first_loss, variables), variables)
+        for weight, average in zip(self.first.weights, self.average.weights, strict=True):
+            average.assign(0.9 * average + 0.1 * weight)
         self.norm(2 * data, training=True)
         self.count.assign_add(1)
         self.center.assign(0.9 * self.center + 0.1 * tf.reduce_mean(data, axis=0))
-        self.tracker.update_state(other)
+        self.tracker.update_state(first_loss)
         return {"first_loss": self.tracker.result(), "second_loss": loss}
 
 
@@ -95,9 +94,8 @@ def build(noise: bool = False, optimizer: Callable[[], Any] | None = None) -> An
 
 
 def make_step(model: Any, rank: int = 0) -> Step:
-    example = samples(1)[:0], np.zeros((0, 0), np.float32)
     recipe = Recipe(learning_rate=None, reference_batch=BATCH, input_range=None, seed=5)
-    step = Step(model, recipe, example, rank=rank)
+    step = Step(model, recipe, (samples(0), np.zeros((0, 0), np.float32)), rank=rank)
     step.set_step(0, step.compiler.first_rate)
     return step
 
@@ -118,27 +116,37 @@ class Ranks:
     def take(self, number: int, batches: Sequence[Any]) -> list[Any]:
         """Take step `number` on all ranks; return what each of them has summed."""
         self.parts, self.totals = [], []
-        args = [(batch, np.zeros((len(batch), 0), np.float32)) for batch in batches]
-        for step in self.steps:
-            step.set_step(number, step.compiler.first_rate)
+
+        def each_rank(method: str, exchange: Callable[[int, Any], Any]) -> list[Any]:
+            results = []
+            for rank, (step, batch) in enumerate(zip(self.steps, batches, strict=True)):
+                step.set_step(number, step.compiler.first_rate, rank)
+                no_labels = np.zeros((len(batch), 0), np.float32)
+                results.append(getattr(step, method)(batch, no_labels, exchange))
+            return results
+
+        def give(at: int, part: Any) -> Any:
+            if at == len(self.totals):
+                self.parts[-1].append(part.copy())
+            return self.totals[at] if at < len(self.totals) else part
+
         for index in range(len(self.steps[0].layouts)):
-            parts: list[Any] = []
+            self.parts.append([])
+            each_rank("_walk", give)
+            self.totals.append(np.asarray(self._engine(index, self.parts[-1]), np.float32))
+        return each_rank("run", lambda at, _: self.totals[at])
 
-            def exchange(at: int, part: Any, index: int = index, parts: list[Any] = parts) -> Any:
-                if at == index:
-                    parts.append(part.copy())
-                return self.totals[at] if at < index else part
 
-            for rank, (step, batch) in enumerate(zip(self.steps, args, strict=True)):
-                step.position = (number, rank)
-                step._walk(*batch, exchange)
-            self.parts.append(parts)
-            self.totals.append(np.asarray(self._engine(index, parts), np.float32))
-        found = []
-        for rank, (step, batch) in enumerate(zip(self.steps, args, strict=True)):
-            step.position = (number, rank)
-            found.append(step.run(*batch, lambda at, _: self.totals[at]))
-        return found
+def train(steps: Sequence[Step], data: Any) -> list[Any]:
+    """Take a step of all ranks on each BATCH samples; return what they have summed in each."""
+    ranks = Ranks(steps)
+    batches = [data[start : start + BATCH] for start in range(0, len(data), BATCH)]
+    return [ranks.take(number, divide(batch)) for number, batch in enumerate(batches)]
+
+
+def fit(model: Any, data: Any) -> dict[str, list[float]]:
+    history: dict[str, list[float]] = model.fit(data, batch_size=BATCH, shuffle=False, verbose=0).history
+    return history
 
 
 def divide(batch: Any) -> list[Any]:
@@ -151,27 +159,24 @@ def weights_of(model: Any) -> list[Any]:
 
 def far(first: Any, second: Any) -> float:
     pairs = zip(weights_of(first), weights_of(second), strict=True)
-    return max(float(np.max(np.abs(one - other), initial=0)) for one, other in pairs)
+    return max(float(np.max(np.abs(weight - other), initial=0)) for weight, other in pairs)
 
 
 def test_ranks_train_as_fit_does_and_all_hold_the_same_bits() -> None:
-    data = samples(5 * BATCH)
-    reference = build()
-    history = reference.fit(data, batch_size=BATCH, epochs=1, shuffle=False, verbose=0).history
+    data, reference = samples(5 * BATCH), build()
+    history = fit(reference, data)
     steps = [make_step(build(), rank) for rank in range(len(SPLITS))]
-    ranks = Ranks(steps)
-    found = [ranks.take(number, divide(data[number * BATCH :][:BATCH])) for number in range(5)]
+    sums = train(steps, data)
     assert far(steps[0].model, reference) < 2e-6
     states = [step.values for step in steps]
-    for other in states[1:]:
-        assert all(map(np.array_equal, states[0], other))
+    assert all(all(map(np.array_equal, states[0], state)) for state in states[1:])
     # Logs are the mean over all samples.
-    first = [steps[0].metrics(sums[0])["first_loss"] for sums in found]
+    first = [steps[0].metrics(of_ranks[0])["first_loss"] for of_ranks in sums]
     assert np.mean(first) == pytest.approx(history["first_loss"][0], rel=1e-5)
-    second = steps[0].metrics(found[-1][0])["second_loss"]
+    second = steps[0].metrics(sums[-1][0])["second_loss"]
     assert second == pytest.approx(history["second_loss"][0], rel=1e-4)
-    assert len({sums.loss for sums in found[2]}) == 1
-    assert found[0][0].count == BATCH
+    assert len({of_rank.loss for of_rank in sums[2]}) == 1
+    assert sums[0][0].count == BATCH
 
 
 class Autoencoder(keras.Model):
@@ -201,12 +206,11 @@ def test_layer_that_only_train_step_uses_is_trained_as_in_fit() -> None:
     for model in models:
         model(data[:2])  # as csdctl builds it
         model.compile(keras.optimizers.SGD(0.05, momentum=0.9))
-    models[0].fit(data, batch_size=BATCH, epochs=1, shuffle=False, verbose=0)
-    ranks = Ranks([make_step(model, rank) for rank, model in enumerate(models[1:])])
-    for number in range(3):
-        ranks.take(number, divide(data[number * BATCH :][:BATCH]))
+    fit(models[0], data)
+    steps = [make_step(model, rank) for rank, model in enumerate(models[1:])]
+    train(steps, data)
     assert models[0].spread.built
-    assert far(ranks.steps[0].model, models[0]) < 2e-6
+    assert far(steps[0].model, models[0]) < 2e-6
 
 
 def test_own_step_follows_the_schedule_of_its_recipe() -> None:
@@ -218,7 +222,7 @@ def test_own_step_follows_the_schedule_of_its_recipe() -> None:
 
 def test_lost_sum_leaves_the_state_before_the_step() -> None:
     step = make_step(build())
-    step.run(samples(4), NO_LABELS, lambda number, part: part)
+    step.alone(samples(4), NO_LABELS)
     before = step.values
     for lost in range(len(step.layouts)):
 
@@ -233,16 +237,16 @@ def test_lost_sum_leaves_the_state_before_the_step() -> None:
 
 
 def test_random_numbers_follow_seed_rank_and_step() -> None:
-    def parts(step: Step, number: int) -> Any:
+    def parts(step: Step, number: int = 0) -> Any:
         step.set_step(number, 0.01)
         return step.local_sums(samples(4), NO_LABELS)
 
-    one, same, other = (make_step(build(noise=True), rank) for rank in (0, 0, 1))
-    first = parts(one, 0)
-    assert np.array_equal(first, parts(one, 0))
-    assert np.array_equal(first, parts(same, 0))
-    assert not np.array_equal(first, parts(one, 1))
-    assert not np.array_equal(first, parts(other, 0))
+    step, same, of_rank_1 = (make_step(build(noise=True), rank) for rank in (0, 0, 1))
+    first = parts(step)
+    assert np.array_equal(first, parts(step))
+    assert np.array_equal(first, parts(same))
+    assert not np.array_equal(first, parts(step, 1))
+    assert not np.array_equal(first, parts(of_rank_1))
 
 
 def _with(step: Callable[[Any, Any], Any], seed: int = 0) -> Any:
@@ -275,12 +279,12 @@ def update_second(
     model: Any,
     data: Any,
     reduce: Callable[[Any], Any] = tf.reduce_mean,
-    change: Callable[[Any], Any] = lambda one: one,
+    change: Callable[[Any], Any] = lambda gradient: gradient,
 ) -> Any:
     with tf.GradientTape() as tape:
         loss = reduce(tf.square(model.second(data)[:, 0] - 1))
     variables = model.second.trainable_variables
-    gradients = [change(one) for one in tape.gradient(loss, variables)]
+    gradients = [change(gradient) for gradient in tape.gradient(loss, variables)]
     model.second_optimizer.apply_gradients(zip(gradients, variables, strict=True))
     return {"loss": tf.reduce_mean(loss)}
 
@@ -290,17 +294,17 @@ def _with_sharpness(model: Any, data: Any) -> Any:
     with tf.GradientTape() as tape:
         loss = tf.reduce_mean(tf.square(model.second(data)))
     variables = model.second.trainable_variables
-    moves = [0.3 * one for one in tape.gradient(loss, variables)]
+    moves = [0.3 * gradient for gradient in tape.gradient(loss, variables)]
     for variable, move in zip(variables, moves, strict=True):
         variable.assign_add(move)
-    found = update_second(model, data)
+    logs = update_second(model, data)
     for variable, move in zip(variables, moves, strict=True):
         variable.assign_sub(move)
-    return found
+    return logs
 
 
 @pytest.mark.parametrize(
-    ("train", "is_equal"),
+    ("step", "is_equal"),
     [
         (lambda model, data: update_second(model, data, tf.identity), True),
         (lambda model, data: tf.function(lambda batch: update_second(model, batch))(data), True),
@@ -308,36 +312,35 @@ def _with_sharpness(model: Any, data: Any) -> Any:
     ],
     ids=["gradients of all samples added", "a tf.function", "sharpness"],
 )
-def test_steps_of_unusual_losses_and_writes_end_with_the_same_bits(train: Any, is_equal: bool) -> None:
-    data = samples(2 * BATCH)
-    reference = _with(train, seed=4)
-    reference.fit(data, batch_size=BATCH, shuffle=False, verbose=0)
-    steps = [make_step(_with(train, seed=4), rank) for rank in range(3)]
-    ranks = Ranks(steps)
-    for number in range(2):
-        found = ranks.take(number, divide(data[number * BATCH :][:BATCH]))
-    for other in steps[1:]:
-        assert all(map(np.array_equal, weights_of(steps[0].model), weights_of(other.model)))
+def test_steps_of_unusual_losses_and_writes_end_with_the_same_bits(step: Any, is_equal: bool) -> None:
+    data, reference = samples(2 * BATCH), _with(step, seed=4)
+    fit(reference, data)
+    steps = [make_step(_with(step, seed=4), rank) for rank in range(3)]
+    sums = train(steps, data)
+    for of_rank in steps[1:]:
+        assert all(map(np.array_equal, weights_of(steps[0].model), weights_of(of_rank.model)))
     assert (far(steps[0].model, reference) < 2e-6) == is_equal
-    assert found[0].loss > 0
+    assert sums[-1][0].loss > 0
+
+
+class Compiled(Pair):
+    """A model whose compile() is Keras', with its metrics."""
+
+    metrics = keras.Model.metrics  # without call(), they exist after the first train_step
+
+    def compile(self, **options: Any) -> None:
+        keras.Model.compile(self, keras.optimizers.SGD(0.1), **options)
+        self.second_optimizer = self.optimizer
 
 
 def test_loss_that_train_step_computes_is_reported_beside_an_unused_tracker_of_keras() -> None:
-    class Model(Pair):
-        metrics = keras.Model.metrics
-
-        def compile(self, optimizer: Any) -> None:
-            keras.Model.compile(self, optimizer, loss="mse")
-            self.second_optimizer = optimizer
-
+    class Model(Compiled):
         def train_step(self, data: Any) -> Any:
             return {**update_second(self, data), "unused": self.tracker.result()}
 
     model = Model()
-    model.compile(keras.optimizers.SGD(0.1))
-    step = make_step(model)
-    sums = step.alone(samples(4), NO_LABELS)
-    assert sums.mean_loss > 0.01
+    model.compile(loss="mse")
+    assert make_step(model).alone(samples(4), NO_LABELS).mean_loss > 0.01
 
 
 @pytest.mark.parametrize(
@@ -393,27 +396,20 @@ def test_batch_has_the_structure_that_fit_passes() -> None:
 
 
 def test_metrics_of_compile_are_those_of_all_samples() -> None:
-    class Model(Pair):
-        metrics = keras.Model.metrics  # without call(), they exist after the first train_step
-
-        def compile(self, *_: Any) -> None:
-            keras.Model.compile(self, keras.optimizers.SGD(0.1), metrics=["mean_absolute_error"])
-            self.second_optimizer = self.optimizer
-
+    class Model(Compiled):
         def train_step(self, data: Any) -> Any:
             made = self.second(data)
             first = update_second(self, data)["loss"]
             self.compiled_metrics.update_state(tf.ones_like(made), made)
             return {metric.name: metric.result() for metric in self.metrics} | {"first": first}
 
-    model = Model()
-    model.compile()
+    model, batch = Model(), samples(6)
+    model.compile(metrics=["mean_absolute_error"])
     step = make_step(model)
-    batch = samples(6)
     expected = float(np.mean(np.abs(1 - np.asarray(model.second(batch)))))
-    found = step.metrics(step.run(batch, np.zeros((6, 0), np.float32), lambda _, part: part))
-    assert found["mean_absolute_error"] == pytest.approx(expected, rel=1e-5)
-    assert {"mean_absolute_error", "first"} <= set(found)
+    metrics = step.metrics(step.alone(batch, np.zeros((6, 0), np.float32)))
+    assert metrics["mean_absolute_error"] == pytest.approx(expected, rel=1e-5)
+    assert "first" in metrics
 
 
 LOOP = """
@@ -460,22 +456,21 @@ def test_function_of_a_custom_loop_is_the_step(tmp_path: Path) -> None:
     info = build_model(BuildRequest(spec, str(tmp_path)))
     assert (info.has_own_step, info.recipe.learning_rate) == (True, pytest.approx(0.02))
     model = load(tmp_path / "architecture.json", tmp_path / "weights.npz")
-    example = samples(1)[:0], np.zeros((0, 1), np.float32)
-    step = Step(model, info.recipe, example)
-    assert [layout.num_gradients for layout in step.layouts] == [6 * 4 + 4 + 4 + 1, 0]
+    step = Step(model, info.recipe, (samples(0), np.zeros((0, 1), np.float32)))
+    assert [layout.gradients.stop for layout in step.layouts] == [6 * 4 + 4 + 4 + 1, 0]
     loop_spec(tmp_path, "loop_alone")
     alone = import_file(tmp_path / "loop_alone.py")
-    other = alone.build()
+    reference = alone.build()
     for number in range(3):
         batch = samples(BATCH, number), samples(BATCH, 9)[:, :1]
         step.set_step(number, info.recipe.learning_rate or 0.0)
-        sums = step.run(*batch, lambda _, part: part)
+        sums = step.alone(*batch)
         alone.error.reset_state()
-        loss = float(alone.step(other, tuple(map(tf.constant, batch)))["loss"])
+        loss = float(alone.step(reference, tuple(map(tf.constant, batch)))["loss"])
         assert sums.mean_loss == pytest.approx(loss, rel=1e-5)
         # What is reported as the loss is not reported again.
         assert step.metrics(sums) == {"error": pytest.approx(float(alone.error.result()), rel=1e-5)}
-    assert far(step.model, other) < 1e-6
+    assert far(step.model, reference) < 1e-6
 
 
 @pytest.mark.parametrize(
@@ -502,7 +497,7 @@ def test_embedding_has_a_gradient_of_known_size() -> None:
 
     model = _with(train_step)
     model.words = words
-    assert make_step(model).layouts[0].num_gradients == 5 * 3
+    assert make_step(model).layouts[0].gradients.stop == 5 * 3
 
 
 def test_model_that_keras_cannot_save_and_that_is_never_called_itself_has_its_weights_saved(
@@ -528,51 +523,42 @@ def test_model_that_keras_cannot_save_and_that_is_never_called_itself_has_its_we
 
 
 def of_python(value: Any) -> Any:
-    return tf.numpy_function(lambda one: one, [value], tf.float32)
+    return tf.numpy_function(lambda number: number, [value], tf.float32)
 
 
-def summed(model: Any, batch: Any) -> Any:
-    """What is the same on all ranks, and what it was computed from is not."""
-    return tf.reduce_sum(model.second.weights[0])
-
-
-WRITES: dict[str, tuple[Callable[[Any, Any, Any], Any], bool]] = {
-    "sum over ranks": (lambda one, _, model: one.assign_add(summed(model, _)), False),
-    "Python's own": (lambda one, batch, _: one.assign(tf.reshape(of_python(batch[0, 0]), [])), True),
-    "mean of the batch": (lambda one, batch, _: one.assign(0.9 * one + 0.1 * tf.reduce_mean(batch)), True),
-    "size of the batch": (
-        lambda one, batch, _: one.assign_add(tf.cast(tf.shape(batch)[0], tf.float32)),
-        True,
-    ),
+Write = Callable[[Any, Any, Any], Any]
+"""Writes a variable, given it, the batch and the model."""
+WRITES: dict[str, tuple[Write, bool]] = {
+    # The same on all ranks, though it was computed from what is not.
+    "sum over ranks": (lambda x, _, model: x.assign_add(tf.reduce_sum(model.second.weights[0])), False),
+    "Python's own": (lambda x, batch, _: x.assign(tf.reshape(of_python(batch[0, 0]), [])), True),
+    "mean of the batch": (lambda x, batch, _: x.assign(0.9 * x + 0.1 * tf.reduce_mean(batch)), True),
+    "size of the batch": (lambda x, batch, _: x.assign_add(tf.cast(tf.shape(batch)[0], tf.float32)), True),
     "condition on the batch": (
-        lambda one, batch, _: one.assign(tf.cond(batch[0, 0] > 0, lambda: 1.0, lambda: 2.0)),
+        lambda x, batch, _: x.assign(tf.cond(batch[0, 0] > 0, lambda: 1.0, lambda: 2.0)),
         True,
     ),
-    "counter": (lambda one, *_: one.assign_add(1.0), False),
-    "set anew": (lambda one, batch, _: (one.assign(batch[0, 0]), one.assign(3.0)), False),
+    "counter": (lambda x, *_: x.assign_add(1.0), False),
+    "set anew": (lambda x, batch, _: (x.assign(batch[0, 0]), x.assign(3.0)), False),
     "in a condition": (
-        lambda one, batch, _: tf.cond(
-            batch[0, 0] > 0, lambda: one.assign_add(1.0), lambda: one.assign_add(0.0)
-        ),
+        lambda x, batch, _: tf.cond(batch[0, 0] > 0, lambda: x.assign_add(1.0), lambda: x.assign_add(0.0)),
         True,
     ),
-    "slices": (lambda one, batch, _: one.assign(one[None][:1][0] + batch[0, 0]), True),
+    "slices": (lambda x, batch, _: x.assign(x[None][:1][0] + batch[0, 0]), True),
 }
 
 
-@pytest.mark.parametrize("is_kerass", [True, False])
+@pytest.mark.parametrize("kind", [keras.Variable, tf.Variable])
 @pytest.mark.parametrize(("write", "differs"), WRITES.values(), ids=WRITES)
-def test_what_depends_on_the_batch_differs_by_rank(
-    write: Callable[[Any, Any, Any], Any], differs: bool, is_kerass: bool
-) -> None:
+def test_what_depends_on_the_batch_differs_by_rank(write: Write, differs: bool, kind: Any) -> None:
     """Whatever is written, to Keras' variables and to TensorFlow's, is averaged only if it differs."""
 
-    def train(model: Any, data: Any) -> Any:
-        result = update_second(model, data)
+    def step(model: Any, data: Any) -> Any:
+        logs = update_second(model, data)
         write(model.written, data, model)
-        return result
+        return logs
 
-    model = _with(train)
-    model.written = keras.Variable(1.0) if is_kerass else tf.Variable(1.0)
-    step = make_step(model)
-    assert step.layout.statistics.stop - step.layout.statistics.start == differs
+    model = _with(step)
+    model.written = kind(1.0)
+    statistics = make_step(model).layout.statistics
+    assert statistics.stop - statistics.start == differs

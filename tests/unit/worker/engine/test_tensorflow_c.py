@@ -10,8 +10,15 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from csdctl.worker.engine.step import BFLOAT16, FunctionInfo
-from csdctl.worker.engine.tensorflow_c import TYPES, GraphSession, Library, TensorFlowError, load_library
+from csdctl.worker.engine.tensorflow_c import (
+    BFLOAT16,
+    TYPES,
+    FunctionInfo,
+    GraphSession,
+    Library,
+    TensorFlowError,
+    load_library,
+)
 from csdctl.worker.process.errors import WorkerError
 from csdctl.worker.protocol.run_spec import Runtime
 
@@ -155,8 +162,7 @@ PROGRAM = """
 import sys
 from pathlib import Path
 import numpy as np
-from csdctl.worker.engine.step import FunctionInfo
-from csdctl.worker.engine.tensorflow_c import GraphSession
+from csdctl.worker.engine.tensorflow_c import FunctionInfo, GraphSession
 from csdctl.worker.protocol.run_spec import Runtime
 before = len(list(Path("/proc/self/task").iterdir()))
 session = GraphSession(Path(sys.argv[1]).read_bytes(), Runtime(threads=int(sys.argv[2])))

@@ -158,7 +158,7 @@ class TestResults:
         np.testing.assert_allclose(stored(found)["probability"], scores.max(axis=1), rtol=1e-6)
         assert found.label_shape == (0,)  # labels are not a part of results
         # What is stored is found without TensorFlow.
-        monkeypatch.setattr("csdctl.worker.compute.keras_forward.load", lambda *_: pytest.fail("computed"))
+        monkeypatch.setattr("csdctl.worker.compute.compile.load", lambda *_: pytest.fail("computed"))
         assert extract(spec).parts == (found,)
 
     @pytest.mark.parametrize(

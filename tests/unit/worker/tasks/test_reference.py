@@ -7,9 +7,9 @@ from typing import Any
 import numpy as np
 import pytest
 
+from csdctl.worker.compute.keras_internals import compute_type, widen
 from csdctl.worker.compute.keras_step import KerasStep
 from csdctl.worker.compute.own_step import Interception
-from csdctl.worker.compute.precision import compute_type, widen
 from csdctl.worker.engine.step import StepInfo
 from csdctl.worker.group.values import decode_value, encode_value
 from csdctl.worker.protocol.json_codec import ProtocolError, read_as

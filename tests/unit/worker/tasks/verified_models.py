@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from csdctl.worker.compute.precision import widen
+from csdctl.worker.compute.keras_internals import widen
 from csdctl.worker.compute.recipe import compile_model
 from csdctl.worker.engine.step import StepInfo
 from csdctl.worker.protocol.recipe import LossTerm, Recipe

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
-from csdctl.worker.compute.backend import load_tensorflow
+from csdctl.worker.compute.backend import load_backend
 
 CMYK_RED_JPEG = base64.b64decode(
     "/9j/7gAOQWRvYmUAZAAAAAAA/9sAQwADAgIDAgIDAwMDBAMDBAUIBQUEBAUKBwcGCAwKDAwLCgsLDQ4SEA0OEQ4LCxAWEBETFBUVFQwP"
@@ -21,7 +21,7 @@ PALETTE = [(255, 0, 0), (0, 255, 0), (0, 0, 255), (9, 9, 9)]
 
 
 def tensorflow() -> Any:
-    return load_tensorflow()
+    return load_backend()[0]
 
 
 def colours(height: int, width: int, channels: int = 3, seed: int = 0) -> np.ndarray:
