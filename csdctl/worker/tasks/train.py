@@ -86,7 +86,7 @@ class StepSums:
         if train.is_root and train.tells_noise:
             self.noise = GradientNoise.estimate(
                 parts=float(self.tail[-1]),
-                whole=train.step.square_norm(step_total),
+                batch=train.step.square_norm(step_total),
                 num_parts=sum(bool(self._samples_by_rank[rank]) for rank in communicator.counted),
                 count=float(step_total[layout.count]),
             )
