@@ -11,7 +11,6 @@ from typing import Any
 import numpy as np
 
 from csdctl.worker.compute.backend import DEFAULT, keras, load_backend, tf
-from csdctl.worker.compute.forward import feature_pass
 from csdctl.worker.compute.keras_internals import compute_type, topological_nodes, widen
 from csdctl.worker.compute.model import load, save_model
 from csdctl.worker.compute.objective import as_tensors, inputs_of, specs_of
@@ -23,11 +22,9 @@ from csdctl.worker.compute.user_code import load_augmentation
 from csdctl.worker.data.arrays import Array, dtype_from_text, random_batch, save_arrays
 from csdctl.worker.engine.forward import BATCH_SIZE, FORWARD, Compute
 from csdctl.worker.engine.keras_file import WEIGHTS, find_places
-from csdctl.worker.engine.split import SplitStep
 from csdctl.worker.engine.step import GraphInfo, StepEngine, StepInfo, VariableInfo
 from csdctl.worker.engine.tensorflow_c import BFLOAT16, GraphSession
-from csdctl.worker.process.errors import InputError, WorkerError
-from csdctl.worker.process.machine import measure_time
+from csdctl.worker.process.errors import InputError
 from csdctl.worker.protocol.json_codec import to_json
 from csdctl.worker.protocol.model_info import (
     AllCompiled,
@@ -36,7 +33,6 @@ from csdctl.worker.protocol.model_info import (
     CompileRequests,
     ForwardRequest,
 )
-from csdctl.worker.protocol.probe import CutTimes, PartsSpec, PartTimes
 from csdctl.worker.protocol.recipe import Recipe
 from csdctl.worker.protocol.run_spec import VERIFY, HeadSpec, Prefix, RankSpec, RunSpec, Runtime
 
@@ -313,48 +309,3 @@ def save_with_keras(spec: RunSpec, example: tuple[Array, Array], values: Sequenc
     for variable, value in [*variables, *zip(rates, values[len(values) - len(rates) :], strict=True)]:
         assign(variable, value)
     return save_model(assemble(spec.head, model) if spec.head else model, path)
-
-
-def time_parts(spec: PartsSpec, **_: Any) -> PartTimes:
-    """Return the seconds of a batch of the whole model and of its parts. Raises WorkerError."""
-    load_backend(spec.runtime)
-    model = load(Path(spec.architecture), Path(spec.weights), spec.code)
-    empty = random_batch(np.random.default_rng(0), spec.data, 0)
-    compiler = make_compiler(model, spec.recipe, empty)
-    info, builder = trace(compiler)
-    batch = random_batch(np.random.default_rng(0), spec.data, spec.batch_size, info.num_indices)
-    engine = make_engine(compiler, info, builder, spec.runtime)
-    features = feature_pass(spec.prefix, spec.runtime) if spec.prefix else None
-    duration_s = spec.min_duration_s
-    cuts, why_not = [], ""
-    for layer in spec.cuts:
-        try:
-            cuts.append(_time_cut(compiler, info, layer, spec, batch))
-        except WorkerError as error:  # an optimizer or a loss that needs the whole model in one place
-            why_not = error.message
-    return PartTimes(
-        step_s=measure_time(lambda: engine.apply(engine.local(*batch)), duration_s)[0],
-        evaluation_s=measure_time(lambda: engine.evaluate(*batch), duration_s)[0],
-        features_s=measure_time(lambda: features.run(batch[0]), duration_s)[0] if features else 0.0,
-        cuts=tuple(cuts),
-        why_not=why_not,
-    )
-
-
-def _time_cut(
-    compiler: Any, info: StepInfo, layer: str, spec: PartsSpec, batch: tuple[Array, Array]
-) -> CutTimes:
-    builder = GraphBuilder()
-    of_parts = SplitCompiler(compiler, layer, batch).add_to(builder, replace(info, functions={}))
-    split = SplitStep(make_engine(compiler, of_parts, builder, spec.runtime))
-    out = np.zeros(split.layout.step_size, np.float32)
-
-    def forward() -> Array:
-        split.forget()
-        return split.forward(batch[0])
-
-    outputs = forward()
-    forward_s = measure_time(forward, spec.min_duration_s)[0]
-    both_s = measure_time(lambda: split.backward(np.zeros_like(forward()), 1.0, out), spec.min_duration_s)[0]
-    head_s = measure_time(lambda: split.head(outputs, batch[1], 1.0, 0, 0), spec.min_duration_s)[0]
-    return CutTimes(layer, forward_s, max(0.0, both_s - forward_s), head_s)

@@ -12,7 +12,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from csdctl.worker.compute.compile import make_compiler, make_engine, time_parts, trace
+from csdctl.worker.compute.compile import make_compiler, make_engine, trace
+from csdctl.worker.compute.parts import time_parts
 from csdctl.worker.compute.recipe import compile_model
 from csdctl.worker.compute.split import SplitCompiler
 from csdctl.worker.compute.trace import GraphBuilder
