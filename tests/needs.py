@@ -156,10 +156,10 @@ def _open_packet_socket() -> None:
 
 
 def _attach_filter() -> None:
-    from csdctl.worker.sandbox.seccomp_filter import Program
+    from csdctl.worker.sandbox.seccomp_filter import FilterProgram
 
     with socket.socket() as filtered:
-        filtered.setsockopt(socket.SOL_SOCKET, SO_ATTACH_FILTER, Program([(0x06, 0, 0, 0)]).header)
+        filtered.setsockopt(socket.SOL_SOCKET, SO_ATTACH_FILTER, FilterProgram([(0x06, 0, 0, 0)]).header)
 
 
 def _find_lack_of_seccomp() -> str:

@@ -18,7 +18,7 @@ import pytest
 
 from csdctl.shipping.worker_zip import pack_worker
 from csdctl.worker.protocol.sandbox import user_of_link
-from csdctl.worker.sandbox.seccomp_filter import MACHINE, Program
+from csdctl.worker.sandbox.seccomp_filter import MACHINE, FilterProgram
 from csdctl.worker.sandbox.seccomp_supervisor import MAX_FILES, MAX_TASKS, NUM_THREADS
 from tests.needs import SO_ATTACH_FILTER, SYSTEM_PYTHON, require
 from tests.patience import eventually, scaled
@@ -276,7 +276,7 @@ def test_token_that_was_seen_on_the_network_is_not_accepted_again(members: Membe
         socket.socket(socket.AF_PACKET, socket.SOCK_DGRAM) as network,
     ):
         port = int(listening.read_line())
-        to_port = Program(
+        to_port = FilterProgram(
             [(LOAD_HALF, 0, 0, 22), (IF_EQUAL, 0, 1, port), (RETURN, 0, 0, 1 << 16), (RETURN, 0, 0, 0)]
         )
         network.setsockopt(socket.SOL_SOCKET, SO_ATTACH_FILTER, to_port.header)

@@ -11,7 +11,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from csdctl.worker.process.errors import InputError, WorkerError, describe
+from csdctl.worker.process.errors import JobError, WorkerError, describe
 from csdctl.worker.protocol.run_spec import CPU, GPU, Runtime
 
 DEFAULT = Runtime()
@@ -109,7 +109,7 @@ def apply_settings(floatx: str, epsilon: float, image_data_format: str) -> None:
 def load_settings(directory: Path) -> None:
     """Apply the settings of keras.json in `directory`, or else of this user's. Keras' own without a file.
 
-    Raises InputError for a file that Keras would refuse.
+    Raises JobError for a file that Keras would refuse.
     """
     path, defaults = directory / "keras.json", keras_settings()
     path = path if path.exists() else _keras_home() / path.name
@@ -120,7 +120,7 @@ def load_settings(directory: Path) -> None:
         return
     except (OSError, ValueError, AttributeError, TypeError, AssertionError) as error:
         apply_settings(**defaults)
-        raise InputError(f"{path} cannot be used: {describe(error)}", "correct or remove it") from None
+        raise JobError(f"{path} cannot be used: {describe(error)}", "correct or remove it") from None
 
 
 def _keras_home() -> Path:

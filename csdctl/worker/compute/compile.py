@@ -24,7 +24,7 @@ from csdctl.worker.engine.forward import BATCH_SIZE, FORWARD, Compute
 from csdctl.worker.engine.keras_file import WEIGHTS, find_places
 from csdctl.worker.engine.step import GraphInfo, StepEngine, StepInfo, VariableInfo
 from csdctl.worker.engine.tensorflow_c import BFLOAT16, GraphSession
-from csdctl.worker.process.errors import InputError
+from csdctl.worker.process.errors import JobError
 from csdctl.worker.protocol.json_codec import to_json
 from csdctl.worker.protocol.model_info import (
     AllCompiled,
@@ -109,7 +109,7 @@ def make_compiler(
     if not has_own_step(model):
         return StepCompiler(model, recipe, example, has_noise=has_noise)
     if has_noise:
-        raise InputError(
+        raise JobError(
             f"{type(model).__name__} has its own train_step: csdctl cannot clip the gradient of each sample",
             "train without data.private.noise",
         )
@@ -273,7 +273,7 @@ def _up_to(model: Any, layer: str) -> Any:
     for operation, node in reversed(nodes):
         if operation.name == layer and len(node.output_tensors) == 1:
             return keras.Model(model.inputs, node.output_tensors[0])
-    raise InputError(
+    raise JobError(
         f"the model's graph has no layer {layer} with one output", "name one of its layers with --layer"
     )
 

@@ -44,7 +44,7 @@ from csdctl.worker.compute.user_code import (
 from csdctl.worker.data.arrays import save_arrays
 from csdctl.worker.data.file_hash import check_stored
 from csdctl.worker.engine.keras_file import saving
-from csdctl.worker.process.errors import InputError, WorkerError, describe
+from csdctl.worker.process.errors import JobError, WorkerError, describe
 from csdctl.worker.protocol.datasets import as_inputs
 from csdctl.worker.protocol.json_codec import from_dict, to_json
 from csdctl.worker.protocol.model_info import (
@@ -79,7 +79,7 @@ def build(request: BuildRequest) -> ModelInfo:
     keras.utils.set_random_seed(recipe.seed)
     model = _find(spec)
     if not isinstance(model, keras.Model):
-        raise InputError(f"{reference} returned a {type(model).__name__}, expected a Keras model")
+        raise JobError(f"{reference} returned a {type(model).__name__}, expected a Keras model")
     has_step = has_own_step(model)
     if not _is_built(model):
         if not spec.sample_shapes:
@@ -88,11 +88,11 @@ def build(request: BuildRequest) -> ModelInfo:
             return ModelInfo(reference, {}, 0, 0, outputs=outputs, is_built=False)
         _build_by_call(model, spec)
     if not model.trainable_variables:
-        raise InputError(f"{reference}: the model has no trainable variables")
+        raise JobError(f"{reference}: the model has no trainable variables")
     layers = flatten_layers(model)
     if any(getattr(layer, "stateful", False) for layer in layers):
         problem = "a layer has stateful=True, and other ranks have the samples of its last batch"
-        raise InputError(f"{reference}: {problem}", "use stateful=False, with a whole sequence in a sample")
+        raise JobError(f"{reference}: {problem}", "use stateful=False, with a whole sequence in a sample")
     compiled = describe_compile(model)
     resolved = _compile(model, recipe)
     needs_code, architecture = _to_json(model, spec)
@@ -167,7 +167,7 @@ def _compile(model: Any, recipe: Recipe) -> Recipe:
         "freeze.until": recipe.freeze_until,
     }
     if wrong := [name for name, value in named.items() if value]:
-        raise InputError(
+        raise JobError(
             f"{type(model).__name__} has its own train_step, which recipe.{wrong[0]} cannot change",
             "pass it to compile() in the function that builds the model",
         )
@@ -177,14 +177,14 @@ def _compile(model: Any, recipe: Recipe) -> Recipe:
         return compile_model(model, recipe)
     rates = [rate for rate in map(constant_rate, optimizers) if rate]
     if recipe.learning_rate is None and not optimizers:
-        raise InputError(
+        raise JobError(
             f"{type(model).__name__} has no Keras optimizer as an attribute, and its step uses none",
             "keep the optimizer as an attribute of the model, or set recipe.learning_rate",
         )
     if recipe.learning_rate is None:
         recipe = replace(recipe, learning_rate=rates[0] if rates else 1.0)
     elif len(rates) > 1:
-        raise InputError(
+        raise JobError(
             f"{type(model).__name__} has {len(rates)} optimizers, and recipe.learning_rate is for one",
             "pass the learning rates to the optimizers, where the model is compiled",
         )
@@ -264,11 +264,11 @@ def load(architecture: Path, weights: Path, code: UserCode | None = None) -> Any
         raise WorkerError(f"the model cannot be read: {error}", remedy="run `csdctl deploy` again") from None
     except Exception as error:
         if missing := missing_packages(text):
-            raise InputError(
+            raise JobError(
                 f"has no {', '.join(missing)}, which the model needs",
                 "install it on all machines; if it is your own, list it in `code` of job.yaml",
             ) from None
-        raise InputError(
+        raise JobError(
             f"the model cannot be built here: {describe(error).partition(' Full object config:')[0]}",
             "use the same Keras version on all machines, and list the model's own code in job.yaml",
         ) from None
@@ -373,7 +373,7 @@ def _find(spec: BuildSpec) -> Any:
     if place == "keras.applications":
         function = getattr(keras.applications, name, None)
         if not callable(function):
-            raise InputError(f"keras.applications has no model {name!r}")
+            raise JobError(f"keras.applications has no model {name!r}")
     else:
         function = load_function(reference)
     file = Path(reference.rpartition(":")[0])
@@ -384,13 +384,13 @@ def _find(spec: BuildSpec) -> Any:
 
 
 def _set_step(model: Any, reference: str) -> None:
-    """Let a function step(model, batch) of the user's take the place of train_step. Raises InputError."""
+    """Let a function step(model, batch) of the user's take the place of train_step. Raises JobError."""
     function = load_function(reference)
     function = getattr(function, "python_function", function)  # of a tf.function
     try:
         inspect.signature(function).bind(model, None)
     except TypeError:
-        raise InputError(
+        raise JobError(
             f"{reference} takes {inspect.signature(function)}, expected (model, batch)",
             "define step(model, batch), which applies gradients and returns a dict of numbers",
         ) from None
@@ -416,7 +416,7 @@ def _load_file(spec: BuildSpec) -> Any:
                 _revive(model, json.loads(archive.read("config.json")), is_trusted=False)
             return model
     except Exception as error:
-        raise InputError(
+        raise JobError(
             f"{spec.reference} is not a model that can be loaded safely: {describe(error)}",
             "list the files with its own layers, losses and metrics, no lambdas, in `code` of job.yaml",
         ) from None
@@ -445,7 +445,7 @@ def _to_json(model: Any, spec: BuildSpec) -> tuple[bool, str]:
         return True, _describe_builder(spec)
     for layer in flatten_layers(model):
         if getattr(layer, "input_vocabulary", "") is None:
-            raise InputError(
+            raise JobError(
                 f"{reference}: the vocabulary that {layer.name} was adapted to is not in its configuration",
                 "create it with vocabulary=…, which get_vocabulary() returns after adapt()",
             )
@@ -463,7 +463,7 @@ def _to_json(model: Any, spec: BuildSpec) -> tuple[bool, str]:
     finally:
         keras.saving.get_custom_objects().update(registered)
     if not spec.code_roots:
-        raise InputError(
+        raise JobError(
             f"{reference}: cannot be rebuilt on the nodes: {reason}",
             "list the files of its own layers, losses and metrics in `code` of job.yaml",
         )
@@ -488,7 +488,7 @@ def _describe_builder(spec: BuildSpec, error: Exception | None = None) -> str:
     Raises WorkerError, exit code 2, for a model that no function of the user's builds.
     """
     if error and not is_own(spec.reference):
-        raise InputError(
+        raise JobError(
             f"{spec.reference}: cannot be rebuilt from its configuration: {describe(error)}",
             "give its own layers get_config(), and list their files in `code` of job.yaml",
         ) from None
@@ -501,7 +501,7 @@ def _check_named(spec: BuildSpec) -> None:
     missing = [file for file in imported_beside(Path(spec.directory)) if not _is_named(file, spec)]
     if missing:
         names = ", ".join(str(file.relative_to(Path(spec.directory).resolve())) for file in missing[:5])
-        raise InputError(
+        raise JobError(
             f"{spec.reference} imports {names}, which the nodes would not have",
             f"add to job.yaml: code: [{names}]",
         )

@@ -26,7 +26,7 @@ from csdctl.worker.compute.keras_internals import (
 )
 from csdctl.worker.data.arrays import Array, map_fields
 from csdctl.worker.engine.step import LOSS, Slice
-from csdctl.worker.process.errors import InputError
+from csdctl.worker.process.errors import JobError
 from csdctl.worker.protocol.datasets import INPUT, SAMPLE_WEIGHT, as_inputs, is_position
 from csdctl.worker.protocol.recipe import Recipe
 
@@ -155,7 +155,7 @@ class Objective:
                 mean, summed = keras.ops.cast(loss, "float32"), None
         divisors = [] if self._is_per_sample else [divisor for divisor, _ in by_key.values()]
         if len(divisors) > 1:
-            raise InputError(
+            raise JobError(
                 "the losses are divided by different numbers, such as samples, unmasked elements and the sum "
                 "of the weights: they cannot be summed over ranks",
                 "use one reduction for all, and let masks end before the outputs (supports_masking = False)",
@@ -201,7 +201,7 @@ class Objective:
         if training and self._class_weights:
             class_weights = self._weigh_classes(labels)
             if weights is not None and weights.shape.rank > 1:
-                raise InputError(
+                raise JobError(
                     f"recipe.class_weight weighs samples; the weights of the data have shape {weights.shape}",
                     "multiply the weights in the function of the data, and remove class_weight",
                 )
@@ -211,7 +211,7 @@ class Objective:
     def _weigh_classes(self, labels: Any) -> Any:
         """Return the weight of each label's class. Classes that are not named have the weight 1."""
         if isinstance(labels, dict | list):
-            raise InputError("recipe.class_weight is for models with one output")
+            raise JobError("recipe.class_weight is for models with one output")
         table = np.ones(max(map(int, self._class_weights)) + 2, np.float32)
         for number, weight in self._class_weights.items():
             table[int(number)] = weight

@@ -35,7 +35,7 @@ from csdctl.worker.compute.step_compiler import Compiler
 from csdctl.worker.compute.trace import GraphBuilder, Values, run_eagerly, unflatten
 from csdctl.worker.data.arrays import Array
 from csdctl.worker.engine.step import EVALUATE, OWN, Slice, StepInfo, SumInfo
-from csdctl.worker.process.errors import InputError, WorkerError, describe
+from csdctl.worker.process.errors import JobError, WorkerError, describe
 from csdctl.worker.protocol.datasets import INPUT, OUTPUT, SAMPLE_WEIGHT, is_position
 from csdctl.worker.protocol.recipe import Recipe
 
@@ -128,7 +128,7 @@ class OwnStepCompiler(Compiler):
             function = tf.function(create, autograph=False, input_signature=self.signature)
             function.get_concrete_function()
         if not applied:
-            raise InputError(
+            raise JobError(
                 f"{self._name} applies no gradients by a Keras optimizer",
                 "call optimizer.apply(gradients, variables) in it",
             )
@@ -173,7 +173,7 @@ class OwnStepCompiler(Compiler):
         definitions = [operation.op_def for operation in operations]
         drawing = {kind.name for kind in definitions if any(attr.name == "seed2" for attr in kind.attr)}
         if drawing:
-            raise InputError(
+            raise JobError(
                 f"train_step draws random numbers by {', '.join(sorted(drawing))}, which "
                 "cannot be repeated when a step is done again",
                 "draw with keras.random, or with tf.random.normal, uniform or categorical",
@@ -242,7 +242,7 @@ def explaining(problem: str, remedy: str) -> Iterator[None]:
             cause = cause.__cause__ or cause.__context__
         if cause:
             raise cause from None
-        raise InputError(f"{problem}: {describe(error)}", remedy) from error
+        raise JobError(f"{problem}: {describe(error)}", remedy) from error
 
 
 def is_number(tensor: Any) -> bool:
@@ -303,7 +303,7 @@ class Interception:
             yield
         self.has_draws = bool(drawn)
         if self._of_sums:
-            raise InputError(
+            raise JobError(
                 "train_step changes the gradient of a loss with a value for each sample before it applies it",
                 "take the mean of the loss first: tf.reduce_mean(loss)",
             )
@@ -416,7 +416,7 @@ class Interception:
         ]
         for variable in differing:
             if not is_number(variable):
-                raise InputError(
+                raise JobError(
                     f"train_step writes {variable.name}, {variable.dtype.name}, from samples of its batch",
                     "only numbers can be averaged over ranks",
                 )
@@ -441,7 +441,7 @@ class Interception:
         Raises WorkerError inside of a graph of its own, which ranks may run through differently.
         """
         if tf.compat.v1.get_default_graph() is not self._graph:
-            raise InputError(
+            raise JobError(
                 "train_step applies gradients inside of a condition, a loop or a function of TensorFlow",
                 "use conditions and loops of Python, and remove @tf.function: the whole step is traced",
             )
@@ -452,7 +452,7 @@ class Interception:
             return gradients
         are_sums = {self._of_sums.pop(id(gradient), None) is not None for _, gradient in given}
         if len(are_sums) > 1:
-            raise InputError(
+            raise JobError(
                 "train_step applies gradients of losses with a value for each sample and of means together",
                 "take the mean of every loss: tf.reduce_mean(loss)",
             )
@@ -532,7 +532,7 @@ def repeatable_draws(seed: Any) -> Iterator[list[None]]:
 
     def next_seed() -> Any:
         if tf.compat.v1.get_default_graph() is not graph:
-            raise InputError(
+            raise JobError(
                 "train_step draws from tf.random inside of a condition, a loop or a function of TensorFlow",
                 "draw before it, for the whole batch",
             )

@@ -16,7 +16,7 @@ from csdctl.worker.compute.backend import keras
 from csdctl.worker.compute.cuts import freeze_until
 from csdctl.worker.compute.keras_internals import compile_arguments, excluding_alike, flatten_layers
 from csdctl.worker.compute.user_code import load_function
-from csdctl.worker.process.errors import InputError, WorkerError, describe
+from csdctl.worker.process.errors import JobError, WorkerError, describe
 from csdctl.worker.protocol.recipe import LossTerm, Recipe
 
 MEANS = ("sum_over_batch_size", "mean", "mean_with_sample_weight")
@@ -31,7 +31,7 @@ def compile_model(model: Any, recipe: Recipe) -> Recipe:
     """
     if (last := recipe.freeze_until) and not freeze_until(model, last):
         names = ", ".join(layer.name for layer in flatten_layers(model)[-5:])
-        raise InputError(
+        raise JobError(
             f"recipe.freeze.until names {last}, which is not a layer of {model.name}",
             f"one of its layers, such as {names}",
         )
@@ -83,7 +83,7 @@ def _choose_optimizer(recipe: Recipe, compiled: Any) -> tuple[Any, Recipe]:
     if recipe.learning_rate is not None:
         rate = recipe.learning_rate
     if rate is None:
-        raise InputError(
+        raise JobError(
             "recipe.learning_rate is missing, and the model is not compiled with an optimizer",
             "compile the model, or set recipe.learning_rate (learning_rate=… in Python)",
         )
@@ -101,7 +101,7 @@ def _choose_optimizer(recipe: Recipe, compiled: Any) -> tuple[Any, Recipe]:
 def _serialize_schedule(config: dict[str, Any]) -> str:
     """Return a schedule's configuration as JSON. Raises WorkerError if Keras alone cannot create it."""
     if not str(config.get("module")).startswith("keras"):
-        raise InputError(
+        raise JobError(
             f"the model's learning-rate schedule, {config.get('class_name')}, is not a Keras schedule",
             "use one of keras.optimizers.schedules, or recipe.warmup_epochs and recipe.decay",
         )
@@ -116,7 +116,7 @@ def _explaining(problem: str, key: str) -> Iterator[None]:
     except WorkerError:
         raise
     except Exception as error:
-        raise InputError(f"{problem}: {describe(error)}", f"fix recipe.{key} in job.yaml") from None
+        raise JobError(f"{problem}: {describe(error)}", f"fix recipe.{key} in job.yaml") from None
 
 
 def make_schedule(schedule: str) -> Callable[[int], Any]:
@@ -137,7 +137,7 @@ def _choose_loss(recipe: Recipe, compiled: dict[str, Any], model: Any) -> tuple[
         return make_loss(terms[""], recipe.from_logits), terms[""].weight
     names = list(getattr(model, "output_names", None) or terms)
     if unknown := sorted(set(terms) - set(names)):
-        raise InputError(
+        raise JobError(
             f"recipe.loss names {', '.join(unknown)}, the model's outputs are {', '.join(names)}",
             "fix recipe.loss in job.yaml",
         )
@@ -176,7 +176,7 @@ def _check_reductions(losses: Any) -> None:
     """Raise WorkerError for a loss that is not a mean: its scale would depend on the ranks' batches."""
     for loss in keras.tree.flatten(losses):
         if getattr(loss, "reduction", "mean") not in MEANS:
-            raise InputError(
+            raise JobError(
                 f"loss {name_of(loss)} has reduction={loss.reduction!r}, which depends on the batch size",
                 'use reduction="sum_over_batch_size", Keras\' default',
             )

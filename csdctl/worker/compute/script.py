@@ -24,7 +24,7 @@ from unittest import mock
 from csdctl.worker.compute.backend import keras, load_backend, tf
 from csdctl.worker.compute.keras_internals import flatten_layers
 from csdctl.worker.compute.user_code import run_user_code
-from csdctl.worker.process.errors import InputError
+from csdctl.worker.process.errors import JobError
 from csdctl.worker.protocol.model_info import ScriptFit, ScriptRequest
 
 UNSUPPORTED = {
@@ -108,11 +108,11 @@ def run_to_fit(script: str, options: Sequence[str], names: dict[str, Any], sha25
     try:
         content = path.read_bytes()
     except OSError as error:
-        raise InputError(
+        raise JobError(
             f"{path.absolute()} cannot be read: {error.strerror}", "run csdctl where the script is"
         ) from None
     if sha256 and hashlib.sha256(content).hexdigest() != sha256:
-        raise InputError(f"{script} has changed since `csdctl init`", f"run `csdctl init {script} --force`")
+        raise JobError(f"{script} has changed since `csdctl init`", f"run `csdctl init {script} --force`")
     sys.path.insert(0, str(path.absolute().parent))
     namespace = {"__name__": names["__name__"], "__file__": str(path.absolute())}
 
@@ -132,12 +132,12 @@ def run_to_fit(script: str, options: Sequence[str], names: dict[str, Any], sha25
         script, run, f"fix {script}: it must run up to its call of fit", path
     )
     if call is None:
-        raise InputError(
+        raise JobError(
             f"{script}: no call of model.fit",
             "call it in this script, or pass functions for model and data: --model and --public",
         )
     if "x" not in call.arguments:
-        raise InputError(f"{script}, line {call.line}: fit gets no data", "pass the data to fit")
+        raise JobError(f"{script}, line {call.line}: fit gets no data", "pass the data to fit")
     names |= {
         name: value for name, value in namespace.items() if inspect.isroutine(value) or inspect.isclass(value)
     }
@@ -152,7 +152,7 @@ def _recording(script: str, options: Sequence[str]) -> ExitStack:
         raise FitCalledError(model, {name: value for name, value in arguments.items() if value is not None})
 
     def refuse(parser: argparse.ArgumentParser, message: str) -> None:
-        raise InputError(message, f"pass the script's options: csdctl init {script} -- OPTIONS")
+        raise JobError(message, f"pass the script's options: csdctl init {script} -- OPTIONS")
 
     get_strategy = tf.distribute.get_strategy  # of one process
     parameters = list(inspect.signature(keras.Model.fit).parameters)[1:]

@@ -15,7 +15,7 @@ from csdctl.worker.compute.step_compiler import StepCompiler, find_variables, nu
 from csdctl.worker.compute.trace import GraphBuilder
 from csdctl.worker.data.arrays import Array
 from csdctl.worker.engine.step import APPLY, BACKWARD, HEAD, PREFIX, Piece, SplitInfo, StepInfo
-from csdctl.worker.process.errors import InputError, WorkerError
+from csdctl.worker.process.errors import JobError, WorkerError
 
 LOSS_OF_SAMPLES = "layers add a loss for each sample"
 
@@ -26,14 +26,14 @@ def find_cut(model: Any, layer: str) -> Cut:
     if layer in cuts:
         return cuts[layer]
     names = ", ".join(reversed(cuts)) or "none: it is not a functional model"
-    raise InputError(
+    raise JobError(
         f"{model.name} cannot be cut after {layer!r}; its cuts: {names}", "name one of them as the cut"
     )
 
 
 def split_error(problem: str, instead: str = "") -> WorkerError:
     """Return the error of a model that cannot be split, such as one whose optimizer needs all gradients."""
-    return InputError(
+    return JobError(
         f"a model whose {problem} cannot be split", f"{instead}train with the strategy data-parallel"
     )
 

@@ -25,7 +25,7 @@ from csdctl.worker.engine.step import (
     StepInfo,
     VariableInfo,
 )
-from csdctl.worker.process.errors import InputError
+from csdctl.worker.process.errors import JobError
 from csdctl.worker.protocol.recipe import Recipe
 
 
@@ -250,7 +250,7 @@ class StepCompiler(Compiler):
         restored = {id(variable) for variable in self.statistics.variables}
         for variable in self.model.trainable_variables:
             if id(variable) in self._written and id(variable) not in restored:
-                raise InputError(
+                raise JobError(
                     f"the model's forward pass writes {variable.path}, which the optimizer trains",
                     "use a constraint (kernel_constraint) instead, or create it with trainable=False",
                 )

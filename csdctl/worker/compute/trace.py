@@ -19,7 +19,7 @@ from unittest import mock
 
 from csdctl.worker.compute.backend import keras, tf
 from csdctl.worker.engine.tensorflow_c import LOAD, FunctionInfo
-from csdctl.worker.process.errors import InputError, WorkerError
+from csdctl.worker.process.errors import JobError, WorkerError
 
 PYTHON_OPERATIONS = ("PyFunc", "PyFuncStateless", "EagerPyFunc")
 """Operations that call Python."""
@@ -90,10 +90,10 @@ class Values:
         return result
 
     def _check(self, graph: Any) -> None:
-        """Raise InputError for a variable that was written in a function that `graph` calls."""
+        """Raise JobError for a variable that was written in a function that `graph` calls."""
         for key, value in self._values.items():
             if value.graph not in (graph, self._graph):
-                raise InputError(
+                raise JobError(
                     f"{self.written[key]} is written inside of a function of TensorFlow",
                     "write variables, and draw random numbers, outside of tf.switch_case and tf.case",
                 )
@@ -298,7 +298,7 @@ class GraphBuilder:
         traced, unknown = function.graph, self._values.unknown.values()
         for operation in traced.get_operations():
             if operation.type.startswith(WRITES):
-                raise InputError(
+                raise JobError(
                     f"{operation.name} writes a variable or a table by {operation.type}",
                     "use assign, assign_add or assign_sub of the variable",
                 )

@@ -25,7 +25,7 @@ import numpy as np
 from csdctl.worker.compute.backend import load_backend
 from csdctl.worker.data.arrays import Array, map_fields
 from csdctl.worker.data.prepared import PreparedSamples
-from csdctl.worker.process.errors import InputError, WorkerError, describe, find_remedy
+from csdctl.worker.process.errors import JobError, WorkerError, describe, find_remedy
 from csdctl.worker.protocol.model_info import AugmentTrial
 from csdctl.worker.protocol.run_spec import UserCode
 
@@ -43,7 +43,7 @@ def load_function(reference: str) -> Any:
     packed = _PACKED.get(Path(path).stem)
     function = getattr(packed or import_file(Path(path)), name, None)
     if not callable(function):
-        raise InputError(f"{path} has no function {name!r}")
+        raise JobError(f"{path} has no function {name!r}")
     return function
 
 
@@ -60,7 +60,7 @@ def run_user_code(
         raise
     except BaseException as error:
         reason = f"{description} fails: {describe(error, file)}"
-        raise InputError(reason, find_remedy(error) or remedy) from None
+        raise JobError(reason, find_remedy(error) or remedy) from None
 
 
 def import_file(path: Path) -> Any:
@@ -214,7 +214,7 @@ class Augmentation:
         return self._pack(returned[0], samples, "samples"), self._pack(returned[1], labels, "labels")
 
     def _error(self, problem: str, remedy: str) -> WorkerError:
-        return InputError(f"{self.name} {problem}", remedy)
+        return JobError(f"{self.name} {problem}", remedy)
 
     def _pack(self, returned: Any, expected: Array, what: str) -> Array:
         """Return what the function returned as an array like `expected`. Raises WorkerError."""
@@ -279,7 +279,7 @@ def try_augment(spec: AugmentTrial) -> None:
         first, _, again = (augmentation(*batch, number, 0) for number in (step, step + 1, step))
         parts = zip(first, again, strict=True)
         if not all(np.array_equal(a[name], b[name]) for a, b in parts for name in a.dtype.names or [...]):
-            raise InputError(
+            raise JobError(
                 f"{augmentation.name} returns different results for the same rng: "
                 "a step could not be repeated",
                 "draw all random numbers from rng; for TensorFlow, its stateless functions with "

@@ -8,7 +8,7 @@ import numpy as np
 from csdctl.worker.data.arrays import Array, fields_of
 from csdctl.worker.engine.load import load_compiled
 from csdctl.worker.engine.step import GraphInfo
-from csdctl.worker.process.errors import InputError
+from csdctl.worker.process.errors import JobError
 from csdctl.worker.protocol.features import SIGMOID, SOFTMAX, ResultRule
 from csdctl.worker.protocol.run_spec import CompiledStep, Runtime
 
@@ -47,7 +47,7 @@ class BatchedPass:
         padded[: len(samples)] = samples
         outputs = self.compute(padded)
         if any(output.shape[:1] != (BATCH_SIZE,) for output in outputs):
-            raise InputError(
+            raise JobError(
                 "the model does not compute one row for each sample",
                 "use a model whose outputs have one row for each sample of the batch",
             )
@@ -57,7 +57,7 @@ class BatchedPass:
 def to_results(outputs: Sequence[Array], rules: Sequence[ResultRule]) -> Array:
     """Return the records that are kept of a batch's outputs, each of shape (n, …)."""
     if len(outputs) != len(rules):
-        raise InputError(
+        raise JobError(
             f"the model has {len(outputs)} outputs, expected {len(rules)}",
             "use a model whose outputs are known before it is called",
         )

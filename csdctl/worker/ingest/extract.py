@@ -24,7 +24,7 @@ from csdctl.worker.data.prepared import PreparedSamples, rows_of
 from csdctl.worker.engine.forward import BATCH_SIZE, to_results
 from csdctl.worker.ingest.partial_dataset import PartialDataset, check_free_space, find_stored, make_store
 from csdctl.worker.ingest.sources.source import Block
-from csdctl.worker.process.errors import InputError, WorkerError
+from csdctl.worker.process.errors import JobError, WorkerError
 from csdctl.worker.protocol.datasets import DatasetInfo, PrepareProgress
 from csdctl.worker.protocol.features import Extracted, ExtractSpec, Gathered, GatherSpec, Recomputed, SendSpec
 from csdctl.worker.protocol.packages import TENSORFLOW, find_version
@@ -139,7 +139,7 @@ def load_computation(spec: ExtractSpec) -> Compute:
         features = extractor.run(samples)
         if not np.isfinite(features).all():
             remedy = "check its weights and recipe.input_range, or store features in float32"
-            raise InputError("the model's frozen part computes values that are not finite", remedy)
+            raise JobError("the model's frozen part computes values that are not finite", remedy)
         return features, labels
 
     return compute

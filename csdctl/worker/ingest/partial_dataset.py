@@ -34,7 +34,7 @@ from csdctl.worker.data.arrays import (
 )
 from csdctl.worker.data.file_hash import hash_file, open_regular
 from csdctl.worker.ingest.sources.source import Block, Tree, convert_write_errors
-from csdctl.worker.process.errors import InputError, WorkerError
+from csdctl.worker.process.errors import JobError, WorkerError
 from csdctl.worker.process.files import open_private, save_atomically, sync_directory, sync_file
 from csdctl.worker.protocol.datasets import LABEL, SAMPLE_WEIGHT, SKIPPED, DatasetInfo
 from csdctl.worker.protocol.json_codec import from_json, to_json
@@ -121,7 +121,7 @@ def add_block(info: DatasetInfo, block: Block) -> DatasetInfo:
     typed = take_types(info, block.samples, labels)
     if info.num_samples and typed != info:
         remedy = "give all samples the same shape and type"
-        raise InputError("the data has samples or labels of different shapes or types", remedy)
+        raise JobError("the data has samples or labels of different shapes or types", remedy)
     max_labels, max_values, class_counts = dict(info.max_labels), dict(info.max_values), info.class_counts
     for name, array in fields_of(labels).items():
         if array.dtype.kind != "i" or not array.size:
@@ -166,7 +166,7 @@ def _headers(info: DatasetInfo) -> list[tuple[bytes, int]]:
         described = np.lib.format.dtype_to_descr(dtype)
         if len(repr(described)) > MAX_HEADER_BYTES - SPARE_HEADER_BYTES:
             problem = f"the data has too many inputs or outputs: {len(dtype.names or ()):,}"
-            raise InputError(problem, "combine inputs: one vector instead of single numbers")
+            raise JobError(problem, "combine inputs: one vector instead of single numbers")
         content = {"descr": described, "fortran_order": False, "shape": (info.num_samples, *shape)}
         file = io.BytesIO()
         np.lib.format.write_array_header_1_0(file, content)

@@ -44,7 +44,7 @@ from csdctl.worker.ingest.sources.source import (
 )
 from csdctl.worker.ingest.sources.table import is_table, open_table, read_columns
 from csdctl.worker.ingest.sources.tfrecord import RecordFiles, is_record_file
-from csdctl.worker.process.errors import InputError, WorkerError
+from csdctl.worker.process.errors import JobError, WorkerError
 from csdctl.worker.protocol.datasets import (
     LABEL,
     SAMPLE_WEIGHT,
@@ -362,4 +362,4 @@ def _find_label(tree: Tree, spec: PrepareSpec) -> str:
         return labels[0]
     listed = list_names(names, 20) or "none"
     problem = f"which column of {spec.source} is the label? It has {listed}"
-    raise InputError(problem, "name it: --label COLUMN")
+    raise JobError(problem, "name it: --label COLUMN")

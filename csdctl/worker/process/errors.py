@@ -30,7 +30,7 @@ class WorkerError(Exception):
         self.remedy = remedy
 
 
-class InputError(WorkerError):
+class JobError(WorkerError):
     """The job, its code or its data must be changed."""
 
     exit_code = 2

@@ -103,12 +103,12 @@ def number_of(name: str) -> int | None:
 
 def install_filter() -> int:
     """Filter the calls of this process for good. Return the notifications' descriptor. Raises OSError."""
-    program = Program(build_filter())
+    program = FilterProgram(build_filter())
     number = _SECCOMP[MACHINE != "x86_64"]
     return system_call(number, ctypes.c_uint(_FILTER_MODE), ctypes.c_uint(_NEW_LISTENER), program.header)
 
 
-class Program:
+class FilterProgram:
     """A BPF program as `struct sock_fprog`: keep it until the kernel has read `header`."""
 
     def __init__(self, code: list[Instruction]) -> None:

@@ -23,7 +23,7 @@ from typing import Any
 
 from csdctl.worker.protocol.processes import duplicate_descriptor, is_of_user, list_descendants, load_all
 from csdctl.worker.protocol.sandbox import NO_CONNECTION
-from csdctl.worker.sandbox.seccomp_filter import Instruction, Program, number_of
+from csdctl.worker.sandbox.seccomp_filter import FilterProgram, Instruction, number_of
 
 IpNetwork = ipaddress.IPv4Network | ipaddress.IPv6Network
 IpAddress = ipaddress.IPv4Address | ipaddress.IPv6Address
@@ -121,7 +121,7 @@ def list_listeners(port: int) -> Iterator[tuple[IpAddress, int]]:
 
 def _attach_filter(bound: socket.socket, networks: Sequence[IpNetwork]) -> None:
     """Let the kernel drop packets from outside of `networks`. Raises PermissionError."""
-    program = Program(build_source_filter(networks))
+    program = FilterProgram(build_source_filter(networks))
     bound.setsockopt(socket.SOL_SOCKET, _SO_ATTACH_FILTER, program.header)
     bound.setsockopt(socket.SOL_SOCKET, _SO_LOCK_FILTER, 1)
 
@@ -174,7 +174,7 @@ class Tokens:
         return hmac.digest(self._key, nonce + place, hashlib.sha256)[: TOKEN_BYTES - NONCE_BYTES]
 
 
-class Call:
+class SystemCall:
     """A system call that waits for an answer. While `opened`, its caller can be read and written."""
 
     def __init__(self, listener: int) -> None:
@@ -256,7 +256,7 @@ class SeccompSupervisor:
         self._bound: set[int] = set()
         """Inodes of TCP sockets that the sandbox has bound."""
         self._num_tasks = self._num_files = 0
-        answers: dict[Callable[[Call], None], tuple[str, ...]] = {
+        answers: dict[Callable[[SystemCall], None], tuple[str, ...]] = {
             self._socket: ("socket",),
             self._bind: ("bind",),
             self._connect: ("connect",),
@@ -277,9 +277,9 @@ class SeccompSupervisor:
         poll.register(self._listener, select.POLLIN)
         while any(event & select.POLLIN for _, event in poll.poll()):  # else all with the filter have ended
             with contextlib.suppress(OSError):  # the caller was killed
-                self._answer(Call(self._listener))
+                self._answer(SystemCall(self._listener))
 
-    def _answer(self, call: Call) -> None:
+    def _answer(self, call: SystemCall) -> None:
         try:
             with call.opened():
                 self._answers[call.number](call)
@@ -288,7 +288,7 @@ class SeccompSupervisor:
         except Exception:
             call.answer(error=errno.EINVAL)
 
-    def _start_task(self, call: Call) -> None:
+    def _start_task(self, call: SystemCall) -> None:
         if call.number == number_of("clone") and call.arguments[0] & _NEW_NAMESPACES:
             raise refusal(errno.EPERM)
         self._num_tasks += 1
@@ -296,13 +296,13 @@ class SeccompSupervisor:
             raise refusal(errno.EAGAIN)
         call.let_continue()
 
-    def _make_file(self, call: Call) -> None:
+    def _make_file(self, call: SystemCall) -> None:
         self._num_files += 1
         if self._num_files > MAX_FILES:
             raise refusal(errno.EDQUOT)
         call.let_continue()
 
-    def _socket(self, call: Call) -> None:
+    def _socket(self, call: SystemCall) -> None:
         family, kind, protocol = (argument & 0xFFFFFFFF for argument in call.arguments[:3])
         is_stream = kind & 0xF == socket.SOCK_STREAM
         if family in _INET and kind & 0xF == socket.SOCK_DGRAM:
@@ -314,7 +314,7 @@ class SeccompSupervisor:
         else:
             raise refusal(errno.EAFNOSUPPORT)
 
-    def _bind(self, call: Call) -> None:
+    def _bind(self, call: SystemCall) -> None:
         _, address, size = call.arguments[:3]
         with call.socket() as bound:
             if bound.family not in _INET:
@@ -335,7 +335,7 @@ class SeccompSupervisor:
                 _attach_filter(bound, self._peers)
         self._bound.add(os.fstat(bound.fileno()).st_ino)
 
-    def _connect(self, call: Call) -> None:
+    def _connect(self, call: SystemCall) -> None:
         _, address, size = call.arguments[:3]
         content = call.read(address, min(size, _MAX_ADDRESS_BYTES))
         with call.socket() as connecting:
@@ -388,7 +388,7 @@ class SeccompSupervisor:
         inodes = {inode for host, inode in list_listeners(port) if host.is_unspecified or host == ip}
         return bool(inodes) and inodes <= self._bound
 
-    def _accept(self, call: Call) -> None:
+    def _accept(self, call: SystemCall) -> None:
         _, address, size = call.arguments[:3]
         flags = call.arguments[3] if call.number == number_of("accept4") else 0
         with call.socket() as listening:
@@ -418,7 +418,7 @@ class SeccompSupervisor:
             accepted.close()
         raise refusal(errno.EAGAIN)
 
-    def _kill(self, call: Call) -> None:
+    def _kill(self, call: SystemCall) -> None:
         """Allow a signal to processes of the sandbox: to one, or to all of a group."""
         target = ctypes.c_int32(call.arguments[0] & 0xFFFFFFFF).value
         if target == 0:

@@ -7,7 +7,7 @@ import math
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
-from csdctl.worker.process.errors import InputError
+from csdctl.worker.process.errors import JobError
 from csdctl.worker.protocol.recipe import EarlyStopping, Recipe, ReduceOnPlateau
 from csdctl.worker.tasks.progress import CallbackState
 
@@ -37,7 +37,7 @@ def check_monitors(recipe: Recipe, metrics: Iterable[str]) -> None:
         ("reduce_on_plateau", recipe.reduce_on_plateau),
     ):
         if monitored and monitored.monitor not in results:
-            raise InputError(
+            raise JobError(
                 f"recipe.{key} monitors {monitored.monitor!r}, which is not among the results of an epoch",
                 f"one of {', '.join(results)}",
             )

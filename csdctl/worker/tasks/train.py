@@ -19,7 +19,7 @@ from csdctl.worker.engine.load import are_finite
 from csdctl.worker.engine.step import StepEngine
 from csdctl.worker.group.communicator import Communicator
 from csdctl.worker.group.values import ExpectedTails, LinkLostError, StepVoidError, is_minority
-from csdctl.worker.process.errors import InputError, WorkerError
+from csdctl.worker.process.errors import JobError, WorkerError
 from csdctl.worker.protocol.datasets import list_names
 from csdctl.worker.protocol.events import (
     EARLY_STOPPING,
@@ -512,7 +512,7 @@ def evaluate(
 
 
 def _no_weight(where: str) -> WorkerError:
-    return InputError(
+    return JobError(
         f"{where} has no loss: the weights of all samples are 0 or add up to 0, or all of them are masked",
         "fix the weights (sample_weight, class_weight), or what the model masks (mask_zero, ignore_class)",
     )

@@ -68,7 +68,7 @@ PARSING = threading.Lock()
 
 
 @dataclass(frozen=True)
-class Block:
+class ResultBlock:
     """Results of one data set of one machine."""
 
     data: str
@@ -84,7 +84,7 @@ class Block:
         return len(self.rows)
 
 
-def write_results(path: Path, blocks: Sequence[Block], names: Sequence[str]) -> None:
+def write_results(path: Path, blocks: Sequence[ResultBlock], names: Sequence[str]) -> None:
     """Write all rows in the order of `blocks`. `names` are the names of the classes, none if unknown.
 
     Raises OSError.
@@ -103,7 +103,7 @@ def write_results(path: Path, blocks: Sequence[Block], names: Sequence[str]) -> 
         text.detach()
 
 
-def _columns(block: Block, names: Sequence[str]) -> dict[str, Iterable[Any]]:
+def _columns(block: ResultBlock, names: Sequence[str]) -> dict[str, Iterable[Any]]:
     """Return columns of plain values by name, as endless as `repeat`. Vectors have one for each number."""
     columns: dict[str, Iterable[Any]] = {
         "data": repeat(block.data),
@@ -124,7 +124,7 @@ def _columns(block: Block, names: Sequence[str]) -> dict[str, Iterable[Any]]:
     return columns
 
 
-def _arrays(blocks: Sequence[Block], names: Sequence[str]) -> dict[str, Any]:
+def _arrays(blocks: Sequence[ResultBlock], names: Sequence[str]) -> dict[str, Any]:
     """Return the arrays of a .npz file, each with all rows."""
     arrays: dict[str, Any] = {
         "data": np.array([block.data for block in blocks for _ in block.rows], "U"),
@@ -403,7 +403,7 @@ class Prediction:
     rules: tuple[ResultRule, ...]
     directory: Path
 
-    def run(self, events: EventStream) -> tuple[list[Block], dict[str, CsdctlError]]:
+    def run(self, events: EventStream) -> tuple[list[ResultBlock], dict[str, CsdctlError]]:
         """Return the results, host first, and the errors of nodes. Raises the error of the host."""
         host_data = {PUBLIC: self.prepared.public, VALIDATION: self.prepared.validation}
         on = self.request.on
@@ -414,7 +414,7 @@ class Prediction:
         labels = [part.label for of_machine in parts.values() for part in of_machine]
         with events.working(DOING, labels) as on_progress:
 
-            def on_machine(name: str) -> list[Block]:
+            def on_machine(name: str) -> list[ResultBlock]:
                 if name != HOST_NAME:
                     files = {name: [self.prepared.worker, *files_of(self.prepared.model)]}
                     deploy_files(files, self.space.fleet, self.space.sessions, events)
@@ -426,7 +426,7 @@ class Prediction:
             raise failed[HOST_NAME]
         return [block for outcome in outcomes.values() for block in outcome.value or ()], failed
 
-    def _predict(self, part: Part, on_progress: OnProgress) -> Block:
+    def _predict(self, part: Part, on_progress: OnProgress) -> ResultBlock:
         space, worker = self.space, self.prepared.worker
         prefix, runtime = (
             as_prefix(self.prepared.model),
@@ -449,7 +449,7 @@ class Prediction:
             fetch_results(session, python, worker.path, send, file, traffic_class=traffic, doing=DOING)
         records = load_rows(target, part, dtype)
         fields = {name: records[name] for name in records.dtype.names}
-        return Block(part.data, part.machine, np.arange(len(records)), fields, extracted.num_computed)
+        return ResultBlock(part.data, part.machine, np.arange(len(records)), fields, extracted.num_computed)
 
     def _check_dtype(self, info: DatasetInfo, part: Part) -> Any:
         """Return the type of a row. Raises RemoteCommandError if it is not what was asked for."""

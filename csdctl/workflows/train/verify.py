@@ -31,7 +31,7 @@ FEATURE_TOLERANCE = 1e-5
 
 
 @dataclass(frozen=True)
-class Verdict:
+class Judgement:
     """The outcome in words, and what to do when it is not that all are equal."""
 
     is_equal: bool
@@ -39,7 +39,7 @@ class Verdict:
     remedy: str = ""
 
 
-def judge(verified: Verified, nodes: Sequence[str]) -> Verdict:
+def judge(verified: Verified, nodes: Sequence[str]) -> Judgement:
     """Return what the numbers of rank 0 show. `nodes`: the machine of every rank."""
     # Draws of one rank may miss what rounding does to the gradient of another.
     widest = max(rank.spread for rank in verified.of_ranks)
@@ -49,7 +49,7 @@ def judge(verified: Verified, nodes: Sequence[str]) -> Verdict:
     if not all(map(math.isfinite, [verified.sum_difference, *numbers])):
         return _judge_not_finite(verified, nodes)
     if verified.sum_difference > verified.sum_rounding:
-        return Verdict(
+        return Judgement(
             False,
             f"the ranks did not get the sum of their vectors: an element is off by "
             f"{verified.sum_difference:.1e} of its terms, and rounding explains {verified.sum_rounding:.1e}",
@@ -57,7 +57,7 @@ def judge(verified: Verified, nodes: Sequence[str]) -> Verdict:
         )
     if wrong := [at for at, rank in enumerate(ranks) if rank.is_sharp and rank.difference > rank.tolerance]:
         worst = max((verified.of_ranks[at] for at in wrong), key=lambda rank: rank.difference)
-        return Verdict(
+        return Judgement(
             False,
             f"{_names(nodes, wrong)}: the gradient differs by {worst.difference:.1e} from the host's for the "
             f"same samples; rounding explains {worst.spread:.1e}, one sample makes {worst.one_sample:.1e}",
@@ -68,7 +68,7 @@ def judge(verified: Verified, nodes: Sequence[str]) -> Verdict:
         return _judge_hidden(verified, nodes, hidden)
     one_batch = verified.one_batch
     if one_batch and not one_batch.difference <= one_batch.tolerance:
-        return Verdict(
+        return Judgement(
             False,
             f"the gradient of one batch of all samples differs from that of the ranks' batches "
             f"by {one_batch.difference:.1e}, rounding explains {one_batch.spread:.1e}",
@@ -80,19 +80,19 @@ def judge(verified: Verified, nodes: Sequence[str]) -> Verdict:
     )
     spreads = most.difference / most.spread
     if spreads <= NEAR:
-        return Verdict(True, f"equal: within the rounding of {verified.compared_in}")
-    return Verdict(
+        return Judgement(True, f"equal: within the rounding of {verified.compared_in}")
+    return Judgement(
         True,
         f"equal up to rounding: {spreads:.0f} times the rounding of "
         f"{verified.compared_in}; one sample makes {most.one_sample / most.difference:.0f} times as much",
     )
 
 
-def _judge_not_finite(verified: Verified, nodes: Sequence[str]) -> Verdict:
+def _judge_not_finite(verified: Verified, nodes: Sequence[str]) -> Judgement:
     wrong = [at for at, rank in enumerate(verified.of_ranks) if not math.isfinite(rank.difference)]
     where = f"on {_names(nodes, wrong)} " if wrong else ""
     is_half = verified.dtype == "float16"
-    return Verdict(
+    return Judgement(
         False,
         f"inconclusive: the gradient of random samples {where}is 0 or not finite in {verified.dtype}",
         "use mixed_bfloat16 instead of mixed_float16"
@@ -101,7 +101,7 @@ def _judge_not_finite(verified: Verified, nodes: Sequence[str]) -> Verdict:
     )
 
 
-def _judge_hidden(verified: Verified, nodes: Sequence[str], hidden: Sequence[int]) -> Verdict:
+def _judge_hidden(verified: Verified, nodes: Sequence[str], hidden: Sequence[int]) -> Judgement:
     worst = min((verified.of_ranks[at] for at in hidden), key=lambda rank: rank.one_sample)
     cause = (
         f"rounding in {verified.compared_in} moves the gradient by {worst.spread:.1e}, one sample by "
@@ -109,7 +109,7 @@ def _judge_hidden(verified: Verified, nodes: Sequence[str], hidden: Sequence[int
     )
     if worst.one_sample == 0:
         cause = "another sample has the same gradient"
-    return Verdict(
+    return Judgement(
         False,
         f"inconclusive for {_names(nodes, hidden)}: {cause}",
         "check the initial weights: with these, the gradient of random samples is lost in rounding, or does "
@@ -133,7 +133,7 @@ class Verification:
     """The type that features are stored in."""
 
     @property
-    def verdict(self) -> Verdict:
+    def verdict(self) -> Judgement:
         """What the comparison shows."""
         return judge(self.result, self.nodes)
 

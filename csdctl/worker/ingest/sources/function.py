@@ -36,7 +36,7 @@ from csdctl.worker.ingest.sources.source import (
     block_at,
     to_records,
 )
-from csdctl.worker.process.errors import InputError, WorkerError, describe, find_remedy
+from csdctl.worker.process.errors import JobError, WorkerError, describe, find_remedy
 from csdctl.worker.protocol.datasets import (
     INPUT,
     LABEL,
@@ -119,7 +119,7 @@ class UserFunction:
             if isinstance(error, ModuleNotFoundError) and self._is_private and error.name in self._words:
                 reason += f" for {error.name}"
             remedy = find_remedy(error) or "fix its file"
-            raise InputError(f"the function {self._name} fails: {reason}", remedy) from None
+            raise JobError(f"the function {self._name} fails: {reason}", remedy) from None
 
     @contextmanager
     def checking(self) -> Iterator[None]:
@@ -127,7 +127,7 @@ class UserFunction:
         try:
             yield
         except StructureError as error:
-            raise InputError(f"the function {self._name} {error}", error.remedy) from None
+            raise JobError(f"the function {self._name} {error}", error.remedy) from None
 
 
 class Elements(DecodedSource):

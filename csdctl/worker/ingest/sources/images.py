@@ -30,7 +30,7 @@ from csdctl.worker.ingest.sources.source import (
     data_error,
 )
 from csdctl.worker.ingest.sources.tensorflow_io import JPEG_RATIOS, PNG, RGBA, load_decoders
-from csdctl.worker.process.errors import InputError, describe
+from csdctl.worker.process.errors import JobError, describe
 from csdctl.worker.protocol.datasets import ImageRule, PrepareSpec, list_names
 
 LARGE_PIXELS = 16_000_000
@@ -107,7 +107,7 @@ def _import_pillow() -> Any:
         from PIL import BmpImagePlugin, GifImagePlugin, Image, JpegImagePlugin  # noqa: F401
     except ImportError as error:
         problem = f"has no Pillow, which reads images: {describe(error)}"
-        raise InputError(problem, "install the package pillow there") from None
+        raise JobError(problem, "install the package pillow there") from None
     return PIL
 
 
@@ -119,7 +119,7 @@ class ImageDecoder:
         shape = known_shape(rule)
         if shape is None or shape[2] not in (1, 3):
             problem = f"images cannot be converted to samples of shape {rule.shape}"
-            raise InputError(problem, "set data.image.shape in job.yaml: [height, width, 1 or 3]")
+            raise JobError(problem, "set data.image.shape in job.yaml: [height, width, 1 or 3]")
         self._pillow = _import_pillow()
         self._height, self._width, self._channels = shape
         self.sample_bytes = math.prod(shape)

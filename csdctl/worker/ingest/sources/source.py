@@ -16,7 +16,7 @@ import numpy as np
 
 from csdctl.worker.data.arrays import OBJECTS, Array
 from csdctl.worker.data.file_hash import open_regular, remember
-from csdctl.worker.process.errors import InputError, WorkerError
+from csdctl.worker.process.errors import JobError, WorkerError
 from csdctl.worker.process.files import DAMAGED_ARCHIVE
 from csdctl.worker.protocol.datasets import PrepareSpec
 from csdctl.worker.protocol.file_state import file_state
@@ -96,10 +96,10 @@ def read_tree(source: str, *, is_private: bool = False) -> Tree:
     try:
         root = Path.home() / Path(source).expanduser()
     except RuntimeError:
-        raise InputError(f"there is no home directory for {source}") from None
+        raise JobError(f"there is no home directory for {source}") from None
     try:
         if not root.exists():
-            missing = WorkerError if is_private else InputError
+            missing = WorkerError if is_private else JobError
             raise missing(f"there is no data at {source}", "fix the path in job.yaml, or mount its disk")
         if root.is_file():
             return Tree(root, (DataFile((), file_state(root.stat())),), ())
@@ -138,7 +138,7 @@ def _walk(directory: Path, parts: tuple[str, ...], within: str, source: str) -> 
 
 def data_error(source: str, problem: str, remedy: str = "") -> WorkerError:
     """Return the error for data that cannot be used. It names no file below `source`."""
-    return InputError(f"data at {source} {problem}", remedy)
+    return JobError(f"data at {source} {problem}", remedy)
 
 
 def empty_data_error(source: str) -> WorkerError:

@@ -11,7 +11,7 @@ import pytest
 from csdctl.worker.compute.backend import load_backend
 from csdctl.worker.compute.script import FitCall, describe_fit, record, run_to_fit
 from csdctl.worker.compute.user_code import import_file
-from csdctl.worker.process.errors import InputError
+from csdctl.worker.process.errors import JobError
 from csdctl.worker.protocol.model_info import ScriptFit, ScriptRequest
 from csdctl.workflows.init.init import _render_functions
 
@@ -186,7 +186,7 @@ def test_callbacks_become_keys_of_the_recipe_or_notes() -> None:
     ],
 )
 def test_script_that_does_not_reach_fit_is_refused(text: str, message: str) -> None:
-    with pytest.raises(InputError, match=message) as caught:
+    with pytest.raises(JobError, match=message) as caught:
         run(f"{HEAD}{text}\n")
     assert caught.value.remedy
 
@@ -203,10 +203,10 @@ def test_file_of_functions_runs_the_script_unless_it_has_changed(
     assert (len(module.training_data("")[0]), len(module.validation_data("")[0])) == (6, 2)
     Path("script.py").write_text(METHOD + "\n")
     del sys.modules["script_functions"]
-    with pytest.raises(InputError, match=r"^script.py has changed since `csdctl init`"):
+    with pytest.raises(JobError, match=r"^script.py has changed since `csdctl init`"):
         import_file(functions)
 
 
 def test_script_that_is_missing_is_refused() -> None:
-    with pytest.raises(InputError, match="nope.py cannot be read: No such file"):
+    with pytest.raises(JobError, match="nope.py cannot be read: No such file"):
         run_to_fit("nope.py", [], {"__name__": "functions"})

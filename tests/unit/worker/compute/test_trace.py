@@ -9,7 +9,7 @@ import pytest
 from csdctl.worker.compute.backend import load_backend
 from csdctl.worker.compute.trace import CannotCompileError, GraphBuilder, Values
 from csdctl.worker.engine.tensorflow_c import GraphSession
-from csdctl.worker.process.errors import InputError
+from csdctl.worker.process.errors import JobError
 from csdctl.worker.protocol.run_spec import Runtime
 
 tf, keras = load_backend()
@@ -124,7 +124,7 @@ def written_by_an_operation(scope: Values, variable: Any, x: Any) -> Any:
     [(switched, "inside of a function of TensorFlow"), (written_by_an_operation, "AssignAddVariableOp")],
 )
 def test_write_that_would_be_lost_is_refused(code: Any, words: str) -> None:
-    with pytest.raises(InputError, match=words):
+    with pytest.raises(JobError, match=words):
         run(code, keras.Variable(7.0), 1.0, 2.0)
 
 

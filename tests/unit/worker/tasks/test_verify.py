@@ -22,7 +22,7 @@ from csdctl.worker.protocol.run_spec import RankSpec, RunSpec
 from csdctl.worker.tasks.progress import Reporter, RunProgress
 from csdctl.worker.tasks.task import TaskContext
 from csdctl.worker.tasks.verify import MAX_SAMPLES, Reference, Verify, draw_samples
-from csdctl.workflows.train.verify import Verdict, judge
+from csdctl.workflows.train.verify import Judgement, judge
 from tests.patience import run_command
 from tests.unit.worker.compute.built_models import Step
 from tests.unit.worker.tasks.verified_models import (
@@ -283,7 +283,7 @@ def test_right_engine_passes_and_every_wrong_one_fails(
     task = load_task(row)
     start = task.step.values
 
-    def judged(engine: Engine) -> tuple[Verified, Verdict]:
+    def judged(engine: Engine) -> tuple[Verified, Judgement]:
         task.step.values = start
         verified = verify(task, engine, saved, capsys)
         return verified, judge(verified, NODES)

@@ -47,10 +47,10 @@ from csdctl.workflows.predict.predict import (
     PUBLIC,
     SCORES,
     VALIDATION,
-    Block,
     Part,
     Prediction,
     PredictRequest,
+    ResultBlock,
     build_rules,
     check_layer,
     choose_data,
@@ -158,11 +158,11 @@ def request_of_all(project: Path) -> PredictRequest:
 @pytest.fixture
 def predict(
     request_of_all: PredictRequest, prepared: Prepared, monkeypatch: pytest.MonkeyPatch
-) -> Callable[[Lie], tuple[list[Block], dict[str, CsdctlError]]]:
+) -> Callable[[Lie], tuple[list[ResultBlock], dict[str, CsdctlError]]]:
     """Predict all data sets where csd1 lies."""
     monkeypatch.setattr("csdctl.workflows.predict.predict.deploy_files", lambda *_: None)
 
-    def run(lie: Lie) -> tuple[list[Block], dict[str, CsdctlError]]:
+    def run(lie: Lie) -> tuple[list[ResultBlock], dict[str, CsdctlError]]:
         request, root = request_of_all, request_of_all.directory
         sessions = {name: Machine(root, name) for name in (HOST_NAME, "csd0")}
         sessions["csd1"] = Machine(root, "csd1", lie)
@@ -333,12 +333,12 @@ def test_layer_that_the_model_does_not_have_is_refused(
 NAMES = ["cat", "dog"]
 
 
-def classes(node: str, values: list[int]) -> Block:
+def classes(node: str, values: list[int]) -> ResultBlock:
     fields = {
         "class": np.array(values, np.int32),
         "probability": np.array([0.1 + value for value in values], np.float32),
     }
-    return Block("private", node, np.arange(len(values)), fields)
+    return ResultBlock("private", node, np.arange(len(values)), fields)
 
 
 def read(path: Path) -> list[list[str]]:
@@ -363,7 +363,9 @@ def test_classes_have_names_where_these_are_known(tmp_path: Path) -> None:
 
 def test_vectors_have_a_column_for_each_number(tmp_path: Path) -> None:
     values = np.arange(12, dtype=np.float32).reshape(2, 2, 3) / 7
-    write_results(tmp_path / "a.csv", [Block("public", "host", np.array([4, 9]), {"value": values})], NAMES)
+    write_results(
+        tmp_path / "a.csv", [ResultBlock("public", "host", np.array([4, 9]), {"value": values})], NAMES
+    )
     header, *rows = read(tmp_path / "a.csv")
     assert header == ["data", "node", "row", *(f"value_{number}" for number in range(6))]
     assert [row[2] for row in rows] == ["4", "9"]
@@ -372,7 +374,7 @@ def test_vectors_have_a_column_for_each_number(tmp_path: Path) -> None:
 
 def test_npz_has_arrays_of_all_rows(tmp_path: Path) -> None:
     values = np.arange(6, dtype=np.float32).reshape(2, 3)
-    blocks = [Block("private", node, np.arange(2), {"value": values}) for node in ("csd0", "csd1")]
+    blocks = [ResultBlock("private", node, np.arange(2), {"value": values}) for node in ("csd0", "csd1")]
     write_results(tmp_path / "a.npz", blocks, NAMES)
     with np.load(tmp_path / "a.npz", allow_pickle=False) as arrays:
         assert arrays["node"].tolist() == ["csd0", "csd0", "csd1", "csd1"]
@@ -384,7 +386,7 @@ def test_npz_has_arrays_of_all_rows(tmp_path: Path) -> None:
 def test_failed_write_leaves_the_earlier_file(tmp_path: Path) -> None:
     path = tmp_path / "a.csv"
     path.write_text("earlier")
-    broken = Block("private", "csd1", np.arange(3), {"class": np.zeros(2, np.int32)})
+    broken = ResultBlock("private", "csd1", np.arange(3), {"class": np.zeros(2, np.int32)})
     with pytest.raises(ValueError, match="reshape"):
         write_results(path, [classes("csd0", [1]), broken], [])
     assert path.read_text() == "earlier"
