@@ -22,7 +22,7 @@ ADMIT, SUM, END = "admit", "sum", "end"
 """What the ranks do next."""
 
 
-class LinkCheck(Task):
+class SumCheck(Task):
     """Sums vectors of the sizes in the task's argument `sum_bytes`, over all ranks that have joined.
 
     They are also timed when as many ranks have joined as the argument `sum_ranks` says. Rank 0 begins alone,

@@ -34,7 +34,7 @@ from csdctl.worker.tasks.progress import Reporter, RunProgress, hash_state, max_
 from csdctl.worker.tasks.task import Orders, Task, TaskContext
 
 TASKS = {
-    CHECK: "csdctl.worker.tasks.check:LinkCheck",
+    CHECK: "csdctl.worker.tasks.check:SumCheck",
     TRAIN_SPLIT: "csdctl.worker.tasks.split:Split",
     TRIAL_SPLIT: "csdctl.worker.tasks.trial:SplitTrial",
     TRAIN: "csdctl.worker.tasks.train:Train",

@@ -66,9 +66,9 @@ def make_train() -> type:
 
 
 def make_check(*, is_wrong: bool) -> type:
-    from csdctl.worker.tasks.check import LinkCheck
+    from csdctl.worker.tasks.check import SumCheck
 
-    class HeldCheck(LinkCheck):
+    class HeldCheck(SumCheck):
         """Stops in the sums, where the test wants it. Rank 1 may add what it should not."""
 
         def run(self, communicator: Any) -> str:

@@ -363,7 +363,8 @@ def test_classes_have_names_where_these_are_known(tmp_path: Path) -> None:
 
 def test_vectors_have_a_column_for_each_number(tmp_path: Path) -> None:
     values = np.arange(12, dtype=np.float32).reshape(2, 2, 3) / 7
-    write_results(
+    block = ResultBlock("public", "host", np.array([4, 9]), {"value": values})
+    write_results(tmp_path / "a.csv", [block], NAMES)
         tmp_path / "a.csv", [ResultBlock("public", "host", np.array([4, 9]), {"value": values})], NAMES
     )
     header, *rows = read(tmp_path / "a.csv")
