@@ -365,8 +365,6 @@ def test_vectors_have_a_column_for_each_number(tmp_path: Path) -> None:
     values = np.arange(12, dtype=np.float32).reshape(2, 2, 3) / 7
     block = ResultBlock("public", "host", np.array([4, 9]), {"value": values})
     write_results(tmp_path / "a.csv", [block], NAMES)
-        tmp_path / "a.csv", [ResultBlock("public", "host", np.array([4, 9]), {"value": values})], NAMES
-    )
     header, *rows = read(tmp_path / "a.csv")
     assert header == ["data", "node", "row", *(f"value_{number}" for number in range(6))]
     assert [row[2] for row in rows] == ["4", "9"]
