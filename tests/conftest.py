@@ -34,7 +34,7 @@ os.environ["CSDCTL_EMULATE_PID"] = str(os.getpid())
 LONGEST = [
     Path(__file__).parent / directory / f"test_{name}.py"
     for directory, *names in (
-        ("emulated", "demo", "features", "predict", "tuned_strategies", "augment", "tune", "main_job"),
+        ("emulated", "demo", "features", "predict", "augment", "tune", "main_job"),
         ("lab", "main_job", "privacy"),
         ("emulated", "api", "strategies", "init", "private_noise", "notebook", "doctor", "runs"),
         ("attacks", "hostile_node", "ordinary_user", "foreign_daemon"),

@@ -54,15 +54,7 @@ def assert_refused(done: "subprocess.CompletedProcess[str]", *words: str) -> Non
         assert word in done.stderr.replace("\n", " ")
 
 
-def bomb(first: str, levels: int, use: str) -> str:
-    """Lines of which each is nine times as large as the one before."""
-    lines = [f"  a0: &a0 {first}"]
-    for number in range(1, levels):
-        aliases = ", ".join([f"*a{number - 1}"] * 9)
-        lines.append(f"  a{number}: &a{number} {use.format(aliases)}")
-    return "\n".join(lines) + "\n"
-
-
+ALIASES = "".join(f"  a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 9)}]\n" for n in range(1, 10))
 NO_HOSTS = '{"_meta": {"hostvars": {}}, '
 GROUPS = ", ".join(f'"g{n}": {{"children": ["g{n + 1}"], "hosts": ["h{n}"]}}' for n in range(3000))
 HOSTS = ", ".join(f'"h{n}"' for n in range(10_001))
@@ -74,13 +66,8 @@ COMMANDS = {
     "hosts.json": ("discover", "--inventory", "hosts.json"),
     "config": ("discover", "--ssh-config", "config"),
 }
-REFUSED: dict[str, tuple[str, str | bytes | Path, str]] = {
-    "aliases in a free part": (
-        "job.yaml",
-        JOB + "model_args:\n" + bomb("[x, x, x, x, x, x, x, x, x]", 10, "[{}]"),
-        "aliases",
-    ),
-    "no text": ("job.yaml", JOB.encode("utf-16"), "job.yaml"),
+REFUSED: dict[str, tuple[str, str | Path, str]] = {
+    "aliases in a free part": ("job.yaml", JOB + "model_args:\n  a0: &a0 [x, x, x]\n" + ALIASES, "aliases"),
     "a device": ("job.yaml", Path("/dev/zero"), "not a regular file"),
     "a model that is a link": ("job.yaml", JOB.replace(KERAS, "link.keras"), "is a link to"),
     "ranges": (
@@ -90,12 +77,6 @@ REFUSED: dict[str, tuple[str, str | bytes | Path, str]] = {
     ),
     "hosts": ("hosts.json", NO_HOSTS + '"g": {"hosts": [' + HOSTS + "]}}", "10000 items"),
     "a device that is included": ("config", "Include /dev/zero\nHost a\n", "not a regular file"),
-    "merge keys": ("job.yaml", JOB + "model_args:\n" + bomb("{k: 1}", 9, "{{<<: [{}]}}"), "aliases"),
-    "30,000 unknown keys": (
-        "job.yaml",
-        JOB + "".join(f"k{n}: 1\n" for n in range(30_000)),
-        "29,980 more problems",
-    ),
     "a function in a link": (
         "job.yaml",
         JOB.replace("data}", "data, function: link.py:load}"),
@@ -124,7 +105,7 @@ REFUSED: dict[str, tuple[str, str | bytes | Path, str]] = {
 @pytest.mark.first(7)
 @pytest.mark.parametrize(("name", "content", "word"), REFUSED.values(), ids=REFUSED)
 def test_file_that_is_a_bomb_or_leads_elsewhere_is_refused_in_one_sentence(
-    tmp_path: Path, name: str, content: str | bytes | Path, word: str
+    tmp_path: Path, name: str, content: str | Path, word: str
 ) -> None:
     """A link of the job's author would send any file of the user, such as a key, to every node."""
     (tmp_path / "id_ed25519").write_text("a key of the user")
@@ -134,8 +115,6 @@ def test_file_that_is_a_bomb_or_leads_elsewhere_is_refused_in_one_sentence(
         (tmp_path / "fleet.yaml").write_text(FLEET)
     if isinstance(content, Path):
         (tmp_path / name).symlink_to(content)
-    elif isinstance(content, bytes):
-        (tmp_path / name).write_bytes(content)
     else:
         (tmp_path / name).write_text(content.replace("DIRECTORY", str(tmp_path)))
     named = name if name.endswith(".yaml") else ""

@@ -97,7 +97,7 @@ def test_training_goes_on_while_neighbours_on_host_and_node_pretend_to_be_daemon
         assert machine["recorded_bytes"] > 0
         assert machine["connections"] + machine["refused"] > 30
         assert machine["daemons_that_were_content"] == 0
-        assert machine["answered"] == 0, machine["answers"]
+        assert machine["answers"] == []
 
 
 @dataclass(frozen=True)

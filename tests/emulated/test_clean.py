@@ -1,5 +1,6 @@
-"""`csdctl clean` and `--failed-from` on an emulated fleet, with real processes and files."""
+"""`csdctl clean`, `--failed-from` and `csdctl trust` on an emulated fleet, with real processes and keys."""
 
+import json
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -68,20 +69,9 @@ def test_process_of_an_earlier_run_is_ended_and_its_run_named(project: Path) -> 
 
 
 @pytest.mark.thorough
-def test_deployed_trees_stay_until_nothing_uses_them(project: Path) -> None:
+def test_everything_is_removed_only_when_confirmed(project: Path) -> None:
     (project / "tree").mkdir()
     (project / "tree" / "file").write_text("content")
-    assert csdctl(project, "clean", "--unused").returncode == 0
-    assert csdctl(project, "deploy", "--tree", "tree").returncode == 0
-    assert "csd0: no leftovers" in csdctl(project, "clean", "--unused").stdout
-    assert on_csd0(project, "cat tree/file") == "content"
-    on_csd0(project, "rm tree")
-    assert "unused files removed" in csdctl(project, "clean", "--unused").stdout
-    assert on_csd0(project, "ls .csdctl/objects") == ""
-
-
-@pytest.mark.thorough
-def test_everything_is_removed_only_when_confirmed(project: Path) -> None:
     succeed(project, "deploy", "--tree", "tree")
     assert "--yes" in refuse(project, "clean", "--everything")
     assert on_csd0(project, "cat tree/file") == "content"
@@ -102,3 +92,37 @@ def test_failed_node_is_named_and_only_it_is_retried(project: Path) -> None:
     for content in ("{}", '{"failed": {"host": {}}}', '{"failed": 3}'):
         (project / "none.json").write_text(content)
         assert "none.json" in refuse(project, "clean", "--failed-from", "none.json")
+
+
+@pytest.fixture
+def unknown(project: Path, tmp_path: Path) -> Path:
+    """A project with the fleet file and without known keys."""
+    (tmp_path / "fleet.yaml").write_text((project / "fleet.yaml").read_text())
+    return tmp_path
+
+
+@pytest.mark.fault(4)
+def test_unknown_keys_are_refused_until_the_user_accepts_them(unknown: Path) -> None:
+    assert "csdctl trust --limit csd0" in refuse(unknown, "discover", code=4)
+    assert "--yes" in refuse(unknown, "trust")
+    shown = document(unknown, "trust", "--dry-run")
+    assert {key["state"] for key in shown["machines"].values()} == {"new"}
+    known_hosts = unknown / ".csdctl" / "known_hosts"
+    assert not known_hosts.exists()
+    assert succeed(unknown, "trust", "--yes").stdout.count("SHA256:") == 2
+    succeed(unknown, "discover")
+    node = load_fleet(unknown / "fleet.yaml").node("csd0")
+    assert known_hosts.read_text().startswith(f"[{node.address}]:{node.port} ssh-ed25519 ")
+    assert "2 keys already accepted" in succeed(unknown, "trust").stdout
+
+
+def test_machine_that_cannot_be_asked_is_named_beside_the_keys_of_the_others(unknown: Path) -> None:
+    node = load_fleet(unknown / "fleet.yaml").node("csd1")
+    text = (unknown / "fleet.yaml").read_text()
+    (unknown / "fleet.yaml").write_text(text.replace(f"port: {node.port}", "port: 1"))
+    for options in (("--dry-run",), ("--yes",)):
+        done = csdctl(unknown, "trust", *options, "--json")
+        assert done.returncode == 3
+        found = json.loads(done.stdout)
+        assert found["machines"]["csd0"]["fingerprint"].startswith("SHA256:")
+        assert list(found["failed"]) == ["csd1"]

@@ -1,4 +1,4 @@
-"""Training by features on an emulated host and two nodes; test_strategies.py compares it with the others."""
+"""Training by features, and plans that name a strategy, on an emulated host and two nodes."""
 
 import json
 import subprocess
@@ -9,10 +9,11 @@ from typing import Any
 
 import numpy as np
 import pytest
+import yaml
 
 from csdctl.job.model import load_job
 from csdctl.tuning.plan import Plan, RankPlan, save_plan
-from tests.emulated.running import document, emulated, home_of, succeed
+from tests.emulated.running import document, emulated, home_of, refuse, succeed
 from tests.emulated.small_jobs import ALL_DATA, frozen_model, pausing_layer, small_job
 from tests.emulated.training import events_of, find_breaks, stop_without_csd1
 
@@ -21,6 +22,8 @@ pytestmark = [pytest.mark.emulated, pytest.mark.thorough]
 NUM_SAMPLES = 96
 JOB = small_job("epochs: 2, learning_rate: %s, optimizer: adam", ".npz", data=ALL_DATA)
 MODEL = frozen_model(12, 'Conv2D(8, 3, activation="relu")', "BatchNormalization()")
+LEAVING = "private.npz, activations: may-leave}"
+QUICK = ("--probe-seconds", "0.1", "--max-global-batch", "24")
 AUGMENT = """\
 def darken(samples, labels, rng):
     return (samples * rng.random()).astype(samples.dtype), labels
@@ -44,7 +47,10 @@ def write_all(directory: Path) -> None:
 
 @pytest.fixture(scope="module")
 def project(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    files = {"job.yaml": JOB % 0.01, "faster.yaml": JOB % 0.02, "model.py": MODEL}
+    job = JOB % 0.01
+    trained = job.replace("build", "build_trained").replace("private.npz}", LEAVING)
+    files = {"job.yaml": job, "tuned.yaml": job, "trained.yaml": trained, "faster.yaml": JOB % 0.02}
+    files["model.py"] = MODEL
     with emulated(tmp_path_factory.mktemp("features"), 2, files) as directory:
         write_all(directory)
         yield directory
@@ -180,3 +186,52 @@ def test_lost_node_leaves_its_public_samples_and_the_stopped_run_resumes(project
         project, "train", "long.yaml", "--resume", run.name, "--skip-doctor", "--max-steps", str(steps + 50)
     )
     assert "; 0 computed in" in resumed.stdout, resumed.stdout
+
+
+def tune(project: Path, job: str, *arguments: str) -> dict[str, Any]:
+    """Return the plan in the file, which is what was printed."""
+    printed = document(project, "tune", job, *QUICK, *arguments)
+    plan: dict[str, Any] = yaml.safe_load(Path(printed["path"]).read_text())
+    assert printed["strategies"][0]["strategy"] == plan["strategies"][0]["strategy"] == "data-parallel"
+    return plan
+
+
+def test_plan_for_features_is_followed(project: Path) -> None:
+    plan = tune(project, "tuned.yaml", "--strategy", "features")
+    assert (plan["strategy"], plan.get("cut", "")) == ("features", "")
+    whole, features = plan["strategies"]
+    assert features["strategy"] == "features"
+    assert 0 < features["next_run_s"] < features["first_run_s"]
+    assert whole["is_confirmed"]
+    for forecast in (whole, features):
+        low, high = forecast["first_run_s_range"]
+        assert 0 < low < forecast["first_run_s"] < high
+    assert train(project, "tuned.yaml")["features"]["layer"] == "base"
+
+
+def test_plan_for_a_split_was_tried_and_is_followed(project: Path) -> None:
+    plan = tune(project, "trained.yaml", "--strategy", "split", "--cut", "base")
+    assert (plan["strategy"], plan["cut"]) == ("split", "base")
+    assert plan["predicted"]["is_confirmed"]
+    assert sum(rank["batch_size"] for rank in plan["ranks"]) <= 24
+    *_, split = plan["strategies"]
+    assert split["cut"] == "base"
+    assert split["is_confirmed"]
+    assert train(project, "trained.yaml")["samples"] == 2 * 3 * NUM_SAMPLES
+    flows = document(project, "report", "--privacy")["of_run"]
+    assert "activations" in {flow["kind"] for flow in flows}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "reason"),
+    [
+        (("tuned.yaml", "--strategy", "split"), "sends activations and labels of private samples"),
+        (("trained.yaml", "--strategy", "features"), "it has no frozen first layers"),
+        (("trained.yaml", "--strategy", "split", "--cut", "no"), "cannot be cut after 'no'"),
+        (("tuned.yaml", "--strategy", "features", "--no-host"), "a host that trains"),
+    ],
+)
+def test_strategy_that_is_not_possible_is_refused(
+    project: Path, arguments: tuple[str, ...], reason: str
+) -> None:
+    assert reason in refuse(project, "tune", *QUICK, *arguments)

@@ -1,26 +1,26 @@
-"""A GAN with its own train_step, from prepare to report, on ranks that are killed while it trains.
+"""A GAN with its own train_step, also on ranks that are killed and from Python, and a custom loop.
 
 The model itself ends its rank between the sums of a step, of the discriminator and of the generator, when it
 finds a file that asks for it.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from tests.emulated.running import document, emulated, succeed
+from csdctl.api.interface import load_run
+from tests.emulated.running import document, emulated, result_of_script, succeed
 from tests.emulated.training import (
     assert_all_read_once,
     events_of,
     hash_at_the_end,
-    kill_host_rank,
-    kill_rank,
     resumed_from,
     start_run,
     wait_until_all_train,
 )
+from tests.patience import communicate
 
 pytestmark = [pytest.mark.emulated, pytest.mark.thorough]
 
@@ -103,11 +103,71 @@ def load(path):
 """
 
 
+LOOP_JOB = """\
+model: loop.py:build
+step: loop.py:step
+data:
+  public: {path: samples.npz, function: loop.py:load}
+recipe: {epochs: 1, reference_batch: 16}
+"""
+LOOP = """\
+import keras
+import numpy as np
+import tensorflow as tf
+
+optimizer = keras.optimizers.Adam(0.01)
+accuracy = keras.metrics.SparseCategoricalAccuracy(name="accuracy")
+loss_of = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+
+
+def build():
+    hidden = [keras.layers.Dense(16), keras.layers.BatchNormalization(), keras.layers.ReLU()]
+    return keras.Sequential([keras.Input((16,)), *hidden, keras.layers.Dense(3)])
+
+
+def step(model, batch):
+    x, y = batch
+    with tf.GradientTape() as tape:
+        logits = model(x, training=True)
+        loss = loss_of(y, logits)
+    optimizer.apply(tape.gradient(loss, model.trainable_variables), model.trainable_variables)
+    accuracy.update_state(y, logits)
+    return {"loss": loss}
+
+
+def load(path):
+    x = np.load(path)["x"]
+    return x, x[:, :3].argmax(axis=1)
+"""
+PROGRAM = """\
+import json
+
+import keras
+import numpy as np
+from gan import GAN
+
+import csdctl
+
+if __name__ == "__main__":
+    keras.utils.set_random_seed(1)
+    gan = GAN(latent=4)
+    loss = keras.losses.BinaryCrossentropy(from_logits=True)
+    gan.compile(keras.optimizers.Adam(1e-3), keras.optimizers.Adam(2e-3), loss)
+    x = np.load("samples.npz")["x"]
+    job = csdctl.Job.from_model(gan, x, directory="from-python", code=["gan.py"], reference_batch=16)
+    csdctl.prepare(job)
+    verified = csdctl.verify(job)
+    run = csdctl.train(job, batch_size=8, options=csdctl.TrainOptions(max_steps=5))
+    print("RESULT", json.dumps({"run": run.id, "verified": list(verified.nodes)}))
+"""
+
+
 @pytest.fixture(scope="module")
 def project(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     directory = tmp_path_factory.mktemp("gan")
     gan = GAN.replace("Path(__file__).parent", f"Path({str(directory)!r})")
-    with emulated(directory, 2, {"job.yaml": JOB, "gan.py": gan}):
+    files = {"job.yaml": JOB, "gan.py": gan, "loop.yaml": LOOP_JOB, "loop.py": LOOP, "program.py": PROGRAM}
+    with emulated(directory, 2, files):
         generator = np.random.default_rng(0)
         np.savez(
             directory / "samples.npz", x=generator.normal(size=(NUM_SAMPLES, NUM_FEATURES)).astype(np.float32)
@@ -121,30 +181,42 @@ def test_verify_finds_its_sums_right(project: Path) -> None:
     assert verified["is_equal"], verified
 
 
-def train_through(project: Path, *losses: Callable[[Path, Path], object]) -> Path:
-    """Train while `losses` end a rank each; all have the same bits, no sample is read twice or left out."""
-    process, run = start_run(project, "--batch-size", "8", "--skip-doctor")
-    for number, lose in enumerate(losses, 1):
-        lose(project, run)
-        wait_until_all_train(process, run, number)
-    output, _ = process.communicate()
-    assert process.returncode == 0, output
-    assert hash_at_the_end(run)
-    assert len({event["epoch"] for event in events_of(run, "EpochEnd")}) == EPOCHS
-    assert_all_read_once(run, NUM_SAMPLES)
-    return run
-
-
 def test_ranks_that_are_lost_between_two_sums_of_a_step_take_it_again(project: Path) -> None:
-    stops = [project / f"stop-{node}" for node in ("csd1", "host")]
-    run = train_through(project, *(lambda *_, stop=stop: stop.touch() for stop in stops))
-    for number, stop in enumerate(stops, 1):
+    """All ranks have the same bits then, and no sample is read twice or left out."""
+    process, run = start_run(project, "--batch-size", "8", "--skip-doctor")
+    for number, node in enumerate(("csd1", "host"), 1):
+        stop = project / f"stop-{node}"
+        stop.touch()
+        wait_until_all_train(process, run, number)
         assert not stop.exists(), "the rank has ended elsewhere"
         resumed_from(run, number)
+    output, _ = communicate(process, project)
+    assert process.returncode == 0, output
+    assert hash_at_the_end(run)
+    ends = [event for event in events_of(run, "EpochEnd") if event["node"] == "host"]
+    assert {event["epoch"] for event in ends} == {*range(1, EPOCHS + 1)}
+    assert {"d_loss", "g_loss"} <= set(ends[-1]["metrics"])
+    assert_all_read_once(run, NUM_SAMPLES)
 
 
-def test_lost_ranks_leave_the_same_bits_on_all(project: Path) -> None:
-    run = train_through(project, kill_rank("csd1"), kill_host_rank)
-    *_, end = (event for event in events_of(run, "EpochEnd") if event["node"] == "host")
-    assert {"d_loss", "g_loss"} <= set(end["metrics"])
-    assert document(project, "report", run.name)["state"] == "completed"
+def test_step_of_a_custom_loop_goes_from_prepare_to_report(project: Path) -> None:
+    succeed(project, "prepare", "loop.yaml")
+    verified = document(project, "verify", "loop.yaml")
+    assert verified["is_equal"], verified
+    succeed(project, "tune", "loop.yaml", "--probe-seconds", "0.3", "--max-global-batch", "48")
+    succeed(project, "train", "loop.yaml", "--batch-size", "8", "--max-steps", "20", "--skip-doctor")
+    run = load_run("latest", project).directory.path
+    assert hash_at_the_end(run)
+    (end,) = (event for event in events_of(run, "EpochEnd") if event["node"] == "host")
+    assert set(end["metrics"]) == {"accuracy"}
+    assert end["learning_rate"] == pytest.approx(0.01)
+    assert document(project, "report")["state"] == "completed"
+
+
+def test_model_with_its_own_train_step_and_compile_is_trained_from_python(project: Path) -> None:
+    _, result = result_of_script(project, "program.py")
+    assert result["verified"] == ["host", "csd0", "csd1"]
+    run = load_run(result["run"], project).directory.path
+    assert hash_at_the_end(run)
+    (end,) = (event for event in events_of(run, "EpochEnd") if event["node"] == "host")
+    assert set(end["metrics"]) == {"d_loss", "g_loss"}

@@ -29,9 +29,11 @@ def test_project_and_home_that_are_not_utf8(tmp_path: Path) -> None:
             "epochs: 10", "epochs: 1"
         )
         (project / "job.yaml").write_text(job)
+        succeed(project, "doctor")
         assert SHOWN in succeed(project, "prepare").stdout
         succeed(project, "tune", "--probe-seconds", "0.1")
         succeed(project, "train", "--skip-doctor")
+        succeed(project, "verify")
         succeed(project, "report", "--html", "report.html", "--csv", "report.csv")
         assert SHOWN in (project / "report.html").read_text()
         run = Path(document(project, "report")["path"])

@@ -2,8 +2,6 @@
 
 import csv
 import json
-import os
-import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -14,42 +12,33 @@ import numpy as np
 import pytest
 import yaml
 
-from tests.emulated.running import CSDCTL, csdctl, document, emulated, home_of, state_of
-from tests.emulated.small_jobs import ALL_DATA, pausing_layer, small_job
-from tests.emulated.training import of_fleet, processes
-from tests.patience import communicate, wait_for
+from tests.emulated.running import csdctl, document, emulated, home_of
+from tests.emulated.small_jobs import ALL_DATA, small_job
 
 pytestmark = [pytest.mark.emulated, pytest.mark.thorough]
 
 NUM_SAMPLES = 80
 NUM_PUBLIC = 200
-NUM_SLOW = 640
-JOB = small_job(
-    *("epochs: 1, learning_rate: 0.01", ".npz"), model="model.py:build\ncode: [layer.py]", data=ALL_DATA
-)
+JOB = small_job("epochs: 1, learning_rate: 0.01", ".npz", data=ALL_DATA)
 MODEL = """\
 import keras
 from keras import layers
 
 
-def build(*first):
+def build():
     keras.utils.set_random_seed(3)
     return keras.Sequential([
         keras.Input((12, 12, 3)),
-        *first,
         layers.Conv2D(8, 3, activation="relu", name="pictures"),
         layers.GlobalAveragePooling2D(name="pooled"),
         layers.Dense(4, activation="softmax", kernel_initializer=keras.initializers.RandomNormal(stddev=9.0)),
     ])
 """
 SAVE = """\
-import model, layer
-compiled = {"optimizer": "sgd", "loss": "sparse_categorical_crossentropy"}
-for name, made in (("trained", model.build()), ("slow", model.build(layer.Pause()))):
-    made.compile(**compiled)
-    made.save(f"{name}.keras")
-import keras, sys, numpy as np
-trained = keras.models.load_model("trained.keras")
+import keras, model, sys, numpy as np
+trained = model.build()
+trained.compile("sgd", "sparse_categorical_crossentropy")
+trained.save("trained.keras")
 pooled = keras.Model(trained.inputs, trained.get_layer("pooled").output)
 expected = {}
 for name in sys.argv[1:]:
@@ -68,16 +57,13 @@ def write(path: Path, seed: int, count: int = NUM_SAMPLES) -> None:
 
 @pytest.fixture(scope="module")
 def project(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    files = {"job.yaml": JOB, "layer.py": pausing_layer(0.4), "model.py": MODEL}
-    files["slow.yaml"] = JOB.replace("private.npz", "slow.npz")
-    with emulated(tmp_path_factory.mktemp("predict"), 2, files) as directory:
+    with emulated(tmp_path_factory.mktemp("predict"), 2, {"job.yaml": JOB, "model.py": MODEL}) as directory:
         data = [directory / "public.npz", directory / "validation.npz"]
         data += [home_of(directory, node) / "private.npz" for node in ("csd0", "csd1")]
         for number, path in enumerate(data):
             write(path, number, NUM_PUBLIC if path.stem == "public" else NUM_SAMPLES)
-            write(path.with_name("slow.npz"), 10 + number, NUM_SLOW if path.parent.name == "home" else 1)
-        words = map(str, [*data, home_of(directory, "csd1") / "slow.npz"])
-        subprocess.run([sys.executable, "-c", SAVE, *words], cwd=directory, check=True, capture_output=True)
+        command = [sys.executable, "-c", SAVE, *map(str, data)]
+        subprocess.run(command, cwd=directory, check=True, capture_output=True)
         yield directory
 
 
@@ -147,43 +133,3 @@ def test_scores_and_embeddings_of_private_samples(project: Path) -> None:
             np.testing.assert_allclose(arrays["value"], np.concatenate(expected), rtol=1e-4, atol=1e-6)
     kinds = {json.loads(line)["kind"] for line in (project / ".csdctl/ledger.jsonl").read_text().splitlines()}
     assert {"scores of private samples", "embeddings of private samples"} <= kinds
-
-
-def start_and_kill(project: Path, num_before: int) -> int:
-    """Predict until csd1 has stored more than `num_before` rows, kill its worker; return how many it has."""
-    command = [str(CSDCTL), "predict", "slow.keras", "slow.yaml", "--output", "slow.csv", "--force"]
-    process = subprocess.Popen(
-        command, cwd=project, stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    )
-    stored = wait_for(
-        lambda: stored if (stored := num_stored(project)) > num_before else None, process, project
-    )
-    assert stored
-    (worker,) = of_fleet(processes("extract", ".csdctl/objects"), project, "python", "csd1")
-    os.kill(worker, signal.SIGKILL)
-    _, errors = communicate(process, project)
-    assert process.returncode == 3, errors
-    assert f"private rows of csd1 ({NUM_SLOW}) are missing" in " ".join(errors.split())
-    assert len(read_rows(project / "slow.csv")) == NUM_SLOW  # those of csd0
-    return stored
-
-
-def num_stored(project: Path) -> int:
-    """Return how many rows the unfinished results of csd1 have, as its record says."""
-    for record in state_of(project, "csd1").glob(".csdctl/predictions/.part-*/record.json"):
-        return int(json.loads(record.read_text())["num_samples"])
-    return 0
-
-
-def test_killed_node_loses_and_doubles_no_row(project: Path) -> None:
-    once = start_and_kill(project, 0)
-    twice = start_and_kill(project, once)
-    assert 0 < once < twice < NUM_SLOW
-    found = predict(project, "slow.keras", "slow.yaml", "--output", "slow.csv", "--force")
-    assert found["num_rows"] == 2 * NUM_SLOW
-    assert found["num_computed"] <= NUM_SLOW - twice  # nothing of csd0, and of csd1 only the rest
-    rows = [row for row in read_rows(project / "slow.csv") if row["node"] == "csd1"]
-    assert [int(row["row"]) for row in rows] == list(range(NUM_SLOW))
-    with np.load(project / "expected.npz") as arrays:
-        expected = arrays[str(home_of(project, "csd1") / "slow.npz")]
-    assert [int(row["class"]) for row in rows] == expected.argmax(axis=1).tolist()

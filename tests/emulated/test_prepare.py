@@ -97,19 +97,6 @@ def test_images_are_prepared_in_place_and_numbered_equally(project: Path) -> Non
     assert holds_no_canary(project, done.stdout, done.stderr)
 
 
-@pytest.mark.thorough
-def test_dry_run_of_train_plans_and_writes_nothing(project: Path) -> None:
-    trained = csdctl(project, "train", "--batch-size", "2", "--dry-run", "--skip-doctor", "--json")
-    assert trained.returncode == 0, trained.stderr
-    plan = json.loads(trained.stdout)["plan"]
-    assert [(rank["node"], rank["batch_size"]) for rank in plan["ranks"]] == [
-        ("host", 2),
-        ("csd0", 2),
-        ("csd1", 2),
-    ]
-    assert not (project / ".csdctl" / "runs").exists()
-
-
 @pytest.mark.fault(58)
 def test_incompatible_data_on_a_node_is_refused_with_node_and_class(project: Path) -> None:
     (private(project, "csd0") / "wasp").mkdir()

@@ -69,7 +69,6 @@ class NodeSpec:
     """disk, read-only, tiny: 1 MiB, or the name of a node with the same home."""
     login_shell: str = ""
     """The login shell of root, if another one than this machine's."""
-    home_in_passwd: str = "/root"
     start_up: str = ""
     """Content of its ~/.bashrc, which bash reads when started by sshd, and of ~/.cshrc."""
     cpu: float | None = None
@@ -316,10 +315,10 @@ class LabNode:
         (home / ".ssh" / "authorized_keys").write_text(self._key.with_suffix(".pub").read_text())
         for name in (".bashrc", ".cshrc"):
             (home / name).write_text(self.spec.start_up)
-        passwd, shell = self.directory / "passwd", self.spec.login_shell or "/bin/bash"
-        if self.spec.login_shell or self.spec.home_in_passwd != "/root":
+        passwd = self.directory / "passwd"
+        if self.spec.login_shell:
             others = Path("/etc/passwd").read_text().partition("\n")[2]
-            text = f"root:x:0:0:root:{self.spec.home_in_passwd}:{shell}\n{others}"
+            text = f"root:x:0:0:root:/root:{self.spec.login_shell}\n{others}"
             passwd.write_text(text, errors="surrogateescape")
         if self.spec.home == "read-only":
             (self.directory / "read-only").touch()

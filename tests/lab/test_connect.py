@@ -13,7 +13,7 @@ import pytest
 
 from csdctl.errors import DeadlineError
 from tests.lab import network
-from tests.lab.lab import GATE_NUMBER, Lab
+from tests.lab.lab import Lab
 from tests.lab.network import run_command
 from tests.lab.project import Project
 from tests.lab.test_run import session_to
@@ -122,31 +122,6 @@ class TestSickFleet:
         assert "ssh-add" in machines["locked-key"]["remedy"]
 
 
-@pytest.mark.fault(4)
-def test_trusted_keys_work_for_csdctl_and_ssh(project: Project) -> None:
-    node = project.lab.near[0]
-    project.write_fleet(node)
-    assert project.discover()[0] == 4
-    done = project.csdctl("trust", "--yes")
-    assert done.returncode == 0, done.stderr
-    assert project.discover()[0] == 0
-    words = (project.path / ".csdctl" / "known_hosts").read_text().split()
-    assert words[:2] == node.known_hosts_line.split()[:2]
-
-
-@pytest.mark.fault(5)
-def test_changed_key_is_not_accepted_by_trust_either(project: Project) -> None:
-    node = project.lab.near[0]
-    project.use(node)
-    before = (project.path / ".csdctl" / "known_hosts").read_text()
-    with node.another_host_key():
-        done = project.csdctl("trust", "--yes")
-        assert done.returncode in (1, 4)
-        assert "has changed" in done.stdout + done.stderr
-        assert (project.path / ".csdctl" / "known_hosts").read_text() == before
-        assert project.discover()[0] == 4
-
-
 @pytest.mark.fault(7)
 def test_right_key_is_found_behind_twenty_in_the_agent(project: Project) -> None:
     lab = project.lab
@@ -245,33 +220,6 @@ def test_ipv6_odd_ports_and_one_machine_listed_twice(project: Project) -> None:
         done = project.csdctl("discover")
         assert done.returncode == 0, done.stdout + done.stderr
         assert re.search("warning: (six, twin|twin, six) have the same host key SHA256:", done.stdout)
-
-
-@pytest.mark.fault(13)
-def test_two_nodes_share_an_address_behind_a_forwarding_gate(project: Project) -> None:
-    lab = project.lab
-    rules = "table ip lab { chain in { type nat hook prerouting priority -100;\n"
-    rules += "".join(
-        f"tcp dport {2210 + number} dnat to {far.node.address}:22;\n" for number, far in enumerate(lab.far)
-    )
-    rules += "}\nchain out { type nat hook postrouting priority 100; masquerade;\n}\n}\n"
-    inside = ("nsenter", f"--net={network.NAMESPACES / lab.gate.namespace}")
-    run_command(*inside, "sysctl", "-qw", "net.ipv4.ip_forward=1")
-    run_command(*inside, "nft", "-f", "-", input_text=rules)
-    try:
-        shared = lab.front.ipv4(GATE_NUMBER)
-        nodes = [replace(far.node, address=shared, port=2210 + number) for number, far in enumerate(lab.far)]
-        project.write_fleet(*nodes)
-        (project.path / ".csdctl").mkdir()
-        (project.path / ".csdctl/known_hosts").write_text(
-            "".join(f"[{shared}]:{2210 + number} {far.public_key}" for number, far in enumerate(lab.far))
-        )
-        code, machines, errors = project.discover()
-        assert code == 0, errors
-        assert set(machines) == {"host", "far0", "far1"}
-    finally:
-        run_command(*inside, "nft", "delete table ip lab")
-        run_command(*inside, "sysctl", "-qw", "net.ipv4.ip_forward=0")
 
 
 @pytest.mark.fault(14)

@@ -59,16 +59,6 @@ def fleet(project: Project) -> Project:
     return project
 
 
-def test_command_runs_on_all_nodes_and_keeps_their_answers_apart(fleet: Project) -> None:
-    done = fleet.csdctl("exec", "--json", "--", "hostname")
-    assert done.returncode == 0, done.stderr
-    rows = json.loads(done.stdout)["rows"]
-    assert [(row["machines"], row["stdout"]) for row in rows] == [(["csd0"], "csd0\n"), (["far0"], "far0\n")]
-    done = fleet.csdctl("exec", "test $(hostname) = far0")
-    assert done.returncode == 3, done.stderr
-    assert "csd0: exit code 1" in done.stdout
-
-
 def test_interrupted_command_leaves_nothing_on_nodes(fleet: Project, lab: Lab) -> None:
     process = fleet.start("exec", "--timeout", "20000", "--", "sleep", "17777")
     nodes = (lab.near[0], lab.far[0])

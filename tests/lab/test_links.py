@@ -82,16 +82,14 @@ def trains(project: Project, job: Path, *options: str) -> str:
     return done.stderr + done.stdout
 
 
-@pytest.mark.parametrize("network", ["10.92.0.0/16", ""])
-def test_each_node_is_behind_a_cable_of_its_own(lab: Lab, project: Project, job: Path, network: str) -> None:
-    with cables(lab), closed_except_ssh(lab, lab.near):
+@pytest.mark.parametrize(
+    ("network", "ipv6"), [("10.92.0.0/16", False), ("", False), ("fd91::/64", True)], ids=str
+)
+def test_each_node_is_behind_a_cable_of_its_own(
+    lab: Lab, project: Project, job: Path, network: str, *, ipv6: bool
+) -> None:
+    with cables(lab, ipv6=ipv6), closed_except_ssh(lab, lab.near):
         project.use(*lab.near, **{"network": network} if network else {})
-        trains(project, job)
-
-
-def test_cables_with_ipv6(lab: Lab, project: Project, job: Path) -> None:
-    with cables(lab, ipv6=True), closed_except_ssh(lab, lab.near):
-        project.use(*lab.near, network="fd91::/64")
         trains(project, job)
 
 

@@ -249,13 +249,6 @@ def lock_of(project: Project, node: str) -> Iterator[None]:
         communicate(running, project.path)
 
 
-def test_host_with_ipv6_reaches_a_node_without_it(lab: Lab, project: Project) -> None:
-    with lab.node("plain", 75) as plain:
-        project.use(plain)
-        done = project.csdctl("doctor")
-        assert done.returncode == 0, done.stdout
-
-
 def test_recorder_that_gives_the_login_a_terminal_is_named(lab: Lab, project: Project) -> None:
     recorder = 'ForceCommand script -qefc "$SSH_ORIGINAL_COMMAND" /dev/null'
     with lab.node("recorded", 76, sshd=(recorder,)) as recorded:

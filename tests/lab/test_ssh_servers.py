@@ -96,22 +96,6 @@ def test_training_works_where_a_connection_has_one_session(project: Project, job
     assert num_connections > 1
 
 
-@pytest.mark.fault(9)
-def test_fabric_task_works_where_a_connection_has_one_session(project: Project) -> None:
-    node = project.lab.near[0]
-    project.use(node)
-    (project.path / "fabfile.py").write_text(
-        "from fabric import task\n@task\ndef go(c):\n"
-        "    c.put('sent', 'by-fabric')\n    assert c.run('cat by-fabric', hide=True).stdout == 'text'\n"
-        "    c.get('by-fabric', 'back')\n"
-    )
-    (project.path / "sent").write_text("text")
-    with node.with_sshd("MaxSessions 1"):
-        done = project.csdctl("exec", "--task", "fabfile.py:go")
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert (project.path / "back").read_text() == "text"
-
-
 def test_server_that_opens_no_session_is_named(project: Project) -> None:
     node = project.lab.near[0]
     project.use(node)

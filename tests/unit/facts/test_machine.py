@@ -213,6 +213,7 @@ def test_wrong_python_is_noted_and_other_facts_are_kept(tmp_path: Path, python: 
     assert not (tmp_path / "pwned").exists()
 
 
+@pytest.mark.attack(11)
 @pytest.mark.parametrize(
     ("name", "answer", "field", "note"),
     [
