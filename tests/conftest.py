@@ -166,8 +166,8 @@ def pytest_runtest_makereport(
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_testnodedown(node: Any) -> None:
-    told = getattr(node, "workeroutput", {}).get("num_left_out", 0)
-    node.config.stash[NUM_LEFT_OUT] = max(told, node.config.stash.get(NUM_LEFT_OUT, 0))
+    num_left_out = getattr(node, "workeroutput", {}).get("num_left_out", 0)
+    node.config.stash[NUM_LEFT_OUT] = max(num_left_out, node.config.stash.get(NUM_LEFT_OUT, 0))
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
@@ -175,7 +175,9 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     config = terminalreporter.config
     skipped = terminalreporter.stats.get("skipped", [])
     reasons = [
-        one.longrepr[2].removeprefix("Skipped: ") for one in skipped if isinstance(one.longrepr, tuple)
+        report.longrepr[2].removeprefix("Skipped: ")
+        for report in skipped
+        if isinstance(report.longrepr, tuple)
     ]
     if reasons:
         terminalreporter.section(f"{len(reasons)} tests did not run here", sep="!", yellow=True)

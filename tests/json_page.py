@@ -8,14 +8,14 @@ from docs.generate import DOCUMENTS, Shown, json_types
 def find_deviations(document: dict[str, Any], described: Shown) -> list[str]:
     """Return what of `document` is not described, and what is described that is not so."""
     names = [name for name in document if name != "schema"]
-    found = [f"{name} is not described" for name in names if name not in described.fields]
+    deviations = [f"{name} is not described" for name in names if name not in described.fields]
     absent = described.fields.keys() - described.optional - document.keys()
-    found += [f"{name} is absent" for name in sorted(absent)]
+    deviations += [f"{name} is absent" for name in sorted(absent)]
     for name in names:
         expected = json_types(described.fields.get(name, Any))
         if not isinstance(document[name], expected):
-            found.append(f"{name}: {expected} is described, received {document[name]!r:.80}")
-    return found
+            deviations.append(f"{name}: {expected} is described, received {document[name]!r:.80}")
+    return deviations
 
 
 def check_document(document: dict[str, Any]) -> None:

@@ -293,23 +293,23 @@ class Group:
             self.send(rank, *request)
         return [self.answer(rank) for rank in chosen]
 
-    def sum(self, seed: int, *rest: Any, ranks: Collection[int] | None = None) -> Any:
+    def sum(self, seed: int, *arguments: Any, ranks: Collection[int] | None = None) -> Any:
         """Let ranks sum their vectors of a seed; return the answer, which must be the same on all."""
-        answers = self.all("sum_up", seed, *rest, ranks=ranks)
+        answers = self.all("sum_up", seed, *arguments, ranks=ranks)
         assert all(answer == answers[0] for answer in answers), answers
         return answers[0]
 
     def await_lost(self, rank: int) -> tuple[str, bool]:
         """Wait until rank 0 knows that a rank is lost; return why, and whether that is its fault."""
-        found: list[Any] = []
+        losses: list[Any] = []
 
         def is_lost() -> bool:
             self.call(0, "look")
-            found.extend(loss for loss in self.call(0, "note", "lost") if loss[0] == rank)
-            return bool(found)
+            losses.extend(loss for loss in self.call(0, "note", "lost") if loss[0] == rank)
+            return bool(losses)
 
         assert eventually(is_lost)
-        return found[0][1], found[0][2]
+        return losses[0][1], losses[0][2]
 
     def end(self) -> None:
         """End everything."""
@@ -362,8 +362,8 @@ def expect_sum(
         nodes = [rank for rank in present if servers[rank] == server != rank]
         return add([*(on_wire(make(rank)) for rank in nodes), make(server)])
 
-    others = [rank for rank in present if rank and servers[rank] == rank]
+    other_servers = [rank for rank in present if rank and servers[rank] == rank]
     total = sum_of(0)
-    if others:
-        total = add([on_wire(sum_of(server)) for server in others]) + total
+    if other_servers:
+        total = add([on_wire(sum_of(server)) for server in other_servers]) + total
     return hashlib.sha256(on_wire(total).tobytes()).hexdigest()

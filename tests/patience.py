@@ -209,17 +209,17 @@ def wait_for(
     """
     activity = Activity(directory)
     looked_s = time.monotonic()
-    while not (found := condition()):
+    while not (result := condition()):
         if process.poll() is not None:
-            if found := condition():  # it became true just before the end
-                return found
+            if result := condition():  # it became true just before the end
+                return result
             raise _killed(process, activity, "the command did not get there")
         if time.monotonic() - looked_s > LOOK_S:
             looked_s = time.monotonic()
             if activity.has_stalled(0):
                 raise _killed(process, activity, f"no progress for {scaled(STALL_S):.0f} s")
         time.sleep(0.02)
-    return found
+    return result
 
 
 def _killed(process: "subprocess.Popen[Any]", activity: Activity, problem: str) -> StalledError:
@@ -258,6 +258,6 @@ def run_command(
 
 def kill_tree(pid: int) -> None:
     """Kill a process and all that descend from it."""
-    for one in (pid, *list_descendants(pid)):
+    for process in (pid, *list_descendants(pid)):
         with contextlib.suppress(ProcessLookupError):
-            os.kill(one, signal.SIGKILL)
+            os.kill(process, signal.SIGKILL)

@@ -23,17 +23,17 @@ def find_problems(package: Path) -> Iterator[str]:
     readme = directory / "README.md"
     text = readme.read_text() if readme.is_file() else ""
     lines = dict(re.findall(r"^- `(\w+\.py)`: (.+)$", text, re.MULTILINE))
-    shown = readme.relative_to(TESTS.parent)
+    page = readme.relative_to(TESTS.parent)
     modules = {path.name for path in package.glob("*.py")} - {"__init__.py"}
     for module in sorted(modules - lines.keys()):
         if not (directory / f"test_{module}").is_file():
-            yield f"csdctl/{(package / module).relative_to(CSDCTL)}: no test_{module}, and no line in {shown}"
+            yield f"csdctl/{(package / module).relative_to(CSDCTL)}: no test_{module}, and no line in {page}"
     for module, places in lines.items():
         if module not in modules:
-            yield f"{shown}: {module} is no module of csdctl/{package.relative_to(CSDCTL)}"
+            yield f"{page}: {module} is no module of csdctl/{package.relative_to(CSDCTL)}"
         for name in re.findall(r"[\w./-]+\.py", places):
             if not (TESTS / name if "/" in name else directory / name).is_file():
-                yield f"{shown}: {module} is said to be tested by {name}, which does not exist"
+                yield f"{page}: {module} is said to be tested by {name}, which does not exist"
 
 
 if __name__ == "__main__":

@@ -41,12 +41,14 @@ class Reaper:
 
     def look(self) -> None:
         """Learn the descendants that are there now, of pytest and of those that were known."""
-        known = {pid: started for pid, started in self.known.items() if start_time(pid) == started}
+        running = {pid: started for pid, started in self.known.items() if start_time(pid) == started}
         seen = set(list_descendants(self.pytest_pid))
-        for root in known:
+        for root in running:
             if root not in seen:  # its parent has ended
                 seen |= {root, *list_descendants(root)}
-        self.known = known | {pid: at for pid in seen - known.keys() if (at := start_time(pid)) is not None}
+        self.known = running | {
+            pid: at for pid in seen - running.keys() if (at := start_time(pid)) is not None
+        }
         for pid in self.known:
             with contextlib.suppress(OSError):
                 self.places.add(Path(os.readlink(f"/proc/{pid}/cwd").removesuffix(" (deleted)")))
@@ -67,24 +69,24 @@ class Reaper:
         end_s = time.monotonic() + END_S
         while time.monotonic() < end_s:
             self.look()
-            left = {*self.known, *self._marked()} - spared
-            if not left:
+            remaining = {*self.known, *self._marked()} - spared
+            if not remaining:
                 return
-            for pid in left:
+            for pid in remaining:
                 with contextlib.suppress(ProcessLookupError, PermissionError):
                     os.kill(pid, signal.SIGKILL)
             time.sleep(0.05)
-        print(f"tests: these processes do not end: {sorted(left)}", file=sys.stderr)
+        print(f"tests: these processes do not end: {sorted(remaining)}", file=sys.stderr)
 
     def _marked(self) -> set[int]:
         """Return the processes that have the session in their environment."""
         mark = f"{VARIABLE}={self.directory}".encode()
-        found = set()
+        pids = set()
         for entry in Path("/proc").glob("[0-9]*"):
             with contextlib.suppress(OSError):
                 if mark in (entry / "environ").read_bytes().split(b"\0") and start_time(int(entry.name)):
-                    found.add(int(entry.name))
-        return found
+                    pids.add(int(entry.name))
+        return pids
 
     def remove_all(self) -> None:
         """Remove fleets, step files, labs, mounts and the session's directory."""

@@ -42,8 +42,8 @@ def start_all(session: Session, python: str) -> None:
         if line:
             conversation.send_line(line)
         if answer:
-            found = conversation.read_line(deadline_s=ANSWER_S)
-            assert found.startswith(answer), f"received {found!r}, expected {answer!r}"
+            received = conversation.read_line(deadline_s=ANSWER_S)
+            assert received.startswith(answer), f"received {received!r}, expected {answer!r}"
 
     def standalone(module: str) -> list[str]:
         return build_program_command(python, module)

@@ -50,7 +50,7 @@ def facts_of_this_machine(**changes: str) -> str:
     command = build_command(CONDITION_FACTS, sys.executable)
     printed = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     for name, answer in changes.items():
-        before, _, rest = printed.partition(f"csdctl-fact:{name}\n")
-        _, marker, after = rest.partition("csdctl-fact:")
+        before, _, following = printed.partition(f"csdctl-fact:{name}\n")
+        _, marker, after = following.partition("csdctl-fact:")
         printed = f"{before}csdctl-fact:{name}\n{answer}\n{marker}{after}"
     return printed

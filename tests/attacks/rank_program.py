@@ -58,14 +58,14 @@ class Rank:
         self.wait_for("lost")
         hostile = self.spec["hostile"]
         if self.rank == 0:
-            others = [rank for rank in range(len(self.spec["nodes"])) if rank != hostile]
-            self.report_members(others, lost=[[hostile, "its link was lost"]])
+            honest = [rank for rank in range(len(self.spec["nodes"])) if rank != hostile]
+            self.report_members(honest, lost=[[hostile, "its link was lost"]])
         self.finish()
 
     def finish(self) -> None:
-        whole = {"global_samples": 16, "loss": 1.0, "accuracy": 0.5} if self.rank == 0 else {}
-        self.say("Progress", **STEP, **whole)
-        self.say("EpochEnd", **END, **whole)
+        of_all = {"global_samples": 16, "loss": 1.0, "accuracy": 0.5} if self.rank == 0 else {}
+        self.say("Progress", **STEP, **of_all)
+        self.say("EpochEnd", **END, **of_all)
         self.say("Finished", epochs=1, steps=1, weights_hash="h", peak_memory_bytes=1)
         os._exit(0)
 

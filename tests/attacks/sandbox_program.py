@@ -116,14 +116,14 @@ def connect_while_the_socket_changes() -> None:
         LIBC.connect(place, address, 16)
         return bool(inet.getpeername())
 
-    connect_while(lambda: [os.dup2(one.fileno(), place) for one in (inet, unix)], attempt)
+    connect_while(lambda: [os.dup2(connecting.fileno(), place) for connecting in (inet, unix)], attempt)
 
 
 def connect_by_a_port_of_its_own() -> None:
     """Take the service's port at another address of this machine, where it is free."""
-    with socket.socket(socket.AF_INET6) as own:
-        own.bind(("::1", PORT))
-        own.listen()
+    with socket.socket(socket.AF_INET6) as listening:
+        listening.bind(("::1", PORT))
+        listening.listen()
         connect(("127.0.0.1", PORT))
 
 
@@ -141,17 +141,17 @@ def bind_low_port() -> None:
 
 def send_to_path() -> None:
     """A pair of sockets of datagrams is made without `socket`, and sends to any path without `connect`."""
-    one, other = socket.socketpair(socket.AF_UNIX, socket.SOCK_DGRAM)
-    with one, other:
-        other.close()
-        one.sendto(b"x", DATAGRAMS)
+    sending, unused = socket.socketpair(socket.AF_UNIX, socket.SOCK_DGRAM)
+    with sending, unused:
+        unused.close()
+        sending.sendto(b"x", DATAGRAMS)
 
 
 def own_signals(request: Callable[[int], object]) -> None:
     """Let the kernel signal the process outside when there is data on a socket."""
-    one, other = socket.socketpair()
-    with one, other:
-        request(one.fileno())
+    near, far = socket.socketpair()
+    with near, far:
+        request(near.fileno())
 
 
 def send_datagram() -> None:

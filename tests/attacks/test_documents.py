@@ -4,7 +4,6 @@ Every attack runs `csdctl` with limits of memory and of CPU time that are far ab
 """
 
 import resource
-import socket
 import subprocess
 from pathlib import Path
 
@@ -135,19 +134,3 @@ def test_edited_plan_is_refused_with_its_field(tmp_path: Path) -> None:
     (tmp_path / ".csdctl" / "plans").mkdir(parents=True)
     (tmp_path / ".csdctl" / "plans" / "job.yaml").write_text(plan)
     assert_refused(run_limited(tmp_path, "forecast"), "`ranks.0.batch_size`")
-
-
-@pytest.mark.thorough
-@pytest.mark.attack(17)
-def test_node_with_a_name_of_the_host_is_refused(tmp_path: Path) -> None:
-    """mpirun would start its link here."""
-    hostname = socket.gethostname()
-    for name in (hostname.upper(), f"{hostname}.example.com", "127.0.0.1"):
-        (tmp_path / "fleet.yaml").write_text(f"nodes: [{{name: {name}, address: 192.0.2.1}}]\n")
-        assert_refused(
-            run_limited(tmp_path, "inventory"), f"'{name}' is not allowed as a node name", "another `name`"
-        )
-    (tmp_path / "fleet.yaml").write_text(
-        "nodes: [{name: csd0.a, address: 192.0.2.1}, {name: csd0.b, address: 192.0.2.2}]\n"
-    )
-    assert_refused(run_limited(tmp_path, "inventory"), "'csd0.a' and 'csd0.b' for one node")

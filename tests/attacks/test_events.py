@@ -184,7 +184,7 @@ class SmallRun:
         session = LocalSession("host", self._directory)
         command = ["/bin/sh", "-c", f"echo {CONNECTED}; exec sleep 100000"]
         log = CappedLog(self._directory / "links.log", NODES[rank])
-        job = MpiJob(lambda: session.converse(command), log, NOTHING, sandbox_s=0.1)
+        job = MpiJob(lambda: session.converse(command), log, NOTHING)
         return Link([job], lambda _: None)
 
 
@@ -232,7 +232,7 @@ def run(tmp_path: Path) -> SmallRun:
 
 def assert_others_went_on(run: SmallRun) -> None:
     assert run.lost() == [NODES[ME]]
-    assert {found.node for found in run.events if isinstance(found, Finished)} >= {"host", "csd1"}
+    assert {finished.node for finished in run.events if isinstance(finished, Finished)} >= {"host", "csd1"}
     summary = run.report()
     assert (summary.state, summary.lost_nodes, summary.num_unreadable) == ("completed", (NODES[ME],), 0)
     assert summary.samples == 16
@@ -283,7 +283,7 @@ def test_node_that_reports_its_completion_early_is_lost_alone(
     run.supervise(Attack([event("Finished", **FINISHED), *later], leaves=True))
     assert_others_went_on(run)
     assert run.why_lost() == "reported its completion before the run was complete"
-    assert [warning in told for told in run.warnings()] == [True] * bool(warning)
+    assert [warning in message for message in run.warnings()] == [True] * bool(warning)
 
 
 @pytest.mark.attack(9)

@@ -90,16 +90,16 @@ class TestSharedDirectories:
         )
         assert victim.read_text() == "precious"
         trips = [ClockTrip(0.0, 0.0, "0.0")]
-        found = parse_facts("host", done.stdout, trips, CONDITION_FACTS, Condition)
-        assert found.home_space is not None
-        assert found.temporary_space is not None
-        assert (found.home_space.refusal, found.temporary_space.refusal) == ("", "")
+        condition = parse_facts("host", done.stdout, trips, CONDITION_FACTS, Condition)
+        assert condition.home_space is not None
+        assert condition.temporary_space is not None
+        assert (condition.home_space.refusal, condition.temporary_space.refusal) == ("", "")
         assert len(list(shared.iterdir())) == len(list(home.iterdir())) == 1
 
     @pytest.mark.attack(6)
     def test_no_code_makes_up_a_name_in_a_shared_directory(self) -> None:
         """Names there come from mkdtemp or mktemp. What else mentions such a directory is listed here."""
-        known = {
+        expected = {
             "standalone/leftovers.py": "finds what csdctl left there, and removes only its own",
             "runs/private.py": "the step file, in a directory of its user alone",
             "worker/protocol/run_spec.py": "names the step file, which the worker opens by open_private",
@@ -111,7 +111,7 @@ class TestSharedDirectories:
         mentioning = {
             str(path.relative_to(root)) for path in root.rglob("*.py") if place.search(path.read_text())
         }
-        assert mentioning <= set(known)
+        assert mentioning <= set(expected)
 
     @pytest.mark.attack(6)
     @pytest.mark.emulated
@@ -152,8 +152,8 @@ class TestStore:
             lock(home)
         finally:
             os.umask(before)
-        found = {str(path.relative_to(home)): oct(mode_of(path)) for path in home.rglob("*")}
-        assert {path: mode for path, mode in found.items() if int(mode, 8) & 0o077} == {}
+        modes = {str(path.relative_to(home)): oct(mode_of(path)) for path in home.rglob("*")}
+        assert {path: mode for path, mode in modes.items() if int(mode, 8) & 0o077} == {}
 
     @needs_root
     @pytest.mark.attack(7)

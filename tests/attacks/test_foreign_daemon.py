@@ -4,7 +4,6 @@ import contextlib
 import json
 import os
 import shutil
-import signal
 import socket
 import subprocess
 import sys
@@ -48,7 +47,7 @@ def python_of_all() -> str:
 
 
 @contextlib.contextmanager
-def neighbour(enter: list[str], place: Path, found: dict[str, Any]) -> Iterator[None]:
+def neighbour(enter: list[str], place: Path, outcome: dict[str, Any]) -> Iterator[None]:
     """Let another user attack on the machine that `enter` enters; afterwards `found` has what came of it."""
     with subprocess.Popen(
         [*DIES_WITH_PARENT, *enter, *NOBODY, python_of_all(), "-c", PROGRAM.read_text(), str(PRTED)],
@@ -62,14 +61,14 @@ def neighbour(enter: list[str], place: Path, found: dict[str, Any]) -> Iterator[
             yield
         finally:
             output, _ = communicate(process, input_text="over\n")
-            found.update(json.loads(output))
+            outcome.update(json.loads(output))
 
 
 @pytest.mark.attack(3)
 def test_training_goes_on_while_neighbours_on_host_and_node_pretend_to_be_daemons(
     project: Project, job: Path
 ) -> None:
-    lab, found = project.lab, {"host": {}, "csd0": {}}  # type: ignore[var-annotated]
+    lab, outcomes = project.lab, {"host": {}, "csd0": {}}  # type: ignore[var-annotated]
     project.use(lab.near[0], network=NETWORK)
     enter = {
         "host": ["nsenter", f"--net={network.NAMESPACES / lab.host.namespace}"],
@@ -81,10 +80,10 @@ def test_training_goes_on_while_neighbours_on_host_and_node_pretend_to_be_daemon
             place.mkdir(mode=0o700)
             stack.callback(shutil.rmtree, place)
             os.chown(place, 65534, 65534)
-            stack.enter_context(neighbour(command, place, found[machine]))
+            stack.enter_context(neighbour(command, place, outcomes[machine]))
         options = ("--batch-size", "8", "--max-steps", str(STEPS), "--skip-doctor")
         done = project.csdctl("train", str(long_job(job)), *options)
-    print(json.dumps(found, indent=1), done.stdout[-2000:], done.stderr)
+    print(json.dumps(outcomes, indent=1), done.stdout[-2000:], done.stderr)
     assert done.returncode == 0, done.stdout + done.stderr
     (path,) = (project.path / ".csdctl/runs").glob("*/events.jsonl")
     events = load_events(path)
@@ -92,7 +91,7 @@ def test_training_goes_on_while_neighbours_on_host_and_node_pretend_to_be_daemon
     assert "NodeLost" not in kinds
     finished = {event["rank"]: event["steps"] for event in events if event["event"] == "Finished"}
     assert finished == dict.fromkeys(range(2), STEPS)
-    for machine in found.values():
+    for machine in outcomes.values():
         assert machine["daemons"] > 5, "the attack was not made"
         assert machine["recorded_bytes"] > 0
         assert machine["connections"] + machine["refused"] > 30
@@ -112,29 +111,32 @@ class Machine:
 def listening_at(namespace: str) -> set[tuple[str, int]]:
     """Return the addresses and ports of all listeners of a machine but SSH's."""
     pid = network.list_processes(namespace)[0]
-    found = set()
+    listeners = set()
     for family, table in ((socket.AF_INET, "tcp"), (socket.AF_INET6, "tcp6")):
         for line in Path(f"/proc/{pid}/net/{table}").read_text().splitlines()[1:]:
             _, local, _, state, *_ = line.split()
             packed, _, port = local.partition(":")
             words = [bytes.fromhex(packed[place : place + 8])[::-1] for place in range(0, len(packed), 8)]
             if state == LISTENING and int(port, 16) != SSH:
-                found.add((socket.inet_ntop(family, b"".join(words)), int(port, 16)))
-    return found
+                listeners.add((socket.inet_ntop(family, b"".join(words)), int(port, 16)))
+    return listeners
 
 
 def try_port(namespace: str, source: str, host: str, port: int, answer_s: float) -> str:
     """Connect from a machine's address, say something, and return what came: an error, 'closed' or more."""
-    with network.entered(namespace), socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as one:
-        one.settimeout(answer_s)
-        one.bind((source, 0))
+    with (
+        network.entered(namespace),
+        socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as connecting,
+    ):
+        connecting.settimeout(answer_s)
+        connecting.bind((source, 0))
         try:
-            one.connect((host, port))
+            connecting.connect((host, port))
         except OSError as error:
             return type(error).__name__
         try:
-            one.sendall(bytes(64))
-            return f"received {received!r}" if (received := one.recv(100)) else "closed"
+            connecting.sendall(bytes(64))
+            return f"received {received!r}" if (received := connecting.recv(100)) else "closed"
         except ConnectionError:
             return "closed"
 
@@ -165,19 +167,17 @@ def test_ports_of_a_run_are_closed_outside_of_its_network(
     with more_addresses(project.lab, several=several) as (*machines, stranger):
         process = start_training(project, job)
         try:
-            found = [(machine, listening_at(machine.namespace)) for machine in machines]
+            ports = [(machine, listening_at(machine.namespace)) for machine in machines]
             for source, target in zip(stranger.outside, machines[1].outside, strict=True):
                 said = try_port(stranger.namespace, source, target, SSH, scaled(20))
                 assert "SSH" in said, "it is not reached at all"
-            for (machine, listeners), peer in zip(found, reversed(machines), strict=True):
+            for (machine, listeners), peer in zip(ports, reversed(machines), strict=True):
                 print(machine, listeners)
                 assert len(listeners) > 1
                 check_ports(machine, listeners, peer, stranger)
         finally:
-            process.send_signal(signal.SIGINT)
-            stdout, stderr = communicate(process, project.path)
-        assert process.returncode == 130, stdout + stderr
-        assert "is lost" not in stdout + stderr
+            printed = project.interrupt(process)
+        assert "is lost" not in printed
 
 
 def check_ports(machine: Machine, listeners: set[tuple[str, int]], peer: Machine, stranger: Machine) -> None:

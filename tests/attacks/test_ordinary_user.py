@@ -147,14 +147,14 @@ def wider_than_its_owner(directory: Path) -> list[str]:
 
     But for the directory that the system's fontconfig makes when Matplotlib looks for fonts.
     """
-    found = []
+    wider = []
     for path in sorted(directory.rglob("*")):
         if path.match(".cache/fontconfig"):
             continue
         mode = path.lstat().st_mode
         if mode & 0o077 and not any(is_other(mode) for is_other in SOCKETS):
-            found.append(f"{stat.filemode(mode)} {path.relative_to(directory)}")
-    return found
+            wider.append(f"{stat.filemode(mode)} {path.relative_to(directory)}")
+    return wider
 
 
 @pytest.mark.attack(7)

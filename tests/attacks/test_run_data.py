@@ -85,8 +85,8 @@ def test_swapped_data_is_not_trained_on_until_it_is_prepared_again(project: Path
 def test_swapped_data_with_its_own_description_is_refused_by_the_host(project: Path) -> None:
     [directory] = (state_of(project, "csd0") / ".csdctl" / "data").iterdir()
     swap(directory / "images.npy")
-    found = sha256(directory / "images.npy")
-    edit_json(directory / "dataset.json", lambda info: info.update(images_sha256=found))
+    swapped = sha256(directory / "images.npy")
+    edit_json(directory / "dataset.json", lambda info: info.update(images_sha256=swapped))
     said = refuse(project, *TRAIN)
     for words in ("csd0", "has another description", "csdctl prepare"):
         assert words in said

@@ -165,9 +165,9 @@ def attempts(user: User, place: Path, *, is_confined: bool) -> dict[str, str]:
         with Sandbox(user, place, command, is_confined=is_confined, scripts=scripts) as sandbox:
             printed = sandbox.read_all()
     print(printed)
-    found = re.findall(r"^(succeeded|refused): (\w+)", printed, re.MULTILINE)
-    assert len(found) > 35
-    return {name: result for result, name in found}
+    results = re.findall(r"^(succeeded|refused): (\w+)", printed, re.MULTILINE)
+    assert len(results) > 35
+    return {name: result for result, name in results}
 
 
 NEED_MORE = {
@@ -185,14 +185,14 @@ NEED_MORE = {
 
 @pytest.mark.attack(2)
 def test_program_in_the_sandbox_reaches_nothing(user: User, place: Path) -> None:
-    found = attempts(user, place, is_confined=True)
-    assert [name for name, result in found.items() if result == "succeeded"] == []
+    results = attempts(user, place, is_confined=True)
+    assert [name for name, result in results.items() if result == "succeeded"] == []
     assert (place / "private").read_text() == "samples"
 
 
 def test_the_same_program_without_a_sandbox_reaches_everything(user: User, place: Path) -> None:
-    found = attempts(user, place, is_confined=False)
-    refused = {name for name, result in found.items() if result == "refused"}
+    results = attempts(user, place, is_confined=False)
+    refused = {name for name, result in results.items() if result == "refused"}
     assert refused <= NEED_MORE
 
 
@@ -395,8 +395,8 @@ def test_services_of_this_machine_are_closed_where_any_network_may_connect(
     with socket.create_server(("::", 0), family=socket.AF_INET6, dualstack_ipv6=True) as service:
         command = ["-c", REACHING, str(service.getsockname()[1]), *THIS_MACHINE]
         with Sandbox(user, place, command, is_confined=is_confined, peers=ANY_NETWORK) as sandbox:
-            found = sandbox.read_all().splitlines()
-    assert found == [f"{'refused' if is_confined else 'reached'} {host}" for host in THIS_MACHINE]
+            answers = sandbox.read_all().splitlines()
+    assert answers == [f"{'refused' if is_confined else 'reached'} {host}" for host in THIS_MACHINE]
 
 
 CLOSED_PORT = """
@@ -474,10 +474,10 @@ for attempt in (
 def test_sandboxes_of_one_user_do_not_see_each_other(user: User, place: Path, *, is_confined: bool) -> None:
     """As an ordinary user all links are of one user, as are those of two runs."""
     code = "import os, time; print(os.getpid(), flush=True); time.sleep(600)"
-    with Sandbox(user, place, ["-c", code], is_confined=is_confined) as one:
-        command = ["-c", SPYING, one.read_line()]
-        with Sandbox(user, place, command, is_confined=is_confined) as other:
-            assert set(other.read_all().split()) == {"held" if is_confined else "reached"}
+    with Sandbox(user, place, ["-c", code], is_confined=is_confined) as victim:
+        command = ["-c", SPYING, victim.read_line()]
+        with Sandbox(user, place, command, is_confined=is_confined) as spying:
+            assert set(spying.read_all().split()) == {"held" if is_confined else "reached"}
 
 
 def test_sandbox_ends_with_its_input_and_leaves_nothing(user: User, place: Path) -> None:

@@ -235,18 +235,18 @@ def test_key_exchange_keeps_to_the_protocol(tmp_path: Path, make: Callable[[], A
         log_in(server)
 
 
-def short_rsa_key(prime: int, other: int) -> paramiko.RSAKey:
+def short_rsa_key(prime: int, second: int) -> paramiko.RSAKey:
     """A key that generators refuse to make."""
     exponent = 65537
-    secret = pow(exponent, -1, (prime - 1) * (other - 1))
+    secret = pow(exponent, -1, (prime - 1) * (second - 1))
     numbers = rsa.RSAPrivateNumbers(
         p=prime,
-        q=other,
+        q=second,
         d=secret,
         dmp1=secret % (prime - 1),
-        dmq1=secret % (other - 1),
-        iqmp=pow(other, -1, prime),
-        public_numbers=rsa.RSAPublicNumbers(exponent, prime * other),
+        dmq1=secret % (second - 1),
+        iqmp=pow(second, -1, prime),
+        public_numbers=rsa.RSAPublicNumbers(exponent, prime * second),
     )
     return paramiko.RSAKey(key=numbers.private_key(unsafe_skip_rsa_key_validation=True))
 

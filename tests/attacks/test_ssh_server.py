@@ -50,8 +50,8 @@ def attacked(
 ) -> Iterator[tuple[SshSession, StrictTransport]]:
     """Run a hostile server; yield a session to it and its transport."""
     with hostile_server(directory / "evil", Attack(on_command=on_command, changes=changes)) as server:
-        known = KnownHosts.load([server.known_hosts])
-        transport = open_transport(server.node(), Deadline(scaled(20)), JumpHosts(known))
+        known_hosts = KnownHosts.load([server.known_hosts])
+        transport = open_transport(server.node(), Deadline(scaled(20)), JumpHosts(known_hosts))
         session = SshSession(server.node(), transport)
         yield session, transport
         session.close()

@@ -115,13 +115,13 @@ def hold(claims: list[tuple[float, int]], hostile: str = "") -> list[list[dict[s
 def _read(process: "subprocess.Popen[str]") -> list[dict[str, Any]]:
     """Return what a rank prints until it says what it holds."""
     assert process.stdout
-    found: list[dict[str, Any]] = []
-    while not found or "held" not in found[-1]:
+    printed: list[dict[str, Any]] = []
+    while not printed or "held" not in printed[-1]:
         line = process.stdout.readline()
-        assert line, f"the rank ended after {found}"
+        assert line, f"the rank ended after {printed}"
         if line.startswith(("{", "@csdctl ")):
-            found.append(json.loads(line.removeprefix("@csdctl ")))
-    return found
+            printed.append(json.loads(line.removeprefix("@csdctl ")))
+    return printed
 
 
 def held(output: list[dict[str, Any]]) -> tuple[float, int]:
@@ -217,22 +217,22 @@ def test_step_file_that_another_user_may_have_written_is_neither_read_nor_writte
 
 @pytest.mark.attack(14)
 def test_directory_of_another_user_is_not_used_for_step_files(tmp_path: Path) -> None:
-    own = private_memory(tmp_path)
-    assert own == tmp_path / f"csdctl-{os.geteuid()}"
-    assert own.stat().st_mode & 0o777 == 0o700
-    assert private_memory(tmp_path) == own
-    own.chmod(0o770)
+    directory = private_memory(tmp_path)
+    assert directory == tmp_path / f"csdctl-{os.geteuid()}"
+    assert directory.stat().st_mode & 0o777 == 0o700
+    assert private_memory(tmp_path) == directory
+    directory.chmod(0o770)
     assert private_memory(tmp_path) is None
-    own.rmdir()
-    own.symlink_to(tmp_path)
+    directory.rmdir()
+    directory.symlink_to(tmp_path)
     assert private_memory(tmp_path) is None
-    own.unlink()
-    own.write_text("")
+    directory.unlink()
+    directory.write_text("")
     assert private_memory(tmp_path) is None
-    own.unlink()
+    directory.unlink()
     if os.geteuid() == 0:
-        own.mkdir(0o700)
-        give(own)
+        directory.mkdir(0o700)
+        give(directory)
         assert private_memory(tmp_path) is None
     assert private_memory(tmp_path / "none") is None
 
@@ -268,8 +268,8 @@ def steps_and_growth(directory: Path) -> tuple[str, int]:
         check=False,
     )
     assert done.returncode == 0, done.stderr
-    found, _, grown = done.stdout.strip().rpartition(" ")
-    return found, int(grown)
+    steps, _, grown = done.stdout.strip().rpartition(" ")
+    return steps, int(grown)
 
 
 @pytest.mark.attack(14)
@@ -310,7 +310,7 @@ def test_checkpoint_that_lies_is_skipped_at_no_cost(tmp_path: Path, name: str) -
     Checkpoints(tmp_path).save(packed, dataclasses.replace(AHEAD, total_steps=40))
     with zipfile.ZipFile(tmp_path / "step-99999999.npz", "w", zipfile.ZIP_DEFLATED) as archive:
         archive.writestr("state.npy", CHECKPOINTS[name](marker))
-    found, grown = steps_and_growth(tmp_path)
-    assert found == "[40]"
+    steps, grown = steps_and_growth(tmp_path)
+    assert steps == "[40]"
     assert grown < MAX_GROWTH_MIB
     assert not marker.exists()

@@ -140,7 +140,7 @@ def machine(tmp_path: Path) -> Iterator[HostileMachine]:
 
 
 @pytest.fixture
-def other(tmp_path: Path) -> Iterator[HostileMachine]:
+def second(tmp_path: Path) -> Iterator[HostileMachine]:
     """Another one."""
     with hostile_machine(tmp_path / "other") as served:
         yield served
@@ -151,19 +151,19 @@ def other(tmp_path: Path) -> Iterator[HostileMachine]:
     "command", ["discover -v", "doctor -vv", "trust --yes", "clean --dry-run", "deploy --tree tree -vv"]
 )
 def test_terminal_obeys_no_text_of_a_machine(
-    machine: HostileMachine, other: HostileMachine, tmp_path: Path, command: str
+    machine: HostileMachine, second: HostileMachine, tmp_path: Path, command: str
 ) -> None:
     answers = {"output": f"{HOSTILE}\n{FORGED}", "complaint": f"{FORGED}\n{CLIPBOARD}{MARKUP}\x9b2J"}
     machine.answer(facts=hostile_facts(HOSTILE), **answers)
     cpu = f"processor : 0\nmodel name : {CLIPBOARD}{MARKUP}\nflags : avx"
-    other.answer(facts=facts_of_this_machine(CPU=cpu), **answers)  # fit until its Python is asked
-    project = write_project(tmp_path / "project", {"csd0": machine, "csd1": other})
+    second.answer(facts=facts_of_this_machine(CPU=cpu), **answers)  # fit until its Python is asked
+    project = write_project(tmp_path / "project", {"csd0": machine, "csd1": second})
     (project / "tree").mkdir()
     (project / "tree" / CONTROLS.replace("/", "")).write_text("")
-    shown = on_terminal(project, *command.split())
-    assert shown.foreign == []
-    assert "csdctl failed" not in shown.plain
-    assert not forged_lines(shown.plain)
+    screen = on_terminal(project, *command.split())
+    assert screen.foreign == []
+    assert "csdctl failed" not in screen.plain
+    assert not forged_lines(screen.plain)
 
 
 @pytest.mark.attack(10)
@@ -174,11 +174,11 @@ def test_terminal_obeys_no_greeting_before_login(tmp_path: Path, command: str) -
         ports = {
             name: stack.enter_context(greeting(sent.replace(b"%s", line))) for name, sent in GREETINGS.items()
         }
-        shown = on_terminal(write_project(tmp_path / "project", ports), *command.split())
-    assert shown.foreign == []
-    assert ESCAPED_CLIPBOARD in shown.plain
-    assert all(name in shown.plain for name in GREETINGS)
-    assert shown.code == 4
+        screen = on_terminal(write_project(tmp_path / "project", ports), *command.split())
+    assert screen.foreign == []
+    assert ESCAPED_CLIPBOARD in screen.plain
+    assert all(name in screen.plain for name in GREETINGS)
+    assert screen.code == 4
 
 
 @pytest.mark.thorough
@@ -223,24 +223,24 @@ def test_terminal_obeys_no_stored_text(tmp_path: Path) -> None:
     log.append(0.0, NodeLost(0, HOSTILE, HOSTILE))
     log.close()
     for command in (["report"], ["report", "no-such-run"]):
-        shown = on_terminal(tmp_path, *command)
-        assert shown.foreign == []
-        assert "csdctl failed" not in shown.plain
-        assert r"\x1b" in shown.plain
+        screen = on_terminal(tmp_path, *command)
+        assert screen.foreign == []
+        assert "csdctl failed" not in screen.plain
+        assert r"\x1b" in screen.plain
 
 
 @pytest.mark.attack(11)
 @pytest.mark.parametrize("command", ["discover -v", "doctor -v"])
 def test_markup_in_a_fact_is_text(
-    machine: HostileMachine, other: HostileMachine, tmp_path: Path, command: str
+    machine: HostileMachine, second: HostileMachine, tmp_path: Path, command: str
 ) -> None:
     machine.answer(facts=hostile_facts(MARKUP), output=MARKUP, complaint=MARKUP)
-    other.answer(facts=facts_of_this_machine(**NAMES_WITH_MARKUP), lies="nothing")
+    second.answer(facts=facts_of_this_machine(**NAMES_WITH_MARKUP), lies="nothing")
     with hostile_machine(tmp_path / "honest") as honest:
         honest.answer(facts=facts_of_this_machine(), lies="nothing")
-        nodes = {"csd0": machine, "csd1": other, "csd2": honest}
-        shown = on_terminal(write_project(tmp_path / "project", nodes), *command.split(), columns=250)
-    assert shown.foreign == []
-    assert "csdctl failed" not in shown.plain
-    assert all(text in shown.plain for text in MARKUP_AS_TEXT)
-    assert any("csd2" in line and (" 3.11." in line or " ok " in line) for line in shown.plain.splitlines())
+        nodes = {"csd0": machine, "csd1": second, "csd2": honest}
+        screen = on_terminal(write_project(tmp_path / "project", nodes), *command.split(), columns=250)
+    assert screen.foreign == []
+    assert "csdctl failed" not in screen.plain
+    assert all(text in screen.plain for text in MARKUP_AS_TEXT)
+    assert any("csd2" in line and (" 3.11." in line or " ok " in line) for line in screen.plain.splitlines())

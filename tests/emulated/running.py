@@ -37,10 +37,10 @@ def document(directory: Path, *arguments: str) -> dict[str, Any]:
     """Run csdctl with --json, which must succeed; return the document, the last one of several."""
     printed = succeed(directory, *arguments, "--json").stdout
     try:
-        found: dict[str, Any] = json.loads(printed)
+        result: dict[str, Any] = json.loads(printed)
     except ValueError:
-        found = json.loads(printed.splitlines()[-1])
-    return found
+        result = json.loads(printed.splitlines()[-1])
+    return result
 
 
 def refuse(directory: Path, *arguments: str, code: int = 2, environment: dict[str, str] | None = None) -> str:
@@ -66,15 +66,15 @@ def result_of_script(directory: Path, program: str | Path) -> tuple[str, dict[st
 def check_documents(printed: str) -> None:
     """Assert that docs/generate.py describes every document that was printed: one, or one a line."""
     try:
-        found = [json.loads(printed)]
+        documents = [json.loads(printed)]
     except ValueError:
         try:
-            found = [json.loads(line) for line in printed.splitlines()]
+            documents = [json.loads(line) for line in printed.splitlines()]
         except ValueError:
             return  # cut off with its process: a matter of the test
-    for one in found:
-        if "schema" in one:  # events have none
-            check_document(one)
+    for document in documents:
+        if "schema" in document:  # events have none
+            check_document(document)
 
 
 @contextmanager

@@ -87,10 +87,10 @@ def test_run_repeats_its_augmentation(project: Path) -> None:
 
 
 def test_verify_includes_the_augmentation_of_every_rank(project: Path) -> None:
-    found = document(project, "verify")
-    assert found["is_equal"]
-    assert all(rank["difference"] <= 8 * rank["spread"] for rank in found["ranks"].values())
-    assert found["not_one_batch"] == ["augmentation by augment.py:flip"]
+    verified = document(project, "verify")
+    assert verified["is_equal"]
+    assert all(rank["difference"] <= 8 * rank["spread"] for rank in verified["ranks"].values())
+    assert verified["not_one_batch"] == ["augmentation by augment.py:flip"]
 
 
 def test_failure_on_a_node_is_named_and_its_message_stays_there(project: Path) -> None:

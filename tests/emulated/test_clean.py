@@ -74,7 +74,7 @@ def test_everything_is_removed_only_when_confirmed(project: Path) -> None:
     (project / "tree" / "file").write_text("content")
     succeed(project, "deploy", "--tree", "tree")
     assert "--yes" in refuse(project, "clean", "--everything")
-    assert on_csd0(project, "cat tree/file") == "content"
+    assert on_csd0(project, "cat ~/tree/file") == "content"
     succeed(project, "clean", "--everything", "--yes")
     assert on_csd0(project, "ls -d ~/tree .csdctl 2>/dev/null; true") == "", "no dangling link remains"
     assert (project / ".csdctl" / "emulated").is_dir(), "the host's own directory stays"
@@ -105,8 +105,8 @@ def unknown(project: Path, tmp_path: Path) -> Path:
 def test_unknown_keys_are_refused_until_the_user_accepts_them(unknown: Path) -> None:
     assert "csdctl trust --limit csd0" in refuse(unknown, "discover", code=4)
     assert "--yes" in refuse(unknown, "trust")
-    shown = document(unknown, "trust", "--dry-run")
-    assert {key["state"] for key in shown["machines"].values()} == {"new"}
+    offered = document(unknown, "trust", "--dry-run")
+    assert {key["state"] for key in offered["machines"].values()} == {"new"}
     known_hosts = unknown / ".csdctl" / "known_hosts"
     assert not known_hosts.exists()
     assert succeed(unknown, "trust", "--yes").stdout.count("SHA256:") == 2
@@ -123,6 +123,6 @@ def test_machine_that_cannot_be_asked_is_named_beside_the_keys_of_the_others(unk
     for options in (("--dry-run",), ("--yes",)):
         done = csdctl(unknown, "trust", *options, "--json")
         assert done.returncode == 3
-        found = json.loads(done.stdout)
-        assert found["machines"]["csd0"]["fingerprint"].startswith("SHA256:")
-        assert list(found["failed"]) == ["csd1"]
+        answer = json.loads(done.stdout)
+        assert answer["machines"]["csd0"]["fingerprint"].startswith("SHA256:")
+        assert list(answer["failed"]) == ["csd1"]

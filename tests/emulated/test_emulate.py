@@ -70,8 +70,8 @@ def start(directory: Path, mechanism: str, num_nodes: int = 2, *, owner_pid: int
     spec = EmulatedSpec((CPU,) * num_nodes, MEMORY_BYTES)
     chosen = mechanism.replace("cgroup", "auto")
     start_fleet(directory, spec, cpu_mechanism=chosen, owner_pid=owner_pid or os.getpid())
-    known = mechanism.removeprefix("auto")
-    assert all(one.cpu_mechanism.startswith(known) for one in fleet_status(directory))
+    expected = mechanism.removeprefix("auto")
+    assert all(status.cpu_mechanism.startswith(expected) for status in fleet_status(directory))
     lines = [f"UserKnownHostsFile {directory / 'known_hosts'}", "BatchMode yes", "ConnectTimeout 10"]
     for node in load_fleet(directory / "fleet.yaml").nodes:
         lines += [f"Host {node.name}", f"HostName {node.address}", f"Port {node.port}"]
@@ -328,7 +328,7 @@ def test_streams_are_binary_clean_and_exit_codes_come_back(fleet: Running) -> No
 
 def test_only_the_key_of_the_fleet_is_accepted(fleet: Running, tmp_path: Path) -> None:
     node = load_fleet(fleet.directory / "fleet.yaml").nodes[0]
-    other = asyncssh.generate_private_key("ssh-ed25519")
+    another_key = asyncssh.generate_private_key("ssh-ed25519")
 
     async def log_in(user: str, **secret: object) -> None:
         options = {"client_keys": None, "agent_path": None, "config": None, **secret}
@@ -336,7 +336,7 @@ def test_only_the_key_of_the_fleet_is_accepted(fleet: Running, tmp_path: Path) -
             pass
 
     asyncio.run(log_in(node.user, client_keys=[str(node.key)]))
-    for user, secret in ((node.user, {"client_keys": [other]}), (node.user, {"password": "csd"})):
+    for user, secret in ((node.user, {"client_keys": [another_key]}), (node.user, {"password": "csd"})):
         with pytest.raises(asyncssh.PermissionDenied):
             asyncio.run(log_in(user, **secret))
     assert node.key is not None
@@ -388,8 +388,8 @@ def test_idle_node_is_never_stopped(fleet: Running) -> None:
 
 def states_on(fleet: Running, node: str) -> list[str]:
     """Return the states of all processes of a node."""
-    found = [load_stat(pid) for pid in list_descendants(fleet.status(node).pid)]
-    return [stat.state for stat in found if stat]
+    stats = [load_stat(pid) for pid in list_descendants(fleet.status(node).pid)]
+    return [stat.state for stat in stats if stat]
 
 
 def test_a_command_ends_when_its_client_disconnects(fleet: Running) -> None:

@@ -72,11 +72,11 @@ def weights_of(project: Path, *reports: dict[str, Any]) -> list[list[Any]]:
     )
     models = [f"{report['path']}/model.keras" for report in reports]
     subprocess.run([sys.executable, "-c", program, *models], cwd=project, check=True, capture_output=True)
-    found = []
+    weights = []
     for number in range(len(models)):
         with np.load(project / f"weights{number}.npz") as arrays:
-            found.append([arrays[name] for name in arrays.files])
-    return found
+            weights.append([arrays[name] for name in arrays.files])
+    return weights
 
 
 @pytest.fixture(scope="module")
@@ -120,13 +120,13 @@ def test_host_trains_alone_on_features_of_all_public_samples(project: Path) -> N
     ledger = [json.loads(line) for line in (project / ".csdctl" / "ledger.jsonl").read_text().splitlines()]
     features = [flow for flow in ledger if flow["kind"] == "features of public samples"]
     assert {(flow["sender"], flow["receiver"]) for flow in features} == {("csd0", "host"), ("csd1", "host")}
-    whole = train(project, "public.yaml", "--plan", "alone-plan.yaml", "--exclude", "csd*")
-    for one, other in zip(*weights_of(project, whole, report), strict=True):
-        np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-6)
+    by_model = train(project, "public.yaml", "--plan", "alone-plan.yaml", "--exclude", "csd*")
+    for expected, array in zip(*weights_of(project, by_model, report), strict=True):
+        np.testing.assert_allclose(expected, array, rtol=1e-4, atol=1e-6)
 
     (project / "public2.yaml").write_text(text.replace("0.01", "0.02"))
-    other = load_job(project / "public2.yaml")
-    changes = {"job": other.name, "job_fingerprint": other.fingerprint()}
+    faster = load_job(project / "public2.yaml")
+    changes = {"job": faster.name, "job_fingerprint": faster.fingerprint()}
     save_plan(project / "plan2.yaml", plan.model_copy(update=changes))
     again = train(project, "public2.yaml", "--plan", "plan2.yaml", "--max-steps", "3")
     assert again["features"]["num_computed"] == 0
@@ -167,12 +167,12 @@ def test_frozen_part_that_calls_python_is_run_by_keras(project: Path) -> None:
 
 
 def test_verify_compares_features_and_head(project: Path, by_features: dict[str, Any]) -> None:
-    found = document(project, "verify", "--strategy", "features")
-    assert set(found["ranks"]) == {"host", "csd0", "csd1"}
+    verified = document(project, "verify", "--strategy", "features")
+    assert set(verified["ranks"]) == {"host", "csd0", "csd1"}
     assert by_features["features"]["num_computed"]
-    assert all(rank["difference"] <= 1e-5 for rank in found["ranks"].values())
-    assert {of_node["difference"] for of_node in found["features"].values()} == {0}
-    assert sum(of_node["num_rows"] for of_node in found["features"].values()) >= 3 * NUM_SAMPLES
+    assert all(rank["difference"] <= 1e-5 for rank in verified["ranks"].values())
+    assert {of_node["difference"] for of_node in verified["features"].values()} == {0}
+    assert sum(of_node["num_rows"] for of_node in verified["features"].values()) >= 3 * NUM_SAMPLES
 
 
 def test_lost_node_leaves_its_public_samples_and_the_stopped_run_resumes(project: Path) -> None:
@@ -199,11 +199,11 @@ def tune(project: Path, job: str, *arguments: str) -> dict[str, Any]:
 def test_plan_for_features_is_followed(project: Path) -> None:
     plan = tune(project, "tuned.yaml", "--strategy", "features")
     assert (plan["strategy"], plan.get("cut", "")) == ("features", "")
-    whole, features = plan["strategies"]
+    data_parallel, features = plan["strategies"]
     assert features["strategy"] == "features"
     assert 0 < features["next_run_s"] < features["first_run_s"]
-    assert whole["is_confirmed"]
-    for forecast in (whole, features):
+    assert data_parallel["is_confirmed"]
+    for forecast in (data_parallel, features):
         low, high = forecast["first_run_s_range"]
         assert 0 < low < forecast["first_run_s"] < high
     assert train(project, "tuned.yaml")["features"]["layer"] == "base"

@@ -64,12 +64,12 @@ def project(tmp_path: Path) -> Iterator[Path]:
 
 def test_compiled_model_with_own_layers_and_class_folders_is_trained_as_it_was_written(project: Path) -> None:
     options = ("--public", "pictures/train", "--validation", "pictures/val", "--private", "~/private")
-    found = document(project, "init", "--output", "cnn.yaml", "--model", "models.py:build", *options)
-    assert (found["fits"], found["path"]) == (True, "cnn.yaml")
+    described = document(project, "init", "--output", "cnn.yaml", "--model", "models.py:build", *options)
+    assert (described["fits"], described["path"]) == (True, "cnn.yaml")
     commands = [f"csdctl {command} cnn.yaml" for command in ("prepare", "tune", "train")]
-    assert found["next"] == ["csdctl doctor", *commands]
-    assert found["model"]["compiled"]["learning_rate"] == 0.003
-    assert found["public"]["class_counts"] == {"black": 30, "grey": 30, "white": 30}
+    assert described["next"] == ["csdctl doctor", *commands]
+    assert described["model"]["compiled"]["learning_rate"] == 0.003
+    assert described["public"]["class_counts"] == {"black": 30, "grey": 30, "white": 30}
     job = load_job(project / "cnn.yaml")
     assert job.code == (project / "own_layers.py",)
     assert (job.recipe.input_range, job.recipe.learning_rate, job.private_path) == (None, None, "~/private")

@@ -91,31 +91,31 @@ def test_discover_finds_the_limits_of_the_nodes(project: Path) -> None:
     assert set(saved) == {"host", "csd0", "csd1"}
     assert {saved[name].cpu_limit for name in ("csd0", "csd1")} == {CPU}
     assert saved["csd0"].prefix == saved["host"].prefix == sys.prefix
-    found = document(project, "discover")
-    assert found["emulated"] is True
-    assert [machine["name"] for machine in found["machines"]] == ["host", "csd0", "csd1"]
+    discovered = document(project, "discover")
+    assert discovered["emulated"] is True
+    assert [machine["name"] for machine in discovered["machines"]] == ["host", "csd0", "csd1"]
 
 
 def test_report_of_a_trained_job_says_what_was_trained_and_learnt(project: Path) -> None:
-    found = document(project, "report")
-    assert (found["state"], found["emulated"], found["epochs"]) == ("completed", True, 8)
-    assert found["samples"] == 8 * (NUM_PUBLIC + NUM_NODES * NUM_PRIVATE)
-    assert sum(rank["num_public"] for rank in found["ranks"]) == NUM_PUBLIC
-    assert [rank["num_private"] for rank in found["ranks"]] == [0, NUM_PRIVATE, NUM_PRIVATE]
-    assert found["validation_accuracy"] > 0.5  # of four classes
+    report = document(project, "report")
+    assert (report["state"], report["emulated"], report["epochs"]) == ("completed", True, 8)
+    assert report["samples"] == 8 * (NUM_PUBLIC + NUM_NODES * NUM_PRIVATE)
+    assert sum(rank["num_public"] for rank in report["ranks"]) == NUM_PUBLIC
+    assert [rank["num_private"] for rank in report["ranks"]] == [0, NUM_PRIVATE, NUM_PRIVATE]
+    assert report["validation_accuracy"] > 0.5  # of four classes
 
 
 def test_all_ranks_hold_identical_weights_at_every_epochs_end(project: Path) -> None:
-    found = document(project, "report")
+    report = document(project, "report")
     hashes: dict[int, set[str]] = {}
-    run = Path(found["path"])
+    run = Path(report["path"])
     for event in events_of(run, "EpochEnd"):
         hashes.setdefault(event["epoch"], set()).add((event["rank"], event["weights_hash"]))
-    assert sorted(hashes) == list(range(1, found["epochs"] + 1))
+    assert sorted(hashes) == list(range(1, report["epochs"] + 1))
     for of_epoch in hashes.values():
         assert {rank for rank, _ in of_epoch} == {0, 1, 2}
         assert len({digest for _, digest in of_epoch}) == 1
-    assert found["identical_weights"] is True
+    assert report["identical_weights"] is True
     assert 3 <= len(list((run / "checkpoints").glob("*.npz"))) <= 4  # the newest, and the best
     assert (run / "best.keras").exists()
 
@@ -219,12 +219,12 @@ def num_steps(project: Path) -> int:
 
 
 def test_verify_proves_the_gradient_on_this_fleet(project: Path) -> None:
-    found = document(project, "verify")
-    assert all(rank["difference"] <= 1e-6 for rank in found["ranks"].values())
-    assert found["one_batch"]["difference"] <= 1e-6
-    assert found["is_equal"]
-    assert found["verdict"] == "equal: within the rounding of float32"
-    assert set(found["ranks"]) == {"host", *NODES}
+    verified = document(project, "verify")
+    assert all(rank["difference"] <= 1e-6 for rank in verified["ranks"].values())
+    assert verified["one_batch"]["difference"] <= 1e-6
+    assert verified["is_equal"]
+    assert verified["verdict"] == "equal: within the rounding of float32"
+    assert set(verified["ranks"]) == {"host", *NODES}
 
 
 @pytest.mark.thorough
@@ -251,7 +251,7 @@ def test_private_samples_are_on_their_own_node_only(project: Path) -> None:
     """After every command above."""
     for node in NODES:
         sample = np.load(home_of(project, node) / "private.npz")["x"][0].tobytes()
-        homes = [home_of(project, other) for other in NODES if other != node]
+        homes = [home_of(project, name) for name in NODES if name != node]
         for path in (*files_of_csdctl(project), *(path for home in homes for path in home.rglob("*"))):
             if path.is_file():
                 assert sample not in path.read_bytes(), f"a private sample of {node} in {path}"

@@ -72,9 +72,9 @@ def test_model_with_two_inputs_trains_and_own_metric_is_evaluated(project: Path)
     assert lines[-1]["samples"] == 2 * 2 * NUM_SAMPLES
     ends = [line for line in lines if line.get("event") == "EpochEnd" and line["rank"] == 0]
     assert set(ends[-1]["metrics"]) == {"mean_absolute_error", "far_off"}
-    found = ends[-1]["validation_metrics"]
-    assert set(found) == {"mean_absolute_error", "far_off"}
-    assert 0 <= found["far_off"] <= 1
+    metrics = ends[-1]["validation_metrics"]
+    assert set(metrics) == {"mean_absolute_error", "far_off"}
+    assert 0 <= metrics["far_off"] <= 1
     # The saved model gives the same values in a separate process.
     program = (
         "import sys, keras, numpy as np\n"
@@ -91,8 +91,8 @@ def test_model_with_two_inputs_trains_and_own_metric_is_evaluated(project: Path)
         check=True,
     )
     mean_error, far_off = map(float, output.stdout.split()[-2:])
-    assert mean_error == pytest.approx(found["mean_absolute_error"], rel=1e-4)
-    assert far_off == pytest.approx(found["far_off"])
+    assert mean_error == pytest.approx(metrics["mean_absolute_error"], rel=1e-4)
+    assert far_off == pytest.approx(metrics["far_off"])
 
     again = succeed(project, "train", "--resume", "latest", "--skip-doctor")
     assert "is complete: nothing to resume" in again.stdout + again.stderr
@@ -100,12 +100,12 @@ def test_model_with_two_inputs_trains_and_own_metric_is_evaluated(project: Path)
 
 def test_verify_compares_random_layers_in_16_bits_with_the_random_states_of_every_rank(project: Path) -> None:
     (project / "random.yaml").write_text(JOB.replace(":build", ":build_random"))
-    found = document(project, "verify", "random.yaml")
-    assert (found["dtype"], found["compared_in"]) == ("bfloat16", "float32")
-    assert found["is_equal"]
-    assert found["ranks"]["csd0"]["difference"] <= 8 * found["ranks"]["csd0"]["spread"]
-    assert found["one_batch"] is None
-    assert len(found["not_one_batch"]) == 1
-    assert found["not_one_batch"][0].startswith("random numbers in ")
-    assert "drops" in found["not_one_batch"][0]
-    assert "random_rotation" in found["not_one_batch"][0]
+    verified = document(project, "verify", "random.yaml")
+    assert (verified["dtype"], verified["compared_in"]) == ("bfloat16", "float32")
+    assert verified["is_equal"]
+    assert verified["ranks"]["csd0"]["difference"] <= 8 * verified["ranks"]["csd0"]["spread"]
+    assert verified["one_batch"] is None
+    assert len(verified["not_one_batch"]) == 1
+    assert verified["not_one_batch"][0].startswith("random numbers in ")
+    assert "drops" in verified["not_one_batch"][0]
+    assert "random_rotation" in verified["not_one_batch"][0]

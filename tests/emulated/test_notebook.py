@@ -75,10 +75,10 @@ def text_of(outputs: list[Any]) -> str:
 
 
 def test_notebook_trains_as_fit_does_and_shows_every_epoch(executed: Any) -> None:
-    shown = text_of(outputs_of(executed, "by_fit"))
-    found = re.search(r"accuracy: csdctl ([\d.]+), model.fit ([\d.]+)", shown)
-    assert found, shown
-    by_csdctl, by_fit = map(float, found.groups())
+    text = text_of(outputs_of(executed, "by_fit"))
+    accuracies = re.search(r"accuracy: csdctl ([\d.]+), model.fit ([\d.]+)", text)
+    assert accuracies, text
+    by_csdctl, by_fit = map(float, accuracies.groups())
     assert min(by_csdctl, by_fit) > 0.9
     assert abs(by_csdctl - by_fit) < 0.06
     outputs = outputs_of(executed, "run.history.items()")
@@ -129,8 +129,8 @@ def test_interrupted_cell_stops_the_run_in_order(tmp_path: Path) -> None:
             user_expressions={"found": "run.report().state, type(run.model()).__name__"},
             timeout=None,
         )
-        found = state["content"]["user_expressions"]["found"]
-        assert found.get("data", found) == {"text/plain": "('stopped', 'Sequential')"}
+        answer = state["content"]["user_expressions"]["found"]
+        assert answer.get("data", answer) == {"text/plain": "('stopped', 'Sequential')"}
     finally:
         client.stop_channels()
         manager.shutdown_kernel(now=True)

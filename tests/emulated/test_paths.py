@@ -21,7 +21,8 @@ def test_project_and_home_that_are_not_utf8(tmp_path: Path) -> None:
     project.mkdir()
     with emulated(project, 1, {"model.py": dense_model(8, 8, 1)}):
         save_arrays(home_of(project, "csd0") / "private", 48, 8, 8, 1)
-        np.savez(project / DATA, x=np.zeros((48, 8, 8, 1), np.uint8), y=np.arange(48) % 3)
+        samples = np.random.default_rng(0).integers(0, 256, (48, 8, 8, 1), dtype=np.uint8)
+        np.savez(project / DATA, x=samples, y=np.arange(48) % 3)
         succeed(project, "init", "--model", "model.py:build", "--public", DATA)
         job = (project / "job.yaml").read_text()
         assert r'"donn\uDCE9es.npz"' in job

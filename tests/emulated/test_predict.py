@@ -115,9 +115,9 @@ def test_absent_node_lacks_its_private_rows_alone(project: Path) -> None:
     done = csdctl(project, "predict", *arguments, "--output", "away.csv", "--json")
     assert done.returncode == 3, done.stderr
     assert f"private rows of csd1 ({NUM_SAMPLES}) are missing" in " ".join(done.stderr.split())
-    found = json.loads(done.stdout)
-    assert found["num_missing"] == {"csd1": NUM_SAMPLES}
-    assert found["num_computed"] == 0
+    predicted = json.loads(done.stdout)
+    assert predicted["num_missing"] == {"csd1": NUM_SAMPLES}
+    assert predicted["num_computed"] == 0
     everything = (project / "all.csv").read_text().splitlines()
     present = [line for line in everything if not line.startswith("private,csd1,")]
     assert (project / "away.csv").read_text().splitlines() == present
@@ -125,8 +125,8 @@ def test_absent_node_lacks_its_private_rows_alone(project: Path) -> None:
 
 def test_scores_and_embeddings_of_private_samples(project: Path) -> None:
     for want, prefix in (("scores", ()), ("embeddings", ("--layer", "pooled"))):
-        found = predict(project, "trained.keras", "--want", want, *prefix, "--output", f"{want}.npz")
-        assert found["num_rows"] == 2 * NUM_SAMPLES
+        predicted = predict(project, "trained.keras", "--want", want, *prefix, "--output", f"{want}.npz")
+        assert predicted["num_rows"] == 2 * NUM_SAMPLES
         with np.load(project / f"{want}.npz") as arrays:
             assert arrays["node"].tolist() == ["csd0"] * NUM_SAMPLES + ["csd1"] * NUM_SAMPLES
             expected = [expected_of(project, node, "pooled " if prefix else "") for node in ("csd0", "csd1")]

@@ -142,6 +142,6 @@ def test_shared_public_data_is_not_sent(project: Path) -> None:
     of_run = [entry for entry in entries if entry["run"] == report["run_id"]]
     assert {entry["kind"] for entry in of_run} >= {"gradient", "control"}
     assert "public samples" not in {entry["kind"] for entry in of_run}
-    shown = csdctl(project, "report", "--privacy")
-    assert "No private sample" in shown.stdout
-    assert holds_no_canary(project, shown.stdout)
+    printed = csdctl(project, "report", "--privacy")
+    assert "No private sample" in printed.stdout
+    assert holds_no_canary(project, printed.stdout)

@@ -52,9 +52,9 @@ def test_resumed_run_with_noise_reports_its_guarantee(project: Path) -> None:
     stopped = succeed(project, *TRAIN, "--max-steps", "2")
     assert "after 2 epochs, if nothing is lost, private samples of csd0: ε = " in stopped.stderr
     (project / "job.yaml").write_text(JOB.replace("12.0", "13.0"))
-    other = refuse(project, "train", "--resume", "latest", "--skip-doctor")
+    refusal = refuse(project, "train", "--resume", "latest", "--skip-doctor")
     (project / "job.yaml").write_text(JOB)
-    assert "data.private.noise" in other
+    assert "data.private.noise" in refusal
     done = succeed(project, "train", "--resume", "latest", "--skip-doctor", "--json")
     assert "released: private samples of csd1: ε = " in done.stderr
     lines = [json.loads(line) for line in done.stdout.splitlines()]
@@ -78,8 +78,8 @@ def test_resumed_run_with_noise_reports_its_guarantee(project: Path) -> None:
         for node, count in NUM_PRIVATE.items()
     ]
     for arguments in (("report", "--privacy"), ("report",)):
-        shown = " ".join(succeed(project, *arguments).stdout.split())
-        assert f"{epsilons['csd1']:.3g} at δ = 1e-05" in shown
+        printed = " ".join(succeed(project, *arguments).stdout.split())
+        assert f"{epsilons['csd1']:.3g} at δ = 1e-05" in printed
 
 
 def test_tuning_measures_private_nodes_with_noise_and_verify_reports_no_noise(project: Path) -> None:

@@ -101,14 +101,14 @@ def are_others_back(run: Path) -> bool:
 @pytest.mark.fault(48)
 def test_thirty_random_kills_leave_the_same_weights_and_every_sample_read_once(project: Path) -> None:
     process, run = start_run(project, "--batch-size", "8", "--skip-doctor", "--min-nodes", "0")
-    chosen, found = random.Random(51), targets(project, run)
-    kinds = [*found] * -(-NUM_KILLS // len(found))
+    chosen, find_pids = random.Random(51), targets(project, run)
+    kinds = [*find_pids] * -(-NUM_KILLS // len(find_pids))
     chosen.shuffle(kinds)
     for kind in kinds[:NUM_KILLS]:
         time.sleep(chosen.uniform(0, MAX_PAUSE_S))
         if kind in ("hub", "rank 0"):
             wait_for(lambda: are_others_back(run), process, project)
-        pids: list[int] = wait_for(found[kind], process, project)
+        pids: list[int] = wait_for(find_pids[kind], process, project)
         with contextlib.suppress(ProcessLookupError):
             os.kill(chosen.choice(pids), signal.SIGKILL)
     num_ends = len(events_of(run, "EpochEnd"))

@@ -68,15 +68,15 @@ def sent_in(project: Path, report: dict[str, Any]) -> dict[tuple[str, str, str],
 
 
 def test_every_strategy_trains_the_same_model(project: Path, reports: dict[str, dict[str, Any]]) -> None:
-    expected, *others = weights_of(project, *reports.values())
+    expected, *compared = weights_of(project, *reports.values())
     for report in reports.values():
         assert report["samples"] == 2 * 2 * NUM_SAMPLES
         accuracy = reports["data-parallel"]["validation_accuracy"]
         assert report["validation_accuracy"] == pytest.approx(accuracy, abs=0.02)
-    for found in others:
-        assert len(found) == len(expected) == 8
-        for one, other in zip(expected, found, strict=True):
-            np.testing.assert_allclose(one, other, rtol=1e-3, atol=1e-5)
+    for weights in compared:
+        assert len(weights) == len(expected) == 8
+        for expected_array, array in zip(expected, weights, strict=True):
+            np.testing.assert_allclose(expected_array, array, rtol=1e-3, atol=1e-5)
 
 
 def test_features_of_private_samples_stay_and_activations_are_counted(
@@ -92,11 +92,11 @@ def test_features_of_private_samples_stay_and_activations_are_counted(
 
 @pytest.mark.thorough
 def test_layers_before_the_cut_are_trained_as_in_whole_models(project: Path) -> None:
-    whole = document(project, "train", "trained.yaml", *RUN)
+    undivided = document(project, "train", "trained.yaml", *RUN)
     split = document(project, "train", "trained.yaml", *RUN, *STRATEGIES["split"], "--micro-batches", "1")
-    assert split["samples"] == whole["samples"] == 2 * 3 * NUM_SAMPLES
-    for one, other in zip(*weights_of(project, whole, split), strict=True):
-        np.testing.assert_allclose(one, other, rtol=1e-3, atol=1e-4)
+    assert split["samples"] == undivided["samples"] == 2 * 3 * NUM_SAMPLES
+    for expected, array in zip(*weights_of(project, undivided, split), strict=True):
+        np.testing.assert_allclose(expected, array, rtol=1e-3, atol=1e-4)
     assert sent_in(project, split)["csd1", "host", "activations"] == ACTIVATION_BYTES
     verified = document(project, "verify", "trained.yaml", *STRATEGIES["split"])
     assert all(rank["difference"] <= 1e-5 for rank in verified["ranks"].values())

@@ -26,8 +26,8 @@ def start_run(demo: Path, *arguments: str, until: str = "Progress") -> tuple[sub
     )
 
     def new_run() -> Path | None:
-        found = set((demo / ".csdctl" / "runs").glob("*")) - before
-        return next((run for run in found if num_lines_with(until, run)), None)
+        new_runs = set((demo / ".csdctl" / "runs").glob("*")) - before
+        return next((run for run in new_runs if num_lines_with(until, run)), None)
 
     return process, wait_for(new_run, process, demo)
 
@@ -72,24 +72,24 @@ def num_lines_with(word: str, run: Path) -> int:
     return sum(word in line for line in events.read_text().splitlines()) if events.exists() else 0
 
 
-def processes(*wanted: str) -> list[int]:
+def processes(*words: str) -> list[int]:
     """Return the pids of all processes with all of `wanted` in their command line."""
-    found = []
+    pids = []
     for entry in Path("/proc").iterdir():
         try:
             line = (entry / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
         except OSError:
             continue
-        if entry.name.isdigit() and all(word in line for word in wanted):
-            found.append(int(entry.name))
-    return found
+        if entry.name.isdigit() and all(word in line for word in words):
+            pids.append(int(entry.name))
+    return pids
 
 
 def of_fleet(pids: list[int], demo: Path, program: str, node: str = "") -> list[int]:
     """Return those of `pids` in `demo`'s emulated fleet (in `node`) that run `program…`."""
     fleet_id = (demo / ".csdctl/emulated/fleet.id").read_text().strip()
-    wanted = {f"CSDCTL_EMULATED_FLEET={fleet_id}".encode()}
-    wanted |= {f"CSDCTL_EMULATED_NODE={node}".encode()} if node else set()
+    variables = {f"CSDCTL_EMULATED_FLEET={fleet_id}".encode()}
+    variables |= {f"CSDCTL_EMULATED_NODE={node}".encode()} if node else set()
 
     def belongs(pid: int) -> bool:
         try:
@@ -97,7 +97,7 @@ def of_fleet(pids: list[int], demo: Path, program: str, node: str = "") -> list[
             name = Path(os.readlink(f"/proc/{pid}/exe")).name
         except OSError:
             return False
-        return wanted <= environment and name.startswith(program)
+        return variables <= environment and name.startswith(program)
 
     return [pid for pid in pids if belongs(pid)]
 
@@ -155,12 +155,12 @@ def nothing_is_left(demo: Path, run: Path) -> bool:
 
 def events_of(run: Path, event_type: str) -> list[dict[str, Any]]:
     """Return the run's events of one type, in order of arrival; a line that is being written is left out."""
-    found = []
+    events = []
     for line in (run / "events.jsonl").read_text().rpartition("\n")[0].splitlines():
         event = json.loads(line)
         if event["event"] == event_type:
-            found.append(event)
-    return found
+            events.append(event)
+    return events
 
 
 def assert_all_read_once(run: Path, num_samples: int) -> None:
@@ -168,8 +168,8 @@ def assert_all_read_once(run: Path, num_samples: int) -> None:
     ends = events_of(run, "EpochEnd")
     assert ends
     for end in ends:
-        of_epoch = [other for other in ends if other["epoch"] == end["epoch"]]
-        assert len({other["weights_hash"] for other in of_epoch}) == 1, of_epoch
+        of_epoch = [epoch_end for epoch_end in ends if epoch_end["epoch"] == end["epoch"]]
+        assert len({epoch_end["weights_hash"] for epoch_end in of_epoch}) == 1, of_epoch
         if end["rank"] == 0:
             assert end["global_samples"] + end["num_lost"] == num_samples, end
 

@@ -80,7 +80,7 @@ def _is_quiet(captures: Iterable[Capture]) -> bool:
 @contextmanager
 def captured(lab: Lab, *nodes: LabNode, directory: Path) -> Iterator[dict[str, Capture]]:
     """Capture the traffic on the cables of `nodes` during the block; complete at its end."""
-    found, processes = {}, []
+    captures, processes = {}, []
     try:
         for node in nodes:
             path = directory / f"{node.name}.pcap"
@@ -89,15 +89,15 @@ def captured(lab: Lab, *nodes: LabNode, directory: Path) -> Iterator[dict[str, C
             processes.append(
                 subprocess.Popen(["nsenter", namespace, *command], stderr=subprocess.PIPE, text=True)
             )
-            found[node.name] = Capture(node.name, node.spec.address, path)
+            captures[node.name] = Capture(node.name, node.spec.address, path)
             with suppress(PermissionError):  # on a busy machine it would lose packets
                 os.setpriority(os.PRIO_PROCESS, processes[-1].pid, -20)
         for process in processes:
             assert process.stderr
             assert "listening on" in process.stderr.readline()
-        yield found
+        yield captures
     finally:
-        eventually(lambda: _is_quiet(found.values()))  # the last packets are still being written
+        eventually(lambda: _is_quiet(captures.values()))  # the last packets are still being written
         for process in processes:
             process.send_signal(signal.SIGINT)
         messages = [process.communicate()[1] for process in processes]

@@ -95,7 +95,8 @@ class LabNode:
         """The node as in fleet.yaml."""
         spec = self.spec
         faked = tuple(
-            (name, value) for name, _, value in (one.partition("=") for one in self._clock_variables())
+            (name, value)
+            for name, _, value in (variable.partition("=") for variable in self._clock_variables())
         )
         return Node(self.name, spec.address, spec.port, key=self._key, python=sys.executable, env=faked)
 
@@ -178,15 +179,15 @@ class LabNode:
 
     def commands(self) -> list[str]:
         """Return the command lines of all processes there except its SSH server."""
-        found = []
+        commands = []
         for pid in network.list_processes(self.namespace):
             try:
                 line = Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
             except OSError:
                 continue
             if line and not line.startswith(("sshd:", "/usr/sbin/dropbear", "unshare ")):
-                found.append(line.strip())
-        return found
+                commands.append(line.strip())
+        return commands
 
     @contextmanager
     def switched_off(self) -> Iterator[None]:
@@ -317,8 +318,8 @@ class LabNode:
             (home / name).write_text(self.spec.start_up)
         passwd = self.directory / "passwd"
         if self.spec.login_shell:
-            others = Path("/etc/passwd").read_text().partition("\n")[2]
-            text = f"root:x:0:0:root:/root:{self.spec.login_shell}\n{others}"
+            accounts = Path("/etc/passwd").read_text().partition("\n")[2]
+            text = f"root:x:0:0:root:/root:{self.spec.login_shell}\n{accounts}"
             passwd.write_text(text, errors="surrogateescape")
         if self.spec.home == "read-only":
             (self.directory / "read-only").touch()

@@ -1,6 +1,7 @@
 """A project directory on the lab's host, and csdctl as a user runs it."""
 
 import json
+import signal
 import subprocess
 import sys
 from dataclasses import dataclass
@@ -12,6 +13,7 @@ import yaml
 from csdctl.fleet.model import Node
 from tests.lab.lab import Lab
 from tests.lab.machines import LabNode
+from tests.patience import communicate
 
 CSDCTL = Path(sys.prefix) / "bin" / "csdctl"
 
@@ -45,6 +47,20 @@ class Project:
         done = self.lab.host.run(str(CSDCTL), *arguments, cwd=self.path, **how)
         assert "Traceback" not in done.stdout + done.stderr, done.stderr
         return done
+
+    def succeed(self, *arguments: str, **how: Any) -> subprocess.CompletedProcess[str]:
+        """Run csdctl, which must succeed."""
+        done = self.csdctl(*arguments, **how)
+        assert done.returncode == 0, done.stdout + done.stderr
+        return done
+
+    def interrupt(self, process: subprocess.Popen[str]) -> str:
+        """Press Ctrl-C, which must end csdctl in order; return what it has printed."""
+        process.send_signal(signal.SIGINT)
+        printed = "".join(communicate(process, self.path))
+        assert process.returncode == 130, printed
+        assert "Traceback" not in printed
+        return printed
 
     def start(self, *arguments: str) -> subprocess.Popen[str]:
         return self.lab.host.start(str(CSDCTL), *arguments, cwd=self.path)

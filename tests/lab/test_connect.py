@@ -49,22 +49,22 @@ def make_key(path: Path, passphrase: str = "") -> Path:
 def discovered(lab: Lab, tmp_path_factory: pytest.TempPathFactory) -> tuple[int, Machines, str]:
     """One `discover` of a fleet in which every node except one has a fault."""
     project = Project(lab, tmp_path_factory.mktemp("sick"))
-    well, other, stopped = lab.near
+    well, second, stopped = lab.near
     with ExitStack() as stack:
         deaf = stack.enter_context(lab.node("deaf", 40))
         stranger = stack.enter_context(lab.node("stranger", 41))
         changed = stack.enter_context(lab.node("changed", 42))
         off = stack.enter_context(lab.node("off", 43))
-        project.trust(well, other, stopped, deaf, changed, off)
+        project.trust(well, second, stopped, deaf, changed, off)
         stack.enter_context(changed.another_host_key())
         stack.enter_context(deaf.packets_swallowed())
         stack.enter_context(stopped.server_stopped())
         off.power_off()
         nodes = [
             well.node,
-            replace(other.node, name="closed", port=23),
-            replace(other.node, name="wrong-key", key=make_key(project.path / "wrong")),
-            replace(other.node, name="locked-key", key=make_key(project.path / "locked", "secret")),
+            replace(second.node, name="closed", port=23),
+            replace(second.node, name="wrong-key", key=make_key(project.path / "wrong")),
+            replace(second.node, name="locked-key", key=make_key(project.path / "locked", "secret")),
             replace(stopped.node, name="stopped"),
             *(node.node for node in (deaf, stranger, changed, off)),
         ]
@@ -138,8 +138,7 @@ def test_right_key_is_found_behind_twenty_in_the_agent(project: Project) -> None
         environment = {"SSH_AUTH_SOCK": place}
         for key in (*keys, str(lab.key)):
             lab.host.run("ssh-add", "-q", key, cwd=project.path, environment=environment)
-        done = project.csdctl("discover", environment=environment)
-        assert done.returncode == 0, done.stdout
+        project.succeed("discover", environment=environment)
     finally:
         agent.kill()
         agent.communicate()
@@ -189,8 +188,7 @@ def test_server_without_sftp_takes_commands_and_files(project: Project, server: 
     server_program = "dropbear" if server == "dropbear" else "openssh"
     with project.lab.node("plain", 44, server=server_program, has_sftp=False) as node:
         project.use(node)
-        done = project.csdctl("deploy", "--tree", "tree:there")
-        assert done.returncode == 0, done.stdout + done.stderr
+        project.succeed("deploy", "--tree", "tree:there")
         assert node.run("cksum", "/root/there/it is").split()[1] == str(len(content))
         assert project.discover()[0] == 0
 
@@ -217,8 +215,7 @@ def test_ipv6_odd_ports_and_one_machine_listed_twice(project: Project) -> None:
         (project.path / ".csdctl/known_hosts").write_text(
             "".join(f"[{address}]:{port} {node.public_key}" for port in (2222, 2223))
         )
-        done = project.csdctl("discover")
-        assert done.returncode == 0, done.stdout + done.stderr
+        done = project.succeed("discover")
         assert re.search("warning: (six, twin|twin, six) have the same host key SHA256:", done.stdout)
 
 

@@ -64,7 +64,7 @@ def test_interrupted_command_leaves_nothing_on_nodes(fleet: Project, lab: Lab) -
     nodes = (lab.near[0], lab.far[0])
     try:
         wait_for(
-            lambda: all(any("sleep 17777" in one for one in node.commands()) for node in nodes),
+            lambda: all(any("sleep 17777" in command for command in node.commands()) for node in nodes),
             process,
             fleet.path,
         )

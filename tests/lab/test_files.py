@@ -136,9 +136,9 @@ def test_odd_names_and_ten_thousand_files_on_a_node_whose_clock_is_a_day_off(pro
         done, nodes = deploy(project)
         assert done.returncode == 0, done.stderr
         assert nodes["late"]["num_sent"] == 10_000 + len(names)
-        found = deployed(node)
-        assert len(found) == 10_000 + len(names)
-        assert {name: found[name] for name in names} == {name: name.encode() for name in names}
+        files = deployed(node)
+        assert len(files) == 10_000 + len(names)
+        assert {name: files[name] for name in names} == {name: name.encode() for name in names}
         assert not list(node.home.rglob("owned"))
         done, nodes = deploy(project)
         assert (nodes["late"]["num_sent"], nodes["late"]["bytes_sent"]) == (0, 0)

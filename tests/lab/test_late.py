@@ -1,6 +1,6 @@
 """Nodes that are off when a training begins, and join it once they are on."""
 
-import signal
+import subprocess
 from pathlib import Path
 
 import numpy as np
@@ -8,11 +8,11 @@ import pytest
 
 from tests.lab.project import Project
 from tests.lab.test_main_job import NETWORK, latest_members, load_events, pausing_job
-from tests.patience import communicate, wait_for
+from tests.patience import wait_for
 
 pytestmark = pytest.mark.lab
 
-NUM_PRIVATE = 24
+NUM_PUBLIC, NUM_PRIVATE = 96, 24
 TRAIN = ("--batch-size", "8", "--skip-doctor")
 
 
@@ -36,6 +36,16 @@ def write_private(home: Path, seed: int) -> None:
     np.save(home / "private" / "labels.npy", np.arange(NUM_PRIVATE) % 2)
 
 
+def start_without_csd1(project: Project, job: Path) -> tuple["subprocess.Popen[str]", Path]:
+    """Start a training; return it and its events once the host and csd0 train."""
+    process = project.start("train", str(job), *TRAIN, "--min-nodes", "1")
+    runs = project.path / ".csdctl/runs"
+    wait_for(lambda: any(runs.glob("*/events.jsonl")), process, project.path)
+    (events,) = runs.glob("*/events.jsonl")
+    wait_for(lambda: latest_members(events) == {0, 1}, process, project.path)
+    return process, events
+
+
 @pytest.mark.fault(65)
 def test_node_that_is_off_when_a_training_begins_joins_it_and_no_sample_is_lost(
     project: Project, private_job: Path
@@ -45,36 +55,25 @@ def test_node_that_is_off_when_a_training_begins_joins_it_and_no_sample_is_lost(
         done = project.csdctl("train", str(private_job), *TRAIN, "--min-nodes", "1")
         assert done.returncode == 4, done.stderr  # its private samples were never counted
         assert "csd1" in done.stderr
-    done = project.csdctl("prepare", str(private_job))
-    assert done.returncode == 0, done.stderr
+    project.succeed("prepare", str(private_job))
     with late.switched_off():
         done = project.csdctl("train", str(private_job), *TRAIN)
         assert done.returncode == 4, done.stderr
         assert "csd1" in done.stderr
         done = project.csdctl("train", str(private_job), *TRAIN, "--min-nodes", "2")
         assert done.returncode == 4, done.stderr
-        process = project.start("train", str(private_job), *TRAIN, "--min-nodes", "1")
-        runs = project.path / ".csdctl/runs"
-        wait_for(lambda: any(runs.glob("*/events.jsonl")), process, project.path)
-        (events,) = runs.glob("*/events.jsonl")
-        wait_for(lambda: latest_members(events) == {0, 1}, process, project.path)
+        process, events = start_without_csd1(project, private_job)
     wait_for(lambda: latest_members(events) == {0, 1, 2}, process, project.path)
     number = max(ended_epochs(events)) + 2
     wait_for(lambda: number in ended_epochs(events), process, project.path)
-    process.send_signal(signal.SIGINT)
-    stdout, stderr = communicate(process, project.path)
-    assert process.returncode == 130, stdout + stderr
-    assert "starting without csd1" in stdout, stdout
-    assert "csd1 is back" in stdout
-    public, private = 96, 2 * NUM_PRIVATE
+    printed = project.interrupt(process)
+    assert "starting without csd1" in printed
+    assert "csd1 is back" in printed
     ends = [event for event in load_events(events) if event["event"] == "EpochEnd" and event["rank"] == 0]
-    read = {event["epoch"]: event["global_samples"] for event in ends}
-    assert read[1] == public + NUM_PRIVATE
-    assert read[number] == public + private
-    done = project.csdctl(
-        "train", str(private_job), "--resume", "latest", "--skip-doctor", "--max-steps", "5"
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
+    num_read = {event["epoch"]: event["global_samples"] for event in ends}
+    assert num_read[1] == NUM_PUBLIC + NUM_PRIVATE
+    assert num_read[number] == NUM_PUBLIC + 2 * NUM_PRIVATE
+    project.succeed("train", str(private_job), "--resume", "latest", "--skip-doctor", "--max-steps", "5")
 
 
 def ended_epochs(events: Path) -> set[int]:
@@ -88,14 +87,8 @@ def test_late_node_with_other_private_data_does_not_join_and_the_reason_is_logge
     assert project.csdctl("prepare", str(private_job)).returncode == 0
     write_private(late.home, 9)
     with late.switched_off():
-        process = project.start("train", str(private_job), *TRAIN, "--min-nodes", "1")
-        runs = project.path / ".csdctl/runs"
-        wait_for(lambda: any(runs.glob("*/events.jsonl")), process, project.path)
-        (events,) = runs.glob("*/events.jsonl")
-        wait_for(lambda: latest_members(events) == {0, 1}, process, project.path)
+        process, events = start_without_csd1(project, private_job)
     log = events.parent / "logs" / "rank-2.log"
     wait_for(lambda: log.exists() and "has changed" in log.read_text(), process, project.path)
-    process.send_signal(signal.SIGINT)
-    stdout, stderr = communicate(process, project.path)
-    assert process.returncode == 130, stdout + stderr
+    project.interrupt(process)
     assert latest_members(events) == {0, 1}

@@ -1,7 +1,6 @@
 """Limits of machines and faults of links are named with node, value and cost, by doctor and by a run."""
 
 import re
-import signal
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -14,7 +13,7 @@ from tests.lab import network
 from tests.lab.machines import INTERFACE, LabNode
 from tests.lab.project import CSDCTL, Project
 from tests.lab.test_main_job import NETWORK, load_events, long_job, start_training
-from tests.patience import communicate, wait_for
+from tests.patience import wait_for
 
 pytestmark = pytest.mark.lab
 
@@ -41,13 +40,13 @@ def node_with(project: Project, start_up: str) -> Iterator[LabNode]:
     ],
 )
 def test_low_limit_of_a_node_is_named_by_doctor_and_by_the_error_of_a_run(
-    project: Project, job: Path, start_up: str, found: str, expected: str
+    project: Project, job: Path, start_up: str, named: str, expected: str
 ) -> None:
     with node_with(project, start_up):
         examined = project.csdctl("doctor")
         trained = project.csdctl("train", str(job), *TRAIN)
     assert examined.returncode == trained.returncode == 1
-    pattern = re.escape(found) + rf" \(expected {expected}\)"
+    pattern = re.escape(named) + rf" \(expected {expected}\)"
     assert re.search(f"red: limited: limits: {pattern}", examined.stdout)
     assert re.search(f"probably because of this, on limited: limits: {pattern}", trained.stderr)
     assert "/etc/security/limits.conf" in trained.stderr
@@ -84,17 +83,17 @@ def test_doctor_and_train_ask_for_the_same_limit_of_the_host(project: Project, j
 def test_python_on_a_file_system_mounted_noexec_is_named_with_the_mount_point(
     project: Project, job: Path, place: str
 ) -> None:
-    (found,) = Path(sys.prefix).glob(place) if place != ".." else [Path(sys.base_prefix).resolve()]
+    (mounted,) = Path(sys.prefix).glob(place) if place != ".." else [Path(sys.base_prefix).resolve()]
     with node_with(project, "") as node:
         node.run("mount", "-o", "remount,nosuid,bind", "/root")
         assert project.csdctl("doctor").returncode == 0
-        node.run("mount", "--bind", str(found), str(found))
-        node.run("mount", "-o", "remount,noexec,bind", str(found))
+        node.run("mount", "--bind", str(mounted), str(mounted))
+        node.run("mount", "-o", "remount,noexec,bind", str(mounted))
         examined = project.csdctl("doctor")
         trained = project.csdctl("train", str(job), *TRAIN)
-    assert f"red: limited: Python: {found} is mounted noexec" in examined.stdout
+    assert f"red: limited: Python: {mounted} is mounted noexec" in examined.stdout
     assert trained.returncode == 1
-    assert re.search(rf"mounted noexec: {found}|{found} is mounted noexec", trained.stderr)
+    assert re.search(rf"mounted noexec: {mounted}|{mounted} is mounted noexec", trained.stderr)
     assert "remount,exec" in trained.stderr
 
 
@@ -120,8 +119,7 @@ def test_slow_link_is_named_with_its_rate_while_the_run_goes_on_and_in_its_repor
             process,
             project.path,
         )
-        process.send_signal(signal.SIGINT)
-        printed, _ = communicate(process, project.path)
+        printed = project.interrupt(process)
     finally:
         network.clear_link(slow.namespace, INTERFACE)
     assert re.search(rf"for {slow.name} \(link\): it carried [\d.]+ KiB/s both ways", printed), printed
@@ -133,18 +131,17 @@ def test_slow_link_is_named_with_its_rate_while_the_run_goes_on_and_in_its_repor
 def test_connections_of_mpi_that_are_cut_for_good_are_named_with_node_cause_and_cost(
     project: Project, job: Path
 ) -> None:
-    whole, cut, _ = project.lab.near
-    project.use(whole, cut, network=NETWORK)
+    connected, cut, _ = project.lab.near
+    project.use(connected, cut, network=NETWORK)
     process = start_training(project, job)
     drop_connections_of_mpi(cut)
     (log,) = project.path.glob(".csdctl/runs/*/events.jsonl")
     wait_until_all_train(process, log.parent, 1)
-    process.send_signal(signal.SIGINT)
-    printed, _ = communicate(process, project.path)
+    printed = project.interrupt(process)
     network.run_command(*inside(cut), "nft", "delete table inet cut")
     assert f"{cut.name} is lost: its link was lost" in printed
     assert f"{cut.name} is back" in printed
-    assert f"{whole.name} is lost" not in printed
+    assert f"{connected.name} is lost" not in printed
     row = next(line for line in project.csdctl("report").stdout.splitlines() if "its link was lost" in line)
     assert cut.name in row
 

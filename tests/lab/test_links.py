@@ -75,10 +75,8 @@ def cables(lab: Lab, *, ipv6: bool = False) -> Iterator[None]:
 
 
 def trains(project: Project, job: Path, *options: str) -> str:
-    done = project.csdctl("doctor", "--json")
-    assert done.returncode == 0, done.stdout + done.stderr
-    done = project.csdctl("train", str(job), "--batch-size", "8", *options)
-    assert done.returncode == 0, done.stdout + done.stderr
+    project.succeed("doctor", "--json")
+    done = project.succeed("train", str(job), "--batch-size", "8", *options)
     return done.stderr + done.stdout
 
 

@@ -3,7 +3,6 @@
 import json
 import os
 import shutil
-import signal
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -102,17 +101,14 @@ def test_environments_shells_and_a_shared_home_change_no_result(lab: Lab, projec
     hostile = {"PYTHONPATH": str(evil), "PYTHONWARNINGS": "error", "OMPI_MCA_pml": "bogus"}
     with odd_machines(lab) as (odd, twin):
         project.use(odd, twin, network="10.77.0.0/24")
-        done = project.csdctl("discover", environment=hostile)
-        assert done.returncode == 0, done.stderr
+        done = project.succeed("discover", environment=hostile)
         assert "PYTHONPATH" in done.stdout
         assert "OMPI_MCA_btl_tcp_if_exclude" in done.stdout
         # It computes the gradient of all samples in one process, by code of its own.
-        done = project.csdctl("verify", "--batch-size", "8", environment=hostile)
-        assert done.returncode == 0, done.stdout + done.stderr
+        project.succeed("verify", "--batch-size", "8", environment=hostile)
         arguments = ("train", "--batch-size", "8", "--max-steps", "4")
         for node in ("odd", "twin"):  # one after the other: the second must not read what the first prepared
-            done = project.csdctl(*arguments, "--limit", node, environment=hostile)
-            assert done.returncode == 0, done.stdout + done.stderr
+            project.succeed(*arguments, "--limit", node, environment=hostile)
         prepared = [state_of(node) / ".csdctl" / "data" for node in (odd, twin)]
         assert len({path.read_bytes() for place in prepared for path in place.rglob("images.npy")}) == 2
         assert not (odd.home / ".csdctl" / "objects").exists()
@@ -149,8 +145,8 @@ def ssh_server_on_the_host(lab: Lab, home: Path) -> Iterator[str]:
         f"Port 22\nHostKey {place}/key\nAuthorizedKeysFile {lab.key}.pub\n"
         "StrictModes no\nUsePAM no\nPidFile none\n"
     )
-    others = Path("/etc/passwd").read_text().partition("\n")[2]
-    (place / "passwd").write_text(f"root:x:0:0:root:{home}:/bin/bash\n{others}")
+    accounts = Path("/etc/passwd").read_text().partition("\n")[2]
+    (place / "passwd").write_text(f"root:x:0:0:root:{home}:/bin/bash\n{accounts}")
     mount = f"mkdir -p /run/sshd; mount --bind {place}/passwd /etc/passwd"
     script = f"{mount}; exec /usr/sbin/sshd -D -e -f {place}/config"
     server = lab.host.start("unshare", "--mount", "sh", "-c", script, cwd=Path("/"))
@@ -169,17 +165,15 @@ HOST_ADDRESS = "10.77.0.1"
 
 def test_project_survives_the_cleanup_of_a_host_that_is_a_node(lab: Lab, project: Project, job: Path) -> None:
     shutil.copytree(job.parent, project.path, dirs_exist_ok=True)
-    with ssh_server_on_the_host(lab, project.path) as known:
+    with ssh_server_on_the_host(lab, project.path) as known_host:
         project.use(lab.near[0])
         with (project.path / "fleet.yaml").open("a") as file:
             file.write(f"- {{name: me, address: {HOST_ADDRESS}, key: {lab.key}, python: {sys.executable}}}\n")
         with (project.path / ".csdctl" / "known_hosts").open("a") as file:
-            file.write(known)
-        done = project.csdctl("train", "--batch-size", "8", "--max-steps", "4")
-        assert done.returncode == 0, done.stdout + done.stderr
+            file.write(known_host)
+        project.succeed("train", "--batch-size", "8", "--max-steps", "4")
         before = {path for path in (project.path / ".csdctl").rglob("*") if "machines" not in path.parts}
-        done = project.csdctl("clean", "--everything", "--yes")
-        assert done.returncode == 0, done.stderr
+        project.succeed("clean", "--everything", "--yes")
         after = set((project.path / ".csdctl").rglob("*"))
         assert {path.name for path in before - after} <= {"lock"}
         assert not [*(project.path / ".csdctl" / "machines").rglob("*")]
@@ -191,48 +185,43 @@ def test_three_nodes_and_the_host_work_in_one_home(lab: Lab, project: Project) -
     """Two projects at once, each on nodes of its own, with the projects in the home that all share."""
     names = ("one", "two", "three")
     with (
-        lab.node("one", 72) as one,
+        lab.node("one", 72) as first_node,
         lab.node("two", 73, home="one") as two,
         lab.node("three", 74, home="one") as three,
     ):
-        nodes = (one, two, three)
+        nodes = (first_node, two, three)
         for seed, node in enumerate(nodes):
             node.run("mount", "-t", "tmpfs", "tmpfs", "/srv")
             save_samples(node.root / "srv" / "private.npz", seed, 24)
-        projects = [Project(lab, one.directory / "home" / name) for name in ("first", "second")]
-        for each in projects:
-            each.path.mkdir()
-            save_samples(each.path / "public.npz", 7, 64)
-            (each.path / "own.py").write_text(MODEL)
-            (each.path / "job.yaml").write_text(JOB.replace("epochs: 1", "epochs: 3"))
-            each.use(*nodes, network="10.77.0.0/24")
+        projects = [Project(lab, first_node.directory / "home" / name) for name in ("first", "second")]
+        for shared in projects:
+            shared.path.mkdir()
+            save_samples(shared.path / "public.npz", 7, 64)
+            (shared.path / "own.py").write_text(MODEL)
+            (shared.path / "job.yaml").write_text(JOB.replace("epochs: 1", "epochs: 3"))
+            shared.use(*nodes, network="10.77.0.0/24")
         first, second = projects
 
-        def succeed(each: Project, *arguments: str) -> str:
-            done = each.csdctl(*arguments)
-            assert done.returncode == 0, done.stdout + done.stderr
-            return done.stdout + done.stderr
-
-        succeed(first, "prepare")
+        first.succeed("prepare")
         prepared = [{path.read_bytes() for path in state_of(node).rglob("images.npy")} for node in nodes]
         assert len(set.union(*prepared)) == len(names)
-        succeed(first, "tune", "--limit", "one,two")
+        first.succeed("tune", "--limit", "one,two")
         running = first.start("train", "--limit", "one,two", "--max-steps", "300")
         assert eventually(lambda: [*(first.path / ".csdctl" / "runs").glob("*/events.jsonl")])
-        succeed(second, "train", "--limit", "three", "--batch-size", "8")
+        second.succeed("train", "--limit", "three", "--batch-size", "8")
         stdout, stderr = communicate(running, first.path)
         assert running.returncode == 0, stdout + stderr
-        succeed(first, "predict", "latest", "--limit", "one,two", "--output", "predictions.csv")
-        assert "shared with" in succeed(first, "report", "--privacy")
+        first.succeed("predict", "latest", "--limit", "one,two", "--output", "predictions.csv")
+        assert "shared with" in first.succeed("report", "--privacy").stdout
         with lock_of(second, "three"):
             refused = first.csdctl("prepare")
             assert refused.returncode == 6
             assert "three: another csdctl is running here" in refused.stderr
-        succeed(first, "clean", "--everything", "--yes", "--limit", "one")
-        assert not state_of(one).exists()
+        first.succeed("clean", "--everything", "--yes", "--limit", "one")
+        assert not state_of(first_node).exists()
         assert [*state_of(two).rglob("images.npy")]
         assert [*(first.path / ".csdctl" / "runs").glob("*/model.keras")]
-        succeed(second, "train", "--limit", "three", "--batch-size", "8", "--max-steps", "2")
+        second.succeed("train", "--limit", "three", "--batch-size", "8", "--max-steps", "2")
 
 
 @contextmanager
@@ -245,8 +234,7 @@ def lock_of(project: Project, node: str) -> Iterator[None]:
         assert eventually(lambda: {*runs.glob("*")} - before)
         yield
     finally:
-        running.send_signal(signal.SIGINT)
-        communicate(running, project.path)
+        project.interrupt(running)
 
 
 def test_recorder_that_gives_the_login_a_terminal_is_named(lab: Lab, project: Project) -> None:

@@ -38,8 +38,8 @@ def put_canaries(node: LabNode, *, with_pictures: bool = False) -> None:
         (place / label).mkdir()
         for number in range(12):
             (place / label / f"{CANARY_NAME}-{number}.png").write_bytes(png(image))
-    whole = png(image)
-    (place / "1" / f"{CANARY_NAME}-corrupt.png").write_bytes(whole[: len(whole) // 2] + CANARY)
+    encoded = png(image)
+    (place / "1" / f"{CANARY_NAME}-corrupt.png").write_bytes(encoded[: len(encoded) // 2] + CANARY)
 
 
 def find_canaries(content: bytes) -> bool:
@@ -51,13 +51,13 @@ def find_canaries(content: bytes) -> bool:
 
 def search_host(directory: Path) -> list[str]:
     """Return the files of the user's directory with a canary in their content or name."""
-    found = []
+    paths = []
     for place, _, names in os.walk(directory):
         for name in names:
             path = Path(place, name)
             if path.is_file() and find_canaries(name.encode() + path.read_bytes()):
-                found.append(str(path))
-    return found
+                paths.append(str(path))
+    return paths
 
 
 def check_ledger(project: Project, captures: dict[str, Capture]) -> None:
@@ -109,8 +109,7 @@ def test_from_discover_to_report_no_private_byte_leaves_and_the_ledger_is_right(
             ["report"],
             ["report", "--privacy"],
         ):
-            done = project.csdctl(*command)
-            assert done.returncode == 0, done.stderr
+            done = project.succeed(*command)
             output += (done.stdout + done.stderr).encode()
             if command[0] == "train":
                 check_report(json.loads(done.stdout.splitlines()[-1]))

@@ -67,8 +67,7 @@ def find_computed(content: bytes) -> bool:
 def test_features_of_private_samples_stay_on_their_node(project: Project, private_job: Path) -> None:
     nodes = project.lab.near[:2]
     with captured(project.lab, *nodes, directory=project.path.parent) as captures:
-        done = project.csdctl("train", str(private_job), *RUN, "--strategy", "features")
-        assert done.returncode == 0, done.stderr
+        project.succeed("train", str(private_job), *RUN, "--strategy", "features")
     for node in nodes:
         stored = [path for path in (node.home / ".csdctl").rglob("*") if path.is_file()]
         assert any(find_computed(path.read_bytes()) for path in stored)
@@ -90,8 +89,7 @@ def test_activations_leave_when_the_job_says_so_and_are_counted(project: Project
     before = {name: capture.payload() for name, capture in refused.items()}
     private_job.write_text(JOB % ", activations: may-leave")
     with captured(project.lab, *nodes, directory=project.path.parent) as captures:
-        done = project.csdctl("train", str(private_job), *RUN, *SPLIT)
-        assert done.returncode == 0, done.stderr
+        project.succeed("train", str(private_job), *RUN, *SPLIT)
     host = project.lab.front.ipv4(1)
     ledger = (project.path / ".csdctl" / "ledger.jsonl").read_text()
     flows = [json.loads(line) for line in ledger.splitlines()]
@@ -101,9 +99,11 @@ def test_activations_leave_when_the_job_says_so_and_are_counted(project: Project
         assert not find_canaries(content)
         sent = [flow for flow in flows if flow["sender"] == name and flow["receiver"] == "host"]
         activations = sum(flow["num_bytes"] for flow in sent if flow["kind"] == "activations")
-        others = sum(flow["num_bytes"] for flow in sent) - activations
+        other_bytes = sum(flow["num_bytes"] for flow in sent) - activations
         ends = capture.address, host
         on_cable = capture.payload()[ends] + before[name][ends]
-        print(f"{name}: {on_cable:,} bytes on the cable, {activations:,} of activations, {others:,} others")
+        print(
+            f"{name}: {on_cable:,} bytes on the cable, {activations:,} of activations, {other_bytes:,} others"
+        )
         assert activations == EPOCHS * NUM_PRIVATE * (IMAGE.size * 4 + LABEL_BYTES)
-        assert activations == pytest.approx(on_cable - others, rel=TOLERANCE)
+        assert activations == pytest.approx(on_cable - other_bytes, rel=TOLERANCE)

@@ -2,7 +2,6 @@
 
 import json
 import shutil
-import signal
 import subprocess
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
@@ -60,22 +59,19 @@ def test_rack_trains_from_discover_to_report(
     assert len(machines) == len(RANKS)
     assert all(machine["problem"] is None for machine in machines.values())
 
-    done = project.csdctl("doctor", "--json", "--timeout", "600", "--mpi-timeout", "300")
-    assert done.returncode == 0, done.stdout + done.stderr
+    done = project.succeed("doctor", "--json", "--timeout", "600", "--mpi-timeout", "300")
     checks = json.loads(done.stdout)["checks"]
     assert sum(check["check"] == "link" for check in checks) == len(RANKS) - 1
     (summed,) = (check["found"] for check in checks if check["check"] == "sum")
     assert summed.startswith(f"{len(RANKS)} ranks, ")
 
-    done = project.csdctl("verify", str(job), "--batch-size", "8", "--json")
-    assert done.returncode == 0, done.stdout + done.stderr
+    done = project.succeed("verify", str(job), "--batch-size", "8", "--json")
     verified = json.loads(done.stdout)
     assert len(verified["ranks"]) == len(RANKS)
     assert verified["is_equal"]
     assert verified["sum_difference"] < 1e-6
 
-    done = project.csdctl("tune", str(job), "--probe-seconds", "0.1", "--json")
-    assert done.returncode == 0, done.stdout + done.stderr
+    done = project.succeed("tune", str(job), "--probe-seconds", "0.1", "--json")
     planned = [rank["node"] for rank in json.loads(done.stdout)["ranks"]]
     assert {"host", "storage2", "storage3"} <= set(planned)
 
@@ -85,8 +81,7 @@ def test_rack_trains_from_discover_to_report(
     options = ("--batch-size", "1", "--max-steps", str(NUM_STEPS), "--skip-doctor")
     machines_of_others = [server.machine for server in servers if server.machine]
     with captured(project.lab, *machines_of_others, directory=tmp_path_factory.mktemp("pcap")) as captures:
-        done = project.csdctl("train", str(wide), *options)
-    assert done.returncode == 0, done.stdout + done.stderr
+        project.succeed("train", str(wide), *options)
 
     (run,) = (project.path / ".csdctl/runs").glob("*")
     hashes = {event["rank"]: event["weights_hash"] for event in events_of(run, "Finished")}
@@ -109,8 +104,7 @@ def test_rack_trains_from_discover_to_report(
         sent = sum(count for (sender, _), count in payload.items() if sender == server.address)
         assert between[server.name, "host"] <= sent <= between[server.name, "host"] + 12 * VECTOR_BYTES
 
-    done = project.csdctl("report", "--privacy")
-    assert done.returncode == 0, done.stderr
+    done = project.succeed("report", "--privacy")
     assert "between servers in this run, gradient: " in done.stdout
 
 
@@ -120,14 +114,13 @@ def test_csdctl_runs_on_a_machine_that_does_not_train(
     use_rack(project, servers[1:], trains=False)
     train = "train --batch-size 4 --max-steps 8 --skip-doctor"
     for command in ("tune --probe-seconds 0.1", "verify", train):
-        done = project.csdctl(*command.split(), str(job), "--json")
-        assert done.returncode == 0, done.stdout + done.stderr
+        project.succeed(*command.split(), str(job), "--json")
     (run,) = (project.path / ".csdctl/runs").glob("*")
-    host, *others = json.loads((run / "manifest.json").read_text())["plan"]["ranks"]
+    host, *nodes = json.loads((run / "manifest.json").read_text())["plan"]["ranks"]
     assert host["batch_size"] == 0
-    assert {"storage2", "storage3"} < {rank["node"] for rank in others}
+    assert {"storage2", "storage3"} < {rank["node"] for rank in nodes}
     finished = events_of(run, "Finished")
-    assert len(finished) == 1 + len(others)
+    assert len(finished) == 1 + len(nodes)
     assert len({event["weights_hash"] for event in finished}) == 1
 
 
@@ -154,12 +147,9 @@ def test_rack_survives_the_loss_of_a_node_a_server_and_a_cable(
     with servers[2].switched_off():
         wait_until_trained_by(RANKS - OF_SERVER_3)
     wait_until_trained_by(RANKS)
-    process.send_signal(signal.SIGINT)
-    stdout, stderr = communicate(process, project.path)
-    assert process.returncode == 130, stdout + stderr
+    printed = project.interrupt(process)
     for words in ("storage3/csd0 is lost", "storage2 is lost", "storage3 is back"):
-        assert words in stdout + stderr
-    assert "Traceback" not in stdout + stderr
+        assert words in printed
     assert len(find_breaks(events.parent)) >= 3
     # The others lose no step.
     places = [

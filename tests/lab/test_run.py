@@ -44,10 +44,10 @@ session.close()
 
 @contextmanager
 def session_to(lab: Lab, node: LabNode) -> Iterator[SshSession]:
-    known = lab.directory / f"known_hosts-{node.name}"
-    known.write_text(node.known_hosts_line)
+    known_hosts = lab.directory / f"known_hosts-{node.name}"
+    known_hosts.write_text(node.known_hosts_line)
     with network.entered(lab.host.namespace):
-        session = connect(node.node, [known])
+        session = connect(node.node, [known_hosts])
         try:
             yield session
         finally:

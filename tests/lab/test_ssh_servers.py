@@ -110,17 +110,17 @@ def test_server_that_opens_no_session_is_named(project: Project) -> None:
 def test_line_for_sshd_that_is_said_to_help_does(project: Project, keyword: str) -> None:
     node = project.lab.near[0]
     rsa = node.directory / "rsa"  # nodes do not see the project
-    others = {"MACs": ["Ciphers aes128-ctr"], "HostKeyAlgorithms": [f"HostKey {rsa}"]}
+    more_lines = {"MACs": ["Ciphers aes128-ctr"], "HostKeyAlgorithms": [f"HostKey {rsa}"]}
     if not rsa.exists():
         run_command("ssh-keygen", "-q", "-t", "rsa", "-N", "", "-f", str(rsa))
     project.use(node)
-    with node.with_sshd(f"{keyword} {ALGORITHMS[keyword]}", *others.get(keyword, ())):
+    with node.with_sshd(f"{keyword} {ALGORITHMS[keyword]}", *more_lines.get(keyword, ())):
         refused = project.csdctl("exec", "--", "true")
     said = refused.stdout + refused.stderr
     assert refused.returncode == 4
     assert f"it has {keyword} {ALGORITHMS[keyword]}; csdctl has " in said
     [line] = re.findall("write in its sshd_config: (.*)", said)
-    with node.with_sshd(line, *others.get(keyword, ())):
+    with node.with_sshd(line, *more_lines.get(keyword, ())):
         assert project.csdctl("trust", "--forget", "--yes").returncode == 0
         assert project.csdctl("trust", "--yes").returncode == 0
         assert project.csdctl("exec", "--", "true").returncode == 0
@@ -183,10 +183,10 @@ def test_link_local_address_works_with_its_interface(project: Project) -> None:
 
 
 def link_local_address(node: LabNode) -> str:
-    shown = run_command(
+    printed = run_command(
         "ip", "-n", node.namespace, "-6", "-o", "addr", "show", "dev", INTERFACE, "scope", "link"
     )
-    return shown.split()[3].partition("/")[0]
+    return printed.split()[3].partition("/")[0]
 
 
 def test_host_key_in_the_file_of_the_system_is_known(project: Project, lab: Lab) -> None:
