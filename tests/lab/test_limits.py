@@ -30,7 +30,7 @@ def node_with(project: Project, start_up: str) -> Iterator[LabNode]:
 
 @pytest.mark.first(1)
 @pytest.mark.parametrize(
-    ("start_up", "found", "expected"),
+    ("start_up", "named", "expected"),
     [
         ("ulimit -n 20", "open files 20 (`ulimit -n`)", "32"),
         ("ulimit -v 300000", "address space 300000 (`ulimit -v`)", r"\d{7}"),
