@@ -21,7 +21,7 @@ from tests.emulated.training import (
     nothing_is_left,
     of_fleet,
     processes,
-    program_of,
+    processes_of,
     start_run,
 )
 from tests.patience import communicate, wait_for
@@ -64,27 +64,27 @@ def project(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Path]:
         yield tmp_path
 
 
-def find_python(*words: str) -> list[int]:
-    return [pid for pid in processes(*words) if program_of(pid).startswith("python")]
-
-
 def targets(project: Path, run: Path) -> dict[str, Callable[[], list[int]]]:
     """Return how to find the processes of each kind."""
-    marker = f"csdctl-run={run.name}"
+
+    def on_nodes(*words: str) -> list[int]:
+        return [pid for node in NODES for pid in processes_of(run, node, "python", *words)]
+
+    def ranks_of_host() -> list[int]:
+        return processes_of(run, "host", "python", " rank --spec")
+
     return {
-        "rank": lambda: [pid for node in NODES for pid in find_python(" rank --spec", f"{marker}/{node}")],
-        "end of a link on a node": lambda: [
-            pid for node in NODES for pid in find_python(" link --rank", f"{marker}/{node}")
-        ],
-        "end of a link on the host": lambda: find_python(" link --rank", f"{marker}/host"),
-        "mpirun": lambda: [pid for pid in processes(marker) if program_of(pid) == "prterun"],
+        "rank": lambda: on_nodes(" rank --spec"),
+        "end of a link on a node": lambda: on_nodes(" link --rank"),
+        "end of a link on the host": lambda: processes_of(run, "host", "python", " link --rank"),
+        "mpirun": lambda: processes_of(run, "", "prterun"),
         "daemon": lambda: of_fleet(processes("prted"), project, "prted"),
         "hub": lambda: [
             pid
-            for pid in find_python(" hub --descriptor")
-            if (stat := load_stat(pid)) and stat.parent in find_python(" rank --spec", f"{marker}/host")
+            for pid in processes(" hub --descriptor")
+            if (stat := load_stat(pid)) and stat.parent in ranks_of_host()
         ],
-        "rank 0": lambda: find_python(" rank --spec", f"{marker}/host"),
+        "rank 0": ranks_of_host,
     }
 
 

@@ -11,6 +11,8 @@ from typing import Any
 from tests.emulated.running import CSDCTL
 from tests.patience import communicate, eventually, wait_for
 
+Kill = Callable[[Path, Path], None]
+"""Kills a process of a run, in the directory of a project."""
 LONG_RUN = ("--batch-size", "8", "--max-steps", "1000000", "--skip-doctor")
 
 
@@ -102,22 +104,6 @@ def of_fleet(pids: list[int], demo: Path, program: str, node: str = "") -> list[
     return [pid for pid in pids if belongs(pid)]
 
 
-def kill_rank(node: str) -> Callable[[Path, Path], None]:
-    def kill(demo: Path, run: Path) -> None:
-        pids = of_fleet(processes("rank --spec", f"csdctl-run={run.name}/{node}"), demo, "python", node)
-        assert len(pids) == 1
-        os.kill(pids[0], signal.SIGKILL)
-
-    return kill
-
-
-def kill_host_rank(demo: Path, run: Path) -> None:
-    marked = processes("rank --spec", f"csdctl-run={run.name}/host")
-    pids = [pid for pid in marked if program_of(pid).startswith("python")]
-    assert len(pids) == 1
-    os.kill(pids[0], signal.SIGKILL)
-
-
 def program_of(pid: int) -> str:
     """Return the name of the program that a process runs; '' if it has ended."""
     try:
@@ -126,25 +112,34 @@ def program_of(pid: int) -> str:
         return ""
 
 
-def kill_daemon(node: str) -> Callable[[Path, Path], None]:
-    def kill(demo: Path, run: Path) -> None:
-        pids = of_fleet(processes("prted"), demo, "prted", node)
-        assert pids
-        for pid in pids:
-            os.kill(pid, signal.SIGKILL)
-
-    return kill
+def processes_of(run: Path, node: str, program: str, *words: str) -> list[int]:
+    """Return the processes of a run for a node that run `program…` with these words in their command line."""
+    marked = processes(f"csdctl-run={run.name}/{node}", *words)
+    return [pid for pid in marked if program_of(pid).startswith(program)]
 
 
-def kill_mpirun(node: str) -> Callable[[Path, Path], None]:
-    def kill(demo: Path, run: Path) -> None:
-        marked = processes(f"csdctl-run={run.name}/{node}")
-        pids = [pid for pid in marked if program_of(pid) == "prterun"]
-        assert pids
-        for pid in pids:
-            os.kill(pid, signal.SIGKILL)
+def kill_all(pids: list[int]) -> None:
+    assert pids
+    for pid in pids:
+        os.kill(pid, signal.SIGKILL)
 
-    return kill
+
+def kill_rank(node: str) -> Kill:
+    return lambda demo, run: kill_all(
+        of_fleet(processes_of(run, node, "python", "rank --spec"), demo, "python", node)
+    )
+
+
+def kill_host_rank(demo: Path, run: Path) -> None:
+    kill_all(processes_of(run, "host", "python", "rank --spec"))
+
+
+def kill_daemon(node: str) -> Kill:
+    return lambda demo, run: kill_all(of_fleet(processes("prted"), demo, "prted", node))
+
+
+def kill_mpirun(node: str) -> Kill:
+    return lambda demo, run: kill_all(processes_of(run, node, "prterun"))
 
 
 def nothing_is_left(demo: Path, run: Path) -> bool:
