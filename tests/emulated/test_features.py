@@ -14,7 +14,7 @@ import yaml
 from csdctl.job.model import load_job
 from csdctl.tuning.plan import Plan, RankPlan, save_plan
 from tests.emulated.running import document, emulated, home_of, refuse, succeed
-from tests.emulated.small_jobs import ALL_DATA, frozen_model, pausing_layer, small_job
+from tests.emulated.small_jobs import ALL_DATA, frozen_model, small_job
 from tests.emulated.training import events_of, find_breaks, stop_without_csd1
 
 pytestmark = [pytest.mark.emulated, pytest.mark.thorough]
@@ -148,24 +148,6 @@ def test_views_are_features_of_augmented_samples(project: Path, by_features: dic
     assert again["features"]["num_computed"] == 0
 
 
-def test_frozen_part_that_calls_python_is_run_by_keras(project: Path) -> None:
-    (project / "layer.py").write_text(pausing_layer(0))
-    pooling = "        layers.GlobalAveragePooling2D(),\n"
-    content = f"import layer\n{MODEL}".replace(pooling, f"        layer.Pause(),\n{pooling}")
-    (project / "pausing.py").write_text(content)
-    (project / "pausing.yaml").write_text(
-        (JOB % 0.01).replace("model.py:build", "pausing.py:build\ncode: [layer.py]")
-    )
-    done = succeed(
-        project, "train", "pausing.yaml", "--strategy", "features", "--batch-size", "8", "--skip-doctor"
-    )
-    said = " ".join((done.stdout + done.stderr).split())
-    assert "the frozen part runs with Python's TensorFlow: " in said
-    assert "the step of the head runs" not in said
-    report = json.loads(succeed(project, "report", "latest", "--json").stdout)
-    assert Path(report["path"], "model.keras").is_file()
-
-
 def test_verify_compares_features_and_head(project: Path, by_features: dict[str, Any]) -> None:
     verified = document(project, "verify", "--strategy", "features")
     assert set(verified["ranks"]) == {"host", "csd0", "csd1"}
@@ -226,8 +208,6 @@ def test_plan_for_a_split_was_tried_and_is_followed(project: Path) -> None:
     ("arguments", "reason"),
     [
         (("tuned.yaml", "--strategy", "split"), "sends activations and labels of private samples"),
-        (("trained.yaml", "--strategy", "features"), "it has no frozen first layers"),
-        (("trained.yaml", "--strategy", "split", "--cut", "no"), "cannot be cut after 'no'"),
         (("tuned.yaml", "--strategy", "features", "--no-host"), "a host that trains"),
     ],
 )

@@ -54,6 +54,12 @@ class Project:
         assert done.returncode == 0, done.stdout + done.stderr
         return done
 
+    def refuse(self, *arguments: str, code: int) -> str:
+        """Run csdctl, which must end with `code`; return what it has printed."""
+        done = self.csdctl(*arguments)
+        assert done.returncode == code, done.stdout + done.stderr
+        return done.stdout + done.stderr
+
     def interrupt(self, process: subprocess.Popen[str]) -> str:
         """Press Ctrl-C, which must end csdctl in order; return what it has printed."""
         process.send_signal(signal.SIGINT)

@@ -98,7 +98,6 @@ def test_task_runs_unchanged_also_behind_the_jump_host(fleet: Project, tmp_path:
 def test_node_without_sftp_is_named_with_the_line_for_its_sshd(fleet: Project, lab: Lab) -> None:
     with lab.node("plain", 44, has_sftp=False) as node:
         fleet.use(node)
-        done = fleet.csdctl("exec", "--task", "tasks.py:restart_daemon", "--", "--name=x")
-        assert done.returncode == 1
-        assert "plain: its SSH server offers no SFTP, which `put` and `get` need" in done.stdout
-        assert "Subsystem sftp internal-sftp" in done.stdout
+        said = fleet.refuse("exec", "--task", "tasks.py:restart_daemon", "--", "--name=x", code=1)
+        assert "plain: its SSH server offers no SFTP, which `put` and `get` need" in said
+        assert "Subsystem sftp internal-sftp" in said

@@ -11,7 +11,7 @@ import pytest
 from tests.emulated.training import wait_until_all_train
 from tests.lab import network
 from tests.lab.machines import INTERFACE, LabNode
-from tests.lab.project import CSDCTL, Project
+from tests.lab.project import Project
 from tests.lab.test_main_job import NETWORK, load_events, long_job, start_training
 from tests.patience import wait_for
 
@@ -63,19 +63,6 @@ def test_limits_that_suffice_and_low_soft_limits_stop_nothing_and_mpirun_says_no
     assert not [
         log for log in project.path.glob(".csdctl/runs/*/logs/rank-*.log") if "link: " in log.read_text()
     ]
-
-
-def test_doctor_and_train_ask_for_the_same_limit_of_the_host(project: Project, job: Path) -> None:
-    project.use(*project.lab.near[:2], network=NETWORK)
-    for limit, examined, trained in (
-        ("-n 47", "2 nodes need 48 open files", "open files 47 (`ulimit -n`), expected 48"),
-        ("-f 8", "host: limits: file size 8 (`ulimit -f`) (expected 4096)", "file size 8 (`ulimit -f`)"),
-    ):
-        for arguments, said in ((["doctor"], examined), (["train", str(job), *TRAIN], trained)):
-            command = ("bash", "-c", f'ulimit {limit}; exec "$@"', "bash", str(CSDCTL), *arguments)
-            done = project.lab.host.run(*command, cwd=project.path)
-            assert done.returncode
-            assert said in done.stdout + done.stderr
 
 
 @pytest.mark.first(1)

@@ -130,9 +130,8 @@ def test_one_machine_with_two_names_is_refused(lab: Lab, project: Project, job: 
     text = (project.path / "fleet.yaml").read_text()
     again = text.partition("nodes:\n")[2].replace("name: csd0", "name: again")
     (project.path / "fleet.yaml").write_text(text + again)
-    done = project.csdctl("prepare")
-    assert done.returncode == 2
-    assert "are one machine, with one user and home" in done.stderr
+    said = project.refuse("prepare", code=2)
+    assert "are one machine, with one user and home" in said
 
 
 @contextmanager
@@ -241,6 +240,5 @@ def test_recorder_that_gives_the_login_a_terminal_is_named(lab: Lab, project: Pr
     recorder = 'ForceCommand script -qefc "$SSH_ORIGINAL_COMMAND" /dev/null'
     with lab.node("recorded", 76, sshd=(recorder,)) as recorded:
         project.use(recorded)
-        done = project.csdctl("exec", "--", "true")
-        assert done.returncode == 1
-        assert "standard input is a terminal: see ForceCommand of sshd" in done.stdout
+        said = project.refuse("exec", "--", "true", code=1)
+        assert "standard input is a terminal: see ForceCommand of sshd" in said

@@ -222,9 +222,8 @@ def test_features_of_private_samples_stay_on_their_node(project: Project, privat
 def test_activations_leave_when_the_job_says_so_and_are_counted(project: Project, private_job: Path) -> None:
     nodes = project.lab.near[:2]
     with captured(project.lab, *nodes, directory=project.path.parent) as refused:
-        done = project.csdctl("train", str(private_job), *RUN, *SPLIT)
-    assert done.returncode == 2
-    assert "activations: may-leave" in done.stderr
+        said = project.refuse("train", str(private_job), *RUN, *SPLIT, code=2)
+    assert "activations: may-leave" in said
     assert not any(find_computed(capture.path.read_bytes()) for capture in refused.values())
     before = {name: capture.payload() for name, capture in refused.items()}
     private_job.write_text(JOB % ", activations: may-leave")

@@ -116,12 +116,11 @@ def test_missing_or_wrong_python_is_named_before_anything_starts(project: Projec
     ]
     project.write_fleet(*nodes)
     project.trust(without, wrong, right)
-    done = project.csdctl("train", str(job), "--batch-size", "8")
-    assert done.returncode == 1
-    assert "csd0: '/opt/none/bin/python3' is not a working Python" in done.stderr
-    assert re.search("csd1: .*/python3 has no tensorflow", done.stderr)
-    assert "csd2:" not in done.stderr
-    assert "csdctl provision" in done.stderr
+    said = project.refuse("train", str(job), "--batch-size", "8", code=1)
+    assert "csd0: '/opt/none/bin/python3' is not a working Python" in said
+    assert re.search("csd1: .*/python3 has no tensorflow", said)
+    assert "csd2:" not in said
+    assert "csdctl provision" in said
 
 
 @pytest.mark.fault(24)

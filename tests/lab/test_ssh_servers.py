@@ -100,10 +100,9 @@ def test_server_that_opens_no_session_is_named(project: Project) -> None:
     node = project.lab.near[0]
     project.use(node)
     with node.with_sshd("MaxSessions 0"):
-        done = project.csdctl("exec", "--", "true")
-    assert done.returncode == 1
-    assert "the SSH server does not open more channels" in done.stdout + done.stderr
-    assert "MaxSessions" in done.stdout + done.stderr
+        said = project.refuse("exec", "--", "true", code=1)
+    assert "the SSH server does not open more channels" in said
+    assert "MaxSessions" in said
 
 
 @pytest.mark.parametrize("keyword", ALGORITHMS)
@@ -131,10 +130,9 @@ def test_login_that_a_key_does_not_open_says_what_is_wanted(project: Project, li
     node = project.lab.near[0]
     project.use(node)
     with node.with_sshd(line, *(["PasswordAuthentication yes"] if "password" in REFUSALS[line] else [])):
-        done = project.csdctl("exec", "--", "true")
-    assert done.returncode == 4
-    assert REFUSALS[line] in done.stdout + done.stderr
-    assert "ssh-copy-id" not in done.stdout + done.stderr
+        said = project.refuse("exec", "--", "true", code=4)
+    assert REFUSALS[line] in said
+    assert "ssh-copy-id" not in said
 
 
 def test_text_of_a_server_that_refuses_an_account_is_shown(project: Project) -> None:
@@ -142,9 +140,8 @@ def test_text_of_a_server_that_refuses_an_account_is_shown(project: Project) -> 
     project.use(node)
     with node.with_sshd("UsePAM yes"):
         (node.directory / "shadow").write_text("root:*:19000:0:99999:7::18000:\n")
-        done = project.csdctl("exec", "--", "true")
-    assert done.returncode == 4
-    assert "it says: Your account has expired" in done.stdout + done.stderr
+        said = project.refuse("exec", "--", "true", code=4)
+    assert "it says: Your account has expired" in said
 
 
 def test_certificate_is_offered_beside_its_key_and_named_once_it_has_expired(project: Project) -> None:
